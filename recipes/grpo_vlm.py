@@ -1,0 +1,278 @@
+"""GRPO for vision-language models: ask about images, sample a group of answers, reward them, take a step.
+
+    torchrun --nproc-per-node=1 recipes/grpo_vlm.py                        # a tiny Qwen2.5-VL learns to read digits
+    torchrun --nproc-per-node=8 recipes/grpo_vlm.py --model Qwen/Qwen2.5-VL-7B-Instruct --task train.jsonl \\
+        --lora_rank 32 --exclude_modules ".*visual.*" --max_new_tokens 1024 --lr 1e-5
+
+How it differs from the paper (DeepSeekMath, https://arxiv.org/abs/2402.03300, section 4.1):
+- the loss is the mean over all tokens of the batch, not the mean of per-answer means (DAPO, arXiv 2503.14476): long
+  answers are not favoured. `sequence_mean` instead of `token_mean` below gives the paper's.
+- the clip is higher upwards than downwards (DAPO again); it binds only with updates_per_batch > 1: on a batch that is
+  used once the ratio is 1.
+- the weight of the KL term is 0.001, the paper's 0.04.
+- an answer that could not be judged is left out of its group instead of counting as wrong.
+- tokens that stand for images can be neither sampled nor scored.
+"""
+
+import sys
+import time
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+import tyro
+from torch.optim import AdamW
+from torch.optim.lr_scheduler import LambdaLR
+from tqdm import tqdm
+
+from rlkit.advantages import grpo_advantages
+from rlkit.data import Task, collate, group_ids, judged, load_task, score, step_rows
+from rlkit.engines import make_engine
+from rlkit.engines.checkpoint import checkpoints, keep_newest
+from rlkit.engines.distributed import init_distributed
+from rlkit.losses import clipped_policy_loss, kl_k3, mismatch_stats, ratio_stats, token_mean
+from rlkit.report import write_report
+from rlkit.rollout import Sampling, make_rollout
+from rlkit.tracking import Run, new_directory
+from rlkit.vlm import (
+    VISION_TOWER,
+    build_tiny,
+    encode_rows,
+    freeze,
+    load_model,
+    load_processor,
+    lora,
+    trainable_summary,
+    unsampled_ids,
+)
+
+
+@dataclass
+class Config:
+    model: str = "tiny"
+    """Directory or hub id of a model; "tiny" builds one of 0.7M parameters and warms it up for a few seconds."""
+    task: str = "digits"
+    """A built-in task, a .jsonl or .parquet file with question, answer and image columns, or module:function."""
+    rollout: str = "hf"
+    """What samples: hf is the trained model itself."""
+    out: str = ""
+    """The run's directory; runs/grpo_vlm-<task>-seed<seed> by default, numbered if that holds a run."""
+    resume: bool = False
+    """Go on from the newest checkpoint in the run's directory."""
+    seed: int = 0
+    """Of the data order, the sampling noise and the tiny model."""
+
+    steps: int = 250
+    """Batches that are sampled."""
+    prompts_per_step: int = 16
+    """Prompts in a batch, over all ranks."""
+    group_size: int = 8
+    """Answers to each prompt."""
+    updates_per_batch: int = 1
+    """Optimizer steps on each batch."""
+    max_new_tokens: int = 4
+    """Longest answer."""
+    max_prompt_tokens: int = 0
+    """Longest prompt, images expanded; a longer one is skipped and counted. 0: what the model's context leaves."""
+    temperature: float = 1.0
+    """Of the sampler, and of the distribution that is trained."""
+
+    lr: float = 5e-4
+    """Peak learning rate; LoRA and large models want less, about 1e-5 and 1e-6."""
+    warmup_steps: int = 10
+    """Linear warm-up; after it the rate falls linearly to a twentieth."""
+    clip_low: float = 0.2
+    """The ratio is clipped at 1 - clip_low."""
+    clip_high: float = 0.28
+    """The ratio is clipped at 1 + clip_high."""
+    kl_coef: float = 0.001
+    """Weight of the KL to the model at the start. 0: it is not kept, and `kl` is measured from the sampler."""
+    max_grad_norm: float = 1.0
+    """Gradients are scaled down to this norm."""
+
+    freeze_vision_tower: bool = False
+    """Train the language model alone."""
+    lora_rank: int = 0
+    """Rank of LoRA adapters; 0 trains the weights themselves."""
+    lora_alpha: int = 32
+    """Scale of the adapters, over their rank."""
+    target_modules: str = "all-linear"
+    """Modules that get adapters: all-linear, or a regular expression."""
+    exclude_modules: str | None = ".*visual.*"
+    """Regular expression of modules that get none."""
+    use_remove_padding: bool = True
+    """Pack rows without padding."""
+    use_fused_kernels: bool = False
+    """Logprobs from hidden states, without the logits tensor."""
+    enable_gradient_checkpointing: bool = False
+    """Recompute activations in backward."""
+    micro_batch_tokens: int = 16384
+    """Most tokens in one forward."""
+    gpu_memory_utilization: float = 0.8
+    """Share of a GPU's memory up to which the sampler's cache may fill it."""
+    trust_remote_code: bool = False
+    """Run code that comes with the model."""
+
+    save_every: int = 50
+    """Steps between checkpoints; the newest two are kept."""
+    max_unjudged: float = 0.2
+    """Stop when a larger share of a batch's answers could not be judged."""
+    max_mismatch: float = 0.3
+    """Stop when sampler and trainer differ by more in mean |dlogp|: the weights did not arrive."""
+
+
+def main(cfg: Config) -> None:
+    init_distributed()
+    rank, world = dist.get_rank(), dist.get_world_size()
+    name = f"grpo_vlm-{Path(cfg.task).stem}-seed{cfg.seed}"
+    try:
+        out = Path(cfg.out) if cfg.out else new_directory("runs", name, resume=cfg.resume)
+        task = load_task(cfg.task)
+        run = Run(out, asdict(cfg), resume=cfg.resume, writes=rank == 0)
+        engine, reference, rollout, processor = set_up(cfg, task, out)
+        saved = checkpoints(out / "checkpoints") if cfg.resume else []
+        start = engine.load_checkpoint(saved[-1])["step"] if saved else 0
+    except ValueError as error:
+        sys.exit(f"grpo_vlm: {error}")
+    run.start_at(start)
+    config = engine.config.get_text_config()
+    max_tokens = cfg.max_prompt_tokens or config.max_position_embeddings - cfg.max_new_tokens
+
+    heldout, bad = encode_rows(processor, list(enumerate(task.heldout))[rank::world], max_tokens=max_tokens)
+
+    def evaluate() -> tuple[dict, list]:
+        """Greedy answers to the held-out rows, shared among the ranks; a row that cannot be judged counts as wrong."""
+        samples = rollout.generate(heldout, Sampling(cfg.max_new_tokens, temperature=0.0))
+        rewards = score(task.reward, samples)
+        right, count, lost = engine.global_sum(torch.tensor([rewards.nansum(), len(rewards), len(bad)])).tolist()
+        found = {"accuracy": right / max(count, 1), "heldout": int(count), "skipped": int(lost)}
+        return found, judged(samples, rewards)
+
+    if start == 0:
+        before, _ = evaluate()
+        run.evaluation(accuracy_before=before["accuracy"], heldout=before["heldout"], heldout_skipped=before["skipped"])
+        if rank == 0:
+            print(f"held-out accuracy before: {before['accuracy']:.3f} ({before['heldout']} rows)", flush=True)
+
+    def loss_fn(out, mb):  # out.logprobs [B, T]; mb.total_tokens counts the whole batch, on all ranks
+        old = mb.old_logprobs if cfg.updates_per_batch > 1 else out.logprobs.detach()
+        policy = clipped_policy_loss(out.logprobs, old, mb.advantages, mb.mask, cfg.clip_low, cfg.clip_high)
+        kl = kl_k3(out.logprobs, mb.ref_logprobs, mb.mask)
+        metrics = {
+            "kl": token_mean(kl, mb.mask, mb.total_tokens),
+            "entropy": token_mean(out.entropy, mb.mask, mb.total_tokens),
+            **ratio_stats(out.logprobs, old, mb.mask, mb.advantages, cfg.clip_low, cfg.clip_high, mb.total_tokens),
+            **mismatch_stats(old, mb.rollout_logprobs, mb.mask, mb.total_tokens),
+        }
+        return token_mean(policy + cfg.kl_coef * kl, mb.mask, mb.total_tokens), metrics
+
+    progress = tqdm(range(start, cfg.steps), initial=start, total=cfg.steps, unit="step", disable=rank != 0)
+    for step in progress:
+        began = time.perf_counter()
+        rows = step_rows(task.train, step, cfg.prompts_per_step, cfg.seed)[rank::world]
+        prompts, skipped = encode_rows(processor, rows, max_tokens=max_tokens)
+        for message in skipped:
+            progress.write(f"skipped: {message}")
+        rollout.update_weights(engine.get_per_tensor_param())
+        sampling = Sampling(cfg.max_new_tokens, cfg.temperature, seed=(cfg.seed, step))
+        answers = rollout.generate(prompts, sampling, n=cfg.group_size)
+        generated = time.perf_counter()
+
+        rewards = score(task.reward, answers)  # [B]; nan = could not be judged
+        samples = judged(answers, rewards)
+        rewards = rewards[~rewards.isnan()]
+        advantages = grpo_advantages(rewards, group_ids(samples))  # [B]
+        batch = collate(samples, advantages=advantages)
+        counts = [len(answers), len(samples), len(skipped), rewards.sum(), rewards.square().sum(), batch.mask.sum()]
+        counts = engine.global_sum(torch.tensor(counts, dtype=torch.float64))
+        asked, known, lost, total, squares, tokens = counts.tolist()
+        if known < max(1.0, (1 - cfg.max_unjudged) * asked):
+            sys.exit(f"grpo_vlm: step {step}: only {known:.0f} of {asked:.0f} answers could be judged; see the log")
+
+        batch.add(ref_logprobs=batch.rollout_logprobs)
+        if cfg.kl_coef and cfg.lora_rank:
+            with engine.disable_adapter():
+                batch.add(ref_logprobs=engine.infer_batch(batch)["logprobs"])
+        elif cfg.kl_coef:
+            batch.add(ref_logprobs=reference.infer_batch(batch)["logprobs"])
+        if cfg.updates_per_batch > 1:
+            batch.add(old_logprobs=engine.infer_batch(batch)["logprobs"])
+        for _ in range(cfg.updates_per_batch):
+            metrics = engine.train_batch(batch, loss_fn, outputs=("logprobs", "entropy"))
+        if metrics["mismatch/abs_dlogp"] > cfg.max_mismatch:
+            sys.exit(f"grpo_vlm: step {step}: the sampler's logprobs differ from the trainer's by "
+                     f"{metrics['mismatch/abs_dlogp']:.2f} a token: its weights are not the trainer's")  # fmt: skip
+
+        mean = total / known
+        run.log(step, {
+            "reward/mean": mean,
+            "reward/std": max(squares / known - mean**2, 0.0) ** 0.5,
+            **metrics,
+            "tokens": tokens,
+            "unjudged": asked - known,
+            "skipped_rows": lost,
+            "time/generate": generated - began,
+            "time/train": time.perf_counter() - generated,
+        })  # fmt: skip
+        progress.set_postfix(reward=f"{mean:.2f}", entropy=f"{metrics['entropy']:.2f}")
+        if (step + 1) % cfg.save_every == 0 or step + 1 == cfg.steps:
+            engine.save_checkpoint(out / "checkpoints" / f"step_{step + 1}", {"step": step + 1})
+            keep_newest(out / "checkpoints", 2)
+
+    after, shown = evaluate()
+    results = run.evaluation(accuracy_after=after["accuracy"], steps=cfg.steps)
+    engine.export_hf(out / "model")
+    if rank == 0:
+        page = write_report(out, sorted(shown, key=lambda s: s.reward)[:40], title=name)
+        print(f"held-out accuracy after: {after['accuracy']:.3f} (before: {results.get('accuracy_before', 0.0):.3f})")
+        print(f"results: {page}, {out / 'metrics.jsonl'}; model: {out / 'model'}")
+
+
+def set_up(cfg: Config, task: Task, out: Path):
+    """The trained engine, the reference policy, the sampler and the processor."""
+    path = cfg.model
+    if path == "tiny":
+        path = str(out / "init")
+        if dist.get_rank() == 0 and not Path(path).exists():
+            build_tiny(path, task.train, seed=cfg.seed)
+        dist.barrier()
+    processor = load_processor(path, trust_remote_code=cfg.trust_remote_code)
+    model = load_model(path, trust_remote_code=cfg.trust_remote_code)
+    shared = {
+        "processor": processor,
+        "unsampled": unsampled_ids(model.config, getattr(processor, "tokenizer", processor)),
+        "temperature": cfg.temperature,
+        "micro_batch_tokens": cfg.micro_batch_tokens,
+        "use_remove_padding": cfg.use_remove_padding,
+        "use_fused_kernels": cfg.use_fused_kernels,
+    }
+    if cfg.freeze_vision_tower:
+        freeze(model, VISION_TOWER)
+    if cfg.lora_rank:
+        model = lora(model, cfg.lora_rank, cfg.lora_alpha, cfg.target_modules, cfg.exclude_modules)
+    if dist.get_rank() == 0:
+        print(trainable_summary(model), flush=True)
+    updates = cfg.steps * cfg.updates_per_batch
+    engine = make_engine(
+        "fsdp2",
+        "language_model",
+        model=model,
+        optimizer=lambda params: AdamW(params, lr=cfg.lr, betas=(0.9, 0.95), weight_decay=0.0),
+        scheduler=lambda opt: LambdaLR(opt, lambda i: min((i + 1) / cfg.warmup_steps, max(0.05, 1 - i / updates))),
+        max_grad_norm=cfg.max_grad_norm,
+        enable_gradient_checkpointing=cfg.enable_gradient_checkpointing,
+        **shared,
+    )
+    reference = None
+    if cfg.kl_coef and not cfg.lora_rank:
+        reference = make_engine("fsdp2", "language_model", model=load_model(path), **shared)
+    rollout = make_rollout(
+        cfg.rollout, engine.gathered, processor=processor, gpu_memory_utilization=cfg.gpu_memory_utilization
+    )
+    return engine, reference, rollout, processor
+
+
+if __name__ == "__main__":
+    main(tyro.cli(Config, use_underscores=True, description=__doc__))
+    dist.destroy_process_group()

@@ -1,0 +1,26 @@
+"""From rows to batches: samples and their two token tracks, packing, batching by tokens, tasks and rewards."""
+
+from rlkit.data.batching import balanced_partitions, token_budget_batches
+from rlkit.data.packing import Packed, repad, unpad
+from rlkit.data.samples import Batch, Sample, collate, expand, extend, group_ids, prompt
+from rlkit.data.tasks import Task, judged, load_task, score, step_rows
+
+__all__ = [
+    "Batch",
+    "Packed",
+    "Sample",
+    "Task",
+    "balanced_partitions",
+    "collate",
+    "expand",
+    "extend",
+    "group_ids",
+    "judged",
+    "load_task",
+    "prompt",
+    "repad",
+    "score",
+    "step_rows",
+    "token_budget_batches",
+    "unpad",
+]

@@ -1,0 +1,118 @@
+"""Padded rows to one packed row and back, exactly and differentiably.
+
+    packed  = unpad(hidden, attention_mask)               # [B, T, ...] -> [N, ...], N attended tokens, row after row
+    targets = unpad_like(tokens, packed)                  # another tensor of the same batch: one gather
+    logprobs = repad(token_logprobs, packed)              # [N, ...] -> [B, T, ...]
+
+`cu_seqlens` and `max_seqlen` are in the form flash-attn and `torch.nn.attention.varlen.varlen_attn` take. The batch has
+to lead: M-RoPE ids [3, B, T] are packed as `unpad_like(rearrange(ids, "a b t -> b t a"), packed)` -> [N, 3].
+"""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+
+class Packed(NamedTuple):
+    """The attended tokens of a batch, row after row without padding.
+
+    Args:
+        values: [N, ...], the attended tokens.
+        cu_seqlens: int32 [B + 1]; row b is `values[cu_seqlens[b]:cu_seqlens[b + 1]]`, empty if nothing is attended.
+        max_seqlen: the longest row, on the host.
+        indices: int64 [N], position `b * T + t` of each token in the padded batch.
+        batch_shape: (B, T).
+    """
+
+    values: Tensor
+    cu_seqlens: Tensor
+    max_seqlen: int
+    indices: Tensor
+    batch_shape: tuple[int, int]
+
+
+def unpad(x: Tensor, attention_mask: Tensor, *, lengths: Sequence[int] | None = None) -> Packed:
+    """Packs the attended tokens: `values = x[attention_mask]`, in the order of the rows.
+
+    Args:
+        x: [B, T, ...], any dtype.
+        attention_mask: bool or integer [B, T], nonzero on what is kept: padding left or right, holes, empty rows.
+        lengths: B ints on the host, the attended tokens of each row. With them nothing waits for an accelerator;
+            without them the lengths are copied to the host, which is the one synchronisation. On the CPU they are
+            checked against the mask.
+
+    Returns:
+        a `Packed`; its `values` carry the gradient to `x`.
+
+    Raises:
+        ValueError: `x`, `attention_mask` and `lengths` do not fit together, or the mask is floating point.
+    """
+    if attention_mask.ndim != 2 or attention_mask.is_floating_point() or attention_mask.is_complex():
+        got = f"{attention_mask.dtype} {list(attention_mask.shape)}"
+        raise ValueError(f"attention_mask: expected bool or integer [B, T], got {got}")
+    batch, width = attention_mask.shape
+    _check_leading("x", x, (batch, width))
+    keep = attention_mask.to(x.device, torch.bool)
+    per_row = keep.sum(1)
+    if lengths is None:
+        lengths = per_row.tolist()
+    elif len(lengths) != batch:
+        raise ValueError(f"lengths: expected {batch}, one a row of attention_mask, got {len(lengths)}")
+    elif x.device.type == "cpu" and list(lengths) != per_row.tolist():
+        raise ValueError(f"lengths: got {list(lengths)}, but attention_mask attends to {per_row.tolist()}")
+    flat = keep.flatten()  # `nonzero` is twice as fast on the CPU, `nonzero_static` does not synchronise elsewhere
+    found = flat.nonzero() if flat.device.type == "cpu" else torch.nonzero_static(flat, size=sum(lengths))
+    indices = found.squeeze(1)
+    return Packed(
+        values=x.flatten(0, 1).index_select(0, indices),
+        cu_seqlens=pad(per_row.cumsum(0), (1, 0)).int(),
+        max_seqlen=max(lengths, default=0),
+        indices=indices,
+        batch_shape=(batch, width),
+    )
+
+
+def unpad_like(x: Tensor, packed: Packed) -> Tensor:
+    """Packs another tensor [B, T, ...] of the same batch into values [N, ...], without looking at the mask again.
+
+    Raises:
+        ValueError: `x` does not begin with `packed.batch_shape`.
+    """
+    _check_leading("x", x, packed.batch_shape)
+    return x.flatten(0, 1).index_select(0, packed.indices)
+
+
+def repad(x: Packed | Tensor, like: Packed | None = None, *, fill: float = 0) -> Tensor:
+    """Puts packed values back where they were: the inverse of `unpad` on the attended tokens.
+
+    Args:
+        x: a `Packed`, or values [N, ...] in the order of `like`, of any dtype and trailing shape.
+        like: where the values go, if `x` is a tensor.
+        fill: what everything that is not attended becomes.
+
+    Returns:
+        [B, T, ...]; carries the gradient to the values.
+
+    Raises:
+        ValueError: a tensor without `like`, or of another length.
+    """
+    if isinstance(x, Packed):
+        like, values = (x if like is None else like), x.values
+    elif like is None:
+        raise ValueError("like: expected a Packed, which says where the values go, got None")
+    else:
+        values = x
+    count = len(like.indices)
+    if values.ndim == 0 or len(values) != count:
+        raise ValueError(f"x: expected [{count}, ...], one value an attended token, got {list(values.shape)}")
+    batch, width = like.batch_shape
+    padded = values.new_full((batch * width, *values.shape[1:]), fill)
+    return padded.index_copy(0, like.indices, values).view(batch, width, *values.shape[1:])
+
+
+def _check_leading(name: str, x: Tensor, batch_shape: tuple[int, int]) -> None:
+    if tuple(x.shape[:2]) != batch_shape:
+        raise ValueError(f"{name}: expected [{batch_shape[0]}, {batch_shape[1]}, ...], got {list(x.shape)}")

@@ -1,0 +1,220 @@
+"""One type for what is sampled, and one for what is trained on.
+
+A `Sample` carries two token tracks. The **expanded** one (`token_ids`) is what the model's forward sees: an image takes
+as many placeholder tokens as it has features. The **compact** one (`compact_ids`) has one placeholder an image: what a
+sampler with its own image processor (vLLM) is given. They are checked against each other whenever a batch is made.
+A prompt is a sample whose mask is all False; a sampler extends it, and text that was sampled is never tokenised again.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True, eq=False)
+class Sample:
+    """One sequence: a prompt, and what has been sampled after it.
+
+    Attributes:
+        token_ids: expanded track, prompt and response.
+        compact_ids: the same with one placeholder token an image or video.
+        mask: True on the tokens that the policy wrote, one entry for each of `token_ids`.
+        logprobs: the sampler's log-probability of each of `token_ids`; 0 where `mask` is False.
+        vision: what the processor made of this sample's own images (`pixel_values`, `image_grid_thw`, ...).
+        placeholders: placeholder token id -> number of expanded tokens of each image, in order.
+        images: the decoded images, for samplers that process them themselves.
+        row: the data row that the prompt was made of; rewards read it.
+        group_id: the same integer for all samples of one prompt.
+        text: the response decoded, for rewards and people; training reads the tokens.
+        reward: nan until judged, and when it could not be judged.
+        finish_reason: "stop" (an end token) or "length".
+        version: how often the sampler's weights had been updated.
+    """
+
+    token_ids: list[int]
+    compact_ids: list[int]
+    mask: list[bool]
+    logprobs: list[float]
+    vision: Mapping[str, Tensor] = field(default_factory=dict)
+    placeholders: Mapping[int, Sequence[int]] = field(default_factory=dict)
+    images: Sequence[Any] = ()
+    row: Mapping[str, Any] = field(default_factory=dict)
+    group_id: int = 0
+    text: str = ""
+    reward: float = math.nan
+    finish_reason: str = ""
+    version: int = 0
+
+    @property
+    def response_ids(self) -> list[int]:
+        return [token for token, mine in zip(self.token_ids, self.mask, strict=True) if mine]
+
+
+def prompt(token_ids: Sequence[int], compact_ids: Sequence[int] | None = None, **facts: Any) -> Sample:
+    """A sample of which nothing has been sampled yet; without images the two tracks are the same."""
+    ids = list(token_ids)
+    compact = ids if compact_ids is None else list(compact_ids)
+    return Sample(ids, compact, [False] * len(ids), [0.0] * len(ids), **facts)
+
+
+def extend(sample: Sample, token_ids: Sequence[int], logprobs: Sequence[float], **facts: Any) -> Sample:
+    """The sample with sampled tokens behind it, on both tracks.
+
+    Raises:
+        ValueError: a sampled token is an image placeholder: the next forward would look for an image that is not there.
+    """
+    if len(token_ids) != len(logprobs):
+        raise ValueError(f"logprobs: one for each sampled token expected, came {len(logprobs)} for {len(token_ids)}")
+    if stray := set(token_ids) & set(sample.placeholders):
+        raise ValueError(f"token_ids: sampled the image placeholder {sorted(stray)}; suppress it in the sampler")
+    return replace(
+        sample,
+        token_ids=[*sample.token_ids, *token_ids],
+        compact_ids=[*sample.compact_ids, *token_ids],
+        mask=[*sample.mask, *[True] * len(token_ids)],
+        logprobs=[*sample.logprobs, *logprobs],
+        **facts,
+    )
+
+
+def expand(compact_ids: Sequence[int], placeholders: Mapping[int, Sequence[int]]) -> list[int]:
+    """Repeat each placeholder token as often as its image has features: compact track -> expanded track."""
+    ids = np.asarray(compact_ids, dtype=np.int64)
+    repeats = np.ones_like(ids)
+    for token, counts in placeholders.items():
+        at = np.flatnonzero(ids == token)
+        if len(at) != len(counts):
+            raise ValueError(f"compact_ids: {len(at)} placeholders of token {token} for {len(counts)} images or videos")
+        repeats[at] = counts
+    return ids.repeat(repeats).tolist()
+
+
+def check_tracks(sample: Sample) -> None:
+    """Raise a ValueError unless both tracks, the mask and the logprobs speak of the same tokens and images."""
+    n = len(sample.token_ids)
+    for name in ("mask", "logprobs"):
+        if (m := len(getattr(sample, name))) != n:
+            raise ValueError(f"sample of group {sample.group_id}: {name} has {m} entries, token_ids {n}")
+    if expand(sample.compact_ids, sample.placeholders) != sample.token_ids:
+        raise ValueError(
+            f"sample of group {sample.group_id}: the compact track ({len(sample.compact_ids)} tokens), placeholders "
+            f"{dict(sample.placeholders)} does not expand to the expanded one ({n}): was text tokenised again?"
+        )
+
+
+class Batch:
+    """Rows to train or score: tokens, and any tensor named by the caller, reached as an attribute.
+
+    Attributes:
+        tokens: [B, T] int64, right-padded.
+        mask: [B, T] bool, True on the tokens that are trained on.
+        lengths: B host integers, tokens a row.
+        vision: for each row the vision tensors of its own images; they go where the row goes.
+        total_tokens, total_sequences: counts of masked tokens, and of rows that have one, over all micro-batches and
+            data-parallel ranks; an engine sets them before the first micro-batch. Until then they are this batch's own.
+        Anything else ([B] or [B, T]): `batch.advantages`, `batch.ref_logprobs`, ...
+    """
+
+    def __init__(
+        self,
+        tokens: Tensor,
+        mask: Tensor,
+        lengths: Sequence[int],
+        vision: Sequence[Mapping[str, Tensor]] | None = None,
+        **fields: Tensor,
+    ) -> None:
+        if tokens.ndim != 2 or mask.shape != tokens.shape or mask.dtype != torch.bool:
+            came = f"tokens {tuple(tokens.shape)}, mask {mask.dtype} {tuple(mask.shape)}"
+            raise ValueError(f"tokens and mask: [B, T] and bool [B, T] expected, came {came}")
+        self.tokens, self.mask, self.lengths = tokens, mask, list(lengths)
+        self.vision = [{} for _ in self.lengths] if vision is None else list(vision)
+        if not len(self.lengths) == len(self.vision) == len(tokens):
+            raise ValueError(f"lengths, vision: {len(tokens)} rows, came {len(self.lengths)} and {len(self.vision)}")
+        self.fields: dict[str, Tensor] = {}
+        self.add(**fields)
+        self.total_tokens = mask.sum()
+        self.total_sequences = mask.any(1).sum()
+
+    def __len__(self) -> int:
+        return len(self.lengths)
+
+    def __getattr__(self, name: str) -> Tensor:
+        fields = self.__dict__.get("fields", {})
+        if name in fields:
+            return fields[name]
+        raise AttributeError(f"this batch carries no {name!r}; it has {sorted(fields)}")
+
+    def add(self, **fields: Tensor) -> Batch:
+        """Carry more tensors, each [B] or [B, T]."""
+        for name, x in fields.items():
+            if x.shape not in (self.tokens.shape, self.tokens.shape[:1]):
+                b, t = self.tokens.shape
+                raise ValueError(f"{name}: [{b}] or [{b}, {t}] expected, came {tuple(x.shape)}")
+            self.fields[name] = x
+        return self
+
+    @property
+    def attention_mask(self) -> Tensor:
+        """[B, T] bool, True on every token that is not padding."""
+        lengths = torch.tensor(self.lengths, dtype=torch.long, device=self.tokens.device)
+        return torch.arange(self.tokens.shape[1], device=self.tokens.device) < lengths[:, None]
+
+    def select(self, rows: Sequence[int]) -> Batch:
+        """These rows, no wider than their longest; the totals stay those of the whole."""
+        index = torch.as_tensor(rows, dtype=torch.long, device=self.tokens.device)
+        lengths = [self.lengths[i] for i in rows]
+        width = max(lengths, default=1)
+
+        def cut(x: Tensor) -> Tensor:
+            return x[index] if x.ndim == 1 else x[index, :width]
+
+        fields = {name: cut(x) for name, x in self.fields.items()}
+        part = Batch(cut(self.tokens), cut(self.mask), lengths, [self.vision[i] for i in rows], **fields)
+        part.total_tokens, part.total_sequences = self.total_tokens, self.total_sequences
+        return part
+
+    def to(self, device: torch.device | str) -> Batch:
+        """On another device; the vision tensors follow when a micro-batch is packed."""
+        fields = {name: x.to(device) for name, x in self.fields.items()}
+        moved = Batch(self.tokens.to(device), self.mask.to(device), self.lengths, self.vision, **fields)
+        moved.total_tokens, moved.total_sequences = self.total_tokens.to(device), self.total_sequences.to(device)
+        return moved
+
+
+def group_ids(samples: Iterable[Sample]) -> Tensor:
+    """[B] int64: the prompt each sample answers."""
+    return torch.tensor([sample.group_id for sample in samples], dtype=torch.long)
+
+
+def collate(samples: Sequence[Sample], *, pad_token_id: int = 0, **fields: Tensor) -> Batch:
+    """Samples -> right-padded rows with `rollout_logprobs`, `rewards`, `group_ids` and the given [B] or [B, T] tensors.
+
+    Raises:
+        ValueError: a sample's tracks disagree, or a field has neither shape.
+    """
+    for sample in samples:
+        check_tracks(sample)
+    lengths = [len(sample.token_ids) for sample in samples]
+    width = max(lengths, default=1)
+
+    def pad(rows: Iterable[Sequence[Any]], fill: Any, dtype: torch.dtype) -> Tensor:
+        padded = [[*row, *[fill] * (width - len(row))] for row in rows]
+        return torch.tensor(padded, dtype=dtype).reshape(len(lengths), width)
+
+    return Batch(
+        pad((s.token_ids for s in samples), pad_token_id, torch.long),
+        pad((s.mask for s in samples), False, torch.bool),
+        lengths,
+        [s.vision for s in samples],
+        rollout_logprobs=pad((s.logprobs for s in samples), 0.0, torch.float32),
+        rewards=torch.tensor([s.reward for s in samples], dtype=torch.float32),
+        group_ids=group_ids(samples),
+        **fields,
+    )

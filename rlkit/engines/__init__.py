@@ -1,0 +1,41 @@
+"""Engines hide parallelism behind one contract; a loss arrives as a closure.
+
+    engine = make_engine("fsdp2", "language_model", model=model, optimizer=lambda params: AdamW(params, lr=1e-5))
+    metrics = engine.train_batch(batch, loss_fn)
+
+`loss_fn(out, mb) -> (loss, metrics)` gets [B, T] outputs and the micro-batch's rows. Its gradient is summed over
+micro-batches and data-parallel ranks, so the closure divides by the global `mb.total_tokens` or `mb.total_sequences`.
+"""
+
+from importlib import import_module
+from typing import Any
+
+import torch
+
+_ENGINES: dict[tuple[str, str, str], str] = {
+    ("language_model", "fsdp2", "cpu"): "rlkit.engines.fsdp2:Fsdp2Engine",
+    ("language_model", "fsdp2", "cuda"): "rlkit.engines.fsdp2:Fsdp2Engine",
+}
+
+
+def register_engine(model_type: str, backend: str, device: str, target: str) -> None:
+    """Add an engine: `target` is "module:class", imported when it is first asked for."""
+    _ENGINES[model_type, backend, device] = target
+
+
+def make_engine(backend: str, model_type: str = "language_model", *, device: str | None = None, **options: Any) -> Any:
+    """The engine for a back end, a model type and a device (the GPU if there is one).
+
+    Args:
+        options: the engine's own; see its class, e.g. rlkit.engines.fsdp2.Fsdp2Engine.
+
+    Raises:
+        ValueError: no such engine.
+    """
+    kind = (device or ("cuda" if torch.cuda.is_available() else "cpu")).partition(":")[0]
+    try:
+        module, _, name = _ENGINES[model_type, backend, kind].partition(":")
+    except KeyError:
+        known = ", ".join(f"{b} for a {m} on {d}" for m, b, d in sorted(_ENGINES))
+        raise ValueError(f"no engine {backend!r} for a {model_type!r} on {kind!r}; there are: {known}") from None
+    return getattr(import_module(module), name)(device=device, **options)

@@ -1,0 +1,99 @@
+"""Checkpoints: sharded by torch.distributed.checkpoint, complete or absent, and checked before they are read.
+
+A checkpoint is a directory of shards with a `manifest.json` that names every file and its size. It is written beside
+its place and moved there whole, so a killed save leaves the one before it as it was. torch's own `.metadata` file is a
+pickle: read checkpoints from your own run directories only; what travels is written by `export_hf`.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+
+MANIFEST = "manifest.json"
+
+
+def save(path: str | Path, state: dict[str, Any], extra: dict[str, Any]) -> None:
+    """Write `state` (tensors, sharded or not) and `extra` (JSON) on all ranks together."""
+    path = Path(path)
+    part = path.with_name(path.name + ".part")
+    if dist.get_rank() == 0:
+        shutil.rmtree(part, ignore_errors=True)
+        part.mkdir(parents=True)
+    dist.barrier()
+    dcp.save(state, checkpoint_id=part)
+    dist.barrier()
+    if dist.get_rank() == 0:
+        files = {file.name: file.stat().st_size for file in sorted(part.iterdir())}
+        (part / MANIFEST).write_text(json.dumps({"files": files, "extra": extra}, indent=1))
+        replace_directory(part, path)
+    dist.barrier()
+
+
+def replace_directory(new: Path, path: Path) -> None:
+    """Move a finished directory to its place; what stood there goes only after that."""
+    old = path.with_name(path.name + ".old")
+    shutil.rmtree(old, ignore_errors=True)
+    if path.exists():
+        path.rename(old)
+    new.rename(path)
+    shutil.rmtree(old, ignore_errors=True)
+
+
+def read_manifest(path: str | Path) -> dict[str, Any]:
+    """The `extra` that was saved, once every file is there in its full size.
+
+    Raises:
+        ValueError: names the file that is missing or cut short.
+    """
+    path = Path(path)
+    try:
+        manifest = json.loads((path / MANIFEST).read_text())
+    except FileNotFoundError:
+        raise ValueError(f"checkpoint {path}: no {MANIFEST}: not a checkpoint, or not a whole one") from None
+    except json.JSONDecodeError as error:
+        raise ValueError(f"checkpoint {path}: {MANIFEST} is cut short: {error}") from error
+    for name, size in manifest["files"].items():
+        file = path / name
+        came = file.stat().st_size if file.is_file() else None
+        if came != size:
+            state = "is missing" if came is None else f"has {came} bytes"
+            raise ValueError(f"checkpoint {path}: {name} {state}, {size} bytes expected; remove it to use an older one")
+    return manifest["extra"]
+
+
+def load(path: str | Path, state: dict[str, Any]) -> None:
+    """Fill `state` in place, resharding to this world size; read its manifest first.
+
+    Raises:
+        ValueError: the checkpoint is of another model, or cannot be read.
+    """
+    try:
+        dcp.load(state, checkpoint_id=path)
+    except (dcp.api.CheckpointException, RuntimeError, ValueError, KeyError) as error:
+        reason = str(error).strip().splitlines()[-1]
+        raise ValueError(f"checkpoint {path}: does not fit this model and optimizer: {reason}") from error
+
+
+def saved_names(path: str | Path) -> set[str]:
+    """Names of the tensors in a checkpoint."""
+    return set(dcp.FileSystemReader(path).read_metadata().state_dict_metadata)
+
+
+def checkpoints(folder: str | Path) -> list[Path]:
+    """Checkpoint directories `step_<n>` of a run, oldest first; unfinished ones are not among them."""
+    found = [p for p in Path(folder).glob("step_*") if re.fullmatch(r"step_\d+", p.name)]
+    return sorted(found, key=lambda p: int(p.name.removeprefix("step_")))
+
+
+def keep_newest(folder: str | Path, count: int) -> None:
+    """Remove all but the newest `count` checkpoints (rank 0 only)."""
+    if dist.get_rank() == 0:
+        for path in checkpoints(folder)[:-count] if count > 0 else []:
+            shutil.rmtree(path)

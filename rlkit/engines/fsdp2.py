@@ -1,0 +1,331 @@
+"""The FSDP2 engine: a transformers model sharded by `fully_shard`, on one process or many, on CPUs or GPUs."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
+
+from rlkit.data.batching import token_budget_batches
+from rlkit.data.samples import Batch, Sample
+from rlkit.engines import checkpoint
+from rlkit.engines.attention import use_packed_attention
+from rlkit.engines.distributed import all_reduce, init_distributed, reduce_metrics
+from rlkit.engines.packer import blank_sample, pack
+from rlkit.losses.logprobs import linear_logprobs, suppress_tokens, target_logprobs, token_entropy
+from rlkit.vlm.adapt import merged_parameters
+from rlkit.vlm.inputs import position_spec
+
+OUTPUTS = ("logprobs", "entropy")
+
+
+@dataclass(frozen=True)
+class Outputs:
+    """What a loss closure is given: [B, T] tensors aligned with the tokens, 0 where the mask is False."""
+
+    logprobs: Tensor
+    entropy: Tensor | None
+    anchor: Tensor  # 0, with the model's graph behind it: the backward of a rank without rows
+
+
+LossFn = Callable[[Outputs, Batch], tuple[Tensor, Mapping[str, Tensor]]]
+
+
+class Fsdp2Engine:
+    """Trains and scores a causal language or vision-language model.
+
+    Args:
+        model: from transformers, in float32, perhaps frozen in part or wrapped by `rlkit.vlm.lora`.
+        processor: written beside the weights by `export_hf`.
+        device: "cpu" or "cuda"; the GPU if there is one.
+        optimizer: parameters -> optimizer; an engine without one only scores.
+        scheduler: optimizer -> learning-rate scheduler, stepped once each `train_batch`.
+        micro_batch_tokens: most tokens in one forward; a longer row goes alone.
+        temperature: of the distribution that is scored; the sampler's.
+        unsampled: [K] token ids that have probability 0 in the sampler, and so here.
+        max_grad_norm: gradients are scaled down to this norm.
+        use_remove_padding: packed rows without padding, else padded ones.
+        use_fused_kernels: logprobs and entropy from hidden states, without the [N, V] logits.
+        enable_gradient_checkpointing: recompute activations in backward.
+        compute_dtype: of activations and gathered weights; bfloat16 on a GPU, float32 on a CPU.
+    """
+
+    def __init__(
+        self,
+        *,
+        model: Any,
+        processor: Any = None,
+        device: str | None = None,
+        optimizer: Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer] | None = None,
+        scheduler: Callable[[torch.optim.Optimizer], Any] | None = None,
+        micro_batch_tokens: int = 16384,
+        temperature: float = 1.0,
+        unsampled: Tensor | None = None,
+        max_grad_norm: float = 1.0,
+        use_remove_padding: bool = True,
+        use_fused_kernels: bool = False,
+        enable_gradient_checkpointing: bool = False,
+        compute_dtype: torch.dtype | None = None,
+    ) -> None:
+        self.device = init_distributed(device)
+        self.processor = processor
+        self.micro_batch_tokens, self.temperature, self.max_grad_norm = micro_batch_tokens, temperature, max_grad_norm
+        self.use_remove_padding, self.use_fused_kernels = use_remove_padding, use_fused_kernels
+        self.unsampled = None if unsampled is None else unsampled.to(self.device)
+        self.base = model.get_base_model() if hasattr(model, "get_base_model") else model
+        self.config = self.base.config
+        self.spec = position_spec(self.config)
+        use_packed_attention(self.base)
+        if enable_gradient_checkpointing:
+            self.base.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        dtype = compute_dtype or (torch.bfloat16 if self.device.type == "cuda" else torch.float32)
+        self.module = shard(model.to(self.device), self.base._no_split_modules, dtype)
+        trainable = [p for p in self.module.parameters() if p.requires_grad]
+        self.optimizer = optimizer(trainable) if optimizer else None
+        self.scheduler = scheduler(self.optimizer) if scheduler and self.optimizer else None
+
+    def train_batch(
+        self, batch: Batch, loss_fn: LossFn, outputs: Sequence[str] = ("logprobs",)
+    ) -> dict[str, float]:
+        """One optimizer step on this rank's rows: all micro-batches, clip, step, scheduler.
+
+        Args:
+            batch: on the host; the totals that the closure divides by are counted over all ranks here.
+            loss_fn: (out, mb) -> (loss, metrics). Metrics are 0-d tensors already divided by global totals: they are
+                summed over micro-batches and ranks, or maximised where their name ends in "/max".
+            outputs: "logprobs" and, if asked for, "entropy", both with gradient.
+
+        Returns:
+            The metrics, and `loss`, `grad_norm` (before clipping), `lr`, and `skipped_steps`: 1 if the gradient was not
+            finite, in which case neither weights nor optimizer moved.
+        """
+        if self.optimizer is None:
+            raise ValueError("train_batch: this engine was made without an optimizer")
+        counts = all_reduce(torch.stack([batch.mask.sum(), batch.mask.any(1).sum()]))
+        batch.total_tokens, batch.total_sequences = counts.unbind()
+        self.module.train()
+        self.optimizer.zero_grad(set_to_none=True)
+        metrics: dict[str, Tensor] = {}
+        for rows, blank in self._micro_batches(batch):
+            part = batch.select(rows)
+            out = self._forward(part, outputs, blank)
+            loss, more = loss_fn(out, part.to(self.device))
+            if loss.ndim or not loss.requires_grad:
+                came = f"{tuple(loss.shape)}, requires_grad={loss.requires_grad}"
+                raise ValueError(f"loss_fn: a 0-d loss with a gradient expected, came {came}")
+            (loss + out.anchor).backward()
+            for name, value in {"loss": loss, **more}.items():
+                value = value.detach()
+                if name in metrics:
+                    value = torch.maximum(metrics[name], value) if name.endswith("/max") else metrics[name] + value
+                metrics[name] = value
+        norm = torch.nn.utils.clip_grad_norm_(self.module.parameters(), self.max_grad_norm)
+        grad_norm = (norm.full_tensor() if isinstance(norm, DTensor) else norm).item()
+        lr = self.optimizer.param_groups[0]["lr"]
+        finite = grad_norm < float("inf")
+        if finite:
+            self.optimizer.step()
+        if self.scheduler is not None:
+            self.scheduler.step()
+        return {**reduce_metrics(metrics), "grad_norm": grad_norm, "lr": lr, "skipped_steps": float(not finite)}
+
+    @torch.no_grad()
+    def infer_batch(self, batch: Batch, outputs: Sequence[str] = ("logprobs",)) -> dict[str, Tensor]:
+        """[B, T] outputs for this rank's rows, in their order, on the host; 0 where the mask is False."""
+        self.module.eval()
+        results = {name: torch.zeros(batch.tokens.shape, dtype=torch.float32) for name in outputs}
+        for rows, blank in self._micro_batches(batch):
+            part = batch.select(rows)
+            out = self._forward(part, outputs, blank)
+            for name, result in results.items():
+                result[torch.tensor(rows, dtype=torch.long), : part.tokens.shape[1]] = getattr(out, name).float().cpu()
+        return results
+
+    def _micro_batches(self, batch: Batch) -> Iterator[tuple[list[int], Sample | None]]:
+        """Rows of each micro-batch: as many on every rank, and a blank sequence where a rank would stay behind."""
+        together = batch.fields.get("together")
+        pieces = token_budget_batches(
+            batch.lengths, self.micro_batch_tokens, together=None if together is None else together.tolist()
+        )
+        count = int(all_reduce(torch.tensor(len(pieces)), dist.ReduceOp.MAX))
+        pieces += [[] for _ in range(count - len(pieces))]
+        sees = torch.tensor([any(batch.vision[i] for i in rows) for rows in pieces], dtype=torch.int32)
+        anyone_sees = all_reduce(sees, dist.ReduceOp.MAX)
+        for rows, here, somewhere in zip(pieces, sees.tolist(), anyone_sees.tolist(), strict=True):
+            needed = not rows or somewhere > here
+            yield rows, blank_sample(self.config, image=somewhere > here) if needed else None
+
+    def _forward(self, batch: Batch, outputs: Sequence[str], blank: Sample | None) -> Outputs:
+        if unknown := set(outputs) - set(OUTPUTS):
+            raise ValueError(f"outputs: {sorted(unknown)} not known; there are {', '.join(OUTPUTS)}")
+        inputs = pack(batch, self.spec, self.device, packed=self.use_remove_padding, blank=blank)
+        if self.use_fused_kernels:
+            with self._before_head() as seen:
+                self.module(**inputs.kwargs, use_cache=False)
+            hidden = self._kept(seen[0], inputs.keep)
+            head = self.base.get_output_embeddings()
+            logprobs, entropy = linear_logprobs(
+                hidden, head.weight, inputs.targets, self.temperature, bias=head.bias, suppress=self.unsampled
+            )
+        else:
+            logits = self._kept(self.module(**inputs.kwargs, use_cache=False).logits, inputs.keep)
+            if self.unsampled is not None:
+                logits = suppress_tokens(logits, self.unsampled)
+            logprobs = target_logprobs(logits, inputs.targets, self.temperature)
+            entropy = token_entropy(logits, self.temperature) if "entropy" in outputs else logprobs
+        return Outputs(
+            inputs.scatter(logprobs),
+            inputs.scatter(entropy) if "entropy" in outputs else None,
+            0.0 * logprobs[len(inputs.slots) :].sum(),
+        )
+
+    def _kept(self, x: Tensor, keep: Tensor) -> Tensor:
+        """[1, K, ...] of a packed forward, which kept what was asked for, or all of [B, T, ...] -> [K, ...]."""
+        x = x.flatten(0, 1)
+        return x if self.use_remove_padding else x[keep]
+
+    @contextmanager
+    def _before_head(self) -> Iterator[list[Tensor]]:
+        """Catch the hidden states on their way into the output layer, and hand it an empty piece of them."""
+        seen: list[Tensor] = []
+
+        def catch(module: nn.Module, args: tuple[Tensor, ...]) -> tuple[Tensor]:
+            seen.append(args[0])
+            return (args[0][:, :0],)
+
+        hook = self.base.get_output_embeddings().register_forward_pre_hook(catch)
+        try:
+            yield seen
+        finally:
+            hook.remove()
+
+    @contextmanager
+    def gathered(self) -> Iterator[Any]:
+        """The module with whole weights on every rank for as long as the context lasts: sampling gathers them once."""
+        units = [m for m in self.module.modules() if isinstance(m, FSDPModule)]
+        for unit in units:
+            unit.set_reshard_after_forward(False, recurse=False)
+            unit.unshard()
+        try:
+            yield self.module
+        finally:
+            for unit in units:
+                unit.set_reshard_after_forward(unit is not self.module, recurse=False)
+                unit.reshard()
+
+    def disable_adapter(self) -> AbstractContextManager[Any]:
+        """The model without its LoRA adapters: the reference policy, at no memory."""
+        if self.base is self.module:
+            raise ValueError("disable_adapter: the model has no adapters; keep a second engine as the reference")
+        return self.module.disable_adapter()
+
+    def global_sum(self, x: Tensor | float) -> Tensor:
+        """Sum over data-parallel ranks, on the host."""
+        return all_reduce(torch.as_tensor(x))
+
+    def to(self, device: torch.device | str, *, model: bool = True, optimizer: bool = True) -> None:
+        """Move sharded weights and optimizer state, e.g. to the host while a sampler needs the GPU."""
+        if model:
+            self._reshard()
+            self.module.to(device)
+        if optimizer and self.optimizer is not None:
+            for state in self.optimizer.state.values():
+                for name, value in state.items():
+                    if isinstance(value, Tensor) and value.ndim:  # AdamW keeps its step counter on the host
+                        state[name] = value.to(device)
+
+    def get_per_tensor_param(self) -> Iterator[tuple[str, Tensor]]:
+        """(HF name, whole tensor) of every parameter, adapters merged, one at a time; all ranks iterate together."""
+        self._reshard()
+        yield from merged_parameters(self.module, _whole)
+
+    def save_checkpoint(self, path: str | Path, extra: Mapping[str, Any] | None = None) -> None:
+        """Sharded weights that train, optimizer, scheduler and RNG, with `extra` (JSON); complete or absent."""
+        self._reshard()
+        schedule = self.scheduler.state_dict() if self.scheduler is not None else None
+        checkpoint.save(path, self._state(), {"scheduler": schedule, "extra": dict(extra or {})})
+
+    def load_checkpoint(self, path: str | Path) -> dict[str, Any]:
+        """Take up a checkpoint, saved at any world size; returns its `extra`.
+
+        Raises:
+            ValueError: names the file that is missing or cut short, or says that the checkpoint is of another model.
+        """
+        saved = checkpoint.read_manifest(path)
+        self._reshard()
+        state = self._state()
+        mine = f"rng.{dist.get_rank()}"
+        if mine not in checkpoint.saved_names(path):  # more ranks than there were
+            del state[mine]
+        checkpoint.load(path, state)
+        optimizers = [] if self.optimizer is None else [self.optimizer]
+        set_state_dict(
+            self.module,
+            optimizers,
+            model_state_dict=state["model"],
+            optim_state_dict=state["optimizer"],
+            options=StateDictOptions(strict=False),
+        )
+        if self.scheduler is not None and saved["scheduler"] is not None:
+            self.scheduler.load_state_dict(saved["scheduler"])
+        if mine in state:
+            torch.set_rng_state(state[mine])
+        return saved["extra"]
+
+    def _state(self) -> dict[str, Any]:
+        optimizers = [] if self.optimizer is None else [self.optimizer]
+        model, optim = get_state_dict(self.module, optimizers, options=StateDictOptions(ignore_frozen_params=True))
+        return {"model": model, "optimizer": optim, f"rng.{dist.get_rank()}": torch.get_rng_state()}
+
+    def export_hf(self, path: str | Path) -> None:
+        """Write a Hugging Face model directory: config, safetensors, processor; adapters merged. Complete or absent."""
+        path = Path(path)
+        tensors = {name: tensor.cpu() for name, tensor in self.get_per_tensor_param()}
+        if dist.get_rank() == 0:
+            part = path.with_name(path.name + ".part")
+            shutil.rmtree(part, ignore_errors=True)
+            self.base.save_pretrained(part, state_dict=tensors)
+            if self.processor is not None:
+                self.processor.save_pretrained(part)
+            checkpoint.replace_directory(part, path)
+        dist.barrier()
+
+    def _reshard(self) -> None:
+        """The root unit stays whole after a forward; parameters are read and written in their shards."""
+        for unit in self.module.modules():
+            if isinstance(unit, FSDPModule):
+                unit.reshard()
+
+
+def shard(model: Any, unit_names: Sequence[str] | None, dtype: torch.dtype) -> Any:
+    """Apply `fully_shard` to each layer and to the rest, over all ranks, with gradients summed and not averaged.
+
+    A layer none of whose parameters train stays with the rest: it needs no gradient communication, and a rank whose
+    rows have no images does not keep the others waiting in it.
+    """
+    mesh = init_device_mesh("cuda" if next(model.parameters()).is_cuda else "cpu", (dist.get_world_size(),))
+    policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
+    for module in list(model.modules()):
+        if type(module).__name__ in (unit_names or ()) and any(p.requires_grad for p in module.parameters()):
+            fully_shard(module, mesh=mesh, mp_policy=policy)
+    fully_shard(model, mesh=mesh, mp_policy=policy)
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.set_gradient_divide_factor(1.0)
+            module.set_force_sum_reduction_for_comms(True)
+    return model
+
+
+def _whole(parameter: Tensor) -> Tensor:
+    return parameter.full_tensor() if isinstance(parameter, DTensor) else parameter

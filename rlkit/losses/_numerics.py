@@ -1,0 +1,23 @@
+"""The two numeric rules every loss keeps: float32 at least, and a log-ratio that is masked and bounded before exp."""
+
+import torch
+from torch import Tensor
+
+LOG_RATIO_LIMIT = 20.0  # nats; exp(20) is 4.9e8
+
+
+def at_least_float32(x: Tensor) -> Tensor:
+    """`x` as float32; float64 stays float64."""
+    return x.to(torch.promote_types(x.dtype, torch.float32))
+
+
+def masked_log_ratio(logprobs: Tensor, base_logprobs: Tensor, mask: Tensor | None) -> Tensor:
+    r"""`logprobs - base_logprobs`, 0 outside the mask, held within +-LOG_RATIO_LIMIT; safe to put through `exp`.
+
+    Masking comes first: with it after `exp`, backward multiplies a zero by an inf and the gradient is nan while the
+    loss looks finite. The limit is for unmasked tokens: beyond it the value is that at the limit and the gradient is 0.
+    """
+    log_ratio = at_least_float32(logprobs) - at_least_float32(base_logprobs)
+    if mask is not None:
+        log_ratio = torch.where(mask, log_ratio, 0.0)
+    return log_ratio.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)

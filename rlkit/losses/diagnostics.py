@@ -1,0 +1,119 @@
+"""What a run logs about its ratios. Every mean is divided by the global token count, so parts of a batch add up.
+
+An engine sums metrics over micro-batches and ranks and takes the maximum of keys that end in "/max".
+"""
+
+import torch
+from torch import Tensor
+
+from rlkit.losses._check import advantages_per_token, check_not_negative, check_per_token
+from rlkit.losses._numerics import at_least_float32, masked_log_ratio
+from rlkit.losses.kl import kl_k3
+from rlkit.losses.reductions import token_mean
+
+
+@torch.no_grad()
+def ratio_stats(
+    logprobs: Tensor,
+    old_logprobs: Tensor,
+    mask: Tensor,
+    advantages: Tensor | None = None,
+    clip_low: float = 0.2,
+    clip_high: float = 0.2,
+    total: float | Tensor | None = None,
+) -> dict[str, Tensor]:
+    r"""How far the policy has moved from the one that sampled: with $r = \exp(\text{logprobs} - \text{old\_logprobs})$,
+
+    - "ratio/clip_fraction": share of tokens where the clip binds, r > 1 + clip_high where A > 0 or r < 1 - clip_low
+      where A < 0; without advantages, the share of r outside the interval.
+    - "ratio/approx_kl": mean of $(r - 1) - \log r$, the k3 estimate of KL(old || new),
+      http://joschu.net/blog/kl-approx.html.
+    - "ratio/max": the largest r.
+
+    Peers differ in the first: TRL and verl count where the clip binds; CleanRL counts every r outside the interval,
+    also on the side where the minimum keeps the unclipped term. Log-ratios are held within +-20, as in the losses.
+
+    Args:
+        logprobs, old_logprobs: [B, T].
+        mask: bool [B, T].
+        advantages: [B] or [B, T], or None.
+        clip_low, clip_high: as given to the loss; >= 0.
+        total: trained tokens over all micro-batches and ranks; None counts this mask; 0 gives 0.
+
+    Returns:
+        A dict of detached 0-d tensors; zeros where the mask is empty.
+
+    Raises:
+        ValueError: for a wrong rank, shape or dtype, or a negative clip.
+    """
+    check_per_token(mask, logprobs=logprobs, old_logprobs=old_logprobs)
+    check_not_negative(clip_low=clip_low, clip_high=clip_high)
+    ratio = masked_log_ratio(logprobs, old_logprobs, mask).exp()
+    high, low = ratio > 1 + clip_high, ratio < 1 - clip_low
+    if advantages is not None:
+        advantages = advantages_per_token(advantages, mask)
+        high, low = high & (advantages > 0), low & (advantages < 0)
+    return {
+        "ratio/clip_fraction": token_mean((high | low).to(ratio.dtype), mask, total),
+        "ratio/approx_kl": token_mean(kl_k3(old_logprobs, logprobs, mask), mask, total),
+        "ratio/max": _masked_max(ratio, mask),
+    }
+
+
+@torch.no_grad()
+def mismatch_stats(
+    logprobs: Tensor, rollout_logprobs: Tensor, mask: Tensor, total: float | Tensor | None = None
+) -> dict[str, Tensor]:
+    r"""How far the sampler and the trainer are apart on the same tokens and weights: with
+    $\delta = \text{logprobs} - \text{rollout\_logprobs}$ and $w = e^\delta$,
+
+    - "mismatch/abs_dlogp" and "mismatch/abs_dlogp/max": mean and maximum of $|\delta|$.
+    - "mismatch/kl": mean of $w - 1 - \delta$, the k3 estimate of KL(sampler || trainer).
+    - "mismatch/w_mean", "mismatch/w2_mean": means of $w$ and $w^2$. The effective sample size is a quotient and
+      does not add up over micro-batches; these do, and `effective_sample_size` of their sums is the whole batch's.
+    - "mismatch/outside": share of tokens with w outside [0.5, 2].
+
+    In w and the KL, $\delta$ beyond +-20 counts as +-20.
+
+    Args:
+        logprobs: [B, T], the trainer's.
+        rollout_logprobs: [B, T], the sampler's.
+        mask: bool [B, T].
+        total: trained tokens over all micro-batches and ranks; None counts this mask; 0 gives 0.
+
+    Returns:
+        A dict of detached 0-d tensors; zeros where the mask is empty.
+
+    Raises:
+        ValueError: for a wrong rank, shape or dtype.
+    """
+    check_per_token(mask, logprobs=logprobs, rollout_logprobs=rollout_logprobs)
+    dlogp = (at_least_float32(logprobs) - at_least_float32(rollout_logprobs)).abs()
+    w = masked_log_ratio(logprobs, rollout_logprobs, mask).exp()
+    return {
+        "mismatch/abs_dlogp": token_mean(dlogp, mask, total),
+        "mismatch/abs_dlogp/max": _masked_max(dlogp, mask),
+        "mismatch/kl": token_mean(kl_k3(rollout_logprobs, logprobs, mask), mask, total),
+        "mismatch/w_mean": token_mean(w, mask, total),
+        "mismatch/w2_mean": token_mean(w.square(), mask, total),
+        "mismatch/outside": token_mean(((w < 0.5) | (w > 2)).to(w.dtype), mask, total),
+    }
+
+
+def effective_sample_size(w_mean: float | Tensor, w2_mean: float | Tensor) -> Tensor:
+    r"""Effective sample size of importance weights as a share of the tokens: $(\sum w)^2 / (n \sum w^2)$.
+
+    Args:
+        w_mean: mean weight, 0-d: "mismatch/w_mean" after the engine's sum.
+        w2_mean: mean squared weight, 0-d: "mismatch/w2_mean" after the engine's sum.
+
+    Returns:
+        0-d, in (0, 1]; 1 where all weights are equal, 0 for no tokens.
+    """
+    first, second = torch.as_tensor(w_mean), torch.as_tensor(w2_mean)
+    return torch.where(second > 0, first.square() / second.where(second > 0, 1.0), 0.0)
+
+
+def _masked_max(x: Tensor, mask: Tensor) -> Tensor:
+    """The largest of x >= 0 within the mask; 0 where the mask is empty."""
+    return torch.cat([torch.where(mask, x, 0.0).flatten(), x.new_zeros(1)]).max()

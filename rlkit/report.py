@@ -1,0 +1,109 @@
+"""Pictures of a run: the learning curves as a PNG, and one self-contained HTML page with curves, images and answers."""
+
+from __future__ import annotations
+
+import base64
+import io
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from rlkit.tracking import CONFIG, EVAL, METRICS, read_metrics
+
+CURVES = (
+    ("reward/mean", "reward"), ("loss", "loss"), ("entropy", "entropy"), ("kl", "KL to the reference"),
+    ("grad_norm", "gradient norm"), ("ratio/clip_fraction", "share of clipped tokens"),
+    ("mismatch/abs_dlogp", "sampler against trainer, mean |dlogp|"), ("tokens", "tokens a step"),
+)  # fmt: skip
+
+
+def write_report(out: str | Path, samples: Sequence[Any] = (), *, title: str = "") -> Path:
+    """Write `learning_curve.png` and `report.html` from a run's files.
+
+    Args:
+        out: a run's directory.
+        samples: rlkit.data.Sample with text, row, reward and images; shown in a table.
+        title: of the page; the directory's name by default.
+
+    Returns:
+        The page's path.
+    """
+    out = Path(out)
+    rows = read_metrics(out / METRICS)
+    evaluation = _json(out / EVAL)
+    (out / "learning_curve.png").write_bytes(_plot(rows, CURVES[:1], evaluation))
+    page = _template().render(
+        title=title or out.name,
+        evaluation=evaluation,
+        config=_json(out / CONFIG),
+        last=rows[-1] if rows else {},
+        curves=base64.b64encode(_plot(rows, CURVES, {})).decode(),
+        samples=[_sample(sample) for sample in samples],
+    )
+    (out / "report.html").write_text(page)
+    return out / "report.html"
+
+
+def _json(path: Path) -> dict[str, Any]:
+    return json.loads(path.read_text()) if path.exists() else {}
+
+
+def _template() -> Any:
+    import jinja2
+
+    environment = jinja2.Environment(autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True)
+    return environment.from_string(Path(__file__).with_name("report.html").read_text())
+
+
+def _sample(sample: Any) -> dict[str, Any]:
+    return {
+        "images": [_data_url(image) for image in sample.images],
+        "question": sample.row.get("question", ""),
+        "expected": sample.row.get("answer", ""),
+        "text": sample.text,
+        "reward": sample.reward,
+        "finish_reason": sample.finish_reason,
+    }
+
+
+def _data_url(image: Any, side: int = 160) -> str:
+    small = image.copy()
+    small.thumbnail((side, side))
+    buffer = io.BytesIO()
+    small.save(buffer, "PNG")
+    return "data:image/png;base64," + base64.b64encode(buffer.getvalue()).decode()
+
+
+def _plot(rows: Sequence[Mapping[str, Any]], curves: Sequence[tuple[str, str]], evaluation: Mapping[str, Any]) -> bytes:
+    from matplotlib.figure import Figure
+
+    columns = min(2, len(curves))
+    lines = -(-len(curves) // columns)
+    figure = Figure(figsize=(6.4 * columns, (3.6 if columns == 1 else 2.4) * lines), layout="constrained")
+    for axes, (name, label) in zip(figure.subplots(lines, columns, squeeze=False).flat, curves, strict=False):
+        points = [(row["step"], row[name]) for row in rows if row.get(name) is not None]
+        axes.set_title(label, fontsize=10)
+        axes.set_xlabel("step", fontsize=8)
+        axes.grid(alpha=0.3)
+        if points:
+            steps, values = zip(*points, strict=True)
+            axes.plot(steps, values, linewidth=0.8, alpha=0.45)
+            axes.plot(steps, _smooth(values), linewidth=1.6)
+    for name, style in (("accuracy_before", ":"), ("accuracy_after", "--")):
+        if evaluation.get(name) is not None:
+            label = f"held out, {name.removeprefix('accuracy_')}: {evaluation[name]:.3f}"
+            figure.axes[0].axhline(evaluation[name], linestyle=style, color="black", linewidth=1, label=label)
+            figure.axes[0].legend(fontsize=8)
+    buffer = io.BytesIO()
+    figure.savefig(buffer, format="png", dpi=110)
+    return buffer.getvalue()
+
+
+def _smooth(values: Sequence[float], weight: float = 0.9) -> list[float]:
+    """Exponential moving average, corrected for its start."""
+    smooth, total, mass = [], 0.0, 0.0
+    for value in values:
+        total, mass = weight * total + (1 - weight) * value, weight * mass + (1 - weight)
+        smooth.append(total / mass)
+    return smooth

@@ -1,0 +1,167 @@
+"""Sampling from the trainer's own model, without a copy: a plain decoding loop over its public forward.
+
+`generate` of transformers is not used for three reasons: a prompt and its images are computed once for all of its n
+answers, the noise is keyed by sample, and the positions are those of training, from the same function.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rlkit.data.samples import Sample, extend
+from rlkit.losses.logprobs import suppress_tokens
+from rlkit.rollout.sampling import Sampling, sample_tokens, uniforms
+from rlkit.vlm.inputs import join_vision, position_ids, position_spec
+from rlkit.vlm.processors import decode, unsampled_ids
+
+
+class HfRollout:
+    """Samples with the module that an engine trains.
+
+    Args:
+        gathered: context that yields the module with whole weights, e.g. `engine.gathered`.
+        processor: for the end tokens, and to decode.
+        max_sequences: most sequences decoded at once.
+        gpu_memory_utilization: share of a GPU's memory up to which the key-value cache may fill it; fewer sequences are
+            decoded at once if need be.
+    """
+
+    def __init__(
+        self,
+        gathered: Callable[[], AbstractContextManager[Any]],
+        *,
+        processor: Any,
+        max_sequences: int = 512,
+        gpu_memory_utilization: float = 0.8,
+    ) -> None:
+        if not 0 < gpu_memory_utilization <= 1:
+            raise ValueError(f"gpu_memory_utilization: in (0, 1] expected, came {gpu_memory_utilization}")
+        self.gathered, self.processor, self.max_sequences = gathered, processor, max_sequences
+        self.gpu_memory_utilization = gpu_memory_utilization
+        self.tokenizer = getattr(processor, "tokenizer", processor)
+        self.version = 0
+
+    def update_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
+        """The trainer's module is sampled from, so its weights are here already: none is gathered."""
+        self.version += 1
+
+    def sleep(self) -> None:
+        """Nothing to free between calls: the cache goes with each `generate`."""
+
+    def wake_up(self) -> None:
+        """See `sleep`."""
+
+    @torch.no_grad()
+    def generate(self, requests: Sequence[Sample], sampling: Sampling, n: int = 1) -> list[Sample]:
+        """n samples a request, those of one request next to each other, in the order of the requests."""
+        order = sorted(range(len(requests)), key=lambda i: len(requests[i].token_ids))
+        results: list[list[Sample]] = [[] for _ in requests]
+        longest = max((len(r.token_ids) for r in requests), default=0) + sampling.max_new_tokens
+        with self.gathered() as module, _evaluating(module):
+            size = max(1, min(self.max_sequences, self._fits(module, longest)) // n)
+            for start in range(0, len(order), size):
+                chosen = order[start : start + size]
+                samples = self._generate([requests[i] for i in chosen], sampling, n, module)
+                for j, i in enumerate(chosen):
+                    results[i] = samples[j * n : (j + 1) * n]
+        return [sample for group in results for sample in group]
+
+    def _fits(self, module: Any, tokens: int) -> int:
+        """Sequences of so many tokens whose cache the GPU has room for."""
+        weight = next(module.parameters())
+        if not weight.is_cuda:
+            return self.max_sequences
+        free, total = torch.cuda.mem_get_info(weight.device)
+        reserved = torch.cuda.memory_reserved(weight.device) - torch.cuda.memory_allocated(weight.device)
+        room = free + reserved - (1 - self.gpu_memory_utilization) * total
+        return int(room // (tokens * cache_bytes_per_token(module.config, weight.element_size())))
+
+    def _generate(self, requests: Sequence[Sample], sampling: Sampling, n: int, module: Any) -> list[Sample]:
+        config, device = module.config, next(module.parameters()).device
+        unsampled = unsampled_ids(config, self.tokenizer).to(device)
+        ends = torch.tensor(end_tokens(config, module.generation_config, self.tokenizer), device=device)
+        noise = uniforms(sampling.seed, [r.group_id for r in requests], n, sampling.max_new_tokens).to(device)
+
+        tokens, attended = _left_pad([r.token_ids for r in requests])
+        vision = join_vision([r.vision for r in requests])
+        positions = position_ids(tokens, attended, vision, position_spec(config))
+        inputs = {"input_ids": tokens, "attention_mask": attended.long(), "position_ids": positions, **vision}
+        out = module(**{k: v.to(device) for k, v in inputs.items()}, use_cache=True, logits_to_keep=1)
+        cache = out.past_key_values
+        cache.batch_repeat_interleave(n)
+        logits = out.logits[:, -1].repeat_interleave(n, 0)
+        attended = attended.to(device).repeat_interleave(n, 0)
+        last = positions.amax(0) if positions.ndim == 3 else positions  # on text the three axes agree
+        last = last[:, -1].to(device).repeat_interleave(n, 0)
+
+        live = torch.arange(len(logits), device=device)  # rows that still write
+        written = tokens.new_zeros(len(logits), sampling.max_new_tokens, device=device)
+        scored = torch.zeros(len(logits), sampling.max_new_tokens, device=device)
+        for t in range(sampling.max_new_tokens):
+            logprobs = suppress_tokens(logits.float(), unsampled).div(sampling.temperature or 1.0).log_softmax(-1)
+            chosen = sample_tokens(logprobs, noise[live, t]) if sampling.temperature else logprobs.argmax(-1)
+            written[live, t] = chosen
+            scored[live, t] = logprobs.gather(1, chosen[:, None])[:, 0]
+            on = ~torch.isin(chosen, ends)
+            if t + 1 == sampling.max_new_tokens or not on.any():
+                break
+            attended = torch.cat([attended, attended.new_ones(len(attended), 1)], 1)
+            last = last + 1
+            if on.sum() <= len(on) // 2:  # the cache is copied, so not for every row that ends
+                cache.batch_select_indices(on.nonzero()[:, 0])
+                live, chosen, attended, last = live[on], chosen[on], attended[on], last[on]
+            step = last[:, None] if positions.ndim == 2 else last[None, :, None].expand(3, -1, -1)
+            out = module(
+                input_ids=chosen[:, None], attention_mask=attended.long(), position_ids=step, past_key_values=cache,
+                use_cache=True,
+            )  # fmt: skip
+            logits = out.logits[:, -1]
+        parents = [request for request in requests for _ in range(n)]
+        ids, scores = written[:, : t + 1].tolist(), scored[:, : t + 1].tolist()
+        return [self._finish(*row, set(ends.tolist())) for row in zip(parents, ids, scores, strict=True)]
+
+    def _finish(self, request: Sample, ids: list[int], logprobs: list[float], ends: set[int]) -> Sample:
+        """Cut a row behind its end token, if it has one."""
+        end = next((t + 1 for t, token in enumerate(ids) if token in ends), None)
+        facts = {"text": decode(self.processor, ids[:end]), "version": self.version}
+        return extend(request, ids[:end], logprobs[:end], finish_reason="length" if end is None else "stop", **facts)
+
+
+def end_tokens(config: Any, generation_config: Any, tokenizer: Any) -> list[int]:
+    """Every token that ends a response: the tokenizer's, and those of the model's generation config."""
+    ends = [tokenizer.eos_token_id, getattr(generation_config, "eos_token_id", None)]
+    flat = [e for end in ends for e in (end if isinstance(end, list) else [end])]
+    if not (found := sorted({e for e in flat if e is not None})):
+        raise ValueError(f"{config.model_type}: neither tokenizer nor generation config names an end token")
+    return found
+
+
+def cache_bytes_per_token(config: Any, element_size: int) -> int:
+    """Of the key-value cache, for one token of one sequence: 2 * layers * key-value heads * head size * bytes."""
+    text = config.get_text_config()
+    head_dim = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
+    return 2 * text.num_hidden_layers * text.num_key_value_heads * head_dim * element_size
+
+
+def _left_pad(rows: Sequence[Sequence[int]]) -> tuple[Tensor, Tensor]:
+    """Ragged tokens -> [B, T] int64 and its [B, T] bool attention mask; the padding is token 0 and never attended."""
+    width = max(len(row) for row in rows)
+    tokens = torch.tensor([[0] * (width - len(row)) + list(row) for row in rows])
+    lengths = torch.tensor([len(row) for row in rows])
+    return tokens, torch.arange(width) >= (width - lengths)[:, None]
+
+
+@contextmanager
+def _evaluating(module: Any) -> Iterator[None]:
+    """Evaluation mode, and the mode it was in restored."""
+    training = module.training
+    module.eval()
+    try:
+        yield
+    finally:
+        module.train(training)

@@ -1,0 +1,52 @@
+"""How to sample, and the noise to sample with."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """What one call of `generate` does.
+
+    Attributes:
+        max_new_tokens: longest response.
+        temperature: 0 takes the most likely token. There is no top-k and no top-p: the trainer scores the distribution
+            that was sampled from, and it would not know of them.
+        seed: any integers, say (run seed, step). The noise of a sample is keyed by them, its prompt and its number, so
+            what is sampled depends neither on the batch nor on how many ranks share it.
+    """
+
+    max_new_tokens: int
+    temperature: float = 1.0
+    seed: tuple[int, ...] = (0,)
+
+    def __post_init__(self) -> None:
+        if self.max_new_tokens < 1:
+            raise ValueError(f"max_new_tokens: at least 1 expected, came {self.max_new_tokens}")
+        if self.temperature < 0:
+            raise ValueError(f"temperature: at least 0 expected, came {self.temperature}")
+
+
+def uniforms(seed: Sequence[int], group_ids: Sequence[int], n: int, count: int) -> Tensor:
+    """[len(group_ids) * n, count] uniform float64 numbers in [0, 1), a stream for each (seed, group id, sample)."""
+    streams = [np.random.default_rng((*seed, g, i)).random(count) for g in group_ids for i in range(n)]
+    return torch.from_numpy(np.stack(streams)) if streams else torch.zeros(0, count, dtype=torch.float64)
+
+
+def sample_tokens(logprobs: Tensor, uniform: Tensor) -> Tensor:
+    """[B] token ids by inversion: the first token whose cumulative probability exceeds the uniform number.
+
+    Args:
+        logprobs: [B, V] normalised.
+        uniform: [B] in [0, 1).
+    """
+    cumulative = logprobs.double().exp().cumsum(-1)
+    # scaled by what the sum came to, so that rounding cannot leave a number beyond the last token
+    index = torch.searchsorted(cumulative, (uniform * cumulative[:, -1])[:, None], right=True)
+    return index[:, 0]

@@ -1,0 +1,39 @@
+"""Vision-language parts: 3D RoPE ids, processors, what trains, loading, and a tiny model."""
+
+from rlkit.vlm.adapt import VISION_TOWER, freeze, lora, merged_parameters, trainable_summary
+from rlkit.vlm.loading import load_model
+from rlkit.vlm.processors import (
+    decode,
+    encode,
+    encode_rows,
+    load_image,
+    load_processor,
+    placeholder_ids,
+    unsampled_ids,
+)
+from rlkit.vlm.rope3d import ROPE3D_MODEL_TYPES, Rope3DSpec, rope3d_position_ids, rope3d_spec
+from rlkit.vlm.tiny import build_tiny, tiny_config, tiny_processor, tiny_tokenizer
+
+__all__ = [
+    "ROPE3D_MODEL_TYPES",
+    "VISION_TOWER",
+    "Rope3DSpec",
+    "build_tiny",
+    "decode",
+    "encode",
+    "encode_rows",
+    "freeze",
+    "load_image",
+    "load_model",
+    "load_processor",
+    "lora",
+    "merged_parameters",
+    "placeholder_ids",
+    "rope3d_position_ids",
+    "rope3d_spec",
+    "tiny_config",
+    "tiny_processor",
+    "tiny_tokenizer",
+    "trainable_summary",
+    "unsampled_ids",
+]

@@ -1,0 +1,100 @@
+"""What trains and what does not: freezing by pattern, and LoRA."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+VISION_TOWER = r"(^|\.)(visual|vision_tower|vision_model|vision_encoder)\."
+
+
+def freeze(model: nn.Module, pattern: str) -> list[str]:
+    """Switch gradients off for every parameter whose name matches.
+
+    Args:
+        model: any module, not yet wrapped by an engine.
+        pattern: regular expression, searched for in each name; `VISION_TOWER` for the vision tower of the families
+            that transformers knows.
+
+    Returns:
+        The names frozen.
+
+    Raises:
+        ValueError: nothing matches: a tower that trains in silence is worse than a stop.
+    """
+    frozen = [name for name, _ in model.named_parameters() if re.search(pattern, name)]
+    if not frozen:
+        raise ValueError(f"pattern {pattern!r} matches no parameter; the top modules are {sorted(_tops(model))}")
+    for name in frozen:
+        model.get_parameter(name).requires_grad_(False)
+    return frozen
+
+
+def _tops(model: nn.Module) -> set[str]:
+    return {".".join(name.split(".")[:2]) for name, _ in model.named_parameters()}
+
+
+def lora(
+    model: Any,
+    rank: int,
+    alpha: int,
+    target_modules: str = "all-linear",
+    exclude_modules: str | None = None,
+) -> Any:
+    """Wrap a transformers model with LoRA adapters (arXiv 2106.09685): W + alpha / rank * B A, B zero at first.
+
+    Args:
+        model: from transformers.
+        rank, alpha: r and alpha of the paper, eq. 3.
+        target_modules: "all-linear", or a regular expression that module names match whole.
+        exclude_modules: regular expression of modules left alone, e.g. ".*visual.*".
+
+    Returns:
+        A peft model: only adapters train, and `disable_adapter()` gives the reference policy back.
+    """
+    import peft
+
+    if rank < 1:
+        raise ValueError(f"rank: at least 1 expected, came {rank}")
+    config = peft.LoraConfig(r=rank, lora_alpha=alpha, target_modules=target_modules, exclude_modules=exclude_modules)
+    return peft.get_peft_model(model, config)
+
+
+def trainable_summary(model: nn.Module) -> str:
+    """One line that says what trains."""
+    train = sum(p.numel() for p in model.parameters() if p.requires_grad)
+    total = sum(p.numel() for p in model.parameters())
+    parts = sorted({_part(name) for name, p in model.named_parameters() if p.requires_grad})
+    return f"{train:,} of {total:,} parameters train ({train / max(total, 1):.1%}): {', '.join(parts) or 'none'}"
+
+
+def _part(name: str) -> str:
+    kind = "LoRA in " if ".lora_" in name else ""
+    name = re.sub(r"^base_model\.model\.", "", name)
+    return kind + ".".join(name.split(".")[:2])
+
+
+def merged_parameters(model: nn.Module, full: Any = lambda tensor: tensor) -> Iterator[tuple[str, Tensor]]:
+    """(name, tensor) of every parameter of the model under its adapters, LoRA merged on the way, one at a time.
+
+    Args:
+        model: plain, or wrapped by `lora`.
+        full: makes a whole tensor of a sharded parameter; called once for each parameter, in the same order everywhere.
+    """
+    adapters: dict[str, tuple[Any, float]] = {}
+    for name, module in model.named_modules():
+        if hasattr(module, "lora_A") and "default" in module.lora_A:
+            adapters[f"{name}.base_layer.weight"] = (module, module.scaling["default"])
+    for name, parameter in model.named_parameters():
+        if ".lora_" in name:
+            continue
+        tensor = full(parameter.detach())
+        if name in adapters:
+            module, scale = adapters[name]
+            down, up = (full(part["default"].weight.detach()) for part in (module.lora_A, module.lora_B))
+            tensor = tensor + scale * (up.to(torch.float32) @ down.to(torch.float32)).to(tensor.dtype)
+        yield re.sub(r"^base_model\.model\.", "", name).replace(".base_layer.", "."), tensor

@@ -1,0 +1,181 @@
+"""Processors: rows with images -> prompts with both token tracks; with torchvision or without it."""
+
+from __future__ import annotations
+
+import io
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from PIL import Image, ImageOps
+
+from rlkit.data.samples import Sample, prompt
+
+
+def load_image(source: Any) -> Image.Image:
+    """An RGB image from a path, bytes, a PIL image, or the {"bytes", "path"} struct of Hugging Face datasets.
+
+    Raises:
+        ValueError: it cannot be read, is empty, or is a URL (fetch those beforehand: a run that depends on the network
+            cannot be repeated).
+    """
+    if isinstance(source, Mapping):
+        source = source.get("bytes") or source.get("path")
+    if isinstance(source, str) and "://" in source:
+        raise ValueError(f"image {source!r}: a URL; a local path, bytes or a PIL image expected")
+    name = repr(source) if isinstance(source, str | Path) else f"of type {type(source).__name__}"
+    try:
+        if isinstance(source, bytes | bytearray):
+            source = Image.open(io.BytesIO(source))
+        elif isinstance(source, str | Path):
+            source = Image.open(source)
+        elif not isinstance(source, Image.Image):
+            raise ValueError("a path, bytes or a PIL image expected")
+        image = ImageOps.exif_transpose(source).convert("RGB")
+    except (OSError, ValueError, SyntaxError, Image.DecompressionBombError) as error:
+        raise ValueError(f"image {name}: cannot be read: {error}") from error
+    if min(image.size) == 0:
+        raise ValueError(f"image {name}: empty, {image.size[0]}x{image.size[1]} pixels")
+    return image
+
+
+def encode(processor: Any, row: Mapping[str, Any], *, max_tokens: int | None = None, group_id: int = 0) -> Sample:
+    """Make the prompt of a row: its images in order, then its question, in the model's chat template.
+
+    Args:
+        processor: a transformers processor (or a tokenizer, for rows without images).
+        row: `question`, `images`; see rlkit.data.tasks. `messages` (a chat with image parts) replaces `question`.
+        max_tokens: longest prompt, in expanded tokens.
+
+    Raises:
+        ValueError: an image that cannot be read, images without a place for them, or a prompt that is too long (it is
+            never cut: half an image's tokens are no image).
+    """
+    where = row.get("where", "row")
+    try:
+        images = [load_image(source) for source in row.get("images", ())]
+    except ValueError as error:
+        raise ValueError(f"{where}: {error}") from error
+    if not (messages := row.get("messages")):
+        parts = [{"type": "image"} for _ in images] + [{"type": "text", "text": str(row["question"])}]
+        messages = [{"role": "user", "content": parts if images else str(row["question"])}]
+    text = processor.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
+    tokenizer = getattr(processor, "tokenizer", processor)
+    compact = tokenizer(text, add_special_tokens=False)["input_ids"]
+    if images and tokenizer is processor:
+        raise ValueError(f"{where}: {len(images)} images, but the model's processor is a tokenizer: it cannot see")
+    expanded, vision, placeholders = compact, {}, {}
+    if images:
+        inputs = processor(text=[text], images=images, return_tensors="pt", add_special_tokens=False)
+        expanded = inputs["input_ids"][0].tolist()
+        vision = {k: v for k, v in inputs.items() if k not in ("input_ids", "attention_mask", "mm_token_type_ids")}
+        counts = inputs["image_grid_thw"].prod(1) // processor.image_processor.merge_size**2
+        placeholders = {processor.image_token_id: counts.tolist()}
+        if (slots := compact.count(processor.image_token_id)) != len(images):
+            raise ValueError(f"{where}: {len(images)} images, but the chat template left {slots} places for them")
+    if max_tokens is not None and len(expanded) > max_tokens:
+        raise ValueError(f"{where}: the prompt has {len(expanded)} tokens, more than the limit of {max_tokens}")
+    facts = {"images": images, "row": row, "group_id": group_id}
+    return prompt(expanded, compact, vision=vision, placeholders=placeholders, **facts)
+
+
+def encode_rows(
+    processor: Any, rows: Iterable[tuple[int, Mapping[str, Any]]], *, max_tokens: int | None = None
+) -> tuple[list[Sample], list[str]]:
+    """Prompts of (group id, row) pairs, and one message for each row that had to be skipped."""
+    samples, skipped = [], []
+    for group_id, row in rows:
+        try:
+            samples.append(encode(processor, row, max_tokens=max_tokens, group_id=group_id))
+        except ValueError as error:
+            skipped.append(str(error))
+    return samples, skipped
+
+
+def placeholder_ids(config: Any) -> list[int]:
+    """Token ids that stand for images, videos and audio, and their brackets: no policy may sample them."""
+    names = [f"{kind}_token_id" for kind in ("image", "video", "audio")]
+    names += [f"{kind}_{end}_token_id" for kind in ("vision", "image", "video") for end in ("start", "end")]
+    found = (getattr(config, name, None) for name in names)
+    return sorted({token for token in found if isinstance(token, int)})
+
+
+def unsampled_ids(config: Any, tokenizer: Any) -> torch.Tensor:
+    """What sampler and trainer both leave out of the distribution: placeholders, and rows of the output layer that are
+    beyond the tokenizer's vocabulary (models round it up)."""
+    size = getattr(config, "text_config", config).vocab_size
+    return torch.tensor([*placeholder_ids(config), *range(len(tokenizer), size)], dtype=torch.long)
+
+
+def image_only(processor_class: Any) -> Any:
+    """A processor class for images alone, where torchvision, which the video part wants, is not installed.
+
+    transformers reads the parts of a processor off its constructor's signature; this one has no video part. The name is
+    kept, and so is the video part of the configuration, so that what is saved loads elsewhere as the whole processor.
+    """
+
+    class ImageOnly(processor_class):
+        video_config: dict[str, Any] | None = None
+
+        def __init__(self, image_processor: Any = None, tokenizer: Any = None, chat_template: Any = None) -> None:
+            super().__init__(image_processor, tokenizer, chat_template=chat_template)
+
+        def to_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
+            extra = {} if self.video_config is None else {"video_processor": self.video_config}
+            return {**super().to_dict(*args, **kwargs), **extra}
+
+    ImageOnly.__name__ = ImageOnly.__qualname__ = processor_class.__name__
+    return ImageOnly
+
+
+def load_processor(path: str, *, trust_remote_code: bool = False, **options: Any) -> Any:
+    """The processor of a model directory or hub id; for a text model its tokenizer.
+
+    Args:
+        options: handed to the image processor, e.g. min_pixels and max_pixels (the pixel budget).
+
+    Raises:
+        ValueError: a vision-language model without a processor.
+    """
+    import transformers
+
+    config = transformers.AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
+    sees = getattr(config, "vision_config", None) is not None
+    if not sees:
+        return transformers.AutoTokenizer.from_pretrained(path, trust_remote_code=trust_remote_code)
+    options["trust_remote_code"] = trust_remote_code
+    try:
+        processor = transformers.AutoProcessor.from_pretrained(path, **options)
+    except (ImportError, OSError, ValueError) as error:
+        known = transformers.models.auto.processing_auto.PROCESSOR_MAPPING_NAMES
+        name = known.get(config.model_type)
+        if transformers.utils.is_torchvision_available() or name is None:
+            raise ValueError(f"model {path!r}: its processor cannot be loaded: {error}") from error
+        whole = getattr(transformers, name)
+        try:
+            processor = image_only(whole).from_pretrained(path, **options)
+        except (ImportError, OSError, ValueError) as error:
+            raise ValueError(f"model {path!r}: a vision-language model without a processor: {error}") from error
+        processor.video_config = _video_config(path)
+    if not hasattr(processor, "image_processor"):  # AutoProcessor falls back to the tokenizer alone without a word
+        raise ValueError(f"model {path!r}: a vision-language model without a processor (no preprocessor_config.json)")
+    return processor
+
+
+def _video_config(path: str) -> dict[str, Any] | None:
+    from transformers.utils import cached_file
+
+    kwargs: dict[str, Any] = {"_raise_exceptions_for_missing_entries": False}
+    if (found := cached_file(path, "processor_config.json", **kwargs)) is not None:
+        if (config := json.loads(Path(found).read_text()).get("video_processor")) is not None:
+            return config
+    if (found := cached_file(path, "video_preprocessor_config.json", **kwargs)) is not None:
+        return json.loads(Path(found).read_text())
+    return None
+
+
+def decode(processor: Any, token_ids: Sequence[int]) -> str:
+    """Text of sampled tokens, without special ones."""
+    return getattr(processor, "tokenizer", processor).decode(token_ids, skip_special_tokens=True)

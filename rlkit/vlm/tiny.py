@@ -1,0 +1,158 @@
+"""A tiny Qwen2.5-VL, built here without a download: 0.7M parameters, a tokenizer, a processor, a few words of training.
+
+It is a model directory like any other, so that everything which takes a 7B takes it too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+SPECIAL = [
+    "<|endoftext|>", "<|im_start|>", "<|im_end|>",
+    "<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>",
+]  # fmt: skip
+CHAT_TEMPLATE = (
+    "{% for message in messages %}<|im_start|>{{ message['role'] }}\n"
+    "{% if message['content'] is string %}{{ message['content'] }}"
+    "{% else %}{% for part in message['content'] %}"
+    "{% if part['type'] == 'image' %}<|vision_start|><|image_pad|><|vision_end|>"
+    "{% elif part['type'] == 'video' %}<|vision_start|><|video_pad|><|vision_end|>"
+    "{% else %}{{ part['text'] }}{% endif %}{% endfor %}{% endif %}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+
+
+def tiny_tokenizer(corpus: Sequence[str], vocab_size: int = 400) -> Any:
+    """A byte-level BPE tokenizer with the special tokens and the chat template of the Qwen-VL families."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+    from transformers import PreTrainedTokenizerFast
+
+    bpe = Tokenizer(models.BPE())
+    bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    bpe.decoder = decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size, special_tokens=SPECIAL, initial_alphabet=alphabet, show_progress=False
+    )
+    bpe.train_from_iterator(corpus, trainer)
+    return PreTrainedTokenizerFast(
+        tokenizer_object=bpe,
+        eos_token="<|im_end|>",
+        pad_token="<|endoftext|>",
+        padding_side="left",
+        chat_template=CHAT_TEMPLATE,
+        extra_special_tokens={"image_token": "<|image_pad|>", "video_token": "<|video_pad|>"},
+    )
+
+
+def tiny_processor(tokenizer: Any, patch_size: int = 14) -> Any:
+    """An image processor around the tokenizer; images of 28 to 224 pixels a side."""
+    from transformers import Qwen2_5_VLProcessor, Qwen2VLImageProcessorPil
+
+    from rlkit.vlm.processors import image_only
+
+    images = Qwen2VLImageProcessorPil(min_pixels=28 * 28, max_pixels=224 * 224, patch_size=patch_size)
+    processor = image_only(Qwen2_5_VLProcessor)(images, tokenizer, chat_template=tokenizer.chat_template)
+    processor.video_config = {
+        "video_processor_type": "Qwen2VLVideoProcessor", "patch_size": patch_size, "temporal_patch_size": 2,
+        "merge_size": 2,
+    }  # fmt: skip
+    return processor
+
+
+def tiny_config(
+    tokenizer: Any, *, hidden: int = 128, layers: int = 2, heads: int = 4, kv_heads: int = 2, vision_hidden: int = 64,
+    vision_layers: int = 2, patch_size: int = 14,
+) -> Any:  # fmt: skip
+    """A Qwen2.5-VL configuration of about 0.7M parameters, with tied embeddings."""
+    from transformers import Qwen2_5_VLConfig
+
+    half = hidden // heads // 2
+    side = half * 3 // 8
+    ids = tokenizer.convert_tokens_to_ids
+    text = {
+        "vocab_size": len(tokenizer), "hidden_size": hidden, "intermediate_size": 3 * hidden,
+        "num_hidden_layers": layers, "num_attention_heads": heads, "num_key_value_heads": kv_heads,
+        "max_position_embeddings": 4096,
+        "tie_word_embeddings": True, "bos_token_id": None, "eos_token_id": tokenizer.eos_token_id,
+        "pad_token_id": tokenizer.pad_token_id,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [half - 2 * side, side, side]},
+    }  # fmt: skip
+    vision = {
+        "depth": vision_layers, "hidden_size": vision_hidden, "intermediate_size": 3 * vision_hidden, "num_heads": 4,
+        "patch_size": patch_size, "window_size": 8 * patch_size, "out_hidden_size": hidden,
+        "fullatt_block_indexes": [vision_layers - 1], "tokens_per_second": 4,
+    }  # fmt: skip
+    return Qwen2_5_VLConfig(
+        text_config=text,
+        vision_config=vision,
+        image_token_id=ids("<|image_pad|>"),
+        video_token_id=ids("<|video_pad|>"),
+        vision_start_token_id=ids("<|vision_start|>"),
+        vision_end_token_id=ids("<|vision_end|>"),
+        tie_word_embeddings=True,
+    )
+
+
+def build_tiny(
+    path: str | Path, rows: Sequence[Mapping[str, Any]], *, seed: int = 0, warm_up_steps: int = 60, batch_size: int = 32
+) -> None:
+    """Build the model from random weights, warm it up on (question, image, answer) rows, and write a model directory.
+
+    The warm-up is a minute's worth of imitation at most: it teaches the form of an answer, hardly its content.
+    """
+    from transformers import Qwen2_5_VLForConditionalGeneration
+
+    words = [str(row["answer"]) for row in rows]
+    tokenizer = tiny_tokenizer([*{str(row["question"]) for row in rows}, *words, "user assistant system"])
+    processor = tiny_processor(tokenizer)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        model = Qwen2_5_VLForConditionalGeneration(tiny_config(tokenizer))
+    _warm_up(model, processor, rows, warm_up_steps, batch_size, seed)
+    model.generation_config.eos_token_id = tokenizer.eos_token_id
+    model.generation_config.pad_token_id = tokenizer.pad_token_id
+    part = Path(f"{path}.part")
+    model.save_pretrained(part)
+    processor.save_pretrained(part)
+    part.rename(path)  # there whole, or not at all
+
+
+def _warm_up(model: Any, processor: Any, rows: Sequence[Mapping[str, Any]], steps: int, size: int, seed: int) -> None:
+    """Plain supervised steps with transformers' own loss, on the answers alone."""
+    rng = np.random.default_rng(seed)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=5e-4, betas=(0.9, 0.95), weight_decay=0.0)
+    model.train()
+    for step in range(steps):
+        batch = [rows[int(i)] for i in rng.integers(len(rows), size=size)]
+        asked = [
+            processor.apply_chat_template(
+                [{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": str(row["question"])}]}],
+                add_generation_prompt=True,
+                tokenize=False,
+            )
+            for row in batch
+        ]
+        answers = [f"{row['answer']}<|im_end|>" for row in batch]
+        inputs = processor(
+            text=[q + a for q, a in zip(asked, answers, strict=True)],
+            images=[row["images"] for row in batch],
+            padding=True,
+            return_tensors="pt",
+        )
+        labels = torch.full_like(inputs["input_ids"], -100)  # left-padded: the answer stands at the end
+        for i, answer in enumerate(answers):
+            n = len(processor.tokenizer(answer)["input_ids"])
+            labels[i, -n:] = inputs["input_ids"][i, -n:]
+        for group in optimizer.param_groups:
+            group["lr"] = 5e-4 * min(1.0, (step + 1) / 10)
+        model(**inputs, labels=labels).loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+    model.eval()

@@ -1,0 +1,220 @@
+"""ratio_stats, mismatch_stats, effective_sample_size."""
+
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from rlkit.losses import clipped_policy_loss, effective_sample_size, mismatch_stats, ratio_stats
+
+FEW = settings(max_examples=25, deadline=None, derandomize=True)
+
+
+def batch(seed=0, b=5, t=6):
+    g = torch.Generator().manual_seed(seed)
+    lp, old, adv = torch.randn(3, b, t, generator=g, dtype=torch.float64) * 0.6
+    return lp.requires_grad_(), old, adv, torch.rand(b, t, generator=g) < 0.6
+
+
+def loop_ratio_stats(lp, old, mask, adv, low, high):
+    tokens = [
+        (math.exp(lp[b][t] - old[b][t]), adv[b][t] if adv else None)
+        for b in range(len(lp))
+        for t in range(len(lp[b]))
+        if mask[b][t]
+    ]
+    n = len(tokens)
+    clipped = 0
+    for r, a in tokens:
+        if a is None:
+            clipped += not 1 - low <= r <= 1 + high
+        elif a > 0:
+            clipped += r > 1 + high
+        elif a < 0:
+            clipped += r < 1 - low
+    return {
+        "ratio/clip_fraction": clipped / n,
+        "ratio/approx_kl": sum(r - 1 - math.log(r) for r, _ in tokens) / n,
+        "ratio/max": max(r for r, _ in tokens),
+    }
+
+
+def loop_mismatch_stats(lp, rollout, mask):
+    deltas = [
+        x - y for xs, ys, ms in zip(lp, rollout, mask, strict=True) for x, y, m in zip(xs, ys, ms, strict=True) if m
+    ]
+    n = len(deltas)
+    return {
+        "mismatch/abs_dlogp": sum(abs(d) for d in deltas) / n,
+        "mismatch/abs_dlogp/max": max(abs(d) for d in deltas),
+        "mismatch/kl": sum(math.exp(d) - 1 - d for d in deltas) / n,
+        "mismatch/w_mean": sum(math.exp(d) for d in deltas) / n,
+        "mismatch/w2_mean": sum(math.exp(2 * d) for d in deltas) / n,
+        "mismatch/outside": sum(not 0.5 <= math.exp(d) <= 2 for d in deltas) / n,
+    }
+
+
+def numbers(stats):
+    assert all(x.ndim == 0 and not x.requires_grad for x in stats.values())
+    return {key: x.item() for key, x in stats.items()}
+
+
+@pytest.mark.parametrize("advantages", [None, "outcome", "token"])
+def test_ratio_stats_equal_the_loop(advantages):
+    lp, old, adv, mask = batch()
+    given_as = {None: None, "outcome": adv[:, 0], "token": adv}[advantages]
+    spread = {None: None, "outcome": adv[:, :1].expand(5, 6).tolist(), "token": adv.tolist()}[advantages]
+    for low, high in ((0.2, 0.2), (0.1, 0.5)):
+        expected = loop_ratio_stats(lp.tolist(), old.tolist(), mask.tolist(), spread, low, high)
+        assert 0 < expected["ratio/clip_fraction"] < 1
+        assert numbers(ratio_stats(lp, old, mask, given_as, low, high)) == pytest.approx(expected)
+
+
+def test_clip_fraction_is_where_the_loss_has_no_gradient():
+    lp, old, adv, mask = batch()
+    (grad,) = torch.autograd.grad(clipped_policy_loss(lp, old, adv, mask, 0.2, 0.3).sum(), lp)
+    share = ((grad == 0) & mask).sum() / mask.sum()
+    assert ratio_stats(lp, old, mask, adv, 0.2, 0.3)["ratio/clip_fraction"].item() == pytest.approx(share.item())
+
+
+def test_ratio_golden():
+    lp = torch.tensor([[0.5, 1.0, 2.0, 9.0]]).log()
+    stats = numbers(ratio_stats(lp, torch.zeros(1, 4), torch.tensor([[True, True, True, False]])))
+    log2 = math.log(2)
+    assert stats == pytest.approx(
+        {
+            "ratio/clip_fraction": 2 / 3,
+            "ratio/approx_kl": (log2 - 0.5 + 1 - log2) / 3,
+            "ratio/max": 2.0,
+        }
+    )
+    adv = torch.tensor([[1.0, 1.0, -1.0, 1.0]])  # the clip binds on neither side
+    assert (
+        ratio_stats(lp, torch.zeros(1, 4), torch.tensor([[True, True, True, False]]), adv)["ratio/clip_fraction"] == 0
+    )
+
+
+def test_on_policy_ratio_is_one():
+    lp, _, adv, mask = batch()
+    loss = clipped_policy_loss(lp, lp.detach(), adv, mask)
+    for low, high in ((0.2, 0.2), (0.0, 0.0)):
+        stats = ratio_stats(lp, lp.detach(), mask, adv, low, high)
+        assert stats["ratio/max"] == 1 and stats["ratio/clip_fraction"] == 0 and stats["ratio/approx_kl"] == 0
+        assert ratio_stats(lp, lp.detach(), mask, None, low, high)["ratio/clip_fraction"] == 0
+    assert torch.equal(loss, torch.where(mask, -adv, 0.0))
+    same = mismatch_stats(lp, lp.detach(), mask)
+    assert same["mismatch/abs_dlogp"] == 0 and same["mismatch/kl"] == 0 and same["mismatch/outside"] == 0
+    assert effective_sample_size(same["mismatch/w_mean"], same["mismatch/w2_mean"]) == 1
+
+
+def test_mismatch_stats_equal_the_loop():
+    lp, rollout, _, mask = batch()
+    expected = loop_mismatch_stats(lp.tolist(), rollout.tolist(), mask.tolist())
+    assert 0 < expected["mismatch/outside"] < 1
+    assert numbers(mismatch_stats(lp, rollout, mask)) == pytest.approx(expected)
+
+
+def test_mismatch_golden():
+    lp = torch.tensor([[0.25, 1.0, 4.0, 0.5, 2.0]]).log()
+    stats = numbers(mismatch_stats(lp, torch.zeros(1, 5), torch.tensor([[True, True, True, True, False]])))
+    assert stats["mismatch/abs_dlogp"] == pytest.approx(5 * math.log(2) / 4)
+    assert stats["mismatch/abs_dlogp/max"] == pytest.approx(2 * math.log(2))
+    assert stats["mismatch/w_mean"] == pytest.approx(5.75 / 4) and stats["mismatch/outside"] == 0.5
+    assert stats["mismatch/w2_mean"] == pytest.approx((0.0625 + 1 + 16 + 0.25) / 4)
+
+
+def test_kl_is_that_of_the_sampler():
+    """Over the sampler's own distribution the mean of the estimate is KL(sampler || trainer), exactly."""
+    p, q = torch.tensor([0.7, 0.2, 0.1], dtype=torch.float64), torch.tensor([0.3, 0.3, 0.4], dtype=torch.float64)
+    exact = sum(a * math.log(a / b) for a, b in zip(p.tolist(), q.tolist(), strict=True))
+    estimate = 0.0
+    for v in range(3):
+        one = torch.ones(1, 1, dtype=torch.bool)
+        estimate += (
+            p[v].item() * mismatch_stats(q[v].log().view(1, 1), p[v].log().view(1, 1), one)["mismatch/kl"].item()
+        )
+    assert estimate == pytest.approx(exact)
+
+
+def test_effective_sample_size_golden():
+    assert effective_sample_size(torch.tensor(1.0), torch.tensor(1.0)) == 1
+    assert effective_sample_size(1.0, 2.0) == 0.5
+    w = [1.0, 0.0, 0.0, 0.0]  # one weight carries all: one token of four
+    assert effective_sample_size(sum(w) / 4, sum(x * x for x in w) / 4) == 0.25
+    assert effective_sample_size(torch.tensor(0.0), torch.tensor(0.0)) == 0
+
+
+@FEW
+@given(seed=st.integers(0, 999), cut=st.integers(0, 5), pad=st.integers(0, 3))
+def test_parts_add_up_to_the_whole(seed, cut, pad):
+    lp, old, adv, mask = batch(seed)
+    lp, old, adv = (torch.nn.functional.pad(x, (0, pad), value=math.nan) for x in (lp, old, adv))
+    mask = torch.nn.functional.pad(mask, (0, pad))
+    order = torch.randperm(5, generator=torch.Generator().manual_seed(seed))
+    parts = [order[:cut], order[cut:]]
+    for function, arguments in ((ratio_stats, (lp, old, mask, adv)), (mismatch_stats, (lp, old, mask))):
+        whole = numbers(function(*arguments))
+        pieces = [numbers(function(*(x[rows] for x in arguments), total=mask.sum())) for rows in parts]
+        for key, value in whole.items():
+            values = [piece[key] for piece in pieces]
+            assert (max(values) if key.endswith("/max") else sum(values)) == pytest.approx(value)
+
+
+@pytest.mark.parametrize("shape", [(0, 3), (3, 0), (2, 3)])
+@pytest.mark.parametrize("total", [None, 0, 7, torch.tensor(0)])
+def test_nothing_gives_zeros(shape, total):
+    x, mask = torch.full(shape, math.nan), torch.zeros(shape, dtype=torch.bool)
+    for stats in (ratio_stats(x, x, mask, x, total=total), mismatch_stats(x, x, mask, total)):
+        assert set(numbers(stats).values()) == {0.0}
+
+
+@pytest.mark.parametrize("bad", [math.inf, -math.inf, math.nan])
+def test_mask_equals_slice_whatever_is_masked(bad):
+    lp, old, adv, mask = batch()
+    one = torch.ones(1, int(mask.sum()), dtype=torch.bool)
+    dirty = [torch.where(mask, x.detach(), bad) for x in (lp, old, adv)]
+    sliced = [x.detach()[mask][None] for x in (lp, old, adv)]
+    assert numbers(ratio_stats(dirty[0], dirty[1], mask, dirty[2])) == pytest.approx(
+        numbers(ratio_stats(sliced[0], sliced[1], one, sliced[2]))
+    )
+    assert numbers(mismatch_stats(dirty[0], dirty[1], mask)) == pytest.approx(
+        numbers(mismatch_stats(sliced[0], sliced[1], one))
+    )
+
+
+@pytest.mark.parametrize("gap", [100.0, -100.0, 1e30])
+def test_extreme_gaps_stay_finite(gap):
+    lp, mask = torch.tensor([[gap, 0.0]]), torch.ones(1, 2, dtype=torch.bool)
+    for stats in (ratio_stats(lp, torch.zeros(1, 2), mask), mismatch_stats(lp, torch.zeros(1, 2), mask)):
+        assert all(math.isfinite(x) for x in numbers(stats).values())
+    assert numbers(mismatch_stats(lp, torch.zeros(1, 2), mask))["mismatch/abs_dlogp/max"] == pytest.approx(abs(gap))
+
+
+def test_bfloat16_inputs():
+    lp, old, adv, mask = (x.detach().bfloat16() if x.is_floating_point() else x for x in batch())
+    for small, wide in (
+        (ratio_stats(lp, old, mask, adv), ratio_stats(lp.float(), old.float(), mask, adv.float())),
+        (mismatch_stats(lp, old, mask), mismatch_stats(lp.float(), old.float(), mask)),
+    ):
+        assert all(x.dtype == torch.float32 for x in small.values())
+        assert numbers(small) == numbers(wide)
+
+
+@pytest.mark.parametrize(
+    ("call", "name"),
+    [
+        (lambda x, m: ratio_stats(x, x[:1], m), "old_logprobs"),
+        (lambda x, m: ratio_stats(x, x, m.float()), "mask"),
+        (lambda x, m: ratio_stats(x, x, m, x[0]), "advantages"),
+        (lambda x, m: ratio_stats(x, x, m, clip_low=-1.0), "clip_low"),
+        (lambda x, m: ratio_stats(x, x, m, clip_high=-1.0), "clip_high"),
+        (lambda x, m: ratio_stats(x, x, m, total=-1), "total"),
+        (lambda x, m: mismatch_stats(x, x[:, 1:], m), "rollout_logprobs"),
+        (lambda x, m: mismatch_stats(x[0], x[0], m[0]), "mask"),
+    ],
+)
+def test_errors_name_the_argument(call, name):
+    with pytest.raises(ValueError, match=rf"^{name}: expected .*, got "):
+        call(torch.zeros(2, 3), torch.ones(2, 3, dtype=torch.bool))
