@@ -22,7 +22,7 @@ from rlkit.data.samples import Batch, Sample
 from rlkit.engines import checkpoint
 from rlkit.engines.attention import use_packed_attention
 from rlkit.engines.distributed import all_reduce, init_distributed, reduce_metrics
-from rlkit.engines.packer import blank_sample, pack
+from rlkit.engines.packer import blank_sample, pack, shared_costs
 from rlkit.losses.logprobs import linear_logprobs, suppress_tokens, target_logprobs, token_entropy
 from rlkit.vlm.adapt import merged_parameters
 from rlkit.vlm.inputs import position_spec
@@ -56,6 +56,8 @@ class Fsdp2Engine:
         unsampled: [K] token ids that have probability 0 in the sampler, and so here.
         max_grad_norm: gradients are scaled down to this norm.
         use_remove_padding: packed rows without padding, else padded ones.
+        share_prompts: rows that answer one prompt hold its tokens and images once, forward and backward; needs
+            `use_remove_padding`.
         use_fused_kernels: logprobs and entropy from hidden states, without the [N, V] logits.
         enable_gradient_checkpointing: recompute activations in backward.
         compute_dtype: of activations and gathered weights; bfloat16 on a GPU, float32 on a CPU.
@@ -74,6 +76,7 @@ class Fsdp2Engine:
         unsampled: Tensor | None = None,
         max_grad_norm: float = 1.0,
         use_remove_padding: bool = True,
+        share_prompts: bool = True,
         use_fused_kernels: bool = False,
         enable_gradient_checkpointing: bool = False,
         compute_dtype: torch.dtype | None = None,
@@ -82,6 +85,7 @@ class Fsdp2Engine:
         self.processor = processor
         self.micro_batch_tokens, self.temperature, self.max_grad_norm = micro_batch_tokens, temperature, max_grad_norm
         self.use_remove_padding, self.use_fused_kernels = use_remove_padding, use_fused_kernels
+        self.share_prompts = share_prompts and use_remove_padding
         self.unsampled = None if unsampled is None else unsampled.to(self.device)
         self.base = model.get_base_model() if hasattr(model, "get_base_model") else model
         self.config = self.base.config
@@ -154,10 +158,13 @@ class Fsdp2Engine:
 
     def _micro_batches(self, batch: Batch) -> Iterator[tuple[list[int], Sample | None]]:
         """Rows of each micro-batch: as many on every rank, and a blank sequence where a rank would stay behind."""
-        together = batch.fields.get("together")
-        pieces = token_budget_batches(
-            batch.lengths, self.micro_batch_tokens, together=None if together is None else together.tolist()
-        )
+        if "together" in batch.fields:
+            lengths, together = batch.lengths, batch.together.tolist()
+        elif self.share_prompts:
+            lengths, together = shared_costs(batch)
+        else:
+            lengths, together = batch.lengths, None
+        pieces = token_budget_batches(lengths, self.micro_batch_tokens, together=together)
         count = int(all_reduce(torch.tensor(len(pieces)), dist.ReduceOp.MAX))
         pieces += [[] for _ in range(count - len(pieces))]
         sees = torch.tensor([any(batch.vision[i] for i in rows) for rows in pieces], dtype=torch.int32)
@@ -169,7 +176,14 @@ class Fsdp2Engine:
     def _forward(self, batch: Batch, outputs: Sequence[str], blank: Sample | None) -> Outputs:
         if unknown := set(outputs) - set(OUTPUTS):
             raise ValueError(f"outputs: {sorted(unknown)} not known; there are {', '.join(OUTPUTS)}")
-        inputs = pack(batch, self.spec, self.device, packed=self.use_remove_padding, blank=blank)
+        inputs = pack(
+            batch,
+            self.spec,
+            self.device,
+            packed=self.use_remove_padding,
+            share_prompts=self.share_prompts,
+            blank=blank,
+        )
         if self.use_fused_kernels:
             with self._before_head() as seen:
                 self.module(**inputs.kwargs, use_cache=False)

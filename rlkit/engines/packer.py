@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any
 
 import torch
-from einops import rearrange
 from torch import Tensor
 
-from rlkit.data.packing import unpad, unpad_like
 from rlkit.data.samples import Batch, Sample, prompt
+from rlkit.engines.attention import Layout
 from rlkit.vlm.inputs import join_vision, position_ids
 from rlkit.vlm.rope3d import ROPE3D_MODEL_TYPES, Rope3DSpec
 
@@ -40,7 +41,13 @@ class ModelInputs:
 
 
 def pack(
-    batch: Batch, spec: Rope3DSpec | None, device: torch.device, *, packed: bool = True, blank: Sample | None = None
+    batch: Batch,
+    spec: Rope3DSpec | None,
+    device: torch.device,
+    *,
+    packed: bool = True,
+    share_prompts: bool = True,
+    blank: Sample | None = None,
 ) -> ModelInputs:
     """Lay rows end to end (or leave them padded) with position ids and their vision tensors.
 
@@ -48,50 +55,102 @@ def pack(
         batch: rows on the host.
         spec: of the model's position ids.
         packed: one row of N tokens without padding, else [B, T] with an attention mask.
+        share_prompts: rows that answer the same prompt hold its tokens and images once; needs `packed`.
         blank: a sequence put behind the rows of which nothing is kept: for a rank that has no rows, or no images while
             others have.
     """
     rows, columns = batch.tokens.shape
-    width = columns
     tokens, lengths, vision = batch.tokens, batch.lengths, batch.vision
     if blank is not None:
-        width = max(columns, len(blank.token_ids))
-        tokens = tokens.new_zeros(rows + 1, width)
+        tokens = tokens.new_zeros(rows + 1, max(columns, len(blank.token_ids)))
         tokens[:rows, :columns] = batch.tokens
         tokens[rows, : len(blank.token_ids)] = torch.tensor(blank.token_ids)
         lengths, vision = [*lengths, len(blank.token_ids)], [*vision, blank.vision]
-    attended = torch.arange(width) < torch.tensor(lengths)[:, None]
-    images = join_vision(vision)
-    positions = position_ids(tokens, attended, images, spec)
+    attended = torch.arange(tokens.shape[1]) < torch.tensor(lengths)[:, None]
+    positions = position_ids(tokens, attended, join_vision(vision), spec)
 
     row, column = batch.mask[:, 1:].nonzero(as_tuple=True)  # column 0 has no token before it
-    slots = row * columns + column + 1
-    targets = batch.tokens[row, column + 1]
+    slots, targets = row * columns + column + 1, batch.tokens[row, column + 1]
+    keep = row * tokens.shape[1] + column
     if packed:
-        ids = unpad(tokens, attended, lengths=lengths)
-        keep = ids.cu_seqlens[row] + column
-        kwargs = {
-            "input_ids": ids.values[None],
-            "position_ids": _packed_positions(positions, ids),
-            "packed_cu_seqlens": ids.cu_seqlens,
-            "packed_max_seqlen": ids.max_seqlen,
+        groups = shared_prompts(batch) if share_prompts else [[i] for i in range(rows)]
+        groups += [[i] for i in range(rows, len(lengths))]
+        prompts = prompt_lengths(batch) + [0] * (len(lengths) - rows)
+        layout, source, place = lay_out(groups, prompts, lengths, tokens.shape[1], device)
+        keep = place[keep]
+        kwargs: dict[str, Any] = {
+            "input_ids": tokens.flatten()[source][None],
+            "position_ids": positions.flatten(-2)[..., source].unsqueeze(-2),
+            "packed_layout": layout,
+            **join_vision([vision[group[0]] for group in groups]),
         }
     else:
-        keep = row * width + column
-        kwargs = {"input_ids": tokens, "position_ids": positions, "attention_mask": attended.long()}
+        mask = attended.long()
+        kwargs = {"input_ids": tokens, "position_ids": positions, "attention_mask": mask, **join_vision(vision)}
     if not len(keep):
         keep, targets = torch.zeros(1, dtype=torch.long), tokens.new_zeros(1)
     if packed:
         kwargs["logits_to_keep"] = keep
-    kwargs |= images
     moved = {k: v.to(device, non_blocking=True) if isinstance(v, Tensor) else v for k, v in kwargs.items()}
     return ModelInputs(moved, keep.to(device), targets.to(device), slots.to(device), (rows, columns))
 
 
-def _packed_positions(positions: Tensor, ids: Any) -> Tensor:
-    if positions.ndim == 2:
-        return unpad_like(positions, ids)[None]
-    return rearrange(unpad_like(rearrange(positions, "d b t -> b t d"), ids), "n d -> d 1 n")
+def prompt_lengths(batch: Batch) -> list[int]:
+    """Tokens of each row before the first that is trained on; all of them where there is none."""
+    written = batch.mask.int()
+    first = torch.where(batch.mask.any(1), written.argmax(1) if written.shape[1] else 0, torch.tensor(batch.lengths))
+    return first.tolist()
+
+
+def shared_prompts(batch: Batch) -> list[list[int]]:
+    """Rows in groups of one prompt: the same tokens, and the very same vision tensors, before what was sampled."""
+    groups: dict[Any, list[int]] = {}
+    for i, length in enumerate(prompt_lengths(batch)):
+        images = tuple((name, id(tensor)) for name, tensor in batch.vision[i].items())
+        key = (tuple(batch.tokens[i, :length].tolist()), images) if 0 < length < batch.lengths[i] else i
+        groups.setdefault(key, []).append(i)
+    return list(groups.values())
+
+
+def lay_out(
+    groups: Sequence[Sequence[int]], prompts: Sequence[int], lengths: Sequence[int], width: int, device: torch.device
+) -> tuple[Layout, Tensor, Tensor]:
+    """Segments end to end: a row alone is one; rows of a group are their prompt, and then what each adds to it.
+
+    Returns:
+        The layout; `source` [N], where each packed token stands in the flattened [B, width]; and `place` [B * width],
+        the inverse (where each attended token of the rows went).
+    """
+    pieces: list[tuple[int, int, int]] = []  # row, first column, end
+    heads: list[int | None] = []  # the piece that holds a piece's prompt
+    for group in groups:
+        if len(group) == 1:
+            pieces.append((group[0], 0, lengths[group[0]]))
+            heads.append(None)
+            continue
+        head = len(pieces)
+        pieces += [(group[0], 0, prompts[group[0]]), *((i, prompts[i], lengths[i]) for i in group)]
+        heads += [None, *[head] * len(group)]
+    sizes = [end - first for _, first, end in pieces]
+    starts = [0, *accumulate(sizes)][:-1]
+    prefixes = [(0, 0) if head is None else (starts[head], sizes[head]) for head in heads]
+    source = torch.cat([torch.arange(row * width + first, row * width + end) for row, first, end in pieces])
+    place = torch.zeros(len(lengths) * width, dtype=torch.long)
+    place[source] = torch.arange(len(source))
+    for (row, first, _), (begin, length) in zip(pieces, prefixes, strict=True):
+        if length:
+            place[row * width : row * width + first] = torch.arange(begin, begin + length)
+    return Layout(starts, sizes, prefixes, device), source, place
+
+
+def shared_costs(batch: Batch) -> tuple[list[int], list[int]]:
+    """For each row the tokens it adds to a micro-batch that holds its whole group, and the number of that group."""
+    cost, number, prompts = list(batch.lengths), [0] * len(batch), prompt_lengths(batch)
+    for k, group in enumerate(shared_prompts(batch)):
+        for i in group:
+            number[i] = k
+            cost[i] -= prompts[i] if i != group[0] else 0
+    return cost, number
 
 
 def blank_sample(config: Any, *, image: bool) -> Sample:
@@ -112,4 +171,5 @@ def blank_sample(config: Any, *, image: bool) -> Sample:
     side = vision.spatial_merge_size
     pixels = torch.zeros(side * side, channels * vision.temporal_patch_size * vision.patch_size**2)
     grid = torch.tensor([[1, side, side]])
-    return prompt([config.image_token_id], vision={"pixel_values": pixels, "image_grid_thw": grid})
+    tensors: Mapping[str, Tensor] = {"pixel_values": pixels, "image_grid_thw": grid}
+    return prompt([config.image_token_id], vision=tensors)

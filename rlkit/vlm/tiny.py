@@ -100,11 +100,26 @@ def tiny_config(
 
 
 def build_tiny(
-    path: str | Path, rows: Sequence[Mapping[str, Any]], *, seed: int = 0, warm_up_steps: int = 60, batch_size: int = 32
+    path: str | Path,
+    rows: Sequence[Mapping[str, Any]],
+    *,
+    seed: int = 0,
+    warm_up_steps: int = 60,
+    label_noise: float = 0.7,
+    lr: float = 5e-4,
 ) -> None:
     """Build the model from random weights, warm it up on (question, image, answer) rows, and write a model directory.
 
-    The warm-up is a minute's worth of imitation at most: it teaches the form of an answer, hardly its content.
+    The warm-up is a few seconds of imitation, of answers most of which are some other row's: it teaches the form of an
+    answer and little of its content.
+
+    Args:
+        path: where to write; there whole, or not at all.
+        rows: as a task's, see rlkit.data.tasks; one image each.
+        seed: of the weights and the warm-up.
+        warm_up_steps: supervised steps of 32 rows.
+        label_noise: share of the answers that are drawn from other rows.
+        lr: learning rate of the warm-up.
     """
     from transformers import Qwen2_5_VLForConditionalGeneration
 
@@ -114,22 +129,28 @@ def build_tiny(
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model = Qwen2_5_VLForConditionalGeneration(tiny_config(tokenizer))
-    _warm_up(model, processor, rows, warm_up_steps, batch_size, seed)
+    rng = np.random.default_rng(seed)
+    noisy = rng.permutation(words), rng.random(len(rows)) < label_noise
+    answers = [str(other) if swap else word for word, other, swap in zip(words, *noisy, strict=True)]
+    _warm_up(model, processor, rows, answers, warm_up_steps, lr, rng)
     model.generation_config.eos_token_id = tokenizer.eos_token_id
     model.generation_config.pad_token_id = tokenizer.pad_token_id
     part = Path(f"{path}.part")
     model.save_pretrained(part)
     processor.save_pretrained(part)
-    part.rename(path)  # there whole, or not at all
+    part.rename(path)
 
 
-def _warm_up(model: Any, processor: Any, rows: Sequence[Mapping[str, Any]], steps: int, size: int, seed: int) -> None:
+def _warm_up(
+    model: Any, processor: Any, rows: Sequence[Any], labels: Sequence[str], steps: int, lr: float, rng: Any
+) -> None:
     """Plain supervised steps with transformers' own loss, on the answers alone."""
-    rng = np.random.default_rng(seed)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=5e-4, betas=(0.9, 0.95), weight_decay=0.0)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=lr, betas=(0.9, 0.95), weight_decay=0.0)
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: min(1.0, (step + 1) / 10))
     model.train()
-    for step in range(steps):
-        batch = [rows[int(i)] for i in rng.integers(len(rows), size=size)]
+    for _ in range(steps):
+        chosen = rng.integers(len(rows), size=32).tolist()
+        batch = [rows[i] for i in chosen]
         asked = [
             processor.apply_chat_template(
                 [{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": str(row["question"])}]}],
@@ -138,21 +159,20 @@ def _warm_up(model: Any, processor: Any, rows: Sequence[Mapping[str, Any]], step
             )
             for row in batch
         ]
-        answers = [f"{row['answer']}<|im_end|>" for row in batch]
+        answers = [f"{labels[i]}<|im_end|>" for i in chosen]
         inputs = processor(
             text=[q + a for q, a in zip(asked, answers, strict=True)],
             images=[row["images"] for row in batch],
             padding=True,
             return_tensors="pt",
         )
-        labels = torch.full_like(inputs["input_ids"], -100)  # left-padded: the answer stands at the end
+        targets = torch.full_like(inputs["input_ids"], -100)  # left-padded: the answer stands at the end
         for i, answer in enumerate(answers):
             n = len(processor.tokenizer(answer)["input_ids"])
-            labels[i, -n:] = inputs["input_ids"][i, -n:]
-        for group in optimizer.param_groups:
-            group["lr"] = 5e-4 * min(1.0, (step + 1) / 10)
-        model(**inputs, labels=labels).loss.backward()
+            targets[i, -n:] = inputs["input_ids"][i, -n:]
+        model(**inputs, labels=targets).loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad()
+        schedule.step()
     model.eval()

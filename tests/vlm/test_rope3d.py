@@ -54,7 +54,7 @@ def test_golden_absolute_time_video(advance_over_time, after, delta):
     [([10 / 3], 250), (torch.tensor([10 / 3]), 249), (torch.tensor([10 / 3]).double(), 249), (torch.tensor([4]), 300)],
 )
 def test_time_is_floored_in_the_dtype_of_transformers(seconds, last):
-    """25 ids a second: frame 3 of a frame every 10/3 seconds is at 250, or just below once 10/3 was rounded to float32."""
+    """25 ids a second, a frame every 10/3 seconds: frame 3 is at 250, or in another dtype just below it."""
     spec, tokens = replace(QWEN2_5, tokens_per_second=25), torch.full((1, 4), VIDEO)
     grid = torch.tensor([[4, 2, 2]])
     ids, _ = rope3d_position_ids(tokens, video_grid_thw=grid, second_per_grid_ts=seconds, spec=spec)
