@@ -1,0 +1,394 @@
+"""The fsdp2 engine in one process, against transformers' own padded forward and its own other layouts."""
+
+import json
+import math
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForImageTextToText
+
+from rlkit.data import collate
+from rlkit.engines import make_engine, register_engine
+from rlkit.engines.attention import Layout, varlen_attention
+from rlkit.engines.packer import pack, shared_prompts
+from rlkit.losses import clipped_policy_loss, token_mean
+from rlkit.vlm import VISION_TOWER, freeze, load_model, load_processor, lora, unsampled_ids
+
+sys.path.insert(0, str(Path(__file__).parent))
+from rows import make_batch, make_samples
+
+LAYOUTS = {
+    "shared": {},
+    "packed": {"share_prompts": False},
+    "padded": {"use_remove_padding": False},
+    "micro_batches": {"micro_batch_tokens": 90},
+    "fused": {"use_fused_kernels": True},
+    "fused_padded": {"use_fused_kernels": True, "use_remove_padding": False},
+    "checkpointing": {"enable_gradient_checkpointing": True},
+}
+
+
+@pytest.fixture(scope="module")
+def processor(tiny_dir):
+    return load_processor(tiny_dir)
+
+
+def engine_for(tiny_dir, *, model=None, lr=1e-2, **options):
+    options.setdefault("optimizer", lambda params: torch.optim.AdamW(params, lr=lr, eps=1e-4))
+    return make_engine("fsdp2", "language_model", model=model or load_model(tiny_dir), **options)
+
+
+def weighted_loss(out, mb):
+    """Uses both outputs, so that both gradients are compared."""
+    weights = mb.advantages[:, None] * out.logprobs + 0.3 * out.entropy
+    return token_mean(weights, mb.mask, mb.total_tokens), {}
+
+
+def gradients(engine):
+    return {
+        n: p.grad.full_tensor() if hasattr(p.grad, "full_tensor") else p.grad
+        for n, p in engine.module.named_parameters()
+        if p.grad is not None
+    }
+
+
+@pytest.fixture(scope="module")
+def plain(tiny_dir, processor):
+    """transformers' own forward, one row at a time and unpacked, with its own position ids: logprobs, entropy, gradients."""
+    model = AutoModelForImageTextToText.from_pretrained(tiny_dir, dtype=torch.float32)
+    batch = make_batch(processor)
+    unsampled = unsampled_ids(model.config, processor.tokenizer)
+    logprobs, entropy, loss = torch.zeros(batch.tokens.shape), torch.zeros(batch.tokens.shape), 0.0
+    for b, length in enumerate(batch.lengths):
+        ids = batch.tokens[b : b + 1, :length]
+        kinds = (ids == model.config.image_token_id).int()
+        logits = model(input_ids=ids, mm_token_type_ids=kinds, **batch.vision[b]).logits[0]
+        logits[:, unsampled] = -1e30
+        scores = (logits / 1.3).log_softmax(-1)
+        for t in range(1, length):
+            if batch.mask[b, t]:
+                logprobs[b, t] = scores[t - 1, ids[0, t]]
+                entropy[b, t] = -(scores[t - 1].exp() * scores[t - 1]).sum()
+    weights = batch.advantages[:, None] * logprobs + 0.3 * entropy
+    loss = weights[batch.mask].sum() / batch.mask.sum()
+    loss.backward()
+    return logprobs.detach(), entropy.detach(), {n: p.grad for n, p in model.named_parameters()}, loss.item()
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_every_layout_equals_transformers(tiny_dir, processor, plain, name):
+    logprobs, entropy, expected, loss = plain
+    unsampled = unsampled_ids(load_model(tiny_dir).config, processor.tokenizer)
+    engine = engine_for(tiny_dir, temperature=1.3, unsampled=unsampled, max_grad_norm=1e9, **LAYOUTS[name])
+    batch = make_batch(processor)
+    came = engine.infer_batch(batch, ("logprobs", "entropy"))
+    torch.testing.assert_close(came["logprobs"], logprobs, atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(came["entropy"], entropy, atol=1e-5, rtol=1e-5)
+    metrics = engine.train_batch(batch, weighted_loss, ("logprobs", "entropy"))
+    assert metrics["loss"] == pytest.approx(loss, abs=1e-5)
+    assert gradients(engine).keys() == expected.keys()
+    for parameter, gradient in gradients(engine).items():
+        torch.testing.assert_close(gradient, expected[parameter], atol=1e-5, rtol=1e-4, msg=parameter)
+
+
+def test_sharing_prompts_saves_tokens_and_images(processor, tiny_dir):
+    batch, model = make_batch(processor), load_model(tiny_dir)
+    from rlkit.vlm.inputs import position_spec
+
+    spec, cpu = position_spec(model.config), torch.device("cpu")
+    shared, whole = (pack(batch, spec, cpu, share_prompts=share).kwargs for share in (True, False))
+    assert shared_prompts(batch) == [[0, 1, 2], [3], [4, 5], [6, 7, 8]]
+    assert len(shared["image_grid_thw"]) == 3 and len(whole["image_grid_thw"]) == 8
+    prompts = {i: batch.mask[i].int().argmax().item() for i in (0, 4, 6)}
+    saved = 2 * prompts[0] + prompts[4] + 2 * prompts[6]
+    assert whole["input_ids"].numel() - shared["input_ids"].numel() == saved
+
+
+def test_same_prompt_with_another_image_is_not_shared(processor):
+    one, other = (make_samples(processor, seed, answers=(1,), sizes=((56, 56),))[0] for seed in (0, 5))
+    assert one.token_ids[:20] == other.token_ids[:20]
+    assert shared_prompts(collate([one, other])) == [[0], [1]]
+
+
+def test_wrong_boundaries_are_noticed():
+    """The control: attention over a row whose sequences are not kept apart gives other numbers."""
+    g = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(9, heads, 8, generator=g) for heads in (4, 2, 2))
+    cpu = torch.device("cpu")
+    apart = varlen_attention(q, k, v, Layout([0, 4], [4, 5], [(0, 0)] * 2, cpu))
+    joined = varlen_attention(q, k, v, Layout([0], [9], [(0, 0)], cpu))
+    torch.testing.assert_close(apart[:4], joined[:4])
+    assert (apart[4:] - joined[4:]).abs().max() > 0.1
+
+
+@pytest.mark.parametrize("window", [None, 3])
+def test_varlen_attention_equals_loop(window):
+    """Segments of unlike lengths, prefixes, grouped heads: each query against its keys, one at a time."""
+    g = torch.Generator().manual_seed(0)
+    lengths, prefixes = [7, 2, 3, 1, 5, 40], [(0, 0), (0, 7), (0, 7), (0, 0), (12, 1), (0, 0)]
+    starts = [sum(lengths[:i]) for i in range(len(lengths))]
+    n = sum(lengths)
+    tensors = [torch.randn(n, heads, 8, generator=g, dtype=torch.float64, requires_grad=True) for heads in (4, 2, 2)]
+    q, k, v = tensors
+    rows = []
+    for start, length, (begin, before) in zip(starts, lengths, prefixes, strict=True):
+        keys = [*range(begin, begin + before), *range(start, start + length)]
+        for t in range(length):
+            seen = keys[: before + t + 1][-(window or 10**9) :]
+            heads = []
+            for h in range(4):
+                scores = torch.stack([q[start + t, h] @ k[j, h // 2] for j in seen]) / math.sqrt(8)
+                weights = scores.exp() / scores.exp().sum()
+                heads.append(sum(w * v[j, h // 2] for w, j in zip(weights, seen, strict=True)))
+            rows.append(torch.stack(heads))
+    expected = torch.stack(rows)
+    came = varlen_attention(q, k, v, Layout(starts, lengths, prefixes, torch.device("cpu")), window=window)
+    torch.testing.assert_close(came, expected)
+    weight = torch.randn(expected.shape, generator=g, dtype=torch.float64)
+    for mine, theirs in zip(
+        torch.autograd.grad((came * weight).sum(), tensors),
+        torch.autograd.grad((expected * weight).sum(), tensors),
+        strict=True,
+    ):
+        torch.testing.assert_close(mine, theirs)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_varlen_attention_on_a_gpu_equals_the_cpu():
+    g = torch.Generator().manual_seed(0)
+    lengths, prefixes = [7, 2, 3, 1, 5, 40], [(0, 0), (0, 7), (0, 7), (0, 0), (12, 1), (0, 0)]
+    starts = [sum(lengths[:i]) for i in range(len(lengths))]
+    q, k, v = (torch.randn(sum(lengths), heads, 64, generator=g).bfloat16() for heads in (4, 2, 2))
+    for window in (None, 3):
+        cpu = varlen_attention(
+            q.float(), k.float(), v.float(), Layout(starts, lengths, prefixes, torch.device("cpu")), window=window
+        )
+        layout = Layout(starts, lengths, prefixes, torch.device("cuda"))
+        gpu = varlen_attention(q.cuda(), k.cuda(), v.cuda(), layout, window=window)
+        torch.testing.assert_close(gpu.float().cpu(), cpu, atol=3e-2, rtol=3e-2)
+
+
+def test_vision_tensors_follow_their_sample(tiny_dir, processor):
+    engine = engine_for(tiny_dir, micro_batch_tokens=100)
+    batch = make_batch(processor)
+    straight = engine.infer_batch(batch)["logprobs"]
+    order = [5, 0, 8, 3, 1, 7, 2, 6, 4]
+    shuffled = make_batch(processor, rows=order)
+    came = engine.infer_batch(shuffled)["logprobs"]
+    torch.testing.assert_close(came, straight[order][:, : came.shape[1]], atol=1e-5, rtol=1e-5)
+
+
+def test_rows_together_stay_in_one_micro_batch(tiny_dir, processor):
+    engine = engine_for(tiny_dir, micro_batch_tokens=80)
+    batch = make_batch(processor).add(together=torch.tensor([0, 1, 2, 3, 3, 2, 1, 0, 4]))
+    seen = []
+
+    def loss_fn(out, mb):
+        seen.append(mb.together.tolist())
+        return token_mean(out.logprobs, mb.mask, mb.total_tokens), {}
+
+    engine.train_batch(batch, loss_fn)
+    assert len(seen) > 2
+    assert sorted(x for part in seen for x in part) == [0, 0, 1, 1, 2, 2, 3, 3, 4]
+    assert all(set(a).isdisjoint(b) for i, a in enumerate(seen) for b in seen[:i])
+
+
+def test_on_policy_ratio_is_one_in_the_engine(tiny_dir, processor):
+    """Scored and trained in different micro-batches and modes, a token's logprob is the same to rounding."""
+    engine = engine_for(tiny_dir, micro_batch_tokens=100, lr=0.0)
+    batch = make_batch(processor)
+    batch.add(old_logprobs=engine.infer_batch(batch)["logprobs"])
+    ratios = []
+
+    def loss_fn(out, mb):
+        ratios.append((out.logprobs - mb.old_logprobs)[mb.mask].exp())
+        return token_mean(clipped_policy_loss(out.logprobs, mb.old_logprobs, mb.advantages, mb.mask), mb.mask), {}
+
+    engine.train_batch(batch, loss_fn)
+    assert (torch.cat(ratios) - 1).abs().max() < 1e-5
+
+
+def test_frozen_vision_tower_has_no_gradient_and_does_not_move(tiny_dir, processor):
+    model = load_model(tiny_dir)
+    names = freeze(model, VISION_TOWER)
+    assert names and all(".visual." in name for name in names)
+    before = {n: p.detach().clone() for n, p in model.named_parameters()}
+    engine = engine_for(tiny_dir, model=model)
+    for _ in range(2):
+        engine.train_batch(make_batch(processor), weighted_loss, ("logprobs", "entropy"))
+    assert not any(".visual." in name for name in gradients(engine))
+    for name, tensor in engine.get_per_tensor_param():
+        assert torch.equal(tensor, before[name]) == (".visual." in name), name
+
+
+def test_lora_trains_adapters_alone_and_merges(tiny_dir, processor):
+    model = lora(load_model(tiny_dir), 4, 8, exclude_modules=".*visual.*")
+    engine = engine_for(tiny_dir, model=model)
+    batch = make_batch(processor)
+    reference = engine.infer_batch(batch)["logprobs"]
+    for _ in range(2):
+        engine.train_batch(batch, weighted_loss, ("logprobs", "entropy"))
+    moved = engine.infer_batch(batch)["logprobs"]
+    assert (moved - reference).abs().max() > 1e-3
+    assert all(".lora_" in name and ".visual." not in name for name in gradients(engine))
+    with engine.disable_adapter():
+        torch.testing.assert_close(engine.infer_batch(batch)["logprobs"], reference)
+    plain = load_model(tiny_dir)
+    merged = dict(engine.get_per_tensor_param())
+    assert merged.keys() == dict(plain.named_parameters()).keys()
+    plain.load_state_dict(merged, strict=False)
+    again = engine_for(tiny_dir, model=plain).infer_batch(batch)["logprobs"]
+    torch.testing.assert_close(again, moved, atol=1e-5, rtol=1e-5)
+
+
+def test_hf_export_loads_with_processor(tiny_dir, processor, tmp_path):
+    engine = engine_for(tiny_dir, processor=processor)
+    batch = make_batch(processor)
+    engine.train_batch(batch, weighted_loss, ("logprobs", "entropy"))
+    logprobs = engine.infer_batch(batch)["logprobs"]
+    for _ in range(2):  # the second replaces the first
+        engine.export_hf(tmp_path / "model")
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["model"]
+    model = AutoModelForImageTextToText.from_pretrained(tmp_path / "model", dtype=torch.float32)
+    again = engine_for(tiny_dir, model=model).infer_batch(batch)["logprobs"]
+    torch.testing.assert_close(again, logprobs, atol=1e-6, rtol=1e-6)
+    loaded = load_processor(str(tmp_path / "model"))
+    assert loaded.image_processor.merge_size == 2
+    assert loaded.tokenizer("digit 7")["input_ids"] == processor.tokenizer("digit 7")["input_ids"]
+
+
+def test_tied_embeddings_sync(tiny_dir, processor, tmp_path):
+    """The output layer is the embedding: it moves with it, is handed over once, and is tied again after an export."""
+    engine = engine_for(tiny_dir, processor=processor)
+    engine.train_batch(make_batch(processor), weighted_loss, ("logprobs", "entropy"))
+    weights = dict(engine.get_per_tensor_param())
+    assert "lm_head.weight" not in weights
+    assert not torch.equal(weights["model.language_model.embed_tokens.weight"], load_model(tiny_dir).lm_head.weight)
+    engine.export_hf(tmp_path / "model")
+    model = load_model(str(tmp_path / "model"))
+    assert model.lm_head.weight is model.get_input_embeddings().weight
+    torch.testing.assert_close(model.lm_head.weight, weights["model.language_model.embed_tokens.weight"])
+
+
+def test_nan_step_is_skipped_and_never_saved(tiny_dir, processor):
+    engine = engine_for(tiny_dir)
+    batch = make_batch(processor)
+    before = {name: tensor.clone() for name, tensor in engine.get_per_tensor_param()}
+
+    def poisoned(out, mb):
+        return token_mean(out.logprobs, mb.mask, mb.total_tokens) * float("nan"), {}
+
+    metrics = engine.train_batch(batch, poisoned)
+    assert metrics["skipped_steps"] == 1 and math.isnan(metrics["grad_norm"])
+    for name, tensor in engine.get_per_tensor_param():
+        assert torch.equal(tensor, before[name]), name
+    assert engine.train_batch(batch, weighted_loss, ("logprobs", "entropy"))["skipped_steps"] == 0
+    assert all(tensor.isfinite().all() for _, tensor in engine.get_per_tensor_param())
+
+
+def make_resumable(tiny_dir):
+    return engine_for(
+        tiny_dir, scheduler=lambda opt: torch.optim.lr_scheduler.LambdaLR(opt, lambda i: 1 / (1 + i)), lr=1e-2
+    )
+
+
+def test_engine_resume_is_exact(tiny_dir, processor, tmp_path):
+    """Losses **after** an update that follows the load."""
+    batch, steps = make_batch(processor), []
+    engine = make_resumable(tiny_dir)
+    for i in range(5):
+        if i == 2:
+            torch.manual_seed(7)
+            engine.save_checkpoint(tmp_path / "step_2", {"step": 2, "note": "x"})
+            noise = torch.rand(3)
+        steps.append(engine.train_batch(batch, weighted_loss, ("logprobs", "entropy")))
+    other = make_resumable(tiny_dir)
+    assert other.load_checkpoint(tmp_path / "step_2") == {"step": 2, "note": "x"}
+    assert torch.equal(torch.rand(3), noise)
+    for expected in steps[2:]:
+        assert other.train_batch(batch, weighted_loss, ("logprobs", "entropy")) == expected
+    assert [p.name for p in tmp_path.iterdir()] == ["step_2"]
+
+
+def test_checkpoint_that_is_cut_short_names_the_file(tiny_dir, tmp_path):
+    engine = make_resumable(tiny_dir)
+    engine.save_checkpoint(tmp_path / "step_1", {})
+    shard = next(tmp_path.glob("step_1/*.distcp"))
+    whole = shard.read_bytes()
+    shard.write_bytes(whole[: len(whole) // 2])
+    with pytest.raises(ValueError, match=rf"step_1: {shard.name} has {len(whole) // 2} bytes, {len(whole)} bytes expected"):
+        engine.load_checkpoint(tmp_path / "step_1")
+    shard.unlink()
+    with pytest.raises(ValueError, match=f"{shard.name} is missing"):
+        engine.load_checkpoint(tmp_path / "step_1")
+    (tmp_path / "step_1" / "manifest.json").write_text('{"files": {')
+    with pytest.raises(ValueError, match="manifest.json is cut short"):
+        engine.load_checkpoint(tmp_path / "step_1")
+    with pytest.raises(ValueError, match="step_9: no manifest.json"):
+        engine.load_checkpoint(tmp_path / "step_9")
+
+
+def test_checkpoint_of_another_model(tiny_dir, tmp_path):
+    make_resumable(tiny_dir).save_checkpoint(tmp_path / "step_1", {})
+    other = load_model(tiny_dir)
+    other.resize_token_embeddings(500)
+    with pytest.raises(ValueError, match="step_1: does not fit this model"):
+        engine_for(tiny_dir, model=other).load_checkpoint(tmp_path / "step_1")
+
+
+def test_gathered_module_is_whole_and_shards_again(tiny_dir, processor):
+    engine = engine_for(tiny_dir)
+    batch = make_batch(processor)
+    with engine.gathered() as module:
+        assert all(type(p.data) is torch.Tensor for p in module.parameters())
+    engine.train_batch(batch, weighted_loss, ("logprobs", "entropy"))
+    with engine.gathered() as module:
+        inside = {n: p.detach().clone() for n, p in module.named_parameters()}
+    for name, tensor in engine.get_per_tensor_param():
+        assert torch.equal(tensor, inside[name]), name
+
+
+def test_metrics_add_up_and_maxima_do_not(tiny_dir, processor):
+    batch = make_batch(processor)
+
+    def loss_fn(out, mb):
+        largest = (mb.mask.sum(1).amax() if len(mb) else torch.tensor(0)).float()
+        share = token_mean(torch.ones_like(out.logprobs), mb.mask, mb.total_tokens)
+        return token_mean(out.logprobs, mb.mask, mb.total_tokens), {"share": share, "length/max": largest}
+
+    metrics = engine_for(tiny_dir, micro_batch_tokens=60).train_batch(batch, loss_fn)
+    assert metrics["share"] == pytest.approx(1.0)
+    assert metrics["length/max"] == batch.mask.sum(1).max()
+
+
+def test_bad_input_is_named(tiny_dir, processor):
+    batch = make_batch(processor)
+    with pytest.raises(ValueError, match="no engine 'zero3' for a 'language_model' on 'cpu'; there are: fsdp2"):
+        make_engine("zero3", model=None)
+    engine = engine_for(tiny_dir, optimizer=None)
+    with pytest.raises(ValueError, match="without an optimizer"):
+        engine.train_batch(batch, weighted_loss)
+    with pytest.raises(ValueError, match=r"outputs: \['value'\] not known; there are logprobs, entropy"):
+        engine.infer_batch(batch, ("value",))
+    with pytest.raises(ValueError, match="no adapters"):
+        engine.disable_adapter()
+    with pytest.raises(ValueError, match="0-d loss with a gradient expected"):
+        engine_for(tiny_dir).train_batch(batch, lambda out, mb: (out.logprobs.detach().sum(), {}))
+
+
+def test_an_engine_from_outside(monkeypatch):
+    monkeypatch.setitem(sys.modules, "elsewhere", type(sys)("elsewhere"))
+    sys.modules["elsewhere"].Engine = lambda **options: options
+    register_engine("language_model", "mine", "cpu", "elsewhere:Engine")
+    assert make_engine("mine", device="cpu", lr=1) == {"device": "cpu", "lr": 1}
+
+
+def test_manifest_is_json_and_nothing_else_travels(tiny_dir, tmp_path):
+    engine = make_resumable(tiny_dir)
+    engine.save_checkpoint(tmp_path / "step_1", {"step": 1})
+    manifest = json.loads((tmp_path / "step_1" / "manifest.json").read_text())
+    assert manifest["extra"]["extra"] == {"step": 1}
+    assert set(manifest["files"]) == {p.name for p in (tmp_path / "step_1").iterdir()} - {"manifest.json"}
