@@ -65,7 +65,7 @@ class Config:
 
     steps: int = 250
     """Batches that are sampled."""
-    prompts_per_step: int = 16
+    prompts_per_step: int = 64
     """Prompts in a batch, over all ranks."""
     group_size: int = 8
     """Answers to each prompt."""
@@ -78,7 +78,7 @@ class Config:
     temperature: float = 1.0
     """Of the sampler, and of the distribution that is trained."""
 
-    lr: float = 5e-4
+    lr: float = 7e-4
     """Peak learning rate; LoRA and large models want less, about 1e-5 and 1e-6."""
     warmup_steps: int = 10
     """Linear warm-up; after it the rate falls linearly to a twentieth."""

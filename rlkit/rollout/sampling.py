@@ -47,6 +47,7 @@ def sample_tokens(logprobs: Tensor, uniform: Tensor) -> Tensor:
         uniform: [B] in [0, 1).
     """
     cumulative = logprobs.double().exp().cumsum(-1)
-    # scaled by what the sum came to, so that rounding cannot leave a number beyond the last token
-    index = torch.searchsorted(cumulative, (uniform * cumulative[:, -1])[:, None], right=True)
-    return index[:, 0]
+    whole = cumulative[:, -1:]
+    index = torch.searchsorted(cumulative, uniform[:, None] * whole, right=True)
+    last = torch.searchsorted(cumulative, whole)  # the last token that has a probability: rounding may point beyond it
+    return index.minimum(last)[:, 0]

@@ -105,7 +105,7 @@ def build_tiny(
     *,
     seed: int = 0,
     warm_up_steps: int = 60,
-    label_noise: float = 0.7,
+    label_noise: float = 0.6,
     lr: float = 5e-4,
 ) -> None:
     """Build the model from random weights, warm it up on (question, image, answer) rows, and write a model directory.

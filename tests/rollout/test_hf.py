@@ -1,0 +1,187 @@
+"""Sampling from the trainer's own model."""
+
+import sys
+from collections import Counter
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import GenerationConfig
+
+from rlkit.data import collate, load_task, step_rows
+from rlkit.engines import make_engine
+from rlkit.losses import mismatch_stats
+from rlkit.rollout import Sampling, make_rollout, uniforms
+from rlkit.rollout.hf import cache_bytes_per_token
+from rlkit.rollout.sampling import sample_tokens
+from rlkit.vlm import encode, encode_rows, load_model, load_processor, unsampled_ids
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "engines"))
+from rows import make_samples
+
+
+@pytest.fixture(scope="module")
+def processor(tiny_dir):
+    return load_processor(tiny_dir)
+
+
+@pytest.fixture(scope="module")
+def engine(tiny_dir, processor):
+    unsampled = unsampled_ids(load_model(tiny_dir).config, processor.tokenizer)
+    return make_engine("fsdp2", model=load_model(tiny_dir), unsampled=unsampled, temperature=0.8)
+
+
+@pytest.fixture(scope="module")
+def rollout(engine, processor):
+    return make_rollout("hf", engine.gathered, processor=processor)
+
+
+@pytest.fixture(scope="module")
+def prompts(processor):
+    """Images of three sizes, and a prompt without one."""
+    sizes = ((56, 56), None, (84, 56), (56, 112))
+    samples = make_samples(processor, answers=(1, 1, 1, 1), sizes=sizes)
+    rows = [(s.group_id, s.row) for s in samples]
+    return encode_rows(processor, rows)[0]
+
+
+def test_logprobs_equal_the_trainers(engine, rollout, prompts):
+    """Of prompts of unlike lengths, with rows that end early: one forward over whole sequences gives the same numbers."""
+    samples = rollout.generate(prompts, Sampling(12, temperature=0.8, seed=(3,)), n=6)
+    batch = collate(samples)
+    trainer = engine.infer_batch(batch)["logprobs"]
+    torch.testing.assert_close(trainer[batch.mask], batch.rollout_logprobs[batch.mask], atol=1e-5, rtol=1e-5)
+    assert [s.group_id for s in samples] == [g for g in range(4) for _ in range(6)]
+    assert len({len(s.response_ids) for s in samples}) > 1
+
+
+def test_what_is_sampled_does_not_depend_on_the_batch(engine, rollout, prompts, processor):
+    sampling = Sampling(8, seed=(1, 2))
+    together = [s.response_ids for s in rollout.generate(prompts, sampling, n=3)]
+    alone = [s.response_ids for p in prompts for s in rollout.generate([p], sampling, n=3)]
+    small = make_rollout("hf", engine.gathered, processor=processor, max_sequences=3)
+    assert together == alone == [s.response_ids for s in small.generate(prompts, sampling, n=3)]
+    assert together != [s.response_ids for s in rollout.generate(prompts, Sampling(8, seed=(1, 3)), n=3)]
+    backwards = rollout.generate(prompts[::-1], sampling, n=3)
+    assert together[:3] == [s.response_ids for s in backwards[-3:]]
+    assert len({tuple(ids) for ids in together}) > 8  # the answers to one prompt differ
+
+
+def test_greedy_equals_generate_of_transformers(tiny_dir, rollout, prompts, processor):
+    model = load_model(tiny_dir)
+    unsampled = unsampled_ids(model.config, processor.tokenizer).tolist()
+    for prompt, mine in zip(prompts, rollout.generate(prompts, Sampling(10, temperature=0.0)), strict=True):
+        ids = torch.tensor([prompt.token_ids])
+        kinds = (ids == model.config.image_token_id).int()
+        model.model.rope_deltas = None
+        theirs = model.generate(
+            input_ids=ids,
+            mm_token_type_ids=kinds,
+            **prompt.vision,
+            generation_config=GenerationConfig(
+                max_new_tokens=10, do_sample=False, suppress_tokens=unsampled, eos_token_id=processor.tokenizer.eos_token_id
+            ),
+        )
+        assert mine.response_ids == theirs[0, ids.shape[1] :].tolist()
+
+
+def test_sampled_image_token_is_impossible(engine, rollout, prompts, processor):
+    """Even where the model would write nothing else; and the trainer scores the same distribution."""
+    config = engine.config
+    wanted = [config.image_token_id, config.video_token_id, config.vision_start_token_id]
+
+    def push(module, args, logits):
+        logits = logits.clone()
+        logits[..., wanted] += 100.0
+        return logits
+
+    with engine.gathered() as module:
+        head = module.get_output_embeddings()
+    hook = head.register_forward_hook(push)
+    try:
+        samples = rollout.generate(prompts, Sampling(8, temperature=0.8), n=4)
+        batch = collate(samples)
+        trainer = engine.infer_batch(batch)["logprobs"]
+    finally:
+        hook.remove()
+    assert not {t for s in samples for t in s.response_ids} & set(wanted)
+    torch.testing.assert_close(trainer[batch.mask], batch.rollout_logprobs[batch.mask], atol=1e-5, rtol=1e-5)
+
+
+def test_end_tokens_and_length(rollout, prompts, processor):
+    samples = rollout.generate(prompts, Sampling(3, seed=(5,)), n=64)
+    end = processor.tokenizer.eos_token_id
+    reasons = Counter(s.finish_reason for s in samples)
+    assert set(reasons) <= {"stop", "length"} and reasons["length"]
+    for s in samples:
+        assert (s.finish_reason == "stop") == (s.response_ids[-1] == end)
+        assert end not in s.response_ids[:-1]
+        assert len(s.response_ids) == 3 or s.finish_reason == "stop"
+        assert s.text == processor.tokenizer.decode(s.response_ids, skip_special_tokens=True)
+
+
+def test_weight_sync_canary(tiny_dir, engine, prompts, processor):
+    """With the trainer's weights the mismatch is rounding; with others it is gross."""
+    stale = load_model(tiny_dir)
+    with torch.no_grad():
+        for parameter in stale.parameters():
+            parameter.add_(0.05 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(1)))
+    other = make_engine("fsdp2", model=stale)
+    found = []
+    for source in (engine, other):
+        sampler = make_rollout("hf", source.gathered, processor=processor)
+        sampler.update_weights(iter(()))
+        samples = sampler.generate(prompts, Sampling(8, temperature=0.8), n=4)
+        assert {s.version for s in samples} == {1}
+        batch = collate(samples)
+        trainer = engine.infer_batch(batch)["logprobs"]
+        found.append(mismatch_stats(trainer, batch.rollout_logprobs, batch.mask)["mismatch/abs_dlogp"].item())
+    assert found[0] < 1e-5 and found[1] > 0.3
+
+
+def test_sampling_follows_the_distribution():
+    probabilities = torch.tensor([0.5, 0.0, 0.2, 0.3, 0.0])
+    n = 20000
+    tokens = sample_tokens(probabilities.log().expand(n, 5), torch.rand(n, generator=torch.Generator().manual_seed(0)))
+    share = torch.bincount(tokens, minlength=5) / n
+    assert share[1] == share[4] == 0
+    torch.testing.assert_close(share, probabilities, atol=0.012, rtol=0)
+    edges = sample_tokens(probabilities.log().expand(3, 5), torch.tensor([0.0, 0.51, 1.0], dtype=torch.float64))
+    assert edges.tolist() == [0, 2, 3]
+
+
+def test_uniforms_are_keyed_by_sample():
+    whole = uniforms((0, 7), [4, 9], 3, 5)
+    assert whole.shape == (6, 5) and len(set(whole.flatten().tolist())) == 30
+    assert torch.equal(whole[3:], uniforms((0, 7), [9], 3, 5))
+    assert torch.equal(whole[:, :2], uniforms((0, 7), [4, 9], 3, 2))
+    assert not torch.equal(whole, uniforms((0, 8), [4, 9], 3, 5))
+
+
+def test_module_is_as_it_was(engine, rollout, prompts):
+    engine.module.train()
+    rollout.generate(prompts[:1], Sampling(2))
+    assert engine.module.training
+    assert rollout.generate([], Sampling(2), n=4) == []
+
+
+def test_cache_bytes(engine):
+    assert cache_bytes_per_token(engine.config, 2) == 2 * 2 * 2 * 32 * 2
+
+
+def test_prompts_that_are_processed_once_are_shared(processor, rollout):
+    row = load_task("digits").train[0]
+    samples = rollout.generate([encode(processor, row)], Sampling(2), n=5)
+    assert len({id(s.vision["pixel_values"]) for s in samples}) == 1
+    assert step_rows([row], 0, 2, 0)[1][1] is row
+
+
+def test_bad_input_is_named(engine, processor):
+    with pytest.raises(ValueError, match="max_new_tokens: at least 1 expected, came 0"):
+        Sampling(0)
+    with pytest.raises(ValueError, match="temperature: at least 0 expected, came -1"):
+        Sampling(1, temperature=-1)
+    with pytest.raises(ValueError, match="no rollout 'tgi'; there are: hf"):
+        make_rollout("tgi")
+    with pytest.raises(ValueError, match=r"gpu_memory_utilization: in \(0, 1\] expected, came 80"):
+        make_rollout("hf", engine.gathered, processor=processor, gpu_memory_utilization=80)
