@@ -17,7 +17,7 @@ demo: setup
 	$(BIN)/torchrun --nproc-per-node=1 recipes/grpo_vlm.py
 
 test: setup lint
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n 2 --dist loadfile
 
 lint: setup
 	$(BIN)/ruff check .

@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import io
 import json
+import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -82,7 +83,7 @@ def _plot(rows: Sequence[Mapping[str, Any]], curves: Sequence[tuple[str, str]], 
     lines = -(-len(curves) // columns)
     figure = Figure(figsize=(6.4 * columns, (3.6 if columns == 1 else 2.4) * lines), layout="constrained")
     for axes, (name, label) in zip(figure.subplots(lines, columns, squeeze=False).flat, curves, strict=False):
-        points = [(row["step"], row[name]) for row in rows if row.get(name) is not None]
+        points = [(row["step"], row[name]) for row in rows if _number(row.get(name))]
         axes.set_title(label, fontsize=10)
         axes.set_xlabel("step", fontsize=8)
         axes.grid(alpha=0.3)
@@ -98,6 +99,10 @@ def _plot(rows: Sequence[Mapping[str, Any]], curves: Sequence[tuple[str, str]], 
     buffer = io.BytesIO()
     figure.savefig(buffer, format="png", dpi=110)
     return buffer.getvalue()
+
+
+def _number(value: Any) -> bool:
+    return isinstance(value, int | float) and math.isfinite(value)
 
 
 def _smooth(values: Sequence[float], weight: float = 0.9) -> list[float]:

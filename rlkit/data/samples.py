@@ -154,6 +154,8 @@ class Batch:
     def add(self, **fields: Tensor) -> Batch:
         """Carry more tensors, each [B] or [B, T]."""
         for name, x in fields.items():
+            if name in self.__dict__ or hasattr(type(self), name):
+                raise ValueError(f"{name}: the batch's own; a field of that name would never be read")
             if x.shape not in (self.tokens.shape, self.tokens.shape[:1]):
                 b, t = self.tokens.shape
                 raise ValueError(f"{name}: [{b}] or [{b}, {t}] expected, came {tuple(x.shape)}")

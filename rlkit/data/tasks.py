@@ -7,6 +7,7 @@ nan means that the answer could not be judged, which is not the same as 0.
 
 from __future__ import annotations
 
+import json
 import logging
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -42,8 +43,10 @@ class Task:
     reward: Reward
 
 
-def exact_match(text: str, row: Row) -> float:
-    """1 if the answer is the row's, up to case and white space at the ends."""
+def exact_match(text: str, row: Row) -> float | None:
+    """1 if the answer is the row's, up to case and white space at the ends; None for a row without an answer."""
+    if row["answer"] is None:
+        return None
     return float(text.strip().lower() == str(row["answer"]).strip().lower())
 
 
@@ -86,9 +89,10 @@ def load_task(name: str, *, images: bool = True) -> Task:
         return _from_file(Path(name), images)
     if ":" in name:
         try:
-            task = resolve_name(name)()
-        except (ImportError, AttributeError) as error:
+            function = resolve_name(name)
+        except (ImportError, AttributeError, ValueError) as error:
             raise ValueError(f"task {name!r}: {error}") from error
+        task = function() if callable(function) else function
         if not isinstance(task, Task):
             raise ValueError(f"task {name!r}: a rlkit.data.Task expected, came {type(task).__name__}")
         return task
@@ -99,41 +103,71 @@ def load_task(name: str, *, images: bool = True) -> Task:
 def _from_file(path: Path, images: bool) -> Task:
     if not path.is_file():
         raise ValueError(f"task {str(path)!r}: no such file")
-    import datasets
-
-    kind = "parquet" if path.suffix == ".parquet" else "json"
-    try:
-        table = datasets.load_dataset(kind, data_files=str(path), split="train")
-    except datasets.exceptions.DatasetGenerationError as error:
-        raise ValueError(f"task {str(path)!r}: cannot be read as {kind}: {error.__cause__ or error}") from error
+    table: Any = _parquet_table(path) if path.suffix == ".parquet" else _json_rows(path)
+    rows_or_names = table if isinstance(table, list) else [table.features]
+    columns = list(dict.fromkeys(name for names in rows_or_names for name in names))
 
     def column(candidates: Sequence[str], what: str) -> str:
-        if found := [name for name in candidates if name in table.column_names]:
+        if found := [name for name in candidates if name in columns]:
             return found[0]
         names = " or ".join(candidates)
-        raise ValueError(f"task {str(path)!r}: no {what} column ({names}); it has {table.column_names}")
+        raise ValueError(f"task {str(path)!r}: no {what} column ({names}); it has {columns}")
 
     question, answer = column(QUESTION_COLUMNS, "question"), column(ANSWER_COLUMNS, "answer")
     image = column(IMAGE_COLUMNS, "image") if images else None
-    if image is not None:  # undecoded, so that one broken image is one bad row and not the end of the run
-        for feature in (datasets.Image, datasets.List):
-            if isinstance(table.features[image], feature):
-                undecoded = datasets.Image(decode=False)
-                is_list = isinstance(table.features[image], datasets.List)
-                if not is_list or isinstance(table.features[image].feature, datasets.Image):
-                    table = table.cast_column(image, datasets.List(undecoded) if is_list else undecoded)
 
     def row(i: int) -> Row:
-        raw = table[i]
-        came = raw[image] if image is not None else []
-        pictures = came if isinstance(came, list) else [] if came is None else [came]
-        pictures = [str(path.parent / p) if isinstance(p, str) and "://" not in p else p for p in pictures]
+        came = table[i]
+        raw = {name: came.get(name) for name in columns}
+        found = raw[image] if image is not None else []
+        pictures = found if isinstance(found, list) else [] if found is None else [found]
+        pictures = [_beside(path, picture) for picture in pictures]
         where = f"{path} row {i + 1}"
         return {**raw, "question": raw[question], "images": pictures, "answer": raw[answer], "where": where}
 
     order = np.random.default_rng(HELD_OUT_SEED).permutation(len(table))
     held = min(300, len(table) // 10)
     return Task(path.stem, _Rows(row, order[held:]), _Rows(row, order[:held]), exact_match)
+
+
+def _json_rows(path: Path) -> list[Row]:
+    """The rows of a list of objects, or of one object a line; datasets' own reader turns text into dates."""
+    try:
+        text = path.read_text(encoding="utf-8-sig")
+        if path.suffix == ".json" and text.lstrip().startswith("["):
+            rows = json.loads(text)
+        else:
+            rows = [json.loads(line) for line in text.split("\n") if line.strip()]
+    except ValueError as error:
+        part = f", at {error.doc[:60]!r}" if isinstance(error, json.JSONDecodeError) else ""
+        raise ValueError(f"task {str(path)!r}: cannot be read as json: {error}{part}") from error
+    if stray := [i for i, row in enumerate(rows) if not isinstance(row, Mapping)]:
+        raise ValueError(f"task {str(path)!r}: row {stray[0] + 1} is no object")
+    return rows
+
+
+def _parquet_table(path: Path) -> Any:
+    """Images stay undecoded, so that one broken image is one bad row and not the end of the run."""
+    import datasets
+
+    try:
+        table = datasets.load_dataset("parquet", data_files=str(path), split="train")
+    except (datasets.exceptions.DatasetGenerationError, OSError, ValueError) as error:
+        raise ValueError(f"task {str(path)!r}: cannot be read as parquet: {error.__cause__ or error}") from error
+    undecoded = datasets.Image(decode=False)
+    for name, feature in table.features.items():
+        if isinstance(feature, datasets.Image):
+            table = table.cast_column(name, undecoded)
+        elif isinstance(feature, datasets.List) and isinstance(feature.feature, datasets.Image):
+            table = table.cast_column(name, datasets.List(undecoded))
+    return table
+
+
+def _beside(path: Path, picture: Any) -> Any:
+    """A relative path, bare or in a struct without bytes, is relative to the task's file."""
+    if isinstance(picture, Mapping) and not picture.get("bytes"):
+        return {**picture, "path": _beside(path, picture.get("path"))}
+    return str(path.parent / picture) if isinstance(picture, str) and "://" not in picture else picture
 
 
 class _Rows(Sequence[Row]):
@@ -146,7 +180,7 @@ class _Rows(Sequence[Row]):
         return len(self.order)
 
     def __getitem__(self, i: Any) -> Any:
-        return self.row(int(self.order[i]))
+        return _Rows(self.row, self.order[i]) if isinstance(i, slice) else self.row(int(self.order[i]))
 
 
 def step_rows(rows: Sequence[Row], step: int, count: int, seed: int) -> list[tuple[int, Row]]:
@@ -164,7 +198,7 @@ def step_rows(rows: Sequence[Row], step: int, count: int, seed: int) -> list[tup
 
 
 def score(reward: Reward, samples: Sequence[Sample]) -> Tensor:
-    """[B] float32 rewards; nan where the reward function raised, or returned None or nan: not judged.
+    """[B] float32 rewards; nan where the reward function raised, or returned None, nan or an infinity: not judged.
 
     A failure is logged with its row, never turned into a 0.
     """
@@ -174,7 +208,8 @@ def score(reward: Reward, samples: Sequence[Sample]) -> Tensor:
 def _judge(reward: Reward, sample: Sample) -> float:
     try:
         value = reward(sample.text, sample.row)
-        return math.nan if value is None else float(value)
+        value = math.nan if value is None else float(value)
+        return value if math.isfinite(value) else math.nan  # an infinite one would spoil its whole group
     except Exception as error:  # whatever it is, it is the reward's, and it says nothing about the answer
         where = sample.row.get("where", f"group {sample.group_id}")
         log.warning("reward failed on %s, answer %r: %s: %s", where, sample.text[:80], type(error).__name__, error)

@@ -47,7 +47,7 @@ def sample_tokens(logprobs: Tensor, uniform: Tensor) -> Tensor:
         uniform: [B] in [0, 1).
     """
     cumulative = logprobs.double().exp().cumsum(-1)
-    whole = cumulative[:, -1:]
+    whole = cumulative[:, -1:].contiguous()
     index = torch.searchsorted(cumulative, uniform[:, None] * whole, right=True)
     last = torch.searchsorted(cumulative, whole)  # the last token that has a probability: rounding may point beyond it
     return index.minimum(last)[:, 0]

@@ -8,20 +8,39 @@ from typing import Any
 import torch
 
 
-def load_model(path: str, *, dtype: torch.dtype = torch.float32, trust_remote_code: bool = False) -> Any:
-    """A vision-language model, or a text one, with its weights.
+def load_config(path: str, *, trust_remote_code: bool = False) -> Any:
+    """The configuration of a model.
 
     Raises:
-        ValueError: a directory that is not there or holds no model, or a family that transformers does not know.
+        ValueError: a directory without a model, a name that cannot be found, or a family transformers does not know.
     """
     import transformers
 
     if Path(path).exists() and not (Path(path) / "config.json").is_file():
         raise ValueError(f"model {path!r}: the directory holds no config.json")
     try:
-        config = transformers.AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
-        sees = getattr(config, "vision_config", None) is not None
-        auto = transformers.AutoModelForImageTextToText if sees else transformers.AutoModelForCausalLM
-        return auto.from_pretrained(path, config=config, dtype=dtype, trust_remote_code=trust_remote_code)
+        return transformers.AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
     except (OSError, ValueError) as error:
+        raise ValueError(f"model {path!r}: {error}") from error
+
+
+def can_see(config: Any) -> bool:
+    """Whether the model has a vision tower."""
+    return getattr(config, "vision_config", None) is not None
+
+
+def load_model(path: str, *, dtype: torch.dtype = torch.float32, trust_remote_code: bool = False) -> Any:
+    """A vision-language model, or a text one, with its weights.
+
+    Raises:
+        ValueError: as `load_config`, or weights that are missing or cannot be read.
+    """
+    import transformers
+    from safetensors import SafetensorError
+
+    config = load_config(path, trust_remote_code=trust_remote_code)
+    auto = transformers.AutoModelForImageTextToText if can_see(config) else transformers.AutoModelForCausalLM
+    try:
+        return auto.from_pretrained(path, config=config, dtype=dtype, trust_remote_code=trust_remote_code)
+    except (OSError, ValueError, SafetensorError) as error:
         raise ValueError(f"model {path!r}: {error}") from error

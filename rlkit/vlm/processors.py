@@ -8,10 +8,12 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from PIL import Image, ImageOps
 
 from rlkit.data.samples import Sample, prompt
+from rlkit.vlm.loading import can_see, load_config
 
 
 def load_image(source: Any) -> Image.Image:
@@ -33,7 +35,12 @@ def load_image(source: Any) -> Image.Image:
             source = Image.open(source)
         elif not isinstance(source, Image.Image):
             raise ValueError("a path, bytes or a PIL image expected")
-        image = ImageOps.exif_transpose(source).convert("RGB")
+        image = ImageOps.exif_transpose(source)
+        if image.mode.startswith("I;16"):  # convert() would saturate: everything above 255 white
+            image = Image.fromarray((np.asarray(image) // 257).astype("uint8"))
+        if image.mode in ("I", "F"):
+            raise ValueError(f"pixels of mode {image.mode!r} have no fixed range; 8 or 16 bits a channel expected")
+        image = image.convert("RGB")
     except (OSError, ValueError, SyntaxError, Image.DecompressionBombError) as error:
         raise ValueError(f"image {name}: cannot be read: {error}") from error
     if min(image.size) == 0:
@@ -50,15 +57,17 @@ def encode(processor: Any, row: Mapping[str, Any], *, max_tokens: int | None = N
         max_tokens: longest prompt, in expanded tokens.
 
     Raises:
-        ValueError: an image that cannot be read, images without a place for them, or a prompt that is too long (it is
-            never cut: half an image's tokens are no image).
+        ValueError: an image that cannot be read, images without a place for them or places without an image,
+            no question, or a prompt that is too long (it is never cut: half an image's tokens are no image).
     """
     where = row.get("where", "row")
     try:
-        images = [load_image(source) for source in row.get("images", ())]
+        images = [load_image(source) for source in row.get("images") or ()]
     except ValueError as error:
         raise ValueError(f"{where}: {error}") from error
     if not (messages := row.get("messages")):
+        if row.get("question") is None:
+            raise ValueError(f"{where}: it has no question")
         parts = [{"type": "image"} for _ in images] + [{"type": "text", "text": str(row["question"])}]
         messages = [{"role": "user", "content": parts if images else str(row["question"])}]
     text = processor.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
@@ -66,15 +75,20 @@ def encode(processor: Any, row: Mapping[str, Any], *, max_tokens: int | None = N
     compact = tokenizer(text, add_special_tokens=False)["input_ids"]
     if images and tokenizer is processor:
         raise ValueError(f"{where}: {len(images)} images, but the model's processor is a tokenizer: it cannot see")
+    for kind, given in (("image", len(images)), ("video", 0)):  # a question may spell a placeholder out
+        slots = compact.count(getattr(processor, f"{kind}_token_id", None))
+        if slots != given:
+            raise ValueError(f"{where}: {given} {kind}s, but the prompt has {slots} places for them")
     expanded, vision, placeholders = compact, {}, {}
     if images:
-        inputs = processor(text=[text], images=images, return_tensors="pt", add_special_tokens=False)
+        try:
+            inputs = processor(text=[text], images=images, return_tensors="pt", add_special_tokens=False)
+        except ValueError as error:  # a strip of an image, say
+            raise ValueError(f"{where}: {error}") from error
         expanded = inputs["input_ids"][0].tolist()
         vision = {k: v for k, v in inputs.items() if k not in ("input_ids", "attention_mask", "mm_token_type_ids")}
         counts = inputs["image_grid_thw"].prod(1) // processor.image_processor.merge_size**2
         placeholders = {processor.image_token_id: counts.tolist()}
-        if (slots := compact.count(processor.image_token_id)) != len(images):
-            raise ValueError(f"{where}: {len(images)} images, but the chat template left {slots} places for them")
     if max_tokens is not None and len(expanded) > max_tokens:
         raise ValueError(f"{where}: the prompt has {len(expanded)} tokens, more than the limit of {max_tokens}")
     facts = {"images": images, "row": row, "group_id": group_id}
@@ -137,14 +151,16 @@ def load_processor(path: str, *, trust_remote_code: bool = False, **options: Any
         options: handed to the image processor, e.g. min_pixels and max_pixels (the pixel budget).
 
     Raises:
-        ValueError: a vision-language model without a processor.
+        ValueError: no such model, or a vision-language model without a processor.
     """
     import transformers
 
-    config = transformers.AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
-    sees = getattr(config, "vision_config", None) is not None
-    if not sees:
-        return transformers.AutoTokenizer.from_pretrained(path, trust_remote_code=trust_remote_code)
+    config = load_config(path, trust_remote_code=trust_remote_code)
+    if not can_see(config):
+        try:
+            return transformers.AutoTokenizer.from_pretrained(path, trust_remote_code=trust_remote_code)
+        except (OSError, ValueError) as error:
+            raise ValueError(f"model {path!r}: {error}") from error
     options["trust_remote_code"] = trust_remote_code
     try:
         processor = transformers.AutoProcessor.from_pretrained(path, **options)

@@ -20,8 +20,9 @@ from rlkit.vlm import VISION_TOWER, freeze, load_model, load_processor, lora  # 
 
 def token_loss(out, mb):
     loss = clipped_policy_loss(out.logprobs, out.logprobs.detach(), mb.advantages, mb.mask)
-    metrics = {"entropy": token_mean(out.entropy, mb.mask, mb.total_tokens), "logprob/max": (-out.logprobs).sum().detach()}
-    return token_mean(loss, mb.mask, mb.total_tokens) - 0.01 * metrics["entropy"], metrics
+    entropy = token_mean(out.entropy, mb.mask, mb.total_tokens)
+    metrics = {"entropy": entropy, "logprob/max": (-out.logprobs).sum().detach()}
+    return token_mean(loss, mb.mask, mb.total_tokens) - 0.01 * entropy, metrics
 
 
 def sequence_loss(out, mb):

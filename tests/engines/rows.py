@@ -14,7 +14,8 @@ def make_samples(processor, seed=0, answers=(3, 1, 2, 3), sizes=((56, 56), None,
     samples = []
     for group, (count, size) in enumerate(zip(answers, sizes, strict=True)):
         images = [] if size is None else [Image.fromarray(rng.integers(0, 255, (*size, 3), dtype=np.uint8))]
-        prompt = encode(processor, {"question": "What digit is this?" * (1 + group % 2), "images": images}, group_id=group)
+        row = {"question": "What digit is this?" * (1 + group % 2), "images": images}
+        prompt = encode(processor, row, group_id=group)
         for _ in range(count):
             tokens = rng.integers(20, 200, size=int(rng.integers(1, 6))).tolist()
             samples.append(extend(prompt, tokens, [-1.0] * len(tokens)))
@@ -22,7 +23,7 @@ def make_samples(processor, seed=0, answers=(3, 1, 2, 3), sizes=((56, 56), None,
 
 
 def make_batch(processor, seed=0, rows=None, **kwargs) -> Batch:
-    """`rows` of the samples as a batch; its advantages are drawn for all samples, so that a part is a part of the whole."""
+    """`rows` of the samples as a batch; advantages are drawn for all samples: a part is a part of the whole."""
     samples = make_samples(processor, seed, **kwargs)
     advantages = torch.from_numpy(np.random.default_rng(seed + 1).standard_normal(len(samples))).float()
     chosen = list(range(len(samples))) if rows is None else list(rows)

@@ -56,7 +56,7 @@ def gradients(engine):
 
 @pytest.fixture(scope="module")
 def plain(tiny_dir, processor):
-    """transformers' own forward, one row at a time and unpacked, with its own position ids: logprobs, entropy, gradients."""
+    """transformers' own forward, row by row, with its own position ids: logprobs, entropy, gradients."""
     model = AutoModelForImageTextToText.from_pretrained(tiny_dir, dtype=torch.float32)
     batch = make_batch(processor)
     unsampled = unsampled_ids(model.config, processor.tokenizer)
@@ -319,7 +319,8 @@ def test_checkpoint_that_is_cut_short_names_the_file(tiny_dir, tmp_path):
     shard = next(tmp_path.glob("step_1/*.distcp"))
     whole = shard.read_bytes()
     shard.write_bytes(whole[: len(whole) // 2])
-    with pytest.raises(ValueError, match=rf"step_1: {shard.name} has {len(whole) // 2} bytes, {len(whole)} bytes expected"):
+    half = len(whole) // 2
+    with pytest.raises(ValueError, match=rf"step_1: {shard.name} has {half} bytes, {len(whole)} bytes expected"):
         engine.load_checkpoint(tmp_path / "step_1")
     shard.unlink()
     with pytest.raises(ValueError, match=f"{shard.name} is missing"):

@@ -55,7 +55,8 @@ def assert_same(one, other, tolerance=1e-5):
     for kind in ("gradients", "parameters"):
         assert tensors[kind].keys() == other_tensors[kind].keys()
         for name, tensor in tensors[kind].items():
-            torch.testing.assert_close(other_tensors[kind][name], tensor, atol=tolerance, rtol=1e-4, msg=f"{kind} {name}")
+            theirs = other_tensors[kind][name]
+            torch.testing.assert_close(theirs, tensor, atol=tolerance, rtol=1e-4, msg=f"{kind} {name}")
 
 
 def test_one_rank_under_torchrun_equals_no_launcher(tiny_dir, tmp_path, alone):

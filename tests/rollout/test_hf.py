@@ -46,7 +46,7 @@ def prompts(processor):
 
 
 def test_logprobs_equal_the_trainers(engine, rollout, prompts):
-    """Of prompts of unlike lengths, with rows that end early: one forward over whole sequences gives the same numbers."""
+    """Prompts of unlike lengths, rows that end early: one forward over whole sequences gives the same numbers."""
     samples = rollout.generate(prompts, Sampling(12, temperature=0.8, seed=(3,)), n=6)
     batch = collate(samples)
     trainer = engine.infer_batch(batch)["logprobs"]
@@ -79,7 +79,10 @@ def test_greedy_equals_generate_of_transformers(tiny_dir, rollout, prompts, proc
             mm_token_type_ids=kinds,
             **prompt.vision,
             generation_config=GenerationConfig(
-                max_new_tokens=10, do_sample=False, suppress_tokens=unsampled, eos_token_id=processor.tokenizer.eos_token_id
+                max_new_tokens=10,
+                do_sample=False,
+                suppress_tokens=unsampled,
+                eos_token_id=processor.tokenizer.eos_token_id,
             ),
         )
         assert mine.response_ids == theirs[0, ids.shape[1] :].tolist()

@@ -1,0 +1,284 @@
+import copy
+import math
+import pickle
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from rlkit.data import Batch, Sample, collate, expand, extend, group_ids, prompt
+from rlkit.data.samples import check_tracks
+
+IMAGE, VIDEO = 90, 91
+EOS = 2
+PROPERTY = settings(max_examples=60, deadline=None, derandomize=True)
+
+
+def seen(counts: list[int], group: int = 0) -> Sample:
+    """A prompt with one image for each of `counts`; its vision tensors carry the group's number."""
+    compact = [1, *[IMAGE] * len(counts), 5]
+    grids = torch.tensor([[1, 2, 2 * n] for n in counts]).reshape(-1, 3)
+    vision = {"pixel_values": torch.full((4 * sum(counts), 2), float(group)), "image_grid_thw": grids} if counts else {}
+    placeholders = {IMAGE: counts} if counts else {}
+    expanded = [1, *[IMAGE] * sum(counts), 5]
+    return prompt(expanded, compact, vision=vision, placeholders=placeholders, group_id=group)
+
+
+def answered(counts: list[int], tokens: list[int], group: int = 0, **facts) -> Sample:
+    return extend(seen(counts, group), tokens, [-0.5 - t for t in tokens], **facts)
+
+
+def test_prompt_is_not_trained_on():
+    sample = prompt((3, 4, 5), group_id=7, row={"answer": "x"})
+    assert sample.token_ids == sample.compact_ids == [3, 4, 5]
+    assert sample.mask == [False] * 3 and sample.logprobs == [0.0] * 3 and sample.response_ids == []
+    assert sample.group_id == 7 and math.isnan(sample.reward) and sample.row == {"answer": "x"}
+
+
+def test_extend_leaves_its_argument_alone():
+    before = seen([3], group=4)
+    kept = copy.deepcopy(before.token_ids), copy.deepcopy(before.compact_ids)
+    after = extend(before, [7, EOS], [-1.0, -2.0], text="hi", finish_reason="stop", version=3)
+    assert (before.token_ids, before.compact_ids) == kept and not any(before.mask)
+    assert after.token_ids == [1, IMAGE, IMAGE, IMAGE, 5, 7, EOS] and after.compact_ids == [1, IMAGE, 5, 7, EOS]
+    assert after.mask == [False] * 5 + [True] * 2 and after.logprobs == [0.0] * 5 + [-1.0, -2.0]
+    assert after.response_ids == [7, EOS]
+    assert (after.text, after.finish_reason, after.version, after.group_id) == ("hi", "stop", 3, 4)
+    assert after.vision is before.vision
+    check_tracks(after)
+
+
+def test_extend_refuses_what_would_break_the_next_forward():
+    with pytest.raises(ValueError, match="logprobs: one for each sampled token expected, came 1 for 2"):
+        extend(seen([2]), [7, 8], [-1.0])
+    with pytest.raises(ValueError, match=r"sampled the image placeholder \[90\]"):
+        extend(seen([2]), [7, IMAGE], [-1.0, -1.0])
+
+
+def test_expand_golden():
+    assert expand([1, IMAGE, 2, IMAGE, 3], {IMAGE: [2, 1]}) == [1, IMAGE, IMAGE, 2, IMAGE, 3]
+    assert expand([IMAGE, VIDEO, IMAGE], {IMAGE: [1, 2], VIDEO: [3]}) == [IMAGE, VIDEO, VIDEO, VIDEO, IMAGE, IMAGE]
+    assert expand([1, 2], {}) == [1, 2] and expand([], {}) == []
+    with pytest.raises(ValueError, match="1 placeholders of token 90 for 2 images"):
+        expand([1, IMAGE], {IMAGE: [2, 2]})
+    with pytest.raises(ValueError, match="2 placeholders of token 90 for 1 images"):
+        expand([IMAGE, IMAGE], {IMAGE: [2]})
+
+
+def slow_expand(compact, placeholders):
+    left = {token: list(counts) for token, counts in placeholders.items()}
+    out = []
+    for token in compact:
+        out += [token] * (left[token].pop(0) if token in left else 1)
+    return out
+
+
+@given(st.lists(st.one_of(st.integers(0, 9), st.tuples(st.sampled_from([IMAGE, VIDEO]), st.integers(1, 9)))))
+@PROPERTY
+def test_expand_equals_a_loop(parts):
+    compact = [part if isinstance(part, int) else part[0] for part in parts]
+    placeholders: dict[int, list[int]] = {IMAGE: [], VIDEO: []}
+    for part in parts:
+        if not isinstance(part, int):
+            placeholders[part[0]].append(part[1])
+    assert expand(compact, placeholders) == slow_expand(compact, placeholders)
+
+
+def test_placeholder_expanded_once():
+    counts: list[int] = [3]
+    sample = seen(counts)
+    for turn in range(1, 4):  # answer, then the next turn's tokens with one more image
+        sample = extend(sample, [10 + turn, EOS], [-1.0, -1.0])
+        check_tracks(sample)
+        compact = [*sample.compact_ids, 1, IMAGE, 6]
+        counts = [*counts, 2 + turn]
+        expanded = expand(compact, {IMAGE: counts})
+        assert expanded.count(IMAGE) == sum(counts) and compact.count(IMAGE) == len(counts)
+        assert expanded[: len(sample.token_ids)] == sample.token_ids  # what was there is not expanded again
+        new = len(expanded) - len(sample.token_ids)
+        sample = Sample(
+            expanded, compact, [*sample.mask, *[False] * new], [*sample.logprobs, *[0.0] * new],
+            placeholders={IMAGE: counts},
+        )  # fmt: skip
+        check_tracks(sample)
+    assert sum(sample.mask) == 6
+    batch = collate([sample])
+    assert (batch.tokens == IMAGE).sum() == 3 + 3 + 4 + 5
+    again = prompt(sample.token_ids[:5], sample.token_ids[:5], placeholders={IMAGE: [3]})
+    with pytest.raises(ValueError, match="3 placeholders of token 90 for 1 images"):  # expanded where compact belongs
+        collate([again])
+
+
+def test_never_retokenise(tiny_dir):
+    from rlkit.vlm import decode, load_processor
+
+    tokenizer = load_processor(tiny_dir).tokenizer
+    asked = tokenizer("What digit is this?")["input_ids"]
+    sampled = [tokenizer.convert_tokens_to_ids(letter) for letter in "digit"] + [tokenizer.eos_token_id]
+    text = decode(tokenizer, sampled)
+    assert text == "digit" and tokenizer(text)["input_ids"] != sampled[:-1]  # the tokenizer would write it otherwise
+    first = extend(prompt(asked), sampled, [-1.0] * len(sampled), text=text)
+    assert first.response_ids == sampled and first.compact_ids == first.token_ids == asked + sampled
+    batch = collate([first])
+    assert batch.tokens[0][batch.mask[0]].tolist() == sampled
+    assert batch.rollout_logprobs[0].tolist() == [0.0] * len(asked) + [-1.0] * len(sampled)
+    retold = prompt([*asked, *tokenizer(text)["input_ids"], tokenizer.eos_token_id], first.compact_ids)
+    with pytest.raises(ValueError, match="tokenised again"):
+        collate([retold])
+
+
+def test_response_mask_without_eos():
+    cut, whole = answered([], [7, 8, 9], finish_reason="length"), answered([], [7, EOS], finish_reason="stop")
+    batch = collate([cut, whole], pad_token_id=0)
+    assert batch.mask.tolist() == [[False, False, True, True, True], [False, False, True, True, False]]
+    assert batch.lengths == [5, 4] and batch.total_tokens == 5
+
+
+def test_pad_equals_eos():
+    samples = [answered([], [7, EOS]), answered([], [EOS]), answered([], [7, 8, 9]), answered([2], [])]
+    batch, other = collate(samples, pad_token_id=EOS), collate(samples, pad_token_id=0)
+    assert torch.equal(batch.mask, other.mask) and batch.lengths == other.lengths == [4, 3, 5, 4]
+    assert torch.equal(batch.attention_mask, other.attention_mask)
+    assert batch.mask.sum(1).tolist() == [2, 1, 3, 0]  # an end token that was sampled is trained on, padding is not
+    assert (batch.tokens[~batch.attention_mask] == EOS).all()
+    assert (batch.total_tokens, batch.total_sequences) == (6, 3)
+
+
+@pytest.mark.parametrize("name", ["mask", "logprobs"])
+def test_check_tracks_counts_entries(name):
+    sample = answered([2], [7], group=5)
+    broken = copy.copy(sample)
+    object.__setattr__(broken, name, getattr(sample, name)[:-1])
+    with pytest.raises(ValueError, match=f"sample of group 5: {name} has 4 entries, token_ids 5"):
+        check_tracks(broken)
+    with pytest.raises(ValueError, match="group 5"):
+        collate([sample, broken])
+
+
+def test_check_tracks_sees_another_token_on_one_track():
+    sample = answered([2], [7], group=5)
+    sample.compact_ids[-1] = 8
+    with pytest.raises(ValueError, match="group 5: the compact track .* was text tokenised again"):
+        check_tracks(sample)
+
+
+SAMPLES = st.lists(
+    st.tuples(st.lists(st.integers(1, 4), max_size=3), st.lists(st.integers(3, 9), max_size=6)), max_size=6
+)
+
+
+@given(SAMPLES, st.integers(0, 9))
+@PROPERTY
+def test_collate_equals_a_loop(specs, pad):
+    samples = [answered(counts, tokens, group) for group, (counts, tokens) in enumerate(specs)]
+    batch = collate(samples, pad_token_id=pad)
+    width = max((len(s.token_ids) for s in samples), default=1)
+    assert batch.tokens.shape == batch.mask.shape == batch.rollout_logprobs.shape == (len(samples), width)
+    assert (batch.tokens.dtype, batch.mask.dtype) == (torch.long, torch.bool)
+    assert batch.rollout_logprobs.dtype == batch.rewards.dtype == torch.float32
+    for b, sample in enumerate(samples):
+        for t in range(width):
+            real = t < len(sample.token_ids)
+            assert batch.tokens[b, t] == (sample.token_ids[t] if real else pad)
+            assert batch.mask[b, t] == (real and sample.mask[t])
+            assert batch.rollout_logprobs[b, t] == (sample.logprobs[t] if real else 0.0)
+            assert batch.attention_mask[b, t] == real
+        assert batch.vision[b] is sample.vision
+    assert batch.group_ids.tolist() == group_ids(samples).tolist() == list(range(len(samples)))
+    assert batch.total_tokens == sum(len(tokens) for _, tokens in specs)
+    assert batch.total_sequences == sum(bool(tokens) for _, tokens in specs)
+
+
+@given(SAMPLES, st.data())
+@PROPERTY
+def test_select_moves_everything_of_a_row(specs, data):
+    samples = [answered(counts, tokens, group) for group, (counts, tokens) in enumerate(specs)]
+    batch = collate(samples, advantages=torch.arange(len(samples), dtype=torch.float32))
+    rows = data.draw(st.permutations(range(len(samples))))[: data.draw(st.integers(0, len(samples)))]
+    part = batch.select(rows)
+    assert len(part) == len(rows) and part.tokens.shape[1] == max((batch.lengths[i] for i in rows), default=1)
+    assert part.lengths == [batch.lengths[i] for i in rows]
+    assert part.advantages.tolist() == [float(i) for i in rows] and part.group_ids.tolist() == list(rows)
+    for row, i in enumerate(rows):
+        n = batch.lengths[i]
+        assert part.tokens[row, :n].tolist() == samples[i].token_ids
+        assert part.mask[row, :n].tolist() == samples[i].mask and not part.mask[row, n:].any()
+        assert part.rollout_logprobs[row, :n].tolist() == samples[i].logprobs
+        images = sum(n for n in specs[i][0])
+        assert (part.tokens[row] == IMAGE).sum() == images
+        if images:  # the vision tensors are those of this very row
+            assert (part.vision[row]["pixel_values"] == i).all() and len(part.vision[row]["pixel_values"]) == 4 * images
+    assert part.total_tokens is batch.total_tokens and part.total_sequences is batch.total_sequences
+
+
+def test_collate_rewards_and_fields():
+    samples = [answered([], [7], reward=1.0), answered([], [7, 8])]
+    batch = collate(samples, advantages=torch.tensor([1.0, -1.0]), ref_logprobs=torch.zeros(2, 4))
+    assert batch.rewards[0] == 1 and batch.rewards[1].isnan()
+    assert batch.advantages.tolist() == [1, -1] and batch.ref_logprobs.shape == (2, 4)
+    with pytest.raises(ValueError, match=r"advantages: \[2\] or \[2, 4\] expected, came \(3,\)"):
+        collate(samples, advantages=torch.zeros(3))
+
+
+def test_empty_batch():
+    batch = collate([], advantages=torch.zeros(0))
+    assert len(batch) == 0 and batch.tokens.shape == (0, 1) and batch.tokens.dtype == torch.long
+    assert batch.attention_mask.shape == (0, 1) and batch.total_tokens == 0 and batch.total_sequences == 0
+    assert len(batch.select([])) == 0 and len(batch.to("cpu")) == 0
+    assert len(collate([answered([], [7])]).select([])) == 0
+
+
+@pytest.mark.parametrize("shape", [(3,), (2, 3), (4, 2), (), (2, 4, 1), (1, 4)])
+def test_add_checks_shapes(shape):
+    batch = collate([answered([], [7, 8]), answered([], [7])])
+    with pytest.raises(ValueError, match=r"returns: \[2\] or \[2, 4\] expected"):
+        batch.add(returns=torch.zeros(shape))
+    assert "returns" not in batch.fields
+
+
+def test_add_returns_the_batch_and_replaces():
+    batch = collate([answered([], [7, 8])])
+    assert batch.add(returns=torch.zeros(1, 4)) is batch
+    assert batch.add(returns=torch.ones(1)).returns.tolist() == [1]
+
+
+@pytest.mark.parametrize("name", ["mask", "tokens", "lengths", "vision", "attention_mask", "select"])
+def test_add_refuses_names_that_would_never_be_read(name):
+    batch = collate([answered([], [7, 8])])
+    with pytest.raises(ValueError, match=f"{name}: the batch's own"):
+        batch.add(**{name: torch.zeros(1, 4)})
+
+
+def test_missing_field_is_an_attribute_error_that_lists_what_is_there():
+    batch = collate([answered([], [7])], advantages=torch.zeros(1))
+    with pytest.raises(AttributeError, match="no 'old_logprobs'; it has .*'advantages'.*'rollout_logprobs'"):
+        _ = batch.old_logprobs
+    assert not hasattr(batch, "values") and getattr(batch, "values", None) is None
+    again = pickle.loads(pickle.dumps(batch))
+    assert torch.equal(again.advantages, batch.advantages) and copy.copy(batch).lengths == batch.lengths
+
+
+@pytest.mark.parametrize(
+    ("tokens", "mask", "lengths", "vision", "message"),
+    [
+        (torch.zeros(4), torch.zeros(4, dtype=torch.bool), [4], None, "bool"),
+        (torch.zeros(1, 4), torch.zeros(1, 3, dtype=torch.bool), [4], None, r"mask torch.bool \(1, 3\)"),
+        (torch.zeros(1, 4), torch.zeros(1, 4), [4], None, "mask torch.float32"),
+        (torch.zeros(1, 4), torch.zeros(1, 4, dtype=torch.bool), [4, 4], None, "1 rows, came 2 and 2"),
+        (torch.zeros(1, 4), torch.zeros(1, 4, dtype=torch.bool), [4], [{}, {}], "1 rows, came 1 and 2"),
+    ],
+)
+def test_batch_refuses(tokens, mask, lengths, vision, message):
+    with pytest.raises(ValueError, match=message):
+        Batch(tokens, mask, lengths, vision)
+
+
+def test_to_keeps_rows_fields_and_totals():
+    batch = collate([answered([2], [7, 8], 1), answered([], [7], 2)], advantages=torch.ones(2))
+    batch.total_tokens, batch.total_sequences = torch.tensor(100), torch.tensor(20)
+    moved = batch.to("meta")
+    assert moved.tokens.device.type == moved.advantages.device.type == moved.total_tokens.device.type == "meta"
+    assert moved.lengths == batch.lengths and moved.vision == batch.vision and set(moved.fields) == set(batch.fields)
+    here = batch.to("cpu").select([1])
+    assert here.total_tokens == 100 and here.total_sequences == 20

@@ -1,0 +1,272 @@
+import io
+import json
+import logging
+import math
+from dataclasses import replace
+
+import datasets
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from rlkit.data import Task, judged, load_task, prompt, score, step_rows
+from rlkit.data.tasks import BUILT_IN, exact_match
+from rlkit.vlm import load_image
+
+
+@pytest.fixture(scope="module")
+def digits():
+    return load_task("digits")
+
+
+@pytest.fixture(autouse=True)
+def _own_cache(tmp_path, monkeypatch):
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "hf_cache")
+    datasets.disable_progress_bars()
+
+
+def picture(shade: int = 40) -> Image.Image:
+    return Image.new("RGB", (12, 10), (shade, shade, shade))
+
+
+def png(shade: int = 40) -> bytes:
+    buffer = io.BytesIO()
+    picture(shade).save(buffer, "PNG")
+    return buffer.getvalue()
+
+
+def rows_of(task: Task) -> list:
+    """All rows in the file's order."""
+    return sorted([*task.train, *task.heldout], key=lambda row: int(row["where"].rsplit(" ", 1)[1]))
+
+
+def write_jsonl(path, rows) -> str:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return str(path)
+
+
+def test_digits(digits):
+    assert len(digits.train) == 1437 and len(digits.heldout) == 360
+    names = [row["where"] for row in digits.train], [row["where"] for row in digits.heldout]
+    assert len({*names[0], *names[1]}) == 1797 and not set(names[0]) & set(names[1])
+    row = digits.heldout[0]
+    assert row["question"] == "What digit is this?" and row["images"][0].size == (56, 56)
+    assert {row["answer"] for row in digits.heldout} == {row["answer"] for row in digits.train} == set("0123456789")
+    assert np.asarray(row["images"][0]).max() > 200  # not left at 16 shades of black
+    assert digits.reward(f" {row['answer']}\n", row) == 1 and digits.reward(f"{row['answer']}{row['answer']}", row) == 0
+
+
+def test_digits_are_the_same_in_every_call(digits):
+    again = BUILT_IN["digits"]()
+    for mine, other in ((digits.heldout, again.heldout), (digits.train[:50], again.train[:50])):
+        assert [row["where"] for row in mine] == [row["where"] for row in other]
+        assert all(a["images"][0].tobytes() == b["images"][0].tobytes() for a, b in zip(mine, other, strict=True))
+    assert [row["where"] for row in digits.heldout[:3]] == ["digits row 595", "digits row 1172", "digits row 234"]
+
+
+def test_exact_match():
+    assert exact_match(" Paris\n", {"answer": "paris"}) == 1 and exact_match("Paris, France", {"answer": "paris"}) == 0
+    assert exact_match("3", {"answer": 3}) == 1
+    assert exact_match("None", {"answer": None}) is None  # nothing to compare with is not a wrong answer
+
+
+@pytest.mark.parametrize("ending", ["jsonl", "json"])
+def test_file_of_relative_paths(tmp_path, monkeypatch, ending):
+    folder = tmp_path / "data"
+    (folder / "pics").mkdir(parents=True)
+    for i in range(4):
+        (folder / "pics" / f"{i}.png").write_bytes(png(10 * i))
+    raw = [{"question": f"q{i}", "answer": i, "image": f"pics/{i}.png", "extra": [i]} for i in range(4)]
+    path = folder / f"task.{ending}"
+    path.write_text(json.dumps(raw, indent=1) if ending == "json" else "\n".join(map(json.dumps, raw)))
+    monkeypatch.chdir(tmp_path)  # relative to the file, not to the working directory
+    task = load_task(f"data/task.{ending}")
+    assert task.name == "task" and len(task.train) == 4 and len(task.heldout) == 0 and task.reward is exact_match
+    for i, row in enumerate(rows_of(task)):
+        assert (row["question"], row["answer"], row["extra"]) == (f"q{i}", i, [i])
+        assert row["where"] == f"data/task.{ending} row {i + 1}"
+        assert load_image(row["images"][0]).getpixel((0, 0)) == (10 * i,) * 3
+
+
+def test_parquet_of_bytes_and_lists(tmp_path):
+    path = tmp_path / "a.parquet"
+    table = {"problem": ["p0", "p1"], "solution": ["s0", "s1"], "images": [[png(1), png(2)], []]}
+    datasets.Dataset.from_dict(table).to_parquet(path)
+    first, second = rows_of(load_task(str(path)))
+    assert (first["question"], first["answer"]) == ("p0", "s0") and second["images"] == []
+    assert [load_image(source).getpixel((0, 0))[0] for source in first["images"]] == [1, 2]
+
+
+@pytest.mark.parametrize("many", [False, True])
+def test_parquet_of_image_features(tmp_path, many):
+    """What datasets write for Image columns; one broken image is one bad row."""
+    kind = datasets.List(datasets.Image()) if many else datasets.Image()
+    features = datasets.Features({"prompt": datasets.Value("string"), "label": datasets.Value("int64"), "image": kind})
+    images = [{"bytes": png(7), "path": None}, {"bytes": b"broken", "path": None}]
+    table = {"prompt": ["p", "q"], "label": [4, 5], "image": [[image] for image in images] if many else images}
+    path = tmp_path / "hf.parquet"
+    datasets.Dataset.from_dict(table, features=features).to_parquet(path)
+    good, bad = rows_of(load_task(str(path)))
+    assert load_image(good["images"][0]).getpixel((0, 0)) == (7, 7, 7) and good["answer"] == 4
+    with pytest.raises(ValueError, match="cannot be read"):
+        load_image(bad["images"][0])
+
+
+@pytest.mark.parametrize("many", [False, True])
+def test_structs_with_a_path_are_relative_to_the_file(tmp_path, many):
+    (tmp_path / "x.png").write_bytes(png(9))
+    struct = {"bytes": None, "path": "x.png"}
+    name = write_jsonl(tmp_path / "t.jsonl", [{"question": "q", "answer": "a", "images": [struct] if many else struct}])
+    (row,) = load_task(name).train
+    assert load_image(row["images"][0]).getpixel((0, 0)) == (9, 9, 9)
+
+
+def test_null_image_is_no_image_and_urls_stay(tmp_path):
+    rows = [
+        {"question": "q", "answer": "a", "image": None},
+        {"question": "q", "answer": "a", "image": "https://host/x.png"},
+        {"question": "q", "answer": "a"},
+        {"question": "q", "answer": "a", "image": str(tmp_path / "absolute.png")},
+    ]
+    came = [row["images"] for row in rows_of(load_task(write_jsonl(tmp_path / "t.jsonl", rows)))]
+    assert came == [[], ["https://host/x.png"], [], [str(tmp_path / "absolute.png")]]
+
+
+def test_text_in_json_stays_text(tmp_path):
+    """Readers that guess types turn the first into a date, and no answer would ever match it."""
+    answers = ["2020-01-01", "12:00:00", "007", "1.0", "true", "line\u2028separator", "ü"]
+    name = write_jsonl(tmp_path / "t.jsonl", [{"question": a, "answer": a} for a in answers])
+    (tmp_path / "t.jsonl").write_text(
+        "\ufeff" + "\n\n".join(json.dumps({"question": a, "answer": a}, ensure_ascii=False) for a in answers)
+    )
+    rows = rows_of(load_task(name, images=False))
+    assert [row["answer"] for row in rows] == [row["question"] for row in rows] == answers
+    assert all(exact_match(answer, row) == 1 for answer, row in zip(answers, rows, strict=True))
+
+
+def test_a_tenth_is_held_out_and_a_changed_file_is_read_anew(tmp_path):
+    rows = [{"question": "q", "answer": str(i), "image": None} for i in range(57)]
+    name = write_jsonl(tmp_path / "t.jsonl", rows)
+    task, again = load_task(name), load_task(name)
+    assert (len(task.train), len(task.heldout)) == (52, 5)
+    assert [r["answer"] for r in task.heldout] == [r["answer"] for r in again.heldout]
+    assert {r["answer"] for r in [*task.train, *task.heldout]} == {str(i) for i in range(57)}
+    assert [r["answer"] for r in task.train[3:9:2]] == [task.train[i]["answer"] for i in (3, 5, 7)]
+    assert task.train[-1] == task.train[51]
+    with pytest.raises(IndexError):
+        task.train[52]
+    write_jsonl(tmp_path / "t.jsonl", rows[:3])
+    assert len(load_task(name).train) == 3
+    big = load_task(write_jsonl(tmp_path / "big.jsonl", [{"question": "q", "answer": "a"}] * 3200), images=False)
+    assert (len(big.train), len(big.heldout)) == (2900, 300)
+
+
+FINE = {"question": "q", "answer": "a", "image": "x.png"}
+
+
+@pytest.mark.parametrize("missing", ["question", "answer", "image"])
+def test_missing_column(tmp_path, missing):
+    row = {key: value for key, value in FINE.items() if key != missing}
+    name = write_jsonl(tmp_path / "t.jsonl", [row])
+    with pytest.raises(ValueError, match=rf"task '{tmp_path}/t.jsonl': no {missing} column \(.*\); it has \["):
+        load_task(name)
+    if missing == "image":
+        assert load_task(name, images=False).train[0]["images"] == []
+
+
+@pytest.mark.parametrize(
+    ("file", "content"),
+    [
+        ("t.jsonl", b"hello\n"), ("t.jsonl", b""), ("t.jsonl", b"\n\n"), ("t.jsonl", b"1\n2\n"), ("t.jsonl", bytes(range(256))),
+        ("t.jsonl", b'{"question": "q"'), ("t.json", b"[]"), ("t.json", b"[1]"), ("t.json", b'[{"question": 1}'),
+        ("t.parquet", b""), ("t.parquet", b"hello"), ("t.parquet", b"PAR1 and something else PAR1"),
+    ],
+)  # fmt: skip
+def test_unreadable_file_is_named(tmp_path, file, content):
+    (tmp_path / file).write_bytes(content)
+    with pytest.raises(ValueError, match=f"task '{tmp_path}/{file}': .+"):
+        load_task(str(tmp_path / file))
+
+
+def test_bad_line_is_shown(tmp_path):
+    (tmp_path / "t.jsonl").write_text(json.dumps(FINE) + "\n{'question'}\n")
+    with pytest.raises(ValueError, match="cannot be read as json: .*at \"{'question'}\""):
+        load_task(str(tmp_path / "t.jsonl"))
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["nope", "", "t.csv", "none.jsonl", "none.parquet", "no_such_module:f", "math:nope", "math:pi", "os:getcwd", ":", ":f",
+     "json:", "a b:c"],
+)  # fmt: skip
+def test_unknown_task_is_named(name):
+    with pytest.raises(ValueError, match=f"task '{name}': "):
+        load_task(name)
+
+
+def test_module_and_function(tmp_path, monkeypatch):
+    (tmp_path / "my_rlkit_task.py").write_text(
+        "from rlkit.data import Task\ndef make():\n    return Task('mine', [1], [2], lambda text, row: 0.5)\n"
+        "def breaks():\n    return {}.nothing\n"
+    )
+    monkeypatch.syspath_prepend(str(tmp_path))
+    task = load_task("my_rlkit_task:make")
+    assert (task.name, task.train, task.heldout, task.reward("", {})) == ("mine", [1], [2], 0.5)
+    with pytest.raises(AttributeError, match="nothing"):  # the user's own bug keeps its traceback
+        load_task("my_rlkit_task:breaks")
+
+
+def test_step_rows_is_pure_and_covers_every_epoch():
+    rows = [{"i": i} for i in range(7)]
+    steps = [step_rows(rows, step, 3, seed=1) for step in range(14)]
+    assert all([position for position, _ in step] == [0, 1, 2] for step in steps)
+    flat = [row["i"] for step in steps for _, row in step]
+    epochs = [flat[i : i + 7] for i in range(0, 42, 7)]
+    assert all(sorted(epoch) == list(range(7)) for epoch in epochs)
+    assert len({tuple(epoch) for epoch in epochs}) > 1  # shuffled anew
+    for step in (13, 5, 0):  # in any order, from nothing: resuming needs no state
+        assert step_rows(rows, step, 3, seed=1) == steps[step]
+    assert [row["i"] for step in range(14) for _, row in step_rows(rows, step, 3, seed=2)] != flat
+    assert [p for p, _ in step_rows(rows, 0, 20, seed=0)] == list(range(20))  # more than an epoch in a step
+    torch.manual_seed(0)
+    np.random.seed(0)
+    assert step_rows(rows, 5, 3, seed=1) == steps[5]
+
+
+def test_step_rows_wants_rows():
+    with pytest.raises(ValueError, match="no rows to train on"):
+        step_rows([], 0, 3, seed=0)
+
+
+def test_reward_failure_is_not_zero(caplog):
+    def reward(text, row):
+        if text == "raises":
+            raise RuntimeError("the judge is down")
+        return {"none": None, "nan": math.nan, "inf": math.inf, "text": "no number", "int": 1, "true": True}.get(text, 0.0)
+
+    texts = ["raises", "none", "nan", "inf", "text", "int", "true", "wrong"]
+    samples = [replace(prompt([1]), text=text, row={"where": f"row {text}"}, group_id=i) for i, text in enumerate(texts)]
+    with caplog.at_level(logging.WARNING):
+        rewards = score(reward, samples)
+    assert rewards.dtype == torch.float32 and rewards.shape == (8,)
+    assert rewards.isnan().tolist() == [True] * 5 + [False] * 3
+    assert rewards[5:].tolist() == [1.0, 1.0, 0.0]
+    assert "row raises" in caplog.text and "RuntimeError: the judge is down" in caplog.text
+    kept = judged(samples, rewards)
+    assert [(s.text, s.reward, s.group_id) for s in kept] == [("int", 1.0, 5), ("true", 1.0, 6), ("wrong", 0.0, 7)]
+    assert all(math.isnan(s.reward) for s in samples)  # the samples that came in are untouched
+
+
+def test_reward_may_not_swallow_an_interrupt():
+    def reward(text, row):
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        score(reward, [prompt([1])])
+
+
+def test_score_of_nothing():
+    assert score(exact_match, []).shape == (0,) and judged([], torch.zeros(0)) == []
+    with pytest.raises(ValueError):
+        judged([prompt([1])], torch.zeros(2))

@@ -1,0 +1,171 @@
+import copy
+import re
+
+import pytest
+import torch
+from torch import nn
+
+from rlkit.vlm import VISION_TOWER, freeze, load_model, load_processor, lora, merged_parameters, trainable_summary
+from rlkit.vlm.tiny import tiny_config
+
+EXCLUDED = ".*visual.*"
+
+
+@pytest.fixture(scope="module")
+def loaded(tiny_dir):
+    return load_model(tiny_dir)
+
+
+@pytest.fixture
+def model(loaded):
+    return copy.deepcopy(loaded)
+
+
+def trained(model) -> set[str]:
+    return {name for name, p in model.named_parameters() if p.requires_grad}
+
+
+def randomise(model, seed: int = 0) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    for name, p in model.named_parameters():
+        if "lora_B" in name:
+            p.data.copy_(torch.randn(p.shape, generator=generator) * 0.3)
+
+
+def test_freeze_vision_tower(model):
+    everything = trained(model)
+    frozen = freeze(model, VISION_TOWER)
+    assert frozen and set(frozen) == {name for name in everything if ".visual." in name}
+    assert trained(model) == everything - set(frozen)
+    assert freeze(model, VISION_TOWER) == frozen  # twice is once
+
+
+def test_freeze_by_name(model):
+    (name,) = freeze(model, r"^model\.language_model\.norm\.weight$")
+    assert name == "model.language_model.norm.weight" and name not in trained(model)
+
+
+@pytest.mark.parametrize(
+    ("name", "hit"),
+    [
+        ("visual.blocks.0.w", True), ("model.visual.blocks.0.w", True), ("model.vision_tower.x.w", True),
+        ("vision_model.encoder.w", True), ("base_model.model.model.visual.x.w", True), ("model.vision_encoder.w", True),
+        ("model.audiovisual.w", False), ("model.visual_norm.w", False), ("model.language_model.w", False),
+        ("multi_modal_projector.w", False),
+    ],
+)  # fmt: skip
+def test_vision_tower_pattern(name, hit):
+    assert bool(re.search(VISION_TOWER, name)) == hit
+
+
+def test_freeze_nothing_is_an_error(model):
+    before = trained(model)
+    with pytest.raises(ValueError, match="pattern 'vision_tour' matches no parameter; .*model.visual"):
+        freeze(model, "vision_tour")
+    with pytest.raises(ValueError, match="matches no parameter"):
+        freeze(nn.Identity(), ".*")
+    assert trained(model) == before
+
+
+def test_lora_all_linear_leaves_vision_alone(model):
+    before = {name: p.clone() for name, p in model.named_parameters() if ".visual." in name}
+    adapted = lora(model, 4, 8, "all-linear", EXCLUDED)
+    adapters = trained(adapted)
+    assert adapters and all(".lora_" in name for name in adapters)
+    assert not [name for name, _ in adapted.named_parameters() if "visual" in name and "lora_" in name]
+    targets = {name.split(".lora_")[0].rsplit(".", 1)[1] for name in adapters}
+    assert targets == {"q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"}
+    assert not any("lm_head" in name for name in adapters)
+    now = {name.removeprefix("base_model.model."): p for name, p in adapted.named_parameters() if ".visual." in name}
+    assert now.keys() == before.keys() and all(torch.equal(now[name], p) for name, p in before.items())
+    assert not any(p.requires_grad for p in now.values())
+
+
+def test_lora_reaches_vision_when_it_is_asked_to(model):
+    adapted = lora(model, 2, 4)
+    assert any(".visual." in name for name in trained(adapted))
+
+
+def test_lora_by_pattern(model):
+    adapted = lora(model, 2, 4, r".*language_model.*\.q_proj")
+    assert {name.split(".lora_")[0].rsplit(".", 1)[1] for name in trained(adapted)} == {"q_proj"}
+
+
+def test_lora_refuses(model):
+    with pytest.raises(ValueError, match="rank: at least 1 expected, came 0"):
+        lora(model, 0, 8)
+    with pytest.raises(ValueError, match="no_such_layer"):
+        lora(model, 2, 8, "no_such_layer")
+
+
+def test_lora_starts_as_the_model_and_gives_it_back(model):
+    tokens = torch.tensor([[7, 8, 9, 10]])
+    with torch.no_grad():
+        before = model(tokens).logits
+        adapted = lora(model, 4, 8, exclude_modules=EXCLUDED).eval()
+        torch.testing.assert_close(adapted(tokens).logits, before, rtol=0, atol=0)
+        randomise(adapted)
+        assert (adapted(tokens).logits - before).abs().max() > 1e-3
+        with adapted.disable_adapter():
+            torch.testing.assert_close(adapted(tokens).logits, before, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("exclude", [EXCLUDED, None])
+def test_merged_parameters_equal_peft(model, exclude, dtype):
+    names = [name for name, _ in model.named_parameters()]
+    plain = {name: tensor.clone() for name, tensor in merged_parameters(model)}
+    assert list(plain) == names and all(torch.equal(plain[n], p) for n, p in model.named_parameters())
+    adapted = lora(model.to(dtype), 4, 12, exclude_modules=exclude)
+    randomise(adapted)
+    ours = {name: tensor.clone() for name, tensor in merged_parameters(adapted)}
+    assert list(ours) == names
+    merged = dict(adapted.merge_and_unload().named_parameters())
+    assert merged.keys() == ours.keys()
+    moved = 0
+    for name, theirs in merged.items():
+        assert ours[name].dtype == theirs.dtype == dtype and not ours[name].requires_grad
+        if dtype == torch.float32:
+            torch.testing.assert_close(ours[name], theirs.detach(), rtol=1e-6, atol=1e-6)
+        else:
+            torch.testing.assert_close(ours[name], theirs.detach(), rtol=0.02, atol=0.02)
+        moved += not torch.equal(ours[name].float(), plain[name].float().to(dtype).float())
+    assert moved >= 14
+
+
+def test_merged_parameters_leave_the_model_alone_and_gather_once(model):
+    adapted = lora(model, 4, 8, exclude_modules=EXCLUDED)
+    randomise(adapted)
+    before = {name: p.clone() for name, p in adapted.named_parameters()}
+    seen = []
+
+    def full(tensor):
+        seen.append(tensor.data_ptr())
+        return tensor.clone()
+
+    assert len(list(merged_parameters(adapted, full))) < len(before)
+    assert sorted(seen) == sorted(p.data_ptr() for p in adapted.parameters())  # each once
+    assert all(torch.equal(before[name], p) for name, p in adapted.named_parameters())
+
+
+def test_trainable_summary(model):
+    total = sum(p.numel() for p in model.parameters())
+    parts = "model.language_model, model.visual"
+    assert trainable_summary(model) == f"{total:,} of {total:,} parameters train (100.0%): {parts}"
+    freeze(model, VISION_TOWER)
+    assert trainable_summary(model).endswith("): model.language_model")
+    adapted = lora(model, 4, 8, exclude_modules=EXCLUDED)
+    train = sum(p.numel() for p in adapted.parameters() if p.requires_grad)
+    assert trainable_summary(adapted).startswith(f"{train:,} of {total + train:,} parameters train (")
+    assert trainable_summary(adapted).endswith("): LoRA in model.language_model")
+    freeze(adapted, ".")
+    assert trainable_summary(adapted).endswith("(0.0%): none") and trainable_summary(nn.Identity()).endswith("none")
+
+
+def test_tiny_config_is_a_family_member(tiny_dir, loaded):
+    tokenizer = load_processor(tiny_dir).tokenizer
+    config = tiny_config(tokenizer)
+    assert config.text_config.rope_parameters["mrope_section"] == [4, 6, 6]
+    assert config.text_config.vocab_size == len(tokenizer) == loaded.get_input_embeddings().num_embeddings
+    assert loaded.generation_config.eos_token_id == tokenizer.eos_token_id != tokenizer.pad_token_id
+    assert 0.4e6 < sum(p.numel() for p in loaded.parameters()) < 1e6

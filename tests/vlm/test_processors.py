@@ -1,0 +1,330 @@
+import io
+import json
+import shutil
+from importlib.util import find_spec
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from PIL import Image
+
+from rlkit.data import collate, expand
+from rlkit.data.samples import check_tracks
+from rlkit.vlm import decode, encode, encode_rows, load_image, load_model, load_processor, placeholder_ids, unsampled_ids
+
+
+@pytest.fixture(scope="module")
+def processor(tiny_dir):
+    return load_processor(tiny_dir)
+
+
+@pytest.fixture(scope="module")
+def config(tiny_dir):
+    from transformers import AutoConfig
+
+    return AutoConfig.from_pretrained(tiny_dir)
+
+
+def image(width: int = 56, height: int = 56, seed: int = 0) -> Image.Image:
+    return Image.fromarray(np.random.default_rng(seed).integers(0, 256, (height, width, 3), dtype="uint8"))
+
+
+def saved(picture: Image.Image, kind: str = "PNG", **options) -> bytes:
+    buffer = io.BytesIO()
+    picture.save(buffer, kind, **options)
+    return buffer.getvalue()
+
+
+def ask(*images, question: str = "What digit is this?", **row) -> dict:
+    return {"question": question, "images": list(images), "answer": "3", "where": "file.jsonl row 7", **row}
+
+
+# --- load_image
+
+
+def test_load_image_from_everything(tmp_path):
+    picture, data = image(), saved(image())
+    path = tmp_path / "a.png"
+    path.write_bytes(data)
+    structs = [{"bytes": data, "path": None}, {"bytes": None, "path": str(path)}, {"path": path}]
+    for source in [path, str(path), data, bytearray(data), picture, *structs, {"bytes": data, "path": "gone.png"}]:
+        came = load_image(source)
+        assert came.mode == "RGB" and came.tobytes() == picture.tobytes()
+
+
+@pytest.mark.parametrize("kind", ["PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF"])
+def test_truncated_files_are_value_errors(kind, tmp_path):
+    data = saved(image(40, 30), kind)
+    for n in (0, 1, 10, 30, len(data) // 2):
+        (tmp_path / "cut").write_bytes(data[:n])
+        with pytest.raises(ValueError, match="cannot be read"):
+            load_image(data[:n])
+        with pytest.raises(ValueError, match=f"image '{tmp_path}/cut': cannot be read"):
+            load_image(str(tmp_path / "cut"))
+
+
+@pytest.mark.parametrize("source", [None, 3, {}, {"bytes": None, "path": None}, [1], np.zeros((3, 3, 3), "uint8"), "a\0b"])
+def test_what_is_no_image_is_refused(source):
+    with pytest.raises(ValueError, match="^image .*: cannot be read"):
+        load_image(source)
+
+
+def test_missing_file_and_folder_are_named(tmp_path):
+    for path in (tmp_path / "no.png", tmp_path):
+        with pytest.raises(ValueError, match=f"{path}.*: cannot be read"):
+            load_image(path)
+
+
+@pytest.mark.parametrize("source", ["https://host/x.png", "file:///x.png", {"path": "s3://bucket/x.png"}])
+def test_url_is_refused(source):
+    with pytest.raises(ValueError, match="a URL; a local path, bytes or a PIL image expected"):
+        load_image(source)
+
+
+@pytest.mark.parametrize("size", [(0, 5), (5, 0), (0, 0)])
+def test_zero_size_is_refused(size):
+    with pytest.raises(ValueError, match=f"empty, {size[0]}x{size[1]} pixels"):
+        load_image(Image.new("RGB", size))
+
+
+def test_exif_orientation_is_applied():
+    picture = image(20, 10)
+    exif = Image.Exif()
+    exif[0x0112] = 6  # the camera was turned: rotate by 270 degrees
+    came = load_image(saved(picture, "PNG", exif=exif))
+    assert came.size == (10, 20) and came.tobytes() == picture.transpose(Image.Transpose.ROTATE_270).tobytes()
+
+
+@pytest.mark.parametrize("mode", ["L", "LA", "P", "PA", "RGBA", "CMYK", "1", "YCbCr"])
+def test_every_mode_becomes_rgb(mode):
+    grey = Image.new("RGB", (6, 4), (255, 255, 255))
+    source = grey.convert("P").convert(mode) if mode == "PA" else grey.convert(mode)
+    came = load_image(source)
+    assert came.mode == "RGB" and came.size == (6, 4) and min(came.getpixel((2, 2))) > 250
+
+
+def test_palette_with_transparency():
+    source = Image.new("P", (4, 4))
+    source.putpalette([10, 20, 30] + [0] * 765)
+    assert load_image(saved(source, "PNG", transparency=0)).getpixel((1, 1)) == (10, 20, 30)
+
+
+def test_sixteen_bit_greyscale_is_scaled_not_saturated():
+    ramp = np.linspace(0, 65535, 64).reshape(8, 8).astype("uint16")
+    came = np.asarray(load_image(saved(Image.fromarray(ramp))))
+    assert came.shape == (8, 8, 3) and np.abs(came[:, :, 0] - ramp / 257).max() <= 1
+    with pytest.raises(ValueError, match="mode 'F' have no fixed range"):
+        load_image(Image.fromarray(np.ones((4, 4), "float32")))
+
+
+# --- encode
+
+
+def counts(sample, processor) -> tuple[int, int]:
+    token = processor.image_token_id
+    return sample.compact_ids.count(token), sample.token_ids.count(token)
+
+
+def test_encode_tracks_agree(processor):
+    sample = encode(processor, ask(image(56, 56), image(112, 84, 1)), group_id=5)
+    check_tracks(sample)
+    assert counts(sample, processor) == (2, 4 + 12)
+    assert sample.placeholders == {processor.image_token_id: [4, 12]} and sample.group_id == 5
+    assert sample.vision["image_grid_thw"].tolist() == [[1, 4, 4], [1, 6, 8]]
+    assert set(sample.vision) == {"pixel_values", "image_grid_thw"} and len(sample.vision["pixel_values"]) == 16 + 48
+    assert not any(sample.mask) and [i.size for i in sample.images] == [(56, 56), (112, 84)]
+    text = "<|im_start|>user\n" + "<|vision_start|><|image_pad|><|vision_end|>" * 2
+    text += "What digit is this?<|im_end|>\n<|im_start|>assistant\n"
+    assert processor.tokenizer.decode(sample.compact_ids) == text
+
+
+def test_encode_keeps_images_in_order(processor):
+    first, second = image(seed=1), image(seed=2)
+    both = encode(processor, ask(first, second)).vision["pixel_values"]
+    apart = [encode(processor, ask(one)).vision["pixel_values"] for one in (first, second)]
+    torch.testing.assert_close(both, torch.cat(apart), rtol=0, atol=0)
+    assert not torch.equal(apart[0], apart[1])
+
+
+@pytest.mark.parametrize("row", [{"images": []}, {"images": None}, {}])
+def test_encode_without_images(processor, row):
+    for reader in (processor, processor.tokenizer):
+        sample = encode(reader, {"question": "Why?", **row})
+        assert sample.token_ids == sample.compact_ids and not sample.vision and not sample.placeholders
+        shown = processor.tokenizer.decode(sample.token_ids)
+        assert shown == "<|im_start|>user\nWhy?<|im_end|>\n<|im_start|>assistant\n"
+    assert len(collate([sample])) == 1
+
+
+def test_encode_messages(processor):
+    messages = [
+        {"role": "system", "content": "Be short."},
+        {"role": "user", "content": [{"type": "text", "text": "A"}, {"type": "image"}, {"type": "text", "text": "B"}]},
+    ]
+    sample = encode(processor, ask(image(), messages=messages))
+    check_tracks(sample)
+    shown = processor.tokenizer.decode(sample.compact_ids)
+    assert "system\nBe short." in shown and "A<|vision_start|><|image_pad|><|vision_end|>B" in shown
+
+
+@given(st.lists(st.tuples(st.integers(8, 300), st.integers(8, 300)), min_size=1, max_size=3))
+@settings(max_examples=25, deadline=None, derandomize=True)
+def test_expansion_is_the_processors_own(processor, sizes):
+    images = [Image.new("RGB", size) for size in sizes]
+    sample = encode(processor, ask(*images))
+    text = processor.tokenizer.decode(sample.compact_ids)
+    own = processor(text=[text], images=images)["input_ids"][0]
+    assert sample.token_ids == list(own) == expand(sample.compact_ids, sample.placeholders)
+    check_tracks(sample)
+
+
+def test_image_tokens_never_truncated(processor):
+    row = ask(image(112, 112))
+    whole = encode(processor, row)
+    n = len(whole.token_ids)
+    assert encode(processor, row, max_tokens=n).token_ids == whole.token_ids
+    for limit in (n - 1, len(whole.compact_ids), 3, 0):  # the limit is on expanded tokens
+        with pytest.raises(ValueError, match=f"file.jsonl row 7: the prompt has {n} tokens, more than .* {limit}$"):
+            encode(processor, row, max_tokens=limit)
+    samples, skipped = encode_rows(processor, [(0, row), (1, ask())], max_tokens=n - 1)
+    assert [s.group_id for s in samples] == [1] and len(skipped) == 1
+    processor.tokenizer.model_max_length, before = 4, processor.tokenizer.model_max_length
+    try:
+        assert encode(processor, row).token_ids == whole.token_ids
+    finally:
+        processor.tokenizer.model_max_length = before
+
+
+TEXT_ONLY = {"messages": [{"role": "user", "content": "no place for it"}]}
+TWO_PLACES = {"messages": [{"role": "user", "content": [{"type": "image"}, {"type": "image"}]}]}
+BAD_ROWS = {
+    "broken image": (ask(b"broken"), "image of type bytes: cannot be read"),
+    "missing image": (ask("gone.png"), "image 'gone.png': cannot be read"),
+    "url": (ask("http://host/a.png"), "a URL"),
+    "strip": (ask(Image.new("RGB", (1, 400))), "aspect ratio"),
+    "no place": (ask(image(), **TEXT_ONLY), "1 images, but the prompt has 0 places"),
+    "two places": (ask(image(), **TWO_PLACES), "1 images, but the prompt has 2 places"),
+    "place without image": (ask(**TWO_PLACES), "0 images, but the prompt has 2 places"),
+    "spelled out": (ask(image(), question="<|image_pad|>?"), "1 images, but the prompt has 2 places"),
+    "spelled out, no image": (ask(question="<|image_pad|>?"), "0 images, but the prompt has 1 places"),
+    "video": (ask(question="<|video_pad|>?"), "0 videos, but the prompt has 1 places"),
+    "null question": (ask(question=None), "no question"),
+}
+
+
+@pytest.mark.parametrize("name", BAD_ROWS)
+def test_bad_row_is_named(processor, name):
+    row, message = BAD_ROWS[name]
+    with pytest.raises(ValueError, match=f"^file.jsonl row 7: .*{message}"):
+        encode(processor, row)
+
+
+def test_encode_rows_keeps_the_good_ones(processor):
+    rows = [(4, ask(image())), (2, ask(b"broken", where="row 2")), (9, ask()), (1, {"images": [], "where": "row 1"})]
+    samples, skipped = encode_rows(processor, rows)
+    assert [sample.group_id for sample in samples] == [4, 9]
+    assert [message.partition(":")[0] for message in skipped] == ["row 2", "row 1"]
+    assert encode_rows(processor, []) == ([], [])
+
+
+def test_a_tokenizer_cannot_see(processor):
+    with pytest.raises(ValueError, match="file.jsonl row 7: 1 images, but the model's processor is a tokenizer"):
+        encode(processor.tokenizer, ask(image()))
+
+
+def test_decode_leaves_special_tokens_out(processor):
+    ids = processor.tokenizer("digit<|im_end|><|endoftext|>")["input_ids"]
+    assert decode(processor, ids) == decode(processor.tokenizer, ids) == "digit"
+
+
+# --- what is never sampled
+
+
+def test_placeholder_ids(config, processor):
+    ids = processor.tokenizer.convert_tokens_to_ids
+    names = ["<|image_pad|>", "<|video_pad|>", "<|vision_start|>", "<|vision_end|>"]
+    assert placeholder_ids(config) == sorted(ids(names))
+    assert placeholder_ids(SimpleNamespace(audio_token_id=7, image_token_id=None, image_start_token_id=3)) == [3, 7]
+    assert placeholder_ids(SimpleNamespace()) == []
+
+
+def test_unsampled_ids_end_with_rows_beyond_the_vocabulary(config, processor):
+    tokenizer = processor.tokenizer
+    found = unsampled_ids(config, tokenizer)
+    assert found.dtype == torch.long and found.tolist() == placeholder_ids(config)
+    assert tokenizer.eos_token_id not in found.tolist()
+    wide = SimpleNamespace(text_config=SimpleNamespace(vocab_size=len(tokenizer) + 3), image_token_id=5)
+    assert unsampled_ids(wide, tokenizer).tolist() == [5, *range(len(tokenizer), len(tokenizer) + 3)]
+    assert unsampled_ids(SimpleNamespace(vocab_size=len(tokenizer)), tokenizer).tolist() == []
+
+
+# --- load_processor and load_model
+
+
+@pytest.mark.skipif(find_spec("torchvision") is not None, reason="torchvision is there")
+def test_load_processor_without_torchvision(processor):
+    assert type(processor).__name__ == "Qwen2_5_VLProcessor" and processor.image_processor.merge_size == 2
+    assert getattr(processor, "video_processor", None) is None
+
+
+def test_saved_and_loaded_again_is_the_whole_processor(processor, tiny_dir, tmp_path):
+    path = tmp_path
+    for turn in range(2):
+        path = tmp_path / str(turn)
+        (processor if turn == 0 else load_processor(str(tmp_path / "0"))).save_pretrained(path)
+        written = json.loads((path / "processor_config.json").read_text())
+        assert written["processor_class"] == "Qwen2_5_VLProcessor"
+        video = written["video_processor"]
+        assert video["video_processor_type"] == "Qwen2VLVideoProcessor" and video["patch_size"] == 14
+        assert written == json.loads((Path(tiny_dir) / "processor_config.json").read_text())
+    again = encode(load_processor(str(path)), ask(image()))
+    before = encode(processor, ask(image()))
+    assert again.token_ids == before.token_ids
+    assert torch.equal(again.vision["pixel_values"], before.vision["pixel_values"])
+
+
+def test_pixel_budget_reaches_the_image_processor(tiny_dir):
+    small = load_processor(tiny_dir, min_pixels=28 * 28, max_pixels=56 * 56)
+    assert encode(small, ask(image(224, 224))).placeholders == {small.image_token_id: [4]}
+
+
+@pytest.mark.parametrize("gone", [["processor_config.json"], ["processor_config.json", "chat_template.jinja"]])
+def test_directory_without_a_processor(tiny_dir, tmp_path, gone):
+    path = tmp_path / "bare"
+    shutil.copytree(tiny_dir, path)
+    for name in gone:
+        (path / name).unlink()
+    with pytest.raises(ValueError, match=f"model '{path}': .*processor"):
+        load_processor(str(path))
+
+
+def test_no_model_is_a_value_error_that_names_it(tmp_path):
+    (tmp_path / "empty").mkdir()
+    for load in (load_processor, load_model):
+        for path in (str(tmp_path / "empty"), str(tmp_path / "gone"), "no_such_model_here"):
+            with pytest.raises(ValueError, match=f"model '{path}'"):
+                load(path)
+
+
+def test_text_model_has_a_tokenizer_and_its_own_class(processor, tmp_path):
+    from transformers import Qwen2Config, Qwen2ForCausalLM
+
+    size = {"vocab_size": 400, "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1}
+    Qwen2ForCausalLM(Qwen2Config(num_attention_heads=2, num_key_value_heads=1, **size)).save_pretrained(tmp_path)
+    processor.tokenizer.save_pretrained(tmp_path)
+    tokenizer = load_processor(str(tmp_path))
+    assert not hasattr(tokenizer, "image_processor") and len(tokenizer) == len(processor.tokenizer)
+    assert isinstance(load_model(str(tmp_path)), Qwen2ForCausalLM)
+    assert encode(tokenizer, ask()).token_ids == encode(processor, ask()).token_ids
+
+
+def test_load_model(tiny_dir):
+    model = load_model(tiny_dir, dtype=torch.bfloat16)
+    assert type(model).__name__ == "Qwen2_5_VLForConditionalGeneration"
+    assert {p.dtype for p in model.parameters()} == {torch.bfloat16}
+    assert model.lm_head.weight is model.get_input_embeddings().weight
+    assert load_model(tiny_dir).dtype == torch.float32
