@@ -253,20 +253,21 @@ def set_up(cfg: Config, task: Task, out: Path):
         model = lora(model, cfg.lora_rank, cfg.lora_alpha, cfg.target_modules, cfg.exclude_modules)
     if dist.get_rank() == 0:
         print(trainable_summary(model), flush=True)
-    updates = cfg.steps * cfg.updates_per_batch
+    updates, warm = max(1, cfg.steps * cfg.updates_per_batch), max(1, cfg.warmup_steps)
     engine = make_engine(
         "fsdp2",
         "language_model",
         model=model,
         optimizer=lambda params: AdamW(params, lr=cfg.lr, betas=(0.9, 0.95), weight_decay=0.0),
-        scheduler=lambda opt: LambdaLR(opt, lambda i: min((i + 1) / cfg.warmup_steps, max(0.05, 1 - i / updates))),
+        scheduler=lambda opt: LambdaLR(opt, lambda i: min((i + 1) / warm, max(0.05, 1 - i / updates))),
         max_grad_norm=cfg.max_grad_norm,
         enable_gradient_checkpointing=cfg.enable_gradient_checkpointing,
         **shared,
     )
     reference = None
     if cfg.kl_coef and not cfg.lora_rank:
-        reference = make_engine("fsdp2", "language_model", model=load_model(path), **shared)
+        start = load_model(path, trust_remote_code=cfg.trust_remote_code)
+        reference = make_engine("fsdp2", "language_model", model=start, **shared)
     rollout = make_rollout(
         cfg.rollout, engine.gathered, processor=processor, gpu_memory_utilization=cfg.gpu_memory_utilization
     )

@@ -105,7 +105,7 @@ def _number(value: Any) -> bool:
     return isinstance(value, int | float) and math.isfinite(value)
 
 
-def _smooth(values: Sequence[float], weight: float = 0.9) -> list[float]:
+def _smooth(values: Sequence[float], weight: float = 0.8) -> list[float]:
     """Exponential moving average, corrected for its start."""
     smooth, total, mass = [], 0.0, 0.0
     for value in values:

@@ -99,9 +99,7 @@ class Fsdp2Engine:
         self.optimizer = optimizer(trainable) if optimizer else None
         self.scheduler = scheduler(self.optimizer) if scheduler and self.optimizer else None
 
-    def train_batch(
-        self, batch: Batch, loss_fn: LossFn, outputs: Sequence[str] = ("logprobs",)
-    ) -> dict[str, float]:
+    def train_batch(self, batch: Batch, loss_fn: LossFn, outputs: Sequence[str] = ("logprobs",)) -> dict[str, float]:
         """One optimizer step on this rank's rows: all micro-batches, clip, step, scheduler.
 
         Args:
