@@ -85,6 +85,9 @@ def encode(processor: Any, row: Mapping[str, Any], *, max_tokens: int | None = N
             inputs = processor(text=[text], images=images, return_tensors="pt", add_special_tokens=False)
         except ValueError as error:  # a strip of an image, say
             raise ValueError(f"{where}: {error}") from error
+        if "image_grid_thw" not in inputs:
+            name = type(processor).__name__
+            raise ValueError(f"{where}: {name} gives no image_grid_thw; only processors of the Qwen-VL kind are known")
         expanded = inputs["input_ids"][0].tolist()
         vision = {k: v for k, v in inputs.items() if k not in ("input_ids", "attention_mask", "mm_token_type_ids")}
         counts = inputs["image_grid_thw"].prod(1) // processor.image_processor.merge_size**2
@@ -148,7 +151,7 @@ def load_processor(path: str, *, trust_remote_code: bool = False, **options: Any
     """The processor of a model directory or hub id; for a text model its tokenizer.
 
     Args:
-        options: handed to the image processor, e.g. min_pixels and max_pixels (the pixel budget).
+        options: handed to the image processor, e.g. its `size`, the pixel budget.
 
     Raises:
         ValueError: no such model, or a vision-language model without a processor.

@@ -178,7 +178,8 @@ def test_missing_column(tmp_path, missing):
 @pytest.mark.parametrize(
     ("file", "content"),
     [
-        ("t.jsonl", b"hello\n"), ("t.jsonl", b""), ("t.jsonl", b"\n\n"), ("t.jsonl", b"1\n2\n"), ("t.jsonl", bytes(range(256))),
+        ("t.jsonl", b"hello\n"), ("t.jsonl", b""), ("t.jsonl", b"\n\n"), ("t.jsonl", b"1\n2\n"),
+        ("t.jsonl", bytes(range(256))),
         ("t.jsonl", b'{"question": "q"'), ("t.json", b"[]"), ("t.json", b"[1]"), ("t.json", b'[{"question": 1}'),
         ("t.parquet", b""), ("t.parquet", b"hello"), ("t.parquet", b"PAR1 and something else PAR1"),
     ],
@@ -197,7 +198,8 @@ def test_bad_line_is_shown(tmp_path):
 
 @pytest.mark.parametrize(
     "name",
-    ["nope", "", "t.csv", "none.jsonl", "none.parquet", "no_such_module:f", "math:nope", "math:pi", "os:getcwd", ":", ":f",
+    ["nope", "", "t.csv", "none.jsonl", "none.parquet", "no_such_module:f", "math:nope", "math:pi", "os:getcwd",
+     ":", ":f",
      "json:", "a b:c"],
 )  # fmt: skip
 def test_unknown_task_is_named(name):
@@ -243,10 +245,14 @@ def test_reward_failure_is_not_zero(caplog):
     def reward(text, row):
         if text == "raises":
             raise RuntimeError("the judge is down")
-        return {"none": None, "nan": math.nan, "inf": math.inf, "text": "no number", "int": 1, "true": True}.get(text, 0.0)
+        return {"none": None, "nan": math.nan, "inf": math.inf, "text": "no number", "int": 1, "true": True}.get(
+            text, 0.0
+        )
 
     texts = ["raises", "none", "nan", "inf", "text", "int", "true", "wrong"]
-    samples = [replace(prompt([1]), text=text, row={"where": f"row {text}"}, group_id=i) for i, text in enumerate(texts)]
+    samples = [
+        replace(prompt([1]), text=text, row={"where": f"row {text}"}, group_id=i) for i, text in enumerate(texts)
+    ]
     with caplog.at_level(logging.WARNING):
         rewards = score(reward, samples)
     assert rewards.dtype == torch.float32 and rewards.shape == (8,)

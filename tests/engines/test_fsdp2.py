@@ -352,6 +352,17 @@ def test_gathered_module_is_whole_and_shards_again(tiny_dir, processor):
         assert torch.equal(tensor, inside[name]), name
 
 
+def test_weights_are_handed_over_in_full_precision(tiny_dir, processor):
+    """Also right after a forward in bfloat16, which leaves the root's weights gathered in that precision."""
+    engine = engine_for(tiny_dir, compute_dtype=torch.bfloat16)
+    logprobs = engine.infer_batch(make_batch(processor))["logprobs"]
+    exact = engine_for(tiny_dir).infer_batch(make_batch(processor))["logprobs"]
+    assert 1e-5 < (logprobs - exact).abs().max() < 0.1
+    expected = dict(load_model(tiny_dir).named_parameters())
+    for name, tensor in engine.get_per_tensor_param():
+        assert tensor.dtype == torch.float32 and torch.equal(tensor, expected[name]), name
+
+
 def test_metrics_add_up_and_maxima_do_not(tiny_dir, processor):
     batch = make_batch(processor)
 

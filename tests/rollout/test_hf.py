@@ -55,6 +55,26 @@ def test_logprobs_equal_the_trainers(engine, rollout, prompts):
     assert len({len(s.response_ids) for s in samples}) > 1
 
 
+def test_rows_that_end_leave_the_others_alone(engine, rollout, prompts, processor):
+    """An end token made likely: rows drop out of the cache at every step, and those that stay keep their place."""
+    end = processor.tokenizer.eos_token_id
+
+    def push(module, args, logits):
+        return logits + 5.0 * torch.nn.functional.one_hot(torch.tensor(end), logits.shape[-1])
+
+    with engine.gathered() as module:
+        hook = module.get_output_embeddings().register_forward_hook(push)
+    try:
+        samples = rollout.generate(prompts, Sampling(12, temperature=0.8, seed=(4,)), n=8)
+        batch = collate(samples)
+        trainer = engine.infer_batch(batch)["logprobs"]
+    finally:
+        hook.remove()
+    lengths = Counter(len(s.response_ids) for s in samples)
+    assert len(lengths) > 4 and lengths[1] > 4
+    torch.testing.assert_close(trainer[batch.mask], batch.rollout_logprobs[batch.mask], atol=1e-5, rtol=1e-5)
+
+
 def test_what_is_sampled_does_not_depend_on_the_batch(engine, rollout, prompts, processor):
     sampling = Sampling(8, seed=(1, 2))
     together = [s.response_ids for s in rollout.generate(prompts, sampling, n=3)]

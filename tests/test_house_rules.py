@@ -1,0 +1,312 @@
+"""The rules of the repository that no single module can see; each checker is tried on what breaks its rule."""
+
+import ast
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+LIBRARY = sorted((ROOT / "rlkit").rglob("*.py"))
+RECIPES = sorted((ROOT / "recipes").glob("*.py"))
+MOST_LINES = {"recipes": 300, "rlkit": 450}
+UPSTREAM = {"transformers", "peft", "torch"}  # never patched
+
+# what each part may import of this repository; the longest prefix that matches a module's name decides
+OWN = {
+    "recipes": {"rlkit"},
+    "rlkit.losses": {"rlkit.losses"},
+    "rlkit.advantages": {"rlkit.advantages", "rlkit.losses._check"},
+    "rlkit.data": {"rlkit.data"},
+    "rlkit.vlm": {"rlkit.vlm", "rlkit.data.samples"},
+    "rlkit.engines": {"rlkit.data", "rlkit.vlm", "rlkit.engines", "rlkit.losses.logprobs"},
+    "rlkit.rollout": {"rlkit.data", "rlkit.vlm", "rlkit.rollout", "rlkit.losses.logprobs"},
+    "rlkit.tracking": set(),
+    "rlkit.report": {"rlkit.tracking"},
+    "rlkit": set(),
+}
+# what each part may import of others, when its modules are imported; recipes, engines and rollout are free
+THIRD = {
+    "rlkit.losses": {"torch"},
+    "rlkit.advantages": {"torch"},
+    "rlkit.data": {"torch", "einops", "numpy", "PIL"},
+    "rlkit.data.packing": {"torch", "einops"},
+    "rlkit.vlm": {"torch", "einops", "numpy", "PIL"},
+    "rlkit.vlm.rope3d": {"torch", "einops"},
+    "rlkit.tracking": set(),
+    "rlkit.report": set(),
+    "rlkit": set(),
+}
+ANYWHERE = {"rlkit.losses", "rlkit.advantages", "rlkit.data.packing", "rlkit.vlm.rope3d"}  # not in functions either
+
+
+def module_name(path: Path) -> str:
+    return ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
+
+
+def within(name: str, prefix: str) -> bool:
+    return name == prefix or name.startswith(prefix + ".")
+
+
+def rule(table: dict[str, set[str]], name: str) -> set[str] | None:
+    found = [prefix for prefix in table if within(name, prefix)]
+    exact = [prefix for prefix in found if prefix != "rlkit" or name == "rlkit"]
+    return table[max(exact, key=len)] if exact else None
+
+
+def imports(tree: ast.AST, package: str) -> Iterator[tuple[str, int, bool]]:
+    """(module, line, at module level) of every import; `from a import b` counts as a.b, it may be a module."""
+
+    def walk(node: ast.AST, top: bool) -> Iterator[tuple[str, int, bool]]:
+        for child in ast.iter_child_nodes(node):
+            if isinstance(child, ast.Import):
+                yield from ((alias.name, child.lineno, top) for alias in child.names)
+            elif isinstance(child, ast.ImportFrom):
+                parts = package.split(".")[: len(package.split(".")) - child.level + 1] if child.level else []
+                base = ".".join([*parts, *([child.module] if child.module else [])])
+                yield from ((f"{base}.{alias.name}", child.lineno, top) for alias in child.names)
+            elif isinstance(child, ast.Call) and ast.unparse(child.func).split(".")[-1] in (
+                "import_module",
+                "__import__",
+            ):
+                if child.args and isinstance(child.args[0], ast.Constant):
+                    yield str(child.args[0].value), child.lineno, top
+                yield from walk(child, top)
+            else:
+                yield from walk(
+                    child, top and not isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda)
+                )
+
+    yield from walk(tree, True)
+
+
+def import_breaches(source: str, name: str, is_package: bool = False) -> list[str]:
+    own, third = rule(OWN, name), rule(THIRD, name)
+    package = name if is_package else name.rpartition(".")[0]
+    found = []
+    if own is None:
+        return [f"{name}: no rule says what it may import; add one to OWN"]
+    for module, line, top in imports(ast.parse(source), package):
+        root = module.split(".")[0]
+        if root == "recipes" or root in {path.stem for path in RECIPES} and name.startswith("recipes"):
+            found.append(f"{name}:{line} imports the recipe {module}")
+        elif root == "rlkit":
+            if not any(within(module, prefix) for prefix in own):
+                found.append(f"{name}:{line} imports {module}")
+        elif third is not None and root not in sys.stdlib_module_names and root not in third:
+            if top or any(within(name, strict) for strict in ANYWHERE):
+                found.append(f"{name}:{line} imports {module}" + (" at module level" if top else ""))
+    return found
+
+
+def bound_names(target: ast.AST) -> Iterator[str]:
+    yield from (node.id for node in ast.walk(target) if isinstance(node, ast.Name))
+
+
+def patch_breaches(source: str, name: str) -> list[str]:
+    """Assignments to attributes of what comes from transformers, peft or torch: model code is never patched."""
+    tree = ast.parse(source)
+    foreign: set[str] = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            foreign |= {(a.asname or a.name.split(".")[0]) for a in node.names if a.name.split(".")[0] in UPSTREAM}
+        elif isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] in UPSTREAM:
+            foreign |= {alias.asname or alias.name for alias in node.names}
+
+    def root(node: ast.AST) -> str:
+        while isinstance(node, ast.Attribute | ast.Subscript | ast.Starred):
+            node = node.value
+        return node.id if isinstance(node, ast.Name) else ""
+
+    def leaves(node: ast.AST) -> Iterator[ast.AST]:
+        if isinstance(node, ast.Tuple | ast.List):
+            for part in node.elts:
+                yield from leaves(part)
+        else:
+            yield node
+
+    def imported(node: ast.AST) -> bool:
+        return root(node) in foreign
+
+    found = []
+    for node in ast.walk(tree):
+        targets: list[ast.AST] = []
+        if isinstance(node, ast.Assign):
+            targets = [leaf for target in node.targets for leaf in leaves(target)]
+            if any(isinstance(target, ast.Name) for target in targets) and isinstance(
+                node.value, ast.Attribute | ast.Name
+            ):
+                if imported(node.value):  # an alias of a module or a class is foreign too
+                    foreign |= {target.id for target in targets if isinstance(target, ast.Name)}
+        elif isinstance(node, ast.AugAssign | ast.AnnAssign):
+            targets = [node.target]
+        elif isinstance(node, ast.Delete):
+            targets = list(node.targets)
+        elif isinstance(node, ast.For | ast.AsyncFor):
+            targets = list(leaves(node.target))
+        elif isinstance(node, ast.withitem) and node.optional_vars is not None:
+            targets = list(leaves(node.optional_vars))
+        elif isinstance(node, ast.Call) and node.args:
+            called = ast.unparse(node.func).split(".")[-1]
+            if called in ("setattr", "delattr", "__setattr__") and imported(node.args[0]):
+                found.append(f"{name}:{node.lineno} {called}({ast.unparse(node.args[0])}, ...)")
+        for target in targets:
+            if isinstance(target, ast.Attribute | ast.Subscript) and imported(target):
+                found.append(f"{name}:{target.lineno} assigns to {ast.unparse(target)}")
+    return found
+
+
+def shape_breaches(name: str, lines: int) -> list[str]:
+    most = MOST_LINES[name.split(".")[0]]
+    found = [f"{name}: {lines} lines, at most {most}"] if lines > most else []
+    if {"utils", "util", "_utils", "helpers"} & set(name.split(".")):
+        found.append(f"{name}: say what is in it")
+    return found
+
+
+# --- the repository
+
+
+@pytest.mark.parametrize("path", LIBRARY + RECIPES, ids=module_name)
+def test_file(path):
+    source, name = path.read_text(), module_name(path)
+    assert import_breaches(source, name, path.name == "__init__.py") == []
+    assert patch_breaches(source, name) == []
+    assert shape_breaches(name, len(source.splitlines())) == []
+
+
+def test_there_is_something_to_check():
+    names = {module_name(path) for path in LIBRARY + RECIPES}
+    assert {"rlkit", "rlkit.losses.logprobs", "rlkit.engines.fsdp2", "recipes.grpo_vlm"} <= names
+    packages = {path.parent.relative_to(ROOT) for path in LIBRARY}
+    assert all((ROOT / package / "__init__.py").is_file() for package in packages)
+
+
+# --- the checkers
+
+
+@pytest.mark.parametrize(
+    ("name", "line"),
+    [
+        ("recipes.a", "import recipes.b"), ("recipes.a", "from recipes import grpo_vlm"),
+        ("recipes.a", "import grpo_vlm"),
+        ("recipes.a", "from . import b"), ("rlkit.engines.x", "import recipes"),
+        ("rlkit.engines.x", "from rlkit.losses import token_mean"), ("rlkit.engines.x", "import rlkit.losses"),
+        ("rlkit.engines.x", "from rlkit import losses"), ("rlkit.engines.x", "from rlkit.rollout import hf"),
+        ("rlkit.engines.x", "from ..advantages import gae"), ("rlkit.engines.x", "from rlkit.losses.kl import kl_k3"),
+        ("rlkit.engines.x", "def f():\n    import rlkit.advantages"),
+        ("rlkit.engines.x", "import_module('rlkit.losses.kl')"),
+        ("rlkit.rollout.x", "from rlkit.engines import make_engine"),
+        ("rlkit.rollout.x", "from rlkit.losses.kl import f"),
+        ("rlkit.data.x", "from rlkit.vlm import encode"), ("rlkit.data.x", "def f():\n    from rlkit.losses import g"),
+        ("rlkit.vlm.x", "from rlkit.data.tasks import Task"), ("rlkit.vlm.x", "from rlkit.data import Sample"),
+        ("rlkit.losses.x", "from rlkit.data import unpad"),
+        ("rlkit.advantages.x", "from rlkit.losses import token_mean"),
+        ("rlkit.losses.x", "import numpy"), ("rlkit.losses.x", "def f():\n    import einops"),
+        ("rlkit.advantages.x", "import scipy.stats"), ("rlkit.data.x", "import datasets"),
+        ("rlkit.data.x", "class A:\n    import sklearn"), ("rlkit.data.x", "if True:\n    from transformers import X"),
+        ("rlkit.vlm.x", "import transformers"), ("rlkit.vlm.x", "try:\n    import peft\nexcept ImportError:\n    pass"),
+        ("rlkit.vlm.rope3d", "import numpy"), ("rlkit.data.packing", "from PIL import Image"),
+        ("rlkit.data.packing", "def f():\n    import numpy"), ("rlkit.tracking", "import torch"),
+        ("rlkit", "import torch"),
+        ("rlkit.brand_new", "import os"),
+    ],
+)  # fmt: skip
+def test_bad_import_is_found(name, line):
+    assert import_breaches(line, name)
+
+
+@pytest.mark.parametrize(
+    ("name", "line"),
+    [
+        ("recipes.a", "from rlkit.losses import x\nimport tyro"),
+        ("rlkit.engines.x", "from rlkit.losses.logprobs import f"),
+        ("rlkit.engines.x", "import transformers"), ("rlkit.rollout.x", "from rlkit.vlm.inputs import f\nimport vllm"),
+        ("rlkit.vlm.x", "def f():\n    import transformers"), ("rlkit.vlm.x", "from rlkit.data.samples import Sample"),
+        ("rlkit.data.x", "def f():\n    import datasets"),
+        ("rlkit.data.x", "import numpy as np\nfrom PIL import Image"),
+        ("rlkit.losses.x", "import math\nfrom torch import Tensor\nfrom rlkit.losses._check import f"),
+        ("rlkit.advantages.x", "from rlkit.losses._check import f"), ("rlkit.data.x", "from . import packing"),
+        ("rlkit.report", "def f():\n    import jinja2"),
+    ],
+)  # fmt: skip
+def test_good_import_passes(name, line):
+    assert import_breaches(line, name) == []
+
+
+@pytest.mark.parametrize(
+    "snippet",
+    [
+        "import torch\ntorch.foo = 1", "import torch.nn as nn\nnn.Linear.forward = f",
+        "import torch\ntorch.backends.x += 1",
+        "import transformers\ntransformers.models.qwen2.X.forward = f", "from transformers import A\nA.forward = f",
+        "from transformers.models import qwen2 as q\nq.attention = f", "from peft import X as Y\nY.a.b = 1",
+        "from transformers import A\nsetattr(A, 'forward', f)", "import peft\nsetattr(peft.tuners, 'x', f)",
+        "def g():\n    from transformers import A\n    A.forward = f", "import torch\n(a, torch.x) = 1, 2",
+        "import torch\ntorch.x: int = 1", "import torch\ndel torch.x", "from transformers import MAP\nMAP['x'] = f",
+        "import torch\nB = torch.nn.Linear\nB.forward = f", "import torch\nfor torch.x in y: pass",
+        "import torch\nwith f() as torch.x: pass", "from torch import nn\ntype.__setattr__(nn.Linear, 'forward', f)",
+    ],
+)  # fmt: skip
+def test_patch_is_found(snippet):
+    assert patch_breaches(snippet, "x")
+
+
+@pytest.mark.parametrize(
+    "snippet",
+    [
+        "import torch\nx = torch.zeros(1)\nx.grad = None", "from torch import nn\nself.weight = nn.Parameter(x)",
+        "from transformers import AttentionInterface\nAttentionInterface.register('mine', f)",
+        "import torch\nx[torch.arange(3)] = 1", "import numpy\nnumpy.x = 1", "setattr(self, 'torch', 1)",
+    ],
+)  # fmt: skip
+def test_what_is_no_patch_passes(snippet):
+    assert patch_breaches(snippet, "x") == []
+
+
+def test_long_files_and_utils_are_found():
+    assert shape_breaches("recipes.a", 301) and shape_breaches("rlkit.data.a", 451) and shape_breaches("rlkit.utils", 1)
+    assert shape_breaches("rlkit.data.utils", 1) and shape_breaches("rlkit.utils.x", 1)
+    assert not shape_breaches("recipes.a", 300) and not shape_breaches("rlkit.data.a", 450)
+
+
+# --- what an import costs, from an uninstalled checkout
+
+
+def run_elsewhere(tmp_path: Path, code: str) -> list[str]:
+    env = {**os.environ, "PYTHONPATH": str(ROOT), "PYTHONDONTWRITEBYTECODE": "1"}
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=tmp_path, env=env, capture_output=True, text=True, timeout=120
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout.split()
+
+
+TOPS = "sorted({m.partition('.')[0] for m in sys.modules})"
+
+
+def test_losses_and_advantages_cost_torch_alone(tmp_path):
+    extra = run_elsewhere(
+        tmp_path,
+        f"import sys, torch; a = set({TOPS}); import rlkit.losses, rlkit.advantages; print(*sorted(set({TOPS}) - a))",
+    )
+    assert set(extra) - sys.stdlib_module_names == {"rlkit"}
+
+
+def test_rlkit_alone_imports_no_torch(tmp_path):
+    tops = run_elsewhere(tmp_path, f"import sys; a = set({TOPS}); import rlkit; print(*sorted(set({TOPS}) - a))")
+    assert "rlkit" in tops and not {"torch", "numpy", "transformers"} & set(tops)
+
+
+def test_every_package_imports_from_an_uninstalled_checkout(tmp_path):
+    modules = [module_name(path) for path in LIBRARY if path.name == "__init__.py"] + ["rlkit.tracking", "rlkit.report"]
+    code = (
+        f"import sys\nfor name in {modules}: __import__(name)\n"
+        "import rlkit; print(rlkit.__file__)\n"
+        f"print(*sorted({{'transformers', 'datasets', 'peft', 'sklearn', 'vllm'}} & set({TOPS})))"
+    )
+    file, *heavy = run_elsewhere(tmp_path, code)
+    assert Path(file) == ROOT / "rlkit" / "__init__.py" and heavy == []

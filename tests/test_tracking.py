@@ -1,0 +1,229 @@
+import base64
+import io
+import json
+import re
+from dataclasses import replace
+from html.parser import HTMLParser
+
+import pytest
+from PIL import Image
+
+import rlkit.report
+from rlkit.data import prompt
+from rlkit.report import CURVES, _smooth, write_report
+from rlkit.tracking import CONFIG, EVAL, METRICS, Run, new_directory, read_metrics
+
+# --- Run
+
+
+def lines(run: Run) -> list[dict]:
+    return [json.loads(line) for line in (run.out / METRICS).read_text().splitlines()]
+
+
+def test_run_writes_config_and_metrics(tmp_path):
+    run = Run(tmp_path / "a" / "b", {"lr": 0.1, "path": tmp_path})
+    written = json.loads((run.out / CONFIG).read_text())
+    assert written["lr"] == 0.1 and written["path"] == str(tmp_path) and written["versions"]["torch"]
+    run.log(0, {"loss": 1.5})
+    run.log(1, {"loss": float("nan")})
+    assert lines(run)[0] == {"step": 0, "loss": 1.5} and lines(run)[1]["loss"] != lines(run)[1]["loss"]
+    assert sorted(path.name for path in run.out.iterdir()) == [CONFIG, METRICS]  # no half-written files left
+
+
+def test_run_refuses_an_existing_run(tmp_path):
+    Run(tmp_path, {"seed": 0}).log(0, {})
+    for writes in (True, False):
+        with pytest.raises(ValueError, match=f"out '{tmp_path}': holds a run already; --resume"):
+            Run(tmp_path, {"seed": 1}, writes=writes)
+    assert json.loads((tmp_path / CONFIG).read_text())["seed"] == 0  # refused before it wrote anything
+    assert len(read_metrics(tmp_path / METRICS)) == 1
+    Run(tmp_path, {"seed": 1}, resume=True)
+    assert len(read_metrics(tmp_path / METRICS)) == 1
+
+
+def test_start_at_drops_what_will_be_logged_again(tmp_path):
+    run = Run(tmp_path, {})
+    run.start_at(0)
+    assert lines(run) == []
+    for step in range(6):
+        run.log(step, {"loss": step})
+    run = Run(tmp_path, {}, resume=True)
+    run.start_at(4)
+    run.log(4, {"loss": 40})
+    assert [(row["step"], row["loss"]) for row in lines(run)] == [(0, 0), (1, 1), (2, 2), (3, 3), (4, 40)]
+
+
+def test_last_line_cut_short_is_tolerated(tmp_path):
+    run = Run(tmp_path, {})
+    for step in range(3):
+        run.log(step, {"loss": 0.25, "reward/mean": 1.0})
+    path = tmp_path / METRICS
+    whole = path.read_text()
+    for cut in range(1, len(whole.splitlines()[-1]) + 1):  # killed after any byte
+        path.write_text(whole[:-cut])
+        assert [row["step"] for row in read_metrics(path)] in ([0, 1], [0, 1, 2])
+    path.write_text(whole[:-9])
+    run = Run(tmp_path, {}, resume=True)
+    run.start_at(2)
+    run.log(2, {"loss": 0.5})
+    assert [row["step"] for row in lines(run)] == [0, 1, 2]
+
+
+def test_evaluation_merges(tmp_path):
+    run = Run(tmp_path, {})
+    assert run.evaluation(accuracy_before=0.1) == {"accuracy_before": 0.1}
+    assert Run(tmp_path, {}, resume=True).evaluation(accuracy_after=0.9, accuracy_before=0.2) == {
+        "accuracy_before": 0.2, "accuracy_after": 0.9,
+    }  # fmt: skip
+    assert json.loads((tmp_path / EVAL).read_text()) == {"accuracy_before": 0.2, "accuracy_after": 0.9}
+
+
+def test_only_the_writer_writes(tmp_path):
+    out = tmp_path / "run"
+    run = Run(out, {}, writes=False)
+    run.start_at(0)
+    run.log(0, {"loss": 1.0})
+    assert run.evaluation(a=1) == {"a": 1} and not out.exists()
+    Run(out, {}).evaluation(b=2)
+    assert run.evaluation(a=1) == {"a": 1, "b": 2} and json.loads((out / EVAL).read_text()) == {"b": 2}
+
+
+def test_new_directory(tmp_path):
+    assert new_directory(tmp_path, "x") == new_directory(tmp_path, "x", resume=True) == tmp_path / "x"
+    for count, name in enumerate(("x", "x-2", "x-3"), 1):
+        path = new_directory(tmp_path, "x")
+        assert path == tmp_path / name
+        Run(path, {}).log(0, {})
+        assert new_directory(tmp_path, "x", resume=True) == path, count
+    (tmp_path / "x-4").mkdir()  # a directory without a run is free
+    assert new_directory(tmp_path, "x") == tmp_path / "x-4"
+    assert new_directory(tmp_path, "x", resume=True) == tmp_path / "x-3"
+
+
+# --- the report
+
+
+class Page(HTMLParser):
+    """Every tag, and every attribute that could fetch something."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.tags: list[str] = []
+        self.links: list[str] = []
+        self.said: list[str] = []
+        self.feed(text)
+
+    def handle_starttag(self, tag, attrs):
+        self.tags.append(tag)
+        self.links += [
+            value or "" for name, value in attrs if name in ("src", "href", "srcset", "data", "action", "poster")
+        ]
+
+    def handle_data(self, data):
+        self.said.append(data)
+
+
+def answer(text: str, **facts):
+    sample = prompt([1, 2], row={"question": "What is it?", "answer": "7"}, images=[Image.new("RGB", (300, 200))])
+    return replace(sample, text=text, **facts)
+
+
+def check_page(page) -> tuple[Page, str]:
+    text = page.read_text()
+    parsed = Page(text)
+    assert all(link.startswith("data:image/png;base64,") for link in parsed.links) and parsed.links
+    assert not {"script", "link", "iframe", "object", "base", "form"} & set(parsed.tags)
+    assert not re.search(r"https?://|@import|url\(", text)
+    for link in parsed.links:
+        Image.open(io.BytesIO(base64.b64decode(link.partition(",")[2]))).verify()
+    picture = Image.open(page.with_name("learning_curve.png"))
+    assert picture.format == "PNG" and min(picture.size) > 200
+    return parsed, text
+
+
+def full_run(tmp_path) -> Run:
+    run = Run(tmp_path, {"lr": 1e-3, "note": "</pre><script>alert(1)</script>"})
+    for step in range(5):
+        run.log(step, {name: step / 5 for name, _ in CURVES})
+    run.evaluation(accuracy_before=0.125, accuracy_after=0.875, heldout=360)
+    return run
+
+
+def test_report_is_one_self_contained_page(tmp_path):
+    full_run(tmp_path)
+    samples = [answer("seven", reward=1.0, finish_reason="length"), answer("7", reward=0.0), answer("?")]
+    page = write_report(tmp_path, samples, title="A & B")
+    assert page == tmp_path / "report.html"
+    parsed, text = check_page(page)
+    said = " ".join(parsed.said)
+    for words in ("A & B", "0.125", "0.875", "360", "What is it?", "seven …", "nan"):
+        assert words in said, words
+    assert len(parsed.links) == 1 + 3 and parsed.tags.count("tr") == 1 + 3
+    assert text.count('class="right"') == 1 and text.count('class="wrong"') == 2
+    assert sorted(path.name for path in tmp_path.iterdir()) == [
+        CONFIG, EVAL, "learning_curve.png", METRICS, "report.html",
+    ]  # fmt: skip
+
+
+@pytest.fixture
+def no_curves(monkeypatch):
+    """Drawing takes most of a report's time."""
+    buffer = io.BytesIO()
+    Image.new("RGB", (201, 201)).save(buffer, "PNG")
+    monkeypatch.setattr(rlkit.report, "_plot", lambda *_: buffer.getvalue())
+
+
+def test_report_escapes_answers(tmp_path, no_curves):
+    full_run(tmp_path)
+    evil = '<script>alert("x")</script><img src=x onerror=y>'
+    sample = replace(answer(evil, reward=0.0), row={"question": evil, "answer": evil})
+    parsed, text = check_page(write_report(tmp_path, [sample], title=evil))
+    assert "<script" not in text and "onerror=y>" not in text
+    assert text.count("&lt;script&gt;") >= 4 and parsed.tags.count("img") == 2
+    assert " ".join(parsed.said).count(evil) >= 3
+
+
+def test_report_without_samples(tmp_path, no_curves):
+    full_run(tmp_path)
+    parsed, _ = check_page(write_report(tmp_path))
+    assert "table" not in parsed.tags and tmp_path.name in " ".join(parsed.said)
+
+
+@pytest.mark.parametrize(
+    "rows",
+    [
+        [],
+        [{"loss": 1.0}, {"entropy": 2.0, "unknown": "text"}],
+        [{"reward/mean": float("nan"), "loss": float("inf")}, {"reward/mean": None}],
+    ],
+)
+def test_report_of_metrics_that_miss_keys(tmp_path, rows):
+    run = Run(tmp_path, {})
+    run.start_at(0)
+    for step, row in enumerate(rows):
+        run.log(step, row)
+    check_page(write_report(tmp_path, [answer("x")]))
+
+
+def test_report_before_the_last_evaluation(tmp_path):
+    Run(tmp_path, {}).log(0, {"reward/mean": 0.5})
+    Run(tmp_path, {}, resume=True).evaluation(accuracy_before=0.25)
+    with (tmp_path / METRICS).open("a") as file:
+        file.write('{"step": 1, "rew')
+    parsed, _ = check_page(write_report(tmp_path))
+    assert "0.250" in parsed.said and "held-out accuracy after" not in parsed.said
+
+
+def test_a_nan_step_does_not_end_the_curves(tmp_path, monkeypatch):
+    run = Run(tmp_path, {})
+    for step, value in enumerate([1.0, float("nan"), 3.0, None, 5.0]):
+        run.log(step, {"reward/mean": value})
+    drawn = []
+    monkeypatch.setattr(rlkit.report, "_smooth", lambda values: drawn.append(values) or list(values))
+    write_report(tmp_path)
+    assert drawn == [(1.0, 3.0, 5.0)] * 2
+
+
+def test_smooth():
+    assert _smooth([2.0] * 5) == pytest.approx([2.0] * 5) and _smooth([]) == []
+    assert _smooth([0.0, 1.0], 0.9) == pytest.approx([0.0, 0.1 / 0.19])
