@@ -67,7 +67,7 @@ def pack(
         tokens[rows, : len(blank.token_ids)] = torch.tensor(blank.token_ids)
         lengths, vision = [*lengths, len(blank.token_ids)], [*vision, blank.vision]
     attended = torch.arange(tokens.shape[1]) < torch.tensor(lengths)[:, None]
-    positions = position_ids(tokens, attended, join_vision(vision), spec)
+    positions = position_ids(tokens, attended, vision, spec)
 
     row, column = batch.mask[:, 1:].nonzero(as_tuple=True)  # column 0 has no token before it
     slots, targets = row * columns + column + 1, batch.tokens[row, column + 1]
@@ -134,13 +134,19 @@ def lay_out(
     sizes = [end - first for _, first, end in pieces]
     starts = [0, *accumulate(sizes)][:-1]
     prefixes = [(0, 0) if head is None else (starts[head], sizes[head]) for head in heads]
-    source = torch.cat([torch.arange(row * width + first, row * width + end) for row, first, end in pieces])
+    source = runs([row * width + first for row, first, _ in pieces], sizes)
     place = torch.zeros(len(lengths) * width, dtype=torch.long)
     place[source] = torch.arange(len(source))
-    for (row, first, _), (begin, length) in zip(pieces, prefixes, strict=True):
-        if length:
-            place[row * width : row * width + first] = torch.arange(begin, begin + length)
+    begins, before = zip(*prefixes, strict=True)
+    place[runs([row * width for row, _, _ in pieces], before)] = runs(begins, before)
     return Layout(starts, sizes, prefixes, device), source, place
+
+
+def runs(starts: Sequence[int], lengths: Sequence[int]) -> Tensor:
+    """[sum of lengths]: start, start + 1, ... for each start, one run behind the other."""
+    sizes, first = torch.tensor(lengths), torch.tensor(starts)
+    offset = first - (sizes.cumsum(0) - sizes)
+    return offset.repeat_interleave(sizes) + torch.arange(int(sizes.sum()))
 
 
 def shared_costs(batch: Batch) -> tuple[list[int], list[int]]:

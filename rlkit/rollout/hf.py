@@ -88,9 +88,10 @@ class HfRollout:
         noise = uniforms(sampling.seed, [r.group_id for r in requests], n, sampling.max_new_tokens).to(device)
 
         tokens, attended = _left_pad([r.token_ids for r in requests])
-        vision = join_vision([r.vision for r in requests])
+        vision = [r.vision for r in requests]
         positions = position_ids(tokens, attended, vision, position_spec(config))
-        inputs = {"input_ids": tokens, "attention_mask": attended.long(), "position_ids": positions, **vision}
+        inputs = {"input_ids": tokens, "attention_mask": attended.long(), "position_ids": positions}
+        inputs |= join_vision(vision)
         out = module(**{k: v.to(device) for k, v in inputs.items()}, use_cache=True, logits_to_keep=1)
         cache = out.past_key_values
         cache.batch_repeat_interleave(n)

@@ -16,15 +16,19 @@ def position_spec(config: Any) -> Rope3DSpec | None:
     return rope3d_spec(config) if config.model_type in ROPE3D_MODEL_TYPES else None
 
 
-def join_vision(vision: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
-    """The vision tensors of several samples, one behind the other in the order of their rows."""
-    keys = list(dict.fromkeys(key for one in vision for key in one))
+POSITION_KEYS = ("image_grid_thw", "video_grid_thw", "second_per_grid_ts")
+
+
+def join_vision(vision: Sequence[Mapping[str, Tensor]], only: Sequence[str] | None = None) -> dict[str, Tensor]:
+    """The vision tensors of several samples (`only` those named), one behind the other in the order of their rows."""
+    keys = [key for key in dict.fromkeys(key for one in vision for key in one) if only is None or key in only]
     return {key: torch.cat([one[key] for one in vision if key in one]) for key in keys}
 
 
-def position_ids(tokens: Tensor, attended: Tensor, images: Mapping[str, Tensor], spec: Rope3DSpec | None) -> Tensor:
-    """[3, B, T] for a 3D RoPE model, else [B, T]; padding on either side."""
+def position_ids(
+    tokens: Tensor, attended: Tensor, vision: Sequence[Mapping[str, Tensor]], spec: Rope3DSpec | None
+) -> Tensor:
+    """[3, B, T] for a 3D RoPE model, else [B, T]; padding on either side. `vision` is each row's own."""
     if spec is None:
         return (attended.cumsum(1) - 1).clamp(min=0)
-    grids = {k: images.get(k) for k in ("image_grid_thw", "video_grid_thw", "second_per_grid_ts")}
-    return rope3d_position_ids(tokens, attended, **grids, spec=spec)[0]
+    return rope3d_position_ids(tokens, attended, **join_vision(vision, POSITION_KEYS), spec=spec)[0]
