@@ -113,6 +113,20 @@ def repad(x: Packed | Tensor, like: Packed | None = None, *, fill: float = 0) ->
     return padded.index_copy(0, like.indices, values).view(batch, width, *values.shape[1:])
 
 
+def runs(starts: Sequence[int], lengths: Sequence[int]) -> Tensor:
+    """Several ranges, one behind the other: [s, s + 1, ..., s + n - 1] for each start s and length n.
+
+    Args:
+        starts, lengths: as many integers on the host; a length may be 0.
+
+    Returns:
+        int64 [sum of lengths], on the host.
+    """
+    sizes, first = torch.tensor(lengths, dtype=torch.long), torch.tensor(starts, dtype=torch.long)
+    offset = first - (sizes.cumsum(0) - sizes)
+    return offset.repeat_interleave(sizes) + torch.arange(int(sizes.sum()))
+
+
 def _check_leading(name: str, x: Tensor, batch_shape: tuple[int, int]) -> None:
     if tuple(x.shape[:2]) != batch_shape:
         raise ValueError(f"{name}: expected [{batch_shape[0]}, {batch_shape[1]}, ...], got {list(x.shape)}")

@@ -22,6 +22,8 @@ from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedM
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
+from rlkit.data.packing import runs
+
 NAME = "rlkit_packed"
 
 
@@ -63,8 +65,8 @@ class Layout:
         if not any(length for _, length in self.prefixes):
             return None
         own = zip(self.starts, self.lengths, strict=True)
-        runs = [run for pair in zip(self.prefixes, own, strict=True) for run in pair]
-        return torch.cat([torch.arange(start, start + length) for start, length in runs]).to(self.device)
+        starts, lengths = zip(*(run for pair in zip(self.prefixes, own, strict=True) for run in pair), strict=True)
+        return runs(starts, lengths).to(self.device)
 
     @cached_property
     def blocks(self) -> list[Block]:

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from rlkit.data.packing import runs
 from rlkit.data.samples import Batch, Sample, prompt
 from rlkit.engines.attention import Layout
 from rlkit.vlm.inputs import join_vision, position_ids
@@ -140,13 +141,6 @@ def lay_out(
     begins, before = zip(*prefixes, strict=True)
     place[runs([row * width for row, _, _ in pieces], before)] = runs(begins, before)
     return Layout(starts, sizes, prefixes, device), source, place
-
-
-def runs(starts: Sequence[int], lengths: Sequence[int]) -> Tensor:
-    """[sum of lengths]: start, start + 1, ... for each start, one run behind the other."""
-    sizes, first = torch.tensor(lengths), torch.tensor(starts)
-    offset = first - (sizes.cumsum(0) - sizes)
-    return offset.repeat_interleave(sizes) + torch.arange(int(sizes.sum()))
 
 
 def shared_costs(batch: Batch) -> tuple[list[int], list[int]]:

@@ -5,7 +5,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from rlkit.data.packing import repad, unpad, unpad_like
+from rlkit.data.packing import repad, runs, unpad, unpad_like
 
 
 def loop_unpad(x: Tensor, mask: Tensor) -> tuple[list, list[int]]:
@@ -147,3 +147,11 @@ X, MASK = torch.ones(2, 3), torch.tensor([[1, 1, 0], [1, 0, 0]])
 def test_bad_input_is_named(call, message):
     with pytest.raises(ValueError, match=message):
         call()
+
+
+@pytest.mark.parametrize(
+    ("starts", "lengths"), [([], []), ([5], [0]), ([3, 0, 9], [2, 3, 1]), ([4, 4, 0, 7], [0, 2, 0, 3])]
+)
+def test_runs_are_ranges_end_to_end(starts, lengths):
+    expected = [i for start, length in zip(starts, lengths, strict=True) for i in range(start, start + length)]
+    assert runs(starts, lengths).tolist() == expected

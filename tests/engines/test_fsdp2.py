@@ -155,6 +155,15 @@ def test_varlen_attention_equals_loop(window):
         torch.testing.assert_close(mine, theirs)
 
 
+def test_layout_as_a_gpu_kernel_takes_it():
+    layout = Layout([0, 7, 9, 12], [7, 2, 3, 1], [(0, 0), (0, 7), (0, 7), (0, 0)], torch.device("cpu"))
+    assert layout.cu_queries.tolist() == [0, 7, 9, 12, 13] and layout.cu_queries.dtype == torch.int32
+    assert layout.cu_keys.tolist() == [0, 7, 16, 26, 27]
+    first = list(range(7))
+    assert layout.keys.tolist() == [*first, *first, 7, 8, *first, 9, 10, 11, 12]
+    assert Layout([0, 4], [4, 5], [(0, 0)] * 2, torch.device("cpu")).keys is None
+
+
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 def test_varlen_attention_on_a_gpu_equals_the_cpu():
