@@ -25,6 +25,7 @@ import tyro
 from torch.optim import AdamW
 from torch.optim.lr_scheduler import LambdaLR
 from tqdm import tqdm
+from transformers.utils.logging import disable_progress_bar
 
 from rlkit.advantages import grpo_advantages
 from rlkit.data import Task, collate, group_ids, judged, load_task, score, step_rows
@@ -124,6 +125,7 @@ class Config:
 
 def main(cfg: Config) -> None:
     init_distributed()
+    disable_progress_bar()  # of loading and saving; the run has its own
     rank, world = dist.get_rank(), dist.get_world_size()
     name = f"grpo_vlm-{Path(cfg.task).stem}-seed{cfg.seed}"
     try:
@@ -235,6 +237,7 @@ def set_up(cfg: Config, task: Task, out: Path):
     if path == "tiny":
         path = str(out / "init")
         if dist.get_rank() == 0 and not Path(path).exists():
+            print(f"building a tiny Qwen2.5-VL and warming it up: {path}", flush=True)
             build_tiny(path, task.train, seed=cfg.seed)
         dist.barrier()
     processor = load_processor(path, trust_remote_code=cfg.trust_remote_code)
