@@ -5,6 +5,60 @@ Outcome advantages are [B], token-level ones [B, T]; losses take either. Group m
 and its advantage is 0.
 """
 
+from rlkit.advantages.baselines import (
+    gpg_advantages,
+    maxrl_advantages,
+    opo_advantages,
+    passk_advantages,
+    passk_leave_one_out_advantages,
+    remax_advantages,
+    rloo_advantages,
+)
+from rlkit.advantages.filtering import informative_groups, pf_ppo_indices, pf_ppo_weights
 from rlkit.advantages.group import dr_grpo_advantages, expand_to_tokens, grpo_advantages
+from rlkit.advantages.returns import (
+    discounted_returns,
+    gae,
+    length_adaptive_lambda,
+    masked_whiten,
+    rewards_to_tokens,
+    vtrace,
+)
+from rlkit.advantages.shaping import AdaptiveKL, FixedKL, adaptive_kl_coef, kl_in_reward, overlong_penalty
+from rlkit.advantages.token_baseline import optimal_token_baseline_advantages
+from rlkit.advantages.whitened import (
+    gdpo_advantages,
+    reinforce_plus_plus_advantages,
+    reinforce_plus_plus_baseline_advantages,
+)
 
-__all__ = ["dr_grpo_advantages", "expand_to_tokens", "grpo_advantages"]
+__all__ = [
+    "AdaptiveKL",
+    "FixedKL",
+    "adaptive_kl_coef",
+    "discounted_returns",
+    "dr_grpo_advantages",
+    "expand_to_tokens",
+    "gae",
+    "gdpo_advantages",
+    "gpg_advantages",
+    "grpo_advantages",
+    "informative_groups",
+    "kl_in_reward",
+    "length_adaptive_lambda",
+    "masked_whiten",
+    "maxrl_advantages",
+    "opo_advantages",
+    "optimal_token_baseline_advantages",
+    "overlong_penalty",
+    "passk_advantages",
+    "passk_leave_one_out_advantages",
+    "pf_ppo_indices",
+    "pf_ppo_weights",
+    "reinforce_plus_plus_advantages",
+    "reinforce_plus_plus_baseline_advantages",
+    "remax_advantages",
+    "rewards_to_tokens",
+    "rloo_advantages",
+    "vtrace",
+]

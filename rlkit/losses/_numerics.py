@@ -1,7 +1,9 @@
-"""The two numeric rules every loss keeps: float32 at least, and a log-ratio that is masked and bounded before exp."""
+"""The numeric rules every loss keeps: float32 at least, and what is masked is masked before it is used."""
 
 import torch
 from torch import Tensor
+
+from rlkit.losses._check import advantages_per_token
 
 LOG_RATIO_LIMIT = 20.0  # nats; exp(20) is 4.9e8
 
@@ -21,3 +23,8 @@ def masked_log_ratio(logprobs: Tensor, base_logprobs: Tensor, mask: Tensor | Non
     if mask is not None:
         log_ratio = torch.where(mask, log_ratio, 0.0)
     return log_ratio.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
+
+
+def masked_cost(advantages: Tensor, mask: Tensor) -> Tensor:
+    """-A as [B, T], detached and float32 at least; 0 outside the mask, whatever the advantages hold there."""
+    return torch.where(mask, -at_least_float32(advantages_per_token(advantages.detach(), mask)), 0.0)

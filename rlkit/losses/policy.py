@@ -3,8 +3,8 @@
 import torch
 from torch import Tensor
 
-from rlkit.losses._check import advantages_per_token, check_not_negative, check_per_token, fail
-from rlkit.losses._numerics import at_least_float32, masked_log_ratio
+from rlkit.losses._check import check_not_negative, check_per_token, fail
+from rlkit.losses._numerics import masked_cost, masked_log_ratio
 
 
 def clipped_policy_loss(
@@ -49,7 +49,7 @@ def clipped_policy_loss(
     if dual_clip is not None and not dual_clip > 1:
         fail("dual_clip", dual_clip, "a number > 1, or None")
     ratio = masked_log_ratio(logprobs, old_logprobs.detach(), mask).exp()
-    cost = torch.where(mask, -at_least_float32(advantages_per_token(advantages.detach(), mask)), 0.0)
+    cost = masked_cost(advantages, mask)
     loss = torch.maximum(cost * ratio, cost * ratio.clamp(1 - clip_low, 1 + clip_high))
     if dual_clip is not None:
         loss = torch.where(cost > 0, torch.minimum(loss, cost * dual_clip), loss)

@@ -1,0 +1,236 @@
+"""Advantages of samples against a baseline: the others of the group, a greedy answer, the pass rate."""
+
+import torch
+from torch import Tensor
+
+from rlkit.advantages.filtering import informative_groups
+from rlkit.advantages.group import _centre, _group_sums
+from rlkit.losses._check import check_groups, check_not_negative, check_positive, check_rank, check_shape
+
+
+def rloo_advantages(rewards: Tensor, group_ids: Tensor) -> Tensor:
+    r"""Reward minus the mean of the others of its group.
+
+    $$A_i = r_i - \frac{1}{G - 1} \sum_{j \ne i} r_j = \frac{G}{G - 1} (r_i - \mathrm{mean}(r))$$
+
+    RLOO, https://arxiv.org/abs/2402.14740.
+
+    Choices: a group of one has no others and gives 0; verl's looped version gives it the raw reward, its vectorised
+    one 0.
+
+    Args:
+        rewards: [B], one a sample; nan means "not judged": no other's baseline, advantage 0.
+        group_ids: [B], any integers, in any order: equal ids are one group, of any size.
+
+    Returns:
+        [B], float32 (float64 for float64 rewards).
+
+    Raises:
+        ValueError: where rewards are not [B] or group_ids are not integers of that length.
+    """
+    check_groups(group_ids, rewards=rewards)
+    centred, index, count = _centre(rewards, group_ids)
+    advantages = centred * (count / (count - 1).clamp(min=1))[index]
+    return advantages.to(torch.promote_types(rewards.dtype, torch.float32))
+
+
+def remax_advantages(rewards: Tensor, greedy_rewards: Tensor) -> Tensor:
+    r"""Reward minus that of the greedy answer to the same prompt: $A_i = r_i - r_i^{\mathrm{greedy}}$.
+
+    ReMax, https://arxiv.org/abs/2310.10505.
+
+    Args:
+        rewards: [B], one a sample; nan means "not judged": advantage 0.
+        greedy_rewards: [B], the reward of the answer decoded greedily from the sample's prompt; nan likewise.
+
+    Returns:
+        [B], float32 (float64 where one of them is float64).
+
+    Raises:
+        ValueError: where rewards are not [B] or greedy_rewards are of another shape.
+    """
+    check_rank("rewards", rewards, 1, "[B]")
+    check_shape("greedy_rewards", greedy_rewards, tuple(rewards.shape), "as rewards")
+    dtype = torch.promote_types(torch.promote_types(rewards.dtype, greedy_rewards.dtype), torch.float32)
+    judged = ~(rewards.isnan() | greedy_rewards.isnan())
+    difference = torch.where(judged, rewards, 0).double() - torch.where(judged, greedy_rewards, 0).double()
+    return difference.to(dtype)
+
+
+def opo_advantages(rewards: Tensor, lengths: Tensor, group_ids: Tensor) -> Tensor:
+    r"""Reward minus the mean of its group weighted by length.
+
+    $$A_i = r_i - \frac{\sum_j l_j r_j}{\sum_j l_j}$$
+
+    OPO, https://arxiv.org/abs/2505.23585: the baseline of least gradient variance where a sample's squared
+    gradient norm is proportional to its length.
+
+    Choices: a group of one gives 0, as the formula does; verl gives it the raw reward. A group whose lengths are all 0
+    has no baseline and gives 0: none of its tokens is trained on.
+
+    Args:
+        rewards: [B], one a sample; nan means "not judged": outside its group's baseline, advantage 0.
+        lengths: [B], trained tokens a sample (`mask.sum(1)`), >= 0.
+        group_ids: [B], any integers, in any order: equal ids are one group, of any size.
+
+    Returns:
+        [B], float32 (float64 for float64 rewards).
+
+    Raises:
+        ValueError: where rewards or lengths are not [B] or group_ids are not integers of that length.
+    """
+    check_groups(group_ids, rewards=rewards, lengths=lengths)
+    centred, index, _ = _centre(rewards, group_ids)
+    weights = torch.where(rewards.isnan(), 0, lengths).double()
+    total = _group_sums(weights, index)
+    shift = _group_sums(weights * centred, index) / torch.where(total > 0, total, 1.0)
+    advantages = torch.where(rewards.isnan() | (total == 0)[index], 0.0, centred - shift[index])
+    return advantages.to(torch.promote_types(rewards.dtype, torch.float32))
+
+
+def gpg_advantages(rewards: Tensor, group_ids: Tensor, alpha: float | Tensor | None = None) -> Tensor:
+    r"""Reward minus the mean of its group, scaled up for the samples of groups that teach nothing.
+
+    $$A_i = \alpha (r_i - \mathrm{mean}(r)), \quad \alpha = \frac{B}{B - M}$$
+
+    with B the judged samples of the batch and M those in groups whose rewards are all equal.
+
+    GPG, https://arxiv.org/abs/2504.02546, with its F_norm = 1.
+
+    Choices: the paper's M, as in the authors' code, but counted in samples, as groups may differ in size. verl divides
+    B by the number of samples whose reward is not 0 instead, which depends on where rewards have their zero. The
+    threshold beta_th of the paper (draw more prompts until enough groups are informative) belongs to the sampler: see
+    `informative_groups`.
+
+    Args:
+        rewards: [B], one a sample; nan means "not judged": outside its group's mean and outside B and M, advantage 0.
+        group_ids: [B], any integers, in any order: equal ids are one group, of any size.
+        alpha: the factor over the whole batch, where these rows are not all of it (several ranks); 1 for none.
+
+    Returns:
+        [B], float32 (float64 for float64 rewards); 0 throughout where no group is informative.
+
+    Raises:
+        ValueError: where rewards are not [B] or group_ids are not integers of that length.
+    """
+    check_groups(group_ids, rewards=rewards)
+    centred, _, _ = _centre(rewards, group_ids)
+    if alpha is None:
+        judged = ~rewards.isnan()
+        alpha = judged.sum() / (judged & informative_groups(rewards, group_ids)).sum().clamp(min=1).double()
+    return (alpha * centred).to(torch.promote_types(rewards.dtype, torch.float32))
+
+
+def maxrl_advantages(rewards: Tensor, group_ids: Tensor) -> Tensor:
+    r"""Reward minus the mean of its group, over that mean.
+
+    $$A_i = \frac{r_i - \mathrm{mean}(r)}{\mathrm{mean}(r)}$$
+
+    MaxRL, https://arxiv.org/abs/2602.02710: with rewards 0 and 1 the mean is the pass rate, and the
+    gradient is that of its logarithm, cut at the order that G samples allow.
+
+    Choices: no eps (authors' code: 1e-6), as rewards >= 0 bound the result by G - 1; a group without a success gives 0.
+    A group of one gives 0; the authors' code gives it reward / 1e-6.
+
+    Args:
+        rewards: [B], >= 0 and made for 0 and 1; nan means "not judged": outside its group's mean, advantage 0.
+        group_ids: [B], any integers, in any order: equal ids are one group, of any size.
+
+    Returns:
+        [B], float32 (float64 for float64 rewards); 0 where the mean of the group is not above 0.
+
+    Raises:
+        ValueError: where rewards are not [B] or group_ids are not integers of that length.
+    """
+    check_groups(group_ids, rewards=rewards)
+    centred, index, count = _centre(rewards, group_ids)
+    total = _group_sums(torch.where(rewards.isnan(), 0, rewards).double(), index)
+    mean = (total / count.clamp(min=1))[index]
+    advantages = torch.where(mean > 0, centred / torch.where(mean > 0, mean, 1.0), 0.0)
+    return advantages.to(torch.promote_types(rewards.dtype, torch.float32))
+
+
+def passk_advantages(rewards: Tensor, group_ids: Tensor, k: int, threshold: float = 0.5, eps: float = 1e-6) -> Tensor:
+    r"""Advantage of a sample under the reward "one of k answers passes", averaged over all k-subsets of its group.
+
+    With c of the N samples of a group passing, and $f = \binom{N - c}{k} / \binom{N}{k}$ the chance that k of them all
+    fail,
+
+    $$A_{\mathrm{pass}} = \frac{f}{\sigma}, \quad
+    A_{\mathrm{fail}} = \frac{f - \binom{N - c - 1}{k - 1} / \binom{N - 1}{k - 1}}{\sigma}, \quad
+    \sigma = \sqrt{f (1 - f)} + \epsilon$$
+
+    Pass@k training, https://arxiv.org/abs/2508.10751 (its analytical derivation).
+
+    Choices: k = 1 is GRPO with the population standard deviation. A group with fewer than k judged samples gives 0, as
+    no k of them can be drawn. verl's "pass@k" is another method: see `passk_leave_one_out_advantages`.
+
+    Args:
+        rewards: [B], one a sample; nan means "not judged": not one of the N, advantage 0.
+        group_ids: [B], any integers, in any order: equal ids are one group, of any size.
+        k: > 0.
+        threshold: a sample passes where its reward is above this.
+        eps: >= 0.
+
+    Returns:
+        [B], float32 (float64 for float64 rewards); 0 where every k of the group hold a pass, or none passes.
+
+    Raises:
+        ValueError: where rewards are not [B], group_ids are not integers of that length, k is not positive or eps is
+            negative.
+    """
+    check_groups(group_ids, rewards=rewards)
+    check_positive(k=k)
+    check_not_negative(eps=eps)
+    judged = ~rewards.isnan()
+    passed = judged & (rewards > threshold)
+    _, index = torch.unique(group_ids, return_inverse=True)
+    count = _group_sums(judged.double(), index)
+    failed = count - _group_sums(passed.double(), index)
+    all_fail = _subset_ratio(failed, count, k)
+    others_fail = _subset_ratio(failed - 1, count - 1, k - 1)
+    scale = (all_fail * (1 - all_fail)).sqrt() + eps
+    scale = torch.where(scale > 0, scale, 1.0)
+    advantages = torch.where(passed, (all_fail / scale)[index], ((all_fail - others_fail) / scale)[index])
+    advantages = torch.where(judged, advantages, 0.0)  # fewer than k samples: both ratios are 0
+    return advantages.to(torch.promote_types(rewards.dtype, torch.float32))
+
+
+def passk_leave_one_out_advantages(rewards: Tensor, group_ids: Tensor) -> Tensor:
+    r"""How much the best reward of the group owes to this sample: $A_i = \max_j r_j - \max_{j \ne i} r_j$.
+
+    Only a single best sample gets anything: its reward minus the second best.
+
+    https://arxiv.org/abs/2503.19595 (leave-one-out baseline of the pass@k objective, with k = G).
+
+    Choices: not divided by the group's standard deviation, as in the paper (verl's grpo_passk does so by default). A
+    group of one gives 0 (verl raises).
+
+    Args:
+        rewards: [B], one a sample; nan means "not judged": no one's rival, advantage 0.
+        group_ids: [B], any integers, in any order: equal ids are one group, of any size.
+
+    Returns:
+        [B], >= 0, float32 (float64 for float64 rewards).
+
+    Raises:
+        ValueError: where rewards are not [B] or group_ids are not integers of that length.
+    """
+    check_groups(group_ids, rewards=rewards)
+    judged = ~rewards.isnan()
+    known = torch.where(judged, rewards, 0).double()
+    _, index = torch.unique(group_ids, return_inverse=True)
+    lowest = torch.full_like(known, -torch.inf)
+    best = lowest.scatter_reduce(0, index, torch.where(judged, known, -torch.inf), "amax")[index]
+    is_best = judged & (known == best)
+    second = lowest.scatter_reduce(0, index, torch.where(judged & ~is_best, known, -torch.inf), "amax")[index]
+    alone = (_group_sums(is_best.double(), index) == 1)[index] & (second > -torch.inf)
+    advantages = torch.where(is_best & alone, known - torch.where(alone, second, 0.0), 0.0)
+    return advantages.to(torch.promote_types(rewards.dtype, torch.float32))
+
+
+def _subset_ratio(part: Tensor, whole: Tensor, k: int) -> Tensor:
+    """[B]: C(part, k) / C(whole, k), the chance that k drawn of `whole` all lie in `part`; exactly 0 for part < k."""
+    drawn = torch.arange(k, device=part.device, dtype=part.dtype)
+    left = (part[:, None] - drawn).clamp(min=0)
+    return (left / (whole[:, None] - drawn).clamp(min=1)).prod(1)

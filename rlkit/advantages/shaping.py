@@ -1,0 +1,139 @@
+"""Rewards that are shaped before advantages are taken: KL in the reward, overlong answers, coefficients that adapt."""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from rlkit.losses._check import (
+    check_not_negative,
+    check_per_token,
+    check_positive,
+    check_rank,
+    fail,
+)
+
+
+@torch.no_grad()
+def kl_in_reward(rewards_per_token: Tensor, kl: Tensor, coef: float | Tensor, mask: Tensor) -> Tensor:
+    r"""Each token's reward less the coefficient times its KL estimate: $r_t - \beta\, kl_t$ on the mask.
+
+    Ziegler et al., https://arxiv.org/abs/1909.08593 eq. 2; per token as in InstructGPT,
+    https://arxiv.org/abs/2203.02155 appendix C.4.
+
+    The estimate to use is `rlkit.losses.kl_k1`: in the reward its gradient is that of KL(policy || reference) over
+    whole sequences, exactly; the other estimates bias it here. Take the advantages after this, not before.
+
+    Args:
+        rewards_per_token: [B, T], such as from `rewards_to_tokens`.
+        kl: [B, T], of the policy that sampled, against the reference; gets no gradient.
+        coef: a number >= 0 or a 0-d tensor.
+        mask: bool [B, T], True on the tokens that the policy wrote.
+
+    Returns:
+        [B, T], float32 (float64 for float64 inputs), without gradient; 0 outside the mask, whatever the inputs hold
+        there.
+
+    Raises:
+        ValueError: for a wrong rank, shape or dtype, or a negative coefficient.
+    """
+    check_per_token(mask, rewards_per_token=rewards_per_token, kl=kl)
+    if isinstance(coef, Tensor):
+        check_rank("coef", coef, 0, "(a number or a 0-d tensor)")
+    else:
+        check_not_negative(coef=coef)
+    dtype = torch.promote_types(torch.promote_types(rewards_per_token.dtype, kl.dtype), torch.float32)
+    return torch.where(mask, rewards_per_token.to(dtype) - coef * kl.to(dtype), 0.0)
+
+
+def overlong_penalty(lengths: Tensor, max_length: float, buffer: float, penalty: float = 1.0) -> Tensor:
+    r"""What an answer loses for its length: 0, then linearly down to -penalty over the last `buffer` tokens.
+
+    $$-p \cdot \mathrm{clip}\Big(\frac{l - (L_{max} - L_{buffer})}{L_{buffer}}, 0, 1\Big)$$
+
+    DAPO's soft overlong punishment, https://arxiv.org/abs/2503.14476 eq. 13. verl goes on below -penalty past
+    `max_length`; the paper and we stop there. A buffer of 0 is a step: -penalty for every answer above `max_length`.
+
+    Args:
+        lengths: [B], tokens of each answer, such as `mask.sum(1)`; integers or floats.
+        max_length: the length at which the whole penalty is reached; > 0.
+        buffer: tokens over which it grows, in [0, max_length].
+        penalty: >= 0.
+
+    Returns:
+        [B], float32 (float64 for float64 lengths), in [-penalty, 0]; add it to the rewards.
+
+    Raises:
+        ValueError: where lengths are not [B] or a number is out of range.
+    """
+    check_rank("lengths", lengths, 1, "[B]")
+    check_positive(max_length=max_length)
+    check_not_negative(penalty=penalty)
+    if not 0 <= buffer <= max_length:
+        fail("buffer", buffer, f"a number in [0, max_length], which is {max_length}")
+    dtype = torch.promote_types(lengths.dtype, torch.float32)
+    excess = lengths.to(dtype) - (max_length - buffer)
+    return -penalty * (excess / buffer).clamp(0.0, 1.0) if buffer > 0 else -penalty * (excess > 0).to(dtype)
+
+
+def adaptive_kl_coef(coef: float, kl: float, target: float, horizon: float, steps: float = 1) -> float:
+    r"""The next KL coefficient of a proportional controller: up where the measured KL is above its target, else down.
+
+    $$\beta' = \beta (1 + K e), \quad e = \mathrm{clip}\Big(\frac{KL - \text{target}}{\text{target}}, -0.2, 0.2\Big),
+    \quad K = \text{steps} / \text{horizon}$$
+
+    Ziegler et al., https://arxiv.org/abs/1909.08593 section 2.2 (there K = 0.1 an update); steps over horizon is their
+    code's form, which verl and TRL keep.
+
+    Args:
+        coef: the present coefficient; >= 0.
+        kl: measured, in the unit of the target: mean a sequence or a token. An estimate may be negative.
+        target: > 0.
+        horizon: > 0, in the unit of `steps`.
+        steps: samples, or updates, since the last call; in [0, 5 * horizon), beyond which the factor could reach 0.
+
+    Returns:
+        The coefficient from here on.
+
+    Raises:
+        ValueError: for a number out of range, or a KL that is nan: a broken measurement must not move the coefficient.
+    """
+    check_not_negative(coef=coef)
+    check_positive(target=target, horizon=horizon)
+    if kl != kl:
+        fail("kl", kl, "a number")
+    if not 0 <= steps < 5 * horizon:
+        fail("steps", steps, "a number in [0, 5 * horizon)")
+    error = min(max(kl / target - 1, -0.2), 0.2)
+    return coef * (1 + error * steps / horizon)
+
+
+@dataclass
+class FixedKL:
+    """A KL coefficient that stays, with the `update` of `AdaptiveKL` so that a recipe can hold either.
+
+    Save `vars(controller)`, restore with `FixedKL(**saved)`.
+    """
+
+    coef: float
+
+    def update(self, kl: float, steps: float = 1) -> float:
+        """The coefficient, unchanged."""
+        return self.coef
+
+
+@dataclass
+class AdaptiveKL:
+    """A KL coefficient that follows `adaptive_kl_coef`; every rank must be given the same, global KL.
+
+    Save `vars(controller)`, restore with `AdaptiveKL(**saved)`: the coefficient is all the state there is.
+    """
+
+    coef: float
+    target: float
+    horizon: float
+
+    def update(self, kl: float, steps: float = 1) -> float:
+        """Move the coefficient by one measurement and return it. A 0-d tensor as the KL is read on the host."""
+        self.coef = adaptive_kl_coef(self.coef, float(kl), self.target, self.horizon, steps)
+        return self.coef

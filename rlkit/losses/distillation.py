@@ -1,0 +1,218 @@
+r"""Distillation losses, one value per position: divergences of a teacher's and a student's next-token distributions.
+
+Position by position, with no shift (as in `token_entropy`): `mask[b, t]` belongs to `logits[b, t]`. Logits that an
+engine has aligned with the tokens they predict take the token mask as it is. A model's raw logits at t speak of token
+t + 1 and take `F.pad(mask[:, 1:], (0, 1))`.
+
+P is the teacher's distribution and Q the student's, both at `temperature`. Values are in nats; there is no factor of
+temperature squared (Hinton et al., https://arxiv.org/abs/1503.02531, multiply by it to keep the gradient's size; TRL
+does not). Only the student gets a gradient, and it is exact: every form sums over the vocabulary and samples nothing.
+
+A logit of -inf is a probability of 0 and adds nothing where the other side's is 0 too, or where the formula weighs it
+with 0. A KL divergence is infinite where its first argument has a token that its second lacks, and comes out as inf
+with no useful gradient: suppress the same tokens on both sides, or use `jsd_loss`, which is always finite.
+"""
+
+import math
+
+import torch
+from torch import Tensor
+
+from rlkit.losses._check import check_float, check_integer, check_mask, check_positive, check_rank, check_shape, fail
+from rlkit.losses._numerics import at_least_float32
+
+_TAIL_ROUNDING = 16.0  # in units of the dtype's eps: what 1 - sum(p) may be off by; no tail mass below it is believed
+
+
+def forward_kl_loss(student_logits: Tensor, teacher_logits: Tensor, mask: Tensor, temperature: float = 1.0) -> Tensor:
+    r"""KL(teacher || student), supervised distillation, which covers all that the teacher might say.
+
+    $$L = \sum_v P_v (\log P_v - \log Q_v), \quad
+    \frac{\partial L}{\partial \text{student\_logits}_v} = \frac{Q_v - P_v}{\tau}$$
+
+    https://arxiv.org/abs/2306.13649 section 2; the limit of `jsd_loss` / beta as beta goes to 0.
+
+    Args:
+        student_logits: [B, T, V], any floating dtype.
+        teacher_logits: [B, T, V], of the same vocabulary; gets no gradient.
+        mask: bool [B, T]; see the module for its alignment.
+        temperature: of both distributions, > 0.
+
+    Returns:
+        [B, T], to be minimised, float32 (float64 for float64 logits); exactly 0, with gradient 0, outside the mask
+        whatever the inputs hold there.
+
+    Raises:
+        ValueError: for a wrong rank, shape or dtype, or a temperature that is not positive.
+    """
+    student, teacher = _log_distributions(student_logits, teacher_logits, mask, temperature)
+    return torch.where(mask, _kl(teacher, student), 0.0)
+
+
+def reverse_kl_loss(student_logits: Tensor, teacher_logits: Tensor, mask: Tensor, temperature: float = 1.0) -> Tensor:
+    r"""KL(student || teacher), which keeps the student to what the teacher finds likely.
+
+    $$L = \sum_v Q_v (\log Q_v - \log P_v), \quad
+    \frac{\partial L}{\partial \text{student\_logits}_v} = \frac{Q_v (\log Q_v - \log P_v - L)}{\tau}$$
+
+    https://arxiv.org/abs/2306.13649 section 2; the limit of `jsd_loss` / (1 - beta) as beta goes to 1. On tokens that
+    the student sampled this is the exact form of on-policy distillation's per-token log-ratio.
+
+    Args, Returns, Raises: as `forward_kl_loss`.
+    """
+    student, teacher = _log_distributions(student_logits, teacher_logits, mask, temperature)
+    return torch.where(mask, _kl(student, teacher), 0.0)
+
+
+def jsd_loss(
+    student_logits: Tensor, teacher_logits: Tensor, mask: Tensor, beta: float = 0.5, temperature: float = 1.0
+) -> Tensor:
+    r"""Generalised Jensen-Shannon divergence, bounded and finite for any pair of distributions.
+
+    $$L = \beta\, KL(P \| M) + (1 - \beta)\, KL(Q \| M), \quad M = \beta P + (1 - \beta) Q$$
+
+    GKD, https://arxiv.org/abs/2306.13649 eq. 1. At most $-\beta\log\beta - (1 - \beta)\log(1 - \beta)$; symmetric at
+    beta 0.5.
+
+    The value goes to 0 as beta goes to 0 or 1; divided by beta it goes to KL(teacher || student) at 0, divided by
+    1 - beta to KL(student || teacher) at 1. TRL weighs and mixes as here, but at exactly 0 and 1 returns those KLs, a
+    jump in the loss's scale. Here beta is strictly between, and the ends are functions of their own.
+
+    Args:
+        student_logits, teacher_logits, mask, temperature: as in `forward_kl_loss`.
+        beta: the teacher's share of the mixture, in (0, 1).
+
+    Returns:
+        [B, T], to be minimised, float32 (float64 for float64 logits); exactly 0, with gradient 0, outside the mask
+        whatever the inputs hold there.
+
+    Raises:
+        ValueError: for a wrong rank, shape or dtype, a beta outside (0, 1), or a temperature that is not positive.
+    """
+    if not 0 < beta < 1:
+        fail("beta", beta, "a number in (0, 1); for the ends see forward_kl_loss (0) and reverse_kl_loss (1)")
+    student, teacher = _log_distributions(student_logits, teacher_logits, mask, temperature)
+    absent = (student == -torch.inf) & (teacher == -torch.inf)  # logaddexp has no gradient at (-inf, -inf)
+    mixture = torch.logaddexp(
+        torch.where(absent, 0.0, teacher) + math.log(beta), torch.where(absent, 0.0, student) + math.log1p(-beta)
+    )
+    return torch.where(mask, beta * _kl(teacher, mixture) + (1 - beta) * _kl(student, mixture), 0.0)
+
+
+def topk_forward_kl_loss(
+    student_logits: Tensor,
+    teacher_logprobs: Tensor,
+    teacher_indices: Tensor,
+    mask: Tensor,
+    temperature: float = 1.0,
+) -> Tensor:
+    r"""KL(teacher || student) from the teacher's K likeliest tokens, the rest of the vocabulary in one bucket.
+
+    $$L = \sum_{v \in K} P_v (\log P_v - \log Q_v) + P_{rest} (\log P_{rest} - \log Q_{rest}), \quad
+    P_{rest} = 1 - \sum_{v \in K} P_v$$
+
+    Never above `forward_kl_loss`, to which it is equal for K = V. The bucket keeps the student from putting mass
+    outside the K tokens unseen, and makes K = 1 a sensible loss. TRL's default is the bucket too; others renormalise
+    both sides over the K tokens, which is `forward_kl_loss(student_logits.gather(2, teacher_indices),
+    teacher_logprobs, mask)`.
+
+    A rest of the teacher's that is within rounding of 0 counts as 0.
+
+    Args:
+        student_logits: [B, T, V], any floating dtype.
+        teacher_logprobs: [B, T, K], log-probabilities over the whole vocabulary at `temperature` (they cannot be
+            tempered afterwards), in any order; -inf marks an entry that names no token. Gets no gradient.
+        teacher_indices: [B, T, K], integers in [0, V), distinct but for entries at -inf, which may hold anything.
+        mask: bool [B, T]; see the module for its alignment.
+        temperature: of the student, and of the teacher when it was asked; > 0.
+
+    Returns:
+        [B, T], to be minimised, float32 (float64 for float64 inputs); exactly 0, with gradient 0, outside the mask
+        whatever the inputs hold there.
+
+    Raises:
+        ValueError: for a wrong rank, shape or dtype, or a temperature that is not positive.
+    """
+    student, teacher, rest = _topk_buckets(student_logits, teacher_logprobs, teacher_indices, mask, temperature)
+    rest = torch.where(rest > _tail_rounding(rest), rest, 0.0).log()
+    return torch.where(mask, _kl(torch.cat([teacher, rest], -1), student), 0.0)
+
+
+def topk_reverse_kl_loss(
+    student_logits: Tensor,
+    teacher_logprobs: Tensor,
+    teacher_indices: Tensor,
+    mask: Tensor,
+    temperature: float = 1.0,
+) -> Tensor:
+    r"""KL(student || teacher) from the teacher's K likeliest tokens, the rest of the vocabulary in one bucket.
+
+    $$L = \sum_{v \in K} Q_v (\log Q_v - \log P_v) + Q_{rest} (\log Q_{rest} - \log P_{rest})$$
+
+    Never above `reverse_kl_loss`, to which it is equal for K = V. Loose where the student is far from the teacher:
+    within the bucket all tokens are alike, so K should hold nearly all of the teacher's mass.
+
+    The teacher's rest is held at 2e-6 at least (16 eps of float32), as a rest that rounds to 0 would make the loss
+    infinite. TRL takes the student's K likeliest tokens instead, which a server must be asked for one by one.
+
+    Args, Returns, Raises: as `topk_forward_kl_loss`.
+    """
+    student, teacher, rest = _topk_buckets(student_logits, teacher_logprobs, teacher_indices, mask, temperature)
+    rest = rest.clamp(min=_tail_rounding(rest)).log()
+    return torch.where(mask, _kl(student, torch.cat([teacher, rest], -1)), 0.0)
+
+
+def _kl(first: Tensor, second: Tensor) -> Tensor:
+    """KL of log-distributions over the last dimension; probability 0 in `first` adds 0 to value and gradient."""
+    p = first.exp()
+    present = p > 0
+    return (p * (torch.where(present, first, 0.0) - torch.where(present, second, 0.0))).sum(-1)
+
+
+def _log_distributions(
+    student_logits: Tensor, teacher_logits: Tensor, mask: Tensor, temperature: float
+) -> tuple[Tensor, Tensor]:
+    """Checked log-softmaxes [B, T, V] of student and teacher, uniform outside the mask."""
+    student = _log_distribution("student_logits", student_logits, mask, temperature)
+    check_shape("teacher_logits", teacher_logits, tuple(student_logits.shape), "as student_logits")
+    return student, _log_distribution("teacher_logits", teacher_logits.detach(), mask, temperature)
+
+
+def _log_distribution(name: str, logits: Tensor, mask: Tensor, temperature: float) -> Tensor:
+    """Log-softmax [B, T, V] of checked logits; masked before it, so that nothing under the mask gets a gradient."""
+    check_positive(temperature=temperature)
+    check_mask(mask)
+    check_float(name, logits)
+    check_rank(name, logits, 3, "[B, T, V]")
+    check_shape(name, logits, (*mask.shape, logits.shape[2]), "[B, T, V] with the [B, T] of mask")
+    return (torch.where(mask[..., None], at_least_float32(logits), 0.0) / temperature).log_softmax(-1)
+
+
+def _topk_buckets(
+    student_logits: Tensor, teacher_logprobs: Tensor, teacher_indices: Tensor, mask: Tensor, temperature: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The student's log-probabilities [B, T, K + 1], the teacher's [B, T, K], and the teacher's rest [B, T, 1] as mass.
+
+    The student's last bucket is summed over the tokens outside K, not taken as 1 minus the others, which would cancel.
+    """
+    logprobs = _log_distribution("student_logits", student_logits, mask, temperature)
+    check_float("teacher_logprobs", teacher_logprobs)
+    check_rank("teacher_logprobs", teacher_logprobs, 3, "[B, T, K]")
+    check_shape("teacher_logprobs", teacher_logprobs, (*mask.shape, teacher_logprobs.shape[2]), "[B, T, K] as mask")
+    check_integer("teacher_indices", teacher_indices)
+    check_shape("teacher_indices", teacher_indices, tuple(teacher_logprobs.shape), "as teacher_logprobs")
+    teacher = torch.where(mask[..., None], at_least_float32(teacher_logprobs.detach()), -torch.inf)
+    named = teacher > -torch.inf
+    index = torch.where(named, teacher_indices, 0).long()
+    taken = torch.zeros_like(logprobs, dtype=torch.int32).scatter_add(-1, index, named.int()) > 0
+    top = torch.where(named, logprobs.gather(-1, index), -torch.inf)
+    others = torch.where(taken, -torch.inf, logprobs)
+    some = (others > -torch.inf).any(-1, keepdim=True)  # logsumexp of nothing has no gradient
+    rest = torch.where(some, torch.where(some, others, 0.0).logsumexp(-1, keepdim=True), -torch.inf)
+    mass = torch.where(taken.all(-1, keepdim=True), 0.0, 1 - teacher.exp().sum(-1, keepdim=True))
+    return torch.cat([top, rest], -1), teacher, mass
+
+
+def _tail_rounding(x: Tensor) -> float:
+    """The largest 1 - sum(p) of the dtype of `x` that may be rounding alone."""
+    return _TAIL_ROUNDING * torch.finfo(x.dtype).eps

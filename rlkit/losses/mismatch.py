@@ -1,0 +1,282 @@
+r"""Correction for a sampler and a trainer that disagree on the same weights: detached weights, and masks of what stays.
+
+With $\rho = \exp(\text{logprobs} - \text{rollout\_logprobs})$ the trainer's probability over the sampler's, take
+`old_logprobs` as `logprobs` beside a loss that has its own ratio to them, or `out.logprobs` on-policy. Multiply the
+per-token loss by a weight, or give the mask of the tokens that stay to the loss and its reduction:
+
+    loss = clipped_policy_loss(out.logprobs, mb.old_logprobs, mb.advantages, mb.mask)
+    loss = loss * importance_weights(mb.old_logprobs, mb.rollout_logprobs, mb.mask, cap=2.0)
+
+    keep = geometric_rejection_mask(mb.old_logprobs, mb.rollout_logprobs, mb.mask, low=0.99, high=1.01)
+    loss = token_mean(loss, keep, total=mb.total_tokens)  # the count before rejection: what is dropped counts as 0
+
+Whole sequences are needed where one ratio stands for a sequence; the sequence is its tokens inside the mask. In weights
+a token's log-ratio beyond +-20, and a sequence's sum of them, count as +-20, so that no weight overflows. Masks compare
+log-ratios as they are: an infinite one is outside every finite bound, and a nan is dropped. Nothing gets a gradient.
+
+TIS: Yao et al. 2025, https://fengyao.notion.site/off-policy-rl. Sequences, MIS and the geometric mean: Liu, Li et al.
+2025, https://richardli.xyz/rl-collapse. IcePop: https://arxiv.org/abs/2510.18855. All in one frame: verl,
+https://verl.readthedocs.io/en/latest/algo/rollout_corr_math.html.
+"""
+
+import math
+
+import torch
+from torch import Tensor
+
+from rlkit.losses._check import check_not_negative, check_per_token, check_positive, fail
+from rlkit.losses._numerics import LOG_RATIO_LIMIT, at_least_float32, masked_log_ratio
+
+
+@torch.no_grad()
+def importance_weights(logprobs: Tensor, rollout_logprobs: Tensor, mask: Tensor, *, cap: float = 2.0) -> Tensor:
+    r"""Truncated importance weight of each token, $w_t = \min(\rho_t, \text{cap})$.
+
+    TIS, https://fengyao.notion.site/off-policy-rl; verl's rollout_is "token", TRL's "token_truncate". Low variance, and
+    a bias that grows with the length of the sequence.
+
+    Peers have the same upper bound (2 in verl and slime, 3 in TRL) and differ in the rest: slime and TRL can bound the
+    weight from below too; verl can divide by the batch's mean weight, which varies with the split into micro-batches.
+    Both are left to the caller.
+
+    Args:
+        logprobs: [B, T], the trainer's; see the module for which.
+        rollout_logprobs: [B, T], the sampler's.
+        mask: bool [B, T], True on trained tokens.
+        cap: the largest weight; > 0; math.inf for the raw ratio.
+
+    Returns:
+        [B, T], detached; exactly 1 where both agree, 0 outside the mask.
+
+    Raises:
+        ValueError: for a wrong rank, shape or dtype, or a cap that is not positive.
+    """
+    check_per_token(mask, logprobs=logprobs, rollout_logprobs=rollout_logprobs)
+    return _truncated(masked_log_ratio(logprobs, rollout_logprobs, mask), mask, cap)
+
+
+@torch.no_grad()
+def sequence_importance_weights(
+    logprobs: Tensor, rollout_logprobs: Tensor, mask: Tensor, *, cap: float = 2.0
+) -> Tensor:
+    r"""Truncated importance weight of a sequence on each of its tokens, $w = \min(\prod_t \rho_t, \text{cap})$.
+
+    Seq-TIS, https://richardli.xyz/rl-collapse; verl's rollout_is "sequence", TRL's "sequence_truncate". The untruncated
+    weight is unbiased; its variance grows exponentially with the length.
+
+    Args:
+        logprobs: [B, T], the trainer's; whole sequences.
+        rollout_logprobs: [B, T], the sampler's.
+        mask: bool [B, T], True on trained tokens.
+        cap: the largest weight; > 0; math.inf for the raw ratio.
+
+    Returns:
+        [B, T], detached; one value a sequence, 0 outside the mask.
+
+    Raises:
+        ValueError: for a wrong rank, shape or dtype, or a cap that is not positive.
+    """
+    check_per_token(mask, logprobs=logprobs, rollout_logprobs=rollout_logprobs)
+    return _truncated(_sum(masked_log_ratio(logprobs, rollout_logprobs, mask)), mask, cap)
+
+
+@torch.no_grad()
+def geometric_importance_weights(
+    logprobs: Tensor, rollout_logprobs: Tensor, mask: Tensor, *, cap: float = 2.0
+) -> Tensor:
+    r"""Truncated geometric mean of a sequence's ratios on each of its tokens, $w = \min((\prod_t \rho_t)^{1/n},
+    \text{cap})$, n the sequence's tokens.
+
+    https://richardli.xyz/rl-collapse; slime's tis_level "geometric". It does not shrink or grow with the length, and it
+    is no importance weight: verl's docs keep the geometric mean for rejection, see `geometric_rejection_mask`.
+
+    Args:
+        logprobs: [B, T], the trainer's; whole sequences.
+        rollout_logprobs: [B, T], the sampler's.
+        mask: bool [B, T], True on trained tokens.
+        cap: the largest weight; > 0; math.inf for the raw mean.
+
+    Returns:
+        [B, T], detached; one value a sequence, 0 outside the mask.
+
+    Raises:
+        ValueError: for a wrong rank, shape or dtype, or a cap that is not positive.
+    """
+    check_per_token(mask, logprobs=logprobs, rollout_logprobs=rollout_logprobs)
+    return _truncated(_mean(masked_log_ratio(logprobs, rollout_logprobs, mask), mask), mask, cap)
+
+
+@torch.no_grad()
+def masked_importance_weights(
+    logprobs: Tensor, rollout_logprobs: Tensor, mask: Tensor, low: float, high: float
+) -> Tensor:
+    r"""IcePop: the ratio of a token inside the band, and 0 outside it, $w_t = \rho_t\, [\text{low} \le \rho_t \le
+    \text{high}]$.
+
+    The Ling team, https://arxiv.org/abs/2510.18855, its function M with alpha = low and beta = high; verl's
+    "lower_upper" threshold and slime's icepop_function are the same. With `low=0` it is token-level MIS, TRL's
+    "token_mask".
+
+    Args:
+        logprobs: [B, T], the trainer's; see the module for which.
+        rollout_logprobs: [B, T], the sampler's.
+        mask: bool [B, T], True on trained tokens.
+        low: the smallest ratio that keeps its weight; >= 0.
+        high: the largest; >= low; math.inf for none.
+
+    Returns:
+        [B, T], detached; 0 outside the mask.
+
+    Raises:
+        ValueError: for a wrong rank, shape or dtype, a negative low, or high < low.
+    """
+    keep = rejection_mask(logprobs, rollout_logprobs, mask, low, high)
+    return _truncated(masked_log_ratio(logprobs, rollout_logprobs, mask), keep)
+
+
+@torch.no_grad()
+def sequence_masked_importance_weights(
+    logprobs: Tensor, rollout_logprobs: Tensor, mask: Tensor, low: float, high: float
+) -> Tensor:
+    r"""MIS: the ratio of a sequence on each of its tokens where it is inside the bounds, and 0 where it is not,
+    $w = \rho\, [\text{low} \le \rho \le \text{high}]$ with $\rho = \prod_t \rho_t$.
+
+    Seq-MIS, https://richardli.xyz/rl-collapse, with `low=0`; TRL's "sequence_mask".
+
+    Args:
+        logprobs: [B, T], the trainer's; whole sequences.
+        rollout_logprobs: [B, T], the sampler's.
+        mask: bool [B, T], True on trained tokens.
+        low: the smallest ratio that keeps its weight; >= 0.
+        high: the largest; >= low; math.inf for none.
+
+    Returns:
+        [B, T], detached; one value a sequence, 0 outside the mask.
+
+    Raises:
+        ValueError: for a wrong rank, shape or dtype, a negative low, or high < low.
+    """
+    keep = sequence_rejection_mask(logprobs, rollout_logprobs, mask, low, high)
+    return _truncated(_sum(masked_log_ratio(logprobs, rollout_logprobs, mask)), keep)
+
+
+@torch.no_grad()
+def rejection_mask(
+    logprobs: Tensor, rollout_logprobs: Tensor, mask: Tensor, low: float, high: float, veto: float = 0.0
+) -> Tensor:
+    r"""The tokens of the mask whose ratio is inside the bounds, $\text{low} \le \rho_t \le \text{high}$.
+
+    verl's rollout_rs "token_k1", https://verl.readthedocs.io/en/latest/algo/rollout_corr_math.html.
+
+    Choices: the bounds are on trainer over sampler, as in that text and in IcePop. verl's code bounds the negative
+    log-ratio, so that its "lower_upper" is 1 / high and 1 / low here. The veto drops a whole sequence when one of its
+    tokens is next to impossible for the trainer (slime's rs_veto_threshold, 1e-4, say).
+
+    Args:
+        logprobs: [B, T], the trainer's; see the module for which.
+        rollout_logprobs: [B, T], the sampler's.
+        mask: bool [B, T], True on trained tokens.
+        low: the smallest ratio that stays; >= 0.
+        high: the largest; >= low; math.inf for none.
+        veto: a sequence goes when one of its tokens has a ratio below it; >= 0; 0 for no veto.
+
+    Returns:
+        bool [B, T], True on what stays, a part of `mask`: it takes the mask's place.
+
+    Raises:
+        ValueError: for a wrong rank, shape or dtype, a negative low or veto, or high < low.
+    """
+    log_ratio = _raw(logprobs, rollout_logprobs, mask)
+    return _inside(log_ratio, log_ratio, mask, low, high, veto)
+
+
+@torch.no_grad()
+def sequence_rejection_mask(
+    logprobs: Tensor, rollout_logprobs: Tensor, mask: Tensor, low: float, high: float, veto: float = 0.0
+) -> Tensor:
+    r"""The tokens of the sequences whose ratio is inside the bounds, $\text{low} \le \prod_t \rho_t \le \text{high}$.
+
+    https://richardli.xyz/rl-collapse; verl's rollout_rs "seq_sum_k1". Long sequences leave any bounds more easily than
+    short ones; `geometric_rejection_mask` does not have that bias.
+
+    Args:
+        logprobs: [B, T], the trainer's; whole sequences.
+        rollout_logprobs: [B, T], the sampler's.
+        mask: bool [B, T], True on trained tokens.
+        low: the smallest ratio that stays; >= 0.
+        high: the largest; >= low; math.inf for none.
+        veto: a sequence goes when one of its tokens has a ratio below it; >= 0; 0 for no veto.
+
+    Returns:
+        bool [B, T], True on what stays, a part of `mask`: it takes the mask's place.
+
+    Raises:
+        ValueError: for a wrong rank, shape or dtype, a negative low or veto, or high < low.
+    """
+    log_ratio = _raw(logprobs, rollout_logprobs, mask)
+    return _inside(_sum(log_ratio), log_ratio, mask, low, high, veto)
+
+
+@torch.no_grad()
+def geometric_rejection_mask(
+    logprobs: Tensor, rollout_logprobs: Tensor, mask: Tensor, low: float, high: float, veto: float = 0.0
+) -> Tensor:
+    r"""The tokens of the sequences whose mean ratio is inside the bounds, $\text{low} \le (\prod_t \rho_t)^{1/n} \le
+    \text{high}$, n the sequence's tokens.
+
+    Geo-RS, https://richardli.xyz/rl-collapse; verl's rollout_rs "seq_mean_k1". The mean hardly moves, so the bounds are
+    tight: verl's docs have 0.999 and 1.001. It can be multiplied with token weights (verl's Geo-RS-Token-TIS).
+
+    Args:
+        logprobs: [B, T], the trainer's; whole sequences.
+        rollout_logprobs: [B, T], the sampler's.
+        mask: bool [B, T], True on trained tokens.
+        low: the smallest mean ratio that stays; >= 0.
+        high: the largest; >= low; math.inf for none.
+        veto: a sequence goes when one of its tokens has a ratio below it; >= 0; 0 for no veto.
+
+    Returns:
+        bool [B, T], True on what stays, a part of `mask`: it takes the mask's place.
+
+    Raises:
+        ValueError: for a wrong rank, shape or dtype, a negative low or veto, or high < low.
+    """
+    log_ratio = _raw(logprobs, rollout_logprobs, mask)
+    return _inside(_mean(log_ratio, mask), log_ratio, mask, low, high, veto)
+
+
+def _raw(logprobs: Tensor, rollout_logprobs: Tensor, mask: Tensor) -> Tensor:
+    """[B, T]: the log-ratio, 0 outside the mask, not held within bounds; after the checks of the three tensors."""
+    check_per_token(mask, logprobs=logprobs, rollout_logprobs=rollout_logprobs)
+    return torch.where(mask, at_least_float32(logprobs) - at_least_float32(rollout_logprobs), 0.0)
+
+
+def _sum(log_ratio: Tensor) -> Tensor:
+    """[B, 1]: the sum over a sequence of what is 0 outside the mask."""
+    return log_ratio.sum(1, keepdim=True)
+
+
+def _mean(log_ratio: Tensor, mask: Tensor) -> Tensor:
+    """[B, 1]: the mean over a sequence's tokens of what is 0 outside the mask; 0 for a sequence of none."""
+    return _sum(log_ratio) / mask.sum(1, keepdim=True).clamp(min=1)
+
+
+def _truncated(log_ratio: Tensor, keep: Tensor, cap: float = math.inf) -> Tensor:
+    """[B, T]: exp of a log-ratio [B, T] or [B, 1], no more than the cap, 0 where nothing is kept."""
+    check_positive(cap=cap)
+    weights = log_ratio.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT).exp().clamp(max=cap)
+    return torch.where(keep, weights, 0.0)
+
+
+def _inside(statistic: Tensor, log_ratio: Tensor, mask: Tensor, low: float, high: float, veto: float) -> Tensor:
+    """bool [B, T]: where the statistic, [B, T] or [B, 1], is inside the bounds and the row has no token to veto it."""
+    check_not_negative(low=low, veto=veto)
+    if not high >= low:
+        fail("high", high, f"a number >= low, which is {low}")
+    keep = mask & (statistic >= _log(low)) & (statistic <= _log(high))
+    return keep & ~(log_ratio < _log(veto)).any(1, keepdim=True)
+
+
+def _log(x: float) -> float:
+    """The logarithm, -inf at 0."""
+    return math.log(x) if x > 0 else -math.inf

@@ -1,0 +1,449 @@
+r"""Losses on preferences, one value per pair or per answer, and what they are fed: log-probabilities of whole answers.
+
+P pairs come as [P] tensors of sequence log-probabilities: `chosen` and `rejected` under the policy, `ref_chosen` and
+`ref_rejected` under the reference. Throughout, with $\log \pi$ what the caller passes,
+
+$$h_w = \log\pi(y_w) - \log\pi_{ref}(y_w), \quad h_l = \log\pi(y_l) - \log\pi_{ref}(y_l), \quad h = h_w - h_l$$
+
+for the chosen answer w and the rejected answer l. Unless a function says otherwise these are sums over tokens
+(`sequence_logprobs`); given means (`sequence_mean_logprobs`) the same functions are the length-normalised variants.
+The reference never gets a gradient. Nothing here exponentiates a difference, so none is bounded: where h is far out the
+log-sigmoid is linear and exact. Reduce with all pairs in sight: `loss.sum() / total_pairs`.
+"""
+
+import math
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from rlkit.losses._check import (
+    check_float,
+    check_integer,
+    check_not_negative,
+    check_per_token,
+    check_positive,
+    check_rank,
+    check_shape,
+    fail,
+)
+from rlkit.losses._numerics import LOG_RATIO_LIMIT, at_least_float32
+from rlkit.losses.reductions import sequence_mean
+
+
+def sequence_logprobs(logprobs: Tensor, mask: Tensor) -> Tensor:
+    r"""Log-probability of each whole answer: $\log \pi(y) = \sum_t m_t \log \pi(y_t | y_{<t})$.
+
+    Args:
+        logprobs: [B, T]; may hold anything outside the mask.
+        mask: bool [B, T], True on the answer's tokens.
+
+    Returns:
+        [B], float32 (float64 for float64 input); 0 for a row with no token in the mask.
+
+    Raises:
+        ValueError: for a wrong rank, shape or dtype.
+    """
+    check_per_token(mask, logprobs=logprobs)
+    return torch.where(mask, at_least_float32(logprobs), 0.0).sum(1)
+
+
+def sequence_mean_logprobs(logprobs: Tensor, mask: Tensor) -> Tensor:
+    r"""Mean log-probability of each answer's tokens: `sequence_logprobs` over the count of its tokens.
+
+    Args, Raises: as `sequence_logprobs`.
+
+    Returns:
+        [B], float32 (float64 for float64 input); 0 for a row with no token in the mask.
+    """
+    return sequence_logprobs(logprobs, mask) / mask.sum(1).clamp(min=1)
+
+
+def dpo_loss(
+    chosen: Tensor,
+    rejected: Tensor,
+    ref_chosen: Tensor,
+    ref_rejected: Tensor,
+    beta: float = 0.1,
+    label_smoothing: float = 0.0,
+) -> Tensor:
+    r"""Direct preference optimisation: the policy is its own reward model; log 2 where it equals the reference.
+
+    $$L = -(1 - \epsilon) \log\sigma(\beta h) - \epsilon \log\sigma(-\beta h)$$
+
+    DPO, https://arxiv.org/abs/2305.18290 eq. 7. `label_smoothing` is conservative DPO's chance that a label is flipped,
+    https://ericmitchell.ai/cdpo.pdf; the minimum then lies at a finite h. `robust_dpo_loss` is another answer to
+    the same noise. With mean log-probabilities it is length-normalised DPO (TRL's sigmoid_norm), where beta is larger;
+    with `chosen + alpha / beta * chosen_lengths`, and rejected alike, R-DPO (https://arxiv.org/abs/2403.19159), which
+    takes a price alpha per token off the reward.
+
+    Args:
+        chosen, rejected: [P], under the policy.
+        ref_chosen, ref_rejected: [P], under the reference.
+        beta: > 0; larger stays nearer to the reference.
+        label_smoothing: in [0, 0.5).
+
+    Returns:
+        [P], to be minimised.
+
+    Raises:
+        ValueError: for a wrong rank, shape or dtype, or a number out of its range.
+    """
+    logit = beta * _margin(chosen, rejected, ref_chosen, ref_rejected, beta)
+    _check_flip(label_smoothing)
+    return -(1 - label_smoothing) * F.logsigmoid(logit) - label_smoothing * F.logsigmoid(-logit)
+
+
+def robust_dpo_loss(
+    chosen: Tensor,
+    rejected: Tensor,
+    ref_chosen: Tensor,
+    ref_rejected: Tensor,
+    beta: float = 0.1,
+    flip_rate: float = 0.1,
+) -> Tensor:
+    r"""DPO whose expectation over randomly flipped labels is the DPO loss of the true labels.
+
+    $$L = \frac{-(1 - \epsilon) \log\sigma(\beta h) + \epsilon \log\sigma(-\beta h)}{1 - 2 \epsilon}$$
+
+    https://arxiv.org/abs/2403.00409. Unlike `dpo_loss` with label smoothing it may be negative, and it
+    keeps falling as h grows.
+
+    Args:
+        chosen, rejected, ref_chosen, ref_rejected, beta: as in `dpo_loss`.
+        flip_rate: the known or assumed share of flipped labels, in [0, 0.5); TRL calls it label_smoothing.
+
+    Returns:
+        [P], to be minimised.
+
+    Raises:
+        ValueError: for a wrong rank, shape or dtype, or a number out of its range.
+    """
+    logit = beta * _margin(chosen, rejected, ref_chosen, ref_rejected, beta)
+    _check_flip(flip_rate, "flip_rate")
+    return (flip_rate * F.logsigmoid(-logit) - (1 - flip_rate) * F.logsigmoid(logit)) / (1 - 2 * flip_rate)
+
+
+def ipo_loss(chosen: Tensor, rejected: Tensor, ref_chosen: Tensor, ref_rejected: Tensor, beta: float = 0.1) -> Tensor:
+    r"""Identity preference optimisation, which draws the margin to a finite target: $L = (h - 1 / (2 \beta))^2$.
+
+    https://arxiv.org/abs/2310.12036 eq. 17, where beta is called tau. The paper writes log-probabilities of whole
+    answers: pass `sequence_logprobs`. TRL divides by the answers' lengths (after asking the authors, TRL#1265) so that
+    beta does not depend on them: pass `sequence_mean_logprobs`, of the policy and of the reference.
+
+    Args:
+        chosen, rejected, ref_chosen, ref_rejected: as in `dpo_loss`, sums or means.
+        beta: > 0; the margin wanted is 1 / (2 beta).
+
+    Returns:
+        [P], to be minimised.
+
+    Raises:
+        ValueError: for a wrong rank, shape or dtype, or a beta that is not positive.
+    """
+    return (_margin(chosen, rejected, ref_chosen, ref_rejected, beta) - 1 / (2 * beta)).square()
+
+
+def hinge_dpo_loss(
+    chosen: Tensor, rejected: Tensor, ref_chosen: Tensor, ref_rejected: Tensor, beta: float = 0.1
+) -> Tensor:
+    r"""DPO with a hinge in place of the log-sigmoid: $L = \max(0, 1 - \beta h)$; no gradient beyond the margin 1/beta.
+
+    RSO, https://arxiv.org/abs/2309.06657 ("hinge-norm"). SLiC-HF's own loss has no reference: `slic_loss`.
+
+    Args:
+        chosen, rejected, ref_chosen, ref_rejected, beta: as in `dpo_loss`.
+
+    Returns:
+        [P], to be minimised.
+
+    Raises:
+        ValueError: for a wrong rank, shape or dtype, or a beta that is not positive.
+    """
+    return (1 - beta * _margin(chosen, rejected, ref_chosen, ref_rejected, beta)).relu()
+
+
+def slic_loss(chosen: Tensor, rejected: Tensor, margin: float = 1.0) -> Tensor:
+    r"""SLiC-HF's calibration term, free of a reference: $L = \max(0, \delta - \log\pi(y_w) + \log\pi(y_l))$.
+
+    https://arxiv.org/abs/2305.10425. The paper adds lambda times the negative log-likelihood of a target
+    answer: add it, reduced as the caller likes.
+
+    Args:
+        chosen, rejected: [P], under the policy.
+        margin: delta, in nats; >= 0.
+
+    Returns:
+        [P], to be minimised.
+
+    Raises:
+        ValueError: for a wrong rank, shape or dtype, or a negative margin.
+    """
+    _check_same(chosen=chosen, rejected=rejected)
+    check_not_negative(margin=margin)
+    return (margin - (at_least_float32(chosen) - at_least_float32(rejected))).relu()
+
+
+def apo_zero_loss(
+    chosen: Tensor, rejected: Tensor, ref_chosen: Tensor, ref_rejected: Tensor, beta: float = 0.1
+) -> Tensor:
+    r"""Anchored preference optimisation, up and down from the reference: $L = \sigma(-\beta h_w) + \sigma(\beta h_l)$.
+
+    https://arxiv.org/abs/2408.06266 eq. 7, for chosen answers better than the policy's own: they become likelier, not
+    only likelier than the rejected ones.
+
+    Args:
+        chosen, rejected, ref_chosen, ref_rejected, beta: as in `dpo_loss`.
+
+    Returns:
+        [P], in (0, 2), to be minimised.
+
+    Raises:
+        ValueError: for a wrong rank, shape or dtype, or a beta that is not positive.
+    """
+    up, down = _log_ratios(chosen, rejected, ref_chosen, ref_rejected, beta)
+    return (-beta * up).sigmoid() + (beta * down).sigmoid()
+
+
+def simpo_loss(
+    chosen: Tensor,
+    rejected: Tensor,
+    chosen_lengths: Tensor,
+    rejected_lengths: Tensor,
+    beta: float = 2.0,
+    gamma: float = 1.0,
+) -> Tensor:
+    r"""SimPO, a length-normalised preference loss with a target margin and no reference.
+
+    $$L = -\log\sigma\Big(\frac{\beta}{|y_w|} \log\pi(y_w) - \frac{\beta}{|y_l|} \log\pi(y_l) - \gamma\Big)$$
+
+    https://arxiv.org/abs/2405.14734 eq. 6. `gamma` is outside beta, as in the paper and TRL; the authors' own code
+    takes the quotient gamma / beta.
+
+    Args:
+        chosen, rejected: [P], sums over tokens under the policy.
+        chosen_lengths, rejected_lengths: integer [P], in tokens: `mask.sum(1)`; 0 counts as 1.
+        beta: > 0.
+        gamma: the target margin, >= 0.
+
+    Returns:
+        [P], to be minimised.
+
+    Raises:
+        ValueError: for a wrong rank, shape or dtype, or a number out of its range.
+    """
+    check_positive(beta=beta)
+    check_not_negative(gamma=gamma)
+    up, down = _means(chosen, rejected, chosen_lengths, rejected_lengths)
+    return -F.logsigmoid(beta * (up - down) - gamma)
+
+
+def orpo_loss(chosen: Tensor, rejected: Tensor, chosen_lengths: Tensor, rejected_lengths: Tensor) -> Tensor:
+    r"""ORPO's odds-ratio term: the odds of the chosen answer against those of the rejected one, with no reference.
+
+    $$L = -\log\sigma\Big(\log\frac{p_w}{1 - p_w} - \log\frac{p_l}{1 - p_l}\Big), \quad
+    p = \exp\Big(\frac{1}{|y|} \log\pi(y)\Big)$$
+
+    https://arxiv.org/abs/2403.07691 eq. 7. ORPO's whole loss, eq. 6, is $L_{SFT} + \lambda L$, with lambda around
+    0.1: `-chosen / chosen_lengths + 0.1 * orpo_loss(...)`. TRL's SFT term scores the prompt's tokens too.
+
+    Log-odds above 20 (p within 2e-9 of 1) count as 20 with gradient 0, as they are infinite at p = 1; TRL bounds
+    nothing and gives nan there.
+
+    Args:
+        chosen, rejected: [P], sums over tokens under the policy.
+        chosen_lengths, rejected_lengths: integer [P], in tokens: `mask.sum(1)`; 0 counts as 1.
+
+    Returns:
+        [P], to be minimised.
+
+    Raises:
+        ValueError: for a wrong rank, shape or dtype.
+    """
+    up, down = (
+        x.clamp(max=-math.exp(-LOG_RATIO_LIMIT)) for x in _means(chosen, rejected, chosen_lengths, rejected_lengths)
+    )
+    return -F.logsigmoid((up - (-up.expm1()).log()) - (down - (-down.expm1()).log()))
+
+
+def kto_loss(
+    logprobs: Tensor,
+    ref_logprobs: Tensor,
+    desirable: Tensor,
+    kl: float | Tensor,
+    beta: float = 0.1,
+    desirable_weight: float = 1.0,
+    undesirable_weight: float = 1.0,
+) -> Tensor:
+    r"""Kahneman-Tversky optimisation, which learns from single answers judged good or bad.
+
+    $$L = \lambda_D\, \sigma(\beta (z_0 - h)) \text{ if desirable}, \quad \lambda_U\, \sigma(\beta (h - z_0))
+    \text{ if not}, \quad h = \log\pi(y) - \log\pi_{ref}(y)$$
+
+    https://arxiv.org/abs/2402.01306 eq. 8. The baseline z_0, a KL divergence in nats that beta multiplies, is an
+    argument, so that the loss of an answer does not depend on its batch. An estimate from a batch
+    (`kto_kl_estimate`) varies with how the batch was split: take it once, over all of it, before the first
+    micro-batch. The weights make up for unequal counts of the two kinds.
+
+    Args:
+        logprobs, ref_logprobs: [B], sums over tokens under the policy and the reference.
+        desirable: bool [B].
+        kl: z_0 >= 0, a number or a 0-d tensor; gets no gradient.
+        beta: > 0.
+        desirable_weight, undesirable_weight: lambda_D and lambda_U, >= 0.
+
+    Returns:
+        [B], in (0, weight), to be minimised.
+
+    Raises:
+        ValueError: for a wrong rank, shape or dtype, or a number out of its range.
+    """
+    _check_same(logprobs=logprobs, ref_logprobs=ref_logprobs)
+    if desirable.dtype != torch.bool:
+        fail("desirable", desirable, "a bool tensor [B]")
+    check_shape("desirable", desirable, tuple(logprobs.shape), "as logprobs")
+    check_positive(beta=beta)
+    check_not_negative(desirable_weight=desirable_weight, undesirable_weight=undesirable_weight)
+    if isinstance(kl, Tensor):
+        check_rank("kl", kl, 0, "(a number or a 0-d tensor)")
+        kl = kl.detach()
+    else:
+        check_not_negative(kl=kl)
+    gain = beta * (at_least_float32(logprobs) - at_least_float32(ref_logprobs.detach()) - kl)
+    return torch.where(desirable, desirable_weight * (-gain).sigmoid(), undesirable_weight * gain.sigmoid())
+
+
+@torch.no_grad()
+def kto_kl_estimate(logprobs: Tensor, ref_logprobs: Tensor) -> Tensor:
+    r"""KTO's baseline from mismatched pairs: $\max(0, \frac1B \sum_i \log\pi(y_j|x_i) - \log\pi_{ref}(y_j|x_i))$.
+
+    https://arxiv.org/abs/2402.01306 section 4.1. Each answer $y_j$ is another prompt's, so this is a biased and cheap
+    stand-in for KL(policy || reference), and it varies with the batch and its split. Over ranks, gather first: the
+    mean of clamped means is larger than the clamped mean.
+
+    Args:
+        logprobs, ref_logprobs: [B], sums over tokens of each mismatched answer.
+
+    Returns:
+        0-d, detached, >= 0; 0 for B = 0.
+
+    Raises:
+        ValueError: for a wrong rank, shape or dtype.
+    """
+    _check_same(logprobs=logprobs, ref_logprobs=ref_logprobs)
+    log_ratio = at_least_float32(logprobs) - at_least_float32(ref_logprobs)
+    return (log_ratio.sum() / max(1, len(log_ratio))).clamp(min=0)
+
+
+def bradley_terry_loss(chosen_rewards: Tensor, rejected_rewards: Tensor, margin: Tensor | None = None) -> Tensor:
+    r"""A reward model's loss on pairs: $L = -\log\sigma(r_w - r_l - m)$.
+
+    https://arxiv.org/abs/2203.02155 eq. 1, which averages over all pairs of a prompt's answers; the margin, Llama 2,
+    https://arxiv.org/abs/2307.09288 eq. 2.
+
+    Args:
+        chosen_rewards, rejected_rewards: [P].
+        margin: [P], larger for pairs that are further apart, or None for 0; gets no gradient.
+
+    Returns:
+        [P], to be minimised.
+
+    Raises:
+        ValueError: for a wrong rank, shape or dtype.
+    """
+    _check_same(chosen_rewards=chosen_rewards, rejected_rewards=rejected_rewards)
+    gap = at_least_float32(chosen_rewards) - at_least_float32(rejected_rewards)
+    if margin is not None:
+        _check_same(chosen_rewards=chosen_rewards, margin=margin)
+        gap = gap - margin.detach()
+    return -F.logsigmoid(gap)
+
+
+def reward_centring_loss(chosen_rewards: Tensor, rejected_rewards: Tensor) -> Tensor:
+    r"""A regulariser that holds a reward model's rewards around 0: $L = (r_w + r_l)^2$, with a factor such as 0.01.
+
+    https://arxiv.org/abs/2312.09244 eq. 2. Bradley-Terry's loss leaves the level of the rewards free.
+
+    Args:
+        chosen_rewards, rejected_rewards: [P].
+
+    Returns:
+        [P], to be minimised.
+
+    Raises:
+        ValueError: for a wrong rank, shape or dtype.
+    """
+    _check_same(chosen_rewards=chosen_rewards, rejected_rewards=rejected_rewards)
+    return (at_least_float32(chosen_rewards) + at_least_float32(rejected_rewards)).square()
+
+
+@torch.no_grad()
+def preference_stats(
+    chosen_rewards: Tensor, rejected_rewards: Tensor, total: float | Tensor | None = None
+) -> dict[str, Tensor]:
+    r"""How well pairs are told apart: "preference/accuracy", the share with $r_w > r_l$ (a tie is wrong), and the means
+    "preference/margin" of $r_w - r_l$, "preference/chosen" and "preference/rejected".
+
+    Rewards are a reward model's or DPO's implicit ones, `beta * (chosen - ref_chosen)`.
+
+    Args:
+        chosen_rewards, rejected_rewards: [P].
+        total: pairs over all micro-batches and ranks, a number or a 0-d tensor; None counts these; 0 gives 0.
+
+    Returns:
+        A dict of detached 0-d tensors, which add up over the parts of a batch; zeros for P = 0.
+
+    Raises:
+        ValueError: for a wrong rank, shape or dtype, or a negative total.
+    """
+    _check_same(chosen_rewards=chosen_rewards, rejected_rewards=rejected_rewards)
+    up, down = at_least_float32(chosen_rewards), at_least_float32(rejected_rewards)
+    every = torch.ones(len(up), 1, dtype=torch.bool, device=up.device)
+    stats = {"accuracy": (up > down).to(up.dtype), "margin": up - down, "chosen": up, "rejected": down}
+    return {f"preference/{name}": sequence_mean(x, every, total) for name, x in stats.items()}
+
+
+def _log_ratios(
+    chosen: Tensor, rejected: Tensor, ref_chosen: Tensor, ref_rejected: Tensor, beta: float
+) -> tuple[Tensor, Tensor]:
+    """h_w and h_l, [P] each, after the checks that all losses with a reference share."""
+    _check_same(chosen=chosen, rejected=rejected, ref_chosen=ref_chosen, ref_rejected=ref_rejected)
+    check_positive(beta=beta)
+    chosen, rejected = at_least_float32(chosen), at_least_float32(rejected)
+    return chosen - at_least_float32(ref_chosen.detach()), rejected - at_least_float32(ref_rejected.detach())
+
+
+def _margin(chosen: Tensor, rejected: Tensor, ref_chosen: Tensor, ref_rejected: Tensor, beta: float) -> Tensor:
+    """h, [P]: each answer is compared with its own reference first, as those two numbers are close."""
+    up, down = _log_ratios(chosen, rejected, ref_chosen, ref_rejected, beta)
+    return up - down
+
+
+def _means(chosen: Tensor, rejected: Tensor, chosen_lengths: Tensor, rejected_lengths: Tensor) -> tuple[Tensor, Tensor]:
+    """Mean log-probabilities of the chosen and the rejected answers, [P] each."""
+    _check_same(chosen=chosen, rejected=rejected)
+    _check_lengths(chosen, chosen_lengths=chosen_lengths, rejected_lengths=rejected_lengths)
+    up, down = at_least_float32(chosen), at_least_float32(rejected)
+    return up / chosen_lengths.clamp(min=1), down / rejected_lengths.clamp(min=1)
+
+
+def _check_same(**tensors: Tensor) -> None:
+    """The named tensors are floating point and [P], all as long as the first."""
+    first = next(iter(tensors))
+    for name, x in tensors.items():
+        check_float(name, x)
+        check_rank(name, x, 1, "[P]")
+        check_shape(name, x, tuple(tensors[first].shape), f"as {first}")
+
+
+def _check_lengths(like: Tensor, **lengths: Tensor) -> None:
+    """The named tensors are integer and shaped as `like`."""
+    for name, x in lengths.items():
+        check_integer(name, x)
+        check_shape(name, x, tuple(like.shape), "as chosen")
+
+
+def _check_flip(rate: float, name: str = "label_smoothing") -> None:
+    """A chance that a label is flipped."""
+    if not 0 <= rate < 0.5:
+        fail(name, rate, "a number in [0, 0.5)")

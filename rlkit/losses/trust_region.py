@@ -1,0 +1,322 @@
+"""Policy-gradient losses with another trust region than PPO's ratio clip, one value per token."""
+
+import math
+
+import torch
+from torch import Tensor
+
+from rlkit.losses._check import check_not_negative, check_per_token, check_positive, fail
+from rlkit.losses._numerics import LOG_RATIO_LIMIT, at_least_float32, masked_cost, masked_log_ratio
+
+
+def clip_cov_loss(
+    logprobs: Tensor,
+    old_logprobs: Tensor,
+    advantages: Tensor,
+    mask: Tensor,
+    uniform: Tensor,
+    clip_low: float = 1.0,
+    clip_high: float = 1.0,
+    cov_low: float = 1.0,
+    cov_high: float = 5.0,
+    share: float = 0.0002,
+) -> Tensor:
+    r"""Clip-Cov: PPO's loss without a few random tokens of those whose covariance would cost the most entropy.
+
+    $$L_t = 0 \ (t \in I), \quad L_t = -\min(r_t A_t,\ \mathrm{clip}(r_t, 1 - \epsilon_{low}, 1 + \epsilon_{high}) A_t)
+    \ (t \notin I)$$
+    where I is a draw of max(floor(share N), 1) out of the N tokens' candidates, those with $\omega_{low} < c_t <
+    \omega_{high}$, $c_t = (\text{logprobs}_t - \overline{\text{logprobs}}) (A_t - \bar A)$; all of them where there are
+    fewer. Means are over the N tokens of the mask.
+
+    The entropy mechanism of RL, https://arxiv.org/abs/2505.22617 section 4, as in the authors' code and in verl.
+
+    **It varies with the split**: means, N and the draw are those of the tokens it is given, so the loss of a batch is
+    not the sum of its micro-batches' losses (nor is it in peers). Each micro-batch drops one token at least.
+
+    Choices: as in the code, a token that PPO's clip binds already is no candidate. The clip is the authors' runs' (a
+    ratio in [0, 2]); verl's default is 0.2. The draw is a tensor, so that the function is pure: peers draw inside.
+
+    Args:
+        logprobs: [B, T], of the policy being trained.
+        old_logprobs: [B, T], under the weights the batch was sampled with.
+        advantages: [B] or [B, T].
+        mask: bool [B, T], True on trained tokens.
+        uniform: [B, T], `torch.rand(logprobs.shape, generator=...)`: candidates with the smallest values are drawn.
+        clip_low: the ratio's lower bound is 1 - clip_low; >= 0.
+        clip_high: the ratio's upper bound is 1 + clip_high; >= 0.
+        cov_low: candidates have a covariance above it.
+        cov_high: candidates have a covariance below it; > cov_low.
+        share: of the tokens, to be dropped; in [0, 1]; 0 drops none.
+
+    Returns:
+        [B, T], to be minimised; 0, with gradient 0, on the tokens drawn and outside the mask.
+
+    Raises:
+        ValueError: for a wrong rank, shape or dtype, a negative clip, cov_high <= cov_low, or a share outside [0, 1].
+    """
+    check_per_token(mask, logprobs=logprobs, old_logprobs=old_logprobs, uniform=uniform)
+    check_not_negative(clip_low=clip_low, clip_high=clip_high)
+    if not cov_low < cov_high:
+        fail("cov_high", cov_high, f"a number > cov_low, which is {cov_low}")
+    log_ratio = masked_log_ratio(logprobs, old_logprobs.detach(), mask)
+    ratio, cost = log_ratio.exp(), masked_cost(advantages, mask)
+    loss, clipped = cost * ratio, cost * ratio.clamp(1 - clip_low, 1 + clip_high)
+    cov = _covariance(log_ratio, old_logprobs, cost, mask)
+    candidates = mask & (clipped <= loss) & (cov > cov_low) & (cov < cov_high)
+    drawn = candidates & (_rank(torch.where(candidates, uniform, math.inf)) < _count(share, mask))
+    return torch.where(drawn, 0.0, torch.maximum(loss, clipped))
+
+
+def kl_cov_loss(
+    logprobs: Tensor,
+    old_logprobs: Tensor,
+    advantages: Tensor,
+    mask: Tensor,
+    share: float = 0.0002,
+    kl_coef: float = 1.0,
+) -> Tensor:
+    r"""KL-Cov: the plain surrogate, with a KL penalty on the few tokens whose covariance costs the most entropy.
+
+    $$L_t = -r_t A_t + \beta\, [t \in I]\, |\log r_t|$$
+    where I is the max(floor(share N), 1) of the N tokens with the largest $c_t = (\text{logprobs}_t -
+    \overline{\text{logprobs}}) (A_t - \bar A)$. Means are over the N tokens of the mask.
+
+    The entropy mechanism of RL, https://arxiv.org/abs/2505.22617 section 4, as in the authors' code and in verl.
+
+    **It varies with the split**: means, N and the choice are those of the tokens it is given, so the loss of a batch is
+    not the sum of its micro-batches' losses (nor is it in peers). Each micro-batch penalises one token at least.
+
+    Choices: the penalty is the absolute log-ratio, as in the code; the paper writes KL(old || new). It has gradient 0
+    at ratio 1, so it acts from the second step on a batch. There is no ratio clip. The share is verl's default and the
+    authors' for 32B; for 7B they have 0.002. Equal covariances: the first token.
+
+    Args:
+        logprobs: [B, T], of the policy being trained.
+        old_logprobs: [B, T], under the weights the batch was sampled with.
+        advantages: [B] or [B, T].
+        mask: bool [B, T], True on trained tokens.
+        share: of the tokens, to be penalised; in [0, 1]; 0 penalises none.
+        kl_coef: beta; >= 0.
+
+    Returns:
+        [B, T], to be minimised; 0, with gradient 0, outside the mask.
+
+    Raises:
+        ValueError: for a wrong rank, shape or dtype, a share outside [0, 1], or a negative kl_coef.
+    """
+    check_per_token(mask, logprobs=logprobs, old_logprobs=old_logprobs)
+    check_not_negative(kl_coef=kl_coef)
+    log_ratio, cost = masked_log_ratio(logprobs, old_logprobs.detach(), mask), masked_cost(advantages, mask)
+    cov = _covariance(log_ratio, old_logprobs, cost, mask)
+    chosen = mask & (_rank(torch.where(mask, -cov, math.inf)) < _count(share, mask))
+    return cost * log_ratio.exp() + kl_coef * torch.where(chosen, log_ratio.abs(), 0.0)
+
+
+def dppo_tv_loss(
+    logprobs: Tensor,
+    old_logprobs: Tensor,
+    advantages: Tensor,
+    mask: Tensor,
+    delta_low: float = 0.15,
+    delta_high: float = 0.15,
+    cap: float = math.inf,
+) -> Tensor:
+    r"""DPPO with the binary total variation: no gradient for a token that would move further out of the trust region.
+
+    $$L = -M \min(r, \text{cap})\, A, \quad M = 0 \text{ where } A > 0,\ \pi - \mu > \delta_{high} \text{ or } A < 0,\
+    \mu - \pi > \delta_{low}, \text{ else } 1$$
+    with $\pi = e^{\text{logprobs}}$, $\mu = e^{\text{old\_logprobs}}$ and $r = \pi / \mu$. $|\pi - \mu|$ is the total
+    variation of "this token or another one". A ratio clip holds back rare tokens, whose ratios are large, and lets go
+    of frequent ones; this bounds the probability that moves.
+
+    Rethinking the trust region, https://arxiv.org/abs/2602.04879; the deltas are those of verl's example.
+
+    Choices: the paper's region is around the sampler, so give `rollout_logprobs` as `old_logprobs` for it (the authors'
+    code has both and calls the other "recompute"). Off unless asked for is the cap, which holds the weight but not the
+    gradient's flow; verl has it at 20, and the paper finds that a small one hurts. The value is the surrogate's; verl's
+    is times the log-probability, with the same gradient.
+
+    Args:
+        logprobs: [B, T], of the policy being trained.
+        old_logprobs: [B, T], under the weights the batch was sampled with, or the sampler's.
+        advantages: [B] or [B, T].
+        mask: bool [B, T], True on trained tokens.
+        delta_low: the most probability that a token may lose; >= 0.
+        delta_high: the most probability that a token may gain; >= 0.
+        cap: the largest weight; > 0; math.inf for none.
+
+    Returns:
+        [B, T], to be minimised; 0, with gradient 0, outside the region and outside the mask.
+
+    Raises:
+        ValueError: for a wrong rank, shape or dtype, a negative delta, or a cap that is not positive.
+    """
+    check_per_token(mask, logprobs=logprobs, old_logprobs=old_logprobs)
+    check_not_negative(delta_low=delta_low, delta_high=delta_high)
+    log_ratio, cost = masked_log_ratio(logprobs, old_logprobs.detach(), mask), masked_cost(advantages, mask)
+    gain = _masked(logprobs.detach(), mask).exp() - _masked(old_logprobs.detach(), mask).exp()
+    outside = torch.where(cost < 0, gain > delta_high, -gain > delta_low)
+    return _surrogate(log_ratio, cost, outside, cap)
+
+
+def dppo_kl_loss(
+    logprobs: Tensor,
+    old_logprobs: Tensor,
+    advantages: Tensor,
+    mask: Tensor,
+    delta_low: float = 0.05,
+    delta_high: float = 0.05,
+    cap: float = math.inf,
+) -> Tensor:
+    r"""DPPO with the binary KL: no gradient for a token that would move further out of the trust region.
+
+    $$L = -M \min(r, \text{cap})\, A, \quad M = 0 \text{ where } A > 0,\ r > 1,\ D > \delta_{high} \text{ or } A < 0,\
+    r < 1,\ D > \delta_{low}, \text{ else } 1$$
+    $$D = \mu \log \frac{\mu}{\pi} + (1 - \mu) \log \frac{1 - \mu}{1 - \pi}$$
+    with $\pi = e^{\text{logprobs}}$, $\mu = e^{\text{old\_logprobs}}$ and $r = \pi / \mu$: the KL of "this token or
+    another one", sampler first.
+
+    Rethinking the trust region, https://arxiv.org/abs/2602.04879; the deltas are those of verl's example.
+
+    Choices: as in `dppo_tv_loss`. As in the authors' code 1e-8 is added to both terms of the second quotient: in
+    float32 the probability of a token that is all but certain is 1, and the KL to it would be infinite.
+
+    Args:
+        logprobs: [B, T], of the policy being trained.
+        old_logprobs: [B, T], under the weights the batch was sampled with, or the sampler's.
+        advantages: [B] or [B, T].
+        mask: bool [B, T], True on trained tokens.
+        delta_low: the largest KL, in nats, at which a token may become less likely still; >= 0.
+        delta_high: the largest KL, in nats, at which a token may become more likely still; >= 0.
+        cap: the largest weight; > 0; math.inf for none.
+
+    Returns:
+        [B, T], to be minimised; 0, with gradient 0, outside the region and outside the mask.
+
+    Raises:
+        ValueError: for a wrong rank, shape or dtype, a negative delta, or a cap that is not positive.
+    """
+    check_per_token(mask, logprobs=logprobs, old_logprobs=old_logprobs)
+    check_not_negative(delta_low=delta_low, delta_high=delta_high)
+    log_ratio, cost = masked_log_ratio(logprobs, old_logprobs.detach(), mask), masked_cost(advantages, mask)
+    move, old = log_ratio.detach(), _masked(old_logprobs.detach(), mask).clamp(max=0)
+    rest, old_rest = (-x.expm1() + 1e-8 for x in (_masked(logprobs.detach(), mask).clamp(max=0), old))
+    kl = old_rest * (old_rest.log() - rest.log()) - old.exp() * move
+    outside = torch.where(cost < 0, (kl > delta_high) & (move > 0), (kl > delta_low) & (move < 0))
+    return _surrogate(log_ratio, cost, outside, cap)
+
+
+def dro_loss(logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, mask: Tensor, beta: float = 0.05) -> Tensor:
+    r"""DRO, token by token: the policy gradient with a quadratic penalty on the log-ratio in place of a clip.
+
+    $$L = -A\, \text{logprobs} + \frac{\beta}{2} (\text{logprobs} - \text{old\_logprobs})^2$$
+
+    Direct Reward Optimisation, https://arxiv.org/abs/2405.19107, in the form of Tinker and verl. No importance weight:
+    the data may be off-policy, and a token's log-ratio is drawn to A / beta.
+
+    Choices: this is **the paper's DRO-V for a sequence of one token only**. There the squared error
+    $\frac{1}{2} (r - V - \tau \log(\pi / \pi_{ref}))^2$ has the log-ratio of the whole answer, and V is learned beside
+    it; with A = r - V and beta = tau its policy gradient is tau times this one. Both peers square each token's
+    log-ratio. Advantages are the soft ones of that equation. `beta` is Tinker's example's; verl has no default.
+
+    Args:
+        logprobs: [B, T], of the policy being trained.
+        old_logprobs: [B, T], of the policy to stay near: the reference, or the one that sampled.
+        advantages: [B] or [B, T].
+        mask: bool [B, T], True on trained tokens.
+        beta: strength of the penalty; > 0.
+
+    Returns:
+        [B, T], to be minimised; 0, with gradient 0, outside the mask. A log-ratio beyond +-20 counts as +-20, with
+        gradient 0.
+
+    Raises:
+        ValueError: for a wrong rank, shape or dtype, or a beta that is not positive.
+    """
+    check_per_token(mask, logprobs=logprobs, old_logprobs=old_logprobs)
+    check_positive(beta=beta)
+    log_ratio = masked_log_ratio(logprobs, old_logprobs.detach(), mask)
+    return masked_cost(advantages, mask) * _held(log_ratio, old_logprobs, mask) + beta / 2 * log_ratio.square()
+
+
+def vespo_loss(
+    logprobs: Tensor,
+    old_logprobs: Tensor,
+    advantages: Tensor,
+    mask: Tensor,
+    k_pos: float = 2.0,
+    lambda_pos: float = 3.0,
+    k_neg: float = 3.0,
+    lambda_neg: float = 2.0,
+) -> Tensor:
+    r"""VESPO: REINFORCE under a smooth weight of the whole sequence's ratio, which dies out on both sides of it.
+
+    $$L_t = -\mathrm{sg}(\phi(W))\, A\, \text{logprobs}_t, \quad \phi(W) = W^k e^{\lambda (1 - W)}, \quad
+    W = \prod_t \exp(\text{logprobs}_t - \text{old\_logprobs}_t)$$
+    with k and lambda by the sign of A. $\phi(1) = 1$, and $\phi$ is largest at W = k / lambda.
+
+    VESPO, https://arxiv.org/abs/2602.10693 section 3.4 (c1 is k, c2 is lambda), as in the authors' code and in TRL.
+    W has no length normalisation.
+
+    Choices: pass `rollout_logprobs` as `old_logprobs` for the sampler's mismatch to be in W; peers multiply TIS weights
+    into it. The sign is each advantage's own, as in TRL (the authors read the first column's; with one advantage a
+    sequence it is the same). A = 0 counts as positive. log W and log phi are held within 20 of 0 from above, log W
+    from below too: W near 0 has a weight of next to nothing there.
+
+    Args:
+        logprobs: [B, T], of the policy being trained; whole sequences.
+        old_logprobs: [B, T], under the weights the batch was sampled with, or the sampler's.
+        advantages: [B] or [B, T].
+        mask: bool [B, T], True on trained tokens.
+        k_pos, lambda_pos: power and decay where A >= 0; both >= 0.
+        k_neg, lambda_neg: power and decay where A < 0; both >= 0.
+
+    Returns:
+        [B, T], to be minimised; 0, with gradient 0, outside the mask. Only its gradient means something.
+
+    Raises:
+        ValueError: for a wrong rank, shape or dtype, or a negative k or lambda.
+    """
+    check_per_token(mask, logprobs=logprobs, old_logprobs=old_logprobs)
+    check_not_negative(k_pos=k_pos, lambda_pos=lambda_pos, k_neg=k_neg, lambda_neg=lambda_neg)
+    log_ratio, cost = masked_log_ratio(logprobs, old_logprobs.detach(), mask), masked_cost(advantages, mask)
+    log_w = log_ratio.detach().sum(1, keepdim=True).clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
+    fall = 1 - log_w.exp()
+    log_phi = torch.where(cost > 0, k_neg * log_w + lambda_neg * fall, k_pos * log_w + lambda_pos * fall)
+    return cost * log_phi.clamp(max=LOG_RATIO_LIMIT).exp() * _held(log_ratio, old_logprobs, mask)
+
+
+def _masked(x: Tensor, mask: Tensor) -> Tensor:
+    """`x` in float32 at least, 0 outside the mask."""
+    return torch.where(mask, at_least_float32(x), 0.0)
+
+
+def _held(log_ratio: Tensor, old_logprobs: Tensor, mask: Tensor) -> Tensor:
+    """[B, T]: logprobs, but no further from old_logprobs than the log-ratio is let, with its gradient; 0 unmasked."""
+    return _masked(old_logprobs.detach(), mask) + log_ratio
+
+
+def _surrogate(log_ratio: Tensor, cost: Tensor, outside: Tensor, cap: float) -> Tensor:
+    """[B, T]: cost times the capped ratio, 0 where outside. The cap scales value and gradient alike."""
+    check_positive(cap=cap)
+    ratio = log_ratio.exp()
+    return torch.where(outside, 0.0, cost * ratio * (cap / ratio.detach()).clamp(max=1))
+
+
+def _covariance(log_ratio: Tensor, old_logprobs: Tensor, cost: Tensor, mask: Tensor) -> Tensor:
+    """[B, T]: each token's (logprob - mean) times (advantage - mean), means over the mask; detached."""
+    logprobs, count = _held(log_ratio.detach(), old_logprobs, mask), mask.sum().clamp(min=1)
+    return (logprobs - logprobs.sum() / count) * (cost.sum() / count - cost)
+
+
+def _rank(keys: Tensor) -> Tensor:
+    """Each element's place, from 0, in the ascending order of all; equal ones by position."""
+    return keys.flatten().argsort(stable=True).argsort().view(keys.shape)
+
+
+def _count(share: float, mask: Tensor) -> Tensor:
+    """0-d: a share of the mask's tokens, rounded down, but one at least unless the share is 0."""
+    if not 0 <= share <= 1:
+        fail("share", share, "a number in [0, 1]")
+    return (mask.sum().double() * share).floor().clamp(min=1 if share > 0 else 0)
