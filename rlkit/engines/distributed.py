@@ -32,10 +32,12 @@ def all_reduce(x: Tensor, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> Te
     return x
 
 
-def reduce_metrics(metrics: Mapping[str, Tensor]) -> dict[str, float]:
+def reduce_metrics(metrics: Mapping[str, Tensor | float]) -> dict[str, float]:
     """Each metric summed over all ranks; those whose name ends in "/max" by their maximum. One wait for the device."""
     names = sorted(metrics)
-    values = torch.stack([torch.as_tensor(metrics[name]).detach().double().reshape(()) for name in names])
+    where = next((x.device for x in metrics.values() if isinstance(x, Tensor)), None)
+    numbers = [torch.as_tensor(metrics[name], dtype=torch.float64, device=where) for name in names]
+    values = torch.stack([number.detach().reshape(()) for number in numbers])
     is_max = torch.tensor([name.endswith("/max") for name in names])
     sums, largest = all_reduce(values), all_reduce(values, dist.ReduceOp.MAX)
     return dict(zip(names, torch.where(is_max, largest, sums).tolist(), strict=True))

@@ -128,7 +128,7 @@ class Fsdp2Engine:
                 raise ValueError(f"loss_fn: a 0-d loss with a gradient expected, came {came}")
             (loss + out.anchor).backward()
             for name, value in {"loss": loss, **more}.items():
-                value = value.detach()
+                value = torch.as_tensor(value, device=self.device).detach()
                 if name in metrics:
                     value = torch.maximum(metrics[name], value) if name.endswith("/max") else metrics[name] + value
                 metrics[name] = value

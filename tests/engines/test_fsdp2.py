@@ -378,11 +378,13 @@ def test_metrics_add_up_and_maxima_do_not(tiny_dir, processor):
     def loss_fn(out, mb):
         largest = (mb.mask.sum(1).amax() if len(mb) else torch.tensor(0)).float()
         share = token_mean(torch.ones_like(out.logprobs), mb.mask, mb.total_tokens)
-        return token_mean(out.logprobs, mb.mask, mb.total_tokens), {"share": share, "length/max": largest}
+        metrics = {"share": share, "length/max": largest, "rows": len(mb)}
+        return token_mean(out.logprobs, mb.mask, mb.total_tokens), metrics
 
     metrics = engine_for(tiny_dir, micro_batch_tokens=60).train_batch(batch, loss_fn)
     assert metrics["share"] == pytest.approx(1.0)
     assert metrics["length/max"] == batch.mask.sum(1).max()
+    assert metrics["rows"] == len(batch)  # a plain number is as good
 
 
 def test_bad_input_is_named(tiny_dir, processor):
