@@ -50,6 +50,7 @@ def main() -> None:
         f"({platform.machine()}), Python {platform.python_version()}, torch {torch.__version__}, transformers "
         f"{transformers.__version__}. Command: `make learn`.",
     ])  # fmt: skip
+    arguments.table.parent.mkdir(parents=True, exist_ok=True)
     arguments.table.write_text(table + "\n")
     print(table)
 
