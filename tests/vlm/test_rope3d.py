@@ -170,7 +170,7 @@ def random_seconds(rng: random.Random, n: int) -> Tensor | list[float] | None:
 
 def tiny_model(model_type: str, tokens_per_second: int):
     """(the transformers model that owns `get_rope_index`, its config), on the meta device."""
-    transformers = pytest.importorskip("transformers")
+    import transformers
     ids = dict(image_token_id=IMAGE, video_token_id=VIDEO, vision_start_token_id=START, vision_end_token_id=END)
     config = transformers.AutoConfig.for_model(model_type, **ids)
     text, vision = config.text_config, config.vision_config
