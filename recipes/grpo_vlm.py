@@ -112,6 +112,8 @@ class Config:
     """Most tokens in one forward."""
     gpu_memory_utilization: float = 0.8
     """Share of a GPU's memory up to which the sampler's cache may fill it."""
+    threads: int = 1
+    """CPU threads of a process. With more, sums round differently from run to run, and no run repeats exactly."""
     trust_remote_code: bool = False
     """Run code that comes with the model."""
 
@@ -124,6 +126,7 @@ class Config:
 
 
 def main(cfg: Config) -> None:
+    torch.set_num_threads(cfg.threads)
     init_distributed()
     disable_progress_bar()  # of loading and saving; the run has its own
     rank, world = dist.get_rank(), dist.get_world_size()
