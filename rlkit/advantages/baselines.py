@@ -127,7 +127,8 @@ def maxrl_advantages(rewards: Tensor, group_ids: Tensor) -> Tensor:
     $$A_i = \frac{r_i - \mathrm{mean}(r)}{\mathrm{mean}(r)}$$
 
     MaxRL, https://arxiv.org/abs/2602.02710: with rewards 0 and 1 the mean is the pass rate, and the
-    gradient is that of its logarithm, cut at the order that G samples allow.
+    gradient is that of its logarithm, its series cut at order G - 1. (The form that gives -1 to each sample of a group
+    without a success has order G.)
 
     Choices: no eps (authors' code: 1e-6), as rewards >= 0 bound the result by G - 1; a group without a success gives 0.
     A group of one gives 0; the authors' code gives it reward / 1e-6.

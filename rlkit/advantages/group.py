@@ -41,8 +41,8 @@ def grpo_advantages(rewards: Tensor, group_ids: Tensor, eps: float = 1e-6) -> Te
 def dr_grpo_advantages(rewards: Tensor, group_ids: Tensor) -> Tensor:
     r"""Reward minus the mean of its group, not scaled: $A_i = r_i - \mathrm{mean}(r)$.
 
-    Dr. GRPO, https://arxiv.org/abs/2503.20783 section 3.2: the division by the standard deviation weighs up groups that
-    are nearly all right or all wrong.
+    Dr. GRPO, https://arxiv.org/abs/2503.20783 sections 3.1 and 3.2: the division by the standard deviation weighs up
+    groups that are nearly all right or all wrong.
 
     Args:
         rewards: [B], one a sample; nan means "not judged": outside its group's mean, advantage 0.

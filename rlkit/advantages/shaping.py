@@ -19,7 +19,7 @@ def kl_in_reward(rewards_per_token: Tensor, kl: Tensor, coef: float | Tensor, ma
     r"""Each token's reward less the coefficient times its KL estimate: $r_t - \beta\, kl_t$ on the mask.
 
     Ziegler et al., https://arxiv.org/abs/1909.08593 eq. 2; per token as in InstructGPT,
-    https://arxiv.org/abs/2203.02155 appendix C.4.
+    https://arxiv.org/abs/2203.02155 section 3.5.
 
     The estimate to use is `rlkit.losses.kl_k1`: in the reward its gradient is that of KL(policy || reference) over
     whole sequences, exactly; the other estimates bias it here. Take the advantages after this, not before.

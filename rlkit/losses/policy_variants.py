@@ -167,12 +167,13 @@ def top_entropy_mask(entropy: Tensor, mask: Tensor, share: float = 0.2) -> Tenso
     $$m'_{b,t} = m_{b,t} \wedge (H_{b,t} \ge \tau), \quad \tau \text{ the } (1 - \text{share}) \text{ quantile of } H
     \text{ over the mask}$$
 
-    "Beyond the 80/20 rule", https://arxiv.org/abs/2506.01939 section 5. The paper zeroes the other tokens' loss and
-    still divides by all tokens: reduce `torch.where(top, loss, 0.0)` with the full mask.
+    "Beyond the 80/20 rule", https://arxiv.org/abs/2506.01939 eq. 6 (section 5.1). Its second version and its code
+    divide by the tokens kept: give this mask to the reduction, and its count as the total. TRL zeroes the other tokens'
+    loss and divides by all tokens: reduce `torch.where(top, loss, 0.0)` with the full mask.
 
     Of n tokens 1 + floor((n - 1) share) are kept, as with `torch.quantile` in TRL, and all that tie with the last of
-    them; of none, none. The quantile is that of the tensors given. For one over the whole batch, as in the paper, make
-    the mask before the batch is cut into micro-batches and carry it along.
+    them; of none, none. The quantile is that of the tensors given (the authors' code takes a micro-batch's). For one
+    over the whole batch make the mask before the batch is cut into micro-batches and carry it along.
 
     Args:
         entropy: [B, T], in nats; may hold anything outside the mask.

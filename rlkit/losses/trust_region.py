@@ -130,12 +130,13 @@ def dppo_tv_loss(
     variation of "this token or another one". A ratio clip holds back rare tokens, whose ratios are large, and lets go
     of frequent ones; this bounds the probability that moves.
 
-    Rethinking the trust region, https://arxiv.org/abs/2602.04879; the deltas are those of verl's example.
+    Rethinking the trust region, https://arxiv.org/abs/2602.04879 eq. 12 and 13, its appendix C for the deltas.
 
     Choices: the paper's region is around the sampler, so give `rollout_logprobs` as `old_logprobs` for it (the authors'
     code has both and calls the other "recompute"). Off unless asked for is the cap, which holds the weight but not the
-    gradient's flow; verl has it at 20, and the paper finds that a small one hurts. The value is the surrogate's; verl's
-    is times the log-probability, with the same gradient.
+    gradient's flow; verl's code falls back to 20, its configuration to 3 and its example to 10,000, and the paper
+    (section 5.4) finds that a small one hurts. The value is the surrogate's; verl's is times the log-probability, with
+    the same gradient.
 
     Args:
         logprobs: [B, T], of the policy being trained.
@@ -177,7 +178,7 @@ def dppo_kl_loss(
     with $\pi = e^{\text{logprobs}}$, $\mu = e^{\text{old\_logprobs}}$ and $r = \pi / \mu$: the KL of "this token or
     another one", sampler first.
 
-    Rethinking the trust region, https://arxiv.org/abs/2602.04879; the deltas are those of verl's example.
+    Rethinking the trust region, https://arxiv.org/abs/2602.04879 eq. 12 and 14, its appendix C for the deltas.
 
     Choices: as in `dppo_tv_loss`. As in the authors' code 1e-8 is added to both terms of the second quotient: in
     float32 the probability of a token that is all but certain is 1, and the KL to it would be infinite.
@@ -256,8 +257,8 @@ def vespo_loss(
     W = \prod_t \exp(\text{logprobs}_t - \text{old\_logprobs}_t)$$
     with k and lambda by the sign of A. $\phi(1) = 1$, and $\phi$ is largest at W = k / lambda.
 
-    VESPO, https://arxiv.org/abs/2602.10693 section 3.4 (c1 is k, c2 is lambda), as in the authors' code and in TRL.
-    W has no length normalisation.
+    VESPO, https://arxiv.org/abs/2602.10693 eq. 20 (section 3.5; c1 is k, c2 is lambda), as in the authors' code and in
+    TRL. W has no length normalisation.
 
     Choices: pass `rollout_logprobs` as `old_logprobs` for the sampler's mismatch to be in W; peers multiply TIS weights
     into it. The sign is each advantage's own, as in TRL (the authors read the first column's; with one advantage a
