@@ -39,8 +39,8 @@ def optimal_token_baseline_advantages(
         mask: bool [B, T].
         group_ids: [B], any integers, in any order: equal ids are one group, of any size.
         old_logprobs: [B, T], nats.
-        sum_pi_squared: [B, T], the sum over the vocabulary of squared probabilities where the token was sampled,
-            `(2 * logits.log_softmax(-1)).exp().sum(-1)`, aligned with the token.
+        sum_pi_squared: [B, T], the sum over the vocabulary of squared probabilities where the token was sampled:
+            `rlkit.losses.sum_pi_squared`, moved by one column so that it is aligned with the token.
         rollout_weights: [B, T], importance weights of the trainer against the sampler; by default 1.
         baseline_alone: True for the formula as it is also where one sample is left; see above.
         eps: >= 0.

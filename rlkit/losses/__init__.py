@@ -29,7 +29,14 @@ from rlkit.losses.distillation import (
     topk_reverse_kl_loss,
 )
 from rlkit.losses.kl import full_vocabulary_kl, kl_abs, kl_k1, kl_k2, kl_k3, kl_k3_weighted, kl_straight_through
-from rlkit.losses.logprobs import linear_logprobs, suppress_tokens, target_logprobs, token_entropy, token_logprobs
+from rlkit.losses.logprobs import (
+    linear_logprobs,
+    sum_pi_squared,
+    suppress_tokens,
+    target_logprobs,
+    token_entropy,
+    token_logprobs,
+)
 from rlkit.losses.mismatch import (
     geometric_importance_weights,
     geometric_rejection_mask,
@@ -129,6 +136,7 @@ __all__ = [
     "sequence_sum_mean",
     "simpo_loss",
     "slic_loss",
+    "sum_pi_squared",
     "suppress_tokens",
     "target_logprobs",
     "token_entropy",

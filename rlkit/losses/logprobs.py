@@ -10,7 +10,8 @@ from torch.autograd.function import once_differentiable
 from rlkit.losses._check import check_float, check_integer, check_positive, check_rank, check_shape, fail
 from rlkit.losses._numerics import at_least_float32
 
-CHUNK_BYTES = 64 * 2**20  # what one chunk of logits in linear_logprobs may hold
+CHUNK_BYTES = 64 * 2**20  # what one chunk of logits may hold
+CPU_CACHE_BYTES = 4 * 2**20  # the same where logits are given and a CPU reads them: some two passes out of its cache
 _NO_PROBABILITY = -1e4  # stands for a log-probability of -inf where it is multiplied: exp of it is 0 even in float64
 
 
@@ -39,9 +40,10 @@ def token_logprobs(logits: Tensor, tokens: Tensor, temperature: float | Tensor =
     check_integer("tokens", tokens)
     _check_temperature(temperature, tokens)
     if isinstance(temperature, Tensor):
-        temperature = temperature.expand(tokens.shape)[:, 1:]
-    logprobs = target_logprobs(logits[:, :-1], tokens[:, 1:], temperature)
-    return F.pad(logprobs, (1, 0))[:, : tokens.shape[1]]
+        temperature = temperature.expand(tokens.shape).roll(-1, 1)
+    # targets move, as logits[:, :-1] would have to be copied; what the last logits say of the first token is dropped
+    logprobs = target_logprobs(logits, tokens.roll(-1, 1), temperature)
+    return F.pad(logprobs[:, :-1], (1, 0))[:, : tokens.shape[1]]
 
 
 def target_logprobs(logits: Tensor, targets: Tensor, temperature: float | Tensor = 1.0) -> Tensor:
@@ -63,8 +65,9 @@ def target_logprobs(logits: Tensor, targets: Tensor, temperature: float | Tensor
     check_float("logits", logits)
     check_integer("targets", targets)
     check_shape("targets", targets, tuple(logits.shape[:-1]), "as logits without V")
-    logprobs = _scale(logits, temperature, targets).log_softmax(-1)
-    return logprobs.gather(-1, targets.long()[..., None])[..., 0].clamp(max=0.0)
+    rows, temperature = _as_rows(logits, temperature)
+    logprobs = _Logprobs.apply(rows, targets.long().flatten(), temperature)
+    return logprobs.reshape(targets.shape).clamp(max=0.0)
 
 
 def token_entropy(logits: Tensor, temperature: float | Tensor = 1.0) -> Tensor:
@@ -85,8 +88,32 @@ def token_entropy(logits: Tensor, temperature: float | Tensor = 1.0) -> Tensor:
         ValueError: for a wrong dtype or a temperature that is not positive.
     """
     check_float("logits", logits)
-    logprobs = _scale(logits, temperature, logits[..., 0]).log_softmax(-1)
-    return -(logprobs.exp() * logprobs.clamp(min=_NO_PROBABILITY)).sum(-1)
+    rows, temperature = _as_rows(logits, temperature)
+    return _Entropy.apply(rows, temperature).reshape(logits.shape[:-1])
+
+
+@torch.no_grad()
+def sum_pi_squared(logits: Tensor, temperature: float | Tensor = 1.0) -> Tensor:
+    r"""Chance that two draws from the next-token distribution are equal, at each position, with no shift.
+
+    $$\sum_v p_v^2, \quad p = \mathrm{softmax}(\text{logits} / \tau)$$
+
+    What `rlkit.advantages.optimal_token_baseline_advantages` wants beside the log-probabilities; gets no gradient.
+
+    Args:
+        logits: [..., V], any floating dtype. `logits[b, t]` speaks of token t + 1: the caller aligns.
+        temperature: of the sampler, > 0; a float or a tensor that broadcasts to [...].
+
+    Returns:
+        [...], float32 (float64 for float64 logits), in (0, 1].
+
+    Raises:
+        ValueError: for a wrong dtype or a temperature that is not positive.
+    """
+    check_float("logits", logits)
+    rows, temperature = _as_rows(logits, temperature)
+    sums = [_log_softmax(rows[piece], _rows(temperature, piece)).mul_(2).exp_().sum(1) for piece in _pieces(rows)]
+    return torch.cat([at_least_float32(rows[:0, 0]), *sums]).reshape(logits.shape[:-1])
 
 
 def suppress_tokens(logits: Tensor, token_ids: Tensor) -> Tensor:
@@ -165,6 +192,70 @@ def linear_logprobs(
     return logprobs, entropy
 
 
+class _Logprobs(torch.autograd.Function):
+    """Log-probabilities of targets [N] under logits [N, V]; saves its inputs alone and computes in pieces of rows."""
+
+    @staticmethod
+    def forward(logits: Tensor, targets: Tensor, temperature: float | Tensor) -> Tensor:
+        logprobs = logits.new_empty(logits.shape[0], dtype=torch.promote_types(logits.dtype, torch.float32))
+        for rows in _pieces(logits):
+            logp = _log_softmax(logits[rows], _rows(temperature, rows))
+            logprobs[rows] = logp.gather(1, targets[rows, None])[:, 0]
+        return logprobs
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        logits, targets, temperature = inputs
+        is_tensor = isinstance(temperature, Tensor)
+        ctx.save_for_backward(logits, targets, temperature if is_tensor else None)
+        ctx.temperature = None if is_tensor else temperature
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        logits, targets, temperature = ctx.saved_tensors
+        temperature = ctx.temperature if temperature is None else temperature
+        result = torch.empty_like(logits)
+        for rows in _pieces(logits):
+            scale = _rows(temperature, rows)
+            share = grad[rows, None] / scale
+            p = _log_softmax(logits[rows], scale).exp_()
+            result[rows] = p.mul_(-share).scatter_add_(1, targets[rows, None], share)
+        return result, None, None
+
+
+class _Entropy(torch.autograd.Function):
+    """Entropies [N] of logits [N, V]; saves logits and entropies and computes the rest again, in pieces of rows."""
+
+    @staticmethod
+    def forward(logits: Tensor, temperature: float | Tensor) -> Tensor:
+        entropy = logits.new_empty(logits.shape[0], dtype=torch.promote_types(logits.dtype, torch.float32))
+        for rows in _pieces(logits):
+            logp = _log_softmax(logits[rows], _rows(temperature, rows))
+            entropy[rows] = -logp.exp().mul_(logp.clamp_(min=_NO_PROBABILITY)).sum(1)
+        return entropy
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        logits, temperature = inputs
+        is_tensor = isinstance(temperature, Tensor)
+        ctx.save_for_backward(logits, output, temperature if is_tensor else None)
+        ctx.temperature = None if is_tensor else temperature
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        logits, entropy, temperature = ctx.saved_tensors
+        temperature = ctx.temperature if temperature is None else temperature
+        result = torch.empty_like(logits)
+        for rows in _pieces(logits):
+            scale = _rows(temperature, rows)
+            logp = _log_softmax(logits[rows], scale).clamp_(min=_NO_PROBABILITY)
+            p = logp.exp()
+            result[rows] = logp.add_(entropy[rows, None]).mul_(p).mul_(-grad[rows, None] / scale)
+        return result, None
+
+
 class _LinearLogprobs(torch.autograd.Function):
     """linear_logprobs on checked arguments. Saves its inputs and the entropy; no chunk outlives its turn."""
 
@@ -237,13 +328,27 @@ def _rows(temperature: float | Tensor, rows: slice) -> float | Tensor:
     return temperature[rows, None] if isinstance(temperature, Tensor) else temperature
 
 
-def _scale(logits: Tensor, temperature: float | Tensor, like: Tensor) -> Tensor:
-    """Logits [..., V] in float32 at least, over the temperature; `like` is any tensor of shape [...]."""
+def _as_rows(logits: Tensor, temperature: float | Tensor) -> tuple[Tensor, float | Tensor]:
+    """Logits [..., V] as [N, V], and the temperature as a float or [N]."""
+    like = logits[..., 0]
     _check_temperature(temperature, like)
-    logits = at_least_float32(logits)
     if isinstance(temperature, Tensor):
-        return logits / temperature.to(logits.dtype)[..., None]
-    return logits if temperature == 1.0 else logits / temperature
+        temperature = temperature.detach().expand(like.shape).flatten()
+    return logits.reshape(like.numel(), logits.shape[-1]), temperature
+
+
+def _pieces(logits: Tensor) -> list[slice]:
+    """The rows of [N, V] logits in as many pieces as keep each within its bytes."""
+    row = torch.promote_types(logits.dtype, torch.float32).itemsize * max(1, logits.shape[1])
+    size = max(1, (CPU_CACHE_BYTES if logits.device.type == "cpu" else CHUNK_BYTES) // row)
+    return [slice(start, start + size) for start in range(0, logits.shape[0], size)]
+
+
+def _log_softmax(logits: Tensor, temperature: float | Tensor) -> Tensor:
+    """Of [n, V] logits in float32 at least; the temperature is a float or [n, 1]. A tensor of its own."""
+    logits = at_least_float32(logits)
+    scaled = logits if isinstance(temperature, float) and temperature == 1.0 else logits / temperature
+    return scaled.log_softmax(1)
 
 
 def _check_temperature(temperature: float | Tensor, like: Tensor) -> None:

@@ -7,7 +7,13 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rlkit.losses import linear_logprobs, suppress_tokens, target_logprobs, token_entropy, token_logprobs
+from rlkit.losses import (
+    linear_logprobs,
+    suppress_tokens,
+    target_logprobs,
+    token_entropy,
+    token_logprobs,
+)
 from rlkit.losses import logprobs as module
 
 FEW = settings(max_examples=25, deadline=None, derandomize=True)

@@ -22,5 +22,6 @@ def test_nothing_reads_a_value_on_the_host():
             losses.mismatch_stats(x, x, mask, count)
         losses.token_logprobs(losses.suppress_tokens(logits, ids), tokens, x)
         losses.token_entropy(logits, x)
+        losses.sum_pi_squared(logits, x)
         logprobs, entropy = losses.linear_logprobs(hidden, weight, tokens.flatten(), x.flatten(), suppress=ids, chunk=4)
         (logprobs.sum() + entropy.sum()).backward()
