@@ -64,11 +64,11 @@ class Config:
     seed: int = 0
     """Of the data order, the sampling noise and the tiny model."""
 
-    steps: int = 250
+    steps: int = 220
     """Batches that are sampled."""
     prompts_per_step: int = 64
     """Prompts in a batch, over all ranks."""
-    group_size: int = 8
+    group_size: int = 16
     """Answers to each prompt."""
     updates_per_batch: int = 1
     """Optimizer steps on each batch."""
