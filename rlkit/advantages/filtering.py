@@ -14,7 +14,8 @@ def informative_groups(rewards: Tensor, group_ids: Tensor) -> Tensor:
 
     DAPO, https://arxiv.org/abs/2503.14476 equation 11.
 
-    Choices: DAPO asks that some but not all answers are right; for rewards 0 and 1 that is the same.
+    Choices: DAPO asks that some but not all answers are right; for rewards 0 and 1 that is the same. verl keeps groups
+    of one; as their advantage is 0 we do not.
 
     Args:
         rewards: [B], one a sample; nan means "not judged": its group goes by the other rewards.
@@ -44,7 +45,8 @@ def pf_ppo_weights(rewards: Tensor, group_ids: Tensor, best: float = 0.5, worst:
     best-worst (BW), 1 and 0 best-of-N (BoN).
 
     Choices: samples that tie for best or worst share p or q, so no order of the rows decides. verl ranks over the whole
-    batch instead (equal `group_ids` do that), and its default weight is |reward|^2, which is not in the paper.
+    batch instead (equal `group_ids` do that), its default weight is |reward|^2, which is not in the paper, and its
+    "max_random" draws the best four times as often as another, a share that falls with N.
 
     Args:
         rewards: [B], one a sample; nan means "not judged": not one of the N, weight 0.

@@ -113,6 +113,9 @@ class FixedKL:
     """A KL coefficient that stays, with the `update` of `AdaptiveKL` so that a recipe can hold either.
 
     Save `vars(controller)`, restore with `FixedKL(**saved)`.
+
+    Args:
+        coef: the coefficient; >= 0.
     """
 
     coef: float
@@ -127,6 +130,11 @@ class AdaptiveKL:
     """A KL coefficient that follows `adaptive_kl_coef`; every rank must be given the same, global KL.
 
     Save `vars(controller)`, restore with `AdaptiveKL(**saved)`: the coefficient is all the state there is.
+
+    Args:
+        coef: at the start; >= 0.
+        target: the KL to hold, in the unit of what is measured; > 0.
+        horizon: > 0, in the unit of `update`'s steps.
     """
 
     coef: float

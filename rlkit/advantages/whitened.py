@@ -31,8 +31,8 @@ def reinforce_plus_plus_advantages(
 
     REINFORCE++, https://arxiv.org/abs/2501.03262; its KL penalty is part of the token rewards.
 
-    Choices: the variance of all masked tokens with divisor n - 1 and eps inside the root, as in verl. verl resets the
-    return at each token outside the mask, which cuts the turns before a tool call off from the reward.
+    Choices: the variance of all masked tokens with divisor n - 1 and eps inside the root, and a return that is
+    carried over the tokens outside the mask; both as in verl.
 
     Args:
         rewards: [B, T] token rewards, of which only those in the mask count, or [B] outcome rewards, given to the last

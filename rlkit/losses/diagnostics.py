@@ -22,7 +22,9 @@ def ratio_stats(
     clip_high: float = 0.2,
     total: float | Tensor | None = None,
 ) -> dict[str, Tensor]:
-    r"""How far the policy has moved from the one that sampled: with $r = \exp(\text{logprobs} - \text{old\_logprobs})$,
+    r"""How far the policy has moved from the one that sampled.
+
+    With $r = \exp(\text{logprobs} - \text{old\_logprobs})$:
 
     - "ratio/clip_fraction": share of tokens where the clip binds, r > 1 + clip_high where A > 0 or r < 1 - clip_low
       where A < 0; without advantages, the share of r outside the interval.
@@ -64,8 +66,9 @@ def ratio_stats(
 def mismatch_stats(
     logprobs: Tensor, rollout_logprobs: Tensor, mask: Tensor, total: float | Tensor | None = None
 ) -> dict[str, Tensor]:
-    r"""How far the sampler and the trainer are apart on the same tokens and weights: with
-    $\delta = \text{logprobs} - \text{rollout\_logprobs}$ and $w = e^\delta$,
+    r"""How far the sampler and the trainer are apart on the same tokens and weights.
+
+    With $\delta = \text{logprobs} - \text{rollout\_logprobs}$ and $w = e^\delta$:
 
     - "mismatch/abs_dlogp" and "mismatch/abs_dlogp/max": mean and maximum of $|\delta|$.
     - "mismatch/kl": mean of $w - 1 - \delta$, the k3 estimate of KL(sampler || trainer).

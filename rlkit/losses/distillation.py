@@ -79,8 +79,9 @@ def jsd_loss(
     jump in the loss's scale. Here beta is strictly between, and the ends are functions of their own.
 
     Args:
-        student_logits, teacher_logits, mask, temperature: as in `forward_kl_loss`.
+        student_logits, teacher_logits, mask: as in `forward_kl_loss`.
         beta: the teacher's share of the mixture, in (0, 1).
+        temperature: as in `forward_kl_loss`.
 
     Returns:
         [B, T], to be minimised, float32 (float64 for float64 logits); exactly 0, with gradient 0, outside the mask

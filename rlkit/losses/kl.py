@@ -1,16 +1,17 @@
 r"""Estimates of the KL divergence from a reference policy, one value per token.
 
-What each is worth on tokens that the policy itself sampled, with $d = \log \pi - \log ref$ (the tests enumerate it):
+What each is worth on tokens that the policy itself sampled, with $d = \log \pi - \log \pi_{ref}$ (the tests
+enumerate it):
 
 | function | expected value | expected gradient |
 |---|---|---|
-| kl_k1 | KL(policy, ref) | 0: nothing is learnt from it in a loss; put it in the reward |
-| kl_k2 | $E[d^2] / 2$ | that of KL(policy, ref) |
-| kl_k3 | KL(policy, ref) | that of KL(ref, policy) |
-| kl_abs | $E \lvert d \rvert$ | that of the L1 distance between the two distributions |
-| kl_straight_through | that of the value it is given | that of KL(policy, ref) |
-| kl_k3_weighted | KL(policy, ref), also off-policy | that of KL(policy, ref), also off-policy |
-| full_vocabulary_kl | KL(policy, ref), no sampling | that of KL(policy, ref), no sampling |
+| `kl_k1` | KL(policy, ref) | 0: nothing is learnt from it in a loss; put it in the reward |
+| `kl_k2` | $E[d^2] / 2$ | that of KL(policy, ref) |
+| `kl_k3` | KL(policy, ref) | that of KL(ref, policy) |
+| `kl_abs` | $E \lvert d \rvert$ | that of the L1 distance between the two distributions |
+| `kl_straight_through` | that of the value it is given | that of KL(policy, ref) |
+| `kl_k3_weighted` | KL(policy, ref), also off-policy | that of KL(policy, ref), also off-policy |
+| `full_vocabulary_kl` | KL(policy, ref), no sampling | that of KL(policy, ref), no sampling |
 
 "Expected gradient" is that of one token given the tokens before it: no per-token loss sees that a token changes which
 prefixes come after it. A KL taken off the reward (`rlkit.advantages.kl_in_reward`) does.

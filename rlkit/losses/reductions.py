@@ -4,8 +4,8 @@ Every function takes `total`, the count over all micro-batches and all data-para
 add up to the loss of the whole batch, whatever the cut, so engines sum gradients and divide by nothing. The default
 None takes this tensor's own count, which is right for a batch in one piece.
 
-verl calls them token-mean, seq-mean-token-mean, seq-mean-token-sum and seq-mean-token-sum-norm; TRL's loss types grpo,
-bnpo/dapo and dr_grpo are `sequence_mean`, `token_mean` and `fixed_length_mean`.
+verl calls them token-sum, token-mean, seq-mean-token-mean, seq-mean-token-sum and seq-mean-token-sum-norm; TRL's loss
+types grpo, bnpo/dapo and dr_grpo are `sequence_mean`, `token_mean` and `fixed_length_mean`.
 """
 
 import torch

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 VISION_TOWER = r"(^|\.)(visual|vision_tower|vision_model|vision_encoder)\."
+"""Matches the parameters of the vision tower in the families that transformers knows."""
 
 
 def freeze(model: nn.Module, pattern: str) -> list[str]:
