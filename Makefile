@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 
-.PHONY: setup demo test lint learn bench clean
+.PHONY: setup demo test lint learn bench peers docs clean
 
 setup: $(VENV)/.installed
 
@@ -30,5 +30,18 @@ learn: setup
 bench: setup
 	$(BIN)/python -m pytest benchmarks --benchmark-enable
 
+# losses and advantages against verl and TRL themselves, which want an environment of their own (some minutes to make)
+peers: .venv-peers/.installed
+	.venv-peers/bin/python -m pytest tests/peers/live.py
+
+.venv-peers/.installed: setup.cfg
+	$(PYTHON) -m venv .venv-peers
+	.venv-peers/bin/python -m pip install --quiet --disable-pip-version-check torch==2.13.0 -e '.[peers]'
+	@touch $@
+
+# the reference pages, from the docstrings
+docs: setup
+	$(BIN)/python docs/make_reference.py
+
 clean:
-	rm -rf $(VENV) build *.egg-info
+	rm -rf $(VENV) .venv-peers build *.egg-info

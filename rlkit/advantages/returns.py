@@ -39,7 +39,7 @@ def gae(
     the same in other words, which needs no search for the next token of the mask.
 
     Choices: a reward outside the mask is ignored, as it belongs to no action; `rewards_to_tokens` puts an outcome
-    reward where it counts. verl and TRL whiten here; we leave it to `masked_whiten`, as whitening twice, or per
+    reward where it counts. verl whitens here; we leave it to `masked_whiten`, as whitening twice, or per
     micro-batch, is a bug that shows nowhere.
 
     VAPO's decoupled estimate (https://arxiv.org/abs/2504.05118) is two calls, one for the policy, one for the critic:

@@ -83,7 +83,7 @@ def adaptive_kl_coef(coef: float, kl: float, target: float, horizon: float, step
     \quad K = \text{steps} / \text{horizon}$$
 
     Ziegler et al., https://arxiv.org/abs/1909.08593 section 2.2 (there K = 0.1 an update); steps over horizon is their
-    code's form, which verl and TRL keep.
+    code's form, which verl keeps.
 
     Args:
         coef: the present coefficient; >= 0.

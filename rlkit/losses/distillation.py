@@ -113,9 +113,9 @@ def topk_forward_kl_loss(
     P_{rest} = 1 - \sum_{v \in K} P_v$$
 
     Never above `forward_kl_loss`, to which it is equal for K = V. The bucket keeps the student from putting mass
-    outside the K tokens unseen, and makes K = 1 a sensible loss. TRL's default is the bucket too; others renormalise
-    both sides over the K tokens, which is `forward_kl_loss(student_logits.gather(2, teacher_indices),
-    teacher_logprobs, mask)`.
+    outside the K tokens unseen, and makes K = 1 a sensible loss. TRL's trainers that ask a server have the bucket too,
+    its self-distillation renormalises both sides over the K tokens, which is
+    `forward_kl_loss(student_logits.gather(2, teacher_indices), teacher_logprobs, mask)`.
 
     A rest of the teacher's that is within rounding of 0 counts as 0.
 
@@ -154,7 +154,7 @@ def topk_reverse_kl_loss(
     within the bucket all tokens are alike, so K should hold nearly all of the teacher's mass.
 
     The teacher's rest is held at 2e-6 at least (16 eps of float32), as a rest that rounds to 0 would make the loss
-    infinite. TRL takes the student's K likeliest tokens instead, which a server must be asked for one by one.
+    infinite. TRL takes the student's K likeliest tokens instead, or the sampled one alone.
 
     Args, Returns, Raises: as `topk_forward_kl_loss`.
     """

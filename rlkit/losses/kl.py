@@ -125,7 +125,7 @@ def kl_abs(logprobs: Tensor, ref_logprobs: Tensor, mask: Tensor | None = None) -
     The expected value on-policy, $E_\pi \lvert \log(\pi / ref) \rvert$, is at least the KL. The expected gradient is
     $E_\pi[\mathrm{sign}(\log(\pi / ref)) \nabla \log \pi] = \nabla \sum_v \lvert \pi_v - ref_v \rvert$: that of the L1
     distance (twice the total variation), not of a KL. It is 0 at a difference of exactly 0. A difference beyond +-20
-    counts as +-20 and gets gradient 0. `ref_logprobs` gets no gradient. verl and TRL's PPO offer it as "abs".
+    counts as +-20 and gets gradient 0. `ref_logprobs` gets no gradient. verl offers it as "abs".
 
     Args:
         logprobs: [B, T], of the policy.
