@@ -64,9 +64,10 @@ def gae(
     check_per_token(mask, rewards=rewards, values=values)
     rewards, values = _float32_at_least(rewards, values)
     lam = _check_lambda(lam, gamma, values)
+    rewards, values = torch.where(mask, rewards, 0.0), torch.where(mask, values, 0.0)
     later = _handed_back(torch.lerp(values, rewards, lam).mul_(gamma), gamma * lam, mask)
     returns = torch.where(mask, later.add_(rewards), 0.0)
-    return torch.where(mask, returns - values, 0.0), returns
+    return returns - values, returns
 
 
 def discounted_returns(rewards: Tensor, mask: Tensor, gamma: float = 1.0) -> Tensor:
@@ -136,11 +137,11 @@ def vtrace(
     lam = _check_lambda(lam, gamma, values)
     weight = torch.where(mask, logprobs - rollout_logprobs, 0.0).clamp(max=_LARGEST_LOG_RATIO).exp()
     rho, decay = weight.clamp(max=rho_bar), gamma * lam * weight.clamp(max=c_bar)
-    next_value = _handed_back(values, values.new_zeros(()), mask)
-    error = rho * (rewards + gamma * next_value - values)
+    next_value = _handed_back(torch.where(mask, values, 0.0), values.new_zeros(()), mask)
+    error = torch.where(mask, rho * (rewards + gamma * next_value - values), 0.0)
     later = _handed_back(error, decay, mask)  # target minus value of the next token
     targets = torch.where(mask, values + error + decay * later, 0.0)
-    return targets, torch.where(mask, error + rho * (gamma * lam) * later, 0.0)
+    return targets, error + torch.where(mask, rho * (gamma * lam) * later, 0.0)
 
 
 def rewards_to_tokens(rewards: Tensor, mask: Tensor) -> Tensor:
@@ -227,28 +228,32 @@ def masked_whiten(
     if (mean is None) != (var is None):
         name, came = ("var", var) if var is None else ("mean", mean)
         fail(name, came, "a 0-d tensor beside the other statistic, or neither")
-    wide = torch.where(mask, x, 0.0).double()
-    if mean is None or var is None:
-        count = mask.sum()
-        mean = wide.sum() / count.clamp(min=1)
-        var = torch.where(mask, wide - mean, 0.0).square().sum() / (count - 1).clamp(min=1)
-    for name, statistic in (("mean", mean), ("var", var)):
-        check_rank(name, statistic, 0, "(a 0-d tensor)")
+    dtype = torch.promote_types(x.dtype, torch.float32)
+    x = torch.where(mask, x, 0.0).to(dtype)
+    count = mask.sum()
+    if mean is None:
+        mean = x.sum(dtype=torch.float64) / count.clamp(min=1)
+    check_rank("mean", mean, 0, "(a 0-d tensor)")
+    centred = torch.where(mask, x - mean.to(dtype), 0.0)
+    if var is None:
+        var = centred.square().sum(dtype=torch.float64) / (count - 1).clamp(min=1)
+    check_rank("var", var, 0, "(a 0-d tensor)")
     scale = (var.double() + eps).sqrt()
-    whitened = (wide - mean) / torch.where(scale > 0, scale, 1.0)
-    return torch.where(mask, whitened, 0.0).to(torch.promote_types(x.dtype, torch.float32))
+    return centred.div_(torch.where(scale > 0, scale, 1.0).to(dtype))
 
 
 def _handed_back(x: Tensor, decay: Tensor, mask: Tensor) -> Tensor:
     """At t, y of the next token of the mask, where y = x + decay * (what is handed back to it); 0 past the last token.
 
-    All [B, T]; `decay` may broadcast to it. A token outside the mask has x 0 and decay 1: it hands on what it gets.
+    All [B, T]; `decay` may broadcast to it. x is 0 outside the mask, and decay counts as 1 there: such a token hands on
+    what it gets.
     """
-    # [T, B]: merging neighbours in time then works on whole rows of memory, some three times as fast on a CPU
-    x = torch.where(mask, x, 0.0).t().contiguous()
-    decay = torch.where(mask, decay, 1.0).t().contiguous()
-    _suffix_scan_(x, decay)
-    return torch.cat([x[1:], x.new_zeros(1, x.shape[1])])[: x.shape[0]].t().contiguous()
+    rows, tokens = mask.shape
+    # [T + 1, B]: merging neighbours in time then works on whole rows of memory, some three times as fast on a CPU
+    handed = torch.empty(tokens + 1, rows, dtype=x.dtype, device=x.device)
+    handed[:-1], handed[-1] = x.t(), 0.0
+    _suffix_scan_(handed[:-1], torch.where(mask.t().contiguous(), decay.t().contiguous(), 1.0))
+    return handed[1:].t().contiguous()
 
 
 def _suffix_scan_(x: Tensor, decay: Tensor) -> None:
