@@ -70,6 +70,7 @@ def gae(
     return returns - values, returns
 
 
+@torch.no_grad()
 def discounted_returns(rewards: Tensor, mask: Tensor, gamma: float = 1.0) -> Tensor:
     r"""Reward to go of each token: $G_t = r_t + \gamma G_{t+1}$, where t counts the tokens of the mask alone.
 
@@ -85,7 +86,13 @@ def discounted_returns(rewards: Tensor, mask: Tensor, gamma: float = 1.0) -> Ten
         ValueError: for a wrong rank, shape or dtype, or gamma outside [0, 1].
     """
     check_per_token(mask, rewards=rewards)
-    return gae(rewards, torch.zeros_like(rewards), mask, gamma, 1.0)[1]
+    (rewards,) = _float32_at_least(rewards)
+    _check_lambda(1.0, gamma, rewards)
+    rewards = torch.where(mask, rewards, 0.0)
+    if gamma == 1:
+        return torch.where(mask, rewards.flip(1).cumsum(1).flip(1), 0.0)
+    later = _handed_back(rewards, rewards.new_full((1, 1), gamma), mask)
+    return torch.where(mask, later.mul_(gamma).add_(rewards), 0.0)
 
 
 @torch.no_grad()
@@ -166,7 +173,7 @@ def rewards_to_tokens(rewards: Tensor, mask: Tensor) -> Tensor:
     check_rank("rewards", rewards, 1, "[B]")
     check_shape("rewards", rewards, (mask.shape[0],), "[B] as mask")
     (rewards,) = _float32_at_least(rewards)
-    seen = mask.cumsum(1)
+    seen = mask.cumsum(1, dtype=torch.int32)
     return torch.where(mask & (seen == seen[:, -1:]), rewards[:, None], 0.0)
 
 

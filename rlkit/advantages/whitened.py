@@ -10,8 +10,8 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from rlkit.advantages.group import _centre, grpo_advantages
-from rlkit.advantages.returns import discounted_returns
+from rlkit.advantages.group import _centre, expand_to_tokens, grpo_advantages
+from rlkit.advantages.returns import discounted_returns, rewards_to_tokens
 from rlkit.losses._check import check_groups, check_mask, check_not_negative, check_rank, check_shape, fail
 
 
@@ -55,25 +55,14 @@ def reinforce_plus_plus_advantages(
         fail("gamma", gamma, "a number in [0, 1]")
     outcome = rewards.ndim == 1
     check_shape("rewards", rewards, tuple(mask.shape[:1] if outcome else mask.shape), "or [B, T] as mask")
-    dtype = torch.promote_types(rewards.dtype, torch.float32)
-    if outcome:
+    if outcome and gamma == 1:  # every token of a row has the same return
         judged = ~rewards.isnan()
-        returns = torch.where(judged, rewards, 0).double()
-        if gamma == 1:
-            white = _whiten(returns, mask.sum(1) * judged, eps, global_sum).to(dtype)
-            return torch.where(mask, white[:, None], torch.zeros_like(white)[:, None])
-        powers = torch.pow(gamma, torch.arange(mask.shape[1], device=mask.device).double())
-        place = mask.cumsum(1)
-        returns = returns[:, None] * powers[(place[:, -1:] - place).clamp(max=mask.shape[1] - 1)]
-    else:
-        values = torch.where(mask, rewards, 0).double()
-        judged = ~values.isnan().any(1)
-        values = torch.where(judged[:, None], values, 0.0)
-        if gamma == 1:
-            returns = values.sum(1, keepdim=True) - values.cumsum(1) + values
-        else:
-            returns = discounted_returns(values, mask, gamma)
-    return _whiten(returns, mask & judged[:, None], eps, global_sum).to(dtype)
+        white = _whiten(torch.where(judged, rewards, 0).double(), mask.sum(1) * judged, eps, global_sum)
+        return expand_to_tokens(white.to(torch.promote_types(rewards.dtype, torch.float32)), mask)
+    values = torch.where(mask, rewards_to_tokens(rewards, mask) if outcome else rewards, 0.0)
+    judged = ~values.isnan().any(1, keepdim=True)
+    returns = discounted_returns(torch.where(judged, values, 0.0), mask, gamma)
+    return _whiten(returns, mask & judged, eps, global_sum)
 
 
 def reinforce_plus_plus_baseline_advantages(
@@ -175,12 +164,12 @@ def _row_weights(judged: Tensor, lengths: Tensor | None) -> Tensor:
 
 
 def _whiten(x: Tensor, weights: Tensor, eps: float, global_sum: Callable[[Tensor], Tensor] | None) -> Tensor:
-    """float64 x minus its weighted mean over its weighted standard deviation; 0 where the weight is 0."""
-    weights = weights.double()
-    sums = torch.stack([weights.sum(), (weights * x).sum()])
+    """x minus its weighted mean over its weighted standard deviation, sums in float64; 0 where the weight is 0."""
+    weights, wide = weights.to(x.dtype), torch.float64
+    sums = torch.stack([weights.sum(dtype=wide), (weights * x).sum(dtype=wide)])
     count, total = sums if global_sum is None else global_sum(sums).to(x.device)
-    centred = torch.where(weights > 0, x - total / count.clamp(min=1), 0.0)
-    squares = (weights * centred).flatten() @ centred.flatten()
+    centred = torch.where(weights > 0, x - (total / count.clamp(min=1)).to(x.dtype), 0.0)
+    squares = (weights * centred.square()).sum(dtype=wide)
     squares = squares if global_sum is None else global_sum(squares).to(x.device)
     scale = (squares / (count - 1).clamp(min=1) + eps).sqrt()
-    return centred / torch.where(scale > 0, scale, 1.0)
+    return centred / torch.where(scale > 0, scale, 1.0).to(x.dtype)

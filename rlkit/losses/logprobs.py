@@ -11,7 +11,8 @@ from rlkit.losses._check import check_float, check_integer, check_positive, chec
 from rlkit.losses._numerics import at_least_float32
 
 CHUNK_BYTES = 64 * 2**20  # what one chunk of logits may hold
-CPU_CACHE_BYTES = 4 * 2**20  # the same where logits are given and a CPU reads them: some two passes out of its cache
+CPU_CHUNK_BYTES = 16 * 2**20  # the same on a CPU, where nothing is gained by more
+CPU_CACHE_BYTES = 512 * 2**10  # and where the logits are given: what a CPU then reads a second time is in its cache
 _NO_PROBABILITY = -1e4  # stands for a log-probability of -inf where it is multiplied: exp of it is 0 even in float64
 
 
@@ -168,7 +169,7 @@ def linear_logprobs(
         temperature: of the sampler, > 0; a float or [N]; gets no gradient.
         bias: [V] or None.
         suppress: [K], token ids of probability 0, or None; see `suppress_tokens`.
-        chunk: tokens to a chunk; None takes as many as hold 64 MiB of logits.
+        chunk: tokens to a chunk; None takes as many as hold 64 MiB of logits, 16 MiB on a CPU.
 
     Returns:
         (logprobs [N], entropy [N]), float32 (float64 for float64 inputs); no logprob is above 0.
@@ -186,7 +187,8 @@ def linear_logprobs(
         suppress = suppress.to(hidden.device, torch.long)
     if chunk is None:
         itemsize = torch.promote_types(hidden.dtype, torch.float32).itemsize
-        chunk = max(1, CHUNK_BYTES // (itemsize * max(1, weight.shape[0])))
+        size = CPU_CHUNK_BYTES if hidden.device.type == "cpu" else CHUNK_BYTES
+        chunk = max(1, size // (itemsize * max(1, weight.shape[0])))
     check_positive(chunk=chunk)
     logprobs, entropy = _LinearLogprobs.apply(hidden, weight, bias, targets.long(), temperature, suppress, chunk)
     return logprobs, entropy

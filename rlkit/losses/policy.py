@@ -1,10 +1,9 @@
 """Policy-gradient losses, one value per token."""
 
-import torch
 from torch import Tensor
 
 from rlkit.losses._check import check_not_negative, check_per_token, fail
-from rlkit.losses._numerics import masked_cost, masked_log_ratio
+from rlkit.losses._numerics import clipped_surrogate, masked_cost, masked_log_ratio
 
 
 def clipped_policy_loss(
@@ -49,8 +48,4 @@ def clipped_policy_loss(
     if dual_clip is not None and not dual_clip > 1:
         fail("dual_clip", dual_clip, "a number > 1, or None")
     ratio = masked_log_ratio(logprobs, old_logprobs.detach(), mask).exp()
-    cost = masked_cost(advantages, mask)
-    loss = torch.maximum(cost * ratio, cost * ratio.clamp(1 - clip_low, 1 + clip_high))
-    if dual_clip is not None:
-        loss = torch.where(cost > 0, torch.minimum(loss, cost * dual_clip), loss)
-    return loss
+    return clipped_surrogate(masked_cost(advantages, mask), ratio, clip_low, clip_high, dual_clip)

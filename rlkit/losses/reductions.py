@@ -48,7 +48,7 @@ def token_mean(loss: Tensor, mask: Tensor, total: float | Tensor | None = None) 
     Raises:
         ValueError: for a wrong rank, shape or dtype, or a negative total.
     """
-    return _divide(token_sum(loss, mask), mask.sum() if total is None else total)
+    return _divide(token_sum(loss, mask), mask.count_nonzero() if total is None else total)
 
 
 def sequence_mean(loss: Tensor, mask: Tensor, total: float | Tensor | None = None) -> Tensor:
@@ -71,10 +71,10 @@ def sequence_mean(loss: Tensor, mask: Tensor, total: float | Tensor | None = Non
     Raises:
         ValueError: for a wrong rank, shape or dtype, or a negative total.
     """
-    rows = _row_sums(loss, mask)
+    rows, lengths = _row_sums(loss, mask), _lengths(mask)
     if loss.ndim == 2:
-        rows = rows / mask.sum(1).clamp(min=1)
-    return _divide(rows.sum(), mask.any(1).sum() if total is None else total)
+        rows = rows / lengths.clamp(min=1)
+    return _divide(rows.sum(), lengths.count_nonzero() if total is None else total)
 
 
 def sequence_sum_mean(loss: Tensor, mask: Tensor, total: float | Tensor | None = None) -> Tensor:
@@ -95,7 +95,7 @@ def sequence_sum_mean(loss: Tensor, mask: Tensor, total: float | Tensor | None =
     Raises:
         ValueError: for a wrong rank, shape or dtype, or a negative total.
     """
-    return _divide(_row_sums(loss, mask).sum(), mask.any(1).sum() if total is None else total)
+    return _divide(_row_sums(loss, mask).sum(), _lengths(mask).count_nonzero() if total is None else total)
 
 
 def fixed_length_mean(loss: Tensor, mask: Tensor, length: float, total: float | Tensor | None = None) -> Tensor:
@@ -130,9 +130,14 @@ def _row_sums(loss: Tensor, mask: Tensor) -> Tensor:
     dtype = torch.promote_types(loss.dtype, torch.float32)
     if loss.ndim == 1:
         check_shape("loss", loss, (mask.shape[0],), "or that of mask")
-        return torch.where(mask.any(1), loss, 0.0).to(dtype)
+        return torch.where(_lengths(mask) > 0, loss, 0.0).to(dtype)
     check_shape("loss", loss, tuple(mask.shape), "as mask, or [B]")
     return torch.where(mask, loss, 0.0).sum(1, dtype=dtype)
+
+
+def _lengths(mask: Tensor) -> Tensor:
+    """[B]: tokens in each row's mask; int32, as a CPU takes twice as long to sum bools into int64."""
+    return mask.sum(1, dtype=torch.int32)
 
 
 def _divide(x: Tensor, total: float | Tensor) -> Tensor:

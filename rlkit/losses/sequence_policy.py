@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from rlkit.losses._check import check_not_negative, check_per_token
-from rlkit.losses._numerics import at_least_float32, masked_cost, masked_log_ratio
+from rlkit.losses._numerics import at_least_float32, clipped_surrogate, masked_cost, masked_log_ratio
 
 
 def gspo_loss(
@@ -48,7 +48,7 @@ def gspo_loss(
     check_per_token(mask, logprobs=logprobs, old_logprobs=old_logprobs)
     check_not_negative(clip_low=clip_low, clip_high=clip_high)
     log_ratio = masked_log_ratio(logprobs, old_logprobs.detach(), mask)
-    return _clipped(masked_cost(advantages, mask), _mean(log_ratio, mask).exp(), clip_low, clip_high)
+    return clipped_surrogate(masked_cost(advantages, mask), _mean(log_ratio, mask).exp(), clip_low, clip_high)
 
 
 def gspo_token_loss(
@@ -87,7 +87,7 @@ def gspo_token_loss(
     log_ratio = masked_log_ratio(logprobs, old_logprobs.detach(), mask)
     own = (log_ratio - log_ratio.detach()).exp()  # 1, with the token's gradient
     ratio = _mean(log_ratio.detach(), mask).exp() * own
-    return _clipped(masked_cost(advantages, mask), ratio, clip_low, clip_high)
+    return clipped_surrogate(masked_cost(advantages, mask), ratio, clip_low, clip_high)
 
 
 def luspo_loss(
@@ -228,9 +228,4 @@ def off_policy_sequence_mask(
 
 def _mean(x: Tensor, mask: Tensor) -> Tensor:
     """[B, 1]: the mean over each row's tokens of x [B, T], which is 0 outside the mask; 0 for a row without tokens."""
-    return x.sum(1, keepdim=True) / mask.sum(1, keepdim=True).clamp(min=1)
-
-
-def _clipped(cost: Tensor, ratio: Tensor, clip_low: float, clip_high: float) -> Tensor:
-    """PPO's pessimistic choice between the ratio and its clip, as a loss."""
-    return torch.maximum(cost * ratio, cost * ratio.clamp(1 - clip_low, 1 + clip_high))
+    return x.sum(1, keepdim=True) / mask.sum(1, keepdim=True, dtype=torch.int32).clamp(min=1)

@@ -64,7 +64,7 @@ def clip_cov_loss(
     loss, clipped = cost * ratio, cost * ratio.clamp(1 - clip_low, 1 + clip_high)
     cov = _covariance(log_ratio, old_logprobs, cost, mask)
     candidates = mask & (clipped <= loss) & (cov > cov_low) & (cov < cov_high)
-    drawn = candidates & (_rank(torch.where(candidates, uniform, math.inf)) < _count(share, mask))
+    drawn = candidates & _smallest(torch.where(candidates, uniform, math.inf), share, mask)
     return torch.where(drawn, 0.0, torch.maximum(loss, clipped))
 
 
@@ -110,7 +110,7 @@ def kl_cov_loss(
     check_not_negative(kl_coef=kl_coef)
     log_ratio, cost = masked_log_ratio(logprobs, old_logprobs.detach(), mask), masked_cost(advantages, mask)
     cov = _covariance(log_ratio, old_logprobs, cost, mask)
-    chosen = mask & (_rank(torch.where(mask, -cov, math.inf)) < _count(share, mask))
+    chosen = mask & _smallest(torch.where(mask, -cov, math.inf), share, mask)
     return cost * log_ratio.exp() + kl_coef * torch.where(chosen, log_ratio.abs(), 0.0)
 
 
@@ -285,8 +285,9 @@ def vespo_loss(
     log_ratio, cost = masked_log_ratio(logprobs, old_logprobs.detach(), mask), masked_cost(advantages, mask)
     log_w = log_ratio.detach().sum(1, keepdim=True).clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
     fall = 1 - log_w.exp()
-    log_phi = torch.where(cost > 0, k_neg * log_w + lambda_neg * fall, k_pos * log_w + lambda_pos * fall)
-    return cost * log_phi.clamp(max=LOG_RATIO_LIMIT).exp() * _held(log_ratio, old_logprobs, mask)
+    phi_pos = (k_pos * log_w + lambda_pos * fall).clamp(max=LOG_RATIO_LIMIT).exp()  # [B, 1], as phi_neg
+    phi_neg = (k_neg * log_w + lambda_neg * fall).clamp(max=LOG_RATIO_LIMIT).exp()
+    return cost * torch.where(cost > 0, phi_neg, phi_pos) * _held(log_ratio, old_logprobs, mask)
 
 
 def _masked(x: Tensor, mask: Tensor) -> Tensor:
@@ -308,17 +309,19 @@ def _surrogate(log_ratio: Tensor, cost: Tensor, outside: Tensor, cap: float) -> 
 
 def _covariance(log_ratio: Tensor, old_logprobs: Tensor, cost: Tensor, mask: Tensor) -> Tensor:
     """[B, T]: each token's (logprob - mean) times (advantage - mean), means over the mask; detached."""
-    logprobs, count = _held(log_ratio.detach(), old_logprobs, mask), mask.sum().clamp(min=1)
+    logprobs, count = _held(log_ratio.detach(), old_logprobs, mask), mask.count_nonzero().clamp(min=1)
     return (logprobs - logprobs.sum() / count) * (cost.sum() / count - cost)
 
 
-def _rank(keys: Tensor) -> Tensor:
-    """Each element's place, from 0, in the ascending order of all; equal ones by position."""
-    return keys.flatten().argsort(stable=True).argsort().view(keys.shape)
+def _smallest(keys: Tensor, share: float, mask: Tensor) -> Tensor:
+    """bool [B, T]: the smallest of the keys, as many as a share of the mask's tokens, one at least if the share is > 0.
 
-
-def _count(share: float, mask: Tensor) -> Tensor:
-    """0-d: a share of the mask's tokens, rounded down, but one at least unless the share is 0."""
+    The share of all elements is known on the host and no less: the top k of so many are in order, a few of them count.
+    """
     if not 0 <= share <= 1:
         fail("share", share, "a number in [0, 1]")
-    return (mask.sum().double() * share).floor().clamp(min=1 if share > 0 else 0)
+    most = min(int(share * keys.numel()) + 1, keys.numel())
+    count = (mask.count_nonzero().double() * share).floor().clamp(min=1 if share > 0 else 0)
+    places = keys.flatten().topk(most, largest=False).indices
+    chosen = torch.arange(most, device=keys.device) < count
+    return torch.zeros_like(mask).flatten().scatter(0, places, chosen).view(mask.shape)

@@ -264,7 +264,7 @@ def test_entropy_chunked_over_tokens_not_vocabulary(monkeypatch):
         return out
 
     monkeypatch.setattr(module, "_chunk_logprobs", spy)
-    monkeypatch.setattr(module, "CHUNK_BYTES", 3 * 11 * 8)  # three tokens of eleven float64 logits
+    monkeypatch.setattr(module, "CPU_CHUNK_BYTES", 3 * 11 * 8)  # three tokens of eleven float64 logits
     hidden, weight, _, targets, _ = problem()
     logprobs, entropy = linear_logprobs(hidden, weight, targets)
     assert seen == [(3, 11), (3, 11), (1, 11)]
@@ -275,8 +275,8 @@ def test_entropy_chunked_over_tokens_not_vocabulary(monkeypatch):
     assert seen[3:] == seen[:3]
 
 
-def test_default_chunk_holds_64_mib():
-    assert module.CHUNK_BYTES == 2**26
+def test_default_chunk_holds_64_mib_and_16_on_a_cpu():
+    assert module.CHUNK_BYTES == 2**26 and module.CPU_CHUNK_BYTES == 2**24
     assert module.CHUNK_BYTES // (4 * 151_936) == 110
 
 
