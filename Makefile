@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 
-.PHONY: setup demo test lint learn bench peers docs clean
+.PHONY: setup demo test lint learn bench peers bench-peers docs clean
 
 setup: $(VENV)/.installed
 
@@ -33,6 +33,12 @@ bench: setup
 # losses and advantages against verl and TRL themselves, which want an environment of their own (some minutes to make)
 peers: .venv-peers/.installed
 	.venv-peers/bin/python -m pytest tests/peers/live.py
+
+# every function beside a loop, verl and TRL: benchmarks/results/functions.md
+bench-peers: .venv-peers/.installed
+	mkdir -p .benchmarks
+	OMP_NUM_THREADS=1 .venv-peers/bin/python -m pytest benchmarks/test_functions.py --benchmark-enable --benchmark-json=.benchmarks/functions.json
+	.venv-peers/bin/python benchmarks/table.py .benchmarks/functions.json benchmarks/results/functions.md
 
 .venv-peers/.installed: setup.cfg
 	$(PYTHON) -m venv .venv-peers
