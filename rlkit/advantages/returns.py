@@ -64,10 +64,12 @@ def gae(
     check_per_token(mask, rewards=rewards, values=values)
     rewards, values = _float32_at_least(rewards, values)
     lam = _check_lambda(lam, gamma, values)
-    rewards, values = torch.where(mask, rewards, 0.0), torch.where(mask, values, 0.0)
-    later = _handed_back(torch.lerp(values, rewards, lam).mul_(gamma), gamma * lam, mask)
-    returns = torch.where(mask, later.add_(rewards), 0.0)
-    return returns - values, returns
+    bits = _bits(mask, rewards.dtype)
+    rewards, values = _kept(rewards, bits), _kept(values, bits)
+    later = _handed_back(torch.lerp(values, rewards, lam), gamma * lam, mask)
+    returns = rewards.add_(later, alpha=gamma)
+    returns.view(bits.dtype).bitwise_and_(bits)
+    return torch.sub(returns, values, out=values), returns  # 0 - 0 outside the mask
 
 
 @torch.no_grad()
@@ -247,6 +249,16 @@ def masked_whiten(
     check_rank("var", var, 0, "(a 0-d tensor)")
     scale = (var.double() + eps).sqrt()
     return centred.div_(torch.where(scale > 0, scale, 1.0).to(dtype))
+
+
+def _bits(mask: Tensor, dtype: torch.dtype) -> Tensor:
+    """The mask for `_kept`, as integers as wide as dtype: all bits set where it is True, none where it is False."""
+    return mask.view(torch.uint8).to(torch.int64 if dtype == torch.float64 else torch.int32).neg_()
+
+
+def _kept(x: Tensor, bits: Tensor) -> Tensor:
+    """A new `torch.where(mask, x, 0)`, which on a CPU branches at each token: five times as slow on scattered masks."""
+    return (x.view(bits.dtype) & bits).view(x.dtype)
 
 
 def _handed_back(x: Tensor, decay: Tensor, mask: Tensor) -> Tensor:

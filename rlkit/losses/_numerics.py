@@ -39,3 +39,10 @@ def clipped_surrogate(
 def masked_cost(advantages: Tensor, mask: Tensor) -> Tensor:
     """-A as [B, T], detached and float32 at least; 0 outside the mask, whatever the advantages hold there."""
     return torch.where(mask, at_least_float32(advantages_per_token(advantages.detach(), mask)), 0.0).neg_()
+
+
+def sequence_cost(advantages: Tensor, mask: Tensor) -> Tensor:
+    """`masked_cost`; but [B] advantages give [B, 1], for what is one value a sequence: 0 for a row without tokens."""
+    if advantages.ndim == 2:
+        return masked_cost(advantages, mask)
+    return masked_cost(advantages, mask.sum(1, keepdim=True, dtype=torch.int32) > 0)

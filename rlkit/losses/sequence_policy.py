@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from rlkit.losses._check import check_not_negative, check_per_token
-from rlkit.losses._numerics import at_least_float32, clipped_surrogate, masked_cost, masked_log_ratio
+from rlkit.losses._numerics import at_least_float32, clipped_surrogate, masked_cost, masked_log_ratio, sequence_cost
 
 
 def gspo_loss(
@@ -48,7 +48,8 @@ def gspo_loss(
     check_per_token(mask, logprobs=logprobs, old_logprobs=old_logprobs)
     check_not_negative(clip_low=clip_low, clip_high=clip_high)
     log_ratio = masked_log_ratio(logprobs, old_logprobs.detach(), mask)
-    return clipped_surrogate(masked_cost(advantages, mask), _mean(log_ratio, mask).exp(), clip_low, clip_high)
+    loss = clipped_surrogate(sequence_cost(advantages, mask), _mean(log_ratio, mask).exp(), clip_low, clip_high)
+    return torch.where(mask, loss, 0.0)
 
 
 def gspo_token_loss(

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from rlkit.losses._check import check_not_negative, check_per_token, check_positive, fail
-from rlkit.losses._numerics import LOG_RATIO_LIMIT, at_least_float32, masked_cost, masked_log_ratio
+from rlkit.losses._numerics import LOG_RATIO_LIMIT, at_least_float32, masked_cost, masked_log_ratio, sequence_cost
 
 
 def clip_cov_loss(
@@ -282,7 +282,7 @@ def vespo_loss(
     """
     check_per_token(mask, logprobs=logprobs, old_logprobs=old_logprobs)
     check_not_negative(k_pos=k_pos, lambda_pos=lambda_pos, k_neg=k_neg, lambda_neg=lambda_neg)
-    log_ratio, cost = masked_log_ratio(logprobs, old_logprobs.detach(), mask), masked_cost(advantages, mask)
+    log_ratio, cost = masked_log_ratio(logprobs, old_logprobs.detach(), mask), sequence_cost(advantages, mask)
     log_w = log_ratio.detach().sum(1, keepdim=True).clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
     fall = 1 - log_w.exp()
     phi_pos = (k_pos * log_w + lambda_pos * fall).clamp(max=LOG_RATIO_LIMIT).exp()  # [B, 1], as phi_neg
