@@ -14,7 +14,7 @@ from rlkit.advantages.baselines import (
     remax_advantages,
     rloo_advantages,
 )
-from rlkit.advantages.filtering import informative_groups, pf_ppo_indices, pf_ppo_weights
+from rlkit.advantages.filtering import informative_groups, pf_ppo_indices, pf_ppo_power_weights, pf_ppo_weights
 from rlkit.advantages.group import dr_grpo_advantages, expand_to_tokens, grpo_advantages
 from rlkit.advantages.returns import (
     discounted_returns,
@@ -28,6 +28,7 @@ from rlkit.advantages.shaping import AdaptiveKL, FixedKL, adaptive_kl_coef, kl_i
 from rlkit.advantages.token_baseline import optimal_token_baseline_advantages
 from rlkit.advantages.whitened import (
     gdpo_advantages,
+    lite_ppo_advantages,
     reinforce_plus_plus_advantages,
     reinforce_plus_plus_baseline_advantages,
 )
@@ -46,6 +47,7 @@ __all__ = [
     "informative_groups",
     "kl_in_reward",
     "length_adaptive_lambda",
+    "lite_ppo_advantages",
     "masked_whiten",
     "maxrl_advantages",
     "opo_advantages",
@@ -54,6 +56,7 @@ __all__ = [
     "passk_advantages",
     "passk_leave_one_out_advantages",
     "pf_ppo_indices",
+    "pf_ppo_power_weights",
     "pf_ppo_weights",
     "reinforce_plus_plus_advantages",
     "reinforce_plus_plus_baseline_advantages",

@@ -45,8 +45,8 @@ def pf_ppo_weights(rewards: Tensor, group_ids: Tensor, best: float = 0.5, worst:
     best-worst (BW), 1 and 0 best-of-N (BoN).
 
     Choices: samples that tie for best or worst share p or q, so no order of the rows decides. verl ranks over the whole
-    batch instead (equal `group_ids` do that), its default weight is |reward|^2, which is not in the paper, and its
-    "max_random" draws the best four times as often as another, a share that falls with N.
+    batch instead (equal `group_ids` do that), its default is `pf_ppo_power_weights`, which is not in the paper, and
+    its "max_random" draws the best four times as often as another, a share that falls with N.
 
     Args:
         rewards: [B], one a sample; nan means "not judged": not one of the N, weight 0.
@@ -75,13 +75,48 @@ def pf_ppo_weights(rewards: Tensor, group_ids: Tensor, best: float = 0.5, worst:
     return torch.where(judged, weights, 0.0).to(torch.promote_types(rewards.dtype, torch.float32))
 
 
+def pf_ppo_power_weights(rewards: Tensor, group_ids: Tensor, power: float = 2.0) -> Tensor:
+    r"""Probability of each sample that goes with a power of its reward's size: the extremes are drawn most.
+
+    $$w_i = \frac{|r_i|^p}{\sum_j |r_j|^p}$$
+
+    verl's default for PF-PPO, reweight_method "pow" with weight_pow 2. It is not in the paper
+    (https://arxiv.org/abs/2409.06957), whose weights go by rank alone, see `pf_ppo_weights`. It depends on where 0
+    lies: of rewards 0 and 1 no failure is ever drawn.
+
+    Choices: a sum over the group, so that every prompt has the same share; verl's is over the whole batch (equal
+    `group_ids` do that). Where all rewards are 0 the samples share equally. verl gets there by adding 1e-8 to each
+    |r|^p, which lets a reward of 0 through beside others; here that has weight 0.
+
+    Args:
+        rewards: [B], one a sample; nan means "not judged": not in the sum, weight 0.
+        group_ids: [B], any integers, in any order: equal ids are one group, of any size.
+        power: p, >= 0; 0 gives equal weights.
+
+    Returns:
+        [B], float32 (float64 for float64 rewards), summing to 1 in each group with a judged sample: draw samples with
+        `pf_ppo_indices`.
+
+    Raises:
+        ValueError: where rewards are not [B], group_ids are not integers of that length, or power is negative.
+    """
+    check_groups(group_ids, rewards=rewards)
+    check_not_negative(power=power)
+    _, index = torch.unique(group_ids, return_inverse=True)
+    judged = ~rewards.isnan()
+    powers = torch.where(judged, rewards, 0).double().abs().pow(power) * judged
+    powers = torch.where(_group_sums(powers, index)[index] > 0, powers, judged.double())
+    weights = powers / _group_sums(powers, index)[index].clamp(min=torch.finfo(powers.dtype).tiny)
+    return weights.to(torch.promote_types(rewards.dtype, torch.float32))
+
+
 def pf_ppo_indices(weights: Tensor, count: int, generator: torch.Generator) -> Tensor:
     """Rows to train on: `count` of them drawn with replacement, each with a probability proportional to its weight.
 
     PF-PPO, https://arxiv.org/abs/2409.06957 algorithm 2; one draw over the whole batch, as in verl.
 
     Args:
-        weights: floating point [B], >= 0 and not all 0, as of `pf_ppo_weights`.
+        weights: floating point [B], >= 0 and not all 0, as of `pf_ppo_weights` or `pf_ppo_power_weights`.
         count: rows to draw, >= 0.
         generator: on the device of `weights`; equal seeds give equal rows.
 

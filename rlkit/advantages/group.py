@@ -80,7 +80,7 @@ def expand_to_tokens(advantages: Tensor, mask: Tensor) -> Tensor:
 
 def _group_sums(x: Tensor, index: Tensor) -> Tensor:
     """[B]: the sum of x over group k at k. Slots past the last group stay 0: their number is not known on the host."""
-    return torch.zeros_like(x).index_add(0, index, x)
+    return torch.zeros_like(x).index_add_(0, index, x)
 
 
 def _centre(rewards: Tensor, group_ids: Tensor) -> tuple[Tensor, Tensor, Tensor]:

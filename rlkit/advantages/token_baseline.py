@@ -3,10 +3,10 @@
 import torch
 from torch import Tensor
 
-from rlkit.advantages.group import _group_sums
 from rlkit.losses._check import check_groups, check_mask, check_not_negative, check_per_token, check_shape
 
 
+@torch.no_grad()
 def optimal_token_baseline_advantages(
     rewards: Tensor,
     mask: Tensor,
@@ -46,7 +46,7 @@ def optimal_token_baseline_advantages(
         eps: >= 0.
 
     Returns:
-        [B, T], 0 outside the mask, float32 (float64 for float64 rewards).
+        [B, T], detached, 0 outside the mask, float32 (float64 for float64 rewards).
 
     Raises:
         ValueError: for a wrong rank, shape or dtype, or a negative eps.
@@ -55,33 +55,51 @@ def optimal_token_baseline_advantages(
     check_not_negative(eps=eps)
     outcome = rewards.ndim == 1
     check_shape("rewards", rewards, tuple(mask.shape[:1] if outcome else mask.shape), "or [B, T] as mask")
-    check_groups(group_ids, mask=mask.any(1))
+    check_groups(group_ids, mask=mask[:, :1].any(1))
     check_per_token(mask, old_logprobs=old_logprobs, sum_pi_squared=sum_pi_squared)
     if rollout_weights is not None:
         check_per_token(mask, rollout_weights=rollout_weights)
-    t = mask.shape[1]
-    _, index = torch.unique(group_ids, return_inverse=True)
-    values = torch.where(mask, rewards[:, None] if outcome else rewards, 0).double()
-    judged = ~values.isnan().any(1)
-    values = torch.where(judged[:, None], values, 0.0)
-    returns = values if outcome else values.sum(1, keepdim=True) - values.cumsum(1) + values
+    dtype = torch.promote_types(rewards.dtype, torch.float32)
+    groups, index = torch.unique(group_ids, return_inverse=True)
+    # each row's trained tokens are laid side by side from column 1 on; all that does not count goes to column 0
+    trained = mask.long()
+    slots = trained.cumsum(1).mul_(trained)
+    if outcome:
+        returns = rewards.to(dtype)[:, None]
+        judged = ~returns.isnan()
+    else:
+        values = _side_by_side(rewards.to(dtype), slots)
+        sums = values.cumsum(1, dtype=torch.float64)
+        judged = ~sums[:, -1:].isnan()
+        returns = sums.neg().add_(sums[:, -1:]).add_(values).to(dtype)
+    returns = torch.where(judged, returns, 0.0)
+    slots.mul_(judged.long())
+    lengths = trained.sum(1, keepdim=True) * judged
 
-    live = mask & judged[:, None]
-    pi = torch.where(live, old_logprobs, 0).double().exp()
-    norms = torch.where(live, 1 - 2 * pi + sum_pi_squared, 0.0).clamp(min=0)  # rounding can take it below 0
+    # sums over few rows, for which float32 does; (s - 1) - 2 (pi - 1) loses nothing where pi is close to 1
+    norms = (sum_pi_squared.to(dtype) - 1).sub_(old_logprobs.to(dtype).expm1(), alpha=2)
+    norms.clamp_(min=0)  # rounding can take it below 0
     if rollout_weights is not None:
-        norms = norms * torch.where(live, rollout_weights, 0).double().square()
-    energy = torch.where(live, norms.cumsum(1), 0.0)
-
-    place = (mask.cumsum(1) - 1).clamp(min=0)  # each row's trained tokens are laid side by side
-    numerator = _group_sums(torch.zeros_like(values).scatter_add(1, place, energy * returns), index)
-    denominator = _group_sums(torch.zeros_like(values).scatter_add(1, place, energy), index) + eps
-    lengths = live.sum(1, keepdim=True)
-    here = _group_sums((torch.arange(t, device=mask.device) < lengths).double(), index)
-    baseline = numerator / torch.where(denominator > 0, denominator, 1.0)
+        norms.mul_(rollout_weights).mul_(rollout_weights)
+    live = (torch.arange(slots.shape[1] + 1, device=mask.device) <= lengths).to(dtype)
+    energy = _side_by_side(norms, slots).cumsum_(1).mul_(live)
+    denominator = _sums(energy, index, groups).add_(eps).clamp_(min=torch.finfo(dtype).tiny)
+    baseline = _sums(energy.mul_(returns), index, groups).div_(denominator)
     if not baseline_alone:
-        baseline = torch.where(here == 1, 0.0, baseline)
-    baseline = baseline[index].gather(1, place)
-    several = (_group_sums((lengths > 0).double(), index) > 1)[index]
-    advantages = torch.where(live & several, returns - baseline, 0.0)
-    return advantages.to(torch.promote_types(rewards.dtype, torch.float32))
+        baseline.mul_(_sums(live, index, groups).sub_(1).clamp_(0, 1))  # 0 where one sample is left
+    several = (_sums((lengths > 0).to(dtype), index, groups) > 1)[index]
+    advantages = baseline[index].neg_().add_(returns).mul_(several.to(dtype))
+    advantages[:, 0] = 0
+    return advantages.gather(1, slots)
+
+
+def _side_by_side(x: Tensor, slots: Tensor) -> Tensor:
+    """[B, T + 1]: x [B, T] with column t moved to `slots[b, t]`; 0 in column 0 and wherever nothing was moved to."""
+    moved = x.new_zeros(x.shape[0], x.shape[1] + 1).scatter_(1, slots, x)
+    moved[:, 0] = 0
+    return moved
+
+
+def _sums(x: Tensor, index: Tensor, groups: Tensor) -> Tensor:
+    """[number of groups, C]: the sum of x [B, C] over each group."""
+    return x.new_zeros(groups.shape[0], x.shape[1]).index_add_(0, index, x)

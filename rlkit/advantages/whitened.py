@@ -1,4 +1,4 @@
-"""Advantages that are normalised over the whole batch: REINFORCE++ and GDPO.
+"""Advantages that are normalised over the whole batch: REINFORCE++, GDPO and Lite PPO.
 
 Where the batch is spread over ranks, each takes a `global_sum` that adds a tensor over them (an engine's method of that
 name): the statistics are then those of all rows and every rank agrees on them. All ranks must call, also one without
@@ -60,7 +60,7 @@ def reinforce_plus_plus_advantages(
         white = _whiten(torch.where(judged, rewards, 0).double(), mask.sum(1) * judged, eps, global_sum)
         return expand_to_tokens(white.to(torch.promote_types(rewards.dtype, torch.float32)), mask)
     values = torch.where(mask, rewards_to_tokens(rewards, mask) if outcome else rewards, 0.0)
-    judged = ~values.isnan().any(1, keepdim=True)
+    judged = ~values.sum(1, keepdim=True).isnan()
     returns = discounted_returns(torch.where(judged, values, 0.0), mask, gamma)
     return _whiten(returns, mask & judged, eps, global_sum)
 
@@ -155,6 +155,40 @@ def gdpo_advantages(
     return _whiten(total, row_weights, 1e-8, global_sum).to(torch.promote_types(rewards.dtype, torch.float32))
 
 
+def lite_ppo_advantages(
+    rewards: Tensor, group_ids: Tensor, eps: float = 1e-6, global_sum: Callable[[Tensor], Tensor] | None = None
+) -> Tensor:
+    r"""Reward minus the mean of its group, over the standard deviation of the batch's rewards.
+
+    $$A_i = \frac{r_i - \mathrm{mean}_{\mathrm{group}}(r)}{\mathrm{std}_{\mathrm{batch}}(r) + \epsilon}$$
+
+    Lite PPO, https://arxiv.org/abs/2508.08221 ("Tricks or Traps?"), beside `token_mean`: a group that is nearly all
+    right or wrong has a small deviation of its own, which would scale its advantages up. TRL's scale_rewards "batch".
+
+    Choices: the deviation is that of the rewards as they came, around the batch's mean, with divisor n - 1, as in the
+    authors' ROLL and in TRL; so the spread between easy and hard prompts counts. eps is ROLL's 1e-6 (TRL: 1e-4).
+
+    Args:
+        rewards: [B], one a sample; nan means "not judged": outside all statistics, advantage 0.
+        group_ids: [B], any integers, in any order: equal ids are one group, of any size.
+        eps: >= 0.
+        global_sum: adds a tensor over ranks (see the module); by default these rows are the batch.
+
+    Returns:
+        [B], float32 (float64 for float64 rewards); 0 for a group of one.
+
+    Raises:
+        ValueError: where rewards are not [B], group_ids are not integers of that length, or eps is negative.
+    """
+    check_groups(group_ids, rewards=rewards)
+    check_not_negative(eps=eps)
+    centred, _, _ = _centre(rewards, group_ids)
+    judged = ~rewards.isnan()
+    _, variance = _moments(torch.where(judged, rewards, 0).double(), judged, global_sum)
+    scale = variance.sqrt() + eps
+    return (centred / torch.where(scale > 0, scale, 1.0)).to(torch.promote_types(rewards.dtype, torch.float32))
+
+
 def _row_weights(judged: Tensor, lengths: Tensor | None) -> Tensor:
     """[B]: what each row weighs in statistics of the batch."""
     if lengths is None:
@@ -165,11 +199,17 @@ def _row_weights(judged: Tensor, lengths: Tensor | None) -> Tensor:
 
 def _whiten(x: Tensor, weights: Tensor, eps: float, global_sum: Callable[[Tensor], Tensor] | None) -> Tensor:
     """x minus its weighted mean over its weighted standard deviation, sums in float64; 0 where the weight is 0."""
-    weights, wide = weights.to(x.dtype), torch.float64
+    centred, variance = _moments(x, weights, global_sum)
+    scale = (variance + eps).sqrt()
+    return centred / torch.where(scale > 0, scale, 1.0).to(x.dtype)
+
+
+def _moments(x: Tensor, weights: Tensor, global_sum: Callable[[Tensor], Tensor] | None) -> tuple[Tensor, Tensor]:
+    """(x minus its weighted mean, 0 where the weight is 0; its weighted variance, float64 0-d, with divisor n - 1)."""
+    inside, weights, wide = weights.bool(), weights.to(x.dtype), torch.float64
     sums = torch.stack([weights.sum(dtype=wide), (weights * x).sum(dtype=wide)])
     count, total = sums if global_sum is None else global_sum(sums).to(x.device)
-    centred = torch.where(weights > 0, x - (total / count.clamp(min=1)).to(x.dtype), 0.0)
+    centred = torch.where(inside, x - (total / count.clamp(min=1)).to(x.dtype), 0.0)
     squares = (weights * centred.square()).sum(dtype=wide)
     squares = squares if global_sum is None else global_sum(squares).to(x.device)
-    scale = (squares / (count - 1).clamp(min=1) + eps).sqrt()
-    return centred / torch.where(scale > 0, scale, 1.0).to(x.dtype)
+    return centred, squares / (count - 1).clamp(min=1)

@@ -20,7 +20,7 @@ Conventions, said here once and held everywhere in rlkit:
 - Results are float32 at least, whatever the inputs' dtype. Checks look at shapes and dtypes, never at values.
 """
 
-from rlkit.losses.diagnostics import effective_sample_size, mismatch_stats, ratio_stats
+from rlkit.losses.diagnostics import effective_sample_size, mismatch_stats, ratio_stats, sequence_mismatch_stats
 from rlkit.losses.distillation import (
     forward_kl_loss,
     jsd_loss,
@@ -38,14 +38,18 @@ from rlkit.losses.logprobs import (
     token_logprobs,
 )
 from rlkit.losses.mismatch import (
+    divergence_rejection_mask,
     geometric_importance_weights,
     geometric_rejection_mask,
     importance_weights,
     masked_importance_weights,
+    max_divergence_rejection_mask,
+    mean_divergence_rejection_mask,
     rejection_mask,
     sequence_importance_weights,
     sequence_masked_importance_weights,
     sequence_rejection_mask,
+    sum_divergence_rejection_mask,
 )
 from rlkit.losses.policy import clipped_policy_loss
 from rlkit.losses.policy_variants import cispo_loss, gpg_loss, gppo_loss, reinforce_loss, sapo_loss, top_entropy_mask
@@ -66,6 +70,22 @@ from rlkit.losses.preference import (
     simpo_loss,
     slic_loss,
 )
+from rlkit.losses.preference_variants import (
+    alpha_divergence_dpo_loss,
+    alphapo_loss,
+    aot_loss,
+    aot_unpaired_loss,
+    apo_down_loss,
+    bco_loss,
+    discopop_loss,
+    exo_loss,
+    forward_kl_dpo_loss,
+    js_dpo_loss,
+    ld_sequence_logprobs,
+    nca_loss,
+    sppo_loss,
+    wpo_weights,
+)
 from rlkit.losses.reductions import fixed_length_mean, sequence_mean, sequence_sum_mean, token_mean, token_sum
 from rlkit.losses.sequence_policy import (
     gmpo_loss,
@@ -79,18 +99,28 @@ from rlkit.losses.trust_region import clip_cov_loss, dppo_kl_loss, dppo_tv_loss,
 from rlkit.losses.value import clipped_value_loss
 
 __all__ = [
+    "alpha_divergence_dpo_loss",
+    "alphapo_loss",
+    "aot_loss",
+    "aot_unpaired_loss",
+    "apo_down_loss",
     "apo_zero_loss",
+    "bco_loss",
     "bradley_terry_loss",
     "cispo_loss",
     "clip_cov_loss",
     "clipped_policy_loss",
     "clipped_value_loss",
+    "discopop_loss",
+    "divergence_rejection_mask",
     "dpo_loss",
     "dppo_kl_loss",
     "dppo_tv_loss",
     "dro_loss",
     "effective_sample_size",
+    "exo_loss",
     "fixed_length_mean",
+    "forward_kl_dpo_loss",
     "forward_kl_loss",
     "full_vocabulary_kl",
     "geometric_importance_weights",
@@ -103,6 +133,7 @@ __all__ = [
     "hinge_dpo_loss",
     "importance_weights",
     "ipo_loss",
+    "js_dpo_loss",
     "jsd_loss",
     "kl_abs",
     "kl_cov_loss",
@@ -113,10 +144,14 @@ __all__ = [
     "kl_straight_through",
     "kto_kl_estimate",
     "kto_loss",
+    "ld_sequence_logprobs",
     "linear_logprobs",
     "luspo_loss",
     "masked_importance_weights",
+    "max_divergence_rejection_mask",
+    "mean_divergence_rejection_mask",
     "mismatch_stats",
+    "nca_loss",
     "off_policy_sequence_mask",
     "orpo_loss",
     "preference_stats",
@@ -132,10 +167,13 @@ __all__ = [
     "sequence_masked_importance_weights",
     "sequence_mean",
     "sequence_mean_logprobs",
+    "sequence_mismatch_stats",
     "sequence_rejection_mask",
     "sequence_sum_mean",
     "simpo_loss",
     "slic_loss",
+    "sppo_loss",
+    "sum_divergence_rejection_mask",
     "sum_pi_squared",
     "suppress_tokens",
     "target_logprobs",
@@ -148,4 +186,5 @@ __all__ = [
     "topk_reverse_kl_loss",
     "topr_loss",
     "vespo_loss",
+    "wpo_weights",
 ]

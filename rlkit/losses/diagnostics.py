@@ -1,4 +1,4 @@
-"""What a run logs about its ratios. Every mean is divided by the global token count, so parts of a batch add up.
+"""What a run logs about its ratios. Every mean is divided by a global count, so parts of a batch add up.
 
 An engine sums metrics over micro-batches and ranks and takes the maximum of keys that end in "/max".
 """
@@ -7,9 +7,9 @@ import torch
 from torch import Tensor
 
 from rlkit.losses._check import advantages_per_token, check_not_negative, check_per_token
-from rlkit.losses._numerics import at_least_float32, masked_log_ratio
+from rlkit.losses._numerics import LOG_RATIO_LIMIT, at_least_float32, masked_log_ratio
 from rlkit.losses.kl import kl_k3
-from rlkit.losses.reductions import token_mean
+from rlkit.losses.reductions import sequence_mean, token_mean
 
 
 @torch.no_grad()
@@ -74,6 +74,7 @@ def mismatch_stats(
     - "mismatch/kl": mean of $w - 1 - \delta$, the k3 estimate of KL(sampler || trainer).
     - "mismatch/w_mean", "mismatch/w2_mean": means of $w$ and $w^2$. The effective sample size is a quotient and
       does not add up over micro-batches; these do, and `effective_sample_size` of their sums is the whole batch's.
+      The second less 1 is the chi-square divergence of a token.
     - "mismatch/outside": share of tokens with w outside [0.5, 2].
 
     In w and the KL, $\delta$ beyond +-20 counts as +-20.
@@ -100,6 +101,57 @@ def mismatch_stats(
         "mismatch/w_mean": token_mean(w, mask, total),
         "mismatch/w2_mean": token_mean(w.square(), mask, total),
         "mismatch/outside": token_mean(((w < 0.5) | (w > 2)).to(w.dtype), mask, total),
+    }
+
+
+@torch.no_grad()
+def sequence_mismatch_stats(
+    logprobs: Tensor, rollout_logprobs: Tensor, mask: Tensor, total: float | Tensor | None = None
+) -> dict[str, Tensor]:
+    r"""How far the sampler and the trainer are apart on whole sequences.
+
+    $$w = \exp \sum_t \delta_t, \quad \chi^2 = E[w^2] - 1, \quad
+    \mathrm{ppl} = \exp\Big({-\frac{1}{n}} \sum_t \text{logprobs}_t\Big), \quad
+    \frac{\mathrm{ppl}}{\mathrm{ppl}_{rollout}} = \exp\Big({-\frac{1}{n}} \sum_t \delta_t\Big)$$
+
+    with $\delta = \text{logprobs} - \text{rollout\_logprobs}$ and n the sequence's tokens; means over sequences:
+
+    - "mismatch/sequence_w_mean", "mismatch/sequence_chi2": of $w$ and of $w^2 - 1$; the effective sample size of
+      sequence-level weights is `effective_sample_size(w_mean, 1 + chi2)` of their sums.
+    - "mismatch/ppl", "mismatch/rollout_ppl": the perplexity of the sampled tokens to the trainer and to the sampler.
+    - "mismatch/ppl_ratio": the first over the second, above 1 where the trainer finds a sequence less likely.
+
+    verl's compute_offpolicy_metrics, https://verl.readthedocs.io/en/latest/algo/rollout_corr_math.html sections 4.2 and
+    4.3, where a row without tokens counts as a sequence; here it does not. All are means over sequences, as there, and
+    so add up over micro-batches, which a perplexity of all tokens would not. $\delta$, the sum of them and a mean
+    log-probability beyond +-20 count as +-20.
+
+    Args:
+        logprobs: [B, T], the trainer's; whole sequences.
+        rollout_logprobs: [B, T], the sampler's.
+        mask: bool [B, T].
+        total: sequences that have a token, over all micro-batches and ranks; None counts this mask; 0 gives 0.
+
+    Returns:
+        A dict of detached 0-d tensors; zeros where the mask is empty.
+
+    Raises:
+        ValueError: for a wrong rank, shape or dtype, or a negative total.
+    """
+    check_per_token(mask, logprobs=logprobs, rollout_logprobs=rollout_logprobs)
+    n = mask.sum(1).clamp(min=1)
+    log_w = masked_log_ratio(logprobs, rollout_logprobs, mask).sum(1)
+    held = log_w.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
+    log_ppl, rollout_log_ppl = (
+        -(torch.where(mask, at_least_float32(x), 0.0).sum(1) / n).clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
+        for x in (logprobs, rollout_logprobs)
+    )
+    return {
+        "mismatch/sequence_w_mean": sequence_mean(held.exp(), mask, total),
+        "mismatch/sequence_chi2": sequence_mean((2 * held).expm1(), mask, total),
+        "mismatch/ppl": sequence_mean(log_ppl.exp(), mask, total),
+        "mismatch/rollout_ppl": sequence_mean(rollout_log_ppl.exp(), mask, total),
+        "mismatch/ppl_ratio": sequence_mean((-log_w / n).exp(), mask, total),
     }
 
 

@@ -14,6 +14,11 @@ Whole sequences are needed where one ratio stands for a sequence; the sequence i
 a token's log-ratio beyond +-20, and a sequence's sum of them, count as +-20, so that no weight overflows. Masks compare
 log-ratios as they are: an infinite one is outside every finite bound, and a nan is dropped. Nothing gets a gradient.
 
+Masks by divergence take any estimate of it, one value a token. Masks of the same tokens combine with `&`:
+
+    apart = kl_k3(mb.rollout_logprobs, mb.old_logprobs, mb.mask)  # of KL(sampler || trainer), as in `mismatch_stats`
+    keep = mean_divergence_rejection_mask(apart, mb.mask, 0.01) & max_divergence_rejection_mask(apart, mb.mask, 1.0)
+
 TIS: Yao et al. 2025, https://fengyao.notion.site/off-policy-rl. Sequences, MIS and the geometric mean: Liu, Li et al.
 2025, https://richardli.xyz/rl-collapse. IcePop: https://arxiv.org/abs/2510.18855. All in one frame: verl,
 https://verl.readthedocs.io/en/latest/algo/rollout_corr_math.html.
@@ -29,37 +34,41 @@ from rlkit.losses._numerics import LOG_RATIO_LIMIT, at_least_float32, masked_log
 
 
 @torch.no_grad()
-def importance_weights(logprobs: Tensor, rollout_logprobs: Tensor, mask: Tensor, *, cap: float = 2.0) -> Tensor:
-    r"""Truncated importance weight of each token, $w_t = \min(\rho_t, \text{cap})$.
+def importance_weights(
+    logprobs: Tensor, rollout_logprobs: Tensor, mask: Tensor, *, cap: float = 2.0, floor: float = 0.0
+) -> Tensor:
+    r"""Truncated importance weight of each token, $w_t = \max(\min(\rho_t, \text{cap}), \text{floor})$.
 
     TIS, https://fengyao.notion.site/off-policy-rl; verl's rollout_is "token", TRL's "token_truncate". Low variance, and
     a bias that grows with the length of the sequence.
 
     Peers have the same upper bound (2 in verl and slime, 3 in TRL) and differ in the rest: slime and TRL can bound the
-    weight from below too; verl can divide by the batch's mean weight, which varies with the split into micro-batches.
-    Both are left to the caller.
+    weight from below too, by default not; verl can divide by the batch's mean weight, which we leave to the caller, as
+    it varies with the split into micro-batches.
 
     Args:
         logprobs: [B, T], the trainer's; see the module for which.
         rollout_logprobs: [B, T], the sampler's.
         mask: bool [B, T], True on trained tokens.
         cap: the largest weight; > 0; math.inf for the raw ratio.
+        floor: the smallest weight within the mask; in [0, cap].
 
     Returns:
         [B, T], detached; exactly 1 where both agree, 0 outside the mask.
 
     Raises:
-        ValueError: for a wrong rank, shape or dtype, or a cap that is not positive.
+        ValueError: for a wrong rank, shape or dtype, a cap that is not positive, or a floor outside [0, cap].
     """
     check_per_token(mask, logprobs=logprobs, rollout_logprobs=rollout_logprobs)
-    return _truncated(masked_log_ratio(logprobs, rollout_logprobs, mask), mask, cap)
+    return _truncated(masked_log_ratio(logprobs, rollout_logprobs, mask), mask, cap, floor)
 
 
 @torch.no_grad()
 def sequence_importance_weights(
-    logprobs: Tensor, rollout_logprobs: Tensor, mask: Tensor, *, cap: float = 2.0
+    logprobs: Tensor, rollout_logprobs: Tensor, mask: Tensor, *, cap: float = 2.0, floor: float = 0.0
 ) -> Tensor:
-    r"""Truncated importance weight of a sequence on each of its tokens, $w = \min(\prod_t \rho_t, \text{cap})$.
+    r"""Truncated importance weight of a sequence on each of its tokens, $w = \max(\min(\prod_t \rho_t, \text{cap}),
+    \text{floor})$.
 
     Seq-TIS, https://richardli.xyz/rl-collapse; verl's rollout_is "sequence", TRL's "sequence_truncate". The untruncated
     weight is unbiased; its variance grows exponentially with the length.
@@ -69,23 +78,24 @@ def sequence_importance_weights(
         rollout_logprobs: [B, T], the sampler's.
         mask: bool [B, T], True on trained tokens.
         cap: the largest weight; > 0; math.inf for the raw ratio.
+        floor: the smallest weight within the mask; in [0, cap].
 
     Returns:
         [B, T], detached; one value a sequence, 0 outside the mask.
 
     Raises:
-        ValueError: for a wrong rank, shape or dtype, or a cap that is not positive.
+        ValueError: for a wrong rank, shape or dtype, a cap that is not positive, or a floor outside [0, cap].
     """
     check_per_token(mask, logprobs=logprobs, rollout_logprobs=rollout_logprobs)
-    return _truncated(_sum(masked_log_ratio(logprobs, rollout_logprobs, mask)), mask, cap)
+    return _truncated(_sum(masked_log_ratio(logprobs, rollout_logprobs, mask)), mask, cap, floor)
 
 
 @torch.no_grad()
 def geometric_importance_weights(
-    logprobs: Tensor, rollout_logprobs: Tensor, mask: Tensor, *, cap: float = 2.0
+    logprobs: Tensor, rollout_logprobs: Tensor, mask: Tensor, *, cap: float = 2.0, floor: float = 0.0
 ) -> Tensor:
-    r"""Truncated geometric mean of a sequence's ratios on each of its tokens, $w = \min((\prod_t \rho_t)^{1/n},
-    \text{cap})$, n the sequence's tokens.
+    r"""Truncated geometric mean of a sequence's ratios on each of its tokens, $w = \max(\min((\prod_t
+    \rho_t)^{1/n}, \text{cap}), \text{floor})$, n the sequence's tokens.
 
     https://richardli.xyz/rl-collapse; slime's tis_level "geometric". It does not shrink or grow with the length, and it
     is no importance weight: verl's docs keep the geometric mean for rejection, see `geometric_rejection_mask`.
@@ -95,15 +105,16 @@ def geometric_importance_weights(
         rollout_logprobs: [B, T], the sampler's.
         mask: bool [B, T], True on trained tokens.
         cap: the largest weight; > 0; math.inf for the raw mean.
+        floor: the smallest weight within the mask; in [0, cap].
 
     Returns:
         [B, T], detached; one value a sequence, 0 outside the mask.
 
     Raises:
-        ValueError: for a wrong rank, shape or dtype, or a cap that is not positive.
+        ValueError: for a wrong rank, shape or dtype, a cap that is not positive, or a floor outside [0, cap].
     """
     check_per_token(mask, logprobs=logprobs, rollout_logprobs=rollout_logprobs)
-    return _truncated(_mean(masked_log_ratio(logprobs, rollout_logprobs, mask), mask), mask, cap)
+    return _truncated(_mean(masked_log_ratio(logprobs, rollout_logprobs, mask), mask), mask, cap, floor)
 
 
 @torch.no_grad()
@@ -245,10 +256,109 @@ def geometric_rejection_mask(
     return _inside(_mean(log_ratio, mask), log_ratio, mask, low, high, veto)
 
 
+@torch.no_grad()
+def divergence_rejection_mask(divergence: Tensor, mask: Tensor, high: float) -> Tensor:
+    r"""The tokens of the mask at which sampler and trainer are close enough, $d_t \le \text{high}$.
+
+    verl's rollout_rs "token_k2" and "token_k3", https://verl.readthedocs.io/en/latest/algo/rollout_corr_math.html
+    sections 3.3.4 and 3.3.5: `kl_k2` and `kl_k3` of (rollout_logprobs, logprobs, mask). Its bounds on a token's k2 are
+    1.5 to 3.
+
+    Choices: the estimate comes in, so any other will do, a `full_vocabulary_kl` too. `kl_k2` and `kl_k3` count a
+    log-ratio beyond +-20 as +-20, as in verl: k2 ends at 200, and k3 at 19 where the trainer finds a token impossible,
+    so a higher bound keeps it.
+
+    Args:
+        divergence: [B, T], of each token; may hold anything outside the mask.
+        mask: bool [B, T], True on trained tokens.
+        high: the largest divergence that stays; >= 0; math.inf for all but nan.
+
+    Returns:
+        bool [B, T], True on what stays, a part of `mask`: it takes the mask's place.
+
+    Raises:
+        ValueError: for a wrong rank, shape or dtype, or a negative high.
+    """
+    return mask & (_divergence(divergence, mask, high) <= high)
+
+
+@torch.no_grad()
+def sum_divergence_rejection_mask(divergence: Tensor, mask: Tensor, high: float) -> Tensor:
+    r"""The tokens of the sequences whose divergence is small in sum, $\sum_t d_t \le \text{high}$.
+
+    verl's rollout_rs "seq_sum_k2" and "seq_sum_k3"; see `divergence_rejection_mask`. Long sequences leave any bound
+    more easily than short ones; verl's bounds on k2 are 2.5 to 4.
+
+    Args:
+        divergence: [B, T], of each token; whole sequences; may hold anything outside the mask.
+        mask: bool [B, T], True on trained tokens.
+        high: the largest sum that stays; >= 0; math.inf for all but nan.
+
+    Returns:
+        bool [B, T], True on what stays, a part of `mask`: it takes the mask's place.
+
+    Raises:
+        ValueError: for a wrong rank, shape or dtype, or a negative high.
+    """
+    return mask & (_sum(_divergence(divergence, mask, high)) <= high)
+
+
+@torch.no_grad()
+def mean_divergence_rejection_mask(divergence: Tensor, mask: Tensor, high: float) -> Tensor:
+    r"""The tokens of the sequences whose divergence is small in the mean, $\frac{1}{n} \sum_t d_t \le \text{high}$,
+    n the sequence's tokens.
+
+    verl's rollout_rs "seq_mean_k2" and "seq_mean_k3" (K3-RS); see `divergence_rejection_mask`. In the mean log-ratio of
+    `geometric_rejection_mask` tokens on both sides of 1 cancel; here they add up. verl's bounds on k3 are 0.001 to
+    0.01.
+
+    Args:
+        divergence: [B, T], of each token; whole sequences; may hold anything outside the mask.
+        mask: bool [B, T], True on trained tokens.
+        high: the largest mean that stays; >= 0; math.inf for all but nan.
+
+    Returns:
+        bool [B, T], True on what stays, a part of `mask`: it takes the mask's place.
+
+    Raises:
+        ValueError: for a wrong rank, shape or dtype, or a negative high.
+    """
+    return mask & (_mean(_divergence(divergence, mask, high), mask) <= high)
+
+
+@torch.no_grad()
+def max_divergence_rejection_mask(divergence: Tensor, mask: Tensor, high: float) -> Tensor:
+    r"""The tokens of the sequences without a token at which the two are far apart, $\max_t d_t \le \text{high}$.
+
+    Trust region masking, https://arxiv.org/abs/2512.23075: how wrong the surrogate is goes with the largest divergence
+    of a sequence's tokens, so one bad token drops them all. verl's rollout_rs "seq_max_k2" and "seq_max_k3"; see
+    `divergence_rejection_mask`. The paper's bounds are on the KL of the whole vocabulary.
+
+    Args:
+        divergence: [B, T], of each token; whole sequences; may hold anything outside the mask.
+        mask: bool [B, T], True on trained tokens.
+        high: the largest divergence that stays; >= 0; math.inf for all but nan.
+
+    Returns:
+        bool [B, T], True on what stays, a part of `mask`: it takes the mask's place.
+
+    Raises:
+        ValueError: for a wrong rank, shape or dtype, or a negative high.
+    """
+    return mask & (_divergence(divergence, mask, high) <= high).all(1, keepdim=True)
+
+
 def _raw(logprobs: Tensor, rollout_logprobs: Tensor, mask: Tensor) -> Tensor:
     """[B, T]: the log-ratio, 0 outside the mask, not held within bounds; after the checks of the three tensors."""
     check_per_token(mask, logprobs=logprobs, rollout_logprobs=rollout_logprobs)
     return torch.where(mask, at_least_float32(logprobs) - at_least_float32(rollout_logprobs), 0.0)
+
+
+def _divergence(divergence: Tensor, mask: Tensor, high: float) -> Tensor:
+    """[B, T]: the divergence, 0 outside the mask, where no bound is below it; after the checks of all three."""
+    check_per_token(mask, divergence=divergence)
+    check_not_negative(high=high)
+    return torch.where(mask, at_least_float32(divergence), 0.0)
 
 
 def _sum(log_ratio: Tensor) -> Tensor:
@@ -261,10 +371,12 @@ def _mean(log_ratio: Tensor, mask: Tensor) -> Tensor:
     return _sum(log_ratio) / mask.sum(1, keepdim=True).clamp(min=1)
 
 
-def _truncated(log_ratio: Tensor, keep: Tensor, cap: float = math.inf) -> Tensor:
-    """[B, T]: exp of a log-ratio [B, T] or [B, 1], no more than the cap, 0 where nothing is kept."""
+def _truncated(log_ratio: Tensor, keep: Tensor, cap: float = math.inf, floor: float = 0.0) -> Tensor:
+    """[B, T]: exp of a log-ratio [B, T] or [B, 1], between floor and cap, 0 where nothing is kept."""
     check_positive(cap=cap)
-    weights = log_ratio.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT).exp().clamp(max=cap)
+    if not 0 <= floor <= cap:
+        fail("floor", floor, f"a number in [0, cap], which is {cap}")
+    weights = log_ratio.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT).exp().clamp(floor, cap)
     return torch.where(keep, weights, 0.0)
 
 

@@ -1,4 +1,4 @@
-"""ratio_stats, mismatch_stats, effective_sample_size."""
+"""ratio_stats, mismatch_stats, sequence_mismatch_stats, effective_sample_size."""
 
 import math
 
@@ -7,7 +7,16 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rlkit.losses import clipped_policy_loss, effective_sample_size, mismatch_stats, ratio_stats
+from rlkit.losses import (
+    clipped_policy_loss,
+    effective_sample_size,
+    geometric_importance_weights,
+    mismatch_stats,
+    ratio_stats,
+    sequence_importance_weights,
+    sequence_mean,
+    sequence_mismatch_stats,
+)
 
 FEW = settings(max_examples=25, deadline=None, derandomize=True)
 
@@ -54,6 +63,18 @@ def loop_mismatch_stats(lp, rollout, mask):
         "mismatch/w2_mean": sum(math.exp(2 * d) for d in deltas) / n,
         "mismatch/outside": sum(not 0.5 <= math.exp(d) <= 2 for d in deltas) / n,
     }
+
+
+def loop_sequence_mismatch_stats(lp, rollout, mask):
+    rows = []
+    for xs, ys, ms in zip(lp, rollout, mask, strict=True):
+        taken = [(x, y) for x, y, m in zip(xs, ys, ms, strict=True) if m]
+        if taken:
+            trainer, sampler = (sum(side) / len(taken) for side in zip(*taken, strict=True))
+            w = math.prod(math.exp(x) / math.exp(y) for x, y in taken)
+            rows.append((w, w * w - 1, math.exp(-trainer), math.exp(-sampler), math.exp(-trainer) / math.exp(-sampler)))
+    names = ("sequence_w_mean", "sequence_chi2", "ppl", "rollout_ppl", "ppl_ratio")
+    return {f"mismatch/{name}": sum(x) / len(rows) for name, x in zip(names, zip(*rows, strict=True), strict=True)}
 
 
 def numbers(stats):
@@ -125,6 +146,51 @@ def test_mismatch_golden():
     assert stats["mismatch/w2_mean"] == pytest.approx((0.0625 + 1 + 16 + 0.25) / 4)
 
 
+@pytest.mark.parametrize("seed", range(4))
+def test_sequence_mismatch_stats_equal_the_loop(seed):
+    lp, rollout, _, mask = batch(seed)
+    mask[2] = False  # no sequence
+    expected = loop_sequence_mismatch_stats(lp.tolist(), rollout.tolist(), mask.tolist())
+    assert numbers(sequence_mismatch_stats(lp, rollout, mask)) == pytest.approx(expected)
+
+
+def test_sequence_mismatch_golden():
+    """To the trainer two tokens have 1/8 and 1/2, to the sampler 1/8 and 1: w 1/2. Another has 1/2 and 1/8: w 4."""
+    lp = torch.tensor([[1 / 8, 1 / 2, 9.0], [9.0, 1 / 2, 9.0], [9.0, 9.0, 9.0]]).log()
+    rollout = torch.tensor([[1 / 8, 1.0, 9.0], [9.0, 1 / 8, 9.0], [1.0, 1.0, 1.0]]).log()
+    mask = torch.tensor([[True, True, False], [False, True, False], [False] * 3])
+    stats = numbers(sequence_mismatch_stats(lp, rollout, mask))
+    assert stats == pytest.approx(
+        {
+            "mismatch/sequence_w_mean": (0.5 + 4) / 2,
+            "mismatch/sequence_chi2": (0.25 + 16) / 2 - 1,
+            "mismatch/ppl": (4 + 2) / 2,
+            "mismatch/rollout_ppl": (8**0.5 + 8) / 2,
+            "mismatch/ppl_ratio": (2**0.5 + 0.25) / 2,
+        }
+    )
+    share = effective_sample_size(stats["mismatch/sequence_w_mean"], 1 + stats["mismatch/sequence_chi2"])
+    assert share.item() == pytest.approx(4.5**2 / (2 * 16.25))  # (sum w)^2 / (n sum w^2)
+    halves = [numbers(sequence_mismatch_stats(lp[i : i + 1], rollout[i : i + 1], mask[i : i + 1], 4)) for i in (0, 1)]
+    assert halves[0]["mismatch/ppl"] + halves[1]["mismatch/ppl"] == pytest.approx(6 / 4)
+
+
+def test_sequence_mismatch_is_that_of_the_weights():
+    lp, rollout, _, mask = batch(3)
+    stats = sequence_mismatch_stats(lp, rollout, mask)
+    weights = sequence_importance_weights(lp, rollout, mask, cap=math.inf)
+    geometric = geometric_importance_weights(lp, rollout, mask, cap=math.inf)
+    torch.testing.assert_close(stats["mismatch/sequence_w_mean"], sequence_mean(weights, mask))
+    torch.testing.assert_close(stats["mismatch/sequence_chi2"], sequence_mean(weights.square(), mask) - 1)
+    torch.testing.assert_close(stats["mismatch/ppl_ratio"], sequence_mean(1 / geometric, mask))
+
+
+def test_a_tiny_chi2_is_not_lost_in_float32():
+    lp = torch.full((1, 4), -0.5)
+    stats = sequence_mismatch_stats(lp + torch.tensor([2.0**-25, 0, 0, 0]), lp, torch.ones(1, 4, dtype=torch.bool))
+    assert stats["mismatch/sequence_chi2"].item() == pytest.approx(2.0**-24, rel=1e-3)
+
+
 def test_kl_is_that_of_the_sampler():
     """Over the sampler's own distribution the mean of the estimate is KL(sampler || trainer), exactly."""
     p, q = torch.tensor([0.7, 0.2, 0.1], dtype=torch.float64), torch.tensor([0.3, 0.3, 0.4], dtype=torch.float64)
@@ -154,9 +220,13 @@ def test_parts_add_up_to_the_whole(seed, cut, pad):
     mask = torch.nn.functional.pad(mask, (0, pad))
     order = torch.randperm(5, generator=torch.Generator().manual_seed(seed))
     parts = [order[:cut], order[cut:]]
-    for function, arguments in ((ratio_stats, (lp, old, mask, adv)), (mismatch_stats, (lp, old, mask))):
+    for function, arguments, total in (
+        (ratio_stats, (lp, old, mask, adv), mask.sum()),
+        (mismatch_stats, (lp, old, mask), mask.sum()),
+        (sequence_mismatch_stats, (lp, old, mask), mask.any(1).sum()),
+    ):
         whole = numbers(function(*arguments))
-        pieces = [numbers(function(*(x[rows] for x in arguments), total=mask.sum())) for rows in parts]
+        pieces = [numbers(function(*(x[rows] for x in arguments), total=total)) for rows in parts]
         for key, value in whole.items():
             values = [piece[key] for piece in pieces]
             assert (max(values) if key.endswith("/max") else sum(values)) == pytest.approx(value)
@@ -166,7 +236,11 @@ def test_parts_add_up_to_the_whole(seed, cut, pad):
 @pytest.mark.parametrize("total", [None, 0, 7, torch.tensor(0)])
 def test_nothing_gives_zeros(shape, total):
     x, mask = torch.full(shape, math.nan), torch.zeros(shape, dtype=torch.bool)
-    for stats in (ratio_stats(x, x, mask, x, total=total), mismatch_stats(x, x, mask, total)):
+    for stats in (
+        ratio_stats(x, x, mask, x, total=total),
+        mismatch_stats(x, x, mask, total),
+        sequence_mismatch_stats(x, x, mask, total),
+    ):
         assert set(numbers(stats).values()) == {0.0}
 
 
@@ -182,14 +256,33 @@ def test_mask_equals_slice_whatever_is_masked(bad):
     assert numbers(mismatch_stats(dirty[0], dirty[1], mask)) == pytest.approx(
         numbers(mismatch_stats(sliced[0], sliced[1], one))
     )
+    rows = [
+        numbers(sequence_mismatch_stats(*(x[b][mask[b]][None] for x in (lp, old, mask)), total=mask.any(1).sum()))
+        for b in range(5)
+    ]
+    whole = {key: sum(row[key] for row in rows) for key in rows[0]}
+    assert numbers(sequence_mismatch_stats(dirty[0], dirty[1], mask)) == pytest.approx(whole)
 
 
 @pytest.mark.parametrize("gap", [100.0, -100.0, 1e30])
 def test_extreme_gaps_stay_finite(gap):
     lp, mask = torch.tensor([[gap, 0.0]]), torch.ones(1, 2, dtype=torch.bool)
-    for stats in (ratio_stats(lp, torch.zeros(1, 2), mask), mismatch_stats(lp, torch.zeros(1, 2), mask)):
+    for stats in (
+        ratio_stats(lp, torch.zeros(1, 2), mask),
+        mismatch_stats(lp, torch.zeros(1, 2), mask),
+        sequence_mismatch_stats(lp, torch.zeros(1, 2), mask),
+        sequence_mismatch_stats(torch.full((1, 2), -math.inf), torch.zeros(1, 2), mask),
+    ):
         assert all(math.isfinite(x) for x in numbers(stats).values())
     assert numbers(mismatch_stats(lp, torch.zeros(1, 2), mask))["mismatch/abs_dlogp/max"] == pytest.approx(abs(gap))
+
+
+@pytest.mark.parametrize("sign", [1, -1])
+def test_a_long_sequence_does_not_overflow(sign):
+    lp, mask = torch.full((1, 10), 15.0 * sign), torch.ones(1, 10, dtype=torch.bool)
+    stats = numbers(sequence_mismatch_stats(lp, torch.zeros(1, 10), mask))
+    held = (math.exp(20 * sign), math.expm1(40 * sign), math.exp(-15 * sign), 1.0, math.exp(-15 * sign))
+    assert tuple(stats.values()) == pytest.approx(held, rel=1e-5, abs=0)
 
 
 def test_bfloat16_inputs():
@@ -197,6 +290,7 @@ def test_bfloat16_inputs():
     for small, wide in (
         (ratio_stats(lp, old, mask, adv), ratio_stats(lp.float(), old.float(), mask, adv.float())),
         (mismatch_stats(lp, old, mask), mismatch_stats(lp.float(), old.float(), mask)),
+        (sequence_mismatch_stats(lp, old, mask), sequence_mismatch_stats(lp.float(), old.float(), mask)),
     ):
         assert all(x.dtype == torch.float32 for x in small.values())
         assert numbers(small) == numbers(wide)
@@ -213,8 +307,21 @@ def test_bfloat16_inputs():
         (lambda x, m: ratio_stats(x, x, m, total=-1), "total"),
         (lambda x, m: mismatch_stats(x, x[:, 1:], m), "rollout_logprobs"),
         (lambda x, m: mismatch_stats(x[0], x[0], m[0]), "mask"),
+        (lambda x, m: sequence_mismatch_stats(x, x[:, 1:], m), "rollout_logprobs"),
+        (lambda x, m: sequence_mismatch_stats(x.long(), x, m), "logprobs"),
+        (lambda x, m: sequence_mismatch_stats(x, x, m.float()), "mask"),
+        (lambda x, m: sequence_mismatch_stats(x, x, m, -1), "total"),
     ],
 )
 def test_errors_name_the_argument(call, name):
     with pytest.raises(ValueError, match=rf"^{name}: expected .*, got "):
         call(torch.zeros(2, 3), torch.ones(2, 3, dtype=torch.bool))
+
+
+def test_compiles_without_a_graph_break():
+    def all_of_them(*x):
+        return mismatch_stats(*x) | sequence_mismatch_stats(*x)
+
+    lp, rollout, _, mask = batch(1)
+    compiled = torch.compile(all_of_them, fullgraph=True, backend="eager")
+    assert numbers(compiled(lp, rollout, mask)) == pytest.approx(numbers(all_of_them(lp, rollout, mask)))

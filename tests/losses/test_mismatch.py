@@ -27,6 +27,10 @@ def capped(fn, cap):
     return lambda lp, rollout, mask: fn(lp, rollout, mask, cap=cap)
 
 
+def floored(fn, floor):
+    return lambda lp, rollout, mask: fn(lp, rollout, mask, cap=math.inf, floor=floor)
+
+
 def banded(fn, *bounds):
     return lambda lp, rollout, mask: fn(lp, rollout, mask, *bounds)
 
@@ -47,6 +51,9 @@ def of_geometric_mean(row, t):
 CASES = {
     "token": (capped(importance_weights, 1.5), of_token, lambda r: min(r, 1.5)),
     "token_raw": (capped(importance_weights, math.inf), of_token, lambda r: r),
+    "token_floor": (floored(importance_weights, 0.7), of_token, lambda r: max(r, 0.7)),
+    "sequence_floor": (floored(sequence_importance_weights, 0.7), of_product, lambda r: max(r, 0.7)),
+    "geometric_floor": (floored(geometric_importance_weights, 0.9), of_geometric_mean, lambda r: max(r, 0.9)),
     "sequence": (capped(sequence_importance_weights, 1.5), of_product, lambda r: min(r, 1.5)),
     "geometric": (capped(geometric_importance_weights, 1.1), of_geometric_mean, lambda r: min(r, 1.1)),
     "icepop": (banded(masked_importance_weights, LOW, HIGH), of_token, lambda r: r if LOW <= r <= HIGH else 0),
@@ -98,7 +105,11 @@ def test_golden():
     x = (lp, rollout, mask)
     close(importance_weights(*x, cap=2.5), torch.tensor([[2.0, 0.5, 2.5, 0.0], [0.25, 0.5, 1.0, 0.0]]))
     close(importance_weights(*x), torch.tensor([[2.0, 0.5, 2.0, 0.0], [0.25, 0.5, 1.0, 0.0]]))
+    close(importance_weights(*x, cap=2.5, floor=0.4), torch.tensor([[2.0, 0.5, 2.5, 0.0], [0.4, 0.5, 1.0, 0.0]]))
+    close(importance_weights(*x, cap=0.5, floor=0.5), 0.5 * mask)
     three = torch.tensor([1.0, 1.0, 1.0, 0.0])
+    close(sequence_importance_weights(*x, floor=0.2), torch.stack([2 * three, 0.2 * three]))
+    close(geometric_importance_weights(*x, floor=0.6), torch.stack([3 ** (1 / 3) * three, 0.6 * three]))
     close(sequence_importance_weights(*x, cap=10), torch.stack([3 * three, 0.125 * three]))
     close(sequence_importance_weights(*x), torch.stack([2 * three, 0.125 * three]))
     close(geometric_importance_weights(*x), torch.stack([3 ** (1 / 3) * three, 0.5 * three]))
@@ -313,7 +324,7 @@ BOUNDED = [
 CAPPED = [importance_weights, sequence_importance_weights, geometric_importance_weights]
 
 
-TAKES = {"cap": CAPPED, "low": BOUNDED, "high": BOUNDED, "veto": BOUNDED[2:]}
+TAKES = {"cap": CAPPED, "floor": CAPPED, "low": BOUNDED, "high": BOUNDED, "veto": BOUNDED[2:]}
 WRONG = [
     ({"logprobs": torch.zeros(2)}, "logprobs"),
     ({"logprobs": torch.zeros(2, 3, dtype=torch.long)}, "logprobs"),
@@ -322,6 +333,9 @@ WRONG = [
     ({"mask": torch.ones(3, dtype=torch.bool)}, "mask"),
     ({"cap": 0.0}, "cap"),
     ({"cap": math.nan}, "cap"),
+    ({"floor": -0.1}, "floor"),
+    ({"floor": 2.1}, "floor"),
+    ({"floor": math.nan}, "floor"),
     ({"low": -0.1}, "low"),
     ({"high": 0.4}, "high"),
     ({"high": math.nan}, "high"),

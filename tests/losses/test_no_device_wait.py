@@ -20,6 +20,7 @@ def test_nothing_reads_a_value_on_the_host():
             losses.fixed_length_mean(loss, mask, 8, count).backward(retain_graph=True)
             losses.ratio_stats(x, x, mask, adv, total=count)
             losses.mismatch_stats(x, x, mask, count)
+            losses.sequence_mismatch_stats(x, x, mask, count)
         losses.token_logprobs(losses.suppress_tokens(logits, ids), tokens, x)
         losses.token_entropy(logits, x)
         losses.sum_pi_squared(logits, x)

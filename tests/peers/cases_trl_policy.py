@@ -360,8 +360,7 @@ SAMPLER = [
         "token_truncate_low",
         ROLLOUT,
         vllm("token_truncate", low=0.8, high=1.3),
-        weighted(lambda *tensors: importance_weights(*tensors, cap=1.3).clamp(min=0.8)),
-        why="Only TRL bounds the weight from below.",
+        weighted(importance_weights, cap=1.3, floor=0.8),
     ),
     case(
         "token_truncate_unscored",

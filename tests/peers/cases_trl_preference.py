@@ -74,7 +74,7 @@ def logits(g):
 
 
 def dpo(*loss_types, metrics=(), **options):
-    def peer(logprobs, ref_logprobs, mask):
+    def peer(logprobs, ref_logprobs, mask, sum_pi_squared=None):
         from trl import DPOConfig, DPOTrainer
 
         trainer = stand_in(DPOTrainer, DPOConfig, loss_type=list(loss_types), beta=BETA, **options)
@@ -84,7 +84,10 @@ def dpo(*loss_types, metrics=(), **options):
         trainer.ref_model = lambda **_: fused_head_output(ref_logprobs, mask)
         tokens = torch.ones_like(mask, dtype=torch.long)
         batch = {"input_ids": tokens, "attention_mask": tokens, "completion_mask": mask.long()}
-        loss = trainer._compute_loss(lambda **_: fused_head_output(logprobs, mask), batch, return_outputs=False)
+        output = fused_head_output(logprobs, mask)
+        if sum_pi_squared is not None:  # only WPO reads it
+            output.log_sum_sq_probs = sum_pi_squared[:, 1:].log()
+        loss = trainer._compute_loss(lambda **_: output, batch, return_outputs=False)
         return {"out": loss, **last_metrics(trainer, metrics)}
 
     return peer

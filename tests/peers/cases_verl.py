@@ -9,9 +9,11 @@ from types import SimpleNamespace
 import torch
 from case import Case
 from cases_verl_advantages import CASES as ADVANTAGES
+from cases_verl_advantages import filter_case
 from cases_verl_policy import CASES as POLICY
 from cases_verl_policy import REDUCE, random_mask, tokens
 
+from rlkit import advantages as A
 from rlkit import losses as L
 
 
@@ -310,10 +312,78 @@ LOGPROBS = [
     distill_case("distill_forward_kl", 13, whole_vocabulary),
 ]
 
+
+def divergence_case(name, function, high, level):
+    """verl's {level}_k2 and {level}_k3."""
+
+    def peer(logprobs, rollout_logprobs, mask):
+        from verl.trainer.ppo.rollout_corr_helper import compute_rollout_rejection_mask
+
+        x = (logprobs - rollout_logprobs, mask.long())
+        return {k: compute_rollout_rejection_mask(*x, f"{level}_{k}", high)[0].bool() for k in ("k2", "k3")}
+
+    def ours(logprobs, rollout_logprobs, mask):
+        estimates = {"k2": L.kl_k2, "k3": L.kl_k3}
+        return {k: function(kl(rollout_logprobs, logprobs, mask), mask, high) for k, kl in estimates.items()}
+
+    return Case(name, mismatch, peer, ours)
+
+
+def both_divergences_peer(logprobs, rollout_logprobs, mask):
+    from verl.trainer.ppo.rollout_corr_helper import compute_rollout_rejection_mask
+
+    ratio = logprobs - rollout_logprobs
+    return {"keep": compute_rollout_rejection_mask(ratio, mask.long(), "seq_mean_k3,seq_max_k2", "0.1,0.5")[0].bool()}
+
+
+def both_divergences_ours(logprobs, rollout_logprobs, mask):
+    k2, k3 = (kl(rollout_logprobs, logprobs, mask) for kl in (L.kl_k2, L.kl_k3))
+    return {"keep": L.mean_divergence_rejection_mask(k3, mask, 0.1) & L.max_divergence_rejection_mask(k2, mask, 0.5)}
+
+
+def sequence_metrics_peer(logprobs, rollout_logprobs, mask):
+    from verl.trainer.ppo.rollout_corr_helper import compute_offpolicy_metrics
+
+    metrics = compute_offpolicy_metrics(logprobs, rollout_logprobs, mask.long())
+    return {name: torch.tensor(metrics[name]) for name in ("chi2_seq", "training_ppl", "rollout_ppl", "ppl_ratio")}
+
+
+def sequence_metrics_ours(logprobs, rollout_logprobs, mask):
+    stats = L.sequence_mismatch_stats(logprobs, rollout_logprobs, mask, total=len(mask))
+    empty = (~mask.any(1)).sum() / len(mask)
+    return {
+        "chi2_seq": stats["mismatch/sequence_chi2"],
+        "training_ppl": stats["mismatch/ppl"] + empty,
+        "rollout_ppl": stats["mismatch/rollout_ppl"] + empty,
+        "ppl_ratio": stats["mismatch/ppl_ratio"] + empty,
+    }
+
+
+DIVERGENCE = [
+    divergence_case("divergence_rejection_mask", L.divergence_rejection_mask, 0.05, "token"),
+    divergence_case("sum_divergence_rejection_mask", L.sum_divergence_rejection_mask, 0.5, "seq_sum"),
+    divergence_case("mean_divergence_rejection_mask", L.mean_divergence_rejection_mask, 0.05, "seq_mean"),
+    divergence_case("max_divergence_rejection_mask", L.max_divergence_rejection_mask, 0.2, "seq_max"),
+    Case("divergence_rejection_combined", mismatch, both_divergences_peer, both_divergences_ours),
+    Case(
+        "sequence_offpolicy_metrics",
+        mismatch,
+        sequence_metrics_peer,
+        sequence_metrics_ours,
+        why="verl counts a row without tokens as a sequence of perplexity 1; ours leaves it out",
+    ),
+    filter_case(
+        "pf_ppo_pow",
+        "pow",
+        lambda r, ids, best, worst: A.pf_ppo_power_weights(r, ids),
+        "verl adds 1e-8 to each power, ours draws a reward of 0 only where all are 0",
+    ),
+]
+
 VALUES = [
     value_case("value_loss", "token-mean", 0.5),
     value_case("value_loss_sequence_mean", "seq-mean-token-mean", 0.1),
 ]
 
-CASES = [*ADVANTAGES, *POLICY, *REDUCTIONS, *KL, *VALUES, *MISMATCH, *LOGPROBS]
+CASES = [*ADVANTAGES, *POLICY, *REDUCTIONS, *KL, *VALUES, *MISMATCH, *LOGPROBS, *DIVERGENCE]
 assert len({case.name for case in CASES}) == len(CASES)

@@ -1,0 +1,441 @@
+r"""More losses on preference pairs and two weightings of their tokens and answers; `preference` has the common ones.
+
+All take what `dpo_loss` takes, with the same meaning: [P] log-probabilities of whole answers, $h_w$ and $h_l$ for their
+log-ratios to the reference, $h = h_w - h_l$. The reference never gets a gradient. A log-sigmoid is linear and exact far
+out; an exponential is not, so where a formula has one its exponent counts as at most 20, with gradient 0 beyond, as
+everywhere in rlkit.
+"""
+
+import math
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from rlkit.losses._check import (
+    check_integer,
+    check_not_negative,
+    check_per_token,
+    check_positive,
+    check_rank,
+    check_shape,
+    fail,
+)
+from rlkit.losses._numerics import LOG_RATIO_LIMIT, at_least_float32
+from rlkit.losses.preference import _log_ratios, _margin, _means, dpo_loss, sequence_logprobs, sequence_mean_logprobs
+
+# --- one pair at a time
+
+
+def apo_down_loss(
+    chosen: Tensor, rejected: Tensor, ref_chosen: Tensor, ref_rejected: Tensor, beta: float = 0.1
+) -> Tensor:
+    r"""Anchored preference optimisation, down from the reference: $L = \sigma(\beta h_w) + \sigma(-\beta h)$.
+
+    https://arxiv.org/abs/2408.06266 eq. 8, for chosen answers worse than the policy's own: both become less likely, the
+    rejected ones more so. `apo_zero_loss` is for chosen answers that are better.
+
+    Args:
+        chosen, rejected, ref_chosen, ref_rejected, beta: as in `dpo_loss`.
+
+    Returns:
+        [P], in (0, 2), to be minimised.
+
+    Raises:
+        ValueError: for a wrong rank, shape or dtype, or a beta that is not positive.
+    """
+    up, down = _log_ratios(chosen, rejected, ref_chosen, ref_rejected, beta)
+    return (beta * up).sigmoid() + (-beta * (up - down)).sigmoid()
+
+
+def exo_loss(
+    chosen: Tensor,
+    rejected: Tensor,
+    ref_chosen: Tensor,
+    ref_rejected: Tensor,
+    beta: float = 0.1,
+    label_smoothing: float = 1e-3,
+) -> Tensor:
+    r"""Efficient exact optimisation: the reverse KL, policy to preference, of which DPO is the forward one.
+
+    $$L = q \log\frac{q}{1 - \epsilon} + (1 - q) \log\frac{1 - q}{\epsilon}, \quad q = \sigma(\beta h)$$
+
+    https://arxiv.org/abs/2402.00856 eq. 16, for a pair. The minimum, 0, lies at $\beta h = \log((1 - \epsilon) /
+    \epsilon)$, and a pair that is far out on the wrong side has next to no gradient. The authors' code has 0 and -10
+    for the two logarithms, which belong to no distribution; the paper's and TRL's, here, do.
+
+    Args:
+        chosen, rejected, ref_chosen, ref_rejected, beta: as in `dpo_loss`.
+        label_smoothing: epsilon, the preference's own chance of the rejected answer, in (0, 0.5).
+
+    Returns:
+        [P], in [0, -log epsilon], to be minimised.
+
+    Raises:
+        ValueError: for a wrong rank, shape or dtype, or a number out of its range.
+    """
+    logit = beta * _margin(chosen, rejected, ref_chosen, ref_rejected, beta)
+    if not 0 < label_smoothing < 0.5:
+        fail("label_smoothing", label_smoothing, "a number in (0, 0.5)")
+    win, lose = F.logsigmoid(logit), F.logsigmoid(-logit)
+    return logit.sigmoid() * (win - math.log1p(-label_smoothing)) + (-logit).sigmoid() * (
+        lose - math.log(label_smoothing)
+    )
+
+
+def nca_loss(chosen: Tensor, rejected: Tensor, ref_chosen: Tensor, ref_rejected: Tensor, beta: float = 0.1) -> Tensor:
+    r"""Noise contrastive alignment of a pair, which holds on to the likelihood of the chosen answer itself.
+
+    $$L = -\log\sigma(\beta h_w) - \frac12 \log\sigma(-\beta h_w) - \frac12 \log\sigma(-\beta h_l)$$
+
+    https://arxiv.org/abs/2402.05369, the loss for preferences with two answers. The optimum has $\beta h_w = \log 2$,
+    where DPO leaves the level of both free. The paper's beta is 0.01.
+
+    Args:
+        chosen, rejected, ref_chosen, ref_rejected, beta: as in `dpo_loss`.
+
+    Returns:
+        [P], to be minimised.
+
+    Raises:
+        ValueError: for a wrong rank, shape or dtype, or a beta that is not positive.
+    """
+    up, down = (beta * h for h in _log_ratios(chosen, rejected, ref_chosen, ref_rejected, beta))
+    return -F.logsigmoid(up) - 0.5 * F.logsigmoid(-up) - 0.5 * F.logsigmoid(-down)
+
+
+def sppo_loss(
+    chosen: Tensor, rejected: Tensor, ref_chosen: Tensor, ref_rejected: Tensor, beta: float = 0.001
+) -> Tensor:
+    r"""Self-play preference optimisation with hard labels, which draws each log-ratio to a target of its own.
+
+    $$L = \Big(h_w - \frac{1}{2\beta}\Big)^2 + \Big(h_l + \frac{1}{2\beta}\Big)^2$$
+
+    https://arxiv.org/abs/2405.00675 eq. 4.7 with the win rates 1 and 0, which the paper estimates, and beta its 1 /
+    eta. The authors' code halves the sum; TRL's and this one do not.
+
+    Args:
+        chosen, rejected, ref_chosen, ref_rejected: as in `dpo_loss`.
+        beta: > 0; the log-ratios wanted are +-1 / (2 beta).
+
+    Returns:
+        [P], to be minimised.
+
+    Raises:
+        ValueError: for a wrong rank, shape or dtype, or a beta that is not positive.
+    """
+    up, down = _log_ratios(chosen, rejected, ref_chosen, ref_rejected, beta)
+    return (up - 1 / (2 * beta)).square() + (down + 1 / (2 * beta)).square()
+
+
+def bco_loss(
+    chosen: Tensor,
+    rejected: Tensor,
+    ref_chosen: Tensor,
+    ref_rejected: Tensor,
+    delta: float | Tensor,
+    beta: float = 0.1,
+) -> Tensor:
+    r"""Binary classifier optimisation: the implicit reward is the logit that tells good answers from bad ones.
+
+    $$L = -\log\sigma(\beta h_w - \delta) - \log\sigma(\delta - \beta h_l)$$
+
+    https://arxiv.org/abs/2404.04656. The two terms do not know each other: answers need not come in pairs, a chosen and
+    a rejected one of different prompts do. The shift delta makes this bound on DPO's loss tighter: a running mean of
+    `0.5 * beta * ((chosen - ref_chosen).mean() + (rejected - ref_rejected).mean())`, which the recipe keeps. An
+    argument, it leaves a pair's loss free of its batch. TRL's bco_pair has none: 0.
+
+    Args:
+        chosen, rejected, ref_chosen, ref_rejected, beta: as in `dpo_loss`.
+        delta: the reward shift, in units of beta times nats, a number or a 0-d tensor; gets no gradient.
+
+    Returns:
+        [P], to be minimised.
+
+    Raises:
+        ValueError: for a wrong rank, shape or dtype, a beta that is not positive, or a delta that is not finite.
+    """
+    up, down = _log_ratios(chosen, rejected, ref_chosen, ref_rejected, beta)
+    if isinstance(delta, Tensor):
+        check_rank("delta", delta, 0, "(a number or a 0-d tensor)")
+        delta = delta.detach()
+    elif not math.isfinite(delta):
+        fail("delta", delta, "a finite number or a 0-d tensor")
+    return -F.logsigmoid(beta * up - delta) - F.logsigmoid(delta - beta * down)
+
+
+def discopop_loss(
+    chosen: Tensor,
+    rejected: Tensor,
+    ref_chosen: Tensor,
+    ref_rejected: Tensor,
+    beta: float = 0.05,
+    tau: float = 0.05,
+) -> Tensor:
+    r"""DiscoPOP, a log-ratio modulated loss: logistic for pairs in the wrong order, exponential for the others.
+
+    $$L = -\sigma(-x / \tau) \log\sigma(x) + \sigma(x / \tau)\, e^{-x}, \quad x = \beta h$$
+
+    https://arxiv.org/abs/2406.08414 eq. 5. Not convex, and not monotone around 0. The sigmoid and the exponential share
+    one exponent here, as their product is finite where the exponential alone is not (TRL has nan there). With tau <= 1
+    that exponent is negative; with more it grows as x falls and is bounded as the module says.
+
+    Args:
+        chosen, rejected, ref_chosen, ref_rejected, beta: as in `dpo_loss`.
+        tau: > 0, the width of the change from one to the other, in units of x.
+
+    Returns:
+        [P], to be minimised.
+
+    Raises:
+        ValueError: for a wrong rank, shape or dtype, or a number that is not positive.
+    """
+    x = beta * _margin(chosen, rejected, ref_chosen, ref_rejected, beta)
+    check_positive(tau=tau)
+    exponential = (F.logsigmoid(x / tau) - x).clamp(max=LOG_RATIO_LIMIT).exp()
+    return exponential - (-x / tau).sigmoid() * F.logsigmoid(x)
+
+
+def alphapo_loss(
+    chosen: Tensor,
+    rejected: Tensor,
+    chosen_lengths: Tensor,
+    rejected_lengths: Tensor,
+    alpha: float = 0.25,
+    beta: float = 2.5,
+    gamma: float = 0.1,
+) -> Tensor:
+    r"""AlphaPO: SimPO with a power of the likelihood for a reward in place of its logarithm.
+
+    $$L = -\log\sigma(\beta r_w - \beta r_l - \gamma), \quad r = \frac{1 - p^{-\alpha}}{\alpha}, \quad
+    p = \exp\Big(\frac{1}{|y|} \log\pi(y)\Big)$$
+
+    https://arxiv.org/abs/2501.03884. Alpha 0 is `simpo_loss`; above it, answers that are unlikely already get more
+    gradient, below it less. TRL takes the power of p, which underflows to 0 and makes nan of two such answers; here the
+    exponent $-\alpha \log p$ is bounded as the module says.
+
+    Args:
+        chosen, rejected: [P], sums over tokens under the policy.
+        chosen_lengths, rejected_lengths: integer [P], in tokens: `mask.sum(1)`; 0 counts as 1.
+        alpha: a finite number; 0 takes the limit, log p.
+        beta: > 0.
+        gamma: the target margin, >= 0, outside beta as in `simpo_loss`.
+
+    Returns:
+        [P], to be minimised.
+
+    Raises:
+        ValueError: for a wrong rank, shape or dtype, or a number out of its range.
+    """
+    check_positive(beta=beta)
+    check_not_negative(gamma=gamma)
+    if not math.isfinite(alpha):
+        fail("alpha", alpha, "a finite number")
+    up, down = (_power(x, alpha) for x in _means(chosen, rejected, chosen_lengths, rejected_lengths))
+    return -F.logsigmoid(beta * (up - down) - gamma)
+
+
+# --- DPO with another divergence from the reference
+
+
+def alpha_divergence_dpo_loss(
+    chosen: Tensor,
+    rejected: Tensor,
+    ref_chosen: Tensor,
+    ref_rejected: Tensor,
+    beta: float = 0.1,
+    alpha: float = 0.5,
+) -> Tensor:
+    r"""DPO with an alpha divergence (f-DPO), which runs from reverse KL (alpha 0, DPO itself) to forward KL (alpha 1).
+
+    $$L = -\log\sigma\big(\beta f'(e^{h_w}) - \beta f'(e^{h_l})\big), \quad f'(u) = \frac{1 - u^{-\alpha}}{\alpha}$$
+
+    https://arxiv.org/abs/2309.16240, where alpha is in (0, 1) and the reward is beta f' of the ratio; a constant in f'
+    cancels. TRL's f_alpha_divergence_coef is 1 - alpha, and may be above 1: then f'(0) is finite, and the paper's
+    step from reward to policy does not hold. The exponent $-\alpha h$ is bounded as the module says, and h is a sum
+    over tokens: an answer that the policy has all but forgotten (h < -20 / alpha) has no gradient, where TRL's bound is
+    80 and its gradients are e^80.
+
+    Args:
+        chosen, rejected, ref_chosen, ref_rejected, beta: as in `dpo_loss`.
+        alpha: >= 0; 0 takes the limit, `dpo_loss`.
+
+    Returns:
+        [P], to be minimised.
+
+    Raises:
+        ValueError: for a wrong rank, shape or dtype, or a number out of its range.
+    """
+    up, down = _log_ratios(chosen, rejected, ref_chosen, ref_rejected, beta)
+    check_not_negative(alpha=alpha)
+    return -F.logsigmoid(beta * (_power(up, alpha) - _power(down, alpha)))
+
+
+def forward_kl_dpo_loss(
+    chosen: Tensor, rejected: Tensor, ref_chosen: Tensor, ref_rejected: Tensor, beta: float = 0.1
+) -> Tensor:
+    r"""DPO with the forward KL (f-DPO), reference to policy: $L = -\log\sigma(\beta e^{-h_l} - \beta e^{-h_w})$.
+
+    https://arxiv.org/abs/2309.16240 with $f'(u) = -1 / u$, or 1 - 1 / u as TRL has it: `alpha_divergence_dpo_loss` with
+    alpha 1, bounded alike; TRL bounds nothing here.
+
+    Args:
+        chosen, rejected, ref_chosen, ref_rejected, beta: as in `dpo_loss`.
+
+    Returns:
+        [P], to be minimised.
+
+    Raises:
+        ValueError: for a wrong rank, shape or dtype, or a beta that is not positive.
+    """
+    return alpha_divergence_dpo_loss(chosen, rejected, ref_chosen, ref_rejected, beta, alpha=1.0)
+
+
+def js_dpo_loss(
+    chosen: Tensor, rejected: Tensor, ref_chosen: Tensor, ref_rejected: Tensor, beta: float = 0.1
+) -> Tensor:
+    r"""DPO with the Jensen-Shannon divergence (f-DPO): the reward of an answer that becomes likelier has a bound.
+
+    $$L = -\log\sigma\big(\beta \log\sigma(h_w) - \beta \log\sigma(h_l)\big)$$
+
+    https://arxiv.org/abs/2309.16240 with $f'(u) = \log(2 u / (1 + u))$, whose log 2 cancels.
+
+    Args:
+        chosen, rejected, ref_chosen, ref_rejected, beta: as in `dpo_loss`.
+
+    Returns:
+        [P], to be minimised.
+
+    Raises:
+        ValueError: for a wrong rank, shape or dtype, or a beta that is not positive.
+    """
+    up, down = _log_ratios(chosen, rejected, ref_chosen, ref_rejected, beta)
+    return -F.logsigmoid(beta * (F.logsigmoid(up) - F.logsigmoid(down)))
+
+
+# --- a batch against a batch
+
+
+def aot_loss(
+    chosen: Tensor,
+    rejected: Tensor,
+    ref_chosen: Tensor,
+    ref_rejected: Tensor,
+    beta: float = 0.1,
+    label_smoothing: float = 0.0,
+) -> Tensor:
+    r"""Alignment by optimal transport, for pairs: the policy's margins dominate the reference's, quantile by quantile.
+
+    $$L_i = -\log\sigma(\beta (m_{(i)} - m^{ref}_{(i)})), \quad m = \log\pi(y_w) - \log\pi(y_l)$$
+
+    https://arxiv.org/abs/2406.05882. Margins are sorted, the policy's and the reference's each on its own, so a pair is
+    compared with other pairs' references: the loss varies with the batch and with its split into micro-batches. Of one
+    pair it is `dpo_loss`, whose label smoothing it takes, like TRL.
+
+    Args:
+        chosen, rejected, ref_chosen, ref_rejected, beta, label_smoothing: as in `dpo_loss`.
+
+    Returns:
+        [P], one a quantile from the lowest up (entry i is not pair i), to be minimised.
+
+    Raises:
+        ValueError: for a wrong rank, shape or dtype, or a number out of its range.
+    """
+    _log_ratios(chosen, rejected, ref_chosen, ref_rejected, beta)  # for its checks
+    margins = (at_least_float32(chosen) - at_least_float32(rejected)).sort().values
+    ref_margins = (at_least_float32(ref_chosen) - at_least_float32(ref_rejected)).sort().values
+    zeros = torch.zeros_like(margins)
+    return dpo_loss(margins, zeros, ref_margins, zeros, beta, label_smoothing)
+
+
+def aot_unpaired_loss(
+    chosen: Tensor,
+    rejected: Tensor,
+    ref_chosen: Tensor,
+    ref_rejected: Tensor,
+    beta: float = 0.1,
+    label_smoothing: float = 0.0,
+) -> Tensor:
+    r"""Alignment by optimal transport, unpaired: the log-ratios of good answers dominate those of bad ones.
+
+    $$L_i = -\log\sigma(\beta (h_{w,(i)} - h_{l,(i)}))$$
+
+    https://arxiv.org/abs/2406.05882. Log-ratios are sorted, good and bad each on its own, so the answers need not share
+    a prompt, only be equally many; the loss varies with the batch and with its split into micro-batches. Of one pair it
+    is `dpo_loss`.
+
+    Args:
+        chosen, rejected, ref_chosen, ref_rejected, beta, label_smoothing: as in `dpo_loss`.
+
+    Returns:
+        [P], one a quantile from the lowest up (entry i is not answer i), to be minimised.
+
+    Raises:
+        ValueError: for a wrong rank, shape or dtype, or a number out of its range.
+    """
+    up, down = (h.sort().values for h in _log_ratios(chosen, rejected, ref_chosen, ref_rejected, beta))
+    zeros = torch.zeros_like(up)
+    return dpo_loss(up, down, zeros, zeros, beta, label_smoothing)
+
+
+# --- weights of tokens and answers
+
+
+def ld_sequence_logprobs(logprobs: Tensor, mask: Tensor, shared_lengths: Tensor, alpha: float = 0.5) -> Tensor:
+    r"""Log-probability of each answer with less weight on the tokens by which it is longer than the other of its pair.
+
+    $$\sum_{t \le n} \log\pi(y_t | y_{<t}) + \alpha \sum_{t > n} \log\pi(y_t | y_{<t}), \quad n = \min(|y_w|, |y_l|)$$
+
+    LD-DPO, https://arxiv.org/abs/2409.06411: `dpo_loss` with these in place of `sequence_logprobs`, of the policy and
+    of the reference. Alpha 1 is `sequence_logprobs`; alpha 0 cuts both answers to one length.
+
+    Args:
+        logprobs: [B, T]; may hold anything outside the mask.
+        mask: bool [B, T], True on the answer's tokens; they are what is counted.
+        shared_lengths: integer [B], n: `torch.minimum(chosen_mask.sum(1), rejected_mask.sum(1))` for both.
+        alpha: in [0, 1].
+
+    Returns:
+        [B], float32 (float64 for float64 input); 0 for a row with no token in the mask.
+
+    Raises:
+        ValueError: for a wrong rank, shape or dtype, or an alpha outside [0, 1].
+    """
+    check_per_token(mask, logprobs=logprobs)
+    check_integer("shared_lengths", shared_lengths)
+    check_shape("shared_lengths", shared_lengths, (len(mask),), "[B]")
+    if not 0 <= alpha <= 1:
+        fail("alpha", alpha, "a number in [0, 1]")
+    shared = mask & (mask.cumsum(1) <= shared_lengths[:, None])
+    return alpha * sequence_logprobs(logprobs, mask) + (1 - alpha) * sequence_logprobs(logprobs, shared)
+
+
+@torch.no_grad()
+def wpo_weights(logprobs: Tensor, sum_pi_squared: Tensor, mask: Tensor) -> Tensor:
+    r"""Weight of each answer by how much it looks like one that the policy itself would sample.
+
+    $$w = \exp\Big(\frac{1}{|y|} \sum_t \log \frac{\pi(y_t)}{\sum_v \pi(v)^2}\Big)$$
+
+    Weighted preference optimisation with sampled alignment, https://arxiv.org/abs/2406.11827; a pair's loss times both
+    answers' weights: `(w_chosen * w_rejected).clamp(max=1) * dpo_loss(...)`. The bound of 1 is in the authors' code and
+    not in TRL's. It has no place in `aot_loss`, whose entries are not pairs.
+
+    Args:
+        logprobs: [B, T], under the policy as it is; may hold anything outside the mask.
+        sum_pi_squared: [B, T], in (0, 1]: `rlkit.losses.sum_pi_squared`, moved by one column so that it is aligned with
+            the token; may hold anything outside the mask.
+        mask: bool [B, T], True on the answer's tokens.
+
+    Returns:
+        [B], detached, >= 0; 1 for a row with no token in the mask.
+
+    Raises:
+        ValueError: for a wrong rank, shape or dtype.
+    """
+    check_per_token(mask, logprobs=logprobs, sum_pi_squared=sum_pi_squared)
+    return sequence_mean_logprobs(at_least_float32(logprobs) - at_least_float32(sum_pi_squared).log(), mask).exp()
+
+
+def _power(x: Tensor, alpha: float) -> Tensor:
+    """(1 - exp(-alpha x)) / alpha and its limit x, with the exponent bounded."""
+    return -(-alpha * x).clamp(max=LOG_RATIO_LIMIT).expm1() / alpha if alpha else x
