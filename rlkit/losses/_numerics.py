@@ -26,16 +26,6 @@ def masked_log_ratio(logprobs: Tensor, base_logprobs: Tensor, mask: Tensor | Non
     return F.hardtanh(log_ratio, -LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)  # a clamp whose backward is one pass, not four
 
 
-def clipped_surrogate(
-    cost: Tensor, ratio: Tensor, clip_low: float, clip_high: float, dual_clip: float | None = None
-) -> Tensor:
-    """cost times the ratio, which is bounded on the side that its advantage pushes it to; cost is minus the advantage.
-
-    The same as max(cost * ratio, cost * clip(ratio)): where the other bound would bind, the maximum takes the ratio.
-    """
-    return cost * torch.where(cost < 0, ratio.clamp(max=1 + clip_high), ratio.clamp(1 - clip_low, dual_clip))
-
-
 def masked_cost(advantages: Tensor, mask: Tensor) -> Tensor:
     """-A as [B, T], detached and float32 at least; 0 outside the mask, whatever the advantages hold there."""
     return torch.where(mask, at_least_float32(advantages_per_token(advantages.detach(), mask)), 0.0).neg_()

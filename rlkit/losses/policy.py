@@ -1,9 +1,10 @@
 """Policy-gradient losses, one value per token."""
 
+import torch
 from torch import Tensor
 
 from rlkit.losses._check import check_not_negative, check_per_token, fail
-from rlkit.losses._numerics import clipped_surrogate, masked_cost, masked_log_ratio
+from rlkit.losses._numerics import masked_cost, masked_log_ratio
 
 
 def clipped_policy_loss(
@@ -48,4 +49,6 @@ def clipped_policy_loss(
     if dual_clip is not None and not dual_clip > 1:
         fail("dual_clip", dual_clip, "a number > 1, or None")
     ratio = masked_log_ratio(logprobs, old_logprobs.detach(), mask).exp()
-    return clipped_surrogate(masked_cost(advantages, mask), ratio, clip_low, clip_high, dual_clip)
+    cost = masked_cost(advantages, mask)
+    # bounded on the side that the advantage pushes to: where the other bound would bind, the minimum takes the ratio
+    return cost * torch.where(cost < 0, ratio.clamp(max=1 + clip_high), ratio.clamp(1 - clip_low, dual_clip))

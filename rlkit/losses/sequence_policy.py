@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from rlkit.losses._check import check_not_negative, check_per_token
-from rlkit.losses._numerics import at_least_float32, clipped_surrogate, masked_cost, masked_log_ratio, sequence_cost
+from rlkit.losses._numerics import at_least_float32, masked_cost, masked_log_ratio, sequence_cost
 
 
 def gspo_loss(
@@ -48,7 +48,7 @@ def gspo_loss(
     check_per_token(mask, logprobs=logprobs, old_logprobs=old_logprobs)
     check_not_negative(clip_low=clip_low, clip_high=clip_high)
     log_ratio = masked_log_ratio(logprobs, old_logprobs.detach(), mask)
-    loss = clipped_surrogate(sequence_cost(advantages, mask), _mean(log_ratio, mask).exp(), clip_low, clip_high)
+    loss = _clipped(sequence_cost(advantages, mask), _mean(log_ratio, mask).exp(), clip_low, clip_high)
     return torch.where(mask, loss, 0.0)
 
 
@@ -88,7 +88,7 @@ def gspo_token_loss(
     log_ratio = masked_log_ratio(logprobs, old_logprobs.detach(), mask)
     own = (log_ratio - log_ratio.detach()).exp()  # 1, with the token's gradient
     ratio = _mean(log_ratio.detach(), mask).exp() * own
-    return clipped_surrogate(masked_cost(advantages, mask), ratio, clip_low, clip_high)
+    return _clipped(masked_cost(advantages, mask), ratio, clip_low, clip_high)
 
 
 def luspo_loss(
@@ -230,3 +230,8 @@ def off_policy_sequence_mask(
 def _mean(x: Tensor, mask: Tensor) -> Tensor:
     """[B, 1]: the mean over each row's tokens of x [B, T], which is 0 outside the mask; 0 for a row without tokens."""
     return x.sum(1, keepdim=True) / mask.sum(1, keepdim=True, dtype=torch.int32).clamp(min=1)
+
+
+def _clipped(cost: Tensor, ratio: Tensor, clip_low: float, clip_high: float) -> Tensor:
+    """PPO's pessimistic choice between the ratio and its clip, as a loss: see `clipped_policy_loss`."""
+    return cost * torch.where(cost < 0, ratio.clamp(max=1 + clip_high), ratio.clamp(min=1 - clip_low))
