@@ -15,6 +15,8 @@ import torch
 _ENGINES: dict[tuple[str, str, str], str] = {
     ("language_model", "fsdp2", "cpu"): "rlkit.engines.fsdp2:Fsdp2Engine",
     ("language_model", "fsdp2", "cuda"): "rlkit.engines.fsdp2:Fsdp2Engine",
+    ("value_model", "fsdp2", "cpu"): "rlkit.engines.fsdp2:Fsdp2ValueEngine",
+    ("value_model", "fsdp2", "cuda"): "rlkit.engines.fsdp2:Fsdp2ValueEngine",
 }
 
 

@@ -2,7 +2,8 @@
 
 A packed row holds several segments end to end. The engine passes their `packed_layout` to the model's forward;
 transformers hands unknown keyword arguments down to the attention function, which is this module's. Without it
-(generation, padded batches) transformers' own SDPA function runs, so one model object serves both.
+(generation, padded batches) transformers' own SDPA function runs, so one model object serves both. What a family has
+beyond that (soft-capped scores, sinks, images that see themselves) is done here for both; what cannot be is refused.
 
 The name under which it is registered must not contain "flash": transformers would look for a kernel of that name.
 """
@@ -10,7 +11,7 @@ The name under which it is registered must not contain "flash": transformers wou
 from __future__ import annotations
 
 import inspect
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import cache, cached_property
 from itertools import accumulate
 from typing import Any, NamedTuple
@@ -23,6 +24,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
 from rlkit.data.packing import runs
+from rlkit.vlm.families import IMAGES_SEE_THEMSELVES, NO_INTERFACE, bidirectional, image_groups, packing_obstacle
 
 NAME = "rlkit_packed"
 
@@ -48,6 +50,8 @@ class Layout:
         device: torch.device,
     ) -> None:
         self.starts, self.lengths, self.prefixes, self.device = starts, lengths, prefixes, device
+        self.images: Tensor | None = None  # [N] number of each token's image, -1 for text, where images see themselves
+        self.asked = 0  # how many layers' attention came here
         self.key_lengths = [before + own for (_, before), own in zip(prefixes, lengths, strict=True)]
 
     @cached_property
@@ -91,22 +95,37 @@ class Layout:
         t, s = torch.arange(int(own.max())), torch.arange(int((before + own).max()))
         real = t < own
         keys = torch.where(s < before, prefix + s, start + s - before)
-        return Block(
+        there = s < before + own
+        block = Block(
             queries=torch.where(real, start + t, 0),
-            keys=torch.where(s < before + own, keys, 0),
+            keys=torch.where(there, keys, 0),
             distance=before[:, :, None] + t[:, None] - s if before.any() else t[:, None] - s,
             real=real.flatten().nonzero()[:, 0],
+            there=there,
         )
+        return Block(*(x.to(self.device) for x in block))
 
 
 class Block(NamedTuple):
     """Some segments as a rectangle: places of their queries [S, Q] and keys [S, K] in the row, padded to the right with
-    place 0; how far each key lies behind each query ([S, Q, K] or [Q, K]); and which of the S * Q queries are real."""
+    place 0; how far each key lies behind each query ([S, Q, K] or [Q, K]); which of the S * Q queries are real, by
+    number; and which keys are [S, K]."""
 
     queries: Tensor
     keys: Tensor
     distance: Tensor
     real: Tensor
+    there: Tensor
+
+    def seen(self, window: int | None, images: Tensor | None) -> Tensor | None:
+        """[S, 1, Q, K] or [Q, K]: which keys each query sees; None: causal alone will do."""
+        if self.distance.ndim == 2 and window is None and images is None:
+            return None
+        seen = self.distance >= 0 if window is None else (self.distance >= 0) & (self.distance < window)
+        if images is not None:
+            of_query, of_key = images[self.queries][:, :, None], images[self.keys][:, None]
+            seen = seen | (of_query == of_key) & (of_query >= 0) & self.there[:, None]
+        return seen[:, None] if seen.ndim == 3 else seen
 
 
 def varlen_attention(
@@ -118,6 +137,8 @@ def varlen_attention(
     scale: float | None = None,
     window: int | None = None,
     dropout: float = 0.0,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     """Causal attention within each segment of a packed row, and to its prefix.
 
@@ -128,20 +149,25 @@ def varlen_attention(
         scale: of the scores; 1/sqrt(D) by default.
         window: attend to this many tokens back, oneself included; all by default.
         dropout: probability; on a GPU without flash-attn it must be 0.
+        softcap: bound of the scores, by tanh; without flash-attn in a slower way.
+        sinks: [Hq] score of a key without a value, which takes its share of the attention; likewise.
 
     Returns:
         [N, Hq, D].
     """
-    if not query.is_cuda:
-        return _varlen_sdpa(query, key, value, layout, scale, window, dropout)
+    by_hand = sinks is not None or layout.images is not None or (softcap is not None and _flash_attn() is None)
+    if not query.is_cuda or by_hand:
+        return _varlen_sdpa(query, key, value, layout, scale, window, dropout, softcap, sinks)
     if layout.keys is not None:
         key, value = key.index_select(0, layout.keys), value.index_select(0, layout.keys)
     lengths = (layout.cu_queries, layout.cu_keys, max(layout.lengths), max(layout.key_lengths))
     window_size = (-1 if window is None else window - 1, 0)  # causal, aligned at the last query and key
     if (flash := _flash_attn()) is not None:
+        more = {} if softcap is None else {"softcap": softcap}
         return flash(
-            query, key, value, *lengths, dropout_p=dropout, softmax_scale=scale, causal=True, window_size=window_size
-        )
+            query, key, value, *lengths, dropout_p=dropout, softmax_scale=scale, causal=True, window_size=window_size,
+            **more,
+        )  # fmt: skip
     if dropout:
         raise ValueError(f"attention dropout {dropout} on packed rows needs flash-attn on a GPU; set it to 0")
     from torch.nn.attention.varlen import varlen_attn
@@ -157,31 +183,42 @@ def varlen_attention(
 
 
 def _varlen_sdpa(
-    query: Tensor, key: Tensor, value: Tensor, layout: Layout, scale: float | None, window: int | None, dropout: float
-) -> Tensor:
+    query: Tensor, key: Tensor, value: Tensor, layout: Layout, scale: float | None, window: int | None, dropout: float,
+    softcap: float | None, sinks: Tensor | None,
+) -> Tensor:  # fmt: skip
     """One SDPA call for each block of like segments; without prefixes and window a block needs no mask, as padding lies
     to the right of what is causal."""
-    out = torch.zeros_like(query)
+    out = query.new_zeros(*query.shape[:2], value.shape[-1])
     for block in layout.blocks:
-        q = query.index_select(0, block.queries.flatten()).unflatten(0, block.queries.shape)
+        q = query.index_select(0, block.queries.flatten()).unflatten(0, block.queries.shape).transpose(1, 2)
         k, v = (x.index_select(0, block.keys.flatten()).unflatten(0, block.keys.shape) for x in (key, value))
-        seen = None
-        if block.distance.ndim == 3 or window is not None:
-            seen = block.distance >= 0 if window is None else (block.distance >= 0) & (block.distance < window)
-            seen = seen[:, None] if seen.ndim == 3 else seen
-        piece = F.scaled_dot_product_attention(
-            q.transpose(1, 2),
-            k.transpose(1, 2),
-            v.transpose(1, 2),
-            attn_mask=seen,
-            is_causal=seen is None,
-            scale=scale,
-            dropout_p=dropout,
-            enable_gqa=query.shape[1] != key.shape[1],
-        )
+        seen = block.seen(window, layout.images)
+        piece = _attend(q, k.transpose(1, 2), v.transpose(1, 2), seen, scale, dropout, softcap, sinks)
         piece = piece.transpose(1, 2).flatten(0, 1).index_select(0, block.real)
         out = out.index_copy(0, block.queries.flatten()[block.real], piece)
     return out
+
+
+def _attend(
+    q: Tensor, k: Tensor, v: Tensor, seen: Tensor | None, scale: float | None, dropout: float,
+    softcap: float | None, sinks: Tensor | None,
+) -> Tensor:  # fmt: skip
+    """SDPA on [S, H, Q, D], and by hand what it does not have; causal where `seen` is None."""
+    grouped = q.shape[1] != k.shape[1]
+    if softcap is None and sinks is None:
+        causal = seen is None and q.shape[2] > 1
+        return F.scaled_dot_product_attention(q, k, v, seen, dropout, causal, scale=scale, enable_gqa=grouped)
+    k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
+    scores = q @ k.mT * (q.shape[-1] ** -0.5 if scale is None else scale)
+    if softcap is not None:
+        scores = (scores / softcap).tanh() * softcap
+    if seen is None:
+        seen = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).tril(k.shape[2] - q.shape[2])
+    scores = scores.masked_fill(~seen, torch.finfo(scores.dtype).min)  # not -inf: padding may see nothing at all
+    if sinks is not None:
+        scores = torch.cat([scores, sinks.to(scores)[None, :, None, None].expand(*scores.shape[:3], 1)], -1)
+    weights = scores.softmax(-1, dtype=torch.float32).to(q.dtype)[..., : k.shape[2]]
+    return F.dropout(weights, dropout) @ v
 
 
 @cache
@@ -196,23 +233,90 @@ def _flash_attn() -> Any:
 def _attention(
     module: torch.nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None,
     dropout: float = 0.0, scaling: float | None = None, packed_layout: Layout | None = None,
-    sliding_window: int | None = None, **kwargs: Any,
+    sliding_window: int | None = None, softcap: float | None = None, s_aux: Tensor | None = None, **kwargs: Any,
 ) -> tuple[Tensor, None]:  # fmt: skip
-    """What transformers calls: query [1, H, N, D] -> [1, N, H, D]."""
-    if packed_layout is None:
+    """What transformers calls: query [B, H, N, D] -> [B, N, H, D], B = 1 for packed rows."""
+    if packed_layout is not None:
+        causal = kwargs.get("is_causal")
+        causal = getattr(module, "is_causal", True) if causal is None else causal
+        beyond = {
+            "a mask of its own": attention_mask is not None,
+            "keys of something else": key.shape[2] != query.shape[2],
+            "no causal order": not causal,
+            **{name: kwargs.get(name) is not None for name in ("position_bias", "indices", "block_indices")},
+        }
+        if any(beyond.values()):
+            what = ", ".join(name for name, there in beyond.items() if there)
+            raise ValueError(_refusal(type(module).__name__, f"its attention has {what}"))
+        packed_layout.asked += 1
+        q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
+        options: dict[str, Any] = {"window": sliding_window, "dropout": dropout, "softcap": softcap, "sinks": s_aux}
+        return varlen_attention(q, k, v, packed_layout, scale=scaling, **options)[None], None
+    if attention_mask is None and sliding_window is not None and query.shape[2] == key.shape[2] > sliding_window:
+        t = torch.arange(query.shape[2], device=query.device)
+        attention_mask = (t[:, None] >= t) & (t[:, None] - t < sliding_window)
+    if softcap is None and s_aux is None:
         return sdpa_attention_forward(module, query, key, value, attention_mask, dropout, scaling, **kwargs)
-    q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
-    return varlen_attention(q, k, v, packed_layout, scale=scaling, window=sliding_window, dropout=dropout)[None], None
+    seen = None if attention_mask is None else attention_mask[..., : key.shape[2]]
+    return _attend(query, key, value, seen, scaling, dropout, softcap, s_aux).transpose(1, 2).contiguous(), None
 
 
-def _mask(*, attention_mask: Tensor | None = None, **kwargs: Any) -> Tensor | None:
-    """No mask for packed rows, which come without an `attention_mask`: it would be of [N, N]."""
-    return None if attention_mask is None else sdpa_mask(attention_mask=attention_mask, **kwargs)
+def _mask(
+    *, attention_mask: Tensor | None = None, mask_function: Callable[..., Any], use_vmap: bool = False, **kwargs: Any
+) -> Tensor | None:
+    """No mask for packed rows, which come without an `attention_mask`: it would be of [N, N]. A rule beyond causal
+    attention within a window, which transformers joins to it, is not lost: `_attention` refuses the mask."""
+    if attention_mask is None and not use_vmap and "or_masks" not in getattr(mask_function, "__qualname__", ""):
+        return None
+    return sdpa_mask(attention_mask=attention_mask, mask_function=mask_function, use_vmap=use_vmap, **kwargs)
 
 
-def use_packed_attention(model: PreTrainedModel) -> None:
-    """Route the text model's attention through `varlen_attention`; a vision tower keeps its own."""
+def _refusal(family: str, why: str) -> str:
+    return f"{family}: rows cannot be packed: {why}; use use_remove_padding=False"
+
+
+def use_packed_attention(model: PreTrainedModel, *, packed: bool = False) -> None:
+    """Route the text model's attention through `varlen_attention`; a vision tower keeps its own.
+
+    Args:
+        model: its forward refuses, by a ValueError before it starts, what this family's attention would get wrong.
+        packed: refuse at once a family whose rows cannot be packed.
+    """
     AttentionInterface.register(NAME, _attention)
     AttentionMaskInterface.register(NAME, _mask)
-    nested = "text_config" in getattr(model.config, "sub_configs", {})
-    model.set_attn_implementation({"text_config": NAME} if nested else NAME)
+    family, text = model.config.model_type, model.config.get_text_config()
+    obstacle, both = packing_obstacle(model), bidirectional(model)
+    if obstacle is None:
+        subs = getattr(model.config, "sub_configs", {})
+        nested = [name for name in subs if getattr(model.config, name, None) is text]
+        model.set_attn_implementation({nested[0]: NAME} if nested else NAME)
+        if text._attn_implementation != NAME:  # transformers warns and goes on
+            obstacle = NO_INTERFACE
+    if packed and (obstacle or both):
+        raise ValueError(_refusal(family, obstacle) if obstacle else f"{family}: cannot be trained: {both}")
+
+    def before(module: Any, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+        layout, mask = kwargs.get("packed_layout"), kwargs.get("attention_mask")
+        padded = isinstance(mask, Tensor) and mask.ndim == 2 and kwargs.get("token_type_ids") is None
+        if obstacle and layout is not None:
+            raise ValueError(_refusal(family, obstacle))
+        sees = kwargs.get("pixel_values") is not None
+        if both and (layout is not None or padded and sees):
+            raise ValueError(f"{family}: cannot be trained: {both}")
+        if sees and family in IMAGES_SEE_THEMSELVES:
+            tokens, image = kwargs["input_ids"], model.config.image_token_id
+            if layout is not None:
+                starts = [start for start, length in zip(layout.starts, layout.lengths, strict=True) if length]
+                layout.images = image_groups(tokens[0], image, torch.tensor(starts, device=tokens.device))
+            elif padded:
+                kwargs["token_type_ids"] = (tokens == image).long()
+        return args, kwargs
+
+    def after(module: Any, args: Any, kwargs: dict[str, Any], output: Any) -> None:
+        layout = kwargs.get("packed_layout")
+        if layout is not None and layout.asked < text.num_hidden_layers:
+            came = f"of its {text.num_hidden_layers} layers {layout.asked} asked for packed attention"
+            raise ValueError(_refusal(family, came))
+
+    model.register_forward_pre_hook(before, with_kwargs=True)
+    model.register_forward_hook(after, with_kwargs=True)

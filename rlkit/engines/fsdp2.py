@@ -22,21 +22,27 @@ from rlkit.data.samples import Batch, Sample
 from rlkit.engines import checkpoint
 from rlkit.engines.attention import use_packed_attention
 from rlkit.engines.distributed import all_reduce, init_distributed, reduce_metrics
-from rlkit.engines.packer import blank_sample, pack, shared_costs
+from rlkit.engines.packer import ModelInputs, blank_sample, pack, shared_costs
+from rlkit.engines.value_head import has_value_head
 from rlkit.losses.logprobs import linear_logprobs, suppress_tokens, target_logprobs, token_entropy
 from rlkit.vlm.adapt import merged_parameters
+from rlkit.vlm.families import head_obstacle
 from rlkit.vlm.inputs import position_spec
-
-OUTPUTS = ("logprobs", "entropy")
 
 
 @dataclass(frozen=True)
 class Outputs:
-    """What a loss closure is given: [B, T] tensors aligned with the tokens, 0 where the mask is False."""
+    """What a loss closure is given: [B, T] tensors aligned with the tokens, 0 where the mask is False, reached as
+    attributes: `out.logprobs`, `out.entropy`, `out.values`."""
 
-    logprobs: Tensor
-    entropy: Tensor | None
+    tensors: Mapping[str, Tensor]
     anchor: Tensor  # 0, with the model's graph behind it: the backward of a rank without rows
+
+    def __getattr__(self, name: str) -> Tensor:
+        tensors = self.__dict__.get("tensors", {})
+        if name in tensors:
+            return tensors[name]
+        raise AttributeError(f"no {name!r} among the outputs asked for: {', '.join(tensors)}")
 
 
 LossFn = Callable[[Outputs, Batch], tuple[Tensor, Mapping[str, Tensor]]]
@@ -63,6 +69,8 @@ class Fsdp2Engine:
         compute_dtype: of activations and gathered weights; bfloat16 on a GPU, float32 on a CPU.
     """
 
+    known_outputs: tuple[str, ...] = ("logprobs", "entropy")
+
     def __init__(
         self,
         *,
@@ -88,13 +96,14 @@ class Fsdp2Engine:
         self.share_prompts = share_prompts and use_remove_padding
         self.unsampled = None if unsampled is None else unsampled.to(self.device)
         self.base = model.get_base_model() if hasattr(model, "get_base_model") else model
+        self._check_head(trains=optimizer is not None)
         self.config = self.base.config
         self.spec = position_spec(self.config)
-        use_packed_attention(self.base)
+        use_packed_attention(self.base, packed=use_remove_padding)
         if enable_gradient_checkpointing:
             self.base.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
         dtype = compute_dtype or (torch.bfloat16 if self.device.type == "cuda" else torch.float32)
-        self.module = shard(model.to(self.device), self.base._no_split_modules, dtype)
+        self.module = shard(model.to(self.device), self.base, dtype)
         trainable = [p for p in self.module.parameters() if p.requires_grad]
         self.optimizer = optimizer(trainable) if optimizer else None
         self.scheduler = scheduler(self.optimizer) if scheduler and self.optimizer else None
@@ -106,7 +115,7 @@ class Fsdp2Engine:
             batch: on the host; the totals that the closure divides by are counted over all ranks here.
             loss_fn: (out, mb) -> (loss, metrics). Metrics are 0-d tensors already divided by global totals: they are
                 summed over micro-batches and ranks, or maximised where their name ends in "/max".
-            outputs: "logprobs" and, if asked for, "entropy", both with gradient.
+            outputs: any of `known_outputs`, with gradient.
 
         Returns:
             The metrics, and `loss`, `grad_norm` (before clipping), `lr`, and `skipped_steps`: 1 if the gradient was not
@@ -172,8 +181,8 @@ class Fsdp2Engine:
             yield rows, blank_sample(self.config, image=somewhere > here) if needed else None
 
     def _forward(self, batch: Batch, outputs: Sequence[str], blank: Sample | None) -> Outputs:
-        if unknown := set(outputs) - set(OUTPUTS):
-            raise ValueError(f"outputs: {sorted(unknown)} not known; there are {', '.join(OUTPUTS)}")
+        if unknown := set(outputs) - set(self.known_outputs):
+            raise ValueError(f"outputs: {sorted(unknown)} not known; there are {', '.join(self.known_outputs)}")
         inputs = pack(
             batch,
             self.spec,
@@ -182,6 +191,18 @@ class Fsdp2Engine:
             share_prompts=self.share_prompts,
             blank=blank,
         )
+        results = self._results(inputs, outputs)
+        anchor = 0.0 * next(iter(results.values()))[len(inputs.slots) :].sum()
+        return Outputs({name: inputs.scatter(result) for name, result in results.items()}, anchor)
+
+    def _check_head(self, *, trains: bool) -> None:
+        if has_value_head(self.base):
+            raise ValueError('model: it has a value head, a language model expected; make_engine(..., "value_model")')
+        if self.use_fused_kernels and (why := head_obstacle(self.base.config)):
+            raise ValueError(f"{self.base.config.model_type}: use_fused_kernels: {why}; leave it off")
+
+    def _results(self, inputs: ModelInputs, outputs: Sequence[str]) -> dict[str, Tensor]:
+        """[K] of each output, at the positions that are kept."""
         if self.use_fused_kernels:
             with self._before_head() as seen:
                 self.module(**inputs.kwargs, use_cache=False)
@@ -191,16 +212,15 @@ class Fsdp2Engine:
                 hidden, head.weight, inputs.targets, self.temperature, bias=head.bias, suppress=self.unsampled
             )
         else:
-            logits = self._kept(self.module(**inputs.kwargs, use_cache=False).logits, inputs.keep)
+            logits = self._logits(inputs)
             if self.unsampled is not None:
                 logits = suppress_tokens(logits, self.unsampled)
             logprobs = target_logprobs(logits, inputs.targets, self.temperature)
             entropy = token_entropy(logits, self.temperature) if "entropy" in outputs else logprobs
-        return Outputs(
-            inputs.scatter(logprobs),
-            inputs.scatter(entropy) if "entropy" in outputs else None,
-            0.0 * logprobs[len(inputs.slots) :].sum(),
-        )
+        return {"logprobs": logprobs, **({"entropy": entropy} if "entropy" in outputs else {})}
+
+    def _logits(self, inputs: ModelInputs) -> Tensor:
+        return self._kept(self.module(**inputs.kwargs, use_cache=False).logits, inputs.keep)
 
     def _kept(self, x: Tensor, keep: Tensor) -> Tensor:
         """[1, K, ...] of a packed forward, which kept what was asked for, or all of [B, T, ...] -> [K, ...]."""
@@ -320,17 +340,54 @@ class Fsdp2Engine:
                 unit.reshard()
 
 
-def shard(model: Any, unit_names: Sequence[str] | None, dtype: torch.dtype) -> Any:
+class Fsdp2ValueEngine(Fsdp2Engine):
+    """Trains and scores a value or reward model, see rlkit.engines.value_head: `values[b, t]` is the value of the
+    prefix before `tokens[b, t]`.
+
+    Takes what `Fsdp2Engine` takes; `temperature`, `unsampled` and `use_fused_kernels` speak of a vocabulary and change
+    nothing here. The head works in float32 whatever `compute_dtype` is: bfloat16 would round a return of 100 to 0.5.
+    """
+
+    known_outputs = ("values",)
+
+    def train_batch(self, batch: Batch, loss_fn: LossFn, outputs: Sequence[str] = ("values",)) -> dict[str, float]:
+        """As `Fsdp2Engine.train_batch`, of values."""
+        return super().train_batch(batch, loss_fn, outputs)
+
+    def infer_batch(self, batch: Batch, outputs: Sequence[str] = ("values",)) -> dict[str, Tensor]:
+        """As `Fsdp2Engine.infer_batch`, of values."""
+        return super().infer_batch(batch, outputs)
+
+    def _check_head(self, *, trains: bool) -> None:
+        if not has_value_head(self.base):
+            raise ValueError("model: no value head; rlkit.engines.value_head.with_value_head(model) puts one on it")
+        if trains and not self.base.get_output_embeddings().weight.requires_grad:
+            raise ValueError("model: its value head is frozen; put it on after lora(...), or switch its gradient on")
+
+    def _results(self, inputs: ModelInputs, outputs: Sequence[str]) -> dict[str, Tensor]:
+        return {"values": self._logits(inputs)[:, 0]}
+
+
+def shard(model: Any, base: Any, dtype: torch.dtype) -> Any:
     """Apply `fully_shard` to each layer and to the rest, over all ranks, with gradients summed and not averaged.
 
     A layer none of whose parameters train stays with the rest: it needs no gradient communication, and a rank whose
     rows have no images does not keep the others waiting in it.
+
+    Args:
+        model: perhaps wrapped by `rlkit.vlm.lora`.
+        base: the transformers model in it, or itself.
+        dtype: of activations and gathered weights; a value head stays in float32.
     """
     mesh = init_device_mesh("cuda" if next(model.parameters()).is_cuda else "cpu", (dist.get_world_size(),))
     policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
+    layers = base._no_split_modules or ()
     for module in list(model.modules()):
-        if type(module).__name__ in (unit_names or ()) and any(p.requires_grad for p in module.parameters()):
+        if type(module).__name__ in layers and any(p.requires_grad for p in module.parameters()):
             fully_shard(module, mesh=mesh, mp_policy=policy)
+    if has_value_head(base):
+        exact = MixedPrecisionPolicy(param_dtype=torch.float32, reduce_dtype=torch.float32)
+        fully_shard(base.get_output_embeddings(), mesh=mesh, mp_policy=exact)
     fully_shard(model, mesh=mesh, mp_policy=policy)
     for module in model.modules():
         if isinstance(module, FSDPModule):

@@ -35,12 +35,19 @@ def load_model(path: str, *, dtype: torch.dtype = torch.float32, trust_remote_co
     Raises:
         ValueError: as `load_config`, or weights that are missing or cannot be read.
     """
+    config = load_config(path, trust_remote_code=trust_remote_code)
+    if getattr(config, "value_head", False):
+        raise ValueError(f"model {path!r}: a value model; rlkit.engines.value_head.load_value_model reads it")
+    return read_model(path, config, dtype=dtype, trust_remote_code=trust_remote_code)
+
+
+def read_model(path: str, config: Any, **options: Any) -> Any:
+    """What `from_pretrained` gives, of the class that the configuration asks for; a ValueError if it cannot."""
     import transformers
     from safetensors import SafetensorError
 
-    config = load_config(path, trust_remote_code=trust_remote_code)
     auto = transformers.AutoModelForImageTextToText if can_see(config) else transformers.AutoModelForCausalLM
     try:
-        return auto.from_pretrained(path, config=config, dtype=dtype, trust_remote_code=trust_remote_code)
+        return auto.from_pretrained(path, config=config, **options)
     except (OSError, ValueError, SafetensorError) as error:
         raise ValueError(f"model {path!r}: {error}") from error

@@ -179,7 +179,7 @@ def test_unjudged_answers_stop_the_run_past_their_limit(warm_dir, tmp_path):
         "def task():\n    return replace(load_task('digits'), reward=reward)\n\n"
         "def most():\n    global SOME\n    SOME = '123456789'\n    return task()\n"
     )
-    arguments = ["--model", warm_dir, "--steps", 2, "--prompts_per_step", 32, "--max_unjudged", 0.5]
+    arguments = ["--model", warm_dir, "--steps", 2, "--prompts_per_step", 32, "--group_size", 8, "--max_unjudged", 0.5]
     good = subprocess.run(
         command(*arguments, "--out", tmp_path / "some", "--task", "shaky:task"),
         env=environment(PYTHONPATH=str(tmp_path)), capture_output=True, text=True, timeout=200,

@@ -1,0 +1,357 @@
+"""Value and reward models in the fsdp2 engine, against a linear layer on transformers' own hidden states."""
+
+import copy
+import json
+import logging
+import math
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import Gemma2Config, Gemma2ForCausalLM, Qwen2Config, Qwen2ForCausalLM
+
+from rlkit.data import Batch
+from rlkit.engines import make_engine
+from rlkit.engines.value_head import has_value_head, load_value_model, scoring_batch, with_value_head
+from rlkit.losses import bradley_terry_loss, clipped_value_loss, token_mean
+from rlkit.vlm import VISION_TOWER, freeze, load_model, load_processor, lora
+
+sys.path.insert(0, str(Path(__file__).parent))
+import on_ranks
+from rows import make_batch
+from test_ranks import assert_same, launch, result
+
+LAYOUTS = {
+    "shared": {},
+    "packed": {"share_prompts": False},
+    "padded": {"use_remove_padding": False},
+    "micro_batches": {"micro_batch_tokens": 90},
+    "checkpointing": {"enable_gradient_checkpointing": True},
+}
+
+
+@pytest.fixture(scope="module")
+def processor(tiny_dir):
+    return load_processor(tiny_dir)
+
+
+def golden_head(size):
+    return torch.randn(1, size, generator=torch.Generator().manual_seed(3)) / size**0.5
+
+
+def valued(model, weight=None):
+    """With a head that is not all zeros, so that there is something to compare."""
+    model = with_value_head(model)
+    head = model.get_output_embeddings()
+    head.weight.data.copy_(golden_head(head.in_features) if weight is None else weight)
+    return model
+
+
+def engine_for(model, *, lr=1e-2, **options):
+    options.setdefault("optimizer", lambda params: torch.optim.AdamW(params, lr=lr, eps=1e-4))
+    return make_engine("fsdp2", "value_model", model=model, **options)
+
+
+def squared_loss(out, mb):
+    loss = clipped_value_loss(out.values, out.values, mb.advantages[:, None].expand(mb.mask.shape), mb.mask, math.inf)
+    return token_mean(loss, mb.mask, mb.total_tokens), {}
+
+
+def gradients(engine):
+    named = engine.module.named_parameters()
+    return {n: getattr(p.grad, "full_tensor", lambda p=p: p.grad)() for n, p in named if p.grad is not None}
+
+
+def tiny_text(tied=True):
+    torch.manual_seed(0)
+    sizes = {"vocab_size": 60, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2}
+    return Qwen2ForCausalLM(
+        Qwen2Config(**sizes, num_attention_heads=4, num_key_value_heads=2, tie_word_embeddings=tied)
+    )
+
+
+def text_batch(fill=0):
+    """Answers to shared and unshared prompts; row 3 is trained on in two pieces, row 4 not at all."""
+    g = torch.Generator().manual_seed(1)
+    tokens, lengths = torch.randint(1, 60, (6, 9), generator=g), [9, 6, 8, 7, 3, 2]
+    tokens[1, :4] = tokens[0, :4]
+    mask = torch.zeros(6, 9, dtype=torch.bool)
+    for row, columns in {0: range(4, 9), 1: range(4, 6), 2: range(1, 8), 3: (2, 3, 6), 5: range(0, 2)}.items():
+        mask[row, list(columns)] = True
+    tokens[torch.arange(9) >= torch.tensor(lengths)[:, None]] = fill
+    return Batch(tokens, mask, lengths, advantages=torch.randn(6, generator=g))
+
+
+def compare(engine, batch, values, loss, expected):
+    torch.testing.assert_close(engine.infer_batch(batch)["values"], values, atol=1e-5, rtol=1e-5)
+    metrics = engine.train_batch(batch, squared_loss)
+    assert metrics["loss"] == pytest.approx(loss, abs=1e-5)
+    came = gradients(engine)
+    assert came.keys() == expected.keys()
+    for name, gradient in came.items():
+        torch.testing.assert_close(gradient, expected[name], atol=1e-5, rtol=1e-4, msg=name)
+
+
+def expectation(body, head, values, batch):
+    """Values detached, loss and gradients, under the names of the whole model."""
+    errors = (values - batch.advantages[:, None])[batch.mask & (torch.arange(batch.mask.shape[1]) > 0)]
+    first = batch.advantages[batch.mask[:, 0]]  # nothing stands before column 0: value 0, no gradient
+    loss = 0.5 * (errors.square().sum() + first.square().sum()) / batch.mask.sum()
+    loss.backward()
+    expected = {f"model.{n}": p.grad for n, p in body.named_parameters()}
+    return values.detach(), loss.item(), {**expected, "lm_head.weight": head.grad}
+
+
+@pytest.fixture(scope="module")
+def plain_vlm(tiny_dir, processor):
+    """transformers' own body, row by row with its own position ids, and a linear layer on the token before."""
+    model, batch = load_model(tiny_dir), make_batch(processor)
+    head, values = golden_head(128).requires_grad_(), torch.zeros(batch.tokens.shape)
+    for b, length in enumerate(batch.lengths):
+        ids = batch.tokens[b : b + 1, :length]
+        kinds = (ids == model.config.image_token_id).int()
+        hidden = model.model(input_ids=ids, mm_token_type_ids=kinds, **batch.vision[b]).last_hidden_state[0]
+        for t in range(1, length):
+            if batch.mask[b, t]:
+                values[b, t] = hidden[t - 1] @ head[0]
+    return expectation(model.model, head, values, batch)
+
+
+@pytest.fixture(scope="module")
+def plain_text():
+    """One padded forward of transformers' own body."""
+    body, batch, head = tiny_text().model, text_batch(), golden_head(32).requires_grad_()
+    hidden = body(input_ids=batch.tokens, attention_mask=batch.attention_mask.long()).last_hidden_state
+    values = torch.zeros(batch.tokens.shape)
+    values[:, 1:] = torch.where(batch.mask[:, 1:], (hidden[:, :-1] @ head.T)[..., 0], 0.0)
+    return expectation(body, head, values, batch)
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_images_every_layout_equals_transformers(tiny_dir, processor, plain_vlm, name):
+    engine = engine_for(valued(load_model(tiny_dir)), max_grad_norm=1e9, **LAYOUTS[name])
+    compare(engine, make_batch(processor), *plain_vlm)
+
+
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_text_every_layout_equals_transformers(plain_text, name, tied):
+    """Tied or not, the body is the same: its embedding stays, and takes no gradient from the head."""
+    options = {**LAYOUTS[name], **({"micro_batch_tokens": 9} if name == "micro_batches" else {})}
+    compare(engine_for(valued(tiny_text(tied)), max_grad_norm=1e9, **options), text_batch(), *plain_text)
+
+
+def test_a_value_is_that_of_the_prefix_before_its_token():
+    """The golden head reads channel 5 of the last hidden state: the value of token t is that channel at t - 1."""
+    batch = text_batch()
+    hidden = tiny_text().model(batch.tokens, batch.attention_mask.long()).last_hidden_state
+    values = engine_for(valued(tiny_text(), torch.eye(32)[5:6])).infer_batch(batch)["values"]
+    for b, t in batch.mask.nonzero().tolist():
+        expected = hidden[b, t - 1, 5].item() if t else 0.0
+        assert values[b, t].item() == pytest.approx(expected, abs=1e-5), (b, t)
+    assert (values[~batch.mask] == 0).all()
+    changed = text_batch()
+    changed.tokens[0, 6] += 1  # what a token is shows in the values after it only
+    moved = engine_for(valued(tiny_text(), torch.eye(32)[5:6])).infer_batch(changed)["values"][0] - values[0]
+    assert moved[:7].abs().max() < 1e-6 < moved[7:].abs().min()
+
+
+def test_the_new_head_is_zero_and_untied():
+    model, weight = tiny_text(), tiny_text().get_input_embeddings().weight
+    assert with_value_head(model) is model and has_value_head(model) and not has_value_head(tiny_text())
+    assert torch.equal(model.get_input_embeddings().weight, weight)
+    assert model.lm_head.weight.shape == (1, 32) and not model.lm_head.weight.any() and model.lm_head.bias is None
+    model.tie_weights()
+    assert has_value_head(model) and model.lm_head.weight is not model.get_input_embeddings().weight
+    assert not engine_for(model).infer_batch(text_batch())["values"].any()
+
+
+def test_values_are_not_capped():
+    """Gemma squeezes what comes out of its output layer into -30 ... 30."""
+    sizes = {"vocab_size": 60, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "head_dim": 8}
+    config = Gemma2Config(**sizes, num_attention_heads=4, num_key_value_heads=2)
+    model = valued(Gemma2ForCausalLM(config), torch.full((1, 32), 100.0))
+    hidden = model.model(torch.arange(5)[None]).last_hidden_state
+    torch.testing.assert_close(model(torch.arange(5)[None]).logits, 100 * hidden.sum(-1, keepdim=True))
+    assert model(torch.arange(5)[None]).logits.abs().max() > 40
+
+
+def test_values_in_bfloat16_are_not_rounded(tiny_dir, processor):
+    """The head works in float32: nothing in the output is a bfloat16 number by necessity."""
+    batch = make_batch(processor)
+    exact = engine_for(valued(load_model(tiny_dir))).infer_batch(batch)["values"]
+    engine = engine_for(valued(load_model(tiny_dir)), compute_dtype=torch.bfloat16)
+    values = engine.infer_batch(batch)["values"]
+    assert 1e-5 < (values - exact).abs().max() < 0.1
+    seen = values[batch.mask]
+    assert (seen != seen.bfloat16().float()).float().mean() > 0.9
+    engine.train_batch(batch, squared_loss)
+    assert all(g.isfinite().all() and g.dtype == torch.float32 for g in gradients(engine).values())
+
+
+def test_a_critic_learns_a_constant_return(tiny_dir, processor):
+    """From zeros, with the vision tower frozen, over images; the loss falls by far and the body takes part."""
+    model = with_value_head(load_model(tiny_dir))
+    freeze(model, VISION_TOWER)
+    before = {n: p.detach().clone() for n, p in model.named_parameters()}
+    engine, batch = engine_for(model, lr=2e-3, micro_batch_tokens=150), make_batch(processor)
+    batch.advantages.fill_(0.7)
+    losses = [engine.train_batch(batch, squared_loss)["loss"] for _ in range(8)]
+    assert losses[0] == pytest.approx(0.5 * 0.7**2, rel=1e-5)
+    assert losses[-1] < 0.05 * losses[0]
+    assert not any(".visual." in name for name in gradients(engine))
+    for name, tensor in engine.get_per_tensor_param():
+        assert torch.equal(tensor, before[name]) == (".visual." in name), name
+
+
+def test_lora_trains_adapters_and_the_head(tiny_dir, processor):
+    batch = make_batch(processor)
+    engine = engine_for(with_value_head(lora(load_model(tiny_dir), 4, 8, exclude_modules=".*visual.*")), lr=1e-3)
+    losses = [engine.train_batch(batch, squared_loss)["loss"] for _ in range(3)]
+    assert losses[2] < losses[0]
+    assert all(".lora_" in name or name.endswith("lm_head.weight") for name in gradients(engine))
+    values = engine.infer_batch(batch)["values"]
+    plain = with_value_head(load_model(tiny_dir))
+    merged = dict(engine.get_per_tensor_param())
+    assert merged.keys() == dict(plain.named_parameters()).keys()
+    plain.load_state_dict(merged)
+    torch.testing.assert_close(engine_for(plain).infer_batch(batch)["values"], values, atol=1e-5, rtol=1e-5)
+
+
+def test_resume_is_exact(tmp_path):
+    batch, steps = text_batch(), []
+    engine = engine_for(with_value_head(tiny_text()))
+    for i in range(4):
+        if i == 2:
+            engine.save_checkpoint(tmp_path / "step_2", {"step": 2})
+        steps.append(engine.train_batch(batch, squared_loss))
+    other = engine_for(with_value_head(tiny_text()))
+    assert other.load_checkpoint(tmp_path / "step_2") == {"step": 2}
+    assert [other.train_batch(batch, squared_loss) for _ in range(2)] == steps[2:]
+    language = make_engine("fsdp2", model=tiny_text(tied=False))
+    with pytest.raises(ValueError, match="step_2: does not fit this model"):
+        language.load_checkpoint(tmp_path / "step_2")
+
+
+def test_export_loads_with_its_head(tiny_dir, processor, tmp_path):
+    batch = make_batch(processor)
+    engine = engine_for(load_value_model(tiny_dir), processor=processor)
+    engine.train_batch(batch, squared_loss)
+    engine.train_batch(batch, squared_loss)
+    values = engine.infer_batch(batch)["values"]
+    assert values[batch.mask].abs().min() > 0
+    path = str(tmp_path / "critic")
+    engine.export_hf(path)
+    again = engine_for(load_value_model(path)).infer_batch(batch)["values"]
+    torch.testing.assert_close(again, values, atol=1e-6, rtol=1e-6)
+    with pytest.raises(ValueError, match="a value model; rlkit.engines.value_head.load_value_model reads it"):
+        load_model(path)
+    assert not load_value_model(tiny_dir).lm_head.weight.any()
+
+
+def test_export_in_several_files(tmp_path):
+    """Read without transformers' warning of a head of another shape, which is as it should be."""
+    model, said = valued(tiny_text()), logging.Handler()
+    model.save_pretrained(tmp_path / "critic", max_shard_size="20KB")
+    assert len(list(tmp_path.glob("critic/*.safetensors"))) > 2
+    said.emit = lambda record: pytest.fail(record.getMessage())
+    logging.getLogger("transformers").addHandler(said)
+    try:
+        loaded = load_value_model(str(tmp_path / "critic"))
+    finally:
+        logging.getLogger("transformers").removeHandler(said)
+    assert logging.getLogger("transformers").isEnabledFor(logging.WARNING)
+    for name, parameter in model.named_parameters():
+        assert torch.equal(loaded.get_parameter(name), parameter), name
+
+
+@pytest.mark.parametrize("name", ["model.norm.weight", "lm_head.weight"])
+@pytest.mark.parametrize("keep", [0, 5])
+def test_export_that_lost_a_weight(tmp_path, name, keep):
+    valued(tiny_text()).save_pretrained(tmp_path)
+    weights = load_file(tmp_path / "model.safetensors")
+    whole = weights.pop(name)
+    if keep:
+        weights[name] = whole[..., :keep].clone()
+    save_file(weights, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(ValueError, match=rf"missing, or of another shape: {name}"):
+        load_value_model(str(tmp_path))
+
+
+def test_a_reward_model_is_read_behind_the_last_token(tiny_dir, processor):
+    batch = text_batch(fill=59)
+    hidden = tiny_text().model(batch.tokens, batch.attention_mask.long()).last_hidden_state
+    expected = torch.stack([golden_head(32)[0] @ hidden[b, n - 1] for b, n in enumerate(batch.lengths)])
+    before, scoring = copy.deepcopy(batch.tokens), scoring_batch(batch)
+    for name in LAYOUTS:
+        scores = engine_for(valued(tiny_text()), **LAYOUTS[name]).infer_batch(scoring)["values"].sum(1)
+        torch.testing.assert_close(scores, expected, atol=1e-5, rtol=1e-5, msg=name)
+    assert torch.equal(batch.tokens, before) and scoring.lengths == [n + 1 for n in batch.lengths]
+    assert scoring.total_tokens == scoring.total_sequences == len(batch)
+    assert torch.equal(scoring.advantages, batch.advantages)
+    images = scoring_batch(make_batch(processor))
+    assert images.rollout_logprobs.shape == images.tokens.shape
+    engine = engine_for(valued(load_model(tiny_dir)))
+    straight = engine.infer_batch(images)["values"].sum(1)
+    order = [5, 0, 8, 3, 1, 7, 2, 6, 4]
+    shuffled = engine.infer_batch(scoring_batch(make_batch(processor, rows=order)))["values"].sum(1)
+    torch.testing.assert_close(shuffled, straight[order], atol=1e-5, rtol=1e-5)
+
+
+def test_a_reward_model_learns_which_is_better():
+    batch = scoring_batch(text_batch())
+    batch.add(together=torch.tensor([0, 1, 2, 0, 1, 2]), better=torch.tensor([1, 1, 1, 0, 0, 0]))
+
+    def loss_fn(out, mb):
+        scores = out.values.sum(1)
+        pairs = [(mb.together == k) for k in mb.together.unique()]
+        chosen = torch.stack([scores[pair & (mb.better == 1)][0] for pair in pairs])
+        rejected = torch.stack([scores[pair & (mb.better == 0)][0] for pair in pairs])
+        return 2 * bradley_terry_loss(chosen, rejected).sum() / mb.total_sequences, {}
+
+    engine = engine_for(with_value_head(tiny_text()), micro_batch_tokens=20)
+    losses = [engine.train_batch(batch, loss_fn)["loss"] for _ in range(6)]
+    assert losses[0] == pytest.approx(math.log(2), abs=1e-6) and losses[-1] < 0.5 * losses[0]
+    scores = engine.infer_batch(batch)["values"].sum(1)
+    assert (scores[:3] > scores[3:]).all()
+
+
+def test_bad_input_is_named():
+    batch = text_batch()
+    language, value = make_engine("fsdp2", model=tiny_text()), engine_for(with_value_head(tiny_text()))
+    with pytest.raises(ValueError, match=r"outputs: \['logprobs'\] not known; there are values"):
+        value.infer_batch(batch, ("values", "logprobs"))
+    with pytest.raises(ValueError, match=r"outputs: \['logprobs'\] not known; there are values"):
+        value.train_batch(batch, squared_loss, ("logprobs",))
+    with pytest.raises(ValueError, match=r"outputs: \['values'\] not known; there are logprobs, entropy"):
+        language.infer_batch(batch, ("values",))
+    with pytest.raises(ValueError, match=r"no value head; rlkit.engines.value_head.with_value_head\(model\)"):
+        engine_for(tiny_text())
+    with pytest.raises(ValueError, match=r"it has a value head, .* make_engine\(..., \"value_model\"\)"):
+        make_engine("fsdp2", model=with_value_head(tiny_text()))
+    with pytest.raises(ValueError, match="its value head is frozen; put it on after lora"):
+        engine_for(lora(with_value_head(tiny_text()), 2, 4))
+    with pytest.raises(ValueError, match="Qwen2Model has no output layer"):
+        with_value_head(tiny_text().model)
+    with pytest.raises(AttributeError, match="no 'logprobs' among the outputs asked for: values"):
+        value.train_batch(batch, lambda out, mb: (out.logprobs.sum(), {}))
+    with pytest.raises(ValueError, match="no engine 'fsdp3' for a 'value_model' on 'cpu'"):
+        make_engine("fsdp3", "value_model", device="cpu", model=None)
+
+
+def test_two_ranks_equal_one(tiny_dir, tmp_path):
+    """Also with a rank that has no rows; a head of one row lies on one rank. Its checkpoint resumes on one rank."""
+    on_ranks.run(tiny_dir, tmp_path / "value", "value")
+    launch(tiny_dir, tmp_path / "two", ["value", "value_empty_rank"], 2)
+    alone, two = result(tmp_path, "value"), result(tmp_path / "two", "value")
+    assert alone[0]["steps"][3]["loss"] != alone[0]["steps"][0]["loss"]
+    assert_same(alone, two)
+    assert_same(alone, result(tmp_path / "two", "value_empty_rank"))
+    engine = engine_for(load_value_model(tiny_dir))
+    assert engine.load_checkpoint(tmp_path / "two" / "value" / "checkpoint") == {"step": 2}
+    expected = json.loads((tmp_path / "two" / "value" / "steps.json").read_text())["steps"][2:]
+    for step in expected:
+        came = engine.train_batch(make_batch(load_processor(tiny_dir)), on_ranks.value_loss)
+        assert came["loss"] == pytest.approx(step["loss"], abs=1e-5)
