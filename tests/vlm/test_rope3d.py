@@ -1,5 +1,9 @@
+import importlib
 import random
+import re
 from dataclasses import dataclass, field, replace
+from functools import cache
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -10,12 +14,17 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from rlkit.data.packing import unpad, unpad_like
-from rlkit.vlm.rope3d import ROPE3D_MODEL_TYPES, Rope3DSpec, rope3d_position_ids, rope3d_spec
+from rlkit.vlm.rope3d import ROPE3D_MODEL_TYPES, ROPE3D_REFUSED, Rope3DSpec, rope3d_position_ids, rope3d_spec
 
-IMAGE, VIDEO, START, END = 90, 91, 92, 93
+IMAGE, VIDEO, START, END, VIDEO_START, VIDEO_END = 90, 91, 92, 93, 94, 95
 QWEN2 = Rope3DSpec(IMAGE, VIDEO, START)
 QWEN2_5 = replace(QWEN2, tokens_per_second=2)
 QWEN3 = replace(QWEN2, framewise_video=True)
+ERNIE = Rope3DSpec(IMAGE, VIDEO, temporal_merge_size=2)
+GLM = Rope3DSpec(IMAGE, VIDEO, framewise_video=True, video_start_token_id=VIDEO_START, video_end_token_id=VIDEO_END)
+SPECS = {"qwen2": QWEN2, "qwen2_5": QWEN2_5, "qwen3": QWEN3, "ernie": ERNIE, "glm": GLM}
+each_spec = pytest.mark.parametrize("spec", SPECS.values(), ids=SPECS)
+VISION_TYPES = [name for name in ROPE3D_MODEL_TYPES if not re.match(r"qwen\d.*omni", name)]  # the others: ..._omni.py
 PADDINGS = ["left", "right", "none", "holes"]
 
 
@@ -59,7 +68,7 @@ def test_time_is_floored_in_the_dtype_of_transformers(seconds, last):
     grid = torch.tensor([[4, 2, 2]])
     ids, _ = rope3d_position_ids(tokens, video_grid_thw=grid, second_per_grid_ts=seconds, spec=spec)
     assert ids[0, 0, -1] == last
-    model, _ = tiny_model("qwen2_5_vl", tokens_per_second=25)
+    model = transformers_model("qwen2_5_vl", tokens_per_second=25)
     types = torch.full_like(tokens, 2)
     expected, _ = model.get_rope_index(
         tokens, mm_token_type_ids=types, video_grid_thw=grid, second_per_grid_ts=seconds, attention_mask=tokens > 0
@@ -76,6 +85,53 @@ def test_golden_framewise_video():
         [0, 1, 2, 3, 4, 5, 6, 7, 8, 9],
     ]
     assert delta.tolist() == [0]
+
+
+def test_golden_glm_image():
+    """h x w = 4 x 6 patches are 2 x 3 tokens, from s = 2 on; the next id is 2 + max(2, 3) = 5."""
+    tokens = torch.tensor([[7, START, *[IMAGE] * 6, END, 8]])
+    ids, delta = rope3d_position_ids(tokens, image_grid_thw=torch.tensor([[1, 4, 6]]), spec=GLM)
+    assert ids[:, 0].tolist() == [
+        [0, 1, 2, 2, 2, 2, 2, 2, 5, 6],
+        [0, 1, 2, 2, 2, 3, 3, 3, 5, 6],
+        [0, 1, 2, 3, 4, 2, 3, 4, 5, 6],
+    ]
+    assert delta.tolist() == [-3]  # largest id 6, so 7 ids for 10 tokens
+
+
+def test_golden_glm_video_before_an_image():
+    """2 frames of 1 x 2 tokens, each in brackets and with a timestamp (40, 41) behind it; then an image of 1 x 1.
+
+    Frame 0 starts at s = 2 and is max(1, 2) = 2 wide: its bracket closes at 4, 5 is the timestamp, 6 a bracket, frame 1
+    starts at 7, its bracket closes at 9. The image has the id of its only token: 14.
+    """
+    frame = [START, IMAGE, IMAGE, END]
+    tokens = torch.tensor([[VIDEO_START, *frame, 40, *frame, 41, VIDEO_END, 9, START, IMAGE, END]])
+    grids = dict(video_grid_thw=torch.tensor([[2, 2, 4]]), image_grid_thw=torch.tensor([[1, 2, 2]]))
+    ids, delta = rope3d_position_ids(tokens, **grids, spec=GLM)
+    assert ids[:, 0].tolist() == [
+        [0, 1, 2, 2, 4, 5, 6, 7, 7, 9, 10, 11, 12, 13, 14, 15],
+        [0, 1, 2, 2, 4, 5, 6, 7, 7, 9, 10, 11, 12, 13, 14, 15],
+        [0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15],
+    ]
+    assert delta.tolist() == [0]
+
+
+def test_golden_merged_frames():
+    """4 frames of 1 x 2 are 2 frames of tokens, 1 apart; the next id is s + max(1, 2) = 1 + 2."""
+    tokens = torch.tensor([[START, *[VIDEO] * 4, END]])
+    ids, delta = rope3d_position_ids(tokens, video_grid_thw=torch.tensor([[4, 2, 4]]), spec=ERNIE)
+    assert ids[:, 0].tolist() == [[0, 1, 1, 2, 2, 3], [0, 1, 1, 1, 1, 3], [0, 1, 2, 1, 2, 3]]
+    assert delta.tolist() == [-2]
+
+
+@pytest.mark.parametrize(("t", "h", "w"), [(7, 301, 499), (1, 1, 300_001), (1, 300_001, 1), (90_001, 3, 1)])
+def test_large_grid(t, h, w):
+    """A million tokens: rows and columns of float32 quotients are those of integers."""
+    tokens, grid = torch.full((1, t * h * w), VIDEO), torch.tensor([[t, 2 * h, 2 * w]])
+    ids, _ = rope3d_position_ids(tokens, video_grid_thw=grid, spec=QWEN2)
+    expected = torch.cartesian_prod(torch.arange(t), torch.arange(h), torch.arange(w))
+    assert torch.equal(ids[:, 0], expected.T)
 
 
 def test_left_pad_position_ids():
@@ -108,8 +164,9 @@ class Layout:
     videos: list[list[int]] = field(default_factory=list)
 
 
-def random_layout(rng: random.Random, framewise: bool, adjacent: bool = False) -> Layout:
+def random_layout(rng: random.Random, spec: Rope3DSpec, adjacent: bool = False) -> Layout:
     layout = Layout()
+    of_video = VIDEO if spec.video_start_token_id is None else IMAGE
 
     def text() -> list[int]:
         return rng.choices(range(1, 50), k=rng.choice([0, 0, 1, 2, 7]))
@@ -127,9 +184,11 @@ def random_layout(rng: random.Random, framewise: bool, adjacent: bool = False) -
                 row += wrap([IMAGE] * (t * h * w))
             else:
                 t = rng.choice([1, 2, 3, 8])
-                layout.videos.append([t, 2 * h, 2 * w])
-                for _ in range(t if framewise else 1):
-                    row += text() + wrap([VIDEO] * (h * w if framewise else t * h * w))
+                layout.videos.append([t * spec.temporal_merge_size, 2 * h, 2 * w])
+                row += [VIDEO_START] * (of_video == IMAGE)
+                for _ in range(t if spec.framewise_video else 1):
+                    row += text() + wrap([of_video] * (h * w if spec.framewise_video else t * h * w))
+                row += [VIDEO_END] * (of_video == IMAGE)
             row += text()
         layout.rows.append(row)
     return layout
@@ -141,7 +200,7 @@ def padded(layout: Layout, padding: str, rng: random.Random) -> tuple[Tensor, Te
     width = max(map(len, layout.rows)) + (0 if padding == "none" else rng.randint(0, 5))
     for row in layout.rows:
         fill = width - len(row)
-        junk = rng.choices([0, IMAGE, VIDEO, 3], k=fill)
+        junk = rng.choices([0, IMAGE, VIDEO, VIDEO_START, VIDEO_END, 3], k=fill)
         if padding == "none":
             rows.append(row + [3] * fill)
             masks.append([1] * width)
@@ -168,43 +227,66 @@ def random_seconds(rng: random.Random, n: int) -> Tensor | list[float] | None:
     return rng.choice([None, seconds, *(torch.tensor(seconds, dtype=dtype) for dtype in dtypes)])
 
 
-def tiny_model(model_type: str, tokens_per_second: int):
-    """(the transformers model that owns `get_rope_index`, its config), on the meta device."""
+def transformers_model(model_type: str, tokens_per_second: int = 2):
+    """The class that owns `get_rope_index` with a configuration and nothing else: it reads no weights."""
     import transformers
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
+
+    if model_type not in CONFIG_MAPPING_NAMES:
+        pytest.skip(f"transformers {transformers.__version__} has no {model_type}")
+    config = transformers.AutoConfig.for_model(model_type)
     ids = dict(image_token_id=IMAGE, video_token_id=VIDEO, vision_start_token_id=START, vision_end_token_id=END)
-    config = transformers.AutoConfig.for_model(model_type, **ids)
-    text, vision = config.text_config, config.vision_config
-    sizes = dict(hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=1, num_key_value_heads=1)
-    sizes |= dict(vocab_size=100, layer_types=["full_attention"], num_experts=1, moe_intermediate_size=8)
-    for name, value in sizes.items():
-        if hasattr(text, name):
-            setattr(text, name, value)
-    for name, value in dict(depth=1, hidden_size=8, embed_dim=8, num_heads=1, intermediate_size=8).items():
-        if hasattr(vision, name):
-            setattr(vision, name, value)
-    if hasattr(vision, "deepstack_visual_indexes"):
-        vision.deepstack_visual_indexes = [0]
-    if hasattr(vision, "tokens_per_second"):
-        vision.tokens_per_second = tokens_per_second
-    with torch.device("meta"):
-        return transformers.AutoModel.from_config(config), config
+    for name, value in (ids | dict(video_start_token_id=VIDEO_START, video_end_token_id=VIDEO_END)).items():
+        if hasattr(config, name):
+            setattr(config, name, value)
+    if hasattr(config.vision_config, "tokens_per_second"):
+        config.vision_config.tokens_per_second = tokens_per_second
+    module = importlib.import_module(f"transformers.models.{model_type}.modeling_{model_type}")
+    (owner,) = (x for x in vars(module).values() if isinstance(x, type) and "get_rope_index" in vars(x))
+    model = owner.__new__(owner)
+    model.config = config
+    return model
+
+
+def kinds(row: list[int], spec: Rope3DSpec) -> list[int]:
+    """Of each token, 0 text, 1 image, 2 video: `mm_token_type_ids`."""
+    if spec.video_start_token_id is None:
+        return [{IMAGE: 1, VIDEO: 2}.get(token, 0) for token in row]
+    inside, found = 0, []
+    for token in row:
+        inside += (token == VIDEO_START) - (token == VIDEO_END)
+        found.append((1 + (inside > 0)) * (token == IMAGE))
+    return found
+
+
+@cache
+def glm_processor(model_type: str):
+    """The one that tells GLM's frames from images, where transformers has it under this name."""
+    name = "glm46v" if model_type in ("glm46v", "glm_ocr") else "glm4v"
+    module = importlib.import_module(f"transformers.models.{name}.processing_{name}")
+    processor = next(x for key, x in vars(module).items() if re.fullmatch(r"Glm4\w*Processor", key))
+    ids = SimpleNamespace(image_token_id=IMAGE, video_start_id=VIDEO_START, video_end_id=VIDEO_END)
+    return lambda rows: processor.create_mm_token_type_ids(ids, rows)
 
 
 @pytest.mark.parametrize("padding", PADDINGS)
-@pytest.mark.parametrize("model_type", ROPE3D_MODEL_TYPES)
+@pytest.mark.parametrize("model_type", VISION_TYPES)
 def test_rope3d_equals_transformers(model_type, padding):
     rng = random.Random(f"{model_type} {padding}")
     for tokens_per_second in (2, 4, 25):
-        model, config = tiny_model(model_type, tokens_per_second)
-        spec = rope3d_spec(config)
+        model = transformers_model(model_type, tokens_per_second)
+        spec = rope3d_spec(model.config)
         for _ in range(20):
-            layout = random_layout(rng, spec.framewise_video)
+            layout = random_layout(rng, spec)
             tokens, mask = padded(layout, padding, rng)
             grids = dict(image_grid_thw=grid_tensor(layout.images), video_grid_thw=grid_tensor(layout.videos))
             if layout.videos and model_type == "qwen2_5_vl":
                 grids["second_per_grid_ts"] = random_seconds(rng, len(layout.videos))
-            types = (tokens == IMAGE) * 1 + (tokens == VIDEO) * 2
-            expected = model.get_rope_index(tokens, mm_token_type_ids=types, attention_mask=mask, **grids)
+            kept = tokens if mask is None else tokens * mask
+            types = [kinds(row, spec) for row in kept.tolist()]
+            if spec.video_start_token_id is not None:
+                assert types == glm_processor(model_type)(kept.tolist())
+            expected = model.get_rope_index(tokens, mm_token_type_ids=torch.tensor(types), attention_mask=mask, **grids)
             ids, delta = rope3d_position_ids(tokens, mask, **grids, spec=spec)
             assert torch.equal(ids, expected[0]), (layout, mask, grids)
             assert torch.equal(delta, expected[1].squeeze(1))
@@ -216,21 +298,22 @@ def walk(tokens, mask, images, videos, seconds, spec):
     all_ids, deltas = [], []
     for row, attended in zip(tokens.tolist(), mask.tolist(), strict=True):
         here, ids, pending, left = 0, [], [], 0
-        for token, keep in zip(row, attended, strict=True):
+        types = kinds([token * bool(keep) for token, keep in zip(row, attended, strict=True)], spec)
+        for kind, keep in zip(types, attended, strict=True):
             if not keep:
                 ids.append((0, 0, 0))
                 continue
-            if token not in (IMAGE, VIDEO):
+            if kind == 0:
                 ids.append((here, here, here))
                 here += 1
                 continue
             if not pending and not left:
-                (t, h, w), step = (next(images), 1) if token == IMAGE else next(videos)
-                left = t
+                (t, h, w), step = (next(images), 1) if kind == 1 else next(videos)
+                left = t = t // (spec.temporal_merge_size if kind == 2 else 1)
             if not pending:  # a new frame
-                if left == t or (spec.framewise_video and token == VIDEO):
+                if left == t or (spec.framewise_video and kind == 2):
                     start, last = here, 0
-                index = 0 if spec.framewise_video and token == VIDEO else t - left
+                index = 0 if spec.framewise_video and kind == 2 else t - left
                 time = int(torch.tensor(float(index)) * torch.tensor(float(step)))
                 pending = [(start + time, start + y, start + x) for y in range(h // 2) for x in range(w // 2)]
                 last = max(last, time)
@@ -245,14 +328,14 @@ def walk(tokens, mask, images, videos, seconds, spec):
     return rearrange(torch.tensor(all_ids), "b t a -> a b t"), torch.tensor(deltas)
 
 
-@pytest.mark.parametrize("spec", [QWEN2, QWEN2_5, QWEN3], ids=["qwen2", "qwen2_5", "qwen3"])
+@each_spec
 @pytest.mark.parametrize("advance_over_time", [False, True])
 @given(seed=st.integers(0, 2**32), padding=st.sampled_from(["left", "right", "holes"]), adjacent=st.booleans())
 @settings(max_examples=40, deadline=None, derandomize=True)
 def test_rope3d_equals_a_walk_over_the_tokens(spec, advance_over_time, seed, padding, adjacent):
     """Also what transformers cannot do: adjacent images, empty rows, and the rule of vLLM."""
     spec, rng = replace(spec, advance_over_time=advance_over_time), random.Random(seed)
-    layout = random_layout(rng, spec.framewise_video, adjacent)
+    layout = random_layout(rng, spec, adjacent)
     layout.rows.insert(rng.randint(0, len(layout.rows)), [])
     tokens, mask = padded(layout, padding, rng)
     seconds = torch.tensor([rng.choice([0.5, 1.0, 2.5, 1 / 3, 2 / 23.976]) for _ in layout.videos])
@@ -263,11 +346,11 @@ def test_rope3d_equals_a_walk_over_the_tokens(spec, advance_over_time, seed, pad
     assert torch.equal(got[0], expected[0]) and torch.equal(got[1], expected[1])
 
 
-@pytest.mark.parametrize("spec", [QWEN2, QWEN2_5, QWEN3], ids=["qwen2", "qwen2_5", "qwen3"])
+@each_spec
 def test_rope3d_packed_equals_padded(spec):
     rng = random.Random(3)
     for _ in range(20):
-        layout = random_layout(rng, spec.framewise_video)
+        layout = random_layout(rng, spec)
         tokens, mask = padded(layout, "right", rng)
         grids = dict(image_grid_thw=grid_tensor(layout.images), video_grid_thw=grid_tensor(layout.videos))
         ids, _ = rope3d_position_ids(tokens, mask, **grids, spec=spec)
@@ -277,11 +360,11 @@ def test_rope3d_packed_equals_padded(spec):
         images, videos, alone = list(layout.images), list(layout.videos), []
         for row in layout.rows:
             mine: dict[str, list] = {"image_grid_thw": [], "video_grid_thw": []}
-            for name, token, rest in (("image_grid_thw", IMAGE, images), ("video_grid_thw", VIDEO, videos)):
-                left = row.count(token)
+            for name, kind, rest in (("image_grid_thw", 1, images), ("video_grid_thw", 2, videos)):
+                left = kinds(row, spec).count(kind)
                 while left:
                     t, h, w = rest.pop(0)
-                    left -= t * h * w // 4
+                    left -= t * h * w // 4 // (spec.temporal_merge_size if kind == 2 else 1)
                     mine[name].append([t, h, w])
             row_grids = {name: grid_tensor(grid) for name, grid in mine.items()}
             alone.append(rope3d_position_ids(torch.tensor([row]), **row_grids, spec=spec)[0][:, 0].T)
@@ -302,7 +385,7 @@ def _batch(device: str) -> dict:
     )
 
 
-@pytest.mark.parametrize("spec", [QWEN2, QWEN2_5, QWEN3], ids=["qwen2", "qwen2_5", "qwen3"])
+@each_spec
 @pytest.mark.parametrize("seconds", [None, [0.5], "tensor"])
 def test_nothing_synchronises(spec, seconds):
     """On tensors without data anything that reads a value on the host raises: item, tolist, nonzero, x[mask]."""
@@ -323,9 +406,9 @@ def test_meta_tensors_cannot_be_read(read):
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
-@pytest.mark.parametrize("spec", [QWEN2, QWEN2_5, QWEN3], ids=["qwen2", "qwen2_5", "qwen3"])
+@each_spec
 def test_nothing_synchronises_on_cuda(spec):
-    layout = Layout([[1, *[IMAGE] * 4, 2], [3, *[VIDEO] * 8, 4]], [[1, 4, 4]], [[2, 4, 4]])
+    layout = random_layout(random.Random(2), spec)  # has images and videos
     tokens, mask = padded(layout, "right", random.Random(0))
     grids = dict(image_grid_thw=torch.tensor(layout.images), video_grid_thw=torch.tensor(layout.videos))
     expected = rope3d_position_ids(tokens, mask, **grids, second_per_grid_ts=[1 / 3], spec=spec)
@@ -341,18 +424,43 @@ def test_nothing_synchronises_on_cuda(spec):
 # ---- specs and errors
 
 
-def test_spec_of_each_family():
-    for model_type in ROPE3D_MODEL_TYPES:
-        _, config = tiny_model(model_type, tokens_per_second=4)
-        seconds = 4 if model_type == "qwen2_5_vl" else None
-        framewise = model_type not in ("qwen2_vl", "qwen2_5_vl")
-        assert rope3d_spec(config) == Rope3DSpec(IMAGE, VIDEO, START, 2, seconds, framewise)
+OF_FAMILY = {"qwen2_vl": QWEN2, "paddleocr_vl": QWEN2, "qwen2_5_vl": replace(QWEN2, tokens_per_second=4)}
+OF_FAMILY |= {"ernie4_5_vl_moe": ERNIE} | dict.fromkeys(["glm4v", "glm4v_moe", "glm46v", "glm_ocr"], GLM)
+
+
+@pytest.mark.parametrize("model_type", VISION_TYPES)
+def test_spec_of_each_family(model_type):
+    config = transformers_model(model_type, tokens_per_second=4).config
+    assert rope3d_spec(config) == OF_FAMILY.get(model_type, QWEN3)
+    for name, value in (("spatial_merge_size", 3), ("temporal_merge_size", 4)):
+        if hasattr(config.vision_config, name):
+            setattr(config.vision_config, name, value)
+    spec = rope3d_spec(config)
+    assert spec.merge_size == 3 and spec.temporal_merge_size == (4 if model_type == "ernie4_5_vl_moe" else 1)
 
 
 @pytest.mark.parametrize("model_type", ["llava", "qwen2_5_vl_text", None])
 def test_unknown_family_is_named(model_type):
     with pytest.raises(ValueError, match=f"model_type {model_type!r}; known are qwen2_vl, "):
         rope3d_spec(SimpleNamespace(model_type=model_type))
+
+
+@pytest.mark.parametrize("model_type", ROPE3D_REFUSED)
+def test_refused_family_is_named_with_the_reason(model_type):
+    with pytest.raises(ValueError, match=f"model_type '{model_type}' is not supported: {ROPE3D_REFUSED[model_type]}"):
+        rope3d_spec(SimpleNamespace(model_type=model_type))
+
+
+def test_every_family_of_transformers_is_known():
+    """A model with several axes of positions that is in neither list would get plain ones without a word."""
+    import transformers
+
+    models = Path(transformers.__file__).parent / "models"
+    several = re.compile(r"def get_rope_index|mrope_section|def compute_3d_position_ids")
+    found = {path.parent.name for path in models.glob("*/modeling_*.py") if several.search(path.read_text())}
+    assert {"qwen2_vl", "glm4v", "qwen2_5_omni"} <= found
+    assert found - {*ROPE3D_MODEL_TYPES, *ROPE3D_REFUSED} == set()
+    assert not {*ROPE3D_MODEL_TYPES} & {*ROPE3D_REFUSED}
 
 
 TOKENS, GRID = torch.tensor([[7, *[IMAGE] * 4, 8]]), torch.tensor([[1, 4, 4]])
@@ -384,3 +492,27 @@ TOKENS, GRID = torch.tensor([[7, *[IMAGE] * 4, 8]]), torch.tensor([[1, 4, 4]])
 def test_bad_input_is_named(change, message):
     with pytest.raises(ValueError, match=message):
         rope3d_position_ids(**(dict(input_ids=TOKENS, image_grid_thw=GRID, spec=QWEN2_5) | change))
+
+
+@pytest.mark.parametrize(
+    ("tokens", "grids", "message"),
+    [
+        ([START, IMAGE, END], dict(video=[1, 2, 2]), "image_grid_thw: .* 0 tokens, but input_ids has 1 attended image"),
+        (
+            [VIDEO_START, IMAGE, VIDEO_END, IMAGE],
+            dict(image=[1, 2, 4], video=[1, 2, 2]),
+            "image_grid_thw: .* 2 tokens, but input_ids has 1 attended image",
+        ),
+        ([VIDEO_START, IMAGE, IMAGE], dict(image=[1, 2, 4]), "2 tokens, but input_ids has 0 attended image"),
+    ],
+)
+def test_glm_frames_are_no_images(tokens, grids, message):
+    grids = {f"{kind}_grid_thw": torch.tensor([grid]) for kind, grid in grids.items()}
+    with pytest.raises(ValueError, match=message):
+        rope3d_position_ids(torch.tensor([tokens]), **grids, spec=GLM)
+
+
+def test_frames_that_cannot_be_merged_are_named():
+    tokens, grid = torch.full((1, 1), VIDEO), torch.tensor([[2, 2, 2], [3, 2, 2]])
+    with pytest.raises(ValueError, match=r"video_grid_thw: .* temporal_merge_size 2 divides, got .* \(3, 2, 2\)"):
+        rope3d_position_ids(tokens, video_grid_thw=grid, spec=ERNIE)
