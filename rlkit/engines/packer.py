@@ -14,7 +14,7 @@ from rlkit.data.packing import runs
 from rlkit.data.samples import Batch, Sample, prompt
 from rlkit.engines.attention import Layout
 from rlkit.vlm.inputs import join_vision, position_ids
-from rlkit.vlm.rope3d import ROPE3D_MODEL_TYPES, Rope3DSpec
+from rlkit.vlm.rope3d import Rope3DSpec
 
 
 @dataclass(frozen=True)
@@ -153,6 +153,10 @@ def shared_costs(batch: Batch) -> tuple[list[int], list[int]]:
     return cost, number
 
 
+# families that take an image as one row of numbers a patch, and its grid
+BLANK_IMAGE = frozenset({"qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe"})
+
+
 def blank_sample(config: Any, *, image: bool) -> Sample:
     """The shortest sequence there is, with one blank image if asked for.
 
@@ -161,7 +165,7 @@ def blank_sample(config: Any, *, image: bool) -> Sample:
     """
     if not image:
         return prompt([0])
-    if config.model_type not in ROPE3D_MODEL_TYPES:
+    if config.model_type not in BLANK_IMAGE:
         raise ValueError(
             f"{config.model_type}: some ranks have images and others have none, and no blank image is known for this "
             "family; give every rank rows with images"

@@ -11,11 +11,12 @@ from rlkit.vlm.processors import (
     placeholder_ids,
     unsampled_ids,
 )
-from rlkit.vlm.rope3d import ROPE3D_MODEL_TYPES, Rope3DSpec, rope3d_position_ids, rope3d_spec
+from rlkit.vlm.rope3d import ROPE3D_MODEL_TYPES, ROPE3D_REFUSED, Rope3DSpec, rope3d_position_ids, rope3d_spec
 from rlkit.vlm.tiny import build_tiny, tiny_config, tiny_processor, tiny_tokenizer
 
 __all__ = [
     "ROPE3D_MODEL_TYPES",
+    "ROPE3D_REFUSED",
     "VISION_TOWER",
     "Rope3DSpec",
     "build_tiny",

@@ -8,12 +8,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rlkit.vlm.rope3d import ROPE3D_MODEL_TYPES, Rope3DSpec, rope3d_position_ids, rope3d_spec
+from rlkit.vlm.rope3d import ROPE3D_MODEL_TYPES, ROPE3D_REFUSED, Rope3DSpec, rope3d_position_ids, rope3d_spec
 
 
 def position_spec(config: Any) -> Rope3DSpec | None:
-    """The family's 3D RoPE rule, or None for a model with plain positions."""
-    return rope3d_spec(config) if config.model_type in ROPE3D_MODEL_TYPES else None
+    """The family's 3D RoPE rule, or None for a model with plain positions; a ValueError where the rule is not known."""
+    several_axes = config.model_type in ROPE3D_MODEL_TYPES or config.model_type in ROPE3D_REFUSED
+    return rope3d_spec(config) if several_axes else None
 
 
 POSITION_KEYS = ("image_grid_thw", "video_grid_thw", "second_per_grid_ts")

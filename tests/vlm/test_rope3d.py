@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from rlkit.data.packing import unpad, unpad_like
+from rlkit.vlm.inputs import position_spec
 from rlkit.vlm.rope3d import ROPE3D_MODEL_TYPES, ROPE3D_REFUSED, Rope3DSpec, rope3d_position_ids, rope3d_spec
 
 IMAGE, VIDEO, START, END, VIDEO_START, VIDEO_END = 90, 91, 92, 93, 94, 95
@@ -449,6 +450,8 @@ def test_unknown_family_is_named(model_type):
 def test_refused_family_is_named_with_the_reason(model_type):
     with pytest.raises(ValueError, match=f"model_type '{model_type}' is not supported: {ROPE3D_REFUSED[model_type]}"):
         rope3d_spec(SimpleNamespace(model_type=model_type))
+    with pytest.raises(ValueError, match=f"model_type '{model_type}' is not supported"):  # no plain positions instead
+        position_spec(SimpleNamespace(model_type=model_type))
 
 
 def test_every_family_of_transformers_is_known():
