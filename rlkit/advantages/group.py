@@ -78,9 +78,10 @@ def expand_to_tokens(advantages: Tensor, mask: Tensor) -> Tensor:
     return torch.where(mask, advantages[:, None], torch.zeros_like(advantages)[:, None])
 
 
-def _group_sums(x: Tensor, index: Tensor) -> Tensor:
-    """[B]: the sum of x over group k at k. Slots past the last group stay 0: their number is not known on the host."""
-    return torch.zeros_like(x).index_add_(0, index, x)
+def _group_sums(x: Tensor, index: Tensor, groups: int | None = None) -> Tensor:
+    """[groups, ...]: the sum of x [B, ...] over group k at k; by default as long as x, slots past the last group 0."""
+    slots = x.shape[0] if groups is None else groups
+    return x.new_zeros(slots, *x.shape[1:]).index_add_(0, index, x)
 
 
 def _centre(rewards: Tensor, group_ids: Tensor) -> tuple[Tensor, Tensor, Tensor]:

@@ -88,8 +88,8 @@ def discounted_returns(rewards: Tensor, mask: Tensor, gamma: float = 1.0) -> Ten
         ValueError: for a wrong rank, shape or dtype, or gamma outside [0, 1].
     """
     check_per_token(mask, rewards=rewards)
+    _check_share(gamma=gamma)
     (rewards,) = _float32_at_least(rewards)
-    _check_lambda(1.0, gamma, rewards)
     rewards = torch.where(mask, rewards, 0.0)
     if gamma == 1:
         return torch.where(mask, rewards.flip(1).cumsum(1).flip(1), 0.0)
@@ -301,12 +301,18 @@ def _float32_at_least(*tensors: Tensor) -> tuple[Tensor, ...]:
     return tuple(x.to(dtype) for x in tensors)
 
 
+def _check_share(**numbers: float) -> None:
+    """Each named number is in [0, 1]."""
+    for name, number in numbers.items():
+        if not 0 <= number <= 1:
+            fail(name, number, "a number in [0, 1]")
+
+
 def _check_lambda(lam: float | Tensor, gamma: float, like: Tensor) -> Tensor:
     """Check gamma and lam; lam comes back as [1, 1], or [B, 1] where each row has its own, of the dtype of `like`."""
-    for name, number in (("gamma", gamma), ("lam", lam)):
-        if not isinstance(number, Tensor) and not 0 <= number <= 1:
-            fail(name, number, "a number in [0, 1]")
+    _check_share(gamma=gamma)
     if not isinstance(lam, Tensor):
+        _check_share(lam=lam)
         return like.new_full((1, 1), lam)
     check_float("lam", lam)
     check_shape("lam", lam, (like.shape[0],), "[B], or a number")

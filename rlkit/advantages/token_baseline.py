@@ -3,6 +3,7 @@
 import torch
 from torch import Tensor
 
+from rlkit.advantages.group import _group_sums
 from rlkit.losses._check import check_groups, check_mask, check_not_negative, check_per_token, check_shape
 
 
@@ -60,7 +61,8 @@ def optimal_token_baseline_advantages(
     if rollout_weights is not None:
         check_per_token(mask, rollout_weights=rollout_weights)
     dtype = torch.promote_types(rewards.dtype, torch.float32)
-    groups, index = torch.unique(group_ids, return_inverse=True)
+    unique, index = torch.unique(group_ids, return_inverse=True)
+    groups = unique.shape[0]
     # each row's trained tokens are laid side by side from column 1 on; all that does not count goes to column 0
     trained = mask.long()
     slots = trained.cumsum(1).mul_(trained)
@@ -83,11 +85,11 @@ def optimal_token_baseline_advantages(
         norms.mul_(rollout_weights).mul_(rollout_weights)
     live = (torch.arange(slots.shape[1] + 1, device=mask.device) <= lengths).to(dtype)
     energy = _side_by_side(norms, slots).cumsum_(1).mul_(live)
-    denominator = _sums(energy, index, groups).add_(eps).clamp_(min=torch.finfo(dtype).tiny)
-    baseline = _sums(energy.mul_(returns), index, groups).div_(denominator)
+    denominator = _group_sums(energy, index, groups).add_(eps).clamp_(min=torch.finfo(dtype).tiny)
+    baseline = _group_sums(energy.mul_(returns), index, groups).div_(denominator)
     if not baseline_alone:
-        baseline.mul_(_sums(live, index, groups).sub_(1).clamp_(0, 1))  # 0 where one sample is left
-    several = (_sums((lengths > 0).to(dtype), index, groups) > 1)[index]
+        baseline.mul_(_group_sums(live, index, groups).sub_(1).clamp_(0, 1))  # 0 where one sample is left
+    several = (_group_sums((lengths > 0).to(dtype), index, groups) > 1)[index]
     advantages = baseline[index].neg_().add_(returns).mul_(several.to(dtype))
     advantages[:, 0] = 0
     return advantages.gather(1, slots)
@@ -98,8 +100,3 @@ def _side_by_side(x: Tensor, slots: Tensor) -> Tensor:
     moved = x.new_zeros(x.shape[0], x.shape[1] + 1).scatter_(1, slots, x)
     moved[:, 0] = 0
     return moved
-
-
-def _sums(x: Tensor, index: Tensor, groups: Tensor) -> Tensor:
-    """[number of groups, C]: the sum of x [B, C] over each group."""
-    return x.new_zeros(groups.shape[0], x.shape[1]).index_add_(0, index, x)

@@ -55,10 +55,11 @@ def reinforce_plus_plus_advantages(
         fail("gamma", gamma, "a number in [0, 1]")
     outcome = rewards.ndim == 1
     check_shape("rewards", rewards, tuple(mask.shape[:1] if outcome else mask.shape), "or [B, T] as mask")
+    rewards = rewards.to(torch.promote_types(rewards.dtype, torch.float32))
     if outcome and gamma == 1:  # every token of a row has the same return
         judged = ~rewards.isnan()
         white = _whiten(torch.where(judged, rewards, 0).double(), mask.sum(1) * judged, eps, global_sum)
-        return expand_to_tokens(white.to(torch.promote_types(rewards.dtype, torch.float32)), mask)
+        return expand_to_tokens(white.to(rewards.dtype), mask)
     values = torch.where(mask, rewards_to_tokens(rewards, mask) if outcome else rewards, 0.0)
     judged = ~values.sum(1, keepdim=True).isnan()
     returns = discounted_returns(torch.where(judged, values, 0.0), mask, gamma)

@@ -25,6 +25,9 @@ def token_logprobs(logits: Tensor, tokens: Tensor, temperature: float | Tensor =
     TRL and verl return T-1 or only the response's columns; we keep T so that every per-token tensor has one shape and
     no caller shifts anything.
 
+    Backward computes the softmax again, piece by piece, so that nothing but the logits is kept; there is no second
+    derivative, and the temperature gets no gradient.
+
     Args:
         logits: [B, T, V], where `logits[b, t]` was computed from `tokens[b, :t + 1]`; any floating dtype.
         tokens: [B, T], integers in [0, V), at every position: padding carries a real id too.
@@ -52,6 +55,8 @@ def target_logprobs(logits: Tensor, targets: Tensor, temperature: float | Tensor
 
     $$\text{out} = \log \mathrm{softmax}(\text{logits} / \tau)_{\text{targets}}$$
 
+    Memory and derivatives as in `token_logprobs`.
+
     Args:
         logits: [..., V], any floating dtype.
         targets: [...], integers in [0, V).
@@ -76,7 +81,8 @@ def token_entropy(logits: Tensor, temperature: float | Tensor = 1.0) -> Tensor:
 
     $$H = -\sum_v p_v \log p_v, \quad p = \mathrm{softmax}(\text{logits} / \tau)$$
 
-    A logit of -inf (a suppressed token) adds 0 to the value and gets gradient 0.
+    A logit of -inf (a suppressed token) adds 0 to the value and gets gradient 0. Memory and derivatives as in
+    `token_logprobs`.
 
     Args:
         logits: [..., V], any floating dtype. `logits[b, t]` speaks of token t + 1: the caller aligns.
@@ -208,15 +214,12 @@ class _Logprobs(torch.autograd.Function):
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
         logits, targets, temperature = inputs
-        is_tensor = isinstance(temperature, Tensor)
-        ctx.save_for_backward(logits, targets, temperature if is_tensor else None)
-        ctx.temperature = None if is_tensor else temperature
+        _save(ctx, temperature, logits, targets)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        logits, targets, temperature = ctx.saved_tensors
-        temperature = ctx.temperature if temperature is None else temperature
+        temperature, logits, targets = _saved(ctx)
         result = torch.empty_like(logits)
         for rows in _pieces(logits):
             scale = _rows(temperature, rows)
@@ -240,15 +243,12 @@ class _Entropy(torch.autograd.Function):
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
         logits, temperature = inputs
-        is_tensor = isinstance(temperature, Tensor)
-        ctx.save_for_backward(logits, output, temperature if is_tensor else None)
-        ctx.temperature = None if is_tensor else temperature
+        _save(ctx, temperature, logits, output)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        logits, entropy, temperature = ctx.saved_tensors
-        temperature = ctx.temperature if temperature is None else temperature
+        temperature, logits, entropy = _saved(ctx)
         result = torch.empty_like(logits)
         for rows in _pieces(logits):
             scale = _rows(temperature, rows)
@@ -279,16 +279,14 @@ class _LinearLogprobs(torch.autograd.Function):
             logp = _chunk_logprobs(hidden[rows], weight, bias, _rows(temperature, rows), suppress)
             logprobs[rows] = logp.gather(1, targets[rows, None])[:, 0].clamp_(max=0.0)
             entropy[rows] = -logp.exp().mul_(logp.clamp_(min=_NO_PROBABILITY)).sum(1)
-        is_tensor = isinstance(temperature, Tensor)
-        ctx.save_for_backward(hidden, weight, bias, targets, suppress, entropy, temperature if is_tensor else None)
-        ctx.temperature, ctx.chunk = None if is_tensor else temperature, chunk
+        _save(ctx, temperature, hidden, weight, bias, targets, suppress, entropy)
+        ctx.chunk = chunk
         return logprobs, entropy
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_logprobs: Tensor, grad_entropy: Tensor) -> tuple[Tensor | None, ...]:
-        hidden, weight, bias, targets, suppress, entropy, temperature = ctx.saved_tensors
-        temperature = ctx.temperature if temperature is None else temperature
+        temperature, hidden, weight, bias, targets, suppress, entropy = _saved(ctx)
         want_hidden, want_weight, want_bias = ctx.needs_input_grad[:3]
         grad_hidden = torch.empty_like(hidden) if want_hidden else None
         grad_weight = torch.zeros_like(weight, dtype=entropy.dtype) if want_weight else None
@@ -319,10 +317,23 @@ def _chunk_logprobs(
 ) -> Tensor:
     """Log-softmax [n, V] of one chunk of tokens: forward and backward both come here, so they see the same numbers."""
     with torch.autocast(hidden.device.type, enabled=False):
-        logits = at_least_float32(F.linear(hidden, weight, bias)).div_(temperature)
+        logits = F.linear(hidden, weight, bias)
     if suppress is not None:
         logits.index_fill_(1, suppress, -torch.inf)
-    return logits.log_softmax(1)
+    return _log_softmax(logits, temperature)
+
+
+def _save(ctx: Any, temperature: float | Tensor, *tensors: Tensor | None) -> None:
+    """For `_saved` in backward; autograd keeps tensors and nothing else."""
+    is_tensor = isinstance(temperature, Tensor)
+    ctx.save_for_backward(temperature if is_tensor else None, *tensors)
+    ctx.temperature = None if is_tensor else temperature
+
+
+def _saved(ctx: Any) -> tuple[Any, ...]:
+    """The temperature and the tensors that `_save` was given."""
+    temperature, *tensors = ctx.saved_tensors
+    return ctx.temperature if temperature is None else temperature, *tensors
 
 
 def _rows(temperature: float | Tensor, rows: slice) -> float | Tensor:

@@ -89,8 +89,8 @@ def kl_cov_loss(
 
     Choices: the penalty is the absolute log-ratio, as in the code; the paper writes KL(old || new). It has gradient 0
     at ratio 1, so it acts from the second step on a batch. There is no ratio clip. The share is verl's default and the
-    authors' for 32B; for 7B they have 0.002. The coefficient is the authors'; verl's configuration has 0.1. Equal
-    covariances: the first token.
+    authors' for 32B; for 7B they have 0.002. The coefficient is the authors'; verl's configuration has 0.1. Which of
+    several tokens with equal covariances is taken is not defined.
 
     Args:
         logprobs: [B, T], of the policy being trained.

@@ -1,4 +1,4 @@
-"""lite_ppo_advantages, pf_ppo_power_weights, and what the other file leaves out of the optimal token baseline."""
+"""lite_ppo_advantages, pf_ppo_power_weights, and what test_baselines.py leaves out of two others."""
 
 import math
 import statistics
@@ -15,6 +15,7 @@ from rlkit.advantages import (
     optimal_token_baseline_advantages,
     pf_ppo_indices,
     pf_ppo_power_weights,
+    reinforce_plus_plus_advantages,
 )
 
 FEW = settings(max_examples=25, deadline=None, derandomize=True)
@@ -319,3 +320,12 @@ def test_compiles_without_a_graph_break():
     x = (*batch(4), *token_batch(4))
     compiled = torch.compile(all_of_them, fullgraph=True, backend="eager")(*x)
     torch.testing.assert_close(compiled, all_of_them(*x))
+
+
+@pytest.mark.parametrize("gamma", [1.0, 0.9])
+def test_reinforce_plus_plus_takes_integer_rewards(gamma):
+    mask = torch.tensor([[False, True, True, False], [True, True, True, True]])
+    for rewards in (torch.tensor([1, 0]), torch.tensor([[5, 0, 1, 5], [0, 0, 0, 1]])):
+        came = reinforce_plus_plus_advantages(rewards, mask, gamma)
+        torch.testing.assert_close(came, reinforce_plus_plus_advantages(rewards.float(), mask, gamma))
+        assert came.dtype == torch.float32
