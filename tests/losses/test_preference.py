@@ -1,7 +1,9 @@
 """Losses on preference pairs and on single answers, their inputs and their statistics."""
 
 import math
+import sys
 from functools import partial
+from pathlib import Path
 
 import pytest
 import torch
@@ -25,6 +27,10 @@ from rlkit.losses.preference import (
     simpo_loss,
     slic_loss,
 )
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+from preference_pairs import pairs  # noqa: E402
 
 FEW = settings(max_examples=25, deadline=None, derandomize=True)
 WITH_REFERENCE = {
@@ -63,16 +69,6 @@ ORACLE = {  # one pair on scalar tensors: chosen, rejected, and the references o
     "orpo": lambda w, v, n, m: soft((odds((w / n).exp()) / odds((v / m).exp())).log()),
 }
 EVERY = {**WITH_REFERENCE, **WITH_LENGTHS}
-
-
-def pairs(seed=0, p=7, dtype=torch.float64):
-    """chosen, rejected, ref_chosen, ref_rejected, chosen_lengths, rejected_lengths; the first two get gradients."""
-    g = torch.Generator().manual_seed(seed)
-    ref = -20 * torch.rand(2, p, generator=g, dtype=torch.float64) - 4
-    policy = (ref + 4 * torch.randn(2, p, generator=g, dtype=torch.float64)).clamp(max=-0.1)
-    chosen, rejected = (x.to(dtype).requires_grad_() for x in policy)
-    lengths = torch.randint(1, 9, (2, p), generator=g)
-    return chosen, rejected, *(x.to(dtype) for x in ref), *lengths
 
 
 def arguments(name, data):
