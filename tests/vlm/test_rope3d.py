@@ -1,6 +1,7 @@
 import importlib
 import random
 import re
+import sys
 from dataclasses import dataclass, field, replace
 from functools import cache
 from pathlib import Path
@@ -14,18 +15,28 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from rlkit.data.packing import unpad, unpad_like
-from rlkit.vlm.inputs import position_spec
-from rlkit.vlm.rope3d import ROPE3D_MODEL_TYPES, ROPE3D_REFUSED, Rope3DSpec, rope3d_position_ids, rope3d_spec
+from rlkit.vlm.rope3d import Rope3DSpec, rope3d_position_ids, rope3d_spec
 
-IMAGE, VIDEO, START, END, VIDEO_START, VIDEO_END = 90, 91, 92, 93, 94, 95
-QWEN2 = Rope3DSpec(IMAGE, VIDEO, START)
-QWEN2_5 = replace(QWEN2, tokens_per_second=2)
-QWEN3 = replace(QWEN2, framewise_video=True)
-ERNIE = Rope3DSpec(IMAGE, VIDEO, temporal_merge_size=2)
-GLM = Rope3DSpec(IMAGE, VIDEO, framewise_video=True, video_start_token_id=VIDEO_START, video_end_token_id=VIDEO_END)
-SPECS = {"qwen2": QWEN2, "qwen2_5": QWEN2_5, "qwen3": QWEN3, "ernie": ERNIE, "glm": GLM}
+sys.path.insert(0, str(Path(__file__).parent))
+
+from rope3d_families import (  # noqa: E402
+    END,
+    ERNIE,
+    GLM,
+    IMAGE,
+    QWEN2,
+    QWEN2_5,
+    QWEN3,
+    SPECS,
+    START,
+    VIDEO,
+    VIDEO_END,
+    VIDEO_START,
+    VISION_TYPES,
+    transformers_model,
+)
+
 each_spec = pytest.mark.parametrize("spec", SPECS.values(), ids=SPECS)
-VISION_TYPES = [name for name in ROPE3D_MODEL_TYPES if not re.match(r"qwen\d.*omni", name)]  # the others: ..._omni.py
 PADDINGS = ["left", "right", "none", "holes"]
 
 
@@ -228,27 +239,6 @@ def random_seconds(rng: random.Random, n: int) -> Tensor | list[float] | None:
     return rng.choice([None, seconds, *(torch.tensor(seconds, dtype=dtype) for dtype in dtypes)])
 
 
-def transformers_model(model_type: str, tokens_per_second: int = 2):
-    """The class that owns `get_rope_index` with a configuration and nothing else: it reads no weights."""
-    import transformers
-    from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
-
-    if model_type not in CONFIG_MAPPING_NAMES:
-        pytest.skip(f"transformers {transformers.__version__} has no {model_type}")
-    config = transformers.AutoConfig.for_model(model_type)
-    ids = dict(image_token_id=IMAGE, video_token_id=VIDEO, vision_start_token_id=START, vision_end_token_id=END)
-    for name, value in (ids | dict(video_start_token_id=VIDEO_START, video_end_token_id=VIDEO_END)).items():
-        if hasattr(config, name):
-            setattr(config, name, value)
-    if hasattr(config.vision_config, "tokens_per_second"):
-        config.vision_config.tokens_per_second = tokens_per_second
-    module = importlib.import_module(f"transformers.models.{model_type}.modeling_{model_type}")
-    (owner,) = (x for x in vars(module).values() if isinstance(x, type) and "get_rope_index" in vars(x))
-    model = owner.__new__(owner)
-    model.config = config
-    return model
-
-
 def kinds(row: list[int], spec: Rope3DSpec) -> list[int]:
     """Of each token, 0 text, 1 image, 2 video: `mm_token_type_ids`."""
     if spec.video_start_token_id is None:
@@ -420,102 +410,3 @@ def test_nothing_synchronises_on_cuda(spec):
     finally:
         torch.cuda.set_sync_debug_mode("default")
     assert torch.equal(got[0].cpu(), expected[0]) and torch.equal(got[1].cpu(), expected[1])
-
-
-# ---- specs and errors
-
-
-OF_FAMILY = {"qwen2_vl": QWEN2, "paddleocr_vl": QWEN2, "qwen2_5_vl": replace(QWEN2, tokens_per_second=4)}
-OF_FAMILY |= {"ernie4_5_vl_moe": ERNIE} | dict.fromkeys(["glm4v", "glm4v_moe", "glm46v", "glm_ocr"], GLM)
-
-
-@pytest.mark.parametrize("model_type", VISION_TYPES)
-def test_spec_of_each_family(model_type):
-    config = transformers_model(model_type, tokens_per_second=4).config
-    assert rope3d_spec(config) == OF_FAMILY.get(model_type, QWEN3)
-    for name, value in (("spatial_merge_size", 3), ("temporal_merge_size", 4)):
-        if hasattr(config.vision_config, name):
-            setattr(config.vision_config, name, value)
-    spec = rope3d_spec(config)
-    assert spec.merge_size == 3 and spec.temporal_merge_size == (4 if model_type == "ernie4_5_vl_moe" else 1)
-
-
-@pytest.mark.parametrize("model_type", ["llava", "qwen2_5_vl_text", None])
-def test_unknown_family_is_named(model_type):
-    with pytest.raises(ValueError, match=f"model_type {model_type!r}; known are qwen2_vl, "):
-        rope3d_spec(SimpleNamespace(model_type=model_type))
-
-
-@pytest.mark.parametrize("model_type", ROPE3D_REFUSED)
-def test_refused_family_is_named_with_the_reason(model_type):
-    with pytest.raises(ValueError, match=f"model_type '{model_type}' is not supported: {ROPE3D_REFUSED[model_type]}"):
-        rope3d_spec(SimpleNamespace(model_type=model_type))
-    with pytest.raises(ValueError, match=f"model_type '{model_type}' is not supported"):  # no plain positions instead
-        position_spec(SimpleNamespace(model_type=model_type))
-
-
-def test_every_family_of_transformers_is_known():
-    """A model with several axes of positions that is in neither list would get plain ones without a word."""
-    import transformers
-
-    models = Path(transformers.__file__).parent / "models"
-    several = re.compile(r"def get_rope_index|mrope_section|def compute_3d_position_ids")
-    found = {path.parent.name for path in models.glob("*/modeling_*.py") if several.search(path.read_text())}
-    assert {"qwen2_vl", "glm4v", "qwen2_5_omni"} <= found
-    assert found - {*ROPE3D_MODEL_TYPES, *ROPE3D_REFUSED} == set()
-    assert not {*ROPE3D_MODEL_TYPES} & {*ROPE3D_REFUSED}
-
-
-TOKENS, GRID = torch.tensor([[7, *[IMAGE] * 4, 8]]), torch.tensor([[1, 4, 4]])
-
-
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        (dict(input_ids=TOKENS[0]), r"input_ids: expected integer \[B, T\], got torch.int64 \[6\]"),
-        (dict(input_ids=TOKENS.float()), r"input_ids: .* got torch.float32 \[1, 6\]"),
-        (dict(attention_mask=torch.ones(1, 5)), r"attention_mask: expected \[1, 6\], got \[1, 5\]"),
-        (dict(attention_mask=torch.ones(1, 6)), "attention_mask: expected bool or integer, got torch.float32"),
-        (dict(image_grid_thw=GRID[0]), r"image_grid_thw: expected integer \[n, 3\] .* got torch.int64 \[3\]"),
-        (dict(image_grid_thw=GRID.float()), r"image_grid_thw: .* got torch.float32 \[1, 3\]"),
-        (dict(image_grid_thw=torch.tensor([[1, 4, 5]])), r"image_grid_thw: .* merge_size 2 divides, .* \(1, 4, 5\)"),
-        (dict(video_grid_thw=torch.tensor([[1, 3, 4]])), r"video_grid_thw: .* merge_size 2 divides"),
-        (dict(image_grid_thw=torch.tensor([[1, 4, 6]])), "1 grids stand for 6 tokens, but input_ids has 4 attended"),
-        (dict(image_grid_thw=None), "image_grid_thw: .* 0 tokens, but input_ids has 4 attended image"),
-        (dict(video_grid_thw=GRID), "video_grid_thw: .* 4 tokens, but input_ids has 0 attended video"),
-        (dict(attention_mask=torch.tensor([[1, 1, 1, 0, 1, 1]])), "input_ids has 3 attended image tokens"),
-        (
-            dict(input_ids=TOKENS.view(2, 3)),
-            r"image_grid_thw: .* a grid that begins in row 0 of input_ids \(2 attended image tokens there\)",
-        ),
-        (dict(second_per_grid_ts=[1.0]), r"second_per_grid_ts: expected \[0\], .* got \[1\]"),
-        (dict(second_per_grid_ts=torch.ones(0, 1)), r"second_per_grid_ts: expected \[0\], .* got \[0, 1\]"),
-    ],
-)
-def test_bad_input_is_named(change, message):
-    with pytest.raises(ValueError, match=message):
-        rope3d_position_ids(**(dict(input_ids=TOKENS, image_grid_thw=GRID, spec=QWEN2_5) | change))
-
-
-@pytest.mark.parametrize(
-    ("tokens", "grids", "message"),
-    [
-        ([START, IMAGE, END], dict(video=[1, 2, 2]), "image_grid_thw: .* 0 tokens, but input_ids has 1 attended image"),
-        (
-            [VIDEO_START, IMAGE, VIDEO_END, IMAGE],
-            dict(image=[1, 2, 4], video=[1, 2, 2]),
-            "image_grid_thw: .* 2 tokens, but input_ids has 1 attended image",
-        ),
-        ([VIDEO_START, IMAGE, IMAGE], dict(image=[1, 2, 4]), "2 tokens, but input_ids has 0 attended image"),
-    ],
-)
-def test_glm_frames_are_no_images(tokens, grids, message):
-    grids = {f"{kind}_grid_thw": torch.tensor([grid]) for kind, grid in grids.items()}
-    with pytest.raises(ValueError, match=message):
-        rope3d_position_ids(torch.tensor([tokens]), **grids, spec=GLM)
-
-
-def test_frames_that_cannot_be_merged_are_named():
-    tokens, grid = torch.full((1, 1), VIDEO), torch.tensor([[2, 2, 2], [3, 2, 2]])
-    with pytest.raises(ValueError, match=r"video_grid_thw: .* temporal_merge_size 2 divides, got .* \(3, 2, 2\)"):
-        rope3d_position_ids(tokens, video_grid_thw=grid, spec=ERNIE)
