@@ -15,7 +15,8 @@ QWEN3 = replace(QWEN2, framewise_video=True)
 ERNIE = Rope3DSpec(IMAGE, VIDEO, temporal_merge_size=2)
 GLM = Rope3DSpec(IMAGE, VIDEO, framewise_video=True, video_start_token_id=VIDEO_START, video_end_token_id=VIDEO_END)
 SPECS = {"qwen2": QWEN2, "qwen2_5": QWEN2_5, "qwen3": QWEN3, "ernie": ERNIE, "glm": GLM}
-VISION_TYPES = [name for name in ROPE3D_MODEL_TYPES if not re.match(r"qwen\d.*omni", name)]  # the others: test_rope3d_omni.py
+# the others: test_rope3d_omni.py
+VISION_TYPES = [name for name in ROPE3D_MODEL_TYPES if not re.match(r"qwen\d.*omni", name)]
 
 
 def transformers_model(model_type: str, tokens_per_second: int = 2):
