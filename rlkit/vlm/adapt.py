@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
@@ -86,16 +86,42 @@ def merged_parameters(model: nn.Module, full: Any = lambda tensor: tensor) -> It
         model: plain, or wrapped by `lora`.
         full: makes a whole tensor of a sharded parameter; called once for each parameter, in the same order everywhere.
     """
-    adapters: dict[str, tuple[Any, float]] = {}
-    for name, module in model.named_modules():
-        if hasattr(module, "lora_A") and "default" in module.lora_A:
-            adapters[f"{name}.base_layer.weight"] = (module, module.scaling["default"])
+    adapted = [module for module in model.modules() if "default" in getattr(module, "lora_A", ())]
+    adapters = {id(_adapted(module)): module for module in adapted}
     for name, parameter in model.named_parameters():
         if ".lora_" in name:
             continue
         tensor = full(parameter.detach())
-        if name in adapters:
-            module, scale = adapters[name]
-            down, up = (full(part["default"].weight.detach()) for part in (module.lora_A, module.lora_B))
-            tensor = tensor + scale * (up.to(torch.float32) @ down.to(torch.float32)).to(tensor.dtype)
-        yield re.sub(r"^base_model\.model\.", "", name).replace(".base_layer.", "."), tensor
+        if (adapter := adapters.get(id(parameter))) is not None:
+            tensor = tensor + _delta(adapter, full).to(tensor.dtype)
+        yield re.sub(r"^base_model\.model\.", "", name).replace(".base_layer", ""), tensor
+
+
+def _adapted(adapter: Any) -> Tensor:
+    """The parameter that an adapter adds to; peft wraps experts, which are no linear layers, parameter by parameter."""
+    return adapter.get_param() if hasattr(adapter, "parameter_name") else adapter.get_base_layer().weight
+
+
+def _delta(adapter: Any, full: Any) -> Tensor:
+    """What an adapter adds, float32: scale * B A, for each expert where the parameter holds several."""
+    down, up = (full(part["default"].weight.detach()).float() for part in (adapter.lora_A, adapter.lora_B))
+    scale, experts = adapter.scaling["default"], getattr(adapter, "num_experts", 1)
+    if experts == 1:
+        return scale * (up @ down)
+    down, up = down.view(experts, -1, down.shape[1]), up.view(len(up), -1, experts)
+    delta = scale * torch.einsum("ore,eri->eoi", up, down)
+    return delta.transpose(1, 2) if getattr(adapter.get_base_layer(), "is_transposed", False) else delta
+
+
+def checkpoint_parameters(model: Any, parameters: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+    """The (name, tensor) pairs of a transformers model in the pieces of its checkpoint files.
+
+    transformers holds the experts of a layer in one tensor, for example; files, and those who read weights as files
+    have them, know each expert's own. What is one tensor there too keeps its name.
+    """
+    from transformers.core_model_loading import revert_weight_conversion
+
+    for name, tensor in parameters:
+        pieces = revert_weight_conversion(model, {name: tensor})
+        same = [piece.shape for piece in pieces.values()] == [tensor.shape]
+        yield from [(name, tensor)] if same else pieces.items()

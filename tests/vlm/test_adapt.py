@@ -1,11 +1,15 @@
 import copy
 import re
 
+import peft
 import pytest
 import torch
+import transformers
+from safetensors.torch import load_file
 from torch import nn
 
 from rlkit.vlm import VISION_TOWER, freeze, load_model, load_processor, lora, merged_parameters, trainable_summary
+from rlkit.vlm.adapt import checkpoint_parameters
 from rlkit.vlm.tiny import tiny_config
 
 EXCLUDED = ".*visual.*"
@@ -131,6 +135,46 @@ def test_merged_parameters_equal_peft(model, exclude, dtype):
             torch.testing.assert_close(ours[name], theirs.detach(), rtol=0.02, atol=0.02)
         moved += not torch.equal(ours[name].float(), plain[name].float().to(dtype).float())
     assert moved >= 14
+
+
+EXPERTS = {
+    "vocab_size": 64, "hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2,
+    "num_key_value_heads": 1, "head_dim": 16, "num_experts_per_tok": 2,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("family", ["Qwen3Moe", "GptOss"])
+def test_merged_experts_equal_peft(family):
+    """One adapter on all experts of a layer; gpt-oss holds them transposed."""
+    more = {"moe_intermediate_size": 16, "num_experts": 4} if family == "Qwen3Moe" else {"num_local_experts": 4}
+    config = getattr(transformers, f"{family}Config")(**EXPERTS, **more)
+    model = getattr(transformers, f"{family}ForCausalLM")(config)
+    before = {name: tensor.clone() for name, tensor in model.named_parameters()}
+    experts = [name for name in before if re.search(r"experts\.(gate_up|down)_proj$", name)]
+    if family == "Qwen3Moe":  # "all-linear" takes the experts too
+        adapted = lora(model, 4, 12)
+    else:
+        targets = [name.removeprefix("model.") for name in experts]
+        adapted = peft.get_peft_model(model, peft.LoraConfig(r=4, target_modules=[], target_parameters=targets))
+    randomise(adapted)
+    ours = {name: tensor.clone() for name, tensor in merged_parameters(adapted)}
+    merged = dict(adapted.merge_and_unload().named_parameters())
+    assert list(ours) == list(before) and ours.keys() == merged.keys()
+    for name, theirs in merged.items():
+        torch.testing.assert_close(ours[name], theirs.detach(), rtol=1e-6, atol=1e-6)
+    assert len(experts) == 4 and not any(torch.equal(ours[name], before[name]) for name in experts)
+
+
+def test_checkpoint_parameters_are_what_files_hold(tmp_path):
+    """Experts one by one, as in the files that transformers writes; what is one tensor there too keeps its name."""
+    config = transformers.Qwen3MoeConfig(**EXPERTS, moe_intermediate_size=16, num_experts=4)
+    model = transformers.Qwen3MoeForCausalLM(config)
+    model.save_pretrained(tmp_path)
+    files = load_file(tmp_path / "model.safetensors")
+    ours = dict(checkpoint_parameters(model, ((n, p.detach()) for n, p in model.named_parameters())))
+    assert ours.keys() == files.keys() and "model.layers.1.mlp.experts.3.up_proj.weight" in ours
+    for name, tensor in files.items():
+        assert torch.equal(ours[name], tensor), name
 
 
 def test_merged_parameters_leave_the_model_alone_and_gather_once(model):
