@@ -32,9 +32,10 @@ class Sample:
         images: the decoded images, for samplers that process them themselves.
         row: the data row that the prompt was made of; rewards read it.
         group_id: the same integer for all samples of one prompt.
+        number: of this sample among those of its prompt, from 0; with `group_id` it is the key of the sampler's noise.
         text: the response decoded, for rewards and people; training reads the tokens.
         reward: nan until judged, and when it could not be judged.
-        finish_reason: "stop" (an end token) or "length".
+        finish_reason: "stop" (an end token) or "length"; of several turns also "turns" or "aborted".
         version: how often the sampler's weights had been updated.
     """
 
@@ -47,6 +48,7 @@ class Sample:
     images: Sequence[Any] = ()
     row: Mapping[str, Any] = field(default_factory=dict)
     group_id: int = 0
+    number: int = 0
     text: str = ""
     reward: float = math.nan
     finish_reason: str = ""
@@ -81,6 +83,31 @@ def extend(sample: Sample, token_ids: Sequence[int], logprobs: Sequence[float], 
         mask=[*sample.mask, *[True] * len(token_ids)],
         logprobs=[*sample.logprobs, *logprobs],
         **facts,
+    )
+
+
+def observe(sample: Sample, observation: Sample) -> Sample:
+    """The sample with what its environment said behind it, on both tracks: tokens that the policy did not write.
+
+    Args:
+        observation: its tokens and its own images, as `prompt` makes it.
+    """
+    both = (sample, observation)
+    vision, placeholders = sample.vision, sample.placeholders
+    if observation.vision:  # else the very same: rows that answer a prompt share its images
+        names = {**sample.vision, **observation.vision}
+        vision = {name: torch.cat([one.vision[name] for one in both if name in one.vision]) for name in names}
+        kinds = {**sample.placeholders, **observation.placeholders}
+        placeholders = {kind: [count for one in both for count in one.placeholders.get(kind, ())] for kind in kinds}
+    return replace(
+        sample,
+        token_ids=[*sample.token_ids, *observation.token_ids],
+        compact_ids=[*sample.compact_ids, *observation.compact_ids],
+        mask=[*sample.mask, *observation.mask],
+        logprobs=[*sample.logprobs, *observation.logprobs],
+        vision=vision,
+        placeholders=placeholders,
+        images=[*sample.images, *observation.images],
     )
 
 

@@ -12,13 +12,13 @@ from rlkit.rollout.sampling import Sampling, uniforms
 
 __all__ = ["Sampling", "make_rollout", "uniforms"]
 
-_ROLLOUTS = {"hf": "rlkit.rollout.hf:HfRollout"}
+_ROLLOUTS = {"hf": "rlkit.rollout.hf:HfRollout", "vllm": "rlkit.rollout.vllm:VllmRollout"}
 
 
 def make_rollout(backend: str, *args: Any, **options: Any) -> Any:
     """A sampler; `options` are its own, see its class.
 
-    Every sampler has `generate(requests, sampling, n)`, `update_weights(iterator)`, `sleep()` and `wake_up()`.
+    Every sampler has `generate(requests, sampling, n)`, `update_weights(iterator)`, `sleep()`, `wake_up()` and `close()`.
     """
     if backend not in _ROLLOUTS:
         raise ValueError(f"no rollout {backend!r}; there are: {', '.join(sorted(_ROLLOUTS))}")

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -15,7 +16,7 @@ from torch import Tensor
 
 from rlkit.data.samples import Sample, extend
 from rlkit.losses.logprobs import suppress_tokens
-from rlkit.rollout.sampling import Sampling, sample_tokens, uniforms
+from rlkit.rollout.sampling import Sampling, end_tokens, sample_tokens, uniforms
 from rlkit.vlm.inputs import join_vision, position_ids, position_spec
 from rlkit.vlm.processors import decode, unsampled_ids
 
@@ -25,6 +26,7 @@ class HfRollout:
 
     Args:
         gathered: context that yields the module with whole weights, e.g. `engine.gathered`.
+        model: not used, the module is there already; here so that samplers are made alike.
         processor: for the end tokens, and to decode.
         max_sequences: most sequences decoded at once.
         gpu_memory_utilization: share of a GPU's memory up to which the key-value cache may fill it; fewer sequences are
@@ -35,6 +37,7 @@ class HfRollout:
         self,
         gathered: Callable[[], AbstractContextManager[Any]],
         *,
+        model: str | None = None,
         processor: Any,
         max_sequences: int = 512,
         gpu_memory_utilization: float = 0.8,
@@ -55,6 +58,9 @@ class HfRollout:
 
     def wake_up(self) -> None:
         """See `sleep`."""
+
+    def close(self) -> None:
+        """Nothing to free."""
 
     @torch.no_grad()
     def generate(self, requests: Sequence[Sample], sampling: Sampling, n: int = 1) -> list[Sample]:
@@ -84,8 +90,11 @@ class HfRollout:
     def _generate(self, requests: Sequence[Sample], sampling: Sampling, n: int, module: Any) -> list[Sample]:
         config, device = module.config, next(module.parameters()).device
         unsampled = unsampled_ids(config, self.tokenizer).to(device)
-        ends = torch.tensor(end_tokens(config, module.generation_config, self.tokenizer), device=device)
-        noise = uniforms(sampling.seed, [r.group_id for r in requests], n, sampling.max_new_tokens).to(device)
+        ends = torch.tensor(end_tokens(self.tokenizer, module.generation_config.eos_token_id), device=device)
+        noise = uniforms(
+            sampling.seed, [r.group_id for r in requests], n, sampling.max_new_tokens,
+            numbers=[r.number for r in requests], used=[sum(r.mask) for r in requests],
+        ).to(device)  # fmt: skip
 
         tokens, attended = _left_pad([r.token_ids for r in requests])
         vision = [r.vision for r in requests]
@@ -122,7 +131,7 @@ class HfRollout:
                 use_cache=True,
             )  # fmt: skip
             logits = out.logits[:, -1]
-        parents = [request for request in requests for _ in range(n)]
+        parents = [replace(request, number=request.number * n + i) for request in requests for i in range(n)]
         ids, scores = written[:, : t + 1].tolist(), scored[:, : t + 1].tolist()
         return [self._finish(*row, set(ends.tolist())) for row in zip(parents, ids, scores, strict=True)]
 
@@ -131,15 +140,6 @@ class HfRollout:
         end = next((t + 1 for t, token in enumerate(ids) if token in ends), None)
         facts = {"text": decode(self.processor, ids[:end]), "version": self.version}
         return extend(request, ids[:end], logprobs[:end], finish_reason="length" if end is None else "stop", **facts)
-
-
-def end_tokens(config: Any, generation_config: Any, tokenizer: Any) -> list[int]:
-    """Every token that ends a response: the tokenizer's, and those of the model's generation config."""
-    ends = [tokenizer.eos_token_id, getattr(generation_config, "eos_token_id", None)]
-    flat = [e for end in ends for e in (end if isinstance(end, list) else [end])]
-    if not (found := sorted({e for e in flat if e is not None})):
-        raise ValueError(f"{config.model_type}: neither tokenizer nor generation config names an end token")
-    return found
 
 
 def cache_bytes_per_token(config: Any, element_size: int) -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -18,8 +19,9 @@ class Sampling:
         max_new_tokens: longest response.
         temperature: 0 takes the most likely token. There is no top-k and no top-p: the trainer scores the distribution
             that was sampled from, and it would not know of them.
-        seed: any integers, say (run seed, step). The noise of a sample is keyed by them, its prompt and its number, so
-            what is sampled depends neither on the batch nor on how many ranks share it.
+        seed: any integers, say (run seed, step). The noise of a sample is keyed by them, its prompt and its number, and
+            a sample that goes on goes on in its stream, so what is sampled depends neither on the batch, nor on how
+            many ranks share it, nor on where it was interrupted.
     """
 
     max_new_tokens: int
@@ -33,9 +35,28 @@ class Sampling:
             raise ValueError(f"temperature: at least 0 expected, came {self.temperature}")
 
 
-def uniforms(seed: Sequence[int], group_ids: Sequence[int], n: int, count: int) -> Tensor:
-    """[len(group_ids) * n, count] uniform float64 numbers in [0, 1), a stream for each (seed, group id, sample)."""
-    streams = [np.random.default_rng((*seed, g, i)).random(count) for g in group_ids for i in range(n)]
+def uniforms(
+    seed: Sequence[int],
+    group_ids: Sequence[int],
+    n: int,
+    count: int,
+    *,
+    numbers: Sequence[int] | None = None,
+    used: Sequence[int] | None = None,
+) -> Tensor:
+    """[len(group_ids) * n, count] uniform float64 numbers in [0, 1), a stream for each (seed, group id, sample).
+
+    Args:
+        numbers: of samples that go on: sample `number` of a group has the n streams from `number * n`.
+        used: how many numbers of its stream each has used already.
+    """
+    first = numbers or [0] * len(group_ids)
+    skip = used or [0] * len(group_ids)
+    streams = [
+        np.random.default_rng((*seed, group, number * n + i)).random(before + count)[before:]
+        for group, number, before in zip(group_ids, first, skip, strict=True)
+        for i in range(n)
+    ]
     return torch.from_numpy(np.stack(streams)) if streams else torch.zeros(0, count, dtype=torch.float64)
 
 
@@ -51,3 +72,11 @@ def sample_tokens(logprobs: Tensor, uniform: Tensor) -> Tensor:
     index = torch.searchsorted(cumulative, uniform[:, None] * whole, right=True)
     last = torch.searchsorted(cumulative, whole)  # the last token that has a probability: rounding may point beyond it
     return index.minimum(last)[:, 0]
+
+
+def end_tokens(tokenizer: Any, eos_token_id: int | Sequence[int] | None) -> list[int]:
+    """Every token that ends a response: the tokenizer's, and `eos_token_id` of the model's generation config."""
+    ends = [tokenizer.eos_token_id, *(eos_token_id if isinstance(eos_token_id, Sequence) else [eos_token_id])]
+    if not (found := sorted({end for end in ends if end is not None})):
+        raise ValueError("neither the tokenizer nor the model's generation config names an end token")
+    return found

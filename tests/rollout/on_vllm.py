@@ -1,0 +1,170 @@
+"""Run by `test_vllm.py`: real vLLM beside a real trainer, and how far the two are apart at each stage.
+
+on_vllm.py FOLDER KIND [KIND ...]    (alone or under torchrun; rank r writes FOLDER/facts.<r>.json)
+"""
+
+import json
+import os
+import sys
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parents[1] / "engines")]
+from rows import make_samples  # noqa: E402
+from vllm_models import build  # noqa: E402
+
+from rlkit.data import collate, group_ids  # noqa: E402
+from rlkit.engines import make_engine  # noqa: E402
+from rlkit.losses import reinforce_loss, token_mean  # noqa: E402
+from rlkit.rollout import Sampling, make_rollout  # noqa: E402
+from rlkit.vlm import encode_rows, load_model, load_processor, lora, unsampled_ids  # noqa: E402
+
+SIZES = {True: ((56, 56), None, (84, 56), (112, 112)), False: (None,) * 4}
+SAMPLING = Sampling(6, temperature=0.8, seed=(0, 1))
+
+
+def policy_gradient(out, mb):
+    loss = reinforce_loss(out.logprobs, out.logprobs.detach(), mb.advantages, mb.mask)
+    return token_mean(loss, mb.mask, mb.total_tokens), {}
+
+
+def prompts_of(processor, sees: bool):
+    """Prompts long enough to fill blocks of the prefix cache, the last one with two images."""
+    samples = make_samples(processor, answers=(1, 1, 1, 1), sizes=SIZES[sees])
+    rows = [{**s.row, "question": s.row["question"] * 12} for s in samples]
+    if sees:
+        rows[3] = {**rows[3], "images": [*rows[3]["images"], *rows[0]["images"]]}
+    return encode_rows(processor, list(enumerate(rows)))[0]
+
+
+def measure(kind: str, path: str, tensor_parallel_size: int = 1) -> dict:
+    rank, world = dist.get_rank(), dist.get_world_size()
+    processor = load_processor(path)
+    model = load_model(path)
+    unsampled = unsampled_ids(model.config, getattr(processor, "tokenizer", processor))
+
+    def engine_of(module, lr):
+        return make_engine(
+            "fsdp2",
+            model=module,
+            unsampled=unsampled,
+            temperature=SAMPLING.temperature,
+            optimizer=lambda params: torch.optim.SGD(params, lr=lr),
+        )
+
+    engine = engine_of(model, 1.0)
+    rollout = make_rollout(
+        "vllm",
+        engine.gathered,
+        model=path,
+        processor=processor,
+        tensor_parallel_size=tensor_parallel_size,
+        max_model_len=512,
+        max_num_seqs=32,
+        kv_cache_memory_bytes=32 << 20,
+        block_size=32,
+    )
+    everything = prompts_of(processor, hasattr(model.config, "vision_config"))
+    prompts = everything[rank::world]
+    facts = {"threads": torch.get_num_threads(), "settable": torch.set_num_threads.__name__}
+
+    def distance(trainer=engine, shown=prompts):
+        """max |sampler's - trainer's logprob| over this rank's answers, and the answers."""
+        samples = rollout.generate(shown, SAMPLING, n=3)
+        batch = collate(samples)
+        scored = trainer.infer_batch(batch)["logprobs"]
+        return (scored - batch.rollout_logprobs)[batch.mask].abs().max().item(), samples
+
+    def step(trainer, samples):
+        advantages = torch.tensor([1.0 if s.response_ids[0] % 2 else -1.0 for s in samples])
+        return trainer.train_batch(collate(samples, advantages=advantages), policy_gradient)["grad_norm"]
+
+    facts["start"], samples = distance()
+    facts["answers"] = [s.response_ids for s in samples]
+    facts["groups"] = group_ids(samples).tolist()
+    facts["repeated"] = [s.response_ids for s in rollout.generate(prompts, SAMPLING, n=3)] == facts["answers"]
+    facts["reasons"] = sorted({s.finish_reason for s in samples})
+    facts["sampled_forbidden"] = sorted({t for s in samples for t in s.response_ids} & set(unsampled.tolist()))
+    greedy = rollout.generate(prompts, Sampling(6, temperature=0.0))
+    facts["greedy"] = [s.response_ids for s in greedy]
+    hf = make_rollout("hf", engine.gathered, processor=processor)
+    facts["greedy_hf"] = [s.response_ids for s in hf.generate(prompts, Sampling(6, temperature=0.0))]
+
+    facts["grad_norm"] = step(engine, samples)
+    facts["unsynced"], _ = distance()
+    rollout.update_weights(engine.get_per_tensor_param())
+    facts["synced"], samples = distance()
+    facts["version"] = samples[0].version
+
+    step(engine, samples)  # the weights arrive, but what was computed with the old ones stays
+    rollout.llm.reset_prefix_cache, reset = lambda: True, rollout.llm.reset_prefix_cache
+    rollout.update_weights(engine.get_per_tensor_param())
+    facts["prefix_cache_kept"], samples = distance()
+    rollout.llm.reset_prefix_cache = reset
+    rollout.update_weights(engine.get_per_tensor_param())
+    facts["synced_again"], samples = distance()
+
+    if world == 1:
+        torch.manual_seed(1)
+        adapted = lora(load_model(path), 4, 8, exclude_modules=".*visual.*")
+        with torch.no_grad():
+            for name, parameter in adapted.named_parameters():
+                if "lora_B" in name:
+                    parameter.normal_(std=0.05)
+        trainer = engine_of(adapted, 0.1)
+        facts["lora_unsynced"], _ = distance(trainer)
+        rollout.update_weights(trainer.get_per_tensor_param())
+        facts["lora"], _ = distance(trainer)
+        facts["errors"] = errors(rollout, prompts)
+        if hasattr(model.config, "vision_config"):  # last, as vLLM itself may break on it
+            rollout.llm.llm_engine.reset_encoder_cache = lambda: None
+            try:
+                rollout.update_weights(engine.get_per_tensor_param())
+                facts["encoder_cache_kept"], _ = distance()
+            except RuntimeError as error:
+                facts["encoder_cache_kept"] = str(error)
+    rollout.close()
+    facts["group_alive"] = dist.is_initialized()
+    return facts
+
+
+def errors(rollout, prompts) -> dict:
+    """What bad input says."""
+    from dataclasses import replace
+
+    cases = {
+        "long": lambda: rollout.generate(prompts[:1], Sampling(500)),
+        "expansion": lambda: rollout.generate([replace(prompts[0], token_ids=prompts[0].token_ids[:-1])], SAMPLING),
+        "model": lambda: make_rollout("vllm", model="/nowhere", processor=rollout.processor),
+        "tensor": lambda: make_rollout("vllm", model="/nowhere", processor=None, tensor_parallel_size=2),
+    }
+    found = {}
+    for name, case in cases.items():
+        try:
+            case()
+        except ValueError as error:
+            found[name] = str(error)
+    return found
+
+
+def main(folder: Path, kinds: list[str]) -> None:
+    dist.init_process_group("gloo") if "RANK" in os.environ else dist.init_process_group(
+        "gloo", store=dist.HashStore(), rank=0, world_size=1
+    )
+    facts = {}
+    for kind in kinds:
+        name, _, size = kind.partition(":")
+        path = folder / name
+        if dist.get_rank() == 0 and not path.exists():
+            build(name, str(path))
+        dist.barrier()
+        facts[kind] = measure(name, str(path), int(size or 1))
+    (folder / f"facts.{dist.get_rank()}.json").write_text(json.dumps(facts, indent=1))
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    main(Path(sys.argv[1]), sys.argv[2:])

@@ -1,0 +1,153 @@
+"""Real vLLM in the trainer's process and under torchrun, beside the engine whose weights it is given."""
+
+import json
+import os
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from rlkit.data.samples import prompt
+from rlkit.rollout import Sampling
+from rlkit.rollout.vllm import SUPPORTED, import_vllm
+from rlkit.rollout.vllm_inputs import finished, request_prompt, request_seed, sampling_options
+
+KINDS = ["qwen2", "qwen2_tied", "qwen3_moe", "qwen3_vl", "qwen2_5_vl"]
+SPLITS = ["qwen2_5_vl", "qwen2_5_vl:2"]  # data-parallel; two ranks share one engine
+TOLERANCE = 1e-5
+
+
+def run(folder, kinds, ranks):
+    torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"] if ranks > 1 else []
+    script = str(Path(__file__).with_name("on_vllm.py"))
+    done = subprocess.run(
+        [sys.executable, *torchrun, script, str(folder), *kinds],
+        env={**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"},
+        capture_output=True, text=True, timeout=500,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-4000:]
+    assert "Traceback" not in done.stderr, done.stderr[-4000:]
+    return [json.loads((folder / f"facts.{rank}.json").read_text()) for rank in range(ranks)]
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory):
+    """What one process measured, for each kind of model."""
+    return run(tmp_path_factory.mktemp("alone"), KINDS, 1)[0]
+
+
+@pytest.fixture(scope="module")
+def together(tmp_path_factory):
+    """What each of two ranks measured, for each split."""
+    return run(tmp_path_factory.mktemp("together"), SPLITS, 2)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_logprobs_are_the_trainers_whenever_weights_were_synced(alone, kind):
+    """At temperature 0.8, with image tokens and unused rows suppressed: before training, after each update, after
+    LoRA; and gross in between."""
+    facts = alone[kind]
+    assert facts["grad_norm"] > 0.1
+    for stage in ("start", "synced", "synced_again", "lora"):
+        assert facts[stage] < TOLERANCE, (stage, facts[stage])
+    for stage in ("unsynced", "lora_unsynced"):
+        assert facts[stage] > 0.3, (stage, facts[stage])
+    assert facts["version"] == 1
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_prefix_cache_reset_after_weight_sync(alone, kind):
+    """Weights that arrive are not enough: answers to prompts that were seen before start from the old ones' keys."""
+    assert alone[kind]["prefix_cache_kept"] > 0.1 > TOLERANCE > alone[kind]["synced_again"]
+
+
+@pytest.mark.parametrize("kind", ["qwen2_5_vl", "qwen3_vl"])
+def test_encoder_cache_reset_after_weight_sync(alone, kind):
+    """The worker drops its images with the old weights; a scheduler that still counts on them breaks."""
+    assert "Encoder cache miss" in str(alone[kind]["encoder_cache_kept"])
+
+
+def test_tied_head_moves_with_the_embedding(alone):
+    assert alone["qwen2_tied"]["synced"] < TOLERANCE and alone["qwen2_5_vl"]["synced"] < TOLERANCE
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_samples_are_whole_and_in_order(alone, kind):
+    facts = alone[kind]
+    assert facts["groups"] == [group for group in range(4) for _ in range(3)]
+    assert len({tuple(answer) for answer in facts["answers"]}) > 8  # the answers to one prompt differ
+    assert facts["repeated"]  # the same seed, the same answers
+    assert set(facts["reasons"]) <= {"stop", "length"} and not facts["sampled_forbidden"]
+    assert facts["greedy"] == facts["greedy_hf"]
+
+
+def test_the_process_stays_the_trainers(alone):
+    """Threads can still be set, and closing the sampler leaves torch.distributed alone."""
+    for facts in alone.values():
+        assert facts["threads"] == 1 and facts["settable"] == "set_num_threads" and facts["group_alive"]
+
+
+def test_two_ranks_sample_what_one_does(alone, together):
+    """Data-parallel and tensor-parallel: each rank gets the answers to its own prompts, scored alike."""
+    whole = alone["qwen2_5_vl"]
+    for split in SPLITS:
+        for rank, facts in enumerate(part[split] for part in together):
+            assert facts["groups"] == [group for group in (rank, rank + 2) for _ in range(3)]
+            assert facts["answers"] == [
+                a for a, g in zip(whole["answers"], whole["groups"], strict=True) if g % 2 == rank
+            ]
+            assert facts["greedy"] == whole["greedy"][rank::2]
+            for stage in ("start", "synced", "synced_again"):
+                assert facts[stage] < TOLERANCE, (split, stage)
+            assert facts["unsynced"] > 0.3 and facts["prefix_cache_kept"] > 0.1
+
+
+def test_bad_input_says_what_to_do(alone):
+    said = alone["qwen2_5_vl"]["errors"]
+    assert "max_new_tokens 500" in said["long"] and "raise max_model_len" in said["long"]
+    assert "same image processor" in said["expansion"]
+    assert said["model"].startswith("vllm: model '/nowhere'")
+    assert said["tensor"] == "tensor_parallel_size: a divisor of 1 ranks expected, came 2"
+
+
+@pytest.mark.parametrize("version", ["0.31.9", "0.33.0", "1.0"])
+def test_a_version_that_was_not_tried_is_refused(monkeypatch, version):
+    monkeypatch.setitem(sys.modules, "vllm", SimpleNamespace(__version__=version))
+    with pytest.raises(ValueError, match=rf"vllm {version} is installed; vllm >=0\.32,<0\.33 expected; pip install"):
+        import_vllm()
+    assert SUPPORTED == ((0, 32), (0, 33))
+
+
+def test_no_vllm_is_an_error_that_says_how_to_get_it(monkeypatch):
+    monkeypatch.setitem(sys.modules, "vllm", None)
+    with pytest.raises(ValueError, match="cannot be imported .* pip install 'rlkit"):
+        import_vllm()
+
+
+def test_a_request_carries_the_compact_track():
+    images = [object()]
+    request = prompt([7, 8, 8, 8, 9], [7, 8, 9], images=images, placeholders={8: [3]})
+    assert request_prompt(request) == {"prompt_token_ids": [7, 8, 9], "multi_modal_data": {"image": images}}
+    assert request_prompt(prompt([1, 2])) == {"prompt_token_ids": [1, 2]}
+
+
+def test_seeds_differ_by_prompt_step_and_turn():
+    first = prompt([1, 2], group_id=3)
+    others = [prompt([1, 2], group_id=4), replace(first, number=1), replace(first, mask=[False, True])]
+    seeds = {request_seed((0, 1), request) for request in [first, *others]} | {request_seed((0, 2), first)}
+    assert len(seeds) == 5 and request_seed((0, 1), first) == request_seed((0, 1), prompt([5], group_id=3))
+
+
+def test_sampling_is_the_trainers_distribution():
+    options = sampling_options(Sampling(9, 0.7, (1,)), prompt([1]), n=4, unsampled=[5, 6], ends=[2])
+    assert options["temperature"] == 0.7 and options["max_tokens"] == 9 and options["n"] == 4
+    assert options["logit_bias"] == {5: -1e30, 6: -1e30} and options["stop_token_ids"] == [2]
+    assert json.loads(json.dumps(options))["seed"] == options["seed"]
+
+
+def test_an_answer_that_was_given_up_is_no_answer():
+    with pytest.raises(RuntimeError, match="group 5: the sampler ended an answer with 'abort'"):
+        finished(prompt([1], group_id=5), [2], [-1.0], "abort", processor=None, version=0)
