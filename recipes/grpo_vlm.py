@@ -32,7 +32,7 @@ from rlkit.data import Task, collate, group_ids, judged, load_task, score, step_
 from rlkit.engines import make_engine
 from rlkit.engines.checkpoint import checkpoints, keep_newest
 from rlkit.engines.distributed import init_distributed
-from rlkit.losses import clipped_policy_loss, kl_k3, mismatch_stats, ratio_stats, token_mean
+from rlkit.losses import clipped_policy_loss, importance_weights, kl_k3, mismatch_stats, ratio_stats, token_mean
 from rlkit.report import write_report
 from rlkit.rollout import Sampling, make_rollout
 from rlkit.tracking import Run, new_directory
@@ -56,7 +56,9 @@ class Config:
     task: str = "digits"
     """A built-in task, a .jsonl or .parquet file with question, answer and image columns, or module:function."""
     rollout: str = "hf"
-    """What samples: hf is the trained model itself."""
+    """What samples: hf (the trained model itself), vllm (in this process), vllm_server or sglang (at `servers`)."""
+    servers: tuple[str, ...] = ()
+    """URLs of the servers; python -m rlkit.rollout.serve starts some."""
     out: str = ""
     """The run's directory; runs/grpo_vlm-<task>-seed<seed> by default, numbered if that holds a run."""
     resume: bool = False
@@ -87,6 +89,8 @@ class Config:
     """The ratio is clipped at 1 - clip_low."""
     clip_high: float = 0.28
     """The ratio is clipped at 1 + clip_high."""
+    tis_cap: float = 2.0
+    """Weights that correct for a sampler which differs from the trainer are cut here; they are 1 with hf."""
     kl_coef: float = 0.001
     """Weight of the KL to the model at the start. 0: it is not kept, and `kl` is measured from the sampler."""
     max_grad_norm: float = 1.0
@@ -146,9 +150,17 @@ def main(cfg: Config) -> None:
 
     heldout, bad = encode_rows(processor, list(enumerate(task.heldout))[rank::world], max_tokens=max_tokens)
 
+    def generate(prompts, sampling, n=1):
+        """Answers under the weights of this moment; between times the sampler leaves a GPU to the trainer."""
+        rollout.wake_up()
+        rollout.update_weights(engine.get_per_tensor_param())
+        answers = rollout.generate(prompts, sampling, n)
+        rollout.sleep()
+        return answers
+
     def evaluate() -> tuple[dict, list]:
         """Greedy answers to the held-out rows, shared among the ranks; a row that cannot be judged counts as wrong."""
-        samples = rollout.generate(heldout, Sampling(cfg.max_new_tokens, temperature=0.0))
+        samples = generate(heldout, Sampling(cfg.max_new_tokens, temperature=0.0))
         rewards = score(task.reward, samples)
         right, count, lost = engine.global_sum(torch.tensor([rewards.nansum(), len(rewards), len(bad)])).tolist()
         found = {"accuracy": right / max(count, 1), "heldout": int(count), "skipped": int(lost)}
@@ -163,6 +175,7 @@ def main(cfg: Config) -> None:
     def loss_fn(out, mb):  # out.logprobs [B, T]; mb.total_tokens counts the whole batch, on all ranks
         old = mb.old_logprobs if cfg.updates_per_batch > 1 else out.logprobs.detach()
         policy = clipped_policy_loss(out.logprobs, old, mb.advantages, mb.mask, cfg.clip_low, cfg.clip_high)
+        policy = policy * importance_weights(old, mb.rollout_logprobs, mb.mask, cap=cfg.tis_cap)
         kl = kl_k3(out.logprobs, mb.ref_logprobs, mb.mask)
         metrics = {
             "kl": token_mean(kl, mb.mask, mb.total_tokens),
@@ -179,9 +192,7 @@ def main(cfg: Config) -> None:
         prompts, skipped = encode_rows(processor, rows, max_tokens=max_tokens)
         for message in skipped:
             progress.write(f"skipped: {message}")
-        rollout.update_weights(engine.get_per_tensor_param())
-        sampling = Sampling(cfg.max_new_tokens, cfg.temperature, seed=(cfg.seed, step))
-        answers = rollout.generate(prompts, sampling, n=cfg.group_size)
+        answers = generate(prompts, Sampling(cfg.max_new_tokens, cfg.temperature, (cfg.seed, step)), n=cfg.group_size)
         generated = time.perf_counter()
 
         rewards = score(task.reward, answers)  # [B]; nan = could not be judged
@@ -275,8 +286,9 @@ def set_up(cfg: Config, task: Task, out: Path):
         start = load_model(path, trust_remote_code=cfg.trust_remote_code)
         reference = make_engine("fsdp2", "language_model", model=start, **shared)
     rollout = make_rollout(
-        cfg.rollout, engine.gathered, processor=processor, gpu_memory_utilization=cfg.gpu_memory_utilization
-    )
+        cfg.rollout, engine.gathered, model=path, processor=processor, urls=cfg.servers,
+        gpu_memory_utilization=cfg.gpu_memory_utilization,
+    )  # fmt: skip
     return engine, reference, rollout, processor
 
 

@@ -5,6 +5,7 @@
     samples = rollout.generate(prompts, Sampling(max_new_tokens=64, seed=(0, step)), n=8)
 """
 
+from collections.abc import Sequence
 from importlib import import_module
 from typing import Any
 
@@ -12,15 +13,44 @@ from rlkit.rollout.sampling import Sampling, uniforms
 
 __all__ = ["Sampling", "make_rollout", "uniforms"]
 
-_ROLLOUTS = {"hf": "rlkit.rollout.hf:HfRollout", "vllm": "rlkit.rollout.vllm:VllmRollout"}
+_ROLLOUTS = {  # the class, and what it is given of the things that every recipe has at hand
+    "hf": ("rlkit.rollout.hf:HfRollout", ("gathered", "gpu_memory_utilization")),
+    "vllm": ("rlkit.rollout.vllm:VllmRollout", ("model", "gpu_memory_utilization")),
+    "vllm_server": ("rlkit.rollout.vllm_server:VllmServerRollout", ("model", "urls")),
+    "sglang": ("rlkit.rollout.sglang_server:SglangRollout", ("model", "urls")),
+}
 
 
-def make_rollout(backend: str, *args: Any, **options: Any) -> Any:
-    """A sampler; `options` are its own, see its class.
+def make_rollout(
+    backend: str,
+    gathered: Any = None,
+    *,
+    processor: Any,
+    model: str | None = None,
+    urls: Sequence[str] = (),
+    gpu_memory_utilization: float = 0.8,
+    **options: Any,
+) -> Any:
+    """A sampler. A recipe hands over all of these and changes one word to sample with another.
 
-    Every sampler has `generate(requests, sampling, n)`, `update_weights(iterator)`, `sleep()`, `wake_up()` and `close()`.
+    Every sampler has `generate(requests, sampling, n)`, `update_weights(iterator)`, `sleep()`, `wake_up()` and
+    `close()`.
+
+    Args:
+        backend: "hf" (the trained module itself), "vllm" (in this process), "vllm_server", or "sglang".
+        gathered: context that yields the trained module with whole weights, `engine.gathered`; "hf" samples from it.
+        processor: the trainer's.
+        model: directory or hub id that the other samplers load, or serve already.
+        urls: of the servers.
+        gpu_memory_utilization: share of a GPU's memory that a sampler in this process may use.
+        options: the sampler's own; see its class.
+
+    Raises:
+        ValueError: no such sampler.
     """
     if backend not in _ROLLOUTS:
         raise ValueError(f"no rollout {backend!r}; there are: {', '.join(sorted(_ROLLOUTS))}")
-    module, _, name = _ROLLOUTS[backend].partition(":")
-    return getattr(import_module(module), name)(*args, **options)
+    (target, takes), at_hand = _ROLLOUTS[backend], {"gathered": gathered, "model": model, "urls": urls}
+    at_hand["gpu_memory_utilization"] = gpu_memory_utilization
+    module, _, name = target.partition(":")
+    return getattr(import_module(module), name)(processor=processor, **{k: at_hand[k] for k in takes}, **options)

@@ -26,7 +26,6 @@ class HfRollout:
 
     Args:
         gathered: context that yields the module with whole weights, e.g. `engine.gathered`.
-        model: not used, the module is there already; here so that samplers are made alike.
         processor: for the end tokens, and to decode.
         max_sequences: most sequences decoded at once.
         gpu_memory_utilization: share of a GPU's memory up to which the key-value cache may fill it; fewer sequences are
@@ -37,7 +36,6 @@ class HfRollout:
         self,
         gathered: Callable[[], AbstractContextManager[Any]],
         *,
-        model: str | None = None,
         processor: Any,
         max_sequences: int = 512,
         gpu_memory_utilization: float = 0.8,

@@ -7,8 +7,7 @@ from __future__ import annotations
 
 import os
 import weakref
-from collections.abc import Callable, Iterable, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import Any
 from unittest import mock
@@ -29,7 +28,6 @@ class VllmRollout:
     """Samples with a vLLM engine that is given the trainer's weights.
 
     Args:
-        gathered: not used, this sampler has weights of its own; here so that samplers are made alike.
         model: directory or hub id; its weights are those until the first `update_weights`.
         processor: the trainer's, to decode.
         tensor_parallel_size: neighbouring ranks that share one engine; their requests are put together.
@@ -44,7 +42,6 @@ class VllmRollout:
 
     def __init__(
         self,
-        gathered: Callable[[], AbstractContextManager[Any]] | None = None,
         *,
         model: str,
         processor: Any,

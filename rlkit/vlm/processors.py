@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -65,37 +66,94 @@ def encode(processor: Any, row: Mapping[str, Any], *, max_tokens: int | None = N
         images = [load_image(source) for source in row.get("images") or ()]
     except ValueError as error:
         raise ValueError(f"{where}: {error}") from error
-    if not (messages := row.get("messages")):
-        if row.get("question") is None:
-            raise ValueError(f"{where}: it has no question")
-        parts = [{"type": "image"} for _ in images] + [{"type": "text", "text": str(row["question"])}]
-        messages = [{"role": "user", "content": parts if images else str(row["question"])}]
-    text = processor.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
+    try:
+        text = processor.apply_chat_template(chat(row), add_generation_prompt=True, tokenize=False)
+        sample = encode_text(processor, text, images)
+    except ValueError as error:
+        raise ValueError(f"{where}: {error}") from error
+    if max_tokens is not None and (n := len(sample.token_ids)) > max_tokens:
+        raise ValueError(f"{where}: the prompt has {n} tokens, more than the limit of {max_tokens}")
+    return replace(sample, row=row, group_id=group_id)
+
+
+def chat(row: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """The messages of a row: its own, or one with its images and then its question."""
+    if messages := row.get("messages"):
+        return list(messages)
+    if row.get("question") is None:
+        raise ValueError("it has no question")
+    return [message("user", str(row["question"]), len(row.get("images") or ()))]
+
+
+def message(role: str, text: str, images: int = 0) -> dict[str, Any]:
+    """A message of a chat: so many images, and then its text."""
+    parts = [{"type": "image"}] * images + [{"type": "text", "text": text}]
+    return {"role": role, "content": parts if images else text}
+
+
+def encode_text(processor: Any, text: str, images: Sequence[Image.Image] = ()) -> Sample:
+    """Both token tracks of a text in which each image has its one placeholder.
+
+    Raises:
+        ValueError: images without a place for them, places without an image, or an image that has no such shape.
+    """
     tokenizer = getattr(processor, "tokenizer", processor)
     compact = tokenizer(text, add_special_tokens=False)["input_ids"]
     if images and tokenizer is processor:
-        raise ValueError(f"{where}: {len(images)} images, but the model's processor is a tokenizer: it cannot see")
+        raise ValueError(f"{len(images)} images, but the model's processor is a tokenizer: it cannot see")
     for kind, given in (("image", len(images)), ("video", 0)):  # a question may spell a placeholder out
         slots = compact.count(getattr(processor, f"{kind}_token_id", None))
         if slots != given:
-            raise ValueError(f"{where}: {given} {kind}s, but the prompt has {slots} places for them")
-    expanded, vision, placeholders = compact, {}, {}
-    if images:
-        try:
-            inputs = processor(text=[text], images=images, return_tensors="pt", add_special_tokens=False)
-        except ValueError as error:  # a strip of an image, say
-            raise ValueError(f"{where}: {error}") from error
-        if "image_grid_thw" not in inputs:
-            name = type(processor).__name__
-            raise ValueError(f"{where}: {name} gives no image_grid_thw; only processors of the Qwen-VL kind are known")
-        expanded = inputs["input_ids"][0].tolist()
-        vision = {k: v for k, v in inputs.items() if k not in ("input_ids", "attention_mask", "mm_token_type_ids")}
-        counts = inputs["image_grid_thw"].prod(1) // processor.image_processor.merge_size**2
-        placeholders = {processor.image_token_id: counts.tolist()}
-    if max_tokens is not None and len(expanded) > max_tokens:
-        raise ValueError(f"{where}: the prompt has {len(expanded)} tokens, more than the limit of {max_tokens}")
-    facts = {"images": images, "row": row, "group_id": group_id}
-    return prompt(expanded, compact, vision=vision, placeholders=placeholders, **facts)
+            raise ValueError(f"{given} {kind}s, but the prompt has {slots} places for them")
+    if not images:
+        return prompt(compact)
+    inputs = processor(text=[text], images=list(images), return_tensors="pt", add_special_tokens=False)
+    if "image_grid_thw" not in inputs:
+        name = type(processor).__name__
+        raise ValueError(f"{name} gives no image_grid_thw; only processors of the Qwen-VL kind are known")
+    vision = {k: v for k, v in inputs.items() if k not in ("input_ids", "attention_mask", "mm_token_type_ids")}
+    counts = inputs["image_grid_thw"].prod(1) // processor.image_processor.merge_size**2
+    placeholders = {processor.image_token_id: counts.tolist()}
+    expanded = inputs["input_ids"][0].tolist()
+    return prompt(expanded, compact, vision=vision, placeholders=placeholders, images=images)
+
+
+THOUGHT, ANSWER = "(rlkit's probe: a thought)", "(rlkit's probe: an answer)"  # a template must keep both
+
+
+def encode_reply(
+    processor: Any, messages: Sequence[Mapping[str, Any]], reply: Mapping[str, Any], images: Sequence[Image.Image] = ()
+) -> Sample:
+    """What the chat template puts between an assistant's turn and its next: a reply, the next turn opened.
+
+    The text is the suffix that the template adds, so no token of an earlier turn is made again. It begins behind the
+    end token of the turn, which the policy has sampled.
+
+    Args:
+        messages: the chat before the assistant's turn. What the turn says makes no difference.
+        reply: the message that follows it, with a part for each of `images`.
+
+    Raises:
+        ValueError: the template rewrites earlier turns when a message follows (some drop thoughts): the tokens that
+            were sampled would not be those that it shows; or it ends a turn with no token of its own; or an image
+            cannot be encoded.
+    """
+    tokenizer = getattr(processor, "tokenizer", processor)
+    turns = [*messages, {"role": "assistant", "content": f"<think>\n{THOUGHT}\n</think>\n\n{ANSWER}"}]
+    before = processor.apply_chat_template(turns, tokenize=False)
+    after = processor.apply_chat_template([*turns, reply], add_generation_prompt=True, tokenize=False)
+    whose = f"chat template of {tokenizer.name_or_path or type(processor).__name__!r}"
+    if not after.startswith(before) or THOUGHT not in before or ANSWER not in before:
+        raise ValueError(
+            f"{whose}: it rewrites earlier turns when a message of the role {reply['role']!r} follows; they would no "
+            "longer be what was sampled. Another role, or a template that keeps every turn whole, is needed"
+        )
+    sample = encode_text(processor, after[before.rindex(ANSWER) + len(ANSWER) :], images)
+    end = sample.token_ids[0]
+    if end not in tokenizer.added_tokens_decoder:
+        raise ValueError(f"{whose}: an end token behind the assistant's turn expected, came {tokenizer.decode([end])!r}")
+    behind = {name: getattr(sample, name)[1:] for name in ("token_ids", "compact_ids", "mask", "logprobs")}
+    return replace(sample, **behind)
 
 
 def encode_rows(
@@ -165,21 +223,22 @@ def load_processor(path: str, *, trust_remote_code: bool = False, **options: Any
         except (OSError, ValueError) as error:
             raise ValueError(f"model {path!r}: {error}") from error
     options["trust_remote_code"] = trust_remote_code
+    lacks = f"model {path!r}: a vision-language model without a processor that can be loaded"
     try:
         processor = transformers.AutoProcessor.from_pretrained(path, **options)
     except (ImportError, OSError, ValueError) as error:
         known = transformers.models.auto.processing_auto.PROCESSOR_MAPPING_NAMES
         name = known.get(config.model_type)
         if transformers.utils.is_torchvision_available() or name is None:
-            raise ValueError(f"model {path!r}: its processor cannot be loaded: {error}") from error
+            raise ValueError(f"{lacks}: {error}") from error
         whole = getattr(transformers, name)
         try:
             processor = image_only(whole).from_pretrained(path, **options)
         except (ImportError, OSError, ValueError) as error:
-            raise ValueError(f"model {path!r}: a vision-language model without a processor: {error}") from error
+            raise ValueError(f"{lacks}: {error}") from error
         processor.video_config = _video_config(path)
     if not hasattr(processor, "image_processor"):  # AutoProcessor falls back to the tokenizer alone without a word
-        raise ValueError(f"model {path!r}: a vision-language model without a processor (no preprocessor_config.json)")
+        raise ValueError(f"{lacks}: no preprocessor_config.json")
     return processor
 
 

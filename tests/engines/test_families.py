@@ -204,7 +204,7 @@ def all_at_once(model, batch, weights, options):
     return logprobs.detach(), gradients(model, (weights * logprobs).sum())
 
 
-def check(model, batch, weights, ways=WAYS):
+def check(model, batch, weights, ways=WAYS, atol=1e-5):
     expected, expected_gradients = one_at_a_time(model, batch, weights)
     use_packed_attention(model)
     for way in ways:
@@ -214,7 +214,7 @@ def check(model, batch, weights, ways=WAYS):
         for name, gradient in came.items():
             scale = expected_gradients[name].abs().max().clamp(min=1)
             torch.testing.assert_close(
-                gradient / scale, expected_gradients[name] / scale, atol=1e-5, rtol=1e-4,
+                gradient / scale, expected_gradients[name] / scale, atol=atol, rtol=1e-4,
                 msg=lambda m, way=way, name=name: f"{way} {name}: {m}",
             )  # fmt: skip
 
@@ -238,7 +238,7 @@ def test_a_family_that_does_not_pack_is_refused_by_name_and_padded_rows_are_righ
     batch, weights = rows()
     with pytest.raises(ValueError, match=f"^{family}: rows cannot be packed: .*{why}.*use_remove_padding=False"):
         use_packed_attention(model, packed=True)
-    check(model, batch, weights, ["padded"])
+    check(model, batch, weights, ["padded"], atol=5e-5)  # a recurrence over the row adds up its rounding
     ran = []
     model.get_input_embeddings().register_forward_hook(lambda *_: ran.append(1))
     for way in ("packed", "shared"):

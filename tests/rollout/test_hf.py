@@ -205,6 +205,6 @@ def test_bad_input_is_named(engine, processor):
     with pytest.raises(ValueError, match="temperature: at least 0 expected, came -1"):
         Sampling(1, temperature=-1)
     with pytest.raises(ValueError, match="no rollout 'tgi'; there are: hf"):
-        make_rollout("tgi")
+        make_rollout("tgi", processor=None)
     with pytest.raises(ValueError, match=r"gpu_memory_utilization: in \(0, 1\] expected, came 80"):
         make_rollout("hf", engine.gathered, processor=processor, gpu_memory_utilization=80)

@@ -1,7 +1,8 @@
 import io
 import json
 import shutil
-from importlib.util import find_spec
+import subprocess
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -277,10 +278,28 @@ def test_unsampled_ids_end_with_rows_beyond_the_vocabulary(config, processor):
 # --- load_processor and load_model
 
 
-@pytest.mark.skipif(find_spec("torchvision") is not None, reason="torchvision is there")
-def test_load_processor_without_torchvision(processor):
-    assert type(processor).__name__ == "Qwen2_5_VLProcessor" and processor.image_processor.merge_size == 2
-    assert getattr(processor, "video_processor", None) is None
+HIDDEN = """
+import sys
+sys.modules["torchvision"] = None  # as if it were not installed
+import torch
+from PIL import Image
+from rlkit.vlm import encode, load_processor
+processor = load_processor(sys.argv[1])
+row = {"question": "q", "images": [Image.open(sys.argv[2])]}
+print(type(processor).__name__, processor.image_processor.merge_size, getattr(processor, "video_processor", None))
+torch.save(encode(processor, row).vision["pixel_values"], sys.argv[3])
+"""
+
+
+def test_load_processor_without_torchvision(processor, tiny_dir, tmp_path):
+    """It sees what the processor of this process sees, which resizes with torchvision where that is installed: to the
+    rounding of a pixel, one in 255 over a standard deviation of 0.26."""
+    image(70, 90).save(tmp_path / "image.png")
+    paths = [tiny_dir, str(tmp_path / "image.png"), str(tmp_path / "pixels.pt")]
+    done = subprocess.run([sys.executable, "-c", HIDDEN, *paths], capture_output=True, text=True, timeout=200)
+    assert done.stdout.split() == ["Qwen2_5_VLProcessor", "2", "None"], done.stderr[-2000:]
+    ours = encode(processor, ask(image(70, 90))).vision["pixel_values"]
+    torch.testing.assert_close(torch.load(tmp_path / "pixels.pt"), ours, atol=0.016, rtol=0)
 
 
 def test_saved_and_loaded_again_is_the_whole_processor(processor, tiny_dir, tmp_path):
@@ -291,8 +310,9 @@ def test_saved_and_loaded_again_is_the_whole_processor(processor, tiny_dir, tmp_
         written = json.loads((path / "processor_config.json").read_text())
         assert written["processor_class"] == "Qwen2_5_VLProcessor"
         video = written["video_processor"]
-        assert video["video_processor_type"] == "Qwen2VLVideoProcessor" and video["patch_size"] == 14
-        assert written == json.loads((Path(tiny_dir) / "processor_config.json").read_text())
+        before = json.loads((Path(tiny_dir) / "processor_config.json").read_text())
+        assert before.pop("video_processor").items() <= video.items()  # torchvision's part adds its defaults
+        assert before == {name: part for name, part in written.items() if name != "video_processor"}
     again = encode(load_processor(str(path)), ask(image()))
     before = encode(processor, ask(image()))
     assert again.token_ids == before.token_ids
