@@ -195,6 +195,17 @@ def test_unjudged_answers_stop_the_run_past_their_limit(warm_dir, tmp_path):
     assert "step 0: only 0 of 256 answers could be judged" in bad.stderr
 
 
+def test_vllm_by_one_word(short_run, warm_dir, tmp_path):
+    """The same prompts and the same greedy answers; the trainer finds the sampler's logprobs right at every step."""
+    out = tmp_path / "vllm"
+    done = run("--model", warm_dir, "--out", out, "--steps", 3, *SMALL, "--rollout", "vllm")
+    assert "Traceback" not in done.stderr
+    rows = read_metrics(out / "metrics.jsonl")
+    assert len(rows) == 3 and all(row["mismatch/abs_dlogp"] < 1e-5 for row in rows)
+    before = [json.loads((path / "eval.json").read_text())["accuracy_before"] for path in (out, short_run[0])]
+    assert before[0] == before[1]
+
+
 def test_bad_input_is_one_clear_message(warm_dir, short_run, tmp_path):
     """Several at once, as each start costs seconds."""
     (tmp_path / "no_image.jsonl").write_text('{"question": "q", "answer": "a"}\n' * 20)
@@ -208,7 +219,7 @@ def test_bad_input_is_one_clear_message(warm_dir, short_run, tmp_path):
         ("--model", bare, "--out", tmp_path / "c"): "a vision-language model without a processor",
         ("--model", tmp_path, "--out", tmp_path / "d"): "the directory holds no config.json",
         ("--model", warm_dir, "--out", short_run[0]): "holds a run already; --resume goes on with it",
-        ("--model", warm_dir, "--out", tmp_path / "e", "--rollout", "tgi"): "no rollout 'tgi'; there are: hf",
+        ("--model", warm_dir, "--out", tmp_path / "e", "--rollout", "tgi"): "no rollout 'tgi'; there are: hf, s",
     }
     before = sorted((p, p.stat().st_mtime_ns) for p in short_run[0].rglob("*"))
     running = {
