@@ -251,7 +251,7 @@ def set_up(cfg: Config, task: Task, out: Path):
     if path == "tiny":
         path = str(out / "init")
         if dist.get_rank() == 0 and not Path(path).exists():
-            print(f"building a tiny Qwen2.5-VL and warming it up: {path}", flush=True)
+            print(f"building a tiny model and warming it up: {path}", flush=True)
             build_tiny(path, task.train, seed=cfg.seed)
         dist.barrier()
     processor = load_processor(path, trust_remote_code=cfg.trust_remote_code)

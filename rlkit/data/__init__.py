@@ -1,6 +1,8 @@
 """From rows to batches: samples and their two token tracks, packing, batching by tokens, tasks and rewards."""
 
 from rlkit.data.batching import balanced_partitions, token_budget_batches
+from rlkit.data.hub import open_stream, stream_steps
+from rlkit.data.mixing import by_difficulty, easiest, mixed, widened
 from rlkit.data.packing import Packed, repad, unpad
 from rlkit.data.samples import Batch, Sample, collate, expand, extend, group_ids, prompt
 from rlkit.data.tasks import Task, judged, load_task, score, step_rows
@@ -11,16 +13,22 @@ __all__ = [
     "Sample",
     "Task",
     "balanced_partitions",
+    "by_difficulty",
     "collate",
+    "easiest",
     "expand",
     "extend",
     "group_ids",
     "judged",
     "load_task",
+    "mixed",
+    "open_stream",
     "prompt",
     "repad",
     "score",
     "step_rows",
+    "stream_steps",
     "token_budget_batches",
     "unpad",
+    "widened",
 ]

@@ -29,6 +29,7 @@ HELD_OUT_SEED = 20240131  # the same rows are held out in every run, whatever it
 QUESTION_COLUMNS = ("question", "prompt", "problem")
 IMAGE_COLUMNS = ("images", "image")
 ANSWER_COLUMNS = ("answer", "solution", "label")
+HELD_OUT_SPLITS = ("test", "validation", "val")
 
 log = logging.getLogger(__name__)
 
@@ -71,20 +72,49 @@ def digits() -> Task:
     return Task("digits", train=rows[360:], heldout=rows[:360], reward=exact_match)
 
 
-BUILT_IN: dict[str, Callable[[], Task]] = {"digits": digits}
+def sorting() -> Task:
+    """Three digits to put in order: "Sort the digits 311.", 113. There are 1,000, and 200 of them are held out.
+
+    The reward is 1 for the digits in order and nothing else.
+    """
+
+    def row(i: int) -> Row:
+        digits = f"{i:03}"
+        question, answer = f"Sort the digits {digits}.", "".join(sorted(digits))
+        return {"question": question, "images": [], "answer": answer, "where": f"sorting row {digits}"}
+
+    rows = [row(i) for i in np.random.default_rng(HELD_OUT_SEED).permutation(1000)]
+    return Task("sorting", train=rows[200:], heldout=rows[:200], reward=exact_match)
+
+
+BUILT_IN: dict[str, Callable[[], Task]] = {"digits": digits, "sorting": sorting}
 
 
 def load_task(name: str, *, images: bool = True) -> Task:
-    """A built-in task by name, a .jsonl/.json/.parquet file, or `module:function`, a function that returns a Task.
+    """A task by its name: built in, ready-made, a file, a data set, or a function of yours.
 
-    A file has columns `question`, `answer` and `image` or `images` (path relative to the file, bytes, or the struct
-    that Hugging Face datasets write); a tenth of its rows, at most 300, is held out; the reward is an exact match.
+    - `digits`, `sorting`: built in, see there.
+    - `gsm8k`, ... (rlkit.data.ready): from the hub; `gsm8k@DIRECTORY` from a local copy.
+    - a .jsonl, .json or .parquet file with columns `question`, `answer` and `image` or `images` (path relative to the
+      file, bytes, or the struct that Hugging Face datasets write); a tenth of its rows, at most 300, is held out; the
+      reward is an exact match.
+    - `owner/name` on the hub, or a directory: a data set with such columns and a split `train`; held out is its
+      `test` or `validation` split, or else a tenth of it; the reward is an exact match.
+    - `module:function`, a function that returns a Task.
+
+    Args:
+        images: False for text: no image column is asked for, and none is read.
 
     Raises:
         ValueError: unknown name, missing file, or a column that is not there.
     """
     if name in BUILT_IN:
         return BUILT_IN[name]()
+    from rlkit.data.ready import READY
+
+    base, at, source = name.partition("@")
+    if base in READY and bool(at) == bool(source):
+        return READY[base](source) if source else READY[base]()
     if Path(name).suffix in {".jsonl", ".json", ".parquet"}:
         return _from_file(Path(name), images)
     if ":" in name:
@@ -96,22 +126,53 @@ def load_task(name: str, *, images: bool = True) -> Task:
         if not isinstance(task, Task):
             raise ValueError(f"task {name!r}: a rlkit.data.Task expected, came {type(task).__name__}")
         return task
+    if "/" in name or (name and Path(name).is_dir()):
+        return _from_hub(name, images)
     known = ", ".join(sorted(BUILT_IN))
-    raise ValueError(f"task {name!r}: expected a built-in ({known}), a .jsonl or .parquet file, or module:function")
+    raise ValueError(
+        f"task {name!r}: expected a built-in ({known}), a ready one ({', '.join(sorted(READY))}), a .jsonl or .parquet "
+        "file, a data set (a directory, or owner/name) or module:function"
+    )
 
 
 def _from_file(path: Path, images: bool) -> Task:
     if not path.is_file():
         raise ValueError(f"task {str(path)!r}: no such file")
     table: Any = _parquet_table(path) if path.suffix == ".parquet" else _json_rows(path)
+    row = _reader(table, str(path), path, images)
+    return Task(path.stem, *_a_tenth_held_out(row, len(table)), exact_match)
+
+
+def _from_hub(source: str, images: bool) -> Task:
+    from rlkit.data.hub import read_splits
+
+    splits = read_splits(source)
+    if "train" not in splits:
+        raise ValueError(f"task {source!r}: no split 'train'; it has {sorted(splits)}")
+    row = _reader(splits["train"], f"{source} train", Path(source) / "rows", images)
+    if held := [split for split in HELD_OUT_SPLITS if split in splits]:
+        table = splits[held[0]]
+        unseen = _Rows(_reader(table, f"{source} {held[0]}", Path(source) / "rows", images), np.arange(len(table)))
+        return Task(Path(source).name, _Rows(row, np.arange(len(splits["train"]))), unseen, exact_match)
+    return Task(Path(source).name, *_a_tenth_held_out(row, len(splits["train"])), exact_match)
+
+
+def _a_tenth_held_out(row: Callable[[int], Row], count: int) -> tuple[_Rows, _Rows]:
+    """Rows to train on, and at most 300 that are not."""
+    order = np.random.default_rng(HELD_OUT_SEED).permutation(count)
+    held = min(300, count // 10)
+    return _Rows(row, order[held:]), _Rows(row, order[:held])
+
+
+def _reader(table: Any, name: str, file: Path, images: bool) -> Callable[[int], Row]:
+    """Row i of a table with a question, an answer and maybe an image column; paths are relative to the file."""
     rows_or_names = table if isinstance(table, list) else [table.features]
     columns = list(dict.fromkeys(name for names in rows_or_names for name in names))
 
     def column(candidates: Sequence[str], what: str) -> str:
         if found := [name for name in candidates if name in columns]:
             return found[0]
-        names = " or ".join(candidates)
-        raise ValueError(f"task {str(path)!r}: no {what} column ({names}); it has {columns}")
+        raise ValueError(f"task {name!r}: no {what} column ({' or '.join(candidates)}); it has {columns}")
 
     question, answer = column(QUESTION_COLUMNS, "question"), column(ANSWER_COLUMNS, "answer")
     image = column(IMAGE_COLUMNS, "image") if images else None
@@ -121,13 +182,11 @@ def _from_file(path: Path, images: bool) -> Task:
         raw = {name: came.get(name) for name in columns}
         found = raw[image] if image is not None else []
         pictures = found if isinstance(found, list) else [] if found is None else [found]
-        pictures = [_beside(path, picture) for picture in pictures]
-        where = f"{path} row {i + 1}"
+        pictures = [_beside(file, picture) for picture in pictures]
+        where = f"{name} row {i + 1}"
         return {**raw, "question": raw[question], "images": pictures, "answer": raw[answer], "where": where}
 
-    order = np.random.default_rng(HELD_OUT_SEED).permutation(len(table))
-    held = min(300, len(table) // 10)
-    return Task(path.stem, _Rows(row, order[held:]), _Rows(row, order[:held]), exact_match)
+    return row
 
 
 def _json_rows(path: Path) -> list[Row]:
@@ -154,8 +213,15 @@ def _parquet_table(path: Path) -> Any:
         table = datasets.load_dataset("parquet", data_files=str(path), split="train")
     except (datasets.exceptions.DatasetGenerationError, OSError, ValueError) as error:
         raise ValueError(f"task {str(path)!r}: cannot be read as parquet: {error.__cause__ or error}") from error
+    return _undecoded(table)
+
+
+def _undecoded(table: Any) -> Any:
+    """A table or stream of datasets whose images are bytes or a path until somebody wants them."""
+    import datasets
+
     undecoded = datasets.Image(decode=False)
-    for name, feature in table.features.items():
+    for name, feature in (table.features or {}).items():
         if isinstance(feature, datasets.Image):
             table = table.cast_column(name, undecoded)
         elif isinstance(feature, datasets.List) and isinstance(feature.feature, datasets.Image):
@@ -180,7 +246,7 @@ class _Rows(Sequence[Row]):
         return len(self.order)
 
     def __getitem__(self, i: Any) -> Any:
-        return _Rows(self.row, self.order[i]) if isinstance(i, slice) else self.row(int(self.order[i]))
+        return _Rows(self.row, self.order[i]) if isinstance(i, slice | list) else self.row(int(self.order[i]))
 
 
 def step_rows(rows: Sequence[Row], step: int, count: int, seed: int) -> list[tuple[int, Row]]:

@@ -1,4 +1,4 @@
-"""Vision-language parts: 3D RoPE ids, processors, what trains, loading, and a tiny model."""
+"""Vision-language parts: 3D RoPE ids, processors, what trains, loading, and tiny models."""
 
 from rlkit.vlm.adapt import VISION_TOWER, freeze, lora, merged_parameters, trainable_summary
 from rlkit.vlm.loading import load_model
@@ -12,7 +12,14 @@ from rlkit.vlm.processors import (
     unsampled_ids,
 )
 from rlkit.vlm.rope3d import ROPE3D_MODEL_TYPES, ROPE3D_REFUSED, Rope3DSpec, rope3d_position_ids, rope3d_spec
-from rlkit.vlm.tiny import build_tiny, tiny_config, tiny_processor, tiny_tokenizer
+from rlkit.vlm.tiny import (
+    build_tiny,
+    tiny_config,
+    tiny_processor,
+    tiny_text_config,
+    tiny_text_tokenizer,
+    tiny_tokenizer,
+)
 
 __all__ = [
     "ROPE3D_MODEL_TYPES",
@@ -34,6 +41,8 @@ __all__ = [
     "rope3d_spec",
     "tiny_config",
     "tiny_processor",
+    "tiny_text_config",
+    "tiny_text_tokenizer",
     "tiny_tokenizer",
     "trainable_summary",
     "unsampled_ids",

@@ -1,4 +1,5 @@
-"""A tiny Qwen2.5-VL, built here without a download: 0.7M parameters, a tokenizer, a processor, a few words of training.
+"""A tiny Qwen2.5-VL or, for text, Qwen2, built here without a download: at most 0.7M parameters, a tokenizer, a
+processor, a few words of training.
 
 It is a model directory like any other, so that everything which takes a 7B takes it too.
 """
@@ -11,6 +12,8 @@ from typing import Any
 
 import numpy as np
 import torch
+
+from rlkit.vlm.processors import load_image
 
 SPECIAL = [
     "<|endoftext|>", "<|im_start|>", "<|im_end|>",
@@ -29,15 +32,29 @@ CHAT_TEMPLATE = (
 
 def tiny_tokenizer(corpus: Sequence[str], vocab_size: int = 400) -> Any:
     """A byte-level BPE tokenizer with the special tokens and the chat template of the Qwen-VL families."""
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+    images = {"image_token": "<|image_pad|>", "video_token": "<|video_pad|>"}
+    return _tokenizer(corpus, vocab_size, SPECIAL, extra_special_tokens=images)
+
+
+def tiny_text_tokenizer(corpus: Sequence[str], vocab_size: int = 400) -> Any:
+    """The same for text alone; digits and capitals stay tokens of their own, so that a model can work with them."""
+    names = ["input_ids", "attention_mask"]
+    return _tokenizer(corpus, vocab_size, SPECIAL[:3], alone="[0-9A-Z]", model_input_names=names)
+
+
+def _tokenizer(corpus: Sequence[str], vocab_size: int, special: list[str], alone: str = "", **options: Any) -> Any:
+    from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
     from transformers import PreTrainedTokenizerFast
 
     bpe = Tokenizer(models.BPE())
-    bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    pieces: Any = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    if alone:
+        pieces = pre_tokenizers.Sequence([pre_tokenizers.Split(Regex(alone), "isolated"), pieces])
+    bpe.pre_tokenizer = pieces
     bpe.decoder = decoders.ByteLevel()
     alphabet = pre_tokenizers.ByteLevel.alphabet()
     trainer = trainers.BpeTrainer(
-        vocab_size=vocab_size, special_tokens=SPECIAL, initial_alphabet=alphabet, show_progress=False
+        vocab_size=vocab_size, special_tokens=special, initial_alphabet=alphabet, show_progress=False
     )
     bpe.train_from_iterator(corpus, trainer)
     return PreTrainedTokenizerFast(
@@ -46,7 +63,7 @@ def tiny_tokenizer(corpus: Sequence[str], vocab_size: int = 400) -> Any:
         pad_token="<|endoftext|>",
         padding_side="left",
         chat_template=CHAT_TEMPLATE,
-        extra_special_tokens={"image_token": "<|image_pad|>", "video_token": "<|video_pad|>"},
+        **options,
     )
 
 
@@ -99,6 +116,27 @@ def tiny_config(
     )
 
 
+def tiny_text_config(tokenizer: Any, *, hidden: int = 128, layers: int = 2, heads: int = 4, kv_heads: int = 2) -> Any:
+    """A Qwen2 configuration of about 0.4M parameters, with tied embeddings."""
+    from transformers import Qwen2Config
+
+    return Qwen2Config(
+        vocab_size=len(tokenizer),
+        hidden_size=hidden,
+        intermediate_size=3 * hidden,
+        num_hidden_layers=layers,
+        num_attention_heads=heads,
+        num_key_value_heads=kv_heads,
+        max_position_embeddings=4096,
+        initializer_range=hidden**-0.5,
+        rope_parameters={"rope_type": "default", "rope_theta": 1e4},
+        tie_word_embeddings=True,
+        bos_token_id=None,
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+    )
+
+
 def build_tiny(
     path: str | Path,
     rows: Sequence[Mapping[str, Any]],
@@ -115,20 +153,26 @@ def build_tiny(
 
     Args:
         path: where to write; there whole, or not at all.
-        rows: as a task's, see rlkit.data.tasks; one image each.
+        rows: as a task's, see rlkit.data.tasks. Where none has an image the model is a Qwen2 without a vision tower.
         seed: of the weights and the warm-up.
         warm_up_steps: supervised steps of 32 rows.
         label_noise: share of the answers that are drawn from other rows.
         lr: learning rate of the warm-up.
     """
-    from transformers import Qwen2_5_VLForConditionalGeneration
+    from transformers import Qwen2_5_VLForConditionalGeneration, Qwen2ForCausalLM
 
     words = [str(row["answer"]) for row in rows]
-    tokenizer = tiny_tokenizer([*{str(row["question"]) for row in rows}, *words, "user assistant system"])
-    processor = tiny_processor(tokenizer)
+    corpus = [*dict.fromkeys(str(row["question"]) for row in rows), *words, "user assistant system"]
+    sees = any(row["images"] for row in rows)
+    tokenizer = tiny_tokenizer(corpus) if sees else tiny_text_tokenizer(corpus)
+    processor = tiny_processor(tokenizer) if sees else tokenizer
+    model: Any
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        model = Qwen2_5_VLForConditionalGeneration(tiny_config(tokenizer))
+        if sees:
+            model = Qwen2_5_VLForConditionalGeneration(tiny_config(tokenizer))
+        else:
+            model = Qwen2ForCausalLM(tiny_text_config(tokenizer))
     rng = np.random.default_rng(seed)
     noisy = rng.permutation(words), rng.random(len(rows)) < label_noise
     answers = [str(other) if swap else word for word, other, swap in zip(words, *noisy, strict=True)]
@@ -145,30 +189,21 @@ def _warm_up(
     model: Any, processor: Any, rows: Sequence[Any], labels: Sequence[str], steps: int, lr: float, rng: Any
 ) -> None:
     """Plain supervised steps with transformers' own loss, on the answers alone."""
+    tokenizer = getattr(processor, "tokenizer", processor)
     optimizer = torch.optim.AdamW(model.parameters(), lr=lr, betas=(0.9, 0.95), weight_decay=0.0)
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: min(1.0, (step + 1) / 10))
     model.train()
     for _ in range(steps):
         chosen = rng.integers(len(rows), size=32).tolist()
         batch = [rows[i] for i in chosen]
-        asked = [
-            processor.apply_chat_template(
-                [{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": str(row["question"])}]}],
-                add_generation_prompt=True,
-                tokenize=False,
-            )
-            for row in batch
-        ]
+        asked = [processor.apply_chat_template(_chat(row), add_generation_prompt=True, tokenize=False) for row in batch]
         answers = [f"{labels[i]}<|im_end|>" for i in chosen]
-        inputs = processor(
-            text=[q + a for q, a in zip(asked, answers, strict=True)],
-            images=[row["images"] for row in batch],
-            padding=True,
-            return_tensors="pt",
-        )
+        text = [q + a for q, a in zip(asked, answers, strict=True)]
+        images = {"images": found} if (found := [load_image(image) for row in batch for image in row["images"]]) else {}
+        inputs = processor(text=text, padding=True, return_tensors="pt", **images)
         targets = torch.full_like(inputs["input_ids"], -100)  # left-padded: the answer stands at the end
         for i, answer in enumerate(answers):
-            n = len(processor.tokenizer(answer)["input_ids"])
+            n = len(tokenizer(answer)["input_ids"])
             targets[i, -n:] = inputs["input_ids"][i, -n:]
         model(**inputs, labels=targets).loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
@@ -176,3 +211,8 @@ def _warm_up(
         optimizer.zero_grad()
         schedule.step()
     model.eval()
+
+
+def _chat(row: Mapping[str, Any]) -> list[dict[str, Any]]:
+    parts = [*({"type": "image"} for _ in row["images"]), {"type": "text", "text": str(row["question"])}]
+    return [{"role": "user", "content": parts}]

@@ -1,0 +1,118 @@
+"""Data sets of the Hugging Face hub, or local copies of them: as tables, or read as they come.
+
+Images stay undecoded, so that one broken image is one bad row and not the end of a run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from rlkit.data.tasks import Row, _Rows, _undecoded
+
+
+def read_splits(source: str, subset: str | None = None) -> Any:
+    """The splits of a data set, each a table: `read_splits("openai/gsm8k", "main")["train"][0]["question"]`.
+
+    Args:
+        source: hub id (`owner/name`), a directory that holds a copy of it, or one that `save_to_disk` wrote.
+        subset: which of its configurations.
+
+    Returns:
+        a datasets.DatasetDict.
+
+    Raises:
+        ValueError: it cannot be found or read, or has no such subset.
+    """
+    import datasets
+
+    try:
+        if _is_saved(source):
+            found = datasets.load_from_disk(source)
+            found = found if isinstance(found, dict) else datasets.DatasetDict(train=found)
+        else:
+            found = datasets.load_dataset(source, subset)
+    except (datasets.exceptions.DatasetGenerationError, OSError, ValueError) as error:
+        raise ValueError(f"data set {source!r}: {error.__cause__ or error}") from error
+    return datasets.DatasetDict({name: _undecoded(table) for name, table in found.items()})
+
+
+def read_split(source: str, split: str, subset: str | None = None) -> Any:
+    """One split of a data set; a ValueError names those it has if that is none of them."""
+    splits = read_splits(source, subset)
+    if split not in splits:
+        raise ValueError(f"data set {source!r}: no split {split!r}; it has {sorted(splits)}")
+    return splits[split]
+
+
+def made(table: Any, make: Callable[[Row], Row], where: str) -> _Rows:
+    """The rows of a table, each made by `make` of the table's own when it is asked for, and named for messages."""
+    return _Rows(lambda i: {**make(table[i]), "where": f"{where} row {i + 1}"}, np.arange(len(table)))
+
+
+def open_stream(source: str, split: str, subset: str | None = None) -> Any:
+    """A split that is read as it comes, a datasets.IterableDataset: nothing is downloaded or converted beforehand.
+
+    Raises:
+        ValueError: it cannot be found or read, or has no such subset or split.
+    """
+    import datasets
+
+    try:
+        if _is_saved(source):
+            return read_split(source, split).to_iterable_dataset()
+        return _undecoded(datasets.load_dataset(source, subset, split=split, streaming=True))
+    except (OSError, ValueError) as error:
+        raise ValueError(f"data set {source!r}: {error.__cause__ or error}") from error
+
+
+def stream_steps(
+    stream: Any, make: Callable[[Row], Row], count: int, *, seed: int, start: int = 0, buffer_size: int = 10_000
+) -> Iterator[list[tuple[int, Row]]]:
+    """What `step_rows` gives, step after step from `start` on, of rows that are read as they come.
+
+    Each epoch is shuffled anew through a buffer. The rows of a step follow from (stream, seed, step): a resumed run
+    passes over the rows of the steps before `start`, which costs reading them again, and needs nothing from the
+    checkpoint. (The state that datasets can save is not used: it forgets what was in the buffer.)
+
+    Args:
+        stream: of `open_stream`, or any datasets.IterableDataset.
+        make: a task's row (`question`, `images`, `answer`) of one of the stream.
+        count: rows in a step.
+        seed: of the shuffling.
+        start: the first step, from 0.
+        buffer_size: rows among which each is drawn; 1 keeps the stream's order.
+
+    Yields:
+        (position within the step, row) pairs; the position is the group id. It never ends.
+
+    Raises:
+        ValueError: the stream is empty.
+    """
+    if count < 1:
+        raise ValueError(f"count: at least 1 row a step expected, came {count}")
+    shuffled = stream.shuffle(seed=seed, buffer_size=buffer_size)
+    passed, seen, epoch = start * count, 0, 0
+    step: list[tuple[int, Row]] = []
+    while True:
+        shuffled.set_epoch(epoch)
+        before = seen
+        for i, raw in enumerate(shuffled):
+            seen += 1
+            if seen <= passed:
+                continue
+            step.append((len(step), {**make(raw), "where": f"stream epoch {epoch} row {i + 1}"}))
+            if len(step) == count:
+                yield step
+                step = []
+        if seen == before:
+            raise ValueError("stream: no rows to train on")
+        epoch += 1
+
+
+def _is_saved(source: str) -> bool:
+    """Whether `save_to_disk` wrote it."""
+    return any((Path(source) / name).is_file() for name in ("dataset_dict.json", "state.json"))

@@ -1,0 +1,119 @@
+import math
+from collections import Counter
+
+import pytest
+
+from rlkit.data import Task, load_task, score, step_rows
+from rlkit.data.mixing import by_difficulty, easiest, mixed, widened
+from rlkit.data.samples import extend, prompt
+
+
+def task(name: str, count: int, reward=1.0, held: int = 2) -> Task:
+    rows = [{"question": f"{name}{i}", "images": [], "answer": str(i), "level": i % 3} for i in range(count)]
+    return Task(name, rows[held:], rows[:held], lambda text, row: reward)
+
+
+def asked(rows) -> list[str]:
+    return [row["question"] for row in rows]
+
+
+@pytest.mark.parametrize(
+    ("weights", "shares"),
+    [
+        ((3, 1), (0.75, 0.25)), ((1, 1), (0.5, 0.5)), ((0.1, 0.9), (0.1, 0.9)), ((1, 99), (0.01, 0.99)),
+        (None, (2 / 3, 1 / 3)),
+    ],
+)  # fmt: skip
+def test_rows_come_in_proportion_to_the_weights(weights, shares):
+    mixture = mixed([task("a", 22), task("b", 12)], weights)
+    counts = Counter(row["task"] for row in mixture.train)
+    for name, share in zip("ab", shares, strict=True):
+        assert counts[name] / len(mixture.train) == pytest.approx(share, abs=1 / len(mixture.train))
+    seen = Counter(asked(mixture.train))
+    assert set(seen) == {f"a{i}" for i in range(2, 22)} | {f"b{i}" for i in range(2, 12)}  # none is left out
+    for name in "ab":  # and none is favoured
+        times = [count for question, count in seen.items() if question.startswith(name)]
+        assert max(times) - min(times) <= 1
+    assert min(seen.values()) == 1  # no longer than it need be
+
+
+def test_a_mixture_is_a_task_like_any_other():
+    mixture = mixed([task("a", 12), task("b", 7)], [1, 2])
+    assert mixture.name == "a+b" and asked(mixture.heldout) == ["a0", "a1", "b0", "b1"]
+    steps = [step_rows(mixture.train, step, 4, seed=3) for step in range(20)]
+    for step in (19, 7, 0):
+        assert step_rows(mixture.train, step, 4, seed=3) == steps[step]
+    share = sum(row["task"] == "b" for step in steps for _, row in step) / 80
+    assert share == pytest.approx(2 / 3, abs=0.1)
+
+
+def test_each_row_is_judged_by_its_own_task():
+    rewards = {"a": 0.25, "b": None, "c": 1.0}
+    mixture = mixed([task(name, 5, reward) for name, reward in rewards.items()])
+    for row in [*mixture.train, *mixture.heldout]:
+        assert mixture.reward("text", row) == rewards[row["task"]]
+    samples = [extend(prompt([1], row=row), [2], [-0.1]) for row in mixture.heldout]
+    assert score(mixture.reward, samples).nan_to_num(-1).tolist() == [0.25, 0.25, -1, -1, 1, 1]
+
+
+def test_images_and_text_together():
+    mixture = mixed([load_task("digits"), load_task("sorting")], [1, 1])
+    rows = [row for _, row in step_rows(mixture.train, 0, 64, seed=0)]
+    assert {(row["task"], len(row["images"])) for row in rows} == {("digits", 1), ("sorting", 0)}
+    assert all(mixture.reward(row["answer"], row) == 1 for row in rows)
+
+
+@pytest.mark.parametrize(
+    ("tasks", "weights", "message"),
+    [
+        ([], None, "tasks: at least one"), ([task("a", 5), task("a", 6)], None, "different names"),
+        ([task("a", 2)], None, "'a' has no rows to train on"), ([task("a", 5)], [1, 1], "weights: 1 numbers above 0"),
+        ([task("a", 5), task("b", 5)], [1, 0], "weights: 2 numbers above 0 expected, came \\[1, 0\\]"),
+        ([task("a", 5)], [math.nan], "weights"), ([task("a", 5)], [math.inf], "weights"),
+    ],
+)  # fmt: skip
+def test_mixtures_that_cannot_be(tasks, weights, message):
+    with pytest.raises(ValueError, match=message):
+        mixed(tasks, weights)
+
+
+# --- curricula
+
+
+def test_easy_rows_first():
+    rows = task("a", 12, held=0).train
+    ordered = by_difficulty(rows, lambda row: row["level"])
+    assert asked(ordered) == [f"a{i}" for level in range(3) for i in range(level, 12, 3)]
+    assert asked(easiest(ordered, 0.5)) == asked(ordered)[:6] and asked(easiest(ordered, 1)) == asked(ordered)
+    assert asked(easiest(ordered, 0)) == ["a0"] and asked(easiest(ordered, 0.51)) == asked(ordered)[:7]
+    for step in range(6):
+        assert {row["level"] for _, row in step_rows(easiest(ordered, 1 / 3), step, 4, seed=0)} == {0}
+    for share in (-0.1, 1.1, math.nan):
+        with pytest.raises(ValueError, match=r"share: in \[0, 1\]"):
+            easiest(ordered, share)
+    with pytest.raises(ValueError, match="difficulty: a number expected, came nan in row 2"):
+        by_difficulty(rows, lambda row: math.nan if row["question"] == "a2" else 0.0)
+
+
+def test_a_curriculum_of_measured_accuracy_resumes_from_its_share():
+    ordered = by_difficulty(task("a", 42).train, lambda row: row["level"])
+    accuracies = [0.2, 0.7, 0.9, math.nan, 0.6, 0.8, 1.0, 0.1]
+
+    def run(extra: dict, stop: int) -> tuple[list, dict]:
+        """What a recipe does; `extra` is what its checkpoint carries."""
+        step, share, seen = extra["step"], extra["share"], []
+        while step < stop:
+            seen.append(asked(row for _, row in step_rows(easiest(ordered, share), step, 5, seed=0)))
+            share = widened(share, accuracies[step], target=0.7, by=0.2)
+            step += 1
+        return seen, {"step": step, "share": share}
+
+    whole, end = run({"step": 0, "share": 0.2}, 8)
+    first, saved = run({"step": 0, "share": 0.2}, 5)
+    second, again = run(saved, 8)
+    assert first + second == whole and again == end
+    assert saved["share"] == pytest.approx(0.6) and end["share"] == pytest.approx(1.0)
+
+
+def test_widening_ends_at_everything():
+    assert widened(0.98, 1.0) == 1.0 and widened(0.5, 0.69) == 0.5 and widened(0.5, math.nan) == 0.5
