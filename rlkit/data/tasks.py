@@ -11,7 +11,9 @@ import json
 import logging
 import math
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from pkgutil import resolve_name
 from typing import Any
@@ -263,12 +265,19 @@ def step_rows(rows: Sequence[Row], step: int, count: int, seed: int) -> list[tup
     return [(i - first, rows[int(order[i // len(rows)][i % len(rows)])]) for i in range(first, first + count)]
 
 
-def score(reward: Reward, samples: Sequence[Sample]) -> Tensor:
+def score(reward: Reward, samples: Sequence[Sample], *, threads: int = 1) -> Tensor:
     """[B] float32 rewards; nan where the reward function raised, or returned None, nan or an infinity: not judged.
 
     A failure is logged with its row, never turned into a 0.
+
+    Args:
+        threads: rewards under way at once, for those that wait for a process or a server (maths, programs, a judge).
     """
-    return torch.tensor([_judge(reward, sample) for sample in samples], dtype=torch.float32)
+    judge = partial(_judge, reward)
+    if threads == 1:  # in this thread: a reward may use signals
+        return torch.tensor([judge(sample) for sample in samples], dtype=torch.float32)
+    with ThreadPoolExecutor(threads) as pool:
+        return torch.tensor(list(pool.map(judge, samples)), dtype=torch.float32)
 
 
 def _judge(reward: Reward, sample: Sample) -> float:

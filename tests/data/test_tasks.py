@@ -2,6 +2,7 @@ import io
 import json
 import logging
 import math
+import threading
 from dataclasses import replace
 
 import datasets
@@ -276,3 +277,16 @@ def test_score_of_nothing():
     assert score(exact_match, []).shape == (0,) and judged([], torch.zeros(0)) == []
     with pytest.raises(ValueError):
         judged([prompt([1])], torch.zeros(2))
+
+
+def test_rewards_that_wait_are_scored_together_and_stay_in_order():
+    """Each waits for the next one to have begun: alone they would never end."""
+    begun = [threading.Event() for _ in range(5)]
+
+    def waits(text, row):
+        begun[int(text)].set()
+        assert begun[(int(text) + 1) % 5].wait(20)
+        return float(text)
+
+    samples = [replace(prompt([1]), text=str(i)) for i in range(5)]
+    assert score(waits, samples, threads=5).tolist() == [0, 1, 2, 3, 4]
