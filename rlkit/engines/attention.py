@@ -14,6 +14,7 @@ import inspect
 from collections.abc import Callable, Sequence
 from functools import cache, cached_property
 from itertools import accumulate
+from math import gcd
 from typing import Any, NamedTuple
 
 import torch
@@ -24,6 +25,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
 from rlkit.data.packing import runs
+from rlkit.engines.ulysses import Ulysses, to_heads, to_tokens
 from rlkit.vlm.families import IMAGES_SEE_THEMSELVES, NO_INTERFACE, bidirectional, image_groups, packing_obstacle
 
 NAME = "rlkit_packed"
@@ -51,6 +53,7 @@ class Layout:
     ) -> None:
         self.starts, self.lengths, self.prefixes, self.device = starts, lengths, prefixes, device
         self.images: Tensor | None = None  # [N] number of each token's image, -1 for text, where images see themselves
+        self.ulysses: Ulysses | None = None  # the ranks that share the row, if it is shared
         self.asked = 0  # how many layers' attention came here
         self.key_lengths = [before + own for (_, before), own in zip(prefixes, lengths, strict=True)]
 
@@ -251,7 +254,8 @@ def _attention(
         packed_layout.asked += 1
         q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
         options: dict[str, Any] = {"window": sliding_window, "dropout": dropout, "softcap": softcap, "sinks": s_aux}
-        return varlen_attention(q, k, v, packed_layout, scale=scaling, **options)[None], None
+        attend = varlen_attention if packed_layout.ulysses is None else _shared_attention
+        return attend(q, k, v, packed_layout, scale=scaling, **options)[None], None
     if attention_mask is None and sliding_window is not None and query.shape[2] == key.shape[2] > sliding_window:
         t = torch.arange(query.shape[2], device=query.device)
         attention_mask = (t[:, None] >= t) & (t[:, None] - t < sliding_window)
@@ -259,6 +263,22 @@ def _attention(
         return sdpa_attention_forward(module, query, key, value, attention_mask, dropout, scaling, **kwargs)
     seen = None if attention_mask is None else attention_mask[..., : key.shape[2]]
     return _attend(query, key, value, seen, scaling, dropout, softcap, s_aux).transpose(1, 2).contiguous(), None
+
+
+def _shared_attention(
+    query: Tensor, key: Tensor, value: Tensor, layout: Layout, *, sinks: Tensor | None, **options: Any
+) -> Tensor:
+    """`varlen_attention` of a row that the ranks of a group share: [n, H, D] of this rank's tokens, and so back."""
+    ulysses, heads = layout.ulysses, query.shape[1]
+    assert ulysses is not None
+    size = ulysses.size
+    if heads % size or len(query) * size != sum(layout.lengths):
+        came = f"{len(query)} of {sum(layout.lengths)} tokens and {heads} heads"
+        raise ValueError(f"ulysses_sequence_parallel_size={size}: a part of each expected in attention, came {came}")
+    key, value = (x.repeat_interleave(size // gcd(size, x.shape[1]), 1) for x in (key, value))
+    query, key, value = (to_heads(x, ulysses) for x in (query, key, value))
+    sinks = None if sinks is None else sinks.chunk(size)[ulysses.rank]
+    return to_tokens(varlen_attention(query, key, value, layout, sinks=sinks, **options), ulysses)
 
 
 def _mask(

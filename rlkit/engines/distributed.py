@@ -25,19 +25,22 @@ def init_distributed(device: str | None = None) -> torch.device:
     return here
 
 
-def all_reduce(x: Tensor, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> Tensor:
-    """Of a small tensor over all ranks, on the host."""
+def all_reduce(
+    x: Tensor, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM, group: dist.ProcessGroup | None = None
+) -> Tensor:
+    """Of a small tensor over the ranks of a group (all ranks by default), on the host."""
     x = x.detach().to("cpu", copy=True)
-    dist.all_reduce(x, op=op)
+    dist.all_reduce(x, op=op, group=group)
     return x
 
 
-def reduce_metrics(metrics: Mapping[str, Tensor | float]) -> dict[str, float]:
-    """Each metric summed over all ranks; those whose name ends in "/max" by their maximum. One wait for the device."""
+def reduce_metrics(metrics: Mapping[str, Tensor | float], group: dist.ProcessGroup | None = None) -> dict[str, float]:
+    """Each metric summed over the ranks of a group (all by default); those whose name ends in "/max" by their maximum.
+    One wait for the device."""
     names = sorted(metrics)
     where = next((x.device for x in metrics.values() if isinstance(x, Tensor)), None)
     numbers = [torch.as_tensor(metrics[name], dtype=torch.float64, device=where) for name in names]
     values = torch.stack([number.detach().reshape(()) for number in numbers])
     is_max = torch.tensor([name.endswith("/max") for name in names])
-    sums, largest = all_reduce(values), all_reduce(values, dist.ReduceOp.MAX)
+    sums, largest = (all_reduce(values, op, group) for op in (dist.ReduceOp.SUM, dist.ReduceOp.MAX))
     return dict(zip(names, torch.where(is_max, largest, sums).tolist(), strict=True))

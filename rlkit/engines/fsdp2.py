@@ -5,7 +5,6 @@ from __future__ import annotations
 import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -17,35 +16,18 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
-from rlkit.data.batching import token_budget_batches
 from rlkit.data.samples import Batch, Sample
 from rlkit.engines import checkpoint
 from rlkit.engines.attention import use_packed_attention
 from rlkit.engines.distributed import all_reduce, init_distributed, reduce_metrics
-from rlkit.engines.packer import ModelInputs, blank_sample, pack, shared_costs
+from rlkit.engines.micro_batches import LossFn, Outputs, add_up, micro_batches, run_closure
+from rlkit.engines.packer import ModelInputs, pack
+from rlkit.engines.ulysses import check_same_rows, gather, share_rows
 from rlkit.engines.value_head import has_value_head
 from rlkit.losses.logprobs import linear_logprobs, suppress_tokens, target_logprobs, token_entropy
-from rlkit.vlm.adapt import merged_parameters
+from rlkit.vlm.adapt import adapter_parameters, checkpoint_parameters, merged_parameters
 from rlkit.vlm.families import head_obstacle
 from rlkit.vlm.inputs import position_spec
-
-
-@dataclass(frozen=True)
-class Outputs:
-    """What a loss closure is given: [B, T] tensors aligned with the tokens, 0 where the mask is False, reached as
-    attributes: `out.logprobs`, `out.entropy`, `out.values`."""
-
-    tensors: Mapping[str, Tensor]
-    anchor: Tensor  # 0, with the model's graph behind it: the backward of a rank without rows
-
-    def __getattr__(self, name: str) -> Tensor:
-        tensors = self.__dict__.get("tensors", {})
-        if name in tensors:
-            return tensors[name]
-        raise AttributeError(f"no {name!r} among the outputs asked for: {', '.join(tensors)}")
-
-
-LossFn = Callable[[Outputs, Batch], tuple[Tensor, Mapping[str, Tensor]]]
 
 
 class Fsdp2Engine:
@@ -67,6 +49,12 @@ class Fsdp2Engine:
         use_fused_kernels: logprobs and entropy from hidden states, without the [N, V] logits.
         enable_gradient_checkpointing: recompute activations in backward.
         compute_dtype: of activations and gathered weights; bfloat16 on a GPU, float32 on a CPU.
+        ulysses_sequence_parallel_size: ranks next to each other that share the tokens of a micro-batch, which holds as
+            many as without; they must be given the same rows. Needs `use_remove_padding`.
+
+    Attributes:
+        data_rank, data_world: a batch's rows are shared out among `data_world` groups of ranks, and this rank's are
+            those of number `data_rank`: `rows[engine.data_rank :: engine.data_world]`.
     """
 
     known_outputs: tuple[str, ...] = ("logprobs", "entropy")
@@ -88,6 +76,7 @@ class Fsdp2Engine:
         use_fused_kernels: bool = False,
         enable_gradient_checkpointing: bool = False,
         compute_dtype: torch.dtype | None = None,
+        ulysses_sequence_parallel_size: int = 1,
     ) -> None:
         self.device = init_distributed(device)
         self.processor = processor
@@ -99,6 +88,10 @@ class Fsdp2Engine:
         self._check_head(trains=optimizer is not None)
         self.config = self.base.config
         self.spec = position_spec(self.config)
+        size = ulysses_sequence_parallel_size
+        self.ulysses = None if size == 1 else share_rows(self.base, size, self.device, packed=use_remove_padding)
+        self.data_rank, self.data_world = dist.get_rank() // size, dist.get_world_size() // size
+        self._data_group = None if self.ulysses is None else self.ulysses.data
         use_packed_attention(self.base, packed=use_remove_padding)
         if enable_gradient_checkpointing:
             self.base.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
@@ -123,24 +116,17 @@ class Fsdp2Engine:
         """
         if self.optimizer is None:
             raise ValueError("train_batch: this engine was made without an optimizer")
-        counts = all_reduce(torch.stack([batch.mask.sum(), batch.mask.any(1).sum()]))
+        counts = self.global_sum(torch.stack([batch.mask.sum(), batch.mask.any(1).sum()]))
         batch.total_tokens, batch.total_sequences = counts.unbind()
         self.module.train()
         self.optimizer.zero_grad(set_to_none=True)
-        metrics: dict[str, Tensor] = {}
+        reports = []
         for rows, blank in self._micro_batches(batch):
             part = batch.select(rows)
             out = self._forward(part, outputs, blank)
-            loss, more = loss_fn(out, part.to(self.device))
-            if loss.ndim or not loss.requires_grad:
-                came = f"{tuple(loss.shape)}, requires_grad={loss.requires_grad}"
-                raise ValueError(f"loss_fn: a 0-d loss with a gradient expected, came {came}")
-            (loss + out.anchor).backward()
-            for name, value in {"loss": loss, **more}.items():
-                value = torch.as_tensor(value, device=self.device).detach()
-                if name in metrics:
-                    value = torch.maximum(metrics[name], value) if name.endswith("/max") else metrics[name] + value
-                metrics[name] = value
+            loss, report = run_closure(loss_fn, out, part.to(self.device))
+            loss.backward()
+            reports.append(report)
         norm = torch.nn.utils.clip_grad_norm_(self.module.parameters(), self.max_grad_norm)
         grad_norm = (norm.full_tensor() if isinstance(norm, DTensor) else norm).item()
         lr = self.optimizer.param_groups[0]["lr"]
@@ -149,7 +135,8 @@ class Fsdp2Engine:
             self.optimizer.step()
         if self.scheduler is not None:
             self.scheduler.step()
-        return {**reduce_metrics(metrics), "grad_norm": grad_norm, "lr": lr, "skipped_steps": float(not finite)}
+        reduced = reduce_metrics(add_up(reports), self._data_group)
+        return {**reduced, "grad_norm": grad_norm, "lr": lr, "skipped_steps": float(not finite)}
 
     @torch.no_grad()
     def infer_batch(self, batch: Batch, outputs: Sequence[str] = ("logprobs",)) -> dict[str, Tensor]:
@@ -164,21 +151,9 @@ class Fsdp2Engine:
         return results
 
     def _micro_batches(self, batch: Batch) -> Iterator[tuple[list[int], Sample | None]]:
-        """Rows of each micro-batch: as many on every rank, and a blank sequence where a rank would stay behind."""
-        if "together" in batch.fields:
-            lengths, together = batch.lengths, batch.together.tolist()
-        elif self.share_prompts:
-            lengths, together = shared_costs(batch)
-        else:
-            lengths, together = batch.lengths, None
-        pieces = token_budget_batches(lengths, self.micro_batch_tokens, together=together)
-        count = int(all_reduce(torch.tensor(len(pieces)), dist.ReduceOp.MAX))
-        pieces += [[] for _ in range(count - len(pieces))]
-        sees = torch.tensor([any(batch.vision[i] for i in rows) for rows in pieces], dtype=torch.int32)
-        anyone_sees = all_reduce(sees, dist.ReduceOp.MAX)
-        for rows, here, somewhere in zip(pieces, sees.tolist(), anyone_sees.tolist(), strict=True):
-            needed = not rows or somewhere > here
-            yield rows, blank_sample(self.config, image=somewhere > here) if needed else None
+        if self.ulysses is not None:
+            check_same_rows(batch, self.ulysses)
+        return micro_batches(batch, self.micro_batch_tokens, self.config, share_prompts=self.share_prompts)
 
     def _forward(self, batch: Batch, outputs: Sequence[str], blank: Sample | None) -> Outputs:
         if unknown := set(outputs) - set(self.known_outputs):
@@ -190,8 +165,11 @@ class Fsdp2Engine:
             packed=self.use_remove_padding,
             share_prompts=self.share_prompts,
             blank=blank,
+            ulysses=self.ulysses,
         )
         results = self._results(inputs, outputs)
+        if self.ulysses is not None:
+            results = {name: gather(x, inputs.counts, self.ulysses) for name, x in results.items()}
         anchor = 0.0 * next(iter(results.values()))[len(inputs.slots) :].sum()
         return Outputs({name: inputs.scatter(result) for name, result in results.items()}, anchor)
 
@@ -264,7 +242,7 @@ class Fsdp2Engine:
 
     def global_sum(self, x: Tensor | float) -> Tensor:
         """Sum over data-parallel ranks, on the host."""
-        return all_reduce(torch.as_tensor(x))
+        return all_reduce(torch.as_tensor(x), group=self._data_group)
 
     def to(self, device: torch.device | str, *, model: bool = True, optimizer: bool = True) -> None:
         """Move sharded weights and optimizer state, e.g. to the host while a sampler needs the GPU."""
@@ -278,9 +256,17 @@ class Fsdp2Engine:
                         state[name] = value.to(device)
 
     def get_per_tensor_param(self) -> Iterator[tuple[str, Tensor]]:
-        """(HF name, whole tensor) of every parameter, adapters merged, one at a time; all ranks iterate together."""
+        """(HF name, whole tensor) of every parameter, as in a checkpoint's files, adapters merged, one at a time; all
+        ranks iterate together."""
         self._reshard()
-        yield from merged_parameters(self.module, _whole)
+        yield from checkpoint_parameters(self.base, merged_parameters(self.module, _whole))
+
+    def get_adapter(self) -> tuple[Any, Iterator[tuple[str, Tensor]]]:
+        """The LoRA adapters alone: peft's config, and (name in its files, whole tensor) of each, one at a time."""
+        if self.base is self.module:
+            raise ValueError("get_adapter: the model has no adapters; get_per_tensor_param hands over its weights")
+        self._reshard()
+        return self.module.peft_config["default"], adapter_parameters(self.module, _whole)
 
     def save_checkpoint(self, path: str | Path, extra: Mapping[str, Any] | None = None) -> None:
         """Sharded weights that train, optimizer, scheduler and RNG, with `extra` (JSON); complete or absent."""
@@ -323,7 +309,8 @@ class Fsdp2Engine:
     def export_hf(self, path: str | Path) -> None:
         """Write a Hugging Face model directory: config, safetensors, processor; adapters merged. Complete or absent."""
         path = Path(path)
-        tensors = {name: tensor.cpu() for name, tensor in self.get_per_tensor_param()}
+        self._reshard()
+        tensors = {name: tensor.cpu() for name, tensor in merged_parameters(self.module, _whole)}
         if dist.get_rank() == 0:
             part = path.with_name(path.name + ".part")
             shutil.rmtree(part, ignore_errors=True)

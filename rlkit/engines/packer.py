@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from rlkit.data.packing import runs
 from rlkit.data.samples import Batch, Sample, prompt
 from rlkit.engines.attention import Layout
+from rlkit.engines.ulysses import Ulysses
 from rlkit.vlm.inputs import join_vision, position_ids
 from rlkit.vlm.rope3d import Rope3DSpec
 
@@ -27,6 +29,8 @@ class ModelInputs:
         targets: [K] those next tokens.
         slots: [K'] where the results go in a flattened [B, T]; K' is K, or 0 where `keep` is a stand-in.
         shape: (B, T).
+        counts: how many of `slots` each rank of a Ulysses group works out, in order; `keep` and `targets` are then this
+            rank's alone, and `keep` counts from the beginning of its part.
     """
 
     kwargs: dict[str, Any]
@@ -34,6 +38,7 @@ class ModelInputs:
     targets: Tensor
     slots: Tensor
     shape: tuple[int, int]
+    counts: Sequence[int] = ()
 
     def scatter(self, values: Tensor) -> Tensor:
         """[K] per-token results -> [B, T], 0 elsewhere."""
@@ -49,6 +54,7 @@ def pack(
     packed: bool = True,
     share_prompts: bool = True,
     blank: Sample | None = None,
+    ulysses: Ulysses | None = None,
 ) -> ModelInputs:
     """Lay rows end to end (or leave them padded) with position ids and their vision tensors.
 
@@ -59,6 +65,7 @@ def pack(
         share_prompts: rows that answer the same prompt hold its tokens and images once; needs `packed`.
         blank: a sequence put behind the rows of which nothing is kept: for a rank that has no rows, or no images while
             others have.
+        ulysses: the ranks that share the packed row, which is filled up to as many tokens for each of them.
     """
     rows, columns = batch.tokens.shape
     tokens, lengths, vision = batch.tokens, batch.lengths, batch.vision
@@ -73,15 +80,23 @@ def pack(
     row, column = batch.mask[:, 1:].nonzero(as_tuple=True)  # column 0 has no token before it
     slots, targets = row * columns + column + 1, batch.tokens[row, column + 1]
     keep = row * tokens.shape[1] + column
+    counts: list[int] = []
     if packed:
         groups = shared_prompts(batch) if share_prompts else [[i] for i in range(rows)]
         groups += [[i] for i in range(rows, len(lengths))]
         prompts = prompt_lengths(batch) + [0] * (len(lengths) - rows)
-        layout, source, place = lay_out(groups, prompts, lengths, tokens.shape[1], device)
-        keep = place[keep]
+        parts = 1 if ulysses is None else ulysses.size
+        layout, source, place = lay_out(groups, prompts, lengths, tokens.shape[1], device, parts)
+        keep, fill = place[keep], (0, sum(layout.lengths) - len(source))
+        if ulysses is not None:
+            layout.ulysses, size = ulysses, sum(layout.lengths) // parts
+            order = (keep // size).argsort(stable=True)
+            slots, counts = slots[order], (keep // size).bincount(minlength=parts).tolist()
+            mine = order.split(counts)[ulysses.rank]
+            keep, targets = keep[mine] % size, targets[mine]
         kwargs: dict[str, Any] = {
-            "input_ids": tokens.flatten()[source][None],
-            "position_ids": positions.flatten(-2)[..., source].unsqueeze(-2),
+            "input_ids": pad(tokens.flatten()[source], fill)[None],
+            "position_ids": pad(positions.flatten(-2)[..., source], fill).unsqueeze(-2),
             "packed_layout": layout,
             **join_vision([vision[group[0]] for group in groups]),
         }
@@ -93,7 +108,7 @@ def pack(
     if packed:
         kwargs["logits_to_keep"] = keep
     moved = {k: v.to(device, non_blocking=True) if isinstance(v, Tensor) else v for k, v in kwargs.items()}
-    return ModelInputs(moved, keep.to(device), targets.to(device), slots.to(device), (rows, columns))
+    return ModelInputs(moved, keep.to(device), targets.to(device), slots.to(device), (rows, columns), counts)
 
 
 def prompt_lengths(batch: Batch) -> list[int]:
@@ -114,9 +129,11 @@ def shared_prompts(batch: Batch) -> list[list[int]]:
 
 
 def lay_out(
-    groups: Sequence[Sequence[int]], prompts: Sequence[int], lengths: Sequence[int], width: int, device: torch.device
-) -> tuple[Layout, Tensor, Tensor]:
-    """Segments end to end: a row alone is one; rows of a group are their prompt, and then what each adds to it.
+    groups: Sequence[Sequence[int]], prompts: Sequence[int], lengths: Sequence[int], width: int, device: torch.device,
+    multiple: int = 1,
+) -> tuple[Layout, Tensor, Tensor]:  # fmt: skip
+    """Segments end to end: a row alone is one; rows of a group are their prompt, and then what each adds to it. A last
+    one fills up to a multiple of so many tokens.
 
     Returns:
         The layout; `source` [N], where each packed token stands in the flattened [B, width]; and `place` [B * width],
@@ -140,6 +157,8 @@ def lay_out(
     place[source] = torch.arange(len(source))
     begins, before = zip(*prefixes, strict=True)
     place[runs([row * width for row, _, _ in pieces], before)] = runs(begins, before)
+    if short := -len(source) % multiple:
+        starts, sizes, prefixes = [*starts, len(source)], [*sizes, short], [*prefixes, (0, 0)]
     return Layout(starts, sizes, prefixes, device), source, place
 
 
@@ -154,7 +173,11 @@ def shared_costs(batch: Batch) -> tuple[list[int], list[int]]:
 
 
 # families that take an image as one row of numbers a patch, and its grid
-BLANK_IMAGE = frozenset({"qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe"})
+IN_PATCHES = frozenset(
+    {"qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe", "glm4v", "glm4v_moe", "glm46v"}
+)
+# families that take a sample's images in a dimension of their own
+IMAGES_OF_A_SAMPLE = frozenset({"smolvlm", "idefics3"})
 
 
 def blank_sample(config: Any, *, image: bool) -> Sample:
@@ -165,15 +188,31 @@ def blank_sample(config: Any, *, image: bool) -> Sample:
     """
     if not image:
         return prompt([0])
-    if config.model_type not in BLANK_IMAGE:
+    vision, tensors = config.vision_config, {}
+    if config.model_type in IN_PATCHES:
+        channels = getattr(vision, "in_channels", getattr(vision, "in_chans", 3))
+        side, count = vision.spatial_merge_size, 1
+        tensors["pixel_values"] = torch.zeros(side**2, channels * vision.temporal_patch_size * vision.patch_size**2)
+        tensors["image_grid_thw"] = torch.tensor([[1, side, side]])
+    elif count := tokens_of_fixed_size_image(config):
+        size = vision.image_size if isinstance(vision.image_size, Sequence) else [vision.image_size] * 2
+        pixels = torch.ones(1, vision.num_channels, *size)  # images of zeros are left out
+        tensors["pixel_values"] = pixels[None] if config.model_type in IMAGES_OF_A_SAMPLE else pixels
+    else:
         raise ValueError(
             f"{config.model_type}: some ranks have images and others have none, and no blank image is known for this "
             "family; give every rank rows with images"
         )
+    return prompt([config.image_token_id] * count, vision=tensors)
+
+
+def tokens_of_fixed_size_image(config: Any) -> int:
+    """How many tokens stand for an image, in families whose images are all of one size; 0 for others."""
     vision = config.vision_config
-    channels = getattr(vision, "in_channels", getattr(vision, "in_chans", 3))
-    side = vision.spatial_merge_size
-    pixels = torch.zeros(side * side, channels * vision.temporal_patch_size * vision.patch_size**2)
-    grid = torch.tensor([[1, side, side]])
-    tensors: Mapping[str, Tensor] = {"pixel_values": pixels, "image_grid_thw": grid}
-    return prompt([config.image_token_id], vision=tensors)
+    if config.model_type == "internvl" or config.model_type == "llava" and vision.model_type != "pixtral":
+        return config.image_seq_length
+    if config.model_type == "gemma3":
+        return config.mm_tokens_per_image
+    if config.model_type in IMAGES_OF_A_SAMPLE:
+        return (vision.image_size // vision.patch_size // config.scale_factor) ** 2
+    return 0

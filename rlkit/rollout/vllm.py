@@ -9,6 +9,8 @@ import os
 import weakref
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 from unittest import mock
 
@@ -51,7 +53,7 @@ class VllmRollout:
         dtype: str | None = None,
         **options: Any,
     ) -> None:
-        self.processor, self.version, self.asleep = processor, 0, False
+        self.processor, self.version, self.asleep, self.adapter = processor, 0, False, None
         self.on_gpu = torch.cuda.is_available()
         world = dist.get_world_size() if dist.is_initialized() else 1
         if tensor_parallel_size < 1 or world % tensor_parallel_size:
@@ -60,7 +62,9 @@ class VllmRollout:
         if world > 1:
             options["distributed_executor_backend"] = "external_launcher"
         if not self.on_gpu:
-            options = {"enforce_eager": True, "kv_cache_memory_bytes": 256 << 20} | options
+            # a prompt taken in pieces makes vLLM turn its seed's generator back, which one on a CPU cannot
+            on_cpu = {"enforce_eager": True, "kv_cache_memory_bytes": 256 << 20, "enable_chunked_prefill": False}
+            options = on_cpu | options
         vllm = import_vllm()
         threads = torch.get_num_threads()
         # on a CPU vLLM puts a function that does nothing in the place of torch's own
@@ -95,6 +99,33 @@ class VllmRollout:
         self.llm.collective_rpc("reload_weights", kwargs={"weights_iterator": weights})
         if not self.on_gpu:
             self.llm.apply_model(_pack_again)
+        self._arrived()
+
+    def update_adapter(self, config: Any, weights: Iterable[tuple[str, Tensor]]) -> None:
+        """Take LoRA adapters, which are a hundredth of the weights; those beneath stay what they were.
+
+        The engine must have been made with `enable_lora=True` and a `max_lora_rank`. vLLM reads adapters from files:
+        these lie in memory, and go at once.
+
+        Args:
+            config: peft's, and
+            weights: (name in peft's files, whole tensor); together what `engine.get_adapter()` returns.
+        """
+        from safetensors.torch import save_file
+        from vllm.lora.request import LoRARequest
+
+        if self.llm.llm_engine.vllm_config.lora_config is None:
+            raise ValueError("vllm: adapters need an engine made with enable_lora=True and max_lora_rank=...")
+        with TemporaryDirectory(dir="/dev/shm" if os.path.isdir("/dev/shm") else None) as folder:
+            tensors = {name: tensor.cpu().contiguous() for name, tensor in weights}
+            save_file(tensors, Path(folder) / "adapter_model.safetensors")
+            config.save_pretrained(folder)
+            self.llm.llm_engine.add_lora(LoRARequest("policy", 1, folder, load_inplace=True))
+        self.adapter = LoRARequest("policy", 1, "in memory")
+        self._arrived()
+
+    def _arrived(self) -> None:
+        """What was computed with the old weights goes."""
         if not self.llm.reset_prefix_cache():
             raise RuntimeError("vllm: the prefix cache could not be reset: are requests still running?")
         self.llm.llm_engine.reset_encoder_cache()
@@ -106,11 +137,12 @@ class VllmRollout:
     def sleep(self) -> None:
         """Free the GPU's memory, weights and cache, while the trainer works; on a CPU nothing is freed."""
         if self.on_gpu and not self.asleep:
-            self.llm.sleep(level=2)
+            adapters_alone = self.llm.llm_engine.vllm_config.lora_config is not None
+            self.llm.sleep(level=1 if adapters_alone else 2)  # 1 keeps the weights on the host, 2 nowhere
             self.asleep = True
 
     def wake_up(self) -> None:
-        """Take memory for the weights again; `update_weights` fills it, and takes that of the cache."""
+        """Take memory for the weights again; what hands weights over fills it, and takes that of the cache."""
         if self.asleep:
             self.llm.wake_up(tags=["weights"])
 
@@ -144,7 +176,8 @@ class VllmRollout:
 
         rule = {"n": n, "unsampled": self.unsampled, "ends": self.ends}
         params = [SamplingParams(**sampling_options(sampling, request, **rule)) for request in requests]
-        return self.llm.generate([request_prompt(request) for request in requests], params, use_tqdm=False)
+        given = [request_prompt(request) for request in requests]
+        return self.llm.generate(given, params, use_tqdm=False, lora_request=self.adapter)
 
     def _of_the_group(self, requests: Sequence[Sample]) -> tuple[Sequence[Sample], int]:
         """The requests of all ranks that share this engine, and where this rank's begin."""

@@ -97,6 +97,18 @@ def merged_parameters(model: nn.Module, full: Any = lambda tensor: tensor) -> It
         yield re.sub(r"^base_model\.model\.", "", name).replace(".base_layer", ""), tensor
 
 
+def adapter_parameters(model: nn.Module, full: Any = lambda tensor: tensor) -> Iterator[tuple[str, Tensor]]:
+    """(name, tensor) of every LoRA parameter, under the names of peft's adapter files, one at a time.
+
+    Args:
+        model: wrapped by `lora`.
+        full: as for `merged_parameters`.
+    """
+    for name, parameter in model.named_parameters():
+        if ".lora_" in name:
+            yield name.replace(".default.", "."), full(parameter.detach())
+
+
 def _adapted(adapter: Any) -> Tensor:
     """The parameter that an adapter adds to; peft wraps experts, which are no linear layers, parameter by parameter."""
     return adapter.get_param() if hasattr(adapter, "parameter_name") else adapter.get_base_layer().weight

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from rlkit.vlm.rope3d import ROPE3D_MODEL_TYPES, ROPE3D_REFUSED, Rope3DSpec, rope3d_position_ids, rope3d_spec
@@ -21,9 +22,32 @@ POSITION_KEYS = ("image_grid_thw", "video_grid_thw", "second_per_grid_ts")
 
 
 def join_vision(vision: Sequence[Mapping[str, Tensor]], only: Sequence[str] | None = None) -> dict[str, Tensor]:
-    """The vision tensors of several samples (`only` those named), one behind the other in the order of their rows."""
+    """The vision tensors of several samples (`only` those named), one behind the other in the order of their rows.
+
+    Where a sample's images have a dimension of their own ([1, images, channels, height, width], SmolVLM, Idefics3),
+    those of fewer are filled up with zeros as the processors fill up a batch: the models leave them out.
+
+    Raises:
+        ValueError: tensors of samples that do not fit behind each other.
+    """
     keys = [key for key in dict.fromkeys(key for one in vision for key in one) if only is None or key in only]
-    return {key: torch.cat([one[key] for one in vision if key in one]) for key in keys}
+    return {key: _end_to_end(key, [one[key] for one in vision if key in one]) for key in keys}
+
+
+# tensor -> its dimensions, if a sample's images have one of their own
+IMAGES_APART = {"pixel_values": 5, "pixel_attention_mask": 4}
+
+
+def _end_to_end(key: str, tensors: Sequence[Tensor]) -> Tensor:
+    if all(x.ndim == IMAGES_APART.get(key) for x in tensors):
+        most = max(x.shape[1] for x in tensors)
+        tensors = [F.pad(x, [0, 0] * (x.ndim - 2) + [0, most - x.shape[1]]) for x in tensors]
+    if len(shapes := {tuple(x.shape[1:]) for x in tensors}) > 1:
+        came = ", ".join(str(tuple(x.shape)) for x in tensors)
+        raise ValueError(
+            f"{key}: of {len(tensors)} samples, {len(shapes)} different shapes behind the first number: {came}"
+        )
+    return torch.cat(list(tensors))
 
 
 def position_ids(

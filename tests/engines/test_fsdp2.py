@@ -415,13 +415,3 @@ def test_manifest_is_json_and_nothing_else_travels(tiny_dir, tmp_path):
     manifest = json.loads((tmp_path / "step_1" / "manifest.json").read_text())
     assert manifest["extra"]["extra"] == {"step": 1}
     assert set(manifest["files"]) == {p.name for p in (tmp_path / "step_1").iterdir()} - {"manifest.json"}
-
-
-def test_a_blank_image_is_known_or_refused_by_name():
-    from types import SimpleNamespace
-
-    from rlkit.engines.packer import blank_sample
-
-    with pytest.raises(ValueError, match="glm4v: some ranks have images and others have none"):
-        blank_sample(SimpleNamespace(model_type="glm4v"), image=True)
-    assert blank_sample(SimpleNamespace(model_type="glm4v"), image=False).token_ids == [0]

@@ -70,9 +70,9 @@ def measure(kind: str, path: str, tensor_parallel_size: int = 1) -> dict:
     prompts = everything[rank::world]
     facts = {"threads": torch.get_num_threads(), "settable": torch.set_num_threads.__name__}
 
-    def distance(trainer=engine, shown=prompts):
+    def distance(trainer=engine, sampler=rollout):
         """max |sampler's - trainer's logprob| over this rank's answers, and the answers."""
-        samples = rollout.generate(shown, SAMPLING, n=3)
+        samples = sampler.generate(prompts, SAMPLING, n=3)
         batch = collate(samples)
         scored = trainer.infer_batch(batch)["logprobs"]
         return (scored - batch.rollout_logprobs)[batch.mask].abs().max().item(), samples
@@ -126,8 +126,27 @@ def measure(kind: str, path: str, tensor_parallel_size: int = 1) -> dict:
             except RuntimeError as error:
                 facts["encoder_cache_kept"] = str(error)
     rollout.close()
+    if kind == "qwen2_5_vl" and world == 1:
+        facts |= adapters_alone(path, processor, trainer, step, distance)
     facts["group_alive"] = dist.is_initialized()
     return facts
+
+
+def adapters_alone(path, processor, trainer, step, distance) -> dict:
+    """The base model's weights stay in the sampler, and adapters arrive twice."""
+    size = {"max_model_len": 512, "max_num_seqs": 32, "kv_cache_memory_bytes": 32 << 20, "block_size": 32}
+    rollout = make_rollout(
+        "vllm", model=path, processor=processor, enable_lora=True, max_lora_rank=8, max_loras=1, **size
+    )
+    facts = {"adapter_unsynced": distance(trainer, rollout)[0]}
+    rollout.update_adapter(*trainer.get_adapter())
+    facts["adapter"], samples = distance(trainer, rollout)
+    step(trainer, samples)
+    facts["adapter_moved"] = distance(trainer, rollout)[0]
+    rollout.update_adapter(*trainer.get_adapter())
+    facts["adapter_again"], samples = distance(trainer, rollout)
+    rollout.close()
+    return facts | {"adapter_version": samples[0].version, "left_in_memory": os.listdir("/dev/shm")}
 
 
 def errors(rollout, prompts) -> dict:
@@ -138,6 +157,7 @@ def errors(rollout, prompts) -> dict:
         "long": lambda: rollout.generate(prompts[:1], Sampling(500)),
         "expansion": lambda: rollout.generate([replace(prompts[0], token_ids=prompts[0].token_ids[:-1])], SAMPLING),
         "model": lambda: make_rollout("vllm", model="/nowhere", processor=rollout.processor),
+        "adapter": lambda: rollout.update_adapter(None, []),
         "tensor": lambda: make_rollout("vllm", model="/nowhere", processor=None, tensor_parallel_size=2),
     }
     found = {}

@@ -74,6 +74,14 @@ def test_tied_head_moves_with_the_embedding(alone):
     assert alone["qwen2_tied"]["synced"] < TOLERANCE and alone["qwen2_5_vl"]["synced"] < TOLERANCE
 
 
+def test_adapters_alone_are_enough(alone):
+    facts = alone["qwen2_5_vl"]
+    assert max(facts["adapter"], facts["adapter_again"]) < TOLERANCE
+    assert min(facts["adapter_unsynced"], facts["adapter_moved"]) > 0.05
+    assert facts["adapter_version"] == 2 and not [name for name in facts["left_in_memory"] if "tmp" in name]
+    assert "enable_lora=True" in facts["errors"]["adapter"]
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_samples_are_whole_and_in_order(alone, kind):
     facts = alone[kind]

@@ -1,0 +1,161 @@
+"""Rows shared by two and four ranks: the numbers of one process. What the ranks do stands in `on_ulysses_ranks.py`."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+sys.path.insert(0, str(Path(__file__).parent))
+import on_ulysses_ranks
+from on_ulysses_ranks import CASES, ORDER, SPLITS, make_case, make_rows, token_loss
+from test_families import TEXT, VISION
+
+from rlkit.engines.attention import Layout, _attention
+from rlkit.engines.packer import pack
+from rlkit.engines.ulysses import Ulysses, _cut
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory):
+    out = tmp_path_factory.mktemp("ulysses")
+    done = subprocess.run(
+        [sys.executable, on_ulysses_ranks.__file__, str(out)], capture_output=True, text=True, timeout=400
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    return out
+
+
+def result(out, split, name, rank=0):
+    return torch.load(out / split / f"{name}.{rank}.pt", weights_only=True)
+
+
+SHARED = [(split, name) for split, (world, _, names) in SPLITS.items() if world > 1 for name in names]
+
+
+@pytest.mark.parametrize(("split", "name"), SHARED)
+def test_token_mean_invariant_to_sequence_and_tensor_parallel(results, split, name):
+    """Every metric, gradient and parameter, through three steps; also means over sequences, and values."""
+    alone = result(results, "alone", name)
+    for rank in range(SPLITS[split][0]):
+        came = result(results, split, name, rank)
+        torch.testing.assert_close(
+            came["scored"], alone["scored"][came["rows"]][:, : came["scored"].shape[1]], atol=1e-5, rtol=1e-5
+        )
+        assert came["total"] == alone["total"]
+        for step, (mine, theirs) in enumerate(zip(came["steps"], alone["steps"], strict=True)):
+            assert mine == pytest.approx(theirs, abs=1e-5, rel=1e-5), (rank, step)
+        for kind in ("gradients", "parameters"):
+            assert came[kind].keys() == alone[kind].keys()
+            for parameter, tensor in came[kind].items():
+                torch.testing.assert_close(
+                    tensor,
+                    alone[kind][parameter],
+                    atol=1e-5,
+                    rtol=0,
+                    msg=lambda m, n=f"{kind} {parameter}": f"{n}: {m}",
+                )
+        torch.testing.assert_close(came["gathered"], alone["gathered"], atol=1e-4, rtol=1e-5)
+
+
+def test_there_is_something_to_compare(results):
+    for name, case in CASES.items():
+        alone = result(results, "alone", name)
+        assert all(0.01 < step["grad_norm"] and step["skipped_steps"] == 0 for step in alone["steps"])
+        assert len({step["loss"] for step in alone["steps"]}) == 3
+        vision = [gradient for n, gradient in alone["gradients"].items() if ".visual." in n]
+        assert bool(vision) == (case.model.endswith("_vl") and not case.lora)
+        assert all(gradient.abs().max() > 1e-5 for n, gradient in alone["gradients"].items() if "patch_embed" in n)
+
+
+@pytest.mark.parametrize("split", ["alone", "ulysses_2", "data_2_ulysses_2"])
+def test_a_checkpoint_is_taken_up_by_one_rank_that_shares_no_rows(results, split):
+    engine = make_case(CASES["qwen2"], 1)
+    assert engine.load_checkpoint(results / split / "checkpoint") == {"step": 1}
+    batch = make_rows(None, ORDER)
+    for expected in result(results, "alone", "qwen2")["steps"][1:]:
+        assert engine.train_batch(batch, token_loss, ("logprobs", "entropy")) == pytest.approx(expected, abs=1e-5)
+
+
+def said(results):
+    return [json.loads((results / "families" / f"said.{rank}.json").read_text()) for rank in range(2)]
+
+
+@pytest.mark.parametrize("family", [*TEXT, *VISION])
+def test_family_equals_one_sequence_at_a_time(results, family):
+    for of_rank in said(results):
+        errors = of_rank["families"][family]
+        assert len(errors) > 20 and all(error < 1e-5 for error in errors)
+
+
+def test_what_cannot_be_shared_is_said_on_every_rank(results):
+    expected = {
+        "world": "ulysses_sequence_parallel_size=3: a divisor of the number of ranks expected, which is 2",
+        "heads": "ulysses_sequence_parallel_size=2: a divisor of the number of attention heads expected, qwen2 has 3",
+        "rope": "ulysses_sequence_parallel_size=2: qwen2 scales RoPE (dynamic) by the longest position, which is not "
+        "in every part",
+        "padded": "ulysses_sequence_parallel_size=2: it shares packed rows; use_remove_padding=True expected",
+        **dict.fromkeys(
+            ("rows", "field", "size"),
+            "batch: the 2 ranks of a Ulysses group must be given the same rows, those of the engine's data_rank (of "
+            "data_world), and at least one came with others",
+        ),
+    }
+    assert [of_rank["refusals"] for of_rank in said(results)] == [expected] * 2
+
+
+# --- in one process: what a rank is given
+
+
+@pytest.mark.parametrize("size", [5, 25])
+def test_a_row_is_filled_up_and_cut_in_equal_parts(size):
+    batch = make_rows(None, ORDER)
+    whole = pack(batch, None, CPU)
+    tokens = whole.kwargs["input_ids"].shape[1]
+    assert tokens % size
+    found, counts = [], []
+    for rank in range(size):
+        inputs = pack(batch, None, CPU, ulysses=Ulysses(size, rank, None, None))
+        kwargs = {name: inputs.kwargs[name] for name in ("input_ids", "position_ids", "packed_layout")}
+        assert sum(kwargs["packed_layout"].lengths) == kwargs["input_ids"].shape[1] == kwargs["position_ids"].shape[1]
+        own = _cut(torch.nn.Identity(), (), kwargs)[1]["input_ids"][0]
+        assert len(own) == -(-tokens // size) and len(inputs.keep) == len(inputs.targets) >= 1
+        found += [*zip(own[inputs.keep].tolist(), inputs.targets.tolist(), strict=True)][: inputs.counts[rank]]
+        counts.append(inputs.counts)
+    assert all(c == counts[0] for c in counts) and (0 in counts[0]) == (size == 25)
+    # what is kept and its target stand, once each, in the order of `slots`
+    order = [whole.slots.tolist().index(slot) for slot in inputs.slots.tolist()]
+    expected = zip(whole.kwargs["input_ids"][0, whole.keep[order]].tolist(), whole.targets[order].tolist(), strict=True)
+    assert found == list(expected)
+
+
+def test_an_argument_that_cannot_be_cut_is_refused_by_name():
+    layout = Layout([0], [4], [(0, 0)], CPU)
+    layout.ulysses = Ulysses(2, 1, None, None)
+    module = torch.nn.Identity()
+    module.config = SimpleNamespace(model_type="other")
+    mask, features = torch.tensor([[False, True, True, False]]), [torch.tensor([[1.0], [2.0]])]
+    given = {"packed_layout": layout, "visual_pos_masks": mask, "deepstack_visual_embeds": features, "use_cache": False}
+    _, cut = _cut(module, (torch.arange(4)[None],), given)
+    assert cut["input"].tolist() == [[2, 3]] and cut["visual_pos_masks"].tolist() == [[True, False]]
+    assert cut["deepstack_visual_embeds"][0].tolist() == [[2.0]] and cut["use_cache"] is False
+    for unknown in (torch.zeros(4), {"layer": torch.zeros(1, 4)}, [torch.zeros(3)]):
+        with pytest.raises(ValueError, match="other: ulysses_.*: how to cut its decoder's features is not known"):
+            _cut(module, (), {"packed_layout": layout, "features": unknown})
+
+
+def test_a_row_that_was_not_cut_is_noticed_in_attention():
+    """A model may call its layers past the module that the hook is on."""
+    layout = Layout([0], [4], [(0, 0)], CPU)
+    layout.ulysses = Ulysses(2, 0, None, None)
+    x, odd = torch.zeros(1, 2, 4, 8), torch.zeros(1, 3, 2, 8)
+    for q in (x, odd):
+        with pytest.raises(
+            ValueError, match="a part of each expected in attention, came [24] of 4 tokens and [23] heads"
+        ):
+            _attention(torch.nn.Identity(), q, q, q, None, packed_layout=layout)
