@@ -112,6 +112,8 @@ class Config:
     """Logprobs from hidden states, without the logits tensor."""
     enable_gradient_checkpointing: bool = False
     """Recompute activations in backward."""
+    ulysses_sequence_parallel_size: int = 1
+    """Ranks that share one sequence, for long ones."""
     micro_batch_tokens: int = 16384
     """Most tokens in one forward."""
     gpu_memory_utilization: float = 0.8
@@ -133,7 +135,7 @@ def main(cfg: Config) -> None:
     torch.set_num_threads(cfg.threads)
     init_distributed()
     disable_progress_bar()  # of loading and saving; the run has its own
-    rank, world = dist.get_rank(), dist.get_world_size()
+    rank = dist.get_rank()
     name = f"grpo_vlm-{Path(cfg.task).stem}-seed{cfg.seed}"
     try:
         out = Path(cfg.out) if cfg.out else new_directory("runs", name, resume=cfg.resume)
@@ -145,10 +147,9 @@ def main(cfg: Config) -> None:
     except ValueError as error:
         sys.exit(f"grpo_vlm: {error}")
     run.start_at(start)
-    config = engine.config.get_text_config()
-    max_tokens = cfg.max_prompt_tokens or config.max_position_embeddings - cfg.max_new_tokens
-
-    heldout, bad = encode_rows(processor, list(enumerate(task.heldout))[rank::world], max_tokens=max_tokens)
+    mine = slice(engine.data_rank, None, engine.data_world)  # this rank's share of rows
+    max_tokens = cfg.max_prompt_tokens or engine.config.get_text_config().max_position_embeddings - cfg.max_new_tokens
+    heldout, bad = encode_rows(processor, list(enumerate(task.heldout))[mine], max_tokens=max_tokens)
 
     def generate(prompts, sampling, n=1):
         """Answers under the weights of this moment; between times the sampler leaves a GPU to the trainer."""
@@ -188,7 +189,7 @@ def main(cfg: Config) -> None:
     progress = tqdm(range(start, cfg.steps), initial=start, total=cfg.steps, unit="step", disable=rank != 0)
     for step in progress:
         began = time.perf_counter()
-        rows = step_rows(task.train, step, cfg.prompts_per_step, cfg.seed)[rank::world]
+        rows = step_rows(task.train, step, cfg.prompts_per_step, cfg.seed)[mine]
         prompts, skipped = encode_rows(processor, rows, max_tokens=max_tokens)
         for message in skipped:
             progress.write(f"skipped: {message}")
@@ -261,6 +262,7 @@ def set_up(cfg: Config, task: Task, out: Path):
         "unsampled": unsampled_ids(model.config, getattr(processor, "tokenizer", processor)),
         "temperature": cfg.temperature,
         "micro_batch_tokens": cfg.micro_batch_tokens,
+        "ulysses_sequence_parallel_size": cfg.ulysses_sequence_parallel_size,
         "use_remove_padding": cfg.use_remove_padding,
         "use_fused_kernels": cfg.use_fused_kernels,
     }

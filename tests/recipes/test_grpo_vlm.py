@@ -109,9 +109,12 @@ def test_resume_is_exact(short_run, warm_dir, tmp_path, kill_after):
     assert json.loads((out / "eval.json").read_text()) == json.loads((whole / "eval.json").read_text())
 
 
-def test_two_ranks_sample_the_same(short_run, warm_dir, tmp_path):
+@pytest.mark.parametrize("ulysses", [1, 2])
+def test_two_ranks_sample_the_same(short_run, warm_dir, tmp_path, ulysses):
+    """Each with half of the rows, or both with half of each sequence."""
     whole, _ = short_run
-    run("--model", warm_dir, "--out", tmp_path / "two", "--steps", 2, *SMALL, "--save_every", 50, ranks=2)
+    split = ["--ulysses_sequence_parallel_size", ulysses]
+    run("--model", warm_dir, "--out", tmp_path / "two", "--steps", 2, *SMALL, "--save_every", 50, *split, ranks=2)
     first, expected = numbers(tmp_path / "two")[0], numbers(whole)[0]
     assert first["reward/mean"] == expected["reward/mean"] and first["tokens"] == expected["tokens"]
     for name in ("loss", "entropy", "grad_norm", "kl"):
@@ -254,6 +257,7 @@ def test_help_names_every_option():
     done = run("--help")
     for option in (
         "model", "task", "rollout", "seed", "steps", "out", "resume", "freeze_vision_tower", "use_remove_padding",
+        "ulysses_sequence_parallel_size", "servers",
         "use_fused_kernels", "enable_gradient_checkpointing", "lora_rank", "lora_alpha", "target_modules",
         "exclude_modules", "gpu_memory_utilization", "trust_remote_code", "clip_high",
     ):  # fmt: skip
