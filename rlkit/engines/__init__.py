@@ -15,6 +15,10 @@ import torch
 _ENGINES: dict[tuple[str, str, str], str] = {
     ("language_model", "fsdp2", "cpu"): "rlkit.engines.fsdp2:Fsdp2Engine",
     ("language_model", "fsdp2", "cuda"): "rlkit.engines.fsdp2:Fsdp2Engine",
+    ("language_model", "megatron", "cpu"): "rlkit.engines.megatron:MegatronEngine",
+    ("language_model", "megatron", "cuda"): "rlkit.engines.megatron:MegatronEngine",
+    ("value_model", "megatron", "cpu"): "rlkit.engines.megatron:MegatronValueEngine",
+    ("value_model", "megatron", "cuda"): "rlkit.engines.megatron:MegatronValueEngine",
     ("value_model", "fsdp2", "cpu"): "rlkit.engines.fsdp2:Fsdp2ValueEngine",
     ("value_model", "fsdp2", "cuda"): "rlkit.engines.fsdp2:Fsdp2ValueEngine",
 }

@@ -1,0 +1,392 @@
+"""The Megatron-Core engine: tensor, pipeline, sequence, context and data parallelism behind the contract of fsdp2.
+
+    engine = make_engine("megatron", model=model, tensor=2, pipeline=2, optimizer=lambda params: AdamW(params, lr=1e-6))
+
+Weights come from a transformers model and go back under its names. Megatron's pipeline calls the loss closure, on its
+last stage. Gradients are sums, as in every engine: its divisions by micro-batches and by ranks are switched off. On a
+GPU the layers are Transformer Engine's where it is installed; without one, Megatron's with rlkit's own attention.
+"""
+
+from __future__ import annotations
+
+import copy
+import hashlib
+import shutil
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+try:
+    from megatron.core import parallel_state
+except ModuleNotFoundError as error:
+    raise ImportError(f"the megatron engine needs megatron-core ({error}): pip install 'rlkit[megatron]'") from error
+from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+from megatron.core.pipeline_parallel import get_forward_backward_func
+from megatron.core.tensor_parallel import reduce_from_tensor_model_parallel_region
+
+from rlkit.data.samples import Batch, Sample
+from rlkit.engines import checkpoint, megatron_optimizer
+from rlkit.engines.distributed import all_reduce, init_distributed, reduce_metrics
+from rlkit.engines.megatron_attention import share_of_row
+from rlkit.engines.megatron_cpu import cuda_calls_on_host
+from rlkit.engines.megatron_model import (
+    Split,
+    build,
+    check,
+    embed,
+    has_transformer_engine,
+    transformer_config,
+    use_split,
+)
+from rlkit.engines.megatron_weights import (
+    HEAD,
+    Source,
+    embedding_name,
+    facts_of_stages,
+    fuse,
+    named,
+    sources,
+    whole_parameters,
+)
+from rlkit.engines.micro_batches import LossFn, Outputs, add_up, micro_batches, run_closure
+from rlkit.engines.packer import ModelInputs, pack
+from rlkit.engines.value_head import has_value_head
+from rlkit.engines.vocab_parallel import vocab_parallel_logprobs
+from rlkit.vlm.inputs import position_spec
+
+
+class MegatronEngine:
+    """Trains and scores a model of the families Qwen2, Qwen2.5, Qwen3, Qwen3-MoE, Llama or Qwen2.5-VL (with images).
+
+    Ranks that share a tensor, a pipeline or a context are given the same rows.
+
+    Args:
+        model: from transformers, in float32 on the host; its weights are copied.
+        processor: written beside the weights by `export_hf`.
+        device: "cpu" or "cuda"; the GPU if there is one.
+        optimizer: parameters -> torch.optim.AdamW; its state is sharded over data-parallel ranks. An engine without one
+            only scores.
+        scheduler: optimizer -> learning-rate scheduler, stepped once each `train_batch`.
+        tensor: ranks that share each layer's matrices and the vocabulary.
+        pipeline: stages of layers.
+        context: ranks that share each sequence.
+        sequence_parallel: tensor ranks share the tokens where they do not share a matrix: less memory.
+        expert: ranks that share the experts of each layer, each expert whole on one of them. They are given rows of
+            their own, except where they share a tensor too.
+        micro_batch_tokens: most tokens in one forward; a longer row goes alone.
+        temperature: of the distribution that is scored; the sampler's.
+        unsampled: [K] token ids that have probability 0 in the sampler, and so here.
+        max_grad_norm: gradients are scaled down to this norm.
+        enable_gradient_checkpointing: recompute each layer's activations in backward.
+        compute_dtype: of activations and weights; the optimizer keeps float32 weights. bfloat16 on a GPU, float32 on a
+            CPU.
+
+    Attributes:
+        data_rank, data_world: a batch's rows are shared out among `data_world` groups of ranks, and this rank's are
+            those of number `data_rank`: `rows[engine.data_rank :: engine.data_world]`.
+
+    Raises:
+        ValueError: a model or a split that is not supported.
+    """
+
+    known_outputs: tuple[str, ...] = ("logprobs", "entropy")
+    scalar = False
+
+    def __init__(
+        self,
+        *,
+        model: Any,
+        processor: Any = None,
+        device: str | None = None,
+        optimizer: Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer] | None = None,
+        scheduler: Callable[[torch.optim.Optimizer], Any] | None = None,
+        tensor: int = 1,
+        pipeline: int = 1,
+        context: int = 1,
+        sequence_parallel: bool = False,
+        expert: int = 1,
+        micro_batch_tokens: int = 16384,
+        temperature: float = 1.0,
+        unsampled: Tensor | None = None,
+        max_grad_norm: float = 1.0,
+        enable_gradient_checkpointing: bool = False,
+        compute_dtype: torch.dtype | None = None,
+    ) -> None:
+        self.device = init_distributed(device)
+        self.split = Split(tensor, pipeline, context, sequence_parallel, expert)
+        if hasattr(model, "get_base_model"):
+            raise ValueError("model: adapters are not supported by the megatron engine; use the fsdp2 engine")
+        if has_value_head(model) != self.scalar:
+            raise ValueError(f"model: {'a' if self.scalar else 'no'} value head expected; see rlkit.engines.value_head")
+        check(model.config, self.split, dist.get_world_size())
+        self.processor, self.config, self.spec = processor, model.config, position_spec(model.config)
+        self.micro_batch_tokens, self.temperature, self.max_grad_norm = micro_batch_tokens, temperature, max_grad_norm
+        self.unsampled = None if unsampled is None else unsampled.to(self.device)
+        dtype = compute_dtype or (torch.bfloat16 if self.device.type == "cuda" else torch.float32)
+        with cuda_calls_on_host(self.device):
+            use_split(self.split, self.device)
+            self.data_rank = parallel_state.get_data_parallel_rank()
+            self.data_world = parallel_state.get_data_parallel_world_size()
+            text = model.config.get_text_config()
+            self.megatron_config = transformer_config(text, self.split, dtype, recompute=enable_gradient_checkpointing)
+            self.model = build(model, self.megatron_config, self.device, scalar=self.scalar)
+            self.parameters = named(self.model, self.megatron_config)
+            tensors = sources(model)
+            self._freeze(tensors)
+            self._optimizer(optimizer)
+            for parameter, names in self.parameters:
+                whole = fuse([tensors[name].tensor for name in names], parameter, self.megatron_config)
+                megatron_optimizer.place(parameter, self.sharded, {"param": whole})
+        self.scheduler = scheduler(self.optimizer) if scheduler and self.optimizer else None
+        self.shapes = {name: source.tensor.shape for name, source in tensors.items()}
+        self.stages = facts_of_stages(self.parameters, self.shapes)
+        self.skeleton = _without_weights(model)
+
+    # --- the closure and its micro-batches
+
+    def train_batch(self, batch: Batch, loss_fn: LossFn, outputs: Sequence[str] = ("logprobs",)) -> dict[str, float]:
+        """One optimizer step on this data-parallel rank's rows; see `Fsdp2Engine.train_batch`."""
+        if self.sharded is None or self.optimizer is None:
+            raise ValueError("train_batch: this engine was made without an optimizer")
+        counts = torch.stack([batch.mask.sum(), batch.mask.any(1).sum()])
+        batch.total_tokens, batch.total_sequences = self.global_sum(counts).unbind()
+        self.module.train()
+        self.module.zero_grad_buffer()
+        self.optimizer.zero_grad()
+
+        def finish(rows: list[int], part: Batch, inputs: ModelInputs, result: Tensor) -> tuple[Tensor, Tensor, Any]:
+            loss, report = run_closure(loss_fn, self._outputs(inputs, result, outputs), part.to(self.device))
+            return loss, torch.zeros((), dtype=torch.int), report
+
+        with cuda_calls_on_host(self.device):
+            reports = self._run(batch, outputs, finish, train=True)
+            self.sharded.prepare_grads()
+            grad_norm = float(self.sharded.clip_grad_norm(self.max_grad_norm))
+            finite = grad_norm < float("inf")
+            lr = self.optimizer.param_groups[0]["lr"]
+            if finite:
+                self.sharded.step_with_ready_grads()
+        if self.scheduler is not None:
+            self.scheduler.step()
+        metrics = self._metrics(reports)
+        return {**metrics, "grad_norm": grad_norm, "lr": lr, "skipped_steps": float(not finite)}
+
+    @torch.no_grad()
+    def infer_batch(self, batch: Batch, outputs: Sequence[str] = ("logprobs",)) -> dict[str, Tensor]:
+        """[B, T] outputs for this rank's rows, in their order, on the host; 0 where the mask is False."""
+        self.module.eval()
+
+        def finish(rows: list[int], part: Batch, inputs: ModelInputs, result: Tensor) -> tuple[Tensor, Tensor, Any]:
+            found = self._outputs(inputs, result, outputs).tensors
+            return result.new_zeros(()), torch.zeros((), dtype=torch.int), (rows, found)
+
+        with cuda_calls_on_host(self.device):
+            reports = self._run(batch, outputs, finish, train=False)
+        group = parallel_state.get_pipeline_model_parallel_group()
+        results = {name: torch.zeros(batch.tokens.shape, dtype=torch.float32) for name in outputs}
+        for name, result in results.items():
+            for rows, found in reports:
+                values = found[name].float().cpu()
+                result[torch.tensor(rows, dtype=torch.long), : values.shape[1]] = values
+            if group.size() > 1:
+                dist.broadcast(result, group=group, group_src=group.size() - 1)
+        return results
+
+    def _run(self, batch: Batch, outputs: Sequence[str], finish: Callable[..., Any], *, train: bool) -> list[Any]:
+        """Megatron's schedule over the micro-batches; what `finish` reports of each, on the last stage alone."""
+        if unknown := set(outputs) - set(self.known_outputs):
+            raise ValueError(f"outputs: {sorted(unknown)} not known; there are {', '.join(self.known_outputs)}")
+        self._check_same_rows(batch)
+        pieces = list(micro_batches(batch, self.micro_batch_tokens, self.config))
+        if not pieces:
+            raise ValueError("batch: no rank has rows")
+
+        def step(waiting: Iterator[tuple[list[int], Sample | None]], model: nn.Module) -> tuple[Tensor, Any]:
+            rows, blank = next(waiting)
+            part = batch.select(rows)
+            whole = pack(part, self.spec, self.device, share_prompts=False, blank=blank)
+            inputs = share_of_row(
+                whole,
+                ranks=self.split.context,
+                rank=parallel_state.get_context_parallel_rank(),
+                multiple=self.split.tensor if self.split.sequence_parallel else 1,
+                on_host=not has_transformer_engine(self.device),
+            )
+            embedded = embed(self.model, inputs.kwargs["input_ids"], whole.kwargs, self.config)
+            return model(**inputs.kwargs, decoder_input=embedded), partial(finish, rows, part, inputs)
+
+        return get_forward_backward_func()(
+            forward_step_func=step,
+            data_iterator=iter(pieces),
+            model=[self.module],
+            num_microbatches=len(pieces),
+            seq_length=1,  # the lengths of packed rows are sent along
+            micro_batch_size=1,
+            forward_only=not train,
+        )
+
+    def _check_same_rows(self, batch: Batch) -> None:
+        """Ranks that compute together must have been given the same rows; on every rank alike."""
+        digest = hashlib.blake2b(repr((batch.tokens.shape, sorted(batch.fields))).encode())
+        for x in (batch.tokens, batch.mask, *(batch.fields[name] for name in sorted(batch.fields))):
+            if x.ndim == 1 or not x.is_floating_point():  # what a model has computed may be rounded differently
+                digest.update(x.contiguous().view(torch.uint8).numpy().tobytes())
+        ranks: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(ranks, (self.data_rank, digest.hexdigest()))
+        if len(set(ranks)) > self.data_world:
+            raise ValueError(
+                "batch: ranks that share a tensor, a pipeline or a context must be given the same rows, those of the "
+                "engine's data_rank (of data_world), and at least one came with others"
+            )
+
+    def _outputs(self, inputs: ModelInputs, result: Tensor, outputs: Sequence[str]) -> Outputs:
+        """[1, n, ...] of the last stage's output layer -> [B, T] of whole rows."""
+        kept = self._results(result[0][inputs.keep], inputs)
+        tensors = {name: inputs.scatter(kept[name]) for name in outputs}
+        if self.split.context > 1:  # each token is one rank's; backward leaves each rank its own
+            group = parallel_state.get_context_parallel_group()
+            tensors = {n: reduce_from_tensor_model_parallel_region(x.clone(), group) for n, x in tensors.items()}
+        return Outputs(tensors, 0.0 * next(iter(kept.values()))[len(inputs.slots) :].sum())
+
+    def _results(self, kept: Tensor, inputs: ModelInputs) -> dict[str, Tensor]:
+        group = parallel_state.get_tensor_model_parallel_group()
+        logprobs, entropy = vocab_parallel_logprobs(
+            kept, inputs.targets, self.temperature, suppress=self.unsampled, group=group
+        )
+        return {"logprobs": logprobs, "entropy": entropy}
+
+    def global_sum(self, x: Tensor | float) -> Tensor:
+        """Sum over data-parallel ranks, on the host."""
+        return all_reduce(torch.as_tensor(x), group=parallel_state.get_data_parallel_group())
+
+    def _metrics(self, reports: Sequence[Mapping[str, Tensor]]) -> dict[str, float]:
+        """Metrics of all micro-batches and data-parallel ranks; the last stage has them, the others are told."""
+        group = parallel_state.get_pipeline_model_parallel_group()
+        totals: list[Any] = [None]
+        if parallel_state.is_pipeline_last_stage():
+            totals = [reduce_metrics(add_up(reports), parallel_state.get_data_parallel_group())]
+        if group.size() > 1:
+            dist.broadcast_object_list(totals, group=group, group_src=group.size() - 1)
+        return totals[0]
+
+    def disable_adapter(self) -> AbstractContextManager[Any]:
+        """Raises a ValueError: this engine has no adapters."""
+        raise ValueError("disable_adapter: the megatron engine has no adapters; keep a second engine as the reference")
+
+    # --- weights and checkpoints
+
+    def get_per_tensor_param(self) -> Iterator[tuple[str, Tensor]]:
+        """(HF name, whole tensor) of every parameter, one at a time; all ranks iterate together."""
+        yield from whole_parameters(self.parameters, self.stages, self.megatron_config, self.device)
+
+    def export_hf(self, path: str | Path) -> None:
+        """Write a Hugging Face model directory: config, safetensors, processor. Complete or absent."""
+        path = Path(path)
+        first = dist.get_rank() == 0
+        tensors = {name: tensor.cpu() for name, tensor in self.get_per_tensor_param() if first}
+        if first:
+            part = path.with_name(path.name + ".part")
+            shutil.rmtree(part, ignore_errors=True)
+            self.skeleton.save_pretrained(part, state_dict=tensors)
+            if self.processor is not None:
+                self.processor.save_pretrained(part)
+            checkpoint.replace_directory(part, path)
+        dist.barrier()
+
+    def save_checkpoint(self, path: str | Path, extra: Mapping[str, Any] | None = None) -> None:
+        """Weights that train, optimizer, scheduler and RNG, with `extra` (JSON); complete or absent.
+
+        The form is that of the fsdp2 engine: any split, and either engine (of a model without experts), loads it.
+        """
+        state = megatron_optimizer.saved_state(self.parameters, self.sharded, self.groups, self.megatron_config)
+        embedding = embedding_name(self.megatron_config)
+        if self.model.share_embeddings_and_output_weights and embedding in state["model"]:
+            state["model"][HEAD] = state["model"][embedding]
+        state[f"rng.{dist.get_rank()}"] = torch.get_rng_state()
+        schedule = self.scheduler.state_dict() if self.scheduler is not None else None
+        checkpoint.save(path, state, {"scheduler": schedule, "extra": dict(extra or {})})
+
+    def load_checkpoint(self, path: str | Path) -> dict[str, Any]:
+        """Take up a checkpoint, see `save_checkpoint`; returns its `extra`.
+
+        Raises:
+            ValueError: names the file that is missing or cut short, or says that the checkpoint is of another model.
+        """
+        saved = checkpoint.read_manifest(path)
+        state = megatron_optimizer.wanted_state(self.parameters, self.sharded, self.groups, self.shapes)
+        mine = f"rng.{dist.get_rank()}"
+        if mine in checkpoint.saved_names(path):
+            state[mine] = torch.get_rng_state()
+        checkpoint.load(path, state)
+        megatron_optimizer.take_state(self.parameters, self.sharded, self.megatron_config, state)
+        if self.scheduler is not None and saved["scheduler"] is not None:
+            self.scheduler.load_state_dict(saved["scheduler"])
+        if mine in state:
+            torch.set_rng_state(state[mine])
+        return saved["extra"]
+
+    def to(self, device: torch.device | str, *, model: bool = True, optimizer: bool = True) -> None:
+        """Move weights, gradients' room and optimizer state off the GPU, e.g. while a sampler needs it, or back."""
+        if self.device.type == "cpu":
+            return
+        away = torch.device(device).type == "cpu"
+        if model and self.sharded is None:
+            self.model.to(device)
+        elif model:
+            for buffer in self.module.buffers + self.module.expert_parallel_buffers:
+                buffer.offload_to_cpu() if away else buffer.reload_from_cpu()
+        if optimizer and self.sharded is not None:
+            self.sharded.offload_to_cpu() if away else self.sharded.restore_from_cpu()
+
+    def _freeze(self, tensors: Mapping[str, Source]) -> None:
+        """What does not train in the transformers model does not train here."""
+        for parameter, names in self.parameters:
+            if len({tensors[name].trains for name in names}) > 1:
+                raise ValueError(f"model: {', '.join(names)} lie in one matrix; freeze all of them or none")
+            parameter.requires_grad_(tensors[names[0]].trains)
+
+    def _optimizer(self, make: Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer] | None) -> None:
+        """Megatron's data parallelism and its sharded optimizer around the model; without one, the model alone."""
+        self.module: Any = self.model
+        self.sharded = None
+        self.optimizer: torch.optim.Optimizer | None = None
+        self.groups: dict[nn.Parameter, int] = {}
+        if make is not None:
+            trains = torch.tensor(sum(p.requires_grad for p in self.model.parameters()))
+            if not all_reduce(trains, dist.ReduceOp.MIN):
+                raise ValueError("model: a pipeline stage has no parameter that trains; use fewer stages")
+            options = DistributedDataParallelConfig(use_distributed_optimizer=True, grad_reduce_in_fp32=True)
+            self.module = DistributedDataParallel(self.megatron_config, options, self.model)
+            self.sharded, self.groups = megatron_optimizer.shard_optimizer(make, self.module)
+            self.optimizer = self.sharded.optimizer
+
+
+def _without_weights(model: Any) -> Any:
+    """The module on the meta device, for what it knows beside its weights."""
+    empty = {id(x): torch.empty_like(x, device="meta") for x in [*model.parameters(), *model.buffers()]}
+    kept = {id(x): nn.Parameter(empty[id(x)]) for x in model.parameters()}
+    return copy.deepcopy(model, {**empty, **kept})
+
+
+class MegatronValueEngine(MegatronEngine):
+    """Trains and scores a value or reward model, see `Fsdp2ValueEngine` and rlkit.engines.value_head."""
+
+    known_outputs = ("values",)
+    scalar = True
+
+    def train_batch(self, batch: Batch, loss_fn: LossFn, outputs: Sequence[str] = ("values",)) -> dict[str, float]:
+        """As `MegatronEngine.train_batch`, of values."""
+        return super().train_batch(batch, loss_fn, outputs)
+
+    def infer_batch(self, batch: Batch, outputs: Sequence[str] = ("values",)) -> dict[str, Tensor]:
+        """As `MegatronEngine.infer_batch`, of values."""
+        return super().infer_batch(batch, outputs)
+
+    def _results(self, kept: Tensor, inputs: ModelInputs) -> dict[str, Tensor]:
+        return {"values": kept[:, 0]}

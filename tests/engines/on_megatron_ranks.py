@@ -1,0 +1,287 @@
+"""Run by `test_megatron.py`: the same global batches through fsdp2 on one process and Megatron on many splits.
+
+on_megatron_ranks.py OUT_DIR [CASE ...]
+
+One process imports everything and forks the ranks, as starting them one by one would cost more than all they do.
+"""
+
+import sys
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+import transformers
+from megatron.core import parallel_state
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+from rlkit.data import collate, extend, prompt  # noqa: E402
+from rlkit.engines import fsdp2, make_engine, megatron  # noqa: E402, F401
+from rlkit.engines.megatron_optimizer import whole_state  # noqa: E402
+from rlkit.engines.megatron_weights import is_copy, split  # noqa: E402
+from rlkit.engines.value_head import with_value_head  # noqa: E402
+from rlkit.losses import clipped_policy_loss, clipped_value_loss, sequence_mean, token_mean  # noqa: E402
+from rlkit.vlm.adapt import checkpoint_parameters  # noqa: E402
+
+ROWS, VOCABULARY, IMAGE, UNSAMPLED = 8, 96, 94, [40, 95]
+TENSOR, PIPE, CONTEXT = {"tensor": 2}, {"pipeline": 2}, {"context": 2}
+SEQUENCE, EXPERT = {**TENSOR, "sequence_parallel": True}, {"expert": 2}
+# name: ranks, model, loss, who has which rows, options
+CASES = {
+    "one": (1, "qwen2", "token", "all", {}),
+    "one-qwen3": (1, "qwen3", "sequence", "all", {}),
+    "one-llama": (1, "llama", "token", "all", {"enable_gradient_checkpointing": True}),
+    "tp2": (2, "qwen2", "token", "all", TENSOR),
+    "tp2-qwen3": (2, "qwen3", "sequence", "all", TENSOR),
+    "pp2": (2, "qwen2", "token", "all", PIPE),
+    "pp2-llama": (2, "llama", "token", "all", PIPE),
+    "sp2": (2, "qwen2", "token", "all", SEQUENCE),
+    "sp2-qwen3": (2, "qwen3", "sequence", "all", SEQUENCE),
+    "cp2": (2, "qwen2", "token", "all", CONTEXT),
+    "cp2-qwen3": (2, "qwen3", "sequence", "all", CONTEXT),
+    "dp2": (2, "qwen2", "token", "split", {}),
+    "dp2-qwen3": (2, "qwen3", "sequence", "empty", {}),
+    "tp2-pp2": (4, "qwen2", "token", "all", {**TENSOR, **PIPE}),
+    "sp2-cp2-qwen3": (4, "qwen3", "sequence", "all", {**SEQUENCE, **CONTEXT}),
+    "pp2-dp2": (4, "qwen2", "token", "empty", PIPE),
+    "moe-one": (1, "moe", "token", "all", {}),
+    "moe-ep2": (2, "moe", "token", "split", EXPERT),
+    "moe-sp2-ep2": (2, "moe", "token", "all", {**SEQUENCE, **EXPERT}),
+    "moe-pp2-ep2": (4, "moe", "token", "empty", {**PIPE, **EXPERT}),
+    "vl-one": (1, "vl", "token", "all", {}),
+    "vl-tp2": (2, "vl", "token", "all", TENSOR),
+    "vl-dp2": (2, "vl", "token", "split", {}),
+    "vl-sp2-pp2": (4, "vl", "token", "all", {**SEQUENCE, **PIPE}),
+    "value-one": (1, "value", "value", "all", {}),
+    "value-sp2-pp2": (4, "value", "value", "all", {**SEQUENCE, **PIPE}),
+    "value-cp2-dp2": (4, "value", "value", "split", CONTEXT),
+}
+# the same, and the case whose checkpoint after the first step is gone on from
+RESUMED = {
+    "same-split": (2, "qwen2", "token", "all", TENSOR, "tp2"),
+    "more-ranks": (2, "qwen3", "sequence", "split", {}, "one-qwen3"),
+    "from-fsdp2": (2, "qwen2", "token", "all", PIPE, "fsdp2-qwen2"),
+    "other-split": (4, "qwen2", "token", "split", SEQUENCE, "pp2"),
+    "moe-other-split": (2, "moe", "token", "all", {**SEQUENCE, **EXPERT}, "moe-one"),
+    "vl-other-split": (2, "vl", "token", "all", TENSOR, "vl-one"),
+    "value-other-split": (4, "value", "value", "split", TENSOR, "value-sp2-pp2"),
+}
+EXPORTED = ("fsdp2-qwen2", "tp2-pp2", "sp2-cp2-qwen3", "value-sp2-pp2", "moe-pp2-ep2", "vl-sp2-pp2")
+REFERENCES = {"qwen2": "token", "qwen3": "sequence", "llama": "token", "moe": "token", "vl": "token", "value": "value"}
+
+
+def make_vision_model():
+    config = transformers.Qwen2_5_VLConfig(
+        text_config={
+            "vocab_size": VOCABULARY, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,
+            "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 128,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 1, 1]},
+        },
+        vision_config={
+            "depth": 2, "hidden_size": 16, "num_heads": 2, "intermediate_size": 24, "out_hidden_size": 32,
+            "patch_size": 4, "window_size": 16, "fullatt_block_indexes": [1],
+        },
+        image_token_id=IMAGE, video_token_id=IMAGE - 1, vision_start_token_id=IMAGE - 2, tie_word_embeddings=True,
+    )  # fmt: skip
+    return transformers.Qwen2_5_VLForConditionalGeneration(config)
+
+
+def make_model(kind):
+    """A tiny model with random weights, biases and norms too, so that nothing is 0 or 1 by chance."""
+    torch.manual_seed(0)
+    model = make_vision_model() if kind == "vl" else make_text_model(kind)
+    if kind == "value":
+        with_value_head(model)
+    for parameter in model.parameters():
+        parameter.data += 0.1 * torch.randn(parameter.shape)
+    return model
+
+
+def make_text_model(kind):
+    family = {"qwen2": "Qwen2", "value": "Qwen2", "qwen3": "Qwen3", "moe": "Qwen3Moe", "llama": "Llama"}[kind]
+    more = {"head_dim": 12} if kind == "qwen3" else {}
+    if kind == "moe":
+        more = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "norm_topk_prob": True}
+    if kind == "llama":
+        more["rope_parameters"] = {
+            "rope_type": "llama3", "rope_theta": 1e4, "factor": 4.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+            "original_max_position_embeddings": 16,
+        }  # fmt: skip
+    config = getattr(transformers, family + "Config")(
+        vocab_size=VOCABULARY, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, max_position_embeddings=128, tie_word_embeddings=kind == "qwen2", **more,
+    )  # fmt: skip
+    return getattr(transformers, family + "ForCausalLM")(config)
+
+
+def make_batch(rows, kind="text"):
+    """`rows` of eight: prompts and answers of random tokens, 3 to 40 of them, old logprobs and advantages; for a
+    vision model the even rows begin with an image of random patches."""
+    draw = torch.Generator().manual_seed(1)
+    samples = []
+    for row in range(ROWS):
+        start, more = 2 + 5 * row % 23, 1 + 7 * row % 18
+        tokens = torch.randint(0, IMAGE - 2, (start + more,), generator=draw)
+        tokens = tokens.where(tokens != UNSAMPLED[0], 0).tolist()
+        asked = prompt(tokens[:start])
+        if kind == "vl" and row % 2 == 0:
+            height, width = 2 + row % 4, 4
+            vision = {
+                "pixel_values": torch.randn(height * width * 4, 3 * 2 * 4 * 4, generator=draw),
+                "image_grid_thw": torch.tensor([[1, 2 * height, 2 * width]]),
+            }
+            count = height * width
+            begin, compact = [IMAGE - 2] + [IMAGE] * count, [IMAGE - 2, IMAGE, *tokens[:start]]
+            asked = prompt([*begin, *tokens[:start]], compact, vision=vision, placeholders={IMAGE: [count]})
+        samples.append(extend(asked, tokens[start:], [-4.5] * more))
+    advantages = torch.randn(ROWS, generator=draw)
+    return collate([samples[i] for i in rows], advantages=advantages[rows])
+
+
+def token_loss(out, mb):
+    loss = clipped_policy_loss(out.logprobs, out.logprobs.detach(), mb.advantages, mb.mask)
+    entropy = token_mean(out.entropy, mb.mask, mb.total_tokens)
+    surprise = torch.cat([torch.zeros(1), -out.logprobs.flatten()]).max()  # a micro-batch may have no rows
+    metrics = {"entropy": entropy, "surprise/max": surprise}
+    return token_mean(loss, mb.mask, mb.total_tokens) - 0.05 * entropy, metrics
+
+
+def sequence_loss(out, mb):
+    loss = clipped_policy_loss(out.logprobs, mb.rollout_logprobs, mb.advantages, mb.mask)
+    return sequence_mean(loss, mb.mask, mb.total_sequences), {}
+
+
+def value_loss(out, mb):
+    returns = mb.advantages[:, None].expand(mb.mask.shape)
+    loss = clipped_value_loss(out.values, torch.zeros_like(out.values), returns, mb.mask)
+    return token_mean(loss, mb.mask, mb.total_tokens), {"value": token_mean(out.values, mb.mask, mb.total_tokens)}
+
+
+LOSSES = {"token": token_loss, "sequence": sequence_loss, "value": value_loss}
+
+
+def engine_for(backend, kind, **options):
+    return make_engine(
+        backend,
+        "value_model" if kind == "value" else "language_model",
+        model=make_model(kind),
+        optimizer=lambda params: torch.optim.AdamW(params, lr=1e-2, eps=1e-4),
+        scheduler=lambda optimizer: torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.5),
+        micro_batch_tokens=48,
+        max_grad_norm=0.5,
+        **({} if kind == "value" else {"temperature": 1.3, "unsampled": torch.tensor(UNSAMPLED)}),
+        **options,
+    )
+
+
+def outputs_of(kind):
+    return ("values",) if kind == "value" else ("logprobs", "entropy")
+
+
+def gradients(engine):
+    """Clipped gradients under their Hugging Face names, on every rank."""
+    if isinstance(engine, fsdp2.Fsdp2Engine):
+        whole = ((name, p.grad.full_tensor()) for name, p in engine.module.named_parameters())
+        return dict(checkpoint_parameters(engine.base, whole))
+    found = {}
+    for parameter, names in engine.parameters:
+        whole = whole_state(engine.sharded, parameter, lambda tensors: tensors["param"].grad)
+        if not is_copy(parameter):
+            found |= dict(zip(names, split(whole, len(names), parameter, engine.megatron_config), strict=True))
+    stages = [None] * dist.get_world_size()
+    dist.all_gather_object(stages, found)
+    return {name: tensor for stage in stages for name, tensor in stage.items()}
+
+
+def run(engine, kind, loss, rows, out):
+    """Four steps; what is measured at the start, on the way and at the end."""
+    batch, outputs = make_batch(rows, kind), outputs_of(kind)
+    imported = {name: tensor.clone() for name, tensor in engine.get_per_tensor_param()}
+    scores = engine.infer_batch(batch, outputs)
+    steps, found = [], []
+    for step in range(4):
+        steps.append(engine.train_batch(batch, LOSSES[loss], outputs))
+        found.append(gradients(engine))
+        if step == 0:
+            engine.save_checkpoint(out / "checkpoint", {"step": 1})
+        if step == 2:
+            parameters = {name: tensor.clone() for name, tensor in engine.get_per_tensor_param()}
+    if out.name in EXPORTED:
+        engine.export_hf(out / "export")
+    exported = dict(engine.get_per_tensor_param())
+    if dist.get_rank() == 0:
+        results = {"imported": imported, "scores": scores, "steps": steps, "gradients": found}
+        torch.save({**results, "parameters": parameters, "exported": exported}, out / "results.pt")
+
+
+def resume(engine, kind, loss, rows, checkpoint, out):
+    """The three steps after a checkpoint."""
+    assert engine.load_checkpoint(checkpoint) == {"step": 1}
+    steps = [engine.train_batch(make_batch(rows, kind), LOSSES[loss], outputs_of(kind)) for _ in range(3)]
+    exported = dict(engine.get_per_tensor_param())
+    if dist.get_rank() == 0:
+        torch.save({"steps": steps, "exported": exported}, out / "results.pt")
+
+
+def refusals():
+    """What each rank says to a split that cannot be, and to rows that another rank has not; none waits for another."""
+    said = []
+    for options in ({"tensor": 4}, {"pipeline": 4}, {"context": 3}):
+        try:
+            engine_for("megatron", "qwen2", **options)
+        except ValueError as error:
+            said.append(str(error))
+    engine = make_engine("megatron", model=make_model("qwen2"), **TENSOR)
+    try:
+        engine.infer_batch(make_batch([int(dist.get_rank() == 3)]))
+    except ValueError as error:
+        said.append(str(error))
+    parallel_state.destroy_model_parallel()
+    ranks = [None] * dist.get_world_size()
+    dist.all_gather_object(ranks, said)
+    return ranks
+
+
+def rows_of(who, engine):
+    mine = list(range(ROWS))
+    if who == "all":
+        return mine
+    if who == "split":
+        return mine[engine.data_rank :: engine.data_world]
+    return mine if engine.data_rank == 0 else []
+
+
+def on_rank(rank, world, out, chosen):
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{out}/ranks.{world}", rank=rank, world_size=world)
+    if world == 1:
+        for kind, loss in REFERENCES.items():
+            folder = out / f"fsdp2-{kind}"
+            folder.mkdir()
+            run(engine_for("fsdp2", kind), kind, loss, list(range(ROWS)), folder)
+    if world == 4:
+        said = refusals()
+        if rank == 0:
+            torch.save(said, out / "refusals.pt")
+    for name, (ranks, kind, loss, who, options, *source) in {**CASES, **RESUMED}.items():
+        if ranks == world and (not chosen or name in chosen):
+            (out / name).mkdir(exist_ok=True)
+            engine = engine_for("megatron", kind, **options)
+            rows = rows_of(who, engine)
+            if source:
+                resume(engine, kind, loss, rows, out / source[0] / "checkpoint", out / name)
+            else:
+                run(engine, kind, loss, rows, out / name)
+            parallel_state.destroy_model_parallel()
+            if rank == 0:
+                print(name, flush=True)
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    for kind in REFERENCES:  # what is imported on first use, once and not on every rank
+        torch.optim.AdamW(make_model(kind).parameters())
+    for world in (1, 2, 4):
+        mp.start_processes(on_rank, (world, Path(sys.argv[1]), sys.argv[2:]), nprocs=world, start_method="fork")

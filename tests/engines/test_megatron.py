@@ -1,0 +1,302 @@
+"""Megatron-Core on every split against fsdp2 in one process: the same losses, gradients and weights."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from rlkit.engines import make_engine
+from rlkit.vlm import VISION_TOWER, freeze, lora
+from rlkit.vlm.adapt import checkpoint_parameters
+
+HERE = Path(__file__).parent
+sys.path.insert(0, str(HERE))
+import on_megatron_ranks as ranks  # noqa: E402
+from megatron.core import parallel_state  # noqa: E402
+
+from rlkit.engines.megatron_cpu import cuda_calls_on_host  # noqa: E402
+from rlkit.engines.megatron_model import Split, check, use_split  # noqa: E402
+from rlkit.engines.megatron_optimizer import saved_state  # noqa: E402
+
+
+@pytest.fixture(scope="module")
+def out(tmp_path_factory):
+    """What all cases measured, in one launch."""
+    folder = tmp_path_factory.mktemp("megatron")
+    env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(HERE.parents[1])}
+    command = [sys.executable, str(HERE / "on_megatron_ranks.py"), str(folder)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=600, env=env)
+    assert done.returncode == 0, done.stdout + done.stderr[-3000:]
+    return folder
+
+
+@pytest.fixture
+def alone():
+    """Megatron's process groups of one process, gone again afterwards."""
+    yield
+    parallel_state.destroy_model_parallel()
+
+
+def results(out, case):
+    return torch.load(out / case / "results.pt", weights_only=True)
+
+
+def assert_same(came, expected, tolerance=1e-5):
+    assert came.keys() == expected.keys()
+    for name, tensor in expected.items():
+        torch.testing.assert_close(
+            came[name], tensor, atol=tolerance, rtol=tolerance, msg=lambda m, n=name: f"{n}: {m}"
+        )
+
+
+@pytest.mark.parametrize("case", ranks.CASES)
+def test_every_split_equals_fsdp2(out, case):
+    came, expected = results(out, case), results(out, f"fsdp2-{ranks.CASES[case][1]}")
+    for i, (steps, gradients) in enumerate(zip(expected["steps"], expected["gradients"], strict=True)):
+        assert came["steps"][i] == pytest.approx(steps, abs=1e-5, rel=1e-5), i
+        assert_same(came["gradients"][i], gradients)
+    assert_same(came["parameters"], expected["parameters"])
+    assert expected["steps"][0]["grad_norm"] > 0.5 > max(g.norm() for g in expected["gradients"][0].values())  # clipped
+    moved = {name: (tensor - expected["imported"][name]).abs().max() for name, tensor in expected["parameters"].items()}
+    assert min(moved.values()) > 1e-3
+
+
+@pytest.mark.parametrize("case", [name for name, (*_, who, _) in ranks.CASES.items() if who == "all"])
+def test_scores_equal_transformers(out, case):
+    kind = ranks.CASES[case][1]
+    model, batch = ranks.make_model(kind), ranks.make_batch(list(range(ranks.ROWS)), kind)
+    expected = {name: torch.zeros(batch.tokens.shape) for name in ranks.outputs_of(kind)}
+    for b, length in enumerate(batch.lengths):
+        inputs = {"input_ids": batch.tokens[b : b + 1, :length], **batch.vision[b]}
+        if kind == "vl":
+            inputs["mm_token_type_ids"] = (inputs["input_ids"] == ranks.IMAGE).int()
+        with torch.no_grad():
+            logits = model(**inputs).logits[0, :-1]
+        mask = batch.mask[b, 1:length]
+        if kind == "value":
+            expected["values"][b, 1:length] = logits[:, 0] * mask
+            continue
+        logits[:, ranks.UNSAMPLED] = -1e30
+        scores = (logits / 1.3).log_softmax(-1)
+        chosen = scores.gather(1, batch.tokens[b, 1:length, None])[:, 0]
+        expected["logprobs"][b, 1:length] = chosen.where(mask, 0.0)
+        expected["entropy"][b, 1:length] = -(scores.exp() * scores).sum(1) * mask
+    assert_same(results(out, case)["scores"], expected)
+
+
+@pytest.mark.parametrize("case", ranks.CASES)
+def test_imported_weights_come_back_bit_for_bit(out, case):
+    model = ranks.make_model(ranks.CASES[case][1])
+    expected = dict(checkpoint_parameters(model, model.named_parameters()))
+    imported = results(out, case)["imported"]
+    assert imported.keys() == expected.keys()
+    assert all(torch.equal(imported[name], expected[name]) for name in expected)
+
+
+@pytest.mark.parametrize("case", ranks.EXPORTED)
+def test_export_holds_the_weights(out, case):
+    expected = results(out, case)["exported"]
+    family = type(ranks.make_model(ranks.CASES.get(case, (0, "qwen2"))[1]))
+    exported = family.from_pretrained(out / case / "export", ignore_mismatched_sizes=True)
+    tensors = dict(checkpoint_parameters(exported, exported.named_parameters()))
+    assert tensors.keys() == expected.keys()
+    for name, tensor in tensors.items():
+        if not (case.startswith("value") and name == "lm_head.weight"):  # transformers makes a vocabulary of it
+            assert torch.equal(tensor, expected[name]), name
+
+
+@pytest.mark.parametrize("case", ranks.RESUMED)
+def test_checkpoint_goes_on_at_any_split(out, case):
+    came, expected = results(out, case), results(out, ranks.RESUMED[case][-1])
+    for mine, theirs in zip(came["steps"], expected["steps"][1:], strict=True):
+        assert mine == pytest.approx(theirs, abs=1e-5, rel=1e-5)
+    assert_same(came["exported"], expected["exported"])
+
+
+def test_fsdp2_goes_on_from_a_megatron_checkpoint(out):
+    expected = results(out, "tp2-pp2")
+    engine = ranks.engine_for("fsdp2", "qwen2")
+    assert engine.load_checkpoint(out / "tp2-pp2" / "checkpoint") == {"step": 1}
+    batch = ranks.make_batch(list(range(ranks.ROWS)))
+    for steps in expected["steps"][1:]:
+        came = engine.train_batch(batch, ranks.token_loss, ("logprobs", "entropy"))
+        assert came == pytest.approx(steps, abs=1e-5, rel=1e-5)
+    assert_same(dict(engine.get_per_tensor_param()), expected["exported"])
+
+
+def test_every_rank_refuses_a_bad_split_and_rows_of_its_own(out):
+    said = torch.load(out / "refusals.pt", weights_only=True)
+    assert len(said) == 4 and said.count(said[0]) == 4
+    heads, layers, ranks_, rows = said[0]
+    assert heads == "tensor: a divisor of the 2 key-value heads expected, came 4"
+    assert layers == "pipeline: a divisor of the 2 layers expected, came 4"
+    assert ranks_ == "tensor 1 x pipeline 1 x context 3: a divisor of the 4 ranks expected"
+    assert rows.startswith("batch: ranks that share a tensor, a pipeline or a context must be given the same rows")
+
+
+def refused(split, world=8, kind="qwen2", **changes):
+    config = ranks.make_model(kind).config
+    for name, value in changes.items():
+        setattr(config, name, value)
+    with pytest.raises(ValueError) as error:
+        check(config, split, world)
+    return str(error.value)
+
+
+def test_what_is_not_supported_is_named():
+    assert "divisor of the 4 attention heads" in refused(Split(tensor=3))
+    assert "divisor of the 47 neurons" in refused(Split(tensor=2), intermediate_size=47)
+    assert "divisor of the 95 tokens of the vocabulary" in refused(Split(tensor=2), vocab_size=95)
+    assert "pipeline: at least 1 expected, came 0" in refused(Split(pipeline=0))
+    assert "sequence_parallel" in refused(Split(sequence_parallel=True))
+    assert "divisor of the 6 ranks" in refused(Split(tensor=2, pipeline=2), world=6)
+    assert "came llava; use the fsdp2 engine" in refused(Split(), model_type="llava")
+    assert "attention_bias" in refused(Split(), kind="llama", attention_bias=True)
+    assert "sliding windows" in refused(Split(), layer_types=["sliding_attention"])
+    assert "divisor of the 4 experts" in refused(Split(expert=3), kind="moe")
+    assert "divisor of the 1 experts" in refused(Split(expert=2))
+    assert "with experts it goes with sequence_parallel" in refused(Split(tensor=2, expert=2), kind="moe")
+    assert "divisor of the 6 ranks" in refused(Split(pipeline=2, expert=2), kind="moe", world=6)
+    assert "mlp_only_layers" in refused(Split(), kind="moe", mlp_only_layers=[0])
+    assert "context: 1 expected for qwen2_5_vl_text" in refused(Split(context=2), kind="vl")
+    assert "'yarn'" in refused(Split(), rope_parameters={"rope_type": "yarn"})
+
+
+def test_a_wrong_model_or_call_is_named(alone):
+    with pytest.raises(ValueError, match="model: adapters are not supported by the megatron engine"):
+        make_engine("megatron", model=lora(ranks.make_model("qwen2"), 2, 4))
+    with pytest.raises(ValueError, match="model: no value head expected"):
+        make_engine("megatron", model=ranks.make_model("value"))
+    with pytest.raises(ValueError, match="AdamW without amsgrad expected, came SGD"):
+        make_engine("megatron", model=ranks.make_model("qwen2"), optimizer=torch.optim.SGD)
+    engine = make_engine("megatron", model=ranks.make_model("qwen2"))
+    batch = ranks.make_batch([0, 1])
+    with pytest.raises(ValueError, match="disable_adapter: the megatron engine has no adapters"):
+        engine.disable_adapter()
+    with pytest.raises(ValueError, match="made without an optimizer"):
+        engine.train_batch(batch, ranks.token_loss)
+    with pytest.raises(ValueError, match=r"\['values'\] not known; there are logprobs, entropy"):
+        engine.infer_batch(batch, ("values",))
+    with pytest.raises(ValueError, match="no rank has rows"):
+        engine.infer_batch(ranks.make_batch([]))
+    assert engine.infer_batch(batch)["logprobs"].sum() < 0  # it scores all the same
+    with pytest.raises(ValueError, match="already has an engine with 1 x 1 x 1 x 1"):
+        use_split(Split(tensor=2), torch.device("cpu"))
+
+
+def test_making_an_engine_moves_no_random_state(alone):
+    model = ranks.make_model("value")
+    torch.manual_seed(5)
+    expected = torch.rand(3)
+    torch.manual_seed(5)
+    make_engine("megatron", "value_model", model=model, optimizer=torch.optim.AdamW)
+    assert torch.equal(torch.rand(3), expected)
+
+
+def test_experts_whose_weights_do_not_add_up_to_one(alone):
+    model, batch = ranks.make_model("moe"), ranks.make_batch([2])
+    model.config.norm_topk_prob = False
+    for layer in model.model.layers:
+        layer.mlp.gate.norm_topk_prob = False
+    scores = model(input_ids=batch.tokens).logits[0, :-1].log_softmax(-1)
+    expected = scores.gather(1, batch.tokens[0, 1:, None])[:, 0] * batch.mask[0, 1:]
+    came = make_engine("megatron", model=model).infer_batch(batch)["logprobs"]
+    torch.testing.assert_close(came[0, 1:], expected.detach(), atol=1e-5, rtol=1e-5)
+
+
+def test_checkpoint_of_another_model_is_named(out, alone):
+    engine = ranks.engine_for("megatron", "qwen2")
+    before = {name: tensor.clone() for name, tensor in engine.get_per_tensor_param()}
+    with pytest.raises(ValueError, match="fsdp2-qwen3/checkpoint: does not fit this model .*Size mismatch"):
+        engine.load_checkpoint(out / "fsdp2-qwen3" / "checkpoint")
+    assert all(torch.equal(tensor, before[name]) for name, tensor in engine.get_per_tensor_param())
+
+
+def test_a_loss_without_gradient_is_named(alone):
+    engine = ranks.engine_for("megatron", "qwen2")
+    with pytest.raises(ValueError, match=r"a 0-d loss with a gradient expected, came \(\), requires_grad=False"):
+        engine.train_batch(ranks.make_batch([0]), lambda out, mb: (out.logprobs.sum().detach(), {}))
+
+
+def test_what_is_frozen_stays(alone):
+    model = ranks.make_model("qwen3")
+    frozen = freeze(model, "embed_tokens|layers.0.self_attn.[qkv]_proj|layers.1.mlp.down_proj")
+    before = {name: p.detach().clone() for name, p in model.named_parameters()}
+    engine = make_engine("megatron", model=model, optimizer=lambda params: torch.optim.AdamW(params, lr=1e-2))
+    engine.train_batch(ranks.make_batch(list(range(ranks.ROWS))), ranks.sequence_loss)
+    after = dict(engine.get_per_tensor_param())
+    assert len(frozen) == 5 and all(torch.equal(after[name], before[name]) == (name in frozen) for name in before)
+    parallel_state.destroy_model_parallel()
+    model.get_parameter(frozen[1]).requires_grad_(True)
+    with pytest.raises(ValueError, match="q_proj.* lie in one matrix; freeze all of them or none"):
+        make_engine("megatron", model=model)
+
+
+def test_frozen_vision_tower_has_no_gradient_and_does_not_move(alone):
+    model = ranks.make_model("vl")
+    frozen = freeze(model, VISION_TOWER)
+    before = {name: p.detach().clone() for name, p in model.named_parameters()}
+    engine = make_engine("megatron", model=model, optimizer=lambda params: torch.optim.AdamW(params, lr=1e-2))
+    engine.train_batch(ranks.make_batch(list(range(ranks.ROWS)), "vl"), ranks.sequence_loss)
+    assert all(parameter.grad is None for parameter in engine.model.visual.parameters())
+    after = dict(engine.get_per_tensor_param())
+    assert all(torch.equal(after[name], before[name]) == (name in frozen) for name in before)
+
+
+def test_video_is_refused(alone):
+    engine = make_engine("megatron", model=ranks.make_model("vl"))
+    batch = ranks.make_batch([0], "vl")
+    batch.tokens[batch.tokens == ranks.IMAGE] = ranks.IMAGE - 1
+    (image,) = batch.vision
+    batch.vision = [{"pixel_values_videos": image["pixel_values"], "video_grid_thw": image["image_grid_thw"]}]
+    with pytest.raises(ValueError, match="batch: videos are not supported by the megatron engine"):
+        engine.infer_batch(batch)
+
+
+def test_a_gradient_that_is_not_finite_moves_nothing(alone):
+    engine = ranks.engine_for("megatron", "qwen2")
+    before = {name: tensor.clone() for name, tensor in engine.get_per_tensor_param()}
+    metrics = engine.train_batch(ranks.make_batch([0]), lambda out, mb: (out.logprobs.sum() * float("inf"), {}))
+    assert metrics["skipped_steps"] == 1
+    assert all(torch.equal(tensor, before[name]) for name, tensor in engine.get_per_tensor_param())
+
+
+def test_bfloat16_keeps_float32_weights(alone):
+    """Steps too small for bfloat16 are not lost: the optimizer, and what it saves, is in float32."""
+    model = ranks.make_model("qwen2")
+    engine = make_engine(
+        "megatron", model=model, compute_dtype=torch.bfloat16, optimizer=lambda p: torch.optim.AdamW(p, lr=1e-6)
+    )
+
+    def weights():
+        return saved_state(engine.parameters, engine.sharded, engine.groups, engine.megatron_config)["model"]
+
+    before = dict(engine.get_per_tensor_param())["model.norm.weight"].clone()
+    assert before.dtype == torch.bfloat16
+    for name, tensor in weights().items():
+        assert torch.equal(tensor, model.get_parameter(name)), name
+    metrics = engine.train_batch(ranks.make_batch([0, 1]), ranks.token_loss, ("logprobs", "entropy"))
+    assert metrics["grad_norm"] > 0
+    moved = weights()["model.norm.weight"] - model.model.norm.weight
+    assert 0.9e-6 < moved.abs().max() < 1.1e-6
+    assert torch.equal(dict(engine.get_per_tensor_param())["model.norm.weight"], before)
+
+
+def test_cuda_calls_are_answered_by_the_host_and_only_there():
+    before = (torch.cuda.current_device, torch.cuda.synchronize, torch.cuda.get_rng_state, torch.Tensor.cuda)
+    with pytest.raises(KeyError), cuda_calls_on_host(torch.device("cpu")):
+        assert torch.cuda.current_device() == torch.zeros(1, device="cuda").device == torch.device("cpu")
+        assert torch.zeros(1).type() == "torch.cuda.FloatTensor" and torch.zeros(1).cuda().device.type == "cpu"
+        raise KeyError
+    assert before == (torch.cuda.current_device, torch.cuda.synchronize, torch.cuda.get_rng_state, torch.Tensor.cuda)
+    assert torch.zeros(1).type() == "torch.FloatTensor"
+
+
+def test_without_megatron_core_it_is_named(monkeypatch):
+    monkeypatch.delitem(sys.modules, "rlkit.engines.megatron", raising=False)
+    monkeypatch.setitem(sys.modules, "megatron.core", None)
+    with pytest.raises(ImportError, match=r"the megatron engine needs megatron-core .*pip install 'rlkit\[megatron\]'"):
+        make_engine("megatron", model=None)
