@@ -1,8 +1,9 @@
-"""The five-seed table of the README: the default run of recipes/grpo_vlm.py for each seed, one after the other.
+"""What each recipe learns: its default run for each seed, one after the other, some two minutes each.
 
-    python benchmarks/learn.py [--seeds 0 1 2 3 4] [--out runs/learn] [recipe options ...]
+    python benchmarks/learn.py [--recipes grpo_vlm ppo ...] [--seeds 0 1 2 3 4] [--out runs/learn] [recipe options ...]
 
-Writes a Markdown table to benchmarks/results/learn.md and prints it.
+Writes a Markdown table to benchmarks/results/learn.md, anew after each run, and prints its lines: whatever a run's
+eval.json has before and after training, and the reward of the last ten steps where there is one.
 """
 
 import argparse
@@ -20,39 +21,59 @@ import transformers
 from rlkit.tracking import read_metrics
 
 ROOT = Path(__file__).parents[1]
+TRAINING = [path.stem for path in sorted((ROOT / "recipes").glob("*.py")) if path.stem != "evaluate"]
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--recipes", nargs="+", choices=TRAINING, default=TRAINING, metavar="RECIPE")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2, 3, 4])
     parser.add_argument("--out", type=Path, default=ROOT / "runs" / "learn")
     parser.add_argument("--table", type=Path, default=ROOT / "benchmarks" / "results" / "learn.md")
     arguments, options = parser.parse_known_args()
+    arguments.table.parent.mkdir(parents=True, exist_ok=True)
+    lines, failed = [], []
+    for recipe in arguments.recipes:
+        for seed in arguments.seeds:
+            out = arguments.out / f"{recipe}-seed{seed}-{time.strftime('%Y%m%d-%H%M%S')}"
+            command = [str(ROOT / "recipes" / f"{recipe}.py"), "--seed", str(seed), "--out", str(out), *options]
+            began = time.perf_counter()
+            done = subprocess.run([sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=1", *command])
+            if done.returncode:
+                failed.append(f"{recipe}, seed {seed}")
+                continue
+            new = measured(out, f"| {recipe} | {seed}", f"{time.perf_counter() - began:.0f} |")
+            print("\n".join(new), flush=True)
+            lines += new
+            arguments.table.write_text(table(lines))
+    if failed:
+        sys.exit(f"learn: no result of {'; '.join(failed)}: see above")
+
+
+def measured(out: Path, begin: str, end: str) -> list[str]:
+    """A line for each number that eval.json has before and after."""
+    found, rows = json.loads((out / "eval.json").read_text()), read_metrics(out / "metrics.jsonl")
+    names = [key.removesuffix("_before") for key in found if key.endswith("_before")]
+    rewards = [row["reward/mean"] for row in rows[-10:] if "reward/mean" in row]
+    reward = f"{sum(rewards) / len(rewards):.3f}" if rewards else ""
     lines = []
-    for seed in arguments.seeds:
-        out = arguments.out / f"seed{seed}-{time.strftime('%Y%m%d-%H%M%S')}"
-        began = time.perf_counter()
-        recipe = [str(ROOT / "recipes" / "grpo_vlm.py"), "--seed", str(seed), "--out", str(out), *options]
-        subprocess.run([sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=1", *recipe], check=True)
-        took = time.perf_counter() - began
-        found = json.loads((out / "eval.json").read_text())
-        rows = read_metrics(out / "metrics.jsonl")
-        reward = sum(row["reward/mean"] for row in rows[-10:]) / len(rows[-10:])
-        figures = [found["accuracy_before"], found["accuracy_after"], reward]
-        lines.append(f"| {seed} | {' | '.join(f'{x:.3f}' for x in figures)} | {took:.0f} |")
-        print(lines[-1], flush=True)
-    table = "\n".join([
-        "| seed | held-out accuracy before | after | reward, last 10 steps | seconds, start to end |",
-        "|---|---|---|---|---|",
+    for name in names:
+        before, after = found[f"{name}_before"], found[f"{name}_after"]
+        lines.append(f"{begin} | {name} | {before:.3f} | {after:.3f} | {reward} | {len(rows)} | {end}")
+    return lines
+
+
+def table(lines: list[str]) -> str:
+    head = ["recipe", "seed", "held out", "before", "after", "reward, last 10 steps", "steps", "seconds, start to end"]
+    made = [
+        f"| {' | '.join(head)} |",
+        "|" + "---|" * len(head),
         *lines,
         "",
-        f"{len(rows)} steps, {found['heldout']} held-out images, answered greedily. {os.cpu_count()} CPU cores "
-        f"({platform.machine()}), Python {platform.python_version()}, torch {torch.__version__}, transformers "
-        f"{transformers.__version__}. Command: `make learn`.",
-    ])  # fmt: skip
-    arguments.table.parent.mkdir(parents=True, exist_ok=True)
-    arguments.table.write_text(table + "\n")
-    print(table)
+        f"{os.cpu_count()} CPU cores ({platform.machine()}), Python {platform.python_version()}, torch "
+        f"{torch.__version__}, transformers {transformers.__version__}. Command: `make learn`.",
+    ]
+    return "\n".join(made) + "\n"
 
 
 if __name__ == "__main__":

@@ -268,7 +268,7 @@ def step_rows(rows: Sequence[Row], step: int, count: int, seed: int) -> list[tup
 def score(reward: Reward, samples: Sequence[Sample], *, threads: int = 1) -> Tensor:
     """[B] float32 rewards; nan where the reward function raised, or returned None, nan or an infinity: not judged.
 
-    A failure is logged with its row, never turned into a 0.
+    A failure is logged with its row, never turned into a 0. A sample that was aborted is not judged.
 
     Args:
         threads: rewards under way at once, for those that wait for a process or a server (maths, programs, a judge).
@@ -281,6 +281,8 @@ def score(reward: Reward, samples: Sequence[Sample], *, threads: int = 1) -> Ten
 
 
 def _judge(reward: Reward, sample: Sample) -> float:
+    if sample.finish_reason == "aborted":  # a tool failed, which says nothing about the policy
+        return math.nan
     try:
         value = reward(sample.text, sample.row)
         value = math.nan if value is None else float(value)

@@ -119,13 +119,20 @@ def prompt_lengths(batch: Batch) -> list[int]:
 
 
 def shared_prompts(batch: Batch) -> list[list[int]]:
-    """Rows in groups of one prompt: the same tokens, and the very same vision tensors, before what was sampled."""
+    """Rows in groups of one prompt: the same tokens, and the very same vision tensors, before what was sampled.
+
+    A row with images and an observation behind its prompt stands alone: some of its images may be the observation's.
+    """
     groups: dict[Any, list[int]] = {}
     for i, length in enumerate(prompt_lengths(batch)):
         images = tuple((name, id(tensor)) for name, tensor in batch.vision[i].items())
-        key = (tuple(batch.tokens[i, :length].tolist()), images) if 0 < length < batch.lengths[i] else i
-        groups.setdefault(key, []).append(i)
+        shares = 0 < length < batch.lengths[i] and not (images and _observes(batch, i, length))
+        groups.setdefault((tuple(batch.tokens[i, :length].tolist()), images) if shares else i, []).append(i)
     return list(groups.values())
+
+
+def _observes(batch: Batch, row: int, prompt: int) -> bool:
+    return not batch.mask[row, prompt : batch.lengths[row]].all()
 
 
 def lay_out(

@@ -1,8 +1,8 @@
 """Samplers behind one contract: prompts in, samples out, tokens all the way.
 
-    rollout = make_rollout("hf", engine.gathered, processor=processor)
-    rollout.update_weights(engine.get_per_tensor_param())
-    samples = rollout.generate(prompts, Sampling(max_new_tokens=64, seed=(0, step)), n=8)
+rollout = make_rollout("hf", engine.gathered, processor=processor)
+rollout.update_weights(engine.get_per_tensor_param())
+samples = rollout.generate(prompts, Sampling(max_new_tokens=64, seed=(0, step)), n=8)
 """
 
 from collections.abc import Sequence

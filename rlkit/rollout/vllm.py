@@ -9,6 +9,7 @@ import os
 import weakref
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -53,7 +54,8 @@ class VllmRollout:
         dtype: str | None = None,
         **options: Any,
     ) -> None:
-        self.processor, self.version, self.asleep, self.adapter = processor, 0, False, None
+        self.processor, self.version, self.asleep = processor, 0, False
+        self.adapter: Any = None
         self.on_gpu = torch.cuda.is_available()
         world = dist.get_world_size() if dist.is_initialized() else 1
         if tensor_parallel_size < 1 or world % tensor_parallel_size:
@@ -174,8 +176,8 @@ class VllmRollout:
     def _outputs(self, requests: Sequence[Sample], sampling: Sampling, n: int) -> list[Any]:
         from vllm import SamplingParams
 
-        rule = {"n": n, "unsampled": self.unsampled, "ends": self.ends}
-        params = [SamplingParams(**sampling_options(sampling, request, **rule)) for request in requests]
+        options = partial(sampling_options, sampling, n=n, unsampled=self.unsampled, ends=self.ends)
+        params = [SamplingParams(**options(request)) for request in requests]
         given = [request_prompt(request) for request in requests]
         return self.llm.generate(given, params, use_tqdm=False, lora_request=self.adapter)
 
@@ -229,7 +231,7 @@ def _pack_again(model: Any) -> None:
     An output layer that is tied to the embedding is not among those weights; experts are packed on their first load.
     """
     for module in model.modules():
-        method = getattr(module, "quant_method", None)
+        method: Any = getattr(module, "quant_method", None)
         if "cpu_linear" in vars(module) and type(module).__name__ in ("ParallelLMHead", "VocabParallelEmbedding"):
             method.process_weights_after_loading(module)
         if (kernel := getattr(method, "moe_kernel", None)) is not None:

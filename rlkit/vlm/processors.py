@@ -149,9 +149,9 @@ def encode_reply(
             "longer be what was sampled. Another role, or a template that keeps every turn whole, is needed"
         )
     sample = encode_text(processor, after[before.rindex(ANSWER) + len(ANSWER) :], images)
-    end = sample.token_ids[0]
-    if end not in tokenizer.added_tokens_decoder:
-        raise ValueError(f"{whose}: an end token behind the assistant's turn expected, came {tokenizer.decode([end])!r}")
+    if sample.token_ids[0] not in tokenizer.added_tokens_decoder:
+        came = tokenizer.decode(sample.token_ids[:1])
+        raise ValueError(f"{whose}: an end token behind the assistant's turn expected, came {came!r}")
     behind = {name: getattr(sample, name)[1:] for name in ("token_ids", "compact_ids", "mask", "logprobs")}
     return replace(sample, **behind)
 

@@ -290,3 +290,9 @@ def test_rewards_that_wait_are_scored_together_and_stay_in_order():
 
     samples = [replace(prompt([1]), text=str(i)) for i in range(5)]
     assert score(waits, samples, threads=5).tolist() == [0, 1, 2, 3, 4]
+
+
+def test_a_sample_that_was_aborted_is_not_judged():
+    samples = [replace(prompt([1]), text="1", finish_reason=reason) for reason in ("stop", "aborted")]
+    first, second = score(lambda text, row: 1.0, samples).tolist()
+    assert first == 1 and math.isnan(second)

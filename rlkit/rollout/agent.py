@@ -1,0 +1,248 @@
+"""Episodes of several turns: the policy writes, a tool or an environment answers, until one of them ends it.
+
+A tool or an environment is a plain function, async or not, from a sample to what the policy is shown next:
+
+    async def calculator(sample):
+        if (call := re.search(r"calc\\((.+?)\\)", sample.text)) is None:
+            return None                                     # no call: this turn is the answer
+        return Observation(str(evaluate(call[1])))
+
+    async def guess_the_number(sample):
+        state = sample.row["state"]                         # a dict of this episode's own, empty at first
+        state["guesses"] = state.get("guesses", 0) + 1
+        if sample.text == sample.row["answer"]:
+            state["reward"] = 1 / state["guesses"]          # the task's reward returns row["state"].get("reward", 0.0)
+            return None
+        return Observation("higher" if int(sample.text) < int(sample.row["answer"]) else "lower")
+
+An image tool is `rlkit.rollout.image_tools.zoom`. What an observation adds is masked, is shown in the model's own chat
+template, and stands behind the tokens that were sampled, of which none is made again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import logging
+from collections.abc import Awaitable, Callable, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, replace
+from functools import cache
+from threading import Thread
+from typing import Any
+
+from rlkit.data.samples import Sample, extend, observe
+from rlkit.rollout.sampling import Sampling
+from rlkit.vlm.processors import chat, encode_reply, load_image, message
+
+GRACE = 10.0  # seconds behind its time limit after which a step that blocks the event loop is given up
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Observation:
+    """What the policy is shown next: images (paths, bytes or PIL images), then text."""
+
+    text: str = ""
+    images: Sequence[Any] = ()
+
+
+Step = Callable[[Sample], Awaitable[Observation | None] | Observation | None]
+
+
+def run_episodes(
+    rollout: Any,
+    requests: Sequence[Sample],
+    sampling: Sampling,
+    step: Step,
+    *,
+    processor: Any,
+    n: int = 1,
+    max_turns: int = 8,
+    max_tokens: int | None = None,
+    max_response_tokens: int | None = None,
+    timeout: float = 60.0,
+    on_failure: Callable[[Exception], Observation] | None = None,
+    role: str = "user",
+    global_sum: Callable[[float], Any] = float,
+) -> list[Sample]:
+    """n episodes a request, those of one request next to each other, in the order of the requests.
+
+    All live episodes write their turn in one call of `rollout.generate`; the steps of a turn run at the same time.
+    An episode ends with a finish reason: "stop" (`step` returned None), "length" (a turn was cut at `max_new_tokens`,
+    or the next one would not have fitted), "turns" (`step` wanted to go on after the last turn) or "aborted" (`step`
+    failed; the sample has what was written until then, and says nothing about the policy: leave it out).
+
+    Args:
+        rollout: anything with `generate(requests, sampling, n)`; a sample that is given to it goes on.
+        requests: prompts.
+        sampling: of each turn; `max_new_tokens` is that of one turn.
+        step: a sample -> an Observation, or None to end. It sees the turn in `sample.text`, all images so far in
+            `sample.images`, and in `sample.row` the data row, `messages` (the chat so far, this turn included) and
+            `state` (a dict that stays with the episode). Rewards get the same row afterwards, and the last turn's text.
+            One that is not async runs in a thread.
+        processor: the model's, for its chat template and its images.
+        max_turns: most turns that the policy writes.
+        max_tokens: longest sequence, images expanded: what the model's context leaves. A turn begins only where all of
+            its `max_new_tokens` fit, and an observation that leaves no room for one is not kept.
+        max_response_tokens: longest sequence behind the prompt, observations included.
+        timeout: seconds for one call of `step`.
+        on_failure: what the policy is shown of an exception, of a TimeoutError after `timeout`, or of an image that
+            cannot be read; by default such an episode is aborted.
+        role: of observations in the chat; "tool" where the template and the model know it.
+        global_sum: sum over the ranks that have to generate together, e.g. `engine.global_sum` where weights are
+            sharded: a rank whose episodes have ended joins in with none until the last rank's have.
+
+    Raises:
+        ValueError: limits that are no limits, a prompt without room for a turn, or a chat template that rewrites
+            earlier turns.
+    """
+    if max_turns < 1 or timeout <= 0:
+        raise ValueError(f"max_turns, timeout: at least 1 and above 0 expected, came {max_turns} and {timeout}")
+    rooms = [_room(request, sampling, max_tokens, max_response_tokens) for request in requests]
+    if requests:  # the template is refused before the work, not after it
+        encode_reply(processor, chat(requests[0].row), message(role, ""))
+    samples = []
+    for sample in rollout.generate(requests, sampling, n):
+        own = {"messages": chat(sample.row), "state": {}}
+        samples.append(replace(sample, row={**sample.row, **own}))
+    live = list(range(len(samples)))
+    for turn in range(1, max_turns + 1):
+        for i in live:
+            samples[i].row["messages"].append(message("assistant", samples[i].text))
+        live = [i for i in live if samples[i].finish_reason == "stop"]
+        outcomes = call_steps(step, [samples[i] for i in live], timeout)
+        for i, outcome in zip(live, outcomes, strict=True):
+            samples[i] = _next(samples[i], outcome, processor, role, on_failure, rooms[i // n], last=turn == max_turns)
+        live = [i for i in live if not samples[i].finish_reason]
+        if not global_sum(float(len(live))):
+            break
+        for i, sample in zip(live, rollout.generate([samples[i] for i in live], sampling), strict=True):
+            samples[i] = sample
+    return samples
+
+
+def _room(request: Sample, sampling: Sampling, max_tokens: int | None, max_response_tokens: int | None) -> float:
+    """The longest that a sequence may be before a turn begins."""
+    prompt = len(request.token_ids)
+    longest = min(max_tokens or float("inf"), prompt + (max_response_tokens or float("inf")))
+    if prompt + sampling.max_new_tokens > longest:
+        where = request.row.get("where", f"group {request.group_id}")
+        raise ValueError(
+            f"{where}: {prompt} prompt tokens leave no room for a turn of max_new_tokens {sampling.max_new_tokens}; "
+            f"max_tokens is {max_tokens}, max_response_tokens {max_response_tokens}"
+        )
+    return longest - sampling.max_new_tokens
+
+
+def _next(
+    sample: Sample,
+    outcome: Any,
+    processor: Any,
+    role: str,
+    on_failure: Callable[[Exception], Observation] | None,
+    room: float,
+    *,
+    last: bool,
+) -> Sample:
+    """The sample with what its step came to: with a finish reason it has ended, without one it goes on."""
+    if outcome is None:
+        return sample
+    if last and isinstance(outcome, Observation):
+        return replace(sample, finish_reason="turns")
+    try:
+        longer = observe(sample, _encode(processor, sample.row["messages"][:-1], outcome, role))
+    except Exception as error:  # whatever it is, it is the tool's: the run goes on
+        where = sample.row.get("where", f"group {sample.group_id}")
+        log.warning("step failed on %s, turn %r: %s: %s", where, sample.text[:80], type(error).__name__, error)
+        if on_failure is None:
+            return replace(sample, finish_reason="aborted")
+        return _next(sample, on_failure(error), processor, role, None, room, last=last)
+    if len(longer.token_ids) > room:
+        return replace(sample, finish_reason="length")
+    sample.row["messages"].append(message(role, outcome.text, len(outcome.images)))
+    return replace(longer, finish_reason="")
+
+
+def _encode(processor: Any, messages: Sequence[Any], outcome: Any, role: str) -> Sample:
+    if isinstance(outcome, Exception):
+        raise outcome
+    if not isinstance(outcome, Observation):
+        raise TypeError(f"step: an Observation or None expected, came {type(outcome).__name__}")
+    images = [load_image(image) for image in outcome.images]
+    return encode_reply(processor, messages, message(role, outcome.text, len(images)), images)
+
+
+def call_steps(step: Step, samples: Sequence[Sample], timeout: float) -> list[Any]:
+    """What `step` returned for each sample, or the exception that it raised: all at once, each within its time.
+
+    They share one event loop, in a thread that stays from call to call: what is bound to a loop (a session, a browser)
+    can be kept. A step that blocks it is given up after `GRACE` more seconds, with all that had not finished by then.
+    """
+    outcomes: list[Any] = [TimeoutError(f"no result within {timeout:g} seconds") for _ in samples]
+
+    async def one(i: int) -> None:
+        try:
+            async with asyncio.timeout(timeout) as limit:
+                found = step(samples[i]) if inspect.iscoroutinefunction(step) else _in_thread(step, samples[i])
+                found = await found
+                outcomes[i] = await found if inspect.isawaitable(found) else found
+        except Exception as error:
+            if not limit.expired():
+                outcomes[i] = error
+
+    async def every() -> None:
+        await asyncio.gather(*(one(i) for i in range(len(samples))))
+
+    running = asyncio.run_coroutine_threadsafe(every(), _loop())
+    try:
+        running.result(timeout + GRACE)
+    except TimeoutError:
+        _loop.cache_clear()  # the next call gets another
+    return list(outcomes)
+
+
+@cache
+def _loop() -> asyncio.AbstractEventLoop:
+    loop = asyncio.new_event_loop()
+    Thread(target=loop.run_forever, daemon=True, name="rlkit steps").start()
+    return loop
+
+
+def _in_thread(function: Callable[..., Any], *arguments: Any) -> Awaitable[Any]:
+    """Its result, from a thread that keeps neither a pool nor the end of the process waiting."""
+    future: Future[Any] = Future()
+    future.set_running_or_notify_cancel()  # from here on nobody cancels it
+
+    def work() -> None:
+        try:
+            future.set_result(function(*arguments))
+        except BaseException as error:
+            future.set_exception(error)
+
+    Thread(target=work, daemon=True).start()
+    return asyncio.wrap_future(future)
+
+
+class Scripted:
+    """A sampler that writes what a function of the sample says: demonstrations to imitate, and trials of a tool.
+
+    Args:
+        processor: a model's, for its tokenizer.
+        write: a sample -> the text of its next turn.
+    """
+
+    def __init__(self, processor: Any, write: Callable[[Sample], str]) -> None:
+        self.tokenizer, self.write = getattr(processor, "tokenizer", processor), write
+
+    def generate(self, requests: Sequence[Sample], sampling: Sampling, n: int = 1) -> list[Sample]:
+        """n samples a request, cut at `sampling.max_new_tokens`; their logprobs are 0."""
+        samples = []
+        for request in [replace(r, number=r.number * n + i) for r in requests for i in range(n)]:
+            text = self.write(request)
+            ids = [*self.tokenizer(text, add_special_tokens=False)["input_ids"], self.tokenizer.eos_token_id]
+            kept = ids[: sampling.max_new_tokens]
+            reason = "stop" if kept == ids else "length"
+            samples.append(extend(request, kept, [0.0] * len(kept), text=text, finish_reason=reason))
+        return samples

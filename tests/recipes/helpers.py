@@ -1,0 +1,133 @@
+"""What the tests of the recipes share: a small problem, a model to start from, and ways to run a recipe."""
+
+import functools
+import importlib.util
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import fields, replace
+from pathlib import Path
+
+import pytest
+import tyro
+
+from rlkit.data import load_task
+from rlkit.tracking import read_metrics
+from rlkit.vlm import build_tiny
+
+HERE = Path(__file__).parent
+RECIPES = HERE.parents[1] / "recipes"
+
+
+def few_digits(answers="01"):
+    """The built-in images of 0 and 1; a run names it "helpers:few_digits"."""
+    task = load_task("digits")
+    train, heldout = ([row for row in rows if row["answer"] in answers] for rows in (task.train, task.heldout))
+    return replace(task, train=train, heldout=heldout)
+
+
+@pytest.fixture(scope="session")
+def warm_dir(tmp_path_factory):
+    """A model that takes an image for a 0, 1 or 2, and knows little of which is which."""
+    return built(tmp_path_factory, lambda: few_digits("012"), warm_up_steps=45, label_noise=0.7, lr=1e-3)
+
+
+@pytest.fixture(scope="session")
+def text_dir(tmp_path_factory):
+    """A model without eyes, and without any training."""
+    return built(tmp_path_factory, lambda: load_task("sorting"), warm_up_steps=0)
+
+
+def built(tmp_path_factory, task, **options):
+    path = tmp_path_factory.getbasetemp() / f"warm-{options['warm_up_steps']}"
+    if not path.exists():  # each module that imports a fixture has its own
+        build_tiny(path, task().train, **options)
+    return path
+
+
+def environment():
+    paths = os.pathsep.join([str(HERE), os.environ.get("PYTHONPATH", "")])
+    return {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "PYTHONPATH": paths}
+
+
+def command(recipe, *arguments, ranks=0):
+    torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"] if ranks else []
+    return [sys.executable, *torchrun, str(RECIPES / f"{recipe}.py"), *map(str, arguments)]
+
+
+def run(recipe, *arguments, ranks=0):
+    """As a person would type it."""
+    done = subprocess.run(
+        command(recipe, *arguments, ranks=ranks), capture_output=True, text=True, timeout=1800, env=environment()
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    return done
+
+
+@functools.cache
+def load(recipe):
+    """The recipe as a module."""
+    spec = importlib.util.spec_from_file_location(recipe, RECIPES / f"{recipe}.py")
+    module = sys.modules[recipe] = importlib.util.module_from_spec(spec)  # tyro looks its dataclass up there
+    spec.loader.exec_module(module)
+    return module
+
+
+def run_here(recipe, *arguments):
+    """In this process, which has all imports behind it."""
+    module = load(recipe)
+    module.main(tyro.cli(module.Config, args=[str(a) for a in arguments], use_underscores=True))
+
+
+def kill_after(steps, recipe, *arguments, out):
+    """Start a run and kill it once it has logged so many steps."""
+    quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
+    with subprocess.Popen(command(recipe, *arguments, "--out", out), env=environment(), **quiet) as process:
+        deadline = time.time() + 900
+        while time.time() < deadline and process.poll() is None and len(rows(out)) < steps:
+            time.sleep(0.01)
+        process.send_signal(signal.SIGKILL)
+
+
+def rows(out):
+    """A run's metrics.jsonl, empty where there is none yet."""
+    path = Path(out) / "metrics.jsonl"
+    return read_metrics(path) if path.exists() else []
+
+
+def numbers(out):
+    """What a run measured, but not how long it took."""
+    return [{name: x for name, x in row.items() if not name.startswith("time/")} for row in rows(out)]
+
+
+def evaluation(out):
+    return json.loads((Path(out) / "eval.json").read_text())
+
+
+def learned(out):
+    """Whether both the reward of what was sampled and the accuracy on held-out rows rose by 0.2."""
+    rewards, found = [row["reward/mean"] for row in rows(out)], evaluation(out)
+    return (
+        sum(rewards[-3:]) / 3 > sum(rewards[:3]) / 3 + 0.2 and found["accuracy_after"] > found["accuracy_before"] + 0.2
+    )
+
+
+def assert_same_step(row, other):
+    """The same samples, and the same numbers up to the order in which ranks add them."""
+    assert row.keys() == other.keys()
+    for name in row.keys() - {"ratio/max"}:
+        exact = name in ("reward/mean", "tokens", "unjudged", "skipped_rows")
+        assert row[name] == (other[name] if exact else pytest.approx(other[name], rel=1e-3, abs=1e-5)), name
+
+
+def assert_help_names_every_option(recipe, capsys):
+    module = load(recipe)
+    with pytest.raises(SystemExit, match="0"):
+        tyro.cli(module.Config, args=["--help"], use_underscores=True, description=module.__doc__)
+    shown = capsys.readouterr().out
+    for field in fields(module.Config):
+        assert f"--{field.name} " in shown or f"--{field.name}," in shown, field.name
+    assert "torchrun" in shown and "https://arxiv.org" in shown

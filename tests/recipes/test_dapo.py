@@ -1,0 +1,119 @@
+"""`recipes/dapo.py` as a person runs it."""
+
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parent))
+import helpers
+from helpers import numbers, run_here
+
+warm_dir, text_dir = helpers.warm_dir, helpers.text_dir
+LEARNING = [
+    "--task", "helpers:few_digits", "--seed", 0, "--steps", 10, "--prompts_per_step", 24, "--prompts_per_draw", 32,
+    "--max_num_gen_batches", 2, "--group_size", 8, "--mini_batches", 2, "--max_new_tokens", 4, "--temperature", 1.0,
+    "--warmup_steps", 2, "--clip_low", 0.2, "--clip_high", 0.28, "--overlong_buffer", 2,
+    "--overlong_penalty_factor", 1.0, "--save_every", 2, "--threads", 1,
+]  # fmt: skip
+SMALL = [
+    "--seed", 0, "--steps", 1, "--prompts_per_step", 6, "--prompts_per_draw", 4, "--max_num_gen_batches", 3,
+    "--group_size", 4, "--mini_batches", 1, "--max_new_tokens", 2, "--overlong_buffer", 0, "--lr", 1e-3,
+]  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def whole(warm_dir, tmp_path_factory):
+    """A run on one rank that was never killed."""
+    out = tmp_path_factory.mktemp("dapo") / "whole"
+    run_here("dapo", "--model", warm_dir, "--out", out, "--lr", 1.5e-3, *LEARNING)
+    return out
+
+
+def test_learns_on_two_ranks_and_not_without_a_learning_rate(whole, warm_dir, tmp_path):
+    done = helpers.run("dapo", "--model", warm_dir, "--out", tmp_path / "two", "--lr", 1.5e-3, *LEARNING, ranks=2)
+    assert "held-out accuracy before" in done.stdout and "report.html" in done.stdout
+    assert helpers.learned(tmp_path / "two") and helpers.learned(whole)
+    helpers.assert_same_step(numbers(tmp_path / "two")[0], numbers(whole)[0])
+    run_here("dapo", "--model", warm_dir, "--out", tmp_path / "still", "--lr", 0, *LEARNING)
+    assert not helpers.learned(tmp_path / "still")
+
+
+def test_resume_is_exact_after_steps_of_several_draws(whole, warm_dir, tmp_path):
+    assert sum(row["groups/drawn"] for row in numbers(whole)[:6]) > 6 * 32
+    arguments = ["--model", warm_dir, "--lr", 1.5e-3, *LEARNING]
+    helpers.kill_after(7, "dapo", *arguments, out=tmp_path / "killed")
+    assert 7 <= len(helpers.rows(tmp_path / "killed")) < 10
+    run_here("dapo", *arguments, "--out", tmp_path / "killed", "--resume")
+    assert numbers(tmp_path / "killed") == numbers(whole)
+    assert helpers.evaluation(tmp_path / "killed") == helpers.evaluation(whole)
+
+
+def test_leaves_what_it_promises(whole):
+    rows = helpers.rows(whole)
+    assert [row["step"] for row in rows] == list(range(10))
+    for row in rows:
+        assert row["groups/trained"] == min(24, row["groups/differ"]) <= row["groups/drawn"] in (32, 64)
+        assert row["groups/drawn"] == 32 or row["groups/differ"] > 0
+        assert row["mismatch/abs_dlogp"] < 1e-5 and row["time/generate"] > 0 and row["time/reward"] >= 0
+    assert [p.name for p in sorted((whole / "checkpoints").iterdir())] == ["step_10", "step_8"]
+    assert (whole / "model" / "model.safetensors").exists() and (whole / "report.html").exists()
+
+
+def half_settled():
+    """What is asked about a 0 is always right."""
+    task = helpers.few_digits()
+    return replace(task, reward=lambda text, row: 1.0 if row["answer"] == "0" else task.reward(text, row))
+
+
+def settled():
+    return replace(helpers.few_digits(), reward=lambda text, row: 1.0)
+
+
+def test_groups_of_equal_rewards_are_dropped_and_others_drawn(warm_dir, tmp_path):
+    run_here("dapo", "--model", warm_dir, "--out", tmp_path / "half", "--task", f"{__name__}:half_settled", *SMALL)
+    row = numbers(tmp_path / "half")[0]
+    assert row["groups/drawn"] in (8, 12) and 0 < row["groups/differ"] < row["groups/drawn"]
+    assert row["groups/trained"] == min(6, row["groups/differ"])
+    assert row["loss"] != 0 and row["grad_norm"] > 0
+
+
+def test_a_run_with_nothing_left_to_learn_ends_well(warm_dir, tmp_path, capsys):
+    run_here("dapo", "--model", warm_dir, "--out", tmp_path / "run", "--task", f"{__name__}:settled", *SMALL)
+    assert "all groups of 48 answers have equal rewards: the run ends here" in "".join(capsys.readouterr())
+    assert helpers.rows(tmp_path / "run") == [] and helpers.evaluation(tmp_path / "run")["accuracy_after"] == 1
+    assert (tmp_path / "run" / "model" / "model.safetensors").exists()
+
+
+def test_long_answers_pay(warm_dir, tmp_path):
+    """Every answer of the warm model is a digit and an end: two tokens, or one without its end."""
+    arguments = ["--model", warm_dir, "--task", "helpers:few_digits", *SMALL, "--overlong_penalty_factor", 0.5]
+    run_here("dapo", *arguments, "--out", tmp_path / "free")
+    run_here("dapo", *arguments, "--out", tmp_path / "paid", "--overlong_buffer", 1)
+    (free,), (paid,) = numbers(tmp_path / "free"), numbers(tmp_path / "paid")
+    assert free["reward/overlong"] == 0 and -0.5 <= paid["reward/overlong"] < -0.3
+    assert free["reward/mean"] == paid["reward/mean"] and free["groups/differ"] == paid["groups/differ"]
+
+
+def test_text_with_lora(text_dir, tmp_path):
+    run_here("dapo", "--model", text_dir, "--out", tmp_path / "run", "--task", f"{__name__}:length", *SMALL,
+             "--lora_rank", 4, "--exclude_modules", "None", "--use_fused_kernels")  # fmt: skip
+    row = numbers(tmp_path / "run")[0]
+    assert row["unjudged"] == 0 and row["grad_norm"] > 0
+
+
+def length():
+    """Sorting, with a reward that a model without any training earns now and then."""
+    return replace(helpers.load_task("sorting"), reward=lambda text, row: float(len(text) > 4))
+
+
+def test_help_names_every_option(capsys):
+    helpers.assert_help_names_every_option("dapo", capsys)
+
+
+def test_bad_input_is_one_clear_message(whole, tmp_path):
+    with pytest.raises(SystemExit, match="dapo: mini_batches: from 1 to the 6 prompts, came 7"):
+        run_here("dapo", "--out", tmp_path / "a", *SMALL, "--mini_batches", 7)
+    with pytest.raises(SystemExit, match="dapo: out .*holds a run already; --resume goes on with it"):
+        run_here("dapo", "--out", whole, *SMALL)

@@ -1,0 +1,113 @@
+"""`recipes/grpo_tools.py`: episodes of several turns with an image tool, as a person runs it."""
+
+import json
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parent))
+from helpers import load, numbers, rows, run_here
+
+from rlkit.rollout.image_tools import zoom, zoomed_digits
+
+HELD_OUT = 100
+SMALL = ["--prompts_per_step", 8, "--group_size", 4]
+
+
+def few_held_out():
+    """The default task; a run names it "test_grpo_tools:few_held_out"."""
+    task = zoomed_digits()
+    return replace(task, heldout=task.heldout[:HELD_OUT])
+
+
+async def shaky(sample):
+    if sample.row["answer"] in "12345":
+        raise RuntimeError("the camera is down")
+    return await zoom(sample)
+
+
+@pytest.fixture(scope="module")
+def warm_dir(tmp_path_factory):
+    """The default model after its warm-up, which is part of the recipe."""
+    recipe = load("grpo_tools")
+    recipe.init_distributed()
+    path = tmp_path_factory.mktemp("warm") / "init"
+    recipe.warm_up(path, few_held_out(), zoom, recipe.Config())
+    return path
+
+
+def run(warm_dir, out, *arguments):
+    run_here("grpo_tools", "--model", warm_dir, "--task", "test_grpo_tools:few_held_out", "--out", out, *arguments)
+    return rows(out), json.loads((out / "eval.json").read_text())
+
+
+def has_learned(metrics, evaluation):
+    rewards = [row["reward/mean"] for row in metrics]
+    quarter = len(rewards) // 4
+    rose = np.mean(rewards[-quarter:]) > np.mean(rewards[:quarter]) + 0.2
+    return rose and evaluation["accuracy_after"] > evaluation["accuracy_before"] + 0.2
+
+
+def test_learns_where_to_zoom(warm_dir, tmp_path):
+    """Twenty seconds of it. What was sampled over two turns and two images is what is trained on."""
+    metrics, evaluation = run(warm_dir, tmp_path / "run", "--steps", 24)
+    assert has_learned(metrics, evaluation), (evaluation, [row["reward/mean"] for row in metrics])
+    assert max(row["mismatch/abs_dlogp"] for row in metrics) < 1e-5
+    assert all(1.5 < row["turns"] <= 2 and row["aborted"] == row["unjudged"] == 0 for row in metrics)
+    page = (tmp_path / "run" / "report.html").read_text()
+    assert "zoom(" in page and " | [image] | " in page
+    assert (tmp_path / "run" / "model" / "model.safetensors").exists()
+
+
+def test_does_not_learn_without_a_learning_rate(warm_dir, tmp_path):
+    assert not has_learned(*run(warm_dir, tmp_path / "run", "--steps", 4, "--lr", 0, *SMALL))
+
+
+def test_resume_is_exact(warm_dir, tmp_path, monkeypatch):
+    """Stopped between two checkpoints: the numbers from there on are those of the whole run."""
+    options = ["--steps", 4, "--save_every", 2, *SMALL]
+    _, evaluation = run(warm_dir, tmp_path / "whole", *options)
+    log = load("grpo_tools").Run.log
+
+    def stops(self, step, metrics):
+        if step == 3:
+            raise KeyboardInterrupt
+        log(self, step, metrics)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(load("grpo_tools").Run, "log", stops)
+        with pytest.raises(KeyboardInterrupt):
+            run(warm_dir, tmp_path / "stopped", *options)
+    assert [row["step"] for row in rows(tmp_path / "stopped")] == [0, 1, 2]
+    _, again = run(warm_dir, tmp_path / "stopped", *options, "--resume")
+    assert numbers(tmp_path / "stopped") == numbers(tmp_path / "whole") and again == evaluation
+
+
+def test_a_failing_tool_is_left_out_or_shown(warm_dir, tmp_path):
+    options = ["--steps", 1, *SMALL, "--tool", "test_grpo_tools:shaky", "--max_unjudged", 0.99]
+    (left_out,), evaluation = run(warm_dir, tmp_path / "out", *options)
+    assert 0 < left_out["aborted"] == left_out["unjudged"] < 32 and evaluation["heldout"] == HELD_OUT
+    (shown,), _ = run(warm_dir, tmp_path / "shown", *options, "--show_failures")
+    assert shown["aborted"] == shown["unjudged"] == 0
+
+
+def test_bad_input_is_one_clear_message(warm_dir, tmp_path):
+    cases = {
+        ("--tool", "test_grpo_tools:crop"): "grpo_tools: module .* has no attribute 'crop'",
+        ("--model", "tiny"): 'model "tiny": it knows the default task and tool alone; name a model for others',
+        ("--tool", "test_grpo_tools:shaky", "--max_unjudged", 0.1): "episodes could be judged, ",
+    }
+    for i, (arguments, text) in enumerate(cases.items()):
+        with pytest.raises(SystemExit, match=text):
+            run(warm_dir, tmp_path / str(i), "--steps", 1, *SMALL, *arguments)
+
+
+def test_help_names_every_option(capsys):
+    with pytest.raises(SystemExit):
+        run_here("grpo_tools", "--help")
+    shown = capsys.readouterr().out
+    for option in load("grpo_tools").Config.__dataclass_fields__:
+        assert f"--{option}" in shown, option

@@ -1,0 +1,450 @@
+"""Episodes of several turns: both token tracks, what is masked, limits, tools that fail."""
+
+import asyncio
+import re
+import threading
+from collections import Counter
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from rlkit.data import collate, extend, prompt, score
+from rlkit.data.samples import check_tracks, observe
+from rlkit.engines import make_engine
+from rlkit.rollout import Sampling, agent, make_rollout, uniforms
+from rlkit.rollout.agent import Observation, Scripted, call_steps, run_episodes
+from rlkit.vlm import decode, encode, load_model, load_processor, unsampled_ids
+from rlkit.vlm.processors import encode_reply, message
+
+
+@pytest.fixture(scope="module")
+def processor(tiny_dir):
+    return load_processor(tiny_dir)
+
+
+def ends_often(model, processor):
+    """The model with a bias towards its end token."""
+    head, end = model.get_output_embeddings(), torch.tensor(processor.tokenizer.eos_token_id)
+    bias = 3.0 * torch.nn.functional.one_hot(end, head.out_features)
+    head.register_forward_hook(lambda module, args, logits: logits + bias)
+    return model
+
+
+def new_engine(tiny_dir, processor, **options):
+    model = ends_often(load_model(tiny_dir), processor)
+    return make_engine("fsdp2", model=model, unsampled=unsampled_ids(model.config, processor.tokenizer), **options)
+
+
+@pytest.fixture(scope="module")
+def engine(tiny_dir, processor):
+    return new_engine(tiny_dir, processor)
+
+
+@pytest.fixture(scope="module")
+def rollout(engine, processor):
+    return make_rollout("hf", engine.gathered, processor=processor)
+
+
+def picture(rng, width=28, height=28):
+    return Image.fromarray(rng.integers(0, 256, (height, width, 3), dtype=np.uint8))
+
+
+def ask(processor, count, images=1, seed=0):
+    rng = np.random.default_rng(seed)
+    rows = [{"question": f"Question {i}?", "images": [picture(rng) for _ in range(images)]} for i in range(count)]
+    return [encode(processor, {**row, "where": f"row {i}"}, group_id=i) for i, row in enumerate(rows)]
+
+
+async def more(sample):
+    """Shows two more images, of unlike sizes, and then ends."""
+    rng = np.random.default_rng(len(sample.token_ids))
+    seen = len(sample.images)
+    return Observation(f"image {seen}", [picture(rng, 28 * seen, 56)]) if seen < 3 else None
+
+
+# --- tokens
+
+
+LETTERS = list("abc 019,.(){}\n\t?äß中🙂") + ["digit", "zoom"]
+
+
+def random_text(rng):
+    return "x" + "".join(rng.choice(LETTERS, rng.integers(0, 12)))
+
+
+def test_placeholder_expanded_once(processor):
+    """500 random conversations of several turns and images: both tracks are the processor's own, of the whole text."""
+    rng = np.random.default_rng(0)
+    sizes = (28, 56, 84)
+
+    async def step(sample):
+        if rng.random() < 0.4:
+            return None
+        images = [picture(rng, *rng.choice(sizes, 2)) for _ in range(rng.choice(3, p=(0.4, 0.4, 0.2)))]
+        return Observation(random_text(rng), images)
+
+    requests = []
+    for i in range(500):
+        images = [picture(rng, *rng.choice(sizes, 2)) for _ in range(rng.integers(0, 3))]
+        requests.append(encode(processor, {"question": random_text(rng), "images": images}, group_id=i))
+    samples = run_episodes(
+        Scripted(processor, lambda sample: random_text(rng)), requests, Sampling(100), step, processor=processor,
+        max_turns=5,
+    )  # fmt: skip
+    assert {s.finish_reason for s in samples} == {"stop", "turns"}
+    assert Counter(len(s.images) for s in samples)[4] > 10 and {0, 1, 8} <= {len(s.images) for s in samples}
+    for sample in samples:
+        text = processor.apply_chat_template(sample.row["messages"], tokenize=False).removesuffix("\n")
+        whole = processor(text=[text], images=sample.images or None, return_tensors="pt")
+        assert sample.token_ids == whole["input_ids"][0].tolist()
+        assert sample.compact_ids == processor.tokenizer(text)["input_ids"]
+        check_tracks(sample)
+        for name, tensor in sample.vision.items():
+            assert torch.equal(tensor, whole[name])
+        said = [m["content"] for m in sample.row["messages"] if m["role"] == "assistant"]
+        assert processor.tokenizer.decode(sample.response_ids) == "".join(f"{turn}<|im_end|>" for turn in said)
+        assert sample.text == said[-1]
+
+
+class Spelled:
+    """Writes each turn letter by letter, which no tokenizer would, and keeps what it was asked."""
+
+    def __init__(self, processor):
+        self.tokenizer, self.asked = processor.tokenizer, []
+
+    def generate(self, requests, sampling, n=1):
+        self.asked.append(list(requests))
+        ids = [self.tokenizer.convert_tokens_to_ids(letter) for letter in "digit"] + [self.tokenizer.eos_token_id]
+        return [extend(r, ids, [-0.5] * 6, text="digit", finish_reason="stop") for r in requests for _ in range(n)]
+
+
+def test_never_retokenise(processor):
+    sampler = Spelled(processor)
+    samples = run_episodes(sampler, ask(processor, 3), Sampling(8), more, processor=processor)
+    spelled = [processor.tokenizer.convert_tokens_to_ids(letter) for letter in "digit"]
+    assert processor.tokenizer("digit")["input_ids"] != spelled  # the control: made again, it would be another
+    assert len(sampler.asked) == 3
+    for i, sample in enumerate(samples):
+        assert sample.response_ids == [*spelled, processor.tokenizer.eos_token_id] * 3
+        for earlier in (asked[i] for asked in sampler.asked):
+            for track in ("token_ids", "compact_ids", "mask", "logprobs"):
+                assert getattr(sample, track)[: len(getattr(earlier, track))] == getattr(earlier, track)
+        assert sample.logprobs == [-0.5 if mine else 0.0 for mine in sample.mask]
+        check_tracks(sample)
+    assert collate(samples).total_tokens == 54
+
+
+def test_text_leaves_the_images_alone(processor):
+    """The vision tensors stay the very same, so that a group's rows share them in training."""
+    request = ask(processor, 1)[0]
+    text = observe(request, prompt([5, 6]))
+    assert text.vision is request.vision and text.token_ids == [*request.token_ids, 5, 6] and not any(text.mask)
+    both = observe(request, ask(processor, 1, images=2, seed=1)[0])
+    assert both.vision["image_grid_thw"].shape == (3, 3) and len(both.images) == 3
+    assert both.placeholders == {processor.image_token_id: [1, 1, 1]} and request.placeholders.popitem()[1] == [1]
+
+
+# --- the sampler and the trainer
+
+
+@pytest.fixture(scope="module")
+def episodes(rollout, processor):
+    return run_episodes(rollout, ask(processor, 6), Sampling(6, seed=(1, 2)), more, processor=processor, n=4)
+
+
+def test_sampler_and_trainer_agree_on_later_turns(engine, episodes):
+    assert {1, 2, 3} == {len(s.images) for s in episodes} and {s.finish_reason for s in episodes} == {"stop", "length"}
+    batch = collate(episodes)
+    logprobs = engine.infer_batch(batch)["logprobs"]
+    torch.testing.assert_close(logprobs[batch.mask], batch.rollout_logprobs[batch.mask], atol=1e-5, rtol=1e-5)
+    assert not logprobs[~batch.mask].any()
+
+
+def test_gradient_comes_from_the_policys_tokens_alone(tiny_dir, episodes, processor):
+    """The engine's step on the packed batch equals transformers' own forwards, one episode at a time."""
+    chosen = sorted(episodes, key=lambda s: -len(s.images))[:3] + [s for s in episodes if len(s.images) == 1][:2]
+    model = ends_often(load_model(tiny_dir), processor)
+    total = 0.0
+    for sample in chosen:
+        ids = torch.tensor([sample.token_ids])
+        model.model.rope_deltas = None
+        kinds = (ids == model.config.image_token_id).int()
+        logits = model(input_ids=ids, mm_token_type_ids=kinds, **sample.vision).logits
+        logits[..., unsampled_ids(model.config, processor.tokenizer)] = -torch.inf
+        at = torch.tensor([t for t, mine in enumerate(sample.mask) if mine])
+        total = total - logits[0, at - 1].log_softmax(-1).gather(1, ids[0, at, None]).sum()
+    total.backward()
+    sgd = {"optimizer": lambda params: torch.optim.SGD(params, lr=1.0), "max_grad_norm": 1e9}
+    engine = new_engine(tiny_dir, processor, **sgd)
+    before = {name: p.clone() for name, p in engine.get_per_tensor_param()}
+    metrics = engine.train_batch(collate(chosen), lambda out, mb: (-out.logprobs.sum(), {}))
+    assert metrics["loss"] == pytest.approx(total.item(), rel=1e-5)
+    gradients = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+    moved = {name: before[name] - p for name, p in engine.get_per_tensor_param() if name in gradients}
+    assert len(moved) > 40
+    for name, change in moved.items():
+        torch.testing.assert_close(change, gradients[name], atol=2e-4, rtol=2e-3, msg=name)
+
+
+def test_what_is_sampled_does_not_depend_on_the_batch(engine, rollout, episodes, processor):
+    requests, sampling = ask(processor, 6), Sampling(6, seed=(1, 2))
+    together = [(s.token_ids, s.group_id, s.number) for s in episodes]
+    assert [(g, m) for _, g, m in together] == [(g, m) for g in range(6) for m in range(4)]
+    small = make_rollout("hf", engine.gathered, processor=processor, max_sequences=4)
+    backwards = run_episodes(small, requests[::-1], sampling, more, processor=processor, n=4)
+    assert sorted(together) == sorted((s.token_ids, s.group_id, s.number) for s in backwards)
+    assert [s.group_id for s in backwards] == [g for g in range(5, -1, -1) for _ in range(4)]
+
+
+def test_a_sample_that_goes_on_goes_on_in_its_own_noise(rollout, processor):
+    """Interrupted and gone on with is the same as never interrupted; copies of one history go different ways."""
+    requests = ask(processor, 3)
+    whole, first = (rollout.generate(requests, Sampling(most, seed=(4,)), n=3) for most in (7, 3))
+    live = [s for s in first if s.finish_reason == "length"]
+    rest = rollout.generate(live, Sampling(4, seed=(4,)))
+    found = {(s.group_id, s.number): s.token_ids for s in [*first, *rest]}
+    assert len(live) > 3 and [found[s.group_id, s.number] for s in whole] == [s.token_ids for s in whole]
+    copies = [replace(live[0], number=number) for number in range(6)]
+    assert len({tuple(s.token_ids) for s in rollout.generate(copies, Sampling(4, seed=(4,)))}) > 3
+    assert len({s.number for s in rollout.generate(copies[1:3], Sampling(1), n=2)}) == 4
+    rest = uniforms((0,), [5], 1, 5, numbers=[2], used=[3])
+    assert torch.equal(rest, uniforms((0,), [5], 3, 8)[2:, 3:])
+
+
+# --- environments
+
+
+def test_an_environment_with_its_own_reward(processor):
+    async def guess_the_number(sample):
+        state = sample.row["state"]
+        state["guesses"] = state.get("guesses", 0) + 1
+        if sample.text == sample.row["answer"]:
+            state["reward"] = 1 / state["guesses"]
+            return None
+        return Observation("higher" if int(sample.text) < int(sample.row["answer"]) else "lower")
+
+    def bisect(sample):
+        low, high = 0, 8
+        for turn in sample.row.get("messages", [])[2::2]:
+            middle = (low + high) // 2
+            low, high = (middle + 1, high) if turn["content"] == "higher" else (low, middle)
+        return str((low + high) // 2)
+
+    rows = [{"question": "A number from 0 to 7?", "answer": str(i)} for i in range(8)]
+    requests = [encode(processor, row, group_id=i) for i, row in enumerate(rows)]
+    samples = run_episodes(
+        Scripted(processor, bisect), requests, Sampling(4), guess_the_number, processor=processor, n=2, max_turns=3
+    )
+    rewards = score(lambda text, row: row["state"].get("reward", 0.0), samples)
+    assert [round(1 / reward) if reward else 0 for reward in rewards.tolist()[::2]] == [0, 3, 2, 3, 1, 3, 2, 3]
+    assert [s.finish_reason for s in samples] == ["turns"] * 2 + ["stop"] * 14
+    assert samples[2].row["state"] is not samples[3].row["state"] and "state" not in rows[1]
+    said = [m["content"] for m in samples[2].row["messages"]]
+    assert said == ["A number from 0 to 7?", "4", "lower", "2", "lower", "1"]
+
+
+# --- tools that fail
+
+
+async def fails(sample):
+    raise RuntimeError("no such file")
+
+
+async def is_slow(sample):
+    await asyncio.sleep(60)
+
+
+async def shows_a_broken_image(sample):
+    return Observation("look", [b"no image"])
+
+
+async def shows_a_strip(sample):
+    return Observation("look", [Image.new("RGB", (1, 400))])
+
+
+async def spells_a_placeholder_out(sample):
+    return Observation("<|image_pad|>")
+
+
+async def returns_text(sample):
+    return "look"
+
+
+FAILURES = {
+    fails: "no such file",
+    is_slow: "no result within 0.2 seconds",
+    shows_a_broken_image: "cannot be read",
+    shows_a_strip: "aspect ratio",
+    spells_a_placeholder_out: "0 images, but the prompt has 1 places",
+    returns_text: "an Observation or None expected, came str",
+}
+
+
+@pytest.mark.parametrize("bad", FAILURES, ids=lambda f: f.__name__)
+def test_a_failing_tool_is_an_aborted_sample_or_an_observation(processor, bad, caplog):
+    """The first call on the middle one of three prompts fails; the others go on."""
+    requests, why = ask(processor, 3), FAILURES[bad]
+    scripted = Scripted(processor, lambda sample: "again")
+
+    async def step(sample):
+        state = sample.row["state"]
+        state["calls"] = state.get("calls", 0) + 1
+        if sample.group_id == 1 and state["calls"] == 1:
+            return await bad(sample)
+        return await more(sample)
+
+    options = {"processor": processor, "n": 2, "timeout": 0.2}
+    samples = run_episodes(scripted, requests, Sampling(8), step, **options)
+    assert [s.group_id for s in samples] == [0, 0, 1, 1, 2, 2]
+    assert [s.finish_reason for s in samples] == ["stop"] * 2 + ["aborted"] * 2 + ["stop"] * 2
+    assert "step failed on row 1, turn 'again'" in caplog.text and why in caplog.text
+    shown = run_episodes(scripted, requests, Sampling(8), step, on_failure=lambda e: Observation(f"{e}"), **options)
+    assert {s.finish_reason for s in shown} == {"stop"} and {len(s.images) for s in shown} == {3}
+    for sample in shown[2:4]:
+        assert why in sample.row["messages"][2]["content"]
+        assert why in decode(processor, sample.token_ids) and why not in decode(processor, sample.response_ids)
+        check_tracks(sample)
+
+
+def test_functions_that_never_return_do_not_stop_the_run(monkeypatch):
+    """In a thread, or on the event loop that all share."""
+    released, one = threading.Event(), [prompt([1])]
+
+    def hangs(sample):
+        released.wait(60)
+
+    async def blocks(sample):
+        released.wait(60)
+
+    def answers(sample):
+        return Observation("fine")
+
+    monkeypatch.setattr(agent, "GRACE", 0.3)
+    for never in (hangs, blocks):
+        assert isinstance(call_steps(never, one, 0.3)[0], TimeoutError)
+        assert call_steps(answers, one, 60.0)[0].text == "fine"
+    released.set()
+
+
+def test_a_failure_that_cannot_be_shown_is_aborted(processor):
+    options = {"processor": processor, "on_failure": lambda error: Observation("", [b"no image"])}
+    samples = run_episodes(Scripted(processor, lambda s: "x"), ask(processor, 1), Sampling(8), fails, **options)
+    assert samples[0].finish_reason == "aborted"
+
+
+def test_steps_of_a_turn_run_at_the_same_time():
+    samples = [prompt([1], group_id=i) for i in range(20)]
+    barrier = threading.Barrier(20)  # passes when all twenty are there
+
+    def together(sample):
+        barrier.wait(20)
+        return Observation(str(sample.group_id))
+
+    assert [o.text for o in call_steps(together, samples, 30.0)] == [str(i) for i in range(20)]
+    waiting = []
+
+    async def together_async(sample):
+        waiting.append(sample)
+        while len(waiting) < 20:
+            await asyncio.sleep(0.001)
+        return asyncio.get_running_loop()
+
+    loops = call_steps(together_async, samples, 30.0) + call_steps(together_async, samples, 30.0)
+    assert len({id(loop) for loop in loops}) == 1 and call_steps(together, [], 1.0) == []
+
+
+# --- limits
+
+
+def endless(sample):
+    return Observation("and then?")
+
+
+def test_limits(processor):
+    requests, sampler = ask(processor, 2), Scripted(processor, lambda sample: "more")
+    length = len(requests[0].token_ids)
+
+    def run(step=endless, most=10, **limits):
+        return run_episodes(sampler, requests, Sampling(most), step, processor=processor, **limits)
+
+    for turns in (1, 3):
+        for sample in run(max_turns=turns):
+            assert sample.finish_reason == "turns" and sample.mask[-1]
+            assert [m["role"] for m in sample.row["messages"]] == ["user", "assistant"] * turns
+    for limit in range(length + 10, length + 60, 7):
+        for samples in run(max_tokens=limit), run(max_response_tokens=limit - length):
+            assert {s.finish_reason for s in samples} <= {"length", "turns"}
+            assert max(len(s.token_ids) for s in samples) <= limit and all(s.mask[-1] for s in samples)
+    assert {s.finish_reason for s in samples} == {"length"}
+    called = []
+    cut = run(called.append, 1)
+    assert {s.finish_reason for s in cut} == {"length"} and not called  # a turn that was cut is no call
+    for limits in ({"max_tokens": length + 9}, {"max_response_tokens": 9}):
+        with pytest.raises(ValueError, match=f"row 0: {length} prompt tokens leave no room for a turn of .* 10;"):
+            run(**limits)
+    for limits in ({"max_turns": 0}, {"timeout": 0}):
+        with pytest.raises(ValueError, match="max_turns, timeout: at least 1 and above 0 expected"):
+            run(**limits)
+
+
+def test_a_rank_that_has_finished_joins_in_until_the_last_has(processor):
+    """Where weights are sharded, generating is a thing that all ranks do."""
+    sampler, asked = Scripted(processor, lambda sample: "x"), []
+
+    class Counting:
+        def generate(self, requests, sampling, n=1):
+            asked.append(len(requests))
+            return sampler.generate(requests, sampling, n)
+
+    elsewhere = iter([2, 1, 0])
+    run_episodes(
+        Counting(), ask(processor, 1), Sampling(4), lambda sample: None, processor=processor,
+        global_sum=lambda live: live + next(elsewhere),
+    )  # fmt: skip
+    assert asked == [1, 0, 0]
+    assert run_episodes(sampler, [], Sampling(4), endless, processor=processor) == []
+
+
+# --- templates
+
+
+DROPS_THOUGHTS = (
+    "{% set ns = namespace(last=-1) %}{% for m in messages %}{% if m.role == 'user' %}{% set ns.last = loop.index0 %}"
+    "{% endif %}{% endfor %}{% for m in messages %}<|im_start|>{{ m.role }}\n{% if m.role == 'assistant' and "
+    "loop.index0 < ns.last %}{{ m.content.split('</think>')[-1] }}{% else %}{{ m.content }}{% endif %}<|im_end|>\n"
+    "{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+NEVER_THINKS = DROPS_THOUGHTS.replace(" and loop.index0 < ns.last", "")
+MOVES_THE_SYSTEM = (
+    "{% for m in messages %}{% if m.role == 'system' %}{% set system = m.content %}{% endif %}{% endfor %}"
+    "{% for m in messages[1:] %}<|im_start|>{% if loop.last or loop.nextitem.role == 'assistant' and loop.index0 == "
+    "messages | length - 3 %}{{ messages[0].content }}{% endif %}{{ m.content }}<|im_end|>{% endfor %}"
+)
+ENDS_WITHOUT_A_TOKEN = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
+
+
+def test_templates_that_rewrite_history_are_refused(processor):
+    tokenizer = processor.tokenizer
+    chat = [message("system", "Be short."), message("user", "Why?")]
+    own, name = tokenizer.chat_template, re.escape(tokenizer.name_or_path)
+    try:
+        for template in (DROPS_THOUGHTS, NEVER_THINKS, MOVES_THE_SYSTEM):
+            tokenizer.chat_template = template
+            with pytest.raises(ValueError, match=f"chat template of '{name}': it rewrites earlier turns"):
+                encode_reply(tokenizer, chat, message("user", "And?"))
+        tokenizer.chat_template = ENDS_WITHOUT_A_TOKEN
+        with pytest.raises(ValueError, match="an end token behind the assistant's turn expected, came"):
+            encode_reply(tokenizer, chat, message("user", "And?"))
+        tokenizer.chat_template = DROPS_THOUGHTS  # but not those of a turn that calls a tool
+        found = encode_reply(tokenizer, chat, message("tool", "4"))
+        assert tokenizer.decode(found.token_ids) == "\n<|im_start|>tool\n4<|im_end|>\n<|im_start|>assistant\n"
+        request, sampler = encode(tokenizer, {"question": "2 + 2?"}), Scripted(tokenizer, lambda sample: "x")
+        options = {"step": endless, "processor": tokenizer, "max_turns": 2}
+        with pytest.raises(ValueError, match="'user' follows"):  # before anything was sampled
+            run_episodes(None, [request], Sampling(8), **options)
+        assert run_episodes(sampler, [request], Sampling(8), **options, role="tool")[0].finish_reason == "turns"
+    finally:
+        tokenizer.chat_template = own
