@@ -1,0 +1,93 @@
+"""vLLM plug-in: the server's side of weight transfer over gloo, for servers without a GPU.
+
+vLLM finds it by the entry point `vllm.general_plugins` of an installed rlkit; a server uses it when it is started with
+`--weight-transfer-config '{"backend": "rlkit_gloo"}'`, as rlkit.rollout.serve does. The trainer's side is
+rlkit.rollout.weight_transfer. Only numbers and tensors come in: nothing is unpickled.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from vllm.distributed.weight_transfer.base import (
+    WeightTransferEngine,
+    WeightTransferInitInfo,
+    WeightTransferUpdateInfo,
+)
+from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
+from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
+from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
+
+from rlkit.rollout.weight_transfer import gloo_group, local_address
+
+
+@dataclass
+class GlooInitInfo(WeightTransferInitInfo):
+    """Where the trainer waits, and which ranks of its group are this server's."""
+
+    host: str
+    port: int
+    rank_offset: int
+    world_size: int
+    timeout: float
+
+
+@dataclass
+class GlooUpdateInfo(WeightTransferUpdateInfo):
+    """What the next bucket holds, in the order in which it is sent."""
+
+    names: list[str]
+    dtype_names: list[str]
+    shapes: list[list[int]]
+
+
+class GlooWeightTransferEngine(WeightTransferEngine[GlooInitInfo, GlooUpdateInfo]):
+    """Receives weights under their Hugging Face names and loads them layer by layer."""
+
+    init_info_cls = GlooInitInfo
+    update_info_cls = GlooUpdateInfo
+    group: Any = None
+
+    def init_transfer_engine(self, init_info: GlooInitInfo) -> None:
+        parallel = self.parallel_config
+        rank = init_info.rank_offset + parallel.data_parallel_index * parallel.world_size + parallel.rank
+        host, size, timeout = init_info.host, init_info.world_size, init_info.timeout
+        store = dist.TCPStore(host, init_info.port, size, False, timedelta(seconds=timeout), wait_for_workers=False)
+        self.group = gloo_group(store, rank, size, local_address(host), timeout)
+
+    def start_weight_update(self) -> None:
+        initialize_layerwise_reload(self.model)
+
+    def receive_weights(self, update_info: GlooUpdateInfo) -> None:
+        if self.group is None:
+            raise RuntimeError("weights came before init_weight_transfer_engine")
+        model: Any = self.model
+        model.load_weights(self._receive(update_info))
+
+    def _receive(self, info: GlooUpdateInfo) -> Iterator[tuple[str, Tensor]]:
+        for name, dtype, shape in zip(info.names, info.dtype_names, info.shapes, strict=True):
+            weight = torch.empty(shape, dtype=getattr(torch, dtype))
+            self.group.broadcast(weight.view(-1).view(torch.uint8), 0).wait()
+            yield name, weight
+
+    def finish_weight_update(self) -> None:
+        finalize_layerwise_reload(self.model, self.model_config)
+        heads: list[Any] = [layer for layer in self.model.modules() if isinstance(layer, ParallelLMHead)]
+        for head in heads:  # a tied one got no weight of its own, but keeps a packed copy on a CPU
+            head.quant_method.process_weights_after_loading(head)
+
+    def shutdown(self) -> None:
+        self.group = None
+
+
+def register() -> None:
+    """Make `rlkit_gloo` known to vLLM; called in each of its processes."""
+    with suppress(ValueError):  # it is known: vLLM may load its plug-ins again
+        WeightTransferEngineFactory.register_engine("rlkit_gloo", GlooWeightTransferEngine)

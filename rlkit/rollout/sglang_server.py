@@ -1,0 +1,197 @@
+"""Sampling with SGLang servers, by their documented native protocol, behind the contract of the other samplers.
+
+    python -m sglang.launch_server --model-path Qwen/Qwen2.5-VL-7B-Instruct --port 30000 --enable-memory-saver
+
+    rollout = make_rollout("sglang", model="Qwen/Qwen2.5-VL-7B-Instruct", processor=processor,
+                           urls="http://127.0.0.1:30000")
+
+**Tested against a stand-in that speaks this protocol, never yet against SGLang itself**, which wants a GPU.
+https://docs.sglang.io/basic_usage/sampling_params.html (`/generate`) and
+https://docs.sglang.io/advanced_features/sglang_for_rl.html (weights, pausing, memory) describe it.
+
+Two things that vLLM's servers do, these do not: an answer says which weights it ended under, not which wrote each of
+its tokens, so an answer that weights came upon counts as one of the old ones; and the noise is not keyed by a seed.
+"""
+
+from __future__ import annotations
+
+from datetime import timedelta
+from pathlib import PurePath
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+
+from rlkit.data.samples import Sample
+from rlkit.rollout.sampling import Sampling
+from rlkit.rollout.server_rollout import Job, ServerRollout, data_url, number, where
+from rlkit.rollout.servers import Lost, Refused, Server
+from rlkit.rollout.vllm_inputs import NEVER
+from rlkit.rollout.weight_transfer import Named, gloo_group, listening_store
+
+NAME = "rlkit"  # of the process group
+ALWAYS = 1e4  # as a logit bias: probability 1
+
+
+class SglangGroup:
+    """The process group that `/init_weights_update_group` joins: torch's own, met at a store of the trainer's.
+
+    Args:
+        size: ranks, the trainer's included.
+        address: of this machine, as the servers reach it.
+        backend: "nccl" or "gloo".
+        timeout: seconds for joining, and with gloo for one tensor.
+    """
+
+    def __init__(self, size: int, address: str = "127.0.0.1", *, backend: str, timeout: float = 60.0) -> None:
+        self.size, self.address, self.backend, self.timeout = size, address, backend, timeout
+        self.device = torch.device("cpu") if backend == "gloo" else torch.device("cuda", torch.cuda.current_device())
+        self.store, self.port = listening_store(size, address, timeout)
+        self.group: Any = None
+
+    def invitation(self, rank_offset: int) -> dict[str, Any]:
+        return {
+            "master_address": self.address,
+            "master_port": self.port,
+            "rank_offset": rank_offset,
+            "world_size": self.size,
+            "group_name": NAME,
+            "backend": self.backend,
+        }
+
+    def open(self) -> None:
+        store = group_store(self.store, self.device.type)
+        if self.backend == "gloo":
+            self.group = gloo_group(store, 0, self.size, self.address, self.timeout)
+        else:
+            torch.cuda.set_device(self.device)  # of this thread
+            nccl: Any = dist.ProcessGroupNCCL  # its type hints are incomplete
+            self.group = nccl(store, 0, self.size, timedelta(seconds=self.timeout))
+
+    def broadcast(self, bucket: list[Named]) -> None:
+        if self.backend == "nccl":
+            torch.cuda.set_device(self.device)
+            torch.cuda.synchronize(self.device)  # the bucket was filled on another stream
+        for _, weight in bucket:
+            self.group.broadcast(weight.to(self.device).contiguous(), 0).wait()
+        if self.backend == "nccl":
+            torch.cuda.synchronize(self.device)
+
+    def close(self) -> None:
+        if self.group is not None and self.backend == "nccl":
+            self.group.abort()
+
+
+def group_store(store: dist.Store, device: str) -> dist.Store:
+    """Where torch looks for the ranks of a group that SGLang makes: under its name, twice, and the kind of device."""
+    return dist.PrefixStore(f"{device}/", dist.PrefixStore(f"{NAME}/", dist.PrefixStore(NAME, store)))
+
+
+class SglangRollout(ServerRollout):
+    """Samples with SGLang servers that are given the trainer's weights; for the arguments see `ServerRollout`."""
+
+    groups = {
+        "nccl": lambda size, address: SglangGroup(size, address, backend="nccl"),
+        "gloo": lambda size, address: SglangGroup(size, address, backend="gloo"),
+    }
+    join = "/init_weights_update_group"
+    advice = "Start servers with: python -m sglang.launch_server --model-path MODEL --port PORT"
+
+    def _body(self, request: Sample, sampling: Sampling, start: int, count: int) -> dict[str, Any]:
+        rule = {
+            "n": count,
+            "max_new_tokens": sampling.max_new_tokens,
+            "temperature": sampling.temperature,
+            "logit_bias": {str(token): NEVER for token in self.unsampled},
+            "stop_token_ids": self.ends,
+            "ignore_eos": True,  # it is one of them
+            "no_stop_trim": True,  # the one that ended it is part of the answer
+            "skip_special_tokens": False,
+        }
+        body = {"input_ids": request.compact_ids, "sampling_params": rule, "return_logprob": True, "stream": False}
+        if request.images:
+            name = where(request)
+            body["image_data"] = [data_url(image, name) for image in request.images]
+        return body
+
+    async def _attempt(self, server: Server, job: Job) -> list[Sample]:
+        oldest = self.version
+        answers = await self._ask(server, "/generate", job)
+        answers = answers if isinstance(answers, list) else [answers]
+        if len(answers) != job.count:
+            raise RuntimeError(f"{server.url}: {job.count} answers expected, came {len(answers)}")
+        samples = []
+        for i, answer in enumerate(answers):
+            facts = answer["meta_info"]
+            if (seen := facts["prompt_tokens"]) != len(job.request.token_ids):
+                raise ValueError(
+                    f"{job.where}: {server.url} expanded the prompt to {seen} tokens, training has "
+                    f"{len(job.request.token_ids)}: do both load the same image processor, with the same pixel budget?"
+                )
+            self._check_versions(server, oldest, [number(facts["weight_version"])])
+            logprobs, ids = zip(*((entry[0], entry[1]) for entry in facts["output_token_logprobs"]), strict=True)
+            answered = list(ids), list(logprobs), facts["finish_reason"]["type"], [oldest] * len(ids)
+            samples.append(self._sample(server, job, i, *answered))
+        return samples
+
+    def _begin(self) -> None:
+        self._post("/pause_generation", {"mode": "retract"})
+
+    async def _announce(self, description: dict[str, list[Any]]) -> None:
+        body = {"names": description["names"], "dtypes": description["dtype_names"], "shapes": description["shapes"]}
+        await self.servers.ask_all(
+            "POST", "/update_weights_from_distributed", {**body, "group_name": NAME, "flush_cache": False}
+        )
+
+    def _end(self) -> None:
+        if self.asleep:
+            self._post("/resume_memory_occupation", {"tags": ["kv_cache"]})
+        self._post("/flush_cache")
+        self._post("/update_weight_version", {"new_version": str(self.coming), "abort_all_requests": False})
+        self._post("/continue_generation", {})
+
+    async def _give_up(self, server: Server) -> None:
+        try:
+            await self.servers.ask(server, "POST", "/destroy_weights_update_group", {"group_name": NAME}, timeout=30)
+        except (Lost, Refused):
+            pass  # the server is gone; the next update will see
+
+    def sleep(self) -> None:
+        """Free the GPUs' memory, weights and cache, of servers that were started with `--enable-memory-saver`."""
+        if not self.asleep:
+            self._post_from_one_rank("/release_memory_occupation", {"tags": ["weights", "kv_cache"]})
+            self.asleep = True
+
+    def wake_up(self) -> None:
+        """Take memory for the weights again; `update_weights` fills it, and takes that of the cache."""
+        if self.asleep:
+            self._post_from_one_rank("/resume_memory_occupation", {"tags": ["weights"]})
+
+    async def _meet(self, server: Server) -> tuple[int, int]:
+        ask = self.servers.ask
+        try:
+            model = await ask(server, "GET", "/get_model_info")
+            info = await ask(server, "GET", "/get_server_info")
+            weights = number(model["weight_version"])
+            server.workers = info["tp_size"] * info["dp_size"]
+        except (Lost, Refused, KeyError, TypeError, AttributeError) as error:
+            raise ValueError(f"{server.url} is no SGLang server for training: {error!r}. {self.advice}") from error
+        if PurePath(model["model_path"]).name != PurePath(self.model).name:
+            raise ValueError(f"{server.url} serves the model {model['model_path']!r}; {self.model!r} expected")
+        await self._check_logprobs(server)
+        longest = info.get("context_length") or self.config.get_text_config().max_position_embeddings
+        return cast(int, longest), weights
+
+    async def _check_logprobs(self, server: Server) -> None:
+        """A token that is sure to be sampled has the log-probability 0, unless it is that of the raw logits."""
+        rule = {"max_new_tokens": 1, "temperature": 1.0, "logit_bias": {str(self.ends[0]): ALWAYS}, "ignore_eos": True}
+        body = {"input_ids": self.ends[:1], "sampling_params": rule, "return_logprob": True}
+        try:
+            answer = await self.servers.ask(server, "POST", "/generate", body)
+        except (Lost, Refused) as error:
+            raise ValueError(f"{server.url} does not take tokens: {error}. {self.advice}") from error
+        if abs(answer["meta_info"]["output_token_logprobs"][0][0]) > 1e-3:
+            raise ValueError(
+                f"{server.url} gives logprobs of another distribution than it samples from; start it without "
+                f"SGLANG_RETURN_ORIGINAL_LOGPROB. {self.advice}"
+            )

@@ -1,0 +1,129 @@
+"""Sampling with vLLM servers: tokens in and tokens out by HTTP, weights through a process group.
+
+    python -m rlkit.rollout.serve --model Qwen/Qwen2.5-VL-7B-Instruct --count 2 --port 8000       # or elsewhere
+
+    rollout = make_rollout("vllm_server", model="Qwen/Qwen2.5-VL-7B-Instruct", processor=processor,
+                           urls="http://127.0.0.1:8000,http://127.0.0.1:8001")
+
+A prompt goes to one server with its images, which are processed once for all of its answers. A request whose server
+died, or did not answer, is asked again of another one; an answer is taken once. Every answer says which weights wrote
+it, and other weights than the expected ones are an error.
+
+Nothing is pickled on the way: `/inference/v1/generate`, `/pause`, `/resume`, the routes of vLLM's native weight
+transfer, those that reset caches, `/sleep` and `/wake_up` take and give JSON.
+"""
+
+from __future__ import annotations
+
+import math
+from pathlib import PurePath
+from typing import Any
+
+from rlkit.data.samples import Sample
+from rlkit.rollout.sampling import Sampling
+from rlkit.rollout.server_rollout import Job, ServerRollout, data_url, number, where
+from rlkit.rollout.servers import Lost, Refused, Server
+from rlkit.rollout.vllm_inputs import check_expansion, sampling_options
+from rlkit.rollout.weight_transfer import GlooGroup, NcclGroup
+
+SUPPORTED = ((0, 32), (0, 33))  # versions of vLLM, from the first, below the second
+
+
+class VllmServerRollout(ServerRollout):
+    """Samples with vLLM servers that are given the trainer's weights; for the arguments see `ServerRollout`."""
+
+    groups = {"nccl": NcclGroup, "gloo": GlooGroup}
+    join = "/init_weight_transfer_engine"
+    advice = "Start servers with: python -m rlkit.rollout.serve --model MODEL --count N --port PORT"
+
+    def _body(self, request: Sample, sampling: Sampling, start: int, count: int) -> dict[str, Any]:
+        options = sampling_options(sampling, request, n=count, unsampled=self.unsampled, ends=self.ends)
+        options["seed"] += start  # the server adds the number of the answer
+        body = {"token_ids": request.compact_ids, "sampling_params": options, "return_token_ids": True, "stream": False}
+        if request.images:
+            name = where(request)
+            body["content_parts"] = [{"type": "image_url", "url": data_url(image, name)} for image in request.images]
+        return body
+
+    async def _attempt(self, server: Server, job: Job) -> list[Sample]:
+        oldest = self.version
+        answer = await self._ask(server, "/inference/v1/generate", job)
+        check_expansion(job.request, answer["prompt_token_ids"])
+        choices = sorted(answer["choices"], key=lambda choice: choice["index"])
+        if len(choices) != job.count:
+            raise RuntimeError(f"{server.url}: {job.count} answers expected, came {len(choices)}")
+        samples = []
+        for i, choice in enumerate(choices):
+            spans = choice.get("weight_versions") or []
+            versions = [number(span["version"]) for span in spans for _ in range(span["start"], span["end"])]
+            self._check_versions(server, oldest, versions)
+            logprobs = [entry["logprob"] for entry in choice["logprobs"]["content"]]
+            answered = choice["token_ids"], logprobs, choice["finish_reason"], versions
+            samples.append(self._sample(server, job, i, *answered))
+        return samples
+
+    def _invitation(self, invitation: dict[str, Any]) -> dict[str, Any]:
+        return {"init_info": invitation}
+
+    def _begin(self) -> None:
+        self._post("/pause?mode=keep")
+        self._post("/start_weight_update")
+
+    async def _announce(self, description: dict[str, list[Any]]) -> None:
+        await self.servers.ask_all("POST", "/update_weights", {"update_info": description})
+
+    def _end(self) -> None:
+        self._post("/finish_weight_update", {"weight_version": str(self.coming)})
+        if self.asleep:
+            self._post("/wake_up?tags=kv_cache")
+        self._post("/reset_prefix_cache?reset_running_requests=true")
+        self._post("/reset_encoder_cache")
+        self._post("/resume")
+
+    async def _give_up(self, server: Server) -> None:
+        try:
+            await self.servers.ask(server, "POST", "/finish_weight_update", timeout=30)
+        except (Lost, Refused):
+            pass  # it had ended already, or the server is gone; the next update will see
+
+    def sleep(self) -> None:
+        """Free the GPUs' memory, weights and cache, of servers that were started with `--enable-sleep-mode`."""
+        if not self.asleep:
+            self._post_from_one_rank("/sleep?level=2&mode=wait")
+            self.asleep = True
+
+    def wake_up(self) -> None:
+        """Take memory for the weights again; `update_weights` fills it, and takes that of the cache."""
+        if self.asleep:
+            self._post_from_one_rank("/wake_up?tags=weights")
+
+    async def _meet(self, server: Server) -> tuple[int, int]:
+        ask = self.servers.ask
+        try:
+            version = (await ask(server, "GET", "/version"))["version"]
+            card = (await ask(server, "GET", "/v1/models"))["data"][0]
+            weights = number((await ask(server, "GET", "/weight_info"))["weight_version"])
+            server.workers = (await ask(server, "GET", "/get_world_size"))["world_size"]
+        except (Lost, Refused, KeyError, TypeError) as error:
+            raise ValueError(f"{server.url} is no vLLM server for training: {error}. {self.advice}") from error
+        if not SUPPORTED[0] <= tuple(int(part) for part in version.split(".")[:2]) < SUPPORTED[1]:
+            low, high = (".".join(map(str, v)) for v in SUPPORTED)
+            raise ValueError(f"{server.url} runs vLLM {version}; >={low},<{high} expected")
+        if PurePath(card["id"]).name != PurePath(self.model).name:
+            raise ValueError(f"{server.url} serves the model {card['id']!r}; {self.model!r} expected")
+        await self._check_logprobs(server)
+        return card["max_model_len"], weights
+
+    async def _check_logprobs(self, server: Server) -> None:
+        """Where one token alone may be sampled, its log-probability is 0, unless it is that of the raw logits."""
+        rule = {"max_tokens": 1, "logprobs": 0, "allowed_token_ids": self.ends[:1], "ignore_eos": True}
+        body = {"token_ids": self.ends[:1], "sampling_params": rule}
+        try:
+            answer = await self.servers.ask(server, "POST", "/inference/v1/generate", body)
+        except (Lost, Refused) as error:
+            raise ValueError(f"{server.url} does not take tokens: {error}. {self.advice}") from error
+        if not math.isclose(answer["choices"][0]["logprobs"]["content"][0]["logprob"], 0.0, abs_tol=1e-3):
+            raise ValueError(
+                f"{server.url} gives logprobs of another distribution than it samples from; start it with "
+                f"--logprobs-mode processed_logprobs. {self.advice}"
+            )

@@ -1,0 +1,44 @@
+"""Run by `test_servers.py` on two ranks: one update that succeeds, and one that fails on rank 0 alone.
+
+on_server_ranks.py MODEL URL
+"""
+
+import sys
+
+import torch
+import torch.distributed as dist
+
+from rlkit.rollout import make_rollout
+from rlkit.vlm import load_processor
+
+
+def gathered(count):
+    """As of a sharded model: every tensor is a collective."""
+    for i in range(count):
+        whole = torch.ones(4)
+        dist.all_reduce(whole)
+        yield f"w{i}", whole
+
+
+def main():
+    dist.init_process_group("gloo")
+    model, url = sys.argv[1:]
+    rollout = make_rollout("vllm_server", model=model, processor=load_processor(model), urls=url)
+    rollout.update_weights(gathered(3))
+    version = rollout.version
+    if dist.get_rank() == 0:
+
+        def fail():
+            raise RuntimeError("sent on purpose")
+
+        rollout._begin = fail
+    iterator = gathered(3)
+    try:
+        rollout.update_weights(iterator)
+    except RuntimeError as error:
+        print(dist.get_rank(), version, next(iterator, None) is None, error, flush=True)
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+main()

@@ -1,0 +1,311 @@
+"""Stand-in servers: the routes of vLLM, and those of SGLang, in a thread of the test, with faults to order.
+
+They write tokens that depend on the seed alone, one a `latency`, wait while paused, take weights over gloo for real,
+and keep what they were asked.
+"""
+
+import asyncio
+import threading
+from collections import Counter
+from datetime import timedelta
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from aiohttp import web
+
+from rlkit.rollout.weight_transfer import gloo_group
+
+WORDS = range(20, 200)  # what the stand-ins write
+
+
+def written(seed: int, count: int) -> list[int]:
+    """The tokens that a stand-in writes for a seed."""
+    return np.random.default_rng(seed).integers(WORDS.start, WORDS.stop, count).tolist()
+
+
+class Standin:
+    """A server; `with Standin() as server: server.url`.
+
+    Attributes:
+        latency: seconds a token.
+        faults: what happens to the next generations, in order: "drop" cuts the connection before the answer, "500"
+            answers so, "hang" never answers, "die" is the end of the server.
+        bodies: what it was asked to generate.
+        answered: seeds of the generations that it answered.
+        calls: how often each route was called, and in what order.
+        weights: what has been sent to it.
+        now, most, steps: answers that it is writing, at most wrote at once, and steps that all of them took.
+    """
+
+    def __init__(
+        self, *, latency=0.0, model="tiny", release="0.32.0", context=512, logprobs="processed", faults=(), pages=()
+    ):
+        self.latency, self.model, self.release, self.context, self.logprobs = latency, model, release, context, logprobs
+        self.faults, self.left_out = list(faults), set(pages)
+        self.bodies, self.answered, self.order, self.weights = [], [], [], {}
+        self.version, self.paused, self.now, self.most, self.steps = "default", False, 0, 0, 0
+        self.group = None
+        self.expanded = {}  # compact prompt -> what it is expanded to
+
+    @property
+    def calls(self):
+        return Counter(self.order)
+
+    def __enter__(self):
+        self.loop = asyncio.new_event_loop()
+        self.thread = threading.Thread(target=self.loop.run_forever, daemon=True)
+        self.thread.start()
+        asyncio.run_coroutine_threadsafe(self._start(), self.loop).result(10)
+        return self
+
+    def __exit__(self, *_):
+        asyncio.run_coroutine_threadsafe(self._end(), self.loop).result(10)
+        self.loop.call_soon_threadsafe(self.loop.stop)
+        self.thread.join(10)
+
+    async def _start(self, port=0):
+        app = web.Application(client_max_size=1 << 30, middlewares=[self._note])
+        for path, handler in self.pages().items():
+            if path not in self.left_out:
+                app.router.add_route("*", path, handler)
+        self.runner = web.AppRunner(app, shutdown_timeout=0.1, handler_cancellation=True)
+        await self.runner.setup()
+        site = web.TCPSite(self.runner, "127.0.0.1", port)
+        await site.start()
+        self.port = self.runner.addresses[0][1]
+        self.url = f"http://127.0.0.1:{self.port}"
+
+    async def _end(self):
+        self.paused = False
+        for connection in list(self.runner.server.connections if self.runner.server else ()):
+            if connection.transport is not None:
+                connection.transport.abort()
+        await self.runner.cleanup()
+
+    def die(self):
+        """Cut all connections and listen no more."""
+        asyncio.run_coroutine_threadsafe(self._end(), self.loop).result(10)
+
+    def come_back(self):
+        """Listen again on the same port, with the weights of the start."""
+        self.version, self.weights, self.group = "default", {}, None
+        asyncio.run_coroutine_threadsafe(self._start(self.port), self.loop).result(10)
+
+    @web.middleware
+    async def _note(self, request, handler):
+        self.order.append(request.path)
+        return await handler(request)
+
+    async def _fault(self, request):
+        """Do what is to happen next; True if the answer is to be lost."""
+        fault = self.faults.pop(0) if self.faults else ""
+        if fault == "500":
+            raise web.HTTPInternalServerError(text='{"error": {"message": "out of luck"}}')
+        if fault == "die":
+            asyncio.ensure_future(self._end())
+        if fault == "hang":
+            await asyncio.sleep(3600)
+        return fault == "drop"
+
+    async def _write(self, seeds, count):
+        """Tokens and the versions that wrote them, of several answers at once."""
+        self.now += len(seeds)
+        self.most = max(self.most, self.now)
+        try:
+            versions = []
+            for _ in range(count):
+                await asyncio.sleep(self.latency)
+                while self.paused:
+                    await asyncio.sleep(0.002)
+                versions.append(self.version)
+                self.steps += 1
+            return [written(seed, count) for seed in seeds], versions
+        finally:
+            self.now -= len(seeds)
+
+    async def _in_thread(self, function, *args):
+        return await asyncio.get_running_loop().run_in_executor(None, function, *args)
+
+    def _receive(self, names, dtypes, shapes):
+        for name, dtype, shape in zip(names, dtypes, shapes, strict=True):
+            weight = torch.empty(shape, dtype=getattr(torch, dtype))
+            self.group.broadcast(weight.view(-1).view(torch.uint8), 0).wait()
+            self.weights[name] = weight
+
+
+class VllmStandin(Standin):
+    def pages(self):
+        done = self._done
+        return {
+            "/health": done, "/version": self._version, "/v1/models": self._models, "/weight_info": self._weight_info,
+            "/get_world_size": self._world, "/inference/v1/generate": self._generate, "/pause": self._pause,
+            "/resume": self._resume, "/start_weight_update": done, "/reset_prefix_cache": done,
+            "/reset_encoder_cache": done, "/sleep": done, "/wake_up": done,
+            "/init_weight_transfer_engine": self._init, "/update_weights": self._update,
+            "/finish_weight_update": self._finish,
+        }  # fmt: skip
+
+    async def _done(self, request):
+        return web.json_response({"success": True})
+
+    async def _version(self, request):
+        return web.json_response({"version": self.release})
+
+    async def _models(self, request):
+        return web.json_response({"data": [{"id": self.model, "max_model_len": self.context}]})
+
+    async def _weight_info(self, request):
+        return web.json_response({"weight_version": self.version})
+
+    async def _world(self, request):
+        return web.json_response({"world_size": 1})
+
+    async def _pause(self, request):
+        self.paused = True
+        return await self._done(request)
+
+    async def _resume(self, request):
+        self.paused = False
+        return await self._done(request)
+
+    async def _generate(self, request):
+        body = await request.json()
+        rule = body["sampling_params"]
+        if only := rule.get("allowed_token_ids"):  # the client tries how logprobs are counted
+            logprob = 0.0 if self.logprobs == "processed" else -5.0
+            return web.json_response(
+                {"choices": [{"logprobs": {"content": [{"token_id": only[0], "logprob": logprob}]}}]}
+            )
+        self.bodies.append(body)
+        lost = await self._fault(request)
+        if max(body["token_ids"]) >= 10_000:
+            raise web.HTTPBadRequest(text='{"error": {"message": "Token id 10000 is out of vocabulary"}}')
+        seeds = [rule["seed"] + i for i in range(rule["n"])]
+        answers, versions = await self._write(seeds, rule["max_tokens"])
+        starts = [t for t in range(len(versions)) if t == 0 or versions[t] != versions[t - 1]]
+        spans = [
+            {"version": versions[a], "start": a, "end": b}
+            for a, b in zip(starts, [*starts[1:], len(versions)], strict=True)
+        ]
+        self.answered += seeds
+        if lost:
+            request.transport.abort()
+        return web.json_response({
+            "prompt_token_ids": self.expanded.get(tuple(body["token_ids"]), body["token_ids"]),
+            "choices": [
+                {
+                    "index": i, "token_ids": ids, "finish_reason": "length", "weight_versions": spans,
+                    "logprobs": {"content": [{"token_id": t, "logprob": -1.0 - t / 100} for t in ids]},
+                }
+                for i, ids in reversed(list(enumerate(answers)))
+            ],
+        })  # fmt: skip
+
+    async def _init(self, request):
+        info = (await request.json())["init_info"]
+
+        def join():
+            size, limit = info["world_size"], timedelta(seconds=info["timeout"])
+            store = dist.TCPStore(info["host"], info["port"], size, False, limit, wait_for_workers=False)
+            return gloo_group(store, info["rank_offset"], size, "127.0.0.1", info["timeout"])
+
+        self.group = await self._in_thread(join)
+        return await self._done(request)
+
+    async def _update(self, request):
+        info = (await request.json())["update_info"]
+        await self._in_thread(self._receive, info["names"], info["dtype_names"], info["shapes"])
+        return await self._done(request)
+
+    async def _finish(self, request):
+        body = await request.json() if request.can_read_body else None
+        if body:
+            self.version = body["weight_version"]
+        return await self._done(request)
+
+
+class SglangStandin(Standin):
+    """Speaks what SGLang documents of `/generate`, weight updates, pausing and memory."""
+
+    def pages(self):
+        done = self._done
+        return {
+            "/health": done, "/get_model_info": self._model, "/get_server_info": self._info,
+            "/generate": self._generate,
+            "/init_weights_update_group": self._init, "/update_weights_from_distributed": self._update,
+            "/update_weight_version": self._new_version, "/pause_generation": self._pause,
+            "/continue_generation": self._resume, "/flush_cache": done, "/destroy_weights_update_group": done,
+            "/release_memory_occupation": done, "/resume_memory_occupation": done,
+        }  # fmt: skip
+
+    async def _done(self, request):
+        return web.json_response({"success": True, "message": ""})
+
+    async def _model(self, request):
+        return web.json_response({"model_path": f"/models/{self.model}", "weight_version": self.version})
+
+    async def _info(self, request):
+        return web.json_response({"tp_size": 1, "dp_size": 1, "context_length": self.context})
+
+    async def _pause(self, request):
+        assert (await request.json())["mode"] in ("abort", "retract", "in_place")
+        self.paused = True
+        return await self._done(request)
+
+    async def _resume(self, request):
+        self.paused = False
+        return await self._done(request)
+
+    async def _new_version(self, request):
+        body = await request.json()
+        assert body["abort_all_requests"] is False
+        self.version = body["new_version"]
+        return await self._done(request)
+
+    def _answer(self, prompt, ids, logprobs):
+        facts = {
+            "finish_reason": {"type": "length", "length": len(ids)}, "prompt_tokens": len(prompt),
+            "completion_tokens": len(ids), "weight_version": self.version,
+            "output_token_logprobs": [[logprob, token, None] for token, logprob in zip(ids, logprobs, strict=True)],
+        }  # fmt: skip
+        return {"text": "", "output_ids": ids, "meta_info": facts}
+
+    async def _generate(self, request):
+        body = await request.json()
+        rule = body["sampling_params"]
+        assert body["return_logprob"] and not body.get("stream")
+        sure = [token for token, bias in rule["logit_bias"].items() if bias > 0]
+        if sure:  # the client tries how logprobs are counted
+            logprob = 0.0 if self.logprobs == "processed" else -5.0
+            return web.json_response(self._answer(body["input_ids"], [int(sure[0])], [logprob]))
+        self.bodies.append(body)
+        lost = await self._fault(request)
+        seeds = [sum(body["input_ids"]) + 1000 * i for i in range(rule["n"])]
+        answers, _ = await self._write(seeds, rule["max_new_tokens"])
+        self.answered += seeds
+        if lost:
+            request.transport.abort()
+        seen = self.expanded.get(tuple(body["input_ids"]), body["input_ids"])
+        made = [self._answer(seen, ids, [-1.0 - t / 100 for t in ids]) for ids in answers]
+        return web.json_response(made if rule["n"] > 1 else made[0])
+
+    async def _init(self, request):
+        info = await request.json()
+
+        def join():  # as torch makes a group of this name: under the name, twice, and the kind of device
+            size, name, limit = info["world_size"], info["group_name"], timedelta(seconds=10)
+            store = dist.TCPStore(info["master_address"], info["master_port"], size, False, limit)
+            for prefix in (name, f"{name}/", "cpu/"):
+                store = dist.PrefixStore(prefix, store)
+            return gloo_group(store, info["rank_offset"], size, "127.0.0.1", 10)
+
+        assert info["backend"] == "gloo"
+        self.group = await self._in_thread(join)
+        return await self._done(request)
+
+    async def _update(self, request):
+        info = await request.json()
+        assert info["group_name"] == "rlkit" and info["flush_cache"] is False
+        await self._in_thread(self._receive, info["names"], info["dtypes"], info["shapes"])
+        return await self._done(request)

@@ -1,0 +1,131 @@
+"""Sampling ahead, on stand-ins whose time is latency: what overlaps, how old tokens get, and how it ends."""
+
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from rlkit.data.samples import prompt
+from rlkit.rollout import Sampling, make_rollout
+from rlkit.rollout.asynchronous import Ahead
+from rlkit.vlm import load_processor
+
+sys.path.insert(0, str(Path(__file__).parent))
+from standin import VllmStandin
+
+WEIGHTS = [("w", torch.ones(3))]
+
+
+@pytest.fixture(scope="module")
+def processor(tiny_dir):
+    return load_processor(tiny_dir)
+
+
+@pytest.fixture
+def make(tiny_dir, processor):
+    """A rollout on one stand-in of so many seconds a token."""
+    made = []
+
+    def make(latency):
+        server = VllmStandin(latency=latency).__enter__()
+        rollout = make_rollout("vllm_server", model=tiny_dir, processor=processor, urls=[server.url], timeout=60.0)
+        made.append((rollout, server))
+        return rollout, server
+
+    yield make
+    for rollout, server in made:
+        rollout.close()
+        server.__exit__()
+
+
+def batches(count, tokens=6):
+    """Two prompts a step; the prompts' first token is the step."""
+    for step in range(count):
+        yield [prompt([20 + step, i], group_id=2 * step + i) for i in range(2)], Sampling(tokens, seed=(step,))
+
+
+@pytest.mark.parametrize("bound", [0, 1, 2])
+def test_staleness_is_bounded_and_reached(make, bound):
+    """Batches come in order; their oldest token is as old as allowed, and no more are under way than that needs."""
+    rollout, server = make(0.002)
+    ahead, seen = Ahead(rollout, batches(6), n=3, max_staleness=bound), []
+    for step, samples in enumerate(ahead):
+        assert [s.token_ids[0] for s in samples] == [20 + step] * 6
+        assert rollout.version == step and len(ahead.under_way) <= bound
+        assert all(step - bound <= v <= step for s in samples for v in s.versions)
+        seen.append(ahead.staleness(samples))
+        for batch in ahead.under_way:  # training that takes longer than sampling
+            batch.answers.result(30)
+        ahead.update_weights(iter(WEIGHTS))
+    assert seen == [min(step, bound) for step in range(6)]
+    assert rollout.version == 6 and not ahead.under_way and len(server.answered) == 36
+
+
+def test_sampling_and_training_overlap(make):
+    """One step off: the next batch is being written all the while a batch is trained on. In turn: never."""
+    for bound in (0, 1):
+        rollout, server = make(0.03)
+        ahead, trained = Ahead(rollout, batches(5), max_staleness=bound), []
+        for _ in ahead:
+            began = time.perf_counter()
+            time.sleep(0.18)  # as long as a batch takes to write
+            trained.append((began, time.perf_counter()))
+            ahead.update_weights(iter(WEIGHTS))
+        overlaps = [
+            any(batch.asked < end and batch.done > began for batch in ahead.taken[step + 1 :])
+            for step, (began, end) in enumerate(trained[:-1])
+        ]
+        assert overlaps[1:] == [bool(bound)] * 3  # the first two are asked for, and written, together
+
+
+def test_answers_go_on_under_new_weights(make):
+    """Long answers under short steps: their tokens are of several versions, each known."""
+    rollout, server = make(0.02)
+    ahead, mixed = Ahead(rollout, batches(6, tokens=12), max_staleness=2), []
+    for step, samples in enumerate(ahead):
+        for sample in samples:
+            assert sample.versions == sorted(sample.versions) and sample.version == sample.versions[0]
+            assert len(sample.versions) == 12 and step - 2 <= sample.version and sample.versions[-1] <= step
+            mixed += [step] if len(set(sample.versions)) > 1 else []
+        steps = server.steps  # training that is shorter than sampling
+        while not all(batch.answers.done() for batch in ahead.under_way) and server.steps < steps + 3:
+            time.sleep(0.002)
+        ahead.update_weights(iter(WEIGHTS))
+    assert mixed
+
+
+def test_it_ends_cleanly(make):
+    """Left in the middle, what is under way is called off, on the server too, and nothing more is asked for."""
+    rollout, server = make(0.05)
+    ahead = Ahead(rollout, batches(50, tokens=400), max_staleness=3)
+    ahead._ask()
+    while not server.now:
+        time.sleep(0.005)
+    ahead.close()
+    end = time.monotonic() + 10
+    while server.now and time.monotonic() < end:
+        time.sleep(0.01)
+    assert server.now == 0 and not ahead.under_way
+    ahead.update_weights(iter(WEIGHTS))
+    assert list(ahead) == [] and len(server.bodies) <= 8
+
+
+def test_failures_are_the_loops(make):
+    rollout, server = make(0.001)
+    server.faults[:] = ["", ""] + ["500"] * 9
+    rollout.servers.backoff = 0.001
+    ahead = Ahead(rollout, batches(4), max_staleness=0)
+    with pytest.raises(RuntimeError, match="given up after 4 attempts"):
+        for _ in ahead:
+            ahead.update_weights(iter(WEIGHTS))
+    assert len(ahead.taken) == 2
+    server.faults.clear()
+    with pytest.raises(RuntimeError, match="2 batches were taken and 0 updates made: call update_weights after each"):
+        for _ in Ahead(rollout, batches(4), max_staleness=1):
+            pass
+    with pytest.raises(ValueError, match="max_staleness: at least 0 expected, came -1"):
+        Ahead(rollout, batches(1), max_staleness=-1)
+    with pytest.raises(ValueError, match="rollout: one on servers expected, object cannot sample while training"):
+        Ahead(object(), batches(1))

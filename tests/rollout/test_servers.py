@@ -1,0 +1,374 @@
+"""The client of vLLM servers against stand-ins: sharing out, retries, faults, weights, and what errors say."""
+
+import base64
+import io
+import logging
+import socket
+import subprocess
+import sys
+import threading
+import time
+from concurrent.futures import Future
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from rlkit.data import load_task
+from rlkit.data.samples import prompt
+from rlkit.rollout import Sampling, make_rollout
+from rlkit.rollout.serve import command, environment, serving
+from rlkit.rollout.server_rollout import data_url
+from rlkit.rollout.servers import Servers
+from rlkit.rollout.vllm_inputs import request_seed
+from rlkit.rollout.weight_transfer import GlooGroup, buckets, send_weights
+from rlkit.vlm import encode, load_processor
+
+sys.path.insert(0, str(Path(__file__).parent))
+from standin import VllmStandin, written
+
+SAMPLING = Sampling(4, seed=(7,))
+
+
+@pytest.fixture(scope="module")
+def processor(tiny_dir):
+    return load_processor(tiny_dir)
+
+
+@pytest.fixture
+def connect(tiny_dir, processor):
+    """Makes a rollout on stand-ins, with little patience."""
+    made = []
+
+    def connect(*servers, **options):
+        options = {"model": tiny_dir, "processor": processor, "connect_timeout": 0.3, "timeout": 20.0, **options}
+        made.append(make_rollout("vllm_server", urls=[s if isinstance(s, str) else s.url for s in servers], **options))
+        made[-1].servers.backoff = 0.01
+        return made[-1]
+
+    yield connect
+    for rollout in made:
+        rollout.close()
+
+
+def prompts(count):
+    return [prompt([10 + i, 11], group_id=i) for i in range(count)]
+
+
+def check(samples, requests, n, sampling=SAMPLING):
+    """All answers are there, once, in order, and each is its prompt's own."""
+    assert [(s.group_id, s.number) for s in samples] == [(r.group_id, i) for r in requests for i in range(n)]
+    for sample in samples:
+        request = requests[sample.group_id]
+        seed = request_seed(sampling.seed, request) + sample.number
+        assert sample.token_ids == request.token_ids + written(seed, sampling.max_new_tokens)
+        assert sample.response_ids == sample.compact_ids[len(request.compact_ids) :]
+        assert sample.logprobs[-1] == -1.0 - sample.token_ids[-1] / 100
+        assert sample.versions == [sample.version] * sampling.max_new_tokens
+
+
+def weights(scale=1.0):
+    rng = torch.Generator().manual_seed(0)
+    made = [(f"layers.{i}", scale * torch.randn(16, 5, generator=rng)) for i in range(12)]
+    return [
+        *made,
+        ("half", torch.full((3,), scale).bfloat16()),
+        ("scalar", torch.tensor(scale)),
+        ("big", torch.ones(2000)),
+    ]
+
+
+def arrived(server, sent):
+    return set(server.weights) == {name for name, _ in sent} and all(torch.equal(server.weights[k], w) for k, w in sent)
+
+
+def test_answers_are_shared_out_and_come_in_order(connect):
+    """More answers than a server may write at once: their prompt is asked for in parts, with seeds of their own."""
+    with VllmStandin(latency=0.002) as a, VllmStandin(latency=0.002) as b:
+        rollout = connect(a, b, max_sequences=4)
+        requests = prompts(12)
+        check(rollout.generate(requests, SAMPLING, n=6), requests, 6)
+        assert a.answered and b.answered and len(a.answered + b.answered) == 72
+        assert max(a.most, b.most) <= 4
+        assert sorted({body["sampling_params"]["n"] for body in a.bodies + b.bodies}) == [2, 4]
+        assert rollout.generate([], SAMPLING, n=3) == []
+        a.answered.clear()
+        connect(a, b).generate(requests, SAMPLING, n=1)  # room for all of them on either
+        assert len(a.answered) == 6
+
+
+def test_a_slow_server_does_not_hold_up_the_other(connect):
+    with VllmStandin(latency=0.1) as slow, VllmStandin(latency=0.001) as fast:
+        requests = prompts(40)
+        check(connect(slow, fast, max_sequences=4).generate(requests, SAMPLING, n=2), requests, 2)
+        assert 0 < 4 * len(slow.answered) < len(fast.answered)
+
+
+@pytest.mark.parametrize("fault", ["500", "drop"])
+def test_a_passing_fault_is_tried_again(connect, fault):
+    with VllmStandin(faults=[fault, "", fault, fault]) as a, VllmStandin() as b:
+        requests = prompts(10)
+        check(connect(a, b).generate(requests, SAMPLING, n=2), requests, 2)
+        written_twice = len(a.answered + b.answered) - 20  # an answer that was cut off had been written
+        assert not a.faults and (written_twice > 0) == (fault == "drop")
+
+
+def test_an_answer_that_does_not_come_is_asked_for_elsewhere(connect):
+    with VllmStandin(faults=["hang"]) as a, VllmStandin() as b:
+        requests = prompts(4)
+        check(connect(a, b, timeout=0.5).generate(requests, SAMPLING, n=1), requests, 1)
+
+
+def test_a_fault_that_stays_is_given_up(connect):
+    with VllmStandin(faults=["500"] * 99) as a:
+        rollout = connect(a)
+        with pytest.raises(RuntimeError, match=f"given up after 4 attempts; the last: {a.url}.*500: out of luck"):
+            rollout.generate(prompts(1), SAMPLING)
+        assert a.faults.count("500") == 95
+        a.faults.clear()
+        assert len(rollout.generate(prompts(1), SAMPLING)) == 1
+
+
+def test_a_server_that_dies_is_named_and_the_other_takes_over(connect, caplog):
+    with VllmStandin(latency=0.005) as a, VllmStandin(latency=0.005, faults=["", "", "die"]) as b:
+        rollout = connect(a, b, max_sequences=4)
+        requests = prompts(20)
+        check(rollout.generate(requests, SAMPLING, n=2), requests, 2)
+        assert [bool(server.fault) for server in rollout.servers.all] == [False, True]
+        assert f"{b.url} is left out" in caplog.text
+        a.die()
+        with pytest.raises(RuntimeError, match=rf"no server is left \({a.url}: .*; {b.url}: .*\)\. Start servers with"):
+            rollout.generate(requests, SAMPLING)
+
+
+def test_weights_arrive_in_buckets_everywhere(connect):
+    with VllmStandin() as a, VllmStandin() as b:
+        rollout, sent = connect(a, b, bucket_bytes=1000), weights()
+        rollout.update_weights(iter(sent))
+        for server in (a, b):
+            assert arrived(server, sent) and server.version == "1"
+            order = [path for path in server.order if path in ROUTES]
+            assert order == [*ROUTES[:3], *["/update_weights"] * 5, *ROUTES[4:]]
+        samples = rollout.generate(prompts(2), SAMPLING)
+        assert [s.version for s in samples] == [1, 1]
+        rollout.update_weights(iter(weights(2.0)))
+        assert arrived(b, weights(2.0)) and a.calls["/init_weight_transfer_engine"] == 1
+
+
+ROUTES = [
+    "/init_weight_transfer_engine", "/pause", "/start_weight_update", "/update_weights", "/finish_weight_update",
+    "/reset_prefix_cache", "/reset_encoder_cache", "/resume",
+]  # fmt: skip
+
+
+def test_buckets_hold_little():
+    found = [[name for name, _ in bucket] for bucket in buckets(weights(), 1000)]
+    assert [len(bucket) for bucket in found] == [3, 3, 3, 5, 1] and found[-1] == ["big"]
+    assert list(buckets([], 1000)) == []
+    taken = []
+
+    def watched():
+        for name, weight in weights():
+            taken.append(name)
+            yield name, weight
+
+    first = next(buckets(watched(), 1000))
+    assert len(taken) == len(first) + 1  # one more was gathered than is sent
+
+
+def test_answers_go_on_under_new_weights(connect):
+    with VllmStandin(latency=0.02) as a, VllmStandin(latency=0.02) as b:
+        rollout = connect(a, b)
+        future = rollout.submit(prompts(4), Sampling(30), 2)
+        while min(a.steps, b.steps) < 8:
+            time.sleep(0.005)
+        rollout.update_weights(iter(weights()))
+        samples = future.result(20)
+        for sample in samples:
+            assert set(sample.versions) == {0, 1} and sample.versions == sorted(sample.versions)
+            assert sample.version == 0 and len(sample.versions) == 30
+        assert {s.version for s in rollout.generate(prompts(2), SAMPLING)} == {1}
+
+
+def test_a_server_comes_back_with_the_next_weights(connect, caplog):
+    caplog.set_level(logging.WARNING)
+    with VllmStandin() as a, VllmStandin(faults=["die"]) as b:
+        rollout, requests = connect(a, b), prompts(6)
+        rollout.update_weights(iter(weights()))
+        check(rollout.generate(requests, SAMPLING, n=1), requests, 1)
+        rollout.update_weights(iter(weights(2.0)))  # to the one that is left
+        assert arrived(a, weights(2.0))
+        b.come_back()
+        rollout.update_weights(iter(weights(3.0)))
+        assert arrived(a, weights(3.0)) and arrived(b, weights(3.0)) and a.version == b.version == "3"
+        assert f"{b.url} is back" in caplog.text
+        check(rollout.generate(requests, SAMPLING, n=2), requests, 2)
+
+
+def test_weights_that_do_not_arrive_stop_everything_until_they_do(connect):
+    """A server that dies in the middle of an update is named; nothing is sampled from half of the weights."""
+    with VllmStandin() as a, VllmStandin() as b:
+        rollout, ended = connect(a, b, bucket_bytes=1000), []
+        rollout.make_group = partial(GlooGroup, timeout=1.0)
+
+        def gathered():
+            for i, named in enumerate(weights()):
+                if i == 7:
+                    b.die()
+                yield named
+            ended.append(True)
+
+        with pytest.raises(RuntimeError, match=f"update_weights: weights from layers.* did not arrive: {b.url}"):
+            rollout.update_weights(gathered())
+        assert ended  # to the end: on other ranks it is a collective
+        with pytest.raises(RuntimeError, match="the last update_weights failed and the servers wait; call it again"):
+            rollout.generate(prompts(1), SAMPLING)
+        rollout.update_weights(iter(weights(2.0)))
+        assert arrived(a, weights(2.0)) and rollout.version == 1
+        assert [s.version for s in rollout.generate(prompts(1), SAMPLING)] == [1]
+
+
+def test_other_weights_than_expected_are_an_error(connect):
+    with VllmStandin() as a:
+        rollout = connect(a)
+        rollout.update_weights(iter(weights()))
+        for version in ("default", "5"):  # it was started again; another run sends it weights
+            a.version = version
+            with pytest.raises(RuntimeError, match=rf"{a.url}: an answer by weights of version \[[05]\], 1 expected"):
+                rollout.generate(prompts(1), SAMPLING)
+        assert connect(a).version == 5  # whoever comes next counts on
+
+
+def test_ranks_agree(tiny_dir):
+    """Rank 0 sends while both iterate, as gathering wants; what fails on it fails on both."""
+    with VllmStandin() as a:
+        script = str(Path(__file__).with_name("on_server_ranks.py"))
+        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", script]
+        done = subprocess.run([*command, tiny_dir, a.url], capture_output=True, text=True, timeout=200)
+        assert done.returncode == 0, done.stderr[-3000:]
+        assert sorted(done.stdout.split("\n"))[1:] == [
+            "0 1 True update_weights: sent on purpose", "1 1 True update_weights: rank 0 could not send the weights;"
+            " its own message says why",
+        ]  # fmt: skip
+        assert a.version == "1" and a.calls["/update_weights"] == 1
+
+
+def test_images_travel_once_a_prompt_and_pixel_for_pixel(connect, processor):
+    request = encode(processor, load_task("digits").train[0], group_id=0)
+    with VllmStandin() as a:
+        a.expanded[tuple(request.compact_ids)] = request.token_ids
+        samples = connect(a).generate([request], SAMPLING, n=5)
+        (body,) = a.bodies
+        assert len(samples) == 5 and body["token_ids"] == request.compact_ids and body["sampling_params"]["n"] == 5
+        (part,) = body["content_parts"]
+        sent = Image.open(io.BytesIO(base64.b64decode(part["url"].removeprefix("data:image/png;base64,"))))
+        assert part["type"] == "image_url" and np.array_equal(np.asarray(sent), np.asarray(request.images[0]))
+        a.expanded[tuple(request.compact_ids)] = request.token_ids[1:]
+        with pytest.raises(ValueError, match="the sampler expanded the prompt to 20 tokens, training has 21"):
+            connect(a).generate([request], SAMPLING)
+
+
+def test_sleep_and_wake(connect):
+    with VllmStandin() as a:
+        rollout = connect(a)
+        rollout.wake_up()
+        rollout.sleep()
+        rollout.sleep()
+        rollout.wake_up()
+        rollout.update_weights(iter(weights()))
+        assert [path for path in a.order if path in ("/sleep", "/wake_up", "/resume")] == [
+            "/sleep", "/wake_up", "/wake_up", "/resume",
+        ]  # fmt: skip
+
+
+def test_cancelled_requests_are_called_off(connect):
+    with VllmStandin(latency=0.05) as a:
+        rollout = connect(a)
+        future = rollout.submit(prompts(3), Sampling(400), 1)
+        while a.now < 3:
+            time.sleep(0.005)
+        future.cancel()
+        end = time.monotonic() + 10
+        while a.now and time.monotonic() < end:
+            time.sleep(0.01)
+        assert a.now == 0 and all(server.load == 0 for server in rollout.servers.all)
+
+
+def test_bad_servers_are_named(connect):
+    with pytest.raises(
+        ValueError, match=r"no server at http://127.0.0.1:9 after 0.3 s: .*Start servers with: python -m"
+    ):
+        connect("http://127.0.0.1:9")
+    cases = [
+        ({"model": "other"}, "serves the model 'other'; '.*tiny' expected"),
+        ({"release": "0.28.1"}, "runs vLLM 0.28.1; >=0.32,<0.33 expected"),
+        ({"logprobs": "raw"}, "gives logprobs of another distribution than it samples from; start it with --logprobs"),
+        ({"pages": ["/weight_info"]}, "is no vLLM server for training: .*weight_info answered 404"),
+        ({"pages": ["/inference/v1/generate"]}, "does not take tokens: .*answered 404"),
+    ]
+    for options, message in cases:
+        with VllmStandin(**options) as server, pytest.raises(ValueError, match=f"{server.url} {message}"):
+            connect(server)
+
+
+def test_bad_input_is_named(connect, tiny_dir):
+    with VllmStandin() as a:
+        rollout = connect(a)
+        with pytest.raises(
+            ValueError, match="group 7: 510 prompt tokens and max_new_tokens 4 make 514, the sampler's con"
+        ):
+            rollout.generate([prompt([10] * 510, group_id=7)], SAMPLING)
+        with pytest.raises(ValueError, match=f"group 8: {a.url}.*400: Token id 10000 is out of vocabulary"):
+            rollout.generate([prompt([10_000], group_id=8)], SAMPLING)
+        with pytest.raises(ValueError, match="row 3: an image that cannot be sent"):
+            rollout.generate([prompt([10], images=["nothing"], row={"where": "row 3"})], SAMPLING)
+        assert not [server.load for server in rollout.servers.all if server.load]
+        with pytest.raises(ValueError, match="transfer: one of nccl, gloo expected, came 'ucx'"):
+            connect(a, transfer="ucx")
+        with pytest.raises(ValueError, match="max_sequences, attempts: at least 1 expected, came 0 and 4"):
+            connect(a, max_sequences=0)
+    for urls in ("127.0.0.1:8000", "", ["http://a", "http://a/"]):
+        with pytest.raises(ValueError, match="urls: "):
+            Servers(urls)
+    with pytest.raises(ValueError, match="row 4: an image that cannot be sent"):
+        data_url(None, "row 4")
+
+
+def test_nothing_listens_but_on_the_address_it_was_given():
+    group = GlooGroup(2)
+    socket.create_connection(("127.0.0.1", group.port), 5).close()
+    with pytest.raises(OSError):
+        socket.create_connection(("127.0.0.2", group.port), 5)
+    flags = command("m", "127.0.0.1", 8000, 1, on_gpu=False)
+    assert flags[flags.index("--host") + 1] == "127.0.0.1"
+    env = environment("127.0.0.1", 2, on_gpu=False)
+    assert env["VLLM_HOST_IP"] == "127.0.0.1" and "VLLM_ALLOW_INSECURE_SERIALIZATION" not in env
+
+
+def test_a_group_that_nobody_joins_does_not_hang():
+    group = GlooGroup(2, timeout=0.3)
+    with pytest.raises(Exception, match="[Tt]imed? ?out|timeout"):
+        group.open()
+    with pytest.raises(RuntimeError, match="weights from w on did not arrive: broadcast before open"):
+        send_weights([("w", torch.ones(3))], group, lambda _: Future())
+
+
+def test_a_server_that_does_not_start_is_named(tiny_dir, tmp_path, monkeypatch):
+    code = "import sys; print('no memory'); sys.exit(3)"
+    monkeypatch.setattr("rlkit.rollout.serve.command", lambda *_: [sys.executable, "-c", code])
+    monkeypatch.setattr("rlkit.rollout.serve._check_installed", lambda _: None)
+    with pytest.raises(
+        RuntimeError, match="the server of http://127.0.0.1:8123 ended with code 3: see .*server-8123.log"
+    ):
+        with serving(tiny_dir, port=8123, logs=tmp_path):
+            pass
+    assert "no memory" in (tmp_path / "server-8123.log").read_text()
+    monkeypatch.setattr("rlkit.rollout.serve.command", lambda *_: [sys.executable, "-c", "import time; time.sleep(99)"])
+    before = threading.active_count()
+    with pytest.raises(RuntimeError, match="the server of http://127.0.0.1:8123 is not up after 0.3 s"):
+        with serving(tiny_dir, port=8123, logs=tmp_path, timeout=0.3):
+            pass
+    assert threading.active_count() == before

@@ -1,0 +1,212 @@
+"""Two real vLLM servers beside the engine whose weights they are sent; the last test kills one of them."""
+
+import os
+import signal
+import socket
+import sys
+import time
+from collections import Counter
+from pathlib import Path
+
+import pytest
+import torch
+
+from rlkit.data import collate
+from rlkit.data.samples import extend, prompt
+from rlkit.engines import make_engine
+from rlkit.losses import token_mean
+from rlkit.rollout import Sampling, make_rollout
+from rlkit.rollout.serve import serving
+from rlkit.vlm import encode_rows, load_model, load_processor, unsampled_ids
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "engines"))
+from rows import make_samples
+
+OPTIONS = ["--kv-cache-memory-bytes", str(64 << 20), "--max-model-len", "512", "--max-num-seqs", "64"]
+SAMPLING = Sampling(6, temperature=0.8, seed=(1,))
+
+
+def free_ports(count):
+    """The first of `count` ports in a row that nobody listens on."""
+    while True:
+        sockets = []
+        try:
+            sockets.append(socket.create_server(("127.0.0.1", 0)))
+            first = sockets[0].getsockname()[1]
+            sockets += [socket.create_server(("127.0.0.1", first + i)) for i in range(1, count)]
+            return first
+        except OSError:
+            continue
+        finally:
+            for one in sockets:
+                one.close()
+
+
+@pytest.fixture(scope="module")
+def processor(tiny_dir):
+    return load_processor(tiny_dir)
+
+
+def with_weights(tiny_dir, processor, weights=()):
+    """An engine whose parameters are these."""
+    model = load_model(tiny_dir)
+    with torch.no_grad():
+        for name, weight in weights:
+            model.get_parameter(name).copy_(weight)
+    unsampled = unsampled_ids(model.config, processor.tokenizer)
+    sgd = {"optimizer": lambda weights: torch.optim.SGD(weights, lr=2.0)}
+    return make_engine("fsdp2", model=model, unsampled=unsampled, temperature=0.8, **sgd)
+
+
+@pytest.fixture(scope="module")
+def engine(tiny_dir, processor):
+    return with_weights(tiny_dir, processor)
+
+
+@pytest.fixture(scope="module")
+def servers(tiny_dir, tmp_path_factory):
+    logs = tmp_path_factory.mktemp("servers")
+    with serving(tiny_dir, count=2, port=free_ports(2), logs=logs, options=OPTIONS) as servers:
+        yield servers
+
+
+@pytest.fixture(scope="module")
+def rollout(tiny_dir, processor, servers):
+    rollout = make_rollout(
+        "vllm_server", model=tiny_dir, processor=processor, urls=list(servers), bucket_bytes=1 << 20, timeout=200
+    )
+    yield rollout
+    rollout.close()
+
+
+@pytest.fixture(scope="module")
+def prompts(processor):
+    """Images of three sizes, a prompt without one, and one that fills several blocks of the cache."""
+    rows = [(s.group_id, s.row) for s in make_samples(processor, answers=(1, 1, 1, 1))]
+    return [*encode_rows(processor, rows)[0], prompt([10 + i % 200 for i in range(300)], group_id=9)]
+
+
+def apart(engine, samples):
+    """Largest difference between the samplers' logprobs and the trainer's, and the mean one."""
+    batch = collate(samples)
+    gap = (engine.infer_batch(batch)["logprobs"] - batch.rollout_logprobs)[batch.mask].abs()
+    return gap.max().item(), gap.mean().item()
+
+
+def train(engine, samples):
+    """One optimizer step; it moves the vision tower and the tied embedding too."""
+    before = {name: weight.clone() for name, weight in engine.get_per_tensor_param()}
+
+    def loss_fn(out, mb):
+        return token_mean(out.logprobs * mb.rewards[:, None], mb.mask, mb.total_tokens), {}
+
+    rewards = torch.tensor([1.0, -1.0]).repeat(len(samples))[: len(samples)]
+    batch = collate(samples)
+    batch.rewards.copy_(rewards)
+    engine.train_batch(batch, loss_fn)
+    moved = {name for name, weight in engine.get_per_tensor_param() if not torch.equal(before[name], weight)}
+    assert {"visual", "embed_tokens"} <= {part for name in moved for part in name.split(".")}
+
+
+def test_end_tokens_and_suppressed_tokens(engine, rollout, prompts, processor):
+    samples = rollout.generate(prompts[:2], Sampling(24, seed=(5,)), n=32)
+    end, suppressed = processor.tokenizer.eos_token_id, set(engine.unsampled.tolist())
+    reasons = Counter(s.finish_reason for s in samples)
+    assert set(reasons) == {"stop", "length"}
+    for s in samples:
+        assert (s.finish_reason == "stop") == (s.response_ids[-1] == end) and end not in s.response_ids[:-1]
+        assert not suppressed & set(s.response_ids)
+        assert s.text == processor.tokenizer.decode(s.response_ids, skip_special_tokens=True)
+
+
+def test_logprobs_are_the_trainers_whenever_weights_were_sent(engine, rollout, prompts):
+    """Temperature, suppressed tokens and images; the prompts were seen before each update, so caches had to go."""
+    samples = rollout.generate(prompts, SAMPLING, n=4)
+    assert apart(engine, samples)[0] < 1e-5
+    assert [(s.group_id, s.number) for s in samples] == [(p.group_id, i) for p in prompts for i in range(4)]
+    assert len({tuple(s.response_ids) for s in samples}) > 12 and all(s.version == 0 for s in samples)
+    again = rollout.generate(prompts, SAMPLING, n=4)
+    assert [s.response_ids for s in again] == [s.response_ids for s in samples]
+    for version in (1, 2):
+        train(engine, samples)
+        assert apart(engine, rollout.generate(prompts, SAMPLING, n=4))[0] > 0.1
+        rollout.update_weights(engine.get_per_tensor_param())
+        samples = rollout.generate(prompts, SAMPLING, n=4)
+        assert apart(engine, samples)[0] < 1e-5
+        assert {(s.version, *s.versions) for s in samples} == {
+            (version, *[version] * len(s.response_ids)) for s in samples
+        }
+
+
+def test_caches_kept_by_a_server_are_caught(engine, rollout, prompts, monkeypatch):
+    """With the weights alone, what was computed with the old ones is used again: keys, values and images."""
+    samples = rollout.generate(prompts, SAMPLING, n=4)
+    train(engine, samples)
+    post = rollout._post
+    monkeypatch.setattr(rollout, "_post", lambda path, *body: post(path, *body) if "weight" in path else None)
+    rollout.update_weights(engine.get_per_tensor_param())
+    kept = {s.group_id: [] for s in samples}
+    for sample in rollout.generate(prompts, SAMPLING, n=4):
+        kept[sample.group_id].append(sample)
+    assert apart(engine, kept[9])[0] > 1e-2  # the long prompt's keys and values
+    assert apart(engine, kept[0])[0] > 1e-2  # the first prompt's image
+    monkeypatch.undo()
+    rollout.update_weights(engine.get_per_tensor_param())
+    assert apart(engine, rollout.generate(prompts, SAMPLING, n=4))[0] < 1e-5
+
+
+def test_answers_go_on_under_new_weights(tiny_dir, processor, engine, rollout, prompts):
+    """Weights that arrive while answers are written: each token is scored by the weights that wrote it."""
+    sets = [[(name, weight.clone()) for name, weight in engine.get_per_tensor_param()]]
+    train(engine, [extend(p, [20 + i, 30 + i], [0.0, 0.0]) for i, p in enumerate(prompts)])
+    sets.append([(name, weight.clone()) for name, weight in engine.get_per_tensor_param()])
+    for attempt in range(7):  # until weights came when some answers, not all, were written
+        rollout.update_weights(iter(sets[0]))
+        future = rollout.submit(prompts[:4], Sampling(400, temperature=0.8, seed=(3, attempt)), 8)
+        time.sleep(0.1 * 2**attempt)
+        rollout.update_weights(iter(sets[1]))
+        old, new = rollout.version - 1, rollout.version
+        samples = future.result(timeout=200)
+        assert all(list(s.versions) == sorted(s.versions) and s.version == s.versions[0] for s in samples)
+        if mixed := [s for s in samples if set(s.versions) == {old, new}]:
+            break
+    batch = collate(mixed[:8])
+    before = with_weights(tiny_dir, processor, sets[0])
+    scored = {new: engine.infer_batch(batch)["logprobs"], old: before.infer_batch(batch)["logprobs"]}
+    for row, sample in enumerate(mixed[:8]):
+        at = batch.mask[row]
+        versions, mine = torch.tensor(sample.versions), batch.rollout_logprobs[row][at]
+        for version in (old, new):
+            gap = (scored[version][row][at] - mine).abs()
+            assert gap[versions == version].max() < 2e-5 and gap[versions != version].max() > 1e-3
+
+
+def test_bad_input_is_named_by_a_real_server(tiny_dir, rollout, processor, servers):
+    with pytest.raises(ValueError, match="group 3: 510 prompt tokens and max_new_tokens 6 make 516, the sampler's"):
+        rollout.generate([prompt([10] * 510, group_id=3)], SAMPLING)
+    with pytest.raises(ValueError, match="group 4: http.*Token id 9999 is out of vocabulary"):
+        rollout.generate([prompt([9999], group_id=4)], SAMPLING)
+    other = Path(tiny_dir).with_name("other")
+    other.symlink_to(tiny_dir)
+    with pytest.raises(ValueError, match="serves the model '.*/tiny'; '.*/other' expected"):
+        make_rollout("vllm_server", model=str(other), processor=processor, urls=list(servers))
+
+
+def test_a_server_killed_in_the_middle(engine, rollout, prompts, servers, caplog):
+    """Nothing is lost and nothing comes twice; the other server takes the rest, and weights afterwards."""
+    many = [prompt([10 + i, 11, 12], group_id=i) for i in range(24)]
+    future = rollout.submit(many, Sampling(400, temperature=0.8, seed=(4,)), 4)
+    url, process = list(servers.items())[1]
+    victim = next(server for server in rollout.servers.all if server.url == url)
+    deadline = time.monotonic() + 60
+    while not victim.load and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert victim.load and not future.done()
+    os.killpg(process.pid, signal.SIGKILL)
+    samples = future.result(timeout=200)
+    assert [(s.group_id, s.number) for s in samples] == [(i, k) for i in range(24) for k in range(4)]
+    assert apart(engine, samples)[0] < 2e-5
+    assert victim.fault and f"{url} is left out" in caplog.text
+    rollout.update_weights(engine.get_per_tensor_param())
+    samples = rollout.generate(prompts, SAMPLING, n=2)
+    assert apart(engine, samples)[0] < 1e-5 and {s.version for s in samples} == {rollout.version}
