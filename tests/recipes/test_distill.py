@@ -1,0 +1,141 @@
+"""`recipes/distill.py` as a person runs it, and its gradient against that of the whole reverse KL."""
+
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+HERE = Path(__file__).parent
+sys.path.insert(0, str(HERE))
+
+import helpers  # noqa: E402
+from helpers import evaluation, numbers, run_here, text_dir  # noqa: E402, F401
+
+from rlkit.data import Batch  # noqa: E402
+from rlkit.losses import reverse_kl_loss  # noqa: E402
+
+LEARNING = [
+    "--task", "helpers:few_digits", "--steps", 30, "--prompts_per_step", 16, "--group_size", 4, "--warmup_steps", 5,
+    "--max_new_tokens", 3, "--save_every", 12,
+]  # fmt: skip
+SMALL = ["--steps", 3, "--prompts_per_step", 6, "--group_size", 2, "--max_new_tokens", 3, "--save_every", 2]
+
+
+@pytest.fixture(scope="module")
+def start(tmp_path_factory):
+    """A model that knows the form of an answer and nothing of its content."""
+    return helpers.built(tmp_path_factory, helpers.few_digits, warm_up_steps=31, label_noise=1.0, lr=1e-3)
+
+
+@pytest.fixture(scope="module")
+def teacher(tmp_path_factory):
+    """Another model, which was shown right answers."""
+    return helpers.built(tmp_path_factory, helpers.few_digits, warm_up_steps=61, label_noise=0.0, lr=1e-3, seed=1)
+
+
+@pytest.fixture(scope="module")
+def whole(start, teacher, tmp_path_factory):
+    out = tmp_path_factory.mktemp("distill") / "whole"
+    arguments = ["--model", start, "--teacher", teacher, "--out", out, "--lr", 2e-3, *LEARNING]
+    done = helpers.run("distill", *arguments, ranks=1)
+    assert "held-out accuracy before" in done.stdout and str(out / "report.html") in done.stdout
+    return out
+
+
+def learned(out):
+    kl, found = [row["kl"] for row in helpers.rows(out)], evaluation(out)
+    return found["accuracy_after"] > found["accuracy_before"] + 0.2 and sum(kl[-3:]) < 0.5 * sum(kl[:3])
+
+
+def test_learns(whole):
+    assert learned(whole), (evaluation(whole), [row["kl"] for row in helpers.rows(whole)])
+    rows = helpers.rows(whole)
+    assert [row["step"] for row in rows] == list(range(30))
+    assert all(row["mismatch/abs_dlogp"] < 1e-5 and row["ratio/clip_fraction"] == 0 for row in rows)
+    assert {"reward/mean", "entropy", "loss", "grad_norm", "tokens", "time/generate", "time/train"} <= rows[0].keys()
+    assert [p.name for p in sorted((whole / "checkpoints").iterdir())] == ["step_24", "step_30"]
+    assert (whole / "model" / "model.safetensors").exists()
+    assert (whole / "report.html").read_text().count("<tr class=") == 40
+
+
+def test_learning_rate_0_does_not_learn(start, teacher, tmp_path):
+    arguments = ["--model", start, "--teacher", teacher, "--out", tmp_path / "run", *LEARNING]
+    run_here("distill", *arguments, "--lr", 0.0, "--steps", 6)
+    assert not learned(tmp_path / "run")
+
+
+def test_resume_is_exact(start, teacher, tmp_path, monkeypatch):
+    """With several updates a batch."""
+    log = helpers.load("distill").Run.log
+
+    def stop(run, step, metrics):
+        log(run, step, metrics)
+        if step == 2:
+            raise KeyboardInterrupt
+
+    arguments = ["--model", start, "--teacher", teacher, "--task", "helpers:few_digits", *SMALL, "--steps", 4]
+    arguments += ["--updates_per_batch", 2, "--out"]
+    run_here("distill", *arguments, tmp_path / "whole")
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(helpers.load("distill").Run, "log", stop)
+        run_here("distill", *arguments, tmp_path / "run")
+    run_here("distill", *arguments, tmp_path / "run", "--resume")
+    assert numbers(tmp_path / "run") == numbers(tmp_path / "whole") and len(numbers(tmp_path / "run")) == 4
+    assert evaluation(tmp_path / "run") == evaluation(tmp_path / "whole")
+
+
+def test_two_ranks_sample_and_train_the_same(start, teacher, tmp_path):
+    arguments = ["--model", start, "--teacher", teacher, "--task", "helpers:few_digits", *SMALL, "--steps", 2, "--out"]
+    helpers.run("distill", *arguments, tmp_path / "two", ranks=2)
+    run_here("distill", *arguments, tmp_path / "one")
+    one, two = numbers(tmp_path / "one")[0], numbers(tmp_path / "two")[0]
+    assert one["tokens"] == two["tokens"] and one["reward/mean"] == two["reward/mean"]
+    for name in ("kl", "entropy", "grad_norm"):
+        assert one[name] == pytest.approx(two[name], rel=1e-3), name
+
+
+def test_expected_gradient_is_that_of_the_reverse_kl():
+    """Summed over all tokens that might be sampled, each with the student's probability for it."""
+    recipe, g = helpers.load("distill"), torch.Generator().manual_seed(0)
+    student, teacher = torch.randn(5, generator=g).requires_grad_(), torch.randn(5, generator=g)
+    mask = torch.tensor([[False, True]])
+    reverse = reverse_kl_loss(student.expand(1, 2, 5), teacher.expand(1, 2, 5), mask).sum()
+    (expected,) = torch.autograd.grad(reverse, student)
+    came, kl = torch.zeros(5), 0.0
+    for token in range(5):
+        logprobs, theirs = (torch.stack([x[0] * 0, x.log_softmax(0)[token]])[None] for x in (student, teacher))
+        batch = Batch(
+            torch.tensor([[0, token]]), mask, [2], teacher_logprobs=theirs, rollout_logprobs=logprobs.detach()
+        )
+        out = SimpleNamespace(logprobs=logprobs, entropy=logprobs.detach())
+        loss, metrics = recipe.token_loss(out, batch, recipe.Config())
+        weight = student.detach().softmax(0)[token]
+        came += weight * torch.autograd.grad(loss, student)[0]
+        kl += weight * metrics["kl"]
+    torch.testing.assert_close(came, expected, rtol=1e-4, atol=1e-6)
+    torch.testing.assert_close(kl, reverse.detach(), rtol=1e-4, atol=1e-6)
+
+
+def test_a_text_student_with_lora_learns_nothing_from_itself(text_dir, tmp_path):  # noqa: F811
+    """The teacher is the student: the advantages are 0, and so is the gradient."""
+    arguments = ["--model", text_dir, "--teacher", text_dir, "--task", "sorting", "--out", tmp_path / "run", *SMALL]
+    run_here("distill", *arguments, "--lora_rank", 4, "--use_fused_kernels", "--enable_gradient_checkpointing")
+    for row in numbers(tmp_path / "run"):
+        assert abs(row["kl"]) < 1e-5 and row["grad_norm"] < 1e-4
+
+
+def test_help_names_every_option(capsys):
+    helpers.assert_help_names_every_option("distill", capsys)
+
+
+def test_bad_input_is_one_clear_message(whole, start, text_dir, tmp_path):  # noqa: F811
+    for message, arguments in {
+        "distill: teacher .*its tokens are not the student's": ["--teacher", text_dir],
+        "distill: task 'digit': expected a built-in": ["--task", "digit"],
+        "distill: out .*holds a run already; --resume goes on with it": ["--out", whole],
+        "distill: step 0: none of its 6 rows can be asked about": ["--max_prompt_tokens", 5],
+    }.items():
+        with pytest.raises(SystemExit, match=message):
+            run_here("distill", "--model", start, "--teacher", start, "--out", tmp_path / "run", *SMALL, *arguments)

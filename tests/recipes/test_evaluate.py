@@ -1,0 +1,137 @@
+"""`recipes/evaluate.py` as a person runs it: its figures against what is counted by hand."""
+
+import itertools
+import json
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForImageTextToText
+
+HERE = Path(__file__).parent
+sys.path.insert(0, str(HERE))
+
+import helpers  # noqa: E402
+from helpers import evaluation, numbers, run_here, text_dir  # noqa: E402, F401
+
+from rlkit.vlm import load_processor  # noqa: E402
+
+SMALL = ["--rows", 20, "--group_size", 4, "--pass_at", 1, 2, 4, "--prompts_per_step", 8, "--max_new_tokens", 3]
+
+
+@pytest.fixture(scope="module")
+def start(tmp_path_factory):
+    """A model that knows the form of an answer and nothing of its content."""
+    return helpers.built(tmp_path_factory, helpers.few_digits, warm_up_steps=31, label_noise=1.0, lr=1e-3)
+
+
+@pytest.fixture(scope="module")
+def whole(start, tmp_path_factory):
+    out = tmp_path_factory.mktemp("evaluate") / "whole"
+    run_here("evaluate", "--model", start, "--task", "helpers:few_digits", "--out", out, *SMALL)
+    return out
+
+
+def answers(out):
+    return [json.loads(line) for line in (out / "answers.jsonl").read_text().splitlines()]
+
+
+@pytest.mark.parametrize(("n", "k"), [(1, 1), (4, 1), (4, 2), (5, 5), (6, 3)])
+def test_pass_at_k_is_the_share_of_all_draws_with_a_right_answer(n, k):
+    pass_at_k = helpers.load("evaluate").pass_at_k
+    for right in range(n + 1):
+        draws = list(itertools.combinations([True] * right + [False] * (n - right), k))
+        assert pass_at_k(n, right, k) == pytest.approx(sum(map(any, draws)) / len(draws))
+    for n, right, k in ((4, 1, 5), (4, 5, 1), (4, 1, 0)):
+        with pytest.raises(ValueError, match="pass_at_k: 1 <= k <= n and 0 <= right <= n expected"):
+            pass_at_k(n, right, k)
+
+
+def test_figures_are_those_of_the_answers(whole):
+    found, said = evaluation(whole)["tasks"]["helpers:few_digits"], answers(whole)
+    expected = [row["answer"] for row in helpers.few_digits().heldout[:20]]
+    assert [a["row"] for a in said] == list(range(20)) and found["rows"] == 20
+    hits = [[text.strip() == right for text in a["samples"]] for a, right in zip(said, expected, strict=True)]
+    assert 0 < sum(map(sum, hits)) < 80  # neither all wrong nor all right
+    greedy = [a["text"].strip() == right for a, right in zip(said, expected, strict=True)]
+    assert found["accuracy"] == pytest.approx(sum(greedy) / 20)
+    assert found["accuracy_error"] == pytest.approx(torch.tensor(greedy).double().std().item() / 20**0.5)
+    assert found["mean"] == found["pass@1"] == pytest.approx(sum(map(sum, hits)) / 80)
+    assert found["pass@4"] == pytest.approx(sum(map(any, hits)) / 20)
+    pairs = [any(two) for row in hits for two in itertools.combinations(row, 2)]
+    assert found["pass@2"] == pytest.approx(sum(pairs) / len(pairs))
+    assert [row["rows"] for row in numbers(whole)] == [8, 8, 4]
+    assert (whole / "report.html").read_text().count("<tr class=") == 20
+
+
+def test_greedy_answers_are_transformers_own(whole, start):
+    processor, model = load_processor(str(start)), AutoModelForImageTextToText.from_pretrained(start)
+    asked = "<|im_start|>user\n<|vision_start|><|image_pad|><|vision_end|>What digit is this?<|im_end|>\n"
+    for a, row in zip(answers(whole)[:5], helpers.few_digits().heldout, strict=False):
+        inputs = processor(text=[asked + "<|im_start|>assistant\n"], images=row["images"], return_tensors="pt")
+        out = model.generate(**inputs, do_sample=False, max_new_tokens=3)
+        text = processor.tokenizer.decode(out[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True)
+        assert text == a["text"]
+
+
+def test_stopped_and_resumed_it_gives_the_same(whole, start, tmp_path, monkeypatch):
+    log = helpers.load("evaluate").Run.log
+
+    def stop(run, step, metrics):
+        if step == 1:  # its answers are written, and it is not logged
+            raise KeyboardInterrupt
+        log(run, step, metrics)
+
+    arguments = ["--model", start, "--task", "helpers:few_digits", "--out", tmp_path / "run", *SMALL]
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(helpers.load("evaluate").Run, "log", stop)
+        run_here("evaluate", *arguments)
+    assert len(answers(tmp_path / "run")) == 16 and len(numbers(tmp_path / "run")) == 1
+    run_here("evaluate", *arguments, "--resume")
+    assert numbers(tmp_path / "run") == numbers(whole) and answers(tmp_path / "run") == answers(whole)
+    assert evaluation(tmp_path / "run") == evaluation(whole)
+
+
+def test_two_ranks_and_several_tasks(whole, start, tmp_path):
+    """A task whose rewards are parts of 1, and some of which cannot be judged, beside the other; on two ranks."""
+    (tmp_path / "parts.py").write_text(
+        "from dataclasses import replace\nfrom helpers import few_digits\n\n"
+        "def reward(text, row):\n    return None if row['answer'] == '0' else 0.5\n\n"
+        "def task():\n    return replace(few_digits(), reward=reward)\n"
+    )
+    arguments = ["--model", start, "--task", "helpers:few_digits", "parts:task", "--out", tmp_path / "two", *SMALL]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PYTHONPATH", str(tmp_path))
+        done = helpers.run("evaluate", *arguments, "--right", 0.4, ranks=2)
+    assert "helpers:few_digits: accuracy" in done.stdout and "parts:task: accuracy" in done.stdout
+    assert answers(tmp_path / "two")[:20] == answers(whole)
+    found = evaluation(tmp_path / "two")["tasks"]
+    whole_found = evaluation(whole)["tasks"]["helpers:few_digits"]
+    assert found["helpers:few_digits"] == whole_found
+    zeros = sum(row["answer"] == "0" for row in helpers.few_digits().heldout[:20])
+    assert 0 < zeros < 20
+    assert found["parts:task"]["accuracy"] == pytest.approx((20 - zeros) / 40)
+    assert found["parts:task"]["pass@1"] == pytest.approx((20 - zeros) / 20)
+    assert found["parts:task"]["unjudged"] == 5 * zeros
+
+
+def test_text_greedy_alone(text_dir, tmp_path):  # noqa: F811
+    arguments = ["--model", text_dir, "--task", "sorting", "--out", tmp_path / "run", *SMALL, "--group_size", 0]
+    run_here("evaluate", *arguments)
+    found = evaluation(tmp_path / "run")["tasks"]["sorting"]
+    assert found["rows"] == 20 and "mean" not in found and answers(tmp_path / "run")[0]["samples"] == []
+
+
+def test_help_names_every_option(capsys):
+    helpers.assert_help_names_every_option("evaluate", capsys)
+
+
+def test_bad_input_is_one_clear_message(whole, start, tmp_path):
+    for message, arguments in {
+        "evaluate: task 'digit': expected a built-in": ["--task", "digits", "digit"],
+        "evaluate: pass_at: a k of at most group_size = 4 expected": ["--pass_at", 8],
+        "evaluate: out .*holds a run already; --resume goes on with it": ["--out", whole],
+    }.items():
+        with pytest.raises(SystemExit, match=message):
+            run_here("evaluate", "--model", start, "--out", tmp_path / "run", *SMALL, *arguments)

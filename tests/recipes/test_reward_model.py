@@ -1,0 +1,151 @@
+"""`recipes/reward_model.py` as a person runs it, and its loss against TRL's."""
+
+import json
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+HERE = Path(__file__).parent
+sys.path.insert(0, str(HERE))
+
+import helpers  # noqa: E402
+from helpers import evaluation, numbers, run_here, text_dir  # noqa: E402, F401
+
+from rlkit.data import Batch, collate  # noqa: E402
+from rlkit.data.pairs import answered, asking, load_pairs, pair  # noqa: E402
+from rlkit.engines import make_engine  # noqa: E402
+from rlkit.engines.value_head import load_value_model, scoring_batch  # noqa: E402
+from rlkit.vlm import encode, load_processor  # noqa: E402
+
+LEARNING = [
+    "--task", "helpers:few_digits", "--steps", 20, "--prompts_per_step", 16, "--warmup_steps", 5, "--save_every", 8,
+]  # fmt: skip
+SMALL = ["--task", "helpers:few_digits", "--steps", 2, "--prompts_per_step", 6]
+
+
+@pytest.fixture(scope="module")
+def whole(tiny_dir, tmp_path_factory):
+    """A run that was never stopped, from random weights, as a person types it."""
+    out = tmp_path_factory.mktemp("reward_model") / "whole"
+    done = helpers.run("reward_model", "--model", tiny_dir, "--out", out, "--lr", 2e-3, *LEARNING, ranks=1)
+    assert "before: accuracy 0.0000" in done.stdout and str(out / "report.html") in done.stdout
+    return out
+
+
+def learned(found):
+    """All scores are 0 at first, and a tie is not right; chance is 0.5."""
+    return found["accuracy_after"] > 0.8 and found["heldout_loss_after"] < 0.6 * found["heldout_loss_before"]
+
+
+def test_learns(whole):
+    assert learned(evaluation(whole))
+    rows = helpers.rows(whole)
+    assert [row["step"] for row in rows] == list(range(20))
+    assert rows[0]["loss"] == pytest.approx(0.6931, abs=1e-4) and rows[-1]["preference/margin"] > 1
+    assert {"grad_norm", "lr", "tokens", "skipped_rows", "time/encode", "time/train"} <= rows[0].keys()
+    assert [p.name for p in sorted((whole / "checkpoints").iterdir())] == ["step_16", "step_20"]
+    assert (whole / "report.html").read_text().count("<tr class=") == 40
+
+
+def test_learning_rate_0_does_not_learn(tiny_dir, tmp_path):
+    run_here("reward_model", "--model", tiny_dir, "--out", tmp_path / "run", *LEARNING, "--lr", 0.0, "--steps", 2)
+    assert not learned(evaluation(tmp_path / "run"))
+
+
+def test_resume_is_exact(whole, tiny_dir, tmp_path, monkeypatch):
+    log = helpers.load("reward_model").Run.log
+
+    def stop(run, step, metrics):
+        log(run, step, metrics)
+        if step == 12:
+            raise KeyboardInterrupt
+
+    arguments = ["--model", tiny_dir, "--out", tmp_path / "run", "--lr", 2e-3, *LEARNING]
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(helpers.load("reward_model").Run, "log", stop)
+        run_here("reward_model", *arguments)
+    assert len(numbers(tmp_path / "run")) == 13
+    run_here("reward_model", *arguments, "--resume")
+    assert numbers(tmp_path / "run") == numbers(whole)
+    assert evaluation(tmp_path / "run") == evaluation(whole)
+
+
+def test_two_ranks_and_small_micro_batches_train_the_same(whole, tiny_dir, tmp_path):
+    arguments = ["--model", tiny_dir, "--lr", 2e-3, *LEARNING, "--steps", 2, "--micro_batch_tokens", 300]
+    helpers.run("reward_model", *arguments, "--out", tmp_path / "two", ranks=2)
+    for one, two in zip(numbers(whole)[:2], numbers(tmp_path / "two"), strict=True):
+        assert {**one, "lr": 0} == pytest.approx({**two, "lr": 0}, rel=1e-3, abs=1e-5)
+
+
+def test_the_export_is_the_model_that_was_measured(whole):
+    """Scores of the held-out pairs, each row alone, by the model that another program would load."""
+    processor = load_processor(str(whole / "model"))
+    engine = make_engine("fsdp2", "value_model", model=load_value_model(str(whole / "model")))
+    heldout = helpers.few_digits().heldout[:12]
+    task = load_pairs("helpers:few_digits")
+    right = []
+    for i in range(len(heldout)):
+        messages, *answers = pair(task.heldout[i])
+        asked = encode(processor, asking(task.heldout[i], messages))
+        samples = answered(asked, processor, answers, [processor.tokenizer.eos_token_id], 100)
+        scores = [engine.infer_batch(scoring_batch(collate([s])))["values"].sum() for s in samples]
+        right.append(bool(scores[0] > scores[1]))
+    assert sum(right) >= 0.8 * len(right)
+
+
+@pytest.mark.parametrize(("case", "centre_coef"), [("reward", 0.0), ("reward_margin", 0.0), ("reward_centred", 0.01)])
+def test_loss_equals_trls(case, centre_coef):
+    """TRL has all chosen answers first, here each pair's rows are next to each other."""
+    golden = load_file(HERE.parent / "peers" / "golden_trl.safetensors")
+    x = {key.rsplit("/", 1)[1]: value for key, value in golden.items() if key.startswith(f"{case}/in/")}
+    n = len(x["rewards"])
+    order = torch.arange(n).view(2, -1).T.flatten()
+    values = torch.zeros(n, 4).index_put((torch.arange(n), torch.arange(n) % 4), x["rewards"][order, 0])
+    values.requires_grad_()
+    batch = Batch(torch.zeros(n, 4, dtype=torch.long), values != 0, [4] * n)
+    batch.add(margin=x.get("margin", torch.zeros(n // 2)).repeat_interleave(2))
+    pair_loss = helpers.load("reward_model").pair_loss
+    loss, stats = pair_loss(SimpleNamespace(values=values), batch, centre_coef=centre_coef)
+    torch.testing.assert_close(loss.detach(), golden[f"{case}/out/out"], rtol=1e-5, atol=1e-6)
+    (gradient,) = torch.autograd.grad(loss, values)
+    expected = golden[f"{case}/out/d_rewards"][order, 0]
+    torch.testing.assert_close(gradient[torch.arange(n), torch.arange(n) % 4], expected, rtol=1e-5, atol=1e-6)
+    better = (x["rewards"][: n // 2] > x["rewards"][n // 2 :]).float().mean().item()
+    assert stats["preference/accuracy"].item() == pytest.approx(better)
+
+
+def test_margins_and_lora_on_a_text_file(text_dir, tmp_path):  # noqa: F811
+    lines = [{"prompt": f"Name {i}.", "chosen": "yes", "rejected": "no", "margin": 2.0} for i in range(24)]
+    lines[4]["rejected"] = "yes"
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    run_here(
+        "reward_model", "--model", text_dir, "--task", tmp_path / "rows.jsonl", "--out", tmp_path / "run", "--steps", 2,
+        "--prompts_per_step", 22, "--lora_rank", 4, "--enable_gradient_checkpointing", "--centre_coef", 0.01,
+    )  # fmt: skip
+    rows, found = numbers(tmp_path / "run"), evaluation(tmp_path / "run")
+    assert rows[0]["loss"] == pytest.approx(torch.nn.functional.softplus(torch.tensor(2.0)).item(), rel=1e-5)
+    assert sum(row["skipped_rows"] for row in rows) == 2 or found["heldout_skipped"] == 1
+    head = load_value_model(str(tmp_path / "run" / "model")).get_output_embeddings().weight
+    assert head.abs().max() > 0
+
+
+def test_help_names_every_option(capsys):
+    helpers.assert_help_names_every_option("reward_model", capsys)
+
+
+def test_bad_input_is_one_clear_message(whole, tiny_dir, tmp_path):
+    (tmp_path / "rows.jsonl").write_text('{"question": "q", "answer": "a"}\n')
+    (tmp_path / "margins.jsonl").write_text('{"prompt": "q", "chosen": "a", "rejected": "b", "margin": "far"}\n' * 20)
+    for message, arguments in {
+        "reward_model: task .*columns chosen and rejected expected": ["--task", tmp_path / "rows.jsonl"],
+        "reward_model: out .*holds a run already; --resume goes on with it": ["--out", whole],
+        "reward_model: step 0: none of its 6 rows can be trained on": ["--max_tokens", 5],
+        "reward_model: step 0: none of its 6 rows": ["--task", tmp_path / "margins.jsonl"],
+    }.items():
+        with pytest.raises(SystemExit, match=message):
+            out = tmp_path / str(len(list(tmp_path.iterdir())))
+            run_here("reward_model", "--model", tiny_dir, "--out", out, *SMALL, *arguments)

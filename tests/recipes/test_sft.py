@@ -1,0 +1,136 @@
+"""`recipes/sft.py` as a person runs it, and its loss against transformers' own."""
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoModelForImageTextToText
+
+HERE = Path(__file__).parent
+sys.path.insert(0, str(HERE))
+
+import helpers  # noqa: E402
+from helpers import evaluation, numbers, run_here, text_dir  # noqa: E402, F401
+
+from rlkit.data import load_task, step_rows  # noqa: E402
+from rlkit.vlm import load_processor  # noqa: E402
+
+LEARNING = [
+    "--task", "helpers:few_digits", "--steps", 25, "--prompts_per_step", 16, "--warmup_steps", 5, "--save_every", 10,
+    "--max_new_tokens", 2,
+]  # fmt: skip
+SMALL = ["--steps", 2, "--prompts_per_step", 6, "--max_new_tokens", 2]
+
+
+@pytest.fixture(scope="module")
+def whole(tiny_dir, tmp_path_factory):
+    """A run that was never killed, from random weights."""
+    out = tmp_path_factory.mktemp("sft") / "whole"
+    run_here("sft", "--model", tiny_dir, "--out", out, "--lr", 2e-3, *LEARNING)
+    return out
+
+
+def learned(found):
+    right = found["accuracy_after"] > found["accuracy_before"] + 0.2
+    return right and found["heldout_loss_after"] < 0.2 * found["heldout_loss_before"]
+
+
+def test_learns_on_two_ranks_as_on_one(whole, tiny_dir, tmp_path):
+    done = helpers.run("sft", "--model", tiny_dir, "--out", tmp_path / "two", "--lr", 2e-3, *LEARNING, ranks=2)
+    assert learned(evaluation(tmp_path / "two")) and learned(evaluation(whole))
+    assert "before: accuracy" in done.stdout and str(tmp_path / "two" / "report.html") in done.stdout
+    for one, two in zip(numbers(whole)[:3], numbers(tmp_path / "two")[:3], strict=True):
+        assert one == pytest.approx(two, rel=1e-3)
+
+
+def test_learning_rate_0_does_not_learn(tiny_dir, tmp_path):
+    run_here("sft", "--model", tiny_dir, "--out", tmp_path / "run", *LEARNING, "--lr", 0.0, "--steps", 3)
+    found = evaluation(tmp_path / "run")
+    assert not learned(found) and found["heldout_loss_after"] == found["heldout_loss_before"]
+
+
+def test_resume_is_exact(whole, tiny_dir, tmp_path):
+    arguments = ["--model", tiny_dir, "--lr", 2e-3, *LEARNING]
+    helpers.kill_after(13, "sft", *arguments, out=tmp_path / "killed")
+    assert 13 <= len(helpers.rows(tmp_path / "killed")) < 25
+    run_here("sft", *arguments, "--out", tmp_path / "killed", "--resume")
+    assert numbers(tmp_path / "killed") == numbers(whole)
+    assert evaluation(tmp_path / "killed") == evaluation(whole)
+
+
+def test_leaves_what_it_promises(whole):
+    rows = helpers.rows(whole)
+    assert [row["step"] for row in rows] == list(range(25))
+    assert {"loss", "grad_norm", "lr", "tokens", "skipped_rows", "time/encode", "time/train"} <= rows[0].keys()
+    assert all(row["tokens"] == 32 for row in rows)  # a digit and the token that ends the answer, 16 times
+    assert [p.name for p in sorted((whole / "checkpoints").iterdir())] == ["step_20", "step_25"]
+    page = (whole / "report.html").read_text()
+    assert page.count("<tr class=") == 40 and "data:image/png;base64," in page
+    assert json.loads((whole / "config.json").read_text())["lr"] == 2e-3
+    assert AutoModelForImageTextToText.from_pretrained(whole / "model").num_parameters() > 5e5
+    assert load_processor(str(whole / "model")).image_processor.merge_size == 2
+
+
+def test_loss_equals_transformers(whole, tiny_dir):
+    """The first step's loss is what the model itself says, given `labels` and -100 for all that is no answer."""
+    processor, model = load_processor(tiny_dir), AutoModelForImageTextToText.from_pretrained(tiny_dir)
+    rows = [row for _, row in step_rows(helpers.few_digits().train, 0, 16, 0)]
+    asked = "<|im_start|>user\n<|vision_start|><|image_pad|><|vision_end|>What digit is this?<|im_end|>\n"
+    asked += "<|im_start|>assistant\n"
+    texts = [asked + row["answer"] + "<|im_end|>" for row in rows]
+    inputs = processor(text=texts, images=[row["images"] for row in rows], padding=True, return_tensors="pt")
+    labels = inputs["input_ids"].clone()
+    labels[:, :-2] = -100  # padded on the left, and an answer is one token and its end
+    with torch.no_grad():
+        assert model(**inputs, labels=labels).loss.item() == pytest.approx(numbers(whole)[0]["loss"], rel=1e-5)
+
+
+def test_chats_with_the_options_of_the_real_thing(tiny_dir, tmp_path):
+    """Several turns, an image column, a bad row, LoRA, fused logprobs, checkpointing, no answers asked for."""
+    lines = []
+    for i, row in enumerate(load_task("digits").train[:24]):
+        row["images"][0].save(tmp_path / f"{i}.png")
+        turns = [("user", "Look."), ("assistant", "Yes."), ("user", "Which?"), ("assistant", row["answer"])]
+        messages = [{"role": role, "content": content} for role, content in turns]
+        lines.append({"messages": messages[: 3 if i == 5 else 4], "image": f"{i}.png"})
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    run_here(
+        "sft", "--model", tiny_dir, "--task", tmp_path / "rows.jsonl", "--out", tmp_path / "run", "--steps", 2,
+        "--prompts_per_step", 22, "--max_new_tokens", 0, "--lora_rank", 4, "--lora_alpha", 8, "--use_fused_kernels",
+        "--enable_gradient_checkpointing", "--freeze_vision_tower", "--micro_batch_tokens", 100,
+    )  # fmt: skip
+    found, rows = evaluation(tmp_path / "run"), numbers(tmp_path / "run")
+    skipped = [row["skipped_rows"] for row in rows]
+    assert skipped == [1, 1] or (skipped == [0, 0] and found["heldout_skipped"] == 1)
+    processor = load_processor(tiny_dir)
+    answer = len(processor.tokenizer("Yes.")["input_ids"]) + 1
+    assert rows[0]["tokens"] == (22 - skipped[0]) * (answer + 2)
+    assert "accuracy_after" not in found and found["heldout_loss_after"] < found["heldout_loss_before"]
+    before, after = (load_file(Path(path) / "model.safetensors") for path in (tiny_dir, tmp_path / "run" / "model"))
+    changed = [name for name in before if not torch.equal(before[name], after[name])]
+    assert before.keys() == after.keys() and changed and not any("visual" in name for name in changed)
+
+
+def test_text(text_dir, tmp_path):  # noqa: F811
+    run_here("sft", "--model", text_dir, "--task", "sorting", "--out", tmp_path / "run", *SMALL)
+    assert numbers(tmp_path / "run")[1]["loss"] > 0
+
+
+def test_help_names_every_option(capsys):
+    helpers.assert_help_names_every_option("sft", capsys)
+
+
+def test_bad_input_is_one_clear_message(whole, tiny_dir, tmp_path):
+    (tmp_path / "rows.jsonl").write_text('{"text": "q"}\n')
+    for message, arguments in {
+        "sft: task 'digit': expected a built-in": ["--task", "digit"],
+        "sft: task .*columns messages, or question and answer expected": ["--task", tmp_path / "rows.jsonl"],
+        "sft: model .* holds no config.json": ["--model", tmp_path],
+        "sft: out .*holds a run already; --resume goes on with it": ["--out", whole],
+        "sft: step 0: none of its 6 rows can be trained on": ["--max_tokens", 5],
+    }.items():
+        with pytest.raises(SystemExit, match=message):
+            run_here("sft", "--model", tiny_dir, "--out", tmp_path / "run", *SMALL, *arguments)
