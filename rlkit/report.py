@@ -13,14 +13,14 @@ from typing import Any
 from rlkit.tracking import CONFIG, EVAL, METRICS, read_metrics
 
 CURVES = (
-    ("reward/mean", "reward"), ("loss", "loss"), ("entropy", "entropy"), ("kl", "KL to the reference"),
-    ("grad_norm", "gradient norm"), ("ratio/clip_fraction", "share of clipped tokens"),
+    ("reward/mean", "reward"), ("preference/accuracy", "pairs told apart"), ("loss", "loss"), ("entropy", "entropy"),
+    ("kl", "KL to the reference"), ("grad_norm", "gradient norm"), ("ratio/clip_fraction", "share of clipped tokens"),
     ("mismatch/abs_dlogp", "sampler against trainer, mean |dlogp|"), ("tokens", "tokens a step"),
 )  # fmt: skip
 
 
 def write_report(out: str | Path, samples: Sequence[Any] = (), *, title: str = "") -> Path:
-    """Write `learning_curve.png` and `report.html` from a run's files.
+    """Write `learning_curve.png` (the reward, or the first curve that the run has) and `report.html` from its files.
 
     Args:
         out: a run's directory.
@@ -33,13 +33,14 @@ def write_report(out: str | Path, samples: Sequence[Any] = (), *, title: str = "
     out = Path(out)
     rows = read_metrics(out / METRICS)
     evaluation = _json(out / EVAL)
-    (out / "learning_curve.png").write_bytes(_plot(rows, CURVES[:1], evaluation))
+    curves = [curve for curve in CURVES if any(_number(row.get(curve[0])) for row in rows)] or CURVES[:1]
+    (out / "learning_curve.png").write_bytes(_plot(rows, curves[:1], evaluation))
     page = _template().render(
         title=title or out.name,
         evaluation=evaluation,
         config=_json(out / CONFIG),
         last=rows[-1] if rows else {},
-        curves=base64.b64encode(_plot(rows, CURVES, {})).decode(),
+        curves=base64.b64encode(_plot(rows, curves, {})).decode(),
         samples=[_sample(sample) for sample in samples],
     )
     (out / "report.html").write_text(page)

@@ -4,7 +4,9 @@ from rlkit.data.batching import balanced_partitions, token_budget_batches
 from rlkit.data.hub import open_stream, stream_steps
 from rlkit.data.mixing import by_difficulty, easiest, mixed, widened
 from rlkit.data.packing import Packed, repad, unpad
-from rlkit.data.samples import Batch, Sample, collate, expand, extend, group_ids, prompt
+from rlkit.data.pairs import load_chats, load_pairs
+from rlkit.data.rewards import combine, score_parts
+from rlkit.data.samples import Batch, Sample, collate, expand, extend, group_ids, observe, prompt
 from rlkit.data.tasks import Task, judged, load_task, score, step_rows
 
 __all__ = [
@@ -15,17 +17,22 @@ __all__ = [
     "balanced_partitions",
     "by_difficulty",
     "collate",
+    "combine",
     "easiest",
     "expand",
     "extend",
     "group_ids",
     "judged",
+    "load_chats",
+    "load_pairs",
     "load_task",
     "mixed",
     "open_stream",
+    "observe",
     "prompt",
     "repad",
     "score",
+    "score_parts",
     "step_rows",
     "stream_steps",
     "token_budget_batches",

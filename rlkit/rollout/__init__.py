@@ -9,9 +9,11 @@ from collections.abc import Sequence
 from importlib import import_module
 from typing import Any
 
+from rlkit.rollout.agent import Observation, run_episodes
+from rlkit.rollout.asynchronous import Ahead
 from rlkit.rollout.sampling import Sampling, uniforms
 
-__all__ = ["Sampling", "make_rollout", "uniforms"]
+__all__ = ["Ahead", "Observation", "Sampling", "make_rollout", "run_episodes", "uniforms"]
 
 _ROLLOUTS = {  # the class, and what it is given of the things that every recipe has at hand
     "hf": ("rlkit.rollout.hf:HfRollout", ("gathered", "gpu_memory_utilization")),
