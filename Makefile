@@ -2,13 +2,14 @@
 PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
+CHECK_PYTHON := $(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "rlkit needs Python >= 3.11; $(PYTHON) is older. Name another: make setup PYTHON=python3.12"; exit 1; }
 
 .PHONY: setup setup-all demo test lint learn bench peers bench-peers docs clean
 
 setup: $(VENV)/.installed
 
 $(VENV)/.installed: setup.cfg pyproject.toml constraints.txt
-	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "rlkit needs Python >= 3.11; $(PYTHON) is older. Name another: make setup PYTHON=python3.12"; exit 1; }
+	@$(CHECK_PYTHON)
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
 	@touch $@
@@ -17,17 +18,19 @@ $(VENV)/.installed: setup.cfg pyproject.toml constraints.txt
 # companions gives CUDA ones, which cannot be imported: what is not needed goes, torchvision gets the schemas it asks for.
 setup-all: $(VENV)/.installed-all
 
-$(VENV)/.installed-all: $(VENV)/.installed
+$(VENV)/.installed-all: setup.cfg pyproject.toml constraints.txt
+	@$(CHECK_PYTHON)
+	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[all-cpu]'
 	@for part in torchaudio torchcodec; do $(BIN)/python -c "import $$part" 2>/dev/null || $(BIN)/python -m pip uninstall --quiet --yes $$part; done
 	@$(BIN)/python -c 'import torchvision' 2>/dev/null || $(BIN)/python -m pip install --quiet --disable-pip-version-check ./tests/torchvision_cpu
-	@touch $@
+	@touch $(VENV)/.installed $@
 
 demo: setup
 	$(BIN)/torchrun --nproc-per-node=1 recipes/grpo_vlm.py
 
 test: setup-all lint
-	$(BIN)/python -m pytest -n 2 --dist loadfile
+	$(BIN)/python -m pytest -n 3 --dist loadfile
 
 lint: setup
 	$(BIN)/ruff check .

@@ -59,9 +59,9 @@ class Config:
     resume: bool = False  # go on from the newest checkpoint in the run's directory
     seed: int = 0  # of the data order, the sampling noise and the tiny model
 
-    steps: int = 130  # batches that are sampled
+    steps: int = 110  # batches that are sampled
     prompts_per_step: int = 64  # prompts in a batch, over all ranks
-    group_size: int = 8  # answers to each prompt
+    group_size: int = 16  # answers to each prompt
     mini_batches: int = 2  # pieces of a batch, by prompts; each is a step of the policy and one of the critic
     ppo_epochs: int = 1  # passes over each batch
     critic_warmup: int = 0  # batches at the start on which the critic learns alone
