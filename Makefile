@@ -30,7 +30,7 @@ demo: setup
 	$(BIN)/torchrun --nproc-per-node=1 recipes/grpo_vlm.py
 
 test: setup-all lint
-	$(BIN)/python -m pytest -n 3 --dist loadfile
+	$(BIN)/python -m pytest -n 2 --dist loadfile
 
 lint: setup
 	$(BIN)/ruff check .
