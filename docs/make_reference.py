@@ -101,8 +101,7 @@ def pages() -> dict[str, str]:
     """File name -> text of each page."""
     modules, at = {}, {}  # module -> package, file, page, public definitions; full name -> its place on a page
     for package in PACKAGES:
-        exported = import_module(package)
-        public = getattr(exported, "__all__", [name for name in vars(exported) if name[0] != "_"])
+        public = import_module(package).__all__
         for path in sorted(ROOT.joinpath(*package.split(".")).glob("*.py")):
             module = f"{package}.{path.stem}".removesuffix(".__init__")
             page = f"{module.removeprefix('rlkit.')}.md"

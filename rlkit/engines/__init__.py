@@ -12,6 +12,8 @@ from typing import Any
 
 import torch
 
+__all__ = ["make_engine", "register_engine"]
+
 _ENGINES: dict[tuple[str, str, str], str] = {
     ("language_model", "fsdp2", "cpu"): "rlkit.engines.fsdp2:Fsdp2Engine",
     ("language_model", "fsdp2", "cuda"): "rlkit.engines.fsdp2:Fsdp2Engine",
