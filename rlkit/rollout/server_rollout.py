@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import base64
 import io
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, wait
 from dataclasses import dataclass, fields, replace
@@ -50,7 +51,7 @@ class Job:
         return where(self.request)
 
 
-class ServerRollout:
+class ServerRollout(ABC):
     """A sampler on servers; a subclass says how they are spoken to.
 
     Args:
@@ -105,29 +106,29 @@ class ServerRollout:
 
     # --- what a subclass says
 
+    @abstractmethod
     def _body(self, request: Sample, sampling: Sampling, start: int, count: int) -> dict[str, Any]:
         """What a server is asked for `count` answers, of which the first is number `start` of this call."""
-        raise NotImplementedError
 
+    @abstractmethod
     async def _attempt(self, server: Server, job: Job) -> list[Sample]:
         """Ask one server, once."""
-        raise NotImplementedError
 
+    @abstractmethod
     async def _meet(self, server: Server) -> tuple[int, int]:
         """See whether a server that is up will do: its longest sequence, and the version of its weights."""
-        raise NotImplementedError
 
+    @abstractmethod
     def _begin(self) -> None:
         """Have the servers stop writing and make ready for weights."""
-        raise NotImplementedError
 
+    @abstractmethod
     async def _announce(self, description: dict[str, list[Any]]) -> None:
         """Tell the servers what comes next."""
-        raise NotImplementedError
 
+    @abstractmethod
     def _end(self) -> None:
         """Have the servers use weights of version `self.coming`, forget what they computed with others, and go on."""
-        raise NotImplementedError
 
     async def _give_up(self, server: Server) -> None:
         """End an update that failed, so that the next one may begin; the server stays paused."""
