@@ -130,6 +130,7 @@ class ServerRollout(ABC):
     def _end(self) -> None:
         """Have the servers use weights of version `self.coming`, forget what they computed with others, and go on."""
 
+    @abstractmethod
     async def _give_up(self, server: Server) -> None:
         """End an update that failed, so that the next one may begin; the server stays paused."""
 
