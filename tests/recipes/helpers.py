@@ -4,10 +4,8 @@ import functools
 import importlib.util
 import json
 import os
-import signal
 import subprocess
 import sys
-import time
 from dataclasses import fields, replace
 from pathlib import Path
 
@@ -15,7 +13,7 @@ import pytest
 import tyro
 
 from rlkit.data import load_task
-from rlkit.tracking import read_metrics
+from rlkit.tracking import Run, read_metrics
 from rlkit.vlm import build_tiny
 
 HERE = Path(__file__).parent
@@ -31,6 +29,10 @@ def few_digits(answers="01"):
 
 @pytest.fixture(scope="session")
 def warm_dir(tmp_path_factory):
+    return built_warm(tmp_path_factory)
+
+
+def built_warm(tmp_path_factory):
     """A model that takes an image for a 0, 1 or 2, and knows little of which is which."""
     return built(tmp_path_factory, lambda: few_digits("012"), warm_up_steps=45, label_noise=0.7, lr=1e-3)
 
@@ -53,18 +55,22 @@ def environment():
     return {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "PYTHONPATH": paths}
 
 
-def command(recipe, *arguments, ranks=0):
+def command(script, *arguments, ranks=0):
     torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"] if ranks else []
-    return [sys.executable, *torchrun, str(RECIPES / f"{recipe}.py"), *map(str, arguments)]
+    return [sys.executable, *torchrun, str(script), *map(str, arguments)]
 
 
-def run(recipe, *arguments, ranks=0):
-    """As a person would type it."""
+def launch(script, *arguments, ranks=0, fails=False):
     done = subprocess.run(
-        command(recipe, *arguments, ranks=ranks), capture_output=True, text=True, timeout=1800, env=environment()
+        command(script, *arguments, ranks=ranks), capture_output=True, text=True, timeout=1800, env=environment()
     )
-    assert done.returncode == 0, done.stderr[-3000:]
+    assert (done.returncode != 0) == fails, done.stderr[-3000:]
     return done
+
+
+def run(recipe, *arguments, ranks=0, fails=False):
+    """As a person would type it."""
+    return launch(RECIPES / f"{recipe}.py", *arguments, ranks=ranks, fails=fails)
 
 
 @functools.cache
@@ -82,14 +88,18 @@ def run_here(recipe, *arguments):
     module.main(tyro.cli(module.Config, args=[str(a) for a in arguments], use_underscores=True))
 
 
-def kill_after(steps, recipe, *arguments, out):
-    """Start a run and kill it once it has logged so many steps."""
-    quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
-    with subprocess.Popen(command(recipe, *arguments, "--out", out), env=environment(), **quiet) as process:
-        deadline = time.time() + 900
-        while time.time() < deadline and process.poll() is None and len(rows(out)) < steps:
-            time.sleep(0.01)
-        process.send_signal(signal.SIGKILL)
+def stop_after(steps, recipe, *arguments):
+    """Run in this process, and break it off once it has logged so many steps."""
+    log = Run.log
+
+    def stop(run, step, metrics):
+        log(run, step, metrics)
+        if step + 1 == steps:
+            raise KeyboardInterrupt
+
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(Run, "log", stop)
+        run_here(recipe, *arguments)
 
 
 def rows(out):

@@ -31,23 +31,18 @@ def whole(warm_dir, tmp_path_factory):
     return out
 
 
-def test_learns_on_two_ranks_and_not_without_a_learning_rate(whole, warm_dir, tmp_path):
-    done = helpers.run("dapo", "--model", warm_dir, "--out", tmp_path / "two", "--lr", 1.5e-3, *LEARNING, ranks=2)
-    assert "held-out accuracy before" in done.stdout and "report.html" in done.stdout
-    assert helpers.learned(tmp_path / "two") and helpers.learned(whole)
-    helpers.assert_same_step(numbers(tmp_path / "two")[0], numbers(whole)[0])
+def test_learns_and_not_without_a_learning_rate(whole, warm_dir, tmp_path):
+    assert helpers.learned(whole)
     run_here("dapo", "--model", warm_dir, "--out", tmp_path / "still", "--lr", 0, *LEARNING)
     assert not helpers.learned(tmp_path / "still")
 
 
 def test_resume_is_exact_after_steps_of_several_draws(whole, warm_dir, tmp_path):
     assert sum(row["groups/drawn"] for row in numbers(whole)[:6]) > 6 * 32
-    arguments = ["--model", warm_dir, "--lr", 1.5e-3, *LEARNING]
-    helpers.kill_after(7, "dapo", *arguments, out=tmp_path / "killed")
-    assert 7 <= len(helpers.rows(tmp_path / "killed")) < 10
-    run_here("dapo", *arguments, "--out", tmp_path / "killed", "--resume")
-    assert numbers(tmp_path / "killed") == numbers(whole)
-    assert helpers.evaluation(tmp_path / "killed") == helpers.evaluation(whole)
+    arguments = ["--model", warm_dir, "--out", tmp_path, "--lr", 1.5e-3, *LEARNING]
+    helpers.stop_after(7, "dapo", *arguments)
+    run_here("dapo", *arguments, "--resume")
+    assert numbers(tmp_path) == numbers(whole) and helpers.evaluation(tmp_path) == helpers.evaluation(whole)
 
 
 def test_leaves_what_it_promises(whole):

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 sys.path.insert(0, str(Path(__file__).parent))
+import helpers
 from helpers import load, numbers, rows, run_here
 
 from rlkit.rollout.image_tools import zoom, zoomed_digits
@@ -66,22 +67,11 @@ def test_does_not_learn_without_a_learning_rate(warm_dir, tmp_path):
     assert not has_learned(*run(warm_dir, tmp_path / "run", "--steps", 4, "--lr", 0, *SMALL))
 
 
-def test_resume_is_exact(warm_dir, tmp_path, monkeypatch):
-    """Stopped between two checkpoints: the numbers from there on are those of the whole run."""
+def test_resume_is_exact(warm_dir, tmp_path):
     options = ["--steps", 4, "--save_every", 2, *SMALL]
     _, evaluation = run(warm_dir, tmp_path / "whole", *options)
-    log = load("grpo_tools").Run.log
-
-    def stops(self, step, metrics):
-        if step == 3:
-            raise KeyboardInterrupt
-        log(self, step, metrics)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(load("grpo_tools").Run, "log", stops)
-        with pytest.raises(KeyboardInterrupt):
-            run(warm_dir, tmp_path / "stopped", *options)
-    assert [row["step"] for row in rows(tmp_path / "stopped")] == [0, 1, 2]
+    arguments = ["--model", warm_dir, "--task", "test_grpo_tools:few_held_out", "--out", tmp_path / "stopped"]
+    helpers.stop_after(3, "grpo_tools", *arguments, *options)
     _, again = run(warm_dir, tmp_path / "stopped", *options, "--resume")
     assert numbers(tmp_path / "stopped") == numbers(tmp_path / "whole") and again == evaluation
 
