@@ -20,6 +20,7 @@ Json = Mapping[str, Any]
 log = logging.getLogger(__name__)
 
 TRANSIENT = (408, 425, 429, 500, 502, 503, 504)
+IDLE = 2.0  # seconds after which a connection is not used again: servers hang up after 5, and would lose a request
 
 
 class Lost(Exception):
@@ -91,7 +92,8 @@ class Servers:
     async def _open() -> tuple[asyncio.Condition, Any]:
         import aiohttp
 
-        return asyncio.Condition(), aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0))
+        connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=IDLE)
+        return asyncio.Condition(), aiohttp.ClientSession(connector=connector)
 
     def start(self, work: Coroutine[Any, Any, T]) -> Future[T]:
         """Begin some work on the event loop."""

@@ -116,6 +116,18 @@ def test_a_passing_fault_is_tried_again(connect, fault):
         assert not a.faults and (written_twice > 0) == (fault == "drop")
 
 
+def test_no_request_goes_into_a_connection_that_a_server_is_about_to_close(connect, monkeypatch):
+    """Seen with vLLM between steps of five seconds: every answer was asked for twice."""
+    monkeypatch.setattr("rlkit.rollout.servers.IDLE", 0.1)
+    with VllmStandin() as a:
+        rollout = connect(a)
+        rollout.generate(prompts(1), SAMPLING)
+        (before,) = a.runner.server.connections
+        time.sleep(0.3)
+        rollout.generate(prompts(1), SAMPLING)
+        assert before not in a.runner.server.connections
+
+
 def test_an_answer_that_does_not_come_is_asked_for_elsewhere(connect):
     with VllmStandin(faults=["hang"]) as a, VllmStandin() as b:
         requests = prompts(4)
