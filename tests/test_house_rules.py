@@ -19,7 +19,7 @@ UPSTREAM = {"transformers", "peft", "torch"}  # never patched
 OWN = {
     "recipes": {"rlkit"},
     "rlkit.losses": {"rlkit.losses"},
-    "rlkit.advantages": {"rlkit.advantages", "rlkit.losses._check"},
+    "rlkit.advantages": {"rlkit.advantages", "rlkit.losses._check", "rlkit.losses._numerics"},
     "rlkit.data": {"rlkit.data"},
     "rlkit.vlm": {"rlkit.vlm", "rlkit.data.samples"},
     "rlkit.engines": {"rlkit.data", "rlkit.vlm", "rlkit.engines", "rlkit.losses.logprobs"},

@@ -4,6 +4,7 @@ import torch
 from torch import Tensor
 
 from rlkit.losses._check import check_groups, check_mask, check_not_negative, check_rank, check_shape
+from rlkit.losses._numerics import masked
 
 
 def grpo_advantages(rewards: Tensor, group_ids: Tensor, eps: float = 1e-6) -> Tensor:
@@ -75,7 +76,7 @@ def expand_to_tokens(advantages: Tensor, mask: Tensor) -> Tensor:
     check_mask(mask)
     check_rank("advantages", advantages, 1, "[B]")
     check_shape("advantages", advantages, (mask.shape[0],), "[B] as mask")
-    return torch.where(mask, advantages[:, None], torch.zeros_like(advantages)[:, None])
+    return masked(advantages[:, None], mask)
 
 
 def _group_sums(x: Tensor, index: Tensor, groups: int | None = None) -> Tensor:

@@ -11,8 +11,9 @@ import torch
 from torch import Tensor
 
 from rlkit.advantages.group import _centre, expand_to_tokens, grpo_advantages
-from rlkit.advantages.returns import discounted_returns, rewards_to_tokens
+from rlkit.advantages.returns import discounted_returns
 from rlkit.losses._check import check_groups, check_mask, check_not_negative, check_rank, check_shape, fail
+from rlkit.losses._numerics import masked
 
 
 def reinforce_plus_plus_advantages(
@@ -56,14 +57,18 @@ def reinforce_plus_plus_advantages(
     outcome = rewards.ndim == 1
     check_shape("rewards", rewards, tuple(mask.shape[:1] if outcome else mask.shape), "or [B, T] as mask")
     rewards = rewards.to(torch.promote_types(rewards.dtype, torch.float32))
+    judged = ~(rewards if outcome else masked(rewards, mask).sum(1)).isnan()
     if outcome and gamma == 1:  # every token of a row has the same return
-        judged = ~rewards.isnan()
         white = _whiten(torch.where(judged, rewards, 0).double(), mask.sum(1) * judged, eps, global_sum)
         return expand_to_tokens(white.to(rewards.dtype), mask)
-    values = torch.where(mask, rewards_to_tokens(rewards, mask) if outcome else rewards, 0.0)
-    judged = ~values.sum(1, keepdim=True).isnan()
-    returns = discounted_returns(torch.where(judged, values, 0.0), mask, gamma)
-    return _whiten(returns, mask & judged, eps, global_sum)
+    mask = mask & judged[:, None]
+    if outcome:
+        place = mask.cumsum(1)
+        power = gamma ** torch.arange(mask.shape[1], dtype=torch.float64, device=mask.device)
+        returns = masked(power.to(rewards.dtype)[place[:, -1:] - place] * rewards[:, None], mask)
+    else:
+        returns = discounted_returns(rewards, mask, gamma)
+    return _whiten(returns, mask, eps, global_sum)
 
 
 def reinforce_plus_plus_baseline_advantages(
@@ -207,10 +212,14 @@ def _whiten(x: Tensor, weights: Tensor, eps: float, global_sum: Callable[[Tensor
 
 def _moments(x: Tensor, weights: Tensor, global_sum: Callable[[Tensor], Tensor] | None) -> tuple[Tensor, Tensor]:
     """(x minus its weighted mean, 0 where the weight is 0; its weighted variance, float64 0-d, with divisor n - 1)."""
-    inside, weights, wide = weights.bool(), weights.to(x.dtype), torch.float64
-    sums = torch.stack([weights.sum(dtype=wide), (weights * x).sum(dtype=wide)])
+    inside, wide = weights.bool(), torch.float64
+
+    def weighted_sum(y: Tensor) -> Tensor:  # of y that is 0 where the weight is
+        return (y if weights.dtype == torch.bool else weights * y).sum(dtype=wide)
+
+    sums = torch.stack([weights.sum().to(wide), weighted_sum(masked(x, inside))])
     count, total = sums if global_sum is None else global_sum(sums).to(x.device)
-    centred = torch.where(inside, x - (total / count.clamp(min=1)).to(x.dtype), 0.0)
-    squares = (weights * centred.square()).sum(dtype=wide)
+    centred = masked(x - (total / count.clamp(min=1)).to(x.dtype), inside)
+    squares = weighted_sum(centred.square())
     squares = squares if global_sum is None else global_sum(squares).to(x.device)
     return centred, squares / (count - 1).clamp(min=1)

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from rlkit.losses._check import advantages_per_token, check_not_negative, check_per_token
-from rlkit.losses._numerics import LOG_RATIO_LIMIT, at_least_float32, masked_log_ratio
+from rlkit.losses._numerics import LOG_RATIO_LIMIT, at_least_float32, masked, masked_log_ratio
 from rlkit.losses.kl import kl_k3
 from rlkit.losses.reductions import sequence_mean, token_mean
 
@@ -143,7 +143,7 @@ def sequence_mismatch_stats(
     log_w = masked_log_ratio(logprobs, rollout_logprobs, mask).sum(1)
     held = log_w.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
     log_ppl, rollout_log_ppl = (
-        -(torch.where(mask, at_least_float32(x), 0.0).sum(1) / n).clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
+        -(masked(at_least_float32(x), mask).sum(1) / n).clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
         for x in (logprobs, rollout_logprobs)
     )
     return {
@@ -171,4 +171,4 @@ def effective_sample_size(w_mean: float | Tensor, w2_mean: float | Tensor) -> Te
 
 def _masked_max(x: Tensor, mask: Tensor) -> Tensor:
     """The largest of x >= 0 within the mask; 0 where the mask is empty."""
-    return torch.cat([torch.where(mask, x, 0.0).flatten(), x.new_zeros(1)]).max()
+    return torch.cat([masked(x, mask).flatten(), x.new_zeros(1)]).max()

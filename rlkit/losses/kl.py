@@ -32,7 +32,7 @@ from rlkit.losses._check import (
     check_rank,
     check_shape,
 )
-from rlkit.losses._numerics import at_least_float32, masked_log_ratio
+from rlkit.losses._numerics import at_least_float32, masked, masked_log_ratio
 
 _NO_PROBABILITY = -1e4  # stands for a log-probability of -inf where it is multiplied: exp of it is 0 even in float64
 
@@ -165,7 +165,7 @@ def kl_straight_through(value: Tensor, logprobs: Tensor, ref_logprobs: Tensor, m
     gradient = kl_k2(logprobs, ref_logprobs, mask)
     value = at_least_float32(value.detach())
     if mask is not None:
-        value = torch.where(mask, value, 0.0)
+        value = masked(value, mask)
     return value + (gradient - gradient.detach())
 
 

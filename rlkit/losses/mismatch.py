@@ -30,7 +30,7 @@ import torch
 from torch import Tensor
 
 from rlkit.losses._check import check_not_negative, check_per_token, check_positive, fail
-from rlkit.losses._numerics import LOG_RATIO_LIMIT, at_least_float32, masked_log_ratio
+from rlkit.losses._numerics import LOG_RATIO_LIMIT, at_least_float32, masked, masked_log_ratio
 
 
 @torch.no_grad()
@@ -351,14 +351,14 @@ def max_divergence_rejection_mask(divergence: Tensor, mask: Tensor, high: float)
 def _raw(logprobs: Tensor, rollout_logprobs: Tensor, mask: Tensor) -> Tensor:
     """[B, T]: the log-ratio, 0 outside the mask, not held within bounds; after the checks of the three tensors."""
     check_per_token(mask, logprobs=logprobs, rollout_logprobs=rollout_logprobs)
-    return torch.where(mask, at_least_float32(logprobs) - at_least_float32(rollout_logprobs), 0.0)
+    return masked(at_least_float32(logprobs) - at_least_float32(rollout_logprobs), mask)
 
 
 def _divergence(divergence: Tensor, mask: Tensor, high: float) -> Tensor:
     """[B, T]: the divergence, 0 outside the mask, where no bound is below it; after the checks of all three."""
     check_per_token(mask, divergence=divergence)
     check_not_negative(high=high)
-    return torch.where(mask, at_least_float32(divergence), 0.0)
+    return masked(at_least_float32(divergence), mask)
 
 
 def _sum(log_ratio: Tensor) -> Tensor:

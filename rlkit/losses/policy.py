@@ -1,10 +1,9 @@
 """Policy-gradient losses, one value per token."""
 
-import torch
 from torch import Tensor
 
 from rlkit.losses._check import check_not_negative, check_per_token, fail
-from rlkit.losses._numerics import masked_cost, masked_log_ratio
+from rlkit.losses._numerics import choose, masked_cost, masked_log_ratio
 
 
 def clipped_policy_loss(
@@ -51,4 +50,4 @@ def clipped_policy_loss(
     ratio = masked_log_ratio(logprobs, old_logprobs.detach(), mask).exp()
     cost = masked_cost(advantages, mask)
     # bounded on the side that the advantage pushes to: where the other bound would bind, the minimum takes the ratio
-    return cost * torch.where(cost < 0, ratio.clamp(max=1 + clip_high), ratio.clamp(1 - clip_low, dual_clip))
+    return cost * choose(cost < 0, ratio.clamp(max=1 + clip_high), ratio.clamp(1 - clip_low, dual_clip))

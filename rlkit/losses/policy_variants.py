@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from rlkit.losses._check import check_not_negative, check_per_token, check_positive, fail
-from rlkit.losses._numerics import at_least_float32, masked_cost, masked_log_ratio
+from rlkit.losses._numerics import at_least_float32, choose, masked, masked_cost, masked_log_ratio
 
 
 def cispo_loss(
@@ -85,7 +85,7 @@ def gppo_loss(
     cost = masked_cost(advantages, mask)
     log_ratio = masked_log_ratio(logprobs, old_logprobs.detach(), mask)
     ratio = log_ratio.detach().exp()
-    weight = torch.where(cost < 0, ratio.clamp(max=1 + clip_high), ratio.clamp(min=1 - clip_low))
+    weight = choose(cost < 0, ratio.clamp(max=1 + clip_high), ratio.clamp(min=1 - clip_low))
     return cost * weight * (log_ratio - log_ratio.detach()).exp()
 
 
@@ -126,7 +126,7 @@ def sapo_loss(
     check_positive(tau_pos=tau_pos, tau_neg=tau_neg)
     cost = masked_cost(advantages, mask)
     ratio = masked_log_ratio(logprobs, old_logprobs.detach(), mask).exp()
-    tau = torch.where(cost < 0, cost.new_full((), tau_pos), cost.new_full((), tau_neg))  # two floats would be float32
+    tau = choose(cost < 0, cost.new_full((), tau_pos), cost.new_full((), tau_neg))
     return cost * (4 / tau) * (tau * (ratio - 1)).sigmoid()
 
 
@@ -199,4 +199,4 @@ def top_entropy_mask(entropy: Tensor, mask: Tensor, share: float = 0.2) -> Tenso
 
 def _masked(logprobs: Tensor, mask: Tensor) -> Tensor:
     """Log-probabilities as float32 at least, 0 outside the mask."""
-    return torch.where(mask, at_least_float32(logprobs), 0.0)
+    return masked(at_least_float32(logprobs), mask)

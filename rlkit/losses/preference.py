@@ -27,7 +27,7 @@ from rlkit.losses._check import (
     check_shape,
     fail,
 )
-from rlkit.losses._numerics import LOG_RATIO_LIMIT, at_least_float32
+from rlkit.losses._numerics import LOG_RATIO_LIMIT, at_least_float32, masked
 from rlkit.losses.reductions import sequence_mean
 
 
@@ -45,7 +45,7 @@ def sequence_logprobs(logprobs: Tensor, mask: Tensor) -> Tensor:
         ValueError: for a wrong rank, shape or dtype.
     """
     check_per_token(mask, logprobs=logprobs)
-    return torch.where(mask, at_least_float32(logprobs), 0.0).sum(1)
+    return masked(at_least_float32(logprobs), mask).sum(1)
 
 
 def sequence_mean_logprobs(logprobs: Tensor, mask: Tensor) -> Tensor:

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from rlkit.losses._check import check_float, check_mask, check_not_negative, check_positive, check_rank, check_shape
+from rlkit.losses._numerics import masked
 
 
 def token_sum(loss: Tensor, mask: Tensor) -> Tensor:
@@ -132,7 +133,7 @@ def _row_sums(loss: Tensor, mask: Tensor) -> Tensor:
         check_shape("loss", loss, (mask.shape[0],), "or that of mask")
         return torch.where(_lengths(mask) > 0, loss, 0.0).to(dtype)
     check_shape("loss", loss, tuple(mask.shape), "as mask, or [B]")
-    return torch.where(mask, loss, 0.0).sum(1, dtype=dtype)
+    return masked(loss, mask).sum(1, dtype=dtype)
 
 
 def _lengths(mask: Tensor) -> Tensor:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from rlkit.losses._check import check_not_negative, check_per_token
-from rlkit.losses._numerics import at_least_float32, masked_cost, masked_log_ratio, sequence_cost
+from rlkit.losses._numerics import at_least_float32, masked, masked_cost, masked_log_ratio, sequence_cost
 
 
 def gspo_loss(
@@ -49,7 +49,7 @@ def gspo_loss(
     check_not_negative(clip_low=clip_low, clip_high=clip_high)
     log_ratio = masked_log_ratio(logprobs, old_logprobs.detach(), mask)
     loss = _clipped(sequence_cost(advantages, mask), _mean(log_ratio, mask).exp(), clip_low, clip_high)
-    return torch.where(mask, loss, 0.0)
+    return masked(loss, mask)
 
 
 def gspo_token_loss(
@@ -189,7 +189,7 @@ def topr_loss(logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, mask: 
     cost = masked_cost(advantages, mask)
     log_ratio = masked_log_ratio(logprobs.detach(), old_logprobs.detach(), mask).sum(1, keepdim=True)
     weight = torch.where(cost > 0, log_ratio.clamp(max=0).exp(), 1.0)
-    return cost * weight * torch.where(mask, at_least_float32(logprobs), 0.0)
+    return cost * weight * masked(at_least_float32(logprobs), mask)
 
 
 @torch.no_grad()
@@ -223,7 +223,7 @@ def off_policy_sequence_mask(
     """
     check_per_token(mask, logprobs=logprobs, old_logprobs=old_logprobs)
     check_not_negative(threshold=threshold)
-    drift = torch.where(mask, at_least_float32(old_logprobs) - at_least_float32(logprobs), 0.0)
+    drift = masked(at_least_float32(old_logprobs) - at_least_float32(logprobs), mask)
     return mask & ~((masked_cost(advantages, mask) > 0) & (_mean(drift, mask) > threshold))
 
 

@@ -6,7 +6,14 @@ import torch
 from torch import Tensor
 
 from rlkit.losses._check import check_not_negative, check_per_token, check_positive, fail
-from rlkit.losses._numerics import LOG_RATIO_LIMIT, at_least_float32, masked_cost, masked_log_ratio, sequence_cost
+from rlkit.losses._numerics import (
+    LOG_RATIO_LIMIT,
+    at_least_float32,
+    masked,
+    masked_cost,
+    masked_log_ratio,
+    sequence_cost,
+)
 
 
 def clip_cov_loss(
@@ -65,7 +72,7 @@ def clip_cov_loss(
     cov = _covariance(log_ratio, old_logprobs, cost, mask)
     candidates = mask & (clipped <= loss) & (cov > cov_low) & (cov < cov_high)
     drawn = candidates & _smallest(torch.where(candidates, uniform, math.inf), share, mask)
-    return torch.where(drawn, 0.0, torch.maximum(loss, clipped))
+    return masked(torch.maximum(loss, clipped), ~drawn)
 
 
 def kl_cov_loss(
@@ -111,7 +118,7 @@ def kl_cov_loss(
     log_ratio, cost = masked_log_ratio(logprobs, old_logprobs.detach(), mask), masked_cost(advantages, mask)
     cov = _covariance(log_ratio, old_logprobs, cost, mask)
     chosen = mask & _smallest(torch.where(mask, -cov, math.inf), share, mask)
-    return cost * log_ratio.exp() + kl_coef * torch.where(chosen, log_ratio.abs(), 0.0)
+    return cost * log_ratio.exp() + kl_coef * masked(log_ratio.abs(), chosen)
 
 
 def dppo_tv_loss(
@@ -158,7 +165,7 @@ def dppo_tv_loss(
     check_not_negative(delta_low=delta_low, delta_high=delta_high)
     log_ratio, cost = masked_log_ratio(logprobs, old_logprobs.detach(), mask), masked_cost(advantages, mask)
     gain = _masked(logprobs.detach(), mask).exp() - _masked(old_logprobs.detach(), mask).exp()
-    outside = torch.where(cost < 0, gain > delta_high, -gain > delta_low)
+    outside = ((cost < 0) & (gain > delta_high)) | ((cost > 0) & (gain < -delta_low))
     return _surrogate(log_ratio, cost, outside, cap)
 
 
@@ -205,7 +212,7 @@ def dppo_kl_loss(
     move, old = log_ratio.detach(), _masked(old_logprobs.detach(), mask).clamp(max=0)
     rest, old_rest = (-x.expm1() + 1e-8 for x in (_masked(logprobs.detach(), mask).clamp(max=0), old))
     kl = old_rest * (old_rest.log() - rest.log()) - old.exp() * move
-    outside = torch.where(cost < 0, (kl > delta_high) & (move > 0), (kl > delta_low) & (move < 0))
+    outside = ((cost < 0) & (move > 0) & (kl > delta_high)) | ((cost > 0) & (move < 0) & (kl > delta_low))
     return _surrogate(log_ratio, cost, outside, cap)
 
 
@@ -239,7 +246,10 @@ def dro_loss(logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, mask: T
     check_per_token(mask, logprobs=logprobs, old_logprobs=old_logprobs)
     check_positive(beta=beta)
     log_ratio = masked_log_ratio(logprobs, old_logprobs.detach(), mask)
-    return masked_cost(advantages, mask) * _held(log_ratio, old_logprobs, mask) + beta / 2 * log_ratio.square()
+    cost = masked_cost(advantages, mask)
+    # the formula with old_logprobs + log_ratio for logprobs: the log-ratio is held within its limit, they are not
+    start = cost * _masked(old_logprobs.detach(), mask)
+    return torch.addcmul(start, log_ratio, torch.add(cost, log_ratio, alpha=beta / 2))
 
 
 def vespo_loss(
@@ -292,7 +302,7 @@ def vespo_loss(
 
 def _masked(x: Tensor, mask: Tensor) -> Tensor:
     """`x` in float32 at least, 0 outside the mask."""
-    return torch.where(mask, at_least_float32(x), 0.0)
+    return masked(at_least_float32(x), mask)
 
 
 def _held(log_ratio: Tensor, old_logprobs: Tensor, mask: Tensor) -> Tensor:
@@ -303,8 +313,10 @@ def _held(log_ratio: Tensor, old_logprobs: Tensor, mask: Tensor) -> Tensor:
 def _surrogate(log_ratio: Tensor, cost: Tensor, outside: Tensor, cap: float) -> Tensor:
     """[B, T]: cost times the capped ratio, 0 where outside. The cap scales value and gradient alike."""
     check_positive(cap=cap)
-    ratio = log_ratio.exp()
-    return torch.where(outside, 0.0, cost * ratio * (cap / ratio.detach()).clamp(max=1))
+    ratio, weight = log_ratio.exp(), masked(cost, ~outside)
+    if cap < math.inf:
+        weight.mul_((cap / ratio.detach()).clamp_(max=1))
+    return weight * ratio
 
 
 def _covariance(log_ratio: Tensor, old_logprobs: Tensor, cost: Tensor, mask: Tensor) -> Tensor:

@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from rlkit.losses._check import check_not_negative, check_per_token
-from rlkit.losses._numerics import at_least_float32
+from rlkit.losses._numerics import at_least_float32, masked
 
 
 def clipped_value_loss(values: Tensor, old_values: Tensor, returns: Tensor, mask: Tensor, clip: float = 0.5) -> Tensor:
@@ -35,7 +35,7 @@ def clipped_value_loss(values: Tensor, old_values: Tensor, returns: Tensor, mask
     check_per_token(mask, values=values, old_values=old_values, returns=returns)
     check_not_negative(clip=clip)
     values, old_values, returns = (
-        torch.where(mask, at_least_float32(x), 0.0) for x in (values, old_values.detach(), returns.detach())
+        masked(at_least_float32(x), mask) for x in (values, old_values.detach(), returns.detach())
     )
     clipped = values.clamp(old_values - clip, old_values + clip)
     return 0.5 * torch.maximum((values - returns).square(), (clipped - returns).square())
