@@ -56,19 +56,21 @@ def unpad(x: Tensor, attention_mask: Tensor, *, lengths: Sequence[int] | None = 
     batch, width = attention_mask.shape
     _check_leading("x", x, (batch, width))
     keep = attention_mask.to(x.device, torch.bool)
-    per_row = keep.sum(1)
+    per_row = keep.sum(1, dtype=torch.int32)
     if lengths is None:
         lengths = per_row.tolist()
     elif len(lengths) != batch:
         raise ValueError(f"lengths: expected {batch}, one a row of attention_mask, got {len(lengths)}")
     elif x.device.type == "cpu" and list(lengths) != per_row.tolist():
         raise ValueError(f"lengths: got {list(lengths)}, but attention_mask attends to {per_row.tolist()}")
-    flat = keep.flatten()  # `nonzero` is twice as fast on the CPU, `nonzero_static` does not synchronise elsewhere
-    found = flat.nonzero() if flat.device.type == "cpu" else torch.nonzero_static(flat, size=sum(lengths))
-    indices = found.squeeze(1)
+    flat = keep.flatten()  # numpy's is three times as fast on the CPU, `nonzero_static` does not synchronise elsewhere
+    if flat.device.type == "cpu":
+        indices = torch.from_numpy(flat.numpy().nonzero()[0])
+    else:
+        indices = torch.nonzero_static(flat, size=sum(lengths)).squeeze(1)
     return Packed(
         values=x.flatten(0, 1).index_select(0, indices),
-        cu_seqlens=pad(per_row.cumsum(0), (1, 0)).int(),
+        cu_seqlens=pad(per_row.cumsum(0, dtype=torch.int32), (1, 0)),
         max_seqlen=max(lengths, default=0),
         indices=indices,
         batch_shape=(batch, width),
@@ -110,7 +112,11 @@ def repad(x: Packed | Tensor, like: Packed | None = None, *, fill: float = 0) ->
         raise ValueError(f"x: expected [{count}, ...], one value an attended token, got {list(values.shape)}")
     batch, width = like.batch_shape
     padded = values.new_full((batch * width, *values.shape[1:]), fill)
-    return padded.index_copy(0, like.indices, values).view(batch, width, *values.shape[1:])
+    if values.ndim == 1 and not values.requires_grad:  # twice as fast on the CPU, but its gradient is not
+        padded.scatter_(0, like.indices, values)
+    else:
+        padded.index_copy_(0, like.indices, values)
+    return padded.view(batch, width, *values.shape[1:])
 
 
 def runs(starts: Sequence[int], lengths: Sequence[int]) -> Tensor:

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from rlkit.data import tasks
-from rlkit.data.samples import Sample, expand, extend
+from rlkit.data.samples import Sample, expand, expanded_lengths, extend, in_parts
 from rlkit.data.tasks import Row, Task, exact_match, load_task
 
 Message = Mapping[str, Any]
@@ -147,10 +147,7 @@ def chat_sample(
         mask += [False] * len(question) + [True] * len(turn.ids)
         done, rest = turn.after, turn.rest
     ids = expand(compact, asked.placeholders)
-    repeats = np.ones(len(compact), dtype=np.int64)
-    for token, counts in asked.placeholders.items():
-        repeats[np.equal(compact, token)] = counts
-    marks = np.repeat(mask, repeats).tolist()
+    marks = np.repeat(mask, expanded_lengths(compact, asked.placeholders)).tolist()
     sample = replace(asked, token_ids=ids, compact_ids=compact, mask=marks, logprobs=[0.0] * len(ids))
     _check_length(sample, max_tokens)
     return sample
@@ -172,8 +169,8 @@ class _Turn(NamedTuple):
 
 def _turn(processor: Any, row: Row, messages: Sequence[Message], answer: str, ends: Sequence[int]) -> _Turn:
     template, tokenizer = processor.apply_chat_template, getattr(processor, "tokenizer", processor)
-    before = template(messages, add_generation_prompt=True, tokenize=False)
-    after = template([*messages, _said(answer)], tokenize=False)
+    before = template(in_parts(processor, messages), add_generation_prompt=True, tokenize=False)
+    after = template(in_parts(processor, [*messages, _said(answer)]), tokenize=False)
     if not after.startswith(before):
         raise ValueError(f"{_where(row)}: the chat template changes the prompt when an answer follows")
     ids = tokenizer(after.removeprefix(before), add_special_tokens=False)["input_ids"]
@@ -240,11 +237,8 @@ def _is_file(name: str) -> bool:
 
 def _from_file(path: Path, fits: Callable[[set[str]], bool], wanted: str) -> Task:
     """Rows as they are, with `images` (paths made absolute) and `answer` (for rewards; None if it has none)."""
-    if not path.is_file():
-        raise ValueError(f"task {str(path)!r}: no such file")
-    table: Any = tasks._parquet_table(path) if path.suffix == ".parquet" else tasks._json_rows(path)
-    names = table if isinstance(table, list) else [table.features]
-    columns = list(dict.fromkeys(name for row in names for name in row))
+    table = tasks._table(path)
+    columns = tasks._columns(table)
     if not fits(set(columns)):
         raise ValueError(f"task {str(path)!r}: columns {wanted} expected; it has {columns}")
 
@@ -257,9 +251,7 @@ def _from_file(path: Path, fits: Callable[[set[str]], bool], wanted: str) -> Tas
             answer = _text(raw["messages"][-1])
         return {**raw, "answer": answer, "images": images, "where": f"{path} row {i + 1}"}
 
-    order = np.random.default_rng(tasks.HELD_OUT_SEED).permutation(len(table))
-    held = min(300, len(table) // 10)
-    return Task(path.stem, tasks._Rows(row, order[held:]), tasks._Rows(row, order[:held]), exact_match)
+    return Task(path.stem, *tasks._a_tenth_held_out(row, len(table)), exact_match)
 
 
 def _with_wrong_answers(rows: Sequence[Row]) -> Sequence[Row]:

@@ -11,11 +11,25 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
+
+
+class Expansion(NamedTuple):
+    """What stands in the expanded track for an image whose placeholder is not just repeated: brackets, rows, crops.
+
+    Attributes:
+        tokens: all of them.
+        before, after: how many compact tokens beside the placeholder they take in, because the tokenizer joins what
+            the processor puts there with the text around it (Gemma3's line ends).
+    """
+
+    tokens: Sequence[int]
+    before: int = 0
+    after: int = 0
 
 
 @dataclass(frozen=True, eq=False)
@@ -28,7 +42,8 @@ class Sample:
         mask: True on the tokens that the policy wrote, one entry for each of `token_ids`.
         logprobs: the sampler's log-probability of each of `token_ids`; 0 where `mask` is False.
         vision: what the processor made of this sample's own images (`pixel_values`, `image_grid_thw`, ...).
-        placeholders: placeholder token id -> number of expanded tokens of each image, in order.
+        placeholders: placeholder token id -> for each image, in order, how often the placeholder stands in the expanded
+            track, or the `Expansion` that stands there instead.
         images: the decoded images, for samplers that process them themselves.
         row: the data row that the prompt was made of; rewards read it.
         group_id: the same integer for all samples of one prompt.
@@ -37,6 +52,10 @@ class Sample:
         reward: nan until judged, and when it could not be judged.
         finish_reason: "stop" (an end token) or "length"; of several turns also "turns" or "aborted".
         version: how often the sampler's weights had been updated.
+        versions: where weights may arrive while a sample is written: of each of `response_ids`, the weights that wrote
+            it; `version` is then the oldest.
+        routed_experts: [<= T, layers, K] int16, the experts that the sampler's routers chose for the first of
+            `token_ids`, see rlkit.vlm.routers; -1 where that is not known, nor is it of the tokens behind.
     """
 
     token_ids: list[int]
@@ -44,7 +63,7 @@ class Sample:
     mask: list[bool]
     logprobs: list[float]
     vision: Mapping[str, Tensor] = field(default_factory=dict)
-    placeholders: Mapping[int, Sequence[int]] = field(default_factory=dict)
+    placeholders: Mapping[int, Sequence[int | Expansion]] = field(default_factory=dict)
     images: Sequence[Any] = ()
     row: Mapping[str, Any] = field(default_factory=dict)
     group_id: int = 0
@@ -53,6 +72,8 @@ class Sample:
     reward: float = math.nan
     finish_reason: str = ""
     version: int = 0
+    versions: Sequence[int] = ()
+    routed_experts: Tensor | None = None
 
     @property
     def response_ids(self) -> list[int]:
@@ -64,6 +85,19 @@ def prompt(token_ids: Sequence[int], compact_ids: Sequence[int] | None = None, *
     ids = list(token_ids)
     compact = ids if compact_ids is None else list(compact_ids)
     return Sample(ids, compact, [False] * len(ids), [0.0] * len(ids), **facts)
+
+
+def in_parts(processor: Any, messages: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    """A chat as the processor's template can read it: for a model that sees, with each content a list of parts.
+
+    The templates of some families (LLaVA, SmolVLM) read parts alone and leave out a plain text without a word.
+    """
+    if not hasattr(processor, "tokenizer"):
+        return list(messages)
+    return [
+        {**one, "content": [{"type": "text", "text": one["content"]}]} if isinstance(one["content"], str) else one
+        for one in messages
+    ]
 
 
 def extend(sample: Sample, token_ids: Sequence[int], logprobs: Sequence[float], **facts: Any) -> Sample:
@@ -96,7 +130,8 @@ def observe(sample: Sample, observation: Sample) -> Sample:
     vision, placeholders = sample.vision, sample.placeholders
     if observation.vision:  # else the very same: rows that answer a prompt share its images
         names = {**sample.vision, **observation.vision}
-        vision = {name: torch.cat([one.vision[name] for one in both if name in one.vision]) for name in names}
+        apart = int("pixel_attention_mask" in names)  # SmolVLM, Idefics3: [1, images, ...]
+        vision = {name: torch.cat([one.vision[name] for one in both if name in one.vision], apart) for name in names}
         kinds = {**sample.placeholders, **observation.placeholders}
         placeholders = {kind: [count for one in both for count in one.placeholders.get(kind, ())] for kind in kinds}
     return replace(
@@ -111,16 +146,33 @@ def observe(sample: Sample, observation: Sample) -> Sample:
     )
 
 
-def expand(compact_ids: Sequence[int], placeholders: Mapping[int, Sequence[int]]) -> list[int]:
-    """Repeat each placeholder token as often as its image has features: compact track -> expanded track."""
+def expand(compact_ids: Sequence[int], placeholders: Mapping[int, Sequence[int | Expansion]]) -> list[int]:
+    """Put in the place of each placeholder token what stands for its image: compact track -> expanded track."""
+    ids = np.asarray(compact_ids, dtype=np.int64)
+    repeats = expanded_lengths(compact_ids, placeholders)
+    expanded, first = ids.repeat(repeats), repeats.cumsum() - repeats
+    for token, images in placeholders.items():
+        for place, image in zip(np.flatnonzero(ids == token), images, strict=True):
+            if isinstance(image, Expansion):
+                expanded[first[place] : first[place] + len(image.tokens)] = image.tokens
+    return expanded.tolist()
+
+
+def expanded_lengths(compact_ids: Sequence[int], placeholders: Mapping[int, Sequence[int | Expansion]]) -> np.ndarray:
+    """How many tokens of the expanded track stand for each of the compact one; in sum all of them."""
     ids = np.asarray(compact_ids, dtype=np.int64)
     repeats = np.ones_like(ids)
-    for token, counts in placeholders.items():
+    for token, images in placeholders.items():
         at = np.flatnonzero(ids == token)
-        if len(at) != len(counts):
-            raise ValueError(f"compact_ids: {len(at)} placeholders of token {token} for {len(counts)} images or videos")
-        repeats[at] = counts
-    return ids.repeat(repeats).tolist()
+        if len(at) != len(images):
+            raise ValueError(f"compact_ids: {len(at)} placeholders of token {token} for {len(images)} images or videos")
+        for place, image in zip(at, images, strict=True):
+            if isinstance(image, Expansion):
+                repeats[place - image.before : place + image.after + 1] = 0
+                repeats[place] = len(image.tokens)
+            else:
+                repeats[place] = image
+    return repeats
 
 
 def check_tracks(sample: Sample) -> None:
@@ -129,6 +181,11 @@ def check_tracks(sample: Sample) -> None:
     for name in ("mask", "logprobs"):
         if (m := len(getattr(sample, name))) != n:
             raise ValueError(f"sample of group {sample.group_id}: {name} has {m} entries, token_ids {n}")
+    if (routing := sample.routed_experts) is not None and (routing.ndim != 3 or len(routing) > n):
+        raise ValueError(
+            f"sample of group {sample.group_id}: routed_experts: [up to {n} tokens, layers, experts] expected, came "
+            f"{list(routing.shape)}"
+        )
     if expand(sample.compact_ids, sample.placeholders) != sample.token_ids:
         raise ValueError(
             f"sample of group {sample.group_id}: the compact track ({len(sample.compact_ids)} tokens), placeholders "
@@ -146,6 +203,7 @@ class Batch:
         vision: for each row the vision tensors of its own images; they go where the row goes.
         total_tokens, total_sequences: counts of masked tokens, and of rows that have one, over all micro-batches and
             data-parallel ranks; an engine sets them before the first micro-batch. Until then they are this batch's own.
+        routed_experts: [B, T, layers, K], where a sample has them.
         Anything else ([B] or [B, T]): `batch.advantages`, `batch.ref_logprobs`, ...
     """
 
@@ -179,11 +237,12 @@ class Batch:
         raise AttributeError(f"this batch carries no {name!r}; it has {sorted(fields)}")
 
     def add(self, **fields: Tensor) -> Batch:
-        """Carry more tensors, each [B] or [B, T]."""
+        """Carry more tensors, each [B] or [B, T]; `routed_experts` is [B, T, layers, K]."""
         for name, x in fields.items():
             if name in self.__dict__ or hasattr(type(self), name):
                 raise ValueError(f"{name}: the batch's own; a field of that name would never be read")
-            if x.shape not in (self.tokens.shape, self.tokens.shape[:1]):
+            shape = x.shape[:2] if name == "routed_experts" else x.shape
+            if shape not in (self.tokens.shape, self.tokens.shape[:1]):
                 b, t = self.tokens.shape
                 raise ValueError(f"{name}: [{b}] or [{b}, {t}] expected, came {tuple(x.shape)}")
             self.fields[name] = x
@@ -223,7 +282,8 @@ def group_ids(samples: Iterable[Sample]) -> Tensor:
 
 
 def collate(samples: Sequence[Sample], *, pad_token_id: int = 0, **fields: Tensor) -> Batch:
-    """Samples -> right-padded rows with `rollout_logprobs`, `rewards`, `group_ids` and the given [B] or [B, T] tensors.
+    """Samples -> right-padded rows with `rollout_logprobs`, `rewards`, `group_ids` and the given [B] or [B, T] tensors;
+    `routed_experts` where a sample has them.
 
     Raises:
         ValueError: a sample's tracks disagree, or a field has neither shape.
@@ -237,6 +297,8 @@ def collate(samples: Sequence[Sample], *, pad_token_id: int = 0, **fields: Tenso
         padded = [[*row, *[fill] * (width - len(row))] for row in rows]
         return torch.tensor(padded, dtype=dtype).reshape(len(lengths), width)
 
+    if any(s.routed_experts is not None for s in samples):
+        fields["routed_experts"] = _pad_routing(samples, width)
     return Batch(
         pad((s.token_ids for s in samples), pad_token_id, torch.long),
         pad((s.mask for s in samples), False, torch.bool),
@@ -247,3 +309,14 @@ def collate(samples: Sequence[Sample], *, pad_token_id: int = 0, **fields: Tenso
         group_ids=group_ids(samples),
         **fields,
     )
+
+
+def _pad_routing(samples: Sequence[Sample], width: int) -> Tensor:
+    """[B, width, layers, K], -1 where no routing is known."""
+    known = {i: s.routed_experts for i, s in enumerate(samples) if s.routed_experts is not None}
+    if len(shapes := {tuple(routing.shape[1:]) for routing in known.values()}) != 1:
+        raise ValueError(f"routed_experts: layers and experts of one model expected, came {sorted(shapes)}")
+    padded = torch.full((len(samples), width, *shapes.pop()), -1, dtype=torch.int16)
+    for i, routing in known.items():
+        padded[i, : len(routing)] = routing
+    return padded

@@ -26,7 +26,15 @@ from transformers.masking_utils import sdpa_mask
 
 from rlkit.data.packing import runs
 from rlkit.engines.ulysses import Ulysses, to_heads, to_tokens
-from rlkit.vlm.families import IMAGES_SEE_THEMSELVES, NO_INTERFACE, bidirectional, image_groups, packing_obstacle
+from rlkit.vlm.families import (
+    IMAGES_SEE_THEMSELVES,
+    NO_INTERFACE,
+    bidirectional,
+    changing_rope,
+    check_rope,
+    image_groups,
+    packing_obstacle,
+)
 
 NAME = "rlkit_packed"
 
@@ -56,6 +64,12 @@ class Layout:
         self.ulysses: Ulysses | None = None  # the ranks that share the row, if it is shared
         self.asked = 0  # how many layers' attention came here
         self.key_lengths = [before + own for (_, before), own in zip(prefixes, lengths, strict=True)]
+
+    @property
+    def sequence_lengths(self) -> list[int]:
+        """Of whole sequences; a prompt that answers attend to is a part of theirs."""
+        prompts = {start for start, length in self.prefixes if length}
+        return [n for start, n in zip(self.starts, self.key_lengths, strict=True) if n and start not in prompts]
 
     @cached_property
     def cu_queries(self) -> Tensor:
@@ -305,7 +319,7 @@ def use_packed_attention(model: PreTrainedModel, *, packed: bool = False) -> Non
     AttentionInterface.register(NAME, _attention)
     AttentionMaskInterface.register(NAME, _mask)
     family, text = model.config.model_type, model.config.get_text_config()
-    obstacle, both = packing_obstacle(model), bidirectional(model)
+    obstacle, both, rope = packing_obstacle(model), bidirectional(model), changing_rope(model.config)
     if obstacle is None:
         subs = getattr(model.config, "sub_configs", {})
         nested = [name for name in subs if getattr(model.config, name, None) is text]
@@ -323,6 +337,10 @@ def use_packed_attention(model: PreTrainedModel, *, packed: bool = False) -> Non
         sees = kwargs.get("pixel_values") is not None
         if both and (layout is not None or padded and sees):
             raise ValueError(f"{family}: cannot be trained: {both}")
+        if rope is not None and layout is not None:
+            check_rope(family, *rope, layout.sequence_lengths)
+        elif rope is not None and isinstance(mask, Tensor) and mask.ndim == 2 and mask.shape[1] > rope[1]:
+            check_rope(family, *rope, mask.sum(1).tolist())
         if sees and family in IMAGES_SEE_THEMSELVES:
             tokens, image = kwargs["input_ids"], model.config.image_token_id
             if layout is not None:

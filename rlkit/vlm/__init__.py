@@ -1,7 +1,7 @@
 """Vision-language parts: 3D RoPE ids, processors, what trains, loading, and tiny models."""
 
 from rlkit.vlm.adapt import VISION_TOWER, freeze, lora, merged_parameters, trainable_summary
-from rlkit.vlm.loading import load_model
+from rlkit.vlm.loading import load_model, model_path
 from rlkit.vlm.processors import (
     decode,
     encode,
@@ -36,6 +36,7 @@ __all__ = [
     "load_processor",
     "lora",
     "merged_parameters",
+    "model_path",
     "placeholder_ids",
     "rope3d_position_ids",
     "rope3d_spec",

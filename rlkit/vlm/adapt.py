@@ -62,7 +62,13 @@ def lora(
     if rank < 1:
         raise ValueError(f"rank: at least 1 expected, came {rank}")
     config = peft.LoraConfig(r=rank, lora_alpha=alpha, target_modules=target_modules, exclude_modules=exclude_modules)
-    return peft.get_peft_model(model, config)
+    model = peft.get_peft_model(model, config)
+    for layer in model.modules():
+        if "default" in getattr(layer, "lora_A", ()) and layer.lora_A["default"].weight.is_meta:
+            for part in (layer.lora_A, layer.lora_B):  # peft puts adapters beside weights that are still to be read
+                part.to_empty(device="cpu")
+            layer.reset_lora_parameters("default", True)
+    return model
 
 
 def trainable_summary(model: nn.Module) -> str:
@@ -119,7 +125,8 @@ def _delta(adapter: Any, full: Any) -> Tensor:
     down, up = (full(part["default"].weight.detach()).float() for part in (adapter.lora_A, adapter.lora_B))
     scale, experts = adapter.scaling["default"], getattr(adapter, "num_experts", 1)
     if experts == 1:
-        return scale * (up @ down)
+        delta = scale * (up @ down)
+        return delta.T if adapter.fan_in_fan_out else delta  # GPT-2 holds its weights transposed
     down, up = down.view(experts, -1, down.shape[1]), up.view(len(up), -1, experts)
     delta = scale * torch.einsum("ore,eri->eoi", up, down)
     return delta.transpose(1, 2) if getattr(adapter.get_base_layer(), "is_transposed", False) else delta

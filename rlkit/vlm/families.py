@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from inspect import signature
 from typing import Any
 
@@ -42,6 +43,33 @@ def bidirectional(model: Any) -> str | None:
     if getattr(model.config.get_text_config(), "use_bidirectional_attention", None):
         return "its config sets use_bidirectional_attention: some of its tokens see later ones"
     return None
+
+
+def changing_rope(config: Any) -> tuple[str, int] | None:
+    """RoPE that changes with the longest sequence of a forward: its kind, and the length up to which it does not."""
+    text = config.get_text_config()
+    rope = getattr(text, "rope_parameters", None) or {}
+    for one in (rope, *rope.values()):
+        if isinstance(one, dict) and one.get("rope_type") == "dynamic":
+            return "dynamic", text.max_position_embeddings
+        if isinstance(one, dict) and one.get("rope_type") == "longrope":
+            return "longrope", one["original_max_position_embeddings"]
+    return None
+
+
+def check_rope(model_type: str, kind: str, most: int, lengths: Sequence[int]) -> None:
+    """Refuse sequences that would change each other's RoPE: their numbers would depend on who is in the batch.
+
+    Beyond `most` tokens longrope has other frequencies than up to it, so that both kinds cannot share a forward;
+    dynamic has others for each length, and keeps those of the longest sequence so far.
+    """
+    longest = max(lengths, default=0)
+    if longest > most and (kind == "dynamic" or min(lengths) <= most):
+        advice = "" if kind == "dynamic" else ", or the longer ones by themselves (micro_batch_tokens=1)"
+        raise ValueError(
+            f"{model_type}: sequences of {min(lengths)} to {longest} tokens in one forward: its RoPE ({kind}) changes "
+            f"with the longest of them beyond {most} tokens; at most as many expected{advice}"
+        )
 
 
 def head_obstacle(config: Any) -> str | None:

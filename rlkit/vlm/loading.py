@@ -1,11 +1,36 @@
-"""Models from a directory or a hub id."""
+"""Models from a directory, a hub id, or ModelScope."""
 
 from __future__ import annotations
 
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import torch
+
+MODELSCOPE = "modelscope:"
+
+
+@cache
+def model_path(path: str) -> str:
+    """Where a model's files are: what is named `modelscope:OWNER/NAME` is fetched from there, all else stays as it is.
+
+    Returns:
+        A directory, or a hub id.
+
+    Raises:
+        ValueError: ModelScope cannot give it, or its package is missing.
+    """
+    if not path.startswith(MODELSCOPE):
+        return path
+    try:
+        from modelscope import snapshot_download
+
+        return snapshot_download(path.removeprefix(MODELSCOPE))
+    except ImportError as error:
+        raise ValueError(f"model {path!r}: needs the package modelscope: pip install 'rlkit[modelscope]'") from error
+    except Exception as error:  # of many kinds, of which only some are OSErrors
+        raise ValueError(f"model {path!r}: {error}") from error
 
 
 def load_config(path: str, *, trust_remote_code: bool = False) -> Any:
@@ -16,6 +41,7 @@ def load_config(path: str, *, trust_remote_code: bool = False) -> Any:
     """
     import transformers
 
+    path = model_path(path)
     if Path(path).exists() and not (Path(path) / "config.json").is_file():
         raise ValueError(f"model {path!r}: the directory holds no config.json")
     try:
@@ -29,8 +55,17 @@ def can_see(config: Any) -> bool:
     return getattr(config, "vision_config", None) is not None
 
 
-def load_model(path: str, *, dtype: torch.dtype = torch.float32, trust_remote_code: bool = False) -> Any:
+def load_model(
+    path: str, *, dtype: torch.dtype = torch.float32, trust_remote_code: bool = False, on_meta: bool = False
+) -> Any:
     """A vision-language model, or a text one, with its weights.
+
+    Args:
+        path: a directory, a hub id, or `modelscope:OWNER/NAME`.
+        dtype: of the weights.
+        trust_remote_code: run model code that lies beside the weights.
+        on_meta: parameters without memory. The fsdp2 engine reads into each rank its part of them, so that none holds
+            the whole model.
 
     Raises:
         ValueError: as `load_config`, or weights that are missing or cannot be read.
@@ -38,7 +73,25 @@ def load_model(path: str, *, dtype: torch.dtype = torch.float32, trust_remote_co
     config = load_config(path, trust_remote_code=trust_remote_code)
     if getattr(config, "value_head", False):
         raise ValueError(f"model {path!r}: a value model; rlkit.engines.value_head.load_value_model reads it")
-    return read_model(path, config, dtype=dtype, trust_remote_code=trust_remote_code)
+    read = empty_model if on_meta else read_model
+    return read(path, config, dtype=dtype, trust_remote_code=trust_remote_code)
+
+
+def empty_model(path: str, config: Any, **options: Any) -> Any:
+    """What `read_model` gives, with its parameters on the meta device; buffers, which files may lack, have values."""
+    import transformers
+    from accelerate import init_empty_weights
+
+    path = model_path(path)
+    auto = transformers.AutoModelForImageTextToText if can_see(config) else transformers.AutoModelForCausalLM
+    with init_empty_weights(include_buffers=False):
+        model = auto.from_config(config, **options).eval()
+    model.tie_weights()  # the context takes tied parameters apart
+    try:
+        model.generation_config = transformers.GenerationConfig.from_pretrained(path)
+    except OSError:  # none beside the weights
+        pass
+    return model
 
 
 def read_model(path: str, config: Any, **options: Any) -> Any:
@@ -46,6 +99,7 @@ def read_model(path: str, config: Any, **options: Any) -> Any:
     import transformers
     from safetensors import SafetensorError
 
+    path = model_path(path)
     auto = transformers.AutoModelForImageTextToText if can_see(config) else transformers.AutoModelForCausalLM
     try:
         return auto.from_pretrained(path, config=config, **options)

@@ -13,8 +13,8 @@ import numpy as np
 import torch
 from PIL import Image, ImageOps
 
-from rlkit.data.samples import Sample, prompt
-from rlkit.vlm.loading import can_see, load_config
+from rlkit.data.samples import Expansion, Sample, expand, in_parts, prompt
+from rlkit.vlm.loading import can_see, load_config, model_path
 
 
 def load_image(source: Any) -> Image.Image:
@@ -67,7 +67,7 @@ def encode(processor: Any, row: Mapping[str, Any], *, max_tokens: int | None = N
     except ValueError as error:
         raise ValueError(f"{where}: {error}") from error
     try:
-        text = processor.apply_chat_template(chat(row), add_generation_prompt=True, tokenize=False)
+        text = _as_text(processor, chat(row), add_generation_prompt=True)
         sample = encode_text(processor, text, images)
     except ValueError as error:
         raise ValueError(f"{where}: {error}") from error
@@ -91,31 +91,84 @@ def message(role: str, text: str, images: int = 0) -> dict[str, Any]:
     return {"role": role, "content": parts if images else text}
 
 
+OF_TEXT = frozenset({"input_ids", "attention_mask", "mm_token_type_ids", "token_type_ids"})  # made by the engine
+
+
+def _as_text(processor: Any, messages: Sequence[Mapping[str, Any]], **options: Any) -> str:
+    return processor.apply_chat_template(in_parts(processor, messages), tokenize=False, **options)
+
+
 def encode_text(processor: Any, text: str, images: Sequence[Image.Image] = ()) -> Sample:
     """Both token tracks of a text in which each image has its one placeholder.
 
+    The expanded track is the processor's own; what in it stands for which image is found from the texts that the
+    processor says it puts in the place of placeholders (`return_text_replacement_offsets`).
+
     Raises:
-        ValueError: images without a place for them, places without an image, or an image that has no such shape.
+        ValueError: images without a place for them, places without an image, an image that has no such shape, or a
+            processor that does not say so.
     """
     tokenizer = getattr(processor, "tokenizer", processor)
     compact = tokenizer(text, add_special_tokens=False)["input_ids"]
     if images and tokenizer is processor:
         raise ValueError(f"{len(images)} images, but the model's processor is a tokenizer: it cannot see")
-    for kind, given in (("image", len(images)), ("video", 0)):  # a question may spell a placeholder out
-        slots = compact.count(getattr(processor, f"{kind}_token_id", None))
-        if slots != given:
+    image: Any = getattr(processor, "image_token_id", None)
+    video = getattr(processor, "video_token_id", None)
+    feature = getattr(tokenizer, "image_token_id", image)  # Gemma3 has a token for an image, one for each feature
+    for kind, token, given in (("image", image, len(images)), ("video", video, 0), ("image feature", feature, 0)):
+        slots = 0 if kind == "image feature" and token == image else compact.count(token)
+        if slots != given:  # a question may spell a placeholder out
             raise ValueError(f"{given} {kind}s, but the prompt has {slots} places for them")
     if not images:
         return prompt(compact)
-    inputs = processor(text=[text], images=list(images), return_tensors="pt", add_special_tokens=False)
-    if "image_grid_thw" not in inputs:
-        name = type(processor).__name__
-        raise ValueError(f"{name} gives no image_grid_thw; only processors of the Qwen-VL kind are known")
-    vision = {k: v for k, v in inputs.items() if k not in ("input_ids", "attention_mask", "mm_token_type_ids")}
-    counts = inputs["image_grid_thw"].prod(1) // processor.image_processor.merge_size**2
-    placeholders = {processor.image_token_id: counts.tolist()}
+    inputs = processor(
+        text=[text], images=list(images), return_tensors="pt", add_special_tokens=False,
+        return_text_replacement_offsets=True,
+    )  # fmt: skip
     expanded = inputs["input_ids"][0].tolist()
+    replaced = (inputs.get("text_replacement_offsets") or [[]])[0]
+    placeholders = {image: _expansions(tokenizer, text, replaced, image)}
+    if len(replaced) != len(images) or expand(compact, placeholders) != expanded:
+        raise ValueError(f"{type(processor).__name__} does not say which of its tokens stand for which image")
+    vision = {name: x for name, x in inputs.items() if isinstance(x, torch.Tensor) and name not in OF_TEXT}
     return prompt(expanded, compact, vision=vision, placeholders=placeholders, images=images)
+
+
+def _expansions(tokenizer: Any, text: str, replaced: Sequence[Any], placeholder: int) -> list[int | Expansion]:
+    """The tokens of each image, given where a text was put in the place of its placeholder.
+
+    A tokenizer may join such a text with what stands beside it, so the cuts are where a token begins both before and
+    after. Images without a cut between them go together under the first.
+    """
+    whole, done = "", 0
+    for one in replaced:
+        whole, done = whole + text[done : one["span"][0]] + one["replacement"], one["span"][1]
+    ids, begins = _tokens(tokenizer, text)
+    expanded, begins_after = _tokens(tokenizer, whole + text[done:])
+    first = [0, *(one["span"][1] for one in replaced)]  # of the text before, between and behind the images
+    last = [*(one["span"][0] for one in replaced), len(text)]
+    moved = [0, *(one["new_span"][1] - one["span"][1] for one in replaced)]
+    cuts = [
+        [x for x in range(a, b + 1) if x in begins and x + by in begins_after]
+        for a, b, by in zip(first, last, moved, strict=True)
+    ]
+    found: list[int | Expansion] = []
+    places = [i for i, token in enumerate(ids) if token == placeholder]
+    while (i := len(found)) < len(replaced):
+        j = next(j for j in range(i + 1, len(cuts)) if cuts[j])
+        left, right = cuts[i][-1], cuts[j][0]
+        tokens = expanded[begins_after[left + moved[i]] : begins_after[right + moved[j]]]
+        before, after = places[i] - begins[left], begins[right] - places[i] - 1
+        alone = not before and not after and set(tokens) == {placeholder}
+        found += [len(tokens) if alone else Expansion(tokens, before, after), *[Expansion([])] * (j - i - 1)]
+    return found
+
+
+def _tokens(tokenizer: Any, text: str) -> tuple[list[int], dict[int, int]]:
+    """Token ids, and for each character where a token begins the number of that token; the end counts as one."""
+    found = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
+    starts = [*(start for start, _ in found["offset_mapping"]), len(text)]
+    return found["input_ids"], {start: i for i, start in reversed([*enumerate(starts)])}
 
 
 THOUGHT, ANSWER = "(rlkit's probe: a thought)", "(rlkit's probe: an answer)"  # a template must keep both
@@ -140,8 +193,8 @@ def encode_reply(
     """
     tokenizer = getattr(processor, "tokenizer", processor)
     turns = [*messages, {"role": "assistant", "content": f"<think>\n{THOUGHT}\n</think>\n\n{ANSWER}"}]
-    before = processor.apply_chat_template(turns, tokenize=False)
-    after = processor.apply_chat_template([*turns, reply], add_generation_prompt=True, tokenize=False)
+    before = _as_text(processor, turns)
+    after = _as_text(processor, [*turns, reply], add_generation_prompt=True)
     whose = f"chat template of {tokenizer.name_or_path or type(processor).__name__!r}"
     if not after.startswith(before) or THOUGHT not in before or ANSWER not in before:
         raise ValueError(
@@ -173,6 +226,7 @@ def placeholder_ids(config: Any) -> list[int]:
     """Token ids that stand for images, videos and audio, and their brackets: no policy may sample them."""
     names = [f"{kind}_token_id" for kind in ("image", "video", "audio")]
     names += [f"{kind}_{end}_token_id" for kind in ("vision", "image", "video") for end in ("start", "end")]
+    names += [f"{end}_token_{number}" for end in ("boi", "eoi") for number in ("id", "index")]  # Gemma's brackets
     found = (getattr(config, name, None) for name in names)
     return sorted({token for token in found if isinstance(token, int)})
 
@@ -181,7 +235,8 @@ def unsampled_ids(config: Any, tokenizer: Any) -> torch.Tensor:
     """What sampler and trainer both leave out of the distribution: placeholders, and rows of the output layer that are
     beyond the tokenizer's vocabulary (models round it up)."""
     size = getattr(config, "text_config", config).vocab_size
-    return torch.tensor([*placeholder_ids(config), *range(len(tokenizer), size)], dtype=torch.long)
+    inside = [token for token in placeholder_ids(config) if token < len(tokenizer)]
+    return torch.tensor([*inside, *range(len(tokenizer), size)], dtype=torch.long)
 
 
 def image_only(processor_class: Any) -> Any:
@@ -194,8 +249,15 @@ def image_only(processor_class: Any) -> Any:
     class ImageOnly(processor_class):
         video_config: dict[str, Any] | None = None
 
-        def __init__(self, image_processor: Any = None, tokenizer: Any = None, chat_template: Any = None) -> None:
-            super().__init__(image_processor, tokenizer, chat_template=chat_template)
+        def __init__(
+            self,
+            image_processor: Any = None,
+            tokenizer: Any = None,
+            chat_template: Any = None,
+            image_seq_length: int | None = None,  # InternVL's; transformers hands over what is named here
+        ) -> None:
+            more = {} if image_seq_length is None else {"image_seq_length": image_seq_length}
+            super().__init__(image_processor, tokenizer, chat_template=chat_template, **more)
 
         def to_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
             extra = {} if self.video_config is None else {"video_processor": self.video_config}
@@ -206,7 +268,7 @@ def image_only(processor_class: Any) -> Any:
 
 
 def load_processor(path: str, *, trust_remote_code: bool = False, **options: Any) -> Any:
-    """The processor of a model directory or hub id; for a text model its tokenizer.
+    """The processor of a model directory, hub id or `modelscope:OWNER/NAME`; for a text model its tokenizer.
 
     Args:
         options: handed to the image processor, e.g. its `size`, the pixel budget.
@@ -216,6 +278,7 @@ def load_processor(path: str, *, trust_remote_code: bool = False, **options: Any
     """
     import transformers
 
+    path = model_path(path)
     config = load_config(path, trust_remote_code=trust_remote_code)
     if not can_see(config):
         try:

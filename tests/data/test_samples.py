@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rlkit.data import Batch, Sample, collate, expand, extend, group_ids, prompt
-from rlkit.data.samples import check_tracks
+from rlkit.data.samples import Expansion, check_tracks, expanded_lengths
 
 IMAGE, VIDEO = 90, 91
 EOS = 2
@@ -64,6 +64,17 @@ def test_expand_golden():
         expand([1, IMAGE], {IMAGE: [2, 2]})
     with pytest.raises(ValueError, match="2 placeholders of token 90 for 1 images"):
         expand([IMAGE, IMAGE], {IMAGE: [2]})
+
+
+def test_expand_with_brackets_and_joined_neighbours():
+    """An image between brackets; one whose first token is joined with the text before it; two that go together."""
+    brackets = Expansion([7, IMAGE, IMAGE, 8])
+    joined = Expansion([6, IMAGE, 8], before=1, after=2)
+    assert expand([1, IMAGE, 2, IMAGE], {IMAGE: [brackets, 3]}) == [1, 7, IMAGE, IMAGE, 8, 2, IMAGE, IMAGE, IMAGE]
+    assert expand([1, 2, IMAGE, 3, 4, 5], {IMAGE: [joined]}) == [1, 6, IMAGE, 8, 5]
+    assert expanded_lengths([1, 2, IMAGE, 3, 4, 5], {IMAGE: [joined]}).tolist() == [1, 0, 3, 0, 0, 1]
+    together = [Expansion([IMAGE, 6, IMAGE], after=1), Expansion([])]
+    assert expand([1, IMAGE, IMAGE, 2], {IMAGE: together}) == [1, IMAGE, 6, IMAGE, 2]
 
 
 def slow_expand(compact, placeholders):

@@ -13,18 +13,23 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image
 
-from rlkit.data import collate, expand
-from rlkit.data.samples import check_tracks
-from rlkit.vlm import (
+sys.path.insert(0, str(Path(__file__).parent))
+import family_processors  # noqa: E402
+
+from rlkit.data import collate, expand  # noqa: E402
+from rlkit.data.samples import check_tracks  # noqa: E402
+from rlkit.vlm import (  # noqa: E402
     decode,
     encode,
     encode_rows,
     load_image,
     load_model,
     load_processor,
+    model_path,
     placeholder_ids,
     unsampled_ids,
 )
+from rlkit.vlm.loading import load_config  # noqa: E402
 
 
 @pytest.fixture(scope="module")
@@ -249,6 +254,18 @@ def test_a_tokenizer_cannot_see(processor):
         encode(processor.tokenizer, ask(image()))
 
 
+def test_a_processor_that_does_not_say_what_it_puts_where_is_refused(processor):
+    class Silent:
+        def __getattr__(self, name):
+            return getattr(processor, name)
+
+        def __call__(self, **kwargs):
+            return {name: x for name, x in processor(**kwargs).items() if name != "text_replacement_offsets"}
+
+    with pytest.raises(ValueError, match="row 7: Silent does not say which of its tokens stand for which image"):
+        encode(Silent(), ask(image()))
+
+
 def test_decode_leaves_special_tokens_out(processor):
     ids = processor.tokenizer("digit<|im_end|><|endoftext|>")["input_ids"]
     assert decode(processor, ids) == decode(processor.tokenizer, ids) == "digit"
@@ -262,6 +279,7 @@ def test_placeholder_ids(config, processor):
     names = ["<|image_pad|>", "<|video_pad|>", "<|vision_start|>", "<|vision_end|>"]
     assert placeholder_ids(config) == sorted(ids(names))
     assert placeholder_ids(SimpleNamespace(audio_token_id=7, image_token_id=None, image_start_token_id=3)) == [3, 7]
+    assert placeholder_ids(SimpleNamespace(boi_token_index=7, eoi_token_id=3)) == [3, 7]  # Gemma's brackets
     assert placeholder_ids(SimpleNamespace()) == []
 
 
@@ -273,6 +291,8 @@ def test_unsampled_ids_end_with_rows_beyond_the_vocabulary(config, processor):
     wide = SimpleNamespace(text_config=SimpleNamespace(vocab_size=len(tokenizer) + 3), image_token_id=5)
     assert unsampled_ids(wide, tokenizer).tolist() == [5, *range(len(tokenizer), len(tokenizer) + 3)]
     assert unsampled_ids(SimpleNamespace(vocab_size=len(tokenizer)), tokenizer).tolist() == []
+    gone = SimpleNamespace(vocab_size=len(tokenizer), image_token_id=len(tokenizer))  # not in this vocabulary
+    assert unsampled_ids(gone, tokenizer).tolist() == []
 
 
 # --- load_processor and load_model
@@ -288,6 +308,8 @@ processor = load_processor(sys.argv[1])
 row = {"question": "q", "images": [Image.open(sys.argv[2])]}
 print(type(processor).__name__, processor.image_processor.merge_size, getattr(processor, "video_processor", None))
 torch.save(encode(processor, row).vision["pixel_values"], sys.argv[3])
+other = load_processor(sys.argv[4])
+print(type(other).__name__, len(encode(other, row).token_ids))
 """
 
 
@@ -295,9 +317,14 @@ def test_load_processor_without_torchvision(processor, tiny_dir, tmp_path):
     """It sees what the processor of this process sees, which resizes with torchvision where that is installed: to the
     rounding of a pixel, one in 255 over a standard deviation of 0.26."""
     image(70, 90).save(tmp_path / "image.png")
-    paths = [tiny_dir, str(tmp_path / "image.png"), str(tmp_path / "pixels.pt")]
+    internvl = family_processors.processor("internvl")  # its constructor has more arguments
+    for part in (internvl, family_processors.model("internvl").config):
+        part.save_pretrained(tmp_path / "internvl")
+    tokens = len(encode(internvl, ask(image(70, 90), question="q")).token_ids)
+    paths = [tiny_dir, *(str(tmp_path / name) for name in ("image.png", "pixels.pt", "internvl"))]
     done = subprocess.run([sys.executable, "-c", HIDDEN, *paths], capture_output=True, text=True, timeout=200)
-    assert done.stdout.split() == ["Qwen2_5_VLProcessor", "2", "None"], done.stderr[-2000:]
+    said = ["Qwen2_5_VLProcessor", "2", "None", "InternVLProcessor", str(tokens)]
+    assert done.stdout.split() == said, done.stderr[-2000:]
     ours = encode(processor, ask(image(70, 90))).vision["pixel_values"]
     torch.testing.assert_close(torch.load(tmp_path / "pixels.pt"), ours, atol=0.016, rtol=0)
 
@@ -341,6 +368,30 @@ def test_no_model_is_a_value_error_that_names_it(tmp_path):
         for path in (str(tmp_path / "empty"), str(tmp_path / "gone"), "no_such_model_here"):
             with pytest.raises(ValueError, match=f"model '{path}'"):
                 load(path)
+
+
+def test_modelscope_gives_config_processor_and_model(tiny_dir, monkeypatch):
+    """`modelscope.snapshot_download` is stood in for: it fetches a model by its name and returns its directory."""
+    asked = []
+
+    def snapshot_download(model_id: str) -> str:
+        asked.append(model_id)
+        if model_id != "owner/tiny":
+            raise RuntimeError(f"{model_id} does not exist")
+        return tiny_dir
+
+    monkeypatch.setitem(sys.modules, "modelscope", SimpleNamespace(snapshot_download=snapshot_download))
+    model_path.cache_clear()
+    name = "modelscope:owner/tiny"
+    assert model_path(name) == load_config(name).name_or_path == load_model(name).name_or_path == tiny_dir
+    assert len({tuple(encode(load_processor(path), ask(image())).token_ids) for path in (name, tiny_dir)}) == 1
+    assert asked == ["owner/tiny"]  # once
+    with pytest.raises(ValueError, match="model 'modelscope:owner/gone': owner/gone does not exist"):
+        load_model("modelscope:owner/gone")
+    monkeypatch.setitem(sys.modules, "modelscope", None)
+    with pytest.raises(ValueError, match="model 'modelscope:a/b': needs the package modelscope"):
+        load_processor("modelscope:a/b")
+    assert model_path("owner/tiny") == "owner/tiny"
 
 
 def test_text_model_has_a_tokenizer_and_its_own_class(processor, tmp_path):

@@ -1,0 +1,127 @@
+"""Write docs/families.md out of what the tests are parametrised with: `python docs/make_families.py`."""
+
+import importlib.util
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+
+ROOT = Path(__file__).resolve().parent.parent
+PAGE = ROOT / "docs" / "families.md"
+sys.path.insert(0, str(ROOT))  # this checkout's rlkit, installed or not
+
+EVERY = "vlm/test_every_family.py"
+# column -> (file, test, parameter), the last being the family's name or the name of a case that has it
+COLUMNS: dict[str, list[tuple[str, str, str]]] = {
+    "positions": [
+        ("vlm/test_rope3d.py", "test_rope3d_equals_transformers", "model_type"),
+        ("vlm/test_rope3d_omni.py", "test_rope3d_equals_transformers", "package"),
+    ],
+    "packed": [
+        ("engines/test_families.py", "test_text_family_equals_one_sequence_at_a_time", "family"),
+        ("engines/test_families.py", "test_vision_family_equals_one_sequence_at_a_time", "family"),
+        (EVERY, "test_a_training_step_packed_equals_padded", "family"),
+    ],
+    "Ulysses": [
+        ("engines/test_ulysses.py", "test_family_equals_one_sequence_at_a_time", "family"),
+        ("engines/test_ulysses.py", "test_token_mean_invariant_to_sequence_and_tensor_parallel", "name"),
+    ],
+    "mixed batch": [(EVERY, "test_a_blank_image_changes_no_number", "family")],
+    "processor": [(EVERY, "test_both_tracks_are_the_processors_own", "family")],
+    "freeze": [(EVERY, "test_frozen_parameters_do_not_move", "family")],
+    "LoRA": [(EVERY, "test_lora_moves_adapters_alone_and_merges", "family")],
+    "HF sampler": [(EVERY, "test_the_samplers_logprobs_are_the_trainers", "family")],
+    "vLLM": [("rollout/test_vllm.py", "test_logprobs_are_the_trainers_whenever_weights_were_synced", "kind")],
+}
+HEAD = """# Model families
+
+A yes stands where a test has that family as its parameter: a tiny model of random weights, built from its config. The
+page is made of the tests (`python docs/make_families.py`), and a test fails when it is not up to date. An empty cell
+says that nothing was tried, not that it fails; `plain` are positions 0, 1, 2, ..., and `text` families have no images.
+
+"""
+MEANING = {
+    "positions": "3D RoPE ids exactly equal to transformers' own, on random layouts and paddings",
+    "packed": "rows end to end give the logprobs and gradients of one sequence at a time, and of padded rows",
+    "Ulysses": "rows shared by two processes give the numbers of one",
+    "mixed batch": "a blank image, for the rank that has none, changes no number and reaches the vision tower",
+    "processor": "both token tracks are those of transformers' processor, and an image has as many tokens as features",
+    "freeze": "what is frozen has no gradient and does not move, in the fsdp2 engine",
+    "LoRA": "adapters alone move; merged they give the same logprobs; `disable_adapter` gives the model back",
+    "HF sampler": "the logprobs of what is sampled are the trainer's",
+    "vLLM": "the same with vLLM in the trainer's process, after every hand-over of weights",
+}
+
+
+def load(file: str) -> ModuleType:
+    path = ROOT / "tests" / file
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.path.insert(0, str(path.parent))
+    spec.loader.exec_module(module)
+    return module
+
+
+def parameters(test: Callable, name: str) -> list[str]:
+    """What `name` is in the cases of a test."""
+    found = []
+    for mark in getattr(test, "pytestmark", ()):
+        names = mark.args[0].replace(",", " ").split() if isinstance(mark.args[0], str) else list(mark.args[0])
+        if mark.name == "parametrize" and name in names:
+            at = names.index(name)
+            found += [value if len(names) == 1 else value[at] for value in mark.args[1]]
+    return found
+
+
+def family(module: ModuleType, value: str) -> str:
+    case = getattr(module, "CASES", {}).get(value)
+    return (value if case is None else case.model).removesuffix("_sliding").removesuffix("_tied")
+
+
+def page() -> str:
+    modules = {file: load(file) for tests in COLUMNS.values() for file, _, _ in tests}
+    found = {
+        column: {
+            family(modules[file], value)
+            for file, test, name in tests
+            for value in parameters(getattr(modules[file], test), name)
+        }
+        for column, tests in COLUMNS.items()
+    }
+    families, every = modules["engines/test_families.py"], modules[EVERY]
+    three_axes, sees = found["positions"], set(every.SEES)
+
+    def cell(column: str, name: str) -> str:
+        if column == "positions" and name not in three_axes:
+            return "plain"
+        if column in ("mixed batch", "processor") and name not in sees | three_axes:
+            return "text"
+        return "yes" if name in found[column] else ""
+
+    names = {*sees, *three_axes}, {name for column in found.values() for name in column}
+    rows = [*sorted(names[0]), *sorted(names[1] - names[0])]
+    heads = list(COLUMNS)
+    lines = [f"| | {' | '.join(heads)} |", "|---" * (len(heads) + 1) + "|"]
+    lines += [f"| {name} | {' | '.join(cell(column, name) for column in heads)} |" for name in rows]
+    lines += ["", "| column | a yes says that | test |", "|---|---|---|"]
+    for column, tests in COLUMNS.items():
+        by = ", ".join(dict.fromkeys(f"`{file.split('/')[1]}`" for file, _, _ in tests))
+        lines.append(f"| {column} | {MEANING[column]} | {by} |")
+    refused = ", ".join(sorted(families.REFUSED))
+    positions = ", ".join(sorted(load("vlm/test_rope3d_specs.py").ROPE3D_REFUSED))
+    more = f"""
+Refused by name, with a reason:
+
+- packed rows (padded ones train): {refused};
+- positions: {positions};
+- prefix attention (PaliGemma), and sequences in one forward that would change each other's RoPE (dynamic, longrope).
+
+transformers' SmolVLM processor wants the package `num2words`, and the last column vLLM; without them those tests are
+skipped.
+"""
+    return HEAD + "\n".join(lines) + "\n" + more
+
+
+if __name__ == "__main__":
+    PAGE.write_text(page())

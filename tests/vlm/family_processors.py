@@ -1,0 +1,146 @@
+"""Tiny models of vision families with the processors that belong to them, built here without a download."""
+
+import sys
+from functools import cache
+from pathlib import Path
+
+import pytest
+import transformers
+from transformers import AutoConfig, AutoModelForImageTextToText
+
+from rlkit.vlm.tiny import _tokenizer
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "engines"))
+from test_families import BASE, EXPERTS, VISION, WORDS, seeded  # noqa: E402
+
+CORPUS = ["What digit is this? how many\n", "user assistant system", *["a\n\n\nb\n\n\n\nc"] * 9]
+CHAT = (
+    "{% for m in messages %}<|im_start|>{{ m['role'] }}\n"
+    "{% for p in m['content'] %}{% if p['type'] == 'image' %}IMAGE{% elif p['type'] == 'text' %}{{ p['text'] }}"
+    "{% endif %}{% endfor %}<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+SPECIAL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
+SMALL = {"height": 16, "width": 16}
+
+
+def tokenizer(chat_image, *special, **named):
+    """With the special tokens of a family, and a chat template that writes `chat_image` where an image is."""
+    found = _tokenizer(CORPUS, 400, [*SPECIAL, *special, *named.values()], extra_special_tokens=named)
+    found.chat_template = CHAT.replace("IMAGE", chat_image)
+    return found
+
+
+def llava():
+    t = tokenizer("<image>", image_token="<image>")
+    images = transformers.CLIPImageProcessor(size={"shortest_edge": 16}, crop_size=SMALL)
+    return transformers.LlavaProcessor(
+        images, t, patch_size=4, vision_feature_select_strategy="default", num_additional_image_tokens=1
+    )
+
+
+def internvl():
+    t = tokenizer(
+        "<IMG_CONTEXT>\n", start_image_token="<img>", end_image_token="</img>", context_image_token="<IMG_CONTEXT>",
+        video_token="<video>",
+    )  # fmt: skip
+    images = transformers.GotOcr2ImageProcessor(size=SMALL, min_patches=1, max_patches=4)
+    return transformers.InternVLProcessor(images, t, transformers.InternVLVideoProcessor(), image_seq_length=4)
+
+
+ROWS = [f"<row_{i + 1}_col_{j + 1}>" for i in range(6) for j in range(6)]
+
+
+def idefics3():
+    t = tokenizer("<image>", "<global-img>", *ROWS, "<fake_token_around_image>", "<image>", "<end_of_utterance>")
+    images = transformers.Idefics3ImageProcessor(size={"longest_edge": 32}, max_image_size={"longest_edge": 16})
+    return transformers.Idefics3Processor(images, t, image_seq_len=4)
+
+
+def smolvlm():
+    t = tokenizer("<image>", "<global-img>", *ROWS, "<fake_token_around_image>", "<image>", "<end_of_utterance>")
+    images = transformers.SmolVLMImageProcessor(size={"longest_edge": 32}, max_image_size={"longest_edge": 16})
+    return transformers.SmolVLMProcessor(images, t, transformers.SmolVLMVideoProcessor(), image_seq_len=4)
+
+
+def gemma3():
+    t = tokenizer(
+        "<start_of_image>", boi_token="<start_of_image>", eoi_token="<end_of_image>", image_token="<image_soft_token>"
+    )
+    return transformers.Gemma3Processor(transformers.Gemma3ImageProcessor(size=SMALL), t, image_seq_length=4)
+
+
+def glm4v():
+    t = tokenizer(
+        "<|begin_of_image|><|image|><|end_of_image|>", "<|begin_of_image|>", "<|end_of_image|>", "<|begin_of_video|>",
+        "<|end_of_video|>", image_token="<|image|>", video_token="<|video|>",
+    )  # fmt: skip
+    size = {"shortest_edge": 8 * 8 * 2, "longest_edge": 32 * 32 * 2}
+    images = transformers.Glm4vImageProcessor(patch_size=4, merge_size=2, temporal_patch_size=2, size=size)
+    return transformers.Glm4vProcessor(images, t, transformers.Glm4vVideoProcessor())
+
+
+def qwen_vl(kind="Qwen3VL"):
+    t = tokenizer(
+        "<|vision_start|><|image_pad|><|vision_end|>", "<|vision_start|>", "<|vision_end|>",
+        image_token="<|image_pad|>", video_token="<|video_pad|>",
+    )  # fmt: skip
+    size = {"shortest_edge": 8 * 8, "longest_edge": 32 * 32}
+    images = transformers.Qwen2VLImageProcessor(patch_size=4, size=size)
+    videos = getattr(transformers, "Qwen3VLVideoProcessor" if kind == "Qwen3VL" else "Qwen2VLVideoProcessor")
+    return getattr(transformers, f"{kind}Processor")(images, t, videos())
+
+
+ROPE = {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 1, 1]}}
+VIT2 = {"depth": 1, "num_heads": 2, "patch_size": 4}
+VIT3 = {
+    **VIT2, "hidden_size": 16, "intermediate_size": 32, "out_hidden_size": 32, "num_position_embeddings": 16,
+    "deepstack_visual_indexes": [0],
+}  # fmt: skip
+QWEN = {  # as VISION
+    "qwen2_vl": {"text_config": {**WORDS, **ROPE}, "vision_config": {**VIT2, "embed_dim": 16, "hidden_size": 32}},
+    "qwen2_5_vl": {
+        "text_config": {**WORDS, **ROPE},
+        "vision_config": {
+            **VIT2, "hidden_size": 16, "intermediate_size": 32, "out_hidden_size": 32, "window_size": 16,
+            "fullatt_block_indexes": [0],
+        },
+    },
+    "qwen3_vl": {"text_config": {**BASE, **ROPE}, "vision_config": VIT3},
+    "qwen3_vl_moe": {"text_config": {**BASE, **ROPE, **EXPERTS, "decoder_sparse_step": 1}, "vision_config": VIT3},
+}  # fmt: skip
+FAMILIES = {
+    "qwen2_vl": lambda: qwen_vl("Qwen2VL"),
+    "qwen2_5_vl": lambda: qwen_vl("Qwen2_5_VL"),
+    "qwen3_vl": qwen_vl,
+    "qwen3_vl_moe": qwen_vl,
+    **{make.__name__: make for make in (glm4v, internvl, llava, idefics3, smolvlm, gemma3)},
+}
+
+
+@cache
+def processor(family):
+    if family == "smolvlm":
+        pytest.importorskip("num2words", reason="transformers' SmolVLMProcessor wants num2words")
+    made = FAMILIES[family]()
+    made.chat_template = made.tokenizer.chat_template
+    return made
+
+
+def model(family):
+    """A tiny model with the token ids of the family's processor."""
+    reader = processor(family)
+    config = QWEN[family] if family in QWEN else VISION[family][0]
+    of = reader.tokenizer.convert_tokens_to_ids
+    ids = {"image_token_id": getattr(reader.tokenizer, "image_token_id", reader.image_token_id), "pad_token_id": 0}
+    if hasattr(reader, "video_token_id"):
+        ids["video_token_id"] = reader.video_token_id
+    if family in QWEN:
+        ids |= {f"vision_{end}_token_id": of(f"<|vision_{end}|>") for end in ("start", "end")}
+    if family == "gemma3":
+        ids |= {f"{end}_token_index": of(f"<{name}_of_image>") for end, name in (("boi", "start"), ("eoi", "end"))}
+    if family == "glm4v":
+        for end, way in (("start", "begin"), ("end", "end")):
+            ids |= {f"{kind}_{end}_token_id": of(f"<|{way}_of_{kind}|>") for kind in ("image", "video")}
+    text = {**config["text_config"], "vocab_size": len(reader.tokenizer)}
+    config = AutoConfig.for_model(family, **{**config, **ids, "text_config": text})
+    return seeded(lambda: AutoModelForImageTextToText.from_config(config, attn_implementation="eager"))

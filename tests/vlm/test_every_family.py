@@ -1,0 +1,265 @@
+"""Every family through its own processor, the engine, the sampler, freezing and LoRA; all in this process, tiny."""
+
+import sys
+from functools import cache
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+sys.path.insert(0, str(Path(__file__).parent))
+sys.path.insert(0, str(Path(__file__).parents[1] / "engines"))
+import family_processors  # noqa: E402
+from test_families import TEXT, WAYS, all_at_once, gradients, one_at_a_time, text_model  # noqa: E402
+
+from rlkit.data import collate, extend, observe  # noqa: E402
+from rlkit.data.pairs import answered, asking, chat_sample  # noqa: E402
+from rlkit.data.samples import check_tracks, prompt  # noqa: E402
+from rlkit.engines import make_engine  # noqa: E402
+from rlkit.engines.attention import use_packed_attention  # noqa: E402
+from rlkit.engines.packer import blank_sample, pack  # noqa: E402
+from rlkit.losses import token_mean  # noqa: E402
+from rlkit.rollout import Sampling, make_rollout  # noqa: E402
+from rlkit.vlm import (  # noqa: E402
+    VISION_TOWER,
+    encode,
+    freeze,
+    lora,
+    merged_parameters,
+    tiny_text_tokenizer,
+    unsampled_ids,
+)
+from rlkit.vlm.inputs import position_spec  # noqa: E402
+
+SEES = family_processors.FAMILIES
+SIZES = ([], [(20, 20)], [(40, 18), (17, 33)])
+NEW = 5
+
+
+def image(width, height):
+    rng = np.random.default_rng(width)
+    return Image.fromarray(rng.integers(0, 256, (height, width, 3), dtype="uint8"))
+
+
+@cache
+def reader(family):
+    return family_processors.processor(family) if family in SEES else tiny_text_tokenizer(family_processors.CORPUS)
+
+
+def model(family):
+    if family in SEES:
+        return family_processors.model(family)
+    dropout = {"attn_pdrop": 0, "resid_pdrop": 0, "embd_pdrop": 0} if family == "gpt2" else {}
+    return text_model(family, {**TEXT[family], **dropout, "vocab_size": len(reader(family))}, "eager")
+
+
+@cache
+def prompts(family):
+    """Without an image, with one and with two; a model that sees none has the questions alone."""
+    rows = [{"question": f"how many {i}?", "images": [image(*size) for size in sizes]} for i, sizes in enumerate(SIZES)]
+    return [
+        encode(reader(family), row if family in SEES else {**row, "images": []}, group_id=i)
+        for i, row in enumerate(rows)
+    ]
+
+
+@cache
+def batch(family):
+    """Two answers to each."""
+    g = torch.Generator().manual_seed(0)
+    answers = [torch.randint(60, 90, (1 + i % 4,), generator=g).tolist() for i in range(6)]
+    samples = [extend(prompts(family)[i // 2], ids, [-1.0] * len(ids)) for i, ids in enumerate(answers)]
+    return collate(samples, advantages=torch.randn(6, generator=g))
+
+
+def loss_fn(out, mb):
+    return token_mean(-mb.advantages[:, None] * out.logprobs, mb.mask, mb.total_tokens), {}
+
+
+def engine(base, **options):
+    def optimizer(parameters):
+        return torch.optim.SGD(parameters, lr=0.1)
+
+    return make_engine("fsdp2", model=base, device="cpu", optimizer=optimizer, max_grad_norm=1e9, **options)
+
+
+def parameters(engine):
+    return {name: whole(p).clone() for name, p in engine.module.named_parameters()}
+
+
+def whole(parameter):
+    return parameter.full_tensor() if hasattr(parameter, "full_tensor") else parameter
+
+
+@pytest.mark.parametrize("family", SEES)
+def test_both_tracks_are_the_processors_own(family):
+    """What it gives by itself; and as many image tokens as the model's vision tower has features for them."""
+    processor, base = reader(family), model(family)
+    for sample, sizes in zip(prompts(family), SIZES, strict=True):
+        check_tracks(sample)
+        assert sample.compact_ids.count(processor.image_token_id) == len(sizes)
+        text = processor.tokenizer.decode(sample.compact_ids)
+        assert "how many" in text and "assistant" in text
+        images = [image(*size) for size in sizes]
+        more = {"images": images, "return_tensors": "pt"} if images else {}
+        own = processor(text=[text], add_special_tokens=False, **more)
+        assert sample.token_ids == list(own["input_ids"][0])
+        if images:
+            assert all(torch.equal(tensor, own[name]) for name, tensor in sample.vision.items())
+            features = base.get_image_features(**sample.vision).pooler_output
+            hidden = base.config.get_text_config().hidden_size
+            count = sum(one.numel() // hidden for one in features)
+            assert sample.token_ids.count(base.config.image_token_id) == count > 0
+
+
+@pytest.mark.parametrize("family", SEES)
+def test_a_chat_is_trained_on_its_answers(family):
+    """Text of a template that reads parts alone is not lost, and the mask counts what an image expands to."""
+    processor = reader(family)
+    messages = [
+        {"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "how many"}]},
+        {"role": "assistant", "content": "digit"},
+        {"role": "user", "content": "system"},
+        {"role": "assistant", "content": "user"},
+    ]
+    row = asking({"images": [image(40, 18)], "where": "row"}, messages[:-1])
+    asked, ends = encode(processor, row), [processor.tokenizer.convert_tokens_to_ids("<|im_end|>")]
+    sample = chat_sample(asked, processor, messages, ends, 200)
+    check_tracks(sample)
+    assert sample.token_ids[: len(asked.token_ids)] == asked.token_ids
+    assert processor.tokenizer.decode(sample.response_ids) == "digit<|im_end|>user<|im_end|>"
+    (short,) = answered(asked, processor, ["user"], ends, 200)
+    assert short.token_ids == sample.token_ids[: len(short.token_ids)]
+
+
+def test_a_feature_token_spelled_out_is_refused():
+    """Gemma3 has one token for the place of an image and another for each of its features."""
+    for images in ([], [image(20, 20)]):
+        with pytest.raises(ValueError, match="0 image features, but the prompt has 1 places for them"):
+            encode(reader("gemma3"), {"question": "<image_soft_token>?", "images": images})
+
+
+@pytest.mark.parametrize("family", SEES)
+def test_an_observation_brings_its_images(family):
+    """Behind a prompt's own, in order: the tower sees what it sees of the two apart."""
+    _, one, two = prompts(family)
+    both, base = observe(one, two), model(family)
+    check_tracks(both)
+    together, *apart = (base.get_image_features(**sample.vision).pooler_output for sample in (both, one, two))
+    torch.testing.assert_close([*together], [*apart[0], *apart[1]], atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("family", [*TEXT, *SEES])
+def test_a_training_step_packed_equals_padded(family):
+    """Rows with no image, one and two: the same logprobs and the same step; it reaches the vision tower."""
+    ways = [engine(model(family), use_remove_padding=packed) for packed in (True, False)]
+    before = parameters(ways[0])
+    scored, expected = (way.infer_batch(batch(family))["logprobs"] for way in ways)
+    torch.testing.assert_close(scored, expected, atol=1e-5, rtol=1e-5)
+    for way in ways:
+        assert way.train_batch(batch(family), loss_fn)["skipped_steps"] == 0
+    came, padded = map(parameters, ways)
+    moved = {name for name, tensor in came.items() if not torch.equal(tensor, before[name])}
+    for name, tensor in came.items():
+        torch.testing.assert_close(tensor, padded[name], atol=1e-4, rtol=1e-4, msg=lambda m, n=name: f"{n}: {m}")
+    assert len(moved) > 10
+    assert family not in SEES or any("patch_embed" in name for name in moved)
+
+
+@pytest.mark.parametrize("family", SEES)
+def test_a_blank_image_changes_no_number(family):
+    """For a rank without images beside ranks with some: its gradients of the vision tower are there, and 0."""
+    base, rows = model(family), batch(family).select([0, 1])
+    use_packed_attention(base)
+    found = []
+    for blank in (None, blank_sample(base.config, image=True)):
+        inputs = pack(rows, position_spec(base.config), torch.device("cpu"), blank=blank)
+        scores = base(**inputs.kwargs, use_cache=False).logits.flatten(0, 1).log_softmax(-1)
+        logprobs = inputs.scatter(scores.gather(1, inputs.targets[:, None])[:, 0])
+        found.append((logprobs.detach(), gradients(base, logprobs.sum())))
+    (plain, without), (came, gradient) = found
+    torch.testing.assert_close(came, plain, atol=1e-5, rtol=1e-5)
+    for name, value in without.items():
+        torch.testing.assert_close(gradient[name], value, atol=1e-4, rtol=1e-4, msg=name)
+    more = gradient.keys() - without.keys()
+    assert any("patch_embed" in name for name in more) and all(gradient[name].abs().max() == 0 for name in more)
+
+
+@pytest.mark.parametrize("family", [*TEXT, *SEES])
+def test_frozen_parameters_do_not_move(family):
+    base = model(family)
+    frozen = freeze(base, VISION_TOWER if family in SEES else r"\.(layers|h)\.0\.")
+    trained = engine(base)
+    before = parameters(trained)
+    trained.train_batch(batch(family), loss_fn)
+    after = parameters(trained)
+    moved = {name for name in after if not torch.equal(after[name], before[name])}
+    assert frozen and moved and not moved & set(frozen)
+    assert all(trained.module.get_parameter(name).grad is None for name in frozen)
+
+
+@pytest.mark.parametrize("family", [*TEXT, *SEES])
+def test_lora_moves_adapters_alone_and_merges(family):
+    base = lora(model(family), 2, 4, exclude_modules=r".*(visual|vision).*")
+    trained = engine(base)
+    plain = trained.infer_batch(batch(family))["logprobs"]
+    before = parameters(trained)
+    trained.train_batch(batch(family), loss_fn)
+    after = parameters(trained)
+    moved = {name for name in after if not torch.equal(after[name], before[name])}
+    assert moved and all(".lora_B." in name and "vision" not in name and "visual" not in name for name in moved)
+    adapted = trained.infer_batch(batch(family))["logprobs"]
+    assert (adapted - plain).abs().max() > 1e-4
+    with trained.disable_adapter():
+        torch.testing.assert_close(trained.infer_batch(batch(family))["logprobs"], plain, atol=1e-6, rtol=1e-6)
+    merged = model(family)
+    missing = merged.load_state_dict(dict(merged_parameters(trained.module, whole)), strict=False)
+    assert not missing.unexpected_keys and set(missing.missing_keys) <= set(merged._tied_weights_keys or ())
+    torch.testing.assert_close(engine(merged).infer_batch(batch(family))["logprobs"], adapted, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("family", [*TEXT, *SEES])
+def test_the_samplers_logprobs_are_the_trainers(family):
+    base = model(family)
+    tokenizer = getattr(reader(family), "tokenizer", reader(family))
+    trainer = engine(base, unsampled=unsampled_ids(base.config, tokenizer))
+    sampler = make_rollout("hf", trainer.gathered, processor=reader(family))
+    samples = sampler.generate(prompts(family), Sampling(NEW), n=2)
+    rows = collate(samples)
+    scored = trainer.infer_batch(rows)["logprobs"]
+    assert rows.mask.sum() > 12
+    torch.testing.assert_close(rows.rollout_logprobs, scored, atol=1e-4, rtol=1e-4)
+
+
+ROPES = {
+    "llama": {"rope_type": "dynamic", "factor": 4.0, "rope_theta": 1e4},
+    "phi3": {
+        "rope_type": "longrope", "rope_theta": 1e4, "short_factor": [1.0] * 4, "long_factor": [4.0] * 4, "factor": 4.0,
+        "original_max_position_embeddings": 32,
+    },
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("family", "right", "wrong"), [("llama", [20, 32], [20, 33]), ("phi3", [40, 33], [32, 40])])
+@pytest.mark.parametrize("way", WAYS)
+def test_rope_that_changes_with_the_longest_sequence(family, right, wrong, way):
+    """What one sequence alone would be given, or an error that names the family."""
+    limit = {"max_position_embeddings": 32} if family == "llama" else {"original_max_position_embeddings": 32}
+    packed = text_model(family, {**limit, "rope_parameters": ROPES[family]}, "eager")
+    use_packed_attention(packed)
+    for lengths in (right, wrong):
+        g = torch.Generator().manual_seed(0)
+        start = prompt(torch.randint(3, 80, (8,), generator=g).tolist())
+        answers = [torch.randint(3, 80, (n - 8,), generator=g).tolist() for n in lengths]
+        rows = collate([extend(start, answer, [-1.0] * len(answer)) for answer in answers])
+        weights = torch.ones(rows.tokens.shape)
+        if lengths is wrong:
+            with pytest.raises(ValueError, match=rf"^{family}: sequences of {min(wrong)} to {max(wrong)} .* 32 tokens"):
+                all_at_once(packed, rows, weights, WAYS[way])
+            continue
+        expected, _ = one_at_a_time(
+            text_model(family, {**limit, "rope_parameters": ROPES[family]}, "eager"), rows, weights
+        )
+        torch.testing.assert_close(all_at_once(packed, rows, weights, WAYS[way])[0], expected, atol=1e-5, rtol=1e-5)

@@ -1,0 +1,27 @@
+"""docs/families.md says what the tests are parametrised with."""
+
+import importlib.util
+from pathlib import Path
+
+import pytest
+
+spec = importlib.util.spec_from_file_location("make_families", Path(__file__).parents[2] / "docs" / "make_families.py")
+families = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(families)
+
+
+def test_page_is_up_to_date():
+    page = families.page()
+    assert families.PAGE.read_text() == page, "run python docs/make_families.py"
+    rows = {line.split(" | ")[0]: line for line in page.splitlines() if line.startswith("| ")}
+    assert rows["| qwen2_5_vl"].count("yes") == 9 and "yes" not in rows["| llama"].split(" | ")[-1]
+
+
+def test_a_yes_comes_from_a_tests_parameters():
+    @pytest.mark.parametrize("family", ["a", "b"])
+    @pytest.mark.parametrize(("split", "name"), [(1, "c"), (2, "d")])
+    def test():
+        pass
+
+    assert families.parameters(test, "family") == ["a", "b"] and families.parameters(test, "name") == ["c", "d"]
+    assert families.parameters(test, "kind") == families.parameters(lambda: None, "family") == []
