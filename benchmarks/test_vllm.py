@@ -1,13 +1,15 @@
 """vLLM through the adapter against vLLM alone, and what a hand-over of weights costs.
 
-    OMP_NUM_THREADS=1 pytest benchmarks/test_vllm.py --benchmark-enable --benchmark-group-by=group
+    OMP_NUM_THREADS=1 pytest benchmarks/test_vllm.py --benchmark-enable --benchmark-group-by=group -s
 
 `generate`: the same engine, prompts, seeds and sampling parameters; bare is `vllm.LLM.generate` with prompts and
 parameters made beforehand and nothing done with its outputs. `hand over`: `update_weights` beside one training step of
-the same model, with the memory that the process took at most beyond what it had.
+the same model, with the memory that the process took at most beyond what it had. One size: `-k 1M`.
 """
 
+import time
 from pathlib import Path
+from statistics import median
 
 import pytest
 import torch
@@ -23,7 +25,7 @@ from rlkit.vlm import load_model, load_processor
 from rlkit.vlm.tiny import tiny_tokenizer
 
 SIZES = {"1M": (128, 4), "26M": (512, 8)}  # hidden, layers
-PROMPTS, GROUP, LONG, NEW = 8, 8, 64, 64
+PROMPTS, GROUP, LONG, NEW = 8, 8, 64, 32
 
 
 @pytest.fixture(scope="module", params=SIZES)
@@ -53,8 +55,8 @@ def prompts():
     return [prompt(ids, group_id=i) for i, ids in enumerate(numbers)]
 
 
-@pytest.mark.parametrize("way", ["rlkit", "vllm alone"])
-def test_generate(benchmark, work, way):
+def test_generate(benchmark, work):
+    """Both ways in turn, so that what else the machine does hits them alike; the same tokens, at 95 % of the speed."""
     from vllm import SamplingParams
 
     _, rollout = work
@@ -63,38 +65,62 @@ def test_generate(benchmark, work, way):
     rule = {"n": GROUP, "unsampled": rollout.unsampled, "ends": rollout.ends}
     params = [SamplingParams(**sampling_options(sampling, request, **rule)) for request in requests]
     given = [request_prompt(request) for request in requests]
-    ways = {
-        "rlkit": lambda: [s.response_ids for s in rollout.generate(requests, sampling, GROUP)],
-        "vllm alone": lambda: rollout.llm.generate(given, params, use_tqdm=False),
-    }
-    came = benchmark.pedantic(ways[way], rounds=9, warmup_rounds=1)
-    if way == "vllm alone":
-        came = [list(answer.token_ids) for output in came for answer in output.outputs]
-    assert len(came) == PROMPTS * GROUP and all(len(ids) == NEW for ids in came)
+    seconds = {"rlkit": [], "vllm alone": []}
+
+    def both():
+        began = time.perf_counter()
+        samples = rollout.generate(requests, sampling, GROUP)
+        between = time.perf_counter()
+        outputs = rollout.llm.generate(given, params, use_tqdm=False)
+        seconds["vllm alone"].append(time.perf_counter() - between)
+        seconds["rlkit"].append(between - began)
+        return samples, outputs
+
+    both()
+    samples, outputs = benchmark.pedantic(both, rounds=7)
+    assert [s.response_ids for s in samples] == [list(a.token_ids) for output in outputs for a in output.outputs]
+    assert len(samples) == PROMPTS * GROUP and all(len(s.response_ids) == NEW for s in samples)
     if benchmark.stats:
-        benchmark.extra_info["tokens/s"] = round(PROMPTS * GROUP * NEW / benchmark.stats.stats.median)
+        speeds = {way: PROMPTS * GROUP * NEW / median(times[1:]) for way, times in seconds.items()}
+        benchmark.extra_info |= {f"tokens/s, {way}": round(speed) for way, speed in speeds.items()}
+        print(f"{rollout.size}: {benchmark.extra_info}, {speeds['rlkit'] / speeds['vllm alone']:.1%}")
+        assert speeds["rlkit"] > 0.95 * speeds["vllm alone"]
 
 
-@pytest.mark.parametrize("what", ["hand over", "training step"])
-def test_hand_over(benchmark, work, what):
+def test_hand_over(benchmark, work):
+    """Shorter than a training step of a batch that is a quarter of what is sampled."""
     engine, rollout = work
     benchmark.group = f"hand over, {rollout.size}"
-    samples = [extend(p, list(range(20, 20 + NEW)), [-5.0] * NEW) for p in prompts() for _ in range(GROUP)]
+    answer = list(range(20, 20 + NEW))
+    samples = [extend(p, answer, [-5.0] * NEW) for p in prompts() for _ in range(GROUP // 4)]
     batch = collate(samples, advantages=torch.randn(len(samples)))
 
     def loss(out, mb):
         losses = reinforce_loss(out.logprobs, out.logprobs.detach(), mb.advantages, mb.mask)
         return token_mean(losses, mb.mask, mb.total_tokens), {}
 
-    ways = {
-        "hand over": lambda: rollout.update_weights(engine.get_per_tensor_param()),
-        "training step": lambda: engine.train_batch(batch, loss),
-    }
-    ways[what]()
+    def hand_over():
+        rollout.update_weights(engine.get_per_tensor_param())
+
+    steps = []
+    for _ in range(3):
+        began = time.perf_counter()
+        engine.train_batch(batch, loss)
+        steps.append(time.perf_counter() - began)
+    hand_over()
     Path("/proc/self/clear_refs").write_text("5")  # the high-water mark starts anew
     before = resident("VmRSS")
-    benchmark.pedantic(ways[what], rounds=5, warmup_rounds=1)
-    benchmark.extra_info["extra MB"] = round((resident("VmHWM") - before) / 1024)
+    benchmark.pedantic(hand_over, rounds=5)
+    parameters = list(engine.base.parameters())
+    benchmark.extra_info |= {
+        "training step s": round(median(steps[1:]), 3),
+        "extra MB": round((resident("VmHWM") - before) / 1024),
+        "model MB": round(sum(p.numel() for p in parameters) * 4 / 2**20),
+        "largest tensor MB": round(max(p.numel() for p in parameters) * 4 / 2**20, 1),
+    }
+    if benchmark.stats:
+        print(f"{rollout.size}: hand over {benchmark.stats.stats.median:.3f} s, {benchmark.extra_info}")
+        assert benchmark.stats.stats.median < median(steps[1:])
 
 
 def resident(field: str) -> int:

@@ -25,14 +25,14 @@ import asyncio
 import inspect
 import logging
 from collections.abc import Awaitable, Callable, Sequence
-from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from functools import cache
 from threading import Thread
 from typing import Any
 
 from rlkit.data.samples import Sample, extend, observe
-from rlkit.rollout.sampling import Sampling
+from rlkit.rollout.sampling import Sampling, where
+from rlkit.rollout.threads import in_thread
 from rlkit.vlm.processors import chat, encode_reply, load_image, message
 
 GRACE = 10.0  # seconds behind its time limit after which a step that blocks the event loop is given up
@@ -128,10 +128,9 @@ def _room(request: Sample, sampling: Sampling, max_tokens: int | None, max_respo
     prompt = len(request.token_ids)
     longest = min(max_tokens or float("inf"), prompt + (max_response_tokens or float("inf")))
     if prompt + sampling.max_new_tokens > longest:
-        where = request.row.get("where", f"group {request.group_id}")
         raise ValueError(
-            f"{where}: {prompt} prompt tokens leave no room for a turn of max_new_tokens {sampling.max_new_tokens}; "
-            f"max_tokens is {max_tokens}, max_response_tokens {max_response_tokens}"
+            f"{where(request)}: {prompt} prompt tokens leave no room for a turn of max_new_tokens "
+            f"{sampling.max_new_tokens}; max_tokens is {max_tokens}, max_response_tokens {max_response_tokens}"
         )
     return longest - sampling.max_new_tokens
 
@@ -154,8 +153,7 @@ def _next(
     try:
         longer = observe(sample, _encode(processor, sample.row["messages"][:-1], outcome, role))
     except Exception as error:  # whatever it is, it is the tool's: the run goes on
-        where = sample.row.get("where", f"group {sample.group_id}")
-        log.warning("step failed on %s, turn %r: %s: %s", where, sample.text[:80], type(error).__name__, error)
+        log.warning("step failed on %s, turn %r: %s: %s", where(sample), sample.text[:80], type(error).__name__, error)
         if on_failure is None:
             return replace(sample, finish_reason="aborted")
         return _next(sample, on_failure(error), processor, role, None, room, last=last)
@@ -185,8 +183,10 @@ def call_steps(step: Step, samples: Sequence[Sample], timeout: float) -> list[An
     async def one(i: int) -> None:
         try:
             async with asyncio.timeout(timeout) as limit:
-                found = step(samples[i]) if inspect.iscoroutinefunction(step) else _in_thread(step, samples[i])
-                found = await found
+                if inspect.iscoroutinefunction(step):
+                    found = await step(samples[i])
+                else:
+                    found = await asyncio.wrap_future(in_thread(step, samples[i]))
                 outcomes[i] = await found if inspect.isawaitable(found) else found
         except Exception as error:
             if not limit.expired():
@@ -208,21 +208,6 @@ def _loop() -> asyncio.AbstractEventLoop:
     loop = asyncio.new_event_loop()
     Thread(target=loop.run_forever, daemon=True, name="rlkit steps").start()
     return loop
-
-
-def _in_thread(function: Callable[..., Any], *arguments: Any) -> Awaitable[Any]:
-    """Its result, from a thread that keeps neither a pool nor the end of the process waiting."""
-    future: Future[Any] = Future()
-    future.set_running_or_notify_cancel()  # from here on nobody cancels it
-
-    def work() -> None:
-        try:
-            future.set_result(function(*arguments))
-        except BaseException as error:
-            future.set_exception(error)
-
-    Thread(target=work, daemon=True).start()
-    return asyncio.wrap_future(future)
 
 
 class Scripted:

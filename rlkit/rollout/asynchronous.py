@@ -31,14 +31,14 @@ from rlkit.rollout.sampling import Sampling
 
 
 @dataclass(eq=False)
-class Batch:
-    """One batch on its way.
+class Span:
+    """When a batch was written, by `time.perf_counter()`.
 
     Attributes:
-        asked, done: `time.perf_counter()` when it was asked for, and when its last answer was there (inf until then).
+        asked: when it was asked for.
+        done: when its last answer was there; inf until then.
     """
 
-    answers: Future[list[Sample]]
     asked: float
     done: float = float("inf")
 
@@ -76,8 +76,8 @@ class Ahead:
         self.rollout, self.n, self.max_staleness, self.timeout = rollout, n, max_staleness, timeout
         self.batches, self.ended = iter(batches), False
         self.asked = self.updates = 0
-        self.under_way: deque[Batch] = deque()
-        self.taken: list[Batch] = []  # what `asked` and `done` say of them shows how much was overlapped
+        self.under_way: deque[tuple[Future[list[Sample]], Span]] = deque()
+        self.taken: list[Span] = []  # of the batches that came, to see how much was overlapped
 
     def __iter__(self) -> Iterator[list[Sample]]:
         """Each batch in turn; one that failed raises what it failed with.
@@ -95,9 +95,9 @@ class Ahead:
                         f"{len(self.taken)} batches were taken and {self.updates} updates made: call update_weights "
                         "after each batch, more samples would be too old"
                     )
-                batch = self.under_way.popleft()
-                self.taken.append(batch)
-                yield batch.answers.result(self.timeout)
+                answers, span = self.under_way.popleft()
+                self.taken.append(span)
+                yield answers.result(self.timeout)
         finally:
             self.close()
 
@@ -107,9 +107,10 @@ class Ahead:
                 self.ended = True
                 return
             requests, sampling = found
-            batch = Batch(self.rollout.submit(requests, sampling, self.n), time.perf_counter())
-            batch.answers.add_done_callback(batch.note)
-            self.under_way.append(batch)
+            span = Span(time.perf_counter())
+            answers = self.rollout.submit(requests, sampling, self.n)
+            answers.add_done_callback(span.note)
+            self.under_way.append((answers, span))
             self.asked += 1
 
     def update_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
@@ -125,6 +126,6 @@ class Ahead:
     def close(self) -> None:
         """Call off what is under way, and ask for nothing more; the servers stop writing."""
         self.ended = True
-        for batch in self.under_way:
-            batch.answers.cancel()
+        for answers, _ in self.under_way:
+            answers.cancel()
         self.under_way.clear()

@@ -7,7 +7,7 @@ answers, the noise is keyed by sample, and the positions are those of training, 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -16,9 +16,10 @@ from torch import Tensor
 
 from rlkit.data.samples import Sample, extend
 from rlkit.losses.logprobs import suppress_tokens
-from rlkit.rollout.sampling import Sampling, end_tokens, sample_tokens, uniforms
+from rlkit.rollout.sampling import Sampling, end_tokens, sample_tokens, uniforms, with_routing
 from rlkit.vlm.inputs import join_vision, position_ids, position_spec
 from rlkit.vlm.processors import decode, unsampled_ids
+from rlkit.vlm.routers import recorded_routing
 
 
 class HfRollout:
@@ -30,6 +31,7 @@ class HfRollout:
         max_sequences: most sequences decoded at once.
         gpu_memory_utilization: share of a GPU's memory up to which the key-value cache may fill it; fewer sequences are
             decoded at once if need be.
+        return_routed_experts: samples carry the experts that each token went to, `routed_experts`.
     """
 
     def __init__(
@@ -39,11 +41,12 @@ class HfRollout:
         processor: Any,
         max_sequences: int = 512,
         gpu_memory_utilization: float = 0.8,
+        return_routed_experts: bool = False,
     ) -> None:
         if not 0 < gpu_memory_utilization <= 1:
             raise ValueError(f"gpu_memory_utilization: in (0, 1] expected, came {gpu_memory_utilization}")
         self.gathered, self.processor, self.max_sequences = gathered, processor, max_sequences
-        self.gpu_memory_utilization = gpu_memory_utilization
+        self.gpu_memory_utilization, self.return_routed_experts = gpu_memory_utilization, return_routed_experts
         self.tokenizer = getattr(processor, "tokenizer", processor)
         self.version = 0
 
@@ -66,14 +69,17 @@ class HfRollout:
         order = sorted(range(len(requests)), key=lambda i: len(requests[i].token_ids))
         results: list[list[Sample]] = [[] for _ in requests]
         longest = max((len(r.token_ids) for r in requests), default=0) + sampling.max_new_tokens
-        with self.gathered() as module, _evaluating(module):
+        with self.gathered() as module, _evaluating(module), self._recording(module) as routing:
             size = max(1, min(self.max_sequences, self._fits(module, longest)) // n)
             for start in range(0, len(order), size):
                 chosen = order[start : start + size]
-                samples = self._generate([requests[i] for i in chosen], sampling, n, module)
+                samples = self._generate([requests[i] for i in chosen], sampling, n, module, routing)
                 for j, i in enumerate(chosen):
                     results[i] = samples[j * n : (j + 1) * n]
         return [sample for group in results for sample in group]
+
+    def _recording(self, module: Any) -> AbstractContextManager[Callable[[], Tensor] | None]:
+        return recorded_routing(module) if self.return_routed_experts else nullcontext()
 
     def _fits(self, module: Any, tokens: int) -> int:
         """Sequences of so many tokens whose cache the GPU has room for."""
@@ -85,7 +91,9 @@ class HfRollout:
         room = free + reserved - (1 - self.gpu_memory_utilization) * total
         return int(room // (tokens * cache_bytes_per_token(module.config, weight.element_size())))
 
-    def _generate(self, requests: Sequence[Sample], sampling: Sampling, n: int, module: Any) -> list[Sample]:
+    def _generate(
+        self, requests: Sequence[Sample], sampling: Sampling, n: int, module: Any, routing: Callable[[], Tensor] | None
+    ) -> list[Sample]:
         config, device = module.config, next(module.parameters()).device
         unsampled = unsampled_ids(config, self.tokenizer).to(device)
         ends = torch.tensor(end_tokens(self.tokenizer, module.generation_config.eos_token_id), device=device)
@@ -100,6 +108,7 @@ class HfRollout:
         inputs = {"input_ids": tokens, "attention_mask": attended.long(), "position_ids": positions}
         inputs |= join_vision(vision)
         out = module(**{k: v.to(device) for k, v in inputs.items()}, use_cache=True, logits_to_keep=1)
+        routed = [] if routing is None else [routing().unflatten(0, tokens.shape).repeat_interleave(n, 0).cpu()]
         cache = out.past_key_values
         cache.batch_repeat_interleave(n)
         logits = out.logits[:, -1].repeat_interleave(n, 0)
@@ -107,7 +116,8 @@ class HfRollout:
         last = positions.amax(0) if positions.ndim == 3 else positions  # on text the three axes agree
         last = last[:, -1].to(device).repeat_interleave(n, 0)
 
-        live = torch.arange(len(logits), device=device)  # rows that still write
+        live = torch.arange(len(logits), device=device)  # rows in the cache
+        ended = torch.zeros(len(logits), dtype=torch.bool, device=device)  # of those
         written = tokens.new_zeros(len(logits), sampling.max_new_tokens, device=device)
         scored = torch.zeros(len(logits), sampling.max_new_tokens, device=device)
         for t in range(sampling.max_new_tokens):
@@ -115,23 +125,33 @@ class HfRollout:
             chosen = sample_tokens(logprobs, noise[live, t]) if sampling.temperature else logprobs.argmax(-1)
             written[live, t] = chosen
             scored[live, t] = logprobs.gather(1, chosen[:, None])[:, 0]
-            on = ~torch.isin(chosen, ends)
+            ended |= torch.isin(chosen, ends)
+            on = ~ended
             if t + 1 == sampling.max_new_tokens or not on.any():
                 break
             attended = torch.cat([attended, attended.new_ones(len(attended), 1)], 1)
             last = last + 1
             if on.sum() <= len(on) // 2:  # the cache is copied, so not for every row that ends
                 cache.batch_select_indices(on.nonzero()[:, 0])
-                live, chosen, attended, last = live[on], chosen[on], attended[on], last[on]
+                live, chosen, attended, last, ended = live[on], chosen[on], attended[on], last[on], ended[on]
             step = last[:, None] if positions.ndim == 2 else last[None, :, None].expand(3, -1, -1)
             out = module(
                 input_ids=chosen[:, None], attention_mask=attended.long(), position_ids=step, past_key_values=cache,
                 use_cache=True,
             )  # fmt: skip
             logits = out.logits[:, -1]
+            if routing is not None:
+                step_routing = torch.full_like(routed[0][:, :1], -1)
+                step_routing[live.cpu(), 0] = routing().cpu()
+                routed.append(step_routing)
         parents = [replace(request, number=request.number * n + i) for request in requests for i in range(n)]
         ids, scores = written[:, : t + 1].tolist(), scored[:, : t + 1].tolist()
-        return [self._finish(*row, set(ends.tolist())) for row in zip(parents, ids, scores, strict=True)]
+        samples = [self._finish(*row, set(ends.tolist())) for row in zip(parents, ids, scores, strict=True)]
+        if routing is None:
+            return samples
+        starts = [tokens.shape[1] - len(parent.token_ids) for parent in parents]
+        rows = zip(samples, torch.cat(routed, 1), starts, strict=True)
+        return [with_routing(sample, row[start:][: len(sample.token_ids) - 1]) for sample, row, start in rows]
 
     def _finish(self, request: Sample, ids: list[int], logprobs: list[float], ends: set[int]) -> Sample:
         """Cut a row behind its end token, if it has one."""

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
+
+from rlkit.data.samples import Sample
 
 
 @dataclass(frozen=True)
@@ -80,3 +82,19 @@ def end_tokens(tokenizer: Any, eos_token_id: int | Sequence[int] | None) -> list
     if not (found := sorted({end for end in ends if end is not None})):
         raise ValueError("neither the tokenizer nor the model's generation config names an end token")
     return found
+
+
+def with_routing(sample: Sample, routing: Tensor) -> Sample:
+    """The sample with the experts that its tokens went to; what was known of it before this call stays.
+
+    Args:
+        routing: [<= T, layers, K] of the tokens that the sampler saw, from the first on; the last written one it did
+            not.
+    """
+    known = sample.routed_experts
+    return replace(sample, routed_experts=routing if known is None else torch.cat([known, routing[len(known) :]]))
+
+
+def where(sample: Sample) -> str:
+    """What an error calls a sample."""
+    return sample.row.get("where", f"group {sample.group_id}")

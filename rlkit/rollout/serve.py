@@ -104,6 +104,7 @@ def environment(host: str, count: int, on_gpu: bool) -> dict[str, str]:
     if not on_gpu:
         env.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")  # several servers would all bind to the same cores
         env.setdefault("TORCHDYNAMO_DISABLE", "1")  # 12 s of compiling at the first request
+        env.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")  # no worker process beside that of the engine
         env.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // count)))
     return env
 

@@ -8,7 +8,7 @@ import io
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, wait
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 from urllib.parse import urlsplit
 
@@ -17,24 +17,13 @@ import torch.distributed as dist
 from torch import Tensor
 
 from rlkit.data.samples import Sample
-from rlkit.rollout.sampling import Sampling, end_tokens
+from rlkit.rollout.sampling import Sampling, end_tokens, where
 from rlkit.rollout.servers import Lost, Refused, Server, Servers
+from rlkit.rollout.threads import in_thread
 from rlkit.rollout.vllm_inputs import check_context, finished
-from rlkit.rollout.weight_transfer import Group, in_thread, local_address, send_weights
+from rlkit.rollout.weight_transfer import Group, local_address, send_weights
 from rlkit.vlm.loading import load_config
 from rlkit.vlm.processors import unsampled_ids
-
-
-@dataclass(frozen=True, eq=False)
-class VersionedSample(Sample):
-    """A sample that knows which weights wrote each of its tokens.
-
-    Attributes:
-        versions: one for each of `response_ids`; they differ where weights came while it was written. `version` is the
-            oldest.
-    """
-
-    versions: Sequence[int] = ()
 
 
 @dataclass
@@ -174,12 +163,10 @@ class ServerRollout(ABC):
         self, server: Server, job: Job, i: int, ids: list[int], logprobs: list[float], reason: str, versions: list[int]
     ) -> Sample:
         """Answer number i of a job."""
-        before = getattr(job.request, "versions", ())
-        request = replace(job.request, number=job.first + i)
-        version = min([*before, *versions], default=self.version)
-        sample = finished(request, ids, logprobs, reason, processor=self.processor, version=version)
-        mine = {field.name: getattr(sample, field.name) for field in fields(Sample)}
-        return VersionedSample(**mine, versions=[*before, *versions])
+        versions = [*job.request.versions, *versions]
+        request = replace(job.request, number=job.first + i, versions=versions)
+        version = min(versions, default=self.version)
+        return finished(request, ids, logprobs, reason, processor=self.processor, version=version)
 
     def _check_versions(self, server: Server, oldest: int, versions: Iterable[int]) -> None:
         """Raise a RuntimeError unless an answer is by the weights that a server has been given."""
@@ -272,11 +259,26 @@ class ServerRollout(ABC):
     def _post(self, path: str, body: dict[str, Any] | None = None) -> None:
         self.servers.run(self.servers.ask_all("POST", path, body))
 
-    def _post_from_one_rank(self, path: str, body: dict[str, Any] | None = None) -> None:
+    def _tell(self, path: str, body: dict[str, Any] | None = None) -> None:
+        """Tell all servers, from one rank; one that has gone meanwhile is left out."""
         agree(None)
+        error: Exception | None = None
         if not dist.is_initialized() or dist.get_rank() == 0:
-            self._post(path, body)
-        agree(None)
+            try:
+                self.servers.run(self._tell_all(path, body))
+            except (Lost, Refused, RuntimeError) as caught:
+                error = caught
+        agree(error)
+
+    async def _tell_all(self, path: str, body: dict[str, Any] | None) -> None:
+        async def tell(server: Server) -> None:
+            try:
+                await self.servers.ask(server, "POST", path, body)
+            except Lost:
+                if await self.servers.healthy(server):
+                    raise
+
+        await asyncio.gather(*(tell(server) for server in self.servers.live))
 
     def close(self) -> None:
         """Leave the servers, which go on running."""
@@ -309,12 +311,7 @@ def agree(error: Exception | None) -> None:
     if error is not None:
         raise error
     if failed:
-        raise RuntimeError("update_weights: rank 0 could not send the weights; its own message says why")
-
-
-def where(request: Sample) -> str:
-    """What an error calls a request."""
-    return request.row.get("where", f"group {request.group_id}")
+        raise RuntimeError("rank 0 could not reach the servers; its own message says why")
 
 
 def number(weight_version: str) -> int:

@@ -23,8 +23,8 @@ import torch
 import torch.distributed as dist
 
 from rlkit.data.samples import Sample
-from rlkit.rollout.sampling import Sampling
-from rlkit.rollout.server_rollout import Job, ServerRollout, data_url, number, where
+from rlkit.rollout.sampling import Sampling, where
+from rlkit.rollout.server_rollout import Job, ServerRollout, data_url, number
 from rlkit.rollout.servers import Lost, Refused, Server
 from rlkit.rollout.vllm_inputs import NEVER
 from rlkit.rollout.weight_transfer import Named, gloo_group, listening_store
@@ -159,13 +159,13 @@ class SglangRollout(ServerRollout):
     def sleep(self) -> None:
         """Free the GPUs' memory, weights and cache, of servers that were started with `--enable-memory-saver`."""
         if not self.asleep:
-            self._post_from_one_rank("/release_memory_occupation", {"tags": ["weights", "kv_cache"]})
+            self._tell("/release_memory_occupation", {"tags": ["weights", "kv_cache"]})
             self.asleep = True
 
     def wake_up(self) -> None:
         """Take memory for the weights again; `update_weights` fills it, and takes that of the cache."""
         if self.asleep:
-            self._post_from_one_rank("/resume_memory_occupation", {"tags": ["weights"]})
+            self._tell("/resume_memory_occupation", {"tags": ["weights"]})
 
     async def _meet(self, server: Server) -> tuple[int, int]:
         ask = self.servers.ask

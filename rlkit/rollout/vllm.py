@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from rlkit.data.samples import Sample
-from rlkit.rollout.sampling import Sampling, end_tokens
+from rlkit.rollout.sampling import Sampling, end_tokens, with_routing
 from rlkit.rollout.vllm_inputs import check_context, check_expansion, finished, request_prompt, sampling_options
 from rlkit.vlm.processors import unsampled_ids
 
@@ -37,7 +37,8 @@ class VllmRollout:
         max_model_len: longest sequence; what the model's config says by default.
         gpu_memory_utilization: share of a GPU's memory for the engine's weights and cache together.
         dtype: of its weights and cache; bfloat16 on a GPU, float32 on a CPU, as in the trainer.
-        options: handed to `vllm.LLM`, e.g. `max_num_seqs`, `kv_cache_memory_bytes`, `enforce_eager`.
+        options: handed to `vllm.LLM`, e.g. `max_num_seqs`, `kv_cache_memory_bytes`, `enforce_eager`, or
+            `enable_return_routed_experts`, with which samples carry the experts that each token went to.
 
     Raises:
         ValueError: vLLM is not there or of another version, cannot load the model, or the ranks cannot be shared out.
@@ -63,6 +64,8 @@ class VllmRollout:
         self.group = _neighbours(tensor_parallel_size) if tensor_parallel_size > 1 else None
         if world > 1:
             options["distributed_executor_backend"] = "external_launcher"
+        if options.get("enable_return_routed_experts") and not self.on_gpu:
+            raise ValueError("enable_return_routed_experts: vLLM records routing on GPUs alone; 'hf' does so on a CPU")
         if not self.on_gpu:
             # a prompt taken in pieces makes vLLM turn its seed's generator back, which one on a CPU cannot
             on_cpu = {"enforce_eager": True, "kv_cache_memory_bytes": 256 << 20, "enable_chunked_prefill": False}
@@ -170,7 +173,10 @@ class VllmRollout:
             for answer in sorted(output.outputs, key=lambda answer: answer.index):
                 mine = replace(request, number=request.number * n + answer.index)
                 written = answer.token_ids, answer.logprobs.logprobs, answer.finish_reason
-                samples.append(finished(mine, *written, processor=self.processor, version=self.version))
+                sample = finished(mine, *written, processor=self.processor, version=self.version)
+                if (routing := answer.routed_experts) is not None:
+                    sample = with_routing(sample, torch.from_numpy(routing.astype("int16")))
+                samples.append(sample)
         return samples
 
     def _outputs(self, requests: Sequence[Sample], sampling: Sampling, n: int) -> list[Any]:
@@ -182,11 +188,15 @@ class VllmRollout:
         return self.llm.generate(given, params, use_tqdm=False, lora_request=self.adapter)
 
     def _of_the_group(self, requests: Sequence[Sample]) -> tuple[Sequence[Sample], int]:
-        """The requests of all ranks that share this engine, and where this rank's begin."""
+        """The requests of all ranks that share this engine, and where this rank's begin.
+
+        Each has its own, for they train on different rows. What vLLM is not given stays: rows may hold anything.
+        """
         if self.group is None:
             return requests, 0
         found: list[Any] = [None] * dist.get_world_size(self.group)
-        dist.all_gather_object(found, list(requests), group=self.group)
+        mine_alone: dict[str, Any] = {"row": {}, "vision": {}, "logprobs": [], "routed_experts": None}
+        dist.all_gather_object(found, [replace(request, **mine_alone) for request in requests], group=self.group)
         mine = dist.get_group_rank(self.group, dist.get_rank())
         return [request for part in found for request in part], sum(len(part) for part in found[:mine])
 

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from rlkit.data.samples import Sample, extend
-from rlkit.rollout.sampling import Sampling
+from rlkit.rollout.sampling import Sampling, where
 from rlkit.vlm.processors import decode
 
 NEVER = -1e30  # as a logit bias: probability 0, and a number that JSON has
@@ -57,20 +57,19 @@ def check_context(requests: Sequence[Sample], sampling: Sampling, most: int) -> 
     """Raise a ValueError that names the first prompt which leaves no room for an answer."""
     for request in requests:
         if (needed := len(request.token_ids) + sampling.max_new_tokens) > most:
-            where = request.row.get("where", f"group {request.group_id}")
             raise ValueError(
-                f"{where}: {len(request.token_ids)} prompt tokens and max_new_tokens {sampling.max_new_tokens} make "
-                f"{needed}, the sampler's context has {most}: skip the row or raise max_model_len"
+                f"{where(request)}: {len(request.token_ids)} prompt tokens and max_new_tokens "
+                f"{sampling.max_new_tokens} make {needed}, the sampler's context has {most}: skip the row or raise "
+                "max_model_len"
             )
 
 
 def check_expansion(request: Sample, came: Sequence[int] | None) -> None:
     """Raise a ValueError unless the sampler saw the tokens that training will see."""
     if came is None or list(came) != request.token_ids:
-        where = request.row.get("where", f"group {request.group_id}")
         raise ValueError(
-            f"{where}: the sampler expanded the prompt to {0 if came is None else len(came)} tokens, training has "
-            f"{len(request.token_ids)}: do both load the same image processor, with the same pixel budget?"
+            f"{where(request)}: the sampler expanded the prompt to {0 if came is None else len(came)} tokens, training "
+            f"has {len(request.token_ids)}: do both load the same image processor, with the same pixel budget?"
         )
 
 

@@ -15,13 +15,18 @@ transfer, those that reset caches, `/sleep` and `/wake_up` take and give JSON.
 
 from __future__ import annotations
 
+import base64
+import io
 import math
 from pathlib import PurePath
 from typing import Any
 
+import numpy as np
+import torch
+
 from rlkit.data.samples import Sample
-from rlkit.rollout.sampling import Sampling
-from rlkit.rollout.server_rollout import Job, ServerRollout, data_url, number, where
+from rlkit.rollout.sampling import Sampling, where, with_routing
+from rlkit.rollout.server_rollout import Job, ServerRollout, data_url, number
 from rlkit.rollout.servers import Lost, Refused, Server
 from rlkit.rollout.vllm_inputs import check_expansion, sampling_options
 from rlkit.rollout.weight_transfer import GlooGroup, NcclGroup
@@ -59,7 +64,11 @@ class VllmServerRollout(ServerRollout):
             self._check_versions(server, oldest, versions)
             logprobs = [entry["logprob"] for entry in choice["logprobs"]["content"]]
             answered = choice["token_ids"], logprobs, choice["finish_reason"], versions
-            samples.append(self._sample(server, job, i, *answered))
+            sample = self._sample(server, job, i, *answered)
+            if routing := choice.get("routed_experts"):  # started with --enable-return-routed-experts
+                array = np.load(io.BytesIO(base64.b64decode(routing)), allow_pickle=False)
+                sample = with_routing(sample, torch.from_numpy(array.astype("int16")))
+            samples.append(sample)
         return samples
 
     def _invitation(self, invitation: dict[str, Any]) -> dict[str, Any]:
@@ -89,13 +98,13 @@ class VllmServerRollout(ServerRollout):
     def sleep(self) -> None:
         """Free the GPUs' memory, weights and cache, of servers that were started with `--enable-sleep-mode`."""
         if not self.asleep:
-            self._post_from_one_rank("/sleep?level=2&mode=wait")
+            self._tell("/sleep?level=2&mode=wait")
             self.asleep = True
 
     def wake_up(self) -> None:
         """Take memory for the weights again; `update_weights` fills it, and takes that of the cache."""
         if self.asleep:
-            self._post_from_one_rank("/wake_up?tags=weights")
+            self._tell("/wake_up?tags=weights")
 
     async def _meet(self, server: Server) -> tuple[int, int]:
         ask = self.servers.ask

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import base64
 import socket
-import threading
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import FIRST_EXCEPTION, Future, wait
 from datetime import timedelta
@@ -21,6 +20,8 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 from torch import Tensor
+
+from rlkit.rollout.threads import in_thread
 
 Named = tuple[str, Tensor]
 
@@ -98,20 +99,6 @@ def send_weights(
             raise RuntimeError(f"weights from {bucket[0][0]} on did not arrive: {said}") from error
         total += sum(weight.nbytes for _, weight in bucket)
     return total
-
-
-def in_thread(function: Callable[..., Any], *args: Any) -> Future[Any]:
-    """Run in a thread that nobody has to wait for, not even the interpreter at its end."""
-    future: Future[Any] = Future()
-
-    def run() -> None:
-        try:
-            future.set_result(function(*args))
-        except BaseException as error:  # the thread's own, handed to whoever asks
-            future.set_exception(error)
-
-    threading.Thread(target=run, daemon=True).start()
-    return future
 
 
 def local_address(host: str) -> str:

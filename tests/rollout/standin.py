@@ -5,6 +5,8 @@ and keep what they were asked.
 """
 
 import asyncio
+import base64
+import io
 import threading
 from collections import Counter
 from datetime import timedelta
@@ -47,6 +49,7 @@ class Standin:
         self.version, self.paused, self.now, self.most, self.steps = "default", False, 0, 0, 0
         self.group = None
         self.expanded = {}  # compact prompt -> what it is expanded to
+        self.routing = None  # answer -> the experts that it, its prompt before it, went to, as numpy has them
 
     @property
     def calls(self):
@@ -197,10 +200,16 @@ class VllmStandin(Standin):
                 {
                     "index": i, "token_ids": ids, "finish_reason": "length", "weight_versions": spans,
                     "logprobs": {"content": [{"token_id": t, "logprob": -1.0 - t / 100} for t in ids]},
+                    "routed_experts": self._npy(self.routing(ids)) if self.routing else None,
                 }
                 for i, ids in reversed(list(enumerate(answers)))
             ],
         })  # fmt: skip
+
+    def _npy(self, array):  # as vLLM does
+        buffer = io.BytesIO()
+        np.save(buffer, array, allow_pickle=False)
+        return base64.b64encode(buffer.getbuffer()).decode()
 
     async def _init(self, request):
         info = (await request.json())["init_info"]

@@ -56,8 +56,8 @@ def test_staleness_is_bounded_and_reached(make, bound):
         assert rollout.version == step and len(ahead.under_way) <= bound
         assert all(step - bound <= v <= step for s in samples for v in s.versions)
         seen.append(ahead.staleness(samples))
-        for batch in ahead.under_way:  # training that takes longer than sampling
-            batch.answers.result(30)
+        for answers, _ in ahead.under_way:  # training that takes longer than sampling
+            answers.result(30)
         ahead.update_weights(iter(WEIGHTS))
     assert seen == [min(step, bound) for step in range(6)]
     assert rollout.version == 6 and not ahead.under_way and len(server.answered) == 36
@@ -66,11 +66,11 @@ def test_staleness_is_bounded_and_reached(make, bound):
 def test_sampling_and_training_overlap(make):
     """One step off: the next batch is being written all the while a batch is trained on. In turn: never."""
     for bound in (0, 1):
-        rollout, server = make(0.03)
+        rollout, server = make(0.015)
         ahead, trained = Ahead(rollout, batches(5), max_staleness=bound), []
         for _ in ahead:
             began = time.perf_counter()
-            time.sleep(0.18)  # as long as a batch takes to write
+            time.sleep(0.09)  # as long as a batch takes to write
             trained.append((began, time.perf_counter()))
             ahead.update_weights(iter(WEIGHTS))
         overlaps = [
@@ -90,7 +90,7 @@ def test_answers_go_on_under_new_weights(make):
             assert len(sample.versions) == 12 and step - 2 <= sample.version and sample.versions[-1] <= step
             mixed += [step] if len(set(sample.versions)) > 1 else []
         steps = server.steps  # training that is shorter than sampling
-        while not all(batch.answers.done() for batch in ahead.under_way) and server.steps < steps + 3:
+        while not all(answers.done() for answers, _ in ahead.under_way) and server.steps < steps + 3:
             time.sleep(0.002)
         ahead.update_weights(iter(WEIGHTS))
     assert mixed

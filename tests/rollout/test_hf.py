@@ -56,22 +56,25 @@ def test_logprobs_equal_the_trainers(engine, rollout, prompts):
 
 
 def test_rows_that_end_leave_the_others_alone(engine, rollout, prompts, processor):
-    """An end token made likely: rows drop out of the cache at every step, and those that stay keep their place."""
-    end = processor.tokenizer.eos_token_id
+    """An end token made likely: rows drop out of the cache when half have ended, those that stay keep their place, so
+    that no more than twice as many are computed as still write."""
+    end, computed = processor.tokenizer.eos_token_id, []
 
     def push(module, args, logits):
-        return logits + 5.0 * torch.nn.functional.one_hot(torch.tensor(end), logits.shape[-1])
+        computed.append(len(logits))
+        return logits + 3.0 * torch.nn.functional.one_hot(torch.tensor(end), logits.shape[-1])
 
     with engine.gathered() as module:
         hook = module.get_output_embeddings().register_forward_hook(push)
     try:
-        samples = rollout.generate(prompts, Sampling(12, temperature=0.8, seed=(4,)), n=8)
-        batch = collate(samples)
+        samples = rollout.generate(prompts, Sampling(24, temperature=0.8, seed=(4,)), n=8)
+        rows, batch = computed[1:], collate(samples)  # of each step behind the prompts
         trainer = engine.infer_batch(batch)["logprobs"]
     finally:
         hook.remove()
     lengths = Counter(len(s.response_ids) for s in samples)
-    assert len(lengths) > 4 and lengths[1] > 4
+    assert len(lengths) > 4 and lengths[1] and len(rows) == max(lengths) - 1
+    assert all(count <= 2 * sum(len(s.response_ids) > step for s in samples) for step, count in enumerate(rows, 1))
     torch.testing.assert_close(trainer[batch.mask], batch.rollout_logprobs[batch.mask], atol=1e-5, rtol=1e-5)
 
 

@@ -116,6 +116,15 @@ def test_a_passing_fault_is_tried_again(connect, fault):
         assert not a.faults and (written_twice > 0) == (fault == "drop")
 
 
+def test_routing_comes_with_its_answer(connect):
+    with VllmStandin() as a:
+        a.routing = lambda ids: np.array(ids[:1] * 4 * 3 * 2, dtype=np.uint8).reshape(4, 3, 2)
+        rollout = connect(a)
+        for sample in rollout.generate(prompts(2), SAMPLING, n=2):
+            assert sample.routed_experts.dtype == torch.int16 and sample.routed_experts.shape == (4, 3, 2)
+            assert set(sample.routed_experts.flatten().tolist()) == {sample.response_ids[0]}
+
+
 def test_no_request_goes_into_a_connection_that_a_server_is_about_to_close(connect, monkeypatch):
     """Seen with vLLM between steps of five seconds: every answer was asked for twice."""
     monkeypatch.setattr("rlkit.rollout.servers.IDLE", 0.1)
@@ -262,7 +271,7 @@ def test_ranks_agree(tiny_dir):
         done = subprocess.run([*command, tiny_dir, a.url], capture_output=True, text=True, timeout=200)
         assert done.returncode == 0, done.stderr[-3000:]
         assert sorted(done.stdout.split("\n"))[1:] == [
-            "0 1 True update_weights: sent on purpose", "1 1 True update_weights: rank 0 could not send the weights;"
+            "0 1 True update_weights: sent on purpose", "1 1 True rank 0 could not reach the servers;"
             " its own message says why",
         ]  # fmt: skip
         assert a.version == "1" and a.calls["/update_weights"] == 1
@@ -294,6 +303,20 @@ def test_sleep_and_wake(connect):
         assert [path for path in a.order if path in ("/sleep", "/wake_up", "/resume")] == [
             "/sleep", "/wake_up", "/wake_up", "/resume",
         ]  # fmt: skip
+
+
+def test_a_server_that_died_in_its_sleep_is_left_out(connect):
+    with VllmStandin() as a, VllmStandin() as b:
+        rollout = connect(a, b)
+        rollout.sleep()
+        a.die()
+        rollout.wake_up()
+        rollout.update_weights(iter(weights()))
+        check(rollout.generate(prompts(4), SAMPLING), prompts(4), 1)
+        assert len(b.answered) == 4 and arrived(b, weights())
+        b.die()
+        with pytest.raises(RuntimeError, match="no server is left"):
+            rollout.update_weights(iter(weights()))
 
 
 def test_cancelled_requests_are_called_off(connect):
