@@ -8,6 +8,7 @@ micro-batches and data-parallel ranks, so the closure divides by the global `mb.
 """
 
 from importlib import import_module
+from importlib.metadata import entry_points
 from typing import Any
 
 import torch
@@ -31,6 +32,12 @@ def register_engine(model_type: str, backend: str, device: str, target: str) -> 
     _ENGINES[model_type, backend, device] = target
 
 
+def _engines() -> dict[tuple[str, str, str], str]:
+    """Those of installed packages (entry points "MODEL_TYPE.BACKEND.DEVICE" of the group rlkit.engines), and these."""
+    outside = {tuple(point.name.split(".")): point.value for point in entry_points(group="rlkit.engines")}
+    return {**{key: target for key, target in outside.items() if len(key) == 3}, **_ENGINES}
+
+
 def make_engine(backend: str, model_type: str = "language_model", *, device: str | None = None, **options: Any) -> Any:
     """The engine for a back end, a model type and a device (the GPU if there is one).
 
@@ -41,9 +48,10 @@ def make_engine(backend: str, model_type: str = "language_model", *, device: str
         ValueError: no such engine.
     """
     kind = (device or ("cuda" if torch.cuda.is_available() else "cpu")).partition(":")[0]
+    engines = _engines()
     try:
-        module, _, name = _ENGINES[model_type, backend, kind].partition(":")
+        module, _, name = engines[model_type, backend, kind].partition(":")
     except KeyError:
-        known = ", ".join(f"{b} for a {m} on {d}" for m, b, d in sorted(_ENGINES))
+        known = ", ".join(f"{b} for a {m} on {d}" for m, b, d in sorted(engines))
         raise ValueError(f"no engine {backend!r} for a {model_type!r} on {kind!r}; there are: {known}") from None
     return getattr(import_module(module), name)(device=device, **options)

@@ -3,6 +3,9 @@
 A checkpoint is a directory of shards with a `manifest.json` that names every file and its size. It is written beside
 its place and moved there whole, so a killed save leaves the one before it as it was. torch's own `.metadata` file is a
 pickle: read checkpoints from your own run directories only; what travels is written by `export_hf`.
+
+A save with `wait=False` copies the state to the host and writes it from a thread, while training goes on. The next save
+or load waits for it, and so does the end of the process; before `destroy_process_group` call `finish`.
 """
 
 from __future__ import annotations
@@ -10,6 +13,8 @@ from __future__ import annotations
 import json
 import re
 import shutil
+from concurrent.futures import Future, ThreadPoolExecutor
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -19,21 +24,57 @@ import torch.distributed.checkpoint as dcp
 MANIFEST = "manifest.json"
 
 
-def save(path: str | Path, state: dict[str, Any], extra: dict[str, Any]) -> None:
-    """Write `state` (tensors, sharded or not) and `extra` (JSON) on all ranks together."""
+_under_way: list[Future[None]] = []
+
+
+def save(path: str | Path, state: dict[str, Any], extra: dict[str, Any], *, wait: bool = True) -> None:
+    """Write `state` (tensors, sharded or not) and `extra` (JSON) on all ranks together; at once, or from a thread."""
+    finish()
     path = Path(path)
     part = path.with_name(path.name + ".part")
     if dist.get_rank() == 0:
         shutil.rmtree(part, ignore_errors=True)
         part.mkdir(parents=True)
     dist.barrier()
-    dcp.save(state, checkpoint_id=part)
-    dist.barrier()
+    if wait:
+        dcp.save(state, checkpoint_id=part)
+        _complete(part, path, extra)
+        dist.barrier()
+        return
+    written: Any = dcp.async_save(state, checkpoint_id=part, process_group=_own_group(dist.group.WORLD))
+
+    def complete() -> None:
+        written.result()
+        _complete(part, path, extra)
+
+    thread = ThreadPoolExecutor(1)
+    _under_way.append(thread.submit(complete))
+    thread.shutdown(wait=False)
+
+
+def finish() -> None:
+    """Wait, on all ranks together, until the checkpoint that is being written is in its place.
+
+    Raises:
+        CheckpointException: it could not be written; the one before it is as it was.
+    """
+    while _under_way:
+        _under_way.pop().result()
+        dist.barrier()
+
+
+@cache
+def _own_group(world: dist.ProcessGroup) -> dist.ProcessGroup:
+    """Of all ranks, for what a thread sends: training sends in an order of its own meanwhile."""
+    return dist.new_group(backend="gloo")
+
+
+def _complete(part: Path, path: Path, extra: dict[str, Any]) -> None:
+    """Rank 0, which torch tells last that all have written, puts the checkpoint in its place."""
     if dist.get_rank() == 0:
         files = {file.name: file.stat().st_size for file in sorted(part.iterdir())}
         (part / MANIFEST).write_text(json.dumps({"files": files, "extra": extra}, indent=1))
         replace_directory(part, path)
-    dist.barrier()
 
 
 def replace_directory(new: Path, path: Path) -> None:
@@ -52,6 +93,7 @@ def read_manifest(path: str | Path) -> dict[str, Any]:
     Raises:
         ValueError: names the file that is missing or cut short.
     """
+    finish()
     path = Path(path)
     try:
         manifest = json.loads((path / MANIFEST).read_text())

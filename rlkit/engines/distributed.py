@@ -8,6 +8,7 @@ from collections.abc import Mapping
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 
 def init_distributed(device: str | None = None) -> torch.device:
@@ -23,6 +24,25 @@ def init_distributed(device: str | None = None) -> torch.device:
         else:
             dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
     return here
+
+
+def layout(device: torch.device, copies_of: int | None, tensor: int) -> DeviceMesh:
+    """The ranks as ("copy", "shard", "tensor"): those that hold a copy each, share one, and share matrices.
+
+    Raises:
+        ValueError: what does not divide the number of ranks, or does not go together.
+    """
+    world = dist.get_world_size()
+    for name, size in (("fsdp_size", copies_of), ("tensor", tensor)):
+        if size is not None and (size < 1 or world % size):
+            raise ValueError(f"{name}={size}: a divisor of the number of ranks expected, which is {world}")
+    if copies_of is not None and tensor > 1:
+        raise ValueError(f"fsdp_size={copies_of}: it does not go together with tensor={tensor}")
+    if tensor > 1:
+        return init_device_mesh(device.type, (world // tensor, tensor), mesh_dim_names=("shard", "tensor"))
+    if copies_of is not None:
+        return init_device_mesh(device.type, (world // copies_of, copies_of), mesh_dim_names=("copy", "shard"))
+    return init_device_mesh(device.type, (world,), mesh_dim_names=("shard",))
 
 
 def all_reduce(

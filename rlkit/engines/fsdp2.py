@@ -12,29 +12,33 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
 from rlkit.data.samples import Batch, Sample
 from rlkit.engines import checkpoint
 from rlkit.engines.attention import use_packed_attention
-from rlkit.engines.distributed import all_reduce, init_distributed, reduce_metrics
-from rlkit.engines.micro_batches import LossFn, Outputs, add_up, micro_batches, run_closure
+from rlkit.engines.distributed import all_reduce, init_distributed, layout, reduce_metrics
+from rlkit.engines.micro_batches import LossFn, Outputs, add_up, check_same_rows, micro_batches, run_closure
 from rlkit.engines.packer import ModelInputs, pack
-from rlkit.engines.ulysses import check_same_rows, gather, share_rows
+from rlkit.engines.sharded_loading import on_meta, read_shards
+from rlkit.engines.tensor_parallel import add_up_copies, clip_gradients, share_matrices
+from rlkit.engines.ulysses import gather, share_rows
 from rlkit.engines.value_head import has_value_head
 from rlkit.losses.logprobs import linear_logprobs, suppress_tokens, target_logprobs, token_entropy
 from rlkit.vlm.adapt import adapter_parameters, checkpoint_parameters, merged_parameters
 from rlkit.vlm.families import head_obstacle
 from rlkit.vlm.inputs import position_spec
+from rlkit.vlm.routers import use_router_replay
 
 
 class Fsdp2Engine:
     """Trains and scores a causal language or vision-language model.
 
     Args:
-        model: from transformers, in float32, perhaps frozen in part or wrapped by `rlkit.vlm.lora`.
+        model: from transformers, in float32, perhaps frozen in part or wrapped by `rlkit.vlm.lora`, or without memory
+            yet, from `rlkit.vlm.load_model(..., on_meta=True)`: then each rank reads its part of the weights.
         processor: written beside the weights by `export_hf`.
         device: "cpu" or "cuda"; the GPU if there is one.
         optimizer: parameters -> optimizer; an engine without one only scores.
@@ -49,6 +53,11 @@ class Fsdp2Engine:
         use_fused_kernels: logprobs and entropy from hidden states, without the [N, V] logits.
         enable_gradient_checkpointing: recompute activations in backward.
         compute_dtype: of activations and gathered weights; bfloat16 on a GPU, float32 on a CPU.
+        fsdp_size: ranks next to each other that share one copy of weights and optimizer, e.g. those of a machine; each
+            such group holds a copy. All ranks share one by default.
+        tensor: ranks next to each other that share the matrices of each layer, by the plan that transformers has for a
+            model; they must be given the same rows. Not together with `fsdp_size`, Ulysses or adapters.
+        router_replay: where a batch has `routed_experts`, its tokens go to those experts, see rlkit.vlm.routers.
         ulysses_sequence_parallel_size: ranks next to each other that share the tokens of a micro-batch, which holds as
             many as without; they must be given the same rows. Needs `use_remove_padding`.
 
@@ -76,7 +85,10 @@ class Fsdp2Engine:
         use_fused_kernels: bool = False,
         enable_gradient_checkpointing: bool = False,
         compute_dtype: torch.dtype | None = None,
+        fsdp_size: int | None = None,
+        tensor: int = 1,
         ulysses_sequence_parallel_size: int = 1,
+        router_replay: bool = False,
     ) -> None:
         self.device = init_distributed(device)
         self.processor = processor
@@ -90,13 +102,27 @@ class Fsdp2Engine:
         self.spec = position_spec(self.config)
         size = ulysses_sequence_parallel_size
         self.ulysses = None if size == 1 else share_rows(self.base, size, self.device, packed=use_remove_padding)
-        self.data_rank, self.data_world = dist.get_rank() // size, dist.get_world_size() // size
         self._data_group = None if self.ulysses is None else self.ulysses.data
+        self.mesh = layout(self.device, fsdp_size, tensor)
+        self.copied: list[nn.Module] = []
+        if tensor > 1:
+            if self.base is not model or self.ulysses is not None:
+                raise ValueError(f"tensor={tensor}: it goes neither with adapters nor with Ulysses")
+            self.copied = share_matrices(self.base, self.mesh["tensor"])
+            self._data_group, size = self.mesh["shard"].get_group(), tensor
+        self.data_rank, self.data_world = dist.get_rank() // size, dist.get_world_size() // size
         use_packed_attention(self.base, packed=use_remove_padding)
+        if router_replay:
+            use_router_replay(self.base)
+        self.router_replay = router_replay
         if enable_gradient_checkpointing:
             self.base.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
         dtype = compute_dtype or (torch.bfloat16 if self.device.type == "cuda" else torch.float32)
-        self.module = shard(model.to(self.device), self.base, dtype)
+        to_be_read = on_meta(model)
+        dims = ("copy", "shard") if fsdp_size else ("shard",)
+        self.module = shard(model if to_be_read else model.to(self.device), self.base, dtype, self.mesh[dims])
+        if to_be_read:
+            read_shards(self.base, self.device)
         trainable = [p for p in self.module.parameters() if p.requires_grad]
         self.optimizer = optimizer(trainable) if optimizer else None
         self.scheduler = scheduler(self.optimizer) if scheduler and self.optimizer else None
@@ -127,8 +153,9 @@ class Fsdp2Engine:
             loss, report = run_closure(loss_fn, out, part.to(self.device))
             loss.backward()
             reports.append(report)
-        norm = torch.nn.utils.clip_grad_norm_(self.module.parameters(), self.max_grad_norm)
-        grad_norm = (norm.full_tensor() if isinstance(norm, DTensor) else norm).item()
+        if self.copied:
+            add_up_copies(self.copied, self.mesh["tensor"].get_group())
+        grad_norm = clip_gradients(self.module.parameters(), self.max_grad_norm).item()
         lr = self.optimizer.param_groups[0]["lr"]
         finite = grad_norm < float("inf")
         if finite:
@@ -151,8 +178,8 @@ class Fsdp2Engine:
         return results
 
     def _micro_batches(self, batch: Batch) -> Iterator[tuple[list[int], Sample | None]]:
-        if self.ulysses is not None:
-            check_same_rows(batch, self.ulysses)
+        if self.data_world < dist.get_world_size():
+            check_same_rows(batch, self.data_rank, self.data_world)
         return micro_batches(batch, self.micro_batch_tokens, self.config, share_prompts=self.share_prompts)
 
     def _forward(self, batch: Batch, outputs: Sequence[str], blank: Sample | None) -> Outputs:
@@ -166,6 +193,7 @@ class Fsdp2Engine:
             share_prompts=self.share_prompts,
             blank=blank,
             ulysses=self.ulysses,
+            router_replay=self.router_replay,
         )
         results = self._results(inputs, outputs)
         if self.ulysses is not None:
@@ -268,11 +296,15 @@ class Fsdp2Engine:
         self._reshard()
         return self.module.peft_config["default"], adapter_parameters(self.module, _whole)
 
-    def save_checkpoint(self, path: str | Path, extra: Mapping[str, Any] | None = None) -> None:
-        """Sharded weights that train, optimizer, scheduler and RNG, with `extra` (JSON); complete or absent."""
+    def save_checkpoint(self, path: str | Path, extra: Mapping[str, Any] | None = None, *, wait: bool = True) -> None:
+        """Sharded weights that train, optimizer, scheduler and RNG, with `extra` (JSON); complete or absent.
+
+        Args:
+            wait: until it is written; if not, a thread writes a copy of it, see rlkit.engines.checkpoint.
+        """
         self._reshard()
         schedule = self.scheduler.state_dict() if self.scheduler is not None else None
-        checkpoint.save(path, self._state(), {"scheduler": schedule, "extra": dict(extra or {})})
+        checkpoint.save(path, self._state(), {"scheduler": schedule, "extra": dict(extra or {})}, wait=wait)
 
     def load_checkpoint(self, path: str | Path) -> dict[str, Any]:
         """Take up a checkpoint, saved at any world size; returns its `extra`.
@@ -355,8 +387,8 @@ class Fsdp2ValueEngine(Fsdp2Engine):
         return {"values": self._logits(inputs)[:, 0]}
 
 
-def shard(model: Any, base: Any, dtype: torch.dtype) -> Any:
-    """Apply `fully_shard` to each layer and to the rest, over all ranks, with gradients summed and not averaged.
+def shard(model: Any, base: Any, dtype: torch.dtype, mesh: DeviceMesh) -> Any:
+    """Apply `fully_shard` to each layer and to the rest, with gradients summed over the mesh and not averaged.
 
     A layer none of whose parameters train stays with the rest: it needs no gradient communication, and a rank whose
     rows have no images does not keep the others waiting in it.
@@ -365,8 +397,8 @@ def shard(model: Any, base: Any, dtype: torch.dtype) -> Any:
         model: perhaps wrapped by `rlkit.vlm.lora`.
         base: the transformers model in it, or itself.
         dtype: of activations and gathered weights; a value head stays in float32.
+        mesh: one dimension, the ranks that share a copy of the weights, or two: those that hold a copy each before it.
     """
-    mesh = init_device_mesh("cuda" if next(model.parameters()).is_cuda else "cpu", (dist.get_world_size(),))
     policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
     layers = base._no_split_modules or ()
     for module in list(model.modules()):

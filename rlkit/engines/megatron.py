@@ -10,7 +10,6 @@ GPU the layers are Transformer Engine's where it is installed; without one, Mega
 from __future__ import annotations
 
 import copy
-import hashlib
 import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -54,8 +53,9 @@ from rlkit.engines.megatron_weights import (
     sources,
     whole_parameters,
 )
-from rlkit.engines.micro_batches import LossFn, Outputs, add_up, micro_batches, run_closure
+from rlkit.engines.micro_batches import LossFn, Outputs, add_up, check_same_rows, micro_batches, run_closure
 from rlkit.engines.packer import ModelInputs, pack
+from rlkit.engines.sharded_loading import on_meta
 from rlkit.engines.value_head import has_value_head
 from rlkit.engines.vocab_parallel import vocab_parallel_logprobs
 from rlkit.vlm.inputs import position_spec
@@ -122,6 +122,8 @@ class MegatronEngine:
         self.split = Split(tensor, pipeline, context, sequence_parallel, expert)
         if hasattr(model, "get_base_model"):
             raise ValueError("model: adapters are not supported by the megatron engine; use the fsdp2 engine")
+        if on_meta(model):
+            raise ValueError("model: its weights are on the meta device, read ones expected: load_model(path)")
         if has_value_head(model) != self.scalar:
             raise ValueError(f"model: {'a' if self.scalar else 'no'} value head expected; see rlkit.engines.value_head")
         check(model.config, self.split, dist.get_world_size())
@@ -202,7 +204,7 @@ class MegatronEngine:
         """Megatron's schedule over the micro-batches; what `finish` reports of each, on the last stage alone."""
         if unknown := set(outputs) - set(self.known_outputs):
             raise ValueError(f"outputs: {sorted(unknown)} not known; there are {', '.join(self.known_outputs)}")
-        self._check_same_rows(batch)
+        check_same_rows(batch, self.data_rank, self.data_world)
         pieces = list(micro_batches(batch, self.micro_batch_tokens, self.config))
         if not pieces:
             raise ValueError("batch: no rank has rows")
@@ -230,20 +232,6 @@ class MegatronEngine:
             micro_batch_size=1,
             forward_only=not train,
         )
-
-    def _check_same_rows(self, batch: Batch) -> None:
-        """Ranks that compute together must have been given the same rows; on every rank alike."""
-        digest = hashlib.blake2b(repr((batch.tokens.shape, sorted(batch.fields))).encode())
-        for x in (batch.tokens, batch.mask, *(batch.fields[name] for name in sorted(batch.fields))):
-            if x.ndim == 1 or not x.is_floating_point():  # what a model has computed may be rounded differently
-                digest.update(x.contiguous().view(torch.uint8).numpy().tobytes())
-        ranks: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(ranks, (self.data_rank, digest.hexdigest()))
-        if len(set(ranks)) > self.data_world:
-            raise ValueError(
-                "batch: ranks that share a tensor, a pipeline or a context must be given the same rows, those of the "
-                "engine's data_rank (of data_world), and at least one came with others"
-            )
 
     def _outputs(self, inputs: ModelInputs, result: Tensor, outputs: Sequence[str]) -> Outputs:
         """[1, n, ...] of the last stage's output layer -> [B, T] of whole rows."""
@@ -299,7 +287,7 @@ class MegatronEngine:
             checkpoint.replace_directory(part, path)
         dist.barrier()
 
-    def save_checkpoint(self, path: str | Path, extra: Mapping[str, Any] | None = None) -> None:
+    def save_checkpoint(self, path: str | Path, extra: Mapping[str, Any] | None = None, *, wait: bool = True) -> None:
         """Weights that train, optimizer, scheduler and RNG, with `extra` (JSON); complete or absent.
 
         The form is that of the fsdp2 engine: any split, and either engine (of a model without experts), loads it.
@@ -310,7 +298,7 @@ class MegatronEngine:
             state["model"][HEAD] = state["model"][embedding]
         state[f"rng.{dist.get_rank()}"] = torch.get_rng_state()
         schedule = self.scheduler.state_dict() if self.scheduler is not None else None
-        checkpoint.save(path, state, {"scheduler": schedule, "extra": dict(extra or {})})
+        checkpoint.save(path, state, {"scheduler": schedule, "extra": dict(extra or {})}, wait=wait)
 
     def load_checkpoint(self, path: str | Path) -> dict[str, Any]:
         """Take up a checkpoint, see `save_checkpoint`; returns its `extra`.

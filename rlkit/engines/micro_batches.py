@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -63,6 +64,27 @@ def micro_batches(
     for rows, here, somewhere in zip(pieces, sees.tolist(), anyone_sees.tolist(), strict=True):
         needed = not rows or somewhere > here
         yield rows, blank_sample(config, image=somewhere > here) if needed else None
+
+
+def check_same_rows(batch: Batch, data_rank: int, data_world: int) -> None:
+    """Ranks that compute together must have been given the same rows, or each would compute with part of its own.
+
+    What a sampler or a model has computed for each token is not compared: it may be rounded differently.
+
+    Raises:
+        ValueError: on all ranks alike.
+    """
+    digest = hashlib.blake2b(repr((batch.tokens.shape, batch.lengths, sorted(batch.fields))).encode(), digest_size=7)
+    for x in (batch.tokens, batch.mask, *(batch.fields[name] for name in sorted(batch.fields))):
+        if x.ndim == 1 or not x.is_floating_point():
+            digest.update(x.contiguous().view(torch.uint8).numpy().tobytes())
+    ranks = torch.zeros(dist.get_world_size(), 2, dtype=torch.long)
+    ranks[dist.get_rank()] = torch.tensor([data_rank, int.from_bytes(digest.digest(), "big")])
+    if len(set(map(tuple, all_reduce(ranks).tolist()))) > data_world:
+        raise ValueError(
+            "batch: ranks that compute together must be given the same rows, those of the engine's data_rank (of "
+            "data_world), and at least one came with others"
+        )
 
 
 def run_closure(loss_fn: LossFn, out: Outputs, part: Batch) -> tuple[Tensor, dict[str, Tensor]]:

@@ -55,6 +55,7 @@ def pack(
     share_prompts: bool = True,
     blank: Sample | None = None,
     ulysses: Ulysses | None = None,
+    router_replay: bool = False,
 ) -> ModelInputs:
     """Lay rows end to end (or leave them padded) with position ids and their vision tensors.
 
@@ -66,6 +67,7 @@ def pack(
         blank: a sequence put behind the rows of which nothing is kept: for a rank that has no rows, or no images while
             others have.
         ulysses: the ranks that share the packed row, which is filled up to as many tokens for each of them.
+        router_replay: hand the rows' `routed_experts`, if they have them, to the model.
     """
     rows, columns = batch.tokens.shape
     tokens, lengths, vision = batch.tokens, batch.lengths, batch.vision
@@ -81,6 +83,10 @@ def pack(
     slots, targets = row * columns + column + 1, batch.tokens[row, column + 1]
     keep = row * tokens.shape[1] + column
     counts: list[int] = []
+    routing: Tensor | None = None
+    if router_replay and "routed_experts" in batch.fields:  # of each token of the rows, and of the blank one
+        more = (0, tokens.shape[1] - columns, 0, len(lengths) - rows)
+        routing = pad(batch.routed_experts, (0, 0, 0, 0, *more), value=-1).flatten(0, 1)
     if packed:
         groups = shared_prompts(batch) if share_prompts else [[i] for i in range(rows)]
         groups += [[i] for i in range(rows, len(lengths))]
@@ -88,12 +94,14 @@ def pack(
         parts = 1 if ulysses is None else ulysses.size
         layout, source, place = lay_out(groups, prompts, lengths, tokens.shape[1], device, parts)
         keep, fill = place[keep], (0, sum(layout.lengths) - len(source))
+        routing = None if routing is None else pad(routing[source], (0, 0, 0, 0, *fill), value=-1)
         if ulysses is not None:
             layout.ulysses, size = ulysses, sum(layout.lengths) // parts
             order = (keep // size).argsort(stable=True)
             slots, counts = slots[order], (keep // size).bincount(minlength=parts).tolist()
             mine = order.split(counts)[ulysses.rank]
             keep, targets = keep[mine] % size, targets[mine]
+            routing = None if routing is None else routing.split(size)[ulysses.rank]
         kwargs: dict[str, Any] = {
             "input_ids": pad(tokens.flatten()[source], fill)[None],
             "position_ids": pad(positions.flatten(-2)[..., source], fill).unsqueeze(-2),
@@ -107,6 +115,8 @@ def pack(
         keep, targets = torch.zeros(1, dtype=torch.long), tokens.new_zeros(1)
     if packed:
         kwargs["logits_to_keep"] = keep
+    if routing is not None:
+        kwargs["routed_experts"] = routing
     moved = {k: v.to(device, non_blocking=True) if isinstance(v, Tensor) else v for k, v in kwargs.items()}
     return ModelInputs(moved, keep.to(device), targets.to(device), slots.to(device), (rows, columns), counts)
 
@@ -119,7 +129,8 @@ def prompt_lengths(batch: Batch) -> list[int]:
 
 
 def shared_prompts(batch: Batch) -> list[list[int]]:
-    """Rows in groups of one prompt: the same tokens, and the very same vision tensors, before what was sampled.
+    """Rows in groups of one prompt: the same tokens, to the same experts, and the very same vision tensors, before what
+    was sampled.
 
     A row with images and an observation behind its prompt stands alone: some of its images may be the observation's.
     """
@@ -127,7 +138,9 @@ def shared_prompts(batch: Batch) -> list[list[int]]:
     for i, length in enumerate(prompt_lengths(batch)):
         images = tuple((name, id(tensor)) for name, tensor in batch.vision[i].items())
         shares = 0 < length < batch.lengths[i] and not (images and _observes(batch, i, length))
-        groups.setdefault((tuple(batch.tokens[i, :length].tolist()), images) if shares else i, []).append(i)
+        parts = [batch.tokens, *([batch.routed_experts] if "routed_experts" in batch.fields else [])]
+        same = tuple(part[i, :length].contiguous().numpy().tobytes() for part in parts)
+        groups.setdefault((same, images) if shares else i, []).append(i)
     return list(groups.values())
 
 

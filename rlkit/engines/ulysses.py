@@ -8,7 +8,6 @@ no model code is changed.
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Sequence
 from functools import cache
 from inspect import signature
@@ -20,9 +19,6 @@ from einops import rearrange
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.utils._pytree import tree_leaves
-
-from rlkit.data.samples import Batch
-from rlkit.engines.distributed import all_reduce
 
 # a decoder's features of images, and the mask that says for which tokens they are
 OF_IMAGES = {"deepstack_visual_embeds": "visual_pos_masks"}
@@ -161,24 +157,3 @@ class _Gather(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
         return gradients[0].split(ctx.counts)[ctx.rank], None, None
-
-
-def check_same_rows(batch: Batch, ulysses: Ulysses) -> None:
-    """Every rank of a group must have been given the same rows, or it would compute with part of one and of another.
-
-    What a sampler or a model has computed for each token is not compared: it may be rounded differently.
-
-    Raises:
-        ValueError: on all ranks, whichever group it is in.
-    """
-    digest = hashlib.blake2b(repr((batch.tokens.shape, batch.lengths, sorted(batch.fields))).encode(), digest_size=7)
-    for x in (batch.tokens, batch.mask, *(batch.fields[name] for name in sorted(batch.fields))):
-        if x.ndim == 1 or not x.is_floating_point():
-            digest.update(x.contiguous().view(torch.uint8).numpy().tobytes())
-    number = int.from_bytes(digest.digest(), "big")
-    most, negated_least = all_reduce(torch.tensor([number, -number]), dist.ReduceOp.MAX, ulysses.group).tolist()
-    if all_reduce(torch.tensor(int(most != -negated_least)), dist.ReduceOp.MAX):
-        raise ValueError(
-            f"batch: the {ulysses.size} ranks of a Ulysses group must be given the same rows, those of the engine's "
-            "data_rank (of data_world), and at least one came with others"
-        )

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from rlkit.data.samples import Batch
-from rlkit.vlm.loading import load_config, load_model, read_model
+from rlkit.vlm.loading import empty_model, load_config, load_model, read_model
 
 
 def with_value_head(model: Any) -> Any:
@@ -46,7 +46,8 @@ def with_value_head(model: Any) -> Any:
     old = base.get_output_embeddings()
     if old is None:
         raise ValueError(f"model: {type(base).__name__} has no output layer to replace; a causal LM or VLM expected")
-    head = nn.Linear(old.in_features, 1, bias=False, device=old.weight.device, dtype=old.weight.dtype)
+    device = "cpu" if old.weight.is_meta else old.weight.device  # the zeros are there, whatever is still to be read
+    head = nn.Linear(old.in_features, 1, bias=False, device=device, dtype=old.weight.dtype)
     nn.init.zeros_(head.weight)
     for config in {id(c): c for c in (base.config, base.config.get_text_config())}.values():
         config.tie_word_embeddings = False  # or `tie_weights` makes the embedding of it
@@ -62,14 +63,20 @@ def has_value_head(model: Any) -> bool:
     return getattr(model.get_output_embeddings(), "out_features", None) == 1
 
 
-def load_value_model(path: str, *, dtype: torch.dtype = torch.float32, trust_remote_code: bool = False) -> Any:
+def load_value_model(
+    path: str, *, dtype: torch.dtype = torch.float32, trust_remote_code: bool = False, on_meta: bool = False
+) -> Any:
     """A value model: an export with its head as trained, or any causal LM or VLM with a head of zeros.
+
+    Args: as `rlkit.vlm.load_model`.
 
     Raises:
         ValueError: as `rlkit.vlm.load_model`; an export whose weights are not all there, or have other shapes.
     """
     options: dict[str, Any] = {"dtype": dtype, "trust_remote_code": trust_remote_code}
     config = load_config(path, trust_remote_code=trust_remote_code)
+    if on_meta:
+        return with_value_head(empty_model(path, config, **options))
     if not getattr(config, "value_head", False):
         return with_value_head(load_model(path, **options))
     # transformers makes an output layer of the whole vocabulary, and warns that the saved one is of another shape
@@ -126,5 +133,5 @@ def scoring_batch(batch: Batch) -> Batch:
 
     tokens = widen(batch.tokens)
     mask = torch.zeros_like(tokens, dtype=torch.bool).index_put((rows, lengths), torch.tensor(True, device=rows.device))
-    fields = {name: widen(x) for name, x in batch.fields.items()}
+    fields = {name: widen(x) for name, x in batch.fields.items() if name != "routed_experts"}  # those of another model
     return Batch(tokens, mask, [length + 1 for length in batch.lengths], batch.vision, **fields)

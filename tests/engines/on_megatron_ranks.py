@@ -5,6 +5,7 @@ on_megatron_ranks.py OUT_DIR [CASE ...]
 One process imports everything and forks the ranks, as starting them one by one would cost more than all they do.
 """
 
+import math
 import sys
 from pathlib import Path
 
@@ -15,60 +16,68 @@ import transformers
 from megatron.core import parallel_state
 
 sys.path.insert(0, str(Path(__file__).parent))
+from one_gradient import OUTPUTS, POLICY, VALUE, columns  # noqa: E402
 
 from rlkit.data import collate, extend, prompt  # noqa: E402
 from rlkit.engines import fsdp2, make_engine, megatron  # noqa: E402, F401
 from rlkit.engines.megatron_optimizer import whole_state  # noqa: E402
 from rlkit.engines.megatron_weights import is_copy, split  # noqa: E402
 from rlkit.engines.value_head import with_value_head  # noqa: E402
-from rlkit.losses import clipped_policy_loss, clipped_value_loss, sequence_mean, token_mean  # noqa: E402
 from rlkit.vlm.adapt import checkpoint_parameters  # noqa: E402
 
 ROWS, VOCABULARY, IMAGE, UNSAMPLED = 8, 96, 94, [40, 95]
 TENSOR, PIPE, CONTEXT = {"tensor": 2}, {"pipeline": 2}, {"context": 2}
 SEQUENCE, EXPERT = {**TENSOR, "sequence_parallel": True}, {"expert": 2}
-# name: ranks, model, loss, who has which rows, options
+# ranks, model, who has which rows, options
 CASES = {
-    "one": (1, "qwen2", "token", "all", {}),
-    "one-qwen3": (1, "qwen3", "sequence", "all", {}),
-    "one-llama": (1, "llama", "token", "all", {"enable_gradient_checkpointing": True}),
-    "tp2": (2, "qwen2", "token", "all", TENSOR),
-    "tp2-qwen3": (2, "qwen3", "sequence", "all", TENSOR),
-    "pp2": (2, "qwen2", "token", "all", PIPE),
-    "pp2-llama": (2, "llama", "token", "all", PIPE),
-    "sp2": (2, "qwen2", "token", "all", SEQUENCE),
-    "sp2-qwen3": (2, "qwen3", "sequence", "all", SEQUENCE),
-    "cp2": (2, "qwen2", "token", "all", CONTEXT),
-    "cp2-qwen3": (2, "qwen3", "sequence", "all", CONTEXT),
-    "dp2": (2, "qwen2", "token", "split", {}),
-    "dp2-qwen3": (2, "qwen3", "sequence", "empty", {}),
-    "tp2-pp2": (4, "qwen2", "token", "all", {**TENSOR, **PIPE}),
-    "sp2-cp2-qwen3": (4, "qwen3", "sequence", "all", {**SEQUENCE, **CONTEXT}),
-    "pp2-dp2": (4, "qwen2", "token", "empty", PIPE),
-    "moe-one": (1, "moe", "token", "all", {}),
-    "moe-ep2": (2, "moe", "token", "split", EXPERT),
-    "moe-sp2-ep2": (2, "moe", "token", "all", {**SEQUENCE, **EXPERT}),
-    "moe-pp2-ep2": (4, "moe", "token", "empty", {**PIPE, **EXPERT}),
-    "vl-one": (1, "vl", "token", "all", {}),
-    "vl-tp2": (2, "vl", "token", "all", TENSOR),
-    "vl-dp2": (2, "vl", "token", "split", {}),
-    "vl-sp2-pp2": (4, "vl", "token", "all", {**SEQUENCE, **PIPE}),
-    "value-one": (1, "value", "value", "all", {}),
-    "value-sp2-pp2": (4, "value", "value", "all", {**SEQUENCE, **PIPE}),
-    "value-cp2-dp2": (4, "value", "value", "split", CONTEXT),
+    "one": (1, "qwen2", "all", {}),
+    "one-qwen3": (1, "qwen3", "all", {}),
+    "one-llama": (1, "llama", "all", {"enable_gradient_checkpointing": True}),
+    "tp2": (2, "qwen2", "all", TENSOR),
+    "pp2": (2, "qwen2", "all", PIPE),
+    "sp2-qwen3": (2, "qwen3", "all", SEQUENCE),
+    "cp2": (2, "qwen2", "all", CONTEXT),
+    "dp2-qwen3": (2, "qwen3", "empty", {}),
+    "tp2-pp2": (4, "qwen2", "all", {**TENSOR, **PIPE}),
+    "sp2-cp2-qwen3": (4, "qwen3", "all", {**SEQUENCE, **CONTEXT}),
+    "pp2-dp2": (4, "qwen2", "empty", PIPE),
+    "moe-one": (1, "moe", "all", {}),
+    "moe-pp2-ep2": (4, "moe", "empty", {**PIPE, **EXPERT}),
+    "vl-one": (1, "vl", "all", {}),
+    "vl-tp2": (2, "vl", "all", TENSOR),
+    "vl-dp2": (2, "vl", "split", {}),
+    "vl-sp2-pp2": (4, "vl", "all", {**SEQUENCE, **PIPE}),
+    "value-one": (1, "value", "all", {}),
+    "value-tp2": (2, "value", "all", TENSOR),
+    "value-cp2": (2, "value", "all", CONTEXT),
+    "value-sp2-pp2": (4, "value", "all", {**SEQUENCE, **PIPE}),
 }
 # the same, and the case whose checkpoint after the first step is gone on from
 RESUMED = {
-    "same-split": (2, "qwen2", "token", "all", TENSOR, "tp2"),
-    "more-ranks": (2, "qwen3", "sequence", "split", {}, "one-qwen3"),
-    "from-fsdp2": (2, "qwen2", "token", "all", PIPE, "fsdp2-qwen2"),
-    "other-split": (4, "qwen2", "token", "split", SEQUENCE, "pp2"),
-    "moe-other-split": (2, "moe", "token", "all", {**SEQUENCE, **EXPERT}, "moe-one"),
-    "vl-other-split": (2, "vl", "token", "all", TENSOR, "vl-one"),
-    "value-other-split": (4, "value", "value", "split", TENSOR, "value-sp2-pp2"),
+    "same-split": (2, "qwen2", "all", TENSOR, "tp2"),
+    "more-ranks": (2, "qwen3", "split", {}, "one-qwen3"),
+    "from-fsdp2": (2, "qwen2", "all", PIPE, "fsdp2-qwen2"),
+    "other-split": (4, "qwen2", "split", SEQUENCE, "pp2"),
+    "moe-other-split": (2, "moe", "all", {**SEQUENCE, **EXPERT}, "moe-one"),
 }
+# whose checkpoints the tests go on from with the fsdp2 engine, in one process
+TO_FSDP2 = ("tp2-pp2", "vl-sp2-pp2", "value-sp2-pp2")
 EXPORTED = ("fsdp2-qwen2", "tp2-pp2", "sp2-cp2-qwen3", "value-sp2-pp2", "moe-pp2-ep2", "vl-sp2-pp2")
-REFERENCES = {"qwen2": "token", "qwen3": "sequence", "llama": "token", "moe": "token", "vl": "token", "value": "value"}
+REFERENCES = ("qwen2", "qwen3", "llama", "moe", "vl", "value")
+NAMES = {"tensor": "TP", "pipeline": "PP", "context": "CP", "expert": "EP"}
+
+
+def compared():
+    for ranks, kind, who, options in CASES.values():
+        parts = [f"{short} {options[name]}" for name, short in NAMES.items() if name in options]
+        parts += [f"DP {ranks // math.prod(options.get(name, 1) for name in ('tensor', 'pipeline', 'context'))}"]
+        layout = " x ".join(part for part in parts if part != "DP 1") or "1 process"
+        layout += " + SP" if "sequence_parallel" in options else ""
+        yield f"Megatron, {layout}", columns(losses_of(kind), sees=kind == "vl", empty=who == "empty")
+
+
+def losses_of(kind):
+    return VALUE if kind == "value" else POLICY
 
 
 def make_vision_model():
@@ -134,31 +143,9 @@ def make_batch(rows, kind="text"):
             count = height * width
             begin, compact = [IMAGE - 2] + [IMAGE] * count, [IMAGE - 2, IMAGE, *tokens[:start]]
             asked = prompt([*begin, *tokens[:start]], compact, vision=vision, placeholders={IMAGE: [count]})
-        samples.append(extend(asked, tokens[start:], [-4.5] * more))
+        samples.append(extend(asked, tokens[start:], [-1.0] * more))
     advantages = torch.randn(ROWS, generator=draw)
     return collate([samples[i] for i in rows], advantages=advantages[rows])
-
-
-def token_loss(out, mb):
-    loss = clipped_policy_loss(out.logprobs, out.logprobs.detach(), mb.advantages, mb.mask)
-    entropy = token_mean(out.entropy, mb.mask, mb.total_tokens)
-    surprise = torch.cat([torch.zeros(1), -out.logprobs.flatten()]).max()  # a micro-batch may have no rows
-    metrics = {"entropy": entropy, "surprise/max": surprise}
-    return token_mean(loss, mb.mask, mb.total_tokens) - 0.05 * entropy, metrics
-
-
-def sequence_loss(out, mb):
-    loss = clipped_policy_loss(out.logprobs, mb.rollout_logprobs, mb.advantages, mb.mask)
-    return sequence_mean(loss, mb.mask, mb.total_sequences), {}
-
-
-def value_loss(out, mb):
-    returns = mb.advantages[:, None].expand(mb.mask.shape)
-    loss = clipped_value_loss(out.values, torch.zeros_like(out.values), returns, mb.mask)
-    return token_mean(loss, mb.mask, mb.total_tokens), {"value": token_mean(out.values, mb.mask, mb.total_tokens)}
-
-
-LOSSES = {"token": token_loss, "sequence": sequence_loss, "value": value_loss}
 
 
 def engine_for(backend, kind, **options):
@@ -173,10 +160,6 @@ def engine_for(backend, kind, **options):
         **({} if kind == "value" else {"temperature": 1.3, "unsampled": torch.tensor(UNSAMPLED)}),
         **options,
     )
-
-
-def outputs_of(kind):
-    return ("values",) if kind == "value" else ("logprobs", "entropy")
 
 
 def gradients(engine):
@@ -194,31 +177,31 @@ def gradients(engine):
     return {name: tensor for stage in stages for name, tensor in stage.items()}
 
 
-def run(engine, kind, loss, rows, out):
+def run(engine, kind, rows, out):
     """Four steps; what is measured at the start, on the way and at the end."""
-    batch, outputs = make_batch(rows, kind), outputs_of(kind)
-    imported = {name: tensor.clone() for name, tensor in engine.get_per_tensor_param()}
-    scores = engine.infer_batch(batch, outputs)
-    steps, found = [], []
-    for step in range(4):
-        steps.append(engine.train_batch(batch, LOSSES[loss], outputs))
-        found.append(gradients(engine))
+    batch, losses = make_batch(rows, kind), losses_of(kind)
+    results = {"imported": {name: tensor.clone() for name, tensor in engine.get_per_tensor_param()}}
+    results |= {"scores": engine.infer_batch(batch, OUTPUTS[losses]), "steps": [], "gradients": []}
+    for step, loss_fn in enumerate(losses):
+        results["steps"].append(engine.train_batch(batch, loss_fn, OUTPUTS[losses]))
+        if step < 3:
+            results["gradients"].append(gradients(engine))
         if step == 0:
             engine.save_checkpoint(out / "checkpoint", {"step": 1})
         if step == 2:
-            parameters = {name: tensor.clone() for name, tensor in engine.get_per_tensor_param()}
+            results["parameters"] = {name: tensor.clone() for name, tensor in engine.get_per_tensor_param()}
     if out.name in EXPORTED:
         engine.export_hf(out / "export")
-    exported = dict(engine.get_per_tensor_param())
+    results["exported"] = dict(engine.get_per_tensor_param())
     if dist.get_rank() == 0:
-        results = {"imported": imported, "scores": scores, "steps": steps, "gradients": found}
-        torch.save({**results, "parameters": parameters, "exported": exported}, out / "results.pt")
+        torch.save(results, out / "results.pt")
 
 
-def resume(engine, kind, loss, rows, checkpoint, out):
+def resume(engine, kind, rows, checkpoint, out):
     """The three steps after a checkpoint."""
     assert engine.load_checkpoint(checkpoint) == {"step": 1}
-    steps = [engine.train_batch(make_batch(rows, kind), LOSSES[loss], outputs_of(kind)) for _ in range(3)]
+    batch, losses = make_batch(rows, kind), losses_of(kind)
+    steps = [engine.train_batch(batch, loss_fn, OUTPUTS[losses]) for loss_fn in losses[1:]]
     exported = dict(engine.get_per_tensor_param())
     if dist.get_rank() == 0:
         torch.save({"steps": steps, "exported": exported}, out / "results.pt")
@@ -256,23 +239,23 @@ def on_rank(rank, world, out, chosen):
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{out}/ranks.{world}", rank=rank, world_size=world)
     if world == 1:
-        for kind, loss in REFERENCES.items():
+        for kind in REFERENCES:
             folder = out / f"fsdp2-{kind}"
             folder.mkdir()
-            run(engine_for("fsdp2", kind), kind, loss, list(range(ROWS)), folder)
+            run(engine_for("fsdp2", kind), kind, list(range(ROWS)), folder)
     if world == 4:
         said = refusals()
         if rank == 0:
             torch.save(said, out / "refusals.pt")
-    for name, (ranks, kind, loss, who, options, *source) in {**CASES, **RESUMED}.items():
+    for name, (ranks, kind, who, options, *source) in {**CASES, **RESUMED}.items():
         if ranks == world and (not chosen or name in chosen):
             (out / name).mkdir(exist_ok=True)
             engine = engine_for("megatron", kind, **options)
             rows = rows_of(who, engine)
             if source:
-                resume(engine, kind, loss, rows, out / source[0] / "checkpoint", out / name)
+                resume(engine, kind, rows, out / source[0] / "checkpoint", out / name)
             else:
-                run(engine, kind, loss, rows, out / name)
+                run(engine, kind, rows, out / name)
             parallel_state.destroy_model_parallel()
             if rank == 0:
                 print(name, flush=True)

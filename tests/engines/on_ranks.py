@@ -1,92 +1,170 @@
-"""Run by `test_ranks.py` in one process or several: the same global batch, whatever the number of ranks.
+"""Run by `test_ranks.py`: the same global batch in one process and in two, with the fsdp2 engine.
 
-on_ranks.py MODEL_DIR OUT_DIR CASE [CASE ...]
+on_ranks.py MODEL_DIR BIG_MODEL_DIR OUT_DIR
+
+One process imports everything and forks the ranks, as starting them one by one would cost more than all they do. They
+find what torchrun sets in their environment, all but the one that has no launcher.
 """
 
 import json
+import os
+import re
+import socket
 import sys
+import threading
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
+import torch.multiprocessing as mp
 
 sys.path.insert(0, str(Path(__file__).parent))
+from one_gradient import OUTPUTS, POLICY, VALUE, columns, whole  # noqa: E402
 from rows import make_batch  # noqa: E402
 
-from rlkit.engines import make_engine  # noqa: E402
-from rlkit.engines.value_head import with_value_head  # noqa: E402
-from rlkit.losses import clipped_policy_loss, clipped_value_loss, sequence_mean, token_mean  # noqa: E402
+from rlkit.engines import checkpoint, fsdp2, make_engine  # noqa: E402, F401
+from rlkit.engines.distributed import init_distributed  # noqa: E402
+from rlkit.engines.value_head import load_value_model  # noqa: E402
 from rlkit.vlm import VISION_TOWER, freeze, load_model, load_processor, lora  # noqa: E402
 
-
-def token_loss(out, mb):
-    loss = clipped_policy_loss(out.logprobs, out.logprobs.detach(), mb.advantages, mb.mask)
-    entropy = token_mean(out.entropy, mb.mask, mb.total_tokens)
-    metrics = {"entropy": entropy, "logprob/max": (-out.logprobs).sum().detach()}
-    return token_mean(loss, mb.mask, mb.total_tokens) - 0.01 * entropy, metrics
+ROWS = 9  # row 3 is text only, the others have images
 
 
-def sequence_loss(out, mb):
-    old = mb.rollout_logprobs - 4  # so that some ratios are clipped, and the loss moves
-    loss = clipped_policy_loss(out.logprobs, old, mb.advantages, mb.mask)
-    return sequence_mean(loss, mb.mask, mb.total_sequences), {}
+@dataclass
+class Case:
+    layout: str
+    like: str  # the case of one process that it is compared with
+    rows: list = field(default_factory=lambda: [slice(0, None, 2), slice(1, None, 2)])  # of each rank
+    losses: tuple = POLICY
+    budget: int = 16384
+    on_meta: bool = False  # each rank reads its part of the weights
+
+    @property
+    def empty(self):
+        return any(rows == slice(0) for rows in self.rows)
 
 
-def value_loss(out, mb):
-    returns = mb.advantages[:, None].expand(mb.mask.shape)
-    loss = clipped_value_loss(out.values, torch.zeros_like(out.values), returns, mb.mask)
-    return token_mean(loss, mb.mask, mb.total_tokens), {"value": token_mean(out.values, mb.mask, mb.total_tokens)}
+ALL, NONE = slice(None), slice(0)
+ALONE = {
+    "whole": Case("1 process", "whole", [ALL]),
+    "row_by_row": Case("1 process, micro-batches of one row", "whole", [ALL], budget=1),
+    "micro_batches": Case("1 process, micro-batches of a few rows", "whole", [ALL], budget=120),
+    "frozen": Case("1 process", "frozen", [ALL], budget=120),
+    "lora": Case("1 process", "lora", [ALL], budget=120),
+    "value": Case("1 process", "value", [ALL], VALUE, budget=120),
+}
+LAUNCHED = {"torchrun": Case("1 process", "whole", [ALL])}
+TWO = {
+    "data_2": Case("DP 2", "whole", budget=120),
+    "data_2_frozen": Case("DP 2", "frozen", budget=120),
+    "data_2_lora": Case("DP 2", "lora", budget=120),
+    "text_rank": Case("DP 2", "whole", [[0, 1, 2, 4, 5, 6, 7, 8], [3]], budget=120),
+    "empty_rank": Case("DP 2", "whole", [ALL, NONE]),
+    "data_2_on_meta": Case("DP 2", "whole", budget=120, on_meta=True),
+    "data_2_value": Case("DP 2", "value", losses=VALUE, budget=120, on_meta=True),
+    "value_empty_rank": Case("DP 2", "value", [ALL, NONE], VALUE, budget=120),
+}
+CASES = {**ALONE, **LAUNCHED, **TWO}
 
 
-def run(model_dir: str, out: Path, case: str) -> None:
-    processor, model = load_processor(model_dir), load_model(model_dir)
-    if case == "frozen":
+def compared():
+    for case in (case for name, case in CASES.items() if name != case.like):
+        yield case.layout, columns(case.losses, sees=True, empty=case.empty)
+
+
+def run(model_dir, out, name):
+    """Four steps, the gradients of the first three, a checkpoint after the second."""
+    case, processor = CASES[name], load_processor(model_dir)
+    value = case.losses is VALUE
+    model = (load_value_model if value else load_model)(model_dir, on_meta=case.on_meta)
+    if case.like == "frozen":
         freeze(model, VISION_TOWER)
-    if case == "lora":
+    if case.like == "lora":
         torch.manual_seed(0)
         model = lora(model, 4, 8, exclude_modules=".*visual.*")
-    value = case.startswith("value")
     engine = make_engine(
         "fsdp2",
         "value_model" if value else "language_model",
-        model=with_value_head(model) if value else model,
+        model=model,
         processor=processor,
         optimizer=lambda params: torch.optim.AdamW(params, lr=1e-2, eps=1e-4),
-        micro_batch_tokens=16384 if case in ("whole", "empty_rank") else 120,
+        micro_batch_tokens=case.budget,
     )
-    rank, world = dist.get_rank(), dist.get_world_size()
     out.mkdir(parents=True, exist_ok=True)
-    # rows 3 is text only, rows 0-2 and 4-8 have images
-    mine = {
-        "whole": list(range(9))[rank::world],
-        "empty_rank": list(range(9)) if rank == 0 else [],
-        "value_empty_rank": list(range(9)) if rank == 0 else [],
-        "text_rank": [0, 1, 2, 4, 5, 6, 7, 8] if rank == 0 else [3],
-    }.get(case, list(range(9))[rank::world])
-    if world == 1:
-        mine = list(range(9))
-    batch = make_batch(processor, rows=mine)
-    loss_fn = value_loss if value else sequence_loss if case == "sequences" else token_loss
-    outputs = ("values",) if value else ("logprobs", "entropy")
-    steps = [engine.train_batch(batch, loss_fn, outputs) for _ in range(2)]
-    gradients = {n: _whole(p.grad) for n, p in engine.module.named_parameters() if p.grad is not None}
-    engine.save_checkpoint(out / "checkpoint", {"step": 2})
-    steps += [engine.train_batch(batch, loss_fn, outputs) for _ in range(2)]
-    logprobs = engine.infer_batch(batch, outputs[:1])[outputs[0]]
-    parameters = dict(engine.get_per_tensor_param())
-    total = engine.global_sum(logprobs.sum()).item()
-    if rank == 0:
+    mine = case.rows[dist.get_rank()]
+    batch = make_batch(processor, rows=list(range(ROWS))[mine] if isinstance(mine, slice) else mine)
+    outputs, steps, gradients = OUTPUTS[case.losses], [], []
+    for step, loss_fn in enumerate(case.losses):
+        steps.append(engine.train_batch(batch, loss_fn, outputs))
+        if step < 3:
+            named = engine.module.named_parameters()
+            gradients.append({n: whole(p.grad).clone() for n, p in named if p.grad is not None})
+        if step == 1:
+            engine.save_checkpoint(out / "checkpoint", {"step": 2}, wait=name != "data_2")
+        if step == 2:
+            parameters = {n: x.clone() for n, x in engine.get_per_tensor_param()}
+    scored = engine.infer_batch(batch, outputs[:1])[outputs[0]]
+    total = engine.global_sum(scored.sum()).item()
+    if dist.get_rank() == 0:
         torch.save({"gradients": gradients, "parameters": parameters}, out / "tensors.pt")
-        (out / "steps.json").write_text(json.dumps({"steps": steps, "logprobs": total}))
-    dist.barrier()
+        (out / "steps.json").write_text(json.dumps({"steps": steps, "total": total}))
+    checkpoint.finish()
+    return engine
 
 
-def _whole(x):
-    return x.full_tensor() if hasattr(x, "full_tensor") else x
+def peak_of_loading(model_dir, *, on_meta):
+    """Bytes that this process takes beyond what it had, at most, while it makes an engine of a model's files."""
+
+    def taken():
+        return int(re.search(r"RssAnon:\s+(\d+) kB", Path("/proc/self/status").read_text())[1]) * 1024
+
+    before, seen, done = taken(), [], threading.Event()
+
+    def watch():
+        while not done.wait(0.001):
+            seen.append(taken())
+
+    watching = threading.Thread(target=watch)
+    watching.start()
+    engine = make_engine("fsdp2", model=load_model(model_dir, on_meta=on_meta))
+    done.set()
+    watching.join()
+    return max(seen) - before, engine
+
+
+def measure(model_dir, out):
+    """What loading a model takes of each rank, in parts and whole, and whether the weights are the same."""
+    parts, engine = peak_of_loading(model_dir, on_meta=True)
+    weights = dict(engine.get_per_tensor_param())
+    del engine
+    whole, engine = peak_of_loading(model_dir, on_meta=False)
+    same = [torch.equal(weights[name], tensor) for name, tensor in engine.get_per_tensor_param()]
+    found = {"parts": parts, "whole": whole, "same": same, "size": sum(4 * x.numel() for x in weights.values())}
+    (out / f"loading.{dist.get_rank()}.json").write_text(json.dumps(found))
+
+
+def on_rank(rank, world, port, model_dir, big_dir, out):
+    torch.set_num_threads(1)
+    if world:
+        set_by_torchrun = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world, "MASTER_PORT": port}
+        os.environ.update({"MASTER_ADDR": "localhost", **{k: str(v) for k, v in set_by_torchrun.items()}})
+    if world == 2:
+        init_distributed("cpu")
+        peak_of_loading(model_dir, on_meta=True)  # for what is imported
+        measure(big_dir, Path(out))
+    for name in (ALONE, LAUNCHED, TWO)[world]:
+        engine = run(model_dir, Path(out) / name, name)
+    if world == 1:
+        engine.save_checkpoint(Path(out, "killed"), {"step": 1})
+        engine.save_checkpoint(Path(out, "killed"), {"step": 2}, wait=False)
+        os._exit(0)  # in the middle of it
+    dist.destroy_process_group()
 
 
 if __name__ == "__main__":
-    torch.set_num_threads(1)
-    for name in sys.argv[3:]:
-        run(sys.argv[1], Path(sys.argv[2]) / name, name)
-    dist.destroy_process_group()
+    for world in (0, 1, 2):
+        with socket.socket() as free:
+            free.bind(("localhost", 0))
+            port = free.getsockname()[1]
+        mp.start_processes(on_rank, (world, port, *sys.argv[1:]), nprocs=max(world, 1), start_method="fork")

@@ -15,6 +15,7 @@ from transformers import AutoConfig, AutoModelForImageTextToText
 
 sys.path.insert(0, str(Path(__file__).parent))
 import test_families  # noqa: E402
+from one_gradient import OUTPUTS, POLICY, VALUE, columns, whole  # noqa: E402
 from rows import make_batch  # noqa: E402
 
 from rlkit.data import collate, extend  # noqa: E402
@@ -24,7 +25,6 @@ from rlkit.engines.attention import use_packed_attention  # noqa: E402
 from rlkit.engines.packer import pack  # noqa: E402
 from rlkit.engines.ulysses import gather, share_rows  # noqa: E402
 from rlkit.engines.value_head import with_value_head  # noqa: E402
-from rlkit.losses import clipped_policy_loss, clipped_value_loss, sequence_mean, token_mean  # noqa: E402
 from rlkit.vlm import lora  # noqa: E402
 from rlkit.vlm.inputs import position_spec  # noqa: E402
 from rlkit.vlm.tiny import tiny_config, tiny_processor, tiny_tokenizer  # noqa: E402
@@ -33,29 +33,10 @@ CPU = torch.device("cpu")
 EXPERTS = {**test_families.EXPERTS, "decoder_sparse_step": 1}
 
 
-def token_loss(out, mb):
-    loss = clipped_policy_loss(out.logprobs, out.logprobs.detach(), mb.advantages, mb.mask)
-    entropy = token_mean(out.entropy, mb.mask, mb.total_tokens)
-    least = torch.nn.functional.pad(out.logprobs.flatten(), (0, 1)).amin()  # of a rank without rows: 0
-    metrics = {"entropy": entropy, "surprise/max": -least, "rows": len(mb)}
-    return token_mean(loss, mb.mask, mb.total_tokens) - 0.01 * entropy, metrics
-
-
-def sequence_loss(out, mb):
-    loss = clipped_policy_loss(out.logprobs, mb.rollout_logprobs - 4, mb.advantages, mb.mask)
-    return sequence_mean(loss, mb.mask, mb.total_sequences), {}
-
-
-def value_loss(out, mb):
-    returns = mb.advantages[:, None].expand(mb.mask.shape)
-    loss = clipped_value_loss(out.values, torch.zeros_like(out.values), returns, mb.mask)
-    return token_mean(loss, mb.mask, mb.total_tokens), {"value": token_mean(out.values, mb.mask, mb.total_tokens)}
-
-
 @dataclass
 class Case:
     model: str
-    loss_fn: object = token_loss
+    losses: tuple = POLICY
     config: dict = field(default_factory=dict)
     options: dict = field(default_factory=dict)
     lora: bool = False
@@ -65,22 +46,38 @@ class Case:
 CHECKPOINTED = {"enable_gradient_checkpointing": True}
 CASES = {
     "qwen2": Case("qwen2", config={"num_key_value_heads": 1}, options={"micro_batch_tokens": 40}),
-    "qwen2_sequences": Case("qwen2", sequence_loss, options=CHECKPOINTED),
-    "qwen2_values": Case("qwen2", value_loss, options={"micro_batch_tokens": 40}),
+    "qwen2_values": Case("qwen2", VALUE, options={"micro_batch_tokens": 40}),
     "qwen2_fused": Case("qwen2", options={"use_fused_kernels": True, "share_prompts": False}),
     "qwen2_no_rows": Case("qwen2", options={"micro_batch_tokens": 40}, first_group_has_all=True),
+    "qwen3": Case("qwen3", options={"micro_batch_tokens": 40}),
     "qwen3_moe": Case("qwen3_moe", config=EXPERTS),
     "qwen2_5_vl": Case("qwen2_5_vl", options={"micro_batch_tokens": 110}),
-    "qwen2_5_vl_lora": Case("qwen2_5_vl", sequence_loss, options=CHECKPOINTED, lora=True),
-    "qwen3_vl": Case("qwen3_vl", sequence_loss, options={**CHECKPOINTED, "micro_batch_tokens": 110}),
+    "qwen2_5_vl_lora": Case("qwen2_5_vl", options=CHECKPOINTED, lora=True),
+    "qwen3_vl": Case("qwen3_vl", options={**CHECKPOINTED, "micro_batch_tokens": 110}),
 }
-SPLITS = {  # ranks, how many of them share their rows
-    "alone": (1, 1, list(CASES)),
-    "ulysses_2": (2, 2, [name for name in CASES if name != "qwen2_no_rows"]),
-    "data_2_ulysses_2": (4, 2, ["qwen2", "qwen2_no_rows", "qwen2_5_vl", "qwen3_vl"]),
-    "ulysses_4": (4, 4, ["qwen2", "qwen3_moe"]),
-    "families": (2, 2, []),
+TENSOR = {"tensor": 2}
+SHARED, HALVES = {"ulysses_sequence_parallel_size": 2}, {"fsdp_size": 2}
+SPLITS = {  # ranks, the engine's options, cases
+    "1 process": (1, {}, list(CASES)),
+    "Ulysses 2": (2, SHARED, [name for name in CASES if name not in ("qwen2_no_rows", "qwen3")]),
+    "TP 2": (2, TENSOR, ["qwen2_values", "qwen3", "qwen2_5_vl"]),
+    "DP 2 x TP 2": (4, TENSOR, ["qwen2_no_rows", "qwen3"]),
+    "DP 2": (2, {}, ["qwen2_no_rows"]),
+    "DP 2 x Ulysses 2": (4, SHARED, ["qwen2", "qwen2_no_rows", "qwen2_5_vl"]),
+    "Ulysses 4": (4, {"ulysses_sequence_parallel_size": 4}, ["qwen3_moe"]),
+    "2 copies x 2 shards": (4, HALVES, ["qwen2_no_rows", "qwen2_5_vl"]),
+    "2 copies x 2 shards, Ulysses 2": (4, {**SHARED, **HALVES}, ["qwen2"]),
 }
+
+
+def compared():
+    for layout, (*_, names) in SPLITS.items():
+        for case in (CASES[name] for name in names if layout != "1 process"):
+            yield layout, columns(case.losses, sees=is_vision(case), empty=case.first_group_has_all)
+
+
+def is_vision(case):
+    return case.model.endswith("_vl")
 
 
 ORDER = [5, 0, 8, 3, 1, 7, 2, 6, 4]  # answers to one prompt do not follow each other
@@ -121,44 +118,43 @@ def make_rows(processor, chosen):
     return collate([samples[i] for i in chosen], advantages=advantages[chosen])
 
 
-def make_case(case, size, processor=None, **options):
+def make_case(case, processor=None, **options):
     model = make_model(case, processor)
     if case.lora:
         model = lora(model, 4, 8, exclude_modules=".*visual.*")
-    value = case.loss_fn is value_loss
+    value = case.losses is VALUE
     return make_engine(
         "fsdp2",
         "value_model" if value else "language_model",
         model=with_value_head(model) if value else model,
         device="cpu",
         optimizer=lambda params: torch.optim.AdamW(params, lr=1e-2, eps=1e-4),
-        **{"ulysses_sequence_parallel_size": size, **case.options, **options},
+        **{**case.options, **options},
     )
 
 
-def whole(x):
-    return x.full_tensor() if hasattr(x, "full_tensor") else x
-
-
-def run(name, size, out, processor):
-    """Three steps; the gradients of the first; logprobs and a plain forward on gathered weights before and after."""
+def run(name, split, out, processor):
+    """Four steps; the gradients of three; logprobs and a plain forward on gathered weights before and after."""
     case = CASES[name]
-    processor = processor if case.model.endswith("_vl") else None
-    engine = make_case(case, size, processor)
+    engine = make_case(case, processor if is_vision(case) else None, **SPLITS[split][1])
     chosen = list(range(9))[engine.data_rank :: engine.data_world]
     if case.first_group_has_all:
         chosen = [] if engine.data_rank else list(range(9))
-    batch = make_rows(processor, [ORDER[i] for i in chosen])
-    outputs = {token_loss: ("logprobs", "entropy"), sequence_loss: ("logprobs",), value_loss: ("values",)}[case.loss_fn]
+    batch = make_rows(processor if is_vision(case) else None, [ORDER[i] for i in chosen])
+    outputs = OUTPUTS[case.losses]
     results = {"rows": chosen, "scored": engine.infer_batch(batch, outputs[:1])[outputs[0]]}
-    results["steps"] = [engine.train_batch(batch, case.loss_fn, outputs)]
-    results["gradients"] = {n: whole(p.grad).clone() for n, p in engine.module.named_parameters() if p.grad is not None}
-    if name == "qwen2":
-        engine.save_checkpoint(out / "checkpoint", {"step": 1})
-    results["steps"] += [engine.train_batch(batch, case.loss_fn, outputs) for _ in range(2)]
-    results["parameters"] = dict(engine.get_per_tensor_param())
-    with torch.no_grad(), engine.gathered() as module:
-        results["gathered"] = module(input_ids=torch.arange(5, 40).view(1, -1)).logits
+    results |= {"steps": [], "gradients": []}
+    for step, loss_fn in enumerate(case.losses):
+        results["steps"].append(engine.train_batch(batch, loss_fn, outputs))
+        if step < 3:
+            named = engine.module.named_parameters()
+            results["gradients"].append({n: whole(p.grad).clone() for n, p in named if p.grad is not None})
+        if name in ("qwen2", "qwen3") and step == 0:
+            engine.save_checkpoint(out / f"{name}.checkpoint", {"step": 1})
+        if step == 2:
+            results["parameters"] = {n: x.clone() for n, x in engine.get_per_tensor_param()}
+            with torch.no_grad(), engine.gathered() as module:
+                results["gathered"] = module(input_ids=torch.arange(5, 40).view(1, -1)).logits
     results["total"] = engine.global_sum(len(batch)).item()
     torch.save(results, out / f"{name}.{dist.get_rank()}.pt")
 
@@ -189,15 +185,24 @@ def run_family(family, ulysses_size):
 def refusals():
     """What is said on this rank to what cannot be done."""
     qwen2, rank = CASES["qwen2"], dist.get_rank()
-    engine = make_case(qwen2, 2)
+    engine = make_case(qwen2, **SHARED)
     attempts = {
-        "world": lambda: make_case(qwen2, 3),
-        "heads": lambda: make_case(Case("qwen2", config={"num_attention_heads": 3, "num_key_value_heads": 1}), 2),
-        "rope": lambda: make_case(
-            Case("qwen2", config={"rope_parameters": {"rope_type": "dynamic", "factor": 2.0}}), 2
+        "copies": lambda: make_case(qwen2, fsdp_size=3),
+        "tensor": lambda: make_case(qwen2, tensor=3),
+        "key_value": lambda: make_case(qwen2, **TENSOR),
+        "experts": lambda: make_case(CASES["qwen3_moe"], **TENSOR),
+        "adapters": lambda: make_case(Case("qwen3", lora=True), **TENSOR),
+        "plan": lambda: make_case(Case("gpt2"), **TENSOR),
+        "both": lambda: make_case(qwen2, **TENSOR, **HALVES),
+        "world": lambda: make_case(qwen2, ulysses_sequence_parallel_size=3),
+        "heads": lambda: make_case(
+            Case("qwen2", config={"num_attention_heads": 3, "num_key_value_heads": 1}), **SHARED
         ),
-        "padded": lambda: make_case(qwen2, 2, use_remove_padding=False),
-        "rows": lambda: engine.train_batch(make_rows(None, [rank, 5]), token_loss, ("logprobs", "entropy")),
+        "rope": lambda: make_case(
+            Case("qwen2", config={"rope_parameters": {"rope_type": "dynamic", "factor": 2.0}}), **SHARED
+        ),
+        "padded": lambda: make_case(qwen2, **SHARED, use_remove_padding=False),
+        "rows": lambda: engine.train_batch(make_rows(None, [rank, 5]), POLICY[0], OUTPUTS[POLICY]),
         "field": lambda: engine.infer_batch(make_rows(None, [0]).add(weight=torch.tensor([float(rank)]))),
         "size": lambda: engine.infer_batch(make_rows(None, [0, 1][: rank + 1])),
     }
@@ -210,24 +215,22 @@ def refusals():
     return said
 
 
-def work(rank, split, out):
+def work(rank, world, out):
     torch.set_num_threads(1)
-    world, size, names = SPLITS[split]
-    out = out / split
-    out.mkdir(exist_ok=True)
-    store = dist.FileStore(f"{out}.store", world)
+    store = dist.FileStore(f"{out}/{world}.store", world)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=world, timeout=timedelta(seconds=60))
     processor = make_processor()
-    for name in names:
-        run(name, size, out, processor)
-    if not names:
-        families = {family: run_family(family, size) for family in (*test_families.TEXT, *test_families.VISION)}
+    for split, (ranks, *_, names) in SPLITS.items():
+        if ranks == world:
+            (out / split).mkdir(exist_ok=True)
+            for name in names:
+                run(name, split, out / split, processor)
+    if world == 2:
+        families = {family: run_family(family, world) for family in (*test_families.TEXT, *test_families.VISION)}
         (out / f"said.{rank}.json").write_text(json.dumps({"families": families, "refusals": refusals()}))
     dist.destroy_process_group()
 
 
 if __name__ == "__main__":
-    for split in sys.argv[2:] or SPLITS:
-        Path(sys.argv[1], f"{split}.store").unlink(missing_ok=True)
-        # forked: the imports are paid for once
-        torch.multiprocessing.start_processes(work, (split, Path(sys.argv[1])), SPLITS[split][0], start_method="fork")
+    for world in (1, 2, 4):  # forked: the imports are paid for once
+        torch.multiprocessing.start_processes(work, (world, Path(sys.argv[1])), world, start_method="fork")

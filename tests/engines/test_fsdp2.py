@@ -10,7 +10,7 @@ import torch
 from transformers import AutoModelForImageTextToText
 
 from rlkit.data import collate
-from rlkit.engines import make_engine, register_engine
+from rlkit.engines import checkpoint, make_engine, register_engine
 from rlkit.engines.attention import Layout, varlen_attention
 from rlkit.engines.packer import pack, shared_prompts
 from rlkit.losses import clipped_policy_loss, token_mean
@@ -320,6 +320,42 @@ def test_engine_resume_is_exact(tiny_dir, processor, tmp_path):
     for expected in steps[2:]:
         assert other.train_batch(batch, weighted_loss, ("logprobs", "entropy")) == expected
     assert [p.name for p in tmp_path.iterdir()] == ["step_2"]
+
+
+def test_a_checkpoint_is_written_while_training_goes_on(tiny_dir, processor, tmp_path):
+    """It holds what was there at the save, its place is empty or whole, and the next save or load waits for it."""
+    batch, engine = make_batch(processor), make_resumable(tiny_dir)
+    engine.train_batch(batch, weighted_loss, ("logprobs", "entropy"))
+    at_save = {name: tensor.clone() for name, tensor in engine.get_per_tensor_param()}
+    engine.save_checkpoint(tmp_path / "step_1", {"step": 1}, wait=False)
+    later = [engine.train_batch(batch, weighted_loss, ("logprobs", "entropy")) for _ in range(2)]
+    engine.save_checkpoint(tmp_path / "step_1", {"step": 3}, wait=False)
+    other = make_resumable(tiny_dir)
+    assert other.load_checkpoint(tmp_path / "step_1") == {"step": 3}
+    engine.save_checkpoint(tmp_path / "step_4", {"step": 4}, wait=False)
+    checkpoint.finish()
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["step_1", "step_4"]
+    assert other.train_batch(batch, weighted_loss, ("logprobs", "entropy")) != later[1]
+
+    again = make_resumable(tiny_dir)
+    again.train_batch(batch, weighted_loss, ("logprobs", "entropy"))
+    again.save_checkpoint(tmp_path / "step_1", wait=False)
+    for parameter in again.module.parameters():  # what is written is a copy
+        parameter.data.zero_()
+    again.load_checkpoint(tmp_path / "step_1")
+    for name, tensor in again.get_per_tensor_param():
+        assert torch.equal(tensor, at_save[name]), name
+    assert [again.train_batch(batch, weighted_loss, ("logprobs", "entropy")) for _ in range(2)] == later
+
+
+def test_a_save_that_fails_in_its_thread_is_reported(tiny_dir, tmp_path):
+    engine = make_resumable(tiny_dir)
+    engine.save_checkpoint(tmp_path / "step_1", {"step": 1})
+    (tmp_path / "step_1.old").write_text("")  # which rmtree leaves, and no directory can be moved to
+    engine.save_checkpoint(tmp_path / "step_1", {"step": 2}, wait=False)
+    with pytest.raises(OSError):
+        checkpoint.finish()
+    assert engine.load_checkpoint(tmp_path / "step_1") == {"step": 1}
 
 
 def test_checkpoint_that_is_cut_short_names_the_file(tiny_dir, tmp_path):

@@ -16,6 +16,7 @@ HERE = Path(__file__).parent
 sys.path.insert(0, str(HERE))
 import on_megatron_ranks as ranks  # noqa: E402
 from megatron.core import parallel_state  # noqa: E402
+from one_gradient import OUTPUTS, POLICY  # noqa: E402
 
 from rlkit.engines.megatron_cpu import cuda_calls_on_host  # noqa: E402
 from rlkit.engines.megatron_model import Split, check, use_split  # noqa: E402
@@ -55,9 +56,10 @@ def assert_same(came, expected, tolerance=1e-5):
 @pytest.mark.parametrize("case", ranks.CASES)
 def test_every_split_equals_fsdp2(out, case):
     came, expected = results(out, case), results(out, f"fsdp2-{ranks.CASES[case][1]}")
-    for i, (steps, gradients) in enumerate(zip(expected["steps"], expected["gradients"], strict=True)):
+    for i, steps in enumerate(expected["steps"]):
         assert came["steps"][i] == pytest.approx(steps, abs=1e-5, rel=1e-5), i
-        assert_same(came["gradients"][i], gradients)
+    for mine, theirs in zip(came["gradients"], expected["gradients"], strict=True):
+        assert_same(mine, theirs)
     assert_same(came["parameters"], expected["parameters"])
     assert expected["steps"][0]["grad_norm"] > 0.5 > max(g.norm() for g in expected["gradients"][0].values())  # clipped
     moved = {name: (tensor - expected["imported"][name]).abs().max() for name, tensor in expected["parameters"].items()}
@@ -68,7 +70,7 @@ def test_every_split_equals_fsdp2(out, case):
 def test_scores_equal_transformers(out, case):
     kind = ranks.CASES[case][1]
     model, batch = ranks.make_model(kind), ranks.make_batch(list(range(ranks.ROWS)), kind)
-    expected = {name: torch.zeros(batch.tokens.shape) for name in ranks.outputs_of(kind)}
+    expected = {name: torch.zeros(batch.tokens.shape) for name in OUTPUTS[ranks.losses_of(kind)]}
     for b, length in enumerate(batch.lengths):
         inputs = {"input_ids": batch.tokens[b : b + 1, :length], **batch.vision[b]}
         if kind == "vl":
@@ -116,14 +118,14 @@ def test_checkpoint_goes_on_at_any_split(out, case):
     assert_same(came["exported"], expected["exported"])
 
 
-def test_fsdp2_goes_on_from_a_megatron_checkpoint(out):
-    expected = results(out, "tp2-pp2")
-    engine = ranks.engine_for("fsdp2", "qwen2")
-    assert engine.load_checkpoint(out / "tp2-pp2" / "checkpoint") == {"step": 1}
-    batch = ranks.make_batch(list(range(ranks.ROWS)))
-    for steps in expected["steps"][1:]:
-        came = engine.train_batch(batch, ranks.token_loss, ("logprobs", "entropy"))
-        assert came == pytest.approx(steps, abs=1e-5, rel=1e-5)
+@pytest.mark.parametrize("case", ranks.TO_FSDP2)
+def test_fsdp2_goes_on_from_a_megatron_checkpoint(out, case):
+    expected, kind = results(out, case), ranks.CASES[case][1]
+    losses, engine = ranks.losses_of(kind), ranks.engine_for("fsdp2", kind)
+    assert engine.load_checkpoint(out / case / "checkpoint") == {"step": 1}
+    batch = ranks.make_batch(list(range(ranks.ROWS)), kind)
+    for loss_fn, steps in zip(losses[1:], expected["steps"][1:], strict=True):
+        assert engine.train_batch(batch, loss_fn, OUTPUTS[losses]) == pytest.approx(steps, abs=1e-5, rel=1e-5)
     assert_same(dict(engine.get_per_tensor_param()), expected["exported"])
 
 
@@ -134,7 +136,7 @@ def test_every_rank_refuses_a_bad_split_and_rows_of_its_own(out):
     assert heads == "tensor: a divisor of the 2 key-value heads expected, came 4"
     assert layers == "pipeline: a divisor of the 2 layers expected, came 4"
     assert ranks_ == "tensor 1 x pipeline 1 x context 3: a divisor of the 4 ranks expected"
-    assert rows.startswith("batch: ranks that share a tensor, a pipeline or a context must be given the same rows")
+    assert rows.startswith("batch: ranks that compute together must be given the same rows")
 
 
 def refused(split, world=8, kind="qwen2", **changes):
@@ -177,7 +179,7 @@ def test_a_wrong_model_or_call_is_named(alone):
     with pytest.raises(ValueError, match="disable_adapter: the megatron engine has no adapters"):
         engine.disable_adapter()
     with pytest.raises(ValueError, match="made without an optimizer"):
-        engine.train_batch(batch, ranks.token_loss)
+        engine.train_batch(batch, POLICY[0])
     with pytest.raises(ValueError, match=r"\['values'\] not known; there are logprobs, entropy"):
         engine.infer_batch(batch, ("values",))
     with pytest.raises(ValueError, match="no rank has rows"):
@@ -226,7 +228,7 @@ def test_what_is_frozen_stays(alone):
     frozen = freeze(model, "embed_tokens|layers.0.self_attn.[qkv]_proj|layers.1.mlp.down_proj")
     before = {name: p.detach().clone() for name, p in model.named_parameters()}
     engine = make_engine("megatron", model=model, optimizer=lambda params: torch.optim.AdamW(params, lr=1e-2))
-    engine.train_batch(ranks.make_batch(list(range(ranks.ROWS))), ranks.sequence_loss)
+    engine.train_batch(ranks.make_batch(list(range(ranks.ROWS))), POLICY[1])
     after = dict(engine.get_per_tensor_param())
     assert len(frozen) == 5 and all(torch.equal(after[name], before[name]) == (name in frozen) for name in before)
     parallel_state.destroy_model_parallel()
@@ -240,7 +242,7 @@ def test_frozen_vision_tower_has_no_gradient_and_does_not_move(alone):
     frozen = freeze(model, VISION_TOWER)
     before = {name: p.detach().clone() for name, p in model.named_parameters()}
     engine = make_engine("megatron", model=model, optimizer=lambda params: torch.optim.AdamW(params, lr=1e-2))
-    engine.train_batch(ranks.make_batch(list(range(ranks.ROWS)), "vl"), ranks.sequence_loss)
+    engine.train_batch(ranks.make_batch(list(range(ranks.ROWS)), "vl"), POLICY[1])
     assert all(parameter.grad is None for parameter in engine.model.visual.parameters())
     after = dict(engine.get_per_tensor_param())
     assert all(torch.equal(after[name], before[name]) == (name in frozen) for name in before)
@@ -278,7 +280,7 @@ def test_bfloat16_keeps_float32_weights(alone):
     assert before.dtype == torch.bfloat16
     for name, tensor in weights().items():
         assert torch.equal(tensor, model.get_parameter(name)), name
-    metrics = engine.train_batch(ranks.make_batch([0, 1]), ranks.token_loss, ("logprobs", "entropy"))
+    metrics = engine.train_batch(ranks.make_batch([0, 1]), POLICY[0], OUTPUTS[POLICY])
     assert metrics["grad_norm"] > 0
     moved = weights()["model.norm.weight"] - model.model.norm.weight
     assert 0.9e-6 < moved.abs().max() < 1.1e-6

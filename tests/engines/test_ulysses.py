@@ -11,7 +11,8 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parent))
 import on_ulysses_ranks
-from on_ulysses_ranks import CASES, ORDER, SPLITS, make_case, make_rows, token_loss
+from on_ulysses_ranks import CASES, ORDER, SPLITS, is_vision, make_case, make_rows
+from one_gradient import OUTPUTS, POLICY
 from test_families import TEXT, VISION
 
 from rlkit.engines.attention import Layout, _attention
@@ -35,13 +36,13 @@ def result(out, split, name, rank=0):
     return torch.load(out / split / f"{name}.{rank}.pt", weights_only=True)
 
 
-SHARED = [(split, name) for split, (world, _, names) in SPLITS.items() if world > 1 for name in names]
+SHARED = [(split, name) for split, (world, *_, names) in SPLITS.items() if world > 1 for name in names]
 
 
 @pytest.mark.parametrize(("split", "name"), SHARED)
 def test_token_mean_invariant_to_sequence_and_tensor_parallel(results, split, name):
-    """Every metric, gradient and parameter, through three steps; also means over sequences, and values."""
-    alone = result(results, "alone", name)
+    """Every metric, gradient and parameter, through all losses."""
+    alone = result(results, "1 process", name)
     for rank in range(SPLITS[split][0]):
         came = result(results, split, name, rank)
         torch.testing.assert_close(
@@ -50,40 +51,43 @@ def test_token_mean_invariant_to_sequence_and_tensor_parallel(results, split, na
         assert came["total"] == alone["total"]
         for step, (mine, theirs) in enumerate(zip(came["steps"], alone["steps"], strict=True)):
             assert mine == pytest.approx(theirs, abs=1e-5, rel=1e-5), (rank, step)
-        for kind in ("gradients", "parameters"):
-            assert came[kind].keys() == alone[kind].keys()
-            for parameter, tensor in came[kind].items():
+        pairs = zip([*came["gradients"], came["parameters"]], [*alone["gradients"], alone["parameters"]], strict=True)
+        for kind, (mine, theirs) in enumerate(pairs):
+            assert mine.keys() == theirs.keys()
+            for parameter, tensor in mine.items():
                 torch.testing.assert_close(
-                    tensor,
-                    alone[kind][parameter],
-                    atol=1e-5,
-                    rtol=0,
-                    msg=lambda m, n=f"{kind} {parameter}": f"{n}: {m}",
+                    tensor, theirs[parameter], atol=1e-5, rtol=0, msg=lambda m, n=f"{kind} {parameter}": f"{n}: {m}"
                 )
         torch.testing.assert_close(came["gathered"], alone["gathered"], atol=1e-4, rtol=1e-5)
 
 
 def test_there_is_something_to_compare(results):
     for name, case in CASES.items():
-        alone = result(results, "alone", name)
+        alone = result(results, "1 process", name)
         assert all(0.01 < step["grad_norm"] and step["skipped_steps"] == 0 for step in alone["steps"])
-        assert len({step["loss"] for step in alone["steps"]}) == 3
-        vision = [gradient for n, gradient in alone["gradients"].items() if ".visual." in n]
-        assert bool(vision) == (case.model.endswith("_vl") and not case.lora)
-        assert all(gradient.abs().max() > 1e-5 for n, gradient in alone["gradients"].items() if "patch_embed" in n)
+        assert len({step["loss"] for step in alone["steps"]}) == 4
+        for gradients in alone["gradients"]:
+            assert any(".visual." in n for n in gradients) == (is_vision(case) and not case.lora)
+            assert all(gradient.abs().max() > 1e-5 for n, gradient in gradients.items() if "patch_embed" in n)
 
 
-@pytest.mark.parametrize("split", ["alone", "ulysses_2", "data_2_ulysses_2"])
-def test_a_checkpoint_is_taken_up_by_one_rank_that_shares_no_rows(results, split):
-    engine = make_case(CASES["qwen2"], 1)
-    assert engine.load_checkpoint(results / split / "checkpoint") == {"step": 1}
+@pytest.mark.parametrize(
+    ("split", "name"),
+    [
+        ("1 process", "qwen2"), ("Ulysses 2", "qwen2"), ("DP 2 x Ulysses 2", "qwen2"), ("DP 2 x TP 2", "qwen3"),
+        ("2 copies x 2 shards, Ulysses 2", "qwen2"),
+    ],
+)  # fmt: skip
+def test_a_checkpoint_is_taken_up_by_one_rank_that_shares_no_rows(results, split, name):
+    engine = make_case(CASES[name])
+    assert engine.load_checkpoint(results / split / f"{name}.checkpoint") == {"step": 1}
     batch = make_rows(None, ORDER)
-    for expected in result(results, "alone", "qwen2")["steps"][1:]:
-        assert engine.train_batch(batch, token_loss, ("logprobs", "entropy")) == pytest.approx(expected, abs=1e-5)
+    for loss_fn, expected in zip(POLICY[1:], result(results, "1 process", name)["steps"][1:], strict=True):
+        assert engine.train_batch(batch, loss_fn, OUTPUTS[POLICY]) == pytest.approx(expected, abs=1e-5)
 
 
 def said(results):
-    return [json.loads((results / "families" / f"said.{rank}.json").read_text()) for rank in range(2)]
+    return [json.loads((results / f"said.{rank}.json").read_text()) for rank in range(2)]
 
 
 @pytest.mark.parametrize("family", [*TEXT, *VISION])
@@ -95,6 +99,13 @@ def test_family_equals_one_sequence_at_a_time(results, family):
 
 def test_what_cannot_be_shared_is_said_on_every_rank(results):
     expected = {
+        "copies": "fsdp_size=3: a divisor of the number of ranks expected, which is 2",
+        "tensor": "tensor=3: a divisor of the number of ranks expected, which is 2",
+        "key_value": "tensor=2: a divisor of num_key_value_heads expected, qwen2 has 1",
+        "experts": "tensor=2: qwen3_moe: moe_tp_experts, packed_colwise in its plan is not supported",
+        "adapters": "tensor=2: it goes neither with adapters nor with Ulysses",
+        "plan": "tensor=2: gpt2 has no plan in transformers",
+        "both": "fsdp_size=2: it does not go together with tensor=2",
         "world": "ulysses_sequence_parallel_size=3: a divisor of the number of ranks expected, which is 2",
         "heads": "ulysses_sequence_parallel_size=2: a divisor of the number of attention heads expected, qwen2 has 3",
         "rope": "ulysses_sequence_parallel_size=2: qwen2 scales RoPE (dynamic) by the longest position, which is not "
@@ -102,7 +113,7 @@ def test_what_cannot_be_shared_is_said_on_every_rank(results):
         "padded": "ulysses_sequence_parallel_size=2: it shares packed rows; use_remove_padding=True expected",
         **dict.fromkeys(
             ("rows", "field", "size"),
-            "batch: the 2 ranks of a Ulysses group must be given the same rows, those of the engine's data_rank (of "
+            "batch: ranks that compute together must be given the same rows, those of the engine's data_rank (of "
             "data_world), and at least one came with others",
         ),
     }

@@ -1,7 +1,6 @@
 """Value and reward models in the fsdp2 engine, against a linear layer on transformers' own hidden states."""
 
 import copy
-import json
 import logging
 import math
 import sys
@@ -19,9 +18,7 @@ from rlkit.losses import bradley_terry_loss, clipped_value_loss, token_mean
 from rlkit.vlm import VISION_TOWER, freeze, load_model, load_processor, lora
 
 sys.path.insert(0, str(Path(__file__).parent))
-import on_ranks
 from rows import make_batch
-from test_ranks import assert_same, launch, result
 
 LAYOUTS = {
     "shared": {},
@@ -339,19 +336,3 @@ def test_bad_input_is_named():
         value.train_batch(batch, lambda out, mb: (out.logprobs.sum(), {}))
     with pytest.raises(ValueError, match="no engine 'fsdp3' for a 'value_model' on 'cpu'"):
         make_engine("fsdp3", "value_model", device="cpu", model=None)
-
-
-def test_two_ranks_equal_one(tiny_dir, tmp_path):
-    """Also with a rank that has no rows; a head of one row lies on one rank. Its checkpoint resumes on one rank."""
-    on_ranks.run(tiny_dir, tmp_path / "value", "value")
-    launch(tiny_dir, tmp_path / "two", ["value", "value_empty_rank"], 2)
-    alone, two = result(tmp_path, "value"), result(tmp_path / "two", "value")
-    assert alone[0]["steps"][3]["loss"] != alone[0]["steps"][0]["loss"]
-    assert_same(alone, two)
-    assert_same(alone, result(tmp_path / "two", "value_empty_rank"))
-    engine = engine_for(load_value_model(tiny_dir))
-    assert engine.load_checkpoint(tmp_path / "two" / "value" / "checkpoint") == {"step": 2}
-    expected = json.loads((tmp_path / "two" / "value" / "steps.json").read_text())["steps"][2:]
-    for step in expected:
-        came = engine.train_batch(make_batch(load_processor(tiny_dir)), on_ranks.value_loss)
-        assert came["loss"] == pytest.approx(step["loss"], abs=1e-5)

@@ -1,0 +1,65 @@
+"""One gradient, whatever the layout: the losses that are compared, and the table in docs/engines.md of where they were.
+
+`on_ranks.py`, `on_ulysses_ranks.py` and `on_megatron_ranks.py` run the cases, `test_ranks.py`, `test_ulysses.py` and
+`test_megatron.py` compare them; the table is made from their cases, so that a yes stands only where a test runs.
+"""
+
+from importlib import import_module
+
+import torch
+
+from rlkit.losses import clipped_policy_loss, clipped_value_loss, sequence_mean, token_mean
+
+COLUMNS = (
+    "text", "images in some rows", "token-level policy", "sequence-level policy", "SFT", "value", "a rank without rows",
+)  # fmt: skip
+
+
+def token_loss(out, mb):
+    loss = clipped_policy_loss(out.logprobs, out.logprobs.detach(), mb.advantages, mb.mask)
+    entropy = token_mean(out.entropy, mb.mask, mb.total_tokens)
+    surprise = torch.cat([torch.zeros(1), -out.logprobs.flatten()]).max()  # a micro-batch may have no rows
+    metrics = {"entropy": entropy, "surprise/max": surprise, "rows": len(mb)}
+    return token_mean(loss, mb.mask, mb.total_tokens) - 0.05 * entropy, metrics
+
+
+def sequence_loss(out, mb):
+    old = mb.rollout_logprobs - 3.5  # so that some ratios are clipped, and the loss moves
+    loss = clipped_policy_loss(out.logprobs, old, mb.advantages, mb.mask)
+    return sequence_mean(loss, mb.mask, mb.total_sequences), {}
+
+
+def sft_loss(out, mb):
+    return token_mean(-out.logprobs, mb.mask, mb.total_tokens), {}
+
+
+def value_loss(out, mb):
+    returns = mb.advantages[:, None].expand(mb.mask.shape)
+    loss = clipped_value_loss(out.values, torch.zeros_like(out.values), returns, mb.mask)
+    return token_mean(loss, mb.mask, mb.total_tokens), {"value": token_mean(out.values, mb.mask, mb.total_tokens)}
+
+
+POLICY = (token_loss, sequence_loss, sft_loss, token_loss)  # of four steps
+VALUE = (value_loss,) * 4
+OUTPUTS = {POLICY: ("logprobs", "entropy"), VALUE: ("values",)}
+
+
+def whole(x):
+    return x.full_tensor() if hasattr(x, "full_tensor") else x
+
+
+def columns(losses, *, sees, empty):
+    """What a case compares."""
+    compared = ["value"] if losses is VALUE else ["token-level policy", "sequence-level policy", "SFT"]
+    return {*compared, *(["images in some rows"] if sees else ["text"]), *(["a rank without rows"] if empty else [])}
+
+
+def table():
+    """The table of docs/engines.md: layouts, and what each compares, in Markdown."""
+    found = {}
+    for name in ("on_ranks", "on_ulysses_ranks", "on_megatron_ranks"):
+        for layout, compared in import_module(name).compared():
+            found.setdefault(layout, set()).update(compared)
+    lines = [("layout", *COLUMNS), ("---",) * (1 + len(COLUMNS))]
+    lines += [(layout, *("yes" if name in seen else "" for name in COLUMNS)) for layout, seen in found.items()]
+    return "\n".join("| " + " | ".join(line) + " |" for line in lines)

@@ -1,0 +1,119 @@
+"""FLOPs by formula against torch's own counter, and against numbers worked out by hand."""
+
+import pytest
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+from transformers import AutoConfig, AutoModelForCausalLM, Qwen2_5_VLConfig
+
+from rlkit.data import collate, extend, load_task, prompt, step_rows
+from rlkit.engines import make_engine
+from rlkit.engines.flops import batch_flops, forward_flops
+from rlkit.vlm import build_tiny, encode_rows, load_model, load_processor
+
+QWEN2_5_VL_7B = Qwen2_5_VLConfig(
+    text_config={
+        "hidden_size": 3584, "num_hidden_layers": 28, "num_attention_heads": 28, "num_key_value_heads": 4,
+        "intermediate_size": 18944, "vocab_size": 152064,
+    },
+    vision_config={
+        "depth": 32, "hidden_size": 1280, "intermediate_size": 3420, "num_heads": 16, "patch_size": 14,
+        "out_hidden_size": 3584, "window_size": 112, "fullatt_block_indexes": [7, 15, 23, 31],
+    },
+)  # fmt: skip
+# layer: q and o 2 * 3584^2, k and v 2 * 3584 * 512, mlp 3 * 3584 * 18944 = 233,046,016; 28 of them
+LANGUAGE = 6_525_288_448
+# patches 1176 * 1280, 32 blocks of 4 * 1280^2 + 3 * 1280 * 3420: a patch; merger 5120^2 + 5120 * 3584: four patches
+PATCH, MERGER = 1_505_280 + 32 * 19_686_400, 44_564_480
+
+
+def test_golden_text():
+    """A prompt of 100 tokens, eight answers of 20 behind it: 260 tokens, of which 160 are scored."""
+    spans = [(100, 0), *[(20, 100)] * 8]
+    pairs = 100 * 101 // 2 + 8 * (20 * 100 + 20 * 21 // 2)
+    assert pairs == 22_730
+    expected = 2 * LANGUAGE * 260 + 4 * 28 * 3584 * pairs + 2 * 3584 * 152_064 * 160
+    assert expected == 3_576_673_157_120
+    assert forward_flops(QWEN2_5_VL_7B, spans, scored=160) == expected
+    whole = forward_flops(QWEN2_5_VL_7B, [(120, 0)] * 8, scored=160)  # nothing shared
+    assert whole - expected == 2 * LANGUAGE * 700 + 4 * 28 * 3584 * 7 * (100 * 101 // 2)
+
+
+def test_golden_image():
+    """448 x 448 pixels: 32 x 32 patches, 16 windows of 64; 28 of 32 blocks see a window, 4 the whole image."""
+    pairs = 1024 * (4 * 1024 + 28 * 64)
+    tower = 2 * PATCH * 1024 + 4 * 1280 * pairs + 2 * MERGER * 256
+    assert tower == 1_346_937_815_040
+    assert forward_flops(QWEN2_5_VL_7B, [], frames=[1024]) == tower
+    assert forward_flops(QWEN2_5_VL_7B, [(10, 0)], frames=[1024, 1024]) == 2 * tower + forward_flops(
+        QWEN2_5_VL_7B, [(10, 0)]
+    )
+
+
+SMALL = {
+    "vocab_size": 300, "hidden_size": 64, "num_hidden_layers": 3, "num_attention_heads": 4, "num_key_value_heads": 2,
+    "intermediate_size": 96,
+}  # fmt: skip
+EXPERTS = {"moe_intermediate_size": 32, "num_experts": 8, "num_experts_per_tok": 2}
+
+
+@pytest.mark.parametrize(
+    ("kind", "options"),
+    [
+        ("qwen2", {}), ("llama", {}), ("qwen3", {"head_dim": 32}), ("gemma2", {"head_dim": 32}),
+        ("qwen3_moe", {"head_dim": 32, **EXPERTS}), ("qwen2_moe", {"shared_expert_intermediate_size": 48, **EXPERTS}),
+        ("mixtral", {"num_local_experts": 8, "num_experts_per_tok": 2}),
+    ],
+)  # fmt: skip
+def test_equals_what_torch_counts(kind, options):
+    """Eager attention multiplies the whole square of n tokens; the formula has what the mask leaves."""
+    config, n = AutoConfig.for_model(kind, **SMALL, **options), 10
+    config._attn_implementation = config._experts_implementation = "eager"
+    model = AutoModelForCausalLM.from_config(config)
+    with FlopCounterMode(display=False) as counter, torch.no_grad():
+        model(input_ids=torch.randint(0, 300, (1, n)))
+    upper = n * n - n * (n + 1) // 2
+    size = getattr(config, "head_dim", None) or 16
+    assert forward_flops(config, [(n, 0)], scored=n) + 4 * 3 * 4 * size * upper == counter.get_total_flops()
+
+
+@pytest.fixture(scope="module")
+def seen(tmp_path_factory):
+    """A tiny Qwen2.5-VL, and a batch of two images with three answers each."""
+    path = tmp_path_factory.mktemp("model") / "tiny"
+    task = load_task("digits")
+    build_tiny(path, task.train, warm_up_steps=0)
+    prompts, _ = encode_rows(load_processor(str(path)), step_rows(task.train, 0, 2, 0))
+    return str(path), collate([extend(p, [30, 31, 32][:n], [-1.0] * n) for p in prompts for n in (1, 2, 3)])
+
+
+@pytest.mark.parametrize("share", [True, False])
+def test_a_batch_with_images_equals_what_torch_counts_in_the_engine(seen, share):
+    """torch counts every matrix; it does not count attention, which is called by name."""
+    path, batch = seen
+    optimizer = {"optimizer": lambda params: torch.optim.AdamW(params, lr=1e-4)}
+    engine = make_engine("fsdp2", model=load_model(path), share_prompts=share, **optimizer)
+    with FlopCounterMode(display=False) as counter:
+        engine.infer_batch(batch)
+    lengths = batch.lengths
+    before = lengths[0] - 1
+    spans = [(before, 0), (1, before), (2, before), (3, before)] if share else [(n, 0) for n in lengths[:3]]
+    pairs = 2 * sum(n * b + n * (n + 1) // 2 for n, b in spans)
+    images = 2 if share else 6
+    attention = 4 * 2 * 128 * pairs + 4 * 64 * 2 * images * 16 * 16  # of two layers, and of two blocks of 4 x 4 patches
+    flops, vocabulary = batch_flops(engine.config, batch, share_prompts=share), engine.config.text_config.vocab_size
+    assert flops == counter.get_total_flops() + attention
+    assert flops - batch_flops(engine.config, batch, share_prompts=share, head=False) == 2 * 128 * vocabulary * 12
+
+    def loss_fn(out, mb):
+        return -(out.logprobs * mb.mask).sum() / mb.total_tokens, {}
+
+    with FlopCounterMode(display=False) as counter:
+        engine.train_batch(batch, loss_fn)
+    pixels = 2 * images * 16 * 1176 * 64  # have no gradient
+    assert 3 * flops == counter.get_total_flops() + 3 * attention + pixels
+
+
+def test_a_rank_without_rows_does_nothing():
+    assert batch_flops(QWEN2_5_VL_7B, collate([])) == 0
+    text = collate([extend(prompt([1, 2, 3]), [4], [-1.0])])
+    assert batch_flops(QWEN2_5_VL_7B, text) == forward_flops(QWEN2_5_VL_7B, [(4, 0)], scored=1)

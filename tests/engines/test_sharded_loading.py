@@ -1,0 +1,121 @@
+"""Weights that each rank reads its part of: the same as those read whole. On two ranks: `test_ranks.py`."""
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from rlkit.engines import make_engine
+from rlkit.engines.value_head import load_value_model, with_value_head
+from rlkit.vlm import VISION_TOWER, freeze, load_model, load_processor, lora
+
+sys.path.insert(0, str(Path(__file__).parent))
+import test_families
+from one_gradient import OUTPUTS, POLICY, VALUE
+from rows import make_batch
+
+
+def adamw(parameters):
+    return torch.optim.AdamW(parameters, lr=1e-2)
+
+
+@pytest.fixture
+def saved(tmp_path):
+    """A function that writes a tiny model of a family and returns its directory."""
+
+    def save(family, **config):
+        model = test_families.text_model(family, {**test_families.TEXT[family], **config})
+        model.save_pretrained(tmp_path / family)
+        return str(tmp_path / family)
+
+    return save
+
+
+@pytest.mark.parametrize("family", ["qwen2", "qwen3_moe", "deepseek_v3"])
+def test_weights_and_buffers_are_those_read_whole(saved, family):
+    """Experts, which the files hold one by one, and rotary tables, which they do not hold, too."""
+    path = saved(family)
+    expected = load_model(path)
+    model = load_model(path, on_meta=True)
+    assert all(p.is_meta for p in model.parameters()) and not model.training
+    engine = make_engine("fsdp2", model=model)
+    came = dict(engine.get_per_tensor_param())
+    other = dict(make_engine("fsdp2", model=expected).get_per_tensor_param())
+    assert came.keys() == other.keys() and all(torch.equal(came[name], tensor) for name, tensor in other.items())
+    buffers, others = dict(model.named_buffers()), dict(expected.named_buffers())
+    assert buffers.keys() == others.keys() and len(buffers) >= 2
+    assert all(torch.equal(buffers[name], buffer) for name, buffer in others.items())
+
+
+def test_tied_embeddings_stay_tied(saved, tmp_path):
+    model = load_model(saved("qwen2", tie_word_embeddings=True), on_meta=True)
+    engine = make_engine("fsdp2", model=model, optimizer=adamw)
+    assert model.lm_head.weight is model.model.embed_tokens.weight
+    assert "lm_head.weight" not in dict(engine.get_per_tensor_param())
+    batch = test_families.rows()[0]
+    batch.add(advantages=torch.ones(len(batch)), rollout_logprobs=torch.zeros(batch.tokens.shape))
+    other = make_engine("fsdp2", model=load_model(str(tmp_path / "qwen2")), optimizer=adamw)
+    for _ in range(2):
+        mine, theirs = (one.train_batch(batch, POLICY[2]) for one in (engine, other))
+        assert mine == theirs
+
+
+def test_frozen_with_adapters_and_with_a_value_head(tiny_dir, tmp_path):
+    batch = make_batch(load_processor(tiny_dir))
+    whole = make_engine("fsdp2", model=load_model(tiny_dir)).infer_batch(batch)["logprobs"]
+    model = load_model(tiny_dir, on_meta=True)
+    frozen = freeze(model, VISION_TOWER)
+    engine = make_engine("fsdp2", model=lora(model, 4, 8, exclude_modules=".*visual.*"), optimizer=adamw)
+    assert torch.equal(engine.infer_batch(batch)["logprobs"], whole)  # adapters add 0 at first
+    engine.train_batch(batch, POLICY[0], OUTPUTS[POLICY])
+    assert (engine.infer_batch(batch)["logprobs"] - whole).abs().max() > 1e-3
+    assert frozen and all(p.grad is None for p in model.parameters() if not p.requires_grad)
+
+    values = make_engine("fsdp2", "value_model", model=load_value_model(tiny_dir, on_meta=True), optimizer=adamw)
+    assert not values.infer_batch(batch)["values"].any()
+    values.train_batch(batch, VALUE[0])
+    values.export_hf(tmp_path / "values")
+    again = make_engine("fsdp2", "value_model", model=load_value_model(str(tmp_path / "values"), on_meta=True))
+    expected = values.infer_batch(batch)["values"]
+    assert expected.any() and torch.equal(again.infer_batch(batch)["values"], expected)
+
+
+def refused(path, load=load_model):
+    with pytest.raises(ValueError) as error:
+        make_engine("fsdp2", "language_model" if load is load_model else "value_model", model=load(path, on_meta=True))
+    return str(error.value)
+
+
+def test_files_that_will_not_do_are_named(saved):
+    path = saved("qwen2")
+    file = Path(path) / "model.safetensors"
+    tensors = load_file(file)
+    missing, bent = "model.layers.1.mlp.up_proj.weight", "model.norm.weight"
+    save_file({name: x for name, x in tensors.items() if name != missing}, file, {"format": "pt"})
+    assert refused(path) == f"model {path!r}: missing, or of another shape: {missing}"
+    save_file({**tensors, bent: torch.zeros(7)}, file, {"format": "pt"})
+    assert refused(path) == f"model {path!r}: missing, or of another shape: {bent}"
+    assert refused(path, load_value_model) == f"model {path!r}: missing, or of another shape: {bent}"
+    save_file(tensors, file, {"format": "pt"})
+    file.write_bytes(file.read_bytes()[:-1000])
+    assert f"model {path!r}: " in refused(path)
+    index = {"weight_map": {name: "model-1.safetensors" for name in tensors}}
+    (Path(path) / "model.safetensors.index.json").write_text(json.dumps(index))
+    assert "model-1.safetensors" in refused(path)
+    (Path(path) / "model.safetensors.index.json").unlink()
+    file.unlink()
+    assert "model.safetensors" in refused(path)
+
+
+def test_megatron_wants_the_weights(saved):
+    pytest.importorskip("megatron.core")
+    with pytest.raises(ValueError, match="model: its weights are on the meta device, read ones expected"):
+        make_engine("megatron", model=load_model(saved("qwen2"), on_meta=True))
+
+
+def test_a_value_head_is_there_before_the_weights(saved):
+    model = with_value_head(load_model(saved("qwen2"), on_meta=True))
+    assert not model.lm_head.weight.is_meta and not model.lm_head.weight.any()
