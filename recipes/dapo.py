@@ -18,7 +18,6 @@ How it differs from the paper:
 """
 
 import sys
-import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import fmean
@@ -33,10 +32,11 @@ from tqdm import tqdm
 from transformers.utils.logging import disable_progress_bar
 
 from rlkit.advantages import grpo_advantages, informative_groups, overlong_penalty
-from rlkit.data import Task, collate, group_ids, judged, load_task, score, step_rows
+from rlkit.data import Task, collate, group_ids, judged, load_task, part_means, score, score_parts, step_rows
 from rlkit.engines import make_engine
 from rlkit.engines.checkpoint import checkpoints, keep_newest
 from rlkit.engines.distributed import init_distributed
+from rlkit.engines.flops import batch_flops
 from rlkit.losses import clipped_policy_loss, importance_weights, mismatch_stats, ratio_stats, token_mean
 from rlkit.report import write_report
 from rlkit.rollout import Sampling, make_rollout
@@ -59,6 +59,10 @@ class Config:
     """The run's directory; runs/dapo-<task>-seed<seed> by default, numbered if that holds a run."""
     resume: bool = False
     """Go on from the newest checkpoint in the run's directory."""
+    trackers: tuple[str, ...] = ()
+    """Told the metrics beside the run's own files: tensorboard, wandb, mlflow, trackio, ...; see rlkit.tracking."""
+    watchdog: float = 600.0
+    """Seconds in one phase after which the phases of all ranks are printed; 0: never."""
     seed: int = 0
     """Of the data order, the sampling noise and the tiny model."""
 
@@ -97,7 +101,6 @@ class Config:
     """Weights that correct for a sampler which differs from the trainer are cut here; they are 1 with hf."""
     max_grad_norm: float = 1.0
     """Gradients are scaled down to this norm."""
-
     freeze_vision_tower: bool = False
     """Train the language model alone."""
     lora_rank: int = 0
@@ -122,7 +125,6 @@ class Config:
     """CPU threads of a process. With more, sums round differently from run to run, and no run repeats exactly."""
     trust_remote_code: bool = False
     """Run code that comes with the model."""
-
     save_every: int = 50
     """Steps between checkpoints; the newest two are kept."""
     max_unjudged: float = 0.2
@@ -142,7 +144,7 @@ def main(cfg: Config) -> None:
             raise ValueError(f"mini_batches: from 1 to the {cfg.prompts_per_step} prompts, came {cfg.mini_batches}")
         out = Path(cfg.out) if cfg.out else new_directory("runs", name, resume=cfg.resume)
         task = load_task(cfg.task)
-        run = Run(out, asdict(cfg), resume=cfg.resume, writes=rank == 0)
+        run = Run(out, asdict(cfg), resume=cfg.resume, writes=rank == 0, trackers=cfg.trackers, watchdog=cfg.watchdog)
         engine, rollout, processor = set_up(cfg, task, out)
         saved = checkpoints(out / "checkpoints") if cfg.resume else []
         state = engine.load_checkpoint(saved[-1]) if saved else {"step": 0, "draws": 0}
@@ -155,6 +157,7 @@ def main(cfg: Config) -> None:
 
     def evaluate(when: str) -> list:
         """Greedy answers to the held-out rows, shared among the ranks; a row that cannot be judged counts as wrong."""
+        run.phase("evaluate")
         rollout.wake_up()
         rollout.update_weights(engine.get_per_tensor_param())
         samples = rollout.generate(heldout, Sampling(cfg.max_new_tokens, temperature=0.0))
@@ -183,22 +186,23 @@ def main(cfg: Config) -> None:
 
     progress = tqdm(range(start, cfg.steps), initial=start, total=cfg.steps, unit="step", disable=rank != 0)
     for step in progress:
-        began, judging = time.perf_counter(), 0.0
+        run.phase("hand_over")
         rollout.wake_up()
         rollout.update_weights(engine.get_per_tensor_param())
-        samples, lost, asked = [], 0, 0
+        samples, drawn, lost, asked = [], [], 0, 0
         for draw in range(cfg.max_num_gen_batches):
-            rows = step_rows(task.train, draws, cfg.prompts_per_draw, cfg.seed)
+            run.phase("generate")
+            rows = step_rows(task.train, draws, cfg.prompts_per_draw, cfg.seed)[rank::world]
             rows = [(draw * cfg.prompts_per_draw + i, row) for i, row in rows]
-            prompts, skipped = encode_rows(processor, rows[rank::world], max_tokens=max_tokens)
+            prompts, skipped = encode_rows(processor, rows, max_tokens=max_tokens)
             for message in skipped:
                 progress.write(f"skipped: {message}")
             sampling = Sampling(cfg.max_new_tokens, cfg.temperature, seed=(cfg.seed, draws))
             answers = rollout.generate(prompts, sampling, n=cfg.group_size)
             draws, asked, lost = draws + 1, asked + len(answers), lost + len(skipped)
-            generated = time.perf_counter()
-            samples += judged(answers, score(task.reward, answers))
-            judging += time.perf_counter() - generated
+            run.phase("reward")
+            rewards, parts = score_parts(task.reward, answers)  # [B]; nan = could not be judged
+            samples, drawn = samples + judged(answers, rewards), [*drawn, parts]
             rewards, ids = torch.tensor([s.reward for s in samples]), group_ids(samples)
             teaches = torch.zeros((draw + 1) * cfg.prompts_per_draw, dtype=torch.long)
             teaches[ids[informative_groups(rewards, ids)]] = 1
@@ -206,11 +210,9 @@ def main(cfg: Config) -> None:
             if len(groups) >= cfg.prompts_per_step:
                 break
         rollout.sleep()
-        generated = time.perf_counter()
-
+        parts = {name: torch.cat([part[name] for part in drawn]) for name in drawn[0]}
         counts = [asked, len(samples), lost, rewards.sum(), rewards.square().sum()]
-        counts = engine.global_sum(torch.tensor(counts, dtype=torch.float64))
-        asked, known, lost, total, squares = counts.tolist()
+        asked, known, lost, total, squares = engine.global_sum(torch.tensor(counts, dtype=torch.float64)).tolist()
         if known < max(1.0, (1 - cfg.max_unjudged) * asked):
             sys.exit(f"dapo: step {step}: only {known:.0f} of {asked:.0f} answers could be judged; see the log")
         if not groups:
@@ -222,12 +224,12 @@ def main(cfg: Config) -> None:
         lengths = batch.mask.sum(1)
         penalty = overlong_penalty(lengths, cfg.max_new_tokens, cfg.overlong_buffer, cfg.overlong_penalty_factor)
         batch.add(advantages=grpo_advantages(batch.rewards + penalty, batch.group_ids))  # [B]
-        counts = engine.global_sum(torch.tensor([lengths.sum(), penalty.sum(), len(batch)], dtype=torch.float64))
-        tokens, penalties, trained = counts.tolist()
+        counts = [lengths.sum(), penalty.sum(), len(batch), batch_flops(engine.config, batch)]
+        tokens, penalties, trained, flops = engine.global_sum(torch.tensor(counts, dtype=torch.float64)).tolist()
+        run.phase("train")
         if cfg.mini_batches > 1:
             batch.add(old_logprobs=engine.infer_batch(batch)["logprobs"])
-        updates = []
-        order = np.random.default_rng((cfg.seed, step)).permutation(chosen)
+        updates, order = [], np.random.default_rng((cfg.seed, step)).permutation(chosen)
         for i in range(min(cfg.mini_batches, len(order))):  # the same prompts in each, whatever the number of ranks
             part = order[i :: cfg.mini_batches]
             rows = [row for row, group in enumerate(batch.group_ids.tolist()) if group in part]
@@ -242,16 +244,18 @@ def main(cfg: Config) -> None:
             "reward/mean": mean, "reward/std": max(squares / known - mean**2, 0.0) ** 0.5,
             "reward/overlong": penalties / trained, **metrics, "tokens": tokens, "unjudged": asked - known,
             "skipped_rows": lost, "groups/drawn": (draw + 1) * cfg.prompts_per_draw, "groups/differ": len(groups),
-            "groups/trained": len(chosen), "time/generate": generated - began - judging, "time/reward": judging,
-            "time/train": time.perf_counter() - generated,
+            "groups/trained": len(chosen), "flops": flops * ((2 if cfg.lora_rank else 3) + (cfg.mini_batches > 1)),
+            **part_means(parts, engine.global_sum),
         })  # fmt: skip
         progress.set_postfix(reward=f"{mean:.2f}", entropy=f"{metrics['entropy']:.2f}", draws=draw + 1)
         if (step + 1) % cfg.save_every == 0 or step + 1 == cfg.steps:
+            run.phase("checkpoint")
             engine.save_checkpoint(out / "checkpoints" / f"step_{step + 1}", {"step": step + 1, "draws": draws})
             keep_newest(out / "checkpoints", 2)
 
     shown = evaluate("after")
     engine.export_hf(out / "model")
+    run.close()
     if rank == 0:
         page = write_report(out, sorted(shown, key=lambda s: s.reward)[:40], title=name)
         print(f"results: {page}, {out / 'metrics.jsonl'}; model: {out / 'model'}")

@@ -18,7 +18,6 @@ How it differs from the papers:
 """
 
 import sys
-import time
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
@@ -31,10 +30,11 @@ from torch.optim.lr_scheduler import LambdaLR
 from tqdm import tqdm
 from transformers.utils.logging import disable_progress_bar
 
-from rlkit.data import Task, collate, judged, load_task, score, step_rows
+from rlkit.data import Task, collate, judged, load_task, part_means, score, score_parts, step_rows
 from rlkit.engines import make_engine
 from rlkit.engines.checkpoint import checkpoints, keep_newest
 from rlkit.engines.distributed import init_distributed
+from rlkit.engines.flops import batch_flops
 from rlkit.losses import clipped_policy_loss, importance_weights, mismatch_stats, ratio_stats, token_mean
 from rlkit.report import write_report
 from rlkit.rollout import Sampling, make_rollout
@@ -68,6 +68,10 @@ class Config:
     """The run's directory; runs/distill-<task>-seed<seed> by default, numbered if that holds a run."""
     resume: bool = False
     """Go on from the newest checkpoint in the run's directory."""
+    trackers: tuple[str, ...] = ()
+    """Told the metrics beside the run's own files: tensorboard, wandb, mlflow, trackio, ...; see rlkit.tracking."""
+    watchdog: float = 600.0
+    """Seconds in one phase after which the phases of all ranks are printed; 0: never."""
     seed: int = 0
     """Of the data order, the sampling noise and the tiny model."""
 
@@ -154,7 +158,7 @@ def main(cfg: Config) -> None:
     try:
         out = Path(cfg.out) if cfg.out else new_directory("runs", name, resume=cfg.resume)
         task = load_task(cfg.task)
-        run = Run(out, asdict(cfg), resume=cfg.resume, writes=rank == 0)
+        run = Run(out, asdict(cfg), resume=cfg.resume, writes=rank == 0, trackers=cfg.trackers, watchdog=cfg.watchdog)
         engine, teacher, rollout, processor = set_up(cfg, task, out)
         saved = checkpoints(out / "checkpoints") if cfg.resume else []
         start = engine.load_checkpoint(saved[-1])["step"] if saved else 0
@@ -166,17 +170,19 @@ def main(cfg: Config) -> None:
 
     heldout, bad = encode_rows(processor, list(enumerate(task.heldout))[rank::world], max_tokens=max_tokens)
 
-    def generate(prompts, sampling, n=1):
+    def generate(prompts, sampling, n=1, phase="generate"):
         """Answers under the weights of this moment; between times the sampler leaves a GPU to the trainer."""
+        run.phase("hand_over")
         rollout.wake_up()
         rollout.update_weights(engine.get_per_tensor_param())
+        run.phase(phase)
         answers = rollout.generate(prompts, sampling, n)
         rollout.sleep()
         return answers
 
     def evaluate() -> tuple[dict, list]:
         """Greedy answers to the held-out rows, shared among the ranks; a row that cannot be judged counts as wrong."""
-        samples = generate(heldout, Sampling(cfg.max_new_tokens, temperature=0.0))
+        samples = generate(heldout, Sampling(cfg.max_new_tokens, temperature=0.0), phase="evaluate")
         rewards = score(task.reward, samples)
         right, count, lost = engine.global_sum(torch.tensor([rewards.nansum(), len(rewards), len(bad)])).tolist()
         found = {"accuracy": right / max(count, 1), "heldout": int(count), "skipped": int(lost)}
@@ -191,21 +197,23 @@ def main(cfg: Config) -> None:
     loss_fn = partial(token_loss, cfg=cfg)
     progress = tqdm(range(start, cfg.steps), initial=start, total=cfg.steps, unit="step", disable=rank != 0)
     for step in progress:
-        began = time.perf_counter()
         rows = step_rows(task.train, step, cfg.prompts_per_step, cfg.seed)[rank::world]
         prompts, skipped = encode_rows(processor, rows, max_tokens=max_tokens)
         for message in skipped:
             progress.write(f"skipped: {message}")
         answers = generate(prompts, Sampling(cfg.max_new_tokens, cfg.temperature, (cfg.seed, step)), n=cfg.group_size)
-        generated = time.perf_counter()
 
+        run.phase("reward")
         batch = collate(answers)
-        batch.add(teacher_logprobs=teacher.infer_batch(batch)["logprobs"])
-        rewards = score(task.reward, answers)  # [B]; nan = could not be judged; only looked at
-        counts = [len(answers), len(skipped), rewards.nansum(), (~rewards.isnan()).sum(), batch.mask.sum()]
-        asked, lost, total, known, tokens = engine.global_sum(torch.tensor(counts, dtype=torch.float64)).tolist()
+        rewards, parts = score_parts(task.reward, answers)  # [B]; nan = could not be judged; only looked at
+        passes = cfg.updates_per_batch * (2 if cfg.lora_rank else 3) + (cfg.updates_per_batch > 1)
+        flops = passes * batch_flops(engine.config, batch) + batch_flops(teacher.config, batch)
+        counts = [len(answers), len(skipped), rewards.nansum(), (~rewards.isnan()).sum(), batch.mask.sum(), flops]
+        asked, lost, total, known, tokens, flops = engine.global_sum(torch.tensor(counts, dtype=torch.float64)).tolist()
         if not asked:
             sys.exit(f"distill: step {step}: none of its {lost:.0f} rows can be asked about; see the log")
+        run.phase("train")
+        batch.add(teacher_logprobs=teacher.infer_batch(batch)["logprobs"])
         if cfg.updates_per_batch > 1:
             batch.add(old_logprobs=engine.infer_batch(batch)["logprobs"])
         for _ in range(cfg.updates_per_batch):
@@ -215,21 +223,19 @@ def main(cfg: Config) -> None:
                      f"{metrics['mismatch/abs_dlogp']:.2f} a token: its weights are not the trainer's")  # fmt: skip
 
         run.log(step, {
-            "reward/mean": total / known if known else None,
-            **metrics,
-            "tokens": tokens,
-            "skipped_rows": lost,
-            "time/generate": generated - began,
-            "time/train": time.perf_counter() - generated,
+            "reward/mean": total / known if known else None, **part_means(parts, engine.global_sum),
+            **metrics, "tokens": tokens, "flops": flops, "skipped_rows": lost,
         })  # fmt: skip
         progress.set_postfix(kl=f"{metrics['kl']:.3f}", entropy=f"{metrics['entropy']:.2f}")
         if (step + 1) % cfg.save_every == 0 or step + 1 == cfg.steps:
+            run.phase("checkpoint")
             engine.save_checkpoint(out / "checkpoints" / f"step_{step + 1}", {"step": step + 1})
             keep_newest(out / "checkpoints", 2)
 
     after, shown = evaluate()
     results = run.evaluation(accuracy_after=after["accuracy"], steps=cfg.steps)
     engine.export_hf(out / "model")
+    run.close()
     if rank == 0:
         page = write_report(out, sorted(shown, key=lambda s: s.reward)[:40], title=name)
         print(f"held-out accuracy after: {after['accuracy']:.3f} (before: {results.get('accuracy_before', 0.0):.3f})")
@@ -259,12 +265,9 @@ def set_up(cfg: Config, task: Task, out: Path):
     if getattr(theirs, "tokenizer", theirs).get_vocab() != tokenizer.get_vocab():
         raise ValueError(f"teacher {source!r}: its tokens are not the student's, so it cannot score its answers")
     shared = {
-        "processor": processor,
-        "temperature": cfg.temperature,
-        "micro_batch_tokens": cfg.micro_batch_tokens,
-        "use_remove_padding": cfg.use_remove_padding,
-        "use_fused_kernels": cfg.use_fused_kernels,
-    }
+        "processor": processor, "temperature": cfg.temperature, "micro_batch_tokens": cfg.micro_batch_tokens,
+        "use_remove_padding": cfg.use_remove_padding, "use_fused_kernels": cfg.use_fused_kernels,
+    }  # fmt: skip
     unsampled, never = (unsampled_ids(m.config, tokenizer) for m in (model, knows))  # output layers differ in size
     if cfg.freeze_vision_tower:
         freeze(model, VISION_TOWER)

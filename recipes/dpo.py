@@ -10,14 +10,13 @@ RLAIF-V. A task without pairs gets them: its answer is chosen, another row's ans
 How it differs from the paper (DPO, https://arxiv.org/abs/2305.18290, section 4):
 - the paper first fine-tunes on the chosen answers (that is `sft.py`). Without it DPO alone tells pairs apart by making
   both answers less likely than a third, so a little of their likelihood is in the loss (`sft_coef`; 0 is the paper's).
-- AdamW in place of RMSprop.
 - `--loss` names another function of rlkit.losses, each with its own paper. With `--normalise_length` ipo and dpo are
-  what TRL calls ipo and sigmoid_norm. KTO, BCO and AOT, which need other answers of the batch, are not here.
-- the reference's log-probabilities come once for each batch from a second engine, or from the model without its LoRA.
+  what TRL calls ipo and sigmoid_norm. KTO and BCO, for single answers that are marked good or bad, are not here: they
+  compare each with the mean of a whole batch, which a loss of micro-batches does not see; nor is AOT, which sorts it.
+- AdamW in place of RMSprop; the reference scores once a batch: a second engine, or the model without its LoRA.
 """
 
 import sys
-import time
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass, field, replace
@@ -39,6 +38,7 @@ from rlkit.data.pairs import answered, asking, load_pairs, pair
 from rlkit.engines import make_engine
 from rlkit.engines.checkpoint import checkpoints, keep_newest
 from rlkit.engines.distributed import init_distributed
+from rlkit.engines.flops import batch_flops
 from rlkit.losses import preference_stats, sequence_logprobs, sequence_mean_logprobs
 from rlkit.report import write_report
 from rlkit.rollout import Sampling, make_rollout
@@ -57,9 +57,12 @@ class Config:
     """The run's directory; runs/dpo-<task>-seed<seed> by default, numbered if that holds a run."""
     resume: bool = False
     """Go on from the newest checkpoint in the run's directory."""
+    trackers: tuple[str, ...] = ()
+    """Told the metrics beside the run's own files: tensorboard, wandb, mlflow, trackio, ...; see rlkit.tracking."""
+    watchdog: float = 600.0
+    """Seconds in one phase after which the phases of all ranks are printed; 0: never."""
     seed: int = 0
     """Of the data order and the tiny model."""
-
     steps: int = 200
     """Optimizer steps."""
     prompts_per_step: int = 32
@@ -87,7 +90,6 @@ class Config:
     """Linear warm-up; after it the rate falls linearly to a twentieth."""
     max_grad_norm: float = 1.0
     """Gradients are scaled down to this norm."""
-
     freeze_vision_tower: bool = False
     """Train the language model alone."""
     lora_rank: int = 0
@@ -112,7 +114,6 @@ class Config:
     """CPU threads of a process. With more, sums round differently from run to run, and no run repeats exactly."""
     trust_remote_code: bool = False
     """Run code that comes with the model."""
-
     save_every: int = 50
     """Steps between checkpoints; the newest two are kept."""
 
@@ -167,7 +168,7 @@ def main(cfg: Config) -> None:
         out = Path(cfg.out) if cfg.out else new_directory("runs", name, resume=cfg.resume)
         task = load_pairs(cfg.task)
         loss = chosen_loss(cfg)
-        run = Run(out, asdict(cfg), resume=cfg.resume, writes=rank == 0)
+        run = Run(out, asdict(cfg), resume=cfg.resume, writes=rank == 0, trackers=cfg.trackers, watchdog=cfg.watchdog)
         refers = "ref_chosen" in signature(loss).parameters
         engine, reference, rollout, processor, ends = set_up(cfg, task, out, refers)
         saved = checkpoints(out / "checkpoints") if cfg.resume else []
@@ -205,6 +206,7 @@ def main(cfg: Config) -> None:
 
     def evaluate() -> tuple[dict[str, float], list[Sample]]:
         """Loss of the held-out pairs; greedy answers to their prompts, shared among the ranks."""
+        run.phase("evaluate")
         loss, stats = loss_fn(SimpleNamespace(**engine.infer_batch(heldout)), heldout)
         answers, rewards = [], torch.zeros(0)
         if cfg.max_new_tokens:
@@ -225,27 +227,29 @@ def main(cfg: Config) -> None:
 
     progress = tqdm(range(start, cfg.steps), initial=start, total=cfg.steps, unit="step", disable=rank != 0)
     for step in progress:
-        began = time.perf_counter()
+        run.phase("encode")
         _, samples, skipped = encode_pairs(step_rows(task.train, step, cfg.prompts_per_step, cfg.seed)[rank::world])
         for message in skipped:
             progress.write(f"skipped: {message}")
+        run.phase("train")
         batch = collate_pairs(samples)
-        counts = engine.global_sum(torch.tensor([len(samples) // 2, len(skipped), batch.mask.sum()]))
-        known, lost, tokens = counts.tolist()
+        counts = [len(samples) // 2, len(skipped), batch.mask.sum(), batch_flops(engine.config, batch)]
+        known, lost, tokens, flops = engine.global_sum(torch.tensor(counts)).tolist()
         if not known:
             sys.exit(f"dpo: step {step}: none of its {lost} rows can be trained on; see the log")
-        encoded = time.perf_counter()
         metrics = engine.train_batch(batch, loss_fn)
-        times = {"time/encode": encoded - began, "time/train": time.perf_counter() - encoded}
-        run.log(step, {**metrics, "tokens": tokens, "skipped_rows": lost, **times})
+        flops *= (2 if cfg.lora_rank else 3) + refers
+        run.log(step, {**metrics, "tokens": tokens, "flops": flops, "skipped_rows": lost})
         progress.set_postfix(loss=f"{metrics['loss']:.3f}", told_apart=f"{metrics['preference/accuracy']:.2f}")
         if (step + 1) % cfg.save_every == 0 or step + 1 == cfg.steps:
+            run.phase("checkpoint")
             engine.save_checkpoint(out / "checkpoints" / f"step_{step + 1}", {"step": step + 1})
             keep_newest(out / "checkpoints", 2)
 
     after, answers = evaluate()
     run.evaluation(steps=cfg.steps, **{f"{name}_after": x for name, x in after.items()})
     engine.export_hf(out / "model")
+    run.close()
     if rank == 0:
         page = write_report(out, sorted(answers, key=lambda s: s.reward)[:40], title=name)
         print("after:", *(f"{name} {x:.4f}" for name, x in after.items()))

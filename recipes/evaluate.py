@@ -19,7 +19,6 @@ How it differs from the paper:
 import json
 import math
 import sys
-import time
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
@@ -52,6 +51,10 @@ class Config:
     """The run's directory; runs/evaluate-<tasks>-seed<seed> by default, numbered if that holds a run."""
     resume: bool = False
     """Go on behind the last batch in the run's directory."""
+    trackers: tuple[str, ...] = ()
+    """Told the metrics beside the run's own files: tensorboard, wandb, mlflow, trackio, ...; see rlkit.tracking."""
+    watchdog: float = 600.0
+    """Seconds in one phase after which the phases of all ranks are printed; 0: never."""
     seed: int = 0
     """Of the sampling noise and the tiny model."""
 
@@ -115,7 +118,7 @@ def main(cfg: Config) -> None:
             raise ValueError(f"pass_at: a k of at most group_size = {cfg.group_size} expected, came {cfg.pass_at}")
         out = Path(cfg.out) if cfg.out else new_directory("runs", name, resume=cfg.resume)
         tasks = [load_task(task) for task in cfg.task]
-        run = Run(out, asdict(cfg), resume=cfg.resume, writes=rank == 0)
+        run = Run(out, asdict(cfg), resume=cfg.resume, writes=rank == 0, trackers=cfg.trackers, watchdog=cfg.watchdog)
         engine, rollout, processor = set_up(cfg, tasks[0], out)
     except ValueError as error:
         sys.exit(f"evaluate: {error}")
@@ -137,7 +140,7 @@ def main(cfg: Config) -> None:
     rollout.update_weights(engine.get_per_tensor_param())
     progress = tqdm(range(start, len(batches)), initial=start, total=len(batches), unit="batch", disable=rank != 0)
     for step in progress:
-        began = time.perf_counter()
+        run.phase("generate")
         i, first, end = batches[step]
         rows = [(number, tasks[i].heldout[number]) for number in range(first, end)][rank::world]
         prompts, skipped = encode_rows(processor, rows, max_tokens=max_tokens)
@@ -146,7 +149,7 @@ def main(cfg: Config) -> None:
         greedy = rollout.generate(prompts, Sampling(cfg.max_new_tokens, temperature=0.0))
         sampling = Sampling(cfg.max_new_tokens, cfg.temperature, seed=(cfg.seed, i))
         samples = rollout.generate(prompts, sampling, n=cfg.group_size) if cfg.group_size else []
-        generated = time.perf_counter()
+        run.phase("reward")
         rewards = [None if math.isnan(r) else r for r in score(tasks[i].reward, greedy + samples).tolist()]
         mine = [
             {
@@ -168,10 +171,9 @@ def main(cfg: Config) -> None:
             "reward/mean": sum(judged) / max(len(judged), 1),
             **{name: x for name, x in summary(new, cfg).items() if name != "accuracy_error"},
             "skipped_rows": sum(lost for _, lost in everyone),
-            "time/generate": generated - began,
-            "time/score": time.perf_counter() - generated,
         })  # fmt: skip
 
+    run.phase("evaluate")
     if rank == 0:
         lost = [row["skipped_rows"] for row in read_metrics(out / "metrics.jsonl")]
         found = {}
@@ -187,6 +189,7 @@ def main(cfg: Config) -> None:
             for row, a in zip(rows, shown, strict=True)
         ]
         print(f"results: {write_report(out, page, title=name)}, {out / 'eval.json'}, {path}")
+    run.close()
 
 
 def set_up(cfg: Config, task: Task, out: Path):

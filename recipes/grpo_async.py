@@ -16,11 +16,11 @@ and answers that go on under new weights: AReaL, https://arxiv.org/abs/2505.2429
 """
 
 import sys
-import time
 from collections import deque
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from types import SimpleNamespace
 
 import torch
 import torch.distributed as dist
@@ -31,10 +31,11 @@ from tqdm import tqdm
 from transformers.utils.logging import disable_progress_bar
 
 from rlkit.advantages import grpo_advantages
-from rlkit.data import Task, collate, group_ids, judged, load_task, score, step_rows
+from rlkit.data import Task, collate, group_ids, judged, load_task, part_means, score, score_as_written, step_rows
 from rlkit.engines import make_engine
 from rlkit.engines.checkpoint import checkpoints, keep_newest
 from rlkit.engines.distributed import init_distributed
+from rlkit.engines.flops import batch_flops
 from rlkit.losses import clipped_policy_loss, importance_weights, mismatch_stats, ratio_stats, token_mean
 from rlkit.report import write_report
 from rlkit.rollout import Ahead, Sampling, make_rollout
@@ -69,6 +70,10 @@ class Config:
     """The run's directory; runs/grpo_async-<task>-seed<seed> by default, numbered if that holds a run."""
     resume: bool = False
     """Go on from the newest checkpoint in the run's directory."""
+    trackers: tuple[str, ...] = ()
+    """Told the metrics beside the run's own files: tensorboard, wandb, mlflow, trackio, ...; see rlkit.tracking."""
+    watchdog: float = 600.0
+    """Seconds in one phase after which the phases of all ranks are printed; 0: never."""
     seed: int = 0
     """Of the data order, the sampling noise and the tiny model."""
 
@@ -78,6 +83,8 @@ class Config:
     """Prompts in a batch, over all ranks."""
     group_size: int = 16
     """Answers to each prompt."""
+    reward_threads: int = 8
+    """Prompts whose answers are judged at once, while others are being written and the model trains."""
     max_new_tokens: int = 4
     """Longest answer."""
     max_prompt_tokens: int = 0
@@ -138,7 +145,7 @@ def main(cfg: Config, stack: ExitStack) -> None:
     try:
         out = Path(cfg.out) if cfg.out else new_directory("runs", name, resume=cfg.resume)
         task = load_task(cfg.task)
-        run = Run(out, asdict(cfg), resume=cfg.resume, writes=rank == 0)
+        run = Run(out, asdict(cfg), resume=cfg.resume, writes=rank == 0, trackers=cfg.trackers, watchdog=cfg.watchdog)
         engine, rollout, processor = set_up(cfg, task, out, stack)
         saved = checkpoints(out / "checkpoints") if cfg.resume else []
         start = engine.load_checkpoint(saved[-1])["step"] if saved else 0
@@ -150,6 +157,7 @@ def main(cfg: Config, stack: ExitStack) -> None:
 
     def evaluate(when: str) -> list:
         """Greedy answers to the held-out rows, shared among the ranks; a row that cannot be judged counts as wrong."""
+        run.phase("evaluate")
         samples = rollout.generate(heldout, Sampling(cfg.max_new_tokens, temperature=0.0))
         rewards = score(task.reward, samples)
         right, count, lost = engine.global_sum(torch.tensor([rewards.nansum(), len(rewards), len(bad)])).tolist()
@@ -188,44 +196,48 @@ def main(cfg: Config, stack: ExitStack) -> None:
         }
         return token_mean(loss, mb.mask, mb.total_tokens), metrics
 
-    ahead = Ahead(rollout, batches(), n=cfg.group_size, max_staleness=cfg.max_staleness)
-    began = time.perf_counter()
-    for step, answers in enumerate(ahead, start):
-        waited = time.perf_counter()
-        rewards = score(task.reward, answers)  # [B]; nan = could not be judged
+    submit = score_as_written(rollout.submit, task.reward, threads=cfg.reward_threads)
+    sampler = SimpleNamespace(submit=submit, update_weights=rollout.update_weights)
+    ahead = Ahead(sampler, batches(), n=cfg.group_size, max_staleness=cfg.max_staleness)
+    run.phase("generate")  # what is waited for, and rewards that are not there yet
+    for step, (answers, rewards, parts) in enumerate(ahead, start):  # rewards [B]; nan = could not be judged
+        run.phase("train")
         samples = judged(answers, rewards)
         rewards = rewards[~rewards.isnan()]
         age = torch.tensor([float(rollout.version - sample.version) for sample in samples])
         batch = collate(samples, advantages=grpo_advantages(rewards, group_ids(samples)), staleness=age)
         lost = skipped_rows.popleft()
-        counts = [len(answers), len(samples), lost, rewards.sum(), rewards.square().sum(), batch.mask.sum()]
+        counts = [len(answers), len(samples), lost, rewards.sum(), rewards.square().sum()]
+        counts += [batch.mask.sum(), batch_flops(engine.config, batch)]
         counts = engine.global_sum(torch.tensor(counts, dtype=torch.float64))
-        asked, known, lost, total, squares, tokens = counts.tolist()
+        asked, known, lost, total, squares, tokens, flops = counts.tolist()
         if known < max(1.0, (1 - cfg.max_unjudged) * asked):
             sys.exit(f"grpo_async: step {step}: only {known:.0f} of {asked:.0f} answers could be judged; see the log")
         metrics = engine.train_batch(batch, loss_fn, outputs=("logprobs", "entropy"))
         if metrics["mismatch/abs_dlogp"] > cfg.max_mismatch:
             sys.exit(f"grpo_async: step {step}: the sampler's logprobs differ from the trainer's by "
                      f"{metrics['mismatch/abs_dlogp']:.2f} a token: its weights are not the trainer's")  # fmt: skip
-        trained = time.perf_counter()
+        run.phase("hand_over")
         ahead.update_weights(engine.get_per_tensor_param())
 
         mean = total / known
         run.log(step, {
-            "reward/mean": mean, "reward/std": max(squares / known - mean**2, 0.0) ** 0.5, **metrics, "tokens": tokens,
-            "unjudged": asked - known, "skipped_rows": lost, "time/generate": waited - began,  # what was waited for
-            "time/train": trained - waited, "time/hand_over": time.perf_counter() - trained,
+            "reward/mean": mean, "reward/std": max(squares / known - mean**2, 0.0) ** 0.5,
+            **part_means(parts, engine.global_sum), **metrics, "tokens": tokens,
+            "flops": flops * (2 if cfg.lora_rank else 3), "unjudged": asked - known, "skipped_rows": lost,
         })  # fmt: skip
         progress.update()
         progress.set_postfix(reward=f"{mean:.2f}", staleness=f"{metrics['staleness']:.1f}")
         if (step + 1) % cfg.save_every == 0 or step + 1 == cfg.steps:
+            run.phase("checkpoint")
             engine.save_checkpoint(out / "checkpoints" / f"step_{step + 1}", {"step": step + 1})
             keep_newest(out / "checkpoints", 2)
-        began = time.perf_counter()
+        run.phase("generate")
 
     progress.close()
     shown = evaluate("after")
     engine.export_hf(out / "model")
+    run.close()
     if rank == 0:
         page = write_report(out, sorted(shown, key=lambda s: s.reward)[:40], title=name)
         print(f"results: {page}, {out / 'metrics.jsonl'}; model: {out / 'model'}")

@@ -14,7 +14,6 @@ beside what grpo_vlm.py says:
 """
 
 import sys
-import time
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from pkgutil import resolve_name
@@ -29,10 +28,11 @@ from tqdm import tqdm
 from transformers.utils.logging import disable_progress_bar
 
 from rlkit.advantages import grpo_advantages
-from rlkit.data import Task, collate, group_ids, judged, load_task, score, step_rows
+from rlkit.data import Task, collate, group_ids, judged, load_task, part_means, score, score_parts, step_rows
 from rlkit.engines import make_engine
 from rlkit.engines.checkpoint import checkpoints, keep_newest
 from rlkit.engines.distributed import init_distributed
+from rlkit.engines.flops import batch_flops
 from rlkit.losses import clipped_policy_loss, kl_k3, mismatch_stats, ratio_stats, token_mean
 from rlkit.report import write_report
 from rlkit.rollout import Sampling, make_rollout
@@ -51,6 +51,8 @@ class Config:
     rollout: str = "hf"  # what samples: hf is the trained model itself
     out: str = ""  # the run's directory; runs/grpo_tools-<task>-seed<seed> by default, numbered if that holds a run
     resume: bool = False  # go on from the newest checkpoint in the run's directory
+    trackers: tuple[str, ...] = ()  # told the metrics beside the run's own files: tensorboard, wandb, mlflow, trackio
+    watchdog: float = 600.0  # seconds in one phase after which the phases of all ranks are printed; 0: never
     seed: int = 0  # of the data order, the sampling noise and the tiny model
 
     steps: int = 30  # batches that are sampled
@@ -100,7 +102,7 @@ def main(cfg: Config) -> None:
         task, tool = load_task(cfg.task), resolve_name(cfg.tool)
         name = f"grpo_tools-{task.name}-seed{cfg.seed}"
         out = Path(cfg.out) if cfg.out else new_directory("runs", name, resume=cfg.resume)
-        run = Run(out, asdict(cfg), resume=cfg.resume, writes=rank == 0)
+        run = Run(out, asdict(cfg), resume=cfg.resume, writes=rank == 0, trackers=cfg.trackers, watchdog=cfg.watchdog)
         engine, reference, rollout, processor = set_up(cfg, task, tool, out)
         saved = checkpoints(out / "checkpoints") if cfg.resume else []
         start = engine.load_checkpoint(saved[-1])["step"] if saved else 0
@@ -110,9 +112,11 @@ def main(cfg: Config) -> None:
     context = engine.config.get_text_config().max_position_embeddings
     max_tokens = cfg.max_prompt_tokens or context - cfg.max_new_tokens
 
-    def episodes(prompts, sampling, n=1):
+    def episodes(prompts, sampling, n=1, phase="generate"):
+        run.phase("hand_over")
         rollout.wake_up()
         rollout.update_weights(engine.get_per_tensor_param())
+        run.phase(phase)
         found = run_episodes(
             rollout, prompts, sampling, tool, processor=processor, n=n, max_turns=cfg.max_turns, max_tokens=context,
             max_response_tokens=cfg.max_response_tokens or None, timeout=cfg.tool_timeout, role=cfg.role,
@@ -126,7 +130,7 @@ def main(cfg: Config) -> None:
 
     def evaluate(when: str) -> list:
         """Greedy episodes on the held-out rows, shared among the ranks; one that cannot be judged counts as wrong."""
-        asked, samples = episodes(heldout, Sampling(cfg.max_new_tokens, temperature=0.0))
+        asked, samples = episodes(heldout, Sampling(cfg.max_new_tokens, temperature=0.0), phase="evaluate")
         rewards = score(task.reward, samples)
         right, count, lost = engine.global_sum(torch.tensor([rewards.nansum(), len(asked), len(bad)])).tolist()
         accuracy = right / max(count, 1)
@@ -150,31 +154,32 @@ def main(cfg: Config) -> None:
         }
         return token_mean(policy + cfg.kl_coef * kl, mb.mask, mb.total_tokens), metrics
 
+    passes = cfg.updates_per_batch * (2 if cfg.lora_rank else 3) + (cfg.updates_per_batch > 1) + bool(cfg.kl_coef)
     progress = tqdm(range(start, cfg.steps), initial=start, total=cfg.steps, unit="step", disable=rank != 0)
     for step in progress:
-        began = time.perf_counter()
         rows = step_rows(task.train, step, cfg.prompts_per_step, cfg.seed)[rank::world]
         prompts, skipped = encode_rows(processor, rows, max_tokens=max_tokens)
         for message in skipped:
             progress.write(f"skipped: {message}")
         sampling = Sampling(cfg.max_new_tokens, cfg.temperature, seed=(cfg.seed, step))
         answers, finished = episodes(prompts, sampling, n=cfg.group_size)
-        generated = time.perf_counter()
 
-        rewards = score(task.reward, finished)  # [B]; nan = could not be judged
+        run.phase("reward")
+        rewards, parts = score_parts(task.reward, finished)  # [B]; nan = could not be judged
         samples = judged(finished, rewards)
         rewards = rewards[~rewards.isnan()]
         advantages = grpo_advantages(rewards, group_ids(samples))  # [B]
         batch = collate(samples, advantages=advantages)
         turns = sum(message["role"] == "assistant" for sample in samples for message in sample.row["messages"])
         counts = [len(answers), len(finished), len(samples), len(skipped), turns]
-        counts += [rewards.sum(), rewards.square().sum(), batch.mask.sum()]
+        counts += [rewards.sum(), rewards.square().sum(), batch.mask.sum(), batch_flops(engine.config, batch)]
         counts = engine.global_sum(torch.tensor(counts, dtype=torch.float64))
-        asked, ended, known, lost, turns, total, squares, tokens = counts.tolist()
+        asked, ended, known, lost, turns, total, squares, tokens, flops = counts.tolist()
         if known < max(1.0, (1 - cfg.max_unjudged) * asked):
             sys.exit(f"grpo_tools: step {step}: only {known:.0f} of {asked:.0f} episodes could be judged, "
                      f"{asked - ended:.0f} were aborted by their tool; see the log")  # fmt: skip
 
+        run.phase("train")
         batch.add(ref_logprobs=batch.rollout_logprobs)
         if cfg.kl_coef and cfg.lora_rank:
             with engine.disable_adapter():
@@ -191,24 +196,19 @@ def main(cfg: Config) -> None:
 
         mean = total / known
         run.log(step, {
-            "reward/mean": mean,
-            "reward/std": max(squares / known - mean**2, 0.0) ** 0.5,
-            **metrics,
-            "tokens": tokens,
-            "turns": turns / known,
-            "aborted": asked - ended,
-            "unjudged": asked - known,
-            "skipped_rows": lost,
-            "time/generate": generated - began,
-            "time/train": time.perf_counter() - generated,
+            "reward/mean": mean, "reward/std": max(squares / known - mean**2, 0.0) ** 0.5,
+            **part_means(parts, engine.global_sum), **metrics, "tokens": tokens, "flops": flops * passes,
+            "turns": turns / known, "aborted": asked - ended, "unjudged": asked - known, "skipped_rows": lost,
         })  # fmt: skip
         progress.set_postfix(reward=f"{mean:.2f}", entropy=f"{metrics['entropy']:.2f}")
         if (step + 1) % cfg.save_every == 0 or step + 1 == cfg.steps:
+            run.phase("checkpoint")
             engine.save_checkpoint(out / "checkpoints" / f"step_{step + 1}", {"step": step + 1})
             keep_newest(out / "checkpoints", 2)
 
     shown = sorted(evaluate("after"), key=lambda s: s.reward)[:40]
     engine.export_hf(out / "model")
+    run.close()
     if rank == 0:
         page = write_report(out, [replace(sample, text=transcript(sample)) for sample in shown], title=name)
         print(f"results: {page}, {out / 'metrics.jsonl'}; model: {out / 'model'}")
@@ -262,13 +262,10 @@ def set_up(cfg: Config, task: Task, tool, out: Path):
     processor = load_processor(path, trust_remote_code=cfg.trust_remote_code)
     model = load_model(path, trust_remote_code=cfg.trust_remote_code)
     shared = {
-        "processor": processor,
-        "unsampled": unsampled_ids(model.config, getattr(processor, "tokenizer", processor)),
-        "temperature": cfg.temperature,
-        "micro_batch_tokens": cfg.micro_batch_tokens,
-        "use_remove_padding": cfg.use_remove_padding,
-        "use_fused_kernels": cfg.use_fused_kernels,
-    }
+        "processor": processor, "unsampled": unsampled_ids(model.config, getattr(processor, "tokenizer", processor)),
+        "temperature": cfg.temperature, "micro_batch_tokens": cfg.micro_batch_tokens,
+        "use_remove_padding": cfg.use_remove_padding, "use_fused_kernels": cfg.use_fused_kernels,
+    }  # fmt: skip
     if cfg.freeze_vision_tower:
         freeze(model, VISION_TOWER)
     if cfg.lora_rank:

@@ -15,7 +15,6 @@ How it differs from the paper (DeepSeekMath, https://arxiv.org/abs/2402.03300, s
 """
 
 import sys
-import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -28,10 +27,11 @@ from tqdm import tqdm
 from transformers.utils.logging import disable_progress_bar
 
 from rlkit.advantages import grpo_advantages
-from rlkit.data import Task, collate, group_ids, judged, load_task, score, step_rows
+from rlkit.data import Task, collate, group_ids, judged, load_task, part_means, score, score_parts, step_rows
 from rlkit.engines import make_engine
 from rlkit.engines.checkpoint import checkpoints, keep_newest
 from rlkit.engines.distributed import init_distributed
+from rlkit.engines.flops import batch_flops
 from rlkit.losses import clipped_policy_loss, importance_weights, kl_k3, mismatch_stats, ratio_stats, token_mean
 from rlkit.report import write_report
 from rlkit.rollout import Sampling, make_rollout
@@ -63,6 +63,10 @@ class Config:
     """The run's directory; runs/grpo_vlm-<task>-seed<seed> by default, numbered if that holds a run."""
     resume: bool = False
     """Go on from the newest checkpoint in the run's directory."""
+    trackers: tuple[str, ...] = ()
+    """Told the metrics beside the run's own files: tensorboard, wandb, mlflow, trackio, ...; see rlkit.tracking."""
+    watchdog: float = 600.0
+    """Seconds in one phase after which the phases of all ranks are printed; 0: never."""
     seed: int = 0
     """Of the data order, the sampling noise and the tiny model."""
 
@@ -140,7 +144,7 @@ def main(cfg: Config) -> None:
     try:
         out = Path(cfg.out) if cfg.out else new_directory("runs", name, resume=cfg.resume)
         task = load_task(cfg.task)
-        run = Run(out, asdict(cfg), resume=cfg.resume, writes=rank == 0)
+        run = Run(out, asdict(cfg), resume=cfg.resume, writes=rank == 0, trackers=cfg.trackers, watchdog=cfg.watchdog)
         engine, reference, rollout, processor = set_up(cfg, task, out)
         saved = checkpoints(out / "checkpoints") if cfg.resume else []
         start = engine.load_checkpoint(saved[-1])["step"] if saved else 0
@@ -151,17 +155,19 @@ def main(cfg: Config) -> None:
     max_tokens = cfg.max_prompt_tokens or engine.config.get_text_config().max_position_embeddings - cfg.max_new_tokens
     heldout, bad = encode_rows(processor, list(enumerate(task.heldout))[mine], max_tokens=max_tokens)
 
-    def generate(prompts, sampling, n=1):
+    def generate(prompts, sampling, n=1, phase="generate"):
         """Answers under the weights of this moment; between times the sampler leaves a GPU to the trainer."""
+        run.phase("hand_over")
         rollout.wake_up()
         rollout.update_weights(engine.get_per_tensor_param())
+        run.phase(phase)
         answers = rollout.generate(prompts, sampling, n)
         rollout.sleep()
         return answers
 
     def evaluate() -> tuple[dict, list]:
         """Greedy answers to the held-out rows, shared among the ranks; a row that cannot be judged counts as wrong."""
-        samples = generate(heldout, Sampling(cfg.max_new_tokens, temperature=0.0))
+        samples = generate(heldout, Sampling(cfg.max_new_tokens, temperature=0.0), phase="evaluate")
         rewards = score(task.reward, samples)
         right, count, lost = engine.global_sum(torch.tensor([rewards.nansum(), len(rewards), len(bad)])).tolist()
         found = {"accuracy": right / max(count, 1), "heldout": int(count), "skipped": int(lost)}
@@ -186,27 +192,29 @@ def main(cfg: Config) -> None:
         }
         return token_mean(policy + cfg.kl_coef * kl, mb.mask, mb.total_tokens), metrics
 
+    passes = cfg.updates_per_batch * (2 if cfg.lora_rank else 3) + (cfg.updates_per_batch > 1) + bool(cfg.kl_coef)
     progress = tqdm(range(start, cfg.steps), initial=start, total=cfg.steps, unit="step", disable=rank != 0)
     for step in progress:
-        began = time.perf_counter()
         rows = step_rows(task.train, step, cfg.prompts_per_step, cfg.seed)[mine]
         prompts, skipped = encode_rows(processor, rows, max_tokens=max_tokens)
         for message in skipped:
             progress.write(f"skipped: {message}")
         answers = generate(prompts, Sampling(cfg.max_new_tokens, cfg.temperature, (cfg.seed, step)), n=cfg.group_size)
-        generated = time.perf_counter()
 
-        rewards = score(task.reward, answers)  # [B]; nan = could not be judged
+        run.phase("reward")
+        rewards, parts = score_parts(task.reward, answers)  # [B]; nan = could not be judged
         samples = judged(answers, rewards)
         rewards = rewards[~rewards.isnan()]
         advantages = grpo_advantages(rewards, group_ids(samples))  # [B]
         batch = collate(samples, advantages=advantages)
-        counts = [len(answers), len(samples), len(skipped), rewards.sum(), rewards.square().sum(), batch.mask.sum()]
+        counts = [len(answers), len(samples), len(skipped), rewards.sum(), rewards.square().sum()]
+        counts += [batch.mask.sum(), batch_flops(engine.config, batch)]
         counts = engine.global_sum(torch.tensor(counts, dtype=torch.float64))
-        asked, known, lost, total, squares, tokens = counts.tolist()
+        asked, known, lost, total, squares, tokens, flops = counts.tolist()
         if known < max(1.0, (1 - cfg.max_unjudged) * asked):
             sys.exit(f"grpo_vlm: step {step}: only {known:.0f} of {asked:.0f} answers could be judged; see the log")
 
+        run.phase("train")
         batch.add(ref_logprobs=batch.rollout_logprobs)
         if cfg.kl_coef and cfg.lora_rank:
             with engine.disable_adapter():
@@ -225,21 +233,20 @@ def main(cfg: Config) -> None:
         run.log(step, {
             "reward/mean": mean,
             "reward/std": max(squares / known - mean**2, 0.0) ** 0.5,
+            **part_means(parts, engine.global_sum),
             **metrics,
-            "tokens": tokens,
-            "unjudged": asked - known,
-            "skipped_rows": lost,
-            "time/generate": generated - began,
-            "time/train": time.perf_counter() - generated,
+            "tokens": tokens, "flops": flops * passes, "unjudged": asked - known, "skipped_rows": lost,
         })  # fmt: skip
         progress.set_postfix(reward=f"{mean:.2f}", entropy=f"{metrics['entropy']:.2f}")
         if (step + 1) % cfg.save_every == 0 or step + 1 == cfg.steps:
+            run.phase("checkpoint")
             engine.save_checkpoint(out / "checkpoints" / f"step_{step + 1}", {"step": step + 1})
             keep_newest(out / "checkpoints", 2)
 
     after, shown = evaluate()
     results = run.evaluation(accuracy_after=after["accuracy"], steps=cfg.steps)
     engine.export_hf(out / "model")
+    run.close()
     if rank == 0:
         page = write_report(out, sorted(shown, key=lambda s: s.reward)[:40], title=name)
         print(f"held-out accuracy after: {after['accuracy']:.3f} (before: {results.get('accuracy_before', 0.0):.3f})")
@@ -258,14 +265,11 @@ def set_up(cfg: Config, task: Task, out: Path):
     processor = load_processor(path, trust_remote_code=cfg.trust_remote_code)
     model = load_model(path, trust_remote_code=cfg.trust_remote_code)
     shared = {
-        "processor": processor,
-        "unsampled": unsampled_ids(model.config, getattr(processor, "tokenizer", processor)),
-        "temperature": cfg.temperature,
-        "micro_batch_tokens": cfg.micro_batch_tokens,
+        "processor": processor, "unsampled": unsampled_ids(model.config, getattr(processor, "tokenizer", processor)),
+        "temperature": cfg.temperature, "micro_batch_tokens": cfg.micro_batch_tokens,
         "ulysses_sequence_parallel_size": cfg.ulysses_sequence_parallel_size,
-        "use_remove_padding": cfg.use_remove_padding,
-        "use_fused_kernels": cfg.use_fused_kernels,
-    }
+        "use_remove_padding": cfg.use_remove_padding, "use_fused_kernels": cfg.use_fused_kernels,
+    }  # fmt: skip
     if cfg.freeze_vision_tower:
         freeze(model, VISION_TOWER)
     if cfg.lora_rank:
@@ -274,15 +278,11 @@ def set_up(cfg: Config, task: Task, out: Path):
         print(trainable_summary(model), flush=True)
     updates, warm = max(1, cfg.steps * cfg.updates_per_batch), max(1, cfg.warmup_steps)
     engine = make_engine(
-        "fsdp2",
-        "language_model",
-        model=model,
+        "fsdp2", "language_model", model=model,
         optimizer=lambda params: AdamW(params, lr=cfg.lr, betas=(0.9, 0.95), weight_decay=0.0),
         scheduler=lambda opt: LambdaLR(opt, lambda i: min((i + 1) / warm, max(0.05, 1 - i / updates))),
-        max_grad_norm=cfg.max_grad_norm,
-        enable_gradient_checkpointing=cfg.enable_gradient_checkpointing,
-        **shared,
-    )
+        max_grad_norm=cfg.max_grad_norm, enable_gradient_checkpointing=cfg.enable_gradient_checkpointing, **shared,
+    )  # fmt: skip
     reference = None
     if cfg.kl_coef and not cfg.lora_rank:
         start = load_model(path, trust_remote_code=cfg.trust_remote_code)

@@ -17,7 +17,6 @@ be drawn, where the paper draws.
 """
 
 import sys
-import time
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -33,10 +32,11 @@ from tqdm import tqdm
 from transformers.utils.logging import disable_progress_bar
 
 from rlkit.advantages import gae, kl_in_reward, length_adaptive_lambda, masked_whiten, pf_ppo_weights, rewards_to_tokens
-from rlkit.data import Task, collate, judged, load_task, score, step_rows
+from rlkit.data import Task, collate, judged, load_task, part_means, score, score_parts, step_rows
 from rlkit.engines import make_engine
 from rlkit.engines.checkpoint import checkpoints, keep_newest
 from rlkit.engines.distributed import init_distributed, reduce_metrics
+from rlkit.engines.flops import batch_flops
 from rlkit.engines.value_head import load_value_model
 from rlkit.losses import clipped_policy_loss, clipped_value_loss, kl_k1, kl_k3, token_mean, token_sum
 from rlkit.losses.diagnostics import mismatch_stats, ratio_stats
@@ -57,8 +57,9 @@ class Config:
     servers: tuple[str, ...] = ()  # URLs of the servers; python -m rlkit.rollout.serve starts some
     out: str = ""  # the run's directory; runs/ppo-<task>-seed<seed> by default, numbered if that holds a run
     resume: bool = False  # go on from the newest checkpoint in the run's directory
+    trackers: tuple[str, ...] = ()  # told the metrics beside the run's own files: tensorboard, wandb, mlflow, trackio
+    watchdog: float = 600.0  # seconds in one phase after which the phases of all ranks are printed; 0: never
     seed: int = 0  # of the data order, the sampling noise and the tiny model
-
     steps: int = 110  # batches that are sampled
     prompts_per_step: int = 64  # prompts in a batch, over all ranks
     group_size: int = 16  # answers to each prompt
@@ -84,7 +85,6 @@ class Config:
     tis_cap: float = 2.0  # weights that correct for a sampler unlike the trainer are cut here; they are 1 with hf
     kl_coef: float = 0.0  # weight of the KL to the start in the reward; 0: none is kept, `kl` is from the sampler
     max_grad_norm: float = 1.0  # gradients are scaled down to this norm
-
     freeze_vision_tower: bool = False  # train the language models alone
     lora_rank: int = 0  # of LoRA adapters in policy and critic; 0 trains the weights themselves
     lora_alpha: int = 32  # scale of the adapters, over their rank
@@ -123,7 +123,7 @@ def main(cfg: Config) -> None:
             raise ValueError(f"mini_batches: from 1 to the {cfg.prompts_per_step} prompts, came {cfg.mini_batches}")
         out = Path(cfg.out) if cfg.out else new_directory("runs", name, resume=cfg.resume)
         task = load_task(cfg.task)
-        run = Run(out, asdict(cfg), resume=cfg.resume, writes=rank == 0)
+        run = Run(out, asdict(cfg), resume=cfg.resume, writes=rank == 0, trackers=cfg.trackers, watchdog=cfg.watchdog)
         engine, critic, reference, rollout, processor = set_up(cfg, task, out)
         saved = checkpoints(out / "checkpoints") if cfg.resume else []
         start = engine.load_checkpoint(saved[-1])["step"] if saved else 0
@@ -135,17 +135,19 @@ def main(cfg: Config) -> None:
     max_tokens = cfg.max_prompt_tokens or engine.config.get_text_config().max_position_embeddings - cfg.max_new_tokens
     heldout, bad = encode_rows(processor, list(enumerate(task.heldout))[rank::world], max_tokens=max_tokens)
 
-    def generate(prompts, sampling, n=1):
+    def generate(prompts, sampling, n=1, phase="generate"):
         """Answers under the weights of this moment; between times the sampler leaves a GPU to the trainer."""
+        run.phase("hand_over")
         rollout.wake_up()
         rollout.update_weights(engine.get_per_tensor_param())
+        run.phase(phase)
         answers = rollout.generate(prompts, sampling, n)
         rollout.sleep()
         return answers
 
     def evaluate(when: str) -> list:
         """Greedy answers to the held-out rows, shared among the ranks; a row that cannot be judged counts as wrong."""
-        samples = generate(heldout, Sampling(cfg.max_new_tokens, temperature=0.0))
+        samples = generate(heldout, Sampling(cfg.max_new_tokens, temperature=0.0), phase="evaluate")
         rewards = score(task.reward, samples)
         right, count, lost = engine.global_sum(torch.tensor([rewards.nansum(), len(rewards), len(bad)])).tolist()
         accuracy = right / max(count, 1)
@@ -169,24 +171,25 @@ def main(cfg: Config) -> None:
         loss = clipped_value_loss(out.values, mb.values, mb.returns, mb.mask, cfg.cliprange_value)
         return token_mean(loss * mb.weights[:, None], mb.mask, mb.total_tokens), {}
 
+    passes = 1 + cfg.ppo_epochs * (2 if cfg.lora_rank else 3)  # of each model through a batch, in forwards
     progress = tqdm(range(start, cfg.steps), initial=start, total=cfg.steps, unit="step", disable=rank != 0)
     for step in progress:
-        began = time.perf_counter()
         rows = step_rows(task.train, step, cfg.prompts_per_step, cfg.seed)[rank::world]
         prompts, skipped = encode_rows(processor, rows, max_tokens=max_tokens)
         for message in skipped:
             progress.write(f"skipped: {message}")
         answers = generate(prompts, Sampling(cfg.max_new_tokens, cfg.temperature, (cfg.seed, step)), cfg.group_size)
-        generated = time.perf_counter()
-        batch = collate(judged(answers, score(task.reward, answers)))
+        run.phase("reward")
+        rewards, parts = score_parts(task.reward, answers)  # [B]; nan = could not be judged
+        batch = collate(judged(answers, rewards))
         rewards, ids, mask = batch.rewards, batch.group_ids, batch.mask
         counts = [len(answers), len(batch), len(skipped), rewards.sum(), rewards.square().sum(), mask.sum()]
+        counts += [batch_flops(engine.config, batch), batch_flops(critic.config, batch, head=False)]
         counts = engine.global_sum(torch.tensor(counts, dtype=torch.float64))
-        asked, known, lost, total, squares, tokens = counts.tolist()
+        asked, known, lost, total, squares, tokens, flops, critic_flops = counts.tolist()
         if known < max(1.0, (1 - cfg.max_unjudged) * asked):
             sys.exit(f"ppo: step {step}: only {known:.0f} of {asked:.0f} answers could be judged; see the log")
-        rewarded = time.perf_counter()
-
+        run.phase("train")
         old, ref = engine.infer_batch(batch)["logprobs"], batch.rollout_logprobs
         if cfg.kl_coef:
             with engine.disable_adapter() if cfg.lora_rank else nullcontext():
@@ -201,15 +204,13 @@ def main(cfg: Config) -> None:
         tis = importance_weights(old, batch.rollout_logprobs, mask, cap=cfg.tis_cap)
         batch.add(old_logprobs=old, tis=tis, values=values, advantages=advantages, returns=returns, weights=weights)
         measured = reduce_metrics({
-            "kl": token_mean(kl_k3(old, ref, mask), mask, tokens),
-            "value/mean": token_mean(values, mask, tokens),
+            "kl": token_mean(kl_k3(old, ref, mask), mask, tokens), "value/mean": token_mean(values, mask, tokens),
             "value/squared_error": token_mean((values - returns).square(), mask, tokens),
             **mismatch_stats(old, batch.rollout_logprobs, mask, tokens),
         })  # fmt: skip
         if measured["mismatch/abs_dlogp"] > cfg.max_mismatch:
             gap = f"{measured['mismatch/abs_dlogp']:.2f} a token: its weights are not the trainer's"
             sys.exit(f"ppo: step {step}: the sampler's logprobs differ from the trainer's by {gap}")
-
         updates = []
         for epoch in range(cfg.ppo_epochs):
             order = np.random.default_rng((cfg.seed, step, epoch)).permutation(cfg.prompts_per_step)
@@ -226,23 +227,23 @@ def main(cfg: Config) -> None:
                     metrics |= engine.train_batch(part, policy_loss, outputs=("logprobs", "entropy"))
                 updates.append(metrics)
         metrics = {n: (max if n.endswith("/max") else fmean)([u[n] for u in updates]) for n in updates[0]}
-
         mean = total / known
         run.log(step, {
-            "reward/mean": mean, "reward/std": max(squares / known - mean**2, 0.0) ** 0.5, **metrics, **measured,
-            "tokens": tokens, "unjudged": asked - known, "skipped_rows": lost, "time/generate": generated - began,
-            "time/reward": rewarded - generated, "time/train": time.perf_counter() - rewarded,
+            "reward/mean": mean, "reward/std": max(squares / known - mean**2, 0.0) ** 0.5,
+            **part_means(parts, engine.global_sum), **metrics, **measured, "tokens": tokens, "skipped_rows": lost,
+            "flops": flops * (passes + bool(cfg.kl_coef)) + critic_flops * passes, "unjudged": asked - known,
         })  # fmt: skip
         progress.set_postfix(reward=f"{mean:.2f}", value=f"{measured['value/mean']:.2f}")
         if (step + 1) % cfg.save_every == 0 or step + 1 == cfg.steps:
+            run.phase("checkpoint")
             critic.save_checkpoint(out / "critic_checkpoints" / f"step_{step + 1}")  # first: the policy's says "done"
             engine.save_checkpoint(out / "checkpoints" / f"step_{step + 1}", {"step": step + 1})
             for folder in ("checkpoints", "critic_checkpoints"):
                 keep_newest(out / folder, 2)
-
     shown = evaluate("after")
     engine.export_hf(out / "model")
     critic.export_hf(out / "critic")
+    run.close()
     if rank == 0:
         page = write_report(out, sorted(shown, key=lambda s: s.reward)[:40], title=name)
         print(f"results: {page}, {out / 'metrics.jsonl'}; model: {out / 'model'}, critic: {out / 'critic'}")
@@ -250,9 +251,8 @@ def main(cfg: Config) -> None:
 
 def set_up(cfg: Config, task: Task, out: Path):
     """The trained engine, the critic, the reference policy, the sampler and the processor."""
-    path = cfg.model
-    if path == "tiny":
-        path = str(out / "init")
+    path = str(out / "init") if cfg.model == "tiny" else cfg.model
+    if cfg.model == "tiny":
         if dist.get_rank() == 0 and not Path(path).exists():
             build_tiny(path, task.train, seed=cfg.seed)
         dist.barrier()

@@ -18,7 +18,6 @@ How it differs from the papers:
 """
 
 import sys
-import time
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -41,10 +40,11 @@ from rlkit.advantages import (
     rewards_to_tokens,
     rloo_advantages,
 )
-from rlkit.data import Task, collate, judged, load_task, score, step_rows
+from rlkit.data import Task, collate, judged, load_task, part_means, score, score_parts, step_rows
 from rlkit.engines import make_engine
 from rlkit.engines.checkpoint import checkpoints, keep_newest
 from rlkit.engines.distributed import init_distributed
+from rlkit.engines.flops import batch_flops
 from rlkit.losses import importance_weights, kl_k1, kl_k3, mismatch_stats, reinforce_loss, token_mean
 from rlkit.report import write_report
 from rlkit.rollout import Sampling, make_rollout
@@ -80,6 +80,10 @@ class Config:
     """The run's directory; runs/reinforce-<task>-seed<seed> by default, numbered if that holds a run."""
     resume: bool = False
     """Go on from the newest checkpoint in the run's directory."""
+    trackers: tuple[str, ...] = ()
+    """Told the metrics beside the run's own files: tensorboard, wandb, mlflow, trackio, ...; see rlkit.tracking."""
+    watchdog: float = 600.0
+    """Seconds in one phase after which the phases of all ranks are printed; 0: never."""
     seed: int = 0
     """Of the data order, the sampling noise and the tiny model."""
 
@@ -149,7 +153,7 @@ def main(cfg: Config) -> None:
     try:
         out = Path(cfg.out) if cfg.out else new_directory("runs", name, resume=cfg.resume)
         task = load_task(cfg.task)
-        run = Run(out, asdict(cfg), resume=cfg.resume, writes=rank == 0)
+        run = Run(out, asdict(cfg), resume=cfg.resume, writes=rank == 0, trackers=cfg.trackers, watchdog=cfg.watchdog)
         engine, reference, rollout, processor = set_up(cfg, task, out)
         saved = checkpoints(out / "checkpoints") if cfg.resume else []
         start = engine.load_checkpoint(saved[-1])["step"] if saved else 0
@@ -160,17 +164,19 @@ def main(cfg: Config) -> None:
     heldout, bad = encode_rows(processor, list(enumerate(task.heldout))[rank::world], max_tokens=max_tokens)
     greedy = Sampling(cfg.max_new_tokens, temperature=0.0)
 
-    def generate(prompts, sampling, n=1):
+    def generate(prompts, sampling, n=1, phase="generate"):
         """Answers under the weights of this moment; between times the sampler leaves a GPU to the trainer."""
+        run.phase("hand_over")
         rollout.wake_up()
         rollout.update_weights(engine.get_per_tensor_param())
+        run.phase(phase)
         answers = rollout.generate(prompts, sampling, n)
         rollout.sleep()
         return answers
 
     def evaluate(when: str) -> list:
         """Greedy answers to the held-out rows, shared among the ranks; a row that cannot be judged counts as wrong."""
-        samples = generate(heldout, greedy)
+        samples = generate(heldout, greedy, phase="evaluate")
         rewards = score(task.reward, samples)
         right, count, lost = engine.global_sum(torch.tensor([rewards.nansum(), len(rewards), len(bad)])).tolist()
         accuracy = right / max(count, 1)
@@ -195,27 +201,28 @@ def main(cfg: Config) -> None:
 
     progress = tqdm(range(start, cfg.steps), initial=start, total=cfg.steps, unit="step", disable=rank != 0)
     for step in progress:
-        began = time.perf_counter()
         rows = step_rows(task.train, step, cfg.prompts_per_step, cfg.seed)[rank::world]
         prompts, skipped = encode_rows(processor, rows, max_tokens=max_tokens)
         for message in skipped:
             progress.write(f"skipped: {message}")
         answers = generate(prompts, Sampling(cfg.max_new_tokens, cfg.temperature, (cfg.seed, step)), cfg.group_size)
         guesses = generate(prompts, greedy) if cfg.advantage == "remax" else []
-        generated = time.perf_counter()
 
-        batch = collate(judged(answers, score(task.reward, answers)))
+        run.phase("reward")
+        rewards, parts = score_parts(task.reward, answers)  # [B]; nan = could not be judged
+        batch = collate(judged(answers, rewards))
         if cfg.advantage == "remax":
             found = dict(zip([s.group_id for s in guesses], score(task.reward, guesses).tolist(), strict=True))
             batch.add(greedy_rewards=torch.tensor([found[g] for g in batch.group_ids.tolist()], dtype=torch.float32))
         rewards, mask = batch.rewards, batch.mask
-        counts = [len(answers), len(batch), len(skipped), rewards.sum(), rewards.square().sum(), mask.sum()]
+        counts = [len(answers), len(batch), len(skipped), rewards.sum(), rewards.square().sum()]
+        counts += [mask.sum(), batch_flops(engine.config, batch)]
         counts = engine.global_sum(torch.tensor(counts, dtype=torch.float64))
-        asked, known, lost, total, squares, tokens = counts.tolist()
+        asked, known, lost, total, squares, tokens, flops = counts.tolist()
         if known < max(1.0, (1 - cfg.max_unjudged) * asked):
             sys.exit(f"reinforce: step {step}: only {known:.0f} of {asked:.0f} answers could be judged; see the log")
-        rewarded = time.perf_counter()
 
+        run.phase("train")
         rewards = rewards_to_tokens(rewards, mask)  # [B, T]
         batch.add(ref_logprobs=batch.rollout_logprobs)
         if cfg.kl_coef:
@@ -231,17 +238,19 @@ def main(cfg: Config) -> None:
 
         mean = total / known
         run.log(step, {
-            "reward/mean": mean, "reward/std": max(squares / known - mean**2, 0.0) ** 0.5, **metrics,
-            "tokens": tokens, "unjudged": asked - known, "skipped_rows": lost, "time/generate": generated - began,
-            "time/reward": rewarded - generated, "time/train": time.perf_counter() - rewarded,
+            "reward/mean": mean, "reward/std": max(squares / known - mean**2, 0.0) ** 0.5,
+            **part_means(parts, engine.global_sum), **metrics, "tokens": tokens, "unjudged": asked - known,
+            "skipped_rows": lost, "flops": flops * ((2 if cfg.lora_rank else 3) + bool(cfg.kl_coef)),
         })  # fmt: skip
         progress.set_postfix(reward=f"{mean:.2f}", entropy=f"{metrics['entropy']:.2f}")
         if (step + 1) % cfg.save_every == 0 or step + 1 == cfg.steps:
+            run.phase("checkpoint")
             engine.save_checkpoint(out / "checkpoints" / f"step_{step + 1}", {"step": step + 1})
             keep_newest(out / "checkpoints", 2)
 
     shown = evaluate("after")
     engine.export_hf(out / "model")
+    run.close()
     if rank == 0:
         page = write_report(out, sorted(shown, key=lambda s: s.reward)[:40], title=name)
         print(f"results: {page}, {out / 'metrics.jsonl'}; model: {out / 'model'}")

@@ -13,11 +13,10 @@ How it differs from the paper (InstructGPT, https://arxiv.org/abs/2203.02155, se
 - `margin`, a number a row, is Llama 2's (arXiv 2307.09288 eq. 2), and `centre_coef` a regulariser of the rewards' level
   (arXiv 2312.09244), which Bradley-Terry leaves free; the paper subtracts the mean afterwards.
 - the head is zero at first, so that all scores are; it is read behind the token that ends the answer.
-- no supervised fine-tuning before: `--model` may be what `sft.py` made.
+- fine-tuning comes before: `--model` may be what `sft.py` made, and the tiny one is fine-tuned when it is built.
 """
 
 import sys
-import time
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -36,6 +35,7 @@ from rlkit.data.pairs import answered, asking, load_pairs, pair
 from rlkit.engines import make_engine
 from rlkit.engines.checkpoint import checkpoints, keep_newest
 from rlkit.engines.distributed import init_distributed
+from rlkit.engines.flops import batch_flops
 from rlkit.engines.value_head import load_value_model, scoring_batch, with_value_head
 from rlkit.losses import bradley_terry_loss, preference_stats, reward_centring_loss
 from rlkit.report import write_report
@@ -47,13 +47,17 @@ from rlkit.vlm import VISION_TOWER, build_tiny, encode, freeze, load_model, load
 @dataclass
 class Config:
     model: str = "tiny"
-    """Directory or hub id of a model; "tiny" builds one of 0.7M parameters and warms it up for a few seconds."""
+    """Directory or hub id of a model; "tiny" builds one of 0.7M parameters and fine-tunes it for 15 seconds."""
     task: str = "digits"
     """A built-in task, a .jsonl or .parquet file (question, chosen, rejected, image), or module:function."""
     out: str = ""
     """The run's directory; runs/reward_model-<task>-seed<seed> by default, numbered if that holds a run."""
     resume: bool = False
     """Go on from the newest checkpoint in the run's directory."""
+    trackers: tuple[str, ...] = ()
+    """Told the metrics beside the run's own files: tensorboard, wandb, mlflow, trackio, ...; see rlkit.tracking."""
+    watchdog: float = 600.0
+    """Seconds in one phase after which the phases of all ranks are printed; 0: never."""
     seed: int = 0
     """Of the data order and the tiny model."""
 
@@ -117,7 +121,7 @@ def main(cfg: Config) -> None:
     try:
         out = Path(cfg.out) if cfg.out else new_directory("runs", name, resume=cfg.resume)
         task = load_pairs(cfg.task)
-        run = Run(out, asdict(cfg), resume=cfg.resume, writes=rank == 0)
+        run = Run(out, asdict(cfg), resume=cfg.resume, writes=rank == 0, trackers=cfg.trackers, watchdog=cfg.watchdog)
         engine, processor, ends = set_up(cfg, task, out)
         saved = checkpoints(out / "checkpoints") if cfg.resume else []
         start = engine.load_checkpoint(saved[-1])["step"] if saved else 0
@@ -151,6 +155,7 @@ def main(cfg: Config) -> None:
 
     def evaluate() -> tuple[dict[str, float], list[Sample]]:
         """Loss of the held-out pairs, the share that is told apart, and this rank's answers with their scores."""
+        run.phase("evaluate")
         values = engine.infer_batch(heldout)["values"]
         loss, stats = loss_fn(SimpleNamespace(values=values), heldout)
         sums = torch.stack([loss, stats["preference/accuracy"]]) * (len(shown) // 2)
@@ -166,27 +171,29 @@ def main(cfg: Config) -> None:
 
     progress = tqdm(range(start, cfg.steps), initial=start, total=cfg.steps, unit="step", disable=rank != 0)
     for step in progress:
-        began = time.perf_counter()
+        run.phase("encode")
         samples, skipped = encode_pairs(step_rows(task.train, step, cfg.prompts_per_step, cfg.seed)[rank::world])
         for message in skipped:
             progress.write(f"skipped: {message}")
         batch = collate_pairs(samples)
-        counts = engine.global_sum(torch.tensor([len(samples) // 2, len(skipped), batch.mask.sum()]))
-        known, lost, tokens = counts.tolist()
+        counts = [len(samples) // 2, len(skipped), batch.mask.sum(), batch_flops(engine.config, batch, head=False)]
+        known, lost, tokens, flops = engine.global_sum(torch.tensor(counts)).tolist()
         if not known:
             sys.exit(f"reward_model: step {step}: none of its {lost} rows can be trained on; see the log")
-        encoded = time.perf_counter()
+        run.phase("train")
         metrics = engine.train_batch(batch, loss_fn)
-        times = {"time/encode": encoded - began, "time/train": time.perf_counter() - encoded}
-        run.log(step, {**metrics, "tokens": tokens, "skipped_rows": lost, **times})
+        flops *= 2 if cfg.lora_rank else 3  # frozen weights have no gradient
+        run.log(step, {**metrics, "tokens": tokens, "flops": flops, "skipped_rows": lost})
         progress.set_postfix(loss=f"{metrics['loss']:.3f}", right=f"{metrics['preference/accuracy']:.2f}")
         if (step + 1) % cfg.save_every == 0 or step + 1 == cfg.steps:
+            run.phase("checkpoint")
             engine.save_checkpoint(out / "checkpoints" / f"step_{step + 1}", {"step": step + 1})
             keep_newest(out / "checkpoints", 2)
 
     after, answers = evaluate()
     run.evaluation(steps=cfg.steps, **{f"{name}_after": x for name, x in after.items()})
     engine.export_hf(out / "model")
+    run.close()
     if rank == 0:
         page = write_report(out, answers[:40], title=name)
         print("after:", *(f"{name} {x:.4f}" for name, x in after.items()))
@@ -199,8 +206,8 @@ def set_up(cfg: Config, task: Task, out: Path):
     if path == "tiny":
         path = str(out / "init")
         if dist.get_rank() == 0 and not Path(path).exists():
-            print(f"building a tiny model and warming it up: {path}", flush=True)
-            build_tiny(path, task.train, seed=cfg.seed)
+            print(f"building a tiny model and fine-tuning it: {path}", flush=True)
+            build_tiny(path, task.train, seed=cfg.seed, warm_up_steps=200, label_noise=0.0)
         dist.barrier()
     processor = load_processor(path, trust_remote_code=cfg.trust_remote_code)
     if cfg.lora_rank:  # which freezes all there is, so the head comes after

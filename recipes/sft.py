@@ -16,7 +16,6 @@ How it differs from the paper (InstructGPT, https://arxiv.org/abs/2203.02155, se
 """
 
 import sys
-import time
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
@@ -33,6 +32,7 @@ from rlkit.data.pairs import asking, chat, chat_sample, load_chats
 from rlkit.engines import make_engine
 from rlkit.engines.checkpoint import checkpoints, keep_newest
 from rlkit.engines.distributed import init_distributed
+from rlkit.engines.flops import batch_flops
 from rlkit.losses import token_mean, token_sum
 from rlkit.report import write_report
 from rlkit.rollout import Sampling, make_rollout
@@ -51,6 +51,10 @@ class Config:
     """The run's directory; runs/sft-<task>-seed<seed> by default, numbered if that holds a run."""
     resume: bool = False
     """Go on from the newest checkpoint in the run's directory."""
+    trackers: tuple[str, ...] = ()
+    """Told the metrics beside the run's own files: tensorboard, wandb, mlflow, trackio, ...; see rlkit.tracking."""
+    watchdog: float = 600.0
+    """Seconds in one phase after which the phases of all ranks are printed; 0: never."""
     seed: int = 0
     """Of the data order and the tiny model."""
 
@@ -113,7 +117,7 @@ def main(cfg: Config) -> None:
     try:
         out = Path(cfg.out) if cfg.out else new_directory("runs", name, resume=cfg.resume)
         task = load_chats(cfg.task)
-        run = Run(out, asdict(cfg), resume=cfg.resume, writes=rank == 0)
+        run = Run(out, asdict(cfg), resume=cfg.resume, writes=rank == 0, trackers=cfg.trackers, watchdog=cfg.watchdog)
         engine, rollout, processor, ends = set_up(cfg, task, out)
         saved = checkpoints(out / "checkpoints") if cfg.resume else []
         start = engine.load_checkpoint(saved[-1])["step"] if saved else 0
@@ -141,6 +145,7 @@ def main(cfg: Config) -> None:
 
     def evaluate() -> tuple[dict[str, float], list[Sample]]:
         """Loss of the held-out answers; greedy answers to their prompts, shared among the ranks."""
+        run.phase("evaluate")
         loss = token_sum(-engine.infer_batch(heldout)["logprobs"], heldout.mask)
         answers, rewards = [], torch.zeros(0)
         if cfg.max_new_tokens:
@@ -160,27 +165,29 @@ def main(cfg: Config) -> None:
 
     progress = tqdm(range(start, cfg.steps), initial=start, total=cfg.steps, unit="step", disable=rank != 0)
     for step in progress:
-        began = time.perf_counter()
+        run.phase("encode")
         _, samples, skipped = encode_chats(step_rows(task.train, step, cfg.prompts_per_step, cfg.seed)[rank::world])
         for message in skipped:
             progress.write(f"skipped: {message}")
         batch = collate(samples)
-        counts = engine.global_sum(torch.tensor([len(samples), len(skipped), batch.mask.sum()]))
-        known, lost, tokens = counts.tolist()
+        counts = [len(samples), len(skipped), batch.mask.sum(), batch_flops(engine.config, batch)]
+        known, lost, tokens, flops = engine.global_sum(torch.tensor(counts)).tolist()
         if not known:
             sys.exit(f"sft: step {step}: none of its {lost} rows can be trained on; see the log")
-        encoded = time.perf_counter()
+        run.phase("train")
         metrics = engine.train_batch(batch, loss_fn)
-        times = {"time/encode": encoded - began, "time/train": time.perf_counter() - encoded}
-        run.log(step, {**metrics, "tokens": tokens, "skipped_rows": lost, **times})
+        flops *= 2 if cfg.lora_rank else 3  # frozen weights have no gradient
+        run.log(step, {**metrics, "tokens": tokens, "flops": flops, "skipped_rows": lost})
         progress.set_postfix(loss=f"{metrics['loss']:.3f}")
         if (step + 1) % cfg.save_every == 0 or step + 1 == cfg.steps:
+            run.phase("checkpoint")
             engine.save_checkpoint(out / "checkpoints" / f"step_{step + 1}", {"step": step + 1})
             keep_newest(out / "checkpoints", 2)
 
     after, answers = evaluate()
     run.evaluation(steps=cfg.steps, **{f"{name}_after": x for name, x in after.items()})
     engine.export_hf(out / "model")
+    run.close()
     if rank == 0:
         page = write_report(out, sorted(answers, key=lambda s: s.reward)[:40], title=name)
         print("after:", *(f"{name} {x:.4f}" for name, x in after.items()))

@@ -16,7 +16,9 @@ CURVES = (
     ("reward/mean", "reward"), ("preference/accuracy", "pairs told apart"), ("loss", "loss"), ("entropy", "entropy"),
     ("kl", "KL to the reference"), ("grad_norm", "gradient norm"), ("ratio/clip_fraction", "share of clipped tokens"),
     ("mismatch/abs_dlogp", "sampler against trainer, mean |dlogp|"), ("tokens", "tokens a step"),
+    ("time/tokens_per_second", "tokens a second"), ("time/mfu", "share of the GPUs' peak in training"),
 )  # fmt: skip
+PART = "reward_part/"  # of rlkit.data.part_means: a curve for each
 
 
 def write_report(out: str | Path, samples: Sequence[Any] = (), *, title: str = "") -> Path:
@@ -33,7 +35,9 @@ def write_report(out: str | Path, samples: Sequence[Any] = (), *, title: str = "
     out = Path(out)
     rows = read_metrics(out / METRICS)
     evaluation = _json(out / EVAL)
-    curves = [curve for curve in CURVES if any(_number(row.get(curve[0])) for row in rows)] or CURVES[:1]
+    parts = sorted({name for row in rows for name in row if name.startswith(PART)})
+    known = (CURVES[0], *((name, f"reward, its part {name.removeprefix(PART)}") for name in parts), *CURVES[1:])
+    curves = [curve for curve in known if any(_number(row.get(curve[0])) for row in rows)] or CURVES[:1]
     (out / "learning_curve.png").write_bytes(_plot(rows, curves[:1], evaluation))
     page = _template().render(
         title=title or out.name,

@@ -11,7 +11,7 @@ from PIL import Image
 import rlkit.report
 from rlkit.data import prompt
 from rlkit.report import CURVES, _smooth, write_report
-from rlkit.tracking import CONFIG, EVAL, METRICS, Run, new_directory, read_metrics
+from rlkit.tracking import CONFIG, EVAL, METRICS, Run, new_directory, peak_flops, rates, read_metrics
 
 # --- Run
 
@@ -98,6 +98,127 @@ def test_new_directory(tmp_path):
     (tmp_path / "x-4").mkdir()  # a directory without a run is free
     assert new_directory(tmp_path, "x") == tmp_path / "x-4"
     assert new_directory(tmp_path, "x", resume=True) == tmp_path / "x-3"
+
+
+# --- the clock
+
+
+def test_phases_are_timed(tmp_path, monkeypatch):
+    clock = iter([0.0, 5.0, 7.0, 8.0, 8.5, 10.0, 10.0, 13.0])
+    monkeypatch.setattr("rlkit.tracking.time.perf_counter", lambda: next(clock))
+    run = Run(tmp_path, {})  # at 0
+    run.phase("generate")  # at 5: setting up is no part of a step
+    run.phase("train")  # at 7
+    run.phase("generate")  # at 8
+    run.phase("train")  # at 8.5
+    run.log(0, {"tokens": 50, "flops": 10**9})  # at 10
+    run.phase("checkpoint")
+    run.log(1, {"tokens": 1})  # at 13
+    first, second = lines(run)
+    assert first == {
+        "step": 0, "tokens": 50, "flops": 10**9, "time/generate": 2.5, "time/train": 2.5,
+        "time/tokens_per_second": 10.0, "time/train_flops_per_second": 4e8,
+    }  # fmt: skip
+    assert second == {"step": 1, "tokens": 1, "time/train": 0.0, "time/checkpoint": 3.0}  # no token in no time
+
+
+def test_rates():
+    times = {"time/generate": 6.0, "time/train": 2.0, "time/evaluate": 50.0, "time/checkpoint": 9.0}
+    assert rates({"tokens": 400, "flops": 3e12}, times, 4e12) == {
+        "time/tokens_per_second": 50.0, "time/train_flops_per_second": 1.5e12, "time/mfu": 0.375,
+    }  # fmt: skip
+    assert "time/mfu" not in rates({"flops": 3e12}, times, None) and rates({}, times, 1e12) == {}
+
+
+@pytest.mark.parametrize(
+    ("name", "peak"),
+    [
+        ("NVIDIA H100 80GB HBM3", 989.4e12), ("NVIDIA H100 PCIe", 756e12), ("NVIDIA H100 NVL", 835e12),
+        ("NVIDIA H200", 989.4e12), ("NVIDIA H20", 148e12), ("NVIDIA A100-SXM4-80GB", 312e12),
+        ("NVIDIA GH200 480GB", 989.4e12), ("NVIDIA L4", 121e12), ("NVIDIA L40S", 362e12), ("NVIDIA A10", 125e12),
+        ("Tesla V100-SXM2-16GB", 125e12), ("NVIDIA GeForce RTX 4090", 165.2e12), ("AMD Instinct MI300X", 1307.4e12),
+        ("NVIDIA RTX A4000", None), ("Tesla T4", None), ("cpu", None),
+    ],
+)  # fmt: skip
+def test_peak_flops(name, peak):
+    assert peak_flops(name) == peak
+
+
+# --- trackers
+
+
+@pytest.fixture
+def listed(monkeypatch):
+    """A tracker of one's own, registered with accelerate; what it was told."""
+    from accelerate import tracking
+
+    said = []
+
+    class Listed(tracking.GeneralTracker):
+        name, requires_logging_directory, main_process_only = "listed", False, False
+
+        def __init__(self, run_name):
+            super().__init__()
+            said.append(("made", run_name))
+
+        tracker = property(lambda self: said)
+
+        def store_init_configuration(self, values):
+            said.append(("config", values))
+
+        def log(self, values, step=None, **_):
+            said.append((step, values))
+
+        def finish(self):
+            said.append("finished")
+
+    monkeypatch.setitem(tracking.LOGGER_TYPE_TO_CLASS, "listed", Listed)
+    return said
+
+
+def tracked(out, trackers):
+    run = Run(out, {"lr": 0.1, "servers": ("a",), "critic": None}, trackers=trackers)
+    run.start_at(0)
+    for step in range(3):
+        run.log(step, {"reward/mean": step / 2, "note": "text"})
+    run.evaluation(accuracy_after=0.75)
+    run.close()
+    assert [row["reward/mean"] for row in lines(run)] == [0.0, 0.5, 1.0]  # the file is written all the same
+
+
+def test_several_trackers_are_told_what_the_files_are(tmp_path, listed):
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    tracked(tmp_path / "run", ("tensorboard", "listed", "listed"))
+    board = EventAccumulator(str(tmp_path / "run" / "tensorboard"))
+    board.Reload()
+    assert [(event.step, event.value) for event in board.Scalars("reward/mean")] == [(0, 0.0), (1, 0.5), (2, 1.0)]
+    assert [(event.step, event.value) for event in board.Scalars("eval/accuracy_after")] == [(2, 0.75)]
+    made, (_, config), *rest = listed
+    assert made == ("made", "rlkit") and config["lr"] == 0.1 and config["servers"] == "('a',)"
+    assert "torch" in config["versions"]
+    assert rest == [
+        *((step, {"reward/mean": step / 2}) for step in range(3)), (2, {"eval/accuracy_after": 0.75}), "finished",
+    ]  # fmt: skip
+
+
+def test_mlflow_beside_tensorboard(tmp_path, monkeypatch):
+    mlflow = pytest.importorskip("mlflow")
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", f"file:{tmp_path}/mlruns")
+    monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
+    tracked(tmp_path / "run", ("tensorboard", "mlflow"))
+    (run,) = mlflow.search_runs(experiment_names=["rlkit"], output_format="list")
+    assert run.data.metrics == {"reward/mean": 1.0, "eval/accuracy_after": 0.75} and run.info.run_name == "run"
+    assert run.data.params["lr"] == "0.1" and run.info.status == "FINISHED"
+
+
+def test_a_tracker_that_is_not_there_is_named(tmp_path):
+    with pytest.raises(ValueError, match="trackers: one of .*tensorboard.* expected, came 'tensorbord'"):
+        Run(tmp_path / "a", {}, trackers=["tensorbord"])
+    with pytest.raises(ValueError, match="trackers: 'aim' is not installed"):
+        Run(tmp_path / "a", {}, trackers=["aim"])
+    assert not (tmp_path / "a").exists()
+    Run(tmp_path / "a", {}, trackers=["aim"], writes=False)  # one rank tells them
 
 
 # --- the report
@@ -212,6 +333,16 @@ def test_report_before_the_last_evaluation(tmp_path):
         file.write('{"step": 1, "rew')
     parsed, _ = check_page(write_report(tmp_path))
     assert "0.250" in parsed.said and "held-out accuracy after" not in parsed.said
+
+
+def test_each_part_of_the_reward_has_a_curve(tmp_path, monkeypatch):
+    run = Run(tmp_path, {})
+    for step in range(3):
+        run.log(step, {"reward/mean": 0.5, "reward_part/right": 1.0, "reward_part/form": 0.0, "loss": 1.0})
+    drawn = []
+    monkeypatch.setattr(rlkit.report, "_plot", lambda _, curves, __: drawn.append([x for _, x in curves]) or b"")
+    write_report(tmp_path)
+    assert drawn == [["reward"], ["reward", "reward, its part form", "reward, its part right", "loss"]]
 
 
 def test_a_nan_step_does_not_end_the_curves(tmp_path, monkeypatch):

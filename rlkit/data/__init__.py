@@ -5,7 +5,7 @@ from rlkit.data.hub import open_stream, stream_steps
 from rlkit.data.mixing import by_difficulty, easiest, mixed, widened
 from rlkit.data.packing import Packed, repad, unpad
 from rlkit.data.pairs import load_chats, load_pairs
-from rlkit.data.rewards import combine, score_parts
+from rlkit.data.rewards import combine, part_means, score_as_written, score_parts
 from rlkit.data.samples import Batch, Sample, collate, expand, extend, group_ids, observe, prompt
 from rlkit.data.tasks import Task, judged, load_task, score, step_rows
 
@@ -29,9 +29,11 @@ __all__ = [
     "mixed",
     "open_stream",
     "observe",
+    "part_means",
     "prompt",
     "repad",
     "score",
+    "score_as_written",
     "score_parts",
     "step_rows",
     "stream_steps",

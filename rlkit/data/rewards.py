@@ -2,6 +2,7 @@ r"""Rewards for text that plain code can judge, and rewards made of several part
 
     reward = combine({"right": (1.0, multiple_choice), "format": (0.1, think_answer_format)})
     rewards, parts = score_parts(reward, samples)              # [B], and {"right": [B], "format": [B]} for curves
+    run.log(step, {**part_means(parts, engine.global_sum), ...})
 
 Each is `reward(text, row) -> float | None`, or a function that makes one from its settings. `row["answer"]` is what is
 right; a row without one is not judged. Elsewhere: an exact match in `rlkit.data.tasks`, mathematics in `maths`,
@@ -10,13 +11,16 @@ programs in `programs`, a model as judge in `judge`.
 
 from __future__ import annotations
 
+import asyncio
 import json
 import math
 import re
 import string
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
+from threading import Thread
 from typing import Any
 
 import numpy as np
@@ -62,21 +66,78 @@ def combine(parts: Mapping[str, tuple[float, Reward]]) -> Combined:
     return Combined(dict(parts))
 
 
-def score_parts(reward: Reward, samples: Sequence[Sample]) -> tuple[Tensor, dict[str, Tensor]]:
+def score_parts(reward: Reward, samples: Sequence[Sample], *, threads: int = 1) -> tuple[Tensor, dict[str, Tensor]]:
     """`score`, and each part of a combined reward by itself; every part judges every sample once.
+
+    Args:
+        threads: rewards under way at once, as in `score`.
 
     Returns:
         rewards [B] float32, nan where one part with a weight could not be judged; and parts, name -> [B] before its
         weight (empty for a reward that is not combined): a run logs their means, GDPO takes them as they are.
     """
     if not isinstance(reward, Combined):
-        return score(reward, samples), {}
-    parts = {name: score(part, samples) for name, (_, part) in reward.parts.items()}
+        return score(reward, samples, threads=threads), {}
+    parts = {name: score(part, samples, threads=threads) for name, (_, part) in reward.parts.items()}
     total = torch.zeros(len(samples), dtype=torch.float64)
     for name, (weight, _) in reward.parts.items():
         if weight:
             total += weight * parts[name]
     return total.float(), parts
+
+
+def part_means(parts: Mapping[str, Tensor], global_sum: Callable[[Tensor], Tensor]) -> dict[str, float]:
+    """`reward_part/<name>` -> mean of a part over all samples of all ranks that it could judge, for a run's curves.
+
+    Args:
+        parts: of `score_parts`, for this rank's samples; all ranks call this together.
+        global_sum: the engine's.
+    """
+    if not parts:
+        return {}
+    sums = [torch.stack([part.nansum(), (~part.isnan()).sum()]).double() for part in parts.values()]
+    means = [total / count if count else math.nan for total, count in global_sum(torch.stack(sums)).tolist()]
+    return {f"reward_part/{name}": mean for name, mean in zip(parts, means, strict=True)}
+
+
+def score_as_written(submit: Callable[..., Future[list[Sample]]], reward: Reward, *, threads: int = 8) -> Callable:
+    """A sampler's `submit` that has its samples judged: a prompt's are as soon as they are written, while others are
+    still being written and while the caller trains.
+
+        submit = score_as_written(rollout.submit, task.reward)
+        samples, rewards, parts = submit(prompts, sampling, n).result()      # as of `score_parts`, in order
+
+    Args:
+        submit: (prompts, sampling, n) -> future of n samples a prompt, as a rollout on servers has it.
+        reward: is called in threads of its own, where a reward cannot use `signal.alarm`.
+        threads: prompts whose samples are judged at once.
+
+    Returns:
+        The new submit. Its future fails as the sampler does, and calls off what is being written when it is cancelled.
+    """
+    pool, loop = ThreadPoolExecutor(threads, "reward"), asyncio.new_event_loop()
+    Thread(target=loop.run_forever, daemon=True, name="rewards").start()
+
+    async def judge(written: Future[list[Sample]]) -> tuple[list[Sample], Tensor, dict[str, Tensor]]:
+        samples = await asyncio.wrap_future(written)
+        return samples, *await loop.run_in_executor(pool, score_parts, reward, samples)
+
+    async def judge_all(under_way: list[Future[list[Sample]]]) -> tuple[list[Sample], Tensor, dict[str, Tensor]]:
+        try:
+            found = await asyncio.gather(*map(judge, under_way))
+        finally:
+            for written in under_way:
+                written.cancel()  # does nothing to what is done
+        if not found:
+            return [], *score_parts(reward, [])
+        samples, rewards, parts = zip(*found, strict=True)
+        together = {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
+        return [sample for group in samples for sample in group], torch.cat(rewards), together
+
+    def submit_judged(prompts: Sequence[Sample], sampling: Any, n: int = 1) -> Future:
+        return asyncio.run_coroutine_threadsafe(judge_all([submit([p], sampling, n) for p in prompts]), loop)
+
+    return submit_judged
 
 
 # --- the form of an answer

@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import logging
 import math
+import re
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
@@ -97,18 +98,18 @@ def load_task(name: str, *, images: bool = True) -> Task:
 
     - `digits`, `sorting`: built in, see there.
     - `gsm8k`, ... (rlkit.data.ready): from the hub; `gsm8k@DIRECTORY` from a local copy.
-    - a .jsonl, .json or .parquet file with columns `question`, `answer` and `image` or `images` (path relative to the
-      file, bytes, or the struct that Hugging Face datasets write); a tenth of its rows, at most 300, is held out; the
-      reward is an exact match.
+    - a .jsonl, .json or .parquet file with columns `question`, `answer` and, unless it is text alone, `image` or
+      `images` (path relative to the file, bytes, or the struct that Hugging Face datasets write); a tenth of its rows,
+      at most 300, is held out; the reward is an exact match.
     - `owner/name` on the hub, or a directory: a data set with such columns and a split `train`; held out is its
       `test` or `validation` split, or else a tenth of it; the reward is an exact match.
     - `module:function`, a function that returns a Task.
 
     Args:
-        images: False for text: no image column is asked for, and none is read.
+        images: False for text: image columns are not looked at.
 
     Raises:
-        ValueError: unknown name, missing file, or a column that is not there.
+        ValueError: unknown name, missing file, a column that is not there, or images in a column of another name.
     """
     if name in BUILT_IN:
         return BUILT_IN[name]()
@@ -138,9 +139,7 @@ def load_task(name: str, *, images: bool = True) -> Task:
 
 
 def _from_file(path: Path, images: bool) -> Task:
-    if not path.is_file():
-        raise ValueError(f"task {str(path)!r}: no such file")
-    table: Any = _parquet_table(path) if path.suffix == ".parquet" else _json_rows(path)
+    table = _table(path)
     row = _reader(table, str(path), path, images)
     return Task(path.stem, *_a_tenth_held_out(row, len(table)), exact_match)
 
@@ -168,8 +167,7 @@ def _a_tenth_held_out(row: Callable[[int], Row], count: int) -> tuple[_Rows, _Ro
 
 def _reader(table: Any, name: str, file: Path, images: bool) -> Callable[[int], Row]:
     """Row i of a table with a question, an answer and maybe an image column; paths are relative to the file."""
-    rows_or_names = table if isinstance(table, list) else [table.features]
-    columns = list(dict.fromkeys(name for names in rows_or_names for name in names))
+    columns = _columns(table)
 
     def column(candidates: Sequence[str], what: str) -> str:
         if found := [name for name in candidates if name in columns]:
@@ -177,7 +175,9 @@ def _reader(table: Any, name: str, file: Path, images: bool) -> Callable[[int], 
         raise ValueError(f"task {name!r}: no {what} column ({' or '.join(candidates)}); it has {columns}")
 
     question, answer = column(QUESTION_COLUMNS, "question"), column(ANSWER_COLUMNS, "answer")
-    image = column(IMAGE_COLUMNS, "image") if images else None
+    image = next((name for name in IMAGE_COLUMNS if name in columns), None) if images else None
+    if images and image is None and (stray := [name for name in columns if re.search("image|img", name, re.I)]):
+        raise ValueError(f"task {name!r}: no image column (images or image); is it {stray[0]!r}? It has {columns}")
 
     def row(i: int) -> Row:
         came = table[i]
@@ -189,6 +189,17 @@ def _reader(table: Any, name: str, file: Path, images: bool) -> Callable[[int], 
         return {**raw, "question": raw[question], "images": pictures, "answer": raw[answer], "where": where}
 
     return row
+
+
+def _table(path: Path) -> Any:
+    """The rows of a file, by number."""
+    if not path.is_file():
+        raise ValueError(f"task {str(path)!r}: no such file")
+    return _parquet_table(path) if path.suffix == ".parquet" else _json_rows(path)
+
+
+def _columns(table: Any) -> list[str]:
+    return list(dict.fromkeys(name for row in (table if isinstance(table, list) else [table.features]) for name in row))
 
 
 def _json_rows(path: Path) -> list[Row]:

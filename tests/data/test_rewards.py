@@ -1,4 +1,7 @@
 import math
+import time
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from itertools import permutations
 
 import numpy as np
@@ -16,7 +19,9 @@ from rlkit.data.rewards import (
     multiple_choice,
     numeric_match,
     parse_boxes,
+    part_means,
     repetition,
+    score_as_written,
     score_parts,
     squad_exact,
     squad_f1,
@@ -69,6 +74,81 @@ def test_a_part_that_is_not_judged(broken):
     assert score(curve, samples("B", "bad")).tolist() == [1.0, 0.0]
     both = score(combine({"a": (1.0, multiple_choice), "b": (0.5, part)}), samples("B", "bad"))
     assert both[0] == 2.0 and both[1].isnan()
+
+
+def test_part_means_are_over_all_ranks():
+    parts = {"right": torch.tensor([1.0, math.nan, 0.0, 0.0]), "form": torch.full((4,), math.nan)}
+    two_ranks = part_means(parts, lambda x: x + torch.tensor([[3.0, 3.0], [0.0, 0.0]]).double())
+    assert two_ranks["reward_part/right"] == pytest.approx(4 / 6) and math.isnan(two_ranks["reward_part/form"])
+    assert list(two_ranks) == ["reward_part/right", "reward_part/form"] and part_means({}, fails) == {}
+
+
+class Sampler:
+    """A server that writes a prompt's answers in as many seconds as its row says; it knows when each was written."""
+
+    def __init__(self):
+        self.pool, self.written, self.futures = ThreadPoolExecutor(4), {}, []
+
+    def submit(self, prompts, sampling, n):
+        self.futures.append(self.pool.submit(self.write, prompts, n))
+        return self.futures[-1]
+
+    def write(self, prompts, n):
+        found = []
+        for one in prompts:
+            time.sleep(one.row["seconds"])
+            found += [replace(one, text=f"{one.group_id}.{i}", number=i) for i in range(n)]
+        self.written |= {one.group_id: time.perf_counter() for one in prompts}
+        return found
+
+
+def asked_for(*seconds):
+    return [prompt([1], group_id=i, row={"seconds": s}) for i, s in enumerate(seconds)]
+
+
+def test_answers_are_judged_while_others_are_written():
+    sampler, judged = Sampler(), {}
+
+    def slow(text, row):
+        began = time.perf_counter()
+        time.sleep(0.1)
+        judged.setdefault(int(text[0]), []).append((began, time.perf_counter()))
+        return float(text)
+
+    submit = score_as_written(sampler.submit, slow, threads=2)
+    samples, rewards, parts = submit(asked_for(0.6, 0.0, 0.05), None, n=2).result(10)
+    assert [sample.text for sample in samples] == ["0.0", "0.1", "1.0", "1.1", "2.0", "2.1"] and parts == {}
+    torch.testing.assert_close(rewards, torch.tensor([0.0, 0.1, 1.0, 1.1, 2.0, 2.1]))
+    for early in (1, 2):  # all of their rewards were there before prompt 0 was written
+        assert all(end < sampler.written[0] for _, end in judged[early])
+    assert judged[1][0][0] < judged[2][0][0] < judged[1][1][1]  # and two prompts were judged at once
+
+
+def test_judging_in_the_background_gives_what_score_parts_gives():
+    reward = combine({"one": (1.0, lambda text, row: float(text)), "nan": (0.0, fails)})
+    submit = score_as_written(Sampler().submit, reward)
+    samples, rewards, parts = submit(asked_for(0.02, 0.0), None, n=2).result(10)
+    expected, expected_parts = score_parts(reward, samples)
+    assert torch.equal(rewards, expected) and parts.keys() == expected_parts.keys() == {"one", "nan"}
+    assert all(torch.equal(parts[name].nan_to_num(-1), expected_parts[name].nan_to_num(-1)) for name in parts)
+    assert submit([], None, n=2).result(10)[0] == []
+
+
+def test_a_sampler_that_fails_or_is_called_off():
+    def fails_at_1(prompts, sampling, n):
+        return sampler.submit(prompts, sampling, n) if prompts[0].group_id != 1 else sampler.pool.submit(fails, "", {})
+
+    sampler = Sampler()
+    with pytest.raises(RuntimeError, match="down"):
+        score_as_written(fails_at_1, multiple_choice)(asked_for(0.0, 0.0), None, n=1).result(10)
+    sampler = Sampler()
+    future = score_as_written(sampler.submit, multiple_choice)(asked_for(*[0.1] * 8), None, n=1)
+    while len(sampler.futures) < 8:
+        time.sleep(0.01)
+    time.sleep(0.02)
+    assert future.cancel()
+    time.sleep(0.3)
+    assert sum(one.cancelled() for one in sampler.futures) == 4  # those that had not begun
 
 
 def test_each_part_judges_once():

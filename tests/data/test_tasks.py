@@ -166,14 +166,31 @@ def test_a_tenth_is_held_out_and_a_changed_file_is_read_anew(tmp_path):
 FINE = {"question": "q", "answer": "a", "image": "x.png"}
 
 
-@pytest.mark.parametrize("missing", ["question", "answer", "image"])
+@pytest.mark.parametrize("missing", ["question", "answer"])
 def test_missing_column(tmp_path, missing):
     row = {key: value for key, value in FINE.items() if key != missing}
     name = write_jsonl(tmp_path / "t.jsonl", [row])
     with pytest.raises(ValueError, match=rf"task '{tmp_path}/t.jsonl': no {missing} column \(.*\); it has \["):
         load_task(name)
-    if missing == "image":
-        assert load_task(name, images=False).train[0]["images"] == []
+
+
+@pytest.mark.parametrize("kind", ["jsonl", "parquet"])
+def test_a_file_without_images_is_text(tmp_path, kind):
+    rows = [{"question": f"q{i}", "answer": f"a{i}"} for i in range(20)]
+    name = str(tmp_path / f"t.{kind}")
+    write_jsonl(tmp_path / name, rows) if kind == "jsonl" else datasets.Dataset.from_list(rows).to_parquet(name)
+    task = load_task(name)
+    assert [row["images"] for row in task.train] == [[]] * 18 and len(task.heldout) == 2
+    assert [row["question"] for row in rows_of(task)] == [row["question"] for row in rows]
+    assert load_task(write_jsonl(tmp_path / "x.jsonl", [FINE]), images=False).train[0]["images"] == []
+
+
+@pytest.mark.parametrize("column", ["image_path", "IMG", "question_images"])
+def test_images_under_another_name_are_not_left_out_in_silence(tmp_path, column):
+    name = write_jsonl(tmp_path / "t.jsonl", [{"question": "q", "answer": "a", column: "x.png"}])
+    with pytest.raises(ValueError, match=rf"no image column \(images or image\); is it '{column}'\? It has \["):
+        load_task(name)
+    assert load_task(name, images=False).train[0]["images"] == []
 
 
 @pytest.mark.parametrize(

@@ -64,7 +64,7 @@ def launch(script, *arguments, ranks=0, fails=False):
     done = subprocess.run(
         command(script, *arguments, ranks=ranks), capture_output=True, text=True, timeout=1800, env=environment()
     )
-    assert (done.returncode != 0) == fails, done.stderr[-3000:]
+    assert (done.returncode != 0) == fails, done.stderr[-6000:]
     return done
 
 

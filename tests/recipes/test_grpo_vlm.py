@@ -183,7 +183,7 @@ def test_vllm_by_one_word(short_run, warm_dir, tmp_path):
 
 
 def test_bad_input_is_one_clear_message(warm_dir, short_run, tmp_path):
-    (tmp_path / "no_image.jsonl").write_text('{"question": "q", "answer": "a"}\n' * 20)
+    (tmp_path / "no_image.jsonl").write_text('{"question": "q", "answer": "a", "img": "x.png"}\n' * 20)
     bare = tmp_path / "bare"
     bare.mkdir()
     for name in ("config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json"):

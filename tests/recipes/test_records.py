@@ -1,0 +1,65 @@
+"""What every recipe leaves behind beside its results: parts of the reward, work and time, trackers; and text alone."""
+
+import json
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+from helpers import evaluation, rows, run_here, text_dir  # noqa: E402, F401  (a fixture)
+
+from rlkit.data import combine, load_task, tasks  # noqa: E402
+from rlkit.data.rewards import matches  # noqa: E402
+from rlkit.data.tasks import exact_match  # noqa: E402
+
+SMALL = ["--prompts_per_step", 4, "--group_size", 4, "--steps", 2, "--max_new_tokens", 3]
+
+
+def two_parts():
+    """An untrained model is hardly ever right, and sometimes long."""
+    task = load_task("sorting")
+    reward = combine({"right": (1.0, exact_match), "long": (0.5, matches(".{4,}")), "curve": (0.0, matches("[^0-9]+"))})
+    return replace(task, heldout=task.heldout[:4], reward=reward)
+
+
+@pytest.mark.parametrize(
+    ("recipe", "passes", "options"),
+    [
+        ("grpo_vlm", 4, []), ("reinforce", 3, []), ("ppo", 8, []), ("distill", 4, ["--teacher"]),
+        ("dapo", 3, ["--mini_batches", 1, "--prompts_per_draw", 4, "--max_num_gen_batches", 2]),
+    ],
+)  # fmt: skip
+def test_parts_work_and_time_are_logged(text_dir, tmp_path, monkeypatch, recipe, passes, options):  # noqa: F811
+    monkeypatch.setitem(tasks.BUILT_IN, "two_parts", two_parts)
+    options = [*options, text_dir] if recipe == "distill" else options
+    run_here(recipe, "--model", text_dir, "--task", "two_parts", "--out", tmp_path, *SMALL, *options)
+    for row in rows(tmp_path):
+        parts = {name: row[f"reward_part/{name}"] for name in ("right", "long", "curve")}
+        assert 0 < parts["long"] < 1 and 0 < parts["curve"] <= 1
+        assert row["reward/mean"] == pytest.approx(parts["right"] + 0.5 * parts["long"])
+        # 2 x 327,680 weights a token and forward, some 20 to 140 tokens; 3 forwards' worth at least for each update
+        assert 2 * 327_680 * 40 * passes < row["flops"] < 2 * 327_680 * 400 * passes
+        assert row["time/train_flops_per_second"] == pytest.approx(row["flops"] / row["time/train"])
+        assert row["time/tokens_per_second"] > 0 and "time/mfu" not in row  # there is no peak to compare a CPU with
+        assert {"time/hand_over", "time/generate", "time/reward", "time/train"} <= row.keys()
+    assert "time/evaluate" in rows(tmp_path)[0]
+
+
+def test_text_from_a_file_and_two_places_to_look_at_it(text_dir, tmp_path):  # noqa: F811
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    lines = [{"question": row["question"], "answer": row["answer"]} for row in load_task("sorting").train[:40]]
+    (tmp_path / "sorting.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    out = tmp_path / "run"
+    run_here(
+        "grpo_vlm", "--model", text_dir, "--task", tmp_path / "sorting.jsonl", "--out", out, *SMALL, "--trackers",
+        "tensorboard", "--watchdog", 60,
+    )  # fmt: skip
+    assert evaluation(out)["heldout"] == 4 and all(row["skipped_rows"] == 0 for row in rows(out))
+    board = EventAccumulator(str(out / "tensorboard"))
+    board.Reload()
+    assert [event.value for event in board.Scalars("flops")] == pytest.approx([row["flops"] for row in rows(out)])
+    assert len(board.Scalars("eval/accuracy_after")) == 1 and not (out / "phases").exists()
