@@ -58,9 +58,11 @@ bench-peers: .venv-peers/.installed
 	.venv-peers/bin/python -m pip install --quiet --disable-pip-version-check torch==2.13.0 -e '.[peers]'
 	@touch $@
 
-# the reference pages, from the docstrings
-docs: setup
+# the pages that are made of docstrings and tests
+docs: setup-all
 	$(BIN)/python docs/make_reference.py
+	$(BIN)/python docs/make_engines.py
+	$(BIN)/python docs/make_families.py
 
 clean:
 	rm -rf $(VENV) .venv-peers build *.egg-info

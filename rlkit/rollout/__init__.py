@@ -12,6 +12,7 @@ from typing import Any
 from rlkit.rollout.agent import Observation, run_episodes
 from rlkit.rollout.asynchronous import Ahead
 from rlkit.rollout.sampling import Sampling, uniforms
+from rlkit.vlm.loading import model_path
 
 __all__ = ["Ahead", "Observation", "Sampling", "make_rollout", "run_episodes", "uniforms"]
 
@@ -42,7 +43,7 @@ def make_rollout(
         backend: "hf" (the trained module itself), "vllm" (in this process), "vllm_server", or "sglang".
         gathered: context that yields the trained module with whole weights, `engine.gathered`; "hf" samples from it.
         processor: the trainer's.
-        model: directory or hub id that the other samplers load, or serve already.
+        model: directory, hub id or ModelScope's name, which the other samplers load, or serve already.
         urls: of the servers.
         gpu_memory_utilization: share of a GPU's memory that a sampler in this process may use.
         options: the sampler's own; see its class.
@@ -52,7 +53,7 @@ def make_rollout(
     """
     if backend not in _ROLLOUTS:
         raise ValueError(f"no rollout {backend!r}; there are: {', '.join(sorted(_ROLLOUTS))}")
-    (target, takes), at_hand = _ROLLOUTS[backend], {"gathered": gathered, "model": model, "urls": urls}
-    at_hand["gpu_memory_utilization"] = gpu_memory_utilization
+    (target, takes), at_hand = _ROLLOUTS[backend], {"gathered": gathered, "urls": urls}
+    at_hand |= {"model": model and model_path(model), "gpu_memory_utilization": gpu_memory_utilization}
     module, _, name = target.partition(":")
     return getattr(import_module(module), name)(processor=processor, **{k: at_hand[k] for k in takes}, **options)
