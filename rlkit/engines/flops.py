@@ -94,10 +94,8 @@ def batch_flops(config: Any, batch: Batch, *, share_prompts: bool = True, head: 
         share_prompts: as the engine was told.
         head: False for a value head, which costs nothing beside the rest.
     """
-    prompts, groups = (
-        prompt_lengths(batch),
-        shared_prompts(batch) if share_prompts else [[i] for i in range(len(batch))],
-    )
+    prompts = prompt_lengths(batch)
+    groups = shared_prompts(batch) if share_prompts else [[i] for i in range(len(batch))]
     spans, frames = [], []
     for group in groups:
         before = prompts[group[0]] if len(group) > 1 else 0

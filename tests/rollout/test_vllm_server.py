@@ -15,7 +15,7 @@ from rlkit.data import collate
 from rlkit.data.samples import extend, prompt
 from rlkit.engines import make_engine
 from rlkit.losses import token_mean
-from rlkit.rollout import Sampling, make_rollout
+from rlkit.rollout import Ahead, Sampling, make_rollout
 from rlkit.rollout.serve import serving
 from rlkit.vlm import encode_rows, load_model, load_processor, unsampled_ids
 
@@ -190,6 +190,21 @@ def test_bad_input_is_named_by_a_real_server(tiny_dir, rollout, processor, serve
     other.symlink_to(tiny_dir)
     with pytest.raises(ValueError, match="serves the model '.*/tiny'; '.*/other' expected"):
         make_rollout("vllm_server", model=str(other), processor=processor, urls=list(servers))
+
+
+def test_the_next_batch_is_written_while_one_is_trained_on(engine, rollout, prompts):
+    batches = ((prompts[:3], Sampling(100, temperature=0.8, seed=(8, k))) for k in range(4))
+    ahead, trained, staleness = Ahead(rollout, batches, n=4, max_staleness=1), [], []
+    rollout.update_weights(engine.get_per_tensor_param())
+    for samples in ahead:
+        began = time.perf_counter()
+        staleness.append(ahead.staleness(samples))
+        train(engine, samples)
+        trained.append((began, time.perf_counter()))
+        ahead.update_weights(engine.get_per_tensor_param())
+    assert staleness == [0, 1, 1, 1]
+    for (began, ended), span in zip(trained[1:], ahead.taken[2:], strict=False):
+        assert min(ended, span.done) > max(began, span.asked)
 
 
 def test_a_server_killed_in_the_middle(engine, rollout, prompts, servers, caplog):

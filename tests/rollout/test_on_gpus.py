@@ -1,0 +1,77 @@
+"""What samplers do on GPUs alone: memory freed while the trainer works, weights over NCCL. Not run yet."""
+
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from rlkit.data import collate
+from rlkit.data.samples import prompt
+from rlkit.engines import make_engine
+from rlkit.rollout import Sampling, make_rollout
+from rlkit.rollout.serve import serving
+from rlkit.vlm import load_model, load_processor, unsampled_ids
+
+sys.path.insert(0, str(Path(__file__).parent))
+from test_vllm_server import free_ports
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"),
+]
+SAMPLING = Sampling(16, temperature=0.8, seed=(1,))
+PROMPTS = [prompt([10 + i, 11, 12], group_id=i) for i in range(8)]
+
+
+def engine_on(device, tiny_dir, processor):
+    model = load_model(tiny_dir)
+    optimizer = {"optimizer": lambda weights: torch.optim.SGD(weights, lr=2.0)}
+    unsampled = unsampled_ids(model.config, processor.tokenizer)
+    return make_engine("fsdp2", model=model, device=device, unsampled=unsampled, temperature=0.8, **optimizer)
+
+
+def train(engine, samples):
+    engine.train_batch(collate(samples), lambda out, mb: ((out.logprobs * mb.mask).sum() / mb.total_tokens, {}))
+
+
+def mean_gap(engine, samples):
+    """Between sampler and trainer, in bfloat16: rounding is a few hundredths, other weights are tenths."""
+    batch = collate(samples)
+    return (engine.infer_batch(batch)["logprobs"] - batch.rollout_logprobs)[batch.mask].abs().mean()
+
+
+def test_a_sleeping_sampler_leaves_its_memory_to_the_trainer(tiny_dir):
+    processor = load_processor(tiny_dir)
+    engine = engine_on("cuda:0", tiny_dir, processor)
+    rollout = make_rollout("vllm", model=tiny_dir, processor=processor, gpu_memory_utilization=0.4)
+    samples = rollout.generate(PROMPTS, SAMPLING, n=4)
+    assert mean_gap(engine, samples) < 0.05
+    awake, whole = torch.cuda.mem_get_info()
+    rollout.sleep()
+    assert torch.cuda.mem_get_info()[0] - awake > 0.2 * whole
+    with pytest.raises(RuntimeError, match="asleep"):
+        rollout.generate(PROMPTS, SAMPLING)
+    train(engine, samples)
+    rollout.wake_up()
+    rollout.update_weights(engine.get_per_tensor_param())
+    assert mean_gap(engine, rollout.generate(PROMPTS, SAMPLING, n=4)) < 0.05
+    assert mean_gap(engine, samples) > 0.1  # of the weights before
+    rollout.close()
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+def test_weights_go_to_a_server_over_nccl(tiny_dir, tmp_path):
+    """The server has the first GPU, the trainer the second."""
+    processor = load_processor(tiny_dir)
+    engine = engine_on("cuda:1", tiny_dir, processor)
+    options = ["--gpu-memory-utilization", "0.4", "--max-model-len", "512"]
+    with serving(tiny_dir, port=free_ports(1), logs=tmp_path, options=options) as servers:
+        rollout = make_rollout("vllm_server", model=tiny_dir, processor=processor, urls=list(servers))
+        samples = rollout.generate(PROMPTS, SAMPLING, n=4)
+        assert mean_gap(engine, samples) < 0.05
+        train(engine, samples)
+        assert mean_gap(engine, rollout.generate(PROMPTS, SAMPLING, n=4)) > 0.1
+        rollout.update_weights(engine.get_per_tensor_param())
+        assert mean_gap(engine, rollout.generate(PROMPTS, SAMPLING, n=4)) < 0.05
+        rollout.close()
