@@ -202,16 +202,6 @@ def test_several_trackers_are_told_what_the_files_are(tmp_path, listed):
     ]  # fmt: skip
 
 
-def test_mlflow_beside_tensorboard(tmp_path, monkeypatch):
-    mlflow = pytest.importorskip("mlflow")
-    monkeypatch.setenv("MLFLOW_TRACKING_URI", f"file:{tmp_path}/mlruns")
-    monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
-    tracked(tmp_path / "run", ("tensorboard", "mlflow"))
-    (run,) = mlflow.search_runs(experiment_names=["rlkit"], output_format="list")
-    assert run.data.metrics == {"reward/mean": 1.0, "eval/accuracy_after": 0.75} and run.info.run_name == "run"
-    assert run.data.params["lr"] == "0.1" and run.info.status == "FINISHED"
-
-
 def test_a_tracker_that_is_not_there_is_named(tmp_path):
     with pytest.raises(ValueError, match="trackers: one of .*tensorboard.* expected, came 'tensorbord'"):
         Run(tmp_path / "a", {}, trackers=["tensorbord"])

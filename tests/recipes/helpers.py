@@ -34,18 +34,19 @@ def warm_dir(tmp_path_factory):
 
 def built_warm(tmp_path_factory):
     """A model that takes an image for a 0, 1 or 2, and knows little of which is which."""
-    return built(tmp_path_factory, lambda: few_digits("012"), warm_up_steps=45, label_noise=0.7, lr=1e-3)
+    return built(tmp_path_factory, "warm", lambda: few_digits("012"), warm_up_steps=45, label_noise=0.7, lr=1e-3)
 
 
 @pytest.fixture(scope="session")
 def text_dir(tmp_path_factory):
     """A model without eyes, and without any training."""
-    return built(tmp_path_factory, lambda: load_task("sorting"), warm_up_steps=0)
+    return built(tmp_path_factory, "text", lambda: load_task("sorting"), warm_up_steps=0)
 
 
-def built(tmp_path_factory, task, **options):
-    path = tmp_path_factory.getbasetemp() / f"warm-{options['warm_up_steps']}"
-    if not path.exists():  # each module that imports a fixture has its own
+def built(tmp_path_factory, name, task, **options):
+    """A tiny model; modules that ask for the same name share it."""
+    path = tmp_path_factory.getbasetemp() / name
+    if not path.exists():
         build_tiny(path, task().train, **options)
     return path
 

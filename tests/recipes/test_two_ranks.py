@@ -33,7 +33,7 @@ def two_ranks(tmp_path_factory):
     """The directory of runs on two ranks, and what all runs began from."""
     warm = helpers.built_warm(tmp_path_factory)
     shared, out = {name: ["--model", warm] for name in CASES}, tmp_path_factory.mktemp("two")
-    shared["distill"] += ["--teacher", helpers.built(tmp_path_factory, helpers.few_digits, warm_up_steps=0)]
+    shared["distill"] += ["--teacher", helpers.built(tmp_path_factory, "random", helpers.few_digits, warm_up_steps=0)]
     runs = [
         [recipe, *shared[name], *options, *more, "--out", out / name] for name, (recipe, options, more) in CASES.items()
     ]

@@ -199,7 +199,7 @@ def test_the_next_batch_is_written_while_one_is_trained_on(engine, rollout, prom
     for samples in ahead:
         began = time.perf_counter()
         staleness.append(ahead.staleness(samples))
-        train(engine, samples)
+        engine.train_batch(collate(samples), lambda out, mb: (token_mean(out.logprobs, mb.mask, mb.total_tokens), {}))
         trained.append((began, time.perf_counter()))
         ahead.update_weights(engine.get_per_tensor_param())
     assert staleness == [0, 1, 1, 1]
