@@ -84,6 +84,8 @@ def command(model: str, host: str, port: int, tensor_parallel_size: int, on_gpu:
         "generation-config": "vllm",  # no top-k or top-p of the model's own
         "weight-transfer-config": json.dumps({"backend": "nccl" if on_gpu else "rlkit_gloo"}),
     }
+    if not on_gpu:  # vLLM would take 0.92 of the machine's memory, and not start where less is free
+        flags["kv-cache-memory-bytes"] = 1 << 30
     switches = ["enable-scale-out", "disable-uvicorn-access-log"]
     # on a CPU a prompt that is taken in pieces makes vLLM turn its seed's generator back, which cannot be done there
     switches += ["enable-sleep-mode"] if on_gpu else ["enforce-eager", "no-enable-chunked-prefill"]

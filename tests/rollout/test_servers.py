@@ -378,7 +378,7 @@ def test_nothing_listens_but_on_the_address_it_was_given():
     with pytest.raises(OSError):
         socket.create_connection(("127.0.0.2", group.port), 5)
     flags = command("m", "127.0.0.1", 8000, 1, on_gpu=False)
-    assert flags[flags.index("--host") + 1] == "127.0.0.1"
+    assert flags[flags.index("--host") + 1] == "127.0.0.1" and "--kv-cache-memory-bytes" in flags
     env = environment("127.0.0.1", 2, on_gpu=False)
     assert env["VLLM_HOST_IP"] == "127.0.0.1" and "VLLM_ALLOW_INSECURE_SERIALIZATION" not in env
 
