@@ -136,9 +136,9 @@ def engines_table(results: dict) -> str:
     if groups["GPU"]:
         lines += ["| VLM of 2B | tokens / s | MFU | GB at most | gradient norm |", "|---|---|---|---|---|"]
         for x in groups["GPU"]:
-            mfu = f"{x['mfu']:.1%}" if "mfu" in x else ""
-            rate = 1000 * x["tokens"] / x["ms"]
-            lines.append(f"| {x['name']} | {rate:.0f} | {mfu} | {x['peak_gb']:.0f} | {x['norm']:.4g} |")
+            mfu = f"{x['mfu']:.1%}" if x["mfu"] else ""
+            rate = f"{x['tokens_per_second']:.0f}"
+            lines.append(f"| {x['name']} | {rate} | {mfu} | {x['peak_gb']:.0f} | {x['norm']:.4g} |")
         lines += ["", f"On {groups['GPU'][0]['device']}, bfloat16, activations recomputed.", ""]
     command = (
         "OMP_NUM_THREADS=1 pytest benchmarks/test_engines.py --benchmark-enable --benchmark-json=FILE.json\n"
