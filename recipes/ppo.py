@@ -6,13 +6,14 @@
 
 How it differs from the paper (https://arxiv.org/abs/1707.06347) and from InstructGPT (arXiv 2203.02155):
 - the critic is a model of its own; it starts as the policy with a head of zeros, not as the reward model.
-- the loss is the mean over all tokens of a mini-batch; advantages are whitened over all tokens of the batch.
-- the KL to the model at the start is in the reward of each token, and off by default.
+- the loss is the mean over all tokens of a mini-batch, advantages are whitened over all tokens of the batch, and there
+  is no entropy bonus. The KL to the model at the start is in the reward of each token, and off by default.
 - an answer that could not be judged is left out; tokens that stand for images can be neither sampled nor scored.
 
 VAPO (https://arxiv.org/abs/2504.05118) is `--critic_lam 1 --length_adaptive_alpha 0.05 --critic_warmup 50 --clip_high
-0.28 --lm_coef 0.1 --entropy_coef 0`: its critic learns alone at first, from whole returns.
-PF-PPO (https://arxiv.org/abs/2409.06957) is `--pf_ppo_best 0.5`: answers are weighted where the paper draws them.
+0.28 --lm_coef 0.1`: its critic learns alone at first, from whole returns.
+PF-PPO (https://arxiv.org/abs/2409.06957) is `--pf_ppo_best 0.5`: an answer's losses are weighted by how often it would
+be drawn, where the paper draws.
 """
 
 import sys
@@ -78,7 +79,6 @@ class Config:
     lam: float = 0.95  # lambda of the policy's advantages
     length_adaptive_alpha: float = 0.0  # if not 0, lambda is 1 - 1 / (alpha l) for l tokens instead; VAPO has 0.05
     critic_lam: float = 0.95  # lambda of the critic's targets; VAPO has 1
-    entropy_coef: float = 0.02  # weight of the bonus for the policy's entropy a token; large models want 0
     lm_coef: float = 0.0  # weight of imitating the answers with a reward above 0.5; VAPO has 0.1
     pf_ppo_best: float = 0.0  # share of a group's weight on its best answers; with pf_ppo_worst 0: all weigh the same
     pf_ppo_worst: float = 0.0  # share on its worst answers
@@ -164,9 +164,8 @@ def main(cfg: Config) -> None:
         loss = clipped_policy_loss(out.logprobs, old, mb.advantages, mb.mask, cfg.clip_low, cfg.clip_high)
         imitation = token_sum(-out.logprobs * mb.lm_weights[:, None], mb.mask)
         loss = token_mean(loss * mb.weights[:, None] * mb.tis, mb.mask, mb.total_tokens) + cfg.lm_coef * imitation
-        entropy = token_mean(out.entropy, mb.mask, mb.total_tokens)
         stats = ratio_stats(out.logprobs, old, mb.mask, mb.advantages, cfg.clip_low, cfg.clip_high, mb.total_tokens)
-        return loss - (cfg.entropy_coef * entropy if cfg.entropy_coef else 0.0), {"entropy": entropy, **stats}
+        return loss, {"entropy": token_mean(out.entropy, mb.mask, mb.total_tokens), **stats}
 
     def value_loss(out, mb):  # out.values [B, T]
         loss = clipped_value_loss(out.values, mb.values, mb.returns, mb.mask, cfg.cliprange_value)
@@ -283,8 +282,9 @@ def set_up(cfg: Config, task: Task, out: Path):
             max_grad_norm=cfg.max_grad_norm, enable_gradient_checkpointing=cfg.enable_gradient_checkpointing, **shared,
         )  # fmt: skip
 
-    engine = reference = trained("language_model", model, cfg.lr, cfg.steps - cfg.critic_warmup)
+    engine = trained("language_model", model, cfg.lr, cfg.steps - cfg.critic_warmup)
     critic = trained("value_model", critic_model, cfg.critic_lr, cfg.steps)
+    reference = engine
     if cfg.kl_coef and not cfg.lora_rank:
         model = load_model(path, trust_remote_code=cfg.trust_remote_code)
         reference = make_engine("fsdp2", "language_model", model=model, **shared)
