@@ -24,7 +24,7 @@ from rlkit.rollout.vllm_inputs import request_prompt, sampling_options
 from rlkit.vlm import load_model, load_processor
 from rlkit.vlm.tiny import tiny_tokenizer
 
-SIZES = {"1M": (128, 4), "26M": (512, 8)}  # hidden, layers
+SIZES = {"1M": (128, 4), "34M": (512, 8)}  # hidden, layers
 PROMPTS, GROUP, LONG, NEW = 8, 8, 64, 32
 
 
