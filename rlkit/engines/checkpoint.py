@@ -23,7 +23,6 @@ import torch.distributed.checkpoint as dcp
 
 MANIFEST = "manifest.json"
 
-
 _under_way: list[Future[None]] = []
 
 

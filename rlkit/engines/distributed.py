@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor
 
 
 def init_distributed(device: str | None = None) -> torch.device:
@@ -64,3 +65,8 @@ def reduce_metrics(metrics: Mapping[str, Tensor | float], group: dist.ProcessGro
     is_max = torch.tensor([name.endswith("/max") for name in names])
     sums, largest = (all_reduce(values, op, group) for op in (dist.ReduceOp.SUM, dist.ReduceOp.MAX))
     return dict(zip(names, torch.where(is_max, largest, sums).tolist(), strict=True))
+
+
+def whole(x: Tensor) -> Tensor:
+    """A tensor as it is without sharding, on every rank; all of them call this together."""
+    return x.full_tensor() if isinstance(x, DTensor) else x

@@ -14,12 +14,11 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import DTensor
 
 from rlkit.data.samples import Batch, Sample
 from rlkit.engines import checkpoint
 from rlkit.engines.attention import use_packed_attention
-from rlkit.engines.distributed import all_reduce, init_distributed, layout, reduce_metrics
+from rlkit.engines.distributed import all_reduce, init_distributed, layout, reduce_metrics, whole
 from rlkit.engines.micro_batches import LossFn, Outputs, add_up, check_same_rows, micro_batches, run_closure
 from rlkit.engines.packer import ModelInputs, pack
 from rlkit.engines.sharded_loading import on_meta, read_shards
@@ -287,14 +286,14 @@ class Fsdp2Engine:
         """(HF name, whole tensor) of every parameter, as in a checkpoint's files, adapters merged, one at a time; all
         ranks iterate together."""
         self._reshard()
-        yield from checkpoint_parameters(self.base, merged_parameters(self.module, _whole))
+        yield from checkpoint_parameters(self.base, merged_parameters(self.module, whole))
 
     def get_adapter(self) -> tuple[Any, Iterator[tuple[str, Tensor]]]:
         """The LoRA adapters alone: peft's config, and (name in its files, whole tensor) of each, one at a time."""
         if self.base is self.module:
             raise ValueError("get_adapter: the model has no adapters; get_per_tensor_param hands over its weights")
         self._reshard()
-        return self.module.peft_config["default"], adapter_parameters(self.module, _whole)
+        return self.module.peft_config["default"], adapter_parameters(self.module, whole)
 
     def save_checkpoint(self, path: str | Path, extra: Mapping[str, Any] | None = None, *, wait: bool = True) -> None:
         """Sharded weights that train, optimizer, scheduler and RNG, with `extra` (JSON); complete or absent.
@@ -342,7 +341,7 @@ class Fsdp2Engine:
         """Write a Hugging Face model directory: config, safetensors, processor; adapters merged. Complete or absent."""
         path = Path(path)
         self._reshard()
-        tensors = {name: tensor.cpu() for name, tensor in merged_parameters(self.module, _whole)}
+        tensors = {name: tensor.cpu() for name, tensor in merged_parameters(self.module, whole)}
         if dist.get_rank() == 0:
             part = path.with_name(path.name + ".part")
             shutil.rmtree(part, ignore_errors=True)
@@ -413,7 +412,3 @@ def shard(model: Any, base: Any, dtype: torch.dtype, mesh: DeviceMesh) -> Any:
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)
     return model
-
-
-def _whole(parameter: Tensor) -> Tensor:
-    return parameter.full_tensor() if isinstance(parameter, DTensor) else parameter

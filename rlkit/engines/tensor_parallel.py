@@ -16,6 +16,8 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
+from rlkit.engines.distributed import whole
+
 COPIED = "replicated_with_grad_allreduce"  # weights that each rank has, and uses for its own heads
 
 
@@ -70,12 +72,8 @@ def clip_gradients(parameters: Iterable[nn.Parameter], most: float) -> Tensor:
     for parameter in parameters:
         meshes.setdefault(getattr(parameter, "device_mesh", None), []).append(parameter)
     gradients = [[p.grad for p in part if p.grad is not None] for part in meshes.values()]
-    norms = [_whole(torch.nn.utils.get_total_norm(part)) for part in gradients if part]
+    norms = [whole(torch.nn.utils.get_total_norm(part)) for part in gradients if part]
     norm = torch.nn.utils.get_total_norm(norms)
     for part in meshes.values():
         torch.nn.utils.clip_grads_with_norm_(part, most, norm)
     return norm
-
-
-def _whole(x: Tensor) -> Tensor:
-    return x.full_tensor() if isinstance(x, DTensor) else x

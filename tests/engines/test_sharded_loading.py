@@ -111,7 +111,6 @@ def test_files_that_will_not_do_are_named(saved):
 
 
 def test_megatron_wants_the_weights(saved):
-    pytest.importorskip("megatron.core")
     with pytest.raises(ValueError, match="model: its weights are on the meta device, read ones expected"):
         make_engine("megatron", model=load_model(saved("qwen2"), on_meta=True))
 
