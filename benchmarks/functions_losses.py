@@ -305,13 +305,15 @@ for name, ours, mode, weights in (
     ),
 ):
 
-    @group(name, "verl")
+    @group(name, "verl", "verl_float_mask")
     def reduction(b, ours=ours, mode=mode, weights=weights):
         loss, (x, mask), m = b.values.clone().requires_grad_(), b.nested("values", "mask"), b.float_mask
         return {
             "rlkit": lambda: with_gradient(ours(loss, b.mask), loss),
             "loop": lambda: loop_reduction(x, mask, weights(mask)),
-            "verl": lambda: with_gradient(verl.agg_loss(loss, m, mode), loss),
+            # verl's trainer gives its losses a bool mask; elsewhere in these tables verl gets floats, its faster way
+            "verl": lambda: with_gradient(verl.agg_loss(loss, b.mask, mode), loss),
+            "verl_float_mask": lambda: with_gradient(verl.agg_loss(loss, m, mode), loss),
         }
 
 

@@ -24,7 +24,15 @@ from rlkit.advantages.returns import (
     rewards_to_tokens,
     vtrace,
 )
-from rlkit.advantages.shaping import AdaptiveKL, FixedKL, adaptive_kl_coef, kl_in_reward, overlong_penalty
+from rlkit.advantages.shaping import (
+    AdaptiveKL,
+    FixedKL,
+    RunningMoments,
+    adaptive_kl_coef,
+    kl_in_reward,
+    overlong_penalty,
+    scaled_rewards,
+)
 from rlkit.advantages.token_baseline import optimal_token_baseline_advantages
 from rlkit.advantages.whitened import (
     gdpo_advantages,
@@ -36,6 +44,7 @@ from rlkit.advantages.whitened import (
 __all__ = [
     "AdaptiveKL",
     "FixedKL",
+    "RunningMoments",
     "adaptive_kl_coef",
     "discounted_returns",
     "dr_grpo_advantages",
@@ -63,5 +72,6 @@ __all__ = [
     "remax_advantages",
     "rewards_to_tokens",
     "rloo_advantages",
+    "scaled_rewards",
     "vtrace",
 ]

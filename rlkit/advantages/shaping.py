@@ -1,5 +1,7 @@
-"""Rewards that are shaped before advantages are taken: KL in the reward, overlong answers, coefficients that adapt."""
+"""Rewards that are shaped before advantages are taken: KL in the reward, overlong answers, coefficients that adapt,
+rewards on the scale of all rewards so far."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -74,6 +76,78 @@ def overlong_penalty(lengths: Tensor, max_length: float, buffer: float, penalty:
     dtype = torch.promote_types(lengths.dtype, torch.float32)
     excess = lengths.to(dtype) - (max_length - buffer)
     return -penalty * (excess / buffer).clamp(0.0, 1.0) if buffer > 0 else -penalty * (excess > 0).to(dtype)
+
+
+@dataclass
+class RunningMoments:
+    """Mean and standard deviation of all rewards that a run has seen, for `scaled_rewards`.
+
+    Save `vars(moments)`, restore with `RunningMoments(**saved)`. Before the first update mean and deviation are 0 and
+    1, which leaves rewards as they are.
+
+    Args:
+        count: rewards so far.
+        mean: theirs.
+        square: the sum of their squared distances to it.
+    """
+
+    count: float = 0.0
+    mean: float = 0.0
+    square: float = 0.0
+
+    @property
+    def std(self) -> float:
+        """The population's standard deviation; 1 where there is none, as no reward or all of them alike."""
+        return (self.square / self.count) ** 0.5 if self.square > 0 else 1.0
+
+    def update(self, rewards: Tensor, global_sum: Callable[[Tensor], Tensor] = lambda x: x) -> "RunningMoments":
+        """Add a batch's rewards [B], those that are nan left out, over all ranks that `global_sum` sums over.
+
+        Two passes (the batch's mean, then its squares) and Chan et al.'s way to join them: no square is lost next to a
+        large mean.
+
+        Returns:
+            itself.
+
+        Raises:
+            ValueError: rewards that are not [B].
+        """
+        check_rank("rewards", rewards, 1, "[B]")
+        known = rewards[~rewards.isnan()].double().cpu()
+        total, count = global_sum(torch.stack([known.sum(), known.new_tensor(len(known))])).tolist()
+        if count:
+            mean = total / count
+            square = global_sum((known - mean).square().sum()).item()
+            gap, both = mean - self.mean, self.count + count
+            self.square += square + gap**2 * self.count * count / both
+            self.mean += gap * count / both
+            self.count = both
+        return self
+
+
+@torch.no_grad()
+def scaled_rewards(rewards: Tensor, mean: float, std: float, clip: float = float("inf")) -> Tensor:
+    r"""Rewards in deviations from a mean, cut: $\mathrm{clip}\big((r - \mu) / \sigma, -\delta, \delta\big)$.
+
+    Reward normalisation and clipping of PPO-max (Zheng et al., Secrets of RLHF, part I),
+    https://arxiv.org/abs/2307.04964, with the moments of all rewards so far (`RunningMoments`). A mean of 0 and a
+    deviation of 1 only cut.
+
+    Args:
+        rewards: [B]; nan stays nan.
+        mean, std: in the unit of the rewards; std > 0.
+        clip: > 0, in deviations.
+
+    Returns:
+        [B], float32 (float64 for float64 rewards).
+
+    Raises:
+        ValueError: rewards that are not [B], or a number out of its range.
+    """
+    check_rank("rewards", rewards, 1, "[B]")
+    check_positive(std=std, clip=clip)
+    scaled = (rewards.to(torch.promote_types(rewards.dtype, torch.float32)) - mean) / std
+    return scaled.clamp(-clip, clip)
 
 
 def adaptive_kl_coef(coef: float, kl: float, target: float, horizon: float, steps: float = 1) -> float:

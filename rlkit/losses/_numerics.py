@@ -21,9 +21,18 @@ def masked(x: Tensor, mask: Tensor) -> Tensor:
 
     There `torch.where` branches at every element, on a scattered mask twenty times as slow as this.
     """
-    if not x.is_cpu or torch.compiler.is_compiling():
+    if by_branch(x):
         return torch.where(mask, x, 0)
     return _Masked.apply(x.expand(mask.shape), mask)
+
+
+def by_branch(x: Tensor) -> bool:
+    """Whether x is to be masked by `torch.where`: on a device, and where what runs is traced or transformed.
+
+    torch asks the same of its transforms before it calls an autograd.Function. One that serves them too (it has a
+    `setup_context`) costs 40 us more a call, which is as long as masking half a megabyte takes.
+    """
+    return not x.is_cpu or torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active()
 
 
 def choose(condition: Tensor, x: Tensor, y: Tensor) -> Tensor:
@@ -33,22 +42,31 @@ def choose(condition: Tensor, x: Tensor, y: Tensor) -> Tensor:
 
 def mask_bits(mask: Tensor, like: Tensor) -> Tensor:
     """Integers as wide as `like`'s elements: all bits set where the mask is True, none where it is False."""
-    width = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[like.element_size()]
-    return mask.view(torch.int8).neg().to(width)
+    return mask.view(torch.int8).neg().to(_INTEGERS[like.element_size()])
+
+
+_INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by their bytes
+
+
+def masked_sums(x: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
+    """(sum of each row of x [B, T] over its mask, [B]; tokens of each row's mask, int32 [B]), whatever x holds outside.
+
+    In one piece, as the mask then becomes numbers once, and the sum needs no backward of its own.
+    """
+    if by_branch(x):
+        return torch.where(mask, x, 0).sum(1), mask.sum(1, dtype=torch.int32)
+    return _MaskedSums.apply(x, mask)
 
 
 class _Masked(torch.autograd.Function):
-    """`masked`, by bits."""
+    """`masked`, by the product of an element's bits, as an integer, with 0 or 1: a nan comes to 0 too."""
 
     @staticmethod
-    def forward(x: Tensor, mask: Tensor) -> Tensor:
-        bits = mask_bits(mask, x)
-        return bits.bitwise_and_(x.view(bits.dtype)).view(x.dtype)
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Tensor, Tensor], output: Tensor) -> None:
-        ctx.save_for_backward(inputs[1])
-        ctx.save_for_forward(inputs[1])
+    def forward(ctx: Any, x: Tensor, mask: Tensor) -> Tensor:
+        ctx.save_for_backward(mask)
+        ctx.save_for_forward(mask)
+        integers = _INTEGERS[x.element_size()]
+        return mask.view(torch.int8).to(integers).mul_(x.view(integers)).view(x.dtype)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
@@ -58,10 +76,28 @@ class _Masked(torch.autograd.Function):
     def jvp(ctx: Any, tangent: Tensor, _: None) -> Tensor:
         return masked(tangent, *ctx.saved_tensors)
 
+
+class _MaskedSums(torch.autograd.Function):
+    """`masked_sums`, in the way of `_Masked`."""
+
     @staticmethod
-    def vmap(info: Any, dims: tuple, x: Tensor, mask: Tensor) -> tuple[Tensor, int]:
-        x, mask = (y if d is None else y.movedim(d, 0) for y, d in zip((x, mask), dims, strict=True))
-        return torch.where(mask, x, 0), 0
+    def forward(ctx: Any, x: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
+        ctx.save_for_backward(mask)
+        ctx.save_for_forward(mask)
+        integers = _INTEGERS[x.element_size()]
+        bits = mask.view(torch.int8).to(integers)
+        lengths = bits.sum(1, dtype=torch.int32)
+        ctx.mark_non_differentiable(lengths)
+        return bits.mul_(x.view(integers)).view(x.dtype).sum(1), lengths
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Tensor, None]:
+        (mask,) = ctx.saved_tensors
+        return mask.view(torch.int8).to(grad.dtype).mul_(grad[:, None]), None
+
+    @staticmethod
+    def jvp(ctx: Any, tangent: Tensor, _: None) -> tuple[Tensor, None]:
+        return masked_sums(tangent, *ctx.saved_tensors)[0], None
 
 
 def masked_log_ratio(logprobs: Tensor, base_logprobs: Tensor, mask: Tensor | None) -> Tensor:

@@ -96,7 +96,7 @@ def token_entropy(logits: Tensor, temperature: float | Tensor = 1.0) -> Tensor:
     """
     check_float("logits", logits)
     rows, temperature = _as_rows(logits, temperature)
-    return _Entropy.apply(rows, temperature).reshape(logits.shape[:-1])
+    return _Entropy.apply(rows, temperature)[0].reshape(logits.shape[:-1])
 
 
 @torch.no_grad()
@@ -230,29 +230,37 @@ class _Logprobs(torch.autograd.Function):
 
 
 class _Entropy(torch.autograd.Function):
-    """Entropies [N] of logits [N, V]; saves logits and entropies and computes the rest again, in pieces of rows."""
+    """Entropies [N] of logits [N, V]; saves logits and three numbers a row, computes the rest again, in pieces.
+
+    A row's log-softmax is z - max(z) - log(sum(exp(z - max(z)))): with the last two kept, backward has one exp to take.
+    """
 
     @staticmethod
-    def forward(logits: Tensor, temperature: float | Tensor) -> Tensor:
+    def forward(logits: Tensor, temperature: float | Tensor) -> tuple[Tensor, ...]:
         entropy = logits.new_empty(logits.shape[0], dtype=torch.promote_types(logits.dtype, torch.float32))
+        largest, largest_logp = torch.empty_like(entropy), torch.empty_like(entropy)
         for rows in _pieces(logits):
             logp = _log_softmax(logits[rows], _rows(temperature, rows))
+            largest[rows] = logits[rows].amax(1)
+            largest_logp[rows] = logp.amax(1)
             entropy[rows] = -logp.exp().mul_(logp.clamp_(min=_NO_PROBABILITY)).sum(1)
-        return entropy
+        return entropy, largest, largest_logp
 
     @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
         logits, temperature = inputs
-        _save(ctx, temperature, logits, output)
+        ctx.mark_non_differentiable(*output[1:])
+        _save(ctx, temperature, logits, *output)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        temperature, logits, entropy = _saved(ctx)
+    def backward(ctx: Any, grad: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:
+        temperature, logits, entropy, largest, largest_logp = _saved(ctx)
         result = torch.empty_like(logits)
         for rows in _pieces(logits):
             scale = _rows(temperature, rows)
-            logp = _log_softmax(logits[rows], scale).clamp_(min=_NO_PROBABILITY)
+            logp = _scaled(logits[rows], scale) - _scaled(largest[rows, None], scale)
+            logp.add_(largest_logp[rows, None]).clamp_(min=_NO_PROBABILITY)
             p = logp.exp()
             result[rows] = logp.add_(entropy[rows, None]).mul_(p).mul_(-grad[rows, None] / scale)
         return result, None
@@ -359,9 +367,13 @@ def _pieces(logits: Tensor) -> list[slice]:
 
 def _log_softmax(logits: Tensor, temperature: float | Tensor) -> Tensor:
     """Of [n, V] logits in float32 at least; the temperature is a float or [n, 1]. A tensor of its own."""
+    return _scaled(logits, temperature).log_softmax(1)
+
+
+def _scaled(logits: Tensor, temperature: float | Tensor) -> Tensor:
+    """Logits over the temperature in float32 at least; the same tensor where that changes nothing."""
     logits = at_least_float32(logits)
-    scaled = logits if isinstance(temperature, float) and temperature == 1.0 else logits / temperature
-    return scaled.log_softmax(1)
+    return logits if isinstance(temperature, float) and temperature == 1.0 else logits / temperature
 
 
 def _check_temperature(temperature: float | Tensor, like: Tensor) -> None:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from rlkit.losses._check import check_float, check_mask, check_not_negative, check_positive, check_rank, check_shape
-from rlkit.losses._numerics import masked
+from rlkit.losses._numerics import at_least_float32, masked_sums
 
 
 def token_sum(loss: Tensor, mask: Tensor) -> Tensor:
@@ -29,7 +29,7 @@ def token_sum(loss: Tensor, mask: Tensor) -> Tensor:
         ValueError: for a wrong rank, shape or dtype.
     """
     check_rank("loss", loss, 2, "[B, T]")
-    return _row_sums(loss, mask).sum()
+    return _row_sums(loss, mask)[0].sum()
 
 
 def token_mean(loss: Tensor, mask: Tensor, total: float | Tensor | None = None) -> Tensor:
@@ -49,7 +49,9 @@ def token_mean(loss: Tensor, mask: Tensor, total: float | Tensor | None = None) 
     Raises:
         ValueError: for a wrong rank, shape or dtype, or a negative total.
     """
-    return _divide(token_sum(loss, mask), mask.count_nonzero() if total is None else total)
+    check_rank("loss", loss, 2, "[B, T]")
+    rows, lengths = _row_sums(loss, mask)
+    return rows.sum() / lengths.sum().clamp(min=1) if total is None else _divide(rows.sum(), total)
 
 
 def sequence_mean(loss: Tensor, mask: Tensor, total: float | Tensor | None = None) -> Tensor:
@@ -72,10 +74,10 @@ def sequence_mean(loss: Tensor, mask: Tensor, total: float | Tensor | None = Non
     Raises:
         ValueError: for a wrong rank, shape or dtype, or a negative total.
     """
-    rows, lengths = _row_sums(loss, mask), _lengths(mask)
+    rows, lengths = _row_sums(loss, mask)
     if loss.ndim == 2:
         rows = rows / lengths.clamp(min=1)
-    return _divide(rows.sum(), lengths.count_nonzero() if total is None else total)
+    return rows.sum() / lengths.count_nonzero().clamp(min=1) if total is None else _divide(rows.sum(), total)
 
 
 def sequence_sum_mean(loss: Tensor, mask: Tensor, total: float | Tensor | None = None) -> Tensor:
@@ -96,7 +98,8 @@ def sequence_sum_mean(loss: Tensor, mask: Tensor, total: float | Tensor | None =
     Raises:
         ValueError: for a wrong rank, shape or dtype, or a negative total.
     """
-    return _divide(_row_sums(loss, mask).sum(), _lengths(mask).count_nonzero() if total is None else total)
+    rows, lengths = _row_sums(loss, mask)
+    return rows.sum() / lengths.count_nonzero().clamp(min=1) if total is None else _divide(rows.sum(), total)
 
 
 def fixed_length_mean(loss: Tensor, mask: Tensor, length: float, total: float | Tensor | None = None) -> Tensor:
@@ -124,21 +127,17 @@ def fixed_length_mean(loss: Tensor, mask: Tensor, length: float, total: float | 
     return sequence_sum_mean(loss, mask, total) / length
 
 
-def _row_sums(loss: Tensor, mask: Tensor) -> Tensor:
-    """[B]: the sum of each row's tokens, or a [B] loss itself; 0 for a row with no token in the mask."""
+def _row_sums(loss: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
+    """([B]: the sum of each row's tokens, or a [B] loss itself, 0 for a row without tokens; [B]: the tokens)."""
     check_float("loss", loss)
     check_mask(mask)
-    dtype = torch.promote_types(loss.dtype, torch.float32)
+    loss = at_least_float32(loss)
     if loss.ndim == 1:
         check_shape("loss", loss, (mask.shape[0],), "or that of mask")
-        return torch.where(_lengths(mask) > 0, loss, 0.0).to(dtype)
+        lengths = mask.sum(1, dtype=torch.int32)  # a CPU takes twice as long to sum bools into int64
+        return torch.where(lengths > 0, loss, 0.0), lengths
     check_shape("loss", loss, tuple(mask.shape), "as mask, or [B]")
-    return masked(loss, mask).sum(1, dtype=dtype)
-
-
-def _lengths(mask: Tensor) -> Tensor:
-    """[B]: tokens in each row's mask; int32, as a CPU takes twice as long to sum bools into int64."""
-    return mask.sum(1, dtype=torch.int32)
+    return masked_sums(loss, mask)
 
 
 def _divide(x: Tensor, total: float | Tensor) -> Tensor:
@@ -149,4 +148,5 @@ def _divide(x: Tensor, total: float | Tensor) -> Tensor:
     else:
         check_not_negative(total=total)
         total = torch.full((), total, dtype=x.dtype, device=x.device)  # a fill: torch.tensor would wait for the device
-    return torch.where(total > 0, x, 0.0) / torch.where(total > 0, total, 1.0)
+    some = total > 0
+    return torch.where(some, x, 0.0) / torch.where(some, total, 1.0)

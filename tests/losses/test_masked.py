@@ -1,11 +1,11 @@
-"""`masked` and `choose` are `torch.where`, made for a CPU: same values, same derivatives, nothing leaks."""
+"""`masked`, its row sums and `choose` are `torch.where`, made for a CPU: same values and derivatives, nothing leaks."""
 
 import math
 
 import pytest
 import torch
 
-from rlkit.losses._numerics import choose, masked
+from rlkit.losses._numerics import choose, masked, masked_sums
 
 BAD = (math.nan, math.inf, -math.inf)
 
@@ -69,3 +69,27 @@ def test_choose_is_where_with_finite_gradients():
     assert torch.equal(came, torch.where(condition, x, y))
     grads = torch.autograd.grad(came.sum(), (x, y))
     assert torch.equal(grads[0], condition.double()) and torch.equal(grads[1], (~condition).double())
+
+
+@pytest.mark.parametrize("bad", BAD)
+def test_sums_are_those_of_where_whatever_is_masked(bad):
+    x, mask = inputs()
+    mask[2] = False
+    spoilt = torch.where(mask, x, bad).requires_grad_()
+    for y, m in ((spoilt, mask), (spoilt.T, mask.T), (spoilt[:, ::2], mask[:, ::2]), (spoilt[:0], mask[:0])):
+        sums, lengths = masked_sums(y, m)
+        torch.testing.assert_close(sums, torch.where(m, y, 0.0).sum(1))
+        assert torch.equal(lengths, m.sum(1, dtype=torch.int32)) and not lengths.requires_grad
+        (grad,) = torch.autograd.grad(sums.square().sum(), y)
+        torch.testing.assert_close(grad, m * 2 * sums.detach()[:, None])
+    came = masked_sums(torch.full_like(x, bad), mask)[0]  # what is not masked is kept
+    torch.testing.assert_close(came, torch.where(mask, bad, torch.zeros_like(x)).sum(1), equal_nan=True)
+
+
+def test_derivatives_of_sums_of_both_orders_and_modes():
+    x, mask = inputs()
+    x.requires_grad_()
+    torch.autograd.gradcheck(lambda y: masked_sums(y, mask)[0], x, check_forward_ad=True)
+    torch.autograd.gradgradcheck(lambda y: masked_sums(y, mask)[0].exp(), x)
+    came = torch.func.vmap(lambda y, m: masked_sums(y, m)[0])(x[None].detach(), mask[None])
+    torch.testing.assert_close(came[0], torch.where(mask, x.detach(), 0.0).sum(1))
