@@ -267,6 +267,12 @@ def test_what_is_no_patch_passes(snippet):
     assert patch_breaches(snippet, "x") == []
 
 
+def test_no_test_benchmark_or_page_maker_is_too_long():
+    files = [file for folder in ("tests", "benchmarks", "docs") for file in (ROOT / folder).rglob("*.py")]
+    assert len(files) > 100
+    assert [f"{file}: {n} lines" for file in files if (n := len(file.read_text().splitlines())) > 450] == []
+
+
 def test_long_files_and_utils_are_found():
     assert shape_breaches("recipes.a", 301) and shape_breaches("rlkit.data.a", 451) and shape_breaches("rlkit.utils", 1)
     assert shape_breaches("rlkit.data.utils", 1) and shape_breaches("rlkit.utils.x", 1)

@@ -6,8 +6,25 @@ import statistics
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+from reward_batches import (
+    ALL,
+    BASELINES,
+    BATCHWISE,
+    FEW,
+    LENGTHS,
+    NAN,
+    batch,
+    close,
+    gdpo_one,
+    groups_of,
+    loop,
+    opo,
+    passk2,
+    token_batch,
+    white,
+)
 
 from rlkit.advantages.baselines import (
     gpg_advantages,
@@ -26,45 +43,6 @@ from rlkit.advantages.whitened import (
     reinforce_plus_plus_advantages,
     reinforce_plus_plus_baseline_advantages,
 )
-
-FEW = settings(max_examples=25, deadline=None, derandomize=True)
-NAN = math.nan
-LENGTHS = torch.tensor([3, 1, 0, 2, 7, 4, 1, 5, 2, 2, 6, 1, 3, 1])
-
-
-def passk2(rewards, groups):
-    return passk_advantages(rewards, groups, 2)
-
-
-def opo(rewards, groups):
-    """Lengths that go with the reward, not with the row, so that rows can be permuted."""
-    return opo_advantages(rewards, 1 + (7 * rewards.double().nan_to_num()).abs().long() % 5, groups)
-
-
-def gdpo_one(rewards, groups):
-    return gdpo_advantages(torch.stack([rewards, rewards * rewards], 1), groups)
-
-
-BASELINES = [rloo_advantages, opo, gpg_advantages, maxrl_advantages, passk2, passk_leave_one_out_advantages]
-BATCHWISE = [reinforce_plus_plus_baseline_advantages, gdpo_one]
-WEIGHTS = [informative_groups, pf_ppo_weights]
-ALL = BASELINES + BATCHWISE + WEIGHTS
-
-
-def batch(seed=0, b=14, binary=False):
-    g = torch.Generator().manual_seed(seed)
-    rewards = torch.rand(b, generator=g, dtype=torch.float64)
-    rewards = (rewards > 0.6).double() if binary or seed % 3 == 0 else rewards
-    rewards[torch.rand(b, generator=g) < 0.15] = NAN
-    return rewards, torch.tensor([7, -3, 10**12, 0])[torch.randint(0, 4, (b,), generator=g)]
-
-
-def groups_of(rewards, groups):
-    """Lists of judged row numbers."""
-    return [
-        [i for i, g in enumerate(groups) if g == group and not math.isnan(rewards[i])]
-        for group in dict.fromkeys(groups)
-    ]
 
 
 def loop_rloo(r, members, out):
@@ -102,15 +80,6 @@ def loop_passk_leave_one_out(r, members, out):
         out[i] = max(r[j] for j in members) - max(others) if others else 0.0
 
 
-def loop_pf_ppo(r, members, out):
-    """Weights by rank, averaged over all orders of samples that tie."""
-    n = len(members)
-    orders = [o for o in itertools.permutations(members) if all(r[a] >= r[b] for a, b in itertools.pairwise(o))]
-    for order in orders:
-        for place, i in enumerate(order):
-            out[i] += (1.0 if n == 1 else 0.5 if place == 0 else 0.5 / (n - 1)) / len(orders)
-
-
 LOOPS = {
     rloo_advantages: loop_rloo,
     opo: loop_opo,
@@ -120,13 +89,6 @@ LOOPS = {
 }
 
 
-def loop(function, rewards, groups):
-    out = [0.0] * len(rewards)
-    for members in groups_of(rewards, groups):
-        function(rewards, members, out)
-    return out
-
-
 @pytest.mark.parametrize("function", LOOPS)
 @FEW
 @given(seed=st.integers(0, 9999), b=st.integers(0, 14))
@@ -134,14 +96,6 @@ def test_equals_the_loop(function, seed, b):
     rewards, groups = batch(seed, b)
     expected = loop(LOOPS[function], rewards.tolist(), groups.tolist())
     assert function(rewards, groups).tolist() == pytest.approx(expected, abs=1e-9)
-
-
-@FEW
-@given(seed=st.integers(0, 9999), b=st.integers(0, 8))
-def test_pf_ppo_weights_equal_the_loop(seed, b):
-    rewards, groups = batch(seed, b)
-    out = pf_ppo_weights(rewards, groups)
-    assert out.tolist() == pytest.approx(loop(loop_pf_ppo, rewards.tolist(), groups.tolist()), abs=1e-12)
 
 
 @FEW
@@ -156,14 +110,6 @@ def test_gpg_and_informative_groups_equal_the_loop(seed, b):
     alpha = len(judged) / len(useful) if useful else 0.0
     expected = [alpha * x for x in dr_grpo_advantages(rewards, groups).tolist()]
     assert gpg_advantages(rewards, groups).tolist() == pytest.approx(expected, abs=1e-9)
-
-
-def white(x, weights, eps=1e-8):
-    """Weighted mean and variance of a list by repeating each value."""
-    values = [v for v, w in zip(x, weights, strict=True) for _ in range(w)]
-    mean = statistics.mean(values) if values else 0.0
-    var = statistics.variance(values) if len(values) > 1 else 0.0
-    return [(v - mean) / math.sqrt(var + eps) if w else 0.0 for v, w in zip(x, weights, strict=True)]
 
 
 @FEW
@@ -203,119 +149,6 @@ def test_gdpo_equals_the_loop(seed, b, by_token, weighted):
     assert out.tolist() == pytest.approx(white(total, seen), abs=1e-8)
 
 
-def token_batch(seed, b, t):
-    g = torch.Generator().manual_seed(seed)
-    rewards = torch.randn(b, t, generator=g, dtype=torch.float64)
-    return rewards, torch.rand(b, t, generator=g) < 0.6
-
-
-def loop_returns(rewards, mask, gamma):
-    out = [[0.0] * len(row) for row in rewards]
-    for i, row in enumerate(rewards):
-        running = 0.0
-        for s in reversed(range(len(row))):
-            if mask[i][s]:
-                running = row[s] + gamma * running
-                out[i][s] = running
-    return out
-
-
-@FEW
-@given(
-    seed=st.integers(0, 9999),
-    b=st.integers(0, 3),
-    t=st.sampled_from([0, 1, 5, 128, 129, 300]),
-    gamma=st.sampled_from([0.0, 0.9, 1.0]),
-)
-def test_reinforce_plus_plus_equals_the_loop(seed, b, t, gamma):
-    rewards, mask = token_batch(seed, b, t)
-    returns = loop_returns(rewards.tolist(), mask.tolist(), gamma)
-    flat = white(sum(returns, []), [int(m) for m in mask.flatten().tolist()])
-    out = reinforce_plus_plus_advantages(rewards, mask, gamma)
-    assert out.shape == (b, t)
-    assert out.flatten().tolist() == pytest.approx(flat, abs=1e-8)
-
-
-@FEW
-@given(seed=st.integers(0, 999), gamma=st.sampled_from([0.0, 0.7, 1.0]))
-def test_outcome_rewards_lie_on_the_last_token_of_the_mask(seed, gamma):
-    _, mask = token_batch(seed, 6, 9)
-    rewards = batch(seed, 6)[0]
-    last = mask & (mask.cumsum(1) == mask.sum(1, keepdim=True))
-    tokens = torch.where(last, rewards[:, None], 0.0)
-    out = reinforce_plus_plus_advantages(rewards, mask, gamma)
-    torch.testing.assert_close(out, reinforce_plus_plus_advantages(tokens, mask, gamma))
-    if gamma < 1:
-        return
-    groups, logprobs, squares = torch.tensor([0, 1, 0, 1, 0, 1]), *policy(seed, 6, 9)
-    torch.testing.assert_close(
-        optimal_token_baseline_advantages(rewards, mask, groups, logprobs, squares),
-        optimal_token_baseline_advantages(tokens, mask, groups, logprobs, squares),
-    )
-
-
-def policy(seed, b, t, vocabulary=5):
-    g = torch.Generator().manual_seed(seed)
-    logprobs = (3 * torch.randn(b, t, vocabulary, generator=g, dtype=torch.float64)).log_softmax(-1)
-    return logprobs[..., 0], logprobs.exp().square().sum(-1)
-
-
-def loop_token_baseline(rewards, mask, groups, logprobs, squares, rho, baseline_alone):
-    """Per row a list of its trained tokens, compared by position in that list."""
-    b, t = mask.shape
-    returns = loop_returns(rewards.tolist(), mask.tolist(), 1.0)
-    places = [[s for s in range(t) if mask[i, s]] for i in range(b)]
-    judged = [not any(math.isnan(rewards[i, s].item()) for s in places[i]) for i in range(b)]
-    energy = []
-    for i in range(b):
-        steps = [
-            rho[i, s].item() ** 2 * (1 - 2 * math.exp(logprobs[i, s].item()) + squares[i, s].item()) for s in places[i]
-        ]
-        energy.append(list(itertools.accumulate(steps)))
-    out = torch.zeros(b, t, dtype=torch.float64)
-    for i in range(b):
-        group = [j for j in range(b) if groups[j] == groups[i] and judged[j] and places[j]]
-        if not judged[i] or len(group) < 2:
-            continue
-        for n, s in enumerate(places[i]):
-            rivals = [j for j in group if len(places[j]) > n]
-            weights = [energy[j][n] for j in rivals]
-            baseline = sum(w * returns[j][places[j][n]] for w, j in zip(weights, rivals, strict=True))
-            baseline /= sum(weights) + 1e-8
-            if len(rivals) == 1 and not baseline_alone:
-                baseline = 0.0
-            out[i, s] = returns[i][s] - baseline
-    return out
-
-
-@FEW
-@given(seed=st.integers(0, 9999), b=st.integers(0, 7), t=st.integers(0, 6), baseline_alone=st.booleans())
-def test_optimal_token_baseline_equals_the_loop(seed, b, t, baseline_alone):
-    rewards, mask = token_batch(seed, b, t)
-    rewards[torch.rand(b, t, generator=torch.Generator().manual_seed(seed)) < 0.05] = NAN
-    groups = batch(seed, b)[1]
-    logprobs, squares = policy(seed, b, t)
-    rho = torch.rand(b, t, generator=torch.Generator().manual_seed(seed), dtype=torch.float64) + 0.5
-    expected = loop_token_baseline(rewards, mask, groups, logprobs, squares, rho, baseline_alone)
-    out = optimal_token_baseline_advantages(
-        rewards,
-        mask,
-        groups,
-        logprobs.where(mask, NAN),
-        squares.where(mask, NAN),
-        rho.where(mask, math.inf),
-        baseline_alone,
-    )
-    torch.testing.assert_close(out, expected, atol=1e-9, rtol=1e-7)
-
-
-# ---- numbers by hand
-
-
-def close(out, expected):
-    torch.testing.assert_close(out, torch.tensor(expected, dtype=out.dtype))
-
-
 def test_golden_baselines():
     rewards, groups = torch.tensor([1.0, 0.0, 0.0, 0.0, 6.0, 2.0]), torch.tensor([0, 0, 0, 0, 1, 1])
     close(rloo_advantages(rewards, groups), [1, -1 / 3, -1 / 3, -1 / 3, 4, -4])
@@ -344,20 +177,6 @@ def test_golden_passk():
     assert passk_advantages(1 - rewards, groups, 2).tolist() == [0, 0, 0, 0]  # every pair holds a pass
 
 
-def test_golden_reinforce_plus_plus():
-    """Rewards 1 and 3 on 1 and 2 tokens: mean 7/3, variance ((4/3)^2 + 2 (2/3)^2) / 2 = 4/3."""
-    mask = torch.tensor([[False, True, False], [True, False, True]])
-    std = math.sqrt(4 / 3)
-    expected = [[0, -4 / 3 / std, 0], [2 / 3 / std, 0, 2 / 3 / std]]
-    close(reinforce_plus_plus_advantages(torch.tensor([1.0, 3.0]), mask), expected)
-    tokens = torch.tensor([[9.0, 1.0, 9.0], [1.0, 9.0, 2.0]])  # the second row returns 3 and 2; 9 is outside the mask
-    mean, std = 2.0, 1.0
-    expected = [[0, (1 - mean) / std, 0], [(3 - mean) / std, 0, (2 - mean) / std]]
-    close(reinforce_plus_plus_advantages(tokens, mask), expected)
-    out = reinforce_plus_plus_advantages(torch.tensor([0.0, 4.0]), mask, 0.5)  # returns 0, 2, 4
-    close(out, [[0, -1, 0], [0, 0, 1]])
-
-
 def test_golden_batch_normalised():
     rewards, groups = torch.tensor([1.0, 3.0, 0.0, 6.0]), torch.tensor([0, 0, 1, 1])  # centred -1, 1, -3, 3
     std = math.sqrt(20 / 3)
@@ -372,32 +191,6 @@ def test_golden_batch_normalised():
     h = math.sqrt(0.5) / std
     close(gdpo_advantages(rewards, groups, eps=0.0), [-h, h, h, -h])
     close(gdpo_advantages(rewards, groups, torch.tensor([2.0, 0.0]), eps=0.0), [-math.sqrt(1.5), math.sqrt(1.5), 0, 0])
-
-
-def test_golden_optimal_token_baseline():
-    """Squared norms 1 - 2 pi + sum: 0.5 and 1.5 at the first token, then 0.5 more for the one that goes on."""
-    mask = torch.tensor([[False, True, False], [False, True, True]])
-    probability, squares = torch.tensor([[1, 0.5, 1], [1, 0.25, 0.5]]), torch.tensor([[0, 0.5, 0], [0, 1.0, 0.5]])
-    args = (torch.tensor([4.0, 0.0]), mask, torch.tensor([5, 5]), probability.log(), squares)
-    out = optimal_token_baseline_advantages(*args, eps=0.0)  # the baseline is 0.5 * 4 / 2 = 1
-    close(out, [[0, 3, 0], [0, -1, 0]])
-    args = (torch.tensor([0.0, 4.0]), *args[1:])
-    close(optimal_token_baseline_advantages(*args, eps=0.0), [[0, -3, 0], [0, 1, 4]])  # alone at the end: the return
-    close(optimal_token_baseline_advantages(*args, baseline_alone=True, eps=0.0), [[0, -3, 0], [0, 1, 0]])
-    rho = torch.tensor([[1.0, 3.0, 1.0], [1.0, 1.0, 1.0]]).sqrt()
-    out = optimal_token_baseline_advantages(*args, rollout_weights=rho, eps=0.0)  # 1.5 against 1.5
-    close(out, [[0, -2, 0], [0, 2, 4]])
-
-
-def test_golden_filters():
-    rewards, groups = torch.tensor([5.0, 1.0, 2.0, 7.0, 3.0, 3.0]), torch.tensor([0, 0, 0, 1, 2, 2])
-    assert informative_groups(rewards, groups).tolist() == [True, True, True, False, False, False]
-    close(pf_ppo_weights(rewards, groups), [0.5, 0.25, 0.25, 1, 0.5, 0.5])
-    close(pf_ppo_weights(rewards, groups, 0.5, 0.5), [0.5, 0.5, 0, 1, 0.5, 0.5])
-    close(pf_ppo_weights(rewards, groups, 1.0), [1, 0, 0, 1, 0.5, 0.5])
-    assert informative_groups(torch.tensor([1.0, NAN, 0.0, NAN]), torch.tensor([0, 0, 0, 1])).tolist() == [True] * 3 + [
-        False
-    ]
 
 
 # ---- identities
@@ -507,23 +300,6 @@ def test_nan_or_none_reward_isolated(function, seed):
     assert out.isfinite().all()
 
 
-def test_nan_reward_isolated_by_token():
-    rewards, mask = token_batch(7, 5, 6)
-    groups, (logprobs, squares) = torch.tensor([0, 0, 1, 0, 1]), policy(7, 5, 6)
-    mask[2] = True
-    bad, kept = rewards.clone(), torch.tensor([0, 1, 3, 4])
-    bad[2, 3] = NAN
-    bad[~mask] = NAN  # outside the mask nan is nothing
-    for gamma in (1.0, 0.9):
-        out = reinforce_plus_plus_advantages(bad, mask, gamma)
-        torch.testing.assert_close(out[kept], reinforce_plus_plus_advantages(rewards[kept], mask[kept], gamma))
-        assert not out[2].any()
-    out = optimal_token_baseline_advantages(bad, mask, groups, logprobs, squares)
-    args = (rewards[kept], mask[kept], groups[kept], logprobs[kept], squares[kept])
-    torch.testing.assert_close(out[kept], optimal_token_baseline_advantages(*args))
-    assert not out[2].any()
-
-
 def test_one_bad_reward_of_several_leaves_the_others():
     rewards, groups = torch.rand(6, 2, generator=torch.Generator().manual_seed(0)).double(), torch.tensor([0] * 6)
     bad = rewards.clone()
@@ -550,31 +326,9 @@ def test_equal_rewards_give_no_advantage(function):
         assert function(torch.full((7,), reward), groups).abs().max() < 1e-4
 
 
-def test_equal_rewards_and_one_sample_by_token():
-    mask = torch.tensor([[True, True, False], [False, True, True]])
-    logprobs, squares = policy(0, 2, 3)
-    for gamma, rewards in ((1.0, torch.tensor([100.1, 100.1])), (0.9, torch.zeros(2))):
-        assert reinforce_plus_plus_advantages(rewards, mask, gamma).abs().max() < 1e-4
-    for groups in (torch.tensor([0, 0]), torch.tensor([0, 1])):
-        out = optimal_token_baseline_advantages(torch.tensor([100.1, 100.1]), mask, groups, logprobs, squares)
-        assert out.abs().max() < 1e-4
-    one = reinforce_plus_plus_advantages(torch.tensor([5.0]), torch.tensor([[False, True]]))
-    assert one.tolist() == [[0, 0]]
-
-
 def test_opo_group_without_tokens():
     out = opo_advantages(torch.tensor([1.0, 2.0, 4.0]), torch.tensor([0, 0, 2]), torch.tensor([0, 0, 1]))
     assert out.tolist() == [0, 0, 0]
-
-
-def test_resampling_follows_the_weights_and_the_seed():
-    weights = torch.tensor([0.5, 0.0, 0.25, 0.25])
-    rows = pf_ppo_indices(weights, 8000, torch.Generator().manual_seed(0))
-    assert rows.dtype == torch.int64
-    torch.testing.assert_close(rows.bincount(minlength=4) / 8000, weights, atol=0.02, rtol=0)
-    assert torch.equal(rows, pf_ppo_indices(weights, 8000, torch.Generator().manual_seed(0)))
-    assert not torch.equal(rows, pf_ppo_indices(weights, 8000, torch.Generator().manual_seed(1)))
-    assert pf_ppo_indices(torch.zeros(0), 0, torch.Generator()).shape == (0,)
 
 
 # ---- dtypes, shapes, errors
@@ -592,38 +346,9 @@ def test_dtypes(function):
         assert function(rewards.double(), groups).dtype == torch.float64
 
 
-def test_dtypes_by_token():
-    rewards, mask = torch.tensor([1, 0, 3]), torch.ones(3, 2, dtype=torch.bool)
-    groups, (logprobs, squares) = torch.zeros(3, dtype=torch.int32), policy(1, 3, 2)
-    for function in (
-        reinforce_plus_plus_advantages,
-        lambda r, m: optimal_token_baseline_advantages(r, m, groups, logprobs, squares),
-        lambda r, m: remax_advantages(r, r.flip(0)),
-    ):
-        expected = function(rewards.float(), mask)
-        assert expected.dtype == torch.float32
-        assert torch.equal(function(rewards.bfloat16(), mask), expected) and torch.equal(
-            function(rewards, mask), expected
-        )
-        assert torch.equal(function(rewards.bool(), mask), function(rewards.bool().float(), mask))
-        assert function(rewards.double(), mask).dtype == torch.float64
-
-
 @pytest.mark.parametrize("function", ALL)
 def test_empty_batch(function):
     assert function(torch.zeros(0), torch.zeros(0, dtype=torch.long)).shape == (0,)
-
-
-def test_empty_batch_by_token():
-    for b, t in ((0, 3), (3, 0), (0, 0)):
-        mask, groups = torch.zeros(b, t, dtype=torch.bool), torch.zeros(b, dtype=torch.long)
-        for rewards in (torch.zeros(b), torch.zeros(b, t)):
-            for gamma in (1.0, 0.9):
-                assert reinforce_plus_plus_advantages(rewards, mask, gamma).shape == (b, t)
-            out = optimal_token_baseline_advantages(rewards, mask, groups, torch.zeros(b, t), torch.zeros(b, t))
-            assert out.shape == (b, t)
-    assert gdpo_advantages(torch.zeros(3, 0), torch.zeros(3, dtype=torch.long)).tolist() == [0, 0, 0]
-    assert remax_advantages(torch.zeros(0), torch.zeros(0)).shape == (0,)
 
 
 def test_inputs_are_left_alone():

@@ -1,7 +1,6 @@
 """gae, discounted_returns, vtrace, rewards_to_tokens, length_adaptive_lambda, masked_whiten."""
 
 import math
-import statistics
 
 import pytest
 import torch
@@ -311,46 +310,6 @@ def test_length_adaptive_lambda_golden():
     torch.testing.assert_close(length_adaptive_lambda(gapped)[0], torch.tensor(0.9))
     reach = sum(length_adaptive_lambda(mask)[0].item() ** k for k in range(4000))
     assert reach == pytest.approx(0.05 * 400, rel=1e-4)  # the weights add up to alpha * length
-
-
-# --- masked_whiten
-
-
-def test_masked_whiten_equals_the_loop():
-    x, _, mask = batch()
-    kept = x[mask].tolist()
-    out = masked_whiten(x, mask, eps=0.5)
-    mean, var = statistics.mean(kept), statistics.variance(kept)  # divisor n - 1
-    assert out[mask].tolist() == pytest.approx([(v - mean) / math.sqrt(var + 0.5) for v in kept])
-    assert out[~mask].abs().sum() == 0
-    out = masked_whiten(x, mask, eps=0.0)[mask]
-    assert out.mean().item() == pytest.approx(0, abs=1e-12) and out.var().item() == pytest.approx(1)
-
-
-def test_masked_whiten_golden():
-    x, mask = torch.tensor([[1.0, 2.0, 3.0, 50.0]]), torch.tensor([[True, True, True, False]])
-    torch.testing.assert_close(masked_whiten(x, mask, eps=0.0), torch.tensor([[-1.0, 0.0, 1.0, 0.0]]))
-    torch.testing.assert_close(masked_whiten(x, mask, eps=3.0), torch.tensor([[-0.5, 0.0, 0.5, 0.0]]))
-    given = masked_whiten(x, mask, mean=torch.tensor(1.0), var=torch.tensor(4.0), eps=0.0)
-    torch.testing.assert_close(given, torch.tensor([[0.0, 0.5, 1.0, 0.0]]))
-
-
-def test_masked_whiten_in_parts_with_the_statistics_of_the_whole():
-    x, _, mask = batch(5, 6, 7)
-    whole = masked_whiten(x, mask)
-    mean, var = x[mask].mean(), x[mask].var()
-    parts = [masked_whiten(x[rows], mask[rows], mean=mean, var=var) for rows in (slice(0, 2), slice(2, 6))]
-    torch.testing.assert_close(torch.cat(parts), whole)
-    assert not torch.allclose(torch.cat([masked_whiten(x[:3], mask[:3]), masked_whiten(x[3:], mask[3:])]), whole)
-
-
-@pytest.mark.parametrize("eps", [0.0, 1e-8])
-def test_masked_whiten_of_one_value_is_zero(eps):
-    equal = torch.full((2, 50), 0.1)
-    assert masked_whiten(equal, torch.ones(2, 50, dtype=torch.bool), eps=eps).abs().max() < 1e-6
-    single = torch.tensor([[True, False]])
-    assert masked_whiten(torch.tensor([[5.0, 6.0]]), single, eps=eps).tolist() == [[0.0, 0.0]]
-    assert masked_whiten(torch.tensor([[5.0, 6.0]]), ~single & single, eps=eps).tolist() == [[0.0, 0.0]]
 
 
 # --- all of them

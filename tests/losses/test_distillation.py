@@ -1,12 +1,12 @@
 """forward_kl_loss, reverse_kl_loss, jsd_loss and the top-k forms."""
 
 import math
-from functools import partial
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+from teachers import FEW, FULL, INF, ORACLE, TOPK, batch, check_against, open_and_shut, probabilities, top
 
 from rlkit.losses.distillation import (
     forward_kl_loss,
@@ -15,73 +15,6 @@ from rlkit.losses.distillation import (
     topk_forward_kl_loss,
     topk_reverse_kl_loss,
 )
-from rlkit.losses.logprobs import suppress_tokens
-
-FEW = settings(max_examples=25, deadline=None, derandomize=True)
-FULL = {
-    "forward": forward_kl_loss,
-    "reverse": reverse_kl_loss,
-    "jsd": jsd_loss,
-    "jsd0.2": partial(jsd_loss, beta=0.2),
-    "jsd0.9": partial(jsd_loss, beta=0.9),
-}
-TOPK = {"forward": topk_forward_kl_loss, "reverse": topk_reverse_kl_loss}
-INF = math.inf
-
-
-def kl(p, q):
-    """Sum over tokens that p has, python or scalar tensors."""
-    return sum((x * (x / y).log() for x, y in zip(p, q, strict=True) if x > 0), start=torch.zeros(()).double())
-
-
-def mix(p, q, beta):
-    m = [beta * x + (1 - beta) * y for x, y in zip(p, q, strict=True)]
-    return beta * kl(p, m) + (1 - beta) * kl(q, m)
-
-
-ORACLE = {  # of the teacher's and the student's probabilities, lists of scalar tensors
-    "forward": lambda p, q: kl(p, q),
-    "reverse": lambda p, q: kl(q, p),
-    "jsd": lambda p, q: mix(p, q, 0.5),
-    "jsd0.2": lambda p, q: mix(p, q, 0.2),
-    "jsd0.9": lambda p, q: mix(p, q, 0.9),
-}
-
-
-def probabilities(logits, temperature=1.0):
-    """Softmax of one position without a max trick; a logit of -inf is a plain zero, off the graph."""
-    weights = [(z / temperature).exp() if z > -INF else torch.zeros((), dtype=torch.float64) for z in logits]
-    return [w / sum(weights) for w in weights]
-
-
-def bucketed(p, ids):
-    """Probabilities of `ids` and of all others together."""
-    return [p[v] for v in ids] + [sum((p[v] for v in range(len(p)) if v not in ids), start=torch.zeros(()).double())]
-
-
-def batch(seed=0, b=2, t=3, v=6, dtype=torch.float64, scale=2.0):
-    g = torch.Generator().manual_seed(seed)
-    student, teacher = (scale * torch.randn(2, b, t, v, generator=g, dtype=torch.float64)).to(dtype)
-    return student.requires_grad_(), teacher, torch.rand(b, t, generator=g) < 0.7
-
-
-def top(teacher, k, temperature=1.0):
-    return (teacher / temperature).log_softmax(-1).topk(k, -1)
-
-
-def check_against(loss, loops, student, mask, **close):
-    """Values and the gradient of a weighted sum; `loops[b][t]` are scalar tensors."""
-    weights = torch.randn(*mask.shape, dtype=torch.float64, generator=torch.Generator().manual_seed(5))
-    total = 0 * student[student.isfinite()].sum()
-    for b in range(mask.shape[0]):
-        for t in range(mask.shape[1]):
-            expected = loops[b][t] if mask[b, t] else torch.zeros((), dtype=torch.float64)
-            torch.testing.assert_close(loss[b, t], expected, **close)
-            total = total + weights[b, t] * expected
-    (grad,) = torch.autograd.grad((loss * weights).sum(), student, retain_graph=True)
-    (expected,) = torch.autograd.grad(total, student)
-    torch.testing.assert_close(grad, expected, **close)
-
 
 # --- values and gradients
 
@@ -98,23 +31,6 @@ def test_equals_the_loop(name, temperature):
         ]
         for b in range(2)
     ]
-    check_against(loss, loops, student, mask)
-
-
-@pytest.mark.parametrize("name", TOPK)
-@pytest.mark.parametrize("k", [1, 3, 5])
-@pytest.mark.parametrize("temperature", [1.0, 0.6])
-def test_topk_equals_the_loop(name, k, temperature):
-    student, teacher, mask = batch(seed=1)
-    loss = TOPK[name](student, *top(teacher, k, temperature), mask, temperature)
-    loops = []
-    for b in range(2):
-        loops.append([])
-        for t in range(3):
-            ids = sorted(range(6), key=lambda v: -teacher[b, t, v].item())[:k]  # noqa: B023
-            p = bucketed(probabilities(teacher[b, t], temperature), ids)
-            q = bucketed(probabilities(student[b, t], temperature), ids)
-            loops[b].append(ORACLE[name](p, q))
     check_against(loss, loops, student, mask)
 
 
@@ -210,67 +126,7 @@ def test_jsd_at_its_ends(end, limit):
     torch.testing.assert_close(*grads, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("name", TOPK)
-def test_topk_of_all_is_the_whole_form(name):
-    for dtype in (torch.float32, torch.float64):
-        student, teacher, mask = batch(dtype=dtype)
-        one, two = TOPK[name](student, *top(teacher, 6), mask), FULL[name](student, teacher, mask)
-        torch.testing.assert_close(one, two)
-        torch.testing.assert_close(*(torch.autograd.grad(x.sum(), student)[0] for x in (one, two)))
-
-
-@FEW
-@given(seed=st.integers(0, 999))
-def test_topk_is_a_lower_bound_that_grows_with_k(seed):
-    student, teacher, mask = batch(seed, v=7)
-    for name, loss in TOPK.items():
-        values = torch.stack([loss(student, *top(teacher, k), mask) for k in range(8)])
-        assert values[0].abs().max() < 1e-12 and (values.diff(dim=0) > -1e-12).all()
-        torch.testing.assert_close(values[-1], FULL[name](student, teacher, mask))
-
-
-def test_topk_takes_its_tokens_in_any_order_and_skips_unnamed_ones():
-    student, teacher, mask = batch()
-    logprobs, ids = top(teacher, 3)
-    order = torch.tensor([2, 0, 1])
-    for loss in TOPK.values():
-        expected = loss(student, logprobs, ids, mask)
-        torch.testing.assert_close(loss(student, logprobs[..., order], ids[..., order], mask), expected)
-        for junk in (-1, 0, 10**9):  # a server that knew fewer than K tokens
-            wide = (
-                torch.nn.functional.pad(logprobs, (1, 1), value=-INF),
-                torch.nn.functional.pad(ids, (1, 1), value=junk),
-            )
-            torch.testing.assert_close(loss(student, *wide, mask), expected)
-        torch.testing.assert_close(loss(student, logprobs, ids.int(), mask), expected)
-
-
-def test_renormalised_topk_is_what_the_docstring_says():
-    student, teacher, mask = batch()
-    logprobs, ids = top(teacher, 3)
-    loss = forward_kl_loss(student.gather(2, ids), logprobs, mask)
-    loops = []
-    for b in range(2):
-        loops.append([])
-        for t in range(3):
-            parts = []
-            for logits in (teacher, student):
-                p = [probabilities(logits[b, t])[v] for v in ids[b, t].tolist()]
-                parts.append([x / sum(p) for x in p])
-            loops[b].append(kl(*parts))
-    check_against(loss, loops, student, mask)
-
-
 # --- zeros of probability
-
-
-def open_and_shut(student_ids, teacher_ids):
-    student, teacher, mask = batch(seed=3)
-    closed = [
-        suppress_tokens(x, torch.tensor(ids, dtype=torch.long))
-        for x, ids in ((student, student_ids), (teacher, teacher_ids))
-    ]
-    return student, *closed, torch.ones_like(mask)
 
 
 @pytest.mark.parametrize(
@@ -313,21 +169,6 @@ def test_an_infinite_divergence_is_inf():
     _, shut_student, shut_teacher, mask = open_and_shut([1], [4])
     assert (forward_kl_loss(shut_student, shut_teacher, mask) == INF).all()
     assert (reverse_kl_loss(shut_student, shut_teacher, mask) == INF).all()
-
-
-@pytest.mark.parametrize("name", TOPK)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_topk_with_nothing_outside(name, dtype):
-    """Both sides allow three tokens alone: the last bucket is empty, and rounding in 1 - sum(p) makes no inf."""
-    student, shut_student, shut_teacher, mask = open_and_shut([0, 2, 3], [0, 2, 3])
-    student, shut_student, shut_teacher = (x.to(dtype) for x in (student, shut_student, shut_teacher))
-    ids = torch.tensor([5, 1, 4]).expand(2, 3, 3)
-    logprobs = shut_teacher.log_softmax(-1).gather(-1, ids) - 1e-7 * (dtype == torch.float32)
-    loss = TOPK[name](shut_student, logprobs, ids, mask)
-    (grad,) = torch.autograd.grad(loss.sum(), shut_student)
-    expected = FULL[name](shut_student.gather(-1, ids), logprobs, mask)
-    torch.testing.assert_close(loss, expected)
-    assert grad.isfinite().all() and grad[..., [0, 2, 3]].abs().max() == 0
 
 
 def test_a_certain_teacher_leaves_the_reverse_form_finite():

@@ -1,14 +1,13 @@
 """Losses on preference pairs and on single answers, their inputs and their statistics."""
 
 import math
-import sys
-from functools import partial
-from pathlib import Path
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from pair_oracles import EVERY, ORACLE, WITH_LENGTHS, WITH_REFERENCE, arguments, soft
+from preference_pairs import pairs
 
 from rlkit.losses.preference import (
     apo_zero_loss,
@@ -28,59 +27,7 @@ from rlkit.losses.preference import (
     slic_loss,
 )
 
-sys.path.insert(0, str(Path(__file__).parent))
-
-from preference_pairs import pairs  # noqa: E402
-
 FEW = settings(max_examples=25, deadline=None, derandomize=True)
-WITH_REFERENCE = {
-    "dpo": dpo_loss,
-    "smoothed": partial(dpo_loss, beta=0.3, label_smoothing=0.2),
-    "robust": partial(robust_dpo_loss, beta=0.3, flip_rate=0.2),
-    "ipo": ipo_loss,
-    "hinge": hinge_dpo_loss,
-    "apo": apo_zero_loss,
-}
-WITH_LENGTHS = {"simpo": simpo_loss, "simpo2": partial(simpo_loss, beta=1.3, gamma=0.4), "orpo": orpo_loss}
-
-
-def sigmoid(x):
-    return 1 / (1 + (-x).exp())
-
-
-def soft(x):
-    """-log sigmoid(x), written out."""
-    return (1 + (-x).exp()).log()
-
-
-def odds(p):
-    return p / (1 - p)
-
-
-ORACLE = {  # one pair on scalar tensors: chosen, rejected, and the references or the lengths
-    "dpo": lambda w, v, rw, rv: soft(0.1 * (w - v - rw + rv)),
-    "smoothed": lambda w, v, rw, rv: 0.8 * soft(0.3 * (w - v - rw + rv)) + 0.2 * soft(-0.3 * (w - v - rw + rv)),
-    "robust": lambda w, v, rw, rv: (0.8 * soft(0.3 * (w - v - rw + rv)) - 0.2 * soft(-0.3 * (w - v - rw + rv))) / 0.6,
-    "ipo": lambda w, v, rw, rv: (w - v - rw + rv - 5.0) ** 2,
-    "hinge": lambda w, v, rw, rv: 1 - 0.1 * (w - v - rw + rv) if w - v - rw + rv < 10 else 0 * w,
-    "apo": lambda w, v, rw, rv: 1 - sigmoid(0.1 * (w - rw)) + sigmoid(0.1 * (v - rv)),
-    "simpo": lambda w, v, n, m: soft(2.0 * w / n - 2.0 * v / m - 1.0),
-    "simpo2": lambda w, v, n, m: soft(1.3 * w / n - 1.3 * v / m - 0.4),
-    "orpo": lambda w, v, n, m: soft((odds((w / n).exp()) / odds((v / m).exp())).log()),
-}
-EVERY = {**WITH_REFERENCE, **WITH_LENGTHS}
-
-
-def arguments(name, data):
-    return data[:4] if name in WITH_REFERENCE else (*data[:2], *data[4:])
-
-
-def answers(seed=0, b=8):
-    """logprobs, ref_logprobs, desirable."""
-    g = torch.Generator().manual_seed(seed)
-    ref = -20 * torch.rand(b, generator=g, dtype=torch.float64)
-    logprobs = (ref + 5 * torch.randn(b, generator=g, dtype=torch.float64)).requires_grad_()
-    return logprobs, ref, torch.rand(b, generator=g) < 0.5
 
 
 # --- values and gradients
@@ -269,53 +216,6 @@ def test_references_get_no_gradient():
     assert rewards.grad is not None and margin.grad is None
 
 
-# --- KTO
-
-
-@pytest.mark.parametrize("kl", [0.0, 0.7, torch.tensor(0.7, dtype=torch.float64)])
-def test_kto_equals_the_loop(kl):
-    lp, ref, good = answers()
-    loss = kto_loss(lp, ref, good, kl, 0.2, 1.5, 0.75)
-    loops = [
-        1.5 * (1 - sigmoid(0.2 * (lp[i] - ref[i] - kl)))
-        if good[i]
-        else 0.75 * (1 - sigmoid(0.2 * (kl - lp[i] + ref[i])))
-        for i in range(8)
-    ]
-    torch.testing.assert_close(loss, torch.stack(loops))
-    weights = torch.arange(1.0, 9, dtype=torch.float64)
-    (grad,) = torch.autograd.grad((loss * weights).sum(), lp)
-    (expected,) = torch.autograd.grad(sum(w * x for w, x in zip(weights, loops, strict=True)), lp)
-    torch.testing.assert_close(grad, expected)
-    assert (grad[good] < 0).all() and (grad[~good] > 0).all()
-
-
-def test_kto_golden():
-    """beta (h - z) = log 3 for both: 1/4 lost of a good answer, 3/4 of a bad one."""
-    lp, ref = torch.tensor([0.0, 0.0], requires_grad=True), torch.full((2,), -2 * math.log(3) - 1.0)
-    kl = torch.tensor(1.0, requires_grad=True)
-    good = torch.tensor([True, False])
-    loss = kto_loss(lp, ref, good, kl, 0.5, 2.0, 4.0)
-    torch.testing.assert_close(loss, torch.tensor([0.5, 3.0]))
-    loss.sum().backward()
-    torch.testing.assert_close(lp.grad, torch.tensor([-2 * 0.5 * 3 / 16, 4 * 0.5 * 3 / 16]))
-    assert kl.grad is None
-
-
-def test_kto_kl_estimate():
-    lp = torch.tensor([-1.0, -2.0, -6.0], requires_grad=True)
-    estimate = kto_kl_estimate(lp, torch.tensor([-2.0, -5.0, -4.0]))
-    assert estimate.item() == pytest.approx(2 / 3) and not estimate.requires_grad and estimate.ndim == 0
-    assert kto_kl_estimate(lp, torch.zeros(3)) == 0
-    assert kto_kl_estimate(torch.zeros(0), torch.zeros(0)) == 0
-
-
-def test_kto_kl_estimate_varies_with_the_split():
-    lp, ref = torch.tensor([1.0, -3.0]), torch.zeros(2)
-    assert kto_kl_estimate(lp, ref) == 0
-    assert kto_kl_estimate(lp[:1], ref[:1]) + kto_kl_estimate(lp[1:], ref[1:]) == 1
-
-
 # --- numbers at the edge
 
 
@@ -463,7 +363,6 @@ def test_preference_stats_golden_and_parts_add_up():
 
 
 # --- errors
-
 ONE, TWO, INT = torch.zeros(2), torch.zeros(3), torch.ones(2, dtype=torch.long)
 FOUR = (ONE,) * 4
 

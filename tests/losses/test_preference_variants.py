@@ -1,13 +1,13 @@
 """The less common losses on preference pairs, LD-DPO and WPO: against the loop, and by hand."""
 
 import math
-import sys
 from functools import partial
-from pathlib import Path
 
+import preference_pairs
 import pytest
 import torch
 from hypothesis import settings
+from preference_pairs import EVERY, WITH_LENGTHS, arguments
 
 from rlkit.losses.preference_variants import (
     alpha_divergence_dpo_loss,
@@ -25,11 +25,6 @@ from rlkit.losses.preference_variants import (
     sppo_loss,
     wpo_weights,
 )
-
-sys.path.insert(0, str(Path(__file__).parent))
-
-import preference_pairs  # noqa: E402
-from preference_pairs import EVERY, WITH_LENGTHS, arguments  # noqa: E402
 
 FEW = settings(max_examples=25, deadline=None, derandomize=True)
 pairs = partial(preference_pairs.pairs, spread=3)

@@ -1,14 +1,14 @@
 """The less common losses on preference pairs, LD-DPO and WPO: relations, edges and errors."""
 
 import math
-import sys
 from functools import partial
-from pathlib import Path
 
+import preference_pairs
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from preference_pairs import EVERY, SMOOTHED, SORTED, WITH_LENGTHS, WITH_REFERENCE, arguments
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributions import Bernoulli, kl_divergence
 
@@ -29,11 +29,6 @@ from rlkit.losses.preference_variants import (
     sppo_loss,
     wpo_weights,
 )
-
-sys.path.insert(0, str(Path(__file__).parent))
-
-import preference_pairs  # noqa: E402
-from preference_pairs import EVERY, SMOOTHED, SORTED, WITH_LENGTHS, WITH_REFERENCE, arguments  # noqa: E402
 
 FEW = settings(max_examples=25, deadline=None, derandomize=True)
 pairs = partial(preference_pairs.pairs, spread=3)
