@@ -4,14 +4,13 @@
     python benchmarks/table.py FILE.json benchmarks/results/engines.md
 
 The bare loop is given the same packed rows, laid out before the clock starts, and the same attention: what is left is
-packing, sharding, the closure and the metrics. It takes turns with the engine, step by step, and the gradient norm and
-the loss of both are compared. Memory is that of processes which do nothing else, by the kernel's count of pages, so
-that it holds copies outside of torch as well. On a GPU there is a VLM of 2B as well, built from its configuration with
-random weights: its MFU, and tokens a second beside a padded loop of transformers; elsewhere the two are compared on a
-tiny one.
+packing, the closure, the metrics and, on a GPU, sharding. It takes turns with the engine, step by step, and loss and
+gradient norm of both are compared. Memory is that of processes which do nothing else, by the kernel's count of
+pages, so that it holds copies outside of torch as well; they give back at once what is freed, which costs time, so that
+time is measured in others. On a GPU there is a VLM of 2B as well, built from its configuration with random weights: its
+MFU, and tokens a second beside a padded loop of transformers; elsewhere the two are compared on a tiny one.
 """
 
-import ctypes
 import gc
 import json
 import os
@@ -177,8 +176,8 @@ def seconds(function: Callable) -> float:
     return time.perf_counter() - began
 
 
-def on_rank(out: Path) -> None:
-    """A model of 66M weights that has taken a step: what each call takes of this rank."""
+def on_rank(out: Path, what: str) -> None:
+    """A model of 66M weights that has taken a step: what each call takes of this rank, "seconds" or "memory"."""
     config = Qwen2Config(
         vocab_size=8000, hidden_size=768, intermediate_size=2304, num_hidden_layers=8, num_attention_heads=12,
         num_key_value_heads=6,
@@ -190,9 +189,9 @@ def on_rank(out: Path) -> None:
     held = [p.numel() * p.element_size() / 1e6 for p in weights]
     path, plain = out / "checkpoint", out / f"plain.{dist.get_rank()}"
 
-    def hand_over():
-        for _, tensor in engine.get_per_tensor_param():
-            del tensor  # it is copied away before the next is asked for
+    def hand_over(bucket_bytes):
+        for pair in engine.get_per_tensor_param(bucket_bytes):
+            del pair  # it is copied away before the next is asked for
 
     def save_plainly():
         states = [value for state in engine.optimizer.state.values() for value in state.values()]
@@ -208,43 +207,47 @@ def on_rank(out: Path) -> None:
         checkpoint.finish()
 
     calls = {
-        "get_per_tensor_param": hand_over,
+        "get_per_tensor_param": lambda: hand_over(0),
+        "get_per_tensor_param, buckets of 25 MB": lambda: hand_over(25_000_000),
         "torch.save, flushed to disk": save_plainly,
         "save_checkpoint": lambda: engine.save_checkpoint(path),
         "save_checkpoint(wait=False), until it is written": save_to_the_end,
         "load_checkpoint": lambda: engine.load_checkpoint(path),
     }
-    for call in calls.values():
-        call()
-    took = {name: min(seconds(call) for _ in range(3)) for name, call in calls.items()}
-    stalls = []
-    for _ in range(3):
-        stalls.append(seconds(save_in_thread))
-        checkpoint.finish()
-    took["save_checkpoint(wait=False), until it returns"] = min(stalls)
-    libc = ctypes.CDLL(None)  # from here on freed memory goes back at once, and is counted when it is taken again
-    libc.mallopt(-3, 1 << 16)
-    libc.malloc_trim(0)
-    memory = {name: extra(call) for name, call in calls.items()}
-    found = {"weights": sum(held), "largest": max(held), "seconds": took, "memory": memory}
-    (out / f"rank.{dist.get_rank()}.json").write_text(json.dumps(found))
+    if what == "seconds":
+        for call in calls.values():
+            call()
+        found = {name: min(seconds(call) for _ in range(3)) for name, call in calls.items()}
+        stalls = []
+        for _ in range(3):
+            stalls.append(seconds(save_in_thread))
+            checkpoint.finish()
+        found["save_checkpoint(wait=False), until it returns"] = min(stalls)
+    else:
+        found = {name: extra(call) for name, call in calls.items()}
+    result = {"weights": sum(held), "largest": max(held), what: found}
+    (out / f"{what}.{dist.get_rank()}.json").write_text(json.dumps(result))
     dist.destroy_process_group()
 
 
 @pytest.mark.parametrize("world", [1, 2])
 def test_weights_and_checkpoints(benchmark, tmp_path, world):
-    with socket.socket() as free:
-        free.bind(("localhost", 0))
-        port = free.getsockname()[1]
-
-    def run():
+    def launch(what):
+        with socket.socket() as free:
+            free.bind(("localhost", 0))
+            port = free.getsockname()[1]
         common = {"WORLD_SIZE": world, "MASTER_ADDR": "localhost", "MASTER_PORT": port, "OMP_NUM_THREADS": 1}
+        if what == "memory":  # of glibc: what is freed goes back at once
+            common |= {"MALLOC_MMAP_THRESHOLD_": 1 << 16, "MALLOC_TRIM_THRESHOLD_": 1 << 16}
         ranks = []
         for rank in range(world):
             own = {key: str(x) for key, x in {**common, "RANK": rank, "LOCAL_RANK": rank}.items()}
-            ranks.append(subprocess.Popen([sys.executable, __file__, str(tmp_path)], env={**os.environ, **own}))
+            ranks.append(subprocess.Popen([sys.executable, __file__, str(tmp_path), what], env={**os.environ, **own}))
         assert [rank.wait(timeout=240) for rank in ranks] == [0] * world
-        return [json.loads((tmp_path / f"rank.{rank}.json").read_text()) for rank in range(world)]
+        return [json.loads((tmp_path / f"{what}.{rank}.json").read_text()) for rank in range(world)]
+
+    def run():
+        return [one | other for one, other in zip(launch("seconds"), launch("memory"), strict=True)]
 
     benchmark.group = "weights and checkpoints"
     found = benchmark.pedantic(run, rounds=1)
@@ -395,4 +398,4 @@ def freed():
 
 
 if __name__ == "__main__":
-    on_rank(Path(sys.argv[1]))
+    on_rank(Path(sys.argv[1]), sys.argv[2])

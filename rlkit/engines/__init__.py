@@ -7,6 +7,7 @@
 micro-batches and data-parallel ranks, so the closure divides by the global `mb.total_tokens` or `mb.total_sequences`.
 """
 
+import inspect
 from importlib import import_module
 from importlib.metadata import entry_points
 from typing import Any
@@ -18,10 +19,14 @@ __all__ = ["make_engine", "register_engine"]
 _ENGINES: dict[tuple[str, str, str], str] = {
     ("language_model", "fsdp2", "cpu"): "rlkit.engines.fsdp2:Fsdp2Engine",
     ("language_model", "fsdp2", "cuda"): "rlkit.engines.fsdp2:Fsdp2Engine",
+    ("language_model", "fsdp1", "cpu"): "rlkit.engines.fsdp1:Fsdp1Engine",
+    ("language_model", "fsdp1", "cuda"): "rlkit.engines.fsdp1:Fsdp1Engine",
     ("language_model", "megatron", "cpu"): "rlkit.engines.megatron:MegatronEngine",
     ("language_model", "megatron", "cuda"): "rlkit.engines.megatron:MegatronEngine",
     ("value_model", "megatron", "cpu"): "rlkit.engines.megatron:MegatronValueEngine",
     ("value_model", "megatron", "cuda"): "rlkit.engines.megatron:MegatronValueEngine",
+    ("value_model", "fsdp1", "cpu"): "rlkit.engines.fsdp1:Fsdp1ValueEngine",
+    ("value_model", "fsdp1", "cuda"): "rlkit.engines.fsdp1:Fsdp1ValueEngine",
     ("value_model", "fsdp2", "cpu"): "rlkit.engines.fsdp2:Fsdp2ValueEngine",
     ("value_model", "fsdp2", "cuda"): "rlkit.engines.fsdp2:Fsdp2ValueEngine",
 }
@@ -45,7 +50,7 @@ def make_engine(backend: str, model_type: str = "language_model", *, device: str
         options: the engine's own; see its class, e.g. rlkit.engines.fsdp2.Fsdp2Engine.
 
     Raises:
-        ValueError: no such engine.
+        ValueError: no such engine, or an option that it has not.
     """
     kind = (device or ("cuda" if torch.cuda.is_available() else "cpu")).partition(":")[0]
     engines = _engines()
@@ -54,4 +59,8 @@ def make_engine(backend: str, model_type: str = "language_model", *, device: str
     except KeyError:
         known = ", ".join(f"{b} for a {m} on {d}" for m, b, d in sorted(engines))
         raise ValueError(f"no engine {backend!r} for a {model_type!r} on {kind!r}; there are: {known}") from None
-    return getattr(import_module(module), name)(device=device, **options)
+    engine = getattr(import_module(module), name)
+    takes = inspect.signature(engine).parameters
+    if unknown := [o for o in options if o not in takes and not any(p.kind is p.VAR_KEYWORD for p in takes.values())]:
+        raise ValueError(f"{backend} engine: no option {', '.join(unknown)}; there are: {', '.join(takes)}")
+    return engine(device=device, **options)

@@ -13,6 +13,7 @@ from __future__ import annotations
 import json
 import re
 import shutil
+from collections.abc import Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import cache
 from pathlib import Path
@@ -78,7 +79,7 @@ def _complete(part: Path, path: Path, extra: dict[str, Any]) -> None:
 
 def replace_directory(new: Path, path: Path) -> None:
     """Move a finished directory to its place; what stood there goes only after that."""
-    old = path.with_name(path.name + ".old")
+    old = put_back(path)
     shutil.rmtree(old, ignore_errors=True)
     if path.exists():
         path.rename(old)
@@ -86,14 +87,25 @@ def replace_directory(new: Path, path: Path) -> None:
     shutil.rmtree(old, ignore_errors=True)
 
 
+def put_back(path: Path) -> Path:
+    """Where `replace_directory` keeps what stood at a path; a process that was killed just then left it there."""
+    old = path.with_name(path.name + ".old")
+    if old.is_dir() and not path.exists():
+        old.rename(path)
+    return old
+
+
 def read_manifest(path: str | Path) -> dict[str, Any]:
-    """The `extra` that was saved, once every file is there in its full size.
+    """The `extra` that was saved, once every file is there in its full size. All ranks call this together.
 
     Raises:
         ValueError: names the file that is missing or cut short.
     """
     finish()
     path = Path(path)
+    if dist.get_rank() == 0:
+        put_back(path)
+    dist.barrier()
     try:
         manifest = json.loads((path / MANIFEST).read_text())
     except FileNotFoundError:
@@ -118,13 +130,36 @@ def load(path: str | Path, state: dict[str, Any]) -> None:
     try:
         dcp.load(state, checkpoint_id=path)
     except (dcp.api.CheckpointException, RuntimeError, ValueError, KeyError) as error:
-        reason = str(error).strip().splitlines()[-1]
-        raise ValueError(f"checkpoint {path}: does not fit this model and optimizer: {reason}") from error
+        first = next(iter(error.failures.values()))[0] if isinstance(error, dcp.api.CheckpointException) else error
+        reason = str(first).strip().partition("\n")[0]
+        raise ValueError(
+            f"checkpoint {path}: does not fit this model and optimizer, or is damaged: {reason}"
+        ) from error
 
 
 def saved_names(path: str | Path) -> set[str]:
-    """Names of the tensors in a checkpoint."""
-    return set(dcp.FileSystemReader(path).read_metadata().state_dict_metadata)
+    """Names of the tensors in a checkpoint.
+
+    Raises:
+        ValueError: its list of them cannot be read.
+    """
+    try:
+        return set(dcp.FileSystemReader(path).read_metadata().state_dict_metadata)
+    except Exception as error:  # a pickle that is damaged may raise anything
+        raise ValueError(f"checkpoint {path}: .metadata cannot be read: {error}") from error
+
+
+def check_names(path: str | Path, model: Iterable[str]) -> None:
+    """A checkpoint that holds more than was asked for is of another model: `load` would leave the rest out.
+
+    Raises:
+        ValueError: names one that the model, or what of it trains, has not.
+    """
+    if more := {n.removeprefix("model.") for n in saved_names(path) if n.startswith("model.")} - set(model):
+        raise ValueError(
+            f"checkpoint {path}: of another model, or of one of which more trains: it holds {min(more)}, and "
+            f"{len(more) - 1} more that are not asked for"
+        )
 
 
 def checkpoints(folder: str | Path) -> list[Path]:

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.nn.functional import pad
 
 
 def init_distributed(device: str | None = None) -> torch.device:
@@ -46,6 +48,17 @@ def layout(device: torch.device, copies_of: int | None, tensor: int) -> DeviceMe
     return init_device_mesh(device.type, (world,), mesh_dim_names=("shard",))
 
 
+def ranks_with_equal_rows(data_rank: int, data_world: int) -> dist.ProcessGroup | None:
+    """The ranks whose share of rows is number `data_rank` of `data_world`; None where each rank has its own."""
+    world = dist.get_world_size()
+    if data_world == world:
+        return None
+    numbers: list[Any] = [None] * world
+    dist.all_gather_object(numbers, data_rank)
+    members = [[rank for rank in range(world) if numbers[rank] == number] for number in range(data_world)]
+    return [dist.new_group(ranks) for ranks in members][data_rank]
+
+
 def all_reduce(
     x: Tensor, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM, group: dist.ProcessGroup | None = None
 ) -> Tensor:
@@ -70,3 +83,25 @@ def reduce_metrics(metrics: Mapping[str, Tensor | float], group: dist.ProcessGro
 def whole(x: Tensor) -> Tensor:
     """A tensor as it is without sharding, on every rank; all of them call this together."""
     return x.full_tensor() if isinstance(x, DTensor) else x
+
+
+def whole_in_turn(tensors: Sequence[Tensor]) -> Iterator[Tensor]:
+    """`whole` of several tensors, one after the other; those that are cut alike by rows come together, at once."""
+    first = tensors[0]
+    alike = len(tensors) > 1 and all(
+        isinstance(x, DTensor) and x.placements[-1] == Shard(0) and set(x.placements[:-1]) <= {Replicate()}
+        for x in tensors
+    )
+    if not alike or len({(x.device_mesh, x.dtype) for x in tensors}) > 1:  # type: ignore[attr-defined]
+        yield from map(whole, tensors)
+        return
+    mesh, placements = first.device_mesh, first.placements  # type: ignore[attr-defined]
+    ranks = mesh.size(mesh.ndim - 1)
+    rows = [-(-x.shape[0] // ranks) for x in tensors]  # of the first rank, which has the most
+    sizes = [n * x.numel() // x.shape[0] for n, x in zip(rows, tensors, strict=True)]
+    mine = [x.to_local().flatten() for x in tensors]  # type: ignore[attr-defined]
+    joined = torch.cat([pad(part, (0, size - len(part))) for part, size in zip(mine, sizes, strict=True)])
+    every = DTensor.from_local(joined, mesh, placements, run_check=False).full_tensor().view(ranks, -1)
+    del joined
+    for x, part in zip(tensors, every.split(sizes, 1), strict=True):
+        yield part.flatten()[: x.numel()].view(x.shape)

@@ -13,15 +13,24 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import FSDPModule
 
 from rlkit.data.samples import Batch, Sample
 from rlkit.engines import checkpoint
 from rlkit.engines.attention import use_packed_attention
-from rlkit.engines.distributed import all_reduce, init_distributed, layout, reduce_metrics, whole
+from rlkit.engines.distributed import (
+    all_reduce,
+    init_distributed,
+    layout,
+    ranks_with_equal_rows,
+    reduce_metrics,
+    whole_in_turn,
+)
+from rlkit.engines.liger import use_liger
 from rlkit.engines.micro_batches import LossFn, Outputs, add_up, check_same_rows, micro_batches, run_closure
 from rlkit.engines.packer import ModelInputs, pack
 from rlkit.engines.sharded_loading import on_meta, read_shards
+from rlkit.engines.sharding import shard, units
 from rlkit.engines.tensor_parallel import add_up_copies, clip_gradients, share_matrices
 from rlkit.engines.ulysses import gather, share_rows
 from rlkit.engines.value_head import has_value_head
@@ -49,7 +58,8 @@ class Fsdp2Engine:
         use_remove_padding: packed rows without padding, else padded ones.
         share_prompts: rows that answer one prompt hold its tokens and images once, forward and backward; needs
             `use_remove_padding`.
-        use_fused_kernels: logprobs and entropy from hidden states, without the [N, V] logits.
+        use_fused_kernels: logprobs and entropy from hidden states, without the [N, V] logits; and on a GPU Liger's
+            kernels in the model, where liger-kernel is installed.
         enable_gradient_checkpointing: recompute activations in backward.
         compute_dtype: of activations and gathered weights; bfloat16 on a GPU, float32 on a CPU.
         fsdp_size: ranks next to each other that share one copy of weights and optimizer, e.g. those of a machine; each
@@ -63,6 +73,9 @@ class Fsdp2Engine:
     Attributes:
         data_rank, data_world: a batch's rows are shared out among `data_world` groups of ranks, and this rank's are
             those of number `data_rank`: `rows[engine.data_rank :: engine.data_world]`.
+        liger: whether the model has Liger's kernels, see rlkit.engines.liger.
+        data_group: one rank of each of them, for `rlkit.engines.distributed.reduce_metrics`.
+        row_group: the ranks of one of them, which `make_rollout` is told of; None where each rank is one.
     """
 
     known_outputs: tuple[str, ...] = ("logprobs", "entropy")
@@ -101,25 +114,28 @@ class Fsdp2Engine:
         self.spec = position_spec(self.config)
         size = ulysses_sequence_parallel_size
         self.ulysses = None if size == 1 else share_rows(self.base, size, self.device, packed=use_remove_padding)
-        self._data_group = None if self.ulysses is None else self.ulysses.data
+        self.data_group = None if self.ulysses is None else self.ulysses.data
         self.mesh = layout(self.device, fsdp_size, tensor)
         self.copied: list[nn.Module] = []
         if tensor > 1:
             if self.base is not model or self.ulysses is not None:
                 raise ValueError(f"tensor={tensor}: it goes neither with adapters nor with Ulysses")
             self.copied = share_matrices(self.base, self.mesh["tensor"])
-            self._data_group, size = self.mesh["shard"].get_group(), tensor
+            self.data_group, size = self.mesh["shard"].get_group(), tensor
         self.data_rank, self.data_world = dist.get_rank() // size, dist.get_world_size() // size
+        self.row_group = ranks_with_equal_rows(self.data_rank, self.data_world)
         use_packed_attention(self.base, packed=use_remove_padding)
         if router_replay:
             use_router_replay(self.base)
         self.router_replay = router_replay
+        self.liger = use_fused_kernels and use_liger(self.base, self.device)
         if enable_gradient_checkpointing:
             self.base.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
         dtype = compute_dtype or (torch.bfloat16 if self.device.type == "cuda" else torch.float32)
         to_be_read = on_meta(model)
         dims = ("copy", "shard") if fsdp_size else ("shard",)
-        self.module = shard(model if to_be_read else model.to(self.device), self.base, dtype, self.mesh[dims])
+        self.adapted = self.base is not model
+        self.module = self._shard(model if to_be_read else model.to(self.device), dtype, self.mesh[dims])
         if to_be_read:
             read_shards(self.base, self.device)
         trainable = [p for p in self.module.parameters() if p.requires_grad]
@@ -154,14 +170,14 @@ class Fsdp2Engine:
             reports.append(report)
         if self.copied:
             add_up_copies(self.copied, self.mesh["tensor"].get_group())
-        grad_norm = clip_gradients(self.module.parameters(), self.max_grad_norm).item()
+        grad_norm = self._clip().item()
         lr = self.optimizer.param_groups[0]["lr"]
         finite = grad_norm < float("inf")
         if finite:
             self.optimizer.step()
         if self.scheduler is not None:
             self.scheduler.step()
-        reduced = reduce_metrics(add_up(reports), self._data_group)
+        reduced = reduce_metrics(add_up(reports), self.data_group)
         return {**reduced, "grad_norm": grad_norm, "lr": lr, "skipped_steps": float(not finite)}
 
     @torch.no_grad()
@@ -211,7 +227,7 @@ class Fsdp2Engine:
         if self.use_fused_kernels:
             with self._before_head() as seen:
                 self.module(**inputs.kwargs, use_cache=False)
-            hidden = self._kept(seen[0], inputs.keep)
+            hidden = inputs.kept(seen[0])
             head = self.base.get_output_embeddings()
             logprobs, entropy = linear_logprobs(
                 hidden, head.weight, inputs.targets, self.temperature, bias=head.bias, suppress=self.unsampled
@@ -225,12 +241,7 @@ class Fsdp2Engine:
         return {"logprobs": logprobs, **({"entropy": entropy} if "entropy" in outputs else {})}
 
     def _logits(self, inputs: ModelInputs) -> Tensor:
-        return self._kept(self.module(**inputs.kwargs, use_cache=False).logits, inputs.keep)
-
-    def _kept(self, x: Tensor, keep: Tensor) -> Tensor:
-        """[1, K, ...] of a packed forward, which kept what was asked for, or all of [B, T, ...] -> [K, ...]."""
-        x = x.flatten(0, 1)
-        return x if self.use_remove_padding else x[keep]
+        return inputs.kept(self.module(**inputs.kwargs, use_cache=False).logits)
 
     @contextmanager
     def _before_head(self) -> Iterator[list[Tensor]]:
@@ -263,13 +274,13 @@ class Fsdp2Engine:
 
     def disable_adapter(self) -> AbstractContextManager[Any]:
         """The model without its LoRA adapters: the reference policy, at no memory."""
-        if self.base is self.module:
+        if not self.adapted:
             raise ValueError("disable_adapter: the model has no adapters; keep a second engine as the reference")
         return self.module.disable_adapter()
 
     def global_sum(self, x: Tensor | float) -> Tensor:
         """Sum over data-parallel ranks, on the host."""
-        return all_reduce(torch.as_tensor(x), group=self._data_group)
+        return all_reduce(torch.as_tensor(x), group=self.data_group)
 
     def to(self, device: torch.device | str, *, model: bool = True, optimizer: bool = True) -> None:
         """Move sharded weights and optimizer state, e.g. to the host while a sampler needs the GPU."""
@@ -282,18 +293,27 @@ class Fsdp2Engine:
                     if isinstance(value, Tensor) and value.ndim:  # AdamW keeps its step counter on the host
                         state[name] = value.to(device)
 
-    def get_per_tensor_param(self) -> Iterator[tuple[str, Tensor]]:
-        """(HF name, whole tensor) of every parameter, as in a checkpoint's files, adapters merged, one at a time; all
-        ranks iterate together."""
+    def get_per_tensor_param(self, bucket_bytes: int = 0) -> Iterator[tuple[str, Tensor]]:
+        """(HF name, whole tensor) of every parameter, as in a checkpoint's files, adapters merged; all ranks iterate
+        together.
+
+        Args:
+            bucket_bytes: as many as fit in this are gathered at once, which is most of the memory it takes; one at a
+                time by default.
+        """
+        yield from checkpoint_parameters(self.base, self._weights(bucket_bytes))
+
+    def _weights(self, bucket_bytes: int = 0) -> Iterator[tuple[str, Tensor]]:
+        """The same under the names of the module without adapters."""
         self._reshard()
-        yield from checkpoint_parameters(self.base, merged_parameters(self.module, whole))
+        yield from merged_parameters(self.module, whole_in_turn, bucket_bytes)
 
     def get_adapter(self) -> tuple[Any, Iterator[tuple[str, Tensor]]]:
         """The LoRA adapters alone: peft's config, and (name in its files, whole tensor) of each, one at a time."""
-        if self.base is self.module:
+        if not self.adapted:
             raise ValueError("get_adapter: the model has no adapters; get_per_tensor_param hands over its weights")
         self._reshard()
-        return self.module.peft_config["default"], adapter_parameters(self.module, whole)
+        return self.module.peft_config["default"], adapter_parameters(self.module, whole_in_turn)
 
     def save_checkpoint(self, path: str | Path, extra: Mapping[str, Any] | None = None, *, wait: bool = True) -> None:
         """Sharded weights that train, optimizer, scheduler and RNG, with `extra` (JSON); complete or absent.
@@ -314,6 +334,7 @@ class Fsdp2Engine:
         saved = checkpoint.read_manifest(path)
         self._reshard()
         state = self._state()
+        checkpoint.check_names(path, state["model"])
         mine = f"rng.{dist.get_rank()}"
         if mine not in checkpoint.saved_names(path):  # more ranks than there were
             del state[mine]
@@ -340,8 +361,7 @@ class Fsdp2Engine:
     def export_hf(self, path: str | Path) -> None:
         """Write a Hugging Face model directory: config, safetensors, processor; adapters merged. Complete or absent."""
         path = Path(path)
-        self._reshard()
-        tensors = {name: tensor.cpu() for name, tensor in merged_parameters(self.module, whole)}
+        tensors = {name: tensor.cpu() for name, tensor in self._weights()}
         if dist.get_rank() == 0:
             part = path.with_name(path.name + ".part")
             shutil.rmtree(part, ignore_errors=True)
@@ -350,6 +370,13 @@ class Fsdp2Engine:
                 self.processor.save_pretrained(part)
             checkpoint.replace_directory(part, path)
         dist.barrier()
+
+    def _shard(self, model: Any, dtype: torch.dtype, mesh: DeviceMesh) -> Any:
+        return shard(model, units(model, self.base, dtype), dtype, mesh)
+
+    def _clip(self) -> Tensor:
+        """Scale gradients down to `max_grad_norm`; the norm they had."""
+        return clip_gradients(self.module.parameters(), self.max_grad_norm)
 
     def _reshard(self) -> None:
         """The root unit stays whole after a forward; parameters are read and written in their shards."""
@@ -384,31 +411,3 @@ class Fsdp2ValueEngine(Fsdp2Engine):
 
     def _results(self, inputs: ModelInputs, outputs: Sequence[str]) -> dict[str, Tensor]:
         return {"values": self._logits(inputs)[:, 0]}
-
-
-def shard(model: Any, base: Any, dtype: torch.dtype, mesh: DeviceMesh) -> Any:
-    """Apply `fully_shard` to each layer and to the rest, with gradients summed over the mesh and not averaged.
-
-    A layer none of whose parameters train stays with the rest: it needs no gradient communication, and a rank whose
-    rows have no images does not keep the others waiting in it.
-
-    Args:
-        model: perhaps wrapped by `rlkit.vlm.lora`.
-        base: the transformers model in it, or itself.
-        dtype: of activations and gathered weights; a value head stays in float32.
-        mesh: one dimension, the ranks that share a copy of the weights, or two: those that hold a copy each before it.
-    """
-    policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
-    layers = base._no_split_modules or ()
-    for module in list(model.modules()):
-        if type(module).__name__ in layers and any(p.requires_grad for p in module.parameters()):
-            fully_shard(module, mesh=mesh, mp_policy=policy)
-    if has_value_head(base):
-        exact = MixedPrecisionPolicy(param_dtype=torch.float32, reduce_dtype=torch.float32)
-        fully_shard(base.get_output_embeddings(), mesh=mesh, mp_policy=exact)
-    fully_shard(model, mesh=mesh, mp_policy=policy)
-    for module in model.modules():
-        if isinstance(module, FSDPModule):
-            module.set_gradient_divide_factor(1.0)
-            module.set_force_sum_reduction_for_comms(True)
-    return model

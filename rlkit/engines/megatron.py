@@ -12,7 +12,7 @@ from __future__ import annotations
 import copy
 import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -31,15 +31,18 @@ from megatron.core.tensor_parallel import reduce_from_tensor_model_parallel_regi
 
 from rlkit.data.samples import Batch, Sample
 from rlkit.engines import checkpoint, megatron_optimizer
-from rlkit.engines.distributed import all_reduce, init_distributed, reduce_metrics
+from rlkit.engines.distributed import all_reduce, init_distributed, ranks_with_equal_rows, reduce_metrics
 from rlkit.engines.megatron_attention import share_of_row
 from rlkit.engines.megatron_cpu import cuda_calls_on_host
 from rlkit.engines.megatron_model import (
     Split,
     build,
     check,
+    check_routing,
     embed,
     has_transformer_engine,
+    is_moe,
+    padded_vocabulary,
     transformer_config,
     use_split,
 )
@@ -57,7 +60,7 @@ from rlkit.engines.micro_batches import LossFn, Outputs, add_up, check_same_rows
 from rlkit.engines.packer import ModelInputs, pack
 from rlkit.engines.sharded_loading import on_meta
 from rlkit.engines.value_head import has_value_head
-from rlkit.engines.vocab_parallel import vocab_parallel_logprobs
+from rlkit.engines.vocab_parallel import vocab_parallel_linear_logprobs, vocab_parallel_logprobs
 from rlkit.vlm.inputs import position_spec
 
 
@@ -83,6 +86,10 @@ class MegatronEngine:
         temperature: of the distribution that is scored; the sampler's.
         unsampled: [K] token ids that have probability 0 in the sampler, and so here.
         max_grad_norm: gradients are scaled down to this norm.
+        use_fused_kernels: logprobs and entropy from hidden states, without the [N, V / tensor] logits.
+        router_replay: where a batch has `routed_experts`, its tokens go to those experts, see rlkit.vlm.routers.
+        use_remove_padding, ulysses_sequence_parallel_size: as in fsdp2, so that one list of options serves both; rows
+            are always packed here, and long ones shared by `context`.
         enable_gradient_checkpointing: recompute each layer's activations in backward.
         compute_dtype: of activations and weights; the optimizer keeps float32 weights. bfloat16 on a GPU, float32 on a
             CPU.
@@ -90,6 +97,8 @@ class MegatronEngine:
     Attributes:
         data_rank, data_world: a batch's rows are shared out among `data_world` groups of ranks, and this rank's are
             those of number `data_rank`: `rows[engine.data_rank :: engine.data_world]`.
+        data_group: one rank of each of them, for `rlkit.engines.distributed.reduce_metrics`.
+        row_group: the ranks of one of them, which `make_rollout` is told of; None where each rank is one.
 
     Raises:
         ValueError: a model or a split that is not supported.
@@ -115,11 +124,19 @@ class MegatronEngine:
         temperature: float = 1.0,
         unsampled: Tensor | None = None,
         max_grad_norm: float = 1.0,
+        use_fused_kernels: bool = False,
+        router_replay: bool = False,
+        use_remove_padding: bool = True,
+        ulysses_sequence_parallel_size: int = 1,
         enable_gradient_checkpointing: bool = False,
         compute_dtype: torch.dtype | None = None,
     ) -> None:
         self.device = init_distributed(device)
         self.split = Split(tensor, pipeline, context, sequence_parallel, expert)
+        if not use_remove_padding:
+            raise ValueError("use_remove_padding: the megatron engine packs its rows; leave it on, or use fsdp2")
+        if (size := ulysses_sequence_parallel_size) != 1:
+            raise ValueError(f"ulysses_sequence_parallel_size: the megatron engine has context={size} instead")
         if hasattr(model, "get_base_model"):
             raise ValueError("model: adapters are not supported by the megatron engine; use the fsdp2 engine")
         if on_meta(model):
@@ -129,15 +146,23 @@ class MegatronEngine:
         check(model.config, self.split, dist.get_world_size())
         self.processor, self.config, self.spec = processor, model.config, position_spec(model.config)
         self.micro_batch_tokens, self.temperature, self.max_grad_norm = micro_batch_tokens, temperature, max_grad_norm
-        self.unsampled = None if unsampled is None else unsampled.to(self.device)
+        if router_replay and not is_moe(model.config):
+            raise ValueError(f"router_replay: a model with experts expected, came {model.config.model_type}")
+        self.use_fused_kernels, self.router_replay = use_fused_kernels, router_replay
+        filling = range(model.config.get_text_config().vocab_size, padded_vocabulary(model.config, self.split))
+        never = [*([] if unsampled is None else unsampled.tolist()), *filling]
+        self.unsampled = torch.tensor(never, device=self.device) if never else None
         dtype = compute_dtype or (torch.bfloat16 if self.device.type == "cuda" else torch.float32)
         with cuda_calls_on_host(self.device):
             use_split(self.split, self.device)
-            self.data_rank = parallel_state.get_data_parallel_rank()
-            self.data_world = parallel_state.get_data_parallel_world_size()
+            self.data_group = parallel_state.get_data_parallel_group()
+            self.data_rank, self.data_world = self.data_group.rank(), self.data_group.size()
+            self.row_group = ranks_with_equal_rows(self.data_rank, self.data_world)
             text = model.config.get_text_config()
             self.megatron_config = transformer_config(text, self.split, dtype, recompute=enable_gradient_checkpointing)
-            self.model = build(model, self.megatron_config, self.device, scalar=self.scalar)
+            self.model = build(
+                model, self.megatron_config, self.device, scalar=self.scalar, without_logits=use_fused_kernels
+            )
             self.parameters = named(self.model, self.megatron_config)
             tensors = sources(model)
             self._freeze(tensors)
@@ -149,6 +174,7 @@ class MegatronEngine:
         self.shapes = {name: source.tensor.shape for name, source in tensors.items()}
         self.stages = facts_of_stages(self.parameters, self.shapes)
         self.skeleton = _without_weights(model)
+        self.saved_shapes = {name: parameter.shape for name, parameter in model.named_parameters()}
 
     # --- the closure and its micro-batches
 
@@ -205,6 +231,8 @@ class MegatronEngine:
         if unknown := set(outputs) - set(self.known_outputs):
             raise ValueError(f"outputs: {sorted(unknown)} not known; there are {', '.join(self.known_outputs)}")
         check_same_rows(batch, self.data_rank, self.data_world)
+        if self.router_replay and "routed_experts" in batch.fields:
+            check_routing(batch.routed_experts, self.megatron_config)
         pieces = list(micro_batches(batch, self.micro_batch_tokens, self.config))
         if not pieces:
             raise ValueError("batch: no rank has rows")
@@ -212,7 +240,8 @@ class MegatronEngine:
         def step(waiting: Iterator[tuple[list[int], Sample | None]], model: nn.Module) -> tuple[Tensor, Any]:
             rows, blank = next(waiting)
             part = batch.select(rows)
-            whole = pack(part, self.spec, self.device, share_prompts=False, blank=blank)
+            replay = self.router_replay
+            whole = pack(part, self.spec, self.device, share_prompts=False, blank=blank, router_replay=replay)
             inputs = share_of_row(
                 whole,
                 ranks=self.split.context,
@@ -220,7 +249,8 @@ class MegatronEngine:
                 multiple=self.split.tensor if self.split.sequence_parallel else 1,
                 on_host=not has_transformer_engine(self.device),
             )
-            embedded = embed(self.model, inputs.kwargs["input_ids"], whole.kwargs, self.config)
+            source = inputs.kwargs["packed_seq_params"].source
+            embedded = embed(self.model, inputs.kwargs["input_ids"], source, whole.kwargs, self.config)
             return model(**inputs.kwargs, decoder_input=embedded), partial(finish, rows, part, inputs)
 
         return get_forward_backward_func()(
@@ -243,22 +273,27 @@ class MegatronEngine:
         return Outputs(tensors, 0.0 * next(iter(kept.values()))[len(inputs.slots) :].sum())
 
     def _results(self, kept: Tensor, inputs: ModelInputs) -> dict[str, Tensor]:
-        group = parallel_state.get_tensor_model_parallel_group()
-        logprobs, entropy = vocab_parallel_logprobs(
-            kept, inputs.targets, self.temperature, suppress=self.unsampled, group=group
-        )
+        options = {"suppress": self.unsampled, "group": parallel_state.get_tensor_model_parallel_group()}
+        if self.use_fused_kernels:
+            weight = self.model.output_layer.weight
+            if weight is None:  # tied, and on the same stage
+                weight = self.model.embedding.word_embeddings.weight
+            found = vocab_parallel_linear_logprobs(kept, weight, inputs.targets, self.temperature, **options)
+        else:
+            found = vocab_parallel_logprobs(kept, inputs.targets, self.temperature, **options)
+        logprobs, entropy = found
         return {"logprobs": logprobs, "entropy": entropy}
 
     def global_sum(self, x: Tensor | float) -> Tensor:
         """Sum over data-parallel ranks, on the host."""
-        return all_reduce(torch.as_tensor(x), group=parallel_state.get_data_parallel_group())
+        return all_reduce(torch.as_tensor(x), group=self.data_group)
 
     def _metrics(self, reports: Sequence[Mapping[str, Tensor]]) -> dict[str, float]:
         """Metrics of all micro-batches and data-parallel ranks; the last stage has them, the others are told."""
         group = parallel_state.get_pipeline_model_parallel_group()
         totals: list[Any] = [None]
         if parallel_state.is_pipeline_last_stage():
-            totals = [reduce_metrics(add_up(reports), parallel_state.get_data_parallel_group())]
+            totals = [reduce_metrics(add_up(reports), self.data_group)]
         if group.size() > 1:
             dist.broadcast_object_list(totals, group=group, group_src=group.size() - 1)
         return totals[0]
@@ -269,9 +304,26 @@ class MegatronEngine:
 
     # --- weights and checkpoints
 
-    def get_per_tensor_param(self) -> Iterator[tuple[str, Tensor]]:
-        """(HF name, whole tensor) of every parameter, one at a time; all ranks iterate together."""
-        yield from whole_parameters(self.parameters, self.stages, self.megatron_config, self.device)
+    def get_per_tensor_param(self, bucket_bytes: int = 0) -> Iterator[tuple[str, Tensor]]:
+        """(HF name, whole tensor) of every parameter; all ranks iterate together.
+
+        Args:
+            bucket_bytes: as many as fit in this are gathered at once, which is most of the memory it takes; those of
+                one matrix at a time by default.
+        """
+        stages = self.stages
+        yield from whole_parameters(self.parameters, stages, self.megatron_config, self.device, bucket_bytes)
+
+    @contextmanager
+    def gathered(self) -> Iterator[Any]:
+        """The transformers model with whole weights, a copy on every rank that is gone when the context ends: sampling
+        gathers them once."""
+        tensors = dict(self.get_per_tensor_param())
+        module = type(self.skeleton).from_pretrained(
+            None, config=self.config, state_dict=tensors, dtype=next(iter(tensors.values())).dtype
+        )
+        module.generation_config = self.skeleton.generation_config
+        yield module.to(self.device)
 
     def export_hf(self, path: str | Path) -> None:
         """Write a Hugging Face model directory: config, safetensors, processor. Complete or absent."""
@@ -290,7 +342,7 @@ class MegatronEngine:
     def save_checkpoint(self, path: str | Path, extra: Mapping[str, Any] | None = None, *, wait: bool = True) -> None:
         """Weights that train, optimizer, scheduler and RNG, with `extra` (JSON); complete or absent.
 
-        The form is that of the fsdp2 engine: any split, and either engine (of a model without experts), loads it.
+        The form is that of the fsdp2 engine: any split, and either engine, loads it.
         """
         state = megatron_optimizer.saved_state(self.parameters, self.sharded, self.groups, self.megatron_config)
         embedding = embedding_name(self.megatron_config)
@@ -307,7 +359,7 @@ class MegatronEngine:
             ValueError: names the file that is missing or cut short, or says that the checkpoint is of another model.
         """
         saved = checkpoint.read_manifest(path)
-        state = megatron_optimizer.wanted_state(self.parameters, self.sharded, self.groups, self.shapes)
+        state = megatron_optimizer.wanted_state(self.parameters, self.sharded, self.groups, self.saved_shapes)
         mine = f"rng.{dist.get_rank()}"
         if mine in checkpoint.saved_names(path):
             state[mine] = torch.get_rng_state()

@@ -29,10 +29,14 @@ class PackedRow(PackedSeqParams):
     Attributes:
         layout: of this rank's tokens; under context parallelism their keys are its own and then those of the row.
         order: where each token of the padded row stands among the tokens of all context ranks; None for one rank.
+        source: [n] where each of this rank's tokens stands in the row before padding; -1 for padding.
+        routing: [n, layers, K] experts that each of them goes to, see rlkit.vlm.routers; None if the routers choose.
     """
 
     layout: Layout | None = None
     order: Tensor | None = None
+    source: Tensor | None = None
+    routing: Tensor | None = None
 
 
 def share_of_row(inputs: ModelInputs, *, ranks: int, rank: int, multiple: int, on_host: bool) -> ModelInputs:
@@ -66,8 +70,11 @@ def share_of_row(inputs: ModelInputs, *, ranks: int, rank: int, multiple: int, o
     place[taken[real]] = real
     fill, real = taken.clamp(min=0).to(device), real.to(device)
     tokens = ids.new_zeros(1, len(mine)).index_copy(1, real, ids[:, fill[real]])
-    positions = inputs.kwargs["position_ids"][..., fill]
+    positions = inputs.kwargs["position_ids"][..., source.clamp(min=0).to(device)]  # Megatron takes this rank's part
 
+    routing = inputs.kwargs.get("routed_experts")
+    if routing is not None:
+        routing = routing[fill].masked_fill((taken < 0).to(device)[:, None, None], -1)
     keep = place.to(device)[inputs.keep]
     here = keep >= 0
     keep, targets, slots = keep[here], inputs.targets[here], inputs.slots[here[: len(inputs.slots)]]
@@ -82,6 +89,8 @@ def share_of_row(inputs: ModelInputs, *, ranks: int, rank: int, multiple: int, o
         max_seqlen_kv=max(padded),
         layout=_local_layout(starts, padded, ranks, rank, device),
         order=order,
+        source=taken.to(device),
+        routing=routing,
     )
     kwargs = {"input_ids": tokens, "position_ids": positions, "attention_mask": None, "packed_seq_params": row}
     return ModelInputs(kwargs, keep, targets, slots, inputs.shape)

@@ -16,14 +16,19 @@ from megatron.core.models.gpt.gpt_layer_specs import (
     get_gpt_layer_local_spec,
     get_gpt_layer_with_transformer_engine_spec,
 )
-from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
+from megatron.core.tensor_parallel import (
+    copy_to_tensor_model_parallel_region,
+    gather_from_sequence_parallel_region,
+)
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
 from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.transformer_layer import TransformerLayer
 from torch import Tensor, nn
 
 from rlkit.engines.megatron_attention import PackedAttention
+from rlkit.vlm.routers import ChosenExperts, check_numbers
 
 FAMILIES = ("qwen2", "qwen3", "qwen3_moe", "llama", "qwen2_5_vl")
 
@@ -62,7 +67,6 @@ def check(config: Any, split: Split, world: int) -> None:
     parts = {
         "attention heads": config.num_attention_heads,
         "key-value heads": config.num_key_value_heads,
-        "tokens of the vocabulary": config.vocab_size,
     }
     if not is_moe(config):
         parts["neurons of the MLP"] = config.intermediate_size
@@ -76,8 +80,6 @@ def check(config: Any, split: Split, world: int) -> None:
     experts = config.num_experts if is_moe(config) else 1
     if experts % expert:
         raise ValueError(f"expert: a divisor of the {experts} experts expected, came {expert}")
-    if context > 1 and _mrope_section(config) is not None:
-        raise ValueError(f"context: 1 expected for {config.model_type}, came {context}")
     if is_moe(config) and tensor > 1 and not (sequence_parallel and expert > 1):
         raise ValueError("tensor: with experts it goes with sequence_parallel, and with expert above 1")
     if world % (pipeline * expert):
@@ -85,6 +87,11 @@ def check(config: Any, split: Split, world: int) -> None:
     if world % (tensor * pipeline * context):
         product = f"tensor {tensor} x pipeline {pipeline} x context {context}"
         raise ValueError(f"{product}: a divisor of the {world} ranks expected")
+
+
+def padded_vocabulary(config: Any, split: Split) -> int:
+    """Tokens of the vocabulary, and what fills it up so that tensor ranks have equally many."""
+    return -(-config.get_text_config().vocab_size // split.tensor) * split.tensor
 
 
 def is_moe(config: Any) -> bool:
@@ -214,6 +221,47 @@ class ScalarHead(nn.Module):
         return F.linear(hidden.float(), self.weight), None
 
 
+class RoutedLayer(TransformerLayer):
+    """A layer whose tokens go to the experts that come with the row, if any do, whatever its router would choose; in
+    the recomputation of a backward as well."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        routing = kwargs["packed_seq_params"].routing
+        if routing is None:
+            return super().forward(*args, **kwargs)
+        if self.config.sequence_parallel:
+            group = parallel_state.get_tensor_model_parallel_group()
+            routing = routing.chunk(group.size())[group.rank()]
+        with ChosenExperts(routing[:, self.layer_number - 1], self.config.num_moe_experts) as chosen:
+            out = super().forward(*args, **kwargs)
+        if not chosen.used:
+            raise ValueError("routed_experts: this router does not choose by topk, it cannot be replayed")
+        return out
+
+
+def check_routing(routing: Tensor, config: TransformerConfig) -> None:
+    """Raise a ValueError that says why `routed_experts` are not this model's."""
+    if (came := tuple(routing.shape[-2:])) != (config.num_layers, config.moe_router_topk):
+        expected = f"[B, T, {config.num_layers} layers, {config.moe_router_topk} experts]"
+        raise ValueError(f"routed_experts: {expected} expected, came [B, T, {came[0]}, {came[1]}]")
+    check_numbers(routing, config.num_moe_experts)
+
+
+class HiddenHead(nn.Module):
+    """In place of the output layer, whose weight it keeps: the hidden states of all tokens, to which each tensor rank
+    adds the gradient of its slice of the vocabulary."""
+
+    def __init__(self, head: Any, config: TransformerConfig) -> None:
+        super().__init__()
+        self.sequence_parallel = config.sequence_parallel
+        self.weight = head.weight
+
+    def forward(self, hidden: Tensor, weight: Tensor | None = None, **kwargs: Any) -> tuple[Tensor, None]:
+        if self.sequence_parallel:
+            return gather_from_sequence_parallel_region(hidden), None
+        return copy_to_tensor_model_parallel_region(hidden), None
+
+
 def _share_tokens(weight: Any, config: TransformerConfig) -> None:
     weight.sequence_parallel = config.sequence_parallel
 
@@ -222,7 +270,9 @@ def has_transformer_engine(device: torch.device) -> bool:
     return device.type == "cuda" and find_spec("transformer_engine") is not None
 
 
-def build(model: Any, config: TransformerConfig, device: torch.device, *, scalar: bool) -> GPTModel:
+def build(
+    model: Any, config: TransformerConfig, device: torch.device, *, scalar: bool, without_logits: bool = False
+) -> GPTModel:
     """This rank's part of a transformers model, its weights not set; the first stage has the vision tower, if any.
 
     Args:
@@ -230,6 +280,7 @@ def build(model: Any, config: TransformerConfig, device: torch.device, *, scalar
         config: Megatron's, of the same.
         device: where this rank computes.
         scalar: a value head in place of the vocabulary.
+        without_logits: hidden states come out, and no logits.
     """
     text, decoder = model.config.get_text_config(), model.get_decoder()
     first = parallel_state.is_pipeline_first_stage()
@@ -237,7 +288,7 @@ def build(model: Any, config: TransformerConfig, device: torch.device, *, scalar
     built = GPTModel(
         config,
         _layers(config, device),
-        vocab_size=text.vocab_size,
+        vocab_size=padded_vocabulary(text, Split(config.tensor_model_parallel_size)),
         max_sequence_length=text.max_position_embeddings,
         pre_process=first,
         post_process=last,
@@ -245,8 +296,15 @@ def build(model: Any, config: TransformerConfig, device: torch.device, *, scalar
         share_embeddings_and_output_weights=model.get_output_embeddings().weight is decoder.embed_tokens.weight,
     )
     built.rotary_pos_emb.inv_freq = type(decoder.rotary_emb)(config=text).inv_freq.to(device, copy=True)
+    for module in (getattr(built, "embedding", None), getattr(built, "output_layer", None)):
+        for weight in () if module is None else module.parameters():
+            weight.vocabulary = text.vocab_size
+    if config.mrope_section is not None:
+        built.rotary_pos_emb.cp_group = None  # it is given the positions of the whole row, and would cut them as one
     if scalar and last:
         built.output_layer = ScalarHead(config)
+    elif without_logits and last:
+        built.output_layer = HiddenHead(built.output_layer, config)
     if first and config.mrope_section is not None:
         built.visual = copy.deepcopy(model.model.visual)
         for parameter in built.visual.parameters():
@@ -255,13 +313,14 @@ def build(model: Any, config: TransformerConfig, device: torch.device, *, scalar
     return built.to(device)
 
 
-def embed(model: GPTModel, tokens: Tensor, kwargs: Mapping[str, Any], config: Any) -> Tensor | None:
+def embed(model: GPTModel, tokens: Tensor, source: Tensor, kwargs: Mapping[str, Any], config: Any) -> Tensor | None:
     """A row's token embeddings with image features in their places, as the first stage's decoder takes them.
 
     Args:
         model: from `build`.
-        tokens: [1, n].
-        kwargs: with the row's `pixel_values` and `image_grid_thw`, if it has images.
+        tokens: [1, n], what this context rank has of the row.
+        source: [n], where each of them stands in the row; -1 for padding.
+        kwargs: of the row: `input_ids` [1, N], and its `pixel_values` and `image_grid_thw`, if it has images.
         config: transformers', which names the token that stands where features go.
 
     Returns:
@@ -274,8 +333,9 @@ def embed(model: GPTModel, tokens: Tensor, kwargs: Mapping[str, Any], config: An
     hidden = model.embedding(input_ids=tokens, position_ids=None)
     pixels = kwargs["pixel_values"].to(model.config.params_dtype)
     features = model.visual(pixels, grid_thw=kwargs["image_grid_thw"]).pooler_output
-    is_image = torch.eq(tokens[0], config.image_token_id)
-    place = is_image.cumsum(0).sub(1).clamp(min=0)
+    is_image = torch.eq(kwargs["input_ids"][0], config.image_token_id)
+    place = is_image.cumsum(0).sub(1).clamp(min=0)[source]  # -1 takes the last one's
+    is_image = is_image[source] & (source >= 0)
     if model.config.sequence_parallel:
         group = parallel_state.get_tensor_model_parallel_group()
         is_image, place = (x.chunk(group.size())[group.rank()] for x in (is_image, place))
@@ -285,10 +345,13 @@ def embed(model: GPTModel, tokens: Tensor, kwargs: Mapping[str, Any], config: An
 def _layers(config: TransformerConfig, device: torch.device) -> ModuleSpec | TransformerBlockSubmodules:
     """Transformer Engine's layers where it is, else Megatron's with a norm and an attention that need no GPU."""
     if has_transformer_engine(device):
-        return get_gpt_layer_with_transformer_engine_spec(config.num_moe_experts, qk_layernorm=config.qk_layernorm)
+        spec = get_gpt_layer_with_transformer_engine_spec(config.num_moe_experts, qk_layernorm=config.qk_layernorm)
+        spec.module = RoutedLayer if config.num_moe_experts else spec.module
+        return spec
     if config.num_moe_experts and device.type == "cuda":
         raise ValueError("model: experts on a GPU need transformer_engine, which is not installed")
     spec = get_gpt_layer_local_spec(config.num_moe_experts, qk_layernorm=config.qk_layernorm, normalization="RMSNorm")
+    spec.module = RoutedLayer if config.num_moe_experts else spec.module
     layer = spec.submodules
     layer.input_layernorm = layer.pre_mlp_layernorm = Norm
     attention = layer.self_attention.submodules

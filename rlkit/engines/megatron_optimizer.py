@@ -2,8 +2,8 @@
 
 Megatron's own checkpoints of it are not used: without Transformer Engine they give all parameters one step counter on
 loading, and the second update after it goes wrong. What is saved here are whole tensors under Hugging Face names, each
-by one rank, in the form in which the fsdp2 engine saves: any split reads them, and either engine where both have the
-same tensors, which is wherever there are no experts.
+by one rank, in the form in which the fsdp2 engine saves, with all experts of a layer in one: any split reads them, and
+either engine.
 """
 
 from __future__ import annotations
@@ -21,7 +21,17 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor, nn
 
 from rlkit.engines.distributed import all_reduce
-from rlkit.engines.megatron_weights import all_parts, fuse, is_copy, is_spread_expert, own_part, split
+from rlkit.engines.megatron_weights import (
+    all_parts,
+    fuse,
+    is_copy,
+    is_spread_expert,
+    joined,
+    module_name,
+    own_part,
+    split,
+    taken_apart,
+)
 
 Named = Sequence[tuple[nn.Parameter, tuple[str, ...]]]
 MOMENTS = ("exp_avg", "exp_avg_sq")
@@ -123,19 +133,25 @@ def saved_state(
     state: dict[str, dict[str, Any]] = {}
     count = None if optimizer is None else updates(optimizer)
     training = [(p, names) for p, names in parameters if p.requires_grad and not is_copy(p)]
-    for i, (parameter, names) in enumerate(training):
+    groups_of: dict[str, list[tuple[nn.Parameter, tuple[str, ...]]]] = {}  # experts of a layer lie in one tensor
+    for parameter, names in training:
+        groups_of.setdefault(module_name(names[0]), []).append((parameter, names))
+    for i, members in enumerate(groups_of.values()):
         for kind in ("param", *MOMENTS) if optimizer is not None else ("param",):
-            if optimizer is None:
-                whole = all_parts(parameter.detach(), parameter)
-            else:
-                whole = whole_state(optimizer, parameter, lambda tensors, kind=kind: tensors[kind])  # type: ignore[misc]
-            if i % ranks == rank:
-                parts = [part.cpu() for part in split(whole, len(names), parameter, config)]
-                for name, part in zip(names, parts, strict=True):
-                    if kind == "param":
-                        model[name] = part
-                    else:
-                        state.setdefault(name, {"step": count})[kind] = part
+            parts: dict[str, Tensor] = {}
+            for parameter, names in members:
+                if optimizer is None:
+                    whole = all_parts(parameter.detach(), parameter)
+                else:
+                    whole = whole_state(optimizer, parameter, lambda tensors, kind=kind: tensors[kind])  # type: ignore[misc]
+                if i % ranks == rank:
+                    pieces = split(whole, len(names), parameter, config)
+                    parts |= {name: piece.cpu() for name, piece in zip(names, pieces, strict=True)}
+            for name, tensor in joined(parts).items():
+                if kind == "param":
+                    model[name] = tensor
+                else:
+                    state.setdefault(name, {"step": count})[kind] = tensor
     if optimizer is None:
         return {"model": model, "optimizer": {}}
     return {"model": model, "optimizer": {"state": state, "param_groups": param_groups(training, optimizer, groups)}}
@@ -153,7 +169,7 @@ def param_groups(
     """The optimizer's settings with the Hugging Face names that each group of them is for, of all stages."""
     mine: list[list[str]] = [[] for _ in optimizer.optimizer.param_groups]
     for parameter, names in training:
-        mine[groups[parameter]] += names
+        mine[groups[parameter]] += [name for name in map(module_name, names) if name not in mine[groups[parameter]]]
     group = parallel_state.get_pipeline_model_parallel_group()
     stages: list[Any] = [None] * group.size()
     dist.all_gather_object(stages, mine, group=group)
@@ -171,7 +187,7 @@ def wanted_state(
 ) -> dict[str, Any]:
     """Room for what this rank takes of a checkpoint."""
     training = [(p, names) for p, names in parameters if p.requires_grad]
-    names = [name for _, own in training for name in own]
+    names = list(dict.fromkeys(module_name(name) for _, own in training for name in own))
     model = {name: torch.empty(shapes[name]) for name in names}
     if optimizer is None:
         return {"model": model, "optimizer": {}}
@@ -186,11 +202,13 @@ def take_state(
     for parameter, names in parameters:
         if not parameter.requires_grad:
             continue
-        tensors = {"param": fuse([state["model"][name] for name in names], parameter, config)}
+        tensors = {"param": fuse([taken_apart(name, state["model"]) for name in names], parameter, config)}
         if optimizer is not None:
-            saved = [state["optimizer"]["state"][name] for name in names]
-            tensors |= {kind: fuse([s[kind] for s in saved], parameter, config) for kind in MOMENTS}
-            tensors["step"] = saved[0]["step"]
+            saved = state["optimizer"]["state"]
+            for kind in MOMENTS:
+                here = {module_name(name): saved[module_name(name)][kind] for name in names}
+                tensors[kind] = fuse([taken_apart(name, here) for name in names], parameter, config)
+            tensors["step"] = saved[module_name(names[0])]["step"]
         place(parameter, optimizer, tensors)
     if optimizer is not None:
         for mine, theirs in zip(optimizer.optimizer.param_groups, state["optimizer"]["param_groups"], strict=True):

@@ -7,11 +7,12 @@ group of heads, and so do the two halves of a gated MLP, rank by rank.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from megatron.core import parallel_state
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
@@ -22,6 +23,7 @@ from rlkit.vlm.adapt import checkpoint_parameters
 HEAD = "lm_head.weight"
 EXPERT = re.compile(r"mlp\.experts\.local_experts\.(\d+)\.linear_fc([12])\.weight")
 OF_EXPERT = {"1": ("gate_proj", "up_proj"), "2": ("down_proj",)}
+OF_LAYER = re.compile(r"(.*\.experts)\.(\d+)\.(gate|up|down)_proj\.weight")  # one expert's, in Hugging Face's files
 OUTSIDE = {
     "embedding.word_embeddings.weight": "embed_tokens.weight",
     "decoder.final_layernorm.weight": "norm.weight",
@@ -92,7 +94,9 @@ def fuse(parts: Sequence[Tensor], parameter: nn.Parameter, config: TransformerCo
     if len(parts) == 2:  # gate, up
         halves = [part.unflatten(0, (config.tensor_model_parallel_size, -1)) for part in parts]
         return torch.stack(halves, 1).flatten(0, 2)
-    return parts[0]
+    (whole,) = parts
+    short = -len(whole) % config.tensor_model_parallel_size if hasattr(parameter, "vocabulary") else 0
+    return F.pad(whole, (0, 0, 0, short)) if short else whole
 
 
 def split(whole: Tensor, count: int, parameter: nn.Parameter, config: TransformerConfig) -> list[Tensor]:
@@ -107,7 +111,39 @@ def split(whole: Tensor, count: int, parameter: nn.Parameter, config: Transforme
     if count == 2:
         halves = whole.unflatten(0, (config.tensor_model_parallel_size, 2, -1))
         return [halves[:, i].flatten(0, 1) for i in range(2)]
-    return [whole]
+    return [whole[: getattr(parameter, "vocabulary", None)]]
+
+
+def module_name(name: str) -> str:
+    """The parameter of the transformers module that holds a tensor of its files: all experts of a layer are one."""
+    expert = OF_LAYER.fullmatch(name)
+    if expert is None:
+        return name
+    return f"{expert[1]}.{'down_proj' if expert[3] == 'down' else 'gate_up_proj'}"
+
+
+def joined(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Tensors by their names in files -> the module's, for which all experts of a layer have to be there."""
+    experts: dict[str, dict[int, dict[str, Tensor]]] = {}
+    found = {}
+    for name, tensor in tensors.items():
+        if (expert := OF_LAYER.fullmatch(name)) is None:
+            found[name] = tensor
+        else:
+            experts.setdefault(module_name(name), {}).setdefault(int(expert[2]), {})[expert[3]] = tensor
+    for name, rows in experts.items():
+        parts = [list(rows[number].values()) for number in sorted(rows)]
+        found[name] = torch.stack([torch.cat(part) for part in parts])
+    return found
+
+
+def taken_apart(name: str, tensors: Mapping[str, Tensor]) -> Tensor:
+    """A tensor by its name in files, out of the module's."""
+    whole, expert = tensors[module_name(name)], OF_LAYER.fullmatch(name)
+    if expert is None:
+        return whole
+    own = whole[int(expert[2])]
+    return own if expert[3] == "down" else own.chunk(2)[expert[3] == "up"]
 
 
 def own_part(whole: Tensor, parameter: Any) -> Tensor:
@@ -123,14 +159,25 @@ def own_part(whole: Tensor, parameter: Any) -> Tensor:
 
 def all_parts(own: Tensor, parameter: Any) -> Tensor:
     """A tensor shaped as this rank's part of a parameter (or of its optimizer state) -> the whole, on every rank."""
+    return _gathering(own, parameter)()
+
+
+def _gathering(own: Tensor, parameter: Any) -> Callable[[], Tensor]:
+    """`all_parts` under way; what it returns waits for it."""
     group, dim = parallel_state.get_tensor_model_parallel_group(), getattr(parameter, "partition_dim", 0)
     if is_spread_expert(parameter):
         group, dim = parallel_state.get_expert_model_parallel_group(), 0
     elif not getattr(parameter, "tensor_model_parallel", False):
-        return own
-    parts = [torch.empty_like(own, memory_format=torch.contiguous_format) for _ in range(group.size())]
-    dist.all_gather(parts, own.contiguous(), group=group)
-    return torch.cat(parts, dim)
+        return lambda: own
+    own = own.contiguous()
+    parts = [torch.empty_like(own) for _ in range(group.size())]
+    work = dist.all_gather(parts, own, group=group, async_op=True)
+
+    def whole() -> Tensor:
+        work.wait()
+        return torch.cat(parts, dim)
+
+    return whole
 
 
 def named(model: nn.Module, config: TransformerConfig) -> list[tuple[nn.Parameter, tuple[str, ...]]]:
@@ -193,32 +240,52 @@ def whole_parameters(
     stages: Sequence[Sequence[Facts]],
     config: TransformerConfig,
     device: torch.device,
+    bucket_bytes: int = 0,
 ) -> Iterator[tuple[str, Tensor]]:
     """(Hugging Face name, whole tensor) of every parameter, on every rank, one after the other; all iterate together.
 
     Args:
         parameters: of this stage, from `named`.
         stages: from `facts_of_stages`.
+        bucket_bytes: tensors of so many bytes are under way at once; what is larger goes alone, and so does each
+            parameter by default.
     """
     group = parallel_state.get_pipeline_model_parallel_group()
+    own = [(parameter, names) for parameter, names in parameters if not is_copy(parameter)]
     for stage, facts in enumerate(stages):
-        if stage == group.rank():
-            for name, part in _own_parameters(parameters, config):
-                if len(stages) > 1:
-                    dist.broadcast(part, group=group, group_src=stage)
-                yield name, part
-        else:
-            for name, shape, dtype in facts:
-                part = torch.empty(shape, dtype=dtype, device=device)
-                dist.broadcast(part, group=group, group_src=stage)
-                yield name, part
+        sizes = {fact.name: fact.shape.numel() * fact.dtype.itemsize for fact in facts}
+        rows = [names for _, names in own] if stage == group.rank() else [(fact.name,) for fact in facts]
+        for bucket in _buckets([sum(sizes[name] for name in names) for names in rows], bucket_bytes):
+            if stage == group.rank():
+                coming = [(p, names, _gathering(p.detach(), p)) for p, names in own[bucket]]
+                pieces = [piece for one in coming for piece in _pieces(*one, config)]
+                del coming
+            else:
+                pieces = [(f.name, torch.empty(f.shape, dtype=f.dtype, device=device)) for f in facts[bucket]]
+            works = [
+                dist.broadcast(part, group=group, group_src=stage, async_op=True) if len(stages) > 1 else None
+                for _, part in pieces
+            ]
+            for work in works:
+                if work is not None:
+                    work.wait()
+                yield pieces.pop(0)
 
 
-def _own_parameters(
-    parameters: Sequence[tuple[nn.Parameter, tuple[str, ...]]], config: TransformerConfig
-) -> Iterator[tuple[str, Tensor]]:
-    for parameter, names in parameters:
-        if not is_copy(parameter):
-            whole = all_parts(parameter.detach(), parameter)
-            parts = split(whole, len(names), parameter, config)
-            yield from ((name, part.contiguous()) for name, part in zip(names, parts, strict=True))
+def _pieces(
+    parameter: nn.Parameter, names: Sequence[str], whole: Callable[[], Tensor], config: TransformerConfig
+) -> list[tuple[str, Tensor]]:
+    parts = split(whole(), len(names), parameter, config)
+    return [(name, part.contiguous()) for name, part in zip(names, parts, strict=True)]
+
+
+def _buckets(sizes: Sequence[int], most: int) -> Iterator[slice]:
+    """Runs of rows whose sizes add up to no more than `most`, or of one."""
+    start = held = 0
+    for i, size in enumerate(sizes):
+        if i > start and held + size > most:
+            yield slice(start, i)
+            start, held = i, 0
+        held += size
+    if sizes:
+        yield slice(start, len(sizes))

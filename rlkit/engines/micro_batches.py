@@ -15,6 +15,7 @@ from rlkit.data.batching import token_budget_batches
 from rlkit.data.samples import Batch, Sample
 from rlkit.engines.distributed import all_reduce
 from rlkit.engines.packer import blank_sample, shared_costs
+from rlkit.vlm.inputs import check_images
 
 
 @dataclass(frozen=True)
@@ -48,8 +49,10 @@ def micro_batches(
         share_prompts: rows of one prompt stay in one micro-batch, in which the prompt counts once.
 
     Raises:
-        ValueError: a blank image for a family whose image tensors are not known.
+        ValueError: a row whose tokens and images do not match, or a blank image for a family whose image tensors are
+            not known.
     """
+    check_images(batch, config)
     if "together" in batch.fields:
         lengths, together = batch.lengths, batch.together.tolist()
     elif share_prompts:

@@ -15,6 +15,7 @@ from rlkit.data.packing import runs
 from rlkit.data.samples import Batch, Sample, prompt
 from rlkit.engines.attention import Layout
 from rlkit.engines.ulysses import Ulysses
+from rlkit.vlm.families import IMAGES_OF_A_SAMPLE, IN_PATCHES, tokens_of_fixed_size_image
 from rlkit.vlm.inputs import join_vision, position_ids
 from rlkit.vlm.rope3d import Rope3DSpec
 
@@ -39,6 +40,12 @@ class ModelInputs:
     slots: Tensor
     shape: tuple[int, int]
     counts: Sequence[int] = ()
+
+    def kept(self, x: Tensor) -> Tensor:
+        """[K, ...] at `keep` of what a forward gave: all of [B, T, ...], or what it was asked for, [1, K, ...]; some
+        models do not know `logits_to_keep`."""
+        x = x.flatten(0, 1)
+        return x if len(x) == len(self.keep) else x[self.keep]
 
     def scatter(self, values: Tensor) -> Tensor:
         """[K] per-token results -> [B, T], 0 elsewhere."""
@@ -192,14 +199,6 @@ def shared_costs(batch: Batch) -> tuple[list[int], list[int]]:
     return cost, number
 
 
-# families that take an image as one row of numbers a patch, and its grid
-IN_PATCHES = frozenset(
-    {"qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe", "glm4v", "glm4v_moe", "glm46v"}
-)
-# families that take a sample's images in a dimension of their own
-IMAGES_OF_A_SAMPLE = frozenset({"smolvlm", "idefics3"})
-
-
 def blank_sample(config: Any, *, image: bool) -> Sample:
     """The shortest sequence there is, with one blank image if asked for.
 
@@ -224,15 +223,3 @@ def blank_sample(config: Any, *, image: bool) -> Sample:
             "family; give every rank rows with images"
         )
     return prompt([config.image_token_id] * count, vision=tensors)
-
-
-def tokens_of_fixed_size_image(config: Any) -> int:
-    """How many tokens stand for an image, in families whose images are all of one size; 0 for others."""
-    vision = config.vision_config
-    if config.model_type == "internvl" or config.model_type == "llava" and vision.model_type != "pixtral":
-        return config.image_seq_length
-    if config.model_type == "gemma3":
-        return config.mm_tokens_per_image
-    if config.model_type in IMAGES_OF_A_SAMPLE:
-        return (vision.image_size // vision.patch_size // config.scale_factor) ** 2
-    return 0

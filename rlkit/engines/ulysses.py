@@ -96,6 +96,8 @@ def _cut(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tu
             own[name] = x[..., mine]
         elif isinstance(x, Tensor) and x.shape[:2] == (1, total):
             own[name] = x[:, mine]
+        elif name == "logits_to_keep":  # it is for the output layer, but some models hand it on
+            own[name] = x
         elif any(isinstance(leaf, Tensor) for leaf in tree_leaves(x)):
             family = module.config.model_type
             raise ValueError(f"{family}: ulysses_sequence_parallel_size: how to cut its decoder's {name} is not known")

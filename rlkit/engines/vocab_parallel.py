@@ -8,6 +8,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
+from torch.nn.functional import linear
+
+from rlkit.losses.logprobs import CHUNK_BYTES, CPU_CHUNK_BYTES
 
 _NO_PROBABILITY = -1e30  # instead of -inf, which times a probability of 0 is nan
 
@@ -44,6 +47,115 @@ def vocab_parallel_logprobs(
     return logprobs, entropy
 
 
+def vocab_parallel_linear_logprobs(
+    hidden: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    temperature: float = 1.0,
+    *,
+    suppress: Tensor | None = None,
+    group: dist.ProcessGroup | None = None,
+    chunk: int | None = None,
+) -> tuple[Tensor, Tensor]:
+    r"""`vocab_parallel_logprobs` of `hidden @ weight.T`, which is worked out a few tokens at a time and never kept.
+
+    A rank finds the maximum and the sums of its slice, $\sum e^y$ and $\sum y e^y$ with $y$ counted from that maximum,
+    and two all-reduces of [K] numbers put the slices together. Backward computes each chunk again.
+
+    Args:
+        hidden: [K, H], the same on every rank. Its gradient is this slice's alone: the caller adds them up, as
+            Megatron's regions do.
+        weight: [V / ranks, H], rank r's rows of the output layer, of the dtype of `hidden`.
+        targets, temperature, suppress, group: see `vocab_parallel_logprobs`.
+        chunk: tokens to a chunk; None takes as many as hold 64 MiB of logits, 16 MiB on a CPU.
+
+    Returns:
+        (logprobs [K], entropy [K]), float32, the same on every rank.
+    """
+    first = dist.get_rank(group) * weight.shape[0]
+    if suppress is not None:
+        suppress = suppress[(suppress >= first) & (suppress < first + weight.shape[0])] - first
+    if chunk is None:
+        chunk = max(1, (CHUNK_BYTES if hidden.is_cuda else CPU_CHUNK_BYTES) // (4 * weight.shape[0]))
+    logprobs, entropy = _Linear.apply(hidden, weight, targets - first, temperature, suppress, group, chunk)
+    return logprobs, entropy
+
+
+class _Linear(torch.autograd.Function):
+    """On checked arguments; `targets` and `suppress` are counted from the slice's first token."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        targets: Tensor,
+        temperature: float,
+        suppress: Tensor | None,
+        group: dist.ProcessGroup | None,
+        chunk: int,
+    ) -> tuple[Tensor, Tensor]:
+        inside = (targets >= 0) & (targets < weight.shape[0])
+        targets = targets.clamp(0, weight.shape[0] - 1)
+        largest = torch.empty(len(hidden), dtype=torch.float32, device=hidden.device)
+        sums = largest.new_empty(3, len(hidden))  # of e^y and y e^y; and the target's logit, on the rank that has it
+        for start in range(0, len(hidden), chunk):
+            rows = slice(start, start + chunk)
+            logits = _scaled_logits(hidden[rows], weight, temperature, suppress)
+            largest[rows] = logits.amax(1).clamp_(min=_NO_PROBABILITY)
+            sums[2, rows] = logits.gather(1, targets[rows, None])[:, 0]
+            e = logits.sub_(largest[rows, None]).exp()
+            sums[0, rows] = e.sum(1)
+            sums[1, rows] = e.mul_(logits.clamp_(min=_NO_PROBABILITY)).sum(1)
+        most = largest.clone()
+        dist.all_reduce(most, dist.ReduceOp.MAX, group=group)
+        shift = largest - most
+        sums[1] = shift.exp() * (sums[1] + shift * sums[0])
+        sums[0] *= shift.exp()
+        sums[2] = torch.where(inside, sums[2], 0.0)
+        dist.all_reduce(sums, group=group)
+        log_total = sums[0].log()
+        logprobs, entropy = sums[2] - most - log_total, log_total - sums[1] / sums[0]
+        ctx.save_for_backward(hidden, weight, targets, inside, suppress, most + log_total, entropy)
+        ctx.temperature, ctx.chunk = temperature, chunk
+        return logprobs, entropy
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_logprobs: Tensor, grad_entropy: Tensor) -> tuple[Tensor | None, ...]:
+        hidden, weight, targets, inside, suppress, log_total, entropy = ctx.saved_tensors
+        grad_hidden = torch.empty_like(hidden)
+        grad_weight = torch.zeros_like(weight, dtype=torch.float32) if ctx.needs_input_grad[1] else None
+        own = torch.where(inside, grad_logprobs, 0.0)
+        for start in range(0, len(hidden), ctx.chunk):
+            rows = slice(start, start + ctx.chunk)
+            logits = _scaled_logits(hidden[rows], weight, ctx.temperature, suppress)
+            logp = logits.sub_(log_total[rows, None]).clamp_(min=_NO_PROBABILITY)
+            grad = _grad_logits(logp, entropy[rows], grad_logprobs[rows], grad_entropy[rows], targets[rows], own[rows])
+            if suppress is not None:
+                grad.index_fill_(1, suppress, 0.0)
+            grad = grad.div_(ctx.temperature).to(hidden.dtype)
+            grad_hidden[rows] = grad @ weight
+            if grad_weight is not None:
+                grad_weight += grad.t() @ hidden[rows]
+        grad_weight = None if grad_weight is None else grad_weight.to(weight.dtype)
+        return grad_hidden, grad_weight, None, None, None, None, None
+
+
+def _scaled_logits(hidden: Tensor, weight: Tensor, temperature: float, suppress: Tensor | None) -> Tensor:
+    """Logits of this slice over the temperature, float32; a tensor of its own."""
+    logits = linear(hidden, weight).float() / temperature
+    return logits if suppress is None else logits.index_fill_(1, suppress, -torch.inf)
+
+
+def _grad_logits(
+    logp: Tensor, entropy: Tensor, grad_logprobs: Tensor, grad_entropy: Tensor, targets: Tensor, own: Tensor
+) -> Tensor:
+    """The gradient of a slice of scaled logits; `targets` lie within it, with `own` 0 where they belong to another."""
+    grad = (logp + entropy[:, None]).mul_(-grad_entropy[:, None]).sub_(grad_logprobs[:, None]).mul_(logp.exp())
+    return grad.scatter_add_(1, targets[:, None], own[:, None])
+
+
 class _VocabParallel(torch.autograd.Function):
     """On checked arguments; `targets` are counted from the slice's first token, and may lie outside it."""
 
@@ -72,7 +184,6 @@ class _VocabParallel(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad_logprobs: Tensor, grad_entropy: Tensor) -> tuple[Tensor | None, ...]:
         logp, targets, inside, entropy = ctx.saved_tensors
-        grad = (logp + entropy[:, None]).mul_(-grad_entropy[:, None]).sub_(grad_logprobs[:, None]).mul_(logp.exp())
-        own = torch.where(inside, grad_logprobs, 0.0)[:, None]
-        grad.scatter_add_(1, targets.clamp(0, logp.shape[1] - 1)[:, None], own)
+        targets, own = targets.clamp(0, logp.shape[1] - 1), torch.where(inside, grad_logprobs, 0.0)
+        grad = _grad_logits(logp, entropy, grad_logprobs, grad_entropy, targets, own)
         return grad.div_(ctx.temperature).to(ctx.dtype), None, None, None

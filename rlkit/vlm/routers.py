@@ -74,8 +74,8 @@ def use_router_replay(model: Any) -> None:
 
     def take(module: Any, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
         given[:] = [routing] if (routing := kwargs.pop("routed_experts", None)) is not None else []
-        if given and (most := int(given[0].max())) >= experts:
-            raise ValueError(f"routed_experts: numbers below {experts} expected, came {most}: is it another model's?")
+        if given:
+            check_numbers(given[0], experts)
         return args, kwargs
 
     def again(layer: int, router: nn.Module, args: Any, kwargs: Mapping[str, Any], output: tuple[Tensor, ...]) -> Any:
@@ -85,7 +85,7 @@ def use_router_replay(model: Any) -> None:
         if (came := tuple(given[0].shape)) != (len(own), layers, own.shape[1]):
             expected = f"[{len(own)} tokens, {layers} layers, {own.shape[1]} experts]"
             raise ValueError(f"routed_experts: {expected} expected, came {came}")
-        with _Chosen(given[0][:, layer], experts) as chosen:
+        with ChosenExperts(given[0][:, layer], experts) as chosen:
             replayed = router.forward(*args, **kwargs)
         if not chosen.used:
             raise ValueError(f"routed_experts: {type(router).__name__} does not choose by topk, it cannot be replayed")
@@ -96,7 +96,13 @@ def use_router_replay(model: Any) -> None:
         router.register_forward_hook(partial(again, layer), with_kwargs=True)
 
 
-class _Chosen(TorchFunctionMode):
+def check_numbers(routing: Tensor, experts: int) -> None:
+    """Raise a ValueError that says that routing is of a model with more experts."""
+    if (most := int(routing.max())) >= experts:
+        raise ValueError(f"routed_experts: numbers below {experts} expected, came {most}: is it another model's?")
+
+
+class ChosenExperts(TorchFunctionMode):
     """Within it, topk over all experts gives those that are wanted [N, K], not the largest."""
 
     def __init__(self, wanted: Tensor, experts: int) -> None:

@@ -7,6 +7,8 @@ One process imports everything and forks the ranks, as starting them one by one 
 
 import math
 import sys
+import time
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -17,23 +19,27 @@ from megatron.core import parallel_state
 
 sys.path.insert(0, str(Path(__file__).parent))
 from one_gradient import OUTPUTS, POLICY, VALUE, columns  # noqa: E402
+from one_gradient import whole as full  # noqa: E402
 
 from rlkit.data import collate, extend, prompt  # noqa: E402
-from rlkit.engines import fsdp2, make_engine, megatron  # noqa: E402, F401
+from rlkit.engines import checkpoint, fsdp2, make_engine, megatron  # noqa: E402, F401
 from rlkit.engines.megatron_optimizer import whole_state  # noqa: E402
 from rlkit.engines.megatron_weights import is_copy, split  # noqa: E402
 from rlkit.engines.value_head import with_value_head  # noqa: E402
 from rlkit.vlm.adapt import checkpoint_parameters  # noqa: E402
 
-ROWS, VOCABULARY, IMAGE, UNSAMPLED = 8, 96, 94, [40, 95]
+ROWS, VOCABULARY, IMAGE, UNSAMPLED = 8, 95, 93, [40, 94]  # tensor ranks share 95 tokens as 48 and 47
 TENSOR, PIPE, CONTEXT = {"tensor": 2}, {"pipeline": 2}, {"context": 2}
-SEQUENCE, EXPERT = {**TENSOR, "sequence_parallel": True}, {"expert": 2}
+SEQUENCE, EXPERT, FUSED = {**TENSOR, "sequence_parallel": True}, {"expert": 2}, {"use_fused_kernels": True}
 # ranks, model, who has which rows, options
 CASES = {
     "one": (1, "qwen2", "all", {}),
     "one-qwen3": (1, "qwen3", "all", {}),
     "one-llama": (1, "llama", "all", {"enable_gradient_checkpointing": True}),
+    "one-fused": (1, "qwen2", "all", FUSED),
     "tp2": (2, "qwen2", "all", TENSOR),
+    "tp2-fused": (2, "qwen2", "all", {**TENSOR, **FUSED}),
+    "sp2-fused-qwen3": (2, "qwen3", "all", {**SEQUENCE, **FUSED}),
     "pp2": (2, "qwen2", "all", PIPE),
     "sp2-qwen3": (2, "qwen3", "all", SEQUENCE),
     "cp2": (2, "qwen2", "all", CONTEXT),
@@ -43,14 +49,23 @@ CASES = {
     "pp2-dp2": (4, "qwen2", "empty", PIPE),
     "moe-one": (1, "moe", "all", {}),
     "moe-pp2-ep2": (4, "moe", "empty", {**PIPE, **EXPERT}),
+    "routed-one": (1, "routed", "all", {"enable_gradient_checkpointing": True}),
+    "routed-pp2-ep2": (4, "routed", "empty", {**PIPE, **EXPERT, "enable_gradient_checkpointing": True}),
+    "routed-sp2-ep2": (2, "routed", "all", {**SEQUENCE, **EXPERT}),
     "vl-one": (1, "vl", "all", {}),
     "vl-tp2": (2, "vl", "all", TENSOR),
     "vl-dp2": (2, "vl", "split", {}),
+    "vl-cp2": (2, "vl", "all", CONTEXT),
+    "vl-pp2": (2, "vl", "all", PIPE),
+    "vl-sp2": (2, "vl", "all", SEQUENCE),
+    "vl-tp2-pp2": (4, "vl", "split", {**TENSOR, **PIPE}),
     "vl-sp2-pp2": (4, "vl", "all", {**SEQUENCE, **PIPE}),
     "value-one": (1, "value", "all", {}),
     "value-tp2": (2, "value", "all", TENSOR),
+    "value-pp2": (2, "value", "all", PIPE),
+    "value-sp2": (2, "value", "all", SEQUENCE),
     "value-cp2": (2, "value", "all", CONTEXT),
-    "value-sp2-pp2": (4, "value", "all", {**SEQUENCE, **PIPE}),
+    "value-tp2-pp2": (4, "value", "all", {**TENSOR, **PIPE}),
 }
 # the same, and the case whose checkpoint after the first step is gone on from
 RESUMED = {
@@ -58,12 +73,15 @@ RESUMED = {
     "more-ranks": (2, "qwen3", "split", {}, "one-qwen3"),
     "from-fsdp2": (2, "qwen2", "all", PIPE, "fsdp2-qwen2"),
     "other-split": (4, "qwen2", "split", SEQUENCE, "pp2"),
-    "moe-other-split": (2, "moe", "all", {**SEQUENCE, **EXPERT}, "moe-one"),
+    "moe-from-fsdp2": (2, "moe", "all", {**SEQUENCE, **EXPERT}, "fsdp2-moe"),
 }
 # whose checkpoints the tests go on from with the fsdp2 engine, in one process
-TO_FSDP2 = ("tp2-pp2", "vl-sp2-pp2", "value-sp2-pp2")
-EXPORTED = ("fsdp2-qwen2", "tp2-pp2", "sp2-cp2-qwen3", "value-sp2-pp2", "moe-pp2-ep2", "vl-sp2-pp2")
-REFERENCES = ("qwen2", "qwen3", "llama", "moe", "vl", "value")
+TO_FSDP2 = ("tp2-pp2", "moe-pp2-ep2", "vl-sp2-pp2", "value-tp2-pp2")
+SAVED = {*TO_FSDP2, "fsdp2-qwen3", *(source for *_, source in RESUMED.values())}
+EXPORTED = ("fsdp2-qwen2", "tp2-pp2", "sp2-cp2-qwen3", "value-tp2-pp2", "moe-pp2-ep2", "vl-sp2-pp2")
+REFERENCES = ("qwen2", "qwen3", "llama", "moe", "routed", "vl", "value")
+FAMILIES = {"qwen2": "Qwen2", "value": "Qwen2", "qwen3": "Qwen3", "llama": "Llama"}
+FAMILIES |= {"moe": "Qwen3Moe", "routed": "Qwen3Moe"}
 NAMES = {"tensor": "TP", "pipeline": "PP", "context": "CP", "expert": "EP"}
 
 
@@ -108,9 +126,9 @@ def make_model(kind):
 
 
 def make_text_model(kind):
-    family = {"qwen2": "Qwen2", "value": "Qwen2", "qwen3": "Qwen3", "moe": "Qwen3Moe", "llama": "Llama"}[kind]
+    family = FAMILIES[kind]
     more = {"head_dim": 12} if kind == "qwen3" else {}
-    if kind == "moe":
+    if kind in ("moe", "routed"):
         more = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "norm_topk_prob": True}
     if kind == "llama":
         more["rope_parameters"] = {
@@ -145,7 +163,14 @@ def make_batch(rows, kind="text"):
             asked = prompt([*begin, *tokens[:start]], compact, vision=vision, placeholders={IMAGE: [count]})
         samples.append(extend(asked, tokens[start:], [-1.0] * more))
     advantages = torch.randn(ROWS, generator=draw)
+    if kind == "routed":  # experts that no router chose, of all but the last tokens
+        samples = [replace(s, routed_experts=random_routing(len(s.token_ids) - 3, draw)) for s in samples]
     return collate([samples[i] for i in rows], advantages=advantages[rows])
+
+
+def random_routing(tokens, draw):
+    """[tokens, 2 layers, 2 of 4 experts]."""
+    return torch.rand(tokens, 2, 4, generator=draw).argsort(-1)[..., :2].to(torch.int16)
 
 
 def engine_for(backend, kind, **options):
@@ -158,6 +183,7 @@ def engine_for(backend, kind, **options):
         micro_batch_tokens=48,
         max_grad_norm=0.5,
         **({} if kind == "value" else {"temperature": 1.3, "unsampled": torch.tensor(UNSAMPLED)}),
+        **({"router_replay": True} if kind == "routed" else {}),
         **options,
     )
 
@@ -165,7 +191,7 @@ def engine_for(backend, kind, **options):
 def gradients(engine):
     """Clipped gradients under their Hugging Face names, on every rank."""
     if isinstance(engine, fsdp2.Fsdp2Engine):
-        whole = ((name, p.grad.full_tensor()) for name, p in engine.module.named_parameters())
+        whole = ((name, full(p.grad)) for name, p in engine.module.named_parameters())
         return dict(checkpoint_parameters(engine.base, whole))
     found = {}
     for parameter, names in engine.parameters:
@@ -186,10 +212,11 @@ def run(engine, kind, rows, out):
         results["steps"].append(engine.train_batch(batch, loss_fn, OUTPUTS[losses]))
         if step < 3:
             results["gradients"].append(gradients(engine))
-        if step == 0:
-            engine.save_checkpoint(out / "checkpoint", {"step": 1})
+        if step == 0 and out.name in SAVED:
+            engine.save_checkpoint(out / "checkpoint", {"step": 1}, wait=out.name != "pp2")
         if step == 2:
-            results["parameters"] = {name: tensor.clone() for name, tensor in engine.get_per_tensor_param()}
+            results["parameters"] = {name: tensor.clone() for name, tensor in engine.get_per_tensor_param(20_000)}
+    checkpoint.finish()
     if out.name in EXPORTED:
         engine.export_hf(out / "export")
     results["exported"] = dict(engine.get_per_tensor_param())
@@ -197,9 +224,9 @@ def run(engine, kind, rows, out):
         torch.save(results, out / "results.pt")
 
 
-def resume(engine, kind, rows, checkpoint, out):
+def resume(engine, kind, rows, source, out):
     """The three steps after a checkpoint."""
-    assert engine.load_checkpoint(checkpoint) == {"step": 1}
+    assert engine.load_checkpoint(source) == {"step": 1}
     batch, losses = make_batch(rows, kind), losses_of(kind)
     steps = [engine.train_batch(batch, loss_fn, OUTPUTS[losses]) for loss_fn in losses[1:]]
     exported = dict(engine.get_per_tensor_param())
@@ -249,6 +276,7 @@ def on_rank(rank, world, out, chosen):
             torch.save(said, out / "refusals.pt")
     for name, (ranks, kind, who, options, *source) in {**CASES, **RESUMED}.items():
         if ranks == world and (not chosen or name in chosen):
+            started = time.monotonic()
             (out / name).mkdir(exist_ok=True)
             engine = engine_for("megatron", kind, **options)
             rows = rows_of(who, engine)
@@ -258,7 +286,7 @@ def on_rank(rank, world, out, chosen):
                 run(engine, kind, rows, out / name)
             parallel_state.destroy_model_parallel()
             if rank == 0:
-                print(name, flush=True)
+                print(name, round(time.monotonic() - started, 1), flush=True)
     dist.barrier()
     dist.destroy_process_group()
 

@@ -12,19 +12,23 @@ import re
 import socket
 import sys
 import threading
+from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
+from torch.distributed.fsdp import FullyShardedDataParallel
+from torch.distributed.tensor import Shard, distribute_tensor
 
 sys.path.insert(0, str(Path(__file__).parent))
 from one_gradient import OUTPUTS, POLICY, VALUE, columns, whole  # noqa: E402
 from rows import make_batch  # noqa: E402
 
-from rlkit.engines import checkpoint, fsdp2, make_engine  # noqa: E402, F401
-from rlkit.engines.distributed import init_distributed  # noqa: E402
+from rlkit.engines import checkpoint, fsdp1, fsdp2, make_engine  # noqa: E402, F401
+from rlkit.engines.distributed import init_distributed, whole_in_turn  # noqa: E402
 from rlkit.engines.value_head import load_value_model  # noqa: E402
 from rlkit.vlm import VISION_TOWER, freeze, load_model, load_processor, lora  # noqa: E402
 
@@ -39,6 +43,8 @@ class Case:
     losses: tuple = POLICY
     budget: int = 16384
     on_meta: bool = False  # each rank reads its part of the weights
+    backend: str = "fsdp2"
+    fused: bool | None = None  # AdamW
 
     @property
     def empty(self):
@@ -53,6 +59,7 @@ ALONE = {
     "frozen": Case("1 process", "frozen", [ALL], budget=120),
     "lora": Case("1 process", "lora", [ALL], budget=120),
     "value": Case("1 process", "value", [ALL], VALUE, budget=120),
+    "fsdp1": Case("FSDP1, 1 process", "whole", [ALL], budget=120, backend="fsdp1"),
 }
 LAUNCHED = {"torchrun": Case("1 process", "whole", [ALL])}
 TWO = {
@@ -60,10 +67,13 @@ TWO = {
     "data_2_frozen": Case("DP 2", "frozen", budget=120),
     "data_2_lora": Case("DP 2", "lora", budget=120),
     "text_rank": Case("DP 2", "whole", [[0, 1, 2, 4, 5, 6, 7, 8], [3]], budget=120),
-    "empty_rank": Case("DP 2", "whole", [ALL, NONE]),
+    "empty_rank": Case("DP 2", "whole", [ALL, NONE], fused=True),
     "data_2_on_meta": Case("DP 2", "whole", budget=120, on_meta=True),
     "data_2_value": Case("DP 2", "value", losses=VALUE, budget=120, on_meta=True),
     "value_empty_rank": Case("DP 2", "value", [ALL, NONE], VALUE, budget=120),
+    "fsdp1_data_2": Case("FSDP1, DP 2", "whole", budget=120, backend="fsdp1"),
+    "fsdp1_frozen": Case("FSDP1, DP 2", "frozen", [[0, 1, 2, 4, 5, 6, 7, 8], [3]], budget=120, backend="fsdp1"),
+    "fsdp1_value": Case("FSDP1, DP 2", "value", [ALL, NONE], VALUE, budget=120, backend="fsdp1"),
 }
 CASES = {**ALONE, **LAUNCHED, **TWO}
 
@@ -71,6 +81,16 @@ CASES = {**ALONE, **LAUNCHED, **TWO}
 def compared():
     for case in (case for name, case in CASES.items() if name != case.like):
         yield case.layout, columns(case.losses, sees=True, empty=case.empty)
+
+
+@contextmanager
+def whole_gradients(engine):
+    """The module's named parameters that train; FSDP1 makes them and their gradients whole in a context."""
+    if isinstance(engine.module, FullyShardedDataParallel):
+        with FullyShardedDataParallel.summon_full_params(engine.module, writeback=False, with_grads=True):
+            yield [(name, p) for name, p in engine.module.named_parameters() if p.requires_grad]
+    else:
+        yield engine.module.named_parameters()
 
 
 def run(model_dir, out, name):
@@ -84,11 +104,11 @@ def run(model_dir, out, name):
         torch.manual_seed(0)
         model = lora(model, 4, 8, exclude_modules=".*visual.*")
     engine = make_engine(
-        "fsdp2",
+        case.backend,
         "value_model" if value else "language_model",
         model=model,
         processor=processor,
-        optimizer=lambda params: torch.optim.AdamW(params, lr=1e-2, eps=1e-4),
+        optimizer=lambda params: torch.optim.AdamW(params, lr=1e-2, eps=1e-4, fused=case.fused),
         micro_batch_tokens=case.budget,
     )
     out.mkdir(parents=True, exist_ok=True)
@@ -98,12 +118,12 @@ def run(model_dir, out, name):
     for step, loss_fn in enumerate(case.losses):
         steps.append(engine.train_batch(batch, loss_fn, outputs))
         if step < 3:
-            named = engine.module.named_parameters()
-            gradients.append({n: whole(p.grad).clone() for n, p in named if p.grad is not None})
+            with whole_gradients(engine) as named:
+                gradients.append({n: whole(p.grad).clone() for n, p in named if p.grad is not None})
         if step == 1:
             engine.save_checkpoint(out / "checkpoint", {"step": 2}, wait=name != "data_2")
         if step == 2:
-            parameters = {n: x.clone() for n, x in engine.get_per_tensor_param()}
+            parameters = {n: x.clone() for n, x in engine.get_per_tensor_param(bucket_bytes=200_000)}
     scored = engine.infer_batch(batch, outputs[:1])[outputs[0]]
     total = engine.global_sum(scored.sum()).item()
     if dist.get_rank() == 0:
@@ -111,6 +131,17 @@ def run(model_dir, out, name):
         (out / "steps.json").write_text(json.dumps({"steps": steps, "total": total}))
     checkpoint.finish()
     return engine
+
+
+def resume(model_dir, out, backend):
+    """The last two steps again, on the ranks there are, from what one process saved after the second."""
+    processor = load_processor(model_dir)
+    adamw = partial(torch.optim.AdamW, lr=1e-2, eps=1e-4)
+    engine = make_engine(backend, model=load_model(model_dir), optimizer=adamw)
+    engine.load_checkpoint(out / "whole" / "checkpoint")
+    batch = make_batch(processor, rows=list(range(ROWS))[dist.get_rank() :: dist.get_world_size()])
+    steps = [engine.train_batch(batch, loss_fn, OUTPUTS[POLICY]) for loss_fn in POLICY[2:]]
+    (out / f"resumed.{backend}.{dist.get_rank()}.json").write_text(json.dumps(steps))
 
 
 def peak_of_loading(model_dir, *, on_meta):
@@ -133,6 +164,15 @@ def peak_of_loading(model_dir, *, on_meta):
     return max(seen) - before, engine
 
 
+def whole_at_once(mesh):
+    """What comes of tensors that ranks hold unequal parts of, some none, and of what they all hold."""
+    tensors = [torch.arange(n * m).float().view(n, m) for n, m in ((5, 3), (1, 2), (4, 1), (7, 2))]
+    cut = [distribute_tensor(x, mesh, [Shard(0)]) for x in tensors]
+    came = [list(whole_in_turn(given)) for given in (cut, [*cut, tensors[0]], cut[:1])]
+    wanted = [tensors, [*tensors, tensors[0]], tensors[:1]]
+    return [len(x) == len(y) and all(map(torch.equal, x, y)) for x, y in zip(came, wanted, strict=True)]
+
+
 def measure(model_dir, out):
     """What loading a model takes of each rank, in parts and whole, and whether the weights are the same."""
     parts, engine = peak_of_loading(model_dir, on_meta=True)
@@ -140,7 +180,13 @@ def measure(model_dir, out):
     del engine
     whole, engine = peak_of_loading(model_dir, on_meta=False)
     same = [torch.equal(weights[name], tensor) for name, tensor in engine.get_per_tensor_param()]
-    found = {"parts": parts, "whole": whole, "same": same, "size": sum(4 * x.numel() for x in weights.values())}
+    found = {
+        "at_once": whole_at_once(engine.mesh),
+        "parts": parts,
+        "whole": whole,
+        "same": same,
+        "size": sum(4 * x.numel() for x in weights.values()),
+    }
     (out / f"loading.{dist.get_rank()}.json").write_text(json.dumps(found))
 
 
@@ -155,10 +201,17 @@ def on_rank(rank, world, port, model_dir, big_dir, out):
         measure(big_dir, Path(out))
     for name in (ALONE, LAUNCHED, TWO)[world]:
         engine = run(model_dir, Path(out) / name, name)
+    if world == 2:
+        resume(model_dir, Path(out), "fsdp2")
+        resume(model_dir, Path(out), "fsdp1")
     if world == 1:
         engine.save_checkpoint(Path(out, "killed"), {"step": 1})
+        torch.save(dict(engine.get_per_tensor_param()), Path(out, "killed.pt"))
+        for parameter in engine.module.parameters():
+            parameter.data.zero_()
+        os.fsync = lambda file: os._exit(0)  # in the middle of it: there is a shard, and nothing that speaks of it
         engine.save_checkpoint(Path(out, "killed"), {"step": 2}, wait=False)
-        os._exit(0)  # in the middle of it
+        checkpoint.finish()
     dist.destroy_process_group()
 
 

@@ -4,9 +4,11 @@ on_ulysses_ranks.py OUT_DIR
 """
 
 import json
+import shutil
 import sys
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -14,6 +16,7 @@ import torch.distributed as dist
 from transformers import AutoConfig, AutoModelForImageTextToText
 
 sys.path.insert(0, str(Path(__file__).parent))
+import family_configs  # noqa: E402
 import test_families  # noqa: E402
 from one_gradient import OUTPUTS, POLICY, VALUE, columns, whole  # noqa: E402
 from rows import make_batch  # noqa: E402
@@ -30,7 +33,7 @@ from rlkit.vlm.inputs import position_spec  # noqa: E402
 from rlkit.vlm.tiny import tiny_config, tiny_processor, tiny_tokenizer  # noqa: E402
 
 CPU = torch.device("cpu")
-EXPERTS = {**test_families.EXPERTS, "decoder_sparse_step": 1}
+EXPERTS = {**family_configs.EXPERTS, "decoder_sparse_step": 1}
 
 
 @dataclass
@@ -55,15 +58,16 @@ CASES = {
     "qwen2_5_vl_lora": Case("qwen2_5_vl", options=CHECKPOINTED, lora=True),
     "qwen3_vl": Case("qwen3_vl", options={**CHECKPOINTED, "micro_batch_tokens": 110}),
 }
+SHALLOW = {"num_key_value_heads": 1, "num_hidden_layers": 1}
 TENSOR = {"tensor": 2}
 SHARED, HALVES = {"ulysses_sequence_parallel_size": 2}, {"fsdp_size": 2}
 SPLITS = {  # ranks, the engine's options, cases
     "1 process": (1, {}, list(CASES)),
     "Ulysses 2": (2, SHARED, [name for name in CASES if name not in ("qwen2_no_rows", "qwen3")]),
     "TP 2": (2, TENSOR, ["qwen2_values", "qwen3", "qwen2_5_vl"]),
-    "DP 2 x TP 2": (4, TENSOR, ["qwen2_no_rows", "qwen3"]),
+    "DP 2 x TP 2": (4, TENSOR, ["qwen2_no_rows", "qwen3", "qwen2_5_vl"]),
     "DP 2": (2, {}, ["qwen2_no_rows"]),
-    "DP 2 x Ulysses 2": (4, SHARED, ["qwen2", "qwen2_no_rows", "qwen2_5_vl"]),
+    "DP 2 x Ulysses 2": (4, SHARED, ["qwen2", "qwen2_values", "qwen2_no_rows", "qwen2_5_vl"]),
     "Ulysses 4": (4, {"ulysses_sequence_parallel_size": 4}, ["qwen3_moe"]),
     "2 copies x 2 shards": (4, HALVES, ["qwen2_no_rows", "qwen2_5_vl"]),
     "2 copies x 2 shards, Ulysses 2": (4, {**SHARED, **HALVES}, ["qwen2"]),
@@ -152,7 +156,7 @@ def run(name, split, out, processor):
         if name in ("qwen2", "qwen3") and step == 0:
             engine.save_checkpoint(out / f"{name}.checkpoint", {"step": 1})
         if step == 2:
-            results["parameters"] = {n: x.clone() for n, x in engine.get_per_tensor_param()}
+            results["parameters"] = {n: x.clone() for n, x in engine.get_per_tensor_param(bucket_bytes=20_000)}
             with torch.no_grad(), engine.gathered() as module:
                 results["gathered"] = module(input_ids=torch.arange(5, 40).view(1, -1)).logits
     results["total"] = engine.global_sum(len(batch)).item()
@@ -170,7 +174,7 @@ def run_family(family, ulysses_size):
     use_packed_attention(model, packed=True)
     ulysses = share_rows(model, ulysses_size, CPU, packed=True)
     inputs = pack(batch, position_spec(model.config), CPU, ulysses=ulysses)
-    logits = model(**inputs.kwargs, use_cache=False).logits.flatten(0, 1)
+    logits = inputs.kept(model(**inputs.kwargs, use_cache=False).logits)
     own = logits.log_softmax(-1).gather(1, inputs.targets[:, None])[:, 0]
     logprobs = inputs.scatter(gather(own, inputs.counts, ulysses))
     errors = [(logprobs.detach() - expected).abs().max().item()]
@@ -182,9 +186,23 @@ def run_family(family, ulysses_size):
     return errors
 
 
-def refusals():
+def damaged(checkpoint, out):
+    """Copies of a checkpoint without a shard, with half of one, with other bytes in one, and without its last bytes."""
+    if dist.get_rank() == 0:
+        for name in ("gone", "half", "rotten", "unlisted"):
+            shutil.copytree(checkpoint, out / name)
+            file = out / name / (".metadata" if name == "unlisted" else "__1_0.distcp")
+            size = file.stat().st_size
+            file.write_bytes(file.read_bytes()[: size // 2] + b"x" * (size - size // 2) * (name != "half"))
+        (out / "gone" / "__1_0.distcp").unlink()
+    dist.barrier()
+
+
+def refusals(out):
     """What is said on this rank to what cannot be done."""
     qwen2, rank = CASES["qwen2"], dist.get_rank()
+    saved = out / "Ulysses 2" / "qwen2.checkpoint"
+    damaged(saved, out)
     engine = make_case(qwen2, **SHARED)
     attempts = {
         "copies": lambda: make_case(qwen2, fsdp_size=3),
@@ -205,13 +223,19 @@ def refusals():
         "rows": lambda: engine.train_batch(make_rows(None, [rank, 5]), POLICY[0], OUTPUTS[POLICY]),
         "field": lambda: engine.infer_batch(make_rows(None, [0]).add(weight=torch.tensor([float(rank)]))),
         "size": lambda: engine.infer_batch(make_rows(None, [0, 1][: rank + 1])),
+        "wider": lambda: make_case(replace(qwen2, config={"num_key_value_heads": 2})).load_checkpoint(saved),
+        "shallower": lambda: make_case(replace(qwen2, config=SHALLOW)).load_checkpoint(saved),
+        "deeper": lambda: make_case(replace(qwen2, config={**SHALLOW, "num_hidden_layers": 3})).load_checkpoint(saved),
+        **{
+            name: partial(engine.load_checkpoint, out / name) for name in ("gone", "half", "rotten", "unlisted", "none")
+        },
     }
     said = {}
     for name, attempt in attempts.items():
         try:
             attempt()
         except ValueError as error:
-            said[name] = str(error)
+            said[name] = str(error).replace(str(out), "OUT")
     return said
 
 
@@ -227,7 +251,7 @@ def work(rank, world, out):
                 run(name, split, out / split, processor)
     if world == 2:
         families = {family: run_family(family, world) for family in (*test_families.TEXT, *test_families.VISION)}
-        (out / f"said.{rank}.json").write_text(json.dumps({"families": families, "refusals": refusals()}))
+        (out / f"said.{rank}.json").write_text(json.dumps({"families": families, "refusals": refusals(out)}))
     dist.destroy_process_group()
 
 

@@ -29,9 +29,8 @@ def test_a_blank_image_changes_no_number_and_reaches_the_tower(family):
         found = []
         for blank in (None, blank_sample(model.config, image=True)):
             inputs = pack(batch, position_spec(model.config), CPU, packed=packed, blank=blank)
-            logits = model(**inputs.kwargs, use_cache=False).logits.flatten(0, 1)
-            kept = logits if packed else logits[inputs.keep]
-            logprobs = inputs.scatter(kept.log_softmax(-1).gather(1, inputs.targets[:, None])[:, 0])
+            logits = inputs.kept(model(**inputs.kwargs, use_cache=False).logits)
+            logprobs = inputs.scatter(logits.log_softmax(-1).gather(1, inputs.targets[:, None])[:, 0])
             found.append((logprobs.detach(), gradients(model, (weights * logprobs).sum())))
         (plain, without), (came, gradient) = found
         torch.testing.assert_close(came, plain, atol=1e-5, rtol=1e-5)

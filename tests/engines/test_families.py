@@ -1,9 +1,16 @@
 """Packed rows, with and without shared prompts, against one sequence at a time in transformers, family by family."""
 
+import sys
+from inspect import signature
+from pathlib import Path
+
 import pytest
 import torch
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText, LlamaModel, LlamaPreTrainedModel
+
+sys.path.insert(0, str(Path(__file__).parent))
+from family_configs import BASE, HYBRID, IMAGE, REFUSED, SIGLIP, TEXT, VISION
 
 from rlkit.data import collate, extend
 from rlkit.data.samples import prompt
@@ -14,119 +21,6 @@ from rlkit.vlm.families import head_obstacle, image_groups
 from rlkit.vlm.inputs import position_spec
 
 CPU = torch.device("cpu")
-IMAGE = 90
-BASE = {
-    "vocab_size": 97, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
-    "num_key_value_heads": 2, "head_dim": 8, "max_position_embeddings": 128, "pad_token_id": 0, "bos_token_id": 1,
-    "eos_token_id": 2,
-}  # fmt: skip
-EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
-BOTH = ["sliding_attention", "full_attention"]
-LINEAR = {
-    "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 8, "linear_value_head_dim": 8,
-    "layer_types": ["linear_attention", "full_attention"],
-}  # fmt: skip
-TEXT = {
-    "qwen2": {},
-    "qwen2_sliding": {"use_sliding_window": True, "sliding_window": 5, "max_window_layers": 1},
-    "qwen3": {},
-    "llama": {"attention_bias": True},
-    "mistral": {"sliding_window": 5},
-    "gemma2": {"sliding_window": 5, "layer_types": BOTH, "attn_logit_softcapping": 0.5, "query_pre_attn_scalar": 3},
-    "gemma3_text": {"sliding_window": 5, "layer_types": BOTH, "query_pre_attn_scalar": 3},
-    "qwen3_moe": {**EXPERTS, "decoder_sparse_step": 1, "num_key_value_heads": 1},
-    "qwen2_moe": {**EXPERTS, "shared_expert_intermediate_size": 16},
-    "mixtral": {"num_local_experts": 4, "sliding_window": 5},
-    "gpt_oss": {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 5, "layer_types": BOTH},
-    "deepseek_v3": {
-        "q_lora_rank": 8, "kv_lora_rank": 8, "qk_rope_head_dim": 4, "qk_nope_head_dim": 8, "v_head_dim": 6,
-        "num_key_value_heads": 4, "first_k_dense_replace": 2, "n_routed_experts": 8, "n_group": 2, "topk_group": 1,
-        "head_dim": 4, "num_experts_per_tok": 2,
-    },
-    "diffllama": {},
-    "gpt2": {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 128},
-}  # fmt: skip
-SIGLIP = {
-    "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "image_size": 16,
-    "patch_size": 4,
-}  # fmt: skip
-WORDS = {k: v for k, v in BASE.items() if k != "head_dim"}
-VISION = {  # the config, tokens of an image, its tensors
-    "llava": (
-        {
-            "text_config": {**WORDS, "model_type": "llama"},
-            "vision_config": {**SIGLIP, "model_type": "clip_vision_model", "projection_dim": 16},
-            "image_seq_length": 16,
-        },
-        16,
-        (1, 3, 16, 16),
-    ),
-    "internvl": (
-        {
-            "text_config": {**WORDS, "model_type": "qwen2"},
-            "vision_config": {**SIGLIP, "model_type": "internvl_vision", "image_size": [16, 16], "patch_size": [4, 4]},
-            "image_seq_length": 4,
-        },
-        4,
-        (1, 3, 16, 16),
-    ),
-    "smolvlm": (
-        {"text_config": {**WORDS, "model_type": "llama"}, "vision_config": {**SIGLIP}, "scale_factor": 2},
-        4,
-        (1, 1, 3, 16, 16),
-    ),
-    "idefics3": (
-        {"text_config": {**WORDS, "model_type": "llama"}, "vision_config": {**SIGLIP}, "scale_factor": 2},
-        4,
-        (1, 1, 3, 16, 16),
-    ),
-    "gemma3": (
-        {
-            "text_config": {**BASE, "sliding_window": 5, "layer_types": BOTH, "model_type": "gemma3_text"},
-            "vision_config": {**SIGLIP, "model_type": "siglip_vision_model", "vision_use_head": False},
-            "mm_tokens_per_image": 4,
-        },
-        4,
-        (1, 3, 16, 16),
-    ),
-    "glm4v": (
-        {
-            "text_config": {
-                **WORDS, "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 1, 1]},
-            },
-            "vision_config": {
-                "depth": 1, "hidden_size": 16, "intermediate_size": 32, "num_heads": 2, "patch_size": 4,
-                "image_size": 16, "out_hidden_size": 32,
-            },
-            "image_start_token_id": 91, "image_end_token_id": 92, "video_start_token_id": 93,
-            "video_end_token_id": 94, "video_token_id": 95,
-        },
-        4,
-        (16, 3 * 2 * 4 * 4),
-    ),
-}  # fmt: skip
-REFUSED = {
-    "qwen3_next": ({**LINEAR, **EXPERTS, "shared_expert_intermediate_size": 16}, "linear-attention, state-space"),
-    "qwen3_5_text": (LINEAR, "linear-attention, state-space"),
-    "mamba": ({"state_size": 4}, "linear-attention, state-space"),
-    "falcon_h1": ({"mamba_d_ssm": 32, "mamba_n_heads": 4, "mamba_d_head": 8, "mamba_d_state": 8}, "state-space"),
-    "minimax": ({"num_local_experts": 2, "layer_types": LINEAR["layer_types"]}, "linear-attention"),
-    "lfm2": ({"layer_types": ["conv", "full_attention"], "block_multiple_of": 8}, "convolution"),
-    "llama4_text": (
-        {
-            "num_local_experts": 2, "intermediate_size_mlp": 32, "attention_chunk_size": 5,
-            "layer_types": ["chunked_attention", "full_attention"],
-        },
-        "layers of chunked_attention",
-    ),
-    "gpt_neo": (
-        {"attention_types": [[["global", "local"], 1]], "num_layers": 2, "num_heads": 4, "window_size": 5},
-        "does not go through transformers' AttentionInterface",
-    ),
-    "recurrent_gemma": ({"lru_width": 32, "attention_window_size": 5, "num_hidden_layers": 3}, "state-space"),
-    "stablelm": ({}, "does not go through transformers' AttentionInterface"),  # or does not say so
-    "bloom": ({"n_layer": 2, "n_head": 4}, "does not go through transformers' AttentionInterface"),
-}  # fmt: skip
 WAYS = {"packed": {"share_prompts": False}, "shared": {"share_prompts": True}, "padded": {"packed": False}}
 
 
@@ -148,7 +42,7 @@ def text_model(family, more, attention="sdpa"):
 
 
 def vision_model(family):
-    config = AutoConfig.for_model(family, image_token_id=IMAGE, pad_token_id=0, **VISION[family][0])
+    config = AutoConfig.for_model(family, image_token_id=IMAGE, pad_token_id=0, **(VISION | HYBRID)[family][0])
     return seeded(lambda: AutoModelForImageTextToText.from_config(config, attn_implementation="eager"))
 
 
@@ -160,9 +54,9 @@ def rows(family=None):
         ids = torch.randint(3, 80, (length,), generator=g).tolist()
         tensors = {}
         if family and group < 2:
-            _, count, shape = VISION[family]
+            _, count, shape = (VISION | HYBRID)[family]
             tensors["pixel_values"] = torch.randn(shape, generator=g)
-            if family == "glm4v":
+            if len(shape) == 2:  # patches
                 tensors["image_grid_thw"] = torch.tensor([[1, 4, 4]])
             ids = ids[:2] + [91] + [IMAGE] * count + [92] + ids[2:]
             ids = ids[3:] if group == 0 and family == "gemma3" else ids  # a row may begin with its image
@@ -187,8 +81,10 @@ def one_at_a_time(model, batch, weights):
         ids, more = batch.tokens[b : b + 1, :length], dict(batch.vision[b])
         if model.config.model_type == "gemma3":
             more["token_type_ids"] = (ids == IMAGE).long()
-        if model.config.model_type == "glm4v":
+        if "mm_token_type_ids" in signature(model.forward).parameters:
             more["mm_token_type_ids"] = (ids == IMAGE).int()
+        if "omni" in model.config.model_type:  # the position ids want one
+            more["attention_mask"] = torch.ones_like(ids)
         scores = model(input_ids=ids, use_cache=False, **more).logits[0].log_softmax(-1)
         own = torch.zeros(batch.tokens.shape[1])
         own[1:length] = scores[:-1].gather(1, ids[0, 1:, None])[:, 0]
@@ -198,9 +94,8 @@ def one_at_a_time(model, batch, weights):
 
 def all_at_once(model, batch, weights, options):
     inputs = pack(batch, position_spec(model.config), CPU, **options)
-    logits = model(**inputs.kwargs, use_cache=False).logits.flatten(0, 1)
-    kept = logits if options.get("packed", True) else logits[inputs.keep]
-    logprobs = inputs.scatter(kept.log_softmax(-1).gather(1, inputs.targets[:, None])[:, 0])
+    logits = inputs.kept(model(**inputs.kwargs, use_cache=False).logits)
+    logprobs = inputs.scatter(logits.log_softmax(-1).gather(1, inputs.targets[:, None])[:, 0])
     return logprobs.detach(), gradients(model, (weights * logprobs).sum())
 
 
@@ -231,11 +126,13 @@ def test_vision_family_equals_one_sequence_at_a_time(family):
     check(vision_model(family), *rows(family))
 
 
-@pytest.mark.parametrize("family", REFUSED)
+@pytest.mark.parametrize("family", [*REFUSED, *HYBRID])
 def test_a_family_that_does_not_pack_is_refused_by_name_and_padded_rows_are_right(family):
-    more, why = REFUSED[family]
-    model = text_model(family, more, "eager")
-    batch, weights = rows()
+    if family in HYBRID:
+        why, model, (batch, weights) = "linear-attention", vision_model(family), rows(family)
+    else:
+        more, why = REFUSED[family]
+        model, (batch, weights) = text_model(family, more, "eager"), rows()
     with pytest.raises(ValueError, match=f"^{family}: rows cannot be packed: .*{why}.*use_remove_padding=False"):
         use_packed_attention(model, packed=True)
     check(model, batch, weights, ["padded"], atol=5e-5)  # a recurrence over the row adds up its rounding

@@ -1,16 +1,16 @@
 """The fsdp2 engine in one process, against transformers' own padded forward and its own other layouts."""
 
-import json
 import math
 import sys
 from pathlib import Path
 
 import pytest
 import torch
+from torch.distributed.tensor import DTensor
 from transformers import AutoModelForImageTextToText
 
 from rlkit.data import collate
-from rlkit.engines import checkpoint, make_engine, register_engine
+from rlkit.engines import make_engine, register_engine
 from rlkit.engines.attention import Layout, varlen_attention
 from rlkit.engines.packer import pack, shared_prompts
 from rlkit.losses import clipped_policy_loss, token_mean
@@ -298,103 +298,21 @@ def test_nan_step_is_skipped_and_never_saved(tiny_dir, processor):
     assert all(tensor.isfinite().all() for _, tensor in engine.get_per_tensor_param())
 
 
-def make_resumable(tiny_dir):
-    return engine_for(
-        tiny_dir, scheduler=lambda opt: torch.optim.lr_scheduler.LambdaLR(opt, lambda i: 1 / (1 + i)), lr=1e-2
-    )
-
-
-def test_engine_resume_is_exact(tiny_dir, processor, tmp_path):
-    """Losses **after** an update that follows the load."""
-    batch, steps = make_batch(processor), []
-    engine = make_resumable(tiny_dir)
-    for i in range(5):
-        if i == 2:
-            torch.manual_seed(7)
-            engine.save_checkpoint(tmp_path / "step_2", {"step": 2, "note": "x"})
-            noise = torch.rand(3)
-        steps.append(engine.train_batch(batch, weighted_loss, ("logprobs", "entropy")))
-    other = make_resumable(tiny_dir)
-    assert other.load_checkpoint(tmp_path / "step_2") == {"step": 2, "note": "x"}
-    assert torch.equal(torch.rand(3), noise)
-    for expected in steps[2:]:
-        assert other.train_batch(batch, weighted_loss, ("logprobs", "entropy")) == expected
-    assert [p.name for p in tmp_path.iterdir()] == ["step_2"]
-
-
-def test_a_checkpoint_is_written_while_training_goes_on(tiny_dir, processor, tmp_path):
-    """It holds what was there at the save, its place is empty or whole, and the next save or load waits for it."""
-    batch, engine = make_batch(processor), make_resumable(tiny_dir)
-    engine.train_batch(batch, weighted_loss, ("logprobs", "entropy"))
-    at_save = {name: tensor.clone() for name, tensor in engine.get_per_tensor_param()}
-    engine.save_checkpoint(tmp_path / "step_1", {"step": 1}, wait=False)
-    later = [engine.train_batch(batch, weighted_loss, ("logprobs", "entropy")) for _ in range(2)]
-    engine.save_checkpoint(tmp_path / "step_1", {"step": 3}, wait=False)
-    other = make_resumable(tiny_dir)
-    assert other.load_checkpoint(tmp_path / "step_1") == {"step": 3}
-    engine.save_checkpoint(tmp_path / "step_4", {"step": 4}, wait=False)
-    checkpoint.finish()
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["step_1", "step_4"]
-    assert other.train_batch(batch, weighted_loss, ("logprobs", "entropy")) != later[1]
-
-    again = make_resumable(tiny_dir)
-    again.train_batch(batch, weighted_loss, ("logprobs", "entropy"))
-    again.save_checkpoint(tmp_path / "step_1", wait=False)
-    for parameter in again.module.parameters():  # what is written is a copy
-        parameter.data.zero_()
-    again.load_checkpoint(tmp_path / "step_1")
-    for name, tensor in again.get_per_tensor_param():
-        assert torch.equal(tensor, at_save[name]), name
-    assert [again.train_batch(batch, weighted_loss, ("logprobs", "entropy")) for _ in range(2)] == later
-
-
-def test_a_save_that_fails_in_its_thread_is_reported(tiny_dir, tmp_path):
-    engine = make_resumable(tiny_dir)
-    engine.save_checkpoint(tmp_path / "step_1", {"step": 1})
-    (tmp_path / "step_1.old").write_text("")  # which rmtree leaves, and no directory can be moved to
-    engine.save_checkpoint(tmp_path / "step_1", {"step": 2}, wait=False)
-    with pytest.raises(OSError):
-        checkpoint.finish()
-    assert engine.load_checkpoint(tmp_path / "step_1") == {"step": 1}
-
-
-def test_checkpoint_that_is_cut_short_names_the_file(tiny_dir, tmp_path):
-    engine = make_resumable(tiny_dir)
-    engine.save_checkpoint(tmp_path / "step_1", {})
-    shard = next(tmp_path.glob("step_1/*.distcp"))
-    whole = shard.read_bytes()
-    shard.write_bytes(whole[: len(whole) // 2])
-    half = len(whole) // 2
-    with pytest.raises(ValueError, match=rf"step_1: {shard.name} has {half} bytes, {len(whole)} bytes expected"):
-        engine.load_checkpoint(tmp_path / "step_1")
-    shard.unlink()
-    with pytest.raises(ValueError, match=f"{shard.name} is missing"):
-        engine.load_checkpoint(tmp_path / "step_1")
-    (tmp_path / "step_1" / "manifest.json").write_text('{"files": {')
-    with pytest.raises(ValueError, match="manifest.json is cut short"):
-        engine.load_checkpoint(tmp_path / "step_1")
-    with pytest.raises(ValueError, match="step_9: no manifest.json"):
-        engine.load_checkpoint(tmp_path / "step_9")
-
-
-def test_checkpoint_of_another_model(tiny_dir, tmp_path):
-    make_resumable(tiny_dir).save_checkpoint(tmp_path / "step_1", {})
-    other = load_model(tiny_dir)
-    other.resize_token_embeddings(500)
-    with pytest.raises(ValueError, match="step_1: does not fit this model"):
-        engine_for(tiny_dir, model=other).load_checkpoint(tmp_path / "step_1")
-
-
 def test_gathered_module_is_whole_and_shards_again(tiny_dir, processor):
-    engine = engine_for(tiny_dir)
-    batch = make_batch(processor)
-    with engine.gathered() as module:
-        assert all(type(p.data) is torch.Tensor for p in module.parameters())
-    engine.train_batch(batch, weighted_loss, ("logprobs", "entropy"))
-    with engine.gathered() as module:
-        inside = {n: p.detach().clone() for n, p in module.named_parameters()}
-    for name, tensor in engine.get_per_tensor_param():
-        assert torch.equal(tensor, inside[name]), name
+    """In bfloat16, as one process in float32 shards nothing."""
+    engine, batch = engine_for(tiny_dir, compute_dtype=torch.bfloat16), make_batch(processor)
+    for _ in range(2):
+        engine.train_batch(batch, weighted_loss, ("logprobs", "entropy"))
+        with engine.gathered() as module:
+            inside = {n: p.detach().clone() for n, p in module.named_parameters()}
+        assert all(type(x) is torch.Tensor and x.dtype == torch.bfloat16 for x in inside.values())
+        assert all(isinstance(p, DTensor) for p in engine.module.parameters())
+        for name, tensor in engine.get_per_tensor_param():
+            assert torch.equal(tensor.bfloat16(), inside[name]), name
+
+
+def test_a_single_process_in_one_precision_is_left_as_it_is(tiny_dir):
+    assert not any(isinstance(p, DTensor) for p in engine_for(tiny_dir).module.parameters())
 
 
 def test_weights_are_handed_over_in_full_precision(tiny_dir, processor):
@@ -425,7 +343,7 @@ def test_metrics_add_up_and_maxima_do_not(tiny_dir, processor):
 
 def test_bad_input_is_named(tiny_dir, processor):
     batch = make_batch(processor)
-    with pytest.raises(ValueError, match="no engine 'zero3' for a 'language_model' on 'cpu'; there are: fsdp2"):
+    with pytest.raises(ValueError, match="no engine 'zero3' for a 'language_model' on 'cpu'; there are: fsdp1"):
         make_engine("zero3", model=None)
     engine = engine_for(tiny_dir, optimizer=None)
     with pytest.raises(ValueError, match="without an optimizer"):
@@ -438,6 +356,13 @@ def test_bad_input_is_named(tiny_dir, processor):
         engine_for(tiny_dir).train_batch(batch, lambda out, mb: (out.logprobs.detach().sum(), {}))
 
 
+def test_a_back_end_that_is_not_installed_is_named(monkeypatch):
+    monkeypatch.delitem(sys.modules, "rlkit.engines.megatron", raising=False)
+    monkeypatch.setitem(sys.modules, "megatron.core", None)
+    with pytest.raises(ImportError, match=r"megatron engine needs megatron-core .*: pip install 'rlkit\[megatron\]'"):
+        make_engine("megatron", model=None)
+
+
 def test_an_engine_from_outside(monkeypatch):
     monkeypatch.setitem(sys.modules, "elsewhere", type(sys)("elsewhere"))
     sys.modules["elsewhere"].Engine = lambda **options: options
@@ -445,9 +370,21 @@ def test_an_engine_from_outside(monkeypatch):
     assert make_engine("mine", device="cpu", lr=1) == {"device": "cpu", "lr": 1}
 
 
-def test_manifest_is_json_and_nothing_else_travels(tiny_dir, tmp_path):
-    engine = make_resumable(tiny_dir)
-    engine.save_checkpoint(tmp_path / "step_1", {"step": 1})
-    manifest = json.loads((tmp_path / "step_1" / "manifest.json").read_text())
-    assert manifest["extra"]["extra"] == {"step": 1}
-    assert set(manifest["files"]) == {p.name for p in (tmp_path / "step_1").iterdir()} - {"manifest.json"}
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_weights_gradients_and_optimizer_leave_the_gpu_and_come_back(tiny_dir, processor):
+    batch, steps = make_batch(processor), []
+    for moves in (False, True):
+        engine = engine_for(tiny_dir, device="cuda")
+        steps.append([])
+        for _ in range(3):
+            steps[-1].append(engine.train_batch(batch, weighted_loss, ("logprobs", "entropy")))
+            if moves:
+                engine.to("cpu")
+                state = [
+                    x for one in engine.optimizer.state.values() for x in one.values() if isinstance(x, torch.Tensor)
+                ]
+                held = [x for p in engine.module.parameters() for x in (p, p.grad) if x is not None]
+                assert {x.device.type for x in [*state, *held]} == {"cpu"}
+                engine.to("cuda")
+    assert steps[1] == [pytest.approx(step, rel=1e-3) for step in steps[0]]

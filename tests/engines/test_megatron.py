@@ -11,6 +11,7 @@ import torch
 from rlkit.engines import make_engine
 from rlkit.vlm import VISION_TOWER, freeze, lora
 from rlkit.vlm.adapt import checkpoint_parameters
+from rlkit.vlm.routers import use_router_replay
 
 HERE = Path(__file__).parent
 sys.path.insert(0, str(HERE))
@@ -66,15 +67,19 @@ def test_every_split_equals_fsdp2(out, case):
     assert min(moved.values()) > 1e-3
 
 
-@pytest.mark.parametrize("case", [name for name, (*_, who, _) in ranks.CASES.items() if who == "all"])
+@pytest.mark.parametrize("case", [n for n, (_, kind, who, _) in ranks.CASES.items() if who == "all"])
 def test_scores_equal_transformers(out, case):
     kind = ranks.CASES[case][1]
     model, batch = ranks.make_model(kind), ranks.make_batch(list(range(ranks.ROWS)), kind)
+    if kind == "routed":
+        use_router_replay(model)
     expected = {name: torch.zeros(batch.tokens.shape) for name in OUTPUTS[ranks.losses_of(kind)]}
     for b, length in enumerate(batch.lengths):
         inputs = {"input_ids": batch.tokens[b : b + 1, :length], **batch.vision[b]}
         if kind == "vl":
             inputs["mm_token_type_ids"] = (inputs["input_ids"] == ranks.IMAGE).int()
+        if kind == "routed":
+            inputs["routed_experts"] = batch.routed_experts[b, :length]
         with torch.no_grad():
             logits = model(**inputs).logits[0, :-1]
         mask = batch.mask[b, 1:length]
@@ -151,7 +156,6 @@ def refused(split, world=8, kind="qwen2", **changes):
 def test_what_is_not_supported_is_named():
     assert "divisor of the 4 attention heads" in refused(Split(tensor=3))
     assert "divisor of the 47 neurons" in refused(Split(tensor=2), intermediate_size=47)
-    assert "divisor of the 95 tokens of the vocabulary" in refused(Split(tensor=2), vocab_size=95)
     assert "pipeline: at least 1 expected, came 0" in refused(Split(pipeline=0))
     assert "sequence_parallel" in refused(Split(sequence_parallel=True))
     assert "divisor of the 6 ranks" in refused(Split(tensor=2, pipeline=2), world=6)
@@ -163,7 +167,6 @@ def test_what_is_not_supported_is_named():
     assert "with experts it goes with sequence_parallel" in refused(Split(tensor=2, expert=2), kind="moe")
     assert "divisor of the 6 ranks" in refused(Split(pipeline=2, expert=2), kind="moe", world=6)
     assert "mlp_only_layers" in refused(Split(), kind="moe", mlp_only_layers=[0])
-    assert "context: 1 expected for qwen2_5_vl_text" in refused(Split(context=2), kind="vl")
     assert "'yarn'" in refused(Split(), rope_parameters={"rope_type": "yarn"})
 
 
@@ -187,6 +190,47 @@ def test_a_wrong_model_or_call_is_named(alone):
     assert engine.infer_batch(batch)["logprobs"].sum() < 0  # it scores all the same
     with pytest.raises(ValueError, match="already has an engine with 1 x 1 x 1 x 1"):
         use_split(Split(tensor=2), torch.device("cpu"))
+
+
+def test_an_option_of_another_engine_is_named(alone):
+    model = ranks.make_model("qwen2")
+    with pytest.raises(ValueError, match="megatron engine: no option fsdp_size, colour; there are: model, processor, "):
+        make_engine("megatron", model=model, fsdp_size=2, colour=3)
+    with pytest.raises(ValueError, match="fsdp2 engine: no option pipeline; there are: .* tensor, "):
+        make_engine("fsdp2", model=model, pipeline=2)
+    with pytest.raises(ValueError, match="use_remove_padding: the megatron engine packs its rows"):
+        make_engine("megatron", model=model, use_remove_padding=False)
+    with pytest.raises(ValueError, match="ulysses_sequence_parallel_size: the megatron engine has context=2 instead"):
+        make_engine("megatron", model=model, ulysses_sequence_parallel_size=2)
+    with pytest.raises(ValueError, match="router_replay: a model with experts expected, came qwen2"):
+        make_engine("megatron", model=model, router_replay=True)
+
+
+def test_routing_that_does_not_fit_is_named(alone):
+    engine, batch = ranks.engine_for("megatron", "routed"), ranks.make_batch([0, 1], "routed")
+    batch.routed_experts[0, 0, 0, 0] = 4
+    with pytest.raises(ValueError, match="routed_experts: numbers below 4 expected, came 4: is it another model's"):
+        engine.infer_batch(batch)
+    batch.fields["routed_experts"] = batch.routed_experts[..., :1]
+    with pytest.raises(ValueError, match=r"\[B, T, 2 layers, 2 experts\] expected, came \[B, T, 2, 1\]"):
+        engine.infer_batch(batch)
+
+
+@pytest.mark.parametrize("kind", ["moe", "vl"])
+def test_a_sampler_is_given_the_transformers_model(kind, alone):
+    model = ranks.make_model(kind)
+    model.generation_config.eos_token_id = 7
+    engine = make_engine("megatron", model=model, optimizer=lambda params: torch.optim.AdamW(params, lr=1e-2))
+    moved = engine.train_batch(ranks.make_batch([0, 1], kind), POLICY[2])
+    weights = dict(engine.get_per_tensor_param())
+    with engine.gathered() as module:
+        assert moved["skipped_steps"] == 0 and type(module) is type(model) and not module.training
+        found = dict(checkpoint_parameters(module, module.named_parameters()))
+        assert found.keys() == weights.keys() and all(torch.equal(found[name], weights[name]) for name in weights)
+        assert module.generation_config.eos_token_id == 7
+        tokens = torch.tensor([[1, 2, 3]])
+        model.load_state_dict(module.state_dict())
+        assert torch.equal(module(input_ids=tokens).logits, model(input_ids=tokens).logits)  # buffers are right, too
 
 
 def test_making_an_engine_moves_no_random_state(alone):
@@ -253,7 +297,8 @@ def test_video_is_refused(alone):
     batch = ranks.make_batch([0], "vl")
     batch.tokens[batch.tokens == ranks.IMAGE] = ranks.IMAGE - 1
     (image,) = batch.vision
-    batch.vision = [{"pixel_values_videos": image["pixel_values"], "video_grid_thw": image["image_grid_thw"]}]
+    times = {"video_grid_thw": image["image_grid_thw"], "second_per_grid_ts": torch.ones(1)}
+    batch.vision = [{"pixel_values_videos": image["pixel_values"], **times}]
     with pytest.raises(ValueError, match="batch: videos are not supported by the megatron engine"):
         engine.infer_batch(batch)
 

@@ -1,6 +1,7 @@
 """Rows shared by two and four ranks: the numbers of one process. What the ranks do stands in `on_ulysses_ranks.py`."""
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -117,7 +118,26 @@ def test_what_cannot_be_shared_is_said_on_every_rank(results):
             "data_world), and at least one came with others",
         ),
     }
-    assert [of_rank["refusals"] for of_rank in said(results)] == [expected] * 2
+    for of_rank in said(results):
+        assert {name: of_rank["refusals"].get(name) for name in expected} == expected
+
+
+def test_a_checkpoint_that_will_not_do_is_named_on_every_rank(results):
+    """Of another model, without a shard, cut short, damaged, or none at all."""
+    other = r"OUT/Ulysses 2/qwen2.checkpoint: does not fit this model and optimizer, or is damaged: "
+    expected = {
+        "wider": other + r"Size mismatch .*\[8, 32\].*\[16, 32\]. for .*layers.0.self_attn.k_proj.weight",
+        "deeper": other + r"Missing key in .*layers\.2\.",
+        "shallower": r"OUT/Ulysses 2/qwen2.checkpoint: of another model.*it holds model.layers.1.input_layernorm",
+        "gone": r"OUT/gone: __1_0.distcp is missing, \d+ bytes expected",
+        "half": r"OUT/half: __1_0.distcp has \d+ bytes, \d+ bytes expected",
+        "rotten": r"OUT/rotten: .* is damaged: ",
+        "unlisted": r"OUT/unlisted: .metadata cannot be read: ",
+        "none": r"OUT/none: no manifest.json",
+    }
+    for of_rank in said(results):
+        for name, pattern in expected.items():
+            assert re.match("checkpoint " + pattern, of_rank["refusals"].get(name, "nothing")), name
 
 
 # --- in one process: what a rank is given

@@ -1,0 +1,169 @@
+"""Tiny configurations of every family: of text, with a vision tower, and those whose rows cannot be packed."""
+
+IMAGE = 90
+BASE = {
+    "vocab_size": 97, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "head_dim": 8, "max_position_embeddings": 128, "pad_token_id": 0, "bos_token_id": 1,
+    "eos_token_id": 2,
+}  # fmt: skip
+EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
+BOTH = ["sliding_attention", "full_attention"]
+LINEAR = {
+    "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 8, "linear_value_head_dim": 8,
+    "layer_types": ["linear_attention", "full_attention"],
+}  # fmt: skip
+TEXT = {
+    "qwen2": {},
+    "qwen2_sliding": {"use_sliding_window": True, "sliding_window": 5, "max_window_layers": 1},
+    "qwen3": {},
+    "llama": {"attention_bias": True},
+    "mistral": {"sliding_window": 5},
+    "gemma2": {"sliding_window": 5, "layer_types": BOTH, "attn_logit_softcapping": 0.5, "query_pre_attn_scalar": 3},
+    "gemma3_text": {"sliding_window": 5, "layer_types": BOTH, "query_pre_attn_scalar": 3},
+    "qwen3_moe": {**EXPERTS, "decoder_sparse_step": 1, "num_key_value_heads": 1},
+    "qwen2_moe": {**EXPERTS, "shared_expert_intermediate_size": 16},
+    "mixtral": {"num_local_experts": 4, "sliding_window": 5},
+    "gpt_oss": {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 5, "layer_types": BOTH},
+    "deepseek_v3": {
+        "q_lora_rank": 8, "kv_lora_rank": 8, "qk_rope_head_dim": 4, "qk_nope_head_dim": 8, "v_head_dim": 6,
+        "num_key_value_heads": 4, "first_k_dense_replace": 2, "n_routed_experts": 8, "n_group": 2, "topk_group": 1,
+        "head_dim": 4, "num_experts_per_tok": 2,
+    },
+    "diffllama": {},
+    "gpt2": {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 128},
+}  # fmt: skip
+SIGLIP = {
+    "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "image_size": 16,
+    "patch_size": 4,
+}  # fmt: skip
+WORDS = {k: v for k, v in BASE.items() if k != "head_dim"}
+ROPE = {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 1, 1]}}
+VIT2 = {"depth": 1, "num_heads": 2, "patch_size": 4}
+VIT25 = {
+    **VIT2, "hidden_size": 16, "intermediate_size": 32, "out_hidden_size": 32, "window_size": 16,
+    "fullatt_block_indexes": [0],
+}  # fmt: skip
+VIT3 = {
+    **VIT2, "hidden_size": 16, "intermediate_size": 32, "out_hidden_size": 32, "num_position_embeddings": 16,
+    "deepstack_visual_indexes": [0],
+}  # fmt: skip
+GLM_VIT = {**VIT2, "hidden_size": 16, "intermediate_size": 32, "out_hidden_size": 32, "image_size": 16}
+GLM_IDS = {
+    "image_start_token_id": 91, "image_end_token_id": 92, "video_start_token_id": 93, "video_end_token_id": 94,
+    "video_token_id": 95,
+}  # fmt: skip
+QWEN_IDS = {"vision_start_token_id": 91, "vision_end_token_id": 92, "video_token_id": 95}
+OMNI = {  # what hears is there, and is given nothing
+    "audio_config": {
+        "encoder_layers": 1, "encoder_attention_heads": 2, "encoder_ffn_dim": 16, "d_model": 16, "output_dim": 32,
+    },
+    **QWEN_IDS, "audio_token_id": 96, "audio_start_token_id": 93, "audio_end_token_id": 94,
+}  # fmt: skip
+PATCHES = (4, (16, 3 * 2 * 4 * 4))
+VISION = {  # the config, tokens of an image, its tensors
+    "llava": (
+        {
+            "text_config": {**WORDS, "model_type": "llama"},
+            "vision_config": {**SIGLIP, "model_type": "clip_vision_model", "projection_dim": 16},
+            "image_seq_length": 16,
+        },
+        16,
+        (1, 3, 16, 16),
+    ),
+    "internvl": (
+        {
+            "text_config": {**WORDS, "model_type": "qwen2"},
+            "vision_config": {**SIGLIP, "model_type": "internvl_vision", "image_size": [16, 16], "patch_size": [4, 4]},
+            "image_seq_length": 4,
+        },
+        4,
+        (1, 3, 16, 16),
+    ),
+    "smolvlm": (
+        {"text_config": {**WORDS, "model_type": "llama"}, "vision_config": {**SIGLIP}, "scale_factor": 2},
+        4,
+        (1, 1, 3, 16, 16),
+    ),
+    "idefics3": (
+        {"text_config": {**WORDS, "model_type": "llama"}, "vision_config": {**SIGLIP}, "scale_factor": 2},
+        4,
+        (1, 1, 3, 16, 16),
+    ),
+    "gemma3": (
+        {
+            "text_config": {**BASE, "sliding_window": 5, "layer_types": BOTH, "model_type": "gemma3_text"},
+            "vision_config": {**SIGLIP, "model_type": "siglip_vision_model", "vision_use_head": False},
+            "mm_tokens_per_image": 4,
+        },
+        4,
+        (1, 3, 16, 16),
+    ),
+    "glm4v": ({"text_config": {**WORDS, **ROPE}, "vision_config": GLM_VIT, **GLM_IDS}, *PATCHES),
+    "glm46v": ({"text_config": {**WORDS, **ROPE}, "vision_config": GLM_VIT, **GLM_IDS}, *PATCHES),
+    "glm4v_moe": (
+        {
+            "text_config": {
+                **WORDS, **ROPE, "n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16,
+                "first_k_dense_replace": 1, "partial_rotary_factor": 1.0,
+            },
+            "vision_config": GLM_VIT, **GLM_IDS,
+        },
+        *PATCHES,
+    ),
+    "glm_ocr": ({"text_config": {**BASE, **ROPE}, "vision_config": GLM_VIT, **GLM_IDS}, *PATCHES),
+    "qwen2_vl": (
+        {
+            "text_config": {**WORDS, **ROPE}, "vision_config": {**VIT2, "embed_dim": 16, "hidden_size": 32}, **QWEN_IDS,
+        },
+        *PATCHES,
+    ),
+    "qwen2_5_vl": ({"text_config": {**WORDS, **ROPE}, "vision_config": VIT25, **QWEN_IDS}, *PATCHES),
+    "qwen3_vl": ({"text_config": {**BASE, **ROPE}, "vision_config": VIT3, **QWEN_IDS}, *PATCHES),
+    "qwen3_vl_moe": (
+        {
+            "text_config": {**BASE, **ROPE, **EXPERTS, "decoder_sparse_step": 1, "moe_intermediate_size": 24},
+            "vision_config": VIT3, **QWEN_IDS,
+        },
+        *PATCHES,
+    ),
+    "qwen2_5_omni_thinker": ({"text_config": {**WORDS, **ROPE}, "vision_config": VIT25, **OMNI}, *PATCHES),
+    "qwen3_omni_moe_thinker": (
+        {
+            "text_config": {**BASE, **ROPE, **EXPERTS, "decoder_sparse_step": 1}, "vision_config": VIT3, **OMNI,
+        },
+        *PATCHES,
+    ),
+}  # fmt: skip
+VIT35 = {name: value for name, value in VIT3.items() if name != "deepstack_visual_indexes"}
+HYBRID = {  # as VISION, of families whose rows cannot be packed
+    "qwen3_5": ({"text_config": {**BASE, **ROPE, **LINEAR}, "vision_config": VIT35, **QWEN_IDS}, *PATCHES),
+    "qwen3_5_moe": (
+        {
+            "text_config": {**BASE, **ROPE, **LINEAR, **EXPERTS, "shared_expert_intermediate_size": 16},
+            "vision_config": VIT35, **QWEN_IDS,
+        },
+        *PATCHES,
+    ),
+}  # fmt: skip
+REFUSED = {
+    "qwen3_next": ({**LINEAR, **EXPERTS, "shared_expert_intermediate_size": 16}, "linear-attention, state-space"),
+    "qwen3_5_text": (LINEAR, "linear-attention, state-space"),
+    "mamba": ({"state_size": 4}, "linear-attention, state-space"),
+    "falcon_h1": ({"mamba_d_ssm": 32, "mamba_n_heads": 4, "mamba_d_head": 8, "mamba_d_state": 8}, "state-space"),
+    "minimax": ({"num_local_experts": 2, "layer_types": LINEAR["layer_types"]}, "linear-attention"),
+    "lfm2": ({"layer_types": ["conv", "full_attention"], "block_multiple_of": 8}, "convolution"),
+    "llama4_text": (
+        {
+            "num_local_experts": 2, "intermediate_size_mlp": 32, "attention_chunk_size": 5,
+            "layer_types": ["chunked_attention", "full_attention"],
+        },
+        "layers of chunked_attention",
+    ),
+    "gpt_neo": (
+        {"attention_types": [[["global", "local"], 1]], "num_layers": 2, "num_heads": 4, "window_size": 5},
+        "does not go through transformers' AttentionInterface",
+    ),
+    "recurrent_gemma": ({"lru_width": 32, "attention_window_size": 5, "num_hidden_layers": 3}, "state-space"),
+    "stablelm": ({}, "does not go through transformers' AttentionInterface"),  # or does not say so
+    "bloom": ({"n_layer": 2, "n_head": 4}, "does not go through transformers' AttentionInterface"),
+}  # fmt: skip

@@ -1,0 +1,157 @@
+"""Checkpoints of the fsdp2 engine in one process. On several ranks: `test_ranks.py`, `test_ulysses.py`."""
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from rlkit.engines import checkpoint, make_engine
+from rlkit.losses import token_mean
+from rlkit.vlm import VISION_TOWER, freeze, load_model, load_processor
+
+sys.path.insert(0, str(Path(__file__).parent))
+from rows import make_batch
+
+
+@pytest.fixture(scope="module")
+def processor(tiny_dir):
+    return load_processor(tiny_dir)
+
+
+def weighted_loss(out, mb):
+    """Uses both outputs, so that both gradients are compared."""
+    weights = mb.advantages[:, None] * out.logprobs + 0.3 * out.entropy
+    return token_mean(weights, mb.mask, mb.total_tokens), {}
+
+
+def make_resumable(tiny_dir, *, model=None):
+    return make_engine(
+        "fsdp2",
+        model=model or load_model(tiny_dir),
+        optimizer=lambda params: torch.optim.AdamW(params, lr=1e-2, eps=1e-4),
+        scheduler=lambda opt: torch.optim.lr_scheduler.LambdaLR(opt, lambda i: 1 / (1 + i)),
+    )
+
+
+def test_engine_resume_is_exact(tiny_dir, processor, tmp_path):
+    """Losses **after** an update that follows the load."""
+    batch, steps = make_batch(processor), []
+    engine = make_resumable(tiny_dir)
+    for i in range(5):
+        if i == 2:
+            torch.manual_seed(7)
+            engine.save_checkpoint(tmp_path / "step_2", {"step": 2, "note": "x"})
+            noise = torch.rand(3)
+        steps.append(engine.train_batch(batch, weighted_loss, ("logprobs", "entropy")))
+    other = make_resumable(tiny_dir)
+    assert other.load_checkpoint(tmp_path / "step_2") == {"step": 2, "note": "x"}
+    assert torch.equal(torch.rand(3), noise)
+    for expected in steps[2:]:
+        assert other.train_batch(batch, weighted_loss, ("logprobs", "entropy")) == expected
+    assert [p.name for p in tmp_path.iterdir()] == ["step_2"]
+
+
+def test_a_checkpoint_is_written_while_training_goes_on(tiny_dir, processor, tmp_path):
+    """It holds what was there at the save, its place is empty or whole, and the next save or load waits for it."""
+    batch, engine = make_batch(processor), make_resumable(tiny_dir)
+    engine.train_batch(batch, weighted_loss, ("logprobs", "entropy"))
+    at_save = {name: tensor.clone() for name, tensor in engine.get_per_tensor_param()}
+    engine.save_checkpoint(tmp_path / "step_1", {"step": 1}, wait=False)
+    later = [engine.train_batch(batch, weighted_loss, ("logprobs", "entropy")) for _ in range(2)]
+    engine.save_checkpoint(tmp_path / "step_1", {"step": 3}, wait=False)
+    other = make_resumable(tiny_dir)
+    assert other.load_checkpoint(tmp_path / "step_1") == {"step": 3}
+    engine.save_checkpoint(tmp_path / "step_4", {"step": 4}, wait=False)
+    checkpoint.finish()
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["step_1", "step_4"]
+    assert other.train_batch(batch, weighted_loss, ("logprobs", "entropy")) != later[1]
+
+    again = make_resumable(tiny_dir)
+    again.train_batch(batch, weighted_loss, ("logprobs", "entropy"))
+    again.save_checkpoint(tmp_path / "step_1", wait=False)
+    for parameter in again.module.parameters():  # what is written is a copy
+        parameter.data.zero_()
+    again.load_checkpoint(tmp_path / "step_1")
+    for name, tensor in again.get_per_tensor_param():
+        assert torch.equal(tensor, at_save[name]), name
+    assert [again.train_batch(batch, weighted_loss, ("logprobs", "entropy")) for _ in range(2)] == later
+
+
+def test_a_save_that_fails_in_its_thread_is_reported(tiny_dir, tmp_path):
+    engine = make_resumable(tiny_dir)
+    engine.save_checkpoint(tmp_path / "step_1", {"step": 1})
+    (tmp_path / "step_1.old").write_text("")  # which rmtree leaves, and no directory can be moved to
+    engine.save_checkpoint(tmp_path / "step_1", {"step": 2}, wait=False)
+    with pytest.raises(OSError):
+        checkpoint.finish()
+    assert engine.load_checkpoint(tmp_path / "step_1") == {"step": 1}
+
+
+def test_checkpoint_that_is_cut_short_names_the_file(tiny_dir, tmp_path):
+    engine = make_resumable(tiny_dir)
+    engine.save_checkpoint(tmp_path / "step_1", {})
+    shard = next(tmp_path.glob("step_1/*.distcp"))
+    whole = shard.read_bytes()
+    shard.write_bytes(whole[: len(whole) // 2])
+    half = len(whole) // 2
+    with pytest.raises(ValueError, match=rf"step_1: {shard.name} has {half} bytes, {len(whole)} bytes expected"):
+        engine.load_checkpoint(tmp_path / "step_1")
+    shard.unlink()
+    with pytest.raises(ValueError, match=f"{shard.name} is missing"):
+        engine.load_checkpoint(tmp_path / "step_1")
+    (tmp_path / "step_1" / "manifest.json").write_text('{"files": {')
+    with pytest.raises(ValueError, match="manifest.json is cut short"):
+        engine.load_checkpoint(tmp_path / "step_1")
+    with pytest.raises(ValueError, match="step_9: no manifest.json"):
+        engine.load_checkpoint(tmp_path / "step_9")
+
+
+def test_checkpoint_of_another_model(tiny_dir, tmp_path):
+    make_resumable(tiny_dir).save_checkpoint(tmp_path / "step_1", {})
+    other = load_model(tiny_dir)
+    other.resize_token_embeddings(500)
+    with pytest.raises(ValueError, match="step_1: does not fit this model"):
+        make_resumable(tiny_dir, model=other).load_checkpoint(tmp_path / "step_1")
+
+
+def test_manifest_is_json_and_nothing_else_travels(tiny_dir, tmp_path):
+    engine = make_resumable(tiny_dir)
+    engine.save_checkpoint(tmp_path / "step_1", {"step": 1})
+    manifest = json.loads((tmp_path / "step_1" / "manifest.json").read_text())
+    assert manifest["extra"]["extra"] == {"step": 1}
+    assert set(manifest["files"]) == {p.name for p in (tmp_path / "step_1").iterdir()} - {"manifest.json"}
+
+
+@pytest.mark.parametrize("then", ["load", "save"])
+def test_one_killed_between_its_two_moves_is_put_back(tiny_dir, tmp_path, then):
+    """What stood there was moved aside, what was to come had not been moved yet."""
+    engine = make_resumable(tiny_dir)
+    engine.save_checkpoint(tmp_path / "step_1", {"step": 1})
+    (tmp_path / "step_1").rename(tmp_path / "step_1.old")
+    if then == "save":
+        with pytest.raises(FileNotFoundError):  # nothing was written, and so nothing is let go of
+            checkpoint.replace_directory(tmp_path / "step_1.part", tmp_path / "step_1")
+    assert engine.load_checkpoint(tmp_path / "step_1") == {"step": 1}
+
+
+def test_a_checkpoint_of_which_more_trains(tiny_dir, tmp_path):
+    """Or a frozen part would keep what the model began with."""
+    make_resumable(tiny_dir).save_checkpoint(tmp_path / "step_1", {})
+    model = load_model(tiny_dir)
+    freeze(model, VISION_TOWER)
+    with pytest.raises(ValueError, match=r"step_1: .* of which more trains: it holds model.visual.* and \d+ more that"):
+        make_resumable(tiny_dir, model=model).load_checkpoint(tmp_path / "step_1")
+
+
+def test_the_newest_are_kept(tiny_dir, tmp_path):
+    """By number and not by name; what is no checkpoint stays."""
+    make_resumable(tiny_dir)  # a process group
+    for name in ("step_9", "step_10", "step_2", "step_11.part", "step_x", "else"):
+        (tmp_path / name).mkdir()
+    checkpoint.keep_newest(tmp_path, 2)
+    assert [path.name for path in checkpoint.checkpoints(tmp_path)] == ["step_9", "step_10"]
+    assert {path.name for path in tmp_path.iterdir()} == {"step_9", "step_10", "step_11.part", "step_x", "else"}
+    checkpoint.keep_newest(tmp_path, 0)  # keeps all
+    assert len(checkpoint.checkpoints(tmp_path)) == 2
