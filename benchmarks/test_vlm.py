@@ -9,8 +9,9 @@ contestant's own convention before the clock starts: the kinds of the tokens for
 and a record of each image.
 
 flash-attn does not install everywhere, so that `flash_attn` is what its `bert_padding` computes, written down here: a
-gather and a scatter whose index is as wide as the row (it calls them faster), and an assignment by index on the way
-back. `transformers` is transformers' own, for attention packages that have none.
+gather whose index is as wide as the row (it calls that faster) with a scatter as its gradient, and an assignment by
+index on the way back. `transformers` is transformers' own, for attention packages that have none. With a trailing
+dimension there is `copy`, too: it makes a copy of the result and nothing else, which no function can do without.
 """
 
 import importlib
@@ -136,10 +137,21 @@ def vllm_positions(family: str, config: object, tokens: Tensor, mask: Tensor) ->
 # --- unpad and repad
 
 
+class GatherRows(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, flat: Tensor, indices: Tensor) -> Tensor:
+        ctx.rows, wide = len(flat), indices[:, None].expand(-1, flat.shape[1])
+        ctx.save_for_backward(wide)
+        return flat.gather(0, wide)
+
+    @staticmethod
+    def backward(ctx, gradient: Tensor) -> tuple[Tensor, None]:
+        return gradient.new_zeros(ctx.rows, gradient.shape[1]).scatter_(0, *ctx.saved_tensors, gradient), None
+
+
 def gather_rows(x: Tensor, indices: Tensor) -> Tensor:
     flat = x.flatten(0, 1).reshape(x.shape[0] * x.shape[1], -1)
-    wide = indices[:, None].expand(-1, flat.shape[1])
-    return flat.gather(0, wide).view(-1, *x.shape[2:])
+    return GatherRows.apply(flat, indices).view(-1, *x.shape[2:])
 
 
 def put_rows(values: Tensor, indices: Tensor, batch: int, width: int) -> Tensor:
@@ -187,8 +199,16 @@ def padding_contestants(shape: tuple[int, ...], backward: bool) -> dict[str, Con
         ),
     }
     if backward:
-        return {"both": {name: both_ways(*way) for name, way in ways.items()}}
-    return {
+        gradient = both_ways(*ways["rlkit"])().clone()
+        return {
+            "both": {
+                **{name: both_ways(*way) for name, way in ways.items()},
+                "copy": lambda: (values.clone(), x.detach().clone(), values.clone(), gradient.clone())[-1],
+            }
+        }
+    again, padded = values.clone(), repad(packed)
+    copies = {"unpad": again.clone, "repad": padded.clone, "another": again.clone}
+    found = {
         "unpad": {name: lambda there=there: there()[0] for name, (there, _) in ways.items()},
         "repad": {
             "rlkit": lambda: repad(values, packed),
@@ -201,6 +221,7 @@ def padding_contestants(shape: tuple[int, ...], backward: bool) -> dict[str, Con
             "transformers": lambda: reference._unpad_input(x, mask)[0],
         },
     }
+    return {what: {**contestants, "copy": copies[what]} for what, contestants in found.items()}
 
 
 # --- a training step on rows of which half is padding
@@ -249,20 +270,23 @@ def step_contestants() -> Contestants:
     return {"rlkit": step(), "rlkit padded": step(use_remove_padding=False), "transformers padded": loop}
 
 
-WIDE, FEW = (64, 512, 128), (256, 2048)
+FEW, NARROW, WIDE = (256, 2048), (64, 512, 16), (64, 512, 128)
+OTHERS = ("flash_attn", "transformers")
 GROUPS: dict[str, tuple[tuple[str, ...], Callable[[], Contestants]]] = {
     "position ids, Qwen2.5-VL": (("transformers", "vllm"), lambda: position_contestants("qwen2_5_vl")),
     "position ids, Qwen3-VL": (("transformers", "vllm"), lambda: position_contestants("qwen3_vl")),
     "training step, half padding": (("rlkit padded", "transformers padded"), step_contestants),
 }
 for what, name in {"unpad": "unpad", "repad": "repad", "another": "unpad another of the same rows"}.items():
-    for shape in (FEW, WIDE):
+    for shape in (FEW, NARROW, WIDE):
         GROUPS[f"{name}, {' x '.join(map(str, shape))}"] = (
-            ("flash_attn", "transformers"), lambda what=what, shape=shape: padding_contestants(shape, False)[what],
-        )  # fmt: skip
-GROUPS[f"unpad, repad and gradient, {' x '.join(map(str, WIDE))}"] = (
-    ("flash_attn", "transformers"), lambda: padding_contestants(WIDE, True)["both"],
-)  # fmt: skip
+            OTHERS if shape is FEW else (*OTHERS, "copy"),
+            lambda what=what, shape=shape: padding_contestants(shape, False)[what],
+        )
+for shape in (NARROW, WIDE):
+    GROUPS[f"unpad, repad and gradient, {' x '.join(map(str, shape))}"] = (
+        (*OTHERS, "copy"), lambda shape=shape: padding_contestants(shape, True)["both"],
+    )  # fmt: skip
 CASES = [
     (group, name)
     for group, (others, _) in GROUPS.items()

@@ -26,12 +26,18 @@ COLUMNS: dict[str, list[tuple[str, str, str]]] = {
         ("engines/test_ulysses.py", "test_family_equals_one_sequence_at_a_time", "family"),
         ("engines/test_ulysses.py", "test_token_mean_invariant_to_sequence_and_tensor_parallel", "name"),
     ],
-    "mixed batch": [(EVERY, "test_a_blank_image_changes_no_number", "family")],
+    "mixed batch": [
+        (EVERY, "test_a_blank_image_changes_no_number", "family"),
+        ("engines/test_blank_images.py", "test_a_blank_image_changes_no_number_and_reaches_the_tower", "family"),
+    ],
     "processor": [(EVERY, "test_both_tracks_are_the_processors_own", "family")],
     "freeze": [(EVERY, "test_frozen_parameters_do_not_move", "family")],
     "LoRA": [(EVERY, "test_lora_moves_adapters_alone_and_merges", "family")],
     "HF sampler": [(EVERY, "test_the_samplers_logprobs_are_the_trainers", "family")],
-    "vLLM": [("rollout/test_vllm.py", "test_logprobs_are_the_trainers_whenever_weights_were_synced", "kind")],
+    "vLLM": [
+        ("rollout/test_vllm.py", "test_logprobs_are_the_trainers_whenever_weights_were_synced", "kind"),
+        ("rollout/test_vllm.py", "test_a_family_samples_what_its_trainer_scores", "family"),
+    ],
 }
 HEAD = """# Model families
 
@@ -49,7 +55,7 @@ MEANING = {
     "freeze": "what is frozen has no gradient and does not move, in the fsdp2 engine",
     "LoRA": "adapters alone move; merged they give the same logprobs; `disable_adapter` gives the model back",
     "HF sampler": "the logprobs of what is sampled are the trainer's",
-    "vLLM": "the same with vLLM in the trainer's process, after every hand-over of weights",
+    "vLLM": "the same with vLLM in the trainer's process on a CPU, after every hand-over of weights",
 }
 
 
@@ -76,7 +82,8 @@ def parameters(test: Callable, name: str) -> list[str]:
 
 def family(module: ModuleType, value: str) -> str:
     case = getattr(module, "CASES", {}).get(value)
-    return (value if case is None else case.model).removesuffix("_sliding").removesuffix("_tied")
+    name = value if case is None else case.model
+    return name.removesuffix("_sliding").removesuffix("_tied").removesuffix("_thinker")
 
 
 def page() -> str:
@@ -108,13 +115,19 @@ def page() -> str:
     for column, tests in COLUMNS.items():
         by = ", ".join(dict.fromkeys(f"`{file.split('/')[1]}`" for file, _, _ in tests))
         lines.append(f"| {column} | {MEANING[column]} | {by} |")
-    refused = ", ".join(sorted(families.REFUSED))
+    refused = ", ".join(sorted({*families.REFUSED, *families.HYBRID}))
     positions = ", ".join(sorted(load("vlm/test_rope3d_specs.py").ROPE3D_REFUSED))
+    vllm = modules["rollout/test_vllm.py"]
+    with_vllm = "; ".join(f"{name} ({why})" for name, why in vllm.REFUSED.items())
     more = f"""
+Of Qwen-Omni it is the thinker that trains, on text and images: transformers' class of the thinker, handed to
+`make_engine`, as `load_model` knows no model with a talker.
+
 Refused by name, with a reason:
 
 - packed rows (padded ones train): {refused};
 - positions: {positions};
+- vLLM: {with_vllm}; it has no model of {", ".join(sorted(vllm.ABSENT))};
 - prefix attention (PaliGemma), and sequences in one forward that would change each other's RoPE (dynamic, longrope).
 
 transformers' SmolVLM processor wants the package `num2words`, and the last column vLLM; without them those tests are

@@ -14,6 +14,7 @@ from rlkit.vlm.processors import (
 from rlkit.vlm.rope3d import ROPE3D_MODEL_TYPES, ROPE3D_REFUSED, Rope3DSpec, rope3d_position_ids, rope3d_spec
 from rlkit.vlm.tiny import (
     build_tiny,
+    model_or_tiny,
     tiny_config,
     tiny_processor,
     tiny_text_config,
@@ -36,6 +37,7 @@ __all__ = [
     "load_processor",
     "lora",
     "merged_parameters",
+    "model_or_tiny",
     "model_path",
     "placeholder_ids",
     "rope3d_position_ids",

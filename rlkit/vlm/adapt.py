@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+
+from rlkit.vlm.families import NAMED_AS_IN_FILES, TRANSPOSED_EXPERTS
 
 VISION_TOWER = r"(^|\.)(visual|vision_tower|vision_model|vision_encoder)\."
 """Matches the parameters of the vision tower in the families that transformers knows."""
@@ -85,25 +87,52 @@ def _part(name: str) -> str:
     return kind + ".".join(name.split(".")[:2])
 
 
-def merged_parameters(model: nn.Module, full: Any = lambda tensor: tensor) -> Iterator[tuple[str, Tensor]]:
-    """(name, tensor) of every parameter of the model under its adapters, LoRA merged on the way, one at a time.
+def merged_parameters(
+    model: nn.Module, full: Callable[[Sequence[Tensor]], Iterable[Tensor]] = iter, bucket_bytes: int = 0
+) -> Iterator[tuple[str, Tensor]]:
+    """(name, tensor) of every parameter of the model under its adapters, LoRA merged on the way.
+
+    None is held here once the next is asked for; who asks lets go of it before, or holds two.
 
     Args:
         model: plain, or wrapped by `lora`.
-        full: makes a whole tensor of a sharded parameter; called once for each parameter, in the same order everywhere.
+        full: makes whole tensors of sharded parameters, one after the other; called for each bucket, in the same order
+            everywhere.
+        bucket_bytes: most that one call is asked for, whole tensors and adapters; what is larger goes alone, and so
+            does each by default.
     """
     adapted = [module for module in model.modules() if "default" in getattr(module, "lora_A", ())]
     adapters = {id(_adapted(module)): module for module in adapted}
+    bucket: list[tuple[str, Any, list[Tensor]]] = []
+    held = 0
     for name, parameter in model.named_parameters():
         if ".lora_" in name:
             continue
-        tensor = full(parameter.detach())
-        if (adapter := adapters.get(id(parameter))) is not None:
-            tensor = tensor + _delta(adapter, full).to(tensor.dtype)
-        yield re.sub(r"^base_model\.model\.", "", name).replace(".base_layer", ""), tensor
+        adapter = adapters.get(id(parameter))
+        parts = [parameter, *([] if adapter is None else _pair(adapter))]
+        size = sum(part.numel() * part.element_size() for part in parts)
+        if bucket and held + size > bucket_bytes:
+            yield from _merged(bucket, full)
+            bucket, held = [], 0
+        name = re.sub(r"^base_model\.model\.", "", name).replace(".base_layer", "")
+        bucket.append((name, adapter, [part.detach() for part in parts]))
+        held += size
+    yield from _merged(bucket, full)
 
 
-def adapter_parameters(model: nn.Module, full: Any = lambda tensor: tensor) -> Iterator[tuple[str, Tensor]]:
+def _merged(bucket: Sequence[tuple[str, Any, list[Tensor]]], full: Any) -> Iterator[tuple[str, Tensor]]:
+    whole = iter(full([part for *_, parts in bucket for part in parts]))
+    for name, adapter, _ in bucket:
+        tensor = next(whole)
+        if adapter is not None:
+            tensor = tensor + _delta(adapter, next(whole), next(whole)).to(tensor.dtype)
+        yield name, tensor
+        del tensor  # or it is there while the next is made
+
+
+def adapter_parameters(
+    model: nn.Module, full: Callable[[Sequence[Tensor]], Iterable[Tensor]] = iter
+) -> Iterator[tuple[str, Tensor]]:
     """(name, tensor) of every LoRA parameter, under the names of peft's adapter files, one at a time.
 
     Args:
@@ -112,7 +141,7 @@ def adapter_parameters(model: nn.Module, full: Any = lambda tensor: tensor) -> I
     """
     for name, parameter in model.named_parameters():
         if ".lora_" in name:
-            yield name.replace(".default.", "."), full(parameter.detach())
+            yield from ((name.replace(".default.", "."), tensor) for tensor in full([parameter.detach()]))
 
 
 def _adapted(adapter: Any) -> Tensor:
@@ -120,9 +149,14 @@ def _adapted(adapter: Any) -> Tensor:
     return adapter.get_param() if hasattr(adapter, "parameter_name") else adapter.get_base_layer().weight
 
 
-def _delta(adapter: Any, full: Any) -> Tensor:
+def _pair(adapter: Any) -> list[Tensor]:
+    """A and B."""
+    return [adapter.lora_A["default"].weight, adapter.lora_B["default"].weight]
+
+
+def _delta(adapter: Any, down: Tensor, up: Tensor) -> Tensor:
     """What an adapter adds, float32: scale * B A, for each expert where the parameter holds several."""
-    down, up = (full(part["default"].weight.detach()).float() for part in (adapter.lora_A, adapter.lora_B))
+    down, up = down.float(), up.float()
     scale, experts = adapter.scaling["default"], getattr(adapter, "num_experts", 1)
     if experts == 1:
         delta = scale * (up @ down)
@@ -136,11 +170,17 @@ def checkpoint_parameters(model: Any, parameters: Iterable[tuple[str, Tensor]]) 
     """The (name, tensor) pairs of a transformers model in the pieces of its checkpoint files.
 
     transformers holds the experts of a layer in one tensor, for example; files, and those who read weights as files
-    have them, know each expert's own. What is one tensor there too keeps its name.
+    have them, know each expert's own. What is the same tensor there too keeps its name, but in `NAMED_AS_IN_FILES`.
     """
     from transformers.core_model_loading import revert_weight_conversion
 
+    family = model.config.model_type
     for name, tensor in parameters:
-        pieces = revert_weight_conversion(model, {name: tensor})
-        same = [piece.shape for piece in pieces.values()] == [tensor.shape]
-        yield from [(name, tensor)] if same else pieces.items()
+        pieces = list(revert_weight_conversion(model, {name: tensor}).items())
+        if family in TRANSPOSED_EXPERTS and ".mlp.experts." in name:  # transformers reads both and writes its own
+            pieces = [(name, tensor.transpose(1, 2).contiguous())]
+        elif len(pieces) == 1 and pieces[0][1] is tensor and family not in NAMED_AS_IN_FILES:
+            pieces = [(name, tensor)]
+        del tensor
+        while pieces:
+            yield pieces.pop(0)

@@ -10,6 +10,16 @@ import torch
 from torch import Tensor
 
 IMAGES_SEE_THEMSELVES = frozenset({"gemma3"})  # the tokens of one image see each other, whatever their order
+# an image is one row of numbers a patch, and its grid
+IN_PATCHES = frozenset(
+    {
+        "qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe", "glm4v", "glm4v_moe", "glm46v",
+        "glm_ocr", "qwen2_5_omni_thinker", "qwen3_omni_moe_thinker",
+    }
+)  # fmt: skip
+IMAGES_OF_A_SAMPLE = frozenset({"smolvlm", "idefics3"})  # a sample's images have a dimension of their own
+NAMED_AS_IN_FILES = frozenset({"llava", "gemma3", "mixtral"})  # vLLM knows no other names of their weights
+TRANSPOSED_EXPERTS = frozenset({"qwen3_vl_moe"})  # [experts, in, out] in published files, and so in vLLM
 PACKABLE_LAYERS = frozenset({"full_attention", "sliding_attention"})
 NO_INTERFACE = "its attention does not go through transformers' AttentionInterface"
 AFTER_THE_HEAD = ("final_logit_softcapping", "logit_scale", "logits_scaling", "output_multiplier")
@@ -77,6 +87,18 @@ def head_obstacle(config: Any) -> str | None:
     text = config.get_text_config()
     changed = [name for name in AFTER_THE_HEAD if getattr(text, name, None) not in (None, 1.0)]
     return f"its logits are changed after the output layer ({', '.join(changed)})" if changed else None
+
+
+def tokens_of_fixed_size_image(config: Any) -> int:
+    """How many tokens stand for an image, in families whose images are all of one size; 0 for others."""
+    vision = config.vision_config
+    if config.model_type == "internvl" or config.model_type == "llava" and vision.model_type != "pixtral":
+        return config.image_seq_length
+    if config.model_type == "gemma3":
+        return config.mm_tokens_per_image
+    if config.model_type in IMAGES_OF_A_SAMPLE:
+        return (vision.image_size // vision.patch_size // config.scale_factor) ** 2
+    return 0
 
 
 def image_groups(tokens: Tensor, image_token: int, starts: Tensor | None = None) -> Tensor:

@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 import torch
+import torch.distributed as dist
 
 from rlkit.vlm.processors import load_image
 
@@ -183,6 +184,23 @@ def build_tiny(
     model.save_pretrained(part)
     processor.save_pretrained(part)
     part.rename(path)
+
+
+def model_or_tiny(model: str, place: Path, rows: Sequence[Mapping[str, Any]], **options: Any) -> str:
+    """`model` itself, or for "tiny" the directory of one that the first rank builds; all ranks call it together.
+
+    Args:
+        model: directory, hub id, or "tiny".
+        place: where the tiny one is, or goes.
+        rows, options: see `build_tiny`.
+    """
+    if model != "tiny":
+        return model
+    if dist.get_rank() == 0 and not place.exists():
+        print(f"building a tiny model and warming it up: {place}", flush=True)
+        build_tiny(place, rows, **options)
+    dist.barrier()
+    return str(place)
 
 
 def _warm_up(

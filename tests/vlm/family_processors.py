@@ -10,7 +10,7 @@ from transformers import AutoConfig, AutoModelForImageTextToText
 from rlkit.vlm.tiny import _tokenizer
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "engines"))
-from test_families import BASE, EXPERTS, VISION, WORDS, seeded  # noqa: E402
+from test_families import VISION, seeded  # noqa: E402
 
 CORPUS = ["What digit is this? how many\n", "user assistant system", *["a\n\n\nb\n\n\n\nc"] * 9]
 CHAT = (
@@ -68,14 +68,15 @@ def gemma3():
     return transformers.Gemma3Processor(transformers.Gemma3ImageProcessor(size=SMALL), t, image_seq_length=4)
 
 
-def glm4v():
+def glm4v(kind="Glm4v"):
     t = tokenizer(
         "<|begin_of_image|><|image|><|end_of_image|>", "<|begin_of_image|>", "<|end_of_image|>", "<|begin_of_video|>",
         "<|end_of_video|>", image_token="<|image|>", video_token="<|video|>",
     )  # fmt: skip
     size = {"shortest_edge": 8 * 8 * 2, "longest_edge": 32 * 32 * 2}
-    images = transformers.Glm4vImageProcessor(patch_size=4, merge_size=2, temporal_patch_size=2, size=size)
-    return transformers.Glm4vProcessor(images, t, transformers.Glm4vVideoProcessor())
+    of = {part: getattr(transformers, kind + part) for part in ("ImageProcessor", "Processor", "VideoProcessor")}
+    images = of["ImageProcessor"](patch_size=4, merge_size=2, temporal_patch_size=2, size=size)
+    return of["Processor"](images, t, of["VideoProcessor"]())
 
 
 def qwen_vl(kind="Qwen3VL"):
@@ -89,29 +90,13 @@ def qwen_vl(kind="Qwen3VL"):
     return getattr(transformers, f"{kind}Processor")(images, t, videos())
 
 
-ROPE = {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 1, 1]}}
-VIT2 = {"depth": 1, "num_heads": 2, "patch_size": 4}
-VIT3 = {
-    **VIT2, "hidden_size": 16, "intermediate_size": 32, "out_hidden_size": 32, "num_position_embeddings": 16,
-    "deepstack_visual_indexes": [0],
-}  # fmt: skip
-QWEN = {  # as VISION
-    "qwen2_vl": {"text_config": {**WORDS, **ROPE}, "vision_config": {**VIT2, "embed_dim": 16, "hidden_size": 32}},
-    "qwen2_5_vl": {
-        "text_config": {**WORDS, **ROPE},
-        "vision_config": {
-            **VIT2, "hidden_size": 16, "intermediate_size": 32, "out_hidden_size": 32, "window_size": 16,
-            "fullatt_block_indexes": [0],
-        },
-    },
-    "qwen3_vl": {"text_config": {**BASE, **ROPE}, "vision_config": VIT3},
-    "qwen3_vl_moe": {"text_config": {**BASE, **ROPE, **EXPERTS, "decoder_sparse_step": 1}, "vision_config": VIT3},
-}  # fmt: skip
 FAMILIES = {
     "qwen2_vl": lambda: qwen_vl("Qwen2VL"),
     "qwen2_5_vl": lambda: qwen_vl("Qwen2_5_VL"),
     "qwen3_vl": qwen_vl,
     "qwen3_vl_moe": qwen_vl,
+    "glm4v_moe": glm4v,
+    "glm46v": lambda: glm4v("Glm46V"),
     **{make.__name__: make for make in (glm4v, internvl, llava, idefics3, smolvlm, gemma3)},
 }
 
@@ -126,16 +111,16 @@ def processor(family):
 def model(family):
     """A tiny model with the token ids of the family's processor."""
     reader = processor(family)
-    config = QWEN[family] if family in QWEN else VISION[family][0]
+    config = VISION[family][0]
     of = reader.tokenizer.convert_tokens_to_ids
     ids = {"image_token_id": getattr(reader.tokenizer, "image_token_id", reader.image_token_id), "pad_token_id": 0}
     if hasattr(reader, "video_token_id"):
         ids["video_token_id"] = reader.video_token_id
-    if family in QWEN:
+    if family.startswith("qwen"):
         ids |= {f"vision_{end}_token_id": of(f"<|vision_{end}|>") for end in ("start", "end")}
     if family == "gemma3":
         ids |= {f"{end}_token_index": of(f"<{name}_of_image>") for end, name in (("boi", "start"), ("eoi", "end"))}
-    if family == "glm4v":
+    if family.startswith("glm"):
         for end, way in (("start", "begin"), ("end", "end")):
             ids |= {f"{kind}_{end}_token_id": of(f"<|{way}_of_{kind}|>") for kind in ("image", "video")}
     text = {**config["text_config"], "vocab_size": len(reader.tokenizer)}

@@ -1,12 +1,19 @@
 import copy
 import re
+import sys
+import weakref
+from pathlib import Path
 
 import peft
 import pytest
 import torch
 import transformers
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from torch import nn
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "engines"))
+import test_families
+from family_configs import TEXT, VISION
 
 from rlkit.vlm import VISION_TOWER, freeze, load_model, load_processor, lora, merged_parameters, trainable_summary
 from rlkit.vlm.adapt import checkpoint_parameters
@@ -183,13 +190,41 @@ def test_merged_parameters_leave_the_model_alone_and_gather_once(model):
     before = {name: p.clone() for name, p in adapted.named_parameters()}
     seen = []
 
-    def full(tensor):
-        seen.append(tensor.data_ptr())
-        return tensor.clone()
+    def full(tensors):
+        seen.extend(tensor.data_ptr() for tensor in tensors)
+        yield from (tensor.clone() for tensor in tensors)
 
     assert len(list(merged_parameters(adapted, full))) < len(before)
     assert sorted(seen) == sorted(p.data_ptr() for p in adapted.parameters())  # each once
     assert all(torch.equal(before[name], p) for name, p in adapted.named_parameters())
+
+
+@pytest.mark.parametrize("bucket_bytes", [0, 100_000])
+def test_no_tensor_is_held_when_the_next_is_asked_for(model, bucket_bytes):
+    """Merged or not, in pieces or not: what is whole is there until it is let go of, and no longer."""
+    adapted = lora(model, 3, 8, exclude_modules=EXCLUDED)
+    alive, buckets = weakref.WeakSet(), []
+
+    def full(tensors):
+        buckets.append(sum(tensor.numel() * tensor.element_size() for tensor in tensors))
+        for tensor in tensors:
+            of_adapter = 1 + tensor.shape.index(3) if 3 in tensor.shape and tensor.ndim == 2 else 0
+            assert len(alive) == of_adapter  # A comes beside its weight, B beside both
+            part = tensor.clone()
+            alive.add(part)
+            yield part
+            del part
+
+    count = 0
+    for pair in checkpoint_parameters(model, merged_parameters(adapted, full, bucket_bytes)):
+        count += 1
+        del pair
+    sizes = [p.numel() * p.element_size() for p in adapted.parameters()]
+    assert count == len([name for name, _ in adapted.named_parameters() if ".lora_" not in name])
+    assert sum(buckets) == sum(sizes)
+    assert (len(buckets) == count) == (bucket_bytes == 0)
+    if bucket_bytes:
+        assert max(b for b in buckets if b > bucket_bytes) < max(sizes) + 10_000 and 4 < len(buckets) < count / 2
 
 
 def test_trainable_summary(model):
@@ -213,3 +248,22 @@ def test_tiny_config_is_a_family_member(tiny_dir, loaded):
     assert config.text_config.vocab_size == len(tokenizer) == loaded.get_input_embeddings().num_embeddings
     assert loaded.generation_config.eos_token_id == tokenizer.eos_token_id != tokenizer.pad_token_id
     assert 0.4e6 < sum(p.numel() for p in loaded.parameters()) < 1e6
+
+
+@pytest.mark.parametrize("family", ["llava", "gemma3", "mixtral", "qwen3_vl_moe"])
+def test_weights_go_out_as_in_the_files_they_came_from(family, tmp_path):
+    """vLLM reads these families in the names and shapes of their published files alone."""
+    model = test_families.vision_model(family) if family in VISION else test_families.text_model(family, TEXT[family])
+    model.save_pretrained(tmp_path)
+    file = tmp_path / "model.safetensors"
+    published = load_file(file)
+    if family in ("llava", "gemma3"):  # as transformers reads them, which writes others
+        published = {name.replace("vision_tower.", "vision_tower.vision_model."): x for name, x in published.items()}
+    if family == "qwen3_vl_moe":
+        published = {name: x.mT.contiguous() if ".experts." in name else x for name, x in published.items()}
+    save_file(published, file, metadata={"format": "pt"})
+    loaded = load_model(str(tmp_path))
+    torch.testing.assert_close(dict(loaded.named_parameters()), dict(model.named_parameters()), atol=0, rtol=0)
+    came = dict(checkpoint_parameters(loaded, ((name, x.detach()) for name, x in loaded.named_parameters())))
+    assert came.keys() == published.keys()
+    torch.testing.assert_close(came, published, atol=0, rtol=0)

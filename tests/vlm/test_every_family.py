@@ -176,7 +176,7 @@ def test_a_blank_image_changes_no_number(family):
     found = []
     for blank in (None, blank_sample(base.config, image=True)):
         inputs = pack(rows, position_spec(base.config), torch.device("cpu"), blank=blank)
-        scores = base(**inputs.kwargs, use_cache=False).logits.flatten(0, 1).log_softmax(-1)
+        scores = inputs.kept(base(**inputs.kwargs, use_cache=False).logits).log_softmax(-1)
         logprobs = inputs.scatter(scores.gather(1, inputs.targets[:, None])[:, 0])
         found.append((logprobs.detach(), gradients(base, logprobs.sum())))
     (plain, without), (came, gradient) = found
@@ -215,8 +215,10 @@ def test_lora_moves_adapters_alone_and_merges(family):
     with trained.disable_adapter():
         torch.testing.assert_close(trained.infer_batch(batch(family))["logprobs"], plain, atol=1e-6, rtol=1e-6)
     merged = model(family)
-    missing = merged.load_state_dict(dict(merged_parameters(trained.module, whole)), strict=False)
-    assert not missing.unexpected_keys and set(missing.missing_keys) <= set(merged._tied_weights_keys or ())
+    weights = dict(merged_parameters(trained.module, lambda parts: map(whole, parts)))
+    missing = merged.load_state_dict(weights, strict=False)
+    elsewhere = {*(merged._tied_weights_keys or ()), *(name for name, _ in merged.named_buffers())}
+    assert not missing.unexpected_keys and set(missing.missing_keys) <= elsewhere
     torch.testing.assert_close(engine(merged).infer_batch(batch(family))["logprobs"], adapted, atol=1e-4, rtol=1e-4)
 
 

@@ -1,0 +1,168 @@
+"""Tokens, grids and pixels that do not speak of the same images: one error that names the row, before the forward."""
+
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "engines"))
+from family_configs import IMAGE, VISION
+from test_families import rows, text_model, vision_model
+
+from rlkit.data import collate, extend
+from rlkit.data.samples import prompt
+from rlkit.engines import make_engine
+from rlkit.engines.micro_batches import micro_batches
+from rlkit.vlm.inputs import check_images, position_ids, position_spec
+
+GRIDS = [family for family, (*_, shape) in VISION.items() if len(shape) == 2]
+VIDEO = 95
+ANSWER = [7, 8]
+
+
+def sample(family, images=1, cut=0, **changed):
+    """A row with so many images, of whose tokens some are missing, and an answer."""
+    _, count, shape = VISION[family]
+    tensors = {"pixel_values": torch.randn(shape)}
+    if len(shape) == 2:
+        tensors["image_grid_thw"] = torch.tensor([[1, 4, 4]])
+    apart = int(len(shape) == 5)
+    tensors = {name: torch.cat([x] * images, apart) for name, x in tensors.items()} if images else {}
+    ids = [3, 4, *[91, *[IMAGE] * count, 92] * max(images, 1)]
+    ids = ids[: len(ids) - cut] if cut else ids
+    ids = ids if images or changed.pop("stray", False) else [3, 4]
+    return extend(prompt(ids, vision={**tensors, **changed}, group_id=5), ANSWER, [-1.0] * 2)
+
+
+def engine(model):
+    def optimizer(parameters):
+        return torch.optim.SGD(parameters, lr=0.1)
+
+    found = make_engine("fsdp2", model=model, device="cpu", optimizer=optimizer)
+    ran = []
+    found.module.register_forward_pre_hook(lambda *_: ran.append(1))
+    return found, ran
+
+
+def refused(trained, ran, samples, message):
+    """In scoring and in training, with nothing computed."""
+    batch = collate(samples)
+    for run in (
+        trained.infer_batch,
+        lambda batch: trained.train_batch(batch, lambda out, mb: (out.logprobs.sum(), {})),
+    ):
+        with pytest.raises(ValueError, match=message):
+            run(batch)
+    assert not ran
+
+
+@pytest.mark.parametrize("family", VISION)
+def test_a_row_whose_images_and_tokens_differ_is_named(family):
+    (trained, ran), good = engine(vision_model(family)), sample(family)
+    count = VISION[family][1]
+    one = "1 images" if family not in GRIDS else f"features for {count}, of 1 images"
+    none = "0 images" if family not in GRIDS else "features for 0, of 0 images"
+    for bad, tokens, why in (
+        (sample(family, cut=3), count - 2, one),  # the bracket behind it too
+        (sample(family, images=0, stray=True), count, none),
+        (sample(family, images=2, cut=count + 2), count, "2 images"),
+    ):
+        refused(
+            trained,
+            ran,
+            [good, sample(family, 0), bad],
+            rf"^row 2 of the batch \(group 5\): {tokens} image tokens, .*{why}",
+        )
+
+
+@pytest.mark.parametrize("family", ["qwen2_5_vl", "llava"])
+def test_another_rows_images_are_not_taken(family):
+    """As many tokens as features over all rows, and wrong in two: a model would not notice."""
+    few, many = sample(family, images=2, cut=VISION[family][1] + 2), sample(family)
+    many = extend(prompt([*many.token_ids[:-2], *many.token_ids[2:-2]], vision=many.vision), ANSWER, [-1.0] * 2)
+    batch = collate([few, many])
+    assert (batch.tokens == IMAGE).sum() == 3 * VISION[family][1]
+    with pytest.raises(ValueError, match=r"^row 0 of the batch \(group 5\): .* 2 images"):
+        check_images(batch, vision_model(family).config)
+
+
+@pytest.mark.parametrize("family", GRIDS)
+def test_a_grid_that_does_not_divide_and_pixels_that_are_missing(family):
+    (trained, ran), good = engine(vision_model(family)), sample(family)
+    odd = sample(family, image_grid_thw=torch.tensor([[1, 3, 4]]))
+    refused(
+        trained,
+        ran,
+        [good, odd],
+        r"^row 1 .*: image_grid_thw \[\[1, 3, 4\]\]: \(t, h, w\) that \(1, 2, 2\) divide expected",
+    )
+    short = sample(family, pixel_values=torch.randn(12, VISION[family][2][1]))
+    refused(
+        trained,
+        ran,
+        [good, short],
+        r"^row 1 .*: pixel_values has 12 patches, and image_grid_thw \[\[1, 4, 4\]\] says 16",
+    )
+
+
+def video(family, **times):
+    """Two frames of one token each."""
+    frames = torch.randn(8, VISION[family][2][1])
+    vision = {"pixel_values_videos": frames, "video_grid_thw": torch.tensor([[2, 2, 2]]), **times}
+    return extend(prompt([3, 91, VIDEO, VIDEO, 92], vision=vision, group_id=5), ANSWER, [-1.0] * 2)
+
+
+@pytest.mark.parametrize(
+    ("family", "name"), [("qwen2_5_vl", "second_per_grid_ts"), ("qwen2_5_omni_thinker", "video_second_per_grid")]
+)
+def test_a_video_without_timing_is_refused_and_one_with_it_is_placed_by_it(family, name):
+    model, good = vision_model(family), sample(family)
+    refused(
+        *engine(model),
+        [good, video(family)],
+        r"^row 1 .*: 1 videos, and times of 0: second_per_grid_ts expected, one a video",
+    )
+    timed = collate([good, video(family, **{name: torch.tensor([1.5])})])
+    check_images(timed, model.config)
+    ids = position_ids(timed.tokens, timed.attention_mask, timed.vision, position_spec(model.config))
+    rate = {"qwen2_5_vl": 4, "qwen2_5_omni_thinker": 25}[family]
+    assert model.config.vision_config.to_dict().get("tokens_per_second", 25) == rate
+    assert ids[0, 1, 2:4].tolist() == [2, 2 + int(1.5 * rate)]
+
+
+@pytest.mark.parametrize("family", ["qwen2_vl", "qwen3_vl", "glm4v"])
+def test_a_family_without_absolute_time_wants_none(family):
+    ids = [3, 91, VIDEO, VIDEO, 92] if family == "qwen2_vl" else [3, 91, VIDEO, 92, 91, VIDEO, 92]
+    ids = [3, 93, 91, IMAGE, 92, 91, IMAGE, 92, 94] if family == "glm4v" else ids
+    config, vision = vision_model(family).config, video(family).vision
+    check_images(collate([extend(prompt(ids, vision=vision), ANSWER, [-1.0] * 2)]), config)
+    del ids[ids.index(IMAGE if family == "glm4v" else VIDEO)]
+    short = collate([extend(prompt(ids, vision=vision), ANSWER, [-1.0] * 2)])
+    kind = "image" if family == "glm4v" else "video"
+    with pytest.raises(ValueError, match=rf"row 0 .*: 1 {kind} tokens, and features for 2, of 1 {kind}s"):
+        check_images(short, config)
+
+
+def test_a_text_model_sees_no_images():
+    refused(
+        *engine(text_model("llama", {})),
+        [sample("llava", 0), sample("llava")],
+        "row 1 .*: it has pixel_values, and llama sees",
+    )
+
+
+def test_several_axes_without_a_rule_are_refused_by_name():
+    """Plain positions would train, and be wrong."""
+    text = SimpleNamespace(rope_parameters={"mrope_section": [2, 1, 1]})
+    config = SimpleNamespace(model_type="other_vl", vision_config=object(), get_text_config=lambda: text)
+    with pytest.raises(ValueError, match="no 3D RoPE rule for model_type 'other_vl'; known are qwen2_vl"):
+        position_spec(config)
+    config.vision_config = None
+    assert position_spec(config) is None
+
+
+def test_the_batches_of_other_tests_are_right():
+    for family in VISION:
+        assert [*micro_batches(rows(family)[0], 1000, vision_model(family).config)]
