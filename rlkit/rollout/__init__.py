@@ -11,10 +11,12 @@ from typing import Any
 
 from rlkit.rollout.agent import Observation, run_episodes
 from rlkit.rollout.asynchronous import Ahead
+from rlkit.rollout.canary import Canary, fresh_gap
+from rlkit.rollout.same_rows import SameRows
 from rlkit.rollout.sampling import Sampling, uniforms
 from rlkit.vlm.loading import model_path
 
-__all__ = ["Ahead", "Observation", "Sampling", "make_rollout", "run_episodes", "uniforms"]
+__all__ = ["Ahead", "Canary", "Observation", "Sampling", "fresh_gap", "make_rollout", "run_episodes", "uniforms"]
 
 _ROLLOUTS = {  # the class, and what it is given of the things that every recipe has at hand
     "hf": ("rlkit.rollout.hf:HfRollout", ("gathered", "gpu_memory_utilization")),
@@ -32,6 +34,7 @@ def make_rollout(
     model: str | None = None,
     urls: Sequence[str] = (),
     gpu_memory_utilization: float = 0.8,
+    row_group: Any = None,
     **options: Any,
 ) -> Any:
     """A sampler. A recipe hands over all of these and changes one word to sample with another.
@@ -46,6 +49,8 @@ def make_rollout(
         model: directory, hub id or ModelScope's name, which the other samplers load, or serve already.
         urls: of the servers.
         gpu_memory_utilization: share of a GPU's memory that a sampler in this process may use.
+        row_group: ranks that are given the same requests, `engine.row_group`: they share them, and all get all
+            answers; None where each has its own.
         options: the sampler's own; see its class.
 
     Raises:
@@ -56,4 +61,6 @@ def make_rollout(
     (target, takes), at_hand = _ROLLOUTS[backend], {"gathered": gathered, "urls": urls}
     at_hand |= {"model": model and model_path(model), "gpu_memory_utilization": gpu_memory_utilization}
     module, _, name = target.partition(":")
-    return getattr(import_module(module), name)(processor=processor, **{k: at_hand[k] for k in takes}, **options)
+    given = {k: at_hand[k] for k in takes}
+    rollout: Any = getattr(import_module(module), name)(processor=processor, **given, **options)
+    return rollout if row_group is None else SameRows(rollout, row_group, together=backend == "hf")

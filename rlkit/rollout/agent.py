@@ -31,7 +31,7 @@ from threading import Thread
 from typing import Any
 
 from rlkit.data.samples import Sample, extend, observe
-from rlkit.rollout.sampling import Sampling, where
+from rlkit.rollout.sampling import Sampling, Written, of_each, where
 from rlkit.rollout.threads import in_thread
 from rlkit.vlm.processors import chat, encode_reply, load_image, message
 
@@ -54,7 +54,7 @@ Step = Callable[[Sample], Awaitable[Observation | None] | Observation | None]
 def run_episodes(
     rollout: Any,
     requests: Sequence[Sample],
-    sampling: Sampling,
+    sampling: Sampling | Sequence[Sampling],
     step: Step,
     *,
     processor: Any,
@@ -66,6 +66,7 @@ def run_episodes(
     on_failure: Callable[[Exception], Observation] | None = None,
     role: str = "user",
     global_sum: Callable[[float], Any] = float,
+    written: Written | None = None,
 ) -> list[Sample]:
     """n episodes a request, those of one request next to each other, in the order of the requests.
 
@@ -77,7 +78,7 @@ def run_episodes(
     Args:
         rollout: anything with `generate(requests, sampling, n)`; a sample that is given to it goes on.
         requests: prompts.
-        sampling: of each turn; `max_new_tokens` is that of one turn.
+        sampling: of each turn, for all requests or for each; `max_new_tokens` is that of one turn.
         step: a sample -> an Observation, or None to end. It sees the turn in `sample.text`, all images so far in
             `sample.images`, and in `sample.row` the data row, `messages` (the chat so far, this turn included) and
             `state` (a dict that stays with the episode). Rewards get the same row afterwards, and the last turn's text.
@@ -93,6 +94,7 @@ def run_episodes(
         role: of observations in the chat; "tool" where the template and the model know it.
         global_sum: sum over the ranks that have to generate together, e.g. `engine.global_sum` where weights are
             sharded: a rank whose episodes have ended joins in with none until the last rank's have.
+        written: is given (i, its episodes) as soon as the n episodes of request i have ended, while others go on.
 
     Raises:
         ValueError: limits that are no limits, a prompt without room for a turn, or a chat template that rewrites
@@ -100,14 +102,15 @@ def run_episodes(
     """
     if max_turns < 1 or timeout <= 0:
         raise ValueError(f"max_turns, timeout: at least 1 and above 0 expected, came {max_turns} and {timeout}")
-    rooms = [_room(request, sampling, max_tokens, max_response_tokens) for request in requests]
+    how = of_each(sampling, requests)
+    rooms = [_room(r, s, max_tokens, max_response_tokens) for r, s in zip(requests, how, strict=True)]
     if requests:  # the template is refused before the work, not after it
         encode_reply(processor, chat(requests[0].row), message(role, ""))
     samples = []
     for sample in rollout.generate(requests, sampling, n):
         own = {"messages": chat(sample.row), "state": {}}
         samples.append(replace(sample, row={**sample.row, **own}))
-    live = list(range(len(samples)))
+    live, going_on = list(range(len(samples))), set(range(len(requests)))
     for turn in range(1, max_turns + 1):
         for i in live:
             samples[i].row["messages"].append(message("assistant", samples[i].text))
@@ -116,9 +119,15 @@ def run_episodes(
         for i, outcome in zip(live, outcomes, strict=True):
             samples[i] = _next(samples[i], outcome, processor, role, on_failure, rooms[i // n], last=turn == max_turns)
         live = [i for i in live if not samples[i].finish_reason]
+        for i in sorted(going_on - {i // n for i in live}):
+            going_on.remove(i)
+            if written is not None:
+                written(i, samples[i * n : i * n + n])
         if not global_sum(float(len(live))):
             break
-        for i, sample in zip(live, rollout.generate([samples[i] for i in live], sampling), strict=True):
+        again = sampling if isinstance(sampling, Sampling) else [how[i // n] for i in live]
+        longer = rollout.generate([samples[i] for i in live], again)
+        for i, sample in zip(live, longer, strict=True):
             samples[i] = sample
     return samples
 
@@ -188,9 +197,9 @@ def call_steps(step: Step, samples: Sequence[Sample], timeout: float) -> list[An
                 else:
                     found = await asyncio.wrap_future(in_thread(step, samples[i]))
                 outcomes[i] = await found if inspect.isawaitable(found) else found
-        except Exception as error:
+        except BaseException as error:  # a tool may call sys.exit, or be cancelled; here that would end all of them
             if not limit.expired():
-                outcomes[i] = error
+                outcomes[i] = error if isinstance(error, Exception) else RuntimeError(repr(error))
 
     async def every() -> None:
         await asyncio.gather(*(one(i) for i in range(len(samples))))
@@ -221,13 +230,13 @@ class Scripted:
     def __init__(self, processor: Any, write: Callable[[Sample], str]) -> None:
         self.tokenizer, self.write = getattr(processor, "tokenizer", processor), write
 
-    def generate(self, requests: Sequence[Sample], sampling: Sampling, n: int = 1) -> list[Sample]:
+    def generate(self, requests: Sequence[Sample], sampling: Sampling | Sequence[Sampling], n: int = 1) -> list[Sample]:
         """n samples a request, cut at `sampling.max_new_tokens`; their logprobs are 0."""
-        samples = []
-        for request in [replace(r, number=r.number * n + i) for r in requests for i in range(n)]:
+        samples, how = [], [s for s in of_each(sampling, requests) for _ in range(n)]
+        for j, request in enumerate(replace(r, number=r.number * n + i) for r in requests for i in range(n)):
             text = self.write(request)
             ids = [*self.tokenizer(text, add_special_tokens=False)["input_ids"], self.tokenizer.eos_token_id]
-            kept = ids[: sampling.max_new_tokens]
+            kept = ids[: how[j].max_new_tokens]
             reason = "stop" if kept == ids else "length"
             samples.append(extend(request, kept, [0.0] * len(kept), text=text, finish_reason=reason))
         return samples

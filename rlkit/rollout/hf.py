@@ -16,7 +16,7 @@ from torch import Tensor
 
 from rlkit.data.samples import Sample, extend
 from rlkit.losses.logprobs import suppress_tokens
-from rlkit.rollout.sampling import Sampling, end_tokens, sample_tokens, uniforms, with_routing
+from rlkit.rollout.sampling import Sampling, Written, end_tokens, of_each, sample_tokens, uniforms, with_routing
 from rlkit.vlm.inputs import join_vision, position_ids, position_spec
 from rlkit.vlm.processors import decode, unsampled_ids
 from rlkit.vlm.routers import recorded_routing
@@ -64,16 +64,32 @@ class HfRollout:
         """Nothing to free."""
 
     @torch.no_grad()
-    def generate(self, requests: Sequence[Sample], sampling: Sampling, n: int = 1) -> list[Sample]:
-        """n samples a request, those of one request next to each other, in the order of the requests."""
+    def generate(
+        self,
+        requests: Sequence[Sample],
+        sampling: Sampling | Sequence[Sampling],
+        n: int = 1,
+        *,
+        written: Written | None = None,
+    ) -> list[Sample]:
+        """n samples a request, those of one request next to each other, in the order of the requests.
+
+        Args:
+            sampling: of all requests, or of each.
+            written: is given (i, its samples) as soon as the n samples of request i are written, while others still
+                are; see `rlkit.rollout.sampling.Written`.
+        """
         order = sorted(range(len(requests)), key=lambda i: len(requests[i].token_ids))
         results: list[list[Sample]] = [[] for _ in requests]
-        longest = max((len(r.token_ids) for r in requests), default=0) + sampling.max_new_tokens
+        how = of_each(sampling, requests)
+        longest = max((len(r.token_ids) + s.max_new_tokens for r, s in zip(requests, how, strict=True)), default=0)
         with self.gathered() as module, _evaluating(module), self._recording(module) as routing:
             size = max(1, min(self.max_sequences, self._fits(module, longest)) // n)
             for start in range(0, len(order), size):
                 chosen = order[start : start + size]
-                samples = self._generate([requests[i] for i in chosen], sampling, n, module, routing)
+                here = [requests[i] for i in chosen]
+                tell = _numbered(written, chosen)
+                samples = self._generate(here, [how[i] for i in chosen], n, module, routing, tell)
                 for j, i in enumerate(chosen):
                     results[i] = samples[j * n : (j + 1) * n]
         return [sample for group in results for sample in group]
@@ -92,15 +108,28 @@ class HfRollout:
         return int(room // (tokens * cache_bytes_per_token(module.config, weight.element_size())))
 
     def _generate(
-        self, requests: Sequence[Sample], sampling: Sampling, n: int, module: Any, routing: Callable[[], Tensor] | None
+        self,
+        requests: Sequence[Sample],
+        how: Sequence[Sampling],
+        n: int,
+        module: Any,
+        routing: Callable[[], Tensor] | None,
+        tell: Written | None,
     ) -> list[Sample]:
         config, device = module.config, next(module.parameters()).device
         unsampled = unsampled_ids(config, self.tokenizer).to(device)
-        ends = torch.tensor(end_tokens(self.tokenizer, module.generation_config.eos_token_id), device=device)
-        noise = uniforms(
-            sampling.seed, [r.group_id for r in requests], n, sampling.max_new_tokens,
-            numbers=[r.number for r in requests], used=[sum(r.mask) for r in requests],
-        ).to(device)  # fmt: skip
+        ends = end_tokens(self.tokenizer, module.generation_config.eos_token_id)
+        stops = [{*ends, *s.stop} for s in how for _ in range(n)]
+        stop_ids = torch.tensor([[*row, *[-1] * (max(map(len, stops)) - len(row))] for row in stops], device=device)
+        limits = torch.tensor([s.max_new_tokens for s in how], device=device).repeat_interleave(n)
+        heat = torch.tensor([s.temperature or 1.0 for s in how], device=device).repeat_interleave(n)[:, None]
+        cold = torch.tensor([s.temperature == 0 for s in how], device=device).repeat_interleave(n)
+        some_warm, some_cold = any(s.temperature for s in how), not all(s.temperature for s in how)
+        most = max(s.max_new_tokens for s in how)
+        noise = torch.cat([
+            uniforms(s.seed, [r.group_id], n, most, numbers=[r.number], used=[sum(r.mask)])
+            for r, s in zip(requests, how, strict=True)
+        ]).to(device)  # fmt: skip
 
         tokens, attended = _left_pad([r.token_ids for r in requests])
         vision = [r.vision for r in requests]
@@ -118,17 +147,35 @@ class HfRollout:
 
         live = torch.arange(len(logits), device=device)  # rows in the cache
         ended = torch.zeros(len(logits), dtype=torch.bool, device=device)  # of those
-        written = tokens.new_zeros(len(logits), sampling.max_new_tokens, device=device)
-        scored = torch.zeros(len(logits), sampling.max_new_tokens, device=device)
-        for t in range(sampling.max_new_tokens):
-            logprobs = suppress_tokens(logits.float(), unsampled).div(sampling.temperature or 1.0).log_softmax(-1)
-            chosen = sample_tokens(logprobs, noise[live, t]) if sampling.temperature else logprobs.argmax(-1)
+        written = tokens.new_zeros(len(logits), most, device=device)
+        scored = torch.zeros(len(logits), most, device=device)
+        parents = [replace(request, number=request.number * n + i) for request in requests for i in range(n)]
+        groups: dict[int, list[Sample]] = {}  # of the requests whose samples are all written
+
+        def finish(done: Iterable[int], length: int) -> None:
+            for j in sorted(set(done) - groups.keys()):
+                rows, longest = slice(j * n, j * n + n), min(length, how[j].max_new_tokens)
+                ids, scores = written[rows, :longest].tolist(), scored[rows, :longest].tolist()
+                came = zip(parents[rows], ids, scores, stops[rows], strict=True)
+                groups[j] = [self._finish(*row) for row in came]
+                if tell is not None:
+                    tell(j, groups[j])
+
+        over = torch.zeros(len(logits), dtype=torch.bool, device=device)  # of all rows
+        for t in range(most):
+            logprobs = suppress_tokens(logits.float(), unsampled).div(heat[live]).log_softmax(-1)
+            chosen = sample_tokens(logprobs, noise[live, t]) if some_warm else logprobs.argmax(-1)
+            if some_warm and some_cold:
+                chosen = logprobs.argmax(-1).where(cold[live], chosen)
             written[live, t] = chosen
             scored[live, t] = logprobs.gather(1, chosen[:, None])[:, 0]
-            ended |= torch.isin(chosen, ends)
+            ended |= (chosen[:, None] == stop_ids[live]).any(1) | (limits[live] == t + 1)
             on = ~ended
-            if t + 1 == sampling.max_new_tokens or not on.any():
+            if not on.any():
                 break
+            if tell is not None:
+                over[live] = ended
+                finish(over.view(-1, n).all(1).nonzero()[:, 0].tolist(), t + 1)
             attended = torch.cat([attended, attended.new_ones(len(attended), 1)], 1)
             last = last + 1
             if on.sum() <= len(on) // 2:  # the cache is copied, so not for every row that ends
@@ -144,9 +191,8 @@ class HfRollout:
                 step_routing = torch.full_like(routed[0][:, :1], -1)
                 step_routing[live.cpu(), 0] = routing().cpu()
                 routed.append(step_routing)
-        parents = [replace(request, number=request.number * n + i) for request in requests for i in range(n)]
-        ids, scores = written[:, : t + 1].tolist(), scored[:, : t + 1].tolist()
-        samples = [self._finish(*row, set(ends.tolist())) for row in zip(parents, ids, scores, strict=True)]
+        finish(range(len(requests)), t + 1)
+        samples = [sample for j in range(len(requests)) for sample in groups[j]]
         if routing is None:
             return samples
         starts = [tokens.shape[1] - len(parent.token_ids) for parent in parents]
@@ -158,6 +204,11 @@ class HfRollout:
         end = next((t + 1 for t, token in enumerate(ids) if token in ends), None)
         facts = {"text": decode(self.processor, ids[:end]), "version": self.version}
         return extend(request, ids[:end], logprobs[:end], finish_reason="length" if end is None else "stop", **facts)
+
+
+def _numbered(written: Written | None, numbers: Sequence[int]) -> Written | None:
+    """`written` for requests of which the i-th is number `numbers[i]` of all."""
+    return None if written is None else lambda i, group: written(numbers[i], group)
 
 
 def cache_bytes_per_token(config: Any, element_size: int) -> int:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -12,10 +12,14 @@ from torch import Tensor
 
 from rlkit.data.samples import Sample
 
+# (i, the n samples of request i of a call), told while other requests are still being written: once for each, in any
+# order, from any thread. What a sample carries for training alone (routed experts) may still be missing.
+Written = Callable[[int, list[Sample]], None]
+
 
 @dataclass(frozen=True)
 class Sampling:
-    """What one call of `generate` does.
+    """How `generate` samples, all requests of a call alike or each its own way.
 
     Attributes:
         max_new_tokens: longest response.
@@ -24,17 +28,32 @@ class Sampling:
         seed: any integers, say (run seed, step). The noise of a sample is keyed by them, its prompt and its number, and
             a sample that goes on goes on in its stream, so what is sampled depends neither on the batch, nor on how
             many ranks share it, nor on where it was interrupted.
+        stop: tokens that end a response, beside the model's own end tokens; the one that did is part of it.
     """
 
     max_new_tokens: int
     temperature: float = 1.0
     seed: tuple[int, ...] = (0,)
+    stop: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         if self.max_new_tokens < 1:
             raise ValueError(f"max_new_tokens: at least 1 expected, came {self.max_new_tokens}")
         if self.temperature < 0:
             raise ValueError(f"temperature: at least 0 expected, came {self.temperature}")
+
+
+def of_each(sampling: Sampling | Sequence[Sampling], requests: Sequence[Sample]) -> list[Sampling]:
+    """How to sample each request.
+
+    Raises:
+        ValueError: neither one for all nor one for each.
+    """
+    if isinstance(sampling, Sampling):
+        return [sampling] * len(requests)
+    if len(sampling) != len(requests):
+        raise ValueError(f"sampling: one, or one for each of {len(requests)} requests expected, came {len(sampling)}")
+    return list(sampling)
 
 
 def uniforms(

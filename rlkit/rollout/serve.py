@@ -9,6 +9,7 @@ the server pause, sleep and take weights. Options that are not known here are ha
 from __future__ import annotations
 
 import argparse
+import ctypes
 import json
 import os
 import signal
@@ -24,6 +25,8 @@ from typing import Any
 
 import torch
 
+LIBC = ctypes.CDLL(None)
+
 
 @contextmanager
 def serving(
@@ -38,6 +41,8 @@ def serving(
     options: Sequence[str] = (),
 ) -> Iterator[dict[str, subprocess.Popen]]:
     """Servers, all started at once, for the length of a `with`; when all are up it yields their URLs and processes.
+
+    They end with the thread that started them, however that ends.
 
     Args:
         model: directory or hub id.
@@ -64,7 +69,9 @@ def serving(
             if on_gpu:
                 env["CUDA_VISIBLE_DEVICES"] = ",".join(_gpus()[i * tensor_parallel_size :][:tensor_parallel_size])
             out = stack.enter_context(open(Path(logs) / f"server-{port + i}.log", "w")) if logs else None
-            process = subprocess.Popen(flags, env=env, stdout=out, stderr=out, start_new_session=True)
+            process = subprocess.Popen(
+                flags, env=env, stdout=out, stderr=out, start_new_session=True, preexec_fn=_end_with_parent
+            )
             stack.callback(stop, process)
             servers[f"http://{'127.0.0.1' if host == '0.0.0.0' else host}:{port + i}"] = process
         _wait(servers, timeout, logs)
@@ -109,6 +116,11 @@ def environment(host: str, count: int, on_gpu: bool) -> dict[str, str]:
         env.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")  # no worker process beside that of the engine
         env.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // count)))
     return env
+
+
+def _end_with_parent() -> None:
+    """Have the kernel tell a server to end when the trainer was killed and could not."""
+    LIBC.prctl(1, signal.SIGTERM)  # PR_SET_PDEATHSIG
 
 
 def stop(process: subprocess.Popen, patience: float = 20.0) -> None:

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from rlkit.data.samples import Sample
-from rlkit.rollout.sampling import Sampling, end_tokens, where
+from rlkit.rollout.sampling import Sampling, Written, end_tokens, of_each, where
 from rlkit.rollout.servers import Lost, Refused, Server, Servers
 from rlkit.rollout.threads import in_thread
 from rlkit.rollout.vllm_inputs import check_context, finished
@@ -61,6 +61,7 @@ class ServerRollout(ABC):
     groups: ClassVar[dict[str, Callable[[int, str], Group]]]
     join: ClassVar[str]
     advice: ClassVar[str]
+    alive: ClassVar[str] = "/health"
 
     def __init__(
         self,
@@ -88,7 +89,7 @@ class ServerRollout(ABC):
         self.group: Group | None = None
         self.members: list[tuple[Server, int]] = []
         self.asleep = self.torn = False
-        self.servers = Servers(urls, max_sequences=max_sequences, timeout=timeout, advice=self.advice)
+        self.servers = Servers(urls, max_sequences=max_sequences, timeout=timeout, advice=self.advice, alive=self.alive)
         met = self.servers.run(self._meet_all(connect_timeout))
         self.max_model_len = min(length for length, _ in met)
         self.version = self.coming = max(version for _, version in met)
@@ -125,32 +126,63 @@ class ServerRollout(ABC):
 
     # --- generation
 
-    def generate(self, requests: Sequence[Sample], sampling: Sampling, n: int = 1) -> list[Sample]:
+    def generate(
+        self,
+        requests: Sequence[Sample],
+        sampling: Sampling | Sequence[Sampling],
+        n: int = 1,
+        *,
+        written: Written | None = None,
+    ) -> list[Sample]:
         """n samples a request, those of one request next to each other, in the order of the requests.
+
+        Args:
+            sampling: of all requests, or of each.
+            written: is given (i, its samples) as soon as the n samples of request i are written, while others still
+                are; see `rlkit.rollout.sampling.Written`.
 
         Raises:
             ValueError: a prompt that leaves no room for an answer, that the server expands otherwise than the trainer,
                 or that it refuses.
             RuntimeError: no server is left, one has other weights, or all attempts failed.
         """
-        return self.servers.wait(self.submit(requests, sampling, n))
+        return self.servers.wait(self.submit(requests, sampling, n, written=written))
 
-    def submit(self, requests: Sequence[Sample], sampling: Sampling, n: int = 1) -> Future[list[Sample]]:
+    def submit(
+        self,
+        requests: Sequence[Sample],
+        sampling: Sampling | Sequence[Sampling],
+        n: int = 1,
+        *,
+        written: Written | None = None,
+    ) -> Future[list[Sample]]:
         """`generate`, without waiting for it; cancelled, the servers are told to stop."""
         if self.torn:
             raise RuntimeError("the last update_weights failed and the servers wait; call it again first")
-        check_context(requests, sampling, self.max_model_len)
+        how = of_each(sampling, requests)
+        check_context(requests, how, self.max_model_len)
         most = self.servers.max_sequences
         jobs = [
             Job(request, request.number * n + start, count, self._body(request, sampling, start, count))
-            for request in requests
+            for request, sampling in zip(requests, how, strict=True)
             for start in range(0, n, most)
             for count in [min(most, n - start)]
         ]
-        return self.servers.start(self._answers(jobs))
+        return self.servers.start(self._answers(jobs, n, written))
 
-    async def _answers(self, jobs: Sequence[Job]) -> list[Sample]:
-        parts = await self.servers.share(jobs, lambda job: job.count, self._attempt)
+    async def _answers(self, jobs: Sequence[Job], n: int, written: Written | None) -> list[Sample]:
+        each = len(range(0, n, self.servers.max_sequences))  # jobs of one request, next to each other
+        numbers, came = {id(job): k for k, job in enumerate(jobs)}, {}
+
+        async def attempt(server: Server, job: Job) -> list[Sample]:
+            k = numbers[id(job)]
+            came[k] = await self._attempt(server, job)
+            group = range(k // each * each, k // each * each + each)
+            if written is not None and came.keys() >= set(group):
+                written(k // each, [sample for other in group for sample in came[other]])
+            return came[k]
+
+        parts = await self.servers.share(jobs, lambda job: job.count, attempt)
         return [sample for part in parts for sample in part]
 
     async def _ask(self, server: Server, path: str, job: Job) -> Any:
@@ -189,7 +221,7 @@ class ServerRollout(ABC):
             RuntimeError: the weights did not arrive everywhere. The servers wait then; call it again.
         """
         agree(None)  # all ranks have sampled what they want to sample with the old weights
-        weights, error = iter(weights), None
+        weights, error, self.torn = iter(weights), None, True
         if sends := not dist.is_initialized() or dist.get_rank() == 0:
             try:
                 self._send(weights)
@@ -198,7 +230,6 @@ class ServerRollout(ABC):
                 error.__cause__ = caught
         for _ in weights:  # gathering is collective: no rank may stop before the others
             pass
-        self.torn = True
         agree(error)
         if not sends:
             self.servers.run(self._look_round())
@@ -256,8 +287,8 @@ class ServerRollout(ABC):
     async def _give_up_all(self) -> None:
         await asyncio.gather(*(self._give_up(server) for server in self.servers.all if not server.fault))
 
-    def _post(self, path: str, body: dict[str, Any] | None = None) -> None:
-        self.servers.run(self.servers.ask_all("POST", path, body))
+    def _post(self, path: str, body: dict[str, Any] | None = None) -> list[Any]:
+        return self.servers.run(self.servers.ask_all("POST", path, body))
 
     def _tell(self, path: str, body: dict[str, Any] | None = None) -> None:
         """Tell all servers, from one rank; one that has gone meanwhile is left out."""

@@ -60,6 +60,7 @@ class Servers:
         attempts: how often one job is tried, on whichever servers.
         backoff: seconds before a job is tried again, doubled each time.
         advice: what to do when no server is left, for the error.
+        alive: a path that a server answers as long as it runs, also while it is paused or asleep.
     """
 
     def __init__(
@@ -71,6 +72,7 @@ class Servers:
         attempts: int = 4,
         backoff: float = 0.5,
         advice: str = "",
+        alive: str = "/health",
     ) -> None:
         names = [url.strip().rstrip("/") for url in (urls.split(",") if isinstance(urls, str) else urls)]
         if not names or not all(name.startswith(("http://", "https://")) for name in names):
@@ -81,7 +83,7 @@ class Servers:
             raise ValueError(f"max_sequences, attempts: at least 1 expected, came {max_sequences} and {attempts}")
         self.all = [Server(name) for name in names]
         self.max_sequences, self.timeout, self.attempts, self.backoff = max_sequences, timeout, attempts, backoff
-        self.advice = advice
+        self.advice, self.alive = advice, alive
         self._loop = asyncio.new_event_loop()
         thread = threading.Thread(target=self._loop.run_forever, name="rlkit-servers", daemon=True)
         thread.start()
@@ -126,7 +128,7 @@ class Servers:
     async def ask(
         self, server: Server, method: str, path: str, body: Json | None = None, *, timeout: float | None = None
     ) -> Any:
-        """One question, and its answer.
+        """One question, and its answer, decoded if it is JSON.
 
         Raises:
             Lost, Refused: see there; the message names the server.
@@ -139,7 +141,7 @@ class Servers:
                 if response.status != 200:
                     said = f"{server.url}{path} answered {response.status}: {_message(await response.text())}"
                     raise Lost(said) if response.status in TRANSIENT else Refused(said)
-                return await response.json(content_type=None) if response.content_length != 0 else None
+                return await (response.json() if response.content_type == "application/json" else response.text())
         except TimeoutError as error:
             raise Lost(f"{server.url}{path} did not answer within {limit.total:g} s") from error
         except (aiohttp.ClientError, OSError, ValueError) as error:
@@ -147,14 +149,14 @@ class Servers:
                 raise
             raise Lost(f"{server.url}{path}: {error or type(error).__name__}") from error
 
-    async def ask_all(self, method: str, path: str, body: Json | None = None, *, timeout: float | None = None) -> None:
-        """The same question to all live servers at once; the first that fails raises."""
-        await asyncio.gather(*(self.ask(server, method, path, body, timeout=timeout) for server in self.live))
+    async def ask_all(self, method: str, path: str, body: Json | None = None, *, timeout: float | None = None) -> Any:
+        """The same question to all live servers at once, and their answers; the first that fails raises."""
+        return await asyncio.gather(*(self.ask(server, method, path, body, timeout=timeout) for server in self.live))
 
     async def healthy(self, server: Server) -> bool:
         """Whether a server answers; one that does not is left out from now on, one that does is taken back."""
         try:
-            await self.ask(server, "GET", "/health", timeout=10)
+            await self.ask(server, "GET", self.alive, timeout=10)
         except (Lost, Refused) as error:
             if not server.fault:
                 log.warning("%s is left out: %s", server.url, error)
@@ -175,7 +177,7 @@ class Servers:
         end = asyncio.get_running_loop().time() + timeout
         while True:
             try:
-                await self.ask(server, "GET", "/health", timeout=10)
+                await self.ask(server, "GET", self.alive, timeout=10)
                 return
             except (Lost, Refused) as error:
                 if asyncio.get_running_loop().time() > end:

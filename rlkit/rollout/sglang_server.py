@@ -1,36 +1,53 @@
-"""Sampling with SGLang servers, by their documented native protocol, behind the contract of the other samplers.
+"""Sampling with SGLang servers, by their native protocol, behind the contract of the other samplers.
 
-    python -m sglang.launch_server --model-path Qwen/Qwen2.5-VL-7B-Instruct --port 30000 --enable-memory-saver
+    SGLANG_VLM_CACHE_SIZE_MB=0 python -m sglang.launch_server --model-path Qwen/Qwen2.5-VL-7B-Instruct --port 30000
 
     rollout = make_rollout("sglang", model="Qwen/Qwen2.5-VL-7B-Instruct", processor=processor,
                            urls="http://127.0.0.1:30000")
 
-**Tested against a stand-in that speaks this protocol, never yet against SGLang itself**, which wants a GPU.
+**Tested against a stand-in that speaks this protocol, never yet against SGLang itself**, which wants a GPU. It was
+written by the sources of SGLang 0.5.23 and
 https://docs.sglang.io/basic_usage/sampling_params.html (`/generate`) and
-https://docs.sglang.io/advanced_features/sglang_for_rl.html (weights, pausing, memory) describe it.
+https://docs.sglang.io/advanced_features/sglang_for_rl.html (weights, pausing, memory).
 
-Two things that vLLM's servers do, these do not: an answer says which weights it ended under, not which wrote each of
-its tokens, so an answer that weights came upon counts as one of the old ones; and the noise is not keyed by a seed.
+What is different from vLLM's servers: the noise is not keyed by a seed. No route empties the cache of encoded images,
+so each image is given another name with each update; an answer that goes on under new weights would still find the old
+ones, which is why that cache is switched off above (only for models whose vision tower is trained). With
+`--enable-memory-saver` the servers can sleep, with `--enable-return-routed-experts` they say which experts a token went
+to. A server holds one copy of the model; tensor parallelism is fine.
 """
 
 from __future__ import annotations
 
+import base64
+from collections.abc import Sequence
 from datetime import timedelta
+from hashlib import sha256
 from pathlib import PurePath
 from typing import Any, cast
 
+import numpy as np
 import torch
 import torch.distributed as dist
 
 from rlkit.data.samples import Sample
-from rlkit.rollout.sampling import Sampling, where
+from rlkit.rollout.sampling import Sampling, where, with_routing
 from rlkit.rollout.server_rollout import Job, ServerRollout, data_url, number
 from rlkit.rollout.servers import Lost, Refused, Server
-from rlkit.rollout.vllm_inputs import NEVER
+from rlkit.rollout.vllm_inputs import NEVER, check_expansion
 from rlkit.rollout.weight_transfer import Named, gloo_group, listening_store
 
 NAME = "rlkit"  # of the process group
-ALWAYS = 1e4  # as a logit bias: probability 1
+STRONG = 1e4  # as a logit bias, and as a temperature
+WHOLE = {  # of the distribution, which logprobs are of; a server may have been started with other defaults
+    "top_p": 1.0,
+    "top_k": -1,
+    "min_p": 0.0,
+    "min_new_tokens": 0,
+    "frequency_penalty": 0.0,
+    "presence_penalty": 0.0,
+    "repetition_penalty": 1.0,
+}
 
 
 class SglangGroup:
@@ -95,6 +112,8 @@ class SglangRollout(ServerRollout):
         "gloo": lambda size, address: SglangGroup(size, address, backend="gloo"),
     }
     join = "/init_weights_update_group"
+    records = False  # experts, where a server was started so
+    alive = "/model_info"  # /health samples a token, which a server that is paused or asleep cannot
     advice = "Start servers with: python -m sglang.launch_server --model-path MODEL --port PORT"
 
     def _body(self, request: Sample, sampling: Sampling, start: int, count: int) -> dict[str, Any]:
@@ -103,36 +122,55 @@ class SglangRollout(ServerRollout):
             "max_new_tokens": sampling.max_new_tokens,
             "temperature": sampling.temperature,
             "logit_bias": {str(token): NEVER for token in self.unsampled},
-            "stop_token_ids": self.ends,
-            "ignore_eos": True,  # it is one of them
+            "stop_token_ids": [*self.ends, *sampling.stop],
+            "ignore_eos": False,  # it would ignore `stop_token_ids` as well
             "no_stop_trim": True,  # the one that ended it is part of the answer
             "skip_special_tokens": False,
+            **WHOLE,
         }
-        body = {"input_ids": request.compact_ids, "sampling_params": rule, "return_logprob": True, "stream": False}
+        body = {
+            "input_ids": [request.compact_ids],  # a batch of one: a flat list of images would be one for each prompt
+            "sampling_params": rule,
+            "return_logprob": True,
+            "return_prompt_token_ids": True,
+            "stream": False,
+        }
+        if self.records:
+            body["return_routed_experts"] = True
         if request.images:
             name = where(request)
-            body["image_data"] = [data_url(image, name) for image in request.images]
+            urls = [data_url(image, name) for image in request.images]
+            # under another name with each update, as no route empties the cache of encoded images
+            names = [sha256(f"{self.version} {url}".encode()).hexdigest()[:16] for url in urls]
+            body |= {"image_data": [urls], "mm_hashes": [names]}
         return body
 
     async def _attempt(self, server: Server, job: Job) -> list[Sample]:
         oldest = self.version
         answers = await self._ask(server, "/generate", job)
-        answers = answers if isinstance(answers, list) else [answers]
         if len(answers) != job.count:
             raise RuntimeError(f"{server.url}: {job.count} answers expected, came {len(answers)}")
         samples = []
         for i, answer in enumerate(answers):
+            check_expansion(job.request, answer["prompt_token_ids"])
             facts = answer["meta_info"]
-            if (seen := facts["prompt_tokens"]) != len(job.request.token_ids):
-                raise ValueError(
-                    f"{job.where}: {server.url} expanded the prompt to {seen} tokens, training has "
-                    f"{len(job.request.token_ids)}: do both load the same image processor, with the same pixel budget?"
-                )
-            self._check_versions(server, oldest, [number(facts["weight_version"])])
             logprobs, ids = zip(*((entry[0], entry[1]) for entry in facts["output_token_logprobs"]), strict=True)
-            answered = list(ids), list(logprobs), facts["finish_reason"]["type"], [oldest] * len(ids)
-            samples.append(self._sample(server, job, i, *answered))
+            versions = [number(v["version"]) for v in facts["weight_versions"] for _ in range(v["start"], v["end"])]
+            self._check_versions(server, oldest, versions)
+            answered = list(ids), list(logprobs), facts["finish_reason"]["type"], versions
+            sample = self._sample(server, job, i, *answered)
+            if recorded := facts.get("routed_experts"):  # [tokens but the last, layers, K]
+                routing = np.frombuffer(base64.b64decode(recorded), dtype=np.int32)
+                layers = self.config.get_text_config().num_hidden_layers
+                routing = routing.reshape(len(sample.token_ids) - 1, layers, -1).astype("int16")
+                sample = with_routing(sample, torch.from_numpy(routing))
+            samples.append(sample)
         return samples
+
+    async def _invite(self, live: Sequence[Server], group: Any) -> None:
+        for server in live:  # a group of this name, of the servers that were alive before or of another trainer
+            await self._give_up(server)
+        await super()._invite(live, group)
 
     def _begin(self) -> None:
         self._post("/pause_generation", {"mode": "retract"})
@@ -146,7 +184,7 @@ class SglangRollout(ServerRollout):
     def _end(self) -> None:
         if self.asleep:
             self._post("/resume_memory_occupation", {"tags": ["kv_cache"]})
-        self._post("/flush_cache")
+        self._post("/flush_cache?timeout=60")
         self._post("/update_weight_version", {"new_version": str(self.coming), "abort_all_requests": False})
         self._post("/continue_generation", {})
 
@@ -170,12 +208,16 @@ class SglangRollout(ServerRollout):
     async def _meet(self, server: Server) -> tuple[int, int]:
         ask = self.servers.ask
         try:
-            model = await ask(server, "GET", "/get_model_info")
-            info = await ask(server, "GET", "/get_server_info")
+            model = await ask(server, "GET", "/model_info")
+            info = await ask(server, "GET", "/server_info")
             weights = number(model["weight_version"])
-            server.workers = info["tp_size"] * info["dp_size"]
+            server.workers, copies = info["tp_size"], info["dp_size"] * info["pp_size"]
+            self.records = self.records or info.get("enable_return_routed_experts", False)
+            await ask(server, "POST", "/continue_generation", {})  # a trainer that was stopped may have left it paused
         except (Lost, Refused, KeyError, TypeError, AttributeError) as error:
             raise ValueError(f"{server.url} is no SGLang server for training: {error!r}. {self.advice}") from error
+        if copies != 1:
+            raise ValueError(f"{server.url}: dp_size and pp_size 1 expected, SGLang gives no weights to others")
         if PurePath(model["model_path"]).name != PurePath(self.model).name:
             raise ValueError(f"{server.url} serves the model {model['model_path']!r}; {self.model!r} expected")
         await self._check_logprobs(server)
@@ -183,14 +225,17 @@ class SglangRollout(ServerRollout):
         return cast(int, longest), weights
 
     async def _check_logprobs(self, server: Server) -> None:
-        """A token that is sure to be sampled has the log-probability 0, unless it is that of the raw logits."""
-        rule = {"max_new_tokens": 1, "temperature": 1.0, "logit_bias": {str(self.ends[0]): ALWAYS}, "ignore_eos": True}
+        """With a bias as large as the temperature no token is certain and none is next to impossible, unless
+        log-probabilities are counted before the temperature."""
+        rule = {**WHOLE, "max_new_tokens": 1, "temperature": STRONG, "logit_bias": {str(self.ends[0]): STRONG}}
         body = {"input_ids": self.ends[:1], "sampling_params": rule, "return_logprob": True}
         try:
             answer = await self.servers.ask(server, "POST", "/generate", body)
         except (Lost, Refused) as error:
             raise ValueError(f"{server.url} does not take tokens: {error}. {self.advice}") from error
-        if abs(answer["meta_info"]["output_token_logprobs"][0][0]) > 1e-3:
+        if "weight_versions" not in answer["meta_info"]:
+            raise ValueError(f"{server.url} does not say which weights wrote a token; SGLang >=0.5.23 expected")
+        if not -50 < answer["meta_info"]["output_token_logprobs"][0][0] < -0.1:
             raise ValueError(
                 f"{server.url} gives logprobs of another distribution than it samples from; start it without "
                 f"SGLANG_RETURN_ORIGINAL_LOGPROB. {self.advice}"

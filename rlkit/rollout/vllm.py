@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import os
 import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Generator, Iterable, Sequence
+from contextlib import closing
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -20,11 +21,20 @@ import torch.distributed as dist
 from torch import Tensor
 
 from rlkit.data.samples import Sample
-from rlkit.rollout.sampling import Sampling, end_tokens, with_routing
-from rlkit.rollout.vllm_inputs import check_context, check_expansion, finished, request_prompt, sampling_options
+from rlkit.rollout.sampling import Sampling, Written, end_tokens, of_each, with_routing
+from rlkit.rollout.vllm_inputs import (
+    check_context,
+    check_expansion,
+    check_unsampled,
+    finished,
+    request_prompt,
+    sampling_options,
+)
+from rlkit.vlm.families import IMAGES_SEE_THEMSELVES
 from rlkit.vlm.processors import unsampled_ids
 
 SUPPORTED = ((0, 32), (0, 33))  # from the first, below the second
+KEEPS_ITS_WEIGHTS = frozenset({"gpt_oss"})  # vLLM copies sinks and experts into what a running engine throws away
 
 
 class VllmRollout:
@@ -91,8 +101,10 @@ class VllmRollout:
         torch.set_num_threads(threads)
         self._shut_down = weakref.finalize(self, _shut_down, self.llm)
         config = self.llm.model_config.hf_config
+        self.family: str = config.model_type
         tokenizer = getattr(processor, "tokenizer", processor)
         self.unsampled = unsampled_ids(config, tokenizer).tolist()
+        check_unsampled(self.unsampled)
         self.ends = end_tokens(tokenizer, self.llm.model_config.try_get_generation_config().get("eos_token_id"))
         self.max_model_len = self.llm.model_config.max_model_len
 
@@ -100,7 +112,12 @@ class VllmRollout:
         """Take (HF name, whole tensor) of every parameter, one at a time; all ranks iterate together.
 
         What was computed with the old ones goes: the prefix cache and the encoder's cache of images.
+
+        Raises:
+            ValueError: a family of which vLLM would keep some of the old ones.
         """
+        if self.family in KEEPS_ITS_WEIGHTS:
+            raise ValueError(f"vllm: {self.family}: vLLM takes new weights in part only; sample with rollout 'hf'")
         self.llm.collective_rpc("reload_weights", kwargs={"weights_iterator": weights})
         if not self.on_gpu:
             self.llm.apply_model(_pack_again)
@@ -155,50 +172,90 @@ class VllmRollout:
         """Free everything; there is no other use of the engine after it."""
         self._shut_down()
 
-    def generate(self, requests: Sequence[Sample], sampling: Sampling, n: int = 1) -> list[Sample]:
+    def generate(
+        self,
+        requests: Sequence[Sample],
+        sampling: Sampling | Sequence[Sampling],
+        n: int = 1,
+        *,
+        written: Written | None = None,
+    ) -> list[Sample]:
         """n samples a request, those of one request next to each other, in the order of the requests.
 
+        Args:
+            sampling: of all requests, or of each.
+            written: is given (i, its samples) as soon as the n samples of request i are written, while others still
+                are; see `rlkit.rollout.sampling.Written`.
+
         Raises:
-            ValueError: a prompt that leaves no room for an answer, or that vLLM expands otherwise than the trainer.
+            ValueError: a prompt that leaves no room for an answer, or that vLLM expands otherwise than the trainer, or
+                images that a family's attention would see in another way than in training.
             RuntimeError: asleep.
         """
         if self.asleep:
             raise RuntimeError("vllm: asleep; wake_up() and update_weights(...) before generate(...)")
-        check_context(requests, sampling, self.max_model_len)
-        shared, first = self._of_the_group(requests)
-        outputs = self._outputs(shared, sampling, n)[first : first + len(requests)]
+        how = of_each(sampling, requests)
+        check_context(requests, how, self.max_model_len)
+        if self.family in IMAGES_SEE_THEMSELVES and not self.on_gpu and any(request.images for request in requests):
+            raise ValueError(
+                f"vllm: {self.family}: on a CPU its images do not see themselves; sample with rollout 'hf'"
+            )
+        shared, first = self._of_the_group(requests, how)
+        groups: dict[int, list[Sample]] = {}
+        with closing(self._outputs(shared, n)) as outputs:
+            for i, output in outputs:
+                if 0 <= (mine := i - first) < len(requests):  # the others are another rank's
+                    groups[mine] = self._samples(requests[mine], output, n)
+                    if written is not None:
+                        written(mine, groups[mine])
+        return [sample for i in range(len(requests)) for sample in groups[i]]
+
+    def _samples(self, request: Sample, output: Any, n: int) -> list[Sample]:
+        check_expansion(request, output.prompt_token_ids)
         samples = []
-        for request, output in zip(requests, outputs, strict=True):
-            check_expansion(request, output.prompt_token_ids)
-            for answer in sorted(output.outputs, key=lambda answer: answer.index):
-                mine = replace(request, number=request.number * n + answer.index)
-                written = answer.token_ids, answer.logprobs.logprobs, answer.finish_reason
-                sample = finished(mine, *written, processor=self.processor, version=self.version)
-                if (routing := answer.routed_experts) is not None:
-                    sample = with_routing(sample, torch.from_numpy(routing.astype("int16")))
-                samples.append(sample)
+        for answer in sorted(output.outputs, key=lambda answer: answer.index):
+            mine = replace(request, number=request.number * n + answer.index)
+            came = answer.token_ids, answer.logprobs.logprobs, answer.finish_reason
+            sample = finished(mine, *came, processor=self.processor, version=self.version)
+            if (routing := answer.routed_experts) is not None:
+                sample = with_routing(sample, torch.from_numpy(routing.astype("int16")))
+            samples.append(sample)
         return samples
 
-    def _outputs(self, requests: Sequence[Sample], sampling: Sampling, n: int) -> list[Any]:
+    def _outputs(self, asked: Sequence[tuple[Sample, Sampling]], n: int) -> Generator[tuple[int, Any]]:
+        """(number of a request, what was written to it), as each is finished."""
         from vllm import SamplingParams
 
-        options = partial(sampling_options, sampling, n=n, unsampled=self.unsampled, ends=self.ends)
-        params = [SamplingParams(**options(request)) for request in requests]
-        given = [request_prompt(request) for request in requests]
-        return self.llm.generate(given, params, use_tqdm=False, lora_request=self.adapter)
+        options = partial(sampling_options, n=n, unsampled=self.unsampled, ends=self.ends)
+        params = [SamplingParams(**options(sampling, request)) for request, sampling in asked]
+        given = [request_prompt(request) for request, _ in asked]
+        names = self.llm.enqueue(given, params, use_tqdm=False, lora_request=self.adapter)
+        numbers = {name.partition("-")[0]: i for i, name in enumerate(names)}  # vLLM adds something random behind a "-"
+        engine = self.llm.llm_engine
+        try:
+            while engine.has_unfinished_requests():
+                for output in engine.step():
+                    if output.finished:
+                        yield numbers[output.request_id], output
+        finally:
+            if engine.has_unfinished_requests():
+                engine.abort_request(names, internal=True)
 
-    def _of_the_group(self, requests: Sequence[Sample]) -> tuple[Sequence[Sample], int]:
-        """The requests of all ranks that share this engine, and where this rank's begin.
+    def _of_the_group(
+        self, requests: Sequence[Sample], how: Sequence[Sampling]
+    ) -> tuple[list[tuple[Sample, Sampling]], int]:
+        """What all ranks that share this engine ask, and where this rank's begin.
 
         Each has its own, for they train on different rows. What vLLM is not given stays: rows may hold anything.
         """
         if self.group is None:
-            return requests, 0
+            return list(zip(requests, how, strict=True)), 0
         found: list[Any] = [None] * dist.get_world_size(self.group)
         mine_alone: dict[str, Any] = {"row": {}, "vision": {}, "logprobs": [], "routed_experts": None}
-        dist.all_gather_object(found, [replace(request, **mine_alone) for request in requests], group=self.group)
+        asked = [(replace(request, **mine_alone), s) for request, s in zip(requests, how, strict=True)]
+        dist.all_gather_object(found, asked, group=self.group)
         mine = dist.get_group_rank(self.group, dist.get_rank())
-        return [request for part in found for request in part], sum(len(part) for part in found[:mine])
+        return [pair for part in found for pair in part], sum(len(part) for part in found[:mine])
 
 
 def import_vllm() -> Any:

@@ -12,6 +12,7 @@ from rlkit.rollout.sampling import Sampling, where
 from rlkit.vlm.processors import decode
 
 NEVER = -1e30  # as a logit bias: probability 0, and a number that JSON has
+MOST_NEVER = 1024  # tokens that vLLM takes a bias for; with more its engine ends, on a GPU
 
 
 def request_prompt(request: Sample) -> dict[str, Any]:
@@ -38,7 +39,7 @@ def sampling_options(
         "temperature": sampling.temperature,
         "seed": request_seed(sampling.seed, request),
         "logit_bias": dict.fromkeys(unsampled, NEVER),
-        "stop_token_ids": list(ends),
+        "stop_token_ids": [*ends, *sampling.stop],
         "ignore_eos": True,  # it is one of `ends`
         "logprobs": 0,  # of the sampled token alone
         "flat_logprobs": True,
@@ -47,15 +48,24 @@ def sampling_options(
     }
 
 
+def check_unsampled(unsampled: Sequence[int]) -> None:
+    """Raise a ValueError if more tokens have probability 0 than vLLM can be told of."""
+    if len(unsampled) > MOST_NEVER:
+        raise ValueError(
+            f"model: {len(unsampled)} tokens must not be sampled (placeholders, and a vocabulary larger than the "
+            f"tokenizer's), vLLM takes {MOST_NEVER} at most: resize the model's embeddings to its tokenizer"
+        )
+
+
 def request_seed(seed: Sequence[int], request: Sample) -> int:
     """The seed of a prompt's first answer, and of a sample that goes on; vLLM adds 1 for each further answer."""
     keys = (*seed, request.group_id, request.number, sum(request.mask))
     return int(np.random.default_rng(keys).integers(2**53))
 
 
-def check_context(requests: Sequence[Sample], sampling: Sampling, most: int) -> None:
+def check_context(requests: Sequence[Sample], how: Sequence[Sampling], most: int) -> None:
     """Raise a ValueError that names the first prompt which leaves no room for an answer."""
-    for request in requests:
+    for request, sampling in zip(requests, how, strict=True):
         if (needed := len(request.token_ids) + sampling.max_new_tokens) > most:
             raise ValueError(
                 f"{where(request)}: {len(request.token_ids)} prompt tokens and max_new_tokens "

@@ -28,7 +28,7 @@ from rlkit.data.samples import Sample
 from rlkit.rollout.sampling import Sampling, where, with_routing
 from rlkit.rollout.server_rollout import Job, ServerRollout, data_url, number
 from rlkit.rollout.servers import Lost, Refused, Server
-from rlkit.rollout.vllm_inputs import check_expansion, sampling_options
+from rlkit.rollout.vllm_inputs import check_expansion, check_unsampled, sampling_options
 from rlkit.rollout.weight_transfer import GlooGroup, NcclGroup
 
 SUPPORTED = ((0, 32), (0, 33))  # versions of vLLM, from the first, below the second
@@ -85,7 +85,9 @@ class VllmServerRollout(ServerRollout):
         self._post("/finish_weight_update", {"weight_version": str(self.coming)})
         if self.asleep:
             self._post("/wake_up?tags=kv_cache")
-        self._post("/reset_prefix_cache?reset_running_requests=true")
+        reset = self._post("/reset_prefix_cache?reset_running_requests=true")
+        if not all(answer["success"] for answer in reset):
+            raise RuntimeError("a server could not reset its prefix cache, which has keys and values of old weights")
         self._post("/reset_encoder_cache")
         self._post("/resume")
 
@@ -108,11 +110,14 @@ class VllmServerRollout(ServerRollout):
 
     async def _meet(self, server: Server) -> tuple[int, int]:
         ask = self.servers.ask
+        check_unsampled(self.unsampled)
         try:
             version = (await ask(server, "GET", "/version"))["version"]
             card = (await ask(server, "GET", "/v1/models"))["data"][0]
             weights = number((await ask(server, "GET", "/weight_info"))["weight_version"])
             server.workers = (await ask(server, "GET", "/get_world_size"))["world_size"]
+            if paused := (await ask(server, "GET", "/is_paused"))["is_paused"]:
+                await self._take_over(server)
         except (Lost, Refused, KeyError, TypeError) as error:
             raise ValueError(f"{server.url} is no vLLM server for training: {error}. {self.advice}") from error
         if not SUPPORTED[0] <= tuple(int(part) for part in version.split(".")[:2]) < SUPPORTED[1]:
@@ -120,8 +125,16 @@ class VllmServerRollout(ServerRollout):
             raise ValueError(f"{server.url} runs vLLM {version}; >={low},<{high} expected")
         if PurePath(card["id"]).name != PurePath(self.model).name:
             raise ValueError(f"{server.url} serves the model {card['id']!r}; {self.model!r} expected")
-        await self._check_logprobs(server)
+        if not paused:
+            await self._check_logprobs(server)
         return card["max_model_len"], weights
+
+    async def _take_over(self, server: Server) -> None:
+        """A trainer that was stopped left the server asleep, or waiting for weights: it goes on when it has some."""
+        await self._give_up(server)
+        await self.servers.ask(server, "POST", "/wake_up")
+        await self.servers.ask(server, "POST", "/resume")
+        self.torn = True
 
     async def _check_logprobs(self, server: Server) -> None:
         """Where one token alone may be sampled, its log-probability is 0, unless it is that of the raw logits."""

@@ -170,7 +170,7 @@ class NcclGroup:
     def __init__(self, size: int, address: str = "", timeout: float = 300.0) -> None:
         from vllm.distributed.device_communicators.pynccl_wrapper import NCCLLibrary
 
-        self.size = size
+        self.size, self.device = size, torch.cuda.current_device()  # which is a thread's own: `open` has another
         self.id = bytes(NCCLLibrary().ncclGetUniqueId().internal)
         self.group: Any = None
 
@@ -189,7 +189,7 @@ class NcclGroup:
     def open(self) -> None:
         from vllm.distributed.weight_transfer.nccl_common import uid_init_process_group
 
-        self.group = uid_init_process_group(self.id, 0, self.size, torch.cuda.current_device())
+        self.group = uid_init_process_group(self.id, 0, self.size, self.device)
 
     def broadcast(self, bucket: list[Named]) -> None:
         from vllm.distributed.weight_transfer.packed_tensor import packed_nccl_broadcast_producer

@@ -1,6 +1,8 @@
 """Run by `test_vllm.py`: real vLLM beside a real trainer, and how far the two are apart at each stage.
 
-on_vllm.py FOLDER KIND [KIND ...]    (alone or under torchrun; rank r writes FOLDER/facts.<r>.json)
+on_vllm.py FOLDER KIND [KIND ...] [families FAMILY ...]
+
+Alone or under torchrun: rank r writes FOLDER/facts.<r>.json, and of families FOLDER/families.json.
 """
 
 import gc
@@ -15,12 +17,13 @@ import torch.distributed as dist
 
 sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parents[1] / "engines")]
 from rows import make_samples  # noqa: E402
-from vllm_models import build  # noqa: E402
+from vllm_models import build, register  # noqa: E402
 
 from rlkit.data import collate, group_ids  # noqa: E402
 from rlkit.engines import make_engine  # noqa: E402
 from rlkit.losses import reinforce_loss, token_mean  # noqa: E402
 from rlkit.rollout import Sampling, make_rollout  # noqa: E402
+from rlkit.rollout.weight_transfer import NcclGroup, description  # noqa: E402
 from rlkit.vlm import encode_rows, load_model, load_processor, lora, unsampled_ids  # noqa: E402
 
 SIZES = {True: ((56, 56), None, (84, 56), (112, 112)), False: (None,) * 4}
@@ -87,6 +90,18 @@ def measure(kind: str, path: str, tensor_parallel_size: int = 1) -> dict:
     facts["answers"] = [s.response_ids for s in samples]
     facts["groups"] = group_ids(samples).tolist()
     facts["repeated"] = [s.response_ids for s in rollout.generate(prompts, SAMPLING, n=3)] == facts["answers"]
+    told = {}  # prompt -> its answers, and how many prompts still waited for theirs
+
+    def tell(i, group):
+        told[i] = group, rollout.llm.llm_engine.get_num_unfinished_requests()
+
+    many = rollout.generate(prompts, SAMPLING, n=12, written=tell)  # more than `max_num_seqs`
+    facts["told"] = [s.text for i in sorted(told) for s in told[i][0]] == [s.text for s in many]
+    facts["under_way"] = [told[i][1] for i in told]
+    how = [Sampling(3 + i, 0.5 + 0.4 * i, (i,), (samples[0].response_ids[0],)) for i in range(len(prompts))]
+    together = rollout.generate(prompts, how, n=2)
+    alone = [s for prompt, one in zip(prompts, how, strict=True) for s in rollout.generate([prompt], one, n=2)]
+    facts["each"], facts["each_alone"] = ([s.response_ids for s in found] for found in (together, alone))
     facts["reasons"] = sorted({s.finish_reason for s in samples})
     facts["sampled_forbidden"] = sorted({t for s in samples for t in s.response_ids} & set(unsampled.tolist()))
     greedy = rollout.generate(prompts, Sampling(6, temperature=0.0))
@@ -151,6 +166,37 @@ def adapters_alone(path, processor, trainer, step, distance) -> dict:
     return facts | {"adapter_version": samples[0].version, "left_in_memory": os.listdir("/dev/shm")}
 
 
+def nccl_calls() -> dict:
+    """What `NcclGroup` asks of vLLM, held against vLLM's own signatures: NCCL itself wants a GPU."""
+    from vllm.distributed.device_communicators import pynccl_wrapper
+    from vllm.distributed.weight_transfer import nccl_common, nccl_engine, packed_tensor
+
+    library = mock.create_autospec(pynccl_wrapper.NCCLLibrary)
+    library.return_value.ncclGetUniqueId.return_value = pynccl_wrapper.ncclUniqueId((-5, *range(127)))
+    join = mock.create_autospec(nccl_common.uid_init_process_group)
+    join.return_value.device = torch.device("cpu")
+    send = mock.create_autospec(packed_tensor.packed_nccl_broadcast_producer)
+    bucket = [("a", torch.ones(2, 3)), ("b", torch.ones(4).bfloat16())]
+    with (
+        mock.patch.object(pynccl_wrapper, "NCCLLibrary", library),
+        mock.patch.object(nccl_common, "uid_init_process_group", join),
+        mock.patch.object(packed_tensor, "packed_nccl_broadcast_producer", send),
+        mock.patch.multiple(torch.cuda, current_device=lambda: 5, synchronize=mock.DEFAULT, device=mock.MagicMock()),
+    ):
+        group = NcclGroup(3)
+        told = nccl_engine.NCCLWeightTransferInitInfo(**json.loads(json.dumps(group.invitation(1))))
+        group.open()
+        group.broadcast(bucket)
+    nccl_engine.NCCLWeightTransferUpdateInfo(**description(bucket))
+    said = send.call_args.kwargs
+    return {
+        "joined": told.nccl_unique_id_bytes == join.call_args.args[0] == bytes([251, *range(127)]),
+        "places": [told.rank_offset, told.world_size, told.packed, *join.call_args.args[1:]],
+        "sent": [said["post_iter_func"](named).numel() for named in said["iterator"]],
+        "buffers": sorted(set(said) & {"buffer_size_bytes", "num_buffers"}),  # neither side says: both have the default
+    }
+
+
 def errors(rollout, prompts) -> dict:
     """What bad input says."""
     from dataclasses import replace
@@ -171,7 +217,7 @@ def errors(rollout, prompts) -> dict:
     return found
 
 
-def main(folder: Path, kinds: list[str]) -> None:
+def main(folder: Path, kinds: list[str], families: list[str]) -> None:
     dist.init_process_group("gloo") if "RANK" in os.environ else dist.init_process_group(
         "gloo", store=dist.HashStore(), rank=0, world_size=1
     )
@@ -182,7 +228,14 @@ def main(folder: Path, kinds: list[str]) -> None:
         if dist.get_rank() == 0 and not path.exists():
             build(name, str(path))
         dist.barrier()
+        register(path)
         facts[kind] = measure(name, str(path), int(size or 1))
+    if dist.get_world_size() == 1:
+        facts[kinds[-1]]["nccl"] = nccl_calls()
+    if families:
+        from on_vllm_families import measure_all
+
+        measure_all(folder, families)
     (folder / f"facts.{dist.get_rank()}.json").write_text(json.dumps(facts, indent=1))
     dist.destroy_process_group()
 
@@ -190,4 +243,5 @@ def main(folder: Path, kinds: list[str]) -> None:
 if __name__ == "__main__":
     torch.set_num_threads(1)
     with mock.patch.object(gc, "collect"):  # vLLM calls it 7 times an engine; with all that is imported it takes 0.4 s
-        main(Path(sys.argv[1]), sys.argv[2:])
+        at = sys.argv.index("families") if "families" in sys.argv else len(sys.argv)
+        main(Path(sys.argv[1]), sys.argv[2:at], sys.argv[at + 1 :])

@@ -49,6 +49,7 @@ class Standin:
         self.version, self.paused, self.now, self.most, self.steps = "default", False, 0, 0, 0
         self.group = None
         self.expanded = {}  # compact prompt -> what it is expanded to
+        self.resets = True  # its prefix cache, when it is told to
         self.routing = None  # answer -> the experts that it, its prompt before it, went to, as numpy has them
 
     @property
@@ -143,8 +144,8 @@ class VllmStandin(Standin):
         return {
             "/health": done, "/version": self._version, "/v1/models": self._models, "/weight_info": self._weight_info,
             "/get_world_size": self._world, "/inference/v1/generate": self._generate, "/pause": self._pause,
-            "/resume": self._resume, "/start_weight_update": done, "/reset_prefix_cache": done,
-            "/reset_encoder_cache": done, "/sleep": done, "/wake_up": done,
+            "/resume": self._resume, "/start_weight_update": done, "/reset_prefix_cache": self._reset,
+            "/is_paused": self._is_paused, "/reset_encoder_cache": done, "/sleep": done, "/wake_up": done,
             "/init_weight_transfer_engine": self._init, "/update_weights": self._update,
             "/finish_weight_update": self._finish,
         }  # fmt: skip
@@ -168,14 +169,22 @@ class VllmStandin(Standin):
         self.paused = True
         return await self._done(request)
 
+    async def _is_paused(self, request):
+        return web.json_response({"is_paused": self.paused})
+
     async def _resume(self, request):
         self.paused = False
         return await self._done(request)
+
+    async def _reset(self, request):
+        return web.json_response({"success": self.resets})
 
     async def _generate(self, request):
         body = await request.json()
         rule = body["sampling_params"]
         if only := rule.get("allowed_token_ids"):  # the client tries how logprobs are counted
+            while self.paused:
+                await asyncio.sleep(0.002)
             logprob = 0.0 if self.logprobs == "processed" else -5.0
             return web.json_response(
                 {"choices": [{"logprobs": {"content": [{"token_id": only[0], "logprob": logprob}]}}]}
@@ -235,72 +244,131 @@ class VllmStandin(Standin):
 
 
 class SglangStandin(Standin):
-    """Speaks what SGLang documents of `/generate`, weight updates, pausing and memory."""
+    """Speaks SGLang 0.5.23's `/generate`, weight updates, pausing and memory, and refuses what it refuses.
+
+    Attributes:
+        embeddings: encoded images by their names, and the version of the weights that did it; never emptied.
+        server: what /server_info says.
+    """
+
+    def __init__(self, **options):
+        super().__init__(**options)
+        self.embeddings, self.asleep, self.flushed = {}, set(), True
+        self.server = {"tp_size": 1, "dp_size": 1, "pp_size": 1, "context_length": self.context}
 
     def pages(self):
-        done = self._done
         return {
-            "/health": done, "/get_model_info": self._model, "/get_server_info": self._info,
+            "/health": self._health, "/model_info": self._model, "/server_info": self._info,
             "/generate": self._generate,
-            "/init_weights_update_group": self._init, "/update_weights_from_distributed": self._update,
-            "/update_weight_version": self._new_version, "/pause_generation": self._pause,
-            "/continue_generation": self._resume, "/flush_cache": done, "/destroy_weights_update_group": done,
-            "/release_memory_occupation": done, "/resume_memory_occupation": done,
+            "/init_weights_update_group": self._init, "/destroy_weights_update_group": self._destroy,
+            "/update_weights_from_distributed": self._update, "/update_weight_version": self._new_version,
+            "/pause_generation": self._pause, "/continue_generation": self._resume, "/flush_cache": self._flush,
+            "/release_memory_occupation": self._release, "/resume_memory_occupation": self._take_again,
         }  # fmt: skip
+
+    def _refuse(self, message):
+        return web.json_response({"error": {"message": message}}, status=400)
 
     async def _done(self, request):
         return web.json_response({"success": True, "message": ""})
+
+    async def _health(self, request):  # it samples a token
+        while self.paused or self.asleep:
+            await asyncio.sleep(0.01)
+        return web.Response()
 
     async def _model(self, request):
         return web.json_response({"model_path": f"/models/{self.model}", "weight_version": self.version})
 
     async def _info(self, request):
-        return web.json_response({"tp_size": 1, "dp_size": 1, "context_length": self.context})
+        return web.json_response(self.server)
 
     async def _pause(self, request):
-        assert (await request.json())["mode"] in ("abort", "retract", "in_place")
+        assert (await request.json())["mode"] == "retract"  # "abort" loses answers, "in_place" keeps their cache
         self.paused = True
-        return await self._done(request)
+        return web.json_response({"message": "Generation paused successfully.", "status": "ok"})
 
     async def _resume(self, request):
+        assert await request.json() == {}
         self.paused = False
-        return await self._done(request)
+        return web.json_response({"message": "Generation continued successfully.", "status": "ok"})
+
+    async def _flush(self, request):
+        self.flushed = True
+        return web.Response(text="Cache flushed.\nPlease check backend logs for more details.\n")  # no JSON
+
+    async def _release(self, request):
+        self.asleep |= set((await request.json())["tags"])
+        return web.json_response(None)
+
+    async def _take_again(self, request):
+        self.asleep -= set((await request.json())["tags"])
+        return web.json_response(None)
 
     async def _new_version(self, request):
         body = await request.json()
-        assert body["abort_all_requests"] is False
+        assert body["abort_all_requests"] is False and self.paused
         self.version = body["new_version"]
         return await self._done(request)
 
-    def _answer(self, prompt, ids, logprobs):
-        facts = {
-            "finish_reason": {"type": "length", "length": len(ids)}, "prompt_tokens": len(prompt),
-            "completion_tokens": len(ids), "weight_version": self.version,
-            "output_token_logprobs": [[logprob, token, None] for token, logprob in zip(ids, logprobs, strict=True)],
-        }  # fmt: skip
-        return {"text": "", "output_ids": ids, "meta_info": facts}
-
     async def _generate(self, request):
         body = await request.json()
-        rule = body["sampling_params"]
-        assert body["return_logprob"] and not body.get("stream")
-        sure = [token for token, bias in rule["logit_bias"].items() if bias > 0]
-        if sure:  # the client tries how logprobs are counted
-            logprob = 0.0 if self.logprobs == "processed" else -5.0
-            return web.json_response(self._answer(body["input_ids"], [int(sure[0])], [logprob]))
+        rule, prompts = body["sampling_params"], body["input_ids"]
+        assert set(body) <= BODY and set(rule) <= RULE and body["return_logprob"] and not body.get("stream")
+        batch = isinstance(prompts[0], list) or rule.get("n", 1) > 1
+        (prompt,) = prompts if isinstance(prompts[0], list) else [prompts]
+        for field in ("image_data", "mm_hashes"):
+            if batch and len(body.get(field, [prompt])) != 1:
+                return self._refuse(f"The length of {field} should be equal to the batch size.")
+        if max(rule["logit_bias"].values()) > 0:  # the client tries how logprobs are counted
+            logits = np.full(self.context, 0.0)
+            logits[[int(token) for token in rule["logit_bias"]]] = list(rule["logit_bias"].values())
+            logits /= rule["temperature"] if self.logprobs == "processed" else 1.0
+            token = int(np.argmin(logits))
+            logprob = logits[token] - np.logaddexp.reduce(logits)
+            return web.json_response(self._answer(prompt, [token], [logprob], [self.version]))
+        while self.paused:  # it waits before it is tokenised
+            await asyncio.sleep(0.002)
+        assert not self.asleep and self.flushed
         self.bodies.append(body)
+        images, names = body.get("image_data", [[]])[0], body.get("mm_hashes", [[]])[0]
+        for name, _ in zip(names, images, strict=True):
+            self.embeddings.setdefault(f"{int(name, 16):016x}", self.version)
         lost = await self._fault(request)
-        seeds = [sum(body["input_ids"]) + 1000 * i for i in range(rule["n"])]
-        answers, _ = await self._write(seeds, rule["max_new_tokens"])
+        seeds = [sum(prompt) + 1000 * i for i in range(rule.get("n", 1))]
+        answers, versions = await self._write(seeds, rule["max_new_tokens"])
         self.answered += seeds
         if lost:
             request.transport.abort()
-        seen = self.expanded.get(tuple(body["input_ids"]), body["input_ids"])
-        made = [self._answer(seen, ids, [-1.0 - t / 100 for t in ids]) for ids in answers]
-        return web.json_response(made if rule["n"] > 1 else made[0])
+        stops = set() if rule["ignore_eos"] else set(rule["stop_token_ids"])
+        ends = [next((t + 1 for t, token in enumerate(ids) if token in stops), len(ids)) for ids in answers]
+        seen = self.expanded.get(tuple(prompt), prompt)
+        made = [
+            self._answer(seen, ids[:end], [-1.0 - t / 100 for t in ids[:end]], versions[:end], stops)
+            for ids, end in zip(answers, ends, strict=True)
+        ]
+        return web.json_response(made if batch else made[0])
+
+    def _answer(self, prompt, ids, logprobs, versions, stops=()):
+        starts = [t for t in range(len(ids)) if t == 0 or versions[t] != versions[t - 1]]
+        ended = {"type": "stop", "matched": ids[-1]} if ids[-1] in stops else {"type": "length", "length": len(ids)}
+        facts = {
+            "finish_reason": ended, "prompt_tokens": len(prompt), "completion_tokens": len(ids),
+            "weight_version": versions[-1],
+            "weight_versions": [
+                {"version": versions[a], "start": a, "end": b}
+                for a, b in zip(starts, [*starts[1:], len(ids)], strict=True)
+            ],
+            "output_token_logprobs": [[logprob, token, None] for token, logprob in zip(ids, logprobs, strict=True)],
+        }  # fmt: skip
+        if self.routing:
+            facts["routed_experts"] = base64.b64encode(self.routing([*prompt, *ids]).tobytes()).decode()
+        return {"text": "", "output_ids": ids, "prompt_token_ids": list(prompt), "meta_info": facts}
 
     async def _init(self, request):
         info = await request.json()
+        if self.group is not None:
+            return self._refuse("The specified group name has already been created")
 
         def join():  # as torch makes a group of this name: under the name, twice, and the kind of device
             size, name, limit = info["world_size"], info["group_name"], timedelta(seconds=10)
@@ -313,8 +381,27 @@ class SglangStandin(Standin):
         self.group = await self._in_thread(join)
         return await self._done(request)
 
+    async def _destroy(self, request):
+        if self.group is None:
+            return self._refuse("The group to be destroyed does not exist.")
+        self.group = None
+        return await self._done(request)
+
     async def _update(self, request):
         info = await request.json()
         assert info["group_name"] == "rlkit" and info["flush_cache"] is False
+        assert self.paused and "weights" not in self.asleep
+        self.flushed = False
         await self._in_thread(self._receive, info["names"], info["dtypes"], info["shapes"])
         return await self._done(request)
+
+
+BODY = {  # what of GenerateReqInput, and of SamplingParams, the client may say
+    "input_ids", "sampling_params", "return_logprob", "return_prompt_token_ids", "return_routed_experts", "stream",
+    "image_data", "mm_hashes",
+}  # fmt: skip
+RULE = {
+    "n", "max_new_tokens", "temperature", "top_p", "top_k", "min_p", "frequency_penalty", "presence_penalty",
+    "repetition_penalty", "min_new_tokens", "logit_bias", "stop_token_ids", "ignore_eos", "no_stop_trim",
+    "skip_special_tokens",
+}  # fmt: skip

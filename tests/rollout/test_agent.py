@@ -2,7 +2,7 @@
 
 import asyncio
 import re
-import threading
+import sys
 from collections import Counter
 from dataclasses import replace
 
@@ -14,8 +14,8 @@ from PIL import Image
 from rlkit.data import collate, extend, prompt, score
 from rlkit.data.samples import check_tracks, observe
 from rlkit.engines import make_engine
-from rlkit.rollout import Sampling, agent, make_rollout, uniforms
-from rlkit.rollout.agent import Observation, Scripted, call_steps, run_episodes
+from rlkit.rollout import Sampling, make_rollout, uniforms
+from rlkit.rollout.agent import Observation, Scripted, run_episodes
 from rlkit.vlm import decode, encode, load_model, load_processor, unsampled_ids
 from rlkit.vlm.processors import encode_reply, message
 
@@ -235,9 +235,13 @@ def test_an_environment_with_its_own_reward(processor):
 
     rows = [{"question": "A number from 0 to 7?", "answer": str(i)} for i in range(8)]
     requests = [encode(processor, row, group_id=i) for i, row in enumerate(rows)]
+    sampler, told = Scripted(processor, bisect), []
     samples = run_episodes(
-        Scripted(processor, bisect), requests, Sampling(4), guess_the_number, processor=processor, n=2, max_turns=3
-    )
+        sampler, requests, Sampling(4), guess_the_number, processor=processor, n=2, max_turns=3,
+        written=lambda i, group: told.append((i, group)),
+    )  # fmt: skip
+    assert [i for i, _ in told] == [4, 2, 6, 0, 1, 3, 5, 7]  # those that are found in one turn first
+    assert all(group == samples[2 * i : 2 * i + 2] for i, group in told)
     rewards = score(lambda text, row: row["state"].get("reward", 0.0), samples)
     assert [round(1 / reward) if reward else 0 for reward in rewards.tolist()[::2]] == [0, 3, 2, 3, 1, 3, 2, 3]
     assert [s.finish_reason for s in samples] == ["turns"] * 2 + ["stop"] * 14
@@ -273,7 +277,17 @@ async def returns_text(sample):
     return "look"
 
 
+async def exits(sample):
+    sys.exit("usage: tool")
+
+
+async def is_cancelled(sample):
+    raise asyncio.CancelledError("by a library")
+
+
 FAILURES = {
+    exits: "SystemExit('usage: tool')",
+    is_cancelled: "CancelledError('by a library')",
     fails: "no such file",
     is_slow: "no result within 0.2 seconds",
     shows_a_broken_image: "cannot be read",
@@ -309,51 +323,10 @@ def test_a_failing_tool_is_an_aborted_sample_or_an_observation(processor, bad, c
         check_tracks(sample)
 
 
-def test_functions_that_never_return_do_not_stop_the_run(monkeypatch):
-    """In a thread, or on the event loop that all share."""
-    released, one = threading.Event(), [prompt([1])]
-
-    def hangs(sample):
-        released.wait(60)
-
-    async def blocks(sample):
-        released.wait(60)
-
-    def answers(sample):
-        return Observation("fine")
-
-    monkeypatch.setattr(agent, "GRACE", 0.3)
-    for never in (hangs, blocks):
-        assert isinstance(call_steps(never, one, 0.3)[0], TimeoutError)
-        assert call_steps(answers, one, 60.0)[0].text == "fine"
-    released.set()
-
-
 def test_a_failure_that_cannot_be_shown_is_aborted(processor):
     options = {"processor": processor, "on_failure": lambda error: Observation("", [b"no image"])}
     samples = run_episodes(Scripted(processor, lambda s: "x"), ask(processor, 1), Sampling(8), fails, **options)
     assert samples[0].finish_reason == "aborted"
-
-
-def test_steps_of_a_turn_run_at_the_same_time():
-    samples = [prompt([1], group_id=i) for i in range(20)]
-    barrier = threading.Barrier(20)  # passes when all twenty are there
-
-    def together(sample):
-        barrier.wait(20)
-        return Observation(str(sample.group_id))
-
-    assert [o.text for o in call_steps(together, samples, 30.0)] == [str(i) for i in range(20)]
-    waiting = []
-
-    async def together_async(sample):
-        waiting.append(sample)
-        while len(waiting) < 20:
-            await asyncio.sleep(0.001)
-        return asyncio.get_running_loop()
-
-    loops = call_steps(together_async, samples, 30.0) + call_steps(together_async, samples, 30.0)
-    assert len({id(loop) for loop in loops}) == 1 and call_steps(together, [], 1.0) == []
 
 
 # --- limits
@@ -424,6 +397,22 @@ MOVES_THE_SYSTEM = (
     "messages | length - 3 %}{{ messages[0].content }}{% endif %}{{ m.content }}<|im_end|>{% endfor %}"
 )
 ENDS_WITHOUT_A_TOKEN = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
+
+
+def test_each_episode_is_sampled_its_own_way(processor):
+    """In later turns, too, when the first one's episodes have ended."""
+    scripted = Scripted(processor, lambda sample: "x" * 20)
+    how = [Sampling(3), Sampling(30), Sampling(31)]
+
+    def step(sample):
+        return None if sample.group_id == 1 else Observation("and?")
+
+    first, second, third = run_episodes(scripted, ask(processor, 3), how, step, processor=processor, max_turns=2)
+    assert first.finish_reason == "length" and len(first.response_ids) == 3
+    assert (second.finish_reason, third.finish_reason) == ("stop", "turns")
+    with pytest.raises(ValueError, match="row 2: .* leave no room for a turn of max_new_tokens 31"):
+        room = max(len(request.token_ids) for request in ask(processor, 3)) + 30
+        run_episodes(scripted, ask(processor, 3), how, step, processor=processor, max_tokens=room)
 
 
 def test_templates_that_rewrite_history_are_refused(processor):

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from numpy.testing import assert_allclose
 from transformers import GenerationConfig
 
 from rlkit.data import collate, load_task, step_rows
@@ -57,8 +58,8 @@ def test_logprobs_equal_the_trainers(engine, rollout, prompts):
 
 def test_rows_that_end_leave_the_others_alone(engine, rollout, prompts, processor):
     """An end token made likely: rows drop out of the cache when half have ended, those that stay keep their place, so
-    that no more than twice as many are computed as still write."""
-    end, computed = processor.tokenizer.eos_token_id, []
+    that no more than twice as many are computed as still write. A group is handed over after its last token, once."""
+    end, computed, told = processor.tokenizer.eos_token_id, [], []
 
     def push(module, args, logits):
         computed.append(len(logits))
@@ -67,13 +68,20 @@ def test_rows_that_end_leave_the_others_alone(engine, rollout, prompts, processo
     with engine.gathered() as module:
         hook = module.get_output_embeddings().register_forward_hook(push)
     try:
-        samples = rollout.generate(prompts, Sampling(24, temperature=0.8, seed=(4,)), n=8)
+        sampling = Sampling(24, temperature=0.8, seed=(4,))
+        tell = lambda i, group: told.append((i, group, len(computed)))  # noqa: E731
+        samples = rollout.generate(prompts, sampling, n=8, written=tell)
         rows, batch = computed[1:], collate(samples)  # of each step behind the prompts
+        again = rollout.generate(prompts, sampling, n=8)
+        assert [(s.response_ids, s.logprobs) for s in samples] == [(s.response_ids, s.logprobs) for s in again]
         trainer = engine.infer_batch(batch)["logprobs"]
     finally:
         hook.remove()
     lengths = Counter(len(s.response_ids) for s in samples)
     assert len(lengths) > 4 and lengths[1] and len(rows) == max(lengths) - 1
+    assert sorted(i for i, _, _ in told) == [0, 1, 2, 3] and len({when for _, _, when in told}) > 1
+    for i, group, when in told:
+        assert group == samples[8 * i : 8 * i + 8] and when == max(len(s.response_ids) for s in group)
     assert all(count <= 2 * sum(len(s.response_ids) > step for s in samples) for step, count in enumerate(rows, 1))
     torch.testing.assert_close(trainer[batch.mask], batch.rollout_logprobs[batch.mask], atol=1e-5, rtol=1e-5)
 
@@ -144,6 +152,25 @@ def test_end_tokens_and_length(rollout, prompts, processor):
         assert end not in s.response_ids[:-1]
         assert len(s.response_ids) == 3 or s.finish_reason == "stop"
         assert s.text == processor.tokenizer.decode(s.response_ids, skip_special_tokens=True)
+
+
+def test_each_request_is_sampled_its_own_way(rollout, prompts):
+    """In one batch: the answers of each are those that it gets alone, with its length, temperature, seed and stops."""
+    (first,) = rollout.generate(prompts[:1], Sampling(6, seed=(5,)))
+    how = [
+        Sampling(6, seed=(5,), stop=(first.response_ids[2],)), Sampling(3, temperature=0.0), Sampling(9, 1.7, (2,)),
+        *[Sampling(1, 0.3)] * (len(prompts) - 3),
+    ]  # fmt: skip
+    together = rollout.generate(prompts, how, n=2)
+    alone = [s for request, one in zip(prompts, how, strict=True) for s in rollout.generate([request], one, n=2)]
+    assert [s.response_ids for s in together] == [s.response_ids for s in alone]
+    for mine, other in zip(together, alone, strict=True):
+        assert_allclose(mine.logprobs, other.logprobs, atol=1e-5)
+    end = first.response_ids.index(first.response_ids[2]) + 1
+    assert together[0].response_ids == first.response_ids[:end] and together[0].finish_reason == "stop"
+    assert max(len(s.response_ids) for s in together) > 3
+    with pytest.raises(ValueError, match="sampling: one, or one for each of 2 requests expected, came 3"):
+        rollout.generate(prompts[:2], how[:3])
 
 
 def test_weight_sync_canary(tiny_dir, engine, prompts, processor):

@@ -15,20 +15,22 @@ from rlkit.vlm import load_model, load_processor, unsampled_ids
 
 sys.path.insert(0, str(Path(__file__).parent))
 from test_vllm_server import free_ports
+from vllm_models import build
 
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"),
 ]
 SAMPLING = Sampling(16, temperature=0.8, seed=(1,))
+OPTIONS = ["--gpu-memory-utilization", "0.4", "--max-model-len", "512"]  # of servers
 PROMPTS = [prompt([10 + i, 11, 12], group_id=i) for i in range(8)]
 
 
-def engine_on(device, tiny_dir, processor):
+def new_engine(tiny_dir, processor):
     model = load_model(tiny_dir)
     optimizer = {"optimizer": lambda weights: torch.optim.SGD(weights, lr=2.0)}
-    unsampled = unsampled_ids(model.config, processor.tokenizer)
-    return make_engine("fsdp2", model=model, device=device, unsampled=unsampled, temperature=0.8, **optimizer)
+    unsampled = unsampled_ids(model.config, getattr(processor, "tokenizer", processor))
+    return make_engine("fsdp2", model=model, device="cuda", unsampled=unsampled, temperature=0.8, **optimizer)
 
 
 def train(engine, samples):
@@ -43,7 +45,7 @@ def mean_gap(engine, samples):
 
 def test_a_sleeping_sampler_leaves_its_memory_to_the_trainer(tiny_dir):
     processor = load_processor(tiny_dir)
-    engine = engine_on("cuda:0", tiny_dir, processor)
+    engine = new_engine(tiny_dir, processor)
     rollout = make_rollout("vllm", model=tiny_dir, processor=processor, gpu_memory_utilization=0.4)
     samples = rollout.generate(PROMPTS, SAMPLING, n=4)
     assert mean_gap(engine, samples) < 0.05
@@ -60,18 +62,59 @@ def test_a_sleeping_sampler_leaves_its_memory_to_the_trainer(tiny_dir):
     rollout.close()
 
 
-@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
-def test_weights_go_to_a_server_over_nccl(tiny_dir, tmp_path):
-    """The server has the first GPU, the trainer the second."""
-    processor = load_processor(tiny_dir)
-    engine = engine_on("cuda:1", tiny_dir, processor)
-    options = ["--gpu-memory-utilization", "0.4", "--max-model-len", "512"]
-    with serving(tiny_dir, port=free_ports(1), logs=tmp_path, options=options) as servers:
-        rollout = make_rollout("vllm_server", model=tiny_dir, processor=processor, urls=list(servers))
-        samples = rollout.generate(PROMPTS, SAMPLING, n=4)
-        assert mean_gap(engine, samples) < 0.05
-        train(engine, samples)
+def test_an_fp8_sampler_quantises_what_arrives(tmp_path):
+    build("qwen2", str(tmp_path))
+    processor = load_processor(str(tmp_path))
+    engine = new_engine(str(tmp_path), processor)
+    options = {"quantization": "fp8", "gpu_memory_utilization": 0.4}
+    rollout = make_rollout("vllm", model=str(tmp_path), processor=processor, **options)
+    samples = rollout.generate(PROMPTS, SAMPLING, n=4)
+    rounding = mean_gap(engine, samples)
+    train(engine, samples)
+    stale = mean_gap(engine, rollout.generate(PROMPTS, SAMPLING, n=4))
+    rollout.update_weights(engine.get_per_tensor_param())
+    fresh = mean_gap(engine, rollout.generate(PROMPTS, SAMPLING, n=4))
+    assert rounding < 0.2 and fresh < 0.2 and fresh < 0.5 * stale
+    rollout.close()
+
+
+def hand_over(engine, rollout, *, asleep):
+    """Answers are scored by the weights that the server was sent; it may sleep while the trainer works."""
+    samples = rollout.generate(PROMPTS, SAMPLING, n=4)
+    assert mean_gap(engine, samples) < 0.05
+    awake, whole = torch.cuda.mem_get_info()
+    if asleep:
+        rollout.sleep()
+        assert torch.cuda.mem_get_info()[0] - awake > 0.2 * whole
+    train(engine, samples)
+    if asleep:
+        rollout.wake_up()
+    else:
         assert mean_gap(engine, rollout.generate(PROMPTS, SAMPLING, n=4)) > 0.1
-        rollout.update_weights(engine.get_per_tensor_param())
-        assert mean_gap(engine, rollout.generate(PROMPTS, SAMPLING, n=4)) < 0.05
+    rollout.update_weights(engine.get_per_tensor_param())
+    assert mean_gap(engine, rollout.generate(PROMPTS, SAMPLING, n=4)) < 0.05
+    assert mean_gap(engine, samples) > 0.1  # of the weights before
+
+
+def test_a_server_sleeps_on_the_trainers_own_gpu(tiny_dir, tmp_path):
+    """Its weights come over gloo: NCCL refuses two processes on one GPU."""
+    processor = load_processor(tiny_dir)
+    engine = new_engine(tiny_dir, processor)
+    options = [*OPTIONS, "--weight-transfer-config", '{"backend": "rlkit_gloo"}']
+    with serving(tiny_dir, port=free_ports(1), logs=tmp_path, options=options) as servers:
+        rollout = make_rollout("vllm_server", model=tiny_dir, processor=processor, urls=list(servers), transfer="gloo")
+        hand_over(engine, rollout, asleep=True)
+        hand_over(engine, rollout, asleep=False)
+        rollout.close()
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+def test_weights_go_to_a_server_over_nccl(tiny_dir, tmp_path, monkeypatch):
+    """The server has the first GPU, the trainer the second."""
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    processor = load_processor(tiny_dir)
+    engine = new_engine(tiny_dir, processor)
+    with serving(tiny_dir, port=free_ports(1), logs=tmp_path, options=OPTIONS) as servers:
+        rollout = make_rollout("vllm_server", model=tiny_dir, processor=processor, urls=list(servers))
+        hand_over(engine, rollout, asleep=False)
         rollout.close()

@@ -6,7 +6,6 @@ import logging
 import socket
 import subprocess
 import sys
-import threading
 import time
 from concurrent.futures import Future
 from functools import partial
@@ -20,7 +19,7 @@ from PIL import Image
 from rlkit.data import load_task
 from rlkit.data.samples import prompt
 from rlkit.rollout import Sampling, make_rollout
-from rlkit.rollout.serve import command, environment, serving
+from rlkit.rollout.serve import command, environment
 from rlkit.rollout.server_rollout import data_url
 from rlkit.rollout.servers import Servers
 from rlkit.rollout.vllm_inputs import request_seed
@@ -88,9 +87,17 @@ def arrived(server, sent):
 def test_answers_are_shared_out_and_come_in_order(connect):
     """More answers than a server may write at once: their prompt is asked for in parts, with seeds of their own."""
     with VllmStandin(latency=0.002) as a, VllmStandin(latency=0.002) as b:
-        rollout = connect(a, b, max_sequences=4)
+        rollout, told = connect(a, b, max_sequences=4), {}
         requests = prompts(12)
-        check(rollout.generate(requests, SAMPLING, n=6), requests, 6)
+
+        def tell(i, group):
+            assert i not in told
+            told[i] = group, len(a.answered + b.answered)
+
+        samples = rollout.generate(requests, SAMPLING, n=6, written=tell)
+        check(samples, requests, 6)
+        assert [told[i][0] for i in range(12)] == [samples[6 * i : 6 * i + 6] for i in range(12)]
+        assert min(answered for _, answered in told.values()) < 72  # while others were written
         assert a.answered and b.answered and len(a.answered + b.answered) == 72
         assert max(a.most, b.most) <= 4
         assert sorted({body["sampling_params"]["n"] for body in a.bodies + b.bodies}) == [2, 4]
@@ -98,6 +105,16 @@ def test_answers_are_shared_out_and_come_in_order(connect):
         a.answered.clear()
         connect(a, b).generate(requests, SAMPLING, n=1)  # room for all of them on either
         assert len(a.answered) == 6
+
+
+def test_each_request_is_sampled_its_own_way(connect):
+    with VllmStandin() as a:
+        how = [Sampling(4, 0.7, (1,)), Sampling(2, 0.0, (2,), stop=(5, 6))]
+        first, second = connect(a).generate(prompts(2), how)
+        assert [len(first.response_ids), len(second.response_ids)] == [4, 2]
+        cold, warm = sorted((body["sampling_params"] for body in a.bodies), key=lambda rule: rule["temperature"])
+        assert warm["temperature"] == 0.7 and cold["stop_token_ids"] == [*warm["stop_token_ids"], 5, 6]
+        assert warm["seed"] == request_seed((1,), prompts(1)[0])
 
 
 def test_a_slow_server_does_not_hold_up_the_other(connect):
@@ -141,6 +158,12 @@ def test_an_answer_that_does_not_come_is_asked_for_elsewhere(connect):
     with VllmStandin(faults=["hang"]) as a, VllmStandin() as b:
         requests = prompts(4)
         check(connect(a, b, timeout=0.5).generate(requests, SAMPLING, n=1), requests, 1)
+
+
+def test_what_one_server_fails_at_is_asked_of_the_other(connect):
+    with VllmStandin(faults=["500"] * 99) as a, VllmStandin() as b:
+        check(connect(a, b).generate(prompts(6), SAMPLING), prompts(6), 1)
+        assert len(b.answered) == 6 and not a.answered
 
 
 def test_a_fault_that_stays_is_given_up(connect):
@@ -252,6 +275,30 @@ def test_weights_that_do_not_arrive_stop_everything_until_they_do(connect):
         assert [s.version for s in rollout.generate(prompts(1), SAMPLING)] == [1]
 
 
+def test_a_prefix_cache_that_stays_is_an_update_that_failed(connect):
+    with VllmStandin() as a:
+        rollout = connect(a)
+        a.resets = False
+        with pytest.raises(RuntimeError, match="update_weights: a server could not reset its prefix cache"):
+            rollout.update_weights(iter(weights()))
+        with pytest.raises(RuntimeError, match="the last update_weights failed"):
+            rollout.generate(prompts(1), SAMPLING)
+
+
+def test_a_server_that_a_stopped_trainer_left_waiting_is_taken_over(connect):
+    """It would neither answer nor say why: what it has may be half of the weights, or none where it is asleep."""
+    with VllmStandin() as a:
+        a.paused = True
+        rollout = connect(a)
+        with pytest.raises(RuntimeError, match="the last update_weights failed and the servers wait; call it again"):
+            rollout.generate(prompts(1), SAMPLING)
+        assert [path for path in a.order if path in ROUTES or path == "/wake_up"] == [
+            "/finish_weight_update", "/wake_up", "/resume",
+        ]  # fmt: skip
+        rollout.update_weights(iter(weights()))
+        check(rollout.generate(prompts(2), SAMPLING), prompts(2), 1)
+
+
 def test_other_weights_than_expected_are_an_error(connect):
     with VllmStandin() as a:
         rollout = connect(a)
@@ -330,6 +377,10 @@ def test_cancelled_requests_are_called_off(connect):
         while a.now and time.monotonic() < end:
             time.sleep(0.01)
         assert a.now == 0 and all(server.load == 0 for server in rollout.servers.all)
+        began = a.steps  # one that is refused calls the others off
+        with pytest.raises(ValueError, match="out of vocabulary"):
+            rollout.generate([*prompts(3), prompt([10_000])], Sampling(200))
+        assert a.steps - began < 100
 
 
 def test_bad_servers_are_named(connect):
@@ -349,7 +400,7 @@ def test_bad_servers_are_named(connect):
             connect(server)
 
 
-def test_bad_input_is_named(connect, tiny_dir):
+def test_bad_input_is_named(connect, monkeypatch):
     with VllmStandin() as a:
         rollout = connect(a)
         with pytest.raises(
@@ -361,6 +412,9 @@ def test_bad_input_is_named(connect, tiny_dir):
         with pytest.raises(ValueError, match="row 3: an image that cannot be sent"):
             rollout.generate([prompt([10], images=["nothing"], row={"where": "row 3"})], SAMPLING)
         assert not [server.load for server in rollout.servers.all if server.load]
+        monkeypatch.setattr("rlkit.rollout.server_rollout.unsampled_ids", lambda *_: torch.arange(1025))
+        with pytest.raises(ValueError, match="model: 1025 tokens must not be sampled .* vocabulary larger"):
+            connect(a)
         with pytest.raises(ValueError, match="transfer: one of nccl, gloo expected, came 'ucx'"):
             connect(a, transfer="ucx")
         with pytest.raises(ValueError, match="max_sequences, attempts: at least 1 expected, came 0 and 4"):
@@ -389,21 +443,3 @@ def test_a_group_that_nobody_joins_does_not_hang():
         group.open()
     with pytest.raises(RuntimeError, match="weights from w on did not arrive: broadcast before open"):
         send_weights([("w", torch.ones(3))], group, lambda _: Future())
-
-
-def test_a_server_that_does_not_start_is_named(tiny_dir, tmp_path, monkeypatch):
-    code = "import sys; print('no memory'); sys.exit(3)"
-    monkeypatch.setattr("rlkit.rollout.serve.command", lambda *_: [sys.executable, "-c", code])
-    monkeypatch.setattr("rlkit.rollout.serve._check_installed", lambda _: None)
-    with pytest.raises(
-        RuntimeError, match="the server of http://127.0.0.1:8123 ended with code 3: see .*server-8123.log"
-    ):
-        with serving(tiny_dir, port=8123, logs=tmp_path):
-            pass
-    assert "no memory" in (tmp_path / "server-8123.log").read_text()
-    monkeypatch.setattr("rlkit.rollout.serve.command", lambda *_: [sys.executable, "-c", "import time; time.sleep(99)"])
-    before = threading.active_count()
-    with pytest.raises(RuntimeError, match="the server of http://127.0.0.1:8123 is not up after 0.3 s"):
-        with serving(tiny_dir, port=8123, logs=tmp_path, timeout=0.3):
-            pass
-    assert threading.active_count() == before

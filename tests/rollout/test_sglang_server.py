@@ -3,6 +3,8 @@
 import base64
 import io
 import sys
+import time
+from collections import Counter
 from pathlib import Path
 
 import numpy as np
@@ -58,7 +60,12 @@ def test_answers_are_shared_out_and_come_in_order(connect, processor):
         rule = a.bodies[0]["sampling_params"]
         assert rule["temperature"] == 0.7 and rule["stop_token_ids"] == [processor.tokenizer.eos_token_id]
         assert {int(token) for token in rule["logit_bias"]} == set(rollout.unsampled)
-        assert len(rollout.generate(requests[:1], SAMPLING)) == 1
+        assert rule["top_p"] == rule["repetition_penalty"] == 1.0 and rule["top_k"] == -1  # whatever the model's are
+        (one,) = rollout.generate(requests[:1], SAMPLING)
+        assert one.finish_reason == "length"
+        rollout.ends = one.response_ids[1:2]
+        (ended,) = rollout.generate(requests[:1], SAMPLING)
+        assert ended.finish_reason == "stop" and ended.response_ids == one.response_ids[:2]
 
 
 def test_weights_arrive_and_caches_go(connect):
@@ -71,11 +78,49 @@ def test_weights_arrive_and_caches_go(connect):
                 assert all(torch.equal(server.weights[name], weight) for name, weight in sent)
                 assert server.version == str(version) and not server.paused
         paths = [path for path in a.order if path in ROUTES]
-        assert paths == [ROUTES[0], *[*ROUTES[1:2], *[ROUTES[2]] * 3, *ROUTES[3:]] * 2]
+        assert paths == [ROUTES[-1], ROUTES[0], *[*ROUTES[1:2], *[ROUTES[2]] * 3, *ROUTES[3:]] * 2]
         assert {s.version for s in rollout.generate([prompt([10])], SAMPLING, n=2)} == {2}
         b.version = "default"
         with pytest.raises(RuntimeError, match=r"an answer by weights of version \[0\], 2 expected"):
             rollout.generate([prompt([10 + i], group_id=i) for i in range(9)], SAMPLING)
+
+
+def test_answers_go_on_under_new_weights(connect):
+    """And each token has the version that wrote it; a turn that follows keeps those of the turns before."""
+    with SglangStandin(latency=0.02) as a:
+        rollout = connect(a)
+        future = rollout.submit([prompt([10])], Sampling(30), 2)
+        while a.steps < 8:
+            time.sleep(0.005)
+        rollout.update_weights(iter(WEIGHTS))
+        first, second = future.result(20)
+        assert set(first.versions) == {0, 1} and first.versions == sorted(first.versions) == second.versions
+        assert first.version == 0 and len(first.versions) == 30
+        (longer,) = rollout.generate([first], SAMPLING)
+        assert longer.versions == [*first.versions, *[1] * 4] and longer.version == 0
+
+
+def test_a_group_is_made_again_after_one_was_lost(connect, caplog):
+    """SGLang refuses a second group of one name: of the other server, of a broken update, of a trainer before."""
+    with SglangStandin() as a, SglangStandin() as b:
+        connect(a, b).update_weights(iter(WEIGHTS))  # by a trainer that was then stopped while it sent weights
+        a.paused = b.paused = True
+        rollout = connect(a, b)
+        rollout.update_weights(iter(WEIGHTS))
+        b.die()
+        rollout.update_weights(iter(WEIGHTS))
+        b.come_back()
+
+        def broken():
+            yield WEIGHTS[0]
+            raise RuntimeError("no memory")
+
+        with pytest.raises(RuntimeError, match="update_weights: no memory"):
+            rollout.update_weights(broken())
+        assert a.paused and b.paused
+        rollout.update_weights(iter(WEIGHTS))
+        assert a.version == b.version == "4" and f"{b.url} is back" in caplog.text
+        assert {s.version for s in rollout.generate([prompt([10])], SAMPLING, n=2)} == {4}
 
 
 ROUTES = [
@@ -101,41 +146,63 @@ def test_the_group_is_the_one_that_torch_makes():
     assert theirs.num_keys() and all(key.startswith(prefix) for key in theirs.list_keys()), theirs.list_keys()
 
 
-def test_images_travel_once_a_prompt_and_pixel_for_pixel(connect, processor):
-    request = encode(processor, load_task("digits").train[0], group_id=0)
+@pytest.mark.parametrize("n", [1, 5])
+def test_images_travel_once_a_prompt_and_pixel_for_pixel(connect, processor, n):
+    digits = load_task("digits").train
+    request = encode(processor, {**digits[0], "images": digits[0]["images"] + digits[1]["images"]}, group_id=0)
     with SglangStandin() as a:
         a.expanded[tuple(request.compact_ids)] = request.token_ids
-        assert len(connect(a).generate([request], SAMPLING, n=5)) == 5
+        rollout = connect(a)
+        assert len(rollout.generate([request], SAMPLING, n=n)) == n
         (body,) = a.bodies
-        (image,) = body["image_data"]
-        sent = Image.open(io.BytesIO(base64.b64decode(image.removeprefix("data:image/png;base64,"))))
-        assert body["input_ids"] == request.compact_ids and body["sampling_params"]["n"] == 5
-        assert np.array_equal(np.asarray(sent), np.asarray(request.images[0]))
-        a.expanded[tuple(request.compact_ids)] = request.token_ids[1:]
-        with pytest.raises(ValueError, match="expanded the prompt to 20 tokens, training has 21"):
+        for url, image in zip(*body["image_data"], request.images, strict=True):
+            sent = Image.open(io.BytesIO(base64.b64decode(url.removeprefix("data:image/png;base64,"))))
+            assert np.array_equal(np.asarray(sent), np.asarray(image))
+        assert body["input_ids"] == [request.compact_ids] and body["sampling_params"]["n"] == n
+        rollout.update_weights(iter(WEIGHTS))
+        rollout.generate([request], SAMPLING, n=n)
+        assert Counter(a.embeddings.values()) == {"default": 2, "1": 2}  # no image is taken from the cache of before
+        a.expanded[tuple(request.compact_ids)] = [*request.token_ids[:-1], 9]
+        with pytest.raises(ValueError, match=f"expanded the prompt to {len(request.token_ids)} tokens, training has"):
             connect(a).generate([request], SAMPLING)
+
+
+def test_routing_comes_with_its_answer(connect):
+    with SglangStandin() as a:
+        a.server["enable_return_routed_experts"] = True
+        a.routing = lambda ids: np.array([[[t], [t + 1]] for t in ids[:-1]], dtype=np.int32)  # two layers, one expert
+        for sample in connect(a).generate([prompt([10, 11])], SAMPLING, n=2):
+            assert sample.routed_experts.tolist() == [[[t], [t + 1]] for t in sample.token_ids[:-1]]
+            assert sample.routed_experts.dtype == torch.int16
+        assert a.bodies[0]["return_routed_experts"]
 
 
 def test_sleep_and_wake(connect):
     with SglangStandin() as a:
         rollout = connect(a)
         rollout.sleep()
+        assert a.asleep == {"weights", "kv_cache"}
         rollout.wake_up()
+        assert a.asleep == {"kv_cache"}
         rollout.update_weights(iter(WEIGHTS))
-        assert a.calls["/release_memory_occupation"] == 1 and a.calls["/resume_memory_occupation"] == 2
+        assert not a.asleep and rollout.generate([prompt([10])], SAMPLING)[0].version == 1
 
 
 def test_bad_servers_are_named(connect):
     cases = [
         ({"model": "other"}, "serves the model '/models/other'; '.*tiny' expected"),
         ({"logprobs": "raw"}, "gives logprobs of another distribution than it samples from"),
-        ({"pages": ["/get_model_info"]}, "is no SGLang server for training: .*answered 404"),
+        ({"pages": ["/server_info"]}, "is no SGLang server for training: .*answered 404"),
         ({"pages": ["/generate"]}, "does not take tokens: .*answered 404"),
     ]
     for options, message in cases:
         with SglangStandin(**options) as server, pytest.raises(ValueError, match=f"{server.url} {message}"):
             connect(server)
     with SglangStandin() as a:
+        a.server["dp_size"] = 2
+        with pytest.raises(ValueError, match=f"{a.url}: dp_size and pp_size 1 expected"):
+            connect(a)
+        a.server["dp_size"] = 1
         rollout = connect(a)
         with pytest.raises(ValueError, match="group 2: 510 prompt tokens and max_new_tokens 4 make 514, the"):
             rollout.generate([prompt([10] * 510, group_id=2)], SAMPLING)

@@ -18,6 +18,15 @@ from rlkit.rollout.vllm_inputs import finished, request_prompt, request_seed, sa
 KINDS = ["qwen2", "qwen2_tied", "qwen3_moe", "qwen3_vl", "qwen2_5_vl"]
 SPLITS = ["qwen2_5_vl", "qwen2_5_vl:2"]  # data-parallel; two ranks share one engine
 TOLERANCE = 1e-5
+FAMILIES = [
+    "internvl", "llava", "smolvlm", "idefics3", "glm4v", "glm4v_moe", "qwen2_vl", "qwen3_vl_moe",
+    "llama", "mistral", "qwen3", "qwen2_moe", "gemma2", "gemma3_text", "mixtral", "gpt2",
+]  # fmt: skip
+REFUSED = {
+    "gemma3": "on a CPU its images do not see themselves",
+    "gpt_oss": "vLLM takes new weights in part only",
+}
+ABSENT = ["glm46v", "diffllama"]  # vLLM has no model of these
 
 
 def run(folder, kinds, ranks):
@@ -34,9 +43,20 @@ def run(folder, kinds, ranks):
 
 
 @pytest.fixture(scope="module")
-def alone(tmp_path_factory):
+def folder(tmp_path_factory):
+    return tmp_path_factory.mktemp("alone")
+
+
+@pytest.fixture(scope="module")
+def alone(folder):
     """What one process measured, for each kind of model."""
-    return run(tmp_path_factory.mktemp("alone"), KINDS, 1)[0]
+    return run(folder, [*KINDS, "families", *FAMILIES, *REFUSED], 1)[0]
+
+
+@pytest.fixture(scope="module")
+def families(alone, folder):
+    """What the same process measured of other families, in less detail."""
+    return json.loads((folder / "families.json").read_text())
 
 
 @pytest.fixture(scope="module")
@@ -58,6 +78,30 @@ def test_logprobs_are_the_trainers_whenever_weights_were_synced(alone, kind):
     assert facts["version"] == 1
 
 
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_family_samples_what_its_trainer_scores(families, family):
+    """Before its weights moved and after they arrived, with no image, one and two; and gross in between."""
+    facts = families["found"][family]
+    assert facts["start"] < TOLERANCE and facts["synced"] < TOLERANCE and facts["unsynced"] > 0.3, facts
+
+
+@pytest.mark.parametrize("family", REFUSED)
+def test_a_family_that_would_sample_something_else_is_refused_by_name(families, family):
+    facts = families["found"][family]
+    assert facts["error"].startswith(f"vllm: {family}: {REFUSED[family]}") and "synced" not in facts
+
+
+@pytest.mark.parametrize("name", ["Qwen2VL", "Qwen2_5_VL"])
+def test_position_ids_are_vllms_with_its_rule_for_videos(families, name):
+    """On 200 random rows of images and videos; by transformers' rule they are not."""
+    by_vllms_rule, by_transformers = families["positions"][name]
+    assert by_vllms_rule == 200 > 150 > by_transformers > 20
+
+
+def test_families_that_vllm_has_no_model_of(families):
+    assert families["absent"] == ABSENT
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_prefix_cache_reset_after_weight_sync(alone, kind):
     """Weights that arrive are not enough: answers to prompts that were seen before start from the old ones' keys."""
@@ -74,6 +118,12 @@ def test_tied_head_moves_with_the_embedding(alone):
     assert alone["qwen2_tied"]["synced"] < TOLERANCE and alone["qwen2_5_vl"]["synced"] < TOLERANCE
 
 
+def test_what_is_asked_of_nccl_is_what_vllm_offers(alone):
+    """By its own signatures; the transfer itself is in test_on_gpus.py."""
+    said = alone[KINDS[-1]]["nccl"]
+    assert said == {"joined": True, "places": [1, 3, True, 0, 3, 5], "sent": [6, 4], "buffers": []}
+
+
 def test_adapters_alone_are_enough(alone):
     facts = alone["qwen2_5_vl"]
     assert max(facts["adapter"], facts["adapter_again"]) < TOLERANCE
@@ -88,6 +138,8 @@ def test_samples_are_whole_and_in_order(alone, kind):
     assert facts["groups"] == [group for group in range(4) for _ in range(3)]
     assert len({tuple(answer) for answer in facts["answers"]}) > 8  # the answers to one prompt differ
     assert facts["repeated"]  # the same seed, the same answers
+    assert facts["each"] == facts["each_alone"] and max(map(len, facts["each"])) > 3  # each by its own parameters
+    assert facts["told"] and facts["under_way"][0] > 0 == facts["under_way"][-1]  # each as soon as it was written
     assert set(facts["reasons"]) <= {"stop", "length"} and not facts["sampled_forbidden"]
     assert facts["greedy"] == facts["greedy_hf"]
 
@@ -107,7 +159,7 @@ def test_two_ranks_sample_what_one_does(alone, together):
             assert facts["answers"] == [
                 a for a, g in zip(whole["answers"], whole["groups"], strict=True) if g % 2 == rank
             ]
-            assert facts["greedy"] == whole["greedy"][rank::2]
+            assert facts["greedy"] == whole["greedy"][rank::2] and facts["each"] == facts["each_alone"]
             for stage in ("start", "synced", "synced_again"):
                 assert facts[stage] < TOLERANCE, (split, stage)
             assert facts["unsynced"] > 0.3 and facts["prefix_cache_kept"] > 0.1

@@ -143,7 +143,7 @@ def test_caches_kept_by_a_server_are_caught(engine, rollout, prompts, monkeypatc
     samples = rollout.generate(prompts, SAMPLING, n=4)
     train(engine, samples)
     post = rollout._post
-    monkeypatch.setattr(rollout, "_post", lambda path, *body: post(path, *body) if "weight" in path else None)
+    monkeypatch.setattr(rollout, "_post", lambda path, *body: post(path, *body) if "weight" in path else [])
     rollout.update_weights(engine.get_per_tensor_param())
     kept = {s.group_id: [] for s in samples}
     for sample in rollout.generate(prompts, SAMPLING, n=4):

@@ -1,0 +1,175 @@
+"""Real vLLM for family after family, in the process of `on_vllm.py`: is what it samples what the trainer scores?"""
+
+import json
+import random
+import sys
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
+from vllm_models import register
+
+sys.path[:0] = [str(Path(__file__).parents[1] / name) for name in ("vlm", "engines")]
+import family_processors  # noqa: E402
+import test_every_family  # noqa: E402
+from family_configs import BASE, TEXT  # noqa: E402
+from test_families import seeded  # noqa: E402
+
+from rlkit.data import collate  # noqa: E402
+from rlkit.engines import make_engine  # noqa: E402
+from rlkit.rollout import Sampling, make_rollout  # noqa: E402
+from rlkit.vlm import (  # noqa: E402
+    encode,
+    load_model,
+    load_processor,
+    rope3d_position_ids,
+    rope3d_spec,
+    tiny_text_tokenizer,
+    unsampled_ids,
+)
+
+# vLLM asks on a CPU for heads of 32 and experts in multiples of 32; not square ones, whose layout their shape would not
+# tell
+WIDE = {
+    "hidden_size": 64, "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 32, "intermediate_size": 96,
+    "moe_intermediate_size": 96, "max_position_embeddings": 512, "bos_token_id": None, "eos_token_id": 2,
+}  # fmt: skip
+ABSENT = {"glm46v": "Glm46VForConditionalGeneration", "diffllama": "DiffLlamaForCausalLM"}
+IMAGE, VIDEO = 90, 91
+SECTIONS = {"qwen": [6, 5, 5], "glm4": [4, 2, 2]}
+SAMPLING = Sampling(6, temperature=0.8, seed=(0, 1))
+SIZE = {"max_model_len": 256, "max_num_seqs": 8, "kv_cache_memory_bytes": 16 << 20, "block_size": 32}
+
+
+def seeing(family, reader):
+    config = family_processors.model(family).config.to_dict()
+    text, vision = config["text_config"] | WIDE | {"vocab_size": len(reader.tokenizer)}, config["vision_config"]
+    if "mrope_section" in (rope := text.get("rope_parameters") or {}):
+        rope["mrope_section"] = SECTIONS[family[:4]]
+    if family.startswith("glm"):
+        rope["partial_rotary_factor"], text["use_qk_norm"] = 0.5, False
+    if family.startswith("qwen3"):  # published configs say what transformers does anyway
+        rope["mrope_interleaved"] = text["norm_topk_prob"] = True
+    vision |= {"out_hidden_size": 64} if "out_hidden_size" in vision else {}
+    vision |= {"hidden_size": 64} if family == "qwen2_vl" else {}
+    config = {name: value for name, value in config.items() if name != "model_type"} | {"text_config": text}
+    config = AutoConfig.for_model(family, **config)
+    return seeded(lambda: AutoModelForImageTextToText.from_config(config, dtype=torch.float32))
+
+
+def of_text(family, reader):
+    config = AutoConfig.for_model(family, **BASE | TEXT[family] | WIDE | {"vocab_size": len(reader)})
+    return seeded(lambda: AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation="eager"))
+
+
+def as_published(family, file):
+    """In the names and shapes of the families' own checkpoints; transformers reads them and writes others."""
+    tensors = load_file(file)
+    if family in ("llava", "gemma3"):
+        tensors = {name.replace("vision_tower.", "vision_tower.vision_model."): x for name, x in tensors.items()}
+    if family == "qwen3_vl_moe":
+        tensors = {name: x.mT.contiguous() if ".experts." in name else x for name, x in tensors.items()}
+    save_file(tensors, file, metadata={"format": "pt"})
+
+
+def build(family, path):
+    if family in family_processors.FAMILIES:
+        reader = family_processors.FAMILIES[family]()
+        reader.chat_template = reader.tokenizer.chat_template
+        if family == "gemma3":  # vLLM looks for tokens that its own tokenizer has
+            reader.tokenizer.add_tokens(["\n" * count for count in (1, 2, 3, 4)])
+        model = seeing(family, reader)
+    else:
+        reader = tiny_text_tokenizer(family_processors.CORPUS)
+        model = of_text(family, reader)
+    for name, buffer in model.named_buffers():
+        if name.endswith("correction_bias"):  # of routers: no parameter, so that it is not handed over, and must stay
+            buffer.normal_()
+    model.generation_config.eos_token_id = getattr(reader, "tokenizer", reader).eos_token_id
+    model.save_pretrained(path)
+    reader.save_pretrained(path)
+    as_published(family, path / "model.safetensors")
+
+
+def measure(family, path):
+    """max |sampler's - trainer's logprob|: at first, after the trainer's weights moved, and after they arrived."""
+    build(family, path)
+    processor, model = load_processor(str(path)), load_model(str(path))
+    unsampled = unsampled_ids(model.config, getattr(processor, "tokenizer", processor))
+    engine = make_engine("fsdp2", model=model, unsampled=unsampled, temperature=SAMPLING.temperature)
+    sees = hasattr(processor, "tokenizer")
+    images = [[test_every_family.image(*size) for size in sizes] if sees else [] for sizes in test_every_family.SIZES]
+    rows = [{"question": f"how many {i}?", "images": found} for i, found in enumerate(images)]
+    prompts = [encode(processor, row, group_id=i) for i, row in enumerate(rows)]
+    register(path)
+    rollout = make_rollout("vllm", engine.gathered, model=str(path), processor=processor, **SIZE)
+
+    def distance():
+        batch = collate(rollout.generate(prompts, SAMPLING, n=2))
+        return (engine.infer_batch(batch)["logprobs"] - batch.rollout_logprobs)[batch.mask].abs().max().item()
+
+    facts = {}
+    try:
+        facts["start"] = distance()
+        with torch.no_grad():
+            for parameter in engine.module.parameters():
+                parameter.mul_(1.1)
+        facts["unsynced"] = distance()
+        rollout.update_weights(engine.get_per_tensor_param())
+        facts["synced"] = distance()
+    except ValueError as error:
+        facts["error"] = str(error)
+    rollout.close()
+    return facts
+
+
+def positions(name, family):
+    """In how many of 200 random rows the position ids are vLLM's own: with its rule for what follows a video, and with
+    transformers' rule."""
+    from vllm import ModelRegistry
+    from vllm.multimodal.inputs import PlaceholderRange
+
+    config = AutoConfig.for_model(family, image_token_id=IMAGE, video_token_id=VIDEO)
+    owner = ModelRegistry.models[f"{name}ForConditionalGeneration"].load_model_cls()
+    model = owner.__new__(owner)
+    model.config = config
+    spec, rng, equal = rope3d_spec(config), random.Random(family), [0, 0]
+    for _ in range(200):
+        row, grids, seconds, features = [3], {IMAGE: [], VIDEO: []}, [], []
+        for kind in rng.choices([IMAGE, VIDEO], k=rng.randint(0, 4)):
+            t, h, w = (1 if kind == IMAGE else rng.choice([1, 3, 8])), rng.randint(1, 4), rng.randint(1, 4)
+            of = "image" if kind == IMAGE else "video"
+            data = {f"{of}_grid_thw": SimpleNamespace(data=torch.tensor([t, 2 * h, 2 * w]))}
+            if kind == VIDEO:
+                seconds.append(rng.choice([0.5, 1.0, 10 / 3, 2 / 23.976]))
+                if spec.tokens_per_second is not None:
+                    data["second_per_grid_ts"] = SimpleNamespace(data=torch.tensor(seconds[-1], dtype=torch.float64))
+            where = PlaceholderRange(offset=len(row), length=t * h * w)
+            features.append(SimpleNamespace(modality=of, data=data, mm_position=where))
+            grids[kind].append([t, 2 * h, 2 * w])
+            row += [kind] * (t * h * w) + [3] * rng.randint(1, 5)
+        theirs, delta = model.get_mrope_input_positions(row, features)
+        thw = {
+            f"{of}_grid_thw": torch.tensor(grids[kind], dtype=torch.long).view(-1, 3)
+            for of, kind in (("image", IMAGE), ("video", VIDEO))
+        }
+        times = torch.tensor(seconds, dtype=torch.float64)
+        for i, switch in enumerate((True, False)):
+            ids, offset = rope3d_position_ids(
+                torch.tensor([row]), **thw, second_per_grid_ts=times, spec=replace(spec, advance_over_time=switch)
+            )
+            equal[i] += torch.equal(ids[:, 0], theirs) and int(offset) == delta
+    return equal
+
+
+def measure_all(folder, families):
+    """Of each family; and those that vLLM has no model of."""
+    from vllm import ModelRegistry
+
+    absent = [name for name, kind in ABSENT.items() if kind not in ModelRegistry.models]
+    found = {family: measure(family, folder / family) for family in families}
+    equal = {name: positions(name, family) for name, family in (("Qwen2VL", "qwen2_vl"), ("Qwen2_5_VL", "qwen2_5_vl"))}
+    (folder / "families.json").write_text(json.dumps({"found": found, "absent": absent, "positions": equal}, indent=1))

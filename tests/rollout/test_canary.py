@@ -1,0 +1,71 @@
+"""What stops a run whose weights do not arrive; test_grpo_async.py has a real server that is sent none."""
+
+import sys
+from contextlib import nullcontext
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from rlkit.data import load_task, prompt
+from rlkit.engines import make_engine
+from rlkit.rollout import Canary, Sampling, fresh_gap, make_rollout
+from rlkit.rollout.hf import HfRollout
+from rlkit.vlm import load_model, load_processor, unsampled_ids
+
+RECIPES = Path(__file__).parents[2] / "recipes"
+sys.path[:0] = [str(Path(__file__).parent), str(RECIPES.parent / "tests" / "recipes")]
+from helpers import run_here  # noqa: E402
+
+
+def short_words():
+    """The digits, with a reward that random weights earn at times."""
+    task = load_task("digits")
+    return replace(task, heldout=task.heldout[:60], reward=lambda text, row: float(len(text) % 2))
+
+
+def test_rounding_is_what_the_first_gap_says():
+    canary = Canary(0.3)
+    assert [canary(gap) for gap in (0.02, 0.001, 0.19)] == ["", "", ""]
+    assert "by 0.21 a token, at most 0.2 expected: its weights are not the trainer's, they did not" in canary(0.21)
+    exact = Canary(0.3)
+    assert not exact(0.0) and not exact(1e-3) and exact(2e-3) and exact(float("nan"))
+    assert Canary(0.3)(0.4) and Canary(0.3)(0.1) == ""  # gross from the start: what was loaded was another model
+    rough = Canary(0.3)
+    assert not rough(0.1) and not rough(0.3) and rough(0.31)
+
+
+def test_a_gap_is_of_all_tokens_and_of_the_weights_of_now(tiny_dir):
+    processor = load_processor(tiny_dir)
+    model = load_model(tiny_dir)
+    engine = make_engine("fsdp2", model=model, unsampled=unsampled_ids(model.config, processor.tokenizer))
+    rollout = make_rollout("hf", lambda: nullcontext(load_model(tiny_dir)), processor=processor)
+    prompts = [prompt([10 + i, 11], group_id=i) for i in range(3)]
+    assert fresh_gap(rollout, engine, prompts, Sampling(5)) < 1e-5
+    assert fresh_gap(rollout, engine, [], Sampling(5)) == 0.0  # a rank without any takes part
+    with torch.no_grad():
+        model.get_output_embeddings().weight.mul_(1.5)
+    assert fresh_gap(rollout, engine, prompts, Sampling(5)) > 0.05
+
+
+def test_a_run_whose_weights_do_not_arrive_stops(tiny_dir, tmp_path, monkeypatch):
+    """The sampler keeps the weights that it loaded; a thousandth in the logprobs is enough to see it."""
+    init = HfRollout.__init__
+
+    def keeps_its_weights(self, gathered, **options):
+        loaded = load_model(tiny_dir)
+        init(self, lambda: nullcontext(loaded), **options)
+
+    monkeypatch.setattr(HfRollout, "__init__", keeps_its_weights)
+    options = ["--model", tiny_dir, "--out", tmp_path, "--steps", 6, "--prompts_per_step", 8, "--group_size", 4]
+    small = ["--task", "test_canary:short_words", "--max_new_tokens", 3, "--lr", 1e-4, "--warmup_steps", 1]
+    with pytest.raises(SystemExit, match="grpo_vlm: step [12]: the sampler's logprobs .* they did not arrive"):
+        run_here("grpo_vlm", *options, *small)
+
+
+def test_every_recipe_that_samples_to_train_has_a_canary():
+    for path in RECIPES.glob("*.py"):
+        text = path.read_text()
+        if "mismatch_stats(" in text:
+            assert "canary = Canary(cfg.max_mismatch)" in text and "if wrong := canary(" in text, path.name

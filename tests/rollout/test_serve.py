@@ -1,0 +1,63 @@
+"""Starting and stopping servers; what stands in for vLLM here only sleeps."""
+
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from rlkit.rollout.serve import serving
+
+
+def test_a_server_that_does_not_start_is_named(tiny_dir, tmp_path, monkeypatch):
+    code = "import sys; print('no memory'); sys.exit(3)"
+    monkeypatch.setattr("rlkit.rollout.serve.command", lambda *_: [sys.executable, "-c", code])
+    monkeypatch.setattr("rlkit.rollout.serve._check_installed", lambda _: None)
+    with pytest.raises(
+        RuntimeError, match="the server of http://127.0.0.1:8123 ended with code 3: see .*server-8123.log"
+    ):
+        with serving(tiny_dir, port=8123, logs=tmp_path):
+            pass
+    assert "no memory" in (tmp_path / "server-8123.log").read_text()
+    monkeypatch.setattr("rlkit.rollout.serve.command", lambda *_: [sys.executable, "-c", "import time; time.sleep(99)"])
+    before = threading.active_count()
+    with pytest.raises(RuntimeError, match="the server of http://127.0.0.1:8123 is not up after 0.3 s"):
+        with serving(tiny_dir, port=8123, logs=tmp_path, timeout=0.3):
+            pass
+    assert threading.active_count() == before
+
+
+TRAINER = """
+import sys
+from rlkit.rollout import serve
+serve._check_installed, serve._is_up = lambda _: None, lambda _: True
+serve.command = lambda *_: [sys.executable, "-c", "import time; time.sleep(99)"]
+with serve.serving("model") as servers:
+    (process,) = servers.values()
+    print(process.pid, flush=True)
+    process.wait()
+"""
+
+
+def test_servers_end_with_their_trainer():
+    """Killed, ended by its launcher, or interrupted at the keyboard: no server is left behind."""
+    ways = (signal.SIGKILL, signal.SIGTERM, signal.SIGINT)
+    trainers = [subprocess.Popen([sys.executable, "-c", TRAINER], stdout=subprocess.PIPE, text=True) for _ in ways]
+    servers = [int(trainer.stdout.readline()) for trainer in trainers]
+    assert all(map(is_running, servers))
+    for trainer, way in zip(trainers, ways, strict=True):
+        trainer.send_signal(way)
+        trainer.wait(20)
+    end = time.monotonic() + 20
+    while any(map(is_running, servers)) and time.monotonic() < end:
+        time.sleep(0.05)
+    assert not any(map(is_running, servers))
+
+
+def is_running(pid):
+    """There is such a process, and it has not ended without anyone having asked how."""
+    stat = Path(f"/proc/{pid}/stat")
+    return stat.exists() and stat.read_text().rpartition(")")[2].split()[0] != "Z"

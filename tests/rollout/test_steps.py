@@ -1,0 +1,49 @@
+"""The steps of a turn: all at once, each within its time, whatever they do."""
+
+import asyncio
+import threading
+
+from rlkit.data import prompt
+from rlkit.rollout import agent
+from rlkit.rollout.agent import Observation, call_steps
+
+
+def test_functions_that_never_return_do_not_stop_the_run(monkeypatch):
+    """In a thread, or on the event loop that all share."""
+    released, one = threading.Event(), [prompt([1])]
+
+    def hangs(sample):
+        released.wait(60)
+
+    async def blocks(sample):
+        released.wait(60)
+
+    def answers(sample):
+        return Observation("fine")
+
+    monkeypatch.setattr(agent, "GRACE", 0.3)
+    for never in (hangs, blocks):
+        assert isinstance(call_steps(never, one, 0.3)[0], TimeoutError)
+        assert call_steps(answers, one, 60.0)[0].text == "fine"
+    released.set()
+
+
+def test_steps_of_a_turn_run_at_the_same_time():
+    samples = [prompt([1], group_id=i) for i in range(20)]
+    barrier = threading.Barrier(20)  # passes when all twenty are there
+
+    def together(sample):
+        barrier.wait(20)
+        return Observation(str(sample.group_id))
+
+    assert [o.text for o in call_steps(together, samples, 30.0)] == [str(i) for i in range(20)]
+    waiting = []
+
+    async def together_async(sample):
+        waiting.append(sample)
+        while len(waiting) < 20:
+            await asyncio.sleep(0.001)
+        return asyncio.get_running_loop()
+
+    loops = call_steps(together_async, samples, 30.0) + call_steps(together_async, samples, 30.0)
+    assert len({id(loop) for loop in loops}) == 1 and call_steps(together, [], 1.0) == []
