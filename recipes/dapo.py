@@ -18,7 +18,7 @@ How it differs from the paper:
 """
 
 import sys
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from statistics import fmean
 
@@ -32,16 +32,16 @@ from tqdm import tqdm
 from transformers.utils.logging import disable_progress_bar
 
 from rlkit.advantages import grpo_advantages, informative_groups, overlong_penalty
-from rlkit.data import Task, collate, group_ids, judged, load_task, part_means, score, score_parts, step_rows
+from rlkit.data import Judge, Task, collate, group_ids, judged, load_task, part_means, reward_stats, step_rows
 from rlkit.engines import make_engine
 from rlkit.engines.checkpoint import checkpoints, keep_newest
 from rlkit.engines.distributed import init_distributed
 from rlkit.engines.flops import batch_flops
 from rlkit.losses import clipped_policy_loss, importance_weights, mismatch_stats, ratio_stats, token_mean
 from rlkit.report import write_report
-from rlkit.rollout import Sampling, make_rollout
+from rlkit.rollout import Canary, Sampling, make_rollout
 from rlkit.tracking import Run, new_directory
-from rlkit.vlm import VISION_TOWER, build_tiny, freeze, load_model, lora, trainable_summary
+from rlkit.vlm import VISION_TOWER, freeze, load_model, lora, model_or_tiny, trainable_summary
 from rlkit.vlm.processors import encode_rows, load_processor, unsampled_ids
 
 
@@ -78,6 +78,8 @@ class Config:
     """Answers to each prompt."""
     mini_batches: int = 2
     """Pieces of a batch, by prompts; each is an optimizer step."""
+    reward_threads: int = 8
+    """Prompts whose answers are judged at once, while others are written. 0: behind them, in the main thread."""
     max_new_tokens: int = 4
     """Longest answer."""
     max_prompt_tokens: int = 0
@@ -111,6 +113,10 @@ class Config:
     """Modules that get adapters: all-linear, or a regular expression."""
     exclude_modules: str | None = ".*visual.*"
     """Regular expression of modules that get none."""
+    engine: str = "fsdp2"
+    """What trains: fsdp2, megatron, or one of another package; see docs/engines.md."""
+    parallel: dict[str, int] = field(default_factory=dict)
+    """Ranks that share a model, by the engine's own names: `--parallel tensor 2 pipeline 2`."""
     use_remove_padding: bool = True
     """Pack rows without padding."""
     use_fused_kernels: bool = False
@@ -130,20 +136,21 @@ class Config:
     max_unjudged: float = 0.2
     """Stop when a larger share of a batch's answers could not be judged."""
     max_mismatch: float = 0.3
-    """Stop when sampler and trainer differ by more in mean |dlogp|: the weights did not arrive."""
+    """Stop when sampler and trainer differ by more in mean |dlogp|, or by ten times what they did at first."""
 
 
 def main(cfg: Config) -> None:
     torch.set_num_threads(cfg.threads)
     init_distributed()
     disable_progress_bar()  # of loading and saving; the run has its own
-    rank, world = dist.get_rank(), dist.get_world_size()
+    rank = dist.get_rank()
     name = f"dapo-{Path(cfg.task).stem}-seed{cfg.seed}"
     try:
         if not 1 <= cfg.mini_batches <= cfg.prompts_per_step:
             raise ValueError(f"mini_batches: from 1 to the {cfg.prompts_per_step} prompts, came {cfg.mini_batches}")
         out = Path(cfg.out) if cfg.out else new_directory("runs", name, resume=cfg.resume)
         task = load_task(cfg.task)
+        judge = Judge(task.reward, threads=cfg.reward_threads)
         run = Run(out, asdict(cfg), resume=cfg.resume, writes=rank == 0, trackers=cfg.trackers, watchdog=cfg.watchdog)
         engine, rollout, processor = set_up(cfg, task, out)
         saved = checkpoints(out / "checkpoints") if cfg.resume else []
@@ -152,17 +159,18 @@ def main(cfg: Config) -> None:
         sys.exit(f"dapo: {error}")
     start, draws = state["step"], state["draws"]  # draws of all steps: where in the data the run is
     run.start_at(start)
+    mine = slice(engine.data_rank, None, engine.data_world)  # this rank's share of rows
     max_tokens = cfg.max_prompt_tokens or engine.config.get_text_config().max_position_embeddings - cfg.max_new_tokens
-    heldout, bad = encode_rows(processor, list(enumerate(task.heldout))[rank::world], max_tokens=max_tokens)
+    heldout, bad = encode_rows(processor, list(enumerate(task.heldout))[mine], max_tokens=max_tokens)
 
     def evaluate(when: str) -> list:
         """Greedy answers to the held-out rows, shared among the ranks; a row that cannot be judged counts as wrong."""
         run.phase("evaluate")
         rollout.wake_up()
         rollout.update_weights(engine.get_per_tensor_param())
-        samples = rollout.generate(heldout, Sampling(cfg.max_new_tokens, temperature=0.0))
+        samples = rollout.generate(heldout, Sampling(cfg.max_new_tokens, temperature=0.0), written=judge.take)
         rollout.sleep()
-        rewards = score(task.reward, samples)
+        rewards, *_ = judge.result()
         right, count, lost = engine.global_sum(torch.tensor([rewards.nansum(), len(rewards), len(bad)])).tolist()
         accuracy = right / max(count, 1)
         run.evaluation(**{f"accuracy_{when}": accuracy}, heldout=int(count), heldout_skipped=int(lost))
@@ -184,25 +192,26 @@ def main(cfg: Config) -> None:
         }
         return token_mean(loss, mb.mask, mb.total_tokens), metrics
 
+    canary = Canary(cfg.max_mismatch)
     progress = tqdm(range(start, cfg.steps), initial=start, total=cfg.steps, unit="step", disable=rank != 0)
     for step in progress:
         run.phase("hand_over")
         rollout.wake_up()
         rollout.update_weights(engine.get_per_tensor_param())
-        samples, drawn, lost, asked = [], [], 0, 0
+        samples, drawn, lost, asked, judging = [], [], 0, 0, 0.0
         for draw in range(cfg.max_num_gen_batches):
             run.phase("generate")
-            rows = step_rows(task.train, draws, cfg.prompts_per_draw, cfg.seed)[rank::world]
+            rows = step_rows(task.train, draws, cfg.prompts_per_draw, cfg.seed)[mine]
             rows = [(draw * cfg.prompts_per_draw + i, row) for i, row in rows]
             prompts, skipped = encode_rows(processor, rows, max_tokens=max_tokens)
             for message in skipped:
                 progress.write(f"skipped: {message}")
             sampling = Sampling(cfg.max_new_tokens, cfg.temperature, seed=(cfg.seed, draws))
-            answers = rollout.generate(prompts, sampling, n=cfg.group_size)
+            answers = rollout.generate(prompts, sampling, n=cfg.group_size, written=judge.take)
             draws, asked, lost = draws + 1, asked + len(answers), lost + len(skipped)
-            run.phase("reward")
-            rewards, parts = score_parts(task.reward, answers)  # [B]; nan = could not be judged
-            samples, drawn = samples + judged(answers, rewards), [*drawn, parts]
+            run.phase("reward")  # what was not judged while others were written
+            rewards, parts, seconds = judge.result()  # [B]; nan = could not be judged
+            samples, drawn, judging = samples + judged(answers, rewards), [*drawn, parts], judging + seconds
             rewards, ids = torch.tensor([s.reward for s in samples]), group_ids(samples)
             teaches = torch.zeros((draw + 1) * cfg.prompts_per_draw, dtype=torch.long)
             teaches[ids[informative_groups(rewards, ids)]] = 1
@@ -211,14 +220,13 @@ def main(cfg: Config) -> None:
                 break
         rollout.sleep()
         parts = {name: torch.cat([part[name] for part in drawn]) for name in drawn[0]}
-        counts = [asked, len(samples), lost, rewards.sum(), rewards.square().sum()]
-        asked, known, lost, total, squares = engine.global_sum(torch.tensor(counts, dtype=torch.float64)).tolist()
+        stats = reward_stats(rewards, ids, engine.global_sum)  # of all that was drawn, to compare with other recipes
+        asked, known, lost = engine.global_sum(torch.tensor([asked, len(samples), lost])).tolist()
         if known < max(1.0, (1 - cfg.max_unjudged) * asked):
             sys.exit(f"dapo: step {step}: only {known:.0f} of {asked:.0f} answers could be judged; see the log")
         if not groups:
             progress.write(f"step {step}: all groups of {asked:.0f} answers have equal rewards: the run ends here")
             break
-
         chosen = np.array(groups[: cfg.prompts_per_step])
         batch = collate([sample for sample in samples if sample.group_id in chosen])
         lengths = batch.mask.sum(1)
@@ -235,24 +243,20 @@ def main(cfg: Config) -> None:
             rows = [row for row, group in enumerate(batch.group_ids.tolist()) if group in part]
             updates.append(engine.train_batch(batch.select(rows), loss_fn, outputs=("logprobs", "entropy")))
         metrics = {n: (max if n.endswith("/max") else fmean)([u[n] for u in updates]) for n in updates[0]}
-        if metrics["mismatch/abs_dlogp"] > cfg.max_mismatch:
-            gap = f"{metrics['mismatch/abs_dlogp']:.2f} a token: its weights are not the trainer's"
-            sys.exit(f"dapo: step {step}: the sampler's logprobs differ from the trainer's by {gap}")
+        if wrong := canary(metrics["mismatch/abs_dlogp"]):
+            sys.exit(f"dapo: step {step}: {wrong}")
 
-        mean = total / known  # over all that was drawn, to compare with runs that train on all of it
         run.log(step, {
-            "reward/mean": mean, "reward/std": max(squares / known - mean**2, 0.0) ** 0.5,
-            "reward/overlong": penalties / trained, **metrics, "tokens": tokens, "unjudged": asked - known,
+            **stats, "reward/overlong": penalties / trained, **metrics, "tokens": tokens, "unjudged": asked - known,
             "skipped_rows": lost, "groups/drawn": (draw + 1) * cfg.prompts_per_draw, "groups/differ": len(groups),
             "groups/trained": len(chosen), "flops": flops * ((2 if cfg.lora_rank else 3) + (cfg.mini_batches > 1)),
-            **part_means(parts, engine.global_sum),
+            **part_means(parts, engine.global_sum), "time/judging": judging,
         })  # fmt: skip
-        progress.set_postfix(reward=f"{mean:.2f}", entropy=f"{metrics['entropy']:.2f}", draws=draw + 1)
+        progress.set_postfix(reward=f"{stats['reward/mean']:.2f}", entropy=f"{metrics['entropy']:.2f}", draws=draw + 1)
         if (step + 1) % cfg.save_every == 0 or step + 1 == cfg.steps:
             run.phase("checkpoint")
             engine.save_checkpoint(out / "checkpoints" / f"step_{step + 1}", {"step": step + 1, "draws": draws})
             keep_newest(out / "checkpoints", 2)
-
     shown = evaluate("after")
     engine.export_hf(out / "model")
     run.close()
@@ -263,12 +267,7 @@ def main(cfg: Config) -> None:
 
 def set_up(cfg: Config, task: Task, out: Path):
     """The trained engine, the sampler and the processor."""
-    path = cfg.model
-    if path == "tiny":
-        path = str(out / "init")
-        if dist.get_rank() == 0 and not Path(path).exists():
-            build_tiny(path, task.train, seed=cfg.seed)
-        dist.barrier()
+    path = model_or_tiny(cfg.model, out / "init", task.train, seed=cfg.seed)
     processor = load_processor(path, trust_remote_code=cfg.trust_remote_code)
     model = load_model(path, trust_remote_code=cfg.trust_remote_code)
     unsampled = unsampled_ids(model.config, getattr(processor, "tokenizer", processor))
@@ -280,16 +279,16 @@ def set_up(cfg: Config, task: Task, out: Path):
         print(trainable_summary(model), flush=True)
     updates, warm = max(1, cfg.steps * cfg.mini_batches), max(1, cfg.warmup_steps)
     engine = make_engine(
-        "fsdp2", "language_model", model=model, processor=processor, unsampled=unsampled, temperature=cfg.temperature,
+        cfg.engine, "language_model", model=model, processor=processor, unsampled=unsampled,
         optimizer=lambda params: AdamW(params, lr=cfg.lr, betas=(0.9, 0.95), weight_decay=0.0),
         scheduler=lambda opt: LambdaLR(opt, lambda i: min((i + 1) / warm, max(0.05, 1 - i / updates))),
         max_grad_norm=cfg.max_grad_norm, enable_gradient_checkpointing=cfg.enable_gradient_checkpointing,
         micro_batch_tokens=cfg.micro_batch_tokens, use_remove_padding=cfg.use_remove_padding,
-        use_fused_kernels=cfg.use_fused_kernels,
+        temperature=cfg.temperature, use_fused_kernels=cfg.use_fused_kernels, **cfg.parallel,
     )  # fmt: skip
     rollout = make_rollout(
         cfg.rollout, engine.gathered, model=path, processor=processor, urls=cfg.servers,
-        gpu_memory_utilization=cfg.gpu_memory_utilization,
+        gpu_memory_utilization=cfg.gpu_memory_utilization, row_group=engine.row_group,
     )  # fmt: skip
     return engine, rollout, processor
 

@@ -18,7 +18,7 @@ How it differs from the papers:
 """
 
 import sys
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
 
@@ -30,26 +30,17 @@ from torch.optim.lr_scheduler import LambdaLR
 from tqdm import tqdm
 from transformers.utils.logging import disable_progress_bar
 
-from rlkit.data import Task, collate, judged, load_task, part_means, score, score_parts, step_rows
+from rlkit.data import Judge, Task, collate, judged, load_task, part_means, reward_stats, step_rows
 from rlkit.engines import make_engine
 from rlkit.engines.checkpoint import checkpoints, keep_newest
 from rlkit.engines.distributed import init_distributed
 from rlkit.engines.flops import batch_flops
 from rlkit.losses import clipped_policy_loss, importance_weights, mismatch_stats, ratio_stats, token_mean
 from rlkit.report import write_report
-from rlkit.rollout import Sampling, make_rollout
+from rlkit.rollout import Canary, Sampling, make_rollout
 from rlkit.tracking import Run, new_directory
-from rlkit.vlm import (
-    VISION_TOWER,
-    build_tiny,
-    encode_rows,
-    freeze,
-    load_model,
-    load_processor,
-    lora,
-    trainable_summary,
-    unsampled_ids,
-)
+from rlkit.vlm import VISION_TOWER, freeze, load_model, lora, model_or_tiny, trainable_summary
+from rlkit.vlm.processors import encode_rows, load_processor, unsampled_ids
 
 
 @dataclass
@@ -83,6 +74,8 @@ class Config:
     """Answers to each prompt."""
     updates_per_batch: int = 1
     """Optimizer steps on each batch."""
+    reward_threads: int = 8
+    """Prompts whose answers are judged at once, while others are written. 0: behind them, in the main thread."""
     max_new_tokens: int = 4
     """Longest answer."""
     max_prompt_tokens: int = 0
@@ -113,6 +106,10 @@ class Config:
     """Modules that get adapters: all-linear, or a regular expression."""
     exclude_modules: str | None = ".*visual.*"
     """Regular expression of modules that get none."""
+    engine: str = "fsdp2"
+    """What trains: fsdp2, megatron, or one of another package; see docs/engines.md."""
+    parallel: dict[str, int] = field(default_factory=dict)
+    """Ranks that share a model, by the engine's own names: `--parallel tensor 2 pipeline 2`."""
     use_remove_padding: bool = True
     """Pack rows without padding."""
     use_fused_kernels: bool = False
@@ -131,7 +128,7 @@ class Config:
     save_every: int = 50
     """Steps between checkpoints; the newest two are kept."""
     max_mismatch: float = 0.3
-    """Stop when sampler and trainer differ by more in mean |dlogp|: the weights did not arrive."""
+    """Stop when sampler and trainer differ by more in mean |dlogp|, or by ten times what they did at first."""
 
 
 def token_loss(out, mb, cfg: Config):
@@ -153,11 +150,12 @@ def main(cfg: Config) -> None:
     torch.set_num_threads(cfg.threads)
     init_distributed()
     disable_progress_bar()  # of loading and saving; the run has its own
-    rank, world = dist.get_rank(), dist.get_world_size()
+    rank = dist.get_rank()
     name = f"distill-{Path(cfg.task).stem}-seed{cfg.seed}"
     try:
         out = Path(cfg.out) if cfg.out else new_directory("runs", name, resume=cfg.resume)
         task = load_task(cfg.task)
+        judge = Judge(task.reward, threads=cfg.reward_threads)
         run = Run(out, asdict(cfg), resume=cfg.resume, writes=rank == 0, trackers=cfg.trackers, watchdog=cfg.watchdog)
         engine, teacher, rollout, processor = set_up(cfg, task, out)
         saved = checkpoints(out / "checkpoints") if cfg.resume else []
@@ -165,25 +163,26 @@ def main(cfg: Config) -> None:
     except ValueError as error:
         sys.exit(f"distill: {error}")
     run.start_at(start)
+    mine = slice(engine.data_rank, None, engine.data_world)  # this rank's share of rows
     config = engine.config.get_text_config()
     max_tokens = cfg.max_prompt_tokens or config.max_position_embeddings - cfg.max_new_tokens
 
-    heldout, bad = encode_rows(processor, list(enumerate(task.heldout))[rank::world], max_tokens=max_tokens)
+    heldout, bad = encode_rows(processor, list(enumerate(task.heldout))[mine], max_tokens=max_tokens)
 
     def generate(prompts, sampling, n=1, phase="generate"):
-        """Answers under the weights of this moment; between times the sampler leaves a GPU to the trainer."""
+        """Answers under the weights of this moment, each judged while others are written: as of `Judge.result`."""
         run.phase("hand_over")
         rollout.wake_up()
         rollout.update_weights(engine.get_per_tensor_param())
         run.phase(phase)
-        answers = rollout.generate(prompts, sampling, n)
-        rollout.sleep()
-        return answers
+        answers = rollout.generate(prompts, sampling, n, written=judge.take)
+        rollout.sleep()  # between times the sampler leaves a GPU to the trainer
+        run.phase("reward" if phase == "generate" else phase)  # what of it is not done yet
+        return answers, *judge.result()
 
     def evaluate() -> tuple[dict, list]:
         """Greedy answers to the held-out rows, shared among the ranks; a row that cannot be judged counts as wrong."""
-        samples = generate(heldout, Sampling(cfg.max_new_tokens, temperature=0.0), phase="evaluate")
-        rewards = score(task.reward, samples)
+        samples, rewards, *_ = generate(heldout, Sampling(cfg.max_new_tokens, temperature=0.0), phase="evaluate")
         right, count, lost = engine.global_sum(torch.tensor([rewards.nansum(), len(rewards), len(bad)])).tolist()
         found = {"accuracy": right / max(count, 1), "heldout": int(count), "skipped": int(lost)}
         return found, judged(samples, rewards)
@@ -195,21 +194,21 @@ def main(cfg: Config) -> None:
             print(f"held-out accuracy before: {before['accuracy']:.3f} ({before['heldout']} rows)", flush=True)
 
     loss_fn = partial(token_loss, cfg=cfg)
+    canary = Canary(cfg.max_mismatch)
     progress = tqdm(range(start, cfg.steps), initial=start, total=cfg.steps, unit="step", disable=rank != 0)
     for step in progress:
-        rows = step_rows(task.train, step, cfg.prompts_per_step, cfg.seed)[rank::world]
+        rows = step_rows(task.train, step, cfg.prompts_per_step, cfg.seed)[mine]
         prompts, skipped = encode_rows(processor, rows, max_tokens=max_tokens)
         for message in skipped:
             progress.write(f"skipped: {message}")
-        answers = generate(prompts, Sampling(cfg.max_new_tokens, cfg.temperature, (cfg.seed, step)), n=cfg.group_size)
+        sampling = Sampling(cfg.max_new_tokens, cfg.temperature, seed=(cfg.seed, step))
+        answers, rewards, parts, judging = generate(prompts, sampling, n=cfg.group_size)  # [B]; only looked at
 
-        run.phase("reward")
         batch = collate(answers)
-        rewards, parts = score_parts(task.reward, answers)  # [B]; nan = could not be judged; only looked at
         passes = cfg.updates_per_batch * (2 if cfg.lora_rank else 3) + (cfg.updates_per_batch > 1)
         flops = passes * batch_flops(engine.config, batch) + batch_flops(teacher.config, batch)
-        counts = [len(answers), len(skipped), rewards.nansum(), (~rewards.isnan()).sum(), batch.mask.sum(), flops]
-        asked, lost, total, known, tokens, flops = engine.global_sum(torch.tensor(counts, dtype=torch.float64)).tolist()
+        counts = [len(answers), len(skipped), batch.mask.sum(), flops]
+        asked, lost, tokens, flops = engine.global_sum(torch.tensor(counts, dtype=torch.float64)).tolist()
         if not asked:
             sys.exit(f"distill: step {step}: none of its {lost:.0f} rows can be asked about; see the log")
         run.phase("train")
@@ -218,13 +217,12 @@ def main(cfg: Config) -> None:
             batch.add(old_logprobs=engine.infer_batch(batch)["logprobs"])
         for _ in range(cfg.updates_per_batch):
             metrics = engine.train_batch(batch, loss_fn, outputs=("logprobs", "entropy"))
-        if metrics["mismatch/abs_dlogp"] > cfg.max_mismatch:
-            sys.exit(f"distill: step {step}: the sampler's logprobs differ from the trainer's by "
-                     f"{metrics['mismatch/abs_dlogp']:.2f} a token: its weights are not the trainer's")  # fmt: skip
+        if wrong := canary(metrics["mismatch/abs_dlogp"]):
+            sys.exit(f"distill: step {step}: {wrong}")
 
         run.log(step, {
-            "reward/mean": total / known if known else None, **part_means(parts, engine.global_sum),
-            **metrics, "tokens": tokens, "flops": flops, "skipped_rows": lost,
+            **reward_stats(rewards, batch.group_ids, engine.global_sum), **part_means(parts, engine.global_sum),
+            **metrics, "tokens": tokens, "flops": flops, "skipped_rows": lost, "time/judging": judging,
         })  # fmt: skip
         progress.set_postfix(kl=f"{metrics['kl']:.3f}", entropy=f"{metrics['entropy']:.2f}")
         if (step + 1) % cfg.save_every == 0 or step + 1 == cfg.steps:
@@ -242,22 +240,11 @@ def main(cfg: Config) -> None:
         print(f"results: {page}, {out / 'metrics.jsonl'}; model: {out / 'model'}")
 
 
-def build(path: Path, task: Task, **options) -> str:
-    """A tiny model, built by one rank if it is not there yet."""
-    if dist.get_rank() == 0 and not path.exists():
-        print(f"building a tiny model and training it for a while: {path}", flush=True)
-        build_tiny(path, task.train, **options)
-    dist.barrier()
-    return str(path)
-
-
 def set_up(cfg: Config, task: Task, out: Path):
     """The trained engine, the teacher, the sampler and the processor."""
-    path, source = cfg.model, cfg.teacher
-    if path == "tiny":
-        path = build(out / "init", task, seed=cfg.seed)
-    if source == "tiny":
-        source = build(out / "teacher", task, seed=cfg.seed + 1, warm_up_steps=300, label_noise=0.0)
+    path = model_or_tiny(cfg.model, out / "init", task.train, seed=cfg.seed)
+    better = {"seed": cfg.seed + 1, "warm_up_steps": 300, "label_noise": 0.0}
+    source = model_or_tiny(cfg.teacher, out / "teacher", task.train, **better)
     processor = load_processor(path, trust_remote_code=cfg.trust_remote_code)
     model, knows = (load_model(name, trust_remote_code=cfg.trust_remote_code) for name in (path, source))
     theirs = load_processor(source, trust_remote_code=cfg.trust_remote_code)
@@ -266,7 +253,7 @@ def set_up(cfg: Config, task: Task, out: Path):
         raise ValueError(f"teacher {source!r}: its tokens are not the student's, so it cannot score its answers")
     shared = {
         "processor": processor, "temperature": cfg.temperature, "micro_batch_tokens": cfg.micro_batch_tokens,
-        "use_remove_padding": cfg.use_remove_padding, "use_fused_kernels": cfg.use_fused_kernels,
+        "use_remove_padding": cfg.use_remove_padding, "use_fused_kernels": cfg.use_fused_kernels, **cfg.parallel,
     }  # fmt: skip
     unsampled, never = (unsampled_ids(m.config, tokenizer) for m in (model, knows))  # output layers differ in size
     if cfg.freeze_vision_tower:
@@ -277,7 +264,7 @@ def set_up(cfg: Config, task: Task, out: Path):
         print(trainable_summary(model), flush=True)
     updates, warm = max(1, cfg.steps * cfg.updates_per_batch), max(1, cfg.warmup_steps)
     engine = make_engine(
-        "fsdp2",
+        cfg.engine,
         "language_model",
         model=model,
         unsampled=unsampled,
@@ -287,10 +274,10 @@ def set_up(cfg: Config, task: Task, out: Path):
         enable_gradient_checkpointing=cfg.enable_gradient_checkpointing,
         **shared,
     )
-    teacher = make_engine("fsdp2", "language_model", model=knows, unsampled=never, **shared)
+    teacher = make_engine(cfg.engine, "language_model", model=knows, unsampled=never, **shared)
     rollout = make_rollout(
         cfg.rollout, engine.gathered, model=path, processor=processor, urls=cfg.servers,
-        gpu_memory_utilization=cfg.gpu_memory_utilization,
+        gpu_memory_utilization=cfg.gpu_memory_utilization, row_group=engine.row_group,
     )  # fmt: skip
     return engine, teacher, rollout, processor
 

@@ -44,7 +44,7 @@ from rlkit.report import write_report
 from rlkit.rollout import Sampling, make_rollout
 from rlkit.rollout.sampling import end_tokens
 from rlkit.tracking import Run, new_directory
-from rlkit.vlm import VISION_TOWER, build_tiny, encode, freeze, load_model, load_processor, lora, trainable_summary
+from rlkit.vlm import VISION_TOWER, encode, freeze, load_model, load_processor, lora, model_or_tiny, trainable_summary
 
 
 @dataclass
@@ -100,6 +100,10 @@ class Config:
     """Modules that get adapters: all-linear, or a regular expression."""
     exclude_modules: str | None = ".*visual.*"
     """Regular expression of modules that get none."""
+    engine: str = "fsdp2"
+    """What trains: fsdp2, megatron, or one of another package; see docs/engines.md."""
+    parallel: dict[str, int] = field(default_factory=dict)
+    """Ranks that share a model, by the engine's own names: `--parallel tensor 2 pipeline 2`."""
     use_remove_padding: bool = True
     """Pack rows without padding."""
     use_fused_kernels: bool = False
@@ -162,7 +166,7 @@ def main(cfg: Config) -> None:
     torch.set_num_threads(cfg.threads)
     init_distributed()
     disable_progress_bar()  # of loading and saving; the run has its own
-    rank, world = dist.get_rank(), dist.get_world_size()
+    rank = dist.get_rank()
     name = f"dpo-{Path(cfg.task).stem}-seed{cfg.seed}"
     try:
         out = Path(cfg.out) if cfg.out else new_directory("runs", name, resume=cfg.resume)
@@ -176,6 +180,7 @@ def main(cfg: Config) -> None:
     except ValueError as error:
         sys.exit(f"dpo: {error}")
     run.start_at(start)
+    mine = slice(engine.data_rank, None, engine.data_world)  # this rank's share of rows
     max_tokens = cfg.max_tokens or engine.config.get_text_config().max_position_embeddings
     loss_fn = partial(pair_loss, loss=loss, normalise_length=cfg.normalise_length, sft_coef=cfg.sft_coef)
 
@@ -200,7 +205,7 @@ def main(cfg: Config) -> None:
         with engine.disable_adapter() if cfg.lora_rank else nullcontext():
             return batch.add(ref_logprobs=(reference or engine).infer_batch(batch)["logprobs"])
 
-    asked, shown, bad = encode_pairs(list(enumerate(task.heldout))[rank::world])
+    asked, shown, bad = encode_pairs(list(enumerate(task.heldout))[mine])
     heldout = collate_pairs(shown)
     pairs, lost = engine.global_sum(torch.tensor([len(asked), len(bad)])).tolist()
 
@@ -228,7 +233,7 @@ def main(cfg: Config) -> None:
     progress = tqdm(range(start, cfg.steps), initial=start, total=cfg.steps, unit="step", disable=rank != 0)
     for step in progress:
         run.phase("encode")
-        _, samples, skipped = encode_pairs(step_rows(task.train, step, cfg.prompts_per_step, cfg.seed)[rank::world])
+        _, samples, skipped = encode_pairs(step_rows(task.train, step, cfg.prompts_per_step, cfg.seed)[mine])
         for message in skipped:
             progress.write(f"skipped: {message}")
         run.phase("train")
@@ -258,19 +263,13 @@ def main(cfg: Config) -> None:
 
 def set_up(cfg: Config, task: Task, out: Path, refers: bool):
     """The trained engine, the reference policy, what answers, the processor, and the tokens that end an answer."""
-    path = cfg.model
-    if path == "tiny":
-        path = str(out / "init")
-        if dist.get_rank() == 0 and not Path(path).exists():
-            print(f"building a tiny model and warming it up: {path}", flush=True)
-            build_tiny(path, task.train, seed=cfg.seed)
-        dist.barrier()
+    path = model_or_tiny(cfg.model, out / "init", task.train, seed=cfg.seed)
     processor = load_processor(path, trust_remote_code=cfg.trust_remote_code)
     model = load_model(path, trust_remote_code=cfg.trust_remote_code)
     ends = end_tokens(getattr(processor, "tokenizer", processor), model.generation_config.eos_token_id)
     shared = {
         "processor": processor, "micro_batch_tokens": cfg.micro_batch_tokens,
-        "use_remove_padding": cfg.use_remove_padding, "use_fused_kernels": cfg.use_fused_kernels,
+        "use_remove_padding": cfg.use_remove_padding, "use_fused_kernels": cfg.use_fused_kernels, **cfg.parallel,
     }  # fmt: skip
     if cfg.freeze_vision_tower:
         freeze(model, VISION_TOWER)
@@ -280,7 +279,7 @@ def set_up(cfg: Config, task: Task, out: Path, refers: bool):
         print(trainable_summary(model), flush=True)
     warm, steps = max(1, cfg.warmup_steps), max(1, cfg.steps)
     engine = make_engine(
-        "fsdp2", "language_model", model=model, max_grad_norm=cfg.max_grad_norm,
+        cfg.engine, "language_model", model=model, max_grad_norm=cfg.max_grad_norm,
         enable_gradient_checkpointing=cfg.enable_gradient_checkpointing,
         optimizer=lambda params: AdamW(params, lr=cfg.lr, betas=(0.9, 0.95), weight_decay=0.0),
         scheduler=lambda opt: lr_scheduler.LambdaLR(opt, lambda i: min((i + 1) / warm, max(0.05, 1 - i / steps))),
@@ -289,7 +288,7 @@ def set_up(cfg: Config, task: Task, out: Path, refers: bool):
     reference = None
     if refers and not cfg.lora_rank:
         start = load_model(path, trust_remote_code=cfg.trust_remote_code)
-        reference = make_engine("fsdp2", "language_model", model=start, **shared)
+        reference = make_engine(cfg.engine, "language_model", model=start, **shared)
     memory = cfg.gpu_memory_utilization
     rollout = make_rollout("hf", engine.gathered, processor=processor, gpu_memory_utilization=memory)
     return engine, reference, rollout, processor, ends

@@ -28,7 +28,7 @@ import tyro
 from tqdm import tqdm
 from transformers.utils.logging import disable_progress_bar
 
-from rlkit.data import Task, load_task, score
+from rlkit.data import Judge, Task, load_task
 from rlkit.engines import make_engine
 from rlkit.engines.distributed import init_distributed
 from rlkit.report import write_report
@@ -68,6 +68,8 @@ class Config:
     """Held-out rows of each task, from its first. 0: all."""
     prompts_per_step: int = 64
     """Rows in a batch, over all ranks."""
+    reward_threads: int = 8
+    """Prompts whose answers are judged at once, while others are written. 0: behind them, in the main thread."""
     max_new_tokens: int = 4
     """Longest answer."""
     max_prompt_tokens: int = 0
@@ -118,6 +120,7 @@ def main(cfg: Config) -> None:
             raise ValueError(f"pass_at: a k of at most group_size = {cfg.group_size} expected, came {cfg.pass_at}")
         out = Path(cfg.out) if cfg.out else new_directory("runs", name, resume=cfg.resume)
         tasks = [load_task(task) for task in cfg.task]
+        judges = [[Judge(task.reward, threads=cfg.reward_threads) for _ in range(2)] for task in tasks]
         run = Run(out, asdict(cfg), resume=cfg.resume, writes=rank == 0, trackers=cfg.trackers, watchdog=cfg.watchdog)
         engine, rollout, processor = set_up(cfg, tasks[0], out)
     except ValueError as error:
@@ -146,11 +149,13 @@ def main(cfg: Config) -> None:
         prompts, skipped = encode_rows(processor, rows, max_tokens=max_tokens)
         for message in skipped:
             progress.write(f"skipped: {message}")
-        greedy = rollout.generate(prompts, Sampling(cfg.max_new_tokens, temperature=0.0))
+        best, drawn = judges[i]
+        greedy = rollout.generate(prompts, Sampling(cfg.max_new_tokens, temperature=0.0), written=best.take)
         sampling = Sampling(cfg.max_new_tokens, cfg.temperature, seed=(cfg.seed, i))
-        samples = rollout.generate(prompts, sampling, n=cfg.group_size) if cfg.group_size else []
-        run.phase("reward")
-        rewards = [None if math.isnan(r) else r for r in score(tasks[i].reward, greedy + samples).tolist()]
+        samples = rollout.generate(prompts, sampling, cfg.group_size, written=drawn.take) if cfg.group_size else []
+        run.phase("reward")  # what was not judged while others were written
+        (first, _, seconds), (others, _, more) = best.result(), drawn.result()
+        rewards = [None if math.isnan(r) else r for r in first.tolist() + others.tolist()]
         mine = [
             {
                 "step": step, "task": cfg.task[i], "row": prompt.group_id, "text": greedy[j].text, "reward": rewards[j],
@@ -160,8 +165,8 @@ def main(cfg: Config) -> None:
             for j, prompt in enumerate(prompts)
         ]  # fmt: skip
         everyone = [None] * world
-        dist.all_gather_object(everyone, (mine, len(skipped)))
-        new = sorted((a for part, _ in everyone for a in part), key=lambda a: a["row"])
+        dist.all_gather_object(everyone, (mine, len(skipped), sum(len(s.response_ids) for s in greedy + samples)))
+        new = sorted((a for part, *_ in everyone for a in part), key=lambda a: a["row"])
         answers += new
         if rank == 0:
             with path.open("a") as file:
@@ -170,7 +175,8 @@ def main(cfg: Config) -> None:
         run.log(step, {
             "reward/mean": sum(judged) / max(len(judged), 1),
             **{name: x for name, x in summary(new, cfg).items() if name != "accuracy_error"},
-            "skipped_rows": sum(lost for _, lost in everyone),
+            "skipped_rows": sum(lost for _, lost, _ in everyone), "tokens": sum(tokens for *_, tokens in everyone),
+            "time/judging": seconds + more,
         })  # fmt: skip
 
     run.phase("evaluate")

@@ -18,7 +18,7 @@ and answers that go on under new weights: AReaL, https://arxiv.org/abs/2505.2429
 import sys
 from collections import deque
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -31,27 +31,19 @@ from tqdm import tqdm
 from transformers.utils.logging import disable_progress_bar
 
 from rlkit.advantages import grpo_advantages
-from rlkit.data import Task, collate, group_ids, judged, load_task, part_means, score, score_as_written, step_rows
+from rlkit.data import Task, collate, group_ids, judged, load_task, part_means, reward_stats, score, step_rows
+from rlkit.data.judging import score_as_written
 from rlkit.engines import make_engine
 from rlkit.engines.checkpoint import checkpoints, keep_newest
 from rlkit.engines.distributed import init_distributed
 from rlkit.engines.flops import batch_flops
 from rlkit.losses import clipped_policy_loss, importance_weights, mismatch_stats, ratio_stats, token_mean
 from rlkit.report import write_report
-from rlkit.rollout import Ahead, Sampling, make_rollout
+from rlkit.rollout import Ahead, Canary, Sampling, fresh_gap, make_rollout
 from rlkit.rollout.serve import serving
 from rlkit.tracking import Run, new_directory
-from rlkit.vlm import (
-    VISION_TOWER,
-    build_tiny,
-    encode_rows,
-    freeze,
-    load_model,
-    load_processor,
-    lora,
-    trainable_summary,
-    unsampled_ids,
-)
+from rlkit.vlm import VISION_TOWER, freeze, load_model, lora, model_or_tiny, trainable_summary
+from rlkit.vlm.processors import encode_rows, load_processor, unsampled_ids
 
 
 @dataclass
@@ -115,6 +107,10 @@ class Config:
     """Modules that get adapters: all-linear, or a regular expression."""
     exclude_modules: str | None = ".*visual.*"
     """Regular expression of modules that get none."""
+    engine: str = "fsdp2"
+    """What trains: fsdp2, megatron, or one of another package; see docs/engines.md."""
+    parallel: dict[str, int] = field(default_factory=dict)
+    """Ranks that share a model, by the engine's own names: `--parallel tensor 2 pipeline 2`."""
     use_remove_padding: bool = True
     """Pack rows without padding."""
     use_fused_kernels: bool = False
@@ -133,14 +129,15 @@ class Config:
     max_unjudged: float = 0.2
     """Stop when a larger share of a batch's answers could not be judged."""
     max_mismatch: float = 1.0
-    """Stop when sampler and trainer differ by more in mean |dlogp|: staleness explains less, weights did not arrive."""
+    """Stop when sampler and trainer differ by more in mean |dlogp|: staleness explains less. Answers to a few fixed
+    prompts, by weights that were just sent, may differ by ten times what rounding makes."""
 
 
 def main(cfg: Config, stack: ExitStack) -> None:
     torch.set_num_threads(cfg.threads)
     init_distributed()
     disable_progress_bar()  # of loading and saving; the run has its own
-    rank, world = dist.get_rank(), dist.get_world_size()
+    rank = dist.get_rank()
     name = f"grpo_async-{Path(cfg.task).stem}-seed{cfg.seed}"
     try:
         out = Path(cfg.out) if cfg.out else new_directory("runs", name, resume=cfg.resume)
@@ -152,14 +149,15 @@ def main(cfg: Config, stack: ExitStack) -> None:
     except (RuntimeError, ValueError) as error:
         sys.exit(f"grpo_async: {error}")
     run.start_at(start)
+    mine = slice(engine.data_rank, None, engine.data_world)  # this rank's share of rows
     max_tokens = cfg.max_prompt_tokens or engine.config.get_text_config().max_position_embeddings - cfg.max_new_tokens
-    heldout, bad = encode_rows(processor, list(enumerate(task.heldout))[rank::world], max_tokens=max_tokens)
+    heldout, bad = encode_rows(processor, list(enumerate(task.heldout))[mine], max_tokens=max_tokens)
 
     def evaluate(when: str) -> list:
         """Greedy answers to the held-out rows, shared among the ranks; a row that cannot be judged counts as wrong."""
         run.phase("evaluate")
         samples = rollout.generate(heldout, Sampling(cfg.max_new_tokens, temperature=0.0))
-        rewards = score(task.reward, samples)
+        rewards = score(task.reward, samples, threads=cfg.reward_threads)
         right, count, lost = engine.global_sum(torch.tensor([rewards.nansum(), len(rewards), len(bad)])).tolist()
         accuracy = right / max(count, 1)
         run.evaluation(**{f"accuracy_{when}": accuracy}, heldout=int(count), heldout_skipped=int(lost))
@@ -167,7 +165,16 @@ def main(cfg: Config, stack: ExitStack) -> None:
             print(f"held-out accuracy {when}: {accuracy:.3f} ({count:.0f} rows)", flush=True)
         return judged(samples, rewards)
 
+    canary = Canary(cfg.max_mismatch)
+
+    def see_that_weights_arrived(step: int) -> None:
+        run.phase("canary")
+        sampling = Sampling(cfg.max_new_tokens, cfg.temperature, (cfg.seed,))
+        if wrong := canary(fresh_gap(rollout, engine, heldout[:4], sampling)):
+            sys.exit(f"grpo_async: step {step}: {wrong}")
+
     rollout.update_weights(engine.get_per_tensor_param())
+    see_that_weights_arrived(start)
     if start == 0:
         evaluate("before")
     progress = tqdm(range(start, cfg.steps), initial=start, total=cfg.steps, unit="step", disable=rank != 0)
@@ -176,7 +183,7 @@ def main(cfg: Config, stack: ExitStack) -> None:
     def batches():
         """Prompts of each step, and how to sample them; read on when it is time to ask for the next."""
         for step in range(start, cfg.steps):
-            rows = step_rows(task.train, step, cfg.prompts_per_step, cfg.seed)[rank::world]
+            rows = step_rows(task.train, step, cfg.prompts_per_step, cfg.seed)[mine]
             prompts, skipped = encode_rows(processor, rows, max_tokens=max_tokens)
             for message in skipped:
                 progress.write(f"skipped: {message}")
@@ -200,17 +207,15 @@ def main(cfg: Config, stack: ExitStack) -> None:
     sampler = SimpleNamespace(submit=submit, update_weights=rollout.update_weights)
     ahead = Ahead(sampler, batches(), n=cfg.group_size, max_staleness=cfg.max_staleness)
     run.phase("generate")  # what is waited for, and rewards that are not there yet
-    for step, (answers, rewards, parts) in enumerate(ahead, start):  # rewards [B]; nan = could not be judged
+    for step, (answers, rewards, parts, judging) in enumerate(ahead, start):  # rewards [B]; nan = not judged
         run.phase("train")
         samples = judged(answers, rewards)
         rewards = rewards[~rewards.isnan()]
         age = torch.tensor([float(rollout.version - sample.version) for sample in samples])
         batch = collate(samples, advantages=grpo_advantages(rewards, group_ids(samples)), staleness=age)
         lost = skipped_rows.popleft()
-        counts = [len(answers), len(samples), lost, rewards.sum(), rewards.square().sum()]
-        counts += [batch.mask.sum(), batch_flops(engine.config, batch)]
-        counts = engine.global_sum(torch.tensor(counts, dtype=torch.float64))
-        asked, known, lost, total, squares, tokens, flops = counts.tolist()
+        counts = [len(answers), len(samples), lost, batch.mask.sum(), batch_flops(engine.config, batch)]
+        asked, known, lost, tokens, flops = engine.global_sum(torch.tensor(counts, dtype=torch.float64)).tolist()
         if known < max(1.0, (1 - cfg.max_unjudged) * asked):
             sys.exit(f"grpo_async: step {step}: only {known:.0f} of {asked:.0f} answers could be judged; see the log")
         metrics = engine.train_batch(batch, loss_fn, outputs=("logprobs", "entropy"))
@@ -220,18 +225,20 @@ def main(cfg: Config, stack: ExitStack) -> None:
         run.phase("hand_over")
         ahead.update_weights(engine.get_per_tensor_param())
 
-        mean = total / known
+        stats = reward_stats(batch.rewards, batch.group_ids, engine.global_sum)
         run.log(step, {
-            "reward/mean": mean, "reward/std": max(squares / known - mean**2, 0.0) ** 0.5,
-            **part_means(parts, engine.global_sum), **metrics, "tokens": tokens,
+            **stats, **part_means(parts, engine.global_sum), **metrics, "tokens": tokens,
             "flops": flops * (2 if cfg.lora_rank else 3), "unjudged": asked - known, "skipped_rows": lost,
+            "time/judging": judging,
         })  # fmt: skip
         progress.update()
-        progress.set_postfix(reward=f"{mean:.2f}", staleness=f"{metrics['staleness']:.1f}")
+        progress.set_postfix(reward=f"{stats['reward/mean']:.2f}", staleness=f"{metrics['staleness']:.1f}")
         if (step + 1) % cfg.save_every == 0 or step + 1 == cfg.steps:
             run.phase("checkpoint")
             engine.save_checkpoint(out / "checkpoints" / f"step_{step + 1}", {"step": step + 1})
             keep_newest(out / "checkpoints", 2)
+        if step == start or (step + 1) % cfg.save_every == 0:  # it waits for a turn among the answers under way
+            see_that_weights_arrived(step)
         run.phase("generate")
 
     progress.close()
@@ -245,13 +252,8 @@ def main(cfg: Config, stack: ExitStack) -> None:
 
 def set_up(cfg: Config, task: Task, out: Path, stack: ExitStack):
     """The trained engine, the sampler on its servers, and the processor."""
-    path, rank = cfg.model, dist.get_rank()
-    if path == "tiny":
-        path = str(out / "init")
-        if rank == 0 and not Path(path).exists():
-            print(f"building a tiny model and warming it up: {path}", flush=True)
-            build_tiny(path, task.train, seed=cfg.seed)
-        dist.barrier()
+    rank = dist.get_rank()
+    path = model_or_tiny(cfg.model, out / "init", task.train, seed=cfg.seed)
     urls = [list(cfg.servers)]
     if not cfg.servers and rank == 0:
         print(f"starting a server, its log is in {out}", flush=True)
@@ -269,13 +271,15 @@ def set_up(cfg: Config, task: Task, out: Path, stack: ExitStack):
         print(trainable_summary(model), flush=True)
     warm = max(1, cfg.warmup_steps)
     engine = make_engine(
-        "fsdp2", "language_model", model=model, processor=processor, unsampled=unsampled, temperature=cfg.temperature,
+        cfg.engine, "language_model", model=model, processor=processor, unsampled=unsampled,
         optimizer=lambda params: AdamW(params, lr=cfg.lr, betas=(0.9, 0.95), weight_decay=0.0),
         scheduler=lambda opt: LambdaLR(opt, lambda i: min((i + 1) / warm, max(0.05, 1 - i / cfg.steps))),
-        max_grad_norm=cfg.max_grad_norm, micro_batch_tokens=cfg.micro_batch_tokens,
+        max_grad_norm=cfg.max_grad_norm, micro_batch_tokens=cfg.micro_batch_tokens, temperature=cfg.temperature,
         use_remove_padding=cfg.use_remove_padding, use_fused_kernels=cfg.use_fused_kernels,
-        enable_gradient_checkpointing=cfg.enable_gradient_checkpointing,
+        enable_gradient_checkpointing=cfg.enable_gradient_checkpointing, **cfg.parallel,
     )  # fmt: skip
+    if engine.row_group is not None:
+        raise ValueError("parallel: ranks that share rows would be sent different answers; grpo_vlm.py takes turns")
     rollout = make_rollout(cfg.rollout, model=path, processor=processor, urls=urls[0])
     stack.callback(rollout.close)
     return engine, rollout, processor

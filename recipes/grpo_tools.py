@@ -14,7 +14,7 @@ beside what grpo_vlm.py says:
 """
 
 import sys
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from pkgutil import resolve_name
 
@@ -28,14 +28,14 @@ from tqdm import tqdm
 from transformers.utils.logging import disable_progress_bar
 
 from rlkit.advantages import grpo_advantages
-from rlkit.data import Task, collate, group_ids, judged, load_task, part_means, score, score_parts, step_rows
+from rlkit.data import Judge, Task, collate, group_ids, judged, load_task, part_means, reward_stats, step_rows
 from rlkit.engines import make_engine
 from rlkit.engines.checkpoint import checkpoints, keep_newest
 from rlkit.engines.distributed import init_distributed
 from rlkit.engines.flops import batch_flops
 from rlkit.losses import clipped_policy_loss, kl_k3, mismatch_stats, ratio_stats, token_mean
 from rlkit.report import write_report
-from rlkit.rollout import Sampling, make_rollout
+from rlkit.rollout import Canary, Sampling, make_rollout
 from rlkit.rollout.agent import Observation, Scripted, run_episodes
 from rlkit.rollout.image_tools import CALLS, careless_turn
 from rlkit.tracking import Run, new_directory
@@ -48,7 +48,8 @@ class Config:
     model: str = "tiny"  # directory or hub id; "tiny" builds one of 0.7M parameters and warms it up on the default task
     task: str = "rlkit.rollout.image_tools:zoomed_digits"  # module:function, a built-in, a .jsonl or .parquet file
     tool: str = "rlkit.rollout.image_tools:zoom"  # module:function, a step of rlkit.rollout.agent
-    rollout: str = "hf"  # what samples: hf is the trained model itself
+    rollout: str = "hf"  # what samples: hf (the trained model itself), vllm (in this process), vllm_server or sglang
+    servers: tuple[str, ...] = ()  # URLs of the servers; python -m rlkit.rollout.serve starts some
     out: str = ""  # the run's directory; runs/grpo_tools-<task>-seed<seed> by default, numbered if that holds a run
     resume: bool = False  # go on from the newest checkpoint in the run's directory
     trackers: tuple[str, ...] = ()  # told the metrics beside the run's own files: tensorboard, wandb, mlflow, trackio
@@ -59,6 +60,7 @@ class Config:
     prompts_per_step: int = 32  # prompts in a batch, over all ranks
     group_size: int = 8  # episodes of each prompt
     updates_per_batch: int = 1  # optimizer steps on each batch
+    reward_threads: int = 8  # prompts judged at once, while other episodes go on; 0: behind them, in the main thread
     max_turns: int = 2  # most turns that the policy writes
     max_new_tokens: int = 12  # longest turn
     max_response_tokens: int = 0  # longest episode behind its prompt, what the tool says included; 0: the context
@@ -80,6 +82,8 @@ class Config:
     lora_alpha: int = 32  # scale of the adapters, over their rank
     target_modules: str = "all-linear"  # modules that get adapters: all-linear, or a regular expression
     exclude_modules: str | None = ".*visual.*"  # regular expression of modules that get none
+    engine: str = "fsdp2"  # what trains: fsdp2, megatron, or one of another package; see docs/engines.md
+    parallel: dict[str, int] = field(default_factory=dict)  # ranks that share a model: tensor 2 pipeline 2
     use_remove_padding: bool = True  # pack rows without padding
     use_fused_kernels: bool = False  # logprobs from hidden states, without the logits tensor
     enable_gradient_checkpointing: bool = False  # recompute activations in backward
@@ -90,16 +94,17 @@ class Config:
 
     save_every: int = 50  # steps between checkpoints; the newest two are kept
     max_unjudged: float = 0.2  # stop when a larger share of a batch's episodes could not be judged
-    max_mismatch: float = 0.3  # stop when sampler and trainer differ by more in mean |dlogp|: weights did not arrive
+    max_mismatch: float = 0.3  # stop where sampler and trainer differ by more in mean |dlogp|, or ten times the first
 
 
 def main(cfg: Config) -> None:
     torch.set_num_threads(cfg.threads)
     init_distributed()
     disable_progress_bar()  # of loading and saving; the run has its own
-    rank, world = dist.get_rank(), dist.get_world_size()
+    rank = dist.get_rank()
     try:
         task, tool = load_task(cfg.task), resolve_name(cfg.tool)
+        judge = Judge(task.reward, threads=cfg.reward_threads)
         name = f"grpo_tools-{task.name}-seed{cfg.seed}"
         out = Path(cfg.out) if cfg.out else new_directory("runs", name, resume=cfg.resume)
         run = Run(out, asdict(cfg), resume=cfg.resume, writes=rank == 0, trackers=cfg.trackers, watchdog=cfg.watchdog)
@@ -109,6 +114,7 @@ def main(cfg: Config) -> None:
     except (ImportError, AttributeError, ValueError) as error:
         sys.exit(f"grpo_tools: {error}")
     run.start_at(start)
+    mine = slice(engine.data_rank, None, engine.data_world)  # this rank's share of rows
     context = engine.config.get_text_config().max_position_embeddings
     max_tokens = cfg.max_prompt_tokens or context - cfg.max_new_tokens
 
@@ -121,18 +127,18 @@ def main(cfg: Config) -> None:
             rollout, prompts, sampling, tool, processor=processor, n=n, max_turns=cfg.max_turns, max_tokens=context,
             max_response_tokens=cfg.max_response_tokens or None, timeout=cfg.tool_timeout, role=cfg.role,
             on_failure=(lambda error: Observation(str(error))) if cfg.show_failures else None,
-            global_sum=engine.global_sum,
+            global_sum=engine.global_sum, written=judge.take,
         )  # fmt: skip
         rollout.sleep()
-        return found, [sample for sample in found if sample.finish_reason != "aborted"]
+        run.phase("reward" if phase == "generate" else phase)  # what was not judged while others were written
+        return found, *judge.result()
 
-    heldout, bad = encode_rows(processor, list(enumerate(task.heldout))[rank::world], max_tokens=max_tokens)
+    heldout, bad = encode_rows(processor, list(enumerate(task.heldout))[mine], max_tokens=max_tokens)
 
     def evaluate(when: str) -> list:
         """Greedy episodes on the held-out rows, shared among the ranks; one that cannot be judged counts as wrong."""
-        asked, samples = episodes(heldout, Sampling(cfg.max_new_tokens, temperature=0.0), phase="evaluate")
-        rewards = score(task.reward, samples)
-        right, count, lost = engine.global_sum(torch.tensor([rewards.nansum(), len(asked), len(bad)])).tolist()
+        samples, rewards, *_ = episodes(heldout, Sampling(cfg.max_new_tokens, temperature=0.0), phase="evaluate")
+        right, count, lost = engine.global_sum(torch.tensor([rewards.nansum(), len(rewards), len(bad)])).tolist()
         accuracy = right / max(count, 1)
         run.evaluation(**{f"accuracy_{when}": accuracy}, heldout=int(count), heldout_skipped=int(lost))
         if rank == 0:
@@ -155,29 +161,28 @@ def main(cfg: Config) -> None:
         return token_mean(policy + cfg.kl_coef * kl, mb.mask, mb.total_tokens), metrics
 
     passes = cfg.updates_per_batch * (2 if cfg.lora_rank else 3) + (cfg.updates_per_batch > 1) + bool(cfg.kl_coef)
+    canary = Canary(cfg.max_mismatch)
     progress = tqdm(range(start, cfg.steps), initial=start, total=cfg.steps, unit="step", disable=rank != 0)
     for step in progress:
-        rows = step_rows(task.train, step, cfg.prompts_per_step, cfg.seed)[rank::world]
+        rows = step_rows(task.train, step, cfg.prompts_per_step, cfg.seed)[mine]
         prompts, skipped = encode_rows(processor, rows, max_tokens=max_tokens)
         for message in skipped:
             progress.write(f"skipped: {message}")
         sampling = Sampling(cfg.max_new_tokens, cfg.temperature, seed=(cfg.seed, step))
-        answers, finished = episodes(prompts, sampling, n=cfg.group_size)
+        answers, rewards, parts, judging = episodes(prompts, sampling, n=cfg.group_size)  # [B]; nan: not judged
 
-        run.phase("reward")
-        rewards, parts = score_parts(task.reward, finished)  # [B]; nan = could not be judged
-        samples = judged(finished, rewards)
+        samples = judged(answers, rewards)
         rewards = rewards[~rewards.isnan()]
         advantages = grpo_advantages(rewards, group_ids(samples))  # [B]
         batch = collate(samples, advantages=advantages)
         turns = sum(message["role"] == "assistant" for sample in samples for message in sample.row["messages"])
-        counts = [len(answers), len(finished), len(samples), len(skipped), turns]
-        counts += [rewards.sum(), rewards.square().sum(), batch.mask.sum(), batch_flops(engine.config, batch)]
-        counts = engine.global_sum(torch.tensor(counts, dtype=torch.float64))
-        asked, ended, known, lost, turns, total, squares, tokens, flops = counts.tolist()
+        aborted = sum(sample.finish_reason == "aborted" for sample in answers)  # by their tool; nobody judges them
+        counts = [len(answers), aborted, len(samples), len(skipped), turns, batch.mask.sum()]
+        counts = engine.global_sum(torch.tensor([*counts, batch_flops(engine.config, batch)], dtype=torch.float64))
+        asked, aborted, known, lost, turns, tokens, flops = counts.tolist()
         if known < max(1.0, (1 - cfg.max_unjudged) * asked):
             sys.exit(f"grpo_tools: step {step}: only {known:.0f} of {asked:.0f} episodes could be judged, "
-                     f"{asked - ended:.0f} were aborted by their tool; see the log")  # fmt: skip
+                     f"{aborted:.0f} were aborted by their tool; see the log")  # fmt: skip
 
         run.phase("train")
         batch.add(ref_logprobs=batch.rollout_logprobs)
@@ -190,17 +195,16 @@ def main(cfg: Config) -> None:
             batch.add(old_logprobs=engine.infer_batch(batch)["logprobs"])
         for _ in range(cfg.updates_per_batch):
             metrics = engine.train_batch(batch, loss_fn, outputs=("logprobs", "entropy"))
-        if metrics["mismatch/abs_dlogp"] > cfg.max_mismatch:
-            sys.exit(f"grpo_tools: step {step}: the sampler's logprobs differ from the trainer's by "
-                     f"{metrics['mismatch/abs_dlogp']:.2f} a token: its weights are not the trainer's")  # fmt: skip
+        if wrong := canary(metrics["mismatch/abs_dlogp"]):
+            sys.exit(f"grpo_tools: step {step}: {wrong}")
 
-        mean = total / known
+        stats = reward_stats(batch.rewards, batch.group_ids, engine.global_sum)
         run.log(step, {
-            "reward/mean": mean, "reward/std": max(squares / known - mean**2, 0.0) ** 0.5,
-            **part_means(parts, engine.global_sum), **metrics, "tokens": tokens, "flops": flops * passes,
-            "turns": turns / known, "aborted": asked - ended, "unjudged": asked - known, "skipped_rows": lost,
+            **stats, **part_means(parts, engine.global_sum), **metrics, "tokens": tokens, "flops": flops * passes,
+            "time/judging": judging,
+            "turns": turns / known, "aborted": aborted, "unjudged": asked - known, "skipped_rows": lost,
         })  # fmt: skip
-        progress.set_postfix(reward=f"{mean:.2f}", entropy=f"{metrics['entropy']:.2f}")
+        progress.set_postfix(reward=f"{stats['reward/mean']:.2f}", entropy=f"{metrics['entropy']:.2f}")
         if (step + 1) % cfg.save_every == 0 or step + 1 == cfg.steps:
             run.phase("checkpoint")
             engine.save_checkpoint(out / "checkpoints" / f"step_{step + 1}", {"step": step + 1})
@@ -264,7 +268,7 @@ def set_up(cfg: Config, task: Task, tool, out: Path):
     shared = {
         "processor": processor, "unsampled": unsampled_ids(model.config, getattr(processor, "tokenizer", processor)),
         "temperature": cfg.temperature, "micro_batch_tokens": cfg.micro_batch_tokens,
-        "use_remove_padding": cfg.use_remove_padding, "use_fused_kernels": cfg.use_fused_kernels,
+        "use_remove_padding": cfg.use_remove_padding, "use_fused_kernels": cfg.use_fused_kernels, **cfg.parallel,
     }  # fmt: skip
     if cfg.freeze_vision_tower:
         freeze(model, VISION_TOWER)
@@ -274,7 +278,7 @@ def set_up(cfg: Config, task: Task, tool, out: Path):
         print(trainable_summary(model), flush=True)
     updates, warm = max(1, cfg.steps * cfg.updates_per_batch), max(1, cfg.warmup_steps)
     engine = make_engine(
-        "fsdp2", "language_model", model=model,
+        cfg.engine, "language_model", model=model,
         optimizer=lambda params: AdamW(params, lr=cfg.lr, betas=(0.9, 0.95), weight_decay=0.0),
         scheduler=lambda opt: LambdaLR(opt, lambda i: min((i + 1) / warm, max(0.05, 1 - i / updates))),
         max_grad_norm=cfg.max_grad_norm, enable_gradient_checkpointing=cfg.enable_gradient_checkpointing, **shared,
@@ -282,10 +286,10 @@ def set_up(cfg: Config, task: Task, tool, out: Path):
     reference = None
     if cfg.kl_coef and not cfg.lora_rank:
         start = load_model(path, trust_remote_code=cfg.trust_remote_code)
-        reference = make_engine("fsdp2", "language_model", model=start, **shared)
+        reference = make_engine(cfg.engine, "language_model", model=start, **shared)
     rollout = make_rollout(
-        cfg.rollout, engine.gathered, model=path, processor=processor,
-        gpu_memory_utilization=cfg.gpu_memory_utilization,
+        cfg.rollout, engine.gathered, model=path, processor=processor, urls=cfg.servers,
+        gpu_memory_utilization=cfg.gpu_memory_utilization, row_group=engine.row_group,
     )  # fmt: skip
     return engine, reference, rollout, processor
 

@@ -15,7 +15,7 @@ How it differs from the paper (DeepSeekMath, https://arxiv.org/abs/2402.03300, s
 """
 
 import sys
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 import torch
@@ -27,26 +27,17 @@ from tqdm import tqdm
 from transformers.utils.logging import disable_progress_bar
 
 from rlkit.advantages import grpo_advantages
-from rlkit.data import Task, collate, group_ids, judged, load_task, part_means, score, score_parts, step_rows
+from rlkit.data import Judge, Task, collate, group_ids, judged, load_task, part_means, reward_stats, step_rows
 from rlkit.engines import make_engine
 from rlkit.engines.checkpoint import checkpoints, keep_newest
 from rlkit.engines.distributed import init_distributed
 from rlkit.engines.flops import batch_flops
 from rlkit.losses import clipped_policy_loss, importance_weights, kl_k3, mismatch_stats, ratio_stats, token_mean
 from rlkit.report import write_report
-from rlkit.rollout import Sampling, make_rollout
+from rlkit.rollout import Canary, Sampling, make_rollout
 from rlkit.tracking import Run, new_directory
-from rlkit.vlm import (
-    VISION_TOWER,
-    build_tiny,
-    encode_rows,
-    freeze,
-    load_model,
-    load_processor,
-    lora,
-    trainable_summary,
-    unsampled_ids,
-)
+from rlkit.vlm import VISION_TOWER, freeze, load_model, lora, model_or_tiny, trainable_summary
+from rlkit.vlm.processors import encode_rows, load_processor, unsampled_ids
 
 
 @dataclass
@@ -78,6 +69,8 @@ class Config:
     """Answers to each prompt."""
     updates_per_batch: int = 1
     """Optimizer steps on each batch."""
+    reward_threads: int = 8
+    """Prompts whose answers are judged at once, while others are written. 0: behind them, in the main thread."""
     max_new_tokens: int = 4
     """Longest answer."""
     max_prompt_tokens: int = 0
@@ -110,6 +103,10 @@ class Config:
     """Modules that get adapters: all-linear, or a regular expression."""
     exclude_modules: str | None = ".*visual.*"
     """Regular expression of modules that get none."""
+    engine: str = "fsdp2"
+    """What trains: fsdp2, megatron, or one of another package; see docs/engines.md."""
+    parallel: dict[str, int] = field(default_factory=dict)
+    """Ranks that share a model, by the engine's own names: `--parallel tensor 2 pipeline 2`."""
     use_remove_padding: bool = True
     """Pack rows without padding."""
     use_fused_kernels: bool = False
@@ -132,7 +129,7 @@ class Config:
     max_unjudged: float = 0.2
     """Stop when a larger share of a batch's answers could not be judged."""
     max_mismatch: float = 0.3
-    """Stop when sampler and trainer differ by more in mean |dlogp|: the weights did not arrive."""
+    """Stop when sampler and trainer differ by more in mean |dlogp|, or by ten times what they did at first."""
 
 
 def main(cfg: Config) -> None:
@@ -144,6 +141,7 @@ def main(cfg: Config) -> None:
     try:
         out = Path(cfg.out) if cfg.out else new_directory("runs", name, resume=cfg.resume)
         task = load_task(cfg.task)
+        judge = Judge(task.reward, threads=cfg.reward_threads)
         run = Run(out, asdict(cfg), resume=cfg.resume, writes=rank == 0, trackers=cfg.trackers, watchdog=cfg.watchdog)
         engine, reference, rollout, processor = set_up(cfg, task, out)
         saved = checkpoints(out / "checkpoints") if cfg.resume else []
@@ -156,19 +154,19 @@ def main(cfg: Config) -> None:
     heldout, bad = encode_rows(processor, list(enumerate(task.heldout))[mine], max_tokens=max_tokens)
 
     def generate(prompts, sampling, n=1, phase="generate"):
-        """Answers under the weights of this moment; between times the sampler leaves a GPU to the trainer."""
+        """Answers under the weights of this moment, each judged while others are written: as of `Judge.result`."""
         run.phase("hand_over")
         rollout.wake_up()
         rollout.update_weights(engine.get_per_tensor_param())
         run.phase(phase)
-        answers = rollout.generate(prompts, sampling, n)
-        rollout.sleep()
-        return answers
+        answers = rollout.generate(prompts, sampling, n, written=judge.take)
+        rollout.sleep()  # between times the sampler leaves a GPU to the trainer
+        run.phase("reward" if phase == "generate" else phase)  # what of it is not done yet
+        return answers, *judge.result()
 
     def evaluate() -> tuple[dict, list]:
         """Greedy answers to the held-out rows, shared among the ranks; a row that cannot be judged counts as wrong."""
-        samples = generate(heldout, Sampling(cfg.max_new_tokens, temperature=0.0), phase="evaluate")
-        rewards = score(task.reward, samples)
+        samples, rewards, *_ = generate(heldout, Sampling(cfg.max_new_tokens, temperature=0.0), phase="evaluate")
         right, count, lost = engine.global_sum(torch.tensor([rewards.nansum(), len(rewards), len(bad)])).tolist()
         found = {"accuracy": right / max(count, 1), "heldout": int(count), "skipped": int(lost)}
         return found, judged(samples, rewards)
@@ -193,24 +191,22 @@ def main(cfg: Config) -> None:
         return token_mean(policy + cfg.kl_coef * kl, mb.mask, mb.total_tokens), metrics
 
     passes = cfg.updates_per_batch * (2 if cfg.lora_rank else 3) + (cfg.updates_per_batch > 1) + bool(cfg.kl_coef)
+    canary = Canary(cfg.max_mismatch)
     progress = tqdm(range(start, cfg.steps), initial=start, total=cfg.steps, unit="step", disable=rank != 0)
     for step in progress:
         rows = step_rows(task.train, step, cfg.prompts_per_step, cfg.seed)[mine]
         prompts, skipped = encode_rows(processor, rows, max_tokens=max_tokens)
         for message in skipped:
             progress.write(f"skipped: {message}")
-        answers = generate(prompts, Sampling(cfg.max_new_tokens, cfg.temperature, (cfg.seed, step)), n=cfg.group_size)
+        sampling = Sampling(cfg.max_new_tokens, cfg.temperature, seed=(cfg.seed, step))
+        answers, rewards, parts, judging = generate(prompts, sampling, n=cfg.group_size)  # [B]; nan: not judged
 
-        run.phase("reward")
-        rewards, parts = score_parts(task.reward, answers)  # [B]; nan = could not be judged
         samples = judged(answers, rewards)
         rewards = rewards[~rewards.isnan()]
         advantages = grpo_advantages(rewards, group_ids(samples))  # [B]
         batch = collate(samples, advantages=advantages)
-        counts = [len(answers), len(samples), len(skipped), rewards.sum(), rewards.square().sum()]
-        counts += [batch.mask.sum(), batch_flops(engine.config, batch)]
-        counts = engine.global_sum(torch.tensor(counts, dtype=torch.float64))
-        asked, known, lost, total, squares, tokens, flops = counts.tolist()
+        counts = [len(answers), len(samples), len(skipped), batch.mask.sum(), batch_flops(engine.config, batch)]
+        asked, known, lost, tokens, flops = engine.global_sum(torch.tensor(counts, dtype=torch.float64)).tolist()
         if known < max(1.0, (1 - cfg.max_unjudged) * asked):
             sys.exit(f"grpo_vlm: step {step}: only {known:.0f} of {asked:.0f} answers could be judged; see the log")
 
@@ -225,19 +221,17 @@ def main(cfg: Config) -> None:
             batch.add(old_logprobs=engine.infer_batch(batch)["logprobs"])
         for _ in range(cfg.updates_per_batch):
             metrics = engine.train_batch(batch, loss_fn, outputs=("logprobs", "entropy"))
-        if metrics["mismatch/abs_dlogp"] > cfg.max_mismatch:
-            sys.exit(f"grpo_vlm: step {step}: the sampler's logprobs differ from the trainer's by "
-                     f"{metrics['mismatch/abs_dlogp']:.2f} a token: its weights are not the trainer's")  # fmt: skip
+        if wrong := canary(metrics["mismatch/abs_dlogp"]):
+            sys.exit(f"grpo_vlm: step {step}: {wrong}")
 
-        mean = total / known
+        stats = reward_stats(batch.rewards, batch.group_ids, engine.global_sum)
         run.log(step, {
-            "reward/mean": mean,
-            "reward/std": max(squares / known - mean**2, 0.0) ** 0.5,
-            **part_means(parts, engine.global_sum),
+            **stats, **part_means(parts, engine.global_sum),
             **metrics,
             "tokens": tokens, "flops": flops * passes, "unjudged": asked - known, "skipped_rows": lost,
+            "time/judging": judging,
         })  # fmt: skip
-        progress.set_postfix(reward=f"{mean:.2f}", entropy=f"{metrics['entropy']:.2f}")
+        progress.set_postfix(reward=f"{stats['reward/mean']:.2f}", entropy=f"{metrics['entropy']:.2f}")
         if (step + 1) % cfg.save_every == 0 or step + 1 == cfg.steps:
             run.phase("checkpoint")
             engine.save_checkpoint(out / "checkpoints" / f"step_{step + 1}", {"step": step + 1})
@@ -255,20 +249,14 @@ def main(cfg: Config) -> None:
 
 def set_up(cfg: Config, task: Task, out: Path):
     """The trained engine, the reference policy, the sampler and the processor."""
-    path = cfg.model
-    if path == "tiny":
-        path = str(out / "init")
-        if dist.get_rank() == 0 and not Path(path).exists():
-            print(f"building a tiny model and warming it up: {path}", flush=True)
-            build_tiny(path, task.train, seed=cfg.seed)
-        dist.barrier()
+    path = model_or_tiny(cfg.model, out / "init", task.train, seed=cfg.seed)
     processor = load_processor(path, trust_remote_code=cfg.trust_remote_code)
     model = load_model(path, trust_remote_code=cfg.trust_remote_code)
     shared = {
         "processor": processor, "unsampled": unsampled_ids(model.config, getattr(processor, "tokenizer", processor)),
         "temperature": cfg.temperature, "micro_batch_tokens": cfg.micro_batch_tokens,
         "ulysses_sequence_parallel_size": cfg.ulysses_sequence_parallel_size,
-        "use_remove_padding": cfg.use_remove_padding, "use_fused_kernels": cfg.use_fused_kernels,
+        "use_remove_padding": cfg.use_remove_padding, "use_fused_kernels": cfg.use_fused_kernels, **cfg.parallel,
     }  # fmt: skip
     if cfg.freeze_vision_tower:
         freeze(model, VISION_TOWER)
@@ -278,7 +266,7 @@ def set_up(cfg: Config, task: Task, out: Path):
         print(trainable_summary(model), flush=True)
     updates, warm = max(1, cfg.steps * cfg.updates_per_batch), max(1, cfg.warmup_steps)
     engine = make_engine(
-        "fsdp2", "language_model", model=model,
+        cfg.engine, "language_model", model=model,
         optimizer=lambda params: AdamW(params, lr=cfg.lr, betas=(0.9, 0.95), weight_decay=0.0),
         scheduler=lambda opt: LambdaLR(opt, lambda i: min((i + 1) / warm, max(0.05, 1 - i / updates))),
         max_grad_norm=cfg.max_grad_norm, enable_gradient_checkpointing=cfg.enable_gradient_checkpointing, **shared,
@@ -286,10 +274,10 @@ def set_up(cfg: Config, task: Task, out: Path):
     reference = None
     if cfg.kl_coef and not cfg.lora_rank:
         start = load_model(path, trust_remote_code=cfg.trust_remote_code)
-        reference = make_engine("fsdp2", "language_model", model=start, **shared)
+        reference = make_engine(cfg.engine, "language_model", model=start, **shared)
     rollout = make_rollout(
         cfg.rollout, engine.gathered, model=path, processor=processor, urls=cfg.servers,
-        gpu_memory_utilization=cfg.gpu_memory_utilization,
+        gpu_memory_utilization=cfg.gpu_memory_utilization, row_group=engine.row_group,
     )  # fmt: skip
     return engine, reference, rollout, processor
 

@@ -19,7 +19,7 @@ How it differs from the papers:
 
 import sys
 from contextlib import nullcontext
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Literal
 
@@ -40,16 +40,16 @@ from rlkit.advantages import (
     rewards_to_tokens,
     rloo_advantages,
 )
-from rlkit.data import Task, collate, judged, load_task, part_means, score, score_parts, step_rows
+from rlkit.data import Judge, Task, collate, judged, load_task, part_means, reward_stats, step_rows
 from rlkit.engines import make_engine
 from rlkit.engines.checkpoint import checkpoints, keep_newest
 from rlkit.engines.distributed import init_distributed
 from rlkit.engines.flops import batch_flops
 from rlkit.losses import importance_weights, kl_k1, kl_k3, mismatch_stats, reinforce_loss, token_mean
 from rlkit.report import write_report
-from rlkit.rollout import Sampling, make_rollout
+from rlkit.rollout import Canary, Sampling, make_rollout
 from rlkit.tracking import Run, new_directory
-from rlkit.vlm import VISION_TOWER, build_tiny, freeze, load_model, lora, trainable_summary
+from rlkit.vlm import VISION_TOWER, freeze, load_model, lora, model_or_tiny, trainable_summary
 from rlkit.vlm.processors import encode_rows, load_processor, unsampled_ids
 
 # rewards [B, T] (those of a row on its tokens), the batch, and the sum over ranks -> advantages [B] or [B, T]
@@ -93,6 +93,8 @@ class Config:
     """Prompts in a batch, over all ranks."""
     group_size: int = 16
     """Answers to each prompt."""
+    reward_threads: int = 8
+    """Prompts whose answers are judged at once, while others are written. 0: behind them, in the main thread."""
     max_new_tokens: int = 4
     """Longest answer."""
     max_prompt_tokens: int = 0
@@ -121,6 +123,10 @@ class Config:
     """Modules that get adapters: all-linear, or a regular expression."""
     exclude_modules: str | None = ".*visual.*"
     """Regular expression of modules that get none."""
+    engine: str = "fsdp2"
+    """What trains: fsdp2, megatron, or one of another package; see docs/engines.md."""
+    parallel: dict[str, int] = field(default_factory=dict)
+    """Ranks that share a model, by the engine's own names: `--parallel tensor 2 pipeline 2`."""
     use_remove_padding: bool = True
     """Pack rows without padding."""
     use_fused_kernels: bool = False
@@ -141,18 +147,19 @@ class Config:
     max_unjudged: float = 0.2
     """Stop when a larger share of a batch's answers could not be judged."""
     max_mismatch: float = 0.3
-    """Stop when sampler and trainer differ by more in mean |dlogp|: the weights did not arrive."""
+    """Stop when sampler and trainer differ by more in mean |dlogp|, or by ten times what they did at first."""
 
 
 def main(cfg: Config) -> None:
     torch.set_num_threads(cfg.threads)
     init_distributed()
     disable_progress_bar()  # of loading and saving; the run has its own
-    rank, world = dist.get_rank(), dist.get_world_size()
+    rank = dist.get_rank()
     name = f"reinforce-{Path(cfg.task).stem}-seed{cfg.seed}"
     try:
         out = Path(cfg.out) if cfg.out else new_directory("runs", name, resume=cfg.resume)
         task = load_task(cfg.task)
+        judge = Judge(task.reward, threads=cfg.reward_threads)
         run = Run(out, asdict(cfg), resume=cfg.resume, writes=rank == 0, trackers=cfg.trackers, watchdog=cfg.watchdog)
         engine, reference, rollout, processor = set_up(cfg, task, out)
         saved = checkpoints(out / "checkpoints") if cfg.resume else []
@@ -160,24 +167,25 @@ def main(cfg: Config) -> None:
     except ValueError as error:
         sys.exit(f"reinforce: {error}")
     run.start_at(start)
+    mine = slice(engine.data_rank, None, engine.data_world)  # this rank's share of rows
     max_tokens = cfg.max_prompt_tokens or engine.config.get_text_config().max_position_embeddings - cfg.max_new_tokens
-    heldout, bad = encode_rows(processor, list(enumerate(task.heldout))[rank::world], max_tokens=max_tokens)
+    heldout, bad = encode_rows(processor, list(enumerate(task.heldout))[mine], max_tokens=max_tokens)
     greedy = Sampling(cfg.max_new_tokens, temperature=0.0)
 
     def generate(prompts, sampling, n=1, phase="generate"):
-        """Answers under the weights of this moment; between times the sampler leaves a GPU to the trainer."""
+        """Answers under the weights of this moment, each judged while others are written: as of `Judge.result`."""
         run.phase("hand_over")
         rollout.wake_up()
         rollout.update_weights(engine.get_per_tensor_param())
         run.phase(phase)
-        answers = rollout.generate(prompts, sampling, n)
-        rollout.sleep()
-        return answers
+        answers = rollout.generate(prompts, sampling, n, written=judge.take)
+        rollout.sleep()  # between times the sampler leaves a GPU to the trainer
+        run.phase("reward" if phase == "generate" else phase)  # what of it is not done yet
+        return answers, *judge.result()
 
     def evaluate(when: str) -> list:
         """Greedy answers to the held-out rows, shared among the ranks; a row that cannot be judged counts as wrong."""
-        samples = generate(heldout, greedy, phase="evaluate")
-        rewards = score(task.reward, samples)
+        samples, rewards, *_ = generate(heldout, greedy, phase="evaluate")
         right, count, lost = engine.global_sum(torch.tensor([rewards.nansum(), len(rewards), len(bad)])).tolist()
         accuracy = right / max(count, 1)
         run.evaluation(**{f"accuracy_{when}": accuracy}, heldout=int(count), heldout_skipped=int(lost))
@@ -199,26 +207,23 @@ def main(cfg: Config) -> None:
         }
         return token_mean(loss, mb.mask, mb.total_tokens), metrics
 
+    canary = Canary(cfg.max_mismatch)
     progress = tqdm(range(start, cfg.steps), initial=start, total=cfg.steps, unit="step", disable=rank != 0)
     for step in progress:
-        rows = step_rows(task.train, step, cfg.prompts_per_step, cfg.seed)[rank::world]
+        rows = step_rows(task.train, step, cfg.prompts_per_step, cfg.seed)[mine]
         prompts, skipped = encode_rows(processor, rows, max_tokens=max_tokens)
         for message in skipped:
             progress.write(f"skipped: {message}")
-        answers = generate(prompts, Sampling(cfg.max_new_tokens, cfg.temperature, (cfg.seed, step)), cfg.group_size)
-        guesses = generate(prompts, greedy) if cfg.advantage == "remax" else []
-
-        run.phase("reward")
-        rewards, parts = score_parts(task.reward, answers)  # [B]; nan = could not be judged
+        sampling = Sampling(cfg.max_new_tokens, cfg.temperature, seed=(cfg.seed, step))
+        answers, rewards, parts, judging = generate(prompts, sampling, cfg.group_size)  # [B]; nan: not judged
         batch = collate(judged(answers, rewards))
         if cfg.advantage == "remax":
-            found = dict(zip([s.group_id for s in guesses], score(task.reward, guesses).tolist(), strict=True))
+            guesses, guessed, *_ = generate(prompts, greedy)
+            found = dict(zip([s.group_id for s in guesses], guessed.tolist(), strict=True))
             batch.add(greedy_rewards=torch.tensor([found[g] for g in batch.group_ids.tolist()], dtype=torch.float32))
         rewards, mask = batch.rewards, batch.mask
-        counts = [len(answers), len(batch), len(skipped), rewards.sum(), rewards.square().sum()]
-        counts += [mask.sum(), batch_flops(engine.config, batch)]
-        counts = engine.global_sum(torch.tensor(counts, dtype=torch.float64))
-        asked, known, lost, total, squares, tokens, flops = counts.tolist()
+        counts = [len(answers), len(batch), len(skipped), mask.sum(), batch_flops(engine.config, batch)]
+        asked, known, lost, tokens, flops = engine.global_sum(torch.tensor(counts, dtype=torch.float64)).tolist()
         if known < max(1.0, (1 - cfg.max_unjudged) * asked):
             sys.exit(f"reinforce: step {step}: only {known:.0f} of {asked:.0f} answers could be judged; see the log")
 
@@ -232,17 +237,16 @@ def main(cfg: Config) -> None:
             rewards = kl_in_reward(rewards, kl, cfg.kl_coef, mask)
         batch.add(advantages=ADVANTAGES[cfg.advantage](rewards, batch, engine.global_sum))
         metrics = engine.train_batch(batch, loss_fn, outputs=("logprobs", "entropy"))
-        if metrics["mismatch/abs_dlogp"] > cfg.max_mismatch:
-            gap = f"{metrics['mismatch/abs_dlogp']:.2f} a token: its weights are not the trainer's"
-            sys.exit(f"reinforce: step {step}: the sampler's logprobs differ from the trainer's by {gap}")
+        if wrong := canary(metrics["mismatch/abs_dlogp"]):
+            sys.exit(f"reinforce: step {step}: {wrong}")
 
-        mean = total / known
+        stats = reward_stats(batch.rewards, batch.group_ids, engine.global_sum)
         run.log(step, {
-            "reward/mean": mean, "reward/std": max(squares / known - mean**2, 0.0) ** 0.5,
-            **part_means(parts, engine.global_sum), **metrics, "tokens": tokens, "unjudged": asked - known,
-            "skipped_rows": lost, "flops": flops * ((2 if cfg.lora_rank else 3) + bool(cfg.kl_coef)),
+            **stats, **part_means(parts, engine.global_sum), **metrics, "tokens": tokens, "skipped_rows": lost,
+            "unjudged": asked - known, "time/judging": judging,
+            "flops": flops * ((2 if cfg.lora_rank else 3) + bool(cfg.kl_coef)),
         })  # fmt: skip
-        progress.set_postfix(reward=f"{mean:.2f}", entropy=f"{metrics['entropy']:.2f}")
+        progress.set_postfix(reward=f"{stats['reward/mean']:.2f}", entropy=f"{metrics['entropy']:.2f}")
         if (step + 1) % cfg.save_every == 0 or step + 1 == cfg.steps:
             run.phase("checkpoint")
             engine.save_checkpoint(out / "checkpoints" / f"step_{step + 1}", {"step": step + 1})
@@ -258,18 +262,13 @@ def main(cfg: Config) -> None:
 
 def set_up(cfg: Config, task: Task, out: Path):
     """The trained engine, the reference policy, the sampler and the processor."""
-    path = cfg.model
-    if path == "tiny":
-        path = str(out / "init")
-        if dist.get_rank() == 0 and not Path(path).exists():
-            build_tiny(path, task.train, seed=cfg.seed)
-        dist.barrier()
+    path = model_or_tiny(cfg.model, out / "init", task.train, seed=cfg.seed)
     processor = load_processor(path, trust_remote_code=cfg.trust_remote_code)
     model = load_model(path, trust_remote_code=cfg.trust_remote_code)
     shared = {
         "processor": processor, "unsampled": unsampled_ids(model.config, getattr(processor, "tokenizer", processor)),
         "temperature": cfg.temperature, "micro_batch_tokens": cfg.micro_batch_tokens,
-        "use_remove_padding": cfg.use_remove_padding, "use_fused_kernels": cfg.use_fused_kernels,
+        "use_remove_padding": cfg.use_remove_padding, "use_fused_kernels": cfg.use_fused_kernels, **cfg.parallel,
     }  # fmt: skip
     if cfg.freeze_vision_tower:
         freeze(model, VISION_TOWER)
@@ -279,17 +278,17 @@ def set_up(cfg: Config, task: Task, out: Path):
         print(trainable_summary(model), flush=True)
     steps, warm = max(1, cfg.steps), max(1, cfg.warmup_steps)
     engine = reference = make_engine(
-        "fsdp2", "language_model", model=model,
+        cfg.engine, "language_model", model=model,
         optimizer=lambda params: AdamW(params, lr=cfg.lr, betas=(0.9, 0.95), weight_decay=0.0),
         scheduler=lambda opt: LambdaLR(opt, lambda i: min((i + 1) / warm, max(0.05, 1 - i / steps))),
         max_grad_norm=cfg.max_grad_norm, enable_gradient_checkpointing=cfg.enable_gradient_checkpointing, **shared,
     )  # fmt: skip
     if cfg.kl_coef and not cfg.lora_rank:
         start = load_model(path, trust_remote_code=cfg.trust_remote_code)
-        reference = make_engine("fsdp2", "language_model", model=start, **shared)
+        reference = make_engine(cfg.engine, "language_model", model=start, **shared)
     rollout = make_rollout(
         cfg.rollout, engine.gathered, model=path, processor=processor, urls=cfg.servers,
-        gpu_memory_utilization=cfg.gpu_memory_utilization,
+        gpu_memory_utilization=cfg.gpu_memory_utilization, row_group=engine.row_group,
     )  # fmt: skip
     return engine, reference, rollout, processor
 

@@ -17,7 +17,7 @@ How it differs from the paper (InstructGPT, https://arxiv.org/abs/2203.02155, se
 """
 
 import sys
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -41,7 +41,7 @@ from rlkit.losses import bradley_terry_loss, preference_stats, reward_centring_l
 from rlkit.report import write_report
 from rlkit.rollout.sampling import end_tokens
 from rlkit.tracking import Run, new_directory
-from rlkit.vlm import VISION_TOWER, build_tiny, encode, freeze, load_model, load_processor, lora, trainable_summary
+from rlkit.vlm import VISION_TOWER, encode, freeze, load_model, load_processor, lora, model_or_tiny, trainable_summary
 
 
 @dataclass
@@ -87,6 +87,10 @@ class Config:
     """Modules that get adapters: all-linear, or a regular expression."""
     exclude_modules: str | None = ".*visual.*"
     """Regular expression of modules that get none."""
+    engine: str = "fsdp2"
+    """What trains: fsdp2, megatron, or one of another package; see docs/engines.md."""
+    parallel: dict[str, int] = field(default_factory=dict)
+    """Ranks that share a model, by the engine's own names: `--parallel tensor 2 pipeline 2`."""
     use_remove_padding: bool = True
     """Pack rows without padding."""
     enable_gradient_checkpointing: bool = False
@@ -116,7 +120,7 @@ def main(cfg: Config) -> None:
     torch.set_num_threads(cfg.threads)
     init_distributed()
     disable_progress_bar()  # of loading and saving; the run has its own
-    rank, world = dist.get_rank(), dist.get_world_size()
+    rank = dist.get_rank()
     name = f"reward_model-{Path(cfg.task).stem}-seed{cfg.seed}"
     try:
         out = Path(cfg.out) if cfg.out else new_directory("runs", name, resume=cfg.resume)
@@ -128,6 +132,7 @@ def main(cfg: Config) -> None:
     except ValueError as error:
         sys.exit(f"reward_model: {error}")
     run.start_at(start)
+    mine = slice(engine.data_rank, None, engine.data_world)  # this rank's share of rows
     max_tokens = cfg.max_tokens or engine.config.get_text_config().max_position_embeddings
     loss_fn = partial(pair_loss, centre_coef=cfg.centre_coef)
 
@@ -149,7 +154,7 @@ def main(cfg: Config) -> None:
         margins = torch.tensor([sample.row["margin"] for sample in samples])
         return scoring_batch(collate(samples, together=torch.arange(len(samples)) // 2, margin=margins))
 
-    shown, bad = encode_pairs(list(enumerate(task.heldout))[rank::world])
+    shown, bad = encode_pairs(list(enumerate(task.heldout))[mine])
     heldout = collate_pairs(shown)
     pairs, lost = engine.global_sum(torch.tensor([len(shown) // 2, len(bad)])).tolist()
 
@@ -172,7 +177,7 @@ def main(cfg: Config) -> None:
     progress = tqdm(range(start, cfg.steps), initial=start, total=cfg.steps, unit="step", disable=rank != 0)
     for step in progress:
         run.phase("encode")
-        samples, skipped = encode_pairs(step_rows(task.train, step, cfg.prompts_per_step, cfg.seed)[rank::world])
+        samples, skipped = encode_pairs(step_rows(task.train, step, cfg.prompts_per_step, cfg.seed)[mine])
         for message in skipped:
             progress.write(f"skipped: {message}")
         batch = collate_pairs(samples)
@@ -202,13 +207,7 @@ def main(cfg: Config) -> None:
 
 def set_up(cfg: Config, task: Task, out: Path):
     """The engine with a scalar head, the processor, and the tokens that end an answer."""
-    path = cfg.model
-    if path == "tiny":
-        path = str(out / "init")
-        if dist.get_rank() == 0 and not Path(path).exists():
-            print(f"building a tiny model and fine-tuning it: {path}", flush=True)
-            build_tiny(path, task.train, seed=cfg.seed, warm_up_steps=200, label_noise=0.0)
-        dist.barrier()
+    path = model_or_tiny(cfg.model, out / "init", task.train, seed=cfg.seed, warm_up_steps=200, label_noise=0.0)
     processor = load_processor(path, trust_remote_code=cfg.trust_remote_code)
     if cfg.lora_rank:  # which freezes all there is, so the head comes after
         model = load_model(path, trust_remote_code=cfg.trust_remote_code)
@@ -222,7 +221,7 @@ def set_up(cfg: Config, task: Task, out: Path):
         print(trainable_summary(model), flush=True)
     warm, steps = max(1, cfg.warmup_steps), max(1, cfg.steps)
     engine = make_engine(
-        "fsdp2",
+        cfg.engine,
         "value_model",
         model=model,
         processor=processor,
@@ -232,6 +231,7 @@ def set_up(cfg: Config, task: Task, out: Path):
         micro_batch_tokens=cfg.micro_batch_tokens,
         use_remove_padding=cfg.use_remove_padding,
         enable_gradient_checkpointing=cfg.enable_gradient_checkpointing,
+        **cfg.parallel,
     )
     ends = end_tokens(getattr(processor, "tokenizer", processor), model.generation_config.eos_token_id)
     return engine, processor, ends

@@ -16,7 +16,7 @@ How it differs from the paper (InstructGPT, https://arxiv.org/abs/2203.02155, se
 """
 
 import sys
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
 import torch
@@ -38,7 +38,7 @@ from rlkit.report import write_report
 from rlkit.rollout import Sampling, make_rollout
 from rlkit.rollout.sampling import end_tokens
 from rlkit.tracking import Run, new_directory
-from rlkit.vlm import VISION_TOWER, build_tiny, encode, freeze, load_model, load_processor, lora, trainable_summary
+from rlkit.vlm import VISION_TOWER, encode, freeze, load_model, load_processor, lora, model_or_tiny, trainable_summary
 
 
 @dataclass
@@ -84,6 +84,10 @@ class Config:
     """Modules that get adapters: all-linear, or a regular expression."""
     exclude_modules: str | None = ".*visual.*"
     """Regular expression of modules that get none."""
+    engine: str = "fsdp2"
+    """What trains: fsdp2, megatron, or one of another package; see docs/engines.md."""
+    parallel: dict[str, int] = field(default_factory=dict)
+    """Ranks that share a model, by the engine's own names: `--parallel tensor 2 pipeline 2`."""
     use_remove_padding: bool = True
     """Pack rows without padding."""
     use_fused_kernels: bool = False
@@ -112,7 +116,7 @@ def main(cfg: Config) -> None:
     torch.set_num_threads(cfg.threads)
     init_distributed()
     disable_progress_bar()  # of loading and saving; the run has its own
-    rank, world = dist.get_rank(), dist.get_world_size()
+    rank = dist.get_rank()
     name = f"sft-{Path(cfg.task).stem}-seed{cfg.seed}"
     try:
         out = Path(cfg.out) if cfg.out else new_directory("runs", name, resume=cfg.resume)
@@ -124,6 +128,7 @@ def main(cfg: Config) -> None:
     except ValueError as error:
         sys.exit(f"sft: {error}")
     run.start_at(start)
+    mine = slice(engine.data_rank, None, engine.data_world)  # this rank's share of rows
     max_tokens = cfg.max_tokens or engine.config.get_text_config().max_position_embeddings
 
     def encode_chats(rows) -> tuple[list[Sample], list[Sample], list[str]]:
@@ -139,7 +144,7 @@ def main(cfg: Config) -> None:
                 skipped.append(str(error))
         return prompts, samples, skipped
 
-    asked, shown, bad = encode_chats(list(enumerate(task.heldout))[rank::world])
+    asked, shown, bad = encode_chats(list(enumerate(task.heldout))[mine])
     heldout = collate(shown)
     rows, lost = engine.global_sum(torch.tensor([len(asked), len(bad)])).tolist()
 
@@ -166,7 +171,7 @@ def main(cfg: Config) -> None:
     progress = tqdm(range(start, cfg.steps), initial=start, total=cfg.steps, unit="step", disable=rank != 0)
     for step in progress:
         run.phase("encode")
-        _, samples, skipped = encode_chats(step_rows(task.train, step, cfg.prompts_per_step, cfg.seed)[rank::world])
+        _, samples, skipped = encode_chats(step_rows(task.train, step, cfg.prompts_per_step, cfg.seed)[mine])
         for message in skipped:
             progress.write(f"skipped: {message}")
         batch = collate(samples)
@@ -196,13 +201,7 @@ def main(cfg: Config) -> None:
 
 def set_up(cfg: Config, task: Task, out: Path):
     """The trained engine, what answers, the processor, and the tokens that end an answer."""
-    path = cfg.model
-    if path == "tiny":
-        path = str(out / "init")
-        if dist.get_rank() == 0 and not Path(path).exists():
-            print(f"building a tiny model and warming it up: {path}", flush=True)
-            build_tiny(path, task.train, seed=cfg.seed)
-        dist.barrier()
+    path = model_or_tiny(cfg.model, out / "init", task.train, seed=cfg.seed)
     processor = load_processor(path, trust_remote_code=cfg.trust_remote_code)
     model = load_model(path, trust_remote_code=cfg.trust_remote_code)
     ends = end_tokens(getattr(processor, "tokenizer", processor), model.generation_config.eos_token_id)
@@ -214,7 +213,7 @@ def set_up(cfg: Config, task: Task, out: Path):
         print(trainable_summary(model), flush=True)
     warm, steps = max(1, cfg.warmup_steps), max(1, cfg.steps)
     engine = make_engine(
-        "fsdp2",
+        cfg.engine,
         "language_model",
         model=model,
         processor=processor,
@@ -225,6 +224,7 @@ def set_up(cfg: Config, task: Task, out: Path):
         use_remove_padding=cfg.use_remove_padding,
         use_fused_kernels=cfg.use_fused_kernels,
         enable_gradient_checkpointing=cfg.enable_gradient_checkpointing,
+        **cfg.parallel,
     )
     memory = cfg.gpu_memory_utilization
     rollout = make_rollout("hf", engine.gathered, processor=processor, gpu_memory_utilization=memory)

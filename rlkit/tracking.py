@@ -211,6 +211,7 @@ def start_trackers(names: Sequence[str], out: Path, config: Mapping[str, Any]) -
     """
     if not names:
         return []
+    from accelerate import PartialState
     from accelerate.tracking import LOGGER_TYPE_TO_CLASS, get_available_trackers
     from accelerate.utils import LoggerType
 
@@ -226,6 +227,7 @@ def start_trackers(names: Sequence[str], out: Path, config: Mapping[str, Any]) -
             raise ValueError(f"trackers: one of {', '.join(LOGGER_TYPE_TO_CLASS)} expected, came {name!r}")
         if name in LoggerType.list() and name not in installed:
             raise ValueError(f"trackers: {name!r} is not installed")
+    PartialState()  # accelerate's trackers log through it, and raise without it
     plain = {name: x if isinstance(x, bool | int | float | str | None) else str(x) for name, x in config.items()}
     trackers = []
     for name in dict.fromkeys(names):

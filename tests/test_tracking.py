@@ -149,10 +149,12 @@ def test_peak_flops(name, peak):
 
 @pytest.fixture
 def listed(monkeypatch):
-    """A tracker of one's own, registered with accelerate; what it was told."""
-    from accelerate import tracking
+    """A tracker of one's own, registered with accelerate; what it was told. As wandb's does, it uses accelerate's log,
+    which raises before accelerate has looked at its processes."""
+    from accelerate import PartialState, tracking
 
     said = []
+    monkeypatch.setattr(PartialState, "_shared_state", {})
 
     class Listed(tracking.GeneralTracker):
         name, requires_logging_directory, main_process_only = "listed", False, False
@@ -162,6 +164,9 @@ def listed(monkeypatch):
             said.append(("made", run_name))
 
         tracker = property(lambda self: said)
+
+        def start(self):
+            tracking.logger.debug("started")
 
         def store_init_configuration(self, values):
             said.append(("config", values))
@@ -189,7 +194,7 @@ def tracked(out, trackers):
 def test_several_trackers_are_told_what_the_files_are(tmp_path, listed):
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    tracked(tmp_path / "run", ("tensorboard", "listed", "listed"))
+    tracked(tmp_path / "run", ("listed", "tensorboard", "listed"))
     board = EventAccumulator(str(tmp_path / "run" / "tensorboard"))
     board.Reload()
     assert [(event.step, event.value) for event in board.Scalars("reward/mean")] == [(0, 0.0), (1, 0.5), (2, 1.0)]

@@ -1,8 +1,9 @@
-"""Rows that show answers: chats to imitate, and pairs of answers of which one is better.
+"""Rows that show answers: chats to imitate, pairs of answers of which one is better, and answers marked good or bad.
 
 Rows stay as their file has them until they are used, so that one which cannot be read is a row skipped and not the end
-of a run: `chat` and `pair` then give its messages, or a ValueError that says what is wrong with it. Messages are those
-of the chat format: {"role": "user", "content": ...}, a text or parts {"type": "image"}, {"type": "text", "text": ...}.
+of a run: `chat`, `pair` and `marked` then give its messages, or a ValueError that says what is wrong with it. Messages
+are those of the chat format: {"role": "user", "content": ...}, a text or parts {"type": "image"}, {"type": "text",
+"text": ...}.
 """
 
 from __future__ import annotations
@@ -50,6 +51,26 @@ def load_pairs(name: str) -> Task:
     return replace(task, train=_with_wrong_answers(task.train), heldout=_with_wrong_answers(task.heldout))
 
 
+def load_marked(name: str) -> Task:
+    """Rows with one answer, good or bad: a file with columns `completion` and `label`, or what `load_pairs` takes.
+
+    Of each pair there are two rows, the chosen answer marked good and the rejected one bad.
+
+    Raises:
+        ValueError: as `load_task`, or a file with columns of neither kind.
+    """
+
+    def fits(columns: set[str]) -> bool:
+        return {"completion", "label"} <= columns or {"chosen", "rejected"} <= columns
+
+    if not _is_file(name):
+        task = load_pairs(name)
+    else:
+        answers = ("answer", "solution")  # a label is none
+        task = _from_file(Path(name), fits, "completion and label, or chosen and rejected", answers)
+    return replace(task, train=_one_by_one(task.train), heldout=_one_by_one(task.heldout))
+
+
 def chat(row: Row) -> list[Message]:
     """The messages of a row, the last of which is the answer to imitate: its `messages`, or its question and answer.
 
@@ -87,6 +108,21 @@ def pair(row: Row) -> tuple[list[Message], str, str]:
     else:
         messages = _question(row)
     return messages, _answer(row, chosen), _answer(row, rejected)
+
+
+def marked(row: Row) -> tuple[list[Message], str, bool]:
+    """The prompt of a row, its answer, and whether that is good: by `completion` and `label`, or one of a pair.
+
+    Raises:
+        ValueError: no prompt, no answer, a label that is neither true nor false; or as `pair`.
+    """
+    label = row.get("label")
+    if label not in (True, False):
+        raise ValueError(f"{_where(row)}: label: true or false expected, came {label!r}")
+    if row.get("completion") is None and "chosen" in row:
+        messages, chosen, rejected = pair(row)
+        return messages, chosen if label else rejected, bool(label)
+    return _question(row), _answer(row, row.get("completion")), bool(label)
 
 
 def asking(row: Row, messages: Sequence[Message]) -> Row:
@@ -235,7 +271,9 @@ def _is_file(name: str) -> bool:
     return Path(name).suffix in {".jsonl", ".json", ".parquet"}
 
 
-def _from_file(path: Path, fits: Callable[[set[str]], bool], wanted: str) -> Task:
+def _from_file(
+    path: Path, fits: Callable[[set[str]], bool], wanted: str, answers: Sequence[str] = tasks.ANSWER_COLUMNS
+) -> Task:
     """Rows as they are, with `images` (paths made absolute) and `answer` (for rewards; None if it has none)."""
     table = tasks._table(path)
     columns = tasks._columns(table)
@@ -246,12 +284,19 @@ def _from_file(path: Path, fits: Callable[[set[str]], bool], wanted: str) -> Tas
         raw = table[i]
         found: Any = next((raw[name] for name in tasks.IMAGE_COLUMNS if raw.get(name)), [])
         images = [tasks._beside(path, image) for image in (found if isinstance(found, list) else [found])]
-        answer = next((raw[name] for name in tasks.ANSWER_COLUMNS if raw.get(name) is not None), None)
+        answer = next((raw[name] for name in answers if raw.get(name) is not None), None)
         if answer is None and raw.get("messages"):
             answer = _text(raw["messages"][-1])
         return {**raw, "answer": answer, "images": images, "where": f"{path} row {i + 1}"}
 
     return Task(path.stem, *tasks._a_tenth_held_out(row, len(table)), exact_match)
+
+
+def _one_by_one(rows: Sequence[Row]) -> Sequence[Row]:
+    """Of each pair two rows, that of its chosen answer first; rows that are marked already stay."""
+    if not len(rows) or "chosen" not in rows[0]:
+        return rows
+    return tasks._Rows(lambda i: {**rows[i // 2], "label": i % 2 == 0}, np.arange(2 * len(rows)))
 
 
 def _with_wrong_answers(rows: Sequence[Row]) -> Sequence[Row]:

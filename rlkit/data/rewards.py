@@ -2,7 +2,7 @@ r"""Rewards for text that plain code can judge, and rewards made of several part
 
     reward = combine({"right": (1.0, multiple_choice), "format": (0.1, think_answer_format)})
     rewards, parts = score_parts(reward, samples)              # [B], and {"right": [B], "format": [B]} for curves
-    run.log(step, {**part_means(parts, engine.global_sum), ...})
+    run.log(step, {**reward_stats(rewards, ids, engine.global_sum), **part_means(parts, engine.global_sum), ...})
 
 Each is `reward(text, row) -> float | None`, or a function that makes one from its settings. `row["answer"]` is what is
 right; a row without one is not judged. Elsewhere: an exact match in `rlkit.data.tasks`, mathematics in `maths`,
@@ -11,16 +11,13 @@ programs in `programs`, a model as judge in `judge`.
 
 from __future__ import annotations
 
-import asyncio
 import json
 import math
 import re
 import string
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from threading import Thread
 from typing import Any
 
 import numpy as np
@@ -100,44 +97,34 @@ def part_means(parts: Mapping[str, Tensor], global_sum: Callable[[Tensor], Tenso
     return {f"reward_part/{name}": mean for name, mean in zip(parts, means, strict=True)}
 
 
-def score_as_written(submit: Callable[..., Future[list[Sample]]], reward: Reward, *, threads: int = 8) -> Callable:
-    """A sampler's `submit` that has its samples judged: a prompt's are as soon as they are written, while others are
-    still being written and while the caller trains.
+def reward_stats(rewards: Tensor, group_ids: Tensor, global_sum: Callable[[Tensor], Tensor]) -> dict[str, float]:
+    """How the rewards of a batch are distributed, over all ranks, for a run's curves.
 
-        submit = score_as_written(rollout.submit, task.reward)
-        samples, rewards, parts = submit(prompts, sampling, n).result()      # as of `score_parts`, in order
+    `reward/mean`; `reward/std`, the population's; and over prompts, the mean of the best answer's reward `reward/best`
+    and of the worst one's `reward/worst`, and `reward/equal`, the share of prompts whose answers all have the same
+    reward, which teach nothing where answers are compared with each other.
 
     Args:
-        submit: (prompts, sampling, n) -> future of n samples a prompt, as a rollout on servers has it.
-        reward: is called in threads of its own, where a reward cannot use `signal.alarm`.
-        threads: prompts whose samples are judged at once.
+        rewards: [B], of this rank's answers; those that are nan (not judged) are left out.
+        group_ids: [B], the same integer for all answers to one prompt, which are all on one rank.
+        global_sum: the engine's; all ranks call this together.
 
     Returns:
-        The new submit. Its future fails as the sampler does, and calls off what is being written when it is cancelled.
+        Nothing where no rank has an answer that was judged.
     """
-    pool, loop = ThreadPoolExecutor(threads, "reward"), asyncio.new_event_loop()
-    Thread(target=loop.run_forever, daemon=True, name="rewards").start()
-
-    async def judge(written: Future[list[Sample]]) -> tuple[list[Sample], Tensor, dict[str, Tensor]]:
-        samples = await asyncio.wrap_future(written)
-        return samples, *await loop.run_in_executor(pool, score_parts, reward, samples)
-
-    async def judge_all(under_way: list[Future[list[Sample]]]) -> tuple[list[Sample], Tensor, dict[str, Tensor]]:
-        try:
-            found = await asyncio.gather(*map(judge, under_way))
-        finally:
-            for written in under_way:
-                written.cancel()  # does nothing to what is done
-        if not found:
-            return [], *score_parts(reward, [])
-        samples, rewards, parts = zip(*found, strict=True)
-        together = {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
-        return [sample for group in samples for sample in group], torch.cat(rewards), together
-
-    def submit_judged(prompts: Sequence[Sample], sampling: Any, n: int = 1) -> Future:
-        return asyncio.run_coroutine_threadsafe(judge_all([submit([p], sampling, n) for p in prompts]), loop)
-
-    return submit_judged
+    judged = ~rewards.isnan()
+    rewards, ids = rewards[judged].double(), group_ids[judged].unique(return_inverse=True)[1]
+    groups = torch.zeros(int(ids.max()) + 1 if len(ids) else 0, dtype=torch.float64)
+    best, worst = (groups.scatter_reduce(0, ids, rewards, how, include_self=False) for how in ("amax", "amin"))
+    sums = [len(rewards), rewards.sum(), rewards.square().sum(), len(groups)]
+    sums += [best.sum(), worst.sum(), (best == worst).sum()]
+    count, total, squares, prompts, *by_prompt = global_sum(torch.tensor(sums, dtype=torch.float64)).tolist()
+    if not count:
+        return {}
+    mean = total / count
+    shares = zip(("best", "worst", "equal"), by_prompt, strict=True)
+    std = max(squares / count - mean**2, 0.0) ** 0.5
+    return {"reward/mean": mean, "reward/std": std, **{f"reward/{name}": x / prompts for name, x in shares}}
 
 
 # --- the form of an answer

@@ -7,7 +7,7 @@ import pytest
 from PIL import Image
 
 from rlkit.data import collate, load_task, prompt
-from rlkit.data.pairs import answered, asking, chat, chat_sample, load_chats, load_pairs, pair
+from rlkit.data.pairs import answered, asking, chat, chat_sample, load_chats, load_marked, load_pairs, marked, pair
 from rlkit.vlm import encode, load_processor
 
 
@@ -74,6 +74,53 @@ def test_bad_pairs_are_named(row, message):
     with pytest.raises(ValueError, match=message) as caught:
         pair({**row, "where": "pairs.jsonl row 7"})
     assert str(caught.value).startswith("pairs.jsonl row 7: ")
+
+
+@pytest.mark.parametrize(
+    ("row", "expected"),
+    [
+        ({"prompt": "Q", "completion": "a", "label": True}, ([user("Q")], "a", True)),
+        ({"question": "Q", "completion": "a", "label": np.False_, "images": ["x"]}, ([user(SEEN)], "a", False)),
+        ({"prompt": [SYSTEM, user("Q")], "completion": [assistant("a")], "label": False},
+         ([SYSTEM, user("Q")], "a", False)),
+        ({"prompt": "Q", "chosen": "a", "rejected": "b", "label": True}, ([user("Q")], "a", True)),
+        ({"prompt": "Q", "chosen": "a", "rejected": "b", "label": False}, ([user("Q")], "b", False)),
+    ],
+)  # fmt: skip
+def test_answers_that_are_marked(row, expected):
+    assert marked(row) == expected and type(marked(row)[2]) is bool
+
+
+@pytest.mark.parametrize(
+    ("row", "message"),
+    [
+        ({"prompt": "Q", "completion": "a", "label": "good"}, "rows 3: label: true or false expected, came 'good'"),
+        ({"prompt": "Q", "completion": "a"}, "rows 3: label: true or false expected, came None"),
+        ({"prompt": "Q", "label": True}, "rows 3: .* expected as its answer, came none"),
+        ({"completion": "a", "label": True}, "rows 3: it has no question"),
+    ],
+)
+def test_bad_marks_are_named(row, message):
+    with pytest.raises(ValueError, match=message):
+        marked({**row, "where": "rows 3"})
+
+
+def test_marked_rows_of_files_and_tasks(tmp_path):
+    task = load_marked("digits")
+    assert len(task.train) == 2 * len(load_task("digits").train)
+    for i in (0, 7):
+        (question, good, yes), (same, bad, no) = marked(task.train[2 * i]), marked(task.train[2 * i + 1])
+        assert question == same and good == task.train[2 * i]["answer"] != bad and (yes, no) == (True, False)
+    lines = [{"prompt": f"Q{i}", "completion": str(i), "label": i % 3 == 0} for i in range(20)]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    task = load_marked(str(tmp_path / "rows.jsonl"))
+    found = [marked(row) for row in [*task.train, *task.heldout]]
+    assert sorted(int(answer) for _, answer, _ in found) == list(range(20))
+    assert all(good == (int(answer) % 3 == 0) for _, answer, good in found)
+    assert all(row["answer"] is None for row in task.heldout)  # a mark is no answer
+    (tmp_path / "rows.jsonl").write_text('{"prompt": "Q", "completion": "a"}\n')
+    with pytest.raises(ValueError, match="columns completion and label, or chosen and rejected expected; it has"):
+        load_marked(str(tmp_path / "rows.jsonl"))
 
 
 def test_chats():

@@ -1,7 +1,4 @@
 import math
-import time
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
 from itertools import permutations
 
 import numpy as np
@@ -21,7 +18,7 @@ from rlkit.data.rewards import (
     parse_boxes,
     part_means,
     repetition,
-    score_as_written,
+    reward_stats,
     score_parts,
     squad_exact,
     squad_f1,
@@ -83,72 +80,20 @@ def test_part_means_are_over_all_ranks():
     assert list(two_ranks) == ["reward_part/right", "reward_part/form"] and part_means({}, fails) == {}
 
 
-class Sampler:
-    """A server that writes a prompt's answers in as many seconds as its row says; it knows when each was written."""
-
-    def __init__(self):
-        self.pool, self.written, self.futures = ThreadPoolExecutor(4), {}, []
-
-    def submit(self, prompts, sampling, n):
-        self.futures.append(self.pool.submit(self.write, prompts, n))
-        return self.futures[-1]
-
-    def write(self, prompts, n):
-        found = []
-        for one in prompts:
-            time.sleep(one.row["seconds"])
-            found += [replace(one, text=f"{one.group_id}.{i}", number=i) for i in range(n)]
-        self.written |= {one.group_id: time.perf_counter() for one in prompts}
-        return found
-
-
-def asked_for(*seconds):
-    return [prompt([1], group_id=i, row={"seconds": s}) for i, s in enumerate(seconds)]
-
-
-def test_answers_are_judged_while_others_are_written():
-    sampler, judged = Sampler(), {}
-
-    def slow(text, row):
-        began = time.perf_counter()
-        time.sleep(0.1)
-        judged.setdefault(int(text[0]), []).append((began, time.perf_counter()))
-        return float(text)
-
-    submit = score_as_written(sampler.submit, slow, threads=2)
-    samples, rewards, parts = submit(asked_for(0.6, 0.0, 0.05), None, n=2).result(10)
-    assert [sample.text for sample in samples] == ["0.0", "0.1", "1.0", "1.1", "2.0", "2.1"] and parts == {}
-    torch.testing.assert_close(rewards, torch.tensor([0.0, 0.1, 1.0, 1.1, 2.0, 2.1]))
-    for early in (1, 2):  # all of their rewards were there before prompt 0 was written
-        assert all(end < sampler.written[0] for _, end in judged[early])
-    assert judged[1][0][0] < judged[2][0][0] < judged[1][1][1]  # and two prompts were judged at once
-
-
-def test_judging_in_the_background_gives_what_score_parts_gives():
-    reward = combine({"one": (1.0, lambda text, row: float(text)), "nan": (0.0, fails)})
-    submit = score_as_written(Sampler().submit, reward)
-    samples, rewards, parts = submit(asked_for(0.02, 0.0), None, n=2).result(10)
-    expected, expected_parts = score_parts(reward, samples)
-    assert torch.equal(rewards, expected) and parts.keys() == expected_parts.keys() == {"one", "nan"}
-    assert all(torch.equal(parts[name].nan_to_num(-1), expected_parts[name].nan_to_num(-1)) for name in parts)
-    assert submit([], None, n=2).result(10)[0] == []
-
-
-def test_a_sampler_that_fails_or_is_called_off():
-    def fails_at_1(prompts, sampling, n):
-        return sampler.submit(prompts, sampling, n) if prompts[0].group_id != 1 else sampler.pool.submit(fails, "", {})
-
-    sampler = Sampler()
-    with pytest.raises(RuntimeError, match="down"):
-        score_as_written(fails_at_1, multiple_choice)(asked_for(0.0, 0.0), None, n=1).result(10)
-    sampler = Sampler()
-    future = score_as_written(sampler.submit, multiple_choice)(asked_for(*[0.1] * 8), None, n=1)
-    while len(sampler.futures) < 8:
-        time.sleep(0.01)
-    time.sleep(0.02)
-    assert future.cancel()
-    time.sleep(0.3)
-    assert sum(one.cancelled() for one in sampler.futures) == 4  # those that had not begun
+def test_reward_stats():
+    rewards, ids = torch.tensor([1.0, 0.0, 0.5, 0.5, math.nan, 3.0]), torch.tensor([7, 7, 2, 2, 2, 9])
+    assert reward_stats(rewards, ids, lambda x: x) == pytest.approx({
+        "reward/mean": 1.0, "reward/std": float(np.std([1.0, 0.0, 0.5, 0.5, 3.0])),
+        "reward/best": (1.0 + 0.5 + 3.0) / 3, "reward/worst": (0.0 + 0.5 + 3.0) / 3, "reward/equal": 2 / 3,
+    })  # fmt: skip
+    # a rank without a judged answer beside one with: the sums of both
+    there = []
+    reward_stats(rewards, ids, lambda x: there.append(x) or x)
+    none = reward_stats(torch.tensor([math.nan]), torch.tensor([0]), lambda x: x + there[0])
+    assert none == reward_stats(rewards, ids, lambda x: x)
+    assert reward_stats(torch.zeros(0), torch.zeros(0, dtype=torch.long), lambda x: x) == {}
+    two = reward_stats(rewards, ids, lambda x: x * 2)
+    assert two == pytest.approx(reward_stats(rewards, ids, lambda x: x))
 
 
 def test_each_part_judges_once():

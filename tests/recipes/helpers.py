@@ -27,6 +27,12 @@ def few_digits(answers="01"):
     return replace(task, train=train, heldout=heldout)
 
 
+def seen_shortly():
+    """The same with twenty held-out rows, which are most of what a run of one step does."""
+    task = few_digits()
+    return replace(task, heldout=task.heldout[:20])
+
+
 @pytest.fixture(scope="session")
 def warm_dir(tmp_path_factory):
     return built_warm(tmp_path_factory)
@@ -89,7 +95,7 @@ def run_here(recipe, *arguments):
     module.main(tyro.cli(module.Config, args=[str(a) for a in arguments], use_underscores=True))
 
 
-def stop_after(steps, recipe, *arguments):
+def stop_after(steps, recipe, *arguments, start=run_here):
     """Run in this process, and break it off once it has logged so many steps."""
     log = Run.log
 
@@ -100,7 +106,7 @@ def stop_after(steps, recipe, *arguments):
 
     with pytest.MonkeyPatch.context() as patch, pytest.raises(KeyboardInterrupt):
         patch.setattr(Run, "log", stop)
-        run_here(recipe, *arguments)
+        start(recipe, *arguments)
 
 
 def rows(out):

@@ -1,9 +1,9 @@
 """`recipes/grpo_async.py`, and `grpo_vlm.py --rollout vllm_server`, with a real vLLM server on the CPU."""
 
-import json
 import sys
 from contextlib import ExitStack
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import tyro
@@ -12,10 +12,15 @@ from rlkit.rollout.serve import serving
 from rlkit.tracking import read_metrics
 
 sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parents[1] / "rollout")]
+import helpers  # noqa: E402
 from helpers import assert_help_names_every_option, load, run, run_here, warm_dir  # noqa: E402, F401  (a fixture)
 from test_vllm_server import OPTIONS, free_ports  # noqa: E402
 
 SMALL = ["--prompts_per_step", "8", "--group_size", "4", "--max_new_tokens", "3"]
+LEARNING = [
+    "--task", "helpers:few_digits", "--prompts_per_step", 24, "--group_size", 8, "--max_new_tokens", 3,
+    "--warmup_steps", 2, "--max_staleness", 1,
+]  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -31,29 +36,34 @@ def run_async(*arguments):
         module.main(tyro.cli(module.Config, args=[str(a) for a in arguments], use_underscores=True), stack)
 
 
-def test_samples_ahead_and_stays_within_its_bound(warm_dir, server, tmp_path):  # noqa: F811
+def test_learns_ahead_and_stays_within_its_bound(warm_dir, server, tmp_path):  # noqa: F811
     out = tmp_path / "ahead"
-    options = ["--model", warm_dir, "--servers", server, "--steps", 6, "--max_staleness", 1, *SMALL]
-    done = run("grpo_async", *options, "--out", out)
-    assert "Traceback" not in done.stderr
+    options = ["--model", warm_dir, "--servers", server, *LEARNING]
+    done = run("grpo_async", *options, "--steps", 12, "--lr", 1.5e-3, "--out", out)
+    assert "Traceback" not in done.stderr and helpers.learned(out)
     rows = read_metrics(out / "metrics.jsonl")
-    assert [row["step"] for row in rows] == list(range(6))
+    assert [row["step"] for row in rows] == list(range(12)) and all(row["time/judging"] > 0 for row in rows)
     assert rows[0]["staleness/max"] == 0 and rows[0]["mismatch/abs_dlogp"] < 1e-5  # the weights arrived
     old = [row for row in rows if row["staleness/max"] == 1.0]  # asked for one update before; a late start makes it 0
     assert old and all(row["staleness/max"] <= 1.0 for row in rows)
     assert all(row["mismatch/abs_dlogp"] > 1e-5 for row in old if row["step"] > 1)  # by other weights
-    assert {"accuracy_before", "accuracy_after"} <= json.loads((out / "eval.json").read_text()).keys()
     assert (out / "model" / "config.json").exists() and (out / "report.html").exists()
+    run_async(*options, "--steps", 6, "--lr", 0, "--out", tmp_path / "still")
+    assert not helpers.learned(tmp_path / "still")
 
 
 def test_taking_turns_and_going_on(warm_dir, server, tmp_path):  # noqa: F811
     """Without staleness every token is by the weights that it trains, also after a resume, which sends them again."""
-    options = ["--model", warm_dir, "--servers", server, "--out", tmp_path, "--max_staleness", 0, "--save_every", 2]
-    run_async(*options, *SMALL, "--steps", 2)
-    run_async(*options, *SMALL, "--steps", 4, "--resume")
-    rows = read_metrics(tmp_path / "metrics.jsonl")
+    options = ["--model", warm_dir, "--servers", server, "--max_staleness", 0, "--save_every", 2, "--steps", 4, *SMALL]
+    options += ["--task", "helpers:few_digits", "--out"]
+    run_async(*options, tmp_path / "whole")
+    helpers.stop_after(3, "grpo_async", *options, tmp_path / "run", start=lambda _, *arguments: run_async(*arguments))
+    run_async(*options, tmp_path / "run", "--resume")
+    rows = helpers.numbers(tmp_path / "run")
     assert [row["step"] for row in rows] == list(range(4))
     assert all(row["staleness/max"] == 0 and row["mismatch/abs_dlogp"] < 1e-5 for row in rows)
+    for row, other in zip(rows, helpers.numbers(tmp_path / "whole"), strict=True):
+        helpers.assert_same_step(row, other)
 
 
 def test_grpo_vlm_with_a_server_by_one_word(warm_dir, server, tmp_path):  # noqa: F811
@@ -61,6 +71,15 @@ def test_grpo_vlm_with_a_server_by_one_word(warm_dir, server, tmp_path):  # noqa
     run_here("grpo_vlm", *options, "--out", tmp_path / "run")
     rows = read_metrics(tmp_path / "run" / "metrics.jsonl")
     assert len(rows) == 2 and all(row["mismatch/abs_dlogp"] < 1e-5 for row in rows)
+
+
+def test_weights_that_do_not_arrive_stop_the_run(warm_dir, server, tmp_path, monkeypatch):  # noqa: F811
+    """The servers are told everything and sent nothing: their version rises, their weights stay."""
+    with monkeypatch.context() as patch:
+        patch.setattr("rlkit.rollout.server_rollout.send_weights", lambda weights, *rest, **options: list(weights))
+        options = ["--model", warm_dir, "--servers", server, "--out", tmp_path, "--steps", 4, "--warmup_steps", 1]
+        with pytest.raises(SystemExit, match="grpo_async: step 0: the sampler's logprobs .* they did not arrive"):
+            run_async(*options, *SMALL)
 
 
 def test_bad_input_is_one_clear_message(warm_dir, tmp_path):  # noqa: F811
@@ -71,3 +90,10 @@ def test_bad_input_is_one_clear_message(warm_dir, tmp_path):  # noqa: F811
 
 def test_help_names_every_option(capsys):
     assert_help_names_every_option("grpo_async", capsys)
+
+
+def test_ranks_that_share_rows_are_refused(warm_dir, tmp_path, monkeypatch):  # noqa: F811
+    module = load("grpo_async")
+    monkeypatch.setattr(module, "make_engine", lambda *args, **options: SimpleNamespace(row_group="both ranks"))
+    with pytest.raises(SystemExit, match="grpo_async: parallel: ranks that share rows would be sent different answers"):
+        run_async("--model", warm_dir, "--servers", "http://localhost:1", "--out", tmp_path)

@@ -173,10 +173,10 @@ def test_unjudged_answers_stop_the_run_past_their_limit(warm_dir, tmp_path, capl
         run_here("grpo_vlm", *options, "--out", tmp_path / "none", "--task", "test_grpo_vlm:none_judged")
 
 
-def test_vllm_by_one_word(short_run, warm_dir, tmp_path):
+def test_vllm_and_megatron_by_a_word_each(short_run, warm_dir, tmp_path):
     """The same prompts and the same greedy answers; the trainer finds the sampler's logprobs right at every step."""
-    out = tmp_path / "vllm"
-    done = helpers.run("grpo_vlm", "--model", warm_dir, "--out", out, "--steps", 2, *SMALL, "--rollout", "vllm")
+    out, words = tmp_path / "vllm", ["--rollout", "vllm", "--engine", "megatron"]
+    done = helpers.run("grpo_vlm", "--model", warm_dir, "--out", out, "--steps", 2, *SMALL, *words)
     assert "Traceback" not in done.stderr
     assert len(rows(out)) == 2 and all(row["mismatch/abs_dlogp"] < 1e-5 for row in rows(out))
     assert evaluation(out)["accuracy_before"] == evaluation(short_run[0])["accuracy_before"]

@@ -20,11 +20,11 @@ LEARNING = [
     "--task", "helpers:few_digits", "--seed", 0, "--steps", 10, "--prompts_per_step", 32, "--group_size", 8,
     "--mini_batches", 2, "--ppo_epochs", 1, "--max_new_tokens", 4, "--temperature", 1.0, "--warmup_steps", 2,
     "--critic_lr", 2e-3, "--clip_low", 0.2, "--clip_high", 0.2, "--cliprange_value", 0.5, "--gamma", 1.0,
-    "--lam", 0.95, "--critic_lam", 0.95, "--kl_coef", 0.0, "--save_every", 4, "--threads", 1,
+    "--lam", 0.95, "--critic_lam", 0.95, "--lm_coef", 0.0, "--kl_coef", 0.0, "--save_every", 4, "--threads", 1,
 ]  # fmt: skip
 SMALL = [
     "--task", "helpers:few_digits", "--seed", 0, "--prompts_per_step", 4, "--group_size", 4, "--mini_batches", 1,
-    "--max_new_tokens", 3, "--lr", 1e-3, "--critic_lr", 1e-3, "--warmup_steps", 1,
+    "--max_new_tokens", 3, "--lr", 1e-3, "--critic_lr", 1e-3, "--warmup_steps", 1, "--lm_coef", 0.0,
 ]  # fmt: skip
 
 
@@ -85,12 +85,28 @@ def first(out, *arguments):
 
 def test_vapo_and_pf_ppo_change_the_loss_as_they_should(warm_dir, tmp_path):
     plain = first(tmp_path / "plain", "--model", warm_dir)
+    assert plain["loss"] == pytest.approx(0, abs=1e-5)  # whitened advantages, each with weight and ratio 1
     imitating = first(tmp_path / "imitating", "--model", warm_dir, "--lm_coef", 0.1)
     assert 0.01 < (imitating["loss"] - plain["loss"]) / 0.1 < 3  # nats a token of the right answers
     best = first(tmp_path / "best", "--model", warm_dir, "--pf_ppo_best", 1.0)  # no weight but on the best
     assert best["loss"] < plain["loss"] and best["critic/loss"] != plain["critic/loss"]
     shorter = first(tmp_path / "shorter", "--model", warm_dir, "--length_adaptive_alpha", 0.6)
     assert shorter["loss"] != plain["loss"] and shorter["critic/loss"] == plain["critic/loss"]
+
+
+def test_rewards_are_normalised_by_all_so_far_and_cut(warm_dir, tmp_path):
+    """The critic's first values are 0, so its squared error is that of the whitened or cut rewards; and after a resume
+    the moments go on where they were."""
+    plain = first(tmp_path / "plain", "--model", warm_dir)
+    normal = first(tmp_path / "normal", "--model", warm_dir, "--normalise_rewards")
+    cut = first(tmp_path / "cut", "--model", warm_dir, "--reward_clip", 0.25)
+    assert normal["reward/mean"] == plain["reward/mean"] == cut["reward/mean"] > 0  # the reward itself is logged
+    assert normal["value/squared_error"] > 2 * plain["value/squared_error"] > 20 * cut["value/squared_error"]
+    options = ["--model", warm_dir, *SMALL, "--normalise_rewards", "--steps", 3, "--save_every", 1, "--out"]
+    run_here("ppo", *options, tmp_path / "whole")
+    helpers.stop_after(2, "ppo", *options, tmp_path / "run")
+    run_here("ppo", *options, tmp_path / "run", "--resume")
+    assert numbers(tmp_path / "run") == numbers(tmp_path / "whole")
 
 
 def test_options_of_the_real_thing(warm_dir, tmp_path):

@@ -2,8 +2,10 @@
 
 import json
 import sys
+import time
 from dataclasses import replace
 from pathlib import Path
+from threading import Event
 
 import pytest
 
@@ -14,15 +16,45 @@ from helpers import evaluation, rows, run_here, text_dir  # noqa: E402, F401  (a
 from rlkit.data import combine, load_task, tasks  # noqa: E402
 from rlkit.data.rewards import matches  # noqa: E402
 from rlkit.data.tasks import exact_match  # noqa: E402
+from rlkit.rollout.hf import HfRollout  # noqa: E402
 
 SMALL = ["--prompts_per_step", 4, "--group_size", 4, "--steps", 2, "--max_new_tokens", 3]
 
 
-def two_parts():
-    """An untrained model is hardly ever right, and sometimes long."""
-    task = load_task("sorting")
-    reward = combine({"right": (1.0, exact_match), "long": (0.5, matches(".{4,}")), "curve": (0.0, matches("[^0-9]+"))})
-    return replace(task, heldout=task.heldout[:4], reward=reward)
+class Observed:
+    """When halves of a batch were written, and when answers were judged; no second half ends before a judgement begins,
+    unless that does not begin for ten seconds."""
+
+    def __init__(self, monkeypatch):
+        self.halves, self.judged, self.began = [], [], Event()
+        generate = HfRollout._generate
+
+        def one_half(rollout, requests, sampling, n, *rest):
+            if not len(self.halves) % 2:
+                self.began.clear()
+            start = time.perf_counter()
+            samples = generate(rollout, requests, sampling, n, *rest)
+            if n > 1:  # no evaluation
+                if len(self.halves) % 2:
+                    self.began.wait(10)
+                self.halves.append((start, time.perf_counter()))
+            return samples
+
+        monkeypatch.setitem(HfRollout.__init__.__kwdefaults__, "max_sequences", 8)
+        monkeypatch.setattr(HfRollout, "_generate", one_half)
+
+    def two_parts(self):
+        """An untrained model is hardly ever right, and sometimes long."""
+        task = load_task("sorting")
+        parts = {"right": (1.0, self.right), "long": (0.5, matches(".{4,}")), "curve": (0.0, matches("[^0-9]+"))}
+        return replace(task, heldout=task.heldout[:4], reward=combine(parts))
+
+    def right(self, text, row):
+        start = time.perf_counter()
+        self.began.set()
+        time.sleep(0.002)
+        self.judged.append((start, time.perf_counter()))
+        return exact_match(text, row)
 
 
 @pytest.mark.parametrize(
@@ -33,19 +65,25 @@ def two_parts():
     ],
 )  # fmt: skip
 def test_parts_work_and_time_are_logged(text_dir, tmp_path, monkeypatch, recipe, passes, options):  # noqa: F811
-    monkeypatch.setitem(tasks.BUILT_IN, "two_parts", two_parts)
+    observed = Observed(monkeypatch)
+    monkeypatch.setitem(tasks.BUILT_IN, "two_parts", observed.two_parts)
     options = [*options, text_dir] if recipe == "distill" else options
     run_here(recipe, "--model", text_dir, "--task", "two_parts", "--out", tmp_path, *SMALL, *options)
     for row in rows(tmp_path):
         parts = {name: row[f"reward_part/{name}"] for name in ("right", "long", "curve")}
         assert 0 < parts["long"] < 1 and 0 < parts["curve"] <= 1
         assert row["reward/mean"] == pytest.approx(parts["right"] + 0.5 * parts["long"])
+        assert row["reward/worst"] <= row["reward/mean"] <= row["reward/best"] and 0 <= row["reward/equal"] < 1
+        assert 0 < row["reward/std"] < 1
         # 2 x 327,680 weights a token and forward, some 20 to 140 tokens; 3 forwards' worth at least for each update
         assert 2 * 327_680 * 40 * passes < row["flops"] < 2 * 327_680 * 400 * passes
         assert row["time/train_flops_per_second"] == pytest.approx(row["flops"] / row["time/train"])
         assert row["time/tokens_per_second"] > 0 and "time/mfu" not in row  # there is no peak to compare a CPU with
         assert {"time/hand_over", "time/generate", "time/reward", "time/train"} <= row.keys()
+        assert row["time/judging"] > 4 * 0.002  # 4 answers one after the other, for each of 4 prompts
     assert "time/evaluate" in rows(tmp_path)[0]
+    for first, second in zip(observed.halves[::2], observed.halves[1::2], strict=True):
+        assert any(first[0] < start < second[1] for start, _ in observed.judged)  # while others were written
 
 
 def test_text_from_a_file_and_two_places_to_look_at_it(text_dir, tmp_path):  # noqa: F811

@@ -1,0 +1,145 @@
+"""`recipes/kto.py` as a person runs it, and its loss against TRL's."""
+
+import json
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+HERE = Path(__file__).parent
+sys.path.insert(0, str(HERE))
+
+import helpers  # noqa: E402
+from helpers import evaluation, numbers, run_here, text_dir  # noqa: E402, F401
+
+from rlkit.data import Batch  # noqa: E402
+from rlkit.losses import kto_kl_estimate, sequence_logprobs  # noqa: E402
+
+LEARNING = [
+    "--task", "helpers:few_digits", "--steps", 24, "--prompts_per_step", 32, "--warmup_steps", 5, "--save_every", 10,
+    "--max_new_tokens", 3, "--beta", 0.5,
+]  # fmt: skip
+SMALL = ["--task", "helpers:few_digits", "--steps", 2, "--prompts_per_step", 6, "--max_new_tokens", 3]
+
+
+@pytest.fixture(scope="module")
+def start(tmp_path_factory):
+    """A model that knows the form of an answer and nothing of its content."""
+    return helpers.built(tmp_path_factory, "start", helpers.few_digits, warm_up_steps=31, label_noise=1.0, lr=1e-3)
+
+
+@pytest.fixture(scope="module")
+def whole(start, tmp_path_factory):
+    out = tmp_path_factory.mktemp("kto") / "whole"
+    run_here("kto", "--model", start, "--out", out, "--lr", 2e-3, *LEARNING)
+    return out
+
+
+def learned(found):
+    return (
+        found["accuracy_after"] > found["accuracy_before"] + 0.2
+        and found["heldout_loss_after"] < 0.8 * found["heldout_loss_before"]
+        and found["marked_accuracy_after"] > 0.9
+    )
+
+
+def test_learns(whole):
+    assert learned(evaluation(whole)), evaluation(whole)
+    rows = helpers.rows(whole)
+    assert [row["step"] for row in rows] == list(range(24))
+    assert 0.5 < rows[0]["loss"] < 0.6 and rows[0]["kl"] == pytest.approx(0, abs=1e-5)  # 0.5, and the likelihood
+    assert rows[-1]["marked/good"] > rows[-1]["kl"] > rows[-1]["marked/bad"] and rows[-1]["marked/accuracy"] > 0.8
+    assert {"grad_norm", "lr", "tokens", "skipped_rows", "time/encode", "time/train"} <= rows[0].keys()
+    assert (whole / "report.html").exists() and (whole / "model" / "model.safetensors").exists()
+
+
+def test_learning_rate_0_does_not_learn(whole, start, tmp_path):
+    run_here("kto", "--model", start, "--out", tmp_path / "run", *LEARNING, "--lr", 0.0, "--steps", 2)
+    assert not learned(evaluation(tmp_path / "run"))
+    assert numbers(tmp_path / "run")[0]["loss"] == numbers(whole)[0]["loss"]
+
+
+def test_resume_is_exact(whole, start, tmp_path):
+    arguments = ["--model", start, "--out", tmp_path, "--lr", 2e-3, *LEARNING]
+    helpers.stop_after(13, "kto", *arguments)
+    run_here("kto", *arguments, "--resume")
+    assert numbers(tmp_path) == numbers(whole) and evaluation(tmp_path) == evaluation(whole)
+
+
+@pytest.mark.parametrize(
+    ("case", "options"),
+    [
+        ("kto", {}),
+        ("kto_kl_below_zero", {}),
+        ("kto_weights", {"desirable_weight": 1.2, "undesirable_weight": 0.6}),
+        ("kto_apo_zero_unpaired", {"baseline": False}),
+    ],
+)
+def test_loss_equals_trls(case, options):
+    golden = load_file(HERE.parent / "peers" / "golden_trl.safetensors")
+    x = {key.rsplit("/", 1)[1]: value for key, value in golden.items() if key.startswith(f"{case}/in/")}
+    logprobs = x["logprobs"].clone().requires_grad_()
+    batch = Batch(torch.zeros(logprobs.shape, dtype=torch.long), x["mask"], [logprobs.shape[1]] * len(logprobs))
+    batch.add(ref_logprobs=x["ref_logprobs"], label=x["desirable"].float())
+    others = (sequence_logprobs(x[name], x["mask"]) for name in ("other_logprobs", "other_ref_logprobs"))
+    kl = kto_kl_estimate(*others) if options.get("baseline", True) else torch.tensor(0.0)
+    recipe = helpers.load("kto")
+    good = x["desirable"].sum().item()
+    loss, stats = recipe.answer_loss(
+        SimpleNamespace(logprobs=logprobs),
+        batch,
+        kl=kl,
+        good=good,
+        cfg=recipe.Config(beta=0.5, sft_coef=0.0, **options),
+    )
+    torch.testing.assert_close(loss.detach(), golden[f"{case}/out/out"], rtol=1e-5, atol=1e-6)
+    (gradient,) = torch.autograd.grad(loss, logprobs)
+    torch.testing.assert_close(gradient, golden[f"{case}/out/d_logprobs"], rtol=1e-5, atol=1e-6)
+    gains = sequence_logprobs(x["logprobs"] - x["ref_logprobs"], x["mask"])
+    assert stats["marked/good"].item() == pytest.approx(gains[x["desirable"]].mean().item(), rel=1e-3)
+    assert stats["marked/bad"].item() == pytest.approx(gains[~x["desirable"]].mean().item(), rel=1e-3)
+
+
+def test_marked_answers_of_a_text_file_with_lora(text_dir, tmp_path):  # noqa: F811
+    lines = [{"prompt": f"Name {i}.", "completion": "yes" if i % 3 else "no", "label": i % 3 > 0} for i in range(24)]
+    lines[4]["label"] = "maybe"
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    run_here(
+        "kto", "--model", text_dir, "--task", tmp_path / "rows.jsonl", "--out", tmp_path / "run", "--steps", 2,
+        "--prompts_per_step", 22, "--lora_rank", 4, "--desirable_weight", 1.5, "--sft_coef", 0,
+    )  # fmt: skip
+    rows, found = numbers(tmp_path / "run"), evaluation(tmp_path / "run")
+    assert sum(row["skipped_rows"] for row in rows) == 2 or found["heldout_skipped"] == 1
+    assert "accuracy_after" not in found and rows[0]["grad_norm"] > 0  # nothing says what would be right
+    assert rows[0]["loss"] == pytest.approx(0.5 + 0.25 * 2 / 3, abs=0.05)  # two thirds of the answers are good
+
+
+def test_the_baseline_is_how_far_answers_to_other_prompts_have_moved(tiny_dir, tmp_path):
+    """A random model that imitates zeros and ones finds both likelier, whatever the image shows."""
+    arguments = ["--model", tiny_dir, *SMALL, "--prompts_per_step", 16, "--steps", 4, "--sft_coef", 1, "--lr", 2e-3]
+    arguments += ["--undesirable_weight", 0, "--warmup_steps", 1, "--max_new_tokens", 0, "--out"]
+    run_here("kto", *arguments, tmp_path / "with")
+    run_here("kto", *arguments, tmp_path / "without", "--no-baseline")
+    first, *rest = numbers(tmp_path / "with")
+    assert first["kl"] == pytest.approx(0, abs=1e-5) and rest[-1]["kl"] > 2
+    assert all(abs(row["kl"] - (row["marked/good"] + row["marked/bad"]) / 2) < 0.3 for row in rest)
+    assert all(row["kl"] == 0 for row in numbers(tmp_path / "without"))
+
+
+def test_help_names_every_option(capsys):
+    helpers.assert_help_names_every_option("kto", capsys)
+
+
+def test_bad_input_is_one_clear_message(whole, start, tmp_path):
+    (tmp_path / "rows.jsonl").write_text('{"question": "q", "answer": "a"}\n')
+    for message, arguments in {
+        "kto: task .*columns completion and label, or chosen and rejected": ["--task", tmp_path / "rows.jsonl"],
+        "kto: out .*holds a run already; --resume goes on with it": ["--out", whole],
+        "kto: step 0: none of its 6 rows can be trained on": ["--max_tokens", 5],
+    }.items():
+        with pytest.raises(SystemExit, match=message):
+            out = tmp_path / str(len(list(tmp_path.iterdir())))
+            run_here("kto", "--model", start, "--out", out, *SMALL, *arguments)

@@ -1,0 +1,50 @@
+"""The pages that people wrote: the options, measurements and files that they name are there."""
+
+import ast
+import re
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+CODE = [p for folder in ("rlkit", "recipes", "benchmarks", "docs") for p in sorted((ROOT / folder).rglob("*.py"))]
+ELSEWHERE = {  # of torchrun, pytest, vLLM and tyro
+    "--standalone", "--nproc-per-node", "--benchmark-enable", "--benchmark-group-by", "--enable-return-routed-experts",
+    "--quantization", "--help",
+}  # fmt: skip
+MEASURED = "time|reward|reward_part|groups|ratio|mismatch|critic|marked|preference|value"
+
+
+def options():
+    """Fields of the recipes' dataclasses, and what is given to a parser."""
+    found = set()
+    for path in CODE:
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.ClassDef) and node.name == "Config" and path.parent.name == "recipes":
+                found |= {f"--{n.target.id}" for n in node.body if isinstance(n, ast.AnnAssign)}
+            elif isinstance(node, ast.Constant) and isinstance(node.value, str) and node.value.startswith("--"):
+                found.add(node.value)
+    return found
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda p: p.name)
+def test_options_that_a_page_names_are_there(page):
+    named = set(re.findall(r"(?<![\w-])--[a-z][\w-]+", page.read_text()))
+    assert named - options() - ELSEWHERE == set()
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda p: p.name)
+def test_measurements_that_a_page_names_are_there(page):
+    code = "\n".join(path.read_text() for path in CODE)
+    for name in set(re.findall(rf"`((?:{MEASURED})/[a-z_]+)(?:/max)?`", page.read_text())):
+        family, _, last = name.partition("/")
+        written = re.search(rf"{name}(?!\w)", code) or (f"{family}/{{name}}" in code and f'"{last}"' in code)
+        phase = family == "time" and f'phase("{last}")' in code
+        assert written or phase or f'phase="{last}"' in code, name
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda p: p.name)
+def test_files_that_a_page_names_are_there(page):
+    for target in re.findall(r"\]\((?!https?:|#)([^)#]+)", page.read_text()):
+        assert (page.parent / target).exists(), target
