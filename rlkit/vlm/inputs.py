@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -72,47 +73,65 @@ def check_images(batch: Batch, config: Any) -> None:
     A model's forward would say so without the row, or take another row's features. Where it is not known how many
     tokens an image has, nothing but the lack of one is noticed.
     """
-    for row, (ids, length, one) in enumerate(zip(batch.tokens, batch.lengths, batch.vision, strict=True)):
+    attended = torch.arange(batch.tokens.shape[1]) < torch.tensor(batch.lengths).view(-1, 1)
+    counted: dict[int, list[int]] = {}  # by token id: how many each row has
+    needed: dict[int, list[_Seen]] = {}  # by the vision tensors, which the answers to one prompt share
+    for row, one in enumerate(batch.vision):
         try:
-            _check_row(ids[:length], one, config)
+            if id(one) not in needed:
+                needed[id(one)] = _seen(one, config)
+            for kind, token, images, features in needed[id(one)]:
+                if token not in counted:
+                    counted[token] = ((batch.tokens == token) & attended).sum(1).tolist()
+                tokens = counted[token][row]
+                if bool(tokens) != bool(images) if features is None else tokens != features:
+                    of_them = "" if features is None else f"features for {features}, of "
+                    raise ValueError(f"{tokens} {kind} tokens, and {of_them}{images} {kind}s")
         except ValueError as error:
             group = f" (group {int(batch.group_ids[row])})" if "group_ids" in batch.fields else ""
             raise ValueError(f"row {row} of the batch{group}: {error}") from error
 
 
-def _check_row(ids: Tensor, one: Mapping[str, Tensor], config: Any) -> None:
+class _Seen(NamedTuple):
+    """What a row's vision tensors hold of one kind; None where it is not known how many tokens stand for it."""
+
+    kind: str
+    token: int
+    images: int
+    features: int | None
+
+
+def _seen(one: Mapping[str, Tensor], config: Any) -> list[_Seen]:
     if getattr(config, "vision_config", None) is None:
         if one:
             raise ValueError(f"it has {', '.join(one)}, and {config.model_type} sees no images")
-        return
+        return []
     if (spec := position_spec(config)) is not None:
-        _check_grids(ids, one, spec, config.model_type in IN_PATCHES)
-        return
+        return _seen_by_grids(one, spec, config.model_type in IN_PATCHES)
     pixels = one.get("pixel_values")
     images = 0 if pixels is None else pixels.shape[1] if pixels.ndim == IMAGES_APART["pixel_values"] else len(pixels)
-    tokens = int((ids == config.image_token_id).sum())
     each = tokens_of_fixed_size_image(config)
-    if (tokens != images * each) if each else bool(tokens) != bool(images):
-        raise ValueError(f"{tokens} image tokens, and {images} images{f' of {each} tokens each' if each else ''}")
+    return [_Seen("image", config.image_token_id, images, images * each if each else None)]
 
 
-def _check_grids(ids: Tensor, one: Mapping[str, Tensor], spec: Rope3DSpec, in_patches: bool) -> None:
-    found = {"image": spec.image_token_id, "video": spec.video_token_id}
-    grids = {kind: one.get(f"{kind}_grid_thw", torch.empty(0, 3, dtype=torch.long)) for kind in found}
-    for kind, pixels in (("image", "pixel_values"), ("video", "pixel_values_videos")):
-        grid, merge = grids[kind], (spec.temporal_merge_size if kind == "video" else 1, *[spec.merge_size] * 2)
-        if bool((grid % torch.tensor(merge)).any()):
-            raise ValueError(f"{kind}_grid_thw {grid.tolist()}: (t, h, w) that {merge} divide expected")
-        patches = len(one.get(pixels, ()))
-        if in_patches and patches != (expected := int(grid.prod(1).sum())):
-            raise ValueError(f"{pixels} has {patches} patches, and {kind}_grid_thw {grid.tolist()} says {expected}")
-        grids[kind] = grid // torch.tensor(merge)
-    if spec.video_start_token_id is not None:  # a video's frames are of image tokens
-        grids, found = {"image": torch.cat([*grids.values()])}, {"image": spec.image_token_id}
-    for kind, token in found.items():
-        tokens, expected = int((ids == token).sum()), int(grids[kind].prod(1).sum())
-        if tokens != expected:
-            raise ValueError(f"{tokens} {kind} tokens, and features for {expected}, of {len(grids[kind])} {kind}s")
+def _seen_by_grids(one: Mapping[str, Tensor], spec: Rope3DSpec, in_patches: bool) -> list[_Seen]:
+    seen = []
+    for kind, token, pixels, frames in (
+        ("image", spec.image_token_id, "pixel_values", 1),
+        ("video", spec.video_token_id, "pixel_values_videos", spec.temporal_merge_size),
+    ):
+        grids, merge = one.get(f"{kind}_grid_thw", torch.empty(0, 3)).tolist(), (frames, *[spec.merge_size] * 2)
+        if any(size % by for grid in grids for size, by in zip(grid, merge, strict=True)):
+            raise ValueError(f"{kind}_grid_thw {grids}: (t, h, w) that {merge} divide expected")
+        patches, expected = len(one.get(pixels, ())), sum(map(math.prod, grids))
+        if in_patches and patches != expected:
+            raise ValueError(f"{pixels} has {patches} patches, and {kind}_grid_thw {grids} says {expected}")
+        seen.append(_Seen(kind, token, len(grids), expected // math.prod(merge)))
     times = len(next((one[name] for name in TIMES if name in one), ()))
-    if spec.tokens_per_second is not None and times != len(grids["video"]):
-        raise ValueError(f"{len(grids['video'])} videos, and times of {times}: {TIMES[0]} expected, one a video")
+    if spec.tokens_per_second is not None and times != seen[1].images:
+        raise ValueError(f"{seen[1].images} videos, and times of {times}: {TIMES[0]} expected, one a video")
+    if spec.video_start_token_id is not None:  # a video's frames are of image tokens
+        image, video = seen
+        features = (image.features or 0) + (video.features or 0)
+        return [_Seen("image", image.token, image.images + video.images, features)]
+    return seen
