@@ -140,6 +140,7 @@ class Servers:
             async with self._session.request(method, server.url + path, json=body, timeout=limit) as response:
                 if response.status != 200:
                     said = f"{server.url}{path} answered {response.status}: {_message(await response.text())}"
+                    response.close()  # a server may hang up after an error, and would lose the next request
                     raise Lost(said) if response.status in TRANSIENT else Refused(said)
                 return await (response.json() if response.content_type == "application/json" else response.text())
         except TimeoutError as error:

@@ -132,8 +132,11 @@ class VllmServerRollout(ServerRollout):
     async def _take_over(self, server: Server) -> None:
         """A trainer that was stopped left the server asleep, or waiting for weights: it goes on when it has some."""
         await self._give_up(server)
-        await self.servers.ask(server, "POST", "/wake_up")
-        await self.servers.ask(server, "POST", "/resume")
+        for path in ("/wake_up", "/resume"):
+            try:
+                await self.servers.ask(server, "POST", path)
+            except Lost:  # the connection was the stopped update's; a second time does nothing more
+                await self.servers.ask(server, "POST", path)
         self.torn = True
 
     async def _check_logprobs(self, server: Server) -> None:

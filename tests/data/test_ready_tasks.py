@@ -2,6 +2,7 @@
 
 import io
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import datasets
@@ -12,6 +13,7 @@ from rlkit.data import load_task, step_rows
 from rlkit.data.hub import made, open_stream, read_split, read_splits, stream_steps
 from rlkit.data.maths import maths_reward
 from rlkit.data.ready import BOXED, LETTER, READY
+from rlkit.data.samples import prompt
 from rlkit.data.tasks import BUILT_IN
 from rlkit.vlm import load_image
 
@@ -264,7 +266,7 @@ class Enough(Exception):
 
 def test_the_page_on_tasks_works(tmp_path, monkeypatch, shards):
     page = (Path(__file__).parents[2] / "docs" / "tasks.md").read_text()
-    own, parts, mixture, curriculum, stream = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
+    own, parts, judging, mixture, curriculum, stream = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
     assert len(own.replace("\n\n\n", "\n").strip().splitlines()) <= 32
     (tmp_path / "my_tasks.py").write_text(own + mixture)
     monkeypatch.syspath_prepend(str(tmp_path))
@@ -282,6 +284,17 @@ def test_the_page_on_tasks_works(tmp_path, monkeypatch, shards):
         "format",
         "repeats",
     }
+
+    class Sampler:
+        def generate(self, prompts, sampling, n, written):
+            for i in reversed(range(len(prompts))):
+                written(i, [replace(prompts[i], text=text) for text in ("444", "0")])
+            return [sample for sample in prompts for _ in range(n)]
+
+    asked = [prompt([1], row={"answer": "444"}), prompt([1], row={"answer": "0"})]
+    names = {"task": roman, "rollout": Sampler(), "prompts": asked, "sampling": None, "n": 2}
+    exec(judging, names)
+    assert names["rewards"].tolist() == [1, 0, 0, 1] and names["seconds"] > 0
 
     names = {"task": local("math"), "step": 30, "count": 2, "seed": 0, "share": 0.5, "mean_reward": 0.9}
     exec(curriculum, names)

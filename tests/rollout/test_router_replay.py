@@ -11,6 +11,7 @@ from torch.nn.functional import linear
 from rlkit.data import collate, extend
 from rlkit.data.samples import observe, prompt
 from rlkit.engines import make_engine
+from rlkit.engines.distributed import whole
 from rlkit.engines.packer import pack
 from rlkit.engines.ulysses import Ulysses
 from rlkit.engines.value_head import scoring_batch
@@ -76,7 +77,7 @@ def loss_and_gradients(engine, batch):
 
     logprobs = engine.infer_batch(batch)["logprobs"]
     engine.train_batch(batch, loss_fn)
-    return logprobs, {name: p.grad.full_tensor() for name, p in engine.base.named_parameters() if p.grad is not None}
+    return logprobs, {name: whole(p.grad) for name, p in engine.base.named_parameters() if p.grad is not None}
 
 
 @pytest.fixture(scope="module")
