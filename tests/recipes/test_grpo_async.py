@@ -75,11 +75,12 @@ def test_grpo_vlm_with_a_server_by_one_word(warm_dir, server, tmp_path):  # noqa
 
 def test_weights_that_do_not_arrive_stop_the_run(warm_dir, server, tmp_path, monkeypatch):  # noqa: F811
     """The servers are told everything and sent nothing: their version rises, their weights stay."""
+    options = ["--model", warm_dir, "--servers", server, *SMALL, "--out"]
+    run_async(*options, tmp_path / "still", "--steps", 1, "--lr", 0)  # they have the weights that training starts from
     with monkeypatch.context() as patch:
         patch.setattr("rlkit.rollout.server_rollout.send_weights", lambda weights, *rest, **options: list(weights))
-        options = ["--model", warm_dir, "--servers", server, "--out", tmp_path, "--steps", 4, "--warmup_steps", 1]
-        with pytest.raises(SystemExit, match="grpo_async: step 0: the sampler's logprobs .* they did not arrive"):
-            run_async(*options, *SMALL)
+        with pytest.raises(SystemExit, match="grpo_async: step [01]: the sampler's logprobs .* they did not arrive"):
+            run_async(*options, tmp_path / "run", "--steps", 4, "--warmup_steps", 1)
 
 
 def test_bad_input_is_one_clear_message(warm_dir, tmp_path):  # noqa: F811
