@@ -1,5 +1,5 @@
-"""Every recipe on two ranks by fsdp2, and some by megatron, does what it does on one by fsdp2. They share one pair of processes: a
-start costs ten seconds."""
+"""Every recipe on two ranks by fsdp2, and some by megatron, does what it does on one by fsdp2. They share one pair of
+processes: a start costs ten seconds."""
 
 import functools
 import json
