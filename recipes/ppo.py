@@ -206,8 +206,8 @@ def main(cfg: Config) -> None:
         values = critic.infer_batch(batch)["values"]  # [B, T], of the prefix before each token
         lam = length_adaptive_lambda(mask, cfg.length_adaptive_alpha) if cfg.length_adaptive_alpha else cfg.lam
         advantages, returns = estimates(token_rewards, values, mask, cfg.gamma, lam, cfg.critic_lam, engine.global_sum)
-        weights = pf_ppo_weights(rewards, ids, cfg.pf_ppo_best, cfg.pf_ppo_worst) * ids.bincount()[ids]  # 1 on average
-        weights = weights if cfg.pf_ppo_best or cfg.pf_ppo_worst else torch.ones(len(batch))
+        shares = cfg.pf_ppo_best, cfg.pf_ppo_worst
+        weights = pf_ppo_weights(rewards, ids, *shares) * ids.bincount()[ids] if any(shares) else torch.ones(len(batch))
         tis = importance_weights(old, batch.rollout_logprobs, mask, cap=cfg.tis_cap)
         batch.add(old_logprobs=old, tis=tis, values=values, advantages=advantages, returns=returns, weights=weights)
         measured = reduce_metrics({

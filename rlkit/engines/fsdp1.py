@@ -24,6 +24,7 @@ from rlkit.engines.distributed import whole
 from rlkit.engines.fsdp2 import Fsdp2Engine, Fsdp2ValueEngine
 from rlkit.engines.sharded_loading import on_meta
 from rlkit.engines.sharding import units
+from rlkit.vlm.loading import copy_with
 
 # options of fsdp2 that are left out here, and what they are when they are not used
 LEFT_OUT = {
@@ -86,11 +87,7 @@ class Fsdp1Engine(Fsdp2Engine):
     def gathered(self) -> Iterator[Any]:
         """The model with whole weights, a copy on every rank that is gone when the context ends: sampling gathers them
         once."""
-        weights = dict(self.get_per_tensor_param())
-        dtype = next(iter(weights.values())).dtype
-        module = type(self.base).from_pretrained(None, config=self.config, state_dict=weights, dtype=dtype)
-        module.generation_config = self.base.generation_config
-        yield module.to(self.device)
+        yield copy_with(self.base, dict(self.get_per_tensor_param())).to(self.device)
 
     def to(self, device: torch.device | str, *, model: bool = True, optimizer: bool = True) -> None:
         """Move optimizer state. FSDP1 keeps its weights where they are.

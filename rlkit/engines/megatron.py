@@ -62,6 +62,7 @@ from rlkit.engines.sharded_loading import on_meta
 from rlkit.engines.value_head import has_value_head
 from rlkit.engines.vocab_parallel import vocab_parallel_linear_logprobs, vocab_parallel_logprobs
 from rlkit.vlm.inputs import position_spec
+from rlkit.vlm.loading import copy_with
 
 
 class MegatronEngine:
@@ -318,12 +319,7 @@ class MegatronEngine:
     def gathered(self) -> Iterator[Any]:
         """The transformers model with whole weights, a copy on every rank that is gone when the context ends: sampling
         gathers them once."""
-        tensors = dict(self.get_per_tensor_param())
-        module = type(self.skeleton).from_pretrained(
-            None, config=self.config, state_dict=tensors, dtype=next(iter(tensors.values())).dtype
-        )
-        module.generation_config = self.skeleton.generation_config
-        yield module.to(self.device)
+        yield copy_with(self.skeleton, dict(self.get_per_tensor_param())).to(self.device)
 
     def export_hf(self, path: str | Path) -> None:
         """Write a Hugging Face model directory: config, safetensors, processor. Complete or absent."""

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 MODELSCOPE = "modelscope:"
 
@@ -105,3 +107,16 @@ def read_model(path: str, config: Any, **options: Any) -> Any:
         return auto.from_pretrained(path, config=config, **options)
     except (OSError, ValueError, SafetensorError) as error:
         raise ValueError(f"model {path!r}: {error}") from error
+
+
+def copy_with(model: Any, weights: Mapping[str, Tensor]) -> Any:
+    """A transformers model of the same kind as another, with weights of its own, in their precision.
+
+    Args:
+        model: with or without weights.
+        weights: all of them, under their Hugging Face names.
+    """
+    dtype = next(iter(weights.values())).dtype
+    copy = type(model).from_pretrained(None, config=model.config, state_dict=dict(weights), dtype=dtype)
+    copy.generation_config = model.generation_config
+    return copy

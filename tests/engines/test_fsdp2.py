@@ -35,9 +35,9 @@ def processor(tiny_dir):
     return load_processor(tiny_dir)
 
 
-def engine_for(tiny_dir, *, model=None, lr=1e-2, **options):
+def engine_for(tiny_dir, *, backend="fsdp2", model=None, lr=1e-2, **options):
     options.setdefault("optimizer", lambda params: torch.optim.AdamW(params, lr=lr, eps=1e-4))
-    return make_engine("fsdp2", "language_model", model=model or load_model(tiny_dir), **options)
+    return make_engine(backend, "language_model", model=model or load_model(tiny_dir), **options)
 
 
 def weighted_loss(out, mb):
@@ -315,11 +315,12 @@ def test_a_single_process_in_one_precision_is_left_as_it_is(tiny_dir):
     assert not any(isinstance(p, DTensor) for p in engine_for(tiny_dir).module.parameters())
 
 
-def test_weights_are_handed_over_in_full_precision(tiny_dir, processor):
+@pytest.mark.parametrize("backend", ["fsdp2", "fsdp1"])
+def test_weights_are_handed_over_in_full_precision(tiny_dir, processor, backend):
     """Also right after a forward in bfloat16, which leaves the root's weights gathered in that precision."""
-    engine = engine_for(tiny_dir, compute_dtype=torch.bfloat16)
+    engine = engine_for(tiny_dir, backend=backend, compute_dtype=torch.bfloat16)
     logprobs = engine.infer_batch(make_batch(processor))["logprobs"]
-    exact = engine_for(tiny_dir).infer_batch(make_batch(processor))["logprobs"]
+    exact = engine_for(tiny_dir, backend=backend).infer_batch(make_batch(processor))["logprobs"]
     assert 1e-5 < (logprobs - exact).abs().max() < 0.1
     expected = dict(load_model(tiny_dir).named_parameters())
     for name, tensor in engine.get_per_tensor_param():
