@@ -232,19 +232,21 @@ class _Logprobs(torch.autograd.Function):
 class _Entropy(torch.autograd.Function):
     """Entropies [N] of logits [N, V]; saves logits and three numbers a row, computes the rest again, in pieces.
 
-    A row's log-softmax is z - max(z) - log(sum(exp(z - max(z)))): with the last two kept, backward has one exp to take.
+    With d = z - max(z) and s = sum(exp(d)) the log-softmax is d - log(s), so each way takes one exp of every logit.
     """
 
     @staticmethod
     def forward(logits: Tensor, temperature: float | Tensor) -> tuple[Tensor, ...]:
         entropy = logits.new_empty(logits.shape[0], dtype=torch.promote_types(logits.dtype, torch.float32))
-        largest, largest_logp = torch.empty_like(entropy), torch.empty_like(entropy)
+        largest, total = torch.empty_like(entropy), torch.empty_like(entropy)
         for rows in _pieces(logits):
-            logp = _log_softmax(logits[rows], _rows(temperature, rows))
-            largest[rows] = logits[rows].amax(1)
-            largest_logp[rows] = logp.amax(1)
-            entropy[rows] = -logp.exp().mul_(logp.clamp_(min=_NO_PROBABILITY)).sum(1)
-        return entropy, largest, largest_logp
+            scaled = _scaled(logits[rows], _rows(temperature, rows))
+            largest[rows] = scaled.amax(1)
+            below = (scaled - largest[rows, None]).clamp_(min=_NO_PROBABILITY)
+            share = below.exp()
+            total[rows] = share.sum(1)
+            entropy[rows] = total[rows].log() - share.mul_(below).sum(1) / total[rows]
+        return entropy, largest, total
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
@@ -255,14 +257,14 @@ class _Entropy(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:
-        temperature, logits, entropy, largest, largest_logp = _saved(ctx)
+        temperature, logits, entropy, largest, total = _saved(ctx)
         result = torch.empty_like(logits)
         for rows in _pieces(logits):
             scale = _rows(temperature, rows)
-            logp = _scaled(logits[rows], scale) - _scaled(largest[rows, None], scale)
-            logp.add_(largest_logp[rows, None]).clamp_(min=_NO_PROBABILITY)
-            p = logp.exp()
-            result[rows] = logp.add_(entropy[rows, None]).mul_(p).mul_(-grad[rows, None] / scale)
+            below = (_scaled(logits[rows], scale) - largest[rows, None]).clamp_(min=_NO_PROBABILITY)
+            share = below.exp()
+            surprise = below.add_((entropy[rows] - total[rows].log())[:, None])  # log p + H
+            result[rows] = surprise.mul_(share).mul_(-grad[rows, None] / (total[rows, None] * scale))
         return result, None
 
 
