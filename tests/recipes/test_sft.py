@@ -1,8 +1,9 @@
-"""`recipes/sft.py` as a person runs it, and its loss against transformers' own."""
+"""`recipes/sft.py` as a person runs it, and its loss against transformers' own and TRL's."""
 
 import json
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -15,7 +16,7 @@ sys.path.insert(0, str(HERE))
 import helpers  # noqa: E402
 from helpers import evaluation, numbers, run_here, text_dir  # noqa: E402, F401
 
-from rlkit.data import load_task, step_rows  # noqa: E402
+from rlkit.data import Batch, load_task, step_rows  # noqa: E402
 from rlkit.vlm import load_processor  # noqa: E402
 
 LEARNING = [
@@ -80,6 +81,16 @@ def test_loss_equals_transformers(whole, tiny_dir):
     labels[:, :-2] = -100  # padded on the left, and an answer is one token and its end
     with torch.no_grad():
         assert model(**inputs, labels=labels).loss.item() == pytest.approx(numbers(whole)[0]["loss"], rel=1e-5)
+
+
+def test_loss_equals_trls():
+    golden = load_file(HERE.parent / "peers" / "golden_trl.safetensors")
+    logprobs, mask = golden["sft/in/logprobs"].requires_grad_(), golden["sft/in/mask"]
+    batch = Batch(torch.zeros(mask.shape, dtype=torch.long), mask, [mask.shape[1]] * len(mask))
+    loss, _ = helpers.load("sft").loss_fn(SimpleNamespace(logprobs=logprobs), batch)
+    torch.testing.assert_close(loss.detach(), golden["sft/out/out"], rtol=1e-5, atol=1e-6)
+    (gradient,) = torch.autograd.grad(loss, logprobs)
+    torch.testing.assert_close(gradient, golden["sft/out/d_logprobs"], rtol=1e-5, atol=1e-6)
 
 
 def test_chats_with_the_options_of_the_real_thing(tiny_dir, tmp_path):
