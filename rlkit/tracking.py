@@ -76,6 +76,7 @@ class Run:
         self.out, self.writes = Path(out), writes
         if (self.out / METRICS).exists() and not resume:
             raise ValueError(f"out {str(self.out)!r}: holds a run already; --resume goes on with it, or name another")
+        wait_for_all_ranks()  # a directory is chosen and looked at on all of them before one of them writes to it
         config = {**config, "versions": versions()}
         self.trackers = start_trackers(trackers, self.out, config) if writes else []
         if writes:
@@ -189,6 +190,15 @@ def peak_flops(device: str) -> float | None:
     """Dense bfloat16 FLOP/s of a GPU by its name, as `torch.cuda.get_device_name` has it; None for an unknown one."""
     words = f" {device.upper().replace('-', ' ')} "
     return next((peak for name, peak in PEAKS.items() if f" {name} " in words), None)
+
+
+def wait_for_all_ranks() -> None:
+    """Return once every rank is here; at once where there are none."""
+    import torch
+    import torch.distributed as dist
+
+    if dist.is_available() and dist.is_initialized():
+        dist.all_reduce(torch.zeros(1))  # on the host, unlike a barrier: no GPU need be chosen yet
 
 
 def peak_flops_of_all_ranks() -> float | None:

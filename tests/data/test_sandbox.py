@@ -3,6 +3,7 @@
 import ctypes
 import os
 import platform
+import re
 import resource
 import socket
 import subprocess
@@ -382,7 +383,7 @@ for _ in range(2):
             ["tcp", "fork", "thread", "chmod", "kill"],
         ),
         ("resource.RLIMIT_AS: memory,", "", ["memory"]),
-        ("resource.RLIMIT_FSIZE: output,", "", ["file_size"]),
+        ("resource.RLIMIT_FSIZE: output,", "", ["file_size'|stopped='output"]),  # or seen from outside before that
     ],
 )
 def test_the_probe_finds_a_part_that_does_nothing(old, new, holes, tmp_path, monkeypatch):
@@ -393,7 +394,7 @@ def test_the_probe_finds_a_part_that_does_nothing(old, new, holes, tmp_path, mon
     monkeypatch.setattr(sandbox, "INSIDE", str(tmp_path / "inside.py"))
     with pytest.raises(SandboxError, match="cannot isolate programs on this machine") as error:
         check_isolation.__wrapped__()
-    assert not ISOLATED or all(f"'{hole}'" in str(error.value) for hole in holes), error.value
+    assert not ISOLATED or all(re.search(f"'{hole}'", str(error.value)) for hole in holes), error.value
 
 
 def test_a_start_that_fails_is_not_the_programs_fault(tmp_path, monkeypatch):

@@ -6,6 +6,7 @@ Before them: what ranks with the same rows have of a sampler that answers each r
 
 import json
 import sys
+import time
 from pathlib import Path
 
 import torch
@@ -16,6 +17,7 @@ from megatron.core import parallel_state
 from rlkit.data import extend, prompt
 from rlkit.engines.distributed import init_distributed, ranks_with_equal_rows
 from rlkit.rollout.same_rows import SameRows
+from rlkit.tracking import Run, new_directory
 
 
 class Sampler:
@@ -43,9 +45,21 @@ def answers(together):
     return ranks
 
 
+def started_late(root):
+    """What the ranks call a new run's directory when one is far behind; without waiting it would be another's."""
+    if dist.get_rank():
+        time.sleep(1)
+    run = Run(new_directory(root, "late"), {}, writes=dist.get_rank() == 0)
+    run.start_at(0)
+    ranks = [None] * dist.get_world_size()
+    dist.all_gather_object(ranks, run.out.name)
+    return ranks
+
+
 if __name__ == "__main__":
     init_distributed()
     told = {str(together): answers(together) for together in (True, False)}
+    told["late"] = started_late(Path(sys.argv[1]).parent)
     if dist.get_rank() == 0:
         Path(sys.argv[1]).with_name("answers.json").write_text(json.dumps(told))
     for steps, recipe, *arguments in json.loads(Path(sys.argv[1]).read_text()):

@@ -90,4 +90,9 @@ def test_ranks_with_the_same_rows_have_the_same_answers(two_ranks):
     told = json.loads((two_ranks[0] / "answers.json").read_text())
     first = [[[10, 3], i, i] for i in (0, 0, 1, 1, 2, 2)]
     shared = [[[10 + i % 2, 2 - i % 2], i, i] for i in (0, 0, 1, 1, 2, 2)]
-    assert told == {"True": [first, first], "False": [shared, shared]}
+    assert told["True"] == [first, first] and told["False"] == [shared, shared]
+
+
+def test_a_rank_that_starts_late_joins_the_run(two_ranks):
+    """It finds the directory that the first one already writes to, and took it for a run of before."""
+    assert json.loads((two_ranks[0] / "answers.json").read_text())["late"] == ["late", "late"]
