@@ -18,18 +18,27 @@ class Canary:
         if wrong := canary(metrics["mismatch/abs_dlogp"]):
             sys.exit(wrong)
 
-    The first gap is rounding, for a sampler loads the weights that training starts from: about 1e-6 in float32, 0.03 in
-    bfloat16. `times` as much, or any gap above `most`, is other weights. Weights that have moved by less than rounding
-    cannot be told from those before.
+    A sampler has the weights that training starts from, so the first gap is rounding, unless it is larger than rounding
+    can be: 0.003 in float32, 0.1 in bfloat16. Published gaps are at most half of that: a root mean square of 0.002 in
+    float32 and of 0.02 to 0.03 in bfloat16 for Qwen2.5 of 0.5B and 7B
+    ([Fast-LLM #525](https://github.com/ServiceNow/Fast-LLM/pull/525)), and with experts sqrt(2 KL) = 0.055 for
+    Qwen3-30B-A3B ([R3](https://arxiv.org/abs/2510.11370)); on a CPU it is 1e-6 in float32. After that `times` the first
+    gap, or any above `most`, is other weights. Weights that have moved by less than rounding cannot be told from those
+    before.
 
     Args:
         most: largest gap that is ever rounding.
+        dtype: that trainer and sampler compute in, the rougher of the two; by default the one that both take by
+            themselves: bfloat16 on a GPU, float32 on a CPU.
         times: gaps that are rounding differ by less than this factor.
-        rounding: gaps below this are always taken for rounding.
+        rounding: after the first, gaps below this are always taken for rounding.
     """
 
-    def __init__(self, most: float, *, times: float = 10.0, rounding: float = 1e-3) -> None:
+    def __init__(
+        self, most: float, *, dtype: torch.dtype | None = None, times: float = 10.0, rounding: float = 1e-3
+    ) -> None:
         self.most, self.times, self.rounding = most, times, rounding
+        self.dtype = dtype or (torch.bfloat16 if torch.cuda.is_available() else torch.float32)
         self.first: float | None = None
 
     def __call__(self, gap: float) -> str:
@@ -39,13 +48,16 @@ class Canary:
             gap: mean |dlogp| of a token, of all ranks.
         """
         if self.first is None:
+            name = str(self.dtype).removeprefix("torch.")
+            limit, why = (3e-3 if self.dtype.itemsize >= 4 else 0.1), f", or it does not compute in {name} as that does"
             self.first = gap
-        limit = min(self.most, max(self.times * self.first, self.rounding))
-        if gap <= limit:
+        else:
+            limit, why = max(self.times * self.first, self.rounding), ""
+        if gap <= (limit := min(self.most, limit)):
             return ""
         return (
             f"the sampler's logprobs differ from the trainer's by {gap:.2g} a token, at most {limit:.2g} expected: "
-            "its weights are not the trainer's, they did not arrive"
+            f"its weights are not the trainer's, they did not arrive{why}"
         )
 
 
