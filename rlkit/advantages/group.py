@@ -34,8 +34,7 @@ def grpo_advantages(rewards: Tensor, group_ids: Tensor, eps: float = 1e-6) -> Te
     check_not_negative(eps=eps)
     centred, index, count = _centre(rewards, group_ids)
     variance = _group_sums(centred.square(), index) / (count - 1).clamp(min=1)
-    scale = variance.sqrt() + eps
-    advantages = centred / torch.where(scale > 0, scale, 1.0)[index]
+    advantages = centred / (_root(variance) + eps)[index]
     return advantages.to(torch.promote_types(rewards.dtype, torch.float32))
 
 
@@ -77,6 +76,11 @@ def expand_to_tokens(advantages: Tensor, mask: Tensor) -> Tensor:
     check_rank("advantages", advantages, 1, "[B]")
     check_shape("advantages", advantages, (mask.shape[0],), "[B] as mask")
     return masked(advantages[:, None], mask)
+
+
+def _root(variance: Tensor) -> Tensor:
+    """The square root of a float64 variance, never quite 0: 0 may be divided by it, and its gradient at 0 is 0."""
+    return variance.clamp(min=torch.finfo(torch.float64).tiny).sqrt()
 
 
 def _group_sums(x: Tensor, index: Tensor, groups: int | None = None) -> Tensor:

@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from rlkit.advantages.group import _group_sums
-from rlkit.losses._check import check_groups, check_mask, check_not_negative, check_per_token, check_shape
+from rlkit.losses._check import check_groups, check_mask, check_not_negative, check_per_token, check_shape, check_tensor
 
 
 @torch.no_grad()
@@ -54,6 +54,7 @@ def optimal_token_baseline_advantages(
     """
     check_mask(mask)
     check_not_negative(eps=eps)
+    check_tensor("rewards", rewards)
     outcome = rewards.ndim == 1
     check_shape("rewards", rewards, tuple(mask.shape[:1] if outcome else mask.shape), "or [B, T] as mask")
     check_groups(group_ids, mask=mask[:, :1].any(1))

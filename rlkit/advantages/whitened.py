@@ -10,9 +10,17 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from rlkit.advantages.group import _centre, expand_to_tokens, grpo_advantages
+from rlkit.advantages.group import _centre, _root, expand_to_tokens, grpo_advantages
 from rlkit.advantages.returns import discounted_returns
-from rlkit.losses._check import check_groups, check_mask, check_not_negative, check_rank, check_shape, fail
+from rlkit.losses._check import (
+    check_groups,
+    check_mask,
+    check_not_negative,
+    check_rank,
+    check_shape,
+    check_tensor,
+    fail,
+)
 from rlkit.losses._numerics import masked, masked_sums
 
 
@@ -54,6 +62,7 @@ def reinforce_plus_plus_advantages(
     check_not_negative(eps=eps)
     if not 0 <= gamma <= 1:
         fail("gamma", gamma, "a number in [0, 1]")
+    check_tensor("rewards", rewards)
     outcome = rewards.ndim == 1
     check_shape("rewards", rewards, tuple(mask.shape[:1] if outcome else mask.shape), "or [B, T] as mask")
     rewards = rewards.to(torch.promote_types(rewards.dtype, torch.float32))
@@ -192,8 +201,7 @@ def lite_ppo_advantages(
     centred, _, _ = _centre(rewards, group_ids)
     judged = ~rewards.isnan()
     _, variance = _moments(torch.where(judged, rewards, 0).double(), judged, global_sum)
-    scale = variance.sqrt() + eps
-    return (centred / torch.where(scale > 0, scale, 1.0)).to(torch.promote_types(rewards.dtype, torch.float32))
+    return (centred / (_root(variance) + eps)).to(torch.promote_types(rewards.dtype, torch.float32))
 
 
 def _row_weights(judged: Tensor, lengths: Tensor | None) -> Tensor:

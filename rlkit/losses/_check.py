@@ -11,48 +11,64 @@ def fail(name: str, came: object, expected: str) -> None:
     raise ValueError(f"{name}: expected {expected}, got {came}")
 
 
+def check_tensor(name: str, x: Tensor) -> None:
+    """`x` is a tensor: no list, array or None."""
+    if not isinstance(x, Tensor):
+        fail(name, x if x is None else f"a {type(x).__name__}", "a tensor")
+
+
 def check_rank(name: str, x: Tensor, rank: int, layout: str) -> None:
     """`x` has `rank` dimensions; `layout` says which, such as "[B, T]"."""
+    check_tensor(name, x)
     if x.ndim != rank:
         fail(name, x, f"rank {rank} {layout}")
 
 
 def check_shape(name: str, x: Tensor, shape: tuple[int, ...], whose: str) -> None:
     """`x` has `shape`; `whose` says where the shape comes from, such as "as logprobs"."""
+    check_tensor(name, x)
     if tuple(x.shape) != tuple(shape):
         fail(name, x, f"shape {list(shape)} {whose}")
 
 
 def check_float(name: str, x: Tensor) -> None:
     """`x` is floating point."""
+    check_tensor(name, x)
     if not x.is_floating_point():
         fail(name, x, "a floating point tensor")
 
 
 def check_integer(name: str, x: Tensor) -> None:
     """`x` is an integer tensor (bool is not)."""
+    check_tensor(name, x)
     if x.is_floating_point() or x.is_complex() or x.dtype == torch.bool:
         fail(name, x, "an integer tensor")
 
 
 def check_mask(mask: Tensor) -> None:
     """`mask` is bool [B, T]."""
+    check_tensor("mask", mask)
     if mask.dtype != torch.bool:
         fail("mask", mask, "a bool tensor [B, T], True on trained tokens")
     check_rank("mask", mask, 2, "[B, T]")
 
 
-def check_per_token(mask: Tensor | None, **tensors: Tensor) -> None:
-    """The named tensors are floating point [B, T] of one shape, and so is the bool mask where there is one."""
-    names = list(tensors)
-    shape, whose = tuple(tensors[names[0]].shape), f"as {names[0]}"
-    if mask is not None:
-        check_mask(mask)
-        shape, whose = tuple(mask.shape), "as mask"
+def check_per_token(mask: Tensor, **tensors: Tensor) -> None:
+    """The named tensors are floating point [B, T] of one shape, and so is the bool mask."""
+    check_mask(mask)
     for name, x in tensors.items():
         check_float(name, x)
         check_rank(name, x, 2, "[B, T]")
-        check_shape(name, x, shape, whose)
+        check_shape(name, x, tuple(mask.shape), "as mask")
+
+
+def check_every_token(**tensors: Tensor) -> None:
+    """`check_per_token` where there is no mask."""
+    first, whose = next(iter(tensors.items()))[::-1]
+    for name, x in tensors.items():
+        check_float(name, x)
+        check_rank(name, x, 2, "[B, T]")
+        check_shape(name, x, tuple(first.shape), f"as {whose}")
 
 
 def check_groups(group_ids: Tensor, **tensors: Tensor) -> None:

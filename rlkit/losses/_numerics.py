@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from rlkit.losses._check import advantages_per_token
+from rlkit.losses._check import advantages_per_token, check_tensor
 
 LOG_RATIO_LIMIT = 20.0  # nats; exp(20) is 4.9e8
 
@@ -114,11 +114,12 @@ def masked_log_ratio(logprobs: Tensor, base_logprobs: Tensor, mask: Tensor | Non
 
 def masked_cost(advantages: Tensor, mask: Tensor) -> Tensor:
     """-A as [B, T], detached and float32 at least; 0 outside the mask, whatever the advantages hold there."""
-    return masked(at_least_float32(advantages_per_token(advantages.detach(), mask)), mask).neg_()
+    return masked(at_least_float32(advantages_per_token(advantages, mask).detach()), mask).neg_()
 
 
 def sequence_cost(advantages: Tensor, mask: Tensor) -> Tensor:
     """`masked_cost`; but [B] advantages give [B, 1], for what is one value a sequence: 0 for a row without tokens."""
+    check_tensor("advantages", advantages)
     if advantages.ndim == 2:
         return masked_cost(advantages, mask)
     return masked_cost(advantages, mask.sum(1, keepdim=True, dtype=torch.int32) > 0)

@@ -25,6 +25,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from rlkit.losses._check import (
+    check_every_token,
     check_float,
     check_mask,
     check_per_token,
@@ -59,7 +60,7 @@ def kl_k1(logprobs: Tensor, ref_logprobs: Tensor, mask: Tensor | None = None) ->
     Raises:
         ValueError: for a wrong rank, shape or dtype.
     """
-    check_per_token(mask, logprobs=logprobs, ref_logprobs=ref_logprobs)
+    _check(mask, logprobs=logprobs, ref_logprobs=ref_logprobs)
     return masked_log_ratio(logprobs, ref_logprobs.detach(), mask)
 
 
@@ -114,7 +115,7 @@ def kl_k3(logprobs: Tensor, ref_logprobs: Tensor, mask: Tensor | None = None) ->
     Raises:
         ValueError: for a wrong rank, shape or dtype.
     """
-    check_per_token(mask, logprobs=logprobs, ref_logprobs=ref_logprobs)
+    _check(mask, logprobs=logprobs, ref_logprobs=ref_logprobs)
     log_ratio = masked_log_ratio(ref_logprobs.detach(), logprobs, mask)
     return log_ratio.expm1() - log_ratio
 
@@ -161,7 +162,7 @@ def kl_straight_through(value: Tensor, logprobs: Tensor, ref_logprobs: Tensor, m
     Raises:
         ValueError: for a wrong rank, shape or dtype.
     """
-    check_per_token(mask, value=value, logprobs=logprobs, ref_logprobs=ref_logprobs)
+    _check(mask, value=value, logprobs=logprobs, ref_logprobs=ref_logprobs)
     gradient = kl_k2(logprobs, ref_logprobs, mask)
     value = at_least_float32(value.detach())
     if mask is not None:
@@ -194,7 +195,7 @@ def kl_k3_weighted(logprobs: Tensor, ref_logprobs: Tensor, old_logprobs: Tensor,
     Raises:
         ValueError: for a wrong rank, shape or dtype.
     """
-    check_per_token(mask, logprobs=logprobs, ref_logprobs=ref_logprobs, old_logprobs=old_logprobs)
+    _check(mask, logprobs=logprobs, ref_logprobs=ref_logprobs, old_logprobs=old_logprobs)
     ratio = masked_log_ratio(logprobs, old_logprobs.detach(), mask).exp()
     return ratio * kl_k3(logprobs, ref_logprobs, mask)
 
@@ -237,26 +238,38 @@ def full_vocabulary_kl(
         check_mask(mask)
         check_shape("mask", mask, tuple(logits.shape[:2]), "as logits without V")
         mask = mask[:, 1:]
-    kl = _FullVocabularyKL.apply(logits[:, :-1], ref_logits[:, :-1].detach(), mask, temperature)
+    kl, _ = _FullVocabularyKL.apply(logits[:, :-1], ref_logits[:, :-1].detach(), mask, temperature)
     return F.pad(kl, (1, 0))[:, : logits.shape[1]]
 
 
+def _check(mask: Tensor | None, **tensors: Tensor) -> None:
+    """The named tensors are floating point [B, T] of one shape, and so is the bool mask where there is one."""
+    if mask is None:
+        check_every_token(**tensors)
+    else:
+        check_per_token(mask, **tensors)
+
+
 class _FullVocabularyKL(torch.autograd.Function):
-    """full_vocabulary_kl on checked arguments, with no shift. Saves the gradient of the logits and nothing else."""
+    """(full_vocabulary_kl, gradient of the logits) of checked arguments, with no shift. Saves the second alone."""
 
     @staticmethod
-    def forward(ctx: Any, logits: Tensor, ref_logits: Tensor, mask: Tensor | None, temperature: float) -> Tensor:
+    def forward(logits: Tensor, ref_logits: Tensor, mask: Tensor | None, temperature: float) -> tuple[Tensor, Tensor]:
         logp = _masked_log_softmax(logits, mask, temperature)
         excess = logp - _masked_log_softmax(ref_logits, mask, temperature)
         p = logp.exp_()
         kl = (p * excess).sum(-1)
-        ctx.save_for_backward(p.mul_(excess.sub_(kl[..., None])).div_(temperature))
-        ctx.dtype = logits.dtype
-        return kl.clamp_(min=0.0)
+        return kl.clamp(min=0.0), p.mul_(excess.sub_(kl[..., None])).div_(temperature)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+        ctx.mark_non_differentiable(output[1])
+        ctx.save_for_backward(output[1])
+        ctx.dtype = inputs[0].dtype
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad_kl: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, grad_kl: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
         (gradient,) = ctx.saved_tensors
         return (gradient * grad_kl[..., None]).to(ctx.dtype), None, None, None
 

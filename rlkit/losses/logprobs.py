@@ -273,7 +273,6 @@ class _LinearLogprobs(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any,
         hidden: Tensor,
         weight: Tensor,
         bias: Tensor | None,
@@ -289,9 +288,12 @@ class _LinearLogprobs(torch.autograd.Function):
             logp = _chunk_logprobs(hidden[rows], weight, bias, _rows(temperature, rows), suppress)
             logprobs[rows] = logp.gather(1, targets[rows, None])[:, 0].clamp_(max=0.0)
             entropy[rows] = -logp.exp().mul_(logp.clamp_(min=_NO_PROBABILITY)).sum(1)
-        _save(ctx, temperature, hidden, weight, bias, targets, suppress, entropy)
-        ctx.chunk = chunk
         return logprobs, entropy
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+        hidden, weight, bias, targets, temperature, suppress, ctx.chunk = inputs
+        _save(ctx, temperature, hidden, weight, bias, targets, suppress, output[1])
 
     @staticmethod
     @once_differentiable
@@ -392,7 +394,8 @@ def _check_linear(hidden: Tensor, weight: Tensor, targets: Tensor, bias: Tensor 
     """hidden [N, H] and weight [V, H] of one floating dtype, targets integer [N], bias [V]."""
     check_float("hidden", hidden)
     check_rank("hidden", hidden, 2, "[N, H]")
-    check_shape("weight", weight, (*weight.shape[:1], hidden.shape[1]), "[V, H] with the H of hidden")
+    check_rank("weight", weight, 2, "[V, H]")
+    check_shape("weight", weight, (weight.shape[0], hidden.shape[1]), "[V, H] with the H of hidden")
     check_integer("targets", targets)
     check_shape("targets", targets, (hidden.shape[0],), "[N] as hidden")
     if bias is not None:

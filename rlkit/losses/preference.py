@@ -299,9 +299,9 @@ def kto_loss(
         ValueError: for a wrong rank, shape or dtype, or a number out of its range.
     """
     _check_same(logprobs=logprobs, ref_logprobs=ref_logprobs)
+    check_shape("desirable", desirable, tuple(logprobs.shape), "as logprobs")
     if desirable.dtype != torch.bool:
         fail("desirable", desirable, "a bool tensor [B]")
-    check_shape("desirable", desirable, tuple(logprobs.shape), "as logprobs")
     check_positive(beta=beta)
     check_not_negative(desirable_weight=desirable_weight, undesirable_weight=undesirable_weight)
     if isinstance(kl, Tensor):
