@@ -48,3 +48,10 @@ def test_measurements_that_a_page_names_are_there(page):
 def test_files_that_a_page_names_are_there(page):
     for target in re.findall(r"\]\((?!https?:|#)([^)#]+)", page.read_text()):
         assert (page.parent / target).exists(), target
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda p: p.name)
+def test_tests_that_a_page_names_are_there(page):
+    files = {path.name: path.read_text() for path in (ROOT / "tests").rglob("*.py")}
+    for name in set(re.findall(r"`(test_\w+(?:\.py)?)`", page.read_text())):
+        assert name in files if name.endswith(".py") else any(f"def {name}(" in text for text in files.values()), name
