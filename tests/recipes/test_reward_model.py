@@ -1,6 +1,7 @@
 """`recipes/reward_model.py` as a person runs it, and its loss against TRL's."""
 
 import json
+import re
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -63,19 +64,22 @@ def test_resume_is_exact(whole, tiny_dir, tmp_path):
 
 
 def test_the_export_is_the_model_that_was_measured(whole):
-    """Scores of the held-out pairs, each row alone, by the model that another program would load."""
+    """Scores of held-out answers, each alone, by the model that another program would load; and all at once as rewards,
+    as the page on tasks has it."""
     processor = load_processor(str(whole / "model"))
     engine = make_engine("fsdp2", "value_model", model=load_value_model(str(whole / "model")))
-    heldout = helpers.few_digits().heldout[:12]
-    task = load_pairs("helpers:few_digits")
-    right = []
-    for i in range(len(heldout)):
+    task, samples = load_pairs("helpers:few_digits"), []
+    for i in range(12):
         messages, *answers = pair(task.heldout[i])
         asked = encode(processor, asking(task.heldout[i], messages))
-        samples = answered(asked, processor, answers, [processor.tokenizer.eos_token_id], 100)
-        scores = [engine.infer_batch(scoring_batch(collate([s])))["values"].sum() for s in samples]
-        right.append(bool(scores[0] > scores[1]))
-    assert sum(right) >= 0.8 * len(right)
+        samples += answered(asked, processor, answers, [processor.tokenizer.eos_token_id], 100)
+    scores = torch.stack([engine.infer_batch(scoring_batch(collate([s])))["values"].sum() for s in samples])
+    assert (scores[0::2] > scores[1::2]).float().mean() >= 0.8
+    page = (HERE.parents[1] / "docs" / "tasks.md").read_text()
+    (block,) = (code for code in re.findall(r"```python\n(.*?)```", page, re.DOTALL) if "model_scores" in code)
+    names = {"answers": samples}
+    exec(re.sub(r'"runs/[^"]+"', repr(str(whole / "model")), block), names)
+    torch.testing.assert_close(names["rewards"], scores, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize(("case", "centre_coef"), [("reward", 0.0), ("reward_margin", 0.0), ("reward_centred", 0.01)])
