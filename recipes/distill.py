@@ -151,10 +151,10 @@ def main(cfg: Config) -> None:
     init_distributed()
     disable_progress_bar()  # of loading and saving; the run has its own
     rank = dist.get_rank()
-    name = f"distill-{Path(cfg.task).stem}-seed{cfg.seed}"
     try:
-        out = Path(cfg.out) if cfg.out else new_directory("runs", name, resume=cfg.resume)
         task = load_task(cfg.task)
+        name = f"distill-{task.name}-seed{cfg.seed}"
+        out = Path(cfg.out) if cfg.out else new_directory("runs", name, resume=cfg.resume)
         judge = Judge(task.reward, threads=cfg.reward_threads)
         run = Run(out, asdict(cfg), resume=cfg.resume, writes=rank == 0, trackers=cfg.trackers, watchdog=cfg.watchdog)
         engine, teacher, rollout, processor = set_up(cfg, task, out)

@@ -167,10 +167,10 @@ def main(cfg: Config) -> None:
     init_distributed()
     disable_progress_bar()  # of loading and saving; the run has its own
     rank = dist.get_rank()
-    name = f"dpo-{Path(cfg.task).stem}-seed{cfg.seed}"
     try:
-        out = Path(cfg.out) if cfg.out else new_directory("runs", name, resume=cfg.resume)
         task = load_pairs(cfg.task)
+        name = f"dpo-{task.name}-seed{cfg.seed}"
+        out = Path(cfg.out) if cfg.out else new_directory("runs", name, resume=cfg.resume)
         loss = chosen_loss(cfg)
         run = Run(out, asdict(cfg), resume=cfg.resume, writes=rank == 0, trackers=cfg.trackers, watchdog=cfg.watchdog)
         refers = "ref_chosen" in signature(loss).parameters

@@ -114,12 +114,12 @@ def main(cfg: Config) -> None:
     init_distributed()
     disable_progress_bar()  # of loading and saving; the run has its own
     rank, world = dist.get_rank(), dist.get_world_size()
-    name = f"evaluate-{'-'.join(Path(task).stem for task in cfg.task)}-seed{cfg.seed}"
     try:
         if cfg.group_size and cfg.group_size < min(cfg.pass_at, default=1):
             raise ValueError(f"pass_at: a k of at most group_size = {cfg.group_size} expected, came {cfg.pass_at}")
-        out = Path(cfg.out) if cfg.out else new_directory("runs", name, resume=cfg.resume)
         tasks = [load_task(task) for task in cfg.task]
+        name = f"evaluate-{'-'.join(task.name for task in tasks)}-seed{cfg.seed}"
+        out = Path(cfg.out) if cfg.out else new_directory("runs", name, resume=cfg.resume)
         judges = [[Judge(task.reward, threads=cfg.reward_threads) for _ in range(2)] for task in tasks]
         run = Run(out, asdict(cfg), resume=cfg.resume, writes=rank == 0, trackers=cfg.trackers, watchdog=cfg.watchdog)
         engine, rollout, processor = set_up(cfg, tasks[0], out)

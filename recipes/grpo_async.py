@@ -138,10 +138,10 @@ def main(cfg: Config, stack: ExitStack) -> None:
     init_distributed()
     disable_progress_bar()  # of loading and saving; the run has its own
     rank = dist.get_rank()
-    name = f"grpo_async-{Path(cfg.task).stem}-seed{cfg.seed}"
     try:
-        out = Path(cfg.out) if cfg.out else new_directory("runs", name, resume=cfg.resume)
         task = load_task(cfg.task)
+        name = f"grpo_async-{task.name}-seed{cfg.seed}"
+        out = Path(cfg.out) if cfg.out else new_directory("runs", name, resume=cfg.resume)
         run = Run(out, asdict(cfg), resume=cfg.resume, writes=rank == 0, trackers=cfg.trackers, watchdog=cfg.watchdog)
         engine, rollout, processor = set_up(cfg, task, out, stack)
         saved = checkpoints(out / "checkpoints") if cfg.resume else []

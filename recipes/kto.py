@@ -143,10 +143,10 @@ def main(cfg: Config) -> None:
     init_distributed()
     disable_progress_bar()  # of loading and saving; the run has its own
     rank = dist.get_rank()
-    name = f"kto-{Path(cfg.task).stem}-seed{cfg.seed}"
     try:
-        out = Path(cfg.out) if cfg.out else new_directory("runs", name, resume=cfg.resume)
         task = load_marked(cfg.task)
+        name = f"kto-{task.name}-seed{cfg.seed}"
+        out = Path(cfg.out) if cfg.out else new_directory("runs", name, resume=cfg.resume)
         run = Run(out, asdict(cfg), resume=cfg.resume, writes=rank == 0, trackers=cfg.trackers, watchdog=cfg.watchdog)
         engine, reference, rollout, processor, ends = set_up(cfg, task, out)
         saved = checkpoints(out / "checkpoints") if cfg.resume else []

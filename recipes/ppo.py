@@ -122,12 +122,12 @@ def main(cfg: Config) -> None:
     init_distributed()
     disable_progress_bar()  # of loading and saving; the run has its own
     rank = dist.get_rank()
-    name = f"ppo-{Path(cfg.task).stem}-seed{cfg.seed}"
     try:
         if not 1 <= cfg.mini_batches <= cfg.prompts_per_step:
             raise ValueError(f"mini_batches: from 1 to the {cfg.prompts_per_step} prompts, came {cfg.mini_batches}")
-        out = Path(cfg.out) if cfg.out else new_directory("runs", name, resume=cfg.resume)
         task = load_task(cfg.task)
+        name = f"ppo-{task.name}-seed{cfg.seed}"
+        out = Path(cfg.out) if cfg.out else new_directory("runs", name, resume=cfg.resume)
         judge = Judge(task.reward, threads=cfg.reward_threads)
         run = Run(out, asdict(cfg), resume=cfg.resume, writes=rank == 0, trackers=cfg.trackers, watchdog=cfg.watchdog)
         engine, critic, reference, rollout, processor = set_up(cfg, task, out)

@@ -121,10 +121,10 @@ def main(cfg: Config) -> None:
     init_distributed()
     disable_progress_bar()  # of loading and saving; the run has its own
     rank = dist.get_rank()
-    name = f"reward_model-{Path(cfg.task).stem}-seed{cfg.seed}"
     try:
-        out = Path(cfg.out) if cfg.out else new_directory("runs", name, resume=cfg.resume)
         task = load_pairs(cfg.task)
+        name = f"reward_model-{task.name}-seed{cfg.seed}"
+        out = Path(cfg.out) if cfg.out else new_directory("runs", name, resume=cfg.resume)
         run = Run(out, asdict(cfg), resume=cfg.resume, writes=rank == 0, trackers=cfg.trackers, watchdog=cfg.watchdog)
         engine, processor, ends = set_up(cfg, task, out)
         saved = checkpoints(out / "checkpoints") if cfg.resume else []

@@ -11,7 +11,7 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from helpers import evaluation, rows, run_here, text_dir  # noqa: E402, F401  (a fixture)
+from helpers import RECIPES, evaluation, load, rows, run_here, text_dir  # noqa: E402, F401  (a fixture)
 
 from rlkit.data import combine, load_task, tasks  # noqa: E402
 from rlkit.data.rewards import matches  # noqa: E402
@@ -101,3 +101,13 @@ def test_text_from_a_file_and_two_places_to_look_at_it(text_dir, tmp_path):  # n
     board.Reload()
     assert [event.value for event in board.Scalars("flops")] == pytest.approx([row["flops"] for row in rows(out)])
     assert len(board.Scalars("eval/accuracy_after")) == 1 and not (out / "phases").exists()
+
+
+@pytest.mark.parametrize("recipe", sorted(path.stem for path in RECIPES.glob("*.py")))
+def test_a_run_is_named_after_its_task(recipe, monkeypatch):
+    """And not after `helpers:few_digits`: some programs take what stands before a colon for another machine."""
+    module = load(recipe)
+    monkeypatch.setattr(module, "new_directory", lambda root, name, resume: sys.exit(name))
+    with pytest.raises(SystemExit, match=f"^{recipe}-digits-seed3$"):
+        config = module.Config(task=("helpers:few_digits",) if recipe == "evaluate" else "helpers:few_digits", seed=3)
+        module.main(config, *([None] if recipe == "grpo_async" else []))
