@@ -161,7 +161,7 @@ def varlen_attention(
 
     Args:
         query: [N, Hq, D].
-        key, value: [N, Hkv, D], Hq a multiple of Hkv.
+        key, value: [N, Hkv, D], Hq a multiple of Hkv; values may have a smaller D.
         layout: of the N tokens.
         scale: of the scores; 1/sqrt(D) by default.
         window: attend to this many tokens back, oneself included; all by default.
@@ -170,11 +170,14 @@ def varlen_attention(
         sinks: [Hq] score of a key without a value, which takes its share of the attention; likewise.
 
     Returns:
-        [N, Hq, D].
+        [N, Hq, D], D of the values.
     """
     by_hand = sinks is not None or layout.images is not None or (softcap is not None and _flash_attn() is None)
-    if not query.is_cuda or by_hand:
+    if by_hand or not _has_kernel(query, value):
         return _varlen_sdpa(query, key, value, layout, scale, window, dropout, softcap, sinks)
+    size = value.shape[-1]
+    if size < query.shape[-1]:  # as DeepSeek's; kernels want one size
+        value = F.pad(value, (0, query.shape[-1] - size))
     if layout.keys is not None:
         key, value = key.index_select(0, layout.keys), value.index_select(0, layout.keys)
     lengths = (layout.cu_queries, layout.cu_keys, max(layout.lengths), max(layout.key_lengths))
@@ -184,7 +187,7 @@ def varlen_attention(
         return flash(
             query, key, value, *lengths, dropout_p=dropout, softmax_scale=scale, causal=True, window_size=window_size,
             **more,
-        )  # fmt: skip
+        ).narrow(-1, 0, size)  # fmt: skip
     if dropout:
         raise ValueError(f"attention dropout {dropout} on packed rows needs flash-attn on a GPU; set it to 0")
     from torch.nn.attention.varlen import varlen_attn
@@ -196,7 +199,13 @@ def varlen_attention(
         groups = query.shape[1] // key.shape[1]
         key, value = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)
     out: Any = varlen_attn(query, key, value, *lengths, **options)
-    return out
+    return out.narrow(-1, 0, size)
+
+
+def _has_kernel(query: Tensor, value: Tensor) -> bool:
+    """Whether flash kernels take them: on a GPU, in half precision, heads of up to 256 numbers in eights."""
+    size, half = query.shape[-1], query.dtype in (torch.bfloat16, torch.float16)
+    return query.is_cuda and half and value.shape[-1] <= size <= 256 and size % 8 == 0
 
 
 def _varlen_sdpa(
@@ -212,7 +221,7 @@ def _varlen_sdpa(
         seen = block.seen(window, layout.images)
         piece = _attend(q, k.transpose(1, 2), v.transpose(1, 2), seen, scale, dropout, softcap, sinks)
         piece = piece.transpose(1, 2).flatten(0, 1).index_select(0, block.real)
-        out = out.index_copy(0, block.queries.flatten()[block.real], piece)
+        out = out.index_copy(0, block.queries.flatten().index_select(0, block.real), piece)
     return out
 
 
