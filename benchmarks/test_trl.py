@@ -80,9 +80,9 @@ def run_rlkit(path, side, steps):
     sys.path.insert(0, str(ROOT / "recipes"))
     import grpo_vlm
 
-    from rlkit.data import Task, tasks
+    from rlkit.data import Task, loading
 
-    tasks.BUILT_IN["work"] = lambda: Task("work", train=rows(side), heldout=rows(side)[:1], reward=reward)
+    loading.BUILT_IN["work"] = lambda: Task("work", train=rows(side), heldout=rows(side)[:1], reward=reward)
     loaded, ends, set_up, log = [], [], grpo_vlm.set_up, grpo_vlm.Run.log
 
     def noted(*args):

@@ -3,12 +3,13 @@
 from rlkit.data.batching import balanced_partitions, token_budget_batches
 from rlkit.data.hub import open_stream, stream_steps
 from rlkit.data.judging import Judge, score_as_written
+from rlkit.data.loading import load_task
 from rlkit.data.mixing import by_difficulty, easiest, mixed, widened
 from rlkit.data.packing import Packed, repad, unpad
 from rlkit.data.pairs import load_chats, load_marked, load_pairs
-from rlkit.data.rewards import combine, part_means, reward_stats, score_parts
+from rlkit.data.rewards import combine, judged, part_means, reward_stats, score, score_parts
 from rlkit.data.samples import Batch, Sample, collate, expand, extend, group_ids, observe, prompt
-from rlkit.data.tasks import Task, judged, load_task, score, step_rows
+from rlkit.data.tasks import Task, step_rows
 
 __all__ = [
     "Batch",

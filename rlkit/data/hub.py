@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from rlkit.data.tasks import Row, _Rows, _undecoded
+from rlkit.data.tables import Row, Rows, undecoded
 
 
 def read_splits(source: str, subset: str | None = None) -> Any:
@@ -37,7 +37,7 @@ def read_splits(source: str, subset: str | None = None) -> Any:
             found = datasets.load_dataset(source, subset)
     except (datasets.exceptions.DatasetGenerationError, OSError, ValueError) as error:
         raise ValueError(f"data set {source!r}: {error.__cause__ or error}") from error
-    return datasets.DatasetDict({name: _undecoded(table) for name, table in found.items()})
+    return datasets.DatasetDict({name: undecoded(table) for name, table in found.items()})
 
 
 def read_split(source: str, split: str, subset: str | None = None) -> Any:
@@ -48,9 +48,9 @@ def read_split(source: str, split: str, subset: str | None = None) -> Any:
     return splits[split]
 
 
-def made(table: Any, make: Callable[[Row], Row], where: str) -> _Rows:
+def made(table: Any, make: Callable[[Row], Row], where: str) -> Rows:
     """The rows of a table, each made by `make` of the table's own when it is asked for, and named for messages."""
-    return _Rows(lambda i: {**make(table[i]), "where": f"{where} row {i + 1}"}, np.arange(len(table)))
+    return Rows(lambda i: {**make(table[i]), "where": f"{where} row {i + 1}"}, np.arange(len(table)))
 
 
 def open_stream(source: str, split: str, subset: str | None = None) -> Any:
@@ -64,7 +64,7 @@ def open_stream(source: str, split: str, subset: str | None = None) -> Any:
     try:
         if _is_saved(source):
             return read_split(source, split).to_iterable_dataset()
-        return _undecoded(datasets.load_dataset(source, subset, split=split, streaming=True))
+        return undecoded(datasets.load_dataset(source, subset, split=split, streaming=True))
     except (OSError, ValueError) as error:
         raise ValueError(f"data set {source!r}: {error.__cause__ or error}") from error
 

@@ -19,8 +19,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from rlkit.data.rewards import Reward
 from rlkit.data.samples import Batch, Sample, collate
-from rlkit.data.tasks import Reward, Row
+from rlkit.data.tables import Row
 
 log = logging.getLogger(__name__)
 

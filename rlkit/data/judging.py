@@ -19,9 +19,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rlkit.data.rewards import score_parts
+from rlkit.data.rewards import Reward, score_parts
 from rlkit.data.samples import Sample
-from rlkit.data.tasks import Reward
 
 Judged = tuple[Tensor, dict[str, Tensor], float, float]  # of one prompt: rewards, parts, from when, until when
 

@@ -7,7 +7,8 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from rlkit.data.tasks import Row, Task, _Rows
+from rlkit.data.tables import Row, Rows
+from rlkit.data.tasks import Task
 
 
 def mixed(tasks: Sequence[Task], weights: Sequence[float] | None = None) -> Task:
@@ -55,8 +56,8 @@ def mixed(tasks: Sequence[Task], weights: Sequence[float] | None = None) -> Task
     rewards = {task.name: task.reward for task in tasks}
     return Task(
         "+".join(names),
-        train=_Rows(train, np.arange(len(place))),
-        heldout=_Rows(heldout, np.arange(len(asked))),
+        train=Rows(train, np.arange(len(place))),
+        heldout=Rows(heldout, np.arange(len(asked))),
         reward=lambda text, row: rewards[row["task"]](text, row),
     )
 
@@ -74,7 +75,7 @@ def by_difficulty(rows: Sequence[Row], difficulty: Callable[[Row], float]) -> Se
     keys = np.array([float(difficulty(row)) for row in rows])
     if np.isnan(keys).any():
         raise ValueError(f"difficulty: a number expected, came nan in row {int(np.isnan(keys).argmax())}")
-    return _Rows(lambda i: rows[i], keys.argsort(kind="stable"))
+    return Rows(lambda i: rows[i], keys.argsort(kind="stable"))
 
 
 def easiest(rows: Sequence[Row], share: float) -> Sequence[Row]:

@@ -16,9 +16,12 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from rlkit.data import tasks
+from rlkit.data import tables
+from rlkit.data.loading import load_task
+from rlkit.data.rewards import exact_match
 from rlkit.data.samples import Sample, expand, expanded_lengths, extend, in_parts
-from rlkit.data.tasks import Row, Task, exact_match, load_task
+from rlkit.data.tables import Row
+from rlkit.data.tasks import Task
 
 Message = Mapping[str, Any]
 
@@ -31,7 +34,9 @@ def load_chats(name: str) -> Task:
     """
 
     def fits(columns: set[str]) -> bool:
-        return "messages" in columns or bool(columns & {*tasks.QUESTION_COLUMNS} and columns & {*tasks.ANSWER_COLUMNS})
+        return "messages" in columns or bool(
+            columns & {*tables.QUESTION_COLUMNS} and columns & {*tables.ANSWER_COLUMNS}
+        )
 
     return _from_file(Path(name), fits, "messages, or question and answer") if _is_file(name) else load_task(name)
 
@@ -239,7 +244,7 @@ def _text(message: Message) -> str | None:
 
 
 def _prompt(row: Row) -> Any:
-    return next((row[name] for name in tasks.QUESTION_COLUMNS if row.get(name) is not None), None)
+    return next((row[name] for name in tables.QUESTION_COLUMNS if row.get(name) is not None), None)
 
 
 def _question(row: Row) -> list[Message]:
@@ -272,31 +277,31 @@ def _is_file(name: str) -> bool:
 
 
 def _from_file(
-    path: Path, fits: Callable[[set[str]], bool], wanted: str, answers: Sequence[str] = tasks.ANSWER_COLUMNS
+    path: Path, fits: Callable[[set[str]], bool], wanted: str, answers: Sequence[str] = tables.ANSWER_COLUMNS
 ) -> Task:
     """Rows as they are, with `images` (paths made absolute) and `answer` (for rewards; None if it has none)."""
-    table = tasks._table(path)
-    columns = tasks._columns(table)
+    table = tables.read_table(path)
+    columns = tables.columns_of(table)
     if not fits(set(columns)):
         raise ValueError(f"task {str(path)!r}: columns {wanted} expected; it has {columns}")
 
     def row(i: int) -> Row:
         raw = table[i]
-        found: Any = next((raw[name] for name in tasks.IMAGE_COLUMNS if raw.get(name)), [])
-        images = [tasks._beside(path, image) for image in (found if isinstance(found, list) else [found])]
+        found: Any = next((raw[name] for name in tables.IMAGE_COLUMNS if raw.get(name)), [])
+        images = [tables.beside(path, image) for image in (found if isinstance(found, list) else [found])]
         answer = next((raw[name] for name in answers if raw.get(name) is not None), None)
         if answer is None and raw.get("messages"):
             answer = _text(raw["messages"][-1])
         return {**raw, "answer": answer, "images": images, "where": f"{path} row {i + 1}"}
 
-    return Task(path.stem, *tasks._a_tenth_held_out(row, len(table)), exact_match)
+    return Task(path.stem, *tables.a_tenth_held_out(row, len(table)), exact_match)
 
 
 def _one_by_one(rows: Sequence[Row]) -> Sequence[Row]:
     """Of each pair two rows, that of its chosen answer first; rows that are marked already stay."""
     if not len(rows) or "chosen" not in rows[0]:
         return rows
-    return tasks._Rows(lambda i: {**rows[i // 2], "label": i % 2 == 0}, np.arange(2 * len(rows)))
+    return tables.Rows(lambda i: {**rows[i // 2], "label": i % 2 == 0}, np.arange(2 * len(rows)))
 
 
 def _with_wrong_answers(rows: Sequence[Row]) -> Sequence[Row]:
@@ -306,9 +311,9 @@ def _with_wrong_answers(rows: Sequence[Row]) -> Sequence[Row]:
         right = rows[i]
         if "chosen" in right:
             return right
-        others = np.random.default_rng((tasks.HELD_OUT_SEED, i)).permutation(len(rows))[:100]
+        others = np.random.default_rng((tables.HELD_OUT_SEED, i)).permutation(len(rows))[:100]
         answers = (str(rows[int(j)]["answer"]) for j in others)
         wrong = next((answer for answer in answers if answer != str(right["answer"])), None)
         return {**right, "chosen": str(right["answer"]), "rejected": wrong}
 
-    return tasks._Rows(row, np.arange(len(rows)))
+    return tables.Rows(row, np.arange(len(rows)))

@@ -28,7 +28,8 @@ from typing import Any
 from rlkit.data.hub import made, read_split, read_splits
 from rlkit.data.maths import final_answer, maths_reward
 from rlkit.data.rewards import multiple_choice
-from rlkit.data.tasks import Row, Task, _a_tenth_held_out
+from rlkit.data.tables import Row, a_tenth_held_out
+from rlkit.data.tasks import Task
 
 BOXED = "Reason step by step, and put your final answer within \\boxed{}."
 LETTER = "Reason step by step, and put the letter of the correct option within \\boxed{}."
@@ -72,7 +73,7 @@ def dapo17k(source: str = "BytedTsinghua-SIA/DAPO-Math-17k") -> Task:
     hundred times; here it is there once. A fixed 300 are held out; the paper evaluates on `aime24`.
     """
     rows = _dapo_rows(source)
-    return Task("dapo17k", *_a_tenth_held_out(rows.__getitem__, len(rows)), maths_reward)
+    return Task("dapo17k", *a_tenth_held_out(rows.__getitem__, len(rows)), maths_reward)
 
 
 def aime24(source: str = "BytedTsinghua-SIA/AIME-2024") -> Task:

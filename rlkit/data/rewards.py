@@ -5,19 +5,22 @@ r"""Rewards for text that plain code can judge, and rewards made of several part
     run.log(step, {**reward_stats(rewards, ids, engine.global_sum), **part_means(parts, engine.global_sum), ...})
 
 Each is `reward(text, row) -> float | None`, or a function that makes one from its settings. `row["answer"]` is what is
-right; a row without one is not judged. Elsewhere: an exact match in `rlkit.data.tasks`, mathematics in `maths`,
-programs in `programs`, a model as judge in `judge`.
+right; a row without one is not judged. Elsewhere: mathematics in `maths`, programs in
+`programs`, a model as judge in `judge`.
 """
 
 from __future__ import annotations
 
 import json
+import logging
 import math
 import re
 import string
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -25,7 +28,49 @@ import torch
 from torch import Tensor
 
 from rlkit.data.samples import Sample
-from rlkit.data.tasks import Reward, Row, score
+from rlkit.data.tables import Row
+
+Reward = Callable[[str, Row], float | None]
+
+log = logging.getLogger(__name__)
+
+
+# --- of a batch
+
+
+def score(reward: Reward, samples: Sequence[Sample], *, threads: int = 1) -> Tensor:
+    """[B] float32 rewards; nan where the reward function raised, or returned None, nan or an infinity: not judged.
+
+    A failure is logged with its row, never turned into a 0. A sample that was aborted is not judged.
+
+    Args:
+        threads: rewards under way at once, for those that wait for a process or a server (maths, programs, a judge).
+    """
+    judge = partial(_judge, reward)
+    if threads == 1:  # in this thread: a reward may use signals
+        return torch.tensor([judge(sample) for sample in samples], dtype=torch.float32)
+    with ThreadPoolExecutor(threads) as pool:
+        return torch.tensor(list(pool.map(judge, samples)), dtype=torch.float32)
+
+
+def _judge(reward: Reward, sample: Sample) -> float:
+    if sample.finish_reason == "aborted":  # a tool failed, which says nothing about the policy
+        return math.nan
+    try:
+        value = reward(sample.text, sample.row)
+        value = math.nan if value is None else float(value)
+        return value if math.isfinite(value) else math.nan  # an infinite one would spoil its whole group
+    except Exception as error:  # whatever it is, it is the reward's, and it says nothing about the answer
+        where = sample.row.get("where", f"group {sample.group_id}")
+        log.warning("reward failed on %s, answer %r: %s: %s", where, sample.text[:80], type(error).__name__, error)
+        return math.nan
+
+
+def judged(samples: Sequence[Sample], rewards: Tensor) -> list[Sample]:
+    """Those samples that could be judged, each with its reward."""
+    pairs = zip(samples, rewards.tolist(), strict=True)
+    return [replace(sample, reward=value) for sample, value in pairs if not math.isnan(value)]
+
 
 # --- several parts
 
@@ -128,6 +173,13 @@ def reward_stats(rewards: Tensor, group_ids: Tensor, global_sum: Callable[[Tenso
 
 
 # --- the form of an answer
+
+
+def exact_match(text: str, row: Row) -> float | None:
+    """1 if the answer is the row's, up to case and white space at the ends; None for a row without an answer."""
+    if row["answer"] is None:
+        return None
+    return float(text.strip().lower() == str(row["answer"]).strip().lower())
 
 
 def matches(pattern: str) -> Reward:

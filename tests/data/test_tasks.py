@@ -12,7 +12,8 @@ import torch
 from PIL import Image
 
 from rlkit.data import Task, judged, load_task, prompt, score, step_rows
-from rlkit.data.tasks import BUILT_IN, exact_match
+from rlkit.data.loading import BUILT_IN
+from rlkit.data.rewards import exact_match
 from rlkit.vlm import load_image
 
 

@@ -13,9 +13,8 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 from helpers import RECIPES, evaluation, load, rows, run_here, text_dir  # noqa: E402, F401  (a fixture)
 
-from rlkit.data import combine, load_task, tasks  # noqa: E402
-from rlkit.data.rewards import matches  # noqa: E402
-from rlkit.data.tasks import exact_match  # noqa: E402
+from rlkit.data import combine, load_task, loading  # noqa: E402
+from rlkit.data.rewards import exact_match, matches  # noqa: E402
 from rlkit.rollout.hf import HfRollout  # noqa: E402
 
 SMALL = ["--prompts_per_step", 4, "--group_size", 4, "--steps", 2, "--max_new_tokens", 3]
@@ -66,7 +65,7 @@ class Observed:
 )  # fmt: skip
 def test_parts_work_and_time_are_logged(text_dir, tmp_path, monkeypatch, recipe, passes, options):  # noqa: F811
     observed = Observed(monkeypatch)
-    monkeypatch.setitem(tasks.BUILT_IN, "two_parts", observed.two_parts)
+    monkeypatch.setitem(loading.BUILT_IN, "two_parts", observed.two_parts)
     options = [*options, text_dir] if recipe == "distill" else options
     run_here(recipe, "--model", text_dir, "--task", "two_parts", "--out", tmp_path, *SMALL, *options)
     for row in rows(tmp_path):
