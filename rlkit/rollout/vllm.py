@@ -83,7 +83,9 @@ class VllmRollout:
         vllm = import_vllm()
         threads = torch.get_num_threads()
         # on a CPU vLLM puts a function that does nothing in the place of torch's own
-        with mock.patch.object(torch, "set_num_threads", torch.set_num_threads), torch.random.fork_rng():
+        devices = [torch.cuda.current_device()] if self.on_gpu else []
+        torch.cuda.empty_cache()  # here and below: vLLM does not find what the trainer's allocator only keeps for later
+        with mock.patch.object(torch, "set_num_threads", torch.set_num_threads), torch.random.fork_rng(devices):
             try:
                 self.llm = vllm.LLM(
                     model=model,
@@ -152,7 +154,7 @@ class VllmRollout:
             raise RuntimeError("vllm: the prefix cache could not be reset: are requests still running?")
         self.llm.llm_engine.reset_encoder_cache()
         if self.asleep:
-            self.llm.wake_up(tags=["kv_cache"])
+            self._wake("kv_cache")
             self.asleep = False
         self.version += 1
 
@@ -166,7 +168,11 @@ class VllmRollout:
     def wake_up(self) -> None:
         """Take memory for the weights again; what hands weights over fills it, and takes that of the cache."""
         if self.asleep:
-            self.llm.wake_up(tags=["weights"])
+            self._wake("weights")
+
+    def _wake(self, tag: str) -> None:
+        torch.cuda.empty_cache()
+        self.llm.wake_up(tags=[tag])
 
     def close(self) -> None:
         """Free everything; there is no other use of the engine after it."""

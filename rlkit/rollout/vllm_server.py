@@ -84,6 +84,7 @@ class VllmServerRollout(ServerRollout):
     def _end(self) -> None:
         self._post("/finish_weight_update", {"weight_version": str(self.coming)})
         if self.asleep:
+            torch.cuda.empty_cache()
             self._post("/wake_up?tags=kv_cache")
         reset = self._post("/reset_prefix_cache?reset_running_requests=true")
         if not all(answer["success"] for answer in reset):
@@ -106,6 +107,7 @@ class VllmServerRollout(ServerRollout):
     def wake_up(self) -> None:
         """Take memory for the weights again; `update_weights` fills it, and takes that of the cache."""
         if self.asleep:
+            torch.cuda.empty_cache()  # a server on the same GPU does not find what this process's allocator only keeps
             self._tell("/wake_up?tags=weights")
 
     async def _meet(self, server: Server) -> tuple[int, int]:
