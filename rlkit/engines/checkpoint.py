@@ -13,14 +13,16 @@ from __future__ import annotations
 import json
 import re
 import shutil
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import cache
 from pathlib import Path
 from typing import Any
 
+import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from torch import Tensor
 
 MANIFEST = "manifest.json"
 
@@ -119,6 +121,22 @@ def read_manifest(path: str | Path) -> dict[str, Any]:
             state = "is missing" if came is None else f"has {came} bytes"
             raise ValueError(f"checkpoint {path}: {name} {state}, {size} bytes expected; remove it to use an older one")
     return manifest["extra"]
+
+
+def random_states(device: torch.device) -> dict[str, Tensor]:
+    """Where this rank's random numbers are, the host's and its GPU's (of dropout, say), by their names in a state."""
+    found = {f"rng.{dist.get_rank()}": torch.get_rng_state()}
+    if device.type == "cuda":
+        found[f"rng.{dist.get_rank()}.cuda"] = torch.cuda.get_rng_state(device)
+    return found
+
+
+def set_random_states(state: Mapping[str, Any], device: torch.device) -> None:
+    """Go on from those of `random_states` that a checkpoint had: one of fewer ranks, or of a CPU, has not all."""
+    if (host := state.get(f"rng.{dist.get_rank()}")) is not None:
+        torch.set_rng_state(host)
+    if (gpu := state.get(f"rng.{dist.get_rank()}.cuda")) is not None:
+        torch.cuda.set_rng_state(gpu, device)
 
 
 def load(path: str | Path, state: dict[str, Any]) -> None:

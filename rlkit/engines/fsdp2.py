@@ -335,9 +335,8 @@ class Fsdp2Engine:
         self._reshard()
         state = self._state()
         checkpoint.check_names(path, state["model"])
-        mine = f"rng.{dist.get_rank()}"
-        if mine not in checkpoint.saved_names(path):  # more ranks than there were
-            del state[mine]
+        there = checkpoint.saved_names(path)
+        state = {name: x for name, x in state.items() if not name.startswith("rng.") or name in there}
         checkpoint.load(path, state)
         optimizers = [] if self.optimizer is None else [self.optimizer]
         set_state_dict(
@@ -349,14 +348,13 @@ class Fsdp2Engine:
         )
         if self.scheduler is not None and saved["scheduler"] is not None:
             self.scheduler.load_state_dict(saved["scheduler"])
-        if mine in state:
-            torch.set_rng_state(state[mine])
+        checkpoint.set_random_states(state, self.device)
         return saved["extra"]
 
     def _state(self) -> dict[str, Any]:
         optimizers = [] if self.optimizer is None else [self.optimizer]
         model, optim = get_state_dict(self.module, optimizers, options=StateDictOptions(ignore_frozen_params=True))
-        return {"model": model, "optimizer": optim, f"rng.{dist.get_rank()}": torch.get_rng_state()}
+        return {"model": model, "optimizer": optim, **checkpoint.random_states(self.device)}
 
     def export_hf(self, path: str | Path) -> None:
         """Write a Hugging Face model directory: config, safetensors, processor; adapters merged. Complete or absent."""

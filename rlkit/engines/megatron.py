@@ -344,7 +344,7 @@ class MegatronEngine:
         embedding = embedding_name(self.megatron_config)
         if self.model.share_embeddings_and_output_weights and embedding in state["model"]:
             state["model"][HEAD] = state["model"][embedding]
-        state[f"rng.{dist.get_rank()}"] = torch.get_rng_state()
+        state |= checkpoint.random_states(self.device)
         schedule = self.scheduler.state_dict() if self.scheduler is not None else None
         checkpoint.save(path, state, {"scheduler": schedule, "extra": dict(extra or {})}, wait=wait)
 
@@ -356,15 +356,13 @@ class MegatronEngine:
         """
         saved = checkpoint.read_manifest(path)
         state = megatron_optimizer.wanted_state(self.parameters, self.sharded, self.groups, self.saved_shapes)
-        mine = f"rng.{dist.get_rank()}"
-        if mine in checkpoint.saved_names(path):
-            state[mine] = torch.get_rng_state()
+        there = checkpoint.saved_names(path)
+        state |= {name: x for name, x in checkpoint.random_states(self.device).items() if name in there}
         checkpoint.load(path, state)
         megatron_optimizer.take_state(self.parameters, self.sharded, self.megatron_config, state)
         if self.scheduler is not None and saved["scheduler"] is not None:
             self.scheduler.load_state_dict(saved["scheduler"])
-        if mine in state:
-            torch.set_rng_state(state[mine])
+        checkpoint.set_random_states(state, self.device)
         return saved["extra"]
 
     def to(self, device: torch.device | str, *, model: bool = True, optimizer: bool = True) -> None:

@@ -10,6 +10,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from rlkit.engines import attention
 from rlkit.engines.attention import Block, Layout, varlen_attention
+from rlkit.engines.checkpoint import random_states, set_random_states
+from rlkit.engines.distributed import init_distributed
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
 
@@ -48,3 +50,17 @@ def test_flash_kernels_get_what_they_take(dtype, size, of_values, kernel, window
         out = varlen_attention(*(torch.empty(49, *x, dtype=dtype, device=GPU) for x in shapes), layout, window=window)
     assert kernels.came == ([] if kernel is None else [kernel])
     assert out.shape == (49, 4, of_values) and out.device == GPU and out.dtype == dtype
+
+
+def test_random_numbers_of_a_gpu_go_on_behind_a_checkpoint(monkeypatch):
+    """Dropout draws there, not on the host."""
+    init_distributed("cpu")
+    gpu = torch.Generator().manual_seed(5)
+    monkeypatch.setattr(torch.cuda, "get_rng_state", lambda device: gpu.get_state())
+    monkeypatch.setattr(torch.cuda, "set_rng_state", lambda state, device: gpu.set_state(state))
+    state = random_states(GPU)
+    drawn = [torch.rand(3), torch.rand(3, generator=gpu)]
+    set_random_states(state, GPU)
+    assert all(map(torch.equal, drawn, [torch.rand(3), torch.rand(3, generator=gpu)]))
+    set_random_states({}, GPU)  # of a checkpoint of fewer ranks
+    assert random_states(CPU).keys() == {"rng.0"}
