@@ -50,7 +50,7 @@ MEANING = {
     "positions": "3D RoPE ids exactly equal to transformers' own, on random layouts and paddings",
     "packed": "rows end to end give the logprobs and gradients of one sequence at a time, and of padded rows",
     "Ulysses": "rows shared by two processes give the numbers of one",
-    "mixed batch": "a blank image, for the rank that has none, changes no number and reaches the vision tower",
+    "mixed batch": "a blank image or video, for the rank that has none, changes no number and reaches the vision tower",
     "processor": "both token tracks are those of transformers' processor, and an image has as many tokens as features",
     "freeze": "what is frozen has no gradient and does not move, in the fsdp2 engine",
     "LoRA": "adapters alone move; merged they give the same logprobs; `disable_adapter` gives the model back",
@@ -120,7 +120,7 @@ def page() -> str:
     vllm = modules["rollout/test_vllm.py"]
     with_vllm = "; ".join(f"{name} ({why})" for name, why in vllm.REFUSED.items())
     more = f"""
-Of Qwen-Omni it is the thinker that trains, on text and images: transformers' class of the thinker, handed to
+Of Qwen-Omni it is the thinker that trains, on text, images and videos: transformers' class of the thinker, handed to
 `make_engine`, as `load_model` knows no model with a talker.
 
 Refused by name, with a reason:

@@ -15,7 +15,7 @@ from rlkit.data.batching import token_budget_batches
 from rlkit.data.samples import Batch, Sample
 from rlkit.engines.distributed import all_reduce
 from rlkit.engines.packer import blank_sample, shared_costs
-from rlkit.vlm.inputs import check_images
+from rlkit.vlm.inputs import check_images, kinds_seen, position_spec
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,8 @@ def micro_batches(
     batch: Batch, budget: int, config: Any, *, share_prompts: bool = False
 ) -> Iterator[tuple[list[int], Sample | None]]:
     """The rows of each micro-batch, and a blank sequence for a rank that would stay behind: one without rows, or one
-    without an image where another rank has one. All ranks call this together.
+    without an image, or a video, where another rank has one: a model's forward calls its vision tower for the images
+    and again for the videos, and the ranks gather its weights together. All ranks call this together.
 
     Args:
         batch: this rank's rows, on the host; rows of equal `together` stay in one micro-batch.
@@ -62,11 +63,11 @@ def micro_batches(
     pieces = token_budget_batches(lengths, budget, together=together)
     count = int(all_reduce(torch.tensor(len(pieces)), dist.ReduceOp.MAX))
     pieces += [[] for _ in range(count - len(pieces))]
-    sees = torch.tensor([any(batch.vision[i] for i in rows) for rows in pieces], dtype=torch.int32)
-    anyone_sees = all_reduce(sees, dist.ReduceOp.MAX)
-    for rows, here, somewhere in zip(pieces, sees.tolist(), anyone_sees.tolist(), strict=True):
-        needed = not rows or somewhere > here
-        yield rows, blank_sample(config, image=somewhere > here) if needed else None
+    spec = position_spec(config)
+    sees = torch.tensor([kinds_seen([batch.vision[i] for i in rows], spec) for rows in pieces]).int().view(-1, 2)
+    lacks = all_reduce(sees, dist.ReduceOp.MAX) > sees
+    for rows, (image, video) in zip(pieces, lacks.tolist(), strict=True):
+        yield rows, blank_sample(config, image=image, video=video) if image or video or not rows else None
 
 
 def check_same_rows(batch: Batch, data_rank: int, data_world: int) -> None:

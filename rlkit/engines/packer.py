@@ -16,8 +16,8 @@ from rlkit.data.samples import Batch, Sample, prompt
 from rlkit.engines.attention import Layout
 from rlkit.engines.ulysses import Ulysses
 from rlkit.vlm.families import IMAGES_OF_A_SAMPLE, IN_PATCHES, tokens_of_fixed_size_image
-from rlkit.vlm.inputs import join_vision, position_ids
-from rlkit.vlm.rope3d import Rope3DSpec
+from rlkit.vlm.inputs import PIXELS, TIMES, model_vision, position_ids
+from rlkit.vlm.rope3d import Rope3DSpec, rope3d_spec
 
 
 @dataclass(frozen=True)
@@ -71,8 +71,8 @@ def pack(
         spec: of the model's position ids.
         packed: one row of N tokens without padding, else [B, T] with an attention mask.
         share_prompts: rows that answer the same prompt hold its tokens and images once; needs `packed`.
-        blank: a sequence put behind the rows of which nothing is kept: for a rank that has no rows, or no images while
-            others have.
+        blank: a sequence put behind the rows of which nothing is kept: for a rank that has no rows, or no images or no
+            videos while others have.
         ulysses: the ranks that share the packed row, which is filled up to as many tokens for each of them.
         router_replay: hand the rows' `routed_experts`, if they have them, to the model.
     """
@@ -100,6 +100,7 @@ def pack(
         prompts = prompt_lengths(batch) + [0] * (len(lengths) - rows)
         parts = 1 if ulysses is None else ulysses.size
         layout, source, place = lay_out(groups, prompts, lengths, tokens.shape[1], device, parts)
+        heads = [group[0] for group in groups]
         keep, fill = place[keep], (0, sum(layout.lengths) - len(source))
         routing = None if routing is None else pad(routing[source], (0, 0, 0, 0, *fill), value=-1)
         if ulysses is not None:
@@ -113,11 +114,12 @@ def pack(
             "input_ids": pad(tokens.flatten()[source], fill)[None],
             "position_ids": pad(positions.flatten(-2)[..., source], fill).unsqueeze(-2),
             "packed_layout": layout,
-            **join_vision([vision[group[0]] for group in groups]),
+            **model_vision(tokens[heads], [vision[i] for i in heads], spec),
         }
     else:
         mask = attended.long()
-        kwargs = {"input_ids": tokens, "position_ids": positions, "attention_mask": mask, **join_vision(vision)}
+        kwargs = {"input_ids": tokens, "position_ids": positions, "attention_mask": mask}
+        kwargs |= model_vision(tokens, vision, spec)
     if not len(keep):
         keep, targets = torch.zeros(1, dtype=torch.long), tokens.new_zeros(1)
     if packed:
@@ -199,21 +201,25 @@ def shared_costs(batch: Batch) -> tuple[list[int], list[int]]:
     return cost, number
 
 
-def blank_sample(config: Any, *, image: bool) -> Sample:
-    """The shortest sequence there is, with one blank image if asked for.
+def blank_sample(config: Any, *, image: bool, video: bool = False) -> Sample:
+    """The shortest sequence there is, with one blank image, and one blank video, if asked for.
 
     Raises:
         ValueError: a blank image for a family whose image tensors are not known.
     """
-    if not image:
+    if not image and not video:
         return prompt([0])
-    vision, tensors = config.vision_config, {}
+    vision, tensors = config.vision_config, dict[str, Tensor]()
     if config.model_type in IN_PATCHES:
         channels = getattr(vision, "in_channels", getattr(vision, "in_chans", 3))
-        side, count = vision.spatial_merge_size, 1
-        tensors["pixel_values"] = torch.zeros(side**2, channels * vision.temporal_patch_size * vision.patch_size**2)
-        tensors["image_grid_thw"] = torch.tensor([[1, side, side]])
-    elif count := tokens_of_fixed_size_image(config):
+        side, kinds = vision.spatial_merge_size, ["image"] * image + ["video"] * video
+        for kind in kinds:
+            tensors[PIXELS[kind]] = torch.zeros(side**2, channels * vision.temporal_patch_size * vision.patch_size**2)
+            tensors[f"{kind}_grid_thw"] = torch.tensor([[1, side, side]])
+        if video and (spec := rope3d_spec(config)).tokens_per_second is not None:
+            tensors[TIMES[spec.audio_token_id is not None]] = torch.ones(1)
+        return prompt([getattr(config, f"{kind}_token_id") for kind in kinds], vision=tensors)
+    if count := tokens_of_fixed_size_image(config):
         size = vision.image_size if isinstance(vision.image_size, Sequence) else [vision.image_size] * 2
         pixels = torch.ones(1, vision.num_channels, *size)  # images of zeros are left out
         tensors["pixel_values"] = pixels[None] if config.model_type in IMAGES_OF_A_SAMPLE else pixels

@@ -17,7 +17,7 @@ from torch import Tensor
 from rlkit.data.samples import Sample, extend
 from rlkit.losses.logprobs import suppress_tokens
 from rlkit.rollout.sampling import Sampling, Written, end_tokens, of_each, sample_tokens, uniforms, with_routing
-from rlkit.vlm.inputs import join_vision, position_ids, position_spec
+from rlkit.vlm.inputs import model_vision, position_ids, position_spec
 from rlkit.vlm.processors import decode, unsampled_ids
 from rlkit.vlm.routers import recorded_routing
 
@@ -133,9 +133,10 @@ class HfRollout:
 
         tokens, attended = _left_pad([r.token_ids for r in requests])
         vision = [r.vision for r in requests]
-        positions = position_ids(tokens, attended, vision, position_spec(config))
+        spec = position_spec(config)
+        positions = position_ids(tokens, attended, vision, spec)
         inputs = {"input_ids": tokens, "attention_mask": attended.long(), "position_ids": positions}
-        inputs |= join_vision(vision)
+        inputs |= model_vision(tokens, vision, spec)
         out = module(**{k: v.to(device) for k, v in inputs.items()}, use_cache=True, logits_to_keep=1)
         routed = [] if routing is None else [routing().unflatten(0, tokens.shape).repeat_interleave(n, 0).cpu()]
         cache = out.past_key_values

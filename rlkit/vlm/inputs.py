@@ -24,6 +24,7 @@ def position_spec(config: Any) -> Rope3DSpec | None:
 
 
 TIMES = ("second_per_grid_ts", "video_second_per_grid")  # of videos; the second is Qwen-Omni's name
+PIXELS = {"image": "pixel_values", "video": "pixel_values_videos"}
 POSITION_KEYS = ("image_grid_thw", "video_grid_thw", *TIMES)
 
 
@@ -38,6 +39,41 @@ def join_vision(vision: Sequence[Mapping[str, Tensor]], only: Sequence[str] | No
     """
     keys = [key for key in dict.fromkeys(key for one in vision for key in one) if only is None or key in only]
     return {key: _end_to_end(key, [one[key] for one in vision if key in one]) for key in keys}
+
+
+def model_vision(tokens: Tensor, vision: Sequence[Mapping[str, Tensor]], spec: Rope3DSpec | None) -> dict[str, Tensor]:
+    """`join_vision` of rows [B, T] for a model's forward; position ids are made of the rows as they were."""
+    if spec is not None and spec.video_start_token_id is not None:
+        rows = zip(tokens, vision, strict=True)
+        vision = [frames_as_images(row, one, spec) if PIXELS["video"] in one else one for row, one in rows]
+    return join_vision(vision)
+
+
+def frames_as_images(row: Tensor, one: Mapping[str, Tensor], spec: Rope3DSpec) -> dict[str, Tensor]:
+    """GLM-4V's images and frames of videos, all as images in the order of the row's tokens.
+
+    To its vision tower a frame is an image, and both have the same placeholder. transformers takes images or videos in
+    a forward, but not both, and would not know whose placeholders are whose.
+    """
+    t, *sides = one["video_grid_thw"].unbind(1)
+    frames = torch.stack([torch.ones_like(t), *sides], 1).repeat_interleave(t, 0)
+    images = one.get("image_grid_thw", frames[:0])
+    is_image = row == spec.image_token_id
+    opens, closes = (row.eq(token or -1).int() for token in (spec.video_start_token_id, spec.video_end_token_id))
+    inside = (opens - closes).cumsum(0) > 0
+    starts = []
+    for grids, of_kind in ((images, is_image & ~inside), (frames, is_image & inside)):
+        tokens = grids.prod(1) // spec.merge_size**2
+        starts.append(of_kind.nonzero()[:, 0][tokens.cumsum(0) - tokens])
+    order, grids = torch.cat(starts).argsort(), torch.cat([images, frames])
+    pixels = torch.cat([one[name] for name in PIXELS.values() if name in one]).split(grids.prod(1).tolist())
+    return {PIXELS["image"]: torch.cat([pixels[i] for i in order]), "image_grid_thw": grids[order]}
+
+
+def kinds_seen(vision: Sequence[Mapping[str, Tensor]], spec: Rope3DSpec | None) -> list[bool]:
+    """Whether a forward of these rows calls the vision tower for images, and whether it does so for videos."""
+    seen = [any(name in one for one in vision) for name in PIXELS.values()]
+    return [any(seen), False] if spec is not None and spec.video_start_token_id is not None else seen
 
 
 # tensor -> its dimensions, if a sample's images have one of their own
@@ -116,16 +152,16 @@ def _seen(one: Mapping[str, Tensor], config: Any) -> list[_Seen]:
 
 def _seen_by_grids(one: Mapping[str, Tensor], spec: Rope3DSpec, in_patches: bool) -> list[_Seen]:
     seen = []
-    for kind, token, pixels, frames in (
-        ("image", spec.image_token_id, "pixel_values", 1),
-        ("video", spec.video_token_id, "pixel_values_videos", spec.temporal_merge_size),
+    for kind, token, frames in (
+        ("image", spec.image_token_id, 1),
+        ("video", spec.video_token_id, spec.temporal_merge_size),
     ):
         grids, merge = one.get(f"{kind}_grid_thw", torch.empty(0, 3)).tolist(), (frames, *[spec.merge_size] * 2)
         if any(size % by for grid in grids for size, by in zip(grid, merge, strict=True)):
             raise ValueError(f"{kind}_grid_thw {grids}: (t, h, w) that {merge} divide expected")
-        patches, expected = len(one.get(pixels, ())), sum(map(math.prod, grids))
+        patches, expected = len(one.get(PIXELS[kind], ())), sum(map(math.prod, grids))
         if in_patches and patches != expected:
-            raise ValueError(f"{pixels} has {patches} patches, and {kind}_grid_thw {grids} says {expected}")
+            raise ValueError(f"{PIXELS[kind]} has {patches} patches, and {kind}_grid_thw {grids} says {expected}")
         seen.append(_Seen(kind, token, len(grids), expected // math.prod(merge)))
     times = len(next((one[name] for name in TIMES if name in one), ()))
     if spec.tokens_per_second is not None and times != seen[1].images:

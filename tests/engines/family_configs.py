@@ -1,6 +1,6 @@
 """Tiny configurations of every family: of text, with a vision tower, and those whose rows cannot be packed."""
 
-IMAGE = 90
+IMAGE, VIDEO = 90, 95
 BASE = {
     "vocab_size": 97, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
     "num_key_value_heads": 2, "head_dim": 8, "max_position_embeddings": 128, "pad_token_id": 0, "bos_token_id": 1,

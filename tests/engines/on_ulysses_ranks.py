@@ -44,6 +44,7 @@ class Case:
     options: dict = field(default_factory=dict)
     lora: bool = False
     first_group_has_all: bool = False
+    rows: dict = field(default_factory=dict)  # more about the rows of a vision model
 
 
 CHECKPOINTED = {"enable_gradient_checkpointing": True}
@@ -55,6 +56,7 @@ CASES = {
     "qwen3": Case("qwen3", options={"micro_batch_tokens": 40}),
     "qwen3_moe": Case("qwen3_moe", config=EXPERTS),
     "qwen2_5_vl": Case("qwen2_5_vl", options={"micro_batch_tokens": 110}),
+    "qwen2_5_vl_videos": Case("qwen2_5_vl", rows={"videos": (1,)}),  # of two ranks one has it, beside images
     "qwen2_5_vl_lora": Case("qwen2_5_vl", options=CHECKPOINTED, lora=True),
     "qwen3_vl": Case("qwen3_vl", options={**CHECKPOINTED, "micro_batch_tokens": 110}),
 }
@@ -66,7 +68,7 @@ SPLITS = {  # ranks, the engine's options, cases
     "Ulysses 2": (2, SHARED, [name for name in CASES if name not in ("qwen2_no_rows", "qwen3")]),
     "TP 2": (2, TENSOR, ["qwen2_values", "qwen3", "qwen2_5_vl"]),
     "DP 2 x TP 2": (4, TENSOR, ["qwen2_no_rows", "qwen3", "qwen2_5_vl"]),
-    "DP 2": (2, {}, ["qwen2_no_rows"]),
+    "DP 2": (2, {}, ["qwen2_no_rows", "qwen2_5_vl_videos"]),
     "DP 2 x Ulysses 2": (4, SHARED, ["qwen2", "qwen2_values", "qwen2_no_rows", "qwen2_5_vl"]),
     "Ulysses 4": (4, {"ulysses_sequence_parallel_size": 4}, ["qwen3_moe"]),
     "2 copies x 2 shards": (4, HALVES, ["qwen2_no_rows", "qwen2_5_vl"]),
@@ -107,10 +109,10 @@ def make_model(case, processor=None):
     return test_families.seeded(lambda: AutoModelForImageTextToText.from_config(config))
 
 
-def make_rows(processor, chosen):
+def make_rows(processor, chosen, more=None):
     """Rows of unequal lengths, in groups of one prompt; of a vision model's some have images."""
     if processor is not None:
-        return make_batch(processor, rows=chosen)
+        return make_batch(processor, rows=chosen, **(more or {}))
     g = torch.Generator().manual_seed(0)
     samples = []
     for group, (length, answers) in enumerate(((9, 2), (5, 1), (11, 3), (1, 1), (14, 2))):
@@ -144,7 +146,7 @@ def run(name, split, out, processor):
     chosen = list(range(9))[engine.data_rank :: engine.data_world]
     if case.first_group_has_all:
         chosen = [] if engine.data_rank else list(range(9))
-    batch = make_rows(processor if is_vision(case) else None, [ORDER[i] for i in chosen])
+    batch = make_rows(processor if is_vision(case) else None, [ORDER[i] for i in chosen], case.rows)
     outputs = OUTPUTS[case.losses]
     results = {"rows": chosen, "scored": engine.infer_batch(batch, outputs[:1])[outputs[0]]}
     results |= {"steps": [], "gradients": []}

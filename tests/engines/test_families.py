@@ -10,7 +10,7 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText, LlamaModel, LlamaPreTrainedModel
 
 sys.path.insert(0, str(Path(__file__).parent))
-from family_configs import BASE, HYBRID, IMAGE, REFUSED, SIGLIP, TEXT, VISION
+from family_configs import BASE, HYBRID, IMAGE, REFUSED, SIGLIP, TEXT, VIDEO, VISION
 
 from rlkit.data import collate, extend
 from rlkit.data.samples import prompt
@@ -47,7 +47,8 @@ def vision_model(family):
 
 
 def rows(family=None):
-    """Three prompts of 2, 1 and 3 answers; with a family of VISION the first two have an image."""
+    """Three prompts of 2, 1 and 3 answers; with a family of VISION the first two have an image, and where it sees
+    patches a video, and an image and a video, are asked about too."""
     g = torch.Generator().manual_seed(0)
     samples = []
     for group, (length, answers) in enumerate(((9, 2), (5, 1), (11, 3))):
@@ -64,9 +65,34 @@ def rows(family=None):
         for _ in range(answers):
             answer = torch.randint(3, 80, (int(torch.randint(2, 9, (1,), generator=g)),), generator=g).tolist()
             samples.append(extend(start, answer, [-1.0] * len(answer)))
+    if family and len((VISION | HYBRID)[family][2]) == 2:
+        samples += [extend(start, [7, 8, 9], [-1.0] * 3) for start in video_prompts(family, g)]
     batch = collate(samples)
     weights = torch.randn(batch.tokens.shape, generator=g)
     return batch, weights
+
+
+def video_prompts(family, g):
+    """Two frames of 2 x 2 merged patches; and an image behind them, but for GLM, which transformers, the oracle, lets
+    see one kind in a forward."""
+    patches = torch.randn(32, VISION["qwen2_vl"][2][1], generator=g)
+    vision = {"pixel_values_videos": patches, "video_grid_thw": torch.tensor([[2, 4, 4]])}
+    if family == "qwen2_5_vl":
+        vision["second_per_grid_ts"] = torch.tensor([1.5])
+    if "omni" in family:
+        vision["video_second_per_grid"] = torch.tensor([2.0])
+    if family.startswith("glm"):
+        return [prompt([3, 93, *[91, *[IMAGE] * 4, 92, 6] * 2, 94, 4], vision=vision)]
+    framewise = family.startswith(("qwen3_vl", "qwen3_5"))
+    ids = [3, *([91, *[VIDEO] * 4, 92, 6] * 2 if framewise else [91, *[VIDEO] * 8, 92]), 4]
+    both = {**vision, "pixel_values": patches[:16] + 1, "image_grid_thw": torch.tensor([[1, 4, 4]])}
+    return [prompt(ids, vision=vision), prompt([*ids, 91, *[IMAGE] * 4, 92, 5], vision=both)]
+
+
+def kinds(ids):
+    """mm_token_type_ids: 1 for what stands for an image, 2 for a video's, which in GLM are images between brackets."""
+    inside = ((ids == 93).int() - (ids == 94).int()).cumsum(-1) > 0
+    return (ids == IMAGE) * (1 + inside.int()) + 2 * (ids == VIDEO)
 
 
 def gradients(model, loss):
@@ -82,7 +108,7 @@ def one_at_a_time(model, batch, weights):
         if model.config.model_type == "gemma3":
             more["token_type_ids"] = (ids == IMAGE).long()
         if "mm_token_type_ids" in signature(model.forward).parameters:
-            more["mm_token_type_ids"] = (ids == IMAGE).int()
+            more["mm_token_type_ids"] = kinds(ids).int()
         if "omni" in model.config.model_type:  # the position ids want one
             more["attention_mask"] = torch.ones_like(ids)
         scores = model(input_ids=ids, use_cache=False, **more).logits[0].log_softmax(-1)
