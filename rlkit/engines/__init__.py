@@ -50,8 +50,14 @@ def make_engine(backend: str, model_type: str = "language_model", *, device: str
         options: the engine's own; see its class, e.g. rlkit.engines.fsdp2.Fsdp2Engine.
 
     Raises:
-        ValueError: no such engine, or an option that it has not.
+        ValueError: no such engine, an option that it has not, or a model in the wrapper of `torch.compile`, which would
+            give other names to its weights.
     """
+    if hasattr(options.get("model"), "_orig_mod"):
+        raise ValueError(
+            "model: torch.compile(model) renames its weights; compile it in place: model.compile(), or layer.compile() "
+            "for each of its layers"
+        )
     kind = (device or ("cuda" if torch.cuda.is_available() else "cpu")).partition(":")[0]
     engines = _engines()
     try:

@@ -256,6 +256,7 @@ def _flash_attn() -> Any:
     return flash_attn_varlen_func
 
 
+@torch.compiler.disable(reason="its work is laid out anew for every micro-batch")
 def _attention(
     module: torch.nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None,
     dropout: float = 0.0, scaling: float | None = None, packed_layout: Layout | None = None,

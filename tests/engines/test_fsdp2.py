@@ -2,10 +2,12 @@
 
 import math
 import sys
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
+from torch._dynamo.utils import counters
 from torch.distributed.tensor import DTensor
 from transformers import AutoModelForImageTextToText
 
@@ -220,6 +222,29 @@ def test_on_policy_ratio_is_one_in_the_engine(tiny_dir, processor):
     assert (torch.cat(ratios) - 1).abs().max() < 1e-5
 
 
+def test_compiled_layers_have_the_same_numbers_and_names(tiny_dir, processor, tmp_path):
+    """In place, before the engine, which shards them in bfloat16; the graph of a layer is cut at attention alone."""
+    batch, steps, engines, dtype = make_batch(processor), [], [], torch.bfloat16
+    counters.clear()
+    for compiled in (False, True):
+        model = load_model(tiny_dir)
+        if compiled:  # one of them, as it takes seconds; eager alone is exact
+            model.model.language_model.layers[1].compile(backend="eager")
+        engines.append(engine_for(tiny_dir, model=model, compute_dtype=dtype))
+        steps.append([engines[-1].train_batch(batch, weighted_loss, ("logprobs", "entropy")) for _ in range(2)])
+    assert steps[1] == [pytest.approx(step, abs=1e-5, rel=1e-5) for step in steps[0]]
+    assert counters["stats"]["unique_graphs"] > 1
+    assert all("`<function _attention" in why for why in counters["graph_break"]), counters["graph_break"]
+    (plain, mine), names = (dict(engine.get_per_tensor_param()) for engine in engines), engines[1].base.state_dict()
+    assert plain.keys() == mine.keys() <= names.keys()
+    for name, tensor in mine.items():
+        torch.testing.assert_close(tensor, plain[name], atol=1e-5, rtol=1e-5, msg=name)
+    engines[1].save_checkpoint(tmp_path / "step_2")
+    other = engine_for(tiny_dir, compute_dtype=dtype)
+    other.load_checkpoint(tmp_path / "step_2")
+    assert all(torch.equal(tensor, mine[name]) for name, tensor in other.get_per_tensor_param())
+
+
 def test_frozen_vision_tower_has_no_gradient_and_does_not_move(tiny_dir, processor):
     model = load_model(tiny_dir)
     names = freeze(model, VISION_TOWER)
@@ -346,6 +371,8 @@ def test_bad_input_is_named(tiny_dir, processor):
     batch = make_batch(processor)
     with pytest.raises(ValueError, match="no engine 'zero3' for a 'language_model' on 'cpu'; there are: fsdp1"):
         make_engine("zero3", model=None)
+    with pytest.raises(ValueError, match=r"model: torch.compile\(model\) renames its weights; compile it in place"):
+        make_engine("fsdp2", model=torch.compile(load_model(tiny_dir)))
     engine = engine_for(tiny_dir, optimizer=None)
     with pytest.raises(ValueError, match="without an optimizer"):
         engine.train_batch(batch, weighted_loss)
@@ -369,6 +396,27 @@ def test_an_engine_from_outside(monkeypatch):
     sys.modules["elsewhere"].Engine = lambda **options: options
     register_engine("language_model", "mine", "cpu", "elsewhere:Engine")
     assert make_engine("mine", device="cpu", lr=1) == {"device": "cpu", "lr": 1}
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_an_eight_bit_optimizer_trains_shards_and_resumes(tiny_dir, processor, tmp_path):
+    """Nearly as AdamW does; its state is sharded like the weights, and saved."""
+    kinds = {"8 bits": pytest.importorskip("torchao.optim").AdamW8bit, "32 bits": torch.optim.AdamW}
+    batch, steps = make_batch(processor), {}
+    for name, kind in kinds.items():
+        engine = engine_for(tiny_dir, device="cuda", optimizer=partial(kind, lr=1e-3, weight_decay=0.0))
+        train = partial(engine.train_batch, batch, weighted_loss, ("logprobs", "entropy"))
+        steps[name] = [train()["loss"] for _ in range(4)]
+        engine.save_checkpoint(tmp_path / name)
+        steps[name] += [train()["loss"] for _ in range(2)]
+        engine.load_checkpoint(tmp_path / name)
+        assert [train()["loss"] for _ in range(2)] == pytest.approx(steps[name][4:], rel=1e-3)
+        state = [x for one in engine.optimizer.state.values() for x in one.values() if isinstance(x, DTensor)]
+        codes = [x for x in state if hasattr(x.to_local(), "codes")]
+        assert state and bool(codes) == (name == "8 bits")
+    assert steps["8 bits"] == pytest.approx(steps["32 bits"], abs=1e-2)
+    assert len({round(x, 4) for x in steps["8 bits"]}) > 3
 
 
 @pytest.mark.gpu
