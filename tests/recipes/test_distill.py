@@ -64,7 +64,8 @@ def test_learns(whole):
 def test_learning_rate_0_does_not_learn(start, teacher, tmp_path):
     arguments = ["--model", start, "--teacher", teacher, "--out", tmp_path / "run", *LEARNING]
     run_here("distill", *arguments, "--lr", 0.0, "--steps", 6)
-    assert not learned(tmp_path / "run")
+    found = evaluation(tmp_path / "run")
+    assert not learned(tmp_path / "run") and found["accuracy_after"] == found["accuracy_before"]
 
 
 def test_resume_is_exact(start, teacher, tmp_path):

@@ -64,7 +64,8 @@ def test_learns_where_to_zoom(warm_dir, tmp_path):
 
 
 def test_does_not_learn_without_a_learning_rate(warm_dir, tmp_path):
-    assert not has_learned(*run(warm_dir, tmp_path / "run", "--steps", 4, "--lr", 0, *SMALL))
+    metrics, evaluation = run(warm_dir, tmp_path / "run", "--steps", 4, "--lr", 0, *SMALL)
+    assert not has_learned(metrics, evaluation) and evaluation["accuracy_after"] == evaluation["accuracy_before"]
 
 
 def test_resume_is_exact(warm_dir, tmp_path):
