@@ -1,5 +1,6 @@
-"""`recipes/grpo_async.py`, and `grpo_vlm.py --rollout vllm_server`, with a real vLLM server on the CPU."""
+"""`recipes/grpo_async.py`, and each recipe that samples with `--rollout vllm_server`, beside a real vLLM server."""
 
+import json
 import sys
 from contextlib import ExitStack
 from pathlib import Path
@@ -8,6 +9,7 @@ from types import SimpleNamespace
 import pytest
 import tyro
 
+from rlkit.rollout import Observation
 from rlkit.rollout.serve import serving
 from rlkit.tracking import read_metrics
 
@@ -66,11 +68,37 @@ def test_taking_turns_and_going_on(warm_dir, server, tmp_path):  # noqa: F811
         helpers.assert_same_step(row, other)
 
 
-def test_grpo_vlm_with_a_server_by_one_word(warm_dir, server, tmp_path):  # noqa: F811
-    options = ["--model", warm_dir, "--rollout", "vllm_server", "--servers", server, "--steps", 2, *SMALL]
-    run_here("grpo_vlm", *options, "--out", tmp_path / "run")
-    rows = read_metrics(tmp_path / "run" / "metrics.jsonl")
-    assert len(rows) == 2 and all(row["mismatch/abs_dlogp"] < 1e-5 for row in rows)
+def look_twice(sample):
+    """A tool that shows every image once more, and then has had enough."""
+    return Observation("Look again.", sample.images[:1]) if len(sample.images) == 1 else None
+
+
+WITH_A_SERVER = {
+    "grpo_vlm": [], "ppo": ["--mini_batches", 1], "reinforce": ["--advantage", "remax"], "distill": ["--teacher"],
+    "dapo": ["--mini_batches", 1, "--prompts_per_draw", 8, "--max_num_gen_batches", 1, "--overlong_buffer", 0],
+    "grpo_tools": ["--tool", "test_grpo_async:look_twice"],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("recipe", WITH_A_SERVER)
+def test_every_recipe_with_a_server_by_one_word(recipe, warm_dir, server, tmp_path):  # noqa: F811
+    """What it sampled is by its weights, and no longer by those that the server had of the run before."""
+    options = ["--model", warm_dir, "--task", "helpers:seen_shortly", "--steps", 1, *SMALL, *WITH_A_SERVER[recipe]]
+    options += [warm_dir] if recipe == "distill" else []
+    run_here(recipe, *options, "--rollout", "vllm_server", "--servers", server, "--out", tmp_path / "run")
+    (row,) = read_metrics(tmp_path / "run" / "metrics.jsonl")
+    assert row["mismatch/abs_dlogp"] < 1e-5 and row.get("turns", 2) == 2
+
+
+def test_evaluate_with_a_server_by_one_word(warm_dir, server, tmp_path):  # noqa: F811
+    options = ["--model", warm_dir, "--task", "helpers:seen_shortly", "--group_size", 2, "--pass_at", 1, "--out"]
+    run_here("evaluate", *options, tmp_path / "server", "--rollout", "vllm_server", "--servers", server)
+    run_here("evaluate", *options, tmp_path / "alone")
+    theirs, ours = (
+        [json.loads(line) for line in (tmp_path / name / "answers.jsonl").read_text().splitlines()]
+        for name in ("server", "alone")
+    )
+    assert [answer["text"] for answer in theirs] == [answer["text"] for answer in ours] and len(ours) == 20
 
 
 def test_weights_that_do_not_arrive_stop_the_run(warm_dir, server, tmp_path, monkeypatch):  # noqa: F811
