@@ -34,6 +34,7 @@ from transformers.utils.logging import disable_progress_bar
 from rlkit.advantages import grpo_advantages, informative_groups, overlong_penalty
 from rlkit.data import Judge, Task, collate, group_ids, judged, load_task, part_means, reward_stats, step_rows
 from rlkit.engines import make_engine
+from rlkit.engines.balance import balanced
 from rlkit.engines.checkpoint import checkpoints, keep_newest
 from rlkit.engines.distributed import init_distributed
 from rlkit.engines.flops import batch_flops
@@ -241,7 +242,8 @@ def main(cfg: Config) -> None:
         for i in range(min(cfg.mini_batches, len(order))):  # the same prompts in each, whatever the number of ranks
             part = order[i :: cfg.mini_batches]
             rows = [row for row, group in enumerate(batch.group_ids.tolist()) if group in part]
-            updates.append(engine.train_batch(batch.select(rows), loss_fn, outputs=("logprobs", "entropy")))
+            part = balanced(batch.select(rows), engine.data_group)  # the rows of all ranks, dealt by length
+            updates.append(engine.train_batch(part, loss_fn, outputs=("logprobs", "entropy")))
         metrics = {n: (max if n.endswith("/max") else fmean)([u[n] for u in updates]) for n in updates[0]}
         if wrong := canary(metrics["mismatch/abs_dlogp"]):
             sys.exit(f"dapo: step {step}: {wrong}")

@@ -30,8 +30,9 @@ from torch.optim.lr_scheduler import LambdaLR
 from tqdm import tqdm
 from transformers.utils.logging import disable_progress_bar
 
-from rlkit.data import Judge, Task, collate, judged, load_task, part_means, reward_stats, step_rows
+from rlkit.data import Judge, Task, collate, group_ids, judged, load_task, part_means, reward_stats, step_rows
 from rlkit.engines import make_engine
+from rlkit.engines.balance import balanced
 from rlkit.engines.checkpoint import checkpoints, keep_newest
 from rlkit.engines.distributed import init_distributed
 from rlkit.engines.flops import batch_flops
@@ -204,7 +205,7 @@ def main(cfg: Config) -> None:
         sampling = Sampling(cfg.max_new_tokens, cfg.temperature, seed=(cfg.seed, step))
         answers, rewards, parts, judging = generate(prompts, sampling, n=cfg.group_size)  # [B]; only looked at
 
-        batch = collate(answers)
+        batch = balanced(collate(answers), engine.data_group)  # those of all ranks, dealt by length
         passes = cfg.updates_per_batch * (2 if cfg.lora_rank else 3) + (cfg.updates_per_batch > 1)
         flops = passes * batch_flops(engine.config, batch) + batch_flops(teacher.config, batch)
         counts = [len(answers), len(skipped), batch.mask.sum(), flops]
@@ -221,7 +222,7 @@ def main(cfg: Config) -> None:
             sys.exit(f"distill: step {step}: {wrong}")
 
         run.log(step, {
-            **reward_stats(rewards, batch.group_ids, engine.global_sum), **part_means(parts, engine.global_sum),
+            **reward_stats(rewards, group_ids(answers), engine.global_sum), **part_means(parts, engine.global_sum),
             **metrics, "tokens": tokens, "flops": flops, "skipped_rows": lost, "time/judging": judging,
         })  # fmt: skip
         progress.set_postfix(kl=f"{metrics['kl']:.3f}", entropy=f"{metrics['entropy']:.2f}")

@@ -36,6 +36,7 @@ from rlkit import losses
 from rlkit.data import Sample, Task, collate, score, step_rows
 from rlkit.data.pairs import answered, asking, load_pairs, pair
 from rlkit.engines import make_engine
+from rlkit.engines.balance import balanced
 from rlkit.engines.checkpoint import checkpoints, keep_newest
 from rlkit.engines.distributed import init_distributed
 from rlkit.engines.flops import batch_flops
@@ -237,7 +238,7 @@ def main(cfg: Config) -> None:
         for message in skipped:
             progress.write(f"skipped: {message}")
         run.phase("train")
-        batch = collate_pairs(samples)
+        batch = balanced(collate_pairs(samples), engine.data_group)  # those of all ranks, dealt by length
         counts = [len(samples) // 2, len(skipped), batch.mask.sum(), batch_flops(engine.config, batch)]
         known, lost, tokens, flops = engine.global_sum(torch.tensor(counts)).tolist()
         if not known:

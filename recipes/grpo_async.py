@@ -34,6 +34,7 @@ from rlkit.advantages import grpo_advantages
 from rlkit.data import Task, collate, group_ids, judged, load_task, part_means, reward_stats, score, step_rows
 from rlkit.data.judging import score_as_written
 from rlkit.engines import make_engine
+from rlkit.engines.balance import balanced
 from rlkit.engines.checkpoint import checkpoints, keep_newest
 from rlkit.engines.distributed import init_distributed
 from rlkit.engines.flops import batch_flops
@@ -213,6 +214,7 @@ def main(cfg: Config, stack: ExitStack) -> None:
         rewards = rewards[~rewards.isnan()]
         age = torch.tensor([float(rollout.version - sample.version) for sample in samples])
         batch = collate(samples, advantages=grpo_advantages(rewards, group_ids(samples)), staleness=age)
+        batch = balanced(batch, engine.data_group)  # those of all ranks, dealt by length
         lost = skipped_rows.popleft()
         counts = [len(answers), len(samples), lost, batch.mask.sum(), batch_flops(engine.config, batch)]
         asked, known, lost, tokens, flops = engine.global_sum(torch.tensor(counts, dtype=torch.float64)).tolist()
@@ -255,9 +257,13 @@ def set_up(cfg: Config, task: Task, out: Path, stack: ExitStack):
     rank = dist.get_rank()
     path = model_or_tiny(cfg.model, out / "init", task.train, seed=cfg.seed)
     urls = [list(cfg.servers)]
+    gpus = torch.cuda.device_count()
+    shared = not cfg.servers and 0 < gpus <= dist.get_world_size()  # a GPU, between a server and a rank: not by NCCL
     if not cfg.servers and rank == 0:
         print(f"starting a server, its log is in {out}", flush=True)
-        options = [] if torch.cuda.is_available() else ["--kv-cache-memory-bytes", str(256 << 20)]
+        options = [] if gpus else ["--kv-cache-memory-bytes", str(256 << 20)]
+        if shared:
+            options = ["--gpu-memory-utilization", "0.4", "--weight-transfer-config", '{"backend": "rlkit_gloo"}']
         urls = [list(stack.enter_context(serving(path, logs=out, options=options)))]
     dist.broadcast_object_list(urls, 0)
     processor = load_processor(path, trust_remote_code=cfg.trust_remote_code)
@@ -280,7 +286,8 @@ def set_up(cfg: Config, task: Task, out: Path, stack: ExitStack):
     )  # fmt: skip
     if engine.row_group is not None:
         raise ValueError("parallel: ranks that share rows would be sent different answers; grpo_vlm.py takes turns")
-    rollout = make_rollout(cfg.rollout, model=path, processor=processor, urls=urls[0])
+    transfer = "gloo" if shared else None
+    rollout = make_rollout(cfg.rollout, model=path, processor=processor, urls=urls[0], transfer=transfer)
     stack.callback(rollout.close)
     return engine, rollout, processor
 

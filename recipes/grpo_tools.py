@@ -30,6 +30,7 @@ from transformers.utils.logging import disable_progress_bar
 from rlkit.advantages import grpo_advantages
 from rlkit.data import Judge, Task, collate, group_ids, judged, load_task, part_means, reward_stats, step_rows
 from rlkit.engines import make_engine
+from rlkit.engines.balance import balanced
 from rlkit.engines.checkpoint import checkpoints, keep_newest
 from rlkit.engines.distributed import init_distributed
 from rlkit.engines.flops import batch_flops
@@ -174,7 +175,7 @@ def main(cfg: Config) -> None:
         samples = judged(answers, rewards)
         rewards = rewards[~rewards.isnan()]
         advantages = grpo_advantages(rewards, group_ids(samples))  # [B]
-        batch = collate(samples, advantages=advantages)
+        batch = balanced(collate(samples, advantages=advantages), engine.data_group)  # of all ranks, dealt by length
         turns = sum(message["role"] == "assistant" for sample in samples for message in sample.row["messages"])
         aborted = sum(sample.finish_reason == "aborted" for sample in answers)  # by their tool; nobody judges them
         counts = [len(answers), aborted, len(samples), len(skipped), turns, batch.mask.sum()]

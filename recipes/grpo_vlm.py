@@ -29,6 +29,7 @@ from transformers.utils.logging import disable_progress_bar
 from rlkit.advantages import grpo_advantages
 from rlkit.data import Judge, Task, collate, group_ids, judged, load_task, part_means, reward_stats, step_rows
 from rlkit.engines import make_engine
+from rlkit.engines.balance import balanced
 from rlkit.engines.checkpoint import checkpoints, keep_newest
 from rlkit.engines.distributed import init_distributed
 from rlkit.engines.flops import batch_flops
@@ -204,7 +205,7 @@ def main(cfg: Config) -> None:
         samples = judged(answers, rewards)
         rewards = rewards[~rewards.isnan()]
         advantages = grpo_advantages(rewards, group_ids(samples))  # [B]
-        batch = collate(samples, advantages=advantages)
+        batch = balanced(collate(samples, advantages=advantages), engine.data_group)  # of all ranks, dealt by length
         counts = [len(answers), len(samples), len(skipped), batch.mask.sum(), batch_flops(engine.config, batch)]
         asked, known, lost, tokens, flops = engine.global_sum(torch.tensor(counts, dtype=torch.float64)).tolist()
         if known < max(1.0, (1 - cfg.max_unjudged) * asked):

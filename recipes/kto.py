@@ -35,6 +35,7 @@ from transformers.utils.logging import disable_progress_bar
 from rlkit.data import Sample, Task, collate, score, step_rows
 from rlkit.data.pairs import answered, asking, load_marked, marked
 from rlkit.engines import make_engine
+from rlkit.engines.balance import balanced
 from rlkit.engines.checkpoint import checkpoints, keep_newest
 from rlkit.engines.distributed import init_distributed
 from rlkit.engines.flops import batch_flops
@@ -223,7 +224,8 @@ def main(cfg: Config) -> None:
         for message in skipped:
             progress.write(f"skipped: {message}")
         run.phase("train")
-        batch = referred(collate(samples, label=torch.tensor(labels, dtype=torch.float32)))
+        batch = collate(samples, label=torch.tensor(labels, dtype=torch.float32))
+        batch = referred(balanced(batch, engine.data_group))  # those of all ranks, dealt by length
         counts = [len(samples), sum(labels), len(skipped), batch.mask.sum(), batch_flops(engine.config, batch)]
         known, good, lost, tokens, flops = engine.global_sum(torch.tensor(counts)).tolist()
         if not known:

@@ -25,8 +25,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 import tyro
-from torch.optim import AdamW
-from torch.optim.lr_scheduler import LambdaLR
+from torch.optim import AdamW, lr_scheduler
 from tqdm import tqdm
 from transformers.utils.logging import disable_progress_bar
 
@@ -34,6 +33,7 @@ from rlkit.advantages import gae, kl_in_reward, length_adaptive_lambda, masked_w
 from rlkit.advantages.shaping import RunningMoments, scaled_rewards
 from rlkit.data import Judge, Task, collate, judged, load_task, part_means, reward_stats, step_rows
 from rlkit.engines import make_engine
+from rlkit.engines.balance import balanced
 from rlkit.engines.checkpoint import checkpoints, keep_newest
 from rlkit.engines.distributed import init_distributed, reduce_metrics
 from rlkit.engines.flops import batch_flops
@@ -220,8 +220,8 @@ def main(cfg: Config) -> None:
         updates = []
         for epoch in range(cfg.ppo_epochs):
             order = np.random.default_rng((cfg.seed, step, epoch)).permutation(cfg.prompts_per_step)
-            for i in range(cfg.mini_batches):  # the same prompts in each, whatever the number of ranks
-                part = batch.select([row for row, g in enumerate(ids.tolist()) if g in order[i :: cfg.mini_batches]])
+            for chosen in (order[i :: cfg.mini_batches] for i in range(cfg.mini_batches)):  # of any number of ranks
+                part = balanced(batch.select(np.flatnonzero(np.isin(ids, chosen))), engine.data_group)  # by length
                 right = (part.rewards > 0.5).float()
                 size, imitated = engine.global_sum(torch.stack([part.mask.sum(), (part.mask.sum(1) * right).sum()]))
                 if size == 0:  # none of its prompts could be read or judged
@@ -279,7 +279,7 @@ def set_up(cfg: Config, task: Task, out: Path):
         return make_engine(
             cfg.engine, model_type, model=model,
             optimizer=lambda params: AdamW(params, lr=lr, betas=(0.9, 0.95), weight_decay=0.0),
-            scheduler=lambda opt: LambdaLR(opt, lambda i: min((i + 1) / warm, max(0.05, 1 - i / updates))),
+            scheduler=lambda opt: lr_scheduler.LambdaLR(opt, lambda i: min((i + 1) / warm, max(0.05, 1 - i / updates))),
             max_grad_norm=cfg.max_grad_norm, enable_gradient_checkpointing=cfg.enable_gradient_checkpointing, **shared,
         )  # fmt: skip
 

@@ -42,6 +42,7 @@ from rlkit.advantages import (
 )
 from rlkit.data import Judge, Task, collate, judged, load_task, part_means, reward_stats, step_rows
 from rlkit.engines import make_engine
+from rlkit.engines.balance import balanced
 from rlkit.engines.checkpoint import checkpoints, keep_newest
 from rlkit.engines.distributed import init_distributed
 from rlkit.engines.flops import batch_flops
@@ -221,6 +222,7 @@ def main(cfg: Config) -> None:
             guesses, guessed, *_ = generate(prompts, greedy)
             found = dict(zip([s.group_id for s in guesses], guessed.tolist(), strict=True))
             batch.add(greedy_rewards=torch.tensor([found[g] for g in batch.group_ids.tolist()], dtype=torch.float32))
+        batch = balanced(batch, engine.data_group)  # those of all ranks, dealt by length
         rewards, mask = batch.rewards, batch.mask
         counts = [len(answers), len(batch), len(skipped), mask.sum(), batch_flops(engine.config, batch)]
         asked, known, lost, tokens, flops = engine.global_sum(torch.tensor(counts, dtype=torch.float64)).tolist()

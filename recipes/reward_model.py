@@ -33,6 +33,7 @@ from transformers.utils.logging import disable_progress_bar
 from rlkit.data import Sample, Task, collate, step_rows
 from rlkit.data.pairs import answered, asking, load_pairs, pair
 from rlkit.engines import make_engine
+from rlkit.engines.balance import balanced
 from rlkit.engines.checkpoint import checkpoints, keep_newest
 from rlkit.engines.distributed import init_distributed
 from rlkit.engines.flops import batch_flops
@@ -180,7 +181,7 @@ def main(cfg: Config) -> None:
         samples, skipped = encode_pairs(step_rows(task.train, step, cfg.prompts_per_step, cfg.seed)[mine])
         for message in skipped:
             progress.write(f"skipped: {message}")
-        batch = collate_pairs(samples)
+        batch = balanced(collate_pairs(samples), engine.data_group)  # those of all ranks, dealt by length
         counts = [len(samples) // 2, len(skipped), batch.mask.sum(), batch_flops(engine.config, batch, head=False)]
         known, lost, tokens, flops = engine.global_sum(torch.tensor(counts)).tolist()
         if not known:

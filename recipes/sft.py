@@ -30,6 +30,7 @@ from transformers.utils.logging import disable_progress_bar
 from rlkit.data import Sample, Task, collate, score, step_rows
 from rlkit.data.pairs import asking, chat, chat_sample, load_chats
 from rlkit.engines import make_engine
+from rlkit.engines.balance import balanced
 from rlkit.engines.checkpoint import checkpoints, keep_newest
 from rlkit.engines.distributed import init_distributed
 from rlkit.engines.flops import batch_flops
@@ -174,7 +175,7 @@ def main(cfg: Config) -> None:
         _, samples, skipped = encode_chats(step_rows(task.train, step, cfg.prompts_per_step, cfg.seed)[mine])
         for message in skipped:
             progress.write(f"skipped: {message}")
-        batch = collate(samples)
+        batch = balanced(collate(samples), engine.data_group)  # those of all ranks, dealt by length
         counts = [len(samples), len(skipped), batch.mask.sum(), batch_flops(engine.config, batch)]
         known, lost, tokens, flops = engine.global_sum(torch.tensor(counts)).tolist()
         if not known:

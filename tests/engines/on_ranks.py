@@ -28,6 +28,7 @@ from one_gradient import OUTPUTS, POLICY, VALUE, columns, whole  # noqa: E402
 from rows import make_batch  # noqa: E402
 
 from rlkit.engines import checkpoint, fsdp1, fsdp2, make_engine  # noqa: E402, F401
+from rlkit.engines.balance import balanced  # noqa: E402
 from rlkit.engines.distributed import init_distributed, whole_in_turn  # noqa: E402
 from rlkit.engines.value_head import load_value_model  # noqa: E402
 from rlkit.vlm import VISION_TOWER, freeze, load_model, load_processor, lora  # noqa: E402
@@ -45,6 +46,7 @@ class Case:
     on_meta: bool = False  # each rank reads its part of the weights
     backend: str = "fsdp2"
     fused: bool | None = None  # AdamW
+    dealt: bool = False  # rows anew among the ranks
 
     @property
     def empty(self):
@@ -68,6 +70,7 @@ TWO = {
     "data_2_lora": Case("DP 2", "lora", budget=120),
     "text_rank": Case("DP 2", "whole", [[0, 1, 2, 4, 5, 6, 7, 8], [3]], budget=120),
     "empty_rank": Case("DP 2", "whole", [ALL, NONE], fused=True),
+    "dealt": Case("DP 2", "whole", [ALL, NONE], budget=120, dealt=True),
     "data_2_on_meta": Case("DP 2", "whole", budget=120, on_meta=True),
     "data_2_value": Case("DP 2", "value", losses=VALUE, budget=120, on_meta=True),
     "value_empty_rank": Case("DP 2", "value", [ALL, NONE], VALUE, budget=120),
@@ -114,6 +117,7 @@ def run(model_dir, out, name):
     out.mkdir(parents=True, exist_ok=True)
     mine = case.rows[dist.get_rank()]
     batch = make_batch(processor, rows=list(range(ROWS))[mine] if isinstance(mine, slice) else mine)
+    batch = balanced(batch, engine.data_group) if case.dealt else batch
     outputs, steps, gradients = OUTPUTS[case.losses], [], []
     for step, loss_fn in enumerate(case.losses):
         steps.append(engine.train_batch(batch, loss_fn, outputs))
@@ -190,6 +194,34 @@ def measure(model_dir, out):
     (out / f"loading.{dist.get_rank()}.json").write_text(json.dumps(found))
 
 
+def described(batch):
+    """Of each row, without padding, all that goes where it goes; and the rows that hold one image's very tensor."""
+    rows = []
+    for i, length in enumerate(batch.lengths):
+        tensors = [batch.tokens, batch.mask, *(x for name, x in sorted(batch.fields.items()) if name != "together")]
+        vision = {name: x.sum().item() for name, x in batch.vision[i].items()}
+        rows.append([[x[i].tolist() if x.ndim == 1 else x[i, :length].tolist() for x in tensors], vision])
+    seen = [id(row["pixel_values"]) for row in batch.vision if row]
+    return {"tokens": batch.lengths, "groups": batch.group_ids.tolist(), "rows": rows, "images": len(set(seen))}
+
+
+def deal_anew(model_dir, out):
+    """Rows before and behind `balanced`, and what it says to ranks whose rows have different fields."""
+    rank, processor = dist.get_rank(), load_processor(model_dir)
+    batch = make_batch(processor, rows=([3, 2, 0, 7, 1, 8, 6], [4, 5])[rank])
+    batch.add(together=batch.group_ids % 2, routed_experts=torch.rand(*batch.tokens.shape, 2, 3).mul(9).short())
+    whole = described(batch)
+    came = balanced(batch)
+    even = make_batch(processor, rows=[0])
+    kept = balanced(even) is even
+    try:
+        balanced(make_batch(processor, rows=[rank]).add(**{f"mine_{rank}": torch.zeros(1)}))
+    except ValueError as error:
+        said = str(error)
+    found = {"before": whole, "after": described(came), "together": came.together.tolist(), "kept": kept, "said": said}
+    (out / f"dealt.{rank}.json").write_text(json.dumps(found))
+
+
 def on_rank(rank, world, port, model_dir, big_dir, out):
     torch.set_num_threads(1)
     if world:
@@ -202,6 +234,7 @@ def on_rank(rank, world, port, model_dir, big_dir, out):
     for name in (ALONE, LAUNCHED, TWO)[world]:
         engine = run(model_dir, Path(out) / name, name)
     if world == 2:
+        deal_anew(model_dir, Path(out))
         resume(model_dir, Path(out), "fsdp2")
         resume(model_dir, Path(out), "fsdp1")
     if world == 1:

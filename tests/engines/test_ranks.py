@@ -1,6 +1,7 @@
 """One process without a launcher, with what torchrun sets, and two: the same numbers on the same global batch."""
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -98,6 +99,24 @@ def test_no_rank_holds_the_whole_model(out):
 def test_tensors_come_whole_in_one_piece(out):
     for rank in range(2):
         assert json.loads((out / f"loading.{rank}.json").read_text())["at_once"] == [True] * 3
+
+
+def test_rows_are_dealt_anew(out):
+    """Prompts 0, 1 and 3 and prompt 2 become 1 and 3, which have one number in `together`, and 0 and 2, all of theirs
+    with them."""
+    ranks = [json.loads((out / f"dealt.{rank}.json").read_text()) for rank in range(2)]
+    before, after = ([rank[when] for rank in ranks] for when in ("before", "after"))
+    rows = [sorted(repr(row) for rank in found for row in rank["rows"]) for found in (before, after)]
+    assert rows[0] == rows[1] and len(rows[0]) == 9
+    assert [sorted(rank["groups"]) for rank in after] == [[1, 3, 3, 3], [0, 0, 0, 2, 2]]
+    assert max(sum(rank["tokens"]) for rank in after) < 0.8 * max(sum(rank["tokens"]) for rank in before)
+    assert [rank["images"] for rank in after] == [1, 2]  # one tensor for all answers to a prompt
+    assert len(set(ranks[0]["together"])) == 1
+    pairs = set(zip(after[1]["groups"], ranks[1]["together"], strict=True))
+    assert len(pairs) == len({number for _, number in pairs}) == 2
+    assert all(rank["kept"] for rank in ranks)
+    expected = "batch: the same fields on all ranks expected, came (.*'mine_0'.*) and (.*'mine_1'.*)"
+    assert all(re.fullmatch(expected, rank["said"]) for rank in ranks)
 
 
 @pytest.mark.parametrize("case", ["data_2", "data_2_value", "fsdp1_data_2"])
