@@ -34,6 +34,7 @@ from rlkit.advantages import grpo_advantages
 from rlkit.data import Task, collate, group_ids, judged, load_task, part_means, reward_stats, score, step_rows
 from rlkit.data.judging import score_as_written
 from rlkit.engines import make_engine
+from rlkit.engines.balance import balanced
 from rlkit.engines.checkpoint import checkpoints, keep_newest
 from rlkit.engines.distributed import init_distributed
 from rlkit.engines.flops import batch_flops
@@ -213,6 +214,7 @@ def main(cfg: Config, stack: ExitStack) -> None:
         rewards = rewards[~rewards.isnan()]
         age = torch.tensor([float(rollout.version - sample.version) for sample in samples])
         batch = collate(samples, advantages=grpo_advantages(rewards, group_ids(samples)), staleness=age)
+        batch = balanced(batch, engine.data_group)  # those of all ranks, dealt by length
         lost = skipped_rows.popleft()
         counts = [len(answers), len(samples), lost, batch.mask.sum(), batch_flops(engine.config, batch)]
         asked, known, lost, tokens, flops = engine.global_sum(torch.tensor(counts, dtype=torch.float64)).tolist()
