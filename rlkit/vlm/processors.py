@@ -271,10 +271,12 @@ def load_processor(path: str, *, trust_remote_code: bool = False, **options: Any
     """The processor of a model directory, hub id or `modelscope:OWNER/NAME`; for a text model its tokenizer.
 
     Args:
-        options: handed to the image processor, e.g. its `size`, the pixel budget.
+        options: handed to the image processor, e.g. its `size`, the pixel budget (Qwen-VL's also as `min_pixels` and
+            `max_pixels`).
 
     Raises:
-        ValueError: no such model, or a vision-language model without a processor.
+        ValueError: no such model, a vision-language model without a processor, or an option that its image processor
+            does not have.
     """
     import transformers
 
@@ -302,6 +304,10 @@ def load_processor(path: str, *, trust_remote_code: bool = False, **options: Any
         processor.video_config = _video_config(path)
     if not hasattr(processor, "image_processor"):  # AutoProcessor falls back to the tokenizer alone without a word
         raise ValueError(f"{lacks}: no preprocessor_config.json")
+    takes = getattr(processor.image_processor, "valid_kwargs", None)  # what is not among them is ignored without a word
+    if takes is not None and (unknown := options.keys() - takes.__annotations__.keys() - {"trust_remote_code"}):
+        name = type(processor.image_processor).__name__
+        raise ValueError(f"{sorted(unknown)[0]}: {name} has no such option; it has {', '.join(takes.__annotations__)}")
     return processor
 
 

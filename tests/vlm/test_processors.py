@@ -352,6 +352,22 @@ def test_pixel_budget_reaches_the_image_processor(tiny_dir):
     assert encode(small, ask(image(224, 224))).placeholders == {small.image_token_id: [4]}
 
 
+@pytest.mark.filterwarnings("ignore:Passing `min_pixels`")
+def test_an_option_that_an_image_processor_does_not_have_is_named(tiny_dir, tmp_path):
+    """transformers ignores it, and the images stay as large as they were."""
+    with pytest.raises(ValueError, match="^max_pixel: Qwen2VLImageProcessor.* has no such option; it has .*max_pixels"):
+        load_processor(tiny_dir, min_pixels=28 * 28, max_pixel=56 * 56)
+    glm = family_processors.processor("glm4v")
+    for part in (glm, family_processors.model("glm4v").config):
+        part.save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match="^max_pixels: Glm4vImageProcessor.* has no such option; it has .*size"):
+        load_processor(str(tmp_path), max_pixels=56 * 56)
+    for longest, tokens in ((32 * 32 * 2, 4), (64 * 64 * 2, 16)):  # in GLM of two frames together
+        wide = load_processor(str(tmp_path), size={"shortest_edge": 64, "longest_edge": longest})
+        placeholders = encode(wide, ask(image(224, 224))).placeholders
+        assert placeholders == {wide.image_token_id: [tokens * 4]}
+
+
 @pytest.mark.parametrize("gone", [["processor_config.json"], ["processor_config.json", "chat_template.jinja"]])
 def test_directory_without_a_processor(tiny_dir, tmp_path, gone):
     path = tmp_path / "bare"
