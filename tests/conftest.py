@@ -10,6 +10,12 @@ import torch
 torch.set_num_threads(1)
 
 
+def pytest_configure(config):
+    """Where there are GPUs, tests are for the CPU all the same, whose numbers they expect; `-m gpu` is for the others."""
+    if config.getoption("markexpr") != "gpu":
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""
+
+
 @pytest.fixture(scope="session")
 def tiny_dir(tmp_path_factory):
     """A tiny Qwen2.5-VL with random weights, its tokenizer and its processor."""
