@@ -76,9 +76,10 @@ def shard_optimizer(
     sharded.grad_stats_parallel_group = dist.group.WORLD
     sharded.tp_group = parallel_state.get_tensor_model_parallel_group()
     for group in optimizer.param_groups:
+        on_device = group["fused"] or group["capturable"]  # where AdamW itself would keep its counter
         for shard in group["params"]:
             optimizer.state[shard] = {name: torch.zeros_like(shard) for name in MOMENTS}
-            optimizer.state[shard]["step"] = torch.zeros((), dtype=torch.float32)
+            optimizer.state[shard]["step"] = torch.zeros((), device=shard.device if on_device else "cpu")
     return sharded, groups
 
 
