@@ -37,6 +37,17 @@ WIDE = {
     "hidden_size": 64, "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 32, "intermediate_size": 96,
     "moe_intermediate_size": 96, "max_position_embeddings": 512, "bos_token_id": None, "eos_token_id": 2,
 }  # fmt: skip
+# of latent attention vLLM has one size on a CPU, and RoPE for it only with YaRN, as DeepSeek's own checkpoints have it:
+# its kernel for plain RoPE misreads queries of several heads
+MORE = {
+    "deepseek_v3": {
+        "kv_lora_rank": 512, "qk_rope_head_dim": 64, "head_dim": 64, "qk_nope_head_dim": 32, "v_head_dim": 24,
+        "first_k_dense_replace": 1, "topk_method": "noaux_tc", "scoring_func": "sigmoid", "rope_parameters": {
+            "rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "mscale": 1.0, "mscale_all_dim": 1.0,
+            "beta_fast": 32, "beta_slow": 1, "original_max_position_embeddings": 128,
+        },
+    },
+}  # fmt: skip
 ABSENT = {"glm46v": "Glm46VForConditionalGeneration", "diffllama": "DiffLlamaForCausalLM"}
 IMAGE, VIDEO = 90, 91
 SECTIONS = {"qwen": [6, 5, 5], "glm4": [4, 2, 2]}
@@ -61,7 +72,8 @@ def seeing(family, reader):
 
 
 def of_text(family, reader):
-    config = AutoConfig.for_model(family, **BASE | TEXT[family] | WIDE | {"vocab_size": len(reader)})
+    config = BASE | TEXT[family] | WIDE | MORE.get(family, {}) | {"vocab_size": len(reader)}
+    config = AutoConfig.for_model(family, **config)
     return seeded(lambda: AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation="eager"))
 
 

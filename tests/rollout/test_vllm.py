@@ -21,6 +21,7 @@ TOLERANCE = 1e-5
 FAMILIES = [
     "internvl", "llava", "smolvlm", "idefics3", "glm4v", "glm4v_moe", "qwen2_vl", "qwen3_vl_moe",
     "llama", "mistral", "qwen3", "qwen2_moe", "gemma2", "gemma3_text", "mixtral", "gpt2",
+    "deepseek_v3",
 ]  # fmt: skip
 REFUSED = {
     "gemma3": "on a CPU its images do not see themselves",
