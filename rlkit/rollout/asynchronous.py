@@ -119,6 +119,12 @@ class Ahead:
         self.updates += 1
         self._ask()
 
+    def update_adapter(self, config: Any, weights: Iterable[tuple[str, Tensor]]) -> None:
+        """The same with LoRA adapters alone; see `VllmServerRollout.update_adapter`."""
+        self.rollout.update_adapter(config, weights)
+        self.updates += 1
+        self._ask()
+
     def staleness(self, samples: Iterable[Sample]) -> int:
         """How many updates ago the oldest of their tokens was written."""
         return max((self.rollout.version - sample.version for sample in samples), default=0)

@@ -65,6 +65,8 @@ def serving(
         servers: dict[str, subprocess.Popen] = {}
         for i in range(count):
             flags = command(model, host, port + i, tensor_parallel_size, on_gpu) + list(options)
+            if "--enable-lora" in options:
+                flags += ["--middleware", "rlkit.rollout.adapters.TakesAdapters"]
             env = environment(host, count, on_gpu)
             if on_gpu:
                 first = len(_gpus()) - (count - i) * tensor_parallel_size

@@ -220,13 +220,18 @@ class ServerRollout(ABC):
         Raises:
             RuntimeError: the weights did not arrive everywhere. The servers wait then; call it again.
         """
+        self._hand_over("update_weights", weights, self._send)
+
+    def _hand_over(
+        self, name: str, weights: Iterable[tuple[str, Tensor]], send: Callable[[Iterable[tuple[str, Tensor]]], None]
+    ) -> None:
         agree(None)  # all ranks have sampled what they want to sample with the old weights
         weights, error, self.torn = iter(weights), None, True
         if sends := not dist.is_initialized() or dist.get_rank() == 0:
             try:
-                self._send(weights)
+                send(weights)
             except (Lost, Refused, RuntimeError, OSError) as caught:
-                error = RuntimeError(f"update_weights: {caught}")
+                error = RuntimeError(f"{name}: {caught}")
                 error.__cause__ = caught
         for _ in weights:  # gathering is collective: no rank may stop before the others
             pass
@@ -287,7 +292,7 @@ class ServerRollout(ABC):
     async def _give_up_all(self) -> None:
         await asyncio.gather(*(self._give_up(server) for server in self.servers.all if not server.fault))
 
-    def _post(self, path: str, body: dict[str, Any] | None = None) -> list[Any]:
+    def _post(self, path: str, body: dict[str, Any] | bytes | None = None) -> list[Any]:
         return self.servers.run(self.servers.ask_all("POST", path, body))
 
     def _tell(self, path: str, body: dict[str, Any] | None = None) -> None:

@@ -7,6 +7,7 @@ while weights are on their way. Bodies are JSON; nothing that comes back is unpi
 from __future__ import annotations
 
 import asyncio
+import io
 import logging
 import threading
 import weakref
@@ -126,9 +127,9 @@ class Servers:
         raise RuntimeError(f"no server is left ({faults}). {self.advice}".strip())
 
     async def ask(
-        self, server: Server, method: str, path: str, body: Json | None = None, *, timeout: float | None = None
+        self, server: Server, method: str, path: str, body: Json | bytes | None = None, *, timeout: float | None = None
     ) -> Any:
-        """One question, and its answer, decoded if it is JSON.
+        """One question, of JSON or bytes, and its answer, decoded if it is JSON.
 
         Raises:
             Lost, Refused: see there; the message names the server.
@@ -137,11 +138,12 @@ class Servers:
 
         limit = aiohttp.ClientTimeout(total=self.timeout if timeout is None else timeout, sock_connect=10)
         try:
-            async with self._session.request(method, server.url + path, json=body, timeout=limit) as response:
+            said = {"data": io.BytesIO(body)} if isinstance(body, bytes) else {"json": body}
+            async with self._session.request(method, server.url + path, **said, timeout=limit) as response:
                 if response.status != 200:
-                    said = f"{server.url}{path} answered {response.status}: {_message(await response.text())}"
+                    told = f"{server.url}{path} answered {response.status}: {_message(await response.text())}"
                     response.close()  # a server may hang up after an error, and would lose the next request
-                    raise Lost(said) if response.status in TRANSIENT else Refused(said)
+                    raise Lost(told) if response.status in TRANSIENT else Refused(told)
                 return await (response.json() if response.content_type == "application/json" else response.text())
         except TimeoutError as error:
             raise Lost(f"{server.url}{path} did not answer within {limit.total:g} s") from error
@@ -150,7 +152,9 @@ class Servers:
                 raise
             raise Lost(f"{server.url}{path}: {error or type(error).__name__}") from error
 
-    async def ask_all(self, method: str, path: str, body: Json | None = None, *, timeout: float | None = None) -> Any:
+    async def ask_all(
+        self, method: str, path: str, body: Json | bytes | None = None, *, timeout: float | None = None
+    ) -> Any:
         """The same question to all live servers at once, and their answers; the first that fails raises."""
         return await asyncio.gather(*(self.ask(server, method, path, body, timeout=timeout) for server in self.live))
 

@@ -11,8 +11,6 @@ from collections.abc import Generator, Iterable, Sequence
 from contextlib import closing
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any
 from unittest import mock
 
@@ -21,10 +19,12 @@ import torch.distributed as dist
 from torch import Tensor
 
 from rlkit.data.samples import Sample
+from rlkit.rollout.adapters import check_adapters, packed, request, unpacked
 from rlkit.rollout.sampling import Sampling, Written, end_tokens, of_each, with_routing
 from rlkit.rollout.vllm_inputs import (
     check_context,
     check_expansion,
+    check_takes_weights,
     check_unsampled,
     finished,
     request_prompt,
@@ -34,7 +34,6 @@ from rlkit.vlm.families import IMAGES_SEE_THEMSELVES
 from rlkit.vlm.processors import unsampled_ids
 
 SUPPORTED = ((0, 32), (0, 33))  # from the first, below the second
-KEEPS_ITS_WEIGHTS = frozenset({"gpt_oss"})  # vLLM copies sinks and experts into what a running engine throws away
 
 
 class VllmRollout:
@@ -66,7 +65,7 @@ class VllmRollout:
         **options: Any,
     ) -> None:
         self.processor, self.version, self.asleep = processor, 0, False
-        self.adapter: Any = None
+        self.adapter, self.replaced = None, False
         self.on_gpu = torch.cuda.is_available()
         world = dist.get_world_size() if dist.is_initialized() else 1
         if tensor_parallel_size < 1 or world % tensor_parallel_size:
@@ -118,8 +117,8 @@ class VllmRollout:
         Raises:
             ValueError: a family of which vLLM would keep some of the old ones.
         """
-        if self.family in KEEPS_ITS_WEIGHTS:
-            raise ValueError(f"vllm: {self.family}: vLLM takes new weights in part only; sample with rollout 'hf'")
+        check_takes_weights(self.family)
+        self.adapter, self.replaced = None, True
         self.llm.collective_rpc("reload_weights", kwargs={"weights_iterator": weights})
         if not self.on_gpu:
             self.llm.apply_model(_pack_again)
@@ -134,18 +133,15 @@ class VllmRollout:
         Args:
             config: peft's, and
             weights: (name in peft's files, whole tensor); together what `engine.get_adapter()` returns.
-        """
-        from safetensors.torch import save_file
-        from vllm.lora.request import LoRARequest
 
-        if self.llm.llm_engine.vllm_config.lora_config is None:
-            raise ValueError("vllm: adapters need an engine made with enable_lora=True and max_lora_rank=...")
-        with TemporaryDirectory(dir="/dev/shm" if os.path.isdir("/dev/shm") else None) as folder:
-            tensors = {name: tensor.cpu().contiguous() for name, tensor in weights}
-            save_file(tensors, Path(folder) / "adapter_model.safetensors")
-            config.save_pretrained(folder)
-            self.llm.llm_engine.add_lora(LoRARequest("policy", 1, folder, load_inplace=True))
-        self.adapter = LoRARequest("policy", 1, "in memory")
+        Raises:
+            ValueError: the engine would sample without some of them, or on other weights than they were trained on.
+        """
+        found = dict(weights)
+        check_adapters(self.llm.llm_engine.vllm_config, found, self.replaced)
+        with unpacked(packed(config, found.items())) as (folder, _):
+            self.llm.llm_engine.add_lora(request(folder, load=True))
+        self.adapter = request("in memory")
         self._arrived()
 
     def _arrived(self) -> None:

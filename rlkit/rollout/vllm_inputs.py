@@ -13,6 +13,7 @@ from rlkit.vlm.processors import decode
 
 NEVER = -1e30  # as a logit bias: probability 0, and a number that JSON has
 MOST_NEVER = 1024  # tokens that vLLM takes a bias for; with more its engine ends, on a GPU
+KEEPS_ITS_WEIGHTS = frozenset({"gpt_oss"})  # vLLM copies sinks and experts into what a running engine throws away
 
 
 def request_prompt(request: Sample) -> dict[str, Any]:
@@ -61,6 +62,12 @@ def request_seed(seed: Sequence[int], request: Sample) -> int:
     """The seed of a prompt's first answer, and of a sample that goes on; vLLM adds 1 for each further answer."""
     keys = (*seed, request.group_id, request.number, sum(request.mask))
     return int(np.random.default_rng(keys).integers(2**53))
+
+
+def check_takes_weights(family: str) -> None:
+    """Raise a ValueError for a family of which vLLM would keep some of its old weights."""
+    if family in KEEPS_ITS_WEIGHTS:
+        raise ValueError(f"vllm: {family}: vLLM takes new weights in part only; sample with rollout 'hf'")
 
 
 def check_context(requests: Sequence[Sample], how: Sequence[Sampling], most: int) -> None:

@@ -10,7 +10,7 @@ died, or did not answer, is asked again of another one; an answer is taken once.
 it, and other weights than the expected ones are an error.
 
 Nothing is pickled on the way: `/inference/v1/generate`, `/pause`, `/resume`, the routes of vLLM's native weight
-transfer, those that reset caches, `/sleep` and `/wake_up` take and give JSON.
+transfer, those that reset caches, `/sleep` and `/wake_up` take and give JSON, and adapters travel as safetensors.
 """
 
 from __future__ import annotations
@@ -18,20 +18,25 @@ from __future__ import annotations
 import base64
 import io
 import math
+from collections.abc import Iterable
+from functools import partial
 from pathlib import PurePath
 from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from rlkit.data.samples import Sample
+from rlkit.rollout.adapters import NAME, ROUTE, packed
 from rlkit.rollout.sampling import Sampling, where, with_routing
 from rlkit.rollout.server_rollout import Job, ServerRollout, data_url, number
 from rlkit.rollout.servers import Lost, Refused, Server
-from rlkit.rollout.vllm_inputs import check_expansion, check_unsampled, sampling_options
+from rlkit.rollout.vllm_inputs import check_expansion, check_takes_weights, check_unsampled, sampling_options
 from rlkit.rollout.weight_transfer import GlooGroup, NcclGroup
 
 SUPPORTED = ((0, 32), (0, 33))  # versions of vLLM, from the first, below the second
+WITH_ADAPTERS = "python -m rlkit.rollout.serve --model MODEL --enable-lora --max-lora-rank RANK"
 
 
 class VllmServerRollout(ServerRollout):
@@ -40,11 +45,14 @@ class VllmServerRollout(ServerRollout):
     groups = {"nccl": NcclGroup, "gloo": GlooGroup}
     join = "/init_weight_transfer_engine"
     advice = "Start servers with: python -m rlkit.rollout.serve --model MODEL --count N --port PORT"
+    adapter: str | None = None  # that requests name
 
     def _body(self, request: Sample, sampling: Sampling, start: int, count: int) -> dict[str, Any]:
         options = sampling_options(sampling, request, n=count, unsampled=self.unsampled, ends=self.ends)
         options["seed"] += start  # the server adds the number of the answer
         body = {"token_ids": request.compact_ids, "sampling_params": options, "return_token_ids": True, "stream": False}
+        if self.adapter:
+            body["model"] = self.adapter
         if request.images:
             name = where(request)
             body["content_parts"] = [{"type": "image_url", "url": data_url(image, name)} for image in request.images]
@@ -74,8 +82,52 @@ class VllmServerRollout(ServerRollout):
     def _invitation(self, invitation: dict[str, Any]) -> dict[str, Any]:
         return {"init_info": invitation}
 
+    def update_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
+        """As `ServerRollout.update_weights`; adapters that were sent are not used any more.
+
+        Raises:
+            ValueError: a family of which vLLM would keep some of the old weights.
+            RuntimeError: the weights did not arrive everywhere. The servers wait then; call it again.
+        """
+        check_takes_weights(self.config.model_type)
+        super().update_weights(weights)
+        self.adapter = None
+
+    def update_adapter(self, config: Any, weights: Iterable[tuple[str, Tensor]]) -> None:
+        """Send LoRA adapters, which are a hundredth of the weights; those beneath stay what the servers loaded.
+
+        The servers must have been started by `rlkit.rollout.serve` with `--enable-lora` and `--max-lora-rank`. They
+        read adapters from memory. Requests in flight go on with the new ones. All ranks iterate together, rank 0 sends.
+
+        Args:
+            config: peft's, and
+            weights: (name in peft's files, whole tensor); together what `engine.get_adapter()` returns.
+
+        Raises:
+            RuntimeError: a server did not take them, or would sample without some of them, or on other weights than
+                they were trained on. The servers wait then; call it again.
+        """
+        self._hand_over("update_adapter", weights, partial(self._send_adapter, config))
+        self.adapter = NAME
+
+    def _send_adapter(self, config: Any, weights: Iterable[tuple[str, Tensor]]) -> None:
+        file = packed(config, weights)
+        self.servers.run(self._look_round())
+        self._pause(NAME)
+        try:
+            self._post(ROUTE, file)
+        except Refused as error:
+            raise RuntimeError(f"{error}. Adapters need servers started with: {WITH_ADAPTERS}") from error
+        self.coming = self.version + 1
+        self._post("/update_weight_version", {"new_version": str(self.coming)})
+        self._go_on()
+
+    def _pause(self, adapter: str | None) -> None:
+        """Requests in flight wait; those that would go on without the adapter, or with one that is gone, end first."""
+        self._post(f"/pause?mode={'keep' if adapter == self.adapter else 'wait'}")
+
     def _begin(self) -> None:
-        self._post("/pause?mode=keep")
+        self._pause(None)
         self._post("/start_weight_update")
 
     async def _announce(self, description: dict[str, list[Any]]) -> None:
@@ -83,6 +135,9 @@ class VllmServerRollout(ServerRollout):
 
     def _end(self) -> None:
         self._post("/finish_weight_update", {"weight_version": str(self.coming)})
+        self._go_on()
+
+    def _go_on(self) -> None:
         if self.asleep:
             torch.cuda.empty_cache()
             self._post("/wake_up?tags=kv_cache")
@@ -100,8 +155,8 @@ class VllmServerRollout(ServerRollout):
 
     def sleep(self) -> None:
         """Free the GPUs' memory, weights and cache, of servers that were started with `--enable-sleep-mode`."""
-        if not self.asleep:
-            self._tell("/sleep?level=2&mode=wait")
+        if not self.asleep:  # 1 keeps the weights on the host, where adapters alone are sent, 2 nowhere
+            self._tell(f"/sleep?level={1 if self.adapter else 2}&mode=wait")
             self.asleep = True
 
     def wake_up(self) -> None:

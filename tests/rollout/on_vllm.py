@@ -162,8 +162,21 @@ def adapters_alone(path, processor, trainer, step, distance) -> dict:
     facts["adapter_moved"] = distance(trainer, rollout)[0]
     rollout.update_adapter(*trainer.get_adapter())
     facts["adapter_again"], samples = distance(trainer, rollout)
+    tower = make_engine("fsdp2", model=lora(load_model(path), 4, 8))
+    facts["adapters_refused"] = [refused(lambda: rollout.update_adapter(*tower.get_adapter()))]
+    rollout.update_weights(trainer.get_per_tensor_param())
+    facts["whole_after_adapter"], _ = distance(trainer, rollout)
+    facts["adapters_refused"] += [refused(lambda: rollout.update_adapter(*trainer.get_adapter()))]
     rollout.close()
     return facts | {"adapter_version": samples[0].version, "left_in_memory": os.listdir("/dev/shm")}
+
+
+def refused(case) -> str:
+    try:
+        case()
+    except ValueError as error:
+        return str(error)
+    return ""
 
 
 def nccl_calls() -> dict:
@@ -208,13 +221,7 @@ def errors(rollout, prompts) -> dict:
         "adapter": lambda: rollout.update_adapter(None, []),
         "tensor": lambda: make_rollout("vllm", model="/nowhere", processor=None, tensor_parallel_size=2),
     }
-    found = {}
-    for name, case in cases.items():
-        try:
-            case()
-        except ValueError as error:
-            found[name] = str(error)
-    return found
+    return {name: refused(case) for name, case in cases.items()}
 
 
 def main(folder: Path, kinds: list[str], families: list[str]) -> None:

@@ -50,6 +50,7 @@ class Standin:
         self.group = None
         self.expanded = {}  # compact prompt -> what it is expanded to
         self.resets = True  # its prefix cache, when it is told to
+        self.adapter, self.pauses, self.slept = None, [], []  # the file that was sent last; how it paused and slept
         self.routing = None  # answer -> the experts that it, its prompt before it, went to, as numpy has them
 
     @property
@@ -145,9 +146,10 @@ class VllmStandin(Standin):
             "/health": done, "/version": self._version, "/v1/models": self._models, "/weight_info": self._weight_info,
             "/get_world_size": self._world, "/inference/v1/generate": self._generate, "/pause": self._pause,
             "/resume": self._resume, "/start_weight_update": done, "/reset_prefix_cache": self._reset,
-            "/is_paused": self._is_paused, "/reset_encoder_cache": done, "/sleep": done, "/wake_up": done,
+            "/is_paused": self._is_paused, "/reset_encoder_cache": done, "/sleep": self._sleep, "/wake_up": done,
             "/init_weight_transfer_engine": self._init, "/update_weights": self._update,
-            "/finish_weight_update": self._finish,
+            "/finish_weight_update": self._finish, "/rlkit/adapter": self._adapter,
+            "/update_weight_version": self._new_version,
         }  # fmt: skip
 
     async def _done(self, request):
@@ -167,6 +169,21 @@ class VllmStandin(Standin):
 
     async def _pause(self, request):
         self.paused = True
+        self.pauses.append(request.query["mode"])
+        return await self._done(request)
+
+    async def _sleep(self, request):
+        self.slept.append(request.query["level"])
+        return await self._done(request)
+
+    async def _adapter(self, request):
+        assert self.paused
+        self.adapter = await request.read()
+        return await self._done(request)
+
+    async def _new_version(self, request):
+        assert self.paused
+        self.version = (await request.json())["new_version"]
         return await self._done(request)
 
     async def _is_paused(self, request):
@@ -191,6 +208,8 @@ class VllmStandin(Standin):
             )
         self.bodies.append(body)
         lost = await self._fault(request)
+        if "model" in body and self.adapter is None:
+            raise web.HTTPNotFound(text='{"error": {"message": "The model `policy` does not exist."}}')
         if max(body["token_ids"]) >= 10_000:
             raise web.HTTPBadRequest(text='{"error": {"message": "Token id 10000 is out of vocabulary"}}')
         seeds = [rule["seed"] + i for i in range(rule["n"])]

@@ -131,6 +131,15 @@ def test_adapters_alone_are_enough(alone):
     assert min(facts["adapter_unsynced"], facts["adapter_moved"]) > 0.05
     assert facts["adapter_version"] == 2 and not [name for name in facts["left_in_memory"] if "tmp" in name]
     assert "enable_lora=True" in facts["errors"]["adapter"]
+    assert "with experts takes no adapters on a CPU" in alone["qwen3_moe"]["errors"]["adapter"]
+
+
+def test_adapters_that_would_not_be_used_as_they_were_trained_are_refused(alone):
+    """Those of the vision tower, which vLLM would leave out, and all on top of weights that they were merged into."""
+    facts = alone["qwen2_5_vl"]
+    tower, replaced = facts["adapters_refused"]
+    assert "visual.blocks.0" in tower and "only with enable_tower_connector_lora=True" in tower
+    assert facts["whole_after_adapter"] < TOLERANCE and "update_weights has replaced them" in replaced
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -16,13 +16,15 @@ from rlkit.data.samples import extend, prompt
 from rlkit.engines import make_engine
 from rlkit.losses import token_mean
 from rlkit.rollout import Ahead, Sampling, make_rollout
+from rlkit.rollout.adapters import packed
 from rlkit.rollout.serve import serving
-from rlkit.vlm import encode_rows, load_model, load_processor, unsampled_ids
+from rlkit.vlm import encode_rows, load_model, load_processor, lora, unsampled_ids
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "engines"))
 from rows import make_samples
 
 OPTIONS = ["--kv-cache-memory-bytes", str(64 << 20), "--max-model-len", "512", "--max-num-seqs", "64"]
+OPTIONS += ["--enable-lora", "--max-lora-rank", "8"]
 SAMPLING = Sampling(6, temperature=0.8, seed=(1,))
 
 
@@ -53,6 +55,21 @@ def with_weights(tiny_dir, processor, weights=()):
     with torch.no_grad():
         for name, weight in weights:
             model.get_parameter(name).copy_(weight)
+    return engine_of(model, processor)
+
+
+def with_adapters(tiny_dir, processor, exclude):
+    """An engine with adapters, of which none is 0."""
+    torch.manual_seed(1)
+    model = lora(load_model(tiny_dir), 4, 8, exclude_modules=exclude)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "lora_B" in name:
+                parameter.normal_(std=0.05)
+    return engine_of(model, processor)
+
+
+def engine_of(model, processor):
     unsampled = unsampled_ids(model.config, processor.tokenizer)
     sgd = {"optimizer": lambda weights: torch.optim.SGD(weights, lr=2.0)}
     return make_engine("fsdp2", model=model, unsampled=unsampled, temperature=0.8, **sgd)
@@ -119,15 +136,39 @@ def test_end_tokens_and_suppressed_tokens(engine, rollout, prompts, processor):
         assert s.text == processor.tokenizer.decode(s.response_ids, skip_special_tokens=True)
 
 
+def test_adapters_alone_are_enough(tiny_dir, processor, engine, rollout, prompts):
+    """Sent twice, with a step between them: the model beneath stays where it is."""
+    trainer = with_adapters(tiny_dir, processor, ".*visual.*")
+    whole = sum(weight.nbytes for _, weight in trainer.get_per_tensor_param())
+    assert len(packed(*trainer.get_adapter())) < whole / 20
+    samples = rollout.generate(prompts, SAMPLING, n=4)
+    for version in (1, 2):
+        assert apart(trainer, samples)[0] > 0.05
+        rollout.update_adapter(*trainer.get_adapter())
+        samples = rollout.generate(prompts, SAMPLING, n=4)
+        assert apart(trainer, samples)[0] < 1e-5
+        assert {(s.version, *s.versions) for s in samples} == {
+            (version, *[version] * len(s.response_ids)) for s in samples
+        }
+        trainer.train_batch(collate(samples), lambda out, mb: (token_mean(out.logprobs, mb.mask, mb.total_tokens), {}))
+    with pytest.raises(RuntimeError, match="visual.*: only with enable_tower_connector_lora=True are adapters outside"):
+        rollout.update_adapter(*with_adapters(tiny_dir, processor, None).get_adapter())
+    rollout.update_weights(engine.get_per_tensor_param())
+    assert apart(engine, rollout.generate(prompts, SAMPLING))[0] < 1e-5  # nothing is added any more
+    with pytest.raises(RuntimeError, match="adapters go onto the weights that were loaded, and update_weights has rep"):
+        rollout.update_adapter(*trainer.get_adapter())
+    rollout.update_weights(engine.get_per_tensor_param())
+
+
 def test_logprobs_are_the_trainers_whenever_weights_were_sent(engine, rollout, prompts):
     """Temperature, suppressed tokens and images; the prompts were seen before each update, so caches had to go."""
-    samples = rollout.generate(prompts, SAMPLING, n=4)
+    samples, first = rollout.generate(prompts, SAMPLING, n=4), rollout.version
     assert apart(engine, samples)[0] < 1e-5
     assert [(s.group_id, s.number) for s in samples] == [(p.group_id, i) for p in prompts for i in range(4)]
-    assert len({tuple(s.response_ids) for s in samples}) > 12 and all(s.version == 0 for s in samples)
+    assert len({tuple(s.response_ids) for s in samples}) > 12 and all(s.version == first for s in samples)
     again = rollout.generate(prompts, SAMPLING, n=4)
     assert [s.response_ids for s in again] == [s.response_ids for s in samples]
-    for version in (1, 2):
+    for version in (first + 1, first + 2):
         train(engine, samples)
         assert apart(engine, rollout.generate(prompts, SAMPLING, n=4))[0] > 0.1
         rollout.update_weights(engine.get_per_tensor_param())

@@ -1,0 +1,122 @@
+"""LoRA adapters on their way to servers: stand-ins here, real servers in test_vllm_server.py."""
+
+import json
+import sys
+from pathlib import Path
+
+import peft
+import pytest
+import torch
+from safetensors import safe_open
+from safetensors.torch import load
+from transformers import AutoConfig
+
+from rlkit.data.samples import prompt
+from rlkit.rollout import Ahead, Sampling, make_rollout
+from rlkit.rollout.adapters import packed, unpacked
+from rlkit.rollout.serve import serving
+from rlkit.vlm import load_model, load_processor, lora
+from rlkit.vlm.adapt import adapter_parameters
+
+sys.path.insert(0, str(Path(__file__).parent))
+from standin import VllmStandin
+
+SAMPLING = Sampling(4, seed=(7,))
+WEIGHTS = [("layers.0", torch.ones(3, 5))]
+
+
+@pytest.fixture(scope="module")
+def processor(tiny_dir):
+    return load_processor(tiny_dir)
+
+
+@pytest.fixture
+def connect(tiny_dir, processor):
+    made = []
+
+    def connect(*servers, model=tiny_dir):
+        options = {"model": model, "processor": processor, "connect_timeout": 0.3, "timeout": 20.0}
+        made.append(make_rollout("vllm_server", urls=[server.url for server in servers], **options))
+        return made[-1]
+
+    yield connect
+    for rollout in made:
+        rollout.close()
+
+
+@pytest.fixture(scope="module")
+def adapted(tiny_dir):
+    return lora(load_model(tiny_dir), 4, 8, exclude_modules=".*visual.*")
+
+
+def adapters(adapted):
+    return adapted.peft_config["default"], adapter_parameters(adapted)
+
+
+def test_adapters_travel_as_peft_has_them_in_files(adapted, tmp_path):
+    file = packed(*adapters(adapted))
+    adapted.save_pretrained(tmp_path)
+    adapted.peft_config["default"].save_pretrained(tmp_path)  # as it trains
+    with unpacked(file) as (folder, names):
+        theirs = peft.PeftConfig.from_pretrained(tmp_path).to_dict()
+        assert peft.PeftConfig.from_pretrained(folder).to_dict() == theirs
+        with safe_open(tmp_path / "adapter_model.safetensors", "pt") as saved:
+            assert sorted(names) == sorted(saved.keys())
+            assert all(torch.equal(saved.get_tensor(name), weight) for name, weight in load(file).items())
+    assert not Path(folder).exists()
+
+
+def test_adapters_go_to_all_servers_and_requests_name_them(connect, adapted):
+    with VllmStandin() as a, VllmStandin() as b:
+        rollout, requests = connect(a, b), [prompt([10 + i, 11], group_id=i) for i in range(6)]
+        rollout.update_adapter(*adapters(adapted))
+        assert a.adapter == b.adapter == packed(*adapters(adapted)) and not a.weights and not a.paused
+        samples = rollout.generate(requests, SAMPLING, n=2)
+        assert {s.version for s in samples} == {1} and {body["model"] for body in a.bodies + b.bodies} == {"policy"}
+        rollout.update_adapter(*adapters(adapted))
+        assert rollout.version == 2 and a.version == b.version == "2"
+        for path in ("/reset_prefix_cache", "/reset_encoder_cache", "/resume"):
+            assert a.order.index("/rlkit/adapter") < a.order.index(path) and a.calls[path] == 2
+        rollout.sleep()
+        rollout.update_weights(iter(WEIGHTS))  # with these, which are whole, none is asked for any more
+        rollout.generate(requests[:1], SAMPLING)
+        assert ["model" in body for body in a.bodies + b.bodies].count(False) == 1
+        rollout.sleep()
+        assert a.pauses == ["wait", "keep", "wait"] and a.slept == ["1", "2"]
+
+
+def test_servers_that_write_ahead_take_adapters(connect, adapted):
+    with VllmStandin() as a:
+        ahead = Ahead(connect(a), ([[prompt([10])], SAMPLING] for _ in range(3)), max_staleness=1)
+        for _ in ahead:
+            ahead.update_adapter(*adapters(adapted))
+        assert a.version == "3" and len(ahead.taken) == 3
+
+
+def test_servers_that_were_not_started_for_adapters_are_named(connect, adapted):
+    with VllmStandin(pages=["/rlkit/adapter"]) as a:
+        rollout = connect(a)
+        with pytest.raises(RuntimeError, match=f"update_adapter: {a.url}/rlkit/adapter answered 404.* --enable-lora"):
+            rollout.update_adapter(*adapters(adapted))
+        with pytest.raises(RuntimeError, match="failed and the servers wait"):
+            rollout.generate([prompt([10])], SAMPLING)
+
+
+@pytest.mark.parametrize("asked", [True, False])
+def test_a_server_is_started_for_adapters_where_that_is_asked_for(tiny_dir, tmp_path, monkeypatch, asked):
+    code = "import sys; sys.exit('TakesAdapters' in str(sys.argv))"
+    monkeypatch.setattr("rlkit.rollout.serve.command", lambda *_: [sys.executable, "-c", code])
+    monkeypatch.setattr("rlkit.rollout.serve._check_installed", lambda _: None)
+    with pytest.raises(RuntimeError, match=f"ended with code {int(asked)}"):
+        with serving(tiny_dir, logs=tmp_path, options=["--enable-lora"] * asked):
+            pass
+
+
+def test_a_family_of_which_vllm_keeps_weights_is_refused(connect, processor, tmp_path):
+    """With the words of the sampler in the trainer's process; nothing is sent."""
+    AutoConfig.for_model("gpt_oss", vocab_size=len(processor.tokenizer)).save_pretrained(tmp_path / "tiny")
+    assert json.loads((tmp_path / "tiny" / "config.json").read_text())["model_type"] == "gpt_oss"
+    with VllmStandin() as a:
+        with pytest.raises(ValueError, match="vllm: gpt_oss: vLLM takes new weights in part only; sample with rollout"):
+            connect(a, model=str(tmp_path / "tiny")).update_weights(iter(WEIGHTS))
+        assert not a.paused and not a.weights
