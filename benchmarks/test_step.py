@@ -49,6 +49,7 @@ class Ours:
         self.engine = make_engine(
             "fsdp2",
             model=model,
+            device="cpu",
             optimizer=lambda params: torch.optim.AdamW(params, lr=1e-5),
             unsampled=unsampled_ids(model.config, work.processor.tokenizer),
         )

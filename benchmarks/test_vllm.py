@@ -101,6 +101,8 @@ def test_hand_over(benchmark, work):
 
     def hand_over():
         rollout.update_weights(engine.get_per_tensor_param())
+        if rollout.on_gpu:
+            torch.cuda.synchronize()
 
     steps = []
     for _ in range(3):

@@ -436,4 +436,4 @@ def test_weights_gradients_and_optimizer_leave_the_gpu_and_come_back(tiny_dir, p
                 held = [x for p in engine.module.parameters() for x in (p, p.grad) if x is not None]
                 assert {x.device.type for x in [*state, *held]} == {"cpu"}
                 engine.to("cuda")
-    assert steps[1] == [pytest.approx(step, rel=1e-3) for step in steps[0]]
+    assert steps[1] == [pytest.approx(step, rel=1e-2, abs=1e-3) for step in steps[0]]  # flash kernels add in any order
