@@ -85,6 +85,26 @@ def test_parts_work_and_time_are_logged(text_dir, tmp_path, monkeypatch, recipe,
         assert any(first[0] < start < second[1] for start, _ in observed.judged)  # while others were written
 
 
+@pytest.mark.parametrize(
+    ("recipe", "options"),
+    [("ppo", []), ("reinforce", []), ("dapo", ["--mini_batches", 1, "--prompts_per_draw", 4, "--overlong_buffer", 0])],
+)
+def test_what_cannot_be_judged_is_left_out_until_it_is_too_much(text_dir, tmp_path, monkeypatch, recipe, options):  # noqa: F811
+    """Two of four prompts; a reward is 8 or 9, so that a 0 for one that is not known would show in the mean."""
+    sorting = load_task("sorting")
+    sorting = replace(sorting, train=sorting.train[:4], heldout=sorting.heldout[:2])
+    known = {row["where"] for row in sorting.train[:2]}
+    half = replace(sorting, reward=lambda text, row: 8.0 + sum(text.encode()) % 2 if row["where"] in known else None)
+    none = replace(sorting, reward=lambda text, row: None)
+    monkeypatch.setattr(loading, "BUILT_IN", {"half": lambda: half, "none": lambda: none})
+    options = ["--model", text_dir, *SMALL, "--steps", 1, *options, "--task"]
+    run_here(recipe, *options, "half", "--out", tmp_path / "half", "--max_unjudged", 0.5)
+    (row,) = rows(tmp_path / "half")
+    assert row["unjudged"] == 2 * row.get("groups/drawn", 4) and 8 < row["reward/mean"] < 9
+    with pytest.raises(SystemExit, match=f"{recipe}: step 0: only 0 of .* answers could be judged"):
+        run_here(recipe, *options, "none", "--out", tmp_path / "none")
+
+
 def test_text_from_a_file_and_two_places_to_look_at_it(text_dir, tmp_path):  # noqa: F811
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
