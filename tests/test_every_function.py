@@ -76,8 +76,9 @@ def results(function, given):
 
 
 def total(function, given):
-    """The sum of all that comes out, but for logits of tokens that are suppressed."""
-    return sum(torch.where(x == -math.inf, 0.0, x).sum(dtype=torch.float64) for x in results(function, given))
+    """A sum, with weights, of all that comes out, but for logits of tokens that are suppressed."""
+    finite = [torch.where(x == -math.inf, 0.0, x).double().flatten() for x in results(function, given)]
+    return sum(x @ torch.linspace(1, 2, len(x), dtype=torch.float64) for x in finite)
 
 
 def floats(given):
@@ -106,6 +107,16 @@ def test_functional_gradient_is_autograds(function):
         out = total(function, given | {name: y})
         expected = torch.autograd.grad(out, y, materialize_grads=True)[0] if out.requires_grad else torch.zeros_like(x)
         torch.testing.assert_close(functional, expected)
+
+
+@pytest.mark.parametrize("function", [name for name in EVERY if hasattr(rlkit.advantages, name)])
+def test_gradients_of_advantages_equal_finite_differences(function):
+    given = arguments(function)
+    leaves = {name: x.requires_grad_() for name, x in floats(given).items()}
+    if any(x.requires_grad for x in results(function, given)):  # the others are targets, which none flows through
+        torch.autograd.gradcheck(
+            lambda *x: results(function, given | dict(zip(leaves, x, strict=True))), [*leaves.values()]
+        )
 
 
 @pytest.mark.parametrize("function", EVERY)

@@ -6,7 +6,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from pair_oracles import EVERY, ORACLE, WITH_LENGTHS, WITH_REFERENCE, arguments, soft
+from pair_oracles import EVERY, OF_THE_PAIR, ORACLE, WITH_LENGTHS, WITH_REFERENCE, arguments, soft
 from preference_pairs import pairs
 
 from rlkit.losses.preference import (
@@ -33,11 +33,11 @@ FEW = settings(max_examples=25, deadline=None, derandomize=True)
 # --- values and gradients
 
 
-@pytest.mark.parametrize("name", EVERY)
+@pytest.mark.parametrize("name", [*EVERY, *OF_THE_PAIR])
 def test_equals_the_loop(name):
     data = pairs()
     given_to = arguments(name, data)
-    loss = EVERY[name](*given_to)
+    loss = (EVERY | OF_THE_PAIR)[name](*given_to)
     weights = torch.randn(7, dtype=torch.float64, generator=torch.Generator().manual_seed(9))
     loops = [ORACLE[name](*(x[i] for x in given_to)) for i in range(7)]
     torch.testing.assert_close(loss, torch.stack(loops))
