@@ -1,4 +1,5 @@
-"""Seconds a step and memory of recipes/grpo_vlm.py and of TRL's GRPOTrainer on the same work, in one run.
+"""Seconds a step and memory of recipes/grpo_vlm.py and of TRL's GRPOTrainer on the same work, in one run. And, apart,
+of recipes/dapo.py, which asks more prompts until a step is full of groups that teach; half of those here never do.
 
     pip install --no-deps --target .benchmarks/trl trl==1.16.0
     PYTHONPATH=.benchmarks/trl OMP_NUM_THREADS=1 pytest benchmarks/test_trl.py --benchmark-enable
@@ -22,6 +23,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from importlib import import_module
 from importlib.metadata import version
 from importlib.util import find_spec
 from itertools import pairwise
@@ -33,7 +35,7 @@ import pytest
 ROOT = Path(__file__).parents[1]
 PROMPTS, GROUP, NEW, WARM = 8, 8, 32, 2
 WORK = {"text": (0, 10), "image_56": (56, 8), "image_644": (644, 3)}  # side of the one image of a prompt, timed steps
-CONTESTANTS = ("rlkit", "trl")
+CONTESTANTS = ("rlkit", "trl", "dapo")
 RESULTS: dict[tuple[str, str], dict] = {}
 
 
@@ -47,6 +49,11 @@ def rows(side):
 
 def reward(text, row):
     return float(len(text) % 2)
+
+
+def often_settled(text, row):
+    """For half of the prompts all answers are right: DAPO's dynamic sampling draws twice."""
+    return 1.0 if row["where"][-1] in "0123" else reward(text, row)
 
 
 def build(path, side):
@@ -75,15 +82,18 @@ def memory():
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
 
 
-def run_rlkit(path, side, steps):
+DAPO = {"prompts_per_draw": PROMPTS, "max_num_gen_batches": 3, "mini_batches": 1, "overlong_buffer": 0}
+
+
+def run_rlkit(path, side, steps, recipe="grpo_vlm", reward=reward, **more):
     """The recipe as it is; what it logs says how long each of its phases took."""
     sys.path.insert(0, str(ROOT / "recipes"))
-    import grpo_vlm
+    recipe = import_module(recipe)
 
     from rlkit.data import Task, loading
 
     loading.BUILT_IN["work"] = lambda: Task("work", train=rows(side), heldout=rows(side)[:1], reward=reward)
-    loaded, ends, set_up, log = [], [], grpo_vlm.set_up, grpo_vlm.Run.log
+    loaded, ends, set_up, log = [], [], recipe.set_up, recipe.Run.log
 
     def noted(*args):
         found = set_up(*args)
@@ -94,17 +104,18 @@ def run_rlkit(path, side, steps):
         log(*args)
         ends.append((time.perf_counter(), time.process_time()))
 
-    grpo_vlm.set_up, grpo_vlm.Run.log = noted, clocked
+    recipe.set_up, recipe.Run.log = noted, clocked
     out = Path(path) / "run"
-    config = grpo_vlm.Config(
+    config = recipe.Config(
         model=path, task="work", out=str(out), steps=steps, prompts_per_step=PROMPTS, group_size=GROUP,
-        max_new_tokens=NEW, lr=1e-6, warmup_steps=0, kl_coef=0.0, save_every=10**9, watchdog=0,
+        max_new_tokens=NEW, lr=1e-6, warmup_steps=0, save_every=10**9, watchdog=0, **more,
     )  # fmt: skip
-    grpo_vlm.main(config)
+    recipe.main(config)
     from rlkit.tracking import read_metrics
 
     logged = read_metrics(out / "metrics.jsonl")
     phases = {name: median(row[f"time/{name}"] for row in logged[WARM:]) for name in ("generate", "reward", "train")}
+    phases["prompts"] = median(row.get("groups/drawn", PROMPTS) for row in logged[WARM:])
     return ends, [row["tokens"] for row in logged], loaded[0], phases
 
 
@@ -152,8 +163,11 @@ def run_trl(path, side, steps):
 
 def worker(name, what, path):
     side, steps = WORK[what]
-    run = {"rlkit": run_rlkit, "trl": run_trl}[name]
-    ends, tokens, loaded, phases = run(path, side, WARM + steps)
+    run, options = {
+        "rlkit": (run_rlkit, {"kl_coef": 0.0}), "trl": (run_trl, {}),
+        "dapo": (run_rlkit, {"recipe": "dapo", "reward": often_settled, **DAPO}),
+    }[name]  # fmt: skip
+    ends, tokens, loaded, phases = run(path, side, WARM + steps, **options)
     assert len(ends) == len(tokens) == WARM + steps, (len(ends), len(tokens))
     steps_took = [[b - a for a, b in zip(two, after, strict=True)] for two, after in pairwise(ends[WARM - 1 :])]
     (seconds, cpu), peak = map(median, zip(*steps_took, strict=True)), memory()
@@ -186,11 +200,12 @@ def test_step(benchmark, name, what):
 
 
 def table():
-    head = ["work", "", "seconds a step", "CPU seconds", "generate", "reward", "train", "tokens"]
-    head += ["MB before", "MB at most", "grown by"]
+    head = ["work", "", "seconds a step", "CPU seconds", "generate", "reward", "train", "prompts asked"]
+    head += ["tokens trained", "MB before", "MB at most", "grown by"]
     lines = [f"| {' | '.join(head)} |", "|" + "---|" * len(head)]
     for (what, name), run in RESULTS.items():
         phases = [f"{run[phase]:.3f}" if phase in run else "" for phase in ("generate", "reward", "train")]
+        phases.append(f"{run.get('prompts', PROMPTS):.0f}")
         sizes = [f"{run[key]:.0f}" for key in ("tokens", "loaded_mb", "peak_mb", "grown_mb")]
         lines.append(f"| {what} | {name} | {run['seconds']:.3f} | {run['cpu']:.3f} | {' | '.join([*phases, *sizes])} |")
     versions = ", ".join(f"{name} {version(name)}" for name in ("torch", "transformers", "trl"))
