@@ -194,7 +194,7 @@ def main() -> None:
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))  # the servers are stopped on the way out
     try:
         with serving(**vars(known), options=rest) as servers:
-            print(f"up: {','.join(servers)}", flush=True)
+            print(f"up: --servers {' '.join(servers)}", flush=True)
             signal.pause()
     except (RuntimeError, ValueError) as error:
         sys.exit(f"serve: {error}")
