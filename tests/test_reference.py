@@ -69,6 +69,19 @@ def test_import_lines_import_what_is_described(package):
         exec(line, {})
 
 
+def test_what_an_example_calls_can_be_imported_as_a_page_says():
+    looked_up = 0
+    for page, text in PAGES.items():
+        if not (heading := re.match(r"# (rlkit\.\w+)\.\w+$", text, re.M)):
+            continue
+        package, module = import_module(heading[1]), import_module(heading[0].removeprefix("# "))
+        for name in {name for _, block in FENCE.findall(text) for name in re.findall(r"(?<![.\w])(\w+)\(", block)}:
+            if inspect.isfunction(found := getattr(module, name, None)) and found.__module__ == module.__name__:
+                looked_up += 1
+                assert getattr(package, name, None) is found and name in package.__all__, f"{page}: {name}"
+    assert looked_up > 100
+
+
 @pytest.mark.parametrize(("package", "name"), FUNCTIONS)
 def test_docstring_says_what_goes_in_and_what_comes_out(package, name):
     function = getattr(import_module(package), name)

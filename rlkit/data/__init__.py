@@ -5,7 +5,7 @@ from rlkit.data.hub import open_stream, stream_steps
 from rlkit.data.judging import Judge, score_as_written
 from rlkit.data.loading import load_task
 from rlkit.data.mixing import by_difficulty, easiest, mixed, widened
-from rlkit.data.packing import Packed, repad, unpad
+from rlkit.data.packing import Packed, repad, unpad, unpad_like
 from rlkit.data.pairs import load_chats, load_marked, load_pairs
 from rlkit.data.rewards import combine, judged, part_means, reward_stats, score, score_parts
 from rlkit.data.samples import Batch, Sample, collate, expand, extend, group_ids, observe, prompt
@@ -44,5 +44,6 @@ __all__ = [
     "stream_steps",
     "token_budget_batches",
     "unpad",
+    "unpad_like",
     "widened",
 ]

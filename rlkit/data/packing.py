@@ -50,6 +50,7 @@ def unpad(x: Tensor, attention_mask: Tensor, *, lengths: Sequence[int] | None = 
     Raises:
         ValueError: `x`, `attention_mask` and `lengths` do not fit together, or the mask is floating point.
     """
+    _check_tensor("attention_mask", attention_mask)
     if attention_mask.ndim != 2 or attention_mask.is_floating_point() or attention_mask.is_complex():
         got = f"{attention_mask.dtype} {list(attention_mask.shape)}"
         raise ValueError(f"attention_mask: expected bool or integer [B, T], got {got}")
@@ -133,6 +134,12 @@ def runs(starts: Sequence[int], lengths: Sequence[int]) -> Tensor:
     return offset.repeat_interleave(sizes) + torch.arange(int(sizes.sum()))
 
 
+def _check_tensor(name: str, x: Tensor) -> None:
+    if not isinstance(x, Tensor):
+        raise ValueError(f"{name}: expected a tensor, got a {type(x).__name__}")
+
+
 def _check_leading(name: str, x: Tensor, batch_shape: tuple[int, int]) -> None:
+    _check_tensor(name, x)
     if tuple(x.shape[:2]) != batch_shape:
         raise ValueError(f"{name}: expected [{batch_shape[0]}, {batch_shape[1]}, ...], got {list(x.shape)}")

@@ -297,15 +297,21 @@ def _shared_brackets(keep: Tensor, text: Tensor, spoken: Tensor, begins: Tensor)
     return after | second[:, :width]
 
 
-def _is_integer(x: Tensor) -> bool:
-    return not (x.is_floating_point() or x.is_complex() or x.dtype == torch.bool)
+def _is_integer(x: Any) -> bool:
+    return isinstance(x, Tensor) and not (x.is_floating_point() or x.is_complex() or x.dtype == torch.bool)
+
+
+def _came(x: Any) -> str:
+    return f"{x.dtype} {list(x.shape)}" if isinstance(x, Tensor) else f"a {type(x).__name__}"
 
 
 def _check_tokens(input_ids: Tensor, attention_mask: Tensor | None) -> None:
-    if input_ids.ndim != 2 or not _is_integer(input_ids):
-        raise ValueError(f"input_ids: expected integer [B, T], got {input_ids.dtype} {list(input_ids.shape)}")
+    if not _is_integer(input_ids) or input_ids.ndim != 2:
+        raise ValueError(f"input_ids: expected integer [B, T], got {_came(input_ids)}")
     if attention_mask is None:
         return
+    if not isinstance(attention_mask, Tensor):
+        raise ValueError(f"attention_mask: expected a tensor or None, got {_came(attention_mask)}")
     if attention_mask.shape != input_ids.shape:
         raise ValueError(f"attention_mask: expected {list(input_ids.shape)}, got {list(attention_mask.shape)}")
     if attention_mask.dtype != torch.bool and not _is_integer(attention_mask):
@@ -318,8 +324,8 @@ def _merged_grid(
     """[n, 3] patches -> int32 [n, 3] tokens, on `device`; None -> [0, 3]."""
     if grid is None:
         return torch.empty(0, 3, dtype=torch.int32, device=device)
-    if grid.ndim != 2 or grid.shape[1] != 3 or not _is_integer(grid):
-        raise ValueError(f"{name}: expected integer [n, 3] (t, h, w), got {grid.dtype} {list(grid.shape)}")
+    if not _is_integer(grid) or grid.ndim != 2 or grid.shape[1] != 3:
+        raise ValueError(f"{name}: expected integer [n, 3] (t, h, w), got {_came(grid)}")
     if grid.device.type == "cpu" and bool((grid[:, 1:] % merge_size != 0).any()):
         bad = next(row for row in grid.tolist() if row[1] % merge_size or row[2] % merge_size)
         raise ValueError(f"{name}: expected h and w that merge_size {merge_size} divides, got (t, h, w) = {tuple(bad)}")

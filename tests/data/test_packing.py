@@ -135,6 +135,8 @@ X, MASK = torch.ones(2, 3), torch.tensor([[1, 1, 0], [1, 0, 0]])
     ("call", "message"),
     [
         (lambda: unpad(X, MASK.float()), r"attention_mask: expected bool or integer .*, got torch.float32 \[2, 3\]"),
+        (lambda: unpad(X, MASK.tolist()), "attention_mask: expected a tensor, got a list"),
+        (lambda: unpad(X.tolist(), MASK), "x: expected a tensor, got a list"),
         (lambda: unpad(X, MASK[0]), r"attention_mask: .* got torch.int64 \[3\]"),
         (lambda: unpad(X.T, MASK), r"x: expected \[2, 3, \.\.\.\], got \[3, 2\]"),
         (lambda: unpad(X, MASK, lengths=[2]), "lengths: expected 2, one a row of attention_mask, got 1"),
