@@ -266,8 +266,7 @@ def test_weights_and_checkpoints(benchmark, tmp_path, world):
 
 
 def vlm_config(*, tiny: bool) -> Qwen3VLConfig:
-    """Qwen3-VL-2B, or a small one of its kind. Its tower sees each image as a whole: one attention call an image, where
-    Qwen2.5-VL's has one for each of many windows unless flash-attn is there."""
+    """Qwen3-VL-2B, or a small one of its kind."""
     text = {
         "vocab_size": 151936, "hidden_size": 2048, "intermediate_size": 6144, "num_hidden_layers": 28,
         "num_attention_heads": 16, "num_key_value_heads": 8, "head_dim": 128,

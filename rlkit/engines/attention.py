@@ -6,10 +6,12 @@ transformers hands unknown keyword arguments down to the attention function, whi
 beyond that (soft-capped scores, sinks, images that see themselves) is done here for both; what cannot be is refused.
 
 The name under which it is registered must not contain "flash": transformers would look for a kernel of that name.
+A vision tower, whose images lie end to end as well, is given one kernel for all of them on a GPU: `use_packed_tower`.
 """
 
 from __future__ import annotations
 
+import copy
 import inspect
 from collections.abc import Callable, Sequence
 from functools import cache, cached_property
@@ -28,6 +30,7 @@ from rlkit.data.packing import runs
 from rlkit.engines.ulysses import Ulysses, to_heads, to_tokens
 from rlkit.vlm.families import (
     IMAGES_SEE_THEMSELVES,
+    IN_PATCHES,
     NO_INTERFACE,
     bidirectional,
     changing_rope,
@@ -37,6 +40,7 @@ from rlkit.vlm.families import (
 )
 
 NAME = "rlkit_packed"
+TOWER = "rlkit_flash_tower"
 
 
 class Layout:
@@ -175,30 +179,39 @@ def varlen_attention(
     by_hand = sinks is not None or layout.images is not None or (softcap is not None and _flash_attn() is None)
     if by_hand or not _has_kernel(query, value):
         return _varlen_sdpa(query, key, value, layout, scale, window, dropout, softcap, sinks)
+    if layout.keys is not None:
+        key, value = key.index_select(0, layout.keys), value.index_select(0, layout.keys)
+    bounds = (layout.cu_queries, layout.cu_keys, max(layout.lengths), max(layout.key_lengths))
+    reach = (-1 if window is None else window - 1, 0)  # causal, aligned at the last query and key
+    return _flash(query, key, value, bounds, reach, scale, dropout, softcap)
+
+
+def _flash(
+    query: Tensor, key: Tensor, value: Tensor, bounds: tuple[Tensor, Tensor, int, int], reach: tuple[int, int],
+    scale: float | None, dropout: float, softcap: float | None = None,
+) -> Tensor:  # fmt: skip
+    """flash-attn's kernel, or torch's, on segments between `bounds` (of queries, of keys; the longest of each), which
+    see so far back and forth; -1: all."""
     size = value.shape[-1]
     if size < query.shape[-1]:  # as DeepSeek's; kernels want one size
         value = F.pad(value, (0, query.shape[-1] - size))
-    if layout.keys is not None:
-        key, value = key.index_select(0, layout.keys), value.index_select(0, layout.keys)
-    lengths = (layout.cu_queries, layout.cu_keys, max(layout.lengths), max(layout.key_lengths))
-    window_size = (-1 if window is None else window - 1, 0)  # causal, aligned at the last query and key
     if (flash := _flash_attn()) is not None:
         more = {} if softcap is None else {"softcap": softcap}
         return flash(
-            query, key, value, *lengths, dropout_p=dropout, softmax_scale=scale, causal=True, window_size=window_size,
+            query, key, value, *bounds, dropout_p=dropout, softmax_scale=scale, causal=reach[1] == 0, window_size=reach,
             **more,
         ).narrow(-1, 0, size)  # fmt: skip
     if dropout:
         raise ValueError(f"attention dropout {dropout} on packed rows needs flash-attn on a GPU; set it to 0")
     from torch.nn.attention.varlen import varlen_attn
 
-    options: dict[str, Any] = {"scale": scale, "window_size": window_size}
+    options: dict[str, Any] = {"scale": scale, "window_size": reach}
     if "enable_gqa" in inspect.signature(varlen_attn).parameters:
         options["enable_gqa"] = True
     else:  # torch 2.11
         groups = query.shape[1] // key.shape[1]
         key, value = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)
-    out: Any = varlen_attn(query, key, value, *lengths, **options)
+    out: Any = varlen_attn(query, key, value, *bounds, **options)
     return out.narrow(-1, 0, size)
 
 
@@ -368,3 +381,43 @@ def use_packed_attention(model: PreTrainedModel, *, packed: bool = False) -> Non
 
     model.register_forward_pre_hook(before, with_kwargs=True)
     model.register_forward_hook(after, with_kwargs=True)
+
+
+def use_packed_tower(model: torch.nn.Module, config: Any) -> bool:
+    """Have a vision tower whose images lie end to end attend to all of them by one call, for a GPU.
+
+    transformers cuts such a row apart otherwise: at each layer it waits for the device, and calls SDPA for every image,
+    or every window of one. It does not where the name of the attention has "flash" in it; the config of a new model
+    cannot have such a name, so the tower is given a copy of its own.
+
+    Args:
+        model: with the tower in it.
+        config: of the whole model.
+
+    Returns:
+        Whether the family's tower is of this kind.
+    """
+    if config.model_type not in IN_PATCHES:
+        return False
+    AttentionInterface.register(TOWER, _tower_attention)
+    own = copy.copy(config.vision_config)
+    own._attn_implementation = TOWER
+    for module in model.modules():
+        if isinstance(getattr(module, "config", None), type(own)):
+            module.config = own
+    return True
+
+
+def _tower_attention(
+    module: torch.nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None,
+    dropout: float = 0.0, scaling: float | None = None, *, cu_seq_lens_q: Tensor, max_length_q: int, **kwargs: Any,
+) -> tuple[Tensor, None]:  # fmt: skip
+    """What transformers calls: [1, H, N, D] of images or windows between boundaries -> [1, N, H, D]."""
+    if _has_kernel(query, value) and not dropout:
+        bounds = (cu_seq_lens_q, cu_seq_lens_q, max_length_q, max_length_q)
+        q, k, v = (x.squeeze(0).transpose(0, 1) for x in (query, key, value))
+        return _flash(q, k, v, bounds, (-1, -1), scaling, 0.0).unsqueeze(0), None
+    lengths = cu_seq_lens_q.diff().tolist()
+    parts = zip(*(x.split(lengths, 2) for x in (query, key, value)), strict=True)
+    attended = [F.scaled_dot_product_attention(q, k, v, dropout_p=dropout, scale=scaling) for q, k, v in parts]
+    return torch.cat(attended, 2).transpose(1, 2), None

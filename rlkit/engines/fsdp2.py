@@ -17,7 +17,7 @@ from torch.distributed.fsdp import FSDPModule
 
 from rlkit.data.samples import Batch, Sample
 from rlkit.engines import checkpoint
-from rlkit.engines.attention import use_packed_attention
+from rlkit.engines.attention import use_packed_attention, use_packed_tower
 from rlkit.engines.distributed import (
     all_reduce,
     init_distributed,
@@ -125,6 +125,8 @@ class Fsdp2Engine:
         self.data_rank, self.data_world = dist.get_rank() // size, dist.get_world_size() // size
         self.row_group = ranks_with_equal_rows(self.data_rank, self.data_world)
         use_packed_attention(self.base, packed=use_remove_padding)
+        if self.device.type == "cuda":
+            use_packed_tower(self.base, self.config)
         if router_replay:
             use_router_replay(self.base)
         self.router_replay = router_replay

@@ -27,6 +27,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import TransformerLayer
 from torch import Tensor, nn
 
+from rlkit.engines.attention import use_packed_tower
 from rlkit.engines.megatron_attention import PackedAttention
 from rlkit.vlm.routers import ChosenExperts, check_numbers
 
@@ -307,6 +308,8 @@ def build(
         built.output_layer = HiddenHead(built.output_layer, config)
     if first and config.mrope_section is not None:
         built.visual = copy.deepcopy(model.model.visual)
+        if device.type == "cuda":
+            use_packed_tower(built.visual, model.config)
         for parameter in built.visual.parameters():
             parameter.data = parameter.data.to(config.params_dtype)
             _share_tokens(parameter, config)

@@ -3,15 +3,23 @@
 They have shapes, types and devices and no numbers, so that tensors of two devices, and a look at a number, raise.
 """
 
+import sys
+from pathlib import Path
+
 import pytest
 import torch
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
+sys.path.insert(0, str(Path(__file__).parent))
+from family_configs import HYBRID, VISION
+from test_families import vision_model
+
 from rlkit.engines import attention
-from rlkit.engines.attention import Block, Layout, varlen_attention
+from rlkit.engines.attention import Block, Layout, use_packed_tower, varlen_attention
 from rlkit.engines.checkpoint import random_states, set_random_states
 from rlkit.engines.distributed import init_distributed
+from rlkit.vlm.families import IN_PATCHES
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
 
@@ -64,3 +72,41 @@ def test_random_numbers_of_a_gpu_go_on_behind_a_checkpoint(monkeypatch):
     assert all(map(torch.equal, drawn, [torch.rand(3), torch.rand(3, generator=gpu)]))
     set_random_states({}, GPU)  # of a checkpoint of fewer ranks
     assert random_states(CPU).keys() == {"rng.0"}
+
+
+@pytest.mark.parametrize("family", sorted(IN_PATCHES & {*VISION, *HYBRID}))
+def test_a_tower_is_asked_for_all_images_at_once(family, monkeypatch):
+    """With the features and gradients of transformers' own, which asks for each image, or each window of one."""
+    model, calls, attend = vision_model(family), [], attention._tower_attention
+    monkeypatch.setattr(attention, "_tower_attention", lambda *args, **more: calls.append(0) or attend(*args, **more))
+    model.set_attn_implementation("sdpa")
+    config = model.config.vision_config
+    tower = next(module for module in model.modules() if getattr(module, "config", None) is config)
+    grid = torch.tensor([[1, 4, 4], [1, 8, 4], [1, 4, 8]])
+    pixels = torch.randn(80, 3 * 2 * 4 * 4, generator=torch.Generator().manual_seed(0))
+    found = []
+    for packed in (False, True):
+        assert not packed or use_packed_tower(model, model.config)
+        features = tower(pixels, grid_thw=grid).pooler_output
+        tower.zero_grad()
+        features.square().sum().backward()
+        found.append([features, *(p.grad.clone() for p in tower.parameters() if p.grad is not None)])
+    for came, expected in zip(*found, strict=True):
+        torch.testing.assert_close(came, expected, atol=1e-5, rtol=1e-5)
+    assert len(calls) == config.depth
+    assert type(model)(model.config).config.vision_config._attn_implementation == "sdpa"  # others are as they would be
+
+
+@pytest.mark.parametrize(("dtype", "kernel"), [(torch.bfloat16, [80, 80, 80]), (torch.float32, None)])
+def test_a_towers_images_are_one_call_of_the_kernel(dtype, kernel, monkeypatch):
+    monkeypatch.setattr(attention, "_flash_attn", lambda: None)
+    bounds = torch.tensor([0, 16, 48, 80], dtype=torch.int32)
+    with FakeTensorMode(allow_non_fake_inputs=True), torch.no_grad(), Kernels() as kernels:
+        q, k, v = torch.empty(3, 1, 4, 80, 80, dtype=dtype, device=GPU).unbind()
+        if kernel is None:  # float32 waits for the lengths, which fake tensors have not
+            with pytest.raises(DataDependentOutputException):
+                attention._tower_attention(None, q, k, v, None, cu_seq_lens_q=bounds.to(GPU), max_length_q=32)
+        else:
+            out, _ = attention._tower_attention(None, q, k, v, None, cu_seq_lens_q=bounds.to(GPU), max_length_q=32)
+            assert out.shape == (1, 80, 4, 80) and out.device == GPU
+    assert kernels.came == ([] if kernel is None else [kernel])
