@@ -18,10 +18,11 @@ from rlkit.engines import make_engine
 from rlkit.engines.attention import NAME, Layout, use_packed_attention, varlen_attention
 from rlkit.engines.packer import pack
 from rlkit.vlm.families import head_obstacle, image_groups
-from rlkit.vlm.inputs import position_spec
+from rlkit.vlm.inputs import model_vision, position_ids, position_spec
 
 CPU = torch.device("cpu")
 WAYS = {"packed": {"share_prompts": False}, "shared": {"share_prompts": True}, "padded": {"packed": False}}
+LEFT = "padded on the left"
 
 
 def seeded(build):
@@ -125,11 +126,31 @@ def all_at_once(model, batch, weights, options):
     return logprobs.detach(), gradients(model, (weights * logprobs).sum())
 
 
-def check(model, batch, weights, ways=WAYS, atol=1e-5):
+def left_padded(model, batch, weights):
+    """As a sampler's prompts are."""
+    spec, (rows, width) = position_spec(model.config), batch.tokens.shape
+    tokens, logprobs = torch.zeros_like(batch.tokens), torch.zeros(rows, width)
+    for row, length, ids in zip(tokens, batch.lengths, batch.tokens, strict=True):
+        row[width - length :] = ids[:length]
+    attended = torch.arange(width) >= width - torch.tensor(batch.lengths)[:, None]
+    positions = position_ids(tokens, attended, batch.vision, spec)
+    vision = model_vision(tokens, batch.vision, spec)
+    mask = attended.long()
+    logits = model(input_ids=tokens, attention_mask=mask, position_ids=positions, use_cache=False, **vision).logits
+    own = logits[:, :-1].log_softmax(-1).gather(2, tokens[:, 1:, None])[..., 0]
+    for b, length in enumerate(batch.lengths):
+        logprobs[b, 1:length] = own[b, width - length :]
+    logprobs = torch.where(batch.mask, logprobs, 0)
+    return logprobs.detach(), gradients(model, (weights * logprobs).sum())
+
+
+def check(model, batch, weights, ways=(*WAYS, LEFT), atol=1e-5):
     expected, expected_gradients = one_at_a_time(model, batch, weights)
     use_packed_attention(model)
     for way in ways:
-        logprobs, came = all_at_once(model, batch, weights, WAYS[way])
+        logprobs, came = (
+            left_padded(model, batch, weights) if way == LEFT else all_at_once(model, batch, weights, WAYS[way])
+        )
         torch.testing.assert_close(logprobs, expected, atol=1e-5, rtol=1e-5, msg=lambda m, way=way: f"{way}: {m}")
         assert came.keys() == expected_gradients.keys()
         for name, gradient in came.items():
