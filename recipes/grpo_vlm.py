@@ -10,6 +10,8 @@ How it differs from the paper (DeepSeekMath, https://arxiv.org/abs/2402.03300, s
 - the clip is higher upwards than downwards (DAPO again); it binds only with updates_per_batch > 1: on a batch that is
   used once the ratio is 1.
 - the weight of the KL term is 0.001, the paper's 0.04.
+- `--loss` is another paper's: gspo (arXiv 2507.18071, --clip_low 3e-4 --clip_high 4e-4), a mean of per-answer means, or
+  cispo (arXiv 2506.13585, --clip_low 1 --clip_high 4), which is the same on a batch that is used once.
 - an answer that could not be judged is left out of its group instead of counting as wrong.
 - tokens that stand for images can be neither sampled nor scored.
 """
@@ -17,6 +19,7 @@ How it differs from the paper (DeepSeekMath, https://arxiv.org/abs/2402.03300, s
 import sys
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from typing import Literal
 
 import torch
 import torch.distributed as dist
@@ -26,6 +29,7 @@ from torch.optim.lr_scheduler import LambdaLR
 from tqdm import tqdm
 from transformers.utils.logging import disable_progress_bar
 
+from rlkit import losses
 from rlkit.advantages import grpo_advantages
 from rlkit.data import Judge, Task, collate, group_ids, judged, load_task, part_means, reward_stats, step_rows
 from rlkit.engines import make_engine
@@ -33,12 +37,14 @@ from rlkit.engines.balance import balanced
 from rlkit.engines.checkpoint import checkpoints, keep_newest
 from rlkit.engines.distributed import init_distributed
 from rlkit.engines.flops import batch_flops
-from rlkit.losses import clipped_policy_loss, importance_weights, kl_k3, mismatch_stats, ratio_stats, token_mean
+from rlkit.losses import importance_weights, kl_k3, mismatch_stats, ratio_stats, sequence_mean, token_mean
 from rlkit.report import write_report
 from rlkit.rollout import Canary, Sampling, make_rollout
 from rlkit.tracking import Run, new_directory
 from rlkit.vlm import VISION_TOWER, freeze, load_model, lora, model_or_tiny, trainable_summary
 from rlkit.vlm.processors import encode_rows, load_processor, unsampled_ids
+
+LOSSES = {"clipped": losses.clipped_policy_loss, "gspo": losses.gspo_loss, "cispo": losses.cispo_loss}
 
 
 @dataclass
@@ -87,6 +93,8 @@ class Config:
     """The ratio is clipped at 1 - clip_low."""
     clip_high: float = 0.28
     """The ratio is clipped at 1 + clip_high."""
+    loss: Literal["clipped", "gspo", "cispo"] = "clipped"
+    """What is clipped: each token's ratio, an answer's, or the weight of a token that keeps its gradient."""
     tis_cap: float = 2.0
     """Weights that correct for a sampler which differs from the trainer are cut here; they are 1 with hf."""
     kl_coef: float = 0.001
@@ -180,7 +188,7 @@ def main(cfg: Config) -> None:
 
     def loss_fn(out, mb):  # out.logprobs [B, T]; mb.total_tokens counts the whole batch, on all ranks
         old = mb.old_logprobs if cfg.updates_per_batch > 1 else out.logprobs.detach()
-        policy = clipped_policy_loss(out.logprobs, old, mb.advantages, mb.mask, cfg.clip_low, cfg.clip_high)
+        policy = LOSSES[cfg.loss](out.logprobs, old, mb.advantages, mb.mask, cfg.clip_low, cfg.clip_high)
         policy = policy * importance_weights(old, mb.rollout_logprobs, mb.mask, cap=cfg.tis_cap)
         kl = kl_k3(out.logprobs, mb.ref_logprobs, mb.mask)
         metrics = {
@@ -189,7 +197,8 @@ def main(cfg: Config) -> None:
             **ratio_stats(out.logprobs, old, mb.mask, mb.advantages, cfg.clip_low, cfg.clip_high, mb.total_tokens),
             **mismatch_stats(old, mb.rollout_logprobs, mb.mask, mb.total_tokens),
         }
-        return token_mean(policy + cfg.kl_coef * kl, mb.mask, mb.total_tokens), metrics
+        mean, total = (sequence_mean, mb.total_sequences) if cfg.loss == "gspo" else (token_mean, mb.total_tokens)
+        return mean(policy + cfg.kl_coef * kl, mb.mask, total), metrics
 
     passes = cfg.updates_per_batch * (2 if cfg.lora_rank else 3) + (cfg.updates_per_batch > 1) + bool(cfg.kl_coef)
     canary = Canary(cfg.max_mismatch)

@@ -128,6 +128,30 @@ def test_options_of_the_real_thing(warm_dir, tmp_path, capsys):
     assert "peft" not in AutoModelForImageTextToText.from_pretrained(tmp_path / "run" / "model").__class__.__module__
 
 
+def by_length():
+    """A reward that answers earn half of the time."""
+    task = load_task("digits")
+    return replace(task, heldout=task.heldout[:8], reward=lambda text, row: float(len(text) > 1))
+
+
+def test_other_papers_losses(warm_dir, tmp_path):
+    """On a batch that is used once only GSPO's mean over answers differs; on one that is used twice so do all ratios."""
+
+    def gradient(loss, updates):
+        out = tmp_path / f"{loss}{updates}"
+        arguments = [*SMALL, "--steps", 1, "--temperature", 2, "--kl_coef", 0, "--lr", 5e-3, "--warmup_steps", 1]
+        arguments += ["--loss", loss, "--updates_per_batch", updates, "--clip_low", 0.05, "--clip_high", 0.05]
+        run_here("grpo_vlm", "--model", warm_dir, "--out", out, *arguments, "--task", "test_grpo_vlm:by_length")
+        return numbers(out)[0]["grad_norm"]
+
+    clipped, gspo, cispo = (gradient(loss, 1) for loss in ("clipped", "gspo", "cispo"))
+    assert cispo == pytest.approx(clipped, rel=1e-4) and abs(gspo - clipped) > 0.01 * clipped
+    clipped, gspo, cispo = (gradient(loss, 2) for loss in ("clipped", "gspo", "cispo"))
+    assert min(abs(clipped - gspo), abs(clipped - cispo), abs(gspo - cispo)) > 0.01 * clipped
+    known = helpers.load("grpo_vlm").LOSSES
+    assert [known[name].__name__ for name in known] == ["clipped_policy_loss", "gspo_loss", "cispo_loss"]
+
+
 def test_bad_rows_are_skipped_and_counted(warm_dir, tmp_path, capsys):
     rng = np.random.default_rng(0)
     lines = []
