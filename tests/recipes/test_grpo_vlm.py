@@ -135,7 +135,7 @@ def by_length():
 
 
 def test_other_papers_losses(warm_dir, tmp_path):
-    """On a batch that is used once only GSPO differs, by its mean over answers; on one that is used twice all three do."""
+    """On a batch that is used once only GSPO differs, by its mean over answers; on one that is used twice all do."""
 
     def gradient(loss, updates):
         out = tmp_path / f"{loss}{updates}"
