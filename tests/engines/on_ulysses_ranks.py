@@ -25,6 +25,7 @@ from rlkit.data import collate, extend  # noqa: E402
 from rlkit.data.samples import prompt  # noqa: E402
 from rlkit.engines import make_engine  # noqa: E402
 from rlkit.engines.attention import use_packed_attention  # noqa: E402
+from rlkit.engines.balance import balanced  # noqa: E402
 from rlkit.engines.packer import pack  # noqa: E402
 from rlkit.engines.ulysses import gather, share_rows  # noqa: E402
 from rlkit.engines.value_head import with_value_head  # noqa: E402
@@ -161,6 +162,10 @@ def run(name, split, out, processor):
             results["parameters"] = {n: x.clone() for n, x in engine.get_per_tensor_param(bucket_bytes=20_000)}
             with torch.no_grad(), engine.gathered() as module:
                 results["gathered"] = module(input_ids=torch.arange(5, 40).view(1, -1)).logits
+    if case.first_group_has_all:
+        dealt = balanced(batch, engine.data_group)
+        rows = [row[:length] for row, length in zip(dealt.tokens.tolist(), dealt.lengths, strict=True)]
+        results["dealt"] = engine.data_rank, rows, engine.infer_batch(dealt, outputs[:1])[outputs[0]].sum().item()
     results["total"] = engine.global_sum(len(batch)).item()
     torch.save(results, out / f"{name}.{dist.get_rank()}.pt")
 

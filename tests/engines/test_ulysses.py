@@ -62,6 +62,19 @@ def test_token_mean_invariant_to_sequence_and_tensor_parallel(results, split, na
         torch.testing.assert_close(came["gathered"], alone["gathered"], atol=1e-4, rtol=1e-5)
 
 
+@pytest.mark.parametrize("split", [split for split, name in SHARED if name == "qwen2_no_rows"])
+def test_ranks_that_compute_together_are_dealt_the_same_rows(results, split):
+    """From one data rank that had them all; a rank with others than its partners would have said so."""
+    found, scores = {}, {}
+    for rank in range(SPLITS[split][0]):
+        number, rows, scores[number] = result(results, split, "qwen2_no_rows", rank)["dealt"]
+        assert found.setdefault(number, rows) == rows and rows
+    assert len(found) > 1
+    _, rows, score = result(results, "1 process", "qwen2_no_rows")["dealt"]
+    assert sorted(row for part in found.values() for row in part) == sorted(rows)
+    assert sum(scores.values()) == pytest.approx(score, abs=1e-3)
+
+
 def test_there_is_something_to_compare(results):
     for name, case in CASES.items():
         alone = result(results, "1 process", name)
