@@ -11,7 +11,7 @@ torch.set_num_threads(1)
 
 
 def pytest_configure(config):
-    """Where there are GPUs, tests are for the CPU all the same, whose numbers they expect; `-m gpu` is for the others."""
+    """Where there are GPUs, tests run on the CPU all the same, whose numbers they expect; `-m gpu` runs the others."""
     if config.getoption("markexpr") != "gpu":
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
 
