@@ -70,7 +70,7 @@ class Config:
     seed: int = 0
     """Of the data order, the sampling noise and the tiny model."""
 
-    steps: int = 220
+    steps: int = 80
     """Batches that are sampled."""
     prompts_per_step: int = 64
     """Prompts in a batch, over all ranks."""
