@@ -5,7 +5,9 @@ from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
+from importlib import import_module
 from importlib.util import find_spec
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -33,6 +35,13 @@ class Group:
 
 
 GROUPS: dict[str, Group] = {}
+
+
+def every_group() -> dict[str, Group]:
+    """All groups, of all files functions_*.py beside this one."""
+    for file in sorted(Path(__file__).parent.glob("functions_*.py")):
+        import_module(file.stem)
+    return GROUPS
 
 
 def group(name: str, *others: str, mask="gaps", size=SMALL, tolerance=1e-4, memory=False) -> Callable:
@@ -72,6 +81,11 @@ class Batch:
     @cached_property
     def float_mask(self) -> torch.Tensor:
         return self.mask.float()
+
+    @cached_property
+    def sampler(self) -> torch.Tensor:
+        """Other log-probabilities, near to `old`, and multiples of 1/1024 as well."""
+        return (self.old + self.dense.mul(100).round_().div_(1024)).clamp_(max=0.0)
 
     @cached_property
     def uid(self) -> np.ndarray:

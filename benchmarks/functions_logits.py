@@ -4,9 +4,10 @@ The loops go row by row, as 16 million Python floats say nothing; their gradient
 """
 
 import torch
+import torch.nn.functional as F
 from functions_common import PEERS, group
 
-from rlkit.losses import linear_logprobs, sum_pi_squared, target_logprobs, token_entropy
+from rlkit.losses import linear_logprobs, sum_pi_squared, target_logprobs, token_entropy, token_logprobs
 
 if "verl" in PEERS:
     from verl.utils import torch_functional as verl
@@ -61,6 +62,38 @@ def logprobs(_):
         "loop": loop,
         "verl": lambda: run(verl.logprobs_from_logits),
         "trl": trl_run,
+    }
+
+
+@group("logprobs of tokens, 8 x 64 x 32000", "verl", "trl", memory=True)
+def next_tokens(_):
+    """Each column of logits speaks of the next token; the first token has no log-probability."""
+    logits, tokens, up, _ = (x.detach().view(ROWS, -1, *x.shape[1:]) for x in inputs())
+    logits.requires_grad_()
+
+    def run(function):
+        out = function()
+        return out, torch.autograd.grad(out, logits, up)[0]
+
+    def loop():
+        values, gradients = torch.zeros_like(up), torch.zeros_like(logits)
+        for i in range(ROWS):
+            for t in range(1, up.shape[1]):
+                row, u = logits.detach()[i, t - 1], up[i, t]
+                values[i, t], _, gradients[i, t - 1] = row_gradients(row, tokens[i, t], u, 0.0)
+        return values, gradients
+
+    def padded(function):
+        return lambda: F.pad(function(), (1, 0))
+
+    n = tokens.shape[1] - 1
+    verls = padded(lambda: verl.log_probs_from_logits_response(tokens, logits, n))
+    trls = padded(lambda: trl.selective_log_softmax(logits[:, :-1], tokens[:, 1:]))
+    return {
+        "rlkit": lambda: run(lambda: token_logprobs(logits, tokens)),
+        "loop": loop,
+        "verl": lambda: run(verls),
+        "trl": lambda: run(trls),
     }
 
 

@@ -36,6 +36,7 @@ from rlkit.losses import (
     sequence_rejection_mask,
     sequence_sum_mean,
     token_mean,
+    token_sum,
     vespo_loss,
 )
 
@@ -295,13 +296,14 @@ def loop_reduction(loss, mask, weights):
 
 for name, ours, mode, weights in (
     ("token_mean", token_mean, "token-mean", loops.token_weights),
+    ("token_sum", token_sum, "token-sum", lambda mask: [1.0] * len(mask)),
     ("sequence_mean", sequence_mean, "seq-mean-token-mean", loops.sequence_weights),
     ("sequence_sum_mean", sequence_sum_mean, "seq-mean-token-sum", lambda mask: [1 / len(mask)] * len(mask)),
     (
         "fixed_length_mean",
         partial(fixed_length_mean, length=SMALL[1]),
         "seq-mean-token-sum-norm",
-        lambda mask: [1 / len(mask) / len(mask[0])] * len(mask),
+        lambda mask: [1 / len(mask) / SMALL[1]] * len(mask),
     ),
 ):
 

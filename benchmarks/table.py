@@ -161,7 +161,8 @@ def table(results: dict) -> str:
         "TRL compute the metrics they log in the same call. The loop is plain Python over lists (over rows of logits,",
         "where there are logits). A peer is verl or TRL, in any variant. The difference is the largest of any",
         "contestant from rlkit, as a share of the output's largest value. Extra MB is what tensors took at the most",
-        "beyond the inputs, results included, such as the 66 MB of the gradient by logits.",
+        "beyond the inputs, results included, such as the 66 MB of the gradient by logits. Losses on preferences: 4096",
+        "pairs, the mean and its gradient; TRL's are methods of its CPO, ORPO and reward trainers.",
         "",
         *origin(results, COMMAND),
     ]

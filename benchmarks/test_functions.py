@@ -20,14 +20,11 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-import functions_advantages  # noqa: E402, F401
-import functions_logits  # noqa: E402, F401
-import functions_losses  # noqa: E402, F401
-from functions_common import GROUPS, PEERS, batch, differences, peak_bytes, seconds  # noqa: E402
+from functions_common import PEERS, batch, differences, every_group, peak_bytes, seconds  # noqa: E402
 
 torch.set_num_threads(1)
 BUDGET = 0.8  # seconds of timed rounds a contestant
-CASES = [(g, name) for g in GROUPS.values() for name in g.contestants]
+CASES = [(g, name) for g in every_group().values() for name in g.contestants]
 VERSIONS = {"python": platform.python_version(), **{name: version(name) for name in ("torch", *PEERS)}}
 
 

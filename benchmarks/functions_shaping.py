@@ -1,0 +1,170 @@
+"""Groups of what else `rlkit.advantages` has: V-trace, advantages no peer has alone, filters, rewards that are shaped.
+
+TRL computes its advantages in the middle of a method that also generates and scores, so it stands beside ours where a
+function of its own has the formula.
+"""
+
+import math
+
+from functions_advantages import GAMMA, loop_centred, loop_expand, loop_groups
+from functions_common import PEERS, group
+
+from rlkit.advantages import (
+    RunningMoments,
+    expand_to_tokens,
+    informative_groups,
+    kl_in_reward,
+    length_adaptive_lambda,
+    lite_ppo_advantages,
+    maxrl_advantages,
+    overlong_penalty,
+    pf_ppo_power_weights,
+    pf_ppo_weights,
+    rewards_to_tokens,
+    scaled_rewards,
+    vtrace,
+)
+from rlkit.losses import kl_k1
+
+if "verl" in PEERS:
+    from verl.trainer.ppo import core_algos as verl
+if "trl" in PEERS:
+    from trl.rewards import get_soft_overlong_punishment
+
+
+@group("V-trace, tool turns")
+def v_trace(b):
+    logprobs, lists = b.logprobs.detach(), b.nested("logprobs", "old", "dense", "values", "mask")
+
+    def loop():
+        targets, advantages = [], []
+        for p, q, r, v, on in zip(*lists, strict=True):
+            target, advantage, value, excess = [0.0] * len(r), [0.0] * len(r), 0.0, 0.0  # of the next token
+            for t in range(len(r) - 1, -1, -1):
+                if on[t]:
+                    ratio = min(math.exp(min(p[t] - q[t], 20.0)), 1.0)
+                    advantage[t] = ratio * (r[t] + GAMMA * (value + excess) - v[t])
+                    excess = ratio * (r[t] + GAMMA * value - v[t]) + GAMMA * ratio * excess
+                    value = v[t]
+                    target[t] = value + excess
+            targets.append(target)
+            advantages.append(advantage)
+        return targets, advantages
+
+    return {"rlkit": lambda: vtrace(logprobs, b.old, b.dense, b.values, b.mask, GAMMA), "loop": loop}
+
+
+def of_group(name, ours, formula, tokens=True):
+    """One number a sample: `formula(rewards, ids)` of lists; spread over its tokens, as the other advantages."""
+
+    @group(name)
+    def build(b):
+        r, ids, mask = b.nested("rewards", "ids", "mask")
+        if not tokens:
+            return {"rlkit": lambda: ours(b.rewards, b.ids), "loop": lambda: formula(r, ids)}
+        return {
+            "rlkit": lambda: expand_to_tokens(ours(b.rewards, b.ids), b.mask),
+            "loop": lambda: loop_expand(formula(r, ids), mask),
+        }
+
+
+def maxrl(r, ids):
+    def formula(i, rows):
+        mean = sum(r[j] for j in rows) / len(rows)
+        return (r[i] - mean) / mean if mean > 0 else 0.0
+
+    return loop_groups(r, ids, formula)
+
+
+def lite_ppo(r, ids):
+    mean = sum(r) / len(r)
+    scale = math.sqrt(sum((x - mean) ** 2 for x in r) / (len(r) - 1)) + 1e-6
+    return [x / scale for x in loop_centred(r, ids)]
+
+
+def best_random(r, ids):
+    """PF-PPO: half for the best, half for the others; no two rewards are equal."""
+    return loop_groups(r, ids, lambda i, rows: 0.5 if r[i] == max(r[j] for j in rows) else 0.5 / (len(rows) - 1))
+
+
+def by_square(r, ids):
+    return loop_groups(r, ids, lambda i, rows: r[i] ** 2 / sum(r[j] ** 2 for j in rows))
+
+
+def differing(r, ids):
+    return loop_groups(r, ids, lambda i, rows: min(r[j] for j in rows) < max(r[j] for j in rows))
+
+
+of_group("MaxRL", maxrl_advantages, maxrl)
+of_group("Lite PPO", lite_ppo_advantages, lite_ppo)
+of_group("PF-PPO weights", pf_ppo_weights, best_random, tokens=False)
+of_group("PF-PPO weights, power", pf_ppo_power_weights, by_square, tokens=False)
+of_group("informative groups", lambda r, ids: informative_groups((r > -0.5).float(), ids),
+         lambda r, ids: differing([x > -0.5 for x in r], ids), tokens=False)  # fmt: skip
+
+
+@group("rewards to tokens")
+def to_tokens(b):
+    rewards, mask = b.nested("rewards", "mask")
+
+    def of_row(r, on):
+        last = max(t for t, taken in enumerate(on) if taken)
+        return [r if t == last else 0.0 for t in range(len(on))]
+
+    return {
+        "rlkit": lambda: rewards_to_tokens(b.rewards, b.mask),
+        "loop": lambda: [of_row(*row) for row in zip(rewards, mask, strict=True)],
+    }
+
+
+@group("KL in the reward", "verl")
+def reward_with_kl(b):
+    """verl: the lines of its `apply_kl_penalty`, whose module wants more packages than verl installs."""
+    logprobs, m, lists = b.logprobs.detach(), b.float_mask, b.nested("dense", "logprobs", "old", "mask")
+
+    def of_row(*row):
+        return [r - 0.1 * (x - y) if on else 0.0 for r, x, y, on in zip(*row, strict=True)]
+
+    return {
+        "rlkit": lambda: kl_in_reward(b.dense, kl_k1(logprobs, b.old, b.mask), 0.1, b.mask),
+        "loop": lambda: [of_row(*row) for row in zip(*lists, strict=True)],
+        "verl": lambda: b.dense - 0.1 * (verl.kl_penalty(logprobs, b.old, "kl") * m),
+    }
+
+
+@group("overlong penalty", "trl")
+def overlong(b):
+    lengths, longest, buffer = b.lengths[:, 0], int(0.9 * b.t), int(0.2 * b.t)
+    n, answers = lengths.tolist(), [[0] * n for n in lengths.tolist()]
+    return {
+        "rlkit": lambda: overlong_penalty(lengths, longest, buffer),
+        "loop": lambda: [-min(max((x - longest + buffer) / buffer, 0.0), 1.0) for x in n],
+        "trl": lambda: get_soft_overlong_punishment(longest, buffer)(answers),
+    }
+
+
+@group("length-adaptive lambda")
+def adaptive_lambda(b):
+    mask = b.nested("mask")
+    return {
+        "rlkit": lambda: length_adaptive_lambda(b.mask),
+        "loop": lambda: [max(0.0, 1 - 1 / (0.05 * sum(on))) for on in mask],
+    }
+
+
+@group("rewards scaled by their running moments")
+def running(b):
+    r = b.nested("rewards")
+
+    def ours():
+        moments = RunningMoments(count=64.0, mean=0.5, square=32.0).update(b.rewards)
+        return scaled_rewards(b.rewards, moments.mean, moments.std, clip=1.0)
+
+    def loop():
+        """As if 32 rewards of 0.5 + sqrt(0.5) and as many of 0.5 - sqrt(0.5) had come before."""
+        seen = [0.5 + s * math.sqrt(0.5) for s in (1, -1) for _ in range(32)] + r
+        mean = sum(seen) / len(seen)
+        std = math.sqrt(sum((x - mean) ** 2 for x in seen) / len(seen))
+        return [min(max((x - mean) / std, -1.0), 1.0) for x in r]
+
+    return {"rlkit": ours, "loop": loop}
