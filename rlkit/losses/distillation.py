@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from rlkit.losses._check import check_float, check_integer, check_mask, check_positive, check_rank, check_shape, fail
-from rlkit.losses._numerics import at_least_float32
+from rlkit.losses._numerics import at_least_float32, masked
 
 _TAIL_ROUNDING = 16.0  # in units of the dtype's eps: what 1 - sum(p) may be off by; no tail mass below it is believed
 
@@ -166,27 +166,27 @@ def topk_reverse_kl_loss(
 def _kl(first: Tensor, second: Tensor) -> Tensor:
     """KL of log-distributions over the last dimension; probability 0 in `first` adds 0 to value and gradient."""
     p = first.exp()
-    present = p > 0
-    return (p * (torch.where(present, first, 0.0) - torch.where(present, second, 0.0))).sum(-1)
+    return (p * masked(first - second, p > 0)).sum(-1)
 
 
 def _log_distributions(
     student_logits: Tensor, teacher_logits: Tensor, mask: Tensor, temperature: float
 ) -> tuple[Tensor, Tensor]:
     """Checked log-softmaxes [B, T, V] of student and teacher, uniform outside the mask."""
-    student = _log_distribution("student_logits", student_logits, mask, temperature)
+    student = _scaled("student_logits", student_logits, mask, temperature).log_softmax(-1)
     check_shape("teacher_logits", teacher_logits, tuple(student_logits.shape), "as student_logits")
-    return student, _log_distribution("teacher_logits", teacher_logits.detach(), mask, temperature)
+    return student, _scaled("teacher_logits", teacher_logits.detach(), mask, temperature).log_softmax(-1)
 
 
-def _log_distribution(name: str, logits: Tensor, mask: Tensor, temperature: float) -> Tensor:
-    """Log-softmax [B, T, V] of checked logits; masked before it, so that nothing under the mask gets a gradient."""
+def _scaled(name: str, logits: Tensor, mask: Tensor, temperature: float) -> Tensor:
+    """Checked logits over the temperature, 0 outside the mask, so that nothing there gets a gradient."""
     check_positive(temperature=temperature)
     check_mask(mask)
     check_float(name, logits)
     check_rank(name, logits, 3, "[B, T, V]")
     check_shape(name, logits, (*mask.shape, logits.shape[2]), "[B, T, V] with the [B, T] of mask")
-    return (torch.where(mask[..., None], at_least_float32(logits), 0.0) / temperature).log_softmax(-1)
+    logits = masked(at_least_float32(logits), mask[..., None])
+    return logits if temperature == 1 else logits / temperature
 
 
 def _topk_buckets(
@@ -196,7 +196,7 @@ def _topk_buckets(
 
     The student's last bucket is summed over the tokens outside K, not taken as 1 minus the others, which would cancel.
     """
-    logprobs = _log_distribution("student_logits", student_logits, mask, temperature)
+    logits = _scaled("student_logits", student_logits, mask, temperature)
     check_float("teacher_logprobs", teacher_logprobs)
     check_rank("teacher_logprobs", teacher_logprobs, 3, "[B, T, K]")
     check_shape("teacher_logprobs", teacher_logprobs, (*mask.shape, teacher_logprobs.shape[2]), "[B, T, K] as mask")
@@ -205,13 +205,13 @@ def _topk_buckets(
     teacher = torch.where(mask[..., None], at_least_float32(teacher_logprobs.detach()), -torch.inf)
     named = teacher > -torch.inf
     index = torch.where(named, teacher_indices, 0).long()
-    taken = torch.zeros_like(logprobs, dtype=torch.int32).scatter_add(-1, index, named.int()) > 0
-    top = torch.where(named, logprobs.gather(-1, index), -torch.inf)
-    others = torch.where(taken, -torch.inf, logprobs)
-    some = (others > -torch.inf).any(-1, keepdim=True)  # logsumexp of nothing has no gradient
-    rest = torch.where(some, torch.where(some, others, 0.0).logsumexp(-1, keepdim=True), -torch.inf)
-    mass = torch.where(taken.all(-1, keepdim=True), 0.0, 1 - teacher.exp().sum(-1, keepdim=True))
-    return torch.cat([top, rest], -1), teacher, mass
+    taken = torch.zeros_like(logits, dtype=torch.uint8).scatter_reduce(-1, index, named.byte(), "amax")
+    top = torch.where(named, logits.gather(-1, index), -torch.inf)
+    others = logits.masked_fill(taken.view(torch.bool), -torch.inf)
+    some = others.detach().amax(-1, keepdim=True) > -torch.inf  # logsumexp of nothing has no gradient
+    rest = torch.where(some, masked(others, some).logsumexp(-1, keepdim=True), -torch.inf)
+    mass = torch.where(taken.amin(-1, keepdim=True) > 0, 0.0, 1 - teacher.exp().sum(-1, keepdim=True))
+    return torch.cat([top, rest], -1).log_softmax(-1), teacher, mass
 
 
 def _tail_rounding(x: Tensor) -> float:
