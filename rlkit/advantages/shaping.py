@@ -14,6 +14,7 @@ from rlkit.losses._check import (
     check_rank,
     fail,
 )
+from rlkit.losses._numerics import masked
 
 
 @torch.no_grad()
@@ -45,7 +46,7 @@ def kl_in_reward(rewards_per_token: Tensor, kl: Tensor, coef: float | Tensor, ma
     else:
         check_not_negative(coef=coef)
     dtype = torch.promote_types(torch.promote_types(rewards_per_token.dtype, kl.dtype), torch.float32)
-    return torch.where(mask, rewards_per_token.to(dtype) - coef * kl.to(dtype), 0.0)
+    return masked(rewards_per_token.to(dtype) - coef * kl.to(dtype), mask)
 
 
 def overlong_penalty(lengths: Tensor, max_length: float, buffer: float, penalty: float = 1.0) -> Tensor:

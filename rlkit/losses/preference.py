@@ -28,7 +28,7 @@ from rlkit.losses._check import (
     fail,
 )
 from rlkit.losses._numerics import LOG_RATIO_LIMIT, at_least_float32, masked
-from rlkit.losses.reductions import sequence_mean
+from rlkit.losses.reductions import divide
 
 
 def sequence_logprobs(logprobs: Tensor, mask: Tensor) -> Tensor:
@@ -398,9 +398,9 @@ def preference_stats(
     """
     _check_same(chosen_rewards=chosen_rewards, rejected_rewards=rejected_rewards)
     up, down = at_least_float32(chosen_rewards), at_least_float32(rejected_rewards)
-    every = torch.ones(len(up), 1, dtype=torch.bool, device=up.device)
     stats = {"accuracy": (up > down).to(up.dtype), "margin": up - down, "chosen": up, "rejected": down}
-    return {f"preference/{name}": sequence_mean(x, every, total) for name, x in stats.items()}
+    total = max(1, len(up)) if total is None else total
+    return {f"preference/{name}": divide(x.sum(), total) for name, x in stats.items()}
 
 
 def _log_ratios(

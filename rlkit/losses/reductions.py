@@ -51,7 +51,7 @@ def token_mean(loss: Tensor, mask: Tensor, total: float | Tensor | None = None) 
     """
     check_rank("loss", loss, 2, "[B, T]")
     rows, lengths = _row_sums(loss, mask)
-    return rows.sum() / lengths.sum().clamp(min=1) if total is None else _divide(rows.sum(), total)
+    return rows.sum() / lengths.sum().clamp(min=1) if total is None else divide(rows.sum(), total)
 
 
 def sequence_mean(loss: Tensor, mask: Tensor, total: float | Tensor | None = None) -> Tensor:
@@ -77,7 +77,7 @@ def sequence_mean(loss: Tensor, mask: Tensor, total: float | Tensor | None = Non
     rows, lengths = _row_sums(loss, mask)
     if loss.ndim == 2:
         rows = rows / lengths.clamp(min=1)
-    return rows.sum() / lengths.count_nonzero().clamp(min=1) if total is None else _divide(rows.sum(), total)
+    return rows.sum() / lengths.count_nonzero().clamp(min=1) if total is None else divide(rows.sum(), total)
 
 
 def sequence_sum_mean(loss: Tensor, mask: Tensor, total: float | Tensor | None = None) -> Tensor:
@@ -99,7 +99,7 @@ def sequence_sum_mean(loss: Tensor, mask: Tensor, total: float | Tensor | None =
         ValueError: for a wrong rank, shape or dtype, or a negative total.
     """
     rows, lengths = _row_sums(loss, mask)
-    return rows.sum() / lengths.count_nonzero().clamp(min=1) if total is None else _divide(rows.sum(), total)
+    return rows.sum() / lengths.count_nonzero().clamp(min=1) if total is None else divide(rows.sum(), total)
 
 
 def fixed_length_mean(loss: Tensor, mask: Tensor, length: float, total: float | Tensor | None = None) -> Tensor:
@@ -140,7 +140,7 @@ def _row_sums(loss: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
     return masked_sums(loss, mask)
 
 
-def _divide(x: Tensor, total: float | Tensor) -> Tensor:
+def divide(x: Tensor, total: float | Tensor) -> Tensor:
     """x / total, and 0 with gradient 0 where total is 0."""
     if isinstance(total, Tensor):
         check_rank("total", total, 0, "(a number or a 0-d tensor)")

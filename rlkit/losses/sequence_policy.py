@@ -8,8 +8,8 @@ gradient, and at ratio 1 the gradient of the summed loss is -A on every trained 
 import torch
 from torch import Tensor
 
-from rlkit.losses._check import check_not_negative, check_per_token
-from rlkit.losses._numerics import at_least_float32, masked, masked_cost, masked_log_ratio, sequence_cost
+from rlkit.losses._check import advantages_per_token, check_not_negative, check_per_token
+from rlkit.losses._numerics import at_least_float32, masked, masked_cost, masked_log_ratio, masked_sums, sequence_cost
 
 
 def gspo_loss(
@@ -223,8 +223,9 @@ def off_policy_sequence_mask(
     """
     check_per_token(mask, logprobs=logprobs, old_logprobs=old_logprobs)
     check_not_negative(threshold=threshold)
-    drift = masked(at_least_float32(old_logprobs) - at_least_float32(logprobs), mask)
-    return mask & ~((masked_cost(advantages, mask) > 0) & (_mean(drift, mask) > threshold))
+    drift, lengths = masked_sums(at_least_float32(old_logprobs) - at_least_float32(logprobs), mask)
+    drifted = (drift / lengths.clamp(min=1) > threshold)[:, None]
+    return mask & ~((advantages_per_token(advantages, mask) < 0) & drifted)
 
 
 def _mean(x: Tensor, mask: Tensor) -> Tensor:
