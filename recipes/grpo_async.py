@@ -70,9 +70,9 @@ class Config:
     seed: int = 0
     """Of the data order, the sampling noise and the tiny model."""
 
-    steps: int = 80
+    steps: int = 130
     """Batches that are sampled."""
-    prompts_per_step: int = 64
+    prompts_per_step: int = 32
     """Prompts in a batch, over all ranks."""
     group_size: int = 16
     """Answers to each prompt."""
@@ -85,7 +85,7 @@ class Config:
     temperature: float = 1.0
     """Of the sampler, and of the distribution that is trained."""
 
-    lr: float = 7e-4
+    lr: float = 1e-3
     """Peak learning rate; LoRA and large models want less, about 1e-5 and 1e-6."""
     warmup_steps: int = 10
     """Linear warm-up; after it the rate falls linearly to a twentieth."""
