@@ -12,10 +12,10 @@ from safetensors.torch import load
 from transformers import AutoConfig
 
 from rlkit.data.samples import prompt
-from rlkit.rollout import Ahead, Sampling, make_rollout
+from rlkit.rollout import Ahead, Sampling
 from rlkit.rollout.adapters import packed, unpacked
 from rlkit.rollout.serve import serving
-from rlkit.vlm import load_model, load_processor, lora
+from rlkit.vlm import load_model, lora
 from rlkit.vlm.adapt import adapter_parameters
 
 sys.path.insert(0, str(Path(__file__).parent))
@@ -23,25 +23,6 @@ from standin import VllmStandin
 
 SAMPLING = Sampling(4, seed=(7,))
 WEIGHTS = [("layers.0", torch.ones(3, 5))]
-
-
-@pytest.fixture(scope="module")
-def processor(tiny_dir):
-    return load_processor(tiny_dir)
-
-
-@pytest.fixture
-def connect(tiny_dir, processor):
-    made = []
-
-    def connect(*servers, model=tiny_dir):
-        options = {"model": model, "processor": processor, "connect_timeout": 0.3, "timeout": 20.0}
-        made.append(make_rollout("vllm_server", urls=[server.url for server in servers], **options))
-        return made[-1]
-
-    yield connect
-    for rollout in made:
-        rollout.close()
 
 
 @pytest.fixture(scope="module")

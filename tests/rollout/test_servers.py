@@ -18,39 +18,18 @@ from PIL import Image
 
 from rlkit.data import load_task
 from rlkit.data.samples import prompt
-from rlkit.rollout import Sampling, make_rollout
+from rlkit.rollout import Sampling
 from rlkit.rollout.serve import command, environment
 from rlkit.rollout.server_rollout import data_url
 from rlkit.rollout.servers import Servers
 from rlkit.rollout.vllm_inputs import request_seed
 from rlkit.rollout.weight_transfer import GlooGroup, buckets, send_weights
-from rlkit.vlm import encode, load_processor
+from rlkit.vlm import encode
 
 sys.path.insert(0, str(Path(__file__).parent))
 from standin import VllmStandin, written
 
 SAMPLING = Sampling(4, seed=(7,))
-
-
-@pytest.fixture(scope="module")
-def processor(tiny_dir):
-    return load_processor(tiny_dir)
-
-
-@pytest.fixture
-def connect(tiny_dir, processor):
-    """Makes a rollout on stand-ins, with little patience."""
-    made = []
-
-    def connect(*servers, **options):
-        options = {"model": tiny_dir, "processor": processor, "connect_timeout": 0.3, "timeout": 20.0, **options}
-        made.append(make_rollout("vllm_server", urls=[s if isinstance(s, str) else s.url for s in servers], **options))
-        made[-1].servers.backoff = 0.01
-        return made[-1]
-
-    yield connect
-    for rollout in made:
-        rollout.close()
 
 
 def prompts(count):
