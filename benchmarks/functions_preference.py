@@ -343,7 +343,7 @@ def reward_model(_):
 
     def ours():
         up, down = rewards[:, 0].chunk(2)
-        loss = (bradley_terry_loss(up, down) + 0.01 * reward_centring_loss(up, down)).mean()
+        loss = bradley_terry_loss(up, down).mean() + 0.01 * reward_centring_loss(up, down).mean()
         for stat in preference_stats(up, down).values():
             stat.item()  # as TRL does
         return with_gradient(loss, rewards)

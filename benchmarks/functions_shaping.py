@@ -24,10 +24,7 @@ from rlkit.advantages import (
     scaled_rewards,
     vtrace,
 )
-from rlkit.losses import kl_k1
 
-if "verl" in PEERS:
-    from verl.trainer.ppo import core_algos as verl
 if "trl" in PEERS:
     from trl.rewards import get_soft_overlong_punishment
 
@@ -120,15 +117,16 @@ def to_tokens(b):
 @group("KL in the reward", "verl")
 def reward_with_kl(b):
     """verl: the lines of its `apply_kl_penalty`, whose module wants more packages than verl installs."""
-    logprobs, m, lists = b.logprobs.detach(), b.float_mask, b.nested("dense", "logprobs", "old", "mask")
+    kl, m = b.logprobs.detach() - b.old, b.float_mask
+    lists = [x.tolist() for x in (b.dense, kl, b.mask)]
 
     def of_row(*row):
-        return [r - 0.1 * (x - y) if on else 0.0 for r, x, y, on in zip(*row, strict=True)]
+        return [r - 0.1 * x if on else 0.0 for r, x, on in zip(*row, strict=True)]
 
     return {
-        "rlkit": lambda: kl_in_reward(b.dense, kl_k1(logprobs, b.old, b.mask), 0.1, b.mask),
+        "rlkit": lambda: kl_in_reward(b.dense, kl, 0.1, b.mask),
         "loop": lambda: [of_row(*row) for row in zip(*lists, strict=True)],
-        "verl": lambda: b.dense - 0.1 * (verl.kl_penalty(logprobs, b.old, "kl") * m),
+        "verl": lambda: b.dense - 0.1 * (kl * m),
     }
 
 

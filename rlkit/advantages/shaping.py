@@ -29,7 +29,7 @@ def kl_in_reward(rewards_per_token: Tensor, kl: Tensor, coef: float | Tensor, ma
 
     Args:
         rewards_per_token: [B, T], such as from `rewards_to_tokens`.
-        kl: [B, T], of the policy that sampled, against the reference; gets no gradient.
+        kl: [B, T], of the policy that sampled, against the reference; gets no gradient, and needs no mask of its own.
         coef: a number >= 0 or a 0-d tensor.
         mask: bool [B, T], True on the tokens that the policy wrote.
 
@@ -46,7 +46,9 @@ def kl_in_reward(rewards_per_token: Tensor, kl: Tensor, coef: float | Tensor, ma
     else:
         check_not_negative(coef=coef)
     dtype = torch.promote_types(torch.promote_types(rewards_per_token.dtype, kl.dtype), torch.float32)
-    return masked(rewards_per_token.to(dtype) - coef * kl.to(dtype), mask)
+    rewards, kl = rewards_per_token.to(dtype), kl.to(dtype)
+    less = rewards - coef * kl if isinstance(coef, Tensor) else rewards.sub(kl, alpha=coef)  # which is one pass
+    return masked(less, mask)
 
 
 def overlong_penalty(lengths: Tensor, max_length: float, buffer: float, penalty: float = 1.0) -> Tensor:

@@ -3,13 +3,15 @@
 An engine sums metrics over micro-batches and ranks and takes the maximum of keys that end in "/max".
 """
 
+import math
+
 import torch
 from torch import Tensor
 
 from rlkit.losses._check import advantages_per_token, check_not_negative, check_per_token
-from rlkit.losses._numerics import LOG_RATIO_LIMIT, at_least_float32, masked, masked_log_ratio
+from rlkit.losses._numerics import LOG_RATIO_LIMIT, at_least_float32, masked, masked_log_ratio, masked_sums
 from rlkit.losses.kl import kl_k3
-from rlkit.losses.reductions import sequence_mean, token_mean
+from rlkit.losses.reductions import divide, token_mean
 
 
 @torch.no_grad()
@@ -58,7 +60,7 @@ def ratio_stats(
     return {
         "ratio/clip_fraction": token_mean((high | low).to(ratio.dtype), mask, total),
         "ratio/approx_kl": token_mean(kl_k3(old_logprobs, logprobs, mask), mask, total),
-        "ratio/max": _masked_max(ratio, mask),
+        "ratio/max": _max(masked(ratio, mask)),
     }
 
 
@@ -92,16 +94,19 @@ def mismatch_stats(
         ValueError: for a wrong rank, shape or dtype.
     """
     check_per_token(mask, logprobs=logprobs, rollout_logprobs=rollout_logprobs)
-    dlogp = (at_least_float32(logprobs) - at_least_float32(rollout_logprobs)).abs()
-    w = masked_log_ratio(logprobs, rollout_logprobs, mask).exp()
-    return {
-        "mismatch/abs_dlogp": token_mean(dlogp, mask, total),
-        "mismatch/abs_dlogp/max": _masked_max(dlogp, mask),
-        "mismatch/kl": token_mean(kl_k3(rollout_logprobs, logprobs, mask), mask, total),
-        "mismatch/w_mean": token_mean(w, mask, total),
-        "mismatch/w2_mean": token_mean(w.square(), mask, total),
-        "mismatch/outside": token_mean(((w < 0.5) | (w > 2)).to(w.dtype), mask, total),
+    delta = masked(at_least_float32(logprobs) - at_least_float32(rollout_logprobs), mask)
+    size, log_w = delta.abs(), delta.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
+    rise = log_w.expm1()  # w - 1, which is 0 outside the mask as all of these are: no sum needs the mask again
+    tokens = mask.sum()
+    sums = {
+        "mismatch/abs_dlogp": size.sum(),
+        "mismatch/kl": (rise - log_w).sum(),
+        "mismatch/w_mean": rise.sum() + tokens,
+        "mismatch/w2_mean": (rise * (rise + 2)).sum() + tokens,
+        "mismatch/outside": (size > math.log(2)).sum().to(size.dtype),
     }
+    total = tokens if total is None else total
+    return {name: divide(x, total) for name, x in sums.items()} | {"mismatch/abs_dlogp/max": _max(size)}
 
 
 @torch.no_grad()
@@ -139,20 +144,23 @@ def sequence_mismatch_stats(
         ValueError: for a wrong rank, shape or dtype, or a negative total.
     """
     check_per_token(mask, logprobs=logprobs, rollout_logprobs=rollout_logprobs)
-    n = mask.sum(1).clamp(min=1)
+    n = mask.sum(1, dtype=torch.int32)
+    some, n = n > 0, n.clamp(min=1)
     log_w = masked_log_ratio(logprobs, rollout_logprobs, mask).sum(1)
     held = log_w.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
     log_ppl, rollout_log_ppl = (
-        -(masked(at_least_float32(x), mask).sum(1) / n).clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
+        -(masked_sums(at_least_float32(x), mask)[0] / n).clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
         for x in (logprobs, rollout_logprobs)
     )
-    return {
-        "mismatch/sequence_w_mean": sequence_mean(held.exp(), mask, total),
-        "mismatch/sequence_chi2": sequence_mean((2 * held).expm1(), mask, total),
-        "mismatch/ppl": sequence_mean(log_ppl.exp(), mask, total),
-        "mismatch/rollout_ppl": sequence_mean(rollout_log_ppl.exp(), mask, total),
-        "mismatch/ppl_ratio": sequence_mean((-log_w / n).exp(), mask, total),
+    of_each = {
+        "mismatch/sequence_w_mean": held.exp(),
+        "mismatch/sequence_chi2": (2 * held).expm1(),
+        "mismatch/ppl": log_ppl.exp(),
+        "mismatch/rollout_ppl": rollout_log_ppl.exp(),
+        "mismatch/ppl_ratio": (-log_w / n).exp(),
     }
+    total = some.sum() if total is None else total
+    return {name: divide(torch.where(some, x, 0.0).sum(), total) for name, x in of_each.items()}
 
 
 def effective_sample_size(w_mean: float | Tensor, w2_mean: float | Tensor) -> Tensor:
@@ -169,6 +177,6 @@ def effective_sample_size(w_mean: float | Tensor, w2_mean: float | Tensor) -> Te
     return torch.where(second > 0, first.square() / second.where(second > 0, 1.0), 0.0)
 
 
-def _masked_max(x: Tensor, mask: Tensor) -> Tensor:
-    """The largest of x >= 0 within the mask; 0 where the mask is empty."""
-    return torch.cat([masked(x, mask).flatten(), x.new_zeros(1)]).max()
+def _max(x: Tensor) -> Tensor:
+    """The largest of x >= 0, which may be empty."""
+    return x.max() if x.numel() else x.new_zeros(())

@@ -163,11 +163,11 @@ def kl_straight_through(value: Tensor, logprobs: Tensor, ref_logprobs: Tensor, m
         ValueError: for a wrong rank, shape or dtype.
     """
     _check(mask, value=value, logprobs=logprobs, ref_logprobs=ref_logprobs)
-    gradient = kl_k2(logprobs, ref_logprobs, mask)
+    log_ratio = kl_k1(logprobs, ref_logprobs, mask)  # which is the derivative of k2 by it
     value = at_least_float32(value.detach())
     if mask is not None:
         value = masked(value, mask)
-    return value + (gradient - gradient.detach())
+    return torch.addcmul(value, log_ratio - log_ratio.detach(), log_ratio.detach())
 
 
 def kl_k3_weighted(logprobs: Tensor, ref_logprobs: Tensor, old_logprobs: Tensor, mask: Tensor | None = None) -> Tensor:

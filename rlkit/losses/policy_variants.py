@@ -4,6 +4,8 @@ In all of them: `cost` is -A inside the mask and 0 outside, only `logprobs` gets
 of the summed loss is -A on every trained token, the plain policy gradient.
 """
 
+import math
+
 import torch
 from torch import Tensor
 
@@ -189,12 +191,13 @@ def top_entropy_mask(entropy: Tensor, mask: Tensor, share: float = 0.2) -> Tenso
     check_per_token(mask, entropy=entropy)
     if not 0 < share <= 1:
         fail("share", share, "a number in (0, 1]")
-    entropy = torch.where(mask, at_least_float32(entropy), -torch.inf)  # below every threshold
-    ordered = torch.cat([entropy.flatten().sort().values, entropy.new_full((1,), torch.inf)])  # inf: of no token none
+    entropy = at_least_float32(entropy)
+    entropy = choose(mask, entropy, entropy.new_full((), -torch.inf))  # below every threshold
+    most = min(mask.numel(), 1 + math.floor((mask.numel() - 1) * share + 1e-6))  # 1e-6: 100 * 0.29 is 28.999...
     tokens = mask.sum()
-    kept = 1 + ((tokens - 1).double() * share + 1e-6).floor().long()  # 1e-6: 100 * 0.29 is 28.999...
-    last = mask.numel() - torch.where(tokens > 0, kept, 0)
-    return entropy >= ordered.gather(0, last[None])
+    kept = 1 + ((tokens - 1).double() * share + 1e-6).floor().long()
+    largest = torch.cat([entropy.new_full((1,), torch.inf), entropy.flatten().topk(most).values])  # of no token none
+    return entropy >= largest.gather(0, torch.where(tokens > 0, kept, 0)[None])
 
 
 def _masked(logprobs: Tensor, mask: Tensor) -> Tensor:

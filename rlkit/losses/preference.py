@@ -398,9 +398,9 @@ def preference_stats(
     """
     _check_same(chosen_rewards=chosen_rewards, rejected_rewards=rejected_rewards)
     up, down = at_least_float32(chosen_rewards), at_least_float32(rejected_rewards)
-    stats = {"accuracy": (up > down).to(up.dtype), "margin": up - down, "chosen": up, "rejected": down}
-    total = max(1, len(up)) if total is None else total
-    return {f"preference/{name}": divide(x.sum(), total) for name, x in stats.items()}
+    stats = {"accuracy": up > down, "margin": up - down, "chosen": up, "rejected": down}
+    means = divide(torch.stack([x.sum() for x in stats.values()]), len(up) if total is None else total)
+    return {f"preference/{name}": x for name, x in zip(stats, means.unbind(), strict=True)}
 
 
 def _log_ratios(

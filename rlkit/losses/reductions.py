@@ -142,11 +142,12 @@ def _row_sums(loss: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
 
 def divide(x: Tensor, total: float | Tensor) -> Tensor:
     """x / total, and 0 with gradient 0 where total is 0."""
-    if isinstance(total, Tensor):
-        check_rank("total", total, 0, "(a number or a 0-d tensor)")
-        total = total.to(x.device)
-    else:
+    if not isinstance(total, Tensor):
         check_not_negative(total=total)
-        total = torch.full((), total, dtype=x.dtype, device=x.device)  # a fill: torch.tensor would wait for the device
+        if total > 0:
+            return x / total
+        total = x.new_zeros(())
+    check_rank("total", total, 0, "(a number or a 0-d tensor)")
+    total = total.to(x.device)
     some = total > 0
     return torch.where(some, x, 0.0) / torch.where(some, total, 1.0)

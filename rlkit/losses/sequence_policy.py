@@ -9,7 +9,15 @@ import torch
 from torch import Tensor
 
 from rlkit.losses._check import advantages_per_token, check_not_negative, check_per_token
-from rlkit.losses._numerics import at_least_float32, masked, masked_cost, masked_log_ratio, masked_sums, sequence_cost
+from rlkit.losses._numerics import (
+    at_least_float32,
+    masked,
+    masked_cost,
+    masked_log_ratio,
+    masked_rows,
+    masked_sums,
+    sequence_cost,
+)
 
 
 def gspo_loss(
@@ -45,10 +53,7 @@ def gspo_loss(
     Raises:
         ValueError: for a wrong rank, shape or dtype, or a negative clip.
     """
-    check_per_token(mask, logprobs=logprobs, old_logprobs=old_logprobs)
-    check_not_negative(clip_low=clip_low, clip_high=clip_high)
-    log_ratio = masked_log_ratio(logprobs, old_logprobs.detach(), mask)
-    loss = _clipped(sequence_cost(advantages, mask), _mean(log_ratio, mask).exp(), clip_low, clip_high)
+    loss, _ = _of_sequences(logprobs, old_logprobs, advantages, mask, clip_low, clip_high)
     return masked(loss, mask)
 
 
@@ -87,7 +92,7 @@ def gspo_token_loss(
     check_not_negative(clip_low=clip_low, clip_high=clip_high)
     log_ratio = masked_log_ratio(logprobs, old_logprobs.detach(), mask)
     own = (log_ratio - log_ratio.detach()).exp()  # 1, with the token's gradient
-    ratio = _mean(log_ratio.detach(), mask).exp() * own
+    ratio = _mean(log_ratio.detach(), _lengths(mask)).exp() * own
     return _clipped(masked_cost(advantages, mask), ratio, clip_low, clip_high)
 
 
@@ -120,7 +125,8 @@ def luspo_loss(
     Raises:
         ValueError: for a wrong rank, shape or dtype, or a negative clip.
     """
-    return gspo_loss(logprobs, old_logprobs, advantages, mask, clip_low, clip_high) * mask.sum(1, keepdim=True)
+    loss, lengths = _of_sequences(logprobs, old_logprobs, advantages, mask, clip_low, clip_high)
+    return masked(loss * lengths, mask)
 
 
 def gmpo_loss(
@@ -160,7 +166,7 @@ def gmpo_loss(
     cost = masked_cost(advantages, mask)
     log_ratio = masked_log_ratio(logprobs, old_logprobs.detach(), mask)
     clipped = torch.where(cost < 0, log_ratio.clamp(max=clip_high), log_ratio.clamp(min=-clip_low))
-    return cost * _mean(clipped, mask).exp()
+    return cost * _mean(clipped, _lengths(mask)).exp()
 
 
 def topr_loss(logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, mask: Tensor) -> Tensor:
@@ -225,12 +231,28 @@ def off_policy_sequence_mask(
     check_not_negative(threshold=threshold)
     drift, lengths = masked_sums(at_least_float32(old_logprobs) - at_least_float32(logprobs), mask)
     drifted = (drift / lengths.clamp(min=1) > threshold)[:, None]
-    return mask & ~((advantages_per_token(advantages, mask) < 0) & drifted)
+    return masked_rows(mask, ~((advantages_per_token(advantages, mask) < 0) & drifted))
 
 
-def _mean(x: Tensor, mask: Tensor) -> Tensor:
+def _of_sequences(
+    logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, mask: Tensor, clip_low: float, clip_high: float
+) -> tuple[Tensor, Tensor]:
+    """(GSPO's loss of each sequence, [B, 1], or [B, T] for advantages [B, T]; the sequences' lengths, [B, 1])."""
+    check_per_token(mask, logprobs=logprobs, old_logprobs=old_logprobs)
+    check_not_negative(clip_low=clip_low, clip_high=clip_high)
+    log_ratio, lengths = masked_log_ratio(logprobs, old_logprobs.detach(), mask), _lengths(mask)
+    cost = sequence_cost(advantages, mask, lengths)
+    return _clipped(cost, _mean(log_ratio, lengths).exp(), clip_low, clip_high), lengths
+
+
+def _lengths(mask: Tensor) -> Tensor:
+    """[B, 1]: the tokens of each row's mask."""
+    return mask.sum(1, keepdim=True, dtype=torch.int32)
+
+
+def _mean(x: Tensor, lengths: Tensor) -> Tensor:
     """[B, 1]: the mean over each row's tokens of x [B, T], which is 0 outside the mask; 0 for a row without tokens."""
-    return x.sum(1, keepdim=True) / mask.sum(1, keepdim=True, dtype=torch.int32).clamp(min=1)
+    return x.sum(1, keepdim=True) / lengths.clamp(min=1)
 
 
 def _clipped(cost: Tensor, ratio: Tensor, clip_low: float, clip_high: float) -> Tensor:

@@ -292,7 +292,8 @@ def vespo_loss(
     """
     check_per_token(mask, logprobs=logprobs, old_logprobs=old_logprobs)
     check_not_negative(k_pos=k_pos, lambda_pos=lambda_pos, k_neg=k_neg, lambda_neg=lambda_neg)
-    log_ratio, cost = masked_log_ratio(logprobs, old_logprobs.detach(), mask), sequence_cost(advantages, mask)
+    log_ratio = masked_log_ratio(logprobs, old_logprobs.detach(), mask)
+    cost = sequence_cost(advantages, mask, mask.sum(1, keepdim=True, dtype=torch.int32))
     log_w = log_ratio.detach().sum(1, keepdim=True).clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
     fall = 1 - log_w.exp()
     phi_pos = (k_pos * log_w + lambda_pos * fall).clamp(max=LOG_RATIO_LIMIT).exp()  # [B, 1], as phi_neg

@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from rlkit.losses._numerics import choose, masked, masked_sums
+from rlkit.losses._numerics import LOG_RATIO_LIMIT, choose, masked, masked_log_ratio, masked_rows, masked_sums
 
 BAD = (math.nan, math.inf, -math.inf)
 
@@ -93,3 +93,41 @@ def test_derivatives_of_sums_of_both_orders_and_modes():
     torch.autograd.gradgradcheck(lambda y: masked_sums(y, mask)[0].exp(), x)
     came = torch.func.vmap(lambda y, m: masked_sums(y, m)[0])(x[None].detach(), mask[None])
     torch.testing.assert_close(came[0], torch.where(mask, x.detach(), 0.0).sum(1))
+
+
+@pytest.mark.parametrize("bad", BAD)
+def test_log_ratios_are_masked_and_then_bounded(bad):
+    x, mask = inputs()
+    base, _ = inputs(seed=3)
+    x[0], x[1] = x[0] + 30, x[1] - 30  # beyond the bound on either side
+    expected = torch.where(mask, (x - base).clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT), 0.0)
+    inside = mask & ((x - base).abs() < LOG_RATIO_LIMIT)
+    spoilt = torch.where(mask, x, bad).requires_grad_()
+    came = masked_log_ratio(spoilt, base, mask)
+    assert torch.equal(came, expected) and (expected.abs() == LOG_RATIO_LIMIT).any()
+    kept = came.detach().clone()
+    (grad,) = torch.autograd.grad(came.square().sum(), spoilt)
+    torch.testing.assert_close(grad, torch.where(inside, 2 * expected, 0.0), rtol=0, atol=0)
+    assert torch.equal(came, kept)  # what is made in place is nobody else's
+    given = torch.full_like(x, 3.0)
+    torch.autograd.grad(masked_log_ratio(spoilt, base, mask), spoilt, given)
+    assert torch.equal(given, torch.full_like(x, 3.0))
+
+
+def test_derivatives_of_log_ratios_of_both_orders_and_modes():
+    x, mask = inputs()
+    base, _ = inputs(seed=3)
+    x[0] += 30
+    for m in (mask, None):
+        y, z = x.clone().requires_grad_(), base.clone().requires_grad_()
+        torch.autograd.gradcheck(lambda y, z, m=m: masked_log_ratio(y, z, m), (y, z), check_forward_ad=True)
+        torch.autograd.gradgradcheck(lambda y, z, m=m: masked_log_ratio(y, z, m).exp(), (y, z))
+    came = torch.func.vmap(masked_log_ratio)(x[None], base[None], mask[None])
+    assert torch.equal(came[0], masked_log_ratio(x, base, mask))
+
+
+def test_rows_of_a_mask():
+    x, mask = inputs()
+    for keep in (mask[:, :1], x > 0, (x > 0)[:, ::7]):
+        assert torch.equal(masked_rows(mask, keep), mask & keep)
+    assert masked_rows(mask[:0], mask[:0, :1]).shape == (0, 7)
