@@ -87,7 +87,7 @@ def vlm_table(results: dict) -> str:
         "images of 324 tokens each; vLLM's function is called row by row. Unpad and repad: float32, half of the",
         "tokens padding; `another` is a further tensor of the same rows. `flash_attn` is what its `bert_padding`",
         "computes, written down in the benchmark; `transformers` is transformers' own for packages without one. `copy`",
-        "copies the result, and is the bound of what has a trailing dimension: memory is all that it costs. The",
+        "copies the result, which is the bound: of rows of 128 numbers memory is nearly all that it costs. The",
         "training step: a Qwen2 of 4 layers of 256, 16 rows of 16 to 496 tokens, forward, backward and AdamW, with the",
         "gradient norm compared.",
         "",

@@ -10,8 +10,8 @@ and a record of each image.
 
 flash-attn does not install everywhere, so that `flash_attn` is what its `bert_padding` computes, written down here: a
 gather whose index is as wide as the row (it calls that faster) with a scatter as its gradient, and an assignment by
-index on the way back. `transformers` is transformers' own, for attention packages that have none. With a trailing
-dimension there is `copy`, too: it makes a copy of the result and nothing else, which no function can do without.
+index on the way back. `transformers` is transformers' own, for attention packages that have none. `copy` makes a copy of
+the result and nothing else, which no function can do without.
 """
 
 import importlib
@@ -171,7 +171,7 @@ def padding_contestants(shape: tuple[int, ...], backward: bool) -> dict[str, Con
     """unpad, repad, and both ways with the gradient, of the same rows, half of them padding."""
     g = torch.Generator().manual_seed(0)
     batch, width, *_ = shape
-    x = torch.randn(shape, generator=g).requires_grad_(backward)
+    x, weights = torch.randn(shape, generator=g).requires_grad_(backward), torch.randn(shape, generator=g)
     lengths = torch.randint(1, width + 1, (batch,), generator=g)
     mask = torch.arange(width) < lengths[:, None]
     packed = unpad(x.detach(), mask)
@@ -179,12 +179,7 @@ def padding_contestants(shape: tuple[int, ...], backward: bool) -> dict[str, Con
     reference = modeling_flash_attention_utils
 
     def both_ways(there: Callable, back: Callable) -> Callable[[], Tensor]:
-        def run() -> Tensor:
-            x.grad = None
-            back(there()).sum().backward()
-            return x.grad
-
-        return run
+        return lambda: torch.autograd.grad(back(there()), x, weights)[0]
 
     def ours() -> tuple[Tensor, Tensor]:
         found = unpad(x, mask)
@@ -270,7 +265,7 @@ def step_contestants() -> Contestants:
     return {"rlkit": step(), "rlkit padded": step(use_remove_padding=False), "transformers padded": loop}
 
 
-FEW, NARROW, WIDE = (256, 2048), (64, 512, 16), (64, 512, 128)
+FEW, ONE, NARROW, WIDE = (256, 2048), (256, 2048, 1), (64, 512, 16), (64, 512, 128)  # verl's values end in 1
 OTHERS = ("flash_attn", "transformers")
 GROUPS: dict[str, tuple[tuple[str, ...], Callable[[], Contestants]]] = {
     "position ids, Qwen2.5-VL": (("transformers", "vllm"), lambda: position_contestants("qwen2_5_vl")),
@@ -278,12 +273,12 @@ GROUPS: dict[str, tuple[tuple[str, ...], Callable[[], Contestants]]] = {
     "training step, half padding": (("rlkit padded", "transformers padded"), step_contestants),
 }
 for what, name in {"unpad": "unpad", "repad": "repad", "another": "unpad another of the same rows"}.items():
-    for shape in (FEW, NARROW, WIDE):
+    for shape in (FEW, ONE, NARROW, WIDE):
         GROUPS[f"{name}, {' x '.join(map(str, shape))}"] = (
-            OTHERS if shape is FEW else (*OTHERS, "copy"),
+            (*OTHERS, "copy"),
             lambda what=what, shape=shape: padding_contestants(shape, False)[what],
         )
-for shape in (NARROW, WIDE):
+for shape in (FEW, ONE, NARROW, WIDE):
     GROUPS[f"unpad, repad and gradient, {' x '.join(map(str, shape))}"] = (
         (*OTHERS, "copy"), lambda shape=shape: padding_contestants(shape, True)["both"],
     )  # fmt: skip

@@ -70,7 +70,7 @@ def unpad(x: Tensor, attention_mask: Tensor, *, lengths: Sequence[int] | None = 
     else:
         indices = torch.nonzero_static(flat, size=sum(lengths)).squeeze(1)
     return Packed(
-        values=x.flatten(0, 1).index_select(0, indices),
+        values=_take(x, indices),
         cu_seqlens=pad(per_row.cumsum(0, dtype=torch.int32), (1, 0)),
         max_seqlen=max(lengths, default=0),
         indices=indices,
@@ -85,7 +85,7 @@ def unpad_like(x: Tensor, packed: Packed) -> Tensor:
         ValueError: `x` does not begin with `packed.batch_shape`.
     """
     _check_leading("x", x, packed.batch_shape)
-    return x.flatten(0, 1).index_select(0, packed.indices)
+    return _take(x, packed.indices)
 
 
 def repad(x: Packed | Tensor, like: Packed | None = None, *, fill: float = 0) -> Tensor:
@@ -112,11 +112,12 @@ def repad(x: Packed | Tensor, like: Packed | None = None, *, fill: float = 0) ->
     if values.ndim == 0 or len(values) != count:
         raise ValueError(f"x: expected [{count}, ...], one value an attended token, got {list(values.shape)}")
     batch, width = like.batch_shape
-    padded = values.new_full((batch * width, *values.shape[1:]), fill)
-    if values.ndim == 1 and not values.requires_grad:  # twice as fast on the CPU, but its gradient is not
-        padded.scatter_(0, like.indices, values)
+    flat = values.flatten() if values.shape[1:].numel() == 1 else values  # as in `_take`
+    padded = flat.new_full((batch * width, *flat.shape[1:]), fill)
+    if flat.ndim == 1 and not flat.requires_grad:  # twice as fast on the CPU, but its gradient is not
+        padded.scatter_(0, like.indices, flat)
     else:
-        padded.index_copy_(0, like.indices, values)
+        padded.index_copy_(0, like.indices, flat)
     return padded.view(batch, width, *values.shape[1:])
 
 
@@ -132,6 +133,13 @@ def runs(starts: Sequence[int], lengths: Sequence[int]) -> Tensor:
     sizes, first = torch.tensor(lengths, dtype=torch.long), torch.tensor(starts, dtype=torch.long)
     offset = first - (sizes.cumsum(0) - sizes)
     return offset.repeat_interleave(sizes) + torch.arange(int(sizes.sum()))
+
+
+def _take(x: Tensor, indices: Tensor) -> Tensor:
+    """Tokens of x [B, T, ...] by their place in the batch: [N, ...]."""
+    one = x.shape[2:].numel() == 1  # a number a token: a CPU gathers from a vector four times as fast
+    flat = x.flatten() if one else x.flatten(0, 1)
+    return flat.index_select(0, indices).view(len(indices), *x.shape[2:])
 
 
 def _check_tensor(name: str, x: Tensor) -> None:

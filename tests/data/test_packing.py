@@ -42,7 +42,7 @@ def test_remove_padding_empty_row():
 
 
 @pytest.mark.parametrize("shape", [(0, 5), (3, 0), (0, 0), (3, 4)])
-@pytest.mark.parametrize("trailing", [(), (2,)])
+@pytest.mark.parametrize("trailing", [(), (2,), (1,), (0,)])
 def test_nothing_to_pack(shape, trailing):
     packed = unpad(torch.ones(*shape, *trailing), torch.zeros(shape, dtype=torch.bool), lengths=[0] * shape[0])
     assert packed.values.shape == (0, *trailing)
@@ -54,7 +54,7 @@ def test_nothing_to_pack(shape, trailing):
 @settings(max_examples=60, deadline=None, derandomize=True)
 def test_unpad_and_repad_are_inverse(seed, batch, width, data):
     generator = torch.Generator().manual_seed(seed)
-    trailing = data.draw(st.sampled_from([(), (3,), (2, 1), (0,)]))
+    trailing = data.draw(st.sampled_from([(), (3,), (2, 1), (0,), (1,), (1, 1)]))
     kind = data.draw(st.sampled_from(["left", "right", "holes"]))
     lengths = torch.randint(0, width + 1, (batch, 1), generator=generator)
     t = torch.arange(width)
