@@ -11,7 +11,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
-from torch.nn.functional import pad
+
+GATHERS_TWICE = ("cpu",)  # where an all-gather, gloo's, makes a second copy of all: there each rank broadcasts its own
 
 
 def init_distributed(device: str | None = None) -> torch.device:
@@ -81,27 +82,54 @@ def reduce_metrics(metrics: Mapping[str, Tensor | float], group: dist.ProcessGro
 
 
 def whole(x: Tensor) -> Tensor:
-    """A tensor as it is without sharding, on every rank; all of them call this together."""
-    return x.full_tensor() if isinstance(x, DTensor) else x
+    """A tensor as it is without sharding, on every rank; all of them call this together. Rows take no memory beside
+    it."""
+    if not isinstance(x, DTensor):
+        return x
+    if _cut_by_rows(x) and x.device.type in GATHERS_TWICE:
+        return _gather([x])[0].view(x.shape)
+    return x.full_tensor()
 
 
 def whole_in_turn(tensors: Sequence[Tensor]) -> Iterator[Tensor]:
-    """`whole` of several tensors, one after the other; those that are cut alike by rows come together, at once."""
-    first = tensors[0]
-    alike = len(tensors) > 1 and all(
-        isinstance(x, DTensor) and x.placements[-1] == Shard(0) and set(x.placements[:-1]) <= {Replicate()}
-        for x in tensors
-    )
+    """`whole` of several tensors, one after the other; those that are cut alike by rows come together, at once, and
+    take their own memory and that of the one that is handed out."""
+    alike = len(tensors) > 1 and all(isinstance(x, DTensor) and _cut_by_rows(x) for x in tensors)
     if not alike or len({(x.device_mesh, x.dtype) for x in tensors}) > 1:  # type: ignore[attr-defined]
         yield from map(whole, tensors)
         return
-    mesh, placements = first.device_mesh, first.placements  # type: ignore[attr-defined]
-    ranks = mesh.size(mesh.ndim - 1)
-    rows = [-(-x.shape[0] // ranks) for x in tensors]  # of the first rank, which has the most
-    sizes = [n * x.numel() // x.shape[0] for n, x in zip(rows, tensors, strict=True)]
-    mine = [x.to_local().flatten() for x in tensors]  # type: ignore[attr-defined]
-    joined = torch.cat([pad(part, (0, size - len(part))) for part, size in zip(mine, sizes, strict=True)])
-    every = DTensor.from_local(joined, mesh, placements, run_check=False).full_tensor().view(ranks, -1)
-    del joined
-    for x, part in zip(tensors, every.split(sizes, 1), strict=True):
-        yield part.flatten()[: x.numel()].view(x.shape)
+    every, sizes = _gather(tensors)  # type: ignore[arg-type]
+    parts = every.split([size for of_rank in sizes for size in of_rank])
+    for i, x in enumerate(tensors):
+        yield torch.cat(parts[i :: len(tensors)]).view(x.shape)
+
+
+def _cut_by_rows(x: DTensor) -> bool:
+    """Whether the ranks of the mesh's last dimension share its rows, and those of the others hold copies."""
+    several = x.device_mesh.size(x.device_mesh.ndim - 1) > 1
+    return several and x.placements[-1] == Shard(0) and set(x.placements[:-1]) <= {Replicate()}
+
+
+@torch.no_grad()
+def _gather(tensors: Sequence[DTensor]) -> tuple[Tensor, list[list[int]]]:
+    """Tensors that are cut alike by rows, flat in one piece of memory: the first rank's part of each, the second's part
+    of each, and so on; and how many elements these parts have, by rank and tensor."""
+    mesh, placements = tensors[0].device_mesh, tensors[0].placements
+    group = mesh.get_group(mesh.ndim - 1)
+    ranks = range(group.size())
+    rows = [-(-x.shape[0] // len(ranks)) for x in tensors]  # as torch.chunk cuts: the last ranks have fewer, or none
+    sizes = [
+        [max(0, min(n, x.shape[0] - rank * n)) * x.shape[1:].numel() for n, x in zip(rows, tensors, strict=True)]
+        for rank in ranks
+    ]
+    of_ranks = [sum(of_rank) for of_rank in sizes]
+    mine = [x.to_local().flatten() for x in tensors]
+    if mine[0].device.type not in GATHERS_TWICE and len(set(of_ranks)) == 1:
+        return DTensor.from_local(torch.cat(mine), mesh, placements, run_check=False).full_tensor(), sizes
+    every = torch.empty(sum(of_ranks), dtype=mine[0].dtype, device=mine[0].device)
+    parts = every.split(of_ranks)
+    torch.cat(mine, out=parts[group.rank()])
+    for rank, part in enumerate(parts):
+        if len(part):
+            dist.broadcast(part.view(torch.uint8), group=group, group_src=rank)  # bytes: gloo knows few types
+    return every, sizes

@@ -8,10 +8,8 @@ find what torchrun sets in their environment, all but the one that has no launch
 
 import json
 import os
-import re
 import socket
 import sys
-import threading
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -21,15 +19,15 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 from torch.distributed.fsdp import FullyShardedDataParallel
-from torch.distributed.tensor import Shard, distribute_tensor
 
 sys.path.insert(0, str(Path(__file__).parent))
+from memory import peak  # noqa: E402
 from one_gradient import OUTPUTS, POLICY, VALUE, columns, whole  # noqa: E402
 from rows import make_batch  # noqa: E402
 
 from rlkit.engines import checkpoint, fsdp1, fsdp2, make_engine  # noqa: E402, F401
 from rlkit.engines.balance import balanced  # noqa: E402
-from rlkit.engines.distributed import init_distributed, whole_in_turn  # noqa: E402
+from rlkit.engines.distributed import init_distributed  # noqa: E402
 from rlkit.engines.value_head import load_value_model  # noqa: E402
 from rlkit.vlm import VISION_TOWER, freeze, load_model, load_processor, lora  # noqa: E402
 
@@ -150,31 +148,7 @@ def resume(model_dir, out, backend):
 
 def peak_of_loading(model_dir, *, on_meta):
     """Bytes that this process takes beyond what it had, at most, while it makes an engine of a model's files."""
-
-    def taken():
-        return int(re.search(r"RssAnon:\s+(\d+) kB", Path("/proc/self/status").read_text())[1]) * 1024
-
-    before, seen, done = taken(), [], threading.Event()
-
-    def watch():
-        while not done.wait(0.001):
-            seen.append(taken())
-
-    watching = threading.Thread(target=watch)
-    watching.start()
-    engine = make_engine("fsdp2", model=load_model(model_dir, on_meta=on_meta))
-    done.set()
-    watching.join()
-    return max(seen) - before, engine
-
-
-def whole_at_once(mesh):
-    """What comes of tensors that ranks hold unequal parts of, some none, and of what they all hold."""
-    tensors = [torch.arange(n * m).float().view(n, m) for n, m in ((5, 3), (1, 2), (4, 1), (7, 2))]
-    cut = [distribute_tensor(x, mesh, [Shard(0)]) for x in tensors]
-    came = [list(whole_in_turn(given)) for given in (cut, [*cut, tensors[0]], cut[:1])]
-    wanted = [tensors, [*tensors, tensors[0]], tensors[:1]]
-    return [len(x) == len(y) and all(map(torch.equal, x, y)) for x, y in zip(came, wanted, strict=True)]
+    return peak(lambda: make_engine("fsdp2", model=load_model(model_dir, on_meta=on_meta)))
 
 
 def measure(model_dir, out):
@@ -185,7 +159,6 @@ def measure(model_dir, out):
     whole, engine = peak_of_loading(model_dir, on_meta=False)
     same = [torch.equal(weights[name], tensor) for name, tensor in engine.get_per_tensor_param()]
     found = {
-        "at_once": whole_at_once(engine.mesh),
         "parts": parts,
         "whole": whole,
         "same": same,

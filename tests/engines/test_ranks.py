@@ -96,11 +96,6 @@ def test_no_rank_holds_the_whole_model(out):
         assert len(found["same"]) == 27 and all(found["same"])
 
 
-def test_tensors_come_whole_in_one_piece(out):
-    for rank in range(2):
-        assert json.loads((out / f"loading.{rank}.json").read_text())["at_once"] == [True] * 3
-
-
 def test_rows_are_dealt_anew(out):
     """Prompts 0, 1 and 3 and prompt 2 become 1 and 3, which have one number in `together`, and 0 and 2, all of theirs
     with them."""
