@@ -15,6 +15,7 @@ import re
 import shutil
 from collections.abc import Iterable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -139,6 +140,16 @@ def set_random_states(state: Mapping[str, Any], device: torch.device) -> None:
         torch.cuda.set_rng_state(gpu, device)
 
 
+class _OneByOne(dcp.FileSystemReader):
+    """torch's holds what it has read until it has read the next, two of the largest tensors where they are side by
+    side; this one has let go of it."""
+
+    def read_data(self, plan: dcp.LoadPlan, planner: dcp.LoadPlanner) -> Any:
+        for item in plan.items:
+            super().read_data(replace(plan, items=[item]), planner)
+        return super().read_data(replace(plan, items=[]), planner)
+
+
 def load(path: str | Path, state: dict[str, Any]) -> None:
     """Fill `state` in place, resharding to this world size; read its manifest first.
 
@@ -146,7 +157,7 @@ def load(path: str | Path, state: dict[str, Any]) -> None:
         ValueError: the checkpoint is of another model, or cannot be read.
     """
     try:
-        dcp.load(state, checkpoint_id=path)
+        dcp.load(state, storage_reader=_OneByOne(path))
     except (dcp.api.CheckpointException, RuntimeError, ValueError, KeyError) as error:
         first = next(iter(error.failures.values()))[0] if isinstance(error, dcp.api.CheckpointException) else error
         reason = str(first).strip().partition("\n")[0]

@@ -2,6 +2,7 @@
 
 import json
 import sys
+import weakref
 from pathlib import Path
 
 import pytest
@@ -114,6 +115,22 @@ def test_checkpoint_of_another_model(tiny_dir, tmp_path):
     other.resize_token_embeddings(500)
     with pytest.raises(ValueError, match="step_1: does not fit this model"):
         make_resumable(tiny_dir, model=other).load_checkpoint(tmp_path / "step_1")
+
+
+def test_loading_holds_one_tensor_of_the_files_at_a_time(tiny_dir, tmp_path, monkeypatch):
+    make_resumable(tiny_dir).save_checkpoint(tmp_path / "step_1")
+    engine, load, came, held = make_resumable(tiny_dir), torch.load, [], []
+
+    def counted(*args, **options):
+        held.append(sum(ref() is not None for ref in came))
+        read = load(*args, **options)
+        if isinstance(read, torch.Tensor):  # or a number of the optimizer's
+            came.append(weakref.ref(read))
+        return read
+
+    monkeypatch.setattr(torch, "load", counted)
+    engine.load_checkpoint(tmp_path / "step_1")
+    assert len(came) > 20 and not any(held)
 
 
 def test_manifest_is_json_and_nothing_else_travels(tiny_dir, tmp_path):
