@@ -198,16 +198,15 @@ def main(cfg: Config) -> None:
                 skipped.append(str(error))
         return prompts, samples, skipped
 
-    def collate_pairs(samples):
-        """Pairs stay in one micro-batch; the reference scores their tokens."""
-        batch = collate(samples, together=torch.arange(len(samples)) // 2)
+    def referred(batch):
+        """The same with what the reference makes of its tokens."""
         if not refers:
             return batch.add(ref_logprobs=torch.zeros(batch.tokens.shape))
         with engine.disable_adapter() if cfg.lora_rank else nullcontext():
             return batch.add(ref_logprobs=(reference or engine).infer_batch(batch)["logprobs"])
 
     asked, shown, bad = encode_pairs(list(enumerate(task.heldout))[mine])
-    heldout = collate_pairs(shown)
+    heldout = referred(collate(shown, together=torch.arange(len(shown)) // 2))
     pairs, lost = engine.global_sum(torch.tensor([len(asked), len(bad)])).tolist()
 
     def evaluate() -> tuple[dict[str, float], list[Sample]]:
@@ -238,7 +237,8 @@ def main(cfg: Config) -> None:
         for message in skipped:
             progress.write(f"skipped: {message}")
         run.phase("train")
-        batch = balanced(collate_pairs(samples), engine.data_group)  # those of all ranks, dealt by length
+        batch = collate(samples, together=torch.arange(len(samples)) // 2)  # pairs stay in one micro-batch
+        batch = referred(balanced(batch, engine.data_group))  # those of all ranks, dealt by length
         counts = [len(samples) // 2, len(skipped), batch.mask.sum(), batch_flops(engine.config, batch)]
         known, lost, tokens, flops = engine.global_sum(torch.tensor(counts)).tolist()
         if not known:
