@@ -7,6 +7,7 @@ t + 1 and take `F.pad(mask[:, 1:], (0, 1))`.
 P is the teacher's distribution and Q the student's, both at `temperature`. Values are in nats; there is no factor of
 temperature squared (Hinton et al., https://arxiv.org/abs/1503.02531, multiply by it to keep the gradient's size; TRL
 does not). Only the student gets a gradient, and it is exact: every form sums over the vocabulary and samples nothing.
+Backward keeps one float32 [B, T, V] tensor; there is no second derivative.
 
 A logit of -inf is a probability of 0 and adds nothing where the other side's is 0 too, or where the formula weighs it
 with 0. A KL divergence is infinite where its first argument has a token that its second lacks, and comes out as inf
@@ -14,12 +15,17 @@ with no useful gradient: suppress the same tokens on both sides, or use `jsd_los
 """
 
 import math
+from collections.abc import Callable
+from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from rlkit.losses._check import check_float, check_integer, check_mask, check_positive, check_rank, check_shape, fail
 from rlkit.losses._numerics import at_least_float32, masked
+from rlkit.losses.logprobs import _LOG2_E, _exp, _pieces, _scaled
 
 _TAIL_ROUNDING = 16.0  # in units of the dtype's eps: what 1 - sum(p) may be off by; no tail mass below it is believed
 
@@ -45,8 +51,7 @@ def forward_kl_loss(student_logits: Tensor, teacher_logits: Tensor, mask: Tensor
     Raises:
         ValueError: for a wrong rank, shape or dtype, or a temperature that is not positive.
     """
-    student, teacher = _log_distributions(student_logits, teacher_logits, mask, temperature)
-    return torch.where(mask, _kl(teacher, student), 0.0)
+    return _divergence(_forward_kl, student_logits, teacher_logits, mask, temperature)
 
 
 def reverse_kl_loss(student_logits: Tensor, teacher_logits: Tensor, mask: Tensor, temperature: float = 1.0) -> Tensor:
@@ -60,8 +65,7 @@ def reverse_kl_loss(student_logits: Tensor, teacher_logits: Tensor, mask: Tensor
 
     Args, Returns, Raises: as `forward_kl_loss`.
     """
-    student, teacher = _log_distributions(student_logits, teacher_logits, mask, temperature)
-    return torch.where(mask, _kl(student, teacher), 0.0)
+    return _divergence(_reverse_kl, student_logits, teacher_logits, mask, temperature)
 
 
 def jsd_loss(
@@ -92,12 +96,7 @@ def jsd_loss(
     """
     if not 0 < beta < 1:
         fail("beta", beta, "a number in (0, 1); for the ends see forward_kl_loss (0) and reverse_kl_loss (1)")
-    student, teacher = _log_distributions(student_logits, teacher_logits, mask, temperature)
-    absent = (student == -torch.inf) & (teacher == -torch.inf)  # logaddexp has no gradient at (-inf, -inf)
-    mixture = torch.logaddexp(
-        torch.where(absent, 0.0, teacher) + math.log(beta), torch.where(absent, 0.0, student) + math.log1p(-beta)
-    )
-    return torch.where(mask, beta * _kl(teacher, mixture) + (1 - beta) * _kl(student, mixture), 0.0)
+    return _divergence(partial(_jsd, beta=beta), student_logits, teacher_logits, mask, temperature)
 
 
 def topk_forward_kl_loss(
@@ -169,24 +168,137 @@ def _kl(first: Tensor, second: Tensor) -> Tensor:
     return (p * masked(first - second, p > 0)).sum(-1)
 
 
-def _log_distributions(
-    student_logits: Tensor, teacher_logits: Tensor, mask: Tensor, temperature: float
-) -> tuple[Tensor, Tensor]:
-    """Checked log-softmaxes [B, T, V] of student and teacher, uniform outside the mask."""
-    student = _scaled("student_logits", student_logits, mask, temperature).log_softmax(-1)
+def _forward_kl(student: Tensor, teacher: Tensor) -> tuple[Tensor, Tensor]:
+    """Of log-distributions [n, V]: the divergences [n, 1] and their gradients [n, V] by the student's scaled logits."""
+    p, _, kl = _excess(teacher, student)
+    return kl, _exp(student).sub_(p)
+
+
+def _reverse_kl(student: Tensor, teacher: Tensor) -> tuple[Tensor, Tensor]:
+    """As `_forward_kl`."""
+    q, excess, kl = _excess(student, teacher)
+    return kl, excess.sub_(kl).mul_(q)
+
+
+def _jsd(student: Tensor, teacher: Tensor, beta: float) -> tuple[Tensor, Tensor]:
+    """As `_forward_kl`. What the student does to the mixture changes nothing, as the mixture sums to 1."""
+    mixture = torch.logaddexp(teacher + math.log(beta), student + math.log1p(-beta))
+    _, _, kl_teacher = _excess(teacher, mixture)
+    kl_student, gradient = _reverse_kl(student, mixture)
+    return beta * kl_teacher + (1 - beta) * kl_student, gradient.mul_(1 - beta)
+
+
+def _excess(first: Tensor, second: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Of log-distributions: first's probabilities p, first - second but 0 where p is 0, and their product's sum."""
+    p = _exp(first)
+    excess = first - second
+    # by the bits of both: a CPU takes three times as long to compare p with 0 and to choose by the outcome
+    bits = torch.int32 if p.dtype == torch.float32 else torch.int64
+    excess.view(bits).mul_(p.view(bits).clamp(max=1))
+    return p, excess, (p * excess).sum(-1, keepdim=True)
+
+
+class _Divergence(torch.autograd.Function):
+    """(values [N], gradients [N, V]) of a rule like `_forward_kl`, piece by piece; saves the second alone."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(
+        rule: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]],
+        student: Tensor,
+        teacher: Tensor,
+        mask: Tensor,
+        temperature: float,
+    ) -> tuple[Tensor, Tensor]:
+        dtype = torch.promote_types(student.dtype, torch.float32)
+        values, gradients = student.new_empty(mask.shape, dtype=dtype), torch.empty_like(student, dtype=dtype)
+        for rows in _pieces(student):
+            value, gradient = rule(*(_scaled(x[rows], temperature).log_softmax(1) for x in (student, teacher)))
+            values[rows], gradients[rows] = value[:, 0], masked(gradient, mask[rows, None])
+        return masked(values, mask), gradients
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+        ctx.mark_non_differentiable(output[1])
+        ctx.set_materialize_grads(False)  # no zeros for the second output
+        ctx.save_for_backward(output[1])
+        ctx.dtype, ctx.temperature = inputs[1].dtype, inputs[4]
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor | None, _: None) -> tuple[Tensor | None, ...]:
+        if grad is None:
+            return (None,) * 5
+        (gradients,) = ctx.saved_tensors
+        return None, (gradients * (grad / ctx.temperature)[:, None]).to(ctx.dtype), None, None, None
+
+
+class _Buckets(torch.autograd.Function):
+    """Of tempered logits [N, V]: those at `index` [N, K], and logsumexp [N] of the others; finite outside the mask.
+
+    Entries that are not `named` take no token from the others. Saves exp(logit - largest) of the others and its sums.
+    """
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(
+        logits: Tensor, index: Tensor, named: Tensor, mask: Tensor, temperature: float
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        others = at_least_float32(masked(logits, mask[:, None]))
+        top = others.gather(1, index) / temperature
+        others.scatter_add_(1, index, torch.where(named, -torch.inf, 0.0).to(others.dtype))
+        largest, total = others.new_empty(2, len(others))
+        lowest = torch.finfo(others.dtype).min  # where no other is left
+        for rows in _pieces(others):
+            largest[rows] = others[rows].amax(1).clamp(min=lowest)
+            below = others[rows].sub_(largest[rows, None])
+            total[rows] = below.mul_(_LOG2_E / temperature).exp2_().sum(1)
+        return top, total.log() + largest / temperature, others, total
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+        logits, index, _, _, ctx.temperature = inputs
+        ctx.mark_non_differentiable(*output[2:])
+        ctx.set_materialize_grads(False)  # no zeros for the last outputs
+        ctx.save_for_backward(index, *output[2:])
+        ctx.dtype = logits.dtype
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_top: Tensor | None, grad_rest: Tensor | None, *_: None) -> tuple[Tensor | None, ...]:
+        if grad_top is None or grad_rest is None:  # both go into one `cat`, so that neither has a gradient alone
+            return (None,) * 5
+        index, shares, total = ctx.saved_tensors
+        scale = torch.where(total > 0, grad_rest / (total * ctx.temperature), 0.0)
+        result = (shares * scale[:, None]).scatter_add_(1, index, grad_top / ctx.temperature)
+        return result.to(ctx.dtype), None, None, None, None
+
+
+def _divergence(
+    rule: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]],
+    student_logits: Tensor,
+    teacher_logits: Tensor,
+    mask: Tensor,
+    temperature: float,
+) -> Tensor:
+    """`_Divergence` of checked logits, as [B, T]."""
+    _check(student_logits, mask, temperature)
+    check_float("teacher_logits", teacher_logits)
     check_shape("teacher_logits", teacher_logits, tuple(student_logits.shape), "as student_logits")
-    return student, _scaled("teacher_logits", teacher_logits.detach(), mask, temperature).log_softmax(-1)
+    student, teacher = student_logits.flatten(0, 1), teacher_logits.detach().flatten(0, 1)
+    return _Divergence.apply(rule, student, teacher, mask.flatten(), temperature)[0].view(mask.shape)
 
 
-def _scaled(name: str, logits: Tensor, mask: Tensor, temperature: float) -> Tensor:
-    """Checked logits over the temperature, 0 outside the mask, so that nothing there gets a gradient."""
+def _check(student_logits: Tensor, mask: Tensor, temperature: float) -> None:
+    """student_logits [B, T, V] with the [B, T] of the bool mask, and a positive temperature."""
     check_positive(temperature=temperature)
     check_mask(mask)
-    check_float(name, logits)
-    check_rank(name, logits, 3, "[B, T, V]")
-    check_shape(name, logits, (*mask.shape, logits.shape[2]), "[B, T, V] with the [B, T] of mask")
-    logits = masked(at_least_float32(logits), mask[..., None])
-    return logits if temperature == 1 else logits / temperature
+    check_float("student_logits", student_logits)
+    check_rank("student_logits", student_logits, 3, "[B, T, V]")
+    shape = (*mask.shape, student_logits.shape[2])
+    check_shape("student_logits", student_logits, shape, "[B, T, V] with the [B, T] of mask")
 
 
 def _topk_buckets(
@@ -196,7 +308,7 @@ def _topk_buckets(
 
     The student's last bucket is summed over the tokens outside K, not taken as 1 minus the others, which would cancel.
     """
-    logits = _scaled("student_logits", student_logits, mask, temperature)
+    _check(student_logits, mask, temperature)
     check_float("teacher_logprobs", teacher_logprobs)
     check_rank("teacher_logprobs", teacher_logprobs, 3, "[B, T, K]")
     check_shape("teacher_logprobs", teacher_logprobs, (*mask.shape, teacher_logprobs.shape[2]), "[B, T, K] as mask")
@@ -205,13 +317,12 @@ def _topk_buckets(
     teacher = torch.where(mask[..., None], at_least_float32(teacher_logprobs.detach()), -torch.inf)
     named = teacher > -torch.inf
     index = torch.where(named, teacher_indices, 0).long()
-    taken = torch.zeros_like(logits, dtype=torch.uint8).scatter_reduce(-1, index, named.byte(), "amax")
-    top = torch.where(named, logits.gather(-1, index), -torch.inf)
-    others = logits.masked_fill(taken.view(torch.bool), -torch.inf)
-    some = others.detach().amax(-1, keepdim=True) > -torch.inf  # logsumexp of nothing has no gradient
-    rest = torch.where(some, masked(others, some).logsumexp(-1, keepdim=True), -torch.inf)
-    mass = torch.where(taken.amin(-1, keepdim=True) > 0, 0.0, 1 - teacher.exp().sum(-1, keepdim=True))
-    return torch.cat([top, rest], -1).log_softmax(-1), teacher, mass
+    rows = [x.flatten(0, 1) for x in (student_logits, index, named, mask)]
+    top, rest, *_ = _Buckets.apply(*rows, temperature)
+    top = torch.where(named, top.view(named.shape), -torch.inf)
+    everything = named.sum(-1, keepdim=True) == student_logits.shape[2]
+    mass = torch.where(everything, 0.0, 1 - teacher.exp().sum(-1, keepdim=True))
+    return torch.cat([top, rest.view(*mask.shape, 1)], -1).log_softmax(-1), teacher, mass
 
 
 def _tail_rounding(x: Tensor) -> float:

@@ -1,5 +1,6 @@
 """Log-probabilities and entropies of tokens, from logits or straight from hidden states."""
 
+import math
 from typing import Any
 
 import torch
@@ -12,7 +13,8 @@ from rlkit.losses._numerics import at_least_float32
 
 CHUNK_BYTES = 64 * 2**20  # what one chunk of logits may hold
 CPU_CHUNK_BYTES = 16 * 2**20  # the same on a CPU, where nothing is gained by more
-CPU_CACHE_BYTES = 512 * 2**10  # and where the logits are given: what a CPU then reads a second time is in its cache
+CPU_CACHE_BYTES = 2**20  # and where the logits are given: what a CPU then reads a second time is in its cache
+_LOG2_E = math.log2(math.e)
 _NO_PROBABILITY = -1e4  # stands for a log-probability of -inf where it is multiplied: exp of it is 0 even in float64
 
 
@@ -119,7 +121,7 @@ def sum_pi_squared(logits: Tensor, temperature: float | Tensor = 1.0) -> Tensor:
     """
     check_float("logits", logits)
     rows, temperature = _as_rows(logits, temperature)
-    sums = [_log_softmax(rows[piece], _rows(temperature, piece)).mul_(2).exp_().sum(1) for piece in _pieces(rows)]
+    sums = [_exp(_log_softmax(rows[piece], _rows(temperature, piece)).mul_(2)).sum(1) for piece in _pieces(rows)]
     return torch.cat([at_least_float32(rows[:0, 0]), *sums]).reshape(logits.shape[:-1])
 
 
@@ -224,7 +226,7 @@ class _Logprobs(torch.autograd.Function):
         for rows in _pieces(logits):
             scale = _rows(temperature, rows)
             share = grad[rows, None] / scale
-            p = _log_softmax(logits[rows], scale).exp_()
+            p = _exp(_log_softmax(logits[rows], scale))
             result[rows] = p.mul_(-share).scatter_add_(1, targets[rows, None], share)
         return result, None, None
 
@@ -243,7 +245,7 @@ class _Entropy(torch.autograd.Function):
             scaled = _scaled(logits[rows], _rows(temperature, rows))
             largest[rows] = scaled.amax(1)
             below = (scaled - largest[rows, None]).clamp_(min=_NO_PROBABILITY)
-            share = below.exp()
+            share = _exp(below)
             total[rows] = share.sum(1)
             entropy[rows] = total[rows].log() - share.mul_(below).sum(1) / total[rows]
         return entropy, largest, total
@@ -262,7 +264,7 @@ class _Entropy(torch.autograd.Function):
         for rows in _pieces(logits):
             scale = _rows(temperature, rows)
             below = (_scaled(logits[rows], scale) - largest[rows, None]).clamp_(min=_NO_PROBABILITY)
-            share = below.exp()
+            share = _exp(below)
             surprise = below.add_((entropy[rows] - total[rows].log())[:, None])  # log p + H
             result[rows] = surprise.mul_(share).mul_(-grad[rows, None] / (total[rows, None] * scale))
         return result, None
@@ -287,7 +289,7 @@ class _LinearLogprobs(torch.autograd.Function):
             rows = slice(start, start + chunk)
             logp = _chunk_logprobs(hidden[rows], weight, bias, _rows(temperature, rows), suppress)
             logprobs[rows] = logp.gather(1, targets[rows, None])[:, 0].clamp_(max=0.0)
-            entropy[rows] = -logp.exp().mul_(logp.clamp_(min=_NO_PROBABILITY)).sum(1)
+            entropy[rows] = -_exp(logp).mul_(logp.clamp_(min=_NO_PROBABILITY)).sum(1)
         return logprobs, entropy
 
     @staticmethod
@@ -307,7 +309,7 @@ class _LinearLogprobs(torch.autograd.Function):
             rows = slice(start, start + ctx.chunk)
             scale = _rows(temperature, rows)
             logp = _chunk_logprobs(hidden[rows], weight, bias, scale, suppress).clamp_(min=_NO_PROBABILITY)
-            p = logp.exp()
+            p = _exp(logp)
             grad = logp.add_(entropy[rows, None]).mul_(-grad_entropy[rows, None]).sub_(grad_logprobs[rows, None])
             grad = grad.mul_(p).scatter_add_(1, targets[rows, None], grad_logprobs[rows, None])
             if suppress is not None:
@@ -372,6 +374,11 @@ def _pieces(logits: Tensor) -> list[slice]:
 def _log_softmax(logits: Tensor, temperature: float | Tensor) -> Tensor:
     """Of [n, V] logits in float32 at least; the temperature is a float or [n, 1]. A tensor of its own."""
     return _scaled(logits, temperature).log_softmax(1)
+
+
+def _exp(x: Tensor) -> Tensor:
+    """exp(x), a new tensor, as a power of 2: exp takes a CPU nearly three times as long, and is no closer here."""
+    return (x * _LOG2_E).exp2_()
 
 
 def _scaled(logits: Tensor, temperature: float | Tensor) -> Tensor:

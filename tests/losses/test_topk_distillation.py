@@ -90,3 +90,25 @@ def test_topk_with_nothing_outside(name, dtype):
     expected = FULL[name](shut_student.gather(-1, ids), logprobs, mask)
     torch.testing.assert_close(loss, expected)
     assert grad.isfinite().all() and grad[..., [0, 2, 3]].abs().max() == 0
+
+
+@pytest.mark.parametrize("name", TOPK)
+@pytest.mark.parametrize("where", [0, 5])  # among the teacher's tokens, and outside
+def test_a_logit_that_is_nan_shows(name, where):
+    student, teacher = torch.zeros(1, 2, 6), -torch.arange(6.0).expand(1, 2, 6)
+    mask = torch.ones(1, 2, dtype=torch.bool)
+    student[0, 1, where] = torch.nan
+    loss = TOPK[name](student, *top(teacher, 3), mask)
+    assert loss[0, 0].isfinite() and loss[0, 1].isnan()
+
+
+@pytest.mark.parametrize("name", TOPK)
+def test_topk_of_all_leaves_no_rest_even_where_the_sum_is_rounded(name):
+    """Log-probabilities in bfloat16 sum to 0.98 or so; what is missing is no token's."""
+    student, teacher, mask = batch(dtype=torch.float32)
+    logprobs, ids = top(teacher, 6)
+    logprobs = (logprobs - 0.02).bfloat16()
+    assert (1 - logprobs.float().exp().sum(-1)).min() > 1e-3
+    loss = TOPK[name](student, logprobs, ids, mask)
+    (grad,) = torch.autograd.grad(loss.sum(), student)
+    assert loss.isfinite().all() and grad.isfinite().all()
