@@ -10,8 +10,8 @@ and a record of each image.
 
 flash-attn does not install everywhere, so that `flash_attn` is what its `bert_padding` computes, written down here: a
 gather whose index is as wide as the row (it calls that faster) with a scatter as its gradient, and an assignment by
-index on the way back. `transformers` is transformers' own, for attention packages that have none. `copy` makes a copy of
-the result and nothing else, which no function can do without.
+index on the way back. `transformers` is transformers' own, for attention packages that have none. `copy` copies the
+result and does nothing else, which no function can do without.
 """
 
 import importlib

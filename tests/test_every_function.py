@@ -109,6 +109,23 @@ def test_functional_gradient_is_autograds(function):
         torch.testing.assert_close(functional, expected)
 
 
+@pytest.mark.parametrize("function", [x for x in EVERY if floats(arguments(x)) and "generator" not in arguments(x)])
+@pytest.mark.filterwarnings("ignore:There is a performance drop")  # some in-place operations, over the batch in turn
+def test_vmap_is_one_call_after_the_other(function):
+    """Over all that is floating point; the gradient too, as one a sample is taken."""
+    given = arguments(function)
+    stacks = {name: torch.stack([x, 0.9 * x]) for name, x in floats(given).items()}
+    came = torch.func.vmap(lambda some: results(function, given | some))(stacks)
+    gradient = torch.func.grad(lambda some: total(function, given | some))
+    gradients = torch.func.vmap(gradient)(stacks)
+    for i in range(2):
+        some = {name: x[i] for name, x in stacks.items()}
+        for x, expected in zip(came, results(function, given | some), strict=True):
+            torch.testing.assert_close(x[i], expected)
+        for name, expected in gradient(some).items():
+            torch.testing.assert_close(gradients[name][i], expected)
+
+
 @pytest.mark.parametrize("function", [name for name in EVERY if hasattr(rlkit.advantages, name)])
 def test_gradients_of_advantages_equal_finite_differences(function):
     given = arguments(function)

@@ -72,7 +72,7 @@ def gae(
         return x
 
     later = _handed_back(keep(torch.lerp(values, rewards, lam)), gamma * lam, mask)
-    returns = keep(torch.add(rewards, later, alpha=gamma, out=later))
+    returns = keep(torch.add(rewards, later, alpha=gamma))
     return keep(returns - values), returns
 
 
@@ -98,7 +98,7 @@ def discounted_returns(rewards: Tensor, mask: Tensor, gamma: float = 1.0) -> Ten
     if gamma == 1:
         return masked(rewards.flip(1).cumsum(1).flip(1), mask)
     later = _handed_back(rewards, rewards.new_full((1, 1), gamma), mask)
-    return masked(torch.add(rewards, later, alpha=gamma, out=later), mask)
+    return masked(torch.add(rewards, later, alpha=gamma), mask)
 
 
 @torch.no_grad()
@@ -263,12 +263,12 @@ def _handed_back(x: Tensor, decay: Tensor, mask: Tensor) -> Tensor:
     """
     rows, tokens = mask.shape
     # [T + 1, B]: merging neighbours in time then works on whole rows of memory, some three times as fast on a CPU
-    handed = torch.empty(tokens + 1, rows, dtype=x.dtype, device=x.device)
+    handed = x.new_empty(tokens + 1, rows)
     handed[:-1], handed[-1] = x.t(), 0.0
     bits = mask_bits(mask.t().contiguous(), x)
     one = x.new_ones(()).view(bits.dtype)
     # torch.where(mask, decay, 1) by bits, as in `masked`
-    decay_bits = bits.bitwise_and_(decay.t().contiguous().view(bits.dtype) ^ one).bitwise_xor_(one)
+    decay_bits = (bits & (decay.t().contiguous().view(bits.dtype) ^ one)).bitwise_xor_(one)
     _suffix_scan_(handed[:-1], decay_bits.view(x.dtype))
     return handed[1:].t().contiguous()
 

@@ -76,7 +76,7 @@ def optimal_token_baseline_advantages(
         judged = ~sums[:, -1:].isnan()
         returns = sums.neg().add_(sums[:, -1:]).add_(values).to(dtype)
     returns = torch.where(judged, returns, 0.0)
-    slots.mul_(judged.long())
+    slots = slots * judged.long()
     lengths = trained.sum(1, keepdim=True) * judged
 
     # sums over few rows, for which float32 does; (s - 1) - 2 (pi - 1) loses nothing where pi is close to 1

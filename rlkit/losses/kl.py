@@ -253,6 +253,8 @@ def _check(mask: Tensor | None, **tensors: Tensor) -> None:
 class _FullVocabularyKL(torch.autograd.Function):
     """(full_vocabulary_kl, gradient of the logits) of checked arguments, with no shift. Saves the second alone."""
 
+    generate_vmap_rule = True
+
     @staticmethod
     def forward(logits: Tensor, ref_logits: Tensor, mask: Tensor | None, temperature: float) -> tuple[Tensor, Tensor]:
         logp = _masked_log_softmax(logits, mask, temperature)

@@ -205,6 +205,8 @@ def linear_logprobs(
 class _Logprobs(torch.autograd.Function):
     """Log-probabilities of targets [N] under logits [N, V]; saves its inputs alone and computes in pieces of rows."""
 
+    generate_vmap_rule = True
+
     @staticmethod
     def forward(logits: Tensor, targets: Tensor, temperature: float | Tensor) -> Tensor:
         logprobs = logits.new_empty(logits.shape[0], dtype=torch.promote_types(logits.dtype, torch.float32))
@@ -236,6 +238,8 @@ class _Entropy(torch.autograd.Function):
 
     With d = z - max(z) and s = sum(exp(d)) the log-softmax is d - log(s), so each way takes one exp of every logit.
     """
+
+    generate_vmap_rule = True
 
     @staticmethod
     def forward(logits: Tensor, temperature: float | Tensor) -> tuple[Tensor, ...]:
@@ -272,6 +276,8 @@ class _Entropy(torch.autograd.Function):
 
 class _LinearLogprobs(torch.autograd.Function):
     """linear_logprobs on checked arguments. Saves its inputs and the entropy; no chunk outlives its turn."""
+
+    generate_vmap_rule = True
 
     @staticmethod
     def forward(
@@ -377,8 +383,8 @@ def _log_softmax(logits: Tensor, temperature: float | Tensor) -> Tensor:
 
 
 def _exp(x: Tensor) -> Tensor:
-    """exp(x), a new tensor, as a power of 2: exp takes a CPU nearly three times as long, and is no closer here."""
-    return (x * _LOG2_E).exp2_()
+    """exp(x), a new tensor. On a CPU as a power of 2: exp takes it three times as long and is no closer."""
+    return (x * _LOG2_E).exp2_() if x.is_cpu else x.exp()
 
 
 def _scaled(logits: Tensor, temperature: float | Tensor) -> Tensor:
