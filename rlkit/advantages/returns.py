@@ -72,7 +72,7 @@ def gae(
         return x
 
     later = _handed_back(keep(torch.lerp(values, rewards, lam)), gamma * lam, mask)
-    returns = keep(torch.add(rewards, later, alpha=gamma))
+    returns = keep(later.mul_(gamma).add_(rewards))
     return keep(returns - values), returns
 
 
@@ -98,7 +98,7 @@ def discounted_returns(rewards: Tensor, mask: Tensor, gamma: float = 1.0) -> Ten
     if gamma == 1:
         return masked(rewards.flip(1).cumsum(1).flip(1), mask)
     later = _handed_back(rewards, rewards.new_full((1, 1), gamma), mask)
-    return masked(torch.add(rewards, later, alpha=gamma), mask)
+    return masked(later.mul_(gamma).add_(rewards), mask)
 
 
 @torch.no_grad()
