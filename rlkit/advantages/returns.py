@@ -21,7 +21,7 @@ from rlkit.losses._check import (
     check_shape,
     fail,
 )
-from rlkit.losses._numerics import mask_bits, masked
+from rlkit.losses._numerics import by_branch, mask_bits, masked
 
 _LARGEST_LOG_RATIO = 20.0  # nats, as in the losses
 
@@ -268,7 +268,8 @@ def _handed_back(x: Tensor, decay: Tensor, mask: Tensor) -> Tensor:
     bits = mask_bits(mask.t().contiguous(), x)
     one = x.new_ones(()).view(bits.dtype)
     # torch.where(mask, decay, 1) by bits, as in `masked`
-    decay_bits = (bits & (decay.t().contiguous().view(bits.dtype) ^ one)).bitwise_xor_(one)
+    changed = decay.t().contiguous().view(bits.dtype) ^ one
+    decay_bits = (bits & changed if by_branch(x) else bits.bitwise_and_(changed)).bitwise_xor_(one)
     _suffix_scan_(handed[:-1], decay_bits.view(x.dtype))
     return handed[1:].t().contiguous()
 
