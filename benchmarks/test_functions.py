@@ -51,5 +51,5 @@ def test_function(benchmark, group, name):
     if group.memory and name != "loop":
         peak, largest = peak_bytes(run)
         benchmark.extra_info.update(peak_extra_bytes=peak, largest_tensor_bytes=largest)
-    rounds = max(1 if took > BUDGET else 5, min(40, int(BUDGET / took)))
+    rounds = max(1 if took > BUDGET else 5, min(150, int(BUDGET / took)))
     benchmark.pedantic(run, rounds=rounds, warmup_rounds=0 if name == "loop" else 2)
