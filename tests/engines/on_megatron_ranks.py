@@ -61,6 +61,7 @@ CASES = {
     "vl-tp2-pp2": (4, "vl", "split", {**TENSOR, **PIPE}),
     "vl-sp2-pp2": (4, "vl", "all", {**SEQUENCE, **PIPE}),
     "value-one": (1, "value", "all", {}),
+    "value-dp2": (2, "value", "empty", {}),
     "value-tp2": (2, "value", "all", TENSOR),
     "value-pp2": (2, "value", "all", PIPE),
     "value-sp2": (2, "value", "all", SEQUENCE),

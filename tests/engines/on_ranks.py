@@ -58,7 +58,9 @@ ALONE = {
     "micro_batches": Case("1 process, micro-batches of a few rows", "whole", [ALL], budget=120),
     "frozen": Case("1 process", "frozen", [ALL], budget=120),
     "lora": Case("1 process", "lora", [ALL], budget=120),
-    "value": Case("1 process", "value", [ALL], VALUE, budget=120),
+    "value": Case("1 process", "value", [ALL], VALUE),
+    "value_row_by_row": Case("1 process, micro-batches of one row", "value", [ALL], VALUE, budget=1),
+    "value_micro_batches": Case("1 process, micro-batches of a few rows", "value", [ALL], VALUE, budget=120),
     "fsdp1": Case("FSDP1, 1 process", "whole", [ALL], budget=120, backend="fsdp1"),
 }
 LAUNCHED = {"torchrun": Case("1 process", "whole", [ALL])}

@@ -68,11 +68,11 @@ SPLITS = {  # ranks, the engine's options, cases
     "1 process": (1, {}, list(CASES)),
     "Ulysses 2": (2, SHARED, [name for name in CASES if name not in ("qwen2_no_rows", "qwen3")]),
     "TP 2": (2, TENSOR, ["qwen2_values", "qwen3", "qwen2_5_vl"]),
-    "DP 2 x TP 2": (4, TENSOR, ["qwen2_no_rows", "qwen3", "qwen2_5_vl"]),
+    "DP 2 x TP 2": (4, TENSOR, ["qwen2_values", "qwen2_no_rows", "qwen3", "qwen2_5_vl"]),
     "DP 2": (2, {}, ["qwen2_no_rows", "qwen2_5_vl_videos"]),
     "DP 2 x Ulysses 2": (4, SHARED, ["qwen2", "qwen2_values", "qwen2_no_rows", "qwen2_5_vl"]),
     "Ulysses 4": (4, {"ulysses_sequence_parallel_size": 4}, ["qwen3_moe"]),
-    "2 copies x 2 shards": (4, HALVES, ["qwen2_no_rows", "qwen2_5_vl"]),
+    "2 copies x 2 shards": (4, HALVES, ["qwen2_values", "qwen2_no_rows", "qwen2_5_vl"]),
     "2 copies x 2 shards, Ulysses 2": (4, {**SHARED, **HALVES}, ["qwen2"]),
 }
 

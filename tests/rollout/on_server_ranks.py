@@ -36,7 +36,8 @@ def main():
     try:
         rollout.update_weights(iterator)
     except RuntimeError as error:
-        print(dist.get_rank(), version, next(iterator, None) is None, error, flush=True)
+        said = f"{dist.get_rank()} {version} {next(iterator, None) is None} {error}\n"
+        sys.stdout.write(said)  # at once: torchrun's ranks share a pipe, and print writes word by word
     dist.barrier()
     dist.destroy_process_group()
 
