@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 import weakref
-from collections.abc import Generator, Iterable, Sequence
+from collections.abc import Generator, Iterable, Mapping, Sequence
 from contextlib import closing
 from dataclasses import replace
 from functools import partial
@@ -75,10 +75,9 @@ class VllmRollout:
             options["distributed_executor_backend"] = "external_launcher"
         if options.get("enable_return_routed_experts") and not self.on_gpu:
             raise ValueError("enable_return_routed_experts: vLLM records routing on GPUs alone; 'hf' does so on a CPU")
+        dtype = dtype or ("bfloat16" if self.on_gpu else "float32")
         if not self.on_gpu:
-            # a prompt taken in pieces makes vLLM turn its seed's generator back, which one on a CPU cannot
-            on_cpu = {"enforce_eager": True, "kv_cache_memory_bytes": 256 << 20, "enable_chunked_prefill": False}
-            options = on_cpu | options
+            options = cpu_options(dtype, options)
         vllm = import_vllm()
         threads = torch.get_num_threads()
         # on a CPU vLLM puts a function that does nothing in the place of torch's own
@@ -88,7 +87,7 @@ class VllmRollout:
             try:
                 self.llm = vllm.LLM(
                     model=model,
-                    dtype=dtype or ("bfloat16" if self.on_gpu else "float32"),
+                    dtype=dtype,
                     tensor_parallel_size=tensor_parallel_size,
                     max_model_len=max_model_len,
                     gpu_memory_utilization=gpu_memory_utilization,
@@ -258,6 +257,27 @@ class VllmRollout:
         dist.all_gather_object(found, asked, group=self.group)
         mine = dist.get_group_rank(self.group, dist.get_rank())
         return [pair for part in found for pair in part], sum(len(part) for part in found[:mine])
+
+
+def cpu_options(dtype: str, options: Mapping[str, Any]) -> dict[str, Any]:
+    """vLLM's options on a CPU: defaults that work there, and over them those that were given.
+
+    Raises:
+        ValueError: an attention back end that cannot compute in this dtype.
+    """
+    found = {
+        "enforce_eager": True,
+        "kv_cache_memory_bytes": 256 << 20,
+        "enable_chunked_prefill": False,  # resuming a prompt rewinds its random generator: not possible on a CPU
+        **options,
+    }
+    if "attention_config" not in options:
+        # Of multi-head latent attention vLLM has two on a CPU, and prefers AMX_MLA where the CPU has AMX, which
+        # computes in bfloat16 alone. Other kinds of attention ignore this option.
+        found.setdefault("attention_backend", "CPU_MLA")
+    if str(found.get("attention_backend")) == "AMX_MLA" and dtype != "bfloat16":
+        raise ValueError(f"attention_backend: expected CPU_MLA with dtype {dtype}, got AMX_MLA (bfloat16 only)")
+    return found
 
 
 def import_vllm() -> Any:

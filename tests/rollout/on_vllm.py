@@ -1,8 +1,9 @@
-"""Run by `test_vllm.py`: real vLLM beside a real trainer, and how far the two are apart at each stage.
+"""Run by `test_vllm.py`: real vLLM beside a real trainer, and how far apart the two are at each stage.
 
-on_vllm.py FOLDER KIND [KIND ...] [families FAMILY ...]
+on_vllm.py FOLDER CASE...
 
-Alone or under torchrun: rank r writes FOLDER/facts.<r>.json, and of families FOLDER/families.json.
+A case is a kind of model (`qwen2_5_vl`, on two ranks `qwen2_5_vl:2`), or one of those in `on_vllm_families.py`, or
+`nccl`. Alone or under torchrun: rank r writes FOLDER/CASE.<r>.json.
 """
 
 import gc
@@ -15,7 +16,9 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 
-sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parents[1] / "engines")]
+TESTS = Path(__file__).parents[1]
+sys.path[:0] = [str(TESTS / "rollout"), str(TESTS / "engines"), str(TESTS)]
+from isolated_cases import case  # noqa: E402
 from rows import make_samples  # noqa: E402
 from vllm_models import build, register  # noqa: E402
 
@@ -224,31 +227,39 @@ def errors(rollout, prompts) -> dict:
     return {name: refused(case) for name, case in cases.items()}
 
 
-def main(folder: Path, kinds: list[str], families: list[str]) -> None:
+def measure_kind(folder: Path, name: str) -> dict:
+    kind, _, size = name.partition(":")
+    path = folder / "models" / kind
+    if dist.get_rank() == 0 and not path.exists():
+        build(kind, str(path))
+    dist.barrier()
+    register(path)
+    return measure(kind, str(path), int(size or 1))
+
+
+def facts_of(folder: Path, name: str) -> dict:
+    if name == "nccl":
+        return nccl_calls()
+    if "/" in name:
+        import on_vllm_families
+
+        return on_vllm_families.facts_of(folder / "models", name)
+    return measure_kind(folder, name)
+
+
+def main(folder: Path, names: list[str]) -> None:
     dist.init_process_group("gloo") if "RANK" in os.environ else dist.init_process_group(
         "gloo", store=dist.HashStore(), rank=0, world_size=1
     )
-    facts = {}
-    for kind in kinds:
-        name, _, size = kind.partition(":")
-        path = folder / name
-        if dist.get_rank() == 0 and not path.exists():
-            build(name, str(path))
-        dist.barrier()
-        register(path)
-        facts[kind] = measure(name, str(path), int(size or 1))
-    if dist.get_world_size() == 1:
-        facts[kinds[-1]]["nccl"] = nccl_calls()
-    if families:
-        from on_vllm_families import measure_all
-
-        measure_all(folder, families)
-    (folder / f"facts.{dist.get_rank()}.json").write_text(json.dumps(facts, indent=1))
+    for name in names:
+        with case(folder, name):
+            facts = facts_of(folder, name)
+            file = folder / f"{name.replace('/', '_')}.{dist.get_rank()}.json"
+            file.write_text(json.dumps(facts, indent=1))
     dist.destroy_process_group()
 
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
     with mock.patch.object(gc, "collect"):  # vLLM calls it 7 times an engine; with all that is imported it takes 0.4 s
-        at = sys.argv.index("families") if "families" in sys.argv else len(sys.argv)
-        main(Path(sys.argv[1]), sys.argv[2:at], sys.argv[at + 1 :])
+        main(Path(sys.argv[1]), sys.argv[2:])

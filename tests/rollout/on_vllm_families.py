@@ -1,11 +1,15 @@
-"""Real vLLM for family after family, in the process of `on_vllm.py`: is what it samples what the trainer scores?"""
+"""Cases of `on_vllm.py`, one a family: does the trainer score what vLLM samples as vLLM does?
 
-import json
+`family/llama`; `family/deepseek_v3/amx`, where vLLM is told that this CPU has AMX (`no_amx`: that it has none);
+`positions/Qwen2VL`: position ids; `models/known`: families that vLLM has no model of.
+"""
+
 import random
 import sys
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
+from unittest import mock
 
 import torch
 from safetensors.torch import load_file, save_file
@@ -49,6 +53,7 @@ MORE = {
     },
 }  # fmt: skip
 ABSENT = {"glm46v": "Glm46VForConditionalGeneration", "diffllama": "DiffLlamaForCausalLM"}
+OWNERS = {"Qwen2VL": "qwen2_vl", "Qwen2_5_VL": "qwen2_5_vl"}  # vLLM's name of a model, and of its family
 IMAGE, VIDEO = 90, 91
 SECTIONS = {"qwen": [6, 5, 5], "glm4": [4, 2, 2]}
 SAMPLING = Sampling(6, temperature=0.8, seed=(0, 1))
@@ -177,11 +182,19 @@ def positions(name, family):
     return equal
 
 
-def measure_all(folder, families):
-    """Of each family; and those that vLLM has no model of."""
+def facts_of(folder, name):
+    what, which, *told = name.split("/")
+    if what == "models":
+        return {"absent": absent_families()}
+    if what == "positions":
+        return {"equal": positions(which, OWNERS[which])}
+    if not told:
+        return measure(which, folder / which)
+    with mock.patch.object(torch.cpu, "_is_amx_tile_supported", lambda: told == ["amx"]):
+        return measure(which, folder / "-".join([which, *told]))
+
+
+def absent_families():
     from vllm import ModelRegistry
 
-    absent = [name for name, kind in ABSENT.items() if kind not in ModelRegistry.models]
-    found = {family: measure(family, folder / family) for family in families}
-    equal = {name: positions(name, family) for name, family in (("Qwen2VL", "qwen2_vl"), ("Qwen2_5_VL", "qwen2_5_vl"))}
-    (folder / "families.json").write_text(json.dumps({"found": found, "absent": absent, "positions": equal}, indent=1))
+    return [name for name, kind in ABSENT.items() if kind not in ModelRegistry.models]
