@@ -20,7 +20,7 @@ def case(out: str | Path, name: str) -> Iterator[None]:
 
     Ranks leave a case together, so that none is in the next one when another fails.
     """
-    dist = sys.modules.get("torch.distributed")  # importing it takes seconds, which a script without ranks need not wait
+    dist = sys.modules.get("torch.distributed")  # importing it takes seconds; a script without ranks need not wait
     ranks = dist is not None and dist.is_initialized()
     rank, world = (dist.get_rank(), dist.get_world_size()) if ranks else (0, 1)
     folder = _folder(out, name)

@@ -1,13 +1,13 @@
 """Run by `test_megatron.py`: the same global batches through fsdp2 on one process and Megatron on many splits.
 
-on_megatron_ranks.py OUT_DIR [CASE ...]
+on_megatron_ranks.py OUT_DIR NAME...
 
-One process imports everything and forks the ranks, as starting them one by one would cost more than all they do.
+One process imports everything and forks the ranks, because starting each rank by itself would take longer than its
+work.
 """
 
 import math
 import sys
-import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -17,7 +17,9 @@ import torch.multiprocessing as mp
 import transformers
 from megatron.core import parallel_state
 
-sys.path.insert(0, str(Path(__file__).parent))
+HERE = Path(__file__).parent
+sys.path[:0] = [str(HERE), str(HERE.parent)]
+from isolated_cases import case as isolated  # noqa: E402
 from one_gradient import OUTPUTS, POLICY, VALUE, columns  # noqa: E402
 from one_gradient import whole as full  # noqa: E402
 
@@ -83,12 +85,14 @@ EXPORTED = ("fsdp2-qwen2", "tp2-pp2", "sp2-cp2-qwen3", "value-tp2-pp2", "moe-pp2
 REFERENCES = ("qwen2", "qwen3", "llama", "moe", "routed", "vl", "value")
 FAMILIES = {"qwen2": "Qwen2", "value": "Qwen2", "qwen3": "Qwen3", "llama": "Llama"}
 FAMILIES |= {"moe": "Qwen3Moe", "routed": "Qwen3Moe"}
-NAMES = {"tensor": "TP", "pipeline": "PP", "context": "CP", "expert": "EP"}
+SHORT = {"tensor": "TP", "pipeline": "PP", "context": "CP", "expert": "EP"}
+# what is measured; later ones go on from checkpoints of earlier ones
+NAMES = [*(f"fsdp2-{kind}" for kind in REFERENCES), "refusals", *CASES, *RESUMED]
 
 
 def compared():
     for ranks, kind, who, options in CASES.values():
-        parts = [f"{short} {options[name]}" for name, short in NAMES.items() if name in options]
+        parts = [f"{short} {options[name]}" for name, short in SHORT.items() if name in options]
         parts += [f"DP {ranks // math.prod(options.get(name, 1) for name in ('tensor', 'pipeline', 'context'))}"]
         layout = " x ".join(part for part in parts if part != "DP 1") or "1 process"
         layout += " + SP" if "sequence_parallel" in options else ""
@@ -263,37 +267,49 @@ def rows_of(who, engine):
     return mine if engine.data_rank == 0 else []
 
 
-def on_rank(rank, world, out, chosen):
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{out}/ranks.{world}", rank=rank, world_size=world)
-    if world == 1:
-        for kind in REFERENCES:
-            folder = out / f"fsdp2-{kind}"
-            folder.mkdir()
-            run(engine_for("fsdp2", kind), kind, list(range(ROWS)), folder)
-    if world == 4:
+def ranks_of(name):
+    if name == "refusals":
+        return 4
+    return 1 if name.startswith("fsdp2-") else {**CASES, **RESUMED}[name][0]
+
+
+def measure(name, out):
+    if name == "refusals":
         said = refusals()
-        if rank == 0:
+        if dist.get_rank() == 0:
             torch.save(said, out / "refusals.pt")
-    for name, (ranks, kind, who, options, *source) in {**CASES, **RESUMED}.items():
-        if ranks == world and (not chosen or name in chosen):
-            started = time.monotonic()
-            (out / name).mkdir(exist_ok=True)
-            engine = engine_for("megatron", kind, **options)
-            rows = rows_of(who, engine)
-            if source:
-                resume(engine, kind, rows, out / source[0] / "checkpoint", out / name)
-            else:
-                run(engine, kind, rows, out / name)
-            parallel_state.destroy_model_parallel()
-            if rank == 0:
-                print(name, round(time.monotonic() - started, 1), flush=True)
-    dist.barrier()
+        return
+    (out / name).mkdir(exist_ok=True)
+    if name.startswith("fsdp2-"):
+        kind = name.removeprefix("fsdp2-")
+        return run(engine_for("fsdp2", kind), kind, list(range(ROWS)), out / name)
+    _, kind, who, options, *source = {**CASES, **RESUMED}[name]
+    engine = engine_for("megatron", kind, **options)
+    rows = rows_of(who, engine)
+    if source:
+        resume(engine, kind, rows, out / source[0] / "checkpoint", out / name)
+    else:
+        run(engine, kind, rows, out / name)
+    parallel_state.destroy_model_parallel()
+
+
+def on_rank(rank, world, out, names):
+    torch.set_num_threads(1)
+    store = f"file://{out}/ranks.{world}.{len(names)}"  # one of its own for each start
+    dist.init_process_group("gloo", init_method=store, rank=rank, world_size=world)
+    for name in names:
+        with isolated(out, name):
+            measure(name, out)
     dist.destroy_process_group()
 
 
-if __name__ == "__main__":
+def main(out, *names):
     for kind in REFERENCES:  # what is imported on first use, once and not on every rank
         torch.optim.AdamW(make_model(kind).parameters())
     for world in (1, 2, 4):
-        mp.start_processes(on_rank, (world, Path(sys.argv[1]), sys.argv[2:]), nprocs=world, start_method="fork")
+        if chosen := [name for name in names if ranks_of(name) == world]:
+            mp.start_processes(on_rank, (world, Path(out), chosen), nprocs=world, start_method="fork")
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -1,9 +1,9 @@
 """Run by `test_ranks.py`: the same global batch in one process and in two, with the fsdp2 engine.
 
-on_ranks.py MODEL_DIR BIG_MODEL_DIR OUT_DIR
+on_ranks.py MODEL_DIR BIG_MODEL_DIR OUT_DIR NAME...
 
-One process imports everything and forks the ranks, as starting them one by one would cost more than all they do. They
-find what torchrun sets in their environment, all but the one that has no launcher.
+One process imports everything and forks the ranks, because starting each rank by itself would take longer than its
+work. The ranks find in their environment what torchrun sets there, except the one that has no launcher.
 """
 
 import json
@@ -20,7 +20,9 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 from torch.distributed.fsdp import FullyShardedDataParallel
 
-sys.path.insert(0, str(Path(__file__).parent))
+HERE = Path(__file__).parent
+sys.path[:0] = [str(HERE), str(HERE.parent)]
+from isolated_cases import case as isolated  # noqa: E402
 from memory import peak  # noqa: E402
 from one_gradient import OUTPUTS, POLICY, VALUE, columns, whole  # noqa: E402
 from rows import make_batch  # noqa: E402
@@ -79,6 +81,12 @@ TWO = {
     "fsdp1_value": Case("FSDP1, DP 2", "value", [ALL, NONE], VALUE, budget=120, backend="fsdp1"),
 }
 CASES = {**ALONE, **LAUNCHED, **TWO}
+# what is measured by the number of ranks (0: without a launcher); later ones read what earlier ones saved
+NAMES = {
+    0: [*ALONE],
+    1: [*LAUNCHED, "killed"],
+    2: ["loading", *TWO, "deal_anew", "resumed.fsdp2", "resumed.fsdp1"],
+}
 
 
 def compared():
@@ -134,7 +142,6 @@ def run(model_dir, out, name):
         torch.save({"gradients": gradients, "parameters": parameters}, out / "tensors.pt")
         (out / "steps.json").write_text(json.dumps({"steps": steps, "total": total}))
     checkpoint.finish()
-    return engine
 
 
 def resume(model_dir, out, backend):
@@ -197,35 +204,61 @@ def deal_anew(model_dir, out):
     (out / f"dealt.{rank}.json").write_text(json.dumps(found))
 
 
-def on_rank(rank, world, port, model_dir, big_dir, out):
+def save(model_dir, out):
+    """A checkpoint, and what it should hold."""
+    engine = make_engine("fsdp2", model=load_model(model_dir), optimizer=torch.optim.AdamW)
+    engine.save_checkpoint(out / "killed", {"step": 1})
+    torch.save(dict(engine.get_per_tensor_param()), out / "killed.pt")
+    return engine
+
+
+def be_killed_while_saving(engine, out):
+    """Save other weights over them; this process ends when there is a shard and nothing yet that mentions it."""
+    for parameter in engine.module.parameters():
+        parameter.data.zero_()
+    os.fsync = lambda file: os._exit(0)
+    engine.save_checkpoint(out / "killed", {"step": 2}, wait=False)
+    checkpoint.finish()
+
+
+def measure_case(name, model_dir, big_dir, out):
+    if name in CASES:
+        run(model_dir, out / name, name)
+    elif name == "loading":
+        peak_of_loading(model_dir, on_meta=True)  # so that imports are not counted
+        measure(big_dir, out)
+    elif name == "deal_anew":
+        deal_anew(model_dir, out)
+    elif name == "killed":
+        return save(model_dir, out)
+    else:
+        resume(model_dir, out, name.removeprefix("resumed."))
+
+
+def on_rank(rank, world, port, model_dir, big_dir, out, names):
     torch.set_num_threads(1)
     if world:
         set_by_torchrun = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world, "MASTER_PORT": port}
         os.environ.update({"MASTER_ADDR": "localhost", **{k: str(v) for k, v in set_by_torchrun.items()}})
     if world == 2:
         init_distributed("cpu")
-        peak_of_loading(model_dir, on_meta=True)  # for what is imported
-        measure(big_dir, Path(out))
-    for name in (ALONE, LAUNCHED, TWO)[world]:
-        engine = run(model_dir, Path(out) / name, name)
-    if world == 2:
-        deal_anew(model_dir, Path(out))
-        resume(model_dir, Path(out), "fsdp2")
-        resume(model_dir, Path(out), "fsdp1")
-    if world == 1:
-        engine.save_checkpoint(Path(out, "killed"), {"step": 1})
-        torch.save(dict(engine.get_per_tensor_param()), Path(out, "killed.pt"))
-        for parameter in engine.module.parameters():
-            parameter.data.zero_()
-        os.fsync = lambda file: os._exit(0)  # in the middle of it: there is a shard, and nothing that speaks of it
-        engine.save_checkpoint(Path(out, "killed"), {"step": 2}, wait=False)
-        checkpoint.finish()
+    for name in names:
+        with isolated(out, name):
+            found = measure_case(name, model_dir, big_dir, Path(out))
+    if "killed" in names:
+        be_killed_while_saving(found, Path(out))
     dist.destroy_process_group()
 
 
+def main(model_dir, big_dir, out, *names):
+    for world, known in NAMES.items():
+        if chosen := [name for name in known if name in names]:
+            with socket.socket() as free:
+                free.bind(("localhost", 0))
+                port = free.getsockname()[1]
+            arguments = (world, port, model_dir, big_dir, out, chosen)
+            mp.start_processes(on_rank, arguments, nprocs=max(world, 1), start_method="fork")
+
+
 if __name__ == "__main__":
-    for world in (0, 1, 2):
-        with socket.socket() as free:
-            free.bind(("localhost", 0))
-            port = free.getsockname()[1]
-        mp.start_processes(on_rank, (world, port, *sys.argv[1:]), nprocs=max(world, 1), start_method="fork")
+    main(*sys.argv[1:])

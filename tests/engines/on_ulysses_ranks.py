@@ -1,6 +1,6 @@
 """Run by `test_ulysses.py`: the same global batches in one process, and shared by two and four.
 
-on_ulysses_ranks.py OUT_DIR
+on_ulysses_ranks.py OUT_DIR NAME...
 """
 
 import json
@@ -15,9 +15,11 @@ import torch
 import torch.distributed as dist
 from transformers import AutoConfig, AutoModelForImageTextToText
 
-sys.path.insert(0, str(Path(__file__).parent))
+HERE = Path(__file__).parent
+sys.path[:0] = [str(HERE), str(HERE.parent)]
 import family_configs  # noqa: E402
 import test_families  # noqa: E402
+from isolated_cases import case as isolated  # noqa: E402
 from one_gradient import OUTPUTS, POLICY, VALUE, columns, whole  # noqa: E402
 from rows import make_batch  # noqa: E402
 
@@ -75,6 +77,10 @@ SPLITS = {  # ranks, the engine's options, cases
     "2 copies x 2 shards": (4, HALVES, ["qwen2_values", "qwen2_no_rows", "qwen2_5_vl"]),
     "2 copies x 2 shards, Ulysses 2": (4, {**SHARED, **HALVES}, ["qwen2"]),
 }
+FAMILIES = [*test_families.TEXT, *test_families.VISION]
+# what is measured: a case on a split of ranks, a family on two ranks, and what is refused
+NAMES = [f"{split}/{name}" for split, (*_, names) in SPLITS.items() for name in names]
+NAMES += [*(f"family/{family}" for family in FAMILIES), "refusals"]
 
 
 def compared():
@@ -246,22 +252,35 @@ def refusals(out):
     return said
 
 
-def work(rank, world, out):
+def ranks_of(name):
+    return SPLITS[name.partition("/")[0]][0] if name.partition("/")[0] in SPLITS else 2
+
+
+def measure(name, out, processor):
+    split, _, case = name.partition("/")
+    if split in SPLITS:
+        (out / split).mkdir(exist_ok=True)
+        return run(case, split, out / split, processor)
+    found = run_family(case, dist.get_world_size()) if split == "family" else refusals(out)
+    (out / f"{case or name}.{dist.get_rank()}.json").write_text(json.dumps(found))
+
+
+def work(rank, world, out, names):
     torch.set_num_threads(1)
-    store = dist.FileStore(f"{out}/{world}.store", world)
+    store = dist.FileStore(f"{out}/{world}.{len(names)}.store", world)  # a store of its own for each start
     dist.init_process_group("gloo", store=store, rank=rank, world_size=world, timeout=timedelta(seconds=60))
     processor = make_processor()
-    for split, (ranks, *_, names) in SPLITS.items():
-        if ranks == world:
-            (out / split).mkdir(exist_ok=True)
-            for name in names:
-                run(name, split, out / split, processor)
-    if world == 2:
-        families = {family: run_family(family, world) for family in (*test_families.TEXT, *test_families.VISION)}
-        (out / f"said.{rank}.json").write_text(json.dumps({"families": families, "refusals": refusals(out)}))
+    for name in names:
+        with isolated(out, name):
+            measure(name, out, processor)
     dist.destroy_process_group()
 
 
-if __name__ == "__main__":
+def main(out, *names):
     for world in (1, 2, 4):  # forked: the imports are paid for once
-        torch.multiprocessing.start_processes(work, (world, Path(sys.argv[1])), world, start_method="fork")
+        if chosen := [name for name in names if ranks_of(name) == world]:
+            torch.multiprocessing.start_processes(work, (world, Path(out), chosen), world, start_method="fork")
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -1,12 +1,12 @@
 """Megatron-Core on every split against fsdp2 in one process: the same losses, gradients and weights."""
 
 import os
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 import torch
+from isolated_cases import require, run_cases
 
 from rlkit.engines import make_engine
 from rlkit.vlm import VISION_TOWER, freeze, lora
@@ -30,8 +30,7 @@ def out(tmp_path_factory):
     folder = tmp_path_factory.mktemp("megatron")
     env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(HERE.parents[1])}
     command = [sys.executable, str(HERE / "on_megatron_ranks.py"), str(folder)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=600, env=env)
-    assert done.returncode == 0, done.stdout + done.stderr[-3000:]
+    run_cases(command, folder, ranks.NAMES, timeout=600, env=env)
     return folder
 
 
@@ -43,6 +42,7 @@ def alone():
 
 
 def results(out, case):
+    require(out, case)
     return torch.load(out / case / "results.pt", weights_only=True)
 
 
@@ -135,6 +135,7 @@ def test_fsdp2_goes_on_from_a_megatron_checkpoint(out, case):
 
 
 def test_every_rank_refuses_a_bad_split_and_rows_of_its_own(out):
+    require(out, "refusals")
     said = torch.load(out / "refusals.pt", weights_only=True)
     assert len(said) == 4 and said.count(said[0]) == 4
     heads, layers, ranks_, rows = said[0]

@@ -2,13 +2,13 @@
 
 import json
 import re
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 import torch
 import transformers
+from isolated_cases import require, run_cases
 
 from rlkit.engines import make_engine
 from rlkit.engines.value_head import load_value_model
@@ -29,13 +29,13 @@ def out(tiny_dir, tmp_path_factory):
     )
     transformers.Qwen2ForCausalLM(config).bfloat16().save_pretrained(folder / "big", max_shard_size="20MB")
     command = [sys.executable, on_ranks.__file__, tiny_dir, str(folder / "big"), str(folder)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=400)
-    assert done.returncode == 0, done.stderr[-3000:]
+    run_cases(command, folder, [name for names in on_ranks.NAMES.values() for name in names], timeout=400)
     return folder
 
 
 def result(out, case):
     """Metrics of four steps, gradients of three, parameters after them."""
+    require(out, case)
     return json.loads((out / case / "steps.json").read_text()), torch.load(out / case / "tensors.pt", weights_only=True)
 
 
@@ -88,6 +88,7 @@ def test_weights_read_in_parts_are_the_same_bits(out):
 
 
 def test_no_rank_holds_the_whole_model(out):
+    require(out, "loading")
     for rank in range(2):
         found = json.loads((out / f"loading.{rank}.json").read_text())
         parts, whole = (found[how] / found["size"] for how in ("parts", "whole"))
@@ -99,6 +100,7 @@ def test_no_rank_holds_the_whole_model(out):
 def test_rows_are_dealt_anew(out):
     """Prompts 0, 1 and 3 and prompt 2 become 1 and 3, which have one number in `together`, and 0 and 2, all of theirs
     with them."""
+    require(out, "deal_anew")
     ranks = [json.loads((out / f"dealt.{rank}.json").read_text()) for rank in range(2)]
     before, after = ([rank[when] for rank in ranks] for when in ("before", "after"))
     rows = [sorted(repr(row) for rank in found for row in rank["rows"]) for found in (before, after)]
@@ -133,6 +135,7 @@ def test_checkpoint_of_two_ranks_resumes_on_one(tiny_dir, out, case):
 
 @pytest.mark.parametrize("backend", ["fsdp2", "fsdp1"])
 def test_checkpoint_of_one_rank_resumes_on_two(out, backend):
+    require(out, f"resumed.{backend}")
     expected = result(out, "whole")[0]["steps"][2:]
     for rank in range(2):
         came = json.loads((out / f"resumed.{backend}.{rank}.json").read_text())
@@ -140,6 +143,7 @@ def test_checkpoint_of_one_rank_resumes_on_two(out, backend):
 
 
 def test_a_killed_save_leaves_the_one_before_it(tiny_dir, out):
+    require(out, "killed")
     assert {path.name for path in out.glob("killed*/*.distcp")} and (out / "killed.part").is_dir()
     engine = make_engine("fsdp2", model=load_model(tiny_dir), optimizer=torch.optim.AdamW)
     assert engine.load_checkpoint(out / "killed") == {"step": 1}

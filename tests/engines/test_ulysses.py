@@ -2,19 +2,18 @@
 
 import json
 import re
-import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
+from isolated_cases import require, run_cases
 
 sys.path.insert(0, str(Path(__file__).parent))
 import on_ulysses_ranks
-from on_ulysses_ranks import CASES, ORDER, SPLITS, is_vision, make_case, make_rows
+from on_ulysses_ranks import CASES, FAMILIES, ORDER, SPLITS, is_vision, make_case, make_rows
 from one_gradient import OUTPUTS, POLICY
-from test_families import TEXT, VISION
 
 from rlkit.engines.attention import Layout, _attention
 from rlkit.engines.packer import pack
@@ -26,14 +25,12 @@ CPU = torch.device("cpu")
 @pytest.fixture(scope="module")
 def results(tmp_path_factory):
     out = tmp_path_factory.mktemp("ulysses")
-    done = subprocess.run(
-        [sys.executable, on_ulysses_ranks.__file__, str(out)], capture_output=True, text=True, timeout=400
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
+    run_cases([sys.executable, on_ulysses_ranks.__file__, str(out)], out, on_ulysses_ranks.NAMES, timeout=400)
     return out
 
 
 def result(out, split, name, rank=0):
+    require(out, f"{split}/{name}")
     return torch.load(out / split / f"{name}.{rank}.pt", weights_only=True)
 
 
@@ -100,14 +97,15 @@ def test_a_checkpoint_is_taken_up_by_one_rank_that_shares_no_rows(results, split
         assert engine.train_batch(batch, loss_fn, OUTPUTS[POLICY]) == pytest.approx(expected, abs=1e-5)
 
 
-def said(results):
-    return [json.loads((results / f"said.{rank}.json").read_text()) for rank in range(2)]
+def on_two_ranks(results, name):
+    """What each of two ranks measured."""
+    require(results, name)
+    return [json.loads((results / f"{name.split('/')[-1]}.{rank}.json").read_text()) for rank in range(2)]
 
 
-@pytest.mark.parametrize("family", [*TEXT, *VISION])
+@pytest.mark.parametrize("family", FAMILIES)
 def test_family_equals_one_sequence_at_a_time(results, family):
-    for of_rank in said(results):
-        errors = of_rank["families"][family]
+    for errors in on_two_ranks(results, f"family/{family}"):
         assert len(errors) > 20 and all(error < 1e-5 for error in errors)
 
 
@@ -131,8 +129,8 @@ def test_what_cannot_be_shared_is_said_on_every_rank(results):
             "data_world), and at least one came with others",
         ),
     }
-    for of_rank in said(results):
-        assert {name: of_rank["refusals"].get(name) for name in expected} == expected
+    for said in on_two_ranks(results, "refusals"):
+        assert {name: said.get(name) for name in expected} == expected
 
 
 def test_a_checkpoint_that_will_not_do_is_named_on_every_rank(results):
@@ -148,9 +146,9 @@ def test_a_checkpoint_that_will_not_do_is_named_on_every_rank(results):
         "unlisted": r"OUT/unlisted: .metadata cannot be read: ",
         "none": r"OUT/none: no manifest.json",
     }
-    for of_rank in said(results):
+    for said in on_two_ranks(results, "refusals"):
         for name, pattern in expected.items():
-            assert re.match("checkpoint " + pattern, of_rank["refusals"].get(name, "nothing")), name
+            assert re.match("checkpoint " + pattern, said.get(name, "nothing")), name
 
 
 # --- in one process: what a rank is given
