@@ -1,7 +1,10 @@
-"""Started by torchrun: the runs that a JSON file lists, one after the other, in one process a rank; those with a number
-of steps are broken off after so many, and resumed.
+"""Started by torchrun: cases of `test_two_ranks.py`, one after the other, in one process a rank.
 
-Before them: what ranks with the same rows have of a sampler that answers each rank differently.
+on_two_ranks.py RUNS_FILE NAME...
+
+RUNS_FILE holds, by name, the steps after which a run is broken off and resumed (0: never), its recipe and its options.
+Two more cases are `answers`, what ranks with the same rows have of a sampler that answers each rank differently, and
+`late`, a rank that starts late.
 """
 
 import json
@@ -12,6 +15,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from helpers import run_here, stop_after
+from isolated_cases import case
 from megatron.core import parallel_state
 
 from rlkit.data import extend, prompt
@@ -56,16 +60,27 @@ def started_late(root):
     return ranks
 
 
-if __name__ == "__main__":
-    init_distributed()
-    told = {str(together): answers(together) for together in (True, False)}
-    told["late"] = started_late(Path(sys.argv[1]).parent)
-    if dist.get_rank() == 0:
-        Path(sys.argv[1]).with_name("answers.json").write_text(json.dumps(told))
-    for steps, recipe, *arguments in json.loads(Path(sys.argv[1]).read_text()):
-        if steps:
-            stop_after(steps, recipe, *arguments)
-            parallel_state.destroy_model_parallel()
-            arguments += ["--resume"]
-        run_here(recipe, *arguments)
+def run(steps, recipe, *arguments):
+    if steps:
+        stop_after(steps, recipe, *arguments)
         parallel_state.destroy_model_parallel()
+        arguments += ("--resume",)
+    run_here(recipe, *arguments)
+    parallel_state.destroy_model_parallel()
+
+
+def main(runs_file, names):
+    init_distributed()
+    runs, folder = json.loads(runs_file.read_text()), runs_file.parent
+    for name in names:
+        with case(folder, name):
+            if name in runs:
+                run(*runs[name])
+                continue
+            found = started_late(folder) if name == "late" else [answers(together) for together in (True, False)]
+            if dist.get_rank() == 0:
+                (folder / f"{name}.json").write_text(json.dumps(found))
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), sys.argv[2:])
