@@ -29,7 +29,6 @@ import torch
 import torch.distributed as dist
 import tyro
 from torch.optim import AdamW, lr_scheduler
-from tqdm import tqdm
 from transformers.utils.logging import disable_progress_bar
 
 from rlkit import losses
@@ -44,7 +43,7 @@ from rlkit.losses import preference_stats, sequence_logprobs, sequence_mean_logp
 from rlkit.report import write_report
 from rlkit.rollout import Sampling, make_rollout
 from rlkit.rollout.sampling import end_tokens
-from rlkit.tracking import Run, new_directory
+from rlkit.tracking import Run, new_directory, progress_bar
 from rlkit.vlm import VISION_TOWER, encode, freeze, load_model, load_processor, lora, model_or_tiny, trainable_summary
 
 
@@ -230,7 +229,7 @@ def main(cfg: Config) -> None:
         if rank == 0:
             print("before:", *(f"{name} {x:.4f}" for name, x in before.items()), flush=True)
 
-    progress = tqdm(range(start, cfg.steps), initial=start, total=cfg.steps, unit="step", disable=rank != 0)
+    progress = progress_bar(start, cfg.steps, show=rank == 0)
     for step in progress:
         run.phase("encode")
         _, samples, skipped = encode_pairs(step_rows(task.train, step, cfg.prompts_per_step, cfg.seed)[mine])

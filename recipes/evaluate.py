@@ -25,7 +25,6 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 import tyro
-from tqdm import tqdm
 from transformers.utils.logging import disable_progress_bar
 
 from rlkit.data import Judge, Task, load_task
@@ -33,7 +32,7 @@ from rlkit.engines import make_engine
 from rlkit.engines.distributed import init_distributed
 from rlkit.report import write_report
 from rlkit.rollout import Sampling, make_rollout
-from rlkit.tracking import Run, new_directory, read_metrics
+from rlkit.tracking import Run, new_directory, progress_bar, read_metrics
 from rlkit.vlm import build_tiny, encode, encode_rows, load_model, load_processor
 
 
@@ -141,7 +140,7 @@ def main(cfg: Config) -> None:
         path.write_text("".join(json.dumps(answer) + "\n" for answer in answers))
 
     rollout.update_weights(engine.get_per_tensor_param())
-    progress = tqdm(range(start, len(batches)), initial=start, total=len(batches), unit="batch", disable=rank != 0)
+    progress = progress_bar(start, len(batches), unit="batch", show=rank == 0)
     for step in progress:
         run.phase("generate")
         i, first, end = batches[step]

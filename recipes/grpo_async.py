@@ -27,7 +27,6 @@ import torch.distributed as dist
 import tyro
 from torch.optim import AdamW
 from torch.optim.lr_scheduler import LambdaLR
-from tqdm import tqdm
 from transformers.utils.logging import disable_progress_bar
 
 from rlkit.advantages import grpo_advantages
@@ -42,7 +41,7 @@ from rlkit.losses import clipped_policy_loss, importance_weights, mismatch_stats
 from rlkit.report import write_report
 from rlkit.rollout import Ahead, Canary, Sampling, fresh_gap, make_rollout
 from rlkit.rollout.serve import serving
-from rlkit.tracking import Run, new_directory
+from rlkit.tracking import Run, new_directory, progress_bar
 from rlkit.vlm import VISION_TOWER, freeze, load_model, lora, model_or_tiny, trainable_summary
 from rlkit.vlm.processors import encode_rows, load_processor, unsampled_ids
 
@@ -178,7 +177,7 @@ def main(cfg: Config, stack: ExitStack) -> None:
     see_that_weights_arrived(start)
     if start == 0:
         evaluate("before")
-    progress = tqdm(range(start, cfg.steps), initial=start, total=cfg.steps, unit="step", disable=rank != 0)
+    progress = progress_bar(start, cfg.steps, show=rank == 0)
     skipped_rows: deque[int] = deque()  # of each batch that was asked for and is not trained on yet
 
     def batches():

@@ -24,7 +24,6 @@ import torch.distributed as dist
 import tyro
 from torch.optim import AdamW
 from torch.optim.lr_scheduler import LambdaLR
-from tqdm import tqdm
 from transformers.utils.logging import disable_progress_bar
 
 from rlkit.advantages import grpo_advantages
@@ -39,7 +38,7 @@ from rlkit.report import write_report
 from rlkit.rollout import Canary, Sampling, make_rollout
 from rlkit.rollout.agent import Observation, Scripted, run_episodes
 from rlkit.rollout.image_tools import CALLS, careless_turn
-from rlkit.tracking import Run, new_directory
+from rlkit.tracking import Run, new_directory, progress_bar
 from rlkit.vlm import VISION_TOWER, build_tiny, freeze, load_model, lora, trainable_summary
 from rlkit.vlm.processors import encode_rows, load_processor, unsampled_ids
 
@@ -163,7 +162,7 @@ def main(cfg: Config) -> None:
 
     passes = cfg.updates_per_batch * (2 if cfg.lora_rank else 3) + (cfg.updates_per_batch > 1) + bool(cfg.kl_coef)
     canary = Canary(cfg.max_mismatch)
-    progress = tqdm(range(start, cfg.steps), initial=start, total=cfg.steps, unit="step", disable=rank != 0)
+    progress = progress_bar(start, cfg.steps, show=rank == 0)
     for step in progress:
         rows = step_rows(task.train, step, cfg.prompts_per_step, cfg.seed)[mine]
         prompts, skipped = encode_rows(processor, rows, max_tokens=max_tokens)

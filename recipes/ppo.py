@@ -26,7 +26,6 @@ import torch
 import torch.distributed as dist
 import tyro
 from torch.optim import AdamW, lr_scheduler
-from tqdm import tqdm
 from transformers.utils.logging import disable_progress_bar
 
 from rlkit.advantages import gae, kl_in_reward, length_adaptive_lambda, masked_whiten, pf_ppo_weights, rewards_to_tokens
@@ -43,7 +42,7 @@ from rlkit.losses.diagnostics import mismatch_stats, ratio_stats
 from rlkit.losses.mismatch import importance_weights
 from rlkit.report import write_report
 from rlkit.rollout import Canary, Sampling, make_rollout
-from rlkit.tracking import Run, new_directory
+from rlkit.tracking import Run, new_directory, progress_bar
 from rlkit.vlm import VISION_TOWER, freeze, load_model, lora, model_or_tiny, trainable_summary
 from rlkit.vlm.processors import encode_rows, load_processor, unsampled_ids
 
@@ -180,7 +179,7 @@ def main(cfg: Config) -> None:
 
     passes = 1 + cfg.ppo_epochs * (2 if cfg.lora_rank else 3)  # of each model through a batch, in forwards
     canary = Canary(cfg.max_mismatch)
-    progress = tqdm(range(start, cfg.steps), initial=start, total=cfg.steps, unit="step", disable=rank != 0)
+    progress = progress_bar(start, cfg.steps, show=rank == 0)
     for step in progress:
         rows = step_rows(task.train, step, cfg.prompts_per_step, cfg.seed)[mine]
         prompts, skipped = encode_rows(processor, rows, max_tokens=max_tokens)

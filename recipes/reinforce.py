@@ -28,7 +28,6 @@ import torch.distributed as dist
 import tyro
 from torch.optim import AdamW
 from torch.optim.lr_scheduler import LambdaLR
-from tqdm import tqdm
 from transformers.utils.logging import disable_progress_bar
 
 from rlkit.advantages import (
@@ -49,7 +48,7 @@ from rlkit.engines.flops import batch_flops
 from rlkit.losses import importance_weights, kl_k1, kl_k3, mismatch_stats, reinforce_loss, token_mean
 from rlkit.report import write_report
 from rlkit.rollout import Canary, Sampling, make_rollout
-from rlkit.tracking import Run, new_directory
+from rlkit.tracking import Run, new_directory, progress_bar
 from rlkit.vlm import VISION_TOWER, freeze, load_model, lora, model_or_tiny, trainable_summary
 from rlkit.vlm.processors import encode_rows, load_processor, unsampled_ids
 
@@ -209,7 +208,7 @@ def main(cfg: Config) -> None:
         return token_mean(loss, mb.mask, mb.total_tokens), metrics
 
     canary = Canary(cfg.max_mismatch)
-    progress = tqdm(range(start, cfg.steps), initial=start, total=cfg.steps, unit="step", disable=rank != 0)
+    progress = progress_bar(start, cfg.steps, show=rank == 0)
     for step in progress:
         rows = step_rows(task.train, step, cfg.prompts_per_step, cfg.seed)[mine]
         prompts, skipped = encode_rows(processor, rows, max_tokens=max_tokens)

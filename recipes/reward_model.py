@@ -27,7 +27,6 @@ import torch.distributed as dist
 import tyro
 from torch.optim import AdamW
 from torch.optim.lr_scheduler import LambdaLR
-from tqdm import tqdm
 from transformers.utils.logging import disable_progress_bar
 
 from rlkit.data import Sample, Task, collate, step_rows
@@ -41,7 +40,7 @@ from rlkit.engines.value_head import load_value_model, scoring_batch, with_value
 from rlkit.losses import bradley_terry_loss, preference_stats, reward_centring_loss
 from rlkit.report import write_report
 from rlkit.rollout.sampling import end_tokens
-from rlkit.tracking import Run, new_directory
+from rlkit.tracking import Run, new_directory, progress_bar
 from rlkit.vlm import VISION_TOWER, encode, freeze, load_model, load_processor, lora, model_or_tiny, trainable_summary
 
 
@@ -175,7 +174,7 @@ def main(cfg: Config) -> None:
         if rank == 0:
             print("before:", *(f"{name} {x:.4f}" for name, x in before.items()), flush=True)
 
-    progress = tqdm(range(start, cfg.steps), initial=start, total=cfg.steps, unit="step", disable=rank != 0)
+    progress = progress_bar(start, cfg.steps, show=rank == 0)
     for step in progress:
         run.phase("encode")
         samples, skipped = encode_pairs(step_rows(task.train, step, cfg.prompts_per_step, cfg.seed)[mine])

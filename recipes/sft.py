@@ -24,7 +24,6 @@ import torch.distributed as dist
 import tyro
 from torch.optim import AdamW
 from torch.optim.lr_scheduler import LambdaLR
-from tqdm import tqdm
 from transformers.utils.logging import disable_progress_bar
 
 from rlkit.data import Sample, Task, collate, score, step_rows
@@ -38,7 +37,7 @@ from rlkit.losses import token_mean, token_sum
 from rlkit.report import write_report
 from rlkit.rollout import Sampling, make_rollout
 from rlkit.rollout.sampling import end_tokens
-from rlkit.tracking import Run, new_directory
+from rlkit.tracking import Run, new_directory, progress_bar
 from rlkit.vlm import VISION_TOWER, encode, freeze, load_model, load_processor, lora, model_or_tiny, trainable_summary
 
 
@@ -169,7 +168,7 @@ def main(cfg: Config) -> None:
         if rank == 0:
             print("before:", *(f"{name} {x:.4f}" for name, x in before.items()), f"({rows} held-out rows)", flush=True)
 
-    progress = tqdm(range(start, cfg.steps), initial=start, total=cfg.steps, unit="step", disable=rank != 0)
+    progress = progress_bar(start, cfg.steps, show=rank == 0)
     for step in progress:
         run.phase("encode")
         _, samples, skipped = encode_chats(step_rows(task.train, step, cfg.prompts_per_step, cfg.seed)[mine])

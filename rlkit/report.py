@@ -87,7 +87,10 @@ def _plot(rows: Sequence[Mapping[str, Any]], curves: Sequence[tuple[str, str]], 
     columns = min(2, len(curves))
     lines = -(-len(curves) // columns)
     figure = Figure(figsize=(6.4 * columns, (3.6 if columns == 1 else 2.4) * lines), layout="constrained")
-    for axes, (name, label) in zip(figure.subplots(lines, columns, squeeze=False).flat, curves, strict=False):
+    every = figure.subplots(lines, columns, squeeze=False).flat
+    for axes in every[len(curves) :]:
+        axes.remove()
+    for axes, (name, label) in zip(every, curves, strict=False):
         points = [(row["step"], row[name]) for row in rows if _number(row.get(name))]
         axes.set_title(label, fontsize=10)
         axes.set_xlabel("step", fontsize=8)

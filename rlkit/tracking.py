@@ -24,9 +24,10 @@ import time
 import weakref
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
+from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 CONFIG, METRICS, EVAL, PHASES = "config.json", "metrics.jsonl", "eval.json", "phases"
 ASIDE = ("time/evaluate", "time/checkpoint")  # phases that are no part of a step
@@ -292,6 +293,30 @@ def where_ranks_wait(waits: Sequence[tuple[float, int, str]]) -> str:
         ranks = ", ".join(str(rank) for _, rank in sorted(members, key=lambda member: member[1]))
         parts.append(f"rank{'s' * (len(members) > 1)} {ranks} in {phase} for {max(members)[0]:.0f} s")
     return "; ".join(parts)
+
+
+def progress_bar(start: int, stop: int, *, unit: str = "step", show: bool = True) -> Any:
+    """A tqdm bar over `range(start, stop)`; where stderr is a file or a pipe, a line every few seconds instead."""
+    from tqdm import tqdm
+
+    style: dict[str, Any] = {} if sys.stderr.isatty() else {"file": _Lines(sys.stderr), "mininterval": 5.0}
+    bar = tqdm(range(start, stop), initial=start, total=stop, unit=unit, disable=not show, **style)
+    bar.set_postfix = partial(bar.set_postfix, refresh=False)  # shown with the next state of the bar, not as its own
+    return bar
+
+
+class _Lines:
+    """A stream in which each state of a progress bar is a line, as nothing can be overwritten there."""
+
+    def __init__(self, stream: TextIO) -> None:
+        self.stream = stream
+
+    def write(self, text: str) -> None:
+        if line := text.strip("\r\n "):
+            self.stream.write(line + "\n")
+
+    def flush(self) -> None:
+        self.stream.flush()
 
 
 def new_directory(root: str | Path, name: str, *, resume: bool = False) -> Path:

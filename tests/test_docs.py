@@ -55,3 +55,13 @@ def test_tests_that_a_page_names_are_there(page):
     files = {path.name: path.read_text() for path in (ROOT / "tests").rglob("*.py")}
     for name in set(re.findall(r"`(test_\w+(?:\.py)?)`", page.read_text())):
         assert name in files if name.endswith(".py") else any(f"def {name}(" in text for text in files.values()), name
+
+
+def test_comparisons_with_peers_are_counted_right(monkeypatch):
+    monkeypatch.syspath_prepend(ROOT / "tests" / "peers")
+    from cases_trl import CASES as TRL
+    from cases_verl import CASES as VERL
+
+    text = "\n".join(page.read_text() for page in PAGES)
+    assert set(re.findall(r"(\d+) comparisons", text)) == {str(len(VERL) + len(TRL))}
+    assert set(re.findall(r"(\d+) of the \d+ comparisons", text)) == {str(len(VERL))}

@@ -2,6 +2,7 @@ import base64
 import io
 import json
 import re
+import sys
 from dataclasses import replace
 from html.parser import HTMLParser
 
@@ -11,7 +12,7 @@ from PIL import Image
 import rlkit.report
 from rlkit.data import prompt
 from rlkit.report import CURVES, _smooth, write_report
-from rlkit.tracking import CONFIG, EVAL, METRICS, Run, new_directory, peak_flops, rates, read_metrics
+from rlkit.tracking import CONFIG, EVAL, METRICS, Run, new_directory, peak_flops, progress_bar, rates, read_metrics
 
 # --- Run
 
@@ -353,3 +354,46 @@ def test_a_nan_step_does_not_end_the_curves(tmp_path, monkeypatch):
 def test_smooth():
     assert _smooth([2.0] * 5) == pytest.approx([2.0] * 5) and _smooth([]) == []
     assert _smooth([0.0, 1.0], 0.9) == pytest.approx([0.0, 0.1 / 0.19])
+
+
+# --- the progress bar
+
+
+def run_of_200_steps(stderr, monkeypatch):
+    monkeypatch.setattr(sys, "stderr", stderr)
+    bar = progress_bar(0, 200)
+    for step in bar:
+        if step == 100:
+            bar.write("skipped: a row")
+        bar.set_postfix(reward=step)
+
+
+def test_progress_is_a_few_lines_in_a_file(monkeypatch, capsys):
+    stderr = io.StringIO()
+    run_of_200_steps(stderr, monkeypatch)
+    lines = stderr.getvalue().splitlines()
+    assert "\r" not in stderr.getvalue() and 2 <= len(lines) < 10
+    assert "200/200" in lines[-1] and "reward=199" in lines[-1]
+    assert capsys.readouterr().out == "skipped: a row\n"
+
+
+def test_progress_is_one_line_in_a_terminal(monkeypatch):
+    stderr = io.StringIO()
+    stderr.isatty = lambda: True
+    run_of_200_steps(stderr, monkeypatch)
+    assert "\r" in stderr.getvalue() and stderr.getvalue().rstrip().endswith("reward=199]")
+
+
+def test_progress_is_silent_on_other_ranks(monkeypatch):
+    stderr = io.StringIO()
+    monkeypatch.setattr(sys, "stderr", stderr)
+    assert list(progress_bar(3, 6, show=False)) == [3, 4, 5] and stderr.getvalue() == ""
+
+
+@pytest.mark.parametrize(("curves", "frames"), [(1, 1), (2, 2), (3, 3), (5, 5)])
+def test_no_frame_is_empty(curves, frames, monkeypatch):
+    """The grid of curves has two columns; with an odd number of curves its last place stays free."""
+    drawn = []
+    monkeypatch.setattr("matplotlib.figure.Figure.savefig", lambda figure, *_, **__: drawn.append(len(figure.axes)))
+    rlkit.report._plot([{"step": 0, "reward": 1.0}], [("reward", "reward")] * curves, {})
+    assert drawn == [frames]
