@@ -10,7 +10,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 PAGE = ROOT / "docs" / "engines.md"
 BEGIN, END = "<!-- made by docs/make_engines.py: edit the cases in tests/engines -->\n", "<!-- end -->\n"
-sys.path[:0] = [str(ROOT), str(ROOT / "tests" / "engines")]
+sys.path[:0] = [str(ROOT), str(ROOT / "tests"), str(ROOT / "tests" / "engines")]
 
 
 def with_table(page: str) -> str:

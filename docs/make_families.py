@@ -8,7 +8,7 @@ from types import ModuleType
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGE = ROOT / "docs" / "families.md"
-sys.path.insert(0, str(ROOT))  # this checkout's rlkit, installed or not
+sys.path[:0] = [str(ROOT), str(ROOT / "tests")]  # this checkout's rlkit, installed or not
 
 EVERY = "vlm/test_every_family.py"
 # column -> (file, test, parameter), the last being the family's name or the name of a case that has it

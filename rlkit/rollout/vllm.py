@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 import weakref
 from collections.abc import Generator, Iterable, Mapping, Sequence
-from contextlib import closing
+from contextlib import AbstractContextManager, closing, nullcontext
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -203,13 +203,17 @@ class VllmRollout:
             )
         shared, first = self._of_the_group(requests, how)
         groups: dict[int, list[Sample]] = {}
-        with closing(self._outputs(shared, n)) as outputs:
+        with self._uncompiled(), closing(self._outputs(shared, n)) as outputs:
             for i, output in outputs:
                 if 0 <= (mine := i - first) < len(requests):  # the others are another rank's
                     groups[mine] = self._samples(requests[mine], output, n)
                     if written is not None:
                         written(mine, groups[mine])
         return [sample for i in range(len(requests)) for sample in groups[i]]
+
+    def _uncompiled(self) -> AbstractContextManager[Any]:
+        """On a CPU vLLM compiles a few lines of its sampler, which takes ten seconds and a C++ compiler."""
+        return nullcontext() if self.on_gpu else torch.compiler.set_stance("force_eager")
 
     def _samples(self, request: Sample, output: Any, n: int) -> list[Sample]:
         check_expansion(request, output.prompt_token_ids)

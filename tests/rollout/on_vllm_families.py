@@ -1,7 +1,7 @@
 """Cases of `on_vllm.py`, one a family: does the trainer score what vLLM samples as vLLM does?
 
-`family/llama`; `family/deepseek_v3/amx`, where vLLM is told that this CPU has AMX (`no_amx`: that it has none);
-`positions/Qwen2VL`: position ids; `models/known`: families that vLLM has no model of.
+`family/llama`; `family/deepseek_v3/other_cpu`, where vLLM is told that this CPU has AMX if it has none, and the other way
+round; `positions/Qwen2VL`: position ids; `models/known`: families that vLLM has no model of.
 """
 
 import random
@@ -183,15 +183,16 @@ def positions(name, family):
 
 
 def facts_of(folder, name):
-    what, which, *told = name.split("/")
+    what, which, *other_cpu = name.split("/")
     if what == "models":
         return {"absent": absent_families()}
     if what == "positions":
         return {"equal": positions(which, OWNERS[which])}
-    if not told:
+    if not other_cpu:
         return measure(which, folder / which)
-    with mock.patch.object(torch.cpu, "_is_amx_tile_supported", lambda: told == ["amx"]):
-        return measure(which, folder / "-".join([which, *told]))
+    has_amx = torch.cpu._is_amx_tile_supported()
+    with mock.patch.object(torch.cpu, "_is_amx_tile_supported", lambda: not has_amx):
+        return measure(which, folder / f"{which}-other_cpu")
 
 
 def absent_families():

@@ -51,7 +51,7 @@ def test_servers_end_with_their_trainer():
     assert all(map(is_running, servers))
     for trainer, way in zip(trainers, ways, strict=True):
         trainer.send_signal(way)
-        trainer.wait(20)
+        trainer.wait(100)
     end = time.monotonic() + 20
     while any(map(is_running, servers)) and time.monotonic() < end:
         time.sleep(0.05)

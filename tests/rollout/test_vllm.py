@@ -13,7 +13,7 @@ from isolated_cases import require, run_cases
 
 from rlkit.data.samples import prompt
 from rlkit.rollout import Sampling
-from rlkit.rollout.vllm import SUPPORTED, import_vllm
+from rlkit.rollout.vllm import SUPPORTED, cpu_options, import_vllm
 from rlkit.rollout.vllm_inputs import finished, request_prompt, request_seed, sampling_options
 
 KINDS = ["qwen2", "qwen2_tied", "qwen3_moe", "qwen3_vl", "qwen2_5_vl"]
@@ -22,8 +22,9 @@ TOLERANCE = 1e-5
 FAMILIES = [
     "internvl", "llava", "smolvlm", "idefics3", "glm4v", "glm4v_moe", "qwen2_vl", "qwen3_vl_moe",
     "llama", "mistral", "qwen3", "qwen2_moe", "gemma2", "gemma3_text", "mixtral", "gpt2",
+    "deepseek_v3",
 ]  # fmt: skip
-TOLD = ["deepseek_v3/amx", "deepseek_v3/no_amx"]  # vLLM's choice of a back end depends on it
+OTHER_CPU = "deepseek_v3/other_cpu"
 POSITIONS = ["Qwen2VL", "Qwen2_5_VL"]
 REFUSED = {
     "gemma3": "on a CPU its images do not see themselves",
@@ -51,7 +52,7 @@ class Facts(Mapping):
 def run(folder, names, ranks):
     torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"] if ranks > 1 else []
     script = str(Path(__file__).with_name("on_vllm.py"))
-    env = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "TORCHDYNAMO_DISABLE": "1"}
+    env = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
     run_cases([sys.executable, *torchrun, script, str(folder)], folder, names, timeout=500, env=env)
     return [Facts(folder, rank) for rank in range(ranks)]
 
@@ -59,7 +60,7 @@ def run(folder, names, ranks):
 @pytest.fixture(scope="module")
 def alone(tmp_path_factory):
     """What one process measured, of each case."""
-    names = [*KINDS, "nccl", *(f"family/{name}" for name in [*FAMILIES, *TOLD, *REFUSED])]
+    names = [*KINDS, "nccl", *(f"family/{name}" for name in [*FAMILIES, OTHER_CPU, *REFUSED])]
     names += [*(f"positions/{name}" for name in POSITIONS), "models/known"]
     return run(tmp_path_factory.mktemp("alone"), names, 1)[0]
 
@@ -83,13 +84,18 @@ def test_logprobs_are_the_trainers_whenever_weights_were_synced(alone, kind):
     assert facts["version"] == 1
 
 
-@pytest.mark.parametrize("family", [*FAMILIES, *TOLD])
+@pytest.mark.parametrize("family", FAMILIES)
 def test_a_family_samples_what_its_trainer_scores(alone, family):
-    """Before its weights moved and after they arrived, with no image, one and two; and gross in between.
+    """Before its weights moved and after they arrived, with no image, one and two; and gross in between."""
+    assert_sampled_as_scored(alone[f"family/{family}"])
 
-    deepseek_v3 also where vLLM believes that the CPU has AMX: the attention that it prefers there refuses float32.
-    """
-    facts = alone[f"family/{family}"]
+
+def test_latent_attention_works_with_and_without_amx(alone):
+    """vLLM is told that this CPU has AMX, or that it has none: what it prefers with AMX refuses float32."""
+    assert_sampled_as_scored(alone[f"family/{OTHER_CPU}"])
+
+
+def assert_sampled_as_scored(facts):
     assert facts["start"] < TOLERANCE and facts["synced"] < TOLERANCE and facts["unsynced"] > 0.3, facts
 
 
@@ -195,6 +201,14 @@ def test_a_version_that_was_not_tried_is_refused(monkeypatch, version):
     with pytest.raises(ValueError, match=rf"vllm {version} is installed; vllm >=0\.32,<0\.33 expected; pip install"):
         import_vllm()
     assert SUPPORTED == ((0, 32), (0, 33))
+
+
+def test_an_attention_back_end_that_refuses_the_dtype_is_named():
+    with pytest.raises(ValueError, match="attention_backend: expected CPU_MLA with dtype float32, got AMX_MLA"):
+        cpu_options("float32", {"attention_backend": "AMX_MLA"})
+    assert cpu_options("bfloat16", {"attention_backend": "AMX_MLA"})["attention_backend"] == "AMX_MLA"
+    assert cpu_options("float32", {})["attention_backend"] == "CPU_MLA"
+    assert "attention_backend" not in cpu_options("float32", {"attention_config": {"backend": "CPU_ATTN"}})
 
 
 def test_no_vllm_is_an_error_that_says_how_to_get_it(monkeypatch):
