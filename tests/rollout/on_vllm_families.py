@@ -1,7 +1,7 @@
 """Cases of `on_vllm.py`, one a family: does the trainer score what vLLM samples as vLLM does?
 
-`family/llama`; `family/deepseek_v3/other_cpu`, where vLLM is told that this CPU has AMX if it has none, and the other way
-round; `positions/Qwen2VL`: position ids; `models/known`: families that vLLM has no model of.
+`family/llama`; `family/deepseek_v3/other_cpu`, where vLLM is told that this CPU has AMX if it has none, and that it has
+none if it has; `positions/Qwen2VL`: position ids; `models/known`: families that vLLM has no model of.
 """
 
 import random
