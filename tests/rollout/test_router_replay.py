@@ -193,7 +193,8 @@ def test_gradients_equal_a_loops():
     for one, given in ((model, {"routed_experts": routing}), (oracle, {})):
         torch.log_softmax(one(tokens, **given).logits, -1)[0, :, 7].sum().backward()
     for (name, mine), theirs in zip(model.named_parameters(), oracle.parameters(), strict=True):
-        torch.testing.assert_close(mine.grad, theirs.grad, atol=1e-6, rtol=1e-4, msg=name)
+        error, size = (mine.grad - theirs.grad).abs().max(), theirs.grad.abs().max()
+        assert error <= 1e-5 * size, name  # 1.5e-6 was seen with AVX2, 1.3e-6 without, 1.1e-6 with AVX-512
     assert model.model.layers[0].mlp.gate.weight.grad.abs().max() > 1e-4
 
 

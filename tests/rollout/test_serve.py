@@ -32,8 +32,9 @@ def test_a_server_that_does_not_start_is_named(tiny_dir, tmp_path, monkeypatch):
 
 
 TRAINER = """
-import sys
+import signal, sys
 from rlkit.rollout import serve
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a process in the background of a shell ignores it
 serve._check_installed, serve._is_up = lambda _: None, lambda _: True
 serve.command = lambda *_: [sys.executable, "-c", "import time; time.sleep(99)"]
 with serve.serving("model") as servers:
