@@ -110,5 +110,5 @@ def test_help_names_every_option(capsys):
 def test_bad_input_is_one_clear_message(whole, tmp_path):
     with pytest.raises(SystemExit, match="dapo: mini_batches: from 1 to the 6 prompts, came 7"):
         run_here("dapo", "--out", tmp_path / "a", *SMALL, "--mini_batches", 7)
-    with pytest.raises(SystemExit, match="dapo: out .*holds a run already; --resume goes on with it"):
+    with pytest.raises(SystemExit, match="dapo: out .*holds a run already; continue it with --resume"):
         run_here("dapo", "--out", whole, *SMALL)

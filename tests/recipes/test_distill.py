@@ -117,8 +117,8 @@ def test_bad_input_is_one_clear_message(whole, start, text_dir, tmp_path):  # no
     for message, arguments in {
         "distill: teacher .*its tokens are not the student's": ["--teacher", text_dir],
         "distill: task 'digit': expected a built-in": ["--task", "digit"],
-        "distill: out .*holds a run already; --resume goes on with it": ["--out", whole],
-        "distill: step 0: none of its 6 rows can be asked about": ["--max_prompt_tokens", 5],
+        "distill: out .*holds a run already; continue it with --resume": ["--out", whole],
+        "distill-.*: step 0: none of its 6 rows can be asked about": ["--max_prompt_tokens", 5],
     }.items():
         with pytest.raises(SystemExit, match=message):
             run_here("distill", "--model", start, "--teacher", start, "--out", tmp_path / "run", *SMALL, *arguments)

@@ -141,7 +141,7 @@ def test_help_names_every_option(capsys):
 def test_bad_input_is_one_clear_message(whole, tmp_path):
     with pytest.raises(SystemExit, match="ppo: mini_batches: from 1 to the 4 prompts, came 5"):
         run_here("ppo", "--out", tmp_path / "a", *SMALL, "--mini_batches", 5)
-    with pytest.raises(SystemExit, match="ppo: out .*holds a run already; --resume goes on with it"):
+    with pytest.raises(SystemExit, match="ppo: out .*holds a run already; continue it with --resume"):
         run_here("ppo", "--out", whole, *SMALL)
     with pytest.raises(SystemExit, match="ppo: task 'digit': expected a built-in"):
         run_here("ppo", "--out", tmp_path / "b", *SMALL, "--task", "digit")

@@ -116,5 +116,5 @@ def test_bad_input_is_one_clear_message(whole, tmp_path, capsys):
     with pytest.raises(SystemExit, match="2"):
         run_here("reinforce", "--out", tmp_path / "a", "--advantage", "grpo")
     assert "opo" in capsys.readouterr().err
-    with pytest.raises(SystemExit, match="reinforce: out .*holds a run already; --resume goes on with it"):
+    with pytest.raises(SystemExit, match="reinforce: out .*holds a run already; continue it with --resume"):
         run_here("reinforce", "--out", whole, *SMALL)
