@@ -33,7 +33,7 @@ from tqdm import tqdm
 from transformers.utils.logging import disable_progress_bar
 
 from rlkit import losses
-from rlkit.data import Sample, Task, collate, score, step_rows
+from rlkit.data import Sample, Task, collate, step_rows
 from rlkit.data.pairs import answered, asking, load_pairs, pair
 from rlkit.engines import make_engine
 from rlkit.engines.balance import balanced
@@ -42,6 +42,7 @@ from rlkit.engines.distributed import init_distributed
 from rlkit.engines.flops import batch_flops
 from rlkit.losses import preference_stats, sequence_logprobs, sequence_mean_logprobs
 from rlkit.report import write_report
+from rlkit.rewards import score
 from rlkit.rollout import Sampling, make_rollout
 from rlkit.rollout.sampling import end_tokens
 from rlkit.tracking import Run, new_directory

@@ -28,10 +28,11 @@ import tyro
 from tqdm import tqdm
 from transformers.utils.logging import disable_progress_bar
 
-from rlkit.data import Judge, Task, load_task
+from rlkit.data import Task, load_task
 from rlkit.engines import make_engine
 from rlkit.engines.distributed import init_distributed
 from rlkit.report import write_report
+from rlkit.rewards import Judge
 from rlkit.rollout import Sampling, make_rollout
 from rlkit.tracking import Run, new_directory, read_metrics
 from rlkit.vlm import build_tiny, encode, encode_rows, load_model, load_processor

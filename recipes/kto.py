@@ -32,7 +32,7 @@ from torch.optim import AdamW, lr_scheduler
 from tqdm import tqdm
 from transformers.utils.logging import disable_progress_bar
 
-from rlkit.data import Sample, Task, collate, score, step_rows
+from rlkit.data import Sample, Task, collate, step_rows
 from rlkit.data.pairs import answered, asking, load_marked, marked
 from rlkit.engines import make_engine
 from rlkit.engines.balance import balanced
@@ -41,6 +41,7 @@ from rlkit.engines.distributed import init_distributed
 from rlkit.engines.flops import batch_flops
 from rlkit.losses import kto_loss, sequence_logprobs, sequence_mean_logprobs
 from rlkit.report import write_report
+from rlkit.rewards import score
 from rlkit.rollout import Sampling, make_rollout
 from rlkit.rollout.sampling import end_tokens
 from rlkit.tracking import Run, new_directory

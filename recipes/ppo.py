@@ -31,7 +31,7 @@ from transformers.utils.logging import disable_progress_bar
 
 from rlkit.advantages import gae, kl_in_reward, length_adaptive_lambda, masked_whiten, pf_ppo_weights, rewards_to_tokens
 from rlkit.advantages.shaping import RunningMoments, scaled_rewards
-from rlkit.data import Judge, Task, collate, judged, load_task, part_means, reward_stats, step_rows
+from rlkit.data import Task, collate, load_task, step_rows
 from rlkit.engines import make_engine
 from rlkit.engines.balance import balanced
 from rlkit.engines.checkpoint import checkpoints, keep_newest
@@ -42,6 +42,7 @@ from rlkit.losses import clipped_policy_loss, clipped_value_loss, kl_k1, kl_k3, 
 from rlkit.losses.diagnostics import mismatch_stats, ratio_stats
 from rlkit.losses.mismatch import importance_weights
 from rlkit.report import write_report
+from rlkit.rewards import Judge, judged, part_means, reward_stats
 from rlkit.rollout import Canary, Sampling, make_rollout
 from rlkit.tracking import Run, new_directory
 from rlkit.vlm import VISION_TOWER, freeze, load_model, lora, model_or_tiny, trainable_summary

@@ -40,7 +40,7 @@ from rlkit.advantages import (
     rewards_to_tokens,
     rloo_advantages,
 )
-from rlkit.data import Judge, Task, collate, judged, load_task, part_means, reward_stats, step_rows
+from rlkit.data import Task, collate, load_task, step_rows
 from rlkit.engines import make_engine
 from rlkit.engines.balance import balanced
 from rlkit.engines.checkpoint import checkpoints, keep_newest
@@ -48,6 +48,7 @@ from rlkit.engines.distributed import init_distributed
 from rlkit.engines.flops import batch_flops
 from rlkit.losses import importance_weights, kl_k1, kl_k3, mismatch_stats, reinforce_loss, token_mean
 from rlkit.report import write_report
+from rlkit.rewards import Judge, judged, part_means, reward_stats
 from rlkit.rollout import Canary, Sampling, make_rollout
 from rlkit.tracking import Run, new_directory
 from rlkit.vlm import VISION_TOWER, freeze, load_model, lora, model_or_tiny, trainable_summary

@@ -27,7 +27,7 @@ from torch.optim.lr_scheduler import LambdaLR
 from tqdm import tqdm
 from transformers.utils.logging import disable_progress_bar
 
-from rlkit.data import Sample, Task, collate, score, step_rows
+from rlkit.data import Sample, Task, collate, step_rows
 from rlkit.data.pairs import asking, chat, chat_sample, load_chats
 from rlkit.engines import make_engine
 from rlkit.engines.balance import balanced
@@ -36,6 +36,7 @@ from rlkit.engines.distributed import init_distributed
 from rlkit.engines.flops import batch_flops
 from rlkit.losses import token_mean, token_sum
 from rlkit.report import write_report
+from rlkit.rewards import score
 from rlkit.rollout import Sampling, make_rollout
 from rlkit.rollout.sampling import end_tokens
 from rlkit.tracking import Run, new_directory

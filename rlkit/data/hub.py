@@ -11,7 +11,8 @@ from typing import Any
 
 import numpy as np
 
-from rlkit.data.tables import Row, Rows, undecoded
+from rlkit.data.samples import Row
+from rlkit.data.tables import Rows, undecoded
 
 
 def read_splits(source: str, subset: str | None = None) -> Any:

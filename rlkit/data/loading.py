@@ -10,9 +10,9 @@ import numpy as np
 
 from rlkit.data.hub import read_splits
 from rlkit.data.ready import READY
-from rlkit.data.rewards import exact_match
 from rlkit.data.tables import Rows, a_tenth_held_out, read_table, task_rows
 from rlkit.data.tasks import Task, digits, sorting
+from rlkit.rewards.rules import exact_match
 
 HELD_OUT_SPLITS = ("test", "validation", "val")
 

@@ -7,7 +7,8 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from rlkit.data.tables import Row, Rows
+from rlkit.data.samples import Row
+from rlkit.data.tables import Rows
 from rlkit.data.tasks import Task
 
 

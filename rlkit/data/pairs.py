@@ -18,10 +18,9 @@ import numpy as np
 
 from rlkit.data import tables
 from rlkit.data.loading import load_task
-from rlkit.data.rewards import exact_match
-from rlkit.data.samples import Sample, expand, expanded_lengths, extend, in_parts
-from rlkit.data.tables import Row
+from rlkit.data.samples import Row, Sample, expand, expanded_lengths, extend, in_parts
 from rlkit.data.tasks import Task
+from rlkit.rewards.rules import exact_match
 
 Message = Mapping[str, Any]
 

@@ -26,10 +26,11 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from rlkit.data.hub import made, read_split, read_splits
-from rlkit.data.maths import final_answer, maths_reward
-from rlkit.data.rewards import multiple_choice
-from rlkit.data.tables import Row, a_tenth_held_out
+from rlkit.data.samples import Row
+from rlkit.data.tables import a_tenth_held_out
 from rlkit.data.tasks import Task
+from rlkit.rewards.maths import final_answer, maths_reward
+from rlkit.rewards.rules import multiple_choice
 
 BOXED = "Reason step by step, and put your final answer within \\boxed{}."
 LETTER = "Reason step by step, and put the letter of the correct option within \\boxed{}."

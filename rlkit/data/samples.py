@@ -9,13 +9,19 @@ A prompt is a sample whose mask is all False; a sampler extends it, and text tha
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
+
+Row = Mapping[str, Any]
+"""A row of a task; see `rlkit.data.tasks`."""
+
+Reward = Callable[[str, Row], float | None]
+"""What judges an answer to a row; None means that it could not be judged."""
 
 
 class Expansion(NamedTuple):

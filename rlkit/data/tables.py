@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-Row = Mapping[str, Any]
+from rlkit.data.samples import Row
 
 HELD_OUT_SEED = 20240131  # the same rows are held out in every run, whatever its seed
 QUESTION_COLUMNS = ("question", "prompt", "problem")

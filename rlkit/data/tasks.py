@@ -12,8 +12,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from rlkit.data.rewards import Reward, exact_match
-from rlkit.data.tables import HELD_OUT_SEED, Row
+from rlkit.data.samples import Reward, Row
+from rlkit.data.tables import HELD_OUT_SEED
+from rlkit.rewards.rules import exact_match
 
 
 @dataclass(frozen=True)

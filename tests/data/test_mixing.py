@@ -3,9 +3,10 @@ from collections import Counter
 
 import pytest
 
-from rlkit.data import Task, load_task, score, step_rows
+from rlkit.data import Task, load_task, step_rows
 from rlkit.data.mixing import by_difficulty, easiest, mixed, widened
 from rlkit.data.samples import extend, prompt
+from rlkit.rewards import score
 
 
 def task(name: str, count: int, reward=1.0, held: int = 2) -> Task:

@@ -12,9 +12,9 @@ from PIL import Image
 from rlkit.data import load_task, step_rows
 from rlkit.data.hub import made, open_stream, read_split, read_splits, stream_steps
 from rlkit.data.loading import BUILT_IN
-from rlkit.data.maths import maths_reward
 from rlkit.data.ready import BOXED, LETTER, READY
 from rlkit.data.samples import prompt
+from rlkit.rewards.maths import maths_reward
 from rlkit.vlm import load_image
 
 FIXTURES = Path(__file__).parent / "fixtures"

@@ -1,9 +1,5 @@
 import io
 import json
-import logging
-import math
-import threading
-from dataclasses import replace
 
 import datasets
 import numpy as np
@@ -11,9 +7,9 @@ import pytest
 import torch
 from PIL import Image
 
-from rlkit.data import Task, judged, load_task, prompt, score, step_rows
+from rlkit.data import Task, load_task, step_rows
 from rlkit.data.loading import BUILT_IN
-from rlkit.data.rewards import exact_match
+from rlkit.rewards.rules import exact_match
 from rlkit.vlm import load_image
 
 
@@ -258,59 +254,3 @@ def test_step_rows_is_pure_and_covers_every_epoch():
 def test_step_rows_wants_rows():
     with pytest.raises(ValueError, match="no rows to train on"):
         step_rows([], 0, 3, seed=0)
-
-
-def test_reward_failure_is_not_zero(caplog):
-    def reward(text, row):
-        if text == "raises":
-            raise RuntimeError("the judge is down")
-        return {"none": None, "nan": math.nan, "inf": math.inf, "text": "no number", "int": 1, "true": True}.get(
-            text, 0.0
-        )
-
-    texts = ["raises", "none", "nan", "inf", "text", "int", "true", "wrong"]
-    samples = [
-        replace(prompt([1]), text=text, row={"where": f"row {text}"}, group_id=i) for i, text in enumerate(texts)
-    ]
-    with caplog.at_level(logging.WARNING):
-        rewards = score(reward, samples)
-    assert rewards.dtype == torch.float32 and rewards.shape == (8,)
-    assert rewards.isnan().tolist() == [True] * 5 + [False] * 3
-    assert rewards[5:].tolist() == [1.0, 1.0, 0.0]
-    assert "row raises" in caplog.text and "RuntimeError: the judge is down" in caplog.text
-    kept = judged(samples, rewards)
-    assert [(s.text, s.reward, s.group_id) for s in kept] == [("int", 1.0, 5), ("true", 1.0, 6), ("wrong", 0.0, 7)]
-    assert all(math.isnan(s.reward) for s in samples)  # the samples that came in are untouched
-
-
-def test_reward_may_not_swallow_an_interrupt():
-    def reward(text, row):
-        raise KeyboardInterrupt
-
-    with pytest.raises(KeyboardInterrupt):
-        score(reward, [prompt([1])])
-
-
-def test_score_of_nothing():
-    assert score(exact_match, []).shape == (0,) and judged([], torch.zeros(0)) == []
-    with pytest.raises(ValueError):
-        judged([prompt([1])], torch.zeros(2))
-
-
-def test_rewards_that_wait_are_scored_together_and_stay_in_order():
-    """Each waits for the next one to have begun: alone they would never end."""
-    begun = [threading.Event() for _ in range(5)]
-
-    def waits(text, row):
-        begun[int(text)].set()
-        assert begun[(int(text) + 1) % 5].wait(20)
-        return float(text)
-
-    samples = [replace(prompt([1]), text=str(i)) for i in range(5)]
-    assert score(waits, samples, threads=5).tolist() == [0, 1, 2, 3, 4]
-
-
-def test_a_sample_that_was_aborted_is_not_judged():
-    samples = [replace(prompt([1]), text="1", finish_reason=reason) for reason in ("stop", "aborted")]
-    first, second = score(lambda text, row: 1.0, samples).tolist()
-    assert first == 1 and math.isnan(second)

@@ -11,9 +11,10 @@ import pytest
 import torch
 from PIL import Image
 
-from rlkit.data import collate, extend, prompt, score
+from rlkit.data import collate, extend, prompt
 from rlkit.data.samples import check_tracks, observe
 from rlkit.engines import make_engine
+from rlkit.rewards import score
 from rlkit.rollout import Sampling, make_rollout, uniforms
 from rlkit.rollout.agent import Observation, Scripted, run_episodes
 from rlkit.vlm import decode, encode, load_model, load_processor, unsampled_ids

@@ -11,7 +11,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from rlkit.data import load_task, score
+from rlkit.data import load_task
+from rlkit.rewards import score
 from rlkit.rollout import Sampling, make_rollout
 from rlkit.vlm import build_tiny, encode, encode_rows, load_model, load_processor, unsampled_ids
 from rlkit.vlm.tiny import tiny_text_config, tiny_text_tokenizer, tiny_tokenizer

@@ -9,8 +9,9 @@ import pytest
 import torch
 from torch.optim import SGD
 
-from rlkit.data import collate, extend, judge, prompt, score
-from rlkit.data.judge import chat_judge, last_score, model_scores
+from rlkit.data import collate, extend, prompt
+from rlkit.rewards import judge, score
+from rlkit.rewards.judge import chat_judge, last_score, model_scores
 
 ROW = {"question": "2 + 2?", "answer": "4", "where": "row 7"}
 

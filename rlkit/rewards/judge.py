@@ -19,9 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rlkit.data.rewards import Reward
-from rlkit.data.samples import Batch, Sample, collate
-from rlkit.data.tables import Row
+from rlkit.data.samples import Batch, Reward, Row, Sample, collate
 
 log = logging.getLogger(__name__)
 

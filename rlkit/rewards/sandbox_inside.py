@@ -1,4 +1,4 @@
-"""What `rlkit.data.sandbox` starts: a script that restricts its own process, for good, and runs a program in it.
+"""What `rlkit.rewards.sandbox` starts: a script that restricts its own process, for good, and runs a program in it.
 
 It imports little, so that it starts soon: nothing of rlkit, and no module that a restricted process would have to find.
 """

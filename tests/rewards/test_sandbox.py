@@ -16,9 +16,9 @@ from pathlib import Path
 import psutil
 import pytest
 
-from rlkit.data import sandbox
-from rlkit.data.sandbox import Ran, SandboxError, check_isolation, run_python
-from rlkit.data.sandbox_inside import canonical
+from rlkit.rewards import sandbox
+from rlkit.rewards.sandbox import Ran, SandboxError, check_isolation, run_python
+from rlkit.rewards.sandbox_inside import canonical
 
 try:
     check_isolation()

@@ -3,9 +3,9 @@ import re
 
 import pytest
 
-from rlkit.data import programs
-from rlkit.data.programs import all_tests_passed, extract_program, share_of_tests_passed
-from rlkit.data.sandbox import Ran, SandboxError, check_isolation
+from rlkit.rewards import programs
+from rlkit.rewards.programs import all_tests_passed, extract_program, share_of_tests_passed
+from rlkit.rewards.sandbox import Ran, SandboxError, check_isolation
 
 try:
     check_isolation()

@@ -27,7 +27,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from rlkit.data.sandbox import WALL, processor_seconds
+from rlkit.rewards.sandbox import WALL, processor_seconds
 
 WORKER = str(Path(__file__).with_name("maths_worker.py"))
 START_SECONDS = 120.0  # to import sympy, on a machine however busy

@@ -19,8 +19,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rlkit.data.rewards import Reward, score_parts
-from rlkit.data.samples import Sample
+from rlkit.data.samples import Reward, Sample
+from rlkit.rewards.scoring import score_parts
 
 Judged = tuple[Tensor, dict[str, Tensor], float, float]  # of one prompt: rewards, parts, from when, until when
 

@@ -1,4 +1,4 @@
-"""Rewards for programs: the answer's code runs on the row's tests, in `rlkit.data.sandbox`.
+"""Rewards for programs: the answer's code runs on the row's tests, in `rlkit.rewards.sandbox`.
 
     Task(..., reward=all_tests_passed)            # or share_of_tests_passed
 
@@ -15,8 +15,8 @@ import re
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-from rlkit.data.sandbox import Ran, run_python
-from rlkit.data.sandbox_inside import canonical
+from rlkit.rewards.sandbox import Ran, run_python
+from rlkit.rewards.sandbox_inside import canonical
 
 
 def all_tests_passed(text: str, row: Mapping[str, Any]) -> float:

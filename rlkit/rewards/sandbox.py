@@ -15,7 +15,7 @@ A program runs as **one process with one thread**, started for it alone, which t
 At first use a program of ours tries all of that, and where one thing gets through, or the kernel lacks a part, nothing
 runs: `SandboxError`. It is no virtual machine: a hole in the kernel is a hole in it.
 
-The program can say what it likes about itself, so what it says must not be a verdict: `rlkit.data.programs` compares
+The program can say what it likes about itself, so what it says must not be a verdict: `rlkit.rewards.programs` compares
 what comes out with what was expected, which never goes in.
 """
 

@@ -12,8 +12,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from rlkit.data import maths, prompt, score
-from rlkit.data.maths import final_answer, maths_reward, same_answer
+from rlkit.data import prompt
+from rlkit.rewards import maths, score
+from rlkit.rewards.maths import final_answer, maths_reward, same_answer
 
 TABLE = [json.loads(line) for line in Path(__file__).with_name("maths_answers.jsonl").read_text().splitlines()]
 HANGS = "9^{9^{9^{9}}}"  # sympy works it out
@@ -132,7 +133,7 @@ def test_workers_end_with_their_process_and_import_no_torch(tmp_path):
     """Also when it is killed, with one worker at work and one at rest."""
     code = f"""
 import os, sys, threading
-from rlkit.data import maths
+from rlkit.rewards import maths
 maths.same_answer("1", "1")
 idle = maths._POOL.idle.pop()
 busy = maths._start()

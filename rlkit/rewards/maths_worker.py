@@ -1,4 +1,4 @@
-"""What `rlkit.data.maths` starts: a script that compares answers by math-verify, one a line, until its input ends.
+"""What `rlkit.rewards.maths` starts: a script that compares answers by math-verify, one a line, until its input ends.
 
 It has no time limits of math-verify's kind, which report a time-out as a wrong answer: whoever asks kills it. Should
 that one be gone, an alarm does, which needs no Python to run.

@@ -1,4 +1,3 @@
-import math
 from itertools import permutations
 
 import numpy as np
@@ -6,20 +5,15 @@ import pytest
 import torch
 
 from rlkit.advantages import overlong_penalty
-from rlkit.data import prompt, score
-from rlkit.data.rewards import (
+from rlkit.rewards.rules import (
     box_iou,
     boxes_iou,
     choice_letter,
-    combine,
     matches,
     multiple_choice,
     numeric_match,
     parse_boxes,
-    part_means,
     repetition,
-    reward_stats,
-    score_parts,
     squad_exact,
     squad_f1,
     squad_normalise,
@@ -28,85 +22,6 @@ from rlkit.data.rewards import (
 )
 
 ANY = {"answer": "x"}
-
-
-# --- several parts
-
-
-def samples(*texts):
-    return [prompt([1], text=text, row={"answer": "B", "where": f"row {i}"}) for i, text in enumerate(texts)]
-
-
-def fails(text, row):
-    raise RuntimeError("down")
-
-
-def test_combine_is_a_weighted_sum_with_its_parts():
-    reward = combine(
-        {"right": (1.0, multiple_choice), "form": (0.25, matches(r"\(.\)")), "length": (0.0, within_length(2))}
-    )
-    batch = samples("(B)", "(A)", "B", "no")
-    rewards, parts = score_parts(reward, batch)
-    assert rewards.tolist() == [1.25, 0.25, 1.0, 0.0] and rewards.dtype == torch.float32
-    assert {name: part.tolist() for name, part in parts.items()} == {
-        "right": [1, 0, 1, 0], "form": [1, 1, 0, 0], "length": [-1, -1, 0, 0],
-    }  # fmt: skip
-    assert torch.equal(score(reward, batch), rewards)  # a plain reward wherever one is expected
-    alone, none = score_parts(multiple_choice, batch)
-    assert alone.tolist() == [1, 0, 1, 0] and none == {}
-
-
-@pytest.mark.parametrize("broken", [fails, lambda text, row: None, lambda text, row: math.nan])
-def test_a_part_that_is_not_judged(broken):
-    """It takes the whole with it, where it has a weight; as a curve alone it does not."""
-
-    def part(text, row):
-        return broken(text, row) if text == "bad" else 2.0
-
-    rewards, parts = score_parts(combine({"a": (1.0, multiple_choice), "b": (0.5, part)}), samples("B", "bad"))
-    assert rewards[0] == 2.0 and rewards[1].isnan() and parts["a"].tolist() == [1.0, 0.0] and parts["b"][1].isnan()
-    curve = combine({"a": (1.0, multiple_choice), "b": (0.0, part)})
-    rewards, parts = score_parts(curve, samples("B", "bad"))
-    assert rewards.tolist() == [1.0, 0.0] and parts["b"][1].isnan()
-    assert score(curve, samples("B", "bad")).tolist() == [1.0, 0.0]
-    both = score(combine({"a": (1.0, multiple_choice), "b": (0.5, part)}), samples("B", "bad"))
-    assert both[0] == 2.0 and both[1].isnan()
-
-
-def test_part_means_are_over_all_ranks():
-    parts = {"right": torch.tensor([1.0, math.nan, 0.0, 0.0]), "form": torch.full((4,), math.nan)}
-    two_ranks = part_means(parts, lambda x: x + torch.tensor([[3.0, 3.0], [0.0, 0.0]]).double())
-    assert two_ranks["reward_part/right"] == pytest.approx(4 / 6) and math.isnan(two_ranks["reward_part/form"])
-    assert list(two_ranks) == ["reward_part/right", "reward_part/form"] and part_means({}, fails) == {}
-
-
-def test_reward_stats():
-    rewards, ids = torch.tensor([1.0, 0.0, 0.5, 0.5, math.nan, 3.0]), torch.tensor([7, 7, 2, 2, 2, 9])
-    assert reward_stats(rewards, ids, lambda x: x) == pytest.approx({
-        "reward/mean": 1.0, "reward/std": float(np.std([1.0, 0.0, 0.5, 0.5, 3.0])),
-        "reward/best": (1.0 + 0.5 + 3.0) / 3, "reward/worst": (0.0 + 0.5 + 3.0) / 3, "reward/equal": 2 / 3,
-    })  # fmt: skip
-    # a rank without a judged answer beside one with: the sums of both
-    there = []
-    reward_stats(rewards, ids, lambda x: there.append(x) or x)
-    none = reward_stats(torch.tensor([math.nan]), torch.tensor([0]), lambda x: x + there[0])
-    assert none == reward_stats(rewards, ids, lambda x: x)
-    assert reward_stats(torch.zeros(0), torch.zeros(0, dtype=torch.long), lambda x: x) == {}
-    two = reward_stats(rewards, ids, lambda x: x * 2)
-    assert two == pytest.approx(reward_stats(rewards, ids, lambda x: x))
-
-
-def test_each_part_judges_once():
-    seen = []
-    reward = combine({name: (1.0, lambda text, row, n=name: seen.append((n, text)) or 1.0) for name in "ab"})
-    score_parts(reward, samples("x", "y"))
-    assert sorted(seen) == [("a", "x"), ("a", "y"), ("b", "x"), ("b", "y")]
-
-
-@pytest.mark.parametrize("parts", [{}, {"a": (math.nan, multiple_choice)}, {"a": (math.inf, multiple_choice)}])
-def test_combine_of_nothing(parts):
-    with pytest.raises(ValueError, match="parts: at least one, with finite weights, expected, came {"):
-        combine(parts)
 
 
 # --- form

@@ -8,9 +8,9 @@ from dataclasses import replace
 import pytest
 import torch
 
-from rlkit.data import Judge, prompt, score_as_written, score_parts
-from rlkit.data.judging import covered
-from rlkit.data.rewards import combine, multiple_choice
+from rlkit.data import prompt
+from rlkit.rewards import Judge, combine, multiple_choice, score_as_written, score_parts
+from rlkit.rewards.async_scoring import covered
 
 
 def fails(text, row):

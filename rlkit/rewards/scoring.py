@@ -1,0 +1,158 @@
+"""Rewards of a batch of samples, and rewards made of several parts.
+
+    reward = combine({"right": (1.0, multiple_choice), "format": (0.1, think_answer_format)})
+    rewards, parts = score_parts(reward, samples)              # [B], and {"right": [B], "format": [B]} for curves
+    run.log(step, {**reward_stats(rewards, ids, engine.global_sum), **part_means(parts, engine.global_sum), ...})
+
+A reward is a function `reward(text, row) -> float | None`; None means that the answer could not be judged.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from rlkit.data.samples import Reward, Row, Sample
+
+log = logging.getLogger(__name__)
+
+
+def score(reward: Reward, samples: Sequence[Sample], *, threads: int = 1) -> Tensor:
+    """[B] float32 rewards; nan where the reward function raised, or returned None, nan or an infinity: not judged.
+
+    A failure is logged with its row, never turned into a 0. A sample that was aborted is not judged.
+
+    Args:
+        threads: rewards under way at once, for those that wait for a process or a server (maths, programs, a judge).
+    """
+    judge = partial(_judge, reward)
+    if threads == 1:  # in this thread: a reward may use signals
+        return torch.tensor([judge(sample) for sample in samples], dtype=torch.float32)
+    with ThreadPoolExecutor(threads) as pool:
+        return torch.tensor(list(pool.map(judge, samples)), dtype=torch.float32)
+
+
+def _judge(reward: Reward, sample: Sample) -> float:
+    if sample.finish_reason == "aborted":  # a tool failed, which says nothing about the policy
+        return math.nan
+    try:
+        value = reward(sample.text, sample.row)
+        value = math.nan if value is None else float(value)
+        return value if math.isfinite(value) else math.nan  # an infinite one would spoil its whole group
+    except Exception as error:  # whatever it is, it is the reward's, and it says nothing about the answer
+        where = sample.row.get("where", f"group {sample.group_id}")
+        log.warning("reward failed on %s, answer %r: %s: %s", where, sample.text[:80], type(error).__name__, error)
+        return math.nan
+
+
+def judged(samples: Sequence[Sample], rewards: Tensor) -> list[Sample]:
+    """Those samples that could be judged, each with its reward."""
+    pairs = zip(samples, rewards.tolist(), strict=True)
+    return [replace(sample, reward=value) for sample, value in pairs if not math.isnan(value)]
+
+
+# --- several parts
+
+
+@dataclass(frozen=True)
+class Combined:
+    """A reward that is a weighted sum; see `combine`."""
+
+    parts: Mapping[str, tuple[float, Reward]]
+
+    def __call__(self, text: str, row: Row) -> float | None:
+        total = 0.0
+        for weight, reward in self.parts.values():
+            if weight:
+                value = reward(text, row)
+                if value is None:
+                    return None
+                total += weight * value
+        return total
+
+
+def combine(parts: Mapping[str, tuple[float, Reward]]) -> Combined:
+    """sum_k weight_k * reward_k(text, row); None as soon as one part with a weight could not be judged.
+
+    Args:
+        parts: for each name a weight and a reward. A part with weight 0 is a curve and nothing else: it is worked out
+            by `score_parts` alone, and its failures do not count.
+
+    Raises:
+        ValueError: no part, or a weight that is not finite.
+    """
+    if not parts or not all(math.isfinite(weight) for weight, _ in parts.values()):
+        weights = {name: weight for name, (weight, _) in parts.items()}
+        raise ValueError(f"parts: at least one, with finite weights, expected, came {weights}")
+    return Combined(dict(parts))
+
+
+def score_parts(reward: Reward, samples: Sequence[Sample], *, threads: int = 1) -> tuple[Tensor, dict[str, Tensor]]:
+    """`score`, and each part of a combined reward by itself; every part judges every sample once.
+
+    Args:
+        threads: rewards under way at once, as in `score`.
+
+    Returns:
+        rewards [B] float32, nan where one part with a weight could not be judged; and parts, name -> [B] before its
+        weight (empty for a reward that is not combined): a run logs their means, GDPO takes them as they are.
+    """
+    if not isinstance(reward, Combined):
+        return score(reward, samples, threads=threads), {}
+    parts = {name: score(part, samples, threads=threads) for name, (_, part) in reward.parts.items()}
+    total = torch.zeros(len(samples), dtype=torch.float64)
+    for name, (weight, _) in reward.parts.items():
+        if weight:
+            total += weight * parts[name]
+    return total.float(), parts
+
+
+def part_means(parts: Mapping[str, Tensor], global_sum: Callable[[Tensor], Tensor]) -> dict[str, float]:
+    """`reward_part/<name>` -> mean of a part over all samples of all ranks that it could judge, for a run's curves.
+
+    Args:
+        parts: of `score_parts`, for this rank's samples; all ranks call this together.
+        global_sum: the engine's.
+    """
+    if not parts:
+        return {}
+    sums = [torch.stack([part.nansum(), (~part.isnan()).sum()]).double() for part in parts.values()]
+    means = [total / count if count else math.nan for total, count in global_sum(torch.stack(sums)).tolist()]
+    return {f"reward_part/{name}": mean for name, mean in zip(parts, means, strict=True)}
+
+
+def reward_stats(rewards: Tensor, group_ids: Tensor, global_sum: Callable[[Tensor], Tensor]) -> dict[str, float]:
+    """How the rewards of a batch are distributed, over all ranks, for a run's curves.
+
+    `reward/mean`; `reward/std`, the population's; and over prompts, the mean of the best answer's reward `reward/best`
+    and of the worst one's `reward/worst`, and `reward/equal`, the share of prompts whose answers all have the same
+    reward, which teach nothing where answers are compared with each other.
+
+    Args:
+        rewards: [B], of this rank's answers; those that are nan (not judged) are left out.
+        group_ids: [B], the same integer for all answers to one prompt, which are all on one rank.
+        global_sum: the engine's; all ranks call this together.
+
+    Returns:
+        Nothing where no rank has an answer that was judged.
+    """
+    judged = ~rewards.isnan()
+    rewards, ids = rewards[judged].double(), group_ids[judged].unique(return_inverse=True)[1]
+    groups = torch.zeros(int(ids.max()) + 1 if len(ids) else 0, dtype=torch.float64)
+    best, worst = (groups.scatter_reduce(0, ids, rewards, how, include_self=False) for how in ("amax", "amin"))
+    sums = [len(rewards), rewards.sum(), rewards.square().sum(), len(groups)]
+    sums += [best.sum(), worst.sum(), (best == worst).sum()]
+    count, total, squares, prompts, *by_prompt = global_sum(torch.tensor(sums, dtype=torch.float64)).tolist()
+    if not count:
+        return {}
+    mean = total / count
+    shares = zip(("best", "worst", "equal"), by_prompt, strict=True)
+    std = max(squares / count - mean**2, 0.0) ** 0.5
+    return {"reward/mean": mean, "reward/std": std, **{f"reward/{name}": x / prompts for name, x in shares}}
