@@ -33,8 +33,7 @@ from tqdm import tqdm
 from transformers.utils.logging import disable_progress_bar
 
 from rlkit import losses
-from rlkit.data import Sample, Task, collate, step_rows
-from rlkit.data.pairs import answered, asking, load_pairs, pair
+from rlkit.data import Sample, Task, collate, load_pairs, step_rows
 from rlkit.engines import make_engine
 from rlkit.engines.balance import balanced
 from rlkit.engines.checkpoint import checkpoints, keep_newest
@@ -46,7 +45,17 @@ from rlkit.rewards import score
 from rlkit.rollout import Sampling, make_rollout
 from rlkit.rollout.sampling import end_tokens
 from rlkit.tracking import Run, new_directory
-from rlkit.vlm import VISION_TOWER, encode, freeze, load_model, load_processor, lora, model_or_tiny, trainable_summary
+from rlkit.vlm import (
+    VISION_TOWER,
+    encode,
+    encode_answers,
+    freeze,
+    load_model,
+    load_processor,
+    lora,
+    model_or_tiny,
+    trainable_summary,
+)
 
 
 @dataclass
@@ -191,9 +200,8 @@ def main(cfg: Config) -> None:
         prompts, samples, skipped = [], [], []
         for number, row in rows:
             try:
-                messages, *answers = pair(row)
-                prompt = encode(processor, asking(row, messages), group_id=number)
-                samples += answered(prompt, processor, answers, ends, max_tokens)
+                prompt = encode(processor, row, group_id=number)
+                samples += encode_answers(prompt, processor, [row["chosen"], row["rejected"]], ends, max_tokens)
                 prompts.append(prompt)
             except ValueError as error:
                 skipped.append(str(error))

@@ -42,7 +42,8 @@ from rlkit.rollout.agent import Observation, Scripted, run_episodes
 from rlkit.rollout.image_tools import CALLS, careless_turn
 from rlkit.tracking import Run, new_directory
 from rlkit.vlm import VISION_TOWER, build_tiny, freeze, load_model, lora, trainable_summary
-from rlkit.vlm.processors import encode_rows, load_processor, unsampled_ids
+from rlkit.vlm.chat_template import encode_rows
+from rlkit.vlm.processors import load_processor, unsampled_ids
 
 
 @dataclass

@@ -32,8 +32,7 @@ from torch.optim import AdamW, lr_scheduler
 from tqdm import tqdm
 from transformers.utils.logging import disable_progress_bar
 
-from rlkit.data import Sample, Task, collate, step_rows
-from rlkit.data.pairs import answered, asking, load_marked, marked
+from rlkit.data import Sample, Task, collate, load_marked, step_rows
 from rlkit.engines import make_engine
 from rlkit.engines.balance import balanced
 from rlkit.engines.checkpoint import checkpoints, keep_newest
@@ -45,7 +44,17 @@ from rlkit.rewards import score
 from rlkit.rollout import Sampling, make_rollout
 from rlkit.rollout.sampling import end_tokens
 from rlkit.tracking import Run, new_directory
-from rlkit.vlm import VISION_TOWER, encode, freeze, load_model, load_processor, lora, model_or_tiny, trainable_summary
+from rlkit.vlm import (
+    VISION_TOWER,
+    encode,
+    encode_answers,
+    freeze,
+    load_model,
+    load_processor,
+    lora,
+    model_or_tiny,
+    trainable_summary,
+)
 
 
 @dataclass
@@ -165,17 +174,18 @@ def main(cfg: Config) -> None:
         prompts, samples, others, labels, skipped, read = [], [], [], [], [], []
         share = range(len(rows))[mine]
         for i, (number, row) in enumerate(rows):
-            try:
-                read.append((i, number, row, *marked(row)))
-            except ValueError as error:
-                skipped += [str(error)] * (i in share)
-        for (i, number, row, messages, answer, good), behind in zip(read, read[1:] + read[:1], strict=True):
+            if "unreadable" in row:
+                skipped += [f"{row['where']}: {row['unreadable']}"] * (i in share)
+            else:
+                read.append((i, number, row))
+        for (i, number, row), (*_, behind) in zip(read, read[1:] + read[:1], strict=True):
             try:
                 if i in share:
-                    prompt = encode(processor, asking(row, messages), group_id=number)
-                    sample, other = answered(prompt, processor, [answer, behind[4]], ends, max_tokens)
+                    prompt = encode(processor, row, group_id=number)
+                    answers = [row["completion"], behind["completion"]]
+                    sample, other = encode_answers(prompt, processor, answers, ends, max_tokens)
                     prompts, samples, others = [*prompts, prompt], [*samples, sample], [*others, other]
-                    labels.append(good)
+                    labels.append(row["label"])
             except ValueError as error:
                 skipped.append(str(error))
         return prompts, samples, others, labels, skipped

@@ -46,7 +46,8 @@ from rlkit.rewards import Judge, judged, part_means, reward_stats
 from rlkit.rollout import Canary, Sampling, make_rollout
 from rlkit.tracking import Run, new_directory
 from rlkit.vlm import VISION_TOWER, freeze, load_model, lora, model_or_tiny, trainable_summary
-from rlkit.vlm.processors import encode_rows, load_processor, unsampled_ids
+from rlkit.vlm.chat_template import encode_rows
+from rlkit.vlm.processors import load_processor, unsampled_ids
 
 
 @dataclass

@@ -30,8 +30,7 @@ from torch.optim.lr_scheduler import LambdaLR
 from tqdm import tqdm
 from transformers.utils.logging import disable_progress_bar
 
-from rlkit.data import Sample, Task, collate, step_rows
-from rlkit.data.pairs import answered, asking, load_pairs, pair
+from rlkit.data import Sample, Task, collate, load_pairs, step_rows
 from rlkit.engines import make_engine
 from rlkit.engines.balance import balanced
 from rlkit.engines.checkpoint import checkpoints, keep_newest
@@ -42,7 +41,17 @@ from rlkit.losses import bradley_terry_loss, preference_stats, reward_centring_l
 from rlkit.report import write_report
 from rlkit.rollout.sampling import end_tokens
 from rlkit.tracking import Run, new_directory
-from rlkit.vlm import VISION_TOWER, encode, freeze, load_model, load_processor, lora, model_or_tiny, trainable_summary
+from rlkit.vlm import (
+    VISION_TOWER,
+    encode,
+    encode_answers,
+    freeze,
+    load_model,
+    load_processor,
+    lora,
+    model_or_tiny,
+    trainable_summary,
+)
 
 
 @dataclass
@@ -142,10 +151,9 @@ def main(cfg: Config) -> None:
         samples, skipped = [], []
         for number, row in rows:
             try:
-                messages, *answers = pair(row)
                 row = {**row, "margin": float(row.get("margin") or 0.0)}
-                prompt = encode(processor, asking(row, messages), group_id=number)
-                samples += answered(prompt, processor, answers, ends, max_tokens)
+                prompt = encode(processor, row, group_id=number)
+                samples += encode_answers(prompt, processor, [row["chosen"], row["rejected"]], ends, max_tokens)
             except ValueError as error:
                 skipped.append(str(error))
         return samples, skipped

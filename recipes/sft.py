@@ -27,8 +27,7 @@ from torch.optim.lr_scheduler import LambdaLR
 from tqdm import tqdm
 from transformers.utils.logging import disable_progress_bar
 
-from rlkit.data import Sample, Task, collate, step_rows
-from rlkit.data.pairs import asking, chat, chat_sample, load_chats
+from rlkit.data import Sample, Task, collate, load_chats, step_rows
 from rlkit.engines import make_engine
 from rlkit.engines.balance import balanced
 from rlkit.engines.checkpoint import checkpoints, keep_newest
@@ -40,7 +39,17 @@ from rlkit.rewards import score
 from rlkit.rollout import Sampling, make_rollout
 from rlkit.rollout.sampling import end_tokens
 from rlkit.tracking import Run, new_directory
-from rlkit.vlm import VISION_TOWER, encode, freeze, load_model, load_processor, lora, model_or_tiny, trainable_summary
+from rlkit.vlm import (
+    VISION_TOWER,
+    encode,
+    encode_chat,
+    freeze,
+    load_model,
+    load_processor,
+    lora,
+    model_or_tiny,
+    trainable_summary,
+)
 
 
 @dataclass
@@ -138,17 +147,16 @@ def main(cfg: Config) -> None:
         prompts, samples, skipped = [], [], []
         for number, row in rows:
             try:
-                messages = chat(row)
-                prompt = encode(processor, asking(row, messages[:-1]), group_id=number)
-                samples.append(chat_sample(prompt, processor, messages, ends, max_tokens))
-                prompts.append(prompt)
+                prompt = encode(processor, row, group_id=number)
+                samples.append(encode_chat(prompt, processor, ends, max_tokens))
+                prompts += [prompt] if prompt.token_ids else []  # plain text has none
             except ValueError as error:
                 skipped.append(str(error))
         return prompts, samples, skipped
 
     asked, shown, bad = encode_chats(list(enumerate(task.heldout))[mine])
     heldout = collate(shown)
-    rows, lost = engine.global_sum(torch.tensor([len(asked), len(bad)])).tolist()
+    rows, lost = engine.global_sum(torch.tensor([len(shown), len(bad)])).tolist()
 
     def evaluate() -> tuple[dict[str, float], list[Sample]]:
         """Loss of the held-out answers; greedy answers to their prompts, shared among the ranks."""

@@ -2,10 +2,9 @@
 
 from rlkit.data.batching import balanced_partitions, token_budget_batches
 from rlkit.data.hub import open_stream, stream_steps
-from rlkit.data.loading import load_task
+from rlkit.data.loading import load_chats, load_marked, load_pairs, load_task
 from rlkit.data.mixing import by_difficulty, easiest, mixed, widened
 from rlkit.data.packing import Packed, repad, unpad, unpad_like
-from rlkit.data.pairs import load_chats, load_marked, load_pairs
 from rlkit.data.samples import Batch, Sample, collate, expand, extend, group_ids, observe, prompt
 from rlkit.data.tasks import Task, step_rows
 

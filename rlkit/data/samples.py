@@ -93,19 +93,6 @@ def prompt(token_ids: Sequence[int], compact_ids: Sequence[int] | None = None, *
     return Sample(ids, compact, [False] * len(ids), [0.0] * len(ids), **facts)
 
 
-def in_parts(processor: Any, messages: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
-    """A chat as the processor's template can read it: for a model that sees, with each content a list of parts.
-
-    The templates of some families (LLaVA, SmolVLM) read parts alone and leave out a plain text without a word.
-    """
-    if not hasattr(processor, "tokenizer"):
-        return list(messages)
-    return [
-        {**one, "content": [{"type": "text", "text": one["content"]}]} if isinstance(one["content"], str) else one
-        for one in messages
-    ]
-
-
 def extend(sample: Sample, token_ids: Sequence[int], logprobs: Sequence[float], **facts: Any) -> Sample:
     """The sample with sampled tokens behind it, on both tracks.
 

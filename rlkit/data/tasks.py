@@ -1,14 +1,15 @@
 """Tasks: rows to ask about, a reward, and held-out rows that are never trained on.
 
 A row is a mapping with `question` (text), `images` (a list of paths, bytes or PIL images, maybe empty), `answer`, and
-`where` (a name for error messages: file and row). A reward is a plain function `reward(text, row) -> float`; None or
-nan means that the answer could not be judged, which is not the same as 0.
+`where` (its name in error messages: file and row). `messages`, a chat, may replace `question`; see `rlkit.data.formats`
+for the formats that files have. A reward is a function `reward(text, row) -> float | None`; None or nan means that the
+answer could not be judged, which is not the same as 0.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 
 import numpy as np
 
@@ -19,12 +20,21 @@ from rlkit.rewards.rules import exact_match
 
 @dataclass(frozen=True)
 class Task:
-    """Prompts, a reward, and held-out prompts."""
+    """Prompts, a reward, and held-out prompts.
+
+    Attributes:
+        name: for the names of runs.
+        train: rows to train on.
+        heldout: rows to evaluate on.
+        reward: `reward(text, row) -> float | None`.
+        splits: all rows of each split of a data set; those of a file are the split "train".
+    """
 
     name: str
     train: Sequence[Row]
     heldout: Sequence[Row]
     reward: Reward
+    splits: Mapping[str, Sequence[Row]] = field(default_factory=dict)
 
 
 def digits() -> Task:

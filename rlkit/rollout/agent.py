@@ -30,10 +30,12 @@ from functools import cache
 from threading import Thread
 from typing import Any
 
-from rlkit.data.samples import Sample, extend, observe
+from rlkit.data.messages import message, prompt_of
+from rlkit.data.samples import Row, Sample, extend, observe
 from rlkit.rollout.sampling import Sampling, Written, of_each, where
 from rlkit.rollout.threads import in_thread
-from rlkit.vlm.processors import chat, encode_reply, load_image, message
+from rlkit.vlm.chat_template import encode_reply
+from rlkit.vlm.processors import load_image
 
 GRACE = 10.0  # seconds behind its time limit after which a step that blocks the event loop is given up
 
@@ -105,10 +107,11 @@ def run_episodes(
     how = of_each(sampling, requests)
     rooms = [_room(r, s, max_tokens, max_response_tokens) for r, s in zip(requests, how, strict=True)]
     if requests:  # the template is refused before the work, not after it
-        encode_reply(processor, chat(requests[0].row), message(role, ""))
+        row = requests[0].row
+        encode_reply(processor, prompt_of(row)[0], message(role, ""), tools=row.get("tools"))
     samples = []
     for sample in rollout.generate(requests, sampling, n):
-        own = {"messages": chat(sample.row), "state": {}}
+        own = {"messages": prompt_of(sample.row)[0], "state": {}}
         samples.append(replace(sample, row={**sample.row, **own}))
     live, going_on = list(range(len(samples))), set(range(len(requests)))
     for turn in range(1, max_turns + 1):
@@ -160,7 +163,7 @@ def _next(
     if last and isinstance(outcome, Observation):
         return replace(sample, finish_reason="turns")
     try:
-        longer = observe(sample, _encode(processor, sample.row["messages"][:-1], outcome, role))
+        longer = observe(sample, _encode(processor, sample.row, outcome, role))
     except Exception as error:  # whatever it is, it is the tool's: the run goes on
         log.warning("step failed on %s, turn %r: %s: %s", where(sample), sample.text[:80], type(error).__name__, error)
         if on_failure is None:
@@ -172,13 +175,14 @@ def _next(
     return replace(longer, finish_reason="")
 
 
-def _encode(processor: Any, messages: Sequence[Any], outcome: Any, role: str) -> Sample:
+def _encode(processor: Any, row: Row, outcome: Any, role: str) -> Sample:
     if isinstance(outcome, Exception):
         raise outcome
     if not isinstance(outcome, Observation):
         raise TypeError(f"step: an Observation or None expected, came {type(outcome).__name__}")
     images = [load_image(image) for image in outcome.images]
-    return encode_reply(processor, messages, message(role, outcome.text, len(images)), images)
+    reply = message(role, outcome.text, len(images))
+    return encode_reply(processor, row["messages"][:-1], reply, images, tools=row.get("tools"))
 
 
 def call_steps(step: Step, samples: Sequence[Sample], timeout: float) -> list[Any]:

@@ -129,7 +129,7 @@ def test_help_names_every_option(capsys):
 
 def test_bad_input_is_one_clear_message(whole, start, tmp_path):
     for message, arguments in {
-        "evaluate: task 'digit': expected a built-in": ["--task", "digits", "digit"],
+        "evaluate: task: expected a built-in": ["--task", "digits", "digit"],
         "evaluate: pass_at: a k of at most group_size = 4 expected": ["--pass_at", 8],
         "evaluate: out .*holds a run already; --resume goes on with it": ["--out", whole],
     }.items():

@@ -16,11 +16,14 @@ sys.path.insert(0, str(HERE))
 import helpers  # noqa: E402
 from helpers import evaluation, numbers, run_here, text_dir  # noqa: E402, F401
 
-from rlkit.data import Batch, collate  # noqa: E402
-from rlkit.data.pairs import answered, asking, load_pairs, pair  # noqa: E402
+from rlkit.data import (  # noqa: E402
+    Batch,
+    collate,
+    load_pairs,  # noqa: E402
+)
 from rlkit.engines import make_engine  # noqa: E402
 from rlkit.engines.value_head import load_value_model, scoring_batch  # noqa: E402
-from rlkit.vlm import encode, load_processor  # noqa: E402
+from rlkit.vlm import encode, encode_answers, load_processor  # noqa: E402
 
 LEARNING = [
     "--task", "helpers:few_digits", "--steps", 20, "--prompts_per_step", 16, "--warmup_steps", 5, "--save_every", 8,
@@ -71,9 +74,9 @@ def test_the_export_is_the_model_that_was_measured(whole):
     engine = make_engine("fsdp2", "value_model", model=load_value_model(str(whole / "model")))
     task, samples = load_pairs("helpers:few_digits"), []
     for i in range(12):
-        messages, *answers = pair(task.heldout[i])
-        asked = encode(processor, asking(task.heldout[i], messages))
-        samples += answered(asked, processor, answers, [processor.tokenizer.eos_token_id], 100)
+        asked = encode(processor, task.heldout[i])
+        answers = [asked.row["chosen"], asked.row["rejected"]]
+        samples += encode_answers(asked, processor, answers, [processor.tokenizer.eos_token_id], 100)
     scores = torch.stack([engine.infer_batch(scoring_batch(collate([s])))["values"].sum() for s in samples])
     assert (scores[0::2] > scores[1::2]).float().mean() >= 0.8
     page = (HERE.parents[1] / "docs" / "tasks.md").read_text()
@@ -127,7 +130,7 @@ def test_bad_input_is_one_clear_message(whole, tiny_dir, tmp_path):
     (tmp_path / "rows.jsonl").write_text('{"question": "q", "answer": "a"}\n')
     (tmp_path / "margins.jsonl").write_text('{"prompt": "q", "chosen": "a", "rejected": "b", "margin": "far"}\n' * 20)
     for message, arguments in {
-        "reward_model: task .*columns chosen and rejected expected": ["--task", tmp_path / "rows.jsonl"],
+        "reward_model: .*rows.jsonl: chosen: expected a column chosen": ["--task", tmp_path / "rows.jsonl"],
         "reward_model: out .*holds a run already; --resume goes on with it": ["--out", whole],
         "reward_model: step 0: none of its 6 rows can be trained on": ["--max_tokens", 5],
         "reward_model: step 0: none of its 6 rows": ["--task", tmp_path / "margins.jsonl"],

@@ -12,13 +12,14 @@ import torch
 from PIL import Image
 
 from rlkit.data import collate, extend, prompt
+from rlkit.data.messages import message
 from rlkit.data.samples import check_tracks, observe
 from rlkit.engines import make_engine
 from rlkit.rewards import score
 from rlkit.rollout import Sampling, make_rollout, uniforms
 from rlkit.rollout.agent import Observation, Scripted, run_episodes
 from rlkit.vlm import decode, encode, load_model, load_processor, unsampled_ids
-from rlkit.vlm.processors import encode_reply, message
+from rlkit.vlm.chat_template import encode_reply
 
 
 @pytest.fixture(scope="module")
@@ -423,10 +424,10 @@ def test_templates_that_rewrite_history_are_refused(processor):
     try:
         for template in (DROPS_THOUGHTS, NEVER_THINKS, MOVES_THE_SYSTEM):
             tokenizer.chat_template = template
-            with pytest.raises(ValueError, match=f"chat template of '{name}': it rewrites earlier turns"):
+            with pytest.raises(ValueError, match=f"chat template of '{name}': expected earlier turns to stay"):
                 encode_reply(tokenizer, chat, message("user", "And?"))
         tokenizer.chat_template = ENDS_WITHOUT_A_TOKEN
-        with pytest.raises(ValueError, match="an end token behind the assistant's turn expected, came"):
+        with pytest.raises(ValueError, match="expected an end token behind the assistant's turn, got"):
             encode_reply(tokenizer, chat, message("user", "And?"))
         tokenizer.chat_template = DROPS_THOUGHTS  # but not those of a turn that calls a tool
         found = encode_reply(tokenizer, chat, message("tool", "4"))

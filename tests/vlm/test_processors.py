@@ -217,20 +217,20 @@ def test_image_tokens_never_truncated(processor):
         processor.tokenizer.model_max_length = before
 
 
-TEXT_ONLY = {"messages": [{"role": "user", "content": "no place for it"}]}
+NO_PLACE = {"messages": [{"role": "assistant", "content": "no place for it"}]}
 TWO_PLACES = {"messages": [{"role": "user", "content": [{"type": "image"}, {"type": "image"}]}]}
 BAD_ROWS = {
     "broken image": (ask(b"broken"), "image of type bytes: cannot be read"),
     "missing image": (ask("gone.png"), "image 'gone.png': cannot be read"),
     "url": (ask("http://host/a.png"), "a URL"),
     "strip": (ask(Image.new("RGB", (1, 400))), "aspect ratio"),
-    "no place": (ask(image(), **TEXT_ONLY), "1 images, but the prompt has 0 places"),
-    "two places": (ask(image(), **TWO_PLACES), "1 images, but the prompt has 2 places"),
-    "place without image": (ask(**TWO_PLACES), "0 images, but the prompt has 2 places"),
+    "no place": (ask(image(), **NO_PLACE), "images: expected one for each place, got 1 for no place"),
+    "two places": (ask(image(), **TWO_PLACES), "images: expected one for each place, got 1 for 2 image parts"),
+    "place without image": (ask(**TWO_PLACES), "images: expected one for each place, got 0 for 2 image parts"),
     "spelled out": (ask(image(), question="<|image_pad|>?"), "1 images, but the prompt has 2 places"),
     "spelled out, no image": (ask(question="<|image_pad|>?"), "0 images, but the prompt has 1 places"),
     "video": (ask(question="<|video_pad|>?"), "0 videos, but the prompt has 1 places"),
-    "null question": (ask(question=None), "no question"),
+    "null question": (ask(question=None), "question: expected text or a list of messages, got None"),
 }
 
 
@@ -250,7 +250,7 @@ def test_encode_rows_keeps_the_good_ones(processor):
 
 
 def test_a_tokenizer_cannot_see(processor):
-    with pytest.raises(ValueError, match="file.jsonl row 7: 1 images, but the model's processor is a tokenizer"):
+    with pytest.raises(ValueError, match="row 7: images: expected none, as the model's processor is a tokenizer"):
         encode(processor.tokenizer, ask(image()))
 
 
