@@ -2,7 +2,7 @@
 
     torchrun --nproc-per-node=1 recipes/dpo.py                        # a tiny Qwen2.5-VL learns to read digits
     torchrun --nproc-per-node=8 recipes/dpo.py --model Qwen/Qwen2.5-VL-7B-Instruct --task pairs.parquet \\
-        --lora_rank 32 --exclude_modules ".*visual.*" --max_new_tokens 0 --lr 5e-6 --steps 1000
+        --lora_rank 32 --max_new_tokens 0 --lr 5e-6 --steps 1000
 
 Rows have `question` (or `prompt`), `chosen`, `rejected` and maybe `image`, in the formats of TRL, UltraFeedback and
 RLAIF-V. A task without pairs gets them: its answer is chosen, another row's answer rejected.
@@ -46,7 +46,6 @@ from rlkit.rollout import Sampling, make_rollout
 from rlkit.rollout.sampling import end_tokens
 from rlkit.tracking import Run, new_directory
 from rlkit.vlm import (
-    VISION_TOWER,
     encode,
     encode_answers,
     freeze,
@@ -55,6 +54,7 @@ from rlkit.vlm import (
     lora,
     model_or_tiny,
     trainable_summary,
+    vision_tower,
 )
 
 
@@ -109,8 +109,8 @@ class Config:
     """Scale of the adapters, over their rank."""
     target_modules: str = "all-linear"
     """Modules that get adapters: all-linear, or a regular expression."""
-    exclude_modules: str | None = ".*visual.*"
-    """Regular expression of modules that get none."""
+    exclude_modules: str | None = None
+    """Regular expression of modules that get none, besides the towers of images, which get none."""
     engine: str = "fsdp2"
     """What trains: fsdp2, megatron, or one of another package; see docs/engines.md."""
     parallel: dict[str, int] = field(default_factory=dict)
@@ -282,7 +282,7 @@ def set_up(cfg: Config, task: Task, out: Path, refers: bool):
         "use_remove_padding": cfg.use_remove_padding, "use_fused_kernels": cfg.use_fused_kernels, **cfg.parallel,
     }  # fmt: skip
     if cfg.freeze_vision_tower:
-        freeze(model, VISION_TOWER)
+        freeze(model, vision_tower(model))
     if cfg.lora_rank:
         model = lora(model, cfg.lora_rank, cfg.lora_alpha, cfg.target_modules, cfg.exclude_modules)
     if dist.get_rank() == 0:

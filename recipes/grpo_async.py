@@ -43,7 +43,7 @@ from rlkit.rewards import judged, part_means, reward_stats, score, score_as_writ
 from rlkit.rollout import Ahead, Canary, Sampling, fresh_gap, make_rollout
 from rlkit.rollout.serve import serving
 from rlkit.tracking import Run, new_directory
-from rlkit.vlm import VISION_TOWER, freeze, load_model, lora, model_or_tiny, trainable_summary
+from rlkit.vlm import freeze, load_model, lora, model_or_tiny, trainable_summary, vision_tower
 from rlkit.vlm.chat_template import encode_rows
 from rlkit.vlm.processors import load_processor, unsampled_ids
 
@@ -107,8 +107,8 @@ class Config:
     """Scale of the adapters, over their rank."""
     target_modules: str = "all-linear"
     """Modules that get adapters: all-linear, or a regular expression."""
-    exclude_modules: str | None = ".*visual.*"
-    """Regular expression of modules that get none."""
+    exclude_modules: str | None = None
+    """Regular expression of modules that get none, besides the towers of images, which get none."""
     engine: str = "fsdp2"
     """What trains: fsdp2, megatron, or one of another package; see docs/engines.md."""
     parallel: dict[str, int] = field(default_factory=dict)
@@ -271,7 +271,7 @@ def set_up(cfg: Config, task: Task, out: Path, stack: ExitStack):
     model = load_model(path, trust_remote_code=cfg.trust_remote_code)
     unsampled = unsampled_ids(model.config, getattr(processor, "tokenizer", processor))
     if cfg.freeze_vision_tower:
-        freeze(model, VISION_TOWER)
+        freeze(model, vision_tower(model))
     if cfg.lora_rank:
         model = lora(model, cfg.lora_rank, cfg.lora_alpha, cfg.target_modules, cfg.exclude_modules)
     if rank == 0:

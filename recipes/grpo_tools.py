@@ -41,7 +41,7 @@ from rlkit.rollout import Canary, Sampling, make_rollout
 from rlkit.rollout.agent import Observation, Scripted, run_episodes
 from rlkit.rollout.image_tools import CALLS, careless_turn
 from rlkit.tracking import Run, new_directory
-from rlkit.vlm import VISION_TOWER, build_tiny, freeze, load_model, lora, trainable_summary
+from rlkit.vlm import build_tiny, freeze, load_model, lora, trainable_summary, vision_tower
 from rlkit.vlm.chat_template import encode_rows
 from rlkit.vlm.processors import load_processor, unsampled_ids
 
@@ -84,7 +84,7 @@ class Config:
     lora_rank: int = 0  # of LoRA adapters; 0 trains the weights themselves
     lora_alpha: int = 32  # scale of the adapters, over their rank
     target_modules: str = "all-linear"  # modules that get adapters: all-linear, or a regular expression
-    exclude_modules: str | None = ".*visual.*"  # regular expression of modules that get none
+    exclude_modules: str | None = None  # regular expression of modules that get none, besides the vision tower
     engine: str = "fsdp2"  # what trains: fsdp2, megatron, or one of another package; see docs/engines.md
     parallel: dict[str, int] = field(default_factory=dict)  # ranks that share a model: tensor 2 pipeline 2
     use_remove_padding: bool = True  # pack rows without padding
@@ -274,7 +274,7 @@ def set_up(cfg: Config, task: Task, tool, out: Path):
         "use_remove_padding": cfg.use_remove_padding, "use_fused_kernels": cfg.use_fused_kernels, **cfg.parallel,
     }  # fmt: skip
     if cfg.freeze_vision_tower:
-        freeze(model, VISION_TOWER)
+        freeze(model, vision_tower(model))
     if cfg.lora_rank:
         model = lora(model, cfg.lora_rank, cfg.lora_alpha, cfg.target_modules, cfg.exclude_modules)
     if dist.get_rank() == 0:

@@ -2,7 +2,7 @@
 
     torchrun --nproc-per-node=1 recipes/grpo_vlm.py                        # a tiny Qwen2.5-VL learns to read digits
     torchrun --nproc-per-node=8 recipes/grpo_vlm.py --model Qwen/Qwen2.5-VL-7B-Instruct --task train.jsonl \\
-        --lora_rank 32 --exclude_modules ".*visual.*" --max_new_tokens 1024 --lr 1e-5
+        --lora_rank 32 --max_new_tokens 1024 --lr 1e-5
 
 How it differs from the paper (DeepSeekMath, https://arxiv.org/abs/2402.03300, section 4.1):
 - the loss is the mean over all tokens of the batch, not the mean of per-answer means (DAPO, arXiv 2503.14476): long
@@ -42,7 +42,7 @@ from rlkit.report import write_report
 from rlkit.rewards import Judge, judged, part_means, reward_stats
 from rlkit.rollout import Canary, Sampling, make_rollout
 from rlkit.tracking import Run, new_directory
-from rlkit.vlm import VISION_TOWER, freeze, load_model, lora, model_or_tiny, trainable_summary
+from rlkit.vlm import freeze, load_model, lora, model_or_tiny, trainable_summary, vision_tower
 from rlkit.vlm.chat_template import encode_rows
 from rlkit.vlm.processors import load_processor, unsampled_ids
 
@@ -112,8 +112,8 @@ class Config:
     """Scale of the adapters, over their rank."""
     target_modules: str = "all-linear"
     """Modules that get adapters: all-linear, or a regular expression."""
-    exclude_modules: str | None = ".*visual.*"
-    """Regular expression of modules that get none."""
+    exclude_modules: str | None = None
+    """Regular expression of modules that get none, besides the towers of images, which get none."""
     engine: str = "fsdp2"
     """What trains: fsdp2, megatron, or one of another package; see docs/engines.md."""
     parallel: dict[str, int] = field(default_factory=dict)
@@ -271,7 +271,7 @@ def set_up(cfg: Config, task: Task, out: Path):
         "use_remove_padding": cfg.use_remove_padding, "use_fused_kernels": cfg.use_fused_kernels, **cfg.parallel,
     }  # fmt: skip
     if cfg.freeze_vision_tower:
-        freeze(model, VISION_TOWER)
+        freeze(model, vision_tower(model))
     if cfg.lora_rank:
         model = lora(model, cfg.lora_rank, cfg.lora_alpha, cfg.target_modules, cfg.exclude_modules)
     if dist.get_rank() == 0:

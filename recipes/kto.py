@@ -2,7 +2,7 @@
 
     torchrun --nproc-per-node=1 recipes/kto.py                        # a tiny Qwen2.5-VL learns to read digits
     torchrun --nproc-per-node=8 recipes/kto.py --model Qwen/Qwen2.5-VL-7B-Instruct --task marked.parquet \\
-        --lora_rank 32 --exclude_modules ".*visual.*" --max_new_tokens 0 --lr 5e-6 --steps 1000
+        --lora_rank 32 --max_new_tokens 0 --lr 5e-6 --steps 1000
 
 Rows have `question` (or `prompt`), `completion`, `label` (true or false) and maybe `image`, as TRL has them. Pairs
 (`chosen`, `rejected`) are two rows each. A task of neither kind gets them: its answer is good, another row's bad.
@@ -45,7 +45,6 @@ from rlkit.rollout import Sampling, make_rollout
 from rlkit.rollout.sampling import end_tokens
 from rlkit.tracking import Run, new_directory
 from rlkit.vlm import (
-    VISION_TOWER,
     encode,
     encode_answers,
     freeze,
@@ -54,6 +53,7 @@ from rlkit.vlm import (
     lora,
     model_or_tiny,
     trainable_summary,
+    vision_tower,
 )
 
 
@@ -107,8 +107,8 @@ class Config:
     """Scale of the adapters, over their rank."""
     target_modules: str = "all-linear"
     """Modules that get adapters: all-linear, or a regular expression."""
-    exclude_modules: str | None = ".*visual.*"
-    """Regular expression of modules that get none."""
+    exclude_modules: str | None = None
+    """Regular expression of modules that get none, besides the towers of images, which get none."""
     engine: str = "fsdp2"
     """What trains: fsdp2, megatron, or one of another package; see docs/engines.md."""
     parallel: dict[str, int] = field(default_factory=dict)
@@ -272,7 +272,7 @@ def set_up(cfg: Config, task: Task, out: Path):
         "use_remove_padding": cfg.use_remove_padding, "use_fused_kernels": cfg.use_fused_kernels, **cfg.parallel,
     }  # fmt: skip
     if cfg.freeze_vision_tower:
-        freeze(model, VISION_TOWER)
+        freeze(model, vision_tower(model))
     if cfg.lora_rank:
         model = lora(model, cfg.lora_rank, cfg.lora_alpha, cfg.target_modules, cfg.exclude_modules)
     if dist.get_rank() == 0:

@@ -45,7 +45,7 @@ from rlkit.report import write_report
 from rlkit.rewards import Judge, judged, part_means, reward_stats
 from rlkit.rollout import Canary, Sampling, make_rollout
 from rlkit.tracking import Run, new_directory
-from rlkit.vlm import VISION_TOWER, freeze, load_model, lora, model_or_tiny, trainable_summary
+from rlkit.vlm import freeze, load_model, lora, model_or_tiny, trainable_summary, vision_tower
 from rlkit.vlm.chat_template import encode_rows
 from rlkit.vlm.processors import load_processor, unsampled_ids
 
@@ -94,7 +94,7 @@ class Config:
     lora_rank: int = 0  # of LoRA adapters in policy and critic; 0 trains the weights themselves
     lora_alpha: int = 32  # scale of the adapters, over their rank
     target_modules: str = "all-linear"  # modules that get adapters: all-linear, or a regular expression
-    exclude_modules: str | None = ".*visual.*"  # regular expression of modules that get none
+    exclude_modules: str | None = None  # regular expression of modules that get none, besides the vision tower
     engine: str = "fsdp2"  # what trains: fsdp2, megatron, or one of another package; see docs/engines.md
     parallel: dict[str, int] = field(default_factory=dict)  # ranks that share a model: tensor 2 pipeline 2
     use_remove_padding: bool = True  # pack rows without padding
@@ -270,7 +270,7 @@ def set_up(cfg: Config, task: Task, out: Path):
 
     def trained(model_type: str, model, lr: float, steps: int):
         if cfg.freeze_vision_tower:
-            freeze(model, VISION_TOWER)
+            freeze(model, vision_tower(model))
         if cfg.lora_rank:
             model = lora(model, cfg.lora_rank, cfg.lora_alpha, cfg.target_modules, cfg.exclude_modules)
         if model_type == "value_model":

@@ -51,7 +51,7 @@ from rlkit.report import write_report
 from rlkit.rewards import Judge, judged, part_means, reward_stats
 from rlkit.rollout import Canary, Sampling, make_rollout
 from rlkit.tracking import Run, new_directory
-from rlkit.vlm import VISION_TOWER, freeze, load_model, lora, model_or_tiny, trainable_summary
+from rlkit.vlm import freeze, load_model, lora, model_or_tiny, trainable_summary, vision_tower
 from rlkit.vlm.chat_template import encode_rows
 from rlkit.vlm.processors import load_processor, unsampled_ids
 
@@ -124,8 +124,8 @@ class Config:
     """Scale of the adapters, over their rank."""
     target_modules: str = "all-linear"
     """Modules that get adapters: all-linear, or a regular expression."""
-    exclude_modules: str | None = ".*visual.*"
-    """Regular expression of modules that get none."""
+    exclude_modules: str | None = None
+    """Regular expression of modules that get none, besides the towers of images, which get none."""
     engine: str = "fsdp2"
     """What trains: fsdp2, megatron, or one of another package; see docs/engines.md."""
     parallel: dict[str, int] = field(default_factory=dict)
@@ -275,7 +275,7 @@ def set_up(cfg: Config, task: Task, out: Path):
         "use_remove_padding": cfg.use_remove_padding, "use_fused_kernels": cfg.use_fused_kernels, **cfg.parallel,
     }  # fmt: skip
     if cfg.freeze_vision_tower:
-        freeze(model, VISION_TOWER)
+        freeze(model, vision_tower(model))
     if cfg.lora_rank:
         model = lora(model, cfg.lora_rank, cfg.lora_alpha, cfg.target_modules, cfg.exclude_modules)
     if dist.get_rank() == 0:

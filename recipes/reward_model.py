@@ -2,7 +2,7 @@
 
     torchrun --nproc-per-node=1 recipes/reward_model.py               # a tiny Qwen2.5-VL learns to judge read digits
     torchrun --nproc-per-node=8 recipes/reward_model.py --model Qwen/Qwen2.5-VL-7B-Instruct --task pairs.parquet \\
-        --lora_rank 32 --exclude_modules ".*visual.*" --lr 1e-4 --steps 1000
+        --lora_rank 32 --lr 1e-4 --steps 1000
 
 Rows have `question` (or `prompt`), `chosen`, `rejected` and maybe `image` and `margin`, in the formats of TRL,
 UltraFeedback and RLAIF-V. A task without pairs gets them: its answer is chosen, another row's answer rejected.
@@ -42,7 +42,6 @@ from rlkit.report import write_report
 from rlkit.rollout.sampling import end_tokens
 from rlkit.tracking import Run, new_directory
 from rlkit.vlm import (
-    VISION_TOWER,
     encode,
     encode_answers,
     freeze,
@@ -51,6 +50,7 @@ from rlkit.vlm import (
     lora,
     model_or_tiny,
     trainable_summary,
+    vision_tower,
 )
 
 
@@ -95,8 +95,8 @@ class Config:
     """Scale of the adapters, over their rank."""
     target_modules: str = "all-linear"
     """Modules that get adapters: all-linear, or a regular expression."""
-    exclude_modules: str | None = ".*visual.*"
-    """Regular expression of modules that get none."""
+    exclude_modules: str | None = None
+    """Regular expression of modules that get none, besides the towers of images, which get none."""
     engine: str = "fsdp2"
     """What trains: fsdp2, megatron, or one of another package; see docs/engines.md."""
     parallel: dict[str, int] = field(default_factory=dict)
@@ -225,7 +225,7 @@ def set_up(cfg: Config, task: Task, out: Path):
     else:
         model = load_value_model(path, trust_remote_code=cfg.trust_remote_code)
     if cfg.freeze_vision_tower:
-        freeze(model, VISION_TOWER)
+        freeze(model, vision_tower(model))
     if dist.get_rank() == 0:
         print(trainable_summary(model), flush=True)
     warm, steps = max(1, cfg.warmup_steps), max(1, cfg.steps)

@@ -2,7 +2,7 @@
 
     torchrun --nproc-per-node=1 recipes/sft.py                        # a tiny Qwen2.5-VL learns to read digits
     torchrun --nproc-per-node=8 recipes/sft.py --model Qwen/Qwen2.5-VL-7B-Instruct --task train.parquet \\
-        --lora_rank 32 --exclude_modules ".*visual.*" --max_new_tokens 0 --lr 1e-4 --steps 2000
+        --lora_rank 32 --max_new_tokens 0 --lr 1e-4 --steps 2000
 
 Rows have `question`, `answer` and maybe `image`, or `messages`, a chat whose last message is the assistant's.
 
@@ -40,7 +40,6 @@ from rlkit.rollout import Sampling, make_rollout
 from rlkit.rollout.sampling import end_tokens
 from rlkit.tracking import Run, new_directory
 from rlkit.vlm import (
-    VISION_TOWER,
     encode,
     encode_chat,
     freeze,
@@ -49,6 +48,7 @@ from rlkit.vlm import (
     lora,
     model_or_tiny,
     trainable_summary,
+    vision_tower,
 )
 
 
@@ -93,8 +93,8 @@ class Config:
     """Scale of the adapters, over their rank."""
     target_modules: str = "all-linear"
     """Modules that get adapters: all-linear, or a regular expression."""
-    exclude_modules: str | None = ".*visual.*"
-    """Regular expression of modules that get none."""
+    exclude_modules: str | None = None
+    """Regular expression of modules that get none, besides the towers of images, which get none."""
     engine: str = "fsdp2"
     """What trains: fsdp2, megatron, or one of another package; see docs/engines.md."""
     parallel: dict[str, int] = field(default_factory=dict)
@@ -216,7 +216,7 @@ def set_up(cfg: Config, task: Task, out: Path):
     model = load_model(path, trust_remote_code=cfg.trust_remote_code)
     ends = end_tokens(getattr(processor, "tokenizer", processor), model.generation_config.eos_token_id)
     if cfg.freeze_vision_tower:
-        freeze(model, VISION_TOWER)
+        freeze(model, vision_tower(model))
     if cfg.lora_rank:
         model = lora(model, cfg.lora_rank, cfg.lora_alpha, cfg.target_modules, cfg.exclude_modules)
     if dist.get_rank() == 0:

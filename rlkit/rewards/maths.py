@@ -129,7 +129,7 @@ class _Pool:
 
 def _start() -> subprocess.Popen[bytes]:
     if importlib.util.find_spec("math_verify") is None:
-        raise ImportError("maths rewards need math-verify: pip install 'rlkit[rewards]'")
+        raise ImportError("maths rewards need math-verify: pip install -e '.[rewards]'")
     command = [sys.executable, "-P", WORKER]  # a session of its own: Ctrl-C is not for it
     pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL}
     worker = subprocess.Popen(command, bufsize=0, start_new_session=True, **pipes)

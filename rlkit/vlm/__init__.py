@@ -1,6 +1,6 @@
 """Vision-language parts: 3D RoPE ids, processors, what trains, loading, and tiny models."""
 
-from rlkit.vlm.adapt import VISION_TOWER, freeze, lora, merged_parameters, trainable_summary
+from rlkit.vlm.adapt import freeze, lora, merged_parameters, towers, trainable_summary, vision_tower
 from rlkit.vlm.chat_template import encode, encode_answers, encode_chat, encode_reply, encode_rows, render
 from rlkit.vlm.loading import load_model, model_path
 from rlkit.vlm.processors import decode, load_image, load_processor, placeholder_ids, unsampled_ids
@@ -18,7 +18,6 @@ from rlkit.vlm.tiny import (
 __all__ = [
     "ROPE3D_MODEL_TYPES",
     "ROPE3D_REFUSED",
-    "VISION_TOWER",
     "Rope3DSpec",
     "build_tiny",
     "decode",
@@ -44,6 +43,8 @@ __all__ = [
     "tiny_text_config",
     "tiny_text_tokenizer",
     "tiny_tokenizer",
+    "towers",
     "trainable_summary",
     "unsampled_ids",
+    "vision_tower",
 ]

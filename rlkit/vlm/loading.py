@@ -30,7 +30,7 @@ def model_path(path: str) -> str:
 
         return snapshot_download(path.removeprefix(MODELSCOPE))
     except ImportError as error:
-        raise ValueError(f"model {path!r}: needs the package modelscope: pip install 'rlkit[modelscope]'") from error
+        raise ValueError(f"model {path!r}: needs the package modelscope: pip install -e '.[modelscope]'") from error
     except Exception as error:  # of many kinds, of which only some are OSErrors
         raise ValueError(f"model {path!r}: {error}") from error
 

@@ -23,7 +23,6 @@ from rlkit.engines.packer import blank_sample, pack  # noqa: E402
 from rlkit.losses import token_mean  # noqa: E402
 from rlkit.rollout import Sampling, make_rollout  # noqa: E402
 from rlkit.vlm import (  # noqa: E402
-    VISION_TOWER,
     encode,
     encode_answers,
     encode_chat,
@@ -32,6 +31,7 @@ from rlkit.vlm import (  # noqa: E402
     merged_parameters,
     tiny_text_tokenizer,
     unsampled_ids,
+    vision_tower,
 )
 from rlkit.vlm.inputs import position_spec  # noqa: E402
 
@@ -192,7 +192,7 @@ def test_a_blank_image_changes_no_number(family):
 @pytest.mark.parametrize("family", [*TEXT, *SEES])
 def test_frozen_parameters_do_not_move(family):
     base = model(family)
-    frozen = freeze(base, VISION_TOWER if family in SEES else r"\.(layers|h)\.0\.")
+    frozen = freeze(base, vision_tower(base) if family in SEES else r"\.(layers|h)\.0\.")
     trained = engine(base)
     before = parameters(trained)
     trained.train_batch(batch(family), loss_fn)
@@ -204,7 +204,7 @@ def test_frozen_parameters_do_not_move(family):
 
 @pytest.mark.parametrize("family", [*TEXT, *SEES])
 def test_lora_moves_adapters_alone_and_merges(family):
-    base = lora(model(family), 2, 4, exclude_modules=r".*(visual|vision).*")
+    base = lora(model(family), 2, 4)
     trained = engine(base)
     plain = trained.infer_batch(batch(family))["logprobs"]
     before = parameters(trained)
