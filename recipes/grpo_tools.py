@@ -16,7 +16,6 @@ beside what grpo_vlm.py says:
 import sys
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from pkgutil import resolve_name
 
 import numpy as np
 import torch
@@ -28,7 +27,7 @@ from tqdm import tqdm
 from transformers.utils.logging import disable_progress_bar
 
 from rlkit.advantages import grpo_advantages
-from rlkit.data import Task, collate, group_ids, load_task, step_rows
+from rlkit.data import Task, collate, group_ids, load_function, load_task, step_rows
 from rlkit.engines import make_engine
 from rlkit.engines.balance import balanced
 from rlkit.engines.checkpoint import checkpoints, keep_newest
@@ -106,7 +105,7 @@ def main(cfg: Config) -> None:
     disable_progress_bar()  # of loading and saving; the run has its own
     rank = dist.get_rank()
     try:
-        task, tool = load_task(cfg.task), resolve_name(cfg.tool)
+        task, tool = load_task(cfg.task), load_function(cfg.tool, "tool")
         judge = Judge(task.reward, threads=cfg.reward_threads)
         name = f"grpo_tools-{task.name}-seed{cfg.seed}"
         out = Path(cfg.out) if cfg.out else new_directory("runs", name, resume=cfg.resume)
@@ -114,7 +113,7 @@ def main(cfg: Config) -> None:
         engine, reference, rollout, processor = set_up(cfg, task, tool, out)
         saved = checkpoints(out / "checkpoints") if cfg.resume else []
         start = engine.load_checkpoint(saved[-1])["step"] if saved else 0
-    except (ImportError, AttributeError, ValueError) as error:
+    except ValueError as error:
         sys.exit(f"grpo_tools: {error}")
     run.start_at(start)
     mine = slice(engine.data_rank, None, engine.data_world)  # this rank's share of rows

@@ -20,11 +20,17 @@ OWN = {
     "recipes": {"rlkit"},
     "rlkit.losses": {"rlkit.losses"},
     "rlkit.advantages": {"rlkit.advantages", "rlkit.losses._check", "rlkit.losses._numerics"},
-    "rlkit.data": {"rlkit.data", "rlkit.rewards.maths", "rlkit.rewards.rules"},  # tasks name their rewards
+    "rlkit.data": {
+        "rlkit.data",
+        "rlkit.rewards.maths",
+        "rlkit.rewards.named",
+        "rlkit.rewards.rules",
+    },  # tasks name their rewards
     "rlkit.data.samples": set(),
     "rlkit.data.messages": {"rlkit.data.samples"},
     "rlkit.data.packing": set(),
-    "rlkit.rewards": {"rlkit.rewards", "rlkit.data.samples"},
+    "rlkit.data.user_code": set(),
+    "rlkit.rewards": {"rlkit.rewards", "rlkit.data.samples", "rlkit.data.user_code"},
     "rlkit.vlm": {"rlkit.vlm", "rlkit.data.messages", "rlkit.data.samples"},
     "rlkit.engines": {"rlkit.data", "rlkit.vlm", "rlkit.engines", "rlkit.losses.logprobs"},
     "rlkit.rollout": {"rlkit.data", "rlkit.rewards", "rlkit.vlm", "rlkit.rollout", "rlkit.losses.logprobs"},

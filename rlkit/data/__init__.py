@@ -2,11 +2,13 @@
 
 from rlkit.data.batching import balanced_partitions, token_budget_batches
 from rlkit.data.hub import open_stream, stream_steps
-from rlkit.data.loading import load_chats, load_marked, load_pairs, load_task
+from rlkit.data.loading import load_chats, load_marked, load_pairs, load_task, with_heldout
 from rlkit.data.mixing import by_difficulty, easiest, mixed, widened
 from rlkit.data.packing import Packed, repad, unpad, unpad_like
+from rlkit.data.prompting import with_prompt
 from rlkit.data.samples import Batch, Sample, collate, expand, extend, group_ids, observe, prompt
 from rlkit.data.tasks import Task, step_rows
+from rlkit.data.user_code import load_function
 
 __all__ = [
     "Batch",
@@ -21,6 +23,7 @@ __all__ = [
     "extend",
     "group_ids",
     "load_chats",
+    "load_function",
     "load_marked",
     "load_pairs",
     "load_task",
@@ -35,4 +38,6 @@ __all__ = [
     "unpad",
     "unpad_like",
     "widened",
+    "with_heldout",
+    "with_prompt",
 ]

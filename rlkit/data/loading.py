@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from pkgutil import resolve_name
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -15,7 +14,9 @@ from rlkit.data.hub import read_splits
 from rlkit.data.ready import READY
 from rlkit.data.samples import Row
 from rlkit.data.tables import FILES, HELD_OUT_SEED, Rows, a_tenth_held_out, beside, columns_of, read_table
-from rlkit.data.tasks import Task, digits, sorting
+from rlkit.data.tasks import Task, digits, sorting, with_rows, with_tables
+from rlkit.data.user_code import load_function
+from rlkit.rewards.named import REWARDS, reward_named
 from rlkit.rewards.rules import exact_match
 
 HELD_OUT_SPLITS = ("test", "validation", "val")
@@ -32,12 +33,13 @@ class Kind(NamedTuple):
 
 
 TASK = Kind(task_row, (ASKED, (*ANSWERS, *SHOWN)))
+PROMPTS = Kind(task_row, (ASKED,))
 CHAT = Kind(chat_row, ((*ASKED, "text"), (*ANSWERS, *SHOWN, "text")))
 PAIRS = Kind(pair_row, (("chosen",), ("rejected",)))
 MARKED = Kind(marked_row, (("completion", *CHATS), ("label",)))
 
 
-def load_task(name: str) -> Task:
+def load_task(name: str, *, reward: str | None = None) -> Task:
     """A task by its name: built in, published, a file, a data set, or a function of yours.
 
     - `digits`, `sorting`: built in, see there.
@@ -47,13 +49,19 @@ def load_task(name: str) -> Task:
       at most 300. The reward is an exact match.
     - `owner/name` on the hub, or a directory: a data set with such columns. Held out is its `test` or `validation`
       split, or else a tenth of `train`. The reward is an exact match.
-    - `module:function`, a function that returns a Task.
+    - `module:function` or `path/to/file.py:function`, a function that returns a Task.
+
+    Args:
+        name: as above.
+        reward: what judges answers instead of the task's own reward: `maths`, `choice`, `module:function`, ...; see
+            rlkit.rewards.reward_named. With a function of yours a file needs no answers.
 
     Raises:
         ValueError: an unknown name, a missing file, a column that is not there or is ambiguous, or rows of which none
             of the first twenty can be read.
     """
-    return _load(name, TASK)
+    task = _load(name, TASK if reward is None or reward in REWARDS else PROMPTS)
+    return task if reward is None else replace(task, reward=reward_named(reward))
 
 
 def load_chats(name: str) -> Task:
@@ -76,7 +84,7 @@ def load_pairs(name: str) -> Task:
     """
     if _is_table(name):
         return _from_tables(name, _tables(name), PAIRS)
-    return _of_each(load_task(name), _with_wrong_answers)
+    return with_tables(load_task(name), _with_wrong_answers)
 
 
 def load_marked(name: str) -> Task:
@@ -88,10 +96,10 @@ def load_marked(name: str) -> Task:
         ValueError: as `load_task`, or columns of neither kind.
     """
     if not _is_table(name):
-        return _of_each(load_pairs(name), _one_by_one)
+        return with_tables(load_pairs(name), _one_by_one)
     tables = _tables(name)
     if all({"chosen", "rejected"} <= set(columns_of(table)) for table, *_ in tables.values()):
-        return _of_each(_from_tables(name, tables, PAIRS), _one_by_one)
+        return with_tables(_from_tables(name, tables, PAIRS), _one_by_one)
     return _from_tables(name, tables, MARKED)
 
 
@@ -104,10 +112,7 @@ def _load(name: str, kind: Kind) -> Task:
     if _is_table(name):
         return _from_tables(name, _tables(name), kind)
     if ":" in name:
-        try:
-            function = resolve_name(name)
-        except (ImportError, AttributeError, ValueError) as error:
-            raise ValueError(f"task {name!r}: {error}") from error
+        function = load_function(name, "task")
         task = function() if callable(function) else function
         if not isinstance(task, Task):
             raise ValueError(f"task {name!r}: expected a rlkit.data.Task, got {type(task).__name__}")
@@ -176,19 +181,63 @@ def _read(kind: Kind, raw: Row) -> Row:
         return {"question": "", "images": [], "answer": None, "where": where, "unreadable": str(error)}
 
 
+# --- held-out rows
+
+
+def with_heldout(task: Task, heldout: str, load: Callable[[str], Task] = load_task) -> Task:
+    """A task with other held-out rows, of which none is trained on.
+
+    Args:
+        task: of `load` or of a function of yours. Its rows come to be held out as `heldout` says:
+        heldout: a file (`heldout.jsonl`), all of it; a split of the data set (`validation`), all of it; `all`, for
+            evaluation: every row of a file, or of every split; or a share of the rows to train on (`0.1`), at least one
+            row, the same ones in every run. With a file or a split, no row of the others is held out any more.
+        load: reads the file, and has read the task: `load_task`, `load_chats`, `load_pairs` or `load_marked`.
+
+    Raises:
+        ValueError: nothing of that, or a share that leaves nothing to train on.
+    """
+    rows = task.splits.get("train", task.train)
+    if heldout in task.splits:
+        return replace(task, train=() if heldout == "train" else rows, heldout=task.splits[heldout])
+    if heldout == "all":
+        every = _end_to_end(list(task.splits.values()) or [task.train, task.heldout])
+        return replace(task, train=(), heldout=every)
+    if Path(heldout).suffix in FILES:
+        held_rows = load(heldout).splits["train"]
+        if len(rows) and str(rows[0].get("where", "")).startswith(f"{heldout} row "):
+            raise ValueError(f"heldout: expected another file than the one to train on, got {heldout!r}")
+        return replace(task, train=rows, heldout=held_rows)
+    try:
+        share = float(heldout)
+    except ValueError:
+        share = 0.0
+    if not 0 < share < 1:
+        splits = ", ".join(task.splits) or "none"
+        raise ValueError(
+            f"heldout: expected a file, a split ({splits}), all, or a share between 0 and 1, got {heldout!r}"
+        )
+    held = max(1, round(share * len(rows)))
+    if held >= len(rows):
+        raise ValueError(f"heldout: expected a share that leaves rows to train on, got {share} of {len(rows)}")
+    order = np.random.default_rng(HELD_OUT_SEED).permutation(len(rows))
+    return replace(
+        task,
+        train=Rows(lambda i: rows[i], order[held:]),
+        heldout=Rows(lambda i: rows[i], order[:held]),
+    )
+
+
+def _end_to_end(tables: Sequence[Sequence[Row]]) -> Rows:
+    places = [(table, i) for table in tables for i in range(len(table))]
+    return Rows(lambda n: places[n][0][places[n][1]], np.arange(len(places)))
+
+
 # --- other tasks
 
 
-def _of_each(task: Task, change: Callable[[Sequence[Row]], Sequence[Row]]) -> Task:
-    """The task with all of its rows changed."""
-    splits = {split: change(rows) for split, rows in task.splits.items()}
-    return replace(task, train=change(task.train), heldout=change(task.heldout), splits=splits)
-
-
 def _read_as(task: Task, kind: Kind) -> Task:
-    if kind is TASK:
-        return task
-    return _of_each(task, lambda rows: Rows(lambda i: _read(kind, rows[i]), np.arange(len(rows))))
+    return task if kind.read is task_row else with_rows(task, lambda row: _read(kind, row))
 
 
 def _one_by_one(rows: Sequence[Row]) -> Sequence[Row]:

@@ -127,7 +127,7 @@ def place_images(messages: Sequence[Message], images: Sequence[Any] = ()) -> tup
     Raises:
         ValueError: a number of places that is not the number of images, or places of both kinds.
     """
-    places = [part for one in messages for part in _parts(one) if part["type"] == "image"]
+    places = [part for one in messages for part in parts_of(one) if part["type"] == "image"]
     held = [part["image"] for part in places if "image" in part]
     if held and (images or len(held) < len(places)):
         raise ValueError(f"images: expected all in the messages or all beside them, got {len(held)} and {len(images)}")
@@ -139,13 +139,14 @@ def place_images(messages: Sequence[Message], images: Sequence[Any] = ()) -> tup
     if marks == len(images) and not places:
         return [_split_at_marks(one) for one in messages], images
     if not marks and not places and asked is not None:
-        front = {**messages[asked], "content": [{"type": "image"}] * len(images) + _parts(messages[asked])}
+        front = {**messages[asked], "content": [{"type": "image"}] * len(images) + parts_of(messages[asked])}
         return [*messages[:asked], front, *messages[asked + 1 :]], images
     spots = " and ".join(f"{n} {kind}" for n, kind in ((marks, IMAGE), (len(places), "image parts")) if n)
     raise ValueError(f"images: expected one for each place, got {len(images)} for {spots or 'no place'}")
 
 
-def _parts(message: Message) -> list[Mapping[str, Any]]:
+def parts_of(message: Message) -> list[Mapping[str, Any]]:
+    """The content of a message as a list of parts."""
     content = message.get("content") or []
     return [{"type": "text", "text": content}] if isinstance(content, str) else list(content)
 
@@ -153,14 +154,14 @@ def _parts(message: Message) -> list[Mapping[str, Any]]:
 def _without_sources(message: Message) -> Message:
     if isinstance(message.get("content"), str):
         return message
-    parts = [{"type": "image"} if part["type"] == "image" else part for part in _parts(message)]
+    parts = [{"type": "image"} if part["type"] == "image" else part for part in parts_of(message)]
     return {**message, "content": parts}
 
 
 def _split_at_marks(message: Message) -> Message:
     if IMAGE not in text_of(message):
         return message
-    pieces = [piece for part in _parts(message) for piece in re.split(f"({IMAGE})", part["text"]) if piece]
+    pieces = [piece for part in parts_of(message) for piece in re.split(f"({IMAGE})", part["text"]) if piece]
     parts = [{"type": "image"} if piece == IMAGE else {"type": "text", "text": piece} for piece in pieces]
     return {**message, "content": parts}
 

@@ -8,13 +8,13 @@ answer could not be judged, which is not the same as 0.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
 from rlkit.data.samples import Reward, Row
-from rlkit.data.tables import HELD_OUT_SEED
+from rlkit.data.tables import HELD_OUT_SEED, Rows
 from rlkit.rewards.rules import exact_match
 
 
@@ -35,6 +35,21 @@ class Task:
     heldout: Sequence[Row]
     reward: Reward
     splits: Mapping[str, Sequence[Row]] = field(default_factory=dict)
+
+
+def with_rows(task: Task, change: Callable[[Row], Row]) -> Task:
+    """The task with each of its rows changed, when it is asked for."""
+
+    def changed(rows: Sequence[Row]) -> Sequence[Row]:
+        return Rows(lambda i: change(rows[i]), np.arange(len(rows)))
+
+    return with_tables(task, changed)
+
+
+def with_tables(task: Task, change: Callable[[Sequence[Row]], Sequence[Row]]) -> Task:
+    """The task with its rows changed all together: those to train on, those held out, and those of each split."""
+    splits = {split: change(rows) for split, rows in task.splits.items()}
+    return replace(task, train=change(task.train), heldout=change(task.heldout), splits=splits)
 
 
 def digits() -> Task:

@@ -3,7 +3,8 @@ sampled."""
 
 from rlkit.rewards.async_scoring import Judge, score_as_written
 from rlkit.rewards.judge import chat_judge, model_scores
-from rlkit.rewards.maths import maths_reward
+from rlkit.rewards.maths import boxed_match, maths_reward
+from rlkit.rewards.named import reward_named
 from rlkit.rewards.programs import all_tests_passed, share_of_tests_passed
 from rlkit.rewards.rules import (
     boxes_iou,
@@ -22,6 +23,7 @@ from rlkit.rewards.scoring import combine, judged, part_means, reward_stats, sco
 __all__ = [
     "Judge",
     "all_tests_passed",
+    "boxed_match",
     "boxes_iou",
     "chat_judge",
     "combine",
@@ -34,6 +36,7 @@ __all__ = [
     "numeric_match",
     "part_means",
     "repetition",
+    "reward_named",
     "reward_stats",
     "score",
     "score_as_written",

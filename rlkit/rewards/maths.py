@@ -57,6 +57,24 @@ def maths_reward(text: str, row: Mapping[str, Any]) -> float | None:
     return None if same is None else float(same)
 
 
+def boxed_match(text: str, row: Mapping[str, Any]) -> float | None:
+    r"""1 if what stands in the answer's last `\boxed{}` is the row's answer as text, 0 if not; None without an answer.
+
+    Case, white space, dollars and `\text{}` around it do not count. The row's answer may stand in a box itself.
+    """
+    if row.get("answer") is None:
+        return None
+    found, gold = final_answer(text), final_answer(str(row["answer"]))
+    right = gold[0] if gold is not None and gold[1] else str(row["answer"])
+    return float(found is not None and found[1] and _words(found[0]) == _words(right))
+
+
+def _words(text: str) -> str:
+    text = text.strip().strip("$").strip()
+    inner = re.fullmatch(r"\\text(?:bf|it|rm)?\{([^{}]*)\}", text)
+    return " ".join((inner[1] if inner else text).lower().split())
+
+
 def final_answer(text: str) -> tuple[str, bool] | None:
     r"""The part of a solution that is its result, and whether it stood in a box.
 

@@ -77,7 +77,7 @@ def encode(processor: Any, row: Row, *, max_tokens: int | None = None, group_id:
     """
     where = row.get("where", "row")
     try:
-        if row.get("plain_text") is not None:
+        if row.get("plain_text") is not None and not row.get("unreadable"):
             return prompt([], row=row, group_id=group_id)
         messages, sources = prompt_of(row)
         images = [load_image(source) for source in sources]

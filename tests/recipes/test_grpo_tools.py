@@ -88,7 +88,10 @@ def test_a_failing_tool_is_left_out_or_shown(warm_dir, tmp_path):
 
 def test_bad_input_is_one_clear_message(warm_dir, tmp_path):
     cases = {
-        ("--tool", "test_grpo_tools:crop"): "grpo_tools: module .* has no attribute 'crop'",
+        (
+            "--tool",
+            "test_grpo_tools:crop",
+        ): "grpo_tools: tool '.*:crop': expected a function of test_grpo_tools",
         ("--model", "tiny"): 'model "tiny": it knows the default task and tool alone; name a model for others',
         ("--tool", "test_grpo_tools:shaky", "--max_unjudged", 0.1): "episodes could be judged, ",
     }
