@@ -8,10 +8,11 @@ from rlkit.data.packing import Packed, repad, unpad, unpad_like
 from rlkit.data.prompting import with_prompt
 from rlkit.data.samples import Batch, Sample, collate, expand, extend, group_ids, observe, prompt
 from rlkit.data.tasks import Task, step_rows
-from rlkit.data.user_code import load_function
+from rlkit.data.user_code import Failures, load_function
 
 __all__ = [
     "Batch",
+    "Failures",
     "Packed",
     "Sample",
     "Task",

@@ -154,7 +154,7 @@ def _split_task(
 ) -> Task:
     splits = read_splits(source, subset)
     if missing := [split for split in (train, heldout) if split is not None and split not in splits]:
-        raise ValueError(f"task {name!r}: {source!r} has no split {missing[0]!r}; it has {sorted(splits)}")
+        raise ValueError(f"task {name!r}: expected a split {missing[0]!r} of {source!r}, got {sorted(splits)}")
     rows = {split: made(splits[split], row, f"{source} {split}") for split in (train, heldout) if split is not None}
     return Task(name, rows[train] if train is not None else (), rows[heldout], reward, rows)
 

@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from rlkit.data.lookup import extra
 from rlkit.data.samples import Row
 
 HELD_OUT_SEED = 20240131  # the same rows are held out in every run, whatever its seed
@@ -91,7 +92,8 @@ def _csv_rows(path: Path) -> list[Row]:
 
 def _parquet_table(path: Path) -> Any:
     """Images stay undecoded, so that one broken image is one bad row and not the end of the run."""
-    import datasets
+    with extra("recipes"):
+        import datasets
 
     try:
         table = datasets.load_dataset("parquet", data_files=str(path), split="train")
@@ -102,7 +104,8 @@ def _parquet_table(path: Path) -> Any:
 
 def undecoded(table: Any) -> Any:
     """A table or stream of datasets whose images are bytes or a path until somebody wants them."""
-    import datasets
+    with extra("recipes"):
+        import datasets
 
     undecoded = datasets.Image(decode=False)
     for name, feature in (table.features or {}).items():

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
+from rlkit.data.lookup import extra
 from rlkit.data.samples import Reward, Row
 from rlkit.data.tables import HELD_OUT_SEED, Rows
 from rlkit.rewards.rules import exact_match
@@ -57,8 +58,9 @@ def digits() -> Task:
 
     360 of them are held out. The reward is 1 for the digit and nothing else.
     """
-    from PIL import Image
-    from sklearn.datasets import load_digits
+    with extra("recipes"):
+        from PIL import Image
+        from sklearn.datasets import load_digits
 
     data = load_digits()
     order = np.random.default_rng(HELD_OUT_SEED).permutation(len(data.target))

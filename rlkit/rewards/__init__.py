@@ -18,7 +18,16 @@ from rlkit.rewards.rules import (
     think_answer_format,
     within_length,
 )
-from rlkit.rewards.scoring import combine, judged, part_means, reward_stats, score, score_parts
+from rlkit.rewards.scoring import (
+    combine,
+    judged,
+    judged_accuracy,
+    judging_problem,
+    part_means,
+    reward_stats,
+    score,
+    score_parts,
+)
 
 __all__ = [
     "Judge",
@@ -29,6 +38,8 @@ __all__ = [
     "combine",
     "exact_match",
     "judged",
+    "judged_accuracy",
+    "judging_problem",
     "matches",
     "maths_reward",
     "model_scores",

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from rlkit.data.samples import Reward, Sample
+from rlkit.data.user_code import Failures
 from rlkit.rewards.scoring import score_parts
 
 Judged = tuple[Tensor, dict[str, Tensor], float, float]  # of one prompt: rewards, parts, from when, until when
@@ -36,20 +37,23 @@ class Judge:
         threads: prompts whose answers are judged at once. 0: in the caller's thread, in `result`, when all are written;
             for a reward that uses signals or bears no second thread.
 
+    Attributes:
+        reasons: why answers of the last `result` could not be judged, and how many for each reason.
+
     Raises:
         ValueError: fewer than 0 threads.
     """
 
     def __init__(self, reward: Reward, *, threads: int = 8) -> None:
         if threads < 0:
-            raise ValueError(f"reward_threads: at least 0 expected, came {threads}")
-        self.reward = reward
+            raise ValueError(f"reward_threads: expected at least 0, got {threads}")
+        self.reward, self.failures, self.reasons = reward, Failures("reward"), ""
         self.pool = ThreadPoolExecutor(threads, "reward") if threads else None
         self.under_way: dict[int, Future[Judged] | Sequence[Sample]] = {}
 
     def take(self, i: int, samples: Sequence[Sample]) -> None:
         """The answers to prompt i are written; from any thread, in any order, each prompt once."""
-        self.under_way[i] = self.pool.submit(_judge, self.reward, samples) if self.pool else samples
+        self.under_way[i] = self.pool.submit(_judge, self.reward, samples, self.failures) if self.pool else samples
 
     def result(self) -> tuple[Tensor, dict[str, Tensor], float]:
         """Of all that was taken since the last call, in the order of the prompts; waits until it is judged.
@@ -59,11 +63,16 @@ class Judge:
             whether somebody waited for it or not: a run logs it as `time/judging`, beside `time/reward`, the wait.
         """
         taken, self.under_way = [self.under_way[i] for i in sorted(self.under_way)], {}
-        found = [one.result() if isinstance(one, Future) else _judge(self.reward, one) for one in taken]
+        judged = (one.result() if isinstance(one, Future) else _judge(self.reward, one, self.failures) for one in taken)
+        found = list(judged)
+        self.failures.log_repeated()
+        self.reasons = self.failures.take()
         return _together(self.reward, found)
 
 
-def score_as_written(submit: Callable[..., Future[list[Sample]]], reward: Reward, *, threads: int = 8) -> Callable:
+def score_as_written(
+    submit: Callable[..., Future[list[Sample]]], reward: Reward, *, threads: int = 8, failures: Failures | None = None
+) -> Callable:
     """A sampler's `submit` that has its samples judged: a prompt's are as soon as they are written, while others are
     still being written and while the caller trains.
 
@@ -74,16 +83,18 @@ def score_as_written(submit: Callable[..., Future[list[Sample]]], reward: Reward
         submit: (prompts, sampling, n) -> future of n samples a prompt, as a rollout on servers has it.
         reward: is called in threads of its own, where a reward cannot use `signal.alarm`.
         threads: prompts whose samples are judged at once.
+        failures: as in `score`.
 
     Returns:
         The new submit. Its future fails as the sampler does, and calls off what is being written when it is cancelled.
     """
+    counted = Failures("reward") if failures is None else failures
     pool, loop = ThreadPoolExecutor(threads, "reward"), asyncio.new_event_loop()
     Thread(target=loop.run_forever, daemon=True, name="rewards").start()
 
     async def judge(written: Future[list[Sample]]) -> tuple[list[Sample], Judged]:
         samples = await asyncio.wrap_future(written)
-        return samples, await loop.run_in_executor(pool, _judge, reward, samples)
+        return samples, await loop.run_in_executor(pool, _judge, reward, samples, counted)
 
     async def judge_all(under_way: list[Future[list[Sample]]]) -> tuple[list[Sample], Tensor, dict[str, Tensor], float]:
         try:
@@ -91,6 +102,7 @@ def score_as_written(submit: Callable[..., Future[list[Sample]]], reward: Reward
         finally:
             for written in under_way:
                 written.cancel()  # does nothing to what is done
+            counted.log_repeated()
         return [sample for group, _ in found for sample in group], *_together(reward, [one for _, one in found])
 
     def submit_judged(prompts: Sequence[Sample], sampling: Any, n: int = 1) -> Future:
@@ -99,9 +111,9 @@ def score_as_written(submit: Callable[..., Future[list[Sample]]], reward: Reward
     return submit_judged
 
 
-def _judge(reward: Reward, samples: Sequence[Sample]) -> Judged:
+def _judge(reward: Reward, samples: Sequence[Sample], failures: Failures) -> Judged:
     start = time.perf_counter()
-    return *score_parts(reward, samples), start, time.perf_counter()
+    return *score_parts(reward, samples, failures=failures), start, time.perf_counter()
 
 
 def _together(reward: Reward, found: Sequence[Judged]) -> tuple[Tensor, dict[str, Tensor], float]:

@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from rlkit.data.lookup import extra
 from rlkit.data.samples import Batch, Reward, Row, Sample, collate
 
 log = logging.getLogger(__name__)
@@ -81,12 +82,10 @@ def chat_judge(
         ImportError: the package openai is not installed.
         ValueError: parallel is less than 1.
     """
-    try:
+    with extra("rewards"):
         from openai import OpenAI, OpenAIError
-    except ImportError as error:
-        raise ImportError("a chat judge needs the package openai: pip install openai") from error
     if parallel < 1:
-        raise ValueError(f"parallel: at least 1 expected, came {parallel}")
+        raise ValueError(f"parallel: expected at least 1, got {parallel}")
     key = os.environ.get(api_key_variable) or "none"
     client = OpenAI(base_url=base_url, api_key=key, max_retries=retries, timeout=seconds)
     slots = threading.BoundedSemaphore(parallel)
@@ -158,5 +157,5 @@ def model_scores(infer: Callable[[Batch], Tensor], samples: Sequence[Sample], *,
     """
     scores = infer(collate(samples, pad_token_id=pad_token_id)).detach().float().cpu()
     if scores.shape != (len(samples),):
-        raise ValueError(f"infer: [{len(samples)}] scores expected, came {list(scores.shape)}")
+        raise ValueError(f"infer: expected [{len(samples)}] scores, got {list(scores.shape)}")
     return torch.where(scores.isfinite(), scores, math.nan)

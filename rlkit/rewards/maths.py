@@ -27,6 +27,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from rlkit.data.lookup import extra
 from rlkit.rewards.sandbox import WALL, processor_seconds
 
 WORKER = str(Path(__file__).with_name("maths_worker.py"))
@@ -49,7 +50,7 @@ def maths_reward(text: str, row: Mapping[str, Any]) -> float | None:
     """
     gold = final_answer(str(row["answer"])) if row.get("answer") is not None else None
     if gold is None:
-        raise ValueError(f"{row.get('where', 'row')}: answer: text or a number expected, came {row.get('answer')!r}")
+        raise ValueError(f"{row.get('where', 'row')}: answer: expected text or a number, got {row.get('answer')!r}")
     found = final_answer(text)
     if found is None:
         return 0.0
@@ -146,8 +147,9 @@ class _Pool:
 
 
 def _start() -> subprocess.Popen[bytes]:
-    if importlib.util.find_spec("math_verify") is None:
-        raise ImportError("maths rewards need math-verify: pip install -e '.[rewards]'")
+    with extra("rewards"):
+        if importlib.util.find_spec("math_verify") is None:  # only the worker imports it
+            raise ModuleNotFoundError(name="math_verify")
     command = [sys.executable, "-P", WORKER]  # a session of its own: Ctrl-C is not for it
     pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL}
     worker = subprocess.Popen(command, bufsize=0, start_new_session=True, **pipes)

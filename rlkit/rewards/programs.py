@@ -51,7 +51,7 @@ def _passes(text: str, row: Mapping[str, Any]) -> Iterator[bool]:
     except ValueError:
         tests = None
     if not tests or not isinstance(tests, list):
-        raise ValueError(f"{where}: tests: a list of at least one test expected, came {row.get('tests')!r}")
+        raise ValueError(f"{where}: tests: expected a list of at least one test, got {row.get('tests')!r}")
     wanted = [_wanted(test, where) for test in tests]  # all are read before the first is run
     program, seconds = extract_program(text), float(row.get("seconds", 10))
     return (passed(run_python(program, seconds=seconds, **given)) for given, passed in wanted)
@@ -68,8 +68,8 @@ def _wanted(test: Any, where: str) -> tuple[dict[str, Any], Callable[[Ran], bool
             case _:
                 raise ValueError("no such statement")
     except (SyntaxError, TypeError, ValueError) as error:
-        forms = '{"input": text, "output": text} or "assert <call> == <literal>" expected'
-        raise ValueError(f"{where}: tests: {forms}, came {test!r}") from error
+        forms = 'expected {"input": text, "output": text} or "assert <call> == <literal>"'
+        raise ValueError(f"{where}: tests: {forms}, got {test!r}") from error
     return {"call": call}, lambda ran: ran.value == value
 
 

@@ -16,6 +16,7 @@ from typing import Any
 
 import numpy as np
 
+from rlkit.data.lookup import extra
 from rlkit.data.samples import Reward, Row
 
 # --- the form of an answer
@@ -59,7 +60,7 @@ def within_length(longest: int, buffer: int = 0, count: Callable[[str], int] = l
         ValueError: not 0 <= buffer <= longest.
     """
     if not 0 <= buffer <= longest:
-        raise ValueError(f"buffer: 0 to longest ({longest}) expected, came {buffer}")
+        raise ValueError(f"buffer: expected 0 to longest ({longest}), got {buffer}")
 
     def reward(text: str, row: Row) -> float:
         over = count(text) - (longest - buffer)
@@ -82,7 +83,7 @@ def repetition(n: int = 4, words: Callable[[str], Sequence[str]] | None = None) 
         ValueError: n is less than 1.
     """
     if n < 1:
-        raise ValueError(f"n: at least 1 expected, came {n}")
+        raise ValueError(f"n: expected at least 1, got {n}")
 
     def reward(text: str, row: Row) -> float:
         cut = words(text) if words else text.lower().split()
@@ -121,7 +122,7 @@ def multiple_choice(text: str, row: Row) -> float | None:
         return None
     right = choice_letter(str(row["answer"]).strip().upper())
     if right is None:
-        raise ValueError(f"{row.get('where', 'row')}: answer: a letter from A to J expected, came {row['answer']!r}")
+        raise ValueError(f"{row.get('where', 'row')}: answer: expected a letter from A to J, got {row['answer']!r}")
     return float(choice_letter(text) == right)
 
 
@@ -137,7 +138,7 @@ def numeric_match(relative: float = 0.0, absolute: float = 0.0) -> Reward:
             return None
         right = _last_number(str(row["answer"]))
         if right is None:
-            raise ValueError(f"{row.get('where', 'row')}: answer: a number expected, came {row['answer']!r}")
+            raise ValueError(f"{row.get('where', 'row')}: answer: expected a number, got {row['answer']!r}")
         found = _last_number(text)
         return float(found is not None and abs(found - right) <= max(relative * abs(right), absolute))
 
@@ -220,7 +221,8 @@ def boxes_iou(text: str, row: Row) -> float | None:
     Raises:
         ValueError: the row's answer is nothing of that.
     """
-    from scipy.optimize import linear_sum_assignment
+    with extra("rewards"):
+        from scipy.optimize import linear_sum_assignment
 
     answer = row["answer"]
     if answer is None:
@@ -231,7 +233,7 @@ def boxes_iou(text: str, row: Row) -> float | None:
     except (TypeError, ValueError):
         wanted = np.empty(0)
     if wanted.ndim != 2 or wanted.shape[1] != 4:
-        raise ValueError(f"{row.get('where', 'row')}: answer: boxes [x1, y1, x2, y2] expected, came {answer!r}")
+        raise ValueError(f"{row.get('where', 'row')}: answer: expected boxes [x1, y1, x2, y2], got {answer!r}")
     found = parse_boxes(text)
     if not found or not len(wanted):
         return float(len(found) == len(wanted))

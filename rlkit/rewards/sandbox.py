@@ -102,7 +102,7 @@ def check_isolation() -> None:
     """
     if sys.platform != "linux" or platform.machine() != "x86_64":
         raise SandboxError(
-            f"cannot isolate programs: Linux on x86-64 expected, came {sys.platform} {platform.machine()}"
+            f"cannot isolate programs: expected Linux on x86-64, got {sys.platform} {platform.machine()}"
         )
     with tempfile.TemporaryDirectory() as outside:
         secret = Path(outside) / "secret"

@@ -96,7 +96,7 @@ def restrict(seconds: float, memory: int, output: int, readable: list[str]) -> N
 def landlock(libc: ctypes.CDLL, readable: list[str], writable: str) -> None:
     version = libc.syscall(LANDLOCK_CREATE, None, ctypes.c_size_t(0), 1)
     if version < 3:  # 1 and 2 let a file that may be read be cut short
-        raise OSError(f"Landlock version 3 (Linux 6.2) expected, came {max(version, 0)}")
+        raise OSError(f"expected Landlock version 3 (Linux 6.2), got {max(version, 0)}")
     write_file, read_file, read_dir, make_reg, truncate = (1 << bit for bit in (1, 2, 3, 8, 14))
     rules = checked("Landlock", libc.syscall(LANDLOCK_CREATE, struct.pack("Q", (1 << 15) - 1), ctypes.c_size_t(8), 0))
     granted = {path: read_file | (read_dir if os.path.isdir(path) else 0) for path in readable if os.path.exists(path)}

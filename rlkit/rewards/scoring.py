@@ -9,7 +9,6 @@ A reward is a function `reward(text, row) -> float | None`; None means that the 
 
 from __future__ import annotations
 
-import logging
 import math
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -20,42 +19,98 @@ import torch
 from torch import Tensor
 
 from rlkit.data.samples import Reward, Row, Sample
+from rlkit.data.user_code import Failures
 
-log = logging.getLogger(__name__)
 
-
-def score(reward: Reward, samples: Sequence[Sample], *, threads: int = 1) -> Tensor:
+def score(reward: Reward, samples: Sequence[Sample], *, threads: int = 1, failures: Failures | None = None) -> Tensor:
     """[B] float32 rewards; nan where the reward function raised, or returned None, nan or an infinity: not judged.
 
-    A failure is logged with its row, never turned into a 0. A sample that was aborted is not judged.
+    A failure is never turned into a 0. Each distinct error is logged with its traceback once, then counted. A sample
+    that was aborted is not judged.
 
     Args:
+        reward: as of a task.
+        samples: prompts with their answers.
         threads: rewards under way at once, for those that wait for a process or a server (maths, programs, a judge).
+        failures: the reasons of what is not judged are counted here; by default they are those of this call.
     """
-    judge = partial(_judge, reward)
+    own = Failures("reward") if failures is None else failures
+    judge = partial(_judge, reward, own)
     if threads == 1:  # in this thread: a reward may use signals
-        return torch.tensor([judge(sample) for sample in samples], dtype=torch.float32)
-    with ThreadPoolExecutor(threads) as pool:
-        return torch.tensor(list(pool.map(judge, samples)), dtype=torch.float32)
+        values = [judge(sample) for sample in samples]
+    else:
+        with ThreadPoolExecutor(threads) as pool:
+            values = list(pool.map(judge, samples))
+    if failures is None:
+        own.log_repeated()
+    return torch.tensor(values, dtype=torch.float32)
 
 
-def _judge(reward: Reward, sample: Sample) -> float:
+def _judge(reward: Reward, failures: Failures, sample: Sample) -> float:
     if sample.finish_reason == "aborted":  # a tool failed, which says nothing about the policy
+        failures.count("an episode aborted by its tool")
         return math.nan
     try:
         value = reward(sample.text, sample.row)
-        value = math.nan if value is None else float(value)
-        return value if math.isfinite(value) else math.nan  # an infinite one would spoil its whole group
+        if value is not None and math.isfinite(value := float(value)):
+            return value
+        failures.count(f"a reward of {value}")  # an infinite one would spoil its whole group
     except Exception as error:  # whatever it is, it is the reward's, and it says nothing about the answer
         where = sample.row.get("where", f"group {sample.group_id}")
-        log.warning("reward failed on %s, answer %r: %s: %s", where, sample.text[:80], type(error).__name__, error)
-        return math.nan
+        failures.add(error, f"{where}, answer {sample.text[:80]!r}")
+    return math.nan
 
 
 def judged(samples: Sequence[Sample], rewards: Tensor) -> list[Sample]:
     """Those samples that could be judged, each with its reward."""
     pairs = zip(samples, rewards.tolist(), strict=True)
     return [replace(sample, reward=value) for sample, value in pairs if not math.isnan(value)]
+
+
+def judged_accuracy(
+    rewards: Tensor, global_sum: Callable[[Tensor], Tensor], *, max_unjudged: float = 1.0, reasons: str = ""
+) -> dict[str, float]:
+    """The mean reward of the answers that could be judged, over all ranks, with those that could not beside it.
+
+    Args:
+        rewards: [B], one answer to each of this rank's held-out rows; nan where it could not be judged.
+        global_sum: the engine's; all ranks call this together.
+        max_unjudged: largest share of the answers that may be without a judgement.
+        reasons: why they are, for the error: `Judge.reasons`, or `Failures.take()`.
+
+    Returns:
+        `accuracy`, nan without a judged answer; `judged` and `unjudged`, counts.
+
+    Raises:
+        ValueError: a larger share could not be judged: the mean of the others would say little.
+    """
+    known = ~rewards.isnan()
+    sums = torch.stack([rewards.double().nansum(), known.sum().double(), torch.tensor(float(len(rewards)))])
+    total, judged, asked = global_sum(sums.double()).tolist()
+    if asked and (problem := judging_problem(asked, judged, max_unjudged, reasons)):
+        raise ValueError(f"held-out {problem}")
+    return {"accuracy": total / judged if judged else math.nan, "judged": int(judged), "unjudged": int(asked - judged)}
+
+
+def judging_problem(
+    asked: float, judged: float, max_unjudged: float, reasons: str = "", skipped: Sequence[str] = ()
+) -> str:
+    """One sentence if too few answers of a batch were judged to go on with it; an empty text if not.
+
+    Args:
+        asked, judged: answers, and those with a reward, over all ranks.
+        max_unjudged: largest share that may be without one.
+        reasons: why they are, see `judged_accuracy`.
+        skipped: messages of `encode_rows`, one a row that no prompt could be made of.
+    """
+    if judged >= max(1.0, (1 - max_unjudged) * asked):
+        return ""
+    if not asked:
+        first = f": {len(skipped)} rows were skipped, the first because of {skipped[0]}" if skipped else ""
+        return f"answers: expected at least one, got none{first}"
+    why = f": {reasons}" if reasons else ""
+    least = f"{1 - max_unjudged:.0%}" if max_unjudged < 1 else "one"
+    return f"answers: expected at least {least} of {asked:.0f} judged, got {judged:.0f}{why}"
 
 
 # --- several parts
@@ -90,23 +145,25 @@ def combine(parts: Mapping[str, tuple[float, Reward]]) -> Combined:
     """
     if not parts or not all(math.isfinite(weight) for weight, _ in parts.values()):
         weights = {name: weight for name, (weight, _) in parts.items()}
-        raise ValueError(f"parts: at least one, with finite weights, expected, came {weights}")
+        raise ValueError(f"parts: expected at least one, with finite weights, got {weights}")
     return Combined(dict(parts))
 
 
-def score_parts(reward: Reward, samples: Sequence[Sample], *, threads: int = 1) -> tuple[Tensor, dict[str, Tensor]]:
+def score_parts(
+    reward: Reward, samples: Sequence[Sample], *, threads: int = 1, failures: Failures | None = None
+) -> tuple[Tensor, dict[str, Tensor]]:
     """`score`, and each part of a combined reward by itself; every part judges every sample once.
 
     Args:
-        threads: rewards under way at once, as in `score`.
+        reward, samples, threads, failures: as in `score`.
 
     Returns:
         rewards [B] float32, nan where one part with a weight could not be judged; and parts, name -> [B] before its
         weight (empty for a reward that is not combined): a run logs their means, GDPO takes them as they are.
     """
     if not isinstance(reward, Combined):
-        return score(reward, samples, threads=threads), {}
-    parts = {name: score(part, samples, threads=threads) for name, (_, part) in reward.parts.items()}
+        return score(reward, samples, threads=threads, failures=failures), {}
+    parts = {name: score(part, samples, threads=threads, failures=failures) for name, (_, part) in reward.parts.items()}
     total = torch.zeros(len(samples), dtype=torch.float64)
     for name, (weight, _) in reward.parts.items():
         if weight:

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from rlkit.data.lookup import extra
 from rlkit.vlm.families import NAMED_AS_IN_FILES, TRANSPOSED_EXPERTS
 
 
@@ -93,8 +94,8 @@ def lora(
     Returns:
         A peft model: only adapters train, and `disable_adapter()` gives the reference policy back.
     """
-    import peft
-
+    with extra("vlm"):
+        import peft
     if rank < 1:
         raise ValueError(f"rank: expected at least 1, got {rank}")
     left_out = [exclude_modules] if exclude_modules else []

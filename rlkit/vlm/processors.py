@@ -26,7 +26,7 @@ def load_image(source: Any) -> Image.Image:
     if isinstance(source, Mapping):
         source = source.get("bytes") or source.get("path")
     if isinstance(source, str) and "://" in source:
-        raise ValueError(f"image {source!r}: a URL; a local path, bytes or a PIL image expected")
+        raise ValueError(f"image: expected a local path, bytes or a PIL image, got the URL {source!r}")
     name = repr(source) if isinstance(source, str | Path) else f"of type {type(source).__name__}"
     try:
         if isinstance(source, bytes | bytearray):
@@ -34,12 +34,12 @@ def load_image(source: Any) -> Image.Image:
         elif isinstance(source, str | Path):
             source = Image.open(source)
         elif not isinstance(source, Image.Image):
-            raise ValueError("a path, bytes or a PIL image expected")
+            raise ValueError("expected a path, bytes or a PIL image")
         image = ImageOps.exif_transpose(source)
         if image.mode.startswith("I;16"):  # convert() would saturate: everything above 255 white
             image = Image.fromarray((np.asarray(image) // 257).astype("uint8"))
         if image.mode in ("I", "F"):
-            raise ValueError(f"pixels of mode {image.mode!r} have no fixed range; 8 or 16 bits a channel expected")
+            raise ValueError(f"expected 8 or 16 bits a channel, got pixels of mode {image.mode!r}")
         image = image.convert("RGB")
     except (OSError, ValueError, SyntaxError, Image.DecompressionBombError) as error:
         raise ValueError(f"image {name}: cannot be read: {error}") from error
@@ -209,7 +209,7 @@ def load_processor(path: str, *, trust_remote_code: bool = False, **options: Any
     takes = getattr(processor.image_processor, "valid_kwargs", None)  # what is not among them is ignored without a word
     if takes is not None and (unknown := options.keys() - takes.__annotations__.keys() - {"trust_remote_code"}):
         name = type(processor.image_processor).__name__
-        raise ValueError(f"{sorted(unknown)[0]}: {name} has no such option; it has {', '.join(takes.__annotations__)}")
+        raise ValueError(f"{sorted(unknown)[0]}: expected an option of {name}: {', '.join(takes.__annotations__)}")
     return processor
 
 

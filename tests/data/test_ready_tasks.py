@@ -178,18 +178,18 @@ def test_unreadable_data_sets_are_named(tmp_path):
     (tmp_path / "empty").mkdir()
     cases = {
         str(tmp_path / "empty"): f"data set '{tmp_path / 'empty'}': ",
-        str(tmp_path / "gone" / "x"): f"data set '{tmp_path / 'gone' / 'x'}': ",
-        f"gsm8k@{tmp_path / 'gone'}": f"data set '{tmp_path / 'gone'}': ",
-        f"geometry3k@{FIXTURES / 'math500'}": "task 'geometry3k': .* has no split 'train'; it has \\['test'\\]",
+        str(tmp_path / "gone" / "x"): f"data set: .*, got '{tmp_path / 'gone' / 'x'}'",
+        f"gsm8k@{tmp_path / 'gone'}": f"data set: .*, got '{tmp_path / 'gone'}'",
+        f"geometry3k@{FIXTURES / 'math500'}": "task 'geometry3k': expected a split 'train' of .*, got \\['test'\\]",
     }
     for name, message in cases.items():
         with pytest.raises(ValueError, match=message):
             load_task(name)
-    with pytest.raises(ValueError, match="no split 'valid'; it has \\['test', 'train'\\]"):
+    with pytest.raises(ValueError, match="expected one of its splits \\['test', 'train'\\], got 'valid'"):
         read_split(str(FIXTURES / "gsm8k"), "valid", "main")
     with pytest.raises(ValueError, match="data set .*other"):
         read_splits(str(FIXTURES / "gsm8k"), "other")
-    with pytest.raises(ValueError, match="data set .*gone"):
+    with pytest.raises(ValueError, match="data set: .*gone"):
         open_stream(str(tmp_path / "gone"), "train")
 
 
@@ -242,7 +242,7 @@ def test_an_empty_stream_and_a_count_of_nothing_are_errors():
     stream = datasets.IterableDataset.from_generator(lambda: iter(()))
     with pytest.raises(ValueError, match="no rows to train on"):
         next(stream_steps(stream, dict, 2, seed=0))
-    with pytest.raises(ValueError, match="count: at least 1"):
+    with pytest.raises(ValueError, match="count: expected at least 1"):
         next(stream_steps(stream, dict, 0, seed=0))
 
 

@@ -1,11 +1,13 @@
-"""Functions that a user names: where they are looked for, and what is said when they are not there."""
+"""Functions that a user brings: where they are looked for, and what is said when they are not there or fail."""
 
+import json
+import logging
 import os
 import sys
 
 import pytest
 
-from rlkit.data import load_function, load_task
+from rlkit.data import Failures, load_function, load_task
 
 TASK = """
 from rlkit.data import Task
@@ -75,3 +77,54 @@ def test_what_is_not_there_is_one_sentence(folder, monkeypatch):
         with pytest.raises(ValueError) as caught:
             load_function(name, "reward")
         assert str(caught.value) == f"reward {name!r}: {error}"
+
+
+# --- what fails
+
+
+def misses(row):
+    return row["anwser"]
+
+
+def divides(row):
+    return 1 / row["zero"]
+
+
+def reads(row):
+    return json.loads("{")  # raises in Python's own code
+
+
+def fail(failures, function, row, where="row 1"):
+    try:
+        function(row)
+    except Exception as error:
+        failures.add(error, where)
+
+
+def test_one_traceback_for_each_distinct_error_and_then_counts(caplog):
+    failures = Failures("reward")
+    with caplog.at_level(logging.WARNING):
+        for i in range(5):
+            fail(failures, misses, {}, f"row {i}")
+            fail(failures, divides, {"zero": 0})
+        fail(failures, reads, {})
+        failures.count("a reward of None")
+        failures.log_repeated()
+        failures.log_repeated()  # nothing more to say
+    assert caplog.text.count("Traceback") == 3 and caplog.text.count('return row["anwser"]') == 1
+    lines = {function: function.__code__.co_firstlineno + 1 for function in (misses, divides, reads)}
+    names = [
+        f"KeyError: 'anwser' (test_user_code.py, line {lines[misses]})",
+        f"ZeroDivisionError: division by zero (test_user_code.py, line {lines[divides]})",
+    ]
+    logged = [record.getMessage() for record in caplog.records]
+    assert logged[0] == f"reward failed on row 0: {names[0]}" and logged[1] == f"reward failed on row 1: {names[1]}"
+    assert f"(test_user_code.py, line {lines[reads]})" in logged[2]  # not in json/decoder.py
+    assert logged[3:] == [f"reward failed again: 4 x {names[0]}; 4 x {names[1]}"]
+    assert failures.take().startswith(f"5 x {names[0]}; 5 x {names[1]}; 1 x ") and failures.take() == ""
+
+
+def test_an_error_without_a_traceback():
+    failures = Failures("tool")
+    failures.add(TimeoutError("no result within 2 seconds"), "row 1")
+    assert failures.take() == "1 x TimeoutError: no result within 2 seconds (no traceback)"

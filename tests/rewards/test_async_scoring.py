@@ -142,10 +142,19 @@ def test_without_threads_rewards_are_worked_out_in_the_main_one():
         judge = Judge(here, threads=threads)
         write(judge, asked_for(0.0, 0.0))
         assert judge.result()[0].tolist() == [float(threads == 0)] * 4
-    with pytest.raises(ValueError, match="reward_threads: at least 0 expected, came -1"):
+    with pytest.raises(ValueError, match="reward_threads: expected at least 0, got -1"):
         Judge(here, threads=-1)
 
 
 def test_covered():
     assert covered([], []) == 0 and covered([1.0, 5.0, 2.0], [3.0, 6.0, 2.5]) == 3
     assert covered([0.0, 1.0, 2.5], [2.0, 3.0, 2.75]) == 3
+
+
+def test_reasons_of_the_last_result():
+    judge = Judge(lambda text, row: row["missing"], threads=2)
+    for i in range(3):
+        judge.take(i, [prompt([1])])
+    assert judge.result()[0].isnan().all()
+    assert judge.reasons.startswith("3 x KeyError: 'missing' (test_async_scoring.py, line ")
+    assert len(judge.result()[0]) == 0 and judge.reasons == ""

@@ -138,7 +138,7 @@ def test_requests_at_once_are_bounded():
         with ThreadPoolExecutor(8) as pool:
             assert list(pool.map(lambda i: reward(str(i), ROW), range(24))) == [0.5] * 24
         assert 2 <= server.most <= 3
-    with pytest.raises(ValueError, match="parallel: at least 1 expected, came 0"):
+    with pytest.raises(ValueError, match="parallel: expected at least 1, got 0"):
         chat_judge("http://127.0.0.1:1/v1", "m", parallel=0)
 
 
@@ -184,6 +184,6 @@ def test_a_score_that_is_no_number_is_not_judged():
     samples = [prompt([1, 2]), prompt([3]), prompt([4])]
     found = model_scores(lambda batch: torch.tensor([1.5, math.inf, math.nan], dtype=torch.float64), samples)
     assert found[0] == 1.5 and found[1:].isnan().all() and found.dtype == torch.float32
-    with pytest.raises(ValueError, match=r"infer: \[3\] scores expected, came \[3, 2\]"):
+    with pytest.raises(ValueError, match=r"infer: expected \[3\] scores, got \[3, 2\]"):
         model_scores(lambda batch: collate(samples).tokens, samples)
     assert judge.model_scores(lambda batch: torch.zeros(len(batch)), []).shape == (0,)

@@ -52,7 +52,7 @@ def test_unreadable_gold_is_not_judged():
     assert maths_reward(r"\boxed{\foo{3} \bar}", {"answer": r"\foo{3} \bar"}) == 1.0
     assert maths_reward(r"\boxed{3}", {"answer": r"\frac{}{\sqrt{"}) is None
     for row in ({}, {"answer": None}, {"answer": " "}):
-        with pytest.raises(ValueError, match="file row 3: answer: text or a number expected"):
+        with pytest.raises(ValueError, match="file row 3: answer: expected text or a number"):
             maths_reward("1", {**row, "where": "file row 3"})
 
 
@@ -125,7 +125,7 @@ def test_reward_failure_is_not_zero(monkeypatch):
 def test_without_math_verify_it_says_so(monkeypatch):
     monkeypatch.setattr(maths, "_POOL", maths._Pool())
     monkeypatch.setattr(maths.importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(ImportError, match=r"math-verify: pip install -e '\.\[rewards\]'"):
+    with pytest.raises(ImportError, match=r"^package math_verify: .* pip install -e '\.\[rewards\]' in the checkout"):
         maths_reward("1", {"answer": "1"})
 
 

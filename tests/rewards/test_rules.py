@@ -58,7 +58,7 @@ def test_within_length():
         mine = [within_length(longest, buffer)("x" * n, ANY) for n in range(15)]
         assert of_tokens.tolist() == pytest.approx(mine)
     for buffer in (-1, 11):
-        with pytest.raises(ValueError, match=rf"buffer: 0 to longest \(10\) expected, came {buffer}"):
+        with pytest.raises(ValueError, match=rf"buffer: expected 0 to longest \(10\), got {buffer}"):
             within_length(10, buffer)
 
 
@@ -75,7 +75,7 @@ def test_repetition(text, n, expected):
 
 def test_repetition_cuts_as_it_is_told():
     assert repetition(1, list)("aab", ANY) == pytest.approx(-1 / 3) and repetition(1)("aab", ANY) == 0
-    with pytest.raises(ValueError, match="n: at least 1 expected, came 0"):
+    with pytest.raises(ValueError, match="n: expected at least 1, got 0"):
         repetition(0)
 
 
@@ -107,7 +107,7 @@ def test_multiple_choice():
     assert multiple_choice("The answer is (B).", {"answer": "C"}) == 0
     assert multiple_choice("I cannot say", {"answer": "C"}) == 0
     assert multiple_choice("C", {"answer": None}) is None
-    with pytest.raises(ValueError, match="row 3: answer: a letter from A to J expected, came 2"):
+    with pytest.raises(ValueError, match="row 3: answer: expected a letter from A to J, got 2"):
         multiple_choice("C", {"answer": 2, "where": "row 3"})
 
 
@@ -127,7 +127,7 @@ def test_numeric_match(text, answer, tolerance, expected):
 
 
 def test_numeric_match_wants_a_number():
-    with pytest.raises(ValueError, match="row 3: answer: a number expected, came 'many'"):
+    with pytest.raises(ValueError, match="row 3: answer: expected a number, got 'many'"):
         numeric_match()("7", {"answer": "many", "where": "row 3"})
 
 
@@ -200,7 +200,7 @@ def test_boxes_iou(text, answer, expected):
 
 @pytest.mark.parametrize("answer", ["a dog", [1, 2, 3], [[1, 2, 3]], "[1, 2", 7, {"box": 1}, [[[0, 0, 1, 1]]], "null"])
 def test_bad_boxes_are_named(answer):
-    with pytest.raises(ValueError, match="row 3: answer: boxes"):
+    with pytest.raises(ValueError, match="row 3: answer: expected boxes"):
         boxes_iou("[0, 0, 2, 2]", {"answer": answer, "where": "row 3"})
 
 

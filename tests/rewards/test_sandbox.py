@@ -408,7 +408,7 @@ def test_a_start_that_fails_is_not_the_programs_fault(tmp_path, monkeypatch):
 def test_another_machine_is_refused(monkeypatch):
     check_isolation.cache_clear()
     monkeypatch.setattr(sandbox.platform, "machine", lambda: "aarch64")
-    with pytest.raises(SandboxError, match="Linux on x86-64 expected, came linux aarch64"):
+    with pytest.raises(SandboxError, match="expected Linux on x86-64, got linux aarch64"):
         run_python("print(1)")
     monkeypatch.undo()
     assert not ISOLATED or run_python("print(1)").stdout == "1\n"

@@ -7,11 +7,13 @@ import numpy as np
 import pytest
 import torch
 
-from rlkit.data import prompt
+from rlkit.data import Failures, prompt
 from rlkit.rewards import (
     combine,
     exact_match,
     judged,
+    judged_accuracy,
+    judging_problem,
     matches,
     multiple_choice,
     part_means,
@@ -76,6 +78,64 @@ def test_a_sample_that_was_aborted_is_not_judged():
     samples = [replace(prompt([1]), text="1", finish_reason=reason) for reason in ("stop", "aborted")]
     first, second = score(lambda text, row: 1.0, samples).tolist()
     assert first == 1 and math.isnan(second)
+
+
+def test_reasons_of_what_is_not_judged():
+    def reward(text, row):
+        return {"none": None, "inf": math.inf}[text]
+
+    samples = [replace(prompt([1]), text=text) for text in ("none", "none", "inf", "other")]
+    samples.append(replace(prompt([1]), finish_reason="aborted"))
+    failures = Failures("reward")
+    for threads in (1, 3):
+        assert score(reward, samples, threads=threads, failures=failures).isnan().all()
+        said = failures.take()
+        assert said.startswith("2 x a reward of None; 1 x ") and said.count("; ") == 2
+    assert score_parts(combine({"a": (1.0, reward)}), samples[:2], failures=failures)[0].isnan().all()
+    assert failures.take() == "2 x a reward of None"
+
+
+# --- accuracy
+
+
+def test_accuracy_is_that_of_the_judged_rows():
+    """A row without a judgement is no wrong answer."""
+    rewards = torch.tensor([1.0, math.nan, math.nan, math.nan])
+    assert judged_accuracy(rewards, lambda x: x) == {"accuracy": 1.0, "judged": 1, "unjudged": 3}
+    another_rank = torch.tensor([0.0, 3.0, 4.0], dtype=torch.float64)  # its rewards, of how many, of how many asked
+    found = judged_accuracy(rewards, lambda mine: mine + another_rank)
+    assert found == {"accuracy": 0.25, "judged": 4, "unjudged": 4}
+    none = judged_accuracy(torch.zeros(0), lambda x: x, max_unjudged=0.0)
+    assert math.isnan(none["accuracy"]) and none["judged"] == none["unjudged"] == 0
+
+
+def test_too_many_held_out_rows_without_a_judgement():
+    rewards = torch.tensor([1.0, 0.0, 1.0, math.nan])
+    assert judged_accuracy(rewards, lambda x: x, max_unjudged=0.25)["accuracy"] == pytest.approx(2 / 3)
+    with pytest.raises(ValueError) as caught:
+        judged_accuracy(rewards, lambda x: x, max_unjudged=0.2, reasons="1 x KeyError: 'a' (mine.py, line 7)")
+    assert str(caught.value) == (
+        "held-out answers: expected at least 80% of 4 judged, got 3: 1 x KeyError: 'a' (mine.py, line 7)"
+    )
+    with pytest.raises(ValueError, match="^held-out answers: expected at least one of 2 judged, got 0$"):
+        judged_accuracy(torch.tensor([math.nan] * 2), lambda x: x)  # a mean of nothing
+
+
+@pytest.mark.parametrize(
+    ("asked", "judged", "share", "options", "problem"),
+    [
+        (64, 64, 0.0, {}, ""),
+        (64, 52, 0.2, {}, ""),
+        (64, 51, 0.2, {}, "answers: expected at least 80% of 64 judged, got 51"),
+        (64, 0, 1.0, {"reasons": "64 x a reward of None"},
+         "answers: expected at least one of 64 judged, got 0: 64 x a reward of None"),
+        (0, 0, 0.2, {}, "answers: expected at least one, got none"),
+        (0, 0, 0.2, {"skipped": ["t.jsonl row 3: no", "t.jsonl row 4: no"]},
+         "answers: expected at least one, got none: 2 rows were skipped, the first because of t.jsonl row 3: no"),
+    ],
+)  # fmt: skip
+def test_the_reason_behind_too_few_judged_answers(asked, judged, share, options, problem):
+    assert judging_problem(asked, judged, share, **options) == problem
 
 
 # --- several parts
@@ -153,5 +213,5 @@ def test_each_part_judges_once():
 
 @pytest.mark.parametrize("parts", [{}, {"a": (math.nan, multiple_choice)}, {"a": (math.inf, multiple_choice)}])
 def test_combine_of_nothing(parts):
-    with pytest.raises(ValueError, match="parts: at least one, with finite weights, expected, came {"):
+    with pytest.raises(ValueError, match="parts: expected at least one, with finite weights, got {"):
         combine(parts)

@@ -316,7 +316,7 @@ def test_a_failing_tool_is_an_aborted_sample_or_an_observation(processor, bad, c
     samples = run_episodes(scripted, requests, Sampling(8), step, **options)
     assert [s.group_id for s in samples] == [0, 0, 1, 1, 2, 2]
     assert [s.finish_reason for s in samples] == ["stop"] * 2 + ["aborted"] * 2 + ["stop"] * 2
-    assert "step failed on row 1, turn 'again'" in caplog.text and why in caplog.text
+    assert "tool failed on row 1, turn 'again'" in caplog.text and why in caplog.text
     shown = run_episodes(scripted, requests, Sampling(8), step, on_failure=lambda e: Observation(f"{e}"), **options)
     assert {s.finish_reason for s in shown} == {"stop"} and {len(s.images) for s in shown} == {3}
     for sample in shown[2:4]:
