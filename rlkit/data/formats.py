@@ -38,9 +38,17 @@ ASKED = (*QUESTIONS, *CHATS, "instruction")
 ANSWERS = ("answer", "solution", "label")
 IMAGES = ("images", "image")
 ROLES = {
-    "human": "user", "user": "user", "gpt": "assistant", "assistant": "assistant", "chatgpt": "assistant",
-    "bing": "assistant", "system": "system", "observation": "tool", "tool": "tool", "function_call": "assistant",
-}  # fmt: skip
+    "human": "user",
+    "user": "user",
+    "gpt": "assistant",
+    "assistant": "assistant",
+    "chatgpt": "assistant",
+    "bing": "assistant",
+    "system": "system",
+    "observation": "tool",
+    "tool": "tool",
+    "function_call": "assistant",
+}
 
 
 class Chat(NamedTuple):

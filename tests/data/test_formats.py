@@ -38,28 +38,60 @@ CALL = {"type": "function", "function": {"name": "add", "arguments": {"a": 1}}}
         ({"messages": [SYSTEM, user("Q"), assistant("3")]}, [SYSTEM, user("Q")], [], "3"),
         ({"messages": [user("Q"), assistant("It is 3.")], "answer": "3"}, [user("Q")], [], "3"),
         ({"messages": [user("Q")], "answer": "3"}, [user("Q")], [], "3"),
-        ({"messages": [user("Q"), assistant("a"), user("R"), assistant("3")]},
-         [user("Q"), assistant("a"), user("R")], [], "3"),
+        (
+            {"messages": [user("Q"), assistant("a"), user("R"), assistant("3")]},
+            [user("Q"), assistant("a"), user("R")],
+            [],
+            "3",
+        ),
         ({"prompt": "Q", "messages": [user("Q"), assistant("3")]}, [user("Q")], [], "3"),  # UltraChat
         # ShareGPT, LLaVA
-        ({"conversations": [{"from": "human", "value": "<image>Q"}, {"from": "gpt", "value": "3"}], "image": "x"},
-         [user(SEEN)], ["x"], "3"),
-        ({"conversations": [{"from": "system", "value": "Be brief."}, {"from": "human", "value": "Q"},
-                            {"from": "gpt", "value": "3"}]}, [SYSTEM, user("Q")], [], "3"),
+        (
+            {"conversations": [{"from": "human", "value": "<image>Q"}, {"from": "gpt", "value": "3"}], "image": "x"},
+            [user(SEEN)],
+            ["x"],
+            "3",
+        ),
+        (
+            {
+                "conversations": [
+                    {"from": "system", "value": "Be brief."},
+                    {"from": "human", "value": "Q"},
+                    {"from": "gpt", "value": "3"},
+                ]
+            },
+            [SYSTEM, user("Q")],
+            [],
+            "3",
+        ),
         ({"conversations": [user("Q"), assistant("3")], "system": "Be brief."}, [SYSTEM, user("Q")], [], "3"),
         # Alpaca
         ({"instruction": "Add.", "input": "1 2", "output": "3"}, [user("Add.\n1 2")], [], "3"),
-        ({"instruction": "Add 1 2.", "input": "", "output": "3", "system": "Be brief.", "history": [["Q", "a"]]},
-         [SYSTEM, user("Q"), assistant("a"), user("Add 1 2.")], [], "3"),
+        (
+            {"instruction": "Add 1 2.", "input": "", "output": "3", "system": "Be brief.", "history": [["Q", "a"]]},
+            [SYSTEM, user("Q"), assistant("a"), user("Add 1 2.")],
+            [],
+            "3",
+        ),
         # verl
-        ({"data_source": "g", "prompt": [user("<image>Q")], "images": [{"bytes": b"x"}], "ability": "math",
-          "reward_model": {"style": "rule", "ground_truth": "3"}, "extra_info": {"split": "train", "index": 0}},
-         [user(SEEN)], [{"bytes": b"x"}], "3"),
+        (
+            {
+                "data_source": "g",
+                "prompt": [user("<image>Q")],
+                "images": [{"bytes": b"x"}],
+                "ability": "math",
+                "reward_model": {"style": "rule", "ground_truth": "3"},
+                "extra_info": {"split": "train", "index": 0},
+            },
+            [user(SEEN)],
+            [{"bytes": b"x"}],
+            "3",
+        ),
         ({"prompt": [user("Q")], "reward_model": {"ground_truth": "3"}, "solution": "3"}, [user("Q")], [], "3"),
         # Anthropic's prompts
         ({"prompt": HUMAN, "answer": "3"}, HUMAN_TURNS, [], "3"),
     ],
-)  # fmt: skip
+)
 def test_tasks(raw, messages, images, answer):
     row = task_row({**raw, "where": "row 1", "level": 2})
     assert (row["messages"], row["images"], row["answer"]) == (messages, images, answer)
@@ -76,9 +108,13 @@ def test_the_question_is_for_people():
 def test_tools_of_messages_and_of_sharegpt():
     raw = {
         "tools": TOOLS,
-        "messages": [user("Q"), {"role": "assistant", "tool_calls": [CALL]}, {"role": "tool", "content": "2"},
-                     assistant("It is 2.")],
-    }  # fmt: skip
+        "messages": [
+            user("Q"),
+            {"role": "assistant", "tool_calls": [CALL]},
+            {"role": "tool", "content": "2"},
+            assistant("It is 2."),
+        ],
+    }
     shared = {
         "tools": '[{"type": "function", "function": {"name": "add", "parameters": {}}}]',
         "conversations": [
@@ -102,33 +138,48 @@ def test_tools_of_messages_and_of_sharegpt():
         ({"answer": "3"}, "question: expected text or messages, got none"),
         ({"question": None, "answer": "3"}, "question: expected text or messages, got none"),
         ({"question": 5, "answer": "3"}, "question: expected text or a list of messages, got 5"),
-        ({"prompt": {"a": 1}, "answer": "3"},
-         'prompt[0]: expected {"role": ..., "content": ...}, got {\'a\': 1}'),
+        ({"prompt": {"a": 1}, "answer": "3"}, 'prompt[0]: expected {"role": ..., "content": ...}, got {\'a\': 1}'),
         ({"question": "Q", "prompt": "R", "answer": "3"}, "question and prompt: expected one question, got 2"),
-        ({"messages": [user("Q")], "prompt": "R", "answer": "3"},
-         "messages and prompt: expected one question, got 2"),
-        ({"messages": [user("Q")], "conversations": [user("Q")], "answer": "3"},
-         "messages and conversations: expected one question, got 2"),
+        ({"messages": [user("Q")], "prompt": "R", "answer": "3"}, "messages and prompt: expected one question, got 2"),
+        (
+            {"messages": [user("Q")], "conversations": [user("Q")], "answer": "3"},
+            "messages and conversations: expected one question, got 2",
+        ),
         ({"question": "Q", "label": 1, "answer": "3"}, "answer and label: expected one of them, got both"),
-        ({"prompt": [user("Q")], "reward_model": {"ground_truth": "3"}, "answer": "4"},
-         "reward_model.ground_truth and answer: expected one answer, got two that differ"),
-        ({"question": "Q", "answer": "3", "image": "x", "images": ["y"]},
-         "images and image: expected one of them, got both"),
-        ({"question": "Q", "answer": "3", "system": "S", "messages": [SYSTEM, user("Q")]},
-         "system: expected one system message, got a column and a message"),
-        ({"messages": [user("Q"), assistant("a")], "completion": "b"},
-         "messages and completion: expected one answer, got two"),
+        (
+            {"prompt": [user("Q")], "reward_model": {"ground_truth": "3"}, "answer": "4"},
+            "reward_model.ground_truth and answer: expected one answer, got two that differ",
+        ),
+        (
+            {"question": "Q", "answer": "3", "image": "x", "images": ["y"]},
+            "images and image: expected one of them, got both",
+        ),
+        (
+            {"question": "Q", "answer": "3", "system": "S", "messages": [SYSTEM, user("Q")]},
+            "system: expected one system message, got a column and a message",
+        ),
+        (
+            {"messages": [user("Q"), assistant("a")], "completion": "b"},
+            "messages and completion: expected one answer, got two",
+        ),
         ({"question": "<image>Q", "answer": "3"}, "images: expected one for each place, got 0 for 1 <image>"),
-        ({"conversations": [{"from": "x", "value": 1}]},
-         "conversations[0]: expected from human, gpt, system, ... and a text as value, got {'from': 'x', 'value': 1}"),
+        (
+            {"conversations": [{"from": "x", "value": 1}]},
+            "conversations[0]: expected from human, gpt, system, ... and a text as value, got "
+            "{'from': 'x', 'value': 1}",
+        ),
         ({"conversations": "Q"}, 'conversations: expected a list of {"from": ..., "value": ...}, got \'Q\''),
-        ({"conversations": [{"from": "human", "value": "Q"}, {"from": "function_call", "value": "add(1)"}]},
-         'conversations[1][0].tool_calls: expected a function\'s name and its arguments, got \'add(1)\''),
-        ({"instruction": "I", "output": "3", "history": ["Q"]},
-         "history: expected pairs of a question and an answer, got 'Q'"),
+        (
+            {"conversations": [{"from": "human", "value": "Q"}, {"from": "function_call", "value": "add(1)"}]},
+            "conversations[1][0].tool_calls: expected a function's name and its arguments, got 'add(1)'",
+        ),
+        (
+            {"instruction": "I", "output": "3", "history": ["Q"]},
+            "history: expected pairs of a question and an answer, got 'Q'",
+        ),
         ({"question": "Q", "answer": "3", "tools": "add"}, "tools: expected a list of functions, got 'add'"),
     ],
-)  # fmt: skip
+)
 def test_what_is_ambiguous_or_no_question_is_refused(raw, error):
     with pytest.raises(ValueError) as caught:
         task_row(raw)
@@ -157,14 +208,18 @@ def test_chats():
         ({"messages": [user("Q")]}, "answer: expected a text or one message of the assistant, got None"),
         ({"messages": [user("Q"), assistant(None)]}, "messages[1].content: expected text or a list of parts, got None"),
         ({"question": "Q"}, "answer: expected a text or one message of the assistant, got None"),
-        ({"question": "Q", "answer": {"text": "a"}},
-         "answer: expected a text or one message of the assistant, got {'text': 'a'}"),
+        (
+            {"question": "Q", "answer": {"text": "a"}},
+            "answer: expected a text or one message of the assistant, got {'text': 'a'}",
+        ),
         ({"question": "Q", "answer": True}, "answer: expected a text or one message of the assistant, got True"),
-        ({"question": "Q", "answer": "3", "solution": "1 + 2"},
-         "answer and solution: expected one answer to imitate, got 2"),
+        (
+            {"question": "Q", "answer": "3", "solution": "1 + 2"},
+            "answer and solution: expected one answer to imitate, got 2",
+        ),
         ({"text": 5}, "question: expected text or messages, got none"),
     ],
-)  # fmt: skip
+)
 def test_bad_chats_are_named(raw, error):
     with pytest.raises(ValueError) as caught:
         chat_row(raw)
@@ -182,32 +237,77 @@ def test_bad_chats_are_named(raw, error):
         ({"question": "Q", "chosen": "a", "rejected": "b", "images": ["x"]}, [user(SEEN)], "a", "b"),
         ({"prompt": "<image>Q", "chosen": "a", "rejected": "b", "image": "x"}, [user(SEEN)], "a", "b"),
         # TRL, a chat
-        ({"prompt": [SYSTEM, user("Q")], "chosen": [assistant("a")], "rejected": [assistant("b")]},
-         [SYSTEM, user("Q")], "a", "b"),
-        ({"prompt": [SYSTEM, user("Q")], "chosen": [assistant("a")], "rejected": [assistant("b")], "images": ["x"]},
-         [SYSTEM, user(SEEN)], "a", "b"),
-        ({"prompt": [user(SEEN)], "chosen": [assistant([{"type": "text", "text": "a"}])], "images": ["x"],
-          "rejected": [assistant([{"type": "text", "text": "b"}])]}, [user(SEEN)], "a", "b"),
+        (
+            {"prompt": [SYSTEM, user("Q")], "chosen": [assistant("a")], "rejected": [assistant("b")]},
+            [SYSTEM, user("Q")],
+            "a",
+            "b",
+        ),
+        (
+            {"prompt": [SYSTEM, user("Q")], "chosen": [assistant("a")], "rejected": [assistant("b")], "images": ["x"]},
+            [SYSTEM, user(SEEN)],
+            "a",
+            "b",
+        ),
+        (
+            {
+                "prompt": [user(SEEN)],
+                "chosen": [assistant([{"type": "text", "text": "a"}])],
+                "images": ["x"],
+                "rejected": [assistant([{"type": "text", "text": "b"}])],
+            },
+            [user(SEEN)],
+            "a",
+            "b",
+        ),
         # TRL, an implicit prompt
         ({"chosen": [user("Q"), assistant("a")], "rejected": [user("Q"), assistant("b")]}, [user("Q")], "a", "b"),
         ({"chosen": "The sky is blue.", "rejected": "The sky is green."}, [user("The sky is ")], "blue.", "green."),
         ({"chosen": "The sky is grey.", "rejected": "The sky is green."}, [user("The sky is ")], "grey.", "green."),
         # Anthropic
-        ({"chosen": f"{HUMAN} I am sure I am.", "rejected": f"{HUMAN} I am sure: no."},
-         HUMAN_TURNS, "I am sure I am.", "I am sure: no."),
+        (
+            {"chosen": f"{HUMAN} I am sure I am.", "rejected": f"{HUMAN} I am sure: no."},
+            HUMAN_TURNS,
+            "I am sure I am.",
+            "I am sure: no.",
+        ),
         ({"prompt": HUMAN, "chosen": " Yes.", "rejected": " No."}, HUMAN_TURNS, " Yes.", " No."),
         # UltraFeedback, and several turns before the answer
-        ({"prompt": "Q", "chosen": [user("Q"), assistant("a")], "rejected": [user("Q"), assistant("b")],
-          "messages": [user("Q"), assistant("a")], "score_chosen": 8.0}, [user("Q")], "a", "b"),
-        ({"chosen": [user("Q"), assistant("m"), user("R"), assistant("a")],
-          "rejected": [user("Q"), assistant("m"), user("R"), assistant("b")]},
-         [user("Q"), assistant("m"), user("R")], "a", "b"),
+        (
+            {
+                "prompt": "Q",
+                "chosen": [user("Q"), assistant("a")],
+                "rejected": [user("Q"), assistant("b")],
+                "messages": [user("Q"), assistant("a")],
+                "score_chosen": 8.0,
+            },
+            [user("Q")],
+            "a",
+            "b",
+        ),
+        (
+            {
+                "chosen": [user("Q"), assistant("m"), user("R"), assistant("a")],
+                "rejected": [user("Q"), assistant("m"), user("R"), assistant("b")],
+            },
+            [user("Q"), assistant("m"), user("R")],
+            "a",
+            "b",
+        ),
         # LLaMA-Factory
-        ({"conversations": [{"from": "human", "value": "Q"}], "chosen": {"from": "gpt", "value": "a"},
-          "rejected": {"from": "gpt", "value": "b"}}, [user("Q")], "a", "b"),
+        (
+            {
+                "conversations": [{"from": "human", "value": "Q"}],
+                "chosen": {"from": "gpt", "value": "a"},
+                "rejected": {"from": "gpt", "value": "b"},
+            },
+            [user("Q")],
+            "a",
+            "b",
+        ),
         ({"instruction": "I", "input": "Q", "chosen": "a", "rejected": "b"}, [user("I\nQ")], "a", "b"),
     ],
-)  # fmt: skip
+)
 def test_pairs(raw, messages, chosen, rejected):
     row = pair_row(raw)
     assert (row["messages"], row["chosen"], row["rejected"], row["answer"]) == (messages, chosen, rejected, None)
@@ -217,21 +317,33 @@ def test_pairs(raw, messages, chosen, rejected):
 @pytest.mark.parametrize(
     ("raw", "error"),
     [
-        ({"question": "Q", "chosen": "a", "rejected": "a"},
-         "chosen, rejected: expected two different answers, got the same"),
-        ({"question": "Q", "chosen": "a", "rejected": None},
-         "rejected: expected a text or one message of the assistant, got None"),
+        (
+            {"question": "Q", "chosen": "a", "rejected": "a"},
+            "chosen, rejected: expected two different answers, got the same",
+        ),
+        (
+            {"question": "Q", "chosen": "a", "rejected": None},
+            "rejected: expected a text or one message of the assistant, got None",
+        ),
         ({"chosen": "red", "rejected": "green"}, "question: expected text or messages, got none"),
         ({"chosen": [assistant("a")], "rejected": [assistant("b")]}, "question: expected text or messages, got none"),
-        ({"chosen": [user("Q"), assistant("a"), user("R"), assistant("c")],
-          "rejected": [user("Q"), assistant("b"), user("R"), assistant("c")]},
-         "chosen: expected a text or one message of the assistant, got 3 messages, the first of role 'assistant'"),
-        ({"question": "Q", "chosen": [user("a")], "rejected": [user("b")]},
-         "chosen: expected a text or one message of the assistant, got 1 messages, the first of role 'user'"),
-        ({"chosen": f"{HUMAN} Yes.", "rejected": f"{HUMAN} No.\n\nHuman: Why?\n\nAssistant: So."},
-         "rejected: expected a text or one message of the assistant, got 3 messages, the first of role 'assistant'"),
+        (
+            {
+                "chosen": [user("Q"), assistant("a"), user("R"), assistant("c")],
+                "rejected": [user("Q"), assistant("b"), user("R"), assistant("c")],
+            },
+            "chosen: expected a text or one message of the assistant, got 3 messages, the first of role 'assistant'",
+        ),
+        (
+            {"question": "Q", "chosen": [user("a")], "rejected": [user("b")]},
+            "chosen: expected a text or one message of the assistant, got 1 messages, the first of role 'user'",
+        ),
+        (
+            {"chosen": f"{HUMAN} Yes.", "rejected": f"{HUMAN} No.\n\nHuman: Why?\n\nAssistant: So."},
+            "rejected: expected a text or one message of the assistant, got 3 messages, the first of role 'assistant'",
+        ),
     ],
-)  # fmt: skip
+)
 def test_bad_pairs_are_named(raw, error):
     with pytest.raises(ValueError) as caught:
         pair_row(raw)
@@ -246,14 +358,16 @@ def test_bad_pairs_are_named(raw, error):
     [
         ({"prompt": "Q", "completion": "a", "label": True}, ([user("Q")], "a", True)),
         ({"question": "Q", "completion": "a", "label": np.False_, "images": ["x"]}, ([user(SEEN)], "a", False)),
-        ({"prompt": [SYSTEM, user("Q")], "completion": [assistant("a")], "label": False},
-         ([SYSTEM, user("Q")], "a", False)),
+        (
+            {"prompt": [SYSTEM, user("Q")], "completion": [assistant("a")], "label": False},
+            ([SYSTEM, user("Q")], "a", False),
+        ),
         ({"messages": [user("Q"), assistant("a")], "label": 1}, ([user("Q")], "a", True)),
         ({"prompt": "Q", "completion": "a", "label": "False"}, ([user("Q")], "a", False)),  # of a csv
         ({"prompt": "Q", "chosen": "a", "rejected": "b", "label": True}, ([user("Q")], "a", True)),
         ({"prompt": "Q", "chosen": "a", "rejected": "b", "label": False}, ([user("Q")], "b", False)),
     ],
-)  # fmt: skip
+)
 def test_marked_answers(raw, expected):
     row = marked_row(raw)
     assert (row["messages"], row["completion"], row["label"]) == expected and type(row["label"]) is bool

@@ -50,13 +50,17 @@ def test_calls_of_tools_have_objects_as_arguments():
         ([user(None)], "messages[0].content: expected text or a list of parts, got None"),
         ([user({"text": "Q"})], "messages[0].content: expected text or a list of parts, got {'text': 'Q'}"),
         ([user(["Q"])], "messages[0].content: expected parts of type text and image, got 'Q'"),
-        ([user([{"type": "video", "video": "a.mp4"}])],
-         "messages[0].content: expected parts of type text and image, got {'type': 'video', 'video': 'a.mp4'}"),
-        ([{"role": "assistant", "tool_calls": [{"name": "add", "arguments": "1 + 1"}]}],
-         "messages[0].tool_calls: expected a function's name and its arguments, got {'name': 'add', 'arguments': '1 "
-         "+ 1'}"),
+        (
+            [user([{"type": "video", "video": "a.mp4"}])],
+            "messages[0].content: expected parts of type text and image, got {'type': 'video', 'video': 'a.mp4'}",
+        ),
+        (
+            [{"role": "assistant", "tool_calls": [{"name": "add", "arguments": "1 + 1"}]}],
+            "messages[0].tool_calls: expected a function's name and its arguments, got {'name': 'add', 'arguments': '1 "
+            "+ 1'}",
+        ),
     ],
-)  # fmt: skip
+)
 def test_what_is_no_chat_is_refused(found, error):
     with pytest.raises(ValueError) as caught:
         read_messages(found)
@@ -71,12 +75,15 @@ def test_what_is_no_chat_is_refused(found, error):
         ([message("system", "S"), user("Q"), assistant("x"), user("R")], ["a"], ["S", [PICTURE, text("Q")], "x", "R"]),
         ([user("<image>\nQ")], ["a"], [[PICTURE, text("\nQ")]]),
         ([user("A <image> and <image>?")], ["a", "b"], [[text("A "), PICTURE, text(" and "), PICTURE, text("?")]]),
-        ([user("<image>Q"), assistant("x"), user("R<image>")], ["a", "b"],
-         [[PICTURE, text("Q")], "x", [text("R"), PICTURE]]),
+        (
+            [user("<image>Q"), assistant("x"), user("R<image>")],
+            ["a", "b"],
+            [[PICTURE, text("Q")], "x", [text("R"), PICTURE]],
+        ),
         ([user([text("A <image>")])], ["a"], [[text("A "), PICTURE]]),
         ([user([text("A"), PICTURE, text("B")])], ["a"], [[text("A"), PICTURE, text("B")]]),
     ],
-)  # fmt: skip
+)
 def test_places_of_images(messages, images, contents):
     placed, found = place_images(messages, images)
     assert [one["content"] for one in placed] == contents and found == images

@@ -42,12 +42,17 @@ def test_rewards_of_every_name(name, answer, right, wrong):
 @pytest.mark.parametrize(
     ("text", "answer", "value"),
     [
-        (r"\boxed{42}", 42, 1), (r"\boxed{ $42$ }", "42", 1), (r"\boxed{42.0}", "42", 0),  # as text, not as a number
-        (r"\boxed{1} no, \boxed{2}", "2", 1), (r"\boxed{\textbf{New  York}}", "new york", 1),
-        (r"<think>\boxed{1}</think> \boxed{2}", "1", 0), (r"\boxed{2", "2", 0), ("2", "2", 0),
+        (r"\boxed{42}", 42, 1),
+        (r"\boxed{ $42$ }", "42", 1),
+        (r"\boxed{42.0}", "42", 0),  # as text, not as a number
+        (r"\boxed{1} no, \boxed{2}", "2", 1),
+        (r"\boxed{\textbf{New  York}}", "new york", 1),
+        (r"<think>\boxed{1}</think> \boxed{2}", "1", 0),
+        (r"\boxed{2", "2", 0),
+        ("2", "2", 0),
         (r"\boxed{\frac{1}{2}}", r"Half: \boxed{\frac{1}{2}}", 1),
     ],
-)  # fmt: skip
+)
 def test_boxed_match(text, answer, value):
     assert boxed_match(text, {"answer": answer}) == value
 

@@ -38,19 +38,29 @@ def texts(processor, sample):
 
 def test_every_turn_of_the_assistant_is_trained_and_nothing_else(processor):
     images = [Image.new("RGB", size) for size in ((56, 56), (84, 56))]
-    turns = [user([{"type": "image"}, {"type": "text", "text": "One?"}]), assistant("1"),
-             user([{"type": "text", "text": "And"}, {"type": "image"}]), assistant("2 or 3")]  # fmt: skip
+    turns = [
+        user([{"type": "image"}, {"type": "text", "text": "One?"}]),
+        assistant("1"),
+        user([{"type": "text", "text": "And"}, {"type": "image"}]),
+        assistant("2 or 3"),
+    ]
     asked = encode(processor, chat_row({"messages": turns, "images": images}))
     sample = encode_chat(asked, processor, end_of(processor), 200)
     collate([sample])  # both tracks agree
     assert texts(processor, sample) == [
-        (False, "<|im_start|>user\n<|vision_start|>" + "<|image_pad|>" * 4 + "<|vision_end|>One?<|im_end|>\n"
-                "<|im_start|>assistant\n"),
+        (
+            False,
+            "<|im_start|>user\n<|vision_start|>" + "<|image_pad|>" * 4 + "<|vision_end|>One?<|im_end|>\n"
+            "<|im_start|>assistant\n",
+        ),
         (True, "1<|im_end|>"),
-        (False, "\n<|im_start|>user\nAnd<|vision_start|>" + "<|image_pad|>" * 6 + "<|vision_end|><|im_end|>\n"
-                "<|im_start|>assistant\n"),
+        (
+            False,
+            "\n<|im_start|>user\nAnd<|vision_start|>" + "<|image_pad|>" * 6 + "<|vision_end|><|im_end|>\n"
+            "<|im_start|>assistant\n",
+        ),
         (True, "2 or 3<|im_end|>"),
-    ]  # fmt: skip
+    ]
     assert sample.token_ids[: len(asked.token_ids)] == asked.token_ids and sample.vision is asked.vision
     assert asked.row["question"] == "And"
 
