@@ -56,4 +56,4 @@ def extra(name: str) -> Iterator[None]:
         yield
     except ModuleNotFoundError as error:
         package = f"package {error.name}: expected it to be installed, got none"
-        raise ImportError(f"{package}; pip install -e '.[{name}]' in the checkout of rlkit") from error
+        raise ImportError(f"{package}; in the checkout: pip install -e '.[{name}]'") from error

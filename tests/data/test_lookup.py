@@ -73,8 +73,7 @@ def test_a_missing_package_names_its_extra(tmp_path, monkeypatch):
             with pytest.raises(ImportError) as caught:
                 call()
         assert str(caught.value) == (
-            f"package {package}: expected it to be installed, got none; pip install -e '.[{name}]' in the checkout of "
-            "rlkit"
+            f"package {package}: expected it to be installed, got none; in the checkout: pip install -e '.[{name}]'"
         )
     with pytest.raises(ValueError, match="another"), extra("vlm"):
         raise ValueError("another error is not touched")

@@ -1,8 +1,6 @@
 """Ready-made tasks on rows in the columns and formats of the published data sets; see each task for its page."""
 
 import io
-import re
-from dataclasses import replace
 from pathlib import Path
 
 import datasets
@@ -11,9 +9,7 @@ from PIL import Image
 
 from rlkit.data import load_task, step_rows
 from rlkit.data.hub import made, open_stream, read_split, read_splits, stream_steps
-from rlkit.data.loading import BUILT_IN
 from rlkit.data.ready import BOXED, LETTER, READY
-from rlkit.data.samples import prompt
 from rlkit.rewards.maths import maths_reward
 from rlkit.vlm import load_image
 
@@ -255,64 +251,3 @@ def test_made_rows_are_read_when_asked_for():
 
     rows = made(datasets.Dataset.from_dict({"n": list(range(9))}), make, "here")
     assert rows[2:][1] == {"question": 3, "where": "here row 4"} and asked == [3]
-
-
-# --- the page
-
-
-class Enough(Exception):
-    pass
-
-
-def test_the_page_on_tasks_works(tmp_path, monkeypatch, shards):
-    page = (Path(__file__).parents[2] / "docs" / "tasks.md").read_text()
-    own, parts, judging, _, mixture, curriculum, stream = re.findall(  # one is tried in test_reward_model.py
-        r"```python\n(.*?)```", page, re.DOTALL
-    )
-    assert len(own.replace("\n\n\n", "\n").strip().splitlines()) <= 32
-    (tmp_path / "my_tasks.py").write_text(own + mixture)
-    monkeypatch.syspath_prepend(str(tmp_path))
-    roman = load_task("my_tasks:roman")
-    answers = {row["question"]: row["answer"] for row in [*roman.train, *roman.heldout]}
-    assert len(answers) == 999 and (len(roman.train), len(roman.heldout)) == (799, 200)
-    known = {"CMXCIX": "999", "XIV": "14", "CDXLIV": "444", "DCCCLXXXVIII": "888"}
-    assert all(answers[f"What number is {written}?"] == number for written, number in known.items())
-    assert [roman.reward(text, roman.train[0]) for text in (roman.train[0]["answer"], "0")] == [1, 0]
-
-    names = {"right": roman.reward}
-    exec(parts, names)
-    assert names["reward"]("444", {"answer": "444"}) == 1 and names["reward"].parts.keys() == {
-        "right",
-        "format",
-        "repeats",
-    }
-
-    class Sampler:
-        def generate(self, prompts, sampling, n, written):
-            for i in reversed(range(len(prompts))):
-                written(i, [replace(prompts[i], text=text) for text in ("444", "0")])
-            return [sample for sample in prompts for _ in range(n)]
-
-    asked = [prompt([1], row={"answer": "444"}), prompt([1], row={"answer": "0"})]
-    names = {"task": roman, "rollout": Sampler(), "prompts": asked, "sampling": None, "n": 2}
-    exec(judging, names)
-    assert names["rewards"].tolist() == [1, 0, 0, 1] and names["seconds"] > 0
-
-    names = {"task": local("math"), "step": 30, "count": 2, "seed": 0, "share": 0.5, "mean_reward": 0.9}
-    exec(curriculum, names)
-    assert names["share"] == pytest.approx(0.55) and len(names["rows"]) == 2
-
-    def encode_rows(processor, rows):
-        seen.append(rows)
-        raise Enough
-
-    seen: list = []
-    stream = stream.replace("owner/name", shards).replace("problem", "question").replace('raw["answer"]', "None")
-    with pytest.raises(Enough):
-        exec(stream, {"encode_rows": encode_rows, "processor": None, "count": 4, "start": 2, "rank": 1, "world": 2})
-    assert [position for position, _ in seen[0]] == [1, 3]
-
-
-def test_every_task_of_the_page_is_there():
-    page = (Path(__file__).parents[2] / "docs" / "tasks.md").read_text()
-    assert set(BUILT_IN) | set(READY) == set(re.findall(r"`(\w+)`", page.split("gsm8k@")[0].split("|---|---|")[1]))
