@@ -29,7 +29,7 @@ import torch
 
 from rlkit import runs
 from rlkit.advantages import grpo_advantages, informative_groups, overlong_penalty
-from rlkit.data import collate, load_task, step_rows
+from rlkit.data import collate, step_rows
 from rlkit.engines.flops import batch_flops
 from rlkit.losses import (
     clipped_policy_loss,
@@ -109,7 +109,7 @@ def draw_batch(task, draws: int, cfg: Config, encode, sampler, engine):
 def main(cfg: Config) -> None:
     with runs.one_sentence_errors("dapo"):
         runs.check_range("mini_batches", cfg.mini_batches, 1, cfg.prompts_per_step)
-        task = load_task(cfg.task)
+        task = runs.load_named_task(cfg, cfg.task)
         run = runs.start_run("dapo", cfg, task.name)
         path, processor = runs.find_model(cfg, run, task.train)
         updates = cfg.steps * cfg.mini_batches

@@ -25,7 +25,7 @@ from dataclasses import dataclass
 from functools import partial
 
 from rlkit import runs
-from rlkit.data import collate, load_task, step_rows
+from rlkit.data import collate, step_rows
 from rlkit.engines.balance import balanced
 from rlkit.engines.flops import batch_flops
 from rlkit.losses import (
@@ -89,7 +89,7 @@ def build_teacher(cfg: Config, run, rows, processor):
 
 def main(cfg: Config) -> None:
     with runs.one_sentence_errors("distill"):
-        task = load_task(cfg.task)
+        task = runs.load_named_task(cfg, cfg.task)
         run = runs.start_run("distill", cfg, task.name)
         path, processor = runs.find_model(cfg, run, task.train)
         teacher = build_teacher(cfg, run, task.train, processor)
@@ -113,9 +113,7 @@ def main(cfg: Config) -> None:
         answers = sampler.answer(prompts, sampling, n=cfg.group_size)
 
         run.phase("train")
-        batch = balanced(
-            collate(answers.generated), engine.data_group
-        )  # each rank has about as many tokens
+        batch = balanced(collate(answers.generated), engine.data_group)
         flops = passes * batch_flops(engine.config, batch) + batch_flops(teacher.config, batch)
         counts = runs.totals(engine, tokens=batch.mask.sum(), flops=flops)
         if not counts["tokens"]:

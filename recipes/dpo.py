@@ -2,7 +2,7 @@
 
     torchrun --nproc-per-node=1 recipes/dpo.py  # a tiny Qwen2.5-VL learns to read digits
     torchrun --nproc-per-node=8 recipes/dpo.py --model Qwen/Qwen2.5-VL-7B-Instruct --task \\
-        pairs.parquet --lora_rank 32 --exclude_modules ".*visual.*" --max_new_tokens 0 --lr 5e-6 \\
+        pairs.parquet --lora_rank 32 --max_new_tokens 0 --lr 5e-6 \\
         --steps 1000
 
 Rows have `question` (or `prompt`), `chosen`, `rejected` and maybe `image`, in the formats of TRL,
@@ -28,12 +28,11 @@ from types import SimpleNamespace
 import torch
 
 from rlkit import losses, runs
-from rlkit.data import collate, step_rows
-from rlkit.data.pairs import answered, asking, load_pairs, pair
+from rlkit.data import collate, load_pairs, step_rows
 from rlkit.engines.balance import balanced
 from rlkit.engines.flops import batch_flops
 from rlkit.losses import preference_stats, sequence_logprobs, sequence_mean_logprobs
-from rlkit.vlm import encode
+from rlkit.vlm import encode, encode_answers
 
 LOSSES = {
     "dpo": losses.dpo_loss,
@@ -115,7 +114,7 @@ def pair_loss(out, mb, loss: Callable, normalise_length: bool, sft_coef: float):
 def main(cfg: Config) -> None:
     with runs.one_sentence_errors("dpo"):
         loss = loss_function(cfg)
-        task = load_pairs(cfg.task)
+        task = runs.load_named_task(cfg, cfg.task, load_pairs)
         run = runs.start_run("dpo", cfg, task.name)
         path, processor = runs.find_model(cfg, run, task.train)
         engine = runs.build_engine(cfg, path, processor, updates=cfg.steps)
@@ -131,9 +130,9 @@ def main(cfg: Config) -> None:
 
     def encode_row(group_id, row):
         """A prompt for evaluation, and the chosen and the rejected answer behind it."""
-        messages, *answers = pair(row)
-        prompt = encode(processor, asking(row, messages), group_id=group_id)
-        return prompt, answered(prompt, processor, answers, ends, max_tokens)
+        prompt = encode(processor, row, group_id=group_id)
+        answers = [row["chosen"], row["rejected"]]
+        return prompt, encode_answers(prompt, processor, answers, ends, max_tokens)
 
     def collate_pairs(rows):
         samples = [sample for _, two in rows for sample in two]
@@ -163,7 +162,7 @@ def main(cfg: Config) -> None:
         )
         found = {name: sums[name] / max(sums["pairs"], 1) for name in ("loss", "right")}
         found = {"heldout_loss": found["loss"], "preference_accuracy": found["right"]}
-        found = runs.accuracy(answers.rewards, engine.global_sum) | found
+        found = runs.accuracy(answers, engine.global_sum) | found
         runs.record_evaluation(run, engine, when, found, prompts)
         return answers.judged
 
@@ -175,16 +174,14 @@ def main(cfg: Config) -> None:
         rows, skipped = runs.encode_share(rows, encode_row, run, engine)
 
         run.phase("train")
-        batch = balanced(
-            collate_pairs(rows), engine.data_group
-        )  # each rank has about as many tokens
+        batch = balanced(collate_pairs(rows), engine.data_group)
         batch = add_reference(batch)
         flops = (runs.training_passes(cfg) + needs_reference) * batch_flops(engine.config, batch)
-        counts = runs.totals(engine, tokens=batch.mask.sum(), flops=flops, skipped_rows=skipped)
+        counts = runs.totals(
+            engine, tokens=batch.mask.sum(), flops=flops, skipped_rows=len(skipped)
+        )
         if not counts["tokens"]:
-            run.stop(
-                f"none of its {counts['skipped_rows']:.0f} rows can be trained on; see the log"
-            )
+            run.stop("none of its rows can be trained on; see the log")
         metrics = engine.train_batch(batch, loss_fn)
         run.log(step, metrics | counts, show={"loss": "loss", "accuracy": "preference/accuracy"})
         runs.save(cfg, run, step, checkpoints=engine)

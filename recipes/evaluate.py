@@ -26,7 +26,6 @@ from dataclasses import dataclass, replace
 import torch.distributed as dist
 
 from rlkit import runs
-from rlkit.data import load_task
 from rlkit.rollout import Sampling
 from rlkit.tracking import METRICS, read_metrics
 from rlkit.vlm import encode
@@ -107,7 +106,7 @@ def evaluate_rows(rows, cfg: Config, task_number: int, encode_prompts, sampler):
             }
         )
     counts = {
-        "skipped_rows": prompts.skipped,
+        "skipped_rows": len(prompts.skipped),
         "tokens": sum(len(s.response_ids) for s in greedy.generated + sampled.generated),
     }
     return answers, counts
@@ -126,7 +125,7 @@ def main(cfg: Config) -> None:
             raise ValueError(
                 f"pass_at: expected a k of at most group_size = {cfg.group_size}, got {cfg.pass_at}"
             )
-        tasks = [load_task(task) for task in cfg.task]
+        tasks = [runs.load_named_task(cfg, name) for name in cfg.task]
         run = runs.start_run("evaluate", cfg, "-".join(task.name for task in tasks))
         path, processor = runs.find_model(cfg, run, tasks[0].train)
         engine = runs.build_scorer(cfg, path, processor)

@@ -30,8 +30,7 @@ import torch.distributed as dist
 
 from rlkit import runs
 from rlkit.advantages import grpo_advantages
-from rlkit.data import collate, load_task, step_rows
-from rlkit.data.judging import score_as_written
+from rlkit.data import Failures, collate, step_rows
 from rlkit.engines.balance import balanced
 from rlkit.engines.flops import batch_flops
 from rlkit.losses import (
@@ -41,6 +40,7 @@ from rlkit.losses import (
     ratio_stats,
     token_mean,
 )
+from rlkit.rewards import score_as_written
 from rlkit.rollout import Ahead, Canary, Sampling, fresh_gap, make_rollout
 from rlkit.rollout.serve import serving
 
@@ -115,7 +115,7 @@ def main(cfg: Config) -> None:
 
 def run_on_servers(cfg: Config, stack: ExitStack) -> None:
     with runs.one_sentence_errors("grpo_async"):
-        task = load_task(cfg.task)
+        task = runs.load_named_task(cfg, cfg.task)
         run = runs.start_run("grpo_async", cfg, task.name)
         path, processor = runs.find_model(cfg, run, task.train)
         temperature = cfg.temperature
@@ -140,22 +140,27 @@ def run_on_servers(cfg: Config, stack: ExitStack) -> None:
     if start == 0:
         sampler.evaluate(heldout, "before")
 
-    skipped_rows = deque()  # of each batch that was requested and is not trained on yet
+    skipped: deque = deque()  # rows of each batch that was requested and is not trained on yet
 
     def requests():
         """Prompts of each step, and how to sample them; taken when it is time to request the next
         batch."""
         for step in range(start, cfg.steps):
             prompts = encode(step_rows(task.train, step, cfg.prompts_per_step, cfg.seed))
-            skipped_rows.append(prompts.skipped)
+            skipped.append(prompts.skipped)
             yield prompts.samples, Sampling(cfg.max_new_tokens, temperature, (cfg.seed, step))
 
-    submit = score_as_written(rollout.submit, task.reward, threads=cfg.reward_threads)
+    failures = Failures("reward")
+    submit = score_as_written(
+        rollout.submit, task.reward, threads=cfg.reward_threads, failures=failures
+    )
     judged = SimpleNamespace(submit=submit, update_weights=rollout.update_weights)
     ahead = Ahead(judged, requests(), n=cfg.group_size, max_staleness=cfg.max_staleness)
     run.phase("generate")  # what is waited for
     for step, found in zip(run.steps(start, cfg.steps), ahead, strict=False):
-        answers = runs.Answers(*found[:3], skipped_rows.popleft(), found[3])
+        generated, rewards, parts, seconds = found
+        reasons = failures.take()
+        answers = runs.Answers(generated, rewards, parts, skipped.popleft(), reasons, seconds)
         if problem := runs.too_few_judged(answers, engine.global_sum, cfg.max_unjudged):
             run.stop(problem)
 
@@ -164,7 +169,7 @@ def run_on_servers(cfg: Config, stack: ExitStack) -> None:
         age = [float(rollout.version - sample.version) for sample in answers.judged]
         batch.add(staleness=torch.tensor(age))
         batch.add(advantages=grpo_advantages(batch.rewards, batch.group_ids))  # [B]
-        batch = balanced(batch, engine.data_group)  # each rank has about as many tokens
+        batch = balanced(batch, engine.data_group)
         outputs = ("logprobs", "entropy")
         metrics = engine.train_batch(batch, partial(policy_loss, cfg=cfg), outputs=outputs)
         if (mismatch := metrics["mismatch/abs_dlogp"]) > cfg.max_mismatch:

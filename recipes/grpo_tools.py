@@ -18,11 +18,10 @@ what grpo_vlm.py says:
 
 from dataclasses import dataclass, replace
 from functools import partial
-from pkgutil import resolve_name
 
 from rlkit import runs
 from rlkit.advantages import grpo_advantages
-from rlkit.data import collate, load_task, step_rows
+from rlkit.data import Failures, collate, load_function, step_rows
 from rlkit.engines.balance import balanced
 from rlkit.engines.flops import batch_flops
 from rlkit.losses import (
@@ -103,6 +102,7 @@ def episodes(cfg: Config, rollout, tool, processor, engine):
         role=cfg.role,
         on_failure=(lambda error: Observation(str(error))) if cfg.show_failures else None,
         global_sum=engine.global_sum,
+        failures=Failures("tool"),  # a traceback for each distinct one of the run, then counts
     )
 
 
@@ -131,7 +131,8 @@ def transcript(sample) -> str:
 
 def main(cfg: Config) -> None:
     with runs.one_sentence_errors("grpo_tools"):
-        task, tool = load_task(cfg.task), resolve_name(cfg.tool)
+        task = runs.load_named_task(cfg, cfg.task)
+        tool = load_function(cfg.tool, "tool")
         run = runs.start_run("grpo_tools", cfg, task.name)
         if cfg.model == "tiny":
             if (cfg.task, cfg.tool) != (Config.task, Config.tool):
@@ -177,9 +178,7 @@ def main(cfg: Config) -> None:
         run.phase("train")
         batch = collate(answers.judged)
         batch.add(advantages=grpo_advantages(batch.rewards, batch.group_ids))  # [B]
-        batch = balanced(
-            batch, engine.data_group
-        )  # the rows of all ranks, so that each has about as many tokens
+        batch = balanced(batch, engine.data_group)
         batch.add(ref_logprobs=reference(batch) if reference else batch.rollout_logprobs)
         if cfg.updates_per_batch > 1:
             batch.add(old_logprobs=engine.infer_batch(batch)["logprobs"])

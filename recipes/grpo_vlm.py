@@ -2,7 +2,7 @@
 
     torchrun --nproc-per-node=1 recipes/grpo_vlm.py  # a tiny Qwen2.5-VL learns to read digits
     torchrun --nproc-per-node=8 recipes/grpo_vlm.py --model Qwen/Qwen2.5-VL-7B-Instruct --task \\
-        train.jsonl --lora_rank 32 --exclude_modules ".*visual.*" --max_new_tokens 1024 --lr \\
+        train.jsonl --lora_rank 32 --max_new_tokens 1024 --lr \\
         1e-5
 
 How it differs from the paper (DeepSeekMath, https://arxiv.org/abs/2402.03300, section 4.1):
@@ -25,7 +25,7 @@ from typing import Literal
 
 from rlkit import losses, runs
 from rlkit.advantages import grpo_advantages
-from rlkit.data import collate, load_task, step_rows
+from rlkit.data import collate, step_rows
 from rlkit.engines.balance import balanced
 from rlkit.engines.flops import batch_flops
 from rlkit.losses import (
@@ -88,7 +88,7 @@ def policy_loss(out, mb, cfg: Config):
 
 def main(cfg: Config) -> None:
     with runs.one_sentence_errors("grpo_vlm"):
-        task = load_task(cfg.task)
+        task = runs.load_named_task(cfg, cfg.task)
         run = runs.start_run("grpo_vlm", cfg, task.name)
         path, processor = runs.find_model(cfg, run, task.train)
         updates = cfg.steps * cfg.updates_per_batch
@@ -124,9 +124,7 @@ def main(cfg: Config) -> None:
         run.phase("train")
         batch = collate(answers.judged)
         batch.add(advantages=grpo_advantages(batch.rewards, batch.group_ids))  # [B]
-        batch = balanced(
-            batch, engine.data_group
-        )  # the rows of all ranks, so that each has about as many tokens
+        batch = balanced(batch, engine.data_group)
         batch.add(ref_logprobs=reference(batch) if reference else batch.rollout_logprobs)
         if cfg.updates_per_batch > 1:
             batch.add(old_logprobs=engine.infer_batch(batch)["logprobs"])

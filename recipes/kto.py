@@ -2,7 +2,7 @@
 
     torchrun --nproc-per-node=1 recipes/kto.py  # a tiny Qwen2.5-VL learns to read digits
     torchrun --nproc-per-node=8 recipes/kto.py --model Qwen/Qwen2.5-VL-7B-Instruct --task \\
-        marked.parquet --lora_rank 32 --exclude_modules ".*visual.*" --max_new_tokens 0 --lr \\
+        marked.parquet --lora_rank 32 --max_new_tokens 0 --lr \\
         5e-6 --steps 1000
 
 Rows have `question` (or `prompt`), `completion`, `label` (true or false) and maybe `image`, as in
@@ -29,12 +29,11 @@ from types import SimpleNamespace
 import torch
 
 from rlkit import runs
-from rlkit.data import collate, step_rows
-from rlkit.data.pairs import answered, asking, load_marked, marked
+from rlkit.data import collate, load_marked, step_rows
 from rlkit.engines.balance import balanced
 from rlkit.engines.flops import batch_flops
 from rlkit.losses import kto_loss, sequence_logprobs, sequence_mean_logprobs
-from rlkit.vlm import encode
+from rlkit.vlm import encode, encode_answers
 
 
 @dataclass
@@ -82,13 +81,7 @@ def with_other_answers(rows):
     """The (group id, row) pairs, each row with the answer of the next one that can be read: z_0 is
     taken of these."""
 
-    def answer_of(row):
-        try:
-            return marked(row)[1]
-        except ValueError:  # it is named when the row itself is encoded
-            return None
-
-    answers = [answer_of(row) for _, row in rows]
+    answers = [row.get("completion") for _, row in rows]  # None where a row cannot be read
     found = []
     for i, (group_id, row) in enumerate(rows):
         others = [answer for answer in answers[i + 1 :] + answers[: i + 1] if answer is not None]
@@ -98,7 +91,7 @@ def with_other_answers(rows):
 
 def main(cfg: Config) -> None:
     with runs.one_sentence_errors("kto"):
-        task = load_marked(cfg.task)
+        task = runs.load_named_task(cfg, cfg.task, load_marked)
         run = runs.start_run("kto", cfg, task.name)
         path, processor = runs.find_model(cfg, run, task.train)
         engine = runs.build_engine(cfg, path, processor, updates=cfg.steps)
@@ -110,10 +103,9 @@ def main(cfg: Config) -> None:
 
     def encode_row(group_id, row):
         """A prompt, its answer, an answer to another prompt, and whether its own is good."""
-        messages, answer, good = marked(row)
-        prompt = encode(processor, asking(row, messages), group_id=group_id)
-        answers = [answer, row["other_answer"]]
-        return prompt, *answered(prompt, processor, answers, ends, max_tokens), good
+        prompt = encode(processor, row, group_id=group_id)
+        answers = [row["completion"], row["other_answer"]]
+        return prompt, *encode_answers(prompt, processor, answers, ends, max_tokens), row["label"]
 
     def batches(rows):
         """The answers with their labels, and the answers to other prompts."""
@@ -154,7 +146,7 @@ def main(cfg: Config) -> None:
         )
         found = {name: sums[name] / max(sums["count"], 1) for name in ("loss", "right")}
         found = {"heldout_loss": found["loss"], "marked_accuracy": found["right"]}
-        found = runs.accuracy(answers.rewards, engine.global_sum) | found
+        found = runs.accuracy(answers, engine.global_sum) | found
         runs.record_evaluation(run, engine, when, found, prompts)
         return answers.judged
 
@@ -175,14 +167,12 @@ def main(cfg: Config) -> None:
         counts = {
             "tokens": batch.mask.sum(),
             "flops": flops,
-            "skipped_rows": skipped,
+            "skipped_rows": len(skipped),
             "good": batch.label.sum(),
         }
         counts = runs.totals(engine, **counts)
         if not counts["tokens"]:
-            run.stop(
-                f"none of its {counts['skipped_rows']:.0f} rows can be trained on; see the log"
-            )
+            run.stop("none of its rows can be trained on; see the log")
         z0 = estimate_z0(others)
         loss_fn = partial(answer_loss, z0=z0, good=counts.pop("good"), cfg=cfg)
         metrics = engine.train_batch(batch, loss_fn) | counts | {"kl": z0.item()}

@@ -38,7 +38,7 @@ from rlkit.advantages import (
     rewards_to_tokens,
 )
 from rlkit.advantages.shaping import RunningMoments, scaled_rewards
-from rlkit.data import collate, load_task, step_rows
+from rlkit.data import collate, step_rows
 from rlkit.engines.distributed import reduce_metrics
 from rlkit.engines.flops import batch_flops
 from rlkit.losses import (
@@ -207,7 +207,7 @@ def update(batch, cfg: Config, step: int, engine, critic):
 def main(cfg: Config) -> None:
     with runs.one_sentence_errors("ppo"):
         runs.check_range("mini_batches", cfg.mini_batches, 1, cfg.prompts_per_step)
-        task = load_task(cfg.task)
+        task = runs.load_named_task(cfg, cfg.task)
         run = runs.start_run("ppo", cfg, task.name)
         path, processor = runs.find_model(cfg, run, task.train)
         per_batch = cfg.ppo_epochs * cfg.mini_batches

@@ -35,7 +35,7 @@ from rlkit.advantages import (
     rewards_to_tokens,
     rloo_advantages,
 )
-from rlkit.data import collate, load_task, step_rows
+from rlkit.data import collate, step_rows
 from rlkit.engines.balance import balanced
 from rlkit.engines.flops import batch_flops
 from rlkit.losses import (
@@ -106,7 +106,7 @@ def greedy_rewards(sampler, prompts, group_ids):
 
 def main(cfg: Config) -> None:
     with runs.one_sentence_errors("reinforce"):
-        task = load_task(cfg.task)
+        task = runs.load_named_task(cfg, cfg.task)
         run = runs.start_run("reinforce", cfg, task.name)
         path, processor = runs.find_model(cfg, run, task.train)
         engine = runs.build_engine(
@@ -138,9 +138,7 @@ def main(cfg: Config) -> None:
             batch.add(greedy_rewards=greedy_rewards(sampler, prompts, batch.group_ids))
 
         run.phase("train")
-        batch = balanced(
-            batch, engine.data_group
-        )  # the rows of all ranks, so that each has about as many tokens
+        batch = balanced(batch, engine.data_group)
         rewards = rewards_to_tokens(batch.rewards, batch.mask)  # [B, T]
         batch.add(ref_logprobs=reference(batch) if reference else batch.rollout_logprobs)
         if cfg.kl_coef:

@@ -3,7 +3,7 @@
     # a tiny Qwen2.5-VL learns to judge read digits
     torchrun --nproc-per-node=1 recipes/reward_model.py
     torchrun --nproc-per-node=8 recipes/reward_model.py --model Qwen/Qwen2.5-VL-7B-Instruct \\
-        --task pairs.parquet --lora_rank 32 --exclude_modules ".*visual.*" --lr 1e-4 --steps \\
+        --task pairs.parquet --lora_rank 32 --lr 1e-4 --steps \\
         1000
 
 Rows have `question` (or `prompt`), `chosen`, `rejected` and maybe `image` and `margin`, in the
@@ -28,13 +28,12 @@ from types import SimpleNamespace
 import torch
 
 from rlkit import runs
-from rlkit.data import collate, step_rows
-from rlkit.data.pairs import answered, asking, load_pairs, pair
+from rlkit.data import collate, load_pairs, step_rows
 from rlkit.engines.balance import balanced
 from rlkit.engines.flops import batch_flops
 from rlkit.engines.value_head import scoring_batch
 from rlkit.losses import bradley_terry_loss, preference_stats, reward_centring_loss
-from rlkit.vlm import encode
+from rlkit.vlm import encode, encode_answers
 
 
 @dataclass
@@ -62,7 +61,7 @@ def pair_loss(out, mb, centre_coef: float):
 
 def main(cfg: Config) -> None:
     with runs.one_sentence_errors("reward_model"):
-        task = load_pairs(cfg.task)
+        task = runs.load_named_task(cfg, cfg.task, load_pairs)
         run = runs.start_run("reward_model", cfg, task.name)
         path, processor = runs.find_model(cfg, run, task.train, warm_up_steps=200, label_noise=0.0)
         engine = runs.build_value_engine(cfg, path, processor, updates=cfg.steps)
@@ -73,15 +72,10 @@ def main(cfg: Config) -> None:
 
     def encode_row(group_id, row):
         """The chosen and the rejected answer of a row, each behind its prompt."""
-        messages, *answers = pair(row)
         row = {**row, "margin": float(row.get("margin") or 0.0)}
-        return answered(
-            encode(processor, asking(row, messages), group_id=group_id),
-            processor,
-            answers,
-            ends,
-            max_tokens,
-        )
+        prompt = encode(processor, row, group_id=group_id)
+        answers = [row["chosen"], row["rejected"]]
+        return encode_answers(prompt, processor, answers, ends, max_tokens)
 
     def collate_pairs(rows):
         samples = [sample for two in rows for sample in two]
@@ -120,15 +114,13 @@ def main(cfg: Config) -> None:
         run.phase("encode")
         rows = step_rows(task.train, step, cfg.prompts_per_step, cfg.seed)
         rows, skipped = runs.encode_share(rows, encode_row, run, engine)
-        batch = balanced(
-            collate_pairs(rows), engine.data_group
-        )  # each rank has about as many tokens
+        batch = balanced(collate_pairs(rows), engine.data_group)
         flops = runs.training_passes(cfg) * batch_flops(engine.config, batch, head=False)
-        counts = runs.totals(engine, tokens=batch.mask.sum(), flops=flops, skipped_rows=skipped)
+        counts = runs.totals(
+            engine, tokens=batch.mask.sum(), flops=flops, skipped_rows=len(skipped)
+        )
         if not counts["tokens"]:
-            run.stop(
-                f"none of its {counts['skipped_rows']:.0f} rows can be trained on; see the log"
-            )
+            run.stop("none of its rows can be trained on; see the log")
 
         run.phase("train")
         metrics = engine.train_batch(batch, loss_fn)

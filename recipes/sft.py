@@ -2,7 +2,7 @@
 
     torchrun --nproc-per-node=1 recipes/sft.py  # a tiny Qwen2.5-VL learns to read digits
     torchrun --nproc-per-node=8 recipes/sft.py --model Qwen/Qwen2.5-VL-7B-Instruct --task \\
-        train.parquet --lora_rank 32 --exclude_modules ".*visual.*" --max_new_tokens 0 --lr 1e-4 \\
+        train.parquet --lora_rank 32 --max_new_tokens 0 --lr 1e-4 \\
         --steps 2000
 
 Rows have `question`, `answer` and maybe `image`, or `messages`, a chat whose last message is the
@@ -21,12 +21,11 @@ How it differs from the paper (InstructGPT, https://arxiv.org/abs/2203.02155, se
 from dataclasses import dataclass
 
 from rlkit import runs
-from rlkit.data import collate, step_rows
-from rlkit.data.pairs import asking, chat, chat_sample, load_chats
+from rlkit.data import collate, load_chats, step_rows
 from rlkit.engines.balance import balanced
 from rlkit.engines.flops import batch_flops
 from rlkit.losses import token_mean, token_sum
-from rlkit.vlm import encode
+from rlkit.vlm import encode, encode_chat
 
 
 @dataclass
@@ -46,7 +45,7 @@ def loss_fn(out, mb):
 
 def main(cfg: Config) -> None:
     with runs.one_sentence_errors("sft"):
-        task = load_chats(cfg.task)
+        task = runs.load_named_task(cfg, cfg.task, load_chats)
         run = runs.start_run("sft", cfg, task.name)
         path, processor = runs.find_model(cfg, run, task.train)
         engine = runs.build_engine(cfg, path, processor, updates=cfg.steps)
@@ -57,13 +56,12 @@ def main(cfg: Config) -> None:
 
     def encode_row(group_id, row):
         """A prompt for evaluation, and the whole chat with its answers in the mask."""
-        messages = chat(row)
-        prompt = encode(processor, asking(row, messages[:-1]), group_id=group_id)
-        return prompt, chat_sample(prompt, processor, messages, ends, max_tokens)
+        prompt = encode(processor, row, group_id=group_id)
+        return prompt, encode_chat(prompt, processor, ends, max_tokens)
 
     rows, skipped = runs.encode_share(enumerate(task.heldout), encode_row, run, engine)
     heldout = collate([sample for _, sample in rows])
-    prompts = runs.Prompts([prompt for prompt, _ in rows], skipped)
+    prompts = runs.Prompts([prompt for prompt, _ in rows if prompt.token_ids], skipped)
     sampler = runs.PolicySampler(cfg, run, task.reward, engine, rollout)
 
     def evaluate(when: str):
@@ -73,7 +71,7 @@ def main(cfg: Config) -> None:
         loss = token_sum(-engine.infer_batch(heldout)["logprobs"], heldout.mask)
         sums = runs.totals(engine, loss=loss, tokens=heldout.mask.sum())
         found = {"heldout_loss": sums["loss"] / max(sums["tokens"], 1)}
-        found = runs.accuracy(answers.rewards, engine.global_sum) | found
+        found = runs.accuracy(answers, engine.global_sum) | found
         runs.record_evaluation(run, engine, when, found, prompts)
         return answers.judged
 
@@ -85,15 +83,13 @@ def main(cfg: Config) -> None:
             step_rows(task.train, step, cfg.prompts_per_step, cfg.seed), encode_row, run, engine
         )
         batch = collate([sample for _, sample in rows])
-        batch = balanced(
-            batch, engine.data_group
-        )  # the rows of all ranks, so that each has about as many tokens
+        batch = balanced(batch, engine.data_group)
         flops = runs.training_passes(cfg) * batch_flops(engine.config, batch)
-        counts = runs.totals(engine, tokens=batch.mask.sum(), flops=flops, skipped_rows=skipped)
+        counts = runs.totals(
+            engine, tokens=batch.mask.sum(), flops=flops, skipped_rows=len(skipped)
+        )
         if not counts["tokens"]:
-            run.stop(
-                f"none of its {counts['skipped_rows']:.0f} rows can be trained on; see the log"
-            )
+            run.stop("none of its rows can be trained on; see the log")
 
         run.phase("train")
         metrics = engine.train_batch(batch, loss_fn)

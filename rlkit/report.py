@@ -18,7 +18,7 @@ CURVES = (
     ("mismatch/abs_dlogp", "sampler against trainer, mean |dlogp|"), ("tokens", "tokens a step"),
     ("time/tokens_per_second", "tokens a second"), ("time/mfu", "share of the GPUs' peak in training"),
 )  # fmt: skip
-PART = "reward_part/"  # of rlkit.data.part_means: a curve for each
+PART = "reward_part/"  # of rlkit.rewards.part_means: a curve for each
 
 
 def write_report(out: str | Path, samples: Sequence[Any] = (), *, title: str = "") -> Path:

@@ -358,7 +358,7 @@ def read_metrics(path: str | Path) -> list[dict[str, Any]]:
 def versions() -> dict[str, str]:
     """Of Python and of the packages that decide what a run does."""
     found = {"python": platform.python_version()}
-    for name in ("rlkit", "torch", "transformers", "vllm", "peft", "flash-attn"):
+    for name in ("rlkit-vlm", "torch", "transformers", "vllm", "peft", "flash-attn"):
         try:
             found[name] = version(name)
         except PackageNotFoundError:

@@ -1,6 +1,7 @@
 """The pages that people wrote: the options, measurements and files that they name are there."""
 
 import ast
+import configparser
 import re
 from pathlib import Path
 
@@ -65,3 +66,24 @@ def test_comparisons_with_peers_are_counted_right(monkeypatch):
     text = "\n".join(page.read_text() for page in PAGES)
     assert set(re.findall(r"(\d+) comparisons", text)) == {str(len(VERL) + len(TRL))}
     assert set(re.findall(r"(\d+) of the \d+ comparisons", text)) == {str(len(VERL))}
+
+
+def test_nobody_is_told_to_install_the_other_rlkit():
+    """That name on PyPI is another project's: `pip install 'rlkit[liger]'` would fetch a stranger's package."""
+    config = configparser.ConfigParser()
+    config.read(ROOT / "setup.cfg")
+    name, extras = config["metadata"]["name"], config["options.extras_require"]
+    assert name == "rlkit-vlm"
+    own = [line for extra in extras.values() for line in extra.split() if line.startswith("rlkit")]
+    assert own and all(line.startswith(f"{name}[") for line in own)
+    told = re.compile(r"pip install [^\n]*?\brlkit\b(?!-vlm)|(?<!-)\brlkit\[")
+    files = [*PAGES, *CODE, ROOT / "Makefile"]
+    assert [str(path) for path in files if told.search(path.read_text())] == []
+
+
+def test_extras_that_are_named_are_there():
+    config = configparser.ConfigParser()
+    config.read(ROOT / "setup.cfg")
+    for path in [*PAGES, *CODE]:
+        for named in re.findall(r"pip install -e '\.\[([\w,-]+)\]'", path.read_text()):
+            assert set(named.split(",")) <= set(config["options.extras_require"]), path

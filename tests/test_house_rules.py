@@ -12,7 +12,7 @@ import pytest
 ROOT = Path(__file__).parents[1]
 LIBRARY = sorted((ROOT / "rlkit").rglob("*.py"))
 RECIPES = sorted((ROOT / "recipes").glob("*.py"))
-MOST_LINES = {"recipes": 300, "rlkit": 450}
+MOST_LINES = {"recipes": 350, "rlkit": 450}
 UPSTREAM = {"transformers", "peft", "torch"}  # never patched
 
 # what each part may import of this repository; the longest prefix that matches a module's name decides
@@ -20,10 +20,21 @@ OWN = {
     "recipes": {"rlkit"},
     "rlkit.losses": {"rlkit.losses"},
     "rlkit.advantages": {"rlkit.advantages", "rlkit.losses._check", "rlkit.losses._numerics"},
-    "rlkit.data": {"rlkit.data"},
-    "rlkit.vlm": {"rlkit.vlm", "rlkit.data.samples"},
+    "rlkit.data": {
+        "rlkit.data",
+        "rlkit.rewards.maths",
+        "rlkit.rewards.named",
+        "rlkit.rewards.rules",
+    },  # tasks name their rewards
+    "rlkit.data.samples": set(),
+    "rlkit.data.messages": {"rlkit.data.samples"},
+    "rlkit.data.packing": set(),
+    "rlkit.data.lookup": set(),
+    "rlkit.data.user_code": set(),
+    "rlkit.rewards": {"rlkit.rewards", "rlkit.data.lookup", "rlkit.data.samples", "rlkit.data.user_code"},
+    "rlkit.vlm": {"rlkit.vlm", "rlkit.data.lookup", "rlkit.data.messages", "rlkit.data.samples"},
     "rlkit.engines": {"rlkit.data", "rlkit.vlm", "rlkit.engines", "rlkit.losses.logprobs"},
-    "rlkit.rollout": {"rlkit.data", "rlkit.vlm", "rlkit.rollout", "rlkit.losses.logprobs"},
+    "rlkit.rollout": {"rlkit.data", "rlkit.rewards", "rlkit.vlm", "rlkit.rollout", "rlkit.losses.logprobs"},
     "rlkit.tracking": set(),
     "rlkit.report": {"rlkit.tracking"},
     "rlkit": set(),
@@ -34,6 +45,7 @@ THIRD = {
     "rlkit.advantages": {"torch"},
     "rlkit.data": {"torch", "einops", "numpy", "PIL"},
     "rlkit.data.packing": {"torch", "einops"},
+    "rlkit.rewards": {"torch", "numpy"},
     "rlkit.vlm": {"torch", "einops", "numpy", "PIL"},
     "rlkit.vlm.rope3d": {"torch", "einops"},
     "rlkit.tracking": set(),
@@ -201,7 +213,10 @@ def test_there_is_something_to_check():
         ("rlkit.engines.x", "import_module('rlkit.losses.kl')"),
         ("rlkit.rollout.x", "from rlkit.engines import make_engine"),
         ("rlkit.rollout.x", "from rlkit.losses.kl import f"),
-        ("rlkit.data.x", "from rlkit.vlm import encode"), ("rlkit.data.x", "def f():\n    from rlkit.losses import g"),
+        ("rlkit.data.x", "from rlkit.vlm import encode"), ("rlkit.data.x", "from rlkit.rewards import score"),
+        ("rlkit.rewards.x", "from rlkit.data.tasks import Task"), ("rlkit.rewards.x", "import scipy"),
+        ("rlkit.data.samples", "from rlkit.rewards.rules import exact_match"),
+        ("rlkit.data.x", "def f():\n    from rlkit.losses import g"),
         ("rlkit.vlm.x", "from rlkit.data.tasks import Task"), ("rlkit.vlm.x", "from rlkit.data import Sample"),
         ("rlkit.losses.x", "from rlkit.data import unpad"),
         ("rlkit.advantages.x", "from rlkit.losses import token_mean"),
@@ -230,6 +245,8 @@ def test_bad_import_is_found(name, line):
         ("rlkit.data.x", "import numpy as np\nfrom PIL import Image"),
         ("rlkit.losses.x", "import math\nfrom torch import Tensor\nfrom rlkit.losses._check import f"),
         ("rlkit.advantages.x", "from rlkit.losses._check import f"), ("rlkit.data.x", "from . import packing"),
+        ("rlkit.data.x", "from rlkit.rewards.rules import exact_match"),
+        ("rlkit.rewards.x", "from rlkit.data.samples import Row\ndef f():\n    import scipy"),
         ("rlkit.report", "def f():\n    import jinja2"),
     ],
 )  # fmt: skip
@@ -274,7 +291,7 @@ def test_no_test_benchmark_or_page_maker_is_too_long():
 
 
 def test_long_files_and_utils_are_found():
-    assert shape_breaches("recipes.a", 301) and shape_breaches("rlkit.data.a", 451) and shape_breaches("rlkit.utils", 1)
+    assert shape_breaches("recipes.a", 351) and shape_breaches("rlkit.data.a", 451) and shape_breaches("rlkit.utils", 1)
     assert shape_breaches("rlkit.data.utils", 1) and shape_breaches("rlkit.utils.x", 1)
     assert not shape_breaches("recipes.a", 300) and not shape_breaches("rlkit.data.a", 450)
 
@@ -316,3 +333,9 @@ def test_every_package_imports_from_an_uninstalled_checkout(tmp_path):
     )
     file, *heavy = run_elsewhere(tmp_path, code)
     assert Path(file) == ROOT / "rlkit" / "__init__.py" and heavy == []
+
+
+@pytest.mark.parametrize("first", ["rlkit.rewards", "rlkit.rewards.scoring", "rlkit.data.loading"])
+def test_data_and_rewards_import_each_other_in_any_order(tmp_path, first):
+    """Tasks name rewards, and rewards read samples; no module of one needs a half-imported one of the other."""
+    assert run_elsewhere(tmp_path, f"import {first}, rlkit.data, rlkit.rewards; print('imported')") == ["imported"]

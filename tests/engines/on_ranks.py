@@ -31,7 +31,7 @@ from rlkit.engines import checkpoint, fsdp1, fsdp2, make_engine  # noqa: E402, F
 from rlkit.engines.balance import balanced  # noqa: E402
 from rlkit.engines.distributed import init_distributed  # noqa: E402
 from rlkit.engines.value_head import load_value_model  # noqa: E402
-from rlkit.vlm import VISION_TOWER, freeze, load_model, load_processor, lora  # noqa: E402
+from rlkit.vlm import freeze, load_model, load_processor, lora, vision_tower  # noqa: E402
 
 ROWS = 9  # row 3 is text only, the others have images
 
@@ -110,10 +110,10 @@ def run(model_dir, out, name):
     value = case.losses is VALUE
     model = (load_value_model if value else load_model)(model_dir, on_meta=case.on_meta)
     if case.like == "frozen":
-        freeze(model, VISION_TOWER)
+        freeze(model, vision_tower(model))
     if case.like == "lora":
         torch.manual_seed(0)
-        model = lora(model, 4, 8, exclude_modules=".*visual.*")
+        model = lora(model, 4, 8)
     engine = make_engine(
         case.backend,
         "value_model" if value else "language_model",

@@ -134,7 +134,7 @@ def make_rows(processor, chosen, more=None):
 def make_case(case, processor=None, **options):
     model = make_model(case, processor)
     if case.lora:
-        model = lora(model, 4, 8, exclude_modules=".*visual.*")
+        model = lora(model, 4, 8)
     value = case.losses is VALUE
     return make_engine(
         "fsdp2",

@@ -10,7 +10,7 @@ import torch
 
 from rlkit.engines import checkpoint, make_engine
 from rlkit.losses import token_mean
-from rlkit.vlm import VISION_TOWER, freeze, load_model, load_processor
+from rlkit.vlm import freeze, load_model, load_processor, vision_tower
 
 sys.path.insert(0, str(Path(__file__).parent))
 from rows import make_batch
@@ -157,7 +157,7 @@ def test_a_checkpoint_of_which_more_trains(tiny_dir, tmp_path):
     """Or a frozen part would keep what the model began with."""
     make_resumable(tiny_dir).save_checkpoint(tmp_path / "step_1", {})
     model = load_model(tiny_dir)
-    freeze(model, VISION_TOWER)
+    freeze(model, vision_tower(model))
     with pytest.raises(ValueError, match=r"step_1: .* of which more trains: it holds model.visual.* and \d+ more that"):
         make_resumable(tiny_dir, model=model).load_checkpoint(tmp_path / "step_1")
 

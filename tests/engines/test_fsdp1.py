@@ -58,7 +58,7 @@ def test_weights_checkpoint_export_and_sampling(tiny_dir, processor, tmp_path):
 
 def test_what_it_cannot_do_is_said(tiny_dir):
     with pytest.raises(ValueError, match="model: the fsdp1 engine takes none with adapters; use the fsdp2 engine"):
-        engine_for(tiny_dir, model=lora(load_model(tiny_dir), 4, 8, exclude_modules=".*visual.*"))
+        engine_for(tiny_dir, model=lora(load_model(tiny_dir), 4, 8))
     with pytest.raises(ValueError, match="model: its weights are on the meta device"):
         engine_for(tiny_dir, model=load_model(tiny_dir, on_meta=True))
     sizes = {"tensor": 2, "fsdp_size": 1, "ulysses_sequence_parallel_size": 2}

@@ -16,7 +16,7 @@ from rlkit.engines import make_engine, register_engine
 from rlkit.engines.attention import Layout, varlen_attention
 from rlkit.engines.packer import pack, shared_prompts
 from rlkit.losses import clipped_policy_loss, token_mean
-from rlkit.vlm import VISION_TOWER, freeze, load_model, load_processor, lora, unsampled_ids
+from rlkit.vlm import freeze, load_model, load_processor, lora, unsampled_ids, vision_tower
 
 sys.path.insert(0, str(Path(__file__).parent))
 from rows import make_batch, make_samples
@@ -247,7 +247,7 @@ def test_compiled_layers_have_the_same_numbers_and_names(tiny_dir, processor, tm
 
 def test_frozen_vision_tower_has_no_gradient_and_does_not_move(tiny_dir, processor):
     model = load_model(tiny_dir)
-    names = freeze(model, VISION_TOWER)
+    names = freeze(model, vision_tower(model))
     assert names and all(".visual." in name for name in names)
     before = {n: p.detach().clone() for n, p in model.named_parameters()}
     engine = engine_for(tiny_dir, model=model)
@@ -259,7 +259,7 @@ def test_frozen_vision_tower_has_no_gradient_and_does_not_move(tiny_dir, process
 
 
 def test_lora_trains_adapters_alone_and_merges(tiny_dir, processor):
-    model = lora(load_model(tiny_dir), 4, 8, exclude_modules=".*visual.*")
+    model = lora(load_model(tiny_dir), 4, 8)
     engine = engine_for(tiny_dir, model=model)
     batch = make_batch(processor)
     reference = engine.infer_batch(batch)["logprobs"]
@@ -387,7 +387,7 @@ def test_bad_input_is_named(tiny_dir, processor):
 def test_a_back_end_that_is_not_installed_is_named(monkeypatch):
     monkeypatch.delitem(sys.modules, "rlkit.engines.megatron", raising=False)
     monkeypatch.setitem(sys.modules, "megatron.core", None)
-    with pytest.raises(ImportError, match=r"megatron engine needs megatron-core .*: pip install 'rlkit\[megatron\]'"):
+    with pytest.raises(ImportError, match=r"megatron engine needs megatron-core .*: pip install -e '\.\[megatron\]'"):
         make_engine("megatron", model=None)
 
 

@@ -9,7 +9,7 @@ import torch
 from isolated_cases import require, run_cases
 
 from rlkit.engines import make_engine
-from rlkit.vlm import VISION_TOWER, freeze, lora
+from rlkit.vlm import freeze, lora, vision_tower
 from rlkit.vlm.adapt import checkpoint_parameters
 from rlkit.vlm.routers import use_router_replay
 
@@ -284,7 +284,7 @@ def test_what_is_frozen_stays(alone):
 
 def test_frozen_vision_tower_has_no_gradient_and_does_not_move(alone):
     model = ranks.make_model("vl")
-    frozen = freeze(model, VISION_TOWER)
+    frozen = freeze(model, vision_tower(model))
     before = {name: p.detach().clone() for name, p in model.named_parameters()}
     engine = make_engine("megatron", model=model, optimizer=lambda params: torch.optim.AdamW(params, lr=1e-2))
     engine.train_batch(ranks.make_batch(list(range(ranks.ROWS)), "vl"), POLICY[1])
@@ -346,5 +346,5 @@ def test_cuda_calls_are_answered_by_the_host_and_only_there():
 def test_without_megatron_core_it_is_named(monkeypatch):
     monkeypatch.delitem(sys.modules, "rlkit.engines.megatron", raising=False)
     monkeypatch.setitem(sys.modules, "megatron.core", None)
-    with pytest.raises(ImportError, match=r"the megatron engine needs megatron-core .*pip install 'rlkit\[megatron\]'"):
+    with pytest.raises(ImportError, match=r"the megatron engine needs megatron-core .*pip install -e '\.\[megatron\]'"):
         make_engine("megatron", model=None)

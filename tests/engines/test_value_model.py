@@ -15,7 +15,7 @@ from rlkit.data import Batch
 from rlkit.engines import make_engine
 from rlkit.engines.value_head import has_value_head, load_value_model, scoring_batch, with_value_head
 from rlkit.losses import bradley_terry_loss, clipped_value_loss, token_mean
-from rlkit.vlm import VISION_TOWER, freeze, load_model, load_processor, lora
+from rlkit.vlm import freeze, load_model, load_processor, lora, vision_tower
 
 sys.path.insert(0, str(Path(__file__).parent))
 from rows import make_batch
@@ -193,7 +193,7 @@ def test_values_in_bfloat16_are_not_rounded(tiny_dir, processor):
 def test_a_critic_learns_a_constant_return(tiny_dir, processor):
     """From zeros, with the vision tower frozen, over images; the loss falls by far and the body takes part."""
     model = with_value_head(load_model(tiny_dir))
-    freeze(model, VISION_TOWER)
+    freeze(model, vision_tower(model))
     before = {n: p.detach().clone() for n, p in model.named_parameters()}
     engine, batch = engine_for(model, lr=2e-3, micro_batch_tokens=150), make_batch(processor)
     batch.advantages.fill_(0.7)
@@ -207,7 +207,7 @@ def test_a_critic_learns_a_constant_return(tiny_dir, processor):
 
 def test_lora_trains_adapters_and_the_head(tiny_dir, processor):
     batch = make_batch(processor)
-    engine = engine_for(with_value_head(lora(load_model(tiny_dir), 4, 8, exclude_modules=".*visual.*")), lr=1e-3)
+    engine = engine_for(with_value_head(lora(load_model(tiny_dir), 4, 8)), lr=1e-3)
     losses = [engine.train_batch(batch, squared_loss)["loss"] for _ in range(3)]
     assert losses[2] < losses[0]
     assert all(".lora_" in name or name.endswith("lm_head.weight") for name in gradients(engine))

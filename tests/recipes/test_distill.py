@@ -116,7 +116,7 @@ def test_help_names_every_option(capsys):
 def test_bad_input_is_one_clear_message(whole, start, text_dir, tmp_path):  # noqa: F811
     for message, arguments in {
         "distill: teacher .*its tokens are not the student's": ["--teacher", text_dir],
-        "distill: task 'digit': expected a built-in": ["--task", "digit"],
+        "distill: task: expected a built-in": ["--task", "digit"],
         "distill: out .*holds a run already; continue it with --resume": ["--out", whole],
         "distill-.*: step 0: none of its 6 rows can be asked about": ["--max_prompt_tokens", 5],
     }.items():

@@ -100,20 +100,19 @@ def test_two_ranks_and_several_tasks(whole, start, tmp_path):
         "def reward(text, row):\n    return None if row['answer'] == '0' else 0.5\n\n"
         "def task():\n    return replace(few_digits(), reward=reward)\n"
     )
-    arguments = ["--model", start, "--task", "helpers:few_digits", "parts:task", "--out", tmp_path / "two", *SMALL]
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("PYTHONPATH", str(tmp_path))
-        done = helpers.run("evaluate", *arguments, "--right", 0.4, ranks=2)
-    assert "helpers:few_digits: accuracy" in done.stdout and "parts:task: accuracy" in done.stdout
+    parts = f"{tmp_path}/parts.py:task"
+    arguments = ["--model", start, "--task", "helpers:few_digits", parts, "--out", tmp_path / "two", *SMALL]
+    done = helpers.run("evaluate", *arguments, "--right", 0.4, ranks=2)
+    assert "helpers:few_digits: accuracy" in done.stdout and f"{parts}: accuracy" in done.stdout
     assert answers(tmp_path / "two")[:20] == answers(whole)
     found = evaluation(tmp_path / "two")["tasks"]
     whole_found = evaluation(whole)["tasks"]["helpers:few_digits"]
     assert found["helpers:few_digits"] == whole_found
     zeros = sum(row["answer"] == "0" for row in helpers.few_digits().heldout[:20])
     assert 0 < zeros < 20
-    assert found["parts:task"]["accuracy"] == pytest.approx((20 - zeros) / 40)
-    assert found["parts:task"]["pass@1"] == pytest.approx((20 - zeros) / 20)
-    assert found["parts:task"]["unjudged"] == 5 * zeros
+    assert found[parts]["accuracy"] == pytest.approx((20 - zeros) / 40)
+    assert found[parts]["pass@1"] == pytest.approx((20 - zeros) / 20)
+    assert found[parts]["unjudged"] == 5 * zeros
 
 
 def test_text_greedy_alone(text_dir, tmp_path):  # noqa: F811
@@ -129,7 +128,7 @@ def test_help_names_every_option(capsys):
 
 def test_bad_input_is_one_clear_message(whole, start, tmp_path):
     for message, arguments in {
-        "evaluate: task 'digit': expected a built-in": ["--task", "digits", "digit"],
+        "evaluate: task: expected a built-in": ["--task", "digits", "digit"],
         "evaluate: pass_at: a k of at most group_size = 4 expected": ["--pass_at", 8],
         "evaluate: out .*holds a run already; continue it with --resume": ["--out", whole],
     }.items():

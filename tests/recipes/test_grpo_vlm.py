@@ -214,7 +214,7 @@ def test_bad_input_is_one_clear_message(warm_dir, short_run, tmp_path):
         (bare / name).write_bytes((warm_dir / name).read_bytes())
     before = sorted((p, p.stat().st_mtime_ns) for p in short_run[0].rglob("*"))
     cases = {
-        ("--task", tmp_path / "no_image.jsonl", "--out", tmp_path / "b"): r"no image column \(images or image\)",
+        ("--task", tmp_path / "no_image.jsonl", "--out", tmp_path / "b"): "images: expected a column images or image",
         ("--model", bare, "--out", tmp_path / "c"): "a vision-language model without a processor",
         ("--model", tmp_path, "--out", tmp_path / "d"): "the directory holds no config.json",
         ("--model", warm_dir, "--out", short_run[0]): "holds a run already; continue it with --resume",
@@ -225,7 +225,7 @@ def test_bad_input_is_one_clear_message(warm_dir, short_run, tmp_path):
             run_here("grpo_vlm", *arguments)
     assert before == sorted((p, p.stat().st_mtime_ns) for p in short_run[0].rglob("*"))
     typed = helpers.run("grpo_vlm", "--task", "digit", "--out", tmp_path / "a", fails=True)
-    assert "task 'digit': expected a built-in (" in typed.stderr.strip().splitlines()[-1]
+    assert "task: expected a built-in (" in typed.stderr.strip().splitlines()[-1]
     assert "Traceback" not in typed.stderr
 
 

@@ -137,7 +137,7 @@ def test_help_names_every_option(capsys):
 def test_bad_input_is_one_clear_message(whole, start, tmp_path):
     (tmp_path / "rows.jsonl").write_text('{"question": "q", "answer": "a"}\n')
     for message, arguments in {
-        "kto: task .*columns completion and label, or chosen and rejected": ["--task", tmp_path / "rows.jsonl"],
+        "kto: .*rows.jsonl: completion: expected a column completion": ["--task", tmp_path / "rows.jsonl"],
         "kto: out .*holds a run already; continue it with --resume": ["--out", whole],
         "kto-.*: step 0: none of its 6 rows can be trained on": ["--max_tokens", 5],
     }.items():

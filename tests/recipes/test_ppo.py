@@ -143,5 +143,5 @@ def test_bad_input_is_one_clear_message(whole, tmp_path):
         run_here("ppo", "--out", tmp_path / "a", *SMALL, "--mini_batches", 5)
     with pytest.raises(SystemExit, match="ppo: out .*holds a run already; continue it with --resume"):
         run_here("ppo", "--out", whole, *SMALL)
-    with pytest.raises(SystemExit, match="ppo: task 'digit': expected a built-in"):
+    with pytest.raises(SystemExit, match="ppo: task: expected a built-in"):
         run_here("ppo", "--out", tmp_path / "b", *SMALL, "--task", "digit")

@@ -13,8 +13,9 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 from helpers import RECIPES, evaluation, load, rows, run_here, text_dir  # noqa: E402, F401  (a fixture)
 
-from rlkit.data import combine, load_task, loading  # noqa: E402
-from rlkit.data.rewards import exact_match, matches  # noqa: E402
+from rlkit.data import load_task, loading  # noqa: E402
+from rlkit.rewards import combine  # noqa: E402
+from rlkit.rewards.rules import exact_match, matches  # noqa: E402
 from rlkit.rollout.hf import HfRollout  # noqa: E402
 
 SMALL = ["--prompts_per_step", 4, "--group_size", 4, "--steps", 2, "--max_new_tokens", 3]

@@ -128,7 +128,7 @@ def measure(kind: str, path: str, tensor_parallel_size: int = 1) -> dict:
 
     if world == 1:
         torch.manual_seed(1)
-        adapted = lora(load_model(path), 4, 8, exclude_modules=".*visual.*")
+        adapted = lora(load_model(path), 4, 8)
         with torch.no_grad():
             for name, parameter in adapted.named_parameters():
                 if "lora_B" in name:

@@ -235,9 +235,9 @@ def test_routing_that_does_not_fit_is_named():
     assert said(good[:, :2]) == "routed_experts: [6 tokens, 3 layers, 3 experts] expected, came (6, 2, 3)"
     assert "3 experts] expected, came (6, 3, 2)" in said(good[..., :2])
     assert "numbers below 8 expected, came 8: is it another model's?" in said(torch.full_like(good, 8))
-    assert "sample of group 0: routed_experts: [up to 6 tokens, layers, experts] expected" in said(good[0])
-    assert "came [12, 3, 3]" in said(torch.cat([good, good, good])[:12])
-    with pytest.raises(ValueError, match=r"layers and experts of one model expected, came \[\(2, 3\), \(3, 3\)\]"):
+    assert "sample of group 0: routed_experts: expected [up to 6 tokens, layers, experts]" in said(good[0])
+    assert "got [12, 3, 3]" in said(torch.cat([good, good, good])[:12])
+    with pytest.raises(ValueError, match=r"expected layers and experts of one model, got \[\(2, 3\), \(3, 3\)\]"):
         collate([replace(rows[0], routed_experts=good[:, :2]), rows[1]])
     llama = transformers.LlamaForCausalLM(transformers.LlamaConfig(**BASE))
     with pytest.raises(ValueError, match="llama has no layer whose router could be recorded or replayed"):

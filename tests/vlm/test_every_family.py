@@ -15,7 +15,7 @@ import family_processors  # noqa: E402
 from test_families import TEXT, WAYS, all_at_once, gradients, one_at_a_time, text_model  # noqa: E402
 
 from rlkit.data import collate, extend, observe  # noqa: E402
-from rlkit.data.pairs import answered, asking, chat_sample  # noqa: E402
+from rlkit.data.formats import chat_row  # noqa: E402
 from rlkit.data.samples import check_tracks, prompt  # noqa: E402
 from rlkit.engines import make_engine  # noqa: E402
 from rlkit.engines.attention import use_packed_attention  # noqa: E402
@@ -23,13 +23,15 @@ from rlkit.engines.packer import blank_sample, pack  # noqa: E402
 from rlkit.losses import token_mean  # noqa: E402
 from rlkit.rollout import Sampling, make_rollout  # noqa: E402
 from rlkit.vlm import (  # noqa: E402
-    VISION_TOWER,
     encode,
+    encode_answers,
+    encode_chat,
     freeze,
     lora,
     merged_parameters,
     tiny_text_tokenizer,
     unsampled_ids,
+    vision_tower,
 )
 from rlkit.vlm.inputs import position_spec  # noqa: E402
 
@@ -124,13 +126,13 @@ def test_a_chat_is_trained_on_its_answers(family):
         {"role": "user", "content": "system"},
         {"role": "assistant", "content": "user"},
     ]
-    row = asking({"images": [image(40, 18)], "where": "row"}, messages[:-1])
+    row = chat_row({"messages": messages, "images": [image(40, 18)], "where": "row"})
     asked, ends = encode(processor, row), [processor.tokenizer.convert_tokens_to_ids("<|im_end|>")]
-    sample = chat_sample(asked, processor, messages, ends, 200)
+    sample = encode_chat(asked, processor, ends, 200)
     check_tracks(sample)
     assert sample.token_ids[: len(asked.token_ids)] == asked.token_ids
     assert processor.tokenizer.decode(sample.response_ids) == "digit<|im_end|>user<|im_end|>"
-    (short,) = answered(asked, processor, ["user"], ends, 200)
+    (short,) = encode_answers(asked, processor, ["user"], ends, 200)
     assert short.token_ids == sample.token_ids[: len(short.token_ids)]
 
 
@@ -190,7 +192,7 @@ def test_a_blank_image_changes_no_number(family):
 @pytest.mark.parametrize("family", [*TEXT, *SEES])
 def test_frozen_parameters_do_not_move(family):
     base = model(family)
-    frozen = freeze(base, VISION_TOWER if family in SEES else r"\.(layers|h)\.0\.")
+    frozen = freeze(base, vision_tower(base) if family in SEES else r"\.(layers|h)\.0\.")
     trained = engine(base)
     before = parameters(trained)
     trained.train_batch(batch(family), loss_fn)
@@ -202,7 +204,7 @@ def test_frozen_parameters_do_not_move(family):
 
 @pytest.mark.parametrize("family", [*TEXT, *SEES])
 def test_lora_moves_adapters_alone_and_merges(family):
-    base = lora(model(family), 2, 4, exclude_modules=r".*(visual|vision).*")
+    base = lora(model(family), 2, 4)
     trained = engine(base)
     plain = trained.infer_batch(batch(family))["logprobs"]
     before = parameters(trained)
