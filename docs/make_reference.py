@@ -112,7 +112,7 @@ def pages() -> dict[str, str]:
     for module, (package, path, page, own) in modules.items():
         near = tuple(f"{of}." for of in (*PACKAGES[:2], package))  # their names are linked without the package's
         links = at | {name.rpartition(".")[2]: target for name, target in at.items() if name.startswith(near)}
-        about = prose((ast.get_docstring(ast.parse(path.read_text()), clean=False) or "").strip(), links)
+        about = documentation((ast.get_docstring(ast.parse(path.read_text()), clean=False) or "").strip(), links)
         if module == package:
             index += [f"## {module}", *about]
         rows, source = [], f"[source](../../{path.relative_to(ROOT).as_posix()})"

@@ -82,19 +82,31 @@ def test_what_an_example_calls_can_be_imported_as_a_page_says():
     assert looked_up > 100
 
 
+def described(doc):
+    """The arguments that a docstring describes."""
+    args = re.search(r"^Args(?:, \w+)*:(.*(?:\n(?: {4}.*)?$)*)", inspect.cleandoc(doc or ""), re.M)
+    names = re.findall(r"^ {4}(\w+(?:, \w+)*):", args[1], re.M) if args else []
+    return [one for some in names for one in some.split(", ")]
+
+
 @pytest.mark.parametrize(("package", "name"), FUNCTIONS)
-def test_docstring_says_what_goes_in_and_what_comes_out(package, name):
+def test_every_argument_is_described(package, name):
+    """By the function itself, by one that it names, or among those that its module or its package say once."""
     function = getattr(import_module(package), name)
-    takes = list(inspect.signature(function).parameters)
-    doc = inspect.getdoc(function) or ""
+    doc, takes = inspect.getdoc(function) or "", inspect.signature(function).parameters
     assert re.match(r"[A-Z`].*?(\.(\s|$)|\$)", doc, re.S), "no sentence and no formula"
-    args = re.search(r"^Args(?:, \w+)*:(.*(?:\n(?: {4}.*)?$)*)", doc, re.M)
-    assert args and re.search(r"^(\w+, )*Returns(, \w+)*:", doc, re.M)
-    if other := re.match(r" as `(\w+)`\.$", args[1]):
-        assert takes == list(inspect.signature(getattr(import_module(package), other[1])).parameters)
-    else:
-        named = re.findall(r"^ {4}(\w+(?:, \w+)*):", args[1], re.M)
-        assert sorted(one for names in named for one in names.split(", ")) == sorted(takes)
+    own = described(doc)
+    assert set(own) <= set(takes) and len(set(own)) == len(own)
+    known = {*own, *described(import_module(function.__module__).__doc__), *described(import_module(package).__doc__)}
+    if other := re.search(r"^Args(?:, \w+)*: as `(\w+)`\.$", doc, re.M):
+        known |= set(inspect.signature(getattr(import_module(package), other[1])).parameters)
+    assert set(takes) - known == set()
+
+
+@pytest.mark.parametrize(("package", "name"), [(p, n) for p, n in FUNCTIONS if not n.endswith("_loss")])
+def test_docstring_says_what_comes_out(package, name):
+    """Of losses the package says it, once."""
+    assert re.search(r"^(\w+, )*Returns(, \w+)*:", inspect.getdoc(getattr(import_module(package), name)), re.M)
 
 
 # --- what GitHub makes of it

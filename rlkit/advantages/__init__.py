@@ -1,8 +1,21 @@
 """Advantages: pure functions on tensors that need torch alone. The conventions are those of `rlkit.losses`.
 
-Outcome advantages are [B], token-level ones [B, T]; losses take either. Group membership is an integer tensor
-`group_ids` [B] in any order and any size. A reward of nan means "not judged": it stays outside its group's statistics
-and its advantage is 0.
+Outcome advantages are [B], token-level ones [B, T]; losses take either. Groups may have any size and their samples any
+order. A sample that was not judged (reward nan) stays outside all statistics, and its advantage is 0. Results are
+float32, or float64 where the rewards are.
+
+A function describes the arguments that are special to it. Those that many have mean the same in all:
+
+Args:
+    rewards: [B], one a sample; nan means "not judged".
+    group_ids: [B], any integers, in any order: equal ids are one group.
+    mask: bool [B, T], True on the tokens that the policy wrote and is trained on.
+    logprobs: [B, T], of the policy being trained.
+    old_logprobs: [B, T], under the weights that the batch was sampled with.
+    rollout_logprobs: [B, T], the sampler's own.
+    global_sum: adds a tensor over ranks, such as an engine's method of that name: the statistics are then those of all
+        rows. All ranks must call, also one without rows, and no group may be split between them. By default these rows
+        are the batch.
 """
 
 from rlkit.advantages.baselines import (

@@ -7,14 +7,14 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from rlkit.losses._check import (
+from rlkit._check import (
     check_not_negative,
     check_per_token,
     check_positive,
     check_rank,
     fail,
 )
-from rlkit.losses._numerics import masked
+from rlkit._numerics import at_least_float32, masked
 
 
 @torch.no_grad()
@@ -31,24 +31,17 @@ def kl_in_reward(rewards_per_token: Tensor, kl: Tensor, coef: float | Tensor, ma
         rewards_per_token: [B, T], such as from `rewards_to_tokens`.
         kl: [B, T], of the policy that sampled, against the reference; gets no gradient, and needs no mask of its own.
         coef: a number >= 0 or a 0-d tensor.
-        mask: bool [B, T], True on the tokens that the policy wrote.
 
     Returns:
         [B, T], float32 (float64 for float64 inputs), without gradient; 0 outside the mask, whatever the inputs hold
         there.
-
-    Raises:
-        ValueError: for a wrong rank, shape or dtype, or a negative coefficient.
     """
     check_per_token(mask, rewards_per_token=rewards_per_token, kl=kl)
     if isinstance(coef, Tensor):
         check_rank("coef", coef, 0, "(a number or a 0-d tensor)")
     else:
         check_not_negative(coef=coef)
-    dtype = torch.promote_types(torch.promote_types(rewards_per_token.dtype, kl.dtype), torch.float32)
-    rewards, kl = rewards_per_token.to(dtype), kl.to(dtype)
-    less = rewards - coef * kl if isinstance(coef, Tensor) else rewards.sub(kl, alpha=coef)  # which is one pass
-    return masked(less, mask)
+    return masked(at_least_float32(rewards_per_token) - coef * at_least_float32(kl), mask)
 
 
 def overlong_penalty(lengths: Tensor, max_length: float, buffer: float, penalty: float = 1.0) -> Tensor:
@@ -67,9 +60,6 @@ def overlong_penalty(lengths: Tensor, max_length: float, buffer: float, penalty:
 
     Returns:
         [B], float32 (float64 for float64 lengths), in [-penalty, 0]; add it to the rewards.
-
-    Raises:
-        ValueError: where lengths are not [B] or a number is out of range.
     """
     check_rank("lengths", lengths, 1, "[B]")
     check_positive(max_length=max_length)
@@ -137,15 +127,11 @@ def scaled_rewards(rewards: Tensor, mean: float, std: float, clip: float = float
     deviation of 1 only cut.
 
     Args:
-        rewards: [B]; nan stays nan.
         mean, std: in the unit of the rewards; std > 0.
         clip: > 0, in deviations.
 
     Returns:
         [B], float32 (float64 for float64 rewards).
-
-    Raises:
-        ValueError: rewards that are not [B], or a number out of its range.
     """
     check_rank("rewards", rewards, 1, "[B]")
     check_positive(std=std, clip=clip)
@@ -171,9 +157,6 @@ def adaptive_kl_coef(coef: float, kl: float, target: float, horizon: float, step
 
     Returns:
         The coefficient from here on.
-
-    Raises:
-        ValueError: for a number out of range, or a KL that is nan: a broken measurement must not move the coefficient.
     """
     check_not_negative(coef=coef)
     check_positive(target=target, horizon=horizon)

@@ -11,13 +11,30 @@ Conventions, said here once and held everywhere in rlkit:
 - `rollout_logprobs` are the sampler's. `old_logprobs` are the trainer's under the weights that the batch was sampled
   with, simply `logprobs.detach()` when a batch is used for one step.
 - Outcome advantages are [B], token-level ones [B, T]; losses take either.
-- Losses return per-token values (per-sequence ones where the formula is per sequence). They take tensors and floats; a
-  variant of a formula is another function. Gradients flow to the policy's own tensors only.
+- Losses return values to be minimised, [B, T], or one a pair or an answer, [P] or [B], where they take whole answers.
+  They take tensors and floats; a variant of a formula is another function. Gradients flow to the policy's own tensors
+  only.
 - Reduction is a separate call with its denominator in sight: `token_mean(loss, mask, total=...)`, where `total` counts
   over all micro-batches and data-parallel ranks. The gradient then does not depend on how a batch was split.
-- Masked positions never leak: the log-ratio is masked before `exp`, so a masked inf or nan changes neither value nor
-  gradient. An unmasked log-ratio is held within +-20, with gradient 0 beyond.
-- Results are float32 at least, whatever the inputs' dtype. Checks look at shapes and dtypes, never at values.
+- Masked positions never leak: inputs may hold anything outside the mask, inf and nan included; the result is 0 there,
+  with gradient 0.
+- An unmasked log-ratio beyond +-20 counts as +-20 and gets gradient 0, so that no `exp` overflows.
+- Results are float32, or float64 where the inputs are.
+- A wrong type, rank, shape or dtype, or a number out of its range, raises a ValueError that names the argument. Checks
+  look at shapes, dtypes and Python numbers, never at a tensor's values, so none waits for a device.
+
+A function describes the arguments that are special to it. Those that many have mean the same in all:
+
+Args:
+    logprobs: [B, T], of the policy being trained.
+    old_logprobs: [B, T], under the weights that the batch was sampled with; no gradient.
+    ref_logprobs: [B, T], of the reference policy, for the same tokens; no gradient.
+    rollout_logprobs: [B, T], the sampler's own; no gradient.
+    advantages: [B] or [B, T]; no gradient.
+    mask: bool [B, T], True on the tokens that the policy wrote and is trained on. Where it may be None, that is every
+        token.
+    total: the count to divide by, over all micro-batches and data-parallel ranks: a number or a 0-d tensor. None counts
+        this mask; 0 gives 0. Trained tokens, unless a function says otherwise.
 """
 
 from rlkit.losses.diagnostics import effective_sample_size, mismatch_stats, ratio_stats, sequence_mismatch_stats
@@ -28,6 +45,7 @@ from rlkit.losses.distillation import (
     topk_forward_kl_loss,
     topk_reverse_kl_loss,
 )
+from rlkit.losses.entropy import top_entropy_mask
 from rlkit.losses.kl import full_vocabulary_kl, kl_abs, kl_k1, kl_k2, kl_k3, kl_k3_weighted, kl_straight_through
 from rlkit.losses.logprobs import (
     linear_logprobs,
@@ -51,8 +69,14 @@ from rlkit.losses.mismatch import (
     sequence_rejection_mask,
     sum_divergence_rejection_mask,
 )
-from rlkit.losses.policy import clipped_policy_loss
-from rlkit.losses.policy_variants import cispo_loss, gpg_loss, gppo_loss, reinforce_loss, sapo_loss, top_entropy_mask
+from rlkit.losses.policy import (
+    cispo_loss,
+    clipped_policy_loss,
+    gpg_loss,
+    gppo_loss,
+    reinforce_loss,
+    sapo_loss,
+)
 from rlkit.losses.preference import (
     apo_zero_loss,
     bradley_terry_loss,

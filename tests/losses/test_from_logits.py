@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from rlkit.losses import logprobs as module
+from rlkit.losses import _kernels as module
 from rlkit.losses import sum_pi_squared, target_logprobs, token_entropy, token_logprobs
 
 

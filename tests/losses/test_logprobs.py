@@ -7,6 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from rlkit.losses import _kernels as module
 from rlkit.losses import (
     linear_logprobs,
     suppress_tokens,
@@ -14,7 +15,7 @@ from rlkit.losses import (
     token_entropy,
     token_logprobs,
 )
-from rlkit.losses import logprobs as module
+from rlkit.losses import logprobs as logprobs_module
 
 FEW = settings(max_examples=25, deadline=None, derandomize=True)
 
@@ -264,7 +265,7 @@ def test_entropy_chunked_over_tokens_not_vocabulary(monkeypatch):
         return out
 
     monkeypatch.setattr(module, "_chunk_logprobs", spy)
-    monkeypatch.setattr(module, "CPU_CHUNK_BYTES", 3 * 11 * 8)  # three tokens of eleven float64 logits
+    monkeypatch.setattr(logprobs_module, "CPU_CHUNK_BYTES", 3 * 11 * 8)  # three tokens of eleven float64 logits
     hidden, weight, _, targets, _ = problem()
     logprobs, entropy = linear_logprobs(hidden, weight, targets)
     assert seen == [(3, 11), (3, 11), (1, 11)]

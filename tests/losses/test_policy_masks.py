@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from policy_batches import FEW, B, T, batch
 
-from rlkit.losses.policy_variants import top_entropy_mask
+from rlkit.losses import top_entropy_mask
 from rlkit.losses.sequence_policy import off_policy_sequence_mask
 
 

@@ -8,8 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from policy_batches import FEW, B, T, batch
 
+from rlkit.losses import cispo_loss, gpg_loss, gppo_loss, reinforce_loss, sapo_loss, top_entropy_mask
 from rlkit.losses.policy import clipped_policy_loss
-from rlkit.losses.policy_variants import cispo_loss, gpg_loss, gppo_loss, reinforce_loss, sapo_loss, top_entropy_mask
 from rlkit.losses.reductions import sequence_mean, sequence_sum_mean, token_mean
 from rlkit.losses.sequence_policy import (
     gmpo_loss,
