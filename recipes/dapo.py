@@ -185,10 +185,10 @@ def main(cfg: Config) -> None:
     def loss_fn(out, mb):  # out.logprobs [B, T]; mb.total_tokens counts the whole mini-batch, on all ranks
         old = mb.old_logprobs if cfg.mini_batches > 1 else out.logprobs.detach()
         loss = clipped_policy_loss(out.logprobs, old, mb.advantages, mb.mask, cfg.clip_low, cfg.clip_high)
-        loss = loss * importance_weights(old, mb.rollout_logprobs, mb.mask, cap=cfg.tis_cap)
+        loss = loss * importance_weights(old, mb.rollout_logprobs, mb.mask, high=cfg.tis_cap)
         metrics = {
             "entropy": token_mean(out.entropy, mb.mask, mb.total_tokens),
-            **ratio_stats(out.logprobs, old, mb.mask, mb.advantages, cfg.clip_low, cfg.clip_high, mb.total_tokens),
+            **ratio_stats(out.logprobs, old, mb.advantages, mb.mask, cfg.clip_low, cfg.clip_high, mb.total_tokens),
             **mismatch_stats(old, mb.rollout_logprobs, mb.mask, mb.total_tokens),
         }
         return token_mean(loss, mb.mask, mb.total_tokens), metrics

@@ -137,11 +137,11 @@ def token_loss(out, mb, cfg: Config):
     old = mb.old_logprobs if cfg.updates_per_batch > 1 else out.logprobs.detach()
     advantages = mb.teacher_logprobs - old
     policy = clipped_policy_loss(out.logprobs, old, advantages, mb.mask, cfg.clip_low, cfg.clip_high)
-    policy = policy * importance_weights(old, mb.rollout_logprobs, mb.mask, cap=cfg.tis_cap)
+    policy = policy * importance_weights(old, mb.rollout_logprobs, mb.mask, high=cfg.tis_cap)
     metrics = {
         "kl": token_mean(-advantages, mb.mask, mb.total_tokens),
         "entropy": token_mean(out.entropy, mb.mask, mb.total_tokens),
-        **ratio_stats(out.logprobs, old, mb.mask, advantages, cfg.clip_low, cfg.clip_high, mb.total_tokens),
+        **ratio_stats(out.logprobs, old, advantages, mb.mask, cfg.clip_low, cfg.clip_high, mb.total_tokens),
         **mismatch_stats(old, mb.rollout_logprobs, mb.mask, mb.total_tokens),
     }
     return token_mean(policy, mb.mask, mb.total_tokens), metrics

@@ -40,7 +40,7 @@ from rlkit.engines.balance import balanced
 from rlkit.engines.checkpoint import checkpoints, keep_newest
 from rlkit.engines.distributed import init_distributed
 from rlkit.engines.flops import batch_flops
-from rlkit.losses import preference_stats, sequence_logprobs, sequence_mean_logprobs
+from rlkit.losses import pair_mean, preference_stats, sequence_logprobs, sequence_mean_logprobs
 from rlkit.report import write_report
 from rlkit.rollout import Sampling, make_rollout
 from rlkit.rollout.sampling import end_tokens
@@ -160,7 +160,7 @@ def pair_loss(out, mb, *, loss: Callable, normalise_length: bool = False, sft_co
     values = loss(**{name: given[name] for name in signature(loss).parameters if name in given})
     values = values - sft_coef * sequence_mean_logprobs(out.logprobs[0::2], mb.mask[0::2])
     gains = [given[side] - given[f"ref_{side}"] for side in ("chosen", "rejected")]
-    return values.sum() / pairs, preference_stats(*gains, pairs)
+    return pair_mean(values, pairs), preference_stats(*gains, pairs)
 
 
 def main(cfg: Config) -> None:

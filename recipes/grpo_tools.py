@@ -156,7 +156,7 @@ def main(cfg: Config) -> None:
         metrics = {
             "kl": token_mean(kl, mb.mask, mb.total_tokens),
             "entropy": token_mean(out.entropy, mb.mask, mb.total_tokens),
-            **ratio_stats(out.logprobs, old, mb.mask, mb.advantages, cfg.clip_low, cfg.clip_high, mb.total_tokens),
+            **ratio_stats(out.logprobs, old, mb.advantages, mb.mask, cfg.clip_low, cfg.clip_high, mb.total_tokens),
             **mismatch_stats(old, mb.rollout_logprobs, mb.mask, mb.total_tokens),
         }
         return token_mean(policy + cfg.kl_coef * kl, mb.mask, mb.total_tokens), metrics

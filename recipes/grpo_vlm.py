@@ -189,12 +189,12 @@ def main(cfg: Config) -> None:
     def loss_fn(out, mb):  # out.logprobs [B, T]; mb.total_tokens counts the whole batch, on all ranks
         old = mb.old_logprobs if cfg.updates_per_batch > 1 else out.logprobs.detach()
         policy = LOSSES[cfg.loss](out.logprobs, old, mb.advantages, mb.mask, cfg.clip_low, cfg.clip_high)
-        policy = policy * importance_weights(old, mb.rollout_logprobs, mb.mask, cap=cfg.tis_cap)
+        policy = policy * importance_weights(old, mb.rollout_logprobs, mb.mask, high=cfg.tis_cap)
         kl = kl_k3(out.logprobs, mb.ref_logprobs, mb.mask)
         metrics = {
             "kl": token_mean(kl, mb.mask, mb.total_tokens),
             "entropy": token_mean(out.entropy, mb.mask, mb.total_tokens),
-            **ratio_stats(out.logprobs, old, mb.mask, mb.advantages, cfg.clip_low, cfg.clip_high, mb.total_tokens),
+            **ratio_stats(out.logprobs, old, mb.advantages, mb.mask, cfg.clip_low, cfg.clip_high, mb.total_tokens),
             **mismatch_stats(old, mb.rollout_logprobs, mb.mask, mb.total_tokens),
         }
         mean, total = (sequence_mean, mb.total_sequences) if cfg.loss == "gspo" else (token_mean, mb.total_tokens)

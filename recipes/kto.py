@@ -39,7 +39,7 @@ from rlkit.engines.balance import balanced
 from rlkit.engines.checkpoint import checkpoints, keep_newest
 from rlkit.engines.distributed import init_distributed
 from rlkit.engines.flops import batch_flops
-from rlkit.losses import kto_loss, sequence_logprobs, sequence_mean_logprobs
+from rlkit.losses import kto_kl_estimate, kto_loss, pair_mean, sequence_logprobs, sequence_mean_logprobs
 from rlkit.report import write_report
 from rlkit.rollout import Sampling, make_rollout
 from rlkit.rollout.sampling import end_tokens
@@ -127,15 +127,15 @@ def answer_loss(out, mb, *, kl, good: float, cfg: Config):
     `marked/accuracy` is the share of the answers that have moved to the side of z_0 on which they belong.
     """
     logprobs, ref_logprobs = (sequence_logprobs(x, mb.mask) for x in (out.logprobs, mb.ref_logprobs))
-    label, total = mb.label.bool(), mb.total_sequences.clamp(min=1)
+    label, total = mb.label.bool(), mb.total_sequences
     loss = kto_loss(logprobs, ref_logprobs, label, kl, cfg.beta, cfg.desirable_weight, cfg.undesirable_weight)
     loss = loss - cfg.sft_coef * label * sequence_mean_logprobs(out.logprobs, mb.mask)
     gains = (logprobs - ref_logprobs).detach()
     right = torch.where(label, gains > kl, gains < kl)
-    return loss.sum() / total, {
-        "marked/accuracy": right.sum() / total,
-        "marked/good": (gains * label).sum() / max(good, 1),
-        "marked/bad": (gains * ~label).sum() / (total - good).clamp(min=1),
+    return pair_mean(loss, total), {
+        "marked/accuracy": pair_mean(right.float(), total),
+        "marked/good": pair_mean(gains * label, good),
+        "marked/bad": pair_mean(gains * ~label, total - good),
     }
 
 
@@ -186,9 +186,9 @@ def main(cfg: Config) -> None:
 
     def baseline(others) -> torch.Tensor:
         """z_0: by how much the policy finds answers to other prompts likelier than the reference does; at least 0."""
-        gains = sequence_logprobs(engine.infer_batch(others)["logprobs"] - others.ref_logprobs, others.mask)
-        total, count = engine.global_sum(torch.stack([gains.sum(), torch.tensor(float(len(others)))]))
-        return (total / count.clamp(min=1)).clamp(min=0)
+        logprobs, ref_logprobs = engine.infer_batch(others)["logprobs"], others.ref_logprobs
+        sums = [sequence_logprobs(x, others.mask) for x in (logprobs, ref_logprobs)]
+        return kto_kl_estimate(*sums, engine.global_sum)
 
     asked, shown, others, labels, bad = encode_marked(list(enumerate(task.heldout)))
     heldout = referred(collate(shown, label=torch.tensor(labels, dtype=torch.float32)))

@@ -29,7 +29,7 @@ from torch.optim import AdamW, lr_scheduler
 from tqdm import tqdm
 from transformers.utils.logging import disable_progress_bar
 
-from rlkit.advantages import gae, kl_in_reward, length_adaptive_lambda, masked_whiten, pf_ppo_weights, rewards_to_tokens
+from rlkit.advantages import gae, kl_in_reward, length_adaptive_lambda, masked_whiten, pf_ppo_weights
 from rlkit.advantages.shaping import RunningMoments, scaled_rewards
 from rlkit.data import Judge, Task, collate, judged, load_task, part_means, reward_stats, step_rows
 from rlkit.engines import make_engine
@@ -109,12 +109,9 @@ class Config:
 
 def estimates(rewards, values, mask, gamma, lam, critic_lam, global_sum):
     """Advantages [B, T], whitened over all ranks, and the critic's targets [B, T]; lam is a number or [B]."""
-    advantages, _ = gae(rewards, values, mask, gamma, lam)
-    _, returns = gae(rewards, values, mask, gamma, critic_lam)
-    count = global_sum(mask.sum())
-    mean = global_sum(token_sum(advantages, mask)) / count.clamp(min=1)
-    var = global_sum(token_sum((advantages - mean).square(), mask)) / (count - 1).clamp(min=1)
-    return masked_whiten(advantages, mask, mean=mean, var=var), returns
+    advantages = gae(rewards, values, mask, gamma, lam).advantages
+    returns = gae(rewards, values, mask, gamma, critic_lam).returns
+    return masked_whiten(advantages, mask, global_sum=global_sum), returns
 
 
 def main(cfg: Config) -> None:
@@ -171,7 +168,7 @@ def main(cfg: Config) -> None:
         loss = clipped_policy_loss(out.logprobs, old, mb.advantages, mb.mask, cfg.clip_low, cfg.clip_high)
         imitation = token_sum(-out.logprobs * mb.lm_weights[:, None], mb.mask)
         loss = token_mean(loss * mb.weights[:, None] * mb.tis, mb.mask, mb.total_tokens) + cfg.lm_coef * imitation
-        stats = ratio_stats(out.logprobs, old, mb.mask, mb.advantages, cfg.clip_low, cfg.clip_high, mb.total_tokens)
+        stats = ratio_stats(out.logprobs, old, mb.advantages, mb.mask, cfg.clip_low, cfg.clip_high, mb.total_tokens)
         return loss, {"entropy": token_mean(out.entropy, mb.mask, mb.total_tokens), **stats}
 
     def value_loss(out, mb):  # out.values [B, T]
@@ -202,13 +199,13 @@ def main(cfg: Config) -> None:
                 ref = reference.infer_batch(batch)["logprobs"]
         seen = seen.update(rewards, engine.global_sum) if cfg.normalise_rewards else seen
         scaled = scaled_rewards(rewards, seen.mean, seen.std, cfg.reward_clip or torch.inf)
-        token_rewards = kl_in_reward(rewards_to_tokens(scaled, mask), kl_k1(old, ref, mask), cfg.kl_coef, mask)
+        token_rewards = kl_in_reward(scaled, kl_k1(old, ref, mask), mask, cfg.kl_coef)
         values = critic.infer_batch(batch)["values"]  # [B, T], of the prefix before each token
         lam = length_adaptive_lambda(mask, cfg.length_adaptive_alpha) if cfg.length_adaptive_alpha else cfg.lam
         advantages, returns = estimates(token_rewards, values, mask, cfg.gamma, lam, cfg.critic_lam, engine.global_sum)
         shares = cfg.pf_ppo_best, cfg.pf_ppo_worst
         weights = pf_ppo_weights(rewards, ids, *shares) * ids.bincount()[ids] if any(shares) else torch.ones(len(batch))
-        tis = importance_weights(old, batch.rollout_logprobs, mask, cap=cfg.tis_cap)
+        tis = importance_weights(old, batch.rollout_logprobs, mask, high=cfg.tis_cap)
         batch.add(old_logprobs=old, tis=tis, values=values, advantages=advantages, returns=returns, weights=weights)
         measured = reduce_metrics({
             "kl": token_mean(kl_k3(old, ref, mask), mask, tokens), "value/mean": token_mean(values, mask, tokens),

@@ -61,7 +61,7 @@ ADVANTAGES = {
     "reinforce_plus_plus_baseline": lambda r, batch, total: reinforce_plus_plus_baseline_advantages(
         r.sum(1), batch.group_ids, global_sum=total
     ),
-    "opo": lambda r, batch, total: opo_advantages(r.sum(1), batch.mask.sum(1), batch.group_ids),
+    "opo": lambda r, batch, total: opo_advantages(r.sum(1), batch.group_ids, batch.mask.sum(1)),
 }
 
 
@@ -200,7 +200,7 @@ def main(cfg: Config) -> None:
     def loss_fn(out, mb):  # out.logprobs [B, T]; mb.total_tokens counts the whole batch, on all ranks
         now = out.logprobs.detach()
         loss = reinforce_loss(out.logprobs, now, mb.advantages, mb.mask)
-        loss = loss * importance_weights(now, mb.rollout_logprobs, mb.mask, cap=cfg.tis_cap)
+        loss = loss * importance_weights(now, mb.rollout_logprobs, mb.mask, high=cfg.tis_cap)
         metrics = {
             "kl": token_mean(kl_k3(now, mb.ref_logprobs, mb.mask), mb.mask, mb.total_tokens),
             "entropy": token_mean(out.entropy, mb.mask, mb.total_tokens),
@@ -236,7 +236,7 @@ def main(cfg: Config) -> None:
             with engine.disable_adapter() if cfg.lora_rank else nullcontext():
                 batch.add(ref_logprobs=reference.infer_batch(batch)["logprobs"])
             kl = kl_k1(batch.rollout_logprobs, batch.ref_logprobs, mask)
-            rewards = kl_in_reward(rewards, kl, cfg.kl_coef, mask)
+            rewards = kl_in_reward(rewards, kl, mask, cfg.kl_coef)
         batch.add(advantages=ADVANTAGES[cfg.advantage](rewards, batch, engine.global_sum))
         metrics = engine.train_batch(batch, loss_fn, outputs=("logprobs", "entropy"))
         if wrong := canary(metrics["mismatch/abs_dlogp"]):

@@ -38,7 +38,7 @@ from rlkit.engines.checkpoint import checkpoints, keep_newest
 from rlkit.engines.distributed import init_distributed
 from rlkit.engines.flops import batch_flops
 from rlkit.engines.value_head import load_value_model, scoring_batch, with_value_head
-from rlkit.losses import bradley_terry_loss, preference_stats, reward_centring_loss
+from rlkit.losses import bradley_terry_loss, pair_mean, preference_stats, reward_centring_loss
 from rlkit.report import write_report
 from rlkit.rollout.sampling import end_tokens
 from rlkit.tracking import Run, new_directory
@@ -114,7 +114,7 @@ def pair_loss(out, mb, *, centre_coef: float = 0.0):
     values = bradley_terry_loss(chosen, rejected, mb.margin[0::2]) + centre_coef * reward_centring_loss(
         chosen, rejected
     )
-    return values.sum() / pairs, preference_stats(chosen, rejected, pairs)
+    return pair_mean(values, pairs), preference_stats(chosen, rejected, pairs)
 
 
 def main(cfg: Config) -> None:

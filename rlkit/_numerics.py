@@ -1,5 +1,7 @@
 """The numeric rules of losses and advantages: float32 at least, and masked values are masked before they are used."""
 
+from collections.abc import Callable
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -7,6 +9,7 @@ from torch import Tensor
 from rlkit._check import advantages_per_token, check_not_negative, check_rank
 
 LOG_RATIO_LIMIT = 20.0  # nats; exp(20) is 4.9e8
+GlobalSum = Callable[[Tensor], Tensor]
 
 
 def at_least_float32(x: Tensor) -> Tensor:
@@ -50,6 +53,11 @@ def sequence_advantages(advantages: Tensor, mask: Tensor) -> Tensor:
 def mean_over_tokens(x: Tensor, mask: Tensor) -> Tensor:
     """[B, 1]: the mean of each row of x [B, T], which is 0 outside the mask, over its tokens; 0 for a row of none."""
     return x.sum(1, keepdim=True) / mask.sum(1, keepdim=True).clamp(min=1)
+
+
+def one_rank(x: Tensor) -> Tensor:
+    """The `global_sum` of a batch that lies on one rank: `x` itself."""
+    return x
 
 
 def divide(x: Tensor, total: float | Tensor) -> Tensor:

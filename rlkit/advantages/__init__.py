@@ -30,10 +30,10 @@ from rlkit.advantages.baselines import (
 from rlkit.advantages.filtering import informative_groups, pf_ppo_indices, pf_ppo_power_weights, pf_ppo_weights
 from rlkit.advantages.group import dr_grpo_advantages, expand_to_tokens, grpo_advantages
 from rlkit.advantages.returns import (
+    AdvantagesAndReturns,
     discounted_returns,
     gae,
     length_adaptive_lambda,
-    masked_whiten,
     rewards_to_tokens,
     vtrace,
 )
@@ -50,12 +50,14 @@ from rlkit.advantages.token_baseline import optimal_token_baseline_advantages
 from rlkit.advantages.whitened import (
     gdpo_advantages,
     lite_ppo_advantages,
+    masked_whiten,
     reinforce_plus_plus_advantages,
     reinforce_plus_plus_baseline_advantages,
 )
 
 __all__ = [
     "AdaptiveKL",
+    "AdvantagesAndReturns",
     "FixedKL",
     "RunningMoments",
     "adaptive_kl_coef",

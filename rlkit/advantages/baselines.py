@@ -4,6 +4,7 @@ import torch
 from torch import Tensor
 
 from rlkit._check import check_groups, check_not_negative, check_positive, check_rank, check_shape
+from rlkit._numerics import GlobalSum, one_rank
 from rlkit.advantages._groups import centre, group_index, group_max, group_sums, in_dtype_of, judged_rewards
 from rlkit.advantages.filtering import informative_groups
 
@@ -45,7 +46,7 @@ def remax_advantages(rewards: Tensor, greedy_rewards: Tensor) -> Tensor:
     return in_dtype_of(rewards + greedy_rewards, advantages)
 
 
-def opo_advantages(rewards: Tensor, lengths: Tensor, group_ids: Tensor) -> Tensor:
+def opo_advantages(rewards: Tensor, group_ids: Tensor, lengths: Tensor) -> Tensor:
     r"""Reward minus the mean of its group weighted by length.
 
     $$A_i = r_i - \frac{\sum_j l_j r_j}{\sum_j l_j}$$
@@ -71,7 +72,7 @@ def opo_advantages(rewards: Tensor, lengths: Tensor, group_ids: Tensor) -> Tenso
     return in_dtype_of(rewards, torch.where(judged & (total > 0), centred - baseline, 0))
 
 
-def gpg_advantages(rewards: Tensor, group_ids: Tensor, alpha: float | Tensor | None = None) -> Tensor:
+def gpg_advantages(rewards: Tensor, group_ids: Tensor, global_sum: GlobalSum = one_rank) -> Tensor:
     r"""Reward minus the mean of its group, scaled up for the samples of groups that teach nothing.
 
     $$A_i = \alpha (r_i - \mathrm{mean}(r)), \quad \alpha = \frac{B}{B - M}$$
@@ -85,19 +86,15 @@ def gpg_advantages(rewards: Tensor, group_ids: Tensor, alpha: float | Tensor | N
     threshold beta_th of the paper (draw more prompts until enough groups are informative) belongs to the sampler: see
     `informative_groups`.
 
-    Args:
-        alpha: the factor over the whole batch, where these rows are not all of it (several ranks); 1 for none.
-
     Returns:
         [B]; 0 throughout where no group is informative.
     """
     check_groups(group_ids, rewards=rewards)
     centred, _, _ = centre(rewards, group_ids)
-    if alpha is None:
-        _, judged = judged_rewards(rewards)
-        informative = judged & informative_groups(rewards, group_ids)
-        alpha = judged.sum() / informative.sum().clamp(min=1).double()
-    return in_dtype_of(rewards, alpha * centred)
+    _, judged = judged_rewards(rewards)
+    informative = judged & informative_groups(rewards, group_ids)
+    samples, useful = global_sum(torch.stack([judged.sum(), informative.sum()]).double()).to(centred.device)
+    return in_dtype_of(rewards, samples / useful.clamp(min=1) * centred)
 
 
 def maxrl_advantages(rewards: Tensor, group_ids: Tensor) -> Tensor:

@@ -5,28 +5,36 @@ Only the tokens of the mask are steps: prompt, tool output, observations and pad
 gradient.
 """
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
 from rlkit._check import (
     check_float,
     check_mask,
-    check_not_negative,
     check_per_token,
     check_positive,
     check_rank,
     check_shape,
     check_share,
-    fail,
 )
 from rlkit._numerics import at_least_float32, masked, masked_ratio
 from rlkit.advantages._kernels import following, recurrence
+from rlkit.advantages._tokens import rewards_per_token
+
+
+class AdvantagesAndReturns(NamedTuple):
+    """What `gae` and `vtrace` return."""
+
+    advantages: Tensor
+    returns: Tensor
 
 
 @torch.no_grad()
 def gae(
     rewards: Tensor, values: Tensor, mask: Tensor, gamma: float = 1.0, lam: float | Tensor = 0.95
-) -> tuple[Tensor, Tensor]:
+) -> AdvantagesAndReturns:
     r"""Generalised advantage estimates and the value targets that go with them, not whitened.
 
     $$A_t = \delta_t + \gamma \lambda A_{t+1}, \quad \delta_t = r_t + \gamma V_{t+1} - V_t, \quad R_t = A_t + V_t$$
@@ -36,30 +44,29 @@ def gae(
     $R_t = r_t + \gamma y_{t+1}$ and $y_t = (1 - \lambda) V_t + \lambda r_t + \gamma \lambda y_{t+1}$, one recurrence
     that is solved in log2(T) rounds.
 
-    Choices: a reward outside the mask is ignored, as it belongs to no action; `rewards_to_tokens` puts an outcome
-    reward where it counts. verl whitens here; we leave it to `masked_whiten`, as whitening twice, or per
-    micro-batch, is a bug that shows nowhere.
+    Choices: a reward outside the mask is ignored, as it belongs to no action. verl whitens here; we leave it to
+    `masked_whiten`, as whitening twice, or per micro-batch, is a bug that shows nowhere.
 
     VAPO's decoupled estimate (https://arxiv.org/abs/2504.05118) is two calls, one for the policy, one for the critic:
 
-        advantages, _ = gae(rewards, values, mask, lam=length_adaptive_lambda(mask))
-        _, returns = gae(rewards, values, mask, lam=1.0)
+        advantages = gae(rewards, values, mask, lam=length_adaptive_lambda(mask)).advantages
+        returns = gae(rewards, values, mask, lam=1.0).returns
 
     Args:
-        rewards: [B, T], of each token.
+        rewards: [B, T], of each token, or [B], given to the last token of the mask.
         values: [B, T]: `values[b, t]` is that of the prefix before token t.
         gamma: discount of one token of the mask, in [0, 1].
         lam: in [0, 1], a number, a 0-d tensor, or [B] with one for each row.
 
     Returns:
-        (advantages [B, T], returns [B, T]), 0 outside the mask. A nan in a row stays in that row.
+        AdvantagesAndReturns: both [B, T], 0 outside the mask. A nan in a row stays in that row.
     """
-    check_per_token(mask, rewards=rewards, values=values)
-    rewards, values = at_least_float32(rewards), at_least_float32(values)
+    check_per_token(mask, values=values)
+    rewards, values = rewards_per_token(rewards, mask), at_least_float32(values)
     lam = _lambda_column(lam, gamma, values)
     y = recurrence((1 - lam) * values + lam * rewards, gamma * lam, mask)
     returns = masked(rewards + gamma * following(y), mask)
-    return masked(returns - values, mask), returns
+    return AdvantagesAndReturns(masked(returns - values, mask), returns)
 
 
 @torch.no_grad()
@@ -67,31 +74,30 @@ def discounted_returns(rewards: Tensor, mask: Tensor, gamma: float = 1.0) -> Ten
     r"""Reward to go of each token: $G_t = r_t + \gamma G_{t+1}$, where t counts the tokens of the mask alone.
 
     Args:
-        rewards: [B, T], of each token.
+        rewards: [B, T], of each token, or [B], given to the last token of the mask.
         gamma: discount of one token of the mask, in [0, 1].
 
     Returns:
         [B, T]; 0 outside the mask.
     """
-    check_per_token(mask, rewards=rewards)
     check_share(gamma=gamma)
-    rewards = at_least_float32(rewards)
+    rewards = rewards_per_token(rewards, mask)
     return masked(recurrence(rewards, rewards.new_full((), gamma), mask), mask)
 
 
 @torch.no_grad()
 def vtrace(
-    logprobs: Tensor,
-    rollout_logprobs: Tensor,
     rewards: Tensor,
     values: Tensor,
+    logprobs: Tensor,
+    rollout_logprobs: Tensor,
     mask: Tensor,
     gamma: float = 1.0,
+    lam: float | Tensor = 1.0,
     rho_bar: float = 1.0,
     c_bar: float = 1.0,
-    lam: float | Tensor = 1.0,
-) -> tuple[Tensor, Tensor]:
-    r"""V-trace value targets and policy-gradient advantages: `gae` for tokens that an older policy sampled.
+) -> AdvantagesAndReturns:
+    r"""V-trace advantages and value targets: `gae` for tokens that an older policy sampled.
 
     $$v_t = V_t + \delta_t + \gamma \lambda c_t (v_{t+1} - V_{t+1}), \quad
     \delta_t = \rho_t (r_t + \gamma V_{t+1} - V_t)$$
@@ -106,19 +112,19 @@ def vtrace(
     not by a ratio once more. A c_bar above 1 / (gamma lambda) lets products of ratios grow without a bound.
 
     Args:
-        rewards: [B, T], of each token.
+        rewards: [B, T], of each token, or [B], given to the last token of the mask.
         values: [B, T]: `values[b, t]` is that of the prefix before token t.
         gamma: discount of one token of the mask, in [0, 1].
+        lam: in [0, 1], a number, a 0-d tensor, or [B] with one for each row.
         rho_bar: > 0, bounds the weight of a token's own error: it decides which policy's values these are.
         c_bar: > 0, bounds the weight of later errors: it decides how fast they travel.
-        lam: in [0, 1], a number, a 0-d tensor, or [B] with one for each row.
 
     Returns:
-        (targets [B, T], advantages [B, T]), 0 outside the mask.
+        AdvantagesAndReturns: the advantages A and the targets v, both [B, T], 0 outside the mask.
     """
-    check_per_token(mask, logprobs=logprobs, rollout_logprobs=rollout_logprobs, rewards=rewards, values=values)
+    check_per_token(mask, values=values, logprobs=logprobs, rollout_logprobs=rollout_logprobs)
     check_positive(rho_bar=rho_bar, c_bar=c_bar)
-    rewards, values = at_least_float32(rewards), at_least_float32(values)
+    rewards, values = rewards_per_token(rewards, mask), at_least_float32(values)
     lam = _lambda_column(lam, gamma, values)
     weight = masked_ratio(logprobs, rollout_logprobs, mask)
     rho, c = weight.clamp(max=rho_bar), weight.clamp(max=c_bar)
@@ -127,7 +133,7 @@ def vtrace(
     excess = recurrence(delta, gamma * lam * c, mask)  # v - V
     targets = masked(values + excess, mask)
     advantages = rho * (rewards + gamma * (next_value + lam * following(excess)) - values)
-    return targets, masked(advantages, mask)
+    return AdvantagesAndReturns(masked(advantages, mask), targets)
 
 
 def rewards_to_tokens(rewards: Tensor, mask: Tensor) -> Tensor:
@@ -143,13 +149,8 @@ def rewards_to_tokens(rewards: Tensor, mask: Tensor) -> Tensor:
     Returns:
         [B, T].
     """
-    check_mask(mask)
-    check_float("rewards", rewards)
     check_rank("rewards", rewards, 1, "[B]")
-    check_shape("rewards", rewards, (mask.shape[0],), "[B] as mask")
-    seen = mask.cumsum(1)
-    last = mask & (seen == seen[:, -1:])
-    return masked(rewards[:, None], last)
+    return rewards_per_token(rewards, mask)
 
 
 def length_adaptive_lambda(mask: Tensor, alpha: float = 0.05) -> Tensor:
@@ -170,50 +171,6 @@ def length_adaptive_lambda(mask: Tensor, alpha: float = 0.05) -> Tensor:
     check_positive(alpha=alpha)
     length = mask.sum(1).float()
     return (1 - 1 / (alpha * length)).clamp(min=0)
-
-
-@torch.no_grad()
-def masked_whiten(
-    x: Tensor, mask: Tensor, *, mean: Tensor | None = None, var: Tensor | None = None, eps: float = 1e-8
-) -> Tensor:
-    r"""The tokens of the mask shifted to mean 0 and scaled to variance 1.
-
-    $$\frac{x - \text{mean}}{\sqrt{\text{var} + \epsilon}}$$
-
-    With no statistics given they are those of this tensor: the sample variance (divisor count - 1), as in verl; the
-    mean's sum is in float64. A single token becomes 0.
-
-    That is right for a batch in one piece only. Where ranks or micro-batches hold parts of it, give the statistics of
-    the whole, as with an engine's `global_sum`:
-
-        count = engine.global_sum(mask.sum())
-        mean = engine.global_sum(token_sum(x, mask)) / count
-        var = engine.global_sum(token_sum((x - mean) ** 2, mask)) / (count - 1)
-
-    Args:
-        x: [B, T]; may hold anything outside the mask.
-        mean, var: 0-d tensors, over all parts of the batch; both or neither.
-        eps: >= 0, added to the variance.
-
-    Returns:
-        [B, T]; 0 outside the mask.
-    """
-    check_per_token(mask, x=x)
-    check_not_negative(eps=eps)
-    if (mean is None) != (var is None):
-        name, came = ("var", var) if var is None else ("mean", mean)
-        fail(name, came, "a 0-d tensor beside the other statistic, or neither")
-    x = masked(x, mask)
-    count = mask.sum()
-    if mean is None:
-        mean = x.sum(dtype=torch.float64) / count.clamp(min=1)
-    check_rank("mean", mean, 0, "(a 0-d tensor)")
-    centred = masked(x - mean.to(x.dtype), mask)
-    if var is None:
-        var = centred.square().sum(dtype=torch.float64) / (count - 1).clamp(min=1)
-    check_rank("var", var, 0, "(a 0-d tensor)")
-    scale = (var.double() + eps).sqrt().to(x.dtype)
-    return centred / torch.where(scale > 0, scale, 1)
 
 
 def _lambda_column(lam: float | Tensor, gamma: float, like: Tensor) -> Tensor:

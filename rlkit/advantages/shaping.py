@@ -1,7 +1,6 @@
 """Rewards that are shaped before advantages are taken: KL in the reward, overlong answers, coefficients that adapt,
 rewards on the scale of all rewards so far."""
 
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -14,11 +13,12 @@ from rlkit._check import (
     check_rank,
     fail,
 )
-from rlkit._numerics import at_least_float32, masked
+from rlkit._numerics import GlobalSum, at_least_float32, masked, one_rank
+from rlkit.advantages._tokens import rewards_per_token
 
 
 @torch.no_grad()
-def kl_in_reward(rewards_per_token: Tensor, kl: Tensor, coef: float | Tensor, mask: Tensor) -> Tensor:
+def kl_in_reward(rewards: Tensor, kl: Tensor, mask: Tensor, kl_coef: float | Tensor) -> Tensor:
     r"""Each token's reward less the coefficient times its KL estimate: $r_t - \beta\, kl_t$ on the mask.
 
     Ziegler et al., https://arxiv.org/abs/1909.08593 eq. 2; per token as in InstructGPT,
@@ -28,20 +28,19 @@ def kl_in_reward(rewards_per_token: Tensor, kl: Tensor, coef: float | Tensor, ma
     whole sequences, exactly; the other estimates bias it here. Take the advantages after this, not before.
 
     Args:
-        rewards_per_token: [B, T], such as from `rewards_to_tokens`.
-        kl: [B, T], of the policy that sampled, against the reference; gets no gradient, and needs no mask of its own.
-        coef: a number >= 0 or a 0-d tensor.
+        rewards: [B, T], of each token, or [B], given to the last token of the mask.
+        kl: [B, T], of the policy that sampled, against the reference.
+        kl_coef: a number >= 0 or a 0-d tensor.
 
     Returns:
-        [B, T], float32 (float64 for float64 inputs), without gradient; 0 outside the mask, whatever the inputs hold
-        there.
+        [B, T], without gradient; 0 outside the mask.
     """
-    check_per_token(mask, rewards_per_token=rewards_per_token, kl=kl)
-    if isinstance(coef, Tensor):
-        check_rank("coef", coef, 0, "(a number or a 0-d tensor)")
+    check_per_token(mask, kl=kl)
+    if isinstance(kl_coef, Tensor):
+        check_rank("kl_coef", kl_coef, 0, "(a number or a 0-d tensor)")
     else:
-        check_not_negative(coef=coef)
-    return masked(at_least_float32(rewards_per_token) - coef * at_least_float32(kl), mask)
+        check_not_negative(kl_coef=kl_coef)
+    return masked(rewards_per_token(rewards, mask) - kl_coef * at_least_float32(kl), mask)
 
 
 def overlong_penalty(lengths: Tensor, max_length: float, buffer: float, penalty: float = 1.0) -> Tensor:
@@ -93,7 +92,7 @@ class RunningMoments:
         """The population's standard deviation; 1 where there is none, as no reward or all of them alike."""
         return (self.square / self.count) ** 0.5 if self.square > 0 else 1.0
 
-    def update(self, rewards: Tensor, global_sum: Callable[[Tensor], Tensor] = lambda x: x) -> "RunningMoments":
+    def update(self, rewards: Tensor, global_sum: GlobalSum = one_rank) -> "RunningMoments":
         """Add a batch's rewards [B], those that are nan left out, over all ranks that `global_sum` sums over.
 
         Two passes (the batch's mean, then its squares) and Chan et al.'s way to join them: no square is lost next to a
@@ -139,7 +138,7 @@ def scaled_rewards(rewards: Tensor, mean: float, std: float, clip: float = float
     return scaled.clamp(-clip, clip)
 
 
-def adaptive_kl_coef(coef: float, kl: float, target: float, horizon: float, steps: float = 1) -> float:
+def adaptive_kl_coef(kl_coef: float, kl: float, target: float, horizon: float, steps: float = 1) -> float:
     r"""The next KL coefficient of a proportional controller: up where the measured KL is above its target, else down.
 
     $$\beta' = \beta (1 + K e), \quad e = \mathrm{clip}\Big(\frac{KL - \text{target}}{\text{target}}, -0.2, 0.2\Big),
@@ -149,7 +148,7 @@ def adaptive_kl_coef(coef: float, kl: float, target: float, horizon: float, step
     code's form, which verl keeps.
 
     Args:
-        coef: the present coefficient; >= 0.
+        kl_coef: the present coefficient; >= 0.
         kl: measured, in the unit of the target: mean a sequence or a token. An estimate may be negative.
         target: > 0.
         horizon: > 0, in the unit of `steps`.
@@ -158,14 +157,14 @@ def adaptive_kl_coef(coef: float, kl: float, target: float, horizon: float, step
     Returns:
         The coefficient from here on.
     """
-    check_not_negative(coef=coef)
+    check_not_negative(kl_coef=kl_coef)
     check_positive(target=target, horizon=horizon)
     if kl != kl:
         fail("kl", kl, "a number")
     if not 0 <= steps < 5 * horizon:
         fail("steps", steps, "a number in [0, 5 * horizon)")
     error = min(max(kl / target - 1, -0.2), 0.2)
-    return coef * (1 + error * steps / horizon)
+    return kl_coef * (1 + error * steps / horizon)
 
 
 @dataclass
@@ -175,14 +174,14 @@ class FixedKL:
     Save `vars(controller)`, restore with `FixedKL(**saved)`.
 
     Args:
-        coef: the coefficient; >= 0.
+        kl_coef: the coefficient; >= 0.
     """
 
-    coef: float
+    kl_coef: float
 
     def update(self, kl: float, steps: float = 1) -> float:
         """The coefficient, unchanged."""
-        return self.coef
+        return self.kl_coef
 
 
 @dataclass
@@ -192,16 +191,16 @@ class AdaptiveKL:
     Save `vars(controller)`, restore with `AdaptiveKL(**saved)`: the coefficient is all the state there is.
 
     Args:
-        coef: at the start; >= 0.
+        kl_coef: at the start; >= 0.
         target: the KL to hold, in the unit of what is measured; > 0.
         horizon: > 0, in the unit of `update`'s steps.
     """
 
-    coef: float
+    kl_coef: float
     target: float
     horizon: float
 
     def update(self, kl: float, steps: float = 1) -> float:
         """Move the coefficient by one measurement and return it. A 0-d tensor as the KL is read on the host."""
-        self.coef = adaptive_kl_coef(self.coef, float(kl), self.target, self.horizon, steps)
-        return self.coef
+        self.kl_coef = adaptive_kl_coef(self.kl_coef, float(kl), self.target, self.horizon, steps)
+        return self.kl_coef

@@ -3,17 +3,20 @@
 import torch
 from torch import Tensor
 
-from rlkit._check import check_groups, check_mask, check_not_negative, check_per_token, check_shape, check_tensor
+from rlkit._check import check_groups, check_not_negative, check_per_token
+from rlkit._numerics import masked
 from rlkit.advantages._groups import group_sums
+from rlkit.advantages._tokens import rewards_per_token
+from rlkit.advantages.returns import discounted_returns
 
 
 @torch.no_grad()
 def optimal_token_baseline_advantages(
     rewards: Tensor,
-    mask: Tensor,
     group_ids: Tensor,
     old_logprobs: Tensor,
     sum_pi_squared: Tensor,
+    mask: Tensor,
     rollout_weights: Tensor | None = None,
     baseline_alone: bool = False,
     eps: float = 1e-8,
@@ -35,10 +38,9 @@ def optimal_token_baseline_advantages(
     is the sample's own return. A group of one gives 0; verl gives it its return.
 
     Args:
-        rewards: [B, T], of which only those in the mask count, or [B] outcome rewards, given to the last token of the
-            mask. A row with a nan stays outside its group's baseline, advantage 0.
+        rewards: [B, T], of each token, or [B], given to the last token of the mask.
         sum_pi_squared: [B, T], the sum over the vocabulary of squared probabilities where the token was sampled:
-            `rlkit.losses.sum_pi_squared`, moved by one column so that it is aligned with the token.
+            `rlkit.losses.sum_pi_squared`, aligned by `rlkit.losses.align_with_tokens`.
         rollout_weights: [B, T], importance weights of the trainer against the sampler; by default 1.
         baseline_alone: True for the formula as it is also where one sample is left; see above.
         eps: >= 0.
@@ -46,43 +48,36 @@ def optimal_token_baseline_advantages(
     Returns:
         [B, T], without gradient; 0 outside the mask.
     """
-    check_mask(mask)
+    rewards = masked(rewards_per_token(rewards, mask), mask)
     check_not_negative(eps=eps)
-    check_tensor("rewards", rewards)
-    outcome = rewards.ndim == 1
-    check_shape("rewards", rewards, tuple(mask.shape[:1] if outcome else mask.shape), "or [B, T] as mask")
-    check_groups(group_ids, mask=mask[:, :1].any(1))
+    check_groups(group_ids, rewards=rewards[:, :1].sum(1))
     check_per_token(mask, old_logprobs=old_logprobs, sum_pi_squared=sum_pi_squared)
     if rollout_weights is not None:
         check_per_token(mask, rollout_weights=rollout_weights)
-    dtype = torch.promote_types(rewards.dtype, torch.float32)
-    unique, index = torch.unique(group_ids, return_inverse=True)
-    # each row's trained tokens are laid side by side from column 1 on; all that does not count goes to column 0
-    places = mask.cumsum(1) * mask
-    if outcome:
-        returns = rewards.to(dtype)[:, None]
-    else:
-        trained = _side_by_side(rewards.to(dtype), places).double()
-        returns = (trained.sum(1, keepdim=True) - trained.cumsum(1) + trained).to(dtype)  # from each token on
-    judged = ~returns.isnan().any(1, keepdim=True)
-    returns = torch.where(judged, returns, 0)
-    places = places * judged
-    lengths = mask.sum(1, keepdim=True) * judged
+    dtype = rewards.dtype
+    mask = mask & ~rewards.sum(1, keepdim=True).isnan()
+    lengths = mask.sum(1, keepdim=True)
 
     norms = (sum_pi_squared.to(dtype) - 1) - 2 * old_logprobs.to(dtype).expm1()  # exact also where pi is close to 1
     norms = norms.clamp(min=0)  # rounding can take it below 0
     if rollout_weights is not None:
         norms = norms * rollout_weights.to(dtype).square()
+
+    # the tokens of each row side by side, from column 1 on: the t-th of one row is compared with the t-th of the others
+    places = mask.cumsum(1) * mask
     live = torch.arange(mask.shape[1] + 1, device=mask.device) <= lengths
+    returns = _side_by_side(discounted_returns(rewards, mask), places)
     weights = torch.where(live, _side_by_side(norms, places).cumsum(1), 0)
-    denominator = group_sums(weights, index, len(unique)) + eps
-    baseline = group_sums(weights * returns, index, len(unique)) / denominator.clamp(min=torch.finfo(dtype).tiny)
+
+    unique, index = torch.unique(group_ids, return_inverse=True)
+    groups = len(unique)
+    denominator = (group_sums(weights, index, groups) + eps).clamp(min=torch.finfo(dtype).tiny)
+    baseline = group_sums(weights * returns, index, groups) / denominator
     if not baseline_alone:
-        several_left = group_sums(live.to(dtype), index, len(unique)) > 1
-        baseline = torch.where(several_left, baseline, 0)
-    several = group_sums((lengths > 0).to(dtype), index, len(unique)) > 1
-    advantages = torch.where(several[index] & live, returns - baseline[index], 0)
-    return advantages.gather(1, places) * (places > 0)
+        baseline = torch.where(group_sums(live.to(dtype), index, groups) > 1, baseline, 0)
+    several = group_sums((lengths > 0).to(dtype), index, groups) > 1
+    advantages = torch.where(several[index], returns - baseline[index], 0)
+    return advantages.gather(1, places) * mask
 
 
 def _side_by_side(x: Tensor, places: Tensor) -> Tensor:

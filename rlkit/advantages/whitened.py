@@ -1,15 +1,35 @@
-"""Advantages that are normalised over the whole batch: REINFORCE++, GDPO and Lite PPO."""
-
-from collections.abc import Callable
+"""Advantages that are normalised over the whole batch: whitening, REINFORCE++, GDPO and Lite PPO."""
 
 import torch
 from torch import Tensor
 
-from rlkit._check import check_groups, check_mask, check_not_negative, check_rank, check_shape, check_tensor
-from rlkit._numerics import at_least_float32, masked
+from rlkit._check import check_groups, check_mask, check_not_negative, check_per_token, check_rank, check_shape
+from rlkit._numerics import GlobalSum, masked, one_rank
 from rlkit.advantages._groups import centre, group_index, in_dtype_of, judged_rewards, root
+from rlkit.advantages._tokens import rewards_per_token
 from rlkit.advantages.group import grpo_advantages
-from rlkit.advantages.returns import discounted_returns, rewards_to_tokens
+from rlkit.advantages.returns import discounted_returns
+
+
+@torch.no_grad()
+def masked_whiten(x: Tensor, mask: Tensor, eps: float = 1e-8, global_sum: GlobalSum = one_rank) -> Tensor:
+    r"""The tokens of the mask shifted to mean 0 and scaled to variance 1.
+
+    $$\frac{x - \mathrm{mean}(x)}{\sqrt{\mathrm{var}(x) + \epsilon}}$$
+
+    Choices: the sample variance (divisor count - 1), as in verl. A single token becomes 0. Over micro-batches, whiten
+    before the batch is cut.
+
+    Args:
+        x: [B, T]; may hold anything outside the mask.
+        eps: >= 0, added to the variance.
+
+    Returns:
+        [B, T], without gradient; 0 outside the mask.
+    """
+    check_per_token(mask, x=x)
+    check_not_negative(eps=eps)
+    return _whiten(masked(x, mask), mask, eps, global_sum)
 
 
 def reinforce_plus_plus_advantages(
@@ -17,7 +37,7 @@ def reinforce_plus_plus_advantages(
     mask: Tensor,
     gamma: float = 1.0,
     eps: float = 1e-8,
-    global_sum: Callable[[Tensor], Tensor] | None = None,
+    global_sum: GlobalSum = one_rank,
 ) -> Tensor:
     r"""Discounted return of each token, whitened over all tokens of the batch.
 
@@ -32,6 +52,7 @@ def reinforce_plus_plus_advantages(
     carried over the tokens outside the mask; both as in verl.
 
     Args:
+        rewards: [B, T], of each token, or [B], given to the last token of the mask.
         gamma: discount of one token of the mask, in [0, 1].
         eps: >= 0; the variance below which a batch counts as equal.
 
@@ -40,10 +61,7 @@ def reinforce_plus_plus_advantages(
     """
     check_mask(mask)
     check_not_negative(eps=eps)
-    check_tensor("rewards", rewards)
-    rewards, outcome = at_least_float32(rewards), rewards.ndim == 1
-    check_shape("rewards", rewards, tuple(mask.shape[:1] if outcome else mask.shape), "or [B, T] as mask")
-    rewards = rewards_to_tokens(rewards, mask) if outcome else masked(rewards, mask)
+    rewards = masked(rewards_per_token(rewards, mask), mask)
     mask = mask & ~rewards.sum(1, keepdim=True).isnan()
     return _whiten(discounted_returns(rewards, mask, gamma), mask, eps, global_sum)
 
@@ -54,7 +72,7 @@ def reinforce_plus_plus_baseline_advantages(
     *,
     lengths: Tensor | None = None,
     eps: float = 1e-8,
-    global_sum: Callable[[Tensor], Tensor] | None = None,
+    global_sum: GlobalSum = one_rank,
 ) -> Tensor:
     r"""Reward minus the mean of its group, whitened over the batch.
 
@@ -88,7 +106,7 @@ def gdpo_advantages(
     *,
     lengths: Tensor | None = None,
     eps: float = 1e-6,
-    global_sum: Callable[[Tensor], Tensor] | None = None,
+    global_sum: GlobalSum = one_rank,
 ) -> Tensor:
     r"""Several rewards, each normalised within its group, then added and whitened over the batch.
 
@@ -125,7 +143,7 @@ def gdpo_advantages(
 
 
 def lite_ppo_advantages(
-    rewards: Tensor, group_ids: Tensor, eps: float = 1e-6, global_sum: Callable[[Tensor], Tensor] | None = None
+    rewards: Tensor, group_ids: Tensor, eps: float = 1e-6, global_sum: GlobalSum = one_rank
 ) -> Tensor:
     r"""Reward minus the mean of its group, over the standard deviation of the batch's rewards.
 
@@ -158,14 +176,14 @@ def _row_weights(judged: Tensor, lengths: Tensor | None) -> Tensor:
     return lengths * judged
 
 
-def _whiten(x: Tensor, weights: Tensor, eps: float, global_sum: Callable[[Tensor], Tensor] | None) -> Tensor:
+def _whiten(x: Tensor, weights: Tensor, eps: float, global_sum: GlobalSum) -> Tensor:
     """x minus its weighted mean over its weighted standard deviation; 0, as x must be, where the weight is 0."""
     centred, variance = _moments(x, weights, global_sum)
     scale = (variance + eps).sqrt()
     return centred / torch.where(scale > 0, scale, 1).to(x.dtype)
 
 
-def _moments(x: Tensor, weights: Tensor, global_sum: Callable[[Tensor], Tensor] | None) -> tuple[Tensor, Tensor]:
+def _moments(x: Tensor, weights: Tensor, global_sum: GlobalSum) -> tuple[Tensor, Tensor]:
     """(x minus its weighted mean; its weighted variance with divisor n - 1, 0-d, float64). Weights are counts, or bool.
 
     x must be 0 where the weight is, and so is the first result.
@@ -174,12 +192,8 @@ def _moments(x: Tensor, weights: Tensor, global_sum: Callable[[Tensor], Tensor] 
     def weighted_sum(y: Tensor) -> Tensor:
         return (y if weights.dtype == torch.bool else weights * y).sum(dtype=torch.float64)
 
-    count, total = _global(torch.stack([weights.sum().double(), weighted_sum(x)]), global_sum)
+    count, total = global_sum(torch.stack([weights.sum().double(), weighted_sum(x)])).to(x.device)
     mean = total / count.clamp(min=1)
     centred = torch.where(weights.bool(), x - mean.to(x.dtype), 0)
-    squares = _global(weighted_sum(centred.square()), global_sum)
+    squares = global_sum(weighted_sum(centred.square())).to(x.device)
     return centred, squares / (count - 1).clamp(min=1)
-
-
-def _global(x: Tensor, global_sum: Callable[[Tensor], Tensor] | None) -> Tensor:
-    return x if global_sum is None else global_sum(x).to(x.device)

@@ -48,6 +48,8 @@ from rlkit.losses.distillation import (
 from rlkit.losses.entropy import top_entropy_mask
 from rlkit.losses.kl import full_vocabulary_kl, kl_abs, kl_k1, kl_k2, kl_k3, kl_k3_weighted, kl_straight_through
 from rlkit.losses.logprobs import (
+    LogprobsAndEntropy,
+    align_with_tokens,
     linear_logprobs,
     sum_pi_squared,
     suppress_tokens,
@@ -56,18 +58,19 @@ from rlkit.losses.logprobs import (
     token_logprobs,
 )
 from rlkit.losses.mismatch import (
-    divergence_rejection_mask,
     geometric_importance_weights,
     geometric_rejection_mask,
     importance_weights,
     masked_importance_weights,
-    max_divergence_rejection_mask,
-    mean_divergence_rejection_mask,
     rejection_mask,
     sequence_importance_weights,
     sequence_masked_importance_weights,
+    sequence_max_divergence_mask,
+    sequence_mean_divergence_mask,
     sequence_rejection_mask,
-    sum_divergence_rejection_mask,
+    sequence_sum_divergence_mask,
+    token_divergence_mask,
+    token_rejection_mask,
 )
 from rlkit.losses.policy import (
     cispo_loss,
@@ -110,7 +113,14 @@ from rlkit.losses.preference_variants import (
     sppo_loss,
     wpo_weights,
 )
-from rlkit.losses.reductions import fixed_length_mean, sequence_mean, sequence_sum_mean, token_mean, token_sum
+from rlkit.losses.reductions import (
+    fixed_length_mean,
+    pair_mean,
+    sequence_mean,
+    sequence_sum_mean,
+    token_mean,
+    token_sum,
+)
 from rlkit.losses.sequence_policy import (
     gmpo_loss,
     gspo_loss,
@@ -136,7 +146,7 @@ __all__ = [
     "clipped_policy_loss",
     "clipped_value_loss",
     "discopop_loss",
-    "divergence_rejection_mask",
+    "token_divergence_mask",
     "dpo_loss",
     "dppo_kl_loss",
     "dppo_tv_loss",
@@ -172,8 +182,8 @@ __all__ = [
     "linear_logprobs",
     "luspo_loss",
     "masked_importance_weights",
-    "max_divergence_rejection_mask",
-    "mean_divergence_rejection_mask",
+    "sequence_max_divergence_mask",
+    "sequence_mean_divergence_mask",
     "mismatch_stats",
     "nca_loss",
     "off_policy_sequence_mask",
@@ -182,6 +192,10 @@ __all__ = [
     "ratio_stats",
     "reinforce_loss",
     "rejection_mask",
+    "token_rejection_mask",
+    "pair_mean",
+    "align_with_tokens",
+    "LogprobsAndEntropy",
     "reverse_kl_loss",
     "reward_centring_loss",
     "robust_dpo_loss",
@@ -197,7 +211,7 @@ __all__ = [
     "simpo_loss",
     "slic_loss",
     "sppo_loss",
-    "sum_divergence_rejection_mask",
+    "sequence_sum_divergence_mask",
     "sum_pi_squared",
     "suppress_tokens",
     "target_logprobs",

@@ -27,8 +27,8 @@ from rlkit.losses.reductions import sequence_mean, token_mean
 def ratio_stats(
     logprobs: Tensor,
     old_logprobs: Tensor,
+    advantages: Tensor | None,
     mask: Tensor,
-    advantages: Tensor | None = None,
     clip_low: float = 0.2,
     clip_high: float = 0.2,
     total: float | Tensor | None = None,
@@ -46,7 +46,7 @@ def ratio_stats(
     Choices: TRL and verl count where the clip binds, as here; CleanRL counts every r outside the interval.
 
     Args:
-        advantages: [B] or [B, T], or None.
+        advantages: [B] or [B, T], or None for the share of all ratios outside the interval.
         clip_low, clip_high: as given to the loss; >= 0.
 
     Returns:

@@ -18,7 +18,6 @@ prefixes come after it. A KL taken off the reward (`rlkit.advantages.kl_in_rewar
 """
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from rlkit._check import check_float, check_mask, check_masked_if_any, check_positive, check_rank, check_shape
@@ -97,7 +96,7 @@ def kl_abs(logprobs: Tensor, ref_logprobs: Tensor, mask: Tensor | None = None) -
     return masked_log_ratio(logprobs, ref_logprobs, mask).abs()
 
 
-def kl_straight_through(value: Tensor, logprobs: Tensor, ref_logprobs: Tensor, mask: Tensor | None = None) -> Tensor:
+def kl_straight_through(logprobs: Tensor, ref_logprobs: Tensor, value: Tensor, mask: Tensor | None = None) -> Tensor:
     r"""Any estimate's value with the gradient of `kl_k2`, which is right for KL(policy || reference) on-policy.
 
     $$\mathrm{sg}(\text{value}) + k_2 - \mathrm{sg}(k_2)$$
@@ -111,7 +110,7 @@ def kl_straight_through(value: Tensor, logprobs: Tensor, ref_logprobs: Tensor, m
     Returns:
         [B, T], equal to `value` to the last bit.
     """
-    check_masked_if_any(mask, value=value, logprobs=logprobs, ref_logprobs=ref_logprobs)
+    check_masked_if_any(mask, logprobs=logprobs, ref_logprobs=ref_logprobs, value=value)
     value = masked(value.detach(), mask)
     k2 = kl_k2(logprobs, ref_logprobs, mask)
     return value + (k2 - k2.detach())
@@ -140,38 +139,36 @@ def kl_k3_weighted(logprobs: Tensor, ref_logprobs: Tensor, old_logprobs: Tensor,
 def full_vocabulary_kl(
     logits: Tensor, ref_logits: Tensor, mask: Tensor | None = None, temperature: float = 1.0
 ) -> Tensor:
-    r"""KL(policy || reference) of the whole next-token distribution, aligned with the token it is the distribution of.
+    r"""KL(policy || reference) of the whole next-token distribution at each position, with no shift.
 
-    $$\text{out}_{b,t} = \sum_v \pi_v (\log \pi_v - \log ref_v), \quad
-    \pi = \mathrm{softmax}(\text{logits}_{b,t-1} / \tau), \quad \text{out}_{b,0} = 0$$
+    $$KL = \sum_v \pi_v (\log \pi_v - \log ref_v), \quad \pi = \mathrm{softmax}(\text{logits} / \tau)$$
 
     Value and gradient are exact for each prefix, $\partial z_v = \pi_v (\log(\pi_v / ref_v) - KL) / \tau$: nothing is
-    sampled, so it is the same on-policy and off. The logits are shifted as `token_logprobs` shifts them, so that the
-    result goes with `mask` and every other per-token tensor.
+    sampled, so it is the same on-policy and off. `align_with_tokens` moves it to the token that the logits predict.
 
     A token suppressed (-inf) by the policy, or by both, adds 0. One that the reference alone suppresses would make the
-    KL infinite: its reference log-probability counts as -1e4 nats. Backward keeps one float32 [B, T, V] tensor; there
-    is no second derivative.
+    KL infinite: its reference log-probability counts as -1e4 nats (`reverse_kl_loss` is infinite there). Backward keeps
+    one float32 [B, T, V] tensor; there is no second derivative.
 
     Args:
-        logits: [B, T, V] of the policy, where `logits[b, t]` was computed from `tokens[b, :t + 1]`; any floating dtype.
+        logits: [B, T, V] of the policy, any floating dtype.
         ref_logits: [B, T, V] of the reference; gets no gradient.
+        mask: bool [B, T], aligned with the logits, or None for every position.
         temperature: of the sampler, > 0; divides both.
 
     Returns:
-        [B, T], never below 0; column 0 is 0.
+        [B, T], never below 0.
     """
     check_float("logits", logits)
     check_float("ref_logits", ref_logits)
     check_rank("logits", logits, 3, "[B, T, V]")
     check_shape("ref_logits", ref_logits, tuple(logits.shape), "as logits")
+    check_positive(temperature=temperature)
     if mask is None:
         mask = logits.new_ones(logits.shape[:2], dtype=torch.bool)
     check_mask(mask)
     check_shape("mask", mask, tuple(logits.shape[:2]), "as logits without V")
-    check_positive(temperature=temperature)
-    kl = divergence(_reverse_kl, logits, ref_logits, F.pad(mask, (0, 1))[:, 1:], temperature)
-    return F.pad(kl, (1, 0))[:, :-1]
+    return divergence(_reverse_kl, logits, ref_logits, mask, temperature)
 
 
 def _reverse_kl(policy: Tensor, reference: Tensor) -> tuple[Tensor, Tensor]:

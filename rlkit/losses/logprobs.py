@@ -8,6 +8,8 @@ Sums over the vocabulary are taken in pieces of rows, forward and backward, so t
 beside the logits and their gradient. There is no second derivative, and temperatures get no gradient.
 """
 
+from typing import NamedTuple
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -22,6 +24,13 @@ from rlkit.losses._kernels import (
     squared_sums,
     temperature_column,
 )
+
+
+class LogprobsAndEntropy(NamedTuple):
+    """What `linear_logprobs` returns."""
+
+    logprobs: Tensor
+    entropy: Tensor
 
 
 def token_logprobs(logits: Tensor, tokens: Tensor, temperature: float | Tensor = 1.0) -> Tensor:
@@ -48,8 +57,22 @@ def token_logprobs(logits: Tensor, tokens: Tensor, temperature: float | Tensor =
     if isinstance(temperature, Tensor):
         temperature = temperature.expand(tokens.shape).roll(-1, 1)
     # targets move, as logits[:, :-1] would have to be copied; what the last logits say of the first token is dropped
-    logprobs = target_logprobs(logits, tokens.roll(-1, 1), temperature)
-    return F.pad(logprobs[:, :-1], (1, 0))[:, : tokens.shape[1]]
+    return align_with_tokens(target_logprobs(logits, tokens.roll(-1, 1), temperature))
+
+
+def align_with_tokens(x: Tensor) -> Tensor:
+    """Values of positions, moved to the token that each position predicts: `out[:, t] = x[:, t - 1]`, column 0 is 0.
+
+    For entropies, divergences and all else that is computed from logits without a shift.
+
+    Args:
+        x: [B, T].
+
+    Returns:
+        [B, T], of the dtype of `x`.
+    """
+    check_rank("x", x, 2, "[B, T]")
+    return F.pad(x, (1, 0))[:, :-1]
 
 
 def target_logprobs(logits: Tensor, targets: Tensor, temperature: float | Tensor = 1.0) -> Tensor:
@@ -81,7 +104,7 @@ def token_entropy(logits: Tensor, temperature: float | Tensor = 1.0) -> Tensor:
     A logit of -inf (a suppressed token) adds 0 to the value and gets gradient 0.
 
     Args:
-        logits: [..., V], any floating dtype. `logits[b, t]` speaks of token t + 1: the caller aligns.
+        logits: [..., V], any floating dtype. `logits[b, t]` speaks of token t + 1: see `align_with_tokens`.
         temperature: of the sampler, > 0; a float or a tensor that broadcasts to [...].
 
     Returns:
@@ -101,7 +124,7 @@ def sum_pi_squared(logits: Tensor, temperature: float | Tensor = 1.0) -> Tensor:
     What `rlkit.advantages.optimal_token_baseline_advantages` wants beside the log-probabilities; gets no gradient.
 
     Args:
-        logits: [..., V], any floating dtype. `logits[b, t]` speaks of token t + 1: the caller aligns.
+        logits: [..., V], any floating dtype. `logits[b, t]` speaks of token t + 1: see `align_with_tokens`.
         temperature: of the sampler, > 0; a float or a tensor that broadcasts to [...].
 
     Returns:
@@ -139,7 +162,7 @@ def linear_logprobs(
     bias: Tensor | None = None,
     suppress: Tensor | None = None,
     chunk: int | None = None,
-) -> tuple[Tensor, Tensor]:
+) -> LogprobsAndEntropy:
     r"""Log-probabilities of targets, and entropies, from the last hidden states without ever holding the [N, V] logits.
 
     $$z = (h W^\top + b) / \tau, \quad \text{logprob} = z_y - \log\textstyle\sum_v e^{z_v}, \quad
@@ -163,7 +186,7 @@ def linear_logprobs(
         chunk: tokens to a chunk; None takes as many as hold 64 MiB of logits, 16 MiB on a CPU.
 
     Returns:
-        (logprobs [N], entropy [N]), float32 (float64 for float64 inputs); no logprob is above 0.
+        LogprobsAndEntropy: logprobs [N], never above 0, and entropy [N].
     """
     _check_linear(hidden, weight, targets, bias)
     if suppress is not None:
@@ -176,8 +199,7 @@ def linear_logprobs(
         size = CPU_CHUNK_BYTES if hidden.device.type == "cpu" else CHUNK_BYTES
         chunk = max(1, size // (temperature.itemsize * max(1, len(weight))))
     check_positive(chunk=chunk)
-    logprobs, entropy = LinearLogprobs.apply(hidden, weight, bias, targets.long(), temperature, suppress, chunk)
-    return logprobs, entropy
+    return LogprobsAndEntropy(*LinearLogprobs.apply(hidden, weight, bias, targets.long(), temperature, suppress, chunk))
 
 
 def _as_rows(logits: Tensor, temperature: float | Tensor) -> tuple[Tensor, Tensor]:

@@ -5,7 +5,7 @@ With $\rho = \exp(\text{logprobs} - \text{rollout\_logprobs})$ the trainer's pro
 per-token loss by a weight, or give the mask of the tokens that stay to the loss and its reduction:
 
     loss = clipped_policy_loss(out.logprobs, mb.old_logprobs, mb.advantages, mb.mask)
-    loss = loss * importance_weights(mb.old_logprobs, mb.rollout_logprobs, mb.mask, cap=2.0)
+    loss = loss * importance_weights(mb.old_logprobs, mb.rollout_logprobs, mb.mask, high=2.0)
 
     keep = geometric_rejection_mask(mb.old_logprobs, mb.rollout_logprobs, mb.mask, low=0.99, high=1.01)
     loss = token_mean(loss, keep, total=mb.total_tokens)  # the count before rejection: what is dropped counts as 0
@@ -17,7 +17,7 @@ outside every finite bound, and a nan is dropped. Nothing gets a gradient.
 Masks by divergence take any estimate of it, one value a token. Masks of the same tokens combine with `&`:
 
     apart = kl_k3(mb.rollout_logprobs, mb.old_logprobs, mb.mask)  # of KL(sampler || trainer), as in `mismatch_stats`
-    keep = mean_divergence_rejection_mask(apart, mb.mask, 0.01) & max_divergence_rejection_mask(apart, mb.mask, 1.0)
+    keep = sequence_mean_divergence_mask(apart, mb.mask, 0.01) & sequence_max_divergence_mask(apart, mb.mask, 1.0)
 
 TIS: Yao et al. 2025, https://fengyao.notion.site/off-policy-rl. Sequences, MIS and the geometric mean: Liu, Li et al.
 2025, https://richardli.xyz/rl-collapse. IcePop: https://arxiv.org/abs/2510.18855. All in one frame: verl,
@@ -38,9 +38,9 @@ from rlkit._numerics import LOG_RATIO_LIMIT, at_least_float32, masked, masked_lo
 
 @torch.no_grad()
 def importance_weights(
-    logprobs: Tensor, rollout_logprobs: Tensor, mask: Tensor, *, cap: float = 2.0, floor: float = 0.0
+    logprobs: Tensor, rollout_logprobs: Tensor, mask: Tensor, *, low: float = 0.0, high: float = 2.0
 ) -> Tensor:
-    r"""Truncated importance weight of each token, $w_t = \max(\min(\rho_t, \text{cap}), \text{floor})$.
+    r"""Truncated importance weight of each token, $w_t = \mathrm{clip}(\rho_t, \text{low}, \text{high})$.
 
     TIS, https://fengyao.notion.site/off-policy-rl; verl's rollout_is "token", TRL's "token_truncate". Low variance, and
     a bias that grows with the length of the sequence.
@@ -49,24 +49,24 @@ def importance_weights(
     to the caller, as it varies with the split into micro-batches.
 
     Args:
-        cap: the largest weight; > 0; math.inf for the raw ratio.
-        floor: the smallest weight within the mask; in [0, cap].
+        low, high: the smallest and the largest weight; 0 <= low <= high, high > 0; 0 and math.inf for the raw ratio.
 
     Returns:
         [B, T]; exactly 1 where both agree, 0 outside the mask.
     """
     check_per_token(mask, logprobs=logprobs, rollout_logprobs=rollout_logprobs)
-    _check_weight_bounds(cap, floor)
+    check_positive(high=high)
+    _check_bounds(low, high)
     ratio = masked_ratio(logprobs, rollout_logprobs, mask)
-    return torch.where(mask, ratio.clamp(floor, cap), 0)
+    return torch.where(mask, ratio.clamp(low, high), 0)
 
 
 @torch.no_grad()
 def sequence_importance_weights(
-    logprobs: Tensor, rollout_logprobs: Tensor, mask: Tensor, *, cap: float = 2.0, floor: float = 0.0
+    logprobs: Tensor, rollout_logprobs: Tensor, mask: Tensor, *, low: float = 0.0, high: float = 2.0
 ) -> Tensor:
-    r"""Truncated importance weight of a sequence on each of its tokens, $w = \max(\min(\prod_t \rho_t, \text{cap}),
-    \text{floor})$.
+    r"""Truncated importance weight of a sequence on each of its tokens, $w = \mathrm{clip}(\prod_t \rho_t, \text{low},
+    \text{high})$.
 
     Seq-TIS, https://richardli.xyz/rl-collapse; verl's rollout_is "sequence", TRL's "sequence_truncate". The untruncated
     weight is unbiased; its variance grows exponentially with the length.
@@ -74,17 +74,18 @@ def sequence_importance_weights(
     Args, Returns: as `importance_weights`.
     """
     check_per_token(mask, logprobs=logprobs, rollout_logprobs=rollout_logprobs)
-    _check_weight_bounds(cap, floor)
+    check_positive(high=high)
+    _check_bounds(low, high)
     ratio = _product(masked_log_ratio(logprobs, rollout_logprobs, mask))
-    return torch.where(mask, ratio.clamp(floor, cap), 0)
+    return torch.where(mask, ratio.clamp(low, high), 0)
 
 
 @torch.no_grad()
 def geometric_importance_weights(
-    logprobs: Tensor, rollout_logprobs: Tensor, mask: Tensor, *, cap: float = 2.0, floor: float = 0.0
+    logprobs: Tensor, rollout_logprobs: Tensor, mask: Tensor, *, low: float = 0.0, high: float = 2.0
 ) -> Tensor:
-    r"""Truncated geometric mean of a sequence's ratios on each of its tokens, $w = \max(\min((\prod_t
-    \rho_t)^{1/n}, \text{cap}), \text{floor})$, n the sequence's tokens.
+    r"""Truncated geometric mean of a sequence's ratios on each of its tokens, $w = \mathrm{clip}((\prod_t
+    \rho_t)^{1/n}, \text{low}, \text{high})$, n the sequence's tokens.
 
     https://richardli.xyz/rl-collapse; slime's tis_level "geometric". It does not shrink or grow with the length, and it
     is no importance weight: verl's docs keep the geometric mean for rejection, see `geometric_rejection_mask`.
@@ -92,9 +93,10 @@ def geometric_importance_weights(
     Args, Returns: as `importance_weights`.
     """
     check_per_token(mask, logprobs=logprobs, rollout_logprobs=rollout_logprobs)
-    _check_weight_bounds(cap, floor)
+    check_positive(high=high)
+    _check_bounds(low, high)
     ratio = mean_over_tokens(masked_log_ratio(logprobs, rollout_logprobs, mask), mask).exp()
-    return torch.where(mask, ratio.clamp(floor, cap), 0)
+    return torch.where(mask, ratio.clamp(low, high), 0)
 
 
 @torch.no_grad()
@@ -109,13 +111,12 @@ def masked_importance_weights(
     "token_mask".
 
     Args:
-        low: the smallest ratio that keeps its weight; >= 0.
-        high: the largest; >= low; math.inf for none.
+        low, high: the smallest and the largest ratio that keep their weight; 0 <= low <= high; 0 and math.inf for none.
 
     Returns:
         [B, T]; 0 outside the mask.
     """
-    keep = rejection_mask(logprobs, rollout_logprobs, mask, low, high)
+    keep = token_rejection_mask(logprobs, rollout_logprobs, mask, low, high)
     ratio = masked_ratio(logprobs, rollout_logprobs, mask)
     return torch.where(keep, ratio, 0)
 
@@ -137,7 +138,7 @@ def sequence_masked_importance_weights(
 
 
 @torch.no_grad()
-def rejection_mask(
+def token_rejection_mask(
     logprobs: Tensor, rollout_logprobs: Tensor, mask: Tensor, low: float, high: float, veto: float = 0.0
 ) -> Tensor:
     r"""The tokens of the mask whose ratio is inside the bounds, $\text{low} \le \rho_t \le \text{high}$.
@@ -149,8 +150,7 @@ def rejection_mask(
     tokens is next to impossible for the trainer (slime's rs_veto_threshold, 1e-4, say).
 
     Args:
-        low: the smallest ratio that stays; >= 0.
-        high: the largest; >= low; math.inf for none.
+        low, high: the smallest and the largest ratio that stay; 0 <= low <= high; 0 and math.inf for none.
         veto: a sequence goes when one of its tokens has a ratio below it; >= 0; 0 for no veto.
 
     Returns:
@@ -158,6 +158,10 @@ def rejection_mask(
     """
     log_ratio = _unbounded_log_ratio(logprobs, rollout_logprobs, mask)
     return mask & _inside(log_ratio, low, high) & ~_vetoed(log_ratio, veto)
+
+
+rejection_mask = token_rejection_mask
+"""`token_rejection_mask` under its short name, as `importance_weights` are those of tokens."""
 
 
 @torch.no_grad()
@@ -169,7 +173,7 @@ def sequence_rejection_mask(
     https://richardli.xyz/rl-collapse; verl's rollout_rs "seq_sum_k1". Long sequences leave any bounds more easily than
     short ones; `geometric_rejection_mask` does not have that bias.
 
-    Args, Returns: as `rejection_mask`.
+    Args, Returns: as `token_rejection_mask`.
     """
     log_ratio = _unbounded_log_ratio(logprobs, rollout_logprobs, mask)
     return mask & _inside(log_ratio.sum(1, keepdim=True), low, high) & ~_vetoed(log_ratio, veto)
@@ -185,14 +189,14 @@ def geometric_rejection_mask(
     Geo-RS, https://richardli.xyz/rl-collapse; verl's rollout_rs "seq_mean_k1". The mean hardly moves, so the bounds are
     tight: verl's docs have 0.999 and 1.001. It can be multiplied with token weights (verl's Geo-RS-Token-TIS).
 
-    Args, Returns: as `rejection_mask`.
+    Args, Returns: as `token_rejection_mask`.
     """
     log_ratio = _unbounded_log_ratio(logprobs, rollout_logprobs, mask)
     return mask & _inside(mean_over_tokens(log_ratio, mask), low, high) & ~_vetoed(log_ratio, veto)
 
 
 @torch.no_grad()
-def divergence_rejection_mask(divergence: Tensor, mask: Tensor, high: float) -> Tensor:
+def token_divergence_mask(divergence: Tensor, mask: Tensor, high: float) -> Tensor:
     r"""The tokens of the mask at which sampler and trainer are close enough, $d_t \le \text{high}$.
 
     verl's rollout_rs "token_k2" and "token_k3", https://verl.readthedocs.io/en/latest/algo/rollout_corr_math.html
@@ -215,41 +219,41 @@ def divergence_rejection_mask(divergence: Tensor, mask: Tensor, high: float) -> 
 
 
 @torch.no_grad()
-def sum_divergence_rejection_mask(divergence: Tensor, mask: Tensor, high: float) -> Tensor:
+def sequence_sum_divergence_mask(divergence: Tensor, mask: Tensor, high: float) -> Tensor:
     r"""The tokens of the sequences whose divergence is small in sum, $\sum_t d_t \le \text{high}$.
 
     verl's rollout_rs "seq_sum_k2" and "seq_sum_k3". Long sequences leave any bound more easily than short ones; verl's
     bounds on k2 are 2.5 to 4.
 
-    Args, Returns: as `divergence_rejection_mask`.
+    Args, Returns: as `token_divergence_mask`.
     """
     divergence = _masked_divergence(divergence, mask, high)
     return mask & (divergence.sum(1, keepdim=True) <= high)
 
 
 @torch.no_grad()
-def mean_divergence_rejection_mask(divergence: Tensor, mask: Tensor, high: float) -> Tensor:
+def sequence_mean_divergence_mask(divergence: Tensor, mask: Tensor, high: float) -> Tensor:
     r"""The tokens of the sequences whose divergence is small in the mean, $\frac{1}{n} \sum_t d_t \le \text{high}$,
     n the sequence's tokens.
 
     verl's rollout_rs "seq_mean_k2" and "seq_mean_k3" (K3-RS). In the mean log-ratio of `geometric_rejection_mask`
     tokens on both sides of 1 cancel; here they add up. verl's bounds on k3 are 0.001 to 0.01.
 
-    Args, Returns: as `divergence_rejection_mask`.
+    Args, Returns: as `token_divergence_mask`.
     """
     divergence = _masked_divergence(divergence, mask, high)
     return mask & (mean_over_tokens(divergence, mask) <= high)
 
 
 @torch.no_grad()
-def max_divergence_rejection_mask(divergence: Tensor, mask: Tensor, high: float) -> Tensor:
+def sequence_max_divergence_mask(divergence: Tensor, mask: Tensor, high: float) -> Tensor:
     r"""The tokens of the sequences without a token at which the two are far apart, $\max_t d_t \le \text{high}$.
 
     Trust region masking, https://arxiv.org/abs/2512.23075: how wrong the surrogate is goes with the largest divergence
     of a sequence's tokens, so one bad token drops them all. verl's rollout_rs "seq_max_k2" and "seq_max_k3". The
     paper's bounds are on the KL of the whole vocabulary.
 
-    Args, Returns: as `divergence_rejection_mask`.
+    Args, Returns: as `token_divergence_mask`.
     """
     divergence = _masked_divergence(divergence, mask, high)
     return mask & (divergence <= high).all(1, keepdim=True)
@@ -268,9 +272,7 @@ def _unbounded_log_ratio(logprobs: Tensor, rollout_logprobs: Tensor, mask: Tenso
 
 def _inside(log_ratio: Tensor, low: float, high: float) -> Tensor:
     """Where low <= exp(log_ratio) <= high."""
-    check_not_negative(low=low)
-    if not high >= low:
-        fail("high", high, f"a number >= low, which is {low}")
+    _check_bounds(low, high)
     return (log_ratio >= _log(low)) & (log_ratio <= _log(high))
 
 
@@ -287,11 +289,11 @@ def _masked_divergence(divergence: Tensor, mask: Tensor, high: float) -> Tensor:
     return masked(divergence, mask)
 
 
-def _check_weight_bounds(cap: float, floor: float) -> None:
-    """The largest weight is positive, the smallest within [0, cap]."""
-    check_positive(cap=cap)
-    if not 0 <= floor <= cap:
-        fail("floor", floor, f"a number in [0, cap], which is {cap}")
+def _check_bounds(low: float, high: float) -> None:
+    """0 <= low <= high."""
+    check_not_negative(low=low)
+    if not high >= low:
+        fail("high", high, f"a number >= low, which is {low}")
 
 
 def _log(x: float) -> float:

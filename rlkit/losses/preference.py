@@ -8,7 +8,7 @@ $$h_w = \log\pi(y_w) - \log\pi_{ref}(y_w), \quad h_l = \log\pi(y_l) - \log\pi_{r
 for the chosen answer w and the rejected answer l. Unless a function says otherwise these are sums over tokens
 (`sequence_logprobs`); given means (`sequence_mean_logprobs`) the same functions are the length-normalised variants.
 The reference never gets a gradient. Nothing here exponentiates a difference, so none is bounded: where h is far out the
-log-sigmoid is linear and exact. Reduce with all pairs in sight: `loss.sum() / total_pairs`.
+log-sigmoid is linear and exact. Reduce with `pair_mean`.
 
 Args:
     chosen, rejected: [P], log-probabilities of the answers under the policy.
@@ -34,7 +34,8 @@ from rlkit._check import (
     check_shape,
     fail,
 )
-from rlkit._numerics import LOG_RATIO_LIMIT, at_least_float32, divide, masked
+from rlkit._numerics import LOG_RATIO_LIMIT, GlobalSum, at_least_float32, masked, one_rank
+from rlkit.losses.reductions import pair_mean
 
 
 def sequence_logprobs(logprobs: Tensor, mask: Tensor) -> Tensor:
@@ -79,7 +80,7 @@ def dpo_loss(
     Args:
         label_smoothing: in [0, 0.5).
     """
-    _check_flip(label_smoothing)
+    _check_smoothing(label_smoothing)
     h = _margin(chosen, rejected, ref_chosen, ref_rejected, beta)
     return -(1 - label_smoothing) * F.logsigmoid(beta * h) - label_smoothing * F.logsigmoid(-beta * h)
 
@@ -90,7 +91,7 @@ def robust_dpo_loss(
     ref_chosen: Tensor,
     ref_rejected: Tensor,
     beta: float = 0.1,
-    flip_rate: float = 0.1,
+    label_smoothing: float = 0.1,
 ) -> Tensor:
     r"""DPO whose expectation over randomly flipped labels is the DPO loss of the true labels.
 
@@ -100,12 +101,12 @@ def robust_dpo_loss(
     keeps falling as h grows.
 
     Args:
-        flip_rate: the known or assumed share of flipped labels, in [0, 0.5); TRL calls it label_smoothing.
+        label_smoothing: epsilon, the known or assumed share of flipped labels, in [0, 0.5).
     """
-    _check_flip(flip_rate, "flip_rate")
+    _check_smoothing(label_smoothing)
     h = _margin(chosen, rejected, ref_chosen, ref_rejected, beta)
-    loss = -(1 - flip_rate) * F.logsigmoid(beta * h) + flip_rate * F.logsigmoid(-beta * h)
-    return loss / (1 - 2 * flip_rate)
+    loss = -(1 - label_smoothing) * F.logsigmoid(beta * h) + label_smoothing * F.logsigmoid(-beta * h)
+    return loss / (1 - 2 * label_smoothing)
 
 
 def ipo_loss(chosen: Tensor, rejected: Tensor, ref_chosen: Tensor, ref_rejected: Tensor, beta: float = 0.1) -> Tensor:
@@ -247,19 +248,24 @@ def kto_loss(
 
 
 @torch.no_grad()
-def kto_kl_estimate(logprobs: Tensor, ref_logprobs: Tensor) -> Tensor:
+def kto_kl_estimate(logprobs: Tensor, ref_logprobs: Tensor, global_sum: GlobalSum = one_rank) -> Tensor:
     r"""KTO's baseline from mismatched pairs: $\max(0, \frac1B \sum_i \log\pi(y_j|x_i) - \log\pi_{ref}(y_j|x_i))$.
 
     https://arxiv.org/abs/2402.01306 section 4.1. Each answer $y_j$ is another prompt's, so this is a biased and cheap
-    stand-in for KL(policy || reference), and it varies with the batch and its split. Over ranks, gather first: the
-    mean of clamped means is larger than the clamped mean.
+    stand-in for KL(policy || reference), and it varies with the batch and its split.
+
+    Args:
+        logprobs, ref_logprobs: [B], sums over tokens of each mismatched answer.
+        global_sum: adds a tensor over ranks, such as an engine's method of that name; by default these answers are the
+            batch.
 
     Returns:
         0-d, detached, >= 0; 0 for B = 0.
     """
     _check_same(logprobs=logprobs, ref_logprobs=ref_logprobs)
     h = at_least_float32(logprobs) - at_least_float32(ref_logprobs)
-    return (h.sum() / max(1, len(h))).clamp(min=0)
+    total, count = global_sum(torch.stack([h.sum(), h.new_tensor(len(h))])).to(h.device)
+    return (total / count.clamp(min=1)).clamp(min=0)
 
 
 def bradley_terry_loss(chosen_rewards: Tensor, rejected_rewards: Tensor, margin: Tensor | None = None) -> Tensor:
@@ -302,12 +308,11 @@ def preference_stats(
     """
     _check_same(chosen_rewards=chosen_rewards, rejected_rewards=rejected_rewards)
     r_w, r_l = at_least_float32(chosen_rewards), at_least_float32(rejected_rewards)
-    total = len(r_w) if total is None else total
     return {
-        "preference/accuracy": divide((r_w > r_l).to(r_w.dtype).sum(), total),
-        "preference/margin": divide((r_w - r_l).sum(), total),
-        "preference/chosen": divide(r_w.sum(), total),
-        "preference/rejected": divide(r_l.sum(), total),
+        "preference/accuracy": pair_mean((r_w > r_l).to(r_w.dtype), total),
+        "preference/margin": pair_mean(r_w - r_l, total),
+        "preference/chosen": pair_mean(r_w, total),
+        "preference/rejected": pair_mean(r_l, total),
     }
 
 
@@ -359,7 +364,7 @@ def _check_lengths(like: Tensor, **lengths: Tensor) -> None:
         check_shape(name, x, tuple(like.shape), "as chosen")
 
 
-def _check_flip(rate: float, name: str = "label_smoothing") -> None:
+def _check_smoothing(label_smoothing: float) -> None:
     """A chance that a label is flipped."""
-    if not 0 <= rate < 0.5:
-        fail(name, rate, "a number in [0, 0.5)")
+    if not 0 <= label_smoothing < 0.5:
+        fail("label_smoothing", label_smoothing, "a number in [0, 0.5)")

@@ -352,8 +352,7 @@ def wpo_weights(logprobs: Tensor, sum_pi_squared: Tensor, mask: Tensor) -> Tenso
     not in TRL's. It has no place in `aot_loss`, whose entries are not pairs.
 
     Args:
-        sum_pi_squared: [B, T], in (0, 1]: `rlkit.losses.sum_pi_squared`, moved by one column so that it is aligned with
-            the token; may hold anything outside the mask.
+        sum_pi_squared: [B, T], in (0, 1]: that function of the logits, aligned by `align_with_tokens`.
 
     Returns:
         [B], detached, >= 0; 1 for a row with no token in the mask.

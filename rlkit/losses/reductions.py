@@ -14,7 +14,7 @@ types grpo, bnpo/dapo and dr_grpo are `sequence_mean`, `token_mean` and `fixed_l
 from torch import Tensor
 
 from rlkit._check import check_float, check_mask, check_positive, check_rank, check_shape
-from rlkit._numerics import divide, masked
+from rlkit._numerics import at_least_float32, divide, masked
 
 
 def token_sum(loss: Tensor, mask: Tensor) -> Tensor:
@@ -99,6 +99,21 @@ def fixed_length_mean(loss: Tensor, mask: Tensor, length: float, total: float | 
     """
     check_positive(length=length)
     return sequence_sum_mean(loss, mask, total) / length
+
+
+def pair_mean(loss: Tensor, total: float | Tensor | None = None) -> Tensor:
+    r"""Mean over pairs of answers, or over single answers, of a loss on preferences: $\sum_i L_i / \text{total}$.
+
+    Args:
+        loss: [P], one a pair, or [B], one an answer.
+        total: pairs, or answers, over all micro-batches and ranks; None counts these.
+
+    Returns:
+        0-d.
+    """
+    check_float("loss", loss)
+    check_rank("loss", loss, 1, "[P]")
+    return divide(at_least_float32(loss).sum(), len(loss) if total is None else total)
 
 
 def _sequences(mask: Tensor) -> Tensor:

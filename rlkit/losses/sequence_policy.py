@@ -115,8 +115,8 @@ def gmpo_loss(
     old_logprobs: Tensor,
     advantages: Tensor,
     mask: Tensor,
-    clip_low: float = 0.4,
-    clip_high: float = 0.4,
+    log_clip_low: float = 0.4,
+    log_clip_high: float = 0.4,
 ) -> Tensor:
     r"""GMPO: the geometric mean of token ratios that are clipped one by one, in log space.
 
@@ -130,16 +130,16 @@ def gmpo_loss(
 
     Args:
         advantages: [B] or [B, T]; the paper's are [B].
-        clip_low, clip_high: the log-ratio is held within [-clip_low, clip_high], in nats; >= 0.
+        log_clip_low, log_clip_high: the log-ratio is held within [-log_clip_low, log_clip_high], in nats; >= 0.
 
     Returns:
         [B, T], to be minimised: a sequence's value on each of its tokens.
     """
     check_per_token(mask, logprobs=logprobs, old_logprobs=old_logprobs)
-    check_not_negative(clip_low=clip_low, clip_high=clip_high)
+    check_not_negative(log_clip_low=log_clip_low, log_clip_high=log_clip_high)
     log_ratio = masked_log_ratio(logprobs, old_logprobs, mask)
     advantages = masked_advantages(advantages, mask)
-    clipped = torch.where(advantages > 0, log_ratio.clamp(max=clip_high), log_ratio.clamp(min=-clip_low))
+    clipped = torch.where(advantages > 0, log_ratio.clamp(max=log_clip_high), log_ratio.clamp(min=-log_clip_low))
     return -advantages * mean_over_tokens(clipped, mask).exp()
 
 
@@ -171,7 +171,7 @@ def topr_loss(logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, mask: 
 
 @torch.no_grad()
 def off_policy_sequence_mask(
-    logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, mask: Tensor, threshold: float
+    logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, mask: Tensor, high: float
 ) -> Tensor:
     r"""The mask without the bad sequences that the policy has already moved away from, which only destabilise training.
 
@@ -179,7 +179,7 @@ def off_policy_sequence_mask(
     \text{logprobs}_t) > \delta\Big)$$
 
     DeepSeek-V3.2, https://arxiv.org/abs/2512.02556 eq. 9. The mean is an estimate of KL(old || policy) with its sign:
-    a sequence that became likelier is never dropped. The report gives no threshold; TRL suggests 0.5, slime has 1e-4.
+    a sequence that became likelier is never dropped. The report gives no delta; TRL suggests 0.5, slime has 1e-4.
 
     The paper zeroes the loss of what is dropped and still divides by all tokens: reduce `torch.where(keep, loss, 0.0)`
     with the full mask. Give the sampler's log-probabilities as `old_logprobs` to count its mismatch too, as the report
@@ -187,13 +187,13 @@ def off_policy_sequence_mask(
 
     Args:
         advantages: [B] or [B, T]; of the latter only a sequence's negative tokens are dropped.
-        threshold: the largest mean drift to keep, in nats a token; >= 0.
+        high: the largest mean drift to keep, in nats a token; >= 0.
 
     Returns:
         bool [B, T], within the mask.
     """
     check_per_token(mask, logprobs=logprobs, old_logprobs=old_logprobs)
-    check_not_negative(threshold=threshold)
+    check_not_negative(high=high)
     drift = mean_over_tokens(masked(at_least_float32(old_logprobs) - at_least_float32(logprobs), mask), mask)
     bad = advantages_per_token(advantages, mask) < 0
-    return mask & ~(bad & (drift > threshold))
+    return mask & ~(bad & (drift > high))

@@ -116,11 +116,11 @@ def dppo_tv_loss(
     mask: Tensor,
     delta_low: float = 0.15,
     delta_high: float = 0.15,
-    cap: float = math.inf,
+    ratio_high: float = math.inf,
 ) -> Tensor:
     r"""DPPO with the binary total variation: no gradient for a token that would move further out of the trust region.
 
-    $$L = -M \min(r, \text{cap})\, A, \quad M = 0 \text{ where } A > 0,\ \pi - \mu > \delta_{high} \text{ or } A < 0,\
+    $$L = -M \min(r, \bar r)\, A, \quad M = 0 \text{ where } A > 0,\ \pi - \mu > \delta_{high} \text{ or } A < 0,\
     \mu - \pi > \delta_{low}, \text{ else } 1$$
     with $\pi = e^{\text{logprobs}}$, $\mu = e^{\text{old\_logprobs}}$ and $r = \pi / \mu$. $|\pi - \mu|$ is the total
     variation of "this token or another one". A ratio clip holds back rare tokens, whose ratios are large, and lets go
@@ -129,15 +129,15 @@ def dppo_tv_loss(
     Rethinking the trust region, https://arxiv.org/abs/2602.04879 eq. 12 and 13, its appendix C for the deltas.
 
     Choices: the paper's region is around the sampler, so give `rollout_logprobs` as `old_logprobs` for it (the authors'
-    code has both and calls the other "recompute"). The cap, off by default, holds the weight but not the gradient's
-    flow; verl's code falls back to 20, its configuration to 3 and its example to 10,000, and the paper (section 5.4)
-    finds that a small one hurts. The value is the surrogate's; verl's is times the log-probability, with the same
-    gradient.
+    code has both and calls the other "recompute"). The bound on the ratio, off by default, holds the weight but not the
+    gradient's flow; verl's code falls back to 20, its configuration to 3 and its example to 10,000, and the paper
+    (section 5.4) finds that a small one hurts. The value is the surrogate's; verl's is times the log-probability, with
+    the same gradient.
 
     Args:
         old_logprobs: [B, T], under the weights the batch was sampled with, or the sampler's.
         delta_low, delta_high: the most probability that a token may lose, and gain; >= 0.
-        cap: the largest weight; > 0; math.inf for none.
+        ratio_high: the bound on the ratio; > 0; math.inf for none.
 
     Returns:
         [B, T], to be minimised; 0, with gradient 0, outside the region.
@@ -149,7 +149,7 @@ def dppo_tv_loss(
     gain = masked(logprobs.detach(), mask).exp() - masked(old_logprobs.detach(), mask).exp()
     too_high = (advantages > 0) & (gain > delta_high)
     too_low = (advantages < 0) & (gain < -delta_low)
-    return torch.where(too_high | too_low, 0, -advantages * _capped(ratio, cap))
+    return torch.where(too_high | too_low, 0, -advantages * _bounded(ratio, ratio_high))
 
 
 def dppo_kl_loss(
@@ -159,11 +159,11 @@ def dppo_kl_loss(
     mask: Tensor,
     delta_low: float = 0.05,
     delta_high: float = 0.05,
-    cap: float = math.inf,
+    ratio_high: float = math.inf,
 ) -> Tensor:
     r"""DPPO with the binary KL: no gradient for a token that would move further out of the trust region.
 
-    $$L = -M \min(r, \text{cap})\, A, \quad M = 0 \text{ where } A > 0,\ r > 1,\ D > \delta_{high} \text{ or } A < 0,\
+    $$L = -M \min(r, \bar r)\, A, \quad M = 0 \text{ where } A > 0,\ r > 1,\ D > \delta_{high} \text{ or } A < 0,\
     r < 1,\ D > \delta_{low}, \text{ else } 1$$
     $$D = \mu \log \frac{\mu}{\pi} + (1 - \mu) \log \frac{1 - \mu}{1 - \pi}$$
     with $\pi = e^{\text{logprobs}}$, $\mu = e^{\text{old\_logprobs}}$ and $r = \pi / \mu$: the KL of "this token or
@@ -178,7 +178,7 @@ def dppo_kl_loss(
         old_logprobs: [B, T], under the weights the batch was sampled with, or the sampler's.
         delta_low, delta_high: the largest KL, in nats, at which a token may become less likely still, and likelier
             still; >= 0.
-        cap: the largest weight; > 0; math.inf for none.
+        ratio_high: the bound on the ratio; > 0; math.inf for none.
 
     Returns:
         [B, T], to be minimised; 0, with gradient 0, outside the region.
@@ -193,10 +193,10 @@ def dppo_kl_loss(
     kl = -log_q.exp() * log_ratio.detach() + rest_q * (rest_q / rest_p).log()
     too_high = (advantages > 0) & (log_ratio > 0) & (kl > delta_high)
     too_low = (advantages < 0) & (log_ratio < 0) & (kl > delta_low)
-    return torch.where(too_high | too_low, 0, -advantages * _capped(log_ratio.exp(), cap))
+    return torch.where(too_high | too_low, 0, -advantages * _bounded(log_ratio.exp(), ratio_high))
 
 
-def dro_loss(logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, mask: Tensor, beta: float = 0.05) -> Tensor:
+def dro_loss(logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, mask: Tensor, kl_coef: float = 0.05) -> Tensor:
     r"""DRO, token by token: the policy gradient with a quadratic penalty on the log-ratio in place of a clip.
 
     $$L = -A\, \text{logprobs} + \frac{\beta}{2} (\text{logprobs} - \text{old\_logprobs})^2$$
@@ -207,17 +207,18 @@ def dro_loss(logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, mask: T
     Choices: this is **the paper's DRO-V for a sequence of one token only**. There the squared error
     $\frac{1}{2} (r - V - \tau \log(\pi / \pi_{ref}))^2$ has the log-ratio of the whole answer, and V is learned beside
     it; with A = r - V and beta = tau its policy gradient is tau times this one. Both peers square each token's
-    log-ratio. Advantages are the soft ones of that equation. `beta` is Tinker's example's; verl has no default.
+    log-ratio. Advantages are the soft ones of that equation. The coefficient is Tinker's example's; verl has no
+    default.
 
     Args:
         old_logprobs: [B, T], of the policy to stay near: the reference, or the one that sampled.
-        beta: strength of the penalty; > 0.
+        kl_coef: beta, the strength of the penalty; > 0.
     """
     check_per_token(mask, logprobs=logprobs, old_logprobs=old_logprobs)
-    check_positive(beta=beta)
+    check_positive(kl_coef=kl_coef)
     log_ratio = masked_log_ratio(logprobs, old_logprobs, mask)
     advantages = masked_advantages(advantages, mask)
-    return -advantages * _bounded_logprobs(log_ratio, old_logprobs, mask) + beta / 2 * log_ratio.square()
+    return -advantages * _bounded_logprobs(log_ratio, old_logprobs, mask) + kl_coef / 2 * log_ratio.square()
 
 
 def vespo_loss(
@@ -268,10 +269,10 @@ def _bounded_logprobs(log_ratio: Tensor, old_logprobs: Tensor, mask: Tensor) -> 
     return masked(old_logprobs.detach(), mask) + log_ratio
 
 
-def _capped(ratio: Tensor, cap: float) -> Tensor:
-    """The ratio where it is below the cap; above it the cap, with the gradient of cap * log(ratio)."""
-    check_positive(cap=cap)
-    return ratio * (cap / ratio.detach()).clamp(max=1)
+def _bounded(ratio: Tensor, ratio_high: float) -> Tensor:
+    """min(ratio, ratio_high); above the bound with the gradient of ratio_high * log(ratio)."""
+    check_positive(ratio_high=ratio_high)
+    return ratio * (ratio_high / ratio.detach()).clamp(max=1)
 
 
 def _covariance(logprobs: Tensor, advantages: Tensor, mask: Tensor) -> Tensor:

@@ -54,8 +54,8 @@ def test_outcome_rewards_lie_on_the_last_token_of_the_mask(seed, gamma):
         return
     groups, logprobs, squares = torch.tensor([0, 1, 0, 1, 0, 1]), *policy(seed, 6, 9)
     torch.testing.assert_close(
-        optimal_token_baseline_advantages(rewards, mask, groups, logprobs, squares),
-        optimal_token_baseline_advantages(tokens, mask, groups, logprobs, squares),
+        optimal_token_baseline_advantages(rewards, groups, logprobs, squares, mask),
+        optimal_token_baseline_advantages(tokens, groups, logprobs, squares, mask),
     )
 
 
@@ -104,10 +104,10 @@ def test_optimal_token_baseline_equals_the_loop(seed, b, t, baseline_alone):
     expected = loop_token_baseline(rewards, mask, groups, logprobs, squares, rho, baseline_alone)
     out = optimal_token_baseline_advantages(
         rewards,
-        mask,
         groups,
         logprobs.where(mask, NAN),
         squares.where(mask, NAN),
+        mask,
         rho.where(mask, math.inf),
         baseline_alone,
     )
@@ -132,7 +132,7 @@ def test_golden_optimal_token_baseline():
     """Squared norms 1 - 2 pi + sum: 0.5 and 1.5 at the first token, then 0.5 more for the one that goes on."""
     mask = torch.tensor([[False, True, False], [False, True, True]])
     probability, squares = torch.tensor([[1, 0.5, 1], [1, 0.25, 0.5]]), torch.tensor([[0, 0.5, 0], [0, 1.0, 0.5]])
-    args = (torch.tensor([4.0, 0.0]), mask, torch.tensor([5, 5]), probability.log(), squares)
+    args = (torch.tensor([4.0, 0.0]), torch.tensor([5, 5]), probability.log(), squares, mask)
     out = optimal_token_baseline_advantages(*args, eps=0.0)  # the baseline is 0.5 * 4 / 2 = 1
     close(out, [[0, 3, 0], [0, -1, 0]])
     args = (torch.tensor([0.0, 4.0]), *args[1:])
@@ -154,8 +154,8 @@ def test_nan_reward_isolated_by_token():
         out = reinforce_plus_plus_advantages(bad, mask, gamma)
         torch.testing.assert_close(out[kept], reinforce_plus_plus_advantages(rewards[kept], mask[kept], gamma))
         assert not out[2].any()
-    out = optimal_token_baseline_advantages(bad, mask, groups, logprobs, squares)
-    args = (rewards[kept], mask[kept], groups[kept], logprobs[kept], squares[kept])
+    out = optimal_token_baseline_advantages(bad, groups, logprobs, squares, mask)
+    args = (rewards[kept], groups[kept], logprobs[kept], squares[kept], mask[kept])
     torch.testing.assert_close(out[kept], optimal_token_baseline_advantages(*args))
     assert not out[2].any()
 
@@ -166,7 +166,7 @@ def test_equal_rewards_and_one_sample_by_token():
     for gamma, rewards in ((1.0, torch.tensor([100.1, 100.1])), (0.9, torch.zeros(2))):
         assert reinforce_plus_plus_advantages(rewards, mask, gamma).abs().max() < 1e-4
     for groups in (torch.tensor([0, 0]), torch.tensor([0, 1])):
-        out = optimal_token_baseline_advantages(torch.tensor([100.1, 100.1]), mask, groups, logprobs, squares)
+        out = optimal_token_baseline_advantages(torch.tensor([100.1, 100.1]), groups, logprobs, squares, mask)
         assert out.abs().max() < 1e-4
     one = reinforce_plus_plus_advantages(torch.tensor([5.0]), torch.tensor([[False, True]]))
     assert one.tolist() == [[0, 0]]
@@ -177,7 +177,7 @@ def test_dtypes_by_token():
     groups, (logprobs, squares) = torch.zeros(3, dtype=torch.int32), policy(1, 3, 2)
     for function in (
         reinforce_plus_plus_advantages,
-        lambda r, m: optimal_token_baseline_advantages(r, m, groups, logprobs, squares),
+        lambda r, m: optimal_token_baseline_advantages(r, groups, logprobs, squares, m),
         lambda r, m: remax_advantages(r, r.flip(0)),
     ):
         expected = function(rewards.float(), mask)
@@ -195,7 +195,7 @@ def test_empty_batch_by_token():
         for rewards in (torch.zeros(b), torch.zeros(b, t)):
             for gamma in (1.0, 0.9):
                 assert reinforce_plus_plus_advantages(rewards, mask, gamma).shape == (b, t)
-            out = optimal_token_baseline_advantages(rewards, mask, groups, torch.zeros(b, t), torch.zeros(b, t))
+            out = optimal_token_baseline_advantages(rewards, groups, torch.zeros(b, t), torch.zeros(b, t), mask)
             assert out.shape == (b, t)
     assert gdpo_advantages(torch.zeros(3, 0), torch.zeros(3, dtype=torch.long)).tolist() == [0, 0, 0]
     assert remax_advantages(torch.zeros(0), torch.zeros(0)).shape == (0,)

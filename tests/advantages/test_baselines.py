@@ -153,7 +153,7 @@ def test_golden_baselines():
     rewards, groups = torch.tensor([1.0, 0.0, 0.0, 0.0, 6.0, 2.0]), torch.tensor([0, 0, 0, 0, 1, 1])
     close(rloo_advantages(rewards, groups), [1, -1 / 3, -1 / 3, -1 / 3, 4, -4])
     close(maxrl_advantages(rewards, groups), [3, -1, -1, -1, 0.5, -0.5])
-    close(opo_advantages(rewards, torch.tensor([2, 1, 1, 4, 3, 1]), groups), [0.75, -0.25, -0.25, -0.25, 1, -3])
+    close(opo_advantages(rewards, groups, torch.tensor([2, 1, 1, 4, 3, 1])), [0.75, -0.25, -0.25, -0.25, 1, -3])
     close(passk_leave_one_out_advantages(rewards, groups), [1, 0, 0, 0, 4, 0])
     close(remax_advantages(rewards, torch.tensor([1.0, 1, 0, NAN, 2, 3])), [0, -1, 0, 0, 4, -1])
 
@@ -164,7 +164,8 @@ def test_golden_gpg():
     groups = torch.tensor([0, 0, 0, 1, 1, 2, 2, 2, 1])
     a = 8 / 6
     close(gpg_advantages(rewards, groups), [a * 2 / 3, -a / 3, -a / 3, 0, 0, -a, a, 0, 0])
-    close(gpg_advantages(rewards, groups, alpha=3.0), [2, -1, -1, 0, 0, -3, 3, 0, 0])
+    other = torch.tensor([10.0, 0.0])  # ten samples on another rank, none of them informative: 18 / 6
+    close(gpg_advantages(rewards, groups, lambda x: x + other), [2, -1, -1, 0, 0, -3, 3, 0, 0])
 
 
 def test_golden_passk():
@@ -204,8 +205,9 @@ def test_kinship(seed):
     count = torch.stack([((groups == g) & judged).sum() for g in groups]).double()
     centred = dr_grpo_advantages(rewards, groups)
     torch.testing.assert_close(rloo_advantages(rewards, groups), centred * count / (count - 1).clamp(min=1))
-    torch.testing.assert_close(opo_advantages(rewards, torch.full((12,), 3), groups), centred)
-    torch.testing.assert_close(gpg_advantages(rewards, groups, 1.0), centred)
+    torch.testing.assert_close(opo_advantages(rewards, groups, torch.full((12,), 3)), centred)
+    informative = (judged & informative_groups(rewards, groups)).sum().clamp(min=1)
+    torch.testing.assert_close(gpg_advantages(rewards, groups) * informative / judged.sum(), centred)
     passes, _ = batch(seed, 12, binary=True)
     population = ((count - 1) / count.clamp(min=1)).clamp(min=0).sqrt()
     population = torch.where(passes.isnan() != rewards.isnan(), NAN, population)
@@ -327,7 +329,7 @@ def test_equal_rewards_give_no_advantage(function):
 
 
 def test_opo_group_without_tokens():
-    out = opo_advantages(torch.tensor([1.0, 2.0, 4.0]), torch.tensor([0, 0, 2]), torch.tensor([0, 0, 1]))
+    out = opo_advantages(torch.tensor([1.0, 2.0, 4.0]), torch.tensor([0, 0, 1]), torch.tensor([0, 0, 2]))
     assert out.tolist() == [0, 0, 0]
 
 
@@ -380,9 +382,9 @@ def test_errors_of_all(function):
 @pytest.mark.parametrize(
     ("call", "name"),
     [
-        (lambda: opo_advantages(Z, torch.ones(3), IDS), "group_ids"),
-        (lambda: opo_advantages(Z, torch.ones(2, 1), IDS), "lengths"),
-        (lambda: opo_advantages(LP, torch.ones(2), IDS), "rewards"),
+        (lambda: opo_advantages(Z, IDS, torch.ones(3)), "group_ids"),
+        (lambda: opo_advantages(Z, IDS, torch.ones(2, 1)), "lengths"),
+        (lambda: opo_advantages(LP, IDS, torch.ones(2)), "rewards"),
         (lambda: remax_advantages(Z, torch.zeros(3)), "greedy_rewards"),
         (lambda: remax_advantages(LP, LP), "rewards"),
         (lambda: passk_advantages(Z, IDS, 0), "k"),
@@ -406,13 +408,13 @@ def test_errors_of_all(function):
         (lambda: gdpo_advantages(LP, IDS, lengths=torch.ones(3)), "lengths"),
         (lambda: gdpo_advantages(LP, IDS, eps=-1.0), "eps"),
         (lambda: gdpo_advantages(LP, Z), "group_ids"),
-        (lambda: optimal_token_baseline_advantages(Z, LP, IDS, LP, LP), "mask"),
-        (lambda: optimal_token_baseline_advantages(torch.zeros(3), MASK, IDS, LP, LP), "rewards"),
-        (lambda: optimal_token_baseline_advantages(Z, MASK, Z, LP, LP), "group_ids"),
-        (lambda: optimal_token_baseline_advantages(Z, MASK, IDS, Z, LP), "old_logprobs"),
-        (lambda: optimal_token_baseline_advantages(Z, MASK, IDS, LP, Z), "sum_pi_squared"),
-        (lambda: optimal_token_baseline_advantages(Z, MASK, IDS, LP, LP, Z), "rollout_weights"),
-        (lambda: optimal_token_baseline_advantages(Z, MASK, IDS, LP, LP, eps=-1.0), "eps"),
+        (lambda: optimal_token_baseline_advantages(Z, IDS, LP, LP, LP), "mask"),
+        (lambda: optimal_token_baseline_advantages(torch.zeros(3), IDS, LP, LP, MASK), "rewards"),
+        (lambda: optimal_token_baseline_advantages(Z, Z, LP, LP, MASK), "group_ids"),
+        (lambda: optimal_token_baseline_advantages(Z, IDS, Z, LP, MASK), "old_logprobs"),
+        (lambda: optimal_token_baseline_advantages(Z, IDS, LP, Z, MASK), "sum_pi_squared"),
+        (lambda: optimal_token_baseline_advantages(Z, IDS, LP, LP, MASK, Z), "rollout_weights"),
+        (lambda: optimal_token_baseline_advantages(Z, IDS, LP, LP, MASK, eps=-1.0), "eps"),
     ],
 )
 def test_errors_name_the_argument(call, name):

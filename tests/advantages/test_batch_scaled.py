@@ -223,19 +223,19 @@ def token_batch(seed, b=8, t=30, sure=0.0):
     mask[0] = mask[1, 1:] = False
     groups = torch.tensor([0, 1, 0, 1, 2, 2, 0, 3])
     rewards = torch.randn(b, t, generator=g, dtype=torch.float64)
-    return rewards, mask, groups, logprobs[..., 0], logprobs.exp().square().sum(-1)
+    return rewards, groups, logprobs[..., 0], logprobs.exp().square().sum(-1), mask
 
 
 @pytest.mark.parametrize("outcome", [True, False])
 @pytest.mark.parametrize("sure", [0.0, 5.0, 9.0])
 def test_token_baseline_in_float32(outcome, sure):
     """As exact as its inputs, also where a norm of 1 - 2 pi + sum pi^2 is the difference of numbers close to 1."""
-    rewards, mask, groups, logprobs, squares = token_batch(1, t=300, sure=sure)
+    rewards, groups, logprobs, squares, mask = token_batch(1, t=300, sure=sure)
     rewards = rewards[:, 0] if outcome else rewards
     rewards, logprobs, squares = rewards.float(), logprobs.float(), squares.float()
-    out = optimal_token_baseline_advantages(rewards, mask, groups, logprobs, squares)
+    out = optimal_token_baseline_advantages(rewards, groups, logprobs, squares, mask)
     assert out.dtype == torch.float32 and not out[~mask].any()
-    wide = optimal_token_baseline_advantages(rewards.double(), mask, groups, logprobs.double(), squares.double())
+    wide = optimal_token_baseline_advantages(rewards.double(), groups, logprobs.double(), squares.double(), mask)
     assert wide.dtype == torch.float64
     torch.testing.assert_close(out.double(), wide, atol=2e-5 * wide.abs().max().item(), rtol=0)
 
@@ -244,7 +244,7 @@ def test_token_baseline_of_sure_tokens_stays_within_the_returns():
     """Rounding takes a norm of 0 below 0, where it would weigh the other way."""
     mask, rewards = torch.ones(2, 1, dtype=torch.bool), torch.tensor([1.0, 0.0])
     squares = torch.tensor([[1 - 2.0**-24], [1 + 2.0**-23]])
-    out = optimal_token_baseline_advantages(rewards, mask, torch.zeros(2, dtype=torch.long), torch.zeros(2, 1), squares)
+    out = optimal_token_baseline_advantages(rewards, torch.zeros(2, dtype=torch.long), torch.zeros(2, 1), squares, mask)
     assert out.tolist() == [[1.0], [0.0]]
 
 
@@ -253,19 +253,19 @@ def test_token_baseline_does_not_round_the_end_of_a_long_return():
     mask = torch.arange(3000) < torch.tensor([[3000], [10]])
     rewards, logprobs = torch.full((2, 3000), 0.1), torch.full((2, 3000), -1.0)
     groups = torch.zeros(2, dtype=torch.long)
-    out = optimal_token_baseline_advantages(rewards, mask, groups, logprobs, torch.full_like(logprobs, 0.5))
+    out = optimal_token_baseline_advantages(rewards, groups, logprobs, torch.full_like(logprobs, 0.5), mask)
     torch.testing.assert_close(out[0, 10:], 0.1 * torch.arange(2990, 0, -1), rtol=1e-6, atol=0)
 
 
 @pytest.mark.parametrize("outcome", [True, False])
 def test_token_baseline_keeps_a_row_that_is_not_judged_apart(outcome):
     """Whatever else it holds; and so do tokens outside the mask."""
-    rewards, mask, groups, logprobs, squares = token_batch(2)
+    rewards, groups, logprobs, squares, mask = token_batch(2)
     mask[2, 5] = True
     rho = torch.full_like(logprobs, 1.5)
     kept = torch.arange(8) != 2
     rewards = rewards[:, 0].clone() if outcome else torch.where(mask, rewards, NAN)
-    clean = optimal_token_baseline_advantages(*(x[kept] for x in (rewards, mask, groups, logprobs, squares, rho)))
+    clean = optimal_token_baseline_advantages(*(x[kept] for x in (rewards, groups, logprobs, squares, mask, rho)))
     if outcome:
         rewards[2] = NAN
     else:
@@ -273,8 +273,8 @@ def test_token_baseline_keeps_a_row_that_is_not_judged_apart(outcome):
     for bad in (NAN, math.inf, -math.inf):
         hole = ~mask
         hole[2] = True
-        dirty = [torch.where(hole, bad, x) for x in (logprobs, squares, rho)]
-        out = optimal_token_baseline_advantages(rewards, mask, groups, *dirty)
+        *policy, weights = [torch.where(hole, bad, x) for x in (logprobs, squares, rho)]
+        out = optimal_token_baseline_advantages(rewards, groups, *policy, mask, weights)
         torch.testing.assert_close(out[kept], clean)
         assert not out[2].any()
 
@@ -282,11 +282,11 @@ def test_token_baseline_keeps_a_row_that_is_not_judged_apart(outcome):
 @FEW
 @given(seed=st.integers(0, 999), pad=st.integers(0, 4), gaps=st.integers(0, 4), outcome=st.booleans())
 def test_token_baseline_rows_permute_and_what_lies_between_tokens_is_nothing(seed, pad, gaps, outcome):
-    rewards, mask, groups, logprobs, squares = token_batch(seed, t=9)
+    rewards, groups, logprobs, squares, mask = token_batch(seed, t=9)
     given_rewards = rewards[:, 0] if outcome else rewards
-    out = optimal_token_baseline_advantages(given_rewards, mask, groups, logprobs, squares)
+    out = optimal_token_baseline_advantages(given_rewards, groups, logprobs, squares, mask)
     order = torch.randperm(8, generator=torch.Generator().manual_seed(seed))
-    rows = [x[order] for x in (given_rewards, mask, groups, logprobs, squares)]
+    rows = [x[order] for x in (given_rewards, groups, logprobs, squares, mask)]
     torch.testing.assert_close(optimal_token_baseline_advantages(*rows), out[order])
 
     columns = torch.cat([torch.arange(4), torch.arange(4 + gaps, 9 + gaps)])  # tool output after the fourth token
@@ -297,15 +297,15 @@ def test_token_baseline_rows_permute_and_what_lies_between_tokens_is_nothing(see
         return wide
 
     wide_rewards = given_rewards if outcome else spread(rewards, NAN)
-    wide = (wide_rewards, spread(mask, False), groups, spread(logprobs, NAN), spread(squares, math.inf))
+    wide = (wide_rewards, groups, spread(logprobs, NAN), spread(squares, math.inf), spread(mask, False))
     torch.testing.assert_close(optimal_token_baseline_advantages(*wide)[:, columns], out)
 
 
 def test_token_baseline_has_no_gradient_and_leaves_its_inputs():
     inputs = token_batch(3)
     before = [x.clone() for x in inputs]
-    rho = torch.full_like(inputs[3], 1.5)
-    inputs[3].requires_grad_()
+    rho = torch.full_like(inputs[2], 1.5)
+    inputs[2].requires_grad_()
     assert not optimal_token_baseline_advantages(*inputs, rho).requires_grad
     with torch.inference_mode():
         optimal_token_baseline_advantages(*inputs, rho)

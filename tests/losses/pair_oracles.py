@@ -20,7 +20,7 @@ from rlkit.losses.preference import (
 WITH_REFERENCE = {
     "dpo": dpo_loss,
     "smoothed": partial(dpo_loss, beta=0.3, label_smoothing=0.2),
-    "robust": partial(robust_dpo_loss, beta=0.3, flip_rate=0.2),
+    "robust": partial(robust_dpo_loss, beta=0.3, label_smoothing=0.2),
     "ipo": ipo_loss,
     "hinge": hinge_dpo_loss,
     "apo": apo_zero_loss,

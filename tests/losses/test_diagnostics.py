@@ -90,19 +90,19 @@ def test_ratio_stats_equal_the_loop(advantages):
     for low, high in ((0.2, 0.2), (0.1, 0.5)):
         expected = loop_ratio_stats(lp.tolist(), old.tolist(), mask.tolist(), spread, low, high)
         assert 0 < expected["ratio/clip_fraction"] < 1
-        assert numbers(ratio_stats(lp, old, mask, given_as, low, high)) == pytest.approx(expected)
+        assert numbers(ratio_stats(lp, old, given_as, mask, low, high)) == pytest.approx(expected)
 
 
 def test_clip_fraction_is_where_the_loss_has_no_gradient():
     lp, old, adv, mask = batch()
     (grad,) = torch.autograd.grad(clipped_policy_loss(lp, old, adv, mask, 0.2, 0.3).sum(), lp)
     share = ((grad == 0) & mask).sum() / mask.sum()
-    assert ratio_stats(lp, old, mask, adv, 0.2, 0.3)["ratio/clip_fraction"].item() == pytest.approx(share.item())
+    assert ratio_stats(lp, old, adv, mask, 0.2, 0.3)["ratio/clip_fraction"].item() == pytest.approx(share.item())
 
 
 def test_ratio_golden():
     lp = torch.tensor([[0.5, 1.0, 2.0, 9.0]]).log()
-    stats = numbers(ratio_stats(lp, torch.zeros(1, 4), torch.tensor([[True, True, True, False]])))
+    stats = numbers(ratio_stats(lp, torch.zeros(1, 4), None, torch.tensor([[True, True, True, False]])))
     log2 = math.log(2)
     assert stats == pytest.approx(
         {
@@ -113,7 +113,7 @@ def test_ratio_golden():
     )
     adv = torch.tensor([[1.0, 1.0, -1.0, 1.0]])  # the clip binds on neither side
     assert (
-        ratio_stats(lp, torch.zeros(1, 4), torch.tensor([[True, True, True, False]]), adv)["ratio/clip_fraction"] == 0
+        ratio_stats(lp, torch.zeros(1, 4), adv, torch.tensor([[True, True, True, False]]))["ratio/clip_fraction"] == 0
     )
 
 
@@ -121,9 +121,9 @@ def test_on_policy_ratio_is_one():
     lp, _, adv, mask = batch()
     loss = clipped_policy_loss(lp, lp.detach(), adv, mask)
     for low, high in ((0.2, 0.2), (0.0, 0.0)):
-        stats = ratio_stats(lp, lp.detach(), mask, adv, low, high)
+        stats = ratio_stats(lp, lp.detach(), adv, mask, low, high)
         assert stats["ratio/max"] == 1 and stats["ratio/clip_fraction"] == 0 and stats["ratio/approx_kl"] == 0
-        assert ratio_stats(lp, lp.detach(), mask, None, low, high)["ratio/clip_fraction"] == 0
+        assert ratio_stats(lp, lp.detach(), None, mask, low, high)["ratio/clip_fraction"] == 0
     assert torch.equal(loss, torch.where(mask, -adv, 0.0))
     same = mismatch_stats(lp, lp.detach(), mask)
     assert same["mismatch/abs_dlogp"] == 0 and same["mismatch/kl"] == 0 and same["mismatch/outside"] == 0
@@ -178,8 +178,8 @@ def test_sequence_mismatch_golden():
 def test_sequence_mismatch_is_that_of_the_weights():
     lp, rollout, _, mask = batch(3)
     stats = sequence_mismatch_stats(lp, rollout, mask)
-    weights = sequence_importance_weights(lp, rollout, mask, cap=math.inf)
-    geometric = geometric_importance_weights(lp, rollout, mask, cap=math.inf)
+    weights = sequence_importance_weights(lp, rollout, mask, high=math.inf)
+    geometric = geometric_importance_weights(lp, rollout, mask, high=math.inf)
     torch.testing.assert_close(stats["mismatch/sequence_w_mean"], sequence_mean(weights, mask))
     torch.testing.assert_close(stats["mismatch/sequence_chi2"], sequence_mean(weights.square(), mask) - 1)
     torch.testing.assert_close(stats["mismatch/ppl_ratio"], sequence_mean(1 / geometric, mask))
@@ -221,7 +221,7 @@ def test_parts_add_up_to_the_whole(seed, cut, pad):
     order = torch.randperm(5, generator=torch.Generator().manual_seed(seed))
     parts = [order[:cut], order[cut:]]
     for function, arguments, total in (
-        (ratio_stats, (lp, old, mask, adv), mask.sum()),
+        (ratio_stats, (lp, old, adv, mask), mask.sum()),
         (mismatch_stats, (lp, old, mask), mask.sum()),
         (sequence_mismatch_stats, (lp, old, mask), mask.any(1).sum()),
     ):
@@ -237,7 +237,7 @@ def test_parts_add_up_to_the_whole(seed, cut, pad):
 def test_nothing_gives_zeros(shape, total):
     x, mask = torch.full(shape, math.nan), torch.zeros(shape, dtype=torch.bool)
     for stats in (
-        ratio_stats(x, x, mask, x, total=total),
+        ratio_stats(x, x, x, mask, total=total),
         mismatch_stats(x, x, mask, total),
         sequence_mismatch_stats(x, x, mask, total),
     ):
@@ -250,8 +250,8 @@ def test_mask_equals_slice_whatever_is_masked(bad):
     one = torch.ones(1, int(mask.sum()), dtype=torch.bool)
     dirty = [torch.where(mask, x.detach(), bad) for x in (lp, old, adv)]
     sliced = [x.detach()[mask][None] for x in (lp, old, adv)]
-    assert numbers(ratio_stats(dirty[0], dirty[1], mask, dirty[2])) == pytest.approx(
-        numbers(ratio_stats(sliced[0], sliced[1], one, sliced[2]))
+    assert numbers(ratio_stats(dirty[0], dirty[1], dirty[2], mask)) == pytest.approx(
+        numbers(ratio_stats(sliced[0], sliced[1], sliced[2], one))
     )
     assert numbers(mismatch_stats(dirty[0], dirty[1], mask)) == pytest.approx(
         numbers(mismatch_stats(sliced[0], sliced[1], one))
@@ -268,7 +268,7 @@ def test_mask_equals_slice_whatever_is_masked(bad):
 def test_extreme_gaps_stay_finite(gap):
     lp, mask = torch.tensor([[gap, 0.0]]), torch.ones(1, 2, dtype=torch.bool)
     for stats in (
-        ratio_stats(lp, torch.zeros(1, 2), mask),
+        ratio_stats(lp, torch.zeros(1, 2), None, mask),
         mismatch_stats(lp, torch.zeros(1, 2), mask),
         sequence_mismatch_stats(lp, torch.zeros(1, 2), mask),
         sequence_mismatch_stats(torch.full((1, 2), -math.inf), torch.zeros(1, 2), mask),
@@ -288,7 +288,7 @@ def test_a_long_sequence_does_not_overflow(sign):
 def test_bfloat16_inputs():
     lp, old, adv, mask = (x.detach().bfloat16() if x.is_floating_point() else x for x in batch())
     for small, wide in (
-        (ratio_stats(lp, old, mask, adv), ratio_stats(lp.float(), old.float(), mask, adv.float())),
+        (ratio_stats(lp, old, adv, mask), ratio_stats(lp.float(), old.float(), adv.float(), mask)),
         (mismatch_stats(lp, old, mask), mismatch_stats(lp.float(), old.float(), mask)),
         (sequence_mismatch_stats(lp, old, mask), sequence_mismatch_stats(lp.float(), old.float(), mask)),
     ):
@@ -299,12 +299,12 @@ def test_bfloat16_inputs():
 @pytest.mark.parametrize(
     ("call", "name"),
     [
-        (lambda x, m: ratio_stats(x, x[:1], m), "old_logprobs"),
-        (lambda x, m: ratio_stats(x, x, m.float()), "mask"),
-        (lambda x, m: ratio_stats(x, x, m, x[0]), "advantages"),
-        (lambda x, m: ratio_stats(x, x, m, clip_low=-1.0), "clip_low"),
-        (lambda x, m: ratio_stats(x, x, m, clip_high=-1.0), "clip_high"),
-        (lambda x, m: ratio_stats(x, x, m, total=-1), "total"),
+        (lambda x, m: ratio_stats(x, x[:1], None, m), "old_logprobs"),
+        (lambda x, m: ratio_stats(x, x, None, m.float()), "mask"),
+        (lambda x, m: ratio_stats(x, x, x[0], m), "advantages"),
+        (lambda x, m: ratio_stats(x, x, None, m, clip_low=-1.0), "clip_low"),
+        (lambda x, m: ratio_stats(x, x, None, m, clip_high=-1.0), "clip_high"),
+        (lambda x, m: ratio_stats(x, x, None, m, total=-1), "total"),
         (lambda x, m: mismatch_stats(x, x[:, 1:], m), "rollout_logprobs"),
         (lambda x, m: mismatch_stats(x[0], x[0], m[0]), "mask"),
         (lambda x, m: sequence_mismatch_stats(x, x[:, 1:], m), "rollout_logprobs"),

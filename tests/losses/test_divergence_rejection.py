@@ -9,23 +9,24 @@ from hypothesis import strategies as st
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from rlkit.losses import (
-    divergence_rejection_mask,
+    align_with_tokens,
     full_vocabulary_kl,
     kl_k2,
     kl_k3,
-    max_divergence_rejection_mask,
-    mean_divergence_rejection_mask,
     rejection_mask,
-    sum_divergence_rejection_mask,
+    sequence_max_divergence_mask,
+    sequence_mean_divergence_mask,
+    sequence_sum_divergence_mask,
+    token_divergence_mask,
 )
 
 FEW = settings(max_examples=25, deadline=None, derandomize=True)
 # name: (the function, a bound with something on both sides, a row's statistic at token t of {t: divergence})
 CASES = {
-    "token": (divergence_rejection_mask, 0.1, lambda row, t: row[t]),
-    "sum": (sum_divergence_rejection_mask, 0.5, lambda row, t: math.fsum(row.values())),
-    "mean": (mean_divergence_rejection_mask, 0.1, lambda row, t: math.fsum(row.values()) / len(row)),
-    "max": (max_divergence_rejection_mask, 0.3, lambda row, t: sorted(row.values())[-1]),
+    "token": (token_divergence_mask, 0.1, lambda row, t: row[t]),
+    "sum": (sequence_sum_divergence_mask, 0.5, lambda row, t: math.fsum(row.values())),
+    "mean": (sequence_mean_divergence_mask, 0.1, lambda row, t: math.fsum(row.values()) / len(row)),
+    "max": (sequence_max_divergence_mask, 0.3, lambda row, t: sorted(row.values())[-1]),
 }
 FUNCTIONS = [fn for fn, _, _ in CASES.values()]
 every = pytest.mark.parametrize("fn", FUNCTIONS)
@@ -78,14 +79,14 @@ def test_golden():
     divergence = torch.tensor([[0.5, 0.25, 1.0, 9.0], [0.5, 0.5, 0.5, 9.0], [9.0, 9.0, 9.0, 9.0]])
     mask = torch.tensor([[True, True, True, False], [True, True, False, False], [False] * 4])
     x = (divergence, mask)
-    assert divergence_rejection_mask(*x, 0.5).int().tolist() == [[1, 1, 0, 0], [1, 1, 0, 0], [0] * 4]
-    assert divergence_rejection_mask(*x, 0.49).int().tolist() == [[0, 1, 0, 0], [0, 0, 0, 0], [0] * 4]
-    assert sum_divergence_rejection_mask(*x, 1.75).int().tolist() == [[1, 1, 1, 0], [1, 1, 0, 0], [0] * 4]
-    assert sum_divergence_rejection_mask(*x, 1.74).int().tolist() == [[0, 0, 0, 0], [1, 1, 0, 0], [0] * 4]
-    assert mean_divergence_rejection_mask(*x, 0.5).int().tolist() == [[0, 0, 0, 0], [1, 1, 0, 0], [0] * 4]
-    assert mean_divergence_rejection_mask(*x, 0.59).int().tolist() == [[1, 1, 1, 0], [1, 1, 0, 0], [0] * 4]
-    assert max_divergence_rejection_mask(*x, 0.99).int().tolist() == [[0, 0, 0, 0], [1, 1, 0, 0], [0] * 4]
-    assert max_divergence_rejection_mask(*x, 1.0).int().tolist() == [[1, 1, 1, 0], [1, 1, 0, 0], [0] * 4]
+    assert token_divergence_mask(*x, 0.5).int().tolist() == [[1, 1, 0, 0], [1, 1, 0, 0], [0] * 4]
+    assert token_divergence_mask(*x, 0.49).int().tolist() == [[0, 1, 0, 0], [0, 0, 0, 0], [0] * 4]
+    assert sequence_sum_divergence_mask(*x, 1.75).int().tolist() == [[1, 1, 1, 0], [1, 1, 0, 0], [0] * 4]
+    assert sequence_sum_divergence_mask(*x, 1.74).int().tolist() == [[0, 0, 0, 0], [1, 1, 0, 0], [0] * 4]
+    assert sequence_mean_divergence_mask(*x, 0.5).int().tolist() == [[0, 0, 0, 0], [1, 1, 0, 0], [0] * 4]
+    assert sequence_mean_divergence_mask(*x, 0.59).int().tolist() == [[1, 1, 1, 0], [1, 1, 0, 0], [0] * 4]
+    assert sequence_max_divergence_mask(*x, 0.99).int().tolist() == [[0, 0, 0, 0], [1, 1, 0, 0], [0] * 4]
+    assert sequence_max_divergence_mask(*x, 1.0).int().tolist() == [[1, 1, 1, 0], [1, 1, 0, 0], [0] * 4]
 
 
 @FEW
@@ -111,14 +112,14 @@ def test_bounds_on_k3_are_bounds_on_the_ratio():
     for _ in range(200):
         middle = (low + top) / 2
         low, top = (middle, top) if middle - 1 - math.log(middle) > high else (low, middle)
-    keep = divergence_rejection_mask(kl_k3(rollout, logprobs, mask), mask, high * (1 + 1e-12))
+    keep = token_divergence_mask(kl_k3(rollout, logprobs, mask), mask, high * (1 + 1e-12))
     assert torch.equal(keep, rejection_mask(logprobs, rollout, mask, top, 1.5)) and 0 < keep.sum() < mask.sum()
 
 
 @every
 def test_any_divergence_will_do(fn):
     logits, other = torch.randn(2, 8, 7, 5, generator=torch.Generator().manual_seed(0)).double()
-    kl = full_vocabulary_kl(logits, other)
+    kl = align_with_tokens(full_vocabulary_kl(logits, other))
     _, mask = batch()
     keep = fn(kl, mask, 0.8)
     name = next(key for key, case in CASES.items() if case[0] is fn)
@@ -156,7 +157,7 @@ def test_mask_equals_slice(fn):
 def test_nan_and_inf_are_rejected(fn):
     mask = torch.ones(3, 2, dtype=torch.bool)
     divergence = torch.tensor([[math.nan, 0.0], [math.inf, 0.0], [0.0, 0.0]])
-    whole = fn is not divergence_rejection_mask
+    whole = fn is not token_divergence_mask
     assert fn(divergence, mask, 1.0).tolist() == [[False, not whole], [False, not whole], [True, True]]
     assert fn(divergence, mask, math.inf).tolist() == [[False, not whole], [True, True], [True, True]]
 
@@ -207,8 +208,8 @@ def test_bfloat16_inputs(fn):
 def test_bfloat16_is_summed_in_float32():
     """600 times 1/256: a sum in bfloat16 stops growing at 1."""
     long, every_token = torch.full((1, 600), 1 / 256).bfloat16(), torch.ones(1, 600, dtype=torch.bool)
-    assert sum_divergence_rejection_mask(long, every_token, 600 / 256).all()
-    assert not sum_divergence_rejection_mask(long, every_token, 599 / 256).any()
+    assert sequence_sum_divergence_mask(long, every_token, 600 / 256).all()
+    assert not sequence_sum_divergence_mask(long, every_token, 599 / 256).any()
 
 
 def test_compiles_without_a_graph_break():

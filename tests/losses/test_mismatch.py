@@ -23,12 +23,12 @@ FEW = settings(max_examples=25, deadline=None, derandomize=True)
 LOW, HIGH = 0.6, 1.8
 
 
-def capped(fn, cap):
-    return lambda lp, rollout, mask: fn(lp, rollout, mask, cap=cap)
+def capped(fn, high):
+    return lambda lp, rollout, mask: fn(lp, rollout, mask, high=high)
 
 
-def floored(fn, floor):
-    return lambda lp, rollout, mask: fn(lp, rollout, mask, cap=math.inf, floor=floor)
+def floored(fn, low):
+    return lambda lp, rollout, mask: fn(lp, rollout, mask, low=low, high=math.inf)
 
 
 def banded(fn, *bounds):
@@ -103,17 +103,17 @@ def test_golden():
     lp, rollout = ratios.log() - 2, torch.full((2, 4), -2.0)
     close = torch.testing.assert_close
     x = (lp, rollout, mask)
-    close(importance_weights(*x, cap=2.5), torch.tensor([[2.0, 0.5, 2.5, 0.0], [0.25, 0.5, 1.0, 0.0]]))
+    close(importance_weights(*x, high=2.5), torch.tensor([[2.0, 0.5, 2.5, 0.0], [0.25, 0.5, 1.0, 0.0]]))
     close(importance_weights(*x), torch.tensor([[2.0, 0.5, 2.0, 0.0], [0.25, 0.5, 1.0, 0.0]]))
-    close(importance_weights(*x, cap=2.5, floor=0.4), torch.tensor([[2.0, 0.5, 2.5, 0.0], [0.4, 0.5, 1.0, 0.0]]))
-    close(importance_weights(*x, cap=0.5, floor=0.5), 0.5 * mask)
+    close(importance_weights(*x, high=2.5, low=0.4), torch.tensor([[2.0, 0.5, 2.5, 0.0], [0.4, 0.5, 1.0, 0.0]]))
+    close(importance_weights(*x, high=0.5, low=0.5), 0.5 * mask)
     three = torch.tensor([1.0, 1.0, 1.0, 0.0])
-    close(sequence_importance_weights(*x, floor=0.2), torch.stack([2 * three, 0.2 * three]))
-    close(geometric_importance_weights(*x, floor=0.6), torch.stack([3 ** (1 / 3) * three, 0.6 * three]))
-    close(sequence_importance_weights(*x, cap=10), torch.stack([3 * three, 0.125 * three]))
+    close(sequence_importance_weights(*x, low=0.2), torch.stack([2 * three, 0.2 * three]))
+    close(geometric_importance_weights(*x, low=0.6), torch.stack([3 ** (1 / 3) * three, 0.6 * three]))
+    close(sequence_importance_weights(*x, high=10), torch.stack([3 * three, 0.125 * three]))
     close(sequence_importance_weights(*x), torch.stack([2 * three, 0.125 * three]))
     close(geometric_importance_weights(*x), torch.stack([3 ** (1 / 3) * three, 0.5 * three]))
-    close(geometric_importance_weights(*x, cap=1.2), torch.stack([1.2 * three, 0.5 * three]))
+    close(geometric_importance_weights(*x, high=1.2), torch.stack([1.2 * three, 0.5 * three]))
     close(masked_importance_weights(*x, 0.4, 2.5), torch.tensor([[2.0, 0.5, 0.0, 0.0], [0.0, 0.5, 1.0, 0.0]]))
     close(sequence_masked_importance_weights(*x, 0, 2), torch.stack([0 * three, 0.125 * three]))
     close(sequence_masked_importance_weights(*x, 0.2, 4), torch.stack([3 * three, 0 * three]))
@@ -143,7 +143,7 @@ def test_bounds_of_one_keep_what_is_equal():
 def test_an_infinite_cap_is_the_raw_ratio():
     lp, rollout, mask = batch()
     ratio = torch.where(mask, (lp - rollout).exp(), 0.0)
-    torch.testing.assert_close(importance_weights(lp, rollout, mask, cap=math.inf), ratio)
+    torch.testing.assert_close(importance_weights(lp, rollout, mask, high=math.inf), ratio)
     for low, high in ((0, math.inf), (0.0, 1e9)):
         torch.testing.assert_close(masked_importance_weights(lp, rollout, mask, low, high), ratio)
         for fn in (rejection_mask, sequence_rejection_mask, geometric_rejection_mask):
@@ -153,9 +153,9 @@ def test_an_infinite_cap_is_the_raw_ratio():
 def test_one_token_a_sequence_is_the_token():
     lp, rollout, _ = batch(b=20)
     mask = torch.arange(7) == torch.randint(7, (20, 1), generator=torch.Generator().manual_seed(3))
-    weights = importance_weights(lp, rollout, mask, cap=1.2)
-    torch.testing.assert_close(sequence_importance_weights(lp, rollout, mask, cap=1.2), weights)
-    torch.testing.assert_close(geometric_importance_weights(lp, rollout, mask, cap=1.2), weights)
+    weights = importance_weights(lp, rollout, mask, high=1.2)
+    torch.testing.assert_close(sequence_importance_weights(lp, rollout, mask, high=1.2), weights)
+    torch.testing.assert_close(geometric_importance_weights(lp, rollout, mask, high=1.2), weights)
     icepop = masked_importance_weights(lp, rollout, mask, LOW, HIGH)
     torch.testing.assert_close(sequence_masked_importance_weights(lp, rollout, mask, LOW, HIGH), icepop)
     keep = rejection_mask(lp, rollout, mask, LOW, HIGH)
@@ -171,7 +171,7 @@ def test_a_masked_weight_is_the_weight_on_what_stays():
         (sequence_masked_importance_weights, sequence_rejection_mask, sequence_importance_weights),
     ):
         keep = reject(lp, rollout, mask, LOW, HIGH)
-        assert torch.equal(masked(lp, rollout, mask, LOW, HIGH), weigh(lp, rollout, mask, cap=math.inf) * keep)
+        assert torch.equal(masked(lp, rollout, mask, LOW, HIGH), weigh(lp, rollout, mask, high=math.inf) * keep)
 
 
 def test_veto_takes_whole_sequences():
@@ -225,7 +225,7 @@ def test_extreme_log_ratios_give_finite_weights(name, log_ratio):
     lp, mask = torch.tensor([[log_ratio, 0.0], [log_ratio, -log_ratio]]), torch.ones(2, 2, dtype=torch.bool)
     weights = CASES[name][0](lp, torch.zeros(2, 2), mask)
     assert weights.isfinite().all() and (weights >= 0).all()
-    raw = importance_weights(lp, torch.zeros(2, 2), mask, cap=math.inf)[0]
+    raw = importance_weights(lp, torch.zeros(2, 2), mask, high=math.inf)[0]
     assert raw.tolist() == [pytest.approx(math.exp(math.copysign(20, log_ratio))), 1.0]
 
 
@@ -233,7 +233,7 @@ def test_extreme_log_ratios_give_finite_weights(name, log_ratio):
 def test_a_long_sequence_does_not_overflow(sign):
     lp, mask = torch.full((1, 10), 15.0 * sign), torch.ones(1, 10, dtype=torch.bool)
     held = torch.full((1, 10), math.exp(20 * sign))
-    torch.testing.assert_close(sequence_importance_weights(lp, torch.zeros(1, 10), mask, cap=math.inf), held)
+    torch.testing.assert_close(sequence_importance_weights(lp, torch.zeros(1, 10), mask, high=math.inf), held)
     torch.testing.assert_close(
         sequence_masked_importance_weights(lp, torch.zeros(1, 10), mask, 0, math.inf), held, rtol=1e-5, atol=0
     )
@@ -324,20 +324,17 @@ BOUNDED = [
 CAPPED = [importance_weights, sequence_importance_weights, geometric_importance_weights]
 
 
-TAKES = {"cap": CAPPED, "floor": CAPPED, "low": BOUNDED, "high": BOUNDED, "veto": BOUNDED[2:]}
+TAKES = {"veto": BOUNDED[2:]}
 WRONG = [
     ({"logprobs": torch.zeros(2)}, "logprobs"),
     ({"logprobs": torch.zeros(2, 3, dtype=torch.long)}, "logprobs"),
     ({"rollout_logprobs": torch.zeros(2, 2)}, "rollout_logprobs"),
     ({"mask": torch.ones(2, 3)}, "mask"),
     ({"mask": torch.ones(3, dtype=torch.bool)}, "mask"),
-    ({"cap": 0.0}, "cap"),
-    ({"cap": math.nan}, "cap"),
-    ({"floor": -0.1}, "floor"),
-    ({"floor": 2.1}, "floor"),
-    ({"floor": math.nan}, "floor"),
     ({"low": -0.1}, "low"),
-    ({"high": 0.4}, "high"),
+    ({"low": math.nan}, "low"),
+    ({"low": 2.1}, "high"),
+    ({"low": 0.5, "high": 0.4}, "high"),
     ({"high": math.nan}, "high"),
     ({"veto": -0.1}, "veto"),
 ]

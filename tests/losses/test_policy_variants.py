@@ -50,7 +50,7 @@ def loop_row(fn, lp, old, adv, k):
     if fn is topr_loss:
         product = math.prod(r.item() for r in ratios)
         return [-a * x * (product if a < 0 and product < 1 else 1.0) for a, x in zip(adv, lp, strict=True)]
-    low, high = k["clip_low"], k["clip_high"]
+    low, high = (k.get(name, k.get(f"log_{name}")) for name in ("clip_low", "clip_high"))
     if fn is cispo_loss:
         weights = [max(min(r.item(), 1 + high), 1 - low) for r in ratios]
         return [-a * w * x for a, w, x in zip(adv, weights, lp, strict=True)]
@@ -84,7 +84,7 @@ KNOBS = {  # the defaults first
     gspo_loss: [dict(clip_low=3e-4, clip_high=4e-4), dict(clip_low=0.1, clip_high=0.3)],
     gspo_token_loss: [dict(clip_low=3e-4, clip_high=4e-4), dict(clip_low=0.1, clip_high=0.3)],
     luspo_loss: [dict(clip_low=2e-3, clip_high=2.5e-3), dict(clip_low=0.3, clip_high=0.1)],
-    gmpo_loss: [dict(clip_low=0.4, clip_high=0.4), dict(clip_low=0.1, clip_high=0.6)],
+    gmpo_loss: [dict(log_clip_low=0.4, log_clip_high=0.4), dict(log_clip_low=0.1, log_clip_high=0.6)],
     sapo_loss: [dict(tau_pos=1.0, tau_neg=1.05), dict(tau_pos=3.0, tau_neg=0.5)],
     reinforce_loss: [{}],
     topr_loss: [{}],
@@ -182,7 +182,7 @@ def test_on_policy_ratio_is_one(fn, outcome):
     lp, _, adv, mask = batch()
     adv = adv[:, :1].expand(B, T) if outcome or fn in (gspo_loss, luspo_loss, gmpo_loss) else adv
     scale = mask.sum(1, keepdim=True) if fn is luspo_loss else 1.0
-    for knobs in ({}, dict(clip_low=0.0, clip_high=0.0)) if fn in CLIPPED else ({},):
+    for knobs in ({}, dict.fromkeys(KNOBS[fn][0], 0.0)) if fn in CLIPPED else ({},):
         loss = fn(lp, lp, adv[:, 0] if outcome else adv, mask, **knobs)
         torch.testing.assert_close(grad_of(loss, lp), torch.where(mask, -adv, 0.0) * scale)
         if fn not in [*LOG_WEIGHTED, sapo_loss]:
@@ -399,13 +399,18 @@ WRONG = [
     ({"mask": torch.ones(3, dtype=torch.bool)}, "mask"),
 ]
 CLIPS = [({"clip_low": -0.1}, "clip_low"), ({"clip_high": math.nan}, "clip_high")]
+LOG_CLIPS = [({"log_clip_low": -0.1}, "log_clip_low"), ({"log_clip_high": math.nan}, "log_clip_high")]
 TAUS = [({"tau_pos": 0.0}, "tau_pos"), ({"tau_neg": -1.0}, "tau_neg")]
 
 
 @pytest.mark.parametrize(
     ("fn", "change", "name"),
-    [(fn, *w) for fn in LOSSES for w in WRONG + (CLIPS if fn in CLIPPED else TAUS if fn is sapo_loss else [])]
-    + [(off_policy_sequence_mask, *w) for w in [*WRONG, ({"threshold": -0.1}, "threshold")]],
+    [
+        (fn, *w)
+        for fn in LOSSES
+        for w in WRONG + (LOG_CLIPS if fn is gmpo_loss else CLIPS if fn in CLIPPED else TAUS if fn is sapo_loss else [])
+    ]
+    + [(off_policy_sequence_mask, *w) for w in [*WRONG, ({"high": -0.1}, "high")]],
 )
 def test_errors_name_the_argument(fn, change, name):
     arguments = {
@@ -413,6 +418,6 @@ def test_errors_name_the_argument(fn, change, name):
         "old_logprobs": torch.zeros(2, 3),
         "advantages": torch.zeros(2),
         "mask": torch.ones(2, 3, dtype=torch.bool),
-    } | ({"threshold": 0.1} if fn is off_policy_sequence_mask else {})
+    } | ({"high": 0.1} if fn is off_policy_sequence_mask else {})
     with pytest.raises(ValueError, match=rf"^{name}: expected .*, got "):
         fn(**(arguments | change))

@@ -381,7 +381,7 @@ FOUR = (ONE,) * 4
         (lambda: dpo_loss(*FOUR, beta=0.0), "beta"),
         (lambda: dpo_loss(*FOUR, label_smoothing=0.5), "label_smoothing"),
         (lambda: dpo_loss(*FOUR, label_smoothing=-0.1), "label_smoothing"),
-        (lambda: robust_dpo_loss(*FOUR, flip_rate=0.5), "flip_rate"),
+        (lambda: robust_dpo_loss(*FOUR, label_smoothing=0.5), "label_smoothing"),
         (lambda: robust_dpo_loss(*FOUR, beta=-1.0), "beta"),
         (lambda: ipo_loss(*FOUR, beta=0.0), "beta"),
         (lambda: ipo_loss(ONE, TWO, ONE, ONE), "rejected"),

@@ -281,9 +281,17 @@ KNOBS = {
         ({"uniform": torch.zeros(2, 3, dtype=torch.long)}, "uniform"),
     ],
     kl_cov_loss: [({"share": -0.1}, "share"), ({"kl_coef": -1.0}, "kl_coef")],
-    dppo_tv_loss: [({"delta_low": -0.1}, "delta_low"), ({"delta_high": -0.1}, "delta_high"), ({"cap": 0.0}, "cap")],
-    dppo_kl_loss: [({"delta_low": -0.1}, "delta_low"), ({"delta_high": -0.1}, "delta_high"), ({"cap": 0.0}, "cap")],
-    dro_loss: [({"beta": 0.0}, "beta"), ({"beta": math.nan}, "beta")],
+    dppo_tv_loss: [
+        ({"delta_low": -0.1}, "delta_low"),
+        ({"delta_high": -0.1}, "delta_high"),
+        ({"ratio_high": 0.0}, "ratio_high"),
+    ],
+    dppo_kl_loss: [
+        ({"delta_low": -0.1}, "delta_low"),
+        ({"delta_high": -0.1}, "delta_high"),
+        ({"ratio_high": 0.0}, "ratio_high"),
+    ],
+    dro_loss: [({"kl_coef": 0.0}, "kl_coef"), ({"kl_coef": math.nan}, "kl_coef")],
     vespo_loss: [({name: -0.1}, name) for name in ("k_pos", "lambda_pos", "k_neg", "lambda_neg")],
 }
 TENSORS = [
