@@ -1,4 +1,4 @@
-r"""Write docs/reference: a page for each module that people import from, and an index, out of the docstrings.
+r"""Write docs/reference: a page for each module that people import from, and an index, out of the docstrings and loops.
 
     python docs/make_reference.py [--check]    # --check writes nothing, names what is out of date and exits with 1
 
@@ -97,6 +97,17 @@ def definitions(source: str) -> dict[str, tuple[str, str]]:
     return found
 
 
+def loop(path: Path, name: str) -> list[str]:
+    """The function of the same name in the folder `naive` beside the module, if there is one."""
+    beside = path.parent / "naive" / path.name
+    source = beside.read_text() if beside.exists() else ""
+    for node in ast.parse(source).body:
+        if isinstance(node, ast.FunctionDef) and node.name == name:
+            start = min(part.lineno for part in (node, *node.decorator_list)) - 1
+            return ["**As a loop**", fence("\n".join(source.splitlines()[start : node.end_lineno]))]
+    return []
+
+
 def pages() -> dict[str, str]:
     """File name -> text of each page."""
     modules, at = {}, {}  # module -> package, file, page, public definitions; full name -> its place on a page
@@ -118,7 +129,8 @@ def pages() -> dict[str, str]:
         rows, source = [], f"[source](../../{path.relative_to(ROOT).as_posix()})"
         blocks = [f"# {module}", f"[All functions and conventions](README.md) · {source}", *about]
         for name, (code, doc) in own.items():
-            blocks += [f"## `{name}`", fence(f"from {package} import {name}"), fence(code), *documentation(doc, links)]
+            blocks += [f"## `{name}`", fence(f"from {package} import {name}"), fence(code)]
+            blocks += [*documentation(doc, links), *loop(path, name)]
             first = re.split(r"(?<=\.)\s", " ".join(doc.split("\n\n")[0].split()))[0]
             rows.append(f"- [`{name}`]({at[f'{package}.{name}']}): {inline(first, links)}".rstrip(" :"))
         if own:

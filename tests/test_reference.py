@@ -75,7 +75,7 @@ def test_what_an_example_calls_can_be_imported_as_a_page_says():
         if not (heading := re.match(r"# (rlkit\.\w+)\.\w+$", text, re.M)):
             continue
         package, module = import_module(heading[1]), import_module(heading[0].removeprefix("# "))
-        for name in {name for _, block in FENCE.findall(text) for name in re.findall(r"(?<![.\w])(\w+)\(", block)}:
+        for name in {name for _, block in FENCE.findall(text) for name in re.findall(r"(?<![.\w])([a-z]\w+)\(", block)}:
             if inspect.isfunction(found := getattr(module, name, None)) and found.__module__ == module.__name__:
                 looked_up += 1
                 assert getattr(package, name, None) is found and name in package.__all__, f"{page}: {name}"
@@ -107,6 +107,16 @@ def test_every_argument_is_described(package, name):
 def test_docstring_says_what_comes_out(package, name):
     """Of losses the package says it, once."""
     assert re.search(r"^(\w+, )*Returns(, \w+)*:", inspect.getdoc(getattr(import_module(package), name)), re.M)
+
+
+@pytest.mark.parametrize(("package", "name"), FUNCTIONS)
+def test_the_loop_stands_below_the_function(package, name):
+    function = getattr(import_module(package), name)
+    page = PAGES[f"{function.__module__.removeprefix('rlkit.')}.md"]
+    parts = [part for part in page.split("\n## `") if part.startswith(f"{function.__name__}`")]
+    assert len(parts) == 1
+    looped = len(re.findall(rf"^\*\*As a loop\*\*\n\n```python\n(?:@.*\n)?def {function.__name__}\(", parts[0], re.M))
+    assert looped == (name != "pf_ppo_indices")  # which is a random draw
 
 
 # --- what GitHub makes of it

@@ -16,6 +16,7 @@ from rlkit.advantages import (
     rewards_to_tokens,
     vtrace,
 )
+from rlkit.advantages.naive import returns as naive
 
 FEW = settings(max_examples=25, deadline=None, derandomize=True)
 
@@ -23,38 +24,6 @@ FEW = settings(max_examples=25, deadline=None, derandomize=True)
 def steps(mask_row):
     """Positions of a row's steps, last first."""
     return [t for t in range(len(mask_row)) if mask_row[t]][::-1]
-
-
-def loop_gae(rewards, values, mask, gamma, lam):
-    """Python floats, one step at a time, from the definition by TD errors."""
-    advantages, returns = ([[0.0] * mask.shape[1] for _ in mask] for _ in range(2))
-    r, v, lams = rewards.tolist(), values.tolist(), lam.tolist() if isinstance(lam, torch.Tensor) else [lam] * len(mask)
-    for row in range(len(mask)):
-        following, advantage = 0.0, 0.0
-        for t in steps(mask[row].tolist()):
-            advantage = r[row][t] + gamma * following - v[row][t] + gamma * lams[row] * advantage
-            advantages[row][t], returns[row][t], following = advantage, advantage + v[row][t], v[row][t]
-    return tuple(torch.tensor(x, dtype=torch.float64).view(mask.shape) for x in (advantages, returns))
-
-
-def loop_vtrace(rewards, values, logprobs, rollout, mask, gamma, lam, rho_bar, c_bar):
-    """The sum and product of the paper's eq. 1, token by token."""
-    targets, advantages = torch.zeros(mask.shape).double(), torch.zeros(mask.shape).double()
-    for row in range(mask.shape[0]):
-        at = steps(mask[row].tolist())[::-1]
-        v = [values[row, t].item() for t in at] + [0.0]
-        r = [rewards[row, t].item() for t in at]
-        w = [math.exp(logprobs[row, t].item() - rollout[row, t].item()) for t in at]
-        rho, c = [min(rho_bar, x) for x in w], [lam * min(c_bar, x) for x in w]
-        delta = [rho[k] * (r[k] + gamma * v[k + 1] - v[k]) for k in range(len(at))]
-        vs = [
-            v[s] + sum(gamma ** (k - s) * math.prod(c[s:k]) * delta[k] for k in range(s, len(at)))
-            for s in range(len(at))
-        ] + [0.0]
-        for k, t in enumerate(at):
-            bootstrap = lam * vs[k + 1] + (1 - lam) * v[k + 1]
-            targets[row, t], advantages[row, t] = vs[k], rho[k] * (r[k] + gamma * bootstrap - v[k])
-    return advantages, targets
 
 
 def batch(seed=0, b=4, t=9, share=0.6):
@@ -80,7 +49,7 @@ def policies(seed=0, b=4, t=9):
 def test_gae_equals_the_loop(gamma, lam, t):
     rewards, values, mask = batch(t, 5, t)
     for found, expected in zip(
-        gae(rewards, values, mask, gamma, lam), loop_gae(rewards, values, mask, gamma, lam), strict=True
+        gae(rewards, values, mask, gamma, lam), naive.gae(rewards, values, mask, gamma, lam), strict=True
     ):
         torch.testing.assert_close(found, expected)
         assert found[~mask].abs().sum() == 0
@@ -97,7 +66,7 @@ def test_gae_equals_the_loop(gamma, lam, t):
 )
 def test_gae_any_shape(seed, b, t, share, gamma, lam):
     rewards, values, mask = batch(seed, b, t, share)
-    found, expected = gae(rewards, values, mask, gamma, lam), loop_gae(rewards, values, mask, gamma, lam)
+    found, expected = gae(rewards, values, mask, gamma, lam), naive.gae(rewards, values, mask, gamma, lam)
     torch.testing.assert_close(found, expected)
     order = torch.randperm(b, generator=torch.Generator().manual_seed(seed))
     torch.testing.assert_close(gae(rewards[order], values[order], mask[order], gamma, lam)[0], found[0][order])
@@ -183,7 +152,7 @@ def test_lambda_of_each_row():
     rewards, values, mask = batch()
     lam = torch.tensor([0.2, 1.0, 0.0, 0.95], dtype=torch.float64)
     found = gae(rewards, values, mask, 0.99, lam)
-    torch.testing.assert_close(found, loop_gae(rewards, values, mask, 0.99, lam))
+    torch.testing.assert_close(found, naive.gae(rewards, values, mask, 0.99, lam))
     for row in range(4):
         one = gae(rewards[row : row + 1], values[row : row + 1], mask[row : row + 1], 0.99, lam[row].item())
         torch.testing.assert_close(one[0][0], found[0][row])
@@ -199,7 +168,7 @@ def test_long_rows_keep_their_digits(dtype, lam):
     rewards, values = torch.randn(2, 2, 2**15, generator=g).to(dtype)
     mask = torch.rand(2, 2**15, generator=g) < 0.9
     found, _ = gae(rewards, values, mask, 1.0, lam)
-    expected, _ = loop_gae(rewards, values, mask, 1.0, torch.full((2,), lam, dtype=dtype))
+    expected, _ = naive.gae(rewards, values, mask, 1.0, torch.full((2,), lam, dtype=dtype))
     error = (found.double() - expected).abs().max() / expected.abs().max()
     assert found.dtype == dtype and error < (5e-5 if dtype == torch.float32 else 1e-12)
 
@@ -211,7 +180,7 @@ def test_long_rows_keep_their_digits(dtype, lam):
 @given(seed=st.integers(0, 999), t=st.integers(0, 30), gamma=st.sampled_from([0.0, 0.5, 0.99, 1.0]))
 def test_discounted_returns_equal_the_loop(seed, t, gamma):
     rewards, _, mask = batch(seed, 3, t)
-    expected = loop_gae(rewards, torch.zeros(3, t).double(), mask, gamma, 1.0)[1]
+    expected = naive.discounted_returns(rewards, mask, gamma)
     torch.testing.assert_close(discounted_returns(rewards, mask, gamma), expected)
 
 
@@ -230,7 +199,7 @@ def test_discounted_returns_golden():
 def test_vtrace_equals_the_loop(rho_bar, c_bar, lam):
     rewards, values, mask = batch()
     arguments = (rewards, values, *policies(), mask, 0.9, lam, rho_bar, c_bar)
-    for found, expected in zip(vtrace(*arguments), loop_vtrace(*arguments), strict=True):
+    for found, expected in zip(vtrace(*arguments), naive.vtrace(*arguments), strict=True):
         torch.testing.assert_close(found, expected)
         assert found[~mask].abs().sum() == 0
 
@@ -240,7 +209,7 @@ def test_vtrace_equals_the_loop(rho_bar, c_bar, lam):
 def test_vtrace_any_shape(seed, b, t, lam):
     rewards, values, mask = batch(seed, b, t)
     arguments = (rewards, values, *policies(seed, b, t), mask, 0.95, lam, 1.0, 1.0)
-    torch.testing.assert_close(vtrace(*arguments), loop_vtrace(*arguments))
+    torch.testing.assert_close(vtrace(*arguments), naive.vtrace(*arguments))
 
 
 def test_vtrace_golden():

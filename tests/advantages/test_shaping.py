@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from rlkit.advantages.naive import shaping as naive
 from rlkit.advantages.shaping import AdaptiveKL, FixedKL, adaptive_kl_coef, kl_in_reward, overlong_penalty
 
 FEW = settings(max_examples=25, deadline=None, derandomize=True)
@@ -84,15 +85,6 @@ def test_kl_in_reward_gives_no_gradient_and_takes_bfloat16():
 # --- overlong_penalty
 
 
-def loop_penalty(length, longest, buffer, penalty):
-    """The paper's three cases."""
-    if length <= longest - buffer:
-        return 0.0
-    if length <= longest:
-        return penalty * ((longest - buffer) - length) / buffer
-    return -penalty
-
-
 @FEW
 @given(
     lengths=st.lists(st.integers(0, 60), max_size=8),
@@ -101,7 +93,7 @@ def loop_penalty(length, longest, buffer, penalty):
 )
 def test_overlong_penalty_equals_the_loop(lengths, buffer, penalty):
     out = overlong_penalty(torch.tensor(lengths, dtype=torch.long), 40, buffer, penalty)
-    expected = [loop_penalty(n, 40, buffer, penalty) for n in lengths]
+    expected = naive.overlong_penalty(torch.tensor(lengths), 40, buffer, penalty).tolist()
     assert out.dtype == torch.float32 and out.tolist() == pytest.approx(expected, abs=1e-6)
 
 

@@ -1,4 +1,4 @@
-"""Random answers and the loop oracles of preference losses, for several test files."""
+"""Preference losses with their options, and random answers, for several test files."""
 
 from functools import partial
 
@@ -35,35 +35,6 @@ OF_THE_PAIR = {  # alone, or with a number a pair
 WITH_LENGTHS = {"simpo": simpo_loss, "simpo2": partial(simpo_loss, beta=1.3, gamma=0.4), "orpo": orpo_loss}
 
 
-def sigmoid(x):
-    return 1 / (1 + (-x).exp())
-
-
-def soft(x):
-    """-log sigmoid(x), written out."""
-    return (1 + (-x).exp()).log()
-
-
-def odds(p):
-    return p / (1 - p)
-
-
-ORACLE = {  # one pair on scalar tensors: chosen, rejected, and the references or the lengths
-    "dpo": lambda w, v, rw, rv: soft(0.1 * (w - v - rw + rv)),
-    "smoothed": lambda w, v, rw, rv: 0.8 * soft(0.3 * (w - v - rw + rv)) + 0.2 * soft(-0.3 * (w - v - rw + rv)),
-    "robust": lambda w, v, rw, rv: (0.8 * soft(0.3 * (w - v - rw + rv)) - 0.2 * soft(-0.3 * (w - v - rw + rv))) / 0.6,
-    "ipo": lambda w, v, rw, rv: (w - v - rw + rv - 5.0) ** 2,
-    "hinge": lambda w, v, rw, rv: 1 - 0.1 * (w - v - rw + rv) if w - v - rw + rv < 10 else 0 * w,
-    "apo": lambda w, v, rw, rv: 1 - sigmoid(0.1 * (w - rw)) + sigmoid(0.1 * (v - rv)),
-    "simpo": lambda w, v, n, m: soft(2.0 * w / n - 2.0 * v / m - 1.0),
-    "simpo2": lambda w, v, n, m: soft(1.3 * w / n - 1.3 * v / m - 0.4),
-    "slic": lambda w, v: 1 - w + v if w - v < 1 else 0 * w,
-    "slic_wide": lambda w, v: 6 - w + v if w - v < 6 else 0 * w,
-    "bradley_terry": lambda w, v: soft(w - v),
-    "bradley_terry_margin": lambda w, v, m: soft(w - v - m),
-    "centred": lambda w, v: (w + v) * (w + v),
-    "orpo": lambda w, v, n, m: soft((odds((w / n).exp()) / odds((v / m).exp())).log()),
-}
 EVERY = {**WITH_REFERENCE, **WITH_LENGTHS}
 
 
