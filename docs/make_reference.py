@@ -108,12 +108,23 @@ def loop(path: Path, name: str) -> list[str]:
     return []
 
 
+def in_order(package: str) -> list[Path]:
+    """The files of a package: its own first, then as its `__all__` joins the modules' own, else by name."""
+
+    def place(path: Path) -> int:
+        first = re.search(r'^__all__ = \[\s*"(\w+)"', path.read_text(), re.M)
+        return public.index(first[1]) if first and path.stem != "__init__" else -1
+
+    public = import_module(package).__all__
+    return sorted(sorted(ROOT.joinpath(*package.split(".")).glob("*.py")), key=place)
+
+
 def pages() -> dict[str, str]:
     """File name -> text of each page."""
     modules, at = {}, {}  # module -> package, file, page, public definitions; full name -> its place on a page
     for package in PACKAGES:
         public = import_module(package).__all__
-        for path in sorted(ROOT.joinpath(*package.split(".")).glob("*.py")):
+        for path in in_order(package):
             module = f"{package}.{path.stem}".removesuffix(".__init__")
             page = f"{module.removeprefix('rlkit.')}.md"
             own = {name: what for name, what in definitions(path.read_text()).items() if name in public}

@@ -8,6 +8,16 @@ from rlkit._numerics import GlobalSum, one_rank
 from rlkit.advantages._groups import centre, group_index, group_max, group_sums, in_dtype_of, judged_rewards
 from rlkit.advantages.filtering import informative_groups
 
+__all__ = [
+    "rloo_advantages",
+    "remax_advantages",
+    "opo_advantages",
+    "gpg_advantages",
+    "maxrl_advantages",
+    "passk_advantages",
+    "passk_leave_one_out_advantages",
+]
+
 
 def rloo_advantages(rewards: Tensor, group_ids: Tensor) -> Tensor:
     r"""Reward minus the mean of the others of its group.

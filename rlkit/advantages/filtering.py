@@ -6,6 +6,13 @@ from torch import Tensor
 from rlkit._check import check_float, check_groups, check_not_negative, check_rank, fail
 from rlkit.advantages._groups import group_index, group_max, group_sums, in_dtype_of, judged_rewards
 
+__all__ = [
+    "informative_groups",
+    "pf_ppo_weights",
+    "pf_ppo_power_weights",
+    "pf_ppo_indices",
+]
+
 
 def informative_groups(rewards: Tensor, group_ids: Tensor) -> Tensor:
     r"""True for the samples of groups whose rewards are not all equal: $\min_j r_j < \max_j r_j$.

@@ -6,6 +6,12 @@ from torch import Tensor
 from rlkit._check import check_groups, check_mask, check_not_negative, check_rank, check_shape
 from rlkit.advantages._groups import centre, group_sums, in_dtype_of, root
 
+__all__ = [
+    "grpo_advantages",
+    "dr_grpo_advantages",
+    "expand_to_tokens",
+]
+
 
 def grpo_advantages(rewards: Tensor, group_ids: Tensor, eps: float = 1e-6) -> Tensor:
     r"""Reward minus the mean of its group, over the standard deviation of its group.

@@ -23,6 +23,15 @@ from rlkit._numerics import at_least_float32, masked, masked_ratio
 from rlkit.advantages._kernels import following, recurrence
 from rlkit.advantages._tokens import rewards_per_token
 
+__all__ = [
+    "AdvantagesAndReturns",
+    "gae",
+    "discounted_returns",
+    "vtrace",
+    "rewards_to_tokens",
+    "length_adaptive_lambda",
+]
+
 
 class AdvantagesAndReturns(NamedTuple):
     """What `gae` and `vtrace` return."""

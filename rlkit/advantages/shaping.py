@@ -16,6 +16,16 @@ from rlkit._check import (
 from rlkit._numerics import GlobalSum, at_least_float32, masked, one_rank
 from rlkit.advantages._tokens import rewards_per_token
 
+__all__ = [
+    "kl_in_reward",
+    "overlong_penalty",
+    "RunningMoments",
+    "scaled_rewards",
+    "adaptive_kl_coef",
+    "FixedKL",
+    "AdaptiveKL",
+]
+
 
 @torch.no_grad()
 def kl_in_reward(rewards: Tensor, kl: Tensor, mask: Tensor, kl_coef: float | Tensor) -> Tensor:

@@ -9,6 +9,10 @@ from rlkit.advantages._groups import group_sums
 from rlkit.advantages._tokens import rewards_per_token
 from rlkit.advantages.returns import discounted_returns
 
+__all__ = [
+    "optimal_token_baseline_advantages",
+]
+
 
 @torch.no_grad()
 def optimal_token_baseline_advantages(

@@ -10,6 +10,14 @@ from rlkit.advantages._tokens import rewards_per_token
 from rlkit.advantages.group import grpo_advantages
 from rlkit.advantages.returns import discounted_returns
 
+__all__ = [
+    "masked_whiten",
+    "reinforce_plus_plus_advantages",
+    "reinforce_plus_plus_baseline_advantages",
+    "gdpo_advantages",
+    "lite_ppo_advantages",
+]
+
 
 @torch.no_grad()
 def masked_whiten(x: Tensor, mask: Tensor, eps: float = 1e-8, global_sum: GlobalSum = one_rank) -> Tensor:

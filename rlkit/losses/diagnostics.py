@@ -22,6 +22,13 @@ from rlkit._numerics import (
 from rlkit.losses.kl import kl_k3
 from rlkit.losses.reductions import sequence_mean, token_mean
 
+__all__ = [
+    "ratio_stats",
+    "mismatch_stats",
+    "sequence_mismatch_stats",
+    "effective_sample_size",
+]
+
 
 @torch.no_grad()
 def ratio_stats(

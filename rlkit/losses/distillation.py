@@ -24,6 +24,14 @@ from rlkit._check import check_float, check_integer, check_mask, check_positive,
 from rlkit._numerics import at_least_float32
 from rlkit.losses._kernels import Buckets, divergence, forward_kl, jsd, reverse_kl, temperature_column
 
+__all__ = [
+    "forward_kl_loss",
+    "reverse_kl_loss",
+    "jsd_loss",
+    "topk_forward_kl_loss",
+    "topk_reverse_kl_loss",
+]
+
 _TAIL_ROUNDING = 16.0  # in units of the dtype's eps: what 1 - sum(p) may be off by; no tail mass below it is believed
 
 

@@ -8,6 +8,10 @@ from torch import Tensor
 from rlkit._check import check_per_token, fail
 from rlkit._numerics import at_least_float32
 
+__all__ = [
+    "top_entropy_mask",
+]
+
 
 @torch.no_grad()
 def top_entropy_mask(entropy: Tensor, mask: Tensor, share: float = 0.2) -> Tensor:

@@ -24,6 +24,16 @@ from rlkit._check import check_float, check_mask, check_masked_if_any, check_pos
 from rlkit._numerics import masked, masked_log_ratio, masked_ratio
 from rlkit.losses._kernels import NO_PROBABILITY, divergence, reverse_kl
 
+__all__ = [
+    "kl_k1",
+    "kl_k2",
+    "kl_k3",
+    "kl_abs",
+    "kl_straight_through",
+    "kl_k3_weighted",
+    "full_vocabulary_kl",
+]
+
 
 def kl_k1(logprobs: Tensor, ref_logprobs: Tensor, mask: Tensor | None = None) -> Tensor:
     r"""The log-ratio itself as an estimate of KL(policy || reference): unbiased, and often negative.

@@ -25,6 +25,17 @@ from rlkit.losses._kernels import (
     temperature_column,
 )
 
+__all__ = [
+    "LogprobsAndEntropy",
+    "token_logprobs",
+    "align_with_tokens",
+    "target_logprobs",
+    "token_entropy",
+    "sum_pi_squared",
+    "suppress_tokens",
+    "linear_logprobs",
+]
+
 
 class LogprobsAndEntropy(NamedTuple):
     """What `linear_logprobs` returns."""

@@ -35,6 +35,22 @@ from torch import Tensor
 from rlkit._check import check_not_negative, check_per_token, check_positive, fail
 from rlkit._numerics import LOG_RATIO_LIMIT, at_least_float32, masked, masked_log_ratio, masked_ratio, mean_over_tokens
 
+__all__ = [
+    "importance_weights",
+    "sequence_importance_weights",
+    "geometric_importance_weights",
+    "masked_importance_weights",
+    "sequence_masked_importance_weights",
+    "token_rejection_mask",
+    "rejection_mask",
+    "sequence_rejection_mask",
+    "geometric_rejection_mask",
+    "token_divergence_mask",
+    "sequence_sum_divergence_mask",
+    "sequence_mean_divergence_mask",
+    "sequence_max_divergence_mask",
+]
+
 
 @torch.no_grad()
 def importance_weights(

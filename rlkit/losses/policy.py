@@ -10,6 +10,15 @@ from torch import Tensor
 from rlkit._check import check_not_negative, check_per_token, check_positive, fail
 from rlkit._numerics import masked, masked_advantages, masked_log_ratio, masked_ratio
 
+__all__ = [
+    "clipped_policy_loss",
+    "reinforce_loss",
+    "gpg_loss",
+    "cispo_loss",
+    "gppo_loss",
+    "sapo_loss",
+]
+
 
 def clipped_policy_loss(
     logprobs: Tensor,

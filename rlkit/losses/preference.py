@@ -37,6 +37,24 @@ from rlkit._check import (
 from rlkit._numerics import LOG_RATIO_LIMIT, GlobalSum, at_least_float32, masked, one_rank
 from rlkit.losses.reductions import pair_mean
 
+__all__ = [
+    "sequence_logprobs",
+    "sequence_mean_logprobs",
+    "dpo_loss",
+    "robust_dpo_loss",
+    "ipo_loss",
+    "hinge_dpo_loss",
+    "slic_loss",
+    "apo_zero_loss",
+    "simpo_loss",
+    "orpo_loss",
+    "kto_loss",
+    "kto_kl_estimate",
+    "bradley_terry_loss",
+    "reward_centring_loss",
+    "preference_stats",
+]
+
 
 def sequence_logprobs(logprobs: Tensor, mask: Tensor) -> Tensor:
     r"""Log-probability of each whole answer: $\log \pi(y) = \sum_t m_t \log \pi(y_t | y_{<t})$.

@@ -38,6 +38,23 @@ from rlkit.losses.preference import (
     sequence_mean_logprobs,
 )
 
+__all__ = [
+    "apo_down_loss",
+    "exo_loss",
+    "nca_loss",
+    "sppo_loss",
+    "bco_loss",
+    "discopop_loss",
+    "alphapo_loss",
+    "alpha_divergence_dpo_loss",
+    "forward_kl_dpo_loss",
+    "js_dpo_loss",
+    "aot_loss",
+    "aot_unpaired_loss",
+    "ld_sequence_logprobs",
+    "wpo_weights",
+]
+
 # --- one pair at a time
 
 

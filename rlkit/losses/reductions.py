@@ -16,6 +16,15 @@ from torch import Tensor
 from rlkit._check import check_float, check_mask, check_positive, check_rank, check_shape
 from rlkit._numerics import at_least_float32, divide, masked
 
+__all__ = [
+    "token_sum",
+    "token_mean",
+    "sequence_mean",
+    "sequence_sum_mean",
+    "fixed_length_mean",
+    "pair_mean",
+]
+
 
 def token_sum(loss: Tensor, mask: Tensor) -> Tensor:
     r"""Sum over the tokens of the mask: $\sum_{b,t} m_{b,t} L_{b,t}$.

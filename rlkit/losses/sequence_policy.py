@@ -17,6 +17,15 @@ from rlkit._numerics import (
     sequence_advantages,
 )
 
+__all__ = [
+    "gspo_loss",
+    "gspo_token_loss",
+    "luspo_loss",
+    "gmpo_loss",
+    "topr_loss",
+    "off_policy_sequence_mask",
+]
+
 
 def gspo_loss(
     logprobs: Tensor,

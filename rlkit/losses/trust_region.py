@@ -18,6 +18,15 @@ from rlkit._numerics import (
     sequence_advantages,
 )
 
+__all__ = [
+    "clip_cov_loss",
+    "kl_cov_loss",
+    "dppo_tv_loss",
+    "dppo_kl_loss",
+    "dro_loss",
+    "vespo_loss",
+]
+
 
 def clip_cov_loss(
     logprobs: Tensor,

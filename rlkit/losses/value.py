@@ -6,6 +6,10 @@ from torch import Tensor
 from rlkit._check import check_not_negative, check_per_token
 from rlkit._numerics import masked
 
+__all__ = [
+    "clipped_value_loss",
+]
+
 
 def clipped_value_loss(values: Tensor, old_values: Tensor, returns: Tensor, mask: Tensor, clip: float = 0.5) -> Tensor:
     r"""Half the squared error of the values, with their move since sampling bounded as PPO bounds the ratio.
