@@ -24,13 +24,13 @@ All, by family, each a module:
   `pf_ppo_indices`
 
 Outcome advantages are [B], token-level ones [B, T]; losses take either. Groups may have any size and their samples any
-order. A sample that was not judged (reward nan) stays outside all statistics, and its advantage is 0. Results are
-float32, or float64 where the rewards are.
+order. A sample that was not judged (its reward is nan, or infinite) stays outside all statistics, and its advantage is
+0. Results are float32, or float64 where the rewards are.
 
 A function describes the arguments that are special to it. Those that many have mean the same in all:
 
 Args:
-    rewards: [B], one a sample; nan means "not judged".
+    rewards: [B], one a sample; what is not finite means "not judged".
     group_ids: [B], any integers, in any order: equal ids are one group.
     mask: bool [B, T], True on the tokens that the policy wrote and is trained on.
     logprobs: [B, T], of the policy being trained.

@@ -20,17 +20,27 @@ def group_max(x: Tensor, index: Tensor) -> Tensor:
     return torch.full_like(x, -torch.inf).scatter_reduce(0, index, x, "amax")[index]
 
 
+def group_min(x: Tensor, index: Tensor) -> Tensor:
+    """[B]: the smallest x of the group of each sample."""
+    return -group_max(-x, index)
+
+
 def judged_rewards(rewards: Tensor) -> tuple[Tensor, Tensor]:
-    """(rewards in float64, 0 where they are nan; bool: where they are not)."""
-    judged = ~rewards.isnan()
+    """(rewards in float64, 0 where they are not finite; bool: where they are)."""
+    judged = rewards.isfinite()
     return torch.where(judged, rewards.double(), 0), judged
 
 
 def centre(rewards: Tensor, group_ids: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """(rewards minus group mean, 0 where not judged; each sample's group; judged samples of group k at k), all [B]."""
+    """(rewards minus group mean, 0 where not judged; each sample's group; judged samples of group k at k), all [B].
+
+    Both are counted from the smallest of the group, so that equal rewards give exactly 0.
+    """
     index = group_index(group_ids)
     known, judged = judged_rewards(rewards)
     count = group_sums(judged.double(), index)
+    smallest = group_min(torch.where(judged, known.detach(), torch.inf), index)
+    known = torch.where(judged, known - smallest, 0)
     mean = group_sums(known, index) / count.clamp(min=1)
     return torch.where(judged, known - mean[index], 0), index, count
 

@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from rlkit._check import check_float, check_groups, check_not_negative, check_rank, fail
-from rlkit.advantages._groups import group_index, group_max, group_sums, in_dtype_of, judged_rewards
+from rlkit.advantages._groups import group_index, group_max, group_min, group_sums, in_dtype_of, judged_rewards
 
 __all__ = [
     "informative_groups",
@@ -123,7 +123,7 @@ def pf_ppo_indices(weights: Tensor, count: int, generator: torch.Generator) -> T
 def _extremes(known: Tensor, judged: Tensor, index: Tensor) -> tuple[Tensor, Tensor]:
     """[B] each: the largest and the smallest judged reward of the group of each sample."""
     largest = group_max(torch.where(judged, known, -torch.inf), index)
-    smallest = -group_max(torch.where(judged, -known, -torch.inf), index)
+    smallest = group_min(torch.where(judged, known, torch.inf), index)
     return largest, smallest
 
 

@@ -150,7 +150,7 @@ def rewards_to_tokens(rewards: Tensor, mask: Tensor) -> Tensor:
 
     The last column is padding in most rows, and a reward on padding is a reward that nothing learns from. A row with no
     token in the mask keeps none of it. A nan ("not judged") stays nan on its token: take such rows out of the mask that
-    values and policy are trained with, `mask & ~rewards.isnan()[:, None]`.
+    values and policy are trained with, `mask & rewards.isfinite()[:, None]`.
 
     Args:
         rewards: [B], one a sample.

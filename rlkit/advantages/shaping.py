@@ -14,6 +14,7 @@ from rlkit._check import (
     fail,
 )
 from rlkit._numerics import GlobalSum, at_least_float32, masked, one_rank
+from rlkit.advantages._groups import in_dtype_of
 from rlkit.advantages._tokens import rewards_per_token
 
 __all__ = [
@@ -103,7 +104,7 @@ class RunningMoments:
         return (self.square / self.count) ** 0.5 if self.square > 0 else 1.0
 
     def update(self, rewards: Tensor, global_sum: GlobalSum = one_rank) -> "RunningMoments":
-        """Add a batch's rewards [B], those that are nan left out, over all ranks that `global_sum` sums over.
+        """Add a batch's rewards [B], those that are not finite left out, over all ranks that `global_sum` sums over.
 
         Two passes (the batch's mean, then its squares) and Chan et al.'s way to join them: no square is lost next to a
         large mean.
@@ -115,7 +116,7 @@ class RunningMoments:
             ValueError: rewards that are not [B].
         """
         check_rank("rewards", rewards, 1, "[B]")
-        known = rewards[~rewards.isnan()].double().cpu()
+        known = rewards[rewards.isfinite()].double().cpu()
         total, count = global_sum(torch.stack([known.sum(), known.new_tensor(len(known))])).tolist()
         if count:
             mean = total / count
@@ -144,8 +145,8 @@ def scaled_rewards(rewards: Tensor, mean: float, std: float, clip: float = float
     """
     check_rank("rewards", rewards, 1, "[B]")
     check_positive(std=std, clip=clip)
-    scaled = (rewards.to(torch.promote_types(rewards.dtype, torch.float32)) - mean) / std
-    return scaled.clamp(-clip, clip)
+    scaled = (rewards.double() - mean) / std
+    return in_dtype_of(rewards, scaled.clamp(-clip, clip))
 
 
 def adaptive_kl_coef(kl_coef: float, kl: float, target: float, horizon: float, steps: float = 1) -> float:

@@ -59,7 +59,7 @@ def optimal_token_baseline_advantages(
     if rollout_weights is not None:
         check_per_token(mask, rollout_weights=rollout_weights)
     dtype = rewards.dtype
-    mask = mask & ~rewards.sum(1, keepdim=True).isnan()
+    mask = mask & rewards.isfinite().all(1, keepdim=True)
     lengths = mask.sum(1, keepdim=True)
 
     norms = (sum_pi_squared.to(dtype) - 1) - 2 * old_logprobs.to(dtype).expm1()  # exact also where pi is close to 1

@@ -19,6 +19,9 @@ __all__ = [
 ]
 
 
+_ROUNDING = 1e-14  # of equal numbers in float64: how far they may seem to be from their mean, over that mean
+
+
 @torch.no_grad()
 def masked_whiten(x: Tensor, mask: Tensor, eps: float = 1e-8, global_sum: GlobalSum = one_rank) -> Tensor:
     r"""The tokens of the mask shifted to mean 0 and scaled to variance 1.
@@ -70,7 +73,7 @@ def reinforce_plus_plus_advantages(
     check_mask(mask)
     check_not_negative(eps=eps)
     rewards = masked(rewards_per_token(rewards, mask), mask)
-    mask = mask & ~rewards.sum(1, keepdim=True).isnan()
+    mask = mask & rewards.isfinite().all(1, keepdim=True)
     return _whiten(discounted_returns(rewards, mask, gamma), mask, eps, global_sum)
 
 
@@ -102,7 +105,7 @@ def reinforce_plus_plus_baseline_advantages(
     """
     check_groups(group_ids, rewards=rewards)
     check_not_negative(eps=eps)
-    weights = _row_weights(~rewards.isnan(), lengths)
+    weights = _row_weights(rewards.isfinite(), lengths)
     centred, _, _ = centre(rewards, group_ids)
     return in_dtype_of(rewards, _whiten(centred, weights, eps, global_sum))
 
@@ -126,7 +129,7 @@ def gdpo_advantages(
     rewards collapse to one advantage.
 
     Choices: each reward as in `grpo_advantages`. The batch statistics weigh every sample the same, as in the authors'
-    TRL code; with `lengths` every token, as in verl and the authors' verl code. A reward that is nan is left out alone:
+    TRL code; with `lengths` every token, as in verl and the authors' verl code. A reward that was not judged is left out alone:
     the authors' code takes it as 0, which shifts its whole group.
 
     Args:
@@ -146,7 +149,7 @@ def gdpo_advantages(
     ids = group_index(group_ids) + b * torch.arange(r, device=group_ids.device)[:, None]  # a group a reward and group
     normed = grpo_advantages(rewards.T.double().reshape(-1), ids.reshape(-1), eps).view(r, b)
     total = weights.double() @ normed
-    row_weights = _row_weights(~rewards.isnan().all(1), lengths)
+    row_weights = _row_weights(rewards.isfinite().any(1), lengths)
     return in_dtype_of(rewards, _whiten(total, row_weights, 1e-8, global_sum))
 
 
@@ -204,4 +207,6 @@ def _moments(x: Tensor, weights: Tensor, global_sum: GlobalSum) -> tuple[Tensor,
     mean = total / count.clamp(min=1)
     centred = torch.where(weights.bool(), x - mean.to(x.dtype), 0)
     squares = global_sum(weighted_sum(centred.square())).to(x.device)
-    return centred, squares / (count - 1).clamp(min=1)
+    variance = squares / (count - 1).clamp(min=1)
+    rounding = (_ROUNDING * mean).square()
+    return centred, torch.where(variance > rounding, variance, 0)

@@ -29,7 +29,7 @@ def top_entropy_mask(entropy: Tensor, mask: Tensor, share: float = 0.2) -> Tenso
     over the whole batch make the mask before the batch is cut into micro-batches and carry it along.
 
     Args:
-        entropy: [B, T], in nats; may hold anything outside the mask.
+        entropy: [B, T], in nats; may hold anything outside the mask. A token of entropy nan counts as outside it.
         share: of the tokens, in (0, 1].
 
     Returns:
@@ -40,6 +40,7 @@ def top_entropy_mask(entropy: Tensor, mask: Tensor, share: float = 0.2) -> Tenso
         fail("share", share, "a number in (0, 1]")
     if not mask.numel():
         return mask
+    mask = mask & ~entropy.isnan()
     entropy = torch.where(mask, at_least_float32(entropy), -torch.inf)
     kept = 1 + ((mask.sum() - 1).double() * share + 1e-6).floor().long()  # 1e-6: 100 * 0.29 is 28.999...
     most = 1 + math.floor((mask.numel() - 1) * share + 1e-6)  # a bound on it that is known on the host

@@ -12,7 +12,7 @@ per-token loss by a weight, or give the mask of the tokens that stay to the loss
 
 Whole sequences are needed where one ratio stands for a sequence; the sequence is its tokens inside the mask. In weights
 a sequence's sum of log-ratios beyond +-20 counts as +-20 too. Masks compare log-ratios as they are: an infinite one is
-outside every finite bound, and a nan is dropped. Nothing gets a gradient.
+outside every finite bound. What has a nan is dropped by the masks and has weight 0. Nothing gets a gradient.
 
 Masks by divergence take any estimate of it, one value a token. Masks of the same tokens combine with `&`:
 
@@ -74,7 +74,7 @@ def importance_weights(
     check_positive(high=high)
     _check_bounds(low, high)
     ratio = masked_ratio(logprobs, rollout_logprobs, mask)
-    return torch.where(mask, ratio.clamp(low, high), 0)
+    return torch.where(mask & ~ratio.isnan(), ratio.clamp(low, high), 0)
 
 
 @torch.no_grad()
@@ -93,7 +93,7 @@ def sequence_importance_weights(
     check_positive(high=high)
     _check_bounds(low, high)
     ratio = _product(masked_log_ratio(logprobs, rollout_logprobs, mask))
-    return torch.where(mask, ratio.clamp(low, high), 0)
+    return torch.where(mask & ~ratio.isnan(), ratio.clamp(low, high), 0)
 
 
 @torch.no_grad()
@@ -112,7 +112,7 @@ def geometric_importance_weights(
     check_positive(high=high)
     _check_bounds(low, high)
     ratio = mean_over_tokens(masked_log_ratio(logprobs, rollout_logprobs, mask), mask).exp()
-    return torch.where(mask, ratio.clamp(low, high), 0)
+    return torch.where(mask & ~ratio.isnan(), ratio.clamp(low, high), 0)
 
 
 @torch.no_grad()

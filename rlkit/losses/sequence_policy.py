@@ -129,12 +129,13 @@ def gmpo_loss(
 ) -> Tensor:
     r"""GMPO: the geometric mean of token ratios that are clipped one by one, in log space.
 
-    $$L = -A \exp\Big(\frac{1}{|y|} \sum_t m_t \ell_t\Big), \quad \ell_t = \min(\log r_t, \epsilon_{high})
-    \text{ where } A > 0,\ \max(\log r_t, -\epsilon_{low}) \text{ elsewhere}$$
+    $$L = -A \exp\Big(\frac{1}{|y|} \sum_t m_t \ell_t\Big), \quad
+    \ell_t = s \min(s \log r_t,\ s\, \mathrm{clip}(\log r_t, -\epsilon_{low}, \epsilon_{high})), \quad
+    s = \mathrm{sign}(A)$$
 
     GMPO, https://arxiv.org/abs/2507.20673; `sequence_mean` gives the paper's loss. The paper's ratios are in
     $(e^{-0.4}, e^{0.4})$. A token is clipped on the side its advantage pushes to, as in PPO; the others of its sequence
-    keep their gradient. With advantages per token the side is each token's, and `sequence_mean` gives minus the mean
+    keep their gradient; one of advantage 0 counts as ratio 1. With advantages per token the side is each token's, and `sequence_mean` gives minus the mean
     advantage times the mean ratio, as in verl.
 
     Args:
@@ -148,7 +149,8 @@ def gmpo_loss(
     check_not_negative(log_clip_low=log_clip_low, log_clip_high=log_clip_high)
     log_ratio = masked_log_ratio(logprobs, old_logprobs, mask)
     advantages = masked_advantages(advantages, mask)
-    clipped = torch.where(advantages > 0, log_ratio.clamp(max=log_clip_high), log_ratio.clamp(min=-log_clip_low))
+    sign = advantages.sign()
+    clipped = sign * torch.minimum(sign * log_ratio, sign * log_ratio.clamp(-log_clip_low, log_clip_high))
     return -advantages * mean_over_tokens(clipped, mask).exp()
 
 

@@ -40,6 +40,20 @@ def test_groups(function, seed, b):
     torch.testing.assert_close(came, expected, atol=1e-8, rtol=1e-7, check_dtype=False)
 
 
+@pytest.mark.parametrize("function", TAKES_GROUPS)
+@pytest.mark.parametrize("worst", [float("inf"), -float("inf")])
+def test_an_infinite_reward_was_not_judged(function, worst):
+    """And is no other sample's concern."""
+    takes = inspect.signature(function).parameters
+    rewards, groups = torch.tensor([1.0, 0.0, 0.5, NAN, 2.0, 1.0]), torch.tensor([0, 0, 0, 0, 1, 1])
+    more = {"lengths": torch.arange(1, 7)} if "lengths" in takes else {}
+    more |= {"k": 2} if "k" in takes else {}
+    if function.__name__ == "gdpo_advantages":
+        rewards = torch.stack([rewards, rewards], 1)
+    came = function(rewards.nan_to_num(nan=worst), groups, **more)
+    assert came.equal(function(rewards, groups, **more)) and came.float().isfinite().all()
+
+
 def test_every_function_of_groups_is_here():
     have = {f.__name__ for f in TAKES_GROUPS} | {"optimal_token_baseline_advantages"}
     public = {n: getattr(rlkit.advantages, n) for n in rlkit.advantages.__all__}

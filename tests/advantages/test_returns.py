@@ -334,6 +334,15 @@ def test_bfloat16_and_mixed_inputs():
     assert gae(rewards, low[1], mask)[0].dtype == torch.float64
 
 
+def test_one_mask_after_the_other():
+    rewards, values = (torch.randn(3, 6, generator=torch.Generator().manual_seed(i)) for i in range(2))
+    masks = torch.rand(4, 3, 6, generator=torch.Generator().manual_seed(2)) < 0.6
+    came = torch.func.vmap(lambda mask: gae(rewards, values, mask, 0.9, 0.8))(masks)
+    for i, mask in enumerate(masks):
+        for x, expected in zip(came, gae(rewards, values, mask, 0.9, 0.8), strict=True):
+            torch.testing.assert_close(x[i], expected)
+
+
 def test_no_value_is_read_on_the_host():
     with FakeTensorMode():
         x, mask = torch.zeros(2, 5), torch.ones(2, 5, dtype=torch.bool)

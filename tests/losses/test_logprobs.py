@@ -295,9 +295,23 @@ def test_bfloat16_weight_gradient_keeps_small_chunks():
 def test_autocast_does_not_part_forward_and_backward():
     hidden, weight, _, targets, _ = problem(dtype=torch.float32)
     expected = linear_logprobs(hidden, weight, targets)[0]
+    grads = torch.autograd.grad(expected.sum(), (hidden, weight))
     with torch.autocast("cpu", dtype=torch.bfloat16):
         actual = linear_logprobs(hidden, weight, targets)[0]
+        came = torch.autograd.grad(actual.sum(), (hidden, weight))
     torch.testing.assert_close(actual, expected)
+    torch.testing.assert_close(came, grads)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_temperature_may_have_more_digits_than_the_states(dtype):
+    hidden, weight, _, targets, temperature = problem(dtype=dtype)
+    found = []
+    for exact in (temperature, temperature.float()):
+        out = linear_logprobs(hidden, weight, targets, exact)
+        assert out.logprobs.dtype == out.entropy.dtype == torch.float32
+        found.append([*out, *torch.autograd.grad((out.logprobs + out.entropy).sum(), (hidden, weight))])
+    torch.testing.assert_close(*found)
 
 
 @FEW

@@ -226,6 +226,16 @@ def test_nan_is_rejected(fn):
     assert not keep[0, 0] and not keep[1].any()
 
 
+@pytest.mark.parametrize("fn", [importance_weights, sequence_importance_weights, geometric_importance_weights])
+def test_nan_has_weight_0(fn):
+    """As in the masks: a token that the sampler did not score goes, or its whole sequence does."""
+    lp, mask = torch.tensor([[math.nan, 0.5, -0.5], [0.1, 0.2, math.nan]]), torch.ones(2, 3, dtype=torch.bool)
+    mask[1, 2] = False
+    weights = fn(lp, torch.zeros(2, 3), mask)
+    assert weights[0, 0] == 0 and weights[1, 2] == 0 and (weights[1, :2] > 1).all()
+    assert (weights[0, 1:] > 0).all() if fn is importance_weights else (weights[0] == 0).all()
+
+
 @FEW
 @given(seed=st.integers(0, 999), pad=st.integers(0, 5), name=st.sampled_from(list(CASES)))
 def test_rows_permute_and_padding_is_nothing(seed, pad, name):

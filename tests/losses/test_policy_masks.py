@@ -68,6 +68,14 @@ def test_top_entropy_equals_the_loop(values, percent, seed):
         assert torch.equal(top_entropy_mask(entropy, mask, percent / 100), mask & (entropy >= threshold))
 
 
+def test_an_entropy_of_nan_takes_no_place():
+    entropy = torch.tensor([[math.nan, 1.0, 2.0, 3.0, math.nan, 0.5]])
+    full, known = torch.ones(1, 6, dtype=torch.bool), torch.tensor([[False, True, True, True, False, True]])
+    for share in (0.2, 0.5, 1.0):
+        assert top_entropy_mask(entropy, full, share).equal(top_entropy_mask(entropy, known, share))
+    assert not top_entropy_mask(torch.full((1, 3), math.nan), full[:, :3], 1.0).any()
+
+
 def test_off_policy_sequence_golden():
     """Mean drifts 0.3, 0.3, -0.3, 0.1, and none; only the likelier past and a negative advantage drop a row."""
     drift = torch.tensor([[0.6, 0.0, 9.0], [0.6, 0.0, -9.0], [-0.6, 0.0, 9.0], [0.1, 0.1, 9.0], [9.0, 9.0, 9.0]])

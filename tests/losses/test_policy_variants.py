@@ -190,6 +190,17 @@ def test_gmpo_without_clips_is_gspo_without_clips():
     torch.testing.assert_close(grad_of(a, lp), grad_of(b, lp))
 
 
+def test_a_token_of_advantage_0_counts_as_ratio_1_in_gmpo():
+    """The paper raises the ratio to the power of the advantage's sign."""
+    logprobs = torch.tensor([[0.3, -0.2, -5.0]], requires_grad=True)
+    advantages, mask = torch.tensor([[1.0, -1.0, 0.0]]), torch.ones(1, 3, dtype=torch.bool)
+    loss = gmpo_loss(logprobs, torch.zeros(1, 3), advantages, mask)
+    mean = math.exp((0.3 - 0.2 + 0.0) / 3)
+    torch.testing.assert_close(loss, torch.tensor([[-mean, mean, 0.0]]))
+    gradient = torch.autograd.grad(loss[0, 0], logprobs)[0]
+    torch.testing.assert_close(gradient, torch.tensor([[-mean / 3, -mean / 3, 0.0]]))
+
+
 def test_topr_of_good_sequences_is_reinforce():
     lp, old, adv, mask = batch()
     torch.testing.assert_close(topr_loss(lp, old, adv.abs(), mask), reinforce_loss(lp, old, adv.abs(), mask))

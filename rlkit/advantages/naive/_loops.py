@@ -23,7 +23,7 @@ def judged_groups(rewards: Tensor, group_ids: Tensor) -> list[list[int]]:
     """The samples of each group that were judged."""
     groups: dict[int, list[int]] = {}
     for i, group in enumerate(group_ids.tolist()):
-        if not math.isnan(rewards[i].item()):
+        if math.isfinite(rewards[i].item()):
             groups.setdefault(group, []).append(i)
     return list(groups.values())
 

@@ -23,7 +23,7 @@ def rloo_advantages(rewards: Tensor, group_ids: Tensor) -> Tensor:
 def remax_advantages(rewards: Tensor, greedy_rewards: Tensor) -> Tensor:
     advantages = zeros(len(rewards))
     for i in range(len(rewards)):
-        if not math.isnan(rewards[i].item()) and not math.isnan(greedy_rewards[i].item()):
+        if math.isfinite(rewards[i].item()) and math.isfinite(greedy_rewards[i].item()):
             advantages[i] = rewards[i].double() - greedy_rewards[i].double()
     return advantages
 

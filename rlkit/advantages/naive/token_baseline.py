@@ -22,7 +22,7 @@ def optimal_token_baseline_advantages(
 ) -> Tensor:
     advantages, returns = zeros(*mask.shape), discounted_returns(rewards, mask)
     tokens = [steps(mask, b) for b in range(len(mask))]
-    judged = [b for b in range(len(mask)) if tokens[b] and not any(math.isnan(returns[b, t]) for t in tokens[b])]
+    judged = [b for b in range(len(mask)) if tokens[b] and all(math.isfinite(returns[b, t]) for t in tokens[b])]
     norms: dict[int, list[float]] = {}  # of each row, the score norm gathered up to each of its tokens
     for b in judged:
         gathered = 0.0

@@ -31,7 +31,7 @@ def reinforce_plus_plus_advantages(
     returns = discounted_returns(rewards, mask, gamma)
     judged = mask.clone()
     for b in range(len(mask)):
-        if any(math.isnan(returns[b, t].item()) for t in steps(mask, b)):
+        if any(not math.isfinite(returns[b, t].item()) for t in steps(mask, b)):
             judged[b] = False
     return masked_whiten(returns, judged, eps, global_sum)
 
@@ -44,7 +44,7 @@ def reinforce_plus_plus_baseline_advantages(
     eps: float = 1e-8,
     global_sum: GlobalSum = one_rank,
 ) -> Tensor:
-    return _whiten_samples(dr_grpo_advantages(rewards, group_ids), ~rewards.isnan(), lengths, eps, global_sum)
+    return _whiten_samples(dr_grpo_advantages(rewards, group_ids), rewards.isfinite(), lengths, eps, global_sum)
 
 
 def gdpo_advantages(
@@ -60,14 +60,14 @@ def gdpo_advantages(
     for k in range(rewards.shape[1]):
         weight = 1.0 if weights is None else weights[k]
         total = total + weight * grpo_advantages(rewards[:, k], group_ids, eps)
-    judged = torch.tensor([not row.isnan().all() for row in rewards])
+    judged = torch.tensor([row.isfinite().any() for row in rewards])
     return _whiten_samples(total, judged, lengths, 1e-8, global_sum)
 
 
 def lite_ppo_advantages(
     rewards: Tensor, group_ids: Tensor, eps: float = 1e-6, global_sum: GlobalSum = one_rank
 ) -> Tensor:
-    known = [rewards[i].double() for i in range(len(rewards)) if not math.isnan(rewards[i].item())]
+    known = [rewards[i].double() for i in range(len(rewards)) if math.isfinite(rewards[i].item())]
     _, var = _moments(known, global_sum)
     centred = dr_grpo_advantages(rewards, group_ids)
     return centred / (var**0.5 + eps) if var > 0 else 0 * centred

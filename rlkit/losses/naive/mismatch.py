@@ -16,7 +16,7 @@ def importance_weights(
     weights = zeros(mask)
     for b, ratios in _ratios(logprobs, rollout_logprobs, mask):
         for t in ratios:
-            weights[b, t] = min(max(ratios[t], low), high)
+            weights[b, t] = _truncated(ratios[t], low, high)
     return weights
 
 
@@ -27,7 +27,7 @@ def sequence_importance_weights(
     weights = zeros(mask)
     for b, ratios in _ratios(logprobs, rollout_logprobs, mask):
         for t in ratios:
-            weights[b, t] = min(max(math.prod(ratios.values()), low), high)
+            weights[b, t] = _truncated(math.prod(ratios.values()), low, high)
     return weights
 
 
@@ -38,7 +38,7 @@ def geometric_importance_weights(
     weights = zeros(mask)
     for b, ratios in _ratios(logprobs, rollout_logprobs, mask):
         for t in ratios:
-            weights[b, t] = min(max(math.prod(ratios.values()) ** (1 / len(ratios)), low), high)
+            weights[b, t] = _truncated(math.prod(ratios.values()) ** (1 / len(ratios)), low, high)
     return weights
 
 
@@ -124,6 +124,10 @@ def sequence_mean_divergence_mask(divergence: Tensor, mask: Tensor, high: float)
 @torch.no_grad()
 def sequence_max_divergence_mask(divergence: Tensor, mask: Tensor, high: float) -> Tensor:
     return _keep_sequences(divergence, mask, lambda values: max(values) <= high)
+
+
+def _truncated(ratio: float, low: float, high: float) -> float:
+    return 0.0 if math.isnan(ratio) else min(max(ratio, low), high)
 
 
 def _ratios(logprobs: Tensor, rollout_logprobs: Tensor, mask: Tensor) -> list[tuple[int, dict[int, float]]]:

@@ -69,7 +69,10 @@ def gmpo_loss(
         clipped = []
         for t in tokens:
             log_ratio = logprobs[b, t] - old[b, t]
-            clipped.append(log_ratio.clamp(max=log_clip_high) if adv[b, t] > 0 else log_ratio.clamp(min=-log_clip_low))
+            if adv[b, t] > 0:
+                clipped.append(log_ratio.clamp(max=log_clip_high))
+            elif adv[b, t] < 0:
+                clipped.append(log_ratio.clamp(min=-log_clip_low))
         for t in tokens:
             loss[b, t] = -adv[b, t] * (add(clipped) / len(tokens)).exp()
     return loss
