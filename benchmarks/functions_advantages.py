@@ -276,7 +276,7 @@ def opo(b):
         return loop_expand(loop_groups(r, ids, formula), mask)
 
     return {
-        "rlkit": lambda: expand_to_tokens(opo_advantages(b.rewards, b.mask.sum(1), b.ids), b.mask),
+        "rlkit": lambda: expand_to_tokens(opo_advantages(b.rewards, b.ids, b.mask.sum(1)), b.mask),
         "loop": loop,
         "verl": lambda: verl.compute_opo_outcome_advantage(b.outcome, m, b.uid)[0],
     }
@@ -387,7 +387,7 @@ def optimal_token_baseline(several_turns: bool):
 
         name = "compute_multi_turn_optimal" if several_turns else "compute_optimal"
         return {
-            "rlkit": lambda: optimal_token_baseline_advantages(b.rewards, b.mask, b.ids, b.old, squared),
+            "rlkit": lambda: optimal_token_baseline_advantages(b.rewards, b.ids, b.old, squared, b.mask),
             "loop": loop,
             "verl": lambda: getattr(verl, f"{name}_token_baseline_advantage")(b.outcome, m, b.uid, b.old, squared)[0],
         }

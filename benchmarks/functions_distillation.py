@@ -78,30 +78,24 @@ def loop_mean(rule, student, teacher, mask):
     return value, gradient
 
 
-def divergence_group(name, ours, rule, theirs, shift=0):
-    """Ours takes (student, teacher, mask), TRL's (student, teacher, labels); `shift` is 1 where the mask speaks of the
-    next token's column."""
+def divergence_group(name, ours, rule, theirs):
+    """Ours takes (student, teacher, mask), TRL's (student, teacher, labels)."""
 
     @group(f"{name}, 64 x 32000", "trl", memory=True)
     def build(_):
         student, teacher, mask, labels = inputs()
-        early = [x[:, : T - shift] for x in (student.detach(), teacher)]
 
         def run(function, *last):
             loss = function(student, teacher, *last)
             return loss, torch.autograd.grad(loss, student)[0]
 
         def loop():
-            value, gradient = loop_mean(rule, *early, mask[:, shift:])
-            return value, torch.cat([gradient, torch.zeros(B, shift, V)], 1)
-
-        def shifted(student, teacher, labels):
-            return theirs(student[:, : T - shift], teacher[:, : T - shift], labels[:, shift:])
+            return loop_mean(rule, student.detach(), teacher, mask)
 
         return {
-            "rlkit": lambda: run(lambda *x: token_mean(ours(*x), mask & (torch.arange(T) >= shift)), mask),
+            "rlkit": lambda: run(lambda *x: token_mean(ours(*x), mask), mask),
             "loop": loop,
-            "trl": lambda: run(shifted, labels),
+            "trl": lambda: run(theirs, labels),
         }
 
 
@@ -132,7 +126,7 @@ divergence_group(
 divergence_group(
     "distillation, reverse KL of 64", from_logits(topk_reverse_kl_loss, "student"), topk(reverse, "student"), opd(1)
 )
-divergence_group("KL over the vocabulary", full_vocabulary_kl, reverse, gkd(1), shift=1)
+divergence_group("KL over the vocabulary", full_vocabulary_kl, reverse, gkd(1))
 
 
 @group("suppressed tokens, 64 x 32000", memory=True)

@@ -19,7 +19,7 @@ from functions_losses import (
 )
 
 from rlkit.losses import (
-    divergence_rejection_mask,
+    align_with_tokens,
     effective_sample_size,
     geometric_importance_weights,
     gppo_loss,
@@ -32,16 +32,17 @@ from rlkit.losses import (
     kl_k3_weighted,
     kl_straight_through,
     luspo_loss,
-    max_divergence_rejection_mask,
-    mean_divergence_rejection_mask,
     mismatch_stats,
     off_policy_sequence_mask,
     ratio_stats,
     reinforce_loss,
     sequence_masked_importance_weights,
+    sequence_max_divergence_mask,
     sequence_mean,
+    sequence_mean_divergence_mask,
     sequence_mismatch_stats,
-    sum_divergence_rejection_mask,
+    sequence_sum_divergence_mask,
+    token_divergence_mask,
     token_mean,
     top_entropy_mask,
     topr_loss,
@@ -198,7 +199,7 @@ kl_group("KL, k2", without_third(kl_k2), lambda p, q, _: ((p - q) ** 2 / 2, p - 
 kl_group("KL, absolute", without_third(kl_abs), lambda p, q, _: (abs(p - q), (p > q) - (p < q)), "abs")
 kl_group(
     "KL, k3, straight through",
-    lambda p, q, _, mask: kl_straight_through(kl_k3(p, q, mask), p, q, mask),
+    lambda p, q, _, mask: kl_straight_through(p, q, kl_k3(p, q, mask), mask),
     lambda p, q, old: (loops.kl_k3(p, q, old)[0], p - q),
     "k3+",
 )
@@ -225,15 +226,15 @@ def divergences(keep):
 
 TOKEN, SUM, MEAN, MAX = 0.0049, 5.5, 0.0048, 0.06
 for name, mask, keep, theirs in (
-    ("token", divergence_rejection_mask, lambda x: [y <= TOKEN for y in x], ("token_k3", TOKEN)),
-    ("sum", sum_divergence_rejection_mask, lambda x: sum(x) <= SUM, ("seq_sum_k3", SUM)),
+    ("token", token_divergence_mask, lambda x: [y <= TOKEN for y in x], ("token_k3", TOKEN)),
+    ("sum", sequence_sum_divergence_mask, lambda x: sum(x) <= SUM, ("seq_sum_k3", SUM)),
     (
         "mean",
-        mean_divergence_rejection_mask,
+        sequence_mean_divergence_mask,
         lambda x: sum(x) / len(x) <= MEAN,
         ("seq_mean_k3", MEAN),
     ),
-    ("largest", max_divergence_rejection_mask, lambda x: max(x) <= MAX, ("seq_max_k3", MAX)),
+    ("largest", sequence_max_divergence_mask, lambda x: max(x) <= MAX, ("seq_max_k3", MAX)),
 ):
     mismatch_group(
         f"rejection mask, {name} k3",
@@ -279,7 +280,7 @@ def ratio(b):
         return bound / len(each), sum(map(k3, each)) / len(each), math.exp(max(each))
 
     def ours():
-        return tuple(x.item() for x in ratio_stats(logprobs, b.old, b.mask, b.advantages).values())
+        return tuple(x.item() for x in ratio_stats(logprobs, b.old, b.advantages, b.mask).values())
 
     return {"rlkit": ours, "loop": loop}
 
@@ -332,3 +333,9 @@ def sample_size(b):
         return sum(weights) ** 2 / len(weights) / sum(w * w for w in weights)
 
     return {"rlkit": ours, "loop": loop}
+
+
+@group("values of positions, aligned with tokens")
+def aligned(b):
+    x = b.nested("dense")
+    return {"rlkit": lambda: align_with_tokens(b.dense), "loop": lambda: [[0.0, *row[:-1]] for row in x]}

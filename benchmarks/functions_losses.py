@@ -118,7 +118,7 @@ def clipped_with_metrics(b):
 
     def ours():
         result = contestants["rlkit"]()
-        for x in ratio_stats(b.logprobs, b.old, b.mask, b.advantages).values():
+        for x in ratio_stats(b.logprobs, b.old, b.advantages, b.mask).values():
             x.item()  # as peers do
         return result
 
@@ -192,7 +192,7 @@ policy_group(
 )
 policy_group(
     "GMPO",
-    partial(gmpo_loss, clip_low=0.1, clip_high=0.1),
+    partial(gmpo_loss, log_clip_low=0.1, log_clip_high=0.1),
     by_sequence(loops.gmpo(0.1, 0.1)),
     verl=("geo_mean", bounds(0.1, 0.1)),
     reduce=sequence_mean,
@@ -200,20 +200,23 @@ policy_group(
 )
 policy_group(
     "DPPO, total variation",
-    partial(dppo_tv_loss, delta_low=0.15, delta_high=0.15, cap=20.0),
+    partial(dppo_tv_loss, delta_low=0.15, delta_high=0.15, ratio_high=20.0),
     by_token(loops.dppo_tv(0.15, 20.0)),
     verl=("dppo_tv", bounds(0.15, 0.15, clip_ratio_c=20.0)),
     gradient_alone=True,
 )
 policy_group(
     "DPPO, KL",
-    partial(dppo_kl_loss, delta_low=0.005, delta_high=0.005, cap=20.0),
+    partial(dppo_kl_loss, delta_low=0.005, delta_high=0.005, ratio_high=20.0),
     by_token(loops.dppo_kl(0.005, 20.0)),
     verl=("dppo_kl", bounds(0.005, 0.005, clip_ratio_c=20.0)),
     gradient_alone=True,
 )
 policy_group(
-    "DRO", partial(dro_loss, beta=0.05), by_token(loops.dro(0.05)), verl=("dro", dict(policy_loss=dict(dro_beta=0.05)))
+    "DRO",
+    partial(dro_loss, kl_coef=0.05),
+    by_token(loops.dro(0.05)),
+    verl=("dro", dict(policy_loss=dict(dro_beta=0.05))),
 )
 policy_group("VESPO", vespo_loss, partial(loops.vespo, k=(2.0, 3.0), decay=(3.0, 2.0)), trl=("vespo", {}), a_row=True)
 

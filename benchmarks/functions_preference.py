@@ -34,6 +34,7 @@ from rlkit.losses import (
     ld_sequence_logprobs,
     nca_loss,
     orpo_loss,
+    pair_mean,
     preference_stats,
     reward_centring_loss,
     robust_dpo_loss,
@@ -88,11 +89,15 @@ def pair_group(name, ours, rule, columns, trl=None, loop=by_pair, sides=2):
         leaves = [x.requires_grad_() for x in given[:sides]]
         lists = [x.tolist() for x in given]
 
-        def run(function):
-            loss = function(*given).mean()
+        def run(function, mean):
+            loss = mean(function(*given))
             return loss, *torch.autograd.grad(loss, leaves)
 
-        return {"rlkit": lambda: run(ours), "loop": lambda: loop(rule, *lists), "trl": lambda: run(trl)}
+        return {
+            "rlkit": lambda: run(ours, pair_mean),
+            "loop": lambda: loop(rule, *lists),
+            "trl": lambda: run(trl, torch.mean),
+        }
 
 
 def cpo(given, **settings):
@@ -307,7 +312,7 @@ def kto(_):
 
     def ours():
         kl = kto_kl_estimate(other, other_ref)
-        return with_gradient(kto_loss(logprobs, ref, good, kl, BETA).mean(), logprobs)
+        return with_gradient(pair_mean(kto_loss(logprobs, ref, good, kl, BETA)), logprobs)
 
     def loop():
         kl = max(0.0, sum(x - y for x, y in zip(*lists[3:], strict=True)) / P)
@@ -343,7 +348,7 @@ def reward_model(_):
 
     def ours():
         up, down = rewards[:, 0].chunk(2)
-        loss = bradley_terry_loss(up, down).mean() + 0.01 * reward_centring_loss(up, down).mean()
+        loss = pair_mean(bradley_terry_loss(up, down)) + 0.01 * pair_mean(reward_centring_loss(up, down))
         for stat in preference_stats(up, down).values():
             stat.item()  # as TRL does
         return with_gradient(loss, rewards)

@@ -46,9 +46,9 @@ def v_trace(b):
                     target[t] = value + excess
             targets.append(target)
             advantages.append(advantage)
-        return targets, advantages
+        return advantages, targets
 
-    return {"rlkit": lambda: vtrace(logprobs, b.old, b.dense, b.values, b.mask, GAMMA), "loop": loop}
+    return {"rlkit": lambda: vtrace(b.dense, b.values, logprobs, b.old, b.mask, GAMMA), "loop": loop}
 
 
 def of_group(name, ours, formula, tokens=True):
@@ -124,7 +124,7 @@ def reward_with_kl(b):
         return [r - 0.1 * x if on else 0.0 for r, x, on in zip(*row, strict=True)]
 
     return {
-        "rlkit": lambda: kl_in_reward(b.dense, kl, 0.1, b.mask),
+        "rlkit": lambda: kl_in_reward(b.dense, kl, b.mask, 0.1),
         "loop": lambda: [of_row(*row) for row in zip(*lists, strict=True)],
         "verl": lambda: b.dense - 0.1 * (kl * m),
     }

@@ -1,4 +1,4 @@
-r"""Write docs/reference: a page for each module that people import from, and an index, out of the docstrings.
+r"""Write docs/reference: a page for each module that people import from, and an index, out of the docstrings and loops.
 
     python docs/make_reference.py [--check]    # --check writes nothing, names what is out of date and exits with 1
 
@@ -97,12 +97,34 @@ def definitions(source: str) -> dict[str, tuple[str, str]]:
     return found
 
 
+def loop(path: Path, name: str) -> list[str]:
+    """The function of the same name in the folder `naive` beside the module, if there is one."""
+    beside = path.parent / "naive" / path.name
+    source = beside.read_text() if beside.exists() else ""
+    for node in ast.parse(source).body:
+        if isinstance(node, ast.FunctionDef) and node.name == name:
+            start = min(part.lineno for part in (node, *node.decorator_list)) - 1
+            return ["**As a loop**", fence("\n".join(source.splitlines()[start : node.end_lineno]))]
+    return []
+
+
+def in_order(package: str) -> list[Path]:
+    """The files of a package: its own first, then as its `__all__` joins the modules' own, else by name."""
+
+    def place(path: Path) -> int:
+        first = re.search(r'^__all__ = \[\s*"(\w+)"', path.read_text(), re.M)
+        return public.index(first[1]) if first and path.stem != "__init__" else -1
+
+    public = import_module(package).__all__
+    return sorted(sorted(ROOT.joinpath(*package.split(".")).glob("*.py")), key=place)
+
+
 def pages() -> dict[str, str]:
     """File name -> text of each page."""
     modules, at = {}, {}  # module -> package, file, page, public definitions; full name -> its place on a page
     for package in PACKAGES:
         public = import_module(package).__all__
-        for path in sorted(ROOT.joinpath(*package.split(".")).glob("*.py")):
+        for path in in_order(package):
             module = f"{package}.{path.stem}".removesuffix(".__init__")
             page = f"{module.removeprefix('rlkit.')}.md"
             own = {name: what for name, what in definitions(path.read_text()).items() if name in public}
@@ -112,13 +134,14 @@ def pages() -> dict[str, str]:
     for module, (package, path, page, own) in modules.items():
         near = tuple(f"{of}." for of in (*PACKAGES[:2], package))  # their names are linked without the package's
         links = at | {name.rpartition(".")[2]: target for name, target in at.items() if name.startswith(near)}
-        about = prose((ast.get_docstring(ast.parse(path.read_text()), clean=False) or "").strip(), links)
+        about = documentation((ast.get_docstring(ast.parse(path.read_text()), clean=False) or "").strip(), links)
         if module == package:
             index += [f"## {module}", *about]
         rows, source = [], f"[source](../../{path.relative_to(ROOT).as_posix()})"
         blocks = [f"# {module}", f"[All functions and conventions](README.md) · {source}", *about]
         for name, (code, doc) in own.items():
-            blocks += [f"## `{name}`", fence(f"from {package} import {name}"), fence(code), *documentation(doc, links)]
+            blocks += [f"## `{name}`", fence(f"from {package} import {name}"), fence(code)]
+            blocks += [*documentation(doc, links), *loop(path, name)]
             first = re.split(r"(?<=\.)\s", " ".join(doc.split("\n\n")[0].split()))[0]
             rows.append(f"- [`{name}`]({at[f'{package}.{name}']}): {inline(first, links)}".rstrip(" :"))
         if own:

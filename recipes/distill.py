@@ -66,11 +66,11 @@ def policy_loss(out, mb, cfg: Config):
     advantages = mb.teacher_logprobs - old
     clip = {"clip_low": cfg.clip_low, "clip_high": cfg.clip_high}
     policy = clipped_policy_loss(out.logprobs, old, advantages, mb.mask, **clip)
-    policy = policy * importance_weights(old, mb.rollout_logprobs, mb.mask, cap=cfg.tis_cap)
+    policy = policy * importance_weights(old, mb.rollout_logprobs, mb.mask, high=cfg.tis_cap)
     metrics = {
         "kl": token_mean(-advantages, mb.mask, mb.total_tokens),
         "entropy": token_mean(out.entropy, mb.mask, mb.total_tokens),
-        **ratio_stats(out.logprobs, old, mb.mask, advantages, **clip, total=mb.total_tokens),
+        **ratio_stats(out.logprobs, old, advantages, mb.mask, **clip, total=mb.total_tokens),
         **mismatch_stats(old, mb.rollout_logprobs, mb.mask, mb.total_tokens),
     }
     return token_mean(policy, mb.mask, mb.total_tokens), metrics

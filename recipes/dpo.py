@@ -31,7 +31,7 @@ from rlkit import losses, runs
 from rlkit.data import collate, load_pairs, step_rows
 from rlkit.engines.balance import balanced
 from rlkit.engines.flops import batch_flops
-from rlkit.losses import preference_stats, sequence_logprobs, sequence_mean_logprobs
+from rlkit.losses import pair_mean, preference_stats, sequence_logprobs, sequence_mean_logprobs
 from rlkit.vlm import encode, encode_answers
 
 LOSSES = {
@@ -106,9 +106,9 @@ def pair_loss(out, mb, loss: Callable, normalise_length: bool, sft_coef: float):
     }
     values = loss(**{name: given[name] for name in signature(loss).parameters if name in given})
     values = values - sft_coef * sequence_mean_logprobs(out.logprobs[0::2], chosen)
-    pairs = (mb.total_sequences / 2).clamp(min=1)
+    pairs = mb.total_sequences / 2
     margins = given["chosen"] - given["ref_chosen"], given["rejected"] - given["ref_rejected"]
-    return values.sum() / pairs, preference_stats(*margins, pairs)
+    return pair_mean(values, pairs), preference_stats(*margins, pairs)
 
 
 def main(cfg: Config) -> None:

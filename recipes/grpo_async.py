@@ -71,13 +71,13 @@ def policy_loss(out, mb, cfg: Config):
     old = out.logprobs.detach()
     clip = {"clip_low": cfg.clip_low, "clip_high": cfg.clip_high}
     loss = clipped_policy_loss(out.logprobs, old, mb.advantages, mb.mask, **clip)
-    loss = loss * importance_weights(old, mb.rollout_logprobs, mb.mask, cap=cfg.tis_cap)
+    loss = loss * importance_weights(old, mb.rollout_logprobs, mb.mask, high=cfg.tis_cap)
     staleness = mb.staleness[:, None].expand(mb.mask.shape)
     metrics = {
         "entropy": token_mean(out.entropy, mb.mask, mb.total_tokens),
         "staleness": token_mean(staleness, mb.mask, mb.total_tokens),
         "staleness/max": mb.staleness.max() if len(mb) else mb.staleness.sum(),
-        **ratio_stats(out.logprobs, old, mb.mask, mb.advantages, **clip, total=mb.total_tokens),
+        **ratio_stats(out.logprobs, old, mb.advantages, mb.mask, **clip, total=mb.total_tokens),
         **mismatch_stats(old, mb.rollout_logprobs, mb.mask, mb.total_tokens),
     }
     return token_mean(loss, mb.mask, mb.total_tokens), metrics

@@ -77,12 +77,12 @@ def policy_loss(out, mb, cfg: Config):
     old = mb.old_logprobs if cfg.updates_per_batch > 1 else out.logprobs.detach()
     clip = {"clip_low": cfg.clip_low, "clip_high": cfg.clip_high}
     policy = clipped_policy_loss(out.logprobs, old, mb.advantages, mb.mask, **clip)
-    policy = policy * importance_weights(old, mb.rollout_logprobs, mb.mask, cap=cfg.tis_cap)
+    policy = policy * importance_weights(old, mb.rollout_logprobs, mb.mask, high=cfg.tis_cap)
     kl = kl_k3(out.logprobs, mb.ref_logprobs, mb.mask)
     metrics = {
         "kl": token_mean(kl, mb.mask, mb.total_tokens),
         "entropy": token_mean(out.entropy, mb.mask, mb.total_tokens),
-        **ratio_stats(out.logprobs, old, mb.mask, mb.advantages, **clip, total=mb.total_tokens),
+        **ratio_stats(out.logprobs, old, mb.advantages, mb.mask, **clip, total=mb.total_tokens),
         **mismatch_stats(old, mb.rollout_logprobs, mb.mask, mb.total_tokens),
     }
     return token_mean(policy + cfg.kl_coef * kl, mb.mask, mb.total_tokens), metrics

@@ -32,7 +32,13 @@ from rlkit import runs
 from rlkit.data import collate, load_marked, step_rows
 from rlkit.engines.balance import balanced
 from rlkit.engines.flops import batch_flops
-from rlkit.losses import kto_loss, sequence_logprobs, sequence_mean_logprobs
+from rlkit.losses import (
+    kto_kl_estimate,
+    kto_loss,
+    pair_mean,
+    sequence_logprobs,
+    sequence_mean_logprobs,
+)
 from rlkit.vlm import encode, encode_answers
 
 
@@ -64,16 +70,16 @@ def answer_loss(out, mb, z0, good: float, cfg: Config):
     """
     logprobs = sequence_logprobs(out.logprobs, mb.mask)
     ref_logprobs = sequence_logprobs(mb.ref_logprobs, mb.mask)
-    label, total = mb.label.bool(), mb.total_sequences.clamp(min=1)
+    label, total = mb.label.bool(), mb.total_sequences
     weights = cfg.desirable_weight, cfg.undesirable_weight
     loss = kto_loss(logprobs, ref_logprobs, label, z0, cfg.beta, *weights)
     loss = loss - cfg.sft_coef * label * sequence_mean_logprobs(out.logprobs, mb.mask)
     log_ratio = (logprobs - ref_logprobs).detach()
     right = torch.where(label, log_ratio > z0, log_ratio < z0)
-    return loss.sum() / total, {
-        "marked/accuracy": right.sum() / total,
-        "marked/good": (log_ratio * label).sum() / max(good, 1),
-        "marked/bad": (log_ratio * ~label).sum() / (total - good).clamp(min=1),
+    return pair_mean(loss, total), {
+        "marked/accuracy": pair_mean(right.float(), total),
+        "marked/good": pair_mean(log_ratio * label, good),
+        "marked/bad": pair_mean(log_ratio * ~label, total - good),
     }
 
 
@@ -120,10 +126,9 @@ def main(cfg: Config) -> None:
         if not cfg.baseline:
             return torch.tensor(0.0)
         others = add_reference(others)
-        logprobs = engine.infer_batch(others)["logprobs"]
-        log_ratio = sequence_logprobs(logprobs - others.ref_logprobs, others.mask)
-        sums = engine.global_sum(torch.stack([log_ratio.sum(), torch.tensor(float(len(others)))]))
-        return (sums[0] / sums[1].clamp(min=1)).clamp(min=0)
+        logprobs = sequence_logprobs(engine.infer_batch(others)["logprobs"], others.mask)
+        ref_logprobs = sequence_logprobs(others.ref_logprobs, others.mask)
+        return kto_kl_estimate(logprobs, ref_logprobs, engine.global_sum)
 
     rows = with_other_answers(list(enumerate(task.heldout)))
     rows, skipped = runs.encode_share(rows, encode_row, run, engine)

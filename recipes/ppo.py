@@ -35,7 +35,6 @@ from rlkit.advantages import (
     length_adaptive_lambda,
     masked_whiten,
     pf_ppo_weights,
-    rewards_to_tokens,
 )
 from rlkit.advantages.shaping import RunningMoments, scaled_rewards
 from rlkit.data import collate, step_rows
@@ -111,7 +110,7 @@ def policy_loss(out, mb, cfg: Config):
     loss = token_mean(loss * mb.weights[:, None] * mb.tis, mb.mask, mb.total_tokens)
     imitation = token_sum(-out.logprobs * mb.lm_weights[:, None], mb.mask)
     stats = ratio_stats(
-        out.logprobs, mb.old_logprobs, mb.mask, mb.advantages, **clip, total=mb.total_tokens
+        out.logprobs, mb.old_logprobs, mb.advantages, mb.mask, **clip, total=mb.total_tokens
     )
     return loss + cfg.lm_coef * imitation, {
         "entropy": token_mean(out.entropy, mb.mask, mb.total_tokens),
@@ -132,12 +131,9 @@ def advantages_and_returns(rewards, values, mask, cfg: Config, global_sum):
         if cfg.length_adaptive_alpha
         else cfg.lam
     )
-    advantages, _ = gae(rewards, values, mask, cfg.gamma, lam)
-    _, returns = gae(rewards, values, mask, cfg.gamma, cfg.critic_lam)
-    count = global_sum(mask.sum())
-    mean = global_sum(token_sum(advantages, mask)) / count.clamp(min=1)
-    var = global_sum(token_sum((advantages - mean).square(), mask)) / (count - 1).clamp(min=1)
-    return masked_whiten(advantages, mask, mean=mean, var=var), returns
+    advantages = gae(rewards, values, mask, cfg.gamma, lam).advantages
+    returns = gae(rewards, values, mask, cfg.gamma, cfg.critic_lam).returns
+    return masked_whiten(advantages, mask, global_sum=global_sum), returns
 
 
 def add_estimates(batch, cfg: Config, engine, critic, reference, moments: RunningMoments):
@@ -147,9 +143,7 @@ def add_estimates(batch, cfg: Config, engine, critic, reference, moments: Runnin
     ref = reference(batch) if reference else batch.rollout_logprobs
     values = critic.infer_batch(batch)["values"]  # [B, T], of the prefix before each token
     scaled = scaled_rewards(rewards, moments.mean, moments.std, cfg.reward_clip or torch.inf)
-    token_rewards = kl_in_reward(
-        rewards_to_tokens(scaled, mask), kl_k1(old, ref, mask), cfg.kl_coef, mask
-    )
+    token_rewards = kl_in_reward(scaled, kl_k1(old, ref, mask), mask, cfg.kl_coef)  # [B, T]
     advantages, returns = advantages_and_returns(
         token_rewards, values, mask, cfg, engine.global_sum
     )
@@ -159,7 +153,7 @@ def add_estimates(batch, cfg: Config, engine, critic, reference, moments: Runnin
             pf_ppo_weights(rewards, groups, cfg.pf_ppo_best, cfg.pf_ppo_worst)
             * groups.bincount()[groups]
         )
-    tis = importance_weights(old, batch.rollout_logprobs, mask, cap=cfg.tis_cap)
+    tis = importance_weights(old, batch.rollout_logprobs, mask, high=cfg.tis_cap)
     batch.add(
         old_logprobs=old,
         tis=tis,

@@ -77,7 +77,7 @@ def advantages(rewards, batch, cfg: Config, global_sum):
         return reinforce_plus_plus_baseline_advantages(
             rewards.sum(1), batch.group_ids, global_sum=global_sum
         )
-    return opo_advantages(rewards.sum(1), batch.mask.sum(1), batch.group_ids)
+    return opo_advantages(rewards.sum(1), batch.group_ids, batch.mask.sum(1))
 
 
 def policy_loss(out, mb, cfg: Config):
@@ -85,7 +85,7 @@ def policy_loss(out, mb, cfg: Config):
     tokens of all ranks."""
     old = out.logprobs.detach()
     loss = reinforce_loss(out.logprobs, old, mb.advantages, mb.mask)
-    loss = loss * importance_weights(old, mb.rollout_logprobs, mb.mask, cap=cfg.tis_cap)
+    loss = loss * importance_weights(old, mb.rollout_logprobs, mb.mask, high=cfg.tis_cap)
     metrics = {
         "kl": token_mean(kl_k3(old, mb.ref_logprobs, mb.mask), mb.mask, mb.total_tokens),
         "entropy": token_mean(out.entropy, mb.mask, mb.total_tokens),
@@ -143,7 +143,7 @@ def main(cfg: Config) -> None:
         batch.add(ref_logprobs=reference(batch) if reference else batch.rollout_logprobs)
         if cfg.kl_coef:
             kl = kl_k1(batch.rollout_logprobs, batch.ref_logprobs, batch.mask)
-            rewards = kl_in_reward(rewards, kl, cfg.kl_coef, batch.mask)
+            rewards = kl_in_reward(rewards, kl, batch.mask, cfg.kl_coef)
         batch.add(advantages=advantages(rewards, batch, cfg, engine.global_sum))
         metrics = engine.train_batch(
             batch, partial(policy_loss, cfg=cfg), outputs=("logprobs", "entropy")

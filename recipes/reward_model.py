@@ -32,7 +32,7 @@ from rlkit.data import collate, load_pairs, step_rows
 from rlkit.engines.balance import balanced
 from rlkit.engines.flops import batch_flops
 from rlkit.engines.value_head import scoring_batch
-from rlkit.losses import bradley_terry_loss, preference_stats, reward_centring_loss
+from rlkit.losses import bradley_terry_loss, pair_mean, preference_stats, reward_centring_loss
 from rlkit.vlm import encode, encode_answers
 
 
@@ -55,8 +55,8 @@ def pair_loss(out, mb, centre_coef: float):
     chosen, rejected = scores[0::2], scores[1::2]
     values = bradley_terry_loss(chosen, rejected, mb.margin[0::2])
     values = values + centre_coef * reward_centring_loss(chosen, rejected)
-    pairs = (mb.total_sequences / 2).clamp(min=1)
-    return values.sum() / pairs, preference_stats(chosen, rejected, pairs)
+    pairs = mb.total_sequences / 2
+    return pair_mean(values, pairs), preference_stats(chosen, rejected, pairs)
 
 
 def main(cfg: Config) -> None:

@@ -18,8 +18,10 @@ UPSTREAM = {"transformers", "peft", "torch"}  # never patched
 # what each part may import of this repository; the longest prefix that matches a module's name decides
 OWN = {
     "recipes": {"rlkit"},
-    "rlkit.losses": {"rlkit.losses"},
-    "rlkit.advantages": {"rlkit.advantages", "rlkit.losses._check", "rlkit.losses._numerics"},
+    "rlkit._check": set(),
+    "rlkit._numerics": {"rlkit._check"},
+    "rlkit.losses": {"rlkit.losses", "rlkit._check", "rlkit._numerics"},
+    "rlkit.advantages": {"rlkit.advantages", "rlkit._check", "rlkit._numerics"},
     "rlkit.data": {
         "rlkit.data",
         "rlkit.rewards.maths",
@@ -243,8 +245,8 @@ def test_bad_import_is_found(name, line):
         ("rlkit.vlm.x", "def f():\n    import transformers"), ("rlkit.vlm.x", "from rlkit.data.samples import Sample"),
         ("rlkit.data.x", "def f():\n    import datasets"),
         ("rlkit.data.x", "import numpy as np\nfrom PIL import Image"),
-        ("rlkit.losses.x", "import math\nfrom torch import Tensor\nfrom rlkit.losses._check import f"),
-        ("rlkit.advantages.x", "from rlkit.losses._check import f"), ("rlkit.data.x", "from . import packing"),
+        ("rlkit.losses.x", "import math\nfrom torch import Tensor\nfrom rlkit._check import f"),
+        ("rlkit.advantages.x", "from rlkit._check import f"), ("rlkit.data.x", "from . import packing"),
         ("rlkit.data.x", "from rlkit.rewards.rules import exact_match"),
         ("rlkit.rewards.x", "from rlkit.data.samples import Row\ndef f():\n    import scipy"),
         ("rlkit.report", "def f():\n    import jinja2"),

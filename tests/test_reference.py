@@ -75,26 +75,73 @@ def test_what_an_example_calls_can_be_imported_as_a_page_says():
         if not (heading := re.match(r"# (rlkit\.\w+)\.\w+$", text, re.M)):
             continue
         package, module = import_module(heading[1]), import_module(heading[0].removeprefix("# "))
-        for name in {name for _, block in FENCE.findall(text) for name in re.findall(r"(?<![.\w])(\w+)\(", block)}:
+        for name in {name for _, block in FENCE.findall(text) for name in re.findall(r"(?<![.\w])([a-z]\w+)\(", block)}:
             if inspect.isfunction(found := getattr(module, name, None)) and found.__module__ == module.__name__:
                 looked_up += 1
                 assert getattr(package, name, None) is found and name in package.__all__, f"{page}: {name}"
     assert looked_up > 100
 
 
+@pytest.mark.parametrize("package", reference.PACKAGES[:2])
+def test_the_package_has_an_index_by_family(package):
+    """Each family is a module, in the order of `__all__` and of the pages, with all that the module exports."""
+    doc, public = import_module(package).__doc__, import_module(package).__all__
+    index = re.search(r"^All, by family, each a module:\n\n((?:- .*\n|  .*\n)+)", doc, re.M)[1]
+    families = re.findall(r"^- (\w+):((?:.*\n  )*.*)", index, re.M)
+    assert [name for _, names in families for name in re.findall(r"`(\w+)`", names)] == public
+    for family, names in families:
+        assert re.findall(r"`(\w+)`", names) == import_module(f"{package}.{family}").__all__
+    pages = re.findall(rf"^### \[{package}\.(\w+)\]", PAGES["README.md"], re.M)
+    assert pages == [family for family, _ in families]
+    if package == "rlkit.losses":
+        first = re.search(r"^What most people need, fifteen functions:\n\n((?:- .*\n)+)", doc, re.M)[1]
+        assert len({*re.findall(r"`(\w+)`", first)} & {*public}) == len(re.findall(r"`(\w+)`", first)) == 15
+
+
+def test_functions_of_a_page_are_in_the_order_of_the_index():
+    for package in reference.PACKAGES[:2]:
+        for path in reference.in_order(package)[1:]:
+            if not path.stem.startswith("_"):
+                names = import_module(f"{package}.{path.stem}").__all__
+                page = PAGES[f"{package.removeprefix('rlkit.')}.{path.stem}.md"]
+                assert re.findall(r"^## `(\w+)`$", page, re.M) == names
+
+
+def described(doc):
+    """The arguments that a docstring describes."""
+    args = re.search(r"^Args(?:, \w+)*:(.*(?:\n(?: {4}.*)?$)*)", inspect.cleandoc(doc or ""), re.M)
+    names = re.findall(r"^ {4}(\w+(?:, \w+)*):", args[1], re.M) if args else []
+    return [one for some in names for one in some.split(", ")]
+
+
 @pytest.mark.parametrize(("package", "name"), FUNCTIONS)
-def test_docstring_says_what_goes_in_and_what_comes_out(package, name):
+def test_every_argument_is_described(package, name):
+    """By the function itself, by one that it names, or among those that its module or its package say once."""
     function = getattr(import_module(package), name)
-    takes = list(inspect.signature(function).parameters)
-    doc = inspect.getdoc(function) or ""
+    doc, takes = inspect.getdoc(function) or "", inspect.signature(function).parameters
     assert re.match(r"[A-Z`].*?(\.(\s|$)|\$)", doc, re.S), "no sentence and no formula"
-    args = re.search(r"^Args(?:, \w+)*:(.*(?:\n(?: {4}.*)?$)*)", doc, re.M)
-    assert args and re.search(r"^(\w+, )*Returns(, \w+)*:", doc, re.M)
-    if other := re.match(r" as `(\w+)`\.$", args[1]):
-        assert takes == list(inspect.signature(getattr(import_module(package), other[1])).parameters)
-    else:
-        named = re.findall(r"^ {4}(\w+(?:, \w+)*):", args[1], re.M)
-        assert sorted(one for names in named for one in names.split(", ")) == sorted(takes)
+    own = described(doc)
+    assert set(own) <= set(takes) and len(set(own)) == len(own)
+    known = {*own, *described(import_module(function.__module__).__doc__), *described(import_module(package).__doc__)}
+    if other := re.search(r"^Args(?:, \w+)*: as `(\w+)`\.$", doc, re.M):
+        known |= set(inspect.signature(getattr(import_module(package), other[1])).parameters)
+    assert set(takes) - known == set()
+
+
+@pytest.mark.parametrize(("package", "name"), [(p, n) for p, n in FUNCTIONS if not n.endswith("_loss")])
+def test_docstring_says_what_comes_out(package, name):
+    """Of losses the package says it, once."""
+    assert re.search(r"^(\w+, )*Returns(, \w+)*:", inspect.getdoc(getattr(import_module(package), name)), re.M)
+
+
+@pytest.mark.parametrize(("package", "name"), FUNCTIONS)
+def test_the_loop_stands_below_the_function(package, name):
+    function = getattr(import_module(package), name)
+    page = PAGES[f"{function.__module__.removeprefix('rlkit.')}.md"]
+    parts = [part for part in page.split("\n## `") if part.startswith(f"{function.__name__}`")]
+    assert len(parts) == 1
+    looped = len(re.findall(rf"^\*\*As a loop\*\*\n\n```python\n(?:@.*\n)?def {function.__name__}\(", parts[0], re.M))
+    assert looped == (name != "pf_ppo_indices")  # which is a random draw
 
 
 # --- what GitHub makes of it

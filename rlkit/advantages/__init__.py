@@ -1,77 +1,61 @@
 """Advantages: pure functions on tensors that need torch alone. The conventions are those of `rlkit.losses`.
 
-Outcome advantages are [B], token-level ones [B, T]; losses take either. Group membership is an integer tensor
-`group_ids` [B] in any order and any size. A reward of nan means "not judged": it stays outside its group's statistics
-and its advantage is 0.
+    from rlkit.advantages import gae, grpo_advantages
+
+    advantages = grpo_advantages(rewards, group_ids)  # [B], one a sample
+    advantages, returns = gae(rewards, values, mask)  # [B, T], with a critic
+
+What most people need: `grpo_advantages`, `dr_grpo_advantages`, `rloo_advantages`, `gae`, `masked_whiten`,
+`reinforce_plus_plus_advantages`, `overlong_penalty`, `kl_in_reward`, `informative_groups`.
+
+All, by family, each a module:
+
+- group: against the other samples of the prompt. `grpo_advantages`, `dr_grpo_advantages`, `expand_to_tokens`
+- baselines: against another baseline. `rloo_advantages`, `remax_advantages`, `opo_advantages`, `gpg_advantages`,
+  `maxrl_advantages`, `passk_advantages`, `passk_leave_one_out_advantages`
+- returns: of single tokens, from a critic. `AdvantagesAndReturns`, `gae`, `discounted_returns`, `vtrace`,
+  `rewards_to_tokens`, `length_adaptive_lambda`
+- whitened: with statistics of the whole batch. `masked_whiten`, `reinforce_plus_plus_advantages`,
+  `reinforce_plus_plus_baseline_advantages`, `gdpo_advantages`, `lite_ppo_advantages`
+- token_baseline: `optimal_token_baseline_advantages`
+- shaping: rewards before advantages are taken. `kl_in_reward`, `overlong_penalty`, `RunningMoments`, `scaled_rewards`,
+  `adaptive_kl_coef`, `FixedKL`, `AdaptiveKL`
+- filtering: which samples to train on. `informative_groups`, `pf_ppo_weights`, `pf_ppo_power_weights`,
+  `pf_ppo_indices`
+
+Outcome advantages are [B], token-level ones [B, T]; losses take either. Groups may have any size and their samples any
+order. A sample that was not judged (its reward is nan, or infinite) stays outside all statistics, and its advantage is
+0. Results are float32, or float64 where the rewards are.
+
+A function describes the arguments that are special to it. Those that many have mean the same in all:
+
+Args:
+    rewards: [B], one a sample; what is not finite means "not judged".
+    group_ids: [B], any integers, in any order: equal ids are one group.
+    mask: bool [B, T], True on the tokens that the policy wrote and is trained on.
+    logprobs: [B, T], of the policy being trained.
+    old_logprobs: [B, T], under the weights that the batch was sampled with.
+    rollout_logprobs: [B, T], the sampler's own.
+    global_sum: adds a tensor over ranks, such as an engine's method of that name: the statistics are then those of all
+        rows. All ranks must call, also one without rows, and no group may be split between them. By default these rows
+        are the batch.
 """
 
-from rlkit.advantages.baselines import (
-    gpg_advantages,
-    maxrl_advantages,
-    opo_advantages,
-    passk_advantages,
-    passk_leave_one_out_advantages,
-    remax_advantages,
-    rloo_advantages,
-)
-from rlkit.advantages.filtering import informative_groups, pf_ppo_indices, pf_ppo_power_weights, pf_ppo_weights
-from rlkit.advantages.group import dr_grpo_advantages, expand_to_tokens, grpo_advantages
-from rlkit.advantages.returns import (
-    discounted_returns,
-    gae,
-    length_adaptive_lambda,
-    masked_whiten,
-    rewards_to_tokens,
-    vtrace,
-)
-from rlkit.advantages.shaping import (
-    AdaptiveKL,
-    FixedKL,
-    RunningMoments,
-    adaptive_kl_coef,
-    kl_in_reward,
-    overlong_penalty,
-    scaled_rewards,
-)
-from rlkit.advantages.token_baseline import optimal_token_baseline_advantages
-from rlkit.advantages.whitened import (
-    gdpo_advantages,
-    lite_ppo_advantages,
-    reinforce_plus_plus_advantages,
-    reinforce_plus_plus_baseline_advantages,
-)
+from rlkit.advantages import baselines, filtering, group, returns, shaping, token_baseline, whitened
+from rlkit.advantages.baselines import *
+from rlkit.advantages.filtering import *
+from rlkit.advantages.group import *
+from rlkit.advantages.returns import *
+from rlkit.advantages.shaping import *
+from rlkit.advantages.token_baseline import *
+from rlkit.advantages.whitened import *
 
 __all__ = [
-    "AdaptiveKL",
-    "FixedKL",
-    "RunningMoments",
-    "adaptive_kl_coef",
-    "discounted_returns",
-    "dr_grpo_advantages",
-    "expand_to_tokens",
-    "gae",
-    "gdpo_advantages",
-    "gpg_advantages",
-    "grpo_advantages",
-    "informative_groups",
-    "kl_in_reward",
-    "length_adaptive_lambda",
-    "lite_ppo_advantages",
-    "masked_whiten",
-    "maxrl_advantages",
-    "opo_advantages",
-    "optimal_token_baseline_advantages",
-    "overlong_penalty",
-    "passk_advantages",
-    "passk_leave_one_out_advantages",
-    "pf_ppo_indices",
-    "pf_ppo_power_weights",
-    "pf_ppo_weights",
-    "reinforce_plus_plus_advantages",
-    "reinforce_plus_plus_baseline_advantages",
-    "remax_advantages",
-    "rewards_to_tokens",
-    "rloo_advantages",
-    "scaled_rewards",
-    "vtrace",
+    *group.__all__,
+    *baselines.__all__,
+    *returns.__all__,
+    *whitened.__all__,
+    *token_baseline.__all__,
+    *shaping.__all__,
+    *filtering.__all__,
 ]

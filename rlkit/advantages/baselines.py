@@ -3,9 +3,20 @@
 import torch
 from torch import Tensor
 
+from rlkit._check import check_groups, check_not_negative, check_positive, check_rank, check_shape
+from rlkit._numerics import GlobalSum, one_rank
+from rlkit.advantages._groups import centre, group_index, group_max, group_sums, in_dtype_of, judged_rewards
 from rlkit.advantages.filtering import informative_groups
-from rlkit.advantages.group import _centre, _group_sums
-from rlkit.losses._check import check_groups, check_not_negative, check_positive, check_rank, check_shape
+
+__all__ = [
+    "rloo_advantages",
+    "remax_advantages",
+    "opo_advantages",
+    "gpg_advantages",
+    "maxrl_advantages",
+    "passk_advantages",
+    "passk_leave_one_out_advantages",
+]
 
 
 def rloo_advantages(rewards: Tensor, group_ids: Tensor) -> Tensor:
@@ -18,20 +29,13 @@ def rloo_advantages(rewards: Tensor, group_ids: Tensor) -> Tensor:
     Choices: a group of one has no others and gives 0; verl's looped version gives it the raw reward, its vectorised
     one 0.
 
-    Args:
-        rewards: [B], one a sample; nan means "not judged": no other's baseline, advantage 0.
-        group_ids: [B], any integers, in any order: equal ids are one group, of any size.
-
     Returns:
-        [B], float32 (float64 for float64 rewards).
-
-    Raises:
-        ValueError: where rewards are not [B] or group_ids are not integers of that length.
+        [B].
     """
     check_groups(group_ids, rewards=rewards)
-    centred, index, count = _centre(rewards, group_ids)
-    advantages = centred * (count / (count - 1).clamp(min=1))[index]
-    return advantages.to(torch.promote_types(rewards.dtype, torch.float32))
+    centred, index, count = centre(rewards, group_ids)
+    factor = count / (count - 1).clamp(min=1)
+    return in_dtype_of(rewards, factor[index] * centred)
 
 
 def remax_advantages(rewards: Tensor, greedy_rewards: Tensor) -> Tensor:
@@ -40,24 +44,19 @@ def remax_advantages(rewards: Tensor, greedy_rewards: Tensor) -> Tensor:
     ReMax, https://arxiv.org/abs/2310.10505.
 
     Args:
-        rewards: [B], one a sample; nan means "not judged": advantage 0.
-        greedy_rewards: [B], the reward of the answer decoded greedily from the sample's prompt; nan likewise.
+        greedy_rewards: [B], the reward of the answer decoded greedily from the sample's prompt; nan: advantage 0.
 
     Returns:
         [B], float32 (float64 where one of them is float64).
-
-    Raises:
-        ValueError: where rewards are not [B] or greedy_rewards are of another shape.
     """
     check_rank("rewards", rewards, 1, "[B]")
     check_shape("greedy_rewards", greedy_rewards, tuple(rewards.shape), "as rewards")
-    dtype = torch.promote_types(torch.promote_types(rewards.dtype, greedy_rewards.dtype), torch.float32)
-    judged = ~(rewards.isnan() | greedy_rewards.isnan())
-    difference = torch.where(judged, rewards, 0).double() - torch.where(judged, greedy_rewards, 0).double()
-    return difference.to(dtype)
+    (known, judged), (greedy, greedy_judged) = judged_rewards(rewards), judged_rewards(greedy_rewards)
+    advantages = torch.where(judged & greedy_judged, known - greedy, 0)
+    return in_dtype_of(rewards + greedy_rewards, advantages)
 
 
-def opo_advantages(rewards: Tensor, lengths: Tensor, group_ids: Tensor) -> Tensor:
+def opo_advantages(rewards: Tensor, group_ids: Tensor, lengths: Tensor) -> Tensor:
     r"""Reward minus the mean of its group weighted by length.
 
     $$A_i = r_i - \frac{\sum_j l_j r_j}{\sum_j l_j}$$
@@ -69,26 +68,21 @@ def opo_advantages(rewards: Tensor, lengths: Tensor, group_ids: Tensor) -> Tenso
     has no baseline and gives 0: none of its tokens is trained on.
 
     Args:
-        rewards: [B], one a sample; nan means "not judged": outside its group's baseline, advantage 0.
         lengths: [B], trained tokens a sample (`mask.sum(1)`), >= 0.
-        group_ids: [B], any integers, in any order: equal ids are one group, of any size.
 
     Returns:
-        [B], float32 (float64 for float64 rewards).
-
-    Raises:
-        ValueError: where rewards or lengths are not [B] or group_ids are not integers of that length.
+        [B].
     """
     check_groups(group_ids, rewards=rewards, lengths=lengths)
-    centred, index, _ = _centre(rewards, group_ids)
-    weights = torch.where(rewards.isnan(), 0, lengths).double()
-    total = _group_sums(weights, index)
-    shift = _group_sums(weights * centred, index) / torch.where(total > 0, total, 1.0)
-    advantages = torch.where(rewards.isnan() | (total == 0)[index], 0.0, centred - shift[index])
-    return advantages.to(torch.promote_types(rewards.dtype, torch.float32))
+    centred, index, _ = centre(rewards, group_ids)
+    _, judged = judged_rewards(rewards)
+    weights = torch.where(judged, lengths, 0).double()
+    total = group_sums(weights, index)[index]
+    baseline = group_sums(weights * centred, index)[index] / torch.where(total > 0, total, 1)
+    return in_dtype_of(rewards, torch.where(judged & (total > 0), centred - baseline, 0))
 
 
-def gpg_advantages(rewards: Tensor, group_ids: Tensor, alpha: float | Tensor | None = None) -> Tensor:
+def gpg_advantages(rewards: Tensor, group_ids: Tensor, global_sum: GlobalSum = one_rank) -> Tensor:
     r"""Reward minus the mean of its group, scaled up for the samples of groups that teach nothing.
 
     $$A_i = \alpha (r_i - \mathrm{mean}(r)), \quad \alpha = \frac{B}{B - M}$$
@@ -102,23 +96,15 @@ def gpg_advantages(rewards: Tensor, group_ids: Tensor, alpha: float | Tensor | N
     threshold beta_th of the paper (draw more prompts until enough groups are informative) belongs to the sampler: see
     `informative_groups`.
 
-    Args:
-        rewards: [B], one a sample; nan means "not judged": outside its group's mean and outside B and M, advantage 0.
-        group_ids: [B], any integers, in any order: equal ids are one group, of any size.
-        alpha: the factor over the whole batch, where these rows are not all of it (several ranks); 1 for none.
-
     Returns:
-        [B], float32 (float64 for float64 rewards); 0 throughout where no group is informative.
-
-    Raises:
-        ValueError: where rewards are not [B] or group_ids are not integers of that length.
+        [B]; 0 throughout where no group is informative.
     """
     check_groups(group_ids, rewards=rewards)
-    centred, _, _ = _centre(rewards, group_ids)
-    if alpha is None:
-        judged = ~rewards.isnan()
-        alpha = judged.sum() / (judged & informative_groups(rewards, group_ids)).sum().clamp(min=1).double()
-    return (alpha * centred).to(torch.promote_types(rewards.dtype, torch.float32))
+    centred, _, _ = centre(rewards, group_ids)
+    _, judged = judged_rewards(rewards)
+    informative = judged & informative_groups(rewards, group_ids)
+    samples, useful = global_sum(torch.stack([judged.sum(), informative.sum()]).double()).to(centred.device)
+    return in_dtype_of(rewards, samples / useful.clamp(min=1) * centred)
 
 
 def maxrl_advantages(rewards: Tensor, group_ids: Tensor) -> Tensor:
@@ -134,21 +120,16 @@ def maxrl_advantages(rewards: Tensor, group_ids: Tensor) -> Tensor:
     A group of one gives 0; the authors' code gives it reward / 1e-6.
 
     Args:
-        rewards: [B], >= 0 and made for 0 and 1; nan means "not judged": outside its group's mean, advantage 0.
-        group_ids: [B], any integers, in any order: equal ids are one group, of any size.
+        rewards: [B], >= 0 and made for 0 and 1.
 
     Returns:
-        [B], float32 (float64 for float64 rewards); 0 where the mean of the group is not above 0.
-
-    Raises:
-        ValueError: where rewards are not [B] or group_ids are not integers of that length.
+        [B]; 0 where the mean of the group is not above 0.
     """
     check_groups(group_ids, rewards=rewards)
-    centred, index, count = _centre(rewards, group_ids)
-    total = _group_sums(torch.where(rewards.isnan(), 0, rewards).double(), index)
-    mean = (total / count.clamp(min=1))[index]
-    advantages = torch.where(mean > 0, centred / torch.where(mean > 0, mean, 1.0), 0.0)
-    return advantages.to(torch.promote_types(rewards.dtype, torch.float32))
+    centred, index, count = centre(rewards, group_ids)
+    known, _ = judged_rewards(rewards)
+    mean = (group_sums(known, index) / count.clamp(min=1))[index]
+    return in_dtype_of(rewards, torch.where(mean > 0, centred / torch.where(mean > 0, mean, 1), 0))
 
 
 def passk_advantages(rewards: Tensor, group_ids: Tensor, k: int, threshold: float = 0.5, eps: float = 1e-6) -> Tensor:
@@ -167,34 +148,26 @@ def passk_advantages(rewards: Tensor, group_ids: Tensor, k: int, threshold: floa
     no k of them can be drawn. verl's "pass@k" is another method: see `passk_leave_one_out_advantages`.
 
     Args:
-        rewards: [B], one a sample; nan means "not judged": not one of the N, advantage 0.
-        group_ids: [B], any integers, in any order: equal ids are one group, of any size.
         k: > 0.
         threshold: a sample passes where its reward is above this.
         eps: >= 0.
 
     Returns:
-        [B], float32 (float64 for float64 rewards); 0 where every k of the group hold a pass, or none passes.
-
-    Raises:
-        ValueError: where rewards are not [B], group_ids are not integers of that length, k is not positive or eps is
-            negative.
+        [B]; 0 where every k of the group hold a pass, or none passes.
     """
     check_groups(group_ids, rewards=rewards)
     check_positive(k=k)
     check_not_negative(eps=eps)
-    judged = ~rewards.isnan()
-    passed = judged & (rewards > threshold)
-    _, index = torch.unique(group_ids, return_inverse=True)
-    count = _group_sums(judged.double(), index)
-    failed = count - _group_sums(passed.double(), index)
+    index = group_index(group_ids)
+    known, judged = judged_rewards(rewards)
+    passed = judged & (known > threshold)
+    count = group_sums(judged.double(), index)[index]
+    failed = count - group_sums(passed.double(), index)[index]
     all_fail = _subset_ratio(failed, count, k)
     others_fail = _subset_ratio(failed - 1, count - 1, k - 1)
     scale = (all_fail * (1 - all_fail)).sqrt() + eps
-    scale = torch.where(scale > 0, scale, 1.0)
-    advantages = torch.where(passed, (all_fail / scale)[index], ((all_fail - others_fail) / scale)[index])
-    advantages = torch.where(judged, advantages, 0.0)  # fewer than k samples: both ratios are 0
-    return advantages.to(torch.promote_types(rewards.dtype, torch.float32))
+    advantages = torch.where(passed, all_fail, all_fail - others_fail) / torch.where(scale > 0, scale, 1)
+    return in_dtype_of(rewards, torch.where(judged, advantages, 0))
 
 
 def passk_leave_one_out_advantages(rewards: Tensor, group_ids: Tensor) -> Tensor:
@@ -207,27 +180,17 @@ def passk_leave_one_out_advantages(rewards: Tensor, group_ids: Tensor) -> Tensor
     Choices: not divided by the group's standard deviation, as in the paper (verl's grpo_passk does so by default). A
     group of one gives 0 (verl raises).
 
-    Args:
-        rewards: [B], one a sample; nan means "not judged": no one's rival, advantage 0.
-        group_ids: [B], any integers, in any order: equal ids are one group, of any size.
-
     Returns:
-        [B], >= 0, float32 (float64 for float64 rewards).
-
-    Raises:
-        ValueError: where rewards are not [B] or group_ids are not integers of that length.
+        [B], >= 0.
     """
     check_groups(group_ids, rewards=rewards)
-    judged = ~rewards.isnan()
-    known = torch.where(judged, rewards, 0).double()
-    _, index = torch.unique(group_ids, return_inverse=True)
-    lowest = torch.full_like(known, -torch.inf)
-    best = lowest.scatter_reduce(0, index, torch.where(judged, known, -torch.inf), "amax")[index]
-    is_best = judged & (known == best)
-    second = lowest.scatter_reduce(0, index, torch.where(judged & ~is_best, known, -torch.inf), "amax")[index]
-    alone = (_group_sums(is_best.double(), index) == 1)[index] & (second > -torch.inf)
-    advantages = torch.where(is_best & alone, known - torch.where(alone, second, 0.0), 0.0)
-    return advantages.to(torch.promote_types(rewards.dtype, torch.float32))
+    index = group_index(group_ids)
+    known, judged = judged_rewards(rewards)
+    known = torch.where(judged, known, -torch.inf)
+    is_best = judged & (known == group_max(known, index))
+    second = group_max(torch.where(is_best, -torch.inf, known), index)
+    single = is_best & (group_sums(is_best.double(), index) == 1)[index] & (second > -torch.inf)
+    return in_dtype_of(rewards, torch.where(single, known, 0) - torch.where(single, second, 0))
 
 
 def _subset_ratio(part: Tensor, whole: Tensor, k: int) -> Tensor:

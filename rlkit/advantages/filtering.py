@@ -3,8 +3,15 @@
 import torch
 from torch import Tensor
 
-from rlkit.advantages.group import _group_sums
-from rlkit.losses._check import check_groups, check_not_negative, check_rank, fail
+from rlkit._check import check_float, check_groups, check_not_negative, check_rank, fail
+from rlkit.advantages._groups import group_index, group_max, group_min, group_sums, in_dtype_of, judged_rewards
+
+__all__ = [
+    "informative_groups",
+    "pf_ppo_weights",
+    "pf_ppo_power_weights",
+    "pf_ppo_indices",
+]
 
 
 def informative_groups(rewards: Tensor, group_ids: Tensor) -> Tensor:
@@ -17,21 +24,14 @@ def informative_groups(rewards: Tensor, group_ids: Tensor) -> Tensor:
     Choices: DAPO asks that some but not all answers are right; for rewards 0 and 1 that is the same. verl keeps groups
     of one; as their advantage is 0 we do not.
 
-    Args:
-        rewards: [B], one a sample; nan means "not judged": its group goes by the other rewards.
-        group_ids: [B], any integers, in any order: equal ids are one group, of any size.
-
     Returns:
         bool [B], equal within a group, also for its samples that were not judged; False for a group with fewer than two
         judged samples.
-
-    Raises:
-        ValueError: where rewards are not [B] or group_ids are not integers of that length.
     """
     check_groups(group_ids, rewards=rewards)
-    is_best, is_worst, _, index = _extremes(rewards, group_ids)
-    middle = _group_sums((is_best ^ is_worst).double(), index)  # in a group of equal rewards each is both
-    return (middle > 0)[index]
+    known, judged = judged_rewards(rewards)
+    largest, smallest = _extremes(known, judged, group_index(group_ids))
+    return smallest < largest
 
 
 def pf_ppo_weights(rewards: Tensor, group_ids: Tensor, best: float = 0.5, worst: float = 0.0) -> Tensor:
@@ -49,30 +49,25 @@ def pf_ppo_weights(rewards: Tensor, group_ids: Tensor, best: float = 0.5, worst:
     its "max_random" draws the best four times as often as another, a share that falls with N.
 
     Args:
-        rewards: [B], one a sample; nan means "not judged": not one of the N, weight 0.
-        group_ids: [B], any integers, in any order: equal ids are one group, of any size.
-        best: share of the best, >= 0.
-        worst: share of the worst, >= 0; best + worst <= 1.
+        best, worst: shares of the best and the worst, >= 0; best + worst <= 1.
 
     Returns:
-        [B], float32 (float64 for float64 rewards), summing to 1 in each group with a judged sample: draw samples with
-        `pf_ppo_indices`, or weigh each one's loss by N w.
-
-    Raises:
-        ValueError: where rewards are not [B], group_ids are not integers of that length, a share is negative or the
-            shares exceed 1.
+        [B], summing to 1 in each group with a judged sample: draw samples with `pf_ppo_indices`, or weigh each one's
+        loss by N w.
     """
     check_groups(group_ids, rewards=rewards)
     check_not_negative(best=best, worst=worst)
     if best + worst > 1:
         fail("best + worst", best + worst, "at most 1")
-    is_best, is_worst, judged, index = _extremes(rewards, group_ids)
-    p = is_best / _group_sums(is_best.double(), index).clamp(min=1)[index]
-    q = is_worst / _group_sums(is_worst.double(), index).clamp(min=1)[index]
-    count = _group_sums(judged.double(), index)[index]
-    weights = best * p + worst * q + (1 - best - worst) * (1 - p) / (count - 1).clamp(min=1)
-    weights = torch.where(count > 1, weights, 1.0)
-    return torch.where(judged, weights, 0.0).to(torch.promote_types(rewards.dtype, torch.float32))
+    index = group_index(group_ids)
+    known, judged = judged_rewards(rewards)
+    largest, smallest = _extremes(known, judged, index)
+    p = _share_of_group(judged & (known == largest), index)
+    q = _share_of_group(judged & (known == smallest), index)
+    others = group_sums(judged.double(), index)[index] - 1
+    weights = best * p + worst * q + (1 - best - worst) * (1 - p) / others.clamp(min=1)
+    weights = torch.where(others > 0, weights, 1)
+    return in_dtype_of(rewards, torch.where(judged, weights, 0))
 
 
 def pf_ppo_power_weights(rewards: Tensor, group_ids: Tensor, power: float = 2.0) -> Tensor:
@@ -89,25 +84,19 @@ def pf_ppo_power_weights(rewards: Tensor, group_ids: Tensor, power: float = 2.0)
     |r|^p, which lets a reward of 0 through beside others; here that has weight 0.
 
     Args:
-        rewards: [B], one a sample; nan means "not judged": not in the sum, weight 0.
-        group_ids: [B], any integers, in any order: equal ids are one group, of any size.
         power: p, >= 0; 0 gives equal weights.
 
     Returns:
-        [B], float32 (float64 for float64 rewards), summing to 1 in each group with a judged sample: draw samples with
-        `pf_ppo_indices`.
-
-    Raises:
-        ValueError: where rewards are not [B], group_ids are not integers of that length, or power is negative.
+        [B], summing to 1 in each group with a judged sample: draw samples with `pf_ppo_indices`.
     """
     check_groups(group_ids, rewards=rewards)
     check_not_negative(power=power)
-    _, index = torch.unique(group_ids, return_inverse=True)
-    judged = ~rewards.isnan()
-    powers = torch.where(judged, rewards, 0).double().abs().pow(power) * judged
-    powers = torch.where(_group_sums(powers, index)[index] > 0, powers, judged.double())
-    weights = powers / _group_sums(powers, index)[index].clamp(min=torch.finfo(powers.dtype).tiny)
-    return weights.to(torch.promote_types(rewards.dtype, torch.float32))
+    index = group_index(group_ids)
+    known, judged = judged_rewards(rewards)
+    powers = known.abs().pow(power) * judged
+    powers = torch.where(group_sums(powers, index)[index] > 0, powers, judged.double())
+    total = group_sums(powers, index)[index]
+    return in_dtype_of(rewards, powers / torch.where(total > 0, total, 1))
 
 
 def pf_ppo_indices(weights: Tensor, count: int, generator: torch.Generator) -> Tensor:
@@ -122,25 +111,22 @@ def pf_ppo_indices(weights: Tensor, count: int, generator: torch.Generator) -> T
 
     Returns:
         int64 [count], row numbers.
-
-    Raises:
-        ValueError: where weights are not floating point [B] or count is negative.
     """
+    check_float("weights", weights)
     check_rank("weights", weights, 1, "[B]")
-    if not weights.is_floating_point():
-        fail("weights", weights, "a floating point tensor")
     check_not_negative(count=count)
     if count == 0:
         return torch.zeros(0, dtype=torch.long, device=weights.device)
     return torch.multinomial(weights, count, replacement=True, generator=generator)
 
 
-def _extremes(rewards: Tensor, group_ids: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """(is best of its group [B], is worst [B], judged [B], group index of each sample [B]); ties are all best."""
-    _, index = torch.unique(group_ids, return_inverse=True)
-    judged = ~rewards.isnan()
-    known = torch.where(judged, rewards, 0).double()
-    least = torch.full_like(known, -torch.inf)
-    highest = least.scatter_reduce(0, index, torch.where(judged, known, -torch.inf), "amax")[index]
-    lowest = (-least).scatter_reduce(0, index, torch.where(judged, known, torch.inf), "amin")[index]
-    return judged & (known == highest), judged & (known == lowest), judged, index
+def _extremes(known: Tensor, judged: Tensor, index: Tensor) -> tuple[Tensor, Tensor]:
+    """[B] each: the largest and the smallest judged reward of the group of each sample."""
+    largest = group_max(torch.where(judged, known, -torch.inf), index)
+    smallest = group_min(torch.where(judged, known, torch.inf), index)
+    return largest, smallest
+
+
+def _share_of_group(chosen: Tensor, index: Tensor) -> Tensor:
+    """[B]: 1 / n on the n chosen samples of a group, 0 on the others."""
+    return chosen / group_sums(chosen.double(), index).clamp(min=1)[index]

@@ -3,8 +3,14 @@
 import torch
 from torch import Tensor
 
-from rlkit.losses._check import check_groups, check_mask, check_not_negative, check_rank, check_shape
-from rlkit.losses._numerics import masked
+from rlkit._check import check_groups, check_mask, check_not_negative, check_rank, check_shape
+from rlkit.advantages._groups import centre, group_sums, in_dtype_of, root
+
+__all__ = [
+    "grpo_advantages",
+    "dr_grpo_advantages",
+    "expand_to_tokens",
+]
 
 
 def grpo_advantages(rewards: Tensor, group_ids: Tensor, eps: float = 1e-6) -> Tensor:
@@ -16,26 +22,20 @@ def grpo_advantages(rewards: Tensor, group_ids: Tensor, eps: float = 1e-6) -> Te
     DeepSeekMath, https://arxiv.org/abs/2402.03300 section 4.1.2.
 
     Choices: the sample standard deviation (divisor G - 1), as in verl and TRL; the paper leaves it open. A group of one
-    gives 0; verl gives it the raw reward. eps is verl's 1e-6 (TRL: 1e-4). The sums are taken in float64, as a group of
-    equal rewards must not have its rounding error scaled up to an advantage.
+    gives 0; verl gives it the raw reward. eps is verl's 1e-6 (TRL: 1e-4).
 
     Args:
-        rewards: [B], one a sample; nan means "not judged": outside its group's statistics, advantage 0.
-        group_ids: [B], any integers, in any order: equal ids are one group, of any size.
         eps: >= 0.
 
     Returns:
-        [B], float32 (float64 for float64 rewards).
-
-    Raises:
-        ValueError: where rewards are not [B], group_ids are not integers of that length, or eps is negative.
+        [B].
     """
     check_groups(group_ids, rewards=rewards)
     check_not_negative(eps=eps)
-    centred, index, count = _centre(rewards, group_ids)
-    variance = _group_sums(centred.square(), index) / (count - 1).clamp(min=1)
-    advantages = centred / (_root(variance) + eps)[index]
-    return advantages.to(torch.promote_types(rewards.dtype, torch.float32))
+    centred, index, count = centre(rewards, group_ids)
+    variance = group_sums(centred.square(), index) / (count - 1).clamp(min=1)
+    std = root(variance)[index]
+    return in_dtype_of(rewards, centred / (std + eps))
 
 
 def dr_grpo_advantages(rewards: Tensor, group_ids: Tensor) -> Tensor:
@@ -44,19 +44,12 @@ def dr_grpo_advantages(rewards: Tensor, group_ids: Tensor) -> Tensor:
     Dr. GRPO, https://arxiv.org/abs/2503.20783 sections 3.1 and 3.2: the division by the standard deviation weighs up
     groups that are nearly all right or all wrong.
 
-    Args:
-        rewards: [B], one a sample; nan means "not judged": outside its group's mean, advantage 0.
-        group_ids: [B], any integers, in any order: equal ids are one group, of any size.
-
     Returns:
-        [B], float32 (float64 for float64 rewards); 0 for a group of one.
-
-    Raises:
-        ValueError: where rewards are not [B] or group_ids are not integers of that length.
+        [B]; 0 for a group of one.
     """
     check_groups(group_ids, rewards=rewards)
-    centred, _, _ = _centre(rewards, group_ids)
-    return centred.to(torch.promote_types(rewards.dtype, torch.float32))
+    centred, _, _ = centre(rewards, group_ids)
+    return in_dtype_of(rewards, centred)
 
 
 def expand_to_tokens(advantages: Tensor, mask: Tensor) -> Tensor:
@@ -64,36 +57,11 @@ def expand_to_tokens(advantages: Tensor, mask: Tensor) -> Tensor:
 
     Args:
         advantages: [B].
-        mask: bool [B, T].
 
     Returns:
         [B, T], of the dtype of `advantages`.
-
-    Raises:
-        ValueError: for a wrong rank, shape or dtype.
     """
     check_mask(mask)
     check_rank("advantages", advantages, 1, "[B]")
     check_shape("advantages", advantages, (mask.shape[0],), "[B] as mask")
-    return masked(advantages[:, None], mask)
-
-
-def _root(variance: Tensor) -> Tensor:
-    """The square root of a float64 variance, never quite 0: 0 may be divided by it, and its gradient at 0 is 0."""
-    return variance.clamp(min=torch.finfo(torch.float64).tiny).sqrt()
-
-
-def _group_sums(x: Tensor, index: Tensor, groups: int | None = None) -> Tensor:
-    """[groups, ...]: the sum of x [B, ...] over group k at k; by default as long as x, slots past the last group 0."""
-    slots = x.shape[0] if groups is None else groups
-    return x.new_zeros(slots, *x.shape[1:]).index_add_(0, index, x)
-
-
-def _centre(rewards: Tensor, group_ids: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """(rewards minus group mean with 0 where not judged [B], group index of each sample [B], judged by group [B])."""
-    _, index = torch.unique(group_ids, return_inverse=True)
-    judged = ~rewards.isnan()
-    known = torch.where(judged, rewards, 0.0).double()
-    count = _group_sums(judged.double(), index)
-    mean = _group_sums(known, index) / count.clamp(min=1)
-    return torch.where(judged, known - mean[index], 0.0), index, count
+    return torch.where(mask, advantages[:, None], 0)

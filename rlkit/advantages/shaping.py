@@ -1,24 +1,35 @@
 """Rewards that are shaped before advantages are taken: KL in the reward, overlong answers, coefficients that adapt,
 rewards on the scale of all rewards so far."""
 
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from rlkit.losses._check import (
+from rlkit._check import (
     check_not_negative,
     check_per_token,
     check_positive,
     check_rank,
     fail,
 )
-from rlkit.losses._numerics import masked
+from rlkit._numerics import GlobalSum, at_least_float32, masked, one_rank
+from rlkit.advantages._groups import in_dtype_of
+from rlkit.advantages._tokens import rewards_per_token
+
+__all__ = [
+    "kl_in_reward",
+    "overlong_penalty",
+    "RunningMoments",
+    "scaled_rewards",
+    "adaptive_kl_coef",
+    "FixedKL",
+    "AdaptiveKL",
+]
 
 
 @torch.no_grad()
-def kl_in_reward(rewards_per_token: Tensor, kl: Tensor, coef: float | Tensor, mask: Tensor) -> Tensor:
+def kl_in_reward(rewards: Tensor, kl: Tensor, mask: Tensor, kl_coef: float | Tensor) -> Tensor:
     r"""Each token's reward less the coefficient times its KL estimate: $r_t - \beta\, kl_t$ on the mask.
 
     Ziegler et al., https://arxiv.org/abs/1909.08593 eq. 2; per token as in InstructGPT,
@@ -28,27 +39,19 @@ def kl_in_reward(rewards_per_token: Tensor, kl: Tensor, coef: float | Tensor, ma
     whole sequences, exactly; the other estimates bias it here. Take the advantages after this, not before.
 
     Args:
-        rewards_per_token: [B, T], such as from `rewards_to_tokens`.
-        kl: [B, T], of the policy that sampled, against the reference; gets no gradient, and needs no mask of its own.
-        coef: a number >= 0 or a 0-d tensor.
-        mask: bool [B, T], True on the tokens that the policy wrote.
+        rewards: [B, T], of each token, or [B], given to the last token of the mask.
+        kl: [B, T], of the policy that sampled, against the reference.
+        kl_coef: a number >= 0 or a 0-d tensor.
 
     Returns:
-        [B, T], float32 (float64 for float64 inputs), without gradient; 0 outside the mask, whatever the inputs hold
-        there.
-
-    Raises:
-        ValueError: for a wrong rank, shape or dtype, or a negative coefficient.
+        [B, T], without gradient; 0 outside the mask.
     """
-    check_per_token(mask, rewards_per_token=rewards_per_token, kl=kl)
-    if isinstance(coef, Tensor):
-        check_rank("coef", coef, 0, "(a number or a 0-d tensor)")
+    check_per_token(mask, kl=kl)
+    if isinstance(kl_coef, Tensor):
+        check_rank("kl_coef", kl_coef, 0, "(a number or a 0-d tensor)")
     else:
-        check_not_negative(coef=coef)
-    dtype = torch.promote_types(torch.promote_types(rewards_per_token.dtype, kl.dtype), torch.float32)
-    rewards, kl = rewards_per_token.to(dtype), kl.to(dtype)
-    less = rewards - coef * kl if isinstance(coef, Tensor) else rewards.sub(kl, alpha=coef)  # which is one pass
-    return masked(less, mask)
+        check_not_negative(kl_coef=kl_coef)
+    return masked(rewards_per_token(rewards, mask) - kl_coef * at_least_float32(kl), mask)
 
 
 def overlong_penalty(lengths: Tensor, max_length: float, buffer: float, penalty: float = 1.0) -> Tensor:
@@ -67,9 +70,6 @@ def overlong_penalty(lengths: Tensor, max_length: float, buffer: float, penalty:
 
     Returns:
         [B], float32 (float64 for float64 lengths), in [-penalty, 0]; add it to the rewards.
-
-    Raises:
-        ValueError: where lengths are not [B] or a number is out of range.
     """
     check_rank("lengths", lengths, 1, "[B]")
     check_positive(max_length=max_length)
@@ -103,8 +103,8 @@ class RunningMoments:
         """The population's standard deviation; 1 where there is none, as no reward or all of them alike."""
         return (self.square / self.count) ** 0.5 if self.square > 0 else 1.0
 
-    def update(self, rewards: Tensor, global_sum: Callable[[Tensor], Tensor] = lambda x: x) -> "RunningMoments":
-        """Add a batch's rewards [B], those that are nan left out, over all ranks that `global_sum` sums over.
+    def update(self, rewards: Tensor, global_sum: GlobalSum = one_rank) -> "RunningMoments":
+        """Add a batch's rewards [B], those that are not finite left out, over all ranks that `global_sum` sums over.
 
         Two passes (the batch's mean, then its squares) and Chan et al.'s way to join them: no square is lost next to a
         large mean.
@@ -116,7 +116,7 @@ class RunningMoments:
             ValueError: rewards that are not [B].
         """
         check_rank("rewards", rewards, 1, "[B]")
-        known = rewards[~rewards.isnan()].double().cpu()
+        known = rewards[rewards.isfinite()].double().cpu()
         total, count = global_sum(torch.stack([known.sum(), known.new_tensor(len(known))])).tolist()
         if count:
             mean = total / count
@@ -137,23 +137,19 @@ def scaled_rewards(rewards: Tensor, mean: float, std: float, clip: float = float
     deviation of 1 only cut.
 
     Args:
-        rewards: [B]; nan stays nan.
         mean, std: in the unit of the rewards; std > 0.
         clip: > 0, in deviations.
 
     Returns:
         [B], float32 (float64 for float64 rewards).
-
-    Raises:
-        ValueError: rewards that are not [B], or a number out of its range.
     """
     check_rank("rewards", rewards, 1, "[B]")
     check_positive(std=std, clip=clip)
-    scaled = (rewards.to(torch.promote_types(rewards.dtype, torch.float32)) - mean) / std
-    return scaled.clamp(-clip, clip)
+    scaled = (rewards.double() - mean) / std
+    return in_dtype_of(rewards, scaled.clamp(-clip, clip))
 
 
-def adaptive_kl_coef(coef: float, kl: float, target: float, horizon: float, steps: float = 1) -> float:
+def adaptive_kl_coef(kl_coef: float, kl: float, target: float, horizon: float, steps: float = 1) -> float:
     r"""The next KL coefficient of a proportional controller: up where the measured KL is above its target, else down.
 
     $$\beta' = \beta (1 + K e), \quad e = \mathrm{clip}\Big(\frac{KL - \text{target}}{\text{target}}, -0.2, 0.2\Big),
@@ -163,7 +159,7 @@ def adaptive_kl_coef(coef: float, kl: float, target: float, horizon: float, step
     code's form, which verl keeps.
 
     Args:
-        coef: the present coefficient; >= 0.
+        kl_coef: the present coefficient; >= 0.
         kl: measured, in the unit of the target: mean a sequence or a token. An estimate may be negative.
         target: > 0.
         horizon: > 0, in the unit of `steps`.
@@ -171,18 +167,15 @@ def adaptive_kl_coef(coef: float, kl: float, target: float, horizon: float, step
 
     Returns:
         The coefficient from here on.
-
-    Raises:
-        ValueError: for a number out of range, or a KL that is nan: a broken measurement must not move the coefficient.
     """
-    check_not_negative(coef=coef)
+    check_not_negative(kl_coef=kl_coef)
     check_positive(target=target, horizon=horizon)
     if kl != kl:
         fail("kl", kl, "a number")
     if not 0 <= steps < 5 * horizon:
         fail("steps", steps, "a number in [0, 5 * horizon)")
     error = min(max(kl / target - 1, -0.2), 0.2)
-    return coef * (1 + error * steps / horizon)
+    return kl_coef * (1 + error * steps / horizon)
 
 
 @dataclass
@@ -192,14 +185,14 @@ class FixedKL:
     Save `vars(controller)`, restore with `FixedKL(**saved)`.
 
     Args:
-        coef: the coefficient; >= 0.
+        kl_coef: the coefficient; >= 0.
     """
 
-    coef: float
+    kl_coef: float
 
     def update(self, kl: float, steps: float = 1) -> float:
         """The coefficient, unchanged."""
-        return self.coef
+        return self.kl_coef
 
 
 @dataclass
@@ -209,16 +202,16 @@ class AdaptiveKL:
     Save `vars(controller)`, restore with `AdaptiveKL(**saved)`: the coefficient is all the state there is.
 
     Args:
-        coef: at the start; >= 0.
+        kl_coef: at the start; >= 0.
         target: the KL to hold, in the unit of what is measured; > 0.
         horizon: > 0, in the unit of `update`'s steps.
     """
 
-    coef: float
+    kl_coef: float
     target: float
     horizon: float
 
     def update(self, kl: float, steps: float = 1) -> float:
         """Move the coefficient by one measurement and return it. A 0-d tensor as the KL is read on the host."""
-        self.coef = adaptive_kl_coef(self.coef, float(kl), self.target, self.horizon, steps)
-        return self.coef
+        self.kl_coef = adaptive_kl_coef(self.kl_coef, float(kl), self.target, self.horizon, steps)
+        return self.kl_coef

@@ -3,17 +3,24 @@
 import torch
 from torch import Tensor
 
-from rlkit.advantages.group import _group_sums
-from rlkit.losses._check import check_groups, check_mask, check_not_negative, check_per_token, check_shape, check_tensor
+from rlkit._check import check_groups, check_not_negative, check_per_token
+from rlkit._numerics import masked
+from rlkit.advantages._groups import group_sums
+from rlkit.advantages._tokens import rewards_per_token
+from rlkit.advantages.returns import discounted_returns
+
+__all__ = [
+    "optimal_token_baseline_advantages",
+]
 
 
 @torch.no_grad()
 def optimal_token_baseline_advantages(
     rewards: Tensor,
-    mask: Tensor,
     group_ids: Tensor,
     old_logprobs: Tensor,
     sum_pi_squared: Tensor,
+    mask: Tensor,
     rollout_weights: Tensor | None = None,
     baseline_alone: bool = False,
     eps: float = 1e-8,
@@ -35,69 +42,50 @@ def optimal_token_baseline_advantages(
     is the sample's own return. A group of one gives 0; verl gives it its return.
 
     Args:
-        rewards: [B, T] token rewards, of which only those in the mask count, or [B] outcome rewards, given to the last
-            token of the mask. nan means "not judged": the row stays outside its group's baseline, advantage 0.
-        mask: bool [B, T].
-        group_ids: [B], any integers, in any order: equal ids are one group, of any size.
-        old_logprobs: [B, T], nats.
+        rewards: [B, T], of each token, or [B], given to the last token of the mask.
         sum_pi_squared: [B, T], the sum over the vocabulary of squared probabilities where the token was sampled:
-            `rlkit.losses.sum_pi_squared`, moved by one column so that it is aligned with the token.
+            `rlkit.losses.sum_pi_squared`, aligned by `rlkit.losses.align_with_tokens`.
         rollout_weights: [B, T], importance weights of the trainer against the sampler; by default 1.
         baseline_alone: True for the formula as it is also where one sample is left; see above.
         eps: >= 0.
 
     Returns:
-        [B, T], detached, 0 outside the mask, float32 (float64 for float64 rewards).
-
-    Raises:
-        ValueError: for a wrong rank, shape or dtype, or a negative eps.
+        [B, T], without gradient; 0 outside the mask.
     """
-    check_mask(mask)
+    rewards = masked(rewards_per_token(rewards, mask), mask)
     check_not_negative(eps=eps)
-    check_tensor("rewards", rewards)
-    outcome = rewards.ndim == 1
-    check_shape("rewards", rewards, tuple(mask.shape[:1] if outcome else mask.shape), "or [B, T] as mask")
-    check_groups(group_ids, mask=mask[:, :1].any(1))
+    check_groups(group_ids, rewards=rewards[:, :1].sum(1))
     check_per_token(mask, old_logprobs=old_logprobs, sum_pi_squared=sum_pi_squared)
     if rollout_weights is not None:
         check_per_token(mask, rollout_weights=rollout_weights)
-    dtype = torch.promote_types(rewards.dtype, torch.float32)
-    unique, index = torch.unique(group_ids, return_inverse=True)
-    groups = unique.shape[0]
-    # each row's trained tokens are laid side by side from column 1 on; all that does not count goes to column 0
-    trained = mask.long()
-    slots = trained.cumsum(1).mul_(trained)
-    if outcome:
-        returns = rewards.to(dtype)[:, None]
-        judged = ~returns.isnan()
-    else:
-        values = _side_by_side(rewards.to(dtype), slots)
-        sums = values.cumsum(1, dtype=torch.float64)
-        judged = ~sums[:, -1:].isnan()
-        returns = sums.neg().add_(sums[:, -1:]).add_(values).to(dtype)
-    returns = torch.where(judged, returns, 0.0)
-    slots = slots * judged.long()
-    lengths = trained.sum(1, keepdim=True) * judged
+    dtype = rewards.dtype
+    mask = mask & rewards.isfinite().all(1, keepdim=True)
+    lengths = mask.sum(1, keepdim=True)
 
-    # sums over few rows, for which float32 does; (s - 1) - 2 (pi - 1) loses nothing where pi is close to 1
-    norms = (sum_pi_squared.to(dtype) - 1).sub_(old_logprobs.to(dtype).expm1(), alpha=2)
-    norms.clamp_(min=0)  # rounding can take it below 0
+    norms = (sum_pi_squared.to(dtype) - 1) - 2 * old_logprobs.to(dtype).expm1()  # exact also where pi is close to 1
+    norms = norms.clamp(min=0)  # rounding can take it below 0
     if rollout_weights is not None:
-        norms.mul_(rollout_weights).mul_(rollout_weights)
-    live = (torch.arange(slots.shape[1] + 1, device=mask.device) <= lengths).to(dtype)
-    energy = _side_by_side(norms, slots).cumsum_(1).mul_(live)
-    denominator = _group_sums(energy, index, groups).add_(eps).clamp_(min=torch.finfo(dtype).tiny)
-    baseline = _group_sums(energy.mul_(returns), index, groups).div_(denominator)
+        norms = norms * rollout_weights.to(dtype).square()
+
+    # the tokens of each row side by side, from column 1 on: the t-th of one row is compared with the t-th of the others
+    places = mask.cumsum(1) * mask
+    live = torch.arange(mask.shape[1] + 1, device=mask.device) <= lengths
+    returns = _side_by_side(discounted_returns(rewards, mask), places)
+    weights = torch.where(live, _side_by_side(norms, places).cumsum(1), 0)
+
+    unique, index = torch.unique(group_ids, return_inverse=True)
+    groups = len(unique)
+    denominator = (group_sums(weights, index, groups) + eps).clamp(min=torch.finfo(dtype).tiny)
+    baseline = group_sums(weights * returns, index, groups) / denominator
     if not baseline_alone:
-        baseline.mul_(_group_sums(live, index, groups).sub_(1).clamp_(0, 1))  # 0 where one sample is left
-    several = (_group_sums((lengths > 0).to(dtype), index, groups) > 1)[index]
-    advantages = baseline[index].neg_().add_(returns).mul_(several.to(dtype))
-    advantages[:, 0] = 0
-    return advantages.gather(1, slots)
+        baseline = torch.where(group_sums(live.to(dtype), index, groups) > 1, baseline, 0)
+    several = group_sums((lengths > 0).to(dtype), index, groups) > 1
+    advantages = torch.where(several[index], returns - baseline[index], 0)
+    return advantages.gather(1, places) * mask
 
 
-def _side_by_side(x: Tensor, slots: Tensor) -> Tensor:
-    """[B, T + 1]: x [B, T] with column t moved to `slots[b, t]`; 0 in column 0 and wherever nothing was moved to."""
-    moved = x.new_zeros(x.shape[0], x.shape[1] + 1).scatter_(1, slots, x)
+def _side_by_side(x: Tensor, places: Tensor) -> Tensor:
+    """[B, T + 1]: x [B, T] with column t moved to `places[b, t]`; 0 in column 0 and wherever nothing was moved to."""
+    moved = x.new_zeros(len(x), x.shape[1] + 1).scatter(1, places, x)
     moved[:, 0] = 0
     return moved

@@ -59,6 +59,8 @@ def vocab_parallel_linear_logprobs(
 ) -> tuple[Tensor, Tensor]:
     r"""`vocab_parallel_logprobs` of `hidden @ weight.T`, which is worked out a few tokens at a time and never kept.
 
+    As in `rlkit.losses.linear_logprobs` products are taken in the dtype of `hidden`, and autocast is ignored.
+
     A rank finds the maximum and the sums of its slice, $\sum e^y$ and $\sum y e^y$ with $y$ counted from that maximum,
     and two all-reduces of [K] numbers put the slices together. Backward computes each chunk again.
 
@@ -135,16 +137,18 @@ class _Linear(torch.autograd.Function):
             if suppress is not None:
                 grad.index_fill_(1, suppress, 0.0)
             grad = grad.div_(ctx.temperature).to(hidden.dtype)
-            grad_hidden[rows] = grad @ weight
-            if grad_weight is not None:
-                grad_weight += grad.t() @ hidden[rows]
+            with torch.autocast(hidden.device.type, enabled=False):
+                grad_hidden[rows] = grad @ weight
+                if grad_weight is not None:
+                    grad_weight += grad.t() @ hidden[rows]
         grad_weight = None if grad_weight is None else grad_weight.to(weight.dtype)
         return grad_hidden, grad_weight, None, None, None, None, None
 
 
 def _scaled_logits(hidden: Tensor, weight: Tensor, temperature: float, suppress: Tensor | None) -> Tensor:
     """Logits of this slice over the temperature, float32; a tensor of its own."""
-    logits = linear(hidden, weight).float() / temperature
+    with torch.autocast(hidden.device.type, enabled=False):
+        logits = linear(hidden, weight).float() / temperature
     return logits if suppress is None else logits.index_fill_(1, suppress, -torch.inf)
 
 

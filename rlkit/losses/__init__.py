@@ -1,5 +1,51 @@
 """Losses, log-probabilities, KL estimates, reductions and diagnostics: pure functions on tensors that need torch alone.
 
+    from rlkit.losses import clipped_policy_loss, token_logprobs, token_mean
+
+    logprobs = token_logprobs(logits, tokens)
+    loss = clipped_policy_loss(logprobs, old_logprobs, advantages, mask, clip_high=0.28)
+    token_mean(loss, mask, total=trained_tokens).backward()
+
+What most people need, fifteen functions:
+
+- from logits: `token_logprobs`, `token_entropy`, `linear_logprobs`
+- policy and critic: `clipped_policy_loss`, `gspo_loss`, `reinforce_loss`, `clipped_value_loss`
+- the mean with its denominator: `token_mean`, `sequence_mean`
+- the distance to a reference and to the sampler: `kl_k3`, `importance_weights`
+- what to log: `ratio_stats`, `mismatch_stats`
+- preferences: `sequence_logprobs`, `dpo_loss`
+
+All, by family, each a module:
+
+- policy: one ratio a token. `clipped_policy_loss` (PPO, GRPO, DAPO), `reinforce_loss`, `gpg_loss`, `cispo_loss`,
+  `gppo_loss`, `sapo_loss`
+- sequence_policy: one ratio a sequence. `gspo_loss`, `gspo_token_loss`, `luspo_loss`, `gmpo_loss`, `topr_loss`,
+  `off_policy_sequence_mask`
+- trust_region: another region than a clipped ratio. `clip_cov_loss`, `kl_cov_loss`, `dppo_tv_loss`, `dppo_kl_loss`,
+  `dro_loss`, `vespo_loss`
+- value: `clipped_value_loss`
+- reductions: from values a token to one number. `token_sum`, `token_mean`, `sequence_mean`, `sequence_sum_mean`,
+  `fixed_length_mean`, `pair_mean`
+- logprobs: from logits or hidden states. `LogprobsAndEntropy`, `token_logprobs`, `align_with_tokens`,
+  `target_logprobs`, `token_entropy`, `sum_pi_squared`, `suppress_tokens`, `linear_logprobs`
+- entropy: `top_entropy_mask`
+- kl: from a reference. `kl_k1`, `kl_k2`, `kl_k3`, `kl_abs`, `kl_straight_through`, `kl_k3_weighted`,
+  `full_vocabulary_kl`
+- mismatch: between sampler and trainer. `importance_weights`, `sequence_importance_weights`,
+  `geometric_importance_weights`, `masked_importance_weights`, `sequence_masked_importance_weights`,
+  `token_rejection_mask`, `rejection_mask`, `sequence_rejection_mask`, `geometric_rejection_mask`,
+  `token_divergence_mask`, `sequence_sum_divergence_mask`, `sequence_mean_divergence_mask`,
+  `sequence_max_divergence_mask`
+- diagnostics: `ratio_stats`, `mismatch_stats`, `sequence_mismatch_stats`, `effective_sample_size`
+- preference: pairs of answers, single answers, reward models. `sequence_logprobs`, `sequence_mean_logprobs`,
+  `dpo_loss`, `robust_dpo_loss`, `ipo_loss`, `hinge_dpo_loss`, `slic_loss`, `apo_zero_loss`, `simpo_loss`, `orpo_loss`,
+  `kto_loss`, `kto_kl_estimate`, `bradley_terry_loss`, `reward_centring_loss`, `preference_stats`
+- preference_variants: `apo_down_loss`, `exo_loss`, `nca_loss`, `sppo_loss`, `bco_loss`, `discopop_loss`,
+  `alphapo_loss`, `alpha_divergence_dpo_loss`, `forward_kl_dpo_loss`, `js_dpo_loss`, `aot_loss`, `aot_unpaired_loss`,
+  `ld_sequence_logprobs`, `wpo_weights`
+- distillation: of a teacher and a student. `forward_kl_loss`, `reverse_kl_loss`, `jsd_loss`, `topk_forward_kl_loss`,
+  `topk_reverse_kl_loss`
+
 Conventions, said here once and held everywhere in rlkit:
 
 - B sequences, T tokens, V vocabulary, H hidden, N packed tokens, G samples a prompt.
@@ -11,180 +57,73 @@ Conventions, said here once and held everywhere in rlkit:
 - `rollout_logprobs` are the sampler's. `old_logprobs` are the trainer's under the weights that the batch was sampled
   with, simply `logprobs.detach()` when a batch is used for one step.
 - Outcome advantages are [B], token-level ones [B, T]; losses take either.
-- Losses return per-token values (per-sequence ones where the formula is per sequence). They take tensors and floats; a
-  variant of a formula is another function. Gradients flow to the policy's own tensors only.
+- Losses return values to be minimised, [B, T], or one a pair or an answer, [P] or [B], where they take whole answers.
+  They take tensors and floats; a variant of a formula is another function. Gradients flow to the policy's own tensors
+  only.
 - Reduction is a separate call with its denominator in sight: `token_mean(loss, mask, total=...)`, where `total` counts
   over all micro-batches and data-parallel ranks. The gradient then does not depend on how a batch was split.
-- Masked positions never leak: the log-ratio is masked before `exp`, so a masked inf or nan changes neither value nor
-  gradient. An unmasked log-ratio is held within +-20, with gradient 0 beyond.
-- Results are float32 at least, whatever the inputs' dtype. Checks look at shapes and dtypes, never at values.
+- Masked positions never leak: inputs may hold anything outside the mask, inf and nan included; the result is 0 there,
+  with gradient 0.
+- An unmasked log-ratio beyond +-20 counts as +-20 and gets gradient 0, so that no `exp` overflows.
+- Results are float32, or float64 where the inputs are.
+- A wrong type, rank, shape or dtype, or a number out of its range, raises a ValueError that names the argument. Checks
+  look at shapes, dtypes and Python numbers, never at a tensor's values, so none waits for a device.
+
+A function describes the arguments that are special to it. Those that many have mean the same in all:
+
+Args:
+    logprobs: [B, T], of the policy being trained.
+    old_logprobs: [B, T], under the weights that the batch was sampled with; no gradient.
+    ref_logprobs: [B, T], of the reference policy, for the same tokens; no gradient.
+    rollout_logprobs: [B, T], the sampler's own; no gradient.
+    advantages: [B] or [B, T]; no gradient.
+    mask: bool [B, T], True on the tokens that the policy wrote and is trained on. Where it may be None, that is every
+        token.
+    total: the count to divide by, over all micro-batches and data-parallel ranks: a number or a 0-d tensor. None counts
+        this mask; 0 gives 0. Trained tokens, unless a function says otherwise.
 """
 
-from rlkit.losses.diagnostics import effective_sample_size, mismatch_stats, ratio_stats, sequence_mismatch_stats
-from rlkit.losses.distillation import (
-    forward_kl_loss,
-    jsd_loss,
-    reverse_kl_loss,
-    topk_forward_kl_loss,
-    topk_reverse_kl_loss,
+from rlkit.losses import (
+    diagnostics,
+    distillation,
+    entropy,
+    kl,
+    logprobs,
+    mismatch,
+    policy,
+    preference,
+    preference_variants,
+    reductions,
+    sequence_policy,
+    trust_region,
+    value,
 )
-from rlkit.losses.kl import full_vocabulary_kl, kl_abs, kl_k1, kl_k2, kl_k3, kl_k3_weighted, kl_straight_through
-from rlkit.losses.logprobs import (
-    linear_logprobs,
-    sum_pi_squared,
-    suppress_tokens,
-    target_logprobs,
-    token_entropy,
-    token_logprobs,
-)
-from rlkit.losses.mismatch import (
-    divergence_rejection_mask,
-    geometric_importance_weights,
-    geometric_rejection_mask,
-    importance_weights,
-    masked_importance_weights,
-    max_divergence_rejection_mask,
-    mean_divergence_rejection_mask,
-    rejection_mask,
-    sequence_importance_weights,
-    sequence_masked_importance_weights,
-    sequence_rejection_mask,
-    sum_divergence_rejection_mask,
-)
-from rlkit.losses.policy import clipped_policy_loss
-from rlkit.losses.policy_variants import cispo_loss, gpg_loss, gppo_loss, reinforce_loss, sapo_loss, top_entropy_mask
-from rlkit.losses.preference import (
-    apo_zero_loss,
-    bradley_terry_loss,
-    dpo_loss,
-    hinge_dpo_loss,
-    ipo_loss,
-    kto_kl_estimate,
-    kto_loss,
-    orpo_loss,
-    preference_stats,
-    reward_centring_loss,
-    robust_dpo_loss,
-    sequence_logprobs,
-    sequence_mean_logprobs,
-    simpo_loss,
-    slic_loss,
-)
-from rlkit.losses.preference_variants import (
-    alpha_divergence_dpo_loss,
-    alphapo_loss,
-    aot_loss,
-    aot_unpaired_loss,
-    apo_down_loss,
-    bco_loss,
-    discopop_loss,
-    exo_loss,
-    forward_kl_dpo_loss,
-    js_dpo_loss,
-    ld_sequence_logprobs,
-    nca_loss,
-    sppo_loss,
-    wpo_weights,
-)
-from rlkit.losses.reductions import fixed_length_mean, sequence_mean, sequence_sum_mean, token_mean, token_sum
-from rlkit.losses.sequence_policy import (
-    gmpo_loss,
-    gspo_loss,
-    gspo_token_loss,
-    luspo_loss,
-    off_policy_sequence_mask,
-    topr_loss,
-)
-from rlkit.losses.trust_region import clip_cov_loss, dppo_kl_loss, dppo_tv_loss, dro_loss, kl_cov_loss, vespo_loss
-from rlkit.losses.value import clipped_value_loss
+from rlkit.losses.diagnostics import *
+from rlkit.losses.distillation import *
+from rlkit.losses.entropy import *
+from rlkit.losses.kl import *
+from rlkit.losses.logprobs import *
+from rlkit.losses.mismatch import *
+from rlkit.losses.policy import *
+from rlkit.losses.preference import *
+from rlkit.losses.preference_variants import *
+from rlkit.losses.reductions import *
+from rlkit.losses.sequence_policy import *
+from rlkit.losses.trust_region import *
+from rlkit.losses.value import *
 
 __all__ = [
-    "alpha_divergence_dpo_loss",
-    "alphapo_loss",
-    "aot_loss",
-    "aot_unpaired_loss",
-    "apo_down_loss",
-    "apo_zero_loss",
-    "bco_loss",
-    "bradley_terry_loss",
-    "cispo_loss",
-    "clip_cov_loss",
-    "clipped_policy_loss",
-    "clipped_value_loss",
-    "discopop_loss",
-    "divergence_rejection_mask",
-    "dpo_loss",
-    "dppo_kl_loss",
-    "dppo_tv_loss",
-    "dro_loss",
-    "effective_sample_size",
-    "exo_loss",
-    "fixed_length_mean",
-    "forward_kl_dpo_loss",
-    "forward_kl_loss",
-    "full_vocabulary_kl",
-    "geometric_importance_weights",
-    "geometric_rejection_mask",
-    "gmpo_loss",
-    "gpg_loss",
-    "gppo_loss",
-    "gspo_loss",
-    "gspo_token_loss",
-    "hinge_dpo_loss",
-    "importance_weights",
-    "ipo_loss",
-    "js_dpo_loss",
-    "jsd_loss",
-    "kl_abs",
-    "kl_cov_loss",
-    "kl_k1",
-    "kl_k2",
-    "kl_k3",
-    "kl_k3_weighted",
-    "kl_straight_through",
-    "kto_kl_estimate",
-    "kto_loss",
-    "ld_sequence_logprobs",
-    "linear_logprobs",
-    "luspo_loss",
-    "masked_importance_weights",
-    "max_divergence_rejection_mask",
-    "mean_divergence_rejection_mask",
-    "mismatch_stats",
-    "nca_loss",
-    "off_policy_sequence_mask",
-    "orpo_loss",
-    "preference_stats",
-    "ratio_stats",
-    "reinforce_loss",
-    "rejection_mask",
-    "reverse_kl_loss",
-    "reward_centring_loss",
-    "robust_dpo_loss",
-    "sapo_loss",
-    "sequence_importance_weights",
-    "sequence_logprobs",
-    "sequence_masked_importance_weights",
-    "sequence_mean",
-    "sequence_mean_logprobs",
-    "sequence_mismatch_stats",
-    "sequence_rejection_mask",
-    "sequence_sum_mean",
-    "simpo_loss",
-    "slic_loss",
-    "sppo_loss",
-    "sum_divergence_rejection_mask",
-    "sum_pi_squared",
-    "suppress_tokens",
-    "target_logprobs",
-    "token_entropy",
-    "token_logprobs",
-    "token_mean",
-    "token_sum",
-    "top_entropy_mask",
-    "topk_forward_kl_loss",
-    "topk_reverse_kl_loss",
-    "topr_loss",
-    "vespo_loss",
-    "wpo_weights",
+    *policy.__all__,
+    *sequence_policy.__all__,
+    *trust_region.__all__,
+    *value.__all__,
+    *reductions.__all__,
+    *logprobs.__all__,
+    *entropy.__all__,
+    *kl.__all__,
+    *mismatch.__all__,
+    *diagnostics.__all__,
+    *preference.__all__,
+    *preference_variants.__all__,
+    *distillation.__all__,
 ]

@@ -1,6 +1,7 @@
 """What a run logs about its ratios. Every mean is divided by a global count, so parts of a batch add up.
 
-An engine sums metrics over micro-batches and ranks and takes the maximum of keys that end in "/max".
+An engine sums metrics over micro-batches and ranks and takes the maximum of keys that end in "/max". All results are
+dicts of 0-d tensors without gradient, zeros where the mask is empty.
 """
 
 import math
@@ -8,18 +9,33 @@ import math
 import torch
 from torch import Tensor
 
-from rlkit.losses._check import advantages_per_token, check_not_negative, check_per_token
-from rlkit.losses._numerics import LOG_RATIO_LIMIT, at_least_float32, masked, masked_log_ratio, masked_sums
+from rlkit._check import advantages_per_token, check_not_negative, check_per_token
+from rlkit._numerics import (
+    LOG_RATIO_LIMIT,
+    at_least_float32,
+    divide,
+    masked,
+    masked_log_ratio,
+    masked_ratio,
+    mean_over_tokens,
+)
 from rlkit.losses.kl import kl_k3
-from rlkit.losses.reductions import divide, token_mean
+from rlkit.losses.reductions import sequence_mean, token_mean
+
+__all__ = [
+    "ratio_stats",
+    "mismatch_stats",
+    "sequence_mismatch_stats",
+    "effective_sample_size",
+]
 
 
 @torch.no_grad()
 def ratio_stats(
     logprobs: Tensor,
     old_logprobs: Tensor,
+    advantages: Tensor | None,
     mask: Tensor,
-    advantages: Tensor | None = None,
     clip_low: float = 0.2,
     clip_high: float = 0.2,
     total: float | Tensor | None = None,
@@ -34,33 +50,26 @@ def ratio_stats(
       http://joschu.net/blog/kl-approx.html.
     - "ratio/max": the largest r.
 
-    Peers differ in the first: TRL and verl count where the clip binds; CleanRL counts every r outside the interval,
-    also on the side where the minimum keeps the unclipped term. Log-ratios are held within +-20, as in the losses.
+    Choices: TRL and verl count where the clip binds, as here; CleanRL counts every r outside the interval.
 
     Args:
-        logprobs, old_logprobs: [B, T].
-        mask: bool [B, T].
-        advantages: [B] or [B, T], or None.
+        advantages: [B] or [B, T], or None for the share of all ratios outside the interval.
         clip_low, clip_high: as given to the loss; >= 0.
-        total: trained tokens over all micro-batches and ranks; None counts this mask; 0 gives 0.
 
     Returns:
-        A dict of detached 0-d tensors; zeros where the mask is empty.
-
-    Raises:
-        ValueError: for a wrong rank, shape or dtype, or a negative clip.
+        A dict of 0-d tensors.
     """
     check_per_token(mask, logprobs=logprobs, old_logprobs=old_logprobs)
     check_not_negative(clip_low=clip_low, clip_high=clip_high)
-    ratio = masked_log_ratio(logprobs, old_logprobs, mask).exp()
-    high, low = ratio > 1 + clip_high, ratio < 1 - clip_low
+    ratio = masked_ratio(logprobs, old_logprobs, mask)
+    above, below = ratio > 1 + clip_high, ratio < 1 - clip_low
     if advantages is not None:
         advantages = advantages_per_token(advantages, mask)
-        high, low = high & (advantages > 0), low & (advantages < 0)
+        above, below = above & (advantages > 0), below & (advantages < 0)
     return {
-        "ratio/clip_fraction": token_mean((high | low).to(ratio.dtype), mask, total),
+        "ratio/clip_fraction": token_mean((above | below).to(ratio.dtype), mask, total),
         "ratio/approx_kl": token_mean(kl_k3(old_logprobs, logprobs, mask), mask, total),
-        "ratio/max": _max(masked(ratio, mask)),
+        "ratio/max": _largest(masked(ratio, mask)),
     }
 
 
@@ -81,32 +90,22 @@ def mismatch_stats(
 
     In w and the KL, $\delta$ beyond +-20 counts as +-20.
 
-    Args:
-        logprobs: [B, T], the trainer's.
-        rollout_logprobs: [B, T], the sampler's.
-        mask: bool [B, T].
-        total: trained tokens over all micro-batches and ranks; None counts this mask; 0 gives 0.
-
     Returns:
-        A dict of detached 0-d tensors; zeros where the mask is empty.
-
-    Raises:
-        ValueError: for a wrong rank, shape or dtype.
+        A dict of 0-d tensors.
     """
     check_per_token(mask, logprobs=logprobs, rollout_logprobs=rollout_logprobs)
-    delta = masked(at_least_float32(logprobs) - at_least_float32(rollout_logprobs), mask)
-    size, log_w = delta.abs(), delta.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
-    rise = log_w.expm1()  # w - 1, which is 0 outside the mask as all of these are: no sum needs the mask again
-    tokens = mask.sum()
-    sums = {
-        "mismatch/abs_dlogp": size.sum(),
-        "mismatch/kl": (rise - log_w).sum(),
-        "mismatch/w_mean": rise.sum() + tokens,
-        "mismatch/w2_mean": (rise * (rise + 2)).sum() + tokens,
-        "mismatch/outside": (size > math.log(2)).sum().to(size.dtype),
+    distance = masked(at_least_float32(logprobs) - at_least_float32(rollout_logprobs), mask).abs()
+    weight = masked(masked_ratio(logprobs, rollout_logprobs, mask), mask)
+    total = mask.sum() if total is None else total
+    sums = {  # of what is 0 outside the mask
+        "mismatch/abs_dlogp": distance.sum(),
+        "mismatch/kl": kl_k3(rollout_logprobs, logprobs, mask).sum(),
+        "mismatch/w_mean": weight.sum(),
+        "mismatch/w2_mean": weight.square().sum(),
+        "mismatch/outside": (distance > math.log(2)).to(weight.dtype).sum(),
     }
-    total = tokens if total is None else total
-    return {name: divide(x, total) for name, x in sums.items()} | {"mismatch/abs_dlogp/max": _max(size)}
+    means = {name: divide(x, total) for name, x in sums.items()}
+    return means | {"mismatch/abs_dlogp/max": _largest(distance)}
 
 
 @torch.no_grad()
@@ -132,35 +131,22 @@ def sequence_mismatch_stats(
     log-probability beyond +-20 count as +-20.
 
     Args:
-        logprobs: [B, T], the trainer's; whole sequences.
-        rollout_logprobs: [B, T], the sampler's.
-        mask: bool [B, T].
-        total: sequences that have a token, over all micro-batches and ranks; None counts this mask; 0 gives 0.
+        total: sequences that have a token, over all micro-batches and ranks; None counts this mask.
 
     Returns:
-        A dict of detached 0-d tensors; zeros where the mask is empty.
-
-    Raises:
-        ValueError: for a wrong rank, shape or dtype, or a negative total.
+        A dict of 0-d tensors.
     """
     check_per_token(mask, logprobs=logprobs, rollout_logprobs=rollout_logprobs)
-    n = mask.sum(1, dtype=torch.int32)
-    some, n = n > 0, n.clamp(min=1)
-    log_w = masked_log_ratio(logprobs, rollout_logprobs, mask).sum(1)
-    held = log_w.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
-    log_ppl, rollout_log_ppl = (
-        -(masked_sums(at_least_float32(x), mask)[0] / n).clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
-        for x in (logprobs, rollout_logprobs)
-    )
-    of_each = {
-        "mismatch/sequence_w_mean": held.exp(),
-        "mismatch/sequence_chi2": (2 * held).expm1(),
-        "mismatch/ppl": log_ppl.exp(),
-        "mismatch/rollout_ppl": rollout_log_ppl.exp(),
-        "mismatch/ppl_ratio": (-log_w / n).exp(),
+    delta = masked_log_ratio(logprobs, rollout_logprobs, mask)
+    log_weight = delta.sum(1).clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
+    each = {
+        "mismatch/sequence_w_mean": log_weight.exp(),
+        "mismatch/sequence_chi2": (2 * log_weight).expm1(),
+        "mismatch/ppl": _perplexity(logprobs, mask),
+        "mismatch/rollout_ppl": _perplexity(rollout_logprobs, mask),
+        "mismatch/ppl_ratio": (-mean_over_tokens(delta, mask)[:, 0]).exp(),
     }
-    total = some.sum() if total is None else total
-    return {name: divide(torch.where(some, x, 0.0).sum(), total) for name, x in of_each.items()}
+    return {name: sequence_mean(x, mask, total) for name, x in each.items()}
 
 
 def effective_sample_size(w_mean: float | Tensor, w2_mean: float | Tensor) -> Tensor:
@@ -174,9 +160,15 @@ def effective_sample_size(w_mean: float | Tensor, w2_mean: float | Tensor) -> Te
         0-d, in (0, 1]; 1 where all weights are equal, 0 for no tokens.
     """
     first, second = torch.as_tensor(w_mean), torch.as_tensor(w2_mean)
-    return torch.where(second > 0, first.square() / second.where(second > 0, 1.0), 0.0)
+    return torch.where(second > 0, first.square() / torch.where(second > 0, second, 1), 0)
 
 
-def _max(x: Tensor) -> Tensor:
+def _perplexity(logprobs: Tensor, mask: Tensor) -> Tensor:
+    """[B]: exp of minus the mean log-probability, which is held within +-LOG_RATIO_LIMIT."""
+    mean = mean_over_tokens(masked(logprobs, mask), mask)[:, 0]
+    return (-mean).clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT).exp()
+
+
+def _largest(x: Tensor) -> Tensor:
     """The largest of x >= 0, which may be empty."""
     return x.max() if x.numel() else x.new_zeros(())

@@ -17,25 +17,22 @@ enumerate it):
 prefixes come after it. A KL taken off the reward (`rlkit.advantages.kl_in_reward`) does.
 """
 
-from typing import Any
-
 import torch
-import torch.nn.functional as F
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
-from rlkit.losses._check import (
-    check_every_token,
-    check_float,
-    check_mask,
-    check_per_token,
-    check_positive,
-    check_rank,
-    check_shape,
-)
-from rlkit.losses._numerics import at_least_float32, masked, masked_log_ratio
+from rlkit._check import check_float, check_mask, check_masked_if_any, check_positive, check_rank, check_shape
+from rlkit._numerics import masked, masked_log_ratio, masked_ratio
+from rlkit.losses._kernels import NO_PROBABILITY, divergence, reverse_kl
 
-_NO_PROBABILITY = -1e4  # stands for a log-probability of -inf where it is multiplied: exp of it is 0 even in float64
+__all__ = [
+    "kl_k1",
+    "kl_k2",
+    "kl_k3",
+    "kl_abs",
+    "kl_straight_through",
+    "kl_k3_weighted",
+    "full_vocabulary_kl",
+]
 
 
 def kl_k1(logprobs: Tensor, ref_logprobs: Tensor, mask: Tensor | None = None) -> Tensor:
@@ -46,22 +43,13 @@ def kl_k1(logprobs: Tensor, ref_logprobs: Tensor, mask: Tensor | None = None) ->
     http://joschu.net/blog/kl-approx.html.
 
     On-policy the expected gradient is $E_\pi[\nabla \log \pi] = 0$: in a loss it only adds noise. Its place is the
-    reward (`kl_in_reward`), or the value of `kl_straight_through`. A difference beyond +-20 counts as +-20 and gets
-    gradient 0, as in `clipped_policy_loss`. `ref_logprobs` gets no gradient.
-
-    Args:
-        logprobs: [B, T], of the policy.
-        ref_logprobs: [B, T], of the reference, for the same tokens.
-        mask: bool [B, T], or None for every token.
+    reward (`kl_in_reward`), or the value of `kl_straight_through`.
 
     Returns:
-        [B, T]; exactly 0, with gradient 0, outside the mask whatever the inputs hold there.
-
-    Raises:
-        ValueError: for a wrong rank, shape or dtype.
+        [B, T].
     """
-    _check(mask, logprobs=logprobs, ref_logprobs=ref_logprobs)
-    return masked_log_ratio(logprobs, ref_logprobs.detach(), mask)
+    check_masked_if_any(mask, logprobs=logprobs, ref_logprobs=ref_logprobs)
+    return masked_log_ratio(logprobs, ref_logprobs, mask)
 
 
 def kl_k2(logprobs: Tensor, ref_logprobs: Tensor, mask: Tensor | None = None) -> Tensor:
@@ -72,21 +60,13 @@ def kl_k2(logprobs: Tensor, ref_logprobs: Tensor, mask: Tensor | None = None) ->
     http://joschu.net/blog/kl-approx.html.
 
     On-policy the expected gradient is $E_\pi[\log(\pi / ref) \nabla \log \pi] = \nabla KL(\pi || ref)$, exactly; the
-    value is $E_\pi[\log^2(\pi / ref)] / 2$, equal to the KL near the reference only. A difference beyond +-20 counts as
-    +-20 and gets gradient 0. `ref_logprobs` gets no gradient.
-
-    Args:
-        logprobs: [B, T], of the policy.
-        ref_logprobs: [B, T], of the reference, for the same tokens.
-        mask: bool [B, T], or None for every token.
+    value is $E_\pi[\log^2(\pi / ref)] / 2$, equal to the KL near the reference only.
 
     Returns:
-        [B, T], never below 0; exactly 0, with gradient 0, outside the mask whatever the inputs hold there.
-
-    Raises:
-        ValueError: for a wrong rank, shape or dtype.
+        [B, T], never below 0.
     """
-    return 0.5 * kl_k1(logprobs, ref_logprobs, mask).square()
+    check_masked_if_any(mask, logprobs=logprobs, ref_logprobs=ref_logprobs)
+    return 0.5 * masked_log_ratio(logprobs, ref_logprobs, mask).square()
 
 
 def kl_k3(logprobs: Tensor, ref_logprobs: Tensor, mask: Tensor | None = None) -> Tensor:
@@ -101,23 +81,15 @@ def kl_k3(logprobs: Tensor, ref_logprobs: Tensor, mask: Tensor | None = None) ->
     the other direction, KL(reference || policy). For that of KL(policy || reference), multiply by the ratio
     `exp(logprobs - logprobs.detach())`. The two agree to first order near the reference.
 
-    A difference beyond +-20 counts as +-20 and gets gradient 0, as in `clipped_policy_loss`. verl also bounds the
-    result to +-10, TRL bounds nothing. `ref_logprobs` gets no gradient.
-
-    Args:
-        logprobs: [B, T], of the policy.
-        ref_logprobs: [B, T], of the reference, for the same tokens.
-        mask: bool [B, T], or None for every token.
+    Choices: a log-ratio beyond +-20 counts as +-20, as everywhere here; verl also bounds the result to +-10, TRL bounds
+    nothing.
 
     Returns:
-        [B, T]; exactly 0, with gradient 0, outside the mask whatever the inputs hold there.
-
-    Raises:
-        ValueError: for a wrong rank, shape or dtype.
+        [B, T].
     """
-    _check(mask, logprobs=logprobs, ref_logprobs=ref_logprobs)
-    log_ratio = masked_log_ratio(ref_logprobs.detach(), logprobs, mask)
-    return log_ratio.expm1() - log_ratio
+    check_masked_if_any(mask, logprobs=logprobs, ref_logprobs=ref_logprobs)
+    d = -masked_log_ratio(logprobs, ref_logprobs, mask)
+    return d.expm1() - d
 
 
 def kl_abs(logprobs: Tensor, ref_logprobs: Tensor, mask: Tensor | None = None) -> Tensor:
@@ -125,24 +97,16 @@ def kl_abs(logprobs: Tensor, ref_logprobs: Tensor, mask: Tensor | None = None) -
 
     The expected value on-policy, $E_\pi \lvert \log(\pi / ref) \rvert$, is at least the KL. The expected gradient is
     $E_\pi[\mathrm{sign}(\log(\pi / ref)) \nabla \log \pi] = \nabla \sum_v \lvert \pi_v - ref_v \rvert$: that of the L1
-    distance (twice the total variation), not of a KL. It is 0 at a difference of exactly 0. A difference beyond +-20
-    counts as +-20 and gets gradient 0. `ref_logprobs` gets no gradient. verl offers it as "abs".
-
-    Args:
-        logprobs: [B, T], of the policy.
-        ref_logprobs: [B, T], of the reference, for the same tokens.
-        mask: bool [B, T], or None for every token.
+    distance (twice the total variation), not of a KL. It is 0 at a difference of exactly 0. verl offers it as "abs".
 
     Returns:
-        [B, T], never below 0; exactly 0, with gradient 0, outside the mask whatever the inputs hold there.
-
-    Raises:
-        ValueError: for a wrong rank, shape or dtype.
+        [B, T], never below 0.
     """
-    return kl_k1(logprobs, ref_logprobs, mask).abs()
+    check_masked_if_any(mask, logprobs=logprobs, ref_logprobs=ref_logprobs)
+    return masked_log_ratio(logprobs, ref_logprobs, mask).abs()
 
 
-def kl_straight_through(value: Tensor, logprobs: Tensor, ref_logprobs: Tensor, mask: Tensor | None = None) -> Tensor:
+def kl_straight_through(logprobs: Tensor, ref_logprobs: Tensor, value: Tensor, mask: Tensor | None = None) -> Tensor:
     r"""Any estimate's value with the gradient of `kl_k2`, which is right for KL(policy || reference) on-policy.
 
     $$\mathrm{sg}(\text{value}) + k_2 - \mathrm{sg}(k_2)$$
@@ -152,22 +116,14 @@ def kl_straight_through(value: Tensor, logprobs: Tensor, ref_logprobs: Tensor, m
 
     Args:
         value: [B, T], the estimate to show; gets no gradient.
-        logprobs: [B, T], of the policy.
-        ref_logprobs: [B, T], of the reference, for the same tokens.
-        mask: bool [B, T], or None for every token.
 
     Returns:
-        [B, T], equal to `value` to the last bit; exactly 0, with gradient 0, outside the mask.
-
-    Raises:
-        ValueError: for a wrong rank, shape or dtype.
+        [B, T], equal to `value` to the last bit.
     """
-    _check(mask, value=value, logprobs=logprobs, ref_logprobs=ref_logprobs)
-    log_ratio = kl_k1(logprobs, ref_logprobs, mask)  # which is the derivative of k2 by it
-    value = at_least_float32(value.detach())
-    if mask is not None:
-        value = masked(value, mask)
-    return torch.addcmul(value, log_ratio - log_ratio.detach(), log_ratio.detach())
+    check_masked_if_any(mask, logprobs=logprobs, ref_logprobs=ref_logprobs, value=value)
+    value = masked(value.detach(), mask)
+    k2 = kl_k2(logprobs, ref_logprobs, mask)
+    return value + (k2 - k2.detach())
 
 
 def kl_k3_weighted(logprobs: Tensor, ref_logprobs: Tensor, old_logprobs: Tensor, mask: Tensor | None = None) -> Tensor:
@@ -180,105 +136,51 @@ def kl_k3_weighted(logprobs: Tensor, ref_logprobs: Tensor, old_logprobs: Tensor,
 
     For tokens drawn from the old policy, $E_{old}[r\, k_3] = KL(\pi || ref)$ whatever $\pi$ is, so the gradient, which
     also flows through r, is right too; on-policy pass `logprobs.detach()` as `old_logprobs`. The ratio is the token's
-    own: that the prefix came from the old policy is not corrected. It is not clipped (a bound would bring the bias
-    back), but either log-ratio beyond +-20 counts as +-20 and gets gradient 0.
-
-    Args:
-        logprobs: [B, T], of the policy.
-        ref_logprobs: [B, T], of the reference, for the same tokens; gets no gradient.
-        old_logprobs: [B, T], under the weights the batch was sampled with; gets no gradient.
-        mask: bool [B, T], or None for every token.
+    own: that the prefix came from the old policy is not corrected. It is not clipped, as a bound would bring the bias
+    back.
 
     Returns:
-        [B, T], never below 0; exactly 0, with gradient 0, outside the mask whatever the inputs hold there.
-
-    Raises:
-        ValueError: for a wrong rank, shape or dtype.
+        [B, T], never below 0.
     """
-    _check(mask, logprobs=logprobs, ref_logprobs=ref_logprobs, old_logprobs=old_logprobs)
-    ratio = masked_log_ratio(logprobs, old_logprobs.detach(), mask).exp()
-    return ratio * kl_k3(logprobs, ref_logprobs, mask)
+    check_masked_if_any(mask, logprobs=logprobs, ref_logprobs=ref_logprobs, old_logprobs=old_logprobs)
+    return masked_ratio(logprobs, old_logprobs, mask) * kl_k3(logprobs, ref_logprobs, mask)
 
 
 def full_vocabulary_kl(
     logits: Tensor, ref_logits: Tensor, mask: Tensor | None = None, temperature: float = 1.0
 ) -> Tensor:
-    r"""KL(policy || reference) of the whole next-token distribution, aligned with the token it is the distribution of.
+    r"""KL(policy || reference) of the whole next-token distribution at each position, with no shift.
 
-    $$\text{out}_{b,t} = \sum_v \pi_v (\log \pi_v - \log ref_v), \quad
-    \pi = \mathrm{softmax}(\text{logits}_{b,t-1} / \tau), \quad \text{out}_{b,0} = 0$$
+    $$KL = \sum_v \pi_v (\log \pi_v - \log ref_v), \quad \pi = \mathrm{softmax}(\text{logits} / \tau)$$
 
     Value and gradient are exact for each prefix, $\partial z_v = \pi_v (\log(\pi_v / ref_v) - KL) / \tau$: nothing is
-    sampled, so it is the same on-policy and off. The logits are shifted as `token_logprobs` shifts them, so that the
-    result goes with `mask` and every other per-token tensor.
+    sampled, so it is the same on-policy and off. `align_with_tokens` moves it to the token that the logits predict.
 
     A token suppressed (-inf) by the policy, or by both, adds 0. One that the reference alone suppresses would make the
-    KL infinite: its reference log-probability counts as -1e4 nats. Backward keeps one float32 [B, T, V] tensor; there
-    is no second derivative.
+    KL infinite: its reference log-probability counts as -1e4 nats (`reverse_kl_loss` is infinite there). Backward keeps
+    one float32 [B, T, V] tensor; there is no second derivative.
 
     Args:
-        logits: [B, T, V] of the policy, where `logits[b, t]` was computed from `tokens[b, :t + 1]`; any floating dtype.
+        logits: [B, T, V] of the policy, any floating dtype.
         ref_logits: [B, T, V] of the reference; gets no gradient.
-        mask: bool [B, T], aligned with the tokens, or None for every token.
+        mask: bool [B, T], aligned with the logits, or None for every position.
         temperature: of the sampler, > 0; divides both.
 
     Returns:
-        [B, T], float32 (float64 for float64 logits), never below 0; exactly 0, with gradient 0, outside the mask and in
-        column 0, whatever the logits hold there.
-
-    Raises:
-        ValueError: for a wrong rank, shape or dtype, or a temperature that is not positive.
+        [B, T], never below 0.
     """
     check_float("logits", logits)
     check_float("ref_logits", ref_logits)
     check_rank("logits", logits, 3, "[B, T, V]")
     check_shape("ref_logits", ref_logits, tuple(logits.shape), "as logits")
     check_positive(temperature=temperature)
-    if mask is not None:
-        check_mask(mask)
-        check_shape("mask", mask, tuple(logits.shape[:2]), "as logits without V")
-        mask = mask[:, 1:]
-    kl, _ = _FullVocabularyKL.apply(logits[:, :-1], ref_logits[:, :-1].detach(), mask, temperature)
-    return F.pad(kl, (1, 0))[:, : logits.shape[1]]
-
-
-def _check(mask: Tensor | None, **tensors: Tensor) -> None:
-    """The named tensors are floating point [B, T] of one shape, and so is the bool mask where there is one."""
     if mask is None:
-        check_every_token(**tensors)
-    else:
-        check_per_token(mask, **tensors)
+        mask = logits.new_ones(logits.shape[:2], dtype=torch.bool)
+    check_mask(mask)
+    check_shape("mask", mask, tuple(logits.shape[:2]), "as logits without V")
+    return divergence(_reverse_kl, logits, ref_logits, mask, temperature)
 
 
-class _FullVocabularyKL(torch.autograd.Function):
-    """(full_vocabulary_kl, gradient of the logits) of checked arguments, with no shift. Saves the second alone."""
-
-    generate_vmap_rule = True
-
-    @staticmethod
-    def forward(logits: Tensor, ref_logits: Tensor, mask: Tensor | None, temperature: float) -> tuple[Tensor, Tensor]:
-        logp = _masked_log_softmax(logits, mask, temperature)
-        excess = logp - _masked_log_softmax(ref_logits, mask, temperature)
-        p = logp.exp_()
-        kl = (p * excess).sum(-1)
-        return kl.clamp(min=0.0), p.mul_(excess.sub_(kl[..., None])).div_(temperature)
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-        ctx.mark_non_differentiable(output[1])
-        ctx.save_for_backward(output[1])
-        ctx.dtype = inputs[0].dtype
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad_kl: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
-        (gradient,) = ctx.saved_tensors
-        return (gradient * grad_kl[..., None]).to(ctx.dtype), None, None, None
-
-
-def _masked_log_softmax(logits: Tensor, mask: Tensor | None, temperature: float) -> Tensor:
-    """A new tensor [B, T, V]: log-softmax of the tempered logits, finite, uniform outside the mask."""
-    logits = at_least_float32(logits) / temperature
-    if mask is not None:
-        logits.masked_fill_(~mask[..., None], 0.0)
-    return logits.log_softmax(-1).clamp_(min=_NO_PROBABILITY)
+def _reverse_kl(policy: Tensor, reference: Tensor) -> tuple[Tensor, Tensor]:
+    """`reverse_kl` that is finite where the reference alone has a probability of 0."""
+    return reverse_kl(policy, reference.clamp(min=NO_PROBABILITY))

@@ -5,23 +5,26 @@ With $\rho = \exp(\text{logprobs} - \text{rollout\_logprobs})$ the trainer's pro
 per-token loss by a weight, or give the mask of the tokens that stay to the loss and its reduction:
 
     loss = clipped_policy_loss(out.logprobs, mb.old_logprobs, mb.advantages, mb.mask)
-    loss = loss * importance_weights(mb.old_logprobs, mb.rollout_logprobs, mb.mask, cap=2.0)
+    loss = loss * importance_weights(mb.old_logprobs, mb.rollout_logprobs, mb.mask, high=2.0)
 
     keep = geometric_rejection_mask(mb.old_logprobs, mb.rollout_logprobs, mb.mask, low=0.99, high=1.01)
     loss = token_mean(loss, keep, total=mb.total_tokens)  # the count before rejection: what is dropped counts as 0
 
 Whole sequences are needed where one ratio stands for a sequence; the sequence is its tokens inside the mask. In weights
-a token's log-ratio beyond +-20, and a sequence's sum of them, count as +-20, so that no weight overflows. Masks compare
-log-ratios as they are: an infinite one is outside every finite bound, and a nan is dropped. Nothing gets a gradient.
+a sequence's sum of log-ratios beyond +-20 counts as +-20 too. Masks compare log-ratios as they are: an infinite one is
+outside every finite bound. What has a nan is dropped by the masks and has weight 0. Nothing gets a gradient.
 
 Masks by divergence take any estimate of it, one value a token. Masks of the same tokens combine with `&`:
 
     apart = kl_k3(mb.rollout_logprobs, mb.old_logprobs, mb.mask)  # of KL(sampler || trainer), as in `mismatch_stats`
-    keep = mean_divergence_rejection_mask(apart, mb.mask, 0.01) & max_divergence_rejection_mask(apart, mb.mask, 1.0)
+    keep = sequence_mean_divergence_mask(apart, mb.mask, 0.01) & sequence_max_divergence_mask(apart, mb.mask, 1.0)
 
 TIS: Yao et al. 2025, https://fengyao.notion.site/off-policy-rl. Sequences, MIS and the geometric mean: Liu, Li et al.
 2025, https://richardli.xyz/rl-collapse. IcePop: https://arxiv.org/abs/2510.18855. All in one frame: verl,
 https://verl.readthedocs.io/en/latest/algo/rollout_corr_math.html.
+
+Args:
+    logprobs: [B, T], the trainer's: `old_logprobs`, or `out.logprobs` on-policy.
 """
 
 import math
@@ -29,92 +32,87 @@ import math
 import torch
 from torch import Tensor
 
-from rlkit.losses._check import check_not_negative, check_per_token, check_positive, fail
-from rlkit.losses._numerics import LOG_RATIO_LIMIT, at_least_float32, masked, masked_log_ratio
+from rlkit._check import check_not_negative, check_per_token, check_positive, fail
+from rlkit._numerics import LOG_RATIO_LIMIT, at_least_float32, masked, masked_log_ratio, masked_ratio, mean_over_tokens
+
+__all__ = [
+    "importance_weights",
+    "sequence_importance_weights",
+    "geometric_importance_weights",
+    "masked_importance_weights",
+    "sequence_masked_importance_weights",
+    "token_rejection_mask",
+    "rejection_mask",
+    "sequence_rejection_mask",
+    "geometric_rejection_mask",
+    "token_divergence_mask",
+    "sequence_sum_divergence_mask",
+    "sequence_mean_divergence_mask",
+    "sequence_max_divergence_mask",
+]
 
 
 @torch.no_grad()
 def importance_weights(
-    logprobs: Tensor, rollout_logprobs: Tensor, mask: Tensor, *, cap: float = 2.0, floor: float = 0.0
+    logprobs: Tensor, rollout_logprobs: Tensor, mask: Tensor, *, low: float = 0.0, high: float = 2.0
 ) -> Tensor:
-    r"""Truncated importance weight of each token, $w_t = \max(\min(\rho_t, \text{cap}), \text{floor})$.
+    r"""Truncated importance weight of each token, $w_t = \mathrm{clip}(\rho_t, \text{low}, \text{high})$.
 
     TIS, https://fengyao.notion.site/off-policy-rl; verl's rollout_is "token", TRL's "token_truncate". Low variance, and
     a bias that grows with the length of the sequence.
 
-    Peers have the same upper bound (2 in verl and slime, 3 in TRL) and differ in the rest: slime and TRL can bound the
-    weight from below too, by default not; verl can divide by the batch's mean weight, which we leave to the caller, as
-    it varies with the split into micro-batches.
+    Choices: verl and slime have the same upper bound, TRL 3. verl can divide by the batch's mean weight, which we leave
+    to the caller, as it varies with the split into micro-batches.
 
     Args:
-        logprobs: [B, T], the trainer's; see the module for which.
-        rollout_logprobs: [B, T], the sampler's.
-        mask: bool [B, T], True on trained tokens.
-        cap: the largest weight; > 0; math.inf for the raw ratio.
-        floor: the smallest weight within the mask; in [0, cap].
+        low, high: the smallest and the largest weight; 0 <= low <= high, high > 0; 0 and math.inf for the raw ratio.
 
     Returns:
-        [B, T], detached; exactly 1 where both agree, 0 outside the mask.
-
-    Raises:
-        ValueError: for a wrong rank, shape or dtype, a cap that is not positive, or a floor outside [0, cap].
+        [B, T]; exactly 1 where both agree, 0 outside the mask.
     """
     check_per_token(mask, logprobs=logprobs, rollout_logprobs=rollout_logprobs)
-    return _truncated(masked_log_ratio(logprobs, rollout_logprobs, mask), mask, cap, floor)
+    check_positive(high=high)
+    _check_bounds(low, high)
+    ratio = masked_ratio(logprobs, rollout_logprobs, mask)
+    return torch.where(mask & ~ratio.isnan(), ratio.clamp(low, high), 0)
 
 
 @torch.no_grad()
 def sequence_importance_weights(
-    logprobs: Tensor, rollout_logprobs: Tensor, mask: Tensor, *, cap: float = 2.0, floor: float = 0.0
+    logprobs: Tensor, rollout_logprobs: Tensor, mask: Tensor, *, low: float = 0.0, high: float = 2.0
 ) -> Tensor:
-    r"""Truncated importance weight of a sequence on each of its tokens, $w = \max(\min(\prod_t \rho_t, \text{cap}),
-    \text{floor})$.
+    r"""Truncated importance weight of a sequence on each of its tokens, $w = \mathrm{clip}(\prod_t \rho_t, \text{low},
+    \text{high})$.
 
     Seq-TIS, https://richardli.xyz/rl-collapse; verl's rollout_is "sequence", TRL's "sequence_truncate". The untruncated
     weight is unbiased; its variance grows exponentially with the length.
 
-    Args:
-        logprobs: [B, T], the trainer's; whole sequences.
-        rollout_logprobs: [B, T], the sampler's.
-        mask: bool [B, T], True on trained tokens.
-        cap: the largest weight; > 0; math.inf for the raw ratio.
-        floor: the smallest weight within the mask; in [0, cap].
-
-    Returns:
-        [B, T], detached; one value a sequence, 0 outside the mask.
-
-    Raises:
-        ValueError: for a wrong rank, shape or dtype, a cap that is not positive, or a floor outside [0, cap].
+    Args, Returns: as `importance_weights`.
     """
     check_per_token(mask, logprobs=logprobs, rollout_logprobs=rollout_logprobs)
-    return _truncated(_sum(masked_log_ratio(logprobs, rollout_logprobs, mask)), mask, cap, floor)
+    check_positive(high=high)
+    _check_bounds(low, high)
+    ratio = _product(masked_log_ratio(logprobs, rollout_logprobs, mask))
+    return torch.where(mask & ~ratio.isnan(), ratio.clamp(low, high), 0)
 
 
 @torch.no_grad()
 def geometric_importance_weights(
-    logprobs: Tensor, rollout_logprobs: Tensor, mask: Tensor, *, cap: float = 2.0, floor: float = 0.0
+    logprobs: Tensor, rollout_logprobs: Tensor, mask: Tensor, *, low: float = 0.0, high: float = 2.0
 ) -> Tensor:
-    r"""Truncated geometric mean of a sequence's ratios on each of its tokens, $w = \max(\min((\prod_t
-    \rho_t)^{1/n}, \text{cap}), \text{floor})$, n the sequence's tokens.
+    r"""Truncated geometric mean of a sequence's ratios on each of its tokens, $w = \mathrm{clip}((\prod_t
+    \rho_t)^{1/n}, \text{low}, \text{high})$, n the sequence's tokens.
 
     https://richardli.xyz/rl-collapse; slime's tis_level "geometric". It does not shrink or grow with the length, and it
     is no importance weight: verl's docs keep the geometric mean for rejection, see `geometric_rejection_mask`.
 
-    Args:
-        logprobs: [B, T], the trainer's; whole sequences.
-        rollout_logprobs: [B, T], the sampler's.
-        mask: bool [B, T], True on trained tokens.
-        cap: the largest weight; > 0; math.inf for the raw mean.
-        floor: the smallest weight within the mask; in [0, cap].
-
-    Returns:
-        [B, T], detached; one value a sequence, 0 outside the mask.
-
-    Raises:
-        ValueError: for a wrong rank, shape or dtype, a cap that is not positive, or a floor outside [0, cap].
+    Args, Returns: as `importance_weights`.
     """
     check_per_token(mask, logprobs=logprobs, rollout_logprobs=rollout_logprobs)
-    return _truncated(_mean(masked_log_ratio(logprobs, rollout_logprobs, mask), mask), mask, cap, floor)
+    check_positive(high=high)
+    _check_bounds(low, high)
+    ratio = mean_over_tokens(masked_log_ratio(logprobs, rollout_logprobs, mask), mask).exp()
+    return torch.where(mask & ~ratio.isnan(), ratio.clamp(low, high), 0)
 
 
 @torch.no_grad()
@@ -129,20 +127,14 @@ def masked_importance_weights(
     "token_mask".
 
     Args:
-        logprobs: [B, T], the trainer's; see the module for which.
-        rollout_logprobs: [B, T], the sampler's.
-        mask: bool [B, T], True on trained tokens.
-        low: the smallest ratio that keeps its weight; >= 0.
-        high: the largest; >= low; math.inf for none.
+        low, high: the smallest and the largest ratio that keep their weight; 0 <= low <= high; 0 and math.inf for none.
 
     Returns:
-        [B, T], detached; 0 outside the mask.
-
-    Raises:
-        ValueError: for a wrong rank, shape or dtype, a negative low, or high < low.
+        [B, T]; 0 outside the mask.
     """
-    keep = rejection_mask(logprobs, rollout_logprobs, mask, low, high)
-    return _truncated(masked_log_ratio(logprobs, rollout_logprobs, mask), keep)
+    keep = token_rejection_mask(logprobs, rollout_logprobs, mask, low, high)
+    ratio = masked_ratio(logprobs, rollout_logprobs, mask)
+    return torch.where(keep, ratio, 0)
 
 
 @torch.no_grad()
@@ -154,25 +146,15 @@ def sequence_masked_importance_weights(
 
     Seq-MIS, https://richardli.xyz/rl-collapse, with `low=0`; TRL's "sequence_mask".
 
-    Args:
-        logprobs: [B, T], the trainer's; whole sequences.
-        rollout_logprobs: [B, T], the sampler's.
-        mask: bool [B, T], True on trained tokens.
-        low: the smallest ratio that keeps its weight; >= 0.
-        high: the largest; >= low; math.inf for none.
-
-    Returns:
-        [B, T], detached; one value a sequence, 0 outside the mask.
-
-    Raises:
-        ValueError: for a wrong rank, shape or dtype, a negative low, or high < low.
+    Args, Returns: as `masked_importance_weights`.
     """
     keep = sequence_rejection_mask(logprobs, rollout_logprobs, mask, low, high)
-    return _truncated(_sum(masked_log_ratio(logprobs, rollout_logprobs, mask)), keep)
+    ratio = _product(masked_log_ratio(logprobs, rollout_logprobs, mask))
+    return torch.where(keep, ratio, 0)
 
 
 @torch.no_grad()
-def rejection_mask(
+def token_rejection_mask(
     logprobs: Tensor, rollout_logprobs: Tensor, mask: Tensor, low: float, high: float, veto: float = 0.0
 ) -> Tensor:
     r"""The tokens of the mask whose ratio is inside the bounds, $\text{low} \le \rho_t \le \text{high}$.
@@ -184,21 +166,18 @@ def rejection_mask(
     tokens is next to impossible for the trainer (slime's rs_veto_threshold, 1e-4, say).
 
     Args:
-        logprobs: [B, T], the trainer's; see the module for which.
-        rollout_logprobs: [B, T], the sampler's.
-        mask: bool [B, T], True on trained tokens.
-        low: the smallest ratio that stays; >= 0.
-        high: the largest; >= low; math.inf for none.
+        low, high: the smallest and the largest ratio that stay; 0 <= low <= high; 0 and math.inf for none.
         veto: a sequence goes when one of its tokens has a ratio below it; >= 0; 0 for no veto.
 
     Returns:
         bool [B, T], True on what stays, a part of `mask`: it takes the mask's place.
-
-    Raises:
-        ValueError: for a wrong rank, shape or dtype, a negative low or veto, or high < low.
     """
-    log_ratio = _raw(logprobs, rollout_logprobs, mask)
-    return _inside(log_ratio, log_ratio, mask, low, high, veto)
+    log_ratio = _unbounded_log_ratio(logprobs, rollout_logprobs, mask)
+    return mask & _inside(log_ratio, low, high) & ~_vetoed(log_ratio, veto)
+
+
+rejection_mask = token_rejection_mask
+"""`token_rejection_mask` under its short name, as `importance_weights` are those of tokens."""
 
 
 @torch.no_grad()
@@ -210,22 +189,10 @@ def sequence_rejection_mask(
     https://richardli.xyz/rl-collapse; verl's rollout_rs "seq_sum_k1". Long sequences leave any bounds more easily than
     short ones; `geometric_rejection_mask` does not have that bias.
 
-    Args:
-        logprobs: [B, T], the trainer's; whole sequences.
-        rollout_logprobs: [B, T], the sampler's.
-        mask: bool [B, T], True on trained tokens.
-        low: the smallest ratio that stays; >= 0.
-        high: the largest; >= low; math.inf for none.
-        veto: a sequence goes when one of its tokens has a ratio below it; >= 0; 0 for no veto.
-
-    Returns:
-        bool [B, T], True on what stays, a part of `mask`: it takes the mask's place.
-
-    Raises:
-        ValueError: for a wrong rank, shape or dtype, a negative low or veto, or high < low.
+    Args, Returns: as `token_rejection_mask`.
     """
-    log_ratio = _raw(logprobs, rollout_logprobs, mask)
-    return _inside(_sum(log_ratio), log_ratio, mask, low, high, veto)
+    log_ratio = _unbounded_log_ratio(logprobs, rollout_logprobs, mask)
+    return mask & _inside(log_ratio.sum(1, keepdim=True), low, high) & ~_vetoed(log_ratio, veto)
 
 
 @torch.no_grad()
@@ -238,155 +205,111 @@ def geometric_rejection_mask(
     Geo-RS, https://richardli.xyz/rl-collapse; verl's rollout_rs "seq_mean_k1". The mean hardly moves, so the bounds are
     tight: verl's docs have 0.999 and 1.001. It can be multiplied with token weights (verl's Geo-RS-Token-TIS).
 
-    Args:
-        logprobs: [B, T], the trainer's; whole sequences.
-        rollout_logprobs: [B, T], the sampler's.
-        mask: bool [B, T], True on trained tokens.
-        low: the smallest mean ratio that stays; >= 0.
-        high: the largest; >= low; math.inf for none.
-        veto: a sequence goes when one of its tokens has a ratio below it; >= 0; 0 for no veto.
-
-    Returns:
-        bool [B, T], True on what stays, a part of `mask`: it takes the mask's place.
-
-    Raises:
-        ValueError: for a wrong rank, shape or dtype, a negative low or veto, or high < low.
+    Args, Returns: as `token_rejection_mask`.
     """
-    log_ratio = _raw(logprobs, rollout_logprobs, mask)
-    return _inside(_mean(log_ratio, mask), log_ratio, mask, low, high, veto)
+    log_ratio = _unbounded_log_ratio(logprobs, rollout_logprobs, mask)
+    return mask & _inside(mean_over_tokens(log_ratio, mask), low, high) & ~_vetoed(log_ratio, veto)
 
 
 @torch.no_grad()
-def divergence_rejection_mask(divergence: Tensor, mask: Tensor, high: float) -> Tensor:
+def token_divergence_mask(divergence: Tensor, mask: Tensor, high: float) -> Tensor:
     r"""The tokens of the mask at which sampler and trainer are close enough, $d_t \le \text{high}$.
 
     verl's rollout_rs "token_k2" and "token_k3", https://verl.readthedocs.io/en/latest/algo/rollout_corr_math.html
     sections 3.3.4 and 3.3.5: `kl_k2` and `kl_k3` of (rollout_logprobs, logprobs, mask). Its bounds on a token's k2 are
     1.5 to 3.
 
-    Choices: the estimate comes in, so any other will do, a `full_vocabulary_kl` too. `kl_k2` and `kl_k3` count a
+    Choices: the estimate is an argument, so any other will do, a `full_vocabulary_kl` too. `kl_k2` and `kl_k3` count a
     log-ratio beyond +-20 as +-20, as in verl: k2 ends at 200, and k3 at 19 where the trainer finds a token impossible,
     so a higher bound keeps it.
 
     Args:
         divergence: [B, T], of each token; may hold anything outside the mask.
-        mask: bool [B, T], True on trained tokens.
         high: the largest divergence that stays; >= 0; math.inf for all but nan.
 
     Returns:
         bool [B, T], True on what stays, a part of `mask`: it takes the mask's place.
-
-    Raises:
-        ValueError: for a wrong rank, shape or dtype, or a negative high.
     """
-    return mask & (_divergence(divergence, mask, high) <= high)
+    divergence = _masked_divergence(divergence, mask, high)
+    return mask & (divergence <= high)
 
 
 @torch.no_grad()
-def sum_divergence_rejection_mask(divergence: Tensor, mask: Tensor, high: float) -> Tensor:
+def sequence_sum_divergence_mask(divergence: Tensor, mask: Tensor, high: float) -> Tensor:
     r"""The tokens of the sequences whose divergence is small in sum, $\sum_t d_t \le \text{high}$.
 
-    verl's rollout_rs "seq_sum_k2" and "seq_sum_k3"; see `divergence_rejection_mask`. Long sequences leave any bound
-    more easily than short ones; verl's bounds on k2 are 2.5 to 4.
+    verl's rollout_rs "seq_sum_k2" and "seq_sum_k3". Long sequences leave any bound more easily than short ones; verl's
+    bounds on k2 are 2.5 to 4.
 
-    Args:
-        divergence: [B, T], of each token; whole sequences; may hold anything outside the mask.
-        mask: bool [B, T], True on trained tokens.
-        high: the largest sum that stays; >= 0; math.inf for all but nan.
-
-    Returns:
-        bool [B, T], True on what stays, a part of `mask`: it takes the mask's place.
-
-    Raises:
-        ValueError: for a wrong rank, shape or dtype, or a negative high.
+    Args, Returns: as `token_divergence_mask`.
     """
-    return mask & (_sum(_divergence(divergence, mask, high)) <= high)
+    divergence = _masked_divergence(divergence, mask, high)
+    return mask & (divergence.sum(1, keepdim=True) <= high)
 
 
 @torch.no_grad()
-def mean_divergence_rejection_mask(divergence: Tensor, mask: Tensor, high: float) -> Tensor:
+def sequence_mean_divergence_mask(divergence: Tensor, mask: Tensor, high: float) -> Tensor:
     r"""The tokens of the sequences whose divergence is small in the mean, $\frac{1}{n} \sum_t d_t \le \text{high}$,
     n the sequence's tokens.
 
-    verl's rollout_rs "seq_mean_k2" and "seq_mean_k3" (K3-RS); see `divergence_rejection_mask`. In the mean log-ratio of
-    `geometric_rejection_mask` tokens on both sides of 1 cancel; here they add up. verl's bounds on k3 are 0.001 to
-    0.01.
+    verl's rollout_rs "seq_mean_k2" and "seq_mean_k3" (K3-RS). In the mean log-ratio of `geometric_rejection_mask`
+    tokens on both sides of 1 cancel; here they add up. verl's bounds on k3 are 0.001 to 0.01.
 
-    Args:
-        divergence: [B, T], of each token; whole sequences; may hold anything outside the mask.
-        mask: bool [B, T], True on trained tokens.
-        high: the largest mean that stays; >= 0; math.inf for all but nan.
-
-    Returns:
-        bool [B, T], True on what stays, a part of `mask`: it takes the mask's place.
-
-    Raises:
-        ValueError: for a wrong rank, shape or dtype, or a negative high.
+    Args, Returns: as `token_divergence_mask`.
     """
-    return mask & (_mean(_divergence(divergence, mask, high), mask) <= high)
+    divergence = _masked_divergence(divergence, mask, high)
+    return mask & (mean_over_tokens(divergence, mask) <= high)
 
 
 @torch.no_grad()
-def max_divergence_rejection_mask(divergence: Tensor, mask: Tensor, high: float) -> Tensor:
+def sequence_max_divergence_mask(divergence: Tensor, mask: Tensor, high: float) -> Tensor:
     r"""The tokens of the sequences without a token at which the two are far apart, $\max_t d_t \le \text{high}$.
 
     Trust region masking, https://arxiv.org/abs/2512.23075: how wrong the surrogate is goes with the largest divergence
-    of a sequence's tokens, so one bad token drops them all. verl's rollout_rs "seq_max_k2" and "seq_max_k3"; see
-    `divergence_rejection_mask`. The paper's bounds are on the KL of the whole vocabulary.
+    of a sequence's tokens, so one bad token drops them all. verl's rollout_rs "seq_max_k2" and "seq_max_k3". The
+    paper's bounds are on the KL of the whole vocabulary.
 
-    Args:
-        divergence: [B, T], of each token; whole sequences; may hold anything outside the mask.
-        mask: bool [B, T], True on trained tokens.
-        high: the largest divergence that stays; >= 0; math.inf for all but nan.
-
-    Returns:
-        bool [B, T], True on what stays, a part of `mask`: it takes the mask's place.
-
-    Raises:
-        ValueError: for a wrong rank, shape or dtype, or a negative high.
+    Args, Returns: as `token_divergence_mask`.
     """
-    return mask & (_divergence(divergence, mask, high) <= high).all(1, keepdim=True)
+    divergence = _masked_divergence(divergence, mask, high)
+    return mask & (divergence <= high).all(1, keepdim=True)
 
 
-def _raw(logprobs: Tensor, rollout_logprobs: Tensor, mask: Tensor) -> Tensor:
-    """[B, T]: the log-ratio, 0 outside the mask, not held within bounds; after the checks of the three tensors."""
+def _product(log_ratio: Tensor) -> Tensor:
+    """[B, 1]: the ratio of a whole sequence; its logarithm too is held within +-LOG_RATIO_LIMIT."""
+    return log_ratio.sum(1, keepdim=True).clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT).exp()
+
+
+def _unbounded_log_ratio(logprobs: Tensor, rollout_logprobs: Tensor, mask: Tensor) -> Tensor:
+    """[B, T]: the log-ratio, 0 outside the mask; an infinite one stays outside every finite bound."""
     check_per_token(mask, logprobs=logprobs, rollout_logprobs=rollout_logprobs)
     return masked(at_least_float32(logprobs) - at_least_float32(rollout_logprobs), mask)
 
 
-def _divergence(divergence: Tensor, mask: Tensor, high: float) -> Tensor:
+def _inside(log_ratio: Tensor, low: float, high: float) -> Tensor:
+    """Where low <= exp(log_ratio) <= high."""
+    _check_bounds(low, high)
+    return (log_ratio >= _log(low)) & (log_ratio <= _log(high))
+
+
+def _vetoed(log_ratio: Tensor, veto: float) -> Tensor:
+    """bool [B, 1]: sequences with a token whose ratio is below the veto."""
+    check_not_negative(veto=veto)
+    return (log_ratio < _log(veto)).any(1, keepdim=True)
+
+
+def _masked_divergence(divergence: Tensor, mask: Tensor, high: float) -> Tensor:
     """[B, T]: the divergence, 0 outside the mask, where no bound is below it; after the checks of all three."""
     check_per_token(mask, divergence=divergence)
     check_not_negative(high=high)
-    return masked(at_least_float32(divergence), mask)
+    return masked(divergence, mask)
 
 
-def _sum(log_ratio: Tensor) -> Tensor:
-    """[B, 1]: the sum over a sequence of what is 0 outside the mask."""
-    return log_ratio.sum(1, keepdim=True)
-
-
-def _mean(log_ratio: Tensor, mask: Tensor) -> Tensor:
-    """[B, 1]: the mean over a sequence's tokens of what is 0 outside the mask; 0 for a sequence of none."""
-    return _sum(log_ratio) / mask.sum(1, keepdim=True).clamp(min=1)
-
-
-def _truncated(log_ratio: Tensor, keep: Tensor, cap: float = math.inf, floor: float = 0.0) -> Tensor:
-    """[B, T]: exp of a log-ratio [B, T] or [B, 1], between floor and cap, 0 where nothing is kept."""
-    check_positive(cap=cap)
-    if not 0 <= floor <= cap:
-        fail("floor", floor, f"a number in [0, cap], which is {cap}")
-    weights = log_ratio.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT).exp().clamp(floor, cap)
-    return torch.where(keep, weights, 0.0)
-
-
-def _inside(statistic: Tensor, log_ratio: Tensor, mask: Tensor, low: float, high: float, veto: float) -> Tensor:
-    """bool [B, T]: where the statistic, [B, T] or [B, 1], is inside the bounds and the row has no token to veto it."""
-    check_not_negative(low=low, veto=veto)
+def _check_bounds(low: float, high: float) -> None:
+    """0 <= low <= high."""
+    check_not_negative(low=low)
     if not high >= low:
         fail("high", high, f"a number >= low, which is {low}")
-    keep = mask & (statistic >= _log(low)) & (statistic <= _log(high))
-    return keep & ~(log_ratio < _log(veto)).any(1, keepdim=True)
 
 
 def _log(x: float) -> float:

@@ -1,9 +1,23 @@
-"""Policy-gradient losses, one value per token."""
+r"""Policy-gradient losses with one ratio a token, $r_t = \exp(\text{logprobs}_t - \text{old\_logprobs}_t)$.
 
+Only `logprobs` gets a gradient, so `old_logprobs` may be the same tensor. At ratio 1 the gradient of the summed loss is
+$-A$ on every trained token, the plain policy gradient.
+"""
+
+import torch
 from torch import Tensor
 
-from rlkit.losses._check import check_not_negative, check_per_token, fail
-from rlkit.losses._numerics import choose, masked_cost, masked_log_ratio
+from rlkit._check import check_not_negative, check_per_token, check_positive, fail
+from rlkit._numerics import masked, masked_advantages, masked_log_ratio, masked_ratio
+
+__all__ = [
+    "clipped_policy_loss",
+    "reinforce_loss",
+    "gpg_loss",
+    "cispo_loss",
+    "gppo_loss",
+    "sapo_loss",
+]
 
 
 def clipped_policy_loss(
@@ -17,37 +31,139 @@ def clipped_policy_loss(
 ) -> Tensor:
     r"""PPO's clipped surrogate as a loss, with separate bounds and an optional dual clip.
 
-    $$L = -\min(r A,\ \mathrm{clip}(r, 1 - \epsilon_{low}, 1 + \epsilon_{high}) A), \quad
-    r = \exp(\text{logprobs} - \text{old\_logprobs})$$
+    $$L = \max(-A r,\ -A\, \mathrm{clip}(r, 1 - \epsilon_{low}, 1 + \epsilon_{high}))$$
     and, with `dual_clip` c, $L \leftarrow \min(L, -c A)$ where A < 0.
 
     PPO, https://arxiv.org/abs/1707.06347 eq. 7; the higher upper bound, DAPO, https://arxiv.org/abs/2503.14476
     section 3.1; the dual clip, https://arxiv.org/abs/1912.09729 eq. 5.
 
-    Choices: a log-ratio beyond +-20 counts as +-20 and gets gradient 0 (verl bounds it so too, TRL does not), as an
-    overflowed ratio would give a nan gradient even where the clip binds. The dual clip is off unless asked for (verl
-    has it on at 3). Nothing but `logprobs` gets a gradient, so `old_logprobs` may be the same tensor.
+    Choices: the dual clip is off by default (verl: 3).
 
     Args:
-        logprobs: [B, T], of the policy being trained.
-        old_logprobs: [B, T], under the weights the batch was sampled with.
-        advantages: [B] or [B, T].
-        mask: bool [B, T], True on trained tokens.
-        clip_low: the ratio's lower bound is 1 - clip_low; >= 0.
-        clip_high: the ratio's upper bound is 1 + clip_high; >= 0.
+        clip_low, clip_high: the ratio is held within [1 - clip_low, 1 + clip_high]; >= 0.
         dual_clip: c > 1, or None for no dual clip.
-
-    Returns:
-        [B, T], to be minimised; exactly 0, with gradient 0, outside the mask whatever the inputs hold there.
-
-    Raises:
-        ValueError: for a wrong rank, shape or dtype, a negative clip, or dual_clip <= 1.
     """
     check_per_token(mask, logprobs=logprobs, old_logprobs=old_logprobs)
     check_not_negative(clip_low=clip_low, clip_high=clip_high)
     if dual_clip is not None and not dual_clip > 1:
         fail("dual_clip", dual_clip, "a number > 1, or None")
-    ratio = masked_log_ratio(logprobs, old_logprobs.detach(), mask).exp()
-    cost = masked_cost(advantages, mask)
-    # bounded on the side that the advantage pushes to: where the other bound would bind, the minimum takes the ratio
-    return cost * choose(cost < 0, ratio.clamp(max=1 + clip_high), ratio.clamp(1 - clip_low, dual_clip))
+    ratio = masked_ratio(logprobs, old_logprobs, mask)
+    advantages = masked_advantages(advantages, mask)
+    unclipped = -advantages * ratio
+    clipped = -advantages * ratio.clamp(1 - clip_low, 1 + clip_high)
+    loss = torch.maximum(unclipped, clipped)
+    if dual_clip is None:
+        return loss
+    return torch.where(advantages < 0, torch.minimum(loss, -dual_clip * advantages), loss)
+
+
+def reinforce_loss(logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, mask: Tensor) -> Tensor:
+    r"""REINFORCE: minus the advantage times the log-probability, $L = -A\, \text{logprobs}$, without a ratio.
+
+    Williams 1992, https://doi.org/10.1007/BF00992696. Right for one step on a fresh batch; `old_logprobs` is checked
+    and not read, so that the losses can be swapped.
+
+    RLOO, ReMax, REINFORCE++ and GPG have this loss and differ in how the advantages are computed.
+
+    Args:
+        logprobs: [B, T]; finite within the mask.
+
+    Returns:
+        [B, T], to be minimised. Only its gradient has a meaning.
+    """
+    check_per_token(mask, logprobs=logprobs, old_logprobs=old_logprobs)
+    return -masked_advantages(advantages, mask) * masked(logprobs, mask)
+
+
+gpg_loss = reinforce_loss
+"""Group Policy Gradient, https://arxiv.org/abs/2504.02546: `reinforce_loss` under its name, with GPG's advantages."""
+
+
+def cispo_loss(
+    logprobs: Tensor,
+    old_logprobs: Tensor,
+    advantages: Tensor,
+    mask: Tensor,
+    clip_low: float = 0.2,
+    clip_high: float = 0.28,
+) -> Tensor:
+    r"""CISPO: REINFORCE with a clipped importance weight, so that no token loses its gradient to the clip.
+
+    $$L = -\mathrm{sg}(\mathrm{clip}(r, 1 - \epsilon_{low}, 1 + \epsilon_{high}))\, A\, \text{logprobs}$$
+
+    MiniMax-M1, https://arxiv.org/abs/2506.13585 eq. 4 and 5; reduced by `token_mean`.
+
+    Choices: both bounds, as in the equation and in verl. The paper's runs have an upper bound only: `clip_low=1`. TRL
+    and ms-swift give that bound as the largest weight, so their epsilon_high of 5 is `clip_high=4` here.
+
+    Args:
+        logprobs: [B, T]; finite within the mask.
+        clip_low, clip_high: the weight is held within [1 - clip_low, 1 + clip_high]; >= 0.
+
+    Returns:
+        [B, T], to be minimised. Only its gradient has a meaning.
+    """
+    check_per_token(mask, logprobs=logprobs, old_logprobs=old_logprobs)
+    check_not_negative(clip_low=clip_low, clip_high=clip_high)
+    ratio = masked_ratio(logprobs.detach(), old_logprobs, mask)
+    weight = ratio.clamp(1 - clip_low, 1 + clip_high)
+    return -masked_advantages(advantages, mask) * weight * masked(logprobs, mask)
+
+
+def gppo_loss(
+    logprobs: Tensor,
+    old_logprobs: Tensor,
+    advantages: Tensor,
+    mask: Tensor,
+    clip_low: float = 0.2,
+    clip_high: float = 0.2,
+) -> Tensor:
+    r"""GPPO: PPO's clipped loss in value, with a bounded gradient in place of none where the clip binds.
+
+    $$L = -\mathrm{sg}(w)\, \frac{r}{\mathrm{sg}(r)}\, A, \quad w = \min(r, 1 + \epsilon_{high}) \text{ where } A > 0,
+    \ \max(r, 1 - \epsilon_{low}) \text{ elsewhere}$$
+
+    Klear-Reasoner, https://arxiv.org/abs/2508.07629. The value is `clipped_policy_loss`'s; the gradient is
+    $-w A \nabla \text{logprobs}$ on every token.
+
+    Args:
+        clip_low, clip_high: the ratio is held within [1 - clip_low, 1 + clip_high]; >= 0.
+    """
+    check_per_token(mask, logprobs=logprobs, old_logprobs=old_logprobs)
+    check_not_negative(clip_low=clip_low, clip_high=clip_high)
+    log_ratio = masked_log_ratio(logprobs, old_logprobs, mask)
+    advantages = masked_advantages(advantages, mask)
+    ratio = log_ratio.detach().exp()
+    weight = torch.where(advantages > 0, ratio.clamp(max=1 + clip_high), ratio.clamp(min=1 - clip_low))
+    return -advantages * weight * (log_ratio - log_ratio.detach()).exp()
+
+
+def sapo_loss(
+    logprobs: Tensor,
+    old_logprobs: Tensor,
+    advantages: Tensor,
+    mask: Tensor,
+    tau_pos: float = 1.0,
+    tau_neg: float = 1.05,
+) -> Tensor:
+    r"""SAPO: a soft gate in place of the clip; the further the ratio is from 1, on either side, the less gradient.
+
+    $$L = -\frac{4}{\tau}\, \sigma(\tau (r - 1))\, A, \quad \tau = \tau_{pos} \text{ where } A > 0,\ \tau_{neg}
+    \text{ elsewhere}$$
+
+    The gradient is $-4 p (1 - p)\, r A \nabla \text{logprobs}$ with $p = \sigma(\tau (r - 1))$: at r = 1 the policy
+    gradient for every temperature, while the value there is $-2 A / \tau$.
+
+    SAPO, https://arxiv.org/abs/2511.20347 eq. 5 and 6; reduced by `sequence_mean`. A larger temperature closes the gate
+    faster; the paper's is larger for negative advantages.
+
+    Args:
+        tau_pos: temperature where the advantage is positive; > 0.
+        tau_neg: temperature elsewhere; > 0.
+    """
+    check_per_token(mask, logprobs=logprobs, old_logprobs=old_logprobs)
+    check_positive(tau_pos=tau_pos, tau_neg=tau_neg)
+    ratio = masked_ratio(logprobs, old_logprobs, mask)
+    advantages = masked_advantages(advantages, mask)
+    tau = torch.where(advantages > 0, ratio.new_full((), tau_pos), tau_neg)
+    return -advantages * (4 / tau) * (tau * (ratio - 1)).sigmoid()

@@ -8,7 +8,14 @@ $$h_w = \log\pi(y_w) - \log\pi_{ref}(y_w), \quad h_l = \log\pi(y_l) - \log\pi_{r
 for the chosen answer w and the rejected answer l. Unless a function says otherwise these are sums over tokens
 (`sequence_logprobs`); given means (`sequence_mean_logprobs`) the same functions are the length-normalised variants.
 The reference never gets a gradient. Nothing here exponentiates a difference, so none is bounded: where h is far out the
-log-sigmoid is linear and exact. Reduce with all pairs in sight: `loss.sum() / total_pairs`.
+log-sigmoid is linear and exact. Reduce with `pair_mean`.
+
+Args:
+    chosen, rejected: [P], log-probabilities of the answers under the policy.
+    ref_chosen, ref_rejected: [P], under the reference.
+    chosen_lengths, rejected_lengths: integer [P], in tokens: `mask.sum(1)`; 0 counts as 1.
+    chosen_rewards, rejected_rewards: [P], of a reward model, or DPO's implicit ones, `beta * (chosen - ref_chosen)`.
+    beta: > 0; larger stays nearer to the reference.
 """
 
 import math
@@ -17,7 +24,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from rlkit.losses._check import (
+from rlkit._check import (
     check_float,
     check_integer,
     check_not_negative,
@@ -27,31 +34,42 @@ from rlkit.losses._check import (
     check_shape,
     fail,
 )
-from rlkit.losses._numerics import LOG_RATIO_LIMIT, at_least_float32, masked
-from rlkit.losses.reductions import divide
+from rlkit._numerics import LOG_RATIO_LIMIT, GlobalSum, at_least_float32, masked, one_rank
+from rlkit.losses.reductions import pair_mean
+
+__all__ = [
+    "sequence_logprobs",
+    "sequence_mean_logprobs",
+    "dpo_loss",
+    "robust_dpo_loss",
+    "ipo_loss",
+    "hinge_dpo_loss",
+    "slic_loss",
+    "apo_zero_loss",
+    "simpo_loss",
+    "orpo_loss",
+    "kto_loss",
+    "kto_kl_estimate",
+    "bradley_terry_loss",
+    "reward_centring_loss",
+    "preference_stats",
+]
 
 
 def sequence_logprobs(logprobs: Tensor, mask: Tensor) -> Tensor:
     r"""Log-probability of each whole answer: $\log \pi(y) = \sum_t m_t \log \pi(y_t | y_{<t})$.
 
-    Args:
-        logprobs: [B, T]; may hold anything outside the mask.
-        mask: bool [B, T], True on the answer's tokens.
-
     Returns:
         [B], float32 (float64 for float64 input); 0 for a row with no token in the mask.
-
-    Raises:
-        ValueError: for a wrong rank, shape or dtype.
     """
     check_per_token(mask, logprobs=logprobs)
-    return masked(at_least_float32(logprobs), mask).sum(1)
+    return masked(logprobs, mask).sum(1)
 
 
 def sequence_mean_logprobs(logprobs: Tensor, mask: Tensor) -> Tensor:
     r"""Mean log-probability of each answer's tokens: `sequence_logprobs` over the count of its tokens.
 
-    Args, Raises: as `sequence_logprobs`.
+    Args: as `sequence_logprobs`.
 
     Returns:
         [B], float32 (float64 for float64 input); 0 for a row with no token in the mask.
@@ -78,20 +96,11 @@ def dpo_loss(
     takes a price alpha per token off the reward.
 
     Args:
-        chosen, rejected: [P], under the policy.
-        ref_chosen, ref_rejected: [P], under the reference.
-        beta: > 0; larger stays nearer to the reference.
         label_smoothing: in [0, 0.5).
-
-    Returns:
-        [P], to be minimised.
-
-    Raises:
-        ValueError: for a wrong rank, shape or dtype, or a number out of its range.
     """
-    logit = beta * _margin(chosen, rejected, ref_chosen, ref_rejected, beta)
-    _check_flip(label_smoothing)
-    return -(1 - label_smoothing) * F.logsigmoid(logit) - label_smoothing * F.logsigmoid(-logit)
+    _check_smoothing(label_smoothing)
+    h = _margin(chosen, rejected, ref_chosen, ref_rejected, beta)
+    return -(1 - label_smoothing) * F.logsigmoid(beta * h) - label_smoothing * F.logsigmoid(-beta * h)
 
 
 def robust_dpo_loss(
@@ -100,7 +109,7 @@ def robust_dpo_loss(
     ref_chosen: Tensor,
     ref_rejected: Tensor,
     beta: float = 0.1,
-    flip_rate: float = 0.1,
+    label_smoothing: float = 0.1,
 ) -> Tensor:
     r"""DPO whose expectation over randomly flipped labels is the DPO loss of the true labels.
 
@@ -110,18 +119,12 @@ def robust_dpo_loss(
     keeps falling as h grows.
 
     Args:
-        chosen, rejected, ref_chosen, ref_rejected, beta: as in `dpo_loss`.
-        flip_rate: the known or assumed share of flipped labels, in [0, 0.5); TRL calls it label_smoothing.
-
-    Returns:
-        [P], to be minimised.
-
-    Raises:
-        ValueError: for a wrong rank, shape or dtype, or a number out of its range.
+        label_smoothing: epsilon, the known or assumed share of flipped labels, in [0, 0.5).
     """
-    logit = beta * _margin(chosen, rejected, ref_chosen, ref_rejected, beta)
-    _check_flip(flip_rate, "flip_rate")
-    return (flip_rate * F.logsigmoid(-logit) - (1 - flip_rate) * F.logsigmoid(logit)) / (1 - 2 * flip_rate)
+    _check_smoothing(label_smoothing)
+    h = _margin(chosen, rejected, ref_chosen, ref_rejected, beta)
+    loss = -(1 - label_smoothing) * F.logsigmoid(beta * h) + label_smoothing * F.logsigmoid(-beta * h)
+    return loss / (1 - 2 * label_smoothing)
 
 
 def ipo_loss(chosen: Tensor, rejected: Tensor, ref_chosen: Tensor, ref_rejected: Tensor, beta: float = 0.1) -> Tensor:
@@ -132,16 +135,10 @@ def ipo_loss(chosen: Tensor, rejected: Tensor, ref_chosen: Tensor, ref_rejected:
     beta does not depend on them: pass `sequence_mean_logprobs`, of the policy and of the reference.
 
     Args:
-        chosen, rejected, ref_chosen, ref_rejected: as in `dpo_loss`, sums or means.
         beta: > 0; the margin wanted is 1 / (2 beta).
-
-    Returns:
-        [P], to be minimised.
-
-    Raises:
-        ValueError: for a wrong rank, shape or dtype, or a beta that is not positive.
     """
-    return (_margin(chosen, rejected, ref_chosen, ref_rejected, beta) - 1 / (2 * beta)).square()
+    h = _margin(chosen, rejected, ref_chosen, ref_rejected, beta)
+    return (h - 1 / (2 * beta)).square()
 
 
 def hinge_dpo_loss(
@@ -150,17 +147,9 @@ def hinge_dpo_loss(
     r"""DPO with a hinge in place of the log-sigmoid: $L = \max(0, 1 - \beta h)$; no gradient beyond the margin 1/beta.
 
     RSO, https://arxiv.org/abs/2309.06657 ("hinge-norm"). SLiC-HF's own loss has no reference: `slic_loss`.
-
-    Args:
-        chosen, rejected, ref_chosen, ref_rejected, beta: as in `dpo_loss`.
-
-    Returns:
-        [P], to be minimised.
-
-    Raises:
-        ValueError: for a wrong rank, shape or dtype, or a beta that is not positive.
     """
-    return (1 - beta * _margin(chosen, rejected, ref_chosen, ref_rejected, beta)).relu()
+    h = _margin(chosen, rejected, ref_chosen, ref_rejected, beta)
+    return (1 - beta * h).relu()
 
 
 def slic_loss(chosen: Tensor, rejected: Tensor, margin: float = 1.0) -> Tensor:
@@ -170,14 +159,7 @@ def slic_loss(chosen: Tensor, rejected: Tensor, margin: float = 1.0) -> Tensor:
     answer: add it, reduced as the caller likes.
 
     Args:
-        chosen, rejected: [P], under the policy.
         margin: delta, in nats; >= 0.
-
-    Returns:
-        [P], to be minimised.
-
-    Raises:
-        ValueError: for a wrong rank, shape or dtype, or a negative margin.
     """
     _check_same(chosen=chosen, rejected=rejected)
     check_not_negative(margin=margin)
@@ -192,17 +174,11 @@ def apo_zero_loss(
     https://arxiv.org/abs/2408.06266 eq. 7, for chosen answers better than the policy's own: they become likelier, not
     only likelier than the rejected ones.
 
-    Args:
-        chosen, rejected, ref_chosen, ref_rejected, beta: as in `dpo_loss`.
-
     Returns:
         [P], in (0, 2), to be minimised.
-
-    Raises:
-        ValueError: for a wrong rank, shape or dtype, or a beta that is not positive.
     """
-    up, down = _log_ratios(chosen, rejected, ref_chosen, ref_rejected, beta)
-    return (-beta * up).sigmoid() + (beta * down).sigmoid()
+    h_w, h_l = _log_ratios(chosen, rejected, ref_chosen, ref_rejected, beta)
+    return (-beta * h_w).sigmoid() + (beta * h_l).sigmoid()
 
 
 def simpo_loss(
@@ -221,21 +197,12 @@ def simpo_loss(
     takes the quotient gamma / beta.
 
     Args:
-        chosen, rejected: [P], sums over tokens under the policy.
-        chosen_lengths, rejected_lengths: integer [P], in tokens: `mask.sum(1)`; 0 counts as 1.
-        beta: > 0.
         gamma: the target margin, >= 0.
-
-    Returns:
-        [P], to be minimised.
-
-    Raises:
-        ValueError: for a wrong rank, shape or dtype, or a number out of its range.
     """
     check_positive(beta=beta)
     check_not_negative(gamma=gamma)
-    up, down = _means(chosen, rejected, chosen_lengths, rejected_lengths)
-    return -F.logsigmoid(beta * (up - down) - gamma)
+    mean_w, mean_l = _means(chosen, rejected, chosen_lengths, rejected_lengths)
+    return -F.logsigmoid(beta * mean_w - beta * mean_l - gamma)
 
 
 def orpo_loss(chosen: Tensor, rejected: Tensor, chosen_lengths: Tensor, rejected_lengths: Tensor) -> Tensor:
@@ -249,21 +216,9 @@ def orpo_loss(chosen: Tensor, rejected: Tensor, chosen_lengths: Tensor, rejected
 
     Log-odds above 20 (p within 2e-9 of 1) count as 20 with gradient 0, as they are infinite at p = 1; TRL bounds
     nothing and gives nan there.
-
-    Args:
-        chosen, rejected: [P], sums over tokens under the policy.
-        chosen_lengths, rejected_lengths: integer [P], in tokens: `mask.sum(1)`; 0 counts as 1.
-
-    Returns:
-        [P], to be minimised.
-
-    Raises:
-        ValueError: for a wrong rank, shape or dtype.
     """
-    up, down = (
-        x.clamp(max=-math.exp(-LOG_RATIO_LIMIT)) for x in _means(chosen, rejected, chosen_lengths, rejected_lengths)
-    )
-    return -F.logsigmoid((up - (-up.expm1()).log()) - (down - (-down.expm1()).log()))
+    mean_w, mean_l = _means(chosen, rejected, chosen_lengths, rejected_lengths)
+    return -F.logsigmoid(_log_odds(mean_w) - _log_odds(mean_l))
 
 
 def kto_loss(
@@ -286,17 +241,12 @@ def kto_loss(
     micro-batch. The weights make up for unequal counts of the two kinds.
 
     Args:
-        logprobs, ref_logprobs: [B], sums over tokens under the policy and the reference.
         desirable: bool [B].
         kl: z_0 >= 0, a number or a 0-d tensor; gets no gradient.
-        beta: > 0.
         desirable_weight, undesirable_weight: lambda_D and lambda_U, >= 0.
 
     Returns:
         [B], in (0, weight), to be minimised.
-
-    Raises:
-        ValueError: for a wrong rank, shape or dtype, or a number out of its range.
     """
     _check_same(logprobs=logprobs, ref_logprobs=ref_logprobs)
     check_shape("desirable", desirable, tuple(logprobs.shape), "as logprobs")
@@ -309,30 +259,31 @@ def kto_loss(
         kl = kl.detach()
     else:
         check_not_negative(kl=kl)
-    gain = beta * (at_least_float32(logprobs) - at_least_float32(ref_logprobs.detach()) - kl)
-    return torch.where(desirable, desirable_weight * (-gain).sigmoid(), undesirable_weight * gain.sigmoid())
+    h = at_least_float32(logprobs) - at_least_float32(ref_logprobs.detach())
+    good = desirable_weight * (beta * (kl - h)).sigmoid()
+    bad = undesirable_weight * (beta * (h - kl)).sigmoid()
+    return torch.where(desirable, good, bad)
 
 
 @torch.no_grad()
-def kto_kl_estimate(logprobs: Tensor, ref_logprobs: Tensor) -> Tensor:
+def kto_kl_estimate(logprobs: Tensor, ref_logprobs: Tensor, global_sum: GlobalSum = one_rank) -> Tensor:
     r"""KTO's baseline from mismatched pairs: $\max(0, \frac1B \sum_i \log\pi(y_j|x_i) - \log\pi_{ref}(y_j|x_i))$.
 
     https://arxiv.org/abs/2402.01306 section 4.1. Each answer $y_j$ is another prompt's, so this is a biased and cheap
-    stand-in for KL(policy || reference), and it varies with the batch and its split. Over ranks, gather first: the
-    mean of clamped means is larger than the clamped mean.
+    stand-in for KL(policy || reference), and it varies with the batch and its split.
 
     Args:
         logprobs, ref_logprobs: [B], sums over tokens of each mismatched answer.
+        global_sum: adds a tensor over ranks, such as an engine's method of that name; by default these answers are the
+            batch.
 
     Returns:
         0-d, detached, >= 0; 0 for B = 0.
-
-    Raises:
-        ValueError: for a wrong rank, shape or dtype.
     """
     _check_same(logprobs=logprobs, ref_logprobs=ref_logprobs)
-    log_ratio = at_least_float32(logprobs) - at_least_float32(ref_logprobs)
-    return (log_ratio.sum() / max(1, len(log_ratio))).clamp(min=0)
+    h = at_least_float32(logprobs) - at_least_float32(ref_logprobs)
+    total, count = global_sum(torch.stack([h.sum(), h.new_tensor(len(h))])).to(h.device)
+    return (total / count.clamp(min=1)).clamp(min=0)
 
 
 def bradley_terry_loss(chosen_rewards: Tensor, rejected_rewards: Tensor, margin: Tensor | None = None) -> Tensor:
@@ -342,14 +293,7 @@ def bradley_terry_loss(chosen_rewards: Tensor, rejected_rewards: Tensor, margin:
     https://arxiv.org/abs/2307.09288 eq. 2.
 
     Args:
-        chosen_rewards, rejected_rewards: [P].
         margin: [P], larger for pairs that are further apart, or None for 0; gets no gradient.
-
-    Returns:
-        [P], to be minimised.
-
-    Raises:
-        ValueError: for a wrong rank, shape or dtype.
     """
     _check_same(chosen_rewards=chosen_rewards, rejected_rewards=rejected_rewards)
     gap = at_least_float32(chosen_rewards) - at_least_float32(rejected_rewards)
@@ -363,15 +307,6 @@ def reward_centring_loss(chosen_rewards: Tensor, rejected_rewards: Tensor) -> Te
     r"""A regulariser that holds a reward model's rewards around 0: $L = (r_w + r_l)^2$, with a factor such as 0.01.
 
     https://arxiv.org/abs/2312.09244 eq. 2. Bradley-Terry's loss leaves the level of the rewards free.
-
-    Args:
-        chosen_rewards, rejected_rewards: [P].
-
-    Returns:
-        [P], to be minimised.
-
-    Raises:
-        ValueError: for a wrong rank, shape or dtype.
     """
     _check_same(chosen_rewards=chosen_rewards, rejected_rewards=rejected_rewards)
     return (at_least_float32(chosen_rewards) + at_least_float32(rejected_rewards)).square()
@@ -386,21 +321,17 @@ def preference_stats(
 
     Rewards are a reward model's or DPO's implicit ones, `beta * (chosen - ref_chosen)`.
 
-    Args:
-        chosen_rewards, rejected_rewards: [P].
-        total: pairs over all micro-batches and ranks, a number or a 0-d tensor; None counts these; 0 gives 0.
-
     Returns:
         A dict of detached 0-d tensors, which add up over the parts of a batch; zeros for P = 0.
-
-    Raises:
-        ValueError: for a wrong rank, shape or dtype, or a negative total.
     """
     _check_same(chosen_rewards=chosen_rewards, rejected_rewards=rejected_rewards)
-    up, down = at_least_float32(chosen_rewards), at_least_float32(rejected_rewards)
-    stats = {"accuracy": up > down, "margin": up - down, "chosen": up, "rejected": down}
-    means = divide(torch.stack([x.sum() for x in stats.values()]), len(up) if total is None else total)
-    return {f"preference/{name}": x for name, x in zip(stats, means.unbind(), strict=True)}
+    r_w, r_l = at_least_float32(chosen_rewards), at_least_float32(rejected_rewards)
+    return {
+        "preference/accuracy": pair_mean((r_w > r_l).to(r_w.dtype), total),
+        "preference/margin": pair_mean(r_w - r_l, total),
+        "preference/chosen": pair_mean(r_w, total),
+        "preference/rejected": pair_mean(r_l, total),
+    }
 
 
 def _log_ratios(
@@ -409,22 +340,30 @@ def _log_ratios(
     """h_w and h_l, [P] each, after the checks that all losses with a reference share."""
     _check_same(chosen=chosen, rejected=rejected, ref_chosen=ref_chosen, ref_rejected=ref_rejected)
     check_positive(beta=beta)
-    chosen, rejected = at_least_float32(chosen), at_least_float32(rejected)
-    return chosen - at_least_float32(ref_chosen.detach()), rejected - at_least_float32(ref_rejected.detach())
+    h_w = at_least_float32(chosen) - at_least_float32(ref_chosen.detach())
+    h_l = at_least_float32(rejected) - at_least_float32(ref_rejected.detach())
+    return h_w, h_l
 
 
 def _margin(chosen: Tensor, rejected: Tensor, ref_chosen: Tensor, ref_rejected: Tensor, beta: float) -> Tensor:
     """h, [P]: each answer is compared with its own reference first, as those two numbers are close."""
-    up, down = _log_ratios(chosen, rejected, ref_chosen, ref_rejected, beta)
-    return up - down
+    h_w, h_l = _log_ratios(chosen, rejected, ref_chosen, ref_rejected, beta)
+    return h_w - h_l
 
 
 def _means(chosen: Tensor, rejected: Tensor, chosen_lengths: Tensor, rejected_lengths: Tensor) -> tuple[Tensor, Tensor]:
     """Mean log-probabilities of the chosen and the rejected answers, [P] each."""
     _check_same(chosen=chosen, rejected=rejected)
     _check_lengths(chosen, chosen_lengths=chosen_lengths, rejected_lengths=rejected_lengths)
-    up, down = at_least_float32(chosen), at_least_float32(rejected)
-    return up / chosen_lengths.clamp(min=1), down / rejected_lengths.clamp(min=1)
+    mean_w = at_least_float32(chosen) / chosen_lengths.clamp(min=1)
+    mean_l = at_least_float32(rejected) / rejected_lengths.clamp(min=1)
+    return mean_w, mean_l
+
+
+def _log_odds(log_p: Tensor) -> Tensor:
+    """log(p / (1 - p)), at most LOG_RATIO_LIMIT."""
+    log_p = log_p.clamp(max=-math.exp(-LOG_RATIO_LIMIT))
+    return log_p - (-log_p.expm1()).log()
 
 
 def _check_same(**tensors: Tensor) -> None:
@@ -443,7 +382,7 @@ def _check_lengths(like: Tensor, **lengths: Tensor) -> None:
         check_shape(name, x, tuple(like.shape), "as chosen")
 
 
-def _check_flip(rate: float, name: str = "label_smoothing") -> None:
+def _check_smoothing(label_smoothing: float) -> None:
     """A chance that a label is flipped."""
-    if not 0 <= rate < 0.5:
-        fail(name, rate, "a number in [0, 0.5)")
+    if not 0 <= label_smoothing < 0.5:
+        fail("label_smoothing", label_smoothing, "a number in [0, 0.5)")

@@ -4,6 +4,12 @@ All take what `dpo_loss` takes, with the same meaning: [P] log-probabilities of 
 log-ratios to the reference, $h = h_w - h_l$. The reference never gets a gradient. A log-sigmoid is linear and exact far
 out; an exponential is not, so where a formula has one its exponent counts as at most 20, with gradient 0 beyond, as
 everywhere in rlkit.
+
+Args:
+    chosen, rejected: [P], log-probabilities of the answers under the policy.
+    ref_chosen, ref_rejected: [P], under the reference.
+    chosen_lengths, rejected_lengths: integer [P], in tokens: `mask.sum(1)`; 0 counts as 1.
+    beta: > 0; larger stays nearer to the reference.
 """
 
 import math
@@ -12,7 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from rlkit.losses._check import (
+from rlkit._check import (
     check_integer,
     check_not_negative,
     check_per_token,
@@ -21,8 +27,33 @@ from rlkit.losses._check import (
     check_shape,
     fail,
 )
-from rlkit.losses._numerics import LOG_RATIO_LIMIT, at_least_float32
-from rlkit.losses.preference import _log_ratios, _margin, _means, dpo_loss, sequence_logprobs, sequence_mean_logprobs
+from rlkit._numerics import LOG_RATIO_LIMIT, at_least_float32
+from rlkit.losses.preference import (
+    _check_same,
+    _log_ratios,
+    _margin,
+    _means,
+    dpo_loss,
+    sequence_logprobs,
+    sequence_mean_logprobs,
+)
+
+__all__ = [
+    "apo_down_loss",
+    "exo_loss",
+    "nca_loss",
+    "sppo_loss",
+    "bco_loss",
+    "discopop_loss",
+    "alphapo_loss",
+    "alpha_divergence_dpo_loss",
+    "forward_kl_dpo_loss",
+    "js_dpo_loss",
+    "aot_loss",
+    "aot_unpaired_loss",
+    "ld_sequence_logprobs",
+    "wpo_weights",
+]
 
 # --- one pair at a time
 
@@ -35,17 +66,11 @@ def apo_down_loss(
     https://arxiv.org/abs/2408.06266 eq. 8, for chosen answers worse than the policy's own: both become less likely, the
     rejected ones more so. `apo_zero_loss` is for chosen answers that are better.
 
-    Args:
-        chosen, rejected, ref_chosen, ref_rejected, beta: as in `dpo_loss`.
-
     Returns:
         [P], in (0, 2), to be minimised.
-
-    Raises:
-        ValueError: for a wrong rank, shape or dtype, or a beta that is not positive.
     """
-    up, down = _log_ratios(chosen, rejected, ref_chosen, ref_rejected, beta)
-    return (beta * up).sigmoid() + (-beta * (up - down)).sigmoid()
+    h_w, h_l = _log_ratios(chosen, rejected, ref_chosen, ref_rejected, beta)
+    return (beta * h_w).sigmoid() + (-beta * (h_w - h_l)).sigmoid()
 
 
 def exo_loss(
@@ -65,22 +90,18 @@ def exo_loss(
     for the two logarithms, which belong to no distribution; the paper's and TRL's, here, do.
 
     Args:
-        chosen, rejected, ref_chosen, ref_rejected, beta: as in `dpo_loss`.
         label_smoothing: epsilon, the preference's own chance of the rejected answer, in (0, 0.5).
 
     Returns:
         [P], in [0, -log epsilon], to be minimised.
-
-    Raises:
-        ValueError: for a wrong rank, shape or dtype, or a number out of its range.
     """
-    logit = beta * _margin(chosen, rejected, ref_chosen, ref_rejected, beta)
     if not 0 < label_smoothing < 0.5:
         fail("label_smoothing", label_smoothing, "a number in (0, 0.5)")
-    win, lose = F.logsigmoid(logit), F.logsigmoid(-logit)
-    return logit.sigmoid() * (win - math.log1p(-label_smoothing)) + (-logit).sigmoid() * (
-        lose - math.log(label_smoothing)
-    )
+    h = _margin(chosen, rejected, ref_chosen, ref_rejected, beta)
+    log_q, log_rest = F.logsigmoid(beta * h), F.logsigmoid(-beta * h)
+    win = log_q.exp() * (log_q - math.log1p(-label_smoothing))
+    lose = log_rest.exp() * (log_rest - math.log(label_smoothing))
+    return win + lose
 
 
 def nca_loss(chosen: Tensor, rejected: Tensor, ref_chosen: Tensor, ref_rejected: Tensor, beta: float = 0.1) -> Tensor:
@@ -90,18 +111,9 @@ def nca_loss(chosen: Tensor, rejected: Tensor, ref_chosen: Tensor, ref_rejected:
 
     https://arxiv.org/abs/2402.05369, the loss for preferences with two answers. The optimum has $\beta h_w = \log 2$,
     where DPO leaves the level of both free. The paper's beta is 0.01.
-
-    Args:
-        chosen, rejected, ref_chosen, ref_rejected, beta: as in `dpo_loss`.
-
-    Returns:
-        [P], to be minimised.
-
-    Raises:
-        ValueError: for a wrong rank, shape or dtype, or a beta that is not positive.
     """
-    up, down = (beta * h for h in _log_ratios(chosen, rejected, ref_chosen, ref_rejected, beta))
-    return -F.logsigmoid(up) - 0.5 * F.logsigmoid(-up) - 0.5 * F.logsigmoid(-down)
+    h_w, h_l = _log_ratios(chosen, rejected, ref_chosen, ref_rejected, beta)
+    return -F.logsigmoid(beta * h_w) - 0.5 * F.logsigmoid(-beta * h_w) - 0.5 * F.logsigmoid(-beta * h_l)
 
 
 def sppo_loss(
@@ -115,17 +127,10 @@ def sppo_loss(
     eta. The authors' code halves the sum; TRL's and this one do not.
 
     Args:
-        chosen, rejected, ref_chosen, ref_rejected: as in `dpo_loss`.
         beta: > 0; the log-ratios wanted are +-1 / (2 beta).
-
-    Returns:
-        [P], to be minimised.
-
-    Raises:
-        ValueError: for a wrong rank, shape or dtype, or a beta that is not positive.
     """
-    up, down = _log_ratios(chosen, rejected, ref_chosen, ref_rejected, beta)
-    return (up - 1 / (2 * beta)).square() + (down + 1 / (2 * beta)).square()
+    h_w, h_l = _log_ratios(chosen, rejected, ref_chosen, ref_rejected, beta)
+    return (h_w - 1 / (2 * beta)).square() + (h_l + 1 / (2 * beta)).square()
 
 
 def bco_loss(
@@ -146,22 +151,15 @@ def bco_loss(
     argument, it leaves a pair's loss free of its batch. TRL's bco_pair has none: 0.
 
     Args:
-        chosen, rejected, ref_chosen, ref_rejected, beta: as in `dpo_loss`.
         delta: the reward shift, in units of beta times nats, a number or a 0-d tensor; gets no gradient.
-
-    Returns:
-        [P], to be minimised.
-
-    Raises:
-        ValueError: for a wrong rank, shape or dtype, a beta that is not positive, or a delta that is not finite.
     """
-    up, down = _log_ratios(chosen, rejected, ref_chosen, ref_rejected, beta)
     if isinstance(delta, Tensor):
         check_rank("delta", delta, 0, "(a number or a 0-d tensor)")
         delta = delta.detach()
     elif not math.isfinite(delta):
         fail("delta", delta, "a finite number or a 0-d tensor")
-    return -F.logsigmoid(beta * up - delta) - F.logsigmoid(delta - beta * down)
+    h_w, h_l = _log_ratios(chosen, rejected, ref_chosen, ref_rejected, beta)
+    return -F.logsigmoid(beta * h_w - delta) - F.logsigmoid(delta - beta * h_l)
 
 
 def discopop_loss(
@@ -181,19 +179,13 @@ def discopop_loss(
     that exponent is negative; with more it grows as x falls and is bounded as the module says.
 
     Args:
-        chosen, rejected, ref_chosen, ref_rejected, beta: as in `dpo_loss`.
         tau: > 0, the width of the change from one to the other, in units of x.
-
-    Returns:
-        [P], to be minimised.
-
-    Raises:
-        ValueError: for a wrong rank, shape or dtype, or a number that is not positive.
     """
-    x = beta * _margin(chosen, rejected, ref_chosen, ref_rejected, beta)
     check_positive(tau=tau)
-    exponential = (F.logsigmoid(x / tau) - x).clamp(max=LOG_RATIO_LIMIT).exp()
-    return exponential - (-x / tau).sigmoid() * F.logsigmoid(x)
+    x = beta * _margin(chosen, rejected, ref_chosen, ref_rejected, beta)
+    logistic = -(-x / tau).sigmoid() * F.logsigmoid(x)
+    exponential = (F.logsigmoid(x / tau) - x).clamp(max=LOG_RATIO_LIMIT).exp()  # sigmoid(x / tau) * exp(-x)
+    return logistic + exponential
 
 
 def alphapo_loss(
@@ -215,24 +207,16 @@ def alphapo_loss(
     exponent $-\alpha \log p$ is bounded as the module says.
 
     Args:
-        chosen, rejected: [P], sums over tokens under the policy.
-        chosen_lengths, rejected_lengths: integer [P], in tokens: `mask.sum(1)`; 0 counts as 1.
         alpha: a finite number; 0 takes the limit, log p.
-        beta: > 0.
         gamma: the target margin, >= 0, outside beta as in `simpo_loss`.
-
-    Returns:
-        [P], to be minimised.
-
-    Raises:
-        ValueError: for a wrong rank, shape or dtype, or a number out of its range.
     """
     check_positive(beta=beta)
     check_not_negative(gamma=gamma)
     if not math.isfinite(alpha):
         fail("alpha", alpha, "a finite number")
-    up, down = (_power(x, alpha) for x in _means(chosen, rejected, chosen_lengths, rejected_lengths))
-    return -F.logsigmoid(beta * (up - down) - gamma)
+    mean_w, mean_l = _means(chosen, rejected, chosen_lengths, rejected_lengths)
+    r_w, r_l = _power(mean_w, alpha), _power(mean_l, alpha)
+    return -F.logsigmoid(beta * r_w - beta * r_l - gamma)
 
 
 # --- DPO with another divergence from the reference
@@ -257,18 +241,11 @@ def alpha_divergence_dpo_loss(
     80 and its gradients are e^80.
 
     Args:
-        chosen, rejected, ref_chosen, ref_rejected, beta: as in `dpo_loss`.
         alpha: >= 0; 0 takes the limit, `dpo_loss`.
-
-    Returns:
-        [P], to be minimised.
-
-    Raises:
-        ValueError: for a wrong rank, shape or dtype, or a number out of its range.
     """
-    up, down = _log_ratios(chosen, rejected, ref_chosen, ref_rejected, beta)
     check_not_negative(alpha=alpha)
-    return -F.logsigmoid(beta * (_power(up, alpha) - _power(down, alpha)))
+    h_w, h_l = _log_ratios(chosen, rejected, ref_chosen, ref_rejected, beta)
+    return -F.logsigmoid(beta * _power(h_w, alpha) - beta * _power(h_l, alpha))
 
 
 def forward_kl_dpo_loss(
@@ -278,15 +255,6 @@ def forward_kl_dpo_loss(
 
     https://arxiv.org/abs/2309.16240 with $f'(u) = -1 / u$, or 1 - 1 / u as TRL has it: `alpha_divergence_dpo_loss` with
     alpha 1, bounded alike; TRL bounds nothing here.
-
-    Args:
-        chosen, rejected, ref_chosen, ref_rejected, beta: as in `dpo_loss`.
-
-    Returns:
-        [P], to be minimised.
-
-    Raises:
-        ValueError: for a wrong rank, shape or dtype, or a beta that is not positive.
     """
     return alpha_divergence_dpo_loss(chosen, rejected, ref_chosen, ref_rejected, beta, alpha=1.0)
 
@@ -299,18 +267,9 @@ def js_dpo_loss(
     $$L = -\log\sigma\big(\beta \log\sigma(h_w) - \beta \log\sigma(h_l)\big)$$
 
     https://arxiv.org/abs/2309.16240 with $f'(u) = \log(2 u / (1 + u))$, whose log 2 cancels.
-
-    Args:
-        chosen, rejected, ref_chosen, ref_rejected, beta: as in `dpo_loss`.
-
-    Returns:
-        [P], to be minimised.
-
-    Raises:
-        ValueError: for a wrong rank, shape or dtype, or a beta that is not positive.
     """
-    up, down = _log_ratios(chosen, rejected, ref_chosen, ref_rejected, beta)
-    return -F.logsigmoid(beta * (F.logsigmoid(up) - F.logsigmoid(down)))
+    h_w, h_l = _log_ratios(chosen, rejected, ref_chosen, ref_rejected, beta)
+    return -F.logsigmoid(beta * F.logsigmoid(h_w) - beta * F.logsigmoid(h_l))
 
 
 # --- a batch against a batch
@@ -333,15 +292,12 @@ def aot_loss(
     pair it is `dpo_loss`, whose label smoothing it takes, like TRL.
 
     Args:
-        chosen, rejected, ref_chosen, ref_rejected, beta, label_smoothing: as in `dpo_loss`.
+        label_smoothing: as in `dpo_loss`.
 
     Returns:
         [P], one a quantile from the lowest up (entry i is not pair i), to be minimised.
-
-    Raises:
-        ValueError: for a wrong rank, shape or dtype, or a number out of its range.
     """
-    _log_ratios(chosen, rejected, ref_chosen, ref_rejected, beta)  # for its checks
+    _check_same(chosen=chosen, rejected=rejected, ref_chosen=ref_chosen, ref_rejected=ref_rejected)
     margins = (at_least_float32(chosen) - at_least_float32(rejected)).sort().values
     ref_margins = (at_least_float32(ref_chosen) - at_least_float32(ref_rejected)).sort().values
     zeros = torch.zeros_like(margins)
@@ -365,17 +321,14 @@ def aot_unpaired_loss(
     is `dpo_loss`.
 
     Args:
-        chosen, rejected, ref_chosen, ref_rejected, beta, label_smoothing: as in `dpo_loss`.
+        label_smoothing: as in `dpo_loss`.
 
     Returns:
         [P], one a quantile from the lowest up (entry i is not answer i), to be minimised.
-
-    Raises:
-        ValueError: for a wrong rank, shape or dtype, or a number out of its range.
     """
-    up, down = (h.sort().values for h in _log_ratios(chosen, rejected, ref_chosen, ref_rejected, beta))
-    zeros = torch.zeros_like(up)
-    return dpo_loss(up, down, zeros, zeros, beta, label_smoothing)
+    h_w, h_l = _log_ratios(chosen, rejected, ref_chosen, ref_rejected, beta)
+    zeros = torch.zeros_like(h_w)
+    return dpo_loss(h_w.sort().values, h_l.sort().values, zeros, zeros, beta, label_smoothing)
 
 
 # --- weights of tokens and answers
@@ -390,16 +343,11 @@ def ld_sequence_logprobs(logprobs: Tensor, mask: Tensor, shared_lengths: Tensor,
     of the reference. Alpha 1 is `sequence_logprobs`; alpha 0 cuts both answers to one length.
 
     Args:
-        logprobs: [B, T]; may hold anything outside the mask.
-        mask: bool [B, T], True on the answer's tokens; they are what is counted.
         shared_lengths: integer [B], n: `torch.minimum(chosen_mask.sum(1), rejected_mask.sum(1))` for both.
         alpha: in [0, 1].
 
     Returns:
         [B], float32 (float64 for float64 input); 0 for a row with no token in the mask.
-
-    Raises:
-        ValueError: for a wrong rank, shape or dtype, or an alpha outside [0, 1].
     """
     check_per_token(mask, logprobs=logprobs)
     check_integer("shared_lengths", shared_lengths)
@@ -421,16 +369,10 @@ def wpo_weights(logprobs: Tensor, sum_pi_squared: Tensor, mask: Tensor) -> Tenso
     not in TRL's. It has no place in `aot_loss`, whose entries are not pairs.
 
     Args:
-        logprobs: [B, T], under the policy as it is; may hold anything outside the mask.
-        sum_pi_squared: [B, T], in (0, 1]: `rlkit.losses.sum_pi_squared`, moved by one column so that it is aligned with
-            the token; may hold anything outside the mask.
-        mask: bool [B, T], True on the answer's tokens.
+        sum_pi_squared: [B, T], in (0, 1]: that function of the logits, aligned by `align_with_tokens`.
 
     Returns:
         [B], detached, >= 0; 1 for a row with no token in the mask.
-
-    Raises:
-        ValueError: for a wrong rank, shape or dtype.
     """
     check_per_token(mask, logprobs=logprobs, sum_pi_squared=sum_pi_squared)
     return sequence_mean_logprobs(at_least_float32(logprobs) - at_least_float32(sum_pi_squared).log(), mask).exp()

@@ -1,35 +1,42 @@
-"""From per-token (or per-sequence) losses to a scalar, with the denominator in sight.
+"""From losses per token (or per sequence) to a scalar, with the denominator in sight.
 
 Every function takes `total`, the count over all micro-batches and all data-parallel ranks. With it the parts of a batch
 add up to the loss of the whole batch, whatever the cut, so engines sum gradients and divide by nothing. The default
-None takes this tensor's own count, which is right for a batch in one piece.
+None takes this tensor's own count, which is right for a batch in one piece. A total of 0 gives 0.
+
+A loss may hold anything outside the mask. A row with no token in the mask adds nothing and is not counted. Results are
+0-d, float32 (float64 for a float64 loss).
 
 verl calls them token-sum, token-mean, seq-mean-token-mean, seq-mean-token-sum and seq-mean-token-sum-norm; TRL's loss
 types grpo, bnpo/dapo and dr_grpo are `sequence_mean`, `token_mean` and `fixed_length_mean`.
 """
 
-import torch
 from torch import Tensor
 
-from rlkit.losses._check import check_float, check_mask, check_not_negative, check_positive, check_rank, check_shape
-from rlkit.losses._numerics import at_least_float32, masked_sums
+from rlkit._check import check_float, check_mask, check_positive, check_rank, check_shape
+from rlkit._numerics import at_least_float32, divide, masked
+
+__all__ = [
+    "token_sum",
+    "token_mean",
+    "sequence_mean",
+    "sequence_sum_mean",
+    "fixed_length_mean",
+    "pair_mean",
+]
 
 
 def token_sum(loss: Tensor, mask: Tensor) -> Tensor:
     r"""Sum over the tokens of the mask: $\sum_{b,t} m_{b,t} L_{b,t}$.
 
     Args:
-        loss: [B, T]; may hold anything outside the mask.
-        mask: bool [B, T].
+        loss: [B, T].
 
     Returns:
-        0-d, float32 (float64 for a float64 loss).
-
-    Raises:
-        ValueError: for a wrong rank, shape or dtype.
+        0-d.
     """
     check_rank("loss", loss, 2, "[B, T]")
-    return _row_sums(loss, mask)[0].sum()
+    return _row_sums(loss, mask).sum()
 
 
 def token_mean(loss: Tensor, mask: Tensor, total: float | Tensor | None = None) -> Tensor:
@@ -38,20 +45,13 @@ def token_mean(loss: Tensor, mask: Tensor, total: float | Tensor | None = None) 
     DAPO, https://arxiv.org/abs/2503.14476 section 3.3. Long answers weigh more than short ones.
 
     Args:
-        loss: [B, T]; may hold anything outside the mask.
-        mask: bool [B, T].
-        total: trained tokens over all micro-batches and ranks, a number or a 0-d tensor; None counts this mask; 0 gives
-            0.
+        loss: [B, T].
+        total: trained tokens over all micro-batches and ranks, a number or a 0-d tensor; None counts this mask.
 
     Returns:
-        0-d, float32 (float64 for a float64 loss).
-
-    Raises:
-        ValueError: for a wrong rank, shape or dtype, or a negative total.
+        0-d.
     """
-    check_rank("loss", loss, 2, "[B, T]")
-    rows, lengths = _row_sums(loss, mask)
-    return rows.sum() / lengths.sum().clamp(min=1) if total is None else divide(rows.sum(), total)
+    return divide(token_sum(loss, mask), mask.sum() if total is None else total)
 
 
 def sequence_mean(loss: Tensor, mask: Tensor, total: float | Tensor | None = None) -> Tensor:
@@ -59,47 +59,35 @@ def sequence_mean(loss: Tensor, mask: Tensor, total: float | Tensor | None = Non
 
     $$\frac{1}{\text{total}} \sum_b \frac{\sum_t m_{b,t} L_{b,t}}{\sum_t m_{b,t}}$$
 
-    GRPO, https://arxiv.org/abs/2402.03300 eq. 3. A token of a short answer weighs more than one of a long answer. A row
-    with no token in the mask adds nothing and is not counted.
+    GRPO, https://arxiv.org/abs/2402.03300 eq. 3. A token of a short answer weighs more than one of a long answer.
 
     Args:
-        loss: [B, T], or [B] where the loss is per sequence already; may hold anything outside the mask.
-        mask: bool [B, T].
+        loss: [B, T], or [B] where the loss is per sequence already.
         total: sequences that have a token, over all micro-batches and ranks, a number or a 0-d tensor; None counts this
-            mask; 0 gives 0.
+            mask.
 
     Returns:
-        0-d, float32 (float64 for a float64 loss).
-
-    Raises:
-        ValueError: for a wrong rank, shape or dtype, or a negative total.
+        0-d.
     """
-    rows, lengths = _row_sums(loss, mask)
+    rows = _row_sums(loss, mask)
     if loss.ndim == 2:
-        rows = rows / lengths.clamp(min=1)
-    return rows.sum() / lengths.count_nonzero().clamp(min=1) if total is None else divide(rows.sum(), total)
+        rows = rows / mask.sum(1).clamp(min=1)
+    return divide(rows.sum(), _sequences(mask) if total is None else total)
 
 
 def sequence_sum_mean(loss: Tensor, mask: Tensor, total: float | Tensor | None = None) -> Tensor:
     r"""Mean over sequences of each sequence's sum over its tokens: $\sum_{b,t} m_{b,t} L_{b,t} / \text{total}$.
 
-    The policy gradient as it is derived, with the return of a whole sequence. A row with no token in the mask adds
-    nothing and is not counted.
+    The policy gradient as it is derived, with the return of a whole sequence.
 
     Args:
-        loss: [B, T], or [B] where the loss is per sequence already; may hold anything outside the mask.
-        mask: bool [B, T].
-        total: sequences that have a token, over all micro-batches and ranks, a number or a 0-d tensor; None counts this
-            mask; 0 gives 0.
+        loss: [B, T], or [B] where the loss is per sequence already.
+        total: as in `sequence_mean`.
 
     Returns:
-        0-d, float32 (float64 for a float64 loss).
-
-    Raises:
-        ValueError: for a wrong rank, shape or dtype, or a negative total.
+        0-d.
     """
-    rows, lengths = _row_sums(loss, mask)
-    return rows.sum() / lengths.count_nonzero().clamp(min=1) if total is None else divide(rows.sum(), total)
+    return divide(_row_sums(loss, mask).sum(), _sequences(mask) if total is None else total)
 
 
 def fixed_length_mean(loss: Tensor, mask: Tensor, length: float, total: float | Tensor | None = None) -> Tensor:
@@ -111,43 +99,43 @@ def fixed_length_mean(loss: Tensor, mask: Tensor, length: float, total: float | 
     response length, say), so it must be given. verl falls back on the padded width, which moves with the batch.
 
     Args:
-        loss: [B, T], or [B] where it is each sequence's token sum already; may hold anything outside the mask.
-        mask: bool [B, T].
+        loss: [B, T], or [B] where it is each sequence's token sum already.
         length: the constant, in tokens; > 0.
-        total: sequences that have a token, over all micro-batches and ranks, a number or a 0-d tensor; None counts this
-            mask; 0 gives 0.
+        total: as in `sequence_mean`.
 
     Returns:
-        0-d, float32 (float64 for a float64 loss).
-
-    Raises:
-        ValueError: for a wrong rank, shape or dtype, a length that is not positive, or a negative total.
+        0-d.
     """
     check_positive(length=length)
     return sequence_sum_mean(loss, mask, total) / length
 
 
-def _row_sums(loss: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
-    """([B]: the sum of each row's tokens, or a [B] loss itself, 0 for a row without tokens; [B]: the tokens)."""
+def pair_mean(loss: Tensor, total: float | Tensor | None = None) -> Tensor:
+    r"""Mean over pairs of answers, or over single answers, of a loss on preferences: $\sum_i L_i / \text{total}$.
+
+    Args:
+        loss: [P], one a pair, or [B], one an answer.
+        total: pairs, or answers, over all micro-batches and ranks; None counts these.
+
+    Returns:
+        0-d.
+    """
+    check_float("loss", loss)
+    check_rank("loss", loss, 1, "[P]")
+    return divide(at_least_float32(loss).sum(), len(loss) if total is None else total)
+
+
+def _sequences(mask: Tensor) -> Tensor:
+    """0-d: the sequences that have a token."""
+    return (mask.sum(1) > 0).sum()
+
+
+def _row_sums(loss: Tensor, mask: Tensor) -> Tensor:
+    """[B]: the sum of each row's tokens, or a [B] loss itself; 0 for a row with no token in the mask."""
     check_float("loss", loss)
     check_mask(mask)
-    loss = at_least_float32(loss)
     if loss.ndim == 1:
         check_shape("loss", loss, (mask.shape[0],), "or that of mask")
-        lengths = mask.sum(1, dtype=torch.int32)  # a CPU takes twice as long to sum bools into int64
-        return torch.where(lengths > 0, loss, 0.0), lengths
+        return masked(loss, mask.any(1))
     check_shape("loss", loss, tuple(mask.shape), "as mask, or [B]")
-    return masked_sums(loss, mask)
-
-
-def divide(x: Tensor, total: float | Tensor) -> Tensor:
-    """x / total, and 0 with gradient 0 where total is 0."""
-    if not isinstance(total, Tensor):
-        check_not_negative(total=total)
-        if total > 0:
-            return x / total
-        total = x.new_zeros(())
-    check_rank("total", total, 0, "(a number or a 0-d tensor)")
-    total = total.to(x.device)
-    some = total > 0
-    return torch.where(some, x, 0.0) / torch.where(some, total, 1.0)
+    return masked(loss, mask).sum(1)

@@ -1,23 +1,30 @@
-"""Policy-gradient losses with one ratio a sequence, and the mask of sequences that the policy has left behind.
+r"""Policy-gradient losses with one ratio a sequence, and the mask of sequences that the policy has moved away from.
 
-In all of them: the sequence is its tokens inside the mask, its value stands on each of them, only `logprobs` gets a
-gradient, and at ratio 1 the gradient of the summed loss is -A on every trained token (times the sequence's length in
-`luspo_loss`). A log-ratio of a token beyond +-20 counts as +-20 and gets gradient 0.
+A sequence is its tokens inside the mask, and its value stands on each of them. Only `logprobs` gets a gradient. At
+ratio 1 the gradient of the summed loss is $-A$ on every trained token (times the sequence's length in `luspo_loss`).
 """
 
 import torch
 from torch import Tensor
 
-from rlkit.losses._check import advantages_per_token, check_not_negative, check_per_token
-from rlkit.losses._numerics import (
+from rlkit._check import advantages_per_token, check_not_negative, check_per_token
+from rlkit._numerics import (
     at_least_float32,
     masked,
-    masked_cost,
+    masked_advantages,
     masked_log_ratio,
-    masked_rows,
-    masked_sums,
-    sequence_cost,
+    mean_over_tokens,
+    sequence_advantages,
 )
+
+__all__ = [
+    "gspo_loss",
+    "gspo_token_loss",
+    "luspo_loss",
+    "gmpo_loss",
+    "topr_loss",
+    "off_policy_sequence_mask",
+]
 
 
 def gspo_loss(
@@ -30,31 +37,29 @@ def gspo_loss(
 ) -> Tensor:
     r"""GSPO: PPO's clipped loss with the geometric mean of the token ratios as the one ratio of a sequence.
 
-    $$L = -\min(s A,\ \mathrm{clip}(s, 1 - \epsilon_{low}, 1 + \epsilon_{high}) A), \quad
+    $$L = \max(-A s,\ -A\, \mathrm{clip}(s, 1 - \epsilon_{low}, 1 + \epsilon_{high})), \quad
     s = \exp\Big(\frac{1}{|y|} \sum_t m_t (\text{logprobs}_t - \text{old\_logprobs}_t)\Big)$$
 
     GSPO, https://arxiv.org/abs/2507.18071 eq. 5 and 7; `sequence_mean` gives the paper's loss. The clips are the
     paper's, of section 5.1: s stays far closer to 1 than a token's ratio.
 
-    verl's gspo is `gspo_token_loss`, with the same gradient. Under `token_mean` a sequence weighs by its length, which
-    is no longer the paper's loss (TRL warns of it).
+    Choices: verl's gspo is `gspo_token_loss`, with the same gradient.
 
     Args:
-        logprobs: [B, T], of the policy being trained; whole sequences.
-        old_logprobs: [B, T], under the weights the batch was sampled with.
         advantages: [B]; [B, T] with one value a sequence is the same, for others see `gspo_token_loss`.
-        mask: bool [B, T], True on trained tokens.
-        clip_low: the ratio's lower bound is 1 - clip_low; >= 0.
-        clip_high: the ratio's upper bound is 1 + clip_high; >= 0.
+        clip_low, clip_high: s is held within [1 - clip_low, 1 + clip_high]; >= 0.
 
     Returns:
-        [B, T], to be minimised: a sequence's value on each of its tokens; 0, with gradient 0, outside the mask.
-
-    Raises:
-        ValueError: for a wrong rank, shape or dtype, or a negative clip.
+        [B, T], to be minimised: a sequence's value on each of its tokens.
     """
-    loss, _ = _of_sequences(logprobs, old_logprobs, advantages, mask, clip_low, clip_high)
-    return masked(loss, mask)
+    check_per_token(mask, logprobs=logprobs, old_logprobs=old_logprobs)
+    check_not_negative(clip_low=clip_low, clip_high=clip_high)
+    log_ratio = masked_log_ratio(logprobs, old_logprobs, mask)
+    ratio = mean_over_tokens(log_ratio, mask).exp()  # [B, 1]
+    advantages = sequence_advantages(advantages, mask)
+    unclipped = -advantages * ratio
+    clipped = -advantages * ratio.clamp(1 - clip_low, 1 + clip_high)
+    return masked(torch.maximum(unclipped, clipped), mask)
 
 
 def gspo_token_loss(
@@ -67,7 +72,7 @@ def gspo_token_loss(
 ) -> Tensor:
     r"""GSPO-token: the value of GSPO's ratio with each token's own gradient, so that advantages may be per token.
 
-    $$L = -\min(s_t A_t,\ \mathrm{clip}(s_t, 1 - \epsilon_{low}, 1 + \epsilon_{high}) A_t), \quad
+    $$L = \max(-A_t s_t,\ -A_t\, \mathrm{clip}(s_t, 1 - \epsilon_{low}, 1 + \epsilon_{high})), \quad
     s_t = \mathrm{sg}(s)\, \frac{\pi_t}{\mathrm{sg}(\pi_t)}$$
 
     with s of `gspo_loss`. GSPO, https://arxiv.org/abs/2507.18071 eq. 13 and 14; reduced by `sequence_mean`. With one
@@ -75,25 +80,17 @@ def gspo_token_loss(
     of a sequence alike.
 
     Args:
-        logprobs: [B, T], of the policy being trained; whole sequences.
-        old_logprobs: [B, T], under the weights the batch was sampled with.
-        advantages: [B] or [B, T].
-        mask: bool [B, T], True on trained tokens.
-        clip_low: the ratio's lower bound is 1 - clip_low; >= 0.
-        clip_high: the ratio's upper bound is 1 + clip_high; >= 0.
-
-    Returns:
-        [B, T], to be minimised; 0, with gradient 0, outside the mask.
-
-    Raises:
-        ValueError: for a wrong rank, shape or dtype, or a negative clip.
+        clip_low, clip_high: s is held within [1 - clip_low, 1 + clip_high]; >= 0.
     """
     check_per_token(mask, logprobs=logprobs, old_logprobs=old_logprobs)
     check_not_negative(clip_low=clip_low, clip_high=clip_high)
-    log_ratio = masked_log_ratio(logprobs, old_logprobs.detach(), mask)
-    own = (log_ratio - log_ratio.detach()).exp()  # 1, with the token's gradient
-    ratio = _mean(log_ratio.detach(), _lengths(mask)).exp() * own
-    return _clipped(masked_cost(advantages, mask), ratio, clip_low, clip_high)
+    log_ratio = masked_log_ratio(logprobs, old_logprobs, mask)
+    sequence_ratio = mean_over_tokens(log_ratio.detach(), mask).exp()  # [B, 1]
+    ratio = sequence_ratio * (log_ratio - log_ratio.detach()).exp()
+    advantages = masked_advantages(advantages, mask)
+    unclipped = -advantages * ratio
+    clipped = -advantages * ratio.clamp(1 - clip_low, 1 + clip_high)
+    return torch.maximum(unclipped, clipped)
 
 
 def luspo_loss(
@@ -112,21 +109,14 @@ def luspo_loss(
     `sequence_sum_mean` of `gspo_loss`. The clips are the paper's, of section 5.1.
 
     Args:
-        logprobs: [B, T], of the policy being trained; whole sequences.
-        old_logprobs: [B, T], under the weights the batch was sampled with.
         advantages: [B]; [B, T] with one value a sequence is the same.
-        mask: bool [B, T], True on trained tokens.
-        clip_low: the ratio's lower bound is 1 - clip_low; >= 0.
-        clip_high: the ratio's upper bound is 1 + clip_high; >= 0.
+        clip_low, clip_high: s is held within [1 - clip_low, 1 + clip_high]; >= 0.
 
     Returns:
-        [B, T], to be minimised: a sequence's value on each of its tokens; 0, with gradient 0, outside the mask.
-
-    Raises:
-        ValueError: for a wrong rank, shape or dtype, or a negative clip.
+        [B, T], to be minimised: a sequence's value on each of its tokens.
     """
-    loss, lengths = _of_sequences(logprobs, old_logprobs, advantages, mask, clip_low, clip_high)
-    return masked(loss * lengths, mask)
+    loss = gspo_loss(logprobs, old_logprobs, advantages, mask, clip_low, clip_high)
+    return mask.sum(1, keepdim=True) * loss
 
 
 def gmpo_loss(
@@ -134,39 +124,34 @@ def gmpo_loss(
     old_logprobs: Tensor,
     advantages: Tensor,
     mask: Tensor,
-    clip_low: float = 0.4,
-    clip_high: float = 0.4,
+    log_clip_low: float = 0.4,
+    log_clip_high: float = 0.4,
 ) -> Tensor:
     r"""GMPO: the geometric mean of token ratios that are clipped one by one, in log space.
 
-    $$L = -A \exp\Big(\frac{1}{|y|} \sum_t m_t \ell_t\Big), \quad \ell_t = \min(\log r_t, \epsilon_{high})
-    \text{ where } A > 0,\ \max(\log r_t, -\epsilon_{low}) \text{ elsewhere}$$
+    $$L = -A \exp\Big(\frac{1}{|y|} \sum_t m_t \ell_t\Big), \quad
+    \ell_t = s \min(s \log r_t,\ s\, \mathrm{clip}(\log r_t, -\epsilon_{low}, \epsilon_{high})), \quad
+    s = \mathrm{sign}(A)$$
 
-    GMPO, https://arxiv.org/abs/2507.20673; `sequence_mean` gives the paper's loss. The clips are in nats, the paper's
-    ratios in $(e^{-0.4}, e^{0.4})$. A token is clipped on the side its advantage pushes to, as in PPO; the others of
-    its sequence keep their gradient. With advantages per token the side is each token's, and `sequence_mean` gives
-    minus the mean advantage times the mean ratio, as in verl.
+    GMPO, https://arxiv.org/abs/2507.20673; `sequence_mean` gives the paper's loss. The paper's ratios are in
+    $(e^{-0.4}, e^{0.4})$. A token is clipped on the side its advantage pushes to, as in PPO; the others of its sequence
+    keep their gradient; one of advantage 0 counts as ratio 1. With advantages per token the side is each token's, and
+    `sequence_mean` gives minus the mean advantage times the mean ratio, as in verl.
 
     Args:
-        logprobs: [B, T], of the policy being trained; whole sequences.
-        old_logprobs: [B, T], under the weights the batch was sampled with.
         advantages: [B] or [B, T]; the paper's are [B].
-        mask: bool [B, T], True on trained tokens.
-        clip_low: the log-ratio's lower bound is -clip_low, in nats; >= 0.
-        clip_high: the log-ratio's upper bound is clip_high, in nats; >= 0.
+        log_clip_low, log_clip_high: the log-ratio is held within [-log_clip_low, log_clip_high], in nats; >= 0.
 
     Returns:
-        [B, T], to be minimised: a sequence's value on each of its tokens; 0, with gradient 0, outside the mask.
-
-    Raises:
-        ValueError: for a wrong rank, shape or dtype, or a negative clip.
+        [B, T], to be minimised: a sequence's value on each of its tokens.
     """
     check_per_token(mask, logprobs=logprobs, old_logprobs=old_logprobs)
-    check_not_negative(clip_low=clip_low, clip_high=clip_high)
-    cost = masked_cost(advantages, mask)
-    log_ratio = masked_log_ratio(logprobs, old_logprobs.detach(), mask)
-    clipped = torch.where(cost < 0, log_ratio.clamp(max=clip_high), log_ratio.clamp(min=-clip_low))
-    return cost * _mean(clipped, _lengths(mask)).exp()
+    check_not_negative(log_clip_low=log_clip_low, log_clip_high=log_clip_high)
+    log_ratio = masked_log_ratio(logprobs, old_logprobs, mask)
+    advantages = masked_advantages(advantages, mask)
+    sign = advantages.sign()
+    clipped = sign * torch.minimum(sign * log_ratio, sign * log_ratio.clamp(-log_clip_low, log_clip_high))
+    return -advantages * mean_over_tokens(clipped, mask).exp()
 
 
 def topr_loss(logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, mask: Tensor) -> Tensor:
@@ -180,81 +165,46 @@ def topr_loss(logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, mask: 
     a token over 1000 tokens leaves a weight of 5e-5. With advantages per token the case is each token's.
 
     Args:
-        logprobs: [B, T], of the policy being trained; whole sequences, finite within the mask.
+        logprobs: [B, T]; finite within the mask.
         old_logprobs: [B, T], under the weights the batch was sampled with, however old.
         advantages: [B] or [B, T]; the paper's are the reward less a constant baseline.
-        mask: bool [B, T], True on trained tokens.
 
     Returns:
-        [B, T], to be minimised; 0, with gradient 0, outside the mask. Only its gradient means something.
-
-    Raises:
-        ValueError: for a wrong rank, shape or dtype.
+        [B, T], to be minimised. Only its gradient has a meaning.
     """
     check_per_token(mask, logprobs=logprobs, old_logprobs=old_logprobs)
-    cost = masked_cost(advantages, mask)
-    log_ratio = masked_log_ratio(logprobs.detach(), old_logprobs.detach(), mask).sum(1, keepdim=True)
-    weight = torch.where(cost > 0, log_ratio.clamp(max=0).exp(), 1.0)
-    return cost * weight * masked(at_least_float32(logprobs), mask)
+    log_ratio = masked_log_ratio(logprobs.detach(), old_logprobs, mask)
+    ratio = log_ratio.sum(1, keepdim=True).clamp(max=0).exp()  # [B, 1], of the whole sequence, 1 at the most
+    advantages = masked_advantages(advantages, mask)
+    weight = torch.where(advantages < 0, ratio, 1)
+    return -advantages * weight * masked(logprobs, mask)
 
 
 @torch.no_grad()
 def off_policy_sequence_mask(
-    logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, mask: Tensor, threshold: float
+    logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, mask: Tensor, high: float
 ) -> Tensor:
-    r"""The mask without the sequences that are bad and that the policy has already left: they only destabilise.
+    r"""The mask without the bad sequences that the policy has already moved away from, which only destabilise training.
 
     $$m'_{b,t} = m_{b,t} \wedge \neg\Big(A_{b,t} < 0 \wedge \frac{1}{|y|} \sum_t m_t (\text{old\_logprobs}_t -
     \text{logprobs}_t) > \delta\Big)$$
 
     DeepSeek-V3.2, https://arxiv.org/abs/2512.02556 eq. 9. The mean is an estimate of KL(old || policy) with its sign:
-    a sequence that became likelier is never dropped. The report gives no threshold; TRL suggests 0.5, slime has 1e-4.
+    a sequence that became likelier is never dropped. The report gives no delta; TRL suggests 0.5, slime has 1e-4.
 
     The paper zeroes the loss of what is dropped and still divides by all tokens: reduce `torch.where(keep, loss, 0.0)`
     with the full mask. Give the sampler's log-probabilities as `old_logprobs` to count its mismatch too, as the report
     and TRL do.
 
     Args:
-        logprobs: [B, T], of the policy being trained; whole sequences.
-        old_logprobs: [B, T], under the weights, or of the engine, that sampled the batch.
         advantages: [B] or [B, T]; of the latter only a sequence's negative tokens are dropped.
-        mask: bool [B, T], True on trained tokens.
-        threshold: the largest mean drift to keep, in nats a token; >= 0.
+        high: the largest mean drift to keep, in nats a token; >= 0.
 
     Returns:
         bool [B, T], within the mask.
-
-    Raises:
-        ValueError: for a wrong rank, shape or dtype, or a negative threshold.
     """
     check_per_token(mask, logprobs=logprobs, old_logprobs=old_logprobs)
-    check_not_negative(threshold=threshold)
-    drift, lengths = masked_sums(at_least_float32(old_logprobs) - at_least_float32(logprobs), mask)
-    drifted = (drift / lengths.clamp(min=1) > threshold)[:, None]
-    return masked_rows(mask, ~((advantages_per_token(advantages, mask) < 0) & drifted))
-
-
-def _of_sequences(
-    logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, mask: Tensor, clip_low: float, clip_high: float
-) -> tuple[Tensor, Tensor]:
-    """(GSPO's loss of each sequence, [B, 1], or [B, T] for advantages [B, T]; the sequences' lengths, [B, 1])."""
-    check_per_token(mask, logprobs=logprobs, old_logprobs=old_logprobs)
-    check_not_negative(clip_low=clip_low, clip_high=clip_high)
-    log_ratio, lengths = masked_log_ratio(logprobs, old_logprobs.detach(), mask), _lengths(mask)
-    cost = sequence_cost(advantages, mask, lengths)
-    return _clipped(cost, _mean(log_ratio, lengths).exp(), clip_low, clip_high), lengths
-
-
-def _lengths(mask: Tensor) -> Tensor:
-    """[B, 1]: the tokens of each row's mask."""
-    return mask.sum(1, keepdim=True, dtype=torch.int32)
-
-
-def _mean(x: Tensor, lengths: Tensor) -> Tensor:
-    """[B, 1]: the mean over each row's tokens of x [B, T], which is 0 outside the mask; 0 for a row without tokens."""
-    return x.sum(1, keepdim=True) / lengths.clamp(min=1)
-
-
-def _clipped(cost: Tensor, ratio: Tensor, clip_low: float, clip_high: float) -> Tensor:
-    """PPO's pessimistic choice between the ratio and its clip, as a loss: see `clipped_policy_loss`."""
-    return cost * torch.where(cost < 0, ratio.clamp(max=1 + clip_high), ratio.clamp(min=1 - clip_low))
+    check_not_negative(high=high)
+    drift = mean_over_tokens(masked(at_least_float32(old_logprobs) - at_least_float32(logprobs), mask), mask)
+    bad = advantages_per_token(advantages, mask) < 0
+    return mask & ~(bad & (drift > high))

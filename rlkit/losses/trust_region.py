@@ -1,19 +1,31 @@
-"""Policy-gradient losses with another trust region than PPO's ratio clip, one value per token."""
+"""Policy-gradient losses with another trust region than PPO's ratio clip, one value per token.
+
+Only `logprobs` gets a gradient.
+"""
 
 import math
 
 import torch
 from torch import Tensor
 
-from rlkit.losses._check import check_not_negative, check_per_token, check_positive, fail
-from rlkit.losses._numerics import (
+from rlkit._check import check_not_negative, check_per_token, check_positive, check_share, fail
+from rlkit._numerics import (
     LOG_RATIO_LIMIT,
-    at_least_float32,
     masked,
-    masked_cost,
+    masked_advantages,
     masked_log_ratio,
-    sequence_cost,
+    masked_ratio,
+    sequence_advantages,
 )
+
+__all__ = [
+    "clip_cov_loss",
+    "kl_cov_loss",
+    "dppo_tv_loss",
+    "dppo_kl_loss",
+    "dro_loss",
+    "vespo_loss",
+]
 
 
 def clip_cov_loss(
@@ -30,7 +42,7 @@ def clip_cov_loss(
 ) -> Tensor:
     r"""Clip-Cov: PPO's loss without a few random tokens of those whose covariance would cost the most entropy.
 
-    $$L_t = 0 \ (t \in I), \quad L_t = -\min(r_t A_t,\ \mathrm{clip}(r_t, 1 - \epsilon_{low}, 1 + \epsilon_{high}) A_t)
+    $$L_t = 0 \ (t \in I), \quad L_t = \max(-r_t A_t,\ -\mathrm{clip}(r_t, 1 - \epsilon_{low}, 1 + \epsilon_{high}) A_t)
     \ (t \notin I)$$
     where I is a draw of max(floor(share N), 1) out of the N tokens' candidates, those with $\omega_{low} < c_t <
     \omega_{high}$, $c_t = (\text{logprobs}_t - \overline{\text{logprobs}}) (A_t - \bar A)$; all of them where there are
@@ -45,34 +57,27 @@ def clip_cov_loss(
     ratio in [0, 2]); verl's default is 0.2. The draw is a tensor, so that the function is pure: peers draw inside.
 
     Args:
-        logprobs: [B, T], of the policy being trained.
-        old_logprobs: [B, T], under the weights the batch was sampled with.
-        advantages: [B] or [B, T].
-        mask: bool [B, T], True on trained tokens.
         uniform: [B, T], `torch.rand(logprobs.shape, generator=...)`: candidates with the smallest values are drawn.
-        clip_low: the ratio's lower bound is 1 - clip_low; >= 0.
-        clip_high: the ratio's upper bound is 1 + clip_high; >= 0.
-        cov_low: candidates have a covariance above it.
-        cov_high: candidates have a covariance below it; > cov_low.
+        clip_low, clip_high: the ratio is held within [1 - clip_low, 1 + clip_high]; >= 0.
+        cov_low, cov_high: candidates have a covariance between them; cov_high > cov_low.
         share: of the tokens, to be dropped; in [0, 1]; 0 drops none.
 
     Returns:
-        [B, T], to be minimised; 0, with gradient 0, on the tokens drawn and outside the mask.
-
-    Raises:
-        ValueError: for a wrong rank, shape or dtype, a negative clip, cov_high <= cov_low, or a share outside [0, 1].
+        [B, T], to be minimised; 0, with gradient 0, on the tokens drawn.
     """
     check_per_token(mask, logprobs=logprobs, old_logprobs=old_logprobs, uniform=uniform)
     check_not_negative(clip_low=clip_low, clip_high=clip_high)
     if not cov_low < cov_high:
         fail("cov_high", cov_high, f"a number > cov_low, which is {cov_low}")
-    log_ratio = masked_log_ratio(logprobs, old_logprobs.detach(), mask)
-    ratio, cost = log_ratio.exp(), masked_cost(advantages, mask)
-    loss, clipped = cost * ratio, cost * ratio.clamp(1 - clip_low, 1 + clip_high)
-    cov = _covariance(log_ratio, old_logprobs, cost, mask)
-    candidates = mask & (clipped <= loss) & (cov > cov_low) & (cov < cov_high)
+    log_ratio = masked_log_ratio(logprobs, old_logprobs, mask)
+    advantages = masked_advantages(advantages, mask)
+    ratio = log_ratio.exp()
+    unclipped = -advantages * ratio
+    clipped = -advantages * ratio.clamp(1 - clip_low, 1 + clip_high)
+    covariance = _covariance(_bounded_logprobs(log_ratio.detach(), old_logprobs, mask), advantages, mask)
+    candidates = mask & (clipped <= unclipped) & (covariance > cov_low) & (covariance < cov_high)
     drawn = candidates & _smallest(torch.where(candidates, uniform, math.inf), share, mask)
-    return masked(torch.maximum(loss, clipped), ~drawn)
+    return torch.where(drawn, 0, torch.maximum(unclipped, clipped))
 
 
 def kl_cov_loss(
@@ -100,25 +105,17 @@ def kl_cov_loss(
     several tokens with equal covariances is taken is not defined.
 
     Args:
-        logprobs: [B, T], of the policy being trained.
-        old_logprobs: [B, T], under the weights the batch was sampled with.
-        advantages: [B] or [B, T].
-        mask: bool [B, T], True on trained tokens.
         share: of the tokens, to be penalised; in [0, 1]; 0 penalises none.
         kl_coef: beta; >= 0.
-
-    Returns:
-        [B, T], to be minimised; 0, with gradient 0, outside the mask.
-
-    Raises:
-        ValueError: for a wrong rank, shape or dtype, a share outside [0, 1], or a negative kl_coef.
     """
     check_per_token(mask, logprobs=logprobs, old_logprobs=old_logprobs)
     check_not_negative(kl_coef=kl_coef)
-    log_ratio, cost = masked_log_ratio(logprobs, old_logprobs.detach(), mask), masked_cost(advantages, mask)
-    cov = _covariance(log_ratio, old_logprobs, cost, mask)
-    chosen = mask & _smallest(torch.where(mask, -cov, math.inf), share, mask)
-    return cost * log_ratio.exp() + kl_coef * masked(log_ratio.abs(), chosen)
+    log_ratio = masked_log_ratio(logprobs, old_logprobs, mask)
+    advantages = masked_advantages(advantages, mask)
+    covariance = _covariance(_bounded_logprobs(log_ratio.detach(), old_logprobs, mask), advantages, mask)
+    chosen = mask & _smallest(torch.where(mask, -covariance, math.inf), share, mask)
+    penalty = torch.where(chosen, log_ratio.abs(), 0)
+    return -advantages * log_ratio.exp() + kl_coef * penalty
 
 
 def dppo_tv_loss(
@@ -128,11 +125,11 @@ def dppo_tv_loss(
     mask: Tensor,
     delta_low: float = 0.15,
     delta_high: float = 0.15,
-    cap: float = math.inf,
+    ratio_high: float = math.inf,
 ) -> Tensor:
     r"""DPPO with the binary total variation: no gradient for a token that would move further out of the trust region.
 
-    $$L = -M \min(r, \text{cap})\, A, \quad M = 0 \text{ where } A > 0,\ \pi - \mu > \delta_{high} \text{ or } A < 0,\
+    $$L = -M \min(r, \bar r)\, A, \quad M = 0 \text{ where } A > 0,\ \pi - \mu > \delta_{high} \text{ or } A < 0,\
     \mu - \pi > \delta_{low}, \text{ else } 1$$
     with $\pi = e^{\text{logprobs}}$, $\mu = e^{\text{old\_logprobs}}$ and $r = \pi / \mu$. $|\pi - \mu|$ is the total
     variation of "this token or another one". A ratio clip holds back rare tokens, whose ratios are large, and lets go
@@ -141,32 +138,27 @@ def dppo_tv_loss(
     Rethinking the trust region, https://arxiv.org/abs/2602.04879 eq. 12 and 13, its appendix C for the deltas.
 
     Choices: the paper's region is around the sampler, so give `rollout_logprobs` as `old_logprobs` for it (the authors'
-    code has both and calls the other "recompute"). Off unless asked for is the cap, which holds the weight but not the
+    code has both and calls the other "recompute"). The bound on the ratio, off by default, holds the weight but not the
     gradient's flow; verl's code falls back to 20, its configuration to 3 and its example to 10,000, and the paper
     (section 5.4) finds that a small one hurts. The value is the surrogate's; verl's is times the log-probability, with
     the same gradient.
 
     Args:
-        logprobs: [B, T], of the policy being trained.
         old_logprobs: [B, T], under the weights the batch was sampled with, or the sampler's.
-        advantages: [B] or [B, T].
-        mask: bool [B, T], True on trained tokens.
-        delta_low: the most probability that a token may lose; >= 0.
-        delta_high: the most probability that a token may gain; >= 0.
-        cap: the largest weight; > 0; math.inf for none.
+        delta_low, delta_high: the most probability that a token may lose, and gain; >= 0.
+        ratio_high: the bound on the ratio; > 0; math.inf for none.
 
     Returns:
-        [B, T], to be minimised; 0, with gradient 0, outside the region and outside the mask.
-
-    Raises:
-        ValueError: for a wrong rank, shape or dtype, a negative delta, or a cap that is not positive.
+        [B, T], to be minimised; 0, with gradient 0, outside the region.
     """
     check_per_token(mask, logprobs=logprobs, old_logprobs=old_logprobs)
     check_not_negative(delta_low=delta_low, delta_high=delta_high)
-    log_ratio, cost = masked_log_ratio(logprobs, old_logprobs.detach(), mask), masked_cost(advantages, mask)
-    gain = _masked(logprobs.detach(), mask).exp() - _masked(old_logprobs.detach(), mask).exp()
-    outside = ((cost < 0) & (gain > delta_high)) | ((cost > 0) & (gain < -delta_low))
-    return _surrogate(log_ratio, cost, outside, cap)
+    ratio = masked_ratio(logprobs, old_logprobs, mask)
+    advantages = masked_advantages(advantages, mask)
+    gain = masked(logprobs.detach(), mask).exp() - masked(old_logprobs.detach(), mask).exp()
+    too_high = (advantages > 0) & (gain > delta_high)
+    too_low = (advantages < 0) & (gain < -delta_low)
+    return torch.where(too_high | too_low, 0, -advantages * _bounded(ratio, ratio_high))
 
 
 def dppo_kl_loss(
@@ -176,11 +168,11 @@ def dppo_kl_loss(
     mask: Tensor,
     delta_low: float = 0.05,
     delta_high: float = 0.05,
-    cap: float = math.inf,
+    ratio_high: float = math.inf,
 ) -> Tensor:
     r"""DPPO with the binary KL: no gradient for a token that would move further out of the trust region.
 
-    $$L = -M \min(r, \text{cap})\, A, \quad M = 0 \text{ where } A > 0,\ r > 1,\ D > \delta_{high} \text{ or } A < 0,\
+    $$L = -M \min(r, \bar r)\, A, \quad M = 0 \text{ where } A > 0,\ r > 1,\ D > \delta_{high} \text{ or } A < 0,\
     r < 1,\ D > \delta_{low}, \text{ else } 1$$
     $$D = \mu \log \frac{\mu}{\pi} + (1 - \mu) \log \frac{1 - \mu}{1 - \pi}$$
     with $\pi = e^{\text{logprobs}}$, $\mu = e^{\text{old\_logprobs}}$ and $r = \pi / \mu$: the KL of "this token or
@@ -192,31 +184,28 @@ def dppo_kl_loss(
     float32 the probability of a token that is all but certain is 1, and the KL to it would be infinite.
 
     Args:
-        logprobs: [B, T], of the policy being trained.
         old_logprobs: [B, T], under the weights the batch was sampled with, or the sampler's.
-        advantages: [B] or [B, T].
-        mask: bool [B, T], True on trained tokens.
-        delta_low: the largest KL, in nats, at which a token may become less likely still; >= 0.
-        delta_high: the largest KL, in nats, at which a token may become more likely still; >= 0.
-        cap: the largest weight; > 0; math.inf for none.
+        delta_low, delta_high: the largest KL, in nats, at which a token may become less likely still, and likelier
+            still; >= 0.
+        ratio_high: the bound on the ratio; > 0; math.inf for none.
 
     Returns:
-        [B, T], to be minimised; 0, with gradient 0, outside the region and outside the mask.
-
-    Raises:
-        ValueError: for a wrong rank, shape or dtype, a negative delta, or a cap that is not positive.
+        [B, T], to be minimised; 0, with gradient 0, outside the region.
     """
     check_per_token(mask, logprobs=logprobs, old_logprobs=old_logprobs)
     check_not_negative(delta_low=delta_low, delta_high=delta_high)
-    log_ratio, cost = masked_log_ratio(logprobs, old_logprobs.detach(), mask), masked_cost(advantages, mask)
-    move, old = log_ratio.detach(), _masked(old_logprobs.detach(), mask).clamp(max=0)
-    rest, old_rest = (-x.expm1() + 1e-8 for x in (_masked(logprobs.detach(), mask).clamp(max=0), old))
-    kl = old_rest * (old_rest.log() - rest.log()) - old.exp() * move
-    outside = ((cost < 0) & (move > 0) & (kl > delta_high)) | ((cost > 0) & (move < 0) & (kl > delta_low))
-    return _surrogate(log_ratio, cost, outside, cap)
+    log_ratio = masked_log_ratio(logprobs, old_logprobs, mask)
+    advantages = masked_advantages(advantages, mask)
+    log_p = masked(logprobs.detach(), mask).clamp(max=0)
+    log_q = masked(old_logprobs.detach(), mask).clamp(max=0)
+    rest_p, rest_q = -log_p.expm1() + 1e-8, -log_q.expm1() + 1e-8  # 1 - p and 1 - q
+    kl = -log_q.exp() * log_ratio.detach() + rest_q * (rest_q / rest_p).log()
+    too_high = (advantages > 0) & (log_ratio > 0) & (kl > delta_high)
+    too_low = (advantages < 0) & (log_ratio < 0) & (kl > delta_low)
+    return torch.where(too_high | too_low, 0, -advantages * _bounded(log_ratio.exp(), ratio_high))
 
 
-def dro_loss(logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, mask: Tensor, beta: float = 0.05) -> Tensor:
+def dro_loss(logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, mask: Tensor, kl_coef: float = 0.05) -> Tensor:
     r"""DRO, token by token: the policy gradient with a quadratic penalty on the log-ratio in place of a clip.
 
     $$L = -A\, \text{logprobs} + \frac{\beta}{2} (\text{logprobs} - \text{old\_logprobs})^2$$
@@ -227,29 +216,18 @@ def dro_loss(logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, mask: T
     Choices: this is **the paper's DRO-V for a sequence of one token only**. There the squared error
     $\frac{1}{2} (r - V - \tau \log(\pi / \pi_{ref}))^2$ has the log-ratio of the whole answer, and V is learned beside
     it; with A = r - V and beta = tau its policy gradient is tau times this one. Both peers square each token's
-    log-ratio. Advantages are the soft ones of that equation. `beta` is Tinker's example's; verl has no default.
+    log-ratio. Advantages are the soft ones of that equation. The coefficient is Tinker's example's; verl has no
+    default.
 
     Args:
-        logprobs: [B, T], of the policy being trained.
         old_logprobs: [B, T], of the policy to stay near: the reference, or the one that sampled.
-        advantages: [B] or [B, T].
-        mask: bool [B, T], True on trained tokens.
-        beta: strength of the penalty; > 0.
-
-    Returns:
-        [B, T], to be minimised; 0, with gradient 0, outside the mask. A log-ratio beyond +-20 counts as +-20, with
-        gradient 0.
-
-    Raises:
-        ValueError: for a wrong rank, shape or dtype, or a beta that is not positive.
+        kl_coef: beta, the strength of the penalty; > 0.
     """
     check_per_token(mask, logprobs=logprobs, old_logprobs=old_logprobs)
-    check_positive(beta=beta)
-    log_ratio = masked_log_ratio(logprobs, old_logprobs.detach(), mask)
-    cost = masked_cost(advantages, mask)
-    # the formula with old_logprobs + log_ratio for logprobs: the log-ratio is held within its limit, they are not
-    start = cost * _masked(old_logprobs.detach(), mask)
-    return torch.addcmul(start, log_ratio, torch.add(cost, log_ratio, alpha=beta / 2))
+    check_positive(kl_coef=kl_coef)
+    log_ratio = masked_log_ratio(logprobs, old_logprobs, mask)
+    advantages = masked_advantages(advantages, mask)
+    return -advantages * _bounded_logprobs(log_ratio, old_logprobs, mask) + kl_coef / 2 * log_ratio.square()
 
 
 def vespo_loss(
@@ -277,64 +255,49 @@ def vespo_loss(
     from below too: W near 0 has a weight of next to nothing there.
 
     Args:
-        logprobs: [B, T], of the policy being trained; whole sequences.
         old_logprobs: [B, T], under the weights the batch was sampled with, or the sampler's.
-        advantages: [B] or [B, T].
-        mask: bool [B, T], True on trained tokens.
         k_pos, lambda_pos: power and decay where A >= 0; both >= 0.
         k_neg, lambda_neg: power and decay where A < 0; both >= 0.
 
     Returns:
-        [B, T], to be minimised; 0, with gradient 0, outside the mask. Only its gradient means something.
-
-    Raises:
-        ValueError: for a wrong rank, shape or dtype, or a negative k or lambda.
+        [B, T], to be minimised. Only its gradient has a meaning.
     """
     check_per_token(mask, logprobs=logprobs, old_logprobs=old_logprobs)
     check_not_negative(k_pos=k_pos, lambda_pos=lambda_pos, k_neg=k_neg, lambda_neg=lambda_neg)
-    log_ratio = masked_log_ratio(logprobs, old_logprobs.detach(), mask)
-    cost = sequence_cost(advantages, mask, mask.sum(1, keepdim=True, dtype=torch.int32))
-    log_w = log_ratio.detach().sum(1, keepdim=True).clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
-    fall = 1 - log_w.exp()
-    phi_pos = (k_pos * log_w + lambda_pos * fall).clamp(max=LOG_RATIO_LIMIT).exp()  # [B, 1], as phi_neg
-    phi_neg = (k_neg * log_w + lambda_neg * fall).clamp(max=LOG_RATIO_LIMIT).exp()
-    return cost * torch.where(cost > 0, phi_neg, phi_pos) * _held(log_ratio, old_logprobs, mask)
+    log_ratio = masked_log_ratio(logprobs, old_logprobs, mask)
+    advantages = sequence_advantages(advantages, mask)
+    log_w = log_ratio.detach().sum(1, keepdim=True).clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)  # [B, 1], as phi
+    phi_pos = (k_pos * log_w + lambda_pos * (1 - log_w.exp())).clamp(max=LOG_RATIO_LIMIT).exp()
+    phi_neg = (k_neg * log_w + lambda_neg * (1 - log_w.exp())).clamp(max=LOG_RATIO_LIMIT).exp()
+    phi = torch.where(advantages < 0, phi_neg, phi_pos)
+    return -phi * advantages * _bounded_logprobs(log_ratio, old_logprobs, mask)
 
 
-def _masked(x: Tensor, mask: Tensor) -> Tensor:
-    """`x` in float32 at least, 0 outside the mask."""
-    return masked(at_least_float32(x), mask)
+def _bounded_logprobs(log_ratio: Tensor, old_logprobs: Tensor, mask: Tensor) -> Tensor:
+    """[B, T]: logprobs, no further from old_logprobs than the limit of a log-ratio; 0 outside the mask."""
+    return masked(old_logprobs.detach(), mask) + log_ratio
 
 
-def _held(log_ratio: Tensor, old_logprobs: Tensor, mask: Tensor) -> Tensor:
-    """[B, T]: logprobs, but no further from old_logprobs than the log-ratio is let, with its gradient; 0 unmasked."""
-    return _masked(old_logprobs.detach(), mask) + log_ratio
+def _bounded(ratio: Tensor, ratio_high: float) -> Tensor:
+    """min(ratio, ratio_high); above the bound with the gradient of ratio_high * log(ratio)."""
+    check_positive(ratio_high=ratio_high)
+    return ratio * (ratio_high / ratio.detach()).clamp(max=1)
 
 
-def _surrogate(log_ratio: Tensor, cost: Tensor, outside: Tensor, cap: float) -> Tensor:
-    """[B, T]: cost times the capped ratio, 0 where outside. The cap scales value and gradient alike."""
-    check_positive(cap=cap)
-    ratio, weight = log_ratio.exp(), masked(cost, ~outside)
-    if cap < math.inf:
-        weight.mul_((cap / ratio.detach()).clamp_(max=1))
-    return weight * ratio
-
-
-def _covariance(log_ratio: Tensor, old_logprobs: Tensor, cost: Tensor, mask: Tensor) -> Tensor:
-    """[B, T]: each token's (logprob - mean) times (advantage - mean), means over the mask; detached."""
-    logprobs, count = _held(log_ratio.detach(), old_logprobs, mask), mask.count_nonzero().clamp(min=1)
-    return (logprobs - logprobs.sum() / count) * (cost.sum() / count - cost)
+def _covariance(logprobs: Tensor, advantages: Tensor, mask: Tensor) -> Tensor:
+    """[B, T]: each token's (logprob - mean) times (advantage - mean), means over the mask; both are 0 outside it."""
+    count = mask.sum().clamp(min=1)
+    return (logprobs - logprobs.sum() / count) * (advantages - advantages.sum() / count)
 
 
 def _smallest(keys: Tensor, share: float, mask: Tensor) -> Tensor:
     """bool [B, T]: the smallest of the keys, as many as a share of the mask's tokens, one at least if the share is > 0.
 
-    The share of all elements is known on the host and no less: the top k of so many are in order, a few of them count.
+    How many that is, is not known on the host: the top k of a share of all elements are in order, a few of them count.
     """
-    if not 0 <= share <= 1:
-        fail("share", share, "a number in [0, 1]")
+    check_share(share=share)
     most = min(int(share * keys.numel()) + 1, keys.numel())
-    count = (mask.count_nonzero().double() * share).floor().clamp(min=1 if share > 0 else 0)
+    count = (mask.sum().double() * share).floor().clamp(min=1 if share > 0 else 0)
     places = keys.flatten().topk(most, largest=False).indices
     chosen = torch.arange(most, device=keys.device) < count
     return torch.zeros_like(mask).flatten().scatter(0, places, chosen).view(mask.shape)

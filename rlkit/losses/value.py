@@ -3,8 +3,12 @@
 import torch
 from torch import Tensor
 
-from rlkit.losses._check import check_not_negative, check_per_token
-from rlkit.losses._numerics import at_least_float32, masked
+from rlkit._check import check_not_negative, check_per_token
+from rlkit._numerics import masked
+
+__all__ = [
+    "clipped_value_loss",
+]
 
 
 def clipped_value_loss(values: Tensor, old_values: Tensor, returns: Tensor, mask: Tensor, clip: float = 0.5) -> Tensor:
@@ -16,26 +20,18 @@ def clipped_value_loss(values: Tensor, old_values: Tensor, returns: Tensor, mask
     https://arxiv.org/abs/2005.12729 section 3. verl has the same formula, factor 1/2 and 0.5 included.
 
     A value that has moved more than `clip` towards its return gets gradient 0 until it overshoots; one that has moved
-    away from it keeps its gradient. `clip` is in units of the return, so it goes with the scale of the rewards;
-    `math.inf` gives the plain squared error. Nothing but `values` gets a gradient.
+    away from it keeps its gradient. Only `values` gets a gradient.
 
     Args:
         values: [B, T], of the head being trained: `values[b, t]` is that of the prefix before token t.
         old_values: [B, T], under the weights the batch was sampled with.
-        returns: [B, T], the targets, such as `gae`'s second output.
-        mask: bool [B, T], True on trained tokens.
-        clip: >= 0.
-
-    Returns:
-        [B, T], to be minimised; exactly 0, with gradient 0, outside the mask whatever the inputs hold there.
-
-    Raises:
-        ValueError: for a wrong rank, shape or dtype, or a negative clip.
+        returns: [B, T], the targets, such as the returns of `gae`.
+        clip: in units of the return, so it goes with the scale of the rewards; >= 0; `math.inf` gives the plain squared
+            error.
     """
     check_per_token(mask, values=values, old_values=old_values, returns=returns)
     check_not_negative(clip=clip)
-    values, old_values, returns = (
-        masked(at_least_float32(x), mask) for x in (values, old_values.detach(), returns.detach())
-    )
+    values = masked(values, mask)
+    old_values, returns = masked(old_values.detach(), mask), masked(returns.detach(), mask)
     clipped = values.clamp(old_values - clip, old_values + clip)
     return 0.5 * torch.maximum((values - returns).square(), (clipped - returns).square())

@@ -2,6 +2,8 @@
 
 import math
 import statistics
+import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import torch
 from hypothesis import settings
@@ -28,7 +30,7 @@ def passk2(rewards, groups):
 
 def opo(rewards, groups):
     """Lengths that go with the reward, not with the row, so that rows can be permuted."""
-    return opo_advantages(rewards, 1 + (7 * rewards.double().nan_to_num()).abs().long() % 5, groups)
+    return opo_advantages(rewards, groups, 1 + (7 * rewards.double().nan_to_num()).abs().long() % 5)
 
 
 def gdpo_one(rewards, groups):
@@ -73,6 +75,24 @@ def token_batch(seed, b, t):
 
 def close(out, expected):
     torch.testing.assert_close(out, torch.tensor(expected, dtype=out.dtype))
+
+
+def over_ranks(function, *parts):
+    """What `function(part, global_sum)` gives on each of as many ranks as there are parts, which are threads here."""
+    barrier, given = threading.Barrier(len(parts), timeout=60), [None] * len(parts)
+
+    def on(rank):
+        def global_sum(x):
+            given[rank] = x
+            barrier.wait()
+            total = sum(given)
+            barrier.wait()
+            return total
+
+        return function(parts[rank], global_sum)
+
+    with ThreadPoolExecutor(len(parts)) as pool:
+        return list(pool.map(on, range(len(parts))))
 
 
 def loop(function, rewards, groups):

@@ -1,31 +1,9 @@
 """Which groups teach anything, and drawing samples by weight."""
 
-import itertools
-
-import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
-from reward_batches import FEW, NAN, batch, close, loop
+from reward_batches import NAN, close
 
 from rlkit.advantages.filtering import informative_groups, pf_ppo_indices, pf_ppo_weights
-
-
-def loop_pf_ppo(r, members, out):
-    """Weights by rank, averaged over all orders of samples that tie."""
-    n = len(members)
-    orders = [o for o in itertools.permutations(members) if all(r[a] >= r[b] for a, b in itertools.pairwise(o))]
-    for order in orders:
-        for place, i in enumerate(order):
-            out[i] += (1.0 if n == 1 else 0.5 if place == 0 else 0.5 / (n - 1)) / len(orders)
-
-
-@FEW
-@given(seed=st.integers(0, 9999), b=st.integers(0, 8))
-def test_pf_ppo_weights_equal_the_loop(seed, b):
-    rewards, groups = batch(seed, b)
-    out = pf_ppo_weights(rewards, groups)
-    assert out.tolist() == pytest.approx(loop(loop_pf_ppo, rewards.tolist(), groups.tolist()), abs=1e-12)
 
 
 def test_golden_filters():

@@ -1,31 +1,29 @@
 """grpo_advantages, dr_grpo_advantages, expand_to_tokens."""
 
 import math
-import statistics
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rlkit.advantages import dr_grpo_advantages, expand_to_tokens, grpo_advantages
+from rlkit.advantages import (
+    dr_grpo_advantages,
+    expand_to_tokens,
+    gdpo_advantages,
+    grpo_advantages,
+    lite_ppo_advantages,
+    masked_whiten,
+    opo_advantages,
+    reinforce_plus_plus_baseline_advantages,
+    remax_advantages,
+    rloo_advantages,
+    scaled_rewards,
+)
+from rlkit.advantages.naive import group as naive
 
 FEW = settings(max_examples=25, deadline=None, derandomize=True)
 BOTH = [grpo_advantages, dr_grpo_advantages]
-
-
-def loop(function, rewards, groups, eps=1e-6):
-    """Python lists; the statistics module's mean and sample standard deviation."""
-    out = []
-    for reward, group in zip(rewards, groups, strict=True):
-        members = [r for r, g in zip(rewards, groups, strict=True) if g == group and not math.isnan(r)]
-        if math.isnan(reward) or len(members) < 2:
-            out.append(0.0)
-        elif function is dr_grpo_advantages:
-            out.append(reward - statistics.mean(members))
-        else:
-            out.append((reward - statistics.mean(members)) / (statistics.stdev(members) + eps))
-    return out
 
 
 def batch(seed=0, b=14):
@@ -38,10 +36,9 @@ def batch(seed=0, b=14):
 @pytest.mark.parametrize("function", BOTH)
 @FEW
 @given(seed=st.integers(0, 9999), b=st.integers(0, 14))
-def test_equals_the_loop_in_any_order(function, seed, b):
+def test_any_order(function, seed, b):
     rewards, groups = batch(seed, b)
     out = function(rewards, groups)
-    assert out.tolist() == pytest.approx(loop(function, rewards.tolist(), groups.tolist()), abs=1e-9)
     order = torch.randperm(b, generator=torch.Generator().manual_seed(seed))
     torch.testing.assert_close(function(rewards[order], groups[order]), out[order])
 
@@ -71,7 +68,8 @@ def test_uneven_and_singleton_groups(function):
     rewards, groups = torch.tensor([3.0, 1.0, 2.0, 2.0, 5.0, 0.1]), torch.tensor([4, 2, 2, 2, 2, 8])
     out = function(rewards, groups)
     assert out[0] == 0 and out[5] == 0 and out.isfinite().all()
-    assert out.tolist() == pytest.approx(loop(function, rewards.tolist(), groups.tolist()), abs=1e-5)
+    expected = getattr(naive, function.__name__)(rewards, groups)
+    torch.testing.assert_close(out, expected.float(), atol=1e-5, rtol=0)
     assert function(torch.tensor([3.0]), torch.tensor([0])).tolist() == [0.0]
     assert grpo_advantages(torch.tensor([3.0, 3.0, 1.0]), torch.tensor([0, 0, 1]), eps=0.0).tolist() == [0.0, 0.0, 0.0]
 
@@ -98,6 +96,26 @@ def test_equal_rewards_give_no_advantage():
     for reward in (0.1, 100.1, 1e4 + 0.1):
         out = grpo_advantages(torch.full((7,), reward), torch.tensor([0, 0, 0, 1, 1, 1, 1]))
         assert out.abs().max() < 1e-4
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("reward", [0.1, -0.7, 1e4 + 0.1, 1e-9])
+def test_equal_rewards_are_exactly_0_without_eps_too(reward, dtype):
+    for size in (3, 7, 10):
+        rewards, groups = torch.full((size,), reward, dtype=dtype), torch.zeros(size).long()
+        for function in (grpo_advantages, lite_ppo_advantages, reinforce_plus_plus_baseline_advantages):
+            assert (function(rewards, groups, eps=0.0) == 0).all()
+        assert (gdpo_advantages(rewards[:, None], groups, eps=0.0) == 0).all()
+        assert masked_whiten(rewards[None], torch.ones(1, size, dtype=torch.bool), eps=0.0).abs().max() < 1e-9
+
+
+def test_large_integers_keep_their_differences():
+    rewards, groups = torch.tensor([2**24, 2**24 + 1, 2**24 + 3]), torch.zeros(3).long()
+    assert dr_grpo_advantages(rewards, groups).tolist() == pytest.approx([-4 / 3, -1 / 3, 5 / 3])
+    assert rloo_advantages(rewards, groups).tolist() == [-2.0, -0.5, 2.5]
+    assert opo_advantages(rewards, groups, torch.ones(3)).tolist() == pytest.approx([-4 / 3, -1 / 3, 5 / 3])
+    assert remax_advantages(rewards, rewards[:1].expand(3)).tolist() == [0.0, 1.0, 3.0]
+    assert scaled_rewards(rewards, mean=2.0**24, std=1.0).tolist() == [0.0, 1.0, 3.0]
 
 
 def test_advantages_sum_to_zero_and_scale_out():

@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from rlkit.advantages.naive import shaping as naive
 from rlkit.advantages.shaping import AdaptiveKL, FixedKL, adaptive_kl_coef, kl_in_reward, overlong_penalty
 
 FEW = settings(max_examples=25, deadline=None, derandomize=True)
@@ -27,18 +28,18 @@ def batch(seed=0, b=3, t=5):
 @given(seed=st.integers(0, 999), b=st.integers(0, 4), t=st.integers(0, 5), coef=st.floats(0, 2))
 def test_kl_in_reward_equals_the_loop(seed, b, t, coef):
     rewards, kl, mask = batch(seed, b, t)
-    out = kl_in_reward(rewards, kl, coef, mask)
+    out = kl_in_reward(rewards, kl, mask, coef)
     for row in range(b):
         for k in range(t):
             expected = rewards[row, k].item() - coef * kl[row, k].item() if mask[row, k] else 0.0
             assert out[row, k].item() == pytest.approx(expected, abs=1e-12)
-    scalar = kl_in_reward(rewards, kl, torch.tensor(coef, dtype=torch.float64), mask)
+    scalar = kl_in_reward(rewards, kl, mask, torch.tensor(coef, dtype=torch.float64))
     torch.testing.assert_close(scalar, out)
 
 
 def test_kl_in_reward_golden():
     out = kl_in_reward(
-        torch.tensor([[9.0, 0.0, 1.0]]), torch.tensor([[9.0, -2.0, 4.0]]), 0.5, torch.tensor([[False, True, True]])
+        torch.tensor([[9.0, 0.0, 1.0]]), torch.tensor([[9.0, -2.0, 4.0]]), torch.tensor([[False, True, True]]), 0.5
     )
     assert out.tolist() == [[0.0, 1.0, -1.0]]
 
@@ -56,7 +57,7 @@ def test_k1_in_the_reward_has_the_gradient_of_the_sequence_kl():
             lp = torch.stack([logp[0][a], logp[1][a, b]])
             k1 = lp - torch.stack([ref[0][a], ref[1][a, b]])
             exact = exact + lp.sum().exp() * k1.sum()
-            shaped = kl_in_reward(torch.zeros(1, 2), k1[None], 1.0, mask)[0]
+            shaped = kl_in_reward(torch.zeros(1, 2), k1[None], mask, 1.0)[0]
             to_go = torch.stack([shaped.sum(), shaped[1]])
             surrogate = surrogate + lp.sum().exp().detach() * (to_go * lp).sum()
     for found, wanted in zip(
@@ -68,29 +69,20 @@ def test_k1_in_the_reward_has_the_gradient_of_the_sequence_kl():
 @pytest.mark.parametrize("bad", [math.inf, -math.inf, math.nan])
 def test_masked_values_never_leak(bad):
     rewards, kl, mask = batch()
-    dirty = kl_in_reward(torch.where(mask, rewards, bad), torch.where(mask, kl, bad), 0.1, mask)
-    assert torch.equal(dirty, kl_in_reward(rewards, kl, 0.1, mask)) and dirty[~mask].abs().max() == 0
+    dirty = kl_in_reward(torch.where(mask, rewards, bad), torch.where(mask, kl, bad), mask, 0.1)
+    assert torch.equal(dirty, kl_in_reward(rewards, kl, mask, 0.1)) and dirty[~mask].abs().max() == 0
 
 
 def test_kl_in_reward_gives_no_gradient_and_takes_bfloat16():
     rewards, kl, mask = batch()
-    assert not kl_in_reward(rewards, kl.requires_grad_(), 0.1, mask).requires_grad
-    low = kl_in_reward(rewards.bfloat16(), kl.bfloat16(), 0.1, mask)
+    assert not kl_in_reward(rewards, kl.requires_grad_(), mask, 0.1).requires_grad
+    low = kl_in_reward(rewards.bfloat16(), kl.bfloat16(), mask, 0.1)
     assert low.dtype == torch.float32
-    assert torch.equal(low, kl_in_reward(rewards.bfloat16().float(), kl.bfloat16().float(), 0.1, mask))
-    assert kl_in_reward(torch.zeros(0, 3), torch.zeros(0, 3), 0.1, torch.zeros(0, 3).bool()).shape == (0, 3)
+    assert torch.equal(low, kl_in_reward(rewards.bfloat16().float(), kl.bfloat16().float(), mask, 0.1))
+    assert kl_in_reward(torch.zeros(0, 3), torch.zeros(0, 3), torch.zeros(0, 3).bool(), 0.1).shape == (0, 3)
 
 
 # --- overlong_penalty
-
-
-def loop_penalty(length, longest, buffer, penalty):
-    """The paper's three cases."""
-    if length <= longest - buffer:
-        return 0.0
-    if length <= longest:
-        return penalty * ((longest - buffer) - length) / buffer
-    return -penalty
 
 
 @FEW
@@ -101,7 +93,7 @@ def loop_penalty(length, longest, buffer, penalty):
 )
 def test_overlong_penalty_equals_the_loop(lengths, buffer, penalty):
     out = overlong_penalty(torch.tensor(lengths, dtype=torch.long), 40, buffer, penalty)
-    expected = [loop_penalty(n, 40, buffer, penalty) for n in lengths]
+    expected = naive.overlong_penalty(torch.tensor(lengths), 40, buffer, penalty).tolist()
     assert out.dtype == torch.float32 and out.tolist() == pytest.approx(expected, abs=1e-6)
 
 
@@ -133,16 +125,16 @@ def test_adaptive_kl_coef_moves_towards_the_target(coef, kl, target, steps):
 
 def test_adaptive_kl_holds_its_target():
     """A policy whose KL is 1 / coef: the controller finds the coefficient whose KL is the target."""
-    controller = AdaptiveKL(coef=1.0, target=4.0, horizon=10)
+    controller = AdaptiveKL(kl_coef=1.0, target=4.0, horizon=10)
     for _ in range(200):
-        controller.update(1 / controller.coef)
-    assert controller.coef == pytest.approx(0.25, rel=1e-2)
+        controller.update(1 / controller.kl_coef)
+    assert controller.kl_coef == pytest.approx(0.25, rel=1e-2)
 
 
 def test_controllers_return_save_and_restore():
     fixed, adaptive = FixedKL(0.1), AdaptiveKL(0.1, target=6.0, horizon=100)
-    assert fixed.update(50.0, 10) == fixed.coef == 0.1
-    assert adaptive.update(torch.tensor(50.0), 10) == adaptive.coef == pytest.approx(0.102)
+    assert fixed.update(50.0, 10) == fixed.kl_coef == 0.1
+    assert adaptive.update(torch.tensor(50.0), 10) == adaptive.kl_coef == pytest.approx(0.102)
     for controller in (fixed, adaptive):
         copy = type(controller)(**json.loads(json.dumps(vars(controller))))
         assert copy == controller and copy.update(1.0, 10) == controller.update(1.0, 10)
@@ -151,7 +143,7 @@ def test_controllers_return_save_and_restore():
 def test_no_value_is_read_on_the_host():
     with FakeTensorMode():
         x, mask = torch.zeros(2, 3), torch.ones(2, 3, dtype=torch.bool)
-        kl_in_reward(x, x, x.sum(), mask)
+        kl_in_reward(x, x, mask, x.sum())
         overlong_penalty(mask.sum(1), 10, 4)
 
 
@@ -161,17 +153,17 @@ FLOAT, BOOL = torch.zeros(2, 3), torch.ones(2, 3, dtype=torch.bool)
 @pytest.mark.parametrize(
     ("call", "name"),
     [
-        (lambda: kl_in_reward(torch.zeros(2), FLOAT, 0.1, BOOL), "rewards_per_token"),
-        (lambda: kl_in_reward(FLOAT, torch.zeros(2, 2), 0.1, BOOL), "kl"),
-        (lambda: kl_in_reward(FLOAT, FLOAT, 0.1, FLOAT), "mask"),
-        (lambda: kl_in_reward(FLOAT, FLOAT, -0.1, BOOL), "coef"),
-        (lambda: kl_in_reward(FLOAT, FLOAT, torch.zeros(2), BOOL), "coef"),
+        (lambda: kl_in_reward(torch.zeros(3), FLOAT, BOOL, 0.1), "rewards"),
+        (lambda: kl_in_reward(FLOAT, torch.zeros(2, 2), BOOL, 0.1), "kl"),
+        (lambda: kl_in_reward(FLOAT, FLOAT, FLOAT, 0.1), "mask"),
+        (lambda: kl_in_reward(FLOAT, FLOAT, BOOL, -0.1), "kl_coef"),
+        (lambda: kl_in_reward(FLOAT, FLOAT, BOOL, torch.zeros(2)), "kl_coef"),
         (lambda: overlong_penalty(FLOAT, 10, 4), "lengths"),
         (lambda: overlong_penalty(torch.zeros(2), 0, 0), "max_length"),
         (lambda: overlong_penalty(torch.zeros(2), 10, 11), "buffer"),
         (lambda: overlong_penalty(torch.zeros(2), 10, -1), "buffer"),
         (lambda: overlong_penalty(torch.zeros(2), 10, 4, -1.0), "penalty"),
-        (lambda: adaptive_kl_coef(-1.0, 1.0, 1.0, 10), "coef"),
+        (lambda: adaptive_kl_coef(-1.0, 1.0, 1.0, 10), "kl_coef"),
         (lambda: adaptive_kl_coef(1.0, math.nan, 1.0, 10), "kl"),
         (lambda: adaptive_kl_coef(1.0, 1.0, 0.0, 10), "target"),
         (lambda: adaptive_kl_coef(1.0, 1.0, 1.0, 0), "horizon"),

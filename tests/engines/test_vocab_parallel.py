@@ -40,6 +40,16 @@ def test_pieces_give_what_one_does(chunk, scale, suppress):
         torch.testing.assert_close(mine, theirs, atol=1e-5, rtol=1e-4)
 
 
+def test_autocast_is_ignored():
+    init_distributed("cpu")
+    torch.manual_seed(0)
+    hidden, weight, targets = torch.randn(TOKENS, HIDDEN), torch.randn(VOCABULARY, HIDDEN), torch.arange(TOKENS)
+    expected = values_and_gradients(vocab_parallel_linear_logprobs, hidden, weight, targets)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        came = values_and_gradients(vocab_parallel_linear_logprobs, hidden, weight, targets)
+    torch.testing.assert_close(came, expected)
+
+
 class Largest(TorchDispatchMode):
     """How many elements the largest new tensor has."""
 

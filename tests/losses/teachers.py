@@ -1,4 +1,4 @@
-"""Students, teachers and the loop oracles of distillation, for several test files."""
+"""Students, teachers and the losses of distillation, for several test files."""
 
 import math
 from functools import partial
@@ -14,6 +14,7 @@ from rlkit.losses.distillation import (
     topk_reverse_kl_loss,
 )
 from rlkit.losses.logprobs import suppress_tokens
+from rlkit.losses.naive import distillation as naive
 
 FEW = settings(max_examples=25, deadline=None, derandomize=True)
 FULL = {
@@ -23,38 +24,15 @@ FULL = {
     "jsd0.2": partial(jsd_loss, beta=0.2),
     "jsd0.9": partial(jsd_loss, beta=0.9),
 }
+NAIVE = {
+    "forward": naive.forward_kl_loss,
+    "reverse": naive.reverse_kl_loss,
+    "jsd": naive.jsd_loss,
+    "jsd0.2": partial(naive.jsd_loss, beta=0.2),
+    "jsd0.9": partial(naive.jsd_loss, beta=0.9),
+}
 TOPK = {"forward": topk_forward_kl_loss, "reverse": topk_reverse_kl_loss}
 INF = math.inf
-
-
-def kl(p, q):
-    """Sum over tokens that p has, python or scalar tensors."""
-    return sum((x * (x / y).log() for x, y in zip(p, q, strict=True) if x > 0), start=torch.zeros(()).double())
-
-
-def mix(p, q, beta):
-    m = [beta * x + (1 - beta) * y for x, y in zip(p, q, strict=True)]
-    return beta * kl(p, m) + (1 - beta) * kl(q, m)
-
-
-ORACLE = {  # of the teacher's and the student's probabilities, lists of scalar tensors
-    "forward": lambda p, q: kl(p, q),
-    "reverse": lambda p, q: kl(q, p),
-    "jsd": lambda p, q: mix(p, q, 0.5),
-    "jsd0.2": lambda p, q: mix(p, q, 0.2),
-    "jsd0.9": lambda p, q: mix(p, q, 0.9),
-}
-
-
-def probabilities(logits, temperature=1.0):
-    """Softmax of one position without a max trick; a logit of -inf is a plain zero, off the graph."""
-    weights = [(z / temperature).exp() if z > -INF else torch.zeros((), dtype=torch.float64) for z in logits]
-    return [w / sum(weights) for w in weights]
-
-
-def bucketed(p, ids):
-    """Probabilities of `ids` and of all others together."""
-    return [p[v] for v in ids] + [sum((p[v] for v in range(len(p)) if v not in ids), start=torch.zeros(()).double())]
 
 
 def batch(seed=0, b=2, t=3, v=6, dtype=torch.float64, scale=2.0):

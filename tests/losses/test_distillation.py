@@ -6,7 +6,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from teachers import FEW, FULL, INF, ORACLE, TOPK, batch, check_against, open_and_shut, probabilities, top
+from teachers import FEW, FULL, INF, NAIVE, TOPK, batch, check_against, open_and_shut, top
 
 from rlkit.losses.distillation import (
     forward_kl_loss,
@@ -17,21 +17,6 @@ from rlkit.losses.distillation import (
 )
 
 # --- values and gradients
-
-
-@pytest.mark.parametrize("name", FULL)
-@pytest.mark.parametrize("temperature", [1.0, 0.6])
-def test_equals_the_loop(name, temperature):
-    student, teacher, mask = batch()
-    loss = FULL[name](student, teacher, mask, temperature=temperature)
-    loops = [
-        [
-            ORACLE[name](probabilities(teacher[b, t], temperature), probabilities(student[b, t], temperature))
-            for t in range(3)
-        ]
-        for b in range(2)
-    ]
-    check_against(loss, loops, student, mask)
 
 
 def test_golden():
@@ -151,10 +136,7 @@ def test_suppressed_tokens_where_the_formula_is_finite(name, student_ids, teache
         (grad,) = torch.autograd.grad(loss.sum(), student, retain_graph=True)
     assert loss.isfinite().all() and grad.isfinite().all()
     assert not student_ids or grad[..., student_ids].abs().max() == 0
-    loops = [
-        [ORACLE[name](probabilities(shut_teacher[b, t]), probabilities(shut_student[b, t])) for t in range(3)]
-        for b in range(2)
-    ]
+    loops = NAIVE[name](shut_student, shut_teacher, mask)
     check_against(loss, loops, student, mask)
 
 

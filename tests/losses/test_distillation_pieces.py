@@ -7,7 +7,7 @@ import torch
 from teachers import FULL, TOPK, batch, top
 from test_from_logits import Sizes
 
-from rlkit.losses import logprobs as module
+from rlkit.losses import _kernels as module
 
 LOSSES = {**FULL, **{f"topk {name}": loss for name, loss in TOPK.items()}}
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from rlkit.losses import logprobs as module
+from rlkit.losses import _kernels as module
 from rlkit.losses import sum_pi_squared, target_logprobs, token_entropy, token_logprobs
 
 
@@ -90,6 +90,8 @@ def test_sum_pi_squared_golden_and_loop():
             weights = [math.exp(z / temperature[b, 0].item()) for z in logits[b, t].tolist()]
             assert out[b, t].item() == pytest.approx(sum((w / sum(weights)) ** 2 for w in weights))
     assert sum_pi_squared(torch.zeros(0, 3, 4)).shape == (0, 3)
+    for x in (temperature, 0.7):
+        assert sum_pi_squared(logits.float(), x).dtype == sum_pi_squared(logits.bfloat16(), x).dtype == torch.float32
     assert sum_pi_squared(torch.zeros(5, dtype=torch.bfloat16)).item() == pytest.approx(0.2)
     assert sum_pi_squared(torch.zeros(1, 5, dtype=torch.bfloat16)).dtype == torch.float32
     with pytest.raises(ValueError, match="temperature"):

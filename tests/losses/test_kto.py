@@ -4,27 +4,8 @@ import math
 
 import pytest
 import torch
-from pair_oracles import answers, sigmoid
 
 from rlkit.losses.preference import kto_kl_estimate, kto_loss
-
-
-@pytest.mark.parametrize("kl", [0.0, 0.7, torch.tensor(0.7, dtype=torch.float64)])
-def test_kto_equals_the_loop(kl):
-    lp, ref, good = answers()
-    loss = kto_loss(lp, ref, good, kl, 0.2, 1.5, 0.75)
-    loops = [
-        1.5 * (1 - sigmoid(0.2 * (lp[i] - ref[i] - kl)))
-        if good[i]
-        else 0.75 * (1 - sigmoid(0.2 * (kl - lp[i] + ref[i])))
-        for i in range(8)
-    ]
-    torch.testing.assert_close(loss, torch.stack(loops))
-    weights = torch.arange(1.0, 9, dtype=torch.float64)
-    (grad,) = torch.autograd.grad((loss * weights).sum(), lp)
-    (expected,) = torch.autograd.grad(sum(w * x for w, x in zip(weights, loops, strict=True)), lp)
-    torch.testing.assert_close(grad, expected)
-    assert (grad[good] < 0).all() and (grad[~good] > 0).all()
 
 
 def test_kto_golden():

@@ -18,7 +18,7 @@ def test_nothing_reads_a_value_on_the_host():
             losses.sequence_mean(loss, mask, count)
             losses.sequence_sum_mean(loss, mask, count)
             losses.fixed_length_mean(loss, mask, 8, count).backward(retain_graph=True)
-            losses.ratio_stats(x, x, mask, adv, total=count)
+            losses.ratio_stats(x, x, adv, mask, total=count)
             losses.mismatch_stats(x, x, mask, count)
             losses.sequence_mismatch_stats(x, x, mask, count)
         losses.token_logprobs(losses.suppress_tokens(logits, ids), tokens, x)

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from policy_batches import FEW, B, T, batch
 
-from rlkit.losses.policy_variants import top_entropy_mask
+from rlkit.losses import top_entropy_mask
 from rlkit.losses.sequence_policy import off_policy_sequence_mask
 
 
@@ -66,6 +66,14 @@ def test_top_entropy_equals_the_loop(values, percent, seed):
     if tokens and percent % 25 == 0:
         threshold = torch.quantile(entropy[mask], 1 - percent / 100)
         assert torch.equal(top_entropy_mask(entropy, mask, percent / 100), mask & (entropy >= threshold))
+
+
+def test_an_entropy_of_nan_takes_no_place():
+    entropy = torch.tensor([[math.nan, 1.0, 2.0, 3.0, math.nan, 0.5]])
+    full, known = torch.ones(1, 6, dtype=torch.bool), torch.tensor([[False, True, True, True, False, True]])
+    for share in (0.2, 0.5, 1.0):
+        assert top_entropy_mask(entropy, full, share).equal(top_entropy_mask(entropy, known, share))
+    assert not top_entropy_mask(torch.full((1, 3), math.nan), full[:, :3], 1.0).any()
 
 
 def test_off_policy_sequence_golden():

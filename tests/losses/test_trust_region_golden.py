@@ -94,15 +94,15 @@ def test_dppo_tv_golden():
     torch.testing.assert_close(loss, torch.tensor([[0.0, 3.0, -1.0, 0.0, -2.5, -20.0]]))
     torch.testing.assert_close(grad_of(loss, lp), loss)
     torch.testing.assert_close(
-        dppo_tv_loss(lp, old, adv, mask, 0.25, 0.05, cap=1.3), torch.tensor([[0.0, 2.6, -1.0, 1.0, 0.0, -2.6]])
+        dppo_tv_loss(lp, old, adv, mask, 0.25, 0.05, ratio_high=1.3), torch.tensor([[0.0, 2.6, -1.0, 1.0, 0.0, -2.6]])
     )
 
 
-def test_the_cap_holds_the_weight_and_leaves_the_gradient():
+def test_the_bound_holds_the_weight_and_leaves_the_gradient():
     old, lp = torch.tensor([[-6.0, -6.0]]), torch.tensor([[-4.0, -6.0]], requires_grad=True)
     adv, mask = torch.tensor([3.0]), torch.ones(1, 2, dtype=torch.bool)
     for fn in (dppo_tv_loss, dppo_kl_loss):
-        loss = fn(lp, old, adv, mask, cap=5.0)
+        loss = fn(lp, old, adv, mask, ratio_high=5.0)
         torch.testing.assert_close(loss, torch.tensor([[-15.0, -3.0]]))
         torch.testing.assert_close(grad_of(loss, lp), torch.tensor([[-15.0, -3.0]]))
 

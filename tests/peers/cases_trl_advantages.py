@@ -66,7 +66,7 @@ def weighted_sum(x):
 
 def rloo_with_kl(x):
     kl = kl_k1(x.old_logprobs, x.ref_logprobs, x.mask)
-    rewards = kl_in_reward(rewards_to_tokens(x.rewards[:, 0], x.mask), kl, 0.1, x.mask)
+    rewards = kl_in_reward(rewards_to_tokens(x.rewards[:, 0], x.mask), kl, x.mask, 0.1)
     return rloo_advantages(sequence_logprobs(rewards, x.mask), GROUPS)
 
 

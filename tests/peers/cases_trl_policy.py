@@ -159,7 +159,7 @@ def weighted(weights, **options):
 
 def weighted_where_scored(x):
     x.rollout_logprobs = torch.where(x.rollout_logprobs.isnan(), x.old_logprobs, x.rollout_logprobs)
-    return weighted(importance_weights, cap=3.0)(x)
+    return weighted(importance_weights, high=3.0)(x)
 
 
 def dropped(x, keep):
@@ -167,7 +167,7 @@ def dropped(x, keep):
 
 
 def vespo_corrected(x):
-    weights = importance_weights(x.old_logprobs, x.rollout_logprobs, x.mask, cap=1.2)
+    weights = importance_weights(x.old_logprobs, x.rollout_logprobs, x.mask, high=1.2)
     return token_mean(vespo_loss(x.logprobs, x.old_logprobs - weights.log(), x.advantages, x.mask), x.mask)
 
 
@@ -184,11 +184,11 @@ def rloo_loss(x):
 
 
 def logged(x):
-    ratio = ratio_stats(x.logprobs, x.old_logprobs, x.mask, x.advantages, **CLIP)
+    ratio = ratio_stats(x.logprobs, x.old_logprobs, x.advantages, x.mask, **CLIP)
     sampler = mismatch_stats(x.old_logprobs, x.rollout_logprobs, x.mask)
     kl = kl_k3(x.logprobs, x.ref_logprobs, x.mask)
     return {
-        "out": weighted(importance_weights, cap=1e9)(x) + 0.04 * sequence_mean(kl, x.mask),
+        "out": weighted(importance_weights, high=1e9)(x) + 0.04 * sequence_mean(kl, x.mask),
         "kl": token_mean(kl, x.mask),
         "entropy": token_mean(x.entropy, x.mask),
         "clip_ratio.region_mean": ratio["ratio/clip_fraction"],
@@ -287,7 +287,7 @@ LOSSES = [
         "gmpo",
         PLAIN,
         loss_of("gmpo", epsilon=0.3, epsilon_high=0.4),
-        lambda x: sequence_mean(of(x, gmpo_loss, clip_low=0.3, clip_high=0.4), x.mask),
+        lambda x: sequence_mean(of(x, gmpo_loss, log_clip_low=0.3, log_clip_high=0.4), x.mask),
     ),
     case(
         "gmpo_high_entropy",
@@ -318,7 +318,7 @@ TERMS = [
         "kl_gmpo",
         REFERENCE,
         loss_of("gmpo", beta=0.04),
-        lambda x: sequence_mean(of(x, gmpo_loss, clip_low=0.4) + 0.04 * kl_k3(x.logprobs, x.ref_logprobs), x.mask),
+        lambda x: sequence_mean(of(x, gmpo_loss, log_clip_low=0.4) + 0.04 * kl_k3(x.logprobs, x.ref_logprobs), x.mask),
     ),
     case(
         "entropy_bonus",
@@ -331,7 +331,7 @@ TERMS = [
         "off_policy_mask",
         PLAIN,
         loss_of(off_policy_mask_threshold=0.3),
-        lambda x: dropped(x, of(x, off_policy_sequence_mask, threshold=0.3)),
+        lambda x: dropped(x, of(x, off_policy_sequence_mask, high=0.3)),
     ),
     case(
         "off_policy_mask_of_the_sampler",
@@ -355,12 +355,12 @@ TERMS = [
 ]
 
 SAMPLER = [
-    case("token_truncate", ROLLOUT, vllm("token_truncate", high=1.3), weighted(importance_weights, cap=1.3)),
+    case("token_truncate", ROLLOUT, vllm("token_truncate", high=1.3), weighted(importance_weights, high=1.3)),
     case(
         "token_truncate_low",
         ROLLOUT,
         vllm("token_truncate", low=0.8, high=1.3),
-        weighted(importance_weights, cap=1.3, floor=0.8),
+        weighted(importance_weights, low=0.8, high=1.3),
     ),
     case(
         "token_truncate_unscored",
@@ -369,7 +369,7 @@ SAMPLER = [
         weighted_where_scored,
         why="TRL gives a token whose sampler's log-probability is nan the weight 1; ours leaves that to the caller.",
     ),
-    case("sequence_truncate", ROLLOUT, vllm("sequence_truncate"), weighted(sequence_importance_weights, cap=3.0)),
+    case("sequence_truncate", ROLLOUT, vllm("sequence_truncate"), weighted(sequence_importance_weights, high=3.0)),
     case(
         "token_mask",
         ROLLOUT,

@@ -213,7 +213,7 @@ CASES = [
         "dpo_robust",
         pairs,
         dpo("robust", label_smoothing=0.2),
-        lambda x: robust_dpo_loss(*halves(x), BETA, flip_rate=0.2).mean(),
+        lambda x: robust_dpo_loss(*halves(x), BETA, label_smoothing=0.2).mean(),
     ),
     case("dpo_apo_zero", pairs, dpo("apo_zero"), lambda x: apo_zero_loss(*halves(x), BETA).mean()),
     case(

@@ -77,7 +77,7 @@ def kl_case(kind, ours, scale=0.8, case=None, why=""):
 
 
 def straight_through(estimate):
-    return lambda **x: L.kl_straight_through(estimate(**x), **x)
+    return lambda **x: L.kl_straight_through(value=estimate(**x), **x)
 
 
 def beyond(logprobs, ref_logprobs):
@@ -190,10 +190,10 @@ def off_policy_ours(logprobs, rollout_logprobs, mask):
 
 MISMATCH = [
     weights_case("importance_weights", L.importance_weights, "token", 2.0),
-    weights_case("importance_weights_cap", lambda *x: L.importance_weights(*x, cap=1.1), "token", 1.1),
+    weights_case("importance_weights_cap", lambda *x: L.importance_weights(*x, high=1.1), "token", 1.1),
     weights_case("sequence_importance_weights", L.sequence_importance_weights, "sequence", 2.0),
     weights_case(
-        "sequence_importance_weights_cap", lambda *x: L.sequence_importance_weights(*x, cap=1.01), "sequence", 1.01
+        "sequence_importance_weights_cap", lambda *x: L.sequence_importance_weights(*x, high=1.01), "sequence", 1.01
     ),
     weights_case("importance_weights_normalized", normalized_tokens, "token", 2.0, True, NORMALIZE),
     weights_case("sequence_importance_weights_normalized", normalized_sequences, "sequence", 2.0, True, NORMALIZE),
@@ -338,7 +338,7 @@ def both_divergences_peer(logprobs, rollout_logprobs, mask):
 
 def both_divergences_ours(logprobs, rollout_logprobs, mask):
     k2, k3 = (kl(rollout_logprobs, logprobs, mask) for kl in (L.kl_k2, L.kl_k3))
-    return {"keep": L.mean_divergence_rejection_mask(k3, mask, 0.1) & L.max_divergence_rejection_mask(k2, mask, 0.5)}
+    return {"keep": L.sequence_mean_divergence_mask(k3, mask, 0.1) & L.sequence_max_divergence_mask(k2, mask, 0.5)}
 
 
 def sequence_metrics_peer(logprobs, rollout_logprobs, mask):
@@ -360,10 +360,10 @@ def sequence_metrics_ours(logprobs, rollout_logprobs, mask):
 
 
 DIVERGENCE = [
-    divergence_case("divergence_rejection_mask", L.divergence_rejection_mask, 0.05, "token"),
-    divergence_case("sum_divergence_rejection_mask", L.sum_divergence_rejection_mask, 0.5, "seq_sum"),
-    divergence_case("mean_divergence_rejection_mask", L.mean_divergence_rejection_mask, 0.05, "seq_mean"),
-    divergence_case("max_divergence_rejection_mask", L.max_divergence_rejection_mask, 0.2, "seq_max"),
+    divergence_case("divergence_rejection_mask", L.token_divergence_mask, 0.05, "token"),
+    divergence_case("sum_divergence_rejection_mask", L.sequence_sum_divergence_mask, 0.5, "seq_sum"),
+    divergence_case("mean_divergence_rejection_mask", L.sequence_mean_divergence_mask, 0.05, "seq_mean"),
+    divergence_case("max_divergence_rejection_mask", L.sequence_max_divergence_mask, 0.2, "seq_max"),
     Case("divergence_rejection_combined", mismatch, both_divergences_peer, both_divergences_ours),
     Case(
         "sequence_offpolicy_metrics",

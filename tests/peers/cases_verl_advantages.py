@@ -61,11 +61,11 @@ def plus_alone(function, scale=1.0):
 
 def gpg(rewards, group_ids, mask):
     alpha = len(rewards) / rewards.count_nonzero()
-    return A.gpg_advantages(rewards, group_ids, alpha) + alpha * alone(group_ids) * rewards
+    return alpha * (A.dr_grpo_advantages(rewards, group_ids) + alone(group_ids) * rewards)
 
 
 def opo(rewards, group_ids, mask):
-    return A.opo_advantages(rewards, mask.sum(1), group_ids) + alone(group_ids) * rewards
+    return A.opo_advantages(rewards, group_ids, mask.sum(1)) + alone(group_ids) * rewards
 
 
 def white(advantages, mask):
@@ -249,10 +249,10 @@ def baseline_case(name, function, gaps, tail=True, weighted=False):
     def ours(rewards, values, mask, group_ids, rollout_weights, logits, targets):
         advantages = A.optimal_token_baseline_advantages(
             rewards,
-            mask,
             group_ids,
             L.target_logprobs(logits, targets),
             L.sum_pi_squared(logits),
+            mask,
             rollout_weights if weighted else None,
             baseline_alone=not tail,
         )
@@ -317,7 +317,7 @@ def kl_reward_peer(scores, mask, logprobs, ref_logprobs):
 
 
 def kl_reward_ours(scores, mask, logprobs, ref_logprobs):
-    return {"rewards": A.kl_in_reward(scores, L.kl_k1(logprobs, ref_logprobs, mask), 0.3, mask)}
+    return {"rewards": A.kl_in_reward(scores, L.kl_k1(logprobs, ref_logprobs, mask), mask, 0.3)}
 
 
 def controller_case(name, ours, kind):

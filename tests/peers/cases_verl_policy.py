@@ -92,7 +92,7 @@ def policy(case, name, ours, mode=TOKEN, why="", inputs=tokens, clip=(0.2, 0.2),
     def ours_(logprobs, old_logprobs, advantages, mask, **weights):
         out = {"loss": REDUCE[mode](ours(logprobs, old_logprobs, advantages, mask, *clip, **weights), mask)}
         if stats:
-            found = L.ratio_stats(logprobs, old_logprobs, mask, advantages, *clip)
+            found = L.ratio_stats(logprobs, old_logprobs, advantages, mask, *clip)
             out["pg_clipfrac"] = found["ratio/clip_fraction"]
             out["ppo_kl"] = L.token_mean(L.kl_k1(old_logprobs, logprobs.detach(), mask), mask)
         return out
@@ -172,7 +172,7 @@ POLICY = [
     policy("cispo", "cispo", L.cispo_loss, clip=(0.2, 0.28)),
     policy("cispo_upper", "cispo", L.cispo_loss, clip=(1.0, 4.0)),
     policy("cispo_far", "cispo", L.cispo_loss, inputs=far),
-    policy("dro", "dro", without_clip(L.dro_loss, beta=0.3), policy_loss={"dro_beta": 0.3}),
+    policy("dro", "dro", without_clip(L.dro_loss, kl_coef=0.3), policy_loss={"dro_beta": 0.3}),
     policy("clip_cov", "clip_cov", clip_cov(1.0), policy_loss=COV | {"clip_cov_ratio": 1.0}),
     policy("clip_cov_share", "clip_cov", clip_cov(0.1), clip=(1.0, 1.0), policy_loss=COV | {"clip_cov_ratio": 0.1}),
     policy("clip_cov_one", "clip_cov", clip_cov(), policy_loss=COV),
@@ -230,7 +230,7 @@ def bypass_case(name, kind, ours):
 
 
 def weighted_reinforce(logprobs, old_logprobs, advantages, mask):
-    weights = L.importance_weights(logprobs, old_logprobs, mask, cap=1.5)
+    weights = L.importance_weights(logprobs, old_logprobs, mask, high=1.5)
     return weights * L.reinforce_loss(logprobs, old_logprobs, advantages, mask)
 
 

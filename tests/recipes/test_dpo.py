@@ -97,7 +97,7 @@ def inputs_of(golden, case):
     [
         ("dpo_sigmoid", {}),
         ("dpo_hinge", {"loss": "hinge"}),
-        ("dpo_robust", {"loss": "robust", "loss_options": {"flip_rate": 0.2}}),
+        ("dpo_robust", {"loss": "robust", "loss_options": {"label_smoothing": 0.2}}),
         ("dpo_apo_zero", {"loss": "apo_zero"}),
         ("dpo_apo_down", {"loss": "apo_down"}),
         ("dpo_ipo", {"loss": "ipo", "normalise_length": True}),

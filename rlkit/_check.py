@@ -56,15 +56,15 @@ def check_mask(mask: Tensor) -> None:
 def check_per_token(mask: Tensor, **tensors: Tensor) -> None:
     """The named tensors are floating point [B, T] of one shape, and so is the bool mask."""
     check_mask(mask)
-    for name, x in tensors.items():
-        check_float(name, x)
-        check_rank(name, x, 2, "[B, T]")
-        check_shape(name, x, tuple(mask.shape), "as mask")
+    check_masked_if_any(mask, **tensors)
 
 
-def check_every_token(**tensors: Tensor) -> None:
-    """`check_per_token` where there is no mask."""
-    first, whose = next(iter(tensors.items()))[::-1]
+def check_masked_if_any(mask: Tensor | None, **tensors: Tensor) -> None:
+    """`check_per_token`, where the mask may be None."""
+    whose, first = next(iter(tensors.items()))
+    if mask is not None:
+        check_mask(mask)
+        whose, first = "mask", mask
     for name, x in tensors.items():
         check_float(name, x)
         check_rank(name, x, 2, "[B, T]")
@@ -91,6 +91,13 @@ def check_positive(**numbers: float) -> None:
     for name, number in numbers.items():
         if not number > 0:
             fail(name, number, "a number > 0")
+
+
+def check_share(**numbers: float) -> None:
+    """Each named number is in [0, 1]."""
+    for name, number in numbers.items():
+        if not 0 <= number <= 1:
+            fail(name, number, "a number in [0, 1]")
 
 
 def advantages_per_token(advantages: Tensor, mask: Tensor) -> Tensor:

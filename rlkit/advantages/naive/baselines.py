@@ -1,0 +1,88 @@
+"""`rlkit.advantages.baselines` sample by sample."""
+
+import math
+from itertools import combinations
+
+import torch
+from torch import Tensor
+
+from rlkit._numerics import GlobalSum, one_rank
+from rlkit.advantages.naive._loops import judged_groups, mean, zeros
+
+
+def rloo_advantages(rewards: Tensor, group_ids: Tensor) -> Tensor:
+    advantages = zeros(len(rewards))
+    for group in judged_groups(rewards, group_ids):
+        for i in group:
+            others = [rewards[j].double() for j in group if j != i]
+            if others:
+                advantages[i] = rewards[i].double() - mean(others)
+    return advantages
+
+
+def remax_advantages(rewards: Tensor, greedy_rewards: Tensor) -> Tensor:
+    advantages = zeros(len(rewards))
+    for i in range(len(rewards)):
+        if math.isfinite(rewards[i].item()) and math.isfinite(greedy_rewards[i].item()):
+            advantages[i] = rewards[i].double() - greedy_rewards[i].double()
+    return advantages
+
+
+def opo_advantages(rewards: Tensor, group_ids: Tensor, lengths: Tensor) -> Tensor:
+    advantages = zeros(len(rewards))
+    for group in judged_groups(rewards, group_ids):
+        tokens = sum(lengths[j].item() for j in group)
+        if tokens:
+            baseline = torch.stack([lengths[j] * rewards[j].double() for j in group]).sum() / tokens
+            for i in group:
+                advantages[i] = rewards[i].double() - baseline
+    return advantages
+
+
+def gpg_advantages(rewards: Tensor, group_ids: Tensor, global_sum: GlobalSum = one_rank) -> Tensor:
+    advantages, samples, useful = zeros(len(rewards)), 0, 0
+    for group in judged_groups(rewards, group_ids):
+        known = [rewards[j].double() for j in group]
+        samples += len(group)
+        useful += len(group) if min(known) < max(known) else 0
+        for i in group:
+            advantages[i] = rewards[i].double() - mean(known)
+    counts = global_sum(torch.tensor([samples, useful], dtype=torch.float64))
+    return counts[0] / max(counts[1].item(), 1) * advantages
+
+
+def maxrl_advantages(rewards: Tensor, group_ids: Tensor) -> Tensor:
+    advantages = zeros(len(rewards))
+    for group in judged_groups(rewards, group_ids):
+        center = mean([rewards[j].double() for j in group])
+        for i in group:
+            if center > 0:
+                advantages[i] = (rewards[i] - center) / center
+    return advantages
+
+
+def passk_advantages(rewards: Tensor, group_ids: Tensor, k: int, threshold: float = 0.5, eps: float = 1e-6) -> Tensor:
+    """By all subsets of k samples: each has reward 1 if one of them passes, and so has each of its samples."""
+    advantages = zeros(len(rewards))
+    for group in judged_groups(rewards, group_ids):
+        subsets = list(combinations(group, k))
+        if not subsets:
+            continue
+        passes = [float(any(rewards[j] > threshold for j in subset)) for subset in subsets]
+        center = sum(passes) / len(passes)
+        std = math.sqrt(center * (1 - center))
+        for i in group:
+            own = [x for x, subset in zip(passes, subsets, strict=True) if i in subset]
+            if std:
+                advantages[i] = (sum(own) / len(own) - center) / (std + eps)
+    return advantages
+
+
+def passk_leave_one_out_advantages(rewards: Tensor, group_ids: Tensor) -> Tensor:
+    advantages = zeros(len(rewards))
+    for group in judged_groups(rewards, group_ids):
+        for i in group:
+            others = [rewards[j].double() for j in group if j != i]
+            if others:
+                advantages[i] = max(rewards[i].double(), *others) - max(others)
+    return advantages

@@ -1,0 +1,100 @@
+"""`rlkit.losses.sequence_policy` sequence by sequence."""
+
+import torch
+from torch import Tensor
+
+from rlkit.losses.naive._loops import add, constant, per_token, sequences, zeros
+
+
+def gspo_loss(
+    logprobs: Tensor,
+    old_logprobs: Tensor,
+    advantages: Tensor,
+    mask: Tensor,
+    clip_low: float = 3e-4,
+    clip_high: float = 4e-4,
+) -> Tensor:
+    logprobs, old, adv, loss = logprobs.double(), constant(old_logprobs), per_token(advantages, mask), zeros(mask)
+    for b, tokens in sequences(mask):
+        ratio = (add(logprobs[b, t] - old[b, t] for t in tokens) / len(tokens)).exp()
+        for t in tokens:
+            held = ratio.clamp(1 - clip_low, 1 + clip_high)
+            loss[b, t] = -min(ratio * adv[b, t], held * adv[b, t])
+    return loss
+
+
+def gspo_token_loss(
+    logprobs: Tensor,
+    old_logprobs: Tensor,
+    advantages: Tensor,
+    mask: Tensor,
+    clip_low: float = 3e-4,
+    clip_high: float = 4e-4,
+) -> Tensor:
+    logprobs, old, adv, loss = logprobs.double(), constant(old_logprobs), per_token(advantages, mask), zeros(mask)
+    for b, tokens in sequences(mask):
+        of_sequence = (add(logprobs[b, t] - old[b, t] for t in tokens) / len(tokens)).exp().item()
+        for t in tokens:
+            probability = logprobs[b, t].exp()
+            ratio = of_sequence * probability / probability.item()
+            held = ratio.clamp(1 - clip_low, 1 + clip_high)
+            loss[b, t] = -min(ratio * adv[b, t], held * adv[b, t])
+    return loss
+
+
+def luspo_loss(
+    logprobs: Tensor,
+    old_logprobs: Tensor,
+    advantages: Tensor,
+    mask: Tensor,
+    clip_low: float = 2e-3,
+    clip_high: float = 2.5e-3,
+) -> Tensor:
+    loss = gspo_loss(logprobs, old_logprobs, advantages, mask, clip_low, clip_high)
+    for b, tokens in sequences(mask):
+        loss[b] = len(tokens) * loss[b]
+    return loss
+
+
+def gmpo_loss(
+    logprobs: Tensor,
+    old_logprobs: Tensor,
+    advantages: Tensor,
+    mask: Tensor,
+    log_clip_low: float = 0.4,
+    log_clip_high: float = 0.4,
+) -> Tensor:
+    logprobs, old, adv, loss = logprobs.double(), constant(old_logprobs), per_token(advantages, mask), zeros(mask)
+    for b, tokens in sequences(mask):
+        clipped = []
+        for t in tokens:
+            log_ratio = logprobs[b, t] - old[b, t]
+            if adv[b, t] > 0:
+                clipped.append(log_ratio.clamp(max=log_clip_high))
+            elif adv[b, t] < 0:
+                clipped.append(log_ratio.clamp(min=-log_clip_low))
+        for t in tokens:
+            loss[b, t] = -adv[b, t] * (add(clipped) / len(tokens)).exp()
+    return loss
+
+
+def topr_loss(logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, mask: Tensor) -> Tensor:
+    logprobs, old, adv, loss = logprobs.double(), constant(old_logprobs), per_token(advantages, mask), zeros(mask)
+    for b, tokens in sequences(mask):
+        ratio = add(logprobs[b, t] - old[b, t] for t in tokens).exp().item()
+        for t in tokens:
+            weight = min(ratio, 1.0) if adv[b, t] < 0 else 1.0
+            loss[b, t] = -weight * adv[b, t] * logprobs[b, t]
+    return loss
+
+
+@torch.no_grad()
+def off_policy_sequence_mask(
+    logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, mask: Tensor, high: float
+) -> Tensor:
+    logprobs, old, adv, keep = constant(logprobs), constant(old_logprobs), per_token(advantages, mask), mask.clone()
+    for b, tokens in sequences(mask):
+        drift = add(old[b, t] - logprobs[b, t] for t in tokens) / len(tokens)
+        for t in tokens:
+            keep[b, t] = not (adv[b, t] < 0 and drift > high)
+    return keep
