@@ -27,7 +27,7 @@ from tqdm import tqdm
 from transformers.utils.logging import disable_progress_bar
 
 from rlkit.advantages import grpo_advantages
-from rlkit.data import Task, collate, group_ids, load_function, load_task, step_rows
+from rlkit.data import Failures, Task, collate, group_ids, load_function, load_task, step_rows
 from rlkit.engines import make_engine
 from rlkit.engines.balance import balanced
 from rlkit.engines.checkpoint import checkpoints, keep_newest
@@ -120,6 +120,8 @@ def main(cfg: Config) -> None:
     context = engine.config.get_text_config().max_position_embeddings
     max_tokens = cfg.max_prompt_tokens or context - cfg.max_new_tokens
 
+    failures = Failures("tool")  # a traceback for each distinct one in the run, then counts
+
     def episodes(prompts, sampling, n=1, phase="generate"):
         run.phase("hand_over")
         rollout.wake_up()
@@ -129,7 +131,7 @@ def main(cfg: Config) -> None:
             rollout, prompts, sampling, tool, processor=processor, n=n, max_turns=cfg.max_turns, max_tokens=context,
             max_response_tokens=cfg.max_response_tokens or None, timeout=cfg.tool_timeout, role=cfg.role,
             on_failure=(lambda error: Observation(str(error))) if cfg.show_failures else None,
-            global_sum=engine.global_sum, written=judge.take,
+            global_sum=engine.global_sum, written=judge.take, failures=failures,
         )  # fmt: skip
         rollout.sleep()
         run.phase("reward" if phase == "generate" else phase)  # what was not judged while others were written
