@@ -129,8 +129,8 @@ def gdpo_advantages(
     rewards collapse to one advantage.
 
     Choices: each reward as in `grpo_advantages`. The batch statistics weigh every sample the same, as in the authors'
-    TRL code; with `lengths` every token, as in verl and the authors' verl code. A reward that was not judged is left out
-    alone: the authors' code takes it as 0, which shifts its whole group.
+    TRL code; with `lengths` every token, as in verl and the authors' verl code. A reward that was not judged is left
+    out alone: the authors' code takes it as 0, which shifts its whole group.
 
     Args:
         weights: [R]; by default all 1.

@@ -46,13 +46,14 @@ def prompt_of(row: Row) -> tuple[list[Message], list[Any]]:
     """
     if reason := row.get("unreadable"):
         raise ValueError(reason)
-    if found := next((name for name in NOT_TRAINED if row.get(name)), None):
+    if found := next((name for name in NOT_TRAINED if not _missing(row.get(name))), None):
         raise ValueError(f"{found}: expected text and images alone, got a column of this name")
     name = "question" if row.get("messages") is None else "messages"
     question = row.get(name)
+    images = [] if row.get("images") is None else list(row["images"])
     if name == "question" and isinstance(question, str):
-        return place_images([message("user", question)], row.get("images") or ())
-    return place_images(read_messages(question, name), row.get("images") or ())
+        return place_images([message("user", question)], images)
+    return place_images(read_messages(question, name), images)
 
 
 def read_messages(found: Any, name: str = "messages") -> list[Message]:
@@ -164,6 +165,10 @@ def _split_at_marks(message: Message) -> Message:
     pieces = [piece for part in parts_of(message) for piece in re.split(f"({IMAGE})", part["text"]) if piece]
     parts = [{"type": "image"} if piece == IMAGE else {"type": "text", "text": piece} for piece in pieces]
     return {**message, "content": parts}
+
+
+def _missing(found: Any) -> bool:
+    return found is None or isinstance(found, list | tuple | str) and not found
 
 
 def _short(found: Any) -> str:

@@ -68,7 +68,7 @@ def _json_rows(path: Path) -> list[Row]:
             rows = [json.loads(line) for line in text.split("\n") if line.strip()]
     except ValueError as error:
         part = f", at {error.doc[:60]!r}" if isinstance(error, json.JSONDecodeError) else ""
-        raise ValueError(f"{path}: cannot be read as json: {error}{part}") from error
+        raise ValueError(f"{path}: expected json, got {error}{part}") from error
     if stray := [i for i, row in enumerate(rows) if not isinstance(row, Mapping)]:
         raise ValueError(f"{path} row {stray[0] + 1}: expected an object, got {rows[stray[0]]!r:.80}")
     return rows
@@ -81,7 +81,7 @@ def _csv_rows(path: Path) -> list[Row]:
         text = path.read_text(encoding="utf-8-sig")
         names, *cells = [row for row in csv.reader(text.splitlines(keepends=True), delimiter=delimiter) if row] or [[]]
     except (ValueError, csv.Error) as error:
-        raise ValueError(f"{path}: cannot be read as {path.suffix[1:]}: {error}") from error
+        raise ValueError(f"{path}: expected {path.suffix[1:]}, got {error}") from error
     if len(set(names)) < len(names):
         raise ValueError(f"{path}: expected different names of columns, got {names}")
     for i, row in enumerate(cells):
@@ -98,7 +98,7 @@ def _parquet_table(path: Path) -> Any:
     try:
         table = datasets.load_dataset("parquet", data_files=str(path), split="train")
     except (datasets.exceptions.DatasetGenerationError, OSError, ValueError) as error:
-        raise ValueError(f"{path}: cannot be read as parquet: {error.__cause__ or error}") from error
+        raise ValueError(f"{path}: expected parquet, got {error.__cause__ or error}") from error
     return undecoded(table)
 
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import base64
 import io
 import json
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -17,7 +19,9 @@ from rlkit.vlm.loading import can_see, load_config, model_path
 
 
 def load_image(source: Any) -> Image.Image:
-    """An RGB image from a path, bytes, a PIL image, or the {"bytes", "path"} struct of Hugging Face datasets.
+    """An RGB image from a path, bytes, a PIL image, a data URL, or the {"bytes", "path"} struct of Hugging Face sets.
+
+    A data URL is a text that holds the image: "data:image/png;base64,...".
 
     Raises:
         ValueError: it cannot be read, is empty, or is a URL (fetch those beforehand: a run that depends on the network
@@ -25,6 +29,8 @@ def load_image(source: Any) -> Image.Image:
     """
     if isinstance(source, Mapping):
         source = source.get("bytes") or source.get("path")
+    if isinstance(source, str) and (found := re.match(r"data:image/[\w.+-]+;base64,", source)):
+        source = base64.b64decode(source[found.end() :])
     if isinstance(source, str) and "://" in source:
         raise ValueError(f"image: expected a local path, bytes or a PIL image, got the URL {source!r}")
     name = repr(source) if isinstance(source, str | Path) else f"of type {type(source).__name__}"

@@ -1,5 +1,6 @@
 """Chats: what is a list of messages, and where its images go."""
 
+import numpy as np
 import pytest
 
 from rlkit.data.messages import message, place_images, prompt_of, read_messages, text_of
@@ -122,11 +123,13 @@ def test_prompt_of_a_row():
     assert prompt_of({"question": "Q"}) == ([user("Q")], [])
     assert prompt_of({"question": "<image>Q", "images": ["a"]}) == ([user([PICTURE, text("Q")])], ["a"])
     assert prompt_of({"question": [user("Q")]}) == ([user("Q")], [])  # and not as Python writes a list
+    assert prompt_of({"question": "Q", "videos": [], "audio": None, "images": None}) == ([user("Q")], [])
     assert prompt_of({"question": "shown", "messages": [user("Q")]}) == ([user("Q")], [])
     for row, error in (
         ({"question": None}, "question: expected text or a list of messages, got None"),
         ({"question": 5}, "question: expected text or a list of messages, got 5"),
         ({"question": "Q", "videos": ["a.mp4"]}, "videos: expected text and images alone, got a column of this name"),
+        ({"question": "Q", "audio": np.ones(3)}, "audio: expected text and images alone, got a column of this name"),
         ({"question": "Q", "unreadable": "the reason"}, "the reason"),
     ):
         with pytest.raises(ValueError) as caught:

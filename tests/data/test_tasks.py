@@ -205,7 +205,7 @@ def test_unreadable_file_is_named(tmp_path, file, content):
 
 def test_bad_line_is_shown(tmp_path):
     (tmp_path / "t.jsonl").write_text(json.dumps(FINE) + "\n{'question'}\n")
-    with pytest.raises(ValueError, match="cannot be read as json: .*at \"{'question'}\""):
+    with pytest.raises(ValueError, match="expected json, got .*at \"{'question'}\""):
         load_task(str(tmp_path / "t.jsonl"))
 
 

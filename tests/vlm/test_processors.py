@@ -1,3 +1,4 @@
+import base64
 import io
 import json
 import shutil
@@ -65,7 +66,8 @@ def test_load_image_from_everything(tmp_path):
     picture, data = image(), saved(image())
     path = tmp_path / "a.png"
     path.write_bytes(data)
-    structs = [{"bytes": data, "path": None}, {"bytes": None, "path": str(path)}, {"path": path}]
+    encoded = f"data:image/png;base64,{base64.b64encode(data).decode()}"  # OpenAI's image_url
+    structs = [encoded, {"bytes": data, "path": None}, {"bytes": None, "path": str(path)}, {"path": path}]
     for source in [path, str(path), data, bytearray(data), picture, *structs, {"bytes": data, "path": "gone.png"}]:
         came = load_image(source)
         assert came.mode == "RGB" and came.tobytes() == picture.tobytes()
