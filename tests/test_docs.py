@@ -22,7 +22,7 @@ def options():
     found = set()
     for path in CODE:
         for node in ast.walk(ast.parse(path.read_text())):
-            if isinstance(node, ast.ClassDef) and node.name == "Config" and path.parent.name == "recipes":
+            if isinstance(node, ast.ClassDef) and re.fullmatch("Config|[A-Za-z]*Options", node.name):
                 found |= {f"--{n.target.id}" for n in node.body if isinstance(n, ast.AnnAssign)}
             elif isinstance(node, ast.Constant) and isinstance(node.value, str) and node.value.startswith("--"):
                 found.add(node.value)
