@@ -42,7 +42,7 @@ from rlkit.rollout import Canary, Sampling
 
 
 @dataclass
-class Config(runs.SamplingOptions, runs.TrainingOptions):
+class Config(runs.PolicyOptions, runs.TrainingOptions):
     steps: int = 150
     """Batches that are trained on."""
     prompts_per_step: int = 32
@@ -109,7 +109,9 @@ def draw_batch(task, draws: int, cfg: Config, encode, sampler, engine):
 def main(cfg: Config) -> None:
     with runs.one_sentence_errors("dapo"):
         runs.check_range("mini_batches", cfg.mini_batches, 1, cfg.prompts_per_step)
+        runs.check_range("group_size", cfg.group_size, 2)  # answers are compared with each other
         task = runs.load_named_task(cfg, cfg.task)
+        cfg = runs.with_epochs(cfg, task)
         run = runs.start_run("dapo", cfg, task.name)
         path, processor = runs.find_model(cfg, run, task.train)
         updates = cfg.steps * cfg.mini_batches
@@ -160,7 +162,7 @@ def main(cfg: Config) -> None:
 
         counts = {"tokens": lengths.sum(), "penalty": penalty.sum(), "answers": len(batch)}
         counts = runs.totals(engine, **counts, flops=passes * batch_flops(engine.config, batch))
-        metrics |= runs.answer_metrics(answers, engine) | {
+        metrics |= sampler.metrics(answers) | {
             "tokens": counts["tokens"],
             "flops": counts["flops"],
             "reward/overlong": counts["penalty"] / counts["answers"],

@@ -40,7 +40,7 @@ from rlkit.vlm import load_processor, model_or_tiny
 
 
 @dataclass
-class Config(runs.SamplingOptions, runs.TrainingOptions):
+class Config(runs.PolicyOptions, runs.TrainingOptions):
     teacher: str = "tiny"
     """Directory or hub id of the teacher. "tiny" builds one like the student and fine-tunes it for
     longer."""
@@ -90,6 +90,7 @@ def build_teacher(cfg: Config, run, rows, processor):
 def main(cfg: Config) -> None:
     with runs.one_sentence_errors("distill"):
         task = runs.load_named_task(cfg, cfg.task)
+        cfg = runs.with_epochs(cfg, task)
         run = runs.start_run("distill", cfg, task.name)
         path, processor = runs.find_model(cfg, run, task.train)
         teacher = build_teacher(cfg, run, task.train, processor)
@@ -128,7 +129,7 @@ def main(cfg: Config) -> None:
         if problem := canary(metrics["mismatch/abs_dlogp"]):
             run.stop(problem)
 
-        metrics |= runs.answer_metrics(answers, engine) | counts
+        metrics |= sampler.metrics(answers) | counts
         run.log(step, metrics, show={"kl": "kl", "entropy": "entropy", "reward": "reward/mean"})
         runs.save(cfg, run, step, checkpoints=engine)
 

@@ -115,6 +115,7 @@ def main(cfg: Config) -> None:
     with runs.one_sentence_errors("dpo"):
         loss = loss_function(cfg)
         task = runs.load_named_task(cfg, cfg.task, load_pairs)
+        cfg = runs.with_epochs(cfg, task)
         run = runs.start_run("dpo", cfg, task.name)
         path, processor = runs.find_model(cfg, run, task.train)
         engine = runs.build_engine(cfg, path, processor, updates=cfg.steps)

@@ -46,7 +46,7 @@ from rlkit.rollout.serve import serving
 
 
 @dataclass
-class Config(runs.SamplingOptions, runs.TrainingOptions):
+class Config(runs.PolicyOptions, runs.TrainingOptions):
     steps: int = 130
     """Batches that are sampled."""
     prompts_per_step: int = 32
@@ -115,7 +115,9 @@ def main(cfg: Config) -> None:
 
 def run_on_servers(cfg: Config, stack: ExitStack) -> None:
     with runs.one_sentence_errors("grpo_async"):
+        runs.check_range("group_size", cfg.group_size, 2)  # answers are compared with each other
         task = runs.load_named_task(cfg, cfg.task)
+        cfg = runs.with_epochs(cfg, task)
         run = runs.start_run("grpo_async", cfg, task.name)
         path, processor = runs.find_model(cfg, run, task.train)
         temperature = cfg.temperature
@@ -178,7 +180,7 @@ def run_on_servers(cfg: Config, stack: ExitStack) -> None:
         ahead.update_weights(engine.get_per_tensor_param())
 
         flops = runs.training_passes(cfg) * batch_flops(engine.config, batch)
-        metrics |= runs.answer_metrics(answers, engine)
+        metrics |= sampler.metrics(answers)
         metrics |= runs.totals(engine, tokens=batch.mask.sum(), flops=flops)
         run.log(step, metrics, show={"reward": "reward/mean", "staleness": "staleness"})
         runs.save(cfg, run, step, checkpoints=engine)

@@ -38,7 +38,7 @@ from rlkit.runs.tiny_tool_user import build_tiny_tool_user
 
 
 @dataclass
-class Config(runs.SamplingOptions, runs.TrainingOptions):
+class Config(runs.PolicyOptions, runs.TrainingOptions):
     task: str = "rlkit.rollout.image_tools:zoomed_digits"
     tool: str = "rlkit.rollout.image_tools:zoom"
     """The tool or environment as module:function; see rlkit.rollout.agent."""
@@ -131,7 +131,9 @@ def transcript(sample) -> str:
 
 def main(cfg: Config) -> None:
     with runs.one_sentence_errors("grpo_tools"):
+        runs.check_range("group_size", cfg.group_size, 2)  # answers are compared with each other
         task = runs.load_named_task(cfg, cfg.task)
+        cfg = runs.with_epochs(cfg, task)
         tool = load_function(cfg.tool, "tool")
         run = runs.start_run("grpo_tools", cfg, task.name)
         if cfg.model == "tiny":
@@ -189,7 +191,7 @@ def main(cfg: Config) -> None:
         if problem := canary(metrics["mismatch/abs_dlogp"]):
             run.stop(problem)
 
-        metrics |= runs.answer_metrics(answers, engine) | turns_and_aborted(answers, engine)
+        metrics |= sampler.metrics(answers) | turns_and_aborted(answers, engine)
         metrics |= runs.totals(
             engine, tokens=batch.mask.sum(), flops=passes * batch_flops(engine.config, batch)
         )

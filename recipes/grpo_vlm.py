@@ -46,7 +46,7 @@ LOSSES = {
 
 
 @dataclass
-class Config(runs.SamplingOptions, runs.TrainingOptions):
+class Config(runs.PolicyOptions, runs.TrainingOptions):
     steps: int = 220
     """Batches that are sampled."""
     prompts_per_step: int = 64
@@ -88,7 +88,9 @@ def policy_loss(out, mb, cfg: Config):
 
 def main(cfg: Config) -> None:
     with runs.one_sentence_errors("grpo_vlm"):
+        runs.check_range("group_size", cfg.group_size, 2)  # answers are compared with each other
         task = runs.load_named_task(cfg, cfg.task)
+        cfg = runs.with_epochs(cfg, task)
         run = runs.start_run("grpo_vlm", cfg, task.name)
         path, processor = runs.find_model(cfg, run, task.train)
         updates = cfg.steps * cfg.updates_per_batch
@@ -135,7 +137,7 @@ def main(cfg: Config) -> None:
         if problem := canary(metrics["mismatch/abs_dlogp"]):
             run.stop(problem)
 
-        metrics |= runs.answer_metrics(answers, engine)
+        metrics |= sampler.metrics(answers)
         metrics |= runs.totals(
             engine, tokens=batch.mask.sum(), flops=passes * batch_flops(engine.config, batch)
         )

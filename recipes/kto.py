@@ -98,6 +98,7 @@ def with_other_answers(rows):
 def main(cfg: Config) -> None:
     with runs.one_sentence_errors("kto"):
         task = runs.load_named_task(cfg, cfg.task, load_marked)
+        cfg = runs.with_epochs(cfg, task)
         run = runs.start_run("kto", cfg, task.name)
         path, processor = runs.find_model(cfg, run, task.train)
         engine = runs.build_engine(cfg, path, processor, updates=cfg.steps)

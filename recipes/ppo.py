@@ -55,7 +55,7 @@ from rlkit.rollout import Canary, Sampling
 
 
 @dataclass
-class Config(runs.SamplingOptions, runs.TrainingOptions):
+class Config(runs.PolicyOptions, runs.TrainingOptions):
     steps: int = 110
     """Batches that are sampled."""
     prompts_per_step: int = 64
@@ -202,6 +202,7 @@ def main(cfg: Config) -> None:
     with runs.one_sentence_errors("ppo"):
         runs.check_range("mini_batches", cfg.mini_batches, 1, cfg.prompts_per_step)
         task = runs.load_named_task(cfg, cfg.task)
+        cfg = runs.with_epochs(cfg, task)
         run = runs.start_run("ppo", cfg, task.name)
         path, processor = runs.find_model(cfg, run, task.train)
         per_batch = cfg.ppo_epochs * cfg.mini_batches
@@ -245,7 +246,7 @@ def main(cfg: Config) -> None:
 
         flops = batch_flops(engine.config, batch) * (passes + bool(cfg.kl_coef))
         flops += batch_flops(critic.config, batch, head=False) * passes
-        metrics |= runs.answer_metrics(answers, engine) | runs.totals(
+        metrics |= sampler.metrics(answers) | runs.totals(
             engine, tokens=batch.mask.sum(), flops=flops
         )
         run.log(step, metrics, show={"reward": "reward/mean", "value": "value/mean"})

@@ -50,7 +50,7 @@ from rlkit.rollout import Canary, Sampling
 
 
 @dataclass
-class Config(runs.SamplingOptions, runs.TrainingOptions):
+class Config(runs.PolicyOptions, runs.TrainingOptions):
     advantage: Literal[
         "rloo", "remax", "reinforce_plus_plus", "reinforce_plus_plus_baseline", "opo"
     ] = "rloo"
@@ -106,7 +106,12 @@ def greedy_rewards(sampler, prompts, group_ids):
 
 def main(cfg: Config) -> None:
     with runs.one_sentence_errors("reinforce"):
+        if cfg.advantage not in ("remax", "reinforce_plus_plus"):
+            runs.check_range(
+                "group_size", cfg.group_size, 2
+            )  # answers are compared with each other
         task = runs.load_named_task(cfg, cfg.task)
+        cfg = runs.with_epochs(cfg, task)
         run = runs.start_run("reinforce", cfg, task.name)
         path, processor = runs.find_model(cfg, run, task.train)
         engine = runs.build_engine(
@@ -151,7 +156,7 @@ def main(cfg: Config) -> None:
         if problem := canary(metrics["mismatch/abs_dlogp"]):
             run.stop(problem)
 
-        metrics |= runs.answer_metrics(answers, engine)
+        metrics |= sampler.metrics(answers)
         metrics |= runs.totals(
             engine, tokens=batch.mask.sum(), flops=passes * batch_flops(engine.config, batch)
         )

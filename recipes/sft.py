@@ -46,6 +46,7 @@ def loss_fn(out, mb):
 def main(cfg: Config) -> None:
     with runs.one_sentence_errors("sft"):
         task = runs.load_named_task(cfg, cfg.task, load_chats)
+        cfg = runs.with_epochs(cfg, task)
         run = runs.start_run("sft", cfg, task.name)
         path, processor = runs.find_model(cfg, run, task.train)
         engine = runs.build_engine(cfg, path, processor, updates=cfg.steps)
