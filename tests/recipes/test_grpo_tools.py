@@ -12,7 +12,9 @@ sys.path.insert(0, str(Path(__file__).parent))
 import helpers
 from helpers import load, numbers, rows, run_here
 
+from rlkit.engines.distributed import init_distributed
 from rlkit.rollout.image_tools import zoom, zoomed_digits
+from rlkit.runs.tiny_tool_user import build_tiny_tool_user
 
 HELD_OUT = 100
 SMALL = ["--prompts_per_step", 8, "--group_size", 4]
@@ -34,9 +36,10 @@ async def shaky(sample):
 def warm_dir(tmp_path_factory):
     """The default model after its warm-up, which is part of the recipe."""
     recipe = load("grpo_tools")
-    recipe.init_distributed()
+    init_distributed()
     path = tmp_path_factory.mktemp("warm") / "init"
-    recipe.warm_up(path, few_held_out(), zoom, recipe.Config())
+    cfg = recipe.Config()
+    build_tiny_tool_user(path, few_held_out().train, zoom, max_new_tokens=cfg.max_new_tokens, seed=cfg.seed)
     return path
 
 
@@ -89,8 +92,8 @@ def test_a_failing_tool_is_left_out_or_shown(warm_dir, tmp_path):
 def test_bad_input_is_one_clear_message(warm_dir, tmp_path):
     cases = {
         ("--tool", "test_grpo_tools:crop"): "grpo_tools: module .* has no attribute 'crop'",
-        ("--model", "tiny"): 'model "tiny": it knows the default task and tool alone; name a model for others',
-        ("--tool", "test_grpo_tools:shaky", "--max_unjudged", 0.1): "episodes could be judged, ",
+        ("--model", "tiny"): 'grpo_tools: model: expected a model that can use this task and tool, got "tiny"',
+        ("--tool", "test_grpo_tools:shaky", "--max_unjudged", 0.1): "held-out rows: only .* could be judged",
     }
     for i, (arguments, text) in enumerate(cases.items()):
         with pytest.raises(SystemExit, match=text):
