@@ -8,6 +8,7 @@ Two more cases are `answers`, what ranks with the same rows have of a sampler th
 """
 
 import json
+import os
 import sys
 import time
 from pathlib import Path
@@ -21,7 +22,8 @@ from megatron.core import parallel_state
 from rlkit.data import extend, prompt
 from rlkit.engines.distributed import init_distributed, ranks_with_equal_rows
 from rlkit.rollout.same_rows import SameRows
-from rlkit.tracking import Run, new_directory
+from rlkit.runs import claim_directory
+from rlkit.tracking import Run
 
 
 class Sampler:
@@ -50,10 +52,11 @@ def answers(together):
 
 
 def started_late(root):
-    """What the ranks call a new run's directory when one is far behind; without waiting it would be another's."""
+    """What the ranks call a new run's directory when one is far behind; by itself it would find another's."""
+    os.chdir(root)  # the default directories are runs/NAME, runs/NAME-2, ...
     if dist.get_rank():
         time.sleep(1)
-    run = Run(new_directory(root, "late"), {}, writes=dist.get_rank() == 0)
+    run = Run(claim_directory("", "late", resume=False), {}, writes=dist.get_rank() == 0)
     run.start_at(0)
     ranks = [None] * dist.get_world_size()
     dist.all_gather_object(ranks, run.out.name)
