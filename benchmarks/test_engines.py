@@ -35,9 +35,9 @@ from transformers import Qwen2Config, Qwen2ForCausalLM, Qwen3VLConfig, Qwen3VLFo
 
 from rlkit.data import Batch, collate, extend, prompt, token_budget_batches
 from rlkit.engines import checkpoint, make_engine
-from rlkit.engines.attention import use_packed_attention
 from rlkit.engines.flops import batch_flops
-from rlkit.engines.packer import pack
+from rlkit.engines.packing.attention import use_packed_attention
+from rlkit.engines.packing.inputs import pack
 from rlkit.losses import token_mean
 from rlkit.tracking import peak_flops
 

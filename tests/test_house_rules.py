@@ -180,7 +180,7 @@ def test_file(path):
 
 def test_there_is_something_to_check():
     names = {module_name(path) for path in LIBRARY + RECIPES}
-    assert {"rlkit", "rlkit.losses.logprobs", "rlkit.engines.fsdp2", "recipes.grpo_vlm"} <= names
+    assert {"rlkit", "rlkit.losses.logprobs", "rlkit.engines.fsdp.fsdp2", "recipes.grpo_vlm"} <= names
     packages = {path.parent.relative_to(ROOT) for path in LIBRARY}
     assert all((ROOT / package / "__init__.py").is_file() for package in packages)
 

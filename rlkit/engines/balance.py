@@ -13,7 +13,7 @@ from torch.nn.functional import pad
 
 from rlkit.data.batching import balanced_partitions
 from rlkit.data.samples import Batch
-from rlkit.engines.packer import shared_costs
+from rlkit.engines.packing.inputs import shared_costs
 
 
 def deal(costs: Sequence[Sequence[int]]) -> list[list[int]]:

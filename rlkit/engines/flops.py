@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from rlkit.data.samples import Batch
-from rlkit.engines.packer import prompt_lengths, shared_prompts
+from rlkit.engines.packing.inputs import prompt_lengths, shared_prompts
 
 
 def forward_flops(config: Any, spans: Sequence[tuple[int, int]], scored: int = 0, frames: Sequence[int] = ()) -> int:

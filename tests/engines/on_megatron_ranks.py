@@ -24,9 +24,11 @@ from one_gradient import OUTPUTS, POLICY, VALUE, columns  # noqa: E402
 from one_gradient import whole as full  # noqa: E402
 
 from rlkit.data import collate, extend, prompt  # noqa: E402
-from rlkit.engines import checkpoint, fsdp2, make_engine, megatron  # noqa: E402, F401
-from rlkit.engines.megatron_optimizer import whole_state  # noqa: E402
-from rlkit.engines.megatron_weights import is_copy, split  # noqa: E402
+from rlkit.engines import checkpoint, make_engine  # noqa: E402
+from rlkit.engines.fsdp.fsdp2 import Fsdp2Engine  # noqa: E402
+from rlkit.engines.megatron import engine as megatron_engine  # noqa: E402, F401
+from rlkit.engines.megatron.optimizer import whole_state  # noqa: E402
+from rlkit.engines.megatron.weights import is_copy, split  # noqa: E402
 from rlkit.engines.value_head import with_value_head  # noqa: E402
 from rlkit.vlm.adapt import checkpoint_parameters  # noqa: E402
 
@@ -195,7 +197,7 @@ def engine_for(backend, kind, **options):
 
 def gradients(engine):
     """Clipped gradients under their Hugging Face names, on every rank."""
-    if isinstance(engine, fsdp2.Fsdp2Engine):
+    if isinstance(engine, Fsdp2Engine):
         whole = ((name, full(p.grad)) for name, p in engine.module.named_parameters())
         return dict(checkpoint_parameters(engine.base, whole))
     found = {}

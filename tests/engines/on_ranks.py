@@ -27,9 +27,10 @@ from memory import peak  # noqa: E402
 from one_gradient import OUTPUTS, POLICY, VALUE, columns, whole  # noqa: E402
 from rows import make_batch  # noqa: E402
 
-from rlkit.engines import checkpoint, fsdp1, fsdp2, make_engine  # noqa: E402, F401
+from rlkit.engines import checkpoint, make_engine  # noqa: E402
 from rlkit.engines.balance import balanced  # noqa: E402
 from rlkit.engines.distributed import init_distributed  # noqa: E402
+from rlkit.engines.fsdp import fsdp1, fsdp2  # noqa: E402, F401
 from rlkit.engines.value_head import load_value_model  # noqa: E402
 from rlkit.vlm import VISION_TOWER, freeze, load_model, load_processor, lora  # noqa: E402
 

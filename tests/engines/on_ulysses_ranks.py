@@ -26,10 +26,10 @@ from rows import make_batch  # noqa: E402
 from rlkit.data import collate, extend  # noqa: E402
 from rlkit.data.samples import prompt  # noqa: E402
 from rlkit.engines import make_engine  # noqa: E402
-from rlkit.engines.attention import use_packed_attention  # noqa: E402
 from rlkit.engines.balance import balanced  # noqa: E402
-from rlkit.engines.packer import pack  # noqa: E402
-from rlkit.engines.ulysses import gather, share_rows  # noqa: E402
+from rlkit.engines.packing.attention import use_packed_attention  # noqa: E402
+from rlkit.engines.packing.inputs import pack  # noqa: E402
+from rlkit.engines.packing.ulysses import gather, share_rows  # noqa: E402
 from rlkit.engines.value_head import with_value_head  # noqa: E402
 from rlkit.vlm import lora  # noqa: E402
 from rlkit.vlm.inputs import position_spec  # noqa: E402

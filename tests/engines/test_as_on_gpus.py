@@ -15,10 +15,10 @@ sys.path.insert(0, str(Path(__file__).parent))
 from family_configs import HYBRID, VISION
 from test_families import vision_model
 
-from rlkit.engines import attention
-from rlkit.engines.attention import Block, Layout, use_packed_tower, varlen_attention
 from rlkit.engines.checkpoint import random_states, set_random_states
 from rlkit.engines.distributed import init_distributed
+from rlkit.engines.packing import attention
+from rlkit.engines.packing.attention import Block, Layout, use_packed_tower, varlen_attention
 from rlkit.vlm.families import IN_PATCHES
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)

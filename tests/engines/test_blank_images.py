@@ -13,8 +13,8 @@ from test_families import IMAGE, VISION, check, gradients, rows, vision_model
 
 from rlkit.data import collate, extend
 from rlkit.data.samples import prompt
-from rlkit.engines.attention import use_packed_attention
-from rlkit.engines.packer import blank_sample, pack
+from rlkit.engines.packing.attention import use_packed_attention
+from rlkit.engines.packing.inputs import blank_sample, pack
 from rlkit.vlm.inputs import frames_as_images, join_vision, kinds_seen, position_spec
 
 CPU = torch.device("cpu")

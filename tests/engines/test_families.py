@@ -15,8 +15,8 @@ from family_configs import BASE, HYBRID, IMAGE, REFUSED, SIGLIP, TEXT, VIDEO, VI
 from rlkit.data import collate, extend
 from rlkit.data.samples import prompt
 from rlkit.engines import make_engine
-from rlkit.engines.attention import NAME, Layout, use_packed_attention, varlen_attention
-from rlkit.engines.packer import pack
+from rlkit.engines.packing.attention import NAME, Layout, use_packed_attention, varlen_attention
+from rlkit.engines.packing.inputs import pack
 from rlkit.vlm.families import head_obstacle, image_groups
 from rlkit.vlm.inputs import model_vision, position_ids, position_spec
 
@@ -259,7 +259,7 @@ def test_a_mask_of_its_own_is_refused_under_packing():
     ],
 )
 def test_attention_beyond_causal_is_refused_under_packing(extra, keys, why):
-    from rlkit.engines.attention import _attention
+    from rlkit.engines.packing.attention import _attention
 
     x = torch.zeros(1, 2, 3, 8)
     k, layout = x[:, :, :keys], Layout([0], [3], [(0, 0)], CPU)

@@ -13,8 +13,8 @@ from transformers import AutoModelForImageTextToText
 
 from rlkit.data import collate
 from rlkit.engines import make_engine, register_engine
-from rlkit.engines.attention import Layout, varlen_attention
-from rlkit.engines.packer import pack, shared_prompts
+from rlkit.engines.packing.attention import Layout, varlen_attention
+from rlkit.engines.packing.inputs import pack, shared_prompts
 from rlkit.losses import clipped_policy_loss, token_mean
 from rlkit.vlm import VISION_TOWER, freeze, load_model, load_processor, lora, unsampled_ids
 
@@ -369,9 +369,9 @@ def test_metrics_add_up_and_maxima_do_not(tiny_dir, processor):
 
 def test_bad_input_is_named(tiny_dir, processor):
     batch = make_batch(processor)
-    with pytest.raises(ValueError, match="no engine 'zero3' for a 'language_model' on 'cpu'; there are: fsdp1"):
+    with pytest.raises(ValueError, match="backend: expected fsdp1 .*; got 'zero3' for a 'language_model' on 'cpu'"):
         make_engine("zero3", model=None)
-    with pytest.raises(ValueError, match=r"model: torch.compile\(model\) renames its weights; compile it in place"):
+    with pytest.raises(ValueError, match=r"model: expected a plain module, got torch.compile\(model\), which renames its weights"):
         make_engine("fsdp2", model=torch.compile(load_model(tiny_dir)))
     engine = engine_for(tiny_dir, optimizer=None)
     with pytest.raises(ValueError, match="without an optimizer"):
@@ -385,7 +385,7 @@ def test_bad_input_is_named(tiny_dir, processor):
 
 
 def test_a_back_end_that_is_not_installed_is_named(monkeypatch):
-    monkeypatch.delitem(sys.modules, "rlkit.engines.megatron", raising=False)
+    monkeypatch.delitem(sys.modules, "rlkit.engines.megatron.engine", raising=False)
     monkeypatch.setitem(sys.modules, "megatron.core", None)
     with pytest.raises(ImportError, match=r"megatron engine needs megatron-core .*: pip install 'rlkit\[megatron\]'"):
         make_engine("megatron", model=None)

@@ -11,7 +11,7 @@ from transformers import Qwen2Config, Qwen2ForCausalLM
 from transformers.utils import is_liger_kernel_available
 
 from rlkit.engines.distributed import whole
-from rlkit.engines.liger import use_liger
+from rlkit.engines.fsdp.liger import use_liger
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
 

@@ -19,9 +19,9 @@ import on_megatron_ranks as ranks  # noqa: E402
 from megatron.core import parallel_state  # noqa: E402
 from one_gradient import OUTPUTS, POLICY  # noqa: E402
 
-from rlkit.engines.megatron_cpu import cuda_calls_on_host  # noqa: E402
-from rlkit.engines.megatron_model import Split, check, use_split  # noqa: E402
-from rlkit.engines.megatron_optimizer import saved_state  # noqa: E402
+from rlkit.engines.megatron.cpu import cuda_calls_on_host  # noqa: E402
+from rlkit.engines.megatron.model import Split, check, use_split  # noqa: E402
+from rlkit.engines.megatron.optimizer import saved_state  # noqa: E402
 
 
 @pytest.fixture(scope="module")
@@ -195,9 +195,9 @@ def test_a_wrong_model_or_call_is_named(alone):
 
 def test_an_option_of_another_engine_is_named(alone):
     model = ranks.make_model("qwen2")
-    with pytest.raises(ValueError, match="megatron engine: no option fsdp_size, colour; there are: model, processor, "):
+    with pytest.raises(ValueError, match="megatron engine: expected options model, processor, .*; got fsdp_size, colour"):
         make_engine("megatron", model=model, fsdp_size=2, colour=3)
-    with pytest.raises(ValueError, match="fsdp2 engine: no option pipeline; there are: .* tensor, "):
+    with pytest.raises(ValueError, match="fsdp2 engine: expected options .* tensor, .*; got pipeline"):
         make_engine("fsdp2", model=model, pipeline=2)
     with pytest.raises(ValueError, match="use_remove_padding: the megatron engine packs its rows"):
         make_engine("megatron", model=model, use_remove_padding=False)
@@ -344,7 +344,7 @@ def test_cuda_calls_are_answered_by_the_host_and_only_there():
 
 
 def test_without_megatron_core_it_is_named(monkeypatch):
-    monkeypatch.delitem(sys.modules, "rlkit.engines.megatron", raising=False)
+    monkeypatch.delitem(sys.modules, "rlkit.engines.megatron.engine", raising=False)
     monkeypatch.setitem(sys.modules, "megatron.core", None)
     with pytest.raises(ImportError, match=r"the megatron engine needs megatron-core .*pip install 'rlkit\[megatron\]'"):
         make_engine("megatron", model=None)

@@ -15,9 +15,9 @@ import on_ulysses_ranks
 from on_ulysses_ranks import CASES, FAMILIES, ORDER, SPLITS, is_vision, make_case, make_rows
 from one_gradient import OUTPUTS, POLICY
 
-from rlkit.engines.attention import Layout, _attention
-from rlkit.engines.packer import pack
-from rlkit.engines.ulysses import Ulysses, _cut
+from rlkit.engines.packing.attention import Layout, _attention
+from rlkit.engines.packing.inputs import pack
+from rlkit.engines.packing.ulysses import Ulysses, _cut
 
 CPU = torch.device("cpu")
 

@@ -8,7 +8,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from rlkit.engines.distributed import init_distributed
-from rlkit.engines.vocab_parallel import vocab_parallel_linear_logprobs
+from rlkit.engines.megatron.vocab_parallel import vocab_parallel_linear_logprobs
 from rlkit.losses import linear_logprobs
 
 TOKENS, HIDDEN, VOCABULARY = 7, 5, 11

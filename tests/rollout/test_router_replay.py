@@ -12,8 +12,8 @@ from rlkit.data import collate, extend
 from rlkit.data.samples import observe, prompt
 from rlkit.engines import make_engine
 from rlkit.engines.distributed import whole
-from rlkit.engines.packer import pack
-from rlkit.engines.ulysses import Ulysses
+from rlkit.engines.packing.inputs import pack
+from rlkit.engines.packing.ulysses import Ulysses
 from rlkit.engines.value_head import scoring_batch
 from rlkit.losses import token_mean
 from rlkit.rollout import Sampling, make_rollout

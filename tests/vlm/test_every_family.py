@@ -18,8 +18,8 @@ from rlkit.data import collate, extend, observe  # noqa: E402
 from rlkit.data.pairs import answered, asking, chat_sample  # noqa: E402
 from rlkit.data.samples import check_tracks, prompt  # noqa: E402
 from rlkit.engines import make_engine  # noqa: E402
-from rlkit.engines.attention import use_packed_attention  # noqa: E402
-from rlkit.engines.packer import blank_sample, pack  # noqa: E402
+from rlkit.engines.packing.attention import use_packed_attention  # noqa: E402
+from rlkit.engines.packing.inputs import blank_sample, pack  # noqa: E402
 from rlkit.losses import token_mean  # noqa: E402
 from rlkit.rollout import Sampling, make_rollout  # noqa: E402
 from rlkit.vlm import (  # noqa: E402

@@ -18,8 +18,8 @@ from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
 from torch import Tensor, nn
 
 from rlkit.data.packing import runs
-from rlkit.engines.attention import Layout, varlen_attention
-from rlkit.engines.packer import ModelInputs
+from rlkit.engines.packing.attention import Layout, varlen_attention
+from rlkit.engines.packing.inputs import ModelInputs
 
 
 @dataclass
@@ -43,7 +43,7 @@ def share_of_row(inputs: ModelInputs, *, ranks: int, rank: int, multiple: int, o
     """This context rank's part of a packed row, in Megatron's arguments.
 
     Args:
-        inputs: the row, as `rlkit.engines.packer.pack` lays it out with `share_prompts=False`.
+        inputs: the row, as `rlkit.engines.packing.inputs.pack` lays it out with `share_prompts=False`.
         ranks, rank: of the context-parallel group.
         multiple: what the length of each rank's part must divide by (the degree of sequence parallelism).
         on_host: leave the boundaries on the host, where Megatron's own rotary embedding reads them; Transformer Engine

@@ -27,7 +27,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
 from rlkit.data.packing import runs
-from rlkit.engines.ulysses import Ulysses, to_heads, to_tokens
+from rlkit.engines.packing.ulysses import Ulysses, to_heads, to_tokens
 from rlkit.vlm.families import (
     IMAGES_SEE_THEMSELVES,
     IN_PATCHES,

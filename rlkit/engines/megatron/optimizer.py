@@ -21,7 +21,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor, nn
 
 from rlkit.engines.distributed import all_reduce
-from rlkit.engines.megatron_weights import (
+from rlkit.engines.megatron.weights import (
     all_parts,
     fuse,
     is_copy,

@@ -17,7 +17,6 @@ from torch.distributed.fsdp import FSDPModule
 
 from rlkit.data.samples import Batch, Sample
 from rlkit.engines import checkpoint
-from rlkit.engines.attention import use_packed_attention, use_packed_tower
 from rlkit.engines.distributed import (
     all_reduce,
     init_distributed,
@@ -26,13 +25,14 @@ from rlkit.engines.distributed import (
     reduce_metrics,
     whole_in_turn,
 )
-from rlkit.engines.liger import use_liger
-from rlkit.engines.micro_batches import LossFn, Outputs, add_up, check_same_rows, micro_batches, run_closure
-from rlkit.engines.packer import ModelInputs, pack
-from rlkit.engines.sharded_loading import on_meta, read_shards
-from rlkit.engines.sharding import shard, units
-from rlkit.engines.tensor_parallel import add_up_copies, clip_gradients, share_matrices
-from rlkit.engines.ulysses import gather, share_rows
+from rlkit.engines.fsdp.liger import use_liger
+from rlkit.engines.fsdp.sharded_loading import on_meta, read_shards
+from rlkit.engines.fsdp.sharding import shard, units
+from rlkit.engines.fsdp.tensor_parallel import add_up_copies, clip_gradients, share_matrices
+from rlkit.engines.packing.attention import use_packed_attention, use_packed_tower
+from rlkit.engines.packing.inputs import ModelInputs, pack
+from rlkit.engines.packing.micro_batches import LossFn, Outputs, add_up, check_same_rows, micro_batches, run_closure
+from rlkit.engines.packing.ulysses import gather, share_rows
 from rlkit.engines.value_head import has_value_head
 from rlkit.losses.logprobs import linear_logprobs, suppress_tokens, target_logprobs, token_entropy
 from rlkit.vlm.adapt import adapter_parameters, checkpoint_parameters, merged_parameters
@@ -73,7 +73,7 @@ class Fsdp2Engine:
     Attributes:
         data_rank, data_world: a batch's rows are shared out among `data_world` groups of ranks, and this rank's are
             those of number `data_rank`: `rows[engine.data_rank :: engine.data_world]`.
-        liger: whether the model has Liger's kernels, see rlkit.engines.liger.
+        liger: whether the model has Liger's kernels, see rlkit.engines.fsdp.liger.
         data_group: one rank of each of them, for `rlkit.engines.distributed.reduce_metrics`.
         row_group: the ranks of one of them, which `make_rollout` is told of; None where each rank is one.
     """

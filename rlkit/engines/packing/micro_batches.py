@@ -14,7 +14,7 @@ from torch import Tensor
 from rlkit.data.batching import token_budget_batches
 from rlkit.data.samples import Batch, Sample
 from rlkit.engines.distributed import all_reduce
-from rlkit.engines.packer import blank_sample, shared_costs
+from rlkit.engines.packing.inputs import blank_sample, shared_costs
 from rlkit.vlm.inputs import check_images, kinds_seen, position_spec
 
 

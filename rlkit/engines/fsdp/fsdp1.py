@@ -21,9 +21,9 @@ from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecision
 from torch.distributed.fsdp.wrap import CustomPolicy
 
 from rlkit.engines.distributed import whole
-from rlkit.engines.fsdp2 import Fsdp2Engine, Fsdp2ValueEngine
-from rlkit.engines.sharded_loading import on_meta
-from rlkit.engines.sharding import units
+from rlkit.engines.fsdp.fsdp2 import Fsdp2Engine, Fsdp2ValueEngine
+from rlkit.engines.fsdp.sharded_loading import on_meta
+from rlkit.engines.fsdp.sharding import units
 from rlkit.vlm.loading import copy_with
 
 # options of fsdp2 that are left out here, and what they are when they are not used

@@ -30,11 +30,12 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.tensor_parallel import reduce_from_tensor_model_parallel_region
 
 from rlkit.data.samples import Batch, Sample
-from rlkit.engines import checkpoint, megatron_optimizer
+from rlkit.engines import checkpoint
 from rlkit.engines.distributed import all_reduce, init_distributed, ranks_with_equal_rows, reduce_metrics
-from rlkit.engines.megatron_attention import share_of_row
-from rlkit.engines.megatron_cpu import cuda_calls_on_host
-from rlkit.engines.megatron_model import (
+from rlkit.engines.fsdp.sharded_loading import on_meta
+from rlkit.engines.megatron.attention import share_of_row
+from rlkit.engines.megatron.cpu import cuda_calls_on_host
+from rlkit.engines.megatron.model import (
     Split,
     build,
     check,
@@ -46,7 +47,9 @@ from rlkit.engines.megatron_model import (
     transformer_config,
     use_split,
 )
-from rlkit.engines.megatron_weights import (
+from rlkit.engines.megatron.optimizer import place, saved_state, shard_optimizer, take_state, wanted_state
+from rlkit.engines.megatron.vocab_parallel import vocab_parallel_linear_logprobs, vocab_parallel_logprobs
+from rlkit.engines.megatron.weights import (
     HEAD,
     Source,
     embedding_name,
@@ -56,11 +59,9 @@ from rlkit.engines.megatron_weights import (
     sources,
     whole_parameters,
 )
-from rlkit.engines.micro_batches import LossFn, Outputs, add_up, check_same_rows, micro_batches, run_closure
-from rlkit.engines.packer import ModelInputs, pack
-from rlkit.engines.sharded_loading import on_meta
+from rlkit.engines.packing.inputs import ModelInputs, pack
+from rlkit.engines.packing.micro_batches import LossFn, Outputs, add_up, check_same_rows, micro_batches, run_closure
 from rlkit.engines.value_head import has_value_head
-from rlkit.engines.vocab_parallel import vocab_parallel_linear_logprobs, vocab_parallel_logprobs
 from rlkit.vlm.inputs import position_spec
 from rlkit.vlm.loading import copy_with
 
@@ -170,7 +171,7 @@ class MegatronEngine:
             self._optimizer(optimizer)
             for parameter, names in self.parameters:
                 whole = fuse([tensors[name].tensor for name in names], parameter, self.megatron_config)
-                megatron_optimizer.place(parameter, self.sharded, {"param": whole})
+                place(parameter, self.sharded, {"param": whole})
         self.scheduler = scheduler(self.optimizer) if scheduler and self.optimizer else None
         self.shapes = {name: source.tensor.shape for name, source in tensors.items()}
         self.stages = facts_of_stages(self.parameters, self.shapes)
@@ -340,7 +341,7 @@ class MegatronEngine:
 
         The form is that of the fsdp2 engine: any split, and either engine, loads it.
         """
-        state = megatron_optimizer.saved_state(self.parameters, self.sharded, self.groups, self.megatron_config)
+        state = saved_state(self.parameters, self.sharded, self.groups, self.megatron_config)
         embedding = embedding_name(self.megatron_config)
         if self.model.share_embeddings_and_output_weights and embedding in state["model"]:
             state["model"][HEAD] = state["model"][embedding]
@@ -355,11 +356,11 @@ class MegatronEngine:
             ValueError: names the file that is missing or cut short, or says that the checkpoint is of another model.
         """
         saved = checkpoint.read_manifest(path)
-        state = megatron_optimizer.wanted_state(self.parameters, self.sharded, self.groups, self.saved_shapes)
+        state = wanted_state(self.parameters, self.sharded, self.groups, self.saved_shapes)
         there = checkpoint.saved_names(path)
         state |= {name: x for name, x in checkpoint.random_states(self.device).items() if name in there}
         checkpoint.load(path, state)
-        megatron_optimizer.take_state(self.parameters, self.sharded, self.megatron_config, state)
+        take_state(self.parameters, self.sharded, self.megatron_config, state)
         if self.scheduler is not None and saved["scheduler"] is not None:
             self.scheduler.load_state_dict(saved["scheduler"])
         checkpoint.set_random_states(state, self.device)
@@ -397,7 +398,7 @@ class MegatronEngine:
                 raise ValueError("model: a pipeline stage has no parameter that trains; use fewer stages")
             options = DistributedDataParallelConfig(use_distributed_optimizer=True, grad_reduce_in_fp32=True)
             self.module = DistributedDataParallel(self.megatron_config, options, self.model)
-            self.sharded, self.groups = megatron_optimizer.shard_optimizer(make, self.module)
+            self.sharded, self.groups = shard_optimizer(make, self.module)
             self.optimizer = self.sharded.optimizer
 
 

@@ -13,8 +13,8 @@ from torch.nn.functional import pad
 
 from rlkit.data.packing import runs
 from rlkit.data.samples import Batch, Sample, prompt
-from rlkit.engines.attention import Layout
-from rlkit.engines.ulysses import Ulysses
+from rlkit.engines.packing.attention import Layout
+from rlkit.engines.packing.ulysses import Ulysses
 from rlkit.vlm.families import IMAGES_OF_A_SAMPLE, IN_PATCHES, tokens_of_fixed_size_image
 from rlkit.vlm.inputs import PIXELS, TIMES, model_vision, position_ids
 from rlkit.vlm.rope3d import Rope3DSpec, rope3d_spec

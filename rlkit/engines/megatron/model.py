@@ -27,8 +27,8 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import TransformerLayer
 from torch import Tensor, nn
 
-from rlkit.engines.attention import use_packed_tower
-from rlkit.engines.megatron_attention import PackedAttention
+from rlkit.engines.megatron.attention import PackedAttention
+from rlkit.engines.packing.attention import use_packed_tower
 from rlkit.vlm.routers import ChosenExperts, check_numbers
 
 FAMILIES = ("qwen2", "qwen3", "qwen3_moe", "llama", "qwen2_5_vl")
