@@ -15,7 +15,7 @@ from rlkit.data import collate, extend, load_task, step_rows
 from rlkit.engines import make_engine
 from rlkit.losses import clipped_policy_loss, token_mean
 from rlkit.rollout import Sampling, make_rollout
-from rlkit.vlm import build_tiny, encode_rows, load_model, load_processor, unsampled_ids
+from rlkit.vlm import build_tiny, encode_rows, load_model, load_processor, suppressed_token_ids
 
 PROMPTS, GROUP, NEW = 16, 8, 4
 
@@ -51,7 +51,7 @@ class Ours:
             model=model,
             device="cpu",
             optimizer=lambda params: torch.optim.AdamW(params, lr=1e-5),
-            unsampled=unsampled_ids(model.config, work.processor.tokenizer),
+            suppressed_token_ids=suppressed_token_ids(model.config, work.processor.tokenizer),
         )
         self.rollout = make_rollout("hf", self.engine.gathered, processor=work.processor)
 
@@ -73,7 +73,7 @@ class BareLoop:
     def __init__(self, work):
         self.work, self.model = work, load_model(work.path)
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-5)
-        self.suppressed = unsampled_ids(self.model.config, work.processor.tokenizer)
+        self.suppressed = suppressed_token_ids(self.model.config, work.processor.tokenizer)
         questions = [
             work.processor.apply_chat_template(
                 [{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": row["question"]}]}],

@@ -33,7 +33,7 @@ from transformers.utils.logging import disable_progress_bar
 from rlkit.advantages import grpo_advantages, informative_groups, overlong_penalty
 from rlkit.data import Judge, Task, collate, group_ids, judged, load_task, part_means, reward_stats, step_rows
 from rlkit.engines import make_engine
-from rlkit.engines.balance import balanced
+from rlkit.engines.balance import rebalance_across_ranks
 from rlkit.engines.checkpoint import checkpoints, keep_newest
 from rlkit.engines.distributed import init_distributed
 from rlkit.engines.flops import batch_flops
@@ -42,7 +42,7 @@ from rlkit.report import write_report
 from rlkit.rollout import Canary, Sampling, make_rollout
 from rlkit.tracking import Run, new_directory, progress_bar
 from rlkit.vlm import VISION_TOWER, freeze, load_model, lora, model_or_tiny, trainable_summary
-from rlkit.vlm.processors import encode_rows, load_processor, unsampled_ids
+from rlkit.vlm.processors import encode_rows, load_processor, suppressed_token_ids
 
 
 @dataclass
@@ -159,7 +159,7 @@ def main(cfg: Config) -> None:
         sys.exit(f"dapo: {error}")
     start, draws = state["step"], state["draws"]  # draws of all steps: where in the data the run is
     run.start_at(start)
-    mine = slice(engine.data_rank, None, engine.data_world)  # this rank's share of rows
+    mine = slice(engine.data_parallel_rank, None, engine.data_parallel_size)  # this rank's share of rows
     max_tokens = cfg.max_prompt_tokens or engine.config.get_text_config().max_position_embeddings - cfg.max_new_tokens
     heldout, bad = encode_rows(processor, list(enumerate(task.heldout))[mine], max_tokens=max_tokens)
 
@@ -241,7 +241,7 @@ def main(cfg: Config) -> None:
         for i in range(min(cfg.mini_batches, len(order))):  # the same prompts in each, whatever the number of ranks
             part = order[i :: cfg.mini_batches]
             rows = [row for row, group in enumerate(batch.group_ids.tolist()) if group in part]
-            part = balanced(batch.select(rows), engine.data_group)  # the rows of all ranks, dealt by length
+            part = rebalance_across_ranks(batch.select(rows), engine.data_parallel_group)
             updates.append(engine.train_batch(part, loss_fn, outputs=("logprobs", "entropy")))
         metrics = {n: (max if n.endswith("/max") else fmean)([u[n] for u in updates]) for n in updates[0]}
         if wrong := canary(metrics["mismatch/abs_dlogp"]):
@@ -271,7 +271,7 @@ def set_up(cfg: Config, task: Task, out: Path):
     path = model_or_tiny(cfg.model, out / "init", task.train, seed=cfg.seed)
     processor = load_processor(path, trust_remote_code=cfg.trust_remote_code)
     model = load_model(path, trust_remote_code=cfg.trust_remote_code)
-    unsampled = unsampled_ids(model.config, getattr(processor, "tokenizer", processor))
+    suppressed = suppressed_token_ids(model.config, getattr(processor, "tokenizer", processor))
     if cfg.freeze_vision_tower:
         freeze(model, VISION_TOWER)
     if cfg.lora_rank:
@@ -280,7 +280,7 @@ def set_up(cfg: Config, task: Task, out: Path):
         print(trainable_summary(model), flush=True)
     updates, warm = max(1, cfg.steps * cfg.mini_batches), max(1, cfg.warmup_steps)
     engine = make_engine(
-        cfg.engine, "language_model", model=model, processor=processor, unsampled=unsampled,
+        cfg.engine, "language_model", model=model, processor=processor, suppressed_token_ids=suppressed,
         optimizer=lambda params: AdamW(params, lr=cfg.lr, betas=(0.9, 0.95), weight_decay=0.0),
         scheduler=lambda opt: LambdaLR(opt, lambda i: min((i + 1) / warm, max(0.05, 1 - i / updates))),
         max_grad_norm=cfg.max_grad_norm, enable_gradient_checkpointing=cfg.enable_gradient_checkpointing,
@@ -289,7 +289,7 @@ def set_up(cfg: Config, task: Task, out: Path):
     )  # fmt: skip
     rollout = make_rollout(
         cfg.rollout, engine.gathered, model=path, processor=processor, urls=cfg.servers,
-        gpu_memory_utilization=cfg.gpu_memory_utilization, row_group=engine.row_group,
+        gpu_memory_utilization=cfg.gpu_memory_utilization, model_parallel_group=engine.model_parallel_group,
     )  # fmt: skip
     return engine, rollout, processor
 

@@ -31,7 +31,7 @@ from transformers.utils.logging import disable_progress_bar
 
 from rlkit.data import Judge, Task, collate, group_ids, judged, load_task, part_means, reward_stats, step_rows
 from rlkit.engines import make_engine
-from rlkit.engines.balance import balanced
+from rlkit.engines.balance import rebalance_across_ranks
 from rlkit.engines.checkpoint import checkpoints, keep_newest
 from rlkit.engines.distributed import init_distributed
 from rlkit.engines.flops import batch_flops
@@ -40,7 +40,7 @@ from rlkit.report import write_report
 from rlkit.rollout import Canary, Sampling, make_rollout
 from rlkit.tracking import Run, new_directory, progress_bar
 from rlkit.vlm import VISION_TOWER, freeze, load_model, lora, model_or_tiny, trainable_summary
-from rlkit.vlm.processors import encode_rows, load_processor, unsampled_ids
+from rlkit.vlm.processors import encode_rows, load_processor, suppressed_token_ids
 
 
 @dataclass
@@ -163,7 +163,7 @@ def main(cfg: Config) -> None:
     except ValueError as error:
         sys.exit(f"distill: {error}")
     run.start_at(start)
-    mine = slice(engine.data_rank, None, engine.data_world)  # this rank's share of rows
+    mine = slice(engine.data_parallel_rank, None, engine.data_parallel_size)  # this rank's share of rows
     config = engine.config.get_text_config()
     max_tokens = cfg.max_prompt_tokens or config.max_position_embeddings - cfg.max_new_tokens
 
@@ -204,7 +204,7 @@ def main(cfg: Config) -> None:
         sampling = Sampling(cfg.max_new_tokens, cfg.temperature, seed=(cfg.seed, step))
         answers, rewards, parts, judging = generate(prompts, sampling, n=cfg.group_size)  # [B]; only looked at
 
-        batch = balanced(collate(answers), engine.data_group)  # those of all ranks, dealt by length
+        batch = rebalance_across_ranks(collate(answers), engine.data_parallel_group)
         passes = cfg.updates_per_batch * (2 if cfg.lora_rank else 3) + (cfg.updates_per_batch > 1)
         flops = passes * batch_flops(engine.config, batch) + batch_flops(teacher.config, batch)
         counts = [len(answers), len(skipped), batch.mask.sum(), flops]
@@ -255,7 +255,8 @@ def set_up(cfg: Config, task: Task, out: Path):
         "processor": processor, "temperature": cfg.temperature, "micro_batch_tokens": cfg.micro_batch_tokens,
         "use_remove_padding": cfg.use_remove_padding, "use_fused_kernels": cfg.use_fused_kernels, **cfg.parallel,
     }  # fmt: skip
-    unsampled, never = (unsampled_ids(m.config, tokenizer) for m in (model, knows))  # output layers differ in size
+    # the output layers may differ in size
+    suppressed, teacher_suppressed = (suppressed_token_ids(m.config, tokenizer) for m in (model, knows))
     if cfg.freeze_vision_tower:
         freeze(model, VISION_TOWER)
     if cfg.lora_rank:
@@ -267,17 +268,17 @@ def set_up(cfg: Config, task: Task, out: Path):
         cfg.engine,
         "language_model",
         model=model,
-        unsampled=unsampled,
+        suppressed_token_ids=suppressed,
         optimizer=lambda params: AdamW(params, lr=cfg.lr, betas=(0.9, 0.95), weight_decay=0.0),
         scheduler=lambda opt: LambdaLR(opt, lambda i: min((i + 1) / warm, max(0.05, 1 - i / updates))),
         max_grad_norm=cfg.max_grad_norm,
         enable_gradient_checkpointing=cfg.enable_gradient_checkpointing,
         **shared,
     )
-    teacher = make_engine(cfg.engine, "language_model", model=knows, unsampled=never, **shared)
+    teacher = make_engine(cfg.engine, "language_model", model=knows, suppressed_token_ids=teacher_suppressed, **shared)
     rollout = make_rollout(
         cfg.rollout, engine.gathered, model=path, processor=processor, urls=cfg.servers,
-        gpu_memory_utilization=cfg.gpu_memory_utilization, row_group=engine.row_group,
+        gpu_memory_utilization=cfg.gpu_memory_utilization, model_parallel_group=engine.model_parallel_group,
     )  # fmt: skip
     return engine, teacher, rollout, processor
 

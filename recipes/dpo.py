@@ -35,7 +35,7 @@ from rlkit import losses
 from rlkit.data import Sample, Task, collate, score, step_rows
 from rlkit.data.pairs import answered, asking, load_pairs, pair
 from rlkit.engines import make_engine
-from rlkit.engines.balance import balanced
+from rlkit.engines.balance import rebalance_across_ranks
 from rlkit.engines.checkpoint import checkpoints, keep_newest
 from rlkit.engines.distributed import init_distributed
 from rlkit.engines.flops import batch_flops
@@ -180,7 +180,7 @@ def main(cfg: Config) -> None:
     except ValueError as error:
         sys.exit(f"dpo: {error}")
     run.start_at(start)
-    mine = slice(engine.data_rank, None, engine.data_world)  # this rank's share of rows
+    mine = slice(engine.data_parallel_rank, None, engine.data_parallel_size)  # this rank's share of rows
     max_tokens = cfg.max_tokens or engine.config.get_text_config().max_position_embeddings
     loss_fn = partial(pair_loss, loss=loss, normalise_length=cfg.normalise_length, sft_coef=cfg.sft_coef)
 
@@ -205,7 +205,7 @@ def main(cfg: Config) -> None:
             return batch.add(ref_logprobs=(reference or engine).infer_batch(batch)["logprobs"])
 
     asked, shown, bad = encode_pairs(list(enumerate(task.heldout))[mine])
-    heldout = referred(collate(shown, together=torch.arange(len(shown)) // 2))
+    heldout = referred(collate(shown, micro_batch_group=torch.arange(len(shown)) // 2))
     pairs, lost = engine.global_sum(torch.tensor([len(asked), len(bad)])).tolist()
 
     def evaluate() -> tuple[dict[str, float], list[Sample]]:
@@ -236,8 +236,8 @@ def main(cfg: Config) -> None:
         for message in skipped:
             progress.write(f"skipped: {message}")
         run.phase("train")
-        batch = collate(samples, together=torch.arange(len(samples)) // 2)  # pairs stay in one micro-batch
-        batch = referred(balanced(batch, engine.data_group))  # those of all ranks, dealt by length
+        batch = collate(samples, micro_batch_group=torch.arange(len(samples)) // 2)  # pairs stay in one micro-batch
+        batch = referred(rebalance_across_ranks(batch, engine.data_parallel_group))
         counts = [len(samples) // 2, len(skipped), batch.mask.sum(), batch_flops(engine.config, batch)]
         known, lost, tokens, flops = engine.global_sum(torch.tensor(counts)).tolist()
         if not known:

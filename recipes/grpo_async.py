@@ -33,7 +33,7 @@ from rlkit.advantages import grpo_advantages
 from rlkit.data import Task, collate, group_ids, judged, load_task, part_means, reward_stats, score, step_rows
 from rlkit.data.judging import score_as_written
 from rlkit.engines import make_engine
-from rlkit.engines.balance import balanced
+from rlkit.engines.balance import rebalance_across_ranks
 from rlkit.engines.checkpoint import checkpoints, keep_newest
 from rlkit.engines.distributed import init_distributed
 from rlkit.engines.flops import batch_flops
@@ -43,7 +43,7 @@ from rlkit.rollout import Ahead, Canary, Sampling, fresh_gap, make_rollout
 from rlkit.rollout.serve import serving
 from rlkit.tracking import Run, new_directory, progress_bar
 from rlkit.vlm import VISION_TOWER, freeze, load_model, lora, model_or_tiny, trainable_summary
-from rlkit.vlm.processors import encode_rows, load_processor, unsampled_ids
+from rlkit.vlm.processors import encode_rows, load_processor, suppressed_token_ids
 
 
 @dataclass
@@ -149,7 +149,7 @@ def main(cfg: Config, stack: ExitStack) -> None:
     except (RuntimeError, ValueError) as error:
         sys.exit(f"grpo_async: {error}")
     run.start_at(start)
-    mine = slice(engine.data_rank, None, engine.data_world)  # this rank's share of rows
+    mine = slice(engine.data_parallel_rank, None, engine.data_parallel_size)  # this rank's share of rows
     max_tokens = cfg.max_prompt_tokens or engine.config.get_text_config().max_position_embeddings - cfg.max_new_tokens
     heldout, bad = encode_rows(processor, list(enumerate(task.heldout))[mine], max_tokens=max_tokens)
 
@@ -213,7 +213,7 @@ def main(cfg: Config, stack: ExitStack) -> None:
         rewards = rewards[~rewards.isnan()]
         age = torch.tensor([float(rollout.version - sample.version) for sample in samples])
         batch = collate(samples, advantages=grpo_advantages(rewards, group_ids(samples)), staleness=age)
-        batch = balanced(batch, engine.data_group)  # those of all ranks, dealt by length
+        batch = rebalance_across_ranks(batch, engine.data_parallel_group)
         lost = skipped_rows.popleft()
         counts = [len(answers), len(samples), lost, batch.mask.sum(), batch_flops(engine.config, batch)]
         asked, known, lost, tokens, flops = engine.global_sum(torch.tensor(counts, dtype=torch.float64)).tolist()
@@ -267,7 +267,7 @@ def set_up(cfg: Config, task: Task, out: Path, stack: ExitStack):
     dist.broadcast_object_list(urls, 0)
     processor = load_processor(path, trust_remote_code=cfg.trust_remote_code)
     model = load_model(path, trust_remote_code=cfg.trust_remote_code)
-    unsampled = unsampled_ids(model.config, getattr(processor, "tokenizer", processor))
+    suppressed = suppressed_token_ids(model.config, getattr(processor, "tokenizer", processor))
     if cfg.freeze_vision_tower:
         freeze(model, VISION_TOWER)
     if cfg.lora_rank:
@@ -276,14 +276,14 @@ def set_up(cfg: Config, task: Task, out: Path, stack: ExitStack):
         print(trainable_summary(model), flush=True)
     warm = max(1, cfg.warmup_steps)
     engine = make_engine(
-        cfg.engine, "language_model", model=model, processor=processor, unsampled=unsampled,
+        cfg.engine, "language_model", model=model, processor=processor, suppressed_token_ids=suppressed,
         optimizer=lambda params: AdamW(params, lr=cfg.lr, betas=(0.9, 0.95), weight_decay=0.0),
         scheduler=lambda opt: LambdaLR(opt, lambda i: min((i + 1) / warm, max(0.05, 1 - i / cfg.steps))),
         max_grad_norm=cfg.max_grad_norm, micro_batch_tokens=cfg.micro_batch_tokens, temperature=cfg.temperature,
         use_remove_padding=cfg.use_remove_padding, use_fused_kernels=cfg.use_fused_kernels,
         enable_gradient_checkpointing=cfg.enable_gradient_checkpointing, **cfg.parallel,
     )  # fmt: skip
-    if engine.row_group is not None:
+    if engine.model_parallel_group is not None:
         raise ValueError("parallel: ranks that share rows would be sent different answers; grpo_vlm.py takes turns")
     transfer = "gloo" if shared else None
     rollout = make_rollout(cfg.rollout, model=path, processor=processor, urls=urls[0], transfer=transfer)

@@ -29,7 +29,7 @@ from transformers.utils.logging import disable_progress_bar
 from rlkit.advantages import grpo_advantages
 from rlkit.data import Judge, Task, collate, group_ids, judged, load_task, part_means, reward_stats, step_rows
 from rlkit.engines import make_engine
-from rlkit.engines.balance import balanced
+from rlkit.engines.balance import rebalance_across_ranks
 from rlkit.engines.checkpoint import checkpoints, keep_newest
 from rlkit.engines.distributed import init_distributed
 from rlkit.engines.flops import batch_flops
@@ -40,7 +40,7 @@ from rlkit.rollout.agent import Observation, Scripted, run_episodes
 from rlkit.rollout.image_tools import CALLS, careless_turn
 from rlkit.tracking import Run, new_directory, progress_bar
 from rlkit.vlm import VISION_TOWER, build_tiny, freeze, load_model, lora, trainable_summary
-from rlkit.vlm.processors import encode_rows, load_processor, unsampled_ids
+from rlkit.vlm.processors import encode_rows, load_processor, suppressed_token_ids
 
 
 @dataclass
@@ -114,7 +114,7 @@ def main(cfg: Config) -> None:
     except (ImportError, AttributeError, ValueError) as error:
         sys.exit(f"grpo_tools: {error}")
     run.start_at(start)
-    mine = slice(engine.data_rank, None, engine.data_world)  # this rank's share of rows
+    mine = slice(engine.data_parallel_rank, None, engine.data_parallel_size)  # this rank's share of rows
     context = engine.config.get_text_config().max_position_embeddings
     max_tokens = cfg.max_prompt_tokens or context - cfg.max_new_tokens
 
@@ -174,7 +174,7 @@ def main(cfg: Config) -> None:
         samples = judged(answers, rewards)
         rewards = rewards[~rewards.isnan()]
         advantages = grpo_advantages(rewards, group_ids(samples))  # [B]
-        batch = balanced(collate(samples, advantages=advantages), engine.data_group)  # of all ranks, dealt by length
+        batch = rebalance_across_ranks(collate(samples, advantages=advantages), engine.data_parallel_group)
         turns = sum(message["role"] == "assistant" for sample in samples for message in sample.row["messages"])
         aborted = sum(sample.finish_reason == "aborted" for sample in answers)  # by their tool; nobody judges them
         counts = [len(answers), aborted, len(samples), len(skipped), turns, batch.mask.sum()]
@@ -266,7 +266,8 @@ def set_up(cfg: Config, task: Task, tool, out: Path):
     processor = load_processor(path, trust_remote_code=cfg.trust_remote_code)
     model = load_model(path, trust_remote_code=cfg.trust_remote_code)
     shared = {
-        "processor": processor, "unsampled": unsampled_ids(model.config, getattr(processor, "tokenizer", processor)),
+        "processor": processor,
+        "suppressed_token_ids": suppressed_token_ids(model.config, getattr(processor, "tokenizer", processor)),
         "temperature": cfg.temperature, "micro_batch_tokens": cfg.micro_batch_tokens,
         "use_remove_padding": cfg.use_remove_padding, "use_fused_kernels": cfg.use_fused_kernels, **cfg.parallel,
     }  # fmt: skip
@@ -289,7 +290,7 @@ def set_up(cfg: Config, task: Task, tool, out: Path):
         reference = make_engine(cfg.engine, "language_model", model=start, **shared)
     rollout = make_rollout(
         cfg.rollout, engine.gathered, model=path, processor=processor, urls=cfg.servers,
-        gpu_memory_utilization=cfg.gpu_memory_utilization, row_group=engine.row_group,
+        gpu_memory_utilization=cfg.gpu_memory_utilization, model_parallel_group=engine.model_parallel_group,
     )  # fmt: skip
     return engine, reference, rollout, processor
 

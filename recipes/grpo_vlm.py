@@ -32,7 +32,7 @@ from rlkit import losses
 from rlkit.advantages import grpo_advantages
 from rlkit.data import Judge, Task, collate, group_ids, judged, load_task, part_means, reward_stats, step_rows
 from rlkit.engines import make_engine
-from rlkit.engines.balance import balanced
+from rlkit.engines.balance import rebalance_across_ranks
 from rlkit.engines.checkpoint import checkpoints, keep_newest
 from rlkit.engines.distributed import init_distributed
 from rlkit.engines.flops import batch_flops
@@ -41,7 +41,7 @@ from rlkit.report import write_report
 from rlkit.rollout import Canary, Sampling, make_rollout
 from rlkit.tracking import Run, new_directory, progress_bar
 from rlkit.vlm import VISION_TOWER, freeze, load_model, lora, model_or_tiny, trainable_summary
-from rlkit.vlm.processors import encode_rows, load_processor, unsampled_ids
+from rlkit.vlm.processors import encode_rows, load_processor, suppressed_token_ids
 
 LOSSES = {"clipped": losses.clipped_policy_loss, "gspo": losses.gspo_loss, "cispo": losses.cispo_loss}
 
@@ -157,7 +157,7 @@ def main(cfg: Config) -> None:
     except ValueError as error:
         sys.exit(f"grpo_vlm: {error}")
     run.start_at(start)
-    mine = slice(engine.data_rank, None, engine.data_world)  # this rank's share of rows
+    mine = slice(engine.data_parallel_rank, None, engine.data_parallel_size)  # this rank's share of rows
     max_tokens = cfg.max_prompt_tokens or engine.config.get_text_config().max_position_embeddings - cfg.max_new_tokens
     heldout, bad = encode_rows(processor, list(enumerate(task.heldout))[mine], max_tokens=max_tokens)
 
@@ -213,7 +213,7 @@ def main(cfg: Config) -> None:
         samples = judged(answers, rewards)
         rewards = rewards[~rewards.isnan()]
         advantages = grpo_advantages(rewards, group_ids(samples))  # [B]
-        batch = balanced(collate(samples, advantages=advantages), engine.data_group)  # of all ranks, dealt by length
+        batch = rebalance_across_ranks(collate(samples, advantages=advantages), engine.data_parallel_group)
         counts = [len(answers), len(samples), len(skipped), batch.mask.sum(), batch_flops(engine.config, batch)]
         asked, known, lost, tokens, flops = engine.global_sum(torch.tensor(counts, dtype=torch.float64)).tolist()
         if known < max(1.0, (1 - cfg.max_unjudged) * asked):
@@ -262,7 +262,8 @@ def set_up(cfg: Config, task: Task, out: Path):
     processor = load_processor(path, trust_remote_code=cfg.trust_remote_code)
     model = load_model(path, trust_remote_code=cfg.trust_remote_code)
     shared = {
-        "processor": processor, "unsampled": unsampled_ids(model.config, getattr(processor, "tokenizer", processor)),
+        "processor": processor,
+        "suppressed_token_ids": suppressed_token_ids(model.config, getattr(processor, "tokenizer", processor)),
         "temperature": cfg.temperature, "micro_batch_tokens": cfg.micro_batch_tokens,
         "ulysses_sequence_parallel_size": cfg.ulysses_sequence_parallel_size,
         "use_remove_padding": cfg.use_remove_padding, "use_fused_kernels": cfg.use_fused_kernels, **cfg.parallel,
@@ -286,7 +287,7 @@ def set_up(cfg: Config, task: Task, out: Path):
         reference = make_engine(cfg.engine, "language_model", model=start, **shared)
     rollout = make_rollout(
         cfg.rollout, engine.gathered, model=path, processor=processor, urls=cfg.servers,
-        gpu_memory_utilization=cfg.gpu_memory_utilization, row_group=engine.row_group,
+        gpu_memory_utilization=cfg.gpu_memory_utilization, model_parallel_group=engine.model_parallel_group,
     )  # fmt: skip
     return engine, reference, rollout, processor
 

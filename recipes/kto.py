@@ -34,7 +34,7 @@ from transformers.utils.logging import disable_progress_bar
 from rlkit.data import Sample, Task, collate, score, step_rows
 from rlkit.data.pairs import answered, asking, load_marked, marked
 from rlkit.engines import make_engine
-from rlkit.engines.balance import balanced
+from rlkit.engines.balance import rebalance_across_ranks
 from rlkit.engines.checkpoint import checkpoints, keep_newest
 from rlkit.engines.distributed import init_distributed
 from rlkit.engines.flops import batch_flops
@@ -154,7 +154,7 @@ def main(cfg: Config) -> None:
     except ValueError as error:
         sys.exit(f"kto: {error}")
     run.start_at(start)
-    mine = slice(engine.data_rank, None, engine.data_world)  # this rank's share of rows
+    mine = slice(engine.data_parallel_rank, None, engine.data_parallel_size)  # this rank's share of rows
     max_tokens = cfg.max_tokens or engine.config.get_text_config().max_position_embeddings
 
     def encode_marked(rows) -> tuple[list[Sample], list[Sample], list[Sample], list[bool], list[str]]:
@@ -224,7 +224,7 @@ def main(cfg: Config) -> None:
             progress.write(f"skipped: {message}")
         run.phase("train")
         batch = collate(samples, label=torch.tensor(labels, dtype=torch.float32))
-        batch = referred(balanced(batch, engine.data_group))  # those of all ranks, dealt by length
+        batch = referred(rebalance_across_ranks(batch, engine.data_parallel_group))
         counts = [len(samples), sum(labels), len(skipped), batch.mask.sum(), batch_flops(engine.config, batch)]
         known, good, lost, tokens, flops = engine.global_sum(torch.tensor(counts)).tolist()
         if not known:

@@ -32,7 +32,7 @@ from rlkit.advantages import gae, kl_in_reward, length_adaptive_lambda, masked_w
 from rlkit.advantages.shaping import RunningMoments, scaled_rewards
 from rlkit.data import Judge, Task, collate, judged, load_task, part_means, reward_stats, step_rows
 from rlkit.engines import make_engine
-from rlkit.engines.balance import balanced
+from rlkit.engines.balance import rebalance_across_ranks
 from rlkit.engines.checkpoint import checkpoints, keep_newest
 from rlkit.engines.distributed import init_distributed, reduce_metrics
 from rlkit.engines.flops import batch_flops
@@ -44,7 +44,7 @@ from rlkit.report import write_report
 from rlkit.rollout import Canary, Sampling, make_rollout
 from rlkit.tracking import Run, new_directory, progress_bar
 from rlkit.vlm import VISION_TOWER, freeze, load_model, lora, model_or_tiny, trainable_summary
-from rlkit.vlm.processors import encode_rows, load_processor, unsampled_ids
+from rlkit.vlm.processors import encode_rows, load_processor, suppressed_token_ids
 
 
 @dataclass
@@ -138,7 +138,7 @@ def main(cfg: Config) -> None:
     except ValueError as error:
         sys.exit(f"ppo: {error}")
     run.start_at(start)
-    mine = slice(engine.data_rank, None, engine.data_world)  # this rank's share of rows
+    mine = slice(engine.data_parallel_rank, None, engine.data_parallel_size)  # this rank's share of rows
     max_tokens = cfg.max_prompt_tokens or engine.config.get_text_config().max_position_embeddings - cfg.max_new_tokens
     heldout, bad = encode_rows(processor, list(enumerate(task.heldout))[mine], max_tokens=max_tokens)
 
@@ -213,14 +213,15 @@ def main(cfg: Config) -> None:
             "kl": token_mean(kl_k3(old, ref, mask), mask, tokens), "value/mean": token_mean(values, mask, tokens),
             "value/squared_error": token_mean((values - returns).square(), mask, tokens),
             **mismatch_stats(old, batch.rollout_logprobs, mask, tokens),
-        }, engine.data_group)  # fmt: skip
+        }, engine.data_parallel_group)  # fmt: skip
         if wrong := canary(measured["mismatch/abs_dlogp"]):
             sys.exit(f"ppo: step {step}: {wrong}")
         updates = []
         for epoch in range(cfg.ppo_epochs):
             order = np.random.default_rng((cfg.seed, step, epoch)).permutation(cfg.prompts_per_step)
             for chosen in (order[i :: cfg.mini_batches] for i in range(cfg.mini_batches)):  # of any number of ranks
-                part = balanced(batch.select(np.flatnonzero(np.isin(ids, chosen))), engine.data_group)  # by length
+                part = batch.select(np.flatnonzero(np.isin(ids, chosen)))
+                part = rebalance_across_ranks(part, engine.data_parallel_group)
                 right = (part.rewards > 0.5).float()
                 size, imitated = engine.global_sum(torch.stack([part.mask.sum(), (part.mask.sum(1) * right).sum()]))
                 if size == 0:  # none of its prompts could be read or judged
@@ -260,9 +261,10 @@ def set_up(cfg: Config, task: Task, out: Path):
     model = load_model(path, trust_remote_code=cfg.trust_remote_code)
     critic_model = load_value_model(cfg.critic_model or path, trust_remote_code=cfg.trust_remote_code)
     shared = {
-        "processor": processor, "unsampled": unsampled_ids(model.config, getattr(processor, "tokenizer", processor)),
-        "temperature": cfg.temperature, "micro_batch_tokens": cfg.micro_batch_tokens,
-        "use_remove_padding": cfg.use_remove_padding, "use_fused_kernels": cfg.use_fused_kernels, **cfg.parallel,
+        "processor": processor, "temperature": cfg.temperature,
+        "suppressed_token_ids": suppressed_token_ids(model.config, getattr(processor, "tokenizer", processor)),
+        "micro_batch_tokens": cfg.micro_batch_tokens, "use_remove_padding": cfg.use_remove_padding,
+        "use_fused_kernels": cfg.use_fused_kernels, **cfg.parallel,
     }  # fmt: skip
 
     def trained(model_type: str, model, lr: float, steps: int):
@@ -289,7 +291,7 @@ def set_up(cfg: Config, task: Task, out: Path):
         reference = make_engine(cfg.engine, "language_model", model=model, **shared)
     rollout = make_rollout(
         cfg.rollout, engine.gathered, model=path, processor=processor, urls=cfg.servers,
-        gpu_memory_utilization=cfg.gpu_memory_utilization, row_group=engine.row_group,
+        gpu_memory_utilization=cfg.gpu_memory_utilization, model_parallel_group=engine.model_parallel_group,
     )  # fmt: skip
     return engine, critic, reference, rollout, processor
 

@@ -41,7 +41,7 @@ from rlkit.advantages import (
 )
 from rlkit.data import Judge, Task, collate, judged, load_task, part_means, reward_stats, step_rows
 from rlkit.engines import make_engine
-from rlkit.engines.balance import balanced
+from rlkit.engines.balance import rebalance_across_ranks
 from rlkit.engines.checkpoint import checkpoints, keep_newest
 from rlkit.engines.distributed import init_distributed
 from rlkit.engines.flops import batch_flops
@@ -50,7 +50,7 @@ from rlkit.report import write_report
 from rlkit.rollout import Canary, Sampling, make_rollout
 from rlkit.tracking import Run, new_directory, progress_bar
 from rlkit.vlm import VISION_TOWER, freeze, load_model, lora, model_or_tiny, trainable_summary
-from rlkit.vlm.processors import encode_rows, load_processor, unsampled_ids
+from rlkit.vlm.processors import encode_rows, load_processor, suppressed_token_ids
 
 # rewards [B, T] (those of a row on its tokens), the batch, and the sum over ranks -> advantages [B] or [B, T]
 ADVANTAGES = {
@@ -167,7 +167,7 @@ def main(cfg: Config) -> None:
     except ValueError as error:
         sys.exit(f"reinforce: {error}")
     run.start_at(start)
-    mine = slice(engine.data_rank, None, engine.data_world)  # this rank's share of rows
+    mine = slice(engine.data_parallel_rank, None, engine.data_parallel_size)  # this rank's share of rows
     max_tokens = cfg.max_prompt_tokens or engine.config.get_text_config().max_position_embeddings - cfg.max_new_tokens
     heldout, bad = encode_rows(processor, list(enumerate(task.heldout))[mine], max_tokens=max_tokens)
     greedy = Sampling(cfg.max_new_tokens, temperature=0.0)
@@ -221,7 +221,7 @@ def main(cfg: Config) -> None:
             guesses, guessed, *_ = generate(prompts, greedy)
             found = dict(zip([s.group_id for s in guesses], guessed.tolist(), strict=True))
             batch.add(greedy_rewards=torch.tensor([found[g] for g in batch.group_ids.tolist()], dtype=torch.float32))
-        batch = balanced(batch, engine.data_group)  # those of all ranks, dealt by length
+        batch = rebalance_across_ranks(batch, engine.data_parallel_group)
         rewards, mask = batch.rewards, batch.mask
         counts = [len(answers), len(batch), len(skipped), mask.sum(), batch_flops(engine.config, batch)]
         asked, known, lost, tokens, flops = engine.global_sum(torch.tensor(counts, dtype=torch.float64)).tolist()
@@ -267,7 +267,8 @@ def set_up(cfg: Config, task: Task, out: Path):
     processor = load_processor(path, trust_remote_code=cfg.trust_remote_code)
     model = load_model(path, trust_remote_code=cfg.trust_remote_code)
     shared = {
-        "processor": processor, "unsampled": unsampled_ids(model.config, getattr(processor, "tokenizer", processor)),
+        "processor": processor,
+        "suppressed_token_ids": suppressed_token_ids(model.config, getattr(processor, "tokenizer", processor)),
         "temperature": cfg.temperature, "micro_batch_tokens": cfg.micro_batch_tokens,
         "use_remove_padding": cfg.use_remove_padding, "use_fused_kernels": cfg.use_fused_kernels, **cfg.parallel,
     }  # fmt: skip
@@ -289,7 +290,7 @@ def set_up(cfg: Config, task: Task, out: Path):
         reference = make_engine(cfg.engine, "language_model", model=start, **shared)
     rollout = make_rollout(
         cfg.rollout, engine.gathered, model=path, processor=processor, urls=cfg.servers,
-        gpu_memory_utilization=cfg.gpu_memory_utilization, row_group=engine.row_group,
+        gpu_memory_utilization=cfg.gpu_memory_utilization, model_parallel_group=engine.model_parallel_group,
     )  # fmt: skip
     return engine, reference, rollout, processor
 

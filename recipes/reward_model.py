@@ -32,7 +32,7 @@ from transformers.utils.logging import disable_progress_bar
 from rlkit.data import Sample, Task, collate, step_rows
 from rlkit.data.pairs import answered, asking, load_pairs, pair
 from rlkit.engines import make_engine
-from rlkit.engines.balance import balanced
+from rlkit.engines.balance import rebalance_across_ranks
 from rlkit.engines.checkpoint import checkpoints, keep_newest
 from rlkit.engines.distributed import init_distributed
 from rlkit.engines.flops import batch_flops
@@ -132,7 +132,7 @@ def main(cfg: Config) -> None:
     except ValueError as error:
         sys.exit(f"reward_model: {error}")
     run.start_at(start)
-    mine = slice(engine.data_rank, None, engine.data_world)  # this rank's share of rows
+    mine = slice(engine.data_parallel_rank, None, engine.data_parallel_size)  # this rank's share of rows
     max_tokens = cfg.max_tokens or engine.config.get_text_config().max_position_embeddings
     loss_fn = partial(pair_loss, centre_coef=cfg.centre_coef)
 
@@ -152,7 +152,7 @@ def main(cfg: Config) -> None:
     def collate_pairs(samples):
         """Whole rows are scored; pairs stay in one micro-batch."""
         margins = torch.tensor([sample.row["margin"] for sample in samples])
-        return scoring_batch(collate(samples, together=torch.arange(len(samples)) // 2, margin=margins))
+        return scoring_batch(collate(samples, micro_batch_group=torch.arange(len(samples)) // 2, margin=margins))
 
     shown, bad = encode_pairs(list(enumerate(task.heldout))[mine])
     heldout = collate_pairs(shown)
@@ -180,7 +180,7 @@ def main(cfg: Config) -> None:
         samples, skipped = encode_pairs(step_rows(task.train, step, cfg.prompts_per_step, cfg.seed)[mine])
         for message in skipped:
             progress.write(f"skipped: {message}")
-        batch = balanced(collate_pairs(samples), engine.data_group)  # those of all ranks, dealt by length
+        batch = rebalance_across_ranks(collate_pairs(samples), engine.data_parallel_group)
         counts = [len(samples) // 2, len(skipped), batch.mask.sum(), batch_flops(engine.config, batch, head=False)]
         known, lost, tokens, flops = engine.global_sum(torch.tensor(counts)).tolist()
         if not known:

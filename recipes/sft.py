@@ -29,7 +29,7 @@ from transformers.utils.logging import disable_progress_bar
 from rlkit.data import Sample, Task, collate, score, step_rows
 from rlkit.data.pairs import asking, chat, chat_sample, load_chats
 from rlkit.engines import make_engine
-from rlkit.engines.balance import balanced
+from rlkit.engines.balance import rebalance_across_ranks
 from rlkit.engines.checkpoint import checkpoints, keep_newest
 from rlkit.engines.distributed import init_distributed
 from rlkit.engines.flops import batch_flops
@@ -128,7 +128,7 @@ def main(cfg: Config) -> None:
     except ValueError as error:
         sys.exit(f"sft: {error}")
     run.start_at(start)
-    mine = slice(engine.data_rank, None, engine.data_world)  # this rank's share of rows
+    mine = slice(engine.data_parallel_rank, None, engine.data_parallel_size)  # this rank's share of rows
     max_tokens = cfg.max_tokens or engine.config.get_text_config().max_position_embeddings
 
     def encode_chats(rows) -> tuple[list[Sample], list[Sample], list[str]]:
@@ -174,7 +174,7 @@ def main(cfg: Config) -> None:
         _, samples, skipped = encode_chats(step_rows(task.train, step, cfg.prompts_per_step, cfg.seed)[mine])
         for message in skipped:
             progress.write(f"skipped: {message}")
-        batch = balanced(collate(samples), engine.data_group)  # those of all ranks, dealt by length
+        batch = rebalance_across_ranks(collate(samples), engine.data_parallel_group)
         counts = [len(samples), len(skipped), batch.mask.sum(), batch_flops(engine.config, batch)]
         known, lost, tokens, flops = engine.global_sum(torch.tensor(counts)).tolist()
         if not known:

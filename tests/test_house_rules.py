@@ -12,7 +12,7 @@ import pytest
 ROOT = Path(__file__).parents[1]
 LIBRARY = sorted((ROOT / "rlkit").rglob("*.py"))
 RECIPES = sorted((ROOT / "recipes").glob("*.py"))
-MOST_LINES = {"recipes": 300, "rlkit": 450}
+MOST_LINES = {"recipes": 310, "rlkit": 450}
 UPSTREAM = {"transformers", "peft", "torch"}  # never patched
 
 # what each part may import of this repository; the longest prefix that matches a module's name decides
@@ -274,9 +274,9 @@ def test_no_test_benchmark_or_page_maker_is_too_long():
 
 
 def test_long_files_and_utils_are_found():
-    assert shape_breaches("recipes.a", 301) and shape_breaches("rlkit.data.a", 451) and shape_breaches("rlkit.utils", 1)
+    assert shape_breaches("recipes.a", 311) and shape_breaches("rlkit.data.a", 451) and shape_breaches("rlkit.utils", 1)
     assert shape_breaches("rlkit.data.utils", 1) and shape_breaches("rlkit.utils.x", 1)
-    assert not shape_breaches("recipes.a", 300) and not shape_breaches("rlkit.data.a", 450)
+    assert not shape_breaches("recipes.a", 310) and not shape_breaches("rlkit.data.a", 450)
 
 
 # --- what an import costs, from an uninstalled checkout

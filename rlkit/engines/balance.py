@@ -39,22 +39,23 @@ def deal(costs: Sequence[Sequence[int]]) -> list[list[int]]:
     return to
 
 
-def balanced(batch: Batch, group: dist.ProcessGroup | None = None) -> Batch:
+def rebalance_across_ranks(batch: Batch, group: dist.ProcessGroup | None = None) -> Batch:
     """This rank's share of the rows of all ranks, dealt anew by their tokens: a step takes as long as its slowest rank.
 
     Rows of one prompt (`group_ids`) stay together, since its tokens and images are computed once for all of them, and
-    what compares them can still be worked out behind this; in a batch with `together`, so do rows where that is equal.
+    what compares them can still be worked out behind this; rows of equal `micro_batch_group`
+    stay together, too.
     A prompt's tokens count once. What comes out adds up to the same gradient; a batch of mini-batches is dealt one
     mini-batch at a time.
 
     Args:
         batch: this rank's rows, on the host. A prompt has the same number in `group_ids` on no other rank.
-        group: `engine.data_group`: all of its ranks call this together. Ranks which share a model are in several, and
-            are dealt the same rows, as each deal depends on lengths alone.
+        group: `engine.data_parallel_group`: all of its ranks call this together. Ranks which share a model are in
+            several, and are dealt the same rows, as each deal depends on lengths alone.
 
     Returns:
-        Rows with all of their fields and images; numbers in `together` are new. The batch itself where the group is one
-        rank, or where no deal is better.
+        Rows with all of their fields and images; numbers in `micro_batch_group` are new. The batch itself where the
+        group is one rank, or where no deal is better.
 
     Raises:
         ValueError: on all ranks alike: some have fields that others lack.
@@ -63,7 +64,7 @@ def balanced(batch: Batch, group: dist.ProcessGroup | None = None) -> Batch:
     if ranks == 1:
         return batch
     units: dict[int, list[int]] = {}
-    ids = batch.fields.get("together", batch.fields.get("group_ids", torch.arange(len(batch))))
+    ids = batch.fields.get("micro_batch_group", batch.fields.get("group_ids", torch.arange(len(batch))))
     for row, number in enumerate(ids.tolist()):
         units.setdefault(number, []).append(row)
     tokens, _ = shared_costs(batch)
@@ -79,8 +80,8 @@ def balanced(batch: Batch, group: dist.ProcessGroup | None = None) -> Batch:
     for rows, new in zip(units.values(), dealt[rank], strict=True):
         outgoing[new] += rows
     parts = [batch.select(sorted(rows)) for rows in outgoing]
-    if "together" in batch.fields:  # ranks number theirs alike
-        parts = [part.add(together=part.together * ranks + rank) for part in parts]
+    if "micro_batch_group" in batch.fields:  # ranks number theirs alike
+        parts = [part.add(micro_batch_group=part.micro_batch_group * ranks + rank) for part in parts]
     sent = [_written(part) if to != rank and len(part) else b"" for to, part in enumerate(parts)]
     came = [_read(piece) for piece in _exchange(sent, group) if piece]
     return _joined([part for part in [parts[rank], *came] if len(part)] or parts[:1])

@@ -49,15 +49,15 @@ def layout(device: torch.device, copies_of: int | None, tensor: int) -> DeviceMe
     return init_device_mesh(device.type, (world,), mesh_dim_names=("shard",))
 
 
-def ranks_with_equal_rows(data_rank: int, data_world: int) -> dist.ProcessGroup | None:
-    """The ranks whose share of rows is number `data_rank` of `data_world`; None where each rank has its own."""
+def make_model_parallel_group(data_parallel_rank: int, data_parallel_size: int) -> dist.ProcessGroup | None:
+    """The group of ranks that share this data-parallel rank's rows; None if every rank has rows of its own."""
     world = dist.get_world_size()
-    if data_world == world:
+    if data_parallel_size == world:
         return None
     numbers: list[Any] = [None] * world
-    dist.all_gather_object(numbers, data_rank)
-    members = [[rank for rank in range(world) if numbers[rank] == number] for number in range(data_world)]
-    return [dist.new_group(ranks) for ranks in members][data_rank]
+    dist.all_gather_object(numbers, data_parallel_rank)
+    members = [[rank for rank in range(world) if numbers[rank] == number] for number in range(data_parallel_size)]
+    return [dist.new_group(ranks) for ranks in members][data_parallel_rank]
 
 
 def all_reduce(
@@ -81,7 +81,7 @@ def reduce_metrics(metrics: Mapping[str, Tensor | float], group: dist.ProcessGro
     return dict(zip(names, torch.where(is_max, largest, sums).tolist(), strict=True))
 
 
-def whole(x: Tensor) -> Tensor:
+def full_tensor(x: Tensor) -> Tensor:
     """A tensor as it is without sharding, on every rank; all of them call this together. Rows take no memory beside
     it."""
     if not isinstance(x, DTensor):
@@ -91,12 +91,12 @@ def whole(x: Tensor) -> Tensor:
     return x.full_tensor()
 
 
-def whole_in_turn(tensors: Sequence[Tensor]) -> Iterator[Tensor]:
+def full_tensors(tensors: Sequence[Tensor]) -> Iterator[Tensor]:
     """`whole` of several tensors, one after the other; those that are cut alike by rows come together, at once, and
     take their own memory and that of the one that is handed out."""
     alike = len(tensors) > 1 and all(isinstance(x, DTensor) and _cut_by_rows(x) for x in tensors)
     if not alike or len({(x.device_mesh, x.dtype) for x in tensors}) > 1:  # type: ignore[attr-defined]
-        yield from map(whole, tensors)
+        yield from map(full_tensor, tensors)
         return
     every, sizes = _gather(tensors)  # type: ignore[arg-type]
     parts = every.split([size for of_rank in sizes for size in of_rank])

@@ -117,7 +117,7 @@ def scoring_batch(batch: Batch) -> Batch:
 
     The value of a token is that of the prefix before it, here the whole row; attention is causal, so what the extra
     token is (padding) does not matter. Each row of `values` holds one number: `values.sum(1)` is `scores` [B], with
-    gradient in a closure, e.g. for `bradley_terry_loss` (keep pairs in one micro-batch by a field `together`).
+    gradient in a closure, e.g. for `bradley_terry_loss` (keep pairs in one micro-batch by a field `micro_batch_group`).
 
     Args:
         batch: rows of at least one token; its mask is not read.

@@ -9,7 +9,7 @@ from rlkit.vlm.processors import (
     load_image,
     load_processor,
     placeholder_ids,
-    unsampled_ids,
+    suppressed_token_ids,
 )
 from rlkit.vlm.rope3d import ROPE3D_MODEL_TYPES, ROPE3D_REFUSED, Rope3DSpec, rope3d_position_ids, rope3d_spec
 from rlkit.vlm.tiny import (
@@ -48,5 +48,5 @@ __all__ = [
     "tiny_text_tokenizer",
     "tiny_tokenizer",
     "trainable_summary",
-    "unsampled_ids",
+    "suppressed_token_ids",
 ]

@@ -77,7 +77,7 @@ def measure(model_dir, out, backend, device, dtype, options):
         )  # fmt: skip
 
     engine, processor = new(), load_processor(model_dir)
-    mine = list(range(ROWS))[engine.data_rank :: engine.data_world]
+    mine = list(range(ROWS))[engine.data_parallel_rank :: engine.data_parallel_size]
     whole, batch = make_batch(processor), make_batch(processor, rows=mine)
     logprobs = torch.zeros(whole.tokens.shape)
     logprobs[mine, : batch.tokens.shape[1]] = engine.infer_batch(batch)["logprobs"]

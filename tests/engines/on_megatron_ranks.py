@@ -20,8 +20,13 @@ from megatron.core import parallel_state
 HERE = Path(__file__).parent
 sys.path[:0] = [str(HERE), str(HERE.parent)]
 from isolated_cases import case as isolated  # noqa: E402
-from one_gradient import OUTPUTS, POLICY, VALUE, columns  # noqa: E402
-from one_gradient import whole as full  # noqa: E402
+from one_gradient import (  # noqa: E402
+    OUTPUTS,
+    POLICY,
+    VALUE,
+    columns,
+    full_tensor,  # noqa: E402
+)
 
 from rlkit.data import collate, extend, prompt  # noqa: E402
 from rlkit.engines import checkpoint, make_engine  # noqa: E402
@@ -32,7 +37,7 @@ from rlkit.engines.megatron.weights import is_copy, split  # noqa: E402
 from rlkit.engines.value_head import with_value_head  # noqa: E402
 from rlkit.vlm.adapt import checkpoint_parameters  # noqa: E402
 
-ROWS, VOCABULARY, IMAGE, UNSAMPLED = 8, 95, 93, [40, 94]  # tensor ranks share 95 tokens as 48 and 47
+ROWS, VOCABULARY, IMAGE, SUPPRESSED = 8, 95, 93, [40, 94]  # tensor ranks share 95 tokens as 48 and 47
 TENSOR, PIPE, CONTEXT = {"tensor": 2}, {"pipeline": 2}, {"context": 2}
 SEQUENCE, EXPERT, FUSED = {**TENSOR, "sequence_parallel": True}, {"expert": 2}, {"use_fused_kernels": True}
 # ranks, model, who has which rows, options
@@ -157,7 +162,7 @@ def make_batch(rows, kind="text"):
     for row in range(ROWS):
         start, more = 2 + 5 * row % 23, 1 + 7 * row % 18
         tokens = torch.randint(0, IMAGE - 2, (start + more,), generator=draw)
-        tokens = tokens.where(tokens != UNSAMPLED[0], 0).tolist()
+        tokens = tokens.where(tokens != SUPPRESSED[0], 0).tolist()
         asked = prompt(tokens[:start])
         if kind == "vl" and row % 2 == 0:
             height, width = 2 + row % 4, 4
@@ -189,7 +194,7 @@ def engine_for(backend, kind, **options):
         scheduler=lambda optimizer: torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.5),
         micro_batch_tokens=48,
         max_grad_norm=0.5,
-        **({} if kind == "value" else {"temperature": 1.3, "unsampled": torch.tensor(UNSAMPLED)}),
+        **({} if kind == "value" else {"temperature": 1.3, "suppressed_token_ids": torch.tensor(SUPPRESSED)}),
         **({"router_replay": True} if kind == "routed" else {}),
         **options,
     )
@@ -198,7 +203,7 @@ def engine_for(backend, kind, **options):
 def gradients(engine):
     """Clipped gradients under their Hugging Face names, on every rank."""
     if isinstance(engine, Fsdp2Engine):
-        whole = ((name, full(p.grad)) for name, p in engine.module.named_parameters())
+        whole = ((name, full_tensor(p.grad)) for name, p in engine.module.named_parameters())
         return dict(checkpoint_parameters(engine.base, whole))
     found = {}
     for parameter, names in engine.parameters:
@@ -265,8 +270,8 @@ def rows_of(who, engine):
     if who == "all":
         return mine
     if who == "split":
-        return mine[engine.data_rank :: engine.data_world]
-    return mine if engine.data_rank == 0 else []
+        return mine[engine.data_parallel_rank :: engine.data_parallel_size]
+    return mine if engine.data_parallel_rank == 0 else []
 
 
 def ranks_of(name):

@@ -24,11 +24,11 @@ HERE = Path(__file__).parent
 sys.path[:0] = [str(HERE), str(HERE.parent)]
 from isolated_cases import case as isolated  # noqa: E402
 from memory import peak  # noqa: E402
-from one_gradient import OUTPUTS, POLICY, VALUE, columns, whole  # noqa: E402
+from one_gradient import OUTPUTS, POLICY, VALUE, columns, full_tensor  # noqa: E402
 from rows import make_batch  # noqa: E402
 
 from rlkit.engines import checkpoint, make_engine  # noqa: E402
-from rlkit.engines.balance import balanced  # noqa: E402
+from rlkit.engines.balance import rebalance_across_ranks  # noqa: E402
 from rlkit.engines.distributed import init_distributed  # noqa: E402
 from rlkit.engines.fsdp import fsdp1, fsdp2  # noqa: E402, F401
 from rlkit.engines.value_head import load_value_model  # noqa: E402
@@ -126,13 +126,13 @@ def run(model_dir, out, name):
     out.mkdir(parents=True, exist_ok=True)
     mine = case.rows[dist.get_rank()]
     batch = make_batch(processor, rows=list(range(ROWS))[mine] if isinstance(mine, slice) else mine)
-    batch = balanced(batch, engine.data_group) if case.dealt else batch
+    batch = rebalance_across_ranks(batch, engine.data_parallel_group) if case.dealt else batch
     outputs, steps, gradients = OUTPUTS[case.losses], [], []
     for step, loss_fn in enumerate(case.losses):
         steps.append(engine.train_batch(batch, loss_fn, outputs))
         if step < 3:
             with whole_gradients(engine) as named:
-                gradients.append({n: whole(p.grad).clone() for n, p in named if p.grad is not None})
+                gradients.append({n: full_tensor(p.grad).clone() for n, p in named if p.grad is not None})
         if step == 1:
             engine.save_checkpoint(out / "checkpoint", {"step": 2}, wait=name != "data_2")
         if step == 2:
@@ -181,7 +181,8 @@ def described(batch):
     """Of each row, without padding, all that goes where it goes; and the rows that hold one image's very tensor."""
     rows = []
     for i, length in enumerate(batch.lengths):
-        tensors = [batch.tokens, batch.mask, *(x for name, x in sorted(batch.fields.items()) if name != "together")]
+        fields = [x for name, x in sorted(batch.fields.items()) if name != "micro_batch_group"]
+        tensors = [batch.tokens, batch.mask, *fields]
         vision = {name: x.sum().item() for name, x in batch.vision[i].items()}
         rows.append([[x[i].tolist() if x.ndim == 1 else x[i, :length].tolist() for x in tensors], vision])
     seen = [id(row["pixel_values"]) for row in batch.vision if row]
@@ -189,19 +190,21 @@ def described(batch):
 
 
 def deal_anew(model_dir, out):
-    """Rows before and behind `balanced`, and what it says to ranks whose rows have different fields."""
+    """Rows before and behind `rebalance_across_ranks`, and what it says to ranks whose rows have different fields."""
     rank, processor = dist.get_rank(), load_processor(model_dir)
     batch = make_batch(processor, rows=([3, 2, 0, 7, 1, 8, 6], [4, 5])[rank])
-    batch.add(together=batch.group_ids % 2, routed_experts=torch.rand(*batch.tokens.shape, 2, 3).mul(9).short())
+    routed_experts = torch.rand(*batch.tokens.shape, 2, 3).mul(9).short()
+    batch.add(micro_batch_group=batch.group_ids % 2, routed_experts=routed_experts)
     whole = described(batch)
-    came = balanced(batch)
+    came = rebalance_across_ranks(batch)
     even = make_batch(processor, rows=[0])
-    kept = balanced(even) is even
+    kept = rebalance_across_ranks(even) is even
     try:
-        balanced(make_batch(processor, rows=[rank]).add(**{f"mine_{rank}": torch.zeros(1)}))
+        rebalance_across_ranks(make_batch(processor, rows=[rank]).add(**{f"mine_{rank}": torch.zeros(1)}))
     except ValueError as error:
         said = str(error)
-    found = {"before": whole, "after": described(came), "together": came.together.tolist(), "kept": kept, "said": said}
+    found = {"before": whole, "after": described(came), "kept": kept, "said": said}
+    found["micro_batch_group"] = came.micro_batch_group.tolist()
     (out / f"dealt.{rank}.json").write_text(json.dumps(found))
 
 

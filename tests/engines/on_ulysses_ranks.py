@@ -20,13 +20,13 @@ sys.path[:0] = [str(HERE), str(HERE.parent)]
 import family_configs  # noqa: E402
 import test_families  # noqa: E402
 from isolated_cases import case as isolated  # noqa: E402
-from one_gradient import OUTPUTS, POLICY, VALUE, columns, whole  # noqa: E402
+from one_gradient import OUTPUTS, POLICY, VALUE, columns, full_tensor  # noqa: E402
 from rows import make_batch  # noqa: E402
 
 from rlkit.data import collate, extend  # noqa: E402
 from rlkit.data.samples import prompt  # noqa: E402
 from rlkit.engines import make_engine  # noqa: E402
-from rlkit.engines.balance import balanced  # noqa: E402
+from rlkit.engines.balance import rebalance_across_ranks  # noqa: E402
 from rlkit.engines.packing.attention import use_packed_attention  # noqa: E402
 from rlkit.engines.packing.inputs import pack  # noqa: E402
 from rlkit.engines.packing.ulysses import gather, share_rows  # noqa: E402
@@ -150,9 +150,9 @@ def run(name, split, out, processor):
     """Four steps; the gradients of three; logprobs and a plain forward on gathered weights before and after."""
     case = CASES[name]
     engine = make_case(case, processor if is_vision(case) else None, **SPLITS[split][1])
-    chosen = list(range(9))[engine.data_rank :: engine.data_world]
+    chosen = list(range(9))[engine.data_parallel_rank :: engine.data_parallel_size]
     if case.first_group_has_all:
-        chosen = [] if engine.data_rank else list(range(9))
+        chosen = [] if engine.data_parallel_rank else list(range(9))
     batch = make_rows(processor if is_vision(case) else None, [ORDER[i] for i in chosen], case.rows)
     outputs = OUTPUTS[case.losses]
     results = {"rows": chosen, "scored": engine.infer_batch(batch, outputs[:1])[outputs[0]]}
@@ -161,7 +161,7 @@ def run(name, split, out, processor):
         results["steps"].append(engine.train_batch(batch, loss_fn, outputs))
         if step < 3:
             named = engine.module.named_parameters()
-            results["gradients"].append({n: whole(p.grad).clone() for n, p in named if p.grad is not None})
+            results["gradients"].append({n: full_tensor(p.grad).clone() for n, p in named if p.grad is not None})
         if name in ("qwen2", "qwen3") and step == 0:
             engine.save_checkpoint(out / f"{name}.checkpoint", {"step": 1})
         if step == 2:
@@ -169,9 +169,10 @@ def run(name, split, out, processor):
             with torch.no_grad(), engine.gathered() as module:
                 results["gathered"] = module(input_ids=torch.arange(5, 40).view(1, -1)).logits
     if case.first_group_has_all:
-        dealt = balanced(batch, engine.data_group)
+        dealt = rebalance_across_ranks(batch, engine.data_parallel_group)
         rows = [row[:length] for row, length in zip(dealt.tokens.tolist(), dealt.lengths, strict=True)]
-        results["dealt"] = engine.data_rank, rows, engine.infer_batch(dealt, outputs[:1])[outputs[0]].sum().item()
+        score = engine.infer_batch(dealt, outputs[:1])[outputs[0]].sum().item()
+        results["dealt"] = engine.data_parallel_rank, rows, score
     results["total"] = engine.global_sum(len(batch)).item()
     torch.save(results, out / f"{name}.{dist.get_rank()}.pt")
 

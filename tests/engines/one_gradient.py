@@ -44,7 +44,7 @@ VALUE = (value_loss,) * 4
 OUTPUTS = {POLICY: ("logprobs", "entropy"), VALUE: ("values",)}
 
 
-def whole(x):
+def full_tensor(x):
     return x.full_tensor() if hasattr(x, "full_tensor") else x
 
 

@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rlkit.data import collate, extend, prompt
-from rlkit.engines.balance import balanced, deal
+from rlkit.engines.balance import deal, rebalance_across_ranks
 from rlkit.engines.distributed import init_distributed
 
 COSTS = st.lists(st.lists(st.integers(0, 50), max_size=5), min_size=1, max_size=4)
@@ -45,4 +45,4 @@ def test_no_rank_has_more_than_the_dearest_had_and_nearly_the_least_it_can(costs
 def test_one_rank_keeps_its_batch():
     init_distributed("cpu")
     batch = collate([extend(prompt([1, 2]), [3], [-1.0])])
-    assert balanced(batch) is batch and balanced(batch, None) is batch
+    assert rebalance_across_ranks(batch) is batch and rebalance_across_ranks(batch, None) is batch

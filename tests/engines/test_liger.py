@@ -10,7 +10,7 @@ import torch
 from transformers import Qwen2Config, Qwen2ForCausalLM
 from transformers.utils import is_liger_kernel_available
 
-from rlkit.engines.distributed import whole
+from rlkit.engines.distributed import full_tensor
 from rlkit.engines.fsdp.liger import use_liger
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
@@ -87,7 +87,7 @@ def on_gpu():
         batch = Batch(tokens, mask, [24, 20])
         logprobs = engine.infer_batch(batch)["logprobs"]
         engine.train_batch(batch, lambda out, mb: (token_mean(-out.logprobs, mb.mask, mb.total_tokens), {}))
-        found.append((logprobs, {n: whole(p.grad) for n, p in engine.module.named_parameters()}))
+        found.append((logprobs, {n: full_tensor(p.grad) for n, p in engine.module.named_parameters()}))
     torch.testing.assert_close(found[1][0], found[0][0], atol=1e-4, rtol=1e-4)
     for name, gradient in found[0][1].items():
         torch.testing.assert_close(found[1][1][name], gradient, atol=1e-4, rtol=1e-3, msg=name)

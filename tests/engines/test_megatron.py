@@ -86,7 +86,7 @@ def test_scores_equal_transformers(out, case):
         if kind == "value":
             expected["values"][b, 1:length] = logits[:, 0] * mask
             continue
-        logits[:, ranks.UNSAMPLED] = -1e30
+        logits[:, ranks.SUPPRESSED] = -1e30
         scores = (logits / 1.3).log_softmax(-1)
         chosen = scores.gather(1, batch.tokens[b, 1:length, None])[:, 0]
         expected["logprobs"][b, 1:length] = chosen.where(mask, 0.0)
@@ -142,7 +142,7 @@ def test_every_rank_refuses_a_bad_split_and_rows_of_its_own(out):
     assert heads == "tensor: a divisor of the 2 key-value heads expected, came 4"
     assert layers == "pipeline: a divisor of the 2 layers expected, came 4"
     assert ranks_ == "tensor 1 x pipeline 1 x context 3: a divisor of the 4 ranks expected"
-    assert rows.startswith("batch: ranks that compute together must be given the same rows")
+    assert rows.startswith("batch: expected the same rows on all ranks of a model-parallel group")
 
 
 def refused(split, world=8, kind="qwen2", **changes):
@@ -195,7 +195,8 @@ def test_a_wrong_model_or_call_is_named(alone):
 
 def test_an_option_of_another_engine_is_named(alone):
     model = ranks.make_model("qwen2")
-    with pytest.raises(ValueError, match="megatron engine: expected options model, processor, .*; got fsdp_size, colour"):
+    expected = "megatron engine: expected options model, processor, .*; got fsdp_size, colour"
+    with pytest.raises(ValueError, match=expected):
         make_engine("megatron", model=model, fsdp_size=2, colour=3)
     with pytest.raises(ValueError, match="fsdp2 engine: expected options .* tensor, .*; got pipeline"):
         make_engine("fsdp2", model=model, pipeline=2)

@@ -98,8 +98,8 @@ def test_no_rank_holds_the_whole_model(out):
 
 
 def test_rows_are_dealt_anew(out):
-    """Prompts 0, 1 and 3 and prompt 2 become 1 and 3, which have one number in `together`, and 0 and 2, all of theirs
-    with them."""
+    """Rank 0 had prompts 0, 1 and 3, rank 1 prompt 2. Afterwards rank 0 has 1 and 3, which are one micro-batch group,
+    and rank 1 has 0 and 2; all answers to a prompt move with it."""
     require(out, "deal_anew")
     ranks = [json.loads((out / f"dealt.{rank}.json").read_text()) for rank in range(2)]
     before, after = ([rank[when] for rank in ranks] for when in ("before", "after"))
@@ -108,8 +108,8 @@ def test_rows_are_dealt_anew(out):
     assert [sorted(rank["groups"]) for rank in after] == [[1, 3, 3, 3], [0, 0, 0, 2, 2]]
     assert max(sum(rank["tokens"]) for rank in after) < 0.8 * max(sum(rank["tokens"]) for rank in before)
     assert [rank["images"] for rank in after] == [1, 2]  # one tensor for all answers to a prompt
-    assert len(set(ranks[0]["together"])) == 1
-    pairs = set(zip(after[1]["groups"], ranks[1]["together"], strict=True))
+    assert len(set(ranks[0]["micro_batch_group"])) == 1
+    pairs = set(zip(after[1]["groups"], ranks[1]["micro_batch_group"], strict=True))
     assert len(pairs) == len({number for _, number in pairs}) == 2
     assert all(rank["kept"] for rank in ranks)
     expected = "batch: the same fields on all ranks expected, came (.*'mine_0'.*) and (.*'mine_1'.*)"

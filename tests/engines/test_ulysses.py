@@ -125,8 +125,8 @@ def test_what_cannot_be_shared_is_said_on_every_rank(results):
         "padded": "ulysses_sequence_parallel_size=2: it shares packed rows; use_remove_padding=True expected",
         **dict.fromkeys(
             ("rows", "field", "size"),
-            "batch: ranks that compute together must be given the same rows, those of the engine's data_rank (of "
-            "data_world), and at least one came with others",
+            "batch: expected the same rows on all ranks of a model-parallel group, got different ones; give each rank "
+            "rows[engine.data_parallel_rank :: engine.data_parallel_size]",
         ),
     }
     for said in on_two_ranks(results, "refusals"):

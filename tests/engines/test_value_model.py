@@ -301,11 +301,11 @@ def test_a_reward_model_is_read_behind_the_last_token(tiny_dir, processor):
 
 def test_a_reward_model_learns_which_is_better():
     batch = scoring_batch(text_batch())
-    batch.add(together=torch.tensor([0, 1, 2, 0, 1, 2]), better=torch.tensor([1, 1, 1, 0, 0, 0]))
+    batch.add(micro_batch_group=torch.tensor([0, 1, 2, 0, 1, 2]), better=torch.tensor([1, 1, 1, 0, 0, 0]))
 
     def loss_fn(out, mb):
         scores = out.values.sum(1)
-        pairs = [(mb.together == k) for k in mb.together.unique()]
+        pairs = [(mb.micro_batch_group == k) for k in mb.micro_batch_group.unique()]
         chosen = torch.stack([scores[pair & (mb.better == 1)][0] for pair in pairs])
         rejected = torch.stack([scores[pair & (mb.better == 0)][0] for pair in pairs])
         return 2 * bradley_terry_loss(chosen, rejected).sum() / mb.total_sequences, {}

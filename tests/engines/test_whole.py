@@ -21,7 +21,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 from memory import peak
 
 from rlkit.engines import distributed
-from rlkit.engines.distributed import init_distributed, whole, whole_in_turn
+from rlkit.engines.distributed import full_tensor, full_tensors, init_distributed
 
 RANKS, SIZE = 4, 48_000_000  # bytes
 LAYOUTS = {
@@ -68,11 +68,11 @@ def in_layout(name, dtype):
     tensors, more, scalar = given(dtype), given(torch.float64)[0], torch.tensor(3.0)
     parts = [cut(x) for x in tensors]
     return [
-        same(map(whole, parts), tensors),
-        same(whole_in_turn(parts), tensors),
-        same(whole_in_turn(parts[-3:]), tensors[-3:]),
-        same(whole_in_turn([*parts, more]), [*tensors, more]),
-        same(whole_in_turn([*parts, cut(more), cut(scalar, [Replicate()] * mesh.ndim)]), [*tensors, more, scalar]),
+        same(map(full_tensor, parts), tensors),
+        same(full_tensors(parts), tensors),
+        same(full_tensors(parts[-3:]), tensors[-3:]),
+        same(full_tensors([*parts, more]), [*tensors, more]),
+        same(full_tensors([*parts, cut(more), cut(scalar, [Replicate()] * mesh.ndim)]), [*tensors, more, scalar]),
     ]
 
 
@@ -88,7 +88,7 @@ def taken():
     calls = {"even": [cut(rows)], "uneven": [cut(rows - 1)], "together": [cut(rows // 4) for _ in range(4)]}
 
     def drain(tensors):
-        for tensor in whole_in_turn(tensors):
+        for tensor in full_tensors(tensors):
             del tensor
 
     return {name: peak(lambda tensors=tensors: drain(tensors))[0] / SIZE for name, tensors in calls.items()}

@@ -123,6 +123,7 @@ def test_help_names_every_option(capsys):
 
 def test_ranks_that_share_rows_are_refused(warm_dir, tmp_path, monkeypatch):  # noqa: F811
     module = load("grpo_async")
-    monkeypatch.setattr(module, "make_engine", lambda *args, **options: SimpleNamespace(row_group="both ranks"))
+    engine = SimpleNamespace(model_parallel_group="both ranks")
+    monkeypatch.setattr(module, "make_engine", lambda *args, **options: engine)
     with pytest.raises(SystemExit, match="grpo_async: parallel: ranks that share rows would be sent different answers"):
         run_async("--model", warm_dir, "--servers", "http://localhost:1", "--out", tmp_path)

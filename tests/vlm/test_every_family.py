@@ -28,8 +28,8 @@ from rlkit.vlm import (  # noqa: E402
     freeze,
     lora,
     merged_parameters,
+    suppressed_token_ids,
     tiny_text_tokenizer,
-    unsampled_ids,
 )
 from rlkit.vlm.inputs import position_spec  # noqa: E402
 
@@ -86,10 +86,10 @@ def engine(base, **options):
 
 
 def parameters(engine):
-    return {name: whole(p).clone() for name, p in engine.module.named_parameters()}
+    return {name: full_tensor(p).clone() for name, p in engine.module.named_parameters()}
 
 
-def whole(parameter):
+def full_tensor(parameter):
     return parameter.full_tensor() if hasattr(parameter, "full_tensor") else parameter
 
 
@@ -215,7 +215,7 @@ def test_lora_moves_adapters_alone_and_merges(family):
     with trained.disable_adapter():
         torch.testing.assert_close(trained.infer_batch(batch(family))["logprobs"], plain, atol=1e-6, rtol=1e-6)
     merged = model(family)
-    weights = dict(merged_parameters(trained.module, lambda parts: map(whole, parts)))
+    weights = dict(merged_parameters(trained.module, lambda parts: map(full_tensor, parts)))
     missing = merged.load_state_dict(weights, strict=False)
     elsewhere = {*(merged._tied_weights_keys or ()), *(name for name, _ in merged.named_buffers())}
     assert not missing.unexpected_keys and set(missing.missing_keys) <= elsewhere
@@ -226,7 +226,7 @@ def test_lora_moves_adapters_alone_and_merges(family):
 def test_the_samplers_logprobs_are_the_trainers(family):
     base = model(family)
     tokenizer = getattr(reader(family), "tokenizer", reader(family))
-    trainer = engine(base, unsampled=unsampled_ids(base.config, tokenizer))
+    trainer = engine(base, suppressed_token_ids=suppressed_token_ids(base.config, tokenizer))
     sampler = make_rollout("hf", trainer.gathered, processor=reader(family))
     samples = sampler.generate(prompts(family), Sampling(NEW), n=2)
     rows = collate(samples)

@@ -20,7 +20,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecision
 from torch.distributed.fsdp.wrap import CustomPolicy
 
-from rlkit.engines.distributed import whole
+from rlkit.engines.distributed import full_tensor
 from rlkit.engines.fsdp.fsdp2 import Fsdp2Engine, Fsdp2ValueEngine
 from rlkit.engines.fsdp.sharded_loading import on_meta
 from rlkit.engines.fsdp.sharding import units
@@ -81,7 +81,7 @@ class Fsdp1Engine(Fsdp2Engine):
         """One at a time, whatever the bucket: each rank makes a copy of its part of the model first."""
         parts: dict[str, Any] = get_model_state_dict(self.module)
         for name in self.names:
-            yield name, whole(parts.pop(name))
+            yield name, full_tensor(parts.pop(name))
 
     @contextmanager
     def gathered(self) -> Iterator[Any]:

@@ -19,11 +19,11 @@ from rlkit.data.samples import Batch, Sample
 from rlkit.engines import checkpoint
 from rlkit.engines.distributed import (
     all_reduce,
+    full_tensors,
     init_distributed,
     layout,
-    ranks_with_equal_rows,
+    make_model_parallel_group,
     reduce_metrics,
-    whole_in_turn,
 )
 from rlkit.engines.fsdp.liger import use_liger
 from rlkit.engines.fsdp.sharded_loading import on_meta, read_shards
@@ -53,7 +53,7 @@ class Fsdp2Engine:
         scheduler: optimizer -> learning-rate scheduler, stepped once each `train_batch`.
         micro_batch_tokens: most tokens in one forward; a longer row goes alone.
         temperature: of the distribution that is scored; the sampler's.
-        unsampled: [K] token ids that have probability 0 in the sampler, and so here.
+        suppressed_token_ids: [K] token ids that have probability 0 in the sampler, and so here.
         max_grad_norm: gradients are scaled down to this norm.
         use_remove_padding: packed rows without padding, else padded ones.
         share_prompts: rows that answer one prompt hold its tokens and images once, forward and backward; needs
@@ -71,11 +71,11 @@ class Fsdp2Engine:
             many as without; they must be given the same rows. Needs `use_remove_padding`.
 
     Attributes:
-        data_rank, data_world: a batch's rows are shared out among `data_world` groups of ranks, and this rank's are
-            those of number `data_rank`: `rows[engine.data_rank :: engine.data_world]`.
+        data_parallel_rank, data_parallel_size: this rank's rows of a batch are
+            `rows[engine.data_parallel_rank :: engine.data_parallel_size]`.
         liger: whether the model has Liger's kernels, see rlkit.engines.fsdp.liger.
-        data_group: one rank of each of them, for `rlkit.engines.distributed.reduce_metrics`.
-        row_group: the ranks of one of them, which `make_rollout` is told of; None where each rank is one.
+        data_parallel_group: one rank of each of them, for `rlkit.engines.distributed.reduce_metrics`.
+        model_parallel_group: the ranks of one of them, which `make_rollout` is told of; None where each rank is one.
     """
 
     known_outputs: tuple[str, ...] = ("logprobs", "entropy")
@@ -90,7 +90,7 @@ class Fsdp2Engine:
         scheduler: Callable[[torch.optim.Optimizer], Any] | None = None,
         micro_batch_tokens: int = 16384,
         temperature: float = 1.0,
-        unsampled: Tensor | None = None,
+        suppressed_token_ids: Tensor | None = None,
         max_grad_norm: float = 1.0,
         use_remove_padding: bool = True,
         share_prompts: bool = True,
@@ -107,23 +107,23 @@ class Fsdp2Engine:
         self.micro_batch_tokens, self.temperature, self.max_grad_norm = micro_batch_tokens, temperature, max_grad_norm
         self.use_remove_padding, self.use_fused_kernels = use_remove_padding, use_fused_kernels
         self.share_prompts = share_prompts and use_remove_padding
-        self.unsampled = None if unsampled is None else unsampled.to(self.device)
+        self.suppressed_token_ids = None if suppressed_token_ids is None else suppressed_token_ids.to(self.device)
         self.base = model.get_base_model() if hasattr(model, "get_base_model") else model
         self._check_head(trains=optimizer is not None)
         self.config = self.base.config
         self.spec = position_spec(self.config)
         size = ulysses_sequence_parallel_size
         self.ulysses = None if size == 1 else share_rows(self.base, size, self.device, packed=use_remove_padding)
-        self.data_group = None if self.ulysses is None else self.ulysses.data
+        self.data_parallel_group = None if self.ulysses is None else self.ulysses.data
         self.mesh = layout(self.device, fsdp_size, tensor)
         self.copied: list[nn.Module] = []
         if tensor > 1:
             if self.base is not model or self.ulysses is not None:
                 raise ValueError(f"tensor={tensor}: it goes neither with adapters nor with Ulysses")
             self.copied = share_matrices(self.base, self.mesh["tensor"])
-            self.data_group, size = self.mesh["shard"].get_group(), tensor
-        self.data_rank, self.data_world = dist.get_rank() // size, dist.get_world_size() // size
-        self.row_group = ranks_with_equal_rows(self.data_rank, self.data_world)
+            self.data_parallel_group, size = self.mesh["shard"].get_group(), tensor
+        self.data_parallel_rank, self.data_parallel_size = dist.get_rank() // size, dist.get_world_size() // size
+        self.model_parallel_group = make_model_parallel_group(self.data_parallel_rank, self.data_parallel_size)
         use_packed_attention(self.base, packed=use_remove_padding)
         if self.device.type == "cuda":
             use_packed_tower(self.base, self.config)
@@ -179,7 +179,7 @@ class Fsdp2Engine:
             self.optimizer.step()
         if self.scheduler is not None:
             self.scheduler.step()
-        reduced = reduce_metrics(add_up(reports), self.data_group)
+        reduced = reduce_metrics(add_up(reports), self.data_parallel_group)
         return {**reduced, "grad_norm": grad_norm, "lr": lr, "skipped_steps": float(not finite)}
 
     @torch.no_grad()
@@ -195,8 +195,8 @@ class Fsdp2Engine:
         return results
 
     def _micro_batches(self, batch: Batch) -> Iterator[tuple[list[int], Sample | None]]:
-        if self.data_world < dist.get_world_size():
-            check_same_rows(batch, self.data_rank, self.data_world)
+        if self.data_parallel_size < dist.get_world_size():
+            check_same_rows(batch, self.data_parallel_rank, self.data_parallel_size)
         return micro_batches(batch, self.micro_batch_tokens, self.config, share_prompts=self.share_prompts)
 
     def _forward(self, batch: Batch, outputs: Sequence[str], blank: Sample | None) -> Outputs:
@@ -231,13 +231,12 @@ class Fsdp2Engine:
                 self.module(**inputs.kwargs, use_cache=False)
             hidden = inputs.kept(seen[0])
             head = self.base.get_output_embeddings()
-            logprobs, entropy = linear_logprobs(
-                hidden, head.weight, inputs.targets, self.temperature, bias=head.bias, suppress=self.unsampled
-            )
+            options = {"bias": head.bias, "suppress": self.suppressed_token_ids}
+            logprobs, entropy = linear_logprobs(hidden, head.weight, inputs.targets, self.temperature, **options)
         else:
             logits = self._logits(inputs)
-            if self.unsampled is not None:
-                logits = suppress_tokens(logits, self.unsampled)
+            if self.suppressed_token_ids is not None:
+                logits = suppress_tokens(logits, self.suppressed_token_ids)
             logprobs = target_logprobs(logits, inputs.targets, self.temperature)
             entropy = token_entropy(logits, self.temperature) if "entropy" in outputs else logprobs
         return {"logprobs": logprobs, **({"entropy": entropy} if "entropy" in outputs else {})}
@@ -282,7 +281,7 @@ class Fsdp2Engine:
 
     def global_sum(self, x: Tensor | float) -> Tensor:
         """Sum over data-parallel ranks, on the host."""
-        return all_reduce(torch.as_tensor(x), group=self.data_group)
+        return all_reduce(torch.as_tensor(x), group=self.data_parallel_group)
 
     def to(self, device: torch.device | str, *, model: bool = True, optimizer: bool = True) -> None:
         """Move sharded weights and optimizer state, e.g. to the host while a sampler needs the GPU."""
@@ -308,14 +307,14 @@ class Fsdp2Engine:
     def _weights(self, bucket_bytes: int = 0) -> Iterator[tuple[str, Tensor]]:
         """The same under the names of the module without adapters."""
         self._reshard()
-        yield from merged_parameters(self.module, whole_in_turn, bucket_bytes)
+        yield from merged_parameters(self.module, full_tensors, bucket_bytes)
 
     def get_adapter(self) -> tuple[Any, Iterator[tuple[str, Tensor]]]:
         """The LoRA adapters alone: peft's config, and (name in its files, whole tensor) of each, one at a time."""
         if not self.adapted:
             raise ValueError("get_adapter: the model has no adapters; get_per_tensor_param hands over its weights")
         self._reshard()
-        return self.module.peft_config["default"], adapter_parameters(self.module, whole_in_turn)
+        return self.module.peft_config["default"], adapter_parameters(self.module, full_tensors)
 
     def save_checkpoint(self, path: str | Path, extra: Mapping[str, Any] | None = None, *, wait: bool = True) -> None:
         """Sharded weights that train, optimizer, scheduler and RNG, with `extra` (JSON); complete or absent.
@@ -389,8 +388,8 @@ class Fsdp2ValueEngine(Fsdp2Engine):
     """Trains and scores a value or reward model, see rlkit.engines.value_head: `values[b, t]` is the value of the
     prefix before `tokens[b, t]`.
 
-    Takes what `Fsdp2Engine` takes; `temperature`, `unsampled` and `use_fused_kernels` speak of a vocabulary and change
-    nothing here. The head works in float32 whatever `compute_dtype` is: bfloat16 would round a return of 100 to 0.5.
+    Takes the arguments of `Fsdp2Engine`; `temperature`, `suppressed_token_ids` and `use_fused_kernels` have no effect.
+    The head works in float32 whatever `compute_dtype` is: bfloat16 would round a return of 100 to 0.5.
     """
 
     known_outputs = ("values",)

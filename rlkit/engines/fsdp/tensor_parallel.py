@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from rlkit.engines.distributed import whole
+from rlkit.engines.distributed import full_tensor
 
 COPIED = "replicated_with_grad_allreduce"  # weights that each rank has, and uses for its own heads
 
@@ -72,7 +72,7 @@ def clip_gradients(parameters: Iterable[nn.Parameter], most: float) -> Tensor:
     for parameter in parameters:
         meshes.setdefault(getattr(parameter, "device_mesh", None), []).append(parameter)
     gradients = [[p.grad for p in part if p.grad is not None] for part in meshes.values()]
-    norms = [whole(torch.nn.utils.get_total_norm(part)) for part in gradients if part]
+    norms = [full_tensor(torch.nn.utils.get_total_norm(part)) for part in gradients if part]
     norm = torch.nn.utils.get_total_norm(norms)
     for part in meshes.values():
         torch.nn.utils.clip_grads_with_norm_(part, most, norm)

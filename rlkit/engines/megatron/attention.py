@@ -17,7 +17,7 @@ from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
 from torch import Tensor, nn
 
-from rlkit.data.packing import runs
+from rlkit.data.packing import concatenated_ranges
 from rlkit.engines.packing.attention import Layout, varlen_attention
 from rlkit.engines.packing.inputs import ModelInputs
 
@@ -55,11 +55,11 @@ def share_of_row(inputs: ModelInputs, *, ranks: int, rank: int, multiple: int, o
     padded[-1] += -sum(padded) % (pieces * multiple)
     starts = [0, *accumulate(padded)]
     source = torch.full((starts[-1],), -1)  # [padded N], place in the row before padding
-    source[runs(starts[:-1], whole.lengths)] = torch.arange(ids.shape[1])
-    mine = runs(*_pieces(starts, padded, ranks, rank))
+    source[concatenated_ranges(starts[:-1], whole.lengths)] = torch.arange(ids.shape[1])
+    mine = concatenated_ranges(*_pieces(starts, padded, ranks, rank))
     order = None
     if ranks > 1:
-        everyone = torch.cat([runs(*_pieces(starts, padded, ranks, r)) for r in range(ranks)])
+        everyone = torch.cat([concatenated_ranges(*_pieces(starts, padded, ranks, r)) for r in range(ranks)])
         order = torch.empty_like(everyone)
         order[everyone] = torch.arange(len(everyone))
         order = order.to(device)

@@ -31,7 +31,7 @@ from megatron.core.tensor_parallel import reduce_from_tensor_model_parallel_regi
 
 from rlkit.data.samples import Batch, Sample
 from rlkit.engines import checkpoint
-from rlkit.engines.distributed import all_reduce, init_distributed, ranks_with_equal_rows, reduce_metrics
+from rlkit.engines.distributed import all_reduce, init_distributed, make_model_parallel_group, reduce_metrics
 from rlkit.engines.fsdp.sharded_loading import on_meta
 from rlkit.engines.megatron.attention import share_of_row
 from rlkit.engines.megatron.cpu import cuda_calls_on_host
@@ -86,7 +86,7 @@ class MegatronEngine:
             their own, except where they share a tensor too.
         micro_batch_tokens: most tokens in one forward; a longer row goes alone.
         temperature: of the distribution that is scored; the sampler's.
-        unsampled: [K] token ids that have probability 0 in the sampler, and so here.
+        suppressed_token_ids: [K] token ids that have probability 0 in the sampler, and so here.
         max_grad_norm: gradients are scaled down to this norm.
         use_fused_kernels: logprobs and entropy from hidden states, without the [N, V / tensor] logits.
         router_replay: where a batch has `routed_experts`, its tokens go to those experts, see rlkit.vlm.routers.
@@ -97,10 +97,10 @@ class MegatronEngine:
             CPU.
 
     Attributes:
-        data_rank, data_world: a batch's rows are shared out among `data_world` groups of ranks, and this rank's are
-            those of number `data_rank`: `rows[engine.data_rank :: engine.data_world]`.
-        data_group: one rank of each of them, for `rlkit.engines.distributed.reduce_metrics`.
-        row_group: the ranks of one of them, which `make_rollout` is told of; None where each rank is one.
+        data_parallel_rank, data_parallel_size: this rank's rows of a batch are
+            `rows[engine.data_parallel_rank :: engine.data_parallel_size]`.
+        data_parallel_group: one rank of each of them, for `rlkit.engines.distributed.reduce_metrics`.
+        model_parallel_group: the ranks of one of them, which `make_rollout` is told of; None where each rank is one.
 
     Raises:
         ValueError: a model or a split that is not supported.
@@ -124,7 +124,7 @@ class MegatronEngine:
         expert: int = 1,
         micro_batch_tokens: int = 16384,
         temperature: float = 1.0,
-        unsampled: Tensor | None = None,
+        suppressed_token_ids: Tensor | None = None,
         max_grad_norm: float = 1.0,
         use_fused_kernels: bool = False,
         router_replay: bool = False,
@@ -152,14 +152,15 @@ class MegatronEngine:
             raise ValueError(f"router_replay: a model with experts expected, came {model.config.model_type}")
         self.use_fused_kernels, self.router_replay = use_fused_kernels, router_replay
         filling = range(model.config.get_text_config().vocab_size, padded_vocabulary(model.config, self.split))
-        never = [*([] if unsampled is None else unsampled.tolist()), *filling]
-        self.unsampled = torch.tensor(never, device=self.device) if never else None
+        never = [*([] if suppressed_token_ids is None else suppressed_token_ids.tolist()), *filling]
+        self.suppressed_token_ids = torch.tensor(never, device=self.device) if never else None
         dtype = compute_dtype or (torch.bfloat16 if self.device.type == "cuda" else torch.float32)
         with cuda_calls_on_host(self.device):
             use_split(self.split, self.device)
-            self.data_group = parallel_state.get_data_parallel_group()
-            self.data_rank, self.data_world = self.data_group.rank(), self.data_group.size()
-            self.row_group = ranks_with_equal_rows(self.data_rank, self.data_world)
+            self.data_parallel_group = parallel_state.get_data_parallel_group()
+            self.data_parallel_rank = self.data_parallel_group.rank()
+            self.data_parallel_size = self.data_parallel_group.size()
+            self.model_parallel_group = make_model_parallel_group(self.data_parallel_rank, self.data_parallel_size)
             text = model.config.get_text_config()
             self.megatron_config = transformer_config(text, self.split, dtype, recompute=enable_gradient_checkpointing)
             self.model = build(
@@ -232,7 +233,7 @@ class MegatronEngine:
         """Megatron's schedule over the micro-batches; what `finish` reports of each, on the last stage alone."""
         if unknown := set(outputs) - set(self.known_outputs):
             raise ValueError(f"outputs: {sorted(unknown)} not known; there are {', '.join(self.known_outputs)}")
-        check_same_rows(batch, self.data_rank, self.data_world)
+        check_same_rows(batch, self.data_parallel_rank, self.data_parallel_size)
         if self.router_replay and "routed_experts" in batch.fields:
             check_routing(batch.routed_experts, self.megatron_config)
         pieces = list(micro_batches(batch, self.micro_batch_tokens, self.config))
@@ -275,7 +276,7 @@ class MegatronEngine:
         return Outputs(tensors, 0.0 * next(iter(kept.values()))[len(inputs.slots) :].sum())
 
     def _results(self, kept: Tensor, inputs: ModelInputs) -> dict[str, Tensor]:
-        options = {"suppress": self.unsampled, "group": parallel_state.get_tensor_model_parallel_group()}
+        options = {"suppress": self.suppressed_token_ids, "group": parallel_state.get_tensor_model_parallel_group()}
         if self.use_fused_kernels:
             weight = self.model.output_layer.weight
             if weight is None:  # tied, and on the same stage
@@ -288,14 +289,14 @@ class MegatronEngine:
 
     def global_sum(self, x: Tensor | float) -> Tensor:
         """Sum over data-parallel ranks, on the host."""
-        return all_reduce(torch.as_tensor(x), group=self.data_group)
+        return all_reduce(torch.as_tensor(x), group=self.data_parallel_group)
 
     def _metrics(self, reports: Sequence[Mapping[str, Tensor]]) -> dict[str, float]:
         """Metrics of all micro-batches and data-parallel ranks; the last stage has them, the others are told."""
         group = parallel_state.get_pipeline_model_parallel_group()
         totals: list[Any] = [None]
         if parallel_state.is_pipeline_last_stage():
-            totals = [reduce_metrics(add_up(reports), self.data_group)]
+            totals = [reduce_metrics(add_up(reports), self.data_parallel_group)]
         if group.size() > 1:
             dist.broadcast_object_list(totals, group=group, group_src=group.size() - 1)
         return totals[0]

@@ -26,7 +26,7 @@ from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedM
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
-from rlkit.data.packing import runs
+from rlkit.data.packing import concatenated_ranges
 from rlkit.engines.packing.ulysses import Ulysses, to_heads, to_tokens
 from rlkit.vlm.families import (
     IMAGES_SEE_THEMSELVES,
@@ -91,7 +91,7 @@ class Layout:
             return None
         own = zip(self.starts, self.lengths, strict=True)
         starts, lengths = zip(*(run for pair in zip(self.prefixes, own, strict=True) for run in pair), strict=True)
-        return runs(starts, lengths).to(self.device)
+        return concatenated_ranges(starts, lengths).to(self.device)
 
     @cached_property
     def blocks(self) -> list[Block]:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from rlkit.data.packing import runs
+from rlkit.data.packing import concatenated_ranges
 from rlkit.data.samples import Batch, Sample, prompt
 from rlkit.engines.packing.attention import Layout
 from rlkit.engines.packing.ulysses import Ulysses
@@ -181,11 +181,11 @@ def lay_out(
     sizes = [end - first for _, first, end in pieces]
     starts = [0, *accumulate(sizes)][:-1]
     prefixes = [(0, 0) if head is None else (starts[head], sizes[head]) for head in heads]
-    source = runs([row * width + first for row, first, _ in pieces], sizes)
+    source = concatenated_ranges([row * width + first for row, first, _ in pieces], sizes)
     place = torch.zeros(len(lengths) * width, dtype=torch.long)
     place[source] = torch.arange(len(source))
     begins, before = zip(*prefixes, strict=True)
-    place[runs([row * width for row, _, _ in pieces], before)] = runs(begins, before)
+    place[concatenated_ranges([row * width for row, _, _ in pieces], before)] = concatenated_ranges(begins, before)
     if short := -len(source) % multiple:
         starts, sizes, prefixes = [*starts, len(source)], [*sizes, short], [*prefixes, (0, 0)]
     return Layout(starts, sizes, prefixes, device), source, place

@@ -44,7 +44,7 @@ def micro_batches(
     and again for the videos, and the ranks gather its weights together. All ranks call this together.
 
     Args:
-        batch: this rank's rows, on the host; rows of equal `together` stay in one micro-batch.
+        batch: this rank's rows, on the host; rows of equal `micro_batch_group` stay in one micro-batch.
         budget: most tokens in a micro-batch; a longer row goes alone.
         config: of the model, for the blank image.
         share_prompts: rows of one prompt stay in one micro-batch, in which the prompt counts once.
@@ -54,13 +54,13 @@ def micro_batches(
             not known.
     """
     check_images(batch, config)
-    if "together" in batch.fields:
-        lengths, together = batch.lengths, batch.together.tolist()
+    if "micro_batch_group" in batch.fields:
+        lengths, together = batch.lengths, batch.micro_batch_group.tolist()
     elif share_prompts:
         lengths, together = shared_costs(batch)
     else:
         lengths, together = batch.lengths, None
-    pieces = token_budget_batches(lengths, budget, together=together)
+    pieces = token_budget_batches(lengths, budget, micro_batch_group=together)
     count = int(all_reduce(torch.tensor(len(pieces)), dist.ReduceOp.MAX))
     pieces += [[] for _ in range(count - len(pieces))]
     spec = position_spec(config)
@@ -70,7 +70,7 @@ def micro_batches(
         yield rows, blank_sample(config, image=image, video=video) if image or video or not rows else None
 
 
-def check_same_rows(batch: Batch, data_rank: int, data_world: int) -> None:
+def check_same_rows(batch: Batch, data_parallel_rank: int, data_parallel_size: int) -> None:
     """Ranks that compute together must have been given the same rows, or each would compute with part of its own.
 
     What a sampler or a model has computed for each token is not compared: it may be rounded differently.
@@ -83,11 +83,11 @@ def check_same_rows(batch: Batch, data_rank: int, data_world: int) -> None:
         if x.ndim == 1 or not x.is_floating_point():
             digest.update(x.contiguous().view(torch.uint8).numpy().tobytes())
     ranks = torch.zeros(dist.get_world_size(), 2, dtype=torch.long)
-    ranks[dist.get_rank()] = torch.tensor([data_rank, int.from_bytes(digest.digest(), "big")])
-    if len(set(map(tuple, all_reduce(ranks).tolist()))) > data_world:
+    ranks[dist.get_rank()] = torch.tensor([data_parallel_rank, int.from_bytes(digest.digest(), "big")])
+    if len(set(map(tuple, all_reduce(ranks).tolist()))) > data_parallel_size:
         raise ValueError(
-            "batch: ranks that compute together must be given the same rows, those of the engine's data_rank (of "
-            "data_world), and at least one came with others"
+            "batch: expected the same rows on all ranks of a model-parallel group, got different ones; give each rank "
+            "rows[engine.data_parallel_rank :: engine.data_parallel_size]"
         )
 
 
