@@ -37,7 +37,7 @@ from rlkit.data import Batch, collate, extend, prompt, token_budget_batches
 from rlkit.engines import checkpoint, make_engine
 from rlkit.engines.flops import batch_flops
 from rlkit.engines.packing.attention import use_packed_attention
-from rlkit.engines.packing.inputs import pack
+from rlkit.engines.packing.inputs import prepare_model_inputs
 from rlkit.losses import token_mean
 from rlkit.tracking import peak_flops
 
@@ -111,7 +111,8 @@ def bare_step(batch: Batch, budget: int) -> Step:
     model = text_model().train()
     use_packed_attention(model, packed=True)
     pieces = token_budget_batches(batch.lengths, budget)
-    inputs = [pack(batch.select(rows), None, torch.device("cpu"), share_prompts=False) for rows in pieces]
+    cpu = torch.device("cpu")
+    inputs = [prepare_model_inputs(batch.select(rows), None, cpu, share_prompts=False) for rows in pieces]
 
     def losses():
         for one in inputs:

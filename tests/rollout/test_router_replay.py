@@ -12,8 +12,8 @@ from rlkit.data import collate, extend
 from rlkit.data.samples import observe, prompt
 from rlkit.engines import make_engine
 from rlkit.engines.distributed import full_tensor
-from rlkit.engines.packing.inputs import pack
-from rlkit.engines.packing.ulysses import Ulysses
+from rlkit.engines.packing.inputs import prepare_model_inputs
+from rlkit.engines.packing.ulysses import UlyssesGroup
 from rlkit.engines.value_head import scoring_batch
 from rlkit.losses import token_mean
 from rlkit.rollout import Sampling, make_rollout
@@ -248,11 +248,11 @@ def test_ranks_that_share_a_row_have_their_part_of_its_routing():
     batch = collate(samples())
 
     def routing(**more):
-        inputs = pack(batch, None, torch.device("cpu"), router_replay=True, **more)
+        inputs = prepare_model_inputs(batch, None, torch.device("cpu"), router_replay=True, **more)
         return inputs.kwargs["routed_experts"], inputs.kwargs["input_ids"].shape[1]
 
     whole, tokens = routing()
-    parts, widths = zip(*(routing(ulysses=Ulysses(4, rank, None, None)) for rank in range(4)), strict=True)
+    parts, widths = zip(*(routing(ulysses=UlyssesGroup(4, rank, None, None)) for rank in range(4)), strict=True)
     assert len(whole) == tokens == 19 and [len(part) for part in parts] == [5] * 4 == [width // 4 for width in widths]
     assert torch.equal(torch.cat(parts)[:19], whole) and (torch.cat(parts)[19:] == -1).all()
 

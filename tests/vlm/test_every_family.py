@@ -19,7 +19,8 @@ from rlkit.data.pairs import answered, asking, chat_sample  # noqa: E402
 from rlkit.data.samples import check_tracks, prompt  # noqa: E402
 from rlkit.engines import make_engine  # noqa: E402
 from rlkit.engines.packing.attention import use_packed_attention  # noqa: E402
-from rlkit.engines.packing.inputs import blank_sample, pack  # noqa: E402
+from rlkit.engines.packing.inputs import prepare_model_inputs  # noqa: E402
+from rlkit.engines.packing.micro_batches import dummy_sample  # noqa: E402
 from rlkit.losses import token_mean  # noqa: E402
 from rlkit.rollout import Sampling, make_rollout  # noqa: E402
 from rlkit.vlm import (  # noqa: E402
@@ -174,9 +175,9 @@ def test_a_blank_image_changes_no_number(family):
     base, rows = model(family), batch(family).select([0, 1])
     use_packed_attention(base)
     found = []
-    for blank in (None, blank_sample(base.config, image=True)):
-        inputs = pack(rows, position_spec(base.config), torch.device("cpu"), blank=blank)
-        scores = inputs.kept(base(**inputs.kwargs, use_cache=False).logits).log_softmax(-1)
+    for dummy in (None, dummy_sample(base.config, image=True)):
+        inputs = prepare_model_inputs(rows, position_spec(base.config), torch.device("cpu"), dummy=dummy)
+        scores = inputs.select_outputs(base(**inputs.kwargs, use_cache=False).logits).log_softmax(-1)
         logprobs = inputs.scatter(scores.gather(1, inputs.targets[:, None])[:, 0])
         found.append((logprobs.detach(), gradients(base, logprobs.sum())))
     (plain, without), (came, gradient) = found

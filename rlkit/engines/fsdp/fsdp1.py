@@ -1,8 +1,8 @@
-"""The FSDP1 engine: `FullyShardedDataParallel`, for those whose set-up still needs it; all else is the fsdp2 engine's.
+"""The FSDP1 engine: `FullyShardedDataParallel`, for set-ups that still need it; all else is as in the fsdp2 engine.
 
     engine = make_engine("fsdp1", model=model, optimizer=lambda params: AdamW(params, lr=1e-5))
 
-Checkpoints are those of fsdp2: either engine loads the other's. What FSDP1 is not made for is refused by name.
+Its checkpoints are those of fsdp2: either engine loads the other's. Options that FSDP1 does not support are refused.
 """
 
 from __future__ import annotations
@@ -22,15 +22,18 @@ from torch.distributed.fsdp.wrap import CustomPolicy
 
 from rlkit.engines.distributed import full_tensor
 from rlkit.engines.fsdp.fsdp2 import Fsdp2Engine, Fsdp2ValueEngine
-from rlkit.engines.fsdp.sharded_loading import on_meta
-from rlkit.engines.fsdp.sharding import units
+from rlkit.engines.fsdp.sharded_loading import has_meta_weights
+from rlkit.engines.fsdp.sharding import fsdp_units
 from rlkit.vlm.loading import copy_with
 
-# options of fsdp2 that are left out here, and what they are when they are not used
-LEFT_OUT = {
-    "fsdp_size": None, "tensor": 1, "ulysses_sequence_parallel_size": 1, "use_fused_kernels": False,
+# options of the fsdp2 engine that are not supported, and the value that each may have
+UNSUPPORTED = {
+    "fsdp_size": None,
+    "tensor": 1,
+    "ulysses_sequence_parallel_size": 1,
+    "use_fused_kernels": False,
     "router_replay": False,
-}  # fmt: skip
+}
 
 
 class Fsdp1Engine(Fsdp2Engine):
@@ -38,79 +41,79 @@ class Fsdp1Engine(Fsdp2Engine):
 
     Args:
         model: from transformers, without adapters.
-        options: those of `Fsdp2Engine`, without `fsdp_size`, `tensor`, `ulysses_sequence_parallel_size`,
+        options: those of `Fsdp2Engine` except `fsdp_size`, `tensor`, `ulysses_sequence_parallel_size`,
             `use_fused_kernels` and `router_replay`.
 
     Raises:
-        ValueError: an option that is left out, or a model with adapters or without its weights.
+        ValueError: an unsupported option, or a model with adapters or without its weights.
     """
 
     def __init__(self, *, model: Any, **options: Any) -> None:
-        for name, unused in LEFT_OUT.items():
-            if options.get(name, unused) != unused:
-                raise ValueError(f"{name}={options[name]}: not in the fsdp1 engine; use the fsdp2 engine")
+        for name, supported in UNSUPPORTED.items():
+            if (value := options.get(name, supported)) != supported:
+                raise ValueError(f"{name}: expected {supported} in the fsdp1 engine, got {value}; use the fsdp2 engine")
         if hasattr(model, "get_base_model"):
-            raise ValueError("model: the fsdp1 engine takes none with adapters; use the fsdp2 engine")
-        if on_meta(model):
-            raise ValueError("model: its weights are on the meta device, read ones expected: load_model(path)")
+            raise ValueError("model: expected no adapters in the fsdp1 engine, got some; use the fsdp2 engine")
+        if has_meta_weights(model):
+            raise ValueError("model: expected weights that are read, got the meta device; use load_model(path)")
         self.names = [name for name, _ in model.named_parameters()]
         super().__init__(model=model, **options)
 
     def _shard(self, model: Any, dtype: torch.dtype, mesh: DeviceMesh) -> Any:
-        parts = {module: {"mixed_precision": _precision(x)} for module, x in units(model, self.base, dtype).items()}
-        with warnings.catch_warnings():  # one process is told that it has nothing to shard
+        units = {
+            module: {"mixed_precision": _precision(x)} for module, x in fsdp_units(model, self.base, dtype).items()
+        }
+        with warnings.catch_warnings():  # FSDP1 warns a single process that there is nothing to shard
             warnings.simplefilter("ignore", UserWarning)
             module = FullyShardedDataParallel(
                 model,
                 device_mesh=mesh,
                 device_id=self.device,
-                auto_wrap_policy=CustomPolicy(lambda module: parts.get(module, False)),
+                auto_wrap_policy=CustomPolicy(lambda module: units.get(module, False)),
                 mixed_precision=_precision(dtype),
                 use_orig_params=True,
             )
-        module.register_comm_hook(mesh.get_group(), _add_up)
+        module.register_comm_hook(mesh.get_group(), _sum_gradients)
         return module
 
     def _clip(self) -> Tensor:
         return self.module.clip_grad_norm_(self.max_grad_norm)
 
     def _reshard(self) -> None:
-        """FSDP1 reads and writes parameters in their shards by itself."""
+        """FSDP1 reads and writes sharded parameters by itself."""
 
     def _weights(self, bucket_bytes: int = 0) -> Iterator[tuple[str, Tensor]]:
-        """One at a time, whatever the bucket: each rank makes a copy of its part of the model first."""
+        """One tensor at a time, whatever `bucket_bytes` is; each rank first copies its part of the model."""
         parts: dict[str, Any] = get_model_state_dict(self.module)
         for name in self.names:
             yield name, full_tensor(parts.pop(name))
 
     @contextmanager
     def gathered(self) -> Iterator[Any]:
-        """The model with whole weights, a copy on every rank that is gone when the context ends: sampling gathers them
-        once."""
+        """Yield a copy of the model with full weights on every rank, for sampling; it is freed after the context."""
         yield copy_with(self.base, dict(self.get_per_tensor_param())).to(self.device)
 
     def to(self, device: torch.device | str, *, model: bool = True, optimizer: bool = True) -> None:
-        """Move optimizer state. FSDP1 keeps its weights where they are.
+        """Move optimizer state; FSDP1 cannot move its weights.
 
         Raises:
-            ValueError: the model was to be moved.
+            ValueError: `model` with another device than the weights are on.
         """
         if model and torch.device(device).type != self.device.type:
-            raise ValueError("to: FSDP1 does not let its weights be moved; model=False, or the fsdp2 engine, expected")
+            raise ValueError("to: expected model=False in the fsdp1 engine, got True; use the fsdp2 engine")
         super().to(device, model=False, optimizer=optimizer)
 
 
 class Fsdp1ValueEngine(Fsdp1Engine, Fsdp2ValueEngine):
-    """As `Fsdp1Engine`, of a value or reward model, see `Fsdp2ValueEngine`."""
+    """`Fsdp1Engine` for a value or reward model, see `Fsdp2ValueEngine`."""
 
 
 def _precision(dtype: torch.dtype) -> MixedPrecision:
     return MixedPrecision(param_dtype=dtype, reduce_dtype=torch.float32)
 
 
-def _add_up(group: dist.ProcessGroup, gradient: Tensor, shard: Tensor | None = None) -> None:
-    """The sum of the ranks' gradients, of which each keeps its shard; FSDP1 by itself gives the mean. One process has
-    no shards."""
+def _sum_gradients(group: dist.ProcessGroup, gradient: Tensor, shard: Tensor | None = None) -> None:
+    """Communication hook: gradients are summed over ranks, where FSDP1 averages them. One process has no shards."""
     if shard is None:
         dist.all_reduce(gradient, group=group)
     else:

@@ -1,15 +1,15 @@
-"""A packed row spread over context-parallel ranks, and attention over it where Transformer Engine is absent.
+"""A packed row sharded over context-parallel ranks, and attention over it without Transformer Engine.
 
-Under context parallelism of degree C each sequence is padded to a multiple of 2 C tokens and cut into 2 C pieces; rank
-r holds the r-th from the front and the r-th from the back, so that causal attention costs every rank the same. The
-order is Megatron's own and Transformer Engine's.
+With C context-parallel ranks each sequence is padded to a multiple of 2 C tokens and cut into 2 C chunks. Rank r has
+chunk r from the front and chunk r from the back, so that causal attention costs all ranks the same. Megatron and
+Transformer Engine use the same order.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from megatron.core import parallel_state
@@ -18,126 +18,166 @@ from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
 from torch import Tensor, nn
 
 from rlkit.data.packing import concatenated_ranges
-from rlkit.engines.packing.attention import Layout, varlen_attention
+from rlkit.engines.packing.attention import varlen_attention
 from rlkit.engines.packing.inputs import ModelInputs
+from rlkit.engines.packing.layout import PackedLayout
 
 
 @dataclass
-class PackedRow(PackedSeqParams):
-    """What Megatron is told of a packed row, and what `PackedAttention` asks of it.
+class PackedRowParams(PackedSeqParams):
+    """Megatron's description of a packed row, with what `PackedAttention` and the model need beside it.
 
     Attributes:
-        layout: of this rank's tokens; under context parallelism their keys are its own and then those of the row.
-        order: where each token of the padded row stands among the tokens of all context ranks; None for one rank.
-        source: [n] where each of this rank's tokens stands in the row before padding; -1 for padding.
-        routing: [n, layers, K] experts that each of them goes to, see rlkit.vlm.routers; None if the routers choose.
+        layout: of this rank's tokens. With context parallelism their keys are this rank's own, followed by all of the
+            row's.
+        gather_order: where each token of the padded row stands among the tokens of all context ranks, rank by rank;
+            None for one rank.
+        source: [n] position of each of this rank's tokens in the row before padding; -1 for padding.
+        routed_experts: [n, layers, K] experts for these tokens, see rlkit.vlm.routers; None if the routers choose.
     """
 
-    layout: Layout | None = None
-    order: Tensor | None = None
+    layout: PackedLayout | None = None
+    gather_order: Tensor | None = None
     source: Tensor | None = None
-    routing: Tensor | None = None
+    routed_experts: Tensor | None = None
 
 
-def share_of_row(inputs: ModelInputs, *, ranks: int, rank: int, multiple: int, on_host: bool) -> ModelInputs:
-    """This context rank's part of a packed row, in Megatron's arguments.
+class _PaddedSequences(NamedTuple):
+    """The sequences of a packed row, each padded for context parallelism.
+
+    Attributes:
+        starts: S + 1 boundaries in the padded row.
+        lengths: of the S padded sequences.
+        source: position in the row before padding of each token of the padded row; -1 for padding.
+    """
+
+    starts: list[int]
+    lengths: list[int]
+    source: Tensor
+
+
+def context_parallel_inputs(
+    inputs: ModelInputs, *, ranks: int, rank: int, multiple: int, boundaries_on_host: bool
+) -> ModelInputs:
+    """This context-parallel rank's part of a packed row, as arguments of Megatron's model.
 
     Args:
-        inputs: the row, as `rlkit.engines.packing.inputs.pack` lays it out with `share_prompts=False`.
+        inputs: of the whole row, from `prepare_model_inputs` with `share_prompts=False`.
         ranks, rank: of the context-parallel group.
-        multiple: what the length of each rank's part must divide by (the degree of sequence parallelism).
-        on_host: leave the boundaries on the host, where Megatron's own rotary embedding reads them; Transformer Engine
-            wants them on the device.
+        multiple: that the length of each rank's part must be divisible by: the degree of sequence parallelism.
+        boundaries_on_host: keep `cu_seqlens` on the host, where Megatron's rotary embedding reads them; Transformer
+            Engine needs them on the device.
     """
-    ids, whole = inputs.kwargs["input_ids"], inputs.kwargs["packed_layout"]
-    device, pieces = ids.device, 2 * ranks if ranks > 1 else 1
-    padded = [-(-length // pieces) * pieces for length in whole.lengths]
-    padded[-1] += -sum(padded) % (pieces * multiple)
-    starts = [0, *accumulate(padded)]
-    source = torch.full((starts[-1],), -1)  # [padded N], place in the row before padding
-    source[concatenated_ranges(starts[:-1], whole.lengths)] = torch.arange(ids.shape[1])
-    mine = concatenated_ranges(*_pieces(starts, padded, ranks, rank))
-    order = None
-    if ranks > 1:
-        everyone = torch.cat([concatenated_ranges(*_pieces(starts, padded, ranks, r)) for r in range(ranks)])
-        order = torch.empty_like(everyone)
-        order[everyone] = torch.arange(len(everyone))
-        order = order.to(device)
-
-    taken = source[mine]
-    real = (taken >= 0).nonzero()[:, 0]
-    place = torch.full((ids.shape[1],), -1)  # of each token of the row among mine
-    place[taken[real]] = real
-    fill, real = taken.clamp(min=0).to(device), real.to(device)
-    tokens = ids.new_zeros(1, len(mine)).index_copy(1, real, ids[:, fill[real]])
-    positions = inputs.kwargs["position_ids"][..., source.clamp(min=0).to(device)]  # Megatron takes this rank's part
-
-    routing = inputs.kwargs.get("routed_experts")
-    if routing is not None:
-        routing = routing[fill].masked_fill((taken < 0).to(device)[:, None, None], -1)
-    keep = place.to(device)[inputs.keep]
-    here = keep >= 0
-    keep, targets, slots = keep[here], inputs.targets[here], inputs.slots[here[: len(inputs.slots)]]
-    if not len(keep):
-        keep, targets = keep.new_zeros(1), targets.new_zeros(1)
-    bounds = torch.tensor(starts, dtype=torch.int32, device="cpu" if on_host else device)
-    row = PackedRow(
+    ids = inputs.kwargs["input_ids"]
+    device = ids.device
+    padded = _pad_sequences(inputs.kwargs["packed_layout"], ranks, multiple)
+    source = padded.source[concatenated_ranges(*_chunks(padded, ranks, rank))]  # of this rank's tokens
+    source_on_device, is_token = source.clamp(min=0).to(device), (source >= 0).to(device)
+    row_positions = padded.source.clamp(min=0).to(device)  # of the whole row: Megatron selects this rank's
+    kwargs = {
+        "input_ids": torch.where(is_token, ids[0, source_on_device], 0)[None],
+        "position_ids": inputs.kwargs["position_ids"][..., row_positions],
+        "attention_mask": None,
+    }
+    routed_experts = inputs.kwargs.get("routed_experts")
+    if routed_experts is not None:
+        routed_experts = routed_experts[source_on_device].masked_fill(~is_token[:, None, None], -1)
+    cu_seqlens = torch.tensor(padded.starts, dtype=torch.int32, device="cpu" if boundaries_on_host else device)
+    gather_order = _gather_order(padded, ranks)
+    kwargs["packed_seq_params"] = PackedRowParams(
         qkv_format="thd",
-        cu_seqlens_q=bounds,
-        cu_seqlens_kv=bounds,
-        max_seqlen_q=max(padded),
-        max_seqlen_kv=max(padded),
-        layout=_local_layout(starts, padded, ranks, rank, device),
-        order=order,
-        source=taken.to(device),
-        routing=routing,
+        cu_seqlens_q=cu_seqlens,
+        cu_seqlens_kv=cu_seqlens,
+        max_seqlen_q=max(padded.lengths),
+        max_seqlen_kv=max(padded.lengths),
+        layout=_local_layout(padded, ranks, rank, device),
+        gather_order=None if gather_order is None else gather_order.to(device),
+        source=source.to(device),
+        routed_experts=routed_experts,
     )
-    kwargs = {"input_ids": tokens, "position_ids": positions, "attention_mask": None, "packed_seq_params": row}
-    return ModelInputs(kwargs, keep, targets, slots, inputs.shape)
+    return _select_local_tokens(inputs, kwargs, source, ids.shape[1])
 
 
-def _pieces(starts: list[int], padded: list[int], ranks: int, rank: int) -> tuple[list[int], list[int]]:
-    """Starts and lengths, in the padded row, of what one context rank holds."""
+def _pad_sequences(layout: PackedLayout, ranks: int, multiple: int) -> _PaddedSequences:
+    chunks = 2 * ranks if ranks > 1 else 1
+    lengths = [-(-length // chunks) * chunks for length in layout.lengths]
+    lengths[-1] += -sum(lengths) % (chunks * multiple)
+    starts = [0, *accumulate(lengths)]
+    source = torch.full((starts[-1],), -1)
+    source[concatenated_ranges(starts[:-1], layout.lengths)] = torch.arange(sum(layout.lengths))
+    return _PaddedSequences(starts, lengths, source)
+
+
+def _chunks(padded: _PaddedSequences, ranks: int, rank: int) -> tuple[list[int], list[int]]:
+    """Starts and lengths, in the padded row, of the chunks that one context-parallel rank has."""
     if ranks == 1:
-        return [0], [starts[-1]]
-    begins, sizes = [], []
-    for start, length in zip(starts, padded, strict=False):
+        return [0], [padded.starts[-1]]
+    starts, lengths = [], []
+    for start, length in zip(padded.starts, padded.lengths, strict=False):
         size = length // (2 * ranks)
-        begins += [start + rank * size, start + (2 * ranks - 1 - rank) * size]
-        sizes += [size, size]
-    return begins, sizes
+        starts += [start + rank * size, start + (2 * ranks - 1 - rank) * size]
+        lengths += [size, size]
+    return starts, lengths
 
 
-def _local_layout(starts: list[int], padded: list[int], ranks: int, rank: int, device: torch.device) -> Layout:
-    """Of one rank's tokens. Each piece of a sequence attends to what lies before it, which is found in the whole row
-    that stands behind the rank's own tokens."""
+def _gather_order(padded: _PaddedSequences, ranks: int) -> Tensor | None:
+    """`gather_order` of `PackedRowParams`."""
     if ranks == 1:
-        return Layout(starts[:-1], padded, [(0, 0)] * len(padded), device)
-    begins, sizes = _pieces(starts, padded, ranks, rank)
-    own = sum(sizes)
-    firsts = [start for start in starts[:-1] for _ in range(2)]
-    before = [(own + first, begin - first) for first, begin in zip(firsts, begins, strict=True)]
-    return Layout([0, *accumulate(sizes)][:-1], sizes, before, device)
+        return None
+    gathered = torch.cat([concatenated_ranges(*_chunks(padded, ranks, rank)) for rank in range(ranks)])
+    order = torch.empty_like(gathered)
+    order[gathered] = torch.arange(len(gathered))
+    return order
+
+
+def _local_layout(padded: _PaddedSequences, ranks: int, rank: int, device: torch.device) -> PackedLayout:
+    """The layout of one rank's tokens.
+
+    Each chunk attends to the tokens of its sequence before it. These are found in the whole row, whose keys follow the
+    rank's own keys.
+    """
+    if ranks == 1:
+        return PackedLayout(padded.starts[:-1], padded.lengths, [(0, 0)] * len(padded.lengths), device)
+    starts, lengths = _chunks(padded, ranks, rank)
+    own = sum(lengths)
+    sequence_starts = [start for start in padded.starts[:-1] for _ in range(2)]  # two chunks of each sequence
+    prefixes = [(own + first, start - first) for first, start in zip(sequence_starts, starts, strict=True)]
+    return PackedLayout([0, *accumulate(lengths)][:-1], lengths, prefixes, device)
+
+
+def _select_local_tokens(inputs: ModelInputs, kwargs: dict[str, Any], source: Tensor, row_length: int) -> ModelInputs:
+    """The scored tokens of the row that this rank has, with positions among its own tokens."""
+    is_token = source >= 0
+    local_position = torch.full((row_length,), -1)
+    local_position[source[is_token]] = is_token.nonzero()[:, 0]
+    positions = local_position.to(inputs.logits_to_keep.device)[inputs.logits_to_keep]
+    is_local = positions >= 0
+    positions, targets = positions[is_local], inputs.targets[is_local]
+    output_indices = inputs.output_indices[is_local[: len(inputs.output_indices)]]
+    if not len(positions):  # the model needs at least one position
+        positions, targets = positions.new_zeros(1), targets.new_zeros(1)
+    return ModelInputs(kwargs, positions, targets, output_indices, inputs.shape)
 
 
 class PackedAttention(nn.Module):
-    """Megatron's core attention for packed rows; keys and values of the whole row are gathered over context ranks."""
+    """Megatron's core attention for packed rows; context ranks gather the keys and values of the whole row."""
 
     def __init__(self, config: Any, *args: Any, softmax_scale: float | None = None, **kwargs: Any) -> None:
         super().__init__()
         self.scale = softmax_scale
 
     def forward(
-        self, query: Tensor, key: Tensor, value: Tensor, *args: Any, packed_seq_params: PackedRow, **kwargs: Any
+        self, query: Tensor, key: Tensor, value: Tensor, *args: Any, packed_seq_params: PackedRowParams, **kwargs: Any
     ) -> Tensor:
-        """[n, heads, D] queries, [n, key heads, D] keys and values of this rank's tokens -> [n, heads, D]."""
-        if packed_seq_params.order is not None:
-            key, value = (torch.cat([x, _gather(x, packed_seq_params.order)]) for x in (key, value))
+        """[n, heads, D] queries, [n, key-value heads, D] keys and values of this rank's tokens -> [n, heads, D]."""
+        order = packed_seq_params.gather_order
+        if order is not None:
+            key, value = (torch.cat([x, _gather_row(x, order)]) for x in (key, value))
         assert packed_seq_params.layout is not None
         return varlen_attention(query, key, value, packed_seq_params.layout, scale=self.scale)
 
 
-def _gather(x: Tensor, order: Tensor) -> Tensor:
-    """Every context rank's tokens in the order of the row; backward adds up what the ranks did with them."""
+def _gather_row(x: Tensor, order: Tensor) -> Tensor:
+    """The tokens of all context ranks, in the order of the row; backward sums the gradients of all ranks."""
     group = parallel_state.get_context_parallel_group()
     return gather_from_sequence_parallel_region(x.contiguous(), group=group).index_select(0, order)

@@ -1,14 +1,26 @@
-"""Megatron-Core on a CPU: its CUDA-only calls answered by the host, for as long as a `with` block lasts."""
+"""Megatron-Core on a CPU: CUDA calls that the host answers within a `with` block, and MoE parts that need no CUDA.
+
+Megatron-Core has no CPU mode. Where it has an extension point, a class of ours is used there. A few functions are left
+that can only be replaced; `cuda_calls_on_host` replaces them while it is active and restores them afterwards. The list
+with the reason for each is in tests/test_house_rules.py, which knows no other replacements.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from typing import Any
 from unittest.mock import patch
 
 import torch
-from torch import Tensor
+import torch.nn.functional as F
+from megatron.core.tensor_parallel import random
+from megatron.core.transformer.moe.moe_layer import MoELayer
+from megatron.core.transformer.moe.moe_utils import get_default_pg_collection
+from megatron.core.transformer.moe.router import TopKRouter
+from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispatcher
+from megatron.core.transformer.spec_utils import ModuleSpec
+from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 HOST = torch.device("cpu")
@@ -16,10 +28,9 @@ HOST = torch.device("cpu")
 
 @contextmanager
 def cuda_calls_on_host(device: torch.device) -> Iterator[None]:
-    """Within it, what Megatron asks of CUDA by name happens on the host; on a GPU it changes nothing.
+    """Within the block, tensors that Megatron makes on the current CUDA device are on the host instead.
 
-    Megatron makes tensors on `torch.cuda.current_device()` or "cuda", waits for that device, keeps its random states,
-    and knows parameters by type names such as "torch.cuda.FloatTensor". All is as it was when the block ends.
+    On a GPU it changes nothing.
 
     Args:
         device: on which the model runs.
@@ -27,35 +38,21 @@ def cuda_calls_on_host(device: torch.device) -> Iterator[None]:
     if device.type != "cpu":
         yield
         return
-    from megatron.core.tensor_parallel import random
-    from megatron.core.transformer.moe import moe_utils, token_dispatcher
-
-    stream = _Stream()
-    answers: list[tuple[Any, str, Any]] = [
-        (torch.cuda, "current_device", lambda: HOST),
-        (torch.cuda, "synchronize", _nothing),
-        (torch.cuda, "current_stream", lambda: stream),
-        (torch.cuda, "stream", nullcontext),
-        (token_dispatcher.MoEAlltoAllTokenDispatcher, "cuda_dtoh_stream", stream),
-        (token_dispatcher, "maybe_move_tensor_to_cpu", _already_there),
-        (torch.cuda.nvtx, "range_push", _nothing),
-        (torch.cuda.nvtx, "range_pop", _nothing),
-        (torch.cuda, "get_rng_state", _get_rng_state),
-        (torch.cuda, "manual_seed", torch.default_generator.manual_seed),
-        (random, "_get_cuda_rng_state", _get_rng_state),
-        (random, "_set_cuda_rng_state", _set_rng_state),
-    ]
     with ExitStack() as stack:
-        for owner, name, answer in answers:
-            stack.enter_context(patch.object(owner, name, answer))
-        if not hasattr(moe_utils, "te_general_gemm"):  # 0.16.1 asks for it where Transformer Engine is absent too
-            stack.enter_context(patch.object(moe_utils, "te_general_gemm", None, create=True))
-        stack.enter_context(_HostTensors())
+        stack.enter_context(patch.object(torch.cuda, "current_device", _host))
+        stack.enter_context(patch.object(torch.cuda, "synchronize", _do_nothing))
+        stack.enter_context(patch.object(random, "_get_cuda_rng_state", _get_rng_state))
+        stack.enter_context(patch.object(random, "_set_cuda_rng_state", _set_rng_state))
+        stack.enter_context(patch.object(MoEAlltoAllTokenDispatcher, "cuda_dtoh_stream", "unused"))
+        stack.enter_context(_TensorsOnHost())
         yield
 
 
-class _HostTensors(TorchFunctionMode):
-    """Tensors asked for on CUDA, or moved there, are on the host; their type names say CUDA all the same."""
+class _TensorsOnHost(TorchFunctionMode):
+    """Tensors that are made on CUDA, or moved there, are on the host; their type names are those of CUDA tensors.
+
+    Megatron recognises parameters by names such as "torch.cuda.FloatTensor".
+    """
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -70,23 +67,12 @@ class _HostTensors(TorchFunctionMode):
         return func(*args, **kwargs)
 
 
-class _Stream:
-    """The one there is: what is asked of it has happened when the call returns."""
-
-    def record_event(self) -> _Stream:
-        return self
-
-    def synchronize(self) -> None:
-        pass
+def _host() -> torch.device:
+    return HOST
 
 
-def _already_there(x: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
-    """Counts of tokens, on their way to a call that takes no tensors."""
-    return x.numpy() if as_numpy and isinstance(x, Tensor) else x
-
-
-def _nothing(*args: Any, **kwargs: Any) -> None:
-    pass
+def _do_nothing() -> None:
+    """The host has nothing to wait for."""
 
 
 def _get_rng_state(*args: Any, **kwargs: Any) -> Tensor:
@@ -95,3 +81,34 @@ def _get_rng_state(*args: Any, **kwargs: Any) -> Tensor:
 
 def _set_rng_state(state: Tensor, *args: Any, **kwargs: Any) -> None:
     torch.set_rng_state(state)
+
+
+def use_host_router(mlp: ModuleSpec) -> None:
+    """Set a router that needs no Transformer Engine in the specification of an MoE layer."""
+    mlp.submodules.router = _HostRouter
+
+
+class _HostRouter(TopKRouter):
+    """A router whose logits are a plain matrix product: Megatron 0.16.1 needs Transformer Engine's here."""
+
+    def gating(self, input: Tensor) -> Tensor:
+        return F.linear(input, self.weight.to(input.dtype))
+
+
+def use_host_token_dispatchers(model: nn.Module) -> None:
+    """Replace the token dispatchers of a model's MoE layers by ones that need no CUDA stream."""
+    for layer in model.modules():
+        if isinstance(layer, MoELayer):
+            experts = layer.num_local_experts, layer.local_expert_indices
+            layer.token_dispatcher = _HostTokenDispatcher(*experts, layer.config, get_default_pg_collection())
+
+
+class _HostTokenDispatcher(MoEAlltoAllTokenDispatcher):
+    """Sends tokens to their experts; the counts of tokens are on the host already and need no CUDA stream."""
+
+    def _maybe_dtoh_and_synchronize(self, point: str, tokens_per_expert: Tensor | None = None) -> Tensor | None:
+        if point == self.cuda_dtoh_point:
+            for name in ("input_splits", "output_splits", "output_splits_tp"):
+                splits = getattr(self, name)
+                setattr(self, name, splits.numpy() if isinstance(splits, Tensor) else splits)
+        return tokens_per_expert

@@ -1,20 +1,20 @@
-"""Megatron's distributed optimizer around an AdamW of the caller's, and its state under Hugging Face names.
+"""Megatron's distributed optimizer around the caller's AdamW, and its state under Hugging Face names.
 
-Megatron's own checkpoints of it are not used: without Transformer Engine they give all parameters one step counter on
-loading, and the second update after it goes wrong. What is saved here are whole tensors under Hugging Face names, each
-by one rank, in the form in which the fsdp2 engine saves, with all experts of a layer in one: any split reads them, and
-either engine.
+Megatron's own checkpoints of the optimizer are not used: without Transformer Engine they give all parameters one step
+counter on loading, and the second update after that is wrong. Checkpoints hold full tensors under Hugging Face names,
+each saved by one rank, in the form of the fsdp2 engine. They can be loaded with any parallelism and by either engine.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from operator import itemgetter
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
-from megatron.core.distributed import DistributedDataParallel
+from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 from megatron.core.optimizer import OptimizerConfig
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.transformer.transformer_config import TransformerConfig
@@ -22,38 +22,55 @@ from torch import Tensor, nn
 
 from rlkit.engines.distributed import all_reduce
 from rlkit.engines.megatron.weights import (
-    all_parts,
-    fuse,
-    is_copy,
-    is_spread_expert,
-    joined,
+    MappedParameter,
+    files_to_module,
+    gather_parts,
+    hf_to_megatron,
+    is_expert_parallel,
+    is_tied_copy,
+    local_part,
+    megatron_to_hf,
     module_name,
-    own_part,
-    split,
-    taken_apart,
+    module_to_file,
 )
 
-Named = Sequence[tuple[nn.Parameter, tuple[str, ...]]]
 MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
-def shard_optimizer(
-    make: Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer], module: DistributedDataParallel
-) -> tuple[DistributedOptimizer, dict[nn.Parameter, int]]:
-    """Each data-parallel rank keeps and steps its share of the float32 weights and moments.
+MakeOptimizer = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
 
-    Returns:
-        The optimizer, and which of the caller's parameter groups each parameter is in.
+
+def wrap_model(
+    model: nn.Module, config: TransformerConfig, make: MakeOptimizer
+) -> tuple[DistributedDataParallel, DistributedOptimizer, dict[nn.Parameter, int]]:
+    """Megatron's data parallelism around a model, and what `make_distributed_optimizer` returns for it.
 
     Raises:
-        ValueError: an optimizer that is not an AdamW.
+        ValueError: a pipeline stage without trained parameters.
+    """
+    trained = torch.tensor(sum(p.requires_grad for p in model.parameters()))
+    if not all_reduce(trained, dist.ReduceOp.MIN):
+        raise ValueError("pipeline: expected trained parameters in every stage, got a stage without any")
+    options = DistributedDataParallelConfig(use_distributed_optimizer=True, grad_reduce_in_fp32=True)
+    module = DistributedDataParallel(config, options, model)
+    return module, *make_distributed_optimizer(make, module)
+
+
+def make_distributed_optimizer(
+    make: MakeOptimizer, module: DistributedDataParallel
+) -> tuple[DistributedOptimizer, dict[nn.Parameter, int]]:
+    """An optimizer of which each data-parallel rank keeps and steps a shard of the float32 weights and moments.
+
+    Returns:
+        The optimizer, and for each parameter the number of its parameter group in the caller's optimizer.
+
+    Raises:
+        ValueError: the caller's optimizer is not a plain AdamW.
     """
     optimizer = make([p for p in module.parameters() if p.requires_grad])
     if not isinstance(optimizer, torch.optim.AdamW) or optimizer.defaults.get("amsgrad"):
-        came = type(optimizer).__name__
-        raise ValueError(
-            f"optimizer: torch.optim.AdamW without amsgrad expected, came {came}; Megatron shards no other"
-        )
+        got = type(optimizer).__name__
+        raise ValueError(f"optimizer: expected torch.optim.AdamW without amsgrad in the megatron engine, got {got}")
     groups = {p: i for i, group in enumerate(optimizer.param_groups) for p in group["params"]}
     config = OptimizerConfig(
         optimizer="adam",
@@ -61,11 +78,11 @@ def shard_optimizer(
         params_dtype=module.config.params_dtype,
         use_distributed_optimizer=True,
     )
-    sharded = DistributedOptimizer(
+    distributed = DistributedOptimizer(
         optimizer,
         config,
-        None,  # no loss scale
-        None,
+        grad_scaler=None,
+        init_state_fn=None,
         model_chunks=[module],
         per_model_buffers={0: module.buffers, 1: module.expert_parallel_buffers},
         data_parallel_group=parallel_state.get_data_parallel_group(with_context_parallel=True),
@@ -73,122 +90,157 @@ def shard_optimizer(
         data_parallel_group_idx=0,
         distributed_optimizer_instance_id=0,
     )
-    sharded.grad_stats_parallel_group = dist.group.WORLD
-    sharded.tp_group = parallel_state.get_tensor_model_parallel_group()
+    distributed.grad_stats_parallel_group = dist.group.WORLD
+    distributed.tp_group = parallel_state.get_tensor_model_parallel_group()
     for group in optimizer.param_groups:
-        on_device = group["fused"] or group["capturable"]  # where AdamW itself would keep its counter
+        step_on_device = group["fused"] or group["capturable"]  # as AdamW itself does
         for shard in group["params"]:
             optimizer.state[shard] = {name: torch.zeros_like(shard) for name in MOMENTS}
-            optimizer.state[shard]["step"] = torch.zeros((), device=shard.device if on_device else "cpu")
-    return sharded, groups
+            optimizer.state[shard]["step"] = torch.zeros((), device=shard.device if step_on_device else "cpu")
+    return distributed, groups
 
 
-def shard_of(optimizer: DistributedOptimizer, parameter: nn.Parameter) -> tuple[slice, dict[str, Tensor]] | None:
-    """Which of a parameter's numbers this rank keeps, and their float32 weights ("param") and state; None for none."""
+# --- values of one parameter
+
+
+def local_shard(optimizer: DistributedOptimizer, parameter: nn.Parameter) -> tuple[slice, dict[str, Tensor]] | None:
+    """This rank's shard of a parameter: its range in the flat parameter, and its float32 weights ("param") and state.
+
+    None if this rank keeps nothing of the parameter.
+    """
     if parameter not in optimizer.model_param_gbuf_map:
         return None
     span = optimizer._get_model_param_range_map(parameter)["param"]
     return slice(span.start, span.end), optimizer._get_main_param_and_optimizer_states(parameter)
 
 
-def whole_state(
-    optimizer: DistributedOptimizer, parameter: nn.Parameter, pick: Callable[[dict[str, Tensor]], Tensor]
+def gather_state(
+    optimizer: DistributedOptimizer, parameter: nn.Parameter, select: Callable[[dict[str, Tensor]], Tensor]
 ) -> Tensor:
-    """What the ranks of a stage keep of a parameter's weights or state, put together: float32, on each of them."""
-    whole = torch.zeros(parameter.numel(), dtype=torch.float32, device=parameter.device)
-    if (kept := shard_of(optimizer, parameter)) is not None:
-        span, tensors = kept
-        whole[span] = pick(tensors)
-    data = parallel_state.get_data_parallel_group(with_context_parallel=True)
-    if is_spread_expert(parameter):
-        data = parallel_state.get_expert_data_parallel_group()
-    dist.all_reduce(whole, group=data)
-    return all_parts(whole.view_as(parameter), parameter)
-
-
-def place(parameter: nn.Parameter, optimizer: DistributedOptimizer | None, tensors: dict[str, Tensor]) -> None:
-    """Set a parameter from the whole float32 "param", and the optimizer's share of it, and of its state if that came.
+    """The full float32 tensor of a parameter's weights or state, on each rank of its stage.
 
     Args:
-        tensors: "param" and maybe moments, of all tensor ranks together; and "step", the number of updates.
+        optimizer: whose ranks keep shards.
+        parameter: of this stage.
+        select: picks one tensor of `local_shard`, e.g. "param".
     """
-    own = {name: own_part(x, parameter) if x.ndim else x for name, x in tensors.items()}
-    parameter.data.copy_(own["param"])
-    if optimizer is not None and parameter.requires_grad and (kept := shard_of(optimizer, parameter)) is not None:
-        span, here = kept
-        for name, x in own.items():
-            here[name].data.copy_(x.flatten()[span] if x.ndim else x)
+    local = torch.zeros(parameter.numel(), dtype=torch.float32, device=parameter.device)
+    if (shard := local_shard(optimizer, parameter)) is not None:
+        span, tensors = shard
+        local[span] = select(tensors)
+    if is_expert_parallel(parameter):
+        data_parallel_group = parallel_state.get_expert_data_parallel_group()
+    else:
+        data_parallel_group = parallel_state.get_data_parallel_group(with_context_parallel=True)
+    dist.all_reduce(local, group=data_parallel_group)
+    return gather_parts(local.view_as(parameter), parameter)
 
 
-def saved_state(
-    parameters: Named,
+def set_values(parameter: nn.Parameter, optimizer: DistributedOptimizer | None, values: dict[str, Tensor]) -> None:
+    """Set a parameter, and this rank's optimizer shard of it, from full tensors.
+
+    Args:
+        parameter: of this stage.
+        optimizer: None for an engine without one.
+        values: "param" in float32, and perhaps moments, of all tensor ranks together; "step", the number of updates.
+    """
+    local = {name: local_part(x, parameter) if x.ndim else x for name, x in values.items()}
+    parameter.data.copy_(local["param"])
+    if optimizer is not None and parameter.requires_grad and (shard := local_shard(optimizer, parameter)) is not None:
+        span, tensors = shard
+        for name, x in local.items():
+            tensors[name].data.copy_(x.flatten()[span] if x.ndim else x)
+
+
+# --- checkpoints
+
+
+def checkpoint_state(
+    parameters: Sequence[MappedParameter],
     optimizer: DistributedOptimizer | None,
     groups: dict[nn.Parameter, int],
     config: TransformerConfig,
 ) -> dict[str, Any]:
-    """Weights that train, moments and steps: each whole tensor on one of the ranks of the stage it belongs to."""
+    """Trainable weights, moments and steps: each full tensor on one of the ranks of its stage."""
     data = parallel_state.get_data_parallel_group(with_context_parallel=True)
     tensor = parallel_state.get_tensor_model_parallel_group()
     ranks, rank = data.size() * tensor.size(), data.rank() * tensor.size() + tensor.rank()
+    training = [one for one in parameters if one.parameter.requires_grad and not is_tied_copy(one.parameter)]
+    of_module: dict[str, list[MappedParameter]] = {}  # all experts of a layer are one tensor of the module
+    for one in training:
+        of_module.setdefault(module_name(one.hf_names[0]), []).append(one)
     model: dict[str, Tensor] = {}
     state: dict[str, dict[str, Any]] = {}
-    count = None if optimizer is None else updates(optimizer)
-    training = [(p, names) for p, names in parameters if p.requires_grad and not is_copy(p)]
-    groups_of: dict[str, list[tuple[nn.Parameter, tuple[str, ...]]]] = {}  # experts of a layer lie in one tensor
-    for parameter, names in training:
-        groups_of.setdefault(module_name(names[0]), []).append((parameter, names))
-    for i, members in enumerate(groups_of.values()):
+    step = None if optimizer is None else step_count(optimizer)
+    for i, members in enumerate(of_module.values()):
         for kind in ("param", *MOMENTS) if optimizer is not None else ("param",):
-            parts: dict[str, Tensor] = {}
-            for parameter, names in members:
-                if optimizer is None:
-                    whole = all_parts(parameter.detach(), parameter)
-                else:
-                    whole = whole_state(optimizer, parameter, lambda tensors, kind=kind: tensors[kind])  # type: ignore[misc]
-                if i % ranks == rank:
-                    pieces = split(whole, len(names), parameter, config)
-                    parts |= {name: piece.cpu() for name, piece in zip(names, pieces, strict=True)}
-            for name, tensor in joined(parts).items():
-                if kind == "param":
-                    model[name] = tensor
-                else:
-                    state.setdefault(name, {"step": count})[kind] = tensor
+            tensors = _gather_module_tensors(members, optimizer, kind, config, keep=i % ranks == rank)
+            if kind == "param":
+                model |= tensors
+            else:
+                for name, x in tensors.items():
+                    state.setdefault(name, {"step": step})[kind] = x
     if optimizer is None:
         return {"model": model, "optimizer": {}}
     return {"model": model, "optimizer": {"state": state, "param_groups": param_groups(training, optimizer, groups)}}
 
 
-def updates(optimizer: DistributedOptimizer) -> Tensor:
-    """How often it stepped, the same for all parameters; 0-d, on the host."""
+def _gather_module_tensors(
+    members: Sequence[MappedParameter],
+    optimizer: DistributedOptimizer | None,
+    kind: str,
+    config: TransformerConfig,
+    *,
+    keep: bool,
+) -> dict[str, Tensor]:
+    """Weights or moments of parameters by names of the transformers module, on the host; empty without `keep`.
+
+    All ranks of a stage call this together.
+    """
+    of_files: dict[str, Tensor] = {}
+    for parameter, names in members:
+        if optimizer is None:
+            full = gather_parts(parameter.detach(), parameter)
+        else:
+            full = gather_state(optimizer, parameter, itemgetter(kind))
+        if keep:
+            tensors = megatron_to_hf(full, len(names), parameter, config)
+            of_files |= {name: tensor.cpu() for name, tensor in zip(names, tensors, strict=True)}
+    return files_to_module(of_files)
+
+
+def step_count(optimizer: DistributedOptimizer) -> Tensor:
+    """The number of updates, the same for all parameters; 0-d, on the host."""
     count = max((state["step"].item() for state in optimizer.optimizer.state.values()), default=0.0)
     return all_reduce(torch.tensor(count), dist.ReduceOp.MAX)
 
 
 def param_groups(
-    training: Named, optimizer: DistributedOptimizer, groups: dict[nn.Parameter, int]
+    training: Sequence[MappedParameter], optimizer: DistributedOptimizer, groups: dict[nn.Parameter, int]
 ) -> list[dict[str, Any]]:
-    """The optimizer's settings with the Hugging Face names that each group of them is for, of all stages."""
-    mine: list[list[str]] = [[] for _ in optimizer.optimizer.param_groups]
+    """The optimizer's parameter groups with the Hugging Face names of all stages."""
+    own: list[list[str]] = [[] for _ in optimizer.optimizer.param_groups]
     for parameter, names in training:
-        mine[groups[parameter]] += [name for name in map(module_name, names) if name not in mine[groups[parameter]]]
+        of_group = own[groups[parameter]]
+        of_group += [name for name in map(module_name, names) if name not in of_group]
     group = parallel_state.get_pipeline_model_parallel_group()
     stages: list[Any] = [None] * group.size()
-    dist.all_gather_object(stages, mine, group=group)
+    dist.all_gather_object(stages, own, group=group)
     return [
         {**{k: v for k, v in settings.items() if k != "params"}, "params": [n for stage in stages for n in stage[i]]}
         for i, settings in enumerate(optimizer.optimizer.param_groups)
     ]
 
 
-def wanted_state(
-    parameters: Named,
+def empty_checkpoint_state(
+    parameters: Sequence[MappedParameter],
     optimizer: DistributedOptimizer | None,
     groups: dict[nn.Parameter, int],
     shapes: Mapping[str, torch.Size],
 ) -> dict[str, Any]:
-    """Room for what this rank takes of a checkpoint."""
-    training = [(p, names) for p, names in parameters if p.requires_grad]
-    names = list(dict.fromkeys(module_name(name) for _, own in training for name in own))
+    """Uninitialised tensors for what this rank loads from a checkpoint."""
+    training = [one for one in parameters if one.parameter.requires_grad]
+    names = list(dict.fromkeys(module_name(name) for one in training for name in one.hf_names))
     model = {name: torch.empty(shapes[name]) for name in names}
     if optimizer is None:
         return {"model": model, "optimizer": {}}
@@ -196,21 +248,28 @@ def wanted_state(
     return {"model": model, "optimizer": {"state": state, "param_groups": param_groups(training, optimizer, groups)}}
 
 
-def take_state(
-    parameters: Named, optimizer: DistributedOptimizer | None, config: TransformerConfig, state: dict[str, Any]
+def load_checkpoint_state(
+    parameters: Sequence[MappedParameter],
+    optimizer: DistributedOptimizer | None,
+    config: TransformerConfig,
+    state: dict[str, Any],
 ) -> None:
-    """Set weights, moments, steps and settings from what was read."""
+    """Set weights, moments, steps and parameter groups from a loaded `empty_checkpoint_state`."""
     for parameter, names in parameters:
         if not parameter.requires_grad:
             continue
-        tensors = {"param": fuse([taken_apart(name, state["model"]) for name in names], parameter, config)}
+        weights = [module_to_file(name, state["model"]) for name in names]
+        values = {"param": hf_to_megatron(weights, parameter, config)}
         if optimizer is not None:
             saved = state["optimizer"]["state"]
             for kind in MOMENTS:
-                here = {module_name(name): saved[module_name(name)][kind] for name in names}
-                tensors[kind] = fuse([taken_apart(name, here) for name in names], parameter, config)
-            tensors["step"] = saved[module_name(names[0])]["step"]
-        place(parameter, optimizer, tensors)
+                by_module = {module_name(name): saved[module_name(name)][kind] for name in names}
+                moments = [module_to_file(name, by_module) for name in names]
+                values[kind] = hf_to_megatron(moments, parameter, config)
+            values["step"] = saved[module_name(names[0])]["step"]
+        set_values(parameter, optimizer, values)
     if optimizer is not None:
-        for mine, theirs in zip(optimizer.optimizer.param_groups, state["optimizer"]["param_groups"], strict=True):
-            mine.update({k: v for k, v in theirs.items() if k != "params"})
+        for group, saved_group in zip(
+            optimizer.optimizer.param_groups, state["optimizer"]["param_groups"], strict=True
+        ):
+            group.update({k: v for k, v in saved_group.items() if k != "params"})

@@ -1,7 +1,7 @@
-"""Weights under their Hugging Face names, and Megatron's parameters made of them: both ways, bit for bit.
+"""Megatron's parameters made of Hugging Face tensors, and back, bit for bit.
 
-A parameter of Megatron's is one or several of Hugging Face's: queries, keys and values lie together, group of heads by
-group of heads, and so do the two halves of a gated MLP, rank by rank.
+One parameter of Megatron is made of one or several Hugging Face tensors. Queries, keys and values are interleaved by
+key-value head; the gate and up projections of an MLP are interleaved by tensor-parallel rank.
 """
 
 from __future__ import annotations
@@ -20,15 +20,13 @@ from torch import Tensor, nn
 
 from rlkit.vlm.adapt import checkpoint_parameters
 
-HEAD = "lm_head.weight"
-EXPERT = re.compile(r"mlp\.experts\.local_experts\.(\d+)\.linear_fc([12])\.weight")
-OF_EXPERT = {"1": ("gate_proj", "up_proj"), "2": ("down_proj",)}
-OF_LAYER = re.compile(r"(.*\.experts)\.(\d+)\.(gate|up|down)_proj\.weight")  # one expert's, in Hugging Face's files
-OUTSIDE = {
+LM_HEAD = "lm_head.weight"
+# the names of Megatron's parameters -> the names of the Hugging Face tensors that they are made of
+OUTSIDE_LAYERS = {
     "embedding.word_embeddings.weight": "embed_tokens.weight",
     "decoder.final_layernorm.weight": "norm.weight",
 }
-INSIDE = {
+IN_LAYER = {
     "self_attention.linear_qkv.weight": tuple(f"self_attn.{x}_proj.weight" for x in "qkv"),
     "self_attention.linear_qkv.bias": tuple(f"self_attn.{x}_proj.bias" for x in "qkv"),
     "self_attention.linear_proj.weight": ("self_attn.o_proj.weight",),
@@ -39,253 +37,312 @@ INSIDE = {
     "input_layernorm.weight": ("input_layernorm.weight",),
     "pre_mlp_layernorm.weight": ("post_attention_layernorm.weight",),
     "mlp.router.weight": ("mlp.gate.weight",),
-    # Transformer Engine's layers hold a norm together with what follows it
+    # in Transformer Engine's layers a norm is part of the linear layer after it
     "self_attention.linear_qkv.layer_norm_weight": ("input_layernorm.weight",),
     "mlp.linear_fc1.layer_norm_weight": ("post_attention_layernorm.weight",),
 }
+MEGATRON_EXPERT = re.compile(r"mlp\.experts\.local_experts\.(\d+)\.linear_fc([12])\.weight")
+EXPERT_PROJECTIONS = {"1": ("gate_proj", "up_proj"), "2": ("down_proj",)}
+HF_EXPERT = re.compile(r"(.*\.experts)\.(\d+)\.(gate|up|down)_proj\.weight")
+
+
+# --- names
 
 
 def embedding_name(config: TransformerConfig) -> str:
-    return f"{_text(config)}embed_tokens.weight"
+    """The Hugging Face name of the token embedding."""
+    return f"{_language_model(config)}embed_tokens.weight"
 
 
-def _text(config: TransformerConfig) -> str:
-    """How the names of a language model begin, and of one within a vision-language model."""
+def _language_model(config: TransformerConfig) -> str:
+    """The prefix of all names in the language model, which may be part of a vision-language model."""
     return "model." if config.mrope_section is None else "model.language_model."
 
 
 def hf_names(name: str, first_layer: int, config: TransformerConfig) -> tuple[str, ...]:
-    """The Hugging Face parameters that one of Megatron's is made of, on all ranks together.
+    """The Hugging Face tensors that a parameter of Megatron is made of, on all ranks together.
 
     Args:
-        name: in the model of this pipeline stage.
-        first_layer: of the stage, counted over the whole model.
+        name: of the parameter in the model of this pipeline stage.
+        first_layer: number of this stage's first layer in the whole model.
+        config: Megatron's.
+
+    Raises:
+        ValueError: an unknown parameter.
     """
     if name == "output_layer.weight":
-        return (HEAD,)
-    if name in OUTSIDE:
-        return (_text(config) + OUTSIDE[name],)
+        return (LM_HEAD,)
+    if name in OUTSIDE_LAYERS:
+        return (_language_model(config) + OUTSIDE_LAYERS[name],)
     if name.startswith("visual."):
         return (f"model.{name}",)
-    match = re.fullmatch(r"decoder\.layers\.(\d+)\.(.*)", name)
-    parts: Sequence[str] = () if match is None else INSIDE.get(match[2], ())
-    if match is not None and (expert := EXPERT.fullmatch(match[2])):
-        ranks = config.expert_model_parallel_size
-        here = (config.num_moe_experts or 0) // ranks
-        numbers = [rank * here + int(expert[1]) for rank in range(ranks)]
-        parts = [f"mlp.experts.{number}.{part}.weight" for number in numbers for part in OF_EXPERT[expert[2]]]
-    if match is None or not parts:
-        raise ValueError(f"{name}: no Hugging Face parameter is known for it")
-    return tuple(f"{_text(config)}layers.{int(match[1]) + first_layer}.{part}" for part in parts)
+    in_layer = re.fullmatch(r"decoder\.layers\.(\d+)\.(.*)", name)
+    hf_in_layer = () if in_layer is None else IN_LAYER.get(in_layer[2]) or _expert_names(in_layer[2], config)
+    if in_layer is None or not hf_in_layer:
+        raise ValueError(f"model: expected parameters with Hugging Face names, got {name}, for which none is known")
+    layer = int(in_layer[1]) + first_layer
+    return tuple(f"{_language_model(config)}layers.{layer}.{hf_name}" for hf_name in hf_in_layer)
 
 
-def is_spread_expert(parameter: Any) -> bool:
-    """Whether it is one expert's, and other ranks hold other experts' in its place."""
+def _expert_names(name: str, config: TransformerConfig) -> tuple[str, ...]:
+    """The names of an expert's tensors, and of the experts that other expert-parallel ranks have in its place."""
+    if (expert := MEGATRON_EXPERT.fullmatch(name)) is None:
+        return ()
+    ranks = config.expert_model_parallel_size
+    experts_per_rank = (config.num_moe_experts or 0) // ranks
+    numbers = [rank * experts_per_rank + int(expert[1]) for rank in range(ranks)]
+    projections = EXPERT_PROJECTIONS[expert[2]]
+    return tuple(f"mlp.experts.{number}.{projection}.weight" for number in numbers for projection in projections)
+
+
+class MappedParameter(NamedTuple):
+    """A parameter of this pipeline stage, and the names of the Hugging Face tensors that it is made of."""
+
+    parameter: nn.Parameter
+    hf_names: tuple[str, ...]
+
+
+def map_parameters(model: nn.Module, config: TransformerConfig) -> list[MappedParameter]:
+    """All parameters of this stage, including the last stage's copy of tied embeddings."""
+    first_layer = get_transformer_layer_offset(config)
+    mapped = []
+    for name, parameter in model.named_parameters():
+        names = (embedding_name(config),) if is_tied_copy(parameter) else hf_names(name, first_layer, config)
+        mapped.append(MappedParameter(parameter, names))
+    return mapped
+
+
+def is_tied_copy(parameter: nn.Parameter) -> bool:
+    """Whether a parameter is the last stage's copy of tied embeddings; the first stage has the original."""
+    return getattr(parameter, "shared", False)
+
+
+def is_expert_parallel(parameter: Any) -> bool:
+    """Whether a parameter is one expert's, and expert-parallel ranks have other experts in its place."""
     return not getattr(parameter, "allreduce", True)
 
 
-def fuse(parts: Sequence[Tensor], parameter: nn.Parameter, config: TransformerConfig) -> Tensor:
-    """Hugging Face's tensors -> Megatron's, of all tensor or expert ranks together."""
-    if is_spread_expert(parameter):
-        return torch.cat(list(parts))
-    if len(parts) == 3:  # queries, keys, values
-        groups = [part.unflatten(0, (config.num_query_groups, -1)) for part in parts]
-        return torch.cat(groups, 1).flatten(0, 1)
-    if len(parts) == 2:  # gate, up
-        halves = [part.unflatten(0, (config.tensor_model_parallel_size, -1)) for part in parts]
-        return torch.stack(halves, 1).flatten(0, 2)
-    (whole,) = parts
-    short = -len(whole) % config.tensor_model_parallel_size if hasattr(parameter, "vocabulary") else 0
-    return F.pad(whole, (0, 0, 0, short)) if short else whole
+# --- Hugging Face tensors <-> full tensors of Megatron
 
 
-def split(whole: Tensor, count: int, parameter: nn.Parameter, config: TransformerConfig) -> list[Tensor]:
-    """The inverse of `fuse`, into so many tensors."""
-    if is_spread_expert(parameter):
-        return list(whole.chunk(count))
+def hf_to_megatron(tensors: Sequence[Tensor], parameter: nn.Parameter, config: TransformerConfig) -> Tensor:
+    """Hugging Face tensors -> the full tensor of Megatron's parameter, of all tensor or expert ranks together."""
+    if is_expert_parallel(parameter):
+        return torch.cat(list(tensors))
+    if len(tensors) == 3:  # queries, keys, values
+        by_kv_head = [tensor.unflatten(0, (config.num_query_groups, -1)) for tensor in tensors]
+        return torch.cat(by_kv_head, 1).flatten(0, 1)
+    if len(tensors) == 2:  # gate, up
+        by_rank = [tensor.unflatten(0, (config.tensor_model_parallel_size, -1)) for tensor in tensors]
+        return torch.stack(by_rank, 1).flatten(0, 2)
+    (tensor,) = tensors
+    fill = -len(tensor) % config.tensor_model_parallel_size if hasattr(parameter, "vocabulary") else 0
+    return F.pad(tensor, (0, 0, 0, fill)) if fill else tensor
+
+
+def megatron_to_hf(full: Tensor, count: int, parameter: nn.Parameter, config: TransformerConfig) -> list[Tensor]:
+    """The inverse of `hf_to_megatron`, for a parameter that is made of `count` Hugging Face tensors."""
+    if is_expert_parallel(parameter):
+        return list(full.chunk(count))
     if count == 3:
-        groups, size = config.num_query_groups, config.kv_channels
-        parts = whole.unflatten(0, (groups, -1))
-        sizes = [config.num_attention_heads // groups * size, size, size]
-        return [part.flatten(0, 1) for part in parts.split(sizes, 1)]
+        kv_heads, size = config.num_query_groups, config.kv_channels
+        sizes = [config.num_attention_heads // kv_heads * size, size, size]
+        return [part.flatten(0, 1) for part in full.unflatten(0, (kv_heads, -1)).split(sizes, 1)]
     if count == 2:
-        halves = whole.unflatten(0, (config.tensor_model_parallel_size, 2, -1))
-        return [halves[:, i].flatten(0, 1) for i in range(2)]
-    return [whole[: getattr(parameter, "vocabulary", None)]]
+        by_rank = full.unflatten(0, (config.tensor_model_parallel_size, 2, -1))
+        return [by_rank[:, i].flatten(0, 1) for i in range(2)]
+    return [full[: getattr(parameter, "vocabulary", None)]]
+
+
+# --- full tensors <-> this rank's part
+
+
+def local_part(full: Tensor, parameter: Any) -> Tensor:
+    """This rank's part of a parameter's full tensor."""
+    if is_expert_parallel(parameter):
+        group = parallel_state.get_expert_model_parallel_group()
+        return full.chunk(group.size())[group.rank()]
+    if not getattr(parameter, "tensor_model_parallel", False):
+        return full
+    ranks = parallel_state.get_tensor_model_parallel_world_size()
+    return full.chunk(ranks, parameter.partition_dim)[parallel_state.get_tensor_model_parallel_rank()]
+
+
+def gather_parts(local: Tensor, parameter: Any) -> Tensor:
+    """A tensor of the shape of this rank's part (of a parameter or of its optimizer state) -> the full tensor."""
+    return _gather_async(local, parameter)()
+
+
+def _gather_async(local: Tensor, parameter: Any) -> Callable[[], Tensor]:
+    """Start `gather_parts`; the returned function waits for it."""
+    if is_expert_parallel(parameter):
+        group, dim = parallel_state.get_expert_model_parallel_group(), 0
+    elif getattr(parameter, "tensor_model_parallel", False):
+        group, dim = parallel_state.get_tensor_model_parallel_group(), parameter.partition_dim
+    else:
+        return lambda: local
+    local = local.contiguous()
+    parts = [torch.empty_like(local) for _ in range(group.size())]
+    work = dist.all_gather(parts, local, group=group, async_op=True)
+
+    def wait() -> Tensor:
+        work.wait()
+        return torch.cat(parts, dim)
+
+    return wait
+
+
+# --- tensors of the files <-> parameters of the transformers module
 
 
 def module_name(name: str) -> str:
-    """The parameter of the transformers module that holds a tensor of its files: all experts of a layer are one."""
-    expert = OF_LAYER.fullmatch(name)
+    """The parameter of the transformers module that a tensor of the files belongs to: a layer's experts are one."""
+    expert = HF_EXPERT.fullmatch(name)
     if expert is None:
         return name
     return f"{expert[1]}.{'down_proj' if expert[3] == 'down' else 'gate_up_proj'}"
 
 
-def joined(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Tensors by their names in files -> the module's, for which all experts of a layer have to be there."""
-    experts: dict[str, dict[int, dict[str, Tensor]]] = {}
-    found = {}
+def files_to_module(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Tensors by their names in files -> by names of the transformers module; all experts of a layer must be there."""
+    experts: dict[str, dict[int, dict[str, Tensor]]] = {}  # module name -> expert -> projection -> tensor
+    merged = {}
     for name, tensor in tensors.items():
-        if (expert := OF_LAYER.fullmatch(name)) is None:
-            found[name] = tensor
+        if (expert := HF_EXPERT.fullmatch(name)) is None:
+            merged[name] = tensor
         else:
             experts.setdefault(module_name(name), {}).setdefault(int(expert[2]), {})[expert[3]] = tensor
-    for name, rows in experts.items():
-        parts = [list(rows[number].values()) for number in sorted(rows)]
-        found[name] = torch.stack([torch.cat(part) for part in parts])
-    return found
+    for name, by_expert in experts.items():
+        merged[name] = torch.stack([torch.cat(list(by_expert[number].values())) for number in sorted(by_expert)])
+    return merged
 
 
-def taken_apart(name: str, tensors: Mapping[str, Tensor]) -> Tensor:
-    """A tensor by its name in files, out of the module's."""
-    whole, expert = tensors[module_name(name)], OF_LAYER.fullmatch(name)
+def module_to_file(name: str, tensors: Mapping[str, Tensor]) -> Tensor:
+    """The tensor of a name in files, from tensors by names of the transformers module."""
+    tensor, expert = tensors[module_name(name)], HF_EXPERT.fullmatch(name)
     if expert is None:
-        return whole
-    own = whole[int(expert[2])]
-    return own if expert[3] == "down" else own.chunk(2)[expert[3] == "up"]
+        return tensor
+    of_expert = tensor[int(expert[2])]
+    return of_expert if expert[3] == "down" else of_expert.chunk(2)[expert[3] == "up"]
 
 
-def own_part(whole: Tensor, parameter: Any) -> Tensor:
-    """What this rank holds of a parameter."""
-    if is_spread_expert(parameter):
-        group = parallel_state.get_expert_model_parallel_group()
-        return whole.chunk(group.size())[group.rank()]
-    if not getattr(parameter, "tensor_model_parallel", False):
-        return whole
-    ranks = parallel_state.get_tensor_model_parallel_world_size()
-    return whole.chunk(ranks, parameter.partition_dim)[parallel_state.get_tensor_model_parallel_rank()]
-
-
-def all_parts(own: Tensor, parameter: Any) -> Tensor:
-    """A tensor shaped as this rank's part of a parameter (or of its optimizer state) -> the whole, on every rank."""
-    return _gathering(own, parameter)()
-
-
-def _gathering(own: Tensor, parameter: Any) -> Callable[[], Tensor]:
-    """`all_parts` under way; what it returns waits for it."""
-    group, dim = parallel_state.get_tensor_model_parallel_group(), getattr(parameter, "partition_dim", 0)
-    if is_spread_expert(parameter):
-        group, dim = parallel_state.get_expert_model_parallel_group(), 0
-    elif not getattr(parameter, "tensor_model_parallel", False):
-        return lambda: own
-    own = own.contiguous()
-    parts = [torch.empty_like(own) for _ in range(group.size())]
-    work = dist.all_gather(parts, own, group=group, async_op=True)
-
-    def whole() -> Tensor:
-        work.wait()
-        return torch.cat(parts, dim)
-
-    return whole
-
-
-def named(model: nn.Module, config: TransformerConfig) -> list[tuple[nn.Parameter, tuple[str, ...]]]:
-    """This stage's parameters with their Hugging Face names, the last stage's copy of tied embeddings among them."""
-    first_layer = get_transformer_layer_offset(config)
-    found = []
-    for name, parameter in model.named_parameters():
-        names = (embedding_name(config),) if is_copy(parameter) else hf_names(name, first_layer, config)
-        found.append((parameter, names))
-    return found
-
-
-class Source(NamedTuple):
-    """A tensor of the transformers model, and whether it trains."""
+class HFTensor(NamedTuple):
+    """A tensor of the transformers model, and whether it is trained."""
 
     tensor: Tensor
     trains: bool
 
 
-def sources(model: Any) -> dict[str, Source]:
-    """What the model's files hold, by the names it has there: experts one by one, for example."""
+def hf_tensors(model: Any) -> dict[str, HFTensor]:
+    """All tensors of a transformers model, by their names in its files, where experts are separate tensors."""
     found = {}
     for name, parameter in model.named_parameters():
-        for piece, tensor in checkpoint_parameters(model, [(name, parameter.detach())]):
-            found[piece] = Source(tensor, parameter.requires_grad)
+        for hf_name, tensor in checkpoint_parameters(model, [(name, parameter.detach())]):
+            found[hf_name] = HFTensor(tensor, parameter.requires_grad)
     return found
 
 
-def is_copy(parameter: nn.Parameter) -> bool:
-    """Whether it is the last stage's copy of tied embeddings, which are the first stage's."""
-    return getattr(parameter, "shared", False)
+def freeze_parameters(parameters: Sequence[MappedParameter], tensors: Mapping[str, HFTensor]) -> None:
+    """Freeze the parameters that are frozen in the transformers model.
+
+    Raises:
+        ValueError: a parameter of Megatron is made of frozen and of trained tensors.
+    """
+    for parameter, names in parameters:
+        if len({tensors[name].trains for name in names}) > 1:
+            raise ValueError(
+                f"model: expected {', '.join(names)}, which are one matrix in Megatron, to be all frozen or all "
+                "trained, got both"
+            )
+        parameter.requires_grad_(tensors[names[0]].trains)
 
 
-class Facts(NamedTuple):
-    """What the other pipeline stages need to know of a tensor that they receive."""
+# --- all parameters on all ranks
+
+
+class TensorInfo(NamedTuple):
+    """What other pipeline stages need to know of a tensor to receive it."""
 
     name: str
     shape: torch.Size
     dtype: torch.dtype
 
 
-def facts_of_stages(
-    parameters: Sequence[tuple[nn.Parameter, tuple[str, ...]]], shapes: Mapping[str, torch.Size]
-) -> list[list[Facts]]:
-    """Of every pipeline stage, in the order in which `whole_parameters` sends its tensors.
+def tensors_of_stages(
+    parameters: Sequence[MappedParameter], shapes: Mapping[str, torch.Size]
+) -> list[list[TensorInfo]]:
+    """The tensors of every pipeline stage, in the order in which `full_parameters` sends them.
 
     Args:
-        parameters: of this stage, from `named`.
-        shapes: of the Hugging Face parameters.
+        parameters: of this stage.
+        shapes: of the Hugging Face tensors.
     """
     group = parallel_state.get_pipeline_model_parallel_group()
-    mine = [Facts(name, shapes[name], p.dtype) for p, names in parameters if not is_copy(p) for name in names]
+    own = [
+        TensorInfo(name, shapes[name], parameter.dtype)
+        for parameter, names in parameters
+        if not is_tied_copy(parameter)
+        for name in names
+    ]
     stages: list[Any] = [None] * group.size()
-    dist.all_gather_object(stages, mine, group=group)
+    dist.all_gather_object(stages, own, group=group)
     return stages
 
 
-def whole_parameters(
-    parameters: Sequence[tuple[nn.Parameter, tuple[str, ...]]],
-    stages: Sequence[Sequence[Facts]],
+def full_parameters(
+    parameters: Sequence[MappedParameter],
+    stages: Sequence[Sequence[TensorInfo]],
     config: TransformerConfig,
     device: torch.device,
     bucket_bytes: int = 0,
 ) -> Iterator[tuple[str, Tensor]]:
-    """(Hugging Face name, whole tensor) of every parameter, on every rank, one after the other; all iterate together.
+    """(Hugging Face name, full tensor) of every parameter, on every rank, one by one; all ranks iterate together.
 
     Args:
-        parameters: of this stage, from `named`.
-        stages: from `facts_of_stages`.
-        bucket_bytes: tensors of so many bytes are under way at once; what is larger goes alone, and so does each
-            parameter by default.
+        parameters: of this stage.
+        stages: from `tensors_of_stages`.
+        config: Megatron's.
+        device: where tensors are received.
+        bucket_bytes: gather and send tensors of up to this many bytes at once; by default one parameter at a time.
     """
     group = parallel_state.get_pipeline_model_parallel_group()
-    own = [(parameter, names) for parameter, names in parameters if not is_copy(parameter)]
-    for stage, facts in enumerate(stages):
-        sizes = {fact.name: fact.shape.numel() * fact.dtype.itemsize for fact in facts}
-        rows = [names for _, names in own] if stage == group.rank() else [(fact.name,) for fact in facts]
-        for bucket in _buckets([sum(sizes[name] for name in names) for names in rows], bucket_bytes):
-            if stage == group.rank():
-                coming = [(p, names, _gathering(p.detach(), p)) for p, names in own[bucket]]
-                pieces = [piece for one in coming for piece in _pieces(*one, config)]
-                del coming
+    own = [mapped for mapped in parameters if not is_tied_copy(mapped.parameter)]
+    for stage, infos in enumerate(stages):
+        is_own = stage == group.rank()
+        size_of = {info.name: info.shape.numel() * info.dtype.itemsize for info in infos}
+        names = [mapped.hf_names for mapped in own] if is_own else [(info.name,) for info in infos]
+        for bucket in _buckets([sum(size_of[name] for name in of_one) for of_one in names], bucket_bytes):
+            if is_own:
+                tensors = _gather_hf_tensors(own[bucket], config)
             else:
-                pieces = [(f.name, torch.empty(f.shape, dtype=f.dtype, device=device)) for f in facts[bucket]]
+                tensors = [(x.name, torch.empty(x.shape, dtype=x.dtype, device=device)) for x in infos[bucket]]
             works = [
-                dist.broadcast(part, group=group, group_src=stage, async_op=True) if len(stages) > 1 else None
-                for _, part in pieces
+                dist.broadcast(tensor, group=group, group_src=stage, async_op=True) if len(stages) > 1 else None
+                for _, tensor in tensors
             ]
             for work in works:
                 if work is not None:
                     work.wait()
-                yield pieces.pop(0)
+                yield tensors.pop(0)  # not kept here when the next one is asked for
 
 
-def _pieces(
-    parameter: nn.Parameter, names: Sequence[str], whole: Callable[[], Tensor], config: TransformerConfig
-) -> list[tuple[str, Tensor]]:
-    parts = split(whole(), len(names), parameter, config)
-    return [(name, part.contiguous()) for name, part in zip(names, parts, strict=True)]
+def _gather_hf_tensors(parameters: Sequence[MappedParameter], config: TransformerConfig) -> list[tuple[str, Tensor]]:
+    """(Hugging Face name, full tensor) of some parameters; all are gathered at once."""
+    gathered = [_gather_async(parameter.detach(), parameter) for parameter, _ in parameters]
+    tensors = []
+    for (parameter, names), wait in zip(parameters, gathered, strict=True):
+        parts = megatron_to_hf(wait(), len(names), parameter, config)
+        tensors += [(name, part.contiguous()) for name, part in zip(names, parts, strict=True)]
+    return tensors
 
 
 def _buckets(sizes: Sequence[int], most: int) -> Iterator[slice]:
-    """Runs of rows whose sizes add up to no more than `most`, or of one."""
-    start = held = 0
+    """Consecutive items whose sizes add up to at most `most`; a larger item is a bucket by itself."""
+    start = total = 0
     for i, size in enumerate(sizes):
-        if i > start and held + size > most:
+        if i > start and total + size > most:
             yield slice(start, i)
-            start, held = i, 0
-        held += size
+            start, total = i, 0
+        total += size
     if sizes:
         yield slice(start, len(sizes))

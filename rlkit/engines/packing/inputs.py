@@ -1,231 +1,261 @@
-"""The layout of a micro-batch, decided here and nowhere else: rows -> what the model's forward is given, and back."""
+"""The inputs of a model's forward for one micro-batch, and the way back from its outputs to [B, T].
+
+How the rows of a micro-batch are laid out is decided here and nowhere else.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
 from rlkit.data.packing import concatenated_ranges
-from rlkit.data.samples import Batch, Sample, prompt
-from rlkit.engines.packing.attention import Layout
-from rlkit.engines.packing.ulysses import Ulysses
-from rlkit.vlm.families import IMAGES_OF_A_SAMPLE, IN_PATCHES, tokens_of_fixed_size_image
-from rlkit.vlm.inputs import PIXELS, TIMES, model_vision, position_ids
-from rlkit.vlm.rope3d import Rope3DSpec, rope3d_spec
+from rlkit.data.samples import Batch, Sample
+from rlkit.engines.packing.layout import PackedLayout
+from rlkit.engines.packing.shared_prompts import prompt_lengths, shared_prompt_groups
+from rlkit.engines.packing.ulysses import UlyssesGroup
+from rlkit.vlm.inputs import model_vision, position_ids
+from rlkit.vlm.rope3d import Rope3DSpec
 
 
 @dataclass(frozen=True)
 class ModelInputs:
-    """A micro-batch as the model sees it.
+    """The inputs of a model's forward for one micro-batch.
 
     Attributes:
-        kwargs: for the model's forward.
-        keep: [K] positions, in the flattened layout, whose next token is trained on; K >= 1.
-        targets: [K] those next tokens.
-        slots: [K'] where the results go in a flattened [B, T]; K' is K, or 0 where `keep` is a stand-in.
+        kwargs: of the model's forward.
+        logits_to_keep: [K] positions, in the flattened input, whose next token is scored; K >= 1.
+        targets: [K] these next tokens.
+        output_indices: [K'] where the results belong in a flattened [B, T]. K' is K, or 0 if no token is scored and
+            the one position in `logits_to_keep` is a placeholder.
         shape: (B, T).
-        counts: how many of `slots` each rank of a Ulysses group works out, in order; `keep` and `targets` are then this
-            rank's alone, and `keep` counts from the beginning of its part.
+        outputs_per_rank: under Ulysses, how many of `output_indices` each rank computes, in rank order.
+            `logits_to_keep` and `targets` are then this rank's, and positions count from the start of its part.
     """
 
     kwargs: dict[str, Any]
-    keep: Tensor
+    logits_to_keep: Tensor
     targets: Tensor
-    slots: Tensor
+    output_indices: Tensor
     shape: tuple[int, int]
-    counts: Sequence[int] = ()
+    outputs_per_rank: Sequence[int] = ()
 
-    def kept(self, x: Tensor) -> Tensor:
-        """[K, ...] at `keep` of what a forward gave: all of [B, T, ...], or what it was asked for, [1, K, ...]; some
-        models do not know `logits_to_keep`."""
+    def select_outputs(self, x: Tensor) -> Tensor:
+        """A model's output at `logits_to_keep`: [B, T, ...] -> [K, ...].
+
+        A model that supports the argument `logits_to_keep` has selected them already, and returned [1, K, ...].
+        """
         x = x.flatten(0, 1)
-        return x if len(x) == len(self.keep) else x[self.keep]
+        return x if len(x) == len(self.logits_to_keep) else x[self.logits_to_keep]
 
     def scatter(self, values: Tensor) -> Tensor:
-        """[K] per-token results -> [B, T], 0 elsewhere."""
+        """[K] results -> [B, T], 0 where no token is scored."""
         flat = values.new_zeros(self.shape[0] * self.shape[1])
-        return flat.index_copy(0, self.slots, values[: len(self.slots)]).view(self.shape)
+        return flat.index_copy(0, self.output_indices, values[: len(self.output_indices)]).view(self.shape)
 
 
-def pack(
+def prepare_model_inputs(
     batch: Batch,
     spec: Rope3DSpec | None,
     device: torch.device,
     *,
-    packed: bool = True,
+    remove_padding: bool = True,
     share_prompts: bool = True,
-    blank: Sample | None = None,
-    ulysses: Ulysses | None = None,
+    dummy: Sample | None = None,
+    ulysses: UlyssesGroup | None = None,
     router_replay: bool = False,
 ) -> ModelInputs:
-    """Lay rows end to end (or leave them padded) with position ids and their vision tensors.
+    """Concatenate the rows of a micro-batch (or keep them padded), with position ids and vision tensors.
 
     Args:
         batch: rows on the host.
-        spec: of the model's position ids.
-        packed: one row of N tokens without padding, else [B, T] with an attention mask.
-        share_prompts: rows that answer the same prompt hold its tokens and images once; needs `packed`.
-        blank: a sequence put behind the rows of which nothing is kept: for a rank that has no rows, or no images or no
-            videos while others have.
-        ulysses: the ranks that share the packed row, which is filled up to as many tokens for each of them.
-        router_replay: hand the rows' `routed_experts`, if they have them, to the model.
+        spec: the model's rule for 3D RoPE ids; None for plain position ids.
+        device: where the model runs.
+        remove_padding: one packed row of N tokens; otherwise [B, T] with an attention mask.
+        share_prompts: rows that answer the same prompt contain its tokens and images once; needs `remove_padding`.
+        dummy: a sequence to add after the rows, none of whose outputs are used: for a rank that has no rows, or no
+            images or videos while other ranks do.
+        ulysses: ranks that share the packed row, which is padded to a multiple of their number.
+        router_replay: pass the rows' `routed_experts`, if there are any, to the model.
     """
-    rows, columns = batch.tokens.shape
-    tokens, lengths, vision = batch.tokens, batch.lengths, batch.vision
-    if blank is not None:
-        tokens = tokens.new_zeros(rows + 1, max(columns, len(blank.token_ids)))
-        tokens[:rows, :columns] = batch.tokens
-        tokens[rows, : len(blank.token_ids)] = torch.tensor(blank.token_ids)
-        lengths, vision = [*lengths, len(blank.token_ids)], [*vision, blank.vision]
-    attended = torch.arange(tokens.shape[1]) < torch.tensor(lengths)[:, None]
-    positions = position_ids(tokens, attended, vision, spec)
-
-    row, column = batch.mask[:, 1:].nonzero(as_tuple=True)  # column 0 has no token before it
-    slots, targets = row * columns + column + 1, batch.tokens[row, column + 1]
-    keep = row * tokens.shape[1] + column
-    counts: list[int] = []
-    routing: Tensor | None = None
-    if router_replay and "routed_experts" in batch.fields:  # of each token of the rows, and of the blank one
-        more = (0, tokens.shape[1] - columns, 0, len(lengths) - rows)
-        routing = pad(batch.routed_experts, (0, 0, 0, 0, *more), value=-1).flatten(0, 1)
-    if packed:
-        groups = shared_prompts(batch) if share_prompts else [[i] for i in range(rows)]
-        groups += [[i] for i in range(rows, len(lengths))]
-        prompts = prompt_lengths(batch) + [0] * (len(lengths) - rows)
-        parts = 1 if ulysses is None else ulysses.size
-        layout, source, place = lay_out(groups, prompts, lengths, tokens.shape[1], device, parts)
-        heads = [group[0] for group in groups]
-        keep, fill = place[keep], (0, sum(layout.lengths) - len(source))
-        routing = None if routing is None else pad(routing[source], (0, 0, 0, 0, *fill), value=-1)
+    rows = _padded_rows(batch, spec, dummy, router_replay=router_replay)
+    scored, outputs_per_rank = _scored_tokens(batch, rows.tokens.shape[1]), list[int]()
+    if remove_padding:
+        packing = _pack(batch, rows, device, share_prompts=share_prompts, ulysses=ulysses)
+        kwargs = _packed_kwargs(rows, packing, spec)
+        scored = scored._replace(positions=packing.destination[scored.positions])
         if ulysses is not None:
-            layout.ulysses, size = ulysses, sum(layout.lengths) // parts
-            order = (keep // size).argsort(stable=True)
-            slots, counts = slots[order], (keep // size).bincount(minlength=parts).tolist()
-            mine = order.split(counts)[ulysses.rank]
-            keep, targets = keep[mine] % size, targets[mine]
-            routing = None if routing is None else routing.split(size)[ulysses.rank]
-        kwargs: dict[str, Any] = {
-            "input_ids": pad(tokens.flatten()[source], fill)[None],
-            "position_ids": pad(positions.flatten(-2)[..., source], fill).unsqueeze(-2),
-            "packed_layout": layout,
-            **model_vision(tokens[heads], [vision[i] for i in heads], spec),
-        }
+            scored, outputs_per_rank = _split_among_ranks(scored, kwargs["input_ids"].shape[1], ulysses)
     else:
-        mask = attended.long()
-        kwargs = {"input_ids": tokens, "position_ids": positions, "attention_mask": mask}
-        kwargs |= model_vision(tokens, vision, spec)
-    if not len(keep):
-        keep, targets = torch.zeros(1, dtype=torch.long), tokens.new_zeros(1)
-    if packed:
-        kwargs["logits_to_keep"] = keep
-    if routing is not None:
-        kwargs["routed_experts"] = routing
-    moved = {k: v.to(device, non_blocking=True) if isinstance(v, Tensor) else v for k, v in kwargs.items()}
-    return ModelInputs(moved, keep.to(device), targets.to(device), slots.to(device), (rows, columns), counts)
+        kwargs = _padded_kwargs(rows, spec)
+    if not len(scored.positions):  # a model needs at least one position
+        scored = scored._replace(positions=torch.zeros(1, dtype=torch.long), targets=rows.tokens.new_zeros(1))
+    if remove_padding:
+        kwargs["logits_to_keep"] = scored.positions
+    on_device = {k: v.to(device, non_blocking=True) if isinstance(v, Tensor) else v for k, v in kwargs.items()}
+    positions, targets, output_indices = (x.to(device) for x in scored)
+    height, width = batch.tokens.shape
+    return ModelInputs(on_device, positions, targets, output_indices, (height, width), outputs_per_rank)
 
 
-def prompt_lengths(batch: Batch) -> list[int]:
-    """Tokens of each row before the first that is trained on; all of them where there is none."""
-    written = batch.mask.int()
-    first = torch.where(batch.mask.any(1), written.argmax(1) if written.shape[1] else 0, torch.tensor(batch.lengths))
-    return first.tolist()
+class _PaddedRows(NamedTuple):
+    """The R rows of a micro-batch, with the dummy sequence as the last if there is one; W columns.
 
-
-def shared_prompts(batch: Batch) -> list[list[int]]:
-    """Rows in groups of one prompt: the same tokens, to the same experts, and the very same vision tensors, before what
-    was sampled.
-
-    A row with images and an observation behind its prompt stands alone: some of its images may be the observation's.
+    Attributes:
+        tokens, attended: [R, W].
+        positions: position ids, [3, R, W] or [R, W].
+        lengths, vision: of each row.
+        routed_experts: [R * W, layers, K], -1 where unknown; None if they are not replayed.
     """
-    groups: dict[Any, list[int]] = {}
-    for i, length in enumerate(prompt_lengths(batch)):
-        images = tuple((name, id(tensor)) for name, tensor in batch.vision[i].items())
-        shares = 0 < length < batch.lengths[i] and not (images and _observes(batch, i, length))
-        parts = [batch.tokens, *([batch.routed_experts] if "routed_experts" in batch.fields else [])]
-        same = tuple(part[i, :length].contiguous().numpy().tobytes() for part in parts)
-        groups.setdefault((same, images) if shares else i, []).append(i)
-    return list(groups.values())
+
+    tokens: Tensor
+    attended: Tensor
+    positions: Tensor
+    lengths: list[int]
+    vision: list[Any]
+    routed_experts: Tensor | None
 
 
-def _observes(batch: Batch, row: int, prompt: int) -> bool:
-    return not batch.mask[row, prompt : batch.lengths[row]].all()
+def _padded_rows(batch: Batch, spec: Rope3DSpec | None, dummy: Sample | None, *, router_replay: bool) -> _PaddedRows:
+    count, width = batch.tokens.shape
+    tokens, lengths, vision = batch.tokens, list(batch.lengths), list(batch.vision)
+    if dummy is not None:
+        size = len(dummy.token_ids)
+        tokens = pad(tokens, (0, max(0, size - width), 0, 1))
+        tokens[count, :size] = torch.tensor(dummy.token_ids)
+        lengths, vision = [*lengths, size], [*vision, dummy.vision]
+    attended = torch.arange(tokens.shape[1]) < torch.tensor(lengths)[:, None]
+    routed_experts: Tensor | None = None
+    if router_replay and "routed_experts" in batch.fields:
+        more = (0, 0, 0, 0, 0, tokens.shape[1] - width, 0, len(lengths) - count)
+        routed_experts = pad(batch.routed_experts, more, value=-1).flatten(0, 1)
+    positions = position_ids(tokens, attended, vision, spec)
+    return _PaddedRows(tokens, attended, positions, lengths, vision, routed_experts)
 
 
-def lay_out(
-    groups: Sequence[Sequence[int]], prompts: Sequence[int], lengths: Sequence[int], width: int, device: torch.device,
-    multiple: int = 1,
-) -> tuple[Layout, Tensor, Tensor]:  # fmt: skip
-    """Segments end to end: a row alone is one; rows of a group are their prompt, and then what each adds to it. A last
-    one fills up to a multiple of so many tokens.
+class _ScoredTokens(NamedTuple):
+    """`logits_to_keep`, `targets` and `output_indices` of `ModelInputs`, on the host."""
 
-    Returns:
-        The layout; `source` [N], where each packed token stands in the flattened [B, width]; and `place` [B * width],
-        the inverse (where each attended token of the rows went).
+    positions: Tensor
+    targets: Tensor
+    output_indices: Tensor
+
+
+def _scored_tokens(batch: Batch, width: int) -> _ScoredTokens:
+    """Masked tokens and the positions before them in rows of `width` columns; column 0 has no token before it."""
+    row, column = batch.mask[:, 1:].nonzero(as_tuple=True)
+    targets, output_indices = batch.tokens[row, column + 1], row * batch.tokens.shape[1] + column + 1
+    return _ScoredTokens(row * width + column, targets, output_indices)
+
+
+def _split_among_ranks(
+    scored: _ScoredTokens, row_length: int, ulysses: UlyssesGroup
+) -> tuple[_ScoredTokens, list[int]]:
+    """This rank's positions and targets with the output indices of all ranks, and the number of outputs per rank."""
+    part = row_length // ulysses.size
+    rank_of = scored.positions // part
+    order, outputs_per_rank = rank_of.argsort(stable=True), rank_of.bincount(minlength=ulysses.size).tolist()
+    local = order.split(outputs_per_rank)[ulysses.rank]
+    positions, targets = scored.positions[local] % part, scored.targets[local]
+    return _ScoredTokens(positions, targets, scored.output_indices[order]), outputs_per_rank
+
+
+def _padded_kwargs(rows: _PaddedRows, spec: Rope3DSpec | None) -> dict[str, Any]:
+    kwargs = {"input_ids": rows.tokens, "position_ids": rows.positions, "attention_mask": rows.attended.long()}
+    kwargs |= model_vision(rows.tokens, rows.vision, spec)
+    return kwargs if rows.routed_experts is None else {**kwargs, "routed_experts": rows.routed_experts}
+
+
+class _Packing(NamedTuple):
+    """How padded rows [R, W] become one packed row.
+
+    Attributes:
+        layout: of the packed row, with the segment that pads it to a multiple.
+        source: [N] index in the flattened [R, W] of each packed token.
+        destination: [R * W] index in the packed row of each attended token; those of a shared prompt are the same for
+            all of its rows.
+        first_rows: the row of each group that its prompt and its images are taken from.
+        ulysses: ranks that share the packed row; None if one rank has all of it.
     """
-    pieces: list[tuple[int, int, int]] = []  # row, first column, end
-    heads: list[int | None] = []  # the piece that holds a piece's prompt
+
+    layout: PackedLayout
+    source: Tensor
+    destination: Tensor
+    first_rows: list[int]
+    ulysses: UlyssesGroup | None
+
+
+class _Segment(NamedTuple):
+    """Columns `start` to `end` of a row; `prompt` is the number of the segment with its shared prompt, or None."""
+
+    row: int
+    start: int
+    end: int
+    prompt: int | None
+
+
+def _pack(
+    batch: Batch, rows: _PaddedRows, device: torch.device, *, share_prompts: bool, ulysses: UlyssesGroup | None
+) -> _Packing:
+    groups = shared_prompt_groups(batch) if share_prompts else [[row] for row in range(len(batch))]
+    groups += [[row] for row in range(len(batch), len(rows.lengths))]  # the dummy sequence
+    segments = _segments(groups, prompt_lengths(batch), rows.lengths)
+    sizes = [segment.end - segment.start for segment in segments]
+    starts = [0, *accumulate(sizes)][:-1]
+    prefixes = [(0, 0) if one.prompt is None else (starts[one.prompt], sizes[one.prompt]) for one in segments]
+    source, destination = _index_maps(segments, prefixes, rows.tokens.shape)
+    if ulysses is not None and (fill := -len(source) % ulysses.size):
+        starts, sizes, prefixes = [*starts, len(source)], [*sizes, fill], [*prefixes, (0, 0)]
+    layout = PackedLayout(starts, sizes, prefixes, device)
+    layout.ulysses = ulysses
+    return _Packing(layout, source, destination, [group[0] for group in groups], ulysses)
+
+
+def _segments(groups: Sequence[Sequence[int]], prompts: Sequence[int], lengths: Sequence[int]) -> list[_Segment]:
+    """A segment for each single row; for a group of rows one for their prompt, then one for each answer."""
+    segments: list[_Segment] = []
     for group in groups:
         if len(group) == 1:
-            pieces.append((group[0], 0, lengths[group[0]]))
-            heads.append(None)
-            continue
-        head = len(pieces)
-        pieces += [(group[0], 0, prompts[group[0]]), *((i, prompts[i], lengths[i]) for i in group)]
-        heads += [None, *[head] * len(group)]
-    sizes = [end - first for _, first, end in pieces]
-    starts = [0, *accumulate(sizes)][:-1]
-    prefixes = [(0, 0) if head is None else (starts[head], sizes[head]) for head in heads]
-    source = concatenated_ranges([row * width + first for row, first, _ in pieces], sizes)
-    place = torch.zeros(len(lengths) * width, dtype=torch.long)
-    place[source] = torch.arange(len(source))
-    begins, before = zip(*prefixes, strict=True)
-    place[concatenated_ranges([row * width for row, _, _ in pieces], before)] = concatenated_ranges(begins, before)
-    if short := -len(source) % multiple:
-        starts, sizes, prefixes = [*starts, len(source)], [*sizes, short], [*prefixes, (0, 0)]
-    return Layout(starts, sizes, prefixes, device), source, place
+            segments.append(_Segment(group[0], 0, lengths[group[0]], None))
+        else:
+            prompt = len(segments)
+            segments.append(_Segment(group[0], 0, prompts[group[0]], None))
+            segments += [_Segment(row, prompts[row], lengths[row], prompt) for row in group]
+    return segments
 
 
-def shared_costs(batch: Batch) -> tuple[list[int], list[int]]:
-    """For each row the tokens it adds to a micro-batch that holds its whole group, and the number of that group."""
-    cost, number, prompts = list(batch.lengths), [0] * len(batch), prompt_lengths(batch)
-    for k, group in enumerate(shared_prompts(batch)):
-        for i in group:
-            number[i] = k
-            cost[i] -= prompts[i] if i != group[0] else 0
-    return cost, number
+def _index_maps(
+    segments: Sequence[_Segment], prefixes: Sequence[tuple[int, int]], shape: Sequence[int]
+) -> tuple[Tensor, Tensor]:
+    """`source` and `destination` of a `_Packing`."""
+    height, width = shape
+    sizes = [one.end - one.start for one in segments]
+    source = concatenated_ranges([one.row * width + one.start for one in segments], sizes)
+    destination = torch.zeros(height * width, dtype=torch.long)
+    destination[source] = torch.arange(len(source))
+    prompt_starts, prompt_sizes = [start for start, _ in prefixes], [size for _, size in prefixes]
+    prompt_columns = concatenated_ranges([one.row * width for one in segments], prompt_sizes)
+    destination[prompt_columns] = concatenated_ranges(prompt_starts, prompt_sizes)
+    return source, destination
 
 
-def blank_sample(config: Any, *, image: bool, video: bool = False) -> Sample:
-    """The shortest sequence there is, with one blank image, and one blank video, if asked for.
-
-    Raises:
-        ValueError: a blank image for a family whose image tensors are not known.
-    """
-    if not image and not video:
-        return prompt([0])
-    vision, tensors = config.vision_config, dict[str, Tensor]()
-    if config.model_type in IN_PATCHES:
-        channels = getattr(vision, "in_channels", getattr(vision, "in_chans", 3))
-        side, kinds = vision.spatial_merge_size, ["image"] * image + ["video"] * video
-        for kind in kinds:
-            tensors[PIXELS[kind]] = torch.zeros(side**2, channels * vision.temporal_patch_size * vision.patch_size**2)
-            tensors[f"{kind}_grid_thw"] = torch.tensor([[1, side, side]])
-        if video and (spec := rope3d_spec(config)).tokens_per_second is not None:
-            tensors[TIMES[spec.audio_token_id is not None]] = torch.ones(1)
-        return prompt([getattr(config, f"{kind}_token_id") for kind in kinds], vision=tensors)
-    if count := tokens_of_fixed_size_image(config):
-        size = vision.image_size if isinstance(vision.image_size, Sequence) else [vision.image_size] * 2
-        pixels = torch.ones(1, vision.num_channels, *size)  # images of zeros are left out
-        tensors["pixel_values"] = pixels[None] if config.model_type in IMAGES_OF_A_SAMPLE else pixels
-    else:
-        raise ValueError(
-            f"{config.model_type}: some ranks have images and others have none, and no blank image is known for this "
-            "family; give every rank rows with images"
-        )
-    return prompt([config.image_token_id] * count, vision=tensors)
+def _packed_kwargs(rows: _PaddedRows, packing: _Packing, spec: Rope3DSpec | None) -> dict[str, Any]:
+    source, first_rows, ulysses = packing.source, packing.first_rows, packing.ulysses
+    fill = sum(packing.layout.lengths) - len(source)
+    kwargs: dict[str, Any] = {
+        "input_ids": pad(rows.tokens.flatten()[source], (0, fill))[None],
+        "position_ids": pad(rows.positions.flatten(-2)[..., source], (0, fill)).unsqueeze(-2),
+        "packed_layout": packing.layout,
+        **model_vision(rows.tokens[first_rows], [rows.vision[row] for row in first_rows], spec),
+    }
+    if rows.routed_experts is not None:
+        routed_experts = pad(rows.routed_experts[source], (0, 0, 0, 0, 0, fill), value=-1)
+        if ulysses is not None:
+            routed_experts = routed_experts.chunk(ulysses.size)[ulysses.rank]
+        kwargs["routed_experts"] = routed_experts
+    return kwargs

@@ -1,9 +1,9 @@
 """Ulysses sequence parallelism: the ranks of a group share the tokens of a packed row.
 
-Outside attention a rank computes its own part of the tokens, and in attention, which must see them all, its own part of
-the heads: an all-to-all on the way in and one on the way out (https://arxiv.org/abs/2309.14509). The engine hands whole
-rows to the model; a forward pre-hook cuts what its decoder is given, so that images are put in their places first and
-no model code is changed.
+Outside attention each rank computes a part of the tokens. Attention needs all tokens, so each rank computes a part of
+the heads there, with an all-to-all before and after (https://arxiv.org/abs/2309.14509). The engine passes whole rows to
+the model. A forward pre-hook slices the inputs of its decoder, after image features have been inserted, so no model
+code changes.
 """
 
 from __future__ import annotations
@@ -20,108 +20,114 @@ from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.utils._pytree import tree_leaves
 
-# a decoder's features of images, and the mask that says for which tokens they are
-OF_IMAGES = {"deepstack_visual_embeds": "visual_pos_masks"}
+# a decoder's argument with one entry for each image token -> the argument that says which tokens these are
+IMAGE_TOKEN_MASKS = {"deepstack_visual_embeds": "visual_pos_masks"}
 
 
-class Ulysses(NamedTuple):
-    """The groups that a rank is in.
+class UlyssesGroup(NamedTuple):
+    """The process groups of a rank.
 
     Attributes:
-        size: ranks that share their rows.
-        rank: this rank's place among them.
-        group: these ranks; they stand next to each other in the world.
-        data: the ranks in the same place of the other groups: what is summed over rows is summed over these.
+        size: number of ranks that share their rows.
+        rank: of this process in the group.
+        group: the ranks that share rows; they are neighbours in the world.
+        data_parallel_group: the ranks with the same `rank` in all groups; sums over rows are sums over these.
     """
 
     size: int
     rank: int
     group: dist.ProcessGroup
-    data: dist.ProcessGroup
+    data_parallel_group: dist.ProcessGroup
 
 
-def share_rows(model: Any, size: int, device: torch.device, *, packed: bool) -> Ulysses:
-    """Let groups of `size` ranks share their rows: each rank's decoder gets its part of the tokens.
+def apply_ulysses(model: Any, size: int, device: torch.device, *, packed: bool) -> UlyssesGroup:
+    """Let groups of `size` ranks share their rows: the decoder of each rank receives its part of the tokens.
 
     Args:
         model: from transformers, the same on every rank.
-        size: ranks in a group; it divides the world size and the number of attention heads. Where there are fewer
-            key-value heads, they are repeated.
+        size: ranks in a group; it must divide the world size and the number of attention heads. Key-value heads are
+            repeated if there are fewer of them.
         device: where the model will be.
-        packed: whether rows are packed; padded ones are refused.
+        packed: whether rows are packed; padded rows are not supported.
 
     Raises:
         ValueError: on every rank alike, before any of them waits for another.
     """
     world, text = dist.get_world_size(), model.config.get_text_config()
-    name = f"ulysses_sequence_parallel_size={size}"
+    name, heads = "ulysses_sequence_parallel_size", text.num_attention_heads
     if size < 1 or world % size:
-        raise ValueError(f"{name}: a divisor of the number of ranks expected, which is {world}")
-    if text.num_attention_heads % size:
-        heads = text.num_attention_heads
-        raise ValueError(f"{name}: a divisor of the number of attention heads expected, {text.model_type} has {heads}")
+        raise ValueError(f"{name}: expected a divisor of the {world} ranks, got {size}")
+    if heads % size:
+        raise ValueError(f"{name}: expected a divisor of the {heads} attention heads of {text.model_type}, got {size}")
     rope = getattr(text, "rope_parameters", None) or {}
     kinds = {str(one.get("rope_type")) for one in (rope, *rope.values()) if isinstance(one, dict)}
-    if chosen := sorted(kinds & {"dynamic", "longrope"}):
+    if changing := sorted(kinds & {"dynamic", "longrope"}):
         raise ValueError(
-            f"{name}: {text.model_type} scales RoPE ({chosen[0]}) by the longest position, which is not in every part"
+            f"{name}: expected 1 for {text.model_type}, whose RoPE ({changing[0]}) depends on the longest position, "
+            f"got {size}"
         )
     if not packed:
-        raise ValueError(f"{name}: it shares packed rows; use_remove_padding=True expected")
-    model.get_decoder().register_forward_pre_hook(_cut, with_kwargs=True)
-    return _groups(dist.group.WORLD, size, device.type)
+        raise ValueError(f"{name}: expected 1 with use_remove_padding=False, got {size}")
+    model.get_decoder().register_forward_pre_hook(slice_decoder_inputs, with_kwargs=True)
+    return _make_groups(dist.group.WORLD, size, device.type)
 
 
 @cache
-def _groups(world: dist.ProcessGroup, size: int, kind: str) -> Ulysses:
-    """One set of groups for all engines of the process: each costs connections, and on a GPU memory."""
-    mesh = init_device_mesh(kind, (world.size() // size, size), mesh_dim_names=("data", "ulysses"))
-    return Ulysses(size, world.rank() % size, mesh.get_group("ulysses"), mesh.get_group("data"))
+def _make_groups(world: dist.ProcessGroup, size: int, kind: str) -> UlyssesGroup:
+    """Shared by all engines of the process, because each group costs connections, and memory on a GPU."""
+    mesh = init_device_mesh(kind, (world.size() // size, size), mesh_dim_names=("dp", "ulysses"))
+    return UlyssesGroup(size, world.rank() % size, mesh.get_group("ulysses"), mesh.get_group("dp"))
 
 
-def _cut(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[()], dict[str, Any]]:
-    """The decoder's arguments, those that speak of tokens cut to this rank's."""
-    given = {**dict(zip(signature(module.forward).parameters, args, strict=False)), **kwargs}
-    layout = given.get("packed_layout")
+def slice_decoder_inputs(
+    module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[()], dict[str, Any]]:
+    """Forward pre-hook of a decoder: slice the arguments that have an entry for each token to this rank's tokens.
+
+    Raises:
+        ValueError: an argument that contains tensors and is not known.
+    """
+    inputs = {**dict(zip(signature(module.forward).parameters, args, strict=False)), **kwargs}
+    layout = inputs.get("packed_layout")
     if layout is None or layout.ulysses is None:
-        return (), given
-    total, size, rank = sum(layout.lengths), layout.ulysses.size, layout.ulysses.rank
-    mine = slice(total // size * rank, total // size * (rank + 1))
-    own: dict[str, Any] = {}
-    for name, x in given.items():
-        if name in OF_IMAGES and x is not None:
-            before, there = (given[OF_IMAGES[name]][0, s].sum() for s in (slice(mine.start), mine))
-            own[name] = [features[before : before + there] for features in x]
+        return (), inputs
+    total = sum(layout.lengths)
+    part = total // layout.ulysses.size
+    local = slice(part * layout.ulysses.rank, part * (layout.ulysses.rank + 1))
+    sliced = dict(inputs)
+    for name, x in inputs.items():
+        if name in IMAGE_TOKEN_MASKS and x is not None:
+            is_image = inputs[IMAGE_TOKEN_MASKS[name]][0]
+            first, count = is_image[: local.start].sum(), is_image[local].sum()
+            sliced[name] = [features[first : first + count] for features in x]
         elif name == "position_ids" and x is not None:
-            own[name] = x[..., mine]
+            sliced[name] = x[..., local]
         elif isinstance(x, Tensor) and x.shape[:2] == (1, total):
-            own[name] = x[:, mine]
-        elif name == "logits_to_keep":  # it is for the output layer, but some models hand it on
-            own[name] = x
+            sliced[name] = x[:, local]
+        elif name == "logits_to_keep":  # already this rank's own; some models hand it to their decoder
+            pass
         elif any(isinstance(leaf, Tensor) for leaf in tree_leaves(x)):
-            family = module.config.model_type
-            raise ValueError(f"{family}: ulysses_sequence_parallel_size: how to cut its decoder's {name} is not known")
-        else:
-            own[name] = x
-    return (), own
+            raise ValueError(
+                f"ulysses_sequence_parallel_size: expected arguments of the decoder that are known, got {name} of "
+                f"{module.config.model_type}, which may have to be sliced"
+            )
+    return (), sliced
 
 
-def to_heads(x: Tensor, ulysses: Ulysses) -> Tensor:
+def gather_tokens_scatter_heads(x: Tensor, ulysses: UlyssesGroup) -> Tensor:
     """[n, H, D] of this rank's tokens -> [N, H / size, D] of this rank's heads."""
-    return rearrange(
-        _Exchange.apply(rearrange(x, "n (u h) d -> u n h d", u=ulysses.size), ulysses.group), "u n h d -> (u n) h d"
-    )
+    parts = rearrange(x, "n (u h) d -> u n h d", u=ulysses.size)
+    return rearrange(_AllToAll.apply(parts, ulysses.group), "u n h d -> (u n) h d")
 
 
-def to_tokens(x: Tensor, ulysses: Ulysses) -> Tensor:
-    """[N, H / size, D] of this rank's heads -> [n, H, D] of this rank's tokens: the inverse of `to_heads`."""
-    return rearrange(
-        _Exchange.apply(rearrange(x, "(u n) h d -> u n h d", u=ulysses.size), ulysses.group), "u n h d -> n (u h) d"
-    )
+def gather_heads_scatter_tokens(x: Tensor, ulysses: UlyssesGroup) -> Tensor:
+    """[N, H / size, D] of this rank's heads -> [n, H, D] of this rank's tokens."""
+    parts = rearrange(x, "(u n) h d -> u n h d", u=ulysses.size)
+    return rearrange(_AllToAll.apply(parts, ulysses.group), "u n h d -> n (u h) d")
 
 
-class _Exchange(torch.autograd.Function):
-    """`x[j]` goes to the group's rank j, `out[j]` comes from it; backward the same way."""
+class _AllToAll(torch.autograd.Function):
+    """`x[j]` is sent to rank j of the group, and `out[j]` is what rank j sent."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
@@ -132,28 +138,26 @@ class _Exchange(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
-        return _Exchange.apply(gradients[0], ctx.group), None
+        return _AllToAll.apply(gradients[0], ctx.group), None
 
 
-def gather(x: Tensor, counts: Sequence[int], ulysses: Ulysses) -> Tensor:
-    """[counts[rank], ...] of each rank (what stands behind is left out) -> [sum of counts, ...] on all of them, in the
-    order of the ranks.
+def gather_outputs(x: Tensor, counts: Sequence[int], ulysses: UlyssesGroup) -> Tensor:
+    """The first counts[rank] entries of each rank's [K, ...] -> [sum of counts, ...] on all ranks, in rank order.
 
-    Every rank then works out the same loss, and its backward keeps the gradient of its own part: summed over the ranks,
-    as gradients are, each token counts once.
+    Every rank then computes the same loss, and backward keeps the gradient of the rank's own part. Gradients are summed
+    over the ranks, so each token counts once.
     """
-    whole: Tensor = _Gather.apply(x[: counts[ulysses.rank]], counts, ulysses)
-    return whole
+    return _GatherOutputs.apply(x[: counts[ulysses.rank]], counts, ulysses)
 
 
-class _Gather(torch.autograd.Function):
+class _GatherOutputs(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, counts: Sequence[int], ulysses: Ulysses) -> Tensor:
+    def forward(ctx: Any, x: Tensor, counts: Sequence[int], ulysses: UlyssesGroup) -> Tensor:
         ctx.counts, ctx.rank = list(counts), ulysses.rank
-        mine = x.new_zeros(max(1, *counts), *x.shape[1:])
-        mine[: len(x)] = x
-        parts = [torch.empty_like(mine) for _ in counts]
-        dist.all_gather(parts, mine, group=ulysses.group)
+        padded = x.new_zeros(max(1, *counts), *x.shape[1:])
+        padded[: len(x)] = x
+        parts = [torch.empty_like(padded) for _ in counts]
+        dist.all_gather(parts, padded, group=ulysses.group)
         return torch.cat([part[:count] for part, count in zip(parts, counts, strict=True)])
 
     @staticmethod
