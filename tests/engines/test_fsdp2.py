@@ -389,7 +389,7 @@ def test_bad_input_is_named(tiny_dir, processor):
 def test_a_back_end_that_is_not_installed_is_named(monkeypatch):
     monkeypatch.delitem(sys.modules, "rlkit.engines.megatron.engine", raising=False)
     monkeypatch.setitem(sys.modules, "megatron.core", None)
-    expected = r"megatron engine: expected megatron-core, got none .*pip install 'rlkit\[megatron\]'"
+    expected = r"megatron engine: expected megatron-core, got none .*pip install -e '.\[megatron\]'"
     with pytest.raises(ImportError, match=expected):
         make_engine("megatron", model=None)
 

@@ -364,6 +364,6 @@ def test_cuda_calls_use_the_host_only_within_the_context():
 def test_without_megatron_core_the_error_says_what_to_install(monkeypatch):
     monkeypatch.delitem(sys.modules, "rlkit.engines.megatron.engine", raising=False)
     monkeypatch.setitem(sys.modules, "megatron.core", None)
-    expected = r"megatron engine: expected megatron-core, got none .*pip install 'rlkit\[megatron\]'"
+    expected = r"megatron engine: expected megatron-core, got none .*pip install -e '.\[megatron\]'"
     with pytest.raises(ImportError, match=expected):
         make_engine("megatron", model=None)

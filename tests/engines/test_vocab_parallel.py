@@ -41,6 +41,16 @@ def test_chunks_equal_one_computation(chunk, scale, suppress):
         torch.testing.assert_close(one, other, atol=1e-5, rtol=1e-4)
 
 
+def test_autocast_is_ignored():
+    init_distributed("cpu")
+    torch.manual_seed(0)
+    hidden, weight, targets = torch.randn(TOKENS, HIDDEN), torch.randn(VOCABULARY, HIDDEN), torch.arange(TOKENS)
+    expected = values_and_gradients(vocab_parallel_linear_logprobs, hidden, weight, targets)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        in_autocast = values_and_gradients(vocab_parallel_linear_logprobs, hidden, weight, targets)
+    torch.testing.assert_close(in_autocast, expected)
+
+
 class Largest(TorchDispatchMode):
     """The number of elements of the largest tensor that is created."""
 

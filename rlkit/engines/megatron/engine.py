@@ -25,7 +25,7 @@ try:
     from megatron.core import parallel_state
 except ModuleNotFoundError as error:
     raise ImportError(
-        f"megatron engine: expected megatron-core, got none ({error}); pip install 'rlkit[megatron]'"
+        f"megatron engine: expected megatron-core, got none ({error}); pip install -e '.[megatron]'"
     ) from error
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.tensor_parallel import reduce_from_tensor_model_parallel_region

@@ -58,6 +58,8 @@ def vocab_parallel_linear_logprobs(
 ) -> tuple[Tensor, Tensor]:
     r"""`vocab_parallel_logprobs` of `hidden @ weight.T`, whose logits are computed in chunks of tokens and not kept.
 
+    As in `rlkit.losses.linear_logprobs`, products are computed in the dtype of `hidden`, and autocast is ignored.
+
     A rank computes the maximum of its slice and the sums $\sum e^y$ and $\sum y e^y$, with $y$ relative to that
     maximum. Two all-reduces of [K] numbers combine the slices. Backward computes each chunk again.
 
@@ -142,9 +144,10 @@ class _LinearLogprobs(torch.autograd.Function):
             if suppress is not None:
                 grad.index_fill_(1, suppress, 0.0)
             grad = grad.div_(ctx.temperature).to(hidden.dtype)
-            grad_hidden[rows] = grad @ weight
-            if grad_weight is not None:
-                grad_weight += grad.t() @ hidden[rows]
+            with torch.autocast(hidden.device.type, enabled=False):
+                grad_hidden[rows] = grad @ weight
+                if grad_weight is not None:
+                    grad_weight += grad.t() @ hidden[rows]
         grad_weight = None if grad_weight is None else grad_weight.to(weight.dtype)
         return grad_hidden, grad_weight, None, None, None, None, None
 
@@ -184,7 +187,8 @@ class _Logprobs(torch.autograd.Function):
 
 def _scaled_logits(hidden: Tensor, weight: Tensor, temperature: float, suppress: Tensor | None) -> Tensor:
     """Float32 logits of the slice, divided by the temperature; a new tensor."""
-    logits = linear(hidden, weight).float() / temperature
+    with torch.autocast(hidden.device.type, enabled=False):
+        logits = linear(hidden, weight).float() / temperature
     return logits if suppress is None else logits.index_fill_(1, suppress, -torch.inf)
 
 
