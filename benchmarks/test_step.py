@@ -1,10 +1,10 @@
-"""A GRPO step of the toolkit against a bare Hugging Face loop on the same work.
+"""A GRPO step of rlkit compared with a bare Hugging Face loop on the same work.
 
     pytest benchmarks/test_step.py --benchmark-enable --benchmark-group-by=param:what
 
-Same tiny Qwen2.5-VL, the same prompts with one image each, the same group size and lengths. `sample` asks for the
-answers; `update` trains on the same answers; `step` does both. The bare loop is what one writes with transformers
-alone: `generate` with num_return_sequences, a padded forward and AdamW.
+Both have the same tiny Qwen2.5-VL, the same prompts with one image each, the same group size and lengths. `sample`
+generates the answers, `update` trains on given answers, `step` does both. The bare loop uses only transformers:
+`generate` with num_return_sequences, a padded forward and AdamW.
 """
 
 import pytest
@@ -21,7 +21,7 @@ PROMPTS, GROUP, NEW = 16, 8, 4
 
 
 class Work:
-    """What both contestants are given."""
+    """The inputs of both contestants."""
 
     def __init__(self, path):
         self.path = str(path)
@@ -125,7 +125,7 @@ def test_step(benchmark, work, name, what):
         contestant.sample()
         contestant.update()
 
-    if what == "update":  # the same gradient, or the times say nothing
+    if what == "update":  # the times are comparable only if the gradients are the same
         benchmark.extra_info["grad_norm"] = contestant.update()
         assert benchmark.extra_info["grad_norm"] == pytest.approx(Ours(work).update(), rel=1e-3)
     benchmark.pedantic(step if what == "step" else getattr(contestant, what), rounds=15, warmup_rounds=3)
