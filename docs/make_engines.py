@@ -14,7 +14,7 @@ sys.path[:0] = [str(ROOT), str(ROOT / "tests"), str(ROOT / "tests" / "engines")]
 
 
 def with_table(page: str) -> str:
-    """The page with its table made anew from the cases."""
+    """The page with its table made from the current cases."""
     from one_gradient import table
 
     before, _, rest = page.partition(BEGIN)

@@ -161,8 +161,8 @@ def test_a_checkpoint_that_does_not_fit_is_named_on_every_rank(results):
 @pytest.mark.parametrize("size", [5, 25])
 def test_a_row_is_padded_and_sliced_in_equal_parts(size):
     batch = make_rows(None, ORDER)
-    whole = prepare_model_inputs(batch, None, CPU)
-    tokens = whole.kwargs["input_ids"].shape[1]
+    full = prepare_model_inputs(batch, None, CPU)
+    tokens = full.kwargs["input_ids"].shape[1]
     assert tokens % size
     found, counts = [], []
     for rank in range(size):
@@ -176,9 +176,9 @@ def test_a_row_is_padded_and_sliced_in_equal_parts(size):
         counts.append(inputs.outputs_per_rank)
     assert all(c == counts[0] for c in counts) and (0 in counts[0]) == (size == 25)
     # each scored token and its target occur once, in the order of `output_indices`
-    order = [whole.output_indices.tolist().index(i) for i in inputs.output_indices.tolist()]
-    tokens = whole.kwargs["input_ids"][0, whole.logits_to_keep[order]].tolist()
-    assert found == list(zip(tokens, whole.targets[order].tolist(), strict=True))
+    order = [full.output_indices.tolist().index(i) for i in inputs.output_indices.tolist()]
+    tokens = full.kwargs["input_ids"][0, full.logits_to_keep[order]].tolist()
+    assert found == list(zip(tokens, full.targets[order].tolist(), strict=True))
 
 
 def test_an_argument_that_cannot_be_sliced_is_named():

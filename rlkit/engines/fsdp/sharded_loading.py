@@ -76,7 +76,7 @@ def _read_files(plain: Any, path: str, device: torch.device, dtype: torch.dtype)
         with ExitStack() as opened:
             info, _ = convert_and_load_state_dict_in_model(plain, dict(_slices(path, opened)), options)
     except (OSError, SafetensorError, json.JSONDecodeError, KeyError) as error:
-        raise ValueError(f"model {path!r}: {error}") from error
+        raise ValueError(f"model {path!r}: expected readable safetensors files, got an error: {error}") from error
     used = [converter for converter in mapping if isinstance(converter, WeightConverter) and converter.was_used()]
     if any(not isinstance(converter.operations[0], MergeModulelist) for converter in used):
         raise ValueError(

@@ -211,7 +211,7 @@ def packed_attention_mask(
 
 
 def _cannot_pack(family: str, why: str) -> str:
-    return f"{family}: rows cannot be packed: {why}; use use_remove_padding=False"
+    return f"use_remove_padding: expected False for {family}, whose rows cannot be packed, got True: {why}"
 
 
 def use_packed_attention(model: PreTrainedModel, *, packed: bool = False) -> None:
@@ -231,7 +231,7 @@ def use_packed_attention(model: PreTrainedModel, *, packed: bool = False) -> Non
     if packed and obstacle:
         raise ValueError(_cannot_pack(family, obstacle))
     if packed and not_causal:
-        raise ValueError(f"{family}: cannot be trained: {not_causal}")
+        raise ValueError(f"model: expected causal attention, got {family}: {not_causal}")
     rope = changing_rope(model.config)
     before = partial(_before_forward, config=model.config, rope=rope, obstacle=obstacle, not_causal=not_causal)
     model.register_forward_pre_hook(before, with_kwargs=True)
@@ -265,7 +265,7 @@ def _before_forward(
     if obstacle and layout is not None:
         raise ValueError(_cannot_pack(family, obstacle))
     if not_causal and (layout is not None or (is_padded and has_images)):
-        raise ValueError(f"{family}: cannot be trained: {not_causal}")
+        raise ValueError(f"model: expected causal attention, got {family}: {not_causal}")
     if rope is not None and layout is not None:
         check_rope(family, *rope, layout.sequence_lengths)
     elif rope is not None and mask is not None and mask.shape[1] > rope[1]:
