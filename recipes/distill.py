@@ -26,7 +26,7 @@ from functools import partial
 
 from rlkit import runs
 from rlkit.data import collate, step_rows
-from rlkit.engines.balance import balanced
+from rlkit.engines.balance import rebalance_across_ranks
 from rlkit.engines.flops import batch_flops
 from rlkit.losses import (
     clipped_policy_loss,
@@ -114,7 +114,7 @@ def main(cfg: Config) -> None:
         answers = sampler.answer(prompts, sampling, n=cfg.group_size)
 
         run.phase("train")
-        batch = balanced(collate(answers.generated), engine.data_group)
+        batch = rebalance_across_ranks(collate(answers.generated), engine.data_parallel_group)
         flops = passes * batch_flops(engine.config, batch) + batch_flops(teacher.config, batch)
         counts = runs.totals(engine, tokens=batch.mask.sum(), flops=flops)
         if not counts["tokens"]:

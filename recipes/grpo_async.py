@@ -31,7 +31,7 @@ import torch.distributed as dist
 from rlkit import runs
 from rlkit.advantages import grpo_advantages
 from rlkit.data import Failures, collate, step_rows
-from rlkit.engines.balance import balanced
+from rlkit.engines.balance import rebalance_across_ranks
 from rlkit.engines.flops import batch_flops
 from rlkit.losses import (
     clipped_policy_loss,
@@ -86,7 +86,7 @@ def policy_loss(out, mb, cfg: Config):
 def build_server_rollout(cfg: Config, run, path: str, processor, engine, stack: ExitStack):
     """The sampling back end on the servers of the options, or on one vLLM server that ends with
     this run."""
-    if engine.row_group is not None:
+    if engine.model_parallel_group is not None:
         raise ValueError(
             "parallel: expected ranks with rows of their own, got ranks that share rows and would "
             "be sent different answers; use grpo_vlm.py"
@@ -171,7 +171,7 @@ def run_on_servers(cfg: Config, stack: ExitStack) -> None:
         age = [float(rollout.version - sample.version) for sample in answers.judged]
         batch.add(staleness=torch.tensor(age))
         batch.add(advantages=grpo_advantages(batch.rewards, batch.group_ids))  # [B]
-        batch = balanced(batch, engine.data_group)
+        batch = rebalance_across_ranks(batch, engine.data_parallel_group)
         outputs = ("logprobs", "entropy")
         metrics = engine.train_batch(batch, partial(policy_loss, cfg=cfg), outputs=outputs)
         if (mismatch := metrics["mismatch/abs_dlogp"]) > cfg.max_mismatch:

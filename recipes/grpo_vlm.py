@@ -26,7 +26,7 @@ from typing import Literal
 from rlkit import losses, runs
 from rlkit.advantages import grpo_advantages
 from rlkit.data import collate, step_rows
-from rlkit.engines.balance import balanced
+from rlkit.engines.balance import rebalance_across_ranks
 from rlkit.engines.flops import batch_flops
 from rlkit.losses import (
     importance_weights,
@@ -126,7 +126,7 @@ def main(cfg: Config) -> None:
         run.phase("train")
         batch = collate(answers.judged)
         batch.add(advantages=grpo_advantages(batch.rewards, batch.group_ids))  # [B]
-        batch = balanced(batch, engine.data_group)
+        batch = rebalance_across_ranks(batch, engine.data_parallel_group)
         batch.add(ref_logprobs=reference(batch) if reference else batch.rollout_logprobs)
         if cfg.updates_per_batch > 1:
             batch.add(old_logprobs=engine.infer_batch(batch)["logprobs"])

@@ -169,7 +169,7 @@ def add_estimates(batch, cfg: Config, engine, critic, reference, moments: Runnin
         "value/squared_error": token_mean((values - returns).square(), mask, tokens),
         **mismatch_stats(old, batch.rollout_logprobs, mask, tokens),
     }
-    return reduce_metrics(measured, engine.data_group)
+    return reduce_metrics(measured, engine.data_parallel_group)
 
 
 def update(batch, cfg: Config, step: int, engine, critic):

@@ -36,7 +36,7 @@ from rlkit.advantages import (
     rloo_advantages,
 )
 from rlkit.data import collate, step_rows
-from rlkit.engines.balance import balanced
+from rlkit.engines.balance import rebalance_across_ranks
 from rlkit.engines.flops import batch_flops
 from rlkit.losses import (
     importance_weights,
@@ -143,7 +143,7 @@ def main(cfg: Config) -> None:
             batch.add(greedy_rewards=greedy_rewards(sampler, prompts, batch.group_ids))
 
         run.phase("train")
-        batch = balanced(batch, engine.data_group)
+        batch = rebalance_across_ranks(batch, engine.data_parallel_group)
         rewards = rewards_to_tokens(batch.rewards, batch.mask)  # [B, T]
         batch.add(ref_logprobs=reference(batch) if reference else batch.rollout_logprobs)
         if cfg.kl_coef:

@@ -22,7 +22,7 @@ from dataclasses import dataclass
 
 from rlkit import runs
 from rlkit.data import collate, load_chats, step_rows
-from rlkit.engines.balance import balanced
+from rlkit.engines.balance import rebalance_across_ranks
 from rlkit.engines.flops import batch_flops
 from rlkit.losses import token_mean, token_sum
 from rlkit.vlm import encode, encode_chat
@@ -84,7 +84,7 @@ def main(cfg: Config) -> None:
             step_rows(task.train, step, cfg.prompts_per_step, cfg.seed), encode_row, run, engine
         )
         batch = collate([sample for _, sample in rows])
-        batch = balanced(batch, engine.data_group)
+        batch = rebalance_across_ranks(batch, engine.data_parallel_group)
         flops = runs.training_passes(cfg) * batch_flops(engine.config, batch)
         counts = runs.totals(
             engine, tokens=batch.mask.sum(), flops=flops, skipped_rows=len(skipped)

@@ -31,7 +31,7 @@ from rlkit.rollout.vllm_inputs import (
     sampling_options,
 )
 from rlkit.vlm.families import IMAGES_SEE_THEMSELVES
-from rlkit.vlm.processors import unsampled_ids
+from rlkit.vlm.processors import suppressed_token_ids
 
 SUPPORTED = ((0, 32), (0, 33))  # from the first, below the second
 
@@ -103,7 +103,7 @@ class VllmRollout:
         config = self.llm.model_config.hf_config
         self.family: str = config.model_type
         tokenizer = getattr(processor, "tokenizer", processor)
-        self.unsampled = unsampled_ids(config, tokenizer).tolist()
+        self.unsampled = suppressed_token_ids(config, tokenizer).tolist()
         check_unsampled(self.unsampled)
         self.ends = end_tokens(tokenizer, self.llm.model_config.try_get_generation_config().get("eos_token_id"))
         self.max_model_len = self.llm.model_config.max_model_len

@@ -24,8 +24,8 @@ from rlkit.vlm import (
     load_processor,
     lora,
     model_or_tiny,
+    suppressed_token_ids,
     trainable_summary,
-    unsampled_ids,
     vision_tower,
 )
 from rlkit.vlm.loading import load_config, model_path
@@ -127,7 +127,7 @@ def build_rollout(cfg: GenerationOptions, path: str, processor: Any, engine: Any
         processor=processor,
         urls=cfg.servers,
         gpu_memory_utilization=cfg.gpu_memory_utilization,
-        row_group=engine.row_group,
+        model_parallel_group=engine.model_parallel_group,
         **options,
     )
 
@@ -194,5 +194,5 @@ def _scoring(cfg: EngineOptions, model: Any, processor: Any, temperature: float 
     """`_shared`, and the distribution that answers are sampled from."""
     if temperature is None:
         return _shared(cfg, processor)
-    unsampled = unsampled_ids(model.config, getattr(processor, "tokenizer", processor))
-    return {**_shared(cfg, processor), "temperature": temperature, "unsampled": unsampled}
+    suppressed = suppressed_token_ids(model.config, getattr(processor, "tokenizer", processor))
+    return {**_shared(cfg, processor), "temperature": temperature, "suppressed_token_ids": suppressed}

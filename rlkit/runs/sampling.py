@@ -92,7 +92,7 @@ def encode_share(
     A row for which it raises ValueError is named in the log and skipped.
     """
     found, skipped = [], []
-    for group_id, row in list(rows)[engine.data_rank :: engine.data_world]:
+    for group_id, row in list(rows)[engine.data_parallel_rank :: engine.data_parallel_size]:
         try:
             found.append(encode_row(group_id, row))
         except ValueError as error:
@@ -171,7 +171,7 @@ class PolicySampler:
             **reward_stats(answers.rewards, group_ids(answers.generated), engine.global_sum),
             **part_means(answers.parts, engine.global_sum),
             "response_length/mean": tokens / max(count, 1),
-            **reduce_metrics({"response_length/max": longest}, engine.data_group),
+            **reduce_metrics({"response_length/max": longest}, engine.data_parallel_group),
             "response_length/cut": cut / max(count, 1),
             "unjudged": unjudged,
             "skipped_rows": skipped,

@@ -20,7 +20,7 @@ from isolated_cases import case
 from megatron.core import parallel_state
 
 from rlkit.data import extend, prompt
-from rlkit.engines.distributed import init_distributed, ranks_with_equal_rows
+from rlkit.engines.distributed import init_distributed, make_model_parallel_group
 from rlkit.rollout.same_rows import SameRows
 from rlkit.runs import claim_directory
 from rlkit.tracking import Run
@@ -39,8 +39,8 @@ class Sampler:
 
 
 def answers(together):
-    group = ranks_with_equal_rows(0, 1)
-    assert ranks_with_equal_rows(dist.get_rank(), 2) is None
+    group = make_model_parallel_group(0, 1)
+    assert make_model_parallel_group(dist.get_rank(), 2) is None
     requests = [prompt([1], vision={"pixels": torch.full((1,), i)}, row={"answer": i}) for i in range(3)]
     seen = {}
     found = SameRows(Sampler(), group, together=together).generate(requests, None, 2, written=seen.setdefault)

@@ -114,6 +114,8 @@ def test_help_names_every_option(capsys):
 
 
 def test_ranks_that_share_rows_are_refused(warm_dir, tmp_path, monkeypatch):  # noqa: F811
-    monkeypatch.setattr("rlkit.runs.build_engine", lambda *args, **options: SimpleNamespace(row_group="both ranks"))
+    monkeypatch.setattr(
+        "rlkit.runs.build_engine", lambda *args, **options: SimpleNamespace(model_parallel_group="both ranks")
+    )
     with pytest.raises(SystemExit, match="grpo_async: parallel: expected ranks with rows of their own, got ranks that"):
         run_here("grpo_async", "--model", warm_dir, "--servers", "http://localhost:1", "--out", tmp_path)
