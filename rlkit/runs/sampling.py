@@ -12,7 +12,7 @@ from torch import Tensor
 
 from rlkit.data import Sample, group_ids
 from rlkit.engines.distributed import reduce_metrics
-from rlkit.rewards import Judge, judged, judged_accuracy, judging_problem, part_means, reward_stats
+from rlkit.rewards import Judge, judged, judging_problem, part_means, reward_stats
 from rlkit.rollout import Sampling
 from rlkit.runs.options import SamplingOptions
 from rlkit.tracking import Run
@@ -200,8 +200,16 @@ class PolicySampler:
             self.run.say(f"warning: {text}")
 
     def greedy(self, prompts: Prompts) -> Answers:
-        """The most likely answer to each prompt, judged."""
-        return self.answer(prompts, Sampling(self.cfg.max_new_tokens, temperature=0.0), phase="evaluate")
+        """The most likely answer to each prompt, judged.
+
+        The run ends if `--reward` names what judges them and not one could be judged.
+        """
+        answers = self.answer(prompts, Sampling(self.cfg.max_new_tokens, temperature=0.0), phase="evaluate")
+        if self.cfg.reward:
+            generated, judged = _count_judged(answers, self.engine.global_sum)
+            if generated and not judged:
+                self.run.stop(judging_problem(generated, judged, 1.0, answers.reasons))
+        return answers
 
     def evaluate(self, prompts: Prompts, when: str) -> list[Sample]:
         """Accuracy of the greedy answers to held-out prompts, written to eval.json and printed.
@@ -225,10 +233,20 @@ def accuracy(answers: Answers, global_sum: GlobalSum) -> dict[str, float]:
     """Mean reward of the answers that could be judged, over all ranks, and how many could not.
 
     Returns:
-        `accuracy` and `unjudged`; nothing if no rank has an answer that was judged.
+        `accuracy` and `unjudged`. Without a judged answer there is no `accuracy`, as of a file that has no answers to
+        compare with; without any answer there is neither.
     """
-    found = judged_accuracy(answers.rewards, global_sum)
-    return {name: found[name] for name in ("accuracy", "unjudged")} if found["judged"] else {}
+    total = global_sum(answers.rewards.double().nansum()).item()
+    generated, judged = _count_judged(answers, global_sum)
+    found = {"unjudged": generated - judged} if generated else {}
+    return {"accuracy": total / judged, **found} if judged else found
+
+
+def _count_judged(answers: Answers, global_sum: GlobalSum) -> tuple[float, float]:
+    """How many answers all ranks have, and how many of them could be judged."""
+    counts = torch.tensor([len(answers.generated), (~answers.rewards.isnan()).sum()])
+    generated, judged = global_sum(counts.double()).tolist()
+    return generated, judged
 
 
 def record_evaluation(run: Run, engine: Any, when: str, found: Mapping[str, float], prompts: Prompts) -> None:
@@ -250,8 +268,7 @@ def too_few_judged(answers: Answers, global_sum: GlobalSum, max_unjudged: float)
 
     With a share of 1 it can go on without any reward.
     """
-    counts = torch.tensor([len(answers.generated), (~answers.rewards.isnan()).sum()])
-    generated, judged = global_sum(counts.double()).tolist()
+    generated, judged = _count_judged(answers, global_sum)
     if max_unjudged >= 1:
         return ""
     return judging_problem(generated, judged, max_unjudged, answers.reasons, answers.skipped)
