@@ -130,8 +130,7 @@ def run_on_servers(cfg: Config, stack: ExitStack) -> None:
     canary = Canary(cfg.max_mismatch)
 
     def check_weights_arrived():
-        """Answers to a few fixed prompts have the log-probabilities of the weights that were just
-        sent."""
+        """Stop if fresh answers do not have the log-probabilities of the weights just sent."""
         run.phase("canary")
         sampling = Sampling(cfg.max_new_tokens, cfg.temperature, (cfg.seed,))
         if problem := canary(fresh_gap(rollout, engine, heldout.samples[:4], sampling)):
@@ -145,17 +144,15 @@ def run_on_servers(cfg: Config, stack: ExitStack) -> None:
     skipped: deque = deque()  # rows of each batch that was requested and is not trained on yet
 
     def requests():
-        """Prompts of each step, and how to sample them; taken when it is time to request the next
-        batch."""
+        """Prompts of each step and how to sample them, taken when the next batch is requested."""
         for step in range(start, cfg.steps):
             prompts = encode(step_rows(task.train, step, cfg.prompts_per_step, cfg.seed))
             skipped.append(prompts.skipped)
             yield prompts.samples, Sampling(cfg.max_new_tokens, temperature, (cfg.seed, step))
 
     failures = Failures("reward")
-    submit = score_as_written(
-        rollout.submit, task.reward, threads=cfg.reward_threads, failures=failures
-    )
+    threads = cfg.reward_threads
+    submit = score_as_written(rollout.submit, task.reward, threads=threads, failures=failures)
     judged = SimpleNamespace(submit=submit, update_weights=rollout.update_weights)
     ahead = Ahead(judged, requests(), n=cfg.group_size, max_staleness=cfg.max_staleness)
     run.phase("generate")  # what is waited for
@@ -184,9 +181,7 @@ def run_on_servers(cfg: Config, stack: ExitStack) -> None:
         metrics |= runs.totals(engine, tokens=batch.mask.sum(), flops=flops)
         run.log(step, metrics, show={"reward": "reward/mean", "staleness": "staleness"})
         runs.save(cfg, run, step, checkpoints=engine)
-        if (
-            step == start or (step + 1) % cfg.save_every == 0
-        ):  # it waits for its turn on the servers
+        if step == start or (step + 1) % cfg.save_every == 0:  # it waits until servers are free
             check_weights_arrived()
         run.phase("generate")
 

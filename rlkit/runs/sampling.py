@@ -200,15 +200,18 @@ class PolicySampler:
             self.run.say(f"warning: {text}")
 
     def greedy(self, prompts: Prompts) -> Answers:
-        """The most likely answer to each prompt, judged.
+        """The most likely answer to each prompt, judged."""
+        return self.answer(prompts, Sampling(self.cfg.max_new_tokens, temperature=0.0), phase="evaluate")
+
+    def answer_heldout(self, prompts: Prompts) -> Answers:
+        """The most likely answer to each held-out prompt, judged; none with `--max_new_tokens 0`.
 
         The run ends if `--reward` names what judges them and not one could be judged.
         """
-        answers = self.answer(prompts, Sampling(self.cfg.max_new_tokens, temperature=0.0), phase="evaluate")
-        if self.cfg.reward:
-            generated, judged = _count_judged(answers, self.engine.global_sum)
-            if generated and not judged:
-                self.run.stop(judging_problem(generated, judged, 1.0, answers.reasons))
+        answers = self.greedy(prompts) if self.cfg.max_new_tokens else Answers()
+        generated, judged = _count_judged(answers, self.engine.global_sum)
+        if self.cfg.reward and generated and not judged:
+            self.run.stop(f"held-out {judging_problem(generated, judged, 1.0, answers.reasons)}")
         return answers
 
     def evaluate(self, prompts: Prompts, when: str) -> list[Sample]:
@@ -222,10 +225,12 @@ class PolicySampler:
         Returns:
             This rank's answers that could be judged, with their rewards.
         """
-        answers = self.greedy(prompts)
+        answers = self.answer_heldout(prompts)
         if problem := too_few_judged(answers, self.engine.global_sum, self.cfg.max_unjudged):
             self.run.stop(f"held-out {problem}")
-        record_evaluation(self.run, self.engine, when, accuracy(answers, self.engine.global_sum), prompts)
+        found = accuracy(answers, self.engine.global_sum)
+        counts = {"rows": len(prompts.samples), "skipped": len(prompts.skipped)}
+        record_evaluation(self.run, self.engine, when, found, **counts)
         return answers.judged
 
 
@@ -249,18 +254,20 @@ def _count_judged(answers: Answers, global_sum: GlobalSum) -> tuple[float, float
     return generated, judged
 
 
-def record_evaluation(run: Run, engine: Any, when: str, found: Mapping[str, float], prompts: Prompts) -> None:
+def record_evaluation(run: Run, engine: Any, when: str, found: Mapping[str, float], *, rows: int, skipped: int) -> None:
     """Write what was measured on held-out prompts before or after training to eval.json, and print it.
 
     Args:
         found: measurements over all ranks, by name.
+        rows, skipped: held-out rows of this rank that were used, and those that could not be.
     """
-    counts = torch.tensor([len(prompts.samples), len(prompts.skipped)], dtype=torch.float64)
-    rows, skipped = (int(x) for x in engine.global_sum(counts).tolist())
+    counts = engine.global_sum(torch.tensor([rows, skipped], dtype=torch.float64)).tolist()
+    rows, skipped = (int(x) for x in counts)
     run.evaluation(**{f"{name}_{when}": x for name, x in found.items()}, heldout=rows, heldout_skipped=skipped)
     if run.writes:
-        shown = ", ".join(f"{name.replace('_', ' ')} {x:.3f}" for name, x in found.items() if name != "unjudged" or x)
-        run.say(f"held-out {when}: {shown} ({rows} rows)")
+        unjudged = f", {found['unjudged']:.0f} not judged" if found.get("unjudged") else ""
+        shown = ", ".join(f"{name.replace('_', ' ')} {x:.3f}" for name, x in found.items() if name != "unjudged")
+        run.say(f"held-out {when}: {shown} ({rows} rows{unjudged})")
 
 
 def too_few_judged(answers: Answers, global_sum: GlobalSum, max_unjudged: float) -> str:

@@ -11,7 +11,7 @@ import torch
 
 from rlkit.data import extend, prompt
 from rlkit.engines.distributed import init_distributed
-from rlkit.runs import Answers, PolicySampler, accuracy, too_few_judged
+from rlkit.runs import Answers, PolicySampler, Prompts, accuracy, too_few_judged
 
 sys.path.insert(0, str(Path(__file__).parent))
 from some_answers import EVERY, expected, measure, of_a_rank
@@ -55,6 +55,30 @@ def test_why_too_few_were_judged():
     assert too_few_judged(unjudged(2), same, 0.5) == "answers: expected at least 50% of 2 judged, got 0"
     problem = too_few_judged(Answers(skipped=["row 3: too long", "row 4: too long"]), same, 0.5)
     assert problem.endswith("2 rows were skipped, the first because of row 3: too long")
+
+
+@pytest.mark.parametrize(("named", "value"), [("", None), ("mine:reward", None), ("mine:reward", 0.0)])
+def test_a_reward_that_is_named_and_judges_nothing_ends_the_run(named, value):
+    """A file without answers has nothing to judge with; its held-out loss is measured all the same."""
+    engine = SimpleNamespace(global_sum=same, get_per_tensor_param=lambda: iter(()))
+    nothing = lambda *_: None  # noqa: E731
+    rollout = SimpleNamespace(wake_up=nothing, update_weights=nothing, sleep=nothing)
+
+    def generate(prompts, sampling, n, written):
+        written(0, of_a_rank(0, 1).generated[:2])
+        return of_a_rank(0, 1).generated[:2]
+
+    cfg = SimpleNamespace(reward_threads=0, max_new_tokens=6, reward=named)
+    run = SimpleNamespace(phase=nothing, stop=sys.exit)
+    sampler = PolicySampler(cfg, run, lambda text, row: value, engine, rollout, generate=generate)
+    if named and value is None:
+        reason = "^held-out answers: expected at least one of 2 judged, got 0: 2 x a reward of None$"
+        with pytest.raises(SystemExit, match=reason):
+            sampler.answer_heldout(Prompts([]))
+    else:
+        assert len(sampler.answer_heldout(Prompts([])).judged) == (0 if value is None else 2)
+    cfg.max_new_tokens = 0
+    assert sampler.answer_heldout(Prompts([])).generated == []
 
 
 def warnings(steps, *, finish="stop", group_size=2):
