@@ -232,7 +232,7 @@ def parse_options(config: type[Config], description: str, arguments: Sequence[st
 
     arguments = list(sys.argv[1:] if arguments is None else arguments)
     if file := _config_file(arguments):
-        arguments = [*file_arguments(file, config), *arguments]
+        arguments = [*_file_arguments(file, config), *arguments]
 
     hints, defaults = get_type_hints(config), {f.name: f for f in fields(config)}  # type: ignore[arg-type]
     groups = []
@@ -251,7 +251,7 @@ def parse_options(config: type[Config], description: str, arguments: Sequence[st
     return config(**{name: x for group in vars(parsed).values() for name, x in vars(group).items()})
 
 
-def file_arguments(file: str, config: type) -> list[str]:
+def _file_arguments(file: str, config: type) -> list[str]:
     """The options in a YAML or JSON file as command-line arguments.
 
     Of a run's config.json, what belongs to that run alone is left out: its directory, and whether it was resumed.
