@@ -9,7 +9,18 @@ from functools import partial
 
 import functions_loops as loops
 import torch
-from functions_common import LARGE, PEERS, SMALL, Batch, Contestants, group, trl_trainer, verl_config, with_gradient
+from functions_common import (
+    GROUP,
+    LARGE,
+    PEERS,
+    SMALL,
+    Batch,
+    Contestants,
+    group,
+    trl_trainer,
+    verl_config,
+    with_gradient,
+)
 
 from rlkit.losses import (
     cispo_loss,
@@ -23,11 +34,13 @@ from rlkit.losses import (
     geometric_rejection_mask,
     gmpo_loss,
     gpg_loss,
+    group_token_counts,
     gspo_loss,
     importance_weights,
     kl_cov_loss,
     kl_k3,
     masked_importance_weights,
+    prompt_mean,
     ratio_stats,
     rejection_mask,
     sapo_loss,
@@ -320,6 +333,28 @@ for name, ours, mode, weights in (
             "verl": lambda: with_gradient(verl.agg_loss(loss, b.mask, mode), loss),
             "verl_float_mask": lambda: with_gradient(verl.agg_loss(loss, m, mode), loss),
         }
+
+
+@group("prompt mean")
+def prompts(b):
+    loss, (x, mask, ids) = b.values.clone().requires_grad_(), b.nested("values", "mask", "ids")
+    counts = group_token_counts(b.mask, b.ids)
+
+    def loop():
+        n = [sum(sum(m) for m, k in zip(mask, ids, strict=True) if k == own) for own in ids]
+        return loop_reduction(x, mask, [GROUP / len(ids) / y for y in n])
+
+    return {"rlkit": lambda: with_gradient(prompt_mean(loss, b.mask, counts), loss), "loop": loop}
+
+
+@group("tokens of a prompt's answers")
+def prompt_tokens(b):
+    mask, ids = b.nested("mask", "ids")
+
+    def loop():
+        return [sum(sum(m) for m, k in zip(mask, ids, strict=True) if k == own) for own in ids]
+
+    return {"rlkit": lambda: group_token_counts(b.mask, b.ids), "loop": loop}
 
 
 def mismatch_group(name, ours, loop, theirs):

@@ -20,6 +20,8 @@ WITHOUT = {
     "AdaptiveKL": "Python floats",
     "FixedKL": "Python floats",
     "adaptive_kl_coef": "Python floats",
+    "adaptive_entropy_coef": "Python floats",
+    "chord_mu": "Python floats",
     "pf_ppo_indices": "a random draw, torch.multinomial's own",
 }
 INPUTS = {kind: Batch((32, 512), kind) for kind in ("full", "gaps")}
