@@ -1,10 +1,11 @@
-# make demo: the main job on its built-in default.  make test: lint, types, tests.  make setup: the environment alone.
+# make demo: the main job on its built-in default.  make test: lint, types, tests.  make quick: the loop of edit and test.
+# make setup: the environment alone.
 PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 CHECK_PYTHON := $(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "rlkit needs Python >= 3.11; $(PYTHON) is older. Name another: make setup PYTHON=python3.12"; exit 1; }
 
-.PHONY: setup setup-all demo test lint learn bench peers bench-peers docs clean
+.PHONY: setup setup-all demo test quick lint learn bench peers bench-peers docs clean
 
 setup: $(VENV)/.installed
 
@@ -29,8 +30,14 @@ $(VENV)/.installed-all: setup.cfg pyproject.toml constraints.txt
 demo: setup
 	$(BIN)/torchrun --nproc-per-node=1 recipes/grpo_vlm.py
 
+# in the order of testpaths, the longest first: at the end no worker waits for another one's longest file
 test: setup-all lint
-	$(BIN)/python -m pytest -n 2 --dist loadfile
+	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder --durations=20
+
+# functions, packing, an engine in one process, a recipe for a few steps
+quick: setup
+	$(BIN)/python -m pytest -q -n 2 --dist loadfile --no-loadscope-reorder tests/recipes/test_sft.py \
+		tests/engines/test_fsdp2.py tests/losses tests/advantages tests/data/test_packing.py tests/data/test_batching.py
 
 lint: setup
 	$(BIN)/ruff check .

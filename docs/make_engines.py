@@ -1,4 +1,4 @@
-"""Write the table of docs/engines.md out of the cases of tests/engines.
+"""Make the table of docs/engines.md from the cases in tests/engines.
 
 python docs/make_engines.py [--check]    # --check writes nothing and exits with 1 if the table is out of date
 """
@@ -10,11 +10,11 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 PAGE = ROOT / "docs" / "engines.md"
 BEGIN, END = "<!-- made by docs/make_engines.py: edit the cases in tests/engines -->\n", "<!-- end -->\n"
-sys.path[:0] = [str(ROOT), str(ROOT / "tests" / "engines")]
+sys.path[:0] = [str(ROOT), str(ROOT / "tests"), str(ROOT / "tests" / "engines")]
 
 
 def with_table(page: str) -> str:
-    """The page with its table as the cases are now."""
+    """The page with its table made from the current cases."""
     from one_gradient import table
 
     before, _, rest = page.partition(BEGIN)

@@ -8,7 +8,7 @@ from types import ModuleType
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGE = ROOT / "docs" / "families.md"
-sys.path.insert(0, str(ROOT))  # this checkout's rlkit, installed or not
+sys.path[:0] = [str(ROOT), str(ROOT / "tests")]  # this checkout's rlkit, installed or not
 
 EVERY = "vlm/test_every_family.py"
 # column -> (file, test, parameter), the last being the family's name or the name of a case that has it
@@ -28,7 +28,7 @@ COLUMNS: dict[str, list[tuple[str, str, str]]] = {
     ],
     "mixed batch": [
         (EVERY, "test_a_blank_image_changes_no_number", "family"),
-        ("engines/test_blank_images.py", "test_a_blank_image_changes_no_number_and_reaches_the_tower", "family"),
+        ("engines/test_dummy_images.py", "test_a_dummy_image_changes_no_output_and_goes_through_the_tower", "family"),
     ],
     "processor": [(EVERY, "test_both_tracks_are_the_processors_own", "family")],
     "freeze": [(EVERY, "test_frozen_parameters_do_not_move", "family")],

@@ -17,7 +17,7 @@ from textwrap import dedent
 
 ROOT = Path(__file__).resolve().parent.parent
 FOLDER = ROOT / "docs" / "reference"
-PACKAGES = ("rlkit.losses", "rlkit.advantages", "rlkit.data", "rlkit.vlm", "rlkit.engines", "rlkit.rollout")
+PACKAGES = tuple(f"rlkit.{room}" for room in "losses advantages data rewards vlm engines rollout".split())
 sys.path.insert(0, str(ROOT))  # this checkout's rlkit, installed or not
 SECTION = re.compile(r"^((?:(?:, )?(?:Args|Attributes|Returns|Raises))+):(.*(?:\n(?: {4}.*)?$)*)", re.M)
 ITEM = re.compile(r"(\*{0,2}\w+(?:, \w+)*: )?(.*)")  # what is described, and its description

@@ -1,297 +1,151 @@
-"""GRPO for vision-language models: ask about images, sample a group of answers, reward them, take a step.
+"""GRPO for vision-language models: sample groups of answers about images, reward them, take a step.
 
-    torchrun --nproc-per-node=1 recipes/grpo_vlm.py                        # a tiny Qwen2.5-VL learns to read digits
-    torchrun --nproc-per-node=8 recipes/grpo_vlm.py --model Qwen/Qwen2.5-VL-7B-Instruct --task train.jsonl \\
-        --lora_rank 32 --exclude_modules ".*visual.*" --max_new_tokens 1024 --lr 1e-5
+    torchrun --nproc-per-node=1 recipes/grpo_vlm.py  # a tiny Qwen2.5-VL learns to read digits
+    torchrun --nproc-per-node=8 recipes/grpo_vlm.py --model Qwen/Qwen2.5-VL-7B-Instruct --task \\
+        train.jsonl --lora_rank 32 --max_new_tokens 1024 --lr \\
+        1e-5
 
 How it differs from the paper (DeepSeekMath, https://arxiv.org/abs/2402.03300, section 4.1):
-- the loss is the mean over all tokens of the batch, not the mean of per-answer means (DAPO, arXiv 2503.14476): long
-  answers are not favoured. `sequence_mean` instead of `token_mean` below gives the paper's.
-- the clip is higher upwards than downwards (DAPO again); it binds only with updates_per_batch > 1: on a batch that is
-  used once the ratio is 1.
-- the weight of the KL term is 0.001, the paper's 0.04.
-- `--loss` is another paper's: gspo (arXiv 2507.18071, --clip_low 3e-4 --clip_high 4e-4), a mean of per-answer means, or
-  cispo (arXiv 2506.13585, --clip_low 1 --clip_high 4), which is the same on a batch that is used once.
-- an answer that could not be judged is left out of its group instead of counting as wrong.
-- tokens that stand for images can be neither sampled nor scored.
+- The loss is the mean over all tokens of the batch (DAPO, arXiv 2503.14476), not the mean of
+  per-answer means, so that long answers are not favoured. For the paper's, put `sequence_mean` in
+  place of `token_mean` below.
+- The upper clip is larger than the lower one (DAPO again). It matters only with updates_per_batch
+  > 1: on a batch that is used once the ratio is 1.
+- The weight of the KL term is 0.001; the paper has 0.04.
+- `--loss gspo` (arXiv 2507.18071, with --clip_low 3e-4 --clip_high 4e-4) clips the ratio of a
+  whole answer, and takes the mean of per-answer means. `--loss cispo` (arXiv 2506.13585, with
+  --clip_low 1 --clip_high 4) clips the weight of a token that keeps its gradient.
+- An answer that could not be judged is left out of its group; it does not count as wrong.
+- Tokens that stand for images can be neither sampled nor scored.
 """
 
-import sys
-from dataclasses import asdict, dataclass, field
-from pathlib import Path
+from dataclasses import dataclass
+from functools import partial
 from typing import Literal
 
-import torch
-import torch.distributed as dist
-import tyro
-from torch.optim import AdamW
-from torch.optim.lr_scheduler import LambdaLR
-from tqdm import tqdm
-from transformers.utils.logging import disable_progress_bar
-
-from rlkit import losses
+from rlkit import losses, runs
 from rlkit.advantages import grpo_advantages
-from rlkit.data import Judge, Task, collate, group_ids, judged, load_task, part_means, reward_stats, step_rows
-from rlkit.engines import make_engine
-from rlkit.engines.balance import balanced
-from rlkit.engines.checkpoint import checkpoints, keep_newest
-from rlkit.engines.distributed import init_distributed
+from rlkit.data import collate, step_rows
+from rlkit.engines.balance import rebalance_across_ranks
 from rlkit.engines.flops import batch_flops
-from rlkit.losses import importance_weights, kl_k3, mismatch_stats, ratio_stats, sequence_mean, token_mean
-from rlkit.report import write_report
-from rlkit.rollout import Canary, Sampling, make_rollout
-from rlkit.tracking import Run, new_directory
-from rlkit.vlm import VISION_TOWER, freeze, load_model, lora, model_or_tiny, trainable_summary
-from rlkit.vlm.processors import encode_rows, load_processor, unsampled_ids
+from rlkit.losses import (
+    importance_weights,
+    kl_k3,
+    mismatch_stats,
+    ratio_stats,
+    sequence_mean,
+    token_mean,
+)
+from rlkit.rollout import Canary, Sampling
 
-LOSSES = {"clipped": losses.clipped_policy_loss, "gspo": losses.gspo_loss, "cispo": losses.cispo_loss}
+LOSSES = {
+    "clipped": losses.clipped_policy_loss,
+    "gspo": losses.gspo_loss,
+    "cispo": losses.cispo_loss,
+}
 
 
 @dataclass
-class Config:
-    model: str = "tiny"
-    """Directory or hub id of a model; "tiny" builds one of 0.7M parameters and warms it up for a few seconds."""
-    task: str = "digits"
-    """A built-in task, a .jsonl or .parquet file with question, answer and image columns, or module:function."""
-    rollout: str = "hf"
-    """What samples: hf (the trained model itself), vllm (in this process), vllm_server or sglang (at `servers`)."""
-    servers: tuple[str, ...] = ()
-    """URLs of the servers; python -m rlkit.rollout.serve starts some."""
-    out: str = ""
-    """The run's directory; runs/grpo_vlm-<task>-seed<seed> by default, numbered if that holds a run."""
-    resume: bool = False
-    """Go on from the newest checkpoint in the run's directory."""
-    trackers: tuple[str, ...] = ()
-    """Told the metrics beside the run's own files: tensorboard, wandb, mlflow, trackio, ...; see rlkit.tracking."""
-    watchdog: float = 600.0
-    """Seconds in one phase after which the phases of all ranks are printed; 0: never."""
-    seed: int = 0
-    """Of the data order, the sampling noise and the tiny model."""
-
+class Config(runs.PolicyOptions, runs.TrainingOptions):
     steps: int = 220
     """Batches that are sampled."""
     prompts_per_step: int = 64
-    """Prompts in a batch, over all ranks."""
+    """Prompts of a batch, over all ranks."""
     group_size: int = 16
     """Answers to each prompt."""
     updates_per_batch: int = 1
     """Optimizer steps on each batch."""
-    reward_threads: int = 8
-    """Prompts whose answers are judged at once, while others are written. 0: behind them, in the main thread."""
-    max_new_tokens: int = 4
-    """Longest answer."""
-    max_prompt_tokens: int = 0
-    """Longest prompt, images expanded; a longer one is skipped and counted. 0: what the model's context leaves."""
-    temperature: float = 1.0
-    """Of the sampler, and of the distribution that is trained."""
-
-    lr: float = 7e-4
-    """Peak learning rate; LoRA and large models want less, about 1e-5 and 1e-6."""
-    warmup_steps: int = 10
-    """Linear warm-up; after it the rate falls linearly to a twentieth."""
-    clip_low: float = 0.2
-    """The ratio is clipped at 1 - clip_low."""
-    clip_high: float = 0.28
-    """The ratio is clipped at 1 + clip_high."""
     loss: Literal["clipped", "gspo", "cispo"] = "clipped"
-    """What is clipped: each token's ratio, an answer's, or the weight of a token that keeps its gradient."""
-    tis_cap: float = 2.0
-    """Weights that correct for a sampler which differs from the trainer are cut here; they are 1 with hf."""
+    """What is clipped: the ratio of a token, the ratio of an answer, or the weight of a token."""
+    clip_low: float = 0.2
+    """The ratio is clipped below at 1 - clip_low."""
+    clip_high: float = 0.28
+    """The ratio is clipped above at 1 + clip_high."""
     kl_coef: float = 0.001
-    """Weight of the KL to the model at the start. 0: it is not kept, and `kl` is measured from the sampler."""
-    max_grad_norm: float = 1.0
-    """Gradients are scaled down to this norm."""
+    """Weight of the KL to the initial model. 0: no reference is kept, and the logged KL is that to
+    the sampler."""
 
-    freeze_vision_tower: bool = False
-    """Train the language model alone."""
-    lora_rank: int = 0
-    """Rank of LoRA adapters; 0 trains the weights themselves."""
-    lora_alpha: int = 32
-    """Scale of the adapters, over their rank."""
-    target_modules: str = "all-linear"
-    """Modules that get adapters: all-linear, or a regular expression."""
-    exclude_modules: str | None = ".*visual.*"
-    """Regular expression of modules that get none."""
-    engine: str = "fsdp2"
-    """What trains: fsdp2, megatron, or one of another package; see docs/engines.md."""
-    parallel: dict[str, int] = field(default_factory=dict)
-    """Ranks that share a model, by the engine's own names: `--parallel tensor 2 pipeline 2`."""
-    use_remove_padding: bool = True
-    """Pack rows without padding."""
-    use_fused_kernels: bool = False
-    """Logprobs from hidden states, without the logits tensor."""
-    enable_gradient_checkpointing: bool = False
-    """Recompute activations in backward."""
-    ulysses_sequence_parallel_size: int = 1
-    """Ranks that share one sequence, for long ones."""
-    micro_batch_tokens: int = 16384
-    """Most tokens in one forward."""
-    gpu_memory_utilization: float = 0.8
-    """Share of a GPU's memory up to which the sampler's cache may fill it."""
-    threads: int = 1
-    """CPU threads of a process. With more, sums round differently from run to run, and no run repeats exactly."""
-    trust_remote_code: bool = False
-    """Run code that comes with the model."""
 
-    save_every: int = 50
-    """Steps between checkpoints; the newest two are kept."""
-    max_unjudged: float = 0.2
-    """Stop when a larger share of a batch's answers could not be judged."""
-    max_mismatch: float = 0.3
-    """Stop when sampler and trainer differ by more in mean |dlogp|, or by ten times what they did at first."""
+def policy_loss(out, mb, cfg: Config):
+    """Loss of a micro-batch and its metrics; out.logprobs [B, T], mb.total_tokens counts the batch
+    of all ranks."""
+    old = mb.old_logprobs if cfg.updates_per_batch > 1 else out.logprobs.detach()
+    clip = {"clip_low": cfg.clip_low, "clip_high": cfg.clip_high}
+    policy = LOSSES[cfg.loss](out.logprobs, old, mb.advantages, mb.mask, **clip)
+    policy = policy * importance_weights(old, mb.rollout_logprobs, mb.mask, high=cfg.tis_cap)
+    kl = kl_k3(out.logprobs, mb.ref_logprobs, mb.mask)
+    metrics = {
+        "kl": token_mean(kl, mb.mask, mb.total_tokens),
+        "entropy": token_mean(out.entropy, mb.mask, mb.total_tokens),
+        **ratio_stats(out.logprobs, old, mb.advantages, mb.mask, **clip, total=mb.total_tokens),
+        **mismatch_stats(old, mb.rollout_logprobs, mb.mask, mb.total_tokens),
+    }
+    mean, total = (
+        (sequence_mean, mb.total_sequences) if cfg.loss == "gspo" else (token_mean, mb.total_tokens)
+    )
+    return mean(policy + cfg.kl_coef * kl, mb.mask, total), metrics
 
 
 def main(cfg: Config) -> None:
-    torch.set_num_threads(cfg.threads)
-    init_distributed()
-    disable_progress_bar()  # of loading and saving; the run has its own
-    rank = dist.get_rank()
-    try:
-        task = load_task(cfg.task)
-        name = f"grpo_vlm-{task.name}-seed{cfg.seed}"
-        out = Path(cfg.out) if cfg.out else new_directory("runs", name, resume=cfg.resume)
-        judge = Judge(task.reward, threads=cfg.reward_threads)
-        run = Run(out, asdict(cfg), resume=cfg.resume, writes=rank == 0, trackers=cfg.trackers, watchdog=cfg.watchdog)
-        engine, reference, rollout, processor = set_up(cfg, task, out)
-        saved = checkpoints(out / "checkpoints") if cfg.resume else []
-        start = engine.load_checkpoint(saved[-1])["step"] if saved else 0
-    except ValueError as error:
-        sys.exit(f"grpo_vlm: {error}")
-    run.start_at(start)
-    mine = slice(engine.data_rank, None, engine.data_world)  # this rank's share of rows
-    max_tokens = cfg.max_prompt_tokens or engine.config.get_text_config().max_position_embeddings - cfg.max_new_tokens
-    heldout, bad = encode_rows(processor, list(enumerate(task.heldout))[mine], max_tokens=max_tokens)
-
-    def generate(prompts, sampling, n=1, phase="generate"):
-        """Answers under the weights of this moment, each judged while others are written: as of `Judge.result`."""
-        run.phase("hand_over")
-        rollout.wake_up()
-        rollout.update_weights(engine.get_per_tensor_param())
-        run.phase(phase)
-        answers = rollout.generate(prompts, sampling, n, written=judge.take)
-        rollout.sleep()  # between times the sampler leaves a GPU to the trainer
-        run.phase("reward" if phase == "generate" else phase)  # what of it is not done yet
-        return answers, *judge.result()
-
-    def evaluate() -> tuple[dict, list]:
-        """Greedy answers to the held-out rows, shared among the ranks; a row that cannot be judged counts as wrong."""
-        samples, rewards, *_ = generate(heldout, Sampling(cfg.max_new_tokens, temperature=0.0), phase="evaluate")
-        right, count, lost = engine.global_sum(torch.tensor([rewards.nansum(), len(rewards), len(bad)])).tolist()
-        found = {"accuracy": right / max(count, 1), "heldout": int(count), "skipped": int(lost)}
-        return found, judged(samples, rewards)
-
+    with runs.one_sentence_errors("grpo_vlm"):
+        runs.check_range("group_size", cfg.group_size, 2)  # answers are compared with each other
+        task = runs.load_named_task(cfg, cfg.task)
+        cfg = runs.with_epochs(cfg, task)
+        run = runs.start_run("grpo_vlm", cfg, task.name)
+        path, processor = runs.find_model(cfg, run, task.train)
+        updates = cfg.steps * cfg.updates_per_batch
+        engine = runs.build_engine(
+            cfg, path, processor, updates=updates, temperature=cfg.temperature
+        )
+        reference = (
+            runs.build_reference(cfg, path, processor, engine, cfg.temperature)
+            if cfg.kl_coef
+            else None
+        )
+        rollout = runs.build_rollout(cfg, path, processor, engine)
+        start = runs.resume(cfg, run, checkpoints=engine)["step"]
+    encode = runs.prompt_encoder(cfg, run, processor, engine)
+    sampler = runs.PolicySampler(cfg, run, task.reward, engine, rollout)
+    heldout = encode(enumerate(task.heldout))
     if start == 0:
-        before, _ = evaluate()
-        run.evaluation(accuracy_before=before["accuracy"], heldout=before["heldout"], heldout_skipped=before["skipped"])
-        if rank == 0:
-            print(f"held-out accuracy before: {before['accuracy']:.3f} ({before['heldout']} rows)", flush=True)
+        sampler.evaluate(heldout, "before")
 
-    def loss_fn(out, mb):  # out.logprobs [B, T]; mb.total_tokens counts the whole batch, on all ranks
-        old = mb.old_logprobs if cfg.updates_per_batch > 1 else out.logprobs.detach()
-        policy = LOSSES[cfg.loss](out.logprobs, old, mb.advantages, mb.mask, cfg.clip_low, cfg.clip_high)
-        policy = policy * importance_weights(old, mb.rollout_logprobs, mb.mask, high=cfg.tis_cap)
-        kl = kl_k3(out.logprobs, mb.ref_logprobs, mb.mask)
-        metrics = {
-            "kl": token_mean(kl, mb.mask, mb.total_tokens),
-            "entropy": token_mean(out.entropy, mb.mask, mb.total_tokens),
-            **ratio_stats(out.logprobs, old, mb.advantages, mb.mask, cfg.clip_low, cfg.clip_high, mb.total_tokens),
-            **mismatch_stats(old, mb.rollout_logprobs, mb.mask, mb.total_tokens),
-        }
-        mean, total = (sequence_mean, mb.total_sequences) if cfg.loss == "gspo" else (token_mean, mb.total_tokens)
-        return mean(policy + cfg.kl_coef * kl, mb.mask, total), metrics
-
-    passes = cfg.updates_per_batch * (2 if cfg.lora_rank else 3) + (cfg.updates_per_batch > 1) + bool(cfg.kl_coef)
+    passes = (
+        runs.training_passes(cfg, cfg.updates_per_batch)
+        + (cfg.updates_per_batch > 1)
+        + bool(cfg.kl_coef)
+    )
     canary = Canary(cfg.max_mismatch)
-    progress = tqdm(range(start, cfg.steps), initial=start, total=cfg.steps, unit="step", disable=rank != 0)
-    for step in progress:
-        rows = step_rows(task.train, step, cfg.prompts_per_step, cfg.seed)[mine]
-        prompts, skipped = encode_rows(processor, rows, max_tokens=max_tokens)
-        for message in skipped:
-            progress.write(f"skipped: {message}")
+    for step in run.steps(start, cfg.steps):
+        prompts = encode(step_rows(task.train, step, cfg.prompts_per_step, cfg.seed))
         sampling = Sampling(cfg.max_new_tokens, cfg.temperature, seed=(cfg.seed, step))
-        answers, rewards, parts, judging = generate(prompts, sampling, n=cfg.group_size)  # [B]; nan: not judged
-
-        samples = judged(answers, rewards)
-        rewards = rewards[~rewards.isnan()]
-        advantages = grpo_advantages(rewards, group_ids(samples))  # [B]
-        batch = balanced(collate(samples, advantages=advantages), engine.data_group)  # of all ranks, dealt by length
-        counts = [len(answers), len(samples), len(skipped), batch.mask.sum(), batch_flops(engine.config, batch)]
-        asked, known, lost, tokens, flops = engine.global_sum(torch.tensor(counts, dtype=torch.float64)).tolist()
-        if known < max(1.0, (1 - cfg.max_unjudged) * asked):
-            sys.exit(f"grpo_vlm: step {step}: only {known:.0f} of {asked:.0f} answers could be judged; see the log")
+        answers = sampler.answer(prompts, sampling, n=cfg.group_size)
+        if problem := runs.too_few_judged(answers, engine.global_sum, cfg.max_unjudged):
+            run.stop(problem)
 
         run.phase("train")
-        batch.add(ref_logprobs=batch.rollout_logprobs)
-        if cfg.kl_coef and cfg.lora_rank:
-            with engine.disable_adapter():
-                batch.add(ref_logprobs=engine.infer_batch(batch)["logprobs"])
-        elif cfg.kl_coef:
-            batch.add(ref_logprobs=reference.infer_batch(batch)["logprobs"])
+        batch = collate(answers.judged)
+        batch.add(advantages=grpo_advantages(batch.rewards, batch.group_ids))  # [B]
+        batch = rebalance_across_ranks(batch, engine.data_parallel_group)
+        batch.add(ref_logprobs=reference(batch) if reference else batch.rollout_logprobs)
         if cfg.updates_per_batch > 1:
             batch.add(old_logprobs=engine.infer_batch(batch)["logprobs"])
         for _ in range(cfg.updates_per_batch):
-            metrics = engine.train_batch(batch, loss_fn, outputs=("logprobs", "entropy"))
-        if wrong := canary(metrics["mismatch/abs_dlogp"]):
-            sys.exit(f"grpo_vlm: step {step}: {wrong}")
+            metrics = engine.train_batch(
+                batch, partial(policy_loss, cfg=cfg), outputs=("logprobs", "entropy")
+            )
+        if problem := canary(metrics["mismatch/abs_dlogp"]):
+            run.stop(problem)
 
-        stats = reward_stats(batch.rewards, batch.group_ids, engine.global_sum)
-        run.log(step, {
-            **stats, **part_means(parts, engine.global_sum),
-            **metrics,
-            "tokens": tokens, "flops": flops * passes, "unjudged": asked - known, "skipped_rows": lost,
-            "time/judging": judging,
-        })  # fmt: skip
-        progress.set_postfix(reward=f"{stats['reward/mean']:.2f}", entropy=f"{metrics['entropy']:.2f}")
-        if (step + 1) % cfg.save_every == 0 or step + 1 == cfg.steps:
-            run.phase("checkpoint")
-            engine.save_checkpoint(out / "checkpoints" / f"step_{step + 1}", {"step": step + 1})
-            keep_newest(out / "checkpoints", 2)
+        metrics |= sampler.metrics(answers)
+        metrics |= runs.totals(
+            engine, tokens=batch.mask.sum(), flops=passes * batch_flops(engine.config, batch)
+        )
+        run.log(step, metrics, show={"reward": "reward/mean", "entropy": "entropy"})
+        runs.save(cfg, run, step, checkpoints=engine)
 
-    after, shown = evaluate()
-    results = run.evaluation(accuracy_after=after["accuracy"], steps=cfg.steps)
-    engine.export_hf(out / "model")
-    run.close()
-    if rank == 0:
-        page = write_report(out, sorted(shown, key=lambda s: s.reward)[:40], title=name)
-        print(f"held-out accuracy after: {after['accuracy']:.3f} (before: {results.get('accuracy_before', 0.0):.3f})")
-        print(f"results: {page}, {out / 'metrics.jsonl'}; model: {out / 'model'}")
-
-
-def set_up(cfg: Config, task: Task, out: Path):
-    """The trained engine, the reference policy, the sampler and the processor."""
-    path = model_or_tiny(cfg.model, out / "init", task.train, seed=cfg.seed)
-    processor = load_processor(path, trust_remote_code=cfg.trust_remote_code)
-    model = load_model(path, trust_remote_code=cfg.trust_remote_code)
-    shared = {
-        "processor": processor, "unsampled": unsampled_ids(model.config, getattr(processor, "tokenizer", processor)),
-        "temperature": cfg.temperature, "micro_batch_tokens": cfg.micro_batch_tokens,
-        "ulysses_sequence_parallel_size": cfg.ulysses_sequence_parallel_size,
-        "use_remove_padding": cfg.use_remove_padding, "use_fused_kernels": cfg.use_fused_kernels, **cfg.parallel,
-    }  # fmt: skip
-    if cfg.freeze_vision_tower:
-        freeze(model, VISION_TOWER)
-    if cfg.lora_rank:
-        model = lora(model, cfg.lora_rank, cfg.lora_alpha, cfg.target_modules, cfg.exclude_modules)
-    if dist.get_rank() == 0:
-        print(trainable_summary(model), flush=True)
-    updates, warm = max(1, cfg.steps * cfg.updates_per_batch), max(1, cfg.warmup_steps)
-    engine = make_engine(
-        cfg.engine, "language_model", model=model,
-        optimizer=lambda params: AdamW(params, lr=cfg.lr, betas=(0.9, 0.95), weight_decay=0.0),
-        scheduler=lambda opt: LambdaLR(opt, lambda i: min((i + 1) / warm, max(0.05, 1 - i / updates))),
-        max_grad_norm=cfg.max_grad_norm, enable_gradient_checkpointing=cfg.enable_gradient_checkpointing, **shared,
-    )  # fmt: skip
-    reference = None
-    if cfg.kl_coef and not cfg.lora_rank:
-        start = load_model(path, trust_remote_code=cfg.trust_remote_code)
-        reference = make_engine(cfg.engine, "language_model", model=start, **shared)
-    rollout = make_rollout(
-        cfg.rollout, engine.gathered, model=path, processor=processor, urls=cfg.servers,
-        gpu_memory_utilization=cfg.gpu_memory_utilization, row_group=engine.row_group,
-    )  # fmt: skip
-    return engine, reference, rollout, processor
+    runs.finish(cfg, run, sampler.evaluate(heldout, "after"), model=engine)
 
 
 if __name__ == "__main__":
-    main(tyro.cli(Config, use_underscores=True, description=__doc__))
-    dist.destroy_process_group()
+    runs.run_recipe(main)

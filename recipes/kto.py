@@ -1,288 +1,192 @@
-"""KTO: learn from single answers that somebody marked good or bad, without pairs and without a reward model.
+"""KTO: learn from single answers marked good or bad, without pairs or a reward model.
 
-    torchrun --nproc-per-node=1 recipes/kto.py                        # a tiny Qwen2.5-VL learns to read digits
-    torchrun --nproc-per-node=8 recipes/kto.py --model Qwen/Qwen2.5-VL-7B-Instruct --task marked.parquet \\
-        --lora_rank 32 --exclude_modules ".*visual.*" --max_new_tokens 0 --lr 5e-6 --steps 1000
+    torchrun --nproc-per-node=1 recipes/kto.py  # a tiny Qwen2.5-VL learns to read digits
+    torchrun --nproc-per-node=8 recipes/kto.py --model Qwen/Qwen2.5-VL-7B-Instruct --task \\
+        marked.parquet --lora_rank 32 --max_new_tokens 0 --lr \\
+        5e-6 --steps 1000
 
-Rows have `question` (or `prompt`), `completion`, `label` (true or false) and maybe `image`, as TRL has them. Pairs
-(`chosen`, `rejected`) are two rows each. A task of neither kind gets them: its answer is good, another row's bad.
+Rows have `question` (or `prompt`), `completion`, `label` (true or false) and maybe `image`, as in
+TRL. A pair (`chosen`, `rejected`) counts as two rows. In other tasks a row's answer is good, and
+another row's answer to it is bad.
 
 How it differs from the paper (KTO, https://arxiv.org/abs/2402.01306, section 4.1):
-- the baseline z_0 is taken once a step, of the prompts of the whole batch, over all ranks, each with the answer of the
-  row behind it; the paper shifts answers within a micro-batch. So it does not depend on how a batch is split.
-- the two kinds weigh the same however many there are of each; the paper has their weights, times their counts, between
-  1 : 1 and 4 : 3: `--desirable_weight`.
-- a little of the good answers' likelihood is in the loss, as in `dpo.py` and for its reason (`sft_coef`; 0 is the
-  paper's, which has fine-tuned on answers before).
-- without the baseline (`--no-baseline`) it is APO-zero for single answers (https://arxiv.org/abs/2408.06266).
-- AdamW in place of RMSprop; the reference scores once a batch: a second engine, or the model without its LoRA.
+- The baseline z_0 is estimated once a step, from the prompts of the whole batch over all ranks,
+  each with the answer of the next row. The paper shifts answers within a micro-batch, so that its
+  z_0 depends on how the batch is split.
+- Good and bad answers weigh the same, however many there are of each. In the paper their weights,
+  times their counts, are between 1 : 1 and 4 : 3: see `--desirable_weight`.
+- A little of the good answers' likelihood is in the loss, as in `dpo.py` and for the same reason
+  (`sft_coef`; the paper's is 0, after fine-tuning).
+- Without the baseline (`--no-baseline`) it is APO-zero for single answers
+  (https://arxiv.org/abs/2408.06266).
+- AdamW in place of RMSprop.
 """
 
-import sys
-from contextlib import nullcontext
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from types import SimpleNamespace
 
 import torch
-import torch.distributed as dist
-import tyro
-from torch.optim import AdamW, lr_scheduler
-from tqdm import tqdm
-from transformers.utils.logging import disable_progress_bar
 
-from rlkit.data import Sample, Task, collate, score, step_rows
-from rlkit.data.pairs import answered, asking, load_marked, marked
-from rlkit.engines import make_engine
-from rlkit.engines.balance import balanced
-from rlkit.engines.checkpoint import checkpoints, keep_newest
-from rlkit.engines.distributed import init_distributed
+from rlkit import runs
+from rlkit.data import collate, load_marked, step_rows
+from rlkit.engines.balance import rebalance_across_ranks
 from rlkit.engines.flops import batch_flops
-from rlkit.losses import kto_kl_estimate, kto_loss, pair_mean, sequence_logprobs, sequence_mean_logprobs
-from rlkit.report import write_report
-from rlkit.rollout import Sampling, make_rollout
-from rlkit.rollout.sampling import end_tokens
-from rlkit.tracking import Run, new_directory
-from rlkit.vlm import VISION_TOWER, encode, freeze, load_model, load_processor, lora, model_or_tiny, trainable_summary
+from rlkit.losses import (
+    kto_kl_estimate,
+    kto_loss,
+    pair_mean,
+    sequence_logprobs,
+    sequence_mean_logprobs,
+)
+from rlkit.vlm import encode, encode_answers
 
 
 @dataclass
-class Config:
-    model: str = "tiny"
-    """Directory or hub id of a model; "tiny" builds one of 0.7M parameters and warms it up for a few seconds."""
-    task: str = "digits"
-    """A built-in task, a .jsonl or .parquet file (question, completion, label, image), or module:function."""
-    out: str = ""
-    """The run's directory; runs/kto-<task>-seed<seed> by default, numbered if that holds a run."""
-    resume: bool = False
-    """Go on from the newest checkpoint in the run's directory."""
-    trackers: tuple[str, ...] = ()
-    """Told the metrics beside the run's own files: tensorboard, wandb, mlflow, trackio, ...; see rlkit.tracking."""
-    watchdog: float = 600.0
-    """Seconds in one phase after which the phases of all ranks are printed; 0: never."""
-    seed: int = 0
-    """Of the data order and the tiny model."""
+class Config(runs.GenerationOptions, runs.TrainingOptions):
     steps: int = 200
     """Optimizer steps."""
     prompts_per_step: int = 64
-    """Answers in a batch, over all ranks."""
+    """Rows of a batch, over all ranks."""
     max_tokens: int = 0
-    """Longest prompt with an answer, images expanded; a longer one is skipped and counted. 0: the model's context."""
-    max_new_tokens: int = 4
-    """Longest answer to a held-out row. 0: none is asked for, and held-out answers alone are measured."""
-
+    """Longest prompt with its answer, images expanded; longer ones are skipped. 0: the model's
+    context."""
     beta: float = 0.1
-    """How close to the reference."""
+    """Strength of the pull to the reference."""
     desirable_weight: float = 1.0
     """Weight of good answers."""
     undesirable_weight: float = 1.0
     """Weight of bad answers."""
     sft_coef: float = 0.1
-    """Weight of the good answers' mean negative log-likelihood, as in dpo.py."""
+    """Weight of the good answers' mean negative log-likelihood."""
     baseline: bool = True
-    """Compare with how far the policy has moved on other answers; off: with 0."""
-
-    lr: float = 7e-4
-    """Peak learning rate; LoRA and large models want less, about 1e-5 and 5e-7."""
-    warmup_steps: int = 10
-    """Linear warm-up; after it the rate falls linearly to a twentieth."""
-    max_grad_norm: float = 1.0
-    """Gradients are scaled down to this norm."""
-    freeze_vision_tower: bool = False
-    """Train the language model alone."""
-    lora_rank: int = 0
-    """Rank of LoRA adapters; 0 trains the weights themselves."""
-    lora_alpha: int = 32
-    """Scale of the adapters, over their rank."""
-    target_modules: str = "all-linear"
-    """Modules that get adapters: all-linear, or a regular expression."""
-    exclude_modules: str | None = ".*visual.*"
-    """Regular expression of modules that get none."""
-    engine: str = "fsdp2"
-    """What trains: fsdp2, megatron, or one of another package; see docs/engines.md."""
-    parallel: dict[str, int] = field(default_factory=dict)
-    """Ranks that share a model, by the engine's own names: `--parallel tensor 2 pipeline 2`."""
-    use_remove_padding: bool = True
-    """Pack rows without padding."""
-    use_fused_kernels: bool = False
-    """Logprobs from hidden states, without the logits tensor."""
-    enable_gradient_checkpointing: bool = False
-    """Recompute activations in backward."""
-    micro_batch_tokens: int = 16384
-    """Most tokens in one forward."""
-    gpu_memory_utilization: float = 0.8
-    """Share of a GPU's memory up to which the cache may fill it when held-out rows are answered."""
-    threads: int = 1
-    """CPU threads of a process. With more, sums round differently from run to run, and no run repeats exactly."""
-    trust_remote_code: bool = False
-    """Run code that comes with the model."""
-    save_every: int = 50
-    """Steps between checkpoints; the newest two are kept."""
+    """Compare with z_0, the KL to the reference on answers to other prompts. Otherwise with 0."""
 
 
-def answer_loss(out, mb, *, kl, good: float, cfg: Config):
-    """Mean loss of the batch's answers, `good` of which are good; kl is z_0. The metrics are in nats.
+def answer_loss(out, mb, z0, good: float, cfg: Config):
+    """Mean loss of the answers of all ranks, `good` of which are good.
 
-    `marked/accuracy` is the share of the answers that have moved to the side of z_0 on which they belong.
+    `marked/accuracy` is the share of answers on their side of z_0; the other metrics are in nats.
     """
-    logprobs, ref_logprobs = (sequence_logprobs(x, mb.mask) for x in (out.logprobs, mb.ref_logprobs))
+    logprobs = sequence_logprobs(out.logprobs, mb.mask)
+    ref_logprobs = sequence_logprobs(mb.ref_logprobs, mb.mask)
     label, total = mb.label.bool(), mb.total_sequences
-    loss = kto_loss(logprobs, ref_logprobs, label, kl, cfg.beta, cfg.desirable_weight, cfg.undesirable_weight)
+    weights = cfg.desirable_weight, cfg.undesirable_weight
+    loss = kto_loss(logprobs, ref_logprobs, label, z0, cfg.beta, *weights)
     loss = loss - cfg.sft_coef * label * sequence_mean_logprobs(out.logprobs, mb.mask)
-    gains = (logprobs - ref_logprobs).detach()
-    right = torch.where(label, gains > kl, gains < kl)
+    log_ratio = (logprobs - ref_logprobs).detach()
+    right = torch.where(label, log_ratio > z0, log_ratio < z0)
     return pair_mean(loss, total), {
         "marked/accuracy": pair_mean(right.float(), total),
-        "marked/good": pair_mean(gains * label, good),
-        "marked/bad": pair_mean(gains * ~label, total - good),
+        "marked/good": pair_mean(log_ratio * label, good),
+        "marked/bad": pair_mean(log_ratio * ~label, total - good),
     }
 
 
+def with_other_answers(rows):
+    """The (group id, row) pairs, each row with the answer of the next one that can be read: z_0 is
+    taken of these."""
+
+    answers = [row.get("completion") for _, row in rows]  # None where a row cannot be read
+    found = []
+    for i, (group_id, row) in enumerate(rows):
+        others = [answer for answer in answers[i + 1 :] + answers[: i + 1] if answer is not None]
+        found.append((group_id, {**row, "other_answer": others[0] if others else None}))
+    return found
+
+
 def main(cfg: Config) -> None:
-    torch.set_num_threads(cfg.threads)
-    init_distributed()
-    disable_progress_bar()  # of loading and saving; the run has its own
-    rank = dist.get_rank()
-    try:
-        task = load_marked(cfg.task)
-        name = f"kto-{task.name}-seed{cfg.seed}"
-        out = Path(cfg.out) if cfg.out else new_directory("runs", name, resume=cfg.resume)
-        run = Run(out, asdict(cfg), resume=cfg.resume, writes=rank == 0, trackers=cfg.trackers, watchdog=cfg.watchdog)
-        engine, reference, rollout, processor, ends = set_up(cfg, task, out)
-        saved = checkpoints(out / "checkpoints") if cfg.resume else []
-        start = engine.load_checkpoint(saved[-1])["step"] if saved else 0
-    except ValueError as error:
-        sys.exit(f"kto: {error}")
-    run.start_at(start)
-    mine = slice(engine.data_rank, None, engine.data_world)  # this rank's share of rows
+    with runs.one_sentence_errors("kto"):
+        task = runs.load_named_task(cfg, cfg.task, load_marked)
+        cfg = runs.with_epochs(cfg, task)
+        run = runs.start_run("kto", cfg, task.name)
+        path, processor = runs.find_model(cfg, run, task.train)
+        engine = runs.build_engine(cfg, path, processor, updates=cfg.steps)
+        reference = runs.build_reference(cfg, path, processor, engine)
+        rollout = runs.build_rollout(cfg, path, processor, engine)
+        start = runs.resume(cfg, run, checkpoints=engine)["step"]
+    ends = runs.answer_ends(cfg, path, processor)
     max_tokens = cfg.max_tokens or engine.config.get_text_config().max_position_embeddings
 
-    def encode_marked(rows) -> tuple[list[Sample], list[Sample], list[Sample], list[bool], list[str]]:
-        """Of this rank's share of the rows: prompts, their answers, the answers of the rows behind them, whether theirs
-        are good, and a message for each row that was skipped."""
-        prompts, samples, others, labels, skipped, read = [], [], [], [], [], []
-        share = range(len(rows))[mine]
-        for i, (number, row) in enumerate(rows):
-            try:
-                read.append((i, number, row, *marked(row)))
-            except ValueError as error:
-                skipped += [str(error)] * (i in share)
-        for (i, number, row, messages, answer, good), behind in zip(read, read[1:] + read[:1], strict=True):
-            try:
-                if i in share:
-                    prompt = encode(processor, asking(row, messages), group_id=number)
-                    sample, other = answered(prompt, processor, [answer, behind[4]], ends, max_tokens)
-                    prompts, samples, others = [*prompts, prompt], [*samples, sample], [*others, other]
-                    labels.append(good)
-            except ValueError as error:
-                skipped.append(str(error))
-        return prompts, samples, others, labels, skipped
+    def encode_row(group_id, row):
+        """A prompt, its answer, an answer to another prompt, and whether its own is good."""
+        prompt = encode(processor, row, group_id=group_id)
+        answers = [row["completion"], row["other_answer"]]
+        return prompt, *encode_answers(prompt, processor, answers, ends, max_tokens), row["label"]
 
-    def referred(batch):
-        """The reference scores its tokens."""
-        with engine.disable_adapter() if cfg.lora_rank else nullcontext():
-            return batch.add(ref_logprobs=(reference or engine).infer_batch(batch)["logprobs"])
+    def batches(rows):
+        """The answers with their labels, and the answers to other prompts."""
+        _, samples, others, good = zip(*rows, strict=True) if rows else [()] * 4
+        return collate(samples, label=torch.tensor(good, dtype=torch.float32)), collate(others)
 
-    def baseline(others) -> torch.Tensor:
-        """z_0: by how much the policy finds answers to other prompts likelier than the reference does; at least 0."""
-        logprobs, ref_logprobs = engine.infer_batch(others)["logprobs"], others.ref_logprobs
-        sums = [sequence_logprobs(x, others.mask) for x in (logprobs, ref_logprobs)]
-        return kto_kl_estimate(*sums, engine.global_sum)
+    def add_reference(batch):
+        return batch.add(ref_logprobs=reference(batch))
 
-    asked, shown, others, labels, bad = encode_marked(list(enumerate(task.heldout)))
-    heldout = referred(collate(shown, label=torch.tensor(labels, dtype=torch.float32)))
-    strangers = referred(collate(others)) if cfg.baseline else None
-    count, good, lost = engine.global_sum(torch.tensor([len(asked), sum(labels), len(bad)])).tolist()
+    def estimate_z0(others):
+        """Mean log-ratio of policy and reference on answers to other prompts, at least 0."""
+        if not cfg.baseline:
+            return torch.tensor(0.0)
+        others = add_reference(others)
+        logprobs = sequence_logprobs(engine.infer_batch(others)["logprobs"], others.mask)
+        ref_logprobs = sequence_logprobs(others.ref_logprobs, others.mask)
+        return kto_kl_estimate(logprobs, ref_logprobs, engine.global_sum)
 
-    def evaluate() -> tuple[dict[str, float], list[Sample]]:
-        """Loss of the held-out answers; greedy answers to their prompts, shared among the ranks."""
+    rows = with_other_answers(list(enumerate(task.heldout)))
+    rows, skipped = runs.encode_share(rows, encode_row, run, engine)
+    prompts = runs.Prompts([prompt for prompt, *_ in rows], skipped)
+    heldout, heldout_others = batches(rows)
+    heldout = add_reference(heldout)
+    good = engine.global_sum(heldout.label.sum()).item()
+    sampler = runs.PolicySampler(cfg, run, task.reward, engine, rollout)
+
+    def evaluate(when: str):
+        """Loss of the held-out answers, share of them on their side of z_0, and accuracy of greedy
+        ones."""
+        answers = sampler.greedy(prompts) if cfg.max_new_tokens else runs.Answers()
         run.phase("evaluate")
-        kl = baseline(strangers) if cfg.baseline else torch.tensor(0.0)
-        loss, stats = answer_loss(SimpleNamespace(**engine.infer_batch(heldout)), heldout, kl=kl, good=good, cfg=cfg)
-        answers, rewards = [], torch.zeros(0)
-        if cfg.max_new_tokens:
-            answers = rollout.generate(asked, Sampling(cfg.max_new_tokens, temperature=0.0))
-            rewards = score(task.reward, answers)
-        means = torch.stack([loss, stats["marked/accuracy"]]) * heldout.total_sequences / max(count, 1)
-        sums = torch.stack([*means, rewards.nansum(), (~rewards.isnan()).sum()])
-        loss, told, right, judged = engine.global_sum(sums).tolist()
-        found = {"accuracy": right / count} if judged else {}
-        answers = [replace(a, reward=r) for a, r in zip(answers, rewards.tolist(), strict=True)]
-        return {**found, "heldout_loss": loss, "marked_accuracy": told}, answers
+        out, z0 = SimpleNamespace(**engine.infer_batch(heldout)), estimate_z0(heldout_others)
+        loss, stats = answer_loss(out, heldout, z0, good, cfg)
+        count = len(heldout)
+        sums = runs.totals(
+            engine, count=count, loss=loss * count, right=stats["marked/accuracy"] * count
+        )
+        found = {name: sums[name] / max(sums["count"], 1) for name in ("loss", "right")}
+        found = {"heldout_loss": found["loss"], "marked_accuracy": found["right"]}
+        found = runs.accuracy(answers, engine.global_sum) | found
+        runs.record_evaluation(run, engine, when, found, prompts)
+        return answers.judged
 
     if start == 0:
-        before, _ = evaluate()
-        run.evaluation(heldout=count, heldout_skipped=lost, **{f"{name}_before": x for name, x in before.items()})
-        if rank == 0:
-            print("before:", *(f"{name} {x:.4f}" for name, x in before.items()), flush=True)
-
-    progress = tqdm(range(start, cfg.steps), initial=start, total=cfg.steps, unit="step", disable=rank != 0)
-    for step in progress:
+        evaluate("before")
+    for step in run.steps(start, cfg.steps):
         run.phase("encode")
-        _, samples, others, labels, skipped = encode_marked(step_rows(task.train, step, cfg.prompts_per_step, cfg.seed))
-        for message in skipped:
-            progress.write(f"skipped: {message}")
+        rows = with_other_answers(step_rows(task.train, step, cfg.prompts_per_step, cfg.seed))
+        rows, skipped = runs.encode_share(rows, encode_row, run, engine)
+        batch, others = batches(rows)
+
         run.phase("train")
-        batch = collate(samples, label=torch.tensor(labels, dtype=torch.float32))
-        batch = referred(balanced(batch, engine.data_group))  # those of all ranks, dealt by length
-        counts = [len(samples), sum(labels), len(skipped), batch.mask.sum(), batch_flops(engine.config, batch)]
-        known, good, lost, tokens, flops = engine.global_sum(torch.tensor(counts)).tolist()
-        if not known:
-            sys.exit(f"kto: step {step}: none of its {lost} rows can be trained on; see the log")
-        kl = baseline(referred(collate(others))) if cfg.baseline else torch.tensor(0.0)
-        metrics = engine.train_batch(batch, partial(answer_loss, kl=kl, good=good, cfg=cfg))
-        flops *= (2 if cfg.lora_rank else 3) + 1 + 2 * cfg.baseline
-        run.log(step, {**metrics, "kl": kl.item(), "tokens": tokens, "flops": flops, "skipped_rows": lost})
-        progress.set_postfix(loss=f"{metrics['loss']:.3f}", told_apart=f"{metrics['marked/accuracy']:.2f}")
-        if (step + 1) % cfg.save_every == 0 or step + 1 == cfg.steps:
-            run.phase("checkpoint")
-            engine.save_checkpoint(out / "checkpoints" / f"step_{step + 1}", {"step": step + 1})
-            keep_newest(out / "checkpoints", 2)
+        batch = add_reference(
+            rebalance_across_ranks(batch, engine.data_parallel_group)
+        )  # each rank has about as many tokens
+        passes = runs.training_passes(cfg) + 1 + 2 * cfg.baseline
+        flops = passes * batch_flops(engine.config, batch)
+        counts = {
+            "tokens": batch.mask.sum(),
+            "flops": flops,
+            "skipped_rows": len(skipped),
+            "good": batch.label.sum(),
+        }
+        counts = runs.totals(engine, **counts)
+        if not counts["tokens"]:
+            run.stop("none of its rows can be trained on; see the log")
+        z0 = estimate_z0(others)
+        loss_fn = partial(answer_loss, z0=z0, good=counts.pop("good"), cfg=cfg)
+        metrics = engine.train_batch(batch, loss_fn) | counts | {"kl": z0.item()}
+        run.log(step, metrics, show={"loss": "loss", "accuracy": "marked/accuracy"})
+        runs.save(cfg, run, step, checkpoints=engine)
 
-    after, answers = evaluate()
-    run.evaluation(steps=cfg.steps, **{f"{name}_after": x for name, x in after.items()})
-    engine.export_hf(out / "model")
-    run.close()
-    if rank == 0:
-        page = write_report(out, sorted(answers, key=lambda s: s.reward)[:40], title=name)
-        print("after:", *(f"{name} {x:.4f}" for name, x in after.items()))
-        print(f"results: {page}, {out / 'metrics.jsonl'}; model: {out / 'model'}")
-
-
-def set_up(cfg: Config, task: Task, out: Path):
-    """The trained engine, the reference policy, what answers, the processor, and the tokens that end an answer."""
-    path = model_or_tiny(cfg.model, out / "init", task.train, seed=cfg.seed)
-    processor = load_processor(path, trust_remote_code=cfg.trust_remote_code)
-    model = load_model(path, trust_remote_code=cfg.trust_remote_code)
-    ends = end_tokens(getattr(processor, "tokenizer", processor), model.generation_config.eos_token_id)
-    shared = {
-        "processor": processor, "micro_batch_tokens": cfg.micro_batch_tokens,
-        "use_remove_padding": cfg.use_remove_padding, "use_fused_kernels": cfg.use_fused_kernels, **cfg.parallel,
-    }  # fmt: skip
-    if cfg.freeze_vision_tower:
-        freeze(model, VISION_TOWER)
-    if cfg.lora_rank:
-        model = lora(model, cfg.lora_rank, cfg.lora_alpha, cfg.target_modules, cfg.exclude_modules)
-    if dist.get_rank() == 0:
-        print(trainable_summary(model), flush=True)
-    warm, steps = max(1, cfg.warmup_steps), max(1, cfg.steps)
-    engine = make_engine(
-        cfg.engine, "language_model", model=model, max_grad_norm=cfg.max_grad_norm,
-        enable_gradient_checkpointing=cfg.enable_gradient_checkpointing,
-        optimizer=lambda params: AdamW(params, lr=cfg.lr, betas=(0.9, 0.95), weight_decay=0.0),
-        scheduler=lambda opt: lr_scheduler.LambdaLR(opt, lambda i: min((i + 1) / warm, max(0.05, 1 - i / steps))),
-        **shared,
-    )  # fmt: skip
-    reference = None
-    if not cfg.lora_rank:
-        start = load_model(path, trust_remote_code=cfg.trust_remote_code)
-        reference = make_engine(cfg.engine, "language_model", model=start, **shared)
-    memory = cfg.gpu_memory_utilization
-    rollout = make_rollout("hf", engine.gathered, processor=processor, gpu_memory_utilization=memory)
-    return engine, reference, rollout, processor, ends
+    runs.finish(cfg, run, evaluate("after"), model=engine)
 
 
 if __name__ == "__main__":
-    main(tyro.cli(Config, use_underscores=True, description=__doc__))
-    dist.destroy_process_group()
+    runs.run_recipe(main)

@@ -18,7 +18,7 @@ CURVES = (
     ("mismatch/abs_dlogp", "sampler against trainer, mean |dlogp|"), ("tokens", "tokens a step"),
     ("time/tokens_per_second", "tokens a second"), ("time/mfu", "share of the GPUs' peak in training"),
 )  # fmt: skip
-PART = "reward_part/"  # of rlkit.data.part_means: a curve for each
+PART = "reward_part/"  # of rlkit.rewards.part_means: a curve for each
 
 
 def write_report(out: str | Path, samples: Sequence[Any] = (), *, title: str = "") -> Path:
@@ -42,6 +42,10 @@ def write_report(out: str | Path, samples: Sequence[Any] = (), *, title: str = "
     page = _template().render(
         title=title or out.name,
         evaluation=evaluation,
+        measured={_label(name): x for name, x in evaluation.items() if _is_measurement(name, x)},
+        tasks=(tasks := evaluation.get("tasks", {})),
+        columns=list(dict.fromkeys(name for found in tasks.values() for name in found)),
+        metrics=_first_and_last(rows),
         config=_json(out / CONFIG),
         last=rows[-1] if rows else {},
         curves=base64.b64encode(_plot(rows, curves, {})).decode(),
@@ -49,6 +53,26 @@ def write_report(out: str | Path, samples: Sequence[Any] = (), *, title: str = "
     )
     (out / "report.html").write_text(page)
     return out / "report.html"
+
+
+def _is_measurement(name: str, x: Any) -> bool:
+    return _number(x) and name not in ("heldout", "heldout_skipped", "steps")
+
+
+def _label(name: str) -> str:
+    """ "held-out loss before" for `heldout_loss_before`."""
+    words = name.removeprefix("heldout_").replace("_", " ")
+    return f"held-out {words}"
+
+
+def _first_and_last(rows: Sequence[Mapping[str, Any]]) -> list[tuple[str, float, float]]:
+    """(name, value in the first row that has it, value in the last one) of every metric."""
+    found: dict[str, tuple[float, float]] = {}
+    for row in rows:
+        for name, x in row.items():
+            if name != "step" and _number(x):
+                found[name] = (found.get(name, (x,))[0], x)
+    return [(name, *found[name]) for name in sorted(found)]
 
 
 def _json(path: Path) -> dict[str, Any]:
@@ -87,7 +111,10 @@ def _plot(rows: Sequence[Mapping[str, Any]], curves: Sequence[tuple[str, str]], 
     columns = min(2, len(curves))
     lines = -(-len(curves) // columns)
     figure = Figure(figsize=(6.4 * columns, (3.6 if columns == 1 else 2.4) * lines), layout="constrained")
-    for axes, (name, label) in zip(figure.subplots(lines, columns, squeeze=False).flat, curves, strict=False):
+    every = figure.subplots(lines, columns, squeeze=False).flat
+    for axes in every[len(curves) :]:
+        axes.remove()
+    for axes, (name, label) in zip(every, curves, strict=False):
         points = [(row["step"], row[name]) for row in rows if _number(row.get(name))]
         axes.set_title(label, fontsize=10)
         axes.set_xlabel("step", fontsize=8)

@@ -23,10 +23,11 @@ import threading
 import time
 import weakref
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn, TextIO
 
 CONFIG, METRICS, EVAL, PHASES = "config.json", "metrics.jsonl", "eval.json", "phases"
 ASIDE = ("time/evaluate", "time/checkpoint")  # phases that are no part of a step
@@ -43,24 +44,24 @@ PEAKS = {
 
 
 class Run:
-    """A run's directory: `config.json`, `metrics.jsonl` (one object a step), `eval.json`, checkpoints.
+    """Writes a run's directory: `config.json`, `metrics.jsonl` (one object a step) and `eval.json`.
 
     Only one process writes; on the others `log` and `evaluation` do nothing. What a rank is doing has a name, its
-    phase, which all ranks tell: the seconds of each are logged, and a watchdog says who waits where.
+    phase: the seconds of each phase are logged, and a watchdog prints who waits where.
 
     Args:
-        out: the directory.
-        config: what the run was started with.
-        resume: go on with a run that is there; without it a directory that holds one is refused.
+        out: the directory; `rlkit.runs.claim_directory` finds one that no other run is writing to.
+        config: the options of this start. That of an earlier start in the directory is kept, as config-1.json, ...
+        name: of the run, for titles; the directory's name by default.
         writes: this is the process that writes.
         trackers: names of accelerate's trackers (tensorboard, wandb, mlflow, trackio, ..., or one registered with
-            it) that are told the same, beside the files; a resumed run is a new one to those that keep runs.
+            it) that get the same metrics; a resumed run is a new one in those that keep runs.
         watchdog: once a rank has been in one phase for so many seconds, the phases of all ranks are printed, and again
-            after as many; the run goes on. 0: never. It looks at files in `out`, not at other processes; whichever
-            rank is the first that still answers prints. `kill -USR1 <pid>` prints the stacks of a process.
+            after as many; the run goes on. 0: never. It reads files in `out` and asks no other process; the first rank
+            that still answers prints. `kill -USR1 <pid>` prints the stacks of a process.
 
     Raises:
-        ValueError: the directory holds a run; a tracker that is not known or not installed.
+        ValueError: a tracker that is not known or not installed.
     """
 
     def __init__(
@@ -68,19 +69,19 @@ class Run:
         out: str | Path,
         config: Mapping[str, Any],
         *,
-        resume: bool = False,
+        name: str = "",
         writes: bool = True,
         trackers: Sequence[str] = (),
         watchdog: float = 0.0,
     ) -> None:
-        self.out, self.writes = Path(out), writes
-        if (self.out / METRICS).exists() and not resume:
-            raise ValueError(f"out {str(self.out)!r}: holds a run already; --resume goes on with it, or name another")
-        wait_for_all_ranks()  # a directory is chosen and looked at on all of them before one of them writes to it
+        self.out, self.writes, self.name = Path(out), writes, name or Path(out).name
+        self.progress: Any = None
+        self.doing = ""  # the step, for messages
         config = {**config, "versions": versions()}
         self.trackers = start_trackers(trackers, self.out, config) if writes else []
         if writes:
             self.out.mkdir(parents=True, exist_ok=True)
+            keep_earlier_config(self.out)
             self._write(CONFIG, config)
         self.step = 0
         self.peak = peak_flops_of_all_ranks()
@@ -104,6 +105,29 @@ class Run:
             kept = [row for row in read_metrics(path) if row["step"] < step] if path.exists() else []
             _replace(path, "".join(json.dumps(row) + "\n" for row in kept))
 
+    def steps(self, start: int, stop: int, *, unit: str = "step") -> Iterator[int]:
+        """The numbers from `start` on, with a progress bar; what was logged of them before is dropped."""
+        self.start_at(start)
+        self.progress = progress_bar(start, stop, unit=unit, show=self.writes)
+        try:
+            for step in self.progress:
+                self.doing = f"{unit} {step}: "
+                yield step
+        finally:
+            self.progress.close()
+            self.progress, self.doing = None, ""
+
+    def say(self, text: str) -> None:
+        """Print a line, above the progress bar if there is one."""
+        if self.progress is None:
+            print(text, flush=True)
+        else:
+            self.progress.write(text)
+
+    def stop(self, reason: str) -> NoReturn:
+        """End the process because the run cannot go on; what was saved stays."""
+        sys.exit(f"{self.name}: {self.doing}{reason}")
+
     def phase(self, name: str) -> None:
         """From here on this rank does `name`; what it did until now goes into the next row as `time/<its name>`."""
         now = time.perf_counter()
@@ -112,8 +136,10 @@ class Run:
         self._phase, self._since = name, now
         self._note()
 
-    def log(self, step: int, metrics: Mapping[str, Any]) -> None:
+    def log(self, step: int, metrics: Mapping[str, Any], *, show: Mapping[str, str] | None = None) -> None:
         """One line of `metrics.jsonl`, on disk when this returns: these metrics and what the clock says.
+
+        `show` has the metrics that stand beside the progress bar, by their short names: {"reward": "reward/mean"}.
 
         `time/<phase>` are seconds on this rank since the last line. Of `tokens` follows `time/tokens_per_second`, over
         all phases but evaluation and checkpoints; of `flops` (of the phase "train", see rlkit.engines.flops)
@@ -126,6 +152,8 @@ class Run:
         if self.writes:
             with (self.out / METRICS).open("a") as file:
                 file.write(json.dumps({"step": step, **row}) + "\n")
+        if show and self.progress is not None:
+            self.progress.set_postfix({short: f"{row[name]:.3g}" for short, name in show.items() if name in row})
         self._tell(row)
 
     def evaluation(self, **results: Any) -> dict[str, Any]:
@@ -190,15 +218,6 @@ def peak_flops(device: str) -> float | None:
     """Dense bfloat16 FLOP/s of a GPU by its name, as `torch.cuda.get_device_name` has it; None for an unknown one."""
     words = f" {device.upper().replace('-', ' ')} "
     return next((peak for name, peak in PEAKS.items() if f" {name} " in words), None)
-
-
-def wait_for_all_ranks() -> None:
-    """Return once every rank is here; at once where there are none."""
-    import torch
-    import torch.distributed as dist
-
-    if dist.is_available() and dist.is_initialized():
-        dist.all_reduce(torch.zeros(1))  # on the host, unlike a barrier: no GPU need be chosen yet
 
 
 def peak_flops_of_all_ranks() -> float | None:
@@ -294,14 +313,35 @@ def where_ranks_wait(waits: Sequence[tuple[float, int, str]]) -> str:
     return "; ".join(parts)
 
 
-def new_directory(root: str | Path, name: str, *, resume: bool = False) -> Path:
-    """`root/name`, or the first of `name-2`, `name-3`, ... that holds no run; with `resume`, the last that does."""
-    taken = path = Path(root) / name
-    count = 1
-    while (path / METRICS).exists():
-        taken, count = path, count + 1
-        path = Path(root) / f"{name}-{count}"
-    return taken if resume else path
+def progress_bar(start: int, stop: int, *, unit: str = "step", show: bool = True) -> Any:
+    """A tqdm bar over `range(start, stop)`; where stderr is a file or a pipe, a line every few seconds instead."""
+    from tqdm import tqdm
+
+    style: dict[str, Any] = {} if sys.stderr.isatty() else {"file": _Lines(sys.stderr), "mininterval": 5.0}
+    bar = tqdm(range(start, stop), initial=start, total=stop, unit=unit, disable=not show, **style)
+    bar.set_postfix = partial(bar.set_postfix, refresh=False)  # shown with the next state of the bar, not as its own
+    return bar
+
+
+class _Lines:
+    """A stream in which each state of a progress bar is a line, as nothing can be overwritten there."""
+
+    def __init__(self, stream: TextIO) -> None:
+        self.stream = stream
+
+    def write(self, text: str) -> None:
+        if line := text.strip("\r\n "):
+            self.stream.write(line + "\n")
+
+    def flush(self) -> None:
+        self.stream.flush()
+
+
+def keep_earlier_config(out: Path) -> None:
+    """Rename the config.json of an earlier start to config-1.json, config-2.json, ..."""
+    if (out / CONFIG).exists():
+        earlier = len(list(out.glob("config-*.json")))
+        (out / CONFIG).rename(out / f"config-{earlier + 1}.json")
 
 
 def read_metrics(path: str | Path) -> list[dict[str, Any]]:
@@ -318,7 +358,7 @@ def read_metrics(path: str | Path) -> list[dict[str, Any]]:
 def versions() -> dict[str, str]:
     """Of Python and of the packages that decide what a run does."""
     found = {"python": platform.python_version()}
-    for name in ("rlkit", "torch", "transformers", "vllm", "peft", "flash-attn"):
+    for name in ("rlkit-vlm", "torch", "transformers", "vllm", "peft", "flash-attn"):
         try:
             found[name] = version(name)
         except PackageNotFoundError:

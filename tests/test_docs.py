@@ -1,6 +1,7 @@
 """The pages that people wrote: the options, measurements and files that they name are there."""
 
 import ast
+import configparser
 import re
 from pathlib import Path
 
@@ -21,7 +22,7 @@ def options():
     found = set()
     for path in CODE:
         for node in ast.walk(ast.parse(path.read_text())):
-            if isinstance(node, ast.ClassDef) and node.name == "Config" and path.parent.name == "recipes":
+            if isinstance(node, ast.ClassDef) and re.fullmatch("Config|[A-Za-z]*Options", node.name):
                 found |= {f"--{n.target.id}" for n in node.body if isinstance(n, ast.AnnAssign)}
             elif isinstance(node, ast.Constant) and isinstance(node.value, str) and node.value.startswith("--"):
                 found.add(node.value)
@@ -55,3 +56,34 @@ def test_tests_that_a_page_names_are_there(page):
     files = {path.name: path.read_text() for path in (ROOT / "tests").rglob("*.py")}
     for name in set(re.findall(r"`(test_\w+(?:\.py)?)`", page.read_text())):
         assert name in files if name.endswith(".py") else any(f"def {name}(" in text for text in files.values()), name
+
+
+def test_comparisons_with_peers_are_counted_right(monkeypatch):
+    monkeypatch.syspath_prepend(ROOT / "tests" / "peers")
+    from cases_trl import CASES as TRL
+    from cases_verl import CASES as VERL
+
+    text = "\n".join(page.read_text() for page in PAGES)
+    assert set(re.findall(r"(\d+) comparisons", text)) == {str(len(VERL) + len(TRL))}
+    assert set(re.findall(r"(\d+) of the \d+ comparisons", text)) == {str(len(VERL))}
+
+
+def test_nobody_is_told_to_install_the_other_rlkit():
+    """That name on PyPI is another project's: `pip install 'rlkit[liger]'` would fetch a stranger's package."""
+    config = configparser.ConfigParser()
+    config.read(ROOT / "setup.cfg")
+    name, extras = config["metadata"]["name"], config["options.extras_require"]
+    assert name == "rlkit-vlm"
+    own = [line for extra in extras.values() for line in extra.split() if line.startswith("rlkit")]
+    assert own and all(line.startswith(f"{name}[") for line in own)
+    told = re.compile(r"pip install [^\n]*?\brlkit\b(?!-vlm)|(?<!-)\brlkit\[")
+    files = [*PAGES, *CODE, ROOT / "Makefile"]
+    assert [str(path) for path in files if told.search(path.read_text())] == []
+
+
+def test_extras_that_are_named_are_there():
+    config = configparser.ConfigParser()
+    config.read(ROOT / "setup.cfg")
+    for path in [*PAGES, *CODE]:
+        for named in re.findall(r"pip install -e '\.\[([\w,-]+)\]'", path.read_text()):
+            assert set(named.split(",")) <= set(config["options.extras_require"]), path

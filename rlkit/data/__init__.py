@@ -1,49 +1,44 @@
-"""From rows to batches: samples and their two token tracks, packing, batching by tokens, tasks and rewards."""
+"""From rows to batches: samples and their two token tracks, packing, batching by tokens, tasks."""
 
 from rlkit.data.batching import balanced_partitions, token_budget_batches
 from rlkit.data.hub import open_stream, stream_steps
-from rlkit.data.judging import Judge, score_as_written
-from rlkit.data.loading import load_task
+from rlkit.data.loading import load_chats, load_marked, load_pairs, load_task, with_heldout
 from rlkit.data.mixing import by_difficulty, easiest, mixed, widened
 from rlkit.data.packing import Packed, repad, unpad, unpad_like
-from rlkit.data.pairs import load_chats, load_marked, load_pairs
-from rlkit.data.rewards import combine, judged, part_means, reward_stats, score, score_parts
+from rlkit.data.prompting import with_prompt
 from rlkit.data.samples import Batch, Sample, collate, expand, extend, group_ids, observe, prompt
 from rlkit.data.tasks import Task, step_rows
+from rlkit.data.user_code import Failures, load_function
 
 __all__ = [
     "Batch",
-    "Judge",
+    "Failures",
     "Packed",
     "Sample",
     "Task",
     "balanced_partitions",
     "by_difficulty",
     "collate",
-    "combine",
     "easiest",
     "expand",
     "extend",
     "group_ids",
-    "judged",
     "load_chats",
+    "load_function",
     "load_marked",
     "load_pairs",
     "load_task",
     "mixed",
     "open_stream",
     "observe",
-    "part_means",
     "prompt",
     "repad",
-    "reward_stats",
-    "score",
-    "score_as_written",
-    "score_parts",
     "step_rows",
     "stream_steps",
     "token_budget_batches",
     "unpad",
     "unpad_like",
     "widened",
+    "with_heldout",
+    "with_prompt",
 ]

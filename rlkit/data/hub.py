@@ -11,7 +11,9 @@ from typing import Any
 
 import numpy as np
 
-from rlkit.data.tables import Row, Rows, undecoded
+from rlkit.data.lookup import check_source, extra
+from rlkit.data.samples import Row
+from rlkit.data.tables import Rows, undecoded
 
 
 def read_splits(source: str, subset: str | None = None) -> Any:
@@ -27,8 +29,10 @@ def read_splits(source: str, subset: str | None = None) -> Any:
     Raises:
         ValueError: it cannot be found or read, or has no such subset.
     """
-    import datasets
+    with extra("recipes"):
+        import datasets
 
+    check_source(source, "data set")
     try:
         if _is_saved(source):
             found = datasets.load_from_disk(source)
@@ -44,7 +48,7 @@ def read_split(source: str, split: str, subset: str | None = None) -> Any:
     """One split of a data set; a ValueError names those it has if that is none of them."""
     splits = read_splits(source, subset)
     if split not in splits:
-        raise ValueError(f"data set {source!r}: no split {split!r}; it has {sorted(splits)}")
+        raise ValueError(f"data set {source!r}: expected one of its splits {sorted(splits)}, got {split!r}")
     return splits[split]
 
 
@@ -59,8 +63,10 @@ def open_stream(source: str, split: str, subset: str | None = None) -> Any:
     Raises:
         ValueError: it cannot be found or read, or has no such subset or split.
     """
-    import datasets
+    with extra("recipes"):
+        import datasets
 
+    check_source(source, "data set")
     try:
         if _is_saved(source):
             return read_split(source, split).to_iterable_dataset()
@@ -93,7 +99,7 @@ def stream_steps(
         ValueError: the stream is empty.
     """
     if count < 1:
-        raise ValueError(f"count: at least 1 row a step expected, came {count}")
+        raise ValueError(f"count: expected at least 1 row a step, got {count}")
     shuffled = stream.shuffle(seed=seed, buffer_size=buffer_size)
     passed, seen, epoch = start * count, 0, 0
     step: list[tuple[int, Row]] = []

@@ -1,80 +1,267 @@
-"""Tasks by their names."""
+"""Tasks by their names: built in, published, in a file, of a data set, or from a function."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
-from pkgutil import resolve_name
+from typing import Any, NamedTuple
 
 import numpy as np
 
+from rlkit.data.formats import ANSWERS, ASKED, CHATS, chat_row, check_columns, marked_row, pair_row, task_row
 from rlkit.data.hub import read_splits
 from rlkit.data.ready import READY
-from rlkit.data.rewards import exact_match
-from rlkit.data.tables import Rows, a_tenth_held_out, read_table, task_rows
-from rlkit.data.tasks import Task, digits, sorting
+from rlkit.data.samples import Row
+from rlkit.data.tables import FILES, HELD_OUT_SEED, Rows, a_tenth_held_out, beside, columns_of, read_table
+from rlkit.data.tasks import Task, digits, sorting, with_rows, with_tables
+from rlkit.data.user_code import load_function
+from rlkit.rewards.named import REWARDS, reward_named
+from rlkit.rewards.rules import exact_match
 
 HELD_OUT_SPLITS = ("test", "validation", "val")
+SHOWN = ("completion", "output", "reward_model", *CHATS)  # hold an answer, under whatever name
 
 BUILT_IN: dict[str, Callable[[], Task]] = {"digits": digits, "sorting": sorting}
 
 
-def load_task(name: str, *, images: bool = True) -> Task:
-    """A task by its name: built in, ready-made, a file, a data set, or a function of yours.
+class Kind(NamedTuple):
+    """What rows are read as, and the columns that a table needs for it, one of each group."""
+
+    read: Callable[[Row], dict[str, Any]]
+    needed: Sequence[Sequence[str]]
+
+
+TASK = Kind(task_row, (ASKED, (*ANSWERS, *SHOWN)))
+PROMPTS = Kind(task_row, (ASKED,))
+CHAT = Kind(chat_row, ((*ASKED, "text"), (*ANSWERS, *SHOWN, "text")))
+PAIRS = Kind(pair_row, (("chosen",), ("rejected",)))
+MARKED = Kind(marked_row, (("completion", *CHATS), ("label",)))
+
+
+def load_task(name: str, *, reward: str | None = None) -> Task:
+    """A task by its name: built in, published, a file, a data set, or a function of yours.
 
     - `digits`, `sorting`: built in, see there.
     - `gsm8k`, ... (rlkit.data.ready): from the hub; `gsm8k@DIRECTORY` from a local copy.
-    - a .jsonl, .json or .parquet file with columns `question`, `answer` and, unless it is text alone, `image` or
-      `images` (path relative to the file, bytes, or the struct that Hugging Face datasets write); a tenth of its rows,
-      at most 300, is held out; the reward is an exact match.
-    - `owner/name` on the hub, or a directory: a data set with such columns and a split `train`; held out is its
-      `test` or `validation` split, or else a tenth of it; the reward is an exact match.
-    - `module:function`, a function that returns a Task.
+    - a .jsonl, .json, .csv, .tsv or .parquet file with questions and answers, and maybe images, in a format of
+      rlkit.data.formats; image paths are relative to the file. A tenth of its rows is held out, at least one of two and
+      at most 300. The reward is an exact match.
+    - `owner/name` on the hub, or a directory: a data set with such columns. Held out is its `test` or `validation`
+      split, or else a tenth of `train`. The reward is an exact match.
+    - `module:function` or `path/to/file.py:function`, a function that returns a Task.
 
     Args:
-        images: False for text: image columns are not looked at.
+        name: as above.
+        reward: what judges answers instead of the task's own reward: `maths`, `choice`, `module:function`, ...; see
+            rlkit.rewards.reward_named. With a function of yours a file needs no answers.
 
     Raises:
-        ValueError: unknown name, missing file, a column that is not there, or images in a column of another name.
+        ValueError: an unknown name, a missing file, a column that is not there or is ambiguous, or rows of which none
+            of the first twenty can be read.
     """
+    task = _load(name, TASK if reward is None or reward in REWARDS else PROMPTS)
+    return task if reward is None else replace(task, reward=reward_named(reward))
+
+
+def load_chats(name: str) -> Task:
+    """Rows to imitate, with the answer to each as `completion`: what `load_task` takes, or a file of plain `text`.
+
+    Raises:
+        ValueError: as `load_task`, or neither texts nor questions with answers.
+    """
+    return _load(name, CHAT)
+
+
+def load_pairs(name: str) -> Task:
+    """Rows with a `chosen` and a `rejected` answer: a file or data set with columns of these names, or a task.
+
+    A row of a task that has none gets them: chosen is its answer, rejected the answer of another row, the same one in
+    every run.
+
+    Raises:
+        ValueError: as `load_task`, or a file or data set without these columns.
+    """
+    if _is_table(name):
+        return _from_tables(name, _tables(name), PAIRS)
+    return with_tables(load_task(name), _with_wrong_answers)
+
+
+def load_marked(name: str) -> Task:
+    """Rows with one answer, good or bad: a file or data set with `completion` and `label`, or what `load_pairs` takes.
+
+    Of each pair there are two rows, the chosen answer marked good and the rejected one bad.
+
+    Raises:
+        ValueError: as `load_task`, or columns of neither kind.
+    """
+    if not _is_table(name):
+        return with_tables(load_pairs(name), _one_by_one)
+    tables = _tables(name)
+    if all({"chosen", "rejected"} <= set(columns_of(table)) for table, *_ in tables.values()):
+        return with_tables(_from_tables(name, tables, PAIRS), _one_by_one)
+    return _from_tables(name, tables, MARKED)
+
+
+def _load(name: str, kind: Kind) -> Task:
     if name in BUILT_IN:
-        return BUILT_IN[name]()
+        return _read_as(BUILT_IN[name](), kind)
     base, at, source = name.partition("@")
     if base in READY and bool(at) == bool(source):
-        return READY[base](source) if source else READY[base]()
-    if Path(name).suffix in {".jsonl", ".json", ".parquet"}:
-        return _from_file(Path(name), images)
+        return _read_as(READY[base](source) if source else READY[base](), kind)
+    if _is_table(name):
+        return _from_tables(name, _tables(name), kind)
     if ":" in name:
-        try:
-            function = resolve_name(name)
-        except (ImportError, AttributeError, ValueError) as error:
-            raise ValueError(f"task {name!r}: {error}") from error
+        function = load_function(name, "task")
         task = function() if callable(function) else function
         if not isinstance(task, Task):
-            raise ValueError(f"task {name!r}: a rlkit.data.Task expected, came {type(task).__name__}")
-        return task
-    if "/" in name or (name and Path(name).is_dir()):
-        return _from_hub(name, images)
-    known = ", ".join(sorted(BUILT_IN))
+            raise ValueError(f"task {name!r}: expected a rlkit.data.Task, got {type(task).__name__}")
+        return _read_as(task, kind)
     raise ValueError(
-        f"task {name!r}: expected a built-in ({known}), a ready one ({', '.join(sorted(READY))}), a .jsonl or .parquet "
-        "file, a data set (a directory, or owner/name) or module:function"
+        f"task: expected a built-in ({', '.join(sorted(BUILT_IN))}), a published one ({', '.join(sorted(READY))}), a "
+        f"file ({', '.join(sorted(FILES))}), a data set (a directory, or owner/name) or module:function, got {name!r}"
     )
 
 
-def _from_file(path: Path, images: bool) -> Task:
-    table = read_table(path)
-    row = task_rows(table, str(path), path, images)
-    return Task(path.stem, *a_tenth_held_out(row, len(table)), exact_match)
+# --- tables
 
 
-def _from_hub(source: str, images: bool) -> Task:
-    splits = read_splits(source)
-    if "train" not in splits:
-        raise ValueError(f"task {source!r}: no split 'train'; it has {sorted(splits)}")
-    row = task_rows(splits["train"], f"{source} train", Path(source) / "rows", images)
-    if held := [split for split in HELD_OUT_SPLITS if split in splits]:
-        table = splits[held[0]]
-        unseen = Rows(task_rows(table, f"{source} {held[0]}", Path(source) / "rows", images), np.arange(len(table)))
-        return Task(Path(source).name, Rows(row, np.arange(len(splits["train"]))), unseen, exact_match)
-    return Task(Path(source).name, *a_tenth_held_out(row, len(splits["train"])), exact_match)
+def _is_table(name: str) -> bool:
+    if name in BUILT_IN or name.partition("@")[0] in READY:
+        return False
+    return Path(name).suffix in FILES or (bool(name) and Path(name).is_dir()) or ("/" in name and ":" not in name)
+
+
+def _tables(name: str) -> dict[str, tuple[Any, str, Path]]:
+    """Of each split its table, its name for messages, and the file that paths in it are relative to."""
+    if Path(name).suffix in FILES:
+        return {"train": (read_table(Path(name)), name, Path(name))}
+    return {split: (table, f"{name} {split}", Path(name) / "rows") for split, table in read_splits(name).items()}
+
+
+def _from_tables(name: str, tables: Mapping[str, tuple[Any, str, Path]], kind: Kind) -> Task:
+    splits = {split: _rows(kind, *table) for split, table in tables.items()}
+    held = next((split for split in HELD_OUT_SPLITS if split in splits), None)
+    if "train" not in splits and held is None:
+        raise ValueError(f"task {name!r}: expected a split train, test or validation, got {sorted(splits)}")
+    if held is not None:
+        train, heldout = splits.get("train", ()), splits[held]
+    else:
+        train, heldout = a_tenth_held_out(splits["train"])
+    path = Path(name)
+    return Task(path.stem if path.suffix in FILES else path.name, train, heldout, exact_match, splits)
+
+
+def _rows(kind: Kind, table: Any, name: str, file: Path) -> Rows:
+    """The rows of a table, read as this kind when they are asked for, with image paths relative to the file."""
+    try:
+        check_columns(columns_of(table), *kind.needed)
+    except ValueError as error:
+        raise ValueError(f"{name}: {error}") from error
+
+    def row(i: int) -> Row:
+        read = _read(kind, {**table[i], "where": f"{name} row {i + 1}"})
+        return {**read, "images": [beside(file, image) for image in read["images"]]}
+
+    rows = Rows(row, np.arange(len(table)))
+    first = [rows[i] for i in range(min(20, len(rows)))]
+    if first and all("unreadable" in one for one in first):
+        raise ValueError(f"{first[0]['where']}: {first[0]['unreadable']}")
+    return rows
+
+
+def _read(kind: Kind, raw: Row) -> Row:
+    """A row that cannot be read says why as `unreadable`: whoever encodes it skips it and counts it."""
+    if raw.get("unreadable"):
+        return raw
+    try:
+        return kind.read(raw)
+    except ValueError as error:
+        where = raw.get("where", "row")
+        return {"question": "", "images": [], "answer": None, "where": where, "unreadable": str(error)}
+
+
+# --- held-out rows
+
+
+def with_heldout(task: Task, heldout: str, load: Callable[[str], Task] = load_task) -> Task:
+    """A task with other held-out rows, of which none is trained on.
+
+    Args:
+        task: of `load` or of a function of yours. Its rows come to be held out as `heldout` says:
+        heldout: a file (`heldout.jsonl`), all of it; a split of the data set (`validation`), all of it; `all`, for
+            evaluation: every row of a file, or of every split; or a share of the rows to train on (`0.1`), at least one
+            row, the same ones in every run. With a file or a split, no row of the others is held out any more.
+        load: reads the file, and has read the task: `load_task`, `load_chats`, `load_pairs` or `load_marked`.
+
+    Raises:
+        ValueError: nothing of that, or a share that leaves nothing to train on.
+    """
+    rows = task.splits.get("train", task.train)
+    if heldout in task.splits:
+        return replace(task, train=() if heldout == "train" else rows, heldout=task.splits[heldout])
+    if heldout == "all":
+        every = _end_to_end(list(task.splits.values()) or [task.train, task.heldout])
+        return replace(task, train=(), heldout=every)
+    if Path(heldout).suffix in FILES:
+        held_rows = load(heldout).splits["train"]
+        if len(rows) and str(rows[0].get("where", "")).startswith(f"{heldout} row "):
+            raise ValueError(f"heldout: expected another file than the one to train on, got {heldout!r}")
+        return replace(task, train=rows, heldout=held_rows)
+    try:
+        share = float(heldout)
+    except ValueError:
+        share = 0.0
+    if not 0 < share < 1:
+        splits = ", ".join(task.splits) or "none"
+        raise ValueError(
+            f"heldout: expected a file, a split ({splits}), all, or a share between 0 and 1, got {heldout!r}"
+        )
+    held = max(1, round(share * len(rows)))
+    if held >= len(rows):
+        raise ValueError(f"heldout: expected a share that leaves rows to train on, got {share} of {len(rows)}")
+    order = np.random.default_rng(HELD_OUT_SEED).permutation(len(rows))
+    return replace(
+        task,
+        train=Rows(lambda i: rows[i], order[held:]),
+        heldout=Rows(lambda i: rows[i], order[:held]),
+    )
+
+
+def _end_to_end(tables: Sequence[Sequence[Row]]) -> Rows:
+    places = [(table, i) for table in tables for i in range(len(table))]
+    return Rows(lambda n: places[n][0][places[n][1]], np.arange(len(places)))
+
+
+# --- other tasks
+
+
+def _read_as(task: Task, kind: Kind) -> Task:
+    return task if kind.read is task_row else with_rows(task, lambda row: _read(kind, row))
+
+
+def _one_by_one(rows: Sequence[Row]) -> Sequence[Row]:
+    """Of each pair two rows, that of its chosen answer first; rows that are marked already stay."""
+    if not len(rows) or "label" in rows[0]:
+        return rows
+
+    def row(i: int) -> Row:
+        pair, good = rows[i // 2], i % 2 == 0
+        return {**pair, "completion": pair.get("chosen" if good else "rejected"), "label": good}
+
+    return Rows(row, np.arange(2 * len(rows)))
+
+
+def _with_wrong_answers(rows: Sequence[Row]) -> Sequence[Row]:
+    """The rows, each with its answer as `chosen` and another row's as `rejected`, unless they are pairs already."""
+
+    def row(i: int) -> Row:
+        right = rows[i]
+        if "chosen" in right:
+            return _read(PAIRS, right)
+        others = np.random.default_rng((HELD_OUT_SEED, i)).permutation(len(rows))[:100]
+        answers = (rows[int(j)]["answer"] for j in others)
+        wrong = next((one for one in answers if one is not None and str(one) != str(right["answer"])), None)
+        return _read(PAIRS, {**right, "chosen": right["answer"], "rejected": wrong})
+
+    return Rows(row, np.arange(len(rows)))

@@ -7,7 +7,8 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from rlkit.data.tables import Row, Rows
+from rlkit.data.samples import Row
+from rlkit.data.tables import Rows
 from rlkit.data.tasks import Task
 
 
@@ -31,13 +32,13 @@ def mixed(tasks: Sequence[Task], weights: Sequence[float] | None = None) -> Task
     """
     names = [task.name for task in tasks]
     if not tasks or len(set(names)) < len(names):
-        raise ValueError(f"tasks: at least one, with different names, expected; came {names}")
+        raise ValueError(f"tasks: expected at least one, with different names, got {names}")
     if empty := [task.name for task in tasks if not len(task.train)]:
         raise ValueError(f"tasks: {empty[0]!r} has no rows to train on")
     sizes = [len(task.train) for task in tasks]
     shares = sizes if weights is None else list(weights)
     if len(shares) != len(tasks) or not all(math.isfinite(share) and share > 0 for share in shares):
-        raise ValueError(f"weights: {len(tasks)} numbers above 0 expected, came {shares}")
+        raise ValueError(f"weights: expected {len(tasks)} numbers above 0, got {shares}")
     longest = max(size / share for size, share in zip(sizes, shares, strict=True))
     places = [np.arange(round(longest * share)) % size for size, share in zip(sizes, shares, strict=True)]
     which = np.repeat(np.arange(len(tasks)), [len(place) for place in places])
@@ -74,7 +75,7 @@ def by_difficulty(rows: Sequence[Row], difficulty: Callable[[Row], float]) -> Se
     """
     keys = np.array([float(difficulty(row)) for row in rows])
     if np.isnan(keys).any():
-        raise ValueError(f"difficulty: a number expected, came nan in row {int(np.isnan(keys).argmax())}")
+        raise ValueError(f"difficulty: expected a number, got nan in row {int(np.isnan(keys).argmax())}")
     return Rows(lambda i: rows[i], keys.argsort(kind="stable"))
 
 
@@ -92,7 +93,7 @@ def easiest(rows: Sequence[Row], share: float) -> Sequence[Row]:
         ValueError: a share outside [0, 1].
     """
     if not 0 <= share <= 1:
-        raise ValueError(f"share: in [0, 1] expected, came {share}")
+        raise ValueError(f"share: expected in [0, 1], got {share}")
     return rows[: max(1, math.ceil(share * len(rows)))]
 
 

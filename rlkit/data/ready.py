@@ -22,14 +22,15 @@ aime24 ask for a last line "Answer: ...". Published numbers often come from othe
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from rlkit.data.hub import made, read_split, read_splits
-from rlkit.data.maths import final_answer, maths_reward
-from rlkit.data.rewards import multiple_choice
-from rlkit.data.tables import Row, a_tenth_held_out
+from rlkit.data.samples import Row
+from rlkit.data.tables import Rows, a_tenth_held_out
 from rlkit.data.tasks import Task
+from rlkit.rewards.maths import final_answer, maths_reward
+from rlkit.rewards.rules import multiple_choice
 
 BOXED = "Reason step by step, and put your final answer within \\boxed{}."
 LETTER = "Reason step by step, and put the letter of the correct option within \\boxed{}."
@@ -73,7 +74,7 @@ def dapo17k(source: str = "BytedTsinghua-SIA/DAPO-Math-17k") -> Task:
     hundred times; here it is there once. A fixed 300 are held out; the paper evaluates on `aime24`.
     """
     rows = _dapo_rows(source)
-    return Task("dapo17k", *a_tenth_held_out(rows.__getitem__, len(rows)), maths_reward)
+    return Task("dapo17k", *a_tenth_held_out(rows), maths_reward, {"train": rows})
 
 
 def aime24(source: str = "BytedTsinghua-SIA/AIME-2024") -> Task:
@@ -153,9 +154,9 @@ def _split_task(
 ) -> Task:
     splits = read_splits(source, subset)
     if missing := [split for split in (train, heldout) if split is not None and split not in splits]:
-        raise ValueError(f"task {name!r}: {source!r} has no split {missing[0]!r}; it has {sorted(splits)}")
+        raise ValueError(f"task {name!r}: expected a split {missing[0]!r} of {source!r}, got {sorted(splits)}")
     rows = {split: made(splits[split], row, f"{source} {split}") for split in (train, heldout) if split is not None}
-    return Task(name, rows[train] if train is not None else (), rows[heldout], reward)
+    return Task(name, rows[train] if train is not None else (), rows[heldout], reward, rows)
 
 
 def _asked(question: str, answer: str | None, instruction: str, images: Any = ()) -> dict[str, Any]:
@@ -175,7 +176,7 @@ def _math_row(raw: Row) -> Row:
     return {**_asked(raw["problem"], answer, BOXED), "difficulty": int(level.group()) if level else 5}
 
 
-def _dapo_rows(source: str) -> Sequence[Row]:
+def _dapo_rows(source: str) -> Rows:
     """Each prompt once, where it stands first."""
     table = read_split(source, "train")
     first: dict[str, int] = {}

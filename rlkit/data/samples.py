@@ -9,13 +9,19 @@ A prompt is a sample whose mask is all False; a sampler extends it, and text tha
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
+
+Row = Mapping[str, Any]
+"""A row of a task; see `rlkit.data.tasks`."""
+
+Reward = Callable[[str, Row], float | None]
+"""What judges an answer to a row; None means that it could not be judged."""
 
 
 class Expansion(NamedTuple):
@@ -87,19 +93,6 @@ def prompt(token_ids: Sequence[int], compact_ids: Sequence[int] | None = None, *
     return Sample(ids, compact, [False] * len(ids), [0.0] * len(ids), **facts)
 
 
-def in_parts(processor: Any, messages: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
-    """A chat as the processor's template can read it: for a model that sees, with each content a list of parts.
-
-    The templates of some families (LLaVA, SmolVLM) read parts alone and leave out a plain text without a word.
-    """
-    if not hasattr(processor, "tokenizer"):
-        return list(messages)
-    return [
-        {**one, "content": [{"type": "text", "text": one["content"]}]} if isinstance(one["content"], str) else one
-        for one in messages
-    ]
-
-
 def extend(sample: Sample, token_ids: Sequence[int], logprobs: Sequence[float], **facts: Any) -> Sample:
     """The sample with sampled tokens behind it, on both tracks.
 
@@ -107,7 +100,7 @@ def extend(sample: Sample, token_ids: Sequence[int], logprobs: Sequence[float], 
         ValueError: a sampled token is an image placeholder: the next forward would look for an image that is not there.
     """
     if len(token_ids) != len(logprobs):
-        raise ValueError(f"logprobs: one for each sampled token expected, came {len(logprobs)} for {len(token_ids)}")
+        raise ValueError(f"logprobs: expected one for each sampled token, got {len(logprobs)} for {len(token_ids)}")
     if stray := set(token_ids) & set(sample.placeholders):
         raise ValueError(f"token_ids: sampled the image placeholder {sorted(stray)}; suppress it in the sampler")
     return replace(
@@ -165,7 +158,7 @@ def expanded_lengths(compact_ids: Sequence[int], placeholders: Mapping[int, Sequ
     for token, images in placeholders.items():
         at = np.flatnonzero(ids == token)
         if len(at) != len(images):
-            raise ValueError(f"compact_ids: {len(at)} placeholders of token {token} for {len(images)} images or videos")
+            raise ValueError(f"compact_ids: expected {len(images)} placeholders of token {token}, got {len(at)}")
         for place, image in zip(at, images, strict=True):
             if isinstance(image, Expansion):
                 repeats[place - image.before : place + image.after + 1] = 0
@@ -183,7 +176,7 @@ def check_tracks(sample: Sample) -> None:
             raise ValueError(f"sample of group {sample.group_id}: {name} has {m} entries, token_ids {n}")
     if (routing := sample.routed_experts) is not None and (routing.ndim != 3 or len(routing) > n):
         raise ValueError(
-            f"sample of group {sample.group_id}: routed_experts: [up to {n} tokens, layers, experts] expected, came "
+            f"sample of group {sample.group_id}: routed_experts: expected [up to {n} tokens, layers, experts], got "
             f"{list(routing.shape)}"
         )
     if expand(sample.compact_ids, sample.placeholders) != sample.token_ids:
@@ -217,11 +210,12 @@ class Batch:
     ) -> None:
         if tokens.ndim != 2 or mask.shape != tokens.shape or mask.dtype != torch.bool:
             came = f"tokens {tuple(tokens.shape)}, mask {mask.dtype} {tuple(mask.shape)}"
-            raise ValueError(f"tokens and mask: [B, T] and bool [B, T] expected, came {came}")
+            raise ValueError(f"tokens and mask: expected [B, T] and bool [B, T], got {came}")
         self.tokens, self.mask, self.lengths = tokens, mask, list(lengths)
         self.vision = [{} for _ in self.lengths] if vision is None else list(vision)
         if not len(self.lengths) == len(self.vision) == len(tokens):
-            raise ValueError(f"lengths, vision: {len(tokens)} rows, came {len(self.lengths)} and {len(self.vision)}")
+            came = f"{len(self.lengths)} and {len(self.vision)}"
+            raise ValueError(f"lengths, vision: expected {len(tokens)} rows, got {came}")
         self.fields: dict[str, Tensor] = {}
         self.add(**fields)
         self.total_tokens = mask.sum()
@@ -234,7 +228,7 @@ class Batch:
         fields = self.__dict__.get("fields", {})
         if name in fields:
             return fields[name]
-        raise AttributeError(f"this batch carries no {name!r}; it has {sorted(fields)}")
+        raise AttributeError(f"batch: expected one of its fields {sorted(fields)}, got {name!r}")
 
     def add(self, **fields: Tensor) -> Batch:
         """Carry more tensors, each [B] or [B, T]; `routed_experts` is [B, T, layers, K]."""
@@ -244,7 +238,7 @@ class Batch:
             shape = x.shape[:2] if name == "routed_experts" else x.shape
             if shape not in (self.tokens.shape, self.tokens.shape[:1]):
                 b, t = self.tokens.shape
-                raise ValueError(f"{name}: [{b}] or [{b}, {t}] expected, came {tuple(x.shape)}")
+                raise ValueError(f"{name}: expected [{b}] or [{b}, {t}], got {tuple(x.shape)}")
             self.fields[name] = x
         return self
 
@@ -315,7 +309,7 @@ def _pad_routing(samples: Sequence[Sample], width: int) -> Tensor:
     """[B, width, layers, K], -1 where no routing is known."""
     known = {i: s.routed_experts for i, s in enumerate(samples) if s.routed_experts is not None}
     if len(shapes := {tuple(routing.shape[1:]) for routing in known.values()}) != 1:
-        raise ValueError(f"routed_experts: layers and experts of one model expected, came {sorted(shapes)}")
+        raise ValueError(f"routed_experts: expected layers and experts of one model, got {sorted(shapes)}")
     padded = torch.full((len(samples), width, *shapes.pop()), -1, dtype=torch.int16)
     for i, routing in known.items():
         padded[i, : len(routing)] = routing

@@ -1,21 +1,20 @@
-"""Rows of files and data sets, read when asked for; those of a task have a question, images and an answer."""
+"""Tables of files and data sets, whose rows are read when they are asked for."""
 
 from __future__ import annotations
 
+import csv
 import json
-import re
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-Row = Mapping[str, Any]
+from rlkit.data.lookup import extra
+from rlkit.data.samples import Row
 
 HELD_OUT_SEED = 20240131  # the same rows are held out in every run, whatever its seed
-QUESTION_COLUMNS = ("question", "prompt", "problem")
-IMAGE_COLUMNS = ("images", "image")
-ANSWER_COLUMNS = ("answer", "solution", "label")
+FILES = frozenset({".jsonl", ".json", ".parquet", ".csv", ".tsv"})
 
 
 class Rows(Sequence[Row]):
@@ -31,44 +30,28 @@ class Rows(Sequence[Row]):
         return Rows(self.row, self.order[i]) if isinstance(i, slice | list) else self.row(int(self.order[i]))
 
 
-def a_tenth_held_out(row: Callable[[int], Row], count: int) -> tuple[Rows, Rows]:
-    """Rows to train on, and at most 300 that are not."""
-    order = np.random.default_rng(HELD_OUT_SEED).permutation(count)
-    held = min(300, count // 10)
-    return Rows(row, order[held:]), Rows(row, order[:held])
+def a_tenth_held_out(rows: Rows) -> tuple[Rows, Rows]:
+    """Rows to train on, and a tenth of them that is held out: at least one, at most 300; none of a single row."""
+    order = np.random.default_rng(HELD_OUT_SEED).permutation(len(rows))
+    held = min(300, max(1, len(rows) // 10), max(0, len(rows) - 1))
+    return rows[order[held:].tolist()], rows[order[:held].tolist()]
 
 
 def read_table(path: Path) -> Any:
-    """The rows of a file, by number."""
+    """The rows of a file, by number: a list, or a table of datasets.
+
+    Raises:
+        ValueError: no such file, an empty one, or one that cannot be read.
+    """
     if not path.is_file():
-        raise ValueError(f"task {str(path)!r}: no such file")
-    return _parquet_table(path) if path.suffix == ".parquet" else _json_rows(path)
-
-
-def task_rows(table: Any, name: str, file: Path, images: bool) -> Callable[[int], Row]:
-    """Row i of a table with a question, an answer and maybe an image column; paths are relative to the file."""
-    columns = columns_of(table)
-
-    def column(candidates: Sequence[str], what: str) -> str:
-        if found := [name for name in candidates if name in columns]:
-            return found[0]
-        raise ValueError(f"task {name!r}: no {what} column ({' or '.join(candidates)}); it has {columns}")
-
-    question, answer = column(QUESTION_COLUMNS, "question"), column(ANSWER_COLUMNS, "answer")
-    image = next((name for name in IMAGE_COLUMNS if name in columns), None) if images else None
-    if images and image is None and (stray := [name for name in columns if re.search("image|img", name, re.I)]):
-        raise ValueError(f"task {name!r}: no image column (images or image); is it {stray[0]!r}? It has {columns}")
-
-    def row(i: int) -> Row:
-        came = table[i]
-        raw = {name: came.get(name) for name in columns}
-        found = raw[image] if image is not None else []
-        pictures = found if isinstance(found, list) else [] if found is None else [found]
-        pictures = [beside(file, picture) for picture in pictures]
-        where = f"{name} row {i + 1}"
-        return {**raw, "question": raw[question], "images": pictures, "answer": raw[answer], "where": where}
-
-    return row
+        near = sorted(one.name for one in path.parent.glob(f"*{path.suffix}")) if path.parent.is_dir() else []
+        beside = f"; {str(path.parent)!r} has {', '.join(near[:5])}" if near else ""
+        raise ValueError(f"{path}: expected a file, got none of this name{beside}")
+    readers: Mapping[str, Callable[[Path], Any]] = {".parquet": _parquet_table, ".csv": _csv_rows, ".tsv": _csv_rows}
+    table = readers.get(path.suffix, _json_rows)(path)
+    if not len(table):
+        raise ValueError(f"{path}: expected at least one row, got an empty file")
+    return table
 
 
 def columns_of(table: Any) -> list[str]:
@@ -85,26 +68,44 @@ def _json_rows(path: Path) -> list[Row]:
             rows = [json.loads(line) for line in text.split("\n") if line.strip()]
     except ValueError as error:
         part = f", at {error.doc[:60]!r}" if isinstance(error, json.JSONDecodeError) else ""
-        raise ValueError(f"task {str(path)!r}: cannot be read as json: {error}{part}") from error
+        raise ValueError(f"{path}: expected json, got {error}{part}") from error
     if stray := [i for i, row in enumerate(rows) if not isinstance(row, Mapping)]:
-        raise ValueError(f"task {str(path)!r}: row {stray[0] + 1} is no object")
+        raise ValueError(f"{path} row {stray[0] + 1}: expected an object, got {rows[stray[0]]!r:.80}")
     return rows
+
+
+def _csv_rows(path: Path) -> list[Row]:
+    """Every cell is text; an empty one is None."""
+    delimiter = "\t" if path.suffix == ".tsv" else ","
+    try:
+        text = path.read_text(encoding="utf-8-sig")
+        names, *cells = [row for row in csv.reader(text.splitlines(keepends=True), delimiter=delimiter) if row] or [[]]
+    except (ValueError, csv.Error) as error:
+        raise ValueError(f"{path}: expected {path.suffix[1:]}, got {error}") from error
+    if len(set(names)) < len(names):
+        raise ValueError(f"{path}: expected different names of columns, got {names}")
+    for i, row in enumerate(cells):
+        if len(row) != len(names):
+            raise ValueError(f"{path} row {i + 1}: expected {len(names)} cells, got {len(row)}")
+    return [dict(zip(names, (cell or None for cell in row), strict=True)) for row in cells]
 
 
 def _parquet_table(path: Path) -> Any:
     """Images stay undecoded, so that one broken image is one bad row and not the end of the run."""
-    import datasets
+    with extra("recipes"):
+        import datasets
 
     try:
         table = datasets.load_dataset("parquet", data_files=str(path), split="train")
     except (datasets.exceptions.DatasetGenerationError, OSError, ValueError) as error:
-        raise ValueError(f"task {str(path)!r}: cannot be read as parquet: {error.__cause__ or error}") from error
+        raise ValueError(f"{path}: expected parquet, got {error.__cause__ or error}") from error
     return undecoded(table)
 
 
 def undecoded(table: Any) -> Any:
     """A table or stream of datasets whose images are bytes or a path until somebody wants them."""
-    import datasets
+    with extra("recipes"):
+        import datasets
 
     undecoded = datasets.Image(decode=False)
     for name, feature in (table.features or {}).items():

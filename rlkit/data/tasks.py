@@ -1,29 +1,56 @@
 """Tasks: rows to ask about, a reward, and held-out rows that are never trained on.
 
 A row is a mapping with `question` (text), `images` (a list of paths, bytes or PIL images, maybe empty), `answer`, and
-`where` (a name for error messages: file and row). A reward is a plain function `reward(text, row) -> float`; None or
-nan means that the answer could not be judged, which is not the same as 0.
+`where` (its name in error messages: file and row). `messages`, a chat, may replace `question`; see `rlkit.data.formats`
+for the formats that files have. A reward is a function `reward(text, row) -> float | None`; None or nan means that the
+answer could not be judged, which is not the same as 0.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from rlkit.data.rewards import Reward, exact_match
-from rlkit.data.tables import HELD_OUT_SEED, Row
+from rlkit.data.lookup import extra
+from rlkit.data.samples import Reward, Row
+from rlkit.data.tables import HELD_OUT_SEED, Rows
+from rlkit.rewards.rules import exact_match
 
 
 @dataclass(frozen=True)
 class Task:
-    """Prompts, a reward, and held-out prompts."""
+    """Prompts, a reward, and held-out prompts.
+
+    Attributes:
+        name: for the names of runs.
+        train: rows to train on.
+        heldout: rows to evaluate on.
+        reward: `reward(text, row) -> float | None`.
+        splits: all rows of each split of a data set; those of a file are the split "train".
+    """
 
     name: str
     train: Sequence[Row]
     heldout: Sequence[Row]
     reward: Reward
+    splits: Mapping[str, Sequence[Row]] = field(default_factory=dict)
+
+
+def with_rows(task: Task, change: Callable[[Row], Row]) -> Task:
+    """The task with each of its rows changed, when it is asked for."""
+
+    def changed(rows: Sequence[Row]) -> Sequence[Row]:
+        return Rows(lambda i: change(rows[i]), np.arange(len(rows)))
+
+    return with_tables(task, changed)
+
+
+def with_tables(task: Task, change: Callable[[Sequence[Row]], Sequence[Row]]) -> Task:
+    """The task with its rows changed all together: those to train on, those held out, and those of each split."""
+    splits = {split: change(rows) for split, rows in task.splits.items()}
+    return replace(task, train=change(task.train), heldout=change(task.heldout), splits=splits)
 
 
 def digits() -> Task:
@@ -31,8 +58,9 @@ def digits() -> Task:
 
     360 of them are held out. The reward is 1 for the digit and nothing else.
     """
-    from PIL import Image
-    from sklearn.datasets import load_digits
+    with extra("recipes"):
+        from PIL import Image
+        from sklearn.datasets import load_digits
 
     data = load_digits()
     order = np.random.default_rng(HELD_OUT_SEED).permutation(len(data.target))

@@ -34,7 +34,7 @@ def make_rollout(
     model: str | None = None,
     urls: Sequence[str] = (),
     gpu_memory_utilization: float = 0.8,
-    row_group: Any = None,
+    model_parallel_group: Any = None,
     **options: Any,
 ) -> Any:
     """A sampler. A recipe hands over all of these and changes one word to sample with another.
@@ -49,8 +49,8 @@ def make_rollout(
         model: directory, hub id or ModelScope's name, which the other samplers load, or serve already.
         urls: of the servers.
         gpu_memory_utilization: share of a GPU's memory that a sampler in this process may use.
-        row_group: ranks that are given the same requests, `engine.row_group`: they share them, and all get all
-            answers; None where each has its own.
+        model_parallel_group: ranks that are given the same requests, `engine.model_parallel_group`: they share them,
+            and all get all answers; None where each has its own.
         options: the sampler's own; see its class.
 
     Raises:
@@ -63,4 +63,6 @@ def make_rollout(
     module, _, name = target.partition(":")
     given = {k: at_hand[k] for k in takes}
     rollout: Any = getattr(import_module(module), name)(processor=processor, **given, **options)
-    return rollout if row_group is None else SameRows(rollout, row_group, together=backend == "hf")
+    if model_parallel_group is None:
+        return rollout
+    return SameRows(rollout, model_parallel_group, together=backend == "hf")

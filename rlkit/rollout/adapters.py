@@ -79,7 +79,7 @@ def check_adapters(vllm_config: Any, names: Iterable[str], replaced: bool) -> No
             if not any(part in name for part in LANGUAGE):
                 raise ValueError(
                     f"vllm: {name}: only with enable_tower_connector_lora=True are adapters outside of the language "
-                    'model used; or train none there: exclude_modules=".*visual.*"'
+                    "model used; or train none there, with exclude_modules"
                 )
 
 

@@ -23,21 +23,21 @@ from __future__ import annotations
 
 import asyncio
 import inspect
-import logging
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from threading import Thread
 from typing import Any
 
-from rlkit.data.samples import Sample, extend, observe
+from rlkit.data.messages import message, prompt_of
+from rlkit.data.samples import Row, Sample, extend, observe
+from rlkit.data.user_code import Failures
 from rlkit.rollout.sampling import Sampling, Written, of_each, where
 from rlkit.rollout.threads import in_thread
-from rlkit.vlm.processors import chat, encode_reply, load_image, message
+from rlkit.vlm.chat_template import encode_reply
+from rlkit.vlm.processors import load_image
 
 GRACE = 10.0  # seconds behind its time limit after which a step that blocks the event loop is given up
-
-log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -67,6 +67,7 @@ def run_episodes(
     role: str = "user",
     global_sum: Callable[[float], Any] = float,
     written: Written | None = None,
+    failures: Failures | None = None,
 ) -> list[Sample]:
     """n episodes a request, those of one request next to each other, in the order of the requests.
 
@@ -95,6 +96,8 @@ def run_episodes(
         global_sum: sum over the ranks that have to generate together, e.g. `engine.global_sum` where weights are
             sharded: a rank whose episodes have ended joins in with none until the last rank's have.
         written: is given (i, its episodes) as soon as the n episodes of request i have ended, while others go on.
+        failures: errors of `step` are counted here, and each distinct one logged with its traceback once; by default
+            once in this call.
 
     Raises:
         ValueError: limits that are no limits, a prompt without room for a turn, or a chat template that rewrites
@@ -102,13 +105,15 @@ def run_episodes(
     """
     if max_turns < 1 or timeout <= 0:
         raise ValueError(f"max_turns, timeout: at least 1 and above 0 expected, came {max_turns} and {timeout}")
+    failures = Failures("tool") if failures is None else failures
     how = of_each(sampling, requests)
     rooms = [_room(r, s, max_tokens, max_response_tokens) for r, s in zip(requests, how, strict=True)]
     if requests:  # the template is refused before the work, not after it
-        encode_reply(processor, chat(requests[0].row), message(role, ""))
+        row = requests[0].row
+        encode_reply(processor, prompt_of(row)[0], message(role, ""), tools=row.get("tools"))
     samples = []
     for sample in rollout.generate(requests, sampling, n):
-        own = {"messages": chat(sample.row), "state": {}}
+        own = {"messages": prompt_of(sample.row)[0], "state": {}}
         samples.append(replace(sample, row={**sample.row, **own}))
     live, going_on = list(range(len(samples))), set(range(len(requests)))
     for turn in range(1, max_turns + 1):
@@ -117,7 +122,9 @@ def run_episodes(
         live = [i for i in live if samples[i].finish_reason == "stop"]
         outcomes = call_steps(step, [samples[i] for i in live], timeout)
         for i, outcome in zip(live, outcomes, strict=True):
-            samples[i] = _next(samples[i], outcome, processor, role, on_failure, rooms[i // n], last=turn == max_turns)
+            samples[i] = _next(
+                samples[i], outcome, processor, role, on_failure, rooms[i // n], failures, last=turn == max_turns
+            )
         live = [i for i in live if not samples[i].finish_reason]
         for i in sorted(going_on - {i // n for i in live}):
             going_on.remove(i)
@@ -129,6 +136,7 @@ def run_episodes(
         longer = rollout.generate([samples[i] for i in live], again)
         for i, sample in zip(live, longer, strict=True):
             samples[i] = sample
+    failures.log_repeated()
     return samples
 
 
@@ -151,6 +159,7 @@ def _next(
     role: str,
     on_failure: Callable[[Exception], Observation] | None,
     room: float,
+    failures: Failures,
     *,
     last: bool,
 ) -> Sample:
@@ -160,25 +169,26 @@ def _next(
     if last and isinstance(outcome, Observation):
         return replace(sample, finish_reason="turns")
     try:
-        longer = observe(sample, _encode(processor, sample.row["messages"][:-1], outcome, role))
+        longer = observe(sample, _encode(processor, sample.row, outcome, role))
     except Exception as error:  # whatever it is, it is the tool's: the run goes on
-        log.warning("step failed on %s, turn %r: %s: %s", where(sample), sample.text[:80], type(error).__name__, error)
+        failures.add(error, f"{where(sample)}, turn {sample.text[:80]!r}")
         if on_failure is None:
             return replace(sample, finish_reason="aborted")
-        return _next(sample, on_failure(error), processor, role, None, room, last=last)
+        return _next(sample, on_failure(error), processor, role, None, room, failures, last=last)
     if len(longer.token_ids) > room:
         return replace(sample, finish_reason="length")
     sample.row["messages"].append(message(role, outcome.text, len(outcome.images)))
     return replace(longer, finish_reason="")
 
 
-def _encode(processor: Any, messages: Sequence[Any], outcome: Any, role: str) -> Sample:
+def _encode(processor: Any, row: Row, outcome: Any, role: str) -> Sample:
     if isinstance(outcome, Exception):
         raise outcome
     if not isinstance(outcome, Observation):
         raise TypeError(f"step: an Observation or None expected, came {type(outcome).__name__}")
     images = [load_image(image) for image in outcome.images]
-    return encode_reply(processor, messages, message(role, outcome.text, len(images)), images)
+    reply = message(role, outcome.text, len(images))
+    return encode_reply(processor, row["messages"][:-1], reply, images, tools=row.get("tools"))
 
 
 def call_steps(step: Step, samples: Sequence[Sample], timeout: float) -> list[Any]:

@@ -18,7 +18,7 @@ from rlkit.data.samples import Sample, extend
 from rlkit.losses.logprobs import suppress_tokens
 from rlkit.rollout.sampling import Sampling, Written, end_tokens, of_each, sample_tokens, uniforms, with_routing
 from rlkit.vlm.inputs import model_vision, position_ids, position_spec
-from rlkit.vlm.processors import decode, unsampled_ids
+from rlkit.vlm.processors import decode, suppressed_token_ids
 from rlkit.vlm.routers import recorded_routing
 
 
@@ -117,7 +117,7 @@ class HfRollout:
         tell: Written | None,
     ) -> list[Sample]:
         config, device = module.config, next(module.parameters()).device
-        unsampled = unsampled_ids(config, self.tokenizer).to(device)
+        suppressed = suppressed_token_ids(config, self.tokenizer).to(device)
         ends = end_tokens(self.tokenizer, module.generation_config.eos_token_id)
         stops = [{*ends, *s.stop} for s in how for _ in range(n)]
         stop_ids = torch.tensor([[*row, *[-1] * (max(map(len, stops)) - len(row))] for row in stops], device=device)
@@ -164,7 +164,7 @@ class HfRollout:
 
         over = torch.zeros(len(logits), dtype=torch.bool, device=device)  # of all rows
         for t in range(most):
-            logprobs = suppress_tokens(logits.float(), unsampled).div(heat[live]).log_softmax(-1)
+            logprobs = suppress_tokens(logits.float(), suppressed).div(heat[live]).log_softmax(-1)
             chosen = sample_tokens(logprobs, noise[live, t]) if some_warm else logprobs.argmax(-1)
             if some_warm and some_cold:
                 chosen = logprobs.argmax(-1).where(cold[live], chosen)

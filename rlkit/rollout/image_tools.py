@@ -7,10 +7,10 @@ import re
 import numpy as np
 from PIL import Image
 
-from rlkit.data.rewards import exact_match
 from rlkit.data.samples import Sample
 from rlkit.data.tables import HELD_OUT_SEED, Row
 from rlkit.data.tasks import Task
+from rlkit.rewards.rules import exact_match
 from rlkit.rollout.agent import Observation
 
 CALL = re.compile(r"zoom\((\d+),\s*(\d+),\s*(\d+),\s*(\d+)\)")

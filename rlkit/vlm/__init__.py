@@ -1,16 +1,9 @@
 """Vision-language parts: 3D RoPE ids, processors, what trains, loading, and tiny models."""
 
-from rlkit.vlm.adapt import VISION_TOWER, freeze, lora, merged_parameters, trainable_summary
+from rlkit.vlm.adapt import freeze, lora, merged_parameters, towers, trainable_summary, vision_tower
+from rlkit.vlm.chat_template import encode, encode_answers, encode_chat, encode_reply, encode_rows, render
 from rlkit.vlm.loading import load_model, model_path
-from rlkit.vlm.processors import (
-    decode,
-    encode,
-    encode_rows,
-    load_image,
-    load_processor,
-    placeholder_ids,
-    unsampled_ids,
-)
+from rlkit.vlm.processors import decode, load_image, load_processor, placeholder_ids, suppressed_token_ids
 from rlkit.vlm.rope3d import ROPE3D_MODEL_TYPES, ROPE3D_REFUSED, Rope3DSpec, rope3d_position_ids, rope3d_spec
 from rlkit.vlm.tiny import (
     build_tiny,
@@ -25,11 +18,13 @@ from rlkit.vlm.tiny import (
 __all__ = [
     "ROPE3D_MODEL_TYPES",
     "ROPE3D_REFUSED",
-    "VISION_TOWER",
     "Rope3DSpec",
     "build_tiny",
     "decode",
     "encode",
+    "encode_answers",
+    "encode_chat",
+    "encode_reply",
     "encode_rows",
     "freeze",
     "load_image",
@@ -40,6 +35,7 @@ __all__ = [
     "model_or_tiny",
     "model_path",
     "placeholder_ids",
+    "render",
     "rope3d_position_ids",
     "rope3d_spec",
     "tiny_config",
@@ -47,6 +43,8 @@ __all__ = [
     "tiny_text_config",
     "tiny_text_tokenizer",
     "tiny_tokenizer",
+    "towers",
     "trainable_summary",
-    "unsampled_ids",
+    "suppressed_token_ids",
+    "vision_tower",
 ]

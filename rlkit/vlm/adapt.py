@@ -9,10 +9,43 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from rlkit.data.lookup import extra
 from rlkit.vlm.families import NAMED_AS_IN_FILES, TRANSPOSED_EXPERTS
 
-VISION_TOWER = r"(^|\.)(visual|vision_tower|vision_model|vision_encoder)\."
-"""Matches the parameters of the vision tower in the families that transformers knows."""
+
+def vision_tower(model: Any) -> str:
+    """A pattern that matches the names of the parameters of a model's vision tower, for `freeze`.
+
+    The tower is the part of the model whose own configuration is the model's `vision_config`. What stands between it
+    and the language model (a projector, a connector) is no part of it, unless the family builds it into the tower, as
+    Qwen does.
+
+    Raises:
+        ValueError: the model has none.
+    """
+    kind = type(getattr(model.config, "vision_config", None))
+    names = [name for name in towers(model) if type(model.get_submodule(name).config) is kind]
+    if not names:
+        raise ValueError(f"vision tower: expected a model that has one, got {model.config.model_type}")
+    return _inside(names)
+
+
+def towers(model: Any) -> list[str]:
+    """The names of the modules that encode images, videos and audio: of the outermost that have a configuration of
+    their own, which is neither the model's nor its text model's."""
+    own = {type(model.config), type(model.config.get_text_config())}
+    found: list[str] = []
+    for name, module in model.named_modules():
+        config = getattr(module, "config", None)
+        apart = hasattr(config, "model_type") and type(config) not in own
+        if apart and not any(name.startswith(f"{outer}.") for outer in found):
+            found.append(name)
+    return found
+
+
+def _inside(names: Sequence[str]) -> str:
+    """A pattern for what is inside of modules, also of a model that peft or an engine has wrapped."""
+    return rf"(^|\.)({'|'.join(map(re.escape, names))})\."
 
 
 def freeze(model: nn.Module, pattern: str) -> list[str]:
@@ -20,8 +53,7 @@ def freeze(model: nn.Module, pattern: str) -> list[str]:
 
     Args:
         model: any module, not yet wrapped by an engine.
-        pattern: regular expression, searched for in each name; `VISION_TOWER` for the vision tower of the families
-            that transformers knows.
+        pattern: regular expression, searched for in each name; `vision_tower(model)` for its vision tower.
 
     Returns:
         The names frozen.
@@ -47,6 +79,8 @@ def lora(
     alpha: int,
     target_modules: str = "all-linear",
     exclude_modules: str | None = None,
+    *,
+    adapt_towers: bool = False,
 ) -> Any:
     """Wrap a transformers model with LoRA adapters (arXiv 2106.09685): W + alpha / rank * B A, B zero at first.
 
@@ -54,16 +88,25 @@ def lora(
         model: from transformers.
         rank, alpha: r and alpha of the paper, eq. 3.
         target_modules: "all-linear", or a regular expression that module names match whole.
-        exclude_modules: regular expression of modules left alone, e.g. ".*visual.*".
+        exclude_modules: regular expression that names of further modules without adapters match whole.
+        adapt_towers: adapters in the modules that encode images, videos and audio too, see `towers`.
 
     Returns:
         A peft model: only adapters train, and `disable_adapter()` gives the reference policy back.
     """
-    import peft
-
+    with extra("vlm"):
+        import peft
     if rank < 1:
-        raise ValueError(f"rank: at least 1 expected, came {rank}")
-    config = peft.LoraConfig(r=rank, lora_alpha=alpha, target_modules=target_modules, exclude_modules=exclude_modules)
+        raise ValueError(f"rank: expected at least 1, got {rank}")
+    left_out = [exclude_modules] if exclude_modules else []
+    if not adapt_towers and (encoders := towers(model)):
+        left_out.append(f".*{_inside(encoders)}.*")
+    config = peft.LoraConfig(
+        r=rank,
+        lora_alpha=alpha,
+        target_modules=target_modules,
+        exclude_modules="|".join(f"({pattern})" for pattern in left_out) or None,
+    )
     model = peft.get_peft_model(model, config)
     for layer in model.modules():
         if "default" in getattr(layer, "lora_A", ()) and layer.lora_A["default"].weight.is_meta:

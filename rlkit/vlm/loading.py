@@ -10,6 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from rlkit.data.lookup import check_source, extra
+
 MODELSCOPE = "modelscope:"
 
 
@@ -21,16 +23,15 @@ def model_path(path: str) -> str:
         A directory, or a hub id.
 
     Raises:
-        ValueError: ModelScope cannot give it, or its package is missing.
+        ValueError: ModelScope cannot give it.
+        ImportError: ModelScope's package is not installed.
     """
     if not path.startswith(MODELSCOPE):
         return path
-    try:
+    with extra("modelscope"):
         from modelscope import snapshot_download
-
+    try:
         return snapshot_download(path.removeprefix(MODELSCOPE))
-    except ImportError as error:
-        raise ValueError(f"model {path!r}: needs the package modelscope: pip install 'rlkit[modelscope]'") from error
     except Exception as error:  # of many kinds, of which only some are OSErrors
         raise ValueError(f"model {path!r}: {error}") from error
 
@@ -44,6 +45,7 @@ def load_config(path: str, *, trust_remote_code: bool = False) -> Any:
     import transformers
 
     path = model_path(path)
+    check_source(path, "model")
     if Path(path).exists() and not (Path(path) / "config.json").is_file():
         raise ValueError(f"model {path!r}: the directory holds no config.json")
     try:

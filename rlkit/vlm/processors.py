@@ -1,11 +1,12 @@
-"""Processors: rows with images -> prompts with both token tracks; with torchvision or without it."""
+"""Processors: images, and text with places for them -> both token tracks; with torchvision or without it."""
 
 from __future__ import annotations
 
+import base64
 import io
 import json
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import replace
+import re
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,12 +14,14 @@ import numpy as np
 import torch
 from PIL import Image, ImageOps
 
-from rlkit.data.samples import Expansion, Sample, expand, in_parts, prompt
+from rlkit.data.samples import Expansion, Sample, expand, prompt
 from rlkit.vlm.loading import can_see, load_config, model_path
 
 
 def load_image(source: Any) -> Image.Image:
-    """An RGB image from a path, bytes, a PIL image, or the {"bytes", "path"} struct of Hugging Face datasets.
+    """An RGB image from a path, bytes, a PIL image, a data URL, or the {"bytes", "path"} struct of Hugging Face sets.
+
+    A data URL is a text that holds the image: "data:image/png;base64,...".
 
     Raises:
         ValueError: it cannot be read, is empty, or is a URL (fetch those beforehand: a run that depends on the network
@@ -26,8 +29,10 @@ def load_image(source: Any) -> Image.Image:
     """
     if isinstance(source, Mapping):
         source = source.get("bytes") or source.get("path")
+    if isinstance(source, str) and (found := re.match(r"data:image/[\w.+-]+;base64,", source)):
+        source = base64.b64decode(source[found.end() :])
     if isinstance(source, str) and "://" in source:
-        raise ValueError(f"image {source!r}: a URL; a local path, bytes or a PIL image expected")
+        raise ValueError(f"image: expected a local path, bytes or a PIL image, got the URL {source!r}")
     name = repr(source) if isinstance(source, str | Path) else f"of type {type(source).__name__}"
     try:
         if isinstance(source, bytes | bytearray):
@@ -35,12 +40,12 @@ def load_image(source: Any) -> Image.Image:
         elif isinstance(source, str | Path):
             source = Image.open(source)
         elif not isinstance(source, Image.Image):
-            raise ValueError("a path, bytes or a PIL image expected")
+            raise ValueError("expected a path, bytes or a PIL image")
         image = ImageOps.exif_transpose(source)
         if image.mode.startswith("I;16"):  # convert() would saturate: everything above 255 white
             image = Image.fromarray((np.asarray(image) // 257).astype("uint8"))
         if image.mode in ("I", "F"):
-            raise ValueError(f"pixels of mode {image.mode!r} have no fixed range; 8 or 16 bits a channel expected")
+            raise ValueError(f"expected 8 or 16 bits a channel, got pixels of mode {image.mode!r}")
         image = image.convert("RGB")
     except (OSError, ValueError, SyntaxError, Image.DecompressionBombError) as error:
         raise ValueError(f"image {name}: cannot be read: {error}") from error
@@ -49,53 +54,7 @@ def load_image(source: Any) -> Image.Image:
     return image
 
 
-def encode(processor: Any, row: Mapping[str, Any], *, max_tokens: int | None = None, group_id: int = 0) -> Sample:
-    """Make the prompt of a row: its images in order, then its question, in the model's chat template.
-
-    Args:
-        processor: a transformers processor (or a tokenizer, for rows without images).
-        row: `question`, `images`; see rlkit.data.tasks. `messages` (a chat with image parts) replaces `question`.
-        max_tokens: longest prompt, in expanded tokens.
-
-    Raises:
-        ValueError: an image that cannot be read, images without a place for them or places without an image,
-            no question, or a prompt that is too long (it is never cut: half an image's tokens are no image).
-    """
-    where = row.get("where", "row")
-    try:
-        images = [load_image(source) for source in row.get("images") or ()]
-    except ValueError as error:
-        raise ValueError(f"{where}: {error}") from error
-    try:
-        text = _as_text(processor, chat(row), add_generation_prompt=True)
-        sample = encode_text(processor, text, images)
-    except ValueError as error:
-        raise ValueError(f"{where}: {error}") from error
-    if max_tokens is not None and (n := len(sample.token_ids)) > max_tokens:
-        raise ValueError(f"{where}: the prompt has {n} tokens, more than the limit of {max_tokens}")
-    return replace(sample, row=row, group_id=group_id)
-
-
-def chat(row: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """The messages of a row: its own, or one with its images and then its question."""
-    if messages := row.get("messages"):
-        return list(messages)
-    if row.get("question") is None:
-        raise ValueError("it has no question")
-    return [message("user", str(row["question"]), len(row.get("images") or ()))]
-
-
-def message(role: str, text: str, images: int = 0) -> dict[str, Any]:
-    """A message of a chat: so many images, and then its text."""
-    parts = [{"type": "image"}] * images + [{"type": "text", "text": text}]
-    return {"role": role, "content": parts if images else text}
-
-
 OF_TEXT = frozenset({"input_ids", "attention_mask", "mm_token_type_ids", "token_type_ids"})  # made by the engine
-
-
-def _as_text(processor: Any, messages: Sequence[Mapping[str, Any]], **options: Any) -> str:
-    return processor.apply_chat_template(in_parts(processor, messages), tokenize=False, **options)
 
 
 def encode_text(processor: Any, text: str, images: Sequence[Image.Image] = ()) -> Sample:
@@ -171,57 +130,6 @@ def _tokens(tokenizer: Any, text: str) -> tuple[list[int], dict[int, int]]:
     return found["input_ids"], {start: i for i, start in reversed([*enumerate(starts)])}
 
 
-THOUGHT, ANSWER = "(rlkit's probe: a thought)", "(rlkit's probe: an answer)"  # a template must keep both
-
-
-def encode_reply(
-    processor: Any, messages: Sequence[Mapping[str, Any]], reply: Mapping[str, Any], images: Sequence[Image.Image] = ()
-) -> Sample:
-    """What the chat template puts between an assistant's turn and its next: a reply, the next turn opened.
-
-    The text is the suffix that the template adds, so no token of an earlier turn is made again. It begins behind the
-    end token of the turn, which the policy has sampled.
-
-    Args:
-        messages: the chat before the assistant's turn. What the turn says makes no difference.
-        reply: the message that follows it, with a part for each of `images`.
-
-    Raises:
-        ValueError: the template rewrites earlier turns when a message follows (some drop thoughts): the tokens that
-            were sampled would not be those that it shows; or it ends a turn with no token of its own; or an image
-            cannot be encoded.
-    """
-    tokenizer = getattr(processor, "tokenizer", processor)
-    turns = [*messages, {"role": "assistant", "content": f"<think>\n{THOUGHT}\n</think>\n\n{ANSWER}"}]
-    before = _as_text(processor, turns)
-    after = _as_text(processor, [*turns, reply], add_generation_prompt=True)
-    whose = f"chat template of {tokenizer.name_or_path or type(processor).__name__!r}"
-    if not after.startswith(before) or THOUGHT not in before or ANSWER not in before:
-        raise ValueError(
-            f"{whose}: it rewrites earlier turns when a message of the role {reply['role']!r} follows; they would no "
-            "longer be what was sampled. Another role, or a template that keeps every turn whole, is needed"
-        )
-    sample = encode_text(processor, after[before.rindex(ANSWER) + len(ANSWER) :], images)
-    if sample.token_ids[0] not in tokenizer.added_tokens_decoder:
-        came = tokenizer.decode(sample.token_ids[:1])
-        raise ValueError(f"{whose}: an end token behind the assistant's turn expected, came {came!r}")
-    behind = {name: getattr(sample, name)[1:] for name in ("token_ids", "compact_ids", "mask", "logprobs")}
-    return replace(sample, **behind)
-
-
-def encode_rows(
-    processor: Any, rows: Iterable[tuple[int, Mapping[str, Any]]], *, max_tokens: int | None = None
-) -> tuple[list[Sample], list[str]]:
-    """Prompts of (group id, row) pairs, and one message for each row that had to be skipped."""
-    samples, skipped = [], []
-    for group_id, row in rows:
-        try:
-            samples.append(encode(processor, row, max_tokens=max_tokens, group_id=group_id))
-        except ValueError as error:
-            skipped.append(str(error))
-    return samples, skipped
-
-
 def placeholder_ids(config: Any) -> list[int]:
     """Token ids that stand for images, videos and audio, and their brackets: no policy may sample them."""
     names = [f"{kind}_token_id" for kind in ("image", "video", "audio")]
@@ -231,7 +139,7 @@ def placeholder_ids(config: Any) -> list[int]:
     return sorted({token for token in found if isinstance(token, int)})
 
 
-def unsampled_ids(config: Any, tokenizer: Any) -> torch.Tensor:
+def suppressed_token_ids(config: Any, tokenizer: Any) -> torch.Tensor:
     """What sampler and trainer both leave out of the distribution: placeholders, and rows of the output layer that are
     beyond the tokenizer's vocabulary (models round it up)."""
     size = getattr(config, "text_config", config).vocab_size
@@ -307,7 +215,7 @@ def load_processor(path: str, *, trust_remote_code: bool = False, **options: Any
     takes = getattr(processor.image_processor, "valid_kwargs", None)  # what is not among them is ignored without a word
     if takes is not None and (unknown := options.keys() - takes.__annotations__.keys() - {"trust_remote_code"}):
         name = type(processor.image_processor).__name__
-        raise ValueError(f"{sorted(unknown)[0]}: {name} has no such option; it has {', '.join(takes.__annotations__)}")
+        raise ValueError(f"{sorted(unknown)[0]}: expected an option of {name}: {', '.join(takes.__annotations__)}")
     return processor
 
 

@@ -14,6 +14,8 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+from rlkit.data.messages import prompt_of
+from rlkit.vlm.chat_template import render
 from rlkit.vlm.processors import load_image
 
 SPECIAL = [
@@ -214,10 +216,11 @@ def _warm_up(
     for _ in range(steps):
         chosen = rng.integers(len(rows), size=32).tolist()
         batch = [rows[i] for i in chosen]
-        asked = [processor.apply_chat_template(_chat(row), add_generation_prompt=True, tokenize=False) for row in batch]
+        chats = [prompt_of(row) for row in batch]
+        asked = [render(processor, messages, add_generation_prompt=True) for messages, _ in chats]
         answers = [f"{labels[i]}<|im_end|>" for i in chosen]
         text = [q + a for q, a in zip(asked, answers, strict=True)]
-        images = {"images": found} if (found := [load_image(image) for row in batch for image in row["images"]]) else {}
+        images = {"images": found} if (found := [load_image(image) for _, own in chats for image in own]) else {}
         inputs = processor(text=text, padding=True, return_tensors="pt", **images)
         targets = torch.full_like(inputs["input_ids"], -100)  # left-padded: the answer stands at the end
         for i, answer in enumerate(answers):
@@ -229,8 +232,3 @@ def _warm_up(
         optimizer.zero_grad()
         schedule.step()
     model.eval()
-
-
-def _chat(row: Mapping[str, Any]) -> list[dict[str, Any]]:
-    parts = [*({"type": "image"} for _ in row["images"]), {"type": "text", "text": str(row["question"])}]
-    return [{"role": "user", "content": parts}]

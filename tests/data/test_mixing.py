@@ -3,9 +3,10 @@ from collections import Counter
 
 import pytest
 
-from rlkit.data import Task, load_task, score, step_rows
+from rlkit.data import Task, load_task, step_rows
 from rlkit.data.mixing import by_difficulty, easiest, mixed, widened
 from rlkit.data.samples import extend, prompt
+from rlkit.rewards import score
 
 
 def task(name: str, count: int, reward=1.0, held: int = 2) -> Task:
@@ -66,9 +67,9 @@ def test_images_and_text_together():
 @pytest.mark.parametrize(
     ("tasks", "weights", "message"),
     [
-        ([], None, "tasks: at least one"), ([task("a", 5), task("a", 6)], None, "different names"),
-        ([task("a", 2)], None, "'a' has no rows to train on"), ([task("a", 5)], [1, 1], "weights: 1 numbers above 0"),
-        ([task("a", 5), task("b", 5)], [1, 0], "weights: 2 numbers above 0 expected, came \\[1, 0\\]"),
+        ([], None, "tasks: expected at least one"), ([task("a", 5), task("a", 6)], None, "different names"),
+        ([task("a", 2)], None, "'a' has no rows to train on"), ([task("a", 5)], [1, 1], "weights: expected 1 num"),
+        ([task("a", 5), task("b", 5)], [1, 0], "weights: expected 2 numbers above 0, got \\[1, 0\\]"),
         ([task("a", 5)], [math.nan], "weights"), ([task("a", 5)], [math.inf], "weights"),
     ],
 )  # fmt: skip
@@ -89,9 +90,9 @@ def test_easy_rows_first():
     for step in range(6):
         assert {row["level"] for _, row in step_rows(easiest(ordered, 1 / 3), step, 4, seed=0)} == {0}
     for share in (-0.1, 1.1, math.nan):
-        with pytest.raises(ValueError, match=r"share: in \[0, 1\]"):
+        with pytest.raises(ValueError, match=r"share: expected in \[0, 1\]"):
             easiest(ordered, share)
-    with pytest.raises(ValueError, match="difficulty: a number expected, came nan in row 2"):
+    with pytest.raises(ValueError, match="difficulty: expected a number, got nan in row 2"):
         by_difficulty(rows, lambda row: math.nan if row["question"] == "a2" else 0.0)
 
 

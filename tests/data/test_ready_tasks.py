@@ -1,8 +1,6 @@
 """Ready-made tasks on rows in the columns and formats of the published data sets; see each task for its page."""
 
 import io
-import re
-from dataclasses import replace
 from pathlib import Path
 
 import datasets
@@ -11,10 +9,8 @@ from PIL import Image
 
 from rlkit.data import load_task, step_rows
 from rlkit.data.hub import made, open_stream, read_split, read_splits, stream_steps
-from rlkit.data.loading import BUILT_IN
-from rlkit.data.maths import maths_reward
 from rlkit.data.ready import BOXED, LETTER, READY
-from rlkit.data.samples import prompt
+from rlkit.rewards.maths import maths_reward
 from rlkit.vlm import load_image
 
 FIXTURES = Path(__file__).parent / "fixtures"
@@ -168,28 +164,28 @@ def test_data_set_in_a_directory(tmp_path):
     assert task.heldout[0]["where"] == f"{tmp_path / 'set'} validation row 1" and task.name == "set"
     saved = datasets.Dataset.from_dict({"question": [f"q{i}" for i in range(20)], "answer": list(range(20))})
     saved.save_to_disk(tmp_path / "saved")
-    task = load_task(str(tmp_path / "saved"), images=False)
-    assert (len(task.train), len(task.heldout)) == (18, 2)
+    task = load_task(str(tmp_path / "saved"))
+    assert (len(task.train), len(task.heldout), len(task.splits["train"])) == (18, 2, 20)
+    task = load_task(str(FIXTURES / "math500"))  # a test split alone: to evaluate
+    assert len(task.train) == 0 and task.heldout[0]["answer"] == "2\\sqrt{2}"
 
 
 def test_unreadable_data_sets_are_named(tmp_path):
     (tmp_path / "empty").mkdir()
     cases = {
         str(tmp_path / "empty"): f"data set '{tmp_path / 'empty'}': ",
-        str(tmp_path / "gone" / "x"): f"data set '{tmp_path / 'gone' / 'x'}': ",
-        f"gsm8k@{tmp_path / 'gone'}": f"data set '{tmp_path / 'gone'}': ",
-        f"geometry3k@{FIXTURES / 'math500'}": "task 'geometry3k': .* has no split 'train'; it has \\['test'\\]",
-        str(FIXTURES / "math500"): "no split 'train'",
-        "gsm8k@": "expected a built-in \\(digits, sorting\\), a ready one \\(aime24, ",
+        str(tmp_path / "gone" / "x"): f"data set: .*, got '{tmp_path / 'gone' / 'x'}'",
+        f"gsm8k@{tmp_path / 'gone'}": f"data set: .*, got '{tmp_path / 'gone'}'",
+        f"geometry3k@{FIXTURES / 'math500'}": "task 'geometry3k': expected a split 'train' of .*, got \\['test'\\]",
     }
     for name, message in cases.items():
         with pytest.raises(ValueError, match=message):
             load_task(name)
-    with pytest.raises(ValueError, match="no split 'valid'; it has \\['test', 'train'\\]"):
+    with pytest.raises(ValueError, match="expected one of its splits \\['test', 'train'\\], got 'valid'"):
         read_split(str(FIXTURES / "gsm8k"), "valid", "main")
     with pytest.raises(ValueError, match="data set .*other"):
         read_splits(str(FIXTURES / "gsm8k"), "other")
-    with pytest.raises(ValueError, match="data set .*gone"):
+    with pytest.raises(ValueError, match="data set: .*gone"):
         open_stream(str(tmp_path / "gone"), "train")
 
 
@@ -242,7 +238,7 @@ def test_an_empty_stream_and_a_count_of_nothing_are_errors():
     stream = datasets.IterableDataset.from_generator(lambda: iter(()))
     with pytest.raises(ValueError, match="no rows to train on"):
         next(stream_steps(stream, dict, 2, seed=0))
-    with pytest.raises(ValueError, match="count: at least 1"):
+    with pytest.raises(ValueError, match="count: expected at least 1"):
         next(stream_steps(stream, dict, 0, seed=0))
 
 
@@ -255,64 +251,3 @@ def test_made_rows_are_read_when_asked_for():
 
     rows = made(datasets.Dataset.from_dict({"n": list(range(9))}), make, "here")
     assert rows[2:][1] == {"question": 3, "where": "here row 4"} and asked == [3]
-
-
-# --- the page
-
-
-class Enough(Exception):
-    pass
-
-
-def test_the_page_on_tasks_works(tmp_path, monkeypatch, shards):
-    page = (Path(__file__).parents[2] / "docs" / "tasks.md").read_text()
-    own, parts, judging, _, mixture, curriculum, stream = re.findall(  # one is tried in test_reward_model.py
-        r"```python\n(.*?)```", page, re.DOTALL
-    )
-    assert len(own.replace("\n\n\n", "\n").strip().splitlines()) <= 32
-    (tmp_path / "my_tasks.py").write_text(own + mixture)
-    monkeypatch.syspath_prepend(str(tmp_path))
-    roman = load_task("my_tasks:roman")
-    answers = {row["question"]: row["answer"] for row in [*roman.train, *roman.heldout]}
-    assert len(answers) == 999 and (len(roman.train), len(roman.heldout)) == (799, 200)
-    known = {"CMXCIX": "999", "XIV": "14", "CDXLIV": "444", "DCCCLXXXVIII": "888"}
-    assert all(answers[f"What number is {written}?"] == number for written, number in known.items())
-    assert [roman.reward(text, roman.train[0]) for text in (roman.train[0]["answer"], "0")] == [1, 0]
-
-    names = {"right": roman.reward}
-    exec(parts, names)
-    assert names["reward"]("444", {"answer": "444"}) == 1 and names["reward"].parts.keys() == {
-        "right",
-        "format",
-        "repeats",
-    }
-
-    class Sampler:
-        def generate(self, prompts, sampling, n, written):
-            for i in reversed(range(len(prompts))):
-                written(i, [replace(prompts[i], text=text) for text in ("444", "0")])
-            return [sample for sample in prompts for _ in range(n)]
-
-    asked = [prompt([1], row={"answer": "444"}), prompt([1], row={"answer": "0"})]
-    names = {"task": roman, "rollout": Sampler(), "prompts": asked, "sampling": None, "n": 2}
-    exec(judging, names)
-    assert names["rewards"].tolist() == [1, 0, 0, 1] and names["seconds"] > 0
-
-    names = {"task": local("math"), "step": 30, "count": 2, "seed": 0, "share": 0.5, "mean_reward": 0.9}
-    exec(curriculum, names)
-    assert names["share"] == pytest.approx(0.55) and len(names["rows"]) == 2
-
-    def encode_rows(processor, rows):
-        seen.append(rows)
-        raise Enough
-
-    seen: list = []
-    stream = stream.replace("owner/name", shards).replace("problem", "question").replace('raw["answer"]', "None")
-    with pytest.raises(Enough):
-        exec(stream, {"encode_rows": encode_rows, "processor": None, "count": 4, "start": 2, "rank": 1, "world": 2})
-    assert [position for position, _ in seen[0]] == [1, 3]
-
-
-def test_every_task_of_the_page_is_there():
-    page = (Path(__file__).parents[2] / "docs" / "tasks.md").read_text()
-    assert set(BUILT_IN) | set(READY) == set(re.findall(r"`(\w+)`", page.split("gsm8k@")[0].split("|---|---|")[1]))

@@ -50,7 +50,7 @@ def test_extend_leaves_its_argument_alone():
 
 
 def test_extend_refuses_what_would_break_the_next_forward():
-    with pytest.raises(ValueError, match="logprobs: one for each sampled token expected, came 1 for 2"):
+    with pytest.raises(ValueError, match="logprobs: expected one for each sampled token, got 1 for 2"):
         extend(seen([2]), [7, 8], [-1.0])
     with pytest.raises(ValueError, match=r"sampled the image placeholder \[90\]"):
         extend(seen([2]), [7, IMAGE], [-1.0, -1.0])
@@ -60,9 +60,9 @@ def test_expand_golden():
     assert expand([1, IMAGE, 2, IMAGE, 3], {IMAGE: [2, 1]}) == [1, IMAGE, IMAGE, 2, IMAGE, 3]
     assert expand([IMAGE, VIDEO, IMAGE], {IMAGE: [1, 2], VIDEO: [3]}) == [IMAGE, VIDEO, VIDEO, VIDEO, IMAGE, IMAGE]
     assert expand([1, 2], {}) == [1, 2] and expand([], {}) == []
-    with pytest.raises(ValueError, match="1 placeholders of token 90 for 2 images"):
+    with pytest.raises(ValueError, match="expected 2 placeholders of token 90, got 1"):
         expand([1, IMAGE], {IMAGE: [2, 2]})
-    with pytest.raises(ValueError, match="2 placeholders of token 90 for 1 images"):
+    with pytest.raises(ValueError, match="expected 1 placeholders of token 90, got 2"):
         expand([IMAGE, IMAGE], {IMAGE: [2]})
 
 
@@ -117,7 +117,7 @@ def test_placeholder_expanded_once():
     batch = collate([sample])
     assert (batch.tokens == IMAGE).sum() == 3 + 3 + 4 + 5
     again = prompt(sample.token_ids[:5], sample.token_ids[:5], placeholders={IMAGE: [3]})
-    with pytest.raises(ValueError, match="3 placeholders of token 90 for 1 images"):  # expanded where compact belongs
+    with pytest.raises(ValueError, match="expected 1 placeholders of token 90, got 3"):  # an expanded track
         collate([again])
 
 
@@ -228,7 +228,7 @@ def test_collate_rewards_and_fields():
     batch = collate(samples, advantages=torch.tensor([1.0, -1.0]), ref_logprobs=torch.zeros(2, 4))
     assert batch.rewards[0] == 1 and batch.rewards[1].isnan()
     assert batch.advantages.tolist() == [1, -1] and batch.ref_logprobs.shape == (2, 4)
-    with pytest.raises(ValueError, match=r"advantages: \[2\] or \[2, 4\] expected, came \(3,\)"):
+    with pytest.raises(ValueError, match=r"advantages: expected \[2\] or \[2, 4\], got \(3,\)"):
         collate(samples, advantages=torch.zeros(3))
 
 
@@ -243,7 +243,7 @@ def test_empty_batch():
 @pytest.mark.parametrize("shape", [(3,), (2, 3), (4, 2), (), (2, 4, 1), (1, 4)])
 def test_add_checks_shapes(shape):
     batch = collate([answered([], [7, 8]), answered([], [7])])
-    with pytest.raises(ValueError, match=r"returns: \[2\] or \[2, 4\] expected"):
+    with pytest.raises(ValueError, match=r"returns: expected \[2\] or \[2, 4\], got"):
         batch.add(returns=torch.zeros(shape))
     assert "returns" not in batch.fields
 
@@ -263,7 +263,7 @@ def test_add_refuses_names_that_would_never_be_read(name):
 
 def test_missing_field_is_an_attribute_error_that_lists_what_is_there():
     batch = collate([answered([], [7])], advantages=torch.zeros(1))
-    with pytest.raises(AttributeError, match="no 'old_logprobs'; it has .*'advantages'.*'rollout_logprobs'"):
+    with pytest.raises(AttributeError, match="its fields .*'advantages'.*'rollout_logprobs'.*, got 'old_logprobs'"):
         _ = batch.old_logprobs
     assert not hasattr(batch, "values") and getattr(batch, "values", None) is None
     again = pickle.loads(pickle.dumps(batch))
@@ -276,8 +276,8 @@ def test_missing_field_is_an_attribute_error_that_lists_what_is_there():
         (torch.zeros(4), torch.zeros(4, dtype=torch.bool), [4], None, "bool"),
         (torch.zeros(1, 4), torch.zeros(1, 3, dtype=torch.bool), [4], None, r"mask torch.bool \(1, 3\)"),
         (torch.zeros(1, 4), torch.zeros(1, 4), [4], None, "mask torch.float32"),
-        (torch.zeros(1, 4), torch.zeros(1, 4, dtype=torch.bool), [4, 4], None, "1 rows, came 2 and 2"),
-        (torch.zeros(1, 4), torch.zeros(1, 4, dtype=torch.bool), [4], [{}, {}], "1 rows, came 1 and 2"),
+        (torch.zeros(1, 4), torch.zeros(1, 4, dtype=torch.bool), [4, 4], None, "expected 1 rows, got 2 and 2"),
+        (torch.zeros(1, 4), torch.zeros(1, 4, dtype=torch.bool), [4], [{}, {}], "expected 1 rows, got 1 and 2"),
     ],
 )
 def test_batch_refuses(tokens, mask, lengths, vision, message):

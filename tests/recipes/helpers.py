@@ -10,9 +10,9 @@ from dataclasses import fields, replace
 from pathlib import Path
 
 import pytest
-import tyro
 
 from rlkit.data import load_task
+from rlkit.runs import parse_options
 from rlkit.tracking import Run, read_metrics
 from rlkit.vlm import build_tiny
 
@@ -58,7 +58,7 @@ def built(tmp_path_factory, name, task, **options):
 
 
 def environment():
-    paths = os.pathsep.join([str(HERE), os.environ.get("PYTHONPATH", "")])
+    paths = os.pathsep.join([str(HERE), str(HERE.parent), os.environ.get("PYTHONPATH", "")])
     return {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "PYTHONPATH": paths}
 
 
@@ -92,21 +92,21 @@ def load(recipe):
 def run_here(recipe, *arguments):
     """In this process, which has all imports behind it."""
     module = load(recipe)
-    module.main(tyro.cli(module.Config, args=[str(a) for a in arguments], use_underscores=True))
+    module.main(parse_options(module.Config, module.__doc__, [str(a) for a in arguments]))
 
 
-def stop_after(steps, recipe, *arguments, start=run_here):
+def stop_after(steps, recipe, *arguments):
     """Run in this process, and break it off once it has logged so many steps."""
     log = Run.log
 
-    def stop(run, step, metrics):
-        log(run, step, metrics)
+    def stop(run, step, metrics, **options):
+        log(run, step, metrics, **options)
         if step + 1 == steps:
             raise KeyboardInterrupt
 
     with pytest.MonkeyPatch.context() as patch, pytest.raises(KeyboardInterrupt):
         patch.setattr(Run, "log", stop)
-        start(recipe, *arguments)
+        run_here(recipe, *arguments)
 
 
 def rows(out):
@@ -143,7 +143,7 @@ def assert_same_step(row, other):
 def assert_help_names_every_option(recipe, capsys):
     module = load(recipe)
     with pytest.raises(SystemExit, match="0"):
-        tyro.cli(module.Config, args=["--help"], use_underscores=True, description=module.__doc__)
+        parse_options(module.Config, module.__doc__, ["--help"])
     shown = capsys.readouterr().out
     for field in fields(module.Config):
         assert f"--{field.name} " in shown or f"--{field.name}," in shown, field.name

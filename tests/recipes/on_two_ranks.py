@@ -1,10 +1,14 @@
-"""Started by torchrun: the runs that a JSON file lists, one after the other, in one process a rank; those with a number
-of steps are broken off after so many, and resumed.
+"""Started by torchrun: cases of `test_two_ranks.py`, one after the other, in one process a rank.
 
-Before them: what ranks with the same rows have of a sampler that answers each rank differently.
+on_two_ranks.py RUNS_FILE NAME...
+
+RUNS_FILE holds, by name, the steps after which a run is broken off and resumed (0: never), its recipe and its options.
+Two more cases are `answers`, what ranks with the same rows have of a sampler that answers each rank differently, and
+`late`, a rank that starts late.
 """
 
 import json
+import os
 import sys
 import time
 from pathlib import Path
@@ -12,12 +16,14 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from helpers import run_here, stop_after
+from isolated_cases import case
 from megatron.core import parallel_state
 
 from rlkit.data import extend, prompt
-from rlkit.engines.distributed import init_distributed, ranks_with_equal_rows
+from rlkit.engines.distributed import init_distributed, make_model_parallel_group
 from rlkit.rollout.same_rows import SameRows
-from rlkit.tracking import Run, new_directory
+from rlkit.runs import claim_directory
+from rlkit.tracking import Run
 
 
 class Sampler:
@@ -33,8 +39,8 @@ class Sampler:
 
 
 def answers(together):
-    group = ranks_with_equal_rows(0, 1)
-    assert ranks_with_equal_rows(dist.get_rank(), 2) is None
+    group = make_model_parallel_group(0, 1)
+    assert make_model_parallel_group(dist.get_rank(), 2) is None
     requests = [prompt([1], vision={"pixels": torch.full((1,), i)}, row={"answer": i}) for i in range(3)]
     seen = {}
     found = SameRows(Sampler(), group, together=together).generate(requests, None, 2, written=seen.setdefault)
@@ -46,26 +52,38 @@ def answers(together):
 
 
 def started_late(root):
-    """What the ranks call a new run's directory when one is far behind; without waiting it would be another's."""
+    """What the ranks call a new run's directory when one is far behind; by itself it would find another's."""
+    os.chdir(root)  # the default directories are runs/NAME, runs/NAME-2, ...
     if dist.get_rank():
         time.sleep(1)
-    run = Run(new_directory(root, "late"), {}, writes=dist.get_rank() == 0)
+    run = Run(claim_directory("", "late", resume=False), {}, writes=dist.get_rank() == 0)
     run.start_at(0)
     ranks = [None] * dist.get_world_size()
     dist.all_gather_object(ranks, run.out.name)
     return ranks
 
 
-if __name__ == "__main__":
-    init_distributed()
-    told = {str(together): answers(together) for together in (True, False)}
-    told["late"] = started_late(Path(sys.argv[1]).parent)
-    if dist.get_rank() == 0:
-        Path(sys.argv[1]).with_name("answers.json").write_text(json.dumps(told))
-    for steps, recipe, *arguments in json.loads(Path(sys.argv[1]).read_text()):
-        if steps:
-            stop_after(steps, recipe, *arguments)
-            parallel_state.destroy_model_parallel()
-            arguments += ["--resume"]
-        run_here(recipe, *arguments)
+def run(steps, recipe, *arguments):
+    if steps:
+        stop_after(steps, recipe, *arguments)
         parallel_state.destroy_model_parallel()
+        arguments += ("--resume",)
+    run_here(recipe, *arguments)
+    parallel_state.destroy_model_parallel()
+
+
+def main(runs_file, names):
+    init_distributed()
+    runs, folder = json.loads(runs_file.read_text()), runs_file.parent
+    for name in names:
+        with case(folder, name):
+            if name in runs:
+                run(*runs[name])
+                continue
+            found = started_late(folder) if name == "late" else [answers(together) for together in (True, False)]
+            if dist.get_rank() == 0:
+                (folder / f"{name}.json").write_text(json.dumps(found))
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), sys.argv[2:])

@@ -15,6 +15,7 @@ sys.path.insert(0, str(HERE))
 import helpers  # noqa: E402
 from helpers import evaluation, numbers, run_here, text_dir  # noqa: E402, F401
 
+from rlkit.tracking import Run  # noqa: E402
 from rlkit.vlm import load_processor  # noqa: E402
 
 SMALL = ["--rows", 20, "--group_size", 4, "--pass_at", 1, 2, 4, "--prompts_per_step", 8, "--max_new_tokens", 3]
@@ -44,7 +45,7 @@ def test_pass_at_k_is_the_share_of_all_draws_with_a_right_answer(n, k):
         draws = list(itertools.combinations([True] * right + [False] * (n - right), k))
         assert pass_at_k(n, right, k) == pytest.approx(sum(map(any, draws)) / len(draws))
     for n, right, k in ((4, 1, 5), (4, 5, 1), (4, 1, 0)):
-        with pytest.raises(ValueError, match="pass_at_k: 1 <= k <= n and 0 <= right <= n expected"):
+        with pytest.raises(ValueError, match="pass_at_k: expected 1 <= k <= n and 0 <= right <= n, got n="):
             pass_at_k(n, right, k)
 
 
@@ -76,16 +77,16 @@ def test_greedy_answers_are_transformers_own(whole, start):
 
 
 def test_stopped_and_resumed_it_gives_the_same(whole, start, tmp_path, monkeypatch):
-    log = helpers.load("evaluate").Run.log
+    log = Run.log
 
-    def stop(run, step, metrics):
+    def stop(run, step, metrics, **options):
         if step == 1:  # its answers are written, and it is not logged
             raise KeyboardInterrupt
-        log(run, step, metrics)
+        log(run, step, metrics, **options)
 
     arguments = ["--model", start, "--task", "helpers:few_digits", "--out", tmp_path / "run", *SMALL]
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(helpers.load("evaluate").Run, "log", stop)
+        patch.setattr(Run, "log", stop)
         run_here("evaluate", *arguments)
     assert len(answers(tmp_path / "run")) == 16 and len(numbers(tmp_path / "run")) == 1
     run_here("evaluate", *arguments, "--resume")
@@ -100,20 +101,19 @@ def test_two_ranks_and_several_tasks(whole, start, tmp_path):
         "def reward(text, row):\n    return None if row['answer'] == '0' else 0.5\n\n"
         "def task():\n    return replace(few_digits(), reward=reward)\n"
     )
-    arguments = ["--model", start, "--task", "helpers:few_digits", "parts:task", "--out", tmp_path / "two", *SMALL]
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("PYTHONPATH", str(tmp_path))
-        done = helpers.run("evaluate", *arguments, "--right", 0.4, ranks=2)
-    assert "helpers:few_digits: accuracy" in done.stdout and "parts:task: accuracy" in done.stdout
+    parts = f"{tmp_path}/parts.py:task"
+    arguments = ["--model", start, "--task", "helpers:few_digits", parts, "--out", tmp_path / "two", *SMALL]
+    done = helpers.run("evaluate", *arguments, "--right", 0.4, ranks=2)
+    assert "helpers:few_digits: accuracy" in done.stdout and f"{parts}: accuracy" in done.stdout
     assert answers(tmp_path / "two")[:20] == answers(whole)
     found = evaluation(tmp_path / "two")["tasks"]
     whole_found = evaluation(whole)["tasks"]["helpers:few_digits"]
     assert found["helpers:few_digits"] == whole_found
     zeros = sum(row["answer"] == "0" for row in helpers.few_digits().heldout[:20])
     assert 0 < zeros < 20
-    assert found["parts:task"]["accuracy"] == pytest.approx((20 - zeros) / 40)
-    assert found["parts:task"]["pass@1"] == pytest.approx((20 - zeros) / 20)
-    assert found["parts:task"]["unjudged"] == 5 * zeros
+    assert found[parts]["accuracy"] == 0.5  # over the answers that were judged
+    assert found[parts]["pass@1"] == 1
+    assert found[parts]["unjudged"] == 5 * zeros
 
 
 def test_text_greedy_alone(text_dir, tmp_path):  # noqa: F811
@@ -129,9 +129,9 @@ def test_help_names_every_option(capsys):
 
 def test_bad_input_is_one_clear_message(whole, start, tmp_path):
     for message, arguments in {
-        "evaluate: task 'digit': expected a built-in": ["--task", "digits", "digit"],
-        "evaluate: pass_at: a k of at most group_size = 4 expected": ["--pass_at", 8],
-        "evaluate: out .*holds a run already; --resume goes on with it": ["--out", whole],
+        "evaluate: task: expected a built-in": ["--task", "digits", "digit"],
+        "evaluate: pass_at: expected a k of at most group_size = 4, got \\(8,\\)": ["--pass_at", 8],
+        "evaluate: out .*holds a run already; continue it with --resume": ["--out", whole],
     }.items():
         with pytest.raises(SystemExit, match=message):
             run_here("evaluate", "--model", start, "--out", tmp_path / "run", *SMALL, *arguments)

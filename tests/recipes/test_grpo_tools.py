@@ -1,6 +1,7 @@
 """`recipes/grpo_tools.py`: episodes of several turns with an image tool, as a person runs it."""
 
 import json
+import re
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -8,11 +9,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-sys.path.insert(0, str(Path(__file__).parent))
-import helpers
-from helpers import load, numbers, rows, run_here
+HERE = Path(__file__).parent
+sys.path.insert(0, str(HERE))
+import helpers  # noqa: E402
+from helpers import load, numbers, rows, run_here, text_dir  # noqa: E402, F401
 
-from rlkit.rollout.image_tools import zoom, zoomed_digits
+from rlkit.engines.distributed import init_distributed  # noqa: E402
+from rlkit.rollout.image_tools import zoom, zoomed_digits  # noqa: E402
+from rlkit.runs.tiny_tool_user import build_tiny_tool_user  # noqa: E402
 
 HELD_OUT = 100
 SMALL = ["--prompts_per_step", 8, "--group_size", 4]
@@ -34,9 +38,10 @@ async def shaky(sample):
 def warm_dir(tmp_path_factory):
     """The default model after its warm-up, which is part of the recipe."""
     recipe = load("grpo_tools")
-    recipe.init_distributed()
+    init_distributed()
     path = tmp_path_factory.mktemp("warm") / "init"
-    recipe.warm_up(path, few_held_out(), zoom, recipe.Config())
+    cfg = recipe.Config()
+    build_tiny_tool_user(path, few_held_out().train, zoom, max_new_tokens=cfg.max_new_tokens, seed=cfg.seed)
     return path
 
 
@@ -86,11 +91,24 @@ def test_a_failing_tool_is_left_out_or_shown(warm_dir, tmp_path):
     assert shown["aborted"] == shown["unjudged"] == 0
 
 
+def test_the_game_of_the_page(text_dir, tmp_path, monkeypatch):  # noqa: F811
+    """The environment of docs/environments.md, of several turns and without images, from a file in this directory."""
+    game, _ = re.findall(r"```python\n(.*?)```", (HERE.parents[1] / "docs" / "environments.md").read_text(), re.DOTALL)
+    (tmp_path / "my_game.py").write_text(game)
+    monkeypatch.chdir(tmp_path)
+    run_here(
+        "grpo_tools", "--model", text_dir, "--task", "my_game.py:numbers", "--tool", "my_game.py:guess", "--out", "run",
+        "--steps", 1, "--max_turns", 3, "--max_new_tokens", 4, *SMALL,
+    )  # fmt: skip
+    (row,) = rows(tmp_path / "run")
+    assert 1 <= row["turns"] <= 3 and row["unjudged"] == row["aborted"] == 0
+
+
 def test_bad_input_is_one_clear_message(warm_dir, tmp_path):
     cases = {
-        ("--tool", "test_grpo_tools:crop"): "grpo_tools: module .* has no attribute 'crop'",
-        ("--model", "tiny"): 'model "tiny": it knows the default task and tool alone; name a model for others',
-        ("--tool", "test_grpo_tools:shaky", "--max_unjudged", 0.1): "episodes could be judged, ",
+        ("--tool", "test_grpo_tools:crop"): "grpo_tools: tool '.*:crop': expected a function of test_grpo_tools",
+        ("--model", "tiny"): 'grpo_tools: model: expected a model that can use this task and tool, got "tiny"',
+        ("--tool", "test_grpo_tools:shaky", "--max_unjudged", 0.1): "held-out answers: expected at least 90%",
     }
     for i, (arguments, text) in enumerate(cases.items()):
         with pytest.raises(SystemExit, match=text):

@@ -1,7 +1,6 @@
 """`recipes/reward_model.py` as a person runs it, and its loss against TRL's."""
 
 import json
-import re
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -16,11 +15,11 @@ sys.path.insert(0, str(HERE))
 import helpers  # noqa: E402
 from helpers import evaluation, numbers, run_here, text_dir  # noqa: E402, F401
 
-from rlkit.data import Batch, collate  # noqa: E402
-from rlkit.data.pairs import answered, asking, load_pairs, pair  # noqa: E402
+from rlkit.data import Batch, collate, load_pairs  # noqa: E402
 from rlkit.engines import make_engine  # noqa: E402
 from rlkit.engines.value_head import load_value_model, scoring_batch  # noqa: E402
-from rlkit.vlm import encode, load_processor  # noqa: E402
+from rlkit.rewards import model_scores  # noqa: E402
+from rlkit.vlm import encode, encode_answers, load_processor  # noqa: E402
 
 LEARNING = [
     "--task", "helpers:few_digits", "--steps", 20, "--prompts_per_step", 16, "--warmup_steps", 5, "--save_every", 8,
@@ -65,22 +64,18 @@ def test_resume_is_exact(whole, tiny_dir, tmp_path):
 
 
 def test_the_export_is_the_model_that_was_measured(whole):
-    """Scores of held-out answers, each alone, by the model that another program would load; and all at once as rewards,
-    as the page on tasks has it."""
+    """Scores of held-out answers by the model that another program would load, each alone, and all at once."""
     processor = load_processor(str(whole / "model"))
     engine = make_engine("fsdp2", "value_model", model=load_value_model(str(whole / "model")))
     task, samples = load_pairs("helpers:few_digits"), []
     for i in range(12):
-        messages, *answers = pair(task.heldout[i])
-        asked = encode(processor, asking(task.heldout[i], messages))
-        samples += answered(asked, processor, answers, [processor.tokenizer.eos_token_id], 100)
+        asked = encode(processor, task.heldout[i])
+        answers = [asked.row["chosen"], asked.row["rejected"]]
+        samples += encode_answers(asked, processor, answers, [processor.tokenizer.eos_token_id], 100)
     scores = torch.stack([engine.infer_batch(scoring_batch(collate([s])))["values"].sum() for s in samples])
     assert (scores[0::2] > scores[1::2]).float().mean() >= 0.8
-    page = (HERE.parents[1] / "docs" / "tasks.md").read_text()
-    (block,) = (code for code in re.findall(r"```python\n(.*?)```", page, re.DOTALL) if "model_scores" in code)
-    names = {"answers": samples}
-    exec(re.sub(r'"runs/[^"]+"', repr(str(whole / "model")), block), names)
-    torch.testing.assert_close(names["rewards"], scores, rtol=1e-4, atol=1e-5)
+    rewards = model_scores(lambda batch: engine.infer_batch(scoring_batch(batch))["values"].sum(1), samples)
+    torch.testing.assert_close(rewards, scores, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize(("case", "centre_coef"), [("reward", 0.0), ("reward_margin", 0.0), ("reward_centred", 0.01)])
@@ -127,10 +122,10 @@ def test_bad_input_is_one_clear_message(whole, tiny_dir, tmp_path):
     (tmp_path / "rows.jsonl").write_text('{"question": "q", "answer": "a"}\n')
     (tmp_path / "margins.jsonl").write_text('{"prompt": "q", "chosen": "a", "rejected": "b", "margin": "far"}\n' * 20)
     for message, arguments in {
-        "reward_model: task .*columns chosen and rejected expected": ["--task", tmp_path / "rows.jsonl"],
-        "reward_model: out .*holds a run already; --resume goes on with it": ["--out", whole],
-        "reward_model: step 0: none of its 6 rows can be trained on": ["--max_tokens", 5],
-        "reward_model: step 0: none of its 6 rows": ["--task", tmp_path / "margins.jsonl"],
+        "reward_model: .*rows.jsonl: chosen: expected a column chosen": ["--task", tmp_path / "rows.jsonl"],
+        "reward_model: out .*holds a run already; continue it with --resume": ["--out", whole],
+        "reward_model-.*: step 0: none of its .*rows can be trained on": ["--max_tokens", 5],
+        "reward_model-.*: step 0: none of its .*rows": ["--task", tmp_path / "margins.jsonl"],
     }.items():
         with pytest.raises(SystemExit, match=message):
             out = tmp_path / str(len(list(tmp_path.iterdir())))

@@ -124,18 +124,31 @@ def test_text(text_dir, tmp_path):  # noqa: F811
     assert numbers(tmp_path / "run")[1]["loss"] > 0
 
 
+def test_plain_text(text_dir, tmp_path):  # noqa: F811
+    """Every token but the first is trained; there is no prompt to answer."""
+    (tmp_path / "texts.jsonl").write_text('{"text": "Sort the digits 311."}\n' * 20)
+    run_here(
+        "sft", "--model", text_dir, "--task", tmp_path / "texts.jsonl", "--out", tmp_path / "run", "--steps", 2,
+        "--prompts_per_step", 4, "--max_new_tokens", 0,
+    )  # fmt: skip
+    tokens = len(load_processor(str(text_dir))("Sort the digits 311.")["input_ids"])
+    assert [row["tokens"] for row in numbers(tmp_path / "run")] == [4 * tokens] * 2
+    found = evaluation(tmp_path / "run")
+    assert found["heldout"] == 2 and found["heldout_loss_after"] < found["heldout_loss_before"]
+
+
 def test_help_names_every_option(capsys):
     helpers.assert_help_names_every_option("sft", capsys)
 
 
 def test_bad_input_is_one_clear_message(whole, tiny_dir, tmp_path):
-    (tmp_path / "rows.jsonl").write_text('{"text": "q"}\n')
+    (tmp_path / "rows.jsonl").write_text('{"words": "q"}\n')
     for message, arguments in {
-        "sft: task 'digit': expected a built-in": ["--task", "digit"],
-        "sft: task .*columns messages, or question and answer expected": ["--task", tmp_path / "rows.jsonl"],
+        "sft: task: expected a built-in": ["--task", "digit"],
+        "sft: .*rows.jsonl: question: expected a column": ["--task", tmp_path / "rows.jsonl"],
         "sft: model .* holds no config.json": ["--model", tmp_path],
-        "sft: out .*holds a run already; --resume goes on with it": ["--out", whole],
-        "sft: step 0: none of its 6 rows can be trained on": ["--max_tokens", 5],
+        "sft: out .*holds a run already; continue it with --resume": ["--out", whole],
+        "sft-.*: step 0: none of its .*rows can be trained on": ["--max_tokens", 5],
     }.items():
         with pytest.raises(SystemExit, match=message):
             run_here("sft", "--model", tiny_dir, "--out", tmp_path / "run", *SMALL, *arguments)

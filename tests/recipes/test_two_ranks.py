@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from isolated_cases import require, run_cases
 
 sys.path.insert(0, str(Path(__file__).parent))
 import helpers
@@ -50,13 +51,13 @@ def two_ranks(tmp_path_factory):
     shared, out = {name: ["--model", warm] for name in CASES}, tmp_path_factory.mktemp("two")
     for name in ("distill", "megatron-distill"):
         shared[name] += ["--teacher", helpers.built(tmp_path_factory, "random", helpers.few_digits, warm_up_steps=0)]
-    runs = [
-        [STOPPED.get(name, 0), recipe, *shared[name], *options, *more, "--out", out / name]
+    runs = {
+        name: [STOPPED.get(name, 0), recipe, *shared[name], *options, *more, "--out", out / name]
         for name, (recipe, options, more) in CASES.items()
-    ]
+    }
     (out / "runs.json").write_text(json.dumps(runs, default=str))
-    said = helpers.launch(Path(__file__).with_name("on_two_ranks.py"), out / "runs.json", ranks=2)
-    assert said.stdout.count("before: ") >= len(CASES)  # rank 0 alone speaks
+    command = helpers.command(Path(__file__).with_name("on_two_ranks.py"), out / "runs.json", ranks=2)
+    run_cases(command, out, ["answers", "late", *CASES], timeout=1800, env=helpers.environment())
     return out, shared
 
 
@@ -76,6 +77,7 @@ def on_one_rank(tmp_path_factory):
 @pytest.mark.parametrize("name", CASES)
 def test_two_ranks_do_what_one_does(two_ranks, on_one_rank, name):
     out, shared = two_ranks
+    require(out, name)
     recipe, options, _ = CASES[name]
     alone = on_one_rank(recipe, *shared[name], *options)
     assert len(numbers(alone)) > 0
@@ -87,12 +89,15 @@ def test_two_ranks_do_what_one_does(two_ranks, on_one_rank, name):
 
 def test_ranks_with_the_same_rows_have_the_same_answers(two_ranks):
     """The first one's, or each a share of them: [rank that answered, of so many requests], and the request's own."""
-    told = json.loads((two_ranks[0] / "answers.json").read_text())
+    out, _ = two_ranks
+    require(out, "answers")
     first = [[[10, 3], i, i] for i in (0, 0, 1, 1, 2, 2)]
     shared = [[[10 + i % 2, 2 - i % 2], i, i] for i in (0, 0, 1, 1, 2, 2)]
-    assert told["True"] == [first, first] and told["False"] == [shared, shared]
+    assert json.loads((out / "answers.json").read_text()) == [[first, first], [shared, shared]]
 
 
 def test_a_rank_that_starts_late_joins_the_run(two_ranks):
     """It finds the directory that the first one already writes to, and took it for a run of before."""
-    assert json.loads((two_ranks[0] / "answers.json").read_text())["late"] == ["late", "late"]
+    out, _ = two_ranks
+    require(out, "late")
+    assert json.loads((out / "late.json").read_text()) == ["late", "late"]

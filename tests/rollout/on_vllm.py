@@ -1,8 +1,9 @@
-"""Run by `test_vllm.py`: real vLLM beside a real trainer, and how far the two are apart at each stage.
+"""Run by `test_vllm.py`: real vLLM beside a real trainer, and how far apart the two are at each stage.
 
-on_vllm.py FOLDER KIND [KIND ...] [families FAMILY ...]
+on_vllm.py FOLDER CASE...
 
-Alone or under torchrun: rank r writes FOLDER/facts.<r>.json, and of families FOLDER/families.json.
+A case is a kind of model (`qwen2_5_vl`, on two ranks `qwen2_5_vl:2`), or one of those in `on_vllm_families.py`, or
+`nccl`. Alone or under torchrun: rank r writes FOLDER/CASE.<r>.json.
 """
 
 import gc
@@ -15,7 +16,9 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 
-sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parents[1] / "engines")]
+TESTS = Path(__file__).parents[1]
+sys.path[:0] = [str(TESTS / "rollout"), str(TESTS / "engines"), str(TESTS)]
+from isolated_cases import case  # noqa: E402
 from rows import make_samples  # noqa: E402
 from vllm_models import build, register  # noqa: E402
 
@@ -24,7 +27,7 @@ from rlkit.engines import make_engine  # noqa: E402
 from rlkit.losses import reinforce_loss, token_mean  # noqa: E402
 from rlkit.rollout import Sampling, make_rollout  # noqa: E402
 from rlkit.rollout.weight_transfer import NcclGroup, description  # noqa: E402
-from rlkit.vlm import encode_rows, load_model, load_processor, lora, unsampled_ids  # noqa: E402
+from rlkit.vlm import encode_rows, load_model, load_processor, lora, suppressed_token_ids  # noqa: E402
 
 SIZES = {True: ((56, 56), None, (84, 56), (112, 112)), False: (None,) * 4}
 SAMPLING = Sampling(6, temperature=0.8, seed=(0, 1))
@@ -48,13 +51,13 @@ def measure(kind: str, path: str, tensor_parallel_size: int = 1) -> dict:
     rank, world = dist.get_rank(), dist.get_world_size()
     processor = load_processor(path)
     model = load_model(path)
-    unsampled = unsampled_ids(model.config, getattr(processor, "tokenizer", processor))
+    suppressed = suppressed_token_ids(model.config, getattr(processor, "tokenizer", processor))
 
     def engine_of(module, lr):
         return make_engine(
             "fsdp2",
             model=module,
-            unsampled=unsampled,
+            suppressed_token_ids=suppressed,
             temperature=SAMPLING.temperature,
             optimizer=lambda params: torch.optim.SGD(params, lr=lr),
         )
@@ -103,7 +106,7 @@ def measure(kind: str, path: str, tensor_parallel_size: int = 1) -> dict:
     alone = [s for prompt, one in zip(prompts, how, strict=True) for s in rollout.generate([prompt], one, n=2)]
     facts["each"], facts["each_alone"] = ([s.response_ids for s in found] for found in (together, alone))
     facts["reasons"] = sorted({s.finish_reason for s in samples})
-    facts["sampled_forbidden"] = sorted({t for s in samples for t in s.response_ids} & set(unsampled.tolist()))
+    facts["sampled_forbidden"] = sorted({t for s in samples for t in s.response_ids} & set(suppressed.tolist()))
     greedy = rollout.generate(prompts, Sampling(6, temperature=0.0))
     facts["greedy"] = [s.response_ids for s in greedy]
     hf = make_rollout("hf", engine.gathered, processor=processor)
@@ -125,7 +128,7 @@ def measure(kind: str, path: str, tensor_parallel_size: int = 1) -> dict:
 
     if world == 1:
         torch.manual_seed(1)
-        adapted = lora(load_model(path), 4, 8, exclude_modules=".*visual.*")
+        adapted = lora(load_model(path), 4, 8)
         with torch.no_grad():
             for name, parameter in adapted.named_parameters():
                 if "lora_B" in name:
@@ -224,31 +227,39 @@ def errors(rollout, prompts) -> dict:
     return {name: refused(case) for name, case in cases.items()}
 
 
-def main(folder: Path, kinds: list[str], families: list[str]) -> None:
+def measure_kind(folder: Path, name: str) -> dict:
+    kind, _, size = name.partition(":")
+    path = folder / "models" / kind
+    if dist.get_rank() == 0 and not path.exists():
+        build(kind, str(path))
+    dist.barrier()
+    register(path)
+    return measure(kind, str(path), int(size or 1))
+
+
+def facts_of(folder: Path, name: str) -> dict:
+    if name == "nccl":
+        return nccl_calls()
+    if "/" in name:
+        import on_vllm_families
+
+        return on_vllm_families.facts_of(folder / "models", name)
+    return measure_kind(folder, name)
+
+
+def main(folder: Path, names: list[str]) -> None:
     dist.init_process_group("gloo") if "RANK" in os.environ else dist.init_process_group(
         "gloo", store=dist.HashStore(), rank=0, world_size=1
     )
-    facts = {}
-    for kind in kinds:
-        name, _, size = kind.partition(":")
-        path = folder / name
-        if dist.get_rank() == 0 and not path.exists():
-            build(name, str(path))
-        dist.barrier()
-        register(path)
-        facts[kind] = measure(name, str(path), int(size or 1))
-    if dist.get_world_size() == 1:
-        facts[kinds[-1]]["nccl"] = nccl_calls()
-    if families:
-        from on_vllm_families import measure_all
-
-        measure_all(folder, families)
-    (folder / f"facts.{dist.get_rank()}.json").write_text(json.dumps(facts, indent=1))
+    for name in names:
+        with case(folder, name):
+            facts = facts_of(folder, name)
+            file = folder / f"{name.replace('/', '_')}.{dist.get_rank()}.json"
+            file.write_text(json.dumps(facts, indent=1))
     dist.destroy_process_group()
 
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
     with mock.patch.object(gc, "collect"):  # vLLM calls it 7 times an engine; with all that is imported it takes 0.4 s
-        at = sys.argv.index("families") if "families" in sys.argv else len(sys.argv)
-        main(Path(sys.argv[1]), sys.argv[2:at], sys.argv[at + 1 :])
+        main(Path(sys.argv[1]), sys.argv[2:])

@@ -1,11 +1,15 @@
-"""Real vLLM for family after family, in the process of `on_vllm.py`: is what it samples what the trainer scores?"""
+"""Cases of `on_vllm.py`, one a family: does the trainer score what vLLM samples as vLLM does?
 
-import json
+`family/llama`; `family/deepseek_v3/other_cpu`, where vLLM is told that this CPU has AMX if it has none, and that it has
+none if it has; `positions/Qwen2VL`: position ids; `models/known`: families that vLLM has no model of.
+"""
+
 import random
 import sys
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
+from unittest import mock
 
 import torch
 from safetensors.torch import load_file, save_file
@@ -27,8 +31,8 @@ from rlkit.vlm import (  # noqa: E402
     load_processor,
     rope3d_position_ids,
     rope3d_spec,
+    suppressed_token_ids,
     tiny_text_tokenizer,
-    unsampled_ids,
 )
 
 # vLLM asks on a CPU for heads of 32 and experts in multiples of 32; not square ones, whose layout their shape would not
@@ -49,6 +53,7 @@ MORE = {
     },
 }  # fmt: skip
 ABSENT = {"glm46v": "Glm46VForConditionalGeneration", "diffllama": "DiffLlamaForCausalLM"}
+OWNERS = {"Qwen2VL": "qwen2_vl", "Qwen2_5_VL": "qwen2_5_vl"}  # vLLM's name of a model, and of its family
 IMAGE, VIDEO = 90, 91
 SECTIONS = {"qwen": [6, 5, 5], "glm4": [4, 2, 2]}
 SAMPLING = Sampling(6, temperature=0.8, seed=(0, 1))
@@ -110,8 +115,8 @@ def measure(family, path):
     """max |sampler's - trainer's logprob|: at first, after the trainer's weights moved, and after they arrived."""
     build(family, path)
     processor, model = load_processor(str(path)), load_model(str(path))
-    unsampled = unsampled_ids(model.config, getattr(processor, "tokenizer", processor))
-    engine = make_engine("fsdp2", model=model, unsampled=unsampled, temperature=SAMPLING.temperature)
+    suppressed = suppressed_token_ids(model.config, getattr(processor, "tokenizer", processor))
+    engine = make_engine("fsdp2", model=model, suppressed_token_ids=suppressed, temperature=SAMPLING.temperature)
     sees = hasattr(processor, "tokenizer")
     images = [[test_every_family.image(*size) for size in sizes] if sees else [] for sizes in test_every_family.SIZES]
     rows = [{"question": f"how many {i}?", "images": found} for i, found in enumerate(images)]
@@ -177,11 +182,20 @@ def positions(name, family):
     return equal
 
 
-def measure_all(folder, families):
-    """Of each family; and those that vLLM has no model of."""
+def facts_of(folder, name):
+    what, which, *other_cpu = name.split("/")
+    if what == "models":
+        return {"absent": absent_families()}
+    if what == "positions":
+        return {"equal": positions(which, OWNERS[which])}
+    if not other_cpu:
+        return measure(which, folder / which)
+    has_amx = torch.cpu._is_amx_tile_supported()
+    with mock.patch.object(torch.cpu, "_is_amx_tile_supported", lambda: not has_amx):
+        return measure(which, folder / f"{which}-other_cpu")
+
+
+def absent_families():
     from vllm import ModelRegistry
 
-    absent = [name for name, kind in ABSENT.items() if kind not in ModelRegistry.models]
-    found = {family: measure(family, folder / family) for family in families}
-    equal = {name: positions(name, family) for name, family in (("Qwen2VL", "qwen2_vl"), ("Qwen2_5_VL", "qwen2_5_vl"))}
-    (folder / "families.json").write_text(json.dumps({"found": found, "absent": absent, "positions": equal}, indent=1))
+    return [name for name, kind in ABSENT.items() if kind not in ModelRegistry.models]

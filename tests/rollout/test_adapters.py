@@ -27,7 +27,7 @@ WEIGHTS = [("layers.0", torch.ones(3, 5))]
 
 @pytest.fixture(scope="module")
 def adapted(tiny_dir):
-    return lora(load_model(tiny_dir), 4, 8, exclude_modules=".*visual.*")
+    return lora(load_model(tiny_dir), 4, 8)
 
 
 def adapters(adapted):

@@ -11,13 +11,15 @@ import pytest
 import torch
 from PIL import Image
 
-from rlkit.data import collate, extend, prompt, score
+from rlkit.data import collate, extend, prompt
+from rlkit.data.messages import message
 from rlkit.data.samples import check_tracks, observe
 from rlkit.engines import make_engine
+from rlkit.rewards import score
 from rlkit.rollout import Sampling, make_rollout, uniforms
 from rlkit.rollout.agent import Observation, Scripted, run_episodes
-from rlkit.vlm import decode, encode, load_model, load_processor, unsampled_ids
-from rlkit.vlm.processors import encode_reply, message
+from rlkit.vlm import decode, encode, load_model, load_processor, suppressed_token_ids
+from rlkit.vlm.chat_template import encode_reply
 
 
 @pytest.fixture(scope="module")
@@ -35,7 +37,8 @@ def ends_often(model, processor):
 
 def new_engine(tiny_dir, processor, **options):
     model = ends_often(load_model(tiny_dir), processor)
-    return make_engine("fsdp2", model=model, unsampled=unsampled_ids(model.config, processor.tokenizer), **options)
+    suppressed = suppressed_token_ids(model.config, processor.tokenizer)
+    return make_engine("fsdp2", model=model, suppressed_token_ids=suppressed, **options)
 
 
 @pytest.fixture(scope="module")
@@ -173,7 +176,7 @@ def test_gradient_comes_from_the_policys_tokens_alone(tiny_dir, episodes, proces
         model.model.rope_deltas = None
         kinds = (ids == model.config.image_token_id).int()
         logits = model(input_ids=ids, mm_token_type_ids=kinds, **sample.vision).logits
-        logits[..., unsampled_ids(model.config, processor.tokenizer)] = -torch.inf
+        logits[..., suppressed_token_ids(model.config, processor.tokenizer)] = -torch.inf
         at = torch.tensor([t for t, mine in enumerate(sample.mask) if mine])
         total = total - logits[0, at - 1].log_softmax(-1).gather(1, ids[0, at, None]).sum()
     total.backward()
@@ -314,7 +317,7 @@ def test_a_failing_tool_is_an_aborted_sample_or_an_observation(processor, bad, c
     samples = run_episodes(scripted, requests, Sampling(8), step, **options)
     assert [s.group_id for s in samples] == [0, 0, 1, 1, 2, 2]
     assert [s.finish_reason for s in samples] == ["stop"] * 2 + ["aborted"] * 2 + ["stop"] * 2
-    assert "step failed on row 1, turn 'again'" in caplog.text and why in caplog.text
+    assert "tool failed on row 1, turn 'again'" in caplog.text and why in caplog.text
     shown = run_episodes(scripted, requests, Sampling(8), step, on_failure=lambda e: Observation(f"{e}"), **options)
     assert {s.finish_reason for s in shown} == {"stop"} and {len(s.images) for s in shown} == {3}
     for sample in shown[2:4]:
@@ -422,10 +425,10 @@ def test_templates_that_rewrite_history_are_refused(processor):
     try:
         for template in (DROPS_THOUGHTS, NEVER_THINKS, MOVES_THE_SYSTEM):
             tokenizer.chat_template = template
-            with pytest.raises(ValueError, match=f"chat template of '{name}': it rewrites earlier turns"):
+            with pytest.raises(ValueError, match=f"chat template of '{name}': expected earlier turns to stay"):
                 encode_reply(tokenizer, chat, message("user", "And?"))
         tokenizer.chat_template = ENDS_WITHOUT_A_TOKEN
-        with pytest.raises(ValueError, match="an end token behind the assistant's turn expected, came"):
+        with pytest.raises(ValueError, match="expected an end token behind the assistant's turn, got"):
             encode_reply(tokenizer, chat, message("user", "And?"))
         tokenizer.chat_template = DROPS_THOUGHTS  # but not those of a turn that calls a tool
         found = encode_reply(tokenizer, chat, message("tool", "4"))

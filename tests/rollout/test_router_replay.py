@@ -11,13 +11,13 @@ from torch.nn.functional import linear
 from rlkit.data import collate, extend
 from rlkit.data.samples import observe, prompt
 from rlkit.engines import make_engine
-from rlkit.engines.distributed import whole
-from rlkit.engines.packer import pack
-from rlkit.engines.ulysses import Ulysses
+from rlkit.engines.distributed import full_tensor
+from rlkit.engines.packing.inputs import prepare_model_inputs
+from rlkit.engines.packing.ulysses import UlyssesGroup
 from rlkit.engines.value_head import scoring_batch
 from rlkit.losses import token_mean
 from rlkit.rollout import Sampling, make_rollout
-from rlkit.vlm import unsampled_ids
+from rlkit.vlm import suppressed_token_ids
 from rlkit.vlm.routers import recorded_routing, use_router_replay
 from rlkit.vlm.tiny import tiny_tokenizer
 
@@ -77,7 +77,7 @@ def loss_and_gradients(engine, batch):
 
     logprobs = engine.infer_batch(batch)["logprobs"]
     engine.train_batch(batch, loss_fn)
-    return logprobs, {name: whole(p.grad) for name, p in engine.base.named_parameters() if p.grad is not None}
+    return logprobs, {name: full_tensor(p.grad) for name, p in engine.base.named_parameters() if p.grad is not None}
 
 
 @pytest.fixture(scope="module")
@@ -115,7 +115,7 @@ def test_replayed_logprobs_are_the_samplers(torn, tokenizer):
     def apart(engine):
         return (engine.infer_batch(batch)["logprobs"] - batch.rollout_logprobs)[batch.mask].abs().max().item()
 
-    options = {"unsampled": unsampled_ids(model.config, tokenizer)}
+    options = {"suppressed_token_ids": suppressed_token_ids(model.config, tokenizer)}
     assert apart(engine_of(disturbed, **options)) < 1e-5
     assert apart(engine_of(disturbed, router_replay=False, **options)) > 0.1
     del batch.fields["routed_experts"]
@@ -193,7 +193,8 @@ def test_gradients_equal_a_loops():
     for one, given in ((model, {"routed_experts": routing}), (oracle, {})):
         torch.log_softmax(one(tokens, **given).logits, -1)[0, :, 7].sum().backward()
     for (name, mine), theirs in zip(model.named_parameters(), oracle.parameters(), strict=True):
-        torch.testing.assert_close(mine.grad, theirs.grad, atol=1e-6, rtol=1e-4, msg=name)
+        error, size = (mine.grad - theirs.grad).abs().max(), theirs.grad.abs().max()
+        assert error <= 1e-5 * size, name  # 1.5e-6 was seen with AVX2, 1.3e-6 without, 1.1e-6 with AVX-512
     assert model.model.layers[0].mlp.gate.weight.grad.abs().max() > 1e-4
 
 
@@ -234,9 +235,9 @@ def test_routing_that_does_not_fit_is_named():
     assert said(good[:, :2]) == "routed_experts: [6 tokens, 3 layers, 3 experts] expected, came (6, 2, 3)"
     assert "3 experts] expected, came (6, 3, 2)" in said(good[..., :2])
     assert "numbers below 8 expected, came 8: is it another model's?" in said(torch.full_like(good, 8))
-    assert "sample of group 0: routed_experts: [up to 6 tokens, layers, experts] expected" in said(good[0])
-    assert "came [12, 3, 3]" in said(torch.cat([good, good, good])[:12])
-    with pytest.raises(ValueError, match=r"layers and experts of one model expected, came \[\(2, 3\), \(3, 3\)\]"):
+    assert "sample of group 0: routed_experts: expected [up to 6 tokens, layers, experts]" in said(good[0])
+    assert "got [12, 3, 3]" in said(torch.cat([good, good, good])[:12])
+    with pytest.raises(ValueError, match=r"expected layers and experts of one model, got \[\(2, 3\), \(3, 3\)\]"):
         collate([replace(rows[0], routed_experts=good[:, :2]), rows[1]])
     llama = transformers.LlamaForCausalLM(transformers.LlamaConfig(**BASE))
     with pytest.raises(ValueError, match="llama has no layer whose router could be recorded or replayed"):
@@ -247,11 +248,11 @@ def test_ranks_that_share_a_row_have_their_part_of_its_routing():
     batch = collate(samples())
 
     def routing(**more):
-        inputs = pack(batch, None, torch.device("cpu"), router_replay=True, **more)
+        inputs = prepare_model_inputs(batch, None, torch.device("cpu"), router_replay=True, **more)
         return inputs.kwargs["routed_experts"], inputs.kwargs["input_ids"].shape[1]
 
     whole, tokens = routing()
-    parts, widths = zip(*(routing(ulysses=Ulysses(4, rank, None, None)) for rank in range(4)), strict=True)
+    parts, widths = zip(*(routing(ulysses=UlyssesGroup(4, rank, None, None)) for rank in range(4)), strict=True)
     assert len(whole) == tokens == 19 and [len(part) for part in parts] == [5] * 4 == [width // 4 for width in widths]
     assert torch.equal(torch.cat(parts)[:19], whole) and (torch.cat(parts)[19:] == -1).all()
 

@@ -32,8 +32,9 @@ def test_a_server_that_does_not_start_is_named(tiny_dir, tmp_path, monkeypatch):
 
 
 TRAINER = """
-import sys
+import signal, sys
 from rlkit.rollout import serve
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a process in the background of a shell ignores it
 serve._check_installed, serve._is_up = lambda _: None, lambda _: True
 serve.command = lambda *_: [sys.executable, "-c", "import time; time.sleep(99)"]
 with serve.serving("model") as servers:
@@ -51,7 +52,7 @@ def test_servers_end_with_their_trainer():
     assert all(map(is_running, servers))
     for trainer, way in zip(trainers, ways, strict=True):
         trainer.send_signal(way)
-        trainer.wait(20)
+        trainer.wait(100)
     end = time.monotonic() + 20
     while any(map(is_running, servers)) and time.monotonic() < end:
         time.sleep(0.05)

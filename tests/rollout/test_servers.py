@@ -391,7 +391,7 @@ def test_bad_input_is_named(connect, monkeypatch):
         with pytest.raises(ValueError, match="row 3: an image that cannot be sent"):
             rollout.generate([prompt([10], images=["nothing"], row={"where": "row 3"})], SAMPLING)
         assert not [server.load for server in rollout.servers.all if server.load]
-        monkeypatch.setattr("rlkit.rollout.server_rollout.unsampled_ids", lambda *_: torch.arange(1025))
+        monkeypatch.setattr("rlkit.rollout.server_rollout.suppressed_token_ids", lambda *_: torch.arange(1025))
         with pytest.raises(ValueError, match="model: 1025 tokens must not be sampled .* vocabulary larger"):
             connect(a)
         with pytest.raises(ValueError, match="transfer: one of nccl, gloo expected, came 'ucx'"):

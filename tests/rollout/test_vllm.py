@@ -2,17 +2,18 @@
 
 import json
 import os
-import subprocess
 import sys
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from isolated_cases import require, run_cases
 
 from rlkit.data.samples import prompt
 from rlkit.rollout import Sampling
-from rlkit.rollout.vllm import SUPPORTED, import_vllm
+from rlkit.rollout.vllm import SUPPORTED, cpu_options, import_vllm
 from rlkit.rollout.vllm_inputs import finished, request_prompt, request_seed, sampling_options
 
 KINDS = ["qwen2", "qwen2_tied", "qwen3_moe", "qwen3_vl", "qwen2_5_vl"]
@@ -23,6 +24,8 @@ FAMILIES = [
     "llama", "mistral", "qwen3", "qwen2_moe", "gemma2", "gemma3_text", "mixtral", "gpt2",
     "deepseek_v3",
 ]  # fmt: skip
+OTHER_CPU = "deepseek_v3/other_cpu"
+POSITIONS = ["Qwen2VL", "Qwen2_5_VL"]
 REFUSED = {
     "gemma3": "on a CPU its images do not see themselves",
     "gpt_oss": "vLLM takes new weights in part only",
@@ -30,39 +33,41 @@ REFUSED = {
 ABSENT = ["glm46v", "diffllama"]  # vLLM has no model of these
 
 
-def run(folder, kinds, ranks):
+class Facts(Mapping):
+    """What a case measured on a rank; a case that failed fails where it is looked up."""
+
+    def __init__(self, folder, rank=0):
+        self.folder, self.rank = folder, rank
+
+    def __getitem__(self, name):
+        require(self.folder, name)
+        return json.loads((self.folder / f"{name.replace('/', '_')}.{self.rank}.json").read_text())
+
+    def __iter__(self):
+        raise TypeError("look cases up by their names")
+
+    __len__ = __iter__
+
+
+def run(folder, names, ranks):
     torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"] if ranks > 1 else []
     script = str(Path(__file__).with_name("on_vllm.py"))
-    done = subprocess.run(
-        [sys.executable, *torchrun, script, str(folder), *kinds],
-        env={**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "TORCHDYNAMO_DISABLE": "1"},
-        capture_output=True, text=True, timeout=500,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr[-4000:]
-    assert "Traceback" not in done.stderr, done.stderr[-4000:]
-    return [json.loads((folder / f"facts.{rank}.json").read_text()) for rank in range(ranks)]
+    env = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+    run_cases([sys.executable, *torchrun, script, str(folder)], folder, names, timeout=500, env=env)
+    return [Facts(folder, rank) for rank in range(ranks)]
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    return tmp_path_factory.mktemp("alone")
-
-
-@pytest.fixture(scope="module")
-def alone(folder):
-    """What one process measured, for each kind of model."""
-    return run(folder, [*KINDS, "families", *FAMILIES, *REFUSED], 1)[0]
-
-
-@pytest.fixture(scope="module")
-def families(alone, folder):
-    """What the same process measured of other families, in less detail."""
-    return json.loads((folder / "families.json").read_text())
+def alone(tmp_path_factory):
+    """What one process measured, of each case."""
+    names = [*KINDS, "nccl", *(f"family/{name}" for name in [*FAMILIES, OTHER_CPU, *REFUSED])]
+    names += [*(f"positions/{name}" for name in POSITIONS), "models/known"]
+    return run(tmp_path_factory.mktemp("alone"), names, 1)[0]
 
 
 @pytest.fixture(scope="module")
 def together(tmp_path_factory):
-    """What each of two ranks measured, for each split."""
+    """What each of two ranks measured, of each split."""
     return run(tmp_path_factory.mktemp("together"), SPLITS, 2)
 
 
@@ -80,27 +85,35 @@ def test_logprobs_are_the_trainers_whenever_weights_were_synced(alone, kind):
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_a_family_samples_what_its_trainer_scores(families, family):
+def test_a_family_samples_what_its_trainer_scores(alone, family):
     """Before its weights moved and after they arrived, with no image, one and two; and gross in between."""
-    facts = families["found"][family]
+    assert_sampled_as_scored(alone[f"family/{family}"])
+
+
+def test_latent_attention_works_with_and_without_amx(alone):
+    """vLLM is told that this CPU has AMX, or that it has none: what it prefers with AMX refuses float32."""
+    assert_sampled_as_scored(alone[f"family/{OTHER_CPU}"])
+
+
+def assert_sampled_as_scored(facts):
     assert facts["start"] < TOLERANCE and facts["synced"] < TOLERANCE and facts["unsynced"] > 0.3, facts
 
 
 @pytest.mark.parametrize("family", REFUSED)
-def test_a_family_that_would_sample_something_else_is_refused_by_name(families, family):
-    facts = families["found"][family]
+def test_a_family_that_would_sample_something_else_is_refused_by_name(alone, family):
+    facts = alone[f"family/{family}"]
     assert facts["error"].startswith(f"vllm: {family}: {REFUSED[family]}") and "synced" not in facts
 
 
-@pytest.mark.parametrize("name", ["Qwen2VL", "Qwen2_5_VL"])
-def test_position_ids_are_vllms_with_its_rule_for_videos(families, name):
+@pytest.mark.parametrize("name", POSITIONS)
+def test_position_ids_are_vllms_with_its_rule_for_videos(alone, name):
     """On 200 random rows of images and videos; by transformers' rule they are not."""
-    by_vllms_rule, by_transformers = families["positions"][name]
+    by_vllms_rule, by_transformers = alone[f"positions/{name}"]["equal"]
     assert by_vllms_rule == 200 > 150 > by_transformers > 20
 
 
-def test_families_that_vllm_has_no_model_of(families):
-    assert families["absent"] == ABSENT
+def test_families_that_vllm_has_no_model_of(alone):
+    assert alone["models/known"]["absent"] == ABSENT
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -121,8 +134,7 @@ def test_tied_head_moves_with_the_embedding(alone):
 
 def test_what_is_asked_of_nccl_is_what_vllm_offers(alone):
     """By its own signatures; the transfer itself is in test_on_gpus.py."""
-    said = alone[KINDS[-1]]["nccl"]
-    assert said == {"joined": True, "places": [1, 3, True, 0, 3, 5], "sent": [6, 4], "buffers": []}
+    assert alone["nccl"] == {"joined": True, "places": [1, 3, True, 0, 3, 5], "sent": [6, 4], "buffers": []}
 
 
 def test_adapters_alone_are_enough(alone):
@@ -156,7 +168,7 @@ def test_samples_are_whole_and_in_order(alone, kind):
 
 def test_the_process_stays_the_trainers(alone):
     """Threads can still be set, and closing the sampler leaves torch.distributed alone."""
-    for facts in alone.values():
+    for facts in (alone[kind] for kind in KINDS):
         assert facts["threads"] == 1 and facts["settable"] == "set_num_threads" and facts["group_alive"]
 
 
@@ -189,6 +201,14 @@ def test_a_version_that_was_not_tried_is_refused(monkeypatch, version):
     with pytest.raises(ValueError, match=rf"vllm {version} is installed; vllm >=0\.32,<0\.33 expected; pip install"):
         import_vllm()
     assert SUPPORTED == ((0, 32), (0, 33))
+
+
+def test_an_attention_back_end_that_refuses_the_dtype_is_named():
+    with pytest.raises(ValueError, match="attention_backend: expected CPU_MLA with dtype float32, got AMX_MLA"):
+        cpu_options("float32", {"attention_backend": "AMX_MLA"})
+    assert cpu_options("bfloat16", {"attention_backend": "AMX_MLA"})["attention_backend"] == "AMX_MLA"
+    assert cpu_options("float32", {})["attention_backend"] == "CPU_MLA"
+    assert "attention_backend" not in cpu_options("float32", {"attention_config": {"backend": "CPU_ATTN"}})
 
 
 def test_no_vllm_is_an_error_that_says_how_to_get_it(monkeypatch):

@@ -18,7 +18,7 @@ from rlkit.losses import token_mean
 from rlkit.rollout import Ahead, Sampling, make_rollout
 from rlkit.rollout.adapters import packed
 from rlkit.rollout.serve import serving
-from rlkit.vlm import encode_rows, load_model, load_processor, lora, unsampled_ids
+from rlkit.vlm import encode_rows, load_model, load_processor, lora, suppressed_token_ids
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "engines"))
 from rows import make_samples
@@ -58,10 +58,10 @@ def with_weights(tiny_dir, processor, weights=()):
     return engine_of(model, processor)
 
 
-def with_adapters(tiny_dir, processor, exclude):
+def with_adapters(tiny_dir, processor, **options):
     """An engine with adapters, of which none is 0."""
     torch.manual_seed(1)
-    model = lora(load_model(tiny_dir), 4, 8, exclude_modules=exclude)
+    model = lora(load_model(tiny_dir), 4, 8, **options)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if "lora_B" in name:
@@ -70,9 +70,9 @@ def with_adapters(tiny_dir, processor, exclude):
 
 
 def engine_of(model, processor):
-    unsampled = unsampled_ids(model.config, processor.tokenizer)
+    suppressed = suppressed_token_ids(model.config, processor.tokenizer)
     sgd = {"optimizer": lambda weights: torch.optim.SGD(weights, lr=2.0)}
-    return make_engine("fsdp2", model=model, unsampled=unsampled, temperature=0.8, **sgd)
+    return make_engine("fsdp2", model=model, suppressed_token_ids=suppressed, temperature=0.8, **sgd)
 
 
 @pytest.fixture(scope="module")
@@ -127,7 +127,7 @@ def train(engine, samples):
 
 def test_end_tokens_and_suppressed_tokens(engine, rollout, prompts, processor):
     samples = rollout.generate(prompts[:2], Sampling(24, seed=(5,)), n=32)
-    end, suppressed = processor.tokenizer.eos_token_id, set(engine.unsampled.tolist())
+    end, suppressed = processor.tokenizer.eos_token_id, set(engine.suppressed_token_ids.tolist())
     reasons = Counter(s.finish_reason for s in samples)
     assert set(reasons) == {"stop", "length"}
     for s in samples:
@@ -138,7 +138,7 @@ def test_end_tokens_and_suppressed_tokens(engine, rollout, prompts, processor):
 
 def test_adapters_alone_are_enough(tiny_dir, processor, engine, rollout, prompts):
     """Sent twice, with a step between them: the model beneath stays where it is."""
-    trainer = with_adapters(tiny_dir, processor, ".*visual.*")
+    trainer = with_adapters(tiny_dir, processor)
     whole = sum(weight.nbytes for _, weight in trainer.get_per_tensor_param())
     assert len(packed(*trainer.get_adapter())) < whole / 20
     samples = rollout.generate(prompts, SAMPLING, n=4)
@@ -152,7 +152,7 @@ def test_adapters_alone_are_enough(tiny_dir, processor, engine, rollout, prompts
         }
         trainer.train_batch(collate(samples), lambda out, mb: (token_mean(out.logprobs, mb.mask, mb.total_tokens), {}))
     with pytest.raises(RuntimeError, match="visual.*: only with enable_tower_connector_lora=True are adapters outside"):
-        rollout.update_adapter(*with_adapters(tiny_dir, processor, None).get_adapter())
+        rollout.update_adapter(*with_adapters(tiny_dir, processor, adapt_towers=True).get_adapter())
     rollout.update_weights(engine.get_per_tensor_param())
     assert apart(engine, rollout.generate(prompts, SAMPLING))[0] < 1e-5  # nothing is added any more
     with pytest.raises(RuntimeError, match="adapters go onto the weights that were loaded, and update_weights has rep"):

@@ -13,13 +13,28 @@ from torch import nn
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "engines"))
 import test_families
-from family_configs import TEXT, VISION
+from family_configs import HYBRID, TEXT, VISION
 
-from rlkit.vlm import VISION_TOWER, freeze, load_model, load_processor, lora, merged_parameters, trainable_summary
+from rlkit.vlm import (
+    freeze,
+    load_model,
+    load_processor,
+    lora,
+    merged_parameters,
+    towers,
+    trainable_summary,
+    vision_tower,
+)
 from rlkit.vlm.adapt import checkpoint_parameters
 from rlkit.vlm.tiny import tiny_config
 
-EXCLUDED = ".*visual.*"
+
+def family_model(family):
+    """Tiny, with random weights."""
+    if family in VISION:
+        return test_families.vision_model(family)
+    config = transformers.AutoConfig.for_model(family, **HYBRID[family][0])
+    return transformers.AutoModelForImageTextToText.from_config(config)
 
 
 @pytest.fixture(scope="module")
@@ -45,10 +60,10 @@ def randomise(model, seed: int = 0) -> None:
 
 def test_freeze_vision_tower(model):
     everything = trained(model)
-    frozen = freeze(model, VISION_TOWER)
+    frozen = freeze(model, vision_tower(model))
     assert frozen and set(frozen) == {name for name in everything if ".visual." in name}
     assert trained(model) == everything - set(frozen)
-    assert freeze(model, VISION_TOWER) == frozen  # twice is once
+    assert freeze(model, vision_tower(model)) == frozen  # twice is once
 
 
 def test_freeze_by_name(model):
@@ -56,17 +71,51 @@ def test_freeze_by_name(model):
     assert name == "model.language_model.norm.weight" and name not in trained(model)
 
 
-@pytest.mark.parametrize(
-    ("name", "hit"),
-    [
-        ("visual.blocks.0.w", True), ("model.visual.blocks.0.w", True), ("model.vision_tower.x.w", True),
-        ("vision_model.encoder.w", True), ("base_model.model.model.visual.x.w", True), ("model.vision_encoder.w", True),
-        ("model.audiovisual.w", False), ("model.visual_norm.w", False), ("model.language_model.w", False),
-        ("multi_modal_projector.w", False),
-    ],
-)  # fmt: skip
-def test_vision_tower_pattern(name, hit):
-    assert bool(re.search(VISION_TOWER, name)) == hit
+TOWERS = {
+    **dict.fromkeys(("llava", "internvl", "gemma3"), ["model.vision_tower"]),
+    **dict.fromkeys(("smolvlm", "idefics3"), ["model.vision_model"]),
+    **dict.fromkeys(("qwen2_5_omni_thinker", "qwen3_omni_moe_thinker"), ["audio_tower", "visual"]),
+}
+
+
+@pytest.mark.parametrize("family", [*VISION, *HYBRID])
+def test_towers_of_every_family(family):
+    """What the family calls them, whatever regular expression would match it."""
+    model = family_model(family)
+    names = TOWERS.get(family, ["model.visual"])
+    assert towers(model) == names
+    frozen = freeze(model, vision_tower(model))
+    assert set(frozen) == {name for name, _ in model.named_parameters() if name.startswith(f"{names[-1]}.")}
+    assert frozen and trained(model)  # the language model trains, and a projector beside the tower
+
+
+@pytest.mark.parametrize("family", [*VISION, *HYBRID])
+def test_adapters_leave_the_towers_of_every_family_out(family):
+    targets = "all-linear"
+    if family == "qwen3_omni_moe_thinker":  # peft shortens "merger.mlp.0" to "0", which is the name of layers too
+        with pytest.raises(ValueError, match="is not supported"):
+            lora(family_model(family), 2, 4, targets)
+        targets = r".*(q|k|v|o|out)_proj"
+    model = family_model(family)
+    names = tuple(f"base_model.model.{name}." for name in towers(model))
+    adapted = trained(lora(model, 2, 4, targets))
+    assert adapted and not [name for name in adapted if name.startswith(names)]
+    asked = trained(lora(family_model(family), 2, 4, targets, adapt_towers=True))
+    assert adapted < asked and all(name.startswith(names) for name in asked - adapted)
+    fewer = trained(lora(family_model(family), 2, 4, targets, r".*(q_proj|in_proj_qkv)"))
+    assert adapted > fewer and not [name for name in fewer if "q_proj" in name or name.startswith(names)]
+
+
+def test_a_model_without_a_tower():
+    model = test_families.text_model("qwen2", TEXT["qwen2"])
+    assert towers(model) == [] and trained(lora(model, 2, 4))
+    with pytest.raises(ValueError, match="^vision tower: expected a model that has one, got qwen2$"):
+        vision_tower(model)
+
+
+def test_the_tower_of_an_adapted_model_is_the_same(model):
+    frozen = freeze(lora(model, 2, 4, adapt_towers=True), vision_tower(model))
+    assert frozen and all(".visual." in name for name in frozen)
 
 
 def test_freeze_nothing_is_an_error(model):
@@ -80,7 +129,7 @@ def test_freeze_nothing_is_an_error(model):
 
 def test_lora_all_linear_leaves_vision_alone(model):
     before = {name: p.clone() for name, p in model.named_parameters() if ".visual." in name}
-    adapted = lora(model, 4, 8, "all-linear", EXCLUDED)
+    adapted = lora(model, 4, 8)
     adapters = trained(adapted)
     assert adapters and all(".lora_" in name for name in adapters)
     assert not [name for name, _ in adapted.named_parameters() if "visual" in name and "lora_" in name]
@@ -93,7 +142,7 @@ def test_lora_all_linear_leaves_vision_alone(model):
 
 
 def test_lora_reaches_vision_when_it_is_asked_to(model):
-    adapted = lora(model, 2, 4)
+    adapted = lora(model, 2, 4, adapt_towers=True)
     assert any(".visual." in name for name in trained(adapted))
 
 
@@ -103,9 +152,9 @@ def test_lora_by_pattern(model):
 
 
 def test_lora_refuses(model):
-    with pytest.raises(ValueError, match="rank: at least 1 expected, came 0"):
+    with pytest.raises(ValueError, match="rank: expected at least 1, got 0"):
         lora(model, 0, 8)
-    with pytest.raises(ValueError, match="no_such_layer"):
+    with pytest.raises(ValueError, match="No modules were targeted for adaptation"):
         lora(model, 2, 8, "no_such_layer")
 
 
@@ -113,7 +162,7 @@ def test_lora_starts_as_the_model_and_gives_it_back(model):
     tokens = torch.tensor([[7, 8, 9, 10]])
     with torch.no_grad():
         before = model(tokens).logits
-        adapted = lora(model, 4, 8, exclude_modules=EXCLUDED).eval()
+        adapted = lora(model, 4, 8).eval()
         torch.testing.assert_close(adapted(tokens).logits, before, rtol=0, atol=0)
         randomise(adapted)
         assert (adapted(tokens).logits - before).abs().max() > 1e-3
@@ -122,12 +171,12 @@ def test_lora_starts_as_the_model_and_gives_it_back(model):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("exclude", [EXCLUDED, None])
-def test_merged_parameters_equal_peft(model, exclude, dtype):
+@pytest.mark.parametrize("adapt_towers", [False, True])
+def test_merged_parameters_equal_peft(model, adapt_towers, dtype):
     names = [name for name, _ in model.named_parameters()]
     plain = {name: tensor.clone() for name, tensor in merged_parameters(model)}
     assert list(plain) == names and all(torch.equal(plain[n], p) for n, p in model.named_parameters())
-    adapted = lora(model.to(dtype), 4, 12, exclude_modules=exclude)
+    adapted = lora(model.to(dtype), 4, 12, adapt_towers=adapt_towers)
     randomise(adapted)
     ours = {name: tensor.clone() for name, tensor in merged_parameters(adapted)}
     assert list(ours) == names
@@ -185,7 +234,7 @@ def test_checkpoint_parameters_are_what_files_hold(tmp_path):
 
 
 def test_merged_parameters_leave_the_model_alone_and_gather_once(model):
-    adapted = lora(model, 4, 8, exclude_modules=EXCLUDED)
+    adapted = lora(model, 4, 8)
     randomise(adapted)
     before = {name: p.clone() for name, p in adapted.named_parameters()}
     seen = []
@@ -202,7 +251,7 @@ def test_merged_parameters_leave_the_model_alone_and_gather_once(model):
 @pytest.mark.parametrize("bucket_bytes", [0, 100_000])
 def test_no_tensor_is_held_when_the_next_is_asked_for(model, bucket_bytes):
     """Merged or not, in pieces or not: what is whole is there until it is let go of, and no longer."""
-    adapted = lora(model, 3, 8, exclude_modules=EXCLUDED)
+    adapted = lora(model, 3, 8)
     alive, buckets = weakref.WeakSet(), []
 
     def full(tensors):
@@ -231,9 +280,9 @@ def test_trainable_summary(model):
     total = sum(p.numel() for p in model.parameters())
     parts = "model.language_model, model.visual"
     assert trainable_summary(model) == f"{total:,} of {total:,} parameters train (100.0%): {parts}"
-    freeze(model, VISION_TOWER)
+    freeze(model, vision_tower(model))
     assert trainable_summary(model).endswith("): model.language_model")
-    adapted = lora(model, 4, 8, exclude_modules=EXCLUDED)
+    adapted = lora(model, 4, 8)
     train = sum(p.numel() for p in adapted.parameters() if p.requires_grad)
     assert trainable_summary(adapted).startswith(f"{train:,} of {total + train:,} parameters train (")
     assert trainable_summary(adapted).endswith("): LoRA in model.language_model")

@@ -15,21 +15,24 @@ import family_processors  # noqa: E402
 from test_families import TEXT, WAYS, all_at_once, gradients, one_at_a_time, text_model  # noqa: E402
 
 from rlkit.data import collate, extend, observe  # noqa: E402
-from rlkit.data.pairs import answered, asking, chat_sample  # noqa: E402
+from rlkit.data.formats import chat_row  # noqa: E402
 from rlkit.data.samples import check_tracks, prompt  # noqa: E402
 from rlkit.engines import make_engine  # noqa: E402
-from rlkit.engines.attention import use_packed_attention  # noqa: E402
-from rlkit.engines.packer import blank_sample, pack  # noqa: E402
+from rlkit.engines.packing.attention import use_packed_attention  # noqa: E402
+from rlkit.engines.packing.inputs import prepare_model_inputs  # noqa: E402
+from rlkit.engines.packing.micro_batches import dummy_sample  # noqa: E402
 from rlkit.losses import token_mean  # noqa: E402
 from rlkit.rollout import Sampling, make_rollout  # noqa: E402
 from rlkit.vlm import (  # noqa: E402
-    VISION_TOWER,
     encode,
+    encode_answers,
+    encode_chat,
     freeze,
     lora,
     merged_parameters,
+    suppressed_token_ids,
     tiny_text_tokenizer,
-    unsampled_ids,
+    vision_tower,
 )
 from rlkit.vlm.inputs import position_spec  # noqa: E402
 
@@ -86,10 +89,10 @@ def engine(base, **options):
 
 
 def parameters(engine):
-    return {name: whole(p).clone() for name, p in engine.module.named_parameters()}
+    return {name: full_tensor(p).clone() for name, p in engine.module.named_parameters()}
 
 
-def whole(parameter):
+def full_tensor(parameter):
     return parameter.full_tensor() if hasattr(parameter, "full_tensor") else parameter
 
 
@@ -124,13 +127,13 @@ def test_a_chat_is_trained_on_its_answers(family):
         {"role": "user", "content": "system"},
         {"role": "assistant", "content": "user"},
     ]
-    row = asking({"images": [image(40, 18)], "where": "row"}, messages[:-1])
+    row = chat_row({"messages": messages, "images": [image(40, 18)], "where": "row"})
     asked, ends = encode(processor, row), [processor.tokenizer.convert_tokens_to_ids("<|im_end|>")]
-    sample = chat_sample(asked, processor, messages, ends, 200)
+    sample = encode_chat(asked, processor, ends, 200)
     check_tracks(sample)
     assert sample.token_ids[: len(asked.token_ids)] == asked.token_ids
     assert processor.tokenizer.decode(sample.response_ids) == "digit<|im_end|>user<|im_end|>"
-    (short,) = answered(asked, processor, ["user"], ends, 200)
+    (short,) = encode_answers(asked, processor, ["user"], ends, 200)
     assert short.token_ids == sample.token_ids[: len(short.token_ids)]
 
 
@@ -174,9 +177,9 @@ def test_a_blank_image_changes_no_number(family):
     base, rows = model(family), batch(family).select([0, 1])
     use_packed_attention(base)
     found = []
-    for blank in (None, blank_sample(base.config, image=True)):
-        inputs = pack(rows, position_spec(base.config), torch.device("cpu"), blank=blank)
-        scores = inputs.kept(base(**inputs.kwargs, use_cache=False).logits).log_softmax(-1)
+    for dummy in (None, dummy_sample(base.config, image=True)):
+        inputs = prepare_model_inputs(rows, position_spec(base.config), torch.device("cpu"), dummy=dummy)
+        scores = inputs.select_outputs(base(**inputs.kwargs, use_cache=False).logits).log_softmax(-1)
         logprobs = inputs.scatter(scores.gather(1, inputs.targets[:, None])[:, 0])
         found.append((logprobs.detach(), gradients(base, logprobs.sum())))
     (plain, without), (came, gradient) = found
@@ -190,7 +193,7 @@ def test_a_blank_image_changes_no_number(family):
 @pytest.mark.parametrize("family", [*TEXT, *SEES])
 def test_frozen_parameters_do_not_move(family):
     base = model(family)
-    frozen = freeze(base, VISION_TOWER if family in SEES else r"\.(layers|h)\.0\.")
+    frozen = freeze(base, vision_tower(base) if family in SEES else r"\.(layers|h)\.0\.")
     trained = engine(base)
     before = parameters(trained)
     trained.train_batch(batch(family), loss_fn)
@@ -202,7 +205,7 @@ def test_frozen_parameters_do_not_move(family):
 
 @pytest.mark.parametrize("family", [*TEXT, *SEES])
 def test_lora_moves_adapters_alone_and_merges(family):
-    base = lora(model(family), 2, 4, exclude_modules=r".*(visual|vision).*")
+    base = lora(model(family), 2, 4)
     trained = engine(base)
     plain = trained.infer_batch(batch(family))["logprobs"]
     before = parameters(trained)
@@ -215,7 +218,7 @@ def test_lora_moves_adapters_alone_and_merges(family):
     with trained.disable_adapter():
         torch.testing.assert_close(trained.infer_batch(batch(family))["logprobs"], plain, atol=1e-6, rtol=1e-6)
     merged = model(family)
-    weights = dict(merged_parameters(trained.module, lambda parts: map(whole, parts)))
+    weights = dict(merged_parameters(trained.module, lambda parts: map(full_tensor, parts)))
     missing = merged.load_state_dict(weights, strict=False)
     elsewhere = {*(merged._tied_weights_keys or ()), *(name for name, _ in merged.named_buffers())}
     assert not missing.unexpected_keys and set(missing.missing_keys) <= elsewhere
@@ -226,7 +229,7 @@ def test_lora_moves_adapters_alone_and_merges(family):
 def test_the_samplers_logprobs_are_the_trainers(family):
     base = model(family)
     tokenizer = getattr(reader(family), "tokenizer", reader(family))
-    trainer = engine(base, unsampled=unsampled_ids(base.config, tokenizer))
+    trainer = engine(base, suppressed_token_ids=suppressed_token_ids(base.config, tokenizer))
     sampler = make_rollout("hf", trainer.gathered, processor=reader(family))
     samples = sampler.generate(prompts(family), Sampling(NEW), n=2)
     rows = collate(samples)

@@ -11,9 +11,10 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from rlkit.data import load_task, score
+from rlkit.data import load_task
+from rlkit.rewards import score
 from rlkit.rollout import Sampling, make_rollout
-from rlkit.vlm import build_tiny, encode, encode_rows, load_model, load_processor, unsampled_ids
+from rlkit.vlm import build_tiny, encode, encode_rows, load_model, load_processor, suppressed_token_ids
 from rlkit.vlm.tiny import tiny_text_config, tiny_text_tokenizer, tiny_tokenizer
 
 ROOT = Path(__file__).parents[2]
@@ -44,7 +45,7 @@ def test_a_directory_like_any_other(text_dir, sorting):
     assert (
         processor.eos_token_id == model.generation_config.eos_token_id == processor.convert_tokens_to_ids("<|im_end|>")
     )
-    assert unsampled_ids(config, processor).tolist() == []  # no images, no rows beyond the vocabulary
+    assert suppressed_token_ids(config, processor).tolist() == []  # no images, no rows beyond the vocabulary
     assert not {"<|image_pad|>", "<|vision_start|>"} & set(processor.get_vocab())
 
 
@@ -71,7 +72,7 @@ def test_digits_and_capitals_are_tokens_of_their_own(text_dir, sorting):
 def test_a_prompt_of_text_has_one_track_and_no_images(text_dir, sorting):
     sample = encode(load_processor(text_dir), sorting.heldout[0])
     assert sample.token_ids == sample.compact_ids and not sample.vision and not sample.placeholders
-    with pytest.raises(ValueError, match="it cannot see"):
+    with pytest.raises(ValueError, match="images: expected none, as the model's processor is a tokenizer"):
         encode(load_processor(text_dir), load_task("digits").train[0])
 
 

@@ -1,0 +1,374 @@
+r"""The formats that data sets come in, each read by one small function.
+
+What people have (the table with examples is in docs/tasks.md):
+
+| format | columns |
+|---|---|
+| question and answer | `question`, `prompt` or `problem`; `answer`, `solution` or `label` |
+| TRL, prompt and completion | `prompt`, `completion`: texts or messages |
+| TRL and OpenAI, messages | `messages`, maybe `tools` |
+| ShareGPT, LLaVA | `conversations` of {"from", "value"}, maybe `system`, `tools` |
+| Alpaca | `instruction`, `input`, `output`, maybe `system`, `history` |
+| verl | `prompt` of messages, `reward_model` with a `ground_truth`, `images`, `extra_info` |
+| plain text | `text` |
+| pairs | `chosen`, `rejected`: texts, messages, or Anthropic's "\n\nHuman: ... \n\nAssistant: ..." |
+| marked answers | `completion` or `messages`, with a `label` that is true or false |
+
+What they become: the same columns, and `messages` (the prompt), `question` (its last question as text), `images` (in
+the order of their places), `answer` (what is right, for rewards), `tools`; for imitation `completion`, for pairs
+`chosen` and `rejected`, for marked answers `completion` and `label`. An answer is a text, or a message if it calls
+tools. `read_as` says that a row has been read: it is not read again.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Mapping, Sequence
+from os.path import commonprefix
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from rlkit.data.messages import IMAGE, NOT_TRAINED, Message, from_json, place_images, read_messages, text_of
+from rlkit.data.samples import Row
+
+QUESTIONS = ("question", "prompt", "problem")
+CHATS = ("messages", "conversations")
+ASKED = (*QUESTIONS, *CHATS, "instruction")
+ANSWERS = ("answer", "solution", "label")
+IMAGES = ("images", "image")
+ROLES = {
+    "human": "user",
+    "user": "user",
+    "gpt": "assistant",
+    "assistant": "assistant",
+    "chatgpt": "assistant",
+    "bing": "assistant",
+    "system": "system",
+    "observation": "tool",
+    "tool": "tool",
+    "function_call": "assistant",
+}
+
+
+class Chat(NamedTuple):
+    """A prompt, and the assistant's answer where the row shows one."""
+
+    messages: list[Message]
+    completion: Message | None
+
+
+# --- what a row becomes
+
+
+def task_row(raw: Row) -> dict[str, Any]:
+    """A prompt and the right answer: of its column, or else the last message of the assistant.
+
+    Raises:
+        ValueError: no question or several, images without places, or several answers that differ.
+    """
+    chat = read_chat(raw)
+    answer = _right_answer(raw)
+    if answer is None and chat.completion is not None:
+        answer = text_of(chat.completion)
+    return {**_prompt(raw, chat.messages, "task"), "answer": answer}
+
+
+def chat_row(raw: Row) -> dict[str, Any]:
+    """A prompt and the answer to imitate, or a `plain_text` without either.
+
+    Raises:
+        ValueError: as `task_row`; no answer, or several columns that could be it.
+    """
+    if (text := _plain_text(raw)) is not None:
+        return {**raw, "plain_text": text, "question": "", "images": [], "answer": None}
+    chat = read_chat(raw)
+    completion = _simple(chat.completion) if chat.completion is not None else _only_answer(raw)
+    answer = _right_answer(raw)
+    return {
+        **_prompt(raw, chat.messages, "chat"),
+        "completion": completion,
+        "answer": (completion if isinstance(completion, str) else text_of(completion)) if answer is None else answer,
+    }
+
+
+def pair_row(raw: Row) -> dict[str, Any]:
+    """A prompt with a chosen and a rejected answer.
+
+    Two lists of messages that begin alike have the prompt in them, and so have Anthropic's texts; a prompt of the row's
+    own is then not looked at. Other texts without a prompt beside them share it as their beginning, up to the last
+    space.
+
+    Raises:
+        ValueError: no prompt, no answers, the same answer twice, or answers of several messages.
+    """
+    chosen, rejected = _turns(raw.get("chosen"), "chosen"), _turns(raw.get("rejected"), "rejected")
+    if chosen is not None and chosen == rejected:
+        raise ValueError("chosen, rejected: expected two different answers, got the same")
+    shared = 0
+    if isinstance(chosen, list) and isinstance(rejected, list):
+        shared = next((i for i, two in enumerate(zip(chosen, rejected, strict=False)) if two[0] != two[1]), 0)
+        messages = chosen[:shared] or read_chat(raw).messages
+        chosen, rejected = chosen[shared:], rejected[shared:]
+    elif isinstance(chosen, str) and isinstance(rejected, str) and not _columns(raw, ASKED):
+        start = commonprefix([chosen, rejected]).rfind(" ") + 1
+        messages = read_chat({**raw, "question": chosen[:start] or None}).messages
+        chosen, rejected = chosen[start:], rejected[start:]
+    else:
+        messages = read_chat(raw).messages
+    return {
+        **_prompt(raw, messages, "pair"),
+        "chosen": _one_answer(chosen, "chosen"),
+        "rejected": _one_answer(rejected, "rejected"),
+        "answer": _right_answer(raw, ("answer", "solution")),
+    }
+
+
+def marked_row(raw: Row) -> dict[str, Any]:
+    """A prompt with one answer and whether it is good; of a pair, its chosen answer where `label` is true.
+
+    Raises:
+        ValueError: as `pair_row`; a label that is neither true nor false.
+    """
+    label = raw.get("label")
+    if isinstance(label, str):
+        label = {"true": True, "1": True, "false": False, "0": False}.get(label.strip().lower(), label)
+    if isinstance(label, str) or label not in (True, False):
+        raise ValueError(f"label: expected true or false, got {label!r}")
+    if raw.get("completion") is None and raw.get("chosen") is not None:
+        pair = pair_row(raw)
+        return {**pair, "completion": pair["chosen"] if label else pair["rejected"], "label": bool(label)}
+    chat = read_chat(raw)
+    completion = _one_answer(None if chat.completion is None else [chat.completion], "completion")
+    answer = _right_answer(raw, ("answer", "solution"))
+    return {**_prompt(raw, chat.messages, "marked"), "completion": completion, "label": bool(label), "answer": answer}
+
+
+# --- one function a format
+
+
+def read_chat(raw: Row) -> Chat:
+    """The prompt of a row and the answer to it, if the row shows one, in whichever format its columns are.
+
+    Raises:
+        ValueError: no question, several that differ, or one that is neither text nor messages.
+    """
+    if raw.get("read_as"):
+        completion = raw.get("completion")
+        return Chat(raw["messages"], _said(completion) if isinstance(completion, str) else completion)
+    texts, chats = _columns(raw, QUESTIONS), _columns(raw, CHATS)
+    found = [*chats, *texts, *_columns(raw, ("instruction",))]
+    if not found:
+        raise ValueError("question: expected text or messages, got none")
+    name = found[0]
+    chat = READERS[name](raw, name)
+    if len(found) > 1 and not _same_question(raw, chat, found):
+        raise ValueError(f"{' and '.join(found)}: expected one question, got {len(found)}")
+    if system := raw.get("system"):
+        if chat.messages[0]["role"] == "system":
+            raise ValueError("system: expected one system message, got a column and a message")
+        chat = chat._replace(messages=[{"role": "system", "content": str(system)}, *chat.messages])
+    return chat
+
+
+def _same_question(raw: Row, chat: Chat, found: Sequence[str]) -> bool:
+    """Whether the question that stands beside a chat is the first one of that chat, as in UltraChat's `prompt`."""
+    first = next((text_of(one) for one in chat.messages if one["role"] == "user"), None)
+    return found[0] in CHATS and all(isinstance(raw[name], str) and raw[name] == first for name in found[1:])
+
+
+def _from_question(raw: Row, name: str) -> Chat:
+    """A text or messages as question; TRL's `completion` beside it, a text or one message."""
+    question = _turns(raw[name], name)
+    if isinstance(question, str):
+        question = [{"role": "user", "content": question}]
+    if not isinstance(question, list):
+        raise ValueError(f"{name}: expected text or a list of messages, got {question!r}")
+    if question[-1] == {"role": "assistant", "content": ""}:
+        question = question[:-1]  # Anthropic's prompts end with the turn that is to come
+    if raw.get("completion") is None:
+        return _split_answer(question)
+    completion = _one_answer(_turns(raw["completion"], "completion"), "completion")
+    return Chat(question, _said(completion) if isinstance(completion, str) else completion)
+
+
+def _from_messages(raw: Row, name: str) -> Chat:
+    """{"role", "content"}, OpenAI's form; with a `completion` beside them they are the prompt alone."""
+    chat = _split_answer(read_messages(raw[name], name))
+    if raw.get("completion") is None:
+        return chat
+    if chat.completion is not None:
+        raise ValueError(f"{name} and completion: expected one answer, got two")
+    return _from_question({"question": chat.messages, "completion": raw["completion"]}, "question")
+
+
+def _from_sharegpt(raw: Row, name: str) -> Chat:
+    """{"from": "human", "value": ...}; a function_call is {"name", "arguments"} as JSON text."""
+    turns = from_json(raw[name])
+    if not isinstance(turns, list) or not turns or not all(isinstance(turn, Mapping) for turn in turns):
+        raise ValueError(f'{name}: expected a list of {{"from": ..., "value": ...}}, got {turns!r:.80}')
+    if all(turn.get("role") is not None for turn in turns):
+        return _from_messages(raw, name)
+    return _split_answer([_from_turn(turn, f"{name}[{i}]") for i, turn in enumerate(turns)])
+
+
+def _from_turn(turn: Mapping[str, Any], name: str) -> Message:
+    role, value = ROLES.get(turn.get("from", "")), turn.get("value")
+    if role is None or not isinstance(value, str):
+        raise ValueError(f"{name}: expected from human, gpt, system, ... and a text as value, got {str(turn):.80}")
+    if turn["from"] != "function_call":
+        return {"role": role, "content": value}
+    calls = from_json(value)
+    calls = calls if isinstance(calls, list) else [calls]
+    return read_messages([{"role": role, "content": "", "tool_calls": calls}], name)[0]
+
+
+def _from_alpaca(raw: Row, name: str) -> Chat:
+    """An instruction, its `input` below it, `history` as pairs of earlier questions and answers, and the `output`."""
+    question = "\n".join(str(raw[part]) for part in (name, "input") if raw.get(part) not in (None, ""))
+    messages = []
+    for turn in raw.get("history") or ():
+        if not isinstance(turn, list | tuple) or len(turn) != 2:
+            raise ValueError(f"history: expected pairs of a question and an answer, got {turn!r:.80}")
+        messages += [{"role": "user", "content": str(turn[0])}, _said(str(turn[1]))]
+    messages.append({"role": "user", "content": question})
+    output = raw.get("output") if raw.get("completion") is None else raw["completion"]
+    return Chat(messages, None if output is None else _said(str(output)))
+
+
+READERS = {
+    **dict.fromkeys(QUESTIONS, _from_question),
+    "messages": _from_messages,
+    "conversations": _from_sharegpt,
+    "instruction": _from_alpaca,
+}
+
+
+def _plain_text(raw: Row) -> str | None:
+    text = raw.get("text")
+    return text if isinstance(text, str) and not _columns(raw, ASKED) else None
+
+
+def _turns(found: Any, name: str) -> Any:
+    r"""Messages, where it is a list of them, one message, or Anthropic's text with the turns of a chat; else as it is.
+
+    Anthropic's helpful-harmless texts, https://huggingface.co/datasets/Anthropic/hh-rlhf, begin with "\n\nHuman:".
+    """
+    if isinstance(found, Mapping):
+        found = [found]
+    if isinstance(found, list | tuple | np.ndarray):
+        if len(found) and all(isinstance(one, Mapping) and "from" in one for one in found):
+            return [_from_turn(one, f"{name}[{i}]") for i, one in enumerate(found)]
+        return read_messages(list(found), name)
+    if not isinstance(found, str) or not re.match(r"\s*Human:", found) or "\n\nAssistant:" not in found:
+        return found
+    _, *pieces = re.split(r"(?:^|\n\n)\s*(Human|Assistant):", found)
+    roles = {"Human": "user", "Assistant": "assistant"}
+    return [{"role": roles[who], "content": said.strip()} for who, said in zip(pieces[::2], pieces[1::2], strict=True)]
+
+
+def _split_answer(messages: Sequence[Message]) -> Chat:
+    """The last message of the assistant apart from those before it."""
+    if len(messages) > 1 and messages[-1]["role"] == "assistant":
+        return Chat(list(messages[:-1]), messages[-1])
+    return Chat(list(messages), None)
+
+
+# --- columns
+
+
+def _prompt(raw: Row, messages: Sequence[Message], read_as: str) -> dict[str, Any]:
+    """The row with its messages, the last question for people, its images, and its tools as a list."""
+    placed, images = place_images(messages, _images(raw))
+    question = next((text_of(one) for one in reversed(messages) if one["role"] == "user"), "")
+    question = question.replace(IMAGE, "").strip() if IMAGE in question else question
+    tools = from_json(raw.get("tools") or [])
+    if not isinstance(tools, list):
+        raise ValueError(f"tools: expected a list of functions, got {tools!r:.80}")
+    read = {"question": question, "messages": placed, "images": images, "tools": tools, "read_as": read_as}
+    return {**raw, **read}
+
+
+def _images(raw: Row) -> list[Any]:
+    if raw.get("read_as"):
+        return list(raw["images"])
+    found = _columns(raw, IMAGES)
+    if len(found) > 1:
+        raise ValueError("images and image: expected one of them, got both")
+    images = raw[found[0]] if found else []
+    return list(images) if isinstance(images, list | tuple | np.ndarray) else [images]
+
+
+def _right_answer(raw: Row, names: Sequence[str] = ANSWERS) -> Any:
+    """What is right: `answer` before `solution`, which may work it out; or verl's `reward_model["ground_truth"]`."""
+    if raw.get("read_as"):
+        return raw["answer"]
+    found = _columns(raw, names)
+    truth = raw.get("reward_model")
+    truth = truth.get("ground_truth") if isinstance(truth, Mapping) else None
+    if truth is not None:
+        if other := [name for name in found if str(raw[name]) != str(truth)]:
+            raise ValueError(f"reward_model.ground_truth and {other[0]}: expected one answer, got two that differ")
+        return truth
+    if "label" in found and len(found) > 1:
+        raise ValueError(f"{' and '.join(found)}: expected one of them, got both")
+    return raw[found[0]] if found else None
+
+
+def _only_answer(raw: Row) -> str:
+    found = _columns(raw, ("answer",) if raw.get("read_as") else ANSWERS)
+    if len(found) > 1:
+        raise ValueError(f"{' and '.join(found)}: expected one answer to imitate, got {len(found)}")
+    return _one_answer(raw[found[0]] if found else None, found[0] if found else "answer")
+
+
+def _one_answer(found: Any, name: str) -> Any:
+    """An answer that is a text, a number, or a list of the one message that it is."""
+    if isinstance(found, list) and len(found) == 1 and found[0].get("role") == "assistant":
+        return _simple(found[0])
+    if isinstance(found, list) and found:
+        came = f"{len(found)} messages, the first of role {found[0].get('role')!r}"
+        raise ValueError(f"{name}: expected a text or one message of the assistant, got {came}")
+    if isinstance(found, bool) or not isinstance(found, str | int | float | np.number):
+        raise ValueError(f"{name}: expected a text or one message of the assistant, got {found!r:.80}")
+    return str(found)
+
+
+def _simple(answer: Message) -> Any:
+    """Its text, if it is no more than that."""
+    return answer if answer.get("tool_calls") else text_of(answer)
+
+
+def _said(text: str) -> Message:
+    return {"role": "assistant", "content": text}
+
+
+def _columns(raw: Row, names: Sequence[str]) -> list[str]:
+    return [name for name in names if raw.get(name) is not None]
+
+
+# --- tables
+
+
+def check_columns(columns: Collection[str], *needed: Sequence[str]) -> None:
+    """Refuse a table whose columns would be left out or are ambiguous, or that lacks what is needed.
+
+    Args:
+        columns: of the table.
+        needed: groups of names, of each of which one has to be there.
+
+    Raises:
+        ValueError: a video or audio column; `image` and `images`; images in a column of another name; a group of which
+            no column is there.
+    """
+    has = f"got columns {list(columns)}"
+    if found := [name for name in NOT_TRAINED if name in columns]:
+        raise ValueError(f"{found[0]}: expected text and images alone, {has}")
+    if set(IMAGES) <= set(columns):
+        raise ValueError(f"images and image: expected one of them, {has}")
+    if not set(IMAGES) & set(columns):
+        if stray := [name for name in columns if re.search("image|img", name, re.I)]:
+            raise ValueError(f"images: expected a column images or image, not {stray[0]!r}, {has}")
+    for names in needed:
+        if not set(names) & set(columns):
+            raise ValueError(f"{names[0]}: expected a column {' or '.join(names)}, {has}")

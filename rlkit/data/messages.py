@@ -1,0 +1,176 @@
+"""Chats as lists of messages, in the form that chat templates read, with a place for each image.
+
+A message is {"role": "user", "content": ...}. Its content is a text, or a list of parts {"type": "image"} and
+{"type": "text", "text": ...}. An assistant's message may have `tool_calls`.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from rlkit.data.samples import Row
+
+Message = Mapping[str, Any]
+
+IMAGE = "<image>"
+"""Marks the place of an image in a text."""
+
+NOT_TRAINED = ("video", "videos", "audio", "audios")
+"""Columns that are refused by name: leaving them out would train on another question."""
+
+
+def message(role: str, text: str, images: int = 0) -> dict[str, Any]:
+    """A message with so many images and then its text."""
+    parts = [{"type": "image"}] * images + [{"type": "text", "text": text}]
+    return {"role": role, "content": parts if images else text}
+
+
+def text_of(message: Message) -> str:
+    """The text of a message, without its images."""
+    content = message.get("content") or ""
+    return content if isinstance(content, str) else "".join(part.get("text") or "" for part in content)
+
+
+def prompt_of(row: Row) -> tuple[list[Message], list[Any]]:
+    """The messages of a row's prompt, and the images that belong to their image parts, in order.
+
+    Args:
+        row: `messages`, or a `question` that is a text or messages; and `images`, see `place_images`.
+
+    Raises:
+        ValueError: the row could not be read, has no question, has a video or audio column, or its images and the
+            places for them do not match.
+    """
+    if reason := row.get("unreadable"):
+        raise ValueError(reason)
+    if found := next((name for name in NOT_TRAINED if not _missing(row.get(name))), None):
+        raise ValueError(f"{found}: expected text and images alone, got a column of this name")
+    name = "question" if row.get("messages") is None else "messages"
+    question = row.get(name)
+    images = [] if row.get("images") is None else list(row["images"])
+    if name == "question" and isinstance(question, str):
+        return place_images([message("user", question)], images)
+    return place_images(read_messages(question, name), images)
+
+
+def read_messages(found: Any, name: str = "messages") -> list[Message]:
+    """Messages without empty fields, from a list of {"role", "content"}, or from such a list as JSON text.
+
+    Args:
+        found: what a row has.
+        name: of its column, for errors.
+
+    Raises:
+        ValueError: it is no list of messages; a content is neither text nor parts of text and images.
+    """
+    found = from_json(found)
+    if not isinstance(found, list | tuple) or not found:
+        raise ValueError(f"{name}: expected text or a list of messages, got {_short(found)}")
+    return [_read_message(one, f"{name}[{i}]") for i, one in enumerate(found)]
+
+
+def from_json(found: Any) -> Any:
+    """What a text holds as JSON; anything else, and other text, as it is."""
+    try:
+        return json.loads(found) if isinstance(found, str) else found
+    except ValueError:
+        return found
+
+
+def _read_message(one: Any, name: str) -> Message:
+    if not isinstance(one, Mapping) or not isinstance(one.get("role"), str):
+        raise ValueError(f'{name}: expected {{"role": ..., "content": ...}}, got {_short(one)}')
+    read = {key: value for key, value in one.items() if value is not None}  # tables fill missing fields with None
+    content = read.get("content")
+    if calls := read.get("tool_calls"):
+        read |= {"tool_calls": [_read_call(call, f"{name}.tool_calls") for call in calls], "content": content or ""}
+    elif isinstance(content, list | tuple):
+        read["content"] = [_read_part(part, f"{name}.content") for part in content]
+    elif not isinstance(content, str):
+        raise ValueError(f"{name}.content: expected text or a list of parts, got {_short(content)}")
+    return read
+
+
+def _read_part(part: Any, name: str) -> Mapping[str, Any]:
+    kind = part.get("type") if isinstance(part, Mapping) else None
+    if kind == "text" and isinstance(part.get("text"), str):
+        return {"type": "text", "text": part["text"]}
+    if kind not in ("image", "image_url"):
+        raise ValueError(f"{name}: expected parts of type text and image, got {_short(part)}")
+    source = next((part[key] for key in ("image", "image_url", "url", "path", "bytes") if part.get(key)), None)
+    if kind == "image_url" and isinstance(source, Mapping):
+        source = source.get("url")
+    return {"type": "image"} if source is None else {"type": "image", "image": source}
+
+
+def _read_call(call: Any, name: str) -> Mapping[str, Any]:
+    """OpenAI's form has the arguments as JSON text; chat templates want them as an object."""
+    function = call.get("function") or call if isinstance(call, Mapping) else {}
+    arguments = from_json(function.get("arguments"))
+    if not isinstance(function.get("name"), str) or not isinstance(arguments, Mapping):
+        raise ValueError(f"{name}: expected a function's name and its arguments, got {_short(call)}")
+    return {"type": "function", "function": {"name": function["name"], "arguments": arguments}}
+
+
+def place_images(messages: Sequence[Message], images: Sequence[Any] = ()) -> tuple[list[Message], list[Any]]:
+    """Messages with an image part for each image, and the images in the order of these parts.
+
+    Where an image stands is said by image parts, which may hold the image itself, or by `<image>` in a text, which is
+    split there. Without either, the images go before the text of the first user's message.
+
+    Args:
+        messages: of `read_messages`.
+        images: of the row, for image parts that hold none and for `<image>`.
+
+    Raises:
+        ValueError: a number of places that is not the number of images, or places of both kinds.
+    """
+    places = [part for one in messages for part in parts_of(one) if part["type"] == "image"]
+    held = [part["image"] for part in places if "image" in part]
+    if held and (images or len(held) < len(places)):
+        raise ValueError(f"images: expected all in the messages or all beside them, got {len(held)} and {len(images)}")
+    images = list(held or images)
+    marks = sum(text_of(one).count(IMAGE) for one in messages)
+    asked = next((i for i, one in enumerate(messages) if one["role"] == "user"), None)
+    if len(places) == len(images) and not marks:
+        return [_without_sources(one) for one in messages], images
+    if marks == len(images) and not places:
+        return [_split_at_marks(one) for one in messages], images
+    if not marks and not places and asked is not None:
+        front = {**messages[asked], "content": [{"type": "image"}] * len(images) + parts_of(messages[asked])}
+        return [*messages[:asked], front, *messages[asked + 1 :]], images
+    spots = " and ".join(f"{n} {kind}" for n, kind in ((marks, IMAGE), (len(places), "image parts")) if n)
+    raise ValueError(f"images: expected one for each place, got {len(images)} for {spots or 'no place'}")
+
+
+def parts_of(message: Message) -> list[Mapping[str, Any]]:
+    """The content of a message as a list of parts."""
+    content = message.get("content") or []
+    return [{"type": "text", "text": content}] if isinstance(content, str) else list(content)
+
+
+def _without_sources(message: Message) -> Message:
+    if isinstance(message.get("content"), str):
+        return message
+    parts = [{"type": "image"} if part["type"] == "image" else part for part in parts_of(message)]
+    return {**message, "content": parts}
+
+
+def _split_at_marks(message: Message) -> Message:
+    if IMAGE not in text_of(message):
+        return message
+    pieces = [piece for part in parts_of(message) for piece in re.split(f"({IMAGE})", part["text"]) if piece]
+    parts = [{"type": "image"} if piece == IMAGE else {"type": "text", "text": piece} for piece in pieces]
+    return {**message, "content": parts}
+
+
+def _missing(found: Any) -> bool:
+    return found is None or isinstance(found, list | tuple | str) and not found
+
+
+def _short(found: Any) -> str:
+    shown = repr(found)
+    return shown if len(shown) <= 80 else f"{shown[:77]}..."

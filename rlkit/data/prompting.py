@@ -1,0 +1,67 @@
+"""What a run adds to its prompts: a system message, words around the question, the beginning of the answer."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from rlkit.data.messages import Message, parts_of, prompt_of
+from rlkit.data.samples import Row
+from rlkit.data.tasks import Task, with_rows
+
+PLACE = "{question}"
+
+
+def with_prompt(task: Task, *, system_prompt: str = "", prompt_template: str = "", answer_prefix: str = "") -> Task:
+    r"""A task whose prompts have more around their questions.
+
+        with_prompt(task, prompt_template="{question}\nAnswer with a letter in \\boxed{}.", answer_prefix="<think>\n")
+
+    Args:
+        task: held-out rows are changed like the others, so choose them before (`with_heldout`).
+        system_prompt: the system message of every row.
+        prompt_template: a text with `{question}` where the last question, with its images, goes. Other braces are
+            themselves.
+        answer_prefix: what every answer begins with. It is part of the prompt: the policy neither samples it nor is
+            trained on it, and rewards see the answer without it.
+
+    Raises:
+        ValueError: a template without `{question}`, or with several. A row that has a system message of its own where
+            there is a `system_prompt` is skipped and counted, as one that cannot be read.
+    """
+    if prompt_template and prompt_template.count(PLACE) != 1:
+        raise ValueError(f"prompt_template: expected a text with {PLACE} once, got {prompt_template!r}")
+    if not (system_prompt or prompt_template or answer_prefix):
+        return task
+
+    def row(raw: Row) -> Row:
+        try:
+            return _prompted(raw, system_prompt, prompt_template, answer_prefix)
+        except ValueError as error:
+            return {**raw, "unreadable": str(error)}
+
+    return with_rows(task, row)
+
+
+def _prompted(row: Row, system_prompt: str, prompt_template: str, answer_prefix: str) -> dict[str, Any]:
+    if row.get("plain_text") is not None:
+        raise ValueError("prompt_template: expected rows with a question, got plain text")
+    messages, images = prompt_of(row)
+    if system_prompt:
+        if messages[0]["role"] == "system":
+            raise ValueError("system_prompt: expected rows without a system message, got one that has it")
+        messages = [{"role": "system", "content": system_prompt}, *messages]
+    if prompt_template:
+        last = max((i for i, one in enumerate(messages) if one["role"] == "user"), default=None)
+        if last is None:
+            raise ValueError("prompt_template: expected a message of the user, got none")
+        messages = [*messages[:last], _around(messages[last], prompt_template), *messages[last + 1 :]]
+    added = {"answer_prefix": answer_prefix} if answer_prefix else {}
+    return {**row, "messages": messages, "images": images, **added}
+
+
+def _around(message: Message, template: str) -> Message:
+    before, _, after = template.partition(PLACE)
+    if isinstance(message["content"], str):
+        return {**message, "content": before + message["content"] + after}
+    ends = ([{"type": "text", "text": text}] if text else [] for text in (before, after))
+    return {**message, "content": [*next(ends), *parts_of(message), *next(ends)]}

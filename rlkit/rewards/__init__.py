@@ -1,0 +1,60 @@
+"""Rewards: rules, mathematics, programs in a sandbox, models as judges; scores of a batch, computed while others are
+sampled."""
+
+from rlkit.rewards.async_scoring import Judge, score_as_written
+from rlkit.rewards.judge import chat_judge, model_scores
+from rlkit.rewards.maths import boxed_match, maths_reward
+from rlkit.rewards.named import reward_named
+from rlkit.rewards.programs import all_tests_passed, share_of_tests_passed
+from rlkit.rewards.rules import (
+    boxes_iou,
+    exact_match,
+    matches,
+    multiple_choice,
+    numeric_match,
+    repetition,
+    squad_exact,
+    squad_f1,
+    think_answer_format,
+    within_length,
+)
+from rlkit.rewards.scoring import (
+    combine,
+    judged,
+    judged_accuracy,
+    judging_problem,
+    part_means,
+    reward_stats,
+    score,
+    score_parts,
+)
+
+__all__ = [
+    "Judge",
+    "all_tests_passed",
+    "boxed_match",
+    "boxes_iou",
+    "chat_judge",
+    "combine",
+    "exact_match",
+    "judged",
+    "judged_accuracy",
+    "judging_problem",
+    "matches",
+    "maths_reward",
+    "model_scores",
+    "multiple_choice",
+    "numeric_match",
+    "part_means",
+    "repetition",
+    "reward_named",
+    "reward_stats",
+    "score",
+    "score_as_written",
+    "score_parts",
+    "share_of_tests_passed",
+    "squad_exact",
+    "squad_f1",
+    "think_answer_format",
+    "within_length",
+]

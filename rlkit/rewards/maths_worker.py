@@ -1,0 +1,87 @@
+"""What `rlkit.rewards.maths` starts: a script that compares answers by math-verify, one a line, until its input ends.
+
+It has no time limits of math-verify's kind, which report a time-out as a wrong answer: whoever asks kills it. Should
+that one be gone, an alarm does, which needs no Python to run.
+"""
+
+import functools
+import json
+import math
+import os
+import re
+import resource
+import signal
+import sys
+
+MEMORY = 4 << 30  # bytes of address space: a tower of powers shall not take the machine's
+
+UNICODE = str.maketrans(
+    {"−": "-", "–": "-", "°": r"^\circ ", "×": r"\times ", "·": r"\cdot ", "π": r"\pi ", "∞": r"\infty "}
+)
+
+
+def cleaned(text: str) -> str:
+    """Spellings that math-verify takes for something else: mathematical signs as characters, delimiters of formulas and
+    a full stop around the whole, a thin space between thousands, another sign for the empty set, repeating decimals."""
+    text = text.strip().translate(UNICODE).replace(r"\varnothing", r"\emptyset")
+    text = re.sub(r"(?<=\d)(\\[,!;:]|~)(?=\d{3}(?!\d))", "", text).rstrip(" .")
+    text = re.sub(r"(?<=\d) +i\b", "i", text)
+    text = re.sub(r"(\d{0,99})\.(\d{0,99})\\overline\{(\d{1,99})\}", _fraction, text)
+    for left, right in (("$$", "$$"), ("$", "$"), (r"\(", r"\)"), (r"\[", r"\]")):
+        inside = text[len(left) : -len(right)]
+        if text.startswith(left) and text.endswith(right) and left not in inside:
+            return inside.strip()
+    return text
+
+
+def _fraction(decimal: re.Match) -> str:
+    """A decimal with a part that repeats for ever."""
+    whole, once, again = decimal.groups()
+    top = int(whole + once + again) - int(whole + once or "0")
+    return rf"\frac{{{top}}}{{{10 ** len(once) * (10 ** len(again) - 1)}}}"
+
+
+@functools.lru_cache(1024)
+def parsed(text: str, boxed: bool = True) -> list:
+    """What math-verify makes of a final answer: expressions, or the text itself where it can make nothing of it."""
+    from math_verify import ExprExtractionConfig, LatexExtractionConfig, parse
+
+    targets = [LatexExtractionConfig(boxed_match_priority=0), ExprExtractionConfig()]
+    return parse(rf"\boxed{{{text}}}" if boxed else text, targets, parsing_timeout=None)
+
+
+def verdict(answer: str, gold: str, boxed: bool) -> bool | None:
+    """Whether the two are the same; None where the gold answer is neither readable nor the very same text."""
+    from math_verify import verify
+
+    gold_text, text = cleaned(gold), cleaned(answer)
+    wanted, found = parsed(gold_text), parsed(text)
+    if not boxed:  # in running text, formulas stand between dollars, or are numbers
+        found = found + parsed(text, boxed=False)
+    if verify(wanted, found, timeout_seconds=None, allow_set_relation_comp=True):
+        return True
+    return False if any(not isinstance(part, str) for part in wanted) else None
+
+
+def main(questions: int, verdicts: int) -> None:
+    """Answer [answer, gold, boxed, seconds] by true, false or null, in JSON, a line each."""
+    resource.setrlimit(resource.RLIMIT_AS, (MEMORY, MEMORY))
+    parsed("1")  # the import, and the patterns
+    os.write(verdicts, b"ready\n")
+    with os.fdopen(questions) as lines:
+        for line in lines:
+            answer, gold, boxed, seconds = json.loads(line)
+            signal.alarm(2 + math.ceil(5 * seconds))
+            try:
+                found = verdict(answer, gold, boxed)
+            except (MemoryError, RecursionError):
+                found = None
+            signal.alarm(0)
+            os.write(verdicts, json.dumps(found).encode() + b"\n")
+
+
+if __name__ == "__main__":
+    sys.setrecursionlimit(10_000)
+    own = os.dup(1)
+    os.dup2(2, 1)  # what a library prints is no verdict
+    main(0, own)

@@ -1,0 +1,90 @@
+"""Rewards for programs: the answer's code runs on the row's tests, in `rlkit.rewards.sandbox`.
+
+    Task(..., reward=all_tests_passed)            # or share_of_tests_passed
+
+The program can lie about itself, so nothing it says decides a test: expected values never enter its process. What it
+printed, or the value of a call, comes out as text and is compared here; ending early, overloading `==` or breaking
+`assert` gains it nothing. This is why a test may not be an arbitrary assertion.
+"""
+
+from __future__ import annotations
+
+import ast
+import json
+import re
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+from rlkit.rewards.sandbox import Ran, run_python
+from rlkit.rewards.sandbox_inside import canonical
+
+
+def all_tests_passed(text: str, row: Mapping[str, Any]) -> float:
+    """1 if the answer's program passes all of the row's tests, else 0; the first failure ends the trial.
+
+    The program is `extract_program(text)`. The row's `tests` is a list, or its JSON text, of
+
+    - `{"input": ..., "output": ...}`: the program, run as `__main__` with that standard input, has to end with exit
+      code 0 and print that output, up to white space at the ends of lines and of the whole;
+    - `"assert f(2) == 3"`: a call, and a literal as its expected value, equal in type and value (1, 1.0 and True are
+      the same, as in Python). The program is run first, not as `__main__`.
+
+    Each test has a process of its own, and `row["seconds"]` (10 if not given) as in `run_python`.
+
+    Raises:
+        SandboxError: as `run_python`.
+        ValueError: no tests, or one of another form. Any other assertion would be judged by the program's own process.
+    """
+    return float(all(_passes(text, row)))
+
+
+def share_of_tests_passed(text: str, row: Mapping[str, Any]) -> float:
+    """The share of the row's tests that the answer's program passes; see `all_tests_passed`."""
+    passed = list(_passes(text, row))
+    return sum(passed) / len(passed)
+
+
+def _passes(text: str, row: Mapping[str, Any]) -> Iterator[bool]:
+    tests, where = row.get("tests"), row.get("where", "row")
+    try:
+        tests = json.loads(tests) if isinstance(tests, str) else tests
+    except ValueError:
+        tests = None
+    if not tests or not isinstance(tests, list):
+        raise ValueError(f"{where}: tests: expected a list of at least one test, got {row.get('tests')!r}")
+    wanted = [_wanted(test, where) for test in tests]  # all are read before the first is run
+    program, seconds = extract_program(text), float(row.get("seconds", 10))
+    return (passed(run_python(program, seconds=seconds, **given)) for given, passed in wanted)
+
+
+def _wanted(test: Any, where: str) -> tuple[dict[str, Any], Callable[[Ran], bool]]:
+    """What to run the program with, and whether the test was passed."""
+    if isinstance(test, Mapping) and isinstance(test.get("input"), str) and isinstance(test.get("output"), str):
+        return {"stdin": test["input"]}, lambda ran: ran.code == 0 and _lines(ran.stdout) == _lines(test["output"])
+    try:
+        match ast.parse(test).body:
+            case [ast.Assert(test=ast.Compare(left=left, ops=[ast.Eq()], comparators=[right]))]:
+                call, value = ast.unparse(left), canonical(ast.literal_eval(right))
+            case _:
+                raise ValueError("no such statement")
+    except (SyntaxError, TypeError, ValueError) as error:
+        forms = 'expected {"input": text, "output": text} or "assert <call> == <literal>"'
+        raise ValueError(f"{where}: tests: {forms}, got {test!r}") from error
+    return {"call": call}, lambda ran: ran.value == value
+
+
+def _lines(text: str) -> list[str]:
+    return [line.rstrip() for line in text.strip().splitlines()]
+
+
+def extract_program(text: str) -> str:
+    """The last complete fenced block marked python or py; else the last one without a mark; else the whole text.
+
+    What stands before the last `</think>` is not looked at.
+    """
+    text = text.rpartition("</think>")[2]
+    blocks = re.findall(r"^```[ \t]*(\w*)[^\n]*\n(.*?)^```", text, re.DOTALL | re.MULTILINE)
+    for marks in (("python", "py", "python3"), ("",)):
+        if found := [code for mark, code in blocks if mark.lower() in marks]:
+            return found[-1]
+    return text

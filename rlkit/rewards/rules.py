@@ -1,0 +1,241 @@
+r"""Rewards that plain rules can give: the form of an answer, exact and multiple-choice answers, numbers, words, boxes.
+
+Each is `reward(text, row) -> float | None`, or a function that makes one from its settings. `row["answer"]` is the
+right answer; a row without one is not judged. Mathematics is in `maths`, programs in `programs`, a model as judge in
+`judge`.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import string
+from collections import Counter
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+
+from rlkit.data.lookup import extra
+from rlkit.data.samples import Reward, Row
+
+# --- the form of an answer
+
+
+def exact_match(text: str, row: Row) -> float | None:
+    """1 if the answer is the row's, up to case and white space at the ends; None for a row without an answer."""
+    if row["answer"] is None:
+        return None
+    return float(text.strip().lower() == str(row["answer"]).strip().lower())
+
+
+def matches(pattern: str) -> Reward:
+    """1 if the whole answer, up to white space at its ends, matches a regular expression (`.` is any character)."""
+    compiled = re.compile(pattern, re.DOTALL)
+    return lambda text, row: float(compiled.fullmatch(text.strip()) is not None)
+
+
+def think_answer_format(text: str, row: Row) -> float:
+    """1 for `<think>...</think>` and then `<answer>...</answer>`, each of the four once, with nothing around them.
+
+    DeepSeek-R1's format reward (https://arxiv.org/abs/2501.12948, section 2.2.2). A template that ends in `<think>`
+    leaves the first tag to the prompt: use `matches` there.
+    """
+    once = all(text.count(tag) == 1 for tag in ("<think>", "</think>", "<answer>", "</answer>"))
+    return float(once and re.fullmatch(r"<think>.*</think>\s*<answer>.*</answer>", text.strip(), re.DOTALL) is not None)
+
+
+def within_length(longest: int, buffer: int = 0, count: Callable[[str], int] = len) -> Reward:
+    """0 up to `longest - buffer`, then falling linearly to -1 at `longest`, and -1 beyond.
+
+    DAPO's soft overlong punishment (https://arxiv.org/abs/2503.14476, eq. 13), in any unit;
+    `rlkit.advantages.overlong_penalty` does it on the tokens that were sampled.
+
+    Args:
+        longest: from here on it is -1, in the unit of `count`.
+        buffer: width of the slope; 0 is a step behind `longest`.
+        count: the length of a text: `len` is characters, `lambda text: len(text.split())` words.
+
+    Raises:
+        ValueError: not 0 <= buffer <= longest.
+    """
+    if not 0 <= buffer <= longest:
+        raise ValueError(f"buffer: expected 0 to longest ({longest}), got {buffer}")
+
+    def reward(text: str, row: Row) -> float:
+        over = count(text) - (longest - buffer)
+        return -1.0 if over > buffer else -max(over, 0) / buffer if buffer else 0.0
+
+    return reward
+
+
+def repetition(n: int = 4, words: Callable[[str], Sequence[str]] | None = None) -> Reward:
+    """-(1 - distinct n-grams / all n-grams): 0 without repetition, towards -1; 0 for fewer than n words.
+
+    What open-r1 makes of the n-gram penalty of Yeo et al. (https://arxiv.org/abs/2502.03373, appendix C.2, where each
+    repeated token is punished by itself). Its `max_penalty` is the weight in `combine`.
+
+    Args:
+        n: words of an n-gram.
+        words: cuts a text; by default lower case, at white space. `list` is for scripts without spaces.
+
+    Raises:
+        ValueError: n is less than 1.
+    """
+    if n < 1:
+        raise ValueError(f"n: expected at least 1, got {n}")
+
+    def reward(text: str, row: Row) -> float:
+        cut = words(text) if words else text.lower().split()
+        grams = list(zip(*(cut[i:] for i in range(n)), strict=False))
+        return len(set(grams)) / len(grams) - 1 if grams else 0.0
+
+    return reward
+
+
+# --- the answer
+
+
+def choice_letter(text: str) -> str | None:
+    r"""The letter, A to J in upper case, that a text chooses; None if there is none.
+
+    Of what follows the last `</think>`, the last of: `<answer>B</answer>`, `\boxed{B}` (with or without `\text{}` and
+    brackets), `answer is B` or `answer: (B)`; without one of them, the text as a whole if it is `B`, `(B)`, `B.` or
+    begins with `B)`, `B.` or `B:` and goes on. Lower-case letters count in the first forms, not in the last.
+    """
+    text = text.rpartition("</think>")[2]
+    letter = r"[\s*(\[{]*(?:\\(?:text|textbf|mathrm|mathbf)\{)?[\s(]*([A-J])(?![\w'])"
+    marked = rf"<answer>{letter}|\\boxed\{{{letter}|\banswer\s*(?:is|:)(?:\*\*)?:?{letter}"
+    if found := list(re.finditer(marked, text, re.IGNORECASE)):
+        return next(group for group in found[-1].groups() if group).upper()
+    alone = re.match(r"[\s*(]*([A-J])(?:[\s*).]*$|[).:]\**\s)", text)
+    return alone[1] if alone else None
+
+
+def multiple_choice(text: str, row: Row) -> float | None:
+    """1 if `choice_letter` of the answer is the row's letter, 0 if it is another one or there is none.
+
+    Raises:
+        ValueError: the row's answer is no letter from A to J.
+    """
+    if row["answer"] is None:
+        return None
+    right = choice_letter(str(row["answer"]).strip().upper())
+    if right is None:
+        raise ValueError(f"{row.get('where', 'row')}: answer: expected a letter from A to J, got {row['answer']!r}")
+    return float(choice_letter(text) == right)
+
+
+def numeric_match(relative: float = 0.0, absolute: float = 0.0) -> Reward:
+    """1 if the last number in the answer is the row's: |x - y| <= max(relative * |y|, absolute).
+
+    Numbers are decimal, with an exponent or not; commas between thousands are left out, units are not looked at.
+    relative=0.05 is ChartQA's relaxed accuracy (https://arxiv.org/abs/2203.10244, section 5.1).
+    """
+
+    def reward(text: str, row: Row) -> float | None:
+        if row["answer"] is None:
+            return None
+        right = _last_number(str(row["answer"]))
+        if right is None:
+            raise ValueError(f"{row.get('where', 'row')}: answer: expected a number, got {row['answer']!r}")
+        found = _last_number(text)
+        return float(found is not None and abs(found - right) <= max(relative * abs(right), absolute))
+
+    return reward
+
+
+def _last_number(text: str) -> float | None:
+    text = re.sub(r"(?<=\d),(?=\d{3}(?!\d))", "", text.replace("−", "-"))
+    found = re.findall(r"(?<![\w.])[-+]?(?:\d+\.?\d*|\.\d+)(?:[eE][-+]?\d+)?", text)
+    return float(found[-1]) if found else None
+
+
+def squad_normalise(text: str) -> str:
+    """Lower case, no punctuation, none of the words a, an and the, single spaces: in this order, as in the evaluation
+    script of SQuAD (https://arxiv.org/abs/1606.05250)."""
+    text = "".join(c for c in text.lower() if c not in string.punctuation)
+    return " ".join(re.sub(r"\b(a|an|the)\b", " ", text).split())
+
+
+def squad_exact(text: str, row: Row) -> float | None:
+    """1 if the answer, normalised as by `squad_normalise`, is the row's, or one of the row's list."""
+    return _best(lambda right: float(squad_normalise(text) == squad_normalise(right)), row)
+
+
+def squad_f1(text: str, row: Row) -> float | None:
+    """2PR / (P + R) over the words that both have in common, normalised; the best over the row's answers.
+
+    SQuAD (https://arxiv.org/abs/1606.05250, section 6.1). With an empty answer on one side it is 1 if both are empty,
+    else 0, as for SQuAD 2's questions without an answer.
+    """
+
+    def f1(right: str) -> float:
+        mine, theirs = squad_normalise(text).split(), squad_normalise(right).split()
+        if not mine or not theirs:
+            return float(mine == theirs)
+        common = (Counter(mine) & Counter(theirs)).total()
+        return 2 * common / (len(mine) + len(theirs))
+
+    return _best(f1, row)
+
+
+def _best(compare: Callable[[str], float], row: Row) -> float | None:
+    answer = row["answer"]
+    answers = list(answer) if isinstance(answer, list | tuple | np.ndarray) else [answer]
+    return None if answer is None or not answers else max(compare(str(right)) for right in answers)
+
+
+# --- boxes
+
+
+def parse_boxes(text: str) -> list[list[float]]:
+    """Every `[x1, y1, x2, y2]` or `(x1, y1, x2, y2)` in a text, in order; four numbers and nothing else between."""
+    number = r"\s*([-+]?(?:\d+\.?\d*|\.\d+))\s*"
+    boxes = re.findall(rf"[\[(]{','.join([number] * 4)}[\])]", text.rpartition("</think>")[2])
+    return [[float(x) for x in box] for box in boxes]
+
+
+def box_iou(a: Any, b: Any) -> np.ndarray:
+    """[N, 4] and [M, 4] boxes as x1, y1, x2, y2 -> [N, M] intersection over union; a box with x2 <= x1 is empty."""
+    a, b = np.asarray(a, float).reshape(-1, 1, 4), np.asarray(b, float).reshape(1, -1, 4)
+
+    def area(box: np.ndarray) -> np.ndarray:
+        return (box[..., 2:] - box[..., :2]).clip(0).prod(-1)
+
+    both = np.concatenate([np.maximum(a[..., :2], b[..., :2]), np.minimum(a[..., 2:], b[..., 2:])], -1)
+    shared = area(both)
+    return shared / np.maximum(area(a) + area(b) - shared, np.finfo(float).tiny)
+
+
+def boxes_iou(text: str, row: Row) -> float | None:
+    """The IoU of the answer's boxes with the row's, in the row's own coordinates, between 0 and 1.
+
+    sum of IoU over the best one-to-one matching / max(boxes found, boxes wanted): with one box on each side their IoU;
+    a box too many costs as much as one that is missing. No box on either side is 1.
+
+    Args:
+        text: an answer with boxes as in `parse_boxes`.
+        row: its `answer` is one box, a list of boxes, or either as text.
+
+    Raises:
+        ValueError: the row's answer is nothing of that.
+    """
+    with extra("rewards"):
+        from scipy.optimize import linear_sum_assignment
+
+    answer = row["answer"]
+    if answer is None:
+        return None
+    try:
+        wanted = np.asarray(json.loads(answer) if isinstance(answer, str) else answer, float)
+        wanted = wanted.reshape(-1, 4) if wanted.shape in ((0,), (4,)) else wanted
+    except (TypeError, ValueError):
+        wanted = np.empty(0)
+    if wanted.ndim != 2 or wanted.shape[1] != 4:
+        raise ValueError(f"{row.get('where', 'row')}: answer: expected boxes [x1, y1, x2, y2], got {answer!r}")
+    found = parse_boxes(text)
+    if not found or not len(wanted):
+        return float(len(found) == len(wanted))
+    overlaps = box_iou(found, wanted)
+    return float(overlaps[linear_sum_assignment(overlaps, maximize=True)].sum() / max(overlaps.shape))

@@ -1,0 +1,235 @@
+"""Running code that a model wrote.
+
+    ran = run_python(program, stdin="3 4")          # ran.stdout, ran.code, ...
+
+A program runs as **one process with one thread**, started for it alone, which the kernel holds to this (Linux, x86-64):
+
+- files: it reads the standard library and the system's shared libraries, and writes only new files in an empty folder
+  of its own (Landlock). It may still learn that another path exists, and its size and times.
+- system calls: a list of some seventy is allowed, all else is refused (seccomp): no socket, no new process, thread or
+  program, no signal to others, no change of modes, owners, links, limits or mounts. So threads, subprocess,
+  multiprocessing, asyncio and tempfile do not work in it.
+- it has no capabilities and can gain none, an empty environment, and no open file but its own input and output.
+- limits: processor and wall time, address space, bytes and number of the files in its folder, its output among them.
+
+At first use a program of ours tries all of that, and where one thing gets through, or the kernel lacks a part, nothing
+runs: `SandboxError`. It is no virtual machine: a hole in the kernel is a hole in it.
+
+The program can say what it likes about itself, so what it says must not be a verdict: `rlkit.rewards.programs` compares
+what comes out with what was expected, which never goes in.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import platform
+import select
+import shutil
+import subprocess
+import sys
+import sysconfig
+import tempfile
+import time
+from pathlib import Path
+from typing import Any, NamedTuple
+
+INSIDE = str(Path(__file__).with_name("sandbox_inside.py"))
+MOST_FILES = 100
+POLL_SECONDS = 0.02
+START_SECONDS = 60.0  # for an interpreter, on a machine however busy
+WALL = 4  # wall time allowed for each second of processor time
+
+
+class SandboxError(RuntimeError):
+    """The machine cannot isolate a program, or could not start it: nothing was run, and nothing is known of it."""
+
+
+class Ran(NamedTuple):
+    """What a program did.
+
+    Attributes:
+        stdout, stderr: text, at most `output` bytes each.
+        value: what `call` returned, in the form of `canonical`; None without a call, or if it did not return.
+        code: the exit code; -n when signal n ended it.
+        stopped: "time" or "output" when it was stopped for that; else empty.
+    """
+
+    stdout: str
+    stderr: str
+    value: str | None
+    code: int
+    stopped: str
+
+
+# --- outside
+
+
+def run_python(
+    program: str,
+    *,
+    stdin: str = "",
+    call: str = "",
+    seconds: float = 10.0,
+    memory: int = 512 << 20,
+    output: int = 1 << 20,
+) -> Ran:
+    """Run a program that is not trusted.
+
+    Args:
+        program: Python source; it runs as `__main__`, or as `program` if there is a call.
+        stdin: its standard input.
+        call: an expression, worked out behind the program in its namespace; its value is `Ran.value`.
+        seconds: most processor time, which a busy machine does not use up; wall time is held to four times that.
+        memory: most bytes of address space, the interpreter's own (about 30 MB) among them.
+        output: most bytes in its folder, standard output and error among them. One file cannot grow larger; all of
+            them together are measured every 20 ms.
+
+    Raises:
+        SandboxError: the machine cannot hold a program to what the module says, or could not start one. The program
+            has not run, and no test of it has failed.
+    """
+    check_isolation()
+    return _run(program, stdin, call, seconds, memory, output)
+
+
+@functools.cache
+def check_isolation() -> None:
+    """Let a program of ours try what must not be possible; it is asked once a process.
+
+    Raises:
+        SandboxError: something was possible, or the kernel lacks a part.
+    """
+    if sys.platform != "linux" or platform.machine() != "x86_64":
+        raise SandboxError(
+            f"cannot isolate programs: expected Linux on x86-64, got {sys.platform} {platform.machine()}"
+        )
+    with tempfile.TemporaryDirectory() as outside:
+        secret = Path(outside) / "secret"
+        secret.write_text("secret")
+        mode = secret.stat().st_mode
+        probe = f"outside, secret = {outside!r}, {str(secret)!r}\n" + _PROBE
+        ran = _run(probe, "", "", 20.0, 256 << 20, 1 << 16)
+        holes = ran.stdout.split() if ran.code == 0 and ran.stdout else [f"the probe ended with {ran}"]
+        if os.listdir(outside) != ["secret"] or secret.read_text() != "secret" or secret.stat().st_mode != mode:
+            holes.append("outside_changed")
+    if holes != ["done"]:
+        raise SandboxError(f"cannot isolate programs on this machine: a probe got through, or broke: {holes}")
+
+
+_PROBE = """
+import _thread, os, resource, socket
+def kill(): os.kill(os.getppid(), 0)
+def raise_limit(): resource.setrlimit(resource.RLIMIT_AS, (resource.RLIM_INFINITY,) * 2)
+def much_memory(): bytearray(300 << 20)
+def large_file(): open("large", "wb", 0).write(bytes(2 << 16)) > 1 << 16 or 1 / 0
+attempts = dict(
+    read=lambda: open(secret).read(), write=lambda: open(secret, "a"), create=lambda: open(outside + "/new", "w"),
+    truncate=lambda: os.truncate(secret, 0), chmod=lambda: os.chmod(secret, 0o777),
+    symlink=lambda: os.symlink(secret, "a"), link=lambda: os.link(secret, "b"), remove=lambda: os.remove(secret),
+    move=lambda: os.rename(secret, "c"), directory=lambda: os.mkdir("d"), proc=lambda: open("/proc/self/status"),
+    tcp=lambda: socket.socket(), unix=lambda: socket.socket(socket.AF_UNIX), pair=lambda: socket.socketpair(),
+    fork=os.fork, thread=lambda: _thread.start_new_thread(print, ()), kill=kill, setsid=os.setsid,
+    exec=lambda: os.execv("/bin/sh", ["sh", "-c", "echo exec"]), raise_limit=raise_limit, memory=much_memory,
+    file_size=large_file, environment=lambda: os.environ["PATH"], descriptor=lambda: os.fstat(3),
+)
+for name, attempt in attempts.items():
+    try:
+        attempt()
+    except (OSError, RuntimeError, ValueError, MemoryError, KeyError, ArithmeticError):
+        continue
+    print(name)
+print("done")
+"""
+
+
+def _run(program: str, stdin: str, call: str, seconds: float, memory: int, output: int) -> Ran:
+    process = None
+    try:
+        folder = Path(tempfile.mkdtemp(prefix="sandbox-"))
+    except OSError as error:
+        raise SandboxError(f"could not start a program: {error}") from error
+    try:
+        process = _start(folder, program, stdin, [call, seconds, memory, output])
+        stopped = _wait(process, folder, seconds, output)
+        value = _text(folder / "value", output) if call else ""
+        texts = _text(folder / "stdout", output), _text(folder / "stderr", output)
+        return Ran(*texts, value or None, process.returncode, stopped)
+    finally:
+        if process is not None:
+            process.kill()
+            process.wait()
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def _start(folder: Path, program: str, stdin: str, settings: list[Any]) -> subprocess.Popen[bytes]:
+    """A process that is restricted, and begins with the program now."""
+    ready, said_ready = os.pipe()
+    try:
+        for name, text in {"program.py": program, "stdin": stdin, "stdout": "", "stderr": ""}.items():
+            (folder / name).write_text(text, errors="replace")
+        with open(folder / "stdin") as file, open(folder / "stdout", "w") as out, open(folder / "stderr", "w") as err:
+            process = subprocess.Popen(
+                [sys.executable, "-P", "-s", "-S", "-B", INSIDE, *map(str, settings), str(said_ready), *_readable()],
+                stdin=file, stdout=out, stderr=err, cwd=folder, env={"PYTHONHASHSEED": "0"},
+                pass_fds=[said_ready], start_new_session=True,
+            )  # fmt: skip
+        os.close(said_ready)
+        said_ready = -1
+        if _readable_within(ready, START_SECONDS) and os.read(ready, 1):
+            return process
+        process.kill()
+        code = process.wait()
+        reason = _text(folder / "stderr", 1 << 16).strip()[-500:] or f"nothing heard of it, exit code {code}"
+        raise SandboxError(f"cannot isolate programs on this machine: {reason}")
+    except OSError as error:
+        raise SandboxError(f"could not start a program: {error}") from error
+    finally:
+        os.close(ready)
+        if said_ready >= 0:
+            os.close(said_ready)
+
+
+def processor_seconds(pid: int) -> float:
+    """What a process has computed, all of its threads together."""
+    return time.clock_gettime(~pid << 3 | 2)  # the kernel's number for that clock
+
+
+def _readable() -> list[str]:
+    """The standard library, and the shared libraries that it loads."""
+    own = [sysconfig.get_path("stdlib"), sysconfig.get_path("platstdlib"), os.path.join(sys.base_prefix, "lib")]
+    return sorted({*own, "/lib", "/lib64", "/usr/lib", "/etc/ld.so.cache"})
+
+
+def _readable_within(descriptor: int, seconds: float) -> bool:
+    waiting = select.poll()
+    waiting.register(descriptor, select.POLLIN)
+    return bool(waiting.poll(seconds * 1000))
+
+
+def _wait(process: subprocess.Popen[bytes], folder: Path, seconds: float, output: int) -> str:
+    """Until the process has ended, by itself or because it was stopped: why it was."""
+    deadline = time.monotonic() + WALL * seconds
+    descriptor = os.pidfd_open(process.pid)
+    stopped = ""
+    try:
+        while not stopped and not _readable_within(descriptor, POLL_SECONDS):
+            files = [entry.stat(follow_symlinks=False) for entry in os.scandir(folder)]  # none can be taken away
+            if len(files) > MOST_FILES or sum(512 * file.st_blocks for file in files) > output + (64 << 10):
+                stopped = "output"
+            elif processor_seconds(process.pid) > seconds or time.monotonic() > deadline:
+                stopped = "time"
+    finally:
+        os.close(descriptor)
+        process.kill()
+        process.wait()
+    return stopped
+
+
+def _text(path: Path, most: int) -> str:
+    """Empty where there is nothing that can be read: the program may have made the file, and in any mode."""
+    try:
+        with path.open("rb") as file:
+            return file.read(most).decode(errors="replace")
+    except OSError:
+        return ""

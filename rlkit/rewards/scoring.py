@@ -1,0 +1,215 @@
+"""Rewards of a batch of samples, and rewards made of several parts.
+
+    reward = combine({"right": (1.0, multiple_choice), "format": (0.1, think_answer_format)})
+    rewards, parts = score_parts(reward, samples)              # [B], and {"right": [B], "format": [B]} for curves
+    run.log(step, {**reward_stats(rewards, ids, engine.global_sum), **part_means(parts, engine.global_sum), ...})
+
+A reward is a function `reward(text, row) -> float | None`; None means that the answer could not be judged.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from rlkit.data.samples import Reward, Row, Sample
+from rlkit.data.user_code import Failures
+
+
+def score(reward: Reward, samples: Sequence[Sample], *, threads: int = 1, failures: Failures | None = None) -> Tensor:
+    """[B] float32 rewards; nan where the reward function raised, or returned None, nan or an infinity: not judged.
+
+    A failure is never turned into a 0. Each distinct error is logged with its traceback once, then counted. A sample
+    that was aborted is not judged.
+
+    Args:
+        reward: as of a task.
+        samples: prompts with their answers.
+        threads: rewards under way at once, for those that wait for a process or a server (maths, programs, a judge).
+        failures: the reasons of what is not judged are counted here; by default they are those of this call.
+    """
+    own = Failures("reward") if failures is None else failures
+    judge = partial(_judge, reward, own)
+    if threads == 1:  # in this thread: a reward may use signals
+        values = [judge(sample) for sample in samples]
+    else:
+        with ThreadPoolExecutor(threads) as pool:
+            values = list(pool.map(judge, samples))
+    if failures is None:
+        own.log_repeated()
+    return torch.tensor(values, dtype=torch.float32)
+
+
+def _judge(reward: Reward, failures: Failures, sample: Sample) -> float:
+    if sample.finish_reason == "aborted":  # a tool failed, which says nothing about the policy
+        failures.count("an episode aborted by its tool")
+        return math.nan
+    try:
+        value = reward(sample.text, sample.row)
+        if value is not None and math.isfinite(value := float(value)):
+            return value
+        failures.count(f"a reward of {value}")  # an infinite one would spoil its whole group
+    except Exception as error:  # whatever it is, it is the reward's, and it says nothing about the answer
+        where = sample.row.get("where", f"group {sample.group_id}")
+        failures.add(error, f"{where}, answer {sample.text[:80]!r}")
+    return math.nan
+
+
+def judged(samples: Sequence[Sample], rewards: Tensor) -> list[Sample]:
+    """Those samples that could be judged, each with its reward."""
+    pairs = zip(samples, rewards.tolist(), strict=True)
+    return [replace(sample, reward=value) for sample, value in pairs if not math.isnan(value)]
+
+
+def judged_accuracy(
+    rewards: Tensor, global_sum: Callable[[Tensor], Tensor], *, max_unjudged: float = 1.0, reasons: str = ""
+) -> dict[str, float]:
+    """The mean reward of the answers that could be judged, over all ranks, with those that could not beside it.
+
+    Args:
+        rewards: [B], one answer to each of this rank's held-out rows; nan where it could not be judged.
+        global_sum: the engine's; all ranks call this together.
+        max_unjudged: largest share of the answers that may be without a judgement.
+        reasons: why they are, for the error: `Judge.reasons`, or `Failures.take()`.
+
+    Returns:
+        `accuracy`, nan without a judged answer; `judged` and `unjudged`, counts.
+
+    Raises:
+        ValueError: a larger share could not be judged: the mean of the others would say little.
+    """
+    known = ~rewards.isnan()
+    sums = torch.stack([rewards.double().nansum(), known.sum().double(), torch.tensor(float(len(rewards)))])
+    total, judged, asked = global_sum(sums.double()).tolist()
+    if asked and (problem := judging_problem(asked, judged, max_unjudged, reasons)):
+        raise ValueError(f"held-out {problem}")
+    return {"accuracy": total / judged if judged else math.nan, "judged": int(judged), "unjudged": int(asked - judged)}
+
+
+def judging_problem(
+    asked: float, judged: float, max_unjudged: float, reasons: str = "", skipped: Sequence[str] = ()
+) -> str:
+    """One sentence if too few answers of a batch were judged to go on with it; an empty text if not.
+
+    Args:
+        asked, judged: answers, and those with a reward, over all ranks.
+        max_unjudged: largest share that may be without one.
+        reasons: why they are, see `judged_accuracy`.
+        skipped: messages of `encode_rows`, one a row that no prompt could be made of.
+    """
+    if judged >= max(1.0, (1 - max_unjudged) * asked):
+        return ""
+    if not asked:
+        first = f": {len(skipped)} rows were skipped, the first because of {skipped[0]}" if skipped else ""
+        return f"answers: expected at least one, got none{first}"
+    why = f": {reasons}" if reasons else ""
+    least = f"{1 - max_unjudged:.0%}" if max_unjudged < 1 else "one"
+    return f"answers: expected at least {least} of {asked:.0f} judged, got {judged:.0f}{why}"
+
+
+# --- several parts
+
+
+@dataclass(frozen=True)
+class Combined:
+    """A reward that is a weighted sum; see `combine`."""
+
+    parts: Mapping[str, tuple[float, Reward]]
+
+    def __call__(self, text: str, row: Row) -> float | None:
+        total = 0.0
+        for weight, reward in self.parts.values():
+            if weight:
+                value = reward(text, row)
+                if value is None:
+                    return None
+                total += weight * value
+        return total
+
+
+def combine(parts: Mapping[str, tuple[float, Reward]]) -> Combined:
+    """sum_k weight_k * reward_k(text, row); None as soon as one part with a weight could not be judged.
+
+    Args:
+        parts: for each name a weight and a reward. A part with weight 0 is a curve and nothing else: it is worked out
+            by `score_parts` alone, and its failures do not count.
+
+    Raises:
+        ValueError: no part, or a weight that is not finite.
+    """
+    if not parts or not all(math.isfinite(weight) for weight, _ in parts.values()):
+        weights = {name: weight for name, (weight, _) in parts.items()}
+        raise ValueError(f"parts: expected at least one, with finite weights, got {weights}")
+    return Combined(dict(parts))
+
+
+def score_parts(
+    reward: Reward, samples: Sequence[Sample], *, threads: int = 1, failures: Failures | None = None
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """`score`, and each part of a combined reward by itself; every part judges every sample once.
+
+    Args:
+        reward, samples, threads, failures: as in `score`.
+
+    Returns:
+        rewards [B] float32, nan where one part with a weight could not be judged; and parts, name -> [B] before its
+        weight (empty for a reward that is not combined): a run logs their means, GDPO takes them as they are.
+    """
+    if not isinstance(reward, Combined):
+        return score(reward, samples, threads=threads, failures=failures), {}
+    parts = {name: score(part, samples, threads=threads, failures=failures) for name, (_, part) in reward.parts.items()}
+    total = torch.zeros(len(samples), dtype=torch.float64)
+    for name, (weight, _) in reward.parts.items():
+        if weight:
+            total += weight * parts[name]
+    return total.float(), parts
+
+
+def part_means(parts: Mapping[str, Tensor], global_sum: Callable[[Tensor], Tensor]) -> dict[str, float]:
+    """`reward_part/<name>` -> mean of a part over all samples of all ranks that it could judge, for a run's curves.
+
+    Args:
+        parts: of `score_parts`, for this rank's samples; all ranks call this together.
+        global_sum: the engine's.
+    """
+    if not parts:
+        return {}
+    sums = [torch.stack([part.nansum(), (~part.isnan()).sum()]).double() for part in parts.values()]
+    means = [total / count if count else math.nan for total, count in global_sum(torch.stack(sums)).tolist()]
+    return {f"reward_part/{name}": mean for name, mean in zip(parts, means, strict=True)}
+
+
+def reward_stats(rewards: Tensor, group_ids: Tensor, global_sum: Callable[[Tensor], Tensor]) -> dict[str, float]:
+    """How the rewards of a batch are distributed, over all ranks, for a run's curves.
+
+    `reward/mean`; `reward/std`, the population's; and over prompts, the mean of the best answer's reward `reward/best`
+    and of the worst one's `reward/worst`, and `reward/equal`, the share of prompts whose answers all have the same
+    reward, which teach nothing where answers are compared with each other.
+
+    Args:
+        rewards: [B], of this rank's answers; those that are nan (not judged) are left out.
+        group_ids: [B], the same integer for all answers to one prompt, which are all on one rank.
+        global_sum: the engine's; all ranks call this together.
+
+    Returns:
+        Nothing where no rank has an answer that was judged.
+    """
+    judged = ~rewards.isnan()
+    rewards, ids = rewards[judged].double(), group_ids[judged].unique(return_inverse=True)[1]
+    groups = torch.zeros(int(ids.max()) + 1 if len(ids) else 0, dtype=torch.float64)
+    best, worst = (groups.scatter_reduce(0, ids, rewards, how, include_self=False) for how in ("amax", "amin"))
+    sums = [len(rewards), rewards.sum(), rewards.square().sum(), len(groups)]
+    sums += [best.sum(), worst.sum(), (best == worst).sum()]
+    count, total, squares, prompts, *by_prompt = global_sum(torch.tensor(sums, dtype=torch.float64)).tolist()
+    if not count:
+        return {}
+    mean = total / count
+    shares = zip(("best", "worst", "equal"), by_prompt, strict=True)
+    std = max(squares / count - mean**2, 0.0) ** 0.5
+    return {"reward/mean": mean, "reward/std": std, **{f"reward/{name}": x / prompts for name, x in shares}}

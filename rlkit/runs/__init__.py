@@ -1,0 +1,94 @@
+"""What every recipe does around its algorithm: options, starting, models, sampling, evaluation, checkpoints.
+
+These are functions that a recipe calls, in the order in which it calls them:
+
+    with one_sentence_errors("my_recipe"):
+        task = load_named_task(cfg, cfg.task)
+        run = start_run("my_recipe", cfg, task.name)                 # claims the directory
+        path, processor = find_model(cfg, run, task.train)
+        engine = build_engine(cfg, path, processor, updates=cfg.steps, temperature=cfg.temperature)
+        rollout = build_rollout(cfg, path, processor, engine)
+        start = resume(cfg, run, checkpoints=engine)["step"]
+    ...
+    finish(cfg, run, shown, model=engine)
+"""
+
+from rlkit.runs.checkpoints import finish, resume, save, totals, training_passes
+from rlkit.runs.directory import claim_directory
+from rlkit.runs.models import (
+    answer_ends,
+    build_engine,
+    build_reference,
+    build_rollout,
+    build_scorer,
+    build_value_engine,
+    find_model,
+    learning_rate_schedule,
+)
+from rlkit.runs.options import (
+    EngineOptions,
+    GenerationOptions,
+    ModelOptions,
+    PolicyOptions,
+    RunOptions,
+    SamplingOptions,
+    TaskOptions,
+    TrainingOptions,
+    check_range,
+    parse_options,
+)
+from rlkit.runs.sampling import (
+    Answers,
+    PolicySampler,
+    Prompts,
+    accuracy,
+    encode_share,
+    prompt_encoder,
+    record_evaluation,
+    too_few_judged,
+)
+from rlkit.runs.start import one_sentence_errors, run_recipe, start_run
+from rlkit.runs.tasks import load_named_task, with_epochs
+from rlkit.runs.updates import mean_metrics, mini_batches
+
+__all__ = [
+    "Answers",
+    "EngineOptions",
+    "GenerationOptions",
+    "ModelOptions",
+    "PolicyOptions",
+    "PolicySampler",
+    "Prompts",
+    "RunOptions",
+    "SamplingOptions",
+    "TaskOptions",
+    "TrainingOptions",
+    "accuracy",
+    "answer_ends",
+    "build_engine",
+    "build_reference",
+    "build_rollout",
+    "build_scorer",
+    "build_value_engine",
+    "check_range",
+    "claim_directory",
+    "encode_share",
+    "find_model",
+    "finish",
+    "learning_rate_schedule",
+    "load_named_task",
+    "mean_metrics",
+    "mini_batches",
+    "one_sentence_errors",
+    "parse_options",
+    "prompt_encoder",
+    "record_evaluation",
+    "resume",
+    "run_recipe",
+    "save",
+    "start_run",
+    "too_few_judged",
+    "totals",
+    "training_passes",
+    "with_epochs",
+]

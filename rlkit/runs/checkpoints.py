@@ -1,0 +1,83 @@
+"""Saving a run, resuming it, and what it leaves at its end."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rlkit.data.samples import Sample
+from rlkit.engines.checkpoint import checkpoints, keep_newest
+from rlkit.report import write_report
+from rlkit.runs.directory import release_directory
+from rlkit.runs.options import AdapterOptions, RunOptions
+from rlkit.tracking import Run
+
+POLICY = "checkpoints"  # its checkpoint is written last: a step is saved when this one is there
+
+
+def resume(cfg: RunOptions, run: Run, **engines: Any) -> dict[str, Any]:
+    """Load the newest checkpoint of each engine if `cfg.resume` is set; all ranks call this together.
+
+    Args:
+        engines: by the folder of their checkpoints; the policy's is `checkpoints`.
+
+    Returns:
+        What was saved beside the weights: `step`, the number of finished steps, and more. {"step": 0} in a new run.
+    """
+    saved = checkpoints(run.out / POLICY) if cfg.resume else []
+    if not saved:
+        if cfg.resume and run.writes:
+            print(f"resume: no checkpoint in {run.out}, starting at step 0", flush=True)
+        return {"step": 0}
+    state = {folder: engine.load_checkpoint(run.out / folder / saved[-1].name) for folder, engine in engines.items()}
+    if run.writes:
+        print(f"resume: continuing {run.out} at step {state[POLICY]['step']}", flush=True)
+    return state[POLICY]
+
+
+def save(cfg: Any, run: Run, step: int, state: Mapping[str, Any] | None = None, **engines: Any) -> None:
+    """Save each engine after every `cfg.save_every` steps and after the last; the newest two checkpoints are kept.
+
+    Args:
+        step: the step that is finished.
+        state: what `resume` returns beside the step.
+        engines: as in `resume`.
+    """
+    if (step + 1) % cfg.save_every and step + 1 != cfg.steps:
+        return
+    run.phase("checkpoint")
+    for folder, engine in sorted(engines.items(), key=lambda item: item[0] == POLICY):
+        engine.save_checkpoint(run.out / folder / f"step_{step + 1}", {"step": step + 1, **(state or {})})
+        keep_newest(run.out / folder, 2)
+
+
+def finish(cfg: Any, run: Run, samples: Sequence[Sample], **engines: Any) -> None:
+    """Export the trained models, close the logs, write the page and print where everything is.
+
+    Args:
+        samples: answers shown on the page, those with the lowest rewards first, at most 40.
+        engines: by the folder their model is exported to, in Hugging Face format.
+    """
+    for folder, engine in engines.items():
+        engine.export_hf(run.out / folder)
+    if engines:
+        run.evaluation(steps=cfg.steps)
+    run.close()
+    release_directory(run.out)
+    if run.writes:
+        page = write_report(run.out, sorted(samples, key=lambda sample: sample.reward)[:40], title=run.name)
+        print("results:", ", ".join(str(p) for p in [page, *(run.out / name for name in ("metrics.jsonl", *engines))]))
+
+
+def totals(engine: Any, **counts: float | Tensor) -> dict[str, float]:
+    """Each count summed over all ranks."""
+    summed = engine.global_sum(torch.tensor([float(x) for x in counts.values()], dtype=torch.float64))
+    return dict(zip(counts, summed.tolist(), strict=True))
+
+
+def training_passes(cfg: AdapterOptions, updates: int = 1) -> int:
+    """What optimizer steps on a batch cost, in forward passes: a backward pass is two, or one with LoRA."""
+    return updates * (2 if cfg.lora_rank else 3)

@@ -1,0 +1,198 @@
+"""From a recipe's options to what it works with: the engine that trains, a reference policy, the sampling back end."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch.distributed as dist
+from torch import Tensor
+from torch.optim import AdamW, Optimizer
+from torch.optim.lr_scheduler import LambdaLR
+
+from rlkit.data.samples import Batch
+from rlkit.engines import make_engine
+from rlkit.engines.value_head import load_value_model
+from rlkit.rollout import make_rollout
+from rlkit.rollout.sampling import end_tokens
+from rlkit.runs.options import AdapterOptions, EngineOptions, GenerationOptions, OptimizerOptions, TrainingOptions
+from rlkit.tracking import Run
+from rlkit.vlm import (
+    freeze,
+    load_model,
+    load_processor,
+    lora,
+    model_or_tiny,
+    suppressed_token_ids,
+    trainable_summary,
+    vision_tower,
+)
+from rlkit.vlm.loading import load_config, model_path
+
+
+def find_model(cfg: Any, run: Run, rows: Sequence[Mapping[str, Any]], **tiny: Any) -> tuple[str, Any]:
+    """The directory or hub id of the model, and its processor (a tokenizer for text). "tiny" is built once, in the run.
+
+    Args:
+        rows: what the tiny model is fine-tuned on.
+        tiny: of `rlkit.vlm.build_tiny`.
+    """
+    path = model_or_tiny(cfg.model, run.out / "init", rows, seed=cfg.seed, **tiny)
+    return path, load_processor(path, trust_remote_code=cfg.trust_remote_code)
+
+
+def answer_ends(cfg: Any, path: str, processor: Any) -> list[int]:
+    """Token ids that end an answer: those of the model's generation config, and the tokenizer's."""
+    from transformers import GenerationConfig
+
+    try:
+        config = GenerationConfig.from_pretrained(model_path(path))
+    except OSError:
+        config = GenerationConfig.from_model_config(load_config(path, trust_remote_code=cfg.trust_remote_code))
+    return end_tokens(getattr(processor, "tokenizer", processor), config.eos_token_id)
+
+
+def build_engine(
+    cfg: TrainingOptions, path: str, processor: Any, *, updates: int, temperature: float | None = None
+) -> Any:
+    """The engine that trains a language model.
+
+    Args:
+        path: directory or hub id of the model.
+        updates: optimizer steps of the whole run, over which the learning rate decays.
+        temperature: of the sampler, if answers are sampled. Tokens that stand for images are then left out of the
+            distribution, as they are by the sampler.
+    """
+    model = load_model(path, trust_remote_code=cfg.trust_remote_code)
+    return _training_engine(
+        cfg, "language_model", model, cfg.lr, updates, **_scoring(cfg, model, processor, temperature)
+    )
+
+
+def build_value_engine(
+    cfg: TrainingOptions, path: str, processor: Any, *, updates: int, lr: float | None = None
+) -> Any:
+    """The engine that trains a model with a scalar head: a critic, or a reward model.
+
+    Args:
+        path: of an exported value model, or of a language model, which gets a head of zeros.
+        updates: optimizer steps of the whole run.
+        lr: peak learning rate in place of `cfg.lr`.
+    """
+    model = load_value_model(path, trust_remote_code=cfg.trust_remote_code)
+    lr = cfg.lr if lr is None else lr
+    return _training_engine(cfg, "value_model", model, lr, updates, **_shared(cfg, processor))
+
+
+def build_scorer(cfg: Any, path: str, processor: Any, temperature: float | None = None) -> Any:
+    """An engine that trains nothing: it computes log-probabilities of a reference policy or a teacher."""
+    model = load_model(path, trust_remote_code=cfg.trust_remote_code)
+    return make_engine(cfg.engine, "language_model", model=model, **_scoring(cfg, model, processor, temperature))
+
+
+def build_reference(
+    cfg: TrainingOptions, path: str, processor: Any, engine: Any, temperature: float | None = None
+) -> Callable[[Batch], Tensor]:
+    """The policy that training starts from, as a function from a batch to log-probabilities [B, T].
+
+    With LoRA it is the trained model without its adapters. Otherwise it is a second engine.
+    """
+    if not cfg.lora_rank:
+        scorer = build_scorer(cfg, path, processor, temperature)
+        return lambda batch: scorer.infer_batch(batch)["logprobs"]
+
+    def without_adapter(batch: Batch) -> Tensor:
+        with engine.disable_adapter():
+            return engine.infer_batch(batch)["logprobs"]
+
+    return without_adapter
+
+
+def build_rollout(cfg: GenerationOptions, path: str, processor: Any, engine: Any, **options: Any) -> Any:
+    """The sampling back end, on the weights of this engine.
+
+    Raises:
+        ValueError: a back end on servers without servers.
+    """
+    if cfg.rollout in ("vllm_server", "sglang") and not cfg.servers:
+        raise ValueError(
+            f"servers: expected URLs for --rollout {cfg.rollout}, got none; `python -m rlkit.rollout.serve --model "
+            f"{path}` starts a vLLM server"
+        )
+    return make_rollout(
+        cfg.rollout,
+        engine.gathered,
+        model=path,
+        processor=processor,
+        urls=cfg.servers,
+        gpu_memory_utilization=cfg.gpu_memory_utilization,
+        model_parallel_group=engine.model_parallel_group,
+        **options,
+    )
+
+
+def learning_rate_schedule(optimizer: Optimizer, cfg: OptimizerOptions, updates: int) -> LambdaLR:
+    """Linear warm-up to the peak, then decay over all `updates` optimizer steps, as the options say."""
+    warmup, updates = max(1, cfg.warmup_steps), max(1, updates)
+    decay = DECAYS[cfg.lr_schedule]
+
+    def share_of_peak(step: int) -> float:
+        return min((step + 1) / warmup, max(cfg.min_lr_ratio, decay(min(1.0, step / updates))))
+
+    return LambdaLR(optimizer, share_of_peak)
+
+
+DECAYS: dict[str, Callable[[float], float]] = {  # share of the peak after a share of all steps
+    "linear": lambda done: 1 - done,
+    "cosine": lambda done: 0.5 * (1 + math.cos(math.pi * done)),
+    "constant": lambda done: 1.0,
+}
+
+
+def _training_engine(cfg: TrainingOptions, model_type: str, model: Any, lr: float, updates: int, **options: Any) -> Any:
+    model = _trained_part(cfg, model, head=model_type == "value_model")
+    if dist.get_rank() == 0:
+        print(f"{model_type}: {trainable_summary(model)}", flush=True)
+    return make_engine(
+        cfg.engine,
+        model_type,
+        model=model,
+        optimizer=lambda parameters: AdamW(parameters, lr=lr, betas=(0.9, 0.95), weight_decay=cfg.weight_decay),
+        scheduler=lambda optimizer: learning_rate_schedule(optimizer, cfg, updates),
+        max_grad_norm=cfg.max_grad_norm,
+        enable_gradient_checkpointing=cfg.enable_gradient_checkpointing,
+        **options,
+    )
+
+
+def _trained_part(cfg: AdapterOptions, model: Any, *, head: bool) -> Any:
+    """The model with its adapters added and its vision tower frozen, as the options say."""
+    if cfg.lora_rank:
+        model = lora(model, cfg.lora_rank, cfg.lora_alpha, cfg.target_modules, cfg.exclude_modules)
+        if head:  # adapters freeze all other weights
+            model.get_output_embeddings().requires_grad_(True)
+    if cfg.freeze_vision_tower:
+        freeze(model, vision_tower(model))
+    return model
+
+
+def _shared(cfg: EngineOptions, processor: Any) -> dict[str, Any]:
+    """What every engine of a run has in common."""
+    sequence_parallel = cfg.ulysses_sequence_parallel_size
+    return {
+        "processor": processor,
+        "micro_batch_tokens": cfg.micro_batch_tokens,
+        "use_remove_padding": cfg.use_remove_padding,
+        "use_fused_kernels": cfg.use_fused_kernels,
+        **({"ulysses_sequence_parallel_size": sequence_parallel} if sequence_parallel > 1 else {}),
+        **cfg.parallel,
+    }
+
+
+def _scoring(cfg: EngineOptions, model: Any, processor: Any, temperature: float | None) -> dict[str, Any]:
+    """`_shared`, and the distribution that answers are sampled from."""
+    if temperature is None:
+        return _shared(cfg, processor)
+    suppressed = suppressed_token_ids(model.config, getattr(processor, "tokenizer", processor))
+    return {**_shared(cfg, processor), "temperature": temperature, "suppressed_token_ids": suppressed}

@@ -1,0 +1,257 @@
+"""Answers of the policy: prompts encoded, weights handed over, answers judged while others are being generated."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+
+from rlkit.data import Sample, group_ids
+from rlkit.engines.distributed import reduce_metrics
+from rlkit.rewards import Judge, judged, judged_accuracy, judging_problem, part_means, reward_stats
+from rlkit.rollout import Sampling
+from rlkit.runs.options import SamplingOptions
+from rlkit.tracking import Run
+from rlkit.vlm import encode
+
+GlobalSum = Callable[[Tensor], Tensor]
+
+
+@dataclass
+class Prompts:
+    """This rank's share of some rows, encoded."""
+
+    samples: list[Sample]
+    skipped: list[str] = field(default_factory=list)  # why rows cannot be used: they cannot be read, or are too long
+
+
+@dataclass
+class Answers:
+    """What this rank generated for some prompts, and the rewards of it.
+
+    Attributes:
+        generated: all answers, those to one prompt next to each other.
+        rewards: [len(generated)], nan where an answer could not be judged.
+        parts: [len(generated)] of each part of a combined reward.
+        skipped: why rows had no prompt.
+        reasons: why answers could not be judged.
+        judging_seconds: during which at least one answer was being judged.
+    """
+
+    generated: list[Sample] = field(default_factory=list)
+    rewards: Tensor = field(default_factory=lambda: torch.zeros(0))
+    parts: dict[str, Tensor] = field(default_factory=dict)
+    skipped: list[str] = field(default_factory=list)
+    reasons: str = ""
+    judging_seconds: float = 0.0
+
+    @property
+    def judged(self) -> list[Sample]:
+        """The answers that could be judged, each with its reward."""
+        return judged(self.generated, self.rewards)
+
+    def __add__(self, more: Answers) -> Answers:
+        return Answers(
+            self.generated + more.generated,
+            torch.cat([self.rewards, more.rewards]),
+            {name: torch.cat([part, more.parts[name]]) for name, part in self.parts.items()},
+            self.skipped + more.skipped,
+            self.reasons or more.reasons,
+            self.judging_seconds + more.judging_seconds,
+        )
+
+
+def prompt_encoder(
+    cfg: SamplingOptions, run: Run, processor: Any, engine: Any
+) -> Callable[[Iterable[tuple[int, Any]]], Prompts]:
+    """A function from the (group id, row) pairs of all ranks to this rank's prompts.
+
+    Rows that cannot be read, or are longer than `cfg.max_prompt_tokens`, are named in the log and skipped.
+    """
+    context = engine.config.get_text_config().max_position_embeddings
+    max_tokens = cfg.max_prompt_tokens or context - cfg.max_new_tokens
+
+    def encode_row(group_id: int, row: Any) -> Sample:
+        return encode(processor, row, max_tokens=max_tokens, group_id=group_id)
+
+    return lambda rows: Prompts(*encode_share(rows, encode_row, run, engine))
+
+
+T = TypeVar("T")
+
+
+def encode_share(
+    rows: Iterable[tuple[int, Any]], encode_row: Callable[[int, Any], T], run: Run, engine: Any
+) -> tuple[list[T], list[str]]:
+    """What `encode_row(group id, row)` makes of each row of this rank's share, and why it could not use others.
+
+    A row for which it raises ValueError is named in the log and skipped.
+    """
+    found, skipped = [], []
+    for group_id, row in list(rows)[engine.data_parallel_rank :: engine.data_parallel_size]:
+        try:
+            found.append(encode_row(group_id, row))
+        except ValueError as error:
+            run.say(f"skipped: {error}")
+            skipped.append(str(error))
+    return found, skipped
+
+
+class PolicySampler:
+    """Generates answers with the weights that are being trained, and has them judged.
+
+    Args:
+        cfg: with `rlkit.runs.GenerationOptions`; to train on the answers, with `PolicyOptions`.
+        reward: of a task.
+        generate: in place of `rollout.generate`; called with (prompts, sampling, n=..., written=...).
+        hands_over: give the sampling back end the trained weights before it generates; otherwise somebody else does.
+    """
+
+    def __init__(
+        self,
+        cfg: Any,
+        run: Run,
+        reward: Callable[..., Any],
+        engine: Any,
+        rollout: Any,
+        *,
+        generate: Callable[..., list[Sample]] | None = None,
+        hands_over: bool = True,
+    ) -> None:
+        self.cfg, self.run, self.engine, self.rollout, self.hands_over = cfg, run, engine, rollout, hands_over
+        self.judge = Judge(reward, threads=cfg.reward_threads)
+        self.generate = generate or rollout.generate
+        self.equal_steps = 0
+        self.said: set[str] = set()
+
+    @contextmanager
+    def current_weights(self) -> Iterator[None]:
+        """Inside, the sampling back end has the trained weights; at the end it leaves the GPU to the trainer."""
+        if not self.hands_over:
+            yield
+            return
+        self.run.phase("hand_over")
+        self.rollout.wake_up()
+        self.rollout.update_weights(self.engine.get_per_tensor_param())
+        yield
+        self.rollout.sleep()
+
+    def draw(self, prompts: Prompts, sampling: Sampling, n: int = 1, *, phase: str = "generate") -> Answers:
+        """n answers to each prompt with the weights that the sampling back end has, judged."""
+        self.run.phase(phase)
+        generated = self.generate(prompts.samples, sampling, n=n, written=self.judge.take)
+        self.run.phase("reward" if phase == "generate" else phase)  # the rewards that are not there yet
+        rewards, parts, seconds = self.judge.result()
+        return Answers(generated, rewards, parts, prompts.skipped, self.judge.reasons, seconds)
+
+    def answer(self, prompts: Prompts, sampling: Sampling, n: int = 1, *, phase: str = "generate") -> Answers:
+        """n answers to each prompt with the weights of this moment, judged. All ranks call this together."""
+        with self.current_weights():
+            return self.draw(prompts, sampling, n, phase=phase)
+
+    def metrics(self, answers: Answers) -> dict[str, float]:
+        """Rewards, their parts, lengths and counts of the answers of all ranks, for `Run.log`.
+
+        `response_length/cut` is the share of answers that ended at the limit of tokens, not with an end token. A run
+        that cannot learn from its answers is told why, once.
+        """
+        engine = self.engine
+        lengths = [len(sample.response_ids) for sample in answers.generated]
+        cut = sum(sample.finish_reason == "length" for sample in answers.generated)
+        unjudged = int(answers.rewards.isnan().sum())
+        counts = [len(lengths), sum(lengths), cut, unjudged, len(answers.skipped)]
+        sums = engine.global_sum(torch.tensor(counts, dtype=torch.float64))
+        count, tokens, cut, unjudged, skipped = sums.tolist()
+        longest = torch.tensor(float(max(lengths, default=0)))
+        found = {
+            **reward_stats(answers.rewards, group_ids(answers.generated), engine.global_sum),
+            **part_means(answers.parts, engine.global_sum),
+            "response_length/mean": tokens / max(count, 1),
+            **reduce_metrics({"response_length/max": longest}, engine.data_parallel_group),
+            "response_length/cut": cut / max(count, 1),
+            "unjudged": unjudged,
+            "skipped_rows": skipped,
+            "time/judging": answers.judging_seconds,
+        }
+        self._warn(found)
+        return found
+
+    def _warn(self, metrics: Mapping[str, float]) -> None:
+        """Say once what keeps a run from learning."""
+        compared = getattr(self.cfg, "group_size", 1) > 1
+        self.equal_steps = self.equal_steps + 1 if compared and metrics.get("reward/equal") == 1 else 0
+        if self.equal_steps == 10:
+            self._say_once(
+                "equal rewards",
+                "the answers to each prompt have had equal rewards for 10 steps, from which nothing is "
+                "learned: look at the answers, and at how they are judged (--reward)",
+            )
+        if (cut := metrics["response_length/cut"]) > 0.5:
+            limit = self.cfg.max_new_tokens
+            self._say_once("cut", f"{cut:.0%} of the answers are cut at --max_new_tokens {limit}: raise it")
+
+    def _say_once(self, kind: str, text: str) -> None:
+        if kind not in self.said:
+            self.said.add(kind)
+            self.run.say(f"warning: {text}")
+
+    def greedy(self, prompts: Prompts) -> Answers:
+        """The most likely answer to each prompt, judged."""
+        return self.answer(prompts, Sampling(self.cfg.max_new_tokens, temperature=0.0), phase="evaluate")
+
+    def evaluate(self, prompts: Prompts, when: str) -> list[Sample]:
+        """Accuracy of the greedy answers to held-out prompts, written to eval.json and printed.
+
+        The run ends if too few of them can be judged.
+
+        Args:
+            when: "before" or "after" training.
+
+        Returns:
+            This rank's answers that could be judged, with their rewards.
+        """
+        answers = self.greedy(prompts)
+        if problem := too_few_judged(answers, self.engine.global_sum, self.cfg.max_unjudged):
+            self.run.stop(f"held-out {problem}")
+        record_evaluation(self.run, self.engine, when, accuracy(answers, self.engine.global_sum), prompts)
+        return answers.judged
+
+
+def accuracy(answers: Answers, global_sum: GlobalSum) -> dict[str, float]:
+    """Mean reward of the answers that could be judged, over all ranks, and how many could not.
+
+    Returns:
+        `accuracy` and `unjudged`; nothing if no rank has an answer that was judged.
+    """
+    found = judged_accuracy(answers.rewards, global_sum)
+    return {name: found[name] for name in ("accuracy", "unjudged")} if found["judged"] else {}
+
+
+def record_evaluation(run: Run, engine: Any, when: str, found: Mapping[str, float], prompts: Prompts) -> None:
+    """Write what was measured on held-out prompts before or after training to eval.json, and print it.
+
+    Args:
+        found: measurements over all ranks, by name.
+    """
+    counts = torch.tensor([len(prompts.samples), len(prompts.skipped)], dtype=torch.float64)
+    rows, skipped = (int(x) for x in engine.global_sum(counts).tolist())
+    run.evaluation(**{f"{name}_{when}": x for name, x in found.items()}, heldout=rows, heldout_skipped=skipped)
+    if run.writes:
+        shown = ", ".join(f"{name.replace('_', ' ')} {x:.3f}" for name, x in found.items() if name != "unjudged" or x)
+        run.say(f"held-out {when}: {shown} ({rows} rows)")
+
+
+def too_few_judged(answers: Answers, global_sum: GlobalSum, max_unjudged: float) -> str:
+    """Why a run has to stop: more than this share of its answers could not be judged. Empty if it can go on.
+
+    With a share of 1 it can go on without any reward.
+    """
+    counts = torch.tensor([len(answers.generated), (~answers.rewards.isnan()).sum()])
+    generated, judged = global_sum(counts.double()).tolist()
+    if max_unjudged >= 1:
+        return ""
+    return judging_problem(generated, judged, max_unjudged, answers.reasons, answers.skipped)

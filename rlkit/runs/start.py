@@ -1,0 +1,64 @@
+"""How a recipe starts, and what it says when its options cannot be used."""
+
+from __future__ import annotations
+
+import inspect
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from rlkit.engines.distributed import init_distributed
+from rlkit.runs.directory import check_resumed_options, claim_directory
+from rlkit.runs.options import RunOptions, check_ranges, parse_options
+from rlkit.tracking import Run
+
+
+def run_recipe(main: Callable[[Any], None]) -> None:
+    """Call `main(cfg)` with the options of the command line; its annotation and its file say which there are."""
+    (config,) = inspect.signature(main, eval_str=True).parameters.values()
+    module = sys.modules[main.__module__]
+    with one_sentence_errors(Path(module.__file__ or "").stem):
+        cfg = parse_options(config.annotation, module.__doc__ or "")
+    main(cfg)
+    dist.destroy_process_group()
+
+
+@contextmanager
+def one_sentence_errors(recipe: str) -> Iterator[None]:
+    """End the process with one sentence where options, files or models cannot be used."""
+    try:
+        yield
+    except (ImportError, ValueError) as error:
+        sys.exit(f"{recipe}: {error}")
+
+
+def start_run(recipe: str, cfg: RunOptions, task: str) -> Run:
+    """Join the other ranks, claim the run's directory and open its logs, before anything is loaded.
+
+    Args:
+        recipe, task: the run is called RECIPE-TASK-seedSEED.
+
+    Raises:
+        ValueError: the directory is taken, a tracker is unknown, or a resumed run was started with other options.
+    """
+    from transformers.utils.logging import disable_progress_bar
+
+    check_ranges(cfg)
+    torch.set_num_threads(cfg.threads)
+    torch.manual_seed(cfg.seed)  # the same on all ranks: of adapters, say
+    init_distributed()
+    disable_progress_bar()  # of transformers; the run has its own
+    name = f"{recipe}-{task}-seed{cfg.seed}"
+    out = claim_directory(cfg.out, name, resume=cfg.resume)
+    changes = check_resumed_options(out, cfg)
+    first = dist.get_rank() == 0
+    if first:
+        for change in changes:
+            print(f"resume: {change}", flush=True)
+    return Run(out, asdict(cfg), name=name, writes=first, trackers=cfg.trackers, watchdog=cfg.watchdog)

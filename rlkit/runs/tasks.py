@@ -1,0 +1,44 @@
+"""The task of a run, with what the options say about its rewards, held-out rows and prompts."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any, TypeVar
+
+from rlkit.data import Task, load_task, with_heldout, with_prompt
+from rlkit.rewards import reward_named
+from rlkit.runs.options import TaskOptions
+
+Config = TypeVar("Config", bound=Any)
+
+
+def load_named_task(cfg: TaskOptions, name: str, load: Callable[..., Task] = load_task) -> Task:
+    """A task as the options want it.
+
+    Args:
+        name: of the task, `cfg.task` or one of several.
+        load: `load_task`, `load_chats`, `load_pairs` or `load_marked`.
+
+    Raises:
+        ValueError: no such task, or options that do not fit it.
+    """
+    if load is load_task:
+        task = load_task(name, reward=cfg.reward or None)
+    else:
+        task = load(name)
+        if cfg.reward:
+            task = replace(task, reward=reward_named(cfg.reward))
+    if cfg.heldout:
+        task = with_heldout(task, cfg.heldout, load)
+    return with_prompt(
+        task, system_prompt=cfg.system_prompt, prompt_template=cfg.prompt_template, answer_prefix=cfg.answer_prefix
+    )
+
+
+def with_epochs(cfg: Config, task: Task) -> Config:
+    """The options with `steps` for so many passes over the task's rows, if `epochs` is given."""
+    if not cfg.epochs:
+        return cfg
+    return replace(cfg, steps=math.ceil(cfg.epochs * len(task.train) / cfg.prompts_per_step))

@@ -1,0 +1,131 @@
+"""Tasks of files and data sets: chats, pairs and marked answers, and what is made of a task that has none."""
+
+import json
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from rlkit.data import load_chats, load_marked, load_pairs, load_task
+from rlkit.vlm import encode, load_processor
+
+
+@pytest.fixture(scope="module")
+def processor(tiny_dir):
+    return load_processor(tiny_dir)
+
+
+def write(path, rows):
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return str(path)
+
+
+def everything(task):
+    return [*task.train, *task.heldout]
+
+
+def test_marked_rows_of_files_and_tasks(tmp_path):
+    task = load_marked("digits")
+    assert len(task.train) == 2 * len(load_task("digits").train)
+    for i in (0, 7):
+        good, bad = task.train[2 * i], task.train[2 * i + 1]
+        assert good["messages"] == bad["messages"] and (good["label"], bad["label"]) == (True, False)
+        assert good["completion"] == good["answer"] != bad["completion"]
+    name = write(
+        tmp_path / "rows.jsonl", [{"prompt": f"Q{i}", "completion": str(i), "label": i % 3 == 0} for i in range(20)]
+    )
+    task = load_marked(name)
+    found = everything(task)
+    assert sorted(int(row["completion"]) for row in found) == list(range(20))
+    assert all(row["label"] == (int(row["completion"]) % 3 == 0) for row in found)
+    pairs = write(tmp_path / "pairs.jsonl", [{"prompt": f"Q{i}", "chosen": "a", "rejected": "b"} for i in range(4)])
+    found = everything(load_marked(pairs))
+    assert sorted((row["completion"], row["label"]) for row in found) == [("a", True)] * 4 + [("b", False)] * 4
+    name = write(tmp_path / "rows.jsonl", [{"prompt": "Q", "completion": "a"}])
+    with pytest.raises(ValueError, match="label: expected a column label, got columns"):
+        load_marked(name)
+
+
+def test_a_task_without_pairs_gets_wrong_answers():
+    task, again, digits = load_pairs("digits"), load_pairs("digits"), load_task("digits")
+    answers = {row["answer"] for row in digits.train}
+    for i in range(100):
+        row = task.train[i]
+        assert row["chosen"] == digits.train[i]["answer"] != row["rejected"] in answers
+        assert row["rejected"] == again.train[i]["rejected"]
+    assert len({task.train[i]["rejected"] for i in range(100)}) == 10 and len(task.heldout) == 360
+
+
+@pytest.mark.parametrize("suffix", ["jsonl", "parquet", "csv"])
+def test_pairs_from_a_file(tmp_path, suffix, processor):
+    for i in range(20):
+        Image.fromarray(np.full((56, 56, 3), i, dtype=np.uint8)).save(tmp_path / f"{i}.png")
+    rows = [
+        {"question": "What?", "chosen": f"good {i}", "rejected": "bad", "image": f"{i}.png", "margin": 0.5}
+        for i in range(20)
+    ]
+    path = tmp_path / f"rows.{suffix}"
+    if suffix == "jsonl":
+        write(path, rows)
+    elif suffix == "csv":
+        path.write_text("\n".join([",".join(rows[0]), *(",".join(map(str, row.values())) for row in rows)]))
+    else:
+        import datasets
+
+        datasets.Dataset.from_list(rows).to_parquet(str(path))
+    task = load_pairs(str(path))
+    assert (len(task.train), len(task.heldout)) == (18, 2)
+    seen = set()
+    for row in everything(task):
+        asked = encode(processor, row)
+        seen.add(row["chosen"])
+        assert np.asarray(asked.images[0])[0, 0, 0] == int(row["chosen"].removeprefix("good "))
+        assert float(row["margin"]) == 0.5 and row["answer"] is None and row["rejected"] == "bad"
+        assert row["where"].startswith(f"{path} row ")
+    assert len(seen) == 20
+
+
+def test_files_with_other_columns_are_refused(tmp_path):
+    name = write(tmp_path / "rows.jsonl", [{"question": "q", "answer": "a"}])
+    with pytest.raises(ValueError) as caught:
+        load_pairs(name)
+    assert str(caught.value) == f"{name}: chosen: expected a column chosen, got columns ['question', 'answer']"
+    name = write(tmp_path / "rows.jsonl", [{"words": "q"}])
+    with pytest.raises(ValueError, match=r"question: expected a column .* or text, got columns \['words'\]$"):
+        load_chats(name)
+    with pytest.raises(ValueError, match="none.parquet: expected a file, got none of this name"):
+        load_chats(str(tmp_path / "none.parquet"))
+
+
+def test_chats_of_files_and_tasks(tmp_path):
+    turns = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}]
+    row = load_chats(write(tmp_path / "chats.jsonl", [{"messages": turns}])).train[0]
+    assert row["messages"] == turns[:1] and row["completion"] == row["answer"] == "a"
+    row = load_chats(write(tmp_path / "texts.jsonl", [{"text": "Once."}])).train[0]
+    assert row["plain_text"] == "Once."
+    row = load_chats("sorting").heldout[0]
+    assert row["completion"] == row["answer"] and row["messages"][0]["content"] == row["question"]
+
+
+def test_a_bad_row_is_skipped_and_a_file_of_them_is_refused(tmp_path, processor):
+    good = [{"question": f"q{i}", "answer": f"a{i}"} for i in range(29)]
+    name = write(tmp_path / "rows.jsonl", [{"question": 5, "answer": "a"}, *good])
+    rows = sorted(everything(load_task(name)), key=lambda row: int(row["where"].split()[-1]))
+    assert len(rows) == 30 and [row["question"] for row in rows[1:]] == [row["question"] for row in good]
+    with pytest.raises(ValueError) as caught:
+        encode(processor, rows[0])
+    reason = "question: expected text or a list of messages, got 5"
+    assert str(caught.value) == f"{name} row 1: {reason}"
+    for load in (load_pairs, load_marked):  # nor does it become the rejected answer's question
+        bad = [row for row in everything(load(_task_of(name))) if "unreadable" in row]
+        assert bad and all(row["unreadable"] == reason for row in bad)
+    with pytest.raises(ValueError) as caught:
+        load_task(write(tmp_path / "bad.jsonl", [{"question": i, "answer": "a"} for i in range(30)]))
+    assert str(caught.value) == f"{tmp_path / 'bad.jsonl'} row 1: question: expected text or a list of messages, got 0"
+
+
+def _task_of(name):
+    """A task by a function, whose rows were read already."""
+    global loaded
+    loaded = load_task(name)
+    return f"{__name__}:loaded"

@@ -1,0 +1,137 @@
+"""Chats: what is a list of messages, and where its images go."""
+
+import numpy as np
+import pytest
+
+from rlkit.data.messages import message, place_images, prompt_of, read_messages, text_of
+
+PICTURE = {"type": "image"}
+
+
+def user(content):
+    return {"role": "user", "content": content}
+
+
+def assistant(content):
+    return {"role": "assistant", "content": content}
+
+
+def text(words):
+    return {"type": "text", "text": words}
+
+
+def test_message_and_text_of():
+    assert message("user", "Q") == user("Q") and message("user", "Q", 2) == user([PICTURE, PICTURE, text("Q")])
+    assert text_of(user([text("a"), PICTURE, text("b")])) == "ab" and text_of(user("a")) == "a"
+    assert text_of({"role": "assistant", "tool_calls": []}) == ""
+
+
+def test_empty_fields_go():
+    came = [{"role": "user", "content": [{"type": "text", "text": "Q", "image": None}], "tool_calls": None}]
+    assert read_messages(came) == [user([text("Q")])]
+    assert read_messages('[{"role": "user", "content": "Q"}]') == [user("Q")]  # as some parquet files hold them
+
+
+def test_calls_of_tools_have_objects_as_arguments():
+    call = {"id": "1", "type": "function", "function": {"name": "add", "arguments": '{"a": 1}'}}
+    wanted = {"type": "function", "function": {"name": "add", "arguments": {"a": 1}}}
+    for one in (call, {"name": "add", "arguments": {"a": 1}}):
+        (read,) = read_messages([{"role": "assistant", "content": None, "tool_calls": [one]}])
+        assert read == {"role": "assistant", "content": "", "tool_calls": [wanted]}
+
+
+@pytest.mark.parametrize(
+    ("found", "error"),
+    [
+        (5, "messages: expected text or a list of messages, got 5"),
+        ([], "messages: expected text or a list of messages, got []"),
+        ("Q", "messages: expected text or a list of messages, got 'Q'"),
+        (["Q"], 'messages[0]: expected {"role": ..., "content": ...}, got \'Q\''),
+        ([user("Q"), {"content": 1}], 'messages[1]: expected {"role": ..., "content": ...}, got {\'content\': 1}'),
+        ([user(None)], "messages[0].content: expected text or a list of parts, got None"),
+        ([user({"text": "Q"})], "messages[0].content: expected text or a list of parts, got {'text': 'Q'}"),
+        ([user(["Q"])], "messages[0].content: expected parts of type text and image, got 'Q'"),
+        (
+            [user([{"type": "video", "video": "a.mp4"}])],
+            "messages[0].content: expected parts of type text and image, got {'type': 'video', 'video': 'a.mp4'}",
+        ),
+        (
+            [{"role": "assistant", "tool_calls": [{"name": "add", "arguments": "1 + 1"}]}],
+            "messages[0].tool_calls: expected a function's name and its arguments, got {'name': 'add', 'arguments': '1 "
+            "+ 1'}",
+        ),
+    ],
+)
+def test_what_is_no_chat_is_refused(found, error):
+    with pytest.raises(ValueError) as caught:
+        read_messages(found)
+    assert str(caught.value) == error
+
+
+@pytest.mark.parametrize(
+    ("messages", "images", "contents"),
+    [
+        ([user("Q")], [], ["Q"]),
+        ([user("Q")], ["a", "b"], [[PICTURE, PICTURE, text("Q")]]),
+        ([message("system", "S"), user("Q"), assistant("x"), user("R")], ["a"], ["S", [PICTURE, text("Q")], "x", "R"]),
+        ([user("<image>\nQ")], ["a"], [[PICTURE, text("\nQ")]]),
+        ([user("A <image> and <image>?")], ["a", "b"], [[text("A "), PICTURE, text(" and "), PICTURE, text("?")]]),
+        (
+            [user("<image>Q"), assistant("x"), user("R<image>")],
+            ["a", "b"],
+            [[PICTURE, text("Q")], "x", [text("R"), PICTURE]],
+        ),
+        ([user([text("A <image>")])], ["a"], [[text("A "), PICTURE]]),
+        ([user([text("A"), PICTURE, text("B")])], ["a"], [[text("A"), PICTURE, text("B")]]),
+    ],
+)
+def test_places_of_images(messages, images, contents):
+    placed, found = place_images(messages, images)
+    assert [one["content"] for one in placed] == contents and found == images
+    assert place_images(placed, found) == (placed, found)  # what is placed stays
+
+
+def test_images_in_the_messages():
+    """OpenAI's and Qwen's forms."""
+    parts = [{"type": "image_url", "image_url": {"url": "a.png"}}, {"type": "image", "image": "b.png"}, text("Q")]
+    placed, images = place_images(read_messages([user(parts)]))
+    assert placed == [user([PICTURE, PICTURE, text("Q")])] and images == ["a.png", "b.png"]
+    with pytest.raises(ValueError, match="^images: expected all in the messages or all beside them, got 2 and 1$"):
+        place_images(read_messages([user(parts)]), ["c.png"])
+
+
+@pytest.mark.parametrize(
+    ("messages", "count", "error"),
+    [
+        ([user("<image>Q")], 0, "got 0 for 1 <image>"),
+        ([user("<image>Q")], 2, "got 2 for 1 <image>"),
+        ([user("<image><image>Q")], 1, "got 1 for 2 <image>"),
+        ([user([PICTURE, text("Q")])], 0, "got 0 for 1 image parts"),
+        ([user([PICTURE, text("Q")])], 2, "got 2 for 1 image parts"),
+        ([user([PICTURE, text("<image>Q")])], 2, "got 2 for 1 <image> and 1 image parts"),
+        ([user([PICTURE, text("<image>Q")])], 1, "got 1 for 1 <image> and 1 image parts"),
+        ([assistant("Q")], 1, "got 1 for no place"),
+    ],
+)
+def test_images_without_places_and_places_without_images(messages, count, error):
+    with pytest.raises(ValueError) as caught:
+        place_images(messages, ["a"] * count)
+    assert str(caught.value) == f"images: expected one for each place, {error}"
+
+
+def test_prompt_of_a_row():
+    assert prompt_of({"question": "Q"}) == ([user("Q")], [])
+    assert prompt_of({"question": "<image>Q", "images": ["a"]}) == ([user([PICTURE, text("Q")])], ["a"])
+    assert prompt_of({"question": [user("Q")]}) == ([user("Q")], [])  # and not as Python writes a list
+    assert prompt_of({"question": "Q", "videos": [], "audio": None, "images": None}) == ([user("Q")], [])
+    assert prompt_of({"question": "shown", "messages": [user("Q")]}) == ([user("Q")], [])
+    for row, error in (
+        ({"question": None}, "question: expected text or a list of messages, got None"),
+        ({"question": 5}, "question: expected text or a list of messages, got 5"),
+        ({"question": "Q", "videos": ["a.mp4"]}, "videos: expected text and images alone, got a column of this name"),
+        ({"question": "Q", "audio": np.ones(3)}, "audio: expected text and images alone, got a column of this name"),
+        ({"question": "Q", "unreadable": "the reason"}, "the reason"),
+    ):
+        with pytest.raises(ValueError) as caught:
+            prompt_of(row)
+        assert str(caught.value) == error

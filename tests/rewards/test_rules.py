@@ -1,0 +1,208 @@
+from itertools import permutations
+
+import numpy as np
+import pytest
+import torch
+
+from rlkit.advantages import overlong_penalty
+from rlkit.rewards.rules import (
+    box_iou,
+    boxes_iou,
+    choice_letter,
+    matches,
+    multiple_choice,
+    numeric_match,
+    parse_boxes,
+    repetition,
+    squad_exact,
+    squad_f1,
+    squad_normalise,
+    think_answer_format,
+    within_length,
+)
+
+ANY = {"answer": "x"}
+
+
+# --- form
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("<think>a\nb</think>\n<answer>c</answer>", 1), ("  <think></think><answer></answer>\n", 1),
+        ("<think>a</think><answer>c", 0), ("<answer>c</answer><think>a</think>", 0), ("<answer>c</answer>", 0),
+        ("<think>a</think> so <answer>c</answer>", 0), ("<think>a</think><answer>c</answer> done", 0),
+        ("<think>a</think><answer>c</answer><answer>d</answer>", 0), ("<think><think>a</think><answer>c</answer>", 0),
+        ("", 0),
+    ],
+)  # fmt: skip
+def test_think_answer_format(text, expected):
+    assert think_answer_format(text, ANY) == expected
+
+
+def test_matches():
+    reward = matches(r"[A-D]|\d+")
+    assert [reward(text, ANY) for text in ("A", " 12\n", "AB", "1 2", "")] == [1, 1, 0, 0, 0]
+    assert matches(".*")("a\nb", ANY) == 1
+
+
+def test_within_length():
+    reward = within_length(10, 4)
+    assert [reward("x" * n, ANY) for n in (0, 6, 7, 8, 10, 11, 99)] == [0, 0, -0.25, -0.5, -1, -1, -1]
+    words = within_length(3, count=lambda text: len(text.split()))
+    assert [words(text, ANY) for text in ("a b c", "a b c d", "")] == [0, -1, 0]
+    for longest, buffer in ((10, 4), (10, 10), (10, 0)):
+        lengths = torch.arange(15)
+        of_tokens = overlong_penalty(lengths, longest, buffer)
+        mine = [within_length(longest, buffer)("x" * n, ANY) for n in range(15)]
+        assert of_tokens.tolist() == pytest.approx(mine)
+    for buffer in (-1, 11):
+        with pytest.raises(ValueError, match=rf"buffer: expected 0 to longest \(10\), got {buffer}"):
+            within_length(10, buffer)
+
+
+@pytest.mark.parametrize(
+    ("text", "n", "expected"),
+    [
+        ("a b c d", 2, 0.0), ("a a a a", 2, -2 / 3), ("A a a a", 1, -0.75), ("a b a b a b", 2, -0.6), ("a b", 3, 0.0),
+        ("", 1, 0.0), ("the cat the cat", 3, 0.0), ("x " * 100, 4, -96 / 97),
+    ],
+)  # fmt: skip
+def test_repetition(text, n, expected):
+    assert repetition(n)(text, ANY) == pytest.approx(expected)
+
+
+def test_repetition_cuts_as_it_is_told():
+    assert repetition(1, list)("aab", ANY) == pytest.approx(-1 / 3) and repetition(1)("aab", ANY) == 0
+    with pytest.raises(ValueError, match="n: expected at least 1, got 0"):
+        repetition(0)
+
+
+# --- choices, numbers, words
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("B", "B"), (" (B) ", "B"), ("B.", "B"), ("**B**", "B"), ("B) because it is", "B"), ("B. Paris", "B"),
+        ("The answer is B.", "B"), ("The answer is (b)", "B"), ("Answer: C", "C"), ("**Answer:** C", "C"),
+        ("The correct answer is: **D**", "D"), (r"so \boxed{A}", "A"), (r"\boxed{\text{A}}", "A"),
+        (r"\boxed{(A)}", "A"),
+        (r"\boxed{\textbf{(A)}}", "A"), ("<answer>C</answer>", "C"), ("<answer> (c) </answer>", "C"),
+        ("The answer is A. No: the answer is B.", "B"), (r"The answer is A, \boxed{C}", "C"), ("J", "J"),
+        ("<think>answer: A</think>B", "B"), ("A</think>I do not know", None),
+        ("A dog barks", None), ("b", None), ("a", None), ("I", "I"), ("I think it is so", None), ("K", None),
+        ("", None), ("AB", None), ("The answer is Berlin", None), ("The answer is unknown", None), ("A or B", None),
+        ("B'", None), ("Both A and B", None), ("answer is A's", None),
+    ],
+)  # fmt: skip
+def test_choice_letter(text, expected):
+    assert choice_letter(text) == expected
+
+
+def test_multiple_choice():
+    assert multiple_choice("The answer is (C).", {"answer": "C"}) == 1
+    assert multiple_choice("The answer is (C).", {"answer": "(c)"}) == 1
+    assert multiple_choice("The answer is (B).", {"answer": "C"}) == 0
+    assert multiple_choice("I cannot say", {"answer": "C"}) == 0
+    assert multiple_choice("C", {"answer": None}) is None
+    with pytest.raises(ValueError, match="row 3: answer: expected a letter from A to J, got 2"):
+        multiple_choice("C", {"answer": 2, "where": "row 3"})
+
+
+@pytest.mark.parametrize(
+    ("text", "answer", "tolerance", "expected"),
+    [
+        ("It is 42.", 42, {}, 1), ("It is 42.0", "42", {}, 1), ("42 or 43", 42, {}, 0), ("-42", 42, {}, 0),
+        ("−42", "-42", {}, 1), ("1,234,567 people", 1234567, {}, 1), ("1e3", 1000, {}, 1), (".5", 0.5, {}, 1),
+        ("none", 42, {}, 0), ("", 0, {}, 0), ("x2", 2, {}, 0), ("10.4", 10, {"relative": 0.05}, 1),
+        ("10.6", 10, {"relative": 0.05}, 0), ("0.1", 0, {"relative": 0.05}, 0), ("0.1", 0, {"absolute": 0.1}, 1),
+        ("-9.6", -10, {"relative": 0.05}, 1), ("1e999", 5, {"relative": 0.1}, 0), ("$5.00", 5, {}, 1),
+        ("50%", 50, {}, 1), ("7", None, {}, None),
+    ],
+)  # fmt: skip
+def test_numeric_match(text, answer, tolerance, expected):
+    assert numeric_match(**tolerance)(text, {"answer": answer}) == expected
+
+
+def test_numeric_match_wants_a_number():
+    with pytest.raises(ValueError, match="row 3: answer: expected a number, got 'many'"):
+        numeric_match()("7", {"answer": "many", "where": "row 3"})
+
+
+def test_squad():
+    """Values worked out by hand with the rules of the evaluation script."""
+    assert squad_normalise("The  U.S.A.'s,\n an Ant a-b; theatre") == "usas ant ab theatre"
+    assert squad_exact("the Eiffel Tower!", {"answer": "Eiffel tower"}) == 1
+    assert squad_exact("tower", {"answer": ["Eiffel", "A tower"]}) == 1 and squad_exact("t", {"answer": "tower"}) == 0
+    assert squad_f1("the big red dog", {"answer": "a red dog"}) == pytest.approx(0.8)  # P 2/3, R 1
+    assert squad_f1("dog dog cat", {"answer": "dog dog dog"}) == pytest.approx(
+        2 / 3
+    )  # a word counts as often as shared
+    assert squad_f1("cat", {"answer": "dog"}) == 0 and squad_f1("dog", {"answer": ["cat", "the dog"]}) == 1
+    assert (
+        squad_f1("", {"answer": ""}) == 1
+        and squad_f1("the", {"answer": ""}) == 1
+        and squad_f1("", {"answer": "x"}) == 0
+    )
+    assert squad_f1("1912", {"answer": 1912}) == 1 and squad_f1("b", {"answer": np.array(["a b", "b"])}) == 1
+    for reward in (squad_f1, squad_exact):
+        assert reward("x", {"answer": None}) is None and reward("x", {"answer": []}) is None
+
+
+# --- boxes
+
+
+def slow_iou(a, b):
+    """On a grid of unit cells."""
+    cells = [{(x, y) for x in range(box[0], box[2]) for y in range(box[1], box[3])} for box in (a, b)]
+    return len(cells[0] & cells[1]) / len(cells[0] | cells[1]) if all(cells) else 0.0
+
+
+def test_box_iou_equals_counting_cells():
+    rng = np.random.default_rng(0)
+    a, b = rng.integers(0, 9, (30, 4)), rng.integers(0, 9, (25, 4))
+    expected = [[slow_iou(x, y) for y in b] for x in a]
+    np.testing.assert_allclose(box_iou(a, b), expected, atol=1e-12)
+    assert box_iou(np.empty((0, 4)), b).shape == (0, 25)
+    assert box_iou([0, 0, 2, 2], [1, 1, 3, 3]).item() == pytest.approx(1 / 7)
+
+
+def test_boxes_iou_takes_the_best_matching():
+    rng = np.random.default_rng(1)
+    for n, m in ((1, 1), (2, 2), (3, 2), (2, 4), (4, 4)):
+        found, wanted = (rng.integers(0, 4, (k, 4)) + [0, 0, 4, 4] for k in (n, m))
+        overlap = box_iou(found, wanted)
+        wide = overlap if n <= m else overlap.T
+        best = max(sum(wide[i, j] for i, j in enumerate(order)) for order in permutations(range(max(n, m)), min(n, m)))
+        text = "boxes: " + ", ".join(str(box) for box in found.tolist())
+        assert boxes_iou(text, {"answer": wanted.tolist()}) == pytest.approx(best / max(n, m))
+    # taking the best pair first would give (0.5 + 0) / 2
+    greedy = {"answer": [[0, 0, 4, 1], [0, 0, 2, 1]]}
+    assert boxes_iou("[0, 0, 2, 1] [2, 0, 4, 1]", greedy) == pytest.approx((0.5 + 1) / 2)
+
+
+@pytest.mark.parametrize(
+    ("text", "answer", "expected"),
+    [
+        ("[0, 0, 2, 2]", [0, 0, 2, 2], 1), ("(0,0,2,2)", "[0, 0, 2, 2]", 1), ("[0, 0, 2, 2]", [[0, 0, 2, 2]], 1),
+        ('{"bbox_2d": [0, 0, 2, 1], "label": "dog"}', "[[0, 0, 2, 2]]", 0.5), ("nothing", [0, 0, 2, 2], 0),
+        ("[0, 0, 2, 2] [0, 0, 2, 2]", [0, 0, 2, 2], 0.5), ("[2, 2, 0, 0]", [0, 0, 2, 2], 0), ("nothing", [], 1),
+        ("[0, 0, 2, 2]", [], 0), ("[0.0, -1, 2.5, +2]", [0, -1, 2.5, 2], 1), ("[0, 0, 2]", [0, 0, 2, 2], 0),
+        ("[0, 0, 2, 2, 2]", [0, 0, 2, 2], 0), ("<think>[5, 5, 6, 6]</think>[0, 0, 2, 2]", [0, 0, 2, 2], 1),
+        ("[0, 0, 2, 2]", None, None), ("[1, 1, 1, 1]", [1, 1, 1, 1], 0),
+    ],
+)  # fmt: skip
+def test_boxes_iou(text, answer, expected):
+    assert boxes_iou(text, {"answer": answer}) == expected
+
+
+@pytest.mark.parametrize("answer", ["a dog", [1, 2, 3], [[1, 2, 3]], "[1, 2", 7, {"box": 1}, [[[0, 0, 1, 1]]], "null"])
+def test_bad_boxes_are_named(answer):
+    with pytest.raises(ValueError, match="row 3: answer: expected boxes"):
+        boxes_iou("[0, 0, 2, 2]", {"answer": answer, "where": "row 3"})
+
+
+def test_parse_boxes():
+    assert parse_boxes("a [1, 2, 3, 4] b (5,6,7.5,8) [1 2 3 4] [a, 1, 2, 3]") == [[1, 2, 3, 4], [5, 6, 7.5, 8]]

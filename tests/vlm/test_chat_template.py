@@ -1,0 +1,207 @@
+"""Chats as tokens: what a template is given, which tokens are trained, and what is refused."""
+
+import pytest
+from PIL import Image
+
+from rlkit.data import collate, prompt
+from rlkit.data.formats import chat_row, pair_row
+from rlkit.vlm import encode, encode_answers, encode_chat, load_processor, render
+
+
+def user(content):
+    return {"role": "user", "content": content}
+
+
+def assistant(content):
+    return {"role": "assistant", "content": content}
+
+
+@pytest.fixture(scope="module")
+def processor(tiny_dir):
+    return load_processor(tiny_dir)
+
+
+def end_of(processor):
+    return [processor.tokenizer.eos_token_id]
+
+
+def texts(processor, sample):
+    """The trained tokens in their runs, and the untrained ones, as text."""
+    runs, ids = [], []
+    for i, token in enumerate(sample.token_ids):
+        ids.append(token)
+        if i + 1 == len(sample.mask) or sample.mask[i + 1] != sample.mask[i]:
+            runs.append((sample.mask[i], processor.tokenizer.decode(ids)))
+            ids = []
+    return runs
+
+
+def test_every_turn_of_the_assistant_is_trained_and_nothing_else(processor):
+    images = [Image.new("RGB", size) for size in ((56, 56), (84, 56))]
+    turns = [
+        user([{"type": "image"}, {"type": "text", "text": "One?"}]),
+        assistant("1"),
+        user([{"type": "text", "text": "And"}, {"type": "image"}]),
+        assistant("2 or 3"),
+    ]
+    asked = encode(processor, chat_row({"messages": turns, "images": images}))
+    sample = encode_chat(asked, processor, end_of(processor), 200)
+    collate([sample])  # both tracks agree
+    assert texts(processor, sample) == [
+        (
+            False,
+            "<|im_start|>user\n<|vision_start|>" + "<|image_pad|>" * 4 + "<|vision_end|>One?<|im_end|>\n"
+            "<|im_start|>assistant\n",
+        ),
+        (True, "1<|im_end|>"),
+        (
+            False,
+            "\n<|im_start|>user\nAnd<|vision_start|>" + "<|image_pad|>" * 6 + "<|vision_end|><|im_end|>\n"
+            "<|im_start|>assistant\n",
+        ),
+        (True, "2 or 3<|im_end|>"),
+    ]
+    assert sample.token_ids[: len(asked.token_ids)] == asked.token_ids and sample.vision is asked.vision
+    assert asked.row["question"] == "And"
+
+
+def test_answers_of_a_pair_share_their_prompt(processor):
+    row = {"question": "What?", "chosen": "4", "rejected": "seven", "images": [Image.new("RGB", (56, 56))]}
+    asked = encode(processor, pair_row(row))
+    answers = [asked.row["chosen"], asked.row["rejected"]]
+    chosen, rejected = encode_answers(asked, processor, answers, end_of(processor), 200)
+    assert [text for trained, text in texts(processor, chosen) if trained] == ["4<|im_end|>"]
+    assert [text for trained, text in texts(processor, rejected) if trained] == ["seven<|im_end|>"]
+    assert chosen.vision["pixel_values"] is rejected.vision["pixel_values"]  # and so is computed once
+    whole = encode_chat(encode(processor, chat_row({**row, "answer": "4"})), processor, end_of(processor), 200)
+    assert whole.token_ids == chosen.token_ids and whole.mask == chosen.mask
+    n = len(whole.token_ids)
+    with pytest.raises(ValueError, match=f"{n} tokens with its answer, more than the limit of {n - 1}"):
+        encode_answers(asked, processor, ["4"], end_of(processor), n - 1)
+
+
+def test_plain_text_has_no_template_and_an_end(processor):
+    asked = encode(processor, chat_row({"text": "What digit is this?", "where": "row 1"}))
+    assert asked.token_ids == []
+    sample = encode_chat(asked, processor, end_of(processor), 50)
+    assert processor.tokenizer.decode(sample.token_ids) == "What digit is this?<|im_end|>"
+    assert sample.mask == [False] + [True] * (len(sample.mask) - 1)  # nothing predicts the first
+    collate([sample])
+    with pytest.raises(ValueError, match="^row 1: .* more than the limit of 2$"):
+        encode_chat(asked, processor, end_of(processor), 2)
+
+
+def test_an_answer_prefix_is_of_the_prompt(processor):
+    row = {**chat_row({"question": "What?", "answer": "4"}), "answer_prefix": "It is "}
+    asked = encode(processor, row)
+    assert texts(processor, asked)[0][1].endswith("<|im_start|>assistant\nIt is ")
+    (sample,) = encode_answers(asked, processor, ["4"], end_of(processor), 200)
+    whole = encode_chat(asked, processor, end_of(processor), 200)
+    for one in (sample, whole):
+        assert [text for trained, text in texts(processor, one) if trained] == ["4<|im_end|>"]
+        assert one.token_ids[: len(asked.token_ids)] == asked.token_ids
+
+
+def test_a_prompt_is_never_written_as_python_writes_it(processor):
+    parts = [{"type": "text", "text": "What "}, {"type": "text", "text": "digit?"}]
+    for reader in (processor, processor.tokenizer):
+        for row in ({"question": [user("What digit?")]}, {"messages": [user(parts)]}):
+            text = processor.tokenizer.decode(encode(reader, row).token_ids)
+            assert text == "<|im_start|>user\nWhat digit?<|im_end|>\n<|im_start|>assistant\n"
+
+
+TOOL_TEMPLATE = (
+    "{% if tools %}TOOLS {{ tools | map(attribute='name') | join(' ') }}\n{% endif %}"
+    "{% for m in messages %}{{ m.role }}:{{ m.content }}"
+    "{% for c in m.tool_calls or [] %}CALL {{ c.function.name }}{{ c.function.arguments.a }}{% endfor %}<|im_end|>\n"
+    "{% endfor %}{% if add_generation_prompt %}assistant:{% endif %}"
+)
+
+
+def test_tools_are_shown_and_their_calls_are_trained(processor):
+    tokenizer = processor.tokenizer
+    before, tokenizer.chat_template = tokenizer.chat_template, TOOL_TEMPLATE
+    call = {"role": "assistant", "content": None, "tool_calls": [{"name": "add", "arguments": '{"a": 7}'}]}
+    raw = {"messages": [user("Q"), call, {"role": "tool", "content": "8"}, assistant("8!")], "tools": [{"name": "add"}]}
+    try:
+        asked = encode(tokenizer, chat_row(raw))
+        sample = encode_chat(asked, tokenizer, [tokenizer.eos_token_id], 200)
+    finally:
+        tokenizer.chat_template = before
+    assert texts(processor, sample) == [
+        (False, "TOOLS add\nuser:Q<|im_end|>\nassistant:"),
+        (True, "CALL add7<|im_end|>"),
+        (False, "\ntool:8<|im_end|>\nassistant:"),
+        (True, "8!<|im_end|>"),
+    ]
+
+
+def test_a_template_that_refuses_is_a_bad_row(processor):
+    tokenizer = processor.tokenizer
+    before, tokenizer.chat_template = tokenizer.chat_template, "{{ raise_exception('roles must alternate') }}"
+    try:
+        with pytest.raises(ValueError, match="^row 3: chat template: roles must alternate$"):
+            encode(tokenizer, {"question": "Q", "where": "row 3"})
+    finally:
+        tokenizer.chat_template = before
+
+
+# --- templates of other kinds
+
+
+class Template:
+    """A tokenizer of characters with a chat template of its own."""
+
+    eos_token_id = 0
+
+    def __init__(self, write):
+        self.write = write
+
+    def apply_chat_template(self, messages, add_generation_prompt=False, tokenize=True):
+        return self.write(messages) + ("A:" if add_generation_prompt else "")
+
+    def __call__(self, text, add_special_tokens):
+        return {"input_ids": [ord(letter) for letter in text]}
+
+
+def plain(messages):
+    return "".join(f"{m['role'][0].upper()}:{m['content']}" for m in messages)
+
+
+def forgetful(messages):
+    """Earlier answers are left out, as templates of reasoning models do with their thoughts."""
+    return plain([m for i, m in enumerate(messages) if m["role"] == "user" or i + 1 == len(messages)])
+
+
+def test_render_gives_each_kind_its_contents(processor):
+    seen = []
+
+    def write(messages):
+        seen.append([one["content"] for one in messages])
+        return ""
+
+    render(Template(write), [user([{"type": "text", "text": "a"}, {"type": "text", "text": "b"}])])
+    sees = Template(write)
+    sees.tokenizer = sees
+    render(sees, [user("ab"), assistant("")])
+    assert seen == [["ab"], [[{"type": "text", "text": "ab"}], []]]
+    with pytest.raises(ValueError, match="^images: expected none, as the model's processor is a tokenizer, got 1 in a"):
+        render(Template(write), [user([{"type": "image"}])])
+
+
+def test_an_end_token_is_added_where_the_template_writes_none():
+    asked = prompt([ord(letter) for letter in "U:QA:"], row={"messages": [user("Q")]})
+    (sample,) = encode_answers(asked, Template(plain), ["yes"], [0], 50)
+    assert sample.response_ids == [*map(ord, "yes"), 0]
+    (sample,) = encode_answers(asked, Template(plain), ["yes!"], [ord("!")], 50)
+    assert sample.response_ids == [*map(ord, "yes!")]
+
+
+def test_a_template_that_rewrites_the_chat_is_an_error():
+    row = {"where": "row 5", "messages": [user("Q"), assistant("a"), user("R")], "completion": "b"}
+    with pytest.raises(ValueError, match="row 5: the chat template changes an answer when messages follow"):
+        encode_chat(prompt([1], row=row), Template(forgetful), [0], 50)
+    with pytest.raises(ValueError, match="row 5: the chat template changes the prompt when an answer follows"):
+        encode_answers(prompt([1], row=row), Template(lambda m: str(len(m)) + plain(m)), ["a"], [0], 50)
+    with pytest.raises(ValueError, match="row 5: expected an answer to learn from, got None"):
+        encode_chat(prompt([1], row={**row, "completion": None}), Template(plain), [0], 50)
