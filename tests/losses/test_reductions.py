@@ -134,6 +134,26 @@ def test_dr_grpo_constant_divisor():
     assert fixed_length_mean(*neighbour, 6) == 0.25  # two sequences now, the same constant
 
 
+@pytest.mark.parametrize("function", [*BY_TOKENS, *BY_SEQUENCES])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.int64, torch.bfloat16])
+def test_a_total_of_any_dtype_leaves_the_dtype_and_the_value(function, dtype):
+    """1001 is no bfloat16, also not where that is the default: a total of 1001 would be one of 1000."""
+    loss, mask = batch()
+    loss, total = loss.detach().float(), 1024 if dtype == torch.bfloat16 else 1001
+    expected = function(loss, mask, total=float(total))
+    assert expected.dtype == torch.float32
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        found = function(loss, mask, total=torch.tensor(total, dtype=dtype))
+        plain = function(loss, mask, total=total)
+    finally:
+        torch.set_default_dtype(before)
+    for value in (found, plain):
+        assert value.dtype == torch.float32
+        torch.testing.assert_close(value, expected, rtol=1e-6, atol=0)
+
+
 @pytest.mark.parametrize("function", [token_sum, *BY_TOKENS, *BY_SEQUENCES])
 def test_fully_masked_row_does_not_count(function):
     loss, mask = batch()

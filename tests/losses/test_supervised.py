@@ -58,6 +58,17 @@ def test_golden_load_balancing():
     torch.testing.assert_close(slope, torch.tensor([[[3 / 16, -3 / 16], [3 / 16, -3 / 16], [0, 0]]]))
 
 
+@pytest.mark.parametrize("top_k", [1, 2, 6])
+def test_load_balancing_of_one_layer_is_that_of_transformers(top_k):
+    mixtral = pytest.importorskip("transformers.models.mixtral.modeling_mixtral")
+    g = torch.Generator().manual_seed(top_k)
+    logits, mask = torch.randn(3, 8, 6, generator=g).requires_grad_(), torch.rand(3, 8, generator=g) < 0.7
+    ours = load_balancing_loss(logits, mask, top_k)
+    theirs = mixtral.load_balancing_loss_func((logits.view(24, 6),), 6, top_k, mask.long())
+    torch.testing.assert_close(ours, theirs)
+    torch.testing.assert_close(*(torch.autograd.grad(x, logits)[0] for x in (ours, theirs)))
+
+
 @FEW
 @given(seed=st.integers(0, 99), top_k=st.integers(1, 6))
 def test_an_even_router_has_the_least_load(seed, top_k):
