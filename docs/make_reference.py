@@ -128,6 +128,7 @@ def pages() -> dict[str, str]:
             modules[module] = package, path, page, own
             at |= {f"{package}.{name}": f"{page}#{name.lower()}" for name in own}
     texts, index = {}, ["# Reference", "Made by `python docs/make_reference.py` from the docstrings: edit those."]
+    index.append("The equation, our body and a plain loop side by side: [twenty functions](../formula_and_code.md).")
     for module, (package, path, page, own) in modules.items():
         near = tuple(f"{of}." for of in (*PACKAGES[:2], package))  # their names are linked without the package's
         links = at | {name.rpartition(".")[2]: target for name, target in at.items() if name.startswith(near)}
