@@ -124,6 +124,10 @@ class EngineOptions:
     """Ranks that share each sequence (Ulysses), for long ones."""
     micro_batch_tokens: int = 16384
     """Most tokens in one forward pass."""
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    """Dtype of the weights that are trained, and of the optimizer's state."""
+    compute_dtype: Literal["auto", "float32", "bfloat16"] = "auto"
+    """Dtype of the computation. auto: bfloat16 on a GPU, float32 on a CPU."""
     use_remove_padding: bool = True
     """Pack sequences without padding."""
     use_fused_kernels: bool = False
@@ -178,6 +182,8 @@ class TrainingOptions(EngineOptions, OptimizerOptions, AdapterOptions, ModelOpti
     """Passes over the data, in place of --steps. 0: --steps."""
     save_every: int = 50
     """Steps between checkpoints. The newest two are kept."""
+    export_dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
+    """Dtype of the exported weights. auto: that of the model that training began with."""
 
 
 # options of all recipes by the numbers they take
