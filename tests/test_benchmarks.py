@@ -81,3 +81,10 @@ def test_the_loop_agrees(name):
     both, mask = contestants(name), INPUTS[GROUPS[name].mask].mask
     absolute, relative = differences(both["loop"](), both["rlkit"](), mask)
     assert relative <= GROUPS[name].tolerance, absolute
+
+
+@pytest.mark.parametrize("name", [name for name in GROUPS if "formula" in GROUPS[name].contestants])
+def test_the_formula_agrees(name):
+    both, mask = contestants(name), INPUTS[GROUPS[name].mask].mask
+    absolute, relative = differences(both["formula"](), both["rlkit"](), mask)
+    assert relative <= GROUPS[name].tolerance, absolute

@@ -99,6 +99,12 @@ def test_the_package_has_an_index_by_family(package):
         assert len({*re.findall(r"`(\w+)`", first)} & {*public}) == len(re.findall(r"`(\w+)`", first)) == 15
 
 
+@pytest.mark.parametrize("package", reference.PACKAGES[:2])
+def test_what_a_shell_completes_is_public(package):
+    """The modules' own imports, such as `torch`, are reachable by way of `import *`, and are no part of the package."""
+    assert dir(import_module(package)) == sorted(import_module(package).__all__)
+
+
 def described(doc):
     """The arguments that a docstring describes."""
     args = re.search(r"^Args(?:, \w+)*:(.*(?:\n(?: {4}.*)?$)*)", inspect.cleandoc(doc or ""), re.M)

@@ -105,3 +105,7 @@ __all__ = [
     "pf_ppo_power_weights",
     "pf_ppo_indices",
 ]
+
+
+def __dir__() -> list[str]:
+    return __all__

@@ -224,3 +224,7 @@ __all__ = [
     # router
     "load_balancing_loss",
 ]
+
+
+def __dir__() -> list[str]:
+    return __all__
