@@ -59,6 +59,8 @@ def has_learned(metrics, evaluation):
 
 def test_learns_where_to_zoom(warm_dir, tmp_path):
     """Twenty seconds of it. What was sampled over two turns and two images is what is trained on."""
+    # seen: held-out accuracy 0.41 or 0.42 -> 0.69 on a CPU with AVX2, with one thread or two; 0.84 with
+    # ATEN_CPU_CAPABILITY=default, 0.85 with ATEN_CPU_CAPABILITY=avx2
     metrics, evaluation = run(warm_dir, tmp_path / "run", "--steps", 24)
     assert has_learned(metrics, evaluation), (evaluation, [row["reward/mean"] for row in metrics])
     assert max(row["mismatch/abs_dlogp"] for row in metrics) < 1e-5

@@ -105,6 +105,7 @@ def test_learns_and_not_without_a_learning_rate(tmp_path_factory, tmp_path):
     learning = ["--task", "helpers:few_digits", "--steps", 10, "--prompts_per_step", 32, "--group_size", 8]
     for name, lr in (("run", 1.5e-3), ("still", 0)):
         run_here("grpo_vlm", "--model", start, "--out", tmp_path / name, *learning, "--warmup_steps", 2, "--lr", lr)
+    # seen with AVX2, without it, and with two threads: held-out accuracy 0.462 -> 1.0; without a learning rate 0.462
     assert helpers.learned(tmp_path / "run") and not helpers.learned(tmp_path / "still")
 
 

@@ -47,6 +47,7 @@ def learned(found):
 
 
 def test_learns(whole):
+    # seen with AVX2, without it, and with two threads: held-out accuracy 0.462 -> 1.0; without a learning rate 0.462
     assert learned(evaluation(whole)), evaluation(whole)
     rows = helpers.rows(whole)
     assert [row["step"] for row in rows] == list(range(24))

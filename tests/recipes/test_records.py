@@ -1,6 +1,7 @@
 """What every recipe leaves behind beside its results: parts of the reward, work and time, trackers; and text alone."""
 
 import json
+import subprocess
 import sys
 import time
 from dataclasses import replace
@@ -11,7 +12,7 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from helpers import RECIPES, evaluation, load, rows, run_here, text_dir  # noqa: E402, F401  (a fixture)
+from helpers import RECIPES, command, environment, evaluation, load, rows, run_here, text_dir  # noqa: E402, F401  (a fixture)
 
 from rlkit.data import load_task, loading  # noqa: E402
 from rlkit.rewards import combine  # noqa: E402
@@ -131,6 +132,21 @@ def test_text_from_a_file_and_two_places_to_look_at_it(text_dir, tmp_path):  # n
     board.Reload()
     assert [event.value for event in board.Scalars("flops")] == pytest.approx([row["flops"] for row in rows(out)])
     assert len(board.Scalars("eval/accuracy_after")) == 1 and not (out / "phases").exists()
+
+
+def test_two_runs_that_start_at_once_are_both_complete(text_dir, tmp_path):  # noqa: F811
+    """A sweep that names no directory."""
+    arguments = ["--model", text_dir, "--task", "sorting", "--steps", 3, "--prompts_per_step", 8, "--max_new_tokens", 0]
+    started = [
+        subprocess.Popen(command(RECIPES / "sft.py", *arguments, "--lr", lr), cwd=tmp_path, env=environment())
+        for lr in (1e-3, 2e-3)
+    ]
+    assert [process.wait(600) for process in started] == [0, 0]
+    found = sorted((tmp_path / "runs").iterdir())
+    assert [out.name for out in found] == ["sft-sorting-seed0", "sft-sorting-seed0-2"]
+    assert [[row["step"] for row in rows(out)] for out in found] == [[0, 1, 2]] * 2
+    assert all((out / "report.html").exists() and (out / "model").is_dir() for out in found)
+    assert {json.loads((out / "config.json").read_text())["lr"] for out in found} == {1e-3, 2e-3}
 
 
 @pytest.mark.parametrize("recipe", sorted(path.stem for path in RECIPES.glob("*.py")))

@@ -4,14 +4,22 @@ import importlib
 import inspect
 import json
 import re
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pkgutil import iter_modules
 from typing import Literal
 
 import pytest
 
 import rlkit.runs
-from rlkit.runs import OptimizerOptions, RunOptions, TrainingOptions, parse_options
+from rlkit.runs import (
+    OptimizerOptions,
+    PolicyOptions,
+    RunOptions,
+    TrainingOptions,
+    check_range,
+    check_ranges,
+    parse_options,
+)
 from rlkit.runs.options import option_groups
 
 
@@ -89,6 +97,56 @@ def test_options_from_a_file_are_those_of_the_command_line(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps({"stpes": 3}))
     with pytest.raises(ValueError, match="config '.*config.json': expected options of this recipe, got stpes"):
         parse_options(Config, "", file)
+
+
+@pytest.mark.parametrize(
+    ("content", "problem"),
+    [
+        (None, "config: expected a YAML or JSON file, got '.*run.yaml': .*No such file"),
+        ("lr: [1", "config: expected a YAML or JSON file, got '.*run.yaml': "),
+        ("- lr", "config '.*run.yaml': expected options by name, got a list"),
+    ],
+)
+def test_a_file_that_holds_no_options_is_named(tmp_path, content, problem):
+    if content is not None:
+        (tmp_path / "run.yaml").write_text(content)
+    with pytest.raises(ValueError, match=f"^{problem}"):
+        parse_options(Config, "", [f"--config={tmp_path / 'run.yaml'}"])
+
+
+def test_values_of_another_type_are_refused(capsys):
+    for arguments, expected in (("--steps 2.5", "steps"), ("--loss c", "loss"), ("--stpes 3", "stpes")):
+        with pytest.raises(SystemExit, match="2"):
+            parse_options(Config, "", arguments.split())
+        shown = capsys.readouterr()
+        assert expected in shown.out + shown.err
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "expected"),
+    [
+        ("steps", -3, "at least 1, got -3"), ("save_every", 0, "at least 1, got 0"), ("seed", -1, "at least 0, got -1"),
+        ("lr", -0.1, "at least 0, got -0.1"), ("min_lr_ratio", 1.5, "0 to 1, got 1.5"),
+        ("max_unjudged", -0.5, "0 to 1, got -0.5"), ("temperature", 0.0, "a number above 0, got 0"),
+        ("lr", float("nan"), "at least 0, got nan"), ("temperature", float("nan"), "a number above 0, got nan"),
+    ],
+)  # fmt: skip
+def test_numbers_out_of_range_are_refused_by_name(name, value, expected):
+    @dataclass
+    class Recipe(PolicyOptions, TrainingOptions):
+        steps: int = 1
+        """Steps."""
+
+    check_ranges(Recipe())
+    with pytest.raises(ValueError, match=f"^{name}: expected {expected}$"):
+        check_ranges(replace(Recipe(), **{name: value}))
+
+
+def test_a_limit_itself_is_in_range():
+    check_range("x", 0, 0, 1)
+    check_range("x", 1, 0, 1)
+    with pytest.raises(ValueError, match="^x: expected 0 to 1, got 1.01$"):
+        check_range("x", 1.01, 0, 1)
 
 
 def public_names(module):
