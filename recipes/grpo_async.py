@@ -118,7 +118,7 @@ def run_on_servers(cfg: Config, stack: ExitStack) -> None:
         runs.check_range("group_size", cfg.group_size, 2)  # answers are compared with each other
         task = runs.load_named_task(cfg, cfg.task)
         cfg = runs.with_epochs(cfg, task)
-        run = runs.start_run("grpo_async", cfg, task.name)
+        run = runs.start_run("grpo_async", cfg, task.name, starts_servers=True)
         path, processor = runs.find_model(cfg, run, task.train)
         temperature = cfg.temperature
         engine = runs.build_engine(cfg, path, processor, updates=cfg.steps, temperature=temperature)

@@ -111,16 +111,7 @@ def build_reference(
 
 
 def build_rollout(cfg: GenerationOptions, path: str, processor: Any, engine: Any, **options: Any) -> Any:
-    """The sampling back end, on the weights of this engine.
-
-    Raises:
-        ValueError: a back end on servers without servers.
-    """
-    if cfg.rollout in ("vllm_server", "sglang") and not cfg.servers:
-        raise ValueError(
-            f"servers: expected URLs for --rollout {cfg.rollout}, got none; `python -m rlkit.rollout.serve --model "
-            f"{path}` starts a vLLM server"
-        )
+    """The sampling back end, on the weights of this engine."""
     return make_rollout(
         cfg.rollout,
         engine.gathered,

@@ -210,6 +210,15 @@ def check_ranges(cfg: Any) -> None:
             raise ValueError(f"{name}: expected a number above 0, got {getattr(cfg, name):g}")
 
 
+def check_servers(cfg: Any) -> None:
+    """Raise a ValueError if the sampling back end is one on servers and none are given."""
+    if getattr(cfg, "rollout", "") in ("vllm_server", "sglang") and not cfg.servers:
+        raise ValueError(
+            f"servers: expected URLs for --rollout {cfg.rollout}, got none; `python -m rlkit.rollout.serve --model "
+            f"{cfg.model}` starts a vLLM server"
+        )
+
+
 def check_range(name: str, value: float, low: float, high: float = math.inf) -> None:
     """Raise a ValueError that names an option whose value is not in [low, high]."""
     if not low <= value <= high:

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import inspect
+import json
+import os
 import sys
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
@@ -12,21 +15,34 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.elastic.multiprocessing.errors import record
 
 from rlkit.engines.distributed import init_distributed
 from rlkit.runs.directory import check_resumed_options, claim_directory
-from rlkit.runs.options import RunOptions, check_ranges, parse_options
+from rlkit.runs.options import RunOptions, check_ranges, check_servers, parse_options
 from rlkit.tracking import Run
 
 
+@record  # under torchrun, tracebacks stand in its summary
 def run_recipe(main: Callable[[Any], None]) -> None:
     """Call `main(cfg)` with the options of the command line; its annotation and its file say which there are."""
     (config,) = inspect.signature(main, eval_str=True).parameters.values()
     module = sys.modules[main.__module__]
-    with one_sentence_errors(Path(module.__file__ or "").stem):
-        cfg = parse_options(config.annotation, module.__doc__ or "")
-    main(cfg)
+    try:
+        with one_sentence_errors(Path(module.__file__ or "").stem):
+            cfg = parse_options(config.annotation, module.__doc__ or "")
+        main(cfg)
+    except SystemExit as end:
+        if isinstance(end.code, str):
+            _tell_torchrun(end.code)
+        raise
     dist.destroy_process_group()
+
+
+def _tell_torchrun(sentence: str) -> None:
+    """Have torchrun's summary of a failure end with the sentence that this rank ended with."""
+    if file := os.environ.get("TORCHELASTIC_ERROR_FILE"):
+        Path(file).write_text(json.dumps({"message": sentence, "timestamp": int(time.time())}))
 
 
 @contextmanager
@@ -38,18 +54,22 @@ def one_sentence_errors(recipe: str) -> Iterator[None]:
         sys.exit(f"{recipe}: {error}")
 
 
-def start_run(recipe: str, cfg: RunOptions, task: str) -> Run:
+def start_run(recipe: str, cfg: RunOptions, task: str, *, starts_servers: bool = False) -> Run:
     """Join the other ranks, claim the run's directory and open its logs, before anything is loaded.
 
     Args:
         recipe, task: the run is called RECIPE-TASK-seedSEED.
+        starts_servers: the recipe starts servers to sample on, if the options name none.
 
     Raises:
-        ValueError: the directory is taken, a tracker is unknown, or a resumed run was started with other options.
+        ValueError: a number out of range, no servers to sample on, the directory is taken, a tracker is unknown, or a
+            resumed run was started with other options.
     """
     from transformers.utils.logging import disable_progress_bar
 
     check_ranges(cfg)
+    if not starts_servers:
+        check_servers(cfg)
     torch.set_num_threads(cfg.threads)
     torch.manual_seed(cfg.seed)  # the same on all ranks: of adapters, say
     init_distributed()

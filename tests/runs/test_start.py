@@ -1,11 +1,28 @@
 """What a seed decides before the first step, and the end of a recipe whose options cannot be used."""
 
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
 import pytest
 import torch
 
 from rlkit.data import load_task
-from rlkit.runs import TrainingOptions, build_engine, one_sentence_errors, release_directory, start_run
+from rlkit.runs import (
+    GenerationOptions,
+    TrainingOptions,
+    build_engine,
+    one_sentence_errors,
+    release_directory,
+    start_run,
+)
 from rlkit.vlm import build_tiny, load_processor
+
+
+@dataclass
+class SampledOptions(GenerationOptions, TrainingOptions):
+    pass
 
 
 @pytest.fixture(scope="module")
@@ -45,3 +62,24 @@ def test_a_fault_of_the_program_keeps_its_traceback():
     with pytest.raises(RuntimeError, match="^bug$"):
         with one_sentence_errors("ppo"):
             raise RuntimeError("bug")
+
+
+def test_a_back_end_on_servers_needs_servers(tmp_path):
+    """Said before the run has a directory, and before a model is loaded."""
+    for rollout in ("vllm_server", "sglang"):
+        cfg = SampledOptions(out=str(tmp_path / "run"), model="some/model", rollout=rollout)
+        expected = f"servers: expected URLs for --rollout {rollout}, got none; .*serve --model some/model"
+        with pytest.raises(ValueError, match=expected):
+            start_run("recipe", cfg, "task")
+        assert not list(tmp_path.iterdir())
+
+
+def test_torchruns_summary_ends_with_the_sentence(tmp_path):
+    """What a rank ended with is in the last lines, under two screens of torchrun's own."""
+    recipe = Path(__file__).parents[2] / "recipes" / "sft.py"
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    done = subprocess.run(
+        [*torchrun, str(recipe), "--task=no_rows.jsonl"], cwd=tmp_path, capture_output=True, text=True, timeout=300
+    )
+    assert done.returncode == 1
+    assert "sft: no_rows.jsonl: expected a file, got none of this name" in done.stderr.splitlines()[-2]
