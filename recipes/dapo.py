@@ -138,7 +138,7 @@ def main(cfg: Config) -> None:
 
     draws = state.get("draws", 0)  # of all steps: the position in the data
     passes = runs.training_passes(cfg) + (cfg.mini_batches > 1)
-    canary = Canary(cfg.max_mismatch)
+    canary = Canary(cfg.max_mismatch, dtype=runs.roughest_dtype(cfg))
     for step in run.steps(state["step"], cfg.steps):
         answers, groups, drawn = draw_batch(task, draws, cfg, encode, sampler, engine)
         draws += drawn

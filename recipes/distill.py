@@ -107,7 +107,7 @@ def main(cfg: Config) -> None:
         sampler.evaluate(heldout, "before")
 
     passes = runs.training_passes(cfg, cfg.updates_per_batch) + (cfg.updates_per_batch > 1)
-    canary = Canary(cfg.max_mismatch)
+    canary = Canary(cfg.max_mismatch, dtype=runs.roughest_dtype(cfg))
     for step in run.steps(start, cfg.steps):
         prompts = encode(step_rows(task.train, step, cfg.prompts_per_step, cfg.seed))
         sampling = Sampling(cfg.max_new_tokens, cfg.temperature, seed=(cfg.seed, step))

@@ -126,7 +126,8 @@ def run_on_servers(cfg: Config, stack: ExitStack) -> None:
         start = runs.resume(cfg, run, checkpoints=engine)["step"]
     encode = runs.prompt_encoder(cfg, run, processor, engine)
     sampler = runs.PolicySampler(cfg, run, task.reward, engine, rollout, hands_over=False)
-    heldout, canary = encode(enumerate(task.heldout)), Canary(cfg.max_mismatch)
+    heldout = encode(enumerate(task.heldout))
+    canary = Canary(cfg.max_mismatch, dtype=runs.roughest_dtype(cfg))
 
     def check_weights_arrived():
         """Stop if fresh answers do not have the log-probabilities of the weights just sent."""

@@ -227,7 +227,7 @@ def main(cfg: Config) -> None:
 
     moments = RunningMoments(**state.get("moments", {}))  # of all rewards so far
     passes = 1 + runs.training_passes(cfg, cfg.ppo_epochs)
-    canary = Canary(cfg.max_mismatch)
+    canary = Canary(cfg.max_mismatch, dtype=runs.roughest_dtype(cfg))
     for step in run.steps(state["step"], cfg.steps):
         prompts = encode(step_rows(task.train, step, cfg.prompts_per_step, cfg.seed))
         sampling = Sampling(cfg.max_new_tokens, cfg.temperature, seed=(cfg.seed, step))

@@ -12,9 +12,10 @@ import numpy as np
 from rlkit.data.formats import ANSWERS, ASKED, CHATS, chat_row, check_columns, marked_row, pair_row, task_row
 from rlkit.data.hub import read_splits
 from rlkit.data.ready import READY
+from rlkit.data.reasoning_gym import PREFIX, reasoning_gym_task
 from rlkit.data.samples import Row
 from rlkit.data.tables import FILES, HELD_OUT_SEED, Rows, a_tenth_held_out, beside, columns_of, read_table
-from rlkit.data.tasks import Task, digits, sorting, with_rows, with_tables
+from rlkit.data.tasks import Task, addition, digits, sorting, with_rows, with_tables
 from rlkit.data.user_code import load_function
 from rlkit.rewards.named import REWARDS, reward_named
 from rlkit.rewards.rules import exact_match
@@ -22,7 +23,7 @@ from rlkit.rewards.rules import exact_match
 HELD_OUT_SPLITS = ("test", "validation", "val")
 SHOWN = ("completion", "output", "reward_model", *CHATS)  # hold an answer, under whatever name
 
-BUILT_IN: dict[str, Callable[[], Task]] = {"digits": digits, "sorting": sorting}
+BUILT_IN: dict[str, Callable[[], Task]] = {"addition": addition, "digits": digits, "sorting": sorting}
 
 
 class Kind(NamedTuple):
@@ -42,13 +43,15 @@ MARKED = Kind(marked_row, (("completion", *CHATS), ("label",)))
 def load_task(name: str, *, reward: str | None = None) -> Task:
     """A task by its name: built in, published, a file, a data set, or a function of yours.
 
-    - `digits`, `sorting`: built in, see there.
+    - `addition`, `digits`, `sorting`: built in, see there.
     - `gsm8k`, ... (rlkit.data.ready): from the hub; `gsm8k@DIRECTORY` from a local copy.
     - a .jsonl, .json, .csv, .tsv or .parquet file with questions and answers, and maybe images, in a format of
       rlkit.data.formats; image paths are relative to the file. A tenth of its rows is held out, at least one of two and
       at most 300. The reward is an exact match.
     - `owner/name` on the hub, or a directory: a data set with such columns. Held out is its `test` or `validation`
       split, or else a tenth of `train`. The reward is an exact match.
+    - `reasoning_gym:NAME`, maybe with settings behind it (`,level=2`): a task of reasoning-gym, see
+      rlkit.data.reasoning_gym.
     - `module:function` or `path/to/file.py:function`, a function that returns a Task.
 
     Args:
@@ -111,6 +114,8 @@ def _load(name: str, kind: Kind) -> Task:
         return _read_as(READY[base](source) if source else READY[base](), kind)
     if _is_table(name):
         return _from_tables(name, _tables(name), kind)
+    if name.startswith(PREFIX):
+        return _read_as(reasoning_gym_task(name), kind)
     if ":" in name:
         function = load_function(name, "task")
         task = function() if callable(function) else function

@@ -16,7 +16,7 @@ import numpy as np
 from rlkit.data.lookup import extra
 from rlkit.data.samples import Reward, Row
 from rlkit.data.tables import HELD_OUT_SEED, Rows
-from rlkit.rewards.rules import exact_match
+from rlkit.rewards.rules import exact_match, numeric_match
 
 
 @dataclass(frozen=True)
@@ -88,6 +88,23 @@ def sorting() -> Task:
 
     rows = [row(i) for i in np.random.default_rng(HELD_OUT_SEED).permutation(1000)]
     return Task("sorting", train=rows[200:], heldout=rows[:200], reward=exact_match)
+
+
+def addition() -> Task:
+    """Two numbers of two digits to add: "What is 17 + 25?", 42. There are 4,095 pairs, and 200 of them are held out.
+
+    Each pair is there once, the smaller number first. The reward is 1 if the last number in the answer is the sum, so a
+    chat model may answer in a sentence.
+    """
+    pairs = [(a, b) for a in range(10, 100) for b in range(a, 100)]
+
+    def row(i: int) -> Row:
+        a, b = pairs[i]
+        where = f"addition row {a} + {b}"
+        return {"question": f"What is {a} + {b}?", "images": [], "answer": str(a + b), "where": where}
+
+    order = np.random.default_rng(HELD_OUT_SEED).permutation(len(pairs))
+    return Task("addition", train=Rows(row, order[200:]), heldout=Rows(row, order[:200]), reward=numeric_match())
 
 
 def step_rows(rows: Sequence[Row], step: int, count: int, seed: int) -> list[tuple[int, Row]]:

@@ -24,6 +24,7 @@ from rlkit.runs.models import (
     build_value_engine,
     find_model,
     learning_rate_schedule,
+    roughest_dtype,
 )
 from rlkit.runs.options import (
     AdapterOptions,
@@ -94,6 +95,7 @@ __all__ = [
     "record_evaluation",
     "release_directory",
     "resume",
+    "roughest_dtype",
     "run_recipe",
     "save",
     "start_run",

@@ -124,6 +124,14 @@ def build_rollout(cfg: GenerationOptions, path: str, processor: Any, engine: Any
     )
 
 
+def roughest_dtype(cfg: EngineOptions) -> torch.dtype | None:
+    """What `rlkit.rollout.Canary` takes for the dtype of trainer and sampler: bfloat16 if the options name it.
+
+    None, the default of the device, if they do not: a trainer in float32 may sample with a back end in bfloat16.
+    """
+    return torch.bfloat16 if "bfloat16" in (cfg.dtype, cfg.compute_dtype) else None
+
+
 def learning_rate_schedule(optimizer: Optimizer, cfg: OptimizerOptions, updates: int) -> LambdaLR:
     """Linear warm-up to the peak, then decay over all `updates` optimizer steps, as the options say."""
     warmup, updates = max(1, cfg.warmup_steps), max(1, updates)

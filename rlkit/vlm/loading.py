@@ -1,4 +1,4 @@
-"""Models from a directory, a hub id, or ModelScope."""
+"""Models from a directory, a hub id, ModelScope, or a GGUF file."""
 
 from __future__ import annotations
 
@@ -11,21 +11,29 @@ import torch
 from torch import Tensor
 
 from rlkit.data.lookup import check_source, extra
+from rlkit.vlm.pretrained import SMOLLM2, gguf_path, smollm2_path
 
 MODELSCOPE = "modelscope:"
 
 
 @cache
 def model_path(path: str) -> str:
-    """Where a model's files are: what is named `modelscope:OWNER/NAME` is fetched from there, all else stays as it is.
+    """Where a model's files are.
+
+    A model named `modelscope:OWNER/NAME` is downloaded from ModelScope. `smollm2` and GGUF files are converted to a
+    directory once, see rlkit.vlm.pretrained. Other names are returned as they are.
 
     Returns:
         A directory, or a hub id.
 
     Raises:
-        ValueError: ModelScope cannot give it.
-        ImportError: ModelScope's package is not installed.
+        ValueError: ModelScope cannot provide the model, or a GGUF file that cannot be read.
+        ImportError: ModelScope's package, or one that a conversion needs, is not installed.
     """
+    if path == SMOLLM2:
+        return smollm2_path()
+    if path.endswith(".gguf"):
+        return gguf_path(path)
     if not path.startswith(MODELSCOPE):
         return path
     with extra("modelscope"):

@@ -55,6 +55,19 @@ def test_digits(digits):
     assert digits.reward(f" {row['answer']}\n", row) == 1 and digits.reward(f"{row['answer']}{row['answer']}", row) == 0
 
 
+def test_addition():
+    task = load_task("addition")
+    assert (len(task.train), len(task.heldout)) == (3895, 200)
+    rows = [*task.train, *task.heldout]
+    assert len({row["question"] for row in rows}) == 4095  # each pair once, and so none both ways round
+    for row in rows[::100]:
+        _, _, a, _, b = row["question"].rstrip("?").split()
+        assert 10 <= int(a) <= int(b) <= 99 and row["answer"] == str(int(a) + int(b))
+    row = {"answer": "42"}
+    answers = {"42": 1, "17 + 25 = 42.": 1, "The sum of 17 and 25 is 42": 1, "32": 0, "42, no: 43": 0, "none": 0, "": 0}
+    assert {text: task.reward(text, row) for text in answers} == answers
+
+
 def test_digits_are_the_same_in_every_call(digits):
     again = BUILT_IN["digits"]()
     for mine, other in ((digits.heldout, again.heldout), (digits.train[:50], again.train[:50])):
@@ -220,9 +233,9 @@ def test_unknown_task_is_named(name):
     with pytest.raises(ValueError) as caught:
         load_task(name)
     assert str(caught.value) == (
-        "task: expected a built-in (digits, sorting), a published one (aime24, clevr_counting, dapo17k, geometry3k, "
-        "gsm8k, math, math500, mmstar, scienceqa), a file (.csv, .json, .jsonl, .parquet, .tsv), a data set (a "
-        f"directory, or owner/name) or module:function, got {name!r}"
+        "task: expected a built-in (addition, digits, sorting), a published one (aime24, clevr_counting, dapo17k, "
+        "geometry3k, gsm8k, math, math500, mmstar, scienceqa), a file (.csv, .json, .jsonl, .parquet, .tsv), a data "
+        f"set (a directory, or owner/name) or module:function, got {name!r}"
     )
 
 

@@ -12,6 +12,7 @@ from rlkit.data import load_task, prompt
 from rlkit.engines import make_engine
 from rlkit.rollout import Canary, Sampling, fresh_gap, make_rollout
 from rlkit.rollout.hf import HfRollout
+from rlkit.runs import TrainingOptions, roughest_dtype
 from rlkit.vlm import load_model, load_processor, suppressed_token_ids
 
 RECIPES = Path(__file__).parents[2] / "recipes"
@@ -92,8 +93,22 @@ def test_a_run_whose_weights_do_not_arrive_stops(tiny_dir, tmp_path, monkeypatch
         run_here("grpo_vlm", *options, *small)
 
 
+def test_the_dtype_of_a_run_is_that_of_its_options():
+    """A first gap of 0.03, as SmolLM2 has in bfloat16 on a CPU, stops a run in float32 alone."""
+    for options, dtype in (
+        ({}, None),
+        ({"compute_dtype": "float32"}, None),
+        ({"compute_dtype": "bfloat16"}, torch.bfloat16),
+        ({"dtype": "bfloat16"}, torch.bfloat16),
+    ):
+        assert roughest_dtype(TrainingOptions(**options)) == dtype
+        assert bool(Canary(0.3, dtype=roughest_dtype(TrainingOptions(**options)))(0.03)) == (dtype is None)
+
+
 def test_every_recipe_that_samples_to_train_has_a_canary():
     for path in RECIPES.glob("*.py"):
         text = path.read_text()
         if "mismatch_stats(" in text:
-            assert "canary = Canary(cfg.max_mismatch)" in text and "if wrong := canary(" in text, path.name
+            assert "Canary(cfg.max_mismatch, dtype=runs.roughest_dtype(cfg))" in text and ":= canary(" in text, (
+                path.name
+            )

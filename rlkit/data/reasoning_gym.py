@@ -1,0 +1,141 @@
+"""Tasks of reasoning-gym (https://github.com/open-thought/reasoning-gym, Apache-2.0): made by programs, judged by them.
+
+    load_task("reasoning_gym:chain_sum")
+    load_task("reasoning_gym:chain_sum,level=2")                  # level 2 of its curriculum
+    load_task("reasoning_gym:chain_sum,max_terms=3,max_digits=2") # settings of its own
+
+Rows are generated when they are asked for, without a download. Settings of this module, beside those of the task:
+
+- `level`: of reasoning-gym's curriculum, from 0; each attribute is at this level, or at its last one.
+- `rows`, `heldout`: how many rows to train on (10,000) and to hold out (200).
+"""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Callable
+from dataclasses import fields
+from typing import Any
+
+import numpy as np
+
+from rlkit.data.lookup import extra
+from rlkit.data.samples import Row
+from rlkit.data.tables import Rows
+from rlkit.data.tasks import Task
+
+PREFIX = "reasoning_gym:"
+INSTRUCTION = "Put your final answer between <answer> and </answer>."
+TRAIN_SEED, HELD_OUT_SEED = 0, 10**9  # row i is made from seed + i, so these two never meet
+TRIES = 100
+
+
+def reasoning_gym_task(name: str) -> Task:
+    """A task of reasoning-gym with its own verifier as the reward.
+
+    Held-out rows have seeds of their own. A training row whose question is among them is replaced by the
+    next one whose question is not.
+
+    Args:
+        name: `reasoning_gym:NAME`, maybe with settings behind it: `,level=2`, `,max_terms=3`.
+
+    Raises:
+        ImportError: reasoning-gym is not installed.
+        ValueError: no such task, or a setting that it does not have or cannot use.
+    """
+    with extra("reasoning-gym"):
+        from reasoning_gym.factory import DATASETS
+
+    task, *parts = name.removeprefix(PREFIX).split(",")
+    if task not in DATASETS:
+        raise ValueError(
+            f"task {name!r}: expected one of reasoning-gym's ({', '.join(sorted(DATASETS))}), got {task!r}"
+        )
+    settings = dict(_setting(name, part) for part in parts)
+    known = [one.name for one in fields(DATASETS[task][1]) if one.name not in ("seed", "size")]
+    known = ["level", "rows", "heldout", *known]
+    if unknown := [key for key in settings if key not in known]:
+        raise ValueError(f"task {name!r}: expected settings among {', '.join(known)}, got {unknown[0]!r}")
+    count, held = (_count(name, settings, key, default) for key, default in (("rows", 10_000), ("heldout", 200)))
+    settings = _with_level(name, task, settings)
+    train, heldout = (
+        _dataset(name, task, {**settings, "seed": seed, "size": size})
+        for seed, size in ((TRAIN_SEED, count), (HELD_OUT_SEED, held))
+    )
+    held_rows = [_row(f"{name} held-out row {i + 1}", heldout[i]) for i in range(held)]
+    held_questions = {row["question"] for row in held_rows}
+
+    def row(i: int) -> Row:
+        where = f"{name} row {i + 1}"
+        for j in range(i, i + TRIES):
+            made = _row(where, train[j % count])
+            if made["question"] not in held_questions:
+                return made
+        return {**made, "unreadable": f"expected a question that is not held out, got none in {TRIES} rows"}
+
+    return Task(task, Rows(row, np.arange(count)), held_rows, verifier(train.score_answer))
+
+
+def verifier(score_answer: Callable[..., float]) -> Callable[[str, Row], float]:
+    """A reward that has reasoning-gym judge the answer between the last <answer> and </answer>, or else the whole text.
+
+    What stands before `</think>` does not count. An `<answer>` that is missing in front may be the prompt's.
+    """
+
+    def reward(text: str, row: Row) -> float:
+        text = text.rpartition("</think>")[2]
+        before, tag, _ = text.rpartition("</answer>")
+        answer = before.rpartition("<answer>")[2] if tag else text
+        return float(score_answer(answer.strip(), row["entry"]))
+
+    return reward
+
+
+def _row(where: str, entry: Any) -> dict[str, Any]:
+    question = f"{entry['question']}\n\n{INSTRUCTION}"
+    return {"question": question, "images": [], "answer": entry["answer"], "entry": entry, "where": where}
+
+
+def _setting(name: str, part: str) -> tuple[str, Any]:
+    key, equals, value = part.partition("=")
+    if not (key and equals and value):
+        raise ValueError(f"task {name!r}: expected settings NAME=VALUE behind the commas, got {part!r}")
+    try:
+        return key, ast.literal_eval(value)
+    except (ValueError, SyntaxError):  # a word
+        return key, value
+
+
+def _count(name: str, settings: dict[str, Any], key: str, default: int) -> int:
+    count = settings.pop(key, default)
+    if not isinstance(count, int) or count < 1:
+        raise ValueError(f"task {name!r}: {key}: expected a whole number of at least 1, got {count!r}")
+    return count
+
+
+def _with_level(name: str, task: str, settings: dict[str, Any]) -> dict[str, Any]:
+    """Settings in place of `level`: what the curriculum has at this level, and what is set explicitly."""
+    from reasoning_gym.factory import CURRICULA, create_curriculum
+
+    if "level" not in settings:
+        return settings
+    level = settings.pop("level")
+    if task not in CURRICULA:
+        raise ValueError(f"task {name!r}: level: expected a task that has a curriculum, got {task!r}")
+    curriculum = create_curriculum(task)
+    highest = max(len(attribute.levels) for attribute in curriculum.attributes.values()) - 1
+    if not isinstance(level, int) or not 0 <= level <= highest:
+        raise ValueError(f"task {name!r}: level: expected 0 to {highest}, got {level!r}")
+    for attribute in curriculum.attributes.values():
+        curriculum.set_attr_level(attribute.name, min(level, len(attribute.levels) - 1))
+    config = curriculum.generate_configuration()
+    return {**{one.name: getattr(config, one.name) for one in fields(config)}, **settings}
+
+
+def _dataset(name: str, task: str, settings: dict[str, Any]) -> Any:
+    from reasoning_gym.factory import create_dataset
+
+    try:
+        return create_dataset(task, **settings)
+    except (AssertionError, TypeError, ValueError) as error:
+        raise ValueError(f"task {name!r}: expected settings that fit together, got: {error}") from error

