@@ -1,0 +1,150 @@
+"""A real checkpoint through the whole stack: SmolLM2-135M-Instruct, out of its package.
+
+What it has that the tiny models lack: a system line in its chat template, a padding token that is its end token, tied
+embeddings in bfloat16 files, 30 layers, and text that it knows how to continue.
+"""
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from rlkit.data import collate, load_task, prompt
+from rlkit.engines import make_engine
+from rlkit.losses import clipped_policy_loss, token_mean
+from rlkit.rollout import Sampling, make_rollout
+from rlkit.vlm import encode, load_model, load_processor, lora, model_path, render
+
+SYSTEM = "<|im_start|>system\nYou are a helpful AI assistant named SmolLM, trained by Hugging Face<|im_end|>\n"
+CAPITAL = {"question": "What is the capital of France?", "images": [], "answer": "Paris"}
+
+
+@pytest.fixture(scope="module")
+def smollm2(tmp_path_factory):
+    """Its directory, converted once for this module."""
+    model_path.cache_clear()
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setenv("RLKIT_CACHE", str(tmp_path_factory.mktemp("cache")))
+        yield model_path("smollm2")
+    model_path.cache_clear()
+
+
+@pytest.fixture(scope="module")
+def tokenizer(smollm2):
+    return load_processor(smollm2)
+
+
+@pytest.fixture(scope="module")
+def engine(smollm2, tokenizer):
+    return make_engine("fsdp2", model=load_model(smollm2), processor=tokenizer)
+
+
+@pytest.fixture(scope="module")
+def rollout(engine, tokenizer):
+    return make_rollout("hf", engine.gathered, processor=tokenizer)
+
+
+@pytest.fixture(scope="module")
+def answers(rollout, tokenizer):
+    """Two answers to each of two questions, of different lengths."""
+    rows = [load_task("addition").heldout[0], {**CAPITAL, "question": f"{CAPITAL['question']} Answer in one word."}]
+    prompts = [encode(tokenizer, row, group_id=i) for i, row in enumerate(rows)]
+    return rollout.generate(prompts, Sampling(6, seed=(3,)), n=2)
+
+
+def test_it_answers_and_ends(rollout, tokenizer):
+    (answer,) = rollout.generate([encode(tokenizer, CAPITAL)], Sampling(12, temperature=0.0))
+    assert answer.text == "The capital of France is Paris." and answer.finish_reason == "stop"
+    assert answer.token_ids[-1] == tokenizer.eos_token_id == tokenizer.pad_token_id  # the end is trained on
+    assert answer.mask[-1]
+
+
+def test_the_system_line_of_the_template_is_there_once(tokenizer):
+    question = [{"role": "user", "content": "Hi"}]
+    asked = "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n"
+    assert render(tokenizer, question, add_generation_prompt=True) == SYSTEM + asked
+    own = render(tokenizer, [{"role": "system", "content": "Be brief."}, *question], add_generation_prompt=True)
+    assert own == "<|im_start|>system\nBe brief.<|im_end|>\n" + asked
+
+
+def test_logprobs_equal_transformers_and_the_samplers(smollm2, engine, answers):
+    """Rows one by one without padding through transformers, against packed rows with shared prompts."""
+    batch = collate(answers)
+    ours = engine.infer_batch(batch)["logprobs"]
+    model = AutoModelForCausalLM.from_pretrained(smollm2, dtype=torch.float32).eval()
+    with torch.no_grad():
+        for sample, row, mask in zip(answers, ours, batch.mask, strict=True):
+            ids = torch.tensor([sample.token_ids])
+            logprobs = model(ids).logits.log_softmax(-1)[0, :-1].gather(1, ids[0, 1:, None])[:, 0]
+            own = mask[1 : ids.shape[1]]
+            torch.testing.assert_close(row[1 : ids.shape[1]][own], logprobs[own], atol=5e-5, rtol=1e-4)
+            assert own.sum() == len(sample.response_ids) > 0
+    assert (ours - batch.rollout_logprobs)[batch.mask].abs().max() < 5e-5
+
+
+def test_packed_rows_and_shared_prompts_equal_padded_ones(smollm2, tokenizer, answers):
+    """Log-probabilities, entropies and the gradient of adapters; the padding is the end token."""
+    batch = collate(answers, advantages=torch.tensor([1.0, -0.5, 0.7, -1.0]))
+
+    def loss_fn(out, mb):
+        loss = clipped_policy_loss(out.logprobs, out.logprobs.detach(), mb.advantages, mb.mask)
+        return token_mean(loss - 0.01 * out.entropy, mb.mask, mb.total_tokens), {}
+
+    found = {}
+    ways = {"shared": {}, "packed": {"share_prompts": False}, "padded": {"use_remove_padding": False}}
+    for name, options in ways.items():
+        torch.manual_seed(0)
+        model = lora(load_model(smollm2), 4, 8)
+        one = make_engine("fsdp2", model=model, optimizer=lambda p: torch.optim.SGD(p, lr=0.0), **options)
+        metrics = one.train_batch(batch, loss_fn, outputs=("logprobs", "entropy"))
+        gradient = torch.cat([p.grad.flatten() for p in one.module.parameters() if p.grad is not None])
+        found[name] = one.infer_batch(batch)["logprobs"][batch.mask], gradient, torch.tensor(metrics["loss"])
+    assert found["padded"][1].norm() > 1e-2
+    for name in ("shared", "packed"):
+        for one, expected in zip(found[name], found["padded"], strict=True):
+            torch.testing.assert_close(one, expected, atol=5e-5, rtol=1e-3)
+
+
+def test_adapters_merged_equal_adapters_beside_and_the_export_reads_back(smollm2, tokenizer, answers, tmp_path):
+    """After a step; the head of the export is its tied embedding."""
+    batch = collate(answers, advantages=torch.tensor([1.0, -0.5, 0.7, -1.0]))
+
+    def loss_fn(out, mb):
+        return token_mean(-mb.advantages[:, None] * out.logprobs, mb.mask, mb.total_tokens), {}
+
+    model = lora(load_model(smollm2), 4, 8)
+    engine = make_engine(
+        "fsdp2", model=model, processor=tokenizer, optimizer=lambda p: torch.optim.Adam(p, lr=1e-2, eps=1e-4)
+    )
+    before = engine.infer_batch(batch)["logprobs"]
+    engine.train_batch(batch, loss_fn)
+    beside = engine.infer_batch(batch)["logprobs"]
+    moved = (beside - before)[batch.mask].abs().mean()
+    assert moved > 0.05
+    weights = dict(engine.get_per_tensor_param())
+    merged = load_model(smollm2)
+    missing, unexpected = merged.load_state_dict(weights, strict=False)
+    assert not unexpected and set(missing) <= {"lm_head.weight"}  # tied
+    found = make_engine("fsdp2", model=merged).infer_batch(batch)["logprobs"]
+    torch.testing.assert_close(found[batch.mask], beside[batch.mask], atol=1e-4, rtol=1e-4)
+    with engine.disable_adapter():
+        reference = engine.infer_batch(batch)["logprobs"]
+    torch.testing.assert_close(reference[batch.mask], before[batch.mask], atol=1e-5, rtol=1e-5)
+
+    engine.export_hf(tmp_path, torch.bfloat16)  # as its files are
+    read = AutoModelForCausalLM.from_pretrained(tmp_path)
+    assert read.dtype == torch.bfloat16 and read.lm_head.weight is read.model.embed_tokens.weight
+    name = "model.layers.29.mlp.down_proj.weight"
+    assert torch.equal(read.get_parameter(name), weights[name].bfloat16())
+    assert AutoTokenizer.from_pretrained(tmp_path).chat_template == tokenizer.chat_template
+    assert read.generation_config.eos_token_id == tokenizer.eos_token_id
+
+
+def test_rows_of_padding_alone_are_no_end_of_an_answer(engine, tokenizer):
+    """pad == eos: a shorter row's padding must not count as its end, nor an end in the prompt as the answer's."""
+    long, short = encode(tokenizer, CAPITAL), prompt(tokenizer("Paris is")["input_ids"], group_id=1)
+    assert long.token_ids.count(tokenizer.eos_token_id) == 2
+    rollout = make_rollout("hf", engine.gathered, processor=tokenizer)
+    together = rollout.generate([long, short], Sampling(4, temperature=0.0))
+    alone = [rollout.generate([one], Sampling(4, temperature=0.0))[0] for one in (long, short)]
+    assert [one.response_ids for one in together] == [one.response_ids for one in alone]
+    assert together[1].finish_reason == "length" and len(together[1].response_ids) == 4
