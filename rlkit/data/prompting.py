@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from rlkit.data.messages import Message, parts_of, prompt_of
@@ -11,7 +12,14 @@ from rlkit.data.tasks import Task, with_rows
 PLACE = "{question}"
 
 
-def with_prompt(task: Task, *, system_prompt: str = "", prompt_template: str = "", answer_prefix: str = "") -> Task:
+def with_prompt(
+    task: Task,
+    *,
+    system_prompt: str = "",
+    prompt_template: str = "",
+    answer_prefix: str = "",
+    chat_template_kwargs: Mapping[str, Any] | None = None,
+) -> Task:
     r"""A task whose prompts have more around their questions.
 
         with_prompt(task, prompt_template="{question}\nAnswer with a letter in \\boxed{}.", answer_prefix="<think>\n")
@@ -23,6 +31,8 @@ def with_prompt(task: Task, *, system_prompt: str = "", prompt_template: str = "
             themselves.
         answer_prefix: what every answer begins with. It is part of the prompt: the policy neither samples it nor is
             trained on it, and rewards see the answer without it.
+        chat_template_kwargs: options of the model's chat template, such as {"enable_thinking": False}. Options that a
+            row has already are kept.
 
     Raises:
         ValueError: a template without `{question}`, or with several. A row that has a system message of its own where
@@ -30,10 +40,12 @@ def with_prompt(task: Task, *, system_prompt: str = "", prompt_template: str = "
     """
     if prompt_template and prompt_template.count(PLACE) != 1:
         raise ValueError(f"prompt_template: expected a text with {PLACE} once, got {prompt_template!r}")
-    if not (system_prompt or prompt_template or answer_prefix):
+    if not (system_prompt or prompt_template or answer_prefix or chat_template_kwargs):
         return task
 
     def row(raw: Row) -> Row:
+        if chat_template_kwargs:
+            raw = {**raw, "chat_template_kwargs": {**chat_template_kwargs, **(raw.get("chat_template_kwargs") or {})}}
         try:
             return _prompted(raw, system_prompt, prompt_template, answer_prefix)
         except ValueError as error:

@@ -13,6 +13,7 @@ from rlkit.rewards.rules import (
     multiple_choice,
     numeric_match,
     repetition,
+    split_thinking,
     squad_exact,
     squad_f1,
     think_answer_format,
@@ -27,6 +28,7 @@ from rlkit.rewards.scoring import (
     reward_stats,
     score,
     score_parts,
+    without_thinking,
 )
 
 __all__ = [
@@ -53,8 +55,10 @@ __all__ = [
     "score_as_written",
     "score_parts",
     "share_of_tests_passed",
+    "split_thinking",
     "squad_exact",
     "squad_f1",
     "think_answer_format",
     "within_length",
+    "without_thinking",
 ]

@@ -45,6 +45,24 @@ def think_answer_format(text: str, row: Row) -> float:
     return float(once and re.fullmatch(r"<think>.*</think>\s*<answer>.*</answer>", text.strip(), re.DOTALL) is not None)
 
 
+def split_thinking(text: str, *, opened: bool = False) -> tuple[str, str]:
+    """The thinking of an answer, and what follows it.
+
+    Args:
+        text: maybe with `<think>` and `</think>`; the last `</think>` ends the thinking.
+        opened: the prompt ends with `<think>`, so the text begins with thinking.
+
+    Returns:
+        (thinking, answer). Without `</think>`, all of a text that has begun to think is thinking, and all of another
+        one is the answer.
+    """
+    before, end, answer = text.rpartition("</think>")
+    if not end:
+        thinks = opened or "<think>" in text
+        before, answer = (text, "") if thinks else ("", text)
+    return before.strip().removeprefix("<think>").strip(), answer.strip()
+
+
 def within_length(longest: int, buffer: int = 0, count: Callable[[str], int] = len) -> Reward:
     """0 up to `longest - buffer`, then falling linearly to -1 at `longest`, and -1 beyond.
 

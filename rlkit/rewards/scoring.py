@@ -20,6 +20,7 @@ from torch import Tensor
 
 from rlkit.data.samples import Reward, Row, Sample
 from rlkit.data.user_code import Failures
+from rlkit.rewards.rules import split_thinking
 
 
 def score(reward: Reward, samples: Sequence[Sample], *, threads: int = 1, failures: Failures | None = None) -> Tensor:
@@ -147,6 +148,19 @@ def combine(parts: Mapping[str, tuple[float, Reward]]) -> Combined:
         weights = {name: weight for name, (weight, _) in parts.items()}
         raise ValueError(f"parts: expected at least one, with finite weights, got {weights}")
     return Combined(dict(parts))
+
+
+def without_thinking(reward: Reward, *, opened: bool = False) -> Reward:
+    """A reward that is given what follows an answer's thinking, see `rlkit.rewards.split_thinking`.
+
+    Args:
+        reward: also a combined one, each part of which is then given that.
+        opened: the prompt ends with `<think>`.
+    """
+    if isinstance(reward, Combined):
+        parts = reward.parts.items()
+        return combine({name: (weight, without_thinking(part, opened=opened)) for name, (weight, part) in parts})
+    return lambda text, row: reward(split_thinking(text, opened=opened)[1], row)
 
 
 def score_parts(

@@ -110,7 +110,7 @@ def run_episodes(
     rooms = [_room(r, s, max_tokens, max_response_tokens) for r, s in zip(requests, how, strict=True)]
     if requests:  # the template is refused before the work, not after it
         row = requests[0].row
-        encode_reply(processor, prompt_of(row)[0], message(role, ""), tools=row.get("tools"))
+        encode_reply(processor, prompt_of(row)[0], message(role, ""), **_template_options(row))
     samples = []
     for sample in rollout.generate(requests, sampling, n):
         own = {"messages": prompt_of(sample.row)[0], "state": {}}
@@ -181,6 +181,10 @@ def _next(
     return replace(longer, finish_reason="")
 
 
+def _template_options(row: Row) -> dict[str, Any]:
+    return {"tools": row.get("tools"), "chat_template_kwargs": row.get("chat_template_kwargs")}
+
+
 def _encode(processor: Any, row: Row, outcome: Any, role: str) -> Sample:
     if isinstance(outcome, Exception):
         raise outcome
@@ -188,7 +192,7 @@ def _encode(processor: Any, row: Row, outcome: Any, role: str) -> Sample:
         raise TypeError(f"step: an Observation or None expected, came {type(outcome).__name__}")
     images = [load_image(image) for image in outcome.images]
     reply = message(role, outcome.text, len(images))
-    return encode_reply(processor, row["messages"][:-1], reply, images, tools=row.get("tools"))
+    return encode_reply(processor, row["messages"][:-1], reply, images, **_template_options(row))
 
 
 def call_steps(step: Step, samples: Sequence[Sample], timeout: float) -> list[Any]:

@@ -66,6 +66,11 @@ class TaskOptions:
     """Text with {question} where the question goes."""
     answer_prefix: str = ""
     """Beginning of every answer. It is part of the prompt, so it is neither sampled nor trained on."""
+    chat_template_kwargs: dict[str, str] = field(default_factory=dict)
+    """Options of the model's chat template: --chat_template_kwargs enable_thinking false. Values are true, false,
+    numbers or text."""
+    split_thinking: bool = False
+    """Judge what follows </think> alone. Thinking that is not finished is judged as an empty answer."""
 
 
 @dataclass

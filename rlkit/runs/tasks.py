@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import Any, TypeVar
 
 from rlkit.data import Task, load_task, with_heldout, with_prompt
-from rlkit.rewards import reward_named
+from rlkit.rewards import reward_named, without_thinking
 from rlkit.runs.options import TaskOptions
 
 Config = TypeVar("Config", bound=Any)
@@ -32,9 +32,28 @@ def load_named_task(cfg: TaskOptions, name: str, load: Callable[..., Task] = loa
             task = replace(task, reward=reward_named(cfg.reward))
     if cfg.heldout:
         task = with_heldout(task, cfg.heldout, load)
+    if cfg.split_thinking:
+        opened = cfg.answer_prefix.rstrip().endswith("<think>")
+        task = replace(task, reward=without_thinking(task.reward, opened=opened))
     return with_prompt(
-        task, system_prompt=cfg.system_prompt, prompt_template=cfg.prompt_template, answer_prefix=cfg.answer_prefix
+        task,
+        system_prompt=cfg.system_prompt,
+        prompt_template=cfg.prompt_template,
+        answer_prefix=cfg.answer_prefix,
+        chat_template_kwargs={name: _option_value(text) for name, text in cfg.chat_template_kwargs.items()},
     )
+
+
+def _option_value(text: str) -> bool | int | float | str:
+    """true, false and numbers as what they are; other text as it is."""
+    if text.lower() in ("true", "false"):
+        return text.lower() == "true"
+    for number in (int, float):
+        try:
+            return number(text)
+        except ValueError:
+            pass
+    return text
 
 
 def with_epochs(cfg: Config, task: Task) -> Config:

@@ -5,6 +5,7 @@ Nothing else in rlkit calls a chat template.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
@@ -18,7 +19,12 @@ from rlkit.vlm.processors import encode_text, load_image
 
 
 def render(
-    processor: Any, messages: Sequence[Message], *, tools: Any = None, add_generation_prompt: bool = False
+    processor: Any,
+    messages: Sequence[Message],
+    *,
+    tools: Any = None,
+    chat_template_kwargs: Mapping[str, Any] | None = None,
+    add_generation_prompt: bool = False,
 ) -> str:
     """A chat as the text that the processor's chat template makes of it.
 
@@ -30,22 +36,38 @@ def render(
         processor: a transformers processor, or the tokenizer of a text model.
         messages: as of rlkit.data.messages.
         tools: JSON schemas of functions, for templates that show them.
+        chat_template_kwargs: options of the template itself, such as {"enable_thinking": False}.
         add_generation_prompt: open the assistant's turn.
 
     Raises:
-        ValueError: no chat template, one that refuses the messages, or images for a model that cannot see.
+        ValueError: no chat template, one that refuses the messages or does not have an option, or images for a model
+            that cannot see.
     """
     from jinja2 import TemplateError
 
     sees = hasattr(processor, "tokenizer")
     shaped = [{**one, "content": _as_parts(one) if sees else _as_text(one)} for one in messages]
-    options = {"tools": list(tools)} if tools else {}
+    options = {**(chat_template_kwargs or {}), **({"tools": list(tools)} if tools else {})}
+    _check_options(processor, chat_template_kwargs or {})
     try:
         return processor.apply_chat_template(
             shaped, tokenize=False, add_generation_prompt=add_generation_prompt, **options
         )
     except TemplateError as error:
         raise ValueError(f"chat template: {error}") from error
+
+
+def _check_options(processor: Any, options: Mapping[str, Any]) -> None:
+    """Refuse options that the chat template does not mention: it would ignore them without a word."""
+    template = getattr(processor, "chat_template", None)
+    if not isinstance(template, str):  # none, or several by name
+        return
+    for name in options:
+        if not re.search(rf"\b{re.escape(name)}\b", template):
+            raise ValueError(
+                f"chat_template_kwargs: expected options that the model's chat template has, got {name!r}, which it "
+                "does not mention"
+            )
 
 
 def _as_parts(message: Message) -> list[Any]:
@@ -67,8 +89,9 @@ def encode(processor: Any, row: Row, *, max_tokens: int | None = None, group_id:
 
     Args:
         processor: a transformers processor (or a tokenizer, for rows without images).
-        row: `question` or `messages`, and `images`; see rlkit.data.tasks. `tools` are shown by the template, an
-            `answer_prefix` begins the answer. A row of `plain_text` has an empty prompt.
+        row: `question` or `messages`, and `images`; see rlkit.data.tasks. `tools` are shown by the template,
+            `chat_template_kwargs` are options of it, an `answer_prefix` begins the answer. A row of
+            `plain_text` has an empty prompt.
         max_tokens: longest prompt, in expanded tokens.
 
     Raises:
@@ -81,7 +104,7 @@ def encode(processor: Any, row: Row, *, max_tokens: int | None = None, group_id:
             return prompt([], row=row, group_id=group_id)
         messages, sources = prompt_of(row)
         images = [load_image(source) for source in sources]
-        text = render(processor, messages, tools=row.get("tools"), add_generation_prompt=True)
+        text = render(processor, messages, add_generation_prompt=True, **_template_options(row))
         sample = encode_text(processor, text + (row.get("answer_prefix") or ""), images)
     except ValueError as error:
         raise ValueError(f"{where}: {error}") from error
@@ -115,6 +138,7 @@ def encode_reply(
     images: Sequence[Image.Image] = (),
     *,
     tools: Any = None,
+    chat_template_kwargs: Mapping[str, Any] | None = None,
 ) -> Sample:
     """What the chat template puts between an assistant's turn and its next: a reply, and the next turn opened.
 
@@ -125,7 +149,7 @@ def encode_reply(
         messages: the chat before the assistant's turn. What the turn says makes no difference.
         reply: the message that follows it, with a part for each of `images`.
         images: of the reply.
-        tools: as for `render`.
+        tools, chat_template_kwargs: as for `render`.
 
     Raises:
         ValueError: the template rewrites earlier turns when a message follows (some drop thoughts): the tokens that
@@ -134,8 +158,9 @@ def encode_reply(
     """
     tokenizer = getattr(processor, "tokenizer", processor)
     turns = [*messages, {"role": "assistant", "content": f"<think>\n{THOUGHT}\n</think>\n\n{ANSWER}"}]
-    before = render(processor, turns, tools=tools)
-    after = render(processor, [*turns, reply], tools=tools, add_generation_prompt=True)
+    options = {"tools": tools, "chat_template_kwargs": chat_template_kwargs}
+    before = render(processor, turns, **options)
+    after = render(processor, [*turns, reply], add_generation_prompt=True, **options)
     whose = f"chat template of {tokenizer.name_or_path or type(processor).__name__!r}"
     if not after.startswith(before) or THOUGHT not in before or ANSWER not in before:
         raise ValueError(
@@ -248,10 +273,10 @@ class _Turn(NamedTuple):
 def _turn(
     processor: Any, row: Row, messages: Sequence[Message], answer: Message, ends: Sequence[int], prefix: str
 ) -> _Turn:
-    tokenizer, tools = getattr(processor, "tokenizer", processor), row.get("tools")
+    tokenizer, options = getattr(processor, "tokenizer", processor), _template_options(row)
     answer = {**answer, "content": prefix + text_of(answer)}
-    before = render(processor, messages, tools=tools, add_generation_prompt=True) + prefix
-    after = render(processor, [*messages, answer], tools=tools)
+    before = render(processor, messages, add_generation_prompt=True, **options) + prefix
+    after = render(processor, [*messages, answer], **options)
     if not after.startswith(before):
         raise ValueError(f"{_where(row)}: the chat template changes the prompt when an answer follows")
     ids = tokenizer(after.removeprefix(before), add_special_tokens=False)["input_ids"]
@@ -259,6 +284,10 @@ def _turn(
     if end is None:
         return _Turn(before, [*ids, tokenizer.eos_token_id], [], after)
     return _Turn(before, ids[:end], ids[end:], after)
+
+
+def _template_options(row: Row) -> dict[str, Any]:
+    return {"tools": row.get("tools"), "chat_template_kwargs": row.get("chat_template_kwargs")}
 
 
 def _where(row: Row) -> str:

@@ -14,6 +14,7 @@ from rlkit.rewards.rules import (
     numeric_match,
     parse_boxes,
     repetition,
+    split_thinking,
     squad_exact,
     squad_f1,
     squad_normalise,
@@ -25,6 +26,23 @@ ANY = {"answer": "x"}
 
 
 # --- form
+
+
+@pytest.mark.parametrize(
+    ("text", "opened", "thinking", "answer"),
+    [
+        ("4", False, "", "4"),
+        ("<think>\n2 + 2\n</think>\n\n4", False, "2 + 2", "4"),
+        ("2 + 2</think> 4", False, "2 + 2", "4"),  # the prompt, or the template, has opened it
+        ("<think>a</think>b</think> 4", False, "a</think>b", "4"),
+        ("<think>2 + 2", False, "2 + 2", ""),
+        ("2 + 2", True, "2 + 2", ""),
+        ("", True, "", ""),
+        ("x <think>2 + 2", False, "x <think>2 + 2", ""),
+    ],
+)
+def test_split_thinking(text, opened, thinking, answer):
+    assert split_thinking(text, opened=opened) == (thinking, answer)
 
 
 @pytest.mark.parametrize(

@@ -21,6 +21,7 @@ from rlkit.rewards import (
     score,
     score_parts,
     within_length,
+    without_thinking,
 )
 
 
@@ -215,3 +216,13 @@ def test_each_part_judges_once():
 def test_combine_of_nothing(parts):
     with pytest.raises(ValueError, match="parts: expected at least one, with finite weights, got {"):
         combine(parts)
+
+
+def test_without_thinking_a_reward_is_given_the_answer_alone():
+    row = {"answer": "4"}
+    reward = without_thinking(exact_match)
+    answers = {"4": 1, "<think>5</think>4": 1, "<think>4</think>5": 0, "<think>4": 0}
+    assert {text: reward(text, row) for text in answers} == answers and exact_match("<think>5</think>4", row) == 0
+    assert without_thinking(exact_match, opened=True)("4", row) == 0
+    both = without_thinking(combine({"right": (1.0, exact_match), "long": (0.5, lambda text, row: float(len(text)))}))
+    assert both("<think>many words</think> 4", row) == 1.5 and set(both.parts) == {"right", "long"}

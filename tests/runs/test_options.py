@@ -15,9 +15,11 @@ from rlkit.runs import (
     OptimizerOptions,
     PolicyOptions,
     RunOptions,
+    TaskOptions,
     TrainingOptions,
     check_range,
     check_ranges,
+    load_named_task,
     parse_options,
 )
 from rlkit.runs.options import option_groups
@@ -147,6 +149,21 @@ def test_a_limit_itself_is_in_range():
     check_range("x", 1, 0, 1)
     with pytest.raises(ValueError, match="^x: expected 0 to 1, got 1.01$"):
         check_range("x", 1.01, 0, 1)
+
+
+def test_options_of_the_chat_template_and_thinking_apart():
+    words = "--task sorting --split_thinking --answer_prefix <think> --chat_template_kwargs"
+    values = "enable_thinking False thinking_budget 12 effort 0.5 style short"
+    cfg = parse_options(TaskOptions, "", [*words.split(), *values.split()])
+    task = load_named_task(cfg, cfg.task)
+    expected = {"enable_thinking": False, "thinking_budget": 12, "effort": 0.5, "style": "short"}
+    for row in (task.train[0], task.heldout[0]):
+        assert row["chat_template_kwargs"] == expected
+        assert type(row["chat_template_kwargs"]["thinking_budget"]) is int
+        right = row["answer"]
+        assert [task.reward(text, row) for text in (f"hm</think>{right}", right)] == [1, 0]  # unfinished thinking
+    plain = load_named_task(TaskOptions(task="sorting"), "sorting")
+    assert "chat_template_kwargs" not in plain.train[0] and plain.reward("113", {"answer": "113"}) == 1
 
 
 def public_names(module):

@@ -3,9 +3,10 @@
 import pytest
 from PIL import Image
 
-from rlkit.data import collate, prompt
+from rlkit.data import Task, collate, prompt, with_prompt
 from rlkit.data.formats import chat_row, pair_row
-from rlkit.vlm import encode, encode_answers, encode_chat, load_processor, render
+from rlkit.rewards import exact_match
+from rlkit.vlm import encode, encode_answers, encode_chat, encode_reply, load_processor, render
 
 
 def user(content):
@@ -205,3 +206,34 @@ def test_a_template_that_rewrites_the_chat_is_an_error():
         encode_answers(prompt([1], row=row), Template(lambda m: str(len(m)) + plain(m)), ["a"], [0], 50)
     with pytest.raises(ValueError, match="row 5: expected an answer to learn from, got None"):
         encode_chat(prompt([1], row={**row, "completion": None}), Template(plain), [0], 50)
+
+
+THINKS = (  # Qwen3's: no thinking is an empty thought
+    "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n"
+    "{% if enable_thinking is defined and enable_thinking is false %}<think>\n\n</think>\n\n{% endif %}{% endif %}"
+)
+
+
+def test_options_of_the_template_reach_prompts_answers_and_replies(tiny_dir):
+    tokenizer = load_processor(tiny_dir).tokenizer
+    tokenizer.chat_template = THINKS
+    row = chat_row({"question": "2 + 2?", "answer": "4"})
+    task = Task("one", [row], [{**row, "chat_template_kwargs": {"enable_thinking": True}}], exact_match)
+    task = with_prompt(task, chat_template_kwargs={"enable_thinking": False})
+    asked, thinks, plain = encode(tokenizer, task.train[0]), encode(tokenizer, task.heldout[0]), encode(tokenizer, row)
+    opened, empty = "<|im_start|>user\n2 + 2?<|im_end|>\n<|im_start|>assistant\n", "<think>\n\n</think>\n\n"
+    assert tokenizer.decode(asked.token_ids) == opened + empty
+    assert tokenizer.decode(thinks.token_ids) == tokenizer.decode(plain.token_ids) == opened
+    options = {"chat_template_kwargs": {"enable_thinking": False}}
+    reply = encode_reply(tokenizer, [user("2 + 2?")], user("Sure?"), **options)
+    assert tokenizer.decode(reply.token_ids) == "\n" + opened.replace("2 + 2?", "Sure?") + empty
+    with pytest.raises(ValueError, match="the chat template changes the prompt when an answer follows"):
+        encode_answers(asked, tokenizer, ["4"], end_of(load_processor(tiny_dir)), 99)  # it leaves the empty thought out
+
+
+def test_an_option_that_the_template_does_not_have_is_named(processor):
+    row = {"question": "2?", "images": [], "where": "row 7", "chat_template_kwargs": {"enable_thinking": False}}
+    message = "^row 7: chat_template_kwargs: expected options that the model's chat template has, got 'enable_thinking'"
+    with pytest.raises(ValueError, match=message):
+        encode(processor, row)
