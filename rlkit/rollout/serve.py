@@ -25,6 +25,8 @@ from typing import Any
 
 import torch
 
+from rlkit.vlm.loading import model_path
+
 LIBC = ctypes.CDLL(None)
 
 
@@ -84,7 +86,7 @@ def serving(
 def command(model: str, host: str, port: int, tensor_parallel_size: int, on_gpu: bool) -> list[str]:
     """What starts one server."""
     flags: dict[str, Any] = {
-        "model": model,
+        "model": model_path(model),
         "served-model-name": model,
         "host": host,
         "port": port,

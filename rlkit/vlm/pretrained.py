@@ -101,8 +101,12 @@ def convert_gguf(file: Path, directory: Path) -> None:
 
 def _convert_once(file: Path, directory: Path) -> None:
     """`convert_gguf` in one process, while others wait for it; nothing if the directory is there."""
-    directory.parent.mkdir(parents=True, exist_ok=True)
-    with open(directory.with_name(f"{directory.name}.lock"), "w") as lock:
+    try:
+        directory.parent.mkdir(parents=True, exist_ok=True)
+        lock = open(directory.with_name(f"{directory.name}.lock"), "w")
+    except OSError as error:
+        raise ValueError(f"RLKIT_CACHE: expected a directory that can be written, got: {error}") from error
+    with lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         if not directory.is_dir():
             print(f"converting {file.name}, once, to {directory}", flush=True)

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 
+from rlkit.rollout.serve import command
 from rlkit.vlm import load_model, load_processor, model_path
 from rlkit.vlm.pretrained import convert_gguf, gguf_path, smollm2_path
 
@@ -115,6 +116,24 @@ def test_files_that_cannot_be_read_are_named(tmp_path):
     with pytest.raises(ValueError, match="model: expected a GGUF file that exists, got 'gone.gguf'"):
         load_model("gone.gguf")
     assert not list((tmp_path / "cache").glob("*/config.json"))
+
+
+def test_a_cache_that_cannot_be_written_is_named(tmp_path, monkeypatch):
+    write_gguf(tmp_path / "llama.gguf")
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("RLKIT_CACHE", str(tmp_path / "file"))
+    with pytest.raises(
+        ValueError, match=f"^RLKIT_CACHE: expected a directory .*, got: .*{tmp_path}/file"
+    ):
+        load_model(str(tmp_path / "llama.gguf"))
+
+
+def test_servers_are_given_the_directory(tmp_path):
+    directory = tmp_path / "cache" / "SmolLM2-135M-Instruct"
+    directory.mkdir(parents=True)
+    flags = command("smollm2", "127.0.0.1", 8000, 1, on_gpu=False)
+    assert flags[flags.index("--model") + 1] == str(directory)
+    assert flags[flags.index("--served-model-name") + 1] == "smollm2"
 
 
 def test_missing_packages_are_named(tmp_path, monkeypatch):
