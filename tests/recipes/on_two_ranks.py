@@ -20,28 +20,29 @@ from megatron.core import parallel_state
 
 from rlkit.data import extend, prompt
 from rlkit.engines.distributed import init_distributed, ranks_with_equal_rows
-from rlkit.rollout.same_rows import SameRows
+from rlkit.rollout.shared_rows import SharedRowsRollout
 from rlkit.tracking import Run, new_directory
 
 
 class Sampler:
     """Writes its rank, and how many requests it was given."""
 
-    def generate(self, requests, sampling, n, *, written=None):
+    def generate(self, requests, sampling, n, *, on_finished=None):
         tokens = [10 + dist.get_rank(), len(requests)]
         found = [[extend(request, tokens, [-1.0, -1.0]) for _ in range(n)] for request in requests]
         for i in reversed(range(len(requests))):
-            if written is not None:
-                written(i, found[i])
+            if on_finished is not None:
+                on_finished(i, found[i])
         return [sample for group in found for sample in group]
 
 
-def answers(together):
+def samples_of_each_rank(collective):
     group = ranks_with_equal_rows(0, 1)
     assert ranks_with_equal_rows(dist.get_rank(), 2) is None
     requests = [prompt([1], vision={"pixels": torch.full((1,), i)}, row={"answer": i}) for i in range(3)]
     seen = {}
-    found = SameRows(Sampler(), group, together=together).generate(requests, None, 2, written=seen.setdefault)
+    rollout = SharedRowsRollout(Sampler(), group, collective=collective)
+    found = rollout.generate(requests, None, 2, on_finished=seen.setdefault)
     assert [sample.token_ids for i in range(3) for sample in seen[i]] == [sample.token_ids for sample in found]
     mine = [(s.response_ids, int(s.vision["pixels"]), s.row["answer"]) for s in found]
     ranks = [None] * dist.get_world_size()
@@ -77,7 +78,7 @@ def main(runs_file, names):
             if name in runs:
                 run(*runs[name])
                 continue
-            found = started_late(folder) if name == "late" else [answers(together) for together in (True, False)]
+            found = started_late(folder) if name == "late" else list(map(samples_of_each_rank, (True, False)))
             if dist.get_rank() == 0:
                 (folder / f"{name}.json").write_text(json.dumps(found))
 

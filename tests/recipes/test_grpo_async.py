@@ -106,7 +106,7 @@ def test_weights_that_do_not_arrive_stop_the_run(warm_dir, server, tmp_path, mon
     options = ["--model", warm_dir, "--servers", server, *SMALL, "--out"]
     run_async(*options, tmp_path / "still", "--steps", 1, "--lr", 0)  # they have the weights that training starts from
     with monkeypatch.context() as patch:
-        patch.setattr("rlkit.rollout.server_rollout.send_weights", lambda weights, *rest, **options: list(weights))
+        patch.setattr("rlkit.rollout.servers.rollout.send_weights", lambda weights, *rest, **options: list(weights))
         with pytest.raises(SystemExit, match="grpo_async-.*: step [01]: the sampler's logprobs .* they did not arrive"):
             run_async(*options, tmp_path / "run", "--steps", 4, "--warmup_steps", 1)
 

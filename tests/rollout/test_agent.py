@@ -17,7 +17,7 @@ from rlkit.data.samples import check_tracks, observe
 from rlkit.engines import make_engine
 from rlkit.rewards import score
 from rlkit.rollout import Sampling, make_rollout, uniforms
-from rlkit.rollout.agent import Observation, Scripted, run_episodes
+from rlkit.rollout.agent import Observation, ScriptedRollout, run_episodes
 from rlkit.vlm import decode, encode, load_model, load_processor, unsampled_ids
 from rlkit.vlm.chat_template import encode_reply
 
@@ -93,7 +93,7 @@ def test_placeholder_expanded_once(processor):
         images = [picture(rng, *rng.choice(sizes, 2)) for _ in range(rng.integers(0, 3))]
         requests.append(encode(processor, {"question": random_text(rng), "images": images}, group_id=i))
     samples = run_episodes(
-        Scripted(processor, lambda sample: random_text(rng)), requests, Sampling(100), step, processor=processor,
+        ScriptedRollout(processor, lambda sample: random_text(rng)), requests, Sampling(100), step, processor=processor,
         max_turns=5,
     )  # fmt: skip
     assert {s.finish_reason for s in samples} == {"stop", "turns"}
@@ -237,10 +237,10 @@ def test_an_environment_with_its_own_reward(processor):
 
     rows = [{"question": "A number from 0 to 7?", "answer": str(i)} for i in range(8)]
     requests = [encode(processor, row, group_id=i) for i, row in enumerate(rows)]
-    sampler, told = Scripted(processor, bisect), []
+    sampler, told = ScriptedRollout(processor, bisect), []
     samples = run_episodes(
         sampler, requests, Sampling(4), guess_the_number, processor=processor, n=2, max_turns=3,
-        written=lambda i, group: told.append((i, group)),
+        on_finished=lambda i, group: told.append((i, group)),
     )  # fmt: skip
     assert [i for i, _ in told] == [4, 2, 6, 0, 1, 3, 5, 7]  # those that are found in one turn first
     assert all(group == samples[2 * i : 2 * i + 2] for i, group in told)
@@ -303,7 +303,7 @@ FAILURES = {
 def test_a_failing_tool_is_an_aborted_sample_or_an_observation(processor, bad, caplog):
     """The first call on the middle one of three prompts fails; the others go on."""
     requests, why = ask(processor, 3), FAILURES[bad]
-    scripted = Scripted(processor, lambda sample: "again")
+    scripted = ScriptedRollout(processor, lambda sample: "again")
 
     async def step(sample):
         state = sample.row["state"]
@@ -327,7 +327,7 @@ def test_a_failing_tool_is_an_aborted_sample_or_an_observation(processor, bad, c
 
 def test_a_failure_that_cannot_be_shown_is_aborted(processor):
     options = {"processor": processor, "on_failure": lambda error: Observation("", [b"no image"])}
-    samples = run_episodes(Scripted(processor, lambda s: "x"), ask(processor, 1), Sampling(8), fails, **options)
+    samples = run_episodes(ScriptedRollout(processor, lambda s: "x"), ask(processor, 1), Sampling(8), fails, **options)
     assert samples[0].finish_reason == "aborted"
 
 
@@ -339,7 +339,7 @@ def endless(sample):
 
 
 def test_limits(processor):
-    requests, sampler = ask(processor, 2), Scripted(processor, lambda sample: "more")
+    requests, sampler = ask(processor, 2), ScriptedRollout(processor, lambda sample: "more")
     length = len(requests[0].token_ids)
 
     def run(step=endless, most=10, **limits):
@@ -367,7 +367,7 @@ def test_limits(processor):
 
 def test_a_rank_that_has_finished_joins_in_until_the_last_has(processor):
     """Where weights are sharded, generating is a thing that all ranks do."""
-    sampler, asked = Scripted(processor, lambda sample: "x"), []
+    sampler, asked = ScriptedRollout(processor, lambda sample: "x"), []
 
     class Counting:
         def generate(self, requests, sampling, n=1):
@@ -403,7 +403,7 @@ ENDS_WITHOUT_A_TOKEN = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{%
 
 def test_each_episode_is_sampled_its_own_way(processor):
     """In later turns, too, when the first one's episodes have ended."""
-    scripted = Scripted(processor, lambda sample: "x" * 20)
+    scripted = ScriptedRollout(processor, lambda sample: "x" * 20)
     how = [Sampling(3), Sampling(30), Sampling(31)]
 
     def step(sample):
@@ -432,7 +432,7 @@ def test_templates_that_rewrite_history_are_refused(processor):
         tokenizer.chat_template = DROPS_THOUGHTS  # but not those of a turn that calls a tool
         found = encode_reply(tokenizer, chat, message("tool", "4"))
         assert tokenizer.decode(found.token_ids) == "\n<|im_start|>tool\n4<|im_end|>\n<|im_start|>assistant\n"
-        request, sampler = encode(tokenizer, {"question": "2 + 2?"}), Scripted(tokenizer, lambda sample: "x")
+        request, sampler = encode(tokenizer, {"question": "2 + 2?"}), ScriptedRollout(tokenizer, lambda sample: "x")
         options = {"step": endless, "processor": tokenizer, "max_turns": 2}
         with pytest.raises(ValueError, match="'user' follows"):  # before anything was sampled
             run_episodes(None, [request], Sampling(8), **options)

@@ -70,7 +70,7 @@ def test_rows_that_end_leave_the_others_alone(engine, rollout, prompts, processo
     try:
         sampling = Sampling(24, temperature=0.8, seed=(4,))
         tell = lambda i, group: told.append((i, group, len(computed)))  # noqa: E731
-        samples = rollout.generate(prompts, sampling, n=8, written=tell)
+        samples = rollout.generate(prompts, sampling, n=8, on_finished=tell)
         rows, batch = computed[1:], collate(samples)  # of each step behind the prompts
         again = rollout.generate(prompts, sampling, n=8)
         assert [(s.response_ids, s.logprobs) for s in samples] == [(s.response_ids, s.logprobs) for s in again]

@@ -20,10 +20,10 @@ from rlkit.data import load_task
 from rlkit.data.samples import prompt
 from rlkit.rollout import Sampling
 from rlkit.rollout.serve import command, environment
-from rlkit.rollout.server_rollout import data_url
-from rlkit.rollout.servers import Servers
-from rlkit.rollout.vllm_inputs import request_seed
-from rlkit.rollout.weight_transfer import GlooGroup, buckets, send_weights
+from rlkit.rollout.servers.pool import ServerPool
+from rlkit.rollout.servers.rollout import image_data_url
+from rlkit.rollout.servers.weight_transfer import GlooGroup, buckets, send_weights
+from rlkit.rollout.vllm_requests import request_seed
 from rlkit.vlm import encode
 
 sys.path.insert(0, str(Path(__file__).parent))
@@ -73,7 +73,7 @@ def test_answers_are_shared_out_and_come_in_order(connect):
             assert i not in told
             told[i] = group, len(a.answered + b.answered)
 
-        samples = rollout.generate(requests, SAMPLING, n=6, written=tell)
+        samples = rollout.generate(requests, SAMPLING, n=6, on_finished=tell)
         check(samples, requests, 6)
         assert [told[i][0] for i in range(12)] == [samples[6 * i : 6 * i + 6] for i in range(12)]
         assert min(answered for _, answered in told.values()) < 72  # while others were written
@@ -123,7 +123,7 @@ def test_routing_comes_with_its_answer(connect):
 
 def test_no_request_goes_into_a_connection_that_a_server_is_about_to_close(connect, monkeypatch):
     """Seen with vLLM between steps of five seconds: every answer was asked for twice."""
-    monkeypatch.setattr("rlkit.rollout.servers.IDLE", 0.1)
+    monkeypatch.setattr("rlkit.rollout.servers.pool.KEEPALIVE_SECONDS", 0.1)
     with VllmStandin() as a:
         rollout = connect(a)
         rollout.generate(prompts(1), SAMPLING)
@@ -160,7 +160,7 @@ def test_a_server_that_dies_is_named_and_the_other_takes_over(connect, caplog):
         rollout = connect(a, b, max_sequences=4)
         requests = prompts(20)
         check(rollout.generate(requests, SAMPLING, n=2), requests, 2)
-        assert [bool(server.fault) for server in rollout.servers.all] == [False, True]
+        assert [bool(server.failure) for server in rollout.pool.servers] == [False, True]
         assert f"{b.url} is left out" in caplog.text
         a.die()
         with pytest.raises(RuntimeError, match=rf"no server is left \({a.url}: .*; {b.url}: .*\)\. Start servers with"):
@@ -355,7 +355,7 @@ def test_cancelled_requests_are_called_off(connect):
         end = time.monotonic() + 10
         while a.now and time.monotonic() < end:
             time.sleep(0.01)
-        assert a.now == 0 and all(server.load == 0 for server in rollout.servers.all)
+        assert a.now == 0 and all(server.active_sequences == 0 for server in rollout.pool.servers)
         began = a.steps  # one that is refused calls the others off
         with pytest.raises(ValueError, match="out of vocabulary"):
             rollout.generate([*prompts(3), prompt([10_000])], Sampling(200))
@@ -390,8 +390,8 @@ def test_bad_input_is_named(connect, monkeypatch):
             rollout.generate([prompt([10_000], group_id=8)], SAMPLING)
         with pytest.raises(ValueError, match="row 3: an image that cannot be sent"):
             rollout.generate([prompt([10], images=["nothing"], row={"where": "row 3"})], SAMPLING)
-        assert not [server.load for server in rollout.servers.all if server.load]
-        monkeypatch.setattr("rlkit.rollout.server_rollout.unsampled_ids", lambda *_: torch.arange(1025))
+        assert not [server.active_sequences for server in rollout.pool.servers if server.active_sequences]
+        monkeypatch.setattr("rlkit.rollout.servers.rollout.suppressed_ids_ids", lambda *_: torch.arange(1025))
         with pytest.raises(ValueError, match="model: 1025 tokens must not be sampled .* vocabulary larger"):
             connect(a)
         with pytest.raises(ValueError, match="transfer: one of nccl, gloo expected, came 'ucx'"):
@@ -400,9 +400,9 @@ def test_bad_input_is_named(connect, monkeypatch):
             connect(a, max_sequences=0)
     for urls in ("127.0.0.1:8000", "", ["http://a", "http://a/"]):
         with pytest.raises(ValueError, match="urls: "):
-            Servers(urls)
+            ServerPool(urls)
     with pytest.raises(ValueError, match="row 4: an image that cannot be sent"):
-        data_url(None, "row 4")
+        image_data_url(None, "row 4")
 
 
 def test_nothing_listens_but_on_the_address_it_was_given():
@@ -419,6 +419,6 @@ def test_nothing_listens_but_on_the_address_it_was_given():
 def test_a_group_that_nobody_joins_does_not_hang():
     group = GlooGroup(2, timeout=0.3)
     with pytest.raises(Exception, match="[Tt]imed? ?out|timeout"):
-        group.open()
+        group.connect()
     with pytest.raises(RuntimeError, match="weights from w on did not arrive: broadcast before open"):
         send_weights([("w", torch.ones(3))], group, lambda _: Future())

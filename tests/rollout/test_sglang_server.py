@@ -16,7 +16,7 @@ from PIL import Image
 from rlkit.data import load_task
 from rlkit.data.samples import prompt
 from rlkit.rollout import Sampling, make_rollout
-from rlkit.rollout.sglang_server import SglangGroup, group_store
+from rlkit.rollout.servers.sglang import SglangGroup, group_store
 from rlkit.vlm import encode, load_processor
 
 sys.path.insert(0, str(Path(__file__).parent))
@@ -38,7 +38,7 @@ def connect(tiny_dir, processor):
     def connect(*servers, **options):
         options = {"model": tiny_dir, "processor": processor, "connect_timeout": 0.3, "timeout": 20.0, **options}
         made.append(make_rollout("sglang", urls=[server.url for server in servers], **options))
-        made[-1].servers.backoff = 0.01
+        made[-1].pool.backoff = 0.01
         return made[-1]
 
     yield connect
@@ -59,11 +59,11 @@ def test_answers_are_shared_out_and_come_in_order(connect, processor):
             assert sample.logprobs == [0.0, 0.0, *(-1.0 - t / 100 for t in ids)] and sample.version == 0
         rule = a.bodies[0]["sampling_params"]
         assert rule["temperature"] == 0.7 and rule["stop_token_ids"] == [processor.tokenizer.eos_token_id]
-        assert {int(token) for token in rule["logit_bias"]} == set(rollout.unsampled)
+        assert {int(token) for token in rule["logit_bias"]} == set(rollout.suppressed_ids)
         assert rule["top_p"] == rule["repetition_penalty"] == 1.0 and rule["top_k"] == -1  # whatever the model's are
         (one,) = rollout.generate(requests[:1], SAMPLING)
         assert one.finish_reason == "length"
-        rollout.ends = one.response_ids[1:2]
+        rollout.end_token_ids = one.response_ids[1:2]
         (ended,) = rollout.generate(requests[:1], SAMPLING)
         assert ended.finish_reason == "stop" and ended.response_ids == one.response_ids[:2]
 
@@ -134,7 +134,7 @@ def test_the_group_is_the_one_that_torch_makes():
     from torch.distributed.distributed_c10d import _new_process_group_helper
 
     ours = SglangGroup(1, backend="gloo")
-    ours.open()
+    ours.connect()
     theirs = dist.HashStore()
     _new_process_group_helper(
         1, 0, [], "gloo", dist.PrefixStore("rlkit", theirs), group_name="rlkit", timeout=dist.default_pg_timeout

@@ -13,8 +13,9 @@ from isolated_cases import require, run_cases
 
 from rlkit.data.samples import prompt
 from rlkit.rollout import Sampling
+from rlkit.rollout.inference_requests import finished_sample
 from rlkit.rollout.vllm import SUPPORTED, cpu_options, import_vllm
-from rlkit.rollout.vllm_inputs import finished, request_prompt, request_seed, sampling_options
+from rlkit.rollout.vllm_requests import request_seed, vllm_prompt, vllm_sampling_params
 
 KINDS = ["qwen2", "qwen2_tied", "qwen3_moe", "qwen3_vl", "qwen2_5_vl"]
 SPLITS = ["qwen2_5_vl", "qwen2_5_vl:2"]  # data-parallel; two ranks share one engine
@@ -220,8 +221,8 @@ def test_no_vllm_is_an_error_that_says_how_to_get_it(monkeypatch):
 def test_a_request_carries_the_compact_track():
     images = [object()]
     request = prompt([7, 8, 8, 8, 9], [7, 8, 9], images=images, placeholders={8: [3]})
-    assert request_prompt(request) == {"prompt_token_ids": [7, 8, 9], "multi_modal_data": {"image": images}}
-    assert request_prompt(prompt([1, 2])) == {"prompt_token_ids": [1, 2]}
+    assert vllm_prompt(request) == {"prompt_token_ids": [7, 8, 9], "multi_modal_data": {"image": images}}
+    assert vllm_prompt(prompt([1, 2])) == {"prompt_token_ids": [1, 2]}
 
 
 def test_seeds_differ_by_prompt_step_and_turn():
@@ -232,7 +233,7 @@ def test_seeds_differ_by_prompt_step_and_turn():
 
 
 def test_sampling_is_the_trainers_distribution():
-    options = sampling_options(Sampling(9, 0.7, (1,)), prompt([1]), n=4, unsampled=[5, 6], ends=[2])
+    options = vllm_sampling_params(Sampling(9, 0.7, (1,)), prompt([1]), n=4, suppressed_ids=[5, 6], end_token_ids=[2])
     assert options["temperature"] == 0.7 and options["max_tokens"] == 9 and options["n"] == 4
     assert options["logit_bias"] == {5: -1e30, 6: -1e30} and options["stop_token_ids"] == [2]
     assert json.loads(json.dumps(options))["seed"] == options["seed"]
@@ -240,4 +241,4 @@ def test_sampling_is_the_trainers_distribution():
 
 def test_an_answer_that_was_given_up_is_no_answer():
     with pytest.raises(RuntimeError, match="group 5: the sampler ended an answer with 'abort'"):
-        finished(prompt([1], group_id=5), [2], [-1.0], "abort", processor=None, version=0)
+        finished_sample(prompt([1], group_id=5), [2], [-1.0], "abort", processor=None, version=0)
