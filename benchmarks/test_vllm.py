@@ -62,7 +62,7 @@ def test_generate(benchmark, work):
     _, rollout = work
     benchmark.group = f"generate, {rollout.size}"
     requests, sampling = prompts(), Sampling(NEW)
-    rule = {"n": GROUP, "suppressed_ids": rollout.suppressed_ids, "end_token_ids": rollout.end_token_ids}
+    rule = {"n": GROUP, "suppressed_token_ids": rollout.suppressed_token_ids, "end_token_ids": rollout.end_token_ids}
     params = [SamplingParams(**vllm_sampling_params(sampling, request, **rule)) for request in requests]
     given = [vllm_prompt(request) for request in requests]
     seconds = {"rlkit": [], "vllm alone": []}

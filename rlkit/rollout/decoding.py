@@ -129,15 +129,15 @@ def prefill(module: Any, requests: Sequence[Sample], n: int) -> DecodingState:
 
 
 def sample_next_tokens(
-    state: DecodingState, params: RowParams, step: int, suppressed_ids: Tensor
+    state: DecodingState, params: RowParams, step: int, suppressed_token_ids: Tensor
 ) -> tuple[Tensor, Tensor]:
     """The next token of each row in the cache, and its logprob in the distribution it was sampled from.
 
     Args:
         step: number of the token in its response, from 0 on.
-        suppressed_ids: token ids that get probability 0.
+        suppressed_token_ids: token ids that get probability 0.
     """
-    logits = suppress_tokens(state.logits.float(), suppressed_ids)
+    logits = suppress_tokens(state.logits.float(), suppressed_token_ids)
     logprobs = (logits / params.temperature[state.rows]).log_softmax(-1)
     if not params.any_sampled:
         tokens = logprobs.argmax(-1)

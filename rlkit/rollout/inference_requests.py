@@ -30,11 +30,15 @@ def check_prompt_expansion(request: Sample, token_ids: Sequence[int] | None) -> 
     Args:
         token_ids: of the prompt, as the sampler reports them.
     """
-    if token_ids is None or list(token_ids) != request.token_ids:
+    expected, got = request.token_ids, list(token_ids or ())
+    if got != expected:
+        first = next(
+            (t for t, (a, b) in enumerate(zip(expected, got, strict=False)) if a != b), min(len(expected), len(got))
+        )
         raise ValueError(
-            f"{sample_name(request)}: expected the sampler to expand the prompt to the trainer's "
-            f"{len(request.token_ids)} tokens, got {0 if token_ids is None else len(token_ids)}: do both load the same "
-            "image processor, with the same pixel budget?"
+            f"{sample_name(request)}: expected the sampler to expand the prompt to the trainer's {len(expected)} "
+            f"tokens, got {len(got)}, the first difference at token {first}: do both load the same image processor, "
+            "with the same pixel budget?"
         )
 
 

@@ -23,7 +23,7 @@ from rlkit.rollout.adapters import adapter_folder, check_adapter, lora_request, 
 from rlkit.rollout.inference_requests import check_context_length, check_prompt_expansion, finished_sample
 from rlkit.rollout.sampling import OnFinished, Sampling, end_token_ids, sampling_per_request, with_routed_experts
 from rlkit.rollout.vllm_requests import (
-    check_suppressed_ids,
+    check_suppressed_token_ids,
     check_weight_updates_work,
     vllm_prompt,
     vllm_sampling_params,
@@ -95,8 +95,8 @@ class VllmRollout:
         config = self.llm.model_config.hf_config
         self.family: str = config.model_type
         tokenizer = getattr(processor, "tokenizer", processor)
-        self.suppressed_ids = unsampled_ids(config, tokenizer).tolist()
-        check_suppressed_ids(self.suppressed_ids)
+        self.suppressed_token_ids = unsampled_ids(config, tokenizer).tolist()
+        check_suppressed_token_ids(self.suppressed_token_ids)
         generation_config = self.llm.model_config.try_get_generation_config()
         self.end_token_ids = end_token_ids(tokenizer, generation_config.get("eos_token_id"))
         self.max_model_len = self.llm.model_config.max_model_len
@@ -232,7 +232,11 @@ class VllmRollout:
         params = [
             SamplingParams(
                 **vllm_sampling_params(
-                    sampling, request, n=n, suppressed_ids=self.suppressed_ids, end_token_ids=self.end_token_ids
+                    sampling,
+                    request,
+                    n=n,
+                    suppressed_token_ids=self.suppressed_token_ids,
+                    end_token_ids=self.end_token_ids,
                 )
             )
             for request, sampling in requests

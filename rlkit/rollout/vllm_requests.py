@@ -31,12 +31,12 @@ def vllm_prompt(request: Sample) -> dict[str, Any]:
 
 
 def vllm_sampling_params(
-    sampling: Sampling, request: Sample, *, n: int, suppressed_ids: Iterable[int], end_token_ids: Sequence[int]
+    sampling: Sampling, request: Sample, *, n: int, suppressed_token_ids: Iterable[int], end_token_ids: Sequence[int]
 ) -> dict[str, Any]:
     """Arguments of `vllm.SamplingParams` for one request, so that vLLM samples the distribution the trainer scores.
 
     Args:
-        suppressed_ids: token ids that get probability 0.
+        suppressed_token_ids: token ids that get probability 0.
         end_token_ids: tokens that end a response. The response includes the one that ended it.
     """
     return {
@@ -44,7 +44,7 @@ def vllm_sampling_params(
         "max_tokens": sampling.max_new_tokens,
         "temperature": sampling.temperature,
         "seed": request_seed(sampling.seed, request),
-        "logit_bias": dict.fromkeys(suppressed_ids, SUPPRESSED_LOGIT_BIAS),
+        "logit_bias": dict.fromkeys(suppressed_token_ids, SUPPRESSED_LOGIT_BIAS),
         "stop_token_ids": [*end_token_ids, *sampling.stop],
         "ignore_eos": True,  # it is among `end_token_ids`
         "logprobs": 0,  # of the sampled token only
@@ -54,12 +54,12 @@ def vllm_sampling_params(
     }
 
 
-def check_suppressed_ids(suppressed_ids: Sequence[int]) -> None:
+def check_suppressed_token_ids(suppressed_token_ids: Sequence[int]) -> None:
     """Raise a ValueError if more tokens have to be suppressed than vLLM takes logit biases for."""
-    if len(suppressed_ids) > MAX_LOGIT_BIASES:
+    if len(suppressed_token_ids) > MAX_LOGIT_BIASES:
         raise ValueError(
             f"model: expected at most {MAX_LOGIT_BIASES} suppressed tokens, which is vLLM's limit, got "
-            f"{len(suppressed_ids)} (image placeholders, and a vocabulary larger than the tokenizer's): resize the "
+            f"{len(suppressed_token_ids)} (image placeholders, and a vocabulary larger than the tokenizer's): resize the "
             "model's embeddings to its tokenizer"
         )
 

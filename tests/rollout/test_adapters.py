@@ -77,9 +77,9 @@ def test_servers_that_write_ahead_take_adapters(connect, adapted):
 def test_servers_that_were_not_started_for_adapters_are_named(connect, adapted):
     with VllmStandin(pages=["/rlkit/adapter"]) as a:
         rollout = connect(a)
-        with pytest.raises(RuntimeError, match=f"update_adapter: {a.url}/rlkit/adapter answered 404.* --enable-lora"):
+        with pytest.raises(RuntimeError, match=f"update_adapter: {a.url}/rlkit/adapter: expected status 200, got 404.* --enable-lora"):
             rollout.update_adapter(*adapters(adapted))
-        with pytest.raises(RuntimeError, match="failed and the servers wait"):
+        with pytest.raises(RuntimeError, match="got servers whose last weight update failed"):
             rollout.generate([prompt([10])], SAMPLING)
 
 
@@ -88,7 +88,7 @@ def test_a_server_is_started_for_adapters_where_that_is_asked_for(tiny_dir, tmp_
     code = "import sys; sys.exit('AdapterMiddleware' in str(sys.argv))"
     monkeypatch.setattr("rlkit.rollout.serve.command", lambda *_: [sys.executable, "-c", code])
     monkeypatch.setattr("rlkit.rollout.serve._check_installed", lambda _: None)
-    with pytest.raises(RuntimeError, match=f"ended with code {int(asked)}"):
+    with pytest.raises(RuntimeError, match=f"got exit code {int(asked)}"):
         with serving(tiny_dir, logs=tmp_path, options=["--enable-lora"] * asked):
             pass
 
@@ -98,6 +98,6 @@ def test_a_family_of_which_vllm_keeps_weights_is_refused(connect, processor, tmp
     AutoConfig.for_model("gpt_oss", vocab_size=len(processor.tokenizer)).save_pretrained(tmp_path / "tiny")
     assert json.loads((tmp_path / "tiny" / "config.json").read_text())["model_type"] == "gpt_oss"
     with VllmStandin() as a:
-        with pytest.raises(ValueError, match="vllm: gpt_oss: vLLM takes new weights in part only; sample with rollout"):
+        with pytest.raises(ValueError, match="model: expected a family whose weights vLLM replaces completely, got gpt_oss; use rollout"):
             connect(a, model=str(tmp_path / "tiny")).update_weights(iter(WEIGHTS))
         assert not a.paused and not a.weights

@@ -115,17 +115,17 @@ def test_it_ends_cleanly(make):
 def test_failures_are_the_loops(make):
     rollout, server = make(0.001)
     server.faults[:] = ["", ""] + ["500"] * 9
-    rollout.servers.backoff = 0.001
+    rollout.pool.backoff = 0.001
     sampler = AsyncSampler(rollout, batches(4), max_staleness=0)
-    with pytest.raises(RuntimeError, match="given up after 4 attempts"):
+    with pytest.raises(RuntimeError, match="expected a response within 4 attempts"):
         for _ in sampler:
             sampler.update_weights(iter(WEIGHTS))
     assert len(sampler.timings) == 2
     server.faults.clear()
-    with pytest.raises(RuntimeError, match="2 batches were taken and 0 updates made: call update_weights after each"):
+    with pytest.raises(RuntimeError, match="expected update_weights after each batch, got 0 updates after 2 batches"):
         for _ in AsyncSampler(rollout, batches(4), max_staleness=1):
             pass
-    with pytest.raises(ValueError, match="max_staleness: at least 0 expected, came -1"):
+    with pytest.raises(ValueError, match="max_staleness: expected at least 0, got -1"):
         AsyncSampler(rollout, batches(1), max_staleness=-1)
-    with pytest.raises(ValueError, match="rollout: one on servers expected, object cannot sample while training"):
+    with pytest.raises(ValueError, match="rollout: expected one on servers, got object, which cannot sample during training"):
         AsyncSampler(object(), batches(1))

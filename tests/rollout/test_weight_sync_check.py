@@ -27,9 +27,9 @@ def short_words():
 
 
 def test_rounding_is_what_the_first_gap_says():
-    canary = WeightSyncCheck(0.3, dtype=torch.bfloat16)
-    assert [canary(gap) for gap in (0.02, 0.001, 0.19)] == ["", "", ""]
-    assert "by 0.21 a token, at most 0.2 expected: its weights are not the trainer's, they did not" in canary(0.21)
+    check_sync = WeightSyncCheck(0.3, dtype=torch.bfloat16)
+    assert [check_sync(gap) for gap in (0.02, 0.001, 0.19)] == ["", "", ""]
+    assert "expected at most 0.2, got 0.21: the sampler does not have the trainer's weights" in check_sync(0.21)
     exact = WeightSyncCheck(0.3)
     assert not exact(0.0) and not exact(1e-3) and exact(2e-3) and exact(float("nan"))
     rough = WeightSyncCheck(0.3, dtype=torch.bfloat16)
@@ -41,7 +41,7 @@ def test_a_first_gap_that_rounding_does_not_explain_is_no_rounding(name, most):
     dtype = getattr(torch, name)
     assert not WeightSyncCheck(0.3, dtype=dtype)(most) and WeightSyncCheck(most / 2, dtype=dtype)(most)
     said = WeightSyncCheck(0.3, dtype=dtype)(1.1 * most)
-    assert f"at most {most} expected" in said and said.endswith(f"or it does not compute in {name} as that does")
+    assert f"expected at most {most}, got" in said and said.endswith(f"does not compute in {name} as the trainer does")
 
 
 @pytest.mark.parametrize(("computed", "least", "most"), [("float32", 1e-8, 1e-5), ("bfloat16", 0.01, 0.05)])
@@ -87,12 +87,13 @@ def test_a_run_whose_weights_do_not_arrive_stops(tiny_dir, tmp_path, monkeypatch
     monkeypatch.setattr(HfRollout, "__init__", keeps_its_weights)
     options = ["--model", tiny_dir, "--out", tmp_path, "--steps", 6, "--prompts_per_step", 8, "--group_size", 4]
     small = ["--task", "test_weight_sync_check:short_words", "--max_new_tokens", 3, "--lr", 1e-4, "--warmup_steps", 1]
-    with pytest.raises(SystemExit, match="grpo_vlm: step [12]: the sampler's logprobs .* they did not arrive"):
+    with pytest.raises(SystemExit, match="step [12]: mismatch/abs_dlogp: expected at most .* did not arrive"):
         run_here("grpo_vlm", *options, *small)
 
 
-def test_every_recipe_that_samples_to_train_has_a_canary():
+def test_every_recipe_that_samples_to_train_checks_weight_sync():
     for path in RECIPES.glob("*.py"):
         text = path.read_text()
         if "mismatch_stats(" in text:
-            assert "canary = WeightSyncCheck(cfg.max_mismatch)" in text and "if wrong := canary(" in text, path.name
+            assert "check_sync = WeightSyncCheck(cfg.max_mismatch)" in text, path.name
+            assert "if problem := check_sync(" in text, path.name

@@ -88,7 +88,7 @@ class ServerRollout(ABC):
         self.bucket_bytes, self.model, self.processor = bucket_bytes, model, processor
         self.config = load_config(model, trust_remote_code=trust_remote_code)
         tokenizer = getattr(processor, "tokenizer", processor)
-        self.suppressed_ids = unsampled_ids(self.config, tokenizer).tolist()
+        self.suppressed_token_ids = unsampled_ids(self.config, tokenizer).tolist()
         self.end_token_ids = end_token_ids(tokenizer, _generation_eos_token_id(model))
         self.group: TransferGroup | None = None
         self.group_members: list[tuple[Server, int]] = []
@@ -310,7 +310,7 @@ class ServerRollout(ABC):
         for future in done:
             future.result()
         if len(done) < 2:
-            raise RuntimeError(f"servers: expected all to join the process group within {self.pool.timeout:g} s")
+            raise RuntimeError(f"servers: expected all to join within {self.pool.timeout:g} s, got no process group")
         self.group, self.group_members = group, members
         return group
 

@@ -124,7 +124,7 @@ class SglangRollout(ServerRollout):
             "n": count,
             "max_new_tokens": sampling.max_new_tokens,
             "temperature": sampling.temperature,
-            "logit_bias": {str(token): SUPPRESSED_LOGIT_BIAS for token in self.suppressed_ids},
+            "logit_bias": {str(token): SUPPRESSED_LOGIT_BIAS for token in self.suppressed_token_ids},
             "stop_token_ids": [*self.end_token_ids, *sampling.stop],
             "ignore_eos": False,  # True would ignore `stop_token_ids` as well
             "no_stop_trim": True,  # the response includes its end token

@@ -34,7 +34,7 @@ from rlkit.rollout.sampling import Sampling, sample_name, with_routed_experts
 from rlkit.rollout.servers.pool import RequestRejected, Server, ServerUnavailable
 from rlkit.rollout.servers.rollout import Job, ServerRollout, Weights, image_data_url, version_number
 from rlkit.rollout.servers.weight_transfer import GlooGroup, NcclGroup
-from rlkit.rollout.vllm_requests import check_suppressed_ids, check_weight_updates_work, vllm_sampling_params
+from rlkit.rollout.vllm_requests import check_suppressed_token_ids, check_weight_updates_work, vllm_sampling_params
 
 SUPPORTED = ((0, 32), (0, 33))  # versions of vLLM: from the first one, below the second one
 START_WITH_ADAPTERS = "python -m rlkit.rollout.serve --model MODEL --enable-lora --max-lora-rank RANK"
@@ -50,7 +50,7 @@ class VllmServerRollout(ServerRollout):
 
     def _request_body(self, request: Sample, sampling: Sampling, start: int, count: int) -> dict[str, Any]:
         params = vllm_sampling_params(
-            sampling, request, n=count, suppressed_ids=self.suppressed_ids, end_token_ids=self.end_token_ids
+            sampling, request, n=count, suppressed_token_ids=self.suppressed_token_ids, end_token_ids=self.end_token_ids
         )
         params["seed"] += start  # the server adds the index of the sample within the request
         body = {"token_ids": request.compact_ids, "sampling_params": params, "return_token_ids": True, "stream": False}
@@ -185,7 +185,7 @@ class VllmServerRollout(ServerRollout):
 
     async def _handshake(self, server: Server) -> tuple[int, int]:
         request = self.pool.request
-        check_suppressed_ids(self.suppressed_ids)
+        check_suppressed_token_ids(self.suppressed_token_ids)
         try:
             version = (await request(server, "GET", "/version"))["version"]
             card = (await request(server, "GET", "/v1/models"))["data"][0]
