@@ -1,14 +1,14 @@
-"""What the fsdp2 engine costs beside the work itself: time over a bare loop, memory of what it hands over and saves.
+"""Overhead of the fsdp2 engine: time compared with a bare loop, and memory of exporting weights and of checkpoints.
 
     OMP_NUM_THREADS=1 pytest benchmarks/test_engines.py --benchmark-enable --benchmark-json=FILE.json
     python benchmarks/table.py FILE.json benchmarks/results/engines.md
 
-The bare loop is given the same packed rows, laid out before the clock starts, and the same attention: what is left is
-packing, the closure, the metrics and, on a GPU, sharding. It takes turns with the engine, step by step, and loss and
-gradient norm of both are compared. Memory is that of processes which do nothing else, by the kernel's count of
-pages, so that it holds copies outside of torch as well; they give back at once what is freed, which costs time, so that
-time is measured in others. On a GPU there is a VLM of 2B as well, built from its configuration with random weights: its
-MFU, and tokens a second beside a padded loop of transformers; elsewhere the two are compared on a tiny one.
+The bare loop gets the same rows, packed before the clock starts, and the same attention. The difference is packing, the
+loss closure, metrics and, on a GPU, sharding. Engine and loop alternate step by step, and their losses and gradient
+norms are compared. Memory is measured in processes of their own by the kernel's count of pages, which includes copies
+outside of torch. These processes return freed memory at once, which takes time, so time is measured in other processes.
+On a GPU a VLM of 2B with random weights is measured as well: its MFU, and tokens per second compared with a padded
+transformers loop. On a CPU these two are compared for correctness on a tiny VLM.
 """
 
 import gc
@@ -35,9 +35,9 @@ from transformers import Qwen2Config, Qwen2ForCausalLM, Qwen3VLConfig, Qwen3VLFo
 
 from rlkit.data import Batch, collate, extend, prompt, token_budget_batches
 from rlkit.engines import checkpoint, make_engine
-from rlkit.engines.attention import use_packed_attention
 from rlkit.engines.flops import batch_flops
-from rlkit.engines.packer import pack
+from rlkit.engines.packing.attention import use_packed_attention
+from rlkit.engines.packing.inputs import prepare_model_inputs
 from rlkit.losses import token_mean
 from rlkit.tracking import peak_flops
 
@@ -65,7 +65,7 @@ def engine_step(engine, batch: Batch) -> Step:
 
 
 def step_of(model: torch.nn.Module, losses: Callable) -> Step:
-    """What one writes by hand: backward of each micro-batch's loss, clip, step."""
+    """A hand-written step: backward of each micro-batch's loss, clip, step."""
     adam = optimizer(model.parameters())
 
     def step():
@@ -81,8 +81,8 @@ def step_of(model: torch.nn.Module, losses: Callable) -> Step:
     return step
 
 
-def apart(came: tuple[float, float], expected: tuple[float, float]) -> float:
-    return max(abs(x - y) / abs(y) for x, y in zip(came, expected, strict=True))
+def relative_difference(found: tuple[float, float], expected: tuple[float, float]) -> float:
+    return max(abs(x - y) / abs(y) for x, y in zip(found, expected, strict=True))
 
 
 # --- time over a bare loop
@@ -111,7 +111,8 @@ def bare_step(batch: Batch, budget: int) -> Step:
     model = text_model().train()
     use_packed_attention(model, packed=True)
     pieces = token_budget_batches(batch.lengths, budget)
-    inputs = [pack(batch.select(rows), None, torch.device("cpu"), share_prompts=False) for rows in pieces]
+    cpu = torch.device("cpu")
+    inputs = [prepare_model_inputs(batch.select(rows), None, cpu, share_prompts=False) for rows in pieces]
 
     def losses():
         for one in inputs:
@@ -131,39 +132,39 @@ def test_overhead(benchmark, name, rows, longest, budget):
     ours, bare = engine_step(engine, batch), bare_step(batch, budget)
     count = len(token_budget_batches(batch.lengths, budget))
     assert (count > 1) == ("four" in name)
-    difference = apart(ours(), bare())
+    difference = relative_difference(ours(), bare())
     assert difference <= 1e-4
-    alone: list[float] = []
+    bare_seconds: list[float] = []
 
-    def in_turn():
+    def time_bare_step():
         began = time.perf_counter()
         bare()
-        alone.append(time.perf_counter() - began)
+        bare_seconds.append(time.perf_counter() - began)
 
     benchmark.group = "overhead"
     benchmark.extra_info.update(
         versions=VERSIONS, name=name, tokens=sum(batch.lengths), micro_batches=count, difference=difference
     )
-    benchmark.pedantic(ours, setup=in_turn, rounds=ROUNDS, warmup_rounds=WARM_UP)
+    benchmark.pedantic(ours, setup=time_bare_step, rounds=ROUNDS, warmup_rounds=WARM_UP)
     if benchmark.enabled:
-        took, alone = benchmark.stats.stats.data, alone[WARM_UP:]
-        ratio = median(x / y for x, y in zip(took, alone, strict=True))
-        benchmark.extra_info.update(bare=min(alone), ratio=ratio)
+        engine_seconds, bare_seconds = benchmark.stats.stats.data, bare_seconds[WARM_UP:]
+        ratio = median(x / y for x, y in zip(engine_seconds, bare_seconds, strict=True))
+        benchmark.extra_info.update(bare=min(bare_seconds), ratio=ratio)
 
 
-# --- memory and time of handing over weights, of saving and loading, in processes of their own
+# --- memory and time of exporting weights, saving and loading, in processes of their own
 
 
 def megabytes(kind: str) -> float:
-    """VmRSS, what the process holds, or VmHWM, what it held at the most."""
+    """VmRSS, the memory of this process, or VmHWM, its peak."""
     return int(re.search(rf"{kind}:\s+(\d+) kB", Path("/proc/self/status").read_text())[1]) * 1024 / 1e6
 
 
-def extra(function: Callable) -> float:
-    """Megabytes that this process held at the most beyond what it had."""
+def peak(function: Callable) -> float:
+    """The most megabytes that this process held beyond what it held before."""
     gc.collect()
     dist.barrier()
-    Path("/proc/self/clear_refs").write_text("5")  # VmHWM starts anew
+    Path("/proc/self/clear_refs").write_text("5")  # resets VmHWM
     before = megabytes("VmRSS")
     function()
     return megabytes("VmHWM") - before
@@ -177,7 +178,7 @@ def seconds(function: Callable) -> float:
 
 
 def on_rank(out: Path, what: str) -> None:
-    """A model of 66M weights that has taken a step: what each call takes of this rank, "seconds" or "memory"."""
+    """Seconds or memory ("seconds" or "memory") of each call on this rank, after one step of a model of 66M weights."""
     config = Qwen2Config(
         vocab_size=8000, hidden_size=768, intermediate_size=2304, num_hidden_layers=8, num_attention_heads=12,
         num_key_value_heads=6,
@@ -186,14 +187,14 @@ def on_rank(out: Path, what: str) -> None:
     engine.train_batch(text_batch(2, 64), loss_fn)
     engine.optimizer.zero_grad()
     weights = [p.detach() for p in engine.module.parameters()]
-    held = [p.numel() * p.element_size() / 1e6 for p in weights]
+    sizes = [p.numel() * p.element_size() / 1e6 for p in weights]
     path, plain = out / "checkpoint", out / f"plain.{dist.get_rank()}"
 
-    def hand_over(bucket_bytes):
+    def export_weights(bucket_bytes):
         for pair in engine.get_per_tensor_param(bucket_bytes):
-            del pair  # it is copied away before the next is asked for
+            del pair  # freed before the next one is gathered
 
-    def save_plainly():
+    def torch_save():
         states = [value for state in engine.optimizer.state.values() for value in state.values()]
         with plain.open("wb") as file:
             torch.save([x.to_local() if isinstance(x, DTensor) else x for x in (*weights, *states)], file)
@@ -202,16 +203,16 @@ def on_rank(out: Path, what: str) -> None:
     def save_in_thread():
         engine.save_checkpoint(path, wait=False)
 
-    def save_to_the_end():
+    def save_and_wait():
         save_in_thread()
         checkpoint.finish()
 
     calls = {
-        "get_per_tensor_param": lambda: hand_over(0),
-        "get_per_tensor_param, buckets of 25 MB": lambda: hand_over(25_000_000),
-        "torch.save, flushed to disk": save_plainly,
+        "get_per_tensor_param": lambda: export_weights(0),
+        "get_per_tensor_param, buckets of 25 MB": lambda: export_weights(25_000_000),
+        "torch.save, flushed to disk": torch_save,
         "save_checkpoint": lambda: engine.save_checkpoint(path),
-        "save_checkpoint(wait=False), until it is written": save_to_the_end,
+        "save_checkpoint(wait=False), until it is written": save_and_wait,
         "load_checkpoint": lambda: engine.load_checkpoint(path),
     }
     if what == "seconds":
@@ -224,8 +225,8 @@ def on_rank(out: Path, what: str) -> None:
             checkpoint.finish()
         found["save_checkpoint(wait=False), until it returns"] = min(stalls)
     else:
-        found = {name: extra(call) for name, call in calls.items()}
-    result = {"weights": sum(held), "largest": max(held), what: found}
+        found = {name: peak(call) for name, call in calls.items()}
+    result = {"weights": sum(sizes), "largest": max(sizes), what: found}
     (out / f"{what}.{dist.get_rank()}.json").write_text(json.dumps(result))
     dist.destroy_process_group()
 
@@ -237,7 +238,7 @@ def test_weights_and_checkpoints(benchmark, tmp_path, world):
             free.bind(("localhost", 0))
             port = free.getsockname()[1]
         common = {"WORLD_SIZE": world, "MASTER_ADDR": "localhost", "MASTER_PORT": port, "OMP_NUM_THREADS": 1}
-        if what == "memory":  # of glibc: what is freed goes back at once
+        if what == "memory":  # glibc returns freed memory at once
             common |= {"MALLOC_MMAP_THRESHOLD_": 1 << 16, "MALLOC_TRIM_THRESHOLD_": 1 << 16}
         ranks = []
         for rank in range(world):
@@ -266,7 +267,7 @@ def test_weights_and_checkpoints(benchmark, tmp_path, world):
 
 
 def vlm_config(*, tiny: bool) -> Qwen3VLConfig:
-    """Qwen3-VL-2B, or a small one of its kind."""
+    """Qwen3-VL-2B, or a tiny model of its kind."""
     text = {
         "vocab_size": 151936, "hidden_size": 2048, "intermediate_size": 6144, "num_hidden_layers": 28,
         "num_attention_heads": 16, "num_key_value_heads": 8, "head_dim": 128,
@@ -289,7 +290,7 @@ def vlm_config(*, tiny: bool) -> Qwen3VLConfig:
 
 
 def vlm_batch(config: Qwen3VLConfig, rows: int, longest: int, side: int) -> Batch:
-    """Each row has an image of side x side patches and answers a prompt of its own, so that nothing is shared."""
+    """Each row has an image of side x side patches and its own prompt, so that nothing is shared."""
     g = torch.Generator().manual_seed(0)
     vision, samples = config.vision_config, []
     features, width = side**2 // 4, 3 * vision.temporal_patch_size * vision.patch_size**2
@@ -324,7 +325,7 @@ def vlm_engine(config: Qwen3VLConfig, batch: Batch, device: str, **options) -> S
 
 
 def padded_loop(config: Qwen3VLConfig, batch: Batch, device: str) -> Step:
-    """transformers alone, four rows at a time: logits of [4, T, V] are what fits."""
+    """Plain transformers, four rows at a time: more logits than [4, T, V] do not fit in memory."""
     model = vlm(config, device).train()
     model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
 
@@ -350,7 +351,7 @@ VLM_STEPS: dict[str, Callable[..., Step]] = {
     "rlkit": vlm_engine,
     "rlkit padded": partial(vlm_engine, use_remove_padding=False),
     "transformers padded": padded_loop,
-    "rlkit, use_fused_kernels": partial(vlm_engine, use_fused_kernels=True),  # the last: Liger's kernels stay
+    "rlkit, use_fused_kernels": partial(vlm_engine, use_fused_kernels=True),  # last: Liger's kernels stay
 }
 
 
@@ -359,38 +360,39 @@ def test_vlm_steps_agree():
     batch = vlm_batch(config, 6, 64, 4)
     steps = {name: make(config, batch, "cpu")() for name, make in VLM_STEPS.items()}
     theirs = steps.pop("transformers padded")
-    assert all(apart(ours, theirs) <= 1e-4 for ours in steps.values())
+    assert all(relative_difference(ours, theirs) <= 1e-4 for ours in steps.values())
 
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 @pytest.mark.parametrize("name", VLM_STEPS)
 def test_mfu(benchmark, name):
-    """One model at a time: weights, gradients and AdamW's state of 2B take 34 GB. The same seed, the same weights."""
+    """One model at a time: weights, gradients and AdamW's state of 2B take 34 GB. All have the same weights."""
     config = vlm_config(tiny=False)
     batch = vlm_batch(config, 32, 2048, 28)
     step = VLM_STEPS[name](config, batch, "cuda")
     loss, norm = step()
 
-    def timed():
+    def synchronised_step():
         step()
         torch.cuda.synchronize()
 
     torch.cuda.reset_peak_memory_stats()
     benchmark.group = "GPU"
     benchmark.extra_info.update(versions=VERSIONS, name=name, device=torch.cuda.get_device_name(), loss=loss, norm=norm)
-    benchmark.pedantic(timed, rounds=5, warmup_rounds=1)
+    benchmark.pedantic(synchronised_step, rounds=5, warmup_rounds=1)
     benchmark.extra_info.update(peak_gb=torch.cuda.max_memory_allocated() / 1e9)
     if benchmark.enabled:
-        took, peak = benchmark.stats.stats.median, peak_flops(torch.cuda.get_device_name())
-        mfu = 3 * batch_flops(config, batch, share_prompts=False) / took / peak if peak else None
-        benchmark.extra_info.update(tokens_per_second=sum(batch.lengths) / took, mfu=mfu)
+        seconds, device_flops = benchmark.stats.stats.median, peak_flops(torch.cuda.get_device_name())
+        flops = 3 * batch_flops(config, batch, share_prompts=False)
+        mfu = flops / seconds / device_flops if device_flops else None
+        benchmark.extra_info.update(tokens_per_second=sum(batch.lengths) / seconds, mfu=mfu)
         assert name != "rlkit" or mfu is None or mfu >= 0.4, f"MFU {mfu:.1%}"
 
 
 @pytest.fixture(autouse=True)
-def freed():
-    """The model of one test is gone before the next is built."""
+def free_memory():
+    """Free the model of one test before the next one makes its own."""
     yield
     gc.collect()
     if torch.cuda.is_available():

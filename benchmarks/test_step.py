@@ -1,10 +1,10 @@
-"""A GRPO step of the toolkit against a bare Hugging Face loop on the same work.
+"""A GRPO step of rlkit compared with a bare Hugging Face loop on the same work.
 
     pytest benchmarks/test_step.py --benchmark-enable --benchmark-group-by=param:what
 
-Same tiny Qwen2.5-VL, the same prompts with one image each, the same group size and lengths. `sample` asks for the
-answers; `update` trains on the same answers; `step` does both. The bare loop is what one writes with transformers
-alone: `generate` with num_return_sequences, a padded forward and AdamW.
+Both have the same tiny Qwen2.5-VL, the same prompts with one image each, the same group size and lengths. `sample`
+generates the answers, `update` trains on given answers, `step` does both. The bare loop uses only transformers:
+`generate` with num_return_sequences, a padded forward and AdamW.
 """
 
 import pytest
@@ -15,13 +15,13 @@ from rlkit.data import collate, extend, load_task, step_rows
 from rlkit.engines import make_engine
 from rlkit.losses import clipped_policy_loss, token_mean
 from rlkit.rollout import Sampling, make_rollout
-from rlkit.vlm import build_tiny, encode_rows, load_model, load_processor, unsampled_ids
+from rlkit.vlm import build_tiny, encode_rows, load_model, load_processor, suppressed_token_ids
 
 PROMPTS, GROUP, NEW = 16, 8, 4
 
 
 class Work:
-    """What both contestants are given."""
+    """The inputs of both contestants."""
 
     def __init__(self, path):
         self.path = str(path)
@@ -51,7 +51,7 @@ class Ours:
             model=model,
             device="cpu",
             optimizer=lambda params: torch.optim.AdamW(params, lr=1e-5),
-            unsampled=unsampled_ids(model.config, work.processor.tokenizer),
+            suppressed_token_ids=suppressed_token_ids(model.config, work.processor.tokenizer),
         )
         self.rollout = make_rollout("hf", self.engine.gathered, processor=work.processor)
 
@@ -73,7 +73,7 @@ class BareLoop:
     def __init__(self, work):
         self.work, self.model = work, load_model(work.path)
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-5)
-        self.suppressed = unsampled_ids(self.model.config, work.processor.tokenizer)
+        self.suppressed = suppressed_token_ids(self.model.config, work.processor.tokenizer)
         questions = [
             work.processor.apply_chat_template(
                 [{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": row["question"]}]}],
@@ -125,7 +125,7 @@ def test_step(benchmark, work, name, what):
         contestant.sample()
         contestant.update()
 
-    if what == "update":  # the same gradient, or the times say nothing
+    if what == "update":  # the times are comparable only if the gradients are the same
         benchmark.extra_info["grad_norm"] = contestant.update()
         assert benchmark.extra_info["grad_norm"] == pytest.approx(Ours(work).update(), rel=1e-3)
     benchmark.pedantic(step if what == "step" else getattr(contestant, what), rounds=15, warmup_rounds=3)

@@ -1,4 +1,4 @@
-"""Write the table of docs/engines.md out of the cases of tests/engines.
+"""Make the table of docs/engines.md from the cases in tests/engines.
 
 python docs/make_engines.py [--check]    # --check writes nothing and exits with 1 if the table is out of date
 """
@@ -14,7 +14,7 @@ sys.path[:0] = [str(ROOT), str(ROOT / "tests"), str(ROOT / "tests" / "engines")]
 
 
 def with_table(page: str) -> str:
-    """The page with its table as the cases are now."""
+    """The page with its table made from the current cases."""
     from one_gradient import table
 
     before, _, rest = page.partition(BEGIN)

@@ -28,7 +28,7 @@ COLUMNS: dict[str, list[tuple[str, str, str]]] = {
     ],
     "mixed batch": [
         (EVERY, "test_a_blank_image_changes_no_number", "family"),
-        ("engines/test_blank_images.py", "test_a_blank_image_changes_no_number_and_reaches_the_tower", "family"),
+        ("engines/test_dummy_images.py", "test_a_dummy_image_changes_no_output_and_goes_through_the_tower", "family"),
     ],
     "processor": [(EVERY, "test_both_tracks_are_the_processors_own", "family")],
     "freeze": [(EVERY, "test_frozen_parameters_do_not_move", "family")],
@@ -132,8 +132,8 @@ Refused by name, with a reason:
 
 Of deepseek_v3's attention vLLM has one size on a CPU, the published one (`kv_lora_rank` 512, `qk_rope_head_dim` 64),
 and it is right with YaRN alone, as published too: its kernel for plain RoPE there misreads queries of several heads,
-0.06 in the logprobs, which the first step's canary stops. Its router wants `topk_method` and `scoring_func` in the
-config, which transformers' own defaults leave out.
+0.06 in the logprobs, which `WeightSyncCheck` stops at the first step. Its router wants `topk_method` and
+`scoring_func` in the config, which transformers' own defaults leave out.
 
 transformers' SmolVLM processor wants the package `num2words`, and the last column vLLM; without them those tests are
 skipped.

@@ -38,11 +38,11 @@ from rlkit.losses import (
     ratio_stats,
     token_mean,
 )
-from rlkit.rollout import Canary, Sampling
+from rlkit.rollout import Sampling, WeightSyncCheck
 
 
 @dataclass
-class Config(runs.SamplingOptions, runs.TrainingOptions):
+class Config(runs.PolicyOptions, runs.TrainingOptions):
     steps: int = 150
     """Batches that are trained on."""
     prompts_per_step: int = 32
@@ -109,7 +109,9 @@ def draw_batch(task, draws: int, cfg: Config, encode, sampler, engine):
 def main(cfg: Config) -> None:
     with runs.one_sentence_errors("dapo"):
         runs.check_range("mini_batches", cfg.mini_batches, 1, cfg.prompts_per_step)
+        runs.check_range("group_size", cfg.group_size, 2)  # answers are compared with each other
         task = runs.load_named_task(cfg, cfg.task)
+        cfg = runs.with_epochs(cfg, task)
         run = runs.start_run("dapo", cfg, task.name)
         path, processor = runs.find_model(cfg, run, task.train)
         updates = cfg.steps * cfg.mini_batches
@@ -126,7 +128,7 @@ def main(cfg: Config) -> None:
 
     draws = state.get("draws", 0)  # of all steps: the position in the data
     passes = runs.training_passes(cfg) + (cfg.mini_batches > 1)
-    canary = Canary(cfg.max_mismatch)
+    check_sync = WeightSyncCheck(cfg.max_mismatch)
     for step in run.steps(state["step"], cfg.steps):
         answers, groups, drawn = draw_batch(task, draws, cfg, encode, sampler, engine)
         draws += drawn
@@ -155,12 +157,12 @@ def main(cfg: Config) -> None:
                 for part in runs.mini_batches(batch, prompts, cfg.mini_batches, engine)
             ]
         )
-        if problem := canary(metrics["mismatch/abs_dlogp"]):
+        if problem := check_sync(metrics["mismatch/abs_dlogp"]):
             run.stop(problem)
 
         counts = {"tokens": lengths.sum(), "penalty": penalty.sum(), "answers": len(batch)}
         counts = runs.totals(engine, **counts, flops=passes * batch_flops(engine.config, batch))
-        metrics |= runs.answer_metrics(answers, engine) | {
+        metrics |= sampler.metrics(answers) | {
             "tokens": counts["tokens"],
             "flops": counts["flops"],
             "reward/overlong": counts["penalty"] / counts["answers"],

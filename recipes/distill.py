@@ -26,7 +26,7 @@ from functools import partial
 
 from rlkit import runs
 from rlkit.data import collate, step_rows
-from rlkit.engines.balance import balanced
+from rlkit.engines.balance import rebalance_across_ranks
 from rlkit.engines.flops import batch_flops
 from rlkit.losses import (
     clipped_policy_loss,
@@ -35,12 +35,12 @@ from rlkit.losses import (
     ratio_stats,
     token_mean,
 )
-from rlkit.rollout import Canary, Sampling
+from rlkit.rollout import Sampling, WeightSyncCheck
 from rlkit.vlm import load_processor, model_or_tiny
 
 
 @dataclass
-class Config(runs.SamplingOptions, runs.TrainingOptions):
+class Config(runs.PolicyOptions, runs.TrainingOptions):
     teacher: str = "tiny"
     """Directory or hub id of the teacher. "tiny" builds one like the student and fine-tunes it for
     longer."""
@@ -90,6 +90,7 @@ def build_teacher(cfg: Config, run, rows, processor):
 def main(cfg: Config) -> None:
     with runs.one_sentence_errors("distill"):
         task = runs.load_named_task(cfg, cfg.task)
+        cfg = runs.with_epochs(cfg, task)
         run = runs.start_run("distill", cfg, task.name)
         path, processor = runs.find_model(cfg, run, task.train)
         teacher = build_teacher(cfg, run, task.train, processor)
@@ -106,14 +107,14 @@ def main(cfg: Config) -> None:
         sampler.evaluate(heldout, "before")
 
     passes = runs.training_passes(cfg, cfg.updates_per_batch) + (cfg.updates_per_batch > 1)
-    canary = Canary(cfg.max_mismatch)
+    check_sync = WeightSyncCheck(cfg.max_mismatch)
     for step in run.steps(start, cfg.steps):
         prompts = encode(step_rows(task.train, step, cfg.prompts_per_step, cfg.seed))
         sampling = Sampling(cfg.max_new_tokens, cfg.temperature, seed=(cfg.seed, step))
         answers = sampler.answer(prompts, sampling, n=cfg.group_size)
 
         run.phase("train")
-        batch = balanced(collate(answers.generated), engine.data_group)
+        batch = rebalance_across_ranks(collate(answers.generated), engine.data_parallel_group)
         flops = passes * batch_flops(engine.config, batch) + batch_flops(teacher.config, batch)
         counts = runs.totals(engine, tokens=batch.mask.sum(), flops=flops)
         if not counts["tokens"]:
@@ -125,10 +126,10 @@ def main(cfg: Config) -> None:
             metrics = engine.train_batch(
                 batch, partial(policy_loss, cfg=cfg), outputs=("logprobs", "entropy")
             )
-        if problem := canary(metrics["mismatch/abs_dlogp"]):
+        if problem := check_sync(metrics["mismatch/abs_dlogp"]):
             run.stop(problem)
 
-        metrics |= runs.answer_metrics(answers, engine) | counts
+        metrics |= sampler.metrics(answers) | counts
         run.log(step, metrics, show={"kl": "kl", "entropy": "entropy", "reward": "reward/mean"})
         runs.save(cfg, run, step, checkpoints=engine)
 

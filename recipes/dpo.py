@@ -29,7 +29,7 @@ import torch
 
 from rlkit import losses, runs
 from rlkit.data import collate, load_pairs, step_rows
-from rlkit.engines.balance import balanced
+from rlkit.engines.balance import rebalance_across_ranks
 from rlkit.engines.flops import batch_flops
 from rlkit.losses import pair_mean, preference_stats, sequence_logprobs, sequence_mean_logprobs
 from rlkit.vlm import encode, encode_answers
@@ -115,6 +115,7 @@ def main(cfg: Config) -> None:
     with runs.one_sentence_errors("dpo"):
         loss = loss_function(cfg)
         task = runs.load_named_task(cfg, cfg.task, load_pairs)
+        cfg = runs.with_epochs(cfg, task)
         run = runs.start_run("dpo", cfg, task.name)
         path, processor = runs.find_model(cfg, run, task.train)
         engine = runs.build_engine(cfg, path, processor, updates=cfg.steps)
@@ -137,7 +138,7 @@ def main(cfg: Config) -> None:
     def collate_pairs(rows):
         samples = [sample for _, two in rows for sample in two]
         return collate(
-            samples, together=torch.arange(len(samples)) // 2
+            samples, micro_batch_group=torch.arange(len(samples)) // 2
         )  # a pair stays in one micro-batch
 
     def add_reference(batch):
@@ -174,7 +175,7 @@ def main(cfg: Config) -> None:
         rows, skipped = runs.encode_share(rows, encode_row, run, engine)
 
         run.phase("train")
-        batch = balanced(collate_pairs(rows), engine.data_group)
+        batch = rebalance_across_ranks(collate_pairs(rows), engine.data_parallel_group)
         batch = add_reference(batch)
         flops = (runs.training_passes(cfg) + needs_reference) * batch_flops(engine.config, batch)
         counts = runs.totals(

@@ -31,7 +31,7 @@ import torch.distributed as dist
 from rlkit import runs
 from rlkit.advantages import grpo_advantages
 from rlkit.data import Failures, collate, step_rows
-from rlkit.engines.balance import balanced
+from rlkit.engines.balance import rebalance_across_ranks
 from rlkit.engines.flops import batch_flops
 from rlkit.losses import (
     clipped_policy_loss,
@@ -41,12 +41,12 @@ from rlkit.losses import (
     token_mean,
 )
 from rlkit.rewards import score_as_written
-from rlkit.rollout import Ahead, Canary, Sampling, fresh_gap, make_rollout
+from rlkit.rollout import AsyncSampler, Sampling, WeightSyncCheck, make_rollout, measure_mismatch
 from rlkit.rollout.serve import serving
 
 
 @dataclass
-class Config(runs.SamplingOptions, runs.TrainingOptions):
+class Config(runs.PolicyOptions, runs.TrainingOptions):
     steps: int = 130
     """Batches that are sampled."""
     prompts_per_step: int = 32
@@ -86,7 +86,7 @@ def policy_loss(out, mb, cfg: Config):
 def build_server_rollout(cfg: Config, run, path: str, processor, engine, stack: ExitStack):
     """The sampling back end on the servers of the options, or on one vLLM server that ends with
     this run."""
-    if engine.row_group is not None:
+    if engine.model_parallel_group is not None:
         raise ValueError(
             "parallel: expected ranks with rows of their own, got ranks that share rows and would "
             "be sent different answers; use grpo_vlm.py"
@@ -115,7 +115,9 @@ def main(cfg: Config) -> None:
 
 def run_on_servers(cfg: Config, stack: ExitStack) -> None:
     with runs.one_sentence_errors("grpo_async"):
+        runs.check_range("group_size", cfg.group_size, 2)  # answers are compared with each other
         task = runs.load_named_task(cfg, cfg.task)
+        cfg = runs.with_epochs(cfg, task)
         run = runs.start_run("grpo_async", cfg, task.name)
         path, processor = runs.find_model(cfg, run, task.train)
         temperature = cfg.temperature
@@ -125,14 +127,14 @@ def run_on_servers(cfg: Config, stack: ExitStack) -> None:
     encode = runs.prompt_encoder(cfg, run, processor, engine)
     sampler = runs.PolicySampler(cfg, run, task.reward, engine, rollout, hands_over=False)
     heldout = encode(enumerate(task.heldout))
-    canary = Canary(cfg.max_mismatch)
+    check_sync = WeightSyncCheck(cfg.max_mismatch)
 
     def check_weights_arrived():
         """Answers to a few fixed prompts have the log-probabilities of the weights that were just
         sent."""
-        run.phase("canary")
+        run.phase("weight_sync_check")
         sampling = Sampling(cfg.max_new_tokens, cfg.temperature, (cfg.seed,))
-        if problem := canary(fresh_gap(rollout, engine, heldout.samples[:4], sampling)):
+        if problem := check_sync(measure_mismatch(rollout, engine, heldout.samples[:4], sampling)):
             run.stop(problem)
 
     rollout.update_weights(engine.get_per_tensor_param())
@@ -155,9 +157,11 @@ def run_on_servers(cfg: Config, stack: ExitStack) -> None:
         rollout.submit, task.reward, threads=cfg.reward_threads, failures=failures
     )
     judged = SimpleNamespace(submit=submit, update_weights=rollout.update_weights)
-    ahead = Ahead(judged, requests(), n=cfg.group_size, max_staleness=cfg.max_staleness)
+    async_sampler = AsyncSampler(
+        judged, requests(), n=cfg.group_size, max_staleness=cfg.max_staleness
+    )
     run.phase("generate")  # what is waited for
-    for step, found in zip(run.steps(start, cfg.steps), ahead, strict=False):
+    for step, found in zip(run.steps(start, cfg.steps), async_sampler, strict=False):
         generated, rewards, parts, seconds = found
         reasons = failures.take()
         answers = runs.Answers(generated, rewards, parts, skipped.popleft(), reasons, seconds)
@@ -169,16 +173,16 @@ def run_on_servers(cfg: Config, stack: ExitStack) -> None:
         age = [float(rollout.version - sample.version) for sample in answers.judged]
         batch.add(staleness=torch.tensor(age))
         batch.add(advantages=grpo_advantages(batch.rewards, batch.group_ids))  # [B]
-        batch = balanced(batch, engine.data_group)
+        batch = rebalance_across_ranks(batch, engine.data_parallel_group)
         outputs = ("logprobs", "entropy")
         metrics = engine.train_batch(batch, partial(policy_loss, cfg=cfg), outputs=outputs)
         if (mismatch := metrics["mismatch/abs_dlogp"]) > cfg.max_mismatch:
             run.stop(f"sampler and trainer differ by {mismatch:.2f} in mean |dlogp|")
         run.phase("hand_over")
-        ahead.update_weights(engine.get_per_tensor_param())
+        async_sampler.update_weights(engine.get_per_tensor_param())
 
         flops = runs.training_passes(cfg) * batch_flops(engine.config, batch)
-        metrics |= runs.answer_metrics(answers, engine)
+        metrics |= sampler.metrics(answers)
         metrics |= runs.totals(engine, tokens=batch.mask.sum(), flops=flops)
         run.log(step, metrics, show={"reward": "reward/mean", "staleness": "staleness"})
         runs.save(cfg, run, step, checkpoints=engine)

@@ -22,7 +22,7 @@ from functools import partial
 from rlkit import runs
 from rlkit.advantages import grpo_advantages
 from rlkit.data import Failures, collate, load_function, step_rows
-from rlkit.engines.balance import balanced
+from rlkit.engines.balance import rebalance_across_ranks
 from rlkit.engines.flops import batch_flops
 from rlkit.losses import (
     clipped_policy_loss,
@@ -32,13 +32,13 @@ from rlkit.losses import (
     ratio_stats,
     token_mean,
 )
-from rlkit.rollout import Canary, Sampling
+from rlkit.rollout import Sampling, WeightSyncCheck
 from rlkit.rollout.agent import Observation, run_episodes
 from rlkit.runs.tiny_tool_user import build_tiny_tool_user
 
 
 @dataclass
-class Config(runs.SamplingOptions, runs.TrainingOptions):
+class Config(runs.PolicyOptions, runs.TrainingOptions):
     task: str = "rlkit.rollout.image_tools:zoomed_digits"
     tool: str = "rlkit.rollout.image_tools:zoom"
     """The tool or environment as module:function; see rlkit.rollout.agent."""
@@ -131,7 +131,9 @@ def transcript(sample) -> str:
 
 def main(cfg: Config) -> None:
     with runs.one_sentence_errors("grpo_tools"):
+        runs.check_range("group_size", cfg.group_size, 2)  # answers are compared with each other
         task = runs.load_named_task(cfg, cfg.task)
+        cfg = runs.with_epochs(cfg, task)
         tool = load_function(cfg.tool, "tool")
         run = runs.start_run("grpo_tools", cfg, task.name)
         if cfg.model == "tiny":
@@ -167,7 +169,7 @@ def main(cfg: Config) -> None:
         + (cfg.updates_per_batch > 1)
         + bool(cfg.kl_coef)
     )
-    canary = Canary(cfg.max_mismatch)
+    check_sync = WeightSyncCheck(cfg.max_mismatch)
     for step in run.steps(start, cfg.steps):
         prompts = encode(step_rows(task.train, step, cfg.prompts_per_step, cfg.seed))
         sampling = Sampling(cfg.max_new_tokens, cfg.temperature, seed=(cfg.seed, step))
@@ -178,7 +180,7 @@ def main(cfg: Config) -> None:
         run.phase("train")
         batch = collate(answers.judged)
         batch.add(advantages=grpo_advantages(batch.rewards, batch.group_ids))  # [B]
-        batch = balanced(batch, engine.data_group)
+        batch = rebalance_across_ranks(batch, engine.data_parallel_group)
         batch.add(ref_logprobs=reference(batch) if reference else batch.rollout_logprobs)
         if cfg.updates_per_batch > 1:
             batch.add(old_logprobs=engine.infer_batch(batch)["logprobs"])
@@ -186,10 +188,10 @@ def main(cfg: Config) -> None:
             metrics = engine.train_batch(
                 batch, partial(policy_loss, cfg=cfg), outputs=("logprobs", "entropy")
             )
-        if problem := canary(metrics["mismatch/abs_dlogp"]):
+        if problem := check_sync(metrics["mismatch/abs_dlogp"]):
             run.stop(problem)
 
-        metrics |= runs.answer_metrics(answers, engine) | turns_and_aborted(answers, engine)
+        metrics |= sampler.metrics(answers) | turns_and_aborted(answers, engine)
         metrics |= runs.totals(
             engine, tokens=batch.mask.sum(), flops=passes * batch_flops(engine.config, batch)
         )

@@ -26,7 +26,7 @@ from typing import Literal
 from rlkit import losses, runs
 from rlkit.advantages import grpo_advantages
 from rlkit.data import collate, step_rows
-from rlkit.engines.balance import balanced
+from rlkit.engines.balance import rebalance_across_ranks
 from rlkit.engines.flops import batch_flops
 from rlkit.losses import (
     importance_weights,
@@ -36,7 +36,7 @@ from rlkit.losses import (
     sequence_mean,
     token_mean,
 )
-from rlkit.rollout import Canary, Sampling
+from rlkit.rollout import Sampling, WeightSyncCheck
 
 LOSSES = {
     "clipped": losses.clipped_policy_loss,
@@ -46,7 +46,7 @@ LOSSES = {
 
 
 @dataclass
-class Config(runs.SamplingOptions, runs.TrainingOptions):
+class Config(runs.PolicyOptions, runs.TrainingOptions):
     steps: int = 220
     """Batches that are sampled."""
     prompts_per_step: int = 64
@@ -88,7 +88,9 @@ def policy_loss(out, mb, cfg: Config):
 
 def main(cfg: Config) -> None:
     with runs.one_sentence_errors("grpo_vlm"):
+        runs.check_range("group_size", cfg.group_size, 2)  # answers are compared with each other
         task = runs.load_named_task(cfg, cfg.task)
+        cfg = runs.with_epochs(cfg, task)
         run = runs.start_run("grpo_vlm", cfg, task.name)
         path, processor = runs.find_model(cfg, run, task.train)
         updates = cfg.steps * cfg.updates_per_batch
@@ -113,7 +115,7 @@ def main(cfg: Config) -> None:
         + (cfg.updates_per_batch > 1)
         + bool(cfg.kl_coef)
     )
-    canary = Canary(cfg.max_mismatch)
+    check_sync = WeightSyncCheck(cfg.max_mismatch)
     for step in run.steps(start, cfg.steps):
         prompts = encode(step_rows(task.train, step, cfg.prompts_per_step, cfg.seed))
         sampling = Sampling(cfg.max_new_tokens, cfg.temperature, seed=(cfg.seed, step))
@@ -124,7 +126,7 @@ def main(cfg: Config) -> None:
         run.phase("train")
         batch = collate(answers.judged)
         batch.add(advantages=grpo_advantages(batch.rewards, batch.group_ids))  # [B]
-        batch = balanced(batch, engine.data_group)
+        batch = rebalance_across_ranks(batch, engine.data_parallel_group)
         batch.add(ref_logprobs=reference(batch) if reference else batch.rollout_logprobs)
         if cfg.updates_per_batch > 1:
             batch.add(old_logprobs=engine.infer_batch(batch)["logprobs"])
@@ -132,10 +134,10 @@ def main(cfg: Config) -> None:
             metrics = engine.train_batch(
                 batch, partial(policy_loss, cfg=cfg), outputs=("logprobs", "entropy")
             )
-        if problem := canary(metrics["mismatch/abs_dlogp"]):
+        if problem := check_sync(metrics["mismatch/abs_dlogp"]):
             run.stop(problem)
 
-        metrics |= runs.answer_metrics(answers, engine)
+        metrics |= sampler.metrics(answers)
         metrics |= runs.totals(
             engine, tokens=batch.mask.sum(), flops=passes * batch_flops(engine.config, batch)
         )

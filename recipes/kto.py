@@ -30,7 +30,7 @@ import torch
 
 from rlkit import runs
 from rlkit.data import collate, load_marked, step_rows
-from rlkit.engines.balance import balanced
+from rlkit.engines.balance import rebalance_across_ranks
 from rlkit.engines.flops import batch_flops
 from rlkit.losses import (
     kto_kl_estimate,
@@ -98,6 +98,7 @@ def with_other_answers(rows):
 def main(cfg: Config) -> None:
     with runs.one_sentence_errors("kto"):
         task = runs.load_named_task(cfg, cfg.task, load_marked)
+        cfg = runs.with_epochs(cfg, task)
         run = runs.start_run("kto", cfg, task.name)
         path, processor = runs.find_model(cfg, run, task.train)
         engine = runs.build_engine(cfg, path, processor, updates=cfg.steps)
@@ -165,7 +166,7 @@ def main(cfg: Config) -> None:
 
         run.phase("train")
         batch = add_reference(
-            balanced(batch, engine.data_group)
+            rebalance_across_ranks(batch, engine.data_parallel_group)
         )  # each rank has about as many tokens
         passes = runs.training_passes(cfg) + 1 + 2 * cfg.baseline
         flops = passes * batch_flops(engine.config, batch)

@@ -51,11 +51,11 @@ from rlkit.losses import (
     token_mean,
     token_sum,
 )
-from rlkit.rollout import Canary, Sampling
+from rlkit.rollout import Sampling, WeightSyncCheck
 
 
 @dataclass
-class Config(runs.SamplingOptions, runs.TrainingOptions):
+class Config(runs.PolicyOptions, runs.TrainingOptions):
     steps: int = 110
     """Batches that are sampled."""
     prompts_per_step: int = 64
@@ -169,7 +169,7 @@ def add_estimates(batch, cfg: Config, engine, critic, reference, moments: Runnin
         "value/squared_error": token_mean((values - returns).square(), mask, tokens),
         **mismatch_stats(old, batch.rollout_logprobs, mask, tokens),
     }
-    return reduce_metrics(measured, engine.data_group)
+    return reduce_metrics(measured, engine.data_parallel_group)
 
 
 def update(batch, cfg: Config, step: int, engine, critic):
@@ -202,6 +202,7 @@ def main(cfg: Config) -> None:
     with runs.one_sentence_errors("ppo"):
         runs.check_range("mini_batches", cfg.mini_batches, 1, cfg.prompts_per_step)
         task = runs.load_named_task(cfg, cfg.task)
+        cfg = runs.with_epochs(cfg, task)
         run = runs.start_run("ppo", cfg, task.name)
         path, processor = runs.find_model(cfg, run, task.train)
         per_batch = cfg.ppo_epochs * cfg.mini_batches
@@ -226,7 +227,7 @@ def main(cfg: Config) -> None:
 
     moments = RunningMoments(**state.get("moments", {}))  # of all rewards so far
     passes = 1 + runs.training_passes(cfg, cfg.ppo_epochs)
-    canary = Canary(cfg.max_mismatch)
+    check_sync = WeightSyncCheck(cfg.max_mismatch)
     for step in run.steps(state["step"], cfg.steps):
         prompts = encode(step_rows(task.train, step, cfg.prompts_per_step, cfg.seed))
         sampling = Sampling(cfg.max_new_tokens, cfg.temperature, seed=(cfg.seed, step))
@@ -239,13 +240,13 @@ def main(cfg: Config) -> None:
         if cfg.normalise_rewards:
             moments = moments.update(batch.rewards, engine.global_sum)
         metrics = add_estimates(batch, cfg, engine, critic, reference, moments)
-        if problem := canary(metrics["mismatch/abs_dlogp"]):
+        if problem := check_sync(metrics["mismatch/abs_dlogp"]):
             run.stop(problem)
         metrics |= update(batch, cfg, step, engine, critic)
 
         flops = batch_flops(engine.config, batch) * (passes + bool(cfg.kl_coef))
         flops += batch_flops(critic.config, batch, head=False) * passes
-        metrics |= runs.answer_metrics(answers, engine) | runs.totals(
+        metrics |= sampler.metrics(answers) | runs.totals(
             engine, tokens=batch.mask.sum(), flops=flops
         )
         run.log(step, metrics, show={"reward": "reward/mean", "value": "value/mean"})

@@ -36,7 +36,7 @@ from rlkit.advantages import (
     rloo_advantages,
 )
 from rlkit.data import collate, step_rows
-from rlkit.engines.balance import balanced
+from rlkit.engines.balance import rebalance_across_ranks
 from rlkit.engines.flops import batch_flops
 from rlkit.losses import (
     importance_weights,
@@ -46,11 +46,11 @@ from rlkit.losses import (
     reinforce_loss,
     token_mean,
 )
-from rlkit.rollout import Canary, Sampling
+from rlkit.rollout import Sampling, WeightSyncCheck
 
 
 @dataclass
-class Config(runs.SamplingOptions, runs.TrainingOptions):
+class Config(runs.PolicyOptions, runs.TrainingOptions):
     advantage: Literal[
         "rloo", "remax", "reinforce_plus_plus", "reinforce_plus_plus_baseline", "opo"
     ] = "rloo"
@@ -106,7 +106,12 @@ def greedy_rewards(sampler, prompts, group_ids):
 
 def main(cfg: Config) -> None:
     with runs.one_sentence_errors("reinforce"):
+        if cfg.advantage not in ("remax", "reinforce_plus_plus"):
+            runs.check_range(
+                "group_size", cfg.group_size, 2
+            )  # answers are compared with each other
         task = runs.load_named_task(cfg, cfg.task)
+        cfg = runs.with_epochs(cfg, task)
         run = runs.start_run("reinforce", cfg, task.name)
         path, processor = runs.find_model(cfg, run, task.train)
         engine = runs.build_engine(
@@ -126,7 +131,7 @@ def main(cfg: Config) -> None:
         sampler.evaluate(heldout, "before")
 
     passes = runs.training_passes(cfg) + bool(cfg.kl_coef)
-    canary = Canary(cfg.max_mismatch)
+    check_sync = WeightSyncCheck(cfg.max_mismatch)
     for step in run.steps(start, cfg.steps):
         prompts = encode(step_rows(task.train, step, cfg.prompts_per_step, cfg.seed))
         sampling = Sampling(cfg.max_new_tokens, cfg.temperature, seed=(cfg.seed, step))
@@ -138,7 +143,7 @@ def main(cfg: Config) -> None:
             batch.add(greedy_rewards=greedy_rewards(sampler, prompts, batch.group_ids))
 
         run.phase("train")
-        batch = balanced(batch, engine.data_group)
+        batch = rebalance_across_ranks(batch, engine.data_parallel_group)
         rewards = rewards_to_tokens(batch.rewards, batch.mask)  # [B, T]
         batch.add(ref_logprobs=reference(batch) if reference else batch.rollout_logprobs)
         if cfg.kl_coef:
@@ -148,10 +153,10 @@ def main(cfg: Config) -> None:
         metrics = engine.train_batch(
             batch, partial(policy_loss, cfg=cfg), outputs=("logprobs", "entropy")
         )
-        if problem := canary(metrics["mismatch/abs_dlogp"]):
+        if problem := check_sync(metrics["mismatch/abs_dlogp"]):
             run.stop(problem)
 
-        metrics |= runs.answer_metrics(answers, engine)
+        metrics |= sampler.metrics(answers)
         metrics |= runs.totals(
             engine, tokens=batch.mask.sum(), flops=passes * batch_flops(engine.config, batch)
         )

@@ -29,7 +29,7 @@ import torch
 
 from rlkit import runs
 from rlkit.data import collate, load_pairs, step_rows
-from rlkit.engines.balance import balanced
+from rlkit.engines.balance import rebalance_across_ranks
 from rlkit.engines.flops import batch_flops
 from rlkit.engines.value_head import scoring_batch
 from rlkit.losses import bradley_terry_loss, pair_mean, preference_stats, reward_centring_loss
@@ -62,6 +62,7 @@ def pair_loss(out, mb, centre_coef: float):
 def main(cfg: Config) -> None:
     with runs.one_sentence_errors("reward_model"):
         task = runs.load_named_task(cfg, cfg.task, load_pairs)
+        cfg = runs.with_epochs(cfg, task)
         run = runs.start_run("reward_model", cfg, task.name)
         path, processor = runs.find_model(cfg, run, task.train, warm_up_steps=200, label_noise=0.0)
         engine = runs.build_value_engine(cfg, path, processor, updates=cfg.steps)
@@ -81,7 +82,7 @@ def main(cfg: Config) -> None:
         samples = [sample for two in rows for sample in two]
         margins = torch.tensor([sample.row["margin"] for sample in samples])
         pairs = torch.arange(len(samples)) // 2  # a pair stays in one micro-batch
-        return scoring_batch(collate(samples, together=pairs, margin=margins))
+        return scoring_batch(collate(samples, micro_batch_group=pairs, margin=margins))
 
     shown, skipped = runs.encode_share(enumerate(task.heldout), encode_row, run, engine)
     heldout = collate_pairs(shown)
@@ -114,7 +115,7 @@ def main(cfg: Config) -> None:
         run.phase("encode")
         rows = step_rows(task.train, step, cfg.prompts_per_step, cfg.seed)
         rows, skipped = runs.encode_share(rows, encode_row, run, engine)
-        batch = balanced(collate_pairs(rows), engine.data_group)
+        batch = rebalance_across_ranks(collate_pairs(rows), engine.data_parallel_group)
         flops = runs.training_passes(cfg) * batch_flops(engine.config, batch, head=False)
         counts = runs.totals(
             engine, tokens=batch.mask.sum(), flops=flops, skipped_rows=len(skipped)

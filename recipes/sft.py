@@ -22,7 +22,7 @@ from dataclasses import dataclass
 
 from rlkit import runs
 from rlkit.data import collate, load_chats, step_rows
-from rlkit.engines.balance import balanced
+from rlkit.engines.balance import rebalance_across_ranks
 from rlkit.engines.flops import batch_flops
 from rlkit.losses import token_mean, token_sum
 from rlkit.vlm import encode, encode_chat
@@ -46,6 +46,7 @@ def loss_fn(out, mb):
 def main(cfg: Config) -> None:
     with runs.one_sentence_errors("sft"):
         task = runs.load_named_task(cfg, cfg.task, load_chats)
+        cfg = runs.with_epochs(cfg, task)
         run = runs.start_run("sft", cfg, task.name)
         path, processor = runs.find_model(cfg, run, task.train)
         engine = runs.build_engine(cfg, path, processor, updates=cfg.steps)
@@ -83,7 +84,7 @@ def main(cfg: Config) -> None:
             step_rows(task.train, step, cfg.prompts_per_step, cfg.seed), encode_row, run, engine
         )
         batch = collate([sample for _, sample in rows])
-        batch = balanced(batch, engine.data_group)
+        batch = rebalance_across_ranks(batch, engine.data_parallel_group)
         flops = runs.training_passes(cfg) * batch_flops(engine.config, batch)
         counts = runs.totals(
             engine, tokens=batch.mask.sum(), flops=flops, skipped_rows=len(skipped)

@@ -42,6 +42,10 @@ def write_report(out: str | Path, samples: Sequence[Any] = (), *, title: str = "
     page = _template().render(
         title=title or out.name,
         evaluation=evaluation,
+        measured={_label(name): x for name, x in evaluation.items() if _is_measurement(name, x)},
+        tasks=(tasks := evaluation.get("tasks", {})),
+        columns=list(dict.fromkeys(name for found in tasks.values() for name in found)),
+        metrics=_first_and_last(rows),
         config=_json(out / CONFIG),
         last=rows[-1] if rows else {},
         curves=base64.b64encode(_plot(rows, curves, {})).decode(),
@@ -49,6 +53,26 @@ def write_report(out: str | Path, samples: Sequence[Any] = (), *, title: str = "
     )
     (out / "report.html").write_text(page)
     return out / "report.html"
+
+
+def _is_measurement(name: str, x: Any) -> bool:
+    return _number(x) and name not in ("heldout", "heldout_skipped", "steps")
+
+
+def _label(name: str) -> str:
+    """ "held-out loss before" for `heldout_loss_before`."""
+    words = name.removeprefix("heldout_").replace("_", " ")
+    return f"held-out {words}"
+
+
+def _first_and_last(rows: Sequence[Mapping[str, Any]]) -> list[tuple[str, float, float]]:
+    """(name, value in the first row that has it, value in the last one) of every metric."""
+    found: dict[str, tuple[float, float]] = {}
+    for row in rows:
+        for name, x in row.items():
+            if name != "step" and _number(x):
+                found[name] = (found.get(name, (x,))[0], x)
+    return [(name, *found[name]) for name in sorted(found)]
 
 
 def _json(path: Path) -> dict[str, Any]:

@@ -13,7 +13,23 @@ ROOT = Path(__file__).parents[1]
 LIBRARY = sorted((ROOT / "rlkit").rglob("*.py"))
 RECIPES = sorted((ROOT / "recipes").glob("*.py"))
 MOST_LINES = {"recipes": 350, "rlkit": 450}
-UPSTREAM = {"transformers", "peft", "torch"}  # never patched
+UPSTREAM = {"transformers", "peft", "torch", "megatron"}  # never patched, with the exceptions below
+# what may be replaced for as long as a `with` block lasts: module -> what it replaces -> why there is no other way
+REPLACED = {
+    "rlkit.engines.megatron.cpu": {
+        "torch.cuda.current_device": "Megatron-Core allocates its buffers on the current CUDA device",
+        "torch.cuda.synchronize": "its pipeline waits for CUDA after it has exchanged the shapes of packed rows",
+        "megatron.core.tensor_parallel.random._get_cuda_rng_state": "it saves CUDA's random state for a recomputation",
+        "megatron.core.tensor_parallel.random._set_cuda_rng_state": "it restores CUDA's random state after it",
+        "megatron.core.transformer.moe.token_dispatcher.MoEAlltoAllTokenDispatcher.cuda_dtoh_stream": (
+            "its token dispatcher makes a CUDA stream unless there is one"
+        ),
+    },
+    "rlkit.rollout.vllm": {
+        "torch.set_num_threads": "vLLM replaces it on a CPU; restored after vLLM has started",
+        "torch.distributed.destroy_process_group": "vLLM's shutdown would destroy the trainer's process groups",
+    },
+}
 
 # what each part may import of this repository; the longest prefix that matches a module's name decides
 OWN = {
@@ -173,6 +189,39 @@ def patch_breaches(source: str, name: str) -> list[str]:
     return found
 
 
+def replacements(source: str) -> list[str]:
+    """What a module replaces with `unittest.mock` or pytest's monkeypatch: "module.attribute" of each."""
+    tree = ast.parse(source)
+    full_names: dict[str, str] = {}  # local name -> what it was imported as
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            for alias in node.names:
+                full_names[alias.asname or alias.name.split(".")[0]] = (
+                    alias.name if alias.asname else alias.name.split(".")[0]
+                )
+        elif isinstance(node, ast.ImportFrom):
+            full_names |= {alias.asname or alias.name: f"{node.module}.{alias.name}" for alias in node.names}
+
+    def full_name(node: ast.AST) -> str:
+        first, dot, rest = ast.unparse(node).partition(".")
+        return full_names.get(first, first) + dot + rest
+
+    found = []
+    for node in ast.walk(tree):
+        if not isinstance(node, ast.Call):
+            continue
+        function = full_name(node.func)
+        arguments = [x.value if isinstance(x, ast.Constant) else full_name(x) for x in node.args]
+        if function.startswith(("unittest.mock.patch", "mock.patch")):
+            by_object = function.endswith((".object", ".multiple", ".dict")) and not isinstance(
+                node.args[0], ast.Constant
+            )
+            found.append(".".join(map(str, arguments[: 1 + by_object])))
+        elif function.split(".")[-1] in ("setattr", "setitem", "delattr", "delitem") and "onkey" in function:
+            found.append(".".join(map(str, arguments[:2])))
+    return found
+
+
 def shape_breaches(name: str, lines: int) -> list[str]:
     most = MOST_LINES[name.split(".")[0]]
     found = [f"{name}: {lines} lines, at most {most}"] if lines > most else []
@@ -189,12 +238,13 @@ def test_file(path):
     source, name = path.read_text(), module_name(path)
     assert import_breaches(source, name, path.name == "__init__.py") == []
     assert patch_breaches(source, name) == []
+    assert sorted(replacements(source)) == sorted(REPLACED.get(name, {}))
     assert shape_breaches(name, len(source.splitlines())) == []
 
 
 def test_there_is_something_to_check():
     names = {module_name(path) for path in LIBRARY + RECIPES}
-    assert {"rlkit", "rlkit.losses.logprobs", "rlkit.engines.fsdp2", "recipes.grpo_vlm"} <= names
+    assert {"rlkit", "rlkit.losses.logprobs", "rlkit.engines.fsdp.fsdp2", "recipes.grpo_vlm"} <= names
     packages = {path.parent.relative_to(ROOT) for path in LIBRARY}
     assert all((ROOT / package / "__init__.py").is_file() for package in packages)
 
@@ -284,6 +334,30 @@ def test_patch_is_found(snippet):
 )  # fmt: skip
 def test_what_is_no_patch_passes(snippet):
     assert patch_breaches(snippet, "x") == []
+
+
+@pytest.mark.parametrize(
+    ("snippet", "replaced"),
+    [
+        ("from unittest.mock import patch\nimport torch\nwith patch.object(torch.cuda, 'x', f): pass", "torch.cuda.x"),
+        ("from unittest import mock\nmock.patch('transformers.a.b', f)", "transformers.a.b"),
+        ("import unittest.mock as m\nfrom torch import cuda\nm.patch.object(cuda, 'x')", "torch.cuda.x"),
+        ("from unittest.mock import patch as p\n@p('peft.x')\ndef f(): pass", "peft.x"),
+        (
+            "import unittest.mock\nfrom megatron.core import y\nunittest.mock.patch.object(y.A, 'b')",
+            "megatron.core.y.A.b",
+        ),
+        ("from unittest.mock import patch\nfrom transformers import MAP\npatch.dict(MAP, a=1)", "transformers.MAP"),
+        ("from pytest import MonkeyPatch\nimport torch\nMonkeyPatch().setattr(torch, 'x', f)", "torch.x"),
+        ("from unittest.mock import patch\nfor a in b: patch.object(*a)", "*a"),
+    ],
+)
+def test_replacement_is_found(snippet, replaced):
+    assert replacements(snippet) == [replaced]
+
+
+def test_code_without_replacements_passes():
+    assert replacements("import torch\nsetattr(self, 'x', 1)\npatch.object(torch)\nself.patch('x')") == []
 
 
 def test_no_test_benchmark_or_page_maker_is_too_long():

@@ -12,7 +12,7 @@ from PIL import Image
 import rlkit.report
 from rlkit.data import prompt
 from rlkit.report import CURVES, _smooth, write_report
-from rlkit.tracking import CONFIG, EVAL, METRICS, Run, new_directory, peak_flops, progress_bar, rates, read_metrics
+from rlkit.tracking import CONFIG, EVAL, METRICS, Run, peak_flops, progress_bar, rates, read_metrics
 
 # --- Run
 
@@ -31,15 +31,13 @@ def test_run_writes_config_and_metrics(tmp_path):
     assert sorted(path.name for path in run.out.iterdir()) == [CONFIG, METRICS]  # no half-written files left
 
 
-def test_run_refuses_an_existing_run(tmp_path):
-    Run(tmp_path, {"seed": 0}).log(0, {})
-    for writes in (True, False):
-        with pytest.raises(ValueError, match=f"out '{tmp_path}': holds a run already; --resume"):
-            Run(tmp_path, {"seed": 1}, writes=writes)
-    assert json.loads((tmp_path / CONFIG).read_text())["seed"] == 0  # refused before it wrote anything
-    assert len(read_metrics(tmp_path / METRICS)) == 1
-    Run(tmp_path, {"seed": 1}, resume=True)
-    assert len(read_metrics(tmp_path / METRICS)) == 1
+def test_the_options_of_each_start_are_kept(tmp_path):
+    for seed in range(3):
+        Run(tmp_path, {"seed": seed}).log(0, {})
+        Run(tmp_path, {"seed": 9}, writes=False)  # another rank
+    seeds = {path.name: json.loads(path.read_text())["seed"] for path in tmp_path.glob("config*.json")}
+    assert seeds == {"config-1.json": 0, "config-2.json": 1, CONFIG: 2}
+    assert len(read_metrics(tmp_path / METRICS)) == 3  # and what was logged stays until `start_at`
 
 
 def test_start_at_drops_what_will_be_logged_again(tmp_path):
@@ -48,7 +46,7 @@ def test_start_at_drops_what_will_be_logged_again(tmp_path):
     assert lines(run) == []
     for step in range(6):
         run.log(step, {"loss": step})
-    run = Run(tmp_path, {}, resume=True)
+    run = Run(tmp_path, {})
     run.start_at(4)
     run.log(4, {"loss": 40})
     assert [(row["step"], row["loss"]) for row in lines(run)] == [(0, 0), (1, 1), (2, 2), (3, 3), (4, 40)]
@@ -64,7 +62,7 @@ def test_last_line_cut_short_is_tolerated(tmp_path):
         path.write_text(whole[:-cut])
         assert [row["step"] for row in read_metrics(path)] in ([0, 1], [0, 1, 2])
     path.write_text(whole[:-9])
-    run = Run(tmp_path, {}, resume=True)
+    run = Run(tmp_path, {})
     run.start_at(2)
     run.log(2, {"loss": 0.5})
     assert [row["step"] for row in lines(run)] == [0, 1, 2]
@@ -73,7 +71,7 @@ def test_last_line_cut_short_is_tolerated(tmp_path):
 def test_evaluation_merges(tmp_path):
     run = Run(tmp_path, {})
     assert run.evaluation(accuracy_before=0.1) == {"accuracy_before": 0.1}
-    assert Run(tmp_path, {}, resume=True).evaluation(accuracy_after=0.9, accuracy_before=0.2) == {
+    assert Run(tmp_path, {}).evaluation(accuracy_after=0.9, accuracy_before=0.2) == {
         "accuracy_before": 0.2, "accuracy_after": 0.9,
     }  # fmt: skip
     assert json.loads((tmp_path / EVAL).read_text()) == {"accuracy_before": 0.2, "accuracy_after": 0.9}
@@ -87,18 +85,6 @@ def test_only_the_writer_writes(tmp_path):
     assert run.evaluation(a=1) == {"a": 1} and not out.exists()
     Run(out, {}).evaluation(b=2)
     assert run.evaluation(a=1) == {"a": 1, "b": 2} and json.loads((out / EVAL).read_text()) == {"b": 2}
-
-
-def test_new_directory(tmp_path):
-    assert new_directory(tmp_path, "x") == new_directory(tmp_path, "x", resume=True) == tmp_path / "x"
-    for count, name in enumerate(("x", "x-2", "x-3"), 1):
-        path = new_directory(tmp_path, "x")
-        assert path == tmp_path / name
-        Run(path, {}).log(0, {})
-        assert new_directory(tmp_path, "x", resume=True) == path, count
-    (tmp_path / "x-4").mkdir()  # a directory without a run is free
-    assert new_directory(tmp_path, "x") == tmp_path / "x-4"
-    assert new_directory(tmp_path, "x", resume=True) == tmp_path / "x-3"
 
 
 # --- the clock
@@ -324,7 +310,7 @@ def test_report_of_metrics_that_miss_keys(tmp_path, rows):
 
 def test_report_before_the_last_evaluation(tmp_path):
     Run(tmp_path, {}).log(0, {"reward/mean": 0.5})
-    Run(tmp_path, {}, resume=True).evaluation(accuracy_before=0.25)
+    Run(tmp_path, {}).evaluation(accuracy_before=0.25)
     with (tmp_path / METRICS).open("a") as file:
         file.write('{"step": 1, "rew')
     parsed, _ = check_page(write_report(tmp_path))

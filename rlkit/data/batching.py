@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 
 def token_budget_batches(
-    lengths: Sequence[int], budget: int, *, together: Sequence[int] | None = None
+    lengths: Sequence[int], budget: int, *, micro_batch_group: Sequence[int] | None = None
 ) -> list[list[int]]:
     """Splits rows into few batches of at most `budget` tokens each.
 
@@ -17,22 +17,22 @@ def token_budget_batches(
 
     Args:
         lengths: tokens of each row; a row of 0 tokens is a row like any other.
-        budget: the most tokens in a batch. A row, or a `together` group, that alone has more gets a batch of its own.
-        together: one integer id a row; rows with equal ids stay in one batch.
+        budget: the most tokens in a batch. A row, or a group of rows, that alone has more gets its own batch.
+        micro_batch_group: one integer per row; rows with equal integers stay in one batch.
 
     Returns:
         lists of row indices, every row in exactly one, ascending within a list, and no list empty. The batch of the
         longest row comes first, so that what does not fit in memory shows at the first step. Equal input, equal output.
 
     Raises:
-        ValueError: a length that is no integer or below 0, a budget below 1, or `together` of another length.
+        ValueError: a length that is no integer or below 0, a budget below 1, or `micro_batch_group` of another length.
     """
     lengths = _lengths(lengths)
     if budget < 1:
         raise ValueError(f"budget: expected at least 1 token, got {budget}")
-    ids = list(range(len(lengths))) if together is None else _integers("together", together)
+    ids = list(range(len(lengths))) if micro_batch_group is None else _integers("micro_batch_group", micro_batch_group)
     if len(ids) != len(lengths):
-        raise ValueError(f"together: expected {len(lengths)} ids, one a row, got {len(ids)}")
+        raise ValueError(f"micro_batch_group: expected {len(lengths)} ids, one a row, got {len(ids)}")
     groups: dict[int, list[int]] = {}
     for row, group in enumerate(ids):
         groups.setdefault(group, []).append(row)

@@ -121,7 +121,7 @@ def repad(x: Packed | Tensor, like: Packed | None = None, *, fill: float = 0) ->
     return padded.view(batch, width, *values.shape[1:])
 
 
-def runs(starts: Sequence[int], lengths: Sequence[int]) -> Tensor:
+def concatenated_ranges(starts: Sequence[int], lengths: Sequence[int]) -> Tensor:
     """Several ranges, one behind the other: [s, s + 1, ..., s + n - 1] for each start s and length n.
 
     Args:

@@ -1,4 +1,4 @@
-"""Rows dealt anew among the ranks of a data group, so that none waits long for the one with the most tokens."""
+"""Rows moved between data-parallel ranks, so that all ranks have about as many tokens."""
 
 from __future__ import annotations
 
@@ -13,118 +13,128 @@ from torch.nn.functional import pad
 
 from rlkit.data.batching import balanced_partitions
 from rlkit.data.samples import Batch
-from rlkit.engines.packer import shared_costs
+from rlkit.engines.packing.shared_prompts import shared_prompt_costs
 
 
-def deal(costs: Sequence[Sequence[int]]) -> list[list[int]]:
-    """Which rank each unit goes to, so that the dearest rank is nearly as cheap as it can be.
+def assign_to_ranks(costs: Sequence[Sequence[int]]) -> list[list[int]]:
+    """Assign units of work to ranks so that the largest sum of costs on a rank is small.
 
-    Longest processing time first, see `rlkit.data.balanced_partitions`. Where that does not lower the largest sum, all
-    stay where they are.
+    Longest processing time first, see `rlkit.data.balanced_partitions`. If that does not lower the largest sum, every
+    unit stays on its rank. Equal input gives equal output.
 
     Args:
-        costs: of each rank the costs of its units, e.g. in tokens.
+        costs: for each rank the costs of its units, e.g. in tokens.
 
     Returns:
-        Of each rank the new rank of each of its units. Equal input, equal output.
+        For each rank the new ranks of its units.
     """
-    owners = [(rank, unit) for rank, own in enumerate(costs) for unit in range(len(own))]
-    flat = [cost for own in costs for cost in own]
+    units = [(rank, unit) for rank, of_rank in enumerate(costs) for unit in range(len(of_rank))]
+    flat = [cost for of_rank in costs for cost in of_rank]
     parts = balanced_partitions(flat, len(costs))
-    to = [[rank] * len(own) for rank, own in enumerate(costs)]
+    new_ranks = [[rank] * len(of_rank) for rank, of_rank in enumerate(costs)]
     if max(sum(flat[i] for i in part) for part in parts) < max(map(sum, costs)):
-        for new, part in enumerate(parts):
-            for rank, unit in map(owners.__getitem__, part):
-                to[rank][unit] = new
-    return to
+        for new_rank, part in enumerate(parts):
+            for rank, unit in (units[i] for i in part):
+                new_ranks[rank][unit] = new_rank
+    return new_ranks
 
 
-def balanced(batch: Batch, group: dist.ProcessGroup | None = None) -> Batch:
-    """This rank's share of the rows of all ranks, dealt anew by their tokens: a step takes as long as its slowest rank.
+def rebalance_across_ranks(batch: Batch, group: dist.ProcessGroup | None = None) -> Batch:
+    """Move rows between data-parallel ranks so that all have about as many tokens: a step waits for the slowest rank.
 
-    Rows of one prompt (`group_ids`) stay together, since its tokens and images are computed once for all of them, and
-    what compares them can still be worked out behind this; in a batch with `together`, so do rows where that is equal.
-    A prompt's tokens count once. What comes out adds up to the same gradient; a batch of mini-batches is dealt one
-    mini-batch at a time.
+    Rows of one prompt (`group_ids`) move together. Its tokens and images are computed once for all of them, and they
+    count once here; functions of a group can still be computed afterwards. Rows of equal `micro_batch_group` move
+    together, too. The gradient stays the same. Rebalance each mini-batch by itself, just before it is trained on.
 
     Args:
-        batch: this rank's rows, on the host. A prompt has the same number in `group_ids` on no other rank.
-        group: `engine.data_group`: all of its ranks call this together. Ranks which share a model are in several, and
-            are dealt the same rows, as each deal depends on lengths alone.
+        batch: this rank's rows, on the host. Each number in `group_ids` occurs on one rank only.
+        group: `engine.data_parallel_group`; all of its ranks call this together. All ranks of a model-parallel group
+            get the same rows, because the assignment depends on lengths only.
 
     Returns:
-        Rows with all of their fields and images; numbers in `together` are new. The batch itself where the group is one
-        rank, or where no deal is better.
+        This rank's new rows with all of their fields and images, and new numbers in `micro_batch_group`. The batch
+        itself if the group is one rank or if nothing would be gained.
 
     Raises:
-        ValueError: on all ranks alike: some have fields that others lack.
+        ValueError: on all ranks, if batches have different fields.
     """
     ranks, rank = dist.get_world_size(group), dist.get_rank(group)
     if ranks == 1:
         return batch
-    units: dict[int, list[int]] = {}
-    ids = batch.fields.get("together", batch.fields.get("group_ids", torch.arange(len(batch))))
-    for row, number in enumerate(ids.tolist()):
-        units.setdefault(number, []).append(row)
-    tokens, _ = shared_costs(batch)
-    told: list[Any] = [None] * ranks
-    mine = [sum(tokens[row] for row in rows) for rows in units.values()]
-    dist.all_gather_object(told, (mine, sorted(batch.fields)), group=group)
-    if len(names := {tuple(fields) for costs, fields in told if costs}) > 1:
-        raise ValueError(f"batch: the same fields on all ranks expected, came {' and '.join(map(str, sorted(names)))}")
-    dealt = deal([costs for costs, _ in told])
-    if all(new == old for old, own in enumerate(dealt) for new in own):
+    units = _units(batch)
+    tokens, _ = shared_prompt_costs(batch)
+    costs = [sum(tokens[row] for row in rows) for rows in units]
+    of_ranks: list[Any] = [None] * ranks
+    dist.all_gather_object(of_ranks, (costs, sorted(batch.fields)), group=group)
+    _check_same_fields(of_ranks)
+    new_ranks = assign_to_ranks([costs for costs, _ in of_ranks])
+    if all(new == old for old, of_rank in enumerate(new_ranks) for new in of_rank):
         return batch
     outgoing: list[list[int]] = [[] for _ in range(ranks)]
-    for rows, new in zip(units.values(), dealt[rank], strict=True):
-        outgoing[new] += rows
+    for rows, new_rank in zip(units, new_ranks[rank], strict=True):
+        outgoing[new_rank] += rows
     parts = [batch.select(sorted(rows)) for rows in outgoing]
-    if "together" in batch.fields:  # ranks number theirs alike
-        parts = [part.add(together=part.together * ranks + rank) for part in parts]
-    sent = [_written(part) if to != rank and len(part) else b"" for to, part in enumerate(parts)]
-    came = [_read(piece) for piece in _exchange(sent, group) if piece]
-    return _joined([part for part in [parts[rank], *came] if len(part)] or parts[:1])
+    if "micro_batch_group" in batch.fields:  # each rank has numbered its groups by itself
+        parts = [part.add(micro_batch_group=part.micro_batch_group * ranks + rank) for part in parts]
+    sent = [_serialise(part) if to != rank and len(part) else b"" for to, part in enumerate(parts)]
+    received = [_deserialise(piece) for piece in _all_to_all(sent, group) if piece]
+    return _concatenate([part for part in [parts[rank], *received] if len(part)] or parts[:1])
 
 
-def _exchange(pieces: Sequence[bytes], group: dist.ProcessGroup | None) -> list[bytes]:
-    """Each rank is given the piece that each rank has for it."""
+def _units(batch: Batch) -> list[list[int]]:
+    """The rows that move together."""
+    ids = batch.fields.get("micro_batch_group", batch.fields.get("group_ids", torch.arange(len(batch))))
+    units: dict[int, list[int]] = {}
+    for row, number in enumerate(ids.tolist()):
+        units.setdefault(number, []).append(row)
+    return list(units.values())
+
+
+def _check_same_fields(of_ranks: Sequence[tuple[list[int], list[str]]]) -> None:
+    fields = sorted({tuple(names) for costs, names in of_ranks if costs})
+    if len(fields) > 1:
+        raise ValueError(f"batch: expected the same fields on all ranks, got {' and '.join(map(str, fields))}")
+
+
+def _all_to_all(pieces: Sequence[bytes], group: dist.ProcessGroup | None) -> list[bytes]:
+    """Send `pieces[r]` to each rank r; returns the pieces that the ranks sent to this one."""
     sizes = torch.tensor([len(piece) for piece in pieces])
-    others = torch.empty_like(sizes)
-    dist.all_to_all_single(others, sizes, group=group)
-    sent = torch.frombuffer(bytearray().join([*pieces, b" "]), dtype=torch.uint8)[:-1]  # it takes nothing empty
-    came = torch.empty(int(others.sum()), dtype=torch.uint8)
-    dist.all_to_all_single(came, sent, others.tolist(), sizes.tolist(), group=group)
-    return [piece.numpy().tobytes() for piece in came.split(others.tolist())]
+    incoming = torch.empty_like(sizes)
+    dist.all_to_all_single(incoming, sizes, group=group)
+    sent = torch.frombuffer(bytearray().join([*pieces, b" "]), dtype=torch.uint8)[:-1]  # frombuffer needs one byte
+    received = torch.empty(int(incoming.sum()), dtype=torch.uint8)
+    dist.all_to_all_single(received, sent, incoming.tolist(), sizes.tolist(), group=group)
+    return [piece.numpy().tobytes() for piece in received.split(incoming.tolist())]
 
 
-def _written(part: Batch) -> bytes:
-    """As torch.save has it: a tensor that rows share, as they do a prompt's images, is written once and read as one."""
+def _serialise(part: Batch) -> bytes:
+    """By torch.save: a tensor that rows share, as they share the images of a prompt, is sent once and stays shared."""
     buffer, vision = io.BytesIO(), [dict(row) for row in part.vision]
     torch.save([part.tokens, part.mask, part.lengths, vision, part.fields], buffer)
     return buffer.getvalue()
 
 
-def _read(piece: bytes) -> Batch:
+def _deserialise(piece: bytes) -> Batch:
     tokens, mask, lengths, vision, fields = torch.load(io.BytesIO(piece), weights_only=True)
     return Batch(tokens, mask, lengths, vision, **fields)
 
 
-def _joined(parts: Sequence[Batch]) -> Batch:
-    """Their rows in one batch, as wide as the longest."""
+def _concatenate(parts: Sequence[Batch]) -> Batch:
+    """All rows in one batch, as wide as the longest row."""
     width = max(part.tokens.shape[1] for part in parts)
 
-    def join(pieces: Sequence[Tensor], fill: int = 0) -> Tensor:
+    def concatenate(pieces: Sequence[Tensor], fill: int = 0) -> Tensor:
         if pieces[0].ndim == 1:
             return torch.cat(list(pieces))
         return torch.cat([pad(x, (*[0, 0] * (x.ndim - 2), 0, width - x.shape[1]), value=fill) for x in pieces])
 
     fields = {
-        name: join([part.fields[name] for part in parts], -1 if name == "routed_experts" else 0)
+        name: concatenate([part.fields[name] for part in parts], -1 if name == "routed_experts" else 0)
         for name in parts[0].fields
     }
     return Batch(
-        join([part.tokens for part in parts]),
-        join([part.mask for part in parts]),
+        concatenate([part.tokens for part in parts]),
+        concatenate([part.mask for part in parts]),
         [length for part in parts for length in part.lengths],
         [row for part in parts for row in part.vision],
         **fields,

@@ -1,11 +1,11 @@
-"""Checkpoints: sharded by torch.distributed.checkpoint, complete or absent, and checked before they are read.
+"""Checkpoints: sharded by torch.distributed.checkpoint, either complete or absent, and checked before they are loaded.
 
-A checkpoint is a directory of shards with a `manifest.json` that names every file and its size. It is written beside
-its place and moved there whole, so a killed save leaves the one before it as it was. torch's own `.metadata` file is a
-pickle: read checkpoints from your own run directories only; what travels is written by `export_hf`.
+A checkpoint is a directory of shards with a `manifest.json` that lists every file and its size. It is written next to
+its final path and then renamed, so a killed save leaves the previous checkpoint intact. torch's own `.metadata` file is
+a pickle: load checkpoints only from run directories that you trust. To pass a model on, use `export_hf`.
 
-A save with `wait=False` copies the state to the host and writes it from a thread, while training goes on. The next save
-or load waits for it, and so does the end of the process; before `destroy_process_group` call `finish`.
+A save with `wait=False` copies the state to the host and writes it from a thread while training continues. The next
+save or load waits for it, and so does the exit of the process. Call `finish` before `destroy_process_group`.
 """
 
 from __future__ import annotations
@@ -27,11 +27,18 @@ from torch import Tensor
 
 MANIFEST = "manifest.json"
 
-_under_way: list[Future[None]] = []
+_pending_saves: list[Future[None]] = []
 
 
 def save(path: str | Path, state: dict[str, Any], extra: dict[str, Any], *, wait: bool = True) -> None:
-    """Write `state` (tensors, sharded or not) and `extra` (JSON) on all ranks together; at once, or from a thread."""
+    """Save `state` (tensors, sharded or not) and `extra` (JSON). All ranks call this together.
+
+    Args:
+        path: of the checkpoint.
+        state: saved by torch.distributed.checkpoint.
+        extra: saved in the manifest.
+        wait: until it is written; otherwise a thread writes it.
+    """
     finish()
     path = Path(path)
     part = path.with_name(path.name + ".part")
@@ -44,36 +51,36 @@ def save(path: str | Path, state: dict[str, Any], extra: dict[str, Any], *, wait
         _complete(part, path, extra)
         dist.barrier()
         return
-    written: Any = dcp.async_save(state, checkpoint_id=part, process_group=_own_group(dist.group.WORLD))
+    written: Any = dcp.async_save(state, checkpoint_id=part, process_group=_saving_group(dist.group.WORLD))
 
     def complete() -> None:
         written.result()
         _complete(part, path, extra)
 
     thread = ThreadPoolExecutor(1)
-    _under_way.append(thread.submit(complete))
+    _pending_saves.append(thread.submit(complete))
     thread.shutdown(wait=False)
 
 
 def finish() -> None:
-    """Wait, on all ranks together, until the checkpoint that is being written is in its place.
+    """Wait until the checkpoint that a thread is writing is complete. All ranks call this together.
 
     Raises:
-        CheckpointException: it could not be written; the one before it is as it was.
+        CheckpointException: it could not be written; the previous checkpoint is intact.
     """
-    while _under_way:
-        _under_way.pop().result()
+    while _pending_saves:
+        _pending_saves.pop().result()
         dist.barrier()
 
 
 @cache
-def _own_group(world: dist.ProcessGroup) -> dist.ProcessGroup:
-    """Of all ranks, for what a thread sends: training sends in an order of its own meanwhile."""
+def _saving_group(world: dist.ProcessGroup) -> dist.ProcessGroup:
+    """A group of all ranks for the thread that saves, whose collectives must not mix with those of training."""
     return dist.new_group(backend="gloo")
 
 
 def _complete(part: Path, path: Path, extra: dict[str, Any]) -> None:
-    """Rank 0, which torch tells last that all have written, puts the checkpoint in its place."""
+    """Write the manifest and rename the directory, on rank 0: torch returns there after all ranks have written."""
     if dist.get_rank() == 0:
         files = {file.name: file.stat().st_size for file in sorted(part.iterdir())}
         (part / MANIFEST).write_text(json.dumps({"files": files, "extra": extra}, indent=1))
@@ -81,8 +88,8 @@ def _complete(part: Path, path: Path, extra: dict[str, Any]) -> None:
 
 
 def replace_directory(new: Path, path: Path) -> None:
-    """Move a finished directory to its place; what stood there goes only after that."""
-    old = put_back(path)
+    """Rename a finished directory to `path`; the directory that was there is removed only after that."""
+    old = restore_replaced(path)
     shutil.rmtree(old, ignore_errors=True)
     if path.exists():
         path.rename(old)
@@ -90,8 +97,8 @@ def replace_directory(new: Path, path: Path) -> None:
     shutil.rmtree(old, ignore_errors=True)
 
 
-def put_back(path: Path) -> Path:
-    """Where `replace_directory` keeps what stood at a path; a process that was killed just then left it there."""
+def restore_replaced(path: Path) -> Path:
+    """Restore a directory if a process was killed in `replace_directory`; returns the path where it is kept aside."""
     old = path.with_name(path.name + ".old")
     if old.is_dir() and not path.exists():
         old.rename(path)
@@ -99,50 +106,50 @@ def put_back(path: Path) -> Path:
 
 
 def read_manifest(path: str | Path) -> dict[str, Any]:
-    """The `extra` that was saved, once every file is there in its full size. All ranks call this together.
+    """The `extra` of a checkpoint whose files are all there in full size. All ranks call this together.
 
     Raises:
-        ValueError: names the file that is missing or cut short.
+        ValueError: names a file that is missing or cut short.
     """
     finish()
     path = Path(path)
     if dist.get_rank() == 0:
-        put_back(path)
+        restore_replaced(path)
     dist.barrier()
     try:
         manifest = json.loads((path / MANIFEST).read_text())
     except FileNotFoundError:
-        raise ValueError(f"checkpoint {path}: no {MANIFEST}: not a checkpoint, or not a whole one") from None
+        raise ValueError(f"checkpoint {path}: expected {MANIFEST}, got none: not a complete checkpoint") from None
     except json.JSONDecodeError as error:
-        raise ValueError(f"checkpoint {path}: {MANIFEST} is cut short: {error}") from error
+        raise ValueError(f"checkpoint {path}: expected JSON in {MANIFEST}, got a damaged file: {error}") from error
     for name, size in manifest["files"].items():
         file = path / name
-        came = file.stat().st_size if file.is_file() else None
-        if came != size:
-            state = "is missing" if came is None else f"has {came} bytes"
-            raise ValueError(f"checkpoint {path}: {name} {state}, {size} bytes expected; remove it to use an older one")
+        found = f"{file.stat().st_size} bytes" if file.is_file() else "no file"
+        if found != f"{size} bytes":
+            raise ValueError(
+                f"checkpoint {path}: expected {size} bytes in {name}, got {found}; remove it to use an older checkpoint"
+            )
     return manifest["extra"]
 
 
 def random_states(device: torch.device) -> dict[str, Tensor]:
-    """Where this rank's random numbers are, the host's and its GPU's (of dropout, say), by their names in a state."""
-    found = {f"rng.{dist.get_rank()}": torch.get_rng_state()}
+    """This rank's random states, of the host and of its GPU (for dropout, say), under their names in a checkpoint."""
+    states = {f"rng.{dist.get_rank()}": torch.get_rng_state()}
     if device.type == "cuda":
-        found[f"rng.{dist.get_rank()}.cuda"] = torch.cuda.get_rng_state(device)
-    return found
+        states[f"rng.{dist.get_rank()}.cuda"] = torch.cuda.get_rng_state(device)
+    return states
 
 
 def set_random_states(state: Mapping[str, Any], device: torch.device) -> None:
-    """Go on from those of `random_states` that a checkpoint had: one of fewer ranks, or of a CPU, has not all."""
+    """Restore `random_states` from a checkpoint; one of fewer ranks, or of a CPU, does not have all of them."""
     if (host := state.get(f"rng.{dist.get_rank()}")) is not None:
         torch.set_rng_state(host)
     if (gpu := state.get(f"rng.{dist.get_rank()}.cuda")) is not None:
         torch.cuda.set_rng_state(gpu, device)
 
 
-class _OneByOne(dcp.FileSystemReader):
-    """torch's holds what it has read until it has read the next, two of the largest tensors where they are side by
-    side; this one has let go of it."""
+class _OneTensorReader(dcp.FileSystemReader):
+    """Frees each tensor that it has read before it reads the next; torch's reader holds two tensors of a file."""
 
     def read_data(self, plan: dcp.LoadPlan, planner: dcp.LoadPlanner) -> Any:
         for item in plan.items:
@@ -151,54 +158,78 @@ class _OneByOne(dcp.FileSystemReader):
 
 
 def load(path: str | Path, state: dict[str, Any]) -> None:
-    """Fill `state` in place, resharding to this world size; read its manifest first.
+    """Fill `state` in place, resharded to this world size; call `read_manifest` first.
 
     Raises:
         ValueError: the checkpoint is of another model, or cannot be read.
     """
     try:
-        dcp.load(state, storage_reader=_OneByOne(path))
+        dcp.load(state, storage_reader=_OneTensorReader(path))
     except (dcp.api.CheckpointException, RuntimeError, ValueError, KeyError) as error:
         first = next(iter(error.failures.values()))[0] if isinstance(error, dcp.api.CheckpointException) else error
         reason = str(first).strip().partition("\n")[0]
         raise ValueError(
-            f"checkpoint {path}: does not fit this model and optimizer, or is damaged: {reason}"
+            f"checkpoint {path}: expected the state of this model and optimizer, got another or a damaged one: {reason}"
         ) from error
 
 
-def saved_names(path: str | Path) -> set[str]:
-    """Names of the tensors in a checkpoint.
+def tensor_names(path: str | Path) -> set[str]:
+    """The names of the tensors in a checkpoint.
 
     Raises:
-        ValueError: its list of them cannot be read.
+        ValueError: its metadata cannot be read.
     """
     try:
         return set(dcp.FileSystemReader(path).read_metadata().state_dict_metadata)
-    except Exception as error:  # a pickle that is damaged may raise anything
-        raise ValueError(f"checkpoint {path}: .metadata cannot be read: {error}") from error
+    except Exception as error:  # a damaged pickle may raise anything
+        raise ValueError(
+            f"checkpoint {path}: expected a readable .metadata file, got a damaged one: {error}"
+        ) from error
 
 
-def check_names(path: str | Path, model: Iterable[str]) -> None:
-    """A checkpoint that holds more than was asked for is of another model: `load` would leave the rest out.
+def check_parameter_names(path: str | Path, expected: Iterable[str]) -> None:
+    """Check that a checkpoint holds no other parameters than those that the model trains; `load` would ignore them.
 
     Raises:
-        ValueError: names one that the model, or what of it trains, has not.
+        ValueError: names one parameter that the model does not have or does not train.
     """
-    if more := {n.removeprefix("model.") for n in saved_names(path) if n.startswith("model.")} - set(model):
+    saved = {name.removeprefix("model.") for name in tensor_names(path) if name.startswith("model.")}
+    if unknown := saved - set(expected):
         raise ValueError(
-            f"checkpoint {path}: of another model, or of one of which more trains: it holds {min(more)}, and "
-            f"{len(more) - 1} more that are not asked for"
+            f"checkpoint {path}: expected only parameters that this model trains, got {len(unknown)} others such as "
+            f"{min(unknown)}"
         )
 
 
 def checkpoints(folder: str | Path) -> list[Path]:
-    """Checkpoint directories `step_<n>` of a run, oldest first; unfinished ones are not among them."""
+    """Checkpoint directories `step_<n>` of a run, oldest first, without unfinished ones."""
     found = [p for p in Path(folder).glob("step_*") if re.fullmatch(r"step_\d+", p.name)]
     return sorted(found, key=lambda p: int(p.name.removeprefix("step_")))
 
 
 def keep_newest(folder: str | Path, count: int) -> None:
-    """Remove all but the newest `count` checkpoints (rank 0 only)."""
+    """Remove all but the newest `count` checkpoints of a run, on rank 0; a count of 0 keeps all."""
     if dist.get_rank() == 0:
         for path in checkpoints(folder)[:-count] if count > 0 else []:
             shutil.rmtree(path)
+
+
+def export_hf(path: str | Path, model: Any, weights: Iterable[tuple[str, Tensor]], processor: Any = None) -> None:
+    """Write a Hugging Face model directory: config, safetensors, processor. It is either complete or absent.
+
+    Args:
+        path: of the directory.
+        model: from transformers; its config and class are saved.
+        weights: (name, full tensor) of every parameter; all ranks iterate together, rank 0 keeps copies on the host.
+        processor: saved beside the weights; None for none.
+    """
+    path, writes = Path(path), dist.get_rank() == 0
+    tensors = {name: tensor.cpu() for name, tensor in weights if writes}
+    if writes:
+        part = path.with_name(path.name + ".part")
+        shutil.rmtree(part, ignore_errors=True)
+        model.save_pretrained(part, state_dict=tensors)
+        if processor is not None:
+            processor.save_pretrained(part)
+        replace_directory(part, path)
+    dist.barrier()

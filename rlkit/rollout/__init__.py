@@ -69,7 +69,7 @@ def make_rollout(
     model: str | None = None,
     urls: Sequence[str] = (),
     gpu_memory_utilization: float = 0.8,
-    row_group: Any = None,
+    model_parallel_group: Any = None,
     **options: Any,
 ) -> Any:
     """Make the rollout that is registered for a back end.
@@ -84,8 +84,8 @@ def make_rollout(
         model: directory, hub id or ModelScope name; for all others.
         urls: of the servers.
         gpu_memory_utilization: share of a GPU's memory that a rollout in this process may use.
-        row_group: ranks that are given the same requests, `engine.row_group`: they split them, and each rank gets all
-            samples. None if each rank has requests of its own.
+        model_parallel_group: ranks that are given the same requests, `engine.model_parallel_group`: they
+            split them, and each rank gets all samples. None if each rank has requests of its own.
         options: of the rollout's class.
 
     Raises:
@@ -104,6 +104,6 @@ def make_rollout(
     shared["model"] = model and model_path(model)
     used = {name: value for name, value in shared.items() if name in parameters}
     rollout = rollout_class(processor=processor, **used, **options)
-    if row_group is None:
+    if model_parallel_group is None:
         return rollout
-    return SharedRowsRollout(rollout, row_group, collective=getattr(rollout_class, "collective", False))
+    return SharedRowsRollout(rollout, model_parallel_group, collective=getattr(rollout_class, "collective", False))

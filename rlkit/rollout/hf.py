@@ -26,7 +26,7 @@ from rlkit.rollout.decoding import (
     sample_next_tokens,
 )
 from rlkit.rollout.sampling import OnFinished, Sampling, end_token_ids, sampling_per_request
-from rlkit.vlm.processors import decode, unsampled_ids
+from rlkit.vlm.processors import decode, suppressed_token_ids
 from rlkit.vlm.routers import recorded_routing
 
 
@@ -134,7 +134,7 @@ class HfRollout:
     ) -> list[Sample]:
         """Decode n samples of each request together: B = len(requests) * n rows."""
         device = next(module.parameters()).device
-        suppressed_token_ids = unsampled_ids(module.config, self.tokenizer).to(device)
+        suppressed = suppressed_token_ids(module.config, self.tokenizer).to(device)
         model_ends = end_token_ids(self.tokenizer, module.generation_config.eos_token_id)
         ends = [{*model_ends, *one.stop} for one in sampling]
         params = row_params(requests, sampling, n, ends, device)
@@ -153,7 +153,7 @@ class HfRollout:
         state = prefill(module, requests, n)
         experts = RecordedExperts(last_routing, state, n) if last_routing else None
         for step in range(params.steps):
-            next_tokens, next_logprobs = sample_next_tokens(state, params, step, suppressed_token_ids)
+            next_tokens, next_logprobs = sample_next_tokens(state, params, step, suppressed)
             tokens[state.rows, step], logprobs[state.rows, step] = next_tokens, next_logprobs
             mark_finished(state, params, step, next_tokens)
             if state.finished.all():

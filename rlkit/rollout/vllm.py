@@ -29,7 +29,7 @@ from rlkit.rollout.vllm_requests import (
     vllm_sampling_params,
 )
 from rlkit.vlm.families import IMAGES_SEE_THEMSELVES
-from rlkit.vlm.processors import unsampled_ids
+from rlkit.vlm.processors import suppressed_token_ids
 
 SUPPORTED = ((0, 32), (0, 33))  # versions of vLLM: from the first one, below the second one
 Request = tuple[Sample, Sampling]
@@ -95,7 +95,7 @@ class VllmRollout:
         config = self.llm.model_config.hf_config
         self.family: str = config.model_type
         tokenizer = getattr(processor, "tokenizer", processor)
-        self.suppressed_token_ids = unsampled_ids(config, tokenizer).tolist()
+        self.suppressed_token_ids = suppressed_token_ids(config, tokenizer).tolist()
         check_suppressed_token_ids(self.suppressed_token_ids)
         generation_config = self.llm.model_config.try_get_generation_config()
         self.end_token_ids = end_token_ids(tokenizer, generation_config.get("eos_token_id"))

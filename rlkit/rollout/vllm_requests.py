@@ -59,8 +59,8 @@ def check_suppressed_token_ids(suppressed_token_ids: Sequence[int]) -> None:
     if len(suppressed_token_ids) > MAX_LOGIT_BIASES:
         raise ValueError(
             f"model: expected at most {MAX_LOGIT_BIASES} suppressed tokens, which is vLLM's limit, got "
-            f"{len(suppressed_token_ids)} (image placeholders, and a vocabulary larger than the tokenizer's): resize the "
-            "model's embeddings to its tokenizer"
+            f"{len(suppressed_token_ids)} (image placeholders, and a vocabulary larger than the tokenizer's): resize "
+            "the model's embeddings to its tokenizer"
         )
 
 

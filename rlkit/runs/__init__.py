@@ -23,16 +23,18 @@ from rlkit.runs.models import (
     build_scorer,
     build_value_engine,
     find_model,
-    linear_decay,
+    learning_rate_schedule,
 )
 from rlkit.runs.options import (
     EngineOptions,
     GenerationOptions,
     ModelOptions,
+    PolicyOptions,
     RunOptions,
     SamplingOptions,
     TaskOptions,
     TrainingOptions,
+    check_range,
     parse_options,
 )
 from rlkit.runs.sampling import (
@@ -40,14 +42,13 @@ from rlkit.runs.sampling import (
     PolicySampler,
     Prompts,
     accuracy,
-    answer_metrics,
     encode_share,
     prompt_encoder,
     record_evaluation,
     too_few_judged,
 )
-from rlkit.runs.start import check_range, one_sentence_errors, run_recipe, start_run
-from rlkit.runs.tasks import load_named_task
+from rlkit.runs.start import one_sentence_errors, run_recipe, start_run
+from rlkit.runs.tasks import load_named_task, with_epochs
 from rlkit.runs.updates import mean_metrics, mini_batches
 
 __all__ = [
@@ -55,6 +56,7 @@ __all__ = [
     "EngineOptions",
     "GenerationOptions",
     "ModelOptions",
+    "PolicyOptions",
     "PolicySampler",
     "Prompts",
     "RunOptions",
@@ -63,7 +65,6 @@ __all__ = [
     "TrainingOptions",
     "accuracy",
     "answer_ends",
-    "answer_metrics",
     "build_engine",
     "build_reference",
     "build_rollout",
@@ -74,7 +75,7 @@ __all__ = [
     "encode_share",
     "find_model",
     "finish",
-    "linear_decay",
+    "learning_rate_schedule",
     "load_named_task",
     "mean_metrics",
     "mini_batches",
@@ -89,4 +90,5 @@ __all__ = [
     "too_few_judged",
     "totals",
     "training_passes",
+    "with_epochs",
 ]

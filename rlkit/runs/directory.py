@@ -20,14 +20,12 @@ T = TypeVar("T")
 _held: dict[Path, TextIO] = {}  # an open file holds its lock until this process ends
 
 # options that say where and how fast a run computes, not what; all others may differ only if --allow_changes names them
-CHANGEABLE = {
-    "out", "resume", "allow_changes", "save_every", "trackers", "watchdog", "threads", "steps", "engine", "parallel",
-    "ulysses_sequence_parallel_size", "micro_batch_tokens", "use_remove_padding", "use_fused_kernels",
-    "enable_gradient_checkpointing", "rollout", "servers", "gpu_memory_utilization", "reward_threads", "max_unjudged",
-    "max_mismatch",
-}  # fmt: skip
-
-UNTOLD = {"out", "resume", "allow_changes"}
+CHANGEABLE = """
+config out resume allow_changes epochs steps save_every trackers watchdog threads engine parallel
+ulysses_sequence_parallel_size micro_batch_tokens use_remove_padding use_fused_kernels enable_gradient_checkpointing
+rollout servers gpu_memory_utilization reward_threads max_unjudged max_mismatch
+""".split()
+UNTOLD = {"config", "out", "resume", "allow_changes", "epochs"}
 
 
 def claim_directory(out: str, name: str, *, resume: bool) -> Path:

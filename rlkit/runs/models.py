@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -15,7 +16,7 @@ from rlkit.engines import make_engine
 from rlkit.engines.value_head import load_value_model
 from rlkit.rollout import make_rollout
 from rlkit.rollout.sampling import end_token_ids
-from rlkit.runs.options import AdapterOptions, EngineOptions, GenerationOptions, TrainingOptions
+from rlkit.runs.options import AdapterOptions, EngineOptions, GenerationOptions, OptimizerOptions, TrainingOptions
 from rlkit.tracking import Run
 from rlkit.vlm import (
     freeze,
@@ -23,8 +24,8 @@ from rlkit.vlm import (
     load_processor,
     lora,
     model_or_tiny,
+    suppressed_token_ids,
     trainable_summary,
-    unsampled_ids,
     vision_tower,
 )
 from rlkit.vlm.loading import load_config, model_path
@@ -109,7 +110,16 @@ def build_reference(
 
 
 def build_rollout(cfg: GenerationOptions, path: str, processor: Any, engine: Any, **options: Any) -> Any:
-    """The sampling back end, on the weights of this engine."""
+    """The sampling back end, on the weights of this engine.
+
+    Raises:
+        ValueError: a back end on servers without servers.
+    """
+    if cfg.rollout in ("vllm_server", "sglang") and not cfg.servers:
+        raise ValueError(
+            f"servers: expected URLs for --rollout {cfg.rollout}, got none; `python -m rlkit.rollout.serve --model "
+            f"{path}` starts a vLLM server"
+        )
     return make_rollout(
         cfg.rollout,
         engine.gathered,
@@ -117,15 +127,27 @@ def build_rollout(cfg: GenerationOptions, path: str, processor: Any, engine: Any
         processor=processor,
         urls=cfg.servers,
         gpu_memory_utilization=cfg.gpu_memory_utilization,
-        row_group=engine.row_group,
+        model_parallel_group=engine.model_parallel_group,
         **options,
     )
 
 
-def linear_decay(optimizer: Optimizer, warmup_steps: int, updates: int) -> LambdaLR:
-    """The learning rate rises linearly for `warmup_steps`, and decays linearly to a twentieth over all `updates`."""
-    warmup_steps, updates = max(1, warmup_steps), max(1, updates)
-    return LambdaLR(optimizer, lambda step: min((step + 1) / warmup_steps, max(0.05, 1 - step / updates)))
+def learning_rate_schedule(optimizer: Optimizer, cfg: OptimizerOptions, updates: int) -> LambdaLR:
+    """Linear warm-up to the peak, then decay over all `updates` optimizer steps, as the options say."""
+    warmup, updates = max(1, cfg.warmup_steps), max(1, updates)
+    decay = DECAYS[cfg.lr_schedule]
+
+    def share_of_peak(step: int) -> float:
+        return min((step + 1) / warmup, max(cfg.min_lr_ratio, decay(min(1.0, step / updates))))
+
+    return LambdaLR(optimizer, share_of_peak)
+
+
+DECAYS: dict[str, Callable[[float], float]] = {  # share of the peak after a share of all steps
+    "linear": lambda done: 1 - done,
+    "cosine": lambda done: 0.5 * (1 + math.cos(math.pi * done)),
+    "constant": lambda done: 1.0,
+}
 
 
 def _training_engine(cfg: TrainingOptions, model_type: str, model: Any, lr: float, updates: int, **options: Any) -> Any:
@@ -136,8 +158,8 @@ def _training_engine(cfg: TrainingOptions, model_type: str, model: Any, lr: floa
         cfg.engine,
         model_type,
         model=model,
-        optimizer=lambda parameters: AdamW(parameters, lr=lr, betas=(0.9, 0.95), weight_decay=0.0),
-        scheduler=lambda optimizer: linear_decay(optimizer, cfg.warmup_steps, updates),
+        optimizer=lambda parameters: AdamW(parameters, lr=lr, betas=(0.9, 0.95), weight_decay=cfg.weight_decay),
+        scheduler=lambda optimizer: learning_rate_schedule(optimizer, cfg, updates),
         max_grad_norm=cfg.max_grad_norm,
         enable_gradient_checkpointing=cfg.enable_gradient_checkpointing,
         **options,
@@ -172,5 +194,5 @@ def _scoring(cfg: EngineOptions, model: Any, processor: Any, temperature: float 
     """`_shared`, and the distribution that answers are sampled from."""
     if temperature is None:
         return _shared(cfg, processor)
-    unsampled = unsampled_ids(model.config, getattr(processor, "tokenizer", processor))
-    return {**_shared(cfg, processor), "temperature": temperature, "unsampled": unsampled}
+    suppressed = suppressed_token_ids(model.config, getattr(processor, "tokenizer", processor))
+    return {**_shared(cfg, processor), "temperature": temperature, "suppressed_token_ids": suppressed}

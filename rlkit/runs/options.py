@@ -4,7 +4,7 @@ A recipe's options are one flat dataclass that inherits these groups. It adds it
 shared one by naming it again without a help text:
 
     @dataclass
-    class Config(SamplingOptions, TrainingOptions):
+    class Config(PolicyOptions, TrainingOptions):
         lr: float = 7e-4
         clip_low: float = 0.2
         \"""Lower bound of the ratio is 1 - clip_low.\"""
@@ -14,18 +14,24 @@ from __future__ import annotations
 
 import ast
 import inspect
+import math
+import sys
 import textwrap
 from collections.abc import Sequence
 from dataclasses import MISSING, Field, dataclass, field, fields, is_dataclass, make_dataclass
-from typing import Annotated, Any, TypeVar, get_type_hints
+from pathlib import Path
+from typing import Annotated, Any, Literal, TypeVar, get_type_hints
 
 Config = TypeVar("Config")
+OF_ONE_RUN = {"versions", "config", "out", "resume", "allow_changes"}
 
 
 @dataclass
 class RunOptions:
     """Where a run goes and how it is followed."""
 
+    config: str = ""
+    """YAML or JSON file with options, for example the config.json of another run. The command line overrides it."""
     out: str = ""
     """Directory of the run. Default: runs/<recipe>-<task>-seed<seed>, numbered if that is taken."""
     resume: bool = False
@@ -49,8 +55,8 @@ class TaskOptions:
     task: str = "digits"
     """A built-in task, a file (.jsonl, .parquet, .csv, ...), a data set, or module:function; see docs/tasks.md."""
     reward: str = ""
-    """How answers to a file or data set are judged: exact, maths, choice, boxed, f1, or module:function. Default: exact,
-    the answer and nothing else, which chat models that explain themselves rarely give."""
+    """How answers to a file or data set are judged: exact, maths, choice, boxed, f1, or module:function. Default: exact
+    (the answer and nothing else, which chat models that explain themselves rarely give)."""
     heldout: str = ""
     """Rows that are held out: a file, a split of the data set, or a share such as 0.1. Default: the data set's test or
     validation split, or a tenth of the rows, at most 300."""
@@ -94,8 +100,14 @@ class OptimizerOptions:
 
     lr: float = 7e-4
     """Peak learning rate. Large models need about 1e-6, LoRA about 1e-5."""
+    lr_schedule: Literal["linear", "cosine", "constant"] = "linear"
+    """How the rate decays after the warm-up, over the whole run."""
+    min_lr_ratio: float = 0.05
+    """The rate decays to this share of its peak."""
     warmup_steps: int = 10
-    """Optimizer steps of linear warm-up. After it the rate decays linearly to a twentieth of its peak."""
+    """Optimizer steps of linear warm-up."""
+    weight_decay: float = 0.0
+    """Decoupled weight decay."""
     max_grad_norm: float = 1.0
     """Gradients are scaled down to this norm."""
 
@@ -136,12 +148,18 @@ class GenerationOptions:
 
 @dataclass
 class SamplingOptions(GenerationOptions):
-    """How answers to train on are sampled."""
+    """How answers are sampled."""
 
     temperature: float = 1.0
     """Sampling temperature. Log-probabilities are computed at the same temperature."""
     max_prompt_tokens: int = 0
     """Longest prompt, images expanded. Longer ones are skipped and counted. 0: what the model's context leaves."""
+
+
+@dataclass
+class PolicyOptions(SamplingOptions):
+    """How answers are trained on that the policy sampled."""
+
     tis_cap: float = 2.0
     """Upper bound of the importance weights that correct for sampler/trainer mismatch (TIS). With hf they are 1."""
     max_unjudged: float = 0.2
@@ -156,8 +174,41 @@ class TrainingOptions(EngineOptions, OptimizerOptions, AdapterOptions, ModelOpti
 
     enable_gradient_checkpointing: bool = False
     """Recompute activations in the backward pass to save memory."""
+    epochs: float = 0.0
+    """Passes over the data, in place of --steps. 0: --steps."""
     save_every: int = 50
     """Steps between checkpoints. The newest two are kept."""
+
+
+# options of all recipes by the numbers they take
+AT_LEAST_1 = """
+steps prompts_per_step prompts_per_draw max_num_gen_batches updates_per_batch mini_batches ppo_epochs max_turns
+save_every threads micro_batch_tokens ulysses_sequence_parallel_size
+""".split()
+AT_LEAST_0 = """
+seed epochs group_size rows max_new_tokens max_prompt_tokens max_tokens max_response_tokens overlong_buffer lora_rank
+warmup_steps critic_warmup reward_threads max_staleness watchdog lr critic_lr weight_decay kl_coef sft_coef lm_coef
+centre_coef clip_low clip_high max_mismatch
+""".split()
+SHARES = "max_unjudged min_lr_ratio gamma lam critic_lam".split()
+POSITIVE = "temperature max_grad_norm lora_alpha gpu_memory_utilization tis_cap tool_timeout".split()
+
+
+def check_ranges(cfg: Any) -> None:
+    """Raise a ValueError that names the first option of a recipe whose number is out of range."""
+    for names, low, high in ((AT_LEAST_1, 1, math.inf), (AT_LEAST_0, 0, math.inf), (SHARES, 0, 1)):
+        for name in names:
+            check_range(name, getattr(cfg, name, low), low, high)
+    for name in POSITIVE:
+        if not getattr(cfg, name, 1.0) > 0:
+            raise ValueError(f"{name}: expected a number above 0, got {getattr(cfg, name):g}")
+
+
+def check_range(name: str, value: float, low: float, high: float = math.inf) -> None:
+    """Raise a ValueError that names an option whose value is not in [low, high]."""
+    if not low <= value <= high:
+        expected = f"at least {low:g}" if high == math.inf else f"{low:g} to {high:g}"
+        raise ValueError(f"{name}: expected {expected}, got {value:g}")
 
 
 def parse_options(config: type[Config], description: str, arguments: Sequence[str] | None = None) -> Config:
@@ -167,8 +218,15 @@ def parse_options(config: type[Config], description: str, arguments: Sequence[st
         config: a flat dataclass whose fields have a help text under them, in the class or in one that it inherits.
         description: shown above the options.
         arguments: in place of the command line's.
+
+    Raises:
+        ValueError: a configuration file that cannot be read, or has an option that is not there.
     """
     import tyro
+
+    arguments = list(sys.argv[1:] if arguments is None else arguments)
+    if file := _config_file(arguments):
+        arguments = [*file_arguments(file, config), *arguments]
 
     hints, defaults = get_type_hints(config), {f.name: f for f in fields(config)}  # type: ignore[arg-type]
     groups = []
@@ -185,6 +243,47 @@ def parse_options(config: type[Config], description: str, arguments: Sequence[st
         grouped, args=arguments, use_underscores=True, description=description, config=(tyro.conf.OmitArgPrefixes,)
     )
     return config(**{name: x for group in vars(parsed).values() for name, x in vars(group).items()})
+
+
+def file_arguments(file: str, config: type) -> list[str]:
+    """The options in a YAML or JSON file as command-line arguments.
+
+    Of a run's config.json, what belongs to that run alone is left out: its directory, and whether it was resumed.
+
+    Raises:
+        ValueError: no such file, no mapping in it, or an option that `config` has not.
+    """
+    import yaml
+
+    try:
+        options = yaml.safe_load(Path(file).read_text())
+    except (OSError, yaml.YAMLError) as error:
+        raise ValueError(f"config: expected a YAML or JSON file, got {file!r}: {error}") from error
+    if not isinstance(options, dict):
+        raise ValueError(f"config {file!r}: expected options by name, got a {type(options).__name__}")
+    if "versions" in options:  # a run's config.json
+        options = {name: x for name, x in options.items() if name not in OF_ONE_RUN}
+    known = {option.name for option in fields(config)}
+    if unknown := sorted(set(options) - known):
+        raise ValueError(f"config {file!r}: expected options of this recipe, got {', '.join(unknown)}")
+    return [part for name, x in options.items() for part in _as_arguments(name, x)]
+
+
+def _as_arguments(name: str, x: Any) -> list[str]:
+    if isinstance(x, bool):
+        return [f"--{name}" if x else f"--no_{name}"]
+    if isinstance(x, dict):
+        x = [part for pair in x.items() for part in pair]
+    return [f"--{name}", *map(str, x)] if isinstance(x, list) else [f"--{name}", str(x)]
+
+
+def _config_file(arguments: Sequence[str]) -> str:
+    """The value of --config, if it is given."""
+    for i, argument in enumerate(arguments):
+        name, equals, value = argument.partition("=")
+        if name == "--config":
+            return value if equals else next(iter(arguments[i + 1 :]), "")
+    return ""
 
 
 def option_groups(config: type) -> dict[type, dict[str, str]]:

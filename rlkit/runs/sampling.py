@@ -92,7 +92,7 @@ def encode_share(
     A row for which it raises ValueError is named in the log and skipped.
     """
     found, skipped = [], []
-    for group_id, row in list(rows)[engine.data_rank :: engine.data_world]:
+    for group_id, row in list(rows)[engine.data_parallel_rank :: engine.data_parallel_size]:
         try:
             found.append(encode_row(group_id, row))
         except ValueError as error:
@@ -105,9 +105,9 @@ class PolicySampler:
     """Generates answers with the weights that are being trained, and has them judged.
 
     Args:
-        cfg: with `rlkit.runs.GenerationOptions`; to train on the answers, with `SamplingOptions`.
+        cfg: with `rlkit.runs.GenerationOptions`; to train on the answers, with `PolicyOptions`.
         reward: of a task.
-        generate: in place of `rollout.generate`; called with (prompts, sampling, n=..., written=...).
+        generate: in place of `rollout.generate`; called with (prompts, sampling, n=..., on_finished=...).
         hands_over: give the sampling back end the trained weights before it generates; otherwise somebody else does.
     """
 
@@ -125,6 +125,8 @@ class PolicySampler:
         self.cfg, self.run, self.engine, self.rollout, self.hands_over = cfg, run, engine, rollout, hands_over
         self.judge = Judge(reward, threads=cfg.reward_threads)
         self.generate = generate or rollout.generate
+        self.equal_steps = 0
+        self.said: set[str] = set()
 
     @contextmanager
     def current_weights(self) -> Iterator[None]:
@@ -141,7 +143,7 @@ class PolicySampler:
     def draw(self, prompts: Prompts, sampling: Sampling, n: int = 1, *, phase: str = "generate") -> Answers:
         """n answers to each prompt with the weights that the sampling back end has, judged."""
         self.run.phase(phase)
-        generated = self.generate(prompts.samples, sampling, n=n, written=self.judge.take)
+        generated = self.generate(prompts.samples, sampling, n=n, on_finished=self.judge.submit)
         self.run.phase("reward" if phase == "generate" else phase)  # the rewards that are not there yet
         rewards, parts, seconds = self.judge.result()
         return Answers(generated, rewards, parts, prompts.skipped, self.judge.reasons, seconds)
@@ -150,6 +152,52 @@ class PolicySampler:
         """n answers to each prompt with the weights of this moment, judged. All ranks call this together."""
         with self.current_weights():
             return self.draw(prompts, sampling, n, phase=phase)
+
+    def metrics(self, answers: Answers) -> dict[str, float]:
+        """Rewards, their parts, lengths and counts of the answers of all ranks, for `Run.log`.
+
+        `response_length/cut` is the share of answers that ended at the limit of tokens, not with an end token. A run
+        that cannot learn from its answers is told why, once.
+        """
+        engine = self.engine
+        lengths = [len(sample.response_ids) for sample in answers.generated]
+        cut = sum(sample.finish_reason == "length" for sample in answers.generated)
+        unjudged = int(answers.rewards.isnan().sum())
+        counts = [len(lengths), sum(lengths), cut, unjudged, len(answers.skipped)]
+        sums = engine.global_sum(torch.tensor(counts, dtype=torch.float64))
+        count, tokens, cut, unjudged, skipped = sums.tolist()
+        longest = torch.tensor(float(max(lengths, default=0)))
+        found = {
+            **reward_stats(answers.rewards, group_ids(answers.generated), engine.global_sum),
+            **part_means(answers.parts, engine.global_sum),
+            "response_length/mean": tokens / max(count, 1),
+            **reduce_metrics({"response_length/max": longest}, engine.data_parallel_group),
+            "response_length/cut": cut / max(count, 1),
+            "unjudged": unjudged,
+            "skipped_rows": skipped,
+            "time/judging": answers.judging_seconds,
+        }
+        self._warn(found)
+        return found
+
+    def _warn(self, metrics: Mapping[str, float]) -> None:
+        """Say once what keeps a run from learning."""
+        compared = getattr(self.cfg, "group_size", 1) > 1
+        self.equal_steps = self.equal_steps + 1 if compared and metrics.get("reward/equal") == 1 else 0
+        if self.equal_steps == 10:
+            self._say_once(
+                "equal rewards",
+                "the answers to each prompt have had equal rewards for 10 steps, from which nothing is "
+                "learned: look at the answers, and at how they are judged (--reward)",
+            )
+        if (cut := metrics["response_length/cut"]) > 0.5:
+            limit = self.cfg.max_new_tokens
+            self._say_once("cut", f"{cut:.0%} of the answers are cut at --max_new_tokens {limit}: raise it")
+
+    def _say_once(self, kind: str, text: str) -> None:
+        if kind not in self.said:
+            self.said.add(kind)
+            self.run.say(f"warning: {text}")
 
     def greedy(self, prompts: Prompts) -> Answers:
         """The most likely answer to each prompt, judged."""
@@ -207,26 +255,3 @@ def too_few_judged(answers: Answers, global_sum: GlobalSum, max_unjudged: float)
     if max_unjudged >= 1:
         return ""
     return judging_problem(generated, judged, max_unjudged, answers.reasons, answers.skipped)
-
-
-def answer_metrics(answers: Answers, engine: Any) -> dict[str, float]:
-    """Rewards, their parts, lengths and counts of the answers of all ranks, for `Run.log`.
-
-    `response_length/cut` is the share of answers that ended at the limit of tokens, not with an end token.
-    """
-    lengths = [len(sample.response_ids) for sample in answers.generated]
-    cut = sum(sample.finish_reason == "length" for sample in answers.generated)
-    unjudged = int(answers.rewards.isnan().sum())
-    counts = torch.tensor([len(lengths), sum(lengths), cut, unjudged, len(answers.skipped)], dtype=torch.float64)
-    count, tokens, cut, unjudged, skipped = engine.global_sum(counts).tolist()
-    longest = torch.tensor(float(max(lengths, default=0)))
-    return {
-        **reward_stats(answers.rewards, group_ids(answers.generated), engine.global_sum),
-        **part_means(answers.parts, engine.global_sum),
-        "response_length/mean": tokens / max(count, 1),
-        **reduce_metrics({"response_length/max": longest}, engine.data_group),
-        "response_length/cut": cut / max(count, 1),
-        "unjudged": unjudged,
-        "skipped_rows": skipped,
-        "time/judging": answers.judging_seconds,
-    }

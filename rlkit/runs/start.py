@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import inspect
-import math
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -15,14 +15,17 @@ import torch.distributed as dist
 
 from rlkit.engines.distributed import init_distributed
 from rlkit.runs.directory import check_resumed_options, claim_directory
-from rlkit.runs.options import RunOptions, parse_options
+from rlkit.runs.options import RunOptions, check_ranges, parse_options
 from rlkit.tracking import Run
 
 
 def run_recipe(main: Callable[[Any], None]) -> None:
     """Call `main(cfg)` with the options of the command line; its annotation and its file say which there are."""
     (config,) = inspect.signature(main, eval_str=True).parameters.values()
-    main(parse_options(config.annotation, sys.modules[main.__module__].__doc__ or ""))
+    module = sys.modules[main.__module__]
+    with one_sentence_errors(Path(module.__file__ or "").stem):
+        cfg = parse_options(config.annotation, module.__doc__ or "")
+    main(cfg)
     dist.destroy_process_group()
 
 
@@ -33,13 +36,6 @@ def one_sentence_errors(recipe: str) -> Iterator[None]:
         yield
     except (ImportError, ValueError) as error:
         sys.exit(f"{recipe}: {error}")
-
-
-def check_range(name: str, value: float, low: float, high: float = math.inf) -> None:
-    """Raise a ValueError that names an option whose value is not in [low, high]."""
-    if not low <= value <= high:
-        expected = f"at least {low:g}" if high == math.inf else f"{low:g} to {high:g}"
-        raise ValueError(f"{name}: expected {expected}, got {value:g}")
 
 
 def start_run(recipe: str, cfg: RunOptions, task: str) -> Run:
@@ -53,6 +49,7 @@ def start_run(recipe: str, cfg: RunOptions, task: str) -> Run:
     """
     from transformers.utils.logging import disable_progress_bar
 
+    check_ranges(cfg)
     torch.set_num_threads(cfg.threads)
     torch.manual_seed(cfg.seed)  # the same on all ranks: of adapters, say
     init_distributed()

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Any, TypeVar
 
 from rlkit.data import Task, load_task, with_heldout, with_prompt
 from rlkit.rewards import reward_named
 from rlkit.runs.options import TaskOptions
+
+Config = TypeVar("Config", bound=Any)
 
 
 def load_named_task(cfg: TaskOptions, name: str, load: Callable[..., Task] = load_task) -> Task:
@@ -31,3 +35,10 @@ def load_named_task(cfg: TaskOptions, name: str, load: Callable[..., Task] = loa
     return with_prompt(
         task, system_prompt=cfg.system_prompt, prompt_template=cfg.prompt_template, answer_prefix=cfg.answer_prefix
     )
+
+
+def with_epochs(cfg: Config, task: Task) -> Config:
+    """The options with `steps` for so many passes over the task's rows, if `epochs` is given."""
+    if not cfg.epochs:
+        return cfg
+    return replace(cfg, steps=math.ceil(cfg.epochs * len(task.train) / cfg.prompts_per_step))

@@ -22,11 +22,11 @@ def mini_batches(batch: Batch, prompts: Sequence[int] | np.ndarray, count: int, 
         prompts: group ids of the prompts of all ranks, in the order in which they are taken.
         count: parts; at most one for each prompt.
     """
-    from rlkit.engines.balance import balanced  # it imports transformers, which takes seconds
+    from rlkit.engines.balance import rebalance_across_ranks  # it imports transformers, which takes seconds
 
     for first in range(min(count, len(prompts))):
         rows = np.flatnonzero(np.isin(batch.group_ids, prompts[first::count]))
-        yield balanced(batch.select(rows.tolist()), engine.data_group)
+        yield rebalance_across_ranks(batch.select(rows.tolist()), engine.data_parallel_group)
 
 
 def mean_metrics(updates: Sequence[Mapping[str, float]]) -> dict[str, float]:

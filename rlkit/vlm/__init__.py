@@ -3,7 +3,7 @@
 from rlkit.vlm.adapt import freeze, lora, merged_parameters, towers, trainable_summary, vision_tower
 from rlkit.vlm.chat_template import encode, encode_answers, encode_chat, encode_reply, encode_rows, render
 from rlkit.vlm.loading import load_model, model_path
-from rlkit.vlm.processors import decode, load_image, load_processor, placeholder_ids, unsampled_ids
+from rlkit.vlm.processors import decode, load_image, load_processor, placeholder_ids, suppressed_token_ids
 from rlkit.vlm.rope3d import ROPE3D_MODEL_TYPES, ROPE3D_REFUSED, Rope3DSpec, rope3d_position_ids, rope3d_spec
 from rlkit.vlm.tiny import (
     build_tiny,
@@ -45,6 +45,6 @@ __all__ = [
     "tiny_tokenizer",
     "towers",
     "trainable_summary",
-    "unsampled_ids",
+    "suppressed_token_ids",
     "vision_tower",
 ]

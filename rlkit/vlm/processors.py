@@ -139,7 +139,7 @@ def placeholder_ids(config: Any) -> list[int]:
     return sorted({token for token in found if isinstance(token, int)})
 
 
-def unsampled_ids(config: Any, tokenizer: Any) -> torch.Tensor:
+def suppressed_token_ids(config: Any, tokenizer: Any) -> torch.Tensor:
     """What sampler and trainer both leave out of the distribution: placeholders, and rows of the output layer that are
     beyond the tokenizer's vocabulary (models round it up)."""
     size = getattr(config, "text_config", config).vocab_size

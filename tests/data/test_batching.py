@@ -17,8 +17,9 @@ def sums(lengths: list[int], parts: list[list[int]]) -> list[int]:
 def test_golden_batches():
     assert token_budget_batches([4, 8, 1, 4, 2, 1], 10) == [[1, 4], [0, 2, 3, 5]]
     assert token_budget_batches([3, 20, 3], 10) == [[1], [0, 2]]  # one row over the budget, alone
-    assert token_budget_batches([3, 3, 3, 3], 6, together=[7, -1, 7, -1]) == [[0, 2], [1, 3]]
-    assert token_budget_batches([6, 1, 6, 2], 10, together=[0, 1, 0, 1]) == [[0, 2], [1, 3]]  # a group over the budget
+    assert token_budget_batches([3, 3, 3, 3], 6, micro_batch_group=[7, -1, 7, -1]) == [[0, 2], [1, 3]]
+    # a group over the budget
+    assert token_budget_batches([6, 1, 6, 2], 10, micro_batch_group=[0, 1, 0, 1]) == [[0, 2], [1, 3]]
     assert token_budget_batches([0, 0], 1) == [[0, 1]]
     assert token_budget_batches([], 1) == []
 
@@ -27,8 +28,8 @@ def test_golden_batches():
 @settings(max_examples=100, deadline=None, derandomize=True)
 def test_batches_hold_every_row_once_within_the_budget(lengths, budget, data):
     ids = data.draw(st.none() | st.lists(st.integers(0, 8), min_size=len(lengths), max_size=len(lengths)))
-    batches = token_budget_batches(lengths, budget, together=ids)
-    assert batches == token_budget_batches(lengths, budget, together=ids)
+    batches = token_budget_batches(lengths, budget, micro_batch_group=ids)
+    assert batches == token_budget_batches(lengths, budget, micro_batch_group=ids)
     assert sorted(row for batch in batches for row in batch) == list(range(len(lengths)))
     assert all(batch == sorted(batch) and batch for batch in batches)
     groups = list(range(len(lengths))) if ids is None else ids
@@ -92,7 +93,10 @@ def test_partitions_of_a_batch_are_tight(equal_size):
         (lambda: token_budget_batches([1.5], 4), "lengths: expected integers"),
         (lambda: token_budget_batches([3, -1], 4), "lengths: expected 0 or more, got -1 in row 1"),
         (lambda: token_budget_batches([1], 0), "budget: expected at least 1 token, got 0"),
-        (lambda: token_budget_batches([1, 2], 4, together=[0]), "together: expected 2 ids, one a row, got 1"),
+        (
+            lambda: token_budget_batches([1, 2], 4, micro_batch_group=[0]),
+            "micro_batch_group: expected 2 ids, one a row, got 1",
+        ),
         (lambda: balanced_partitions([1], 0), "k: expected at least 1 list, got 0"),
         (lambda: balanced_partitions([1, 2, 3], 2, equal_size=True), "k: expected a divisor of the 3 rows .* got 2"),
         (lambda: balanced_partitions(["a"], 1), "lengths: expected integers"),

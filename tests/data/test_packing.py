@@ -5,7 +5,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from rlkit.data.packing import repad, runs, unpad, unpad_like
+from rlkit.data.packing import concatenated_ranges, repad, unpad, unpad_like
 
 
 def loop_unpad(x: Tensor, mask: Tensor) -> tuple[list, list[int]]:
@@ -156,4 +156,4 @@ def test_bad_input_is_named(call, message):
 )
 def test_runs_are_ranges_end_to_end(starts, lengths):
     expected = [i for start, length in zip(starts, lengths, strict=True) for i in range(start, start + length)]
-    assert runs(starts, lengths).tolist() == expected
+    assert concatenated_ranges(starts, lengths).tolist() == expected

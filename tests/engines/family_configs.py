@@ -1,4 +1,4 @@
-"""Tiny configurations of every family: of text, with a vision tower, and those whose rows cannot be packed."""
+"""Tiny configurations of every family: text, vision, and those whose rows cannot be packed."""
 
 IMAGE, VIDEO = 90, 95
 BASE = {
@@ -53,14 +53,14 @@ GLM_IDS = {
     "video_token_id": 95,
 }  # fmt: skip
 QWEN_IDS = {"vision_start_token_id": 91, "vision_end_token_id": 92, "video_token_id": 95}
-OMNI = {  # what hears is there, and is given nothing
+OMNI = {  # with an audio tower, which gets no input
     "audio_config": {
         "encoder_layers": 1, "encoder_attention_heads": 2, "encoder_ffn_dim": 16, "d_model": 16, "output_dim": 32,
     },
     **QWEN_IDS, "audio_token_id": 96, "audio_start_token_id": 93, "audio_end_token_id": 94,
 }  # fmt: skip
 PATCHES = (4, (16, 3 * 2 * 4 * 4))
-VISION = {  # the config, tokens of an image, its tensors
+VISION = {  # the config, tokens per image, shape of its pixel_values
     "llava": (
         {
             "text_config": {**WORDS, "model_type": "llama"},
@@ -135,7 +135,7 @@ VISION = {  # the config, tokens of an image, its tensors
     ),
 }  # fmt: skip
 VIT35 = {name: value for name, value in VIT3.items() if name != "deepstack_visual_indexes"}
-HYBRID = {  # as VISION, of families whose rows cannot be packed
+HYBRID = {  # like VISION, for families whose rows cannot be packed
     "qwen3_5": ({"text_config": {**BASE, **ROPE, **LINEAR}, "vision_config": VIT35, **QWEN_IDS}, *PATCHES),
     "qwen3_5_moe": (
         {
@@ -164,6 +164,6 @@ REFUSED = {
         "does not go through transformers' AttentionInterface",
     ),
     "recurrent_gemma": ({"lru_width": 32, "attention_window_size": 5, "num_hidden_layers": 3}, "state-space"),
-    "stablelm": ({}, "does not go through transformers' AttentionInterface"),  # or does not say so
+    "stablelm": ({}, "does not go through transformers' AttentionInterface"),  # or does not declare it
     "bloom": ({"n_layer": 2, "n_head": 4}, "does not go through transformers' AttentionInterface"),
 }  # fmt: skip

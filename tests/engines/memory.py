@@ -1,4 +1,4 @@
-"""What a call takes of a process's memory."""
+"""The peak memory of a function call."""
 
 import re
 import threading
@@ -6,20 +6,20 @@ from pathlib import Path
 
 
 def peak(function):
-    """Bytes that this process takes at most beyond what it had, as the kernel counts; and what the function returns."""
+    """The most bytes that this process held beyond what it held before the call, by the kernel; and the result."""
 
-    def taken():
+    def resident():
         return int(re.search(r"RssAnon:\s+(\d+) kB", Path("/proc/self/status").read_text())[1]) * 1024
 
-    seen, done = [taken()], threading.Event()
+    samples, done = [resident()], threading.Event()
 
     def watch():
         while not done.wait(0.001):
-            seen.append(taken())
+            samples.append(resident())
 
-    watching = threading.Thread(target=watch)
-    watching.start()
+    watcher = threading.Thread(target=watch)
+    watcher.start()
     result = function()
     done.set()
-    watching.join()
-    return max(seen) - seen[0], result
+    watcher.join()
+    return max(samples) - samples[0], result

@@ -1,4 +1,4 @@
-"""Run by `test_on_gpus.py` under torchrun: engines on GPUs, and the same batch on the CPU in float32.
+"""Run by `test_on_gpus.py` under torchrun: engines on GPUs, compared with the same batch on the CPU in float32.
 
 torchrun --nproc-per-node=2 on_gpu_ranks.py MODEL_DIR OUT_DIR cuda
 """
@@ -26,7 +26,7 @@ ALONE = {  # the back end and its options
     "checkpointed": ("fsdp2", {"enable_gradient_checkpointing": True}),
     "fsdp1": ("fsdp1", {}),
     "megatron": ("megatron", {}),
-    "fused": ("fsdp2", {"use_fused_kernels": True}),  # the last: Liger's kernels stay in the process
+    "fused": ("fsdp2", {"use_fused_kernels": True}),  # last: Liger's kernels stay in the process
 }
 TWO = {
     "copies": ("fsdp2", {"fsdp_size": 1}),
@@ -40,12 +40,13 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
 def cases(ranks):
-    """Those that so many ranks run, with each type that they are computed in."""
+    """(name, back end, options, dtype) of all cases for this number of ranks."""
     names = {**({} if ranks == 1 else TWO), **ALONE}
     for name, (backend, options) in names.items():
         if backend != "megatron" or find_spec("megatron"):
-            rough = backend == "megatron" and find_spec("transformer_engine")  # whose attention takes no float32
-            yield from ((name, backend, options, dtype) for dtype in DTYPES if not rough or dtype != "float32")
+            # Transformer Engine's attention does not support float32
+            half_only = backend == "megatron" and find_spec("transformer_engine")
+            yield from ((name, backend, options, dtype) for dtype in DTYPES if not half_only or dtype != "float32")
 
 
 def loss_fn(out, mb):
@@ -59,8 +60,8 @@ def step(engine, batch):
     return [metrics[name] for name in ("loss", "grad_norm", "entropy")]
 
 
-def lively(model_dir):
-    """A model whose answers depend on what it attends to, unlike one of weights as small as they are at first."""
+def load_scaled(model_dir):
+    """A model with larger weights, so that its outputs depend on attention."""
     model = load_model(model_dir)
     for parameter in model.parameters():
         parameter.data.mul_(3.0 if parameter.ndim > 1 else 1.0)
@@ -68,21 +69,22 @@ def lively(model_dir):
 
 
 def measure(model_dir, out, backend, device, dtype, options):
-    """Logprobs [ROWS, T] and three steps; the last two of them again from a checkpoint, and from the host."""
+    """Logprobs [ROWS, T] and three steps; the last two again from a checkpoint, with the engine moved to the host and
+    back before each."""
 
     def new():
         return make_engine(
-            backend, model=lively(model_dir), device=device, compute_dtype=dtype, micro_batch_tokens=120,
+            backend, model=load_scaled(model_dir), device=device, compute_dtype=dtype, micro_batch_tokens=120,
             optimizer=lambda weights: torch.optim.AdamW(weights, lr=1e-3, eps=1e-4), **options,
         )  # fmt: skip
 
     engine, processor = new(), load_processor(model_dir)
-    mine = list(range(ROWS))[engine.data_rank :: engine.data_world]
-    whole, batch = make_batch(processor), make_batch(processor, rows=mine)
-    logprobs = torch.zeros(whole.tokens.shape)
-    logprobs[mine, : batch.tokens.shape[1]] = engine.infer_batch(batch)["logprobs"]
+    rows = list(range(ROWS))[engine.data_parallel_rank :: engine.data_parallel_size]
+    all_rows, batch = make_batch(processor), make_batch(processor, rows=rows)
+    logprobs = torch.zeros(all_rows.tokens.shape)
+    logprobs[rows, : batch.tokens.shape[1]] = engine.infer_batch(batch)["logprobs"]
     logprobs = engine.global_sum(logprobs)
-    steps, again = [step(engine, batch)], []
+    steps, resumed = [step(engine, batch)], []
     engine.save_checkpoint(out / "checkpoint", {"step": 1}, wait=False)
     steps += [step(engine, batch) for _ in range(2)]
     engine.load_checkpoint(out / "checkpoint")
@@ -90,8 +92,9 @@ def measure(model_dir, out, backend, device, dtype, options):
         if backend != "fsdp1":
             engine.to("cpu")
             engine.to(device)
-        again.append(step(engine, batch))
-    return {"logprobs": logprobs, "steps": torch.tensor(steps), "again": torch.tensor(again), "mask": whole.mask}
+        resumed.append(step(engine, batch))
+    steps, resumed = torch.tensor(steps), torch.tensor(resumed)
+    return {"logprobs": logprobs, "steps": steps, "resumed": resumed, "mask": all_rows.mask}
 
 
 def main(model_dir, out, device):
@@ -100,16 +103,16 @@ def main(model_dir, out, device):
     exact = measure(model_dir, out, "fsdp2", "cpu", torch.float32, {})
     found = {}
     for name, backend, options, dtype in cases(dist.get_world_size()):
-        came = measure(model_dir, out, backend, device, DTYPES[dtype], options)
+        result = measure(model_dir, out, backend, device, DTYPES[dtype], options)
         if backend == "megatron":
             from megatron.core import parallel_state
 
             parallel_state.destroy_model_parallel()
-        gaps = (came["logprobs"] - exact["logprobs"])[exact["mask"]].abs()
+        differences = (result["logprobs"] - exact["logprobs"])[exact["mask"]].abs()
         found[f"{name}, {dtype}"] = {
-            "logprobs": gaps.mean().item(),
-            "steps": (came["steps"] / exact["steps"] - 1).abs().amax(0).tolist(),
-            "again": (came["again"] / came["steps"][1:] - 1).abs().max().item(),
+            "logprobs": differences.mean().item(),
+            "steps": (result["steps"] / exact["steps"] - 1).abs().amax(0).tolist(),
+            "resumed": (result["resumed"] / result["steps"][1:] - 1).abs().max().item(),
         }
     if dist.get_rank() == 0:
         (out / "found.json").write_text(json.dumps(found, indent=1))

@@ -1,9 +1,8 @@
-"""Run by `test_megatron.py`: the same global batches through fsdp2 on one process and Megatron on many splits.
+"""Run by `test_megatron.py`: the same global batches with fsdp2 on one process and with Megatron in many layouts.
 
 on_megatron_ranks.py OUT_DIR NAME...
 
-One process imports everything and forks the ranks, because starting each rank by itself would take longer than its
-work.
+One process imports everything and forks the ranks, because importing on each rank would take longer than its work.
 """
 
 import math
@@ -20,20 +19,27 @@ from megatron.core import parallel_state
 HERE = Path(__file__).parent
 sys.path[:0] = [str(HERE), str(HERE.parent)]
 from isolated_cases import case as isolated  # noqa: E402
-from one_gradient import OUTPUTS, POLICY, VALUE, columns  # noqa: E402
-from one_gradient import whole as full  # noqa: E402
+from one_gradient import (  # noqa: E402
+    OUTPUTS,
+    POLICY,
+    VALUE,
+    columns,
+    full_tensor,  # noqa: E402
+)
 
 from rlkit.data import collate, extend, prompt  # noqa: E402
-from rlkit.engines import checkpoint, fsdp2, make_engine, megatron  # noqa: E402, F401
-from rlkit.engines.megatron_optimizer import whole_state  # noqa: E402
-from rlkit.engines.megatron_weights import is_copy, split  # noqa: E402
+from rlkit.engines import checkpoint, make_engine  # noqa: E402
+from rlkit.engines.fsdp.fsdp2 import Fsdp2Engine  # noqa: E402
+from rlkit.engines.megatron import engine as megatron_engine  # noqa: E402, F401
+from rlkit.engines.megatron.optimizer import gather_state  # noqa: E402
+from rlkit.engines.megatron.weights import is_tied_copy, megatron_to_hf  # noqa: E402
 from rlkit.engines.value_head import with_value_head  # noqa: E402
 from rlkit.vlm.adapt import checkpoint_parameters  # noqa: E402
 
-ROWS, VOCABULARY, IMAGE, UNSAMPLED = 8, 95, 93, [40, 94]  # tensor ranks share 95 tokens as 48 and 47
+ROWS, VOCABULARY, IMAGE, SUPPRESSED = 8, 95, 93, [40, 94]  # tensor ranks share 95 tokens as 48 and 47
 TENSOR, PIPE, CONTEXT = {"tensor": 2}, {"pipeline": 2}, {"context": 2}
 SEQUENCE, EXPERT, FUSED = {**TENSOR, "sequence_parallel": True}, {"expert": 2}, {"use_fused_kernels": True}
-# ranks, model, who has which rows, options
+# ranks, model, which ranks have rows ("all", "split" or "empty": only one data-parallel rank), options
 CASES = {
     "one": (1, "qwen2", "all", {}),
     "one-qwen3": (1, "qwen3", "all", {}),
@@ -70,15 +76,15 @@ CASES = {
     "value-cp2": (2, "value", "all", CONTEXT),
     "value-tp2-pp2": (4, "value", "all", {**TENSOR, **PIPE}),
 }
-# the same, and the case whose checkpoint after the first step is gone on from
+# the same, and the case whose checkpoint after the first step is resumed
 RESUMED = {
-    "same-split": (2, "qwen2", "all", TENSOR, "tp2"),
+    "same-layout": (2, "qwen2", "all", TENSOR, "tp2"),
     "more-ranks": (2, "qwen3", "split", {}, "one-qwen3"),
     "from-fsdp2": (2, "qwen2", "all", PIPE, "fsdp2-qwen2"),
-    "other-split": (4, "qwen2", "split", SEQUENCE, "pp2"),
+    "other-layout": (4, "qwen2", "split", SEQUENCE, "pp2"),
     "moe-from-fsdp2": (2, "moe", "all", {**SEQUENCE, **EXPERT}, "fsdp2-moe"),
 }
-# whose checkpoints the tests go on from with the fsdp2 engine, in one process
+# cases whose checkpoints the tests resume with the fsdp2 engine, in one process
 TO_FSDP2 = ("tp2-pp2", "moe-pp2-ep2", "vl-sp2-pp2", "value-tp2-pp2")
 SAVED = {*TO_FSDP2, "fsdp2-qwen3", *(source for *_, source in RESUMED.values())}
 EXPORTED = ("fsdp2-qwen2", "tp2-pp2", "sp2-cp2-qwen3", "value-tp2-pp2", "moe-pp2-ep2", "vl-sp2-pp2")
@@ -86,17 +92,17 @@ REFERENCES = ("qwen2", "qwen3", "llama", "moe", "routed", "vl", "value")
 FAMILIES = {"qwen2": "Qwen2", "value": "Qwen2", "qwen3": "Qwen3", "llama": "Llama"}
 FAMILIES |= {"moe": "Qwen3Moe", "routed": "Qwen3Moe"}
 SHORT = {"tensor": "TP", "pipeline": "PP", "context": "CP", "expert": "EP"}
-# what is measured; later ones go on from checkpoints of earlier ones
-NAMES = [*(f"fsdp2-{kind}" for kind in REFERENCES), "refusals", *CASES, *RESUMED]
+# all cases; later ones resume checkpoints of earlier ones
+NAMES = [*(f"fsdp2-{kind}" for kind in REFERENCES), "errors", *CASES, *RESUMED]
 
 
 def compared():
-    for ranks, kind, who, options in CASES.values():
+    for ranks, kind, rows, options in CASES.values():
         parts = [f"{short} {options[name]}" for name, short in SHORT.items() if name in options]
         parts += [f"DP {ranks // math.prod(options.get(name, 1) for name in ('tensor', 'pipeline', 'context'))}"]
         layout = " x ".join(part for part in parts if part != "DP 1") or "1 process"
         layout += " + SP" if "sequence_parallel" in options else ""
-        yield f"Megatron, {layout}", columns(losses_of(kind), sees=kind == "vl", empty=who == "empty")
+        yield f"Megatron, {layout}", columns(losses_of(kind), has_images=kind == "vl", has_empty_rank=rows == "empty")
 
 
 def losses_of(kind):
@@ -120,7 +126,7 @@ def make_vision_model():
 
 
 def make_model(kind):
-    """A tiny model with random weights, biases and norms too, so that nothing is 0 or 1 by chance."""
+    """A tiny model with random weights, also in biases and norms, so that no weight is exactly 0 or 1."""
     torch.manual_seed(0)
     model = make_vision_model() if kind == "vl" else make_text_model(kind)
     if kind == "value":
@@ -132,31 +138,33 @@ def make_model(kind):
 
 def make_text_model(kind):
     family = FAMILIES[kind]
-    more = {"head_dim": 12} if kind == "qwen3" else {}
+    options = {"head_dim": 12} if kind == "qwen3" else {}
     if kind in ("moe", "routed"):
-        more = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "norm_topk_prob": True}
+        options = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "norm_topk_prob": True}
     if kind == "llama":
-        more["rope_parameters"] = {
+        options["rope_parameters"] = {
             "rope_type": "llama3", "rope_theta": 1e4, "factor": 4.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
             "original_max_position_embeddings": 16,
         }  # fmt: skip
     config = getattr(transformers, family + "Config")(
         vocab_size=VOCABULARY, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
-        num_key_value_heads=2, max_position_embeddings=128, tie_word_embeddings=kind == "qwen2", **more,
+        num_key_value_heads=2, max_position_embeddings=128, tie_word_embeddings=kind == "qwen2", **options,
     )  # fmt: skip
     return getattr(transformers, family + "ForCausalLM")(config)
 
 
 def make_batch(rows, kind="text"):
-    """`rows` of eight: prompts and answers of random tokens, 3 to 40 of them, old logprobs and advantages; for a
-    vision model the even rows begin with an image of random patches."""
+    """`rows` of eight rows of 3 to 40 random tokens with old logprobs and advantages.
+
+    For a vision model the even rows begin with an image of random patches.
+    """
     draw = torch.Generator().manual_seed(1)
     samples = []
     for row in range(ROWS):
-        start, more = 2 + 5 * row % 23, 1 + 7 * row % 18
-        tokens = torch.randint(0, IMAGE - 2, (start + more,), generator=draw)
-        tokens = tokens.where(tokens != UNSAMPLED[0], 0).tolist()
-        asked = prompt(tokens[:start])
+        start, length = 2 + 5 * row % 23, 1 + 7 * row % 18  # of the answer
+        tokens = torch.randint(0, IMAGE - 2, (start + length,), generator=draw)
+        tokens = tokens.where(tokens != SUPPRESSED[0], 0).tolist()
+        question = prompt(tokens[:start])
         if kind == "vl" and row % 2 == 0:
             height, width = 2 + row % 4, 4
             vision = {
@@ -165,10 +173,10 @@ def make_batch(rows, kind="text"):
             }
             count = height * width
             begin, compact = [IMAGE - 2] + [IMAGE] * count, [IMAGE - 2, IMAGE, *tokens[:start]]
-            asked = prompt([*begin, *tokens[:start]], compact, vision=vision, placeholders={IMAGE: [count]})
-        samples.append(extend(asked, tokens[start:], [-1.0] * more))
+            question = prompt([*begin, *tokens[:start]], compact, vision=vision, placeholders={IMAGE: [count]})
+        samples.append(extend(question, tokens[start:], [-1.0] * length))
     advantages = torch.randn(ROWS, generator=draw)
-    if kind == "routed":  # experts that no router chose, of all but the last tokens
+    if kind == "routed":  # random experts for all but the last tokens
         samples = [replace(s, routed_experts=random_routing(len(s.token_ids) - 3, draw)) for s in samples]
     return collate([samples[i] for i in rows], advantages=advantages[rows])
 
@@ -187,7 +195,7 @@ def engine_for(backend, kind, **options):
         scheduler=lambda optimizer: torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.5),
         micro_batch_tokens=48,
         max_grad_norm=0.5,
-        **({} if kind == "value" else {"temperature": 1.3, "unsampled": torch.tensor(UNSAMPLED)}),
+        **({} if kind == "value" else {"temperature": 1.3, "suppressed_token_ids": torch.tensor(SUPPRESSED)}),
         **({"router_replay": True} if kind == "routed" else {}),
         **options,
     )
@@ -195,21 +203,21 @@ def engine_for(backend, kind, **options):
 
 def gradients(engine):
     """Clipped gradients under their Hugging Face names, on every rank."""
-    if isinstance(engine, fsdp2.Fsdp2Engine):
-        whole = ((name, full(p.grad)) for name, p in engine.module.named_parameters())
-        return dict(checkpoint_parameters(engine.base, whole))
+    if isinstance(engine, Fsdp2Engine):
+        full = ((name, full_tensor(p.grad)) for name, p in engine.module.named_parameters())
+        return dict(checkpoint_parameters(engine.base, full))
     found = {}
     for parameter, names in engine.parameters:
-        whole = whole_state(engine.sharded, parameter, lambda tensors: tensors["param"].grad)
-        if not is_copy(parameter):
-            found |= dict(zip(names, split(whole, len(names), parameter, engine.megatron_config), strict=True))
+        full = gather_state(engine.distributed_optimizer, parameter, lambda tensors: tensors["param"].grad)
+        if not is_tied_copy(parameter):
+            found |= dict(zip(names, megatron_to_hf(full, len(names), parameter, engine.megatron_config), strict=True))
     stages = [None] * dist.get_world_size()
     dist.all_gather_object(stages, found)
     return {name: tensor for stage in stages for name, tensor in stage.items()}
 
 
 def run(engine, kind, rows, out):
-    """Four steps; what is measured at the start, on the way and at the end."""
+    """Four steps; weights and scores at the start, metrics and gradients of the steps, weights at the end."""
     batch, losses = make_batch(rows, kind), losses_of(kind)
     results = {"imported": {name: tensor.clone() for name, tensor in engine.get_per_tensor_param()}}
     results |= {"scores": engine.infer_batch(batch, OUTPUTS[losses]), "steps": [], "gradients": []}
@@ -239,53 +247,53 @@ def resume(engine, kind, rows, source, out):
         torch.save({"steps": steps, "exported": exported}, out / "results.pt")
 
 
-def refusals():
-    """What each rank says to a split that cannot be, and to rows that another rank has not; none waits for another."""
-    said = []
+def errors():
+    """The errors of each rank for an impossible layout and for different rows; no rank waits for another."""
+    messages = []
     for options in ({"tensor": 4}, {"pipeline": 4}, {"context": 3}):
         try:
             engine_for("megatron", "qwen2", **options)
         except ValueError as error:
-            said.append(str(error))
+            messages.append(str(error))
     engine = make_engine("megatron", model=make_model("qwen2"), **TENSOR)
     try:
         engine.infer_batch(make_batch([int(dist.get_rank() == 3)]))
     except ValueError as error:
-        said.append(str(error))
+        messages.append(str(error))
     parallel_state.destroy_model_parallel()
     ranks = [None] * dist.get_world_size()
-    dist.all_gather_object(ranks, said)
+    dist.all_gather_object(ranks, messages)
     return ranks
 
 
-def rows_of(who, engine):
-    mine = list(range(ROWS))
-    if who == "all":
-        return mine
-    if who == "split":
-        return mine[engine.data_rank :: engine.data_world]
-    return mine if engine.data_rank == 0 else []
+def rows_of(which, engine):
+    rows = list(range(ROWS))
+    if which == "all":
+        return rows
+    if which == "split":
+        return rows[engine.data_parallel_rank :: engine.data_parallel_size]
+    return rows if engine.data_parallel_rank == 0 else []
 
 
 def ranks_of(name):
-    if name == "refusals":
+    if name == "errors":
         return 4
     return 1 if name.startswith("fsdp2-") else {**CASES, **RESUMED}[name][0]
 
 
-def measure(name, out):
-    if name == "refusals":
-        said = refusals()
+def run_case(name, out):
+    if name == "errors":
+        messages = errors()
         if dist.get_rank() == 0:
-            torch.save(said, out / "refusals.pt")
+            torch.save(messages, out / "errors.pt")
         return
     (out / name).mkdir(exist_ok=True)
     if name.startswith("fsdp2-"):
         kind = name.removeprefix("fsdp2-")
         return run(engine_for("fsdp2", kind), kind, list(range(ROWS)), out / name)
-    _, kind, who, options, *source = {**CASES, **RESUMED}[name]
+    _, kind, which, options, *source = {**CASES, **RESUMED}[name]
     engine = engine_for("megatron", kind, **options)
-    rows = rows_of(who, engine)
+    rows = rows_of(which, engine)
     if source:
         resume(engine, kind, rows, out / source[0] / "checkpoint", out / name)
     else:
@@ -299,12 +307,12 @@ def on_rank(rank, world, out, names):
     dist.init_process_group("gloo", init_method=store, rank=rank, world_size=world)
     for name in names:
         with isolated(out, name):
-            measure(name, out)
+            run_case(name, out)
     dist.destroy_process_group()
 
 
 def main(out, *names):
-    for kind in REFERENCES:  # what is imported on first use, once and not on every rank
+    for kind in REFERENCES:  # import here, and not on every rank, what is imported on first use
         torch.optim.AdamW(make_model(kind).parameters())
     for world in (1, 2, 4):
         if chosen := [name for name in names if ranks_of(name) == world]:

@@ -1,9 +1,9 @@
-"""Run by `test_ranks.py`: the same global batch in one process and in two, with the fsdp2 engine.
+"""Run by `test_ranks.py`: the same global batch on one process and on two, with the fsdp2 and fsdp1 engines.
 
 on_ranks.py MODEL_DIR BIG_MODEL_DIR OUT_DIR NAME...
 
-One process imports everything and forks the ranks, because starting each rank by itself would take longer than its
-work. The ranks find in their environment what torchrun sets there, except the one that has no launcher.
+One process imports everything and forks the ranks, because importing on each rank would take longer than its work. The
+ranks have the environment variables that torchrun sets, except for the process without a launcher.
 """
 
 import json
@@ -24,12 +24,13 @@ HERE = Path(__file__).parent
 sys.path[:0] = [str(HERE), str(HERE.parent)]
 from isolated_cases import case as isolated  # noqa: E402
 from memory import peak  # noqa: E402
-from one_gradient import OUTPUTS, POLICY, VALUE, columns, whole  # noqa: E402
+from one_gradient import OUTPUTS, POLICY, VALUE, columns, full_tensor  # noqa: E402
 from rows import make_batch  # noqa: E402
 
-from rlkit.engines import checkpoint, fsdp1, fsdp2, make_engine  # noqa: E402, F401
-from rlkit.engines.balance import balanced  # noqa: E402
+from rlkit.engines import checkpoint, make_engine  # noqa: E402
+from rlkit.engines.balance import rebalance_across_ranks  # noqa: E402
 from rlkit.engines.distributed import init_distributed  # noqa: E402
+from rlkit.engines.fsdp import fsdp1, fsdp2  # noqa: E402, F401
 from rlkit.engines.value_head import load_value_model  # noqa: E402
 from rlkit.vlm import freeze, load_model, load_processor, lora, vision_tower  # noqa: E402
 
@@ -39,64 +40,64 @@ ROWS = 9  # row 3 is text only, the others have images
 @dataclass
 class Case:
     layout: str
-    like: str  # the case of one process that it is compared with
+    reference: str  # the case of one process that it is compared with
     rows: list = field(default_factory=lambda: [slice(0, None, 2), slice(1, None, 2)])  # of each rank
     losses: tuple = POLICY
     budget: int = 16384
-    on_meta: bool = False  # each rank reads its part of the weights
+    on_meta: bool = False  # each rank reads only its part of the weights
     backend: str = "fsdp2"
     fused: bool | None = None  # AdamW
-    dealt: bool = False  # rows anew among the ranks
+    rebalance: bool = False
 
     @property
-    def empty(self):
+    def has_empty_rank(self):
         return any(rows == slice(0) for rows in self.rows)
 
 
 ALL, NONE = slice(None), slice(0)
 ALONE = {
-    "whole": Case("1 process", "whole", [ALL]),
-    "row_by_row": Case("1 process, micro-batches of one row", "whole", [ALL], budget=1),
-    "micro_batches": Case("1 process, micro-batches of a few rows", "whole", [ALL], budget=120),
+    "one_process": Case("1 process", "one_process", [ALL]),
+    "row_by_row": Case("1 process, micro-batches of one row", "one_process", [ALL], budget=1),
+    "micro_batches": Case("1 process, micro-batches of a few rows", "one_process", [ALL], budget=120),
     "frozen": Case("1 process", "frozen", [ALL], budget=120),
     "lora": Case("1 process", "lora", [ALL], budget=120),
     "value": Case("1 process", "value", [ALL], VALUE),
     "value_row_by_row": Case("1 process, micro-batches of one row", "value", [ALL], VALUE, budget=1),
     "value_micro_batches": Case("1 process, micro-batches of a few rows", "value", [ALL], VALUE, budget=120),
-    "fsdp1": Case("FSDP1, 1 process", "whole", [ALL], budget=120, backend="fsdp1"),
+    "fsdp1": Case("FSDP1, 1 process", "one_process", [ALL], budget=120, backend="fsdp1"),
 }
-LAUNCHED = {"torchrun": Case("1 process", "whole", [ALL])}
+LAUNCHED = {"torchrun": Case("1 process", "one_process", [ALL])}
 TWO = {
-    "data_2": Case("DP 2", "whole", budget=120),
+    "data_2": Case("DP 2", "one_process", budget=120),
     "data_2_frozen": Case("DP 2", "frozen", budget=120),
     "data_2_lora": Case("DP 2", "lora", budget=120),
-    "text_rank": Case("DP 2", "whole", [[0, 1, 2, 4, 5, 6, 7, 8], [3]], budget=120),
-    "empty_rank": Case("DP 2", "whole", [ALL, NONE], fused=True),
-    "dealt": Case("DP 2", "whole", [ALL, NONE], budget=120, dealt=True),
-    "data_2_on_meta": Case("DP 2", "whole", budget=120, on_meta=True),
+    "text_rank": Case("DP 2", "one_process", [[0, 1, 2, 4, 5, 6, 7, 8], [3]], budget=120),
+    "empty_rank": Case("DP 2", "one_process", [ALL, NONE], fused=True),
+    "rebalanced": Case("DP 2", "one_process", [ALL, NONE], budget=120, rebalance=True),
+    "data_2_on_meta": Case("DP 2", "one_process", budget=120, on_meta=True),
     "data_2_value": Case("DP 2", "value", losses=VALUE, budget=120, on_meta=True),
     "value_empty_rank": Case("DP 2", "value", [ALL, NONE], VALUE, budget=120),
-    "fsdp1_data_2": Case("FSDP1, DP 2", "whole", budget=120, backend="fsdp1"),
+    "fsdp1_data_2": Case("FSDP1, DP 2", "one_process", budget=120, backend="fsdp1"),
     "fsdp1_frozen": Case("FSDP1, DP 2", "frozen", [[0, 1, 2, 4, 5, 6, 7, 8], [3]], budget=120, backend="fsdp1"),
     "fsdp1_value": Case("FSDP1, DP 2", "value", [ALL, NONE], VALUE, budget=120, backend="fsdp1"),
 }
 CASES = {**ALONE, **LAUNCHED, **TWO}
-# what is measured by the number of ranks (0: without a launcher); later ones read what earlier ones saved
+# all cases by the number of ranks (0: without a launcher); later ones load checkpoints of earlier ones
 NAMES = {
     0: [*ALONE],
     1: [*LAUNCHED, "killed"],
-    2: ["loading", *TWO, "deal_anew", "resumed.fsdp2", "resumed.fsdp1"],
+    2: ["loading", *TWO, "rebalancing", "resumed.fsdp2", "resumed.fsdp1"],
 }
 
 
 def compared():
-    for case in (case for name, case in CASES.items() if name != case.like):
-        yield case.layout, columns(case.losses, sees=True, empty=case.empty)
+    for case in (case for name, case in CASES.items() if name != case.reference):
+        yield case.layout, columns(case.losses, has_images=True, has_empty_rank=case.has_empty_rank)
 
 
 @contextmanager
-def whole_gradients(engine):
-    """The module's named parameters that train; FSDP1 makes them and their gradients whole in a context."""
+def parameters_with_gradients(engine):
+    """The module's named parameters; FSDP1 gathers parameters and gradients within a context."""
     if isinstance(engine.module, FullyShardedDataParallel):
         with FullyShardedDataParallel.summon_full_params(engine.module, writeback=False, with_grads=True):
             yield [(name, p) for name, p in engine.module.named_parameters() if p.requires_grad]
@@ -105,39 +106,39 @@ def whole_gradients(engine):
 
 
 def run(model_dir, out, name):
-    """Four steps, the gradients of the first three, a checkpoint after the second."""
+    """Four steps: record the gradients of the first three, and save a checkpoint after the second."""
     case, processor = CASES[name], load_processor(model_dir)
-    value = case.losses is VALUE
-    model = (load_value_model if value else load_model)(model_dir, on_meta=case.on_meta)
-    if case.like == "frozen":
+    is_value = case.losses is VALUE
+    model = (load_value_model if is_value else load_model)(model_dir, on_meta=case.on_meta)
+    if case.reference == "frozen":
         freeze(model, vision_tower(model))
-    if case.like == "lora":
+    if case.reference == "lora":
         torch.manual_seed(0)
         model = lora(model, 4, 8)
     engine = make_engine(
         case.backend,
-        "value_model" if value else "language_model",
+        "value_model" if is_value else "language_model",
         model=model,
         processor=processor,
         optimizer=lambda params: torch.optim.AdamW(params, lr=1e-2, eps=1e-4, fused=case.fused),
         micro_batch_tokens=case.budget,
     )
     out.mkdir(parents=True, exist_ok=True)
-    mine = case.rows[dist.get_rank()]
-    batch = make_batch(processor, rows=list(range(ROWS))[mine] if isinstance(mine, slice) else mine)
-    batch = balanced(batch, engine.data_group) if case.dealt else batch
+    rows = case.rows[dist.get_rank()]
+    batch = make_batch(processor, rows=list(range(ROWS))[rows] if isinstance(rows, slice) else rows)
+    batch = rebalance_across_ranks(batch, engine.data_parallel_group) if case.rebalance else batch
     outputs, steps, gradients = OUTPUTS[case.losses], [], []
     for step, loss_fn in enumerate(case.losses):
         steps.append(engine.train_batch(batch, loss_fn, outputs))
         if step < 3:
-            with whole_gradients(engine) as named:
-                gradients.append({n: whole(p.grad).clone() for n, p in named if p.grad is not None})
+            with parameters_with_gradients(engine) as named:
+                gradients.append({n: full_tensor(p.grad).clone() for n, p in named if p.grad is not None})
         if step == 1:
             engine.save_checkpoint(out / "checkpoint", {"step": 2}, wait=name != "data_2")
         if step == 2:
             parameters = {n: x.clone() for n, x in engine.get_per_tensor_param(bucket_bytes=200_000)}
-    scored = engine.infer_batch(batch, outputs[:1])[outputs[0]]
-    total = engine.global_sum(scored.sum()).item()
+    scores = engine.infer_batch(batch, outputs[:1])[outputs[0]]
+    total = engine.global_sum(scores.sum()).item()
     if dist.get_rank() == 0:
         torch.save({"gradients": gradients, "parameters": parameters}, out / "tensors.pt")
         (out / "steps.json").write_text(json.dumps({"steps": steps, "total": total}))
@@ -145,67 +146,66 @@ def run(model_dir, out, name):
 
 
 def resume(model_dir, out, backend):
-    """The last two steps again, on the ranks there are, from what one process saved after the second."""
+    """The last two steps again, from the checkpoint that one process saved after the second step."""
     processor = load_processor(model_dir)
     adamw = partial(torch.optim.AdamW, lr=1e-2, eps=1e-4)
     engine = make_engine(backend, model=load_model(model_dir), optimizer=adamw)
-    engine.load_checkpoint(out / "whole" / "checkpoint")
+    engine.load_checkpoint(out / "one_process" / "checkpoint")
     batch = make_batch(processor, rows=list(range(ROWS))[dist.get_rank() :: dist.get_world_size()])
     steps = [engine.train_batch(batch, loss_fn, OUTPUTS[POLICY]) for loss_fn in POLICY[2:]]
     (out / f"resumed.{backend}.{dist.get_rank()}.json").write_text(json.dumps(steps))
 
 
 def peak_of_loading(model_dir, *, on_meta):
-    """Bytes that this process takes beyond what it had, at most, while it makes an engine of a model's files."""
+    """Peak memory of making an engine from a model's files, in bytes."""
     return peak(lambda: make_engine("fsdp2", model=load_model(model_dir, on_meta=on_meta)))
 
 
-def measure(model_dir, out):
-    """What loading a model takes of each rank, in parts and whole, and whether the weights are the same."""
-    parts, engine = peak_of_loading(model_dir, on_meta=True)
+def compare_loading(model_dir, out):
+    """Peak memory of loading a model in shards and in full, on each rank, and whether the weights are the same."""
+    sharded, engine = peak_of_loading(model_dir, on_meta=True)
     weights = dict(engine.get_per_tensor_param())
     del engine
-    whole, engine = peak_of_loading(model_dir, on_meta=False)
+    full, engine = peak_of_loading(model_dir, on_meta=False)
     same = [torch.equal(weights[name], tensor) for name, tensor in engine.get_per_tensor_param()]
-    found = {
-        "parts": parts,
-        "whole": whole,
-        "same": same,
-        "size": sum(4 * x.numel() for x in weights.values()),
-    }
-    (out / f"loading.{dist.get_rank()}.json").write_text(json.dumps(found))
+    size = sum(4 * x.numel() for x in weights.values())
+    result = {"sharded": sharded, "full": full, "same": same, "size": size}
+    (out / f"loading.{dist.get_rank()}.json").write_text(json.dumps(result))
 
 
-def described(batch):
-    """Of each row, without padding, all that goes where it goes; and the rows that hold one image's very tensor."""
+def describe(batch):
+    """The contents of each row without padding, and the number of different image tensors."""
     rows = []
     for i, length in enumerate(batch.lengths):
-        tensors = [batch.tokens, batch.mask, *(x for name, x in sorted(batch.fields.items()) if name != "together")]
+        fields = [x for name, x in sorted(batch.fields.items()) if name != "micro_batch_group"]
+        tensors = [batch.tokens, batch.mask, *fields]
         vision = {name: x.sum().item() for name, x in batch.vision[i].items()}
         rows.append([[x[i].tolist() if x.ndim == 1 else x[i, :length].tolist() for x in tensors], vision])
-    seen = [id(row["pixel_values"]) for row in batch.vision if row]
-    return {"tokens": batch.lengths, "groups": batch.group_ids.tolist(), "rows": rows, "images": len(set(seen))}
+    images = {id(row["pixel_values"]) for row in batch.vision if row}
+    return {"tokens": batch.lengths, "groups": batch.group_ids.tolist(), "rows": rows, "images": len(images)}
 
 
-def deal_anew(model_dir, out):
-    """Rows before and behind `balanced`, and what it says to ranks whose rows have different fields."""
+def rebalance(model_dir, out):
+    """Rows before and after `rebalance_across_ranks`, and its error for ranks whose rows have different fields."""
     rank, processor = dist.get_rank(), load_processor(model_dir)
     batch = make_batch(processor, rows=([3, 2, 0, 7, 1, 8, 6], [4, 5])[rank])
-    batch.add(together=batch.group_ids % 2, routed_experts=torch.rand(*batch.tokens.shape, 2, 3).mul(9).short())
-    whole = described(batch)
-    came = balanced(batch)
+    routed_experts = torch.rand(*batch.tokens.shape, 2, 3).mul(9).short()
+    batch.add(micro_batch_group=batch.group_ids % 2, routed_experts=routed_experts)
+    before = describe(batch)
+    rebalanced = rebalance_across_ranks(batch)
     even = make_batch(processor, rows=[0])
-    kept = balanced(even) is even
+    is_kept = rebalance_across_ranks(even) is even
     try:
-        balanced(make_batch(processor, rows=[rank]).add(**{f"mine_{rank}": torch.zeros(1)}))
-    except ValueError as error:
-        said = str(error)
-    found = {"before": whole, "after": described(came), "together": came.together.tolist(), "kept": kept, "said": said}
-    (out / f"dealt.{rank}.json").write_text(json.dumps(found))
+        rebalance_across_ranks(make_batch(processor, rows=[rank]).add(**{f"field_{rank}": torch.zeros(1)}))
+    except ValueError as raised:
+        error = str(raised)
+    result = {"before": before, "after": describe(rebalanced), "is_kept": is_kept, "error": error}
+    result["micro_batch_group"] = rebalanced.micro_batch_group.tolist()
+    (out / f"rebalancing.{rank}.json").write_text(json.dumps(result))
 
 
 def save(model_dir, out):
-    """A checkpoint, and what it should hold."""
+    """Save a checkpoint, and the weights that it should contain."""
     engine = make_engine("fsdp2", model=load_model(model_dir), optimizer=torch.optim.AdamW)
     engine.save_checkpoint(out / "killed", {"step": 1})
     torch.save(dict(engine.get_per_tensor_param()), out / "killed.pt")
@@ -213,7 +213,7 @@ def save(model_dir, out):
 
 
 def be_killed_while_saving(engine, out):
-    """Save other weights over them; this process ends when there is a shard and nothing yet that mentions it."""
+    """Overwrite the checkpoint with other weights; the process ends after the first shard, before the metadata."""
     for parameter in engine.module.parameters():
         parameter.data.zero_()
     os.fsync = lambda file: os._exit(0)
@@ -221,14 +221,14 @@ def be_killed_while_saving(engine, out):
     checkpoint.finish()
 
 
-def measure_case(name, model_dir, big_dir, out):
+def run_case(name, model_dir, big_dir, out):
     if name in CASES:
         run(model_dir, out / name, name)
     elif name == "loading":
         peak_of_loading(model_dir, on_meta=True)  # so that imports are not counted
-        measure(big_dir, out)
-    elif name == "deal_anew":
-        deal_anew(model_dir, out)
+        compare_loading(big_dir, out)
+    elif name == "rebalancing":
+        rebalance(model_dir, out)
     elif name == "killed":
         return save(model_dir, out)
     else:
@@ -244,9 +244,9 @@ def on_rank(rank, world, port, model_dir, big_dir, out, names):
         init_distributed("cpu")
     for name in names:
         with isolated(out, name):
-            found = measure_case(name, model_dir, big_dir, Path(out))
+            result = run_case(name, model_dir, big_dir, Path(out))
     if "killed" in names:
-        be_killed_while_saving(found, Path(out))
+        be_killed_while_saving(result, Path(out))
     dist.destroy_process_group()
 
 

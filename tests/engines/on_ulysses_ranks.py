@@ -1,4 +1,4 @@
-"""Run by `test_ulysses.py`: the same global batches in one process, and shared by two and four.
+"""Run by `test_ulysses.py`: the same global batches on one process, and on two and four that share rows or matrices.
 
 on_ulysses_ranks.py OUT_DIR NAME...
 """
@@ -20,16 +20,16 @@ sys.path[:0] = [str(HERE), str(HERE.parent)]
 import family_configs  # noqa: E402
 import test_families  # noqa: E402
 from isolated_cases import case as isolated  # noqa: E402
-from one_gradient import OUTPUTS, POLICY, VALUE, columns, whole  # noqa: E402
+from one_gradient import OUTPUTS, POLICY, VALUE, columns, full_tensor  # noqa: E402
 from rows import make_batch  # noqa: E402
 
 from rlkit.data import collate, extend  # noqa: E402
 from rlkit.data.samples import prompt  # noqa: E402
 from rlkit.engines import make_engine  # noqa: E402
-from rlkit.engines.attention import use_packed_attention  # noqa: E402
-from rlkit.engines.balance import balanced  # noqa: E402
-from rlkit.engines.packer import pack  # noqa: E402
-from rlkit.engines.ulysses import gather, share_rows  # noqa: E402
+from rlkit.engines.balance import rebalance_across_ranks  # noqa: E402
+from rlkit.engines.packing.attention import use_packed_attention  # noqa: E402
+from rlkit.engines.packing.inputs import prepare_model_inputs  # noqa: E402
+from rlkit.engines.packing.ulysses import apply_ulysses, gather_outputs  # noqa: E402
 from rlkit.engines.value_head import with_value_head  # noqa: E402
 from rlkit.vlm import lora  # noqa: E402
 from rlkit.vlm.inputs import position_spec  # noqa: E402
@@ -46,8 +46,8 @@ class Case:
     config: dict = field(default_factory=dict)
     options: dict = field(default_factory=dict)
     lora: bool = False
-    first_group_has_all: bool = False
-    rows: dict = field(default_factory=dict)  # more about the rows of a vision model
+    rows_on_first_group: bool = False  # the other model-parallel groups have no rows
+    rows: dict = field(default_factory=dict)  # options of `make_batch`, for a vision model
 
 
 CHECKPOINTED = {"enable_gradient_checkpointing": True}
@@ -55,11 +55,11 @@ CASES = {
     "qwen2": Case("qwen2", config={"num_key_value_heads": 1}, options={"micro_batch_tokens": 40}),
     "qwen2_values": Case("qwen2", VALUE, options={"micro_batch_tokens": 40}),
     "qwen2_fused": Case("qwen2", options={"use_fused_kernels": True, "share_prompts": False}),
-    "qwen2_no_rows": Case("qwen2", options={"micro_batch_tokens": 40}, first_group_has_all=True),
+    "qwen2_no_rows": Case("qwen2", options={"micro_batch_tokens": 40}, rows_on_first_group=True),
     "qwen3": Case("qwen3", options={"micro_batch_tokens": 40}),
     "qwen3_moe": Case("qwen3_moe", config=EXPERTS),
     "qwen2_5_vl": Case("qwen2_5_vl", options={"micro_batch_tokens": 110}),
-    "qwen2_5_vl_videos": Case("qwen2_5_vl", rows={"videos": (1,)}),  # of two ranks one has it, beside images
+    "qwen2_5_vl_videos": Case("qwen2_5_vl", rows={"videos": (1,)}),  # one of two ranks has the video
     "qwen2_5_vl_lora": Case("qwen2_5_vl", options=CHECKPOINTED, lora=True),
     "qwen3_vl": Case("qwen3_vl", options={**CHECKPOINTED, "micro_batch_tokens": 110}),
 }
@@ -74,26 +74,26 @@ SPLITS = {  # ranks, the engine's options, cases
     "DP 2": (2, {}, ["qwen2_no_rows", "qwen2_5_vl_videos"]),
     "DP 2 x Ulysses 2": (4, SHARED, ["qwen2", "qwen2_values", "qwen2_no_rows", "qwen2_5_vl"]),
     "Ulysses 4": (4, {"ulysses_sequence_parallel_size": 4}, ["qwen3_moe"]),
-    "2 copies x 2 shards": (4, HALVES, ["qwen2_values", "qwen2_no_rows", "qwen2_5_vl"]),
-    "2 copies x 2 shards, Ulysses 2": (4, {**SHARED, **HALVES}, ["qwen2"]),
+    "2 replicas x 2 shards": (4, HALVES, ["qwen2_values", "qwen2_no_rows", "qwen2_5_vl"]),
+    "2 replicas x 2 shards, Ulysses 2": (4, {**SHARED, **HALVES}, ["qwen2"]),
 }
 FAMILIES = [*test_families.TEXT, *test_families.VISION]
-# what is measured: a case on a split of ranks, a family on two ranks, and what is refused
+# all cases: one for each layout and model, each family on two ranks, and the errors
 NAMES = [f"{split}/{name}" for split, (*_, names) in SPLITS.items() for name in names]
-NAMES += [*(f"family/{family}" for family in FAMILIES), "refusals"]
+NAMES += [*(f"family/{family}" for family in FAMILIES), "errors"]
 
 
 def compared():
     for layout, (*_, names) in SPLITS.items():
         for case in (CASES[name] for name in names if layout != "1 process"):
-            yield layout, columns(case.losses, sees=is_vision(case), empty=case.first_group_has_all)
+            yield layout, columns(case.losses, has_images=is_vision(case), has_empty_rank=case.rows_on_first_group)
 
 
 def is_vision(case):
     return case.model.endswith("_vl")
 
 
-ORDER = [5, 0, 8, 3, 1, 7, 2, 6, 4]  # answers to one prompt do not follow each other
+ORDER = [5, 0, 8, 3, 1, 7, 2, 6, 4]  # answers to one prompt are not neighbours
 
 
 def make_processor():
@@ -117,7 +117,7 @@ def make_model(case, processor=None):
 
 
 def make_rows(processor, chosen, more=None):
-    """Rows of unequal lengths, in groups of one prompt; of a vision model's some have images."""
+    """Rows of unequal lengths, in groups of one prompt; for a vision model some have images."""
     if processor is not None:
         return make_batch(processor, rows=chosen, **(more or {}))
     g = torch.Generator().manual_seed(0)
@@ -135,11 +135,11 @@ def make_case(case, processor=None, **options):
     model = make_model(case, processor)
     if case.lora:
         model = lora(model, 4, 8)
-    value = case.losses is VALUE
+    is_value = case.losses is VALUE
     return make_engine(
         "fsdp2",
-        "value_model" if value else "language_model",
-        model=with_value_head(model) if value else model,
+        "value_model" if is_value else "language_model",
+        model=with_value_head(model) if is_value else model,
         device="cpu",
         optimizer=lambda params: torch.optim.AdamW(params, lr=1e-2, eps=1e-4),
         **{**case.options, **options},
@@ -147,37 +147,38 @@ def make_case(case, processor=None, **options):
 
 
 def run(name, split, out, processor):
-    """Four steps; the gradients of three; logprobs and a plain forward on gathered weights before and after."""
+    """Scores at the start, four steps with the gradients of three, and a plain forward on gathered weights."""
     case = CASES[name]
     engine = make_case(case, processor if is_vision(case) else None, **SPLITS[split][1])
-    chosen = list(range(9))[engine.data_rank :: engine.data_world]
-    if case.first_group_has_all:
-        chosen = [] if engine.data_rank else list(range(9))
+    chosen = list(range(9))[engine.data_parallel_rank :: engine.data_parallel_size]
+    if case.rows_on_first_group:
+        chosen = [] if engine.data_parallel_rank else list(range(9))
     batch = make_rows(processor if is_vision(case) else None, [ORDER[i] for i in chosen], case.rows)
     outputs = OUTPUTS[case.losses]
-    results = {"rows": chosen, "scored": engine.infer_batch(batch, outputs[:1])[outputs[0]]}
+    results = {"rows": chosen, "scores": engine.infer_batch(batch, outputs[:1])[outputs[0]]}
     results |= {"steps": [], "gradients": []}
     for step, loss_fn in enumerate(case.losses):
         results["steps"].append(engine.train_batch(batch, loss_fn, outputs))
         if step < 3:
             named = engine.module.named_parameters()
-            results["gradients"].append({n: whole(p.grad).clone() for n, p in named if p.grad is not None})
+            results["gradients"].append({n: full_tensor(p.grad).clone() for n, p in named if p.grad is not None})
         if name in ("qwen2", "qwen3") and step == 0:
             engine.save_checkpoint(out / f"{name}.checkpoint", {"step": 1})
         if step == 2:
             results["parameters"] = {n: x.clone() for n, x in engine.get_per_tensor_param(bucket_bytes=20_000)}
             with torch.no_grad(), engine.gathered() as module:
                 results["gathered"] = module(input_ids=torch.arange(5, 40).view(1, -1)).logits
-    if case.first_group_has_all:
-        dealt = balanced(batch, engine.data_group)
-        rows = [row[:length] for row, length in zip(dealt.tokens.tolist(), dealt.lengths, strict=True)]
-        results["dealt"] = engine.data_rank, rows, engine.infer_batch(dealt, outputs[:1])[outputs[0]].sum().item()
+    if case.rows_on_first_group:
+        rebalanced = rebalance_across_ranks(batch, engine.data_parallel_group)
+        rows = [row[:length] for row, length in zip(rebalanced.tokens.tolist(), rebalanced.lengths, strict=True)]
+        score = engine.infer_batch(rebalanced, outputs[:1])[outputs[0]].sum().item()
+        results["rebalanced"] = engine.data_parallel_rank, rows, score
     results["total"] = engine.global_sum(len(batch)).item()
     torch.save(results, out / f"{name}.{dist.get_rank()}.pt")
 
 
 def run_family(family, ulysses_size):
-    """Largest errors of logprobs and of gradients, summed over the ranks, against one sequence at a time."""
+    """The largest errors of logprobs and of gradients summed over ranks, compared with one sequence at a time."""
     if family in test_families.VISION:
         (batch, weights), model = test_families.rows(family), test_families.vision_model(family)
     else:
@@ -185,40 +186,40 @@ def run_family(family, ulysses_size):
         batch, weights = test_families.rows()
     expected, expected_gradients = test_families.one_at_a_time(model, batch, weights)
     use_packed_attention(model, packed=True)
-    ulysses = share_rows(model, ulysses_size, CPU, packed=True)
-    inputs = pack(batch, position_spec(model.config), CPU, ulysses=ulysses)
-    logits = inputs.kept(model(**inputs.kwargs, use_cache=False).logits)
-    own = logits.log_softmax(-1).gather(1, inputs.targets[:, None])[:, 0]
-    logprobs = inputs.scatter(gather(own, inputs.counts, ulysses))
+    ulysses = apply_ulysses(model, ulysses_size, CPU, packed=True)
+    inputs = prepare_model_inputs(batch, position_spec(model.config), CPU, ulysses=ulysses)
+    logits = inputs.select_outputs(model(**inputs.kwargs, use_cache=False).logits)
+    local = logits.log_softmax(-1).gather(1, inputs.targets[:, None])[:, 0]
+    logprobs = inputs.scatter(gather_outputs(local, inputs.outputs_per_rank, ulysses))
     errors = [(logprobs.detach() - expected).abs().max().item()]
-    came = test_families.gradients(model, (weights * logprobs).sum())
+    gradients = test_families.gradients(model, (weights * logprobs).sum())
     for name, gradient in expected_gradients.items():
-        total = came.get(name, torch.zeros_like(gradient))
+        total = gradients.get(name, torch.zeros_like(gradient))
         dist.all_reduce(total, group=ulysses.group)
         errors.append(((total - gradient).abs().max() / gradient.abs().max().clamp(min=1)).item())
     return errors
 
 
-def damaged(checkpoint, out):
-    """Copies of a checkpoint without a shard, with half of one, with other bytes in one, and without its last bytes."""
+def damage(checkpoint, out):
+    """Copy a checkpoint without a shard, with half of one, with wrong bytes in one, and with wrong metadata."""
     if dist.get_rank() == 0:
-        for name in ("gone", "half", "rotten", "unlisted"):
+        for name in ("missing", "half", "corrupt", "no_metadata"):
             shutil.copytree(checkpoint, out / name)
-            file = out / name / (".metadata" if name == "unlisted" else "__1_0.distcp")
+            file = out / name / (".metadata" if name == "no_metadata" else "__1_0.distcp")
             size = file.stat().st_size
             file.write_bytes(file.read_bytes()[: size // 2] + b"x" * (size - size // 2) * (name != "half"))
-        (out / "gone" / "__1_0.distcp").unlink()
+        (out / "missing" / "__1_0.distcp").unlink()
     dist.barrier()
 
 
-def refusals(out):
-    """What is said on this rank to what cannot be done."""
+def errors(out):
+    """The errors of this rank for everything that is not supported."""
     qwen2, rank = CASES["qwen2"], dist.get_rank()
     saved = out / "Ulysses 2" / "qwen2.checkpoint"
-    damaged(saved, out)
+    damage(saved, out)
     engine = make_case(qwen2, **SHARED)
     attempts = {
-        "copies": lambda: make_case(qwen2, fsdp_size=3),
+        "fsdp_size": lambda: make_case(qwen2, fsdp_size=3),
         "tensor": lambda: make_case(qwen2, tensor=3),
         "key_value": lambda: make_case(qwen2, **TENSOR),
         "experts": lambda: make_case(CASES["qwen3_moe"], **TENSOR),
@@ -240,29 +241,30 @@ def refusals(out):
         "shallower": lambda: make_case(replace(qwen2, config=SHALLOW)).load_checkpoint(saved),
         "deeper": lambda: make_case(replace(qwen2, config={**SHALLOW, "num_hidden_layers": 3})).load_checkpoint(saved),
         **{
-            name: partial(engine.load_checkpoint, out / name) for name in ("gone", "half", "rotten", "unlisted", "none")
+            name: partial(engine.load_checkpoint, out / name)
+            for name in ("missing", "half", "corrupt", "no_metadata", "none")
         },
     }
-    said = {}
+    messages = {}
     for name, attempt in attempts.items():
         try:
             attempt()
         except ValueError as error:
-            said[name] = str(error).replace(str(out), "OUT")
-    return said
+            messages[name] = str(error).replace(str(out), "OUT")
+    return messages
 
 
 def ranks_of(name):
     return SPLITS[name.partition("/")[0]][0] if name.partition("/")[0] in SPLITS else 2
 
 
-def measure(name, out, processor):
+def run_case(name, out, processor):
     split, _, case = name.partition("/")
     if split in SPLITS:
         (out / split).mkdir(exist_ok=True)
         return run(case, split, out / split, processor)
-    found = run_family(case, dist.get_world_size()) if split == "family" else refusals(out)
-    (out / f"{case or name}.{dist.get_rank()}.json").write_text(json.dumps(found))
+    result = run_family(case, dist.get_world_size()) if split == "family" else errors(out)
+    (out / f"{case or name}.{dist.get_rank()}.json").write_text(json.dumps(result))
 
 
 def work(rank, world, out, names):
@@ -272,12 +274,12 @@ def work(rank, world, out, names):
     processor = make_processor()
     for name in names:
         with isolated(out, name):
-            measure(name, out, processor)
+            run_case(name, out, processor)
     dist.destroy_process_group()
 
 
 def main(out, *names):
-    for world in (1, 2, 4):  # forked: the imports are paid for once
+    for world in (1, 2, 4):  # forked, so that everything is imported once
         if chosen := [name for name in names if ranks_of(name) == world]:
             torch.multiprocessing.start_processes(work, (world, Path(out), chosen), world, start_method="fork")
 

@@ -1,7 +1,7 @@
-"""One gradient, whatever the layout: the losses that are compared, and the table in docs/engines.md of where they were.
+"""One gradient for every way to parallelise: the losses that are compared, and the table of cases in docs/engines.md.
 
-`on_ranks.py`, `on_ulysses_ranks.py` and `on_megatron_ranks.py` run the cases, `test_ranks.py`, `test_ulysses.py` and
-`test_megatron.py` compare them; the table is made from their cases, so that a yes stands only where a test runs.
+`on_ranks.py`, `on_ulysses_ranks.py` and `on_megatron_ranks.py` run the cases; `test_ranks.py`, `test_ulysses.py` and
+`test_megatron.py` compare the results. The table is made from the cases, so every "yes" in it has a test.
 """
 
 from importlib import import_module
@@ -24,7 +24,7 @@ def token_loss(out, mb):
 
 
 def sequence_loss(out, mb):
-    old = mb.rollout_logprobs - 3.5  # so that some ratios are clipped, and the loss moves
+    old = mb.rollout_logprobs - 3.5  # so that some ratios are clipped, and the loss changes
     loss = clipped_policy_loss(out.logprobs, old, mb.advantages, mb.mask)
     return sequence_mean(loss, mb.mask, mb.total_sequences), {}
 
@@ -44,22 +44,23 @@ VALUE = (value_loss,) * 4
 OUTPUTS = {POLICY: ("logprobs", "entropy"), VALUE: ("values",)}
 
 
-def whole(x):
+def full_tensor(x):
     return x.full_tensor() if hasattr(x, "full_tensor") else x
 
 
-def columns(losses, *, sees, empty):
-    """What a case compares."""
+def columns(losses, *, has_images, has_empty_rank):
+    """The columns of the table in which a case stands."""
     compared = ["value"] if losses is VALUE else ["token-level policy", "sequence-level policy", "SFT"]
-    return {*compared, *(["images in some rows"] if sees else ["text"]), *(["a rank without rows"] if empty else [])}
+    compared.append("images in some rows" if has_images else "text")
+    return {*compared, *(["a rank without rows"] if has_empty_rank else [])}
 
 
 def table():
-    """The table of docs/engines.md: layouts, and what each compares, in Markdown."""
+    """The table of docs/engines.md in Markdown: layouts, and what is compared for each."""
     found = {}
     for name in ("on_ranks", "on_ulysses_ranks", "on_megatron_ranks"):
         for layout, compared in import_module(name).compared():
             found.setdefault(layout, set()).update(compared)
     lines = [("layout", *COLUMNS), ("---",) * (1 + len(COLUMNS))]
-    lines += [(layout, *("yes" if name in seen else "" for name in COLUMNS)) for layout, seen in found.items()]
+    lines += [(layout, *("yes" if name in compared else "" for name in COLUMNS)) for layout, compared in found.items()]
     return "\n".join("| " + " | ".join(line) + " |" for line in lines)

@@ -1,6 +1,6 @@
-"""What happens on a GPU, as far as fake CUDA tensors can tell without one: which kernels are asked for, and with what.
+"""Which kernels would be called on a GPU, and with which arguments, tested with fake CUDA tensors on a CPU.
 
-They have shapes, types and devices and no numbers, so that tensors of two devices, and a look at a number, raise.
+Fake tensors have shapes, dtypes and devices but no values: mixing devices, or reading a value, raises.
 """
 
 import sys
@@ -15,30 +15,37 @@ sys.path.insert(0, str(Path(__file__).parent))
 from family_configs import HYBRID, VISION
 from test_families import vision_model
 
-from rlkit.engines import attention
-from rlkit.engines.attention import Block, Layout, use_packed_tower, varlen_attention
 from rlkit.engines.checkpoint import random_states, set_random_states
 from rlkit.engines.distributed import init_distributed
+from rlkit.engines.packing import attention, flash, vision_attention
+from rlkit.engines.packing.attention import varlen_attention
+from rlkit.engines.packing.layout import AttentionBlock, PackedLayout
+from rlkit.engines.packing.vision_attention import packed_vision_attention, use_packed_vision_attention
 from rlkit.vlm.families import IN_PATCHES
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
 
 
 class Kernels(TorchDispatchMode):
-    """The shapes that torch's flash kernel was given."""
+    """Records the head sizes that torch's flash kernel is called with."""
 
     def __init__(self):
         super().__init__()
-        self.came = []
+        self.head_sizes = []
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         if "_varlen_attn" in str(func):
-            self.came.append([x.shape[-1] for x in args[:3]])
+            self.head_sizes.append([x.shape[-1] for x in args[:3]])
         return func(*args, **(kwargs or {}))
 
 
+def without_flash_attn(monkeypatch):
+    for module in (attention, flash):
+        monkeypatch.setattr(module, "flash_attn_varlen_func", lambda: None)
+
+
 @pytest.mark.parametrize(
-    ("dtype", "size", "of_values", "kernel"),
+    ("dtype", "size", "value_size", "kernel"),
     [
         (torch.bfloat16, 64, 64, [64, 64, 64]),
         (torch.bfloat16, 192, 128, [192, 192, 192]),  # DeepSeek's heads
@@ -48,20 +55,20 @@ class Kernels(TorchDispatchMode):
     ],
 )
 @pytest.mark.parametrize("window", [None, 3])
-def test_flash_kernels_get_what_they_take(dtype, size, of_values, kernel, window, monkeypatch):
-    monkeypatch.setattr(attention, "_flash_attn", lambda: None)
-    layout = Layout([0, 7, 9], [7, 2, 40], [(0, 0)] * 3, CPU)
+def test_flash_kernels_are_called_with_supported_arguments(dtype, size, value_size, kernel, window, monkeypatch):
+    without_flash_attn(monkeypatch)
+    layout = PackedLayout([0, 7, 9], [7, 2, 40], [(0, 0)] * 3, CPU)
     blocks = layout.blocks
     with FakeTensorMode(allow_non_fake_inputs=True), torch.no_grad(), Kernels() as kernels:
-        layout.device, layout.blocks = GPU, [Block(*(x.to(GPU) for x in block)) for block in blocks]
-        shapes = (4, size), (2, size), (2, of_values)
+        layout.device, layout.blocks = GPU, [AttentionBlock(*(x.to(GPU) for x in block)) for block in blocks]
+        shapes = (4, size), (2, size), (2, value_size)
         out = varlen_attention(*(torch.empty(49, *x, dtype=dtype, device=GPU) for x in shapes), layout, window=window)
-    assert kernels.came == ([] if kernel is None else [kernel])
-    assert out.shape == (49, 4, of_values) and out.device == GPU and out.dtype == dtype
+    assert kernels.head_sizes == ([] if kernel is None else [kernel])
+    assert out.shape == (49, 4, value_size) and out.device == GPU and out.dtype == dtype
 
 
-def test_random_numbers_of_a_gpu_go_on_behind_a_checkpoint(monkeypatch):
-    """Dropout draws there, not on the host."""
+def test_random_states_of_a_gpu_are_restored_from_a_checkpoint(monkeypatch):
+    """Dropout draws its numbers there, not on the host."""
     init_distributed("cpu")
     gpu = torch.Generator().manual_seed(5)
     monkeypatch.setattr(torch.cuda, "get_rng_state", lambda device: gpu.get_state())
@@ -70,15 +77,20 @@ def test_random_numbers_of_a_gpu_go_on_behind_a_checkpoint(monkeypatch):
     drawn = [torch.rand(3), torch.rand(3, generator=gpu)]
     set_random_states(state, GPU)
     assert all(map(torch.equal, drawn, [torch.rand(3), torch.rand(3, generator=gpu)]))
-    set_random_states({}, GPU)  # of a checkpoint of fewer ranks
+    set_random_states({}, GPU)  # a checkpoint of fewer ranks
     assert random_states(CPU).keys() == {"rng.0"}
 
 
 @pytest.mark.parametrize("family", sorted(IN_PATCHES & {*VISION, *HYBRID}))
-def test_a_tower_is_asked_for_all_images_at_once(family, monkeypatch):
-    """With the features and gradients of transformers' own, which asks for each image, or each window of one."""
-    model, calls, attend = vision_model(family), [], attention._tower_attention
-    monkeypatch.setattr(attention, "_tower_attention", lambda *args, **more: calls.append(0) or attend(*args, **more))
+def test_a_vision_tower_attends_to_all_images_in_one_call(family, monkeypatch):
+    """Features and gradients equal transformers' own, which calls attention for each image or window."""
+    model, calls, attend = vision_model(family), [], packed_vision_attention
+
+    def counted(*args, **kwargs):
+        calls.append(0)
+        return attend(*args, **kwargs)
+
+    monkeypatch.setattr(vision_attention, "packed_vision_attention", counted)
     model.set_attn_implementation("sdpa")
     config = model.config.vision_config
     tower = next(module for module in model.modules() if getattr(module, "config", None) is config)
@@ -86,27 +98,27 @@ def test_a_tower_is_asked_for_all_images_at_once(family, monkeypatch):
     pixels = torch.randn(80, 3 * 2 * 4 * 4, generator=torch.Generator().manual_seed(0))
     found = []
     for packed in (False, True):
-        assert not packed or use_packed_tower(model, model.config)
+        assert not packed or use_packed_vision_attention(model, model.config)
         features = tower(pixels, grid_thw=grid).pooler_output
         tower.zero_grad()
         features.square().sum().backward()
         found.append([features, *(p.grad.clone() for p in tower.parameters() if p.grad is not None)])
-    for came, expected in zip(*found, strict=True):
-        torch.testing.assert_close(came, expected, atol=1e-5, rtol=1e-5)
+    for default, packed in zip(*found, strict=True):
+        torch.testing.assert_close(packed, default, atol=1e-5, rtol=1e-5)
     assert len(calls) == config.depth
-    assert type(model)(model.config).config.vision_config._attn_implementation == "sdpa"  # others are as they would be
+    assert type(model)(model.config).config.vision_config._attn_implementation == "sdpa"  # not changed
 
 
 @pytest.mark.parametrize(("dtype", "kernel"), [(torch.bfloat16, [80, 80, 80]), (torch.float32, None)])
-def test_a_towers_images_are_one_call_of_the_kernel(dtype, kernel, monkeypatch):
-    monkeypatch.setattr(attention, "_flash_attn", lambda: None)
+def test_all_images_of_a_tower_are_one_kernel_call(dtype, kernel, monkeypatch):
+    without_flash_attn(monkeypatch)
     bounds = torch.tensor([0, 16, 48, 80], dtype=torch.int32)
     with FakeTensorMode(allow_non_fake_inputs=True), torch.no_grad(), Kernels() as kernels:
         q, k, v = torch.empty(3, 1, 4, 80, 80, dtype=dtype, device=GPU).unbind()
-        if kernel is None:  # float32 waits for the lengths, which fake tensors have not
+        if kernel is None:  # float32 reads the lengths, which fake tensors do not have
             with pytest.raises(DataDependentOutputException):
-                attention._tower_attention(None, q, k, v, None, cu_seq_lens_q=bounds.to(GPU), max_length_q=32)
+                packed_vision_attention(None, q, k, v, None, cu_seq_lens_q=bounds.to(GPU), max_length_q=32)
         else:
-            out, _ = attention._tower_attention(None, q, k, v, None, cu_seq_lens_q=bounds.to(GPU), max_length_q=32)
+            out, _ = packed_vision_attention(None, q, k, v, None, cu_seq_lens_q=bounds.to(GPU), max_length_q=32)
             assert out.shape == (1, 80, 4, 80) and out.device == GPU
-    assert kernels.came == ([] if kernel is None else [kernel])
+    assert kernels.head_sizes == ([] if kernel is None else [kernel])

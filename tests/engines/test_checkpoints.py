@@ -37,7 +37,7 @@ def make_resumable(tiny_dir, *, model=None):
 
 
 def test_engine_resume_is_exact(tiny_dir, processor, tmp_path):
-    """Losses **after** an update that follows the load."""
+    """Steps after the load have exactly the same metrics."""
     batch, steps = make_batch(processor), []
     engine = make_resumable(tiny_dir)
     for i in range(5):
@@ -54,8 +54,8 @@ def test_engine_resume_is_exact(tiny_dir, processor, tmp_path):
     assert [p.name for p in tmp_path.iterdir()] == ["step_2"]
 
 
-def test_a_checkpoint_is_written_while_training_goes_on(tiny_dir, processor, tmp_path):
-    """It holds what was there at the save, its place is empty or whole, and the next save or load waits for it."""
+def test_a_checkpoint_is_written_while_training_continues(tiny_dir, processor, tmp_path):
+    """It contains the state at the time of the save, is complete or absent, and the next save or load waits for it."""
     batch, engine = make_batch(processor), make_resumable(tiny_dir)
     engine.train_batch(batch, weighted_loss, ("logprobs", "entropy"))
     at_save = {name: tensor.clone() for name, tensor in engine.get_per_tensor_param()}
@@ -72,7 +72,7 @@ def test_a_checkpoint_is_written_while_training_goes_on(tiny_dir, processor, tmp
     again = make_resumable(tiny_dir)
     again.train_batch(batch, weighted_loss, ("logprobs", "entropy"))
     again.save_checkpoint(tmp_path / "step_1", wait=False)
-    for parameter in again.module.parameters():  # what is written is a copy
+    for parameter in again.module.parameters():  # a copy is written
         parameter.data.zero_()
     again.load_checkpoint(tmp_path / "step_1")
     for name, tensor in again.get_per_tensor_param():
@@ -83,7 +83,7 @@ def test_a_checkpoint_is_written_while_training_goes_on(tiny_dir, processor, tmp
 def test_a_save_that_fails_in_its_thread_is_reported(tiny_dir, tmp_path):
     engine = make_resumable(tiny_dir)
     engine.save_checkpoint(tmp_path / "step_1", {"step": 1})
-    (tmp_path / "step_1.old").write_text("")  # which rmtree leaves, and no directory can be moved to
+    (tmp_path / "step_1.old").write_text("")  # a file: rmtree ignores it, and no directory can be renamed to it
     engine.save_checkpoint(tmp_path / "step_1", {"step": 2}, wait=False)
     with pytest.raises(OSError):
         checkpoint.finish()
@@ -94,18 +94,18 @@ def test_checkpoint_that_is_cut_short_names_the_file(tiny_dir, tmp_path):
     engine = make_resumable(tiny_dir)
     engine.save_checkpoint(tmp_path / "step_1", {})
     shard = next(tmp_path.glob("step_1/*.distcp"))
-    whole = shard.read_bytes()
-    shard.write_bytes(whole[: len(whole) // 2])
-    half = len(whole) // 2
-    with pytest.raises(ValueError, match=rf"step_1: {shard.name} has {half} bytes, {len(whole)} bytes expected"):
+    contents = shard.read_bytes()
+    size, half = len(contents), len(contents) // 2
+    shard.write_bytes(contents[:half])
+    with pytest.raises(ValueError, match=rf"step_1: expected {size} bytes in {shard.name}, got {half} bytes"):
         engine.load_checkpoint(tmp_path / "step_1")
     shard.unlink()
-    with pytest.raises(ValueError, match=f"{shard.name} is missing"):
+    with pytest.raises(ValueError, match=f"step_1: expected {size} bytes in {shard.name}, got no file"):
         engine.load_checkpoint(tmp_path / "step_1")
     (tmp_path / "step_1" / "manifest.json").write_text('{"files": {')
-    with pytest.raises(ValueError, match="manifest.json is cut short"):
+    with pytest.raises(ValueError, match="step_1: expected JSON in manifest.json, got a damaged file"):
         engine.load_checkpoint(tmp_path / "step_1")
-    with pytest.raises(ValueError, match="step_9: no manifest.json"):
+    with pytest.raises(ValueError, match="step_9: expected manifest.json, got none"):
         engine.load_checkpoint(tmp_path / "step_9")
 
 
@@ -113,27 +113,27 @@ def test_checkpoint_of_another_model(tiny_dir, tmp_path):
     make_resumable(tiny_dir).save_checkpoint(tmp_path / "step_1", {})
     other = load_model(tiny_dir)
     other.resize_token_embeddings(500)
-    with pytest.raises(ValueError, match="step_1: does not fit this model"):
+    with pytest.raises(ValueError, match="step_1: expected the state of this model and optimizer"):
         make_resumable(tiny_dir, model=other).load_checkpoint(tmp_path / "step_1")
 
 
 def test_loading_holds_one_tensor_of_the_files_at_a_time(tiny_dir, tmp_path, monkeypatch):
     make_resumable(tiny_dir).save_checkpoint(tmp_path / "step_1")
-    engine, load, came, held = make_resumable(tiny_dir), torch.load, [], []
+    engine, load, loaded, alive = make_resumable(tiny_dir), torch.load, [], []
 
-    def counted(*args, **options):
-        held.append(sum(ref() is not None for ref in came))
-        read = load(*args, **options)
-        if isinstance(read, torch.Tensor):  # or a number of the optimizer's
-            came.append(weakref.ref(read))
-        return read
+    def counting_load(*args, **options):
+        alive.append(sum(ref() is not None for ref in loaded))
+        x = load(*args, **options)
+        if isinstance(x, torch.Tensor):  # otherwise a number of the optimizer
+            loaded.append(weakref.ref(x))
+        return x
 
-    monkeypatch.setattr(torch, "load", counted)
+    monkeypatch.setattr(torch, "load", counting_load)
     engine.load_checkpoint(tmp_path / "step_1")
-    assert len(came) > 20 and not any(held)
+    assert len(loaded) > 20 and not any(alive)
 
 
-def test_manifest_is_json_and_nothing_else_travels(tiny_dir, tmp_path):
+def test_manifest_lists_all_files(tiny_dir, tmp_path):
     engine = make_resumable(tiny_dir)
     engine.save_checkpoint(tmp_path / "step_1", {"step": 1})
     manifest = json.loads((tmp_path / "step_1" / "manifest.json").read_text())
@@ -142,28 +142,29 @@ def test_manifest_is_json_and_nothing_else_travels(tiny_dir, tmp_path):
 
 
 @pytest.mark.parametrize("then", ["load", "save"])
-def test_one_killed_between_its_two_moves_is_put_back(tiny_dir, tmp_path, then):
-    """What stood there was moved aside, what was to come had not been moved yet."""
+def test_a_save_killed_between_its_two_renames_is_undone(tiny_dir, tmp_path, then):
+    """The old checkpoint was renamed already, the new one not yet."""
     engine = make_resumable(tiny_dir)
     engine.save_checkpoint(tmp_path / "step_1", {"step": 1})
     (tmp_path / "step_1").rename(tmp_path / "step_1.old")
     if then == "save":
-        with pytest.raises(FileNotFoundError):  # nothing was written, and so nothing is let go of
+        with pytest.raises(FileNotFoundError):  # there is no new checkpoint, and the old one is kept
             checkpoint.replace_directory(tmp_path / "step_1.part", tmp_path / "step_1")
     assert engine.load_checkpoint(tmp_path / "step_1") == {"step": 1}
 
 
-def test_a_checkpoint_of_which_more_trains(tiny_dir, tmp_path):
-    """Or a frozen part would keep what the model began with."""
+def test_a_checkpoint_with_more_trained_parameters(tiny_dir, tmp_path):
+    """It is refused: the parameters that are frozen now would keep their initial values."""
     make_resumable(tiny_dir).save_checkpoint(tmp_path / "step_1", {})
     model = load_model(tiny_dir)
     freeze(model, vision_tower(model))
-    with pytest.raises(ValueError, match=r"step_1: .* of which more trains: it holds model.visual.* and \d+ more that"):
+    expected = r"step_1: expected only parameters that .* trains, got \d+ others such as model.visual"
+    with pytest.raises(ValueError, match=expected):
         make_resumable(tiny_dir, model=model).load_checkpoint(tmp_path / "step_1")
 
 
-def test_the_newest_are_kept(tiny_dir, tmp_path):
-    """By number and not by name; what is no checkpoint stays."""
+def test_keep_newest_removes_old_checkpoints(tiny_dir, tmp_path):
+    """By number, not by name; other directories stay."""
     make_resumable(tiny_dir)  # a process group
     for name in ("step_9", "step_10", "step_2", "step_11.part", "step_x", "else"):
         (tmp_path / name).mkdir()

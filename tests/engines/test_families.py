@@ -1,4 +1,4 @@
-"""Packed rows, with and without shared prompts, against one sequence at a time in transformers, family by family."""
+"""Packed rows, with and without shared prompts, compared with one sequence at a time in transformers, by family."""
 
 import sys
 from inspect import signature
@@ -15,13 +15,14 @@ from family_configs import BASE, HYBRID, IMAGE, REFUSED, SIGLIP, TEXT, VIDEO, VI
 from rlkit.data import collate, extend
 from rlkit.data.samples import prompt
 from rlkit.engines import make_engine
-from rlkit.engines.attention import NAME, Layout, use_packed_attention, varlen_attention
-from rlkit.engines.packer import pack
+from rlkit.engines.packing.attention import NAME, packed_attention, use_packed_attention, varlen_attention
+from rlkit.engines.packing.inputs import prepare_model_inputs
+from rlkit.engines.packing.layout import PackedLayout
 from rlkit.vlm.families import head_obstacle, image_groups
 from rlkit.vlm.inputs import model_vision, position_ids, position_spec
 
 CPU = torch.device("cpu")
-WAYS = {"packed": {"share_prompts": False}, "shared": {"share_prompts": True}, "padded": {"packed": False}}
+WAYS = {"packed": {"share_prompts": False}, "shared": {"share_prompts": True}, "padded": {"remove_padding": False}}
 LEFT = "padded on the left"
 
 
@@ -29,16 +30,16 @@ def seeded(build):
     torch.manual_seed(0)
     model = build().eval()
     with torch.no_grad():
-        for name, parameter in model.named_parameters():  # far from what an initialiser gives: attention must matter
+        for name, parameter in model.named_parameters():  # larger than at initialisation, so that attention matters
             if parameter.ndim > 1 and "experts" not in name and "router" not in name:
                 parameter.mul_(4)
-            if name.endswith(("sinks", "mm_input_projection_weight")):  # Gemma3 starts that at 0
+            if name.endswith(("sinks", "mm_input_projection_weight")):  # which are 0 at first
                 parameter.normal_()
     return model
 
 
-def text_model(family, more, attention="sdpa"):
-    config = AutoConfig.for_model(family.removesuffix("_sliding"), **{**BASE, **more})
+def text_model(family, options, attention="sdpa"):
+    config = AutoConfig.for_model(family.removesuffix("_sliding"), **{**BASE, **options})
     return seeded(lambda: AutoModelForCausalLM.from_config(config, attn_implementation=attention))
 
 
@@ -48,8 +49,10 @@ def vision_model(family):
 
 
 def rows(family=None):
-    """Three prompts of 2, 1 and 3 answers; with a family of VISION the first two have an image, and where it sees
-    patches a video, and an image and a video, are asked about too."""
+    """Three prompts with 2, 1 and 3 answers; for a vision family the first two have an image.
+
+    If its images are patches, two more prompts have a video, and a video and an image.
+    """
     g = torch.Generator().manual_seed(0)
     samples = []
     for group, (length, answers) in enumerate(((9, 2), (5, 1), (11, 3))):
@@ -74,8 +77,10 @@ def rows(family=None):
 
 
 def video_prompts(family, g):
-    """Two frames of 2 x 2 merged patches; and an image behind them, but for GLM, which transformers, the oracle, lets
-    see one kind in a forward."""
+    """A prompt with a video of two frames of 2 x 2 merged patches, and one with an image after it.
+
+    GLM has only the first: transformers, the reference, accepts images or videos in a forward, not both.
+    """
     patches = torch.randn(32, VISION["qwen2_vl"][2][1], generator=g)
     vision = {"pixel_values_videos": patches, "video_grid_thw": torch.tensor([[2, 4, 4]])}
     if family == "qwen2_5_vl":
@@ -91,7 +96,7 @@ def video_prompts(family, g):
 
 
 def kinds(ids):
-    """mm_token_type_ids: 1 for what stands for an image, 2 for a video's, which in GLM are images between brackets."""
+    """mm_token_type_ids: 1 for image tokens, 2 for video tokens, which are image tokens between brackets in GLM."""
     inside = ((ids == 93).int() - (ids == 94).int()).cumsum(-1) > 0
     return (ids == IMAGE) * (1 + inside.int()) + 2 * (ids == VIDEO)
 
@@ -105,29 +110,29 @@ def gradients(model, loss):
 def one_at_a_time(model, batch, weights):
     logprobs = torch.zeros(batch.tokens.shape)
     for b, length in enumerate(batch.lengths):
-        ids, more = batch.tokens[b : b + 1, :length], dict(batch.vision[b])
+        ids, options = batch.tokens[b : b + 1, :length], dict(batch.vision[b])
         if model.config.model_type == "gemma3":
-            more["token_type_ids"] = (ids == IMAGE).long()
+            options["token_type_ids"] = (ids == IMAGE).long()
         if "mm_token_type_ids" in signature(model.forward).parameters:
-            more["mm_token_type_ids"] = kinds(ids).int()
-        if "omni" in model.config.model_type:  # the position ids want one
-            more["attention_mask"] = torch.ones_like(ids)
-        scores = model(input_ids=ids, use_cache=False, **more).logits[0].log_softmax(-1)
-        own = torch.zeros(batch.tokens.shape[1])
-        own[1:length] = scores[:-1].gather(1, ids[0, 1:, None])[:, 0]
-        logprobs = logprobs + torch.where(batch.mask, torch.eye(len(batch))[b][:, None] * own, 0)
+            options["mm_token_type_ids"] = kinds(ids).int()
+        if "omni" in model.config.model_type:  # needed to compute its position ids
+            options["attention_mask"] = torch.ones_like(ids)
+        scores = model(input_ids=ids, use_cache=False, **options).logits[0].log_softmax(-1)
+        of_row = torch.zeros(batch.tokens.shape[1])
+        of_row[1:length] = scores[:-1].gather(1, ids[0, 1:, None])[:, 0]
+        logprobs = logprobs + torch.where(batch.mask, torch.eye(len(batch))[b][:, None] * of_row, 0)
     return logprobs.detach(), gradients(model, (weights * logprobs).sum())
 
 
 def all_at_once(model, batch, weights, options):
-    inputs = pack(batch, position_spec(model.config), CPU, **options)
-    logits = inputs.kept(model(**inputs.kwargs, use_cache=False).logits)
+    inputs = prepare_model_inputs(batch, position_spec(model.config), CPU, **options)
+    logits = inputs.select_outputs(model(**inputs.kwargs, use_cache=False).logits)
     logprobs = inputs.scatter(logits.log_softmax(-1).gather(1, inputs.targets[:, None])[:, 0])
     return logprobs.detach(), gradients(model, (weights * logprobs).sum())
 
 
 def left_padded(model, batch, weights):
-    """As a sampler's prompts are."""
+    """Rows padded on the left, like a sampler's prompts."""
     spec, (rows, width) = position_spec(model.config), batch.tokens.shape
     tokens, logprobs = torch.zeros_like(batch.tokens), torch.zeros(rows, width)
     for row, length, ids in zip(tokens, batch.lengths, batch.tokens, strict=True):
@@ -137,9 +142,9 @@ def left_padded(model, batch, weights):
     vision = model_vision(tokens, batch.vision, spec)
     mask = attended.long()
     logits = model(input_ids=tokens, attention_mask=mask, position_ids=positions, use_cache=False, **vision).logits
-    own = logits[:, :-1].log_softmax(-1).gather(2, tokens[:, 1:, None])[..., 0]
+    shifted = logits[:, :-1].log_softmax(-1).gather(2, tokens[:, 1:, None])[..., 0]
     for b, length in enumerate(batch.lengths):
-        logprobs[b, 1:length] = own[b, width - length :]
+        logprobs[b, 1:length] = shifted[b, width - length :]
     logprobs = torch.where(batch.mask, logprobs, 0)
     return logprobs.detach(), gradients(model, (weights * logprobs).sum())
 
@@ -148,12 +153,12 @@ def check(model, batch, weights, ways=(*WAYS, LEFT), atol=1e-5):
     expected, expected_gradients = one_at_a_time(model, batch, weights)
     use_packed_attention(model)
     for way in ways:
-        logprobs, came = (
+        logprobs, found = (
             left_padded(model, batch, weights) if way == LEFT else all_at_once(model, batch, weights, WAYS[way])
         )
         torch.testing.assert_close(logprobs, expected, atol=1e-5, rtol=1e-5, msg=lambda m, way=way: f"{way}: {m}")
-        assert came.keys() == expected_gradients.keys()
-        for name, gradient in came.items():
+        assert found.keys() == expected_gradients.keys()
+        for name, gradient in found.items():
             scale = expected_gradients[name].abs().max().clamp(min=1)
             torch.testing.assert_close(
                 gradient / scale, expected_gradients[name] / scale, atol=atol, rtol=1e-4,
@@ -174,25 +179,26 @@ def test_vision_family_equals_one_sequence_at_a_time(family):
 
 
 @pytest.mark.parametrize("family", [*REFUSED, *HYBRID])
-def test_a_family_that_does_not_pack_is_refused_by_name_and_padded_rows_are_right(family):
+def test_a_family_that_cannot_be_packed_is_named_and_padded_rows_are_right(family):
     if family in HYBRID:
         why, model, (batch, weights) = "linear-attention", vision_model(family), rows(family)
     else:
-        more, why = REFUSED[family]
-        model, (batch, weights) = text_model(family, more, "eager"), rows()
-    with pytest.raises(ValueError, match=f"^{family}: rows cannot be packed: .*{why}.*use_remove_padding=False"):
+        options, why = REFUSED[family]
+        model, (batch, weights) = text_model(family, options, "eager"), rows()
+    expected = f"^use_remove_padding: expected False for {family}, .* cannot be packed, got True: .*{why}"
+    with pytest.raises(ValueError, match=expected):
         use_packed_attention(model, packed=True)
-    check(model, batch, weights, ["padded"], atol=5e-5)  # a recurrence over the row adds up its rounding
-    ran = []
-    model.get_input_embeddings().register_forward_hook(lambda *_: ran.append(1))
+    check(model, batch, weights, ["padded"], atol=5e-5)  # rounding accumulates in a recurrence
+    forwards = []
+    model.get_input_embeddings().register_forward_hook(lambda *_: forwards.append(1))
     for way in ("packed", "shared"):
-        with pytest.raises(ValueError, match=f"^{family}: rows cannot be packed"):
+        with pytest.raises(ValueError, match=f"^use_remove_padding: expected False for {family}"):
             all_at_once(model, batch, weights, WAYS[way])
-    assert not ran
+    assert not forwards
 
 
 @pytest.mark.parametrize("wrap", [False, True], ids=["plain", "lora"])
-def test_the_engine_refuses_and_trains_padded(wrap):
+def test_the_engine_refuses_packed_rows_and_accepts_padded_ones(wrap):
     from rlkit.vlm import lora
 
     batch, _ = rows()
@@ -202,16 +208,16 @@ def test_the_engine_refuses_and_trains_padded(wrap):
         model = lora(model, 2, 4, target_modules=["q_proj", "o_proj"]) if wrap else model
         return make_engine("fsdp2", "language_model", model=model, device="cpu", **options)
 
-    with pytest.raises(ValueError, match="qwen3_next: rows cannot be packed: .*use_remove_padding=False"):
+    with pytest.raises(ValueError, match="expected False for qwen3_next, whose rows cannot be packed"):
         engine().infer_batch(batch)
     expected, _ = one_at_a_time(text_model("qwen3_next", REFUSED["qwen3_next"][0]), batch, 1.0)
-    came = engine(use_remove_padding=False).infer_batch(batch)["logprobs"]
-    torch.testing.assert_close(came, expected, atol=1e-5, rtol=1e-5)
+    logprobs = engine(use_remove_padding=False).infer_batch(batch)["logprobs"]
+    torch.testing.assert_close(logprobs, expected, atol=1e-5, rtol=1e-5)
 
 
 @pytest.mark.parametrize("task", [None, "CAUSAL_LM"])
-def test_gemma3_images_see_themselves_under_lora(task):
-    """PEFT wraps a model in other ways for a task; the hooks of the model inside must be called."""
+def test_gemma3_image_tokens_attend_to_each_other_under_lora(task):
+    """PEFT wraps a model differently for a task; the hooks of the wrapped model must be called."""
     import peft
 
     batch, weights = rows("gemma3")
@@ -221,8 +227,8 @@ def test_gemma3_images_see_themselves_under_lora(task):
     config = peft.LoraConfig(r=2, target_modules="all-linear", exclude_modules=".*vision.*", task_type=task)
     model = peft.get_peft_model(base, config)
     for options in WAYS.values():
-        came, _ = all_at_once(model, batch, weights, options)
-        torch.testing.assert_close(came, expected, atol=1e-5, rtol=1e-5)
+        logprobs, _ = all_at_once(model, batch, weights, options)
+        torch.testing.assert_close(logprobs, expected, atol=1e-5, rtol=1e-5)
 
 
 def test_prefix_attention_and_bidirectional_text_are_refused():
@@ -233,51 +239,49 @@ def test_prefix_attention_and_bidirectional_text_are_refused():
     batch, weights = rows("llava")
     use_packed_attention(model)
     for options in WAYS.values():
-        with pytest.raises(ValueError, match="paligemma: cannot be trained: its image and prefix tokens see later"):
+        with pytest.raises(ValueError, match="model: expected causal .*, got paligemma: its image and prefix tokens"):
             all_at_once(model, batch, weights, options)
-    seeing = text_model("gemma3_text", {"use_bidirectional_attention": True})
-    with pytest.raises(ValueError, match="gemma3_text: cannot be trained: its config sets use_bidirectional_attention"):
-        use_packed_attention(seeing, packed=True)
+    bidirectional = text_model("gemma3_text", {"use_bidirectional_attention": True})
+    with pytest.raises(ValueError, match="got gemma3_text: its config sets use_bidirectional_attention"):
+        use_packed_attention(bidirectional, packed=True)
 
 
-def test_a_mask_of_its_own_is_refused_under_packing():
-    """What transformers joins to the causal mask, here by token types, is noticed for any family."""
+def test_a_mask_beyond_causal_is_refused_for_packed_rows():
+    """Whatever transformers adds to the causal mask, here by token types, is refused for any family."""
     model = vision_model("gemma3")
     use_packed_attention(model)
-    kwargs = pack(rows("gemma3")[0], None, CPU).kwargs
+    kwargs = prepare_model_inputs(rows("gemma3")[0], None, CPU).kwargs
     kinds = (kwargs["input_ids"] == IMAGE).long()
-    with pytest.raises(ValueError, match="Gemma3Attention: rows cannot be packed: its attention has a mask of its own"):
+    with pytest.raises(ValueError, match="for Gemma3Attention, .*: its attention has a mask of its own"):
         model(**kwargs, token_type_ids=kinds, use_cache=False)
 
 
 @pytest.mark.parametrize(
-    "extra, keys, why",
+    "options, keys, why",
     [
         ({"position_bias": torch.zeros(1)}, 3, "position_bias"),
-        ({"is_causal": False}, 3, "no causal order"),
-        ({}, 2, "keys of something else"),
+        ({"is_causal": False}, 3, "no causal mask"),
+        ({}, 2, "cross-attention"),
     ],
 )
-def test_attention_beyond_causal_is_refused_under_packing(extra, keys, why):
-    from rlkit.engines.attention import _attention
-
+def test_attention_beyond_causal_is_refused_for_packed_rows(options, keys, why):
     x = torch.zeros(1, 2, 3, 8)
-    k, layout = x[:, :, :keys], Layout([0], [3], [(0, 0)], CPU)
-    with pytest.raises(ValueError, match=f"Identity: rows cannot be packed: its attention has {why};"):
-        _attention(torch.nn.Identity(), x, k, k, None, packed_layout=layout, **extra)
+    k, layout = x[:, :, :keys], PackedLayout([0], [3], [(0, 0)], CPU)
+    with pytest.raises(ValueError, match=f"for Identity, .*: its attention has {why}$"):
+        packed_attention(torch.nn.Identity(), x, k, k, None, packed_layout=layout, **options)
 
 
-def test_a_layer_that_goes_its_own_way_is_noticed():
-    """A model of remote code may say that it supports what one of its layers does not."""
+def test_a_layer_that_does_not_call_packed_attention_is_an_error():
+    """A model of remote code may claim support that one of its layers does not have."""
     model = text_model("llama", {})
     use_packed_attention(model)
     model.model.layers[1].self_attn.config = AutoConfig.for_model("llama", **BASE, attn_implementation="sdpa")
-    with pytest.raises(ValueError, match="llama: rows cannot be packed: of its 2 layers 1 asked for packed attention"):
-        model(**pack(rows()[0], None, CPU).kwargs)
+    with pytest.raises(ValueError, match="for llama, .*: only 1 of its 2 layers call packed attention"):
+        model(**prepare_model_inputs(rows()[0], None, CPU).kwargs)
 
 
 class OwnAttention(nn.Module):
-    """transformers looks for such a class, and for what it calls, in the source of a model of remote code."""
+    """transformers looks for such a class in the source of remote code, to see whether its attention can be set."""
 
 
 class OwnLlama(LlamaPreTrainedModel):
@@ -288,16 +292,17 @@ class OwnLlama(LlamaPreTrainedModel):
 
 def test_a_model_whose_attention_cannot_be_set_is_refused():
     model = OwnLlama(AutoConfig.for_model("llama", **BASE))
-    with pytest.raises(ValueError, match="llama: rows cannot be packed: its attention does not go through"):
+    with pytest.raises(ValueError, match="for llama, .*: its attention does not go through"):
         use_packed_attention(model, packed=True)
 
 
 @pytest.mark.parametrize(
-    "family, more", [("gemma2", {"final_logit_softcapping": 0.5}), ("granite", {"logits_scaling": 3}), ("cohere", {})]
+    ("family", "options"),
+    [("gemma2", {"final_logit_softcapping": 0.5}), ("granite", {"logits_scaling": 3}), ("cohere", {})],
 )
-def test_logits_changed_after_the_output_layer_are_known(family, more):
-    """The fused kernels make logits from hidden states."""
-    model = text_model(family, more)
+def test_families_that_change_logits_after_the_output_layer_are_known(family, options):
+    """Fused kernels compute logits from hidden states only."""
+    model = text_model(family, options)
     hidden = model.base_model(torch.tensor([[5, 6, 7]])).last_hidden_state
     logits = model(torch.tensor([[5, 6, 7]])).logits
     assert (model.get_output_embeddings()(hidden) - logits).abs().max() > 1e-2
@@ -307,7 +312,7 @@ def test_logits_changed_after_the_output_layer_are_known(family, more):
 
 @pytest.mark.parametrize("family", ["mistral", "gemma2", "gpt_oss"])
 def test_the_same_model_generates_and_runs_without_a_mask(family):
-    """Windows, soft caps and sinks hold outside of packed rows too."""
+    """Windows, soft caps and sinks also apply outside of packed rows."""
     ids = torch.randint(3, 80, (2, 9), generator=torch.Generator().manual_seed(0))
     mask = torch.ones_like(ids)
     mask[0, :4] = 0
@@ -315,21 +320,21 @@ def test_the_same_model_generates_and_runs_without_a_mask(family):
     options["output_logits"] = True
     plain, model = (text_model(family, TEXT[family], "eager") for _ in range(2))
     use_packed_attention(model)
-    expected, came = (torch.stack(m.generate(ids, **options).logits) for m in (plain, model))
-    torch.testing.assert_close(came, expected, atol=1e-4, rtol=1e-4)
+    expected, logits = (torch.stack(m.generate(ids, **options).logits) for m in (plain, model))
+    torch.testing.assert_close(logits, expected, atol=1e-4, rtol=1e-4)
     torch.testing.assert_close(model(ids).logits, plain(ids).logits, atol=1e-4, rtol=1e-4)
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma2"])
-def test_attention_dropout_is_honoured_in_training_alone(family):
+def test_attention_dropout_is_applied_in_training_only(family):
     model = text_model(family, {**TEXT[family], "attention_dropout": 0.5})
     use_packed_attention(model)
-    kwargs = pack(rows()[0], None, CPU).kwargs
-    scored, again = (model(**kwargs).logits for _ in range(2))
-    assert torch.equal(scored, again)
+    kwargs = prepare_model_inputs(rows()[0], None, CPU).kwargs
+    first, second = (model(**kwargs).logits for _ in range(2))
+    assert torch.equal(first, second)
     model.train()
-    one, other = (model(**kwargs).logits for _ in range(2))
-    assert (one - other).abs().max() > 0.1 and (one - scored).abs().max() > 0.1
+    dropped, dropped_again = (model(**kwargs).logits for _ in range(2))
+    assert (dropped - dropped_again).abs().max() > 0.1 and (dropped - first).abs().max() > 0.1
 
 
 def test_images_end_where_sequences_do():
@@ -349,20 +354,21 @@ def test_caps_sinks_and_images_on_a_gpu_equal_the_cpu():
     for options in ({"softcap": 0.5}, {"sinks": torch.randn(4, generator=g)}, {"images": images}):
         outs = []
         for device in ("cpu", "cuda"):
-            layout = Layout(starts, lengths, prefixes, torch.device(device))
+            layout = PackedLayout(starts, lengths, prefixes, torch.device(device))
             moved = {name: x.to(device) if isinstance(x, torch.Tensor) else x for name, x in options.items()}
-            layout.images = moved.pop("images", None)
+            layout.image_ids = moved.pop("images", None)
             outs.append(varlen_attention(q.to(device), k.to(device), v.to(device), layout, window=3, **moved).cpu())
         torch.testing.assert_close(outs[1], outs[0], atol=1e-4, rtol=1e-4)
 
 
-def test_the_engine_refuses_what_it_cannot_do_when_it_is_built():
+def test_unsupported_families_are_refused_when_the_engine_is_made():
     def engine(model, **options):
         return make_engine("fsdp2", "language_model", model=model, device="cpu", **options)
 
     capped = {"final_logit_softcapping": 0.5}
-    with pytest.raises(ValueError, match="gemma2: use_fused_kernels: its logits are changed after the output layer"):
+    expected = "use_fused_kernels: expected False for gemma2, got True: its logits are changed after"
+    with pytest.raises(ValueError, match=expected):
         engine(text_model("gemma2", capped), use_fused_kernels=True)
     engine(text_model("gemma2", capped))
-    with pytest.raises(ValueError, match="qwen3_next: rows cannot be packed"):
+    with pytest.raises(ValueError, match="use_remove_padding: expected False for qwen3_next"):
         engine(text_model("qwen3_next", REFUSED["qwen3_next"][0]))

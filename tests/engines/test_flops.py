@@ -1,4 +1,4 @@
-"""FLOPs by formula against torch's own counter, and against numbers worked out by hand."""
+"""FLOPs by formula, compared with torch's own counter and with numbers computed by hand."""
 
 import pytest
 import torch
@@ -27,24 +27,24 @@ PATCH, MERGER = 1_505_280 + 32 * 19_686_400, 44_564_480
 
 
 def test_golden_text():
-    """A prompt of 100 tokens, eight answers of 20 behind it: 260 tokens, of which 160 are scored."""
-    spans = [(100, 0), *[(20, 100)] * 8]
+    """A prompt of 100 tokens and eight answers of 20: 260 tokens, of which 160 are scored."""
+    segments = [(100, 0), *[(20, 100)] * 8]
     pairs = 100 * 101 // 2 + 8 * (20 * 100 + 20 * 21 // 2)
     assert pairs == 22_730
     expected = 2 * LANGUAGE * 260 + 4 * 28 * 3584 * pairs + 2 * 3584 * 152_064 * 160
     assert expected == 3_576_673_157_120
-    assert forward_flops(QWEN2_5_VL_7B, spans, scored=160) == expected
-    whole = forward_flops(QWEN2_5_VL_7B, [(120, 0)] * 8, scored=160)  # nothing shared
-    assert whole - expected == 2 * LANGUAGE * 700 + 4 * 28 * 3584 * 7 * (100 * 101 // 2)
+    assert forward_flops(QWEN2_5_VL_7B, segments, scored=160) == expected
+    unshared = forward_flops(QWEN2_5_VL_7B, [(120, 0)] * 8, scored=160)
+    assert unshared - expected == 2 * LANGUAGE * 700 + 4 * 28 * 3584 * 7 * (100 * 101 // 2)
 
 
 def test_golden_image():
-    """448 x 448 pixels: 32 x 32 patches, 16 windows of 64; 28 of 32 blocks see a window, 4 the whole image."""
+    """448 x 448 pixels: 32 x 32 patches, 16 windows of 64; 28 of 32 blocks attend to a window, 4 to the image."""
     pairs = 1024 * (4 * 1024 + 28 * 64)
     tower = 2 * PATCH * 1024 + 4 * 1280 * pairs + 2 * MERGER * 256
     assert tower == 1_346_937_815_040
-    assert forward_flops(QWEN2_5_VL_7B, [], frames=[1024]) == tower
-    assert forward_flops(QWEN2_5_VL_7B, [(10, 0)], frames=[1024, 1024]) == 2 * tower + forward_flops(
+    assert forward_flops(QWEN2_5_VL_7B, [], image_patches=[1024]) == tower
+    assert forward_flops(QWEN2_5_VL_7B, [(10, 0)], image_patches=[1024, 1024]) == 2 * tower + forward_flops(
         QWEN2_5_VL_7B, [(10, 0)]
     )
 
@@ -65,7 +65,7 @@ EXPERTS = {"moe_intermediate_size": 32, "num_experts": 8, "num_experts_per_tok":
     ],
 )  # fmt: skip
 def test_equals_what_torch_counts(kind, options):
-    """Eager attention multiplies the whole square of n tokens; the formula has what the mask leaves."""
+    """Eager attention computes all n * n scores; the formula counts only those that the mask keeps."""
     config, n = AutoConfig.for_model(kind, **SMALL, **options), 10
     config._attn_implementation = config._experts_implementation = "eager"
     model = AutoModelForCausalLM.from_config(config)
@@ -77,7 +77,7 @@ def test_equals_what_torch_counts(kind, options):
 
 
 @pytest.fixture(scope="module")
-def seen(tmp_path_factory):
+def model_and_batch(tmp_path_factory):
     """A tiny Qwen2.5-VL, and a batch of two images with three answers each."""
     path = tmp_path_factory.mktemp("model") / "tiny"
     task = load_task("digits")
@@ -87,17 +87,17 @@ def seen(tmp_path_factory):
 
 
 @pytest.mark.parametrize("share", [True, False])
-def test_a_batch_with_images_equals_what_torch_counts_in_the_engine(seen, share):
-    """torch counts every matrix; it does not count attention, which is called by name."""
-    path, batch = seen
+def test_a_batch_with_images_equals_what_torch_counts_in_the_engine(model_and_batch, share):
+    """torch counts every matrix product, but not attention."""
+    path, batch = model_and_batch
     optimizer = {"optimizer": lambda params: torch.optim.AdamW(params, lr=1e-4)}
     engine = make_engine("fsdp2", model=load_model(path), share_prompts=share, **optimizer)
     with FlopCounterMode(display=False) as counter:
         engine.infer_batch(batch)
     lengths = batch.lengths
     before = lengths[0] - 1
-    spans = [(before, 0), (1, before), (2, before), (3, before)] if share else [(n, 0) for n in lengths[:3]]
-    pairs = 2 * sum(n * b + n * (n + 1) // 2 for n, b in spans)
+    segments = [(before, 0), (1, before), (2, before), (3, before)] if share else [(n, 0) for n in lengths[:3]]
+    pairs = 2 * sum(n * b + n * (n + 1) // 2 for n, b in segments)
     images = 2 if share else 6
     attention = 4 * 2 * 128 * pairs + 4 * 64 * 2 * images * 16 * 16  # of two layers, and of two blocks of 4 x 4 patches
     flops, vocabulary = batch_flops(engine.config, batch, share_prompts=share), engine.config.text_config.vocab_size
@@ -109,11 +109,11 @@ def test_a_batch_with_images_equals_what_torch_counts_in_the_engine(seen, share)
 
     with FlopCounterMode(display=False) as counter:
         engine.train_batch(batch, loss_fn)
-    pixels = 2 * images * 16 * 1176 * 64  # have no gradient
+    pixels = 2 * images * 16 * 1176 * 64  # pixels have no gradient
     assert 3 * flops == counter.get_total_flops() + 3 * attention + pixels
 
 
-def test_a_rank_without_rows_does_nothing():
+def test_a_rank_without_rows_has_no_flops():
     assert batch_flops(QWEN2_5_VL_7B, collate([])) == 0
     text = collate([extend(prompt([1, 2, 3]), [4], [-1.0])])
     assert batch_flops(QWEN2_5_VL_7B, text) == forward_flops(QWEN2_5_VL_7B, [(4, 0)], scored=1)

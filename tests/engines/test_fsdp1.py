@@ -1,4 +1,4 @@
-"""The fsdp1 engine in one process, beside fsdp2. On two ranks, its gradients and checkpoints: `test_ranks.py`."""
+"""The fsdp1 engine in one process, compared with fsdp2. On two ranks: `test_ranks.py`."""
 
 import sys
 from pathlib import Path
@@ -26,48 +26,49 @@ def engine_for(tiny_dir, backend="fsdp1", **options):
 
 
 def test_weights_checkpoint_export_and_sampling(tiny_dir, processor, tmp_path):
-    """After two steps: its weights by name, a checkpoint that fsdp2 takes up, too, an export, a whole module."""
+    """After two steps: weights by name, a checkpoint that fsdp2 also loads, an export, and a gathered module."""
     batch = make_batch(processor)
-    ours, other = engine_for(tiny_dir, processor=processor), engine_for(tiny_dir, "fsdp2")
+    fsdp1, fsdp2 = engine_for(tiny_dir, processor=processor), engine_for(tiny_dir, "fsdp2")
     for loss_fn in POLICY[:2]:
-        mine, theirs = (engine.train_batch(batch, loss_fn, OUTPUTS[POLICY]) for engine in (ours, other))
-        assert mine == pytest.approx(theirs, abs=1e-5, rel=1e-5)
-    weights, expected = dict(ours.get_per_tensor_param()), dict(other.get_per_tensor_param(bucket_bytes=100_000))
+        metrics, expected = (engine.train_batch(batch, loss_fn, OUTPUTS[POLICY]) for engine in (fsdp1, fsdp2))
+        assert metrics == pytest.approx(expected, abs=1e-5, rel=1e-5)
+    weights, expected = dict(fsdp1.get_per_tensor_param()), dict(fsdp2.get_per_tensor_param(bucket_bytes=100_000))
     assert list(weights) == list(expected) and "lm_head.weight" not in weights
     for name, tensor in expected.items():
         torch.testing.assert_close(weights[name], tensor, atol=1e-5, rtol=1e-5, msg=name)
-    logprobs = ours.infer_batch(batch)["logprobs"]
-    ours.save_checkpoint(tmp_path / "step_2", {"step": 2})
-    fresh = {backend: engine_for(tiny_dir, backend) for backend in ("fsdp1", "fsdp2")}
-    for engine in fresh.values():
+    logprobs = fsdp1.infer_batch(batch)["logprobs"]
+    fsdp1.save_checkpoint(tmp_path / "step_2", {"step": 2})
+    resumed = [engine_for(tiny_dir, backend) for backend in ("fsdp1", "fsdp2")]
+    for engine in resumed:
         assert engine.load_checkpoint(tmp_path / "step_2") == {"step": 2}
         torch.testing.assert_close(engine.infer_batch(batch)["logprobs"], logprobs, atol=1e-6, rtol=1e-6)
     for loss_fn in POLICY[2:]:
-        expected = ours.train_batch(batch, loss_fn, OUTPUTS[POLICY])
-        for engine in fresh.values():
-            came = engine.train_batch(batch, loss_fn, OUTPUTS[POLICY])
-            assert came == pytest.approx(expected, abs=1e-5, rel=1e-5)
-    logprobs = ours.infer_batch(batch)["logprobs"]
-    ours.export_hf(tmp_path / "model")
+        expected = fsdp1.train_batch(batch, loss_fn, OUTPUTS[POLICY])
+        for engine in resumed:
+            assert engine.train_batch(batch, loss_fn, OUTPUTS[POLICY]) == pytest.approx(expected, abs=1e-5, rel=1e-5)
+    logprobs = fsdp1.infer_batch(batch)["logprobs"]
+    fsdp1.export_hf(tmp_path / "model")
     exported = AutoModelForImageTextToText.from_pretrained(tmp_path / "model", dtype=torch.float32)
-    with ours.gathered() as module:
+    with fsdp1.gathered() as module:
         for model in (module, exported):
             again = engine_for(tiny_dir, "fsdp2", model=model).infer_batch(batch)["logprobs"]
             torch.testing.assert_close(again, logprobs, atol=1e-6, rtol=1e-6)
 
 
-def test_what_it_cannot_do_is_said(tiny_dir):
-    with pytest.raises(ValueError, match="model: the fsdp1 engine takes none with adapters; use the fsdp2 engine"):
+def test_what_is_not_supported_is_named(tiny_dir):
+    expected = "model: expected no adapters in the fsdp1 engine, got some; use the fsdp2 engine"
+    with pytest.raises(ValueError, match=expected):
         engine_for(tiny_dir, model=lora(load_model(tiny_dir), 4, 8))
-    with pytest.raises(ValueError, match="model: its weights are on the meta device"):
+    with pytest.raises(ValueError, match="model: expected weights that are read, got the meta device"):
         engine_for(tiny_dir, model=load_model(tiny_dir, on_meta=True))
     sizes = {"tensor": 2, "fsdp_size": 1, "ulysses_sequence_parallel_size": 2}
     for option, value in {**sizes, "use_fused_kernels": True, "router_replay": True}.items():
-        with pytest.raises(ValueError, match=f"{option}={value}: not in the fsdp1 engine; use the fsdp2 engine"):
+        expected = f"{option}: expected .* in the fsdp1 engine, got {value}; use the fsdp2 engine"
+        with pytest.raises(ValueError, match=expected):
             engine_for(tiny_dir, **{option: value})
     engine = engine_for(tiny_dir, tensor=1, use_fused_kernels=False)
-    with pytest.raises(ValueError, match="disable_adapter: the model has no adapters"):
+    with pytest.raises(ValueError, match="disable_adapter: expected a model with adapters, got none"):
         engine.disable_adapter()
-    with pytest.raises(ValueError, match="to: FSDP1 does not let its weights be moved"):
+    with pytest.raises(ValueError, match="to: expected model=False in the fsdp1 engine"):
         engine.to("meta")
     engine.to("cpu")

@@ -1,4 +1,4 @@
-"""Liger's kernels: when they are asked for. What they compute is tested on a GPU with the package itself."""
+"""When Liger's kernels are used. What they compute is tested on a GPU with the package itself."""
 
 import importlib
 import importlib.util
@@ -10,8 +10,8 @@ import torch
 from transformers import Qwen2Config, Qwen2ForCausalLM
 from transformers.utils import is_liger_kernel_available
 
-from rlkit.engines.distributed import whole
-from rlkit.engines.liger import use_liger
+from rlkit.engines.distributed import full_tensor
+from rlkit.engines.fsdp.fsdp2 import use_liger_kernels
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
 
@@ -24,14 +24,14 @@ def tiny():
 
 @pytest.fixture
 def installed(tmp_path, monkeypatch):
-    """A package of that name, which notes what it is asked for and gives one norm a forward of its own."""
+    """A stand-in for the package: it records the options of each call and replaces the forward of one norm."""
     package = tmp_path / "liger_kernel"
     package.mkdir()
     (package / "__init__.py").write_text("__version__ = '0.8.5'\n")
     (package / "transformers.py").write_text(
-        "asked = []\n"
+        "calls = []\n"
         "def _apply_liger_kernel_to_instance(model, **options):\n"
-        "    asked.append(options)\n"
+        "    calls.append(options)\n"
         "    if model.config.model_type == 'qwen2':\n"
         "        model.model.norm.forward = model.model.norm.forward\n"
     )
@@ -43,33 +43,33 @@ def installed(tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(tmp_path)
     importlib.invalidate_caches()
     is_liger_kernel_available.cache_clear()
-    yield lambda: importlib.import_module("liger_kernel.transformers").asked
+    yield lambda: importlib.import_module("liger_kernel.transformers").calls
     for name in [name for name in sys.modules if name.partition(".")[0] == "liger_kernel"]:
         sys.modules.pop(name)
     is_liger_kernel_available.cache_clear()
 
 
-def test_only_on_a_gpu_and_without_its_loss(installed):
-    assert not use_liger(tiny(), CPU) and not installed()
-    assert use_liger(tiny(), GPU)
+def test_used_only_on_a_gpu_and_without_its_loss(installed):
+    assert not use_liger_kernels(tiny(), CPU) and not installed()
+    assert use_liger_kernels(tiny(), GPU)
     assert installed() == [{"rope": False, "cross_entropy": False, "fused_linear_cross_entropy": False}]
 
 
-def test_a_family_without_them_is_left_alone(installed):
+def test_an_unsupported_family_is_not_changed(installed):
     model = tiny()
     model.config.model_type = "other"
-    assert not use_liger(model, GPU) and len(installed()) == 1
+    assert not use_liger_kernels(model, GPU) and len(installed()) == 1
 
 
 @pytest.mark.skipif(importlib.util.find_spec("liger_kernel") is not None, reason="Liger is installed")
 def test_without_the_package_nothing_changes():
     model = tiny()
-    assert not use_liger(model, GPU)
+    assert not use_liger_kernels(model, GPU)
     assert not any("forward" in vars(module) for module in model.modules())
 
 
 def on_gpu():
-    """The same logprobs and gradients with Liger's kernels and without."""
+    """Check that logprobs and gradients are the same with and without Liger's kernels."""
     from rlkit.data import Batch
     from rlkit.engines import make_engine
     from rlkit.losses import token_mean
@@ -78,7 +78,7 @@ def on_gpu():
     mask = torch.ones_like(tokens, dtype=torch.bool)
     mask[:, :4] = False
     found = []
-    for fused in (False, True):  # Liger's last: it stays in the process
+    for fused in (False, True):  # Liger last: it stays in the process
         engine = make_engine(
             "fsdp2", model=tiny(), device="cuda", compute_dtype=torch.float32, use_fused_kernels=fused,
             optimizer=lambda params: torch.optim.AdamW(params, lr=0.0),
@@ -87,7 +87,7 @@ def on_gpu():
         batch = Batch(tokens, mask, [24, 20])
         logprobs = engine.infer_batch(batch)["logprobs"]
         engine.train_batch(batch, lambda out, mb: (token_mean(-out.logprobs, mb.mask, mb.total_tokens), {}))
-        found.append((logprobs, {n: whole(p.grad) for n, p in engine.module.named_parameters()}))
+        found.append((logprobs, {n: full_tensor(p.grad) for n, p in engine.module.named_parameters()}))
     torch.testing.assert_close(found[1][0], found[0][0], atol=1e-4, rtol=1e-4)
     for name, gradient in found[0][1].items():
         torch.testing.assert_close(found[1][1][name], gradient, atol=1e-4, rtol=1e-3, msg=name)

@@ -1,4 +1,4 @@
-"""Megatron-Core on every split against fsdp2 in one process: the same losses, gradients and weights."""
+"""Megatron-Core in every layout against fsdp2 on one process: the same losses, gradients and weights."""
 
 import os
 import sys
@@ -19,14 +19,14 @@ import on_megatron_ranks as ranks  # noqa: E402
 from megatron.core import parallel_state  # noqa: E402
 from one_gradient import OUTPUTS, POLICY  # noqa: E402
 
-from rlkit.engines.megatron_cpu import cuda_calls_on_host  # noqa: E402
-from rlkit.engines.megatron_model import Split, check, use_split  # noqa: E402
-from rlkit.engines.megatron_optimizer import saved_state  # noqa: E402
+from rlkit.engines.megatron.cpu import cuda_calls_on_host  # noqa: E402
+from rlkit.engines.megatron.model import ParallelDims, check_supported, initialize_parallel_state  # noqa: E402
+from rlkit.engines.megatron.optimizer import checkpoint_state  # noqa: E402
 
 
 @pytest.fixture(scope="module")
 def out(tmp_path_factory):
-    """What all cases measured, in one launch."""
+    """The folder with the results of all cases, which run in one launch."""
     folder = tmp_path_factory.mktemp("megatron")
     env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(HERE.parents[1])}
     command = [sys.executable, str(HERE / "on_megatron_ranks.py"), str(folder)]
@@ -36,7 +36,7 @@ def out(tmp_path_factory):
 
 @pytest.fixture
 def alone():
-    """Megatron's process groups of one process, gone again afterwards."""
+    """For engines of this process: removes Megatron's process groups afterwards."""
     yield
     parallel_state.destroy_model_parallel()
 
@@ -46,28 +46,28 @@ def results(out, case):
     return torch.load(out / case / "results.pt", weights_only=True)
 
 
-def assert_same(came, expected, tolerance=1e-5):
-    assert came.keys() == expected.keys()
+def assert_same(found, expected, tolerance=1e-5):
+    assert found.keys() == expected.keys()
     for name, tensor in expected.items():
         torch.testing.assert_close(
-            came[name], tensor, atol=tolerance, rtol=tolerance, msg=lambda m, n=name: f"{n}: {m}"
+            found[name], tensor, atol=tolerance, rtol=tolerance, msg=lambda m, n=name: f"{n}: {m}"
         )
 
 
 @pytest.mark.parametrize("case", ranks.CASES)
-def test_every_split_equals_fsdp2(out, case):
-    came, expected = results(out, case), results(out, f"fsdp2-{ranks.CASES[case][1]}")
+def test_every_layout_equals_fsdp2(out, case):
+    found, expected = results(out, case), results(out, f"fsdp2-{ranks.CASES[case][1]}")
     for i, steps in enumerate(expected["steps"]):
-        assert came["steps"][i] == pytest.approx(steps, abs=1e-5, rel=1e-5), i
-    for mine, theirs in zip(came["gradients"], expected["gradients"], strict=True):
-        assert_same(mine, theirs)
-    assert_same(came["parameters"], expected["parameters"])
+        assert found["steps"][i] == pytest.approx(steps, abs=1e-5, rel=1e-5), i
+    for gradients, expected_gradients in zip(found["gradients"], expected["gradients"], strict=True):
+        assert_same(gradients, expected_gradients)
+    assert_same(found["parameters"], expected["parameters"])
     assert expected["steps"][0]["grad_norm"] > 0.5 > max(g.norm() for g in expected["gradients"][0].values())  # clipped
     moved = {name: (tensor - expected["imported"][name]).abs().max() for name, tensor in expected["parameters"].items()}
     assert min(moved.values()) > 1e-3
 
 
-@pytest.mark.parametrize("case", [n for n, (_, kind, who, _) in ranks.CASES.items() if who == "all"])
+@pytest.mark.parametrize("case", [n for n, (_, kind, rows, _) in ranks.CASES.items() if rows == "all"])
 def test_scores_equal_transformers(out, case):
     kind = ranks.CASES[case][1]
     model, batch = ranks.make_model(kind), ranks.make_batch(list(range(ranks.ROWS)), kind)
@@ -86,7 +86,7 @@ def test_scores_equal_transformers(out, case):
         if kind == "value":
             expected["values"][b, 1:length] = logits[:, 0] * mask
             continue
-        logits[:, ranks.UNSAMPLED] = -1e30
+        logits[:, ranks.SUPPRESSED] = -1e30
         scores = (logits / 1.3).log_softmax(-1)
         chosen = scores.gather(1, batch.tokens[b, 1:length, None])[:, 0]
         expected["logprobs"][b, 1:length] = chosen.where(mask, 0.0)
@@ -95,7 +95,7 @@ def test_scores_equal_transformers(out, case):
 
 
 @pytest.mark.parametrize("case", ranks.CASES)
-def test_imported_weights_come_back_bit_for_bit(out, case):
+def test_imported_weights_are_exported_bit_for_bit(out, case):
     model = ranks.make_model(ranks.CASES[case][1])
     expected = dict(checkpoint_parameters(model, model.named_parameters()))
     imported = results(out, case)["imported"]
@@ -104,27 +104,28 @@ def test_imported_weights_come_back_bit_for_bit(out, case):
 
 
 @pytest.mark.parametrize("case", ranks.EXPORTED)
-def test_export_holds_the_weights(out, case):
+def test_export_contains_the_weights(out, case):
     expected = results(out, case)["exported"]
     family = type(ranks.make_model(ranks.CASES.get(case, (0, "qwen2"))[1]))
     exported = family.from_pretrained(out / case / "export", ignore_mismatched_sizes=True)
     tensors = dict(checkpoint_parameters(exported, exported.named_parameters()))
     assert tensors.keys() == expected.keys()
     for name, tensor in tensors.items():
-        if not (case.startswith("value") and name == "lm_head.weight"):  # transformers makes a vocabulary of it
+        # for a value model transformers makes an output layer for the vocabulary instead of the value head
+        if not (case.startswith("value") and name == "lm_head.weight"):
             assert torch.equal(tensor, expected[name]), name
 
 
 @pytest.mark.parametrize("case", ranks.RESUMED)
-def test_checkpoint_goes_on_at_any_split(out, case):
-    came, expected = results(out, case), results(out, ranks.RESUMED[case][-1])
-    for mine, theirs in zip(came["steps"], expected["steps"][1:], strict=True):
-        assert mine == pytest.approx(theirs, abs=1e-5, rel=1e-5)
-    assert_same(came["exported"], expected["exported"])
+def test_checkpoint_resumes_in_any_layout(out, case):
+    resumed, expected = results(out, case), results(out, ranks.RESUMED[case][-1])
+    for step, expected_step in zip(resumed["steps"], expected["steps"][1:], strict=True):
+        assert step == pytest.approx(expected_step, abs=1e-5, rel=1e-5)
+    assert_same(resumed["exported"], expected["exported"])
 
 
 @pytest.mark.parametrize("case", ranks.TO_FSDP2)
-def test_fsdp2_goes_on_from_a_megatron_checkpoint(out, case):
+def test_fsdp2_resumes_a_megatron_checkpoint(out, case):
     expected, kind = results(out, case), ranks.CASES[case][1]
     losses, engine = ranks.losses_of(kind), ranks.engine_for("fsdp2", kind)
     assert engine.load_checkpoint(out / case / "checkpoint") == {"step": 1}
@@ -134,107 +135,112 @@ def test_fsdp2_goes_on_from_a_megatron_checkpoint(out, case):
     assert_same(dict(engine.get_per_tensor_param()), expected["exported"])
 
 
-def test_every_rank_refuses_a_bad_split_and_rows_of_its_own(out):
-    require(out, "refusals")
-    said = torch.load(out / "refusals.pt", weights_only=True)
-    assert len(said) == 4 and said.count(said[0]) == 4
-    heads, layers, ranks_, rows = said[0]
-    assert heads == "tensor: a divisor of the 2 key-value heads expected, came 4"
-    assert layers == "pipeline: a divisor of the 2 layers expected, came 4"
-    assert ranks_ == "tensor 1 x pipeline 1 x context 3: a divisor of the 4 ranks expected"
-    assert rows.startswith("batch: ranks that compute together must be given the same rows")
+def test_an_impossible_layout_and_different_rows_are_errors_on_every_rank(out):
+    require(out, "errors")
+    messages = torch.load(out / "errors.pt", weights_only=True)
+    assert len(messages) == 4 and messages.count(messages[0]) == 4
+    heads, layers, world, rows = messages[0]
+    assert heads == "tensor: expected a divisor of the 2 key-value heads, got 4"
+    assert layers == "pipeline: expected a divisor of the 2 layers, got 4"
+    product = "tensor * pipeline * context = 1 * 1 * 3"
+    assert world == f"tensor, pipeline, context: expected a divisor of the 4 ranks, got {product}"
+    assert rows.startswith("batch: expected the same rows on all ranks of a model-parallel group")
 
 
-def refused(split, world=8, kind="qwen2", **changes):
+def error_of(dims, world=8, kind="qwen2", **changes):
     config = ranks.make_model(kind).config
     for name, value in changes.items():
         setattr(config, name, value)
     with pytest.raises(ValueError) as error:
-        check(config, split, world)
+        check_supported(config, dims, world)
     return str(error.value)
 
 
 def test_what_is_not_supported_is_named():
-    assert "divisor of the 4 attention heads" in refused(Split(tensor=3))
-    assert "divisor of the 47 neurons" in refused(Split(tensor=2), intermediate_size=47)
-    assert "pipeline: at least 1 expected, came 0" in refused(Split(pipeline=0))
-    assert "sequence_parallel" in refused(Split(sequence_parallel=True))
-    assert "divisor of the 6 ranks" in refused(Split(tensor=2, pipeline=2), world=6)
-    assert "came llava; use the fsdp2 engine" in refused(Split(), model_type="llava")
-    assert "attention_bias" in refused(Split(), kind="llama", attention_bias=True)
-    assert "sliding windows" in refused(Split(), layer_types=["sliding_attention"])
-    assert "divisor of the 4 experts" in refused(Split(expert=3), kind="moe")
-    assert "divisor of the 1 experts" in refused(Split(expert=2))
-    assert "with experts it goes with sequence_parallel" in refused(Split(tensor=2, expert=2), kind="moe")
-    assert "divisor of the 6 ranks" in refused(Split(pipeline=2, expert=2), kind="moe", world=6)
-    assert "mlp_only_layers" in refused(Split(), kind="moe", mlp_only_layers=[0])
-    assert "'yarn'" in refused(Split(), rope_parameters={"rope_type": "yarn"})
+    assert "divisor of the 4 attention heads" in error_of(ParallelDims(tensor=3))
+    assert "divisor of the 47 neurons" in error_of(ParallelDims(tensor=2), intermediate_size=47)
+    assert "pipeline: expected at least 1, got 0" in error_of(ParallelDims(pipeline=0))
+    assert "sequence_parallel" in error_of(ParallelDims(sequence_parallel=True))
+    assert "divisor of the 6 ranks" in error_of(ParallelDims(tensor=2, pipeline=2), world=6)
+    assert "got llava; use the fsdp2 engine" in error_of(ParallelDims(), model_type="llava")
+    assert "attention_bias" in error_of(ParallelDims(), kind="llama", attention_bias=True)
+    assert "sliding windows" in error_of(ParallelDims(), layer_types=["sliding_attention"])
+    assert "divisor of the 4 experts" in error_of(ParallelDims(expert=3), kind="moe")
+    assert "divisor of the 1 experts" in error_of(ParallelDims(expert=2))
+    moe_error = error_of(ParallelDims(tensor=2, expert=2), kind="moe")
+    assert "tensor: expected sequence_parallel and expert above 1 for a mixture of experts" in moe_error
+    assert "divisor of the 6 ranks" in error_of(ParallelDims(pipeline=2, expert=2), kind="moe", world=6)
+    assert "mlp_only_layers" in error_of(ParallelDims(), kind="moe", mlp_only_layers=[0])
+    assert "'yarn'" in error_of(ParallelDims(), rope_parameters={"rope_type": "yarn"})
 
 
 def test_a_wrong_model_or_call_is_named(alone):
-    with pytest.raises(ValueError, match="model: adapters are not supported by the megatron engine"):
+    with pytest.raises(ValueError, match="model: expected no adapters in the megatron engine"):
         make_engine("megatron", model=lora(ranks.make_model("qwen2"), 2, 4))
-    with pytest.raises(ValueError, match="model: no value head expected"):
+    with pytest.raises(ValueError, match="model: expected no value head, got a value head"):
         make_engine("megatron", model=ranks.make_model("value"))
-    with pytest.raises(ValueError, match="AdamW without amsgrad expected, came SGD"):
+    expected = "optimizer: expected torch.optim.AdamW without amsgrad in the megatron engine, got SGD"
+    with pytest.raises(ValueError, match=expected):
         make_engine("megatron", model=ranks.make_model("qwen2"), optimizer=torch.optim.SGD)
     engine = make_engine("megatron", model=ranks.make_model("qwen2"))
     batch = ranks.make_batch([0, 1])
-    with pytest.raises(ValueError, match="disable_adapter: the megatron engine has no adapters"):
+    with pytest.raises(ValueError, match="disable_adapter: expected a model with adapters, got the megatron engine"):
         engine.disable_adapter()
-    with pytest.raises(ValueError, match="made without an optimizer"):
+    with pytest.raises(ValueError, match="optimizer: expected one for train_batch, got None"):
         engine.train_batch(batch, POLICY[0])
-    with pytest.raises(ValueError, match=r"\['values'\] not known; there are logprobs, entropy"):
+    with pytest.raises(ValueError, match="outputs: expected logprobs, entropy; got values"):
         engine.infer_batch(batch, ("values",))
-    with pytest.raises(ValueError, match="no rank has rows"):
+    with pytest.raises(ValueError, match="batch: expected at least one row on some rank, got none"):
         engine.infer_batch(ranks.make_batch([]))
     assert engine.infer_batch(batch)["logprobs"].sum() < 0  # it scores all the same
-    with pytest.raises(ValueError, match="already has an engine with 1 x 1 x 1 x 1"):
-        use_split(Split(tensor=2), torch.device("cpu"))
+    expected = r"expected \(1, 1, 1, 1\) as in an earlier engine of this process, got \(2, 1, 1, 1\)"
+    with pytest.raises(ValueError, match=expected):
+        initialize_parallel_state(ParallelDims(tensor=2), torch.device("cpu"))
 
 
 def test_an_option_of_another_engine_is_named(alone):
     model = ranks.make_model("qwen2")
-    with pytest.raises(ValueError, match="megatron engine: no option fsdp_size, colour; there are: model, processor, "):
+    expected = "megatron engine: expected options model, processor, .*; got fsdp_size, colour"
+    with pytest.raises(ValueError, match=expected):
         make_engine("megatron", model=model, fsdp_size=2, colour=3)
-    with pytest.raises(ValueError, match="fsdp2 engine: no option pipeline; there are: .* tensor, "):
+    with pytest.raises(ValueError, match="fsdp2 engine: expected options .* tensor, .*; got pipeline"):
         make_engine("fsdp2", model=model, pipeline=2)
-    with pytest.raises(ValueError, match="use_remove_padding: the megatron engine packs its rows"):
+    with pytest.raises(ValueError, match="use_remove_padding: expected True in the megatron engine, got False"):
         make_engine("megatron", model=model, use_remove_padding=False)
-    with pytest.raises(ValueError, match="ulysses_sequence_parallel_size: the megatron engine has context=2 instead"):
+    with pytest.raises(ValueError, match="ulysses_.*: expected 1 in the megatron engine, got 2; use context=2"):
         make_engine("megatron", model=model, ulysses_sequence_parallel_size=2)
-    with pytest.raises(ValueError, match="router_replay: a model with experts expected, came qwen2"):
+    with pytest.raises(ValueError, match="router_replay: expected a mixture of experts, got qwen2"):
         make_engine("megatron", model=model, router_replay=True)
 
 
-def test_routing_that_does_not_fit_is_named(alone):
+def test_routed_experts_of_another_model_are_named(alone):
     engine, batch = ranks.engine_for("megatron", "routed"), ranks.make_batch([0, 1], "routed")
     batch.routed_experts[0, 0, 0, 0] = 4
     with pytest.raises(ValueError, match="routed_experts: numbers below 4 expected, came 4: is it another model's"):
         engine.infer_batch(batch)
     batch.fields["routed_experts"] = batch.routed_experts[..., :1]
-    with pytest.raises(ValueError, match=r"\[B, T, 2 layers, 2 experts\] expected, came \[B, T, 2, 1\]"):
+    with pytest.raises(ValueError, match=r"expected \[B, T, 2 layers, 2 experts\], got \[B, T, 2, 1\]"):
         engine.infer_batch(batch)
 
 
 @pytest.mark.parametrize("kind", ["moe", "vl"])
-def test_a_sampler_is_given_the_transformers_model(kind, alone):
+def test_gathered_yields_the_transformers_model(kind, alone):
     model = ranks.make_model(kind)
     model.generation_config.eos_token_id = 7
     engine = make_engine("megatron", model=model, optimizer=lambda params: torch.optim.AdamW(params, lr=1e-2))
-    moved = engine.train_batch(ranks.make_batch([0, 1], kind), POLICY[2])
+    metrics = engine.train_batch(ranks.make_batch([0, 1], kind), POLICY[2])
     weights = dict(engine.get_per_tensor_param())
     with engine.gathered() as module:
-        assert moved["skipped_steps"] == 0 and type(module) is type(model) and not module.training
+        assert metrics["skipped_steps"] == 0 and type(module) is type(model) and not module.training
         found = dict(checkpoint_parameters(module, module.named_parameters()))
         assert found.keys() == weights.keys() and all(torch.equal(found[name], weights[name]) for name in weights)
         assert module.generation_config.eos_token_id == 7
         tokens = torch.tensor([[1, 2, 3]])
         model.load_state_dict(module.state_dict())
-        assert torch.equal(module(input_ids=tokens).logits, model(input_ids=tokens).logits)  # buffers are right, too
+        assert torch.equal(module(input_ids=tokens).logits, model(input_ids=tokens).logits)  # also buffers
 
 
-def test_making_an_engine_moves_no_random_state(alone):
+def test_making_an_engine_leaves_random_states_alone(alone):
     model = ranks.make_model("value")
     torch.manual_seed(5)
     expected = torch.rand(3)
@@ -250,25 +256,26 @@ def test_experts_whose_weights_do_not_add_up_to_one(alone):
         layer.mlp.gate.norm_topk_prob = False
     scores = model(input_ids=batch.tokens).logits[0, :-1].log_softmax(-1)
     expected = scores.gather(1, batch.tokens[0, 1:, None])[:, 0] * batch.mask[0, 1:]
-    came = make_engine("megatron", model=model).infer_batch(batch)["logprobs"]
-    torch.testing.assert_close(came[0, 1:], expected.detach(), atol=1e-5, rtol=1e-5)
+    logprobs = make_engine("megatron", model=model).infer_batch(batch)["logprobs"]
+    torch.testing.assert_close(logprobs[0, 1:], expected.detach(), atol=1e-5, rtol=1e-5)
 
 
 def test_checkpoint_of_another_model_is_named(out, alone):
     engine = ranks.engine_for("megatron", "qwen2")
     before = {name: tensor.clone() for name, tensor in engine.get_per_tensor_param()}
-    with pytest.raises(ValueError, match="fsdp2-qwen3/checkpoint: does not fit this model .*Size mismatch"):
+    with pytest.raises(ValueError, match="fsdp2-qwen3/checkpoint: expected the state of this model .*Size mismatch"):
         engine.load_checkpoint(out / "fsdp2-qwen3" / "checkpoint")
     assert all(torch.equal(tensor, before[name]) for name, tensor in engine.get_per_tensor_param())
 
 
 def test_a_loss_without_gradient_is_named(alone):
     engine = ranks.engine_for("megatron", "qwen2")
-    with pytest.raises(ValueError, match=r"a 0-d loss with a gradient expected, came \(\), requires_grad=False"):
+    expected = r"expected a 0-d loss that requires grad, got shape \(\) and requires_grad=False"
+    with pytest.raises(ValueError, match=expected):
         engine.train_batch(ranks.make_batch([0]), lambda out, mb: (out.logprobs.sum().detach(), {}))
 
 
-def test_what_is_frozen_stays(alone):
+def test_frozen_parameters_do_not_change(alone):
     model = ranks.make_model("qwen3")
     frozen = freeze(model, "embed_tokens|layers.0.self_attn.[qkv]_proj|layers.1.mlp.down_proj")
     before = {name: p.detach().clone() for name, p in model.named_parameters()}
@@ -278,11 +285,12 @@ def test_what_is_frozen_stays(alone):
     assert len(frozen) == 5 and all(torch.equal(after[name], before[name]) == (name in frozen) for name in before)
     parallel_state.destroy_model_parallel()
     model.get_parameter(frozen[1]).requires_grad_(True)
-    with pytest.raises(ValueError, match="q_proj.* lie in one matrix; freeze all of them or none"):
+    expected = "model: expected .*q_proj.*, which are one matrix in Megatron, to be all frozen or all trained"
+    with pytest.raises(ValueError, match=expected):
         make_engine("megatron", model=model)
 
 
-def test_frozen_vision_tower_has_no_gradient_and_does_not_move(alone):
+def test_frozen_vision_tower_has_no_gradient_and_does_not_change(alone):
     model = ranks.make_model("vl")
     frozen = freeze(model, vision_tower(model))
     before = {name: p.detach().clone() for name, p in model.named_parameters()}
@@ -293,18 +301,18 @@ def test_frozen_vision_tower_has_no_gradient_and_does_not_move(alone):
     assert all(torch.equal(after[name], before[name]) == (name in frozen) for name in before)
 
 
-def test_video_is_refused(alone):
+def test_videos_are_refused(alone):
     engine = make_engine("megatron", model=ranks.make_model("vl"))
     batch = ranks.make_batch([0], "vl")
     batch.tokens[batch.tokens == ranks.IMAGE] = ranks.IMAGE - 1
     (image,) = batch.vision
     times = {"video_grid_thw": image["image_grid_thw"], "second_per_grid_ts": torch.ones(1)}
     batch.vision = [{"pixel_values_videos": image["pixel_values"], **times}]
-    with pytest.raises(ValueError, match="batch: videos are not supported by the megatron engine"):
+    with pytest.raises(ValueError, match="batch: expected images only in the megatron engine, got videos"):
         engine.infer_batch(batch)
 
 
-def test_a_gradient_that_is_not_finite_moves_nothing(alone):
+def test_a_gradient_that_is_not_finite_changes_nothing(alone):
     engine = ranks.engine_for("megatron", "qwen2")
     before = {name: tensor.clone() for name, tensor in engine.get_per_tensor_param()}
     metrics = engine.train_batch(ranks.make_batch([0]), lambda out, mb: (out.logprobs.sum() * float("inf"), {}))
@@ -313,14 +321,15 @@ def test_a_gradient_that_is_not_finite_moves_nothing(alone):
 
 
 def test_bfloat16_keeps_float32_weights(alone):
-    """Steps too small for bfloat16 are not lost: the optimizer, and what it saves, is in float32."""
+    """Steps too small for bfloat16 are not lost: the optimizer works and saves in float32."""
     model = ranks.make_model("qwen2")
     engine = make_engine(
         "megatron", model=model, compute_dtype=torch.bfloat16, optimizer=lambda p: torch.optim.AdamW(p, lr=1e-6)
     )
 
     def weights():
-        return saved_state(engine.parameters, engine.sharded, engine.groups, engine.megatron_config)["model"]
+        optimizer, groups = engine.distributed_optimizer, engine.groups
+        return checkpoint_state(engine.parameters, optimizer, groups, engine.megatron_config)["model"]
 
     before = dict(engine.get_per_tensor_param())["model.norm.weight"].clone()
     assert before.dtype == torch.bfloat16
@@ -333,18 +342,28 @@ def test_bfloat16_keeps_float32_weights(alone):
     assert torch.equal(dict(engine.get_per_tensor_param())["model.norm.weight"], before)
 
 
-def test_cuda_calls_are_answered_by_the_host_and_only_there():
-    before = (torch.cuda.current_device, torch.cuda.synchronize, torch.cuda.get_rng_state, torch.Tensor.cuda)
+def replaced_functions():
+    from megatron.core.tensor_parallel import random
+    from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispatcher
+
+    of_torch = torch.cuda.current_device, torch.cuda.synchronize, torch.Tensor.cuda
+    of_megatron = random._get_cuda_rng_state, random._set_cuda_rng_state, MoEAlltoAllTokenDispatcher.cuda_dtoh_stream
+    return of_torch, of_megatron
+
+
+def test_cuda_calls_use_the_host_only_within_the_context():
+    before = replaced_functions()
     with pytest.raises(KeyError), cuda_calls_on_host(torch.device("cpu")):
         assert torch.cuda.current_device() == torch.zeros(1, device="cuda").device == torch.device("cpu")
         assert torch.zeros(1).type() == "torch.cuda.FloatTensor" and torch.zeros(1).cuda().device.type == "cpu"
         raise KeyError
-    assert before == (torch.cuda.current_device, torch.cuda.synchronize, torch.cuda.get_rng_state, torch.Tensor.cuda)
+    assert before == replaced_functions()
     assert torch.zeros(1).type() == "torch.FloatTensor"
 
 
-def test_without_megatron_core_it_is_named(monkeypatch):
-    monkeypatch.delitem(sys.modules, "rlkit.engines.megatron", raising=False)
+def test_without_megatron_core_the_error_says_what_to_install(monkeypatch):
+    monkeypatch.delitem(sys.modules, "rlkit.engines.megatron.engine", raising=False)
     monkeypatch.setitem(sys.modules, "megatron.core", None)
-    with pytest.raises(ImportError, match=r"the megatron engine needs megatron-core .*pip install -e '\.\[megatron\]'"):
+    expected = r"megatron engine: expected megatron-core, got none .*pip install -e '.\[megatron\]'"
+    with pytest.raises(ImportError, match=expected):
         make_engine("megatron", model=None)

@@ -1,4 +1,4 @@
-"""docs/engines.md: its table is that of the cases, and its example is an engine."""
+"""docs/engines.md: its table is made from the cases, and its example engine works."""
 
 import importlib
 import re
@@ -25,22 +25,22 @@ PAGE = make_engines.PAGE.read_text()
 def test_the_table_is_up_to_date():
     assert make_engines.with_table(PAGE) == PAGE, "run python docs/make_engines.py"
     layouts = [line.split(" | ")[0].removeprefix("| ") for line in table().splitlines()[2:]]
-    asked = {"1 process", "DP 2", "Ulysses 2", "DP 2 x Ulysses 2"}
-    asked |= {f"Megatron, {split}" for split in ("TP 2", "PP 2", "TP 2 x PP 2", "CP 2", "TP 2 + SP")}
-    assert asked <= set(layouts) and len(layouts) == len(set(layouts))
+    required = {"1 process", "DP 2", "Ulysses 2", "DP 2 x Ulysses 2"}
+    required |= {f"Megatron, {layout}" for layout in ("TP 2", "PP 2", "TP 2 x PP 2", "CP 2", "TP 2 + SP")}
+    assert required <= set(layouts) and len(layouts) == len(set(layouts))
 
 
 @pytest.fixture
 def installed(tmp_path, monkeypatch):
-    """The page's example as a package that is installed."""
+    """The page's example, installed as a package."""
     (code,) = re.findall(r"^```python\n(.*?)^```", PAGE, re.M | re.S)
     (entry,) = re.findall(r"^```toml\n\[project.(entry-points.*?)\]\n\"(.*?)\" = \"(.*?)\"", PAGE, re.M | re.S)
     assert len(code.splitlines()) <= 60 and entry[0] == 'entry-points."rlkit.engines"'
     (tmp_path / "plain.py").write_text(code)
-    facts = tmp_path / "plain-1.dist-info"
-    facts.mkdir()
-    (facts / "METADATA").write_text("Metadata-Version: 2.1\nName: plain\nVersion: 1\n")
-    (facts / "entry_points.txt").write_text(f"[rlkit.engines]\n{entry[1]} = {entry[2]}\n")
+    metadata = tmp_path / "plain-1.dist-info"
+    metadata.mkdir()
+    (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: plain\nVersion: 1\n")
+    (metadata / "entry_points.txt").write_text(f"[rlkit.engines]\n{entry[1]} = {entry[2]}\n")
     monkeypatch.syspath_prepend(tmp_path)
     importlib.invalidate_caches()
     yield
@@ -60,15 +60,15 @@ def test_the_example_trains_like_fsdp2(installed, tiny_dir, tmp_path):
         for backend in ("plain", "fsdp2")
     ]
     for step, loss_fn in enumerate((sequence_loss, sft_loss, sequence_loss)):
-        mine, theirs = (engine.train_batch(batch, loss_fn) for engine in engines)
-        assert mine == pytest.approx({name: theirs[name] for name in mine}, abs=1e-5, rel=1e-5), step
+        plain, fsdp2 = (engine.train_batch(batch, loss_fn) for engine in engines)
+        assert plain == pytest.approx({name: fsdp2[name] for name in plain}, abs=1e-5, rel=1e-5), step
         if step == 1:
             engines[0].save_checkpoint(tmp_path / "step_2", {"step": 2})
-    ours, others = (engine.infer_batch(batch)["logprobs"] for engine in engines)
-    torch.testing.assert_close(ours, others, atol=1e-5, rtol=1e-5)
+    logprobs, expected = (engine.infer_batch(batch)["logprobs"] for engine in engines)
+    torch.testing.assert_close(logprobs, expected, atol=1e-5, rtol=1e-5)
     assert engines[0].load_checkpoint(tmp_path / "step_2") == {"step": 2}
-    assert (engines[0].infer_batch(batch)["logprobs"] - ours).abs().max() > 1e-3
-    assert engines[0].train_batch(batch, sequence_loss) == mine
+    assert (engines[0].infer_batch(batch)["logprobs"] - logprobs).abs().max() > 1e-3
+    assert engines[0].train_batch(batch, sequence_loss) == plain
     for (name, tensor), (other, expected) in zip(*(e.get_per_tensor_param() for e in engines), strict=True):
         assert name == other
         torch.testing.assert_close(tensor, expected, atol=1e-5, rtol=1e-5)

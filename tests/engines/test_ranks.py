@@ -1,4 +1,4 @@
-"""One process without a launcher, with what torchrun sets, and two: the same numbers on the same global batch."""
+"""One process with and without a launcher, and two processes: the same numbers on the same global batch."""
 
 import json
 import re
@@ -22,7 +22,7 @@ from rows import make_batch
 
 @pytest.fixture(scope="module")
 def out(tiny_dir, tmp_path_factory):
-    """What all cases measured, in one launch."""
+    """The folder with the results of all cases, which run in one launch."""
     folder = tmp_path_factory.mktemp("ranks")
     config = transformers.Qwen2Config(
         vocab_size=32000, hidden_size=256, intermediate_size=512, num_hidden_layers=2, num_attention_heads=4
@@ -34,52 +34,52 @@ def out(tiny_dir, tmp_path_factory):
 
 
 def result(out, case):
-    """Metrics of four steps, gradients of three, parameters after them."""
+    """Metrics of four steps, gradients of the first three, and the parameters after these."""
     require(out, case)
     return json.loads((out / case / "steps.json").read_text()), torch.load(out / case / "tensors.pt", weights_only=True)
 
 
-def assert_as_one_process(out, case):
-    (came, tensors), (expected, expected_tensors) = result(out, case), result(out, on_ranks.CASES[case].like)
-    for step, (mine, theirs) in enumerate(zip(came["steps"], expected["steps"], strict=True)):
-        assert mine == pytest.approx(theirs, abs=1e-5, rel=1e-5), step
-    assert came["total"] == pytest.approx(expected["total"], rel=1e-5, abs=1e-3)
+def assert_equals_one_process(out, case):
+    (metrics, tensors), (expected, expected_tensors) = result(out, case), result(out, on_ranks.CASES[case].reference)
+    for i, (step, expected_step) in enumerate(zip(metrics["steps"], expected["steps"], strict=True)):
+        assert step == pytest.approx(expected_step, abs=1e-5, rel=1e-5), i
+    assert metrics["total"] == pytest.approx(expected["total"], rel=1e-5, abs=1e-3)
     pairs = zip(
         [*tensors["gradients"], tensors["parameters"]],
         [*expected_tensors["gradients"], expected_tensors["parameters"]],
         strict=True,
     )
-    for kind, (mine, theirs) in enumerate(pairs):
-        assert mine.keys() == theirs.keys()
-        for name, tensor in mine.items():
+    for kind, (found, wanted) in enumerate(pairs):
+        assert found.keys() == wanted.keys()
+        for name, tensor in found.items():
             torch.testing.assert_close(
-                tensor, theirs[name], atol=1e-5, rtol=1e-5, msg=lambda m, n=f"{kind} {name}": f"{n}: {m}"
+                tensor, wanted[name], atol=1e-5, rtol=1e-5, msg=lambda m, n=f"{kind} {name}": f"{n}: {m}"
             )
 
 
 @pytest.mark.parametrize(
-    "case", [name for name, case in on_ranks.CASES.items() if name not in (case.like, "text_rank")]
+    "case", [name for name, case in on_ranks.CASES.items() if name not in (case.reference, "text_rank")]
 )
 def test_token_mean_invariant_to_microbatch_and_dp(out, case):
-    """Loss, every metric, gradient and parameter: also frozen, with LoRA, with rows on one rank only."""
-    assert_as_one_process(out, case)
+    """Loss, every metric, gradient and parameter; also frozen, with LoRA, with rows on one rank only."""
+    assert_equals_one_process(out, case)
 
 
 def test_mixed_text_and_image_ranks_do_not_hang(out):
-    """One rank has the row without an image, the other all rows with one."""
-    assert_as_one_process(out, "text_rank")
+    """One rank has the row without an image, the other all rows with an image."""
+    assert_equals_one_process(out, "text_rank")
 
 
-@pytest.mark.parametrize("case", ["whole", "frozen", "lora", "value"])
-def test_there_is_something_to_compare(out, case):
+@pytest.mark.parametrize("case", ["one_process", "frozen", "lora", "value"])
+def test_references_have_gradients_and_change(out, case):
     metrics, tensors = result(out, case)
     assert all(step["grad_norm"] > 0.01 and step["skipped_steps"] == 0 for step in metrics["steps"])
     assert len({step["loss"] for step in metrics["steps"]}) == 4
     vision = [name for name in tensors["gradients"][0] if ".visual." in name]
-    assert bool(vision) == (case in ("whole", "value"))
+    assert bool(vision) == (case in ("one_process", "value"))
 
 
-def test_weights_read_in_parts_are_the_same_bits(out):
+def test_weights_read_in_shards_are_the_same_bits(out):
     (metrics, tensors), (expected, expected_tensors) = result(out, "data_2_on_meta"), result(out, "data_2")
     assert metrics == expected
     for kind in (0, 1, 2):
@@ -90,30 +90,30 @@ def test_weights_read_in_parts_are_the_same_bits(out):
 def test_no_rank_holds_the_whole_model(out):
     require(out, "loading")
     for rank in range(2):
-        found = json.loads((out / f"loading.{rank}.json").read_text())
-        parts, whole = (found[how] / found["size"] for how in ("parts", "whole"))
-        print(f"rank {rank} of 2: read in parts {parts:.2f} of the model's size, whole {whole:.2f}")
-        assert parts < 0.75 < 1 < whole
-        assert len(found["same"]) == 27 and all(found["same"])
+        loading = json.loads((out / f"loading.{rank}.json").read_text())
+        sharded, full = (loading[how] / loading["size"] for how in ("sharded", "full"))
+        print(f"rank {rank} of 2: read in shards {sharded:.2f} of the model's size, in full {full:.2f}")
+        assert sharded < 0.75 < 1 < full
+        assert len(loading["same"]) == 27 and all(loading["same"])
 
 
-def test_rows_are_dealt_anew(out):
-    """Prompts 0, 1 and 3 and prompt 2 become 1 and 3, which have one number in `together`, and 0 and 2, all of theirs
-    with them."""
-    require(out, "deal_anew")
-    ranks = [json.loads((out / f"dealt.{rank}.json").read_text()) for rank in range(2)]
+def test_rows_are_rebalanced_across_ranks(out):
+    """Rank 0 had prompts 0, 1 and 3, rank 1 prompt 2. Afterwards rank 0 has 1 and 3, which are one micro-batch group,
+    and rank 1 has 0 and 2; all answers to a prompt move with it."""
+    require(out, "rebalancing")
+    ranks = [json.loads((out / f"rebalancing.{rank}.json").read_text()) for rank in range(2)]
     before, after = ([rank[when] for rank in ranks] for when in ("before", "after"))
-    rows = [sorted(repr(row) for rank in found for row in rank["rows"]) for found in (before, after)]
+    rows = [sorted(repr(row) for rank in ranks_then for row in rank["rows"]) for ranks_then in (before, after)]
     assert rows[0] == rows[1] and len(rows[0]) == 9
     assert [sorted(rank["groups"]) for rank in after] == [[1, 3, 3, 3], [0, 0, 0, 2, 2]]
     assert max(sum(rank["tokens"]) for rank in after) < 0.8 * max(sum(rank["tokens"]) for rank in before)
     assert [rank["images"] for rank in after] == [1, 2]  # one tensor for all answers to a prompt
-    assert len(set(ranks[0]["together"])) == 1
-    pairs = set(zip(after[1]["groups"], ranks[1]["together"], strict=True))
+    assert len(set(ranks[0]["micro_batch_group"])) == 1
+    pairs = set(zip(after[1]["groups"], ranks[1]["micro_batch_group"], strict=True))
     assert len(pairs) == len({number for _, number in pairs}) == 2
-    assert all(rank["kept"] for rank in ranks)
-    expected = "batch: the same fields on all ranks expected, came (.*'mine_0'.*) and (.*'mine_1'.*)"
-    assert all(re.fullmatch(expected, rank["said"]) for rank in ranks)
+    assert all(rank["is_kept"] for rank in ranks)
+    expected = "batch: expected the same fields on all ranks, got (.*'field_0'.*) and (.*'field_1'.*)"
+    assert all(re.fullmatch(expected, rank["error"]) for rank in ranks)
 
 
 @pytest.mark.parametrize("case", ["data_2", "data_2_value", "fsdp1_data_2"])
@@ -129,20 +129,20 @@ def test_checkpoint_of_two_ranks_resumes_on_one(tiny_dir, out, case):
     assert engine.load_checkpoint(out / case / "checkpoint") == {"step": 2}
     for loss_fn, step in zip(losses[2:], expected["steps"][2:], strict=True):
         assert engine.train_batch(batch, loss_fn, OUTPUTS[losses]) == pytest.approx(step, abs=1e-5, rel=1e-5)
-    scored = engine.infer_batch(batch, OUTPUTS[losses][:1])[OUTPUTS[losses][0]]
-    assert scored.sum().item() == pytest.approx(expected["total"], rel=1e-5, abs=1e-3)
+    scores = engine.infer_batch(batch, OUTPUTS[losses][:1])[OUTPUTS[losses][0]]
+    assert scores.sum().item() == pytest.approx(expected["total"], rel=1e-5, abs=1e-3)
 
 
 @pytest.mark.parametrize("backend", ["fsdp2", "fsdp1"])
 def test_checkpoint_of_one_rank_resumes_on_two(out, backend):
     require(out, f"resumed.{backend}")
-    expected = result(out, "whole")[0]["steps"][2:]
+    expected = result(out, "one_process")[0]["steps"][2:]
     for rank in range(2):
-        came = json.loads((out / f"resumed.{backend}.{rank}.json").read_text())
-        assert came == [pytest.approx(step, abs=1e-5, rel=1e-5) for step in expected]
+        steps = json.loads((out / f"resumed.{backend}.{rank}.json").read_text())
+        assert steps == [pytest.approx(step, abs=1e-5, rel=1e-5) for step in expected]
 
 
-def test_a_killed_save_leaves_the_one_before_it(tiny_dir, out):
+def test_a_killed_save_leaves_the_previous_checkpoint(tiny_dir, out):
     require(out, "killed")
     assert {path.name for path in out.glob("killed*/*.distcp")} and (out / "killed.part").is_dir()
     engine = make_engine("fsdp2", model=load_model(tiny_dir), optimizer=torch.optim.AdamW)

@@ -1,4 +1,4 @@
-"""Weights that each rank reads its part of: the same as those read whole. On two ranks: `test_ranks.py`."""
+"""Weights of which each rank reads a shard: the same as those of a full load. On two ranks: `test_ranks.py`."""
 
 import json
 import sys
@@ -35,19 +35,19 @@ def saved(tmp_path):
 
 
 @pytest.mark.parametrize("family", ["qwen2", "qwen3_moe", "deepseek_v3"])
-def test_weights_and_buffers_are_those_read_whole(saved, family):
-    """Experts, which the files hold one by one, and rotary tables, which they do not hold, too."""
+def test_weights_and_buffers_equal_those_of_a_full_load(saved, family):
+    """Also experts, which are separate tensors in the files, and rotary tables, which are not in the files."""
     path = saved(family)
     expected = load_model(path)
     model = load_model(path, on_meta=True)
     assert all(p.is_meta for p in model.parameters()) and not model.training
     engine = make_engine("fsdp2", model=model)
-    came = dict(engine.get_per_tensor_param())
-    other = dict(make_engine("fsdp2", model=expected).get_per_tensor_param())
-    assert came.keys() == other.keys() and all(torch.equal(came[name], tensor) for name, tensor in other.items())
-    buffers, others = dict(model.named_buffers()), dict(expected.named_buffers())
-    assert buffers.keys() == others.keys() and len(buffers) >= 2
-    assert all(torch.equal(buffers[name], buffer) for name, buffer in others.items())
+    weights = dict(engine.get_per_tensor_param())
+    full = dict(make_engine("fsdp2", model=expected).get_per_tensor_param())
+    assert weights.keys() == full.keys() and all(torch.equal(weights[name], tensor) for name, tensor in full.items())
+    buffers, full_buffers = dict(model.named_buffers()), dict(expected.named_buffers())
+    assert buffers.keys() == full_buffers.keys() and len(buffers) >= 2
+    assert all(torch.equal(buffers[name], buffer) for name, buffer in full_buffers.items())
 
 
 def test_tied_embeddings_stay_tied(saved, tmp_path):
@@ -59,19 +59,19 @@ def test_tied_embeddings_stay_tied(saved, tmp_path):
     batch.add(advantages=torch.ones(len(batch)), rollout_logprobs=torch.zeros(batch.tokens.shape))
     other = make_engine("fsdp2", model=load_model(str(tmp_path / "qwen2")), optimizer=adamw)
     for _ in range(2):
-        mine, theirs = (one.train_batch(batch, POLICY[2]) for one in (engine, other))
-        assert mine == theirs
+        metrics, expected = (one.train_batch(batch, POLICY[2]) for one in (engine, other))
+        assert metrics == expected
 
 
 def test_frozen_with_adapters_and_with_a_value_head(tiny_dir, tmp_path):
     batch = make_batch(load_processor(tiny_dir))
-    whole = make_engine("fsdp2", model=load_model(tiny_dir)).infer_batch(batch)["logprobs"]
+    expected = make_engine("fsdp2", model=load_model(tiny_dir)).infer_batch(batch)["logprobs"]
     model = load_model(tiny_dir, on_meta=True)
     frozen = freeze(model, vision_tower(model))
     engine = make_engine("fsdp2", model=lora(model, 4, 8), optimizer=adamw)
-    assert torch.equal(engine.infer_batch(batch)["logprobs"], whole)  # adapters add 0 at first
+    assert torch.equal(engine.infer_batch(batch)["logprobs"], expected)  # adapters add 0 at first
     engine.train_batch(batch, POLICY[0], OUTPUTS[POLICY])
-    assert (engine.infer_batch(batch)["logprobs"] - whole).abs().max() > 1e-3
+    assert (engine.infer_batch(batch)["logprobs"] - expected).abs().max() > 1e-3
     assert frozen and all(p.grad is None for p in model.parameters() if not p.requires_grad)
 
     values = make_engine("fsdp2", "value_model", model=load_value_model(tiny_dir, on_meta=True), optimizer=adamw)
@@ -83,38 +83,39 @@ def test_frozen_with_adapters_and_with_a_value_head(tiny_dir, tmp_path):
     assert expected.any() and torch.equal(again.infer_batch(batch)["values"], expected)
 
 
-def refused(path, load=load_model):
+def error_of(path, load=load_model):
     with pytest.raises(ValueError) as error:
         make_engine("fsdp2", "language_model" if load is load_model else "value_model", model=load(path, on_meta=True))
     return str(error.value)
 
 
-def test_files_that_will_not_do_are_named(saved):
+def test_damaged_files_are_named(saved):
     path = saved("qwen2")
     file = Path(path) / "model.safetensors"
     tensors = load_file(file)
-    missing, bent = "model.layers.1.mlp.up_proj.weight", "model.norm.weight"
+    missing, reshaped = "model.layers.1.mlp.up_proj.weight", "model.norm.weight"
+    wrong = f"model {path!r}: expected every weight in its shape, got missing or different ones: "
     save_file({name: x for name, x in tensors.items() if name != missing}, file, {"format": "pt"})
-    assert refused(path) == f"model {path!r}: missing, or of another shape: {missing}"
-    save_file({**tensors, bent: torch.zeros(7)}, file, {"format": "pt"})
-    assert refused(path) == f"model {path!r}: missing, or of another shape: {bent}"
-    assert refused(path, load_value_model) == f"model {path!r}: missing, or of another shape: {bent}"
+    assert error_of(path) == wrong + missing
+    save_file({**tensors, reshaped: torch.zeros(7)}, file, {"format": "pt"})
+    assert error_of(path) == wrong + reshaped
+    assert error_of(path, load_value_model) == wrong + reshaped
     save_file(tensors, file, {"format": "pt"})
     file.write_bytes(file.read_bytes()[:-1000])
-    assert f"model {path!r}: " in refused(path)
+    assert f"model {path!r}: " in error_of(path)
     index = {"weight_map": {name: "model-1.safetensors" for name in tensors}}
     (Path(path) / "model.safetensors.index.json").write_text(json.dumps(index))
-    assert "model-1.safetensors" in refused(path)
+    assert "model-1.safetensors" in error_of(path)
     (Path(path) / "model.safetensors.index.json").unlink()
     file.unlink()
-    assert "model.safetensors" in refused(path)
+    assert "model.safetensors" in error_of(path)
 
 
-def test_megatron_wants_the_weights(saved):
-    with pytest.raises(ValueError, match="model: its weights are on the meta device, read ones expected"):
+def test_megatron_needs_the_weights(saved):
+    with pytest.raises(ValueError, match="model: expected weights that are read, got the meta device"):
         make_engine("megatron", model=load_model(saved("qwen2"), on_meta=True))
 
 
-def test_a_value_head_is_there_before_the_weights(saved):
+def test_a_value_head_has_its_values_before_the_weights_are_read(saved):
     model = with_value_head(load_model(saved("qwen2"), on_meta=True))
     assert not model.lm_head.weight.is_meta and not model.lm_head.weight.any()

@@ -1,4 +1,4 @@
-"""Value and reward models in the fsdp2 engine, against a linear layer on transformers' own hidden states."""
+"""Value and reward models in the fsdp2 engine, compared with a linear layer on transformers' own hidden states."""
 
 import copy
 import logging
@@ -38,8 +38,8 @@ def golden_head(size):
     return torch.randn(1, size, generator=torch.Generator().manual_seed(3)) / size**0.5
 
 
-def valued(model, weight=None):
-    """With a head that is not all zeros, so that there is something to compare."""
+def with_golden_head(model, weight=None):
+    """With a value head that is not all zeros, so that values can be compared."""
     model = with_value_head(model)
     head = model.get_output_embeddings()
     head.weight.data.copy_(golden_head(head.in_features) if weight is None else weight)
@@ -85,16 +85,16 @@ def compare(engine, batch, values, loss, expected):
     torch.testing.assert_close(engine.infer_batch(batch)["values"], values, atol=1e-5, rtol=1e-5)
     metrics = engine.train_batch(batch, squared_loss)
     assert metrics["loss"] == pytest.approx(loss, abs=1e-5)
-    came = gradients(engine)
-    assert came.keys() == expected.keys()
-    for name, gradient in came.items():
+    found = gradients(engine)
+    assert found.keys() == expected.keys()
+    for name, gradient in found.items():
         torch.testing.assert_close(gradient, expected[name], atol=1e-5, rtol=1e-4, msg=name)
 
 
-def expectation(body, head, values, batch):
-    """Values detached, loss and gradients, under the names of the whole model."""
+def expected_results(body, head, values, batch):
+    """Values detached, loss, and gradients under the names of the whole model."""
     errors = (values - batch.advantages[:, None])[batch.mask & (torch.arange(batch.mask.shape[1]) > 0)]
-    first = batch.advantages[batch.mask[:, 0]]  # nothing stands before column 0: value 0, no gradient
+    first = batch.advantages[batch.mask[:, 0]]  # column 0 has no prefix: value 0, no gradient
     loss = 0.5 * (errors.square().sum() + first.square().sum()) / batch.mask.sum()
     loss.backward()
     expected = {f"model.{n}": p.grad for n, p in body.named_parameters()}
@@ -103,7 +103,7 @@ def expectation(body, head, values, batch):
 
 @pytest.fixture(scope="module")
 def plain_vlm(tiny_dir, processor):
-    """transformers' own body, row by row with its own position ids, and a linear layer on the token before."""
+    """transformers' own body, row by row with its own position ids, and a linear layer on the previous token."""
     model, batch = load_model(tiny_dir), make_batch(processor)
     head, values = golden_head(128).requires_grad_(), torch.zeros(batch.tokens.shape)
     for b, length in enumerate(batch.lengths):
@@ -113,7 +113,7 @@ def plain_vlm(tiny_dir, processor):
         for t in range(1, length):
             if batch.mask[b, t]:
                 values[b, t] = hidden[t - 1] @ head[0]
-    return expectation(model.model, head, values, batch)
+    return expected_results(model.model, head, values, batch)
 
 
 @pytest.fixture(scope="module")
@@ -123,36 +123,37 @@ def plain_text():
     hidden = body(input_ids=batch.tokens, attention_mask=batch.attention_mask.long()).last_hidden_state
     values = torch.zeros(batch.tokens.shape)
     values[:, 1:] = torch.where(batch.mask[:, 1:], (hidden[:, :-1] @ head.T)[..., 0], 0.0)
-    return expectation(body, head, values, batch)
+    return expected_results(body, head, values, batch)
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_images_every_layout_equals_transformers(tiny_dir, processor, plain_vlm, name):
-    engine = engine_for(valued(load_model(tiny_dir)), max_grad_norm=1e9, **LAYOUTS[name])
+    engine = engine_for(with_golden_head(load_model(tiny_dir)), max_grad_norm=1e9, **LAYOUTS[name])
     compare(engine, make_batch(processor), *plain_vlm)
 
 
 @pytest.mark.parametrize("tied", [True, False])
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_text_every_layout_equals_transformers(plain_text, name, tied):
-    """Tied or not, the body is the same: its embedding stays, and takes no gradient from the head."""
+    """Tied or not, the body is the same: its embedding keeps its values and gets no gradient from the head."""
     options = {**LAYOUTS[name], **({"micro_batch_tokens": 9} if name == "micro_batches" else {})}
-    compare(engine_for(valued(tiny_text(tied)), max_grad_norm=1e9, **options), text_batch(), *plain_text)
+    compare(engine_for(with_golden_head(tiny_text(tied)), max_grad_norm=1e9, **options), text_batch(), *plain_text)
 
 
 def test_a_value_is_that_of_the_prefix_before_its_token():
     """The golden head reads channel 5 of the last hidden state: the value of token t is that channel at t - 1."""
     batch = text_batch()
     hidden = tiny_text().model(batch.tokens, batch.attention_mask.long()).last_hidden_state
-    values = engine_for(valued(tiny_text(), torch.eye(32)[5:6])).infer_batch(batch)["values"]
+    values = engine_for(with_golden_head(tiny_text(), torch.eye(32)[5:6])).infer_batch(batch)["values"]
     for b, t in batch.mask.nonzero().tolist():
         expected = hidden[b, t - 1, 5].item() if t else 0.0
         assert values[b, t].item() == pytest.approx(expected, abs=1e-5), (b, t)
     assert (values[~batch.mask] == 0).all()
     changed = text_batch()
-    changed.tokens[0, 6] += 1  # what a token is shows in the values after it only
-    moved = engine_for(valued(tiny_text(), torch.eye(32)[5:6])).infer_batch(changed)["values"][0] - values[0]
-    assert moved[:7].abs().max() < 1e-6 < moved[7:].abs().min()
+    changed.tokens[0, 6] += 1  # a token affects only the values after it
+    engine = engine_for(with_golden_head(tiny_text(), torch.eye(32)[5:6]))
+    difference = engine.infer_batch(changed)["values"][0] - values[0]
+    assert difference[:7].abs().max() < 1e-6 < difference[7:].abs().min()
 
 
 def test_the_new_head_is_zero_and_untied():
@@ -166,10 +167,10 @@ def test_the_new_head_is_zero_and_untied():
 
 
 def test_values_are_not_capped():
-    """Gemma squeezes what comes out of its output layer into -30 ... 30."""
+    """Gemma soft-caps the output of its output layer at 30."""
     sizes = {"vocab_size": 60, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "head_dim": 8}
     config = Gemma2Config(**sizes, num_attention_heads=4, num_key_value_heads=2)
-    model = valued(Gemma2ForCausalLM(config), torch.full((1, 32), 100.0))
+    model = with_golden_head(Gemma2ForCausalLM(config), torch.full((1, 32), 100.0))
     hidden = model.model(torch.arange(5)[None]).last_hidden_state
     values, terms = model(torch.arange(5)[None]).logits, 100 * hidden.double()
     rounding = 1e-6 * terms.abs().sum(-1, keepdim=True)  # of terms that nearly cancel; 3e-8 of their sum was seen
@@ -178,20 +179,20 @@ def test_values_are_not_capped():
 
 
 def test_values_in_bfloat16_are_not_rounded(tiny_dir, processor):
-    """The head works in float32: nothing in the output is a bfloat16 number by necessity."""
+    """The head works in float32: most values are no bfloat16 numbers."""
     batch = make_batch(processor)
-    exact = engine_for(valued(load_model(tiny_dir))).infer_batch(batch)["values"]
-    engine = engine_for(valued(load_model(tiny_dir)), compute_dtype=torch.bfloat16)
+    exact = engine_for(with_golden_head(load_model(tiny_dir))).infer_batch(batch)["values"]
+    engine = engine_for(with_golden_head(load_model(tiny_dir)), compute_dtype=torch.bfloat16)
     values = engine.infer_batch(batch)["values"]
     assert 1e-5 < (values - exact).abs().max() < 0.1
-    seen = values[batch.mask]
-    assert (seen != seen.bfloat16().float()).float().mean() > 0.9
+    masked = values[batch.mask]
+    assert (masked != masked.bfloat16().float()).float().mean() > 0.9
     engine.train_batch(batch, squared_loss)
     assert all(g.isfinite().all() and g.dtype == torch.float32 for g in gradients(engine).values())
 
 
 def test_a_critic_learns_a_constant_return(tiny_dir, processor):
-    """From zeros, with the vision tower frozen, over images; the loss falls by far and the body takes part."""
+    """From zeros, on images, with a frozen vision tower: the loss falls, and all other weights change."""
     model = with_value_head(load_model(tiny_dir))
     freeze(model, vision_tower(model))
     before = {n: p.detach().clone() for n, p in model.named_parameters()}
@@ -230,7 +231,7 @@ def test_resume_is_exact(tmp_path):
     assert other.load_checkpoint(tmp_path / "step_2") == {"step": 2}
     assert [other.train_batch(batch, squared_loss) for _ in range(2)] == steps[2:]
     language = make_engine("fsdp2", model=tiny_text(tied=False))
-    with pytest.raises(ValueError, match="step_2: does not fit this model"):
+    with pytest.raises(ValueError, match="step_2: expected the state of this model"):
         language.load_checkpoint(tmp_path / "step_2")
 
 
@@ -251,61 +252,61 @@ def test_export_loads_with_its_head(tiny_dir, processor, tmp_path):
 
 
 def test_export_in_several_files(tmp_path):
-    """Read without transformers' warning of a head of another shape, which is as it should be."""
-    model, said = valued(tiny_text()), logging.Handler()
+    """Loading does not show transformers' warning about the shape of the head."""
+    model, handler = with_golden_head(tiny_text()), logging.Handler()
     model.save_pretrained(tmp_path / "critic", max_shard_size="20KB")
     assert len(list(tmp_path.glob("critic/*.safetensors"))) > 2
-    said.emit = lambda record: pytest.fail(record.getMessage())
-    logging.getLogger("transformers").addHandler(said)
+    handler.emit = lambda record: pytest.fail(record.getMessage())
+    logging.getLogger("transformers").addHandler(handler)
     try:
         loaded = load_value_model(str(tmp_path / "critic"))
     finally:
-        logging.getLogger("transformers").removeHandler(said)
+        logging.getLogger("transformers").removeHandler(handler)
     assert logging.getLogger("transformers").isEnabledFor(logging.WARNING)
     for name, parameter in model.named_parameters():
         assert torch.equal(loaded.get_parameter(name), parameter), name
 
 
 @pytest.mark.parametrize("name", ["model.norm.weight", "lm_head.weight"])
-@pytest.mark.parametrize("keep", [0, 5])
-def test_export_that_lost_a_weight(tmp_path, name, keep):
-    valued(tiny_text()).save_pretrained(tmp_path)
+@pytest.mark.parametrize("columns", [0, 5])
+def test_export_with_a_missing_or_cut_weight(tmp_path, name, columns):
+    with_golden_head(tiny_text()).save_pretrained(tmp_path)
     weights = load_file(tmp_path / "model.safetensors")
-    whole = weights.pop(name)
-    if keep:
-        weights[name] = whole[..., :keep].clone()
+    weight = weights.pop(name)
+    if columns:
+        weights[name] = weight[..., :columns].clone()
     save_file(weights, tmp_path / "model.safetensors", metadata={"format": "pt"})
-    with pytest.raises(ValueError, match=rf"missing, or of another shape: {name}"):
+    with pytest.raises(ValueError, match=rf"expected every weight in its shape, got missing or different ones: {name}"):
         load_value_model(str(tmp_path))
 
 
-def test_a_reward_model_is_read_behind_the_last_token(tiny_dir, processor):
+def test_a_reward_model_is_read_after_the_last_token(tiny_dir, processor):
     batch = text_batch(fill=59)
     hidden = tiny_text().model(batch.tokens, batch.attention_mask.long()).last_hidden_state
     expected = torch.stack([golden_head(32)[0] @ hidden[b, n - 1] for b, n in enumerate(batch.lengths)])
     before, scoring = copy.deepcopy(batch.tokens), scoring_batch(batch)
     for name in LAYOUTS:
-        scores = engine_for(valued(tiny_text()), **LAYOUTS[name]).infer_batch(scoring)["values"].sum(1)
+        scores = engine_for(with_golden_head(tiny_text()), **LAYOUTS[name]).infer_batch(scoring)["values"].sum(1)
         torch.testing.assert_close(scores, expected, atol=1e-5, rtol=1e-5, msg=name)
     assert torch.equal(batch.tokens, before) and scoring.lengths == [n + 1 for n in batch.lengths]
     assert scoring.total_tokens == scoring.total_sequences == len(batch)
     assert torch.equal(scoring.advantages, batch.advantages)
     images = scoring_batch(make_batch(processor))
     assert images.rollout_logprobs.shape == images.tokens.shape
-    engine = engine_for(valued(load_model(tiny_dir)))
-    straight = engine.infer_batch(images)["values"].sum(1)
+    engine = engine_for(with_golden_head(load_model(tiny_dir)))
+    in_order = engine.infer_batch(images)["values"].sum(1)
     order = [5, 0, 8, 3, 1, 7, 2, 6, 4]
     shuffled = engine.infer_batch(scoring_batch(make_batch(processor, rows=order)))["values"].sum(1)
-    torch.testing.assert_close(shuffled, straight[order], atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(shuffled, in_order[order], atol=1e-5, rtol=1e-5)
 
 
 def test_a_reward_model_learns_which_is_better():
     batch = scoring_batch(text_batch())
-    batch.add(together=torch.tensor([0, 1, 2, 0, 1, 2]), better=torch.tensor([1, 1, 1, 0, 0, 0]))
+    batch.add(micro_batch_group=torch.tensor([0, 1, 2, 0, 1, 2]), better=torch.tensor([1, 1, 1, 0, 0, 0]))
 
     def loss_fn(out, mb):
         scores = out.values.sum(1)
-        pairs = [(mb.together == k) for k in mb.together.unique()]
+        pairs = [(mb.micro_batch_group == k) for k in mb.micro_batch_group.unique()]
         chosen = torch.stack([scores[pair & (mb.better == 1)][0] for pair in pairs])
         rejected = torch.stack([scores[pair & (mb.better == 0)][0] for pair in pairs])
         return 2 * bradley_terry_loss(chosen, rejected).sum() / mb.total_sequences, {}
@@ -320,21 +321,26 @@ def test_a_reward_model_learns_which_is_better():
 def test_bad_input_is_named():
     batch = text_batch()
     language, value = make_engine("fsdp2", model=tiny_text()), engine_for(with_value_head(tiny_text()))
-    with pytest.raises(ValueError, match=r"outputs: \['logprobs'\] not known; there are values"):
+    with pytest.raises(ValueError, match="outputs: expected values; got logprobs"):
         value.infer_batch(batch, ("values", "logprobs"))
-    with pytest.raises(ValueError, match=r"outputs: \['logprobs'\] not known; there are values"):
+    with pytest.raises(ValueError, match="outputs: expected values; got logprobs"):
         value.train_batch(batch, squared_loss, ("logprobs",))
-    with pytest.raises(ValueError, match=r"outputs: \['values'\] not known; there are logprobs, entropy"):
+    with pytest.raises(ValueError, match="outputs: expected logprobs, entropy; got values"):
         language.infer_batch(batch, ("values",))
-    with pytest.raises(ValueError, match=r"no value head; rlkit.engines.value_head.with_value_head\(model\)"):
+    expected = r"model: expected a value head, got none; use rlkit.engines.value_head.with_value_head\(model\)"
+    with pytest.raises(ValueError, match=expected):
         engine_for(tiny_text())
-    with pytest.raises(ValueError, match=r"it has a value head, .* make_engine\(..., \"value_model\"\)"):
+    expected = r"model: expected a language model, got a value head; use make_engine\(..., \"value_model\", ...\)"
+    with pytest.raises(ValueError, match=expected):
         make_engine("fsdp2", model=with_value_head(tiny_text()))
-    with pytest.raises(ValueError, match="its value head is frozen; put it on after lora"):
+    expected = "model: expected a value head that trains, got a frozen one; add it after lora"
+    with pytest.raises(ValueError, match=expected):
         engine_for(lora(with_value_head(tiny_text()), 2, 4))
-    with pytest.raises(ValueError, match="Qwen2Model has no output layer"):
+    expected = "model: expected a causal LM or VLM, got Qwen2Model, which has no output layer"
+    with pytest.raises(ValueError, match=expected):
         with_value_head(tiny_text().model)
-    with pytest.raises(AttributeError, match="no 'logprobs' among the outputs asked for: values"):
+    expected = "out.logprobs: expected one of the requested outputs, values; got 'logprobs'"
+    with pytest.raises(AttributeError, match=expected):
         value.train_batch(batch, lambda out, mb: (out.logprobs.sum(), {}))
-    with pytest.raises(ValueError, match="no engine 'fsdp3' for a 'value_model' on 'cpu'"):
+    with pytest.raises(ValueError, match="backend: expected .*; got 'fsdp3' for a 'value_model' on 'cpu'"):
         make_engine("fsdp3", "value_model", device="cpu", model=None)

@@ -1,6 +1,6 @@
-"""Logprobs and entropies from hidden states, a slice of the vocabulary each: pieces, extremes, and memory.
+"""Logprobs and entropies from hidden states with a sharded vocabulary: chunks, extreme values, and memory.
 
-That several ranks give what one does is in test_megatron.py ("tp2-fused" and others); here the group has one rank.
+Here the group has one rank; several ranks are tested in test_megatron.py ("tp2-fused" and others).
 """
 
 import pytest
@@ -8,7 +8,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from rlkit.engines.distributed import init_distributed
-from rlkit.engines.vocab_parallel import vocab_parallel_linear_logprobs
+from rlkit.engines.megatron.vocab_parallel import vocab_parallel_linear_logprobs
 from rlkit.losses import linear_logprobs
 
 TOKENS, HIDDEN, VOCABULARY = 7, 5, 11
@@ -19,25 +19,26 @@ def values_and_gradients(function, hidden, weight, targets, **options):
     logprobs, entropy = function(hidden, weight, targets, 1.3, **options)
     draw = torch.Generator().manual_seed(2)
     seeds = [torch.randn(len(targets), generator=draw) for _ in range(2)]
-    kept = logprobs.isfinite()  # a suppressed target's
-    ((logprobs * seeds[0])[kept].sum() + (entropy * seeds[1]).sum()).backward()
+    is_finite = logprobs.isfinite()  # false for suppressed targets
+    ((logprobs * seeds[0])[is_finite].sum() + (entropy * seeds[1]).sum()).backward()
     return logprobs.detach(), entropy.detach(), hidden.grad, weight.grad
 
 
 @pytest.mark.parametrize("chunk", [1, 3, 7, 100])
 @pytest.mark.parametrize("scale", [1.0, 60.0])
 @pytest.mark.parametrize("suppress", [None, [2, 10]])
-def test_pieces_give_what_one_does(chunk, scale, suppress):
+def test_chunks_equal_one_computation(chunk, scale, suppress):
     init_distributed("cpu")
     torch.manual_seed(0)
     hidden, weight = scale * torch.randn(TOKENS, HIDDEN), torch.randn(VOCABULARY, HIDDEN)
     targets = torch.tensor([0, 3, 10, 1, 2, 5, 5])  # two of them suppressed
     suppress = None if suppress is None else torch.tensor(suppress)
-    came = values_and_gradients(vocab_parallel_linear_logprobs, hidden, weight, targets, suppress=suppress, chunk=chunk)
+    options = {"suppress": suppress, "chunk": chunk}
+    chunked = values_and_gradients(vocab_parallel_linear_logprobs, hidden, weight, targets, **options)
     expected = values_and_gradients(linear_logprobs, hidden, weight, targets, suppress=suppress)
-    assert suppress is None or came[0].isinf().sum() == 2
-    for mine, theirs in zip(came, expected, strict=True):
-        torch.testing.assert_close(mine, theirs, atol=1e-5, rtol=1e-4)
+    assert suppress is None or chunked[0].isinf().sum() == 2
+    for one, other in zip(chunked, expected, strict=True):
+        torch.testing.assert_close(one, other, atol=1e-5, rtol=1e-4)
 
 
 def test_autocast_is_ignored():
@@ -46,12 +47,12 @@ def test_autocast_is_ignored():
     hidden, weight, targets = torch.randn(TOKENS, HIDDEN), torch.randn(VOCABULARY, HIDDEN), torch.arange(TOKENS)
     expected = values_and_gradients(vocab_parallel_linear_logprobs, hidden, weight, targets)
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        came = values_and_gradients(vocab_parallel_linear_logprobs, hidden, weight, targets)
-    torch.testing.assert_close(came, expected)
+        in_autocast = values_and_gradients(vocab_parallel_linear_logprobs, hidden, weight, targets)
+    torch.testing.assert_close(in_autocast, expected)
 
 
 class Largest(TorchDispatchMode):
-    """How many elements the largest new tensor has."""
+    """The number of elements of the largest tensor that is created."""
 
     elements = 0
 
@@ -62,9 +63,9 @@ class Largest(TorchDispatchMode):
         return out
 
 
-def test_the_logits_are_never_there():
+def test_all_logits_never_exist_at_once():
     init_distributed("cpu")
     hidden, weight = torch.randn(50, 4), torch.randn(40, 4)
     with Largest() as largest:
         values_and_gradients(vocab_parallel_linear_logprobs, hidden, weight, torch.zeros(50).long(), chunk=5)
-    assert largest.elements == 50 * 4  # the hidden states; 5 of 50 tokens' logits are as many, all of them 2000
+    assert largest.elements == 50 * 4  # hidden states, or the logits of 5 tokens; those of all tokens would be 2000

@@ -95,7 +95,7 @@ def run_here(recipe, *arguments):
     module.main(parse_options(module.Config, module.__doc__, [str(a) for a in arguments]))
 
 
-def stop_after(steps, recipe, *arguments, start=run_here):
+def stop_after(steps, recipe, *arguments):
     """Run in this process, and break it off once it has logged so many steps."""
     log = Run.log
 
@@ -106,7 +106,7 @@ def stop_after(steps, recipe, *arguments, start=run_here):
 
     with pytest.MonkeyPatch.context() as patch, pytest.raises(KeyboardInterrupt):
         patch.setattr(Run, "log", stop)
-        start(recipe, *arguments)
+        run_here(recipe, *arguments)
 
 
 def rows(out):

@@ -8,6 +8,7 @@ Two more cases are `answers`, what ranks with the same rows have of a sampler th
 """
 
 import json
+import os
 import sys
 import time
 from pathlib import Path
@@ -19,9 +20,10 @@ from isolated_cases import case
 from megatron.core import parallel_state
 
 from rlkit.data import extend, prompt
-from rlkit.engines.distributed import init_distributed, ranks_with_equal_rows
+from rlkit.engines.distributed import init_distributed, make_model_parallel_group
 from rlkit.rollout.shared_rows import SharedRowsRollout
-from rlkit.tracking import Run, new_directory
+from rlkit.runs import claim_directory
+from rlkit.tracking import Run
 
 
 class Sampler:
@@ -37,8 +39,8 @@ class Sampler:
 
 
 def samples_of_each_rank(collective):
-    group = ranks_with_equal_rows(0, 1)
-    assert ranks_with_equal_rows(dist.get_rank(), 2) is None
+    group = make_model_parallel_group(0, 1)
+    assert make_model_parallel_group(dist.get_rank(), 2) is None
     requests = [prompt([1], vision={"pixels": torch.full((1,), i)}, row={"answer": i}) for i in range(3)]
     seen = {}
     rollout = SharedRowsRollout(Sampler(), group, collective=collective)
@@ -51,10 +53,11 @@ def samples_of_each_rank(collective):
 
 
 def started_late(root):
-    """What the ranks call a new run's directory when one is far behind; without waiting it would be another's."""
+    """What the ranks call a new run's directory when one is far behind; by itself it would find another's."""
+    os.chdir(root)  # the default directories are runs/NAME, runs/NAME-2, ...
     if dist.get_rank():
         time.sleep(1)
-    run = Run(new_directory(root, "late"), {}, writes=dist.get_rank() == 0)
+    run = Run(claim_directory("", "late", resume=False), {}, writes=dist.get_rank() == 0)
     run.start_at(0)
     ranks = [None] * dist.get_world_size()
     dist.all_gather_object(ranks, run.out.name)

@@ -76,7 +76,7 @@ def test_groups_of_equal_rewards_are_dropped_and_others_drawn(warm_dir, tmp_path
 
 def test_a_run_with_nothing_left_to_learn_ends_well(warm_dir, tmp_path, capsys):
     run_here("dapo", "--model", warm_dir, "--out", tmp_path / "run", "--task", f"{__name__}:settled", *SMALL)
-    assert "all groups of 48 answers have equal rewards: the run ends here" in "".join(capsys.readouterr())
+    assert "step 0: all groups drawn have equal rewards, so the run ends here" in "".join(capsys.readouterr())
     assert helpers.rows(tmp_path / "run") == [] and helpers.evaluation(tmp_path / "run")["accuracy_after"] == 1
     assert (tmp_path / "run" / "model" / "model.safetensors").exists()
 
@@ -108,7 +108,7 @@ def test_help_names_every_option(capsys):
 
 
 def test_bad_input_is_one_clear_message(whole, tmp_path):
-    with pytest.raises(SystemExit, match="dapo: mini_batches: from 1 to the 6 prompts, came 7"):
+    with pytest.raises(SystemExit, match="dapo: mini_batches: expected 1 to 6, got 7"):
         run_here("dapo", "--out", tmp_path / "a", *SMALL, "--mini_batches", 7)
     with pytest.raises(SystemExit, match="dapo: out .*holds a run already; continue it with --resume"):
         run_here("dapo", "--out", whole, *SMALL)

@@ -2,12 +2,10 @@
 
 import json
 import sys
-from contextlib import ExitStack
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-import tyro
 
 from rlkit.rollout import Observation
 from rlkit.rollout.serve import serving
@@ -15,7 +13,7 @@ from rlkit.tracking import read_metrics
 
 sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parents[1] / "rollout")]
 import helpers  # noqa: E402
-from helpers import assert_help_names_every_option, load, run, run_here, warm_dir  # noqa: E402, F401  (a fixture)
+from helpers import assert_help_names_every_option, run, run_here, warm_dir  # noqa: E402, F401  (a fixture)
 from test_vllm_server import OPTIONS, free_ports  # noqa: E402
 
 SMALL = ["--prompts_per_step", "8", "--group_size", "4", "--max_new_tokens", "3"]
@@ -31,13 +29,6 @@ def server(warm_dir, tmp_path_factory):  # noqa: F811
         yield next(iter(urls))
 
 
-def run_async(*arguments):
-    """In this process; a server that it started would end with it."""
-    module = load("grpo_async")
-    with ExitStack() as stack:
-        module.main(tyro.cli(module.Config, args=[str(a) for a in arguments], use_underscores=True), stack)
-
-
 def test_learns_ahead_and_stays_within_its_bound(warm_dir, server, tmp_path):  # noqa: F811
     out = tmp_path / "ahead"
     options = ["--model", warm_dir, "--servers", server, *LEARNING]
@@ -50,7 +41,7 @@ def test_learns_ahead_and_stays_within_its_bound(warm_dir, server, tmp_path):  #
     assert old and all(row["staleness/max"] <= 1.0 for row in rows)
     assert all(row["mismatch/abs_dlogp"] > 1e-5 for row in old if row["step"] > 1)  # by other weights
     assert (out / "model" / "config.json").exists() and (out / "report.html").exists()
-    run_async(*options, "--steps", 6, "--lr", 0, "--out", tmp_path / "still")
+    run_here("grpo_async", *options, "--steps", 6, "--lr", 0, "--out", tmp_path / "still")
     assert not helpers.learned(tmp_path / "still")
 
 
@@ -58,9 +49,9 @@ def test_taking_turns_and_going_on(warm_dir, server, tmp_path):  # noqa: F811
     """Without staleness every token is by the weights that it trains, also after a resume, which sends them again."""
     options = ["--model", warm_dir, "--servers", server, "--max_staleness", 0, "--save_every", 2, "--steps", 4, *SMALL]
     options += ["--task", "helpers:few_digits", "--out"]
-    run_async(*options, tmp_path / "whole")
-    helpers.stop_after(3, "grpo_async", *options, tmp_path / "run", start=lambda _, *arguments: run_async(*arguments))
-    run_async(*options, tmp_path / "run", "--resume")
+    run_here("grpo_async", *options, tmp_path / "whole")
+    helpers.stop_after(3, "grpo_async", *options, tmp_path / "run")
+    run_here("grpo_async", *options, tmp_path / "run", "--resume")
     rows = helpers.numbers(tmp_path / "run")
     assert [row["step"] for row in rows] == list(range(4))
     assert all(row["staleness/max"] == 0 and row["mismatch/abs_dlogp"] < 1e-5 for row in rows)
@@ -104,17 +95,18 @@ def test_evaluate_with_a_server_by_one_word(warm_dir, server, tmp_path):  # noqa
 def test_weights_that_do_not_arrive_stop_the_run(warm_dir, server, tmp_path, monkeypatch):  # noqa: F811
     """The servers are told everything and sent nothing: their version rises, their weights stay."""
     options = ["--model", warm_dir, "--servers", server, *SMALL, "--out"]
-    run_async(*options, tmp_path / "still", "--steps", 1, "--lr", 0)  # they have the weights that training starts from
+    # a run at a learning rate of 0 leaves the servers with the weights that training starts from
+    run_here("grpo_async", *options, tmp_path / "still", "--steps", 1, "--lr", 0)
     with monkeypatch.context() as patch:
         patch.setattr("rlkit.rollout.servers.rollout.send_weights", lambda weights, *rest, **options: list(weights))
         with pytest.raises(SystemExit, match="grpo_async-.*: step [01]: the sampler's logprobs .* they did not arrive"):
-            run_async(*options, tmp_path / "run", "--steps", 4, "--warmup_steps", 1)
+            run_here("grpo_async", *options, tmp_path / "run", "--steps", 4, "--warmup_steps", 1)
 
 
 def test_bad_input_is_one_clear_message(warm_dir, tmp_path):  # noqa: F811
     options = ["--model", warm_dir, "--out", tmp_path / "a", "--servers", "http://127.0.0.1:9", "--rollout", "tgi"]
     with pytest.raises(SystemExit, match="grpo_async: no rollout 'tgi'; there are:"):
-        run_async(*options)
+        run_here("grpo_async", *options)
 
 
 def test_help_names_every_option(capsys):
@@ -122,7 +114,8 @@ def test_help_names_every_option(capsys):
 
 
 def test_ranks_that_share_rows_are_refused(warm_dir, tmp_path, monkeypatch):  # noqa: F811
-    module = load("grpo_async")
-    monkeypatch.setattr(module, "make_engine", lambda *args, **options: SimpleNamespace(row_group="both ranks"))
-    with pytest.raises(SystemExit, match="grpo_async: parallel: ranks that share rows would be sent different answers"):
-        run_async("--model", warm_dir, "--servers", "http://localhost:1", "--out", tmp_path)
+    monkeypatch.setattr(
+        "rlkit.runs.build_engine", lambda *args, **options: SimpleNamespace(model_parallel_group="both ranks")
+    )
+    with pytest.raises(SystemExit, match="grpo_async: parallel: expected ranks with rows of their own, got ranks that"):
+        run_here("grpo_async", "--model", warm_dir, "--servers", "http://localhost:1", "--out", tmp_path)

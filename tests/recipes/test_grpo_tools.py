@@ -14,7 +14,9 @@ sys.path.insert(0, str(HERE))
 import helpers  # noqa: E402
 from helpers import load, numbers, rows, run_here, text_dir  # noqa: E402, F401
 
+from rlkit.engines.distributed import init_distributed  # noqa: E402
 from rlkit.rollout.image_tools import zoom, zoomed_digits  # noqa: E402
+from rlkit.runs.tiny_tool_user import build_tiny_tool_user  # noqa: E402
 
 HELD_OUT = 100
 SMALL = ["--prompts_per_step", 8, "--group_size", 4]
@@ -36,9 +38,10 @@ async def shaky(sample):
 def warm_dir(tmp_path_factory):
     """The default model after its warm-up, which is part of the recipe."""
     recipe = load("grpo_tools")
-    recipe.init_distributed()
+    init_distributed()
     path = tmp_path_factory.mktemp("warm") / "init"
-    recipe.warm_up(path, few_held_out(), zoom, recipe.Config())
+    cfg = recipe.Config()
+    build_tiny_tool_user(path, few_held_out().train, zoom, max_new_tokens=cfg.max_new_tokens, seed=cfg.seed)
     return path
 
 
@@ -103,12 +106,9 @@ def test_the_game_of_the_page(text_dir, tmp_path, monkeypatch):  # noqa: F811
 
 def test_bad_input_is_one_clear_message(warm_dir, tmp_path):
     cases = {
-        (
-            "--tool",
-            "test_grpo_tools:crop",
-        ): "grpo_tools: tool '.*:crop': expected a function of test_grpo_tools",
-        ("--model", "tiny"): 'model "tiny": it knows the default task and tool alone; name a model for others',
-        ("--tool", "test_grpo_tools:shaky", "--max_unjudged", 0.1): "episodes could be judged, ",
+        ("--tool", "test_grpo_tools:crop"): "grpo_tools: tool '.*:crop': expected a function of test_grpo_tools",
+        ("--model", "tiny"): 'grpo_tools: model: expected a model that can use this task and tool, got "tiny"',
+        ("--tool", "test_grpo_tools:shaky", "--max_unjudged", 0.1): "held-out answers: expected at least 90%",
     }
     for i, (arguments, text) in enumerate(cases.items()):
         with pytest.raises(SystemExit, match=text):

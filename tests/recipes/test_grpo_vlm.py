@@ -72,7 +72,7 @@ def test_leaves_what_it_promises(short_run):
     assert [p.name for p in sorted((out / "checkpoints").iterdir())] == ["step_4", "step_6"]
     assert AutoModelForImageTextToText.from_pretrained(out / "model").num_parameters() > 5e5
     assert load_processor(str(out / "model")).image_processor.merge_size == 2
-    assert "held-out accuracy before" in done.stdout and str(out / "report.html") in done.stdout
+    assert "held-out before: accuracy " in done.stdout and str(out / "report.html") in done.stdout
     assert "step/s" in done.stderr or "s/step" in done.stderr
 
 
@@ -185,7 +185,10 @@ def some_unjudged():
 
 
 def none_judged():
-    return replace(few_held_out(), reward=lambda text, row: None)
+    """But the held-out rows."""
+    task = few_held_out()
+    heldout = [{**row, "known": True} for row in task.heldout]
+    return replace(task, heldout=heldout, reward=lambda text, row: 1.0 if "known" in row else None)
 
 
 def test_unjudged_answers_stop_the_run_past_their_limit(warm_dir, tmp_path, caplog):
@@ -193,7 +196,12 @@ def test_unjudged_answers_stop_the_run_past_their_limit(warm_dir, tmp_path, capl
     run_here("grpo_vlm", *options, "--out", tmp_path / "some", "--task", "test_grpo_vlm:some_unjudged")
     assert "RuntimeError: judge is down" in caplog.text
     assert all(0 < row["unjudged"] < 64 for row in numbers(tmp_path / "some"))
-    with pytest.raises(SystemExit, match="step 0: only 0 of 128 answers could be judged"):
+    found = evaluation(tmp_path / "some")
+    not_judged = sum(row["answer"] in "01" for row in few_held_out().heldout)
+    assert found["unjudged_before"] == found["unjudged_after"] == not_judged > 0
+    judged = found["accuracy_after"] * (60 - not_judged)  # accuracy is over the others alone
+    assert judged == pytest.approx(round(judged)) and round(judged) > 0
+    with pytest.raises(SystemExit, match="grpo_vlm-digits-seed0: step 0: only 0 of 128 answers could be judged"):
         run_here("grpo_vlm", *options, "--out", tmp_path / "none", "--task", "test_grpo_vlm:none_judged")
 
 

@@ -86,13 +86,13 @@ def test_loss_equals_trls(case, options):
     batch = Batch(torch.zeros(logprobs.shape, dtype=torch.long), x["mask"], [logprobs.shape[1]] * len(logprobs))
     batch.add(ref_logprobs=x["ref_logprobs"], label=x["desirable"].float())
     others = (sequence_logprobs(x[name], x["mask"]) for name in ("other_logprobs", "other_ref_logprobs"))
-    kl = kto_kl_estimate(*others) if options.get("baseline", True) else torch.tensor(0.0)
+    z0 = kto_kl_estimate(*others) if options.get("baseline", True) else torch.tensor(0.0)
     recipe = helpers.load("kto")
     good = x["desirable"].sum().item()
     loss, stats = recipe.answer_loss(
         SimpleNamespace(logprobs=logprobs),
         batch,
-        kl=kl,
+        z0=z0,
         good=good,
         cfg=recipe.Config(beta=0.5, sft_coef=0.0, **options),
     )
@@ -139,7 +139,7 @@ def test_bad_input_is_one_clear_message(whole, start, tmp_path):
     for message, arguments in {
         "kto: .*rows.jsonl: completion: expected a column completion": ["--task", tmp_path / "rows.jsonl"],
         "kto: out .*holds a run already; continue it with --resume": ["--out", whole],
-        "kto-.*: step 0: none of its 6 rows can be trained on": ["--max_tokens", 5],
+        "kto-.*: step 0: none of its .*rows can be trained on": ["--max_tokens", 5],
     }.items():
         with pytest.raises(SystemExit, match=message):
             out = tmp_path / str(len(list(tmp_path.iterdir())))

@@ -68,13 +68,18 @@ def test_advantages_equal_verls(case, gamma, lam):
     """verl whitens in its estimator, and leaves numbers outside the mask."""
     golden = load_file(GOLDEN)
     rewards, values, mask = (golden[f"{case}/in/{name}"] for name in ("rewards", "values", "mask"))
-    estimates = helpers.load("ppo").estimates
-    advantages, returns = estimates(rewards, values, mask, gamma, lam, lam, lambda x: x)
+    recipe = helpers.load("ppo")
+
+    def estimates(critic_lam, global_sum=lambda x: x):
+        cfg = recipe.Config(gamma=gamma, lam=lam, critic_lam=critic_lam)
+        return recipe.advantages_and_returns(rewards, values, mask, cfg, global_sum)
+
+    advantages, returns = estimates(lam)
     torch.testing.assert_close(advantages, golden[f"{case}/out/advantages"], rtol=1e-5, atol=1e-6)
     torch.testing.assert_close(returns, golden[f"{case}/out/returns"], rtol=1e-5, atol=1e-6)
-    decoupled, other = estimates(rewards, values, mask, gamma, lam, 1.0, lambda x: x)
+    decoupled, other = estimates(1.0)
     assert torch.equal(decoupled, advantages) and not torch.equal(other, returns)
-    half = estimates(rewards, values, mask, gamma, lam, lam, lambda x: x + x)[0]  # two ranks with the same rows
+    half, _ = estimates(lam, lambda x: x + x)  # two ranks with the same rows
     torch.testing.assert_close(half, advantages, rtol=2e-2, atol=1e-6)  # but for n - 1
 
 
@@ -139,7 +144,7 @@ def test_help_names_every_option(capsys):
 
 
 def test_bad_input_is_one_clear_message(whole, tmp_path):
-    with pytest.raises(SystemExit, match="ppo: mini_batches: from 1 to the 4 prompts, came 5"):
+    with pytest.raises(SystemExit, match="ppo: mini_batches: expected 1 to 4, got 5"):
         run_here("ppo", "--out", tmp_path / "a", *SMALL, "--mini_batches", 5)
     with pytest.raises(SystemExit, match="ppo: out .*holds a run already; continue it with --resume"):
         run_here("ppo", "--out", whole, *SMALL)

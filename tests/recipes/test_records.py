@@ -91,18 +91,27 @@ def test_parts_work_and_time_are_logged(text_dir, tmp_path, monkeypatch, recipe,
     [("ppo", []), ("reinforce", []), ("dapo", ["--mini_batches", 1, "--prompts_per_draw", 4, "--overlong_buffer", 0])],
 )
 def test_what_cannot_be_judged_is_left_out_until_it_is_too_much(text_dir, tmp_path, monkeypatch, recipe, options):  # noqa: F811
-    """Two of four prompts; a reward is 8 or 9, so that a 0 for one that is not known would show in the mean."""
+    """Two of four prompts, and one of two held-out rows. A reward is 8 or 9: a 0 in place of an unknown one would show
+    in the mean."""
     sorting = load_task("sorting")
     sorting = replace(sorting, train=sorting.train[:4], heldout=sorting.heldout[:2])
-    known = {row["where"] for row in sorting.train[:2]}
-    half = replace(sorting, reward=lambda text, row: 8.0 + sum(text.encode()) % 2 if row["where"] in known else None)
-    none = replace(sorting, reward=lambda text, row: None)
-    monkeypatch.setattr(loading, "BUILT_IN", {"half": lambda: half, "none": lambda: none})
+
+    def judged(*rows):
+        known = {row["where"] for row in rows}
+        reward = lambda text, row: 8.0 + sum(text.encode()) % 2 if row["where"] in known else None  # noqa: E731
+        return lambda: replace(sorting, reward=reward)
+
+    tasks = {"half": judged(*sorting.train[:2], sorting.heldout[0]), "seen": judged(*sorting.heldout), "none": judged()}
+    monkeypatch.setattr(loading, "BUILT_IN", tasks)
     options = ["--model", text_dir, *SMALL, "--steps", 1, *options, "--task"]
     run_here(recipe, *options, "half", "--out", tmp_path / "half", "--max_unjudged", 0.5)
     (row,) = rows(tmp_path / "half")
     assert row["unjudged"] == 2 * row.get("groups/drawn", 4) and 8 < row["reward/mean"] < 9
-    with pytest.raises(SystemExit, match=f"{recipe}: step 0: only 0 of .* answers could be judged"):
+    found = evaluation(tmp_path / "half")
+    assert found["accuracy_before"] in (8, 9) and found["unjudged_before"] == found["unjudged_after"] == 1
+    with pytest.raises(SystemExit, match=f"{recipe}-sorting-seed0: step 0: only 0 of .* answers could be judged"):
+        run_here(recipe, *options, "seen", "--out", tmp_path / "seen")
+    with pytest.raises(SystemExit, match=f"{recipe}-sorting-seed0: held-out rows: only 0 of 2 answers could be judged"):
         run_here(recipe, *options, "none", "--out", tmp_path / "none")
 
 
@@ -127,7 +136,7 @@ def test_text_from_a_file_and_two_places_to_look_at_it(text_dir, tmp_path):  # n
 def test_a_run_is_named_after_its_task(recipe, monkeypatch):
     """And not after `helpers:few_digits`: some programs take what stands before a colon for another machine."""
     module = load(recipe)
-    monkeypatch.setattr(module, "new_directory", lambda root, name, resume: sys.exit(name))
+    monkeypatch.setattr("rlkit.runs.start.claim_directory", lambda out, name, resume: sys.exit(name))
     with pytest.raises(SystemExit, match=f"^{recipe}-digits-seed3$"):
         config = module.Config(task=("helpers:few_digits",) if recipe == "evaluate" else "helpers:few_digits", seed=3)
-        module.main(config, *([None] if recipe == "grpo_async" else []))
+        module.main(config)

@@ -2,6 +2,7 @@
 
 import sys
 from pathlib import Path
+from typing import get_args, get_type_hints
 
 import pytest
 import torch
@@ -77,10 +78,12 @@ def test_each_name_is_its_formula():
         "reinforce_plus_plus_baseline": centred / centred.std(),
         "reinforce_plus_plus": by_token / by_token[mask].std(),
     }
-    functions = helpers.load("reinforce").ADVANTAGES
-    assert sorted(functions) == sorted(expected) == sorted(NAMES)
-    for name, function in functions.items():
-        torch.testing.assert_close(function(rewards, batch, lambda x: x), expected[name], msg=name)
+    recipe = helpers.load("reinforce")
+    choices = get_args(get_type_hints(recipe.Config)["advantage"])
+    assert sorted(choices) == sorted(expected) == sorted(NAMES)
+    for name in choices:
+        found = recipe.advantages(rewards, batch, recipe.Config(advantage=name), lambda x: x)
+        torch.testing.assert_close(found, expected[name], msg=name)
 
 
 @pytest.mark.parametrize("name", NAMES[1:])

@@ -27,7 +27,7 @@ from rlkit.engines import make_engine  # noqa: E402
 from rlkit.losses import reinforce_loss, token_mean  # noqa: E402
 from rlkit.rollout import Sampling, make_rollout  # noqa: E402
 from rlkit.rollout.servers.weight_transfer import NcclGroup, describe  # noqa: E402
-from rlkit.vlm import encode_rows, load_model, load_processor, lora, unsampled_ids  # noqa: E402
+from rlkit.vlm import encode_rows, load_model, load_processor, lora, suppressed_token_ids  # noqa: E402
 
 SIZES = {True: ((56, 56), None, (84, 56), (112, 112)), False: (None,) * 4}
 SAMPLING = Sampling(6, temperature=0.8, seed=(0, 1))
@@ -51,13 +51,13 @@ def measure(kind: str, path: str, tensor_parallel_size: int = 1) -> dict:
     rank, world = dist.get_rank(), dist.get_world_size()
     processor = load_processor(path)
     model = load_model(path)
-    unsampled = unsampled_ids(model.config, getattr(processor, "tokenizer", processor))
+    suppressed = suppressed_token_ids(model.config, getattr(processor, "tokenizer", processor))
 
     def engine_of(module, lr):
         return make_engine(
             "fsdp2",
             model=module,
-            unsampled=unsampled,
+            suppressed_token_ids=suppressed,
             temperature=SAMPLING.temperature,
             optimizer=lambda params: torch.optim.SGD(params, lr=lr),
         )
@@ -106,7 +106,7 @@ def measure(kind: str, path: str, tensor_parallel_size: int = 1) -> dict:
     alone = [s for prompt, one in zip(prompts, how, strict=True) for s in rollout.generate([prompt], one, n=2)]
     facts["each"], facts["each_alone"] = ([s.response_ids for s in found] for found in (together, alone))
     facts["reasons"] = sorted({s.finish_reason for s in samples})
-    facts["sampled_forbidden"] = sorted({t for s in samples for t in s.response_ids} & set(unsampled.tolist()))
+    facts["sampled_forbidden"] = sorted({t for s in samples for t in s.response_ids} & set(suppressed.tolist()))
     greedy = rollout.generate(prompts, Sampling(6, temperature=0.0))
     facts["greedy"] = [s.response_ids for s in greedy]
     hf = make_rollout("hf", engine.gathered, processor=processor)

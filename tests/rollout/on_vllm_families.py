@@ -31,8 +31,8 @@ from rlkit.vlm import (  # noqa: E402
     load_processor,
     rope3d_position_ids,
     rope3d_spec,
+    suppressed_token_ids,
     tiny_text_tokenizer,
-    unsampled_ids,
 )
 
 # vLLM asks on a CPU for heads of 32 and experts in multiples of 32; not square ones, whose layout their shape would not
@@ -115,8 +115,8 @@ def measure(family, path):
     """max |sampler's - trainer's logprob|: at first, after the trainer's weights moved, and after they arrived."""
     build(family, path)
     processor, model = load_processor(str(path)), load_model(str(path))
-    unsampled = unsampled_ids(model.config, getattr(processor, "tokenizer", processor))
-    engine = make_engine("fsdp2", model=model, unsampled=unsampled, temperature=SAMPLING.temperature)
+    suppressed = suppressed_token_ids(model.config, getattr(processor, "tokenizer", processor))
+    engine = make_engine("fsdp2", model=model, suppressed_token_ids=suppressed, temperature=SAMPLING.temperature)
     sees = hasattr(processor, "tokenizer")
     images = [[test_every_family.image(*size) for size in sizes] if sees else [] for sizes in test_every_family.SIZES]
     rows = [{"question": f"how many {i}?", "images": found} for i, found in enumerate(images)]

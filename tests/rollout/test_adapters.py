@@ -77,7 +77,9 @@ def test_servers_that_write_ahead_take_adapters(connect, adapted):
 def test_servers_that_were_not_started_for_adapters_are_named(connect, adapted):
     with VllmStandin(pages=["/rlkit/adapter"]) as a:
         rollout = connect(a)
-        with pytest.raises(RuntimeError, match=f"update_adapter: {a.url}/rlkit/adapter: expected status 200, got 404.* --enable-lora"):
+        with pytest.raises(
+            RuntimeError, match=f"update_adapter: {a.url}/rlkit/adapter: expected status 200, got 404.* --enable-lora"
+        ):
             rollout.update_adapter(*adapters(adapted))
         with pytest.raises(RuntimeError, match="got servers whose last weight update failed"):
             rollout.generate([prompt([10])], SAMPLING)
@@ -98,6 +100,9 @@ def test_a_family_of_which_vllm_keeps_weights_is_refused(connect, processor, tmp
     AutoConfig.for_model("gpt_oss", vocab_size=len(processor.tokenizer)).save_pretrained(tmp_path / "tiny")
     assert json.loads((tmp_path / "tiny" / "config.json").read_text())["model_type"] == "gpt_oss"
     with VllmStandin() as a:
-        with pytest.raises(ValueError, match="model: expected a family whose weights vLLM replaces completely, got gpt_oss; use rollout"):
+        with pytest.raises(
+            ValueError,
+            match="model: expected a family whose weights vLLM replaces completely, got gpt_oss; use rollout",
+        ):
             connect(a, model=str(tmp_path / "tiny")).update_weights(iter(WEIGHTS))
         assert not a.paused and not a.weights

@@ -18,7 +18,7 @@ from rlkit.engines import make_engine
 from rlkit.rewards import score
 from rlkit.rollout import Sampling, make_rollout, uniforms
 from rlkit.rollout.agent import Observation, ScriptedRollout, run_episodes
-from rlkit.vlm import decode, encode, load_model, load_processor, unsampled_ids
+from rlkit.vlm import decode, encode, load_model, load_processor, suppressed_token_ids
 from rlkit.vlm.chat_template import encode_reply
 
 
@@ -37,7 +37,8 @@ def ends_often(model, processor):
 
 def new_engine(tiny_dir, processor, **options):
     model = ends_often(load_model(tiny_dir), processor)
-    return make_engine("fsdp2", model=model, unsampled=unsampled_ids(model.config, processor.tokenizer), **options)
+    suppressed = suppressed_token_ids(model.config, processor.tokenizer)
+    return make_engine("fsdp2", model=model, suppressed_token_ids=suppressed, **options)
 
 
 @pytest.fixture(scope="module")
@@ -175,7 +176,7 @@ def test_gradient_comes_from_the_policys_tokens_alone(tiny_dir, episodes, proces
         model.model.rope_deltas = None
         kinds = (ids == model.config.image_token_id).int()
         logits = model(input_ids=ids, mm_token_type_ids=kinds, **sample.vision).logits
-        logits[..., unsampled_ids(model.config, processor.tokenizer)] = -torch.inf
+        logits[..., suppressed_token_ids(model.config, processor.tokenizer)] = -torch.inf
         at = torch.tensor([t for t, mine in enumerate(sample.mask) if mine])
         total = total - logits[0, at - 1].log_softmax(-1).gather(1, ids[0, at, None]).sum()
     total.backward()
@@ -358,7 +359,9 @@ def test_limits(processor):
     cut = run(called.append, 1)
     assert {s.finish_reason for s in cut} == {"length"} and not called  # a turn that was cut is no call
     for limits in ({"max_tokens": length + 9}, {"max_response_tokens": 9}):
-        with pytest.raises(ValueError, match=f"row 0: expected room for a turn of max_new_tokens 10 after {length} prompt tokens, got"):
+        with pytest.raises(
+            ValueError, match=f"row 0: expected room for a turn of max_new_tokens 10 after {length} prompt tokens, got"
+        ):
             run(**limits)
     for limits in ({"max_turns": 0}, {"timeout": 0}):
         with pytest.raises(ValueError, match="max_turns, timeout: expected at least 1 and above 0"):

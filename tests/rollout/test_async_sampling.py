@@ -127,5 +127,7 @@ def test_failures_are_the_loops(make):
             pass
     with pytest.raises(ValueError, match="max_staleness: expected at least 0, got -1"):
         AsyncSampler(rollout, batches(1), max_staleness=-1)
-    with pytest.raises(ValueError, match="rollout: expected one on servers, got object, which cannot sample during training"):
+    with pytest.raises(
+        ValueError, match="rollout: expected one on servers, got object, which cannot sample during training"
+    ):
         AsyncSampler(object(), batches(1))

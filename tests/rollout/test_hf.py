@@ -15,7 +15,7 @@ from rlkit.losses import mismatch_stats
 from rlkit.rollout import Sampling, make_rollout, uniforms
 from rlkit.rollout.hf import cache_bytes_per_token
 from rlkit.rollout.sampling import sample_tokens
-from rlkit.vlm import encode, encode_rows, load_model, load_processor, unsampled_ids
+from rlkit.vlm import encode, encode_rows, load_model, load_processor, suppressed_token_ids
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "engines"))
 from rows import make_samples
@@ -28,8 +28,8 @@ def processor(tiny_dir):
 
 @pytest.fixture(scope="module")
 def engine(tiny_dir, processor):
-    unsampled = unsampled_ids(load_model(tiny_dir).config, processor.tokenizer)
-    return make_engine("fsdp2", model=load_model(tiny_dir), unsampled=unsampled, temperature=0.8)
+    suppressed = suppressed_token_ids(load_model(tiny_dir).config, processor.tokenizer)
+    return make_engine("fsdp2", model=load_model(tiny_dir), suppressed_token_ids=suppressed, temperature=0.8)
 
 
 @pytest.fixture(scope="module")
@@ -100,7 +100,7 @@ def test_what_is_sampled_does_not_depend_on_the_batch(engine, rollout, prompts, 
 
 def test_greedy_equals_generate_of_transformers(tiny_dir, rollout, prompts, processor):
     model = load_model(tiny_dir)
-    unsampled = unsampled_ids(model.config, processor.tokenizer).tolist()
+    suppressed = suppressed_token_ids(model.config, processor.tokenizer).tolist()
     for prompt, mine in zip(prompts, rollout.generate(prompts, Sampling(10, temperature=0.0)), strict=True):
         ids = torch.tensor([prompt.token_ids])
         kinds = (ids == model.config.image_token_id).int()
@@ -112,7 +112,7 @@ def test_greedy_equals_generate_of_transformers(tiny_dir, rollout, prompts, proc
             generation_config=GenerationConfig(
                 max_new_tokens=10,
                 do_sample=False,
-                suppress_tokens=unsampled,
+                suppress_tokens=suppressed,
                 eos_token_id=processor.tokenizer.eos_token_id,
             ),
         )
@@ -173,7 +173,7 @@ def test_each_request_is_sampled_its_own_way(rollout, prompts):
         rollout.generate(prompts[:2], how[:3])
 
 
-def test_weight_sync_canary(tiny_dir, engine, prompts, processor):
+def test_a_sampler_with_other_weights_is_detected(tiny_dir, engine, prompts, processor):
     """With the trainer's weights the mismatch is rounding; with others it is gross."""
     stale = load_model(tiny_dir)
     with torch.no_grad():

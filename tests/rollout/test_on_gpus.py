@@ -11,7 +11,7 @@ from rlkit.data.samples import prompt
 from rlkit.engines import make_engine
 from rlkit.rollout import Sampling, make_rollout
 from rlkit.rollout.serve import serving
-from rlkit.vlm import load_model, load_processor, unsampled_ids
+from rlkit.vlm import load_model, load_processor, suppressed_token_ids
 
 sys.path.insert(0, str(Path(__file__).parent))
 from test_vllm_server import free_ports
@@ -29,8 +29,9 @@ PROMPTS = [prompt([10 + i, 11, 12], group_id=i) for i in range(8)]
 def new_engine(tiny_dir, processor):
     model = load_model(tiny_dir)
     optimizer = {"optimizer": lambda weights: torch.optim.SGD(weights, lr=2.0)}
-    unsampled = unsampled_ids(model.config, getattr(processor, "tokenizer", processor))
-    return make_engine("fsdp2", model=model, device="cuda", unsampled=unsampled, temperature=0.8, **optimizer)
+    suppressed = suppressed_token_ids(model.config, getattr(processor, "tokenizer", processor))
+    options = {"suppressed_token_ids": suppressed, "temperature": 0.8, **optimizer}
+    return make_engine("fsdp2", model=model, device="cuda", **options)
 
 
 def train(engine, samples):

@@ -11,13 +11,13 @@ from torch.nn.functional import linear
 from rlkit.data import collate, extend
 from rlkit.data.samples import observe, prompt
 from rlkit.engines import make_engine
-from rlkit.engines.distributed import whole
-from rlkit.engines.packer import pack
-from rlkit.engines.ulysses import Ulysses
+from rlkit.engines.distributed import full_tensor
+from rlkit.engines.packing.inputs import prepare_model_inputs
+from rlkit.engines.packing.ulysses import UlyssesGroup
 from rlkit.engines.value_head import scoring_batch
 from rlkit.losses import token_mean
 from rlkit.rollout import Sampling, make_rollout
-from rlkit.vlm import unsampled_ids
+from rlkit.vlm import suppressed_token_ids
 from rlkit.vlm.routers import recorded_routing, use_router_replay
 from rlkit.vlm.tiny import tiny_tokenizer
 
@@ -77,7 +77,7 @@ def loss_and_gradients(engine, batch):
 
     logprobs = engine.infer_batch(batch)["logprobs"]
     engine.train_batch(batch, loss_fn)
-    return logprobs, {name: whole(p.grad) for name, p in engine.base.named_parameters() if p.grad is not None}
+    return logprobs, {name: full_tensor(p.grad) for name, p in engine.base.named_parameters() if p.grad is not None}
 
 
 @pytest.fixture(scope="module")
@@ -115,7 +115,7 @@ def test_replayed_logprobs_are_the_samplers(torn, tokenizer):
     def apart(engine):
         return (engine.infer_batch(batch)["logprobs"] - batch.rollout_logprobs)[batch.mask].abs().max().item()
 
-    options = {"unsampled": unsampled_ids(model.config, tokenizer)}
+    options = {"suppressed_token_ids": suppressed_token_ids(model.config, tokenizer)}
     assert apart(engine_of(disturbed, **options)) < 1e-5
     assert apart(engine_of(disturbed, router_replay=False, **options)) > 0.1
     del batch.fields["routed_experts"]
@@ -248,11 +248,11 @@ def test_ranks_that_share_a_row_have_their_part_of_its_routing():
     batch = collate(samples())
 
     def routing(**more):
-        inputs = pack(batch, None, torch.device("cpu"), router_replay=True, **more)
+        inputs = prepare_model_inputs(batch, None, torch.device("cpu"), router_replay=True, **more)
         return inputs.kwargs["routed_experts"], inputs.kwargs["input_ids"].shape[1]
 
     whole, tokens = routing()
-    parts, widths = zip(*(routing(ulysses=Ulysses(4, rank, None, None)) for rank in range(4)), strict=True)
+    parts, widths = zip(*(routing(ulysses=UlyssesGroup(4, rank, None, None)) for rank in range(4)), strict=True)
     assert len(whole) == tokens == 19 and [len(part) for part in parts] == [5] * 4 == [width // 4 for width in widths]
     assert torch.equal(torch.cat(parts)[:19], whole) and (torch.cat(parts)[19:] == -1).all()
 

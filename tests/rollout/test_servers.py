@@ -148,7 +148,9 @@ def test_what_one_server_fails_at_is_asked_of_the_other(connect):
 def test_a_fault_that_stays_is_given_up(connect):
     with VllmStandin(faults=["500"] * 99) as a:
         rollout = connect(a)
-        with pytest.raises(RuntimeError, match=f"expected a response within 4 attempts, got none; the last: {a.url}.*500: out of luck"):
+        with pytest.raises(
+            RuntimeError, match=f"expected a response within 4 attempts, got none; the last: {a.url}.*500: out of luck"
+        ):
             rollout.generate(prompts(1), SAMPLING)
         assert a.faults.count("500") == 95
         a.faults.clear()
@@ -163,7 +165,10 @@ def test_a_server_that_dies_is_named_and_the_other_takes_over(connect, caplog):
         assert [bool(server.failure) for server in rollout.pool.servers] == [False, True]
         assert f"{b.url} is excluded" in caplog.text
         a.die()
-        with pytest.raises(RuntimeError, match=rf"expected at least one that responds, got none \({a.url}: .*; {b.url}: .*\)\. Start servers with"):
+        with pytest.raises(
+            RuntimeError,
+            match=rf"expected at least one that responds, got none \({a.url}: .*; {b.url}: .*\)\. Start servers with",
+        ):
             rollout.generate(requests, SAMPLING)
 
 
@@ -244,10 +249,14 @@ def test_weights_that_do_not_arrive_stop_everything_until_they_do(connect):
                 yield named
             ended.append(True)
 
-        with pytest.raises(RuntimeError, match=f"update_weights: weights from layers.* expected all servers to load them, got {b.url}"):
+        with pytest.raises(
+            RuntimeError, match=f"update_weights: weights from layers.* expected all servers to load them, got {b.url}"
+        ):
             rollout.update_weights(gathered())
         assert ended  # to the end: on other ranks it is a collective
-        with pytest.raises(RuntimeError, match="got servers whose last weight update failed; call update_weights again"):
+        with pytest.raises(
+            RuntimeError, match="got servers whose last weight update failed; call update_weights again"
+        ):
             rollout.generate(prompts(1), SAMPLING)
         rollout.update_weights(iter(weights(2.0)))
         assert arrived(a, weights(2.0)) and rollout.version == 1
@@ -258,7 +267,9 @@ def test_a_prefix_cache_that_stays_is_an_update_that_failed(connect):
     with VllmStandin() as a:
         rollout = connect(a)
         a.resets = False
-        with pytest.raises(RuntimeError, match="update_weights: /reset_prefix_cache: expected success on all servers, got a failure"):
+        with pytest.raises(
+            RuntimeError, match="update_weights: /reset_prefix_cache: expected success on all servers, got a failure"
+        ):
             rollout.update_weights(iter(weights()))
         with pytest.raises(RuntimeError, match="last weight update failed"):
             rollout.generate(prompts(1), SAMPLING)
@@ -269,7 +280,9 @@ def test_a_server_that_a_stopped_trainer_left_waiting_is_taken_over(connect):
     with VllmStandin() as a:
         a.paused = True
         rollout = connect(a)
-        with pytest.raises(RuntimeError, match="got servers whose last weight update failed; call update_weights again"):
+        with pytest.raises(
+            RuntimeError, match="got servers whose last weight update failed; call update_weights again"
+        ):
             rollout.generate(prompts(1), SAMPLING)
         assert [path for path in a.order if path in ROUTES or path == "/wake_up"] == [
             "/finish_weight_update", "/wake_up", "/resume",
@@ -364,14 +377,21 @@ def test_cancelled_requests_are_called_off(connect):
 
 def test_bad_servers_are_named(connect):
     with pytest.raises(
-        ValueError, match=r"urls: expected a server at http://127.0.0.1:9 within 0.3 s, got none: .*Start servers with: python -m"
+        ValueError,
+        match=r"urls: expected a server at http://127.0.0.1:9 within 0.3 s, got none: .*Start servers with: python -m",
     ):
         connect("http://127.0.0.1:9")
     cases = [
         ({"model": "other"}, "expected the model '.*tiny', got 'other'"),
         ({"release": "0.28.1"}, "expected vLLM >=0.32,<0.33, got 0.28.1"),
-        ({"logprobs": "raw"}, "expected logprobs of the sampled distribution, got those of the raw logits; start it with --logprobs"),
-        ({"pages": ["/weight_info"]}, "expected a vLLM server for training, got .*weight_info: expected status 200, got 404"),
+        (
+            {"logprobs": "raw"},
+            "expected logprobs of the sampled distribution, got those of the raw logits; start it with --logprobs",
+        ),
+        (
+            {"pages": ["/weight_info"]},
+            "expected a vLLM server for training, got .*weight_info: expected status 200, got 404",
+        ),
         ({"pages": ["/inference/v1/generate"]}, "expected a server that takes token ids, got .* got 404"),
     ]
     for options, message in cases:
@@ -391,8 +411,10 @@ def test_bad_input_is_named(connect, monkeypatch):
         with pytest.raises(ValueError, match="row 3: expected an image that can be saved as PNG"):
             rollout.generate([prompt([10], images=["nothing"], row={"where": "row 3"})], SAMPLING)
         assert not [server.active_sequences for server in rollout.pool.servers if server.active_sequences]
-        monkeypatch.setattr("rlkit.rollout.servers.rollout.suppressed_token_ids_ids", lambda *_: torch.arange(1025))
-        with pytest.raises(ValueError, match="model: expected at most 1024 suppressed tokens.*, got 1025 .* vocabulary larger"):
+        monkeypatch.setattr("rlkit.rollout.servers.rollout.suppressed_token_ids", lambda *_: torch.arange(1025))
+        with pytest.raises(
+            ValueError, match="model: expected at most 1024 suppressed tokens.*, got 1025 .* vocabulary larger"
+        ):
             connect(a)
         with pytest.raises(ValueError, match="transfer: expected one of nccl, gloo, got 'ucx'"):
             connect(a, transfer="ucx")

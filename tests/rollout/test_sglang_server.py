@@ -163,7 +163,10 @@ def test_images_travel_once_a_prompt_and_pixel_for_pixel(connect, processor, n):
         rollout.generate([request], SAMPLING, n=n)
         assert Counter(a.embeddings.values()) == {"default": 2, "1": 2}  # no image is taken from the cache of before
         a.expanded[tuple(request.compact_ids)] = [*request.token_ids[:-1], 9]
-        with pytest.raises(ValueError, match=f"tokens, got {len(request.token_ids)}, the first difference at token {len(request.token_ids) - 1}:"):
+        with pytest.raises(
+            ValueError,
+            match=f"tokens, got {len(request.token_ids)}, the first difference at token {len(request.token_ids) - 1}:",
+        ):
             connect(a).generate([request], SAMPLING)
 
 
@@ -207,5 +210,8 @@ def test_bad_servers_are_named(connect):
         with pytest.raises(ValueError, match=r"group 2: expected at most 512 tokens .*, got 510 \+ 4 "):
             rollout.generate([prompt([10] * 510, group_id=2)], SAMPLING)
         a.die()
-        with pytest.raises(RuntimeError, match=r"expected at least one that responds, got none \(.*\)\. Start servers with: python -m sglang"):
+        with pytest.raises(
+            RuntimeError,
+            match=r"expected at least one that responds, got none \(.*\)\. Start servers with: python -m sglang",
+        ):
             rollout.generate([prompt([10])], SAMPLING)

@@ -199,7 +199,9 @@ def test_bad_input_says_what_to_do(alone):
 @pytest.mark.parametrize("version", ["0.31.9", "0.33.0", "1.0"])
 def test_a_version_that_was_not_tried_is_refused(monkeypatch, version):
     monkeypatch.setitem(sys.modules, "vllm", SimpleNamespace(__version__=version))
-    with pytest.raises(ValueError, match=rf"rollout: expected vllm >=0\.32,<0\.33 for 'vllm', got {version}; pip install"):
+    with pytest.raises(
+        ValueError, match=rf"rollout: expected vllm >=0\.32,<0\.33 for 'vllm', got {version}; pip install"
+    ):
         import_vllm()
     assert SUPPORTED == ((0, 32), (0, 33))
 
@@ -233,12 +235,16 @@ def test_seeds_differ_by_prompt_step_and_turn():
 
 
 def test_sampling_is_the_trainers_distribution():
-    options = vllm_sampling_params(Sampling(9, 0.7, (1,)), prompt([1]), n=4, suppressed_token_ids=[5, 6], end_token_ids=[2])
+    options = vllm_sampling_params(
+        Sampling(9, 0.7, (1,)), prompt([1]), n=4, suppressed_token_ids=[5, 6], end_token_ids=[2]
+    )
     assert options["temperature"] == 0.7 and options["max_tokens"] == 9 and options["n"] == 4
     assert options["logit_bias"] == {5: -1e30, 6: -1e30} and options["stop_token_ids"] == [2]
     assert json.loads(json.dumps(options))["seed"] == options["seed"]
 
 
 def test_an_answer_that_was_given_up_is_no_answer():
-    with pytest.raises(RuntimeError, match="group 5: expected finish_reason 'stop' or 'length' from the sampler, got 'abort'"):
+    with pytest.raises(
+        RuntimeError, match="group 5: expected finish_reason 'stop' or 'length' from the sampler, got 'abort'"
+    ):
         finished_sample(prompt([1], group_id=5), [2], [-1.0], "abort", processor=None, version=0)

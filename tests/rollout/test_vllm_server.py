@@ -18,7 +18,7 @@ from rlkit.losses import token_mean
 from rlkit.rollout import AsyncSampler, Sampling, make_rollout
 from rlkit.rollout.adapters import serialize_adapter
 from rlkit.rollout.serve import serving
-from rlkit.vlm import encode_rows, load_model, load_processor, lora, unsampled_ids
+from rlkit.vlm import encode_rows, load_model, load_processor, lora, suppressed_token_ids
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "engines"))
 from rows import make_samples
@@ -70,9 +70,9 @@ def with_adapters(tiny_dir, processor, **options):
 
 
 def engine_of(model, processor):
-    unsampled = unsampled_ids(model.config, processor.tokenizer)
+    suppressed = suppressed_token_ids(model.config, processor.tokenizer)
     sgd = {"optimizer": lambda weights: torch.optim.SGD(weights, lr=2.0)}
-    return make_engine("fsdp2", model=model, unsampled=unsampled, temperature=0.8, **sgd)
+    return make_engine("fsdp2", model=model, suppressed_token_ids=suppressed, temperature=0.8, **sgd)
 
 
 @pytest.fixture(scope="module")
@@ -127,7 +127,7 @@ def train(engine, samples):
 
 def test_end_tokens_and_suppressed_tokens(engine, rollout, prompts, processor):
     samples = rollout.generate(prompts[:2], Sampling(24, seed=(5,)), n=32)
-    end, suppressed = processor.tokenizer.eos_token_id, set(engine.unsampled.tolist())
+    end, suppressed = processor.tokenizer.eos_token_id, set(engine.suppressed_token_ids.tolist())
     reasons = Counter(s.finish_reason for s in samples)
     assert set(reasons) == {"stop", "length"}
     for s in samples:
@@ -155,7 +155,9 @@ def test_adapters_alone_are_enough(tiny_dir, processor, engine, rollout, prompts
         rollout.update_adapter(*with_adapters(tiny_dir, processor, adapt_towers=True).get_adapter())
     rollout.update_weights(engine.get_per_tensor_param())
     assert apart(engine, rollout.generate(prompts, SAMPLING))[0] < 1e-5  # nothing is added any more
-    with pytest.raises(RuntimeError, match="expected the base weights that vLLM loaded, got those of a previous update_weights"):
+    with pytest.raises(
+        RuntimeError, match="expected the base weights that vLLM loaded, got those of a previous update_weights"
+    ):
         rollout.update_adapter(*trainer.get_adapter())
     rollout.update_weights(engine.get_per_tensor_param())
 

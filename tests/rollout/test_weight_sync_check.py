@@ -12,7 +12,7 @@ from rlkit.data import load_task, prompt
 from rlkit.engines import make_engine
 from rlkit.rollout import Sampling, WeightSyncCheck, make_rollout, measure_mismatch
 from rlkit.rollout.hf import HfRollout
-from rlkit.vlm import load_model, load_processor, unsampled_ids
+from rlkit.vlm import load_model, load_processor, suppressed_token_ids
 
 RECIPES = Path(__file__).parents[2] / "recipes"
 sys.path[:0] = [str(Path(__file__).parent), str(RECIPES.parent / "tests" / "recipes")]
@@ -50,8 +50,8 @@ def test_weights_that_are_slightly_wrong_from_the_start(tmp_path, computed, leas
     that of float32, and not that of a trainer in bfloat16 beside a sampler in float32."""
     build("qwen2", str(tmp_path))
     tokenizer, model, leftover = load_processor(str(tmp_path)), load_model(str(tmp_path)), load_model(str(tmp_path))
-    dtype, unsampled = getattr(torch, computed), unsampled_ids(model.config, tokenizer)
-    engine = make_engine("fsdp2", model=model, unsampled=unsampled, compute_dtype=dtype)
+    dtype, suppressed = getattr(torch, computed), suppressed_token_ids(model.config, tokenizer)
+    engine = make_engine("fsdp2", model=model, suppressed_token_ids=suppressed, compute_dtype=dtype)
     rollout = make_rollout("hf", lambda: nullcontext(leftover), processor=tokenizer)
     prompts = [prompt([10 + i, 11], group_id=i) for i in range(8)]
     rounding = measure_mismatch(rollout, engine, prompts, Sampling(8))
@@ -66,7 +66,8 @@ def test_weights_that_are_slightly_wrong_from_the_start(tmp_path, computed, leas
 def test_a_gap_is_of_all_tokens_and_of_the_weights_of_now(tiny_dir):
     processor = load_processor(tiny_dir)
     model = load_model(tiny_dir)
-    engine = make_engine("fsdp2", model=model, unsampled=unsampled_ids(model.config, processor.tokenizer))
+    suppressed = suppressed_token_ids(model.config, processor.tokenizer)
+    engine = make_engine("fsdp2", model=model, suppressed_token_ids=suppressed)
     rollout = make_rollout("hf", lambda: nullcontext(load_model(tiny_dir)), processor=processor)
     prompts = [prompt([10 + i, 11], group_id=i) for i in range(3)]
     assert measure_mismatch(rollout, engine, prompts, Sampling(5)) < 1e-5

@@ -18,8 +18,9 @@ from rlkit.data import collate, extend, observe  # noqa: E402
 from rlkit.data.formats import chat_row  # noqa: E402
 from rlkit.data.samples import check_tracks, prompt  # noqa: E402
 from rlkit.engines import make_engine  # noqa: E402
-from rlkit.engines.attention import use_packed_attention  # noqa: E402
-from rlkit.engines.packer import blank_sample, pack  # noqa: E402
+from rlkit.engines.packing.attention import use_packed_attention  # noqa: E402
+from rlkit.engines.packing.inputs import prepare_model_inputs  # noqa: E402
+from rlkit.engines.packing.micro_batches import dummy_sample  # noqa: E402
 from rlkit.losses import token_mean  # noqa: E402
 from rlkit.rollout import Sampling, make_rollout  # noqa: E402
 from rlkit.vlm import (  # noqa: E402
@@ -29,8 +30,8 @@ from rlkit.vlm import (  # noqa: E402
     freeze,
     lora,
     merged_parameters,
+    suppressed_token_ids,
     tiny_text_tokenizer,
-    unsampled_ids,
     vision_tower,
 )
 from rlkit.vlm.inputs import position_spec  # noqa: E402
@@ -88,10 +89,10 @@ def engine(base, **options):
 
 
 def parameters(engine):
-    return {name: whole(p).clone() for name, p in engine.module.named_parameters()}
+    return {name: full_tensor(p).clone() for name, p in engine.module.named_parameters()}
 
 
-def whole(parameter):
+def full_tensor(parameter):
     return parameter.full_tensor() if hasattr(parameter, "full_tensor") else parameter
 
 
@@ -176,9 +177,9 @@ def test_a_blank_image_changes_no_number(family):
     base, rows = model(family), batch(family).select([0, 1])
     use_packed_attention(base)
     found = []
-    for blank in (None, blank_sample(base.config, image=True)):
-        inputs = pack(rows, position_spec(base.config), torch.device("cpu"), blank=blank)
-        scores = inputs.kept(base(**inputs.kwargs, use_cache=False).logits).log_softmax(-1)
+    for dummy in (None, dummy_sample(base.config, image=True)):
+        inputs = prepare_model_inputs(rows, position_spec(base.config), torch.device("cpu"), dummy=dummy)
+        scores = inputs.select_outputs(base(**inputs.kwargs, use_cache=False).logits).log_softmax(-1)
         logprobs = inputs.scatter(scores.gather(1, inputs.targets[:, None])[:, 0])
         found.append((logprobs.detach(), gradients(base, logprobs.sum())))
     (plain, without), (came, gradient) = found
@@ -217,7 +218,7 @@ def test_lora_moves_adapters_alone_and_merges(family):
     with trained.disable_adapter():
         torch.testing.assert_close(trained.infer_batch(batch(family))["logprobs"], plain, atol=1e-6, rtol=1e-6)
     merged = model(family)
-    weights = dict(merged_parameters(trained.module, lambda parts: map(whole, parts)))
+    weights = dict(merged_parameters(trained.module, lambda parts: map(full_tensor, parts)))
     missing = merged.load_state_dict(weights, strict=False)
     elsewhere = {*(merged._tied_weights_keys or ()), *(name for name, _ in merged.named_buffers())}
     assert not missing.unexpected_keys and set(missing.missing_keys) <= elsewhere
@@ -228,7 +229,7 @@ def test_lora_moves_adapters_alone_and_merges(family):
 def test_the_samplers_logprobs_are_the_trainers(family):
     base = model(family)
     tokenizer = getattr(reader(family), "tokenizer", reader(family))
-    trainer = engine(base, unsampled=unsampled_ids(base.config, tokenizer))
+    trainer = engine(base, suppressed_token_ids=suppressed_token_ids(base.config, tokenizer))
     sampler = make_rollout("hf", trainer.gathered, processor=reader(family))
     samples = sampler.generate(prompts(family), Sampling(NEW), n=2)
     rows = collate(samples)

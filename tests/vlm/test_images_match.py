@@ -14,7 +14,7 @@ from test_families import rows, text_model, vision_model
 from rlkit.data import collate, extend
 from rlkit.data.samples import prompt
 from rlkit.engines import make_engine
-from rlkit.engines.micro_batches import micro_batches
+from rlkit.engines.packing.micro_batches import micro_batches
 from rlkit.vlm.inputs import check_images, position_ids, position_spec
 
 GRIDS = [family for family, (*_, shape) in VISION.items() if len(shape) == 2]

@@ -28,7 +28,7 @@ from rlkit.vlm import (  # noqa: E402
     load_processor,
     model_path,
     placeholder_ids,
-    unsampled_ids,
+    suppressed_token_ids,
 )
 from rlkit.vlm.loading import load_config  # noqa: E402
 
@@ -287,14 +287,14 @@ def test_placeholder_ids(config, processor):
 
 def test_unsampled_ids_end_with_rows_beyond_the_vocabulary(config, processor):
     tokenizer = processor.tokenizer
-    found = unsampled_ids(config, tokenizer)
+    found = suppressed_token_ids(config, tokenizer)
     assert found.dtype == torch.long and found.tolist() == placeholder_ids(config)
     assert tokenizer.eos_token_id not in found.tolist()
     wide = SimpleNamespace(text_config=SimpleNamespace(vocab_size=len(tokenizer) + 3), image_token_id=5)
-    assert unsampled_ids(wide, tokenizer).tolist() == [5, *range(len(tokenizer), len(tokenizer) + 3)]
-    assert unsampled_ids(SimpleNamespace(vocab_size=len(tokenizer)), tokenizer).tolist() == []
+    assert suppressed_token_ids(wide, tokenizer).tolist() == [5, *range(len(tokenizer), len(tokenizer) + 3)]
+    assert suppressed_token_ids(SimpleNamespace(vocab_size=len(tokenizer)), tokenizer).tolist() == []
     gone = SimpleNamespace(vocab_size=len(tokenizer), image_token_id=len(tokenizer))  # not in this vocabulary
-    assert unsampled_ids(gone, tokenizer).tolist() == []
+    assert suppressed_token_ids(gone, tokenizer).tolist() == []
 
 
 # --- load_processor and load_model

@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from rlkit.data import load_task
 from rlkit.rewards import score
 from rlkit.rollout import Sampling, make_rollout
-from rlkit.vlm import build_tiny, encode, encode_rows, load_model, load_processor, unsampled_ids
+from rlkit.vlm import build_tiny, encode, encode_rows, load_model, load_processor, suppressed_token_ids
 from rlkit.vlm.tiny import tiny_text_config, tiny_text_tokenizer, tiny_tokenizer
 
 ROOT = Path(__file__).parents[2]
@@ -45,7 +45,7 @@ def test_a_directory_like_any_other(text_dir, sorting):
     assert (
         processor.eos_token_id == model.generation_config.eos_token_id == processor.convert_tokens_to_ids("<|im_end|>")
     )
-    assert unsampled_ids(config, processor).tolist() == []  # no images, no rows beyond the vocabulary
+    assert suppressed_token_ids(config, processor).tolist() == []  # no images, no rows beyond the vocabulary
     assert not {"<|image_pad|>", "<|vision_start|>"} & set(processor.get_vocab())
 
 

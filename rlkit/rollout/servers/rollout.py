@@ -23,7 +23,7 @@ from rlkit.rollout.sampling import OnFinished, Sampling, end_token_ids, sample_n
 from rlkit.rollout.servers.pool import RequestRejected, Server, ServerPool, ServerUnavailable
 from rlkit.rollout.servers.weight_transfer import TransferGroup, local_address, send_weights
 from rlkit.vlm.loading import load_config
-from rlkit.vlm.processors import unsampled_ids
+from rlkit.vlm.processors import suppressed_token_ids
 
 Weights = Iterable[tuple[str, Tensor]]
 
@@ -88,7 +88,7 @@ class ServerRollout(ABC):
         self.bucket_bytes, self.model, self.processor = bucket_bytes, model, processor
         self.config = load_config(model, trust_remote_code=trust_remote_code)
         tokenizer = getattr(processor, "tokenizer", processor)
-        self.suppressed_token_ids = unsampled_ids(self.config, tokenizer).tolist()
+        self.suppressed_token_ids = suppressed_token_ids(self.config, tokenizer).tolist()
         self.end_token_ids = end_token_ids(tokenizer, _generation_eos_token_id(model))
         self.group: TransferGroup | None = None
         self.group_members: list[tuple[Server, int]] = []

@@ -1,0 +1,120 @@
+"""The FSDP1 engine: `FullyShardedDataParallel`, for set-ups that still need it; all else is as in the fsdp2 engine.
+
+    engine = make_engine("fsdp1", model=model, optimizer=lambda params: AdamW(params, lr=1e-5))
+
+Its checkpoints are those of fsdp2: either engine loads the other's. Options that FSDP1 does not support are refused.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.checkpoint.state_dict import get_model_state_dict
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecision
+from torch.distributed.fsdp.wrap import CustomPolicy
+
+from rlkit.engines.distributed import full_tensor
+from rlkit.engines.fsdp.fsdp2 import Fsdp2Engine, Fsdp2ValueEngine
+from rlkit.engines.fsdp.sharded_loading import has_meta_weights
+from rlkit.engines.fsdp.sharding import fsdp_units
+from rlkit.vlm.loading import copy_with
+
+# options of the fsdp2 engine that are not supported, and the value that each may have
+UNSUPPORTED = {
+    "fsdp_size": None,
+    "tensor": 1,
+    "ulysses_sequence_parallel_size": 1,
+    "use_fused_kernels": False,
+    "router_replay": False,
+}
+
+
+class Fsdp1Engine(Fsdp2Engine):
+    """Trains and scores a model whose weights FSDP1 shards.
+
+    Args:
+        model: from transformers, without adapters.
+        options: those of `Fsdp2Engine` except `fsdp_size`, `tensor`, `ulysses_sequence_parallel_size`,
+            `use_fused_kernels` and `router_replay`.
+
+    Raises:
+        ValueError: an unsupported option, or a model with adapters or without its weights.
+    """
+
+    def __init__(self, *, model: Any, **options: Any) -> None:
+        for name, supported in UNSUPPORTED.items():
+            if (value := options.get(name, supported)) != supported:
+                raise ValueError(f"{name}: expected {supported} in the fsdp1 engine, got {value}; use the fsdp2 engine")
+        if hasattr(model, "get_base_model"):
+            raise ValueError("model: expected no adapters in the fsdp1 engine, got some; use the fsdp2 engine")
+        if has_meta_weights(model):
+            raise ValueError("model: expected weights that are read, got the meta device; use load_model(path)")
+        self.names = [name for name, _ in model.named_parameters()]
+        super().__init__(model=model, **options)
+
+    def _shard(self, model: Any, dtype: torch.dtype, mesh: DeviceMesh) -> Any:
+        units = {
+            module: {"mixed_precision": _precision(x)} for module, x in fsdp_units(model, self.base, dtype).items()
+        }
+        with warnings.catch_warnings():  # FSDP1 warns a single process that there is nothing to shard
+            warnings.simplefilter("ignore", UserWarning)
+            module = FullyShardedDataParallel(
+                model,
+                device_mesh=mesh,
+                device_id=self.device,
+                auto_wrap_policy=CustomPolicy(lambda module: units.get(module, False)),
+                mixed_precision=_precision(dtype),
+                use_orig_params=True,
+            )
+        module.register_comm_hook(mesh.get_group(), _sum_gradients)
+        return module
+
+    def _clip(self) -> Tensor:
+        return self.module.clip_grad_norm_(self.max_grad_norm)
+
+    def _reshard(self) -> None:
+        """FSDP1 reads and writes sharded parameters by itself."""
+
+    def _weights(self, bucket_bytes: int = 0) -> Iterator[tuple[str, Tensor]]:
+        """One tensor at a time, whatever `bucket_bytes` is; each rank first copies its part of the model."""
+        parts: dict[str, Any] = get_model_state_dict(self.module)
+        for name in self.names:
+            yield name, full_tensor(parts.pop(name))
+
+    @contextmanager
+    def gathered(self) -> Iterator[Any]:
+        """Yield a copy of the model with full weights on every rank, for sampling; it is freed after the context."""
+        yield copy_with(self.base, dict(self.get_per_tensor_param())).to(self.device)
+
+    def to(self, device: torch.device | str, *, model: bool = True, optimizer: bool = True) -> None:
+        """Move optimizer state; FSDP1 cannot move its weights.
+
+        Raises:
+            ValueError: `model` with another device than the weights are on.
+        """
+        if model and torch.device(device).type != self.device.type:
+            raise ValueError("to: expected model=False in the fsdp1 engine, got True; use the fsdp2 engine")
+        super().to(device, model=False, optimizer=optimizer)
+
+
+class Fsdp1ValueEngine(Fsdp1Engine, Fsdp2ValueEngine):
+    """`Fsdp1Engine` for a value or reward model, see `Fsdp2ValueEngine`."""
+
+
+def _precision(dtype: torch.dtype) -> MixedPrecision:
+    return MixedPrecision(param_dtype=dtype, reduce_dtype=torch.float32)
+
+
+def _sum_gradients(group: dist.ProcessGroup, gradient: Tensor, shard: Tensor | None = None) -> None:
+    """Communication hook: gradients are summed over ranks, where FSDP1 averages them. One process has no shards."""
+    if shard is None:
+        dist.all_reduce(gradient, group=group)
+    else:
+        dist.reduce_scatter_tensor(shard, gradient, group=group)

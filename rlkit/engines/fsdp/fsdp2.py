@@ -1,0 +1,447 @@
+"""The FSDP2 engine: a transformers model sharded by `fully_shard`, on one process or many, on CPUs or GPUs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule
+
+from rlkit.data.samples import Batch, Sample
+from rlkit.engines import checkpoint
+from rlkit.engines.distributed import (
+    all_reduce,
+    full_tensors,
+    init_distributed,
+    make_model_parallel_group,
+    reduce_metrics,
+)
+from rlkit.engines.fsdp.sharded_loading import has_meta_weights, load_sharded_weights
+from rlkit.engines.fsdp.sharding import apply_fsdp2, fsdp_units, make_device_mesh
+from rlkit.engines.fsdp.tensor_parallel import all_reduce_gradients, apply_tensor_parallel, clip_grad_norm
+from rlkit.engines.loss_closure import LossFn, Outputs, check_output_names, compute_loss, sum_metrics
+from rlkit.engines.packing.attention import use_packed_attention
+from rlkit.engines.packing.inputs import ModelInputs, prepare_model_inputs
+from rlkit.engines.packing.micro_batches import check_same_rows, micro_batches
+from rlkit.engines.packing.ulysses import UlyssesGroup, apply_ulysses, gather_outputs
+from rlkit.engines.packing.vision_attention import use_packed_vision_attention
+from rlkit.engines.value_head import has_value_head
+from rlkit.losses.logprobs import linear_logprobs, suppress_tokens, target_logprobs, token_entropy
+from rlkit.vlm.adapt import adapter_parameters, checkpoint_parameters, merged_parameters
+from rlkit.vlm.families import head_obstacle
+from rlkit.vlm.inputs import position_spec
+from rlkit.vlm.routers import use_router_replay
+
+
+class Fsdp2Engine:
+    """Trains and scores a causal language or vision-language model.
+
+    Args:
+        model: from transformers, in float32, perhaps with frozen weights or wrapped by `rlkit.vlm.lora`. With
+            `rlkit.vlm.load_model(..., on_meta=True)` each rank reads only its part of the weights.
+        processor: saved beside the weights by `export_hf`.
+        device: "cpu" or "cuda"; by default the GPU if there is one.
+        optimizer: parameters -> optimizer; an engine without one can only score.
+        scheduler: optimizer -> learning-rate scheduler, stepped once per `train_batch`.
+        micro_batch_tokens: most tokens in one forward; a longer row is a micro-batch by itself.
+        temperature: sampling temperature; log-probabilities are computed at the same temperature.
+        suppressed_token_ids: [K] token ids that the sampler never samples; their probability is 0 here, too.
+        max_grad_norm: gradients are scaled down to this norm.
+        use_remove_padding: concatenate the rows of a micro-batch without padding.
+        share_prompts: rows that answer the same prompt contain its tokens and images once, forward and backward; needs
+            `use_remove_padding`.
+        use_fused_kernels: compute logprobs and entropy from hidden states, without the [N, V] logits. On a GPU also
+            Liger's kernels in the model, if liger-kernel is installed.
+        enable_gradient_checkpointing: recompute activations in backward.
+        compute_dtype: of activations and gathered weights; by default bfloat16 on a GPU and float32 on a CPU.
+        fsdp_size: hybrid sharding: this many neighbouring ranks, e.g. those of one machine, shard one replica of the
+            weights and the optimizer. By default all ranks shard one replica.
+        tensor: tensor parallelism: this many neighbouring ranks share the matrices of each layer, by the plan that
+            transformers has for the model. They are given the same rows. Not with `fsdp_size`, Ulysses or adapters.
+        ulysses_sequence_parallel_size: this many neighbouring ranks share the tokens of each micro-batch, whose size
+            does not change. They are given the same rows. Needs `use_remove_padding`.
+        router_replay: tokens of a batch with `routed_experts` go to those experts, see rlkit.vlm.routers.
+
+    Attributes:
+        data_parallel_rank, data_parallel_size: this rank's rows of a batch are
+            `rows[engine.data_parallel_rank :: engine.data_parallel_size]`.
+        data_parallel_group: one rank of each model-parallel group; None for all ranks.
+        model_parallel_group: the ranks that are given the same rows (tensor, Ulysses); None if each has its own.
+        liger: whether the model has Liger's kernels.
+    """
+
+    known_outputs: tuple[str, ...] = ("logprobs", "entropy")
+
+    def __init__(
+        self,
+        *,
+        model: Any,
+        processor: Any = None,
+        device: str | None = None,
+        optimizer: Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer] | None = None,
+        scheduler: Callable[[torch.optim.Optimizer], Any] | None = None,
+        micro_batch_tokens: int = 16384,
+        temperature: float = 1.0,
+        suppressed_token_ids: Tensor | None = None,
+        max_grad_norm: float = 1.0,
+        use_remove_padding: bool = True,
+        share_prompts: bool = True,
+        use_fused_kernels: bool = False,
+        enable_gradient_checkpointing: bool = False,
+        compute_dtype: torch.dtype | None = None,
+        fsdp_size: int | None = None,
+        tensor: int = 1,
+        ulysses_sequence_parallel_size: int = 1,
+        router_replay: bool = False,
+    ) -> None:
+        self.device = init_distributed(device)
+        self.processor = processor
+        self.micro_batch_tokens, self.temperature, self.max_grad_norm = micro_batch_tokens, temperature, max_grad_norm
+        self.use_remove_padding, self.use_fused_kernels = use_remove_padding, use_fused_kernels
+        self.share_prompts, self.router_replay = share_prompts and use_remove_padding, router_replay
+        self.suppressed_token_ids = None if suppressed_token_ids is None else suppressed_token_ids.to(self.device)
+        self.base = model.get_base_model() if hasattr(model, "get_base_model") else model
+        self.has_adapters = self.base is not model
+        self._check_head(trains=optimizer is not None)
+        self.config = self.base.config
+        self.spec = position_spec(self.config)
+        self._make_groups(fsdp_size, tensor, ulysses_sequence_parallel_size)
+        self._prepare_model(gradient_checkpointing=enable_gradient_checkpointing)
+        dtype = compute_dtype or (torch.bfloat16 if self.device.type == "cuda" else torch.float32)
+        mesh = self.mesh["dp_replicate", "dp_shard"] if fsdp_size else self.mesh["dp_shard"]
+        if has_meta_weights(model):
+            self.module = self._shard(model, dtype, mesh)
+            load_sharded_weights(self.base, self.device)
+        else:
+            self.module = self._shard(model.to(self.device), dtype, mesh)
+        trainable = [p for p in self.module.parameters() if p.requires_grad]
+        self.optimizer = optimizer(trainable) if optimizer else None
+        self.scheduler = scheduler(self.optimizer) if scheduler and self.optimizer else None
+
+    def _check_head(self, *, trains: bool) -> None:
+        if has_value_head(self.base):
+            raise ValueError(
+                'model: expected a language model, got a value head; use make_engine(..., "value_model", ...)'
+            )
+        if self.use_fused_kernels and (why := head_obstacle(self.base.config)):
+            raise ValueError(f"use_fused_kernels: expected False for {self.base.config.model_type}, got True: {why}")
+
+    def _make_groups(self, fsdp_size: int | None, tensor: int, ulysses_size: int) -> None:
+        """The device mesh and process groups; shards the model's matrices or tokens over the model-parallel group."""
+        self.ulysses: UlyssesGroup | None = None
+        self.data_parallel_group: dist.ProcessGroup | None = None
+        self.replicated: list[nn.Module] = []  # modules whose gradients are summed over tensor-parallel ranks
+        if ulysses_size != 1:
+            self.ulysses = apply_ulysses(self.base, ulysses_size, self.device, packed=self.use_remove_padding)
+            self.data_parallel_group = self.ulysses.data_parallel_group
+        self.mesh = make_device_mesh(self.device, fsdp_size, tensor)
+        if tensor > 1:
+            if self.has_adapters or self.ulysses is not None:
+                raise ValueError(f"tensor: expected 1 with adapters and with Ulysses, got {tensor}")
+            self.replicated = apply_tensor_parallel(self.base, self.mesh["tp"])
+            self.data_parallel_group = self.mesh["dp_shard"].get_group()
+        size = max(tensor, ulysses_size)
+        self.data_parallel_rank, self.data_parallel_size = dist.get_rank() // size, dist.get_world_size() // size
+        self.model_parallel_group = make_model_parallel_group(self.data_parallel_rank, self.data_parallel_size)
+
+    def _prepare_model(self, *, gradient_checkpointing: bool) -> None:
+        """What is set on the model before it is sharded: its attention, router replay, kernels, checkpointing."""
+        use_packed_attention(self.base, packed=self.use_remove_padding)
+        if self.device.type == "cuda":
+            use_packed_vision_attention(self.base, self.config)
+        if self.router_replay:
+            use_router_replay(self.base)
+        self.liger = self.use_fused_kernels and use_liger_kernels(self.base, self.device)
+        if gradient_checkpointing:
+            self.base.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+
+    def train_batch(self, batch: Batch, loss_fn: LossFn, outputs: Sequence[str] = ("logprobs",)) -> dict[str, float]:
+        """One optimizer step on this rank's rows: all micro-batches, gradient clipping, step, scheduler.
+
+        Args:
+            batch: on the host; its totals, which the loss divides by, are counted over all ranks here.
+            loss_fn: (out, mb) -> (loss, metrics). Metrics are 0-d tensors already divided by global totals. They are
+                summed over micro-batches and ranks; for names that end in "/max" the maximum is taken.
+            outputs: any of `known_outputs`, with gradient.
+
+        Returns:
+            The metrics, and `loss`, `grad_norm` (before clipping), `lr`, and `skipped_steps`: 1 if the gradient was not
+            finite, in which case neither weights nor optimizer changed.
+        """
+        if self.optimizer is None:
+            raise ValueError("optimizer: expected one for train_batch, got None")
+        counts = self.global_sum(torch.stack([batch.mask.sum(), batch.mask.any(1).sum()]))
+        batch.total_tokens, batch.total_sequences = counts.unbind()
+        self.module.train()
+        self.optimizer.zero_grad(set_to_none=True)
+        metrics = []
+        for rows, dummy in self._micro_batches(batch):
+            micro_batch = batch.select(rows)
+            out = self._forward(micro_batch, outputs, dummy)
+            loss, of_micro_batch = compute_loss(loss_fn, out, micro_batch.to(self.device))
+            loss.backward()
+            metrics.append(of_micro_batch)
+        if self.replicated:
+            all_reduce_gradients(self.replicated, self.mesh["tp"].get_group())
+        grad_norm = self._clip().item()
+        lr = self.optimizer.param_groups[0]["lr"]
+        is_finite = grad_norm < float("inf")
+        if is_finite:
+            self.optimizer.step()
+        if self.scheduler is not None:
+            self.scheduler.step()
+        reduced = reduce_metrics(sum_metrics(metrics), self.data_parallel_group)
+        return {**reduced, "grad_norm": grad_norm, "lr": lr, "skipped_steps": float(not is_finite)}
+
+    @torch.no_grad()
+    def infer_batch(self, batch: Batch, outputs: Sequence[str] = ("logprobs",)) -> dict[str, Tensor]:
+        """[B, T] outputs of this rank's rows, in their order, on the host; 0 where the mask is False."""
+        self.module.eval()
+        results = {name: torch.zeros(batch.tokens.shape, dtype=torch.float32) for name in outputs}
+        for rows, dummy in self._micro_batches(batch):
+            micro_batch = batch.select(rows)
+            out = self._forward(micro_batch, outputs, dummy)
+            index, width = torch.tensor(rows, dtype=torch.long), micro_batch.tokens.shape[1]
+            for name, result in results.items():
+                result[index, :width] = getattr(out, name).float().cpu()
+        return results
+
+    def _micro_batches(self, batch: Batch) -> Iterator[tuple[list[int], Sample | None]]:
+        if self.model_parallel_group is not None:
+            check_same_rows(batch, self.data_parallel_rank, self.data_parallel_size)
+        return micro_batches(batch, self.micro_batch_tokens, self.config, share_prompts=self.share_prompts)
+
+    def _forward(self, batch: Batch, outputs: Sequence[str], dummy: Sample | None) -> Outputs:
+        check_output_names(outputs, self.known_outputs)
+        inputs = prepare_model_inputs(
+            batch,
+            self.spec,
+            self.device,
+            remove_padding=self.use_remove_padding,
+            share_prompts=self.share_prompts,
+            dummy=dummy,
+            ulysses=self.ulysses,
+            router_replay=self.router_replay,
+        )
+        results = self._results(inputs, outputs)
+        if self.ulysses is not None:
+            results = {name: gather_outputs(x, inputs.outputs_per_rank, self.ulysses) for name, x in results.items()}
+        dummy_loss = 0.0 * next(iter(results.values()))[len(inputs.output_indices) :].sum()
+        return Outputs({name: inputs.scatter(result) for name, result in results.items()}, dummy_loss)
+
+    def _results(self, inputs: ModelInputs, outputs: Sequence[str]) -> dict[str, Tensor]:
+        """[K] of each output, at the positions `logits_to_keep`."""
+        if self.use_fused_kernels:
+            with self._hidden_states() as captured:
+                self.module(**inputs.kwargs, use_cache=False)
+            head = self.base.get_output_embeddings()
+            options = {"bias": head.bias, "suppress": self.suppressed_token_ids}
+            hidden = inputs.select_outputs(captured[0])
+            logprobs, entropy = linear_logprobs(hidden, head.weight, inputs.targets, self.temperature, **options)
+        else:
+            logits = self._logits(inputs)
+            if self.suppressed_token_ids is not None:
+                logits = suppress_tokens(logits, self.suppressed_token_ids)
+            logprobs = target_logprobs(logits, inputs.targets, self.temperature)
+            entropy = token_entropy(logits, self.temperature) if "entropy" in outputs else logprobs
+        return {"logprobs": logprobs, **({"entropy": entropy} if "entropy" in outputs else {})}
+
+    def _logits(self, inputs: ModelInputs) -> Tensor:
+        return inputs.select_outputs(self.module(**inputs.kwargs, use_cache=False).logits)
+
+    @contextmanager
+    def _hidden_states(self) -> Iterator[list[Tensor]]:
+        """Capture the input of the output layer in a forward; the output layer itself gets no tokens."""
+        captured: list[Tensor] = []
+
+        def capture(module: nn.Module, args: tuple[Tensor, ...]) -> tuple[Tensor]:
+            captured.append(args[0])
+            return (args[0][:, :0],)
+
+        hook = self.base.get_output_embeddings().register_forward_pre_hook(capture)
+        try:
+            yield captured
+        finally:
+            hook.remove()
+
+    @contextmanager
+    def gathered(self) -> Iterator[Any]:
+        """Yield the module with full weights on every rank, so that sampling gathers them only once."""
+        units = [m for m in self.module.modules() if isinstance(m, FSDPModule)]
+        for unit in units:
+            unit.set_reshard_after_forward(False, recurse=False)
+            unit.unshard()
+        try:
+            yield self.module
+        finally:
+            for unit in units:
+                unit.set_reshard_after_forward(unit is not self.module, recurse=False)
+                unit.reshard()
+
+    def disable_adapter(self) -> AbstractContextManager[Any]:
+        """The model without its LoRA adapters: the reference policy, without more memory."""
+        if not self.has_adapters:
+            raise ValueError(
+                "disable_adapter: expected a model with adapters, got none; use a second engine as the reference"
+            )
+        return self.module.disable_adapter()
+
+    def global_sum(self, x: Tensor | float) -> Tensor:
+        """Sum over data-parallel ranks, on the host."""
+        return all_reduce(torch.as_tensor(x), group=self.data_parallel_group)
+
+    def to(self, device: torch.device | str, *, model: bool = True, optimizer: bool = True) -> None:
+        """Move sharded weights and optimizer state, e.g. to the host while a sampler needs the GPU."""
+        if model:
+            self._reshard()
+            self.module.to(device)
+        if optimizer and self.optimizer is not None:
+            for state in self.optimizer.state.values():
+                for name, value in state.items():
+                    if isinstance(value, Tensor) and value.ndim:  # AdamW keeps its step counter on the host
+                        state[name] = value.to(device)
+
+    def get_per_tensor_param(self, bucket_bytes: int = 0) -> Iterator[tuple[str, Tensor]]:
+        """(HF name, full tensor) of every parameter, as in a checkpoint's files, adapters merged.
+
+        All ranks iterate together.
+
+        Args:
+            bucket_bytes: gather tensors of up to this many bytes at once; by default one tensor at a time. The bucket
+                is most of the memory that this takes.
+        """
+        yield from checkpoint_parameters(self.base, self._weights(bucket_bytes))
+
+    def _weights(self, bucket_bytes: int = 0) -> Iterator[tuple[str, Tensor]]:
+        """(name, full tensor) of every parameter, under the names of the module without adapters."""
+        self._reshard()
+        yield from merged_parameters(self.module, full_tensors, bucket_bytes)
+
+    def get_adapter(self) -> tuple[Any, Iterator[tuple[str, Tensor]]]:
+        """The LoRA adapters alone: peft's config, and (name in peft's files, full tensor) of each, one at a time."""
+        if not self.has_adapters:
+            raise ValueError(
+                "get_adapter: expected a model with adapters, got none; get_per_tensor_param returns its weights"
+            )
+        self._reshard()
+        return self.module.peft_config["default"], adapter_parameters(self.module, full_tensors)
+
+    def save_checkpoint(self, path: str | Path, extra: Mapping[str, Any] | None = None, *, wait: bool = True) -> None:
+        """Save sharded trainable weights, optimizer, scheduler and random states, and `extra` (JSON).
+
+        Args:
+            path: a directory, which is either complete or absent.
+            extra: returned by `load_checkpoint`.
+            wait: until it is written; otherwise a thread writes a copy, see rlkit.engines.checkpoint.
+        """
+        self._reshard()
+        schedule = self.scheduler.state_dict() if self.scheduler is not None else None
+        checkpoint.save(path, self._state(), {"scheduler": schedule, "extra": dict(extra or {})}, wait=wait)
+
+    def load_checkpoint(self, path: str | Path) -> dict[str, Any]:
+        """Load a checkpoint that was saved at any world size; returns its `extra`.
+
+        Raises:
+            ValueError: names a file that is missing or cut short, or says that the checkpoint is of another model.
+        """
+        saved = checkpoint.read_manifest(path)
+        self._reshard()
+        state = self._state()
+        checkpoint.check_parameter_names(path, state["model"])
+        saved_names = checkpoint.tensor_names(path)
+        state = {name: x for name, x in state.items() if not name.startswith("rng.") or name in saved_names}
+        checkpoint.load(path, state)
+        set_state_dict(
+            self.module,
+            [] if self.optimizer is None else [self.optimizer],
+            model_state_dict=state["model"],
+            optim_state_dict=state["optimizer"],
+            options=StateDictOptions(strict=False),
+        )
+        if self.scheduler is not None and saved["scheduler"] is not None:
+            self.scheduler.load_state_dict(saved["scheduler"])
+        checkpoint.set_random_states(state, self.device)
+        return saved["extra"]
+
+    def _state(self) -> dict[str, Any]:
+        optimizers = [] if self.optimizer is None else [self.optimizer]
+        model, optim = get_state_dict(self.module, optimizers, options=StateDictOptions(ignore_frozen_params=True))
+        return {"model": model, "optimizer": optim, **checkpoint.random_states(self.device)}
+
+    def export_hf(self, path: str | Path) -> None:
+        """Write a Hugging Face model directory: config, safetensors, processor, with adapters merged."""
+        checkpoint.export_hf(path, self.base, self._weights(), self.processor)
+
+    def _shard(self, model: Any, dtype: torch.dtype, mesh: DeviceMesh) -> Any:
+        return apply_fsdp2(model, fsdp_units(model, self.base, dtype), dtype, mesh)
+
+    def _clip(self) -> Tensor:
+        """Scale gradients down to `max_grad_norm`; returns the norm before that."""
+        return clip_grad_norm(self.module.parameters(), self.max_grad_norm)
+
+    def _reshard(self) -> None:
+        """Shard all parameters, to read or write them: FSDP2 leaves those of the root unit gathered after a forward."""
+        for unit in self.module.modules():
+            if isinstance(unit, FSDPModule):
+                unit.reshard()
+
+
+class Fsdp2ValueEngine(Fsdp2Engine):
+    """Trains and scores a value or reward model, see rlkit.engines.value_head.
+
+    `values[b, t]` is the value of the prefix before `tokens[b, t]`. The arguments are those of `Fsdp2Engine`;
+    `temperature`, `suppressed_token_ids` and `use_fused_kernels` have no effect. The head works in float32 whatever
+    `compute_dtype` is: bfloat16 would round a return of 100 to a multiple of 0.5.
+    """
+
+    known_outputs = ("values",)
+
+    def train_batch(self, batch: Batch, loss_fn: LossFn, outputs: Sequence[str] = ("values",)) -> dict[str, float]:
+        """`Fsdp2Engine.train_batch` with values as outputs."""
+        return super().train_batch(batch, loss_fn, outputs)
+
+    def infer_batch(self, batch: Batch, outputs: Sequence[str] = ("values",)) -> dict[str, Tensor]:
+        """`Fsdp2Engine.infer_batch` with values as outputs."""
+        return super().infer_batch(batch, outputs)
+
+    def _check_head(self, *, trains: bool) -> None:
+        if not has_value_head(self.base):
+            raise ValueError(
+                "model: expected a value head, got none; use rlkit.engines.value_head.with_value_head(model)"
+            )
+        if trains and not self.base.get_output_embeddings().weight.requires_grad:
+            raise ValueError("model: expected a value head that trains, got a frozen one; add it after lora(...)")
+
+    def _results(self, inputs: ModelInputs, outputs: Sequence[str]) -> dict[str, Tensor]:
+        return {"values": self._logits(inputs)[:, 0]}
+
+
+def use_liger_kernels(model: Any, device: torch.device) -> bool:
+    """Replace norms and gated layers of a model on a GPU by Liger's Triton kernels, if liger-kernel is installed.
+
+    Applied by transformers' own function (https://arxiv.org/abs/2410.10989), without two of its kernels. Liger's loss
+    is not needed: `linear_logprobs` does its work, with a temperature. Liger's rotary embedding would be used by every
+    model of the process. So would Liger's norms by models of the same family that are made later.
+
+    Args:
+        model: from transformers, before it is sharded.
+        device: where it will run; Triton needs a GPU.
+
+    Returns:
+        Whether the model has such kernels now; False also for a family that Liger does not support.
+    """
+    from transformers.utils import is_liger_kernel_available
+
+    if device.type != "cuda" or not is_liger_kernel_available():
+        return False
+    from transformers.integrations import apply_liger_kernel
+
+    apply_liger_kernel(model, {"rope": False, "cross_entropy": False, "fused_linear_cross_entropy": False})
+    return any("forward" in vars(module) for module in model.modules())

@@ -1,0 +1,75 @@
+"""The device mesh of an FSDP engine, the modules that are sharded as units, and `fully_shard` on them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+
+from rlkit.engines.value_head import has_value_head
+
+
+def make_device_mesh(device: torch.device, fsdp_size: int | None, tensor: int) -> DeviceMesh:
+    """A mesh of all ranks: ("dp_shard",), ("dp_replicate", "dp_shard") or ("dp_shard", "tp").
+
+    Raises:
+        ValueError: a size that does not divide the number of ranks, or both together.
+    """
+    world = dist.get_world_size()
+    for name, size in (("fsdp_size", fsdp_size), ("tensor", tensor)):
+        if size is not None and (size < 1 or world % size):
+            raise ValueError(f"{name}: expected a divisor of the {world} ranks, got {size}")
+    if fsdp_size is not None and tensor > 1:
+        raise ValueError(f"fsdp_size: expected None with tensor={tensor}, got {fsdp_size}")
+    if tensor > 1:
+        return init_device_mesh(device.type, (world // tensor, tensor), mesh_dim_names=("dp_shard", "tp"))
+    if fsdp_size is not None:
+        shape = (world // fsdp_size, fsdp_size)
+        return init_device_mesh(device.type, shape, mesh_dim_names=("dp_replicate", "dp_shard"))
+    return init_device_mesh(device.type, (world,), mesh_dim_names=("dp_shard",))
+
+
+def fsdp_units(model: Any, base: Any, dtype: torch.dtype) -> dict[nn.Module, torch.dtype]:
+    """The modules whose weights are gathered together, with their precision; the rest of the model is one more unit.
+
+    A layer without trainable parameters belongs to the rest: it needs no gradient communication, and a rank whose rows
+    have no images does not keep other ranks waiting in the vision tower.
+
+    Args:
+        model: perhaps wrapped by `rlkit.vlm.lora`.
+        base: the transformers model in it, or the model itself.
+        dtype: of activations and gathered weights; a value head stays in float32.
+    """
+    names = base._no_split_modules or ()
+    layers = [m for m in model.modules() if type(m).__name__ in names and any(p.requires_grad for p in m.parameters())]
+    heads = {base.get_output_embeddings(): torch.float32} if has_value_head(base) else {}
+    return {**dict.fromkeys(layers, dtype), **heads}
+
+
+def apply_fsdp2(model: Any, units: Mapping[nn.Module, torch.dtype], dtype: torch.dtype, mesh: DeviceMesh) -> Any:
+    """Apply `fully_shard` to each unit and to the rest; gradients are summed over the mesh, not averaged.
+
+    A single rank whose weights already have the dtype of the computation is not sharded. There is nothing to share, and
+    copying all weights in every forward and backward would take a tenth of a short step.
+
+    Args:
+        model: perhaps wrapped by `rlkit.vlm.lora`.
+        units: from `fsdp_units`.
+        dtype: of the rest.
+        mesh: ("dp_shard",), or ("dp_replicate", "dp_shard").
+    """
+    if mesh.size() == 1 and {p.dtype for p in model.parameters()} <= {dtype}:
+        return model
+    for module, unit_dtype in [*units.items(), (model, dtype)]:
+        policy = MixedPrecisionPolicy(param_dtype=unit_dtype, reduce_dtype=torch.float32)
+        fully_shard(module, mesh=mesh, mp_policy=policy)
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.set_gradient_divide_factor(1.0)
+            module.set_force_sum_reduction_for_comms(True)
+    return model

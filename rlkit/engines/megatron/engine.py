@@ -1,0 +1,446 @@
+"""The Megatron-Core engine: tensor, pipeline, sequence, context, expert and data parallelism.
+
+    engine = make_engine("megatron", model=model, tensor=2, pipeline=2, optimizer=lambda params: AdamW(params, lr=1e-6))
+
+It has the methods of the fsdp2 engine. Weights come from a transformers model and are returned under its names.
+Megatron's pipeline schedule calls the loss closure, on the last stage. Gradients are sums, as in every engine: Megatron
+would divide them by micro-batches and ranks, which is switched off. On a GPU the layers are Transformer Engine's if it
+is installed; otherwise they are Megatron's own with rlkit's attention.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+try:
+    from megatron.core import parallel_state
+except ModuleNotFoundError as error:
+    raise ImportError(
+        f"megatron engine: expected megatron-core, got none ({error}); pip install -e '.[megatron]'"
+    ) from error
+from megatron.core.pipeline_parallel import get_forward_backward_func
+from megatron.core.tensor_parallel import reduce_from_tensor_model_parallel_region
+
+from rlkit.data.samples import Batch, Sample
+from rlkit.engines import checkpoint
+from rlkit.engines.distributed import all_reduce, init_distributed, make_model_parallel_group, reduce_metrics
+from rlkit.engines.fsdp.sharded_loading import has_meta_weights
+from rlkit.engines.loss_closure import LossFn, Outputs, check_output_names, compute_loss, sum_metrics
+from rlkit.engines.megatron.attention import context_parallel_inputs
+from rlkit.engines.megatron.cpu import cuda_calls_on_host
+from rlkit.engines.megatron.model import (
+    ParallelDims,
+    build_model,
+    check_routed_experts,
+    check_supported,
+    embed_with_images,
+    has_transformer_engine,
+    initialize_parallel_state,
+    is_moe,
+    padded_vocabulary,
+    transformer_config,
+)
+from rlkit.engines.megatron.optimizer import (
+    checkpoint_state,
+    empty_checkpoint_state,
+    load_checkpoint_state,
+    set_values,
+    wrap_model,
+)
+from rlkit.engines.megatron.vocab_parallel import vocab_parallel_linear_logprobs, vocab_parallel_logprobs
+from rlkit.engines.megatron.weights import (
+    LM_HEAD,
+    embedding_name,
+    freeze_parameters,
+    full_parameters,
+    hf_tensors,
+    hf_to_megatron,
+    map_parameters,
+    tensors_of_stages,
+)
+from rlkit.engines.packing.inputs import ModelInputs, prepare_model_inputs
+from rlkit.engines.packing.micro_batches import check_same_rows, micro_batches
+from rlkit.engines.value_head import has_value_head
+from rlkit.vlm.inputs import position_spec
+from rlkit.vlm.loading import copy_with
+
+# (loss, number of tokens, what the engine needs of the micro-batch), as Megatron's schedule expects it
+Finish = Callable[[list[int], Batch, ModelInputs, Tensor], tuple[Tensor, Tensor, Any]]
+
+
+class MegatronEngine:
+    """Trains and scores a model of the families Qwen2, Qwen2.5, Qwen3, Qwen3-MoE, Llama or Qwen2.5-VL (with images).
+
+    Ranks that share a tensor, a pipeline or a context are given the same rows.
+
+    Args:
+        model: from transformers, in float32 on the host; its weights are copied.
+        processor: saved beside the weights by `export_hf`.
+        device: "cpu" or "cuda"; by default the GPU if there is one.
+        optimizer: parameters -> torch.optim.AdamW; its state is sharded over data-parallel ranks. An engine without one
+            can only score.
+        scheduler: optimizer -> learning-rate scheduler, stepped once per `train_batch`.
+        tensor: tensor parallelism: ranks that share each layer's matrices and the vocabulary.
+        pipeline: pipeline parallelism: number of stages.
+        context: context parallelism: ranks that share each sequence.
+        sequence_parallel: tensor ranks share the tokens in layers that are not tensor-parallel, which saves memory.
+        expert: expert parallelism: ranks that share the experts of each layer; an expert is not split. These ranks have
+            rows of their own unless they also share a tensor.
+        micro_batch_tokens: most tokens in one forward; a longer row is a micro-batch by itself.
+        temperature: sampling temperature; log-probabilities are computed at the same temperature.
+        suppressed_token_ids: [K] token ids that the sampler never samples; their probability is 0 here, too.
+        max_grad_norm: gradients are scaled down to this norm.
+        use_fused_kernels: compute logprobs and entropy from hidden states, without the [N, V / tensor] logits.
+        router_replay: tokens of a batch with `routed_experts` go to those experts, see rlkit.vlm.routers.
+        use_remove_padding, ulysses_sequence_parallel_size: accepted at their defaults only, so that both engines take
+            the same options: rows are always packed, and `context` shares long sequences.
+        enable_gradient_checkpointing: recompute each layer's activations in backward.
+        compute_dtype: of activations and weights; the optimizer keeps float32 weights. By default bfloat16 on a GPU and
+            float32 on a CPU.
+
+    Attributes:
+        data_parallel_rank, data_parallel_size: this rank's rows of a batch are
+            `rows[engine.data_parallel_rank :: engine.data_parallel_size]`.
+        data_parallel_group: one rank of each model-parallel group.
+        model_parallel_group: the ranks that are given the same rows; None if each rank has its own.
+
+    Raises:
+        ValueError: a model or degrees of parallelism that are not supported.
+    """
+
+    known_outputs: tuple[str, ...] = ("logprobs", "entropy")
+    value_head = False
+
+    def __init__(
+        self,
+        *,
+        model: Any,
+        processor: Any = None,
+        device: str | None = None,
+        optimizer: Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer] | None = None,
+        scheduler: Callable[[torch.optim.Optimizer], Any] | None = None,
+        tensor: int = 1,
+        pipeline: int = 1,
+        context: int = 1,
+        sequence_parallel: bool = False,
+        expert: int = 1,
+        micro_batch_tokens: int = 16384,
+        temperature: float = 1.0,
+        suppressed_token_ids: Tensor | None = None,
+        max_grad_norm: float = 1.0,
+        use_fused_kernels: bool = False,
+        router_replay: bool = False,
+        use_remove_padding: bool = True,
+        ulysses_sequence_parallel_size: int = 1,
+        enable_gradient_checkpointing: bool = False,
+        compute_dtype: torch.dtype | None = None,
+    ) -> None:
+        self.device = init_distributed(device)
+        self.dims = ParallelDims(tensor, pipeline, context, sequence_parallel, expert)
+        if not use_remove_padding:
+            raise ValueError(
+                "use_remove_padding: expected True in the megatron engine, got False; use the fsdp2 engine"
+            )
+        if (size := ulysses_sequence_parallel_size) != 1:
+            raise ValueError(
+                f"ulysses_sequence_parallel_size: expected 1 in the megatron engine, got {size}; use context={size}"
+            )
+        self._check_model(model, router_replay=router_replay)
+        self.processor, self.config, self.spec = processor, model.config, position_spec(model.config)
+        self.micro_batch_tokens, self.temperature, self.max_grad_norm = micro_batch_tokens, temperature, max_grad_norm
+        self.use_fused_kernels, self.router_replay = use_fused_kernels, router_replay
+        self.suppressed_token_ids = self._suppressed(suppressed_token_ids)
+        dtype = compute_dtype or (torch.bfloat16 if self.device.type == "cuda" else torch.float32)
+        with cuda_calls_on_host(self.device):
+            self._make_groups()
+            text = model.config.get_text_config()
+            self.megatron_config = transformer_config(text, self.dims, dtype, recompute=enable_gradient_checkpointing)
+            self._build(model, optimizer)
+        self.scheduler = scheduler(self.optimizer) if scheduler and self.optimizer else None
+
+    def _check_model(self, model: Any, *, router_replay: bool) -> None:
+        if hasattr(model, "get_base_model"):
+            raise ValueError("model: expected no adapters in the megatron engine, got some; use the fsdp2 engine")
+        if has_meta_weights(model):
+            raise ValueError("model: expected weights that are read, got the meta device; use load_model(path)")
+        if has_value_head(model) != self.value_head:
+            wanted, found = ("a", "no") if self.value_head else ("no", "a")
+            raise ValueError(
+                f"model: expected {wanted} value head, got {found} value head; see rlkit.engines.value_head"
+            )
+        check_supported(model.config, self.dims, dist.get_world_size())
+        if router_replay and not is_moe(model.config):
+            raise ValueError(f"router_replay: expected a mixture of experts, got {model.config.model_type}")
+
+    def _suppressed(self, token_ids: Tensor | None) -> Tensor | None:
+        """The suppressed token ids and those beyond the vocabulary, which only make it divisible by tensor ranks."""
+        padding = range(self.config.get_text_config().vocab_size, padded_vocabulary(self.config, self.dims))
+        all_ids = [*([] if token_ids is None else token_ids.tolist()), *padding]
+        return torch.tensor(all_ids, device=self.device) if all_ids else None
+
+    def _make_groups(self) -> None:
+        initialize_parallel_state(self.dims, self.device)
+        self.data_parallel_group = parallel_state.get_data_parallel_group()
+        self.data_parallel_rank = self.data_parallel_group.rank()
+        self.data_parallel_size = self.data_parallel_group.size()
+        self.model_parallel_group = make_model_parallel_group(self.data_parallel_rank, self.data_parallel_size)
+
+    def _build(self, model: Any, make_optimizer: Callable[..., torch.optim.Optimizer] | None) -> None:
+        """This rank's part of the model and the optimizer, with weights copied from the transformers model."""
+        self.model = build_model(
+            model,
+            self.megatron_config,
+            self.device,
+            value_head=self.value_head,
+            hidden_states=self.use_fused_kernels,
+        )
+        self.parameters = map_parameters(self.model, self.megatron_config)
+        tensors = hf_tensors(model)
+        freeze_parameters(self.parameters, tensors)
+        self.module: Any = self.model
+        self.distributed_optimizer, self.groups = None, dict[nn.Parameter, int]()
+        if make_optimizer is not None:
+            wrapped = wrap_model(self.model, self.megatron_config, make_optimizer)
+            self.module, self.distributed_optimizer, self.groups = wrapped
+        self.optimizer = None if self.distributed_optimizer is None else self.distributed_optimizer.optimizer
+        for parameter, names in self.parameters:
+            full = hf_to_megatron([tensors[name].tensor for name in names], parameter, self.megatron_config)
+            set_values(parameter, self.distributed_optimizer, {"param": full})
+        self.stages = tensors_of_stages(self.parameters, {name: x.tensor.shape for name, x in tensors.items()})
+        self.hf_model = _without_weights(model)
+        self.saved_shapes = {name: parameter.shape for name, parameter in model.named_parameters()}
+
+    # --- training and scoring
+
+    def train_batch(self, batch: Batch, loss_fn: LossFn, outputs: Sequence[str] = ("logprobs",)) -> dict[str, float]:
+        """One optimizer step on this data-parallel rank's rows; see `Fsdp2Engine.train_batch`."""
+        if self.distributed_optimizer is None or self.optimizer is None:
+            raise ValueError("optimizer: expected one for train_batch, got None")
+        counts = torch.stack([batch.mask.sum(), batch.mask.any(1).sum()])
+        batch.total_tokens, batch.total_sequences = self.global_sum(counts).unbind()
+        self.module.train()
+        self.module.zero_grad_buffer()
+        self.optimizer.zero_grad()
+
+        def finish(rows: list[int], part: Batch, inputs: ModelInputs, result: Tensor) -> tuple[Tensor, Tensor, Any]:
+            out = self._outputs(inputs, result, outputs)
+            loss, metrics = compute_loss(loss_fn, out, part.to(self.device))
+            return loss, torch.zeros((), dtype=torch.int), metrics
+
+        with cuda_calls_on_host(self.device):
+            metrics = self._run(batch, outputs, finish, train=True)
+            self.distributed_optimizer.prepare_grads()
+            grad_norm = float(self.distributed_optimizer.clip_grad_norm(self.max_grad_norm))
+            is_finite = grad_norm < float("inf")
+            lr = self.optimizer.param_groups[0]["lr"]
+            if is_finite:
+                self.distributed_optimizer.step_with_ready_grads()
+        if self.scheduler is not None:
+            self.scheduler.step()
+        reduced = self._reduce_metrics(metrics)
+        return {**reduced, "grad_norm": grad_norm, "lr": lr, "skipped_steps": float(not is_finite)}
+
+    @torch.no_grad()
+    def infer_batch(self, batch: Batch, outputs: Sequence[str] = ("logprobs",)) -> dict[str, Tensor]:
+        """[B, T] outputs of this rank's rows, in their order, on the host; 0 where the mask is False."""
+        self.module.eval()
+
+        def finish(rows: list[int], part: Batch, inputs: ModelInputs, result: Tensor) -> tuple[Tensor, Tensor, Any]:
+            tensors = self._outputs(inputs, result, outputs).tensors
+            return result.new_zeros(()), torch.zeros((), dtype=torch.int), (rows, tensors)
+
+        with cuda_calls_on_host(self.device):
+            pieces = self._run(batch, outputs, finish, train=False)
+        group = parallel_state.get_pipeline_model_parallel_group()
+        results = {name: torch.zeros(batch.tokens.shape, dtype=torch.float32) for name in outputs}
+        for name, result in results.items():
+            for rows, tensors in pieces:
+                values = tensors[name].float().cpu()
+                result[torch.tensor(rows, dtype=torch.long), : values.shape[1]] = values
+            if group.size() > 1:
+                dist.broadcast(result, group=group, group_src=group.size() - 1)
+        return results
+
+    def _run(self, batch: Batch, outputs: Sequence[str], finish: Finish, *, train: bool) -> list[Any]:
+        """Run Megatron's schedule over the micro-batches; the third result of each `finish`, on the last stage."""
+        check_output_names(outputs, self.known_outputs)
+        check_same_rows(batch, self.data_parallel_rank, self.data_parallel_size)
+        if self.router_replay and "routed_experts" in batch.fields:
+            check_routed_experts(batch.routed_experts, self.megatron_config)
+        pieces = list(micro_batches(batch, self.micro_batch_tokens, self.config))
+        if not pieces:
+            raise ValueError("batch: expected at least one row on some rank, got none")
+        return get_forward_backward_func()(
+            forward_step_func=partial(self._forward_step, batch, finish),
+            data_iterator=iter(pieces),
+            model=[self.module],
+            num_microbatches=len(pieces),
+            seq_length=1,  # the pipeline sends the length of each packed row
+            micro_batch_size=1,
+            forward_only=not train,
+        )
+
+    def _forward_step(
+        self, batch: Batch, finish: Finish, pieces: Iterator[tuple[list[int], Sample | None]], model: nn.Module
+    ) -> tuple[Tensor, Any]:
+        """The forward of one micro-batch, and the function that the last stage calls with the result."""
+        rows, dummy = next(pieces)
+        part = batch.select(rows)
+        replay = self.router_replay
+        row = prepare_model_inputs(part, self.spec, self.device, share_prompts=False, dummy=dummy, router_replay=replay)
+        inputs = context_parallel_inputs(
+            row,
+            ranks=self.dims.context,
+            rank=parallel_state.get_context_parallel_rank(),
+            multiple=self.dims.tensor if self.dims.sequence_parallel else 1,
+            boundaries_on_host=not has_transformer_engine(self.device),
+        )
+        source = inputs.kwargs["packed_seq_params"].source
+        embedded = embed_with_images(self.model, inputs.kwargs["input_ids"], source, row.kwargs, self.config)
+        return model(**inputs.kwargs, decoder_input=embedded), partial(finish, rows, part, inputs)
+
+    def _outputs(self, inputs: ModelInputs, result: Tensor, outputs: Sequence[str]) -> Outputs:
+        """[1, n, ...] from the last stage's output layer -> [B, T] of whole rows."""
+        results = self._results(result[0][inputs.logits_to_keep], inputs)
+        tensors = {name: inputs.scatter(results[name]) for name in outputs}
+        if self.dims.context > 1:  # each token is on one rank; backward gives each rank the gradient of its own
+            group = parallel_state.get_context_parallel_group()
+            tensors = {n: reduce_from_tensor_model_parallel_region(x.clone(), group) for n, x in tensors.items()}
+        dummy_loss = 0.0 * next(iter(results.values()))[len(inputs.output_indices) :].sum()
+        return Outputs(tensors, dummy_loss)
+
+    def _results(self, selected: Tensor, inputs: ModelInputs) -> dict[str, Tensor]:
+        """[K] of each output, from the logits or hidden states at `logits_to_keep`."""
+        options = {"suppress": self.suppressed_token_ids, "group": parallel_state.get_tensor_model_parallel_group()}
+        if self.use_fused_kernels:
+            weight = self.model.output_layer.weight
+            if weight is None:  # tied to the embedding of the same stage
+                weight = self.model.embedding.word_embeddings.weight
+            results = vocab_parallel_linear_logprobs(selected, weight, inputs.targets, self.temperature, **options)
+        else:
+            results = vocab_parallel_logprobs(selected, inputs.targets, self.temperature, **options)
+        logprobs, entropy = results
+        return {"logprobs": logprobs, "entropy": entropy}
+
+    def global_sum(self, x: Tensor | float) -> Tensor:
+        """Sum over data-parallel ranks, on the host."""
+        return all_reduce(torch.as_tensor(x), group=self.data_parallel_group)
+
+    def _reduce_metrics(self, metrics: Sequence[Mapping[str, Tensor]]) -> dict[str, float]:
+        """Metrics of all micro-batches and data-parallel ranks, which the last stage sends to the other stages."""
+        group = parallel_state.get_pipeline_model_parallel_group()
+        reduced: list[Any] = [None]
+        if parallel_state.is_pipeline_last_stage():
+            reduced = [reduce_metrics(sum_metrics(metrics), self.data_parallel_group)]
+        if group.size() > 1:
+            dist.broadcast_object_list(reduced, group=group, group_src=group.size() - 1)
+        return reduced[0]
+
+    def disable_adapter(self) -> AbstractContextManager[Any]:
+        """Raises a ValueError: this engine has no adapters."""
+        raise ValueError(
+            "disable_adapter: expected a model with adapters, got the megatron engine, which has none; use a second "
+            "engine as the reference"
+        )
+
+    # --- weights and checkpoints
+
+    def get_per_tensor_param(self, bucket_bytes: int = 0) -> Iterator[tuple[str, Tensor]]:
+        """(HF name, full tensor) of every parameter. All ranks iterate together.
+
+        Args:
+            bucket_bytes: gather tensors of up to this many bytes at once; by default those of one matrix at a time. The
+                bucket is most of the memory that this takes.
+        """
+        yield from full_parameters(self.parameters, self.stages, self.megatron_config, self.device, bucket_bytes)
+
+    @contextmanager
+    def gathered(self) -> Iterator[Any]:
+        """Yield a transformers model with full weights on every rank, for sampling; it is freed after the context."""
+        yield copy_with(self.hf_model, dict(self.get_per_tensor_param())).to(self.device)
+
+    def export_hf(self, path: str | Path) -> None:
+        """Write a Hugging Face model directory: config, safetensors, processor."""
+        checkpoint.export_hf(path, self.hf_model, self.get_per_tensor_param(), self.processor)
+
+    def save_checkpoint(self, path: str | Path, extra: Mapping[str, Any] | None = None, *, wait: bool = True) -> None:
+        """Save trainable weights, optimizer, scheduler and random states, and `extra` (JSON).
+
+        The form is that of the fsdp2 engine: either engine loads it, with any degrees of parallelism.
+
+        Args:
+            path: a directory, which is either complete or absent.
+            extra: returned by `load_checkpoint`.
+            wait: until it is written; otherwise a thread writes a copy, see rlkit.engines.checkpoint.
+        """
+        state = checkpoint_state(self.parameters, self.distributed_optimizer, self.groups, self.megatron_config)
+        embedding = embedding_name(self.megatron_config)
+        if self.model.share_embeddings_and_output_weights and embedding in state["model"]:
+            state["model"][LM_HEAD] = state["model"][embedding]
+        state |= checkpoint.random_states(self.device)
+        schedule = self.scheduler.state_dict() if self.scheduler is not None else None
+        checkpoint.save(path, state, {"scheduler": schedule, "extra": dict(extra or {})}, wait=wait)
+
+    def load_checkpoint(self, path: str | Path) -> dict[str, Any]:
+        """Load a checkpoint, see `save_checkpoint`; returns its `extra`.
+
+        Raises:
+            ValueError: names a file that is missing or cut short, or says that the checkpoint is of another model.
+        """
+        saved = checkpoint.read_manifest(path)
+        state = empty_checkpoint_state(self.parameters, self.distributed_optimizer, self.groups, self.saved_shapes)
+        saved_names = checkpoint.tensor_names(path)
+        state |= {name: x for name, x in checkpoint.random_states(self.device).items() if name in saved_names}
+        checkpoint.load(path, state)
+        load_checkpoint_state(self.parameters, self.distributed_optimizer, self.megatron_config, state)
+        if self.scheduler is not None and saved["scheduler"] is not None:
+            self.scheduler.load_state_dict(saved["scheduler"])
+        checkpoint.set_random_states(state, self.device)
+        return saved["extra"]
+
+    def to(self, device: torch.device | str, *, model: bool = True, optimizer: bool = True) -> None:
+        """Move weights, gradients and optimizer state to the host, e.g. while a sampler needs the GPU, or back."""
+        if self.device.type == "cpu":
+            return
+        to_host = torch.device(device).type == "cpu"
+        if model and self.distributed_optimizer is None:
+            self.model.to(device)
+        elif model:
+            for buffer in self.module.buffers + self.module.expert_parallel_buffers:
+                buffer.offload_to_cpu() if to_host else buffer.reload_from_cpu()
+        if optimizer and self.distributed_optimizer is not None:
+            self.distributed_optimizer.offload_to_cpu() if to_host else self.distributed_optimizer.restore_from_cpu()
+
+
+def _without_weights(model: Any) -> Any:
+    """A copy of a module on the meta device, for its config and class."""
+    empty = {id(x): torch.empty_like(x, device="meta") for x in [*model.parameters(), *model.buffers()]}
+    parameters = {id(x): nn.Parameter(empty[id(x)]) for x in model.parameters()}
+    return copy.deepcopy(model, {**empty, **parameters})
+
+
+class MegatronValueEngine(MegatronEngine):
+    """Trains and scores a value or reward model, see `Fsdp2ValueEngine` and rlkit.engines.value_head."""
+
+    known_outputs = ("values",)
+    value_head = True
+
+    def train_batch(self, batch: Batch, loss_fn: LossFn, outputs: Sequence[str] = ("values",)) -> dict[str, float]:
+        """`MegatronEngine.train_batch` with values as outputs."""
+        return super().train_batch(batch, loss_fn, outputs)
+
+    def infer_batch(self, batch: Batch, outputs: Sequence[str] = ("values",)) -> dict[str, Tensor]:
+        """`MegatronEngine.infer_batch` with values as outputs."""
+        return super().infer_batch(batch, outputs)
+
+    def _results(self, selected: Tensor, inputs: ModelInputs) -> dict[str, Tensor]:
+        return {"values": selected[:, 0]}

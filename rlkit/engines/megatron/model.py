@@ -1,0 +1,414 @@
+"""A Megatron-Core model with the shape of a transformers model: what is supported, its config, its layers."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping
+from importlib.util import find_spec
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from megatron.core import parallel_state
+from megatron.core.distributed import finalize_model_grads
+from megatron.core.models.gpt import GPTModel
+from megatron.core.models.gpt.gpt_layer_specs import (
+    get_gpt_layer_local_spec,
+    get_gpt_layer_with_transformer_engine_spec,
+)
+from megatron.core.tensor_parallel import (
+    copy_to_tensor_model_parallel_region,
+    gather_from_sequence_parallel_region,
+)
+from megatron.core.tensor_parallel.random import initialize_rng_tracker, model_parallel_cuda_manual_seed
+from megatron.core.transformer.spec_utils import ModuleSpec
+from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
+from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.transformer_layer import TransformerLayer
+from torch import Tensor, nn
+
+from rlkit.engines.megatron.attention import PackedAttention
+from rlkit.engines.megatron.cpu import use_host_router, use_host_token_dispatchers
+from rlkit.engines.packing.vision_attention import use_packed_vision_attention
+from rlkit.vlm.routers import ChosenExperts, check_numbers
+
+FAMILIES = ("qwen2", "qwen3", "qwen3_moe", "llama", "qwen2_5_vl")
+
+
+class ParallelDims(NamedTuple):
+    """Degrees of parallelism; the remaining ranks are data-parallel."""
+
+    tensor: int = 1
+    pipeline: int = 1
+    context: int = 1
+    sequence_parallel: bool = False
+    expert: int = 1
+
+
+# --- what is supported
+
+
+def check_supported(config: Any, dims: ParallelDims, world: int) -> None:
+    """Raise a ValueError if a model, or its parallelism over `world` ranks, is not supported.
+
+    Args:
+        config: of the transformers model.
+        dims: degrees of parallelism.
+        world: number of ranks.
+    """
+    if config.model_type not in FAMILIES:
+        families = ", ".join(FAMILIES)
+        raise ValueError(f"model: expected one of {families}, got {config.model_type}; use the fsdp2 engine")
+    text = config.get_text_config()
+    _check_architecture(text)
+    _check_divisors(text, dims)
+    pipeline, expert = dims.pipeline, dims.expert
+    if world % (pipeline * expert):
+        product = f"pipeline * expert = {pipeline} * {expert}"
+        raise ValueError(f"pipeline, expert: expected a divisor of the {world} ranks, got {product}")
+    if world % (dims.tensor * pipeline * dims.context):
+        product = f"tensor * pipeline * context = {dims.tensor} * {pipeline} * {dims.context}"
+        raise ValueError(f"tensor, pipeline, context: expected a divisor of the {world} ranks, got {product}")
+
+
+def _check_architecture(text: Any) -> None:
+    unsupported = {
+        "attention_bias": getattr(text, "attention_bias", False),
+        "mlp_bias": getattr(text, "mlp_bias", False),
+        "sliding windows": "sliding_attention" in (getattr(text, "layer_types", None) or ()),
+        "attention_dropout": text.attention_dropout,
+        "mlp_only_layers": getattr(text, "mlp_only_layers", None),
+        "decoder_sparse_step": getattr(text, "decoder_sparse_step", 1) != 1,
+        f"hidden_act {text.hidden_act!r}": text.hidden_act != "silu",
+        f"rope_type {_rope_type(text)!r}": _rope_type(text) not in ("default", "linear", "llama3"),
+    }
+    if found := ", ".join(name for name, is_there in unsupported.items() if is_there):
+        raise ValueError(
+            f"model: expected an architecture that the megatron engine supports, got {text.model_type} with {found}; "
+            "use the fsdp2 engine"
+        )
+
+
+def _check_divisors(text: Any, dims: ParallelDims) -> None:
+    for name in ("tensor", "pipeline", "context", "expert"):
+        if (size := getattr(dims, name)) < 1:
+            raise ValueError(f"{name}: expected at least 1, got {size}")
+    divided = [
+        ("tensor", text.num_attention_heads, "attention heads"),
+        ("tensor", text.num_key_value_heads, "key-value heads"),
+        ("pipeline", text.num_hidden_layers, "layers"),
+        ("expert", text.num_experts if is_moe(text) else 1, "experts"),
+    ]
+    if not is_moe(text):
+        divided.insert(2, ("tensor", text.intermediate_size, "neurons of the MLP"))
+    for name, count, what in divided:
+        if count % getattr(dims, name):
+            raise ValueError(f"{name}: expected a divisor of the {count} {what}, got {getattr(dims, name)}")
+    if dims.sequence_parallel and dims.tensor == 1:
+        raise ValueError("sequence_parallel: expected tensor above 1, whose ranks share the tokens, got tensor=1")
+    if is_moe(text) and dims.tensor > 1 and not (dims.sequence_parallel and dims.expert > 1):
+        raise ValueError(
+            f"tensor: expected sequence_parallel and expert above 1 for a mixture of experts, got {dims.tensor} with "
+            f"sequence_parallel={dims.sequence_parallel} and expert={dims.expert}"
+        )
+
+
+def check_routed_experts(routed_experts: Tensor, config: TransformerConfig) -> None:
+    """Raise a ValueError if `routed_experts` [B, T, layers, K] are not those of this model."""
+    if (shape := tuple(routed_experts.shape[-2:])) != (config.num_layers, config.moe_router_topk):
+        expected = f"[B, T, {config.num_layers} layers, {config.moe_router_topk} experts]"
+        raise ValueError(f"routed_experts: expected {expected}, got [B, T, {shape[0]}, {shape[1]}]")
+    check_numbers(routed_experts, config.num_moe_experts)
+
+
+def is_moe(config: Any) -> bool:
+    return config.model_type == "qwen3_moe"
+
+
+def has_transformer_engine(device: torch.device) -> bool:
+    return device.type == "cuda" and find_spec("transformer_engine") is not None
+
+
+def padded_vocabulary(config: Any, dims: ParallelDims) -> int:
+    """The vocabulary size, rounded up to a multiple of the tensor-parallel ranks."""
+    return -(-config.get_text_config().vocab_size // dims.tensor) * dims.tensor
+
+
+def _mrope_section(config: Any) -> list[int] | None:
+    return config.rope_parameters.get("mrope_section")
+
+
+def _rope_type(config: Any) -> str:
+    return config.rope_parameters["rope_type"]
+
+
+# --- process groups and config
+
+
+def initialize_parallel_state(dims: ParallelDims, device: torch.device) -> None:
+    """Make Megatron's process groups, or reuse those of this process. The caller's random states do not change.
+
+    Raises:
+        ValueError: another engine of this process has other degrees of parallelism.
+    """
+    state = parallel_state
+    if not state.model_parallel_is_initialized():
+        state.initialize_model_parallel(
+            dims.tensor,
+            dims.pipeline,
+            context_parallel_size=dims.context,
+            expert_model_parallel_size=dims.expert,
+            expert_tensor_parallel_size=1,
+            create_gloo_process_groups=False,
+        )
+        _initialize_rng_tracker(device)
+    existing = (
+        state.get_tensor_model_parallel_world_size(),
+        state.get_pipeline_model_parallel_world_size(),
+        state.get_context_parallel_world_size(),
+        state.get_expert_model_parallel_world_size(),
+    )
+    wanted = (dims.tensor, dims.pipeline, dims.context, dims.expert)
+    if existing != wanted:
+        raise ValueError(
+            f"tensor, pipeline, context, expert: expected {existing} as in an earlier engine of this process, "
+            f"got {wanted}"
+        )
+
+
+def _initialize_rng_tracker(device: torch.device) -> None:
+    """Megatron requires its own random states, although nothing is drawn from them (no dropout, no initialisation).
+
+    On a CPU it gets the tracker without states that it uses in inference.
+    """
+    if device.type == "cpu":
+        initialize_rng_tracker(inference_rng_tracker=True, force_reset=True)
+    else:
+        with torch.random.fork_rng([device]):
+            model_parallel_cuda_manual_seed(0, force_reset_rng=True)
+
+
+def transformer_config(config: Any, dims: ParallelDims, dtype: torch.dtype, *, recompute: bool) -> TransformerConfig:
+    """Megatron's config of a transformers text model that `check_supported` has accepted."""
+    more: dict[str, Any] = _moe_options(config, dims) if is_moe(config) else {}
+    if recompute:
+        more |= {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
+    return TransformerConfig(
+        num_layers=config.num_hidden_layers,
+        hidden_size=config.hidden_size,
+        num_attention_heads=config.num_attention_heads,
+        num_query_groups=config.num_key_value_heads,
+        kv_channels=getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads,
+        ffn_hidden_size=config.intermediate_size,
+        mrope_section=_mrope_section(config),
+        normalization="RMSNorm",
+        layernorm_epsilon=config.rms_norm_eps,
+        gated_linear_unit=True,
+        activation_func=F.silu,
+        add_bias_linear=False,
+        add_qkv_bias=config.model_type in ("qwen2", "qwen2_5_vl_text"),
+        qk_layernorm=config.model_type in ("qwen3", "qwen3_moe"),
+        hidden_dropout=0.0,
+        attention_dropout=0.0,
+        tensor_model_parallel_size=dims.tensor,
+        pipeline_model_parallel_size=dims.pipeline,
+        context_parallel_size=dims.context,
+        sequence_parallel=dims.sequence_parallel,
+        params_dtype=dtype,
+        pipeline_dtype=dtype,
+        bf16=dtype == torch.bfloat16,
+        variable_seq_lengths=dims.pipeline > 1,  # packed rows differ in length
+        batch_p2p_comm=False,
+        init_method=_no_init,
+        output_layer_init_method=_no_init,
+        embedding_init_method=_no_init,
+        gradient_accumulation_fusion=False,
+        masked_softmax_fusion=False,
+        bias_activation_fusion=False,
+        bias_dropout_fusion=False,
+        apply_rope_fusion=False,
+        persist_layer_norm=False,
+        moe_token_dispatcher_type="alltoall",  # the default does not support variable_seq_lengths, even without experts
+        calculate_per_token_loss=True,  # gradients are sums: not divided by micro-batches or ranks
+        finalize_model_grads_func=finalize_model_grads,
+        **more,
+    )
+
+
+def _moe_options(config: Any, dims: ParallelDims) -> dict[str, Any]:
+    return {
+        "num_moe_experts": config.num_experts,
+        "moe_ffn_hidden_size": config.moe_intermediate_size,
+        "moe_router_topk": config.num_experts_per_tok,
+        "moe_router_pre_softmax": not config.norm_topk_prob,  # the top k of a softmax, or a softmax of the top k
+        "moe_router_load_balancing_type": "none",
+        "expert_model_parallel_size": dims.expert,
+        "expert_tensor_parallel_size": 1,
+    }
+
+
+def _no_init(weight: Tensor) -> None:
+    """Weights are copied from the transformers model."""
+
+
+# --- modules
+
+
+class Norm(nn.RMSNorm):
+    """RMSNorm; under sequence parallelism its gradient is summed over the ranks that share the tokens."""
+
+    def __init__(self, config: TransformerConfig, hidden_size: int, eps: float, **kwargs: Any) -> None:
+        super().__init__(hidden_size, eps=eps, dtype=config.params_dtype)
+        _mark_sequence_parallel(self.weight, config)
+
+
+def _mark_sequence_parallel(weight: Any, config: TransformerConfig) -> None:
+    """Have Megatron sum a weight's gradient over the ranks that share the tokens."""
+    weight.sequence_parallel = config.sequence_parallel
+
+
+class ValueHead(nn.Module):
+    """The output layer of a value model: one number per token, in float32, from the tokens of all tensor ranks."""
+
+    def __init__(self, config: TransformerConfig) -> None:
+        super().__init__()
+        self.sequence_parallel = config.sequence_parallel
+        self.weight = nn.Parameter(torch.zeros(1, config.hidden_size))
+
+    def forward(self, hidden: Tensor, weight: Tensor | None = None, **kwargs: Any) -> tuple[Tensor, None]:
+        if self.sequence_parallel:
+            hidden = gather_from_sequence_parallel_region(hidden, tensor_parallel_output_grad=False)
+        return F.linear(hidden.float(), self.weight), None
+
+
+class HiddenStatesHead(nn.Module):
+    """Replaces the output layer, keeps its weight, and returns the hidden states of all tokens.
+
+    Backward sums the gradients of the tensor ranks, each of which computes a slice of the vocabulary.
+    """
+
+    def __init__(self, head: Any, config: TransformerConfig) -> None:
+        super().__init__()
+        self.sequence_parallel = config.sequence_parallel
+        self.weight = head.weight
+
+    def forward(self, hidden: Tensor, weight: Tensor | None = None, **kwargs: Any) -> tuple[Tensor, None]:
+        if self.sequence_parallel:
+            return gather_from_sequence_parallel_region(hidden), None
+        return copy_to_tensor_model_parallel_region(hidden), None
+
+
+class RouterReplayLayer(TransformerLayer):
+    """A layer whose tokens go to the `routed_experts` of the row, if there are any, also when it is recomputed."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        routed_experts = kwargs["packed_seq_params"].routed_experts
+        if routed_experts is None:
+            return super().forward(*args, **kwargs)
+        if self.config.sequence_parallel:
+            group = parallel_state.get_tensor_model_parallel_group()
+            routed_experts = routed_experts.chunk(group.size())[group.rank()]
+        with ChosenExperts(routed_experts[:, self.layer_number - 1], self.config.num_moe_experts) as chosen:
+            out = super().forward(*args, **kwargs)
+        if not chosen.used:
+            raise ValueError("routed_experts: expected a router that calls topk, got one that cannot be replayed")
+        return out
+
+
+def build_model(
+    model: Any, config: TransformerConfig, device: torch.device, *, value_head: bool, hidden_states: bool = False
+) -> GPTModel:
+    """This rank's part of a model, its weights not yet set; the first stage has the vision tower if there is one.
+
+    Args:
+        model: from transformers.
+        config: Megatron's, of the same model.
+        device: where this rank computes.
+        value_head: a value head instead of the output layer.
+        hidden_states: return hidden states instead of logits.
+    """
+    text, decoder = model.config.get_text_config(), model.get_decoder()
+    is_first, is_last = parallel_state.is_pipeline_first_stage(), parallel_state.is_pipeline_last_stage()
+    built = GPTModel(
+        config,
+        _layer_spec(config, device),
+        vocab_size=padded_vocabulary(text, ParallelDims(config.tensor_model_parallel_size)),
+        max_sequence_length=text.max_position_embeddings,
+        pre_process=is_first,
+        post_process=is_last,
+        position_embedding_type="rope" if config.mrope_section is None else "mrope",
+        share_embeddings_and_output_weights=model.get_output_embeddings().weight is decoder.embed_tokens.weight,
+    )
+    built.rotary_pos_emb.inv_freq = type(decoder.rotary_emb)(config=text).inv_freq.to(device, copy=True)
+    for module in (getattr(built, "embedding", None), getattr(built, "output_layer", None)):
+        for weight in () if module is None else module.parameters():
+            weight.vocabulary = text.vocab_size
+    if config.mrope_section is not None:
+        # its positions are those of the whole row; with this group Megatron would slice them as one sequence
+        built.rotary_pos_emb.cp_group = None
+    if value_head and is_last:
+        built.output_layer = ValueHead(config)
+    elif hidden_states and is_last:
+        built.output_layer = HiddenStatesHead(built.output_layer, config)
+    if is_first and config.mrope_section is not None:
+        built.visual = copy.deepcopy(model.model.visual)
+        if device.type == "cuda":
+            use_packed_vision_attention(built.visual, model.config)
+        for parameter in built.visual.parameters():
+            parameter.data = parameter.data.to(config.params_dtype)
+            _mark_sequence_parallel(parameter, config)
+    if device.type == "cpu":
+        use_host_token_dispatchers(built)
+    return built.to(device)
+
+
+def _layer_spec(config: TransformerConfig, device: torch.device) -> ModuleSpec | TransformerBlockSubmodules:
+    """Transformer Engine's layers if it is installed, else Megatron's with our norm and attention."""
+    if has_transformer_engine(device):
+        spec = get_gpt_layer_with_transformer_engine_spec(config.num_moe_experts, qk_layernorm=config.qk_layernorm)
+        spec.module = RouterReplayLayer if config.num_moe_experts else spec.module
+        return spec
+    if config.num_moe_experts and device.type == "cuda":
+        raise ValueError("model: expected transformer_engine for a mixture of experts on a GPU, got none installed")
+    spec = get_gpt_layer_local_spec(config.num_moe_experts, qk_layernorm=config.qk_layernorm, normalization="RMSNorm")
+    layer = spec.submodules
+    if config.num_moe_experts:
+        spec.module = RouterReplayLayer
+        use_host_router(layer.mlp)
+    layer.input_layernorm = layer.pre_mlp_layernorm = Norm
+    attention = layer.self_attention.submodules
+    attention.core_attention = PackedAttention
+    if config.qk_layernorm:
+        attention.q_layernorm = attention.k_layernorm = Norm
+    return TransformerBlockSubmodules(layer_specs=[spec] * get_num_layers_to_build(config), layer_norm=Norm)
+
+
+def embed_with_images(
+    model: GPTModel, tokens: Tensor, source: Tensor, kwargs: Mapping[str, Any], config: Any
+) -> Tensor | None:
+    """The token embeddings of a row with image features inserted, as the decoder of the first stage takes them.
+
+    Args:
+        model: from `build_model`.
+        tokens: [1, n], this context rank's part of the row.
+        source: [n], the position of each of them in the row; -1 for padding.
+        kwargs: of the row: `input_ids` [1, N], and `pixel_values` and `image_grid_thw` if it has images.
+        config: of the transformers model, which names the image token.
+
+    Returns:
+        [n, 1, H], or this rank's part of it under sequence parallelism; None if the model embeds the tokens itself.
+    """
+    if "pixel_values_videos" in kwargs:
+        raise ValueError("batch: expected images only in the megatron engine, got videos; use the fsdp2 engine")
+    if "pixel_values" not in kwargs or not model.pre_process:
+        return None
+    hidden = model.embedding(input_ids=tokens, position_ids=None)
+    pixels = kwargs["pixel_values"].to(model.config.params_dtype)
+    features = model.visual(pixels, grid_thw=kwargs["image_grid_thw"]).pooler_output
+    is_image = torch.eq(kwargs["input_ids"][0], config.image_token_id)
+    feature_index = is_image.cumsum(0).sub(1).clamp(min=0)[source]
+    is_image = is_image[source] & (source >= 0)
+    if model.config.sequence_parallel:
+        group = parallel_state.get_tensor_model_parallel_group()
+        is_image, feature_index = (x.chunk(group.size())[group.rank()] for x in (is_image, feature_index))
+    return torch.where(is_image[:, None, None], features[feature_index][:, None].to(hidden.dtype), hidden)

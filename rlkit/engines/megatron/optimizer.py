@@ -1,0 +1,275 @@
+"""Megatron's distributed optimizer around the caller's AdamW, and its state under Hugging Face names.
+
+Megatron's own checkpoints of the optimizer are not used: without Transformer Engine they give all parameters one step
+counter on loading, and the second update after that is wrong. Checkpoints hold full tensors under Hugging Face names,
+each saved by one rank, in the form of the fsdp2 engine. They can be loaded with any parallelism and by either engine.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from operator import itemgetter
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+from megatron.core.optimizer import OptimizerConfig
+from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+from megatron.core.transformer.transformer_config import TransformerConfig
+from torch import Tensor, nn
+
+from rlkit.engines.distributed import all_reduce
+from rlkit.engines.megatron.weights import (
+    MappedParameter,
+    files_to_module,
+    gather_parts,
+    hf_to_megatron,
+    is_expert_parallel,
+    is_tied_copy,
+    local_part,
+    megatron_to_hf,
+    module_name,
+    module_to_file,
+)
+
+MOMENTS = ("exp_avg", "exp_avg_sq")
+
+
+MakeOptimizer = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
+
+
+def wrap_model(
+    model: nn.Module, config: TransformerConfig, make: MakeOptimizer
+) -> tuple[DistributedDataParallel, DistributedOptimizer, dict[nn.Parameter, int]]:
+    """Megatron's data parallelism around a model, and what `make_distributed_optimizer` returns for it.
+
+    Raises:
+        ValueError: a pipeline stage without trained parameters.
+    """
+    trained = torch.tensor(sum(p.requires_grad for p in model.parameters()))
+    if not all_reduce(trained, dist.ReduceOp.MIN):
+        raise ValueError("pipeline: expected trained parameters in every stage, got a stage without any")
+    options = DistributedDataParallelConfig(use_distributed_optimizer=True, grad_reduce_in_fp32=True)
+    module = DistributedDataParallel(config, options, model)
+    return module, *make_distributed_optimizer(make, module)
+
+
+def make_distributed_optimizer(
+    make: MakeOptimizer, module: DistributedDataParallel
+) -> tuple[DistributedOptimizer, dict[nn.Parameter, int]]:
+    """An optimizer of which each data-parallel rank keeps and steps a shard of the float32 weights and moments.
+
+    Returns:
+        The optimizer, and for each parameter the number of its parameter group in the caller's optimizer.
+
+    Raises:
+        ValueError: the caller's optimizer is not a plain AdamW.
+    """
+    optimizer = make([p for p in module.parameters() if p.requires_grad])
+    if not isinstance(optimizer, torch.optim.AdamW) or optimizer.defaults.get("amsgrad"):
+        got = type(optimizer).__name__
+        raise ValueError(f"optimizer: expected torch.optim.AdamW without amsgrad in the megatron engine, got {got}")
+    groups = {p: i for i, group in enumerate(optimizer.param_groups) for p in group["params"]}
+    config = OptimizerConfig(
+        optimizer="adam",
+        bf16=module.config.bf16,
+        params_dtype=module.config.params_dtype,
+        use_distributed_optimizer=True,
+    )
+    distributed = DistributedOptimizer(
+        optimizer,
+        config,
+        grad_scaler=None,
+        init_state_fn=None,
+        model_chunks=[module],
+        per_model_buffers={0: module.buffers, 1: module.expert_parallel_buffers},
+        data_parallel_group=parallel_state.get_data_parallel_group(with_context_parallel=True),
+        data_parallel_group_gloo=None,
+        data_parallel_group_idx=0,
+        distributed_optimizer_instance_id=0,
+    )
+    distributed.grad_stats_parallel_group = dist.group.WORLD
+    distributed.tp_group = parallel_state.get_tensor_model_parallel_group()
+    for group in optimizer.param_groups:
+        step_on_device = group["fused"] or group["capturable"]  # as AdamW itself does
+        for shard in group["params"]:
+            optimizer.state[shard] = {name: torch.zeros_like(shard) for name in MOMENTS}
+            optimizer.state[shard]["step"] = torch.zeros((), device=shard.device if step_on_device else "cpu")
+    return distributed, groups
+
+
+# --- values of one parameter
+
+
+def local_shard(optimizer: DistributedOptimizer, parameter: nn.Parameter) -> tuple[slice, dict[str, Tensor]] | None:
+    """This rank's shard of a parameter: its range in the flat parameter, and its float32 weights ("param") and state.
+
+    None if this rank keeps nothing of the parameter.
+    """
+    if parameter not in optimizer.model_param_gbuf_map:
+        return None
+    span = optimizer._get_model_param_range_map(parameter)["param"]
+    return slice(span.start, span.end), optimizer._get_main_param_and_optimizer_states(parameter)
+
+
+def gather_state(
+    optimizer: DistributedOptimizer, parameter: nn.Parameter, select: Callable[[dict[str, Tensor]], Tensor]
+) -> Tensor:
+    """The full float32 tensor of a parameter's weights or state, on each rank of its stage.
+
+    Args:
+        optimizer: whose ranks keep shards.
+        parameter: of this stage.
+        select: picks one tensor of `local_shard`, e.g. "param".
+    """
+    local = torch.zeros(parameter.numel(), dtype=torch.float32, device=parameter.device)
+    if (shard := local_shard(optimizer, parameter)) is not None:
+        span, tensors = shard
+        local[span] = select(tensors)
+    if is_expert_parallel(parameter):
+        data_parallel_group = parallel_state.get_expert_data_parallel_group()
+    else:
+        data_parallel_group = parallel_state.get_data_parallel_group(with_context_parallel=True)
+    dist.all_reduce(local, group=data_parallel_group)
+    return gather_parts(local.view_as(parameter), parameter)
+
+
+def set_values(parameter: nn.Parameter, optimizer: DistributedOptimizer | None, values: dict[str, Tensor]) -> None:
+    """Set a parameter, and this rank's optimizer shard of it, from full tensors.
+
+    Args:
+        parameter: of this stage.
+        optimizer: None for an engine without one.
+        values: "param" in float32, and perhaps moments, of all tensor ranks together; "step", the number of updates.
+    """
+    local = {name: local_part(x, parameter) if x.ndim else x for name, x in values.items()}
+    parameter.data.copy_(local["param"])
+    if optimizer is not None and parameter.requires_grad and (shard := local_shard(optimizer, parameter)) is not None:
+        span, tensors = shard
+        for name, x in local.items():
+            tensors[name].data.copy_(x.flatten()[span] if x.ndim else x)
+
+
+# --- checkpoints
+
+
+def checkpoint_state(
+    parameters: Sequence[MappedParameter],
+    optimizer: DistributedOptimizer | None,
+    groups: dict[nn.Parameter, int],
+    config: TransformerConfig,
+) -> dict[str, Any]:
+    """Trainable weights, moments and steps: each full tensor on one of the ranks of its stage."""
+    data = parallel_state.get_data_parallel_group(with_context_parallel=True)
+    tensor = parallel_state.get_tensor_model_parallel_group()
+    ranks, rank = data.size() * tensor.size(), data.rank() * tensor.size() + tensor.rank()
+    training = [one for one in parameters if one.parameter.requires_grad and not is_tied_copy(one.parameter)]
+    of_module: dict[str, list[MappedParameter]] = {}  # all experts of a layer are one tensor of the module
+    for one in training:
+        of_module.setdefault(module_name(one.hf_names[0]), []).append(one)
+    model: dict[str, Tensor] = {}
+    state: dict[str, dict[str, Any]] = {}
+    step = None if optimizer is None else step_count(optimizer)
+    for i, members in enumerate(of_module.values()):
+        for kind in ("param", *MOMENTS) if optimizer is not None else ("param",):
+            tensors = _gather_module_tensors(members, optimizer, kind, config, keep=i % ranks == rank)
+            if kind == "param":
+                model |= tensors
+            else:
+                for name, x in tensors.items():
+                    state.setdefault(name, {"step": step})[kind] = x
+    if optimizer is None:
+        return {"model": model, "optimizer": {}}
+    return {"model": model, "optimizer": {"state": state, "param_groups": param_groups(training, optimizer, groups)}}
+
+
+def _gather_module_tensors(
+    members: Sequence[MappedParameter],
+    optimizer: DistributedOptimizer | None,
+    kind: str,
+    config: TransformerConfig,
+    *,
+    keep: bool,
+) -> dict[str, Tensor]:
+    """Weights or moments of parameters by names of the transformers module, on the host; empty without `keep`.
+
+    All ranks of a stage call this together.
+    """
+    of_files: dict[str, Tensor] = {}
+    for parameter, names in members:
+        if optimizer is None:
+            full = gather_parts(parameter.detach(), parameter)
+        else:
+            full = gather_state(optimizer, parameter, itemgetter(kind))
+        if keep:
+            tensors = megatron_to_hf(full, len(names), parameter, config)
+            of_files |= {name: tensor.cpu() for name, tensor in zip(names, tensors, strict=True)}
+    return files_to_module(of_files)
+
+
+def step_count(optimizer: DistributedOptimizer) -> Tensor:
+    """The number of updates, the same for all parameters; 0-d, on the host."""
+    count = max((state["step"].item() for state in optimizer.optimizer.state.values()), default=0.0)
+    return all_reduce(torch.tensor(count), dist.ReduceOp.MAX)
+
+
+def param_groups(
+    training: Sequence[MappedParameter], optimizer: DistributedOptimizer, groups: dict[nn.Parameter, int]
+) -> list[dict[str, Any]]:
+    """The optimizer's parameter groups with the Hugging Face names of all stages."""
+    own: list[list[str]] = [[] for _ in optimizer.optimizer.param_groups]
+    for parameter, names in training:
+        of_group = own[groups[parameter]]
+        of_group += [name for name in map(module_name, names) if name not in of_group]
+    group = parallel_state.get_pipeline_model_parallel_group()
+    stages: list[Any] = [None] * group.size()
+    dist.all_gather_object(stages, own, group=group)
+    return [
+        {**{k: v for k, v in settings.items() if k != "params"}, "params": [n for stage in stages for n in stage[i]]}
+        for i, settings in enumerate(optimizer.optimizer.param_groups)
+    ]
+
+
+def empty_checkpoint_state(
+    parameters: Sequence[MappedParameter],
+    optimizer: DistributedOptimizer | None,
+    groups: dict[nn.Parameter, int],
+    shapes: Mapping[str, torch.Size],
+) -> dict[str, Any]:
+    """Uninitialised tensors for what this rank loads from a checkpoint."""
+    training = [one for one in parameters if one.parameter.requires_grad]
+    names = list(dict.fromkeys(module_name(name) for one in training for name in one.hf_names))
+    model = {name: torch.empty(shapes[name]) for name in names}
+    if optimizer is None:
+        return {"model": model, "optimizer": {}}
+    state = {name: {"step": torch.zeros(()), **{kind: torch.empty(shapes[name]) for kind in MOMENTS}} for name in names}
+    return {"model": model, "optimizer": {"state": state, "param_groups": param_groups(training, optimizer, groups)}}
+
+
+def load_checkpoint_state(
+    parameters: Sequence[MappedParameter],
+    optimizer: DistributedOptimizer | None,
+    config: TransformerConfig,
+    state: dict[str, Any],
+) -> None:
+    """Set weights, moments, steps and parameter groups from a loaded `empty_checkpoint_state`."""
+    for parameter, names in parameters:
+        if not parameter.requires_grad:
+            continue
+        weights = [module_to_file(name, state["model"]) for name in names]
+        values = {"param": hf_to_megatron(weights, parameter, config)}
+        if optimizer is not None:
+            saved = state["optimizer"]["state"]
+            for kind in MOMENTS:
+                by_module = {module_name(name): saved[module_name(name)][kind] for name in names}
+                moments = [module_to_file(name, by_module) for name in names]
+                values[kind] = hf_to_megatron(moments, parameter, config)
+            values["step"] = saved[module_name(names[0])]["step"]
+        set_values(parameter, optimizer, values)
+    if optimizer is not None:
+        for group, saved_group in zip(
+            optimizer.optimizer.param_groups, state["optimizer"]["param_groups"], strict=True
+        ):
+            group.update({k: v for k, v in saved_group.items() if k != "params"})

@@ -1,0 +1,348 @@
+"""Megatron's parameters made of Hugging Face tensors, and back, bit for bit.
+
+One parameter of Megatron is made of one or several Hugging Face tensors. Queries, keys and values are interleaved by
+key-value head; the gate and up projections of an MLP are interleaved by tensor-parallel rank.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from megatron.core import parallel_state
+from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
+from torch import Tensor, nn
+
+from rlkit.vlm.adapt import checkpoint_parameters
+
+LM_HEAD = "lm_head.weight"
+# the names of Megatron's parameters -> the names of the Hugging Face tensors that they are made of
+OUTSIDE_LAYERS = {
+    "embedding.word_embeddings.weight": "embed_tokens.weight",
+    "decoder.final_layernorm.weight": "norm.weight",
+}
+IN_LAYER = {
+    "self_attention.linear_qkv.weight": tuple(f"self_attn.{x}_proj.weight" for x in "qkv"),
+    "self_attention.linear_qkv.bias": tuple(f"self_attn.{x}_proj.bias" for x in "qkv"),
+    "self_attention.linear_proj.weight": ("self_attn.o_proj.weight",),
+    "self_attention.q_layernorm.weight": ("self_attn.q_norm.weight",),
+    "self_attention.k_layernorm.weight": ("self_attn.k_norm.weight",),
+    "mlp.linear_fc1.weight": ("mlp.gate_proj.weight", "mlp.up_proj.weight"),
+    "mlp.linear_fc2.weight": ("mlp.down_proj.weight",),
+    "input_layernorm.weight": ("input_layernorm.weight",),
+    "pre_mlp_layernorm.weight": ("post_attention_layernorm.weight",),
+    "mlp.router.weight": ("mlp.gate.weight",),
+    # in Transformer Engine's layers a norm is part of the linear layer after it
+    "self_attention.linear_qkv.layer_norm_weight": ("input_layernorm.weight",),
+    "mlp.linear_fc1.layer_norm_weight": ("post_attention_layernorm.weight",),
+}
+MEGATRON_EXPERT = re.compile(r"mlp\.experts\.local_experts\.(\d+)\.linear_fc([12])\.weight")
+EXPERT_PROJECTIONS = {"1": ("gate_proj", "up_proj"), "2": ("down_proj",)}
+HF_EXPERT = re.compile(r"(.*\.experts)\.(\d+)\.(gate|up|down)_proj\.weight")
+
+
+# --- names
+
+
+def embedding_name(config: TransformerConfig) -> str:
+    """The Hugging Face name of the token embedding."""
+    return f"{_language_model(config)}embed_tokens.weight"
+
+
+def _language_model(config: TransformerConfig) -> str:
+    """The prefix of all names in the language model, which may be part of a vision-language model."""
+    return "model." if config.mrope_section is None else "model.language_model."
+
+
+def hf_names(name: str, first_layer: int, config: TransformerConfig) -> tuple[str, ...]:
+    """The Hugging Face tensors that a parameter of Megatron is made of, on all ranks together.
+
+    Args:
+        name: of the parameter in the model of this pipeline stage.
+        first_layer: number of this stage's first layer in the whole model.
+        config: Megatron's.
+
+    Raises:
+        ValueError: an unknown parameter.
+    """
+    if name == "output_layer.weight":
+        return (LM_HEAD,)
+    if name in OUTSIDE_LAYERS:
+        return (_language_model(config) + OUTSIDE_LAYERS[name],)
+    if name.startswith("visual."):
+        return (f"model.{name}",)
+    in_layer = re.fullmatch(r"decoder\.layers\.(\d+)\.(.*)", name)
+    hf_in_layer = () if in_layer is None else IN_LAYER.get(in_layer[2]) or _expert_names(in_layer[2], config)
+    if in_layer is None or not hf_in_layer:
+        raise ValueError(f"model: expected parameters with Hugging Face names, got {name}, for which none is known")
+    layer = int(in_layer[1]) + first_layer
+    return tuple(f"{_language_model(config)}layers.{layer}.{hf_name}" for hf_name in hf_in_layer)
+
+
+def _expert_names(name: str, config: TransformerConfig) -> tuple[str, ...]:
+    """The names of an expert's tensors, and of the experts that other expert-parallel ranks have in its place."""
+    if (expert := MEGATRON_EXPERT.fullmatch(name)) is None:
+        return ()
+    ranks = config.expert_model_parallel_size
+    experts_per_rank = (config.num_moe_experts or 0) // ranks
+    numbers = [rank * experts_per_rank + int(expert[1]) for rank in range(ranks)]
+    projections = EXPERT_PROJECTIONS[expert[2]]
+    return tuple(f"mlp.experts.{number}.{projection}.weight" for number in numbers for projection in projections)
+
+
+class MappedParameter(NamedTuple):
+    """A parameter of this pipeline stage, and the names of the Hugging Face tensors that it is made of."""
+
+    parameter: nn.Parameter
+    hf_names: tuple[str, ...]
+
+
+def map_parameters(model: nn.Module, config: TransformerConfig) -> list[MappedParameter]:
+    """All parameters of this stage, including the last stage's copy of tied embeddings."""
+    first_layer = get_transformer_layer_offset(config)
+    mapped = []
+    for name, parameter in model.named_parameters():
+        names = (embedding_name(config),) if is_tied_copy(parameter) else hf_names(name, first_layer, config)
+        mapped.append(MappedParameter(parameter, names))
+    return mapped
+
+
+def is_tied_copy(parameter: nn.Parameter) -> bool:
+    """Whether a parameter is the last stage's copy of tied embeddings; the first stage has the original."""
+    return getattr(parameter, "shared", False)
+
+
+def is_expert_parallel(parameter: Any) -> bool:
+    """Whether a parameter is one expert's, and expert-parallel ranks have other experts in its place."""
+    return not getattr(parameter, "allreduce", True)
+
+
+# --- Hugging Face tensors <-> full tensors of Megatron
+
+
+def hf_to_megatron(tensors: Sequence[Tensor], parameter: nn.Parameter, config: TransformerConfig) -> Tensor:
+    """Hugging Face tensors -> the full tensor of Megatron's parameter, of all tensor or expert ranks together."""
+    if is_expert_parallel(parameter):
+        return torch.cat(list(tensors))
+    if len(tensors) == 3:  # queries, keys, values
+        by_kv_head = [tensor.unflatten(0, (config.num_query_groups, -1)) for tensor in tensors]
+        return torch.cat(by_kv_head, 1).flatten(0, 1)
+    if len(tensors) == 2:  # gate, up
+        by_rank = [tensor.unflatten(0, (config.tensor_model_parallel_size, -1)) for tensor in tensors]
+        return torch.stack(by_rank, 1).flatten(0, 2)
+    (tensor,) = tensors
+    fill = -len(tensor) % config.tensor_model_parallel_size if hasattr(parameter, "vocabulary") else 0
+    return F.pad(tensor, (0, 0, 0, fill)) if fill else tensor
+
+
+def megatron_to_hf(full: Tensor, count: int, parameter: nn.Parameter, config: TransformerConfig) -> list[Tensor]:
+    """The inverse of `hf_to_megatron`, for a parameter that is made of `count` Hugging Face tensors."""
+    if is_expert_parallel(parameter):
+        return list(full.chunk(count))
+    if count == 3:
+        kv_heads, size = config.num_query_groups, config.kv_channels
+        sizes = [config.num_attention_heads // kv_heads * size, size, size]
+        return [part.flatten(0, 1) for part in full.unflatten(0, (kv_heads, -1)).split(sizes, 1)]
+    if count == 2:
+        by_rank = full.unflatten(0, (config.tensor_model_parallel_size, 2, -1))
+        return [by_rank[:, i].flatten(0, 1) for i in range(2)]
+    return [full[: getattr(parameter, "vocabulary", None)]]
+
+
+# --- full tensors <-> this rank's part
+
+
+def local_part(full: Tensor, parameter: Any) -> Tensor:
+    """This rank's part of a parameter's full tensor."""
+    if is_expert_parallel(parameter):
+        group = parallel_state.get_expert_model_parallel_group()
+        return full.chunk(group.size())[group.rank()]
+    if not getattr(parameter, "tensor_model_parallel", False):
+        return full
+    ranks = parallel_state.get_tensor_model_parallel_world_size()
+    return full.chunk(ranks, parameter.partition_dim)[parallel_state.get_tensor_model_parallel_rank()]
+
+
+def gather_parts(local: Tensor, parameter: Any) -> Tensor:
+    """A tensor of the shape of this rank's part (of a parameter or of its optimizer state) -> the full tensor."""
+    return _gather_async(local, parameter)()
+
+
+def _gather_async(local: Tensor, parameter: Any) -> Callable[[], Tensor]:
+    """Start `gather_parts`; the returned function waits for it."""
+    if is_expert_parallel(parameter):
+        group, dim = parallel_state.get_expert_model_parallel_group(), 0
+    elif getattr(parameter, "tensor_model_parallel", False):
+        group, dim = parallel_state.get_tensor_model_parallel_group(), parameter.partition_dim
+    else:
+        return lambda: local
+    local = local.contiguous()
+    parts = [torch.empty_like(local) for _ in range(group.size())]
+    work = dist.all_gather(parts, local, group=group, async_op=True)
+
+    def wait() -> Tensor:
+        work.wait()
+        return torch.cat(parts, dim)
+
+    return wait
+
+
+# --- tensors of the files <-> parameters of the transformers module
+
+
+def module_name(name: str) -> str:
+    """The parameter of the transformers module that a tensor of the files belongs to: a layer's experts are one."""
+    expert = HF_EXPERT.fullmatch(name)
+    if expert is None:
+        return name
+    return f"{expert[1]}.{'down_proj' if expert[3] == 'down' else 'gate_up_proj'}"
+
+
+def files_to_module(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Tensors by their names in files -> by names of the transformers module; all experts of a layer must be there."""
+    experts: dict[str, dict[int, dict[str, Tensor]]] = {}  # module name -> expert -> projection -> tensor
+    merged = {}
+    for name, tensor in tensors.items():
+        if (expert := HF_EXPERT.fullmatch(name)) is None:
+            merged[name] = tensor
+        else:
+            experts.setdefault(module_name(name), {}).setdefault(int(expert[2]), {})[expert[3]] = tensor
+    for name, by_expert in experts.items():
+        merged[name] = torch.stack([torch.cat(list(by_expert[number].values())) for number in sorted(by_expert)])
+    return merged
+
+
+def module_to_file(name: str, tensors: Mapping[str, Tensor]) -> Tensor:
+    """The tensor of a name in files, from tensors by names of the transformers module."""
+    tensor, expert = tensors[module_name(name)], HF_EXPERT.fullmatch(name)
+    if expert is None:
+        return tensor
+    of_expert = tensor[int(expert[2])]
+    return of_expert if expert[3] == "down" else of_expert.chunk(2)[expert[3] == "up"]
+
+
+class HFTensor(NamedTuple):
+    """A tensor of the transformers model, and whether it is trained."""
+
+    tensor: Tensor
+    trains: bool
+
+
+def hf_tensors(model: Any) -> dict[str, HFTensor]:
+    """All tensors of a transformers model, by their names in its files, where experts are separate tensors."""
+    found = {}
+    for name, parameter in model.named_parameters():
+        for hf_name, tensor in checkpoint_parameters(model, [(name, parameter.detach())]):
+            found[hf_name] = HFTensor(tensor, parameter.requires_grad)
+    return found
+
+
+def freeze_parameters(parameters: Sequence[MappedParameter], tensors: Mapping[str, HFTensor]) -> None:
+    """Freeze the parameters that are frozen in the transformers model.
+
+    Raises:
+        ValueError: a parameter of Megatron is made of frozen and of trained tensors.
+    """
+    for parameter, names in parameters:
+        if len({tensors[name].trains for name in names}) > 1:
+            raise ValueError(
+                f"model: expected {', '.join(names)}, which are one matrix in Megatron, to be all frozen or all "
+                "trained, got both"
+            )
+        parameter.requires_grad_(tensors[names[0]].trains)
+
+
+# --- all parameters on all ranks
+
+
+class TensorInfo(NamedTuple):
+    """What other pipeline stages need to know of a tensor to receive it."""
+
+    name: str
+    shape: torch.Size
+    dtype: torch.dtype
+
+
+def tensors_of_stages(
+    parameters: Sequence[MappedParameter], shapes: Mapping[str, torch.Size]
+) -> list[list[TensorInfo]]:
+    """The tensors of every pipeline stage, in the order in which `full_parameters` sends them.
+
+    Args:
+        parameters: of this stage.
+        shapes: of the Hugging Face tensors.
+    """
+    group = parallel_state.get_pipeline_model_parallel_group()
+    own = [
+        TensorInfo(name, shapes[name], parameter.dtype)
+        for parameter, names in parameters
+        if not is_tied_copy(parameter)
+        for name in names
+    ]
+    stages: list[Any] = [None] * group.size()
+    dist.all_gather_object(stages, own, group=group)
+    return stages
+
+
+def full_parameters(
+    parameters: Sequence[MappedParameter],
+    stages: Sequence[Sequence[TensorInfo]],
+    config: TransformerConfig,
+    device: torch.device,
+    bucket_bytes: int = 0,
+) -> Iterator[tuple[str, Tensor]]:
+    """(Hugging Face name, full tensor) of every parameter, on every rank, one by one; all ranks iterate together.
+
+    Args:
+        parameters: of this stage.
+        stages: from `tensors_of_stages`.
+        config: Megatron's.
+        device: where tensors are received.
+        bucket_bytes: gather and send tensors of up to this many bytes at once; by default one parameter at a time.
+    """
+    group = parallel_state.get_pipeline_model_parallel_group()
+    own = [mapped for mapped in parameters if not is_tied_copy(mapped.parameter)]
+    for stage, infos in enumerate(stages):
+        is_own = stage == group.rank()
+        size_of = {info.name: info.shape.numel() * info.dtype.itemsize for info in infos}
+        names = [mapped.hf_names for mapped in own] if is_own else [(info.name,) for info in infos]
+        for bucket in _buckets([sum(size_of[name] for name in of_one) for of_one in names], bucket_bytes):
+            if is_own:
+                tensors = _gather_hf_tensors(own[bucket], config)
+            else:
+                tensors = [(x.name, torch.empty(x.shape, dtype=x.dtype, device=device)) for x in infos[bucket]]
+            works = [
+                dist.broadcast(tensor, group=group, group_src=stage, async_op=True) if len(stages) > 1 else None
+                for _, tensor in tensors
+            ]
+            for work in works:
+                if work is not None:
+                    work.wait()
+                yield tensors.pop(0)  # not kept here when the next one is asked for
+
+
+def _gather_hf_tensors(parameters: Sequence[MappedParameter], config: TransformerConfig) -> list[tuple[str, Tensor]]:
+    """(Hugging Face name, full tensor) of some parameters; all are gathered at once."""
+    gathered = [_gather_async(parameter.detach(), parameter) for parameter, _ in parameters]
+    tensors = []
+    for (parameter, names), wait in zip(parameters, gathered, strict=True):
+        parts = megatron_to_hf(wait(), len(names), parameter, config)
+        tensors += [(name, part.contiguous()) for name, part in zip(names, parts, strict=True)]
+    return tensors
+
+
+def _buckets(sizes: Sequence[int], most: int) -> Iterator[slice]:
+    """Consecutive items whose sizes add up to at most `most`; a larger item is a bucket by itself."""
+    start = total = 0
+    for i, size in enumerate(sizes):
+        if i > start and total + size > most:
+            yield slice(start, i)
+            start, total = i, 0
+        total += size
+    if sizes:
+        yield slice(start, len(sizes))

@@ -1,0 +1,288 @@
+"""Packed (variable-length) causal attention, plugged into transformers through its public `AttentionInterface`.
+
+A packed row holds several segments end to end. The engine passes their `packed_layout` to the model's forward, and
+transformers hands unknown keyword arguments down to the attention function registered here. Without a layout (in
+generation, or with padded rows) transformers' own SDPA function runs, so one model object serves both. Soft-capped
+scores, attention sinks and images whose tokens attend to each other are supported in both; a model that needs anything
+else is refused.
+
+The registered name must not contain "flash": transformers would look for a kernel of that name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from math import gcd
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import sdpa_mask
+
+from rlkit.engines.packing.flash import flash_attn_varlen_func, flash_supports, flash_varlen_attention
+from rlkit.engines.packing.layout import PackedLayout
+from rlkit.engines.packing.ulysses import gather_heads_scatter_tokens, gather_tokens_scatter_heads
+from rlkit.vlm.families import (
+    IMAGES_SEE_THEMSELVES,
+    NO_INTERFACE,
+    bidirectional,
+    changing_rope,
+    check_rope,
+    image_groups,
+    packing_obstacle,
+)
+
+NAME = "rlkit_packed"
+
+
+def varlen_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    layout: PackedLayout,
+    *,
+    scale: float | None = None,
+    window: int | None = None,
+    dropout: float = 0.0,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
+) -> Tensor:
+    """Causal attention within each segment of a packed row, and to its prefix.
+
+    Args:
+        query: [N, Hq, D].
+        key, value: [N, Hkv, D], Hq a multiple of Hkv; values may have a smaller D.
+        layout: of the N tokens.
+        scale: of the scores; 1/sqrt(D) by default.
+        window: how many tokens a query attends to, its own included; all by default.
+        dropout: probability; must be 0 on a GPU without flash-attn.
+        softcap: the scores become softcap * tanh(scores / softcap); slower without flash-attn.
+        sinks: [Hq] score of an extra key without a value, which takes its share of the attention; slower.
+
+    Returns:
+        [N, Hq, D], D of the values.
+    """
+    needs_sdpa = sinks is not None or layout.image_ids is not None
+    needs_sdpa |= softcap is not None and flash_attn_varlen_func() is None
+    if needs_sdpa or not flash_supports(query, value):
+        return _block_attention(query, key, value, layout, scale, window, dropout, softcap, sinks)
+    if layout.key_indices is not None:
+        key, value = key.index_select(0, layout.key_indices), value.index_select(0, layout.key_indices)
+    seqlens = (layout.cu_seqlens_q, layout.cu_seqlens_k, max(layout.lengths), max(layout.key_lengths))
+    window_size = (-1 if window is None else window - 1, 0)
+    return flash_varlen_attention(query, key, value, seqlens, window_size, scale, dropout, softcap)
+
+
+def _block_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    layout: PackedLayout,
+    scale: float | None,
+    window: int | None,
+    dropout: float,
+    softcap: float | None,
+    sinks: Tensor | None,
+) -> Tensor:
+    """`varlen_attention` by one SDPA call for each block of similar segments."""
+    out = query.new_zeros(*query.shape[:2], value.shape[-1])
+    for block in layout.blocks:
+        q = query.index_select(0, block.query_indices.flatten()).unflatten(0, block.query_indices.shape)
+        k, v = (x.index_select(0, block.key_indices.flatten()) for x in (key, value))
+        k, v = (x.unflatten(0, block.key_indices.shape).transpose(1, 2) for x in (k, v))
+        mask = block.attention_mask(window, layout.image_ids)
+        piece = _attend(q.transpose(1, 2), k, v, mask, scale, dropout, softcap, sinks)
+        piece = piece.transpose(1, 2).flatten(0, 1).index_select(0, block.valid_queries)
+        out = out.index_copy(0, block.query_indices.flatten().index_select(0, block.valid_queries), piece)
+    return out
+
+
+def _attend(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Tensor | None,
+    scale: float | None,
+    dropout: float,
+    softcap: float | None,
+    sinks: Tensor | None,
+) -> Tensor:
+    """SDPA on [S, H, Q, D], or plain matrix products for soft caps and sinks; causal if there is no mask."""
+    if softcap is None and sinks is None:
+        is_causal, enable_gqa = mask is None and q.shape[2] > 1, q.shape[1] != k.shape[1]
+        return F.scaled_dot_product_attention(q, k, v, mask, dropout, is_causal, scale=scale, enable_gqa=enable_gqa)
+    k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
+    scores = q @ k.mT * (q.shape[-1] ** -0.5 if scale is None else scale)
+    if softcap is not None:
+        scores = (scores / softcap).tanh() * softcap
+    if mask is None:
+        mask = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).tril(k.shape[2] - q.shape[2])
+    # the lowest number instead of -inf: a padding query may have no key, and its softmax would be nan
+    scores = scores.masked_fill(~mask, torch.finfo(scores.dtype).min)
+    if sinks is not None:
+        scores = torch.cat([scores, sinks.to(scores)[None, :, None, None].expand(*scores.shape[:3], 1)], -1)
+    weights = scores.softmax(-1, dtype=torch.float32).to(q.dtype)[..., : k.shape[2]]
+    return F.dropout(weights, dropout) @ v
+
+
+@torch.compiler.disable(reason="the layout differs in every micro-batch")
+def packed_attention(
+    module: torch.nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    packed_layout: PackedLayout | None = None,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
+    """The attention function that transformers calls: query [B, H, N, D] -> [B, N, H, D]; B = 1 for a packed row."""
+    if packed_layout is not None:
+        _check_packable(module, query, key, attention_mask, kwargs)
+        packed_layout.attention_calls += 1
+        q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
+        options: dict[str, Any] = {"window": sliding_window, "dropout": dropout, "softcap": softcap, "sinks": s_aux}
+        attend = varlen_attention if packed_layout.ulysses is None else _ulysses_attention
+        return attend(q, k, v, packed_layout, scale=scaling, **options)[None], None
+    if attention_mask is None and sliding_window is not None and query.shape[2] == key.shape[2] > sliding_window:
+        t = torch.arange(query.shape[2], device=query.device)
+        attention_mask = (t[:, None] >= t) & (t[:, None] - t < sliding_window)
+    if softcap is None and s_aux is None:
+        return sdpa_attention_forward(module, query, key, value, attention_mask, dropout, scaling, **kwargs)
+    mask = None if attention_mask is None else attention_mask[..., : key.shape[2]]
+    return _attend(query, key, value, mask, scaling, dropout, softcap, s_aux).transpose(1, 2).contiguous(), None
+
+
+def _check_packable(
+    module: torch.nn.Module, query: Tensor, key: Tensor, attention_mask: Tensor | None, kwargs: dict[str, Any]
+) -> None:
+    """Refuse an attention call that is more than causal self-attention: `varlen_attention` would compute it wrongly."""
+    is_causal = kwargs.get("is_causal")
+    is_causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
+    unsupported = {
+        "a mask of its own": attention_mask is not None,
+        "cross-attention": key.shape[2] != query.shape[2],
+        "no causal mask": not is_causal,
+        **{name: kwargs.get(name) is not None for name in ("position_bias", "indices", "block_indices")},
+    }
+    if any(unsupported.values()):
+        found = ", ".join(name for name, is_there in unsupported.items() if is_there)
+        raise ValueError(_cannot_pack(type(module).__name__, f"its attention has {found}"))
+
+
+def _ulysses_attention(
+    query: Tensor, key: Tensor, value: Tensor, layout: PackedLayout, *, sinks: Tensor | None, **options: Any
+) -> Tensor:
+    """`varlen_attention` of a row that a Ulysses group shares: [n, H, D] of this rank's tokens, in and out."""
+    ulysses, heads, tokens = layout.ulysses, query.shape[1], sum(layout.lengths)
+    assert ulysses is not None
+    size = ulysses.size
+    if heads % size or len(query) * size != tokens:
+        raise ValueError(
+            f"ulysses_sequence_parallel_size={size}: expected 1/{size} of the tokens and a number of heads that {size} "
+            f"divides in attention, got {len(query)} of {tokens} tokens and {heads} heads"
+        )
+    key, value = (x.repeat_interleave(size // gcd(size, x.shape[1]), 1) for x in (key, value))
+    query, key, value = (gather_tokens_scatter_heads(x, ulysses) for x in (query, key, value))
+    sinks = None if sinks is None else sinks.chunk(size)[ulysses.rank]
+    out = varlen_attention(query, key, value, layout, sinks=sinks, **options)
+    return gather_heads_scatter_tokens(out, ulysses)
+
+
+def packed_attention_mask(
+    *, attention_mask: Tensor | None = None, mask_function: Callable[..., Any], use_vmap: bool = False, **kwargs: Any
+) -> Tensor | None:
+    """The mask function that transformers calls: None for packed rows, which have no `attention_mask`.
+
+    A mask for them would be [N, N]. A rule that transformers adds to causal attention within a window is not lost: it
+    gets a mask, which `packed_attention` refuses.
+    """
+    if attention_mask is None and not use_vmap and "or_masks" not in getattr(mask_function, "__qualname__", ""):
+        return None
+    return sdpa_mask(attention_mask=attention_mask, mask_function=mask_function, use_vmap=use_vmap, **kwargs)
+
+
+def _cannot_pack(family: str, why: str) -> str:
+    return f"use_remove_padding: expected False for {family}, whose rows cannot be packed, got True: {why}"
+
+
+def use_packed_attention(model: PreTrainedModel, *, packed: bool = False) -> None:
+    """Route the text model's attention through `varlen_attention`; a vision tower keeps its own attention.
+
+    The model's forward then raises a ValueError before it starts if it would compute packed rows wrongly.
+
+    Args:
+        model: from transformers.
+        packed: raise now if the rows of this family cannot be packed.
+    """
+    AttentionInterface.register(NAME, packed_attention)
+    AttentionMaskInterface.register(NAME, packed_attention_mask)
+    family, obstacle, not_causal = model.config.model_type, packing_obstacle(model), bidirectional(model)
+    if obstacle is None and not _set_attention(model):
+        obstacle = NO_INTERFACE
+    if packed and obstacle:
+        raise ValueError(_cannot_pack(family, obstacle))
+    if packed and not_causal:
+        raise ValueError(f"model: expected causal attention, got {family}: {not_causal}")
+    rope = changing_rope(model.config)
+    before = partial(_before_forward, config=model.config, rope=rope, obstacle=obstacle, not_causal=not_causal)
+    model.register_forward_pre_hook(before, with_kwargs=True)
+    model.register_forward_hook(_after_forward, with_kwargs=True)
+
+
+def _set_attention(model: PreTrainedModel) -> bool:
+    """Select `packed_attention` for the text model; whether transformers did so (it only warns if it cannot)."""
+    text = model.config.get_text_config()
+    nested = [name for name in getattr(model.config, "sub_configs", {}) if getattr(model.config, name, None) is text]
+    model.set_attn_implementation({nested[0]: NAME} if nested else NAME)
+    return text._attn_implementation == NAME
+
+
+def _before_forward(
+    module: Any,
+    args: Any,
+    kwargs: dict[str, Any],
+    *,
+    config: Any,
+    rope: tuple[str, int] | None,
+    obstacle: str | None,
+    not_causal: str | None,
+) -> tuple[Any, dict[str, Any]]:
+    """Forward pre-hook: refuse what would be computed wrongly, and mark the images that attend to themselves."""
+    family, layout, mask = config.model_type, kwargs.get("packed_layout"), kwargs.get("attention_mask")
+    has_images = kwargs.get("pixel_values") is not None
+    if not (isinstance(mask, Tensor) and mask.ndim == 2):  # only a mask of padding concerns us
+        mask = None
+    is_padded = mask is not None and kwargs.get("token_type_ids") is None
+    if obstacle and layout is not None:
+        raise ValueError(_cannot_pack(family, obstacle))
+    if not_causal and (layout is not None or (is_padded and has_images)):
+        raise ValueError(f"model: expected causal attention, got {family}: {not_causal}")
+    if rope is not None and layout is not None:
+        check_rope(family, *rope, layout.sequence_lengths)
+    elif rope is not None and mask is not None and mask.shape[1] > rope[1]:
+        check_rope(family, *rope, mask.sum(1).tolist())
+    if has_images and family in IMAGES_SEE_THEMSELVES:
+        tokens, image_token = kwargs["input_ids"], config.image_token_id
+        if layout is not None:
+            starts = [start for start, length in zip(layout.starts, layout.lengths, strict=True) if length]
+            layout.image_ids = image_groups(tokens[0], image_token, torch.tensor(starts, device=tokens.device))
+        elif is_padded:
+            kwargs["token_type_ids"] = (tokens == image_token).long()
+    return args, kwargs
+
+
+def _after_forward(module: Any, args: Any, kwargs: dict[str, Any], output: Any) -> None:
+    """Forward hook: raise if a layer computed its attention in another way, which knows nothing of segments."""
+    layout, layers = kwargs.get("packed_layout"), module.config.get_text_config().num_hidden_layers
+    if layout is not None and layout.attention_calls < layers:
+        why = f"only {layout.attention_calls} of its {layers} layers call packed attention"
+        raise ValueError(_cannot_pack(module.config.model_type, why))

@@ -1,0 +1,153 @@
+"""Where the sequences of a packed row lie, and which keys each of its tokens attends to."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cached_property
+from itertools import accumulate
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from rlkit.data.packing import concatenated_ranges
+from rlkit.engines.packing.ulysses import UlyssesGroup
+
+
+class PackedLayout:
+    """The segments of a packed row: consecutive queries, and the keys that they attend to.
+
+    A sequence is one segment. Where several answers share a prompt, the prompt is one segment and each answer another,
+    which attends to the prompt as its prefix. Index tensors are computed once, since every layer needs them. (This is
+    not a dataclass: FSDP rebuilds dataclass arguments at every layer.)
+
+    Args:
+        starts, lengths: of the queries of each segment in the row, in order and without gaps.
+        prefixes: (start, length) of the tokens before its own that each segment attends to; (0, 0) for none.
+        device: where attention runs.
+
+    Attributes:
+        key_lengths: keys of each segment, its prefix included.
+        image_ids: [N] number of the image that a token belongs to, -1 for text; None unless the tokens of an image
+            attend to each other.
+        ulysses: the ranks that share the row; None if one rank has all of it.
+        attention_calls: how many layers have called packed attention with this layout.
+    """
+
+    def __init__(
+        self,
+        starts: Sequence[int],
+        lengths: Sequence[int],
+        prefixes: Sequence[tuple[int, int]],
+        device: torch.device,
+    ) -> None:
+        self.starts, self.lengths, self.prefixes, self.device = starts, lengths, prefixes, device
+        self.key_lengths = [prefix + own for (_, prefix), own in zip(prefixes, lengths, strict=True)]
+        self.image_ids: Tensor | None = None
+        self.ulysses: UlyssesGroup | None = None
+        self.attention_calls = 0
+
+    @property
+    def sequence_lengths(self) -> list[int]:
+        """Length of each sequence, its shared prompt included; the prompt's own segment is not a sequence."""
+        prompts = {start for start, length in self.prefixes if length}
+        return [n for start, n in zip(self.starts, self.key_lengths, strict=True) if n and start not in prompts]
+
+    @cached_property
+    def cu_seqlens_q(self) -> Tensor:
+        """[S + 1] int32 boundaries of the queries, as flash-attn and torch's varlen_attn take them."""
+        return torch.tensor([0, *accumulate(self.lengths)], dtype=torch.int32, device=self.device)
+
+    @cached_property
+    def cu_seqlens_k(self) -> Tensor:
+        """[S + 1] int32 boundaries of the keys."""
+        return torch.tensor([0, *accumulate(self.key_lengths)], dtype=torch.int32, device=self.device)
+
+    @cached_property
+    def key_indices(self) -> Tensor | None:
+        """[K] index in the row of each key, segment after segment; None if keys and row are the same."""
+        if not any(length for _, length in self.prefixes):
+            return None
+        own = zip(self.starts, self.lengths, strict=True)
+        ranges = [one for pair in zip(self.prefixes, own, strict=True) for one in pair]
+        return concatenated_ranges([start for start, _ in ranges], [length for _, length in ranges]).to(self.device)
+
+    @cached_property
+    def blocks(self) -> list[AttentionBlock]:
+        """The segments as rectangles for SDPA: segments of similar shape are padded and computed together."""
+        return [self._block(segments) for segments in self._similar_segments()]
+
+    def _similar_segments(self) -> list[list[int]]:
+        """Segments in groups. Padding a group to one rectangle at most doubles its number of attention scores.
+
+        Segments with a prefix and segments without one are never in a group together: the latter need no mask.
+        """
+        shapes = sorted(
+            (keys == queries, keys, queries, segment)
+            for segment, (keys, queries) in enumerate(zip(self.key_lengths, self.lengths, strict=True))
+            if queries
+        )
+        groups: list[list[int]] = []
+        group_is_square, most_keys, most_queries, scores = False, 0, 0, 0
+        for is_square, keys, queries, segment in shapes:
+            grown_keys, grown_queries = max(most_keys, keys), max(most_queries, queries)
+            grown_scores = scores + keys * queries
+            similar = groups and is_square == group_is_square
+            if similar and (len(groups[-1]) + 1) * grown_keys * grown_queries <= 2 * grown_scores:
+                groups[-1].append(segment)
+                most_keys, most_queries, scores = grown_keys, grown_queries, grown_scores
+            else:
+                groups.append([segment])
+                group_is_square, most_keys, most_queries, scores = is_square, keys, queries, keys * queries
+        return groups
+
+    def _block(self, segments: Sequence[int]) -> AttentionBlock:
+        def column(values: Sequence[int]) -> Tensor:
+            return torch.tensor([values[i] for i in segments])[:, None]
+
+        start, queries = column(self.starts), column(self.lengths)
+        prefix_start, prefix = (column([one[part] for one in self.prefixes]) for part in (0, 1))
+        q, k = torch.arange(int(queries.max())), torch.arange(int((prefix + queries).max()))  # within a segment
+        is_query, is_key = q < queries, k < prefix + queries
+        key_indices = torch.where(k < prefix, prefix_start + k, start + k - prefix)
+        distance = prefix[:, :, None] + q[:, None] - k if prefix.any() else q[:, None] - k
+        return AttentionBlock(
+            query_indices=torch.where(is_query, start + q, 0).to(self.device),
+            key_indices=torch.where(is_key, key_indices, 0).to(self.device),
+            distance=distance.to(self.device),
+            valid_queries=is_query.flatten().nonzero()[:, 0].to(self.device),
+            is_key=is_key.to(self.device),
+        )
+
+
+class AttentionBlock(NamedTuple):
+    """S segments as one rectangle of Q queries and K keys each, padded on the right.
+
+    Attributes:
+        query_indices: [S, Q] index of each query in the row; 0 for padding.
+        key_indices: [S, K] index of each key in the row; 0 for padding.
+        distance: [S, Q, K], or [Q, K] if no segment has a prefix: how many tokens a key lies before a query.
+        valid_queries: flat indices of the queries, of all S * Q, that are not padding.
+        is_key: [S, K], False for padding.
+    """
+
+    query_indices: Tensor
+    key_indices: Tensor
+    distance: Tensor
+    valid_queries: Tensor
+    is_key: Tensor
+
+    def attention_mask(self, window: int | None, image_ids: Tensor | None) -> Tensor | None:
+        """[S, 1, Q, K] or [Q, K] bool: which keys each query attends to; None where plain causal attention is enough.
+
+        Padding needs no mask of its own there: it lies to the right, where a causal mask hides it.
+        """
+        if self.distance.ndim == 2 and window is None and image_ids is None:
+            return None
+        mask = self.distance >= 0
+        if window is not None:
+            mask = mask & (self.distance < window)
+        if image_ids is not None:
+            of_query, of_key = image_ids[self.query_indices][:, :, None], image_ids[self.key_indices][:, None]
+            mask = mask | (of_query == of_key) & (of_query >= 0) & self.is_key[:, None]
+        return mask[:, None] if mask.ndim == 3 else mask

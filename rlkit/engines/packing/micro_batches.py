@@ -1,0 +1,112 @@
+"""A batch in micro-batches that fit in memory, equally many on all ranks."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from rlkit.data.batching import token_budget_batches
+from rlkit.data.samples import Batch, Sample, prompt
+from rlkit.engines.distributed import all_reduce
+from rlkit.engines.packing.shared_prompts import shared_prompt_costs
+from rlkit.vlm.families import IMAGES_OF_A_SAMPLE, IN_PATCHES, tokens_of_fixed_size_image
+from rlkit.vlm.inputs import PIXELS, TIMES, check_images, kinds_seen, position_spec
+from rlkit.vlm.rope3d import rope3d_spec
+
+
+def micro_batches(
+    batch: Batch, budget: int, config: Any, *, share_prompts: bool = False
+) -> Iterator[tuple[list[int], Sample | None]]:
+    """The rows of each micro-batch, and a dummy sequence where this rank needs one. All ranks call this together.
+
+    Sharded weights are gathered by all ranks together, and a model calls its vision tower once for images and once for
+    videos. A rank without rows, or without images or videos while another rank has some, gets a dummy sequence, so that
+    every rank joins every collective.
+
+    Args:
+        batch: this rank's rows, on the host; rows of equal `micro_batch_group` stay in one micro-batch.
+        budget: most tokens in a micro-batch; a longer row is a micro-batch by itself.
+        config: of the model, for dummy images.
+        share_prompts: rows of one prompt stay in one micro-batch, where the prompt counts once.
+
+    Raises:
+        ValueError: a row whose tokens and images do not match, or a family for which no dummy image is known.
+    """
+    check_images(batch, config)
+    costs, groups = batch.lengths, None
+    if "micro_batch_group" in batch.fields:
+        groups = batch.micro_batch_group.tolist()
+    elif share_prompts:
+        costs, groups = shared_prompt_costs(batch)
+    pieces = token_budget_batches(costs, budget, micro_batch_group=groups)
+    count = int(all_reduce(torch.tensor(len(pieces)), dist.ReduceOp.MAX))
+    pieces += [[] for _ in range(count - len(pieces))]
+    spec = position_spec(config)
+    has = torch.tensor([kinds_seen([batch.vision[i] for i in rows], spec) for rows in pieces]).int().view(-1, 2)
+    lacks = all_reduce(has, dist.ReduceOp.MAX) > has
+    for rows, (image, video) in zip(pieces, lacks.tolist(), strict=True):
+        yield rows, dummy_sample(config, image=image, video=video) if image or video or not rows else None
+
+
+def dummy_sample(config: Any, *, image: bool, video: bool = False) -> Sample:
+    """The shortest sequence, with one blank image and one blank video if they are asked for.
+
+    Raises:
+        ValueError: a family for which no dummy image is known.
+    """
+    if not image and not video:
+        return prompt([0])
+    if config.model_type in IN_PATCHES:
+        kinds = ["image"] * image + ["video"] * video
+        tensors = {name: x for kind in kinds for name, x in _blank_patches(config, kind).items()}
+        return prompt([getattr(config, f"{kind}_token_id") for kind in kinds], vision=tensors)
+    if tokens := tokens_of_fixed_size_image(config):
+        vision = config.vision_config
+        size = vision.image_size if isinstance(vision.image_size, Sequence) else [vision.image_size] * 2
+        pixels = torch.ones(1, vision.num_channels, *size)  # models leave out images of zeros
+        pixels = pixels[None] if config.model_type in IMAGES_OF_A_SAMPLE else pixels
+        return prompt([config.image_token_id] * tokens, vision={"pixel_values": pixels})
+    raise ValueError(
+        f"batch: expected images on every rank or on none, got them on some; no dummy image is known for "
+        f"{config.model_type}"
+    )
+
+
+def _blank_patches(config: Any, kind: str) -> dict[str, Tensor]:
+    """Vision tensors of one blank image or video, of one token."""
+    vision = config.vision_config
+    channels = getattr(vision, "in_channels", getattr(vision, "in_chans", 3))
+    side = vision.spatial_merge_size
+    tensors = {
+        PIXELS[kind]: torch.zeros(side**2, channels * vision.temporal_patch_size * vision.patch_size**2),
+        f"{kind}_grid_thw": torch.tensor([[1, side, side]]),
+    }
+    if kind == "video" and (spec := rope3d_spec(config)).tokens_per_second is not None:
+        tensors[TIMES[spec.audio_token_id is not None]] = torch.ones(1)
+    return tensors
+
+
+def check_same_rows(batch: Batch, data_parallel_rank: int, data_parallel_size: int) -> None:
+    """Check that all ranks of a model-parallel group were given the same rows; they would mix up different ones.
+
+    Values that a model or a sampler computed for each token are not compared, because they may be rounded differently.
+
+    Raises:
+        ValueError: on all ranks.
+    """
+    digest = hashlib.blake2b(repr((batch.tokens.shape, batch.lengths, sorted(batch.fields))).encode(), digest_size=7)
+    for x in (batch.tokens, batch.mask, *(batch.fields[name] for name in sorted(batch.fields))):
+        if x.ndim == 1 or not x.is_floating_point():
+            digest.update(x.contiguous().view(torch.uint8).numpy().tobytes())
+    digests = torch.zeros(dist.get_world_size(), 2, dtype=torch.long)
+    digests[dist.get_rank()] = torch.tensor([data_parallel_rank, int.from_bytes(digest.digest(), "big")])
+    if len(set(map(tuple, all_reduce(digests).tolist()))) > data_parallel_size:
+        raise ValueError(
+            "batch: expected the same rows on all ranks of a model-parallel group, got different ones; give each rank "
+            "rows[engine.data_parallel_rank :: engine.data_parallel_size]"
+        )

@@ -1,0 +1,47 @@
+"""Rows of a batch that answer the same prompt: its tokens and images are computed once for all of them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from rlkit.data.samples import Batch
+
+
+def prompt_lengths(batch: Batch) -> list[int]:
+    """Tokens of each row before the first one that is trained on; the whole length of a row without any."""
+    mask = batch.mask.int()
+    first = torch.where(batch.mask.any(1), mask.argmax(1) if mask.shape[1] else 0, torch.tensor(batch.lengths))
+    return first.tolist()
+
+
+def shared_prompt_groups(batch: Batch) -> list[list[int]]:
+    """Row numbers in groups of one prompt: equal tokens, equal experts and the same vision tensors before the answer.
+
+    A row with images and with observations in its answer is a group by itself, since some of its images may belong to
+    the observations.
+    """
+    groups: dict[Any, list[int]] = {}
+    routed = [batch.routed_experts] if "routed_experts" in batch.fields else []
+    for row, prompt in enumerate(prompt_lengths(batch)):
+        length = batch.lengths[row]
+        images = tuple((name, id(tensor)) for name, tensor in batch.vision[row].items())
+        observes_images = images and not batch.mask[row, prompt:length].all()
+        if 0 < prompt < length and not observes_images:
+            contents = tuple(x[row, :prompt].contiguous().numpy().tobytes() for x in (batch.tokens, *routed))
+            groups.setdefault((contents, images), []).append(row)
+        else:
+            groups[row] = [row]
+    return list(groups.values())
+
+
+def shared_prompt_costs(batch: Batch) -> tuple[list[int], list[int]]:
+    """Tokens that each row adds to a micro-batch that contains its whole group, and the number of its group."""
+    costs, group_numbers, prompts = list(batch.lengths), [0] * len(batch), prompt_lengths(batch)
+    for number, group in enumerate(shared_prompt_groups(batch)):
+        for row in group:
+            group_numbers[row] = number
+        for row in group[1:]:
+            costs[row] -= prompts[row]
+    return costs, group_numbers

@@ -1,0 +1,107 @@
+"""Samples with and without images, and with different numbers of images, in one batch, for each family."""
+
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from transformers import AutoConfig
+
+sys.path.insert(0, str(Path(__file__).parent))
+from test_families import IMAGE, VISION, check, gradients, rows, vision_model
+
+from rlkit.data import collate, extend
+from rlkit.data.samples import prompt
+from rlkit.engines.packing.attention import use_packed_attention
+from rlkit.engines.packing.inputs import prepare_model_inputs
+from rlkit.engines.packing.micro_batches import dummy_sample
+from rlkit.vlm.inputs import frames_as_images, join_vision, kinds_seen, position_spec
+
+CPU = torch.device("cpu")
+
+
+PATCHES = [family for family, (*_, shape) in VISION.items() if len(shape) == 2 and not family.startswith("glm")]
+DUMMIES = [*((family, {"image": True}) for family in VISION)]
+DUMMIES += [(family, {"image": image, "video": True}) for family in PATCHES for image in (False, True)]
+
+
+@pytest.mark.parametrize(("family", "needed"), DUMMIES)
+def test_a_dummy_image_changes_no_output_and_goes_through_the_tower(family, needed):
+    """A rank without images or videos then has zero gradients in the tower, and joins the collectives of the others."""
+    model, (batch, weights) = vision_model(family), rows()
+    use_packed_attention(model)
+    for remove_padding in (True, False):
+        found = []
+        for dummy in (None, dummy_sample(model.config, **{"image": False, **needed})):
+            options = {"remove_padding": remove_padding, "dummy": dummy}
+            inputs = prepare_model_inputs(batch, position_spec(model.config), CPU, **options)
+            logits = inputs.select_outputs(model(**inputs.kwargs, use_cache=False).logits)
+            logprobs = inputs.scatter(logits.log_softmax(-1).gather(1, inputs.targets[:, None])[:, 0])
+            found.append((logprobs.detach(), gradients(model, (weights * logprobs).sum())))
+        (plain, plain_gradients), (with_dummy, dummy_gradients) = found
+        torch.testing.assert_close(with_dummy, plain, atol=1e-5, rtol=1e-5)
+        for name, value in plain_gradients.items():
+            torch.testing.assert_close(dummy_gradients[name], value, atol=1e-4, rtol=1e-4, msg=name)
+        in_tower = dummy_gradients.keys() - plain_gradients.keys()
+        assert any("patch_embed" in name for name in in_tower)
+        assert all(dummy_gradients[name].abs().max() == 0 for name in in_tower)
+
+
+def test_a_family_without_a_known_dummy_image_is_named():
+    for family, vision in (("llava_next", "clip_vision_model"), ("llava", "pixtral")):
+        config = SimpleNamespace(model_type=family, vision_config=SimpleNamespace(model_type=vision))
+        expected = f"images on every rank or on none, .* no dummy image is known for {family}"
+        with pytest.raises(ValueError, match=expected):
+            dummy_sample(config, image=True)
+        assert dummy_sample(config, image=False).token_ids == [0]
+
+
+@pytest.mark.parametrize("family", ["qwen2_vl", "qwen3_vl", "qwen3_5", "glm4v_moe", "glm46v"])
+def test_a_dummy_image_in_patches_has_one_token(family):
+    config = AutoConfig.for_model(family)
+    vision, dummy = config.vision_config, dummy_sample(config, image=True)
+    assert dummy.token_ids == [config.image_token_id]
+    assert dummy.vision["image_grid_thw"].prod() == len(dummy.vision["pixel_values"]) == vision.spatial_merge_size**2
+    assert dummy.vision["pixel_values"].shape[1] == 3 * vision.temporal_patch_size * vision.patch_size**2
+
+
+@pytest.mark.parametrize("family", ["smolvlm", "idefics3"])
+def test_samples_with_different_numbers_of_images_fit_in_one_batch(family):
+    g = torch.Generator().manual_seed(0)
+    samples = []
+    for count in (1, 3, 0, 2):
+        ids = torch.randint(3, 80, (5,), generator=g).tolist() + [IMAGE] * (4 * count) + [7]
+        vision = {"pixel_values": torch.randn(1, count, 3, 16, 16, generator=g)} if count else {}
+        samples.append(extend(prompt(ids, vision=vision), [11, 12, 13], [-1.0] * 3))
+    batch = collate(samples)
+    check(vision_model(family), batch, torch.randn(batch.tokens.shape, generator=g))
+
+
+def test_image_masks_are_padded_and_tensors_that_do_not_fit_are_named():
+    masks = [{"pixel_attention_mask": torch.ones(1, count, 2, 2, dtype=torch.bool)} for count in (1, 2)]
+    assert join_vision(masks)["pixel_attention_mask"].sum((2, 3)).tolist() == [[4, 0], [4, 4]]
+    with pytest.raises(ValueError, match=r"pixel_values: of 2 samples, .*: \(1, 3, 4, 4\), \(1, 3, 4, 6\)"):
+        join_vision([{"pixel_values": torch.zeros(1, 3, 4, width)} for width in (4, 6)])
+
+
+def test_video_frames_of_glm_are_images_in_the_order_of_the_row():
+    """A row of an image, a video of two frames and another image: the tower gets each frame as an image."""
+    spec = position_spec(vision_model("glm4v").config)
+    frame = [91, IMAGE, IMAGE, 92]
+    row = torch.tensor([91, IMAGE, 92, 93, *frame, 5, *frame, 94, 91, IMAGE, IMAGE, IMAGE, 92, 0, 0])
+    images, video = torch.tensor([[1, 2, 2], [1, 2, 6]]), torch.tensor([[2, 2, 4]])
+    patches = torch.arange(32.0)[:, None]
+    one = {"pixel_values": patches[:16], "image_grid_thw": images}
+    one |= {"pixel_values_videos": patches[16:], "video_grid_thw": video}
+    joined = frames_as_images(row, one, spec)
+    assert joined["image_grid_thw"].tolist() == [[1, 2, 2], [1, 2, 4], [1, 2, 4], [1, 2, 6]]
+    assert joined["pixel_values"].flatten().tolist() == [*range(4), *range(16, 32), *range(4, 16)]
+    assert kinds_seen([one], spec) == kinds_seen([joined], spec) == [True, False]
+
+
+def test_images_and_videos_are_separate_calls_of_the_tower():
+    spec = position_spec(vision_model("qwen3_vl").config)
+    image, video = {"pixel_values": torch.zeros(1)}, {"pixel_values_videos": torch.zeros(1)}
+    seen = [kinds_seen(vision, spec) for vision in ([{}], [image, {}], [video], [image, video], [{**image, **video}])]
+    assert seen == [[False, False], [True, False], [False, True], [True, True], [True, True]]
