@@ -327,7 +327,7 @@ def test_images_travel_once_a_prompt_and_pixel_for_pixel(connect, processor):
         sent = Image.open(io.BytesIO(base64.b64decode(part["url"].removeprefix("data:image/png;base64,"))))
         assert part["type"] == "image_url" and np.array_equal(np.asarray(sent), np.asarray(request.images[0]))
         a.expanded[tuple(request.compact_ids)] = request.token_ids[1:]
-        with pytest.raises(ValueError, match="the trainer's 21 tokens, got 20, the first difference at token 20"):
+        with pytest.raises(ValueError, match="the trainer's 21 tokens, got 20, the first difference at token 0"):
             connect(a).generate([request], SAMPLING)
 
 

@@ -194,7 +194,7 @@ def test_sleep_and_wake(connect):
 def test_bad_servers_are_named(connect):
     cases = [
         ({"model": "other"}, "expected the model '.*tiny', got '/models/other'"),
-        ({"logprobs": "raw"}, "gives logprobs of another distribution than it samples from"),
+        ({"logprobs": "raw"}, "expected logprobs of the sampled distribution, got those of the raw"),
         ({"pages": ["/server_info"]}, "expected an SGLang server for training, got .* got 404"),
         ({"pages": ["/generate"]}, "expected a server that takes token ids, got .* got 404"),
     ]
