@@ -68,6 +68,7 @@ bench-peers: .venv-peers/.installed
 # the pages that are made of docstrings and tests
 docs: setup-all
 	$(BIN)/python docs/make_reference.py
+	$(BIN)/python docs/make_formula_and_code.py
 	$(BIN)/python docs/make_engines.py
 	$(BIN)/python docs/make_families.py
 

@@ -5,6 +5,7 @@ from functools import partial
 from types import SimpleNamespace
 
 import functions_loops as loops
+import torch
 from functions_common import PEERS, group, with_gradient
 from functions_losses import (
     by_sequence,
@@ -19,28 +20,30 @@ from functions_losses import (
 )
 
 from rlkit.losses import (
-    align_with_tokens,
-    effective_sample_size,
+    chord_phi_loss,
+    dft_loss,
+    flash_reinforce_loss,
     geometric_importance_weights,
     gppo_loss,
+    gspo_loss,
     gspo_token_loss,
-    importance_weights,
     kl_abs,
+    kl_binary,
     kl_k1,
     kl_k2,
     kl_k3,
     kl_k3_weighted,
     kl_straight_through,
+    load_balancing_loss,
     luspo_loss,
-    mismatch_stats,
+    m2po_loss,
     off_policy_sequence_mask,
-    ratio_stats,
     reinforce_loss,
     sequence_masked_importance_weights,
     sequence_max_divergence_mask,
     sequence_mean,
     sequence_mean_divergence_mask,
-    sequence_mismatch_stats,
+    sequence_sapo_loss,
     sequence_sum_divergence_mask,
     token_divergence_mask,
     token_mean,
@@ -50,7 +53,6 @@ from rlkit.losses import (
 
 if "verl" in PEERS:
     from verl.trainer.ppo import core_algos as verl
-    from verl.trainer.ppo import rollout_corr_helper as verl_mismatch
 if "trl" in PEERS:
     from trl import GRPOTrainer
 
@@ -130,6 +132,116 @@ policy_group(
 policy_group("TOPR", topr_loss, by_row(topr))
 
 
+def sequence_sapo(positive, negative):
+    def rule(ratios, a):
+        n, s, tau = len(ratios), math.exp(sum(ratios) / len(ratios)), positive if a > 0 else negative
+        gate = 1 / (1 + math.exp(-tau * (s - 1)))
+        return -4 / tau * gate * a, [-4 * gate * (1 - gate) * s * a / n] * n
+
+    return rule
+
+
+def binary_kl(p, q):
+    """Of probabilities: the KL of this token or another, and its derivative by the logarithm of the first."""
+    kl = p * math.log(p / q) + (1 - p + 1e-8) * math.log((1 - p + 1e-8) / (1 - q + 1e-8))
+    return kl, p * (math.log(p / q) - math.log((1 - p + 1e-8) / (1 - q + 1e-8)))
+
+
+def flash_reinforce(high):
+    def rule(ratios, advantages, logprobs):
+        p, q = [math.exp(x) for x in logprobs], [math.exp(x - r) for x, r in zip(logprobs, ratios, strict=True)]
+        near = sum(binary_kl(y, x)[0] for x, y in zip(p, q, strict=True)) / len(p) <= high
+        costs = [-near * a * math.exp(r) for a, r in zip(advantages, ratios, strict=True)]
+        return [(c * x, c) for c, x in zip(costs, logprobs, strict=True)]
+
+    return rule
+
+
+policy_group(
+    "SAPO, sequence",
+    sequence_sapo_loss,
+    by_sequence(sequence_sapo(1.0, 1.05)),
+    trl=("sapo", dict(importance_sampling_level="sequence")),
+    reduce=sequence_mean,
+    a_row=True,
+)
+policy_group(
+    "GSPO, dual clip",
+    partial(gspo_loss, clip_low=3e-4, clip_high=4e-4, dual_clip=3.0),
+    by_sequence(loops.gspo(3e-4, 4e-4)),  # whose ratios are never that large
+    reduce=sequence_mean,
+    a_row=True,
+)
+policy_group(
+    "FlashREINFORCE", flash_reinforce_loss, by_row(flash_reinforce(3e-3)), reduce=sequence_mean, gradient_alone=True
+)
+
+
+@group("M2PO")
+def m2po(b):
+    lists = b.nested("logprobs", "old", "advantages", "mask")
+
+    def loop():
+        rows = enumerate(zip(*lists, strict=True))
+        each = [(i, t, p[t] - q[t], a[t]) for i, (p, q, a, m) in rows for t in range(len(p)) if m[t]]
+        away = sorted(((x * x, i, t) for i, t, x, a in each if x * a > 0), reverse=True)
+        dropped, last, moment = {}, math.inf, sum(x for x, _, _ in away)
+        for left, (x, i, t) in zip(range(len(away), 0, -1), away, strict=True):
+            if moment / left <= 0.005 and x < last:  # what ties with the last one that goes, goes too
+                break
+            last = x
+            dropped[i, t], moment = loops.dropped, moment - x
+        return loops.by_token(loops.surrogate(), *lists, loops.token_weights(lists[3]), dropped)
+
+    def ours():
+        loss = m2po_loss(b.logprobs, b.old, b.advantages, b.mask, 0.005)
+        return with_gradient(token_mean(loss, b.mask), b.logprobs)
+
+    return {"rlkit": ours, "loop": loop}
+
+
+# --- supervised losses: of the logprobs alone
+
+
+def supervised_group(name, ours, weigh):
+    """`weigh(p)` times the negative log-likelihood, without a gradient."""
+
+    def rule(p, *_):
+        weight = weigh(math.exp(p))
+        return -weight * p, -weight
+
+    @group(name)
+    def build(b):
+        lists = b.nested("logprobs", "old", "advantages", "mask")
+        return {
+            "rlkit": lambda: with_gradient(token_mean(ours(b.logprobs, b.mask), b.mask), b.logprobs),
+            "loop": lambda: loops.by_token(rule, *lists, loops.token_weights(lists[3])),
+        }
+
+
+supervised_group("DFT", dft_loss, lambda p: p)
+supervised_group("CHORD, phi", chord_phi_loss, lambda p: p * (1 - p))
+
+
+@group("load balancing of 64 experts")
+def load_balancing(_):
+    g = torch.Generator().manual_seed(0)
+    logits, mask = torch.randn(4, 256, 64, generator=g).requires_grad_(), torch.rand(4, 256, generator=g) < 0.8
+    rows, k = logits.detach()[mask], 4
+
+    def loop():
+        n, gradient = len(rows), torch.zeros_like(logits)
+        shares, p = [0.0] * 64, rows.softmax(1)
+        for row in rows.tolist():
+            for e in sorted(range(64), key=row.__getitem__, reverse=True)[:k]:
+                shares[e] += 64 / n
+        shares = torch.tensor(shares)
+        gradient[mask] = p * (shares - (p * shares).sum(1, keepdim=True)) / n
+        return (shares * p.mean(0)).sum(), gradient
+
+    return {"rlkit": lambda: with_gradient(load_balancing_loss(logits, mask, k), logits), "loop": loop}
+
+
 @group("top-entropy mask", "trl")
 def top_entropy(b):
     entropy = -b.old  # >= 0
@@ -204,6 +316,7 @@ kl_group(
     "k3+",
 )
 kl_group("KL, k3, importance-weighted", kl_k3_weighted, weighted_k3)
+kl_group("KL, binary", without_third(kl_binary), lambda p, q, _: binary_kl(math.exp(p), math.exp(q)))
 
 
 # --- masks and weights against the sampler's mismatch
@@ -258,84 +371,3 @@ def geometric(b):
         "rlkit": lambda: geometric_importance_weights(logprobs, b.old, b.mask),
         "loop": lambda: [loop(*rows) for rows in zip(*lists, strict=True)],
     }
-
-
-# --- diagnostics, as numbers
-
-
-def ratios_of(b):
-    p, q, mask = b.nested("logprobs", "old", "mask")
-    rows = [*zip(p, q, mask, strict=True)]
-    return [[x - y for x, y, on in zip(*row, strict=True) if on] for row in rows]
-
-
-@group("ratio metrics")
-def ratio(b):
-    logprobs, advantages = b.logprobs.detach(), b.nested("advantages", "mask")
-
-    def loop():
-        each = [x for row in ratios_of(b) for x in row]
-        signs = [a for row, on in zip(*advantages, strict=True) for a, t in zip(row, on, strict=True) if t]
-        bound = sum(math.exp(x) > 1.2 if a > 0 else math.exp(x) < 0.8 for x, a in zip(each, signs, strict=True))
-        return bound / len(each), sum(map(k3, each)) / len(each), math.exp(max(each))
-
-    def ours():
-        return tuple(x.item() for x in ratio_stats(logprobs, b.old, b.advantages, b.mask).values())
-
-    return {"rlkit": ours, "loop": loop}
-
-
-@group("mismatch metrics, token and sequence", "verl")
-def mismatch(b):
-    """What both have; verl's function has no largest difference, ours no variants of the perplexities."""
-    logprobs, m = b.logprobs.detach(), b.float_mask
-    names = ("mismatch/kl", "mismatch/sequence_chi2", "mismatch/ppl", "mismatch/rollout_ppl", "mismatch/ppl_ratio")
-    theirs = ("k3_kl", "chi2_seq", "training_ppl", "rollout_ppl", "ppl_ratio")
-
-    def ours():
-        found = mismatch_stats(logprobs, b.old, b.mask) | sequence_mismatch_stats(logprobs, b.old, b.mask)
-        found = {name: x.item() for name, x in found.items()}  # as verl does
-        return found["mismatch/w2_mean"], *(found[name] for name in names)
-
-    def loop():
-        rows = ratios_of(b)
-        each, n = [x for row in rows for x in row], len(rows)
-        p, q, mask = b.nested("logprobs", "old", "mask")
-        mean = [
-            [sum(x for x, on in zip(row, m, strict=True) if on) / sum(m) for row, m in zip(rows_, mask, strict=True)]
-            for rows_ in (p, q)
-        ]
-        return (
-            sum(math.exp(2 * x) for x in each) / len(each),
-            sum(map(k3, each)) / len(each),
-            sum(math.exp(2 * min(max(sum(row), -20.0), 20.0)) - 1 for row in rows) / n,
-            *(sum(math.exp(-x) for x in side) / n for side in mean),
-            sum(math.exp(y - x) for x, y in zip(*mean, strict=True)) / n,
-        )
-
-    def verls():
-        found = verl_mismatch.compute_offpolicy_metrics(logprobs, b.old, m)
-        return found["chi2_token"] + 1, *(found[name] for name in theirs)
-
-    return {"rlkit": ours, "loop": loop, "verl": verls}
-
-
-@group("effective sample size of weights")
-def sample_size(b):
-    logprobs = b.logprobs.detach()
-
-    def ours():
-        weights = importance_weights(logprobs, b.old, b.mask)
-        return effective_sample_size(token_mean(weights, b.mask), token_mean(weights.square(), b.mask))
-
-    def loop():
-        weights = [min(exp20(x), 2.0) for row in ratios_of(b) for x in row]
-        return sum(weights) ** 2 / len(weights) / sum(w * w for w in weights)
-
-    return {"rlkit": ours, "loop": loop}
-
-
-@group("values of positions, aligned with tokens")
-def aligned(b):
-    x = b.nested("dense")
-    return {"rlkit": lambda: align_with_tokens(b.dense), "loop": lambda: [[0.0, *row[:-1]] for row in x]}

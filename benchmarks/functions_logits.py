@@ -65,6 +65,48 @@ def logprobs(_):
     }
 
 
+@group("logprobs of 8 targets from logits, 512 x 32000", "trl", memory=True)
+def several(_):
+    logits, *_ = inputs()
+    g = torch.Generator().manual_seed(1)
+    targets, up = torch.randint(V, (N, 8), generator=g), torch.randn(N, 8, generator=g)
+
+    def run(function):
+        out = function(logits, targets)
+        return out, torch.autograd.grad(out, logits, up)[0]
+
+    def loop():
+        values, gradients = [], []
+        for row, ids, u in zip(logits.detach(), targets, up, strict=True):
+            logp = row.log_softmax(0)
+            values.append(logp[ids])
+            gradients.append((-u.sum() * logp.exp()).scatter_add_(0, ids, u))
+        return torch.stack(values), torch.stack(gradients)
+
+    return {"rlkit": lambda: run(target_logprobs), "loop": loop, "trl": lambda: run(trl.selective_log_softmax)}
+
+
+@group("logprobs of a kept half from logits, 512 x 32000", memory=True)
+def kept(_):
+    logits, targets, up, _ = inputs()
+    keep = (torch.rand(N, V, generator=torch.Generator().manual_seed(1)) < 0.5).scatter(1, targets[:, None], True)
+
+    def ours():
+        out = target_logprobs(logits, targets, keep=keep)
+        return out, torch.autograd.grad(out, logits, up)[0]
+
+    def loop():
+        values, gradients = [], torch.zeros_like(logits)
+        for i, (row, target, u) in enumerate(zip(logits.detach(), targets, up, strict=True)):
+            ids = keep[i].nonzero()[:, 0]
+            place = (ids == target).nonzero().item()
+            value, _, gradients[i, ids] = row_gradients(row[ids], place, u, 0.0)
+            values.append(value)
+        return torch.stack(values), gradients
+
+    return {"rlkit": ours, "loop": loop}
+
+
 @group("logprobs of tokens, 8 x 64 x 32000", "verl", "trl", memory=True)
 def next_tokens(_):
     """Each column of logits speaks of the next token; the first token has no log-probability."""

@@ -7,9 +7,21 @@ Where the value says nothing (DPPO: verl's is times the log-probability) the gra
 import math
 from functools import partial
 
+import functions_formulas as formulas
 import functions_loops as loops
 import torch
-from functions_common import LARGE, PEERS, SMALL, Batch, Contestants, group, trl_trainer, verl_config, with_gradient
+from functions_common import (
+    GROUP,
+    LARGE,
+    PEERS,
+    SMALL,
+    Batch,
+    Contestants,
+    group,
+    trl_trainer,
+    verl_config,
+    with_gradient,
+)
 
 from rlkit.losses import (
     cispo_loss,
@@ -23,11 +35,13 @@ from rlkit.losses import (
     geometric_rejection_mask,
     gmpo_loss,
     gpg_loss,
+    group_token_counts,
     gspo_loss,
     importance_weights,
     kl_cov_loss,
     kl_k3,
     masked_importance_weights,
+    prompt_mean,
     ratio_stats,
     rejection_mask,
     sapo_loss,
@@ -75,6 +89,15 @@ def trl_loss(b: Batch, advantages, loss_type: str, **settings):
     return run
 
 
+def by_formula(b: Batch, formula, advantages, reduce=formulas.mean_of_tokens, gradient_alone=False):
+    def run():
+        loss = reduce(formula(b.logprobs, b.old, advantages, b.mask), b.mask)
+        loss, gradient = with_gradient(loss, b.logprobs)
+        return gradient if gradient_alone else (loss, gradient)
+
+    return run
+
+
 def clipped(dual: float | None):
     """With the dual clip against verl, which cannot go without it; without it against TRL, which has none."""
 
@@ -90,15 +113,16 @@ def clipped(dual: float | None):
             "loop": lambda: loops.by_token(loops.clipped(0.2, 0.2, dual), *lists, loops.token_weights(lists[3])),
             "verl": verl_loss(b, "vanilla", b.advantages),
             "trl": trl_loss(b, b.advantages, "bnpo"),
+            "formula": by_formula(b, formulas.clipped(0.2, 0.2, dual), b.advantages),
         }
 
     return build
 
 
-group("clipped loss", "trl")(clipped(None))
-group("clipped loss, dual clip", "verl")(clipped(3.0))
-group("clipped loss, 1024 x 4096", "trl", size=LARGE)(clipped(None))
-group("clipped loss, dual clip, 1024 x 4096", "verl", size=LARGE)(clipped(3.0))
+group("clipped loss", "trl", "formula")(clipped(None))
+group("clipped loss, dual clip", "verl", "formula")(clipped(3.0))
+group("clipped loss, 1024 x 4096", "trl", "formula", size=LARGE)(clipped(None))
+group("clipped loss, dual clip, 1024 x 4096", "verl", "formula", size=LARGE)(clipped(3.0))
 
 
 @group("clipped loss, dual clip, forward alone", "verl")
@@ -125,13 +149,17 @@ def clipped_with_metrics(b):
     return {**contestants, "rlkit": ours}
 
 
-def policy_group(name, ours, loop, verl=None, trl=None, reduce=token_mean, gradient_alone=False, a_row=False):
+def policy_group(
+    name, ours, loop, formula=None, verl=None, trl=None, reduce=token_mean, gradient_alone=False, a_row=False
+):
     """A policy loss, reduced, and its gradient. `verl` is (name, settings) there and `trl` (loss type, settings).
 
     With `a_row` there is one advantage a sequence: [B] to us and TRL, [B, T] to verl.
     """
 
-    @group(name, *["verl"] * (verl is not None), *["trl"] * (trl is not None))
+    given = {"verl": verl, "trl": trl, "formula": formula}
+
+    @group(name, *(who for who, what in given.items() if what is not None))
     def build(b):
         advantages = b.advantages[:, 0].contiguous() if a_row else b.advantages
         expanded = advantages[:, None].expand(b.b, b.t).contiguous() if a_row else advantages
@@ -150,6 +178,9 @@ def policy_group(name, ours, loop, verl=None, trl=None, reduce=token_mean, gradi
             contestants["verl"] = verl_loss(b, verl[0], expanded, mode, gradient_alone, **verl[1])
         if trl is not None:
             contestants["trl"] = trl_loss(b, advantages, trl[0], **trl[1])
+        if formula is not None:
+            mean = formulas.mean_of_tokens if reduce is token_mean else formulas.mean_of_sequences
+            contestants["formula"] = by_formula(b, formula, advantages, mean, gradient_alone)
         return contestants
 
 
@@ -165,26 +196,35 @@ def bounds(low, high, **more):
     return dict(clip_ratio_low=low, clip_ratio_high=high, **more)
 
 
-policy_group("GPG / REINFORCE", gpg_loss, by_token(loops.reinforce), verl=("gpg", {}))
+policy_group("GPG / REINFORCE", gpg_loss, by_token(loops.reinforce), formulas.reinforce, verl=("gpg", {}))
 policy_group(
     "CISPO",
     partial(cispo_loss, clip_low=0.2, clip_high=0.28),
     by_token(loops.cispo(0.2, 0.28)),
+    formulas.cispo(0.2, 0.28),
     verl=("cispo", bounds(0.2, 0.28)),
 )
 policy_group(
     "CISPO, upper bound alone",
     partial(cispo_loss, clip_low=1.0, clip_high=0.28),
     by_token(loops.cispo(1.0, 0.28)),
+    formulas.cispo(1.0, 0.28),
     trl=("cispo", dict(epsilon_high=1.28)),
 )
 policy_group(
-    "SAPO", sapo_loss, by_token(loops.sapo(1.0, 1.05)), verl=("sapo", {}), trl=("sapo", {}), reduce=sequence_mean
+    "SAPO",
+    sapo_loss,
+    by_token(loops.sapo(1.0, 1.05)),
+    formulas.sapo,
+    verl=("sapo", {}),
+    trl=("sapo", {}),
+    reduce=sequence_mean,
 )
 policy_group(
     "GSPO",
     partial(gspo_loss, clip_low=3e-4, clip_high=4e-4),
     by_sequence(loops.gspo(3e-4, 4e-4)),
+    formulas.gspo(3e-4, 4e-4),
     verl=("gspo", bounds(3e-4, 4e-4)),
     trl=("grpo", dict(epsilon_low=3e-4, epsilon_high=4e-4, importance_sampling_level="sequence")),
     reduce=sequence_mean,
@@ -194,6 +234,7 @@ policy_group(
     "GMPO",
     partial(gmpo_loss, log_clip_low=0.1, log_clip_high=0.1),
     by_sequence(loops.gmpo(0.1, 0.1)),
+    formulas.gmpo(0.1, 0.1),
     verl=("geo_mean", bounds(0.1, 0.1)),
     reduce=sequence_mean,
     a_row=True,
@@ -202,6 +243,7 @@ policy_group(
     "DPPO, total variation",
     partial(dppo_tv_loss, delta_low=0.15, delta_high=0.15, ratio_high=20.0),
     by_token(loops.dppo_tv(0.15, 20.0)),
+    formulas.dppo_tv(0.15, 20.0),
     verl=("dppo_tv", bounds(0.15, 0.15, clip_ratio_c=20.0)),
     gradient_alone=True,
 )
@@ -216,9 +258,17 @@ policy_group(
     "DRO",
     partial(dro_loss, kl_coef=0.05),
     by_token(loops.dro(0.05)),
+    formulas.dro(0.05),
     verl=("dro", dict(policy_loss=dict(dro_beta=0.05))),
 )
-policy_group("VESPO", vespo_loss, partial(loops.vespo, k=(2.0, 3.0), decay=(3.0, 2.0)), trl=("vespo", {}), a_row=True)
+policy_group(
+    "VESPO",
+    vespo_loss,
+    partial(loops.vespo, k=(2.0, 3.0), decay=(3.0, 2.0)),
+    formulas.vespo,
+    trl=("vespo", {}),
+    a_row=True,
+)
 
 
 @group("clip-cov", "verl")
@@ -265,7 +315,7 @@ def kl_cov(b):
     }
 
 
-@group("clipped value loss", "verl")
+@group("clipped value loss", "verl", "formula")
 def value_loss(b):
     new, targets = (b.values + 0.4 * b.dense).requires_grad_(), b.advantages
     lists = [x.tolist() for x in (new, b.values, targets)]
@@ -274,10 +324,13 @@ def value_loss(b):
         "rlkit": lambda: with_gradient(token_mean(clipped_value_loss(new, b.values, targets, b.mask), b.mask), new),
         "loop": lambda: loops.by_token(loops.value(0.5), *lists, mask, loops.token_weights(mask)),
         "verl": lambda: with_gradient(verl.compute_value_loss(new, targets, b.values, m, 0.5)[0], new),
+        "formula": lambda: with_gradient(
+            formulas.mean_of_tokens(formulas.value(0.5)(new, b.values, targets, b.mask), b.mask), new
+        ),
     }
 
 
-@group("KL, k3", "verl")
+@group("KL, k3", "verl", "formula")
 def kl(b):
     lists = b.nested("logprobs", "old", "advantages", "mask")
 
@@ -289,6 +342,9 @@ def kl(b):
         "rlkit": lambda: with_gradient(token_mean(kl_k3(b.logprobs, b.old, b.mask), b.mask), b.logprobs),
         "loop": lambda: loops.by_token(loops.kl_k3, *lists, loops.token_weights(lists[3])),
         "verl": theirs,
+        "formula": lambda: with_gradient(
+            formulas.mean_of_tokens(formulas.kl_k3(b.logprobs, b.old, b.mask), b.mask), b.logprobs
+        ),
     }
 
 
@@ -320,6 +376,28 @@ for name, ours, mode, weights in (
             "verl": lambda: with_gradient(verl.agg_loss(loss, b.mask, mode), loss),
             "verl_float_mask": lambda: with_gradient(verl.agg_loss(loss, m, mode), loss),
         }
+
+
+@group("prompt mean")
+def prompts(b):
+    loss, (x, mask, ids) = b.values.clone().requires_grad_(), b.nested("values", "mask", "ids")
+    counts = group_token_counts(b.mask, b.ids)
+
+    def loop():
+        n = [sum(sum(m) for m, k in zip(mask, ids, strict=True) if k == own) for own in ids]
+        return loop_reduction(x, mask, [GROUP / len(ids) / y for y in n])
+
+    return {"rlkit": lambda: with_gradient(prompt_mean(loss, b.mask, counts), loss), "loop": loop}
+
+
+@group("tokens of a prompt's answers")
+def prompt_tokens(b):
+    mask, ids = b.nested("mask", "ids")
+
+    def loop():
+        return [sum(sum(m) for m, k in zip(mask, ids, strict=True) if k == own) for own in ids]
+
+    return {"rlkit": lambda: group_token_counts(b.mask, b.ids), "loop": loop}
 
 
 def mismatch_group(name, ours, loop, theirs):

@@ -14,6 +14,7 @@ import torch
 from functions_common import PEERS, group, with_gradient
 
 from rlkit.losses import (
+    a_star_po_loss,
     alpha_divergence_dpo_loss,
     alphapo_loss,
     aot_loss,
@@ -31,23 +32,18 @@ from rlkit.losses import (
     js_dpo_loss,
     kto_kl_estimate,
     kto_loss,
-    ld_sequence_logprobs,
     nca_loss,
     orpo_loss,
     pair_mean,
     preference_stats,
     reward_centring_loss,
     robust_dpo_loss,
-    sequence_logprobs,
-    sequence_mean_logprobs,
     simpo_loss,
     slic_loss,
     sppo_loss,
-    wpo_weights,
+    tpo_loss,
 )
 
-if "verl" in PEERS:
-    from verl.utils.torch_functional import masked_mean, masked_sum
 if "trl" in PEERS:
     from trl import RewardTrainer
     from trl.experimental.cpo import CPOTrainer
@@ -333,6 +329,22 @@ def bradley_terry(w, v, margin=0.0):
 
 
 REWARDS = ("chosen_rewards", "rejected_rewards")
+
+
+def tpo(w, v, g):
+    x = BETA * (w - v) - 0.3
+    return soft(x) - 0.7 * g, -BETA * sigmoid(-x), BETA * sigmoid(-x), -0.7
+
+
+def a_star_po(p, q, r, v):
+    error = 0.1 * (p - q) - (r - v)
+    return error**2, 2 * 0.1 * error
+
+
+TPO = partial(tpo_loss, beta=BETA, alpha=0.7, gamma=0.3)
+pair_group("TPO", TPO, tpo, (*SIDES, "ref_chosen"), sides=3)
+A_STAR = ("chosen", "ref_chosen", "chosen_rewards", "zeros")
+pair_group("A*-PO", partial(a_star_po_loss, beta=0.1), a_star_po, A_STAR, sides=1)
 pair_group("Bradley-Terry, margins", bradley_terry_loss, bradley_terry, (*REWARDS, "margin"))
 
 
@@ -381,65 +393,3 @@ def stats(_):
         return sum(x > y for x, y in rows) / P, sum(x - y for x, y in rows) / P, mean_up, mean_down
 
     return {"rlkit": lambda: tuple(preference_stats(up, down).values()), "loop": loop}
-
-
-# --- log-probabilities of whole answers, 256 x 2048
-
-
-def sums_group(name, ours, weigh, verl=None):
-    """[B] of each row's tokens: `weigh(count)` is the weight of each of them, and the gradient."""
-
-    @group(name, *["verl"] * (verl is not None))
-    def build(b):
-        up, (p, mask), m = b.rewards, b.nested("logprobs", "mask"), b.float_mask
-
-        def run(out):
-            return out, torch.autograd.grad(out, b.logprobs, up)[0]
-
-        def loop():
-            values, gradient = [], []
-            for row, on, u in zip(p, mask, up.tolist(), strict=True):
-                weights, sums = iter(weigh(sum(on))), [0.0] * len(row)
-                value = 0.0
-                for t, taken in enumerate(on):
-                    if taken:
-                        w = next(weights)
-                        value += w * row[t]
-                        sums[t] = w * u
-                values.append(value)
-                gradient.append(sums)
-            return values, gradient
-
-        return {
-            "rlkit": lambda: run(ours(b.logprobs, b.mask)),
-            "loop": loop,
-            "verl": lambda: run(verl(b.logprobs, m)),
-        }
-
-
-if "verl" in PEERS:
-    verl_sum, verl_mean = partial(masked_sum, axis=-1), partial(masked_mean, axis=-1)
-else:
-    verl_sum = verl_mean = None
-SHARED = 600  # tokens of the shorter answer
-sums_group("sequence_logprobs", sequence_logprobs, lambda n: [1.0] * n, verl_sum)
-sums_group("sequence_mean_logprobs", sequence_mean_logprobs, lambda n: [1 / n] * n, verl_mean)
-sums_group(
-    "LD-DPO's sequence_logprobs",
-    lambda logprobs, mask: ld_sequence_logprobs(logprobs, mask, torch.full((len(mask),), SHARED), alpha=0.5),
-    lambda n: [1.0] * min(n, SHARED) + [0.5] * max(n - SHARED, 0),
-)
-
-
-@group("WPO weights")
-def wpo(b):
-    logprobs, squares = b.logprobs.detach(), b.old.exp().square() + 0.1
-    (p, mask), s = b.nested("logprobs", "mask"), squares.tolist()
-
-    def of_row(p, s, on):
-        return math.exp(sum(x - math.log(y) for x, y, taken in zip(p, s, on, strict=True) if taken) / sum(on))
-
-    return {
-        "rlkit": lambda: wpo_weights(logprobs, squares, b.mask),
-        "loop": lambda: [of_row(*row) for row in zip(p, s, mask, strict=True)],
-    }

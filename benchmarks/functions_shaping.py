@@ -5,21 +5,31 @@ function of its own has the formula.
 """
 
 import math
+from collections import defaultdict
 
+import torch
 from functions_advantages import GAMMA, loop_centred, loop_expand, loop_groups
 from functions_common import PEERS, group
 
 from rlkit.advantages import (
     RunningMoments,
+    entropy_advantages,
     expand_to_tokens,
+    fipo_advantages,
+    gigpo_advantages,
+    hgpo_advantages,
     informative_groups,
     kl_in_reward,
+    leave_one_out_grpo_advantages,
     length_adaptive_lambda,
     lite_ppo_advantages,
     maxrl_advantages,
+    n_step_returns,
+    optimal_values,
     overlong_penalty,
     pf_ppo_power_weights,
     pf_ppo_weights,
+    rae_advantages,
     rewards_to_tokens,
     scaled_rewards,
     vtrace,
@@ -49,6 +59,140 @@ def v_trace(b):
         return advantages, targets
 
     return {"rlkit": lambda: vtrace(b.dense, b.values, logprobs, b.old, b.mask, GAMMA), "loop": loop}
+
+
+@group("n-step returns, n = 5, tool turns")
+def n_step(b):
+    lists = b.nested("dense", "values", "mask")
+
+    def of_row(r, v, on):
+        tokens, out = [t for t in range(len(r)) if on[t]], [0.0] * len(r)
+        for i, t in enumerate(tokens):
+            window = tokens[i : i + 5]
+            after = v[tokens[i + 5]] if i + 5 < len(tokens) else 0.0
+            out[t] = sum(GAMMA**k * r[s] for k, s in enumerate(window)) + GAMMA ** len(window) * after
+        return out
+
+    return {
+        "rlkit": lambda: n_step_returns(b.dense, b.values, b.mask, 5, GAMMA),
+        "loop": lambda: [of_row(*row) for row in zip(*lists, strict=True)],
+    }
+
+
+@group("FIPO, tool turns")
+def fipo(b):
+    logprobs, lists = b.logprobs.detach(), b.nested("logprobs", "old", "advantages", "mask")
+    gamma = 2 ** (-1 / 32)
+
+    def of_row(p, q, a, on):
+        out, future = [0.0] * len(p), 0.0
+        for t in range(len(p) - 1, -1, -1):
+            if on[t]:
+                ratio = math.exp(p[t] - q[t])
+                future = (p[t] - q[t] if ratio <= 10 else 0.0) + gamma * future
+                weight = min(max(math.exp(future), 0.8), 1.2)
+                out[t] = a[t] * (min(weight, 1.0) if a[t] < 0 and ratio > 4 else weight)
+        return out
+
+    return {
+        "rlkit": lambda: fipo_advantages(b.advantages, logprobs, b.old, b.mask),
+        "loop": lambda: [of_row(*row) for row in zip(*lists, strict=True)],
+    }
+
+
+@group("advantages with entropy")
+def with_entropy(b):
+    entropy = -b.old
+    lists = [x.tolist() for x in (b.advantages, entropy, b.mask)]
+
+    def of_row(*row):
+        return [a + min(0.4 * h, abs(a) / 2) if on else 0.0 for a, h, on in zip(*row, strict=True)]
+
+    return {
+        "rlkit": lambda: entropy_advantages(b.advantages, entropy, b.mask),
+        "loop": lambda: [of_row(*row) for row in zip(*lists, strict=True)],
+    }
+
+
+@group("advantages of roles")
+def roles(b):
+    r, role, start = b.nested("rewards"), b.ids % 4, torch.zeros(4)
+
+    def loop():
+        running, out = start.tolist(), []
+        for x, k in zip(r, role.tolist(), strict=True):
+            out.append(x - running[k])
+            running[k] = 0.95 * running[k] + 0.05 * x
+        return torch.tensor(out), torch.tensor(running)
+
+    return {"rlkit": lambda: rae_advantages(b.rewards, role, start), "loop": loop}
+
+
+def steps_group(name, ours, theirs):
+    """16 steps an episode, in one of 8 states each."""
+
+    @group(name)
+    def build(b):
+        rewards, states = b.dense[:, :16].contiguous(), (b.values[:, :16].abs() * 8).long() % 8
+        mask = torch.arange(16) < 1 + b.lengths % 16
+        lists = [x.tolist() for x in (rewards, b.ids, states, mask)]
+        return {"rlkit": lambda: ours(rewards, b.ids, states, mask), "loop": lambda: theirs(*lists)}
+
+
+def normed(x, group):
+    if len(group) < 2:
+        return 0.0
+    mean = sum(group) / len(group)
+    return (x - mean) / (math.sqrt(sum((y - mean) ** 2 for y in group) / (len(group) - 1)) + 1e-6)
+
+
+def with_states(rewards, states, mask):
+    """Of each episode's steps: (return, the states up to it)."""
+    found = []
+    for r, s, on in zip(rewards, states, mask, strict=True):
+        g, row = 0.0, []
+        for t in range(sum(on) - 1, -1, -1):
+            g = r[t] + 0.95 * g
+            row.append((g, s[: t + 1]))
+        found.append(row[::-1])
+    return found
+
+
+def spread(rows, mask):
+    return [[*row, *[0.0] * (len(on) - len(row))] for row, on in zip(rows, mask, strict=True)]
+
+
+def gigpo(rewards, ids, states, mask):
+    steps, totals = with_states(rewards, states, mask), [sum(r[: sum(on)]) for r, on in zip(rewards, mask, strict=True)]
+    same, episodes = defaultdict(list), defaultdict(list)
+    for row, k, total in zip(steps, ids, totals, strict=True):
+        episodes[k].append(total)
+        for g, seen in row:
+            same[k, seen[-1]].append(g)
+
+    def one(g, seen, k, total):
+        return normed(total, episodes[k]) + normed(g, same[k, seen[-1]])
+
+    rows = zip(steps, ids, totals, strict=True)
+    return spread([[one(g, seen, k, total) for g, seen in row] for row, k, total in rows], mask)
+
+
+def hgpo(rewards, ids, states, mask):
+    steps, same = with_states(rewards, states, mask), defaultdict(list)
+    for row, k in zip(steps, ids, strict=True):
+        for g, seen in row:
+            for n in range(1, min(len(seen), 3) + 1):
+                same[k, *seen[-n:]].append(g)
+
+    def one(g, seen, k):
+        each = [(n, normed(g, same[k, *seen[-n:]])) for n in range(1, min(len(seen), 3) + 1)]
+        return sum(n * a for n, a in each) / max(1, sum(n for n, a in each if a))
+
+    return spread([[one(g, seen, k) for g, seen in row] for row, k in zip(steps, ids, strict=True)], mask)
+
+
+steps_group("GiGPO, 16 steps", gigpo_advantages, gigpo)
+steps_group("HGPO, 16 steps", hgpo_advantages, hgpo)
 
 
 def of_group(name, ours, formula, tokens=True):
@@ -92,6 +236,21 @@ def differing(r, ids):
     return loop_groups(r, ids, lambda i, rows: min(r[j] for j in rows) < max(r[j] for j in rows))
 
 
+def leave_one_out(r, ids):
+    def formula(i, rows):
+        others = [r[j] for j in rows if j != i]
+        mean = sum(others) / len(others)
+        return (r[i] - mean) / (math.sqrt(sum((x - mean) ** 2 for x in others) / (len(others) - 1)) + 1e-6)
+
+    return loop_groups(r, ids, formula)
+
+
+def optimal(r, ids):
+    return loop_groups(r, ids, lambda i, rows: 0.5 * math.log(sum(math.exp(r[j] / 0.5) for j in rows) / len(rows)))
+
+
+of_group("GRPO, leave one out", leave_one_out_grpo_advantages, leave_one_out)
+of_group("A*-PO's values", optimal_values, optimal, tokens=False)
 of_group("MaxRL", maxrl_advantages, maxrl)
 of_group("Lite PPO", lite_ppo_advantages, lite_ppo)
 of_group("PF-PPO weights", pf_ppo_weights, best_random, tokens=False)

@@ -109,14 +109,11 @@ def loop(path: Path, name: str) -> list[str]:
 
 
 def in_order(package: str) -> list[Path]:
-    """The files of a package: its own first, then as its `__all__` joins the modules' own, else by name."""
-
-    def place(path: Path) -> int:
-        first = re.search(r'^__all__ = \[\s*"(\w+)"', path.read_text(), re.M)
-        return public.index(first[1]) if first and path.stem != "__init__" else -1
-
-    public = import_module(package).__all__
-    return sorted(sorted(ROOT.joinpath(*package.split(".")).glob("*.py")), key=place)
+    """The files of a package, by name, or in the order of the families that comments in its `__all__` name."""
+    folder = ROOT.joinpath(*package.split("."))
+    families = re.findall(r"^    # (\w+)$", (folder / "__init__.py").read_text(), re.M)
+    place = {family: number for number, family in enumerate(families)}
+    return sorted(sorted(folder.glob("*.py")), key=lambda path: place.get(path.stem, -1))
 
 
 def pages() -> dict[str, str]:
@@ -131,6 +128,7 @@ def pages() -> dict[str, str]:
             modules[module] = package, path, page, own
             at |= {f"{package}.{name}": f"{page}#{name.lower()}" for name in own}
     texts, index = {}, ["# Reference", "Made by `python docs/make_reference.py` from the docstrings: edit those."]
+    index.append("The equation, our body and a plain loop side by side: [twenty functions](../formula_and_code.md).")
     for module, (package, path, page, own) in modules.items():
         near = tuple(f"{of}." for of in (*PACKAGES[:2], package))  # their names are linked without the package's
         links = at | {name.rpartition(".")[2]: target for name, target in at.items() if name.startswith(near)}

@@ -106,6 +106,16 @@ def draw_batch(task, draws: int, cfg: Config, encode, sampler, engine):
     return answers, groups, draw + 1
 
 
+def update(batch, groups, cfg: Config, step: int, engine) -> dict[str, float]:
+    """One optimizer step for each mini-batch of groups, in an order drawn for this step."""
+    if cfg.mini_batches > 1:
+        batch.add(old_logprobs=engine.infer_batch(batch)["logprobs"])
+    loss_fn, outputs = partial(policy_loss, cfg=cfg), ("logprobs", "entropy")
+    groups = np.random.default_rng((cfg.seed, step)).permutation(groups)
+    parts = runs.mini_batches(batch, groups, cfg.mini_batches, engine)
+    return runs.mean_metrics([engine.train_batch(part, loss_fn, outputs=outputs) for part in parts])
+
+
 def main(cfg: Config) -> None:
     with runs.one_sentence_errors("dapo"):
         runs.check_range("mini_batches", cfg.mini_batches, 1, cfg.prompts_per_step)
@@ -146,17 +156,7 @@ def main(cfg: Config) -> None:
             lengths, cfg.max_new_tokens, cfg.overlong_buffer, cfg.overlong_penalty_factor
         )
         batch.add(advantages=grpo_advantages(batch.rewards + penalty, batch.group_ids))  # [B]
-        if cfg.mini_batches > 1:
-            batch.add(old_logprobs=engine.infer_batch(batch)["logprobs"])
-        prompts = np.random.default_rng((cfg.seed, step)).permutation(chosen)
-        metrics = runs.mean_metrics(
-            [
-                engine.train_batch(
-                    part, partial(policy_loss, cfg=cfg), outputs=("logprobs", "entropy")
-                )
-                for part in runs.mini_batches(batch, prompts, cfg.mini_batches, engine)
-            ]
-        )
+        metrics = update(batch, chosen, cfg, step, engine)
         if problem := check_sync(metrics["mismatch/abs_dlogp"]):
             run.stop(problem)
 
@@ -170,11 +170,8 @@ def main(cfg: Config) -> None:
             "groups/differ": len(groups),
             "groups/trained": len(chosen),
         }
-        run.log(
-            step,
-            metrics,
-            show={"reward": "reward/mean", "entropy": "entropy", "groups": "groups/differ"},
-        )
+        show = {"reward": "reward/mean", "entropy": "entropy", "groups": "groups/differ"}
+        run.log(step, metrics, show=show)
         runs.save(cfg, run, step, {"draws": draws}, checkpoints=engine)
 
     runs.finish(cfg, run, sampler.evaluate(heldout, "after"), model=engine)

@@ -154,7 +154,7 @@ def main(cfg: Config) -> None:
     def evaluate(when: str):
         """Loss of the held-out pairs, share of them that is told apart, and accuracy of greedy
         answers."""
-        answers = sampler.greedy(prompts) if cfg.max_new_tokens else runs.Answers()
+        answers = sampler.answer_heldout(prompts)
         run.phase("evaluate")
         loss, stats = loss_fn(SimpleNamespace(**engine.infer_batch(heldout)), heldout)
         pairs = len(prompts.samples)
@@ -164,7 +164,8 @@ def main(cfg: Config) -> None:
         found = {name: sums[name] / max(sums["pairs"], 1) for name in ("loss", "right")}
         found = {"heldout_loss": found["loss"], "preference_accuracy": found["right"]}
         found = runs.accuracy(answers, engine.global_sum) | found
-        runs.record_evaluation(run, engine, when, found, prompts)
+        counts = {"rows": len(prompts.samples), "skipped": len(prompts.skipped)}
+        runs.record_evaluation(run, engine, when, found, **counts)
         return answers.judged
 
     if start == 0:

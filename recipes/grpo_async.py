@@ -126,12 +126,10 @@ def run_on_servers(cfg: Config, stack: ExitStack) -> None:
         start = runs.resume(cfg, run, checkpoints=engine)["step"]
     encode = runs.prompt_encoder(cfg, run, processor, engine)
     sampler = runs.PolicySampler(cfg, run, task.reward, engine, rollout, hands_over=False)
-    heldout = encode(enumerate(task.heldout))
-    check_sync = WeightSyncCheck(cfg.max_mismatch)
+    heldout, check_sync = encode(enumerate(task.heldout)), WeightSyncCheck(cfg.max_mismatch)
 
     def check_weights_arrived():
-        """Answers to a few fixed prompts have the log-probabilities of the weights that were just
-        sent."""
+        """Stop if fresh answers do not have the log-probabilities of the weights just sent."""
         run.phase("weight_sync_check")
         sampling = Sampling(cfg.max_new_tokens, cfg.temperature, (cfg.seed,))
         if problem := check_sync(measure_mismatch(rollout, engine, heldout.samples[:4], sampling)):
@@ -145,26 +143,25 @@ def run_on_servers(cfg: Config, stack: ExitStack) -> None:
     skipped: deque = deque()  # rows of each batch that was requested and is not trained on yet
 
     def requests():
-        """Prompts of each step, and how to sample them; taken when it is time to request the next
-        batch."""
+        """Prompts of each step and how to sample them, taken when the next batch is requested."""
         for step in range(start, cfg.steps):
             prompts = encode(step_rows(task.train, step, cfg.prompts_per_step, cfg.seed))
             skipped.append(prompts.skipped)
             yield prompts.samples, Sampling(cfg.max_new_tokens, temperature, (cfg.seed, step))
 
     failures = Failures("reward")
-    submit = score_as_written(
-        rollout.submit, task.reward, threads=cfg.reward_threads, failures=failures
-    )
+    threads = cfg.reward_threads
+    submit = score_as_written(rollout.submit, task.reward, threads=threads, failures=failures)
     judged = SimpleNamespace(submit=submit, update_weights=rollout.update_weights)
     async_sampler = AsyncSampler(
         judged, requests(), n=cfg.group_size, max_staleness=cfg.max_staleness
     )
+    loss_fn = partial(policy_loss, cfg=cfg)
     run.phase("generate")  # what is waited for
     for step, found in zip(run.steps(start, cfg.steps), async_sampler, strict=False):
         generated, rewards, parts, seconds = found
-        reasons = failures.take()
-        answers = runs.Answers(generated, rewards, parts, skipped.popleft(), reasons, seconds)
+        not_asked, reasons = skipped.popleft(), failures.take()
+        answers = runs.Answers(generated, rewards, parts, not_asked, reasons, seconds)
         if problem := runs.too_few_judged(answers, engine.global_sum, cfg.max_unjudged):
             run.stop(problem)
 
@@ -174,21 +171,18 @@ def run_on_servers(cfg: Config, stack: ExitStack) -> None:
         batch.add(staleness=torch.tensor(age))
         batch.add(advantages=grpo_advantages(batch.rewards, batch.group_ids))  # [B]
         batch = rebalance_across_ranks(batch, engine.data_parallel_group)
-        outputs = ("logprobs", "entropy")
-        metrics = engine.train_batch(batch, partial(policy_loss, cfg=cfg), outputs=outputs)
+        metrics = engine.train_batch(batch, loss_fn, outputs=("logprobs", "entropy"))
         if (mismatch := metrics["mismatch/abs_dlogp"]) > cfg.max_mismatch:
             run.stop(f"sampler and trainer differ by {mismatch:.2f} in mean |dlogp|")
         run.phase("hand_over")
         async_sampler.update_weights(engine.get_per_tensor_param())
 
         flops = runs.training_passes(cfg) * batch_flops(engine.config, batch)
-        metrics |= sampler.metrics(answers)
-        metrics |= runs.totals(engine, tokens=batch.mask.sum(), flops=flops)
+        counts = runs.totals(engine, tokens=batch.mask.sum(), flops=flops)
+        metrics |= sampler.metrics(answers) | counts
         run.log(step, metrics, show={"reward": "reward/mean", "staleness": "staleness"})
         runs.save(cfg, run, step, checkpoints=engine)
-        if (
-            step == start or (step + 1) % cfg.save_every == 0
-        ):  # it waits for its turn on the servers
+        if step == start or (step + 1) % cfg.save_every == 0:  # it waits until servers are free
             check_weights_arrived()
         run.phase("generate")
 

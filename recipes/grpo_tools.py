@@ -18,6 +18,7 @@ what grpo_vlm.py says:
 
 from dataclasses import dataclass, replace
 from functools import partial
+from pathlib import Path
 
 from rlkit import runs
 from rlkit.advantages import grpo_advantages
@@ -129,6 +130,16 @@ def transcript(sample) -> str:
     )
 
 
+def with_tiny_model(cfg: Config, path: Path, task, tool) -> Config:
+    """For `--model tiny`: the options with a model built at this path that writes tool calls."""
+    if cfg.model != "tiny":
+        return cfg
+    if (cfg.task, cfg.tool) != (Config.task, Config.tool):
+        raise ValueError('model: expected a model that can use this task and tool, got "tiny"')
+    build_tiny_tool_user(path, task.train, tool, max_new_tokens=cfg.max_new_tokens, seed=cfg.seed)
+    return replace(cfg, model=str(path))
+
+
 def main(cfg: Config) -> None:
     with runs.one_sentence_errors("grpo_tools"):
         runs.check_range("group_size", cfg.group_size, 2)  # answers are compared with each other
@@ -136,25 +147,15 @@ def main(cfg: Config) -> None:
         cfg = runs.with_epochs(cfg, task)
         tool = load_function(cfg.tool, "tool")
         run = runs.start_run("grpo_tools", cfg, task.name)
-        if cfg.model == "tiny":
-            if (cfg.task, cfg.tool) != (Config.task, Config.tool):
-                raise ValueError(
-                    'model: expected a model that can use this task and tool, got "tiny"'
-                )
-            cfg = replace(cfg, model=str(run.out / "init"))
-            build_tiny_tool_user(
-                run.out / "init", task.train, tool, max_new_tokens=cfg.max_new_tokens, seed=cfg.seed
-            )
+        cfg = with_tiny_model(cfg, run.out / "init", task, tool)
         path, processor = runs.find_model(cfg, run, task.train)
         updates = cfg.steps * cfg.updates_per_batch
         engine = runs.build_engine(
             cfg, path, processor, updates=updates, temperature=cfg.temperature
         )
-        reference = (
-            runs.build_reference(cfg, path, processor, engine, cfg.temperature)
-            if cfg.kl_coef
-            else None
-        )
+        reference = None
+        if cfg.kl_coef:
+            reference = runs.build_reference(cfg, path, processor, engine, cfg.temperature)
         rollout = runs.build_rollout(cfg, path, processor, engine)
         start = runs.resume(cfg, run, checkpoints=engine)["step"]
     encode = runs.prompt_encoder(cfg, run, processor, engine)
@@ -164,11 +165,9 @@ def main(cfg: Config) -> None:
     if start == 0:
         sampler.evaluate(heldout, "before")
 
-    passes = (
-        runs.training_passes(cfg, cfg.updates_per_batch)
-        + (cfg.updates_per_batch > 1)
-        + bool(cfg.kl_coef)
-    )
+    passes = runs.training_passes(cfg, cfg.updates_per_batch)
+    passes += (cfg.updates_per_batch > 1) + bool(cfg.kl_coef)
+    loss_fn = partial(policy_loss, cfg=cfg)
     check_sync = WeightSyncCheck(cfg.max_mismatch)
     for step in run.steps(start, cfg.steps):
         prompts = encode(step_rows(task.train, step, cfg.prompts_per_step, cfg.seed))
@@ -185,24 +184,19 @@ def main(cfg: Config) -> None:
         if cfg.updates_per_batch > 1:
             batch.add(old_logprobs=engine.infer_batch(batch)["logprobs"])
         for _ in range(cfg.updates_per_batch):
-            metrics = engine.train_batch(
-                batch, partial(policy_loss, cfg=cfg), outputs=("logprobs", "entropy")
-            )
+            metrics = engine.train_batch(batch, loss_fn, outputs=("logprobs", "entropy"))
         if problem := check_sync(metrics["mismatch/abs_dlogp"]):
             run.stop(problem)
 
         metrics |= sampler.metrics(answers) | turns_and_aborted(answers, engine)
-        metrics |= runs.totals(
-            engine, tokens=batch.mask.sum(), flops=passes * batch_flops(engine.config, batch)
-        )
-        run.log(
-            step, metrics, show={"reward": "reward/mean", "entropy": "entropy", "turns": "turns"}
-        )
+        flops = passes * batch_flops(engine.config, batch)
+        metrics |= runs.totals(engine, tokens=batch.mask.sum(), flops=flops)
+        show = {"reward": "reward/mean", "entropy": "entropy", "turns": "turns"}
+        run.log(step, metrics, show=show)
         runs.save(cfg, run, step, checkpoints=engine)
 
-    shown = [
-        replace(sample, text=transcript(sample)) for sample in sampler.evaluate(heldout, "after")
-    ]
+    answers = sampler.evaluate(heldout, "after")
+    shown = [replace(sample, text=transcript(sample)) for sample in answers]
     runs.finish(cfg, run, shown, model=engine)
 
 

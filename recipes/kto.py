@@ -142,7 +142,7 @@ def main(cfg: Config) -> None:
     def evaluate(when: str):
         """Loss of the held-out answers, share of them on their side of z_0, and accuracy of greedy
         ones."""
-        answers = sampler.greedy(prompts) if cfg.max_new_tokens else runs.Answers()
+        answers = sampler.answer_heldout(prompts)
         run.phase("evaluate")
         out, z0 = SimpleNamespace(**engine.infer_batch(heldout)), estimate_z0(heldout_others)
         loss, stats = answer_loss(out, heldout, z0, good, cfg)
@@ -153,7 +153,8 @@ def main(cfg: Config) -> None:
         found = {name: sums[name] / max(sums["count"], 1) for name in ("loss", "right")}
         found = {"heldout_loss": found["loss"], "marked_accuracy": found["right"]}
         found = runs.accuracy(answers, engine.global_sum) | found
-        runs.record_evaluation(run, engine, when, found, prompts)
+        counts = {"rows": len(prompts.samples), "skipped": len(prompts.skipped)}
+        runs.record_evaluation(run, engine, when, found, **counts)
         return answers.judged
 
     if start == 0:

@@ -246,18 +246,11 @@ def main(cfg: Config) -> None:
 
         flops = batch_flops(engine.config, batch) * (passes + bool(cfg.kl_coef))
         flops += batch_flops(critic.config, batch, head=False) * passes
-        metrics |= sampler.metrics(answers) | runs.totals(
-            engine, tokens=batch.mask.sum(), flops=flops
-        )
+        metrics |= sampler.metrics(answers)
+        metrics |= runs.totals(engine, tokens=batch.mask.sum(), flops=flops)
         run.log(step, metrics, show={"reward": "reward/mean", "value": "value/mean"})
-        runs.save(
-            cfg,
-            run,
-            step,
-            {"moments": vars(moments)},
-            checkpoints=engine,
-            critic_checkpoints=critic,
-        )
+        state = {"moments": vars(moments)}
+        runs.save(cfg, run, step, state, checkpoints=engine, critic_checkpoints=critic)
 
     runs.finish(cfg, run, sampler.evaluate(heldout, "after"), model=engine, critic=critic)
 

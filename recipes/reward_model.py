@@ -84,7 +84,7 @@ def main(cfg: Config) -> None:
         pairs = torch.arange(len(samples)) // 2  # a pair stays in one micro-batch
         return scoring_batch(collate(samples, micro_batch_group=pairs, margin=margins))
 
-    shown, skipped = runs.encode_share(enumerate(task.heldout), encode_row, run, engine)
+    shown, skipped_rows = runs.encode_share(enumerate(task.heldout), encode_row, run, engine)
     heldout = collate_pairs(shown)
 
     def evaluate(when: str):
@@ -101,9 +101,7 @@ def main(cfg: Config) -> None:
             "heldout_loss": sums["loss"] / max(sums["pairs"], 1),
         }
         answers = [sample for two in shown for sample in two]
-        runs.record_evaluation(
-            run, engine, when, found, runs.Prompts([chosen for chosen, _ in shown], skipped)
-        )
+        runs.record_evaluation(run, engine, when, found, rows=len(shown), skipped=len(skipped_rows))
         return [
             replace(answer, reward=score)
             for answer, score in zip(answers, values.sum(1).tolist(), strict=True)

@@ -67,13 +67,14 @@ def main(cfg: Config) -> None:
 
     def evaluate(when: str):
         """Loss of the held-out answers, and accuracy of greedy ones."""
-        answers = sampler.greedy(prompts) if cfg.max_new_tokens else runs.Answers()
+        answers = sampler.answer_heldout(prompts)
         run.phase("evaluate")
         loss = token_sum(-engine.infer_batch(heldout)["logprobs"], heldout.mask)
         sums = runs.totals(engine, loss=loss, tokens=heldout.mask.sum())
         found = {"heldout_loss": sums["loss"] / max(sums["tokens"], 1)}
         found = runs.accuracy(answers, engine.global_sum) | found
-        runs.record_evaluation(run, engine, when, found, prompts)
+        counts = {"rows": len(heldout.tokens), "skipped": len(prompts.skipped)}
+        runs.record_evaluation(run, engine, when, found, **counts)
         return answers.judged
 
     if start == 0:

@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from rlkit._check import advantages_per_token, check_not_negative, check_rank
+from rlkit import _check as check
 
 LOG_RATIO_LIMIT = 20.0  # nats; exp(20) is 4.9e8
 GlobalSum = Callable[[Tensor], Tensor]
@@ -41,12 +41,12 @@ def masked_ratio(logprobs: Tensor, base_logprobs: Tensor, mask: Tensor | None) -
 
 def masked_advantages(advantages: Tensor, mask: Tensor) -> Tensor:
     """Advantages [B] or [B, T] as [B, T], 0 outside the mask; without gradient."""
-    return masked(advantages_per_token(advantages, mask).detach(), mask)
+    return masked(check.advantages_per_token(advantages, mask).detach(), mask)
 
 
 def sequence_advantages(advantages: Tensor, mask: Tensor) -> Tensor:
     """`masked_advantages`, but [B, 1] of [B] advantages: for losses with one value a sequence."""
-    per_token = advantages_per_token(advantages, mask).detach()
+    per_token = check.advantages_per_token(advantages, mask).detach()
     return masked(per_token, mask) if advantages.ndim == 2 else at_least_float32(per_token)
 
 
@@ -63,8 +63,8 @@ def one_rank(x: Tensor) -> Tensor:
 def divide(x: Tensor, total: float | Tensor) -> Tensor:
     """x / total, and 0 with gradient 0 where total is 0."""
     if not isinstance(total, Tensor):
-        check_not_negative(total=total)
+        check.not_negative(total=total)
         total = torch.full((), total, dtype=x.dtype, device=x.device)
-    check_rank("total", total, 0, "(a number or a 0-d tensor)")
+    check.rank("total", total, 0, "(a number or a 0-d tensor)")
     total = total.to(x)
     return torch.where(total > 0, x, 0) / torch.where(total > 0, total, 1)

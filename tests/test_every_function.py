@@ -20,17 +20,23 @@ B, T, V, H, K = 4, 7, 11, 5, 3
 NUMBERS = dict(
     high=2.0, low=0.5, threshold=0.5, length=10.0, kl_coef=0.1, max_length=10, buffer=4, k=2, count=5, mean=0.0
 )
+NUMBERS |= dict(n=2, top_k=2, step=30, warmup=20, decay=40, entropy_coef=0.1)
 NUMBERS |= dict(std=1.0, target=1.0, horizon=10.0, delta=0.1, kl=0.2, w_mean=1.0, w2_mean=1.2)
 BY_ROW = {"chosen", "rejected", "ref_chosen", "ref_rejected", "chosen_rewards", "rejected_rewards"}
-BY_ROW |= {"rewards", "greedy_rewards", "advantages", "weights"}
+BY_ROW |= {"rewards", "greedy_rewards", "advantages", "weights", "gold"}
 ROW_OR_TOKEN = {  # the parameters that are something else in one function than in the others
-    **{(name, "rewards"): (B, T) for name in ("gae", "vtrace", "discounted_returns", "kl_in_reward")},
+    **{(name, "rewards"): (B, T) for name in ("gae", "vtrace", "discounted_returns", "kl_in_reward", "n_step_returns")},
+    **{(name, "rewards"): (B, T) for name in ("gigpo_advantages", "hgpo_advantages")},
+    **{("a_star_po_loss", x): (B,) for x in ("logprobs", "ref_logprobs", "values")},
     ("pair_mean", "loss"): (B,),
     **{(name, x): (B,) for name in ("kto_loss", "kto_kl_estimate") for x in ("logprobs", "ref_logprobs")},
     ("gdpo_advantages", "rewards"): (B, 2),
     ("kl_in_reward", "kl"): (B, T),
     ("linear_logprobs", "targets"): (B * T,),
+    ("rae_advantages", "baselines"): (3,),
+    ("load_balancing_loss", "router_logits"): (B, T, V),
 }
+PLAIN = {("adaptive_entropy_coef", "entropy"): 0.2}  # and a number in one function, a tensor in the others
 
 
 def argument(function, name, generator):
@@ -39,10 +45,15 @@ def argument(function, name, generator):
     def uniform(*shape):
         return torch.rand(*shape, generator=generator, dtype=torch.float64)
 
+    if (function, name) in PLAIN:
+        return PLAIN[function, name]
     shape = ROW_OR_TOKEN.get((function, name))
     others = {
         "mask": torch.rand(B, T, generator=generator) > 0.4,
         "group_ids": torch.tensor([0, 1, 0, 1]),
+        "roles": torch.tensor([2, 0, 2, 0]),
+        "state_ids": torch.randint(2, (B, T), generator=generator),
+        "group_tokens": torch.tensor([9, 7, 9, 7]),
         "desirable": torch.tensor([True, False, True, False]),
         "token_ids": torch.tensor([1, 2]),
         "tokens": torch.randint(V, (B, T), generator=generator),

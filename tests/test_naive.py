@@ -14,16 +14,22 @@ from test_every_function import EVERY, B, T, V, arguments, floats, results, tota
 
 WITHOUT = {"pf_ppo_indices"}  # a random draw
 NAMES = [name for name in EVERY if name not in WITHOUT]
-SIGNED = {"advantages", "rewards", "greedy_rewards", "values", "old_values", "returns", "loss", "x"}
+SIGNED = {"advantages", "rewards", "greedy_rewards", "values", "old_values", "returns", "loss", "x", "baselines"}
 LAMBDAS = torch.tensor([0.2, 1.0, 0.0, 0.95], dtype=torch.float64)  # one for each row
+DISCOUNTS = torch.linspace(0, 1, B * T, dtype=torch.float64).view(B, T)
+KEPT = torch.rand(B, T, V, generator=torch.Generator().manual_seed(4)) > 0.3
+SEVERAL = torch.randint(V, (B, T, 3), generator=torch.Generator().manual_seed(5))
 OPTIONS = {  # beside the defaults
     "clipped_policy_loss": [dict(clip_low=0.1, clip_high=0.4), dict(dual_clip=1.2), dict(clip_low=0.0, dual_clip=1.05)],
     "cispo_loss": [dict(clip_low=1.0, clip_high=0.1)],
     "gppo_loss": [dict(clip_low=0.1, clip_high=0.4)],
     "sapo_loss": [dict(tau_pos=3.0, tau_neg=0.5)],
-    "gspo_loss": [dict(clip_low=0.1, clip_high=0.1)],
-    "gspo_token_loss": [dict(clip_low=0.1, clip_high=0.1)],
+    "gspo_loss": [dict(clip_low=0.1, clip_high=0.1), dict(clip_low=0.1, clip_high=0.1, dual_clip=1.05)],
+    "gspo_token_loss": [dict(clip_low=0.1, clip_high=0.1), dict(clip_low=0.1, clip_high=0.1, dual_clip=1.05)],
     "luspo_loss": [dict(clip_low=0.1, clip_high=0.1)],
+    "sequence_sapo_loss": [dict(tau_pos=3.0, tau_neg=0.5)],
+    "flash_reinforce_loss": [dict(high=0.1), dict(high=math.inf)],
+    "m2po_loss": [dict(high=0.0), dict(high=0.2), dict(high=math.inf)],
     "gmpo_loss": [dict(log_clip_low=0.1, log_clip_high=0.3)],
     "clip_cov_loss": [dict(share=0.2, cov_low=0.01, clip_low=0.3, clip_high=0.3), dict(share=0.0)],
     "kl_cov_loss": [dict(share=0.3, kl_coef=0.7), dict(share=0.0)],
@@ -34,11 +40,13 @@ OPTIONS = {  # beside the defaults
     "clipped_value_loss": [dict(clip=0.1), dict(clip=math.inf)],
     "kl_k1": [dict(mask=None)],
     "kl_k3": [dict(mask=None)],
+    "kl_binary": [dict(mask=None)],
     "full_vocabulary_kl": [dict(mask=None, temperature=0.7)],
     "token_mean": [dict(total=7), dict(total=0)],
     "sequence_mean": [dict(total=7), dict(total=0)],
     "sequence_sum_mean": [dict(total=torch.tensor(7))],
     "fixed_length_mean": [dict(total=3, length=5)],
+    "prompt_mean": [dict(total=7), dict(total=0)],
     "pair_mean": [dict(total=7), dict(total=0)],
     "top_entropy_mask": [dict(share=0.5), dict(share=1.0)],
     "importance_weights": [dict(low=0.8, high=1.2)],
@@ -55,10 +63,11 @@ OPTIONS = {  # beside the defaults
     "sequence_max_divergence_mask": [dict(high=0.9)],
     "off_policy_sequence_mask": [dict(high=0.05)],
     "ratio_stats": [dict(advantages=None), dict(total=100)],
+    "value_stats": [dict(clip=0.1, total=100), dict(clip=math.inf)],
     "mismatch_stats": [dict(total=100)],
     "sequence_mismatch_stats": [dict(total=100)],
     "token_logprobs": [dict(temperature=0.7)],
-    "target_logprobs": [dict(temperature=0.7)],
+    "target_logprobs": [dict(temperature=0.7), dict(keep=KEPT), dict(targets=SEVERAL, keep=KEPT)],
     "token_entropy": [dict(temperature=0.7)],
     "sum_pi_squared": [dict(temperature=0.7)],
     "linear_logprobs": [dict(temperature=0.7, bias=torch.linspace(0, 1, V).double(), suppress=torch.tensor([1, 4]))],
@@ -78,6 +87,11 @@ OPTIONS = {  # beside the defaults
     "discopop_loss": [dict(beta=2.0, tau=0.5)],
     "alphapo_loss": [dict(alpha=0.0), dict(alpha=-0.5, beta=1.0, gamma=0.3)],
     "alpha_divergence_dpo_loss": [dict(alpha=0.0), dict(alpha=1.5, beta=1.0)],
+    "tpo_loss": [dict(beta=2.0, alpha=0.5, gamma=0.3), dict(alpha=0.0)],
+    "a_star_po_loss": [dict(beta=1.0)],
+    "adaptive_entropy_coef": [dict(entropy=3.0), dict(entropy_coef=0.0, entropy=3.0), dict(step=5.0, high=2.0)],
+    "chord_mu": [dict(step=0), dict(step=10), dict(step=20), dict(step=60), dict(step=99), dict(decay=0)],
+    "load_balancing_loss": [dict(top_k=1), dict(top_k=V), dict(total=100), dict(total=0)],
     "aot_loss": [dict(beta=2.0, label_smoothing=0.2)],
     "aot_unpaired_loss": [dict(beta=2.0, label_smoothing=0.2)],
     "ld_sequence_logprobs": [dict(alpha=0.0), dict(alpha=1.0)],
@@ -85,6 +99,14 @@ OPTIONS = {  # beside the defaults
     "vtrace": [dict(gamma=0.9, lam=0.5, rho_bar=0.8, c_bar=1.1), dict(lam=LAMBDAS)],
     "discounted_returns": [dict(gamma=0.9)],
     "length_adaptive_lambda": [dict(alpha=0.4)],
+    "n_step_returns": [dict(n=1, gamma=0.9), dict(n=3, gamma=DISCOUNTS, bootstrap=LAMBDAS), dict(n=99, gamma=0.8)],
+    "fipo_advantages": [dict(gamma=0.5, low=0.9, high=1.0), dict(high=2.0, ratio_high=1.1), dict(safe_ratio=0.9)],
+    "entropy_advantages": [dict(alpha=0.0), dict(alpha=2.0, kappa=1.5)],
+    "leave_one_out_grpo_advantages": [dict(eps=0.5)],
+    "rae_advantages": [dict(decay=0.0), dict(decay=1.0), dict(decay=0.5)],
+    "optimal_values": [dict(beta=0.1)],
+    "gigpo_advantages": [dict(gamma=1.0, step_weight=0.3), dict(eps=0.5)],
+    "hgpo_advantages": [dict(gamma=1.0, history=0), dict(history=4, alpha=0.0), dict(eps=0.5)],
     "masked_whiten": [dict(eps=0.5)],
     "grpo_advantages": [dict(eps=0.5)],
     "passk_advantages": [dict(k=1, eps=0.1), dict(threshold=0.1)],
@@ -200,6 +222,8 @@ def test_equals_the_loop_with_groups_of_any_size(name, group_ids):
 @pytest.mark.parametrize("name", taking("rewards", "mask"))
 def test_equals_the_loop_with_rewards_of_either_shape(name):
     for seed, shape in ((1, (B,)), (2, (B, T))):
+        if name in ("gigpo_advantages", "hgpo_advantages"):
+            continue  # each step has its own
         if name != "rewards_to_tokens" or len(shape) == 1:
             rewards = torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
             same(name, given(name, seed, rewards=rewards))

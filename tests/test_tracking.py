@@ -261,7 +261,9 @@ def test_report_is_one_self_contained_page(tmp_path):
     said = " ".join(parsed.said)
     for words in ("A & B", "0.125", "0.875", "360", "What is it?", "seven …", "nan"):
         assert words in said, words
-    assert len(parsed.links) == 1 + 3 and parsed.tags.count("tr") == 1 + 3
+    of_metrics = re.findall(r"<tr><td>([^<]+)</td><td>([^<]+)</td><td>([^<]+)</td></tr>", text)
+    assert len(parsed.links) == 1 + 3 and parsed.tags.count("tr") == 2 + 3 + len(of_metrics)
+    assert {(name, "0", "0.8") for name, _ in CURVES} <= set(of_metrics)  # each with its first and its last value
     assert text.count('class="right"') == 1 and text.count('class="wrong"') == 2
     assert sorted(path.name for path in tmp_path.iterdir()) == [
         CONFIG, EVAL, "learning_curve.png", METRICS, "report.html",
@@ -289,7 +291,7 @@ def test_report_escapes_answers(tmp_path, no_curves):
 def test_report_without_samples(tmp_path, no_curves):
     full_run(tmp_path)
     parsed, _ = check_page(write_report(tmp_path))
-    assert "table" not in parsed.tags and tmp_path.name in " ".join(parsed.said)
+    assert parsed.tags.count("table") == 1 and tmp_path.name in " ".join(parsed.said)  # of the metrics
 
 
 @pytest.mark.parametrize(

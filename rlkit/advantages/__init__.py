@@ -10,16 +10,19 @@ What most people need: `grpo_advantages`, `dr_grpo_advantages`, `rloo_advantages
 
 All, by family, each a module:
 
-- group: against the other samples of the prompt. `grpo_advantages`, `dr_grpo_advantages`, `expand_to_tokens`
-- baselines: against another baseline. `rloo_advantages`, `remax_advantages`, `opo_advantages`, `gpg_advantages`,
-  `maxrl_advantages`, `passk_advantages`, `passk_leave_one_out_advantages`
-- returns: of single tokens, from a critic. `AdvantagesAndReturns`, `gae`, `discounted_returns`, `vtrace`,
-  `rewards_to_tokens`, `length_adaptive_lambda`
+- group: against the other samples of the prompt. `grpo_advantages`,
+  `leave_one_out_grpo_advantages`, `dr_grpo_advantages`, `expand_to_tokens`
+- baselines: against another baseline. `rloo_advantages`, `remax_advantages`, `AdvantagesAndBaselines`,
+  `rae_advantages`, `optimal_values`, `opo_advantages`, `gpg_advantages`, `maxrl_advantages`, `passk_advantages`,
+  `passk_leave_one_out_advantages`
+- returns: of single tokens, from what comes after them. `AdvantagesAndReturns`, `gae`, `discounted_returns`,
+  `n_step_returns`, `vtrace`, `fipo_advantages`, `rewards_to_tokens`, `length_adaptive_lambda`
 - whitened: with statistics of the whole batch. `masked_whiten`, `reinforce_plus_plus_advantages`,
   `reinforce_plus_plus_baseline_advantages`, `gdpo_advantages`, `lite_ppo_advantages`
 - token_baseline: `optimal_token_baseline_advantages`
-- shaping: rewards before advantages are taken. `kl_in_reward`, `overlong_penalty`, `RunningMoments`, `scaled_rewards`,
-  `adaptive_kl_coef`, `FixedKL`, `AdaptiveKL`
+- steps: of an agent's episodes. `gigpo_advantages`, `hgpo_advantages`
+- shaping: rewards before advantages are taken. `kl_in_reward`, `overlong_penalty`, `entropy_advantages`,
+  `RunningMoments`, `scaled_rewards`, `adaptive_kl_coef`, `FixedKL`, `AdaptiveKL`
 - filtering: which samples to train on. `informative_groups`, `pf_ppo_weights`, `pf_ppo_power_weights`,
   `pf_ppo_indices`
 
@@ -41,21 +44,68 @@ Args:
         are the batch.
 """
 
-from rlkit.advantages import baselines, filtering, group, returns, shaping, token_baseline, whitened
 from rlkit.advantages.baselines import *
 from rlkit.advantages.filtering import *
 from rlkit.advantages.group import *
 from rlkit.advantages.returns import *
 from rlkit.advantages.shaping import *
+from rlkit.advantages.steps import *
 from rlkit.advantages.token_baseline import *
 from rlkit.advantages.whitened import *
 
 __all__ = [
-    *group.__all__,
-    *baselines.__all__,
-    *returns.__all__,
-    *whitened.__all__,
-    *token_baseline.__all__,
-    *shaping.__all__,
-    *filtering.__all__,
+    # group
+    "grpo_advantages",
+    "leave_one_out_grpo_advantages",
+    "dr_grpo_advantages",
+    "expand_to_tokens",
+    # baselines
+    "rloo_advantages",
+    "remax_advantages",
+    "AdvantagesAndBaselines",
+    "rae_advantages",
+    "optimal_values",
+    "opo_advantages",
+    "gpg_advantages",
+    "maxrl_advantages",
+    "passk_advantages",
+    "passk_leave_one_out_advantages",
+    # returns
+    "AdvantagesAndReturns",
+    "gae",
+    "discounted_returns",
+    "n_step_returns",
+    "vtrace",
+    "fipo_advantages",
+    "rewards_to_tokens",
+    "length_adaptive_lambda",
+    # whitened
+    "masked_whiten",
+    "reinforce_plus_plus_advantages",
+    "reinforce_plus_plus_baseline_advantages",
+    "gdpo_advantages",
+    "lite_ppo_advantages",
+    # token_baseline
+    "optimal_token_baseline_advantages",
+    # steps
+    "gigpo_advantages",
+    "hgpo_advantages",
+    # shaping
+    "kl_in_reward",
+    "overlong_penalty",
+    "entropy_advantages",
+    "RunningMoments",
+    "scaled_rewards",
+    "adaptive_kl_coef",
+    "FixedKL",
+    "AdaptiveKL",
+    # filtering
+    "informative_groups",
+    "pf_ppo_weights",
+    "pf_ppo_power_weights",
+    "pf_ppo_indices",
 ]
+
+
+def __dir__() -> list[str]:
+    return __all__

@@ -1,20 +1,27 @@
-"""Rewards of tokens from what a caller has: one a token, or one a sample."""
+"""Rewards of tokens from what a caller has, and tokens of the mask side by side."""
 
 from torch import Tensor
 
-from rlkit._check import check_mask, check_shape, check_tensor
+from rlkit import _check as check
 from rlkit._numerics import at_least_float32, masked
 
 
 def rewards_per_token(rewards: Tensor, mask: Tensor) -> Tensor:
     """[B, T]: rewards [B, T] as they are, rewards [B] on the last token of the mask; float32 at least."""
-    check_mask(mask)
-    check_tensor("rewards", rewards)
+    check.token_mask(mask)
+    check.tensor("rewards", rewards)
     rewards = at_least_float32(rewards)
     if rewards.ndim == 1:
-        check_shape("rewards", rewards, (len(mask),), "or [B, T] as mask")
+        check.shape("rewards", rewards, (len(mask),), "or [B, T] as mask")
         seen = mask.cumsum(1)
         last = mask & (seen == seen[:, -1:])
         return masked(rewards[:, None], last)
-    check_shape("rewards", rewards, tuple(mask.shape), "as mask, or [B]")
+    check.shape("rewards", rewards, tuple(mask.shape), "as mask, or [B]")
     return rewards
+
+
+def side_by_side(x: Tensor, places: Tensor) -> Tensor:
+    """[B, T + 1]: x [B, T] with column t moved to `places[b, t]`; 0 in column 0 and wherever nothing was moved to."""
+    moved = x.new_zeros(len(x), x.shape[1] + 1).scatter(1, places, x)
+    moved[:, 0] = 0
+    return moved

@@ -1,22 +1,14 @@
 """Advantages of samples against a baseline: the others of the group, a greedy answer, the pass rate."""
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
-from rlkit._check import check_groups, check_not_negative, check_positive, check_rank, check_shape
+from rlkit import _check as check
 from rlkit._numerics import GlobalSum, one_rank
 from rlkit.advantages._groups import centre, group_index, group_max, group_sums, in_dtype_of, judged_rewards
 from rlkit.advantages.filtering import informative_groups
-
-__all__ = [
-    "rloo_advantages",
-    "remax_advantages",
-    "opo_advantages",
-    "gpg_advantages",
-    "maxrl_advantages",
-    "passk_advantages",
-    "passk_leave_one_out_advantages",
-]
 
 
 def rloo_advantages(rewards: Tensor, group_ids: Tensor) -> Tensor:
@@ -32,7 +24,7 @@ def rloo_advantages(rewards: Tensor, group_ids: Tensor) -> Tensor:
     Returns:
         [B].
     """
-    check_groups(group_ids, rewards=rewards)
+    check.groups(group_ids, rewards=rewards)
     centred, index, count = centre(rewards, group_ids)
     factor = count / (count - 1).clamp(min=1)
     return in_dtype_of(rewards, factor[index] * centred)
@@ -49,11 +41,77 @@ def remax_advantages(rewards: Tensor, greedy_rewards: Tensor) -> Tensor:
     Returns:
         [B], float32 (float64 where one of them is float64).
     """
-    check_rank("rewards", rewards, 1, "[B]")
-    check_shape("greedy_rewards", greedy_rewards, tuple(rewards.shape), "as rewards")
+    check.rank("rewards", rewards, 1, "[B]")
+    check.shape("greedy_rewards", greedy_rewards, tuple(rewards.shape), "as rewards")
     (known, judged), (greedy, greedy_judged) = judged_rewards(rewards), judged_rewards(greedy_rewards)
     advantages = torch.where(judged & greedy_judged, known - greedy, 0)
     return in_dtype_of(rewards + greedy_rewards, advantages)
+
+
+class AdvantagesAndBaselines(NamedTuple):
+    """What `rae_advantages` returns."""
+
+    advantages: Tensor
+    baselines: Tensor
+
+
+def rae_advantages(rewards: Tensor, roles: Tensor, baselines: Tensor, decay: float = 0.95) -> AdvantagesAndBaselines:
+    r"""Reward minus a running mean of the rewards that the same role has had, one row after the other.
+
+    $$A_i = r_i - b_{role(i)}, \quad b_{role(i)} \leftarrow \alpha\, b_{role(i)} + (1 - \alpha)\, r_i$$
+
+    Role-conditioned advantage estimation, SPIRAL, https://arxiv.org/abs/2506.24119, for a policy that plays a game
+    against itself: the roles of a game have different expectations, and there is no group of answers to one prompt.
+
+    Args:
+        roles: integer [B], in [0, R): the role of each sample, and its game where there are several.
+        baselines: [R], from the call before; 0 at the start.
+        decay: alpha, in [0, 1].
+
+    Returns:
+        AdvantagesAndBaselines: advantages [B], and the baselines [R] for the next call. The rows are taken in their
+        order; a row that was not judged does not count.
+    """
+    check.rank("rewards", rewards, 1, "[B]")
+    check.integer("roles", roles)
+    check.shape("roles", roles, tuple(rewards.shape), "as rewards")
+    check.rank("baselines", baselines, 1, "[R]")
+    check.share(decay=decay)
+    samples, known, judged = len(rewards), *judged_rewards(rewards)
+    roles = torch.cat([roles, torch.arange(len(baselines), device=roles.device)])  # and, last, the next of each role
+    before = (roles[:, None] == roles).tril(-1)[:, :samples] & judged  # [i, j]: whether j counts for i
+    seen = before.sum(1).double()
+    weights = (1 - decay) * decay ** (seen[:, None] - seen[:samples] - 1).clamp(min=0) * before
+    running = decay**seen * baselines.double()[roles] + weights @ known
+    advantages = torch.where(judged, known - running[:samples], 0)
+    return AdvantagesAndBaselines(in_dtype_of(rewards, advantages), in_dtype_of(rewards, running[samples:]))
+
+
+def optimal_values(rewards: Tensor, group_ids: Tensor, beta: float = 0.5) -> Tensor:
+    r"""What the best policy under a KL penalty would earn, from answers of the reference to the same prompt.
+
+    $$V^* = \beta \log \frac{1}{G} \sum_j e^{r_j / \beta}$$
+
+    A*-PO, https://arxiv.org/abs/2505.20686, for `rlkit.losses.a_star_po_loss`; between the mean of the group's rewards
+    (beta large) and their maximum (beta small).
+
+    Args:
+        rewards: [B], of answers that the reference wrote.
+        beta: > 0; the authors' 0.5.
+
+    Returns:
+        [B], equal within a group; 0 for a group of which no sample was judged.
+    """
+    check.groups(group_ids, rewards=rewards)
+    check.positive(beta=beta)
+    index = group_index(group_ids)
+    known, judged = judged_rewards(rewards)
+    largest = group_max(torch.where(judged, known.detach(), -torch.inf), index)
+    largest = torch.where(largest > -torch.inf, largest, 0)
+    shares = torch.where(judged, ((known - largest) / beta).exp(), 0)
+    count = group_sums(judged.double(), index)[index]
+    mean = group_sums(shares, index)[index] / count.clamp(min=1)
+    return in_dtype_of(rewards, largest + beta * torch.where(count > 0, mean, 1).log())
 
 
 def opo_advantages(rewards: Tensor, group_ids: Tensor, lengths: Tensor) -> Tensor:
@@ -73,7 +131,7 @@ def opo_advantages(rewards: Tensor, group_ids: Tensor, lengths: Tensor) -> Tenso
     Returns:
         [B].
     """
-    check_groups(group_ids, rewards=rewards, lengths=lengths)
+    check.groups(group_ids, rewards=rewards, lengths=lengths)
     centred, index, _ = centre(rewards, group_ids)
     _, judged = judged_rewards(rewards)
     weights = torch.where(judged, lengths, 0).double()
@@ -99,7 +157,7 @@ def gpg_advantages(rewards: Tensor, group_ids: Tensor, global_sum: GlobalSum = o
     Returns:
         [B]; 0 throughout where no group is informative.
     """
-    check_groups(group_ids, rewards=rewards)
+    check.groups(group_ids, rewards=rewards)
     centred, _, _ = centre(rewards, group_ids)
     _, judged = judged_rewards(rewards)
     informative = judged & informative_groups(rewards, group_ids)
@@ -125,7 +183,7 @@ def maxrl_advantages(rewards: Tensor, group_ids: Tensor) -> Tensor:
     Returns:
         [B]; 0 where the mean of the group is not above 0.
     """
-    check_groups(group_ids, rewards=rewards)
+    check.groups(group_ids, rewards=rewards)
     centred, index, count = centre(rewards, group_ids)
     known, _ = judged_rewards(rewards)
     mean = (group_sums(known, index) / count.clamp(min=1))[index]
@@ -155,9 +213,9 @@ def passk_advantages(rewards: Tensor, group_ids: Tensor, k: int, threshold: floa
     Returns:
         [B]; 0 where every k of the group hold a pass, or none passes.
     """
-    check_groups(group_ids, rewards=rewards)
-    check_positive(k=k)
-    check_not_negative(eps=eps)
+    check.groups(group_ids, rewards=rewards)
+    check.positive(k=k)
+    check.not_negative(eps=eps)
     index = group_index(group_ids)
     known, judged = judged_rewards(rewards)
     passed = judged & (known > threshold)
@@ -183,7 +241,7 @@ def passk_leave_one_out_advantages(rewards: Tensor, group_ids: Tensor) -> Tensor
     Returns:
         [B], >= 0.
     """
-    check_groups(group_ids, rewards=rewards)
+    check.groups(group_ids, rewards=rewards)
     index = group_index(group_ids)
     known, judged = judged_rewards(rewards)
     known = torch.where(judged, known, -torch.inf)

@@ -3,15 +3,8 @@
 import torch
 from torch import Tensor
 
-from rlkit._check import check_float, check_groups, check_not_negative, check_rank, fail
+from rlkit import _check as check
 from rlkit.advantages._groups import group_index, group_max, group_min, group_sums, in_dtype_of, judged_rewards
-
-__all__ = [
-    "informative_groups",
-    "pf_ppo_weights",
-    "pf_ppo_power_weights",
-    "pf_ppo_indices",
-]
 
 
 def informative_groups(rewards: Tensor, group_ids: Tensor) -> Tensor:
@@ -28,7 +21,7 @@ def informative_groups(rewards: Tensor, group_ids: Tensor) -> Tensor:
         bool [B], equal within a group, also for its samples that were not judged; False for a group with fewer than two
         judged samples.
     """
-    check_groups(group_ids, rewards=rewards)
+    check.groups(group_ids, rewards=rewards)
     known, judged = judged_rewards(rewards)
     largest, smallest = _extremes(known, judged, group_index(group_ids))
     return smallest < largest
@@ -55,10 +48,10 @@ def pf_ppo_weights(rewards: Tensor, group_ids: Tensor, best: float = 0.5, worst:
         [B], summing to 1 in each group with a judged sample: draw samples with `pf_ppo_indices`, or weigh each one's
         loss by N w.
     """
-    check_groups(group_ids, rewards=rewards)
-    check_not_negative(best=best, worst=worst)
+    check.groups(group_ids, rewards=rewards)
+    check.not_negative(best=best, worst=worst)
     if best + worst > 1:
-        fail("best + worst", best + worst, "at most 1")
+        check.fail("best + worst", best + worst, "at most 1")
     index = group_index(group_ids)
     known, judged = judged_rewards(rewards)
     largest, smallest = _extremes(known, judged, index)
@@ -89,8 +82,8 @@ def pf_ppo_power_weights(rewards: Tensor, group_ids: Tensor, power: float = 2.0)
     Returns:
         [B], summing to 1 in each group with a judged sample: draw samples with `pf_ppo_indices`.
     """
-    check_groups(group_ids, rewards=rewards)
-    check_not_negative(power=power)
+    check.groups(group_ids, rewards=rewards)
+    check.not_negative(power=power)
     index = group_index(group_ids)
     known, judged = judged_rewards(rewards)
     powers = known.abs().pow(power) * judged
@@ -112,9 +105,9 @@ def pf_ppo_indices(weights: Tensor, count: int, generator: torch.Generator) -> T
     Returns:
         int64 [count], row numbers.
     """
-    check_float("weights", weights)
-    check_rank("weights", weights, 1, "[B]")
-    check_not_negative(count=count)
+    check.floating("weights", weights)
+    check.rank("weights", weights, 1, "[B]")
+    check.not_negative(count=count)
     if count == 0:
         return torch.zeros(0, dtype=torch.long, device=weights.device)
     return torch.multinomial(weights, count, replacement=True, generator=generator)

@@ -3,14 +3,8 @@
 import torch
 from torch import Tensor
 
-from rlkit._check import check_groups, check_mask, check_not_negative, check_rank, check_shape
+from rlkit import _check as check
 from rlkit.advantages._groups import centre, group_sums, in_dtype_of, root
-
-__all__ = [
-    "grpo_advantages",
-    "dr_grpo_advantages",
-    "expand_to_tokens",
-]
 
 
 def grpo_advantages(rewards: Tensor, group_ids: Tensor, eps: float = 1e-6) -> Tensor:
@@ -30,12 +24,43 @@ def grpo_advantages(rewards: Tensor, group_ids: Tensor, eps: float = 1e-6) -> Te
     Returns:
         [B].
     """
-    check_groups(group_ids, rewards=rewards)
-    check_not_negative(eps=eps)
+    check.groups(group_ids, rewards=rewards)
+    check.not_negative(eps=eps)
     centred, index, count = centre(rewards, group_ids)
     variance = group_sums(centred.square(), index) / (count - 1).clamp(min=1)
     std = root(variance)[index]
     return in_dtype_of(rewards, centred / (std + eps))
+
+
+def leave_one_out_grpo_advantages(rewards: Tensor, group_ids: Tensor, eps: float = 1e-6) -> Tensor:
+    r"""Reward minus the mean of the others of its group, over the standard deviation of the others.
+
+    $$A_i = \frac{r_i - m_i}{s_i + \epsilon}, \quad m_i = \frac{1}{G - 1} \sum_{j \ne i} r_j, \quad
+    s_i^2 = \frac{1}{G - 2} \sum_{j \ne i} (r_j - m_i)^2$$
+
+    RLOO's baseline (https://arxiv.org/abs/2402.14740) with a deviation that leaves the sample out too, so that neither
+    depends on it; NeMo-RL's default for GRPO.
+
+    Choices: where the others are all equal there is no deviation to divide by and the difference stays as it is, as in
+    NeMo-RL; so do groups of two. A group of one gives 0.
+
+    Args:
+        eps: >= 0.
+
+    Returns:
+        [B].
+    """
+    check.groups(group_ids, rewards=rewards)
+    check.not_negative(eps=eps)
+    centred, index, count = centre(rewards, group_ids)
+    count = count[index]
+    others = (count - 1).clamp(min=1)
+    difference = centred * count / others  # r - m
+    squares = group_sums(centred.square(), index)[index]
+    left = squares - centred * difference  # of the others, around their own mean
+    spread = left > 1e-12 * squares  # else rounding
+    std = root(torch.where(spread, left / (count - 2).clamp(min=1), 1))
+    return in_dtype_of(rewards, difference / torch.where(spread, std + eps, 1))
 
 
 def dr_grpo_advantages(rewards: Tensor, group_ids: Tensor) -> Tensor:
@@ -47,7 +72,7 @@ def dr_grpo_advantages(rewards: Tensor, group_ids: Tensor) -> Tensor:
     Returns:
         [B]; 0 for a group of one.
     """
-    check_groups(group_ids, rewards=rewards)
+    check.groups(group_ids, rewards=rewards)
     centred, _, _ = centre(rewards, group_ids)
     return in_dtype_of(rewards, centred)
 
@@ -61,7 +86,7 @@ def expand_to_tokens(advantages: Tensor, mask: Tensor) -> Tensor:
     Returns:
         [B, T], of the dtype of `advantages`.
     """
-    check_mask(mask)
-    check_rank("advantages", advantages, 1, "[B]")
-    check_shape("advantages", advantages, (mask.shape[0],), "[B] as mask")
+    check.token_mask(mask)
+    check.rank("advantages", advantages, 1, "[B]")
+    check.shape("advantages", advantages, (mask.shape[0],), "[B] as mask")
     return torch.where(mask, advantages[:, None], 0)

@@ -10,27 +10,17 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from rlkit._check import (
-    check_float,
-    check_mask,
-    check_per_token,
-    check_positive,
-    check_rank,
-    check_shape,
-    check_share,
+from rlkit import _check as check
+from rlkit._numerics import (
+    LOG_RATIO_LIMIT,
+    at_least_float32,
+    masked,
+    masked_advantages,
+    masked_log_ratio,
+    masked_ratio,
 )
-from rlkit._numerics import at_least_float32, masked, masked_ratio
 from rlkit.advantages._kernels import following, recurrence
-from rlkit.advantages._tokens import rewards_per_token
-
-__all__ = [
-    "AdvantagesAndReturns",
-    "gae",
-    "discounted_returns",
-    "vtrace",
-    "rewards_to_tokens",
-    "length_adaptive_lambda",
-]
+from rlkit.advantages._tokens import rewards_per_token, side_by_side
 
 
 class AdvantagesAndReturns(NamedTuple):
@@ -70,7 +60,7 @@ def gae(
     Returns:
         AdvantagesAndReturns: both [B, T], 0 outside the mask. A nan in a row stays in that row.
     """
-    check_per_token(mask, values=values)
+    check.per_token(mask, values=values)
     rewards, values = rewards_per_token(rewards, mask), at_least_float32(values)
     lam = _lambda_column(lam, gamma, values)
     y = recurrence((1 - lam) * values + lam * rewards, gamma * lam, mask)
@@ -89,9 +79,55 @@ def discounted_returns(rewards: Tensor, mask: Tensor, gamma: float = 1.0) -> Ten
     Returns:
         [B, T]; 0 outside the mask.
     """
-    check_share(gamma=gamma)
+    check.share(gamma=gamma)
     rewards = rewards_per_token(rewards, mask)
     return masked(recurrence(rewards, rewards.new_full((), gamma), mask), mask)
+
+
+@torch.no_grad()
+def n_step_returns(
+    rewards: Tensor,
+    values: Tensor,
+    mask: Tensor,
+    n: int,
+    gamma: float | Tensor = 1.0,
+    bootstrap: Tensor | None = None,
+) -> Tensor:
+    r"""Value targets from the next n rewards and the value after them.
+
+    $$G_t = r_t + \gamma_t r_{t+1} + \dots + \gamma_t \cdots \gamma_{t+n-2}\, r_{t+n-1} +
+    \gamma_t \cdots \gamma_{t+n-1}\, V_{t+n}$$
+    where t counts the tokens of the mask alone; past the last of them rewards are 0 and V is the bootstrap value.
+
+    Sutton and Barto, Reinforcement Learning, 2nd edition, eq. 7.1. n = 1 gives the TD target; n of the row's length,
+    without a bootstrap value, gives `discounted_returns`.
+
+    Args:
+        rewards: [B, T], of each token, or [B], given to the last token of the mask.
+        values: [B, T]: `values[b, t]` is that of the prefix before token t.
+        n: > 0.
+        gamma: discount of one token of the mask, in [0, 1]; a number, or [B, T] with one for each token.
+        bootstrap: [B], the value past the last token, for answers that were cut off; None for 0.
+
+    Returns:
+        [B, T]; 0 outside the mask.
+    """
+    check.per_token(mask, values=values)
+    check.positive(n=n)
+    rewards, values = masked(rewards_per_token(rewards, mask), mask), masked(values, mask)
+    if isinstance(gamma, Tensor):
+        check.per_token(mask, gamma=gamma)
+    else:
+        check.share(gamma=gamma)
+        gamma = rewards.new_full((), gamma)
+    end = values.new_zeros(len(mask)) if bootstrap is None else at_least_float32(bootstrap)
+    check.shape("bootstrap", end, (len(mask),), "[B]")
+    places = torch.where(mask, mask.flip(1).cumsum(1).flip(1), 0)  # 1 for the last token, then backwards
+    rewards, values, gamma = (side_by_side(x.expand(mask.shape), places)[:, 1:] for x in (rewards, values, gamma))
+    target = torch.cat([end[:, None], values], 1)
+    for _ in range(min(n, mask.shape[1])):
+        target = torch.cat([end[:, None], rewards + gamma * target[:, :-1]], 1)
+    return masked(target.gather(1, places), mask)
 
 
 @torch.no_grad()
@@ -131,8 +167,8 @@ def vtrace(
     Returns:
         AdvantagesAndReturns: the advantages A and the targets v, both [B, T], 0 outside the mask.
     """
-    check_per_token(mask, values=values, logprobs=logprobs, rollout_logprobs=rollout_logprobs)
-    check_positive(rho_bar=rho_bar, c_bar=c_bar)
+    check.per_token(mask, values=values, logprobs=logprobs, rollout_logprobs=rollout_logprobs)
+    check.positive(rho_bar=rho_bar, c_bar=c_bar)
     rewards, values = rewards_per_token(rewards, mask), at_least_float32(values)
     lam = _lambda_column(lam, gamma, values)
     weight = masked_ratio(logprobs, rollout_logprobs, mask)
@@ -143,6 +179,53 @@ def vtrace(
     targets = masked(values + excess, mask)
     advantages = rho * (rewards + gamma * (next_value + lam * following(excess)) - values)
     return AdvantagesAndReturns(masked(advantages, mask), targets)
+
+
+@torch.no_grad()
+def fipo_advantages(
+    advantages: Tensor,
+    logprobs: Tensor,
+    old_logprobs: Tensor,
+    mask: Tensor,
+    gamma: float = 2 ** (-1 / 32),
+    low: float = 0.8,
+    high: float = 1.2,
+    ratio_high: float = 10.0,
+    safe_ratio: float = 4.0,
+) -> Tensor:
+    r"""Advantages times how much likelier all that came after a token has become: credit for what it leads to.
+
+    $$A'_t = A_t\, \mathrm{clip}(e^{F_t}, \text{low}, \text{high}), \quad
+    F_t = \log r_t\, [r_t \le \bar r] + \gamma F_{t+1}, \quad r = \exp(\text{logprobs} - \text{old\_logprobs})$$
+    where t counts the tokens of the mask alone. Where A < 0 and $r_t$ is above `safe_ratio` the weight is at most 1.
+
+    FIPO, https://arxiv.org/abs/2603.19835, with PPO's clipped loss of these advantages. The default gamma halves the
+    influence over 32 tokens. Of one step on a batch, where r is 1, it changes nothing.
+
+    Choices: the bounds are 1 - 0.2 and 1 + 0.2; ms-swift's default is from 1 up. There columns count as distances, also
+    those of tool output.
+
+    Args:
+        advantages: [B] or [B, T].
+        gamma: in [0, 1].
+        low, high: bounds of the weight; 0 <= low <= 1 <= high.
+        ratio_high: tokens with a larger ratio do not count in F; > 0.
+        safe_ratio: > 0; see above.
+
+    Returns:
+        [B, T], 0 outside the mask.
+    """
+    check.per_token(mask, logprobs=logprobs, old_logprobs=old_logprobs)
+    check.share(gamma=gamma, low=low)
+    check.positive(ratio_high=ratio_high, safe_ratio=safe_ratio)
+    if not high >= 1:
+        check.fail("high", high, "a number >= 1")
+    log_ratio = masked_log_ratio(logprobs, old_logprobs, mask)
+    advantages, ratio = masked_advantages(advantages, mask), log_ratio.exp()
+    influence = recurrence(torch.where(ratio <= ratio_high, log_ratio, 0), log_ratio.new_full((), gamma), mask)
+    weight = influence.clamp(max=LOG_RATIO_LIMIT).exp().clamp(low, high)
+    unsafe = (advantages < 0) & (ratio > safe_ratio)
+    return advantages * torch.where(unsafe, weight.clamp(max=1), weight)
 
 
 def rewards_to_tokens(rewards: Tensor, mask: Tensor) -> Tensor:
@@ -158,7 +241,7 @@ def rewards_to_tokens(rewards: Tensor, mask: Tensor) -> Tensor:
     Returns:
         [B, T].
     """
-    check_rank("rewards", rewards, 1, "[B]")
+    check.rank("rewards", rewards, 1, "[B]")
     return rewards_per_token(rewards, mask)
 
 
@@ -176,20 +259,20 @@ def length_adaptive_lambda(mask: Tensor, alpha: float = 0.05) -> Tensor:
     Returns:
         [B], float32, in [0, 1); 0 for a row with no token.
     """
-    check_mask(mask)
-    check_positive(alpha=alpha)
+    check.token_mask(mask)
+    check.positive(alpha=alpha)
     length = mask.sum(1).float()
     return (1 - 1 / (alpha * length)).clamp(min=0)
 
 
 def _lambda_column(lam: float | Tensor, gamma: float, like: Tensor) -> Tensor:
     """Check gamma and lam; lam comes back as a 0-d tensor, or [B, 1] where each row has its own, of `like`'s dtype."""
-    check_share(gamma=gamma)
+    check.share(gamma=gamma)
     if not isinstance(lam, Tensor):
-        check_share(lam=lam)
+        check.share(lam=lam)
         return like.new_full((), lam)
-    check_float("lam", lam)
+    check.floating("lam", lam)
     if lam.ndim == 0:
         return lam.to(like.dtype)
-    check_shape("lam", lam, (like.shape[0],), "[B], or a number")
+    check.shape("lam", lam, (like.shape[0],), "[B], or a number")
     return lam.to(like.dtype)[:, None]

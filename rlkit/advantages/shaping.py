@@ -6,26 +6,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from rlkit._check import (
-    check_not_negative,
-    check_per_token,
-    check_positive,
-    check_rank,
-    fail,
-)
-from rlkit._numerics import GlobalSum, at_least_float32, masked, one_rank
+from rlkit import _check as check
+from rlkit._numerics import GlobalSum, at_least_float32, masked, masked_advantages, one_rank
 from rlkit.advantages._groups import in_dtype_of
 from rlkit.advantages._tokens import rewards_per_token
-
-__all__ = [
-    "kl_in_reward",
-    "overlong_penalty",
-    "RunningMoments",
-    "scaled_rewards",
-    "adaptive_kl_coef",
-    "FixedKL",
-    "AdaptiveKL",
-]
 
 
 @torch.no_grad()
@@ -46,11 +30,11 @@ def kl_in_reward(rewards: Tensor, kl: Tensor, mask: Tensor, kl_coef: float | Ten
     Returns:
         [B, T], without gradient; 0 outside the mask.
     """
-    check_per_token(mask, kl=kl)
+    check.per_token(mask, kl=kl)
     if isinstance(kl_coef, Tensor):
-        check_rank("kl_coef", kl_coef, 0, "(a number or a 0-d tensor)")
+        check.rank("kl_coef", kl_coef, 0, "(a number or a 0-d tensor)")
     else:
-        check_not_negative(kl_coef=kl_coef)
+        check.not_negative(kl_coef=kl_coef)
     return masked(rewards_per_token(rewards, mask) - kl_coef * at_least_float32(kl), mask)
 
 
@@ -71,14 +55,41 @@ def overlong_penalty(lengths: Tensor, max_length: float, buffer: float, penalty:
     Returns:
         [B], float32 (float64 for float64 lengths), in [-penalty, 0]; add it to the rewards.
     """
-    check_rank("lengths", lengths, 1, "[B]")
-    check_positive(max_length=max_length)
-    check_not_negative(penalty=penalty)
+    check.rank("lengths", lengths, 1, "[B]")
+    check.positive(max_length=max_length)
+    check.not_negative(penalty=penalty)
     if not 0 <= buffer <= max_length:
-        fail("buffer", buffer, f"a number in [0, max_length], which is {max_length}")
+        check.fail("buffer", buffer, f"a number in [0, max_length], which is {max_length}")
     dtype = torch.promote_types(lengths.dtype, torch.float32)
     excess = lengths.to(dtype) - (max_length - buffer)
     return -penalty * (excess / buffer).clamp(0.0, 1.0) if buffer > 0 else -penalty * (excess > 0).to(dtype)
+
+
+@torch.no_grad()
+def entropy_advantages(
+    advantages: Tensor, entropy: Tensor, mask: Tensor, alpha: float = 0.4, kappa: float = 2.0
+) -> Tensor:
+    r"""Advantages with a little more for tokens that the policy is unsure of, never so much that a sign changes.
+
+    $$A'_t = A_t + \min\Big(\alpha\, \mathrm{sg}(H_t),\ \frac{|A_t|}{\kappa}\Big)$$
+
+    Reasoning with exploration, https://arxiv.org/abs/2506.14758. It is no entropy bonus: the entropy gets no gradient.
+
+    Args:
+        advantages: [B] or [B, T].
+        entropy: [B, T], in nats.
+        alpha: >= 0; the paper's 0.4.
+        kappa: > 1; the paper's 2.
+
+    Returns:
+        [B, T], 0 outside the mask.
+    """
+    check.per_token(mask, entropy=entropy)
+    check.not_negative(alpha=alpha)
+    if not kappa > 1:
+        check.fail("kappa", kappa, "a number > 1")
+    advantages = masked_advantages(advantages, mask)
+    return advantages + torch.minimum(alpha * masked(entropy, mask), advantages.abs() / kappa)
 
 
 @dataclass
@@ -115,7 +126,7 @@ class RunningMoments:
         Raises:
             ValueError: rewards that are not [B].
         """
-        check_rank("rewards", rewards, 1, "[B]")
+        check.rank("rewards", rewards, 1, "[B]")
         known = rewards[rewards.isfinite()].double().cpu()
         total, count = global_sum(torch.stack([known.sum(), known.new_tensor(len(known))])).tolist()
         if count:
@@ -143,8 +154,8 @@ def scaled_rewards(rewards: Tensor, mean: float, std: float, clip: float = float
     Returns:
         [B], float32 (float64 for float64 rewards).
     """
-    check_rank("rewards", rewards, 1, "[B]")
-    check_positive(std=std, clip=clip)
+    check.rank("rewards", rewards, 1, "[B]")
+    check.positive(std=std, clip=clip)
     scaled = (rewards.double() - mean) / std
     return in_dtype_of(rewards, scaled.clamp(-clip, clip))
 
@@ -168,12 +179,12 @@ def adaptive_kl_coef(kl_coef: float, kl: float, target: float, horizon: float, s
     Returns:
         The coefficient from here on.
     """
-    check_not_negative(kl_coef=kl_coef)
-    check_positive(target=target, horizon=horizon)
+    check.not_negative(kl_coef=kl_coef)
+    check.positive(target=target, horizon=horizon)
     if kl != kl:
-        fail("kl", kl, "a number")
+        check.fail("kl", kl, "a number")
     if not 0 <= steps < 5 * horizon:
-        fail("steps", steps, "a number in [0, 5 * horizon)")
+        check.fail("steps", steps, "a number in [0, 5 * horizon)")
     error = min(max(kl / target - 1, -0.2), 0.2)
     return kl_coef * (1 + error * steps / horizon)
 

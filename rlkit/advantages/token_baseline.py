@@ -3,15 +3,11 @@
 import torch
 from torch import Tensor
 
-from rlkit._check import check_groups, check_not_negative, check_per_token
+from rlkit import _check as check
 from rlkit._numerics import masked
 from rlkit.advantages._groups import group_sums
-from rlkit.advantages._tokens import rewards_per_token
+from rlkit.advantages._tokens import rewards_per_token, side_by_side
 from rlkit.advantages.returns import discounted_returns
-
-__all__ = [
-    "optimal_token_baseline_advantages",
-]
 
 
 @torch.no_grad()
@@ -53,11 +49,11 @@ def optimal_token_baseline_advantages(
         [B, T], without gradient; 0 outside the mask.
     """
     rewards = masked(rewards_per_token(rewards, mask), mask)
-    check_not_negative(eps=eps)
-    check_groups(group_ids, rewards=rewards[:, :1].sum(1))
-    check_per_token(mask, old_logprobs=old_logprobs, sum_pi_squared=sum_pi_squared)
+    check.not_negative(eps=eps)
+    check.groups(group_ids, rewards=rewards[:, :1].sum(1))
+    check.per_token(mask, old_logprobs=old_logprobs, sum_pi_squared=sum_pi_squared)
     if rollout_weights is not None:
-        check_per_token(mask, rollout_weights=rollout_weights)
+        check.per_token(mask, rollout_weights=rollout_weights)
     dtype = rewards.dtype
     mask = mask & rewards.isfinite().all(1, keepdim=True)
     lengths = mask.sum(1, keepdim=True)
@@ -70,8 +66,8 @@ def optimal_token_baseline_advantages(
     # the tokens of each row side by side, from column 1 on: the t-th of one row is compared with the t-th of the others
     places = mask.cumsum(1) * mask
     live = torch.arange(mask.shape[1] + 1, device=mask.device) <= lengths
-    returns = _side_by_side(discounted_returns(rewards, mask), places)
-    weights = torch.where(live, _side_by_side(norms, places).cumsum(1), 0)
+    returns = side_by_side(discounted_returns(rewards, mask), places)
+    weights = torch.where(live, side_by_side(norms, places).cumsum(1), 0)
 
     unique, index = torch.unique(group_ids, return_inverse=True)
     groups = len(unique)
@@ -82,10 +78,3 @@ def optimal_token_baseline_advantages(
     several = group_sums((lengths > 0).to(dtype), index, groups) > 1
     advantages = torch.where(several[index], returns - baseline[index], 0)
     return advantages.gather(1, places) * mask
-
-
-def _side_by_side(x: Tensor, places: Tensor) -> Tensor:
-    """[B, T + 1]: x [B, T] with column t moved to `places[b, t]`; 0 in column 0 and wherever nothing was moved to."""
-    moved = x.new_zeros(len(x), x.shape[1] + 1).scatter(1, places, x)
-    moved[:, 0] = 0
-    return moved

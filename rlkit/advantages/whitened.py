@@ -3,21 +3,12 @@
 import torch
 from torch import Tensor
 
-from rlkit._check import check_groups, check_mask, check_not_negative, check_per_token, check_rank, check_shape
+from rlkit import _check as check
 from rlkit._numerics import GlobalSum, masked, one_rank
 from rlkit.advantages._groups import centre, group_index, in_dtype_of, judged_rewards, root
 from rlkit.advantages._tokens import rewards_per_token
 from rlkit.advantages.group import grpo_advantages
 from rlkit.advantages.returns import discounted_returns
-
-__all__ = [
-    "masked_whiten",
-    "reinforce_plus_plus_advantages",
-    "reinforce_plus_plus_baseline_advantages",
-    "gdpo_advantages",
-    "lite_ppo_advantages",
-]
-
 
 _ROUNDING = 1e-14  # of equal numbers in float64: how far they may seem to be from their mean, over that mean
 
@@ -38,8 +29,8 @@ def masked_whiten(x: Tensor, mask: Tensor, eps: float = 1e-8, global_sum: Global
     Returns:
         [B, T], without gradient; 0 outside the mask.
     """
-    check_per_token(mask, x=x)
-    check_not_negative(eps=eps)
+    check.per_token(mask, x=x)
+    check.not_negative(eps=eps)
     return _whiten(masked(x, mask), mask, eps, global_sum)
 
 
@@ -70,8 +61,8 @@ def reinforce_plus_plus_advantages(
     Returns:
         [B, T], 0 outside the mask.
     """
-    check_mask(mask)
-    check_not_negative(eps=eps)
+    check.token_mask(mask)
+    check.not_negative(eps=eps)
     rewards = masked(rewards_per_token(rewards, mask), mask)
     mask = mask & rewards.isfinite().all(1, keepdim=True)
     return _whiten(discounted_returns(rewards, mask, gamma), mask, eps, global_sum)
@@ -103,8 +94,8 @@ def reinforce_plus_plus_baseline_advantages(
     Returns:
         [B].
     """
-    check_groups(group_ids, rewards=rewards)
-    check_not_negative(eps=eps)
+    check.groups(group_ids, rewards=rewards)
+    check.not_negative(eps=eps)
     weights = _row_weights(rewards.isfinite(), lengths)
     centred, _, _ = centre(rewards, group_ids)
     return in_dtype_of(rewards, _whiten(centred, weights, eps, global_sum))
@@ -129,8 +120,8 @@ def gdpo_advantages(
     rewards collapse to one advantage.
 
     Choices: each reward as in `grpo_advantages`. The batch statistics weigh every sample the same, as in the authors'
-    TRL code; with `lengths` every token, as in verl and the authors' verl code. A reward that was not judged is left
-    out alone: the authors' code takes it as 0, which shifts its whole group.
+    TRL code; with `lengths` every token, as in verl and the authors' verl code. One reward that was not judged is left
+    out, and the sample's others count; the authors' code takes it as 0, which shifts its whole group.
 
     Args:
         weights: [R]; by default all 1.
@@ -140,12 +131,12 @@ def gdpo_advantages(
     Returns:
         [B].
     """
-    check_rank("rewards", rewards, 2, "[B, R]")
-    check_groups(group_ids, rewards=rewards[:, :1].sum(1))
+    check.rank("rewards", rewards, 2, "[B, R]")
+    check.groups(group_ids, rewards=rewards[:, :1].sum(1))
     b, r = rewards.shape
     if weights is None:
         weights = rewards.new_ones(r)
-    check_shape("weights", weights, (r,), "[R] of rewards [B, R]")
+    check.shape("weights", weights, (r,), "[R] of rewards [B, R]")
     ids = group_index(group_ids) + b * torch.arange(r, device=group_ids.device)[:, None]  # a group a reward and group
     normed = grpo_advantages(rewards.T.double().reshape(-1), ids.reshape(-1), eps).view(r, b)
     total = weights.double() @ normed
@@ -172,8 +163,8 @@ def lite_ppo_advantages(
     Returns:
         [B]; 0 for a group of one.
     """
-    check_groups(group_ids, rewards=rewards)
-    check_not_negative(eps=eps)
+    check.groups(group_ids, rewards=rewards)
+    check.not_negative(eps=eps)
     centred, _, _ = centre(rewards, group_ids)
     _, variance = _moments(*judged_rewards(rewards), global_sum)
     return in_dtype_of(rewards, centred / (root(variance) + eps))
@@ -183,7 +174,7 @@ def _row_weights(judged: Tensor, lengths: Tensor | None) -> Tensor:
     """[B]: what each row weighs in statistics of the batch."""
     if lengths is None:
         return judged
-    check_shape("lengths", lengths, tuple(judged.shape), "[B] as rewards")
+    check.shape("lengths", lengths, tuple(judged.shape), "[B] as rewards")
     return lengths * judged
 
 

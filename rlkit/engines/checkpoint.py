@@ -212,24 +212,3 @@ def keep_newest(folder: str | Path, count: int) -> None:
     if dist.get_rank() == 0:
         for path in checkpoints(folder)[:-count] if count > 0 else []:
             shutil.rmtree(path)
-
-
-def export_hf(path: str | Path, model: Any, weights: Iterable[tuple[str, Tensor]], processor: Any = None) -> None:
-    """Write a Hugging Face model directory: config, safetensors, processor. It is either complete or absent.
-
-    Args:
-        path: of the directory.
-        model: from transformers; its config and class are saved.
-        weights: (name, full tensor) of every parameter; all ranks iterate together, rank 0 keeps copies on the host.
-        processor: saved beside the weights; None for none.
-    """
-    path, writes = Path(path), dist.get_rank() == 0
-    tensors = {name: tensor.cpu() for name, tensor in weights if writes}
-    if writes:
-        part = path.with_name(path.name + ".part")
-        shutil.rmtree(part, ignore_errors=True)
-        model.save_pretrained(part, state_dict=tensors)
-        if processor is not None:
-            processor.save_pretrained(part)
-        replace_directory(part, path)
-    dist.barrier()

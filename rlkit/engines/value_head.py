@@ -14,15 +14,18 @@ the hidden states by default, and computes the head at every position.
 
 from __future__ import annotations
 
+import copy
 import json
 from pathlib import Path
 from typing import Any
 
 import torch
+from accelerate import init_empty_weights
+from safetensors import SafetensorError
 from torch import Tensor, nn
 
 from rlkit.data.samples import Batch
-from rlkit.vlm.loading import empty_model, load_config, load_model, read_model
+from rlkit.vlm.loading import empty_model, load_config, load_model, model_path, read_model
 
 
 def with_value_head(model: Any) -> Any:
@@ -64,20 +67,71 @@ def has_value_head(model: Any) -> bool:
     return getattr(model.get_output_embeddings(), "out_features", None) == 1
 
 
+CLASSIFIER_HEAD = "score.weight"
+
+
+def as_classifier(model: Any, weights: dict[str, Tensor], tokenizer: Any = None) -> tuple[Any, dict[str, Tensor]]:
+    """A value model in the form that `AutoModelForSequenceClassification` reads, with one label.
+
+    Its score is that of the last token which is not padding, so it needs to know the padding token.
+
+    Args:
+        model: with a value head; its weights are not used.
+        weights: its full tensors by name.
+        tokenizer: names the padding token, if the model's config does not.
+
+    Returns:
+        An empty classifier and its weights by name; both arguments as they are if the family has no such class.
+    """
+    from transformers import MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING as CLASSES
+
+    kind: Any = CLASSES.get(type(model.config), None)
+    if kind is None:
+        return model, weights
+    config = copy.deepcopy(model.config)
+    config.num_labels = 1
+    if config.get_text_config().pad_token_id is None:
+        config.get_text_config().pad_token_id = getattr(tokenizer, "pad_token_id", None)
+    with init_empty_weights():
+        classifier = kind._from_config(config, dtype=model.dtype)
+    head = head_name(model)
+    names = {CLASSIFIER_HEAD if name == head else name for name in model.state_dict()}
+    if names != set(classifier.state_dict()):  # a head of several layers, say
+        return model, weights
+    return classifier, {CLASSIFIER_HEAD if name == head else name: x for name, x in weights.items()}
+
+
+def is_classifier(config: Any) -> bool:
+    """Whether a model's files hold a `...ForSequenceClassification`."""
+    return any(name.endswith("ForSequenceClassification") for name in config.architectures or ())
+
+
+def head_name(model: Any) -> str:
+    """The name of the weight of a model's output layer."""
+    head = model.get_output_embeddings()
+    return next(f"{name}.weight" for name, module in model.named_modules() if module is head)
+
+
 def load_value_model(
     path: str, *, dtype: torch.dtype = torch.float32, trust_remote_code: bool = False, on_meta: bool = False
 ) -> Any:
-    """Load a value model: an export with its trained head, or any causal LM or VLM with a new head of zeros.
+    """Load a value model: an export with its trained head, a classifier with one label (as most reward models on the
+    hub are), or any causal LM or VLM with a new head of zeros.
 
     Args: see `rlkit.vlm.load_model`.
 
     Raises:
-        ValueError: as `rlkit.vlm.load_model`; or weights of an export that are missing or have other shapes.
+        ValueError: as `rlkit.vlm.load_model`; weights of an export that are missing or have other shapes; a classifier
+            with several labels.
     """
     options: dict[str, Any] = {"dtype": dtype, "trust_remote_code": trust_remote_code}
     config = load_config(path, trust_remote_code=trust_remote_code)
+    if is_classifier(config) and config.num_labels != 1:
+        raise ValueError(f"model {path!r}: expected a classifier with one label, got {config.num_labels}")
     if on_meta:
         return with_value_head(empty_model(path, config, **options))
+    if is_classifier(config):
+        return _read_classifier(path, config, **options)
     if not getattr(config, "value_head", False):
         return with_value_head(load_model(path, **options))
     # transformers makes an output layer for the vocabulary, and warns that the saved one has another shape
@@ -89,13 +143,32 @@ def load_value_model(
         model, found = read_model(path, config, ignore_mismatched_sizes=True, output_loading_info=True, **options)
     finally:
         logging.set_verbosity(verbosity)
-    head = model.get_output_embeddings()
-    name = next(f"{name}.weight" for name, module in model.named_modules() if module is head)
+    head, name = model.get_output_embeddings(), head_name(model)
     mismatched = {(key, tuple(shape)) for key, shape, *_ in found["mismatched_keys"]}
     if wrong := found["missing_keys"] | {key for key, _ in mismatched ^ {(name, (1, head.in_features))}}:
         listed = ", ".join(sorted(wrong))
         raise ValueError(f"model {path!r}: expected every weight in its shape, got missing or different ones: {listed}")
     with_value_head(model).get_output_embeddings().weight.data.copy_(_read_tensor(path, name))
+    return model
+
+
+def _read_classifier(path: str, config: Any, **options: Any) -> Any:
+    """A value model with the weights of a `...ForSequenceClassification`."""
+    import transformers
+
+    source = model_path(path)
+    auto = transformers.AutoModelForSequenceClassification
+    try:
+        classifier, found = auto.from_pretrained(source, config=config, output_loading_info=True, **options)
+    except (OSError, ValueError, RuntimeError, SafetensorError) as error:
+        raise ValueError(f"model {path!r}: {error}") from error
+    if missing := sorted(found["missing_keys"]):
+        listed = ", ".join(missing)
+        raise ValueError(f"model {path!r}: expected every weight in its shape, got missing or different ones: {listed}")
+    model = with_value_head(empty_model(path, config, **options))
+    body = classifier.base_model.state_dict(prefix=f"{model.base_model_prefix}.")
+    model.load_state_dict(body, strict=False, assign=True)  # without the head
+    model.get_output_embeddings().weight.data.copy_(classifier.get_parameter(CLASSIFIER_HEAD).data)
     return model
 
 

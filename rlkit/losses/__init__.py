@@ -20,31 +20,33 @@ All, by family, each a module:
 - policy: one ratio a token. `clipped_policy_loss` (PPO, GRPO, DAPO), `reinforce_loss`, `gpg_loss`, `cispo_loss`,
   `gppo_loss`, `sapo_loss`
 - sequence_policy: one ratio a sequence. `gspo_loss`, `gspo_token_loss`, `luspo_loss`, `gmpo_loss`, `topr_loss`,
-  `off_policy_sequence_mask`
+  `sequence_sapo_loss`, `flash_reinforce_loss`, `off_policy_sequence_mask`
 - trust_region: another region than a clipped ratio. `clip_cov_loss`, `kl_cov_loss`, `dppo_tv_loss`, `dppo_kl_loss`,
-  `dro_loss`, `vespo_loss`
+  `dro_loss`, `vespo_loss`, `m2po_loss`
 - value: `clipped_value_loss`
 - reductions: from values a token to one number. `token_sum`, `token_mean`, `sequence_mean`, `sequence_sum_mean`,
-  `fixed_length_mean`, `pair_mean`
+  `fixed_length_mean`, `prompt_mean`, `group_token_counts`, `pair_mean`
 - logprobs: from logits or hidden states. `LogprobsAndEntropy`, `token_logprobs`, `align_with_tokens`,
   `target_logprobs`, `token_entropy`, `sum_pi_squared`, `suppress_tokens`, `linear_logprobs`
-- entropy: `top_entropy_mask`
+- entropy: `top_entropy_mask`, `adaptive_entropy_coef`
 - kl: from a reference. `kl_k1`, `kl_k2`, `kl_k3`, `kl_abs`, `kl_straight_through`, `kl_k3_weighted`,
-  `full_vocabulary_kl`
+  `kl_binary`, `full_vocabulary_kl`
 - mismatch: between sampler and trainer. `importance_weights`, `sequence_importance_weights`,
   `geometric_importance_weights`, `masked_importance_weights`, `sequence_masked_importance_weights`,
   `token_rejection_mask`, `rejection_mask`, `sequence_rejection_mask`, `geometric_rejection_mask`,
   `token_divergence_mask`, `sequence_sum_divergence_mask`, `sequence_mean_divergence_mask`,
   `sequence_max_divergence_mask`
-- diagnostics: `ratio_stats`, `mismatch_stats`, `sequence_mismatch_stats`, `effective_sample_size`
+- diagnostics: `ratio_stats`, `value_stats`, `mismatch_stats`, `sequence_mismatch_stats`, `effective_sample_size`
 - preference: pairs of answers, single answers, reward models. `sequence_logprobs`, `sequence_mean_logprobs`,
   `dpo_loss`, `robust_dpo_loss`, `ipo_loss`, `hinge_dpo_loss`, `slic_loss`, `apo_zero_loss`, `simpo_loss`, `orpo_loss`,
   `kto_loss`, `kto_kl_estimate`, `bradley_terry_loss`, `reward_centring_loss`, `preference_stats`
 - preference_variants: `apo_down_loss`, `exo_loss`, `nca_loss`, `sppo_loss`, `bco_loss`, `discopop_loss`,
-  `alphapo_loss`, `alpha_divergence_dpo_loss`, `forward_kl_dpo_loss`, `js_dpo_loss`, `aot_loss`, `aot_unpaired_loss`,
-  `ld_sequence_logprobs`, `wpo_weights`
+  `alphapo_loss`, `tpo_loss`, `a_star_po_loss`, `alpha_divergence_dpo_loss`, `forward_kl_dpo_loss`, `js_dpo_loss`,
+  `aot_loss`, `aot_unpaired_loss`, `ld_sequence_logprobs`, `wpo_weights`
 - distillation: of a teacher and a student. `forward_kl_loss`, `reverse_kl_loss`, `jsd_loss`, `topk_forward_kl_loss`,
   `topk_reverse_kl_loss`
+- supervised: of answers that somebody else wrote. `dft_loss`, `chord_phi_loss`, `chord_mu`
+- router: of mixtures of experts. `load_balancing_loss`
 
 Conventions, said here once and held everywhere in rlkit:
 
@@ -83,21 +85,6 @@ Args:
         this mask; 0 gives 0. Trained tokens, unless a function says otherwise.
 """
 
-from rlkit.losses import (
-    diagnostics,
-    distillation,
-    entropy,
-    kl,
-    logprobs,
-    mismatch,
-    policy,
-    preference,
-    preference_variants,
-    reductions,
-    sequence_policy,
-    trust_region,
-    value,
-)
 from rlkit.losses.diagnostics import *
 from rlkit.losses.distillation import *
 from rlkit.losses.entropy import *
@@ -108,22 +95,136 @@ from rlkit.losses.policy import *
 from rlkit.losses.preference import *
 from rlkit.losses.preference_variants import *
 from rlkit.losses.reductions import *
+from rlkit.losses.router import *
 from rlkit.losses.sequence_policy import *
+from rlkit.losses.supervised import *
 from rlkit.losses.trust_region import *
 from rlkit.losses.value import *
 
 __all__ = [
-    *policy.__all__,
-    *sequence_policy.__all__,
-    *trust_region.__all__,
-    *value.__all__,
-    *reductions.__all__,
-    *logprobs.__all__,
-    *entropy.__all__,
-    *kl.__all__,
-    *mismatch.__all__,
-    *diagnostics.__all__,
-    *preference.__all__,
-    *preference_variants.__all__,
-    *distillation.__all__,
+    # policy
+    "clipped_policy_loss",
+    "reinforce_loss",
+    "gpg_loss",
+    "cispo_loss",
+    "gppo_loss",
+    "sapo_loss",
+    # sequence_policy
+    "gspo_loss",
+    "gspo_token_loss",
+    "luspo_loss",
+    "gmpo_loss",
+    "topr_loss",
+    "sequence_sapo_loss",
+    "flash_reinforce_loss",
+    "off_policy_sequence_mask",
+    # trust_region
+    "clip_cov_loss",
+    "kl_cov_loss",
+    "dppo_tv_loss",
+    "dppo_kl_loss",
+    "dro_loss",
+    "vespo_loss",
+    "m2po_loss",
+    # value
+    "clipped_value_loss",
+    # reductions
+    "token_sum",
+    "token_mean",
+    "sequence_mean",
+    "sequence_sum_mean",
+    "fixed_length_mean",
+    "prompt_mean",
+    "group_token_counts",
+    "pair_mean",
+    # logprobs
+    "LogprobsAndEntropy",
+    "token_logprobs",
+    "align_with_tokens",
+    "target_logprobs",
+    "token_entropy",
+    "sum_pi_squared",
+    "suppress_tokens",
+    "linear_logprobs",
+    # entropy
+    "top_entropy_mask",
+    "adaptive_entropy_coef",
+    # kl
+    "kl_k1",
+    "kl_k2",
+    "kl_k3",
+    "kl_abs",
+    "kl_straight_through",
+    "kl_k3_weighted",
+    "kl_binary",
+    "full_vocabulary_kl",
+    # mismatch
+    "importance_weights",
+    "sequence_importance_weights",
+    "geometric_importance_weights",
+    "masked_importance_weights",
+    "sequence_masked_importance_weights",
+    "token_rejection_mask",
+    "rejection_mask",
+    "sequence_rejection_mask",
+    "geometric_rejection_mask",
+    "token_divergence_mask",
+    "sequence_sum_divergence_mask",
+    "sequence_mean_divergence_mask",
+    "sequence_max_divergence_mask",
+    # diagnostics
+    "ratio_stats",
+    "value_stats",
+    "mismatch_stats",
+    "sequence_mismatch_stats",
+    "effective_sample_size",
+    # preference
+    "sequence_logprobs",
+    "sequence_mean_logprobs",
+    "dpo_loss",
+    "robust_dpo_loss",
+    "ipo_loss",
+    "hinge_dpo_loss",
+    "slic_loss",
+    "apo_zero_loss",
+    "simpo_loss",
+    "orpo_loss",
+    "kto_loss",
+    "kto_kl_estimate",
+    "bradley_terry_loss",
+    "reward_centring_loss",
+    "preference_stats",
+    # preference_variants
+    "apo_down_loss",
+    "exo_loss",
+    "nca_loss",
+    "sppo_loss",
+    "bco_loss",
+    "discopop_loss",
+    "alphapo_loss",
+    "tpo_loss",
+    "a_star_po_loss",
+    "alpha_divergence_dpo_loss",
+    "forward_kl_dpo_loss",
+    "js_dpo_loss",
+    "aot_loss",
+    "aot_unpaired_loss",
+    "ld_sequence_logprobs",
+    "wpo_weights",
+    # distillation
+    "forward_kl_loss",
+    "reverse_kl_loss",
+    "jsd_loss",
+    "topk_forward_kl_loss",
+    "topk_reverse_kl_loss",
+    # supervised
+    "dft_loss",
+    "chord_phi_loss",
+    "chord_mu",
+    # router
+    "load_balancing_loss",
 ]
+
+
+def __dir__() -> list[str]:
+    return __all__

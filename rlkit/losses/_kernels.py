@@ -29,8 +29,8 @@ class Logprobs(torch.autograd.Function):
     generate_vmap_rule = True
 
     @staticmethod
-    def forward(logits: Tensor, targets: Tensor, temperature: Tensor) -> Tensor:
-        logps = (log_softmax(logits[rows], temperature[rows]).gather(1, targets[rows]) for rows in pieces(logits))
+    def forward(logits: Tensor, targets: Tensor, temperature: Tensor, keep: Tensor | None) -> Tensor:
+        logps = (_kept_log_softmax(logits, temperature, keep, rows).gather(1, targets[rows]) for rows in pieces(logits))
         return torch.cat(list(logps))
 
     @staticmethod
@@ -40,13 +40,13 @@ class Logprobs(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        logits, targets, temperature = ctx.saved_tensors
+        logits, targets, temperature, keep = ctx.saved_tensors
         result = torch.empty_like(logits)
         for rows in pieces(logits):
-            p = log_softmax(logits[rows], temperature[rows]).exp_()
+            p = _kept_log_softmax(logits, temperature, keep, rows).exp_()
             share = grad[rows] / temperature[rows]
             result[rows] = p.mul_(-share.sum(1, keepdim=True)).scatter_add_(1, targets[rows], share)
-        return result, None, None
+        return result, None, None, None
 
 
 class Entropy(torch.autograd.Function):
@@ -267,6 +267,12 @@ def chunks(rows: int, size: int) -> list[slice]:
 def log_softmax(logits: Tensor, temperature: Tensor) -> Tensor:
     """Of tempered logits, in float32 at least; a tensor of its own."""
     return (at_least_float32(logits) / temperature).log_softmax(1)
+
+
+def _kept_log_softmax(logits: Tensor, temperature: Tensor, keep: Tensor | None, rows: slice) -> Tensor:
+    """`log_softmax` of some rows over the tokens that `keep` has, -inf at the others."""
+    kept = logits[rows] if keep is None else torch.where(keep[rows], logits[rows], -torch.inf)
+    return log_softmax(kept, temperature[rows])
 
 
 def entropy_of(logp: Tensor) -> Tensor:

@@ -9,7 +9,7 @@ import math
 import torch
 from torch import Tensor
 
-from rlkit._check import advantages_per_token, check_not_negative, check_per_token
+from rlkit import _check as check
 from rlkit._numerics import (
     LOG_RATIO_LIMIT,
     at_least_float32,
@@ -21,13 +21,6 @@ from rlkit._numerics import (
 )
 from rlkit.losses.kl import kl_k3
 from rlkit.losses.reductions import sequence_mean, token_mean
-
-__all__ = [
-    "ratio_stats",
-    "mismatch_stats",
-    "sequence_mismatch_stats",
-    "effective_sample_size",
-]
 
 
 @torch.no_grad()
@@ -59,17 +52,52 @@ def ratio_stats(
     Returns:
         A dict of 0-d tensors.
     """
-    check_per_token(mask, logprobs=logprobs, old_logprobs=old_logprobs)
-    check_not_negative(clip_low=clip_low, clip_high=clip_high)
+    check.per_token(mask, logprobs=logprobs, old_logprobs=old_logprobs)
+    check.not_negative(clip_low=clip_low, clip_high=clip_high)
     ratio = masked_ratio(logprobs, old_logprobs, mask)
     above, below = ratio > 1 + clip_high, ratio < 1 - clip_low
     if advantages is not None:
-        advantages = advantages_per_token(advantages, mask)
+        advantages = check.advantages_per_token(advantages, mask)
         above, below = above & (advantages > 0), below & (advantages < 0)
     return {
         "ratio/clip_fraction": token_mean((above | below).to(ratio.dtype), mask, total),
         "ratio/approx_kl": token_mean(kl_k3(old_logprobs, logprobs, mask), mask, total),
         "ratio/max": _largest(masked(ratio, mask)),
+    }
+
+
+@torch.no_grad()
+def value_stats(
+    values: Tensor,
+    old_values: Tensor,
+    returns: Tensor,
+    mask: Tensor,
+    clip: float = 0.5,
+    total: float | Tensor | None = None,
+) -> dict[str, Tensor]:
+    r"""How well the critic does, and how often the clip of `clipped_value_loss` binds.
+
+    - "value/clip_fraction": share of tokens where the clipped value's squared error is the larger one, as in verl.
+    - "value/squared_error": mean of $(v - R)^2$.
+    - "value/mean", "value/return": means of values and returns.
+
+    Args:
+        values, old_values, returns, clip: as in `clipped_value_loss`.
+
+    Returns:
+        A dict of 0-d tensors.
+    """
+    check.per_token(mask, values=values, old_values=old_values, returns=returns)
+    check.not_negative(clip=clip)
+    values, old_values, returns = (masked(x, mask) for x in (values, old_values, returns))
+    squared_error = (values - returns).square()
+    clipped = values.clamp(old_values - clip, old_values + clip)
+    binds = (clipped - returns).square() > squared_error
+    return {
+        "value/clip_fraction": token_mean(binds.to(values.dtype), mask, total),
+        "value/squared_error": token_mean(squared_error, mask, total),
+        "value/mean": token_mean(values, mask, total),
+        "value/return": token_mean(returns, mask, total),
     }
 
 
@@ -93,7 +121,7 @@ def mismatch_stats(
     Returns:
         A dict of 0-d tensors.
     """
-    check_per_token(mask, logprobs=logprobs, rollout_logprobs=rollout_logprobs)
+    check.per_token(mask, logprobs=logprobs, rollout_logprobs=rollout_logprobs)
     distance = masked(at_least_float32(logprobs) - at_least_float32(rollout_logprobs), mask).abs()
     weight = masked(masked_ratio(logprobs, rollout_logprobs, mask), mask)
     total = mask.sum() if total is None else total
@@ -136,7 +164,7 @@ def sequence_mismatch_stats(
     Returns:
         A dict of 0-d tensors.
     """
-    check_per_token(mask, logprobs=logprobs, rollout_logprobs=rollout_logprobs)
+    check.per_token(mask, logprobs=logprobs, rollout_logprobs=rollout_logprobs)
     delta = masked_log_ratio(logprobs, rollout_logprobs, mask)
     log_weight = delta.sum(1).clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
     each = {

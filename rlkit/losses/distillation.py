@@ -20,17 +20,9 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from rlkit._check import check_float, check_integer, check_mask, check_positive, check_rank, check_shape, fail
+from rlkit import _check as check
 from rlkit._numerics import at_least_float32
 from rlkit.losses._kernels import Buckets, divergence, forward_kl, jsd, reverse_kl, temperature_column
-
-__all__ = [
-    "forward_kl_loss",
-    "reverse_kl_loss",
-    "jsd_loss",
-    "topk_forward_kl_loss",
-    "topk_reverse_kl_loss",
-]
 
 _TAIL_ROUNDING = 16.0  # in units of the dtype's eps: what 1 - sum(p) may be off by; no tail mass below it is believed
 
@@ -52,7 +44,8 @@ def forward_kl_loss(student_logits: Tensor, teacher_logits: Tensor, mask: Tensor
     Returns:
         [B, T], to be minimised, never below 0.
     """
-    _check_pair(student_logits, teacher_logits, mask, temperature)
+    check.positive(temperature=temperature)
+    check.per_position(mask, student_logits=student_logits, teacher_logits=teacher_logits)
     return divergence(forward_kl, student_logits, teacher_logits, mask, temperature)
 
 
@@ -67,7 +60,8 @@ def reverse_kl_loss(student_logits: Tensor, teacher_logits: Tensor, mask: Tensor
 
     Args, Returns: as `forward_kl_loss`.
     """
-    _check_pair(student_logits, teacher_logits, mask, temperature)
+    check.positive(temperature=temperature)
+    check.per_position(mask, student_logits=student_logits, teacher_logits=teacher_logits)
     return divergence(reverse_kl, student_logits, teacher_logits, mask, temperature)
 
 
@@ -93,8 +87,9 @@ def jsd_loss(
         [B, T], to be minimised, never below 0.
     """
     if not 0 < beta < 1:
-        fail("beta", beta, "a number in (0, 1); for the ends see forward_kl_loss (0) and reverse_kl_loss (1)")
-    _check_pair(student_logits, teacher_logits, mask, temperature)
+        check.fail("beta", beta, "a number in (0, 1); for the ends see forward_kl_loss (0) and reverse_kl_loss (1)")
+    check.positive(temperature=temperature)
+    check.per_position(mask, student_logits=student_logits, teacher_logits=teacher_logits)
     return divergence(partial(jsd, beta=beta), student_logits, teacher_logits, mask, temperature)
 
 
@@ -167,12 +162,13 @@ def _buckets(
 
     The student's last bucket is summed over the tokens outside K, not taken as 1 minus the others, which would cancel.
     """
-    _check_student(student_logits, mask, temperature)
-    check_float("teacher_logprobs", teacher_logprobs)
-    check_rank("teacher_logprobs", teacher_logprobs, 3, "[B, T, K]")
-    check_shape("teacher_logprobs", teacher_logprobs, (*mask.shape, teacher_logprobs.shape[2]), "[B, T, K] as mask")
-    check_integer("teacher_indices", teacher_indices)
-    check_shape("teacher_indices", teacher_indices, tuple(teacher_logprobs.shape), "as teacher_logprobs")
+    check.positive(temperature=temperature)
+    check.per_position(mask, student_logits=student_logits)
+    check.floating("teacher_logprobs", teacher_logprobs)
+    check.rank("teacher_logprobs", teacher_logprobs, 3, "[B, T, K]")
+    check.shape("teacher_logprobs", teacher_logprobs, (*mask.shape, teacher_logprobs.shape[2]), "[B, T, K] as mask")
+    check.integer("teacher_indices", teacher_indices)
+    check.shape("teacher_indices", teacher_indices, tuple(teacher_logprobs.shape), "as teacher_logprobs")
     teacher = torch.where(mask[..., None], at_least_float32(teacher_logprobs.detach()), -torch.inf)
     named = teacher > -torch.inf
     index = torch.where(named, teacher_indices, 0).long()
@@ -188,20 +184,3 @@ def _buckets(
 def _tail_rounding(x: Tensor) -> float:
     """The largest 1 - sum(p) of the dtype of `x` that may be rounding alone."""
     return _TAIL_ROUNDING * torch.finfo(x.dtype).eps
-
-
-def _check_pair(student_logits: Tensor, teacher_logits: Tensor, mask: Tensor, temperature: float) -> None:
-    """Two [B, T, V] of one shape, with the [B, T] of the bool mask, and a positive temperature."""
-    _check_student(student_logits, mask, temperature)
-    check_float("teacher_logits", teacher_logits)
-    check_shape("teacher_logits", teacher_logits, tuple(student_logits.shape), "as student_logits")
-
-
-def _check_student(student_logits: Tensor, mask: Tensor, temperature: float) -> None:
-    """student_logits [B, T, V] with the [B, T] of the bool mask, and a positive temperature."""
-    check_positive(temperature=temperature)
-    check_mask(mask)
-    check_float("student_logits", student_logits)
-    check_rank("student_logits", student_logits, 3, "[B, T, V]")
-    shape = (*mask.shape, student_logits.shape[2])
-    check_shape("student_logits", student_logits, shape, "[B, T, V] with the [B, T] of mask")

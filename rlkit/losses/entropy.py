@@ -1,16 +1,16 @@
-"""The mask of high-entropy tokens."""
+"""Entropy: the mask of tokens that have much of it, and the coefficient of a bonus for it.
+
+The bonus itself is one line: `token_mean(policy_loss - entropy_coef * entropy, mask)`, with the entropy of
+`token_entropy` or `linear_logprobs`, aligned with the tokens.
+"""
 
 import math
 
 import torch
 from torch import Tensor
 
-from rlkit._check import check_per_token, fail
+from rlkit import _check as check
 from rlkit._numerics import at_least_float32
-
-__all__ = [
-    "top_entropy_mask",
-]
 
 
 @torch.no_grad()
@@ -35,9 +35,9 @@ def top_entropy_mask(entropy: Tensor, mask: Tensor, share: float = 0.2) -> Tenso
     Returns:
         bool [B, T], within the mask.
     """
-    check_per_token(mask, entropy=entropy)
+    check.per_token(mask, entropy=entropy)
     if not 0 < share <= 1:
-        fail("share", share, "a number in (0, 1]")
+        check.fail("share", share, "a number in (0, 1]")
     if not mask.numel():
         return mask
     mask = mask & ~entropy.isnan()
@@ -46,3 +46,31 @@ def top_entropy_mask(entropy: Tensor, mask: Tensor, share: float = 0.2) -> Tenso
     most = 1 + math.floor((mask.numel() - 1) * share + 1e-6)  # a bound on it that is known on the host
     largest = entropy.flatten().topk(most).values
     return mask & (entropy >= largest.gather(0, (kept - 1).clamp(min=0)[None]))
+
+
+def adaptive_entropy_coef(
+    entropy_coef: float, entropy: float, target: float, step: float = 0.005, low: float = 0.0, high: float = 1.0
+) -> float:
+    r"""The coefficient of an entropy bonus, one step up while the entropy is at most its target, else one down.
+
+    $$c' = \mathrm{clip}(c + \Delta, low, high) \text{ where } H \le H^*, \quad
+    \mathrm{clip}(c - \Delta, low, high) \text{ elsewhere}$$
+
+    Skywork-OR1's adaptive entropy control, https://arxiv.org/abs/2505.22312. There, and in TRL, the bonus is used only
+    while the entropy is at most the target: `c if entropy <= target else 0.0`.
+
+    Args:
+        entropy_coef: the present coefficient.
+        entropy: the mean over all tokens of the last batch, in nats.
+        target: in nats.
+        step: Delta, >= 0.
+        low, high: the coefficient is held within [low, high].
+
+    Returns:
+        The coefficient from here on.
+    """
+    check.not_negative(step=step, low=low)
+    if not low <= high:
+        check.fail("high", high, f"a number >= low, which is {low}")
+    moved = entropy_coef + step if entropy <= target else entropy_coef - step
+    return min(max(moved, low), high)

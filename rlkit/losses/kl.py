@@ -11,6 +11,7 @@ enumerate it):
 | `kl_abs` | $E \lvert d \rvert$ | that of the L1 distance between the two distributions |
 | `kl_straight_through` | that of the value it is given | that of KL(policy, ref) |
 | `kl_k3_weighted` | KL(policy, ref), also off-policy | that of KL(policy, ref), also off-policy |
+| `kl_binary` | at most KL(policy, ref) | of KL between "this token" and "another" alone |
 | `full_vocabulary_kl` | KL(policy, ref), no sampling | that of KL(policy, ref), no sampling |
 
 "Expected gradient" is that of one token given the tokens before it: no per-token loss sees that a token changes which
@@ -20,19 +21,9 @@ prefixes come after it. A KL taken off the reward (`rlkit.advantages.kl_in_rewar
 import torch
 from torch import Tensor
 
-from rlkit._check import check_float, check_mask, check_masked_if_any, check_positive, check_rank, check_shape
+from rlkit import _check as check
 from rlkit._numerics import masked, masked_log_ratio, masked_ratio
 from rlkit.losses._kernels import NO_PROBABILITY, divergence, reverse_kl
-
-__all__ = [
-    "kl_k1",
-    "kl_k2",
-    "kl_k3",
-    "kl_abs",
-    "kl_straight_through",
-    "kl_k3_weighted",
-    "full_vocabulary_kl",
-]
 
 
 def kl_k1(logprobs: Tensor, ref_logprobs: Tensor, mask: Tensor | None = None) -> Tensor:
@@ -48,7 +39,7 @@ def kl_k1(logprobs: Tensor, ref_logprobs: Tensor, mask: Tensor | None = None) ->
     Returns:
         [B, T].
     """
-    check_masked_if_any(mask, logprobs=logprobs, ref_logprobs=ref_logprobs)
+    check.masked_if_any(mask, logprobs=logprobs, ref_logprobs=ref_logprobs)
     return masked_log_ratio(logprobs, ref_logprobs, mask)
 
 
@@ -65,7 +56,7 @@ def kl_k2(logprobs: Tensor, ref_logprobs: Tensor, mask: Tensor | None = None) ->
     Returns:
         [B, T], never below 0.
     """
-    check_masked_if_any(mask, logprobs=logprobs, ref_logprobs=ref_logprobs)
+    check.masked_if_any(mask, logprobs=logprobs, ref_logprobs=ref_logprobs)
     return 0.5 * masked_log_ratio(logprobs, ref_logprobs, mask).square()
 
 
@@ -87,7 +78,7 @@ def kl_k3(logprobs: Tensor, ref_logprobs: Tensor, mask: Tensor | None = None) ->
     Returns:
         [B, T].
     """
-    check_masked_if_any(mask, logprobs=logprobs, ref_logprobs=ref_logprobs)
+    check.masked_if_any(mask, logprobs=logprobs, ref_logprobs=ref_logprobs)
     d = -masked_log_ratio(logprobs, ref_logprobs, mask)
     return d.expm1() - d
 
@@ -102,7 +93,7 @@ def kl_abs(logprobs: Tensor, ref_logprobs: Tensor, mask: Tensor | None = None) -
     Returns:
         [B, T], never below 0.
     """
-    check_masked_if_any(mask, logprobs=logprobs, ref_logprobs=ref_logprobs)
+    check.masked_if_any(mask, logprobs=logprobs, ref_logprobs=ref_logprobs)
     return masked_log_ratio(logprobs, ref_logprobs, mask).abs()
 
 
@@ -120,7 +111,7 @@ def kl_straight_through(logprobs: Tensor, ref_logprobs: Tensor, value: Tensor, m
     Returns:
         [B, T], equal to `value` to the last bit.
     """
-    check_masked_if_any(mask, logprobs=logprobs, ref_logprobs=ref_logprobs, value=value)
+    check.masked_if_any(mask, logprobs=logprobs, ref_logprobs=ref_logprobs, value=value)
     value = masked(value.detach(), mask)
     k2 = kl_k2(logprobs, ref_logprobs, mask)
     return value + (k2 - k2.detach())
@@ -142,8 +133,31 @@ def kl_k3_weighted(logprobs: Tensor, ref_logprobs: Tensor, old_logprobs: Tensor,
     Returns:
         [B, T], never below 0.
     """
-    check_masked_if_any(mask, logprobs=logprobs, ref_logprobs=ref_logprobs, old_logprobs=old_logprobs)
+    check.masked_if_any(mask, logprobs=logprobs, ref_logprobs=ref_logprobs, old_logprobs=old_logprobs)
     return masked_ratio(logprobs, old_logprobs, mask) * kl_k3(logprobs, ref_logprobs, mask)
+
+
+def kl_binary(logprobs: Tensor, ref_logprobs: Tensor, mask: Tensor | None = None) -> Tensor:
+    r"""KL(policy || reference) of "this token or another one", a bound from below on that of the whole vocabulary.
+
+    $$p \log \frac{p}{q} + (1 - p) \log \frac{1 - p}{1 - q}, \quad p = e^{\text{logprobs}},\
+    q = e^{\text{ref\_logprobs}}$$
+
+    DPPO, https://arxiv.org/abs/2602.04879 eq. 14, as a trust region: `dppo_kl_loss`, `flash_reinforce_loss`. It is
+    small for rare tokens, whatever their ratio, and needs no logits.
+
+    Choices: 1e-8 is added to both terms of the second quotient, as in DPPO's code: in float32 the probability of a
+    token that is all but certain is 1, and the KL to it would be infinite. FlashREINFORCE's code holds p and q within
+    [1e-6, 1 - 1e-6] instead.
+
+    Returns:
+        [B, T].
+    """
+    check.masked_if_any(mask, logprobs=logprobs, ref_logprobs=ref_logprobs)
+    log_p = masked(logprobs, mask).clamp(max=0)
+    log_q = masked(ref_logprobs.detach(), mask).clamp(max=0)
+    rest_p, rest_q = 1e-8 - log_p.expm1(), 1e-8 - log_q.expm1()  # 1 - p and 1 - q
+    return log_p.exp() * masked_log_ratio(log_p, log_q, mask) + rest_p * (rest_p / rest_q).log()
 
 
 def full_vocabulary_kl(
@@ -169,15 +183,11 @@ def full_vocabulary_kl(
     Returns:
         [B, T], never below 0.
     """
-    check_float("logits", logits)
-    check_float("ref_logits", ref_logits)
-    check_rank("logits", logits, 3, "[B, T, V]")
-    check_shape("ref_logits", ref_logits, tuple(logits.shape), "as logits")
-    check_positive(temperature=temperature)
+    check.rank("logits", logits, 3, "[B, T, V]")
+    check.positive(temperature=temperature)
     if mask is None:
         mask = logits.new_ones(logits.shape[:2], dtype=torch.bool)
-    check_mask(mask)
-    check_shape("mask", mask, tuple(logits.shape[:2]), "as logits without V")
+    check.per_position(mask, logits=logits, ref_logits=ref_logits)
     return divergence(_reverse_kl, logits, ref_logits, mask, temperature)
 
 

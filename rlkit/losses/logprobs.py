@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from rlkit._check import check_float, check_integer, check_positive, check_rank, check_shape, fail
+from rlkit import _check as check
 from rlkit.losses._kernels import (
     CHUNK_BYTES,
     CPU_CHUNK_BYTES,
@@ -24,17 +24,6 @@ from rlkit.losses._kernels import (
     squared_sums,
     temperature_column,
 )
-
-__all__ = [
-    "LogprobsAndEntropy",
-    "token_logprobs",
-    "align_with_tokens",
-    "target_logprobs",
-    "token_entropy",
-    "sum_pi_squared",
-    "suppress_tokens",
-    "linear_logprobs",
-]
 
 
 class LogprobsAndEntropy(NamedTuple):
@@ -61,9 +50,9 @@ def token_logprobs(logits: Tensor, tokens: Tensor, temperature: float | Tensor =
     Returns:
         [B, T], float32 (float64 for float64 logits), never above 0.
     """
-    check_rank("logits", logits, 3, "[B, T, V]")
-    check_shape("tokens", tokens, tuple(logits.shape[:-1]), "as logits without V")
-    check_integer("tokens", tokens)
+    check.rank("logits", logits, 3, "[B, T, V]")
+    check.shape("tokens", tokens, tuple(logits.shape[:-1]), "as logits without V")
+    check.integer("tokens", tokens)
     _check_temperature(temperature, tokens)
     if isinstance(temperature, Tensor):
         temperature = temperature.expand(tokens.shape).roll(-1, 1)
@@ -82,29 +71,39 @@ def align_with_tokens(x: Tensor) -> Tensor:
     Returns:
         [B, T], of the dtype of `x`.
     """
-    check_rank("x", x, 2, "[B, T]")
+    check.rank("x", x, 2, "[B, T]")
     return F.pad(x, (1, 0))[:, :-1]
 
 
-def target_logprobs(logits: Tensor, targets: Tensor, temperature: float | Tensor = 1.0) -> Tensor:
+def target_logprobs(
+    logits: Tensor, targets: Tensor, temperature: float | Tensor = 1.0, keep: Tensor | None = None
+) -> Tensor:
     r"""Log-probability of `targets` under `logits` at the same position, with no shift: the form for packed rows.
 
     $$\text{out} = \log \mathrm{softmax}(\text{logits} / \tau)_{\text{targets}}$$
 
+    A sampler with top-p or top-k draws from a part of the vocabulary. With that part as `keep` the trainer's
+    probabilities are of the same part: DeepSeek-V3.2's "keep sampling mask", https://arxiv.org/abs/2512.02556.
+
     Args:
         logits: [..., V], any floating dtype.
-        targets: [...], integers in [0, V).
+        targets: [...], integers in [0, V), or [..., K] for several at a position, in one pass.
         temperature: of the sampler, > 0; a float or a tensor that broadcasts to [...], one for each token.
+        keep: bool [..., V], True on the tokens that could be drawn; None for all.
 
     Returns:
-        [...], float32 (float64 for float64 logits), never above 0; -inf for a suppressed target.
+        as `targets`, float32 (float64 for float64 logits), never above 0; -inf for a target that could not be drawn.
     """
-    check_float("logits", logits)
-    check_integer("targets", targets)
-    check_shape("targets", targets, tuple(logits.shape[:-1]), "as logits without V")
+    check.floating("logits", logits)
+    check.integer("targets", targets)
+    each = targets.shape[-1:] if targets.ndim == logits.ndim else ()  # several at a position
+    check.shape("targets", targets, (*logits.shape[:-1], *each), "as logits without V, or with K in its place")
+    if keep is not None:
+        check.shape("keep", keep, tuple(logits.shape), "as logits")
+        keep = keep.bool().reshape(-1, logits.shape[-1])
     rows, temperature = _as_rows(logits, temperature)
-    logprobs = Logprobs.apply(rows, targets.long().reshape(-1, 1), temperature)
-    return logprobs.reshape(targets.shape).clamp(max=0)
+    targets_of_rows = targets.long().reshape(len(rows), *(each or (1,)))
+    return Logprobs.apply(rows, targets_of_rows, temperature, keep).reshape(targets.shape).clamp(max=0)
 
 
 def token_entropy(logits: Tensor, temperature: float | Tensor = 1.0) -> Tensor:
@@ -121,7 +120,7 @@ def token_entropy(logits: Tensor, temperature: float | Tensor = 1.0) -> Tensor:
     Returns:
         [...], float32 (float64 for float64 logits), never below 0.
     """
-    check_float("logits", logits)
+    check.floating("logits", logits)
     rows, temperature = _as_rows(logits, temperature)
     return Entropy.apply(rows, temperature).reshape(logits.shape[:-1])
 
@@ -141,7 +140,7 @@ def sum_pi_squared(logits: Tensor, temperature: float | Tensor = 1.0) -> Tensor:
     Returns:
         [...], float32 (float64 for float64 logits), in (0, 1].
     """
-    check_float("logits", logits)
+    check.floating("logits", logits)
     return squared_sums(*_as_rows(logits, temperature)).reshape(logits.shape[:-1])
 
 
@@ -158,9 +157,9 @@ def suppress_tokens(logits: Tensor, token_ids: Tensor) -> Tensor:
     Returns:
         [..., V], a new tensor of the dtype of `logits`; the gradient at the suppressed entries is 0.
     """
-    check_float("logits", logits)
-    check_integer("token_ids", token_ids)
-    check_rank("token_ids", token_ids, 1, "[K]")
+    check.floating("logits", logits)
+    check.integer("token_ids", token_ids)
+    check.rank("token_ids", token_ids, 1, "[K]")
     return logits.index_fill(-1, token_ids.to(logits.device, torch.long), -torch.inf)
 
 
@@ -201,15 +200,15 @@ def linear_logprobs(
     """
     _check_linear(hidden, weight, targets, bias)
     if suppress is not None:
-        check_integer("suppress", suppress)
-        check_rank("suppress", suppress, 1, "[K]")
+        check.integer("suppress", suppress)
+        check.rank("suppress", suppress, 1, "[K]")
         suppress = suppress.to(hidden.device, torch.long)
     _check_temperature(temperature, targets)
     temperature = temperature_column(temperature, hidden.new_empty(len(hidden)))
     if chunk is None:
         size = CPU_CHUNK_BYTES if hidden.device.type == "cpu" else CHUNK_BYTES
         chunk = max(1, size // (temperature.itemsize * max(1, len(weight))))
-    check_positive(chunk=chunk)
+    check.positive(chunk=chunk)
     return LogprobsAndEntropy(*LinearLogprobs.apply(hidden, weight, bias, targets.long(), temperature, suppress, chunk))
 
 
@@ -223,23 +222,23 @@ def _as_rows(logits: Tensor, temperature: float | Tensor) -> tuple[Tensor, Tenso
 def _check_temperature(temperature: float | Tensor, like: Tensor) -> None:
     """A positive number, or a tensor that broadcasts to the shape of `like` (its values are not looked at)."""
     if not isinstance(temperature, Tensor):
-        check_positive(temperature=temperature)
+        check.positive(temperature=temperature)
     elif temperature.ndim > like.ndim or any(
         n not in (1, m) for n, m in zip(reversed(temperature.shape), reversed(like.shape), strict=False)
     ):
-        fail("temperature", temperature, f"a float or a tensor that broadcasts to {list(like.shape)}")
+        check.fail("temperature", temperature, f"a float or a tensor that broadcasts to {list(like.shape)}")
 
 
 def _check_linear(hidden: Tensor, weight: Tensor, targets: Tensor, bias: Tensor | None) -> None:
     """hidden [N, H] and weight [V, H] of one floating dtype, targets integer [N], bias [V]."""
-    check_float("hidden", hidden)
-    check_rank("hidden", hidden, 2, "[N, H]")
-    check_rank("weight", weight, 2, "[V, H]")
-    check_shape("weight", weight, (weight.shape[0], hidden.shape[1]), "[V, H] with the H of hidden")
-    check_integer("targets", targets)
-    check_shape("targets", targets, (hidden.shape[0],), "[N] as hidden")
+    check.floating("hidden", hidden)
+    check.rank("hidden", hidden, 2, "[N, H]")
+    check.rank("weight", weight, 2, "[V, H]")
+    check.shape("weight", weight, (weight.shape[0], hidden.shape[1]), "[V, H] with the H of hidden")
+    check.integer("targets", targets)
+    check.shape("targets", targets, (hidden.shape[0],), "[N] as hidden")
     if bias is not None:
-        check_shape("bias", bias, (weight.shape[0],), "[V] as weight")
+        check.shape("bias", bias, (weight.shape[0],), "[V] as weight")
     for name, x in (("weight", weight), ("bias", bias)):
         if x is not None and x.dtype != hidden.dtype:
-            fail(name, x, f"the dtype of hidden, {hidden.dtype}")
+            check.fail(name, x, f"the dtype of hidden, {hidden.dtype}")

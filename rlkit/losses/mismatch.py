@@ -32,24 +32,8 @@ import math
 import torch
 from torch import Tensor
 
-from rlkit._check import check_not_negative, check_per_token, check_positive, fail
+from rlkit import _check as check
 from rlkit._numerics import LOG_RATIO_LIMIT, at_least_float32, masked, masked_log_ratio, masked_ratio, mean_over_tokens
-
-__all__ = [
-    "importance_weights",
-    "sequence_importance_weights",
-    "geometric_importance_weights",
-    "masked_importance_weights",
-    "sequence_masked_importance_weights",
-    "token_rejection_mask",
-    "rejection_mask",
-    "sequence_rejection_mask",
-    "geometric_rejection_mask",
-    "token_divergence_mask",
-    "sequence_sum_divergence_mask",
-    "sequence_mean_divergence_mask",
-    "sequence_max_divergence_mask",
-]
 
 
 @torch.no_grad()
@@ -70,8 +54,8 @@ def importance_weights(
     Returns:
         [B, T]; exactly 1 where both agree, 0 outside the mask.
     """
-    check_per_token(mask, logprobs=logprobs, rollout_logprobs=rollout_logprobs)
-    check_positive(high=high)
+    check.per_token(mask, logprobs=logprobs, rollout_logprobs=rollout_logprobs)
+    check.positive(high=high)
     _check_bounds(low, high)
     ratio = masked_ratio(logprobs, rollout_logprobs, mask)
     return torch.where(mask & ~ratio.isnan(), ratio.clamp(low, high), 0)
@@ -89,8 +73,8 @@ def sequence_importance_weights(
 
     Args, Returns: as `importance_weights`.
     """
-    check_per_token(mask, logprobs=logprobs, rollout_logprobs=rollout_logprobs)
-    check_positive(high=high)
+    check.per_token(mask, logprobs=logprobs, rollout_logprobs=rollout_logprobs)
+    check.positive(high=high)
     _check_bounds(low, high)
     ratio = _product(masked_log_ratio(logprobs, rollout_logprobs, mask))
     return torch.where(mask & ~ratio.isnan(), ratio.clamp(low, high), 0)
@@ -108,8 +92,8 @@ def geometric_importance_weights(
 
     Args, Returns: as `importance_weights`.
     """
-    check_per_token(mask, logprobs=logprobs, rollout_logprobs=rollout_logprobs)
-    check_positive(high=high)
+    check.per_token(mask, logprobs=logprobs, rollout_logprobs=rollout_logprobs)
+    check.positive(high=high)
     _check_bounds(low, high)
     ratio = mean_over_tokens(masked_log_ratio(logprobs, rollout_logprobs, mask), mask).exp()
     return torch.where(mask & ~ratio.isnan(), ratio.clamp(low, high), 0)
@@ -282,7 +266,7 @@ def _product(log_ratio: Tensor) -> Tensor:
 
 def _unbounded_log_ratio(logprobs: Tensor, rollout_logprobs: Tensor, mask: Tensor) -> Tensor:
     """[B, T]: the log-ratio, 0 outside the mask; an infinite one stays outside every finite bound."""
-    check_per_token(mask, logprobs=logprobs, rollout_logprobs=rollout_logprobs)
+    check.per_token(mask, logprobs=logprobs, rollout_logprobs=rollout_logprobs)
     return masked(at_least_float32(logprobs) - at_least_float32(rollout_logprobs), mask)
 
 
@@ -294,22 +278,22 @@ def _inside(log_ratio: Tensor, low: float, high: float) -> Tensor:
 
 def _vetoed(log_ratio: Tensor, veto: float) -> Tensor:
     """bool [B, 1]: sequences with a token whose ratio is below the veto."""
-    check_not_negative(veto=veto)
+    check.not_negative(veto=veto)
     return (log_ratio < _log(veto)).any(1, keepdim=True)
 
 
 def _masked_divergence(divergence: Tensor, mask: Tensor, high: float) -> Tensor:
     """[B, T]: the divergence, 0 outside the mask, where no bound is below it; after the checks of all three."""
-    check_per_token(mask, divergence=divergence)
-    check_not_negative(high=high)
+    check.per_token(mask, divergence=divergence)
+    check.not_negative(high=high)
     return masked(divergence, mask)
 
 
 def _check_bounds(low: float, high: float) -> None:
     """0 <= low <= high."""
-    check_not_negative(low=low)
+    check.not_negative(low=low)
     if not high >= low:
-        fail("high", high, f"a number >= low, which is {low}")
+        check.fail("high", high, f"a number >= low, which is {low}")
 
 
 def _log(x: float) -> float:

@@ -7,17 +7,8 @@ $-A$ on every trained token, the plain policy gradient.
 import torch
 from torch import Tensor
 
-from rlkit._check import check_not_negative, check_per_token, check_positive, fail
+from rlkit import _check as check
 from rlkit._numerics import masked, masked_advantages, masked_log_ratio, masked_ratio
-
-__all__ = [
-    "clipped_policy_loss",
-    "reinforce_loss",
-    "gpg_loss",
-    "cispo_loss",
-    "gppo_loss",
-    "sapo_loss",
-]
 
 
 def clipped_policy_loss(
@@ -43,10 +34,9 @@ def clipped_policy_loss(
         clip_low, clip_high: the ratio is held within [1 - clip_low, 1 + clip_high]; >= 0.
         dual_clip: c > 1, or None for no dual clip.
     """
-    check_per_token(mask, logprobs=logprobs, old_logprobs=old_logprobs)
-    check_not_negative(clip_low=clip_low, clip_high=clip_high)
-    if dual_clip is not None and not dual_clip > 1:
-        fail("dual_clip", dual_clip, "a number > 1, or None")
+    check.per_token(mask, logprobs=logprobs, old_logprobs=old_logprobs)
+    check.not_negative(clip_low=clip_low, clip_high=clip_high)
+    check.dual_clip(dual_clip)
     ratio = masked_ratio(logprobs, old_logprobs, mask)
     advantages = masked_advantages(advantages, mask)
     unclipped = -advantages * ratio
@@ -71,7 +61,7 @@ def reinforce_loss(logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, m
     Returns:
         [B, T], to be minimised. Only its gradient has a meaning.
     """
-    check_per_token(mask, logprobs=logprobs, old_logprobs=old_logprobs)
+    check.per_token(mask, logprobs=logprobs, old_logprobs=old_logprobs)
     return -masked_advantages(advantages, mask) * masked(logprobs, mask)
 
 
@@ -103,8 +93,8 @@ def cispo_loss(
     Returns:
         [B, T], to be minimised. Only its gradient has a meaning.
     """
-    check_per_token(mask, logprobs=logprobs, old_logprobs=old_logprobs)
-    check_not_negative(clip_low=clip_low, clip_high=clip_high)
+    check.per_token(mask, logprobs=logprobs, old_logprobs=old_logprobs)
+    check.not_negative(clip_low=clip_low, clip_high=clip_high)
     ratio = masked_ratio(logprobs.detach(), old_logprobs, mask)
     weight = ratio.clamp(1 - clip_low, 1 + clip_high)
     return -masked_advantages(advantages, mask) * weight * masked(logprobs, mask)
@@ -129,8 +119,8 @@ def gppo_loss(
     Args:
         clip_low, clip_high: the ratio is held within [1 - clip_low, 1 + clip_high]; >= 0.
     """
-    check_per_token(mask, logprobs=logprobs, old_logprobs=old_logprobs)
-    check_not_negative(clip_low=clip_low, clip_high=clip_high)
+    check.per_token(mask, logprobs=logprobs, old_logprobs=old_logprobs)
+    check.not_negative(clip_low=clip_low, clip_high=clip_high)
     log_ratio = masked_log_ratio(logprobs, old_logprobs, mask)
     advantages = masked_advantages(advantages, mask)
     ratio = log_ratio.detach().exp()
@@ -161,8 +151,8 @@ def sapo_loss(
         tau_pos: temperature where the advantage is positive; > 0.
         tau_neg: temperature elsewhere; > 0.
     """
-    check_per_token(mask, logprobs=logprobs, old_logprobs=old_logprobs)
-    check_positive(tau_pos=tau_pos, tau_neg=tau_neg)
+    check.per_token(mask, logprobs=logprobs, old_logprobs=old_logprobs)
+    check.positive(tau_pos=tau_pos, tau_neg=tau_neg)
     ratio = masked_ratio(logprobs, old_logprobs, mask)
     advantages = masked_advantages(advantages, mask)
     tau = torch.where(advantages > 0, ratio.new_full((), tau_pos), tau_neg)

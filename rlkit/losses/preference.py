@@ -24,36 +24,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from rlkit._check import (
-    check_float,
-    check_integer,
-    check_not_negative,
-    check_per_token,
-    check_positive,
-    check_rank,
-    check_shape,
-    fail,
-)
+from rlkit import _check as check
 from rlkit._numerics import LOG_RATIO_LIMIT, GlobalSum, at_least_float32, masked, one_rank
 from rlkit.losses.reductions import pair_mean
-
-__all__ = [
-    "sequence_logprobs",
-    "sequence_mean_logprobs",
-    "dpo_loss",
-    "robust_dpo_loss",
-    "ipo_loss",
-    "hinge_dpo_loss",
-    "slic_loss",
-    "apo_zero_loss",
-    "simpo_loss",
-    "orpo_loss",
-    "kto_loss",
-    "kto_kl_estimate",
-    "bradley_terry_loss",
-    "reward_centring_loss",
-    "preference_stats",
-]
 
 
 def sequence_logprobs(logprobs: Tensor, mask: Tensor) -> Tensor:
@@ -62,7 +35,7 @@ def sequence_logprobs(logprobs: Tensor, mask: Tensor) -> Tensor:
     Returns:
         [B], float32 (float64 for float64 input); 0 for a row with no token in the mask.
     """
-    check_per_token(mask, logprobs=logprobs)
+    check.per_token(mask, logprobs=logprobs)
     return masked(logprobs, mask).sum(1)
 
 
@@ -162,7 +135,7 @@ def slic_loss(chosen: Tensor, rejected: Tensor, margin: float = 1.0) -> Tensor:
         margin: delta, in nats; >= 0.
     """
     _check_same(chosen=chosen, rejected=rejected)
-    check_not_negative(margin=margin)
+    check.not_negative(margin=margin)
     return (margin - (at_least_float32(chosen) - at_least_float32(rejected))).relu()
 
 
@@ -199,8 +172,8 @@ def simpo_loss(
     Args:
         gamma: the target margin, >= 0.
     """
-    check_positive(beta=beta)
-    check_not_negative(gamma=gamma)
+    check.positive(beta=beta)
+    check.not_negative(gamma=gamma)
     mean_w, mean_l = _means(chosen, rejected, chosen_lengths, rejected_lengths)
     return -F.logsigmoid(beta * mean_w - beta * mean_l - gamma)
 
@@ -249,16 +222,16 @@ def kto_loss(
         [B], in (0, weight), to be minimised.
     """
     _check_same(logprobs=logprobs, ref_logprobs=ref_logprobs)
-    check_shape("desirable", desirable, tuple(logprobs.shape), "as logprobs")
+    check.shape("desirable", desirable, tuple(logprobs.shape), "as logprobs")
     if desirable.dtype != torch.bool:
-        fail("desirable", desirable, "a bool tensor [B]")
-    check_positive(beta=beta)
-    check_not_negative(desirable_weight=desirable_weight, undesirable_weight=undesirable_weight)
+        check.fail("desirable", desirable, "a bool tensor [B]")
+    check.positive(beta=beta)
+    check.not_negative(desirable_weight=desirable_weight, undesirable_weight=undesirable_weight)
     if isinstance(kl, Tensor):
-        check_rank("kl", kl, 0, "(a number or a 0-d tensor)")
+        check.rank("kl", kl, 0, "(a number or a 0-d tensor)")
         kl = kl.detach()
     else:
-        check_not_negative(kl=kl)
+        check.not_negative(kl=kl)
     h = at_least_float32(logprobs) - at_least_float32(ref_logprobs.detach())
     good = desirable_weight * (beta * (kl - h)).sigmoid()
     bad = undesirable_weight * (beta * (h - kl)).sigmoid()
@@ -339,7 +312,7 @@ def _log_ratios(
 ) -> tuple[Tensor, Tensor]:
     """h_w and h_l, [P] each, after the checks that all losses with a reference share."""
     _check_same(chosen=chosen, rejected=rejected, ref_chosen=ref_chosen, ref_rejected=ref_rejected)
-    check_positive(beta=beta)
+    check.positive(beta=beta)
     h_w = at_least_float32(chosen) - at_least_float32(ref_chosen.detach())
     h_l = at_least_float32(rejected) - at_least_float32(ref_rejected.detach())
     return h_w, h_l
@@ -370,19 +343,19 @@ def _check_same(**tensors: Tensor) -> None:
     """The named tensors are floating point and [P], all as long as the first."""
     first = next(iter(tensors))
     for name, x in tensors.items():
-        check_float(name, x)
-        check_rank(name, x, 1, "[P]")
-        check_shape(name, x, tuple(tensors[first].shape), f"as {first}")
+        check.floating(name, x)
+        check.rank(name, x, 1, "[P]")
+        check.shape(name, x, tuple(tensors[first].shape), f"as {first}")
 
 
 def _check_lengths(like: Tensor, **lengths: Tensor) -> None:
     """The named tensors are integer and shaped as `like`."""
     for name, x in lengths.items():
-        check_integer(name, x)
-        check_shape(name, x, tuple(like.shape), "as chosen")
+        check.integer(name, x)
+        check.shape(name, x, tuple(like.shape), "as chosen")
 
 
 def _check_smoothing(label_smoothing: float) -> None:
     """A chance that a label is flipped."""
     if not 0 <= label_smoothing < 0.5:
-        fail("label_smoothing", label_smoothing, "a number in [0, 0.5)")
+        check.fail("label_smoothing", label_smoothing, "a number in [0, 0.5)")

@@ -18,15 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from rlkit._check import (
-    check_integer,
-    check_not_negative,
-    check_per_token,
-    check_positive,
-    check_rank,
-    check_shape,
-    fail,
-)
+from rlkit import _check as check
 from rlkit._numerics import LOG_RATIO_LIMIT, at_least_float32
 from rlkit.losses.preference import (
     _check_same,
@@ -37,23 +29,6 @@ from rlkit.losses.preference import (
     sequence_logprobs,
     sequence_mean_logprobs,
 )
-
-__all__ = [
-    "apo_down_loss",
-    "exo_loss",
-    "nca_loss",
-    "sppo_loss",
-    "bco_loss",
-    "discopop_loss",
-    "alphapo_loss",
-    "alpha_divergence_dpo_loss",
-    "forward_kl_dpo_loss",
-    "js_dpo_loss",
-    "aot_loss",
-    "aot_unpaired_loss",
-    "ld_sequence_logprobs",
-    "wpo_weights",
-]
 
 # --- one pair at a time
 
@@ -96,7 +71,7 @@ def exo_loss(
         [P], in [0, -log epsilon], to be minimised.
     """
     if not 0 < label_smoothing < 0.5:
-        fail("label_smoothing", label_smoothing, "a number in (0, 0.5)")
+        check.fail("label_smoothing", label_smoothing, "a number in (0, 0.5)")
     h = _margin(chosen, rejected, ref_chosen, ref_rejected, beta)
     log_q, log_rest = F.logsigmoid(beta * h), F.logsigmoid(-beta * h)
     win = log_q.exp() * (log_q - math.log1p(-label_smoothing))
@@ -154,10 +129,10 @@ def bco_loss(
         delta: the reward shift, in units of beta times nats, a number or a 0-d tensor; gets no gradient.
     """
     if isinstance(delta, Tensor):
-        check_rank("delta", delta, 0, "(a number or a 0-d tensor)")
+        check.rank("delta", delta, 0, "(a number or a 0-d tensor)")
         delta = delta.detach()
     elif not math.isfinite(delta):
-        fail("delta", delta, "a finite number or a 0-d tensor")
+        check.fail("delta", delta, "a finite number or a 0-d tensor")
     h_w, h_l = _log_ratios(chosen, rejected, ref_chosen, ref_rejected, beta)
     return -F.logsigmoid(beta * h_w - delta) - F.logsigmoid(delta - beta * h_l)
 
@@ -181,7 +156,7 @@ def discopop_loss(
     Args:
         tau: > 0, the width of the change from one to the other, in units of x.
     """
-    check_positive(tau=tau)
+    check.positive(tau=tau)
     x = beta * _margin(chosen, rejected, ref_chosen, ref_rejected, beta)
     logistic = -(-x / tau).sigmoid() * F.logsigmoid(x)
     exponential = (F.logsigmoid(x / tau) - x).clamp(max=LOG_RATIO_LIMIT).exp()  # sigmoid(x / tau) * exp(-x)
@@ -210,13 +185,62 @@ def alphapo_loss(
         alpha: a finite number; 0 takes the limit, log p.
         gamma: the target margin, >= 0, outside beta as in `simpo_loss`.
     """
-    check_positive(beta=beta)
-    check_not_negative(gamma=gamma)
+    check.positive(beta=beta)
+    check.not_negative(gamma=gamma)
     if not math.isfinite(alpha):
-        fail("alpha", alpha, "a finite number")
+        check.fail("alpha", alpha, "a finite number")
     mean_w, mean_l = _means(chosen, rejected, chosen_lengths, rejected_lengths)
     r_w, r_l = _power(mean_w, alpha), _power(mean_l, alpha)
     return -F.logsigmoid(beta * r_w - beta * r_l - gamma)
+
+
+def tpo_loss(
+    chosen: Tensor, rejected: Tensor, gold: Tensor, beta: float = 0.01, alpha: float = 1.0, gamma: float = 0.0
+) -> Tensor:
+    r"""Triple preference optimisation: a pair without a reference, and the likelihood of a third, better answer.
+
+    $$L = -\log\sigma\big(\beta \log\pi(y_w) - \beta \log\pi(y_l) - \gamma\big) - \alpha \log\pi(y_{gold})$$
+
+    TPO, https://arxiv.org/abs/2405.16681. With mean log-probabilities (`sequence_mean_logprobs`), a margin gamma and a
+    larger beta it is the paper's TPO-L. TRL takes the mean over gold tokens in both.
+
+    Args:
+        gold: [P], log-probabilities of the best answers under the policy.
+        alpha: weight of the gold answer's likelihood, >= 0.
+        gamma: the target margin, >= 0.
+    """
+    _check_same(chosen=chosen, rejected=rejected, gold=gold)
+    check.positive(beta=beta)
+    check.not_negative(alpha=alpha, gamma=gamma)
+    margin = at_least_float32(chosen) - at_least_float32(rejected)
+    return -F.logsigmoid(beta * margin - gamma) - alpha * at_least_float32(gold)
+
+
+def a_star_po_loss(
+    logprobs: Tensor, ref_logprobs: Tensor, rewards: Tensor, values: Tensor, beta: float = 1e-3
+) -> Tensor:
+    r"""A*-PO: the policy's log-ratio to the reference, drawn to the optimal policy's, from one answer a prompt.
+
+    $$L = \big(\beta (\log\pi(y) - \log\pi_{ref}(y)) - (r - V^*)\big)^2$$
+
+    https://arxiv.org/abs/2505.20686. The optimal policy under a KL penalty has
+    $\beta \log(\pi^* / \pi_{ref}) = r - V^*$. V* comes from answers of the reference, with another, larger beta:
+    `rlkit.advantages.optimal_values`.
+
+    Args:
+        logprobs, ref_logprobs: [B], sums over the tokens of each answer.
+        rewards: [B], of the answers.
+        values: [B], V* of their prompts.
+        beta: > 0; the authors' 1e-3.
+
+    Returns:
+        [B], to be minimised.
+    """
+    _check_same(logprobs=logprobs, ref_logprobs=ref_logprobs, rewards=rewards, values=values)
+    check.positive(beta=beta)
+    h = at_least_float32(logprobs) - at_least_float32(ref_logprobs.detach())
+    advantages = at_least_float32(rewards.detach()) - at_least_float32(values.detach())
+    return (beta * h - advantages).square()
 
 
 # --- DPO with another divergence from the reference
@@ -243,7 +267,7 @@ def alpha_divergence_dpo_loss(
     Args:
         alpha: >= 0; 0 takes the limit, `dpo_loss`.
     """
-    check_not_negative(alpha=alpha)
+    check.not_negative(alpha=alpha)
     h_w, h_l = _log_ratios(chosen, rejected, ref_chosen, ref_rejected, beta)
     return -F.logsigmoid(beta * _power(h_w, alpha) - beta * _power(h_l, alpha))
 
@@ -349,11 +373,11 @@ def ld_sequence_logprobs(logprobs: Tensor, mask: Tensor, shared_lengths: Tensor,
     Returns:
         [B], float32 (float64 for float64 input); 0 for a row with no token in the mask.
     """
-    check_per_token(mask, logprobs=logprobs)
-    check_integer("shared_lengths", shared_lengths)
-    check_shape("shared_lengths", shared_lengths, (len(mask),), "[B]")
+    check.per_token(mask, logprobs=logprobs)
+    check.integer("shared_lengths", shared_lengths)
+    check.shape("shared_lengths", shared_lengths, (len(mask),), "[B]")
     if not 0 <= alpha <= 1:
-        fail("alpha", alpha, "a number in [0, 1]")
+        check.fail("alpha", alpha, "a number in [0, 1]")
     shared = mask & (mask.cumsum(1) <= shared_lengths[:, None])
     return alpha * sequence_logprobs(logprobs, mask) + (1 - alpha) * sequence_logprobs(logprobs, shared)
 
@@ -374,7 +398,7 @@ def wpo_weights(logprobs: Tensor, sum_pi_squared: Tensor, mask: Tensor) -> Tenso
     Returns:
         [B], detached, >= 0; 1 for a row with no token in the mask.
     """
-    check_per_token(mask, logprobs=logprobs, sum_pi_squared=sum_pi_squared)
+    check.per_token(mask, logprobs=logprobs, sum_pi_squared=sum_pi_squared)
     return sequence_mean_logprobs(at_least_float32(logprobs) - at_least_float32(sum_pi_squared).log(), mask).exp()
 
 

@@ -11,19 +11,11 @@ verl calls them token-sum, token-mean, seq-mean-token-mean, seq-mean-token-sum a
 types grpo, bnpo/dapo and dr_grpo are `sequence_mean`, `token_mean` and `fixed_length_mean`.
 """
 
+import torch
 from torch import Tensor
 
-from rlkit._check import check_float, check_mask, check_positive, check_rank, check_shape
+from rlkit import _check as check
 from rlkit._numerics import at_least_float32, divide, masked
-
-__all__ = [
-    "token_sum",
-    "token_mean",
-    "sequence_mean",
-    "sequence_sum_mean",
-    "fixed_length_mean",
-    "pair_mean",
-]
 
 
 def token_sum(loss: Tensor, mask: Tensor) -> Tensor:
@@ -35,7 +27,7 @@ def token_sum(loss: Tensor, mask: Tensor) -> Tensor:
     Returns:
         0-d.
     """
-    check_rank("loss", loss, 2, "[B, T]")
+    check.rank("loss", loss, 2, "[B, T]")
     return _row_sums(loss, mask).sum()
 
 
@@ -106,8 +98,46 @@ def fixed_length_mean(loss: Tensor, mask: Tensor, length: float, total: float | 
     Returns:
         0-d.
     """
-    check_positive(length=length)
+    check.positive(length=length)
     return sequence_sum_mean(loss, mask, total) / length
+
+
+def prompt_mean(loss: Tensor, mask: Tensor, group_tokens: Tensor, total: float | Tensor | None = None) -> Tensor:
+    r"""Mean over prompts of the mean over all tokens of a prompt's answers: every prompt has the same weight.
+
+    $$\frac{1}{\text{total}} \sum_{b,t} \frac{m_{b,t} L_{b,t}}{n_{p(b)}}, \quad n_p = \sum_{p(b) = p} \sum_t m_{b,t}$$
+
+    ScaleRL's prompt average, https://arxiv.org/abs/2510.13786 section 3.2.
+
+    Args:
+        loss: [B, T].
+        group_tokens: [B], n: trained tokens of all answers to the row's prompt, from `group_token_counts` of the batch
+            before it is cut.
+        total: prompts that have a token, over all micro-batches and ranks. None adds up what these rows are of theirs.
+
+    Returns:
+        0-d.
+    """
+    check.rank("loss", loss, 2, "[B, T]")
+    check.shape("group_tokens", group_tokens, (len(loss),), "[B] as loss")
+    group_tokens = group_tokens.clamp(min=1)
+    rows = _row_sums(loss, mask) / group_tokens
+    return divide(rows.sum(), (mask.sum(1) / group_tokens).sum() if total is None else total)
+
+
+def group_token_counts(mask: Tensor, group_ids: Tensor) -> Tensor:
+    """How many trained tokens all answers to a row's prompt have together, for `prompt_mean`.
+
+    Args:
+        group_ids: integer [B], equal for the answers to one prompt.
+
+    Returns:
+        integer [B].
+    """
+    check.token_mask(mask)
+    check.groups(group_ids, lengths=mask.sum(1))
+    lengths, index = mask.sum(1), torch.unique(group_ids, return_inverse=True)[1]
+    return torch.zeros_like(lengths).index_add(0, index, lengths)[index]
 
 
 def pair_mean(loss: Tensor, total: float | Tensor | None = None) -> Tensor:
@@ -120,8 +150,8 @@ def pair_mean(loss: Tensor, total: float | Tensor | None = None) -> Tensor:
     Returns:
         0-d.
     """
-    check_float("loss", loss)
-    check_rank("loss", loss, 1, "[P]")
+    check.floating("loss", loss)
+    check.rank("loss", loss, 1, "[P]")
     return divide(at_least_float32(loss).sum(), len(loss) if total is None else total)
 
 
@@ -132,10 +162,10 @@ def _sequences(mask: Tensor) -> Tensor:
 
 def _row_sums(loss: Tensor, mask: Tensor) -> Tensor:
     """[B]: the sum of each row's tokens, or a [B] loss itself; 0 for a row with no token in the mask."""
-    check_float("loss", loss)
-    check_mask(mask)
+    check.floating("loss", loss)
+    check.token_mask(mask)
     if loss.ndim == 1:
-        check_shape("loss", loss, (mask.shape[0],), "or that of mask")
+        check.shape("loss", loss, (mask.shape[0],), "or that of mask")
         return masked(loss, mask.any(1))
-    check_shape("loss", loss, tuple(mask.shape), "as mask, or [B]")
+    check.shape("loss", loss, tuple(mask.shape), "as mask, or [B]")
     return masked(loss, mask).sum(1)

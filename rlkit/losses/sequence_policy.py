@@ -7,24 +7,18 @@ ratio 1 the gradient of the summed loss is $-A$ on every trained token (times th
 import torch
 from torch import Tensor
 
-from rlkit._check import advantages_per_token, check_not_negative, check_per_token
+from rlkit import _check as check
 from rlkit._numerics import (
     at_least_float32,
     masked,
     masked_advantages,
     masked_log_ratio,
+    masked_ratio,
     mean_over_tokens,
     sequence_advantages,
 )
-
-__all__ = [
-    "gspo_loss",
-    "gspo_token_loss",
-    "luspo_loss",
-    "gmpo_loss",
-    "topr_loss",
-    "off_policy_sequence_mask",
-]
+from rlkit.losses.kl import kl_binary
+from rlkit.losses.mismatch import sequence_mean_divergence_mask
 
 
 def gspo_loss(
@@ -34,6 +28,7 @@ def gspo_loss(
     mask: Tensor,
     clip_low: float = 3e-4,
     clip_high: float = 4e-4,
+    dual_clip: float | None = None,
 ) -> Tensor:
     r"""GSPO: PPO's clipped loss with the geometric mean of the token ratios as the one ratio of a sequence.
 
@@ -48,18 +43,19 @@ def gspo_loss(
     Args:
         advantages: [B]; [B, T] with one value a sequence is the same, for others see `gspo_token_loss`.
         clip_low, clip_high: s is held within [1 - clip_low, 1 + clip_high]; >= 0.
+        dual_clip: c > 1, which holds the loss at -c A where A < 0, or None for no dual clip; TRL's delta.
 
     Returns:
         [B, T], to be minimised: a sequence's value on each of its tokens.
     """
-    check_per_token(mask, logprobs=logprobs, old_logprobs=old_logprobs)
-    check_not_negative(clip_low=clip_low, clip_high=clip_high)
+    check.per_token(mask, logprobs=logprobs, old_logprobs=old_logprobs)
+    check.not_negative(clip_low=clip_low, clip_high=clip_high)
     log_ratio = masked_log_ratio(logprobs, old_logprobs, mask)
     ratio = mean_over_tokens(log_ratio, mask).exp()  # [B, 1]
     advantages = sequence_advantages(advantages, mask)
     unclipped = -advantages * ratio
     clipped = -advantages * ratio.clamp(1 - clip_low, 1 + clip_high)
-    return masked(torch.maximum(unclipped, clipped), mask)
+    return masked(_dual_clipped(torch.maximum(unclipped, clipped), advantages, dual_clip), mask)
 
 
 def gspo_token_loss(
@@ -69,6 +65,7 @@ def gspo_token_loss(
     mask: Tensor,
     clip_low: float = 3e-4,
     clip_high: float = 4e-4,
+    dual_clip: float | None = None,
 ) -> Tensor:
     r"""GSPO-token: the value of GSPO's ratio with each token's own gradient, so that advantages may be per token.
 
@@ -81,16 +78,17 @@ def gspo_token_loss(
 
     Args:
         clip_low, clip_high: s is held within [1 - clip_low, 1 + clip_high]; >= 0.
+        dual_clip: as in `gspo_loss`.
     """
-    check_per_token(mask, logprobs=logprobs, old_logprobs=old_logprobs)
-    check_not_negative(clip_low=clip_low, clip_high=clip_high)
+    check.per_token(mask, logprobs=logprobs, old_logprobs=old_logprobs)
+    check.not_negative(clip_low=clip_low, clip_high=clip_high)
     log_ratio = masked_log_ratio(logprobs, old_logprobs, mask)
     sequence_ratio = mean_over_tokens(log_ratio.detach(), mask).exp()  # [B, 1]
     ratio = sequence_ratio * (log_ratio - log_ratio.detach()).exp()
     advantages = masked_advantages(advantages, mask)
     unclipped = -advantages * ratio
     clipped = -advantages * ratio.clamp(1 - clip_low, 1 + clip_high)
-    return torch.maximum(unclipped, clipped)
+    return _dual_clipped(torch.maximum(unclipped, clipped), advantages, dual_clip)
 
 
 def luspo_loss(
@@ -135,8 +133,8 @@ def gmpo_loss(
 
     GMPO, https://arxiv.org/abs/2507.20673; `sequence_mean` gives the paper's loss. The paper's ratios are in
     $(e^{-0.4}, e^{0.4})$. A token is clipped on the side its advantage pushes to, as in PPO; the others of its sequence
-    keep their gradient; one of advantage 0 counts as ratio 1. With advantages per token the side is each token's, and
-    `sequence_mean` gives minus the mean advantage times the mean ratio, as in verl.
+    keep their gradient. A token of advantage 0 counts as ratio 1. With advantages per token the side is each token's,
+    and `sequence_mean` gives minus the mean advantage times the mean ratio, as in verl.
 
     Args:
         advantages: [B] or [B, T]; the paper's are [B].
@@ -145,8 +143,8 @@ def gmpo_loss(
     Returns:
         [B, T], to be minimised: a sequence's value on each of its tokens.
     """
-    check_per_token(mask, logprobs=logprobs, old_logprobs=old_logprobs)
-    check_not_negative(log_clip_low=log_clip_low, log_clip_high=log_clip_high)
+    check.per_token(mask, logprobs=logprobs, old_logprobs=old_logprobs)
+    check.not_negative(log_clip_low=log_clip_low, log_clip_high=log_clip_high)
     log_ratio = masked_log_ratio(logprobs, old_logprobs, mask)
     advantages = masked_advantages(advantages, mask)
     sign = advantages.sign()
@@ -172,12 +170,76 @@ def topr_loss(logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, mask: 
     Returns:
         [B, T], to be minimised. Only its gradient has a meaning.
     """
-    check_per_token(mask, logprobs=logprobs, old_logprobs=old_logprobs)
+    check.per_token(mask, logprobs=logprobs, old_logprobs=old_logprobs)
     log_ratio = masked_log_ratio(logprobs.detach(), old_logprobs, mask)
     ratio = log_ratio.sum(1, keepdim=True).clamp(max=0).exp()  # [B, 1], of the whole sequence, 1 at the most
     advantages = masked_advantages(advantages, mask)
     weight = torch.where(advantages < 0, ratio, 1)
     return -advantages * weight * masked(logprobs, mask)
+
+
+def sequence_sapo_loss(
+    logprobs: Tensor,
+    old_logprobs: Tensor,
+    advantages: Tensor,
+    mask: Tensor,
+    tau_pos: float = 1.0,
+    tau_neg: float = 1.05,
+) -> Tensor:
+    r"""SAPO's soft gate on the one ratio of a sequence, that of `gspo_loss`.
+
+    $$L = -\frac{4}{\tau}\, \sigma(\tau (s - 1))\, A, \quad \tau = \tau_{pos} \text{ where } A > 0,\ \tau_{neg}
+    \text{ elsewhere}, \quad s = \exp\Big(\frac{1}{|y|} \sum_t m_t (\text{logprobs}_t - \text{old\_logprobs}_t)\Big)$$
+
+    The gate of SAPO, https://arxiv.org/abs/2511.20347 eq. 5 and 6, with the ratio of GSPO,
+    https://arxiv.org/abs/2507.18071 eq. 7; TRL's importance_sampling_level "sequence" with loss type "sapo". For a
+    ratio a token see `sapo_loss`.
+
+    Args:
+        advantages: [B]; [B, T] with one value a sequence is the same.
+        tau_pos: temperature where the advantage is positive; > 0.
+        tau_neg: temperature elsewhere; > 0.
+
+    Returns:
+        [B, T], to be minimised: a sequence's value on each of its tokens.
+    """
+    check.per_token(mask, logprobs=logprobs, old_logprobs=old_logprobs)
+    check.positive(tau_pos=tau_pos, tau_neg=tau_neg)
+    log_ratio = masked_log_ratio(logprobs, old_logprobs, mask)
+    ratio = mean_over_tokens(log_ratio, mask).exp()  # [B, 1]
+    advantages = sequence_advantages(advantages, mask)
+    tau = torch.where(advantages > 0, ratio.new_full((), tau_pos), tau_neg)
+    return masked(-advantages * (4 / tau) * (tau * (ratio - 1)).sigmoid(), mask)
+
+
+def flash_reinforce_loss(
+    logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, mask: Tensor, high: float = 3e-3
+) -> Tensor:
+    r"""FlashREINFORCE: REINFORCE with each token's raw importance weight, on the sequences that are still close.
+
+    $$L = -[\bar D \le \delta]\, \mathrm{sg}(r_t)\, A\, \text{logprobs}_t, \quad
+    \bar D = \frac{1}{|y|} \sum_t m_t \Big(\mu_t \log \frac{\mu_t}{\pi_t} + (1 - \mu_t) \log \frac{1 - \mu_t}{1 -
+    \pi_t}\Big)$$
+    with $\mu = e^{\text{old\_logprobs}}$, $\pi = e^{\text{logprobs}}$ and $r = \pi / \mu$. $\bar D$ is the mean of
+    `kl_binary` over the sequence. Nothing is clipped.
+
+    Hu et al. 2026, https://yifanzhang-pro.github.io/FlashREINFORCE/FlashREINFORCE.pdf; `sequence_mean` over all
+    sequences, dropped ones too, gives the paper's loss. Its advantages are rewards less the batch's mean, of one answer
+    a prompt: `dr_grpo_advantages` with one group id for all.
+
+    Args:
+        logprobs: [B, T]; finite within the mask.
+        old_logprobs: [B, T], the sampler's.
+        high: delta, the largest mean divergence to learn from, in nats a token; >= 0; math.inf for all.
+
+    Returns:
+        [B, T], to be minimised. Only its gradient has a meaning.
+    """
+    check.per_token(mask, logprobs=logprobs, old_logprobs=old_logprobs)
+    divergence = kl_binary(old_logprobs.detach(), logprobs.detach(), mask)
+    near = sequence_mean_divergence_mask(divergence, mask, high)
+    ratio = masked_ratio(logprobs.detach(), old_logprobs, near)
+    return -masked_advantages(advantages, near) * ratio * masked(logprobs, near)
 
 
 @torch.no_grad()
@@ -203,8 +265,16 @@ def off_policy_sequence_mask(
     Returns:
         bool [B, T], within the mask.
     """
-    check_per_token(mask, logprobs=logprobs, old_logprobs=old_logprobs)
-    check_not_negative(high=high)
+    check.per_token(mask, logprobs=logprobs, old_logprobs=old_logprobs)
+    check.not_negative(high=high)
     drift = mean_over_tokens(masked(at_least_float32(old_logprobs) - at_least_float32(logprobs), mask), mask)
-    bad = advantages_per_token(advantages, mask) < 0
+    bad = check.advantages_per_token(advantages, mask) < 0
     return mask & ~(bad & (drift > high))
+
+
+def _dual_clipped(loss: Tensor, advantages: Tensor, dual_clip: float | None) -> Tensor:
+    """The loss, at most -dual_clip * advantages where the advantages are below 0."""
+    check.dual_clip(dual_clip)
+    if dual_clip is None:
+        return loss
+    return torch.where(advantages < 0, torch.minimum(loss, -dual_clip * advantages), loss)

@@ -6,9 +6,10 @@ Only `logprobs` gets a gradient.
 import math
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
-from rlkit._check import check_not_negative, check_per_token, check_positive, check_share, fail
+from rlkit import _check as check
 from rlkit._numerics import (
     LOG_RATIO_LIMIT,
     masked,
@@ -17,15 +18,7 @@ from rlkit._numerics import (
     masked_ratio,
     sequence_advantages,
 )
-
-__all__ = [
-    "clip_cov_loss",
-    "kl_cov_loss",
-    "dppo_tv_loss",
-    "dppo_kl_loss",
-    "dro_loss",
-    "vespo_loss",
-]
+from rlkit.losses.kl import kl_binary
 
 
 def clip_cov_loss(
@@ -65,10 +58,10 @@ def clip_cov_loss(
     Returns:
         [B, T], to be minimised; 0, with gradient 0, on the tokens drawn.
     """
-    check_per_token(mask, logprobs=logprobs, old_logprobs=old_logprobs, uniform=uniform)
-    check_not_negative(clip_low=clip_low, clip_high=clip_high)
+    check.per_token(mask, logprobs=logprobs, old_logprobs=old_logprobs, uniform=uniform)
+    check.not_negative(clip_low=clip_low, clip_high=clip_high)
     if not cov_low < cov_high:
-        fail("cov_high", cov_high, f"a number > cov_low, which is {cov_low}")
+        check.fail("cov_high", cov_high, f"a number > cov_low, which is {cov_low}")
     log_ratio = masked_log_ratio(logprobs, old_logprobs, mask)
     advantages = masked_advantages(advantages, mask)
     ratio = log_ratio.exp()
@@ -108,8 +101,8 @@ def kl_cov_loss(
         share: of the tokens, to be penalised; in [0, 1]; 0 penalises none.
         kl_coef: beta; >= 0.
     """
-    check_per_token(mask, logprobs=logprobs, old_logprobs=old_logprobs)
-    check_not_negative(kl_coef=kl_coef)
+    check.per_token(mask, logprobs=logprobs, old_logprobs=old_logprobs)
+    check.not_negative(kl_coef=kl_coef)
     log_ratio = masked_log_ratio(logprobs, old_logprobs, mask)
     advantages = masked_advantages(advantages, mask)
     covariance = _covariance(_bounded_logprobs(log_ratio.detach(), old_logprobs, mask), advantages, mask)
@@ -151,8 +144,8 @@ def dppo_tv_loss(
     Returns:
         [B, T], to be minimised; 0, with gradient 0, outside the region.
     """
-    check_per_token(mask, logprobs=logprobs, old_logprobs=old_logprobs)
-    check_not_negative(delta_low=delta_low, delta_high=delta_high)
+    check.per_token(mask, logprobs=logprobs, old_logprobs=old_logprobs)
+    check.not_negative(delta_low=delta_low, delta_high=delta_high)
     ratio = masked_ratio(logprobs, old_logprobs, mask)
     advantages = masked_advantages(advantages, mask)
     gain = masked(logprobs.detach(), mask).exp() - masked(old_logprobs.detach(), mask).exp()
@@ -180,8 +173,7 @@ def dppo_kl_loss(
 
     Rethinking the trust region, https://arxiv.org/abs/2602.04879 eq. 12 and 14, its appendix C for the deltas.
 
-    Choices: as in `dppo_tv_loss`. As in the authors' code 1e-8 is added to both terms of the second quotient: in
-    float32 the probability of a token that is all but certain is 1, and the KL to it would be infinite.
+    Choices: as in `dppo_tv_loss`; D is `kl_binary`.
 
     Args:
         old_logprobs: [B, T], under the weights the batch was sampled with, or the sampler's.
@@ -192,14 +184,11 @@ def dppo_kl_loss(
     Returns:
         [B, T], to be minimised; 0, with gradient 0, outside the region.
     """
-    check_per_token(mask, logprobs=logprobs, old_logprobs=old_logprobs)
-    check_not_negative(delta_low=delta_low, delta_high=delta_high)
+    check.per_token(mask, logprobs=logprobs, old_logprobs=old_logprobs)
+    check.not_negative(delta_low=delta_low, delta_high=delta_high)
     log_ratio = masked_log_ratio(logprobs, old_logprobs, mask)
     advantages = masked_advantages(advantages, mask)
-    log_p = masked(logprobs.detach(), mask).clamp(max=0)
-    log_q = masked(old_logprobs.detach(), mask).clamp(max=0)
-    rest_p, rest_q = -log_p.expm1() + 1e-8, -log_q.expm1() + 1e-8  # 1 - p and 1 - q
-    kl = -log_q.exp() * log_ratio.detach() + rest_q * (rest_q / rest_p).log()
+    kl = kl_binary(old_logprobs.detach(), logprobs.detach(), mask)
     too_high = (advantages > 0) & (log_ratio > 0) & (kl > delta_high)
     too_low = (advantages < 0) & (log_ratio < 0) & (kl > delta_low)
     return torch.where(too_high | too_low, 0, -advantages * _bounded(log_ratio.exp(), ratio_high))
@@ -223,8 +212,8 @@ def dro_loss(logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, mask: T
         old_logprobs: [B, T], of the policy to stay near: the reference, or the one that sampled.
         kl_coef: beta, the strength of the penalty; > 0.
     """
-    check_per_token(mask, logprobs=logprobs, old_logprobs=old_logprobs)
-    check_positive(kl_coef=kl_coef)
+    check.per_token(mask, logprobs=logprobs, old_logprobs=old_logprobs)
+    check.positive(kl_coef=kl_coef)
     log_ratio = masked_log_ratio(logprobs, old_logprobs, mask)
     advantages = masked_advantages(advantages, mask)
     return -advantages * _bounded_logprobs(log_ratio, old_logprobs, mask) + kl_coef / 2 * log_ratio.square()
@@ -262,8 +251,8 @@ def vespo_loss(
     Returns:
         [B, T], to be minimised. Only its gradient has a meaning.
     """
-    check_per_token(mask, logprobs=logprobs, old_logprobs=old_logprobs)
-    check_not_negative(k_pos=k_pos, lambda_pos=lambda_pos, k_neg=k_neg, lambda_neg=lambda_neg)
+    check.per_token(mask, logprobs=logprobs, old_logprobs=old_logprobs)
+    check.not_negative(k_pos=k_pos, lambda_pos=lambda_pos, k_neg=k_neg, lambda_neg=lambda_neg)
     log_ratio = masked_log_ratio(logprobs, old_logprobs, mask)
     advantages = sequence_advantages(advantages, mask)
     log_w = log_ratio.detach().sum(1, keepdim=True).clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)  # [B, 1], as phi
@@ -273,6 +262,42 @@ def vespo_loss(
     return -phi * advantages * _bounded_logprobs(log_ratio, old_logprobs, mask)
 
 
+def m2po_loss(logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, mask: Tensor, high: float = 0.04) -> Tensor:
+    r"""M2PO: the plain surrogate without the few tokens that bring the second moment of the log-ratios above a bound.
+
+    $$L_t = -M_t\, r_t A_t, \quad \frac{1}{|K|} \sum_{t \in K} (\log r_t)^2 \le \tau$$
+    over the tokens K that still count ($M_t = 1$) of those that move away: A > 0 and r > 1, or A < 0 and r < 1. M is 0
+    on as many of the largest $(\log r_t)^2$ of those as it takes, with all that tie with them, and 1 on other tokens.
+
+    Second-moment trust policy optimisation, https://arxiv.org/abs/2510.01161, its algorithm 1, for data that is many
+    updates old; `token_mean` over all tokens gives the paper's loss.
+
+    **It varies with the split**: the moment is that of the tokens it is given, so the loss of a batch is not the sum of
+    its micro-batches' losses.
+
+    Choices: the mask of the paper. The authors' code turns the last kept $|\log r|$ into the bounds of PPO's clip, and
+    never clips tighter than 0.3 below and 0.5 above.
+
+    Args:
+        old_logprobs: [B, T], of the policy that sampled.
+        high: tau, the largest second moment; >= 0; math.inf for the plain surrogate.
+
+    Returns:
+        [B, T], to be minimised; 0, with gradient 0, on the tokens dropped.
+    """
+    check.per_token(mask, logprobs=logprobs, old_logprobs=old_logprobs)
+    check.not_negative(high=high)
+    log_ratio = masked_log_ratio(logprobs, old_logprobs, mask)
+    advantages = masked_advantages(advantages, mask)
+    away = advantages * log_ratio.detach() > 0
+    squares = torch.where(away, log_ratio.detach().square(), math.inf)
+    ascending = squares.flatten().sort().values
+    moments = ascending.cumsum(0) / torch.arange(1, len(ascending) + 1, device=squares.device)
+    kept = (moments <= high).sum()
+    smallest_dropped = F.pad(ascending, (0, 1), value=math.inf).gather(0, kept[None])
+    return torch.where(away & (squares >= smallest_dropped), 0, -advantages * log_ratio.exp())
+
+
 def _bounded_logprobs(log_ratio: Tensor, old_logprobs: Tensor, mask: Tensor) -> Tensor:
     """[B, T]: logprobs, no further from old_logprobs than the limit of a log-ratio; 0 outside the mask."""
     return masked(old_logprobs.detach(), mask) + log_ratio
@@ -280,7 +305,7 @@ def _bounded_logprobs(log_ratio: Tensor, old_logprobs: Tensor, mask: Tensor) -> 
 
 def _bounded(ratio: Tensor, ratio_high: float) -> Tensor:
     """min(ratio, ratio_high); above the bound with the gradient of ratio_high * log(ratio)."""
-    check_positive(ratio_high=ratio_high)
+    check.positive(ratio_high=ratio_high)
     return ratio * (ratio_high / ratio.detach()).clamp(max=1)
 
 
@@ -295,7 +320,7 @@ def _smallest(keys: Tensor, share: float, mask: Tensor) -> Tensor:
 
     How many that is, is not known on the host: the top k of a share of all elements are in order, a few of them count.
     """
-    check_share(share=share)
+    check.share(share=share)
     most = min(int(share * keys.numel()) + 1, keys.numel())
     count = (mask.sum().double() * share).floor().clamp(min=1 if share > 0 else 0)
     places = keys.flatten().topk(most, largest=False).indices

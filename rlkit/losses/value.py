@@ -3,12 +3,8 @@
 import torch
 from torch import Tensor
 
-from rlkit._check import check_not_negative, check_per_token
+from rlkit import _check as check
 from rlkit._numerics import masked
-
-__all__ = [
-    "clipped_value_loss",
-]
 
 
 def clipped_value_loss(values: Tensor, old_values: Tensor, returns: Tensor, mask: Tensor, clip: float = 0.5) -> Tensor:
@@ -29,8 +25,8 @@ def clipped_value_loss(values: Tensor, old_values: Tensor, returns: Tensor, mask
         clip: in units of the return, so it goes with the scale of the rewards; >= 0; `math.inf` gives the plain squared
             error.
     """
-    check_per_token(mask, values=values, old_values=old_values, returns=returns)
-    check_not_negative(clip=clip)
+    check.per_token(mask, values=values, old_values=old_values, returns=returns)
+    check.not_negative(clip=clip)
     values = masked(values, mask)
     old_values, returns = masked(old_values.detach(), mask), masked(returns.detach(), mask)
     clipped = values.clamp(old_values - clip, old_values + clip)

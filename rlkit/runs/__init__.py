@@ -14,7 +14,7 @@ These are functions that a recipe calls, in the order in which it calls them:
 """
 
 from rlkit.runs.checkpoints import finish, resume, save, totals, training_passes
-from rlkit.runs.directory import claim_directory
+from rlkit.runs.directory import check_resumed_options, claim_directory, release_directory
 from rlkit.runs.models import (
     answer_ends,
     build_engine,
@@ -26,15 +26,19 @@ from rlkit.runs.models import (
     learning_rate_schedule,
 )
 from rlkit.runs.options import (
+    AdapterOptions,
     EngineOptions,
     GenerationOptions,
     ModelOptions,
+    OptimizerOptions,
     PolicyOptions,
     RunOptions,
     SamplingOptions,
     TaskOptions,
     TrainingOptions,
     check_range,
+    check_ranges,
+    option_groups,
     parse_options,
 )
 from rlkit.runs.sampling import (
@@ -52,10 +56,12 @@ from rlkit.runs.tasks import load_named_task, with_epochs
 from rlkit.runs.updates import mean_metrics, mini_batches
 
 __all__ = [
+    "AdapterOptions",
     "Answers",
     "EngineOptions",
     "GenerationOptions",
     "ModelOptions",
+    "OptimizerOptions",
     "PolicyOptions",
     "PolicySampler",
     "Prompts",
@@ -71,6 +77,8 @@ __all__ = [
     "build_scorer",
     "build_value_engine",
     "check_range",
+    "check_ranges",
+    "check_resumed_options",
     "claim_directory",
     "encode_share",
     "find_model",
@@ -80,9 +88,11 @@ __all__ = [
     "mean_metrics",
     "mini_batches",
     "one_sentence_errors",
+    "option_groups",
     "parse_options",
     "prompt_encoder",
     "record_evaluation",
+    "release_directory",
     "resume",
     "run_recipe",
     "save",

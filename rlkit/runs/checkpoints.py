@@ -14,6 +14,7 @@ from rlkit.report import write_report
 from rlkit.runs.directory import release_directory
 from rlkit.runs.options import AdapterOptions, RunOptions
 from rlkit.tracking import Run
+from rlkit.vlm.loading import load_config
 
 POLICY = "checkpoints"  # its checkpoint is written last: a step is saved when this one is there
 
@@ -59,10 +60,13 @@ def finish(cfg: Any, run: Run, samples: Sequence[Sample], **engines: Any) -> Non
 
     Args:
         samples: answers shown on the page, those with the lowest rewards first, at most 40.
-        engines: by the folder their model is exported to, in Hugging Face format.
+        engines: by the folder their model is exported to, in Hugging Face format. The policy's adapters are merged
+            there, and `adapter` holds them alone.
     """
     for folder, engine in engines.items():
-        engine.export_hf(run.out / folder)
+        engine.export_hf(run.out / folder, _export_dtype(cfg, engine))
+        if getattr(engine, "has_adapters", False) and "logprobs" in engine.known_outputs:
+            engine.export_adapter(run.out / "adapter")
     if engines:
         run.evaluation(steps=cfg.steps)
     run.close()
@@ -70,6 +74,14 @@ def finish(cfg: Any, run: Run, samples: Sequence[Sample], **engines: Any) -> Non
     if run.writes:
         page = write_report(run.out, sorted(samples, key=lambda sample: sample.reward)[:40], title=run.name)
         print("results:", ", ".join(str(p) for p in [page, *(run.out / name for name in ("metrics.jsonl", *engines))]))
+
+
+def _export_dtype(cfg: Any, engine: Any) -> torch.dtype:
+    """The dtype of exported weights: that of `cfg.export_dtype`, or of the files that the model was read from."""
+    if cfg.export_dtype != "auto":
+        return getattr(torch, cfg.export_dtype)
+    config = load_config(engine.config.name_or_path, trust_remote_code=cfg.trust_remote_code)
+    return config.dtype or getattr(torch, cfg.dtype)
 
 
 def totals(engine: Any, **counts: float | Tensor) -> dict[str, float]:

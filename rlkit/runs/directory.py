@@ -13,11 +13,12 @@ from typing import Any, TextIO, TypeVar
 
 import torch.distributed as dist
 
-from rlkit.tracking import CONFIG, METRICS
+from rlkit.tracking import CONFIG, EVAL, METRICS
 
 LOCK = "run.lock"
 T = TypeVar("T")
 _held: dict[Path, TextIO] = {}  # an open file holds its lock until this process ends
+os.register_at_fork(after_in_child=_held.clear)  # a child that outlives this process would hold it for longer
 
 # options that say where and how fast a run computes, not what; all others may differ only if --allow_changes names them
 CHANGEABLE = """
@@ -39,24 +40,25 @@ def claim_directory(out: str, name: str, *, resume: bool) -> Path:
     Raises:
         ValueError: another process is writing to it; it holds a run and `resume` is not given; it is a file.
     """
-    return decided_by_rank_0(lambda: _claim(Path(out), resume) if out else _claim_numbered(Path("runs") / name, resume))
+    default = Path("runs") / name
+    return _decided_by_rank_0(lambda: _claim(Path(out), resume) if out else _claim_numbered(default, resume))
 
 
 def check_resumed_options(out: Path, options: Any) -> list[str]:
     """How these options differ from those the run was started with, a line each. All ranks call this together.
 
     Args:
-        out: the run's directory; one without config.json is a new run.
+        out: the run's directory; one in which no step was logged is a new run.
         options: a dataclass with a field `allow_changes`.
 
     Raises:
         ValueError: an option differs that changes what the run computes, and `allow_changes` does not name it.
     """
-    return decided_by_rank_0(lambda: _changed_options(out, asdict(options)))
+    return _decided_by_rank_0(lambda: _changed_options(out, asdict(options)))
 
 
 def _changed_options(out: Path, options: Mapping[str, Any]) -> list[str]:
-    if not (out / CONFIG).exists():
+    if not (_holds_run(out) and (out / CONFIG).exists()):
         return []
     before, now = json.loads((out / CONFIG).read_text()), json.loads(json.dumps(options, default=str))
     changed = {name: (before[name], x) for name, x in now.items() if before.get(name, x) != x}
@@ -70,7 +72,7 @@ def _changed_options(out: Path, options: Mapping[str, Any]) -> list[str]:
     return [f"{name} was {old!r} and is {new!r}" for name, (old, new) in changed.items() if name not in UNTOLD]
 
 
-def decided_by_rank_0(decide: Callable[[], T]) -> T:
+def _decided_by_rank_0(decide: Callable[[], T]) -> T:
     """What `decide` returns on rank 0, on all ranks; a ValueError that it raises there is raised on all of them."""
     answer: list[Any] = [None, None]
     if not dist.is_initialized() or dist.get_rank() == 0:
@@ -91,12 +93,14 @@ def release_directory(out: Path) -> None:
         file.close()
 
 
-def holds_run(path: Path) -> bool:
-    return (path / CONFIG).exists() or (path / METRICS).exists()
+def _holds_run(path: Path) -> bool:
+    """Whether a run has logged a step there. What failed before that, as its model was not found, saved nothing."""
+    metrics = path / METRICS
+    return metrics.exists() and metrics.stat().st_size > 0
 
 
 class _Taken(ValueError):
-    """Another process holds the lock of a directory."""
+    """The directory holds a run, or another process is writing one to it."""
 
 
 def _claim_numbered(path: Path, resume: bool) -> Path:
@@ -104,7 +108,7 @@ def _claim_numbered(path: Path, resume: bool) -> Path:
     numbers = count(2)
     last, candidate = path, path
     while True:
-        if not holds_run(candidate):
+        if not _holds_run(candidate):
             try:
                 return _claim(last if resume else candidate, resume)
             except _Taken:
@@ -118,17 +122,24 @@ def _claim(path: Path, resume: bool) -> Path:
         raise ValueError(f"out {str(path)!r}: expected a directory, got a file")
     try:
         path.mkdir(parents=True, exist_ok=True)
-        _lock(path)
-    except PermissionError as error:
+        claimed_before = (path / LOCK).exists()
+        lock = _lock(path)
+    except OSError as error:
         raise ValueError(f"out {str(path)!r}: expected a directory that can be written to, got: {error}") from error
-    if holds_run(path) and not resume:
+    if _holds_run(path) and not resume:
         release_directory(path)
-        raise ValueError(f"out {str(path)!r}: holds a run already; continue it with --resume, or choose another --out")
+        raise _Taken(f"out {str(path)!r}: holds a run already; continue it with --resume, or choose another --out")
+    if claimed_before and not _holds_run(path) and not resume:  # a start that failed left them
+        for name in (CONFIG, EVAL, METRICS):
+            (path / name).unlink(missing_ok=True)
+    lock.truncate(0)
+    lock.write(f"process {os.getpid()} on {socket.gethostname()}\n")
+    lock.flush()
     return path
 
 
-def _lock(path: Path) -> None:
-    """Hold the lock of a directory for the life of this process.
+def _lock(path: Path) -> TextIO:
+    """The locked file of a directory; this process holds the lock until it ends or releases it.
 
     Raises:
         _Taken: another process holds it.
@@ -136,7 +147,7 @@ def _lock(path: Path) -> None:
     import fcntl
 
     if path.resolve() in _held:
-        return
+        return _held[path.resolve()]
     file = (path / LOCK).open("a+")
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -147,7 +158,5 @@ def _lock(path: Path) -> None:
         raise _Taken(f"out {str(path)!r}: {holder} is writing a run to it; choose another --out") from None
     except OSError:  # a file system without locks
         pass
-    file.truncate(0)
-    file.write(f"process {os.getpid()} on {socket.gethostname()}\n")
-    file.flush()
     _held[path.resolve()] = file
+    return file

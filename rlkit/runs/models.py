@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.optim import AdamW, Optimizer
@@ -64,7 +65,7 @@ def build_engine(
         temperature: of the sampler, if answers are sampled. Tokens that stand for images are then left out of the
             distribution, as they are by the sampler.
     """
-    model = load_model(path, trust_remote_code=cfg.trust_remote_code)
+    model = load_model(path, dtype=getattr(torch, cfg.dtype), trust_remote_code=cfg.trust_remote_code)
     return _training_engine(
         cfg, "language_model", model, cfg.lr, updates, **_scoring(cfg, model, processor, temperature)
     )
@@ -80,14 +81,14 @@ def build_value_engine(
         updates: optimizer steps of the whole run.
         lr: peak learning rate in place of `cfg.lr`.
     """
-    model = load_value_model(path, trust_remote_code=cfg.trust_remote_code)
+    model = load_value_model(path, dtype=getattr(torch, cfg.dtype), trust_remote_code=cfg.trust_remote_code)
     lr = cfg.lr if lr is None else lr
     return _training_engine(cfg, "value_model", model, lr, updates, **_shared(cfg, processor))
 
 
 def build_scorer(cfg: Any, path: str, processor: Any, temperature: float | None = None) -> Any:
     """An engine that trains nothing: it computes log-probabilities of a reference policy or a teacher."""
-    model = load_model(path, trust_remote_code=cfg.trust_remote_code)
+    model = load_model(path, dtype=getattr(torch, cfg.dtype), trust_remote_code=cfg.trust_remote_code)
     return make_engine(cfg.engine, "language_model", model=model, **_scoring(cfg, model, processor, temperature))
 
 
@@ -185,6 +186,7 @@ def _shared(cfg: EngineOptions, processor: Any) -> dict[str, Any]:
         "micro_batch_tokens": cfg.micro_batch_tokens,
         "use_remove_padding": cfg.use_remove_padding,
         "use_fused_kernels": cfg.use_fused_kernels,
+        **({} if cfg.compute_dtype == "auto" else {"compute_dtype": getattr(torch, cfg.compute_dtype)}),
         **({"ulysses_sequence_parallel_size": sequence_parallel} if sequence_parallel > 1 else {}),
         **cfg.parallel,
     }

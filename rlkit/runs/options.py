@@ -124,6 +124,10 @@ class EngineOptions:
     """Ranks that share each sequence (Ulysses), for long ones."""
     micro_batch_tokens: int = 16384
     """Most tokens in one forward pass."""
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    """Dtype of the weights that are trained, and of the optimizer's state."""
+    compute_dtype: Literal["auto", "float32", "bfloat16"] = "auto"
+    """Dtype of the computation. auto: bfloat16 on a GPU, float32 on a CPU."""
     use_remove_padding: bool = True
     """Pack sequences without padding."""
     use_fused_kernels: bool = False
@@ -178,6 +182,8 @@ class TrainingOptions(EngineOptions, OptimizerOptions, AdapterOptions, ModelOpti
     """Passes over the data, in place of --steps. 0: --steps."""
     save_every: int = 50
     """Steps between checkpoints. The newest two are kept."""
+    export_dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
+    """Dtype of the exported weights. auto: that of the model that training began with."""
 
 
 # options of all recipes by the numbers they take
@@ -226,7 +232,7 @@ def parse_options(config: type[Config], description: str, arguments: Sequence[st
 
     arguments = list(sys.argv[1:] if arguments is None else arguments)
     if file := _config_file(arguments):
-        arguments = [*file_arguments(file, config), *arguments]
+        arguments = [*_file_arguments(file, config), *arguments]
 
     hints, defaults = get_type_hints(config), {f.name: f for f in fields(config)}  # type: ignore[arg-type]
     groups = []
@@ -245,7 +251,7 @@ def parse_options(config: type[Config], description: str, arguments: Sequence[st
     return config(**{name: x for group in vars(parsed).values() for name, x in vars(group).items()})
 
 
-def file_arguments(file: str, config: type) -> list[str]:
+def _file_arguments(file: str, config: type) -> list[str]:
     """The options in a YAML or JSON file as command-line arguments.
 
     Of a run's config.json, what belongs to that run alone is left out: its directory, and whether it was resumed.

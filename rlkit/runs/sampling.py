@@ -12,7 +12,7 @@ from torch import Tensor
 
 from rlkit.data import Sample, group_ids
 from rlkit.engines.distributed import reduce_metrics
-from rlkit.rewards import Judge, judged, judged_accuracy, judging_problem, part_means, reward_stats
+from rlkit.rewards import Judge, judged, judging_problem, part_means, reward_stats
 from rlkit.rollout import Sampling
 from rlkit.runs.options import SamplingOptions
 from rlkit.tracking import Run
@@ -203,6 +203,17 @@ class PolicySampler:
         """The most likely answer to each prompt, judged."""
         return self.answer(prompts, Sampling(self.cfg.max_new_tokens, temperature=0.0), phase="evaluate")
 
+    def answer_heldout(self, prompts: Prompts) -> Answers:
+        """The most likely answer to each held-out prompt, judged; none with `--max_new_tokens 0`.
+
+        The run ends if `--reward` names what judges them and not one could be judged.
+        """
+        answers = self.greedy(prompts) if self.cfg.max_new_tokens else Answers()
+        generated, judged = _count_judged(answers, self.engine.global_sum)
+        if self.cfg.reward and generated and not judged:
+            self.run.stop(f"held-out {judging_problem(generated, judged, 1.0, answers.reasons)}")
+        return answers
+
     def evaluate(self, prompts: Prompts, when: str) -> list[Sample]:
         """Accuracy of the greedy answers to held-out prompts, written to eval.json and printed.
 
@@ -214,10 +225,12 @@ class PolicySampler:
         Returns:
             This rank's answers that could be judged, with their rewards.
         """
-        answers = self.greedy(prompts)
+        answers = self.answer_heldout(prompts)
         if problem := too_few_judged(answers, self.engine.global_sum, self.cfg.max_unjudged):
             self.run.stop(f"held-out {problem}")
-        record_evaluation(self.run, self.engine, when, accuracy(answers, self.engine.global_sum), prompts)
+        found = accuracy(answers, self.engine.global_sum)
+        counts = {"rows": len(prompts.samples), "skipped": len(prompts.skipped)}
+        record_evaluation(self.run, self.engine, when, found, **counts)
         return answers.judged
 
 
@@ -225,24 +238,36 @@ def accuracy(answers: Answers, global_sum: GlobalSum) -> dict[str, float]:
     """Mean reward of the answers that could be judged, over all ranks, and how many could not.
 
     Returns:
-        `accuracy` and `unjudged`; nothing if no rank has an answer that was judged.
+        `accuracy` and `unjudged`. Without a judged answer there is no `accuracy`, as of a file that has no answers to
+        compare with; without any answer there is neither.
     """
-    found = judged_accuracy(answers.rewards, global_sum)
-    return {name: found[name] for name in ("accuracy", "unjudged")} if found["judged"] else {}
+    total = global_sum(answers.rewards.double().nansum()).item()
+    generated, judged = _count_judged(answers, global_sum)
+    found = {"unjudged": generated - judged} if generated else {}
+    return {"accuracy": total / judged, **found} if judged else found
 
 
-def record_evaluation(run: Run, engine: Any, when: str, found: Mapping[str, float], prompts: Prompts) -> None:
+def _count_judged(answers: Answers, global_sum: GlobalSum) -> tuple[float, float]:
+    """How many answers all ranks have, and how many of them could be judged."""
+    counts = torch.tensor([len(answers.generated), (~answers.rewards.isnan()).sum()])
+    generated, judged = global_sum(counts.double()).tolist()
+    return generated, judged
+
+
+def record_evaluation(run: Run, engine: Any, when: str, found: Mapping[str, float], *, rows: int, skipped: int) -> None:
     """Write what was measured on held-out prompts before or after training to eval.json, and print it.
 
     Args:
         found: measurements over all ranks, by name.
+        rows, skipped: held-out rows of this rank that were used, and those that could not be.
     """
-    counts = torch.tensor([len(prompts.samples), len(prompts.skipped)], dtype=torch.float64)
-    rows, skipped = (int(x) for x in engine.global_sum(counts).tolist())
+    counts = engine.global_sum(torch.tensor([rows, skipped], dtype=torch.float64)).tolist()
+    rows, skipped = (int(x) for x in counts)
     run.evaluation(**{f"{name}_{when}": x for name, x in found.items()}, heldout=rows, heldout_skipped=skipped)
     if run.writes:
-        shown = ", ".join(f"{name.replace('_', ' ')} {x:.3f}" for name, x in found.items() if name != "unjudged" or x)
-        run.say(f"held-out {when}: {shown} ({rows} rows)")
+        unjudged = f", {found['unjudged']:.0f} not judged" if found.get("unjudged") else ""
+        shown = ", ".join(f"{name.replace('_', ' ')} {x:.3f}" for name, x in found.items() if name != "unjudged")
+        run.say(f"held-out {when}: {shown} ({rows} rows{unjudged})")
 
 
 def too_few_judged(answers: Answers, global_sum: GlobalSum, max_unjudged: float) -> str:
@@ -250,8 +275,7 @@ def too_few_judged(answers: Answers, global_sum: GlobalSum, max_unjudged: float)
 
     With a share of 1 it can go on without any reward.
     """
-    counts = torch.tensor([len(answers.generated), (~answers.rewards.isnan()).sum()])
-    generated, judged = global_sum(counts.double()).tolist()
+    generated, judged = _count_judged(answers, global_sum)
     if max_unjudged >= 1:
         return ""
     return judging_problem(generated, judged, max_unjudged, answers.reasons, answers.skipped)

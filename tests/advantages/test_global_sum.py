@@ -62,7 +62,15 @@ def test_kto_kl_estimate():
     torch.testing.assert_close(torch.stack(found), whole.expand(3))
 
 
+def test_load_balancing_loss():
+    logits = torch.randn(14, 6, 5, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    mask = torch.rand(14, 6, generator=torch.Generator().manual_seed(2)) < 0.6
+    whole = rlkit.losses.load_balancing_loss(logits, mask, 2)
+    one = lambda rows, add: rlkit.losses.load_balancing_loss(logits[rows], mask[rows], 2, mask.sum(), add)  # noqa: E731
+    torch.testing.assert_close(sum(over_ranks(one, *PARTS)), whole)
+
+
 def test_every_function_with_a_global_sum_is_here():
     every = [getattr(p, n) for p in (rlkit.losses, rlkit.advantages) for n in p.__all__]
     have = {f.__name__ for f in every if inspect.isfunction(f) and "global_sum" in inspect.signature(f).parameters}
-    assert have == {name.split()[0] for name in cases()} | {"kto_kl_estimate"}
+    assert have == {name.split()[0] for name in cases()} | {"kto_kl_estimate", "load_balancing_loss"}

@@ -160,6 +160,15 @@ def test_lambda_of_each_row():
     torch.testing.assert_close(on_policy, found)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+def test_lambda_may_be_a_0d_tensor(dtype):
+    rewards, values, mask = batch()
+    lam = torch.tensor(0.5, dtype=dtype)
+    torch.testing.assert_close(gae(rewards, values, mask, 0.99, lam), gae(rewards, values, mask, 0.99, 0.5))
+    found, expected = (vtrace(rewards, values, values, values, mask, 0.99, lam=x) for x in (lam, 0.5))
+    torch.testing.assert_close(found, expected)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("lam", [1.0, 0.99999, 0.95, 0.5, 1e-30, 0.0])
 def test_long_rows_keep_their_digits(dtype, lam):

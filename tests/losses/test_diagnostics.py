@@ -1,4 +1,4 @@
-"""ratio_stats, mismatch_stats, sequence_mismatch_stats, effective_sample_size."""
+"""ratio_stats, value_stats, mismatch_stats, sequence_mismatch_stats, effective_sample_size."""
 
 import math
 
@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from rlkit.losses import (
     clipped_policy_loss,
+    clipped_value_loss,
     effective_sample_size,
     geometric_importance_weights,
     mismatch_stats,
@@ -16,6 +17,7 @@ from rlkit.losses import (
     sequence_importance_weights,
     sequence_mean,
     sequence_mismatch_stats,
+    value_stats,
 )
 
 FEW = settings(max_examples=25, deadline=None, derandomize=True)
@@ -30,6 +32,25 @@ def batch(seed=0, b=5, t=6):
 def numbers(stats):
     assert all(x.ndim == 0 and not x.requires_grad for x in stats.values())
     return {key: x.item() for key, x in stats.items()}
+
+
+def test_value_stats_golden():
+    """Moves of 1 with clips of 0.5: from 1 away from the target 3 or towards it; and the plain error."""
+    values, old = torch.tensor([[2.0, 0.0, 1.0, math.nan]]), torch.tensor([[1.0, 1.0, 1.0, 1.0]])
+    returns, mask = torch.tensor([[3.0, 3.0, 4.0, 1.0]]), torch.tensor([[True, True, True, False]])
+    found = numbers(value_stats(values, old, returns, mask))
+    expected = {"clip_fraction": 1 / 3, "squared_error": (1 + 9 + 9) / 3, "mean": 1.0, "return": 10 / 3}
+    assert found == pytest.approx({f"value/{key}": x for key, x in expected.items()})
+    assert numbers(value_stats(values, old, returns, mask, math.inf))["value/clip_fraction"] == 0
+
+
+@FEW
+@given(seed=st.integers(0, 99))
+def test_value_clip_fraction_is_where_the_loss_has_no_gradient(seed):
+    values, old, returns, mask = batch(seed)
+    (grad,) = torch.autograd.grad(clipped_value_loss(values, old, returns, mask, 0.3).sum(), values)
+    share = ((grad == 0) & mask).sum() / mask.sum()
+    assert value_stats(values, old, returns, mask, 0.3)["value/clip_fraction"].item() == pytest.approx(share.item())
 
 
 def test_clip_fraction_is_where_the_loss_has_no_gradient():

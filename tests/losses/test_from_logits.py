@@ -27,15 +27,16 @@ class Sizes(TorchDispatchMode):
 
 
 @pytest.mark.parametrize("leading", [(40,), (4, 10)])
-@pytest.mark.parametrize("what", ["logprobs", "entropy", "shifted logprobs", "squares"])
+@pytest.mark.parametrize("what", ["logprobs", "kept logprobs", "entropy", "shifted logprobs", "squares"])
 def test_from_logits_the_only_tensor_of_their_size_is_their_gradient(monkeypatch, what, leading):
     monkeypatch.setattr(module, "CPU_CACHE_BYTES", 4 * 50 * 8)  # four rows
     logits = torch.randn(*leading, 50, dtype=torch.float64, requires_grad=True)
-    tokens = torch.randint(0, 50, leading)
+    tokens, keep = torch.randint(0, 50, leading), torch.rand(*leading, 50) < 0.5
     if what == "shifted logprobs":
         logits, tokens = logits.detach().reshape(-1, 10, 50).requires_grad_(), tokens.reshape(-1, 10)
     call = {
         "logprobs": lambda: target_logprobs(logits, tokens, 0.7),
+        "kept logprobs": lambda: target_logprobs(logits, tokens, 0.7, keep),
         "shifted logprobs": lambda: token_logprobs(logits, tokens, 0.7),
         "entropy": lambda: token_entropy(logits, 0.7),
         "squares": lambda: sum_pi_squared(logits, 0.7),
@@ -68,6 +69,40 @@ def test_pieces_change_nothing(monkeypatch, bytes_):
     for ours, theirs in ((logprobs, expected[..., 0]), (entropy, expected[..., 1])):
         grads = [torch.autograd.grad((x * weights).sum(), logits, retain_graph=True)[0] for x in (ours, theirs)]
         torch.testing.assert_close(*grads)
+
+
+@pytest.mark.parametrize("bytes_", [1, 3 * 11 * 8, 2**22])
+def test_several_targets_are_one_after_the_other(monkeypatch, bytes_):
+    monkeypatch.setattr(module, "CPU_CACHE_BYTES", bytes_)
+    logits = torch.randn(2, 4, 11, dtype=torch.float64, requires_grad=True)
+    targets, temperature = torch.randint(0, 11, (2, 4, 5)), torch.rand(2, 4, dtype=torch.float64) + 0.5
+    targets[0, 0, 1] = targets[0, 0, 0]  # twice the same
+    ours = target_logprobs(logits, targets, temperature)
+    single = torch.stack([target_logprobs(logits, targets[..., k], temperature) for k in range(5)], -1)
+    torch.testing.assert_close(ours, single)
+    weights = torch.randn(2, 4, 5, dtype=torch.float64)
+    torch.testing.assert_close(*(torch.autograd.grad((x * weights).sum(), logits) for x in (ours, single)))
+    assert target_logprobs(logits, targets[..., :0]).shape == (2, 4, 0)
+    assert target_logprobs(torch.zeros(0, 3), torch.zeros(0, 2).long()).shape == (0, 2)
+
+
+@pytest.mark.parametrize("several", [False, True])
+def test_a_kept_part_of_the_vocabulary_is_all_there_is(several):
+    """As if the other logits were -inf; a target outside has no chance, and nothing outside has a gradient."""
+    logits = torch.randn(2, 4, 11, dtype=torch.float64, requires_grad=True)
+    keep = torch.rand(2, 4, 11) < 0.5
+    targets = logits.detach().masked_fill(~keep, -9).topk(2).indices
+    targets = targets if several else targets[..., 0]
+    keep = keep.scatter(2, targets.reshape(2, 4, -1), True)
+    ours, expected = target_logprobs(logits, targets, 0.7, keep), logits.masked_fill(~keep, -torch.inf)
+    torch.testing.assert_close(ours, target_logprobs(expected, targets, 0.7))
+    assert (ours > target_logprobs(logits, targets, 0.7)).any()
+    slopes = [torch.autograd.grad(x.sum(), logits)[0] for x in (ours, target_logprobs(expected, targets, 0.7))]
+    torch.testing.assert_close(*slopes)
+    assert (slopes[0][~keep] == 0).all()
+    first = targets[..., 0] if several else targets
+    gone = keep.scatter(2, first[..., None], False)
+    assert (target_logprobs(logits, first, 0.7, gone) == -torch.inf).all()
 
 
 def test_from_logits_compiles_and_transforms():

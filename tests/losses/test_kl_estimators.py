@@ -302,7 +302,7 @@ BOOL, FLOAT = torch.ones(2, 3, dtype=torch.bool), torch.zeros(2, 3)
         (lambda: aligned_kl(torch.zeros(2, 3, 4), torch.zeros(2, 3, 5)), "ref_logits"),
         (lambda: aligned_kl(torch.zeros(2, 3, 4), torch.zeros(2, 3, 4).long()), "ref_logits"),
         (lambda: aligned_kl(torch.zeros(2, 3, 4), torch.zeros(2, 3, 4), FLOAT), "mask"),
-        (lambda: aligned_kl(torch.zeros(2, 3, 4), torch.zeros(2, 3, 4), BOOL[:, 1:]), "mask"),
+        (lambda: aligned_kl(torch.zeros(2, 3, 4), torch.zeros(2, 3, 4), BOOL[:, 1:]), "logits"),
         (lambda: aligned_kl(torch.zeros(2, 3, 4), torch.zeros(2, 3, 4), BOOL, 0.0), "temperature"),
     ],
 )

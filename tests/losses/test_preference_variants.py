@@ -6,9 +6,13 @@ from functools import partial
 import preference_pairs
 import pytest
 import torch
-from hypothesis import settings
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
+import rlkit.advantages
+from rlkit.losses import simpo_loss
 from rlkit.losses.preference_variants import (
+    a_star_po_loss,
     alpha_divergence_dpo_loss,
     alphapo_loss,
     aot_loss,
@@ -22,14 +26,12 @@ from rlkit.losses.preference_variants import (
     ld_sequence_logprobs,
     nca_loss,
     sppo_loss,
+    tpo_loss,
     wpo_weights,
 )
 
 FEW = settings(max_examples=25, deadline=None, derandomize=True)
 pairs = partial(preference_pairs.pairs, spread=3)
-
-
-# --- the loop: plain numbers, derivatives by hand
 
 
 # --- numbers by hand
@@ -91,6 +93,48 @@ def test_more_golden():
     assert ld_sequence_logprobs(lp, mask, torch.tensor([2]), 0.0).tolist() == [-3.0]
     weights = wpo_weights(row(0.5, 0.25, 0.5).log()[None], row(0.125, 0.25, 9.0)[None], mask[:, 2:])  # (4 * 1)^(1/2)
     torch.testing.assert_close(weights, row(2.0))
+
+
+def test_golden_tpo():
+    """log 3 apart at beta 1 and margin log 3: sigmoid(0) = 1/2; and the gold answer's 0.7 of 2 nats."""
+    chosen, rejected, gold = (x.requires_grad_() for x in (row(-1.0), row(-1.0 - LOG3), row(-2.0)))
+    loss = tpo_loss(chosen, rejected, gold, beta=1.0, alpha=0.7, gamma=LOG3)
+    torch.testing.assert_close(loss, row(LOG2 + 1.4))
+    slopes = torch.autograd.grad(loss.sum(), (chosen, rejected, gold))
+    torch.testing.assert_close(slopes, (row(-0.5), row(0.5), row(-0.7)))
+
+
+def test_golden_a_star_po():
+    """The log-ratio is 2, so beta 1/2 makes 1; the advantage is 0.25."""
+    logprobs = row(-3.0).requires_grad_()
+    loss = a_star_po_loss(logprobs, row(-5.0), row(1.0), row(0.75), beta=0.5)
+    torch.testing.assert_close(loss, row(0.5625))
+    torch.testing.assert_close(torch.autograd.grad(loss.sum(), logprobs)[0], row(0.75))
+
+
+@FEW
+@given(seed=st.integers(0, 99))
+def test_tpo_is_simpo_beside_the_likelihood_of_a_third_answer(seed):
+    chosen, rejected, gold, _, lengths, others = pairs(seed)
+    ours = tpo_loss(chosen / lengths, rejected / others, gold, beta=2.0, alpha=0.3, gamma=0.5)
+    torch.testing.assert_close(ours, simpo_loss(chosen, rejected, lengths, others, 2.0, 0.5) - 0.3 * gold)
+
+
+@FEW
+@given(seed=st.integers(0, 99), beta=st.floats(0.01, 5))
+def test_the_optimal_policy_has_no_a_star_po_loss(seed, beta):
+    """pi* = ref exp((r - V*) / beta), with V* = beta log of the mean of exp(r / beta) over all answers there are."""
+    g = torch.Generator().manual_seed(seed)
+    ref = torch.randn(6, generator=g, dtype=torch.float64).log_softmax(0)
+    rewards = torch.rand(6, generator=g, dtype=torch.float64)
+    best = (ref + rewards / beta).log_softmax(0).requires_grad_()
+    values = (beta * (ref + rewards / beta).logsumexp(0)).expand(6)
+    loss = a_star_po_loss(best, ref, rewards, values, beta)
+    torch.testing.assert_close(loss, torch.zeros_like(loss))
+    one = rlkit.advantages.optimal_values(rewards, torch.zeros(6).long(), beta)  # of a uniform reference
+    uniform = torch.full((6,), 1 / 6, dtype=torch.float64).log()
+    best = (uniform + rewards / beta).log_softmax(0)
+    torch.testing.assert_close(a_star_po_loss(best, uniform, rewards, one, beta), torch.zeros_like(loss))
 
 
 def test_aot_sorts_policy_and_reference_apart():

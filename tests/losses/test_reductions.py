@@ -1,4 +1,4 @@
-"""token_sum, token_mean, sequence_mean, sequence_sum_mean, fixed_length_mean."""
+"""token_sum, token_mean, sequence_mean, sequence_sum_mean, fixed_length_mean, prompt_mean."""
 
 import math
 from functools import partial
@@ -8,7 +8,16 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rlkit.losses import fixed_length_mean, reductions, sequence_mean, sequence_sum_mean, token_mean, token_sum
+from rlkit.losses import (
+    fixed_length_mean,
+    group_token_counts,
+    prompt_mean,
+    reductions,
+    sequence_mean,
+    sequence_sum_mean,
+    token_mean,
+    token_sum,
+)
 from rlkit.losses.naive import reductions as naive
 
 FEW = settings(max_examples=25, deadline=None, derandomize=True)
@@ -42,6 +51,32 @@ def test_golden():
     assert fixed_length_mean(loss, mask, 5) == 1
     assert token_mean(loss, mask, 5) == 2 and sequence_mean(loss, mask, 4) == 1.5
     assert sequence_sum_mean(loss, mask, 4) == 2.5 and fixed_length_mean(loss, mask, 5, total=1) == 2
+
+
+def test_prompt_mean_golden():
+    """Two prompts: (1 + 2 + 3 + 6) / 4 and 8 / 1."""
+    loss = torch.tensor([[1.0, 2.0, 3.0], [8.0, math.nan, math.nan], [6.0, math.nan, math.nan]])
+    mask, groups = torch.tensor([[True] * 3, [True, False, False], [True, False, False]]), torch.tensor([4, 9, 4])
+    counts = group_token_counts(mask, groups)
+    assert counts.tolist() == [4, 1, 4]
+    assert prompt_mean(loss, mask, counts) == 5.5 and prompt_mean(loss, mask, counts, total=4) == 2.75
+    assert prompt_mean(loss[:1], mask[:1], counts[:1], total=2) == 0.75  # this row's part of it
+
+
+@FEW
+@given(seed=st.integers(0, 999))
+def test_prompt_mean_does_not_depend_on_the_cut(seed):
+    loss, mask = batch(seed)
+    groups = torch.tensor([0, 1, 0, 2, 1, 0])
+    counts = group_token_counts(mask, groups)
+    prompts = sum(bool(mask[groups == group].any()) for group in range(3))
+    whole = prompt_mean(loss, mask, counts)
+    means = [token_mean(loss[groups == group], mask[groups == group]) for group in range(3)]
+    torch.testing.assert_close(whole, sum(means) / max(prompts, 1))
+    parts = [prompt_mean(loss[i], mask[i], counts[i], prompts) for i in (slice(0, 1), slice(1, 4), slice(4, 6))]
+    torch.testing.assert_close(sum(parts), whole)
+    one_each = prompt_mean(loss, mask, group_token_counts(mask, torch.arange(6)))
+    torch.testing.assert_close(one_each, sequence_mean(loss, mask))
 
 
 def test_length_bias_modes():
@@ -97,6 +132,26 @@ def test_dr_grpo_constant_divisor():
     neighbour = [torch.cat([torch.nn.functional.pad(x, (0, 8)), x.new_zeros(1, 10)]) for x in (loss, mask)]
     neighbour[1][1] = True
     assert fixed_length_mean(*neighbour, 6) == 0.25  # two sequences now, the same constant
+
+
+@pytest.mark.parametrize("function", [*BY_TOKENS, *BY_SEQUENCES])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.int64, torch.bfloat16])
+def test_a_total_of_any_dtype_leaves_the_dtype_and_the_value(function, dtype):
+    """1001 is no bfloat16, also not where that is the default: a total of 1001 would be one of 1000."""
+    loss, mask = batch()
+    loss, total = loss.detach().float(), 1024 if dtype == torch.bfloat16 else 1001
+    expected = function(loss, mask, total=float(total))
+    assert expected.dtype == torch.float32
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        found = function(loss, mask, total=torch.tensor(total, dtype=dtype))
+        plain = function(loss, mask, total=total)
+    finally:
+        torch.set_default_dtype(before)
+    for value in (found, plain):
+        assert value.dtype == torch.float32
+        torch.testing.assert_close(value, expected, rtol=1e-6, atol=0)
 
 
 @pytest.mark.parametrize("function", [token_sum, *BY_TOKENS, *BY_SEQUENCES])
@@ -200,6 +255,9 @@ def test_bfloat16_is_summed_in_float32(function):
         (lambda: token_mean(torch.zeros(2, 2), torch.ones(2, 2, dtype=torch.bool), -1), "total"),
         (lambda: token_mean(torch.zeros(2, 2), torch.ones(2, 2, dtype=torch.bool), torch.ones(1)), "total"),
         (lambda: fixed_length_mean(torch.zeros(2, 2), torch.ones(2, 2, dtype=torch.bool), 0), "length"),
+        (lambda: prompt_mean(torch.zeros(2, 2), torch.ones(2, 2, dtype=torch.bool), torch.ones(3)), "group_tokens"),
+        (lambda: prompt_mean(torch.zeros(2), torch.ones(2, 2, dtype=torch.bool), torch.ones(2)), "loss"),
+        (lambda: group_token_counts(torch.ones(2, 2, dtype=torch.bool), torch.zeros(2)), "group_ids"),
     ],
 )
 def test_errors_name_the_argument(call, name):

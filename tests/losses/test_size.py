@@ -7,6 +7,7 @@ from pathlib import Path
 
 LIBRARY = Path(__file__).parents[2] / "rlkit"
 MOST = 2191
+MOST_OF_HELPERS = 110
 LAYOUT = {tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER}
 
 
@@ -23,11 +24,16 @@ def lines_of_code(source: str) -> int:
     return len(code - strings)
 
 
-def test_losses_and_advantages_with_their_helpers():
-    files = [LIBRARY / "_check.py", LIBRARY / "_numerics.py"]
-    files += [path for package in ("losses", "advantages") for path in (LIBRARY / package).glob("*.py")]
+def test_losses_and_advantages():
+    files = [path for package in ("losses", "advantages") for path in (LIBRARY / package).glob("*.py")]
     counts = {path.relative_to(LIBRARY).as_posix(): lines_of_code(path.read_text()) for path in files}
     assert sum(counts.values()) <= MOST, counts
+
+
+def test_helpers_of_both():
+    """So that code does not move there."""
+    counts = {name: lines_of_code((LIBRARY / name).read_text()) for name in ("_check.py", "_numerics.py")}
+    assert sum(counts.values()) <= MOST_OF_HELPERS, counts
 
 
 def test_counts_code_alone():

@@ -18,9 +18,6 @@ PER_TOKEN = [dppo_tv, dppo_kl, dro]
 every = pytest.mark.parametrize("fn", LOSSES)
 
 
-# the loop: scalar tensors and python numbers, no function of the library
-
-
 @every
 def test_on_policy_gradient_is_the_policy_gradient(fn):
     """At ratio 1 the gradient is -A on every token that is not dropped, also where the caller detaches nothing."""

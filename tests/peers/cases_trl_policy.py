@@ -26,6 +26,7 @@ from rlkit.losses import (
     sequence_logprobs,
     sequence_masked_importance_weights,
     sequence_mean,
+    sequence_sapo_loss,
     sequence_sum_mean,
     token_mean,
     top_entropy_mask,
@@ -392,3 +393,23 @@ SAMPLER = [
 ]
 
 CASES = [*LOSSES, *TERMS, *SAMPLER]
+SEQUENCE_GATES = [
+    case(
+        "sapo_sequence",
+        PLAIN,
+        loss_of(loss_type="sapo", **SEQUENCE),
+        lambda x: sequence_mean(of(x, sequence_sapo_loss, tau_pos=1.0, tau_neg=1.05), x.mask),
+    ),
+    case(
+        "gspo_delta",
+        policy(drift=1.0),
+        loss_of(delta=1.5, **SEQUENCE),
+        lambda x: sequence_mean(of(x, gspo_loss, **CLIP, dual_clip=1.5), x.mask),
+    ),
+    case(
+        "gspo_token_delta",
+        policy(drift=1.0),
+        loss_of(delta=1.5, **SEQUENCE),
+        lambda x: sequence_mean(of(x, gspo_token_loss, **CLIP, dual_clip=1.5), x.mask),
+    ),
+]

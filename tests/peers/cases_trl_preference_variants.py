@@ -1,8 +1,10 @@
-"""DPO's less common losses, divergences and weightings, and CPO's AlphaPO."""
+"""DPO's less common losses, divergences and weightings, CPO's AlphaPO, and TPO."""
+
+from types import SimpleNamespace
 
 import torch
-from cases_trl_preference import BETA, P, T, dpo, halves, logits, pairs, scored, whole_loss
-from cases_trl_trainer import case
+from cases_trl_preference import BETA, P, T, V, answers, dpo, halves, logits, pairs, scored, whole_loss
+from cases_trl_trainer import case, stand_in
 
 from rlkit.losses import (
     alpha_divergence_dpo_loss,
@@ -18,8 +20,12 @@ from rlkit.losses import (
     js_dpo_loss,
     ld_sequence_logprobs,
     nca_loss,
+    sequence_logprobs,
+    sequence_mean_logprobs,
     sppo_loss,
+    token_logprobs,
     token_mean,
+    tpo_loss,
     wpo_weights,
 )
 
@@ -71,6 +77,32 @@ def smoothed_simpo(x):
     return dpo_loss(chosen / n - 0.7 / BETA, rejected / m, zeros, zeros, BETA, label_smoothing=0.1).mean()
 
 
+def triples(g):
+    """Chosen, rejected and gold answers."""
+    made = answers(g, 3 * P)
+    made["logits"] = 2 * torch.randn(3 * P, T, V, generator=g)
+    return made | {"tokens": torch.randint(0, V, (3 * P, T), generator=g)}
+
+
+def tpo(name, scores, gamma=0.0, **options):
+    """TRL's likelihood of the gold answers is a mean over all of their tokens."""
+
+    def peer(logits, tokens, mask, attended):
+        from trl.experimental.tpo import TPOConfig, TPOTrainer
+
+        trainer = stand_in(TPOTrainer, TPOConfig, beta=BETA, tpo_alpha=0.7, **options)
+        batch = {"input_ids": tokens, "attention_mask": attended.long(), "completion_mask": mask.long()}
+        return {"out": trainer._compute_loss(lambda **_: SimpleNamespace(logits=logits), batch, return_outputs=False)}
+
+    def ours(x):
+        logprobs = token_logprobs(x.logits, x.tokens)
+        chosen, rejected, _ = scores(logprobs, x.mask).chunk(3)
+        gold = sequence_logprobs(logprobs, x.mask)[2 * P :] * P / x.mask[2 * P :].sum()
+        return tpo_loss(chosen, rejected, gold, BETA, alpha=0.7, gamma=gamma).mean()
+
+    return case(name, triples, peer, ours, grad=("logits",))
+
+
 CASES = [
     pairwise("apo_down", apo_down_loss),
     pairwise("exo_pair", exo_loss, label_smoothing=0.01),
@@ -108,4 +140,8 @@ CASES = [
         grad=("logits",),
         why="SimPO with label smoothing is DPO of means, the margin taken off the chosen ones.",
     ),
+]
+TRIPLES = [
+    tpo("tpo", sequence_logprobs),
+    tpo("tpo_l", sequence_mean_logprobs, gamma=0.4, loss_type="tpo-l", tpo_l_gamma=0.4),
 ]

@@ -380,10 +380,25 @@ DIVERGENCE = [
     ),
 ]
 
+
+def value_stats_case():
+    one = value_case("value_clip_fraction", "token-mean", 0.5)
+
+    def peer(values, old_values, returns, mask):
+        from verl.trainer.ppo.core_algos import compute_value_loss
+
+        return {"clip_fraction": compute_value_loss(values, returns, old_values, mask.long(), 0.5)[1]}
+
+    def ours(**x):
+        return {"clip_fraction": L.value_stats(**x)["value/clip_fraction"]}
+
+    return Case("value_clip_fraction", one.inputs, peer, ours)
+
+
 VALUES = [
     value_case("value_loss", "token-mean", 0.5),
     value_case("value_loss_sequence_mean", "seq-mean-token-mean", 0.1),
 ]
 
-CASES = [*ADVANTAGES, *POLICY, *REDUCTIONS, *KL, *VALUES, *MISMATCH, *LOGPROBS, *DIVERGENCE]
+CASES = [*ADVANTAGES, *POLICY, *REDUCTIONS, *KL, *VALUES, *MISMATCH, *LOGPROBS, *DIVERGENCE, value_stats_case()]
 assert len({case.name for case in CASES}) == len(CASES)

@@ -4,6 +4,7 @@ import functools
 import importlib.util
 import json
 import os
+import shutil
 import subprocess
 import sys
 from dataclasses import fields, replace
@@ -93,6 +94,20 @@ def run_here(recipe, *arguments):
     """In this process, which has all imports behind it."""
     module = load(recipe)
     module.main(parse_options(module.Config, module.__doc__, [str(a) for a in arguments]))
+
+
+def run_a_copy(recipe, folder, *arguments):
+    """In an empty folder, without a name for the run; returns its directory."""
+    shutil.copy(RECIPES / f"{recipe}.py", folder)
+    load.cache_clear()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sys.modules[__name__], "RECIPES", folder)
+        patch.chdir(folder)
+        run_here(recipe, *arguments)
+        assert Path(load(recipe).__file__).parent == folder
+    load.cache_clear()
+    (out,) = (folder / "runs").iterdir()
+    return out
 
 
 def stop_after(steps, recipe, *arguments):

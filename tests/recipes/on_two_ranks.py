@@ -3,8 +3,9 @@
 on_two_ranks.py RUNS_FILE NAME...
 
 RUNS_FILE holds, by name, the steps after which a run is broken off and resumed (0: never), its recipe and its options.
-Two more cases are `answers`, what ranks with the same rows have of a sampler that answers each rank differently, and
-`late`, a rank that starts late.
+The other cases are `answers`, what ranks with the same rows have of a sampler that answers each rank differently;
+`late`, a rank that starts late; `refused`, what the ranks say of a directory that rank 0 cannot have; and `measured`,
+what they measure of answers that they share, or that rank 0 has alone.
 """
 
 import json
@@ -18,10 +19,11 @@ import torch.distributed as dist
 from helpers import run_here, stop_after
 from isolated_cases import case
 from megatron.core import parallel_state
+from rlkit.rollout.shared_rows import SharedRowsRollout
+from runs.some_answers import PROMPTS, measure, of_a_rank
 
 from rlkit.data import extend, prompt
 from rlkit.engines.distributed import init_distributed, make_model_parallel_group
-from rlkit.rollout.shared_rows import SharedRowsRollout
 from rlkit.runs import claim_directory
 from rlkit.tracking import Run
 
@@ -47,6 +49,10 @@ def samples_of_each_rank(collective):
     found = rollout.generate(requests, None, 2, on_finished=seen.setdefault)
     assert [sample.token_ids for i in range(3) for sample in seen[i]] == [sample.token_ids for sample in found]
     mine = [(s.response_ids, int(s.vision["pixels"]), s.row["answer"]) for s in found]
+    return of_all_ranks(mine)
+
+
+def of_all_ranks(mine):
     ranks = [None] * dist.get_world_size()
     dist.all_gather_object(ranks, mine)
     return ranks
@@ -59,9 +65,22 @@ def started_late(root):
         time.sleep(1)
     run = Run(claim_directory("", "late", resume=False), {}, writes=dist.get_rank() == 0)
     run.start_at(0)
-    ranks = [None] * dist.get_world_size()
-    dist.all_gather_object(ranks, run.out.name)
-    return ranks
+    return of_all_ranks(run.out.name)
+
+
+def refused(root):
+    out = root / f"out{dist.get_rank()}"
+    out.write_text("a file")
+    try:
+        return of_all_ranks(str(claim_directory(str(out), "x", resume=False)))
+    except ValueError as error:
+        return of_all_ranks(str(error))
+
+
+def measured():
+    rank, world = dist.get_rank(), dist.get_world_size()
+    alone = of_a_rank(0, 1) if rank == 0 else of_a_rank(len(PROMPTS), 1)  # rank 1 has nothing
+    return [of_all_ranks(measure(answers)) for answers in (of_a_rank(rank, world), alone)]
 
 
 def run(steps, recipe, *arguments):
@@ -81,7 +100,13 @@ def main(runs_file, names):
             if name in runs:
                 run(*runs[name])
                 continue
-            found = started_late(folder) if name == "late" else list(map(samples_of_each_rank, (True, False)))
+            others = {
+                "answers": lambda: list(map(samples_of_each_rank, (True, False))),
+                "late": lambda: started_late(folder),
+                "refused": lambda: refused(folder),
+                "measured": measured,
+            }
+            found = others[name]()
             if dist.get_rank() == 0:
                 (folder / f"{name}.json").write_text(json.dumps(found))
 

@@ -71,6 +71,12 @@ WITH_A_SERVER = {
 }  # fmt: skip
 
 
+def test_a_copy_in_an_empty_folder_runs_two_steps(warm_dir, server, tmp_path):  # noqa: F811
+    options = ["--model", warm_dir, "--task", "helpers:seen_shortly", "--servers", server, *SMALL, "--steps", 2]
+    out = helpers.run_a_copy("grpo_async", tmp_path, *options)
+    assert out.name == "grpo_async-digits-seed0" and len(helpers.rows(out)) == 2
+
+
 @pytest.mark.parametrize("recipe", WITH_A_SERVER)
 def test_every_recipe_with_a_server_by_one_word(recipe, warm_dir, server, tmp_path):  # noqa: F811
     """What it sampled is by its weights, and no longer by those that the server had of the run before."""

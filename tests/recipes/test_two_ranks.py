@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 from isolated_cases import require, run_cases
+from runs.some_answers import expected
 
 sys.path.insert(0, str(Path(__file__).parent))
 import helpers
@@ -57,7 +58,7 @@ def two_ranks(tmp_path_factory):
     }
     (out / "runs.json").write_text(json.dumps(runs, default=str))
     command = helpers.command(Path(__file__).with_name("on_two_ranks.py"), out / "runs.json", ranks=2)
-    run_cases(command, out, ["answers", "late", *CASES], timeout=1800, env=helpers.environment())
+    run_cases(command, out, ["answers", "late", "refused", "measured", *CASES], timeout=1800, env=helpers.environment())
     return out, shared
 
 
@@ -101,3 +102,22 @@ def test_a_rank_that_starts_late_joins_the_run(two_ranks):
     out, _ = two_ranks
     require(out, "late")
     assert json.loads((out / "late.json").read_text()) == ["late", "late"]
+
+
+def test_both_ranks_are_refused_what_the_first_is(two_ranks):
+    out, _ = two_ranks
+    require(out, "refused")
+    error = f"out {str(out / 'out0')!r}: expected a directory, got a file"
+    assert json.loads((out / "refused.json").read_text()) == [error] * 2
+
+
+@pytest.mark.parametrize("rows_of", ["both", "the first"])
+def test_answers_of_all_ranks_are_measured(two_ranks, rows_of):
+    """Against loops over all of them; `tests/runs/test_sampling.py` has it on one rank."""
+    out, _ = two_ranks
+    require(out, "measured")
+    found, right = json.loads((out / "measured.json").read_text())[rows_of == "the first"], expected()
+    assert len(found) == 2
+    for of_a_rank in found:
+        assert of_a_rank["metrics"] == pytest.approx(right["metrics"])
+        assert of_a_rank["accuracy"] == pytest.approx(right["accuracy"]) and of_a_rank["stops"] == right["stops"]

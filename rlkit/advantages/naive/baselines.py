@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from rlkit._numerics import GlobalSum, one_rank
+from rlkit.advantages.baselines import AdvantagesAndBaselines
 from rlkit.advantages.naive._loops import judged_groups, mean, zeros
 
 
@@ -26,6 +27,25 @@ def remax_advantages(rewards: Tensor, greedy_rewards: Tensor) -> Tensor:
         if math.isfinite(rewards[i].item()) and math.isfinite(greedy_rewards[i].item()):
             advantages[i] = rewards[i].double() - greedy_rewards[i].double()
     return advantages
+
+
+def rae_advantages(rewards: Tensor, roles: Tensor, baselines: Tensor, decay: float = 0.95) -> AdvantagesAndBaselines:
+    advantages, running = zeros(len(rewards)), list(baselines.double())
+    for i, role in enumerate(roles.tolist()):
+        if math.isfinite(rewards[i].item()):
+            advantages[i] = rewards[i].double() - running[role]
+            running[role] = decay * running[role] + (1 - decay) * rewards[i].double()
+    return AdvantagesAndBaselines(advantages, torch.stack(running))
+
+
+def optimal_values(rewards: Tensor, group_ids: Tensor, beta: float = 0.5) -> Tensor:
+    values = zeros(len(rewards))
+    for group in judged_groups(rewards, group_ids):
+        value = beta * mean([(rewards[j].double() / beta).exp() for j in group]).log()
+        for i in range(len(rewards)):
+            if group_ids[i] == group_ids[group[0]]:
+                values[i] = value
+    return values
 
 
 def opo_advantages(rewards: Tensor, group_ids: Tensor, lengths: Tensor) -> Tensor:

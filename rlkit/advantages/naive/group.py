@@ -15,6 +15,19 @@ def grpo_advantages(rewards: Tensor, group_ids: Tensor, eps: float = 1e-6) -> Te
     return advantages
 
 
+def leave_one_out_grpo_advantages(rewards: Tensor, group_ids: Tensor, eps: float = 1e-6) -> Tensor:
+    advantages = zeros(len(rewards))
+    for group in judged_groups(rewards, group_ids):
+        for i in group:
+            others = [rewards[j].double() for j in group if j != i]
+            if not others:
+                continue
+            difference = rewards[i].double() - mean(others)
+            differ = min(others) < max(others)
+            advantages[i] = difference / (variance(others) ** 0.5 + eps) if differ else difference
+    return advantages
+
+
 def dr_grpo_advantages(rewards: Tensor, group_ids: Tensor) -> Tensor:
     advantages = zeros(len(rewards))
     for group in judged_groups(rewards, group_ids):

@@ -39,6 +39,30 @@ def discounted_returns(rewards: Tensor, mask: Tensor, gamma: float = 1.0) -> Ten
 
 
 @torch.no_grad()
+def n_step_returns(
+    rewards: Tensor,
+    values: Tensor,
+    mask: Tensor,
+    n: int,
+    gamma: float | Tensor = 1.0,
+    bootstrap: Tensor | None = None,
+) -> Tensor:
+    returns = zeros(*mask.shape)
+    discounts = torch.as_tensor(gamma, dtype=torch.float64).expand(mask.shape)
+    for b in range(len(mask)):
+        tokens, reward = steps(mask, b), rewards_of_tokens(rewards, mask, b)
+        end = 0.0 if bootstrap is None else bootstrap[b].item()
+        for place, t in enumerate(tokens):
+            total, discount = 0.0, 1.0
+            for s in tokens[place : place + n]:
+                total += discount * reward[s]
+                discount *= discounts[b, s].item()
+            after = tokens[place + n :]
+            returns[b, t] = total + discount * (values[b, after[0]].item() if after else end)
+    return returns
+
+
+@torch.no_grad()
 def vtrace(
     rewards: Tensor,
     values: Tensor,
@@ -64,6 +88,32 @@ def vtrace(
             advantages[b, t], targets[b, t] = rho * (reward[t] + gamma * mixed - value), target
             next_value, next_target = value, target
     return AdvantagesAndReturns(advantages, targets)
+
+
+@torch.no_grad()
+def fipo_advantages(
+    advantages: Tensor,
+    logprobs: Tensor,
+    old_logprobs: Tensor,
+    mask: Tensor,
+    gamma: float = 2 ** (-1 / 32),
+    low: float = 0.8,
+    high: float = 1.2,
+    ratio_high: float = 10.0,
+    safe_ratio: float = 4.0,
+) -> Tensor:
+    out = zeros(*mask.shape)
+    for b in range(len(mask)):
+        future = 0.0
+        for t in reversed(steps(mask, b)):
+            advantage = advantages[b].item() if advantages.ndim == 1 else advantages[b, t].item()
+            log_ratio = logprobs[b, t].item() - old_logprobs[b, t].item()
+            future = gamma * future + (log_ratio if math.exp(log_ratio) <= ratio_high else 0.0)
+            weight = min(max(math.exp(future), low), high)
+            if advantage < 0 and math.exp(log_ratio) > safe_ratio:
+                weight = min(weight, 1.0)
+            out[b, t] = advantage * weight
+    return out
 
 
 def rewards_to_tokens(rewards: Tensor, mask: Tensor) -> Tensor:

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from rlkit.advantages.naive._loops import rewards_of_tokens, zeros
+from rlkit.advantages.naive._loops import rewards_of_tokens, steps, zeros
 
 
 @torch.no_grad()
@@ -22,6 +22,18 @@ def overlong_penalty(lengths: Tensor, max_length: float, buffer: float, penalty:
             out[i] = -penalty
         elif length > max_length - buffer:
             out[i] = -penalty * (length - (max_length - buffer)) / buffer
+    return out
+
+
+@torch.no_grad()
+def entropy_advantages(
+    advantages: Tensor, entropy: Tensor, mask: Tensor, alpha: float = 0.4, kappa: float = 2.0
+) -> Tensor:
+    out = zeros(*mask.shape)
+    for b in range(len(mask)):
+        for t in steps(mask, b):
+            advantage = advantages[b].item() if advantages.ndim == 1 else advantages[b, t].item()
+            out[b, t] = advantage + min(alpha * entropy[b, t].item(), abs(advantage) / kappa)
     return out
 
 

@@ -23,6 +23,7 @@ from rlkit.engines.distributed import (
     make_model_parallel_group,
     reduce_metrics,
 )
+from rlkit.engines.export import export_adapter, export_hf
 from rlkit.engines.fsdp.sharded_loading import has_meta_weights, load_sharded_weights
 from rlkit.engines.fsdp.sharding import apply_fsdp2, fsdp_units, make_device_mesh
 from rlkit.engines.fsdp.tensor_parallel import all_reduce_gradients, apply_tensor_parallel, clip_grad_norm
@@ -375,9 +376,13 @@ class Fsdp2Engine:
         model, optim = get_state_dict(self.module, optimizers, options=StateDictOptions(ignore_frozen_params=True))
         return {"model": model, "optimizer": optim, **checkpoint.random_states(self.device)}
 
-    def export_hf(self, path: str | Path) -> None:
-        """Write a Hugging Face model directory: config, safetensors, processor, with adapters merged."""
-        checkpoint.export_hf(path, self.base, self._weights(), self.processor)
+    def export_hf(self, path: str | Path, dtype: torch.dtype | None = None) -> None:
+        """Write a Hugging Face model directory, with adapters merged; see `rlkit.engines.export.export_hf`."""
+        export_hf(path, self.base, self._weights(), self.processor, dtype)
+
+    def export_adapter(self, path: str | Path) -> None:
+        """Write the LoRA adapters alone, as peft does."""
+        export_adapter(path, *self.get_adapter())
 
     def _shard(self, model: Any, dtype: torch.dtype, mesh: DeviceMesh) -> Any:
         return apply_fsdp2(model, fsdp_units(model, self.base, dtype), dtype, mesh)

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from rlkit.engines.value_head import has_value_head, with_value_head
+from rlkit.engines.value_head import CLASSIFIER_HEAD, has_value_head, head_name, is_classifier, with_value_head
 
 
 def has_meta_weights(model: nn.Module) -> bool:
@@ -74,7 +74,10 @@ def _read_files(plain: Any, path: str, device: torch.device, dtype: torch.dtype)
     options = LoadStateDictConfig(dtype=dtype, device_map={"": device}, weight_mapping=mapping)
     try:
         with ExitStack() as opened:
-            info, _ = convert_and_load_state_dict_in_model(plain, dict(_slices(path, opened)), options)
+            slices = dict(_slices(path, opened))
+            if is_classifier(plain.config):
+                slices[head_name(plain)] = slices.pop(CLASSIFIER_HEAD)
+            info, _ = convert_and_load_state_dict_in_model(plain, slices, options)
     except (OSError, SafetensorError, json.JSONDecodeError, KeyError) as error:
         raise ValueError(f"model {path!r}: expected readable safetensors files, got an error: {error}") from error
     used = [converter for converter in mapping if isinstance(converter, WeightConverter) and converter.was_used()]

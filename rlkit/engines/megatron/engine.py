@@ -33,6 +33,7 @@ from megatron.core.tensor_parallel import reduce_from_tensor_model_parallel_regi
 from rlkit.data.samples import Batch, Sample
 from rlkit.engines import checkpoint
 from rlkit.engines.distributed import all_reduce, init_distributed, make_model_parallel_group, reduce_metrics
+from rlkit.engines.export import export_hf
 from rlkit.engines.fsdp.sharded_loading import has_meta_weights
 from rlkit.engines.loss_closure import LossFn, Outputs, check_output_names, compute_loss, sum_metrics
 from rlkit.engines.megatron.attention import context_parallel_inputs
@@ -368,9 +369,9 @@ class MegatronEngine:
         """Yield a transformers model with full weights on every rank, for sampling; it is freed after the context."""
         yield copy_with(self.hf_model, dict(self.get_per_tensor_param())).to(self.device)
 
-    def export_hf(self, path: str | Path) -> None:
-        """Write a Hugging Face model directory: config, safetensors, processor."""
-        checkpoint.export_hf(path, self.hf_model, self.get_per_tensor_param(), self.processor)
+    def export_hf(self, path: str | Path, dtype: torch.dtype | None = None) -> None:
+        """Write a Hugging Face model directory, see `rlkit.engines.export.export_hf`."""
+        export_hf(path, self.hf_model, self.get_per_tensor_param(), self.processor, dtype)
 
     def save_checkpoint(self, path: str | Path, extra: Mapping[str, Any] | None = None, *, wait: bool = True) -> None:
         """Save trainable weights, optimizer, scheduler and random states, and `extra` (JSON).

@@ -33,6 +33,26 @@ def ratio_stats(
 
 
 @torch.no_grad()
+def value_stats(
+    values: Tensor,
+    old_values: Tensor,
+    returns: Tensor,
+    mask: Tensor,
+    clip: float = 0.5,
+    total: float | Tensor | None = None,
+) -> dict[str, Tensor]:
+    sums = dict.fromkeys(("value/clip_fraction", "value/squared_error", "value/mean", "value/return"), 0.0)
+    for i in trained(mask):
+        value, old, target = values[i].item(), old_values[i].item(), returns[i].item()
+        clipped = min(max(value, old - clip), old + clip)
+        sums["value/clip_fraction"] += (clipped - target) ** 2 > (value - target) ** 2
+        sums["value/squared_error"] += (value - target) ** 2
+        sums["value/mean"] += value
+        sums["value/return"] += target
+    return _over(sums, len(trained(mask)), total)
+
+
+@torch.no_grad()
 def mismatch_stats(
     logprobs: Tensor, rollout_logprobs: Tensor, mask: Tensor, total: float | Tensor | None = None
 ) -> dict[str, Tensor]:

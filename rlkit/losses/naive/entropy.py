@@ -17,3 +17,11 @@ def top_entropy_mask(entropy: Tensor, mask: Tensor, share: float = 0.2) -> Tenso
     for i in at:
         top[i] = entropy[i].item() >= largest[kept - 1]
     return top
+
+
+def adaptive_entropy_coef(
+    entropy_coef: float, entropy: float, target: float, step: float = 0.005, low: float = 0.0, high: float = 1.0
+) -> float:
+    if entropy <= target:
+        return min(entropy_coef + step, high)
+    return max(entropy_coef - step, low)

@@ -58,6 +58,15 @@ def kl_k3_weighted(logprobs: Tensor, ref_logprobs: Tensor, old_logprobs: Tensor,
     return out
 
 
+def kl_binary(logprobs: Tensor, ref_logprobs: Tensor, mask: Tensor | None = None) -> Tensor:
+    mask = _everywhere(mask, logprobs)
+    logprobs, ref, out = logprobs.double(), constant(ref_logprobs), zeros(mask)
+    for b, t in trained(mask):
+        p, q = logprobs[b, t].exp(), ref[b, t].exp()
+        out[b, t] = p * (p / q).log() + (1 - p + 1e-8) * ((1 - p + 1e-8) / (1 - q + 1e-8)).log()
+    return out
+
+
 def full_vocabulary_kl(
     logits: Tensor, ref_logits: Tensor, mask: Tensor | None = None, temperature: float = 1.0
 ) -> Tensor:

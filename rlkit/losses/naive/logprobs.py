@@ -25,9 +25,13 @@ def align_with_tokens(x: Tensor) -> Tensor:
     return out
 
 
-def target_logprobs(logits: Tensor, targets: Tensor, temperature: float | Tensor = 1.0) -> Tensor:
+def target_logprobs(
+    logits: Tensor, targets: Tensor, temperature: float | Tensor = 1.0, keep: Tensor | None = None
+) -> Tensor:
     out = torch.zeros(targets.shape, dtype=torch.float64)
     for at, z in _tempered(logits, temperature):
+        if keep is not None:
+            z = torch.where(keep[at], z, -torch.inf)
         out[at] = z[targets[at]] - _log_sum(z)
     return out
 

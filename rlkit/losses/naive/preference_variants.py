@@ -97,6 +97,26 @@ def alphapo_loss(
     return loss
 
 
+def tpo_loss(
+    chosen: Tensor, rejected: Tensor, gold: Tensor, beta: float = 0.01, alpha: float = 1.0, gamma: float = 0.0
+) -> Tensor:
+    loss = torch.zeros(len(chosen), dtype=torch.float64)
+    for i in range(len(chosen)):
+        margin = beta * chosen[i].double() - beta * rejected[i].double() - gamma
+        loss[i] = -sigmoid(margin).log() - alpha * gold[i].double()
+    return loss
+
+
+def a_star_po_loss(
+    logprobs: Tensor, ref_logprobs: Tensor, rewards: Tensor, values: Tensor, beta: float = 1e-3
+) -> Tensor:
+    loss = torch.zeros(len(logprobs), dtype=torch.float64)
+    for i in range(len(logprobs)):
+        h = logprobs[i].double() - ref_logprobs[i].item()
+        loss[i] = (beta * h - (rewards[i].item() - values[i].item())) ** 2
+    return loss
+
+
 def alpha_divergence_dpo_loss(
     chosen: Tensor,
     rejected: Tensor,

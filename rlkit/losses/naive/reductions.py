@@ -1,5 +1,6 @@
 """`rlkit.losses.reductions` token by token."""
 
+import torch
 from torch import Tensor
 
 from rlkit.losses.naive._loops import add, sequences, trained
@@ -31,6 +32,16 @@ def sequence_sum_mean(loss: Tensor, mask: Tensor, total: float | Tensor | None =
 
 def fixed_length_mean(loss: Tensor, mask: Tensor, length: float, total: float | Tensor | None = None) -> Tensor:
     return sequence_sum_mean(loss, mask, total) / length
+
+
+def prompt_mean(loss: Tensor, mask: Tensor, group_tokens: Tensor, total: float | Tensor | None = None) -> Tensor:
+    prompts = sum(len(own) / group_tokens[b].item() for b, own in sequences(mask))
+    shares = (loss[b, t].double() / group_tokens[b] for b, t in trained(mask))
+    return _over(add(shares), prompts if total is None else total)
+
+
+def group_token_counts(mask: Tensor, group_ids: Tensor) -> Tensor:
+    return torch.stack([mask[group_ids == group].sum() for group in group_ids])
 
 
 def pair_mean(loss: Tensor, total: float | Tensor | None = None) -> Tensor:

@@ -122,6 +122,22 @@ def vespo_loss(
     return loss
 
 
+def m2po_loss(logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, mask: Tensor, high: float = 0.04) -> Tensor:
+    logprobs, old, adv, loss = logprobs.double(), constant(old_logprobs), per_token(advantages, mask), zeros(mask)
+    squares = {}  # of the log-ratios of tokens that move away
+    for b, t in trained(mask):
+        log_ratio = logprobs[b, t] - old[b, t]
+        loss[b, t] = -log_ratio.exp() * adv[b, t]
+        if adv[b, t] * log_ratio > 0:
+            squares[b, t] = log_ratio.item() ** 2
+    while squares and sum(squares.values()) / len(squares) > high:
+        largest = max(squares.values())
+        for worst in [at for at in squares if squares[at] == largest]:
+            loss[worst] = 0.0
+            del squares[worst]
+    return loss
+
+
 def _bounded(ratio: Tensor, high: float) -> Tensor:
     """min(ratio, high), whose gradient flows on above the bound, as that of high * log(ratio)."""
     return ratio * (high / ratio.item()) if ratio > high else ratio

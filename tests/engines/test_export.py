@@ -1,0 +1,153 @@
+"""What engines export, read by transformers and by peft."""
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from peft import PeftModel
+from safetensors.torch import load_file
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    LlamaConfig,
+    LlamaForCausalLM,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+)
+
+from rlkit.data import Batch
+from rlkit.engines import make_engine
+from rlkit.engines.value_head import load_value_model, scoring_batch, with_value_head
+from rlkit.losses import token_mean
+from rlkit.vlm import load_model, load_processor, lora
+
+sys.path.insert(0, str(Path(__file__).parent))
+from rows import make_batch
+
+PAD = 59
+SIZES = {"vocab_size": 60, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2}
+
+
+def adamw(params):
+    return torch.optim.AdamW(params, lr=1e-2)
+
+
+def text_model(kind=Qwen2ForCausalLM, config=Qwen2Config, **options):
+    torch.manual_seed(0)
+    return kind(config(**SIZES, num_attention_heads=4, num_key_value_heads=2, **options))
+
+
+def text_batch():
+    tokens = torch.randint(1, 50, (3, 9), generator=torch.Generator().manual_seed(1))
+    lengths = [9, 6, 4]
+    for row, length in enumerate(lengths):
+        tokens[row, length:] = PAD
+    return Batch(tokens, tokens != PAD, lengths)
+
+
+def reward_engine(model, engine="fsdp2"):
+    head = model.get_output_embeddings()
+    head.weight.data.copy_(torch.randn(head.weight.shape, generator=torch.Generator().manual_seed(3)))
+    return make_engine(engine, "value_model", model=model, optimizer=adamw)
+
+
+def dtypes(path):
+    return {x.dtype for file in Path(path).glob("*.safetensors") for x in load_file(file).values()}
+
+
+def test_dtype_of_the_files(tiny_dir, tmp_path):
+    """bfloat16 in files and in every config; the engine keeps its own weights."""
+    engine = make_engine("fsdp2", model=load_model(tiny_dir), processor=load_processor(tiny_dir))
+    before = dict(engine.get_per_tensor_param())
+    engine.export_hf(tmp_path / "half", torch.bfloat16)
+    assert dtypes(tmp_path / "half") == {torch.bfloat16}
+    config = json.loads((tmp_path / "half" / "config.json").read_text())
+    assert {config["dtype"], config["text_config"]["dtype"], config["vision_config"]["dtype"]} == {"bfloat16"}
+    again = load_model(str(tmp_path / "half"))
+    for name, x in make_engine("fsdp2", model=again).get_per_tensor_param():
+        assert torch.equal(x, before[name].bfloat16().float()), name
+    assert all(torch.equal(x, before[name]) for name, x in engine.get_per_tensor_param())
+    engine.export_hf(tmp_path / "whole")
+    assert dtypes(tmp_path / "whole") == {torch.float32}
+
+
+@pytest.mark.parametrize("engine", ["fsdp2", "megatron"])
+@pytest.mark.parametrize("kind,config", [(Qwen2ForCausalLM, Qwen2Config), (LlamaForCausalLM, LlamaConfig)])
+@pytest.mark.parametrize("dtype", [None, torch.bfloat16])
+def test_a_reward_model_is_a_classifier(tmp_path, engine, kind, config, dtype):
+    """transformers' classifier scores padded rows as the engine does, and the export trains again."""
+    trained = reward_engine(with_value_head(text_model(kind, config, pad_token_id=PAD)), engine)
+    scores = trained.infer_batch(scoring_batch(text_batch()))["values"].sum(1)
+    trained.export_hf(tmp_path / "reward", dtype)
+    classifier = AutoModelForSequenceClassification.from_pretrained(tmp_path / "reward", dtype=torch.float32).eval()
+    assert classifier.config.num_labels == 1
+    tokens = text_batch().tokens
+    with torch.no_grad():
+        found = classifier(tokens, attention_mask=(tokens != PAD).long()).logits[:, 0]
+    tolerance = 1e-5 if dtype is None else 3e-2
+    torch.testing.assert_close(found, scores, atol=tolerance, rtol=tolerance)
+    if engine == "fsdp2":
+        for on_meta in (False, True):
+            again = load_value_model(str(tmp_path / "reward"), on_meta=on_meta)
+            loaded = make_engine("fsdp2", "value_model", model=again, optimizer=adamw)
+            repeated = loaded.infer_batch(scoring_batch(text_batch()))["values"].sum(1)
+            torch.testing.assert_close(repeated, found, atol=1e-5, rtol=1e-5)
+            assert loaded.train_batch(text_batch(), lambda out, mb: (out.values.mean(), {}))["skipped_steps"] == 0
+
+
+def test_a_classifier_with_several_labels_is_refused(tmp_path):
+    config = Qwen2Config(**SIZES, num_attention_heads=4, num_key_value_heads=2, num_labels=3, pad_token_id=PAD)
+    AutoModelForSequenceClassification.from_config(config).save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match="expected a classifier with one label, got 3"):
+        load_value_model(str(tmp_path))
+
+
+def test_a_classifier_without_its_head_is_refused(tmp_path):
+    """Not scored with a head of random numbers."""
+    model = text_model()
+    model.config.num_labels = 1
+    model.save_pretrained(tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({**config, "architectures": ["Qwen2ForSequenceClassification"]}))
+    for on_meta in (False, True):
+        with pytest.raises(ValueError, match=r"expected .*score.weight"):
+            make_engine("fsdp2", "value_model", model=load_value_model(str(tmp_path), on_meta=on_meta))
+
+
+def test_adapters_are_read_by_peft(tmp_path):
+    text_model().save_pretrained(tmp_path / "base")
+    model = lora(load_model(str(tmp_path / "base")), 4, 8)
+    engine = make_engine("fsdp2", model=model, optimizer=adamw)
+    for _ in range(2):
+        engine.train_batch(text_batch(), lambda out, mb: (-token_mean(out.logprobs, mb.mask, mb.total_tokens), {}))
+    engine.export_adapter(tmp_path / "adapter")
+    engine.export_hf(tmp_path / "merged")
+    base = AutoModelForCausalLM.from_pretrained(tmp_path / "base", dtype=torch.float32)
+    adapted = PeftModel.from_pretrained(base, tmp_path / "adapter")
+    merged = AutoModelForCausalLM.from_pretrained(tmp_path / "merged", dtype=torch.float32)
+    assert adapted.peft_config["default"].base_model_name_or_path == str(tmp_path / "base")
+    tokens = text_batch().tokens[:1]
+    with torch.no_grad():
+        logits, expected = adapted(tokens).logits, merged(tokens).logits
+        with adapted.disable_adapter():
+            plain = adapted(tokens).logits
+    torch.testing.assert_close(logits, expected, atol=1e-5, rtol=1e-5)
+    assert (plain - logits).abs().max() > 1e-3
+
+
+def test_adapters_of_a_model_without_any(tiny_dir, tmp_path):
+    with pytest.raises(ValueError, match="get_adapter: expected a model with adapters, got none"):
+        make_engine("fsdp2", model=load_model(tiny_dir)).export_adapter(tmp_path / "adapter")
+    assert not list(tmp_path.iterdir())
+
+
+def test_images_rewards_stay_in_rlkits_form(tiny_dir, tmp_path):
+    """Qwen2.5-VL has no classifier in transformers."""
+    engine = reward_engine(load_value_model(tiny_dir))
+    batch = make_batch(load_processor(tiny_dir))
+    values = engine.infer_batch(batch)["values"]
+    engine.export_hf(tmp_path / "reward", torch.float32)
+    again = make_engine("fsdp2", "value_model", model=load_value_model(str(tmp_path / "reward")))
+    torch.testing.assert_close(again.infer_batch(batch)["values"], values)

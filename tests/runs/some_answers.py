@@ -1,0 +1,74 @@
+"""Answers to a few prompts, shared among ranks, and what plain loops find of them."""
+
+import math
+from dataclasses import replace
+from statistics import fmean, pstdev
+from types import SimpleNamespace
+
+import torch
+
+from rlkit.data import extend, prompt
+from rlkit.engines.distributed import all_reduce
+from rlkit.runs import Answers, PolicySampler, accuracy, too_few_judged
+
+# of each prompt its answers: (reward, a part of it, tokens, finish reason); None: not judged
+PROMPTS = [
+    [(1.0, 0.5, 3, "stop"), (0.0, 0.25, 5, "length"), (None, 0.5, 1, "stop")],
+    [(0.25, None, 5, "length"), (0.25, 1.0, 2, "stop")],
+    [(None, None, 4, "stop"), (None, 0.0, 6, "length")],
+    [(0.5, 0.75, 2, "stop")],
+]
+SKIPPED = ["row 8: too long", "row 9: no image", "row 10: too long"]
+EVERY = [answer for group in PROMPTS for answer in group]
+
+
+def of_a_rank(rank, world):
+    """Each rank has every world-th prompt and skipped row; the last of three ranks or more may have none."""
+    samples, rewards, parts = [], [], []
+    for i in range(rank, len(PROMPTS), world):
+        for reward, part, tokens, finish in PROMPTS[i]:
+            asked = replace(prompt([1, 2]), group_id=i)
+            samples.append(replace(extend(asked, [5] * tokens, [0.0] * tokens), finish_reason=finish))
+            rewards.append(math.nan if reward is None else reward)
+            parts.append(math.nan if part is None else part)
+    return Answers(samples, torch.tensor(rewards), {"form": torch.tensor(parts)}, SKIPPED[rank::world])
+
+
+def measure(answers, global_sum=all_reduce, *, config=None, run=None):
+    """What a recipe asks about its answers; JSON can hold it."""
+    cfg = config or SimpleNamespace(reward_threads=0, max_new_tokens=6, group_size=3)
+    engine = SimpleNamespace(global_sum=global_sum, data_parallel_group=None)
+    sampler = PolicySampler(cfg, run or SimpleNamespace(say=print), None, engine, SimpleNamespace(generate=None))
+    return {
+        "metrics": sampler.metrics(answers),
+        "accuracy": accuracy(answers, global_sum),
+        "stops": [bool(too_few_judged(answers, global_sum, share)) for share in (0.1, 0.3, 0.4, 1.0)],
+    }
+
+
+def expected():
+    """The same by loops over all answers."""
+    rewards = [reward for reward, *_ in EVERY if reward is not None]
+    judged = [[reward for reward, *_ in group if reward is not None] for group in PROMPTS]
+    judged = [group for group in judged if group]
+    lengths = [tokens for *_, tokens, _ in EVERY]
+    unjudged = len(EVERY) - len(rewards)
+    metrics = {
+        "reward/mean": fmean(rewards),
+        "reward/std": pstdev(rewards),
+        "reward/best": fmean(map(max, judged)),
+        "reward/worst": fmean(map(min, judged)),
+        "reward/equal": fmean(max(group) == min(group) for group in judged),
+        "reward_part/form": fmean(part for _, part, *_ in EVERY if part is not None),
+        "response_length/mean": fmean(lengths),
+        "response_length/max": max(lengths),
+        "response_length/cut": fmean(finish == "length" for *_, finish in EVERY),
+        "unjudged": unjudged,
+        "skipped_rows": len(SKIPPED),
+        "time/judging": 0.0,
+    }
+    return {
+        "metrics": metrics,
+        "accuracy": {"accuracy": fmean(rewards), "unjudged": unjudged},
+        "stops": [share < unjudged / len(EVERY) for share in (0.1, 0.3, 0.4, 1.0)],
+    }

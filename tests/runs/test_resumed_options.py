@@ -1,0 +1,100 @@
+"""What a resumed run may change, and what it leaves of the options it was started with."""
+
+import json
+from dataclasses import asdict, dataclass, replace
+
+import pytest
+
+from rlkit.runs import RunOptions, start_run
+from rlkit.runs.directory import CHANGEABLE, check_resumed_options, release_directory
+from rlkit.tracking import CONFIG
+
+
+@dataclass
+class Options(RunOptions):
+    lr: float = 0.1
+    clip_low: float = 0.2
+    servers: tuple[str, ...] = ()
+    save_every: int = 50
+
+
+def start(cfg):
+    """A start of the run, up to its first step or to its error."""
+    run = start_run("recipe", cfg, "task")
+    run.log(0, {})
+    run.close()
+    release_directory(run.out)
+
+
+@pytest.fixture
+def cfg(tmp_path):
+    """The options of a run that was started and can be resumed."""
+    cfg = Options(out=str(tmp_path / "run"), servers=("a", "b"))
+    start(cfg)
+    return replace(cfg, resume=True)
+
+
+def contents(cfg, tmp_path):
+    return {path.name: path.read_text() for path in (tmp_path / "run").iterdir() if path.name != "run.lock"}
+
+
+def test_the_same_options_are_resumed_in_silence(cfg, capsys):
+    start(cfg)
+    assert capsys.readouterr().out == ""
+
+
+def test_what_changes_the_results_is_refused_by_name(cfg, tmp_path, capsys):
+    before = contents(cfg, tmp_path)
+    changed = replace(cfg, lr=0.2, clip_low=0.3, save_every=9)
+    expected = (
+        r"^resume: expected the options of the run in .*run, but lr was 0.1 and is 0.2, clip_low was 0.2 and is 0.3; "
+        r"to continue with them, add --allow_changes lr clip_low$"
+    )
+    with pytest.raises(ValueError, match=expected):
+        start(changed)
+    with pytest.raises(ValueError, match="but clip_low was .*; to continue with them, add --allow_changes clip_low"):
+        start(replace(changed, allow_changes=("lr",)))
+    assert contents(cfg, tmp_path) == before and capsys.readouterr().out == ""
+    start(replace(changed, allow_changes=("lr", "clip_low")))
+    assert "resume: lr was 0.1 and is 0.2\nresume: clip_low was 0.2 and is 0.3\n" in capsys.readouterr().out
+
+
+def test_what_changes_no_result_is_printed(cfg, capsys):
+    start(replace(cfg, save_every=9, servers=("c",), watchdog=0.0))
+    said = capsys.readouterr().out.splitlines()
+    assert sorted(said) == [
+        "resume: save_every was 50 and is 9",
+        "resume: servers was ['a', 'b'] and is ['c']",
+        "resume: watchdog was 600.0 and is 0.0",
+    ]
+
+
+def test_the_options_of_each_start_are_kept(cfg, tmp_path):
+    start(replace(cfg, save_every=9))
+    start(replace(cfg, save_every=8))
+    found = {path.name: json.loads(path.read_text())["save_every"] for path in (tmp_path / "run").glob("config*.json")}
+    assert found == {"config-1.json": 50, "config-2.json": 9, CONFIG: 8}
+
+
+def test_a_new_run_is_compared_with_nothing(tmp_path):
+    assert check_resumed_options(tmp_path / "run", Options()) == []
+    failed = Options(out=str(tmp_path / "run"), lr=0.5)
+    start_run("recipe", failed, "task").close()  # it never came to a step
+    release_directory(tmp_path / "run")
+    start(replace(failed, lr=0.1))
+
+
+def test_an_option_of_a_later_release_is_no_change(cfg, tmp_path):
+    """The run's config.json does not have it."""
+    path = tmp_path / "run" / CONFIG
+    known = json.loads(path.read_text())
+    path.write_text(json.dumps({name: x for name, x in known.items() if name != "clip_low"} | {"gone": 1}))
+    assert check_resumed_options(tmp_path / "run", cfg) == []
+
+
+def test_harmless_options_are_options_of_recipes():
+    """A name that is spelled differently here would be refused there."""
+    from rlkit.runs import PolicyOptions, TrainingOptions
+
+    shared = {*asdict(PolicyOptions()), *asdict(TrainingOptions())}
+    assert set(CHANGEABLE) - shared == {"steps"}  # each recipe has a default of its own

@@ -1,0 +1,103 @@
+"""What is measured of the policy's answers, against loops; `tests/recipes/test_two_ranks.py` has it on two ranks."""
+
+import math
+import sys
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from rlkit.data import extend, prompt
+from rlkit.engines.distributed import init_distributed
+from rlkit.runs import Answers, PolicySampler, Prompts, accuracy, too_few_judged
+
+sys.path.insert(0, str(Path(__file__).parent))
+from some_answers import EVERY, expected, measure, of_a_rank
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_rank():
+    init_distributed()
+
+
+def same(x):
+    return x
+
+
+def test_measurements_are_those_of_loops():
+    found, right = measure(of_a_rank(0, 1)), expected()
+    assert found["metrics"] == pytest.approx(right["metrics"])
+    assert found["accuracy"] == pytest.approx(right["accuracy"])
+    assert found["stops"] == right["stops"] == [True, True, False, False]  # 3 of 8 were not judged
+
+
+def test_draws_are_added_up():
+    """As one rank's answers of several draws are."""
+    added = of_a_rank(0, 2) + of_a_rank(1, 2)
+    assert measure(added)["metrics"] == pytest.approx(expected()["metrics"]) and len(added.judged) == len(EVERY) - 3
+
+
+def unjudged(count):
+    return Answers(of_a_rank(0, 1).generated[:count], torch.full((count,), math.nan))
+
+
+def test_nothing_that_was_judged():
+    assert accuracy(unjudged(2), same) == {"unjudged": 2} and accuracy(Answers(), same) == {}
+    for answers in (unjudged(2), Answers()):  # a share below 1 asks for one judged answer at least
+        assert too_few_judged(answers, same, 0.99) and not too_few_judged(answers, same, 1.0)
+    found = measure(Answers())["metrics"]
+    assert found["response_length/mean"] == found["response_length/cut"] == found["unjudged"] == 0
+
+
+def test_why_too_few_were_judged():
+    assert too_few_judged(unjudged(2), same, 0.5) == "answers: expected at least 50% of 2 judged, got 0"
+    problem = too_few_judged(Answers(skipped=["row 3: too long", "row 4: too long"]), same, 0.5)
+    assert problem.endswith("2 rows were skipped, the first because of row 3: too long")
+
+
+@pytest.mark.parametrize(("named", "value"), [("", None), ("mine:reward", None), ("mine:reward", 0.0)])
+def test_a_reward_that_is_named_and_judges_nothing_ends_the_run(named, value):
+    """A file without answers has nothing to judge with; its held-out loss is measured all the same."""
+    engine = SimpleNamespace(global_sum=same, get_per_tensor_param=lambda: iter(()))
+    nothing = lambda *_: None  # noqa: E731
+    rollout = SimpleNamespace(wake_up=nothing, update_weights=nothing, sleep=nothing)
+
+    def generate(prompts, sampling, n, written):
+        written(0, of_a_rank(0, 1).generated[:2])
+        return of_a_rank(0, 1).generated[:2]
+
+    cfg = SimpleNamespace(reward_threads=0, max_new_tokens=6, reward=named)
+    run = SimpleNamespace(phase=nothing, stop=sys.exit)
+    sampler = PolicySampler(cfg, run, lambda text, row: value, engine, rollout, generate=generate)
+    if named and value is None:
+        reason = "^held-out answers: expected at least one of 2 judged, got 0: 2 x a reward of None$"
+        with pytest.raises(SystemExit, match=reason):
+            sampler.answer_heldout(Prompts([]))
+    else:
+        assert len(sampler.answer_heldout(Prompts([])).judged) == (0 if value is None else 2)
+    cfg.max_new_tokens = 0
+    assert sampler.answer_heldout(Prompts([])).generated == []
+
+
+def warnings(steps, *, finish="stop", group_size=2):
+    """What a run says of two answers to one prompt, whose rewards in each step are given."""
+    said = []
+    cfg = SimpleNamespace(reward_threads=0, max_new_tokens=6, group_size=group_size)
+    engine = SimpleNamespace(global_sum=same, data_parallel_group=None)
+    sampler = PolicySampler(cfg, SimpleNamespace(say=said.append), None, engine, SimpleNamespace(generate=None))
+    answer = replace(extend(prompt([1]), [5], [0.0]), finish_reason=finish, group_id=0)
+    for rewards in steps:
+        sampler.metrics(Answers([answer, answer], torch.tensor(rewards)))
+    return said
+
+
+def test_a_run_that_cannot_learn_is_told_why_once():
+    equal, different = [1.0, 1.0], [0.0, 1.0]
+    (said,) = warnings([equal] * 30)
+    assert said.startswith("warning: the answers to each prompt have had equal rewards for 10 steps")
+    assert warnings([*[equal] * 9, different, *[equal] * 9]) == []
+    assert warnings([equal] * 30, group_size=1) == []  # nothing is compared
+    cut = "warning: 100% of the answers are cut at --max_new_tokens 6: raise it"
+    assert warnings([different] * 3, finish="length") == [cut]

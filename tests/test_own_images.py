@@ -1,0 +1,36 @@
+"""Every command and every Python block of docs/own_images.md, in their order, in an empty directory."""
+
+import json
+import os
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+
+
+def test_the_page_as_it_stands(tmp_path):
+    page = (ROOT / "docs" / "own_images.md").read_text()
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+    printed = ""
+    for language, block in re.findall(r"```(python|bash)\n(.*?)```", page, re.DOTALL):
+        command = [sys.executable, "-c", block]
+        if language == "bash":
+            program, recipe, *options = shlex.split(block)
+            assert program == "python"
+            command = [sys.executable, str(ROOT / recipe), *options]
+        done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=600)
+        assert done.returncode == 0, f"{block}\n{done.stderr[-3000:]}"
+        printed += done.stdout
+
+    assert "30 rows to train on, 10 held out" in printed and "1.0 0.0" in printed
+    assert "continuing runs/photos at step 10" in printed
+    found = json.loads((tmp_path / "runs" / "photos" / "eval.json").read_text())
+    # seen: 0.5 -> 0.9 of ten photographs in 30 steps; whether it learned is for the learning tests
+    assert found["steps"] == 16 and 0 <= found["accuracy_after"] <= 1
+    checked = json.loads((tmp_path / "runs" / "check" / "eval.json").read_text())
+    assert checked["tasks"]["photos/rows.jsonl"]["rows"] == 40
+    assert (tmp_path / "runs" / "photos" / "report.html").read_text().count("<img") > 10
+    assert "parameters, torch.float32" in printed
