@@ -19,11 +19,11 @@ import torch.distributed as dist
 from helpers import run_here, stop_after
 from isolated_cases import case
 from megatron.core import parallel_state
-from rlkit.rollout.shared_rows import SharedRowsRollout
 from runs.some_answers import PROMPTS, measure, of_a_rank
 
 from rlkit.data import extend, prompt
 from rlkit.engines.distributed import init_distributed, make_model_parallel_group
+from rlkit.rollout.shared_rows import SharedRowsRollout
 from rlkit.runs import claim_directory
 from rlkit.tracking import Run
 
