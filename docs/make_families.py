@@ -132,8 +132,8 @@ Refused by name, with a reason:
 
 Of deepseek_v3's attention vLLM has one size on a CPU, the published one (`kv_lora_rank` 512, `qk_rope_head_dim` 64),
 and it is right with YaRN alone, as published too: its kernel for plain RoPE there misreads queries of several heads,
-0.06 in the logprobs, which the first step's canary stops. Its router wants `topk_method` and `scoring_func` in the
-config, which transformers' own defaults leave out.
+0.06 in the logprobs, which `WeightSyncCheck` stops at the first step. Its router wants `topk_method` and
+`scoring_func` in the config, which transformers' own defaults leave out.
 
 transformers' SmolVLM processor wants the package `num2words`, and the last column vLLM; without them those tests are
 skipped.

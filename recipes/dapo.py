@@ -38,7 +38,7 @@ from rlkit.losses import (
     ratio_stats,
     token_mean,
 )
-from rlkit.rollout import Canary, Sampling
+from rlkit.rollout import Sampling, WeightSyncCheck
 
 
 @dataclass
@@ -138,7 +138,7 @@ def main(cfg: Config) -> None:
 
     draws = state.get("draws", 0)  # of all steps: the position in the data
     passes = runs.training_passes(cfg) + (cfg.mini_batches > 1)
-    canary = Canary(cfg.max_mismatch)
+    check_sync = WeightSyncCheck(cfg.max_mismatch)
     for step in run.steps(state["step"], cfg.steps):
         answers, groups, drawn = draw_batch(task, draws, cfg, encode, sampler, engine)
         draws += drawn
@@ -157,7 +157,7 @@ def main(cfg: Config) -> None:
         )
         batch.add(advantages=grpo_advantages(batch.rewards + penalty, batch.group_ids))  # [B]
         metrics = update(batch, chosen, cfg, step, engine)
-        if problem := canary(metrics["mismatch/abs_dlogp"]):
+        if problem := check_sync(metrics["mismatch/abs_dlogp"]):
             run.stop(problem)
 
         counts = {"tokens": lengths.sum(), "penalty": penalty.sum(), "answers": len(batch)}

@@ -41,7 +41,7 @@ from rlkit.losses import (
     token_mean,
 )
 from rlkit.rewards import score_as_written
-from rlkit.rollout import Ahead, Canary, Sampling, fresh_gap, make_rollout
+from rlkit.rollout import AsyncSampler, Sampling, WeightSyncCheck, make_rollout, measure_mismatch
 from rlkit.rollout.serve import serving
 
 
@@ -126,13 +126,13 @@ def run_on_servers(cfg: Config, stack: ExitStack) -> None:
         start = runs.resume(cfg, run, checkpoints=engine)["step"]
     encode = runs.prompt_encoder(cfg, run, processor, engine)
     sampler = runs.PolicySampler(cfg, run, task.reward, engine, rollout, hands_over=False)
-    heldout, canary = encode(enumerate(task.heldout)), Canary(cfg.max_mismatch)
+    heldout, check_sync = encode(enumerate(task.heldout)), WeightSyncCheck(cfg.max_mismatch)
 
     def check_weights_arrived():
         """Stop if fresh answers do not have the log-probabilities of the weights just sent."""
-        run.phase("canary")
+        run.phase("weight_sync_check")
         sampling = Sampling(cfg.max_new_tokens, cfg.temperature, (cfg.seed,))
-        if problem := canary(fresh_gap(rollout, engine, heldout.samples[:4], sampling)):
+        if problem := check_sync(measure_mismatch(rollout, engine, heldout.samples[:4], sampling)):
             run.stop(problem)
 
     rollout.update_weights(engine.get_per_tensor_param())
@@ -153,10 +153,12 @@ def run_on_servers(cfg: Config, stack: ExitStack) -> None:
     threads = cfg.reward_threads
     submit = score_as_written(rollout.submit, task.reward, threads=threads, failures=failures)
     judged = SimpleNamespace(submit=submit, update_weights=rollout.update_weights)
-    ahead = Ahead(judged, requests(), n=cfg.group_size, max_staleness=cfg.max_staleness)
+    async_sampler = AsyncSampler(
+        judged, requests(), n=cfg.group_size, max_staleness=cfg.max_staleness
+    )
     loss_fn = partial(policy_loss, cfg=cfg)
     run.phase("generate")  # what is waited for
-    for step, found in zip(run.steps(start, cfg.steps), ahead, strict=False):
+    for step, found in zip(run.steps(start, cfg.steps), async_sampler, strict=False):
         generated, rewards, parts, seconds = found
         not_asked, reasons = skipped.popleft(), failures.take()
         answers = runs.Answers(generated, rewards, parts, not_asked, reasons, seconds)
@@ -173,7 +175,7 @@ def run_on_servers(cfg: Config, stack: ExitStack) -> None:
         if (mismatch := metrics["mismatch/abs_dlogp"]) > cfg.max_mismatch:
             run.stop(f"sampler and trainer differ by {mismatch:.2f} in mean |dlogp|")
         run.phase("hand_over")
-        ahead.update_weights(engine.get_per_tensor_param())
+        async_sampler.update_weights(engine.get_per_tensor_param())
 
         flops = runs.training_passes(cfg) * batch_flops(engine.config, batch)
         counts = runs.totals(engine, tokens=batch.mask.sum(), flops=flops)

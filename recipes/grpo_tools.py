@@ -33,7 +33,7 @@ from rlkit.losses import (
     ratio_stats,
     token_mean,
 )
-from rlkit.rollout import Canary, Sampling
+from rlkit.rollout import Sampling, WeightSyncCheck
 from rlkit.rollout.agent import Observation, run_episodes
 from rlkit.runs.tiny_tool_user import build_tiny_tool_user
 
@@ -168,7 +168,7 @@ def main(cfg: Config) -> None:
     passes = runs.training_passes(cfg, cfg.updates_per_batch)
     passes += (cfg.updates_per_batch > 1) + bool(cfg.kl_coef)
     loss_fn = partial(policy_loss, cfg=cfg)
-    canary = Canary(cfg.max_mismatch)
+    check_sync = WeightSyncCheck(cfg.max_mismatch)
     for step in run.steps(start, cfg.steps):
         prompts = encode(step_rows(task.train, step, cfg.prompts_per_step, cfg.seed))
         sampling = Sampling(cfg.max_new_tokens, cfg.temperature, seed=(cfg.seed, step))
@@ -185,7 +185,7 @@ def main(cfg: Config) -> None:
             batch.add(old_logprobs=engine.infer_batch(batch)["logprobs"])
         for _ in range(cfg.updates_per_batch):
             metrics = engine.train_batch(batch, loss_fn, outputs=("logprobs", "entropy"))
-        if problem := canary(metrics["mismatch/abs_dlogp"]):
+        if problem := check_sync(metrics["mismatch/abs_dlogp"]):
             run.stop(problem)
 
         metrics |= sampler.metrics(answers) | turns_and_aborted(answers, engine)

@@ -51,7 +51,7 @@ from rlkit.losses import (
     token_mean,
     token_sum,
 )
-from rlkit.rollout import Canary, Sampling
+from rlkit.rollout import Sampling, WeightSyncCheck
 
 
 @dataclass
@@ -227,7 +227,7 @@ def main(cfg: Config) -> None:
 
     moments = RunningMoments(**state.get("moments", {}))  # of all rewards so far
     passes = 1 + runs.training_passes(cfg, cfg.ppo_epochs)
-    canary = Canary(cfg.max_mismatch)
+    check_sync = WeightSyncCheck(cfg.max_mismatch)
     for step in run.steps(state["step"], cfg.steps):
         prompts = encode(step_rows(task.train, step, cfg.prompts_per_step, cfg.seed))
         sampling = Sampling(cfg.max_new_tokens, cfg.temperature, seed=(cfg.seed, step))
@@ -240,7 +240,7 @@ def main(cfg: Config) -> None:
         if cfg.normalise_rewards:
             moments = moments.update(batch.rewards, engine.global_sum)
         metrics = add_estimates(batch, cfg, engine, critic, reference, moments)
-        if problem := canary(metrics["mismatch/abs_dlogp"]):
+        if problem := check_sync(metrics["mismatch/abs_dlogp"]):
             run.stop(problem)
         metrics |= update(batch, cfg, step, engine, critic)
 

@@ -16,7 +16,7 @@ from rlkit.data.samples import Batch
 from rlkit.engines import make_engine
 from rlkit.engines.value_head import load_value_model
 from rlkit.rollout import make_rollout
-from rlkit.rollout.sampling import end_tokens
+from rlkit.rollout.sampling import end_token_ids
 from rlkit.runs.options import AdapterOptions, EngineOptions, GenerationOptions, OptimizerOptions, TrainingOptions
 from rlkit.tracking import Run
 from rlkit.vlm import (
@@ -51,7 +51,7 @@ def answer_ends(cfg: Any, path: str, processor: Any) -> list[int]:
         config = GenerationConfig.from_pretrained(model_path(path))
     except OSError:
         config = GenerationConfig.from_model_config(load_config(path, trust_remote_code=cfg.trust_remote_code))
-    return end_tokens(getattr(processor, "tokenizer", processor), config.eos_token_id)
+    return end_token_ids(getattr(processor, "tokenizer", processor), config.eos_token_id)
 
 
 def build_engine(

@@ -107,7 +107,7 @@ class PolicySampler:
     Args:
         cfg: with `rlkit.runs.GenerationOptions`; to train on the answers, with `PolicyOptions`.
         reward: of a task.
-        generate: in place of `rollout.generate`; called with (prompts, sampling, n=..., written=...).
+        generate: in place of `rollout.generate`; called with (prompts, sampling, n=..., on_finished=...).
         hands_over: give the sampling back end the trained weights before it generates; otherwise somebody else does.
     """
 
@@ -143,7 +143,7 @@ class PolicySampler:
     def draw(self, prompts: Prompts, sampling: Sampling, n: int = 1, *, phase: str = "generate") -> Answers:
         """n answers to each prompt with the weights that the sampling back end has, judged."""
         self.run.phase(phase)
-        generated = self.generate(prompts.samples, sampling, n=n, written=self.judge.take)
+        generated = self.generate(prompts.samples, sampling, n=n, on_finished=self.judge.submit)
         self.run.phase("reward" if phase == "generate" else phase)  # the rewards that are not there yet
         rewards, parts, seconds = self.judge.result()
         return Answers(generated, rewards, parts, prompts.skipped, self.judge.reasons, seconds)

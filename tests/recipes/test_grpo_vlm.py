@@ -229,7 +229,7 @@ def test_bad_input_is_one_clear_message(warm_dir, short_run, tmp_path):
         ("--model", bare, "--out", tmp_path / "c"): "a vision-language model without a processor",
         ("--model", tmp_path, "--out", tmp_path / "d"): "the directory holds no config.json",
         ("--model", warm_dir, "--out", short_run[0]): "holds a run already; continue it with --resume",
-        ("--model", warm_dir, "--out", tmp_path / "e", "--rollout", "tgi"): "no rollout 'tgi'; there are: hf, s",
+        ("--model", warm_dir, "--out", tmp_path / "e", "--rollout", "tgi"): "rollout: expected one of .*, got 'tgi'",
     }
     for arguments, message in cases.items():
         with pytest.raises(SystemExit, match=message):

@@ -98,7 +98,7 @@ def write(judge, prompts, n=2):
     groups = [[replace(one, text=f"{one.group_id}.{i}", number=i) for i in range(n)] for one in prompts]
     for i in reversed(range(len(groups))):
         time.sleep(prompts[i].row["seconds"])
-        judge.take(i, groups[i])
+        judge.submit(i, groups[i])
     return [sample for group in groups for sample in group]
 
 
@@ -154,7 +154,7 @@ def test_covered():
 def test_reasons_of_the_last_result():
     judge = Judge(lambda text, row: row["missing"], threads=2)
     for i in range(3):
-        judge.take(i, [prompt([1])])
+        judge.submit(i, [prompt([1])])
     assert judge.result()[0].isnan().all()
     assert judge.reasons.startswith("3 x KeyError: 'missing' (test_async_scoring.py, line ")
     assert len(judge.result()[0]) == 0 and judge.reasons == ""

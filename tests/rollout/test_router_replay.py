@@ -264,5 +264,5 @@ def test_a_reward_model_is_not_given_the_policys_routing():
 
 def test_vllm_on_a_cpu_cannot(tokenizer, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    with pytest.raises(ValueError, match="enable_return_routed_experts: vLLM records routing on GPUs alone; 'hf' does"):
+    with pytest.raises(ValueError, match="enable_return_routed_experts: expected a GPU.* got none; use rollout 'hf'"):
         make_rollout("vllm", model="/nowhere", processor=tokenizer, enable_return_routed_experts=True)

@@ -13,8 +13,9 @@ from isolated_cases import require, run_cases
 
 from rlkit.data.samples import prompt
 from rlkit.rollout import Sampling
+from rlkit.rollout.inference_requests import finished_sample
 from rlkit.rollout.vllm import SUPPORTED, cpu_options, import_vllm
-from rlkit.rollout.vllm_inputs import finished, request_prompt, request_seed, sampling_options
+from rlkit.rollout.vllm_requests import request_seed, vllm_prompt, vllm_sampling_params
 
 KINDS = ["qwen2", "qwen2_tied", "qwen3_moe", "qwen3_vl", "qwen2_5_vl"]
 SPLITS = ["qwen2_5_vl", "qwen2_5_vl:2"]  # data-parallel; two ranks share one engine
@@ -150,8 +151,8 @@ def test_adapters_that_would_not_be_used_as_they_were_trained_are_refused(alone)
     """Those of the vision tower, which vLLM would leave out, and all on top of weights that they were merged into."""
     facts = alone["qwen2_5_vl"]
     tower, replaced = facts["adapters_refused"]
-    assert "visual.blocks.0" in tower and "only with enable_tower_connector_lora=True" in tower
-    assert facts["whole_after_adapter"] < TOLERANCE and "update_weights has replaced them" in replaced
+    assert "visual.blocks.0" in tower and "expected adapters of the language model only" in tower
+    assert facts["whole_after_adapter"] < TOLERANCE and "got those of a previous update_weights" in replaced
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -191,14 +192,16 @@ def test_bad_input_says_what_to_do(alone):
     said = alone["qwen2_5_vl"]["errors"]
     assert "max_new_tokens 500" in said["long"] and "raise max_model_len" in said["long"]
     assert "same image processor" in said["expansion"]
-    assert said["model"].startswith("vllm: model '/nowhere'")
-    assert said["tensor"] == "tensor_parallel_size: a divisor of 1 ranks expected, came 2"
+    assert said["model"].startswith("model: expected one that vLLM can load, got '/nowhere'")
+    assert said["tensor"] == "tensor_parallel_size: expected a divisor of 1 ranks, got 2"
 
 
 @pytest.mark.parametrize("version", ["0.31.9", "0.33.0", "1.0"])
 def test_a_version_that_was_not_tried_is_refused(monkeypatch, version):
     monkeypatch.setitem(sys.modules, "vllm", SimpleNamespace(__version__=version))
-    with pytest.raises(ValueError, match=rf"vllm {version} is installed; vllm >=0\.32,<0\.33 expected; pip install"):
+    with pytest.raises(
+        ValueError, match=rf"rollout: expected vllm >=0\.32,<0\.33 for 'vllm', got {version}; pip install"
+    ):
         import_vllm()
     assert SUPPORTED == ((0, 32), (0, 33))
 
@@ -213,15 +216,15 @@ def test_an_attention_back_end_that_refuses_the_dtype_is_named():
 
 def test_no_vllm_is_an_error_that_says_how_to_get_it(monkeypatch):
     monkeypatch.setitem(sys.modules, "vllm", None)
-    with pytest.raises(ValueError, match="cannot be imported .* pip install 'rlkit"):
+    with pytest.raises(ValueError, match="got an import error .* pip install -e"):
         import_vllm()
 
 
 def test_a_request_carries_the_compact_track():
     images = [object()]
     request = prompt([7, 8, 8, 8, 9], [7, 8, 9], images=images, placeholders={8: [3]})
-    assert request_prompt(request) == {"prompt_token_ids": [7, 8, 9], "multi_modal_data": {"image": images}}
-    assert request_prompt(prompt([1, 2])) == {"prompt_token_ids": [1, 2]}
+    assert vllm_prompt(request) == {"prompt_token_ids": [7, 8, 9], "multi_modal_data": {"image": images}}
+    assert vllm_prompt(prompt([1, 2])) == {"prompt_token_ids": [1, 2]}
 
 
 def test_seeds_differ_by_prompt_step_and_turn():
@@ -232,12 +235,16 @@ def test_seeds_differ_by_prompt_step_and_turn():
 
 
 def test_sampling_is_the_trainers_distribution():
-    options = sampling_options(Sampling(9, 0.7, (1,)), prompt([1]), n=4, unsampled=[5, 6], ends=[2])
+    options = vllm_sampling_params(
+        Sampling(9, 0.7, (1,)), prompt([1]), n=4, suppressed_token_ids=[5, 6], end_token_ids=[2]
+    )
     assert options["temperature"] == 0.7 and options["max_tokens"] == 9 and options["n"] == 4
     assert options["logit_bias"] == {5: -1e30, 6: -1e30} and options["stop_token_ids"] == [2]
     assert json.loads(json.dumps(options))["seed"] == options["seed"]
 
 
 def test_an_answer_that_was_given_up_is_no_answer():
-    with pytest.raises(RuntimeError, match="group 5: the sampler ended an answer with 'abort'"):
-        finished(prompt([1], group_id=5), [2], [-1.0], "abort", processor=None, version=0)
+    with pytest.raises(
+        RuntimeError, match="group 5: expected finish_reason 'stop' or 'length' from the sampler, got 'abort'"
+    ):
+        finished_sample(prompt([1], group_id=5), [2], [-1.0], "abort", processor=None, version=0)

@@ -10,7 +10,7 @@ import torch
 
 from rlkit.data import load_task, prompt
 from rlkit.engines import make_engine
-from rlkit.rollout import Canary, Sampling, fresh_gap, make_rollout
+from rlkit.rollout import Sampling, WeightSyncCheck, make_rollout, measure_mismatch
 from rlkit.rollout.hf import HfRollout
 from rlkit.vlm import load_model, load_processor, suppressed_token_ids
 
@@ -27,21 +27,21 @@ def short_words():
 
 
 def test_rounding_is_what_the_first_gap_says():
-    canary = Canary(0.3, dtype=torch.bfloat16)
-    assert [canary(gap) for gap in (0.02, 0.001, 0.19)] == ["", "", ""]
-    assert "by 0.21 a token, at most 0.2 expected: its weights are not the trainer's, they did not" in canary(0.21)
-    exact = Canary(0.3)
+    check_sync = WeightSyncCheck(0.3, dtype=torch.bfloat16)
+    assert [check_sync(gap) for gap in (0.02, 0.001, 0.19)] == ["", "", ""]
+    assert "expected at most 0.2, got 0.21: the sampler does not have the trainer's weights" in check_sync(0.21)
+    exact = WeightSyncCheck(0.3)
     assert not exact(0.0) and not exact(1e-3) and exact(2e-3) and exact(float("nan"))
-    rough = Canary(0.3, dtype=torch.bfloat16)
+    rough = WeightSyncCheck(0.3, dtype=torch.bfloat16)
     assert not rough(0.1) and not rough(0.3) and rough(0.31)
 
 
 @pytest.mark.parametrize(("name", "most"), [("float32", 0.003), ("bfloat16", 0.1), ("float16", 0.1)])
 def test_a_first_gap_that_rounding_does_not_explain_is_no_rounding(name, most):
     dtype = getattr(torch, name)
-    assert not Canary(0.3, dtype=dtype)(most) and Canary(most / 2, dtype=dtype)(most)
-    said = Canary(0.3, dtype=dtype)(1.1 * most)
-    assert f"at most {most} expected" in said and said.endswith(f"or it does not compute in {name} as that does")
+    assert not WeightSyncCheck(0.3, dtype=dtype)(most) and WeightSyncCheck(most / 2, dtype=dtype)(most)
+    said = WeightSyncCheck(0.3, dtype=dtype)(1.1 * most)
+    assert f"expected at most {most}, got" in said and said.endswith(f"does not compute in {name} as the trainer does")
 
 
 @pytest.mark.parametrize(("computed", "least", "most"), [("float32", 1e-8, 1e-5), ("bfloat16", 0.01, 0.05)])
@@ -54,12 +54,12 @@ def test_weights_that_are_slightly_wrong_from_the_start(tmp_path, computed, leas
     engine = make_engine("fsdp2", model=model, suppressed_token_ids=suppressed, compute_dtype=dtype)
     rollout = make_rollout("hf", lambda: nullcontext(leftover), processor=tokenizer)
     prompts = [prompt([10 + i, 11], group_id=i) for i in range(8)]
-    rounding = fresh_gap(rollout, engine, prompts, Sampling(8))
-    assert least < rounding < most and not Canary(0.3, dtype=dtype)(rounding)
+    rounding = measure_mismatch(rollout, engine, prompts, Sampling(8))
+    assert least < rounding < most and not WeightSyncCheck(0.3, dtype=dtype)(rounding)
     with torch.no_grad():
         leftover.get_output_embeddings().weight.mul_(1.0045)
-    wrong = fresh_gap(rollout, engine, prompts, Sampling(8))
-    assert bool(Canary(0.3, dtype=dtype)(wrong)) == (computed == "float32")
+    wrong = measure_mismatch(rollout, engine, prompts, Sampling(8))
+    assert bool(WeightSyncCheck(0.3, dtype=dtype)(wrong)) == (computed == "float32")
     assert computed == "bfloat16" or 0.004 < wrong < 0.006  # rounding hides it
 
 
@@ -70,11 +70,11 @@ def test_a_gap_is_of_all_tokens_and_of_the_weights_of_now(tiny_dir):
     engine = make_engine("fsdp2", model=model, suppressed_token_ids=suppressed)
     rollout = make_rollout("hf", lambda: nullcontext(load_model(tiny_dir)), processor=processor)
     prompts = [prompt([10 + i, 11], group_id=i) for i in range(3)]
-    assert fresh_gap(rollout, engine, prompts, Sampling(5)) < 1e-5
-    assert fresh_gap(rollout, engine, [], Sampling(5)) == 0.0  # a rank without any takes part
+    assert measure_mismatch(rollout, engine, prompts, Sampling(5)) < 1e-5
+    assert measure_mismatch(rollout, engine, [], Sampling(5)) == 0.0  # a rank without any takes part
     with torch.no_grad():
         model.get_output_embeddings().weight.mul_(1.5)
-    assert fresh_gap(rollout, engine, prompts, Sampling(5)) > 0.05
+    assert measure_mismatch(rollout, engine, prompts, Sampling(5)) > 0.05
 
 
 def test_a_run_whose_weights_do_not_arrive_stops(tiny_dir, tmp_path, monkeypatch):
@@ -87,13 +87,14 @@ def test_a_run_whose_weights_do_not_arrive_stops(tiny_dir, tmp_path, monkeypatch
 
     monkeypatch.setattr(HfRollout, "__init__", keeps_its_weights)
     options = ["--model", tiny_dir, "--out", tmp_path, "--steps", 6, "--prompts_per_step", 8, "--group_size", 4]
-    small = ["--task", "test_canary:short_words", "--max_new_tokens", 3, "--lr", 1e-4, "--warmup_steps", 1]
-    with pytest.raises(SystemExit, match="grpo_vlm: step [12]: the sampler's logprobs .* they did not arrive"):
+    small = ["--task", "test_weight_sync_check:short_words", "--max_new_tokens", 3, "--lr", 1e-4, "--warmup_steps", 1]
+    with pytest.raises(SystemExit, match="step [12]: mismatch/abs_dlogp: expected at most .* did not arrive"):
         run_here("grpo_vlm", *options, *small)
 
 
-def test_every_recipe_that_samples_to_train_has_a_canary():
+def test_every_recipe_that_samples_to_train_checks_weight_sync():
     for path in RECIPES.glob("*.py"):
         text = path.read_text()
         if "mismatch_stats(" in text:
-            assert "canary = Canary(cfg.max_mismatch)" in text and "if wrong := canary(" in text, path.name
+            assert "check_sync = WeightSyncCheck(cfg.max_mismatch)" in text, path.name
+            assert "if problem := check_sync(" in text, path.name

@@ -1,4 +1,4 @@
-"""Sampling ahead, on stand-ins whose time is latency: what overlaps, how old tokens get, and how it ends."""
+"""Asynchronous sampling, on stand-ins whose time is latency: what overlaps, how old tokens get, and how it ends."""
 
 import sys
 import time
@@ -9,7 +9,7 @@ import torch
 
 from rlkit.data.samples import prompt
 from rlkit.rollout import Sampling, make_rollout
-from rlkit.rollout.asynchronous import Ahead
+from rlkit.rollout.async_sampling import AsyncSampler
 from rlkit.vlm import load_processor
 
 sys.path.insert(0, str(Path(__file__).parent))
@@ -50,31 +50,31 @@ def batches(count, tokens=6):
 def test_staleness_is_bounded_and_reached(make, bound):
     """Batches come in order; their oldest token is as old as allowed, and no more are under way than that needs."""
     rollout, server = make(0.002)
-    ahead, seen = Ahead(rollout, batches(6), n=3, max_staleness=bound), []
-    for step, samples in enumerate(ahead):
+    sampler, seen = AsyncSampler(rollout, batches(6), n=3, max_staleness=bound), []
+    for step, samples in enumerate(sampler):
         assert [s.token_ids[0] for s in samples] == [20 + step] * 6
-        assert rollout.version == step and len(ahead.under_way) <= bound
+        assert rollout.version == step and len(sampler.in_flight) <= bound
         assert all(step - bound <= v <= step for s in samples for v in s.versions)
-        seen.append(ahead.staleness(samples))
-        for answers, _ in ahead.under_way:  # training that takes longer than sampling
+        seen.append(sampler.staleness(samples))
+        for answers, _ in sampler.in_flight:  # training that takes longer than sampling
             answers.result(30)
-        ahead.update_weights(iter(WEIGHTS))
+        sampler.update_weights(iter(WEIGHTS))
     assert seen == [min(step, bound) for step in range(6)]
-    assert rollout.version == 6 and not ahead.under_way and len(server.answered) == 36
+    assert rollout.version == 6 and not sampler.in_flight and len(server.answered) == 36
 
 
 def test_sampling_and_training_overlap(make):
     """One step off: the next batch is being written all the while a batch is trained on. In turn: never."""
     for bound in (0, 1):
         rollout, server = make(0.015)
-        ahead, trained = Ahead(rollout, batches(5), max_staleness=bound), []
-        for _ in ahead:
+        sampler, trained = AsyncSampler(rollout, batches(5), max_staleness=bound), []
+        for _ in sampler:
             began = time.perf_counter()
             time.sleep(0.09)  # as long as a batch takes to write
             trained.append((began, time.perf_counter()))
-            ahead.update_weights(iter(WEIGHTS))
+            sampler.update_weights(iter(WEIGHTS))
         overlaps = [
-            any(batch.asked < end and batch.done > began for batch in ahead.taken[step + 1 :])
+            any(batch.submitted < end and batch.finished > began for batch in sampler.timings[step + 1 :])
             for step, (began, end) in enumerate(trained[:-1])
         ]
         assert overlaps[1:] == [bool(bound)] * 3  # the first two are asked for, and written, together
@@ -83,49 +83,51 @@ def test_sampling_and_training_overlap(make):
 def test_answers_go_on_under_new_weights(make):
     """Long answers under short steps: their tokens are of several versions, each known."""
     rollout, server = make(0.02)
-    ahead, mixed = Ahead(rollout, batches(6, tokens=12), max_staleness=2), []
-    for step, samples in enumerate(ahead):
+    sampler, mixed = AsyncSampler(rollout, batches(6, tokens=12), max_staleness=2), []
+    for step, samples in enumerate(sampler):
         for sample in samples:
             assert sample.versions == sorted(sample.versions) and sample.version == sample.versions[0]
             assert len(sample.versions) == 12 and step - 2 <= sample.version and sample.versions[-1] <= step
             mixed += [step] if len(set(sample.versions)) > 1 else []
         steps = server.steps  # training that is shorter than sampling
-        while not all(answers.done() for answers, _ in ahead.under_way) and server.steps < steps + 3:
+        while not all(answers.done() for answers, _ in sampler.in_flight) and server.steps < steps + 3:
             time.sleep(0.002)
-        ahead.update_weights(iter(WEIGHTS))
+        sampler.update_weights(iter(WEIGHTS))
     assert mixed
 
 
 def test_it_ends_cleanly(make):
     """Left in the middle, what is under way is called off, on the server too, and nothing more is asked for."""
     rollout, server = make(0.05)
-    ahead = Ahead(rollout, batches(50, tokens=400), max_staleness=3)
-    ahead._ask()
+    sampler = AsyncSampler(rollout, batches(50, tokens=400), max_staleness=3)
+    sampler._submit_next()
     while not server.now:
         time.sleep(0.005)
-    ahead.close()
+    sampler.close()
     end = time.monotonic() + 10
     while server.now and time.monotonic() < end:
         time.sleep(0.01)
-    assert server.now == 0 and not ahead.under_way
-    ahead.update_weights(iter(WEIGHTS))
-    assert list(ahead) == [] and len(server.bodies) <= 8
+    assert server.now == 0 and not sampler.in_flight
+    sampler.update_weights(iter(WEIGHTS))
+    assert list(sampler) == [] and len(server.bodies) <= 8
 
 
 def test_failures_are_the_loops(make):
     rollout, server = make(0.001)
     server.faults[:] = ["", ""] + ["500"] * 9
-    rollout.servers.backoff = 0.001
-    ahead = Ahead(rollout, batches(4), max_staleness=0)
-    with pytest.raises(RuntimeError, match="given up after 4 attempts"):
-        for _ in ahead:
-            ahead.update_weights(iter(WEIGHTS))
-    assert len(ahead.taken) == 2
+    rollout.pool.backoff = 0.001
+    sampler = AsyncSampler(rollout, batches(4), max_staleness=0)
+    with pytest.raises(RuntimeError, match="expected a response within 4 attempts"):
+        for _ in sampler:
+            sampler.update_weights(iter(WEIGHTS))
+    assert len(sampler.timings) == 2
     server.faults.clear()
-    with pytest.raises(RuntimeError, match="2 batches were taken and 0 updates made: call update_weights after each"):
-        for _ in Ahead(rollout, batches(4), max_staleness=1):
+    with pytest.raises(RuntimeError, match="expected update_weights after each batch, got 0 updates after 2 batches"):
+        for _ in AsyncSampler(rollout, batches(4), max_staleness=1):
             pass
-    with pytest.raises(ValueError, match="max_staleness: at least 0 expected, came -1"):
-        Ahead(rollout, batches(1), max_staleness=-1)
-    with pytest.raises(ValueError, match="rollout: one on servers expected, object cannot sample while training"):
-        Ahead(object(), batches(1))
+    with pytest.raises(ValueError, match="max_staleness: expected at least 0, got -1"):
+        AsyncSampler(rollout, batches(1), max_staleness=-1)
+    with pytest.raises(
+        ValueError, match="rollout: expected one on servers, got object, which cannot sample during training"
+    ):
+        AsyncSampler(object(), batches(1))
