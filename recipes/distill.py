@@ -2,9 +2,9 @@
 
     # a tiny Qwen2.5-VL learns digits from another one
     torchrun --nproc-per-node=1 recipes/distill.py
-    torchrun --nproc-per-node=8 recipes/distill.py --model Qwen/Qwen2.5-VL-3B-Instruct --task \\
-        train.jsonl --teacher Qwen/Qwen2.5-VL-32B-Instruct --max_new_tokens 1024 --group_size 4 \\
-        --lr 1e-6
+    torchrun --nproc-per-node=8 recipes/distill.py --model Qwen/Qwen2.5-VL-3B-Instruct \\
+        --task train.jsonl --teacher Qwen/Qwen2.5-VL-32B-Instruct --max_new_tokens 1024 \\
+        --group_size 4 --lr 1e-6
 
 Teacher and student share tokenizer and image processor. Rewards are not trained on: the logged
 reward and the held-out accuracy only show the progress.

@@ -1,9 +1,8 @@
 """DPO and its family: learn from pairs of answers, a chosen and a rejected one.
 
     torchrun --nproc-per-node=1 recipes/dpo.py  # a tiny Qwen2.5-VL learns to read digits
-    torchrun --nproc-per-node=8 recipes/dpo.py --model Qwen/Qwen2.5-VL-7B-Instruct --task \\
-        pairs.parquet --lora_rank 32 --max_new_tokens 0 --lr 5e-6 \\
-        --steps 1000
+    torchrun --nproc-per-node=8 recipes/dpo.py --model Qwen/Qwen2.5-VL-7B-Instruct \\
+        --task pairs.parquet --lora_rank 32 --max_new_tokens 0 --lr 5e-6 --steps 1000
 
 Rows have `question` (or `prompt`), `chosen`, `rejected` and maybe `image`, in the formats of TRL,
 UltraFeedback and RLAIF-V. In a task without pairs, a row's answer is chosen and another row's

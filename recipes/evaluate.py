@@ -1,10 +1,10 @@
 """Evaluate a model: accuracy, pass@k and a page of answers, on one task or several.
 
     torchrun --nproc-per-node=1 recipes/evaluate.py  # a tiny Qwen2.5-VL before any training
-    torchrun --nproc-per-node=1 recipes/evaluate.py --group_size 16 --model \\
-        runs/grpo_vlm-digits-seed0/model
-    torchrun --nproc-per-node=8 recipes/evaluate.py --model Qwen/Qwen2.5-VL-7B-Instruct --task \\
-        shapes.jsonl charts.jsonl --group_size 64 --pass_at 1 8 64 --temperature 0.7 \\
+    torchrun --nproc-per-node=1 recipes/evaluate.py --group_size 16 \\
+        --model runs/grpo_vlm-digits-seed0/model
+    torchrun --nproc-per-node=8 recipes/evaluate.py --model Qwen/Qwen2.5-VL-7B-Instruct \\
+        --task shapes.jsonl charts.jsonl --group_size 64 --pass_at 1 8 64 --temperature 0.7 \\
         --max_new_tokens 2048
 
 Each held-out row is answered once greedily (`accuracy`) and n = `group_size` times by sampling

@@ -1,11 +1,13 @@
 """GRPO with sampling on servers, which generate the next batch while this one is trained on.
 
-    torchrun --nproc-per-node=1 recipes/grpo_async.py  # a tiny Qwen2.5-VL and a server, on the CPU
-    python -m rlkit.rollout.serve --model Qwen/Qwen2.5-VL-7B-Instruct --count 4  # on 4 GPUs, and
-    # on 4 others
-    torchrun --nproc-per-node=4 recipes/grpo_async.py --model Qwen/Qwen2.5-VL-7B-Instruct --task \\
-        train.jsonl --servers http://127.0.0.1:8000 http://127.0.0.1:8001 http://127.0.0.1:8002 \\
-        http://127.0.0.1:8003 --max_staleness 2 --max_new_tokens 1024 --lr 1e-6
+    # a tiny Qwen2.5-VL and a server, on the CPU
+    torchrun --nproc-per-node=1 recipes/grpo_async.py
+    # servers on four GPUs, and a trainer on four others
+    python -m rlkit.rollout.serve --model Qwen/Qwen2.5-VL-7B-Instruct --count 4
+    torchrun --nproc-per-node=4 recipes/grpo_async.py --model Qwen/Qwen2.5-VL-7B-Instruct \\
+        --task train.jsonl --max_staleness 2 --max_new_tokens 1024 --lr 1e-6 \\
+        --servers http://127.0.0.1:8000 http://127.0.0.1:8001 http://127.0.0.1:8002 \\
+        http://127.0.0.1:8003
 
 How it differs from grpo_vlm.py, and from the papers (one step off-policy:
 https://arxiv.org/abs/2410.18252; bounded staleness and answers that continue under new weights:

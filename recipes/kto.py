@@ -1,9 +1,8 @@
 """KTO: learn from single answers marked good or bad, without pairs or a reward model.
 
     torchrun --nproc-per-node=1 recipes/kto.py  # a tiny Qwen2.5-VL learns to read digits
-    torchrun --nproc-per-node=8 recipes/kto.py --model Qwen/Qwen2.5-VL-7B-Instruct --task \\
-        marked.parquet --lora_rank 32 --max_new_tokens 0 --lr \\
-        5e-6 --steps 1000
+    torchrun --nproc-per-node=8 recipes/kto.py --model Qwen/Qwen2.5-VL-7B-Instruct \\
+        --task marked.parquet --lora_rank 32 --max_new_tokens 0 --lr 5e-6 --steps 1000
 
 Rows have `question` (or `prompt`), `completion`, `label` (true or false) and maybe `image`, as in
 TRL. A pair (`chosen`, `rejected`) counts as two rows. In other tasks a row's answer is good, and

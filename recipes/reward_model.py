@@ -3,8 +3,7 @@
     # a tiny Qwen2.5-VL learns to judge read digits
     torchrun --nproc-per-node=1 recipes/reward_model.py
     torchrun --nproc-per-node=8 recipes/reward_model.py --model Qwen/Qwen2.5-VL-7B-Instruct \\
-        --task pairs.parquet --lora_rank 32 --lr 1e-4 --steps \\
-        1000
+        --task pairs.parquet --lora_rank 32 --lr 1e-4 --steps 1000
 
 Rows have `question` (or `prompt`), `chosen`, `rejected` and maybe `image` and `margin`, in the
 formats of TRL, UltraFeedback and RLAIF-V. In a task without pairs, a row's answer is chosen and

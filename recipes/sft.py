@@ -1,9 +1,8 @@
 """Supervised fine-tuning of vision-language and language models on given answers.
 
     torchrun --nproc-per-node=1 recipes/sft.py  # a tiny Qwen2.5-VL learns to read digits
-    torchrun --nproc-per-node=8 recipes/sft.py --model Qwen/Qwen2.5-VL-7B-Instruct --task \\
-        train.parquet --lora_rank 32 --max_new_tokens 0 --lr 1e-4 \\
-        --steps 2000
+    torchrun --nproc-per-node=8 recipes/sft.py --model Qwen/Qwen2.5-VL-7B-Instruct \\
+        --task train.parquet --lora_rank 32 --max_new_tokens 0 --lr 1e-4 --steps 2000
 
 Rows have `question`, `answer` and maybe `image`, or `messages`, a chat whose last message is the
 assistant's.
