@@ -247,7 +247,7 @@ def test_resume_from_a_checkpoint_that_is_cut_short(short_run, warm_dir, tmp_pat
     shard.write_bytes(shard.read_bytes()[:1000])
     metrics = (out / "metrics.jsonl").read_text()
     options = ["--model", warm_dir, "--out", out, *SMALL, "--save_every", 2, "--resume"]
-    with pytest.raises(SystemExit, match=f"{shard.name} has 1000 bytes"):
+    with pytest.raises(SystemExit, match=f"{shard.name}, got 1000 bytes"):
         run_here("grpo_vlm", *options, "--steps", 8)
     assert (out / "metrics.jsonl").read_text() == metrics
     shutil.rmtree(out / "checkpoints" / "step_6")
