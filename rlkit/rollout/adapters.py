@@ -89,7 +89,7 @@ def check_adapter(vllm_config: Any, names: Iterable[str], weights_replaced: bool
             if not any(part in name for part in LANGUAGE_MODEL_PARTS):
                 raise ValueError(
                     f"update_adapter: expected adapters of the language model only, got {name}: make the engine with "
-                    "enable_tower_connector_lora=True, or train none there with exclude_modules"
+                    "enable_tower_connector_lora=True, or train none there (adapt_towers=False)"
                 )
 
 

@@ -165,7 +165,7 @@ def adapters_alone(path, processor, trainer, step, distance) -> dict:
     facts["adapter_moved"] = distance(trainer, rollout)[0]
     rollout.update_adapter(*trainer.get_adapter())
     facts["adapter_again"], samples = distance(trainer, rollout)
-    tower = make_engine("fsdp2", model=lora(load_model(path), 4, 8))
+    tower = make_engine("fsdp2", model=lora(load_model(path), 4, 8, adapt_towers=True))
     facts["adapters_refused"] = [refused(lambda: rollout.update_adapter(*tower.get_adapter()))]
     rollout.update_weights(trainer.get_per_tensor_param())
     facts["whole_after_adapter"], _ = distance(trainer, rollout)

@@ -96,5 +96,5 @@ def test_every_recipe_that_samples_to_train_checks_weight_sync():
     for path in RECIPES.glob("*.py"):
         text = path.read_text()
         if "mismatch_stats(" in text:
-            assert "check_sync = WeightSyncCheck(cfg.max_mismatch)" in text, path.name
+            assert "WeightSyncCheck(cfg.max_mismatch)" in text, path.name
             assert "if problem := check_sync(" in text, path.name
