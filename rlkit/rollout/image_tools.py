@@ -13,7 +13,7 @@ from rlkit.data.tasks import Task
 from rlkit.rewards.rules import exact_match
 from rlkit.rollout.agent import Observation
 
-CALL = re.compile(r"zoom\((\d+),\s*(\d+),\s*(\d+),\s*(\d+)\)")
+CALL = re.compile(r"zoom\((\d{1,9}),\s*(\d{1,9}),\s*(\d{1,9}),\s*(\d{1,9})\)")
 PLACES = ("top left", "top right", "bottom left", "bottom right")
 CALLS = ("zoom(0,0,50,50)", "zoom(50,0,100,50)", "zoom(0,50,50,100)", "zoom(50,50,100,100)")  # that show those
 
