@@ -118,7 +118,8 @@ class Run:
             self.progress, self.doing = None, ""
 
     def say(self, text: str) -> None:
-        """Print a line, above the progress bar if there is one."""
+        """Print a line, above the progress bar if there is one. Half a character of a surrogate pair is escaped."""
+        text = text.encode("utf-8", "backslashreplace").decode()
         if self.progress is None:
             print(text, flush=True)
         else:
@@ -159,7 +160,7 @@ class Run:
     def evaluation(self, **results: Any) -> dict[str, Any]:
         """Add to `eval.json`; returns all of it."""
         path = self.out / EVAL
-        merged = {**(json.loads(path.read_text()) if path.exists() else {}), **results}
+        merged = {**read_object(path), **results}
         if self.writes:
             self._write(EVAL, merged)
         self._tell({f"eval/{name}": x for name, x in results.items()})
@@ -168,7 +169,10 @@ class Run:
     def close(self) -> None:
         """End the trackers and the watchdog; the files are whole at any time."""
         for tracker in self.trackers:
-            tracker.finish()
+            try:
+                tracker.finish()
+            except Exception as error:  # its server, its disk: the run's own files are complete without it
+                self.say(f"tracker {tracker.name}: could not be closed: {type(error).__name__}: {error}")
         self.trackers = []
         self._stop.set()
         if self._file is not None:
@@ -345,14 +349,26 @@ def keep_earlier_config(out: Path) -> None:
 
 
 def read_metrics(path: str | Path) -> list[dict[str, Any]]:
-    """The rows of a metrics.jsonl; a last line that was cut short by a kill is left out."""
+    """The rows of a metrics.jsonl. Lines that are no object with a whole number as `step` are left out: one that was
+    cut short by a kill, say."""
     rows = []
-    for line in Path(path).read_text().splitlines():
+    for line in Path(path).read_text(encoding="utf-8", errors="replace").split("\n"):
         try:
-            rows.append(json.loads(line))
-        except json.JSONDecodeError:
-            break
+            row = json.loads(line)
+        except (ValueError, RecursionError):
+            continue
+        if isinstance(row, dict) and isinstance(row.get("step"), int):
+            rows.append(row)
     return rows
+
+
+def read_object(path: Path) -> dict[str, Any]:
+    """The object in a JSON file; an empty one where there is no such file, or it holds something else."""
+    try:
+        found = json.loads(path.read_text(encoding="utf-8", errors="replace"))
+    except (OSError, ValueError, RecursionError):
+        return {}
+    return found if isinstance(found, dict) else {}
 
 
 def versions() -> dict[str, str]:

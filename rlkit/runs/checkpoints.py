@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -72,8 +73,18 @@ def finish(cfg: Any, run: Run, samples: Sequence[Sample], **engines: Any) -> Non
     run.close()
     release_directory(run.out)
     if run.writes:
-        page = write_report(run.out, sorted(samples, key=lambda sample: sample.reward)[:40], title=run.name)
-        print("results:", ", ".join(str(p) for p in [page, *(run.out / name for name in ("metrics.jsonl", *engines))]))
+        results = [run.out / name for name in ("metrics.jsonl", *engines)]
+        try:
+            results.insert(0, write_report(run.out, sorted(samples, key=_reward)[:40], title=run.name))
+        except Exception as error:  # the run is complete without its page
+            run.say(f"{run.out / 'report.html'}: could not be written: {type(error).__name__}: {error}")
+        run.say(f"results: {', '.join(map(str, results))}")
+
+
+def _reward(sample: Sample) -> float:
+    """To sort by: a reward that is no number is the lowest."""
+    known = isinstance(sample.reward, int | float) and not math.isnan(sample.reward)
+    return sample.reward if known else -math.inf
 
 
 def _export_dtype(cfg: Any, engine: Any) -> torch.dtype:

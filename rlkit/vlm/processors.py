@@ -64,9 +64,11 @@ def encode_text(processor: Any, text: str, images: Sequence[Image.Image] = ()) -
     processor says it puts in the place of placeholders (`return_text_replacement_offsets`).
 
     Raises:
-        ValueError: images without a place for them, places without an image, an image that has no such shape, or a
-            processor that does not say so.
+        ValueError: text that is no Unicode, images without a place for them, places without an image, an image that has
+            no such shape, or a processor that does not say so.
     """
+    if stray := re.search("[\ud800-\udfff]", text):
+        raise ValueError(f"prompt: expected Unicode text, got the unpaired surrogate {stray[0]!r}")
     tokenizer = getattr(processor, "tokenizer", processor)
     compact = tokenizer(text, add_special_tokens=False)["input_ids"]
     if images and tokenizer is processor:
