@@ -20,7 +20,6 @@ from PIL import Image, ImageOps
 from rlkit.data.samples import Expansion, Sample, expand, prompt
 from rlkit.vlm.loading import can_see, load_config, model_path
 
-
 # formats of photographs and figures; not PostScript, say, which Pillow would have another program draw
 FORMATS = ("PNG", "JPEG", "MPO", "WEBP", "GIF", "BMP", "TIFF", "PPM", "JPEG2000", "AVIF", "ICO")
 
