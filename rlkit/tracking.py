@@ -151,8 +151,12 @@ class Run:
         times, self._times, self.step = dict(self._times), defaultdict(float), step
         row = {**metrics, **times, **rates(metrics, times, self.peak)}
         if self.writes:
-            with (self.out / METRICS).open("a") as file:
-                file.write(json.dumps({"step": step, **row}) + "\n")
+            line = json.dumps({"step": step, **row}) + "\n"
+            try:
+                with (self.out / METRICS).open("a") as file:
+                    file.write(line)
+            except OSError as error:
+                self.stop(f"{self.out / METRICS}: expected room for {len(line)} bytes, got: {error}")
         if show and self.progress is not None:
             self.progress.set_postfix({short: f"{row[name]:.3g}" for short, name in show.items() if name in row})
         self._tell(row)
@@ -185,7 +189,10 @@ class Run:
 
     def _note(self) -> None:
         if self._file is not None:
-            _replace(self._file, f"{time.time()} {os.getpid()} {socket.gethostname()} {self._phase}")
+            try:
+                _replace(self._file, f"{time.time()} {os.getpid()} {socket.gethostname()} {self._phase}")
+            except OSError:  # the watchdog is not worth a run
+                pass
 
     def _tell(self, values: Mapping[str, Any]) -> None:
         numbers = {name: x for name, x in values.items() if isinstance(x, int | float)}

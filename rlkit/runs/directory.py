@@ -16,6 +16,7 @@ import torch.distributed as dist
 from rlkit.tracking import CONFIG, METRICS
 
 LOCK = "run.lock"
+PROBE_BYTES = 1 << 20
 T = TypeVar("T")
 _held: dict[Path, TextIO] = {}  # an open file holds its lock until this process ends
 
@@ -37,7 +38,8 @@ def claim_directory(out: str, name: str, *, resume: bool) -> Path:
         resume: continue the run that the directory holds, if it holds one.
 
     Raises:
-        ValueError: another process is writing to it; it holds a run and `resume` is not given; it is a file.
+        ValueError: another process is writing to it; it holds a run and `resume` is not given; it is a file, read-only
+            or full.
     """
     return decided_by_rank_0(lambda: _claim(Path(out), resume) if out else _claim_numbered(Path("runs") / name, resume))
 
@@ -118,13 +120,26 @@ def _claim(path: Path, resume: bool) -> Path:
         raise ValueError(f"out {str(path)!r}: expected a directory, got a file")
     try:
         path.mkdir(parents=True, exist_ok=True)
+        _check_writable(path)
         _lock(path)
-    except PermissionError as error:
+    except OSError as error:
         raise ValueError(f"out {str(path)!r}: expected a directory that can be written to, got: {error}") from error
     if holds_run(path) and not resume:
         release_directory(path)
         raise ValueError(f"out {str(path)!r}: holds a run already; continue it with --resume, or choose another --out")
     return path
+
+
+def _check_writable(path: Path) -> None:
+    """Write a file of a megabyte and remove it: an OSError if the directory is read-only or full."""
+    probe = path / f".probe-{os.getpid()}"
+    try:
+        with probe.open("wb") as file:
+            file.write(bytes(PROBE_BYTES))
+            file.flush()
+            os.fsync(file.fileno())
+    finally:
+        probe.unlink(missing_ok=True)
 
 
 def _lock(path: Path) -> None:
