@@ -118,7 +118,8 @@ class Run:
             self.progress, self.doing = None, ""
 
     def say(self, text: str) -> None:
-        """Print a line, above the progress bar if there is one."""
+        """Print a line, above the progress bar if there is one. Half a character of a surrogate pair is escaped."""
+        text = text.encode("utf-8", "backslashreplace").decode()
         if self.progress is None:
             print(text, flush=True)
         else:
@@ -150,8 +151,12 @@ class Run:
         times, self._times, self.step = dict(self._times), defaultdict(float), step
         row = {**metrics, **times, **rates(metrics, times, self.peak)}
         if self.writes:
-            with (self.out / METRICS).open("a") as file:
-                file.write(json.dumps({"step": step, **row}) + "\n")
+            line = json.dumps({"step": step, **row}) + "\n"
+            try:
+                with (self.out / METRICS).open("a") as file:
+                    file.write(line)
+            except OSError as error:
+                self.stop(f"{self.out / METRICS}: expected room for {len(line)} bytes, got: {error}")
         if show and self.progress is not None:
             self.progress.set_postfix({short: f"{row[name]:.3g}" for short, name in show.items() if name in row})
         self._tell(row)
@@ -159,7 +164,7 @@ class Run:
     def evaluation(self, **results: Any) -> dict[str, Any]:
         """Add to `eval.json`; returns all of it."""
         path = self.out / EVAL
-        merged = {**(json.loads(path.read_text()) if path.exists() else {}), **results}
+        merged = {**read_object(path), **results}
         if self.writes:
             self._write(EVAL, merged)
         self._tell({f"eval/{name}": x for name, x in results.items()})
@@ -168,7 +173,10 @@ class Run:
     def close(self) -> None:
         """End the trackers and the watchdog; the files are whole at any time."""
         for tracker in self.trackers:
-            tracker.finish()
+            try:
+                tracker.finish()
+            except Exception as error:  # its server, its disk: the run's own files are complete without it
+                self.say(f"tracker {tracker.name}: could not be closed: {type(error).__name__}: {error}")
         self.trackers = []
         self._stop.set()
         if self._file is not None:
@@ -181,7 +189,10 @@ class Run:
 
     def _note(self) -> None:
         if self._file is not None:
-            _replace(self._file, f"{time.time()} {os.getpid()} {socket.gethostname()} {self._phase}")
+            try:
+                _replace(self._file, f"{time.time()} {os.getpid()} {socket.gethostname()} {self._phase}")
+            except OSError:  # the watchdog is not worth a run
+                pass
 
     def _tell(self, values: Mapping[str, Any]) -> None:
         numbers = {name: x for name, x in values.items() if isinstance(x, int | float)}
@@ -345,14 +356,26 @@ def keep_earlier_config(out: Path) -> None:
 
 
 def read_metrics(path: str | Path) -> list[dict[str, Any]]:
-    """The rows of a metrics.jsonl; a last line that was cut short by a kill is left out."""
+    """The rows of a metrics.jsonl. Lines that are no object with a whole number as `step` are left out: one that was
+    cut short by a kill, say."""
     rows = []
-    for line in Path(path).read_text().splitlines():
+    for line in Path(path).read_text(encoding="utf-8", errors="replace").split("\n"):
         try:
-            rows.append(json.loads(line))
-        except json.JSONDecodeError:
-            break
+            row = json.loads(line)
+        except (ValueError, RecursionError):
+            continue
+        if isinstance(row, dict) and isinstance(row.get("step"), int):
+            rows.append(row)
     return rows
+
+
+def read_object(path: Path) -> dict[str, Any]:
+    """The object in a JSON file; an empty one where there is no such file, or it holds something else."""
+    try:
+        found = json.loads(path.read_text(encoding="utf-8", errors="replace"))
+    except (OSError, ValueError, RecursionError):
+        return {}
+    return found if isinstance(found, dict) else {}
 
 
 def versions() -> dict[str, str]:

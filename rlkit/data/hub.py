@@ -119,6 +119,15 @@ def stream_steps(
         epoch += 1
 
 
+def cache_folders() -> list[Path]:
+    """Where datasets and the hub keep files that belong to data sets: what is downloaded, and unpacked archives."""
+    with extra("recipes"):
+        import datasets
+        from huggingface_hub import constants
+
+    return [Path(datasets.config.HF_DATASETS_CACHE), Path(constants.HF_HUB_CACHE)]
+
+
 def _is_saved(source: str) -> bool:
     """Whether `save_to_disk` wrote it."""
     return any((Path(source) / name).is_file() for name in ("dataset_dict.json", "state.json"))

@@ -10,10 +10,10 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from rlkit.data.formats import ANSWERS, ASKED, CHATS, chat_row, check_columns, marked_row, pair_row, task_row
-from rlkit.data.hub import read_splits
+from rlkit.data.hub import cache_folders, read_splits
 from rlkit.data.ready import READY
 from rlkit.data.samples import Row
-from rlkit.data.tables import FILES, HELD_OUT_SEED, Rows, a_tenth_held_out, beside, columns_of, read_table
+from rlkit.data.tables import FILES, HELD_OUT_SEED, Rows, a_tenth_held_out, beside, check_inside, columns_of, read_table
 from rlkit.data.tasks import Task, digits, sorting, with_rows, with_tables
 from rlkit.data.user_code import load_function
 from rlkit.rewards.named import REWARDS, reward_named
@@ -39,7 +39,7 @@ PAIRS = Kind(pair_row, (("chosen",), ("rejected",)))
 MARKED = Kind(marked_row, (("completion", *CHATS), ("label",)))
 
 
-def load_task(name: str, *, reward: str | None = None) -> Task:
+def load_task(name: str, *, reward: str | None = None, allow_outside_files: bool = False) -> Task:
     """A task by its name: built in, published, a file, a data set, or a function of yours.
 
     - `digits`, `sorting`: built in, see there.
@@ -55,25 +55,27 @@ def load_task(name: str, *, reward: str | None = None) -> Task:
         name: as above.
         reward: what judges answers instead of the task's own reward: `maths`, `choice`, `module:function`, ...; see
             rlkit.rewards.reward_named. With a function of yours a file needs no answers.
+        allow_outside_files: image paths of a file or data set may lead out of its folder, by `..`, an absolute path or
+            a link. Otherwise such a row cannot be read.
 
     Raises:
         ValueError: an unknown name, a missing file, a column that is not there or is ambiguous, or rows of which none
             of the first twenty can be read.
     """
-    task = _load(name, TASK if reward is None or reward in REWARDS else PROMPTS)
+    task = _load(name, TASK if reward is None or reward in REWARDS else PROMPTS, allow_outside_files)
     return task if reward is None else replace(task, reward=reward_named(reward))
 
 
-def load_chats(name: str) -> Task:
+def load_chats(name: str, *, allow_outside_files: bool = False) -> Task:
     """Rows to imitate, with the answer to each as `completion`: what `load_task` takes, or a file of plain `text`.
 
     Raises:
         ValueError: as `load_task`, or neither texts nor questions with answers.
     """
-    return _load(name, CHAT)
+    return _load(name, CHAT, allow_outside_files)
 
 
-def load_pairs(name: str) -> Task:
+def load_pairs(name: str, *, allow_outside_files: bool = False) -> Task:
     """Rows with a `chosen` and a `rejected` answer: a file or data set with columns of these names, or a task.
 
     A row of a task that has none gets them: chosen is its answer, rejected the answer of another row, the same one in
@@ -83,11 +85,11 @@ def load_pairs(name: str) -> Task:
         ValueError: as `load_task`, or a file or data set without these columns.
     """
     if _is_table(name):
-        return _from_tables(name, _tables(name), PAIRS)
+        return _from_tables(name, _tables(name), PAIRS, allow_outside_files)
     return with_tables(load_task(name), _with_wrong_answers)
 
 
-def load_marked(name: str) -> Task:
+def load_marked(name: str, *, allow_outside_files: bool = False) -> Task:
     """Rows with one answer, good or bad: a file or data set with `completion` and `label`, or what `load_pairs` takes.
 
     Of each pair there are two rows, the chosen answer marked good and the rejected one bad.
@@ -99,18 +101,18 @@ def load_marked(name: str) -> Task:
         return with_tables(load_pairs(name), _one_by_one)
     tables = _tables(name)
     if all({"chosen", "rejected"} <= set(columns_of(table)) for table, *_ in tables.values()):
-        return with_tables(_from_tables(name, tables, PAIRS), _one_by_one)
-    return _from_tables(name, tables, MARKED)
+        return with_tables(_from_tables(name, tables, PAIRS, allow_outside_files), _one_by_one)
+    return _from_tables(name, tables, MARKED, allow_outside_files)
 
 
-def _load(name: str, kind: Kind) -> Task:
+def _load(name: str, kind: Kind, allow_outside_files: bool) -> Task:
     if name in BUILT_IN:
         return _read_as(BUILT_IN[name](), kind)
     base, at, source = name.partition("@")
     if base in READY and bool(at) == bool(source):
         return _read_as(READY[base](source) if source else READY[base](), kind)
     if _is_table(name):
-        return _from_tables(name, _tables(name), kind)
+        return _from_tables(name, _tables(name), kind, allow_outside_files)
     if ":" in name:
         function = load_function(name, "task")
         task = function() if callable(function) else function
@@ -139,8 +141,8 @@ def _tables(name: str) -> dict[str, tuple[Any, str, Path]]:
     return {split: (table, f"{name} {split}", Path(name) / "rows") for split, table in read_splits(name).items()}
 
 
-def _from_tables(name: str, tables: Mapping[str, tuple[Any, str, Path]], kind: Kind) -> Task:
-    splits = {split: _rows(kind, *table) for split, table in tables.items()}
+def _from_tables(name: str, tables: Mapping[str, tuple[Any, str, Path]], kind: Kind, allow_outside_files: bool) -> Task:
+    splits = {split: _rows(kind, *table, allow_outside_files) for split, table in tables.items()}
     held = next((split for split in HELD_OUT_SPLITS if split in splits), None)
     if "train" not in splits and held is None:
         raise ValueError(f"task {name!r}: expected a split train, test or validation, got {sorted(splits)}")
@@ -152,8 +154,9 @@ def _from_tables(name: str, tables: Mapping[str, tuple[Any, str, Path]], kind: K
     return Task(path.stem if path.suffix in FILES else path.name, train, heldout, exact_match, splits)
 
 
-def _rows(kind: Kind, table: Any, name: str, file: Path) -> Rows:
+def _rows(kind: Kind, table: Any, name: str, file: Path, allow_outside_files: bool) -> Rows:
     """The rows of a table, read as this kind when they are asked for, with image paths relative to the file."""
+    folders = [file.parent, *([] if file.suffix in FILES else cache_folders())]
     try:
         check_columns(columns_of(table), *kind.needed)
     except ValueError as error:
@@ -161,7 +164,13 @@ def _rows(kind: Kind, table: Any, name: str, file: Path) -> Rows:
 
     def row(i: int) -> Row:
         read = _read(kind, {**table[i], "where": f"{name} row {i + 1}"})
-        return {**read, "images": [beside(file, image) for image in read["images"]]}
+        images = [beside(file, image) for image in read["images"]]
+        try:
+            for image in () if allow_outside_files else images:
+                check_inside(folders, image)
+        except ValueError as error:
+            return _unreadable(read, error)
+        return {**read, "images": images}
 
     rows = Rows(row, np.arange(len(table)))
     first = [rows[i] for i in range(min(20, len(rows)))]
@@ -177,8 +186,12 @@ def _read(kind: Kind, raw: Row) -> Row:
     try:
         return kind.read(raw)
     except ValueError as error:
-        where = raw.get("where", "row")
-        return {"question": "", "images": [], "answer": None, "where": where, "unreadable": str(error)}
+        return _unreadable(raw, error)
+
+
+def _unreadable(row: Row, error: ValueError) -> Row:
+    where = row.get("where", "row")
+    return {"question": "", "images": [], "answer": None, "where": where, "unreadable": str(error)}
 
 
 # --- held-out rows

@@ -120,4 +120,24 @@ def beside(path: Path, picture: Any) -> Any:
     """A relative path, bare or in a struct without bytes, is relative to the task's file."""
     if isinstance(picture, Mapping) and not picture.get("bytes"):
         return {**picture, "path": beside(path, picture.get("path"))}
-    return str(path.parent / picture) if isinstance(picture, str) and "://" not in picture else picture
+    is_path = isinstance(picture, str) and "://" not in picture and not picture.startswith("data:image/")
+    return str(path.parent / picture) if is_path else picture
+
+
+def check_inside(folders: Sequence[Path], picture: Any) -> None:
+    """Check that an image's path, as `beside` gives it, does not lead out of a data set's folders.
+
+    Whoever wrote a data set could otherwise have any image that this account may read put into prompts, logs and pages.
+
+    Raises:
+        ValueError: by an absolute path, `..` or a link, it does.
+    """
+    if isinstance(picture, Mapping):
+        picture = None if picture.get("bytes") else picture.get("path")
+    if not isinstance(picture, str | Path) or "://" in str(picture) or str(picture).startswith("data:image/"):
+        return
+    if not any(Path(picture).resolve().is_relative_to(folder.resolve()) for folder in folders):
+        raise ValueError(
+            f"images: expected a file in {str(folders[0])!r}, got {str(picture)!r}, which leads out of it; "
+            "--allow_outside_files reads it all the same"
+        )

@@ -3,7 +3,7 @@
 A tool or an environment is a plain function, async or not, from a sample to what the policy sees next:
 
     async def calculator(sample):
-        if (call := re.search(r"calc\\((.+?)\\)", sample.text)) is None:
+        if (call := re.search(r"calc\\(([^()]+)\\)", sample.text)) is None:
             return None                                     # no call: this turn is the answer
         return Observation(str(evaluate(call[1])))
 

@@ -13,7 +13,7 @@ from rlkit.data.tasks import Task
 from rlkit.rewards.rules import exact_match
 from rlkit.rollout.agent import Observation
 
-ZOOM_CALL = re.compile(r"zoom\((\d+),\s*(\d+),\s*(\d+),\s*(\d+)\)")
+ZOOM_CALL = re.compile(r"zoom\((\d{1,9}),\s*(\d{1,9}),\s*(\d{1,9}),\s*(\d{1,9})\)")
 QUADRANTS = ("top left", "top right", "bottom left", "bottom right")
 QUADRANT_CALLS = ("zoom(0,0,50,50)", "zoom(50,0,100,50)", "zoom(0,50,50,100)", "zoom(50,50,100,100)")
 

@@ -60,6 +60,8 @@ class TaskOptions:
     heldout: str = ""
     """Rows that are held out: a file, a split of the data set, or a share such as 0.1. Default: the data set's test or
     validation split, or a tenth of the rows, at most 300."""
+    allow_outside_files: bool = False
+    """Read images whose paths lead out of the data set's folder: absolute ones, ones with .., and links."""
     system_prompt: str = ""
     """System message of every prompt."""
     prompt_template: str = ""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any, TypeVar
 
 from rlkit.data import Task, load_task, with_heldout, with_prompt
@@ -24,14 +25,15 @@ def load_named_task(cfg: TaskOptions, name: str, load: Callable[..., Task] = loa
     Raises:
         ValueError: no such task, or options that do not fit it.
     """
+    load_any = partial(load, allow_outside_files=cfg.allow_outside_files)
     if load is load_task:
-        task = load_task(name, reward=cfg.reward or None)
+        task = load_any(name, reward=cfg.reward or None)
     else:
-        task = load(name)
+        task = load_any(name)
         if cfg.reward:
             task = replace(task, reward=reward_named(cfg.reward))
     if cfg.heldout:
-        task = with_heldout(task, cfg.heldout, load)
+        task = with_heldout(task, cfg.heldout, load_any)
     return with_prompt(
         task, system_prompt=cfg.system_prompt, prompt_template=cfg.prompt_template, answer_prefix=cfg.answer_prefix
     )

@@ -5,10 +5,13 @@ from __future__ import annotations
 import base64
 import io
 import json
+import os
 import re
+import stat
 from collections.abc import Mapping, Sequence
+from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import numpy as np
 import torch
@@ -17,15 +20,19 @@ from PIL import Image, ImageOps
 from rlkit.data.samples import Expansion, Sample, expand, prompt
 from rlkit.vlm.loading import can_see, load_config, model_path
 
+# formats of photographs and figures; not PostScript, say, which Pillow would have another program draw
+FORMATS = ("PNG", "JPEG", "MPO", "WEBP", "GIF", "BMP", "TIFF", "PPM", "JPEG2000", "AVIF", "ICO")
+
 
 def load_image(source: Any) -> Image.Image:
     """An RGB image from a path, bytes, a PIL image, a data URL, or the {"bytes", "path"} struct of Hugging Face sets.
 
-    A data URL is a text that holds the image: "data:image/png;base64,...".
+    A data URL is a text that holds the image: "data:image/png;base64,...". A path must be that of a regular file: a
+    pipe or a device is not opened. Images of more than `PIL.Image.MAX_IMAGE_PIXELS` pixels are not decoded.
 
     Raises:
-        ValueError: it cannot be read, is empty, or is a URL (fetch those beforehand: a run that depends on the network
-            cannot be repeated).
+        ValueError: it cannot be read, is empty, too large or not in one of `FORMATS`, or is a URL (fetch those
+            beforehand: a run that depends on the network cannot be repeated).
     """
     if isinstance(source, Mapping):
         source = source.get("bytes") or source.get("path")
@@ -33,25 +40,61 @@ def load_image(source: Any) -> Image.Image:
         source = base64.b64decode(source[found.end() :])
     if isinstance(source, str) and "://" in source:
         raise ValueError(f"image: expected a local path, bytes or a PIL image, got the URL {source!r}")
-    name = repr(source) if isinstance(source, str | Path) else f"of type {type(source).__name__}"
+    name = repr(str(source)) if isinstance(source, str | Path) else f"of type {type(source).__name__}"
     try:
         if isinstance(source, bytes | bytearray):
-            source = Image.open(io.BytesIO(source))
+            image = _as_rgb(Image.open(io.BytesIO(source), formats=_known_formats()))
         elif isinstance(source, str | Path):
-            source = Image.open(source)
-        elif not isinstance(source, Image.Image):
+            with _open_regular_file(source) as file:
+                image = _as_rgb(Image.open(file, formats=_known_formats()))
+        elif isinstance(source, Image.Image):
+            image = _as_rgb(source)
+        else:
             raise ValueError("expected a path, bytes or a PIL image")
-        image = ImageOps.exif_transpose(source)
-        if image.mode.startswith("I;16"):  # convert() would saturate: everything above 255 white
-            image = Image.fromarray((np.asarray(image) // 257).astype("uint8"))
-        if image.mode in ("I", "F"):
-            raise ValueError(f"expected 8 or 16 bits a channel, got pixels of mode {image.mode!r}")
-        image = image.convert("RGB")
     except (OSError, ValueError, SyntaxError, Image.DecompressionBombError) as error:
         raise ValueError(f"image {name}: cannot be read: {error}") from error
     if min(image.size) == 0:
         raise ValueError(f"image {name}: empty, {image.size[0]}x{image.size[1]} pixels")
     return image
+
+
+def _as_rgb(image: Image.Image) -> Image.Image:
+    """The image turned as its EXIF data say, in 8 bits a channel. This decodes a file that has been opened."""
+    width, height = image.size
+    if Image.MAX_IMAGE_PIXELS is not None and width * height > Image.MAX_IMAGE_PIXELS:
+        raise ValueError(f"expected at most {Image.MAX_IMAGE_PIXELS} pixels, got {width}x{height}")
+    image = ImageOps.exif_transpose(image)
+    if image.mode.startswith("I;16"):  # convert() would saturate: everything above 255 white
+        image = Image.fromarray((np.asarray(image) // 257).astype("uint8"))
+    if image.mode in ("I", "F"):
+        raise ValueError(f"expected 8 or 16 bits a channel, got pixels of mode {image.mode!r}")
+    return image.convert("RGB")
+
+
+@cache
+def _known_formats() -> list[str]:
+    """Those of `FORMATS` that this Pillow can read."""
+    Image.init()
+    return [name for name in FORMATS if name in Image.OPEN]
+
+
+def _open_regular_file(path: str | Path) -> BinaryIO:
+    """Open a file to be read; what is no regular file is refused before it is opened, as opening may already wait."""
+    _check_regular(os.stat(path).st_mode)
+    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)  # it may have been replaced since
+    file = open(descriptor, "rb")
+    try:
+        _check_regular(os.fstat(descriptor).st_mode)
+    except ValueError:
+        file.close()
+        raise
+    return file
+
+
+def _check_regular(mode: int) -> None:
+    kinds = {stat.S_IFIFO: "pipe", stat.S_IFSOCK: "socket", stat.S_IFDIR: "folder"}
+    if not stat.S_ISREG(mode):
+        raise ValueError(f"expected a regular file, got a {kinds.get(stat.S_IFMT(mode), 'device')}")
 
 
 OF_TEXT = frozenset({"input_ids", "attention_mask", "mm_token_type_ids", "token_type_ids"})  # made by the engine
@@ -64,9 +107,11 @@ def encode_text(processor: Any, text: str, images: Sequence[Image.Image] = ()) -
     processor says it puts in the place of placeholders (`return_text_replacement_offsets`).
 
     Raises:
-        ValueError: images without a place for them, places without an image, an image that has no such shape, or a
-            processor that does not say so.
+        ValueError: text that is no Unicode, images without a place for them, places without an image, an image that has
+            no such shape, or a processor that does not say so.
     """
+    if stray := re.search("[\ud800-\udfff]", text):
+        raise ValueError(f"prompt: expected Unicode text, got the unpaired surrogate {stray[0]!r}")
     tokenizer = getattr(processor, "tokenizer", processor)
     compact = tokenizer(text, add_special_tokens=False)["input_ids"]
     if images and tokenizer is processor:

@@ -85,7 +85,9 @@ def test_a_save_that_fails_in_its_thread_is_reported(tiny_dir, tmp_path):
     engine.save_checkpoint(tmp_path / "step_1", {"step": 1})
     (tmp_path / "step_1.old").write_text("")  # a file: rmtree ignores it, and no directory can be renamed to it
     engine.save_checkpoint(tmp_path / "step_1", {"step": 2}, wait=False)
-    with pytest.raises(OSError):
+    with pytest.raises(
+        checkpoint.CheckpointNotWritten, match="step_1: expected room for .* complete checkpoint is step_1"
+    ):
         checkpoint.finish()
     assert engine.load_checkpoint(tmp_path / "step_1") == {"step": 1}
 

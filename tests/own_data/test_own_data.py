@@ -152,7 +152,7 @@ def path_of(name, folder):
         table = {
             "question": ["What colour is it?"] * 3,
             "answer": ["green", "blue", None],
-            "image": [Image.open(HERE / "pictures" / f"{i}.png") for i in (1, 2, 0)],
+            "image": [Image.open(HERE / "pictures" / f"{i}.png").copy() for i in (1, 2, 0)],
         }
         datasets.Dataset.from_dict(table).cast_column("image", datasets.Image()).to_parquet(folder / name)
     else:

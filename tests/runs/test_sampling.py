@@ -64,8 +64,8 @@ def test_a_reward_that_is_named_and_judges_nothing_ends_the_run(named, value):
     nothing = lambda *_: None  # noqa: E731
     rollout = SimpleNamespace(wake_up=nothing, update_weights=nothing, sleep=nothing)
 
-    def generate(prompts, sampling, n, written):
-        written(0, of_a_rank(0, 1).generated[:2])
+    def generate(prompts, sampling, n, on_finished):
+        on_finished(0, of_a_rank(0, 1).generated[:2])
         return of_a_rank(0, 1).generated[:2]
 
     cfg = SimpleNamespace(reward_threads=0, max_new_tokens=6, reward=named)
