@@ -157,7 +157,7 @@ def test_several_axes_without_a_rule_are_refused_by_name():
     """Plain positions would train, and be wrong."""
     text = SimpleNamespace(rope_parameters={"mrope_section": [2, 1, 1]})
     config = SimpleNamespace(model_type="other_vl", vision_config=object(), get_text_config=lambda: text)
-    with pytest.raises(ValueError, match="no 3D RoPE rule for model_type 'other_vl'; known are qwen2_vl"):
+    with pytest.raises(ValueError, match="hf_config: expected a model_type of qwen2_vl.*, got 'other_vl'"):
         position_spec(config)
     config.vision_config = None
     assert position_spec(config) is None
