@@ -30,11 +30,11 @@ from pathlib import Path
 from typing import Any, NoReturn, TextIO
 
 CONFIG, METRICS, EVAL, PHASES = "config.json", "metrics.jsonl", "eval.json", "phases"
-ASIDE = ("time/evaluate", "time/checkpoint")  # phases that are no part of a step
+PHASES_OUTSIDE_STEPS = ("time/evaluate", "time/checkpoint")  # phases that are no part of a step
 
 # Dense bfloat16 FLOP/s of one card, without sparsity, from the makers' data sheets (V100: float16, it has no bfloat16).
 # The first whose words a device's name has, in upper case, counts: "H100 PCIE" stands before "H100".
-PEAKS = {
+PEAK_FLOPS = {
     "H100 PCIE": 756e12, "H100 NVL": 835e12, "H100": 989.4e12, "H800 PCIE": 756e12, "H800": 989.4e12,
     "GH200": 989.4e12, "H200 NVL": 835e12, "H200": 989.4e12, "H20": 148e12, "GB200": 2500e12, "B200": 2250e12,
     "A100": 312e12, "A800": 312e12, "A10": 125e12, "A30": 165e12, "A40": 149.7e12,
@@ -76,7 +76,7 @@ class Run:
     ) -> None:
         self.out, self.writes, self.name = Path(out), writes, name or Path(out).name
         self.progress: Any = None
-        self.doing = ""  # the step, for messages
+        self.current_step = ""  # the step, for messages
         config = {**config, "versions": versions()}
         self.trackers = start_trackers(trackers, self.out, config) if writes else []
         if writes:
@@ -92,13 +92,13 @@ class Run:
         if watchdog:
             self._file = self.out / PHASES / os.environ.get("RANK", "0")
             self._file.parent.mkdir(parents=True, exist_ok=True)
-            self._note()
+            self._write_phase()
             if hasattr(faulthandler, "register"):  # not on Windows
                 faulthandler.register(signal.SIGUSR1, file=sys.__stderr__ or 2)
             watch = (weakref.ref(self), self._stop, self._file, watchdog)
             threading.Thread(target=_watch, args=watch, daemon=True, name="watchdog").start()
 
-    def start_at(self, step: int) -> None:
+    def drop_metrics_from(self, step: int) -> None:
         """Drop what was logged from `step` on: a resumed run logs it again."""
         path = self.out / METRICS
         if self.writes:
@@ -107,17 +107,17 @@ class Run:
 
     def steps(self, start: int, stop: int, *, unit: str = "step") -> Iterator[int]:
         """The numbers from `start` on, with a progress bar; what was logged of them before is dropped."""
-        self.start_at(start)
+        self.drop_metrics_from(start)
         self.progress = progress_bar(start, stop, unit=unit, show=self.writes)
         try:
             for step in self.progress:
-                self.doing = f"{unit} {step}: "
+                self.current_step = f"{unit} {step}: "
                 yield step
         finally:
             self.progress.close()
-            self.progress, self.doing = None, ""
+            self.progress, self.current_step = None, ""
 
-    def say(self, text: str) -> None:
+    def print(self, text: str) -> None:
         """Print a line, above the progress bar if there is one."""
         if self.progress is None:
             print(text, flush=True)
@@ -126,7 +126,7 @@ class Run:
 
     def stop(self, reason: str) -> NoReturn:
         """End the process because the run cannot go on; what was saved stays."""
-        sys.exit(f"{self.name}: {self.doing}{reason}")
+        sys.exit(f"{self.name}: {self.current_step}{reason}")
 
     def phase(self, name: str) -> None:
         """From here on this rank does `name`; what it did until now goes into the next row as `time/<its name>`."""
@@ -134,7 +134,7 @@ class Run:
         if self._phase != "set_up":
             self._times[f"time/{self._phase}"] += now - self._since
         self._phase, self._since = name, now
-        self._note()
+        self._write_phase()
 
     def log(self, step: int, metrics: Mapping[str, Any], *, show: Mapping[str, str] | None = None) -> None:
         """One line of `metrics.jsonl`, on disk when this returns: these metrics and what the clock says.
@@ -154,15 +154,15 @@ class Run:
                 file.write(json.dumps({"step": step, **row}) + "\n")
         if show and self.progress is not None:
             self.progress.set_postfix({short: f"{row[name]:.3g}" for short, name in show.items() if name in row})
-        self._tell(row)
+        self._log_to_trackers(row)
 
-    def evaluation(self, **results: Any) -> dict[str, Any]:
+    def log_evaluation(self, **results: Any) -> dict[str, Any]:
         """Add to `eval.json`; returns all of it."""
         path = self.out / EVAL
         merged = {**(json.loads(path.read_text()) if path.exists() else {}), **results}
         if self.writes:
             self._write(EVAL, merged)
-        self._tell({f"eval/{name}": x for name, x in results.items()})
+        self._log_to_trackers({f"eval/{name}": x for name, x in results.items()})
         return merged
 
     def close(self) -> None:
@@ -179,11 +179,11 @@ class Run:
                 pass
             self._file = None
 
-    def _note(self) -> None:
+    def _write_phase(self) -> None:
         if self._file is not None:
             _replace(self._file, f"{time.time()} {os.getpid()} {socket.gethostname()} {self._phase}")
 
-    def _tell(self, values: Mapping[str, Any]) -> None:
+    def _log_to_trackers(self, values: Mapping[str, Any]) -> None:
         numbers = {name: x for name, x in values.items() if isinstance(x, int | float)}
         for tracker in self.trackers:
             tracker.log(numbers, step=self.step)
@@ -204,7 +204,7 @@ def rates(metrics: Mapping[str, Any], times: Mapping[str, float], peak: float | 
         peak: FLOP/s of all ranks together; None where it is not known.
     """
     found = {}
-    seconds = sum(x for name, x in times.items() if name not in ASIDE)
+    seconds = sum(x for name, x in times.items() if name not in PHASES_OUTSIDE_STEPS)
     if "tokens" in metrics and seconds:
         found["time/tokens_per_second"] = metrics["tokens"] / seconds
     if "flops" in metrics and times.get("time/train"):
@@ -217,7 +217,7 @@ def rates(metrics: Mapping[str, Any], times: Mapping[str, float], peak: float | 
 def peak_flops(device: str) -> float | None:
     """Dense bfloat16 FLOP/s of a GPU by its name, as `torch.cuda.get_device_name` has it; None for an unknown one."""
     words = f" {device.upper().replace('-', ' ')} "
-    return next((peak for name, peak in PEAKS.items() if f" {name} " in words), None)
+    return next((peak for name, peak in PEAK_FLOPS.items() if f" {name} " in words), None)
 
 
 def peak_flops_of_all_ranks() -> float | None:
@@ -244,7 +244,7 @@ def start_trackers(names: Sequence[str], out: Path, config: Mapping[str, Any]) -
     from accelerate.tracking import LOGGER_TYPE_TO_CLASS, get_available_trackers
     from accelerate.utils import LoggerType
 
-    told_by = {
+    tracker_options = {
         "tensorboard": {"run_name": "tensorboard", "logging_dir": str(out)},
         "mlflow": {"experiment_name": "rlkit", "run_name": out.name},
         "wandb": {"run_name": "rlkit", "name": out.name},
@@ -262,7 +262,7 @@ def start_trackers(names: Sequence[str], out: Path, config: Mapping[str, Any]) -
     for name in dict.fromkeys(names):
         kind = LOGGER_TYPE_TO_CLASS[name]
         needs = {"logging_dir": str(out)} if kind.requires_logging_directory else {}
-        tracker = kind(**told_by.get(name, {"run_name": "rlkit", **needs}))
+        tracker = kind(**tracker_options.get(name, {"run_name": "rlkit", **needs}))
         tracker.start()
         tracker.store_init_configuration(plain)
         trackers.append(tracker)
@@ -282,7 +282,7 @@ def _watch(run: weakref.ref[Run], stop: threading.Event, file: Path, seconds: fl
             waits = [(now - float(since), rank, phase) for rank, since, _, _, phase in _phases(file.parent)]
             if now - said >= seconds and max(waits)[0] >= seconds:
                 said = now
-                print(f"\nwatchdog: {where_ranks_wait(waits)}; kill -USR1 prints the stacks of a process, "
+                print(f"\nwatchdog: {describe_waits(waits)}; kill -USR1 prints the stacks of a process, "
                       f"their ids are in {file.parent}", file=sys.stderr, flush=True)  # fmt: skip
         except (OSError, ValueError):  # a file that is just being removed
             continue
@@ -298,7 +298,7 @@ def _phases(folder: Path) -> list[tuple[int, str, str, str, str]]:
     return found
 
 
-def where_ranks_wait(waits: Sequence[tuple[float, int, str]]) -> str:
+def describe_waits(waits: Sequence[tuple[float, int, str]]) -> str:
     """One sentence of (seconds, rank, phase): "rank 1 in reward for 65 s; ranks 0, 2 in train for 63 s".
 
     The phase with the fewest ranks comes first: the others wait for those.
@@ -317,13 +317,13 @@ def progress_bar(start: int, stop: int, *, unit: str = "step", show: bool = True
     """A tqdm bar over `range(start, stop)`; where stderr is a file or a pipe, a line every few seconds instead."""
     from tqdm import tqdm
 
-    style: dict[str, Any] = {} if sys.stderr.isatty() else {"file": _Lines(sys.stderr), "mininterval": 5.0}
+    style: dict[str, Any] = {} if sys.stderr.isatty() else {"file": _LinePerState(sys.stderr), "mininterval": 5.0}
     bar = tqdm(range(start, stop), initial=start, total=stop, unit=unit, disable=not show, **style)
     bar.set_postfix = partial(bar.set_postfix, refresh=False)  # shown with the next state of the bar, not as its own
     return bar
 
 
-class _Lines:
+class _LinePerState:
     """A stream in which each state of a progress bar is a line, as nothing can be overwritten there."""
 
     def __init__(self, stream: TextIO) -> None:

@@ -29,14 +29,22 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from rlkit.data.messages import IMAGE, NOT_TRAINED, Message, from_json, place_images, read_messages, text_of
+from rlkit.data.messages import (
+    IMAGE_MARK,
+    UNSUPPORTED_COLUMNS,
+    Message,
+    from_json,
+    place_images,
+    read_messages,
+    text_of,
+)
 from rlkit.data.samples import Row
 
-QUESTIONS = ("question", "prompt", "problem")
-CHATS = ("messages", "conversations")
-ASKED = (*QUESTIONS, *CHATS, "instruction")
-ANSWERS = ("answer", "solution", "label")
-IMAGES = ("images", "image")
+QUESTION_COLUMNS = ("question", "prompt", "problem")
+CHAT_COLUMNS = ("messages", "conversations")
+PROMPT_COLUMNS = (*QUESTION_COLUMNS, *CHAT_COLUMNS, "instruction")
+ANSWER_COLUMNS = ("answer", "solution", "label")
+IMAGE_COLUMNS = ("images", "image")
 ROLES = {
     "human": "user",
     "user": "user",
@@ -110,7 +118,7 @@ def pair_row(raw: Row) -> dict[str, Any]:
         shared = next((i for i, two in enumerate(zip(chosen, rejected, strict=False)) if two[0] != two[1]), 0)
         messages = chosen[:shared] or read_chat(raw).messages
         chosen, rejected = chosen[shared:], rejected[shared:]
-    elif isinstance(chosen, str) and isinstance(rejected, str) and not _columns(raw, ASKED):
+    elif isinstance(chosen, str) and isinstance(rejected, str) and not _columns(raw, PROMPT_COLUMNS):
         start = commonprefix([chosen, rejected]).rfind(" ") + 1
         messages = read_chat({**raw, "question": chosen[:start] or None}).messages
         chosen, rejected = chosen[start:], rejected[start:]
@@ -124,7 +132,7 @@ def pair_row(raw: Row) -> dict[str, Any]:
     }
 
 
-def marked_row(raw: Row) -> dict[str, Any]:
+def unpaired_row(raw: Row) -> dict[str, Any]:
     """A prompt with one answer and whether it is good; of a pair, its chosen answer where `label` is true.
 
     Raises:
@@ -141,7 +149,7 @@ def marked_row(raw: Row) -> dict[str, Any]:
     chat = read_chat(raw)
     completion = _one_answer(None if chat.completion is None else [chat.completion], "completion")
     answer = _right_answer(raw, ("answer", "solution"))
-    return {**_prompt(raw, chat.messages, "marked"), "completion": completion, "label": bool(label), "answer": answer}
+    return {**_prompt(raw, chat.messages, "unpaired"), "completion": completion, "label": bool(label), "answer": answer}
 
 
 # --- one function a format
@@ -156,7 +164,7 @@ def read_chat(raw: Row) -> Chat:
     if raw.get("read_as"):
         completion = raw.get("completion")
         return Chat(raw["messages"], _said(completion) if isinstance(completion, str) else completion)
-    texts, chats = _columns(raw, QUESTIONS), _columns(raw, CHATS)
+    texts, chats = _columns(raw, QUESTION_COLUMNS), _columns(raw, CHAT_COLUMNS)
     found = [*chats, *texts, *_columns(raw, ("instruction",))]
     if not found:
         raise ValueError("question: expected text or messages, got none")
@@ -174,7 +182,7 @@ def read_chat(raw: Row) -> Chat:
 def _same_question(raw: Row, chat: Chat, found: Sequence[str]) -> bool:
     """Whether the question that stands beside a chat is the first one of that chat, as in UltraChat's `prompt`."""
     first = next((text_of(one) for one in chat.messages if one["role"] == "user"), None)
-    return found[0] in CHATS and all(isinstance(raw[name], str) and raw[name] == first for name in found[1:])
+    return found[0] in CHAT_COLUMNS and all(isinstance(raw[name], str) and raw[name] == first for name in found[1:])
 
 
 def _from_question(raw: Row, name: str) -> Chat:
@@ -237,7 +245,7 @@ def _from_alpaca(raw: Row, name: str) -> Chat:
 
 
 READERS = {
-    **dict.fromkeys(QUESTIONS, _from_question),
+    **dict.fromkeys(QUESTION_COLUMNS, _from_question),
     "messages": _from_messages,
     "conversations": _from_sharegpt,
     "instruction": _from_alpaca,
@@ -246,7 +254,7 @@ READERS = {
 
 def _plain_text(raw: Row) -> str | None:
     text = raw.get("text")
-    return text if isinstance(text, str) and not _columns(raw, ASKED) else None
+    return text if isinstance(text, str) and not _columns(raw, PROMPT_COLUMNS) else None
 
 
 def _turns(found: Any, name: str) -> Any:
@@ -281,7 +289,7 @@ def _prompt(raw: Row, messages: Sequence[Message], read_as: str) -> dict[str, An
     """The row with its messages, the last question for people, its images, and its tools as a list."""
     placed, images = place_images(messages, _images(raw))
     question = next((text_of(one) for one in reversed(messages) if one["role"] == "user"), "")
-    question = question.replace(IMAGE, "").strip() if IMAGE in question else question
+    question = question.replace(IMAGE_MARK, "").strip() if IMAGE_MARK in question else question
     tools = from_json(raw.get("tools") or [])
     if not isinstance(tools, list):
         raise ValueError(f"tools: expected a list of functions, got {tools!r:.80}")
@@ -292,14 +300,14 @@ def _prompt(raw: Row, messages: Sequence[Message], read_as: str) -> dict[str, An
 def _images(raw: Row) -> list[Any]:
     if raw.get("read_as"):
         return list(raw["images"])
-    found = _columns(raw, IMAGES)
+    found = _columns(raw, IMAGE_COLUMNS)
     if len(found) > 1:
         raise ValueError("images and image: expected one of them, got both")
     images = raw[found[0]] if found else []
     return list(images) if isinstance(images, list | tuple | np.ndarray) else [images]
 
 
-def _right_answer(raw: Row, names: Sequence[str] = ANSWERS) -> Any:
+def _right_answer(raw: Row, names: Sequence[str] = ANSWER_COLUMNS) -> Any:
     """What is right: `answer` before `solution`, which may work it out; or verl's `reward_model["ground_truth"]`."""
     if raw.get("read_as"):
         return raw["answer"]
@@ -316,7 +324,7 @@ def _right_answer(raw: Row, names: Sequence[str] = ANSWERS) -> Any:
 
 
 def _only_answer(raw: Row) -> str:
-    found = _columns(raw, ("answer",) if raw.get("read_as") else ANSWERS)
+    found = _columns(raw, ("answer",) if raw.get("read_as") else ANSWER_COLUMNS)
     if len(found) > 1:
         raise ValueError(f"{' and '.join(found)}: expected one answer to imitate, got {len(found)}")
     return _one_answer(raw[found[0]] if found else None, found[0] if found else "answer")
@@ -362,11 +370,11 @@ def check_columns(columns: Collection[str], *needed: Sequence[str]) -> None:
             no column is there.
     """
     has = f"got columns {list(columns)}"
-    if found := [name for name in NOT_TRAINED if name in columns]:
+    if found := [name for name in UNSUPPORTED_COLUMNS if name in columns]:
         raise ValueError(f"{found[0]}: expected text and images alone, {has}")
-    if set(IMAGES) <= set(columns):
+    if set(IMAGE_COLUMNS) <= set(columns):
         raise ValueError(f"images and image: expected one of them, {has}")
-    if not set(IMAGES) & set(columns):
+    if not set(IMAGE_COLUMNS) & set(columns):
         if stray := [name for name in columns if re.search("image|img", name, re.I)]:
             raise ValueError(f"images: expected a column images or image, not {stray[0]!r}, {has}")
     for names in needed:

@@ -11,9 +11,9 @@ from typing import Any
 
 import numpy as np
 
-from rlkit.data.lookup import check_source, extra
+from rlkit.data.lookup import check_source, requires_extra
 from rlkit.data.samples import Row
-from rlkit.data.tables import Rows, undecoded
+from rlkit.data.tables import Rows, without_decoding
 
 
 def read_splits(source: str, subset: str | None = None) -> Any:
@@ -29,7 +29,7 @@ def read_splits(source: str, subset: str | None = None) -> Any:
     Raises:
         ValueError: it cannot be found or read, or has no such subset.
     """
-    with extra("recipes"):
+    with requires_extra("recipes"):
         import datasets
 
     check_source(source, "data set")
@@ -41,7 +41,7 @@ def read_splits(source: str, subset: str | None = None) -> Any:
             found = datasets.load_dataset(source, subset)
     except (datasets.exceptions.DatasetGenerationError, OSError, ValueError) as error:
         raise ValueError(f"data set {source!r}: {error.__cause__ or error}") from error
-    return datasets.DatasetDict({name: undecoded(table) for name, table in found.items()})
+    return datasets.DatasetDict({name: without_decoding(table) for name, table in found.items()})
 
 
 def read_split(source: str, split: str, subset: str | None = None) -> Any:
@@ -52,7 +52,7 @@ def read_split(source: str, split: str, subset: str | None = None) -> Any:
     return splits[split]
 
 
-def made(table: Any, make: Callable[[Row], Row], where: str) -> Rows:
+def map_table(table: Any, make: Callable[[Row], Row], where: str) -> Rows:
     """The rows of a table, each made by `make` of the table's own when it is asked for, and named for messages."""
     return Rows(lambda i: {**make(table[i]), "where": f"{where} row {i + 1}"}, np.arange(len(table)))
 
@@ -63,14 +63,14 @@ def open_stream(source: str, split: str, subset: str | None = None) -> Any:
     Raises:
         ValueError: it cannot be found or read, or has no such subset or split.
     """
-    with extra("recipes"):
+    with requires_extra("recipes"):
         import datasets
 
     check_source(source, "data set")
     try:
         if _is_saved(source):
             return read_split(source, split).to_iterable_dataset()
-        return undecoded(datasets.load_dataset(source, subset, split=split, streaming=True))
+        return without_decoding(datasets.load_dataset(source, subset, split=split, streaming=True))
     except (OSError, ValueError) as error:
         raise ValueError(f"data set {source!r}: {error.__cause__ or error}") from error
 

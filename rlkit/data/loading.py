@@ -9,18 +9,35 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from rlkit.data.formats import ANSWERS, ASKED, CHATS, chat_row, check_columns, marked_row, pair_row, task_row
+from rlkit.data.formats import (
+    ANSWER_COLUMNS,
+    CHAT_COLUMNS,
+    PROMPT_COLUMNS,
+    chat_row,
+    check_columns,
+    pair_row,
+    task_row,
+    unpaired_row,
+)
 from rlkit.data.hub import read_splits
-from rlkit.data.ready import READY
+from rlkit.data.published_tasks import PUBLISHED_TASKS
 from rlkit.data.samples import Row
-from rlkit.data.tables import FILES, HELD_OUT_SEED, Rows, a_tenth_held_out, beside, columns_of, read_table
-from rlkit.data.tasks import Task, digits, sorting, with_rows, with_tables
+from rlkit.data.tables import (
+    FILE_SUFFIXES,
+    HELD_OUT_SEED,
+    Rows,
+    columns_of,
+    read_table,
+    resolve_image_path,
+    split_heldout,
+)
+from rlkit.data.tasks import Task, digits, map_rows, map_tables, sorting
 from rlkit.data.user_code import load_function
 from rlkit.rewards.named import REWARDS, reward_named
 from rlkit.rewards.rules import exact_match
 
 HELD_OUT_SPLITS = ("test", "validation", "val")
-SHOWN = ("completion", "output", "reward_model", *CHATS)  # hold an answer, under whatever name
+DEMONSTRATION_COLUMNS = ("completion", "output", "reward_model", *CHAT_COLUMNS)  # hold an answer, under whatever name
 
 BUILT_IN: dict[str, Callable[[], Task]] = {"digits": digits, "sorting": sorting}
 
@@ -32,18 +49,18 @@ class Kind(NamedTuple):
     needed: Sequence[Sequence[str]]
 
 
-TASK = Kind(task_row, (ASKED, (*ANSWERS, *SHOWN)))
-PROMPTS = Kind(task_row, (ASKED,))
-CHAT = Kind(chat_row, ((*ASKED, "text"), (*ANSWERS, *SHOWN, "text")))
+TASK = Kind(task_row, (PROMPT_COLUMNS, (*ANSWER_COLUMNS, *DEMONSTRATION_COLUMNS)))
+PROMPTS = Kind(task_row, (PROMPT_COLUMNS,))
+CHAT = Kind(chat_row, ((*PROMPT_COLUMNS, "text"), (*ANSWER_COLUMNS, *DEMONSTRATION_COLUMNS, "text")))
 PAIRS = Kind(pair_row, (("chosen",), ("rejected",)))
-MARKED = Kind(marked_row, (("completion", *CHATS), ("label",)))
+UNPAIRED = Kind(unpaired_row, (("completion", *CHAT_COLUMNS), ("label",)))
 
 
 def load_task(name: str, *, reward: str | None = None) -> Task:
     """A task by its name: built in, published, a file, a data set, or a function of yours.
 
     - `digits`, `sorting`: built in, see there.
-    - `gsm8k`, ... (rlkit.data.ready): from the hub; `gsm8k@DIRECTORY` from a local copy.
+    - `gsm8k`, ... (rlkit.data.published_tasks): from the hub; `gsm8k@DIRECTORY` from a local copy.
     - a .jsonl, .json, .csv, .tsv or .parquet file with questions and answers, and maybe images, in a format of
       rlkit.data.formats; image paths are relative to the file. A tenth of its rows is held out, at least one of two and
       at most 300. The reward is an exact match.
@@ -84,10 +101,10 @@ def load_pairs(name: str) -> Task:
     """
     if _is_table(name):
         return _from_tables(name, _tables(name), PAIRS)
-    return with_tables(load_task(name), _with_wrong_answers)
+    return map_tables(load_task(name), _with_wrong_answers)
 
 
-def load_marked(name: str) -> Task:
+def load_unpaired(name: str) -> Task:
     """Rows with one answer, good or bad: a file or data set with `completion` and `label`, or what `load_pairs` takes.
 
     Of each pair there are two rows, the chosen answer marked good and the rejected one bad.
@@ -96,19 +113,19 @@ def load_marked(name: str) -> Task:
         ValueError: as `load_task`, or columns of neither kind.
     """
     if not _is_table(name):
-        return with_tables(load_pairs(name), _one_by_one)
+        return map_tables(load_pairs(name), _one_by_one)
     tables = _tables(name)
     if all({"chosen", "rejected"} <= set(columns_of(table)) for table, *_ in tables.values()):
-        return with_tables(_from_tables(name, tables, PAIRS), _one_by_one)
-    return _from_tables(name, tables, MARKED)
+        return map_tables(_from_tables(name, tables, PAIRS), _one_by_one)
+    return _from_tables(name, tables, UNPAIRED)
 
 
 def _load(name: str, kind: Kind) -> Task:
     if name in BUILT_IN:
         return _read_as(BUILT_IN[name](), kind)
     base, at, source = name.partition("@")
-    if base in READY and bool(at) == bool(source):
-        return _read_as(READY[base](source) if source else READY[base](), kind)
+    if base in PUBLISHED_TASKS and bool(at) == bool(source):
+        return _read_as(PUBLISHED_TASKS[base](source) if source else PUBLISHED_TASKS[base](), kind)
     if _is_table(name):
         return _from_tables(name, _tables(name), kind)
     if ":" in name:
@@ -118,8 +135,9 @@ def _load(name: str, kind: Kind) -> Task:
             raise ValueError(f"task {name!r}: expected a rlkit.data.Task, got {type(task).__name__}")
         return _read_as(task, kind)
     raise ValueError(
-        f"task: expected a built-in ({', '.join(sorted(BUILT_IN))}), a published one ({', '.join(sorted(READY))}), a "
-        f"file ({', '.join(sorted(FILES))}), a data set (a directory, or owner/name) or module:function, got {name!r}"
+        f"task: expected a built-in ({', '.join(sorted(BUILT_IN))}), a published one "
+        f"({', '.join(sorted(PUBLISHED_TASKS))}), a file ({', '.join(sorted(FILE_SUFFIXES))}), a data set (a "
+        f"directory, or owner/name) or module:function, got {name!r}"
     )
 
 
@@ -127,14 +145,16 @@ def _load(name: str, kind: Kind) -> Task:
 
 
 def _is_table(name: str) -> bool:
-    if name in BUILT_IN or name.partition("@")[0] in READY:
+    if name in BUILT_IN or name.partition("@")[0] in PUBLISHED_TASKS:
         return False
-    return Path(name).suffix in FILES or (bool(name) and Path(name).is_dir()) or ("/" in name and ":" not in name)
+    return (
+        Path(name).suffix in FILE_SUFFIXES or (bool(name) and Path(name).is_dir()) or ("/" in name and ":" not in name)
+    )
 
 
 def _tables(name: str) -> dict[str, tuple[Any, str, Path]]:
     """Of each split its table, its name for messages, and the file that paths in it are relative to."""
-    if Path(name).suffix in FILES:
+    if Path(name).suffix in FILE_SUFFIXES:
         return {"train": (read_table(Path(name)), name, Path(name))}
     return {split: (table, f"{name} {split}", Path(name) / "rows") for split, table in read_splits(name).items()}
 
@@ -147,9 +167,9 @@ def _from_tables(name: str, tables: Mapping[str, tuple[Any, str, Path]], kind: K
     if held is not None:
         train, heldout = splits.get("train", ()), splits[held]
     else:
-        train, heldout = a_tenth_held_out(splits["train"])
+        train, heldout = split_heldout(splits["train"])
     path = Path(name)
-    return Task(path.stem if path.suffix in FILES else path.name, train, heldout, exact_match, splits)
+    return Task(path.stem if path.suffix in FILE_SUFFIXES else path.name, train, heldout, exact_match, splits)
 
 
 def _rows(kind: Kind, table: Any, name: str, file: Path) -> Rows:
@@ -161,7 +181,7 @@ def _rows(kind: Kind, table: Any, name: str, file: Path) -> Rows:
 
     def row(i: int) -> Row:
         read = _read(kind, {**table[i], "where": f"{name} row {i + 1}"})
-        return {**read, "images": [beside(file, image) for image in read["images"]]}
+        return {**read, "images": [resolve_image_path(file, image) for image in read["images"]]}
 
     rows = Rows(row, np.arange(len(table)))
     first = [rows[i] for i in range(min(20, len(rows)))]
@@ -192,7 +212,7 @@ def with_heldout(task: Task, heldout: str, load: Callable[[str], Task] = load_ta
         heldout: a file (`heldout.jsonl`), all of it; a split of the data set (`validation`), all of it; `all`, for
             evaluation: every row of a file, or of every split; or a share of the rows to train on (`0.1`), at least one
             row, the same ones in every run. With a file or a split, no row of the others is held out any more.
-        load: reads the file, and has read the task: `load_task`, `load_chats`, `load_pairs` or `load_marked`.
+        load: reads the file, and has read the task: `load_task`, `load_chats`, `load_pairs` or `load_unpaired`.
 
     Raises:
         ValueError: nothing of that, or a share that leaves nothing to train on.
@@ -203,7 +223,7 @@ def with_heldout(task: Task, heldout: str, load: Callable[[str], Task] = load_ta
     if heldout == "all":
         every = _end_to_end(list(task.splits.values()) or [task.train, task.heldout])
         return replace(task, train=(), heldout=every)
-    if Path(heldout).suffix in FILES:
+    if Path(heldout).suffix in FILE_SUFFIXES:
         held_rows = load(heldout).splits["train"]
         if len(rows) and str(rows[0].get("where", "")).startswith(f"{heldout} row "):
             raise ValueError(f"heldout: expected another file than the one to train on, got {heldout!r}")
@@ -237,7 +257,7 @@ def _end_to_end(tables: Sequence[Sequence[Row]]) -> Rows:
 
 
 def _read_as(task: Task, kind: Kind) -> Task:
-    return task if kind.read is task_row else with_rows(task, lambda row: _read(kind, row))
+    return task if kind.read is task_row else map_rows(task, lambda row: _read(kind, row))
 
 
 def _one_by_one(rows: Sequence[Row]) -> Sequence[Row]:

@@ -43,10 +43,10 @@ def _nearest(path: Path) -> Path | None:
 
 
 @contextmanager
-def extra(name: str) -> Iterator[None]:
+def requires_extra(name: str) -> Iterator[None]:
     """Imports inside say which extra of rlkit has the package that is missing.
 
-        with extra("recipes"):
+        with requires_extra("recipes"):
             import datasets
 
     Raises:

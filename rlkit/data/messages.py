@@ -15,10 +15,10 @@ from rlkit.data.samples import Row
 
 Message = Mapping[str, Any]
 
-IMAGE = "<image>"
+IMAGE_MARK = "<image>"
 """Marks the place of an image in a text."""
 
-NOT_TRAINED = ("video", "videos", "audio", "audios")
+UNSUPPORTED_COLUMNS = ("video", "videos", "audio", "audios")
 """Columns that are refused by name: leaving them out would train on another question."""
 
 
@@ -46,7 +46,7 @@ def prompt_of(row: Row) -> tuple[list[Message], list[Any]]:
     """
     if reason := row.get("unreadable"):
         raise ValueError(reason)
-    if found := next((name for name in NOT_TRAINED if not _missing(row.get(name))), None):
+    if found := next((name for name in UNSUPPORTED_COLUMNS if not _missing(row.get(name))), None):
         raise ValueError(f"{found}: expected text and images alone, got a column of this name")
     name = "question" if row.get("messages") is None else "messages"
     question = row.get(name)
@@ -133,7 +133,7 @@ def place_images(messages: Sequence[Message], images: Sequence[Any] = ()) -> tup
     if held and (images or len(held) < len(places)):
         raise ValueError(f"images: expected all in the messages or all beside them, got {len(held)} and {len(images)}")
     images = list(held or images)
-    marks = sum(text_of(one).count(IMAGE) for one in messages)
+    marks = sum(text_of(one).count(IMAGE_MARK) for one in messages)
     asked = next((i for i, one in enumerate(messages) if one["role"] == "user"), None)
     if len(places) == len(images) and not marks:
         return [_without_sources(one) for one in messages], images
@@ -142,7 +142,7 @@ def place_images(messages: Sequence[Message], images: Sequence[Any] = ()) -> tup
     if not marks and not places and asked is not None:
         front = {**messages[asked], "content": [{"type": "image"}] * len(images) + parts_of(messages[asked])}
         return [*messages[:asked], front, *messages[asked + 1 :]], images
-    spots = " and ".join(f"{n} {kind}" for n, kind in ((marks, IMAGE), (len(places), "image parts")) if n)
+    spots = " and ".join(f"{n} {kind}" for n, kind in ((marks, IMAGE_MARK), (len(places), "image parts")) if n)
     raise ValueError(f"images: expected one for each place, got {len(images)} for {spots or 'no place'}")
 
 
@@ -160,10 +160,10 @@ def _without_sources(message: Message) -> Message:
 
 
 def _split_at_marks(message: Message) -> Message:
-    if IMAGE not in text_of(message):
+    if IMAGE_MARK not in text_of(message):
         return message
-    pieces = [piece for part in parts_of(message) for piece in re.split(f"({IMAGE})", part["text"]) if piece]
-    parts = [{"type": "image"} if piece == IMAGE else {"type": "text", "text": piece} for piece in pieces]
+    pieces = [piece for part in parts_of(message) for piece in re.split(f"({IMAGE_MARK})", part["text"]) if piece]
+    parts = [{"type": "image"} if piece == IMAGE_MARK else {"type": "text", "text": piece} for piece in pieces]
     return {**message, "content": parts}
 
 

@@ -12,7 +12,7 @@ from rlkit.data.tables import Rows
 from rlkit.data.tasks import Task
 
 
-def mixed(tasks: Sequence[Task], weights: Sequence[float] | None = None) -> Task:
+def mix_tasks(tasks: Sequence[Task], weights: Sequence[float] | None = None) -> Task:
     """Several tasks as one, which each row is drawn from in proportion to its weight; any recipe takes it.
 
     An epoch of the mixture holds every row of every task at least once. It is as long as that needs: n_k rows with
@@ -63,7 +63,7 @@ def mixed(tasks: Sequence[Task], weights: Sequence[float] | None = None) -> Task
     )
 
 
-def by_difficulty(rows: Sequence[Row], difficulty: Callable[[Row], float]) -> Sequence[Row]:
+def sort_by_difficulty(rows: Sequence[Row], difficulty: Callable[[Row], float]) -> Sequence[Row]:
     """The rows from easy to hard; those of equal difficulty keep their order.
 
     Args:
@@ -79,15 +79,15 @@ def by_difficulty(rows: Sequence[Row], difficulty: Callable[[Row], float]) -> Se
     return Rows(lambda i: rows[i], keys.argsort(kind="stable"))
 
 
-def easiest(rows: Sequence[Row], share: float) -> Sequence[Row]:
+def easiest_rows(rows: Sequence[Row], share: float) -> Sequence[Row]:
     """The first share of rows that are sorted by difficulty, at least one of them.
 
-        ordered = by_difficulty(task.train, difficulty)
-        rows = step_rows(easiest(ordered, share), step, count, seed)
+        ordered = sort_by_difficulty(task.train, difficulty)
+        rows = step_rows(easiest_rows(ordered, share), step, count, seed)
 
     Args:
         share: in [0, 1]. Of the step alone, `min(1, 0.2 + step / 100)`, it is a curriculum that is fixed beforehand; of
-            measured accuracy, see `widened`, one that waits until the model is ready.
+            measured accuracy, see `widen_share`, one that waits until the model is ready.
 
     Raises:
         ValueError: a share outside [0, 1].
@@ -97,7 +97,7 @@ def easiest(rows: Sequence[Row], share: float) -> Sequence[Row]:
     return rows[: max(1, math.ceil(share * len(rows)))]
 
 
-def widened(share: float, accuracy: float, *, target: float = 0.7, by: float = 0.05) -> float:
+def widen_share(share: float, accuracy: float, *, target: float = 0.7, by: float = 0.05) -> float:
     """The next step's share of the rows: `by` more where the accuracy reached the target, else the same.
 
     It is the one number of the curriculum that a checkpoint has to carry: `save_checkpoint(path, {"step": step,

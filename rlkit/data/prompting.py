@@ -6,7 +6,7 @@ from typing import Any
 
 from rlkit.data.messages import Message, parts_of, prompt_of
 from rlkit.data.samples import Row
-from rlkit.data.tasks import Task, with_rows
+from rlkit.data.tasks import Task, map_rows
 
 PLACE = "{question}"
 
@@ -39,7 +39,7 @@ def with_prompt(task: Task, *, system_prompt: str = "", prompt_template: str = "
         except ValueError as error:
             return {**raw, "unreadable": str(error)}
 
-    return with_rows(task, row)
+    return map_rows(task, row)
 
 
 def _prompted(row: Row, system_prompt: str, prompt_template: str, answer_prefix: str) -> dict[str, Any]:

@@ -86,14 +86,14 @@ class Sample:
         return [token for token, mine in zip(self.token_ids, self.mask, strict=True) if mine]
 
 
-def prompt(token_ids: Sequence[int], compact_ids: Sequence[int] | None = None, **facts: Any) -> Sample:
+def prompt_sample(token_ids: Sequence[int], compact_ids: Sequence[int] | None = None, **facts: Any) -> Sample:
     """A sample of which nothing has been sampled yet; without images the two tracks are the same."""
     ids = list(token_ids)
     compact = ids if compact_ids is None else list(compact_ids)
     return Sample(ids, compact, [False] * len(ids), [0.0] * len(ids), **facts)
 
 
-def extend(sample: Sample, token_ids: Sequence[int], logprobs: Sequence[float], **facts: Any) -> Sample:
+def append_response(sample: Sample, token_ids: Sequence[int], logprobs: Sequence[float], **facts: Any) -> Sample:
     """The sample with sampled tokens behind it, on both tracks.
 
     Raises:
@@ -113,7 +113,7 @@ def extend(sample: Sample, token_ids: Sequence[int], logprobs: Sequence[float], 
     )
 
 
-def observe(sample: Sample, observation: Sample) -> Sample:
+def append_observation(sample: Sample, observation: Sample) -> Sample:
     """The sample with what its environment said behind it, on both tracks: tokens that the policy did not write.
 
     Args:
@@ -139,7 +139,7 @@ def observe(sample: Sample, observation: Sample) -> Sample:
     )
 
 
-def expand(compact_ids: Sequence[int], placeholders: Mapping[int, Sequence[int | Expansion]]) -> list[int]:
+def expand_placeholders(compact_ids: Sequence[int], placeholders: Mapping[int, Sequence[int | Expansion]]) -> list[int]:
     """Put in the place of each placeholder token what stands for its image: compact track -> expanded track."""
     ids = np.asarray(compact_ids, dtype=np.int64)
     repeats = expanded_lengths(compact_ids, placeholders)
@@ -179,7 +179,7 @@ def check_tracks(sample: Sample) -> None:
             f"sample of group {sample.group_id}: routed_experts: expected [up to {n} tokens, layers, experts], got "
             f"{list(routing.shape)}"
         )
-    if expand(sample.compact_ids, sample.placeholders) != sample.token_ids:
+    if expand_placeholders(sample.compact_ids, sample.placeholders) != sample.token_ids:
         raise ValueError(
             f"sample of group {sample.group_id}: the compact track ({len(sample.compact_ids)} tokens), placeholders "
             f"{dict(sample.placeholders)} does not expand to the expanded one ({n}): was text tokenised again?"

@@ -10,11 +10,11 @@ from typing import Any
 
 import numpy as np
 
-from rlkit.data.lookup import extra
+from rlkit.data.lookup import requires_extra
 from rlkit.data.samples import Row
 
 HELD_OUT_SEED = 20240131  # the same rows are held out in every run, whatever its seed
-FILES = frozenset({".jsonl", ".json", ".parquet", ".csv", ".tsv"})
+FILE_SUFFIXES = frozenset({".jsonl", ".json", ".parquet", ".csv", ".tsv"})
 
 
 class Rows(Sequence[Row]):
@@ -30,7 +30,7 @@ class Rows(Sequence[Row]):
         return Rows(self.row, self.order[i]) if isinstance(i, slice | list) else self.row(int(self.order[i]))
 
 
-def a_tenth_held_out(rows: Rows) -> tuple[Rows, Rows]:
+def split_heldout(rows: Rows) -> tuple[Rows, Rows]:
     """Rows to train on, and a tenth of them that is held out: at least one, at most 300; none of a single row."""
     order = np.random.default_rng(HELD_OUT_SEED).permutation(len(rows))
     held = min(300, max(1, len(rows) // 10), max(0, len(rows) - 1))
@@ -92,19 +92,19 @@ def _csv_rows(path: Path) -> list[Row]:
 
 def _parquet_table(path: Path) -> Any:
     """Images stay undecoded, so that one broken image is one bad row and not the end of the run."""
-    with extra("recipes"):
+    with requires_extra("recipes"):
         import datasets
 
     try:
         table = datasets.load_dataset("parquet", data_files=str(path), split="train")
     except (datasets.exceptions.DatasetGenerationError, OSError, ValueError) as error:
         raise ValueError(f"{path}: expected parquet, got {error.__cause__ or error}") from error
-    return undecoded(table)
+    return without_decoding(table)
 
 
-def undecoded(table: Any) -> Any:
+def without_decoding(table: Any) -> Any:
     """A table or stream of datasets whose images are bytes or a path until somebody wants them."""
-    with extra("recipes"):
+    with requires_extra("recipes"):
         import datasets
 
     undecoded = datasets.Image(decode=False)
@@ -116,8 +116,8 @@ def undecoded(table: Any) -> Any:
     return table
 
 
-def beside(path: Path, picture: Any) -> Any:
+def resolve_image_path(path: Path, picture: Any) -> Any:
     """A relative path, bare or in a struct without bytes, is relative to the task's file."""
     if isinstance(picture, Mapping) and not picture.get("bytes"):
-        return {**picture, "path": beside(path, picture.get("path"))}
+        return {**picture, "path": resolve_image_path(path, picture.get("path"))}
     return str(path.parent / picture) if isinstance(picture, str) and "://" not in picture else picture

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from rlkit.data.lookup import extra
+from rlkit.data.lookup import requires_extra
 from rlkit.data.samples import Reward, Row
 from rlkit.data.tables import HELD_OUT_SEED, Rows
 from rlkit.rewards.rules import exact_match
@@ -38,16 +38,16 @@ class Task:
     splits: Mapping[str, Sequence[Row]] = field(default_factory=dict)
 
 
-def with_rows(task: Task, change: Callable[[Row], Row]) -> Task:
+def map_rows(task: Task, change: Callable[[Row], Row]) -> Task:
     """The task with each of its rows changed, when it is asked for."""
 
     def changed(rows: Sequence[Row]) -> Sequence[Row]:
         return Rows(lambda i: change(rows[i]), np.arange(len(rows)))
 
-    return with_tables(task, changed)
+    return map_tables(task, changed)
 
 
-def with_tables(task: Task, change: Callable[[Sequence[Row]], Sequence[Row]]) -> Task:
+def map_tables(task: Task, change: Callable[[Sequence[Row]], Sequence[Row]]) -> Task:
     """The task with its rows changed all together: those to train on, those held out, and those of each split."""
     splits = {split: change(rows) for split, rows in task.splits.items()}
     return replace(task, train=change(task.train), heldout=change(task.heldout), splits=splits)
@@ -58,7 +58,7 @@ def digits() -> Task:
 
     360 of them are held out. The reward is 1 for the digit and nothing else.
     """
-    with extra("recipes"):
+    with requires_extra("recipes"):
         from PIL import Image
         from sklearn.datasets import load_digits
 

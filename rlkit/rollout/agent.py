@@ -30,11 +30,11 @@ from threading import Thread
 from typing import Any
 
 from rlkit.data.messages import message, prompt_of
-from rlkit.data.samples import Row, Sample, extend, observe
+from rlkit.data.samples import Row, Sample, append_observation, append_response
 from rlkit.data.user_code import Failures
 from rlkit.rollout.sampling import Sampling, Written, of_each, where
 from rlkit.rollout.threads import in_thread
-from rlkit.vlm.chat_template import encode_reply
+from rlkit.vlm.chat_template import encode_observation
 from rlkit.vlm.processors import load_image
 
 GRACE = 10.0  # seconds behind its time limit after which a step that blocks the event loop is given up
@@ -110,7 +110,7 @@ def run_episodes(
     rooms = [_room(r, s, max_tokens, max_response_tokens) for r, s in zip(requests, how, strict=True)]
     if requests:  # the template is refused before the work, not after it
         row = requests[0].row
-        encode_reply(processor, prompt_of(row)[0], message(role, ""), tools=row.get("tools"))
+        encode_observation(processor, prompt_of(row)[0], message(role, ""), tools=row.get("tools"))
     samples = []
     for sample in rollout.generate(requests, sampling, n):
         own = {"messages": prompt_of(sample.row)[0], "state": {}}
@@ -169,7 +169,7 @@ def _next(
     if last and isinstance(outcome, Observation):
         return replace(sample, finish_reason="turns")
     try:
-        longer = observe(sample, _encode(processor, sample.row, outcome, role))
+        longer = append_observation(sample, _encode(processor, sample.row, outcome, role))
     except Exception as error:  # whatever it is, it is the tool's: the run goes on
         failures.add(error, f"{where(sample)}, turn {sample.text[:80]!r}")
         if on_failure is None:
@@ -188,7 +188,7 @@ def _encode(processor: Any, row: Row, outcome: Any, role: str) -> Sample:
         raise TypeError(f"step: an Observation or None expected, came {type(outcome).__name__}")
     images = [load_image(image) for image in outcome.images]
     reply = message(role, outcome.text, len(images))
-    return encode_reply(processor, row["messages"][:-1], reply, images, tools=row.get("tools"))
+    return encode_observation(processor, row["messages"][:-1], reply, images, tools=row.get("tools"))
 
 
 def call_steps(step: Step, samples: Sequence[Sample], timeout: float) -> list[Any]:
@@ -248,5 +248,5 @@ class Scripted:
             ids = [*self.tokenizer(text, add_special_tokens=False)["input_ids"], self.tokenizer.eos_token_id]
             kept = ids[: how[j].max_new_tokens]
             reason = "stop" if kept == ids else "length"
-            samples.append(extend(request, kept, [0.0] * len(kept), text=text, finish_reason=reason))
+            samples.append(append_response(request, kept, [0.0] * len(kept), text=text, finish_reason=reason))
         return samples

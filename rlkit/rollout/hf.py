@@ -14,12 +14,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rlkit.data.samples import Sample, extend
+from rlkit.data.samples import Sample, append_response
 from rlkit.losses.logprobs import suppress_tokens
 from rlkit.rollout.sampling import Sampling, Written, end_tokens, of_each, sample_tokens, uniforms, with_routing
-from rlkit.vlm.inputs import model_vision, position_ids, position_spec
+from rlkit.vlm.inputs import position_ids, position_spec, vision_kwargs
 from rlkit.vlm.processors import decode, suppressed_token_ids
-from rlkit.vlm.routers import recorded_routing
+from rlkit.vlm.routers import record_routing
 
 
 class HfRollout:
@@ -95,7 +95,7 @@ class HfRollout:
         return [sample for group in results for sample in group]
 
     def _recording(self, module: Any) -> AbstractContextManager[Callable[[], Tensor] | None]:
-        return recorded_routing(module) if self.return_routed_experts else nullcontext()
+        return record_routing(module) if self.return_routed_experts else nullcontext()
 
     def _fits(self, module: Any, tokens: int) -> int:
         """Sequences of so many tokens whose cache the GPU has room for."""
@@ -136,7 +136,7 @@ class HfRollout:
         spec = position_spec(config)
         positions = position_ids(tokens, attended, vision, spec)
         inputs = {"input_ids": tokens, "attention_mask": attended.long(), "position_ids": positions}
-        inputs |= model_vision(tokens, vision, spec)
+        inputs |= vision_kwargs(tokens, vision, spec)
         out = module(**{k: v.to(device) for k, v in inputs.items()}, use_cache=True, logits_to_keep=1)
         routed = [] if routing is None else [routing().unflatten(0, tokens.shape).repeat_interleave(n, 0).cpu()]
         cache = out.past_key_values
@@ -204,7 +204,9 @@ class HfRollout:
         """Cut a row behind its end token, if it has one."""
         end = next((t + 1 for t, token in enumerate(ids) if token in ends), None)
         facts = {"text": decode(self.processor, ids[:end]), "version": self.version}
-        return extend(request, ids[:end], logprobs[:end], finish_reason="length" if end is None else "stop", **facts)
+        return append_response(
+            request, ids[:end], logprobs[:end], finish_reason="length" if end is None else "stop", **facts
+        )
 
 
 def _numbered(written: Written | None, numbers: Sequence[int]) -> Written | None:

@@ -30,7 +30,7 @@ from rlkit.rollout.vllm_inputs import (
     request_prompt,
     sampling_options,
 )
-from rlkit.vlm.families import IMAGES_SEE_THEMSELVES
+from rlkit.vlm.families import BIDIRECTIONAL_IMAGE_FAMILIES
 from rlkit.vlm.processors import suppressed_token_ids
 
 SUPPORTED = ((0, 32), (0, 33))  # from the first, below the second
@@ -197,7 +197,11 @@ class VllmRollout:
             raise RuntimeError("vllm: asleep; wake_up() and update_weights(...) before generate(...)")
         how = of_each(sampling, requests)
         check_context(requests, how, self.max_model_len)
-        if self.family in IMAGES_SEE_THEMSELVES and not self.on_gpu and any(request.images for request in requests):
+        if (
+            self.family in BIDIRECTIONAL_IMAGE_FAMILIES
+            and not self.on_gpu
+            and any(request.images for request in requests)
+        ):
             raise ValueError(
                 f"vllm: {self.family}: on a CPU its images do not see themselves; sample with rollout 'hf'"
             )

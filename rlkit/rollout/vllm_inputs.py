@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from rlkit.data.samples import Sample, extend
+from rlkit.data.samples import Sample, append_response
 from rlkit.rollout.sampling import Sampling, where
 from rlkit.vlm.processors import decode
 
@@ -101,4 +101,4 @@ def finished(
     if reason not in ("stop", "length"):
         raise RuntimeError(f"group {request.group_id}: the sampler ended an answer with {reason!r}")
     text = decode(processor, ids)
-    return extend(request, list(ids), list(logprobs), finish_reason=reason, text=text, version=version)
+    return append_response(request, list(ids), list(logprobs), finish_reason=reason, text=text, version=version)

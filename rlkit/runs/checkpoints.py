@@ -68,7 +68,7 @@ def finish(cfg: Any, run: Run, samples: Sequence[Sample], **engines: Any) -> Non
         if getattr(engine, "has_adapters", False) and "logprobs" in engine.known_outputs:
             engine.export_adapter(run.out / "adapter")
     if engines:
-        run.evaluation(steps=cfg.steps)
+        run.log_evaluation(steps=cfg.steps)
     run.close()
     release_directory(run.out)
     if run.writes:

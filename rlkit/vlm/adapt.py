@@ -9,11 +9,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from rlkit.data.lookup import extra
-from rlkit.vlm.families import NAMED_AS_IN_FILES, TRANSPOSED_EXPERTS
+from rlkit.data.lookup import requires_extra
+from rlkit.vlm.families import CHECKPOINT_NAME_FAMILIES, TRANSPOSED_EXPERTS
 
 
-def vision_tower(model: Any) -> str:
+def vision_tower_pattern(model: Any) -> str:
     """A pattern that matches the names of the parameters of a model's vision tower, for `freeze`.
 
     The tower is the part of the model whose own configuration is the model's `vision_config`. What stands between it
@@ -24,13 +24,13 @@ def vision_tower(model: Any) -> str:
         ValueError: the model has none.
     """
     kind = type(getattr(model.config, "vision_config", None))
-    names = [name for name in towers(model) if type(model.get_submodule(name).config) is kind]
+    names = [name for name in encoder_modules(model) if type(model.get_submodule(name).config) is kind]
     if not names:
         raise ValueError(f"vision tower: expected a model that has one, got {model.config.model_type}")
     return _inside(names)
 
 
-def towers(model: Any) -> list[str]:
+def encoder_modules(model: Any) -> list[str]:
     """The names of the modules that encode images, videos and audio: of the outermost that have a configuration of
     their own, which is neither the model's nor its text model's."""
     own = {type(model.config), type(model.config.get_text_config())}
@@ -53,7 +53,7 @@ def freeze(model: nn.Module, pattern: str) -> list[str]:
 
     Args:
         model: any module, not yet wrapped by an engine.
-        pattern: regular expression, searched for in each name; `vision_tower(model)` for its vision tower.
+        pattern: regular expression, searched for in each name; `vision_tower_pattern(model)` for its vision tower.
 
     Returns:
         The names frozen.
@@ -89,17 +89,17 @@ def lora(
         rank, alpha: r and alpha of the paper, eq. 3.
         target_modules: "all-linear", or a regular expression that module names match whole.
         exclude_modules: regular expression that names of further modules without adapters match whole.
-        adapt_towers: adapters in the modules that encode images, videos and audio too, see `towers`.
+        adapt_towers: adapters in the modules that encode images, videos and audio too, see `encoder_modules`.
 
     Returns:
         A peft model: only adapters train, and `disable_adapter()` gives the reference policy back.
     """
-    with extra("vlm"):
+    with requires_extra("vlm"):
         import peft
     if rank < 1:
         raise ValueError(f"rank: expected at least 1, got {rank}")
     left_out = [exclude_modules] if exclude_modules else []
-    if not adapt_towers and (encoders := towers(model)):
+    if not adapt_towers and (encoders := encoder_modules(model)):
         left_out.append(f".*{_inside(encoders)}.*")
     config = peft.LoraConfig(
         r=rank,
@@ -212,8 +212,9 @@ def _delta(adapter: Any, down: Tensor, up: Tensor) -> Tensor:
 def checkpoint_parameters(model: Any, parameters: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
     """The (name, tensor) pairs of a transformers model in the pieces of its checkpoint files.
 
-    transformers holds the experts of a layer in one tensor, for example; files, and those who read weights as files
-    have them, know each expert's own. What is the same tensor there too keeps its name, but in `NAMED_AS_IN_FILES`.
+    For example, transformers holds all experts of a layer in one tensor, while checkpoint files, and vLLM, have one
+    tensor per expert. A parameter that is the same tensor in the files keeps its name in the model, except for the
+    families in `CHECKPOINT_NAME_FAMILIES`.
     """
     from transformers.core_model_loading import revert_weight_conversion
 
@@ -222,7 +223,7 @@ def checkpoint_parameters(model: Any, parameters: Iterable[tuple[str, Tensor]]) 
         pieces = list(revert_weight_conversion(model, {name: tensor}).items())
         if family in TRANSPOSED_EXPERTS and ".mlp.experts." in name:  # transformers reads both and writes its own
             pieces = [(name, tensor.transpose(1, 2).contiguous())]
-        elif len(pieces) == 1 and pieces[0][1] is tensor and family not in NAMED_AS_IN_FILES:
+        elif len(pieces) == 1 and pieces[0][1] is tensor and family not in CHECKPOINT_NAME_FAMILIES:
             pieces = [(name, tensor)]
         del tensor
         while pieces:

@@ -13,7 +13,7 @@ import numpy as np
 from PIL import Image
 
 from rlkit.data.messages import Message, prompt_of, text_of
-from rlkit.data.samples import Row, Sample, expand, expanded_lengths, extend, prompt
+from rlkit.data.samples import Row, Sample, append_response, expand_placeholders, expanded_lengths, prompt_sample
 from rlkit.vlm.processors import encode_text, load_image
 
 
@@ -62,7 +62,7 @@ def _as_text(message: Message) -> str:
     return text_of(message)
 
 
-def encode(processor: Any, row: Row, *, max_tokens: int | None = None, group_id: int = 0) -> Sample:
+def encode_prompt(processor: Any, row: Row, *, max_tokens: int | None = None, group_id: int = 0) -> Sample:
     """The prompt of a row, in the model's chat template.
 
     Args:
@@ -78,7 +78,7 @@ def encode(processor: Any, row: Row, *, max_tokens: int | None = None, group_id:
     where = row.get("where", "row")
     try:
         if row.get("plain_text") is not None and not row.get("unreadable"):
-            return prompt([], row=row, group_id=group_id)
+            return prompt_sample([], row=row, group_id=group_id)
         messages, sources = prompt_of(row)
         images = [load_image(source) for source in sources]
         text = render(processor, messages, tools=row.get("tools"), add_generation_prompt=True)
@@ -90,14 +90,14 @@ def encode(processor: Any, row: Row, *, max_tokens: int | None = None, group_id:
     return replace(sample, row=row, group_id=group_id)
 
 
-def encode_rows(
+def encode_prompts(
     processor: Any, rows: Iterable[tuple[int, Row]], *, max_tokens: int | None = None
 ) -> tuple[list[Sample], list[str]]:
     """Prompts of (group id, row) pairs, and one message for each row that had to be skipped."""
     samples, skipped = [], []
     for group_id, row in rows:
         try:
-            samples.append(encode(processor, row, max_tokens=max_tokens, group_id=group_id))
+            samples.append(encode_prompt(processor, row, max_tokens=max_tokens, group_id=group_id))
         except ValueError as error:
             skipped.append(str(error))
     return samples, skipped
@@ -108,7 +108,7 @@ def encode_rows(
 THOUGHT, ANSWER = "(rlkit's probe: a thought)", "(rlkit's probe: an answer)"  # a template must keep both
 
 
-def encode_reply(
+def encode_observation(
     processor: Any,
     messages: Sequence[Message],
     reply: Message,
@@ -159,7 +159,7 @@ def encode_answers(
     """A prompt with each of several answers behind it, as one sequence each, with the answer in its mask.
 
     Args:
-        asked: the prompt, of `encode`; the sequences share its image tensors.
+        asked: the prompt, of `encode_prompt`; the sequences share its image tensors.
         processor: a transformers processor or tokenizer with a chat template.
         answers: texts, or messages of the assistant.
         ends: tokens that end an answer. One is in the mask; where the template writes none, it is the tokenizer's own.
@@ -173,7 +173,7 @@ def encode_answers(
     for answer in answers:
         said = _said(answer, asked.row)
         ids = _turn(processor, asked.row, messages, said, ends, asked.row.get("answer_prefix") or "").ids
-        samples.append(extend(asked, ids, [0.0] * len(ids), text=text_of(said)))
+        samples.append(append_response(asked, ids, [0.0] * len(ids), text=text_of(said)))
     for sample in samples:
         _check_length(sample, max_tokens)
     return samples
@@ -186,7 +186,7 @@ def encode_chat(asked: Sample, processor: Any, ends: Sequence[int], max_tokens: 
     predicts.
 
     Args:
-        asked: the prompt, of `encode`; its row has the last answer as `completion`, see rlkit.data.load_chats.
+        asked: the prompt, of `encode_prompt`; its row has the last answer as `completion`, see rlkit.data.load_chats.
         processor, ends, max_tokens: as in `encode_answers`.
 
     Raises:
@@ -196,7 +196,9 @@ def encode_chat(asked: Sample, processor: Any, ends: Sequence[int], max_tokens: 
     if (text := row.get("plain_text")) is not None:
         ids = list(tokenizer(text)["input_ids"])
         ids += [tokenizer.eos_token_id] * (ids[-1:] != [tokenizer.eos_token_id])
-        sample = replace(prompt(ids, row=row, group_id=asked.group_id, text=text), mask=[False] + [True] * len(ids[1:]))
+        sample = replace(
+            prompt_sample(ids, row=row, group_id=asked.group_id, text=text), mask=[False] + [True] * len(ids[1:])
+        )
         _check_length(sample, max_tokens)
         return sample
     before, _ = prompt_of(row)
@@ -216,7 +218,7 @@ def encode_chat(asked: Sample, processor: Any, ends: Sequence[int], max_tokens: 
         compact += question + turn.ids
         mask += [False] * len(question) + [True] * len(turn.ids)
         done, rest = turn.after, turn.rest
-    ids = expand(compact, asked.placeholders)
+    ids = expand_placeholders(compact, asked.placeholders)
     marks = np.repeat(mask, expanded_lengths(compact, asked.placeholders)).tolist()
     sample = replace(asked, token_ids=ids, compact_ids=compact, mask=marks, logprobs=[0.0] * len(ids))
     _check_length(sample, max_tokens)

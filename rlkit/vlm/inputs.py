@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from rlkit.data.samples import Batch
-from rlkit.vlm.families import IN_PATCHES, tokens_of_fixed_size_image
+from rlkit.vlm.families import PATCH_ROW_FAMILIES, tokens_per_image
 from rlkit.vlm.rope3d import ROPE3D_MODEL_TYPES, ROPE3D_REFUSED, Rope3DSpec, rope3d_position_ids, rope3d_spec
 
 
@@ -23,12 +23,12 @@ def position_spec(config: Any) -> Rope3DSpec | None:
     return rope3d_spec(config) if several_axes else None
 
 
-TIMES = ("second_per_grid_ts", "video_second_per_grid")  # of videos; the second is Qwen-Omni's name
-PIXELS = {"image": "pixel_values", "video": "pixel_values_videos"}
-POSITION_KEYS = ("image_grid_thw", "video_grid_thw", *TIMES)
+VIDEO_TIME_KEYS = ("second_per_grid_ts", "video_second_per_grid")  # of videos; the second is Qwen-Omni's name
+PIXEL_KEYS = {"image": "pixel_values", "video": "pixel_values_videos"}
+POSITION_KEYS = ("image_grid_thw", "video_grid_thw", *VIDEO_TIME_KEYS)
 
 
-def join_vision(vision: Sequence[Mapping[str, Tensor]], only: Sequence[str] | None = None) -> dict[str, Tensor]:
+def concatenate_vision(vision: Sequence[Mapping[str, Tensor]], only: Sequence[str] | None = None) -> dict[str, Tensor]:
     """The vision tensors of several samples (`only` those named), one behind the other in the order of their rows.
 
     Where a sample's images have a dimension of their own ([1, images, channels, height, width], SmolVLM, Idefics3),
@@ -41,12 +41,12 @@ def join_vision(vision: Sequence[Mapping[str, Tensor]], only: Sequence[str] | No
     return {key: _end_to_end(key, [one[key] for one in vision if key in one]) for key in keys}
 
 
-def model_vision(tokens: Tensor, vision: Sequence[Mapping[str, Tensor]], spec: Rope3DSpec | None) -> dict[str, Tensor]:
-    """`join_vision` of rows [B, T] for a model's forward; position ids are made of the rows as they were."""
+def vision_kwargs(tokens: Tensor, vision: Sequence[Mapping[str, Tensor]], spec: Rope3DSpec | None) -> dict[str, Tensor]:
+    """`concatenate_vision` of rows [B, T] for a model's forward; position ids are made of the rows as they were."""
     if spec is not None and spec.video_start_token_id is not None:
         rows = zip(tokens, vision, strict=True)
-        vision = [frames_as_images(row, one, spec) if PIXELS["video"] in one else one for row, one in rows]
-    return join_vision(vision)
+        vision = [frames_as_images(row, one, spec) if PIXEL_KEYS["video"] in one else one for row, one in rows]
+    return concatenate_vision(vision)
 
 
 def frames_as_images(row: Tensor, one: Mapping[str, Tensor], spec: Rope3DSpec) -> dict[str, Tensor]:
@@ -66,22 +66,22 @@ def frames_as_images(row: Tensor, one: Mapping[str, Tensor], spec: Rope3DSpec) -
         tokens = grids.prod(1) // spec.merge_size**2
         starts.append(of_kind.nonzero()[:, 0][tokens.cumsum(0) - tokens])
     order, grids = torch.cat(starts).argsort(), torch.cat([images, frames])
-    pixels = torch.cat([one[name] for name in PIXELS.values() if name in one]).split(grids.prod(1).tolist())
-    return {PIXELS["image"]: torch.cat([pixels[i] for i in order]), "image_grid_thw": grids[order]}
+    pixels = torch.cat([one[name] for name in PIXEL_KEYS.values() if name in one]).split(grids.prod(1).tolist())
+    return {PIXEL_KEYS["image"]: torch.cat([pixels[i] for i in order]), "image_grid_thw": grids[order]}
 
 
-def kinds_seen(vision: Sequence[Mapping[str, Tensor]], spec: Rope3DSpec | None) -> list[bool]:
+def vision_kinds(vision: Sequence[Mapping[str, Tensor]], spec: Rope3DSpec | None) -> list[bool]:
     """Whether a forward of these rows calls the vision tower for images, and whether it does so for videos."""
-    seen = [any(name in one for one in vision) for name in PIXELS.values()]
+    seen = [any(name in one for one in vision) for name in PIXEL_KEYS.values()]
     return [any(seen), False] if spec is not None and spec.video_start_token_id is not None else seen
 
 
 # tensor -> its dimensions, if a sample's images have one of their own
-IMAGES_APART = {"pixel_values": 5, "pixel_attention_mask": 4}
+IMAGE_DIMENSION_NDIM = {"pixel_values": 5, "pixel_attention_mask": 4}
 
 
 def _end_to_end(key: str, tensors: Sequence[Tensor]) -> Tensor:
-    if all(x.ndim == IMAGES_APART.get(key) for x in tensors):
+    if all(x.ndim == IMAGE_DIMENSION_NDIM.get(key) for x in tensors):
         most = max(x.shape[1] for x in tensors)
         tensors = [F.pad(x, [0, 0] * (x.ndim - 2) + [0, most - x.shape[1]]) for x in tensors]
     if len(shapes := {tuple(x.shape[1:]) for x in tensors}) > 1:
@@ -98,12 +98,12 @@ def position_ids(
     """[3, B, T] for a 3D RoPE model, else [B, T]; padding on either side. `vision` is each row's own."""
     if spec is None:
         return (attended.cumsum(1) - 1).clamp(min=0)
-    joined = join_vision(vision, POSITION_KEYS)
-    times: Any = next((joined.pop(name) for name in TIMES if name in joined), None)
+    joined = concatenate_vision(vision, POSITION_KEYS)
+    times: Any = next((joined.pop(name) for name in VIDEO_TIME_KEYS if name in joined), None)
     return rope3d_position_ids(tokens, attended, **joined, second_per_grid_ts=times, spec=spec)[0]
 
 
-def check_images(batch: Batch, config: Any) -> None:
+def check_image_tokens(batch: Batch, config: Any) -> None:
     """Raise a ValueError that names the first row whose tokens, grids and pixels do not speak of the same images.
 
     A model's forward would say so without the row, or take another row's features. Where it is not known how many
@@ -143,10 +143,12 @@ def _seen(one: Mapping[str, Tensor], config: Any) -> list[_Seen]:
             raise ValueError(f"it has {', '.join(one)}, and {config.model_type} sees no images")
         return []
     if (spec := position_spec(config)) is not None:
-        return _seen_by_grids(one, spec, config.model_type in IN_PATCHES)
+        return _seen_by_grids(one, spec, config.model_type in PATCH_ROW_FAMILIES)
     pixels = one.get("pixel_values")
-    images = 0 if pixels is None else pixels.shape[1] if pixels.ndim == IMAGES_APART["pixel_values"] else len(pixels)
-    each = tokens_of_fixed_size_image(config)
+    images = (
+        0 if pixels is None else pixels.shape[1] if pixels.ndim == IMAGE_DIMENSION_NDIM["pixel_values"] else len(pixels)
+    )
+    each = tokens_per_image(config)
     return [_Seen("image", config.image_token_id, images, images * each if each else None)]
 
 
@@ -159,13 +161,13 @@ def _seen_by_grids(one: Mapping[str, Tensor], spec: Rope3DSpec, in_patches: bool
         grids, merge = one.get(f"{kind}_grid_thw", torch.empty(0, 3)).tolist(), (frames, *[spec.merge_size] * 2)
         if any(size % by for grid in grids for size, by in zip(grid, merge, strict=True)):
             raise ValueError(f"{kind}_grid_thw {grids}: (t, h, w) that {merge} divide expected")
-        patches, expected = len(one.get(PIXELS[kind], ())), sum(map(math.prod, grids))
+        patches, expected = len(one.get(PIXEL_KEYS[kind], ())), sum(map(math.prod, grids))
         if in_patches and patches != expected:
-            raise ValueError(f"{PIXELS[kind]} has {patches} patches, and {kind}_grid_thw {grids} says {expected}")
+            raise ValueError(f"{PIXEL_KEYS[kind]} has {patches} patches, and {kind}_grid_thw {grids} says {expected}")
         seen.append(_Seen(kind, token, len(grids), expected // math.prod(merge)))
-    times = len(next((one[name] for name in TIMES if name in one), ()))
+    times = len(next((one[name] for name in VIDEO_TIME_KEYS if name in one), ()))
     if spec.tokens_per_second is not None and times != seen[1].images:
-        raise ValueError(f"{seen[1].images} videos, and times of {times}: {TIMES[0]} expected, one a video")
+        raise ValueError(f"{seen[1].images} videos, and times of {times}: {VIDEO_TIME_KEYS[0]} expected, one a video")
     if spec.video_start_token_id is not None:  # a video's frames are of image tokens
         image, video = seen
         features = (image.features or 0) + (video.features or 0)

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rlkit.data.lookup import check_source, extra
+from rlkit.data.lookup import check_source, requires_extra
 
 MODELSCOPE = "modelscope:"
 
@@ -28,7 +28,7 @@ def model_path(path: str) -> str:
     """
     if not path.startswith(MODELSCOPE):
         return path
-    with extra("modelscope"):
+    with requires_extra("modelscope"):
         from modelscope import snapshot_download
     try:
         return snapshot_download(path.removeprefix(MODELSCOPE))
@@ -54,7 +54,7 @@ def load_config(path: str, *, trust_remote_code: bool = False) -> Any:
         raise ValueError(f"model {path!r}: {error}") from error
 
 
-def can_see(config: Any) -> bool:
+def has_vision(config: Any) -> bool:
     """Whether the model has a vision tower."""
     return getattr(config, "vision_config", None) is not None
 
@@ -77,17 +77,18 @@ def load_model(
     config = load_config(path, trust_remote_code=trust_remote_code)
     if getattr(config, "value_head", False):
         raise ValueError(f"model {path!r}: a value model; rlkit.engines.value_head.load_value_model reads it")
-    read = empty_model if on_meta else read_model
+    read = empty_model if on_meta else load_pretrained
     return read(path, config, dtype=dtype, trust_remote_code=trust_remote_code)
 
 
 def empty_model(path: str, config: Any, **options: Any) -> Any:
-    """What `read_model` gives, with its parameters on the meta device; buffers, which files may lack, have values."""
+    """The model that `load_pretrained` returns, with parameters on the meta device. Buffers have values, as checkpoint
+    files may lack them."""
     import transformers
     from accelerate import init_empty_weights
 
     path = model_path(path)
-    auto = transformers.AutoModelForImageTextToText if can_see(config) else transformers.AutoModelForCausalLM
+    auto = transformers.AutoModelForImageTextToText if has_vision(config) else transformers.AutoModelForCausalLM
     with init_empty_weights(include_buffers=False):
         model = auto.from_config(config, **options).eval()
     model.tie_weights()  # the context takes tied parameters apart
@@ -98,20 +99,20 @@ def empty_model(path: str, config: Any, **options: Any) -> Any:
     return model
 
 
-def read_model(path: str, config: Any, **options: Any) -> Any:
+def load_pretrained(path: str, config: Any, **options: Any) -> Any:
     """What `from_pretrained` gives, of the class that the configuration asks for; a ValueError if it cannot."""
     import transformers
     from safetensors import SafetensorError
 
     path = model_path(path)
-    auto = transformers.AutoModelForImageTextToText if can_see(config) else transformers.AutoModelForCausalLM
+    auto = transformers.AutoModelForImageTextToText if has_vision(config) else transformers.AutoModelForCausalLM
     try:
         return auto.from_pretrained(path, config=config, **options)
     except (OSError, ValueError, SafetensorError) as error:
         raise ValueError(f"model {path!r}: {error}") from error
 
 
-def copy_with(model: Any, weights: Mapping[str, Tensor]) -> Any:
+def copy_with_weights(model: Any, weights: Mapping[str, Tensor]) -> Any:
     """A transformers model of the same kind as another, with weights of its own, in their precision.
 
     Args:

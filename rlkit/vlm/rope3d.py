@@ -36,6 +36,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from rlkit.vlm.rope3d_sound import find_video_sound, repeats_previous_id
+
 _ONE_GRID_A_VIDEO = ("qwen2_vl", "paddleocr_vl", "qwen2_5_vl", "ernie4_5_vl_moe")
 _ONE_GRID_A_FRAME = (
     "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe", "qwen4_exp", "cohere_compass", "cosmos3_edge", "cosmos3_omni",
@@ -201,17 +203,17 @@ def rope3d_position_ids(
     advance = grids.advance
     if spec.audio_token_id is not None and len(videos):
         is_audio = attended & (input_ids == spec.audio_token_id)
-        sound = _find_video_sound(is_audio, attended, is_video, grid, index, grids.tokens)
+        sound = find_video_sound(is_audio, attended, is_video, grid, index, grids.tokens)
         grid = sound.grid
-        ids.copy_(torch.where(sound.is_sound.view(input_ids.shape), sound.index.view(input_ids.shape), ids))
-        advance = torch.where(sound.ends_grid, sound.count, advance)
+        ids.copy_(torch.where(sound.is_sound.view(input_ids.shape), sound.place.view(input_ids.shape), ids))
+        advance = torch.where(sound.ends_grid, sound.audio_tokens, advance)
         starts_grid &= ~sound.is_sound
         if spec.shared_brackets:
             is_sound = sound.is_sound.view(input_ids.shape)
             is_text = attended & ~(is_image | is_video | is_sound)
-            has_sound = (is_video | is_sound) & (sound.count.index_select(0, grid) > 0).view(input_ids.shape)
+            has_sound = (is_video | is_sound) & (sound.audio_tokens.index_select(0, grid) > 0).view(input_ids.shape)
             begins = has_sound & starts_grid.view(input_ids.shape)
-            starts_grid &= ~_repeats_previous_id(attended, is_text, has_sound, begins).flatten()
+            starts_grid &= ~repeats_previous_id(attended, is_text, has_sound, begins).flatten()
 
     # The first token of a grid adds the grid's whole advance to the running sum; all tokens of the grid subtract it.
     step = advance.index_select(0, grid)
@@ -311,56 +313,6 @@ def _time_index(frame: Tensor, interval: Tensor, spec: Rope3DSpec) -> Tensor:
     if spec.audio_token_id is not None and spec.tokens_per_second is not None:
         time = time * spec.tokens_per_second
     return time.int()
-
-
-class _VideoSound(NamedTuple):
-    """Audio tokens that belong to videos. The first three are per token [B * T], the others per grid."""
-
-    is_sound: Tensor
-    grid: Tensor  # the grid of each token, of sound that of its video
-    index: Tensor  # of sound: which audio token of its video
-    count: Tensor  # audio tokens of the grid
-    ends_grid: Tensor  # audio follows the last frame
-
-
-def _find_video_sound(
-    is_audio: Tensor, attended: Tensor, is_video: Tensor, grid: Tensor, index: Tensor, tokens: Tensor
-) -> _VideoSound:
-    """An audio token belongs to the video before it if only audio tokens are in between."""
-    shape = is_audio.shape
-    column = torch.arange(shape[1], device=is_audio.device)
-    previous = torch.where(attended & ~is_audio, column, -1).cummax(1).values  # the last attended token but audio
-    is_sound, previous = (is_audio & _take(is_video, previous)).flatten(), previous.clamp(min=0)
-    grid = torch.where(is_sound, grid.view(shape).gather(1, previous).flatten(), grid)
-    count = torch.zeros_like(tokens).index_add_(0, grid, is_sound.int())
-    count_before = count.cumsum(0, dtype=torch.int32) - count
-    sound_index = is_sound.cumsum(0, dtype=torch.int32) - 1 - count_before.index_select(0, grid)
-    previous_index = index.view(shape).gather(1, previous).flatten()
-    follows_last_frame = is_sound & (previous_index + 1 == tokens.index_select(0, grid))
-    ends_grid = torch.zeros_like(tokens).index_add_(0, grid, follows_last_frame.int()) > 0
-    return _VideoSound(is_sound, grid, sound_index, count, ends_grid)
-
-
-def _repeats_previous_id(attended: Tensor, is_text: Tensor, has_sound: Tensor, begins: Tensor) -> Tensor:
-    """The second of the two text tokens before, and of the two after, each video with sound; all bool [B, T].
-
-    Args:
-        has_sound: tokens of videos with sound, the sound included.
-        begins: the first token of each such video.
-    """
-    width = attended.shape[1]
-    column = torch.arange(width, device=attended.device)
-    previous = torch.where(column > 0, torch.where(attended, column, -1).cummax(1).values.roll(1, 1), -1)
-    two_before = torch.where(previous >= 0, previous.gather(1, previous.clamp(min=0)), -1)
-    after = is_text & _take(is_text, previous) & _take(has_sound, two_before)
-    opens = begins & _take(is_text, previous) & _take(is_text, two_before)
-    before = attended.new_zeros(len(attended), width + 1).scatter_(1, torch.where(opens, previous, width), True)
-    return after | before[:, :width]
-
-
-def _take(x: Tensor, column: Tensor) -> Tensor:
-    """x[b, column[b, t]] of a bool tensor; False where the column is -1."""
-    return x.gather(1, column.clamp(min=0)) & (column >= 0)
 
 
 def _is_integer(x: Any) -> bool:

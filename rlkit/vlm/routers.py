@@ -39,7 +39,7 @@ def routers(model: Any) -> tuple[dict[int, nn.Module], int]:
 
 
 @contextmanager
-def recorded_routing(model: Any) -> Iterator[Callable[[], Tensor]]:
+def record_routing(model: Any) -> Iterator[Callable[[], Tensor]]:
     """Within it, what it yields returns the routing of the model's last forward, [N, layers, K]; N is B * T."""
     found, layers = routers(model)
     chosen: dict[int, Tensor] = {}
@@ -75,7 +75,7 @@ def use_router_replay(model: Any) -> None:
     def take(module: Any, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
         given[:] = [routing] if (routing := kwargs.pop("routed_experts", None)) is not None else []
         if given:
-            check_numbers(given[0], experts)
+            check_expert_ids(given[0], experts)
         return args, kwargs
 
     def again(layer: int, router: nn.Module, args: Any, kwargs: Mapping[str, Any], output: tuple[Tensor, ...]) -> Any:
@@ -96,7 +96,7 @@ def use_router_replay(model: Any) -> None:
         router.register_forward_hook(partial(again, layer), with_kwargs=True)
 
 
-def check_numbers(routing: Tensor, experts: int) -> None:
+def check_expert_ids(routing: Tensor, experts: int) -> None:
     """Raise a ValueError that says that routing is of a model with more experts."""
     if (most := int(routing.max())) >= experts:
         raise ValueError(f"routed_experts: numbers below {experts} expected, came {most}: is it another model's?")

@@ -74,10 +74,10 @@ def tiny_processor(tokenizer: Any, patch_size: int = 14) -> Any:
     """An image processor around the tokenizer; images of 28 to 224 pixels a side."""
     from transformers import Qwen2_5_VLProcessor, Qwen2VLImageProcessorPil
 
-    from rlkit.vlm.processors import image_only
+    from rlkit.vlm.processors import without_video_processor
 
     images = Qwen2VLImageProcessorPil(min_pixels=28 * 28, max_pixels=224 * 224, patch_size=patch_size)
-    processor = image_only(Qwen2_5_VLProcessor)(images, tokenizer, chat_template=tokenizer.chat_template)
+    processor = without_video_processor(Qwen2_5_VLProcessor)(images, tokenizer, chat_template=tokenizer.chat_template)
     processor.video_config = {
         "video_processor_type": "Qwen2VLVideoProcessor", "patch_size": patch_size, "temporal_patch_size": 2,
         "merge_size": 2,

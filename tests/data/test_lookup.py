@@ -6,7 +6,7 @@ import sys
 import pytest
 
 from rlkit.data import load_task, open_stream
-from rlkit.data.lookup import check_source, extra
+from rlkit.data.lookup import check_source, requires_extra
 from rlkit.rewards import boxes_iou
 from rlkit.vlm import load_model, load_processor
 
@@ -75,5 +75,5 @@ def test_a_missing_package_names_its_extra(tmp_path, monkeypatch):
         assert str(caught.value) == (
             f"package {package}: expected it to be installed, got none; in the checkout: pip install -e '.[{name}]'"
         )
-    with pytest.raises(ValueError, match="another"), extra("vlm"):
+    with pytest.raises(ValueError, match="another"), requires_extra("vlm"):
         raise ValueError("another error is not touched")

@@ -9,7 +9,7 @@ import torch
 from isolated_cases import require, run_cases
 
 from rlkit.engines import make_engine
-from rlkit.vlm import freeze, lora, vision_tower
+from rlkit.vlm import freeze, lora, vision_tower_pattern
 from rlkit.vlm.adapt import checkpoint_parameters
 from rlkit.vlm.routers import use_router_replay
 
@@ -292,7 +292,7 @@ def test_frozen_parameters_do_not_change(alone):
 
 def test_frozen_vision_tower_has_no_gradient_and_does_not_change(alone):
     model = ranks.make_model("vl")
-    frozen = freeze(model, vision_tower(model))
+    frozen = freeze(model, vision_tower_pattern(model))
     before = {name: p.detach().clone() for name, p in model.named_parameters()}
     engine = make_engine("megatron", model=model, optimizer=lambda params: torch.optim.AdamW(params, lr=1e-2))
     engine.train_batch(ranks.make_batch(list(range(ranks.ROWS)), "vl"), POLICY[1])

@@ -15,7 +15,7 @@ from rlkit.data import Batch
 from rlkit.engines import make_engine
 from rlkit.engines.value_head import has_value_head, load_value_model, scoring_batch, with_value_head
 from rlkit.losses import bradley_terry_loss, clipped_value_loss, token_mean
-from rlkit.vlm import freeze, load_model, load_processor, lora, vision_tower
+from rlkit.vlm import freeze, load_model, load_processor, lora, vision_tower_pattern
 
 sys.path.insert(0, str(Path(__file__).parent))
 from rows import make_batch
@@ -194,7 +194,7 @@ def test_values_in_bfloat16_are_not_rounded(tiny_dir, processor):
 def test_a_critic_learns_a_constant_return(tiny_dir, processor):
     """From zeros, on images, with a frozen vision tower: the loss falls, and all other weights change."""
     model = with_value_head(load_model(tiny_dir))
-    freeze(model, vision_tower(model))
+    freeze(model, vision_tower_pattern(model))
     before = {n: p.detach().clone() for n, p in model.named_parameters()}
     engine, batch = engine_for(model, lr=2e-3, micro_batch_tokens=150), make_batch(processor)
     batch.advantages.fill_(0.7)

@@ -19,7 +19,7 @@ from helpers import run_here, stop_after
 from isolated_cases import case
 from megatron.core import parallel_state
 
-from rlkit.data import extend, prompt
+from rlkit.data import append_response, prompt_sample
 from rlkit.engines.distributed import init_distributed, make_model_parallel_group
 from rlkit.rollout.same_rows import SameRows
 from rlkit.runs import claim_directory
@@ -31,7 +31,7 @@ class Sampler:
 
     def generate(self, requests, sampling, n, *, written=None):
         tokens = [10 + dist.get_rank(), len(requests)]
-        found = [[extend(request, tokens, [-1.0, -1.0]) for _ in range(n)] for request in requests]
+        found = [[append_response(request, tokens, [-1.0, -1.0]) for _ in range(n)] for request in requests]
         for i in reversed(range(len(requests))):
             if written is not None:
                 written(i, found[i])
@@ -41,7 +41,7 @@ class Sampler:
 def answers(together):
     group = make_model_parallel_group(0, 1)
     assert make_model_parallel_group(dist.get_rank(), 2) is None
-    requests = [prompt([1], vision={"pixels": torch.full((1,), i)}, row={"answer": i}) for i in range(3)]
+    requests = [prompt_sample([1], vision={"pixels": torch.full((1,), i)}, row={"answer": i}) for i in range(3)]
     seen = {}
     found = SameRows(Sampler(), group, together=together).generate(requests, None, 2, written=seen.setdefault)
     assert [sample.token_ids for i in range(3) for sample in seen[i]] == [sample.token_ids for sample in found]
@@ -57,7 +57,7 @@ def started_late(root):
     if dist.get_rank():
         time.sleep(1)
     run = Run(claim_directory("", "late", resume=False), {}, writes=dist.get_rank() == 0)
-    run.start_at(0)
+    run.drop_metrics_from(0)
     ranks = [None] * dist.get_world_size()
     dist.all_gather_object(ranks, run.out.name)
     return ranks

@@ -17,14 +17,14 @@ import torch
 from PIL import Image
 
 from rlkit.data import load_task
-from rlkit.data.samples import prompt
+from rlkit.data.samples import prompt_sample
 from rlkit.rollout import Sampling
 from rlkit.rollout.serve import command, environment
 from rlkit.rollout.server_rollout import data_url
 from rlkit.rollout.servers import Servers
 from rlkit.rollout.vllm_inputs import request_seed
 from rlkit.rollout.weight_transfer import GlooGroup, buckets, send_weights
-from rlkit.vlm import encode
+from rlkit.vlm import encode_prompt
 
 sys.path.insert(0, str(Path(__file__).parent))
 from standin import VllmStandin, written
@@ -33,7 +33,7 @@ SAMPLING = Sampling(4, seed=(7,))
 
 
 def prompts(count):
-    return [prompt([10 + i, 11], group_id=i) for i in range(count)]
+    return [prompt_sample([10 + i, 11], group_id=i) for i in range(count)]
 
 
 def check(samples, requests, n, sampling=SAMPLING):
@@ -304,7 +304,7 @@ def test_ranks_agree(tiny_dir):
 
 
 def test_images_travel_once_a_prompt_and_pixel_for_pixel(connect, processor):
-    request = encode(processor, load_task("digits").train[0], group_id=0)
+    request = encode_prompt(processor, load_task("digits").train[0], group_id=0)
     with VllmStandin() as a:
         a.expanded[tuple(request.compact_ids)] = request.token_ids
         samples = connect(a).generate([request], SAMPLING, n=5)
@@ -358,7 +358,7 @@ def test_cancelled_requests_are_called_off(connect):
         assert a.now == 0 and all(server.load == 0 for server in rollout.servers.all)
         began = a.steps  # one that is refused calls the others off
         with pytest.raises(ValueError, match="out of vocabulary"):
-            rollout.generate([*prompts(3), prompt([10_000])], Sampling(200))
+            rollout.generate([*prompts(3), prompt_sample([10_000])], Sampling(200))
         assert a.steps - began < 100
 
 
@@ -385,11 +385,11 @@ def test_bad_input_is_named(connect, monkeypatch):
         with pytest.raises(
             ValueError, match="group 7: 510 prompt tokens and max_new_tokens 4 make 514, the sampler's con"
         ):
-            rollout.generate([prompt([10] * 510, group_id=7)], SAMPLING)
+            rollout.generate([prompt_sample([10] * 510, group_id=7)], SAMPLING)
         with pytest.raises(ValueError, match=f"group 8: {a.url}.*400: Token id 10000 is out of vocabulary"):
-            rollout.generate([prompt([10_000], group_id=8)], SAMPLING)
+            rollout.generate([prompt_sample([10_000], group_id=8)], SAMPLING)
         with pytest.raises(ValueError, match="row 3: an image that cannot be sent"):
-            rollout.generate([prompt([10], images=["nothing"], row={"where": "row 3"})], SAMPLING)
+            rollout.generate([prompt_sample([10], images=["nothing"], row={"where": "row 3"})], SAMPLING)
         assert not [server.load for server in rollout.servers.all if server.load]
         monkeypatch.setattr("rlkit.rollout.server_rollout.suppressed_token_ids", lambda *_: torch.arange(1025))
         with pytest.raises(ValueError, match="model: 1025 tokens must not be sampled .* vocabulary larger"):

@@ -25,9 +25,9 @@ import re
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from rlkit.data.hub import made, read_split, read_splits
+from rlkit.data.hub import map_table, read_split, read_splits
 from rlkit.data.samples import Row
-from rlkit.data.tables import Rows, a_tenth_held_out
+from rlkit.data.tables import Rows, split_heldout
 from rlkit.data.tasks import Task
 from rlkit.rewards.maths import final_answer, maths_reward
 from rlkit.rewards.rules import multiple_choice
@@ -74,7 +74,7 @@ def dapo17k(source: str = "BytedTsinghua-SIA/DAPO-Math-17k") -> Task:
     hundred times; here it is there once. A fixed 300 are held out; the paper evaluates on `aime24`.
     """
     rows = _dapo_rows(source)
-    return Task("dapo17k", *a_tenth_held_out(rows), maths_reward, {"train": rows})
+    return Task("dapo17k", *split_heldout(rows), maths_reward, {"train": rows})
 
 
 def aime24(source: str = "BytedTsinghua-SIA/AIME-2024") -> Task:
@@ -137,7 +137,7 @@ def mmstar(source: str = "Lin-Chen/MMStar") -> Task:
     return _split_task("mmstar", source, row, multiple_choice, None, "val")
 
 
-READY: Mapping[str, Callable[..., Task]] = {
+PUBLISHED_TASKS: Mapping[str, Callable[..., Task]] = {
     function.__name__: function
     for function in (gsm8k, math, math500, dapo17k, aime24, geometry3k, clevr_counting, scienceqa, mmstar)
 }
@@ -155,7 +155,9 @@ def _split_task(
     splits = read_splits(source, subset)
     if missing := [split for split in (train, heldout) if split is not None and split not in splits]:
         raise ValueError(f"task {name!r}: expected a split {missing[0]!r} of {source!r}, got {sorted(splits)}")
-    rows = {split: made(splits[split], row, f"{source} {split}") for split in (train, heldout) if split is not None}
+    rows = {
+        split: map_table(splits[split], row, f"{source} {split}") for split in (train, heldout) if split is not None
+    }
     return Task(name, rows[train] if train is not None else (), rows[heldout], reward, rows)
 
 
@@ -187,4 +189,4 @@ def _dapo_rows(source: str) -> Rows:
     def row(raw: Row) -> Row:
         return {"question": raw["prompt"][0]["content"], "images": [], "answer": raw["reward_model"]["ground_truth"]}
 
-    return made(table, row, f"{source} train")[list(first.values())]
+    return map_table(table, row, f"{source} train")[list(first.values())]
