@@ -306,7 +306,7 @@ def test_families_that_change_logits_after_the_output_layer_are_known(family, op
     hidden = model.base_model(torch.tensor([[5, 6, 7]])).last_hidden_state
     logits = model(torch.tensor([[5, 6, 7]])).logits
     assert (model.get_output_embeddings()(hidden) - logits).abs().max() > 1e-2
-    assert "its logits are changed after the output layer" in head_obstacle(model.config)
+    assert "its logits are transformed after the output layer" in head_obstacle(model.config)
     assert head_obstacle(text_model("llama", {}).config) is None
 
 

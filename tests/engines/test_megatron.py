@@ -216,7 +216,7 @@ def test_an_option_of_another_engine_is_named(alone):
 def test_routed_experts_of_another_model_are_named(alone):
     engine, batch = ranks.engine_for("megatron", "routed"), ranks.make_batch([0, 1], "routed")
     batch.routed_experts[0, 0, 0, 0] = 4
-    with pytest.raises(ValueError, match="routed_experts: numbers below 4 expected, came 4: is it another model's"):
+    with pytest.raises(ValueError, match="routed_experts: expected expert ids below 4, got 4; is it of another model"):
         engine.infer_batch(batch)
     batch.fields["routed_experts"] = batch.routed_experts[..., :1]
     with pytest.raises(ValueError, match=r"expected \[B, T, 2 layers, 2 experts\], got \[B, T, 2, 1\]"):

@@ -246,7 +246,9 @@ def test_export_loads_with_its_head(tiny_dir, processor, tmp_path):
     engine.export_hf(path)
     again = engine_for(load_value_model(path)).infer_batch(batch)["values"]
     torch.testing.assert_close(again, values, atol=1e-6, rtol=1e-6)
-    with pytest.raises(ValueError, match="a value model; rlkit.engines.value_head.load_value_model reads it"):
+    with pytest.raises(
+        ValueError, match="model: expected a language model, got the value model .*; use load_value_model"
+    ):
         load_model(path)
     assert not load_value_model(tiny_dir).lm_head.weight.any()
 

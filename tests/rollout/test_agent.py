@@ -297,7 +297,7 @@ FAILURES = {
     is_slow: "no result within 0.2 seconds",
     shows_a_broken_image: "cannot be read",
     shows_a_strip: "aspect ratio",
-    spells_a_placeholder_out: "0 images, but the prompt has 1 places",
+    spells_a_placeholder_out: "images: expected 1, one per placeholder in the prompt, got 0",
     returns_text: "an Observation or None expected, came str",
 }
 
@@ -430,7 +430,7 @@ def test_templates_that_rewrite_history_are_refused(processor):
             with pytest.raises(ValueError, match=f"chat template of '{name}': expected earlier turns to stay"):
                 encode_observation(tokenizer, chat, message("user", "And?"))
         tokenizer.chat_template = ENDS_WITHOUT_A_TOKEN
-        with pytest.raises(ValueError, match="expected an end token behind the assistant's turn, got"):
+        with pytest.raises(ValueError, match="expected an end token after the assistant's turn, got"):
             encode_observation(tokenizer, chat, message("user", "And?"))
         tokenizer.chat_template = DROPS_THOUGHTS  # but not those of a turn that calls a tool
         found = encode_observation(tokenizer, chat, message("tool", "4"))

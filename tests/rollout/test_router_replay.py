@@ -232,15 +232,15 @@ def test_routing_that_does_not_fit_is_named():
             engine.infer_batch(collate([replace(rows[0], routed_experts=routing)]))
         return str(error.value)
 
-    assert said(good[:, :2]) == "routed_experts: [6 tokens, 3 layers, 3 experts] expected, came (6, 2, 3)"
-    assert "3 experts] expected, came (6, 3, 2)" in said(good[..., :2])
-    assert "numbers below 8 expected, came 8: is it another model's?" in said(torch.full_like(good, 8))
+    assert said(good[:, :2]) == "routed_experts: expected [6 tokens, 3 layers, 3 experts], got (6, 2, 3)"
+    assert "3 experts], got (6, 3, 2)" in said(good[..., :2])
+    assert "expected expert ids below 8, got 8; is it of another model?" in said(torch.full_like(good, 8))
     assert "sample of group 0: routed_experts: expected [up to 6 tokens, layers, experts]" in said(good[0])
     assert "got [12, 3, 3]" in said(torch.cat([good, good, good])[:12])
     with pytest.raises(ValueError, match=r"expected layers and experts of one model, got \[\(2, 3\), \(3, 3\)\]"):
         collate([replace(rows[0], routed_experts=good[:, :2]), rows[1]])
     llama = transformers.LlamaForCausalLM(transformers.LlamaConfig(**BASE))
-    with pytest.raises(ValueError, match="llama has no layer whose router could be recorded or replayed"):
+    with pytest.raises(ValueError, match="model: expected a mixture of experts with a top-k router, got llama"):
         engine_of(llama)
 
 

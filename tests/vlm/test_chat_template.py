@@ -76,7 +76,7 @@ def test_answers_of_a_pair_share_their_prompt(processor):
     whole = encode_chat(encode_prompt(processor, chat_row({**row, "answer": "4"})), processor, end_of(processor), 200)
     assert whole.token_ids == chosen.token_ids and whole.mask == chosen.mask
     n = len(whole.token_ids)
-    with pytest.raises(ValueError, match=f"{n} tokens with its answer, more than the limit of {n - 1}"):
+    with pytest.raises(ValueError, match=f"expected at most {n - 1} tokens with the answer, got {n}"):
         encode_answers(asked, processor, ["4"], end_of(processor), n - 1)
 
 
@@ -87,7 +87,7 @@ def test_plain_text_has_no_template_and_an_end(processor):
     assert processor.tokenizer.decode(sample.token_ids) == "What digit is this?<|im_end|>"
     assert sample.mask == [False] + [True] * (len(sample.mask) - 1)  # nothing predicts the first
     collate([sample])
-    with pytest.raises(ValueError, match="^row 1: .* more than the limit of 2$"):
+    with pytest.raises(ValueError, match="^row 1: expected at most 2 tokens with the answer, got"):
         encode_chat(asked, processor, end_of(processor), 2)
 
 
@@ -199,9 +199,11 @@ def test_an_end_token_is_added_where_the_template_writes_none():
 
 def test_a_template_that_rewrites_the_chat_is_an_error():
     row = {"where": "row 5", "messages": [user("Q"), assistant("a"), user("R")], "completion": "b"}
-    with pytest.raises(ValueError, match="row 5: the chat template changes an answer when messages follow"):
+    with pytest.raises(ValueError, match="row 5: expected a chat template that keeps an answer when messages follow"):
         encode_chat(prompt_sample([1], row=row), Template(forgetful), [0], 50)
-    with pytest.raises(ValueError, match="row 5: the chat template changes the prompt when an answer follows"):
+    with pytest.raises(
+        ValueError, match="row 5: expected a chat template that keeps the prompt when an answer follows"
+    ):
         encode_answers(prompt_sample([1], row=row), Template(lambda m: str(len(m)) + plain(m)), ["a"], [0], 50)
-    with pytest.raises(ValueError, match="row 5: expected an answer to learn from, got None"):
+    with pytest.raises(ValueError, match="row 5: expected an answer to train on, got None"):
         encode_chat(prompt_sample([1], row={**row, "completion": None}), Template(plain), [0], 50)
