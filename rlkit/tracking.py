@@ -1,4 +1,4 @@
-"""What a run leaves behind: a directory of plain files, written as the run goes, and what trackers are told beside it.
+"""Logging of a run: a directory of plain files, written while it runs, and optional experiment trackers.
 
 run = Run(out, asdict(cfg), trackers=("tensorboard", "wandb"), watchdog=600)
 for step in range(steps):
@@ -30,10 +30,10 @@ from pathlib import Path
 from typing import Any, NoReturn, TextIO
 
 CONFIG, METRICS, EVAL, PHASES = "config.json", "metrics.jsonl", "eval.json", "phases"
-PHASES_OUTSIDE_STEPS = ("time/evaluate", "time/checkpoint")  # phases that are no part of a step
+PHASES_OUTSIDE_STEPS = ("time/evaluate", "time/checkpoint")  # do not count in tokens per second
 
-# Dense bfloat16 FLOP/s of one card, without sparsity, from the makers' data sheets (V100: float16, it has no bfloat16).
-# The first whose words a device's name has, in upper case, counts: "H100 PCIE" stands before "H100".
+# Dense bfloat16 FLOP/s of one card, without sparsity, from the vendors' data sheets (V100: float16, it has no bfloat16).
+# The first key whose words are in the device's name (in upper case) counts, so "H100 PCIE" comes before "H100".
 PEAK_FLOPS = {
     "H100 PCIE": 756e12, "H100 NVL": 835e12, "H100": 989.4e12, "H800 PCIE": 756e12, "H800": 989.4e12,
     "GH200": 989.4e12, "H200 NVL": 835e12, "H200": 989.4e12, "H20": 148e12, "GB200": 2500e12, "B200": 2250e12,
@@ -51,14 +51,14 @@ class Run:
 
     Args:
         out: the directory; `rlkit.runs.claim_directory` finds one that no other run is writing to.
-        config: the options of this start. That of an earlier start in the directory is kept, as config-1.json, ...
+        config: the options of this start. The config of an earlier start in the directory is kept as config-1.json, ...
         name: of the run, for titles; the directory's name by default.
-        writes: this is the process that writes.
-        trackers: names of accelerate's trackers (tensorboard, wandb, mlflow, trackio, ..., or one registered with
-            it) that get the same metrics; a resumed run is a new one in those that keep runs.
-        watchdog: once a rank has been in one phase for so many seconds, the phases of all ranks are printed, and again
-            after as many; the run goes on. 0: never. It reads files in `out` and asks no other process; the first rank
-            that still answers prints. `kill -USR1 <pid>` prints the stacks of a process.
+        writes: whether this process writes.
+        trackers: also log metrics to these trackers of accelerate: tensorboard, wandb, mlflow, trackio, ..., or one
+            registered with it. A resumed run starts a new run in the tracker.
+        watchdog: when a rank has been in one phase for this many seconds, print the phases of all ranks, and again
+            after the same time. The run continues. 0: never. The watchdog reads files in `out` and contacts no other
+            process; the lowest rank whose process responds prints. `kill -USR1 <pid>` prints the stacks of a process.
 
     Raises:
         ValueError: a tracker that is not known or not installed.
@@ -76,7 +76,7 @@ class Run:
     ) -> None:
         self.out, self.writes, self.name = Path(out), writes, name or Path(out).name
         self.progress: Any = None
-        self.current_step = ""  # the step, for messages
+        self.current_step = ""  # for messages
         config = {**config, "versions": versions()}
         self.trackers = start_trackers(trackers, self.out, config) if writes else []
         if writes:
@@ -99,14 +99,14 @@ class Run:
             threading.Thread(target=_watch, args=watch, daemon=True, name="watchdog").start()
 
     def drop_metrics_from(self, step: int) -> None:
-        """Drop what was logged from `step` on: a resumed run logs it again."""
+        """Removes metrics of `step` and later ones; a resumed run logs them again."""
         path = self.out / METRICS
         if self.writes:
             kept = [row for row in read_metrics(path) if row["step"] < step] if path.exists() else []
             _replace(path, "".join(json.dumps(row) + "\n" for row in kept))
 
     def steps(self, start: int, stop: int, *, unit: str = "step") -> Iterator[int]:
-        """The numbers from `start` on, with a progress bar; what was logged of them before is dropped."""
+        """The numbers from `start` to `stop` - 1, with a progress bar; removes metrics logged for them earlier."""
         self.drop_metrics_from(start)
         self.progress = progress_bar(start, stop, unit=unit, show=self.writes)
         try:
@@ -118,18 +118,18 @@ class Run:
             self.progress, self.current_step = None, ""
 
     def print(self, text: str) -> None:
-        """Print a line, above the progress bar if there is one."""
+        """Prints a line, above the progress bar if there is one."""
         if self.progress is None:
             print(text, flush=True)
         else:
             self.progress.write(text)
 
     def stop(self, reason: str) -> NoReturn:
-        """End the process because the run cannot go on; what was saved stays."""
+        """Ends the process with an error message; saved files stay."""
         sys.exit(f"{self.name}: {self.current_step}{reason}")
 
     def phase(self, name: str) -> None:
-        """From here on this rank does `name`; what it did until now goes into the next row as `time/<its name>`."""
+        """Enters the phase `name`. The seconds in the previous phase go into the next row, as `time/<phase>`."""
         now = time.perf_counter()
         if self._phase != "set_up":
             self._times[f"time/{self._phase}"] += now - self._since
@@ -137,14 +137,17 @@ class Run:
         self._write_phase()
 
     def log(self, step: int, metrics: Mapping[str, Any], *, show: Mapping[str, str] | None = None) -> None:
-        """One line of `metrics.jsonl`, on disk when this returns: these metrics and what the clock says.
+        """Writes one line of `metrics.jsonl`, with these metrics and timings, and sends it to the trackers.
 
-        `show` has the metrics that stand beside the progress bar, by their short names: {"reward": "reward/mean"}.
+        `time/<phase>` are the seconds of this rank since the last line. From `tokens` follows `time/tokens_per_second`,
+        over all phases but evaluation and checkpoints. From `flops` (of the phase "train", see rlkit.engines.flops)
+        follow `time/train_flops_per_second` and, for known GPUs, `time/mfu`, the share of the peak of all ranks. Every
+        metric that depends on the clock is named `time/...`; all others are reproducible.
 
-        `time/<phase>` are seconds on this rank since the last line. Of `tokens` follows `time/tokens_per_second`, over
-        all phases but evaluation and checkpoints; of `flops` (of the phase "train", see rlkit.engines.flops)
-        `time/train_flops_per_second`, and `time/mfu`, its share of the peak of all ranks' GPUs where that is known.
-        All that depends on the clock is named `time/...`; the rest of a run repeats.
+        Args:
+            step: number of the step.
+            metrics: by name.
+            show: metrics to show in the progress bar, by a short name: {"reward": "reward/mean"}.
         """
         self.phase(self._phase)
         times, self._times, self.step = dict(self._times), defaultdict(float), step
@@ -157,7 +160,7 @@ class Run:
         self._log_to_trackers(row)
 
     def log_evaluation(self, **results: Any) -> dict[str, Any]:
-        """Add to `eval.json`; returns all of it."""
+        """Adds results to `eval.json` and returns its whole content."""
         path = self.out / EVAL
         merged = {**(json.loads(path.read_text()) if path.exists() else {}), **results}
         if self.writes:
@@ -166,7 +169,7 @@ class Run:
         return merged
 
     def close(self) -> None:
-        """End the trackers and the watchdog; the files are whole at any time."""
+        """Ends the trackers and the watchdog. Files need no closing: they are complete at any time."""
         for tracker in self.trackers:
             tracker.finish()
         self.trackers = []
@@ -174,7 +177,7 @@ class Run:
         if self._file is not None:
             self._file.unlink(missing_ok=True)
             try:
-                self._file.parent.rmdir()  # the last rank's
+                self._file.parent.rmdir()  # succeeds on the last rank
             except OSError:
                 pass
             self._file = None
@@ -193,15 +196,15 @@ class Run:
 
 
 def rates(metrics: Mapping[str, Any], times: Mapping[str, float], peak: float | None) -> dict[str, float]:
-    """Tokens and FLOPs by the second, and the share of the peak (model FLOPs utilisation, MFU).
+    """Tokens per second, FLOP/s, and model FLOPs utilisation (MFU).
 
-    tokens / step seconds; flops / train seconds; flops / (train seconds * peak). MFU is that of PaLM
-    (https://arxiv.org/abs/2204.02311, appendix B): work that the model asks for, not what recomputation adds.
+    tokens / step seconds; flops / train seconds; flops / (train seconds * peak). MFU is defined as in PaLM
+    (https://arxiv.org/abs/2204.02311, appendix B), without the FLOPs of recomputation.
 
     Args:
-        metrics: of a step; its `tokens` and `flops` are counted over all ranks.
+        metrics: of a step; `tokens` and `flops` are sums over all ranks.
         times: seconds by phase, `time/train` among them.
-        peak: FLOP/s of all ranks together; None where it is not known.
+        peak: FLOP/s of all ranks together; None if unknown.
     """
     found = {}
     seconds = sum(x for name, x in times.items() if name not in PHASES_OUTSIDE_STEPS)
@@ -215,7 +218,7 @@ def rates(metrics: Mapping[str, Any], times: Mapping[str, float], peak: float | 
 
 
 def peak_flops(device: str) -> float | None:
-    """Dense bfloat16 FLOP/s of a GPU by its name, as `torch.cuda.get_device_name` has it; None for an unknown one."""
+    """Dense bfloat16 FLOP/s of a GPU, by its name from `torch.cuda.get_device_name`; None for an unknown GPU."""
     words = f" {device.upper().replace('-', ' ')} "
     return next((peak for name, peak in PEAK_FLOPS.items() if f" {name} " in words), None)
 
@@ -231,9 +234,14 @@ def peak_flops_of_all_ranks() -> float | None:
 
 
 def start_trackers(names: Sequence[str], out: Path, config: Mapping[str, Any]) -> list[Any]:
-    """accelerate's trackers by name, started and told the config; their project is `rlkit`, their run `out`'s name.
+    """Starts trackers of accelerate and sends them the config. The project is `rlkit`, the run the name of `out`.
 
-    TensorBoard writes to `out/tensorboard`; the others go where their own environment variables say.
+    TensorBoard writes to `out/tensorboard`; other trackers are configured by their own environment variables.
+
+    Args:
+        names: of trackers.
+        out: the run's directory.
+        config: the run's options.
 
     Raises:
         ValueError: a name that accelerate does not know, or whose package is not installed.
@@ -253,16 +261,16 @@ def start_trackers(names: Sequence[str], out: Path, config: Mapping[str, Any]) -
     installed = {str(name) for name in get_available_trackers()}
     for name in names:
         if name not in LOGGER_TYPE_TO_CLASS:
-            raise ValueError(f"trackers: one of {', '.join(LOGGER_TYPE_TO_CLASS)} expected, came {name!r}")
+            raise ValueError(f"trackers: expected some of {', '.join(LOGGER_TYPE_TO_CLASS)}, got {name!r}")
         if name in LoggerType.list() and name not in installed:
-            raise ValueError(f"trackers: {name!r} is not installed")
-    PartialState()  # accelerate's trackers log through it, and raise without it
+            raise ValueError(f"trackers: expected installed ones, got {name!r}, whose package is not installed")
+    PartialState()  # accelerate's trackers need it
     plain = {name: x if isinstance(x, bool | int | float | str | None) else str(x) for name, x in config.items()}
     trackers = []
     for name in dict.fromkeys(names):
         kind = LOGGER_TYPE_TO_CLASS[name]
-        needs = {"logging_dir": str(out)} if kind.requires_logging_directory else {}
-        tracker = kind(**tracker_options.get(name, {"run_name": "rlkit", **needs}))
+        directory = {"logging_dir": str(out)} if kind.requires_logging_directory else {}
+        tracker = kind(**tracker_options.get(name, {"run_name": "rlkit", **directory}))
         tracker.start()
         tracker.store_init_configuration(plain)
         trackers.append(tracker)
@@ -270,21 +278,21 @@ def start_trackers(names: Sequence[str], out: Path, config: Mapping[str, Any]) -
 
 
 def _watch(run: weakref.ref[Run], stop: threading.Event, file: Path, seconds: float) -> None:
-    """Say who waits where, for as long as the run lives; the first rank whose own thread still answers does."""
-    tick, said = seconds / 4, time.time()
+    """Prints which rank waits in which phase, while the run exists; only the lowest rank that responds does."""
+    tick, printed = seconds / 4, time.time()
     while not stop.wait(tick) and run() is not None:
         try:
-            os.utime(file)  # "I answer": a thread cannot, where its process holds the interpreter in one long call
+            os.utime(file)  # this rank responds; it cannot while one long call holds the interpreter lock
             now = time.time()
             lower = [file.with_name(str(rank)) for rank in range(int(file.name))]
             if any(path.exists() and now - path.stat().st_mtime < 3 * tick for path in lower):
                 continue
             waits = [(now - float(since), rank, phase) for rank, since, _, _, phase in _phases(file.parent)]
-            if now - said >= seconds and max(waits)[0] >= seconds:
-                said = now
+            if now - printed >= seconds and max(waits)[0] >= seconds:
+                printed = now
                 print(f"\nwatchdog: {describe_waits(waits)}; kill -USR1 prints the stacks of a process, "
                       f"their ids are in {file.parent}", file=sys.stderr, flush=True)  # fmt: skip
-        except (OSError, ValueError):  # a file that is just being removed
+        except (OSError, ValueError):  # a file is being removed
             continue
 
 
@@ -299,9 +307,9 @@ def _phases(folder: Path) -> list[tuple[int, str, str, str, str]]:
 
 
 def describe_waits(waits: Sequence[tuple[float, int, str]]) -> str:
-    """One sentence of (seconds, rank, phase): "rank 1 in reward for 65 s; ranks 0, 2 in train for 63 s".
+    """A sentence about (seconds, rank, phase): "rank 1 in reward for 65 s; ranks 0, 2 in train for 63 s".
 
-    The phase with the fewest ranks comes first: the others wait for those.
+    The phase with the fewest ranks comes first, as the other ranks probably wait for these.
     """
     by_phase: dict[str, list[tuple[float, int]]] = defaultdict(list)
     for seconds, rank, phase in waits:
@@ -314,17 +322,17 @@ def describe_waits(waits: Sequence[tuple[float, int, str]]) -> str:
 
 
 def progress_bar(start: int, stop: int, *, unit: str = "step", show: bool = True) -> Any:
-    """A tqdm bar over `range(start, stop)`; where stderr is a file or a pipe, a line every few seconds instead."""
+    """A tqdm bar over `range(start, stop)`; if stderr is a file or a pipe, a line every few seconds instead."""
     from tqdm import tqdm
 
     style: dict[str, Any] = {} if sys.stderr.isatty() else {"file": _LinePerState(sys.stderr), "mininterval": 5.0}
     bar = tqdm(range(start, stop), initial=start, total=stop, unit=unit, disable=not show, **style)
-    bar.set_postfix = partial(bar.set_postfix, refresh=False)  # shown with the next state of the bar, not as its own
+    bar.set_postfix = partial(bar.set_postfix, refresh=False)  # show it at the next update of the bar
     return bar
 
 
 class _LinePerState:
-    """A stream in which each state of a progress bar is a line, as nothing can be overwritten there."""
+    """A stream that writes each state of a progress bar as a line, for outputs where nothing can be overwritten."""
 
     def __init__(self, stream: TextIO) -> None:
         self.stream = stream
@@ -338,14 +346,14 @@ class _LinePerState:
 
 
 def keep_earlier_config(out: Path) -> None:
-    """Rename the config.json of an earlier start to config-1.json, config-2.json, ..."""
+    """Renames the config.json of an earlier start to config-1.json, config-2.json, ..."""
     if (out / CONFIG).exists():
         earlier = len(list(out.glob("config-*.json")))
         (out / CONFIG).rename(out / f"config-{earlier + 1}.json")
 
 
 def read_metrics(path: str | Path) -> list[dict[str, Any]]:
-    """The rows of a metrics.jsonl; a last line that was cut short by a kill is left out."""
+    """The rows of a metrics.jsonl, without a last line that was cut off when the run was killed."""
     rows = []
     for line in Path(path).read_text().splitlines():
         try:
@@ -356,7 +364,7 @@ def read_metrics(path: str | Path) -> list[dict[str, Any]]:
 
 
 def versions() -> dict[str, str]:
-    """Of Python and of the packages that decide what a run does."""
+    """Versions of Python and of the packages that influence a run."""
     found = {"python": platform.python_version()}
     for name in ("rlkit-vlm", "torch", "transformers", "vllm", "peft", "flash-attn"):
         try:
@@ -367,6 +375,7 @@ def versions() -> dict[str, str]:
 
 
 def _replace(path: Path, text: str) -> None:
+    """Writes a file atomically."""
     part = path.with_name(path.name + ".part")
     part.write_text(text)
     part.replace(path)

@@ -102,7 +102,7 @@ def _concatenate(key: str, tensors: Sequence[Tensor]) -> Tensor:
     if all(x.ndim == NDIM_WITH_IMAGE_DIMENSION.get(key) for x in tensors):
         most = max(x.shape[1] for x in tensors)
         tensors = [F.pad(x, [0, 0] * (x.ndim - 2) + [0, most - x.shape[1]]) for x in tensors]
-    if len(shapes := {tuple(x.shape[1:]) for x in tensors}) > 1:
+    if len({tuple(x.shape[1:]) for x in tensors}) > 1:
         got = ", ".join(str(tuple(x.shape)) for x in tensors)
         raise ValueError(f"{key}: expected shapes that are equal beyond the first dimension, got {got}")
     return torch.cat(list(tensors))

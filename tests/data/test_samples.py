@@ -52,7 +52,7 @@ def test_extend_leaves_its_argument_alone():
 def test_extend_refuses_what_would_break_the_next_forward():
     with pytest.raises(ValueError, match="logprobs: expected one for each sampled token, got 1 for 2"):
         append_response(seen([2]), [7, 8], [-1.0])
-    with pytest.raises(ValueError, match=r"sampled the image placeholder \[90\]"):
+    with pytest.raises(ValueError, match=r"token_ids: expected no image placeholder .*, got \[90\]"):
         append_response(seen([2]), [7, IMAGE], [-1.0, -1.0])
 
 
@@ -178,7 +178,7 @@ def test_check_tracks_counts_entries(name):
     sample = answered([2], [7], group=5)
     broken = copy.copy(sample)
     object.__setattr__(broken, name, getattr(sample, name)[:-1])
-    with pytest.raises(ValueError, match=f"sample of group 5: {name} has 4 entries, token_ids 5"):
+    with pytest.raises(ValueError, match=f"sample of group 5: {name}: expected 5 entries, one per token, got 4"):
         check_tracks(broken)
     with pytest.raises(ValueError, match="group 5"):
         collate([sample, broken])
@@ -274,7 +274,7 @@ def test_add_returns_the_batch_and_replaces():
 @pytest.mark.parametrize("name", ["mask", "tokens", "lengths", "vision", "attention_mask", "select"])
 def test_add_refuses_names_that_would_never_be_read(name):
     batch = collate([answered([], [7, 8])])
-    with pytest.raises(ValueError, match=f"{name}: the batch's own"):
+    with pytest.raises(ValueError, match=f"fields: expected names that are no attributes of a batch, got '{name}'"):
         batch.add(**{name: torch.zeros(1, 4)})
 
 

@@ -81,7 +81,9 @@ def test_samples_with_different_numbers_of_images_fit_in_one_batch(family):
 def test_image_masks_are_padded_and_tensors_that_do_not_fit_are_named():
     masks = [{"pixel_attention_mask": torch.ones(1, count, 2, 2, dtype=torch.bool)} for count in (1, 2)]
     assert concatenate_vision(masks)["pixel_attention_mask"].sum((2, 3)).tolist() == [[4, 0], [4, 4]]
-    with pytest.raises(ValueError, match=r"pixel_values: of 2 samples, .*: \(1, 3, 4, 4\), \(1, 3, 4, 6\)"):
+    with pytest.raises(
+        ValueError, match=r"pixel_values: expected shapes that are equal .*, got \(1, 3, 4, 4\), \(1, 3, 4, 6\)"
+    ):
         concatenate_vision([{"pixel_values": torch.zeros(1, 3, 4, width)} for width in (4, 6)])
 
 
