@@ -32,8 +32,8 @@ from typing import Any, NoReturn, TextIO
 CONFIG, METRICS, EVAL, PHASES = "config.json", "metrics.jsonl", "eval.json", "phases"
 PHASES_OUTSIDE_STEPS = ("time/evaluate", "time/checkpoint")  # do not count in tokens per second
 
-# Dense bfloat16 FLOP/s of one card, without sparsity, from the vendors' data sheets (V100: float16, it has no bfloat16).
-# The first key whose words are in the device's name (in upper case) counts, so "H100 PCIE" comes before "H100".
+# Dense bfloat16 FLOP/s of one GPU, from the vendors' data sheets (V100: float16, as it has no bfloat16).
+# The first key whose words are in the device's name (in upper case) counts: "H100 PCIE" before "H100".
 PEAK_FLOPS = {
     "H100 PCIE": 756e12, "H100 NVL": 835e12, "H100": 989.4e12, "H800 PCIE": 756e12, "H800": 989.4e12,
     "GH200": 989.4e12, "H200 NVL": 835e12, "H200": 989.4e12, "H20": 148e12, "GB200": 2500e12, "B200": 2250e12,
@@ -46,8 +46,8 @@ PEAK_FLOPS = {
 class Run:
     """Writes a run's directory: `config.json`, `metrics.jsonl` (one object a step) and `eval.json`.
 
-    Only one process writes; on the others `log` and `evaluation` do nothing. What a rank is doing has a name, its
-    phase: the seconds of each phase are logged, and a watchdog prints who waits where.
+    Only one process writes; on the others `log` and `log_evaluation` do nothing. A rank is always
+    in a named phase, such as "generate": the seconds of each phase are logged, and a watchdog prints where ranks wait.
 
     Args:
         out: the directory; `rlkit.runs.claim_directory` finds one that no other run is writing to.

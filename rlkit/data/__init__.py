@@ -1,4 +1,4 @@
-"""From rows to batches: samples and their two token tracks, packing, batching by tokens, tasks."""
+"""Tasks and their rows, samples with two token tracks, packing, and batching by tokens."""
 
 from rlkit.data.batching import balanced_partitions, token_budget_batches
 from rlkit.data.hub import open_stream, stream_steps

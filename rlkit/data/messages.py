@@ -1,7 +1,7 @@
-"""Chats as lists of messages, in the form that chat templates read, with a place for each image.
+"""Chats as lists of messages in the form of chat templates, with a place for each image.
 
 A message is {"role": "user", "content": ...}. Its content is a text, or a list of parts {"type": "image"} and
-{"type": "text", "text": ...}. An assistant's message may have `tool_calls`.
+{"type": "text", "text": ...}. A message of the assistant may have `tool_calls`.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ IMAGE_MARK = "<image>"
 """Marks the place of an image in a text."""
 
 UNSUPPORTED_COLUMNS = ("video", "videos", "audio", "audios")
-"""Columns that are refused by name: leaving them out would train on another question."""
+"""Columns that are refused: to ignore them would change the question."""
 
 
 def message(role: str, text: str, images: int = 0) -> dict[str, Any]:
-    """A message with so many images and then its text."""
+    """A message with this number of images, followed by the text."""
     parts = [{"type": "image"}] * images + [{"type": "text", "text": text}]
     return {"role": role, "content": parts if images else text}
 
@@ -35,14 +35,14 @@ def text_of(message: Message) -> str:
 
 
 def prompt_of(row: Row) -> tuple[list[Message], list[Any]]:
-    """The messages of a row's prompt, and the images that belong to their image parts, in order.
+    """The messages of a row's prompt, and the images of their image parts, in order.
 
     Args:
-        row: `messages`, or a `question` that is a text or messages; and `images`, see `place_images`.
+        row: with `messages`, or a `question` that is a text or messages; and `images`, see `place_images`.
 
     Raises:
-        ValueError: the row could not be read, has no question, has a video or audio column, or its images and the
-            places for them do not match.
+        ValueError: the row could not be read, has no question, has a video or audio column, or the number of images is
+            not the number of places for them.
     """
     if reason := row.get("unreadable"):
         raise ValueError(reason)
@@ -57,14 +57,14 @@ def prompt_of(row: Row) -> tuple[list[Message], list[Any]]:
 
 
 def read_messages(found: Any, name: str = "messages") -> list[Message]:
-    """Messages without empty fields, from a list of {"role", "content"}, or from such a list as JSON text.
+    """Checks a list of messages and removes empty fields.
 
     Args:
-        found: what a row has.
-        name: of its column, for errors.
+        found: a list of {"role", "content"}, or such a list as JSON text.
+        name: of the column, for errors.
 
     Raises:
-        ValueError: it is no list of messages; a content is neither text nor parts of text and images.
+        ValueError: not a list of messages, or a content that is neither text nor parts of text and images.
     """
     found = from_json(found)
     if not isinstance(found, list | tuple) or not found:
@@ -73,7 +73,7 @@ def read_messages(found: Any, name: str = "messages") -> list[Message]:
 
 
 def from_json(found: Any) -> Any:
-    """What a text holds as JSON; anything else, and other text, as it is."""
+    """Parses JSON text; returns other text and other values unchanged."""
     try:
         return json.loads(found) if isinstance(found, str) else found
     except ValueError:
@@ -107,7 +107,7 @@ def _read_part(part: Any, name: str) -> Mapping[str, Any]:
 
 
 def _read_call(call: Any, name: str) -> Mapping[str, Any]:
-    """OpenAI's form has the arguments as JSON text; chat templates want them as an object."""
+    """A tool call with its arguments as an object, as chat templates expect; in OpenAI's form they are JSON text."""
     function = call.get("function") or call if isinstance(call, Mapping) else {}
     arguments = from_json(function.get("arguments"))
     if not isinstance(function.get("name"), str) or not isinstance(arguments, Mapping):
@@ -118,15 +118,15 @@ def _read_call(call: Any, name: str) -> Mapping[str, Any]:
 def place_images(messages: Sequence[Message], images: Sequence[Any] = ()) -> tuple[list[Message], list[Any]]:
     """Messages with an image part for each image, and the images in the order of these parts.
 
-    Where an image stands is said by image parts, which may hold the image itself, or by `<image>` in a text, which is
-    split there. Without either, the images go before the text of the first user's message.
+    The place of an image is an image part, which may contain the image itself, or `<image>` in a text, which is split
+    there. If there are no places, the images go before the text of the first message of the user.
 
     Args:
-        messages: of `read_messages`.
-        images: of the row, for image parts that hold none and for `<image>`.
+        messages: from `read_messages`.
+        images: of the row, for `<image>` and for image parts without an image.
 
     Raises:
-        ValueError: a number of places that is not the number of images, or places of both kinds.
+        ValueError: the number of images is not the number of places, or there are places of both kinds.
     """
     places = [part for one in messages for part in parts_of(one) if part["type"] == "image"]
     held = [part["image"] for part in places if "image" in part]

@@ -4,8 +4,9 @@
     targets = unpad_like(tokens, packed)                  # another tensor of the same batch: one gather
     logprobs = repad(token_logprobs, packed)              # [N, ...] -> [B, T, ...]
 
-`cu_seqlens` and `max_seqlen` have the form that flash-attn and `torch.nn.attention.varlen.varlen_attn` expect. The batch
-dimension has to come first: pack M-RoPE ids [3, B, T] with `unpad_like(rearrange(ids, "a b t -> b t a"), packed)` -> [N, 3].
+`cu_seqlens` and `max_seqlen` have the form that flash-attn and `torch.nn.attention.varlen.varlen_attn` expect. The
+batch dimension has to come first: `unpad_like(rearrange(ids, "a b t -> b t a"), packed)` packs M-RoPE ids [3, B, T] to
+[N, 3].
 """
 
 from collections.abc import Sequence
@@ -39,8 +40,8 @@ def unpad(x: Tensor, attention_mask: Tensor, *, lengths: Sequence[int] | None = 
 
     Args:
         x: [B, T, ...], any dtype.
-        attention_mask: bool or integer [B, T], nonzero on the tokens to keep: padding on any side, holes and empty rows are
-            fine.
+        attention_mask: bool or integer [B, T], nonzero on the tokens to keep: padding on any side,
+            holes and empty rows are fine.
         lengths: B ints on the host, the attended tokens of each row. Without them the lengths are copied from the
             device, the only synchronisation. On the CPU they are checked against the mask.
 

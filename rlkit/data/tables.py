@@ -1,4 +1,4 @@
-"""Tables of files and data sets, whose rows are read when they are asked for."""
+"""Tables of files and data sets, whose rows are read on access."""
 
 from __future__ import annotations
 
@@ -18,7 +18,12 @@ FILE_SUFFIXES = frozenset({".jsonl", ".json", ".parquet", ".csv", ".tsv"})
 
 
 class Rows(Sequence[Row]):
-    """Rows of a table in a fixed order, read when asked for."""
+    """Rows of a table in a given order, read on access.
+
+    Args:
+        row: returns the row with a number.
+        order: int [n], the numbers of the rows.
+    """
 
     def __init__(self, row: Callable[[int], Row], order: np.ndarray) -> None:
         self.row, self.order = row, order
@@ -31,14 +36,14 @@ class Rows(Sequence[Row]):
 
 
 def split_heldout(rows: Rows) -> tuple[Rows, Rows]:
-    """Rows to train on, and a tenth of them that is held out: at least one, at most 300; none of a single row."""
+    """Splits rows into (training, held-out): a tenth is held out, at least 1 and at most 300; of a single row none."""
     order = np.random.default_rng(HELD_OUT_SEED).permutation(len(rows))
     held = min(300, max(1, len(rows) // 10), max(0, len(rows) - 1))
     return rows[order[held:].tolist()], rows[order[:held].tolist()]
 
 
 def read_table(path: Path) -> Any:
-    """The rows of a file, by number: a list, or a table of datasets.
+    """The rows of a file: a list of mappings, or for parquet a datasets.Dataset.
 
     Raises:
         ValueError: no such file, an empty one, or one that cannot be read.
@@ -55,11 +60,12 @@ def read_table(path: Path) -> Any:
 
 
 def columns_of(table: Any) -> list[str]:
+    """The column names of a table of `read_table`."""
     return list(dict.fromkeys(name for row in (table if isinstance(table, list) else [table.features]) for name in row))
 
 
 def _json_rows(path: Path) -> list[Row]:
-    """The rows of a list of objects, or of one object a line; datasets' own reader turns text into dates."""
+    """Rows of a JSON list, or of JSON lines. datasets' reader is not used, as it converts texts to dates."""
     try:
         text = path.read_text(encoding="utf-8-sig")
         if path.suffix == ".json" and text.lstrip().startswith("["):
@@ -75,7 +81,7 @@ def _json_rows(path: Path) -> list[Row]:
 
 
 def _csv_rows(path: Path) -> list[Row]:
-    """Every cell is text; an empty one is None."""
+    """Rows of a .csv or .tsv file. Every cell is text; an empty one is None."""
     delimiter = "\t" if path.suffix == ".tsv" else ","
     try:
         text = path.read_text(encoding="utf-8-sig")
@@ -91,7 +97,7 @@ def _csv_rows(path: Path) -> list[Row]:
 
 
 def _parquet_table(path: Path) -> Any:
-    """Images stay undecoded, so that one broken image is one bad row and not the end of the run."""
+    """Images stay undecoded, so a broken image makes one row unusable instead of ending the run."""
     with requires_extra("recipes"):
         import datasets
 
@@ -103,7 +109,7 @@ def _parquet_table(path: Path) -> Any:
 
 
 def without_decoding(table: Any) -> Any:
-    """A table or stream of datasets whose images are bytes or a path until somebody wants them."""
+    """A table or stream of datasets with images as bytes or paths instead of decoded images."""
     with requires_extra("recipes"):
         import datasets
 
@@ -117,7 +123,7 @@ def without_decoding(table: Any) -> Any:
 
 
 def resolve_image_path(path: Path, picture: Any) -> Any:
-    """A relative path, bare or in a struct without bytes, is relative to the task's file."""
+    """Makes a relative image path, bare or in a struct without bytes, relative to the table's file."""
     if isinstance(picture, Mapping) and not picture.get("bytes"):
         return {**picture, "path": resolve_image_path(path, picture.get("path"))}
     return str(path.parent / picture) if isinstance(picture, str) and "://" not in picture else picture

@@ -1,4 +1,4 @@
-"""Vision-language parts: 3D RoPE ids, processors, what trains, loading, and tiny models."""
+"""Vision-language models: 3D RoPE ids, processors, chat templates, freezing and LoRA, loading, and tiny models."""
 
 from rlkit.vlm.adapt import encoder_modules, freeze, lora, merged_parameters, trainable_summary, vision_tower_pattern
 from rlkit.vlm.chat_template import (

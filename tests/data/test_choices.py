@@ -93,7 +93,7 @@ def test_heldout_by_split(tmp_path):
     assert answers(task.train) == list(range(12)) and answers(task.heldout) == list(range(50, 62))
     task = with_heldout(task, "train")
     assert len(task.train) == 0 and answers(task.heldout) == list(range(12))  # what is held out is not trained on
-    with pytest.raises(ValueError, match="no rows to train on"):
+    with pytest.raises(ValueError, match="expected rows to train on, got none"):
         step_rows(task.train, 0, 1, 0)
     every = with_heldout(task, "all")
     assert len(every.train) == 0 and len(every.heldout) == 36

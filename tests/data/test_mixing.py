@@ -68,7 +68,7 @@ def test_images_and_text_together():
     ("tasks", "weights", "message"),
     [
         ([], None, "tasks: expected at least one"), ([task("a", 5), task("a", 6)], None, "different names"),
-        ([task("a", 2)], None, "'a' has no rows to train on"), ([task("a", 5)], [1, 1], "weights: expected 1 num"),
+        ([task("a", 2)], None, "got none in 'a'"), ([task("a", 5)], [1, 1], "weights: expected 1 num"),
         ([task("a", 5), task("b", 5)], [1, 0], "weights: expected 2 numbers above 0, got \\[1, 0\\]"),
         ([task("a", 5)], [math.nan], "weights"), ([task("a", 5)], [math.inf], "weights"),
     ],

@@ -78,7 +78,7 @@ def test_math_and_math500():
 
 
 def test_evaluation_sets_have_nothing_to_train_on():
-    with pytest.raises(ValueError, match="no rows to train on"):
+    with pytest.raises(ValueError, match="expected rows to train on, got none"):
         step_rows(local("math500").train, 0, 4, seed=0)
 
 
@@ -236,7 +236,7 @@ def test_a_saved_set_streams_too(tmp_path):
 
 def test_an_empty_stream_and_a_count_of_nothing_are_errors():
     stream = datasets.IterableDataset.from_generator(lambda: iter(()))
-    with pytest.raises(ValueError, match="no rows to train on"):
+    with pytest.raises(ValueError, match="expected rows to train on, got none"):
         next(stream_steps(stream, dict, 2, seed=0))
     with pytest.raises(ValueError, match="count: expected at least 1"):
         next(stream_steps(stream, dict, 0, seed=0))

@@ -152,7 +152,7 @@ def test_never_retokenise(tiny_dir):
     assert batch.tokens[0][batch.mask[0]].tolist() == sampled
     assert batch.rollout_logprobs[0].tolist() == [0.0] * len(asked) + [-1.0] * len(sampled)
     retold = prompt_sample([*asked, *tokenizer(text)["input_ids"], tokenizer.eos_token_id], first.compact_ids)
-    with pytest.raises(ValueError, match="tokenised again"):
+    with pytest.raises(ValueError, match="tokenized again"):
         collate([retold])
 
 
@@ -187,7 +187,9 @@ def test_check_tracks_counts_entries(name):
 def test_check_tracks_sees_another_token_on_one_track():
     sample = answered([2], [7], group=5)
     sample.compact_ids[-1] = 8
-    with pytest.raises(ValueError, match="group 5: the compact track .* was text tokenised again"):
+    with pytest.raises(
+        ValueError, match="group 5: compact_ids: expected tokens that expand to token_ids .* was text tokenized again"
+    ):
         check_tracks(sample)
 
 
