@@ -238,8 +238,7 @@ def load_processor(path: str, *, trust_remote_code: bool = False, **options: Any
     try:
         processor = transformers.AutoProcessor.from_pretrained(path, **options)
     except (ImportError, OSError, ValueError) as error:
-        known = transformers.models.auto.processing_auto.PROCESSOR_MAPPING_NAMES
-        name = known.get(config.model_type)
+        name = transformers.models.auto.processing_auto.PROCESSOR_MAPPING_NAMES.get(config.model_type)
         if transformers.utils.is_torchvision_available() or name is None:
             raise ValueError(f"{no_processor}: {error}") from error
         processor_class = getattr(transformers, name)
@@ -252,8 +251,8 @@ def load_processor(path: str, *, trust_remote_code: bool = False, **options: Any
         raise ValueError(f"{no_processor}: no preprocessor_config.json")
     valid = getattr(processor.image_processor, "valid_kwargs", None)  # other options would be silently ignored
     if valid is not None and (unknown := options.keys() - valid.__annotations__.keys() - {"trust_remote_code"}):
-        name, known = type(processor.image_processor).__name__, ", ".join(valid.__annotations__)
-        raise ValueError(f"image processor options: expected some of {name} ({known}), got {sorted(unknown)[0]!r}")
+        kind, names = type(processor.image_processor).__name__, ", ".join(valid.__annotations__)
+        raise ValueError(f"image processor options: expected some of {kind} ({names}), got {sorted(unknown)[0]!r}")
     return processor
 
 

@@ -58,7 +58,7 @@ def test_a_name_that_may_be_of_the_hub_is_asked_for(tmp_path, monkeypatch, caplo
             check_source(name, "model")
         assert caplog.text == ""
         check_source("runs/third", "model")
-    assert "model 'runs/third': no such directory here, so the hub is asked; 'runs' has first" in caplog.text
+    assert "model 'runs/third': no such local directory, looking on the hub; 'runs' has first" in caplog.text
 
 
 def test_a_missing_package_names_its_extra(tmp_path, monkeypatch):
