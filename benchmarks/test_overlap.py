@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from rlkit.data import load_task
-from rlkit.data.samples import prompt
+from rlkit.data.samples import prompt_sample
 from rlkit.rollout import AsyncSampler, Sampling, make_rollout
 from rlkit.rollout.vllm_requests import request_seed
 from rlkit.vlm import build_tiny, load_processor
@@ -41,7 +41,7 @@ def rollout(tmp_path_factory):
 
 def train_steps(rollout, max_staleness):
     """What a recipe does, and what came of it: for each step the answers and how old they were."""
-    prompts = [[prompt([20 + step, i], group_id=2 * step + i) for i in range(2)] for step in range(STEPS)]
+    prompts = [[prompt_sample([20 + step, i], group_id=2 * step + i) for i in range(2)] for step in range(STEPS)]
     asked = [(two, Sampling(TOKENS, seed=(step,))) for step, two in enumerate(prompts)]
     sampler, came = AsyncSampler(rollout, asked, n=GROUP, max_staleness=max_staleness), []
     for samples in sampler:

@@ -16,7 +16,7 @@ import torch
 import transformers
 
 from rlkit.data import collate
-from rlkit.data.samples import extend, prompt
+from rlkit.data.samples import append_response, prompt_sample
 from rlkit.engines import make_engine
 from rlkit.losses import reinforce_loss, token_mean
 from rlkit.rollout import Sampling, make_rollout
@@ -52,7 +52,7 @@ def work(request, tmp_path_factory):
 
 def prompts():
     numbers = torch.randint(20, 200, (PROMPTS, LONG), generator=torch.Generator().manual_seed(0)).tolist()
-    return [prompt(ids, group_id=i) for i, ids in enumerate(numbers)]
+    return [prompt_sample(ids, group_id=i) for i, ids in enumerate(numbers)]
 
 
 def test_generate(benchmark, work):
@@ -92,7 +92,7 @@ def test_hand_over(benchmark, work):
     engine, rollout = work
     benchmark.group = f"hand over, {rollout.size}"
     answer = list(range(20, 20 + NEW))
-    samples = [extend(p, answer, [-5.0] * NEW) for p in prompts() for _ in range(GROUP // 4)]
+    samples = [append_response(p, answer, [-5.0] * NEW) for p in prompts() for _ in range(GROUP // 4)]
     batch = collate(samples, advantages=torch.randn(len(samples)))
 
     def loss(out, mb):

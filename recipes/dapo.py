@@ -146,7 +146,7 @@ def main(cfg: Config) -> None:
         if problem := runs.too_few_judged(answers, engine.global_sum, cfg.max_unjudged):
             run.stop(problem)
         if not len(groups):
-            run.say(f"step {step}: all groups drawn have equal rewards, so the run ends here")
+            run.print(f"step {step}: all groups drawn have equal rewards, so the run ends here")
             break
 
         run.phase("train")

@@ -31,7 +31,7 @@ from rlkit.data import collate, load_pairs, step_rows
 from rlkit.engines.balance import rebalance_across_ranks
 from rlkit.engines.flops import batch_flops
 from rlkit.losses import pair_mean, preference_stats, sequence_logprobs, sequence_mean_logprobs
-from rlkit.vlm import encode, encode_answers
+from rlkit.vlm import encode_answers, encode_prompt
 
 LOSSES = {
     "dpo": losses.dpo_loss,
@@ -130,7 +130,7 @@ def main(cfg: Config) -> None:
 
     def encode_row(group_id, row):
         """A prompt for evaluation, and the chosen and the rejected answer behind it."""
-        prompt = encode(processor, row, group_id=group_id)
+        prompt = encode_prompt(processor, row, group_id=group_id)
         answers = [row["chosen"], row["rejected"]]
         return prompt, encode_answers(prompt, processor, answers, ends, max_tokens)
 

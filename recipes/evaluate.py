@@ -28,7 +28,7 @@ import torch.distributed as dist
 from rlkit import runs
 from rlkit.rollout import Sampling
 from rlkit.tracking import METRICS, read_metrics
-from rlkit.vlm import encode
+from rlkit.vlm import encode_prompt
 
 
 @dataclass
@@ -169,14 +169,14 @@ def main(cfg: Config) -> None:
             found[task]["skipped"] = sum(
                 skipped for skipped, (of, _) in zip(lost, batches, strict=True) if of == number
             )
-            run.say(f"{task}: " + ", ".join(f"{name} {x:.4g}" for name, x in found[task].items()))
-        run.evaluation(tasks=found, heldout=len(answers))
+            run.print(f"{task}: " + ", ".join(f"{name} {x:.4g}" for name, x in found[task].items()))
+        run.log_evaluation(tasks=found, heldout=len(answers))
     worst = sorted(answers, key=lambda answer: answer["reward"] or 0.0)[:40] if run.writes else []
     shown = []
     for answer in worst:
         row = tasks[cfg.task.index(answer["task"])].heldout[answer["row"]]
         reward = math.nan if answer["reward"] is None else answer["reward"]
-        shown.append(replace(encode(processor, row), text=answer["text"], reward=reward))
+        shown.append(replace(encode_prompt(processor, row), text=answer["text"], reward=reward))
     runs.finish(cfg, run, shown)
 
 

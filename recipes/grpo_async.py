@@ -98,7 +98,7 @@ def build_server_rollout(cfg: Config, run, path: str, processor, engine, stack: 
     if not cfg.servers and 0 < gpus <= dist.get_world_size():
         options["transfer"] = "gloo"  # server and trainer share a GPU, which NCCL does not allow
     if not cfg.servers and run.writes:
-        run.say(f"starting a vLLM server, its log is in {run.out}")
+        run.print(f"starting a vLLM server, its log is in {run.out}")
         flags = [] if gpus else ["--kv-cache-memory-bytes", str(256 << 20)]
         if options:
             flags = ["--gpu-memory-utilization", "0.4"]

@@ -28,7 +28,7 @@ from types import SimpleNamespace
 import torch
 
 from rlkit import runs
-from rlkit.data import collate, load_marked, step_rows
+from rlkit.data import collate, load_unpaired, step_rows
 from rlkit.engines.balance import rebalance_across_ranks
 from rlkit.engines.flops import batch_flops
 from rlkit.losses import (
@@ -38,7 +38,7 @@ from rlkit.losses import (
     sequence_logprobs,
     sequence_mean_logprobs,
 )
-from rlkit.vlm import encode, encode_answers
+from rlkit.vlm import encode_answers, encode_prompt
 
 
 @dataclass
@@ -96,7 +96,7 @@ def with_other_answers(rows):
 
 def main(cfg: Config) -> None:
     with runs.one_sentence_errors("kto"):
-        task = runs.load_named_task(cfg, cfg.task, load_marked)
+        task = runs.load_named_task(cfg, cfg.task, load_unpaired)
         cfg = runs.with_epochs(cfg, task)
         run = runs.start_run("kto", cfg, task.name)
         path, processor = runs.find_model(cfg, run, task.train)
@@ -109,7 +109,7 @@ def main(cfg: Config) -> None:
 
     def encode_row(group_id, row):
         """A prompt, its answer, an answer to another prompt, and whether its own is good."""
-        prompt = encode(processor, row, group_id=group_id)
+        prompt = encode_prompt(processor, row, group_id=group_id)
         answers = [row["completion"], row["other_answer"]]
         return prompt, *encode_answers(prompt, processor, answers, ends, max_tokens), row["label"]
 

@@ -32,7 +32,7 @@ from rlkit.engines.balance import rebalance_across_ranks
 from rlkit.engines.flops import batch_flops
 from rlkit.engines.value_head import scoring_batch
 from rlkit.losses import bradley_terry_loss, pair_mean, preference_stats, reward_centring_loss
-from rlkit.vlm import encode, encode_answers
+from rlkit.vlm import encode_answers, encode_prompt
 
 
 @dataclass
@@ -73,7 +73,7 @@ def main(cfg: Config) -> None:
     def encode_row(group_id, row):
         """The chosen and the rejected answer of a row, each behind its prompt."""
         row = {**row, "margin": float(row.get("margin") or 0.0)}
-        prompt = encode(processor, row, group_id=group_id)
+        prompt = encode_prompt(processor, row, group_id=group_id)
         answers = [row["chosen"], row["rejected"]]
         return encode_answers(prompt, processor, answers, ends, max_tokens)
 

@@ -24,7 +24,7 @@ from rlkit.data import collate, load_chats, step_rows
 from rlkit.engines.balance import rebalance_across_ranks
 from rlkit.engines.flops import batch_flops
 from rlkit.losses import token_mean, token_sum
-from rlkit.vlm import encode, encode_chat
+from rlkit.vlm import encode_chat, encode_prompt
 
 
 @dataclass
@@ -56,7 +56,7 @@ def main(cfg: Config) -> None:
 
     def encode_row(group_id, row):
         """A prompt for evaluation, and the whole chat with its answers in the mask."""
-        prompt = encode(processor, row, group_id=group_id)
+        prompt = encode_prompt(processor, row, group_id=group_id)
         return prompt, encode_chat(prompt, processor, ends, max_tokens)
 
     rows, skipped = runs.encode_share(enumerate(task.heldout), encode_row, run, engine)

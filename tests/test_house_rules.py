@@ -66,11 +66,13 @@ THIRD = {
     "rlkit.rewards": {"torch", "numpy"},
     "rlkit.vlm": {"torch", "einops", "numpy", "PIL"},
     "rlkit.vlm.rope3d": {"torch", "einops"},
+    "rlkit.vlm.rope3d_sound": {"torch", "einops"},
     "rlkit.tracking": set(),
     "rlkit.report": set(),
     "rlkit": set(),
 }
-ANYWHERE = {"rlkit.losses", "rlkit.advantages", "rlkit.data.packing", "rlkit.vlm.rope3d"}  # not in functions either
+# not in functions either
+ANYWHERE = {"rlkit.losses", "rlkit.advantages", "rlkit.data.packing", "rlkit.vlm.rope3d", "rlkit.vlm.rope3d_sound"}
 
 
 def module_name(path: Path) -> str:

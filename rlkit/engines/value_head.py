@@ -25,7 +25,7 @@ from safetensors import SafetensorError
 from torch import Tensor, nn
 
 from rlkit.data.samples import Batch
-from rlkit.vlm.loading import empty_model, load_config, load_model, model_path, read_model
+from rlkit.vlm.loading import empty_model, load_config, load_model, load_pretrained, model_path
 
 
 def with_value_head(model: Any) -> Any:
@@ -140,7 +140,7 @@ def load_value_model(
     verbosity = logging.get_verbosity()
     logging.set_verbosity_error()
     try:
-        model, found = read_model(path, config, ignore_mismatched_sizes=True, output_loading_info=True, **options)
+        model, found = load_pretrained(path, config, ignore_mismatched_sizes=True, output_loading_info=True, **options)
     finally:
         logging.set_verbosity(verbosity)
     head, name = model.get_output_embeddings(), head_name(model)

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rlkit.data.lookup import extra
+from rlkit.data.lookup import requires_extra
 from rlkit.data.samples import Batch, Reward, Row, Sample, collate
 
 log = logging.getLogger(__name__)
@@ -82,7 +82,7 @@ def chat_judge(
         ImportError: the package openai is not installed.
         ValueError: parallel is less than 1.
     """
-    with extra("rewards"):
+    with requires_extra("rewards"):
         from openai import OpenAI, OpenAIError
     if parallel < 1:
         raise ValueError(f"parallel: expected at least 1, got {parallel}")

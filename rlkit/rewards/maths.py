@@ -27,7 +27,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from rlkit.data.lookup import extra
+from rlkit.data.lookup import requires_extra
 from rlkit.rewards.sandbox import WALL, processor_seconds
 
 WORKER = str(Path(__file__).with_name("maths_worker.py"))
@@ -147,7 +147,7 @@ class _Pool:
 
 
 def _start() -> subprocess.Popen[bytes]:
-    with extra("rewards"):
+    with requires_extra("rewards"):
         if importlib.util.find_spec("math_verify") is None:  # only the worker imports it
             raise ModuleNotFoundError(name="math_verify")
     command = [sys.executable, "-P", WORKER]  # a session of its own: Ctrl-C is not for it

@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy as np
 
-from rlkit.data.lookup import extra
+from rlkit.data.lookup import requires_extra
 from rlkit.data.samples import Reward, Row
 
 # --- the form of an answer
@@ -227,7 +227,7 @@ def boxes_iou(text: str, row: Row) -> float | None:
     Raises:
         ValueError: the row's answer is nothing of that.
     """
-    with extra("rewards"):
+    with requires_extra("rewards"):
         from scipy.optimize import linear_sum_assignment
 
     answer = row["answer"]

@@ -101,7 +101,7 @@ def judging_problem(
         asked, judged: answers, and those with a reward, over all ranks.
         max_unjudged: largest share that may be without one.
         reasons: why they are, see `judged_accuracy`.
-        skipped: messages of `encode_rows`, one a row that no prompt could be made of.
+        skipped: messages of `encode_prompts`, one a row that no prompt could be made of.
     """
     if judged >= max(1.0, (1 - max_unjudged) * asked):
         return ""

@@ -29,11 +29,11 @@ from functools import cache, partial
 from typing import Any
 
 from rlkit.data.messages import message, prompt_of
-from rlkit.data.samples import Row, Sample, extend, observe
+from rlkit.data.samples import Row, Sample, append_observation, append_response
 from rlkit.data.user_code import Failures
 from rlkit.rollout.background import in_daemon_thread, start_event_loop
 from rlkit.rollout.sampling import OnFinished, Sampling, sample_name, sampling_per_request
-from rlkit.vlm.chat_template import encode_reply
+from rlkit.vlm.chat_template import encode_observation
 from rlkit.vlm.processors import load_image
 
 GRACE_SECONDS = 10.0  # after its timeout, until a step that blocks the event loop is abandoned
@@ -151,7 +151,7 @@ def _token_limit(request: Sample, sampling: Sampling, max_tokens: int | None, ma
 
 def _check_template_keeps_turns(processor: Any, row: Row, role: str) -> None:
     """Raise a ValueError, before anything is generated, if the chat template cannot append an observation."""
-    encode_reply(processor, prompt_of(row)[0], message(role, ""), tools=row.get("tools"))
+    encode_observation(processor, prompt_of(row)[0], message(role, ""), tools=row.get("tools"))
 
 
 def _with_chat(sample: Sample) -> Sample:
@@ -182,7 +182,7 @@ def _observe(
     if last and isinstance(result, Observation):
         return replace(sample, finish_reason="turns")
     try:
-        longer = observe(sample, _encode_observation(processor, sample.row, result, role))
+        longer = append_observation(sample, _encode_observation(processor, sample.row, result, role))
     except Exception as error:  # errors of the tool do not end the run
         failures.add(error, f"{sample_name(sample)}, turn {sample.text[:80]!r}")
         if on_failure is None:
@@ -210,7 +210,7 @@ def _encode_observation(processor: Any, row: Row, result: Any, role: str) -> Sam
         raise TypeError(f"step: expected an Observation or None, got {type(result).__name__}")
     images = [load_image(image) for image in result.images]
     reply = message(role, result.text, len(images))
-    return encode_reply(processor, row["messages"][:-1], reply, images, tools=row.get("tools"))
+    return encode_observation(processor, row["messages"][:-1], reply, images, tools=row.get("tools"))
 
 
 def call_steps(step: Step, samples: Sequence[Sample], timeout: float) -> list[Any]:
@@ -274,5 +274,7 @@ class ScriptedRollout:
                 ids = [*self.tokenizer(text, add_special_tokens=False)["input_ids"], self.tokenizer.eos_token_id]
                 kept = ids[: params.max_new_tokens]
                 finish_reason = "stop" if kept == ids else "length"
-                samples.append(extend(numbered, kept, [0.0] * len(kept), text=text, finish_reason=finish_reason))
+                samples.append(
+                    append_response(numbered, kept, [0.0] * len(kept), text=text, finish_reason=finish_reason)
+                )
         return samples

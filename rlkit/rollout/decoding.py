@@ -12,7 +12,7 @@ from torch import Tensor
 from rlkit.data.samples import Sample
 from rlkit.losses.logprobs import suppress_tokens
 from rlkit.rollout.sampling import Sampling, sample_tokens, uniforms, with_routed_experts
-from rlkit.vlm.inputs import model_vision, position_ids, position_spec
+from rlkit.vlm.inputs import position_ids, position_spec, vision_kwargs
 
 
 @dataclass
@@ -111,7 +111,7 @@ def prefill(module: Any, requests: Sequence[Sample], n: int) -> DecodingState:
     spec = position_spec(module.config)
     positions = position_ids(tokens, attention_mask, vision, spec)
     inputs = {"input_ids": tokens, "attention_mask": attention_mask.long(), "position_ids": positions}
-    inputs |= model_vision(tokens, vision, spec)
+    inputs |= vision_kwargs(tokens, vision, spec)
     out = module(**{name: x.to(device) for name, x in inputs.items()}, use_cache=True, logits_to_keep=1)
     out.past_key_values.batch_repeat_interleave(n)
     last_positions = (positions.amax(0) if positions.ndim == 3 else positions)[:, -1]
@@ -190,7 +190,7 @@ class RecordedExperts:
     """Experts of all tokens of a batch, collected after each forward pass.
 
     Args:
-        last_routing: experts of the tokens of the last forward pass, from `rlkit.vlm.routers.recorded_routing`.
+        last_routing: experts of the tokens of the last forward pass, from `rlkit.vlm.routers.record_routing`.
         state: after the prefill.
         n: samples of each request.
     """

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rlkit.data.samples import Sample, extend
+from rlkit.data.samples import Sample, append_response
 from rlkit.rollout.decoding import (
     RecordedExperts,
     decode_one_token,
@@ -27,7 +27,7 @@ from rlkit.rollout.decoding import (
 )
 from rlkit.rollout.sampling import OnFinished, Sampling, end_token_ids, sampling_per_request
 from rlkit.vlm.processors import decode, suppressed_token_ids
-from rlkit.vlm.routers import recorded_routing
+from rlkit.vlm.routers import record_routing
 
 
 class HfRollout:
@@ -111,7 +111,7 @@ class HfRollout:
         return [sample for group in groups for sample in group]
 
     def _recording(self, module: Any) -> AbstractContextManager[Callable[[], Tensor] | None]:
-        return recorded_routing(module) if self.return_routed_experts else nullcontext()
+        return record_routing(module) if self.return_routed_experts else nullcontext()
 
     def _sequences_in_memory(self, module: Any, tokens: int) -> int:
         """How many sequences of this many tokens fit into the free GPU memory, by their cache."""
@@ -183,7 +183,7 @@ class HfRollout:
         for i, (row, row_logprobs) in enumerate(zip(tokens.tolist(), logprobs.tolist(), strict=True)):
             length = next((t + 1 for t, token in enumerate(row) if token in ends), None)
             samples.append(
-                extend(
+                append_response(
                     replace(request, number=request.number * len(tokens) + i),
                     row[:length],
                     row_logprobs[:length],

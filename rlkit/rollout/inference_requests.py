@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from rlkit.data.samples import Sample, extend
+from rlkit.data.samples import Sample, append_response
 from rlkit.rollout.sampling import Sampling, sample_name
 from rlkit.vlm.processors import decode
 
@@ -62,4 +62,6 @@ def finished_sample(
             f"got {finish_reason!r}"
         )
     text = decode(processor, token_ids)
-    return extend(request, list(token_ids), list(logprobs), finish_reason=finish_reason, text=text, version=version)
+    return append_response(
+        request, list(token_ids), list(logprobs), finish_reason=finish_reason, text=text, version=version
+    )

@@ -28,7 +28,7 @@ from rlkit.rollout.vllm_requests import (
     vllm_prompt,
     vllm_sampling_params,
 )
-from rlkit.vlm.families import IMAGES_SEE_THEMSELVES
+from rlkit.vlm.families import BIDIRECTIONAL_IMAGE_FAMILIES
 from rlkit.vlm.processors import suppressed_token_ids
 
 SUPPORTED = ((0, 32), (0, 33))  # versions of vLLM: from the first one, below the second one
@@ -190,7 +190,11 @@ class VllmRollout:
             raise RuntimeError("generate: expected wake_up() and update_weights(...) before it, got a sleeping engine")
         params = sampling_per_request(sampling, requests)
         check_context_length(requests, params, self.max_model_len)
-        if self.family in IMAGES_SEE_THEMSELVES and not self.on_gpu and any(request.images for request in requests):
+        if (
+            self.family in BIDIRECTIONAL_IMAGE_FAMILIES
+            and not self.on_gpu
+            and any(request.images for request in requests)
+        ):
             raise ValueError(
                 "model: expected a family whose image tokens attend to earlier ones only, as vLLM supports no other "
                 f"on a CPU, got {self.family}; use rollout 'hf'"

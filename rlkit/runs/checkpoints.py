@@ -48,11 +48,11 @@ def resume(cfg: RunOptions, run: Run, **engines: Any) -> dict[str, Any]:
         except DamagedCheckpoint as error:
             damaged[name] = str(error)
             if run.writes:
-                run.say(f"resume: {error}")
+                run.print(f"resume: {error}")
             continue
         if run.writes:
             _set_aside(run.out, damaged, engines)
-            run.say(f"resume: continuing {run.out} at step {states[POLICY]['step']}")
+            run.print(f"resume: continuing {run.out} at step {states[POLICY]['step']}")
         return states[POLICY]
     raise ValueError(
         f"resume: expected an intact checkpoint in {run.out}, got {len(damaged)} damaged ones: "
@@ -103,7 +103,7 @@ def finish(cfg: Any, run: Run, samples: Sequence[Sample], **engines: Any) -> Non
         if getattr(engine, "has_adapters", False) and "logprobs" in engine.known_outputs:
             engine.export_adapter(run.out / "adapter")
     if engines:
-        run.evaluation(steps=cfg.steps)
+        run.log_evaluation(steps=cfg.steps)
     run.close()
     release_directory(run.out)
     if run.writes:
@@ -111,8 +111,8 @@ def finish(cfg: Any, run: Run, samples: Sequence[Sample], **engines: Any) -> Non
         try:
             results.insert(0, write_report(run.out, sorted(samples, key=_reward)[:40], title=run.name))
         except Exception as error:  # the run is complete without its page
-            run.say(f"{run.out / 'report.html'}: could not be written: {type(error).__name__}: {error}")
-        run.say(f"results: {', '.join(map(str, results))}")
+            run.print(f"{run.out / 'report.html'}: could not be written: {type(error).__name__}: {error}")
+        run.print(f"results: {', '.join(map(str, results))}")
 
 
 def _reward(sample: Sample) -> float:

@@ -27,7 +27,7 @@ from rlkit.vlm import (
     model_or_tiny,
     suppressed_token_ids,
     trainable_summary,
-    vision_tower,
+    vision_tower_pattern,
 )
 from rlkit.vlm.loading import load_config, model_path
 
@@ -165,7 +165,7 @@ def _trained_part(cfg: AdapterOptions, model: Any, *, head: bool) -> Any:
         if head:  # adapters freeze all other weights
             model.get_output_embeddings().requires_grad_(True)
     if cfg.freeze_vision_tower:
-        freeze(model, vision_tower(model))
+        freeze(model, vision_tower_pattern(model))
     return model
 
 

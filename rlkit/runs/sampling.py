@@ -16,7 +16,7 @@ from rlkit.rewards import Judge, judged, judging_problem, part_means, reward_sta
 from rlkit.rollout import Sampling
 from rlkit.runs.options import SamplingOptions
 from rlkit.tracking import Run
-from rlkit.vlm import encode
+from rlkit.vlm import encode_prompt
 
 GlobalSum = Callable[[Tensor], Tensor]
 
@@ -76,7 +76,7 @@ def prompt_encoder(
     max_tokens = cfg.max_prompt_tokens or context - cfg.max_new_tokens
 
     def encode_row(group_id: int, row: Any) -> Sample:
-        return encode(processor, row, max_tokens=max_tokens, group_id=group_id)
+        return encode_prompt(processor, row, max_tokens=max_tokens, group_id=group_id)
 
     return lambda rows: Prompts(*encode_share(rows, encode_row, run, engine))
 
@@ -96,7 +96,7 @@ def encode_share(
         try:
             found.append(encode_row(group_id, row))
         except ValueError as error:
-            run.say(f"skipped: {error}")
+            run.print(f"skipped: {error}")
             skipped.append(str(error))
     return found, skipped
 
@@ -197,7 +197,7 @@ class PolicySampler:
     def _say_once(self, kind: str, text: str) -> None:
         if kind not in self.said:
             self.said.add(kind)
-            self.run.say(f"warning: {text}")
+            self.run.print(f"warning: {text}")
 
     def greedy(self, prompts: Prompts) -> Answers:
         """The most likely answer to each prompt, judged."""
@@ -263,11 +263,11 @@ def record_evaluation(run: Run, engine: Any, when: str, found: Mapping[str, floa
     """
     counts = engine.global_sum(torch.tensor([rows, skipped], dtype=torch.float64)).tolist()
     rows, skipped = (int(x) for x in counts)
-    run.evaluation(**{f"{name}_{when}": x for name, x in found.items()}, heldout=rows, heldout_skipped=skipped)
+    run.log_evaluation(**{f"{name}_{when}": x for name, x in found.items()}, heldout=rows, heldout_skipped=skipped)
     if run.writes:
         unjudged = f", {found['unjudged']:.0f} not judged" if found.get("unjudged") else ""
         shown = ", ".join(f"{name.replace('_', ' ')} {x:.3f}" for name, x in found.items() if name != "unjudged")
-        run.say(f"held-out {when}: {shown} ({rows} rows{unjudged})")
+        run.print(f"held-out {when}: {shown} ({rows} rows{unjudged})")
 
 
 def too_few_judged(answers: Answers, global_sum: GlobalSum, max_unjudged: float) -> str:

@@ -20,7 +20,7 @@ def load_named_task(cfg: TaskOptions, name: str, load: Callable[..., Task] = loa
 
     Args:
         name: of the task, `cfg.task` or one of several.
-        load: `load_task`, `load_chats`, `load_pairs` or `load_marked`.
+        load: `load_task`, `load_chats`, `load_pairs` or `load_unpaired`.
 
     Raises:
         ValueError: no such task, or options that do not fit it.

@@ -17,7 +17,7 @@ from rlkit.losses import token_mean
 from rlkit.rollout import Sampling
 from rlkit.rollout.agent import ScriptedRollout, run_episodes
 from rlkit.rollout.image_tools import QUADRANT_CALLS, noisy_demonstration
-from rlkit.vlm import build_tiny, encode_rows, load_model, load_processor
+from rlkit.vlm import build_tiny, encode_prompts, load_model, load_processor
 
 
 def build_tiny_tool_user(
@@ -48,7 +48,7 @@ def build_tiny_tool_user(
         scheduler=lambda optimizer: LambdaLR(optimizer, lambda step: min(1.0, (step + 1) / 10)),
     )
     rng = np.random.default_rng(seed)
-    prompts, _ = encode_rows(processor, enumerate(rows))
+    prompts, _ = encode_prompts(processor, enumerate(rows))
     scripted = ScriptedRollout(processor, lambda sample: noisy_demonstration(sample, rng))
     episodes = run_episodes(scripted, prompts, Sampling(max_new_tokens), tool, processor=processor)
 

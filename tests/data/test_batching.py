@@ -95,7 +95,7 @@ def test_partitions_of_a_batch_are_tight(equal_size):
         (lambda: token_budget_batches([1], 0), "budget: expected at least 1 token, got 0"),
         (
             lambda: token_budget_batches([1, 2], 4, micro_batch_group=[0]),
-            "micro_batch_group: expected 2 ids, one a row, got 1",
+            "micro_batch_group: expected 2 ids, one per row, got 1",
         ),
         (lambda: balanced_partitions([1], 0), "k: expected at least 1 list, got 0"),
         (lambda: balanced_partitions([1, 2, 3], 2, equal_size=True), "k: expected a divisor of the 3 rows .* got 2"),

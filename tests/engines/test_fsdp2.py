@@ -18,7 +18,7 @@ from rlkit.engines.packing.inputs import prepare_model_inputs
 from rlkit.engines.packing.layout import PackedLayout
 from rlkit.engines.packing.shared_prompts import shared_prompt_groups
 from rlkit.losses import clipped_policy_loss, token_mean
-from rlkit.vlm import freeze, load_model, load_processor, lora, suppressed_token_ids, vision_tower
+from rlkit.vlm import freeze, load_model, load_processor, lora, suppressed_token_ids, vision_tower_pattern
 
 sys.path.insert(0, str(Path(__file__).parent))
 from rows import make_batch, make_samples
@@ -249,7 +249,7 @@ def test_compiled_layers_have_the_same_numbers_and_names(tiny_dir, processor, tm
 
 def test_frozen_vision_tower_has_no_gradient_and_does_not_change(tiny_dir, processor):
     model = load_model(tiny_dir)
-    names = freeze(model, vision_tower(model))
+    names = freeze(model, vision_tower_pattern(model))
     assert names and all(".visual." in name for name in names)
     before = {n: p.detach().clone() for n, p in model.named_parameters()}
     engine = engine_for(tiny_dir, model=model)

@@ -10,7 +10,7 @@ from safetensors.torch import load_file, save_file
 
 from rlkit.engines import make_engine
 from rlkit.engines.value_head import load_value_model, with_value_head
-from rlkit.vlm import freeze, load_model, load_processor, lora, vision_tower
+from rlkit.vlm import freeze, load_model, load_processor, lora, vision_tower_pattern
 
 sys.path.insert(0, str(Path(__file__).parent))
 import test_families
@@ -67,7 +67,7 @@ def test_frozen_with_adapters_and_with_a_value_head(tiny_dir, tmp_path):
     batch = make_batch(load_processor(tiny_dir))
     expected = make_engine("fsdp2", model=load_model(tiny_dir)).infer_batch(batch)["logprobs"]
     model = load_model(tiny_dir, on_meta=True)
-    frozen = freeze(model, vision_tower(model))
+    frozen = freeze(model, vision_tower_pattern(model))
     engine = make_engine("fsdp2", model=lora(model, 4, 8), optimizer=adamw)
     assert torch.equal(engine.infer_batch(batch)["logprobs"], expected)  # adapters add 0 at first
     engine.train_batch(batch, POLICY[0], OUTPUTS[POLICY])

@@ -9,13 +9,13 @@ import pytest
 from PIL import Image
 
 import rlkit.report
-from rlkit.data import prompt
+from rlkit.data import prompt_sample
 from rlkit.report import write_report
 from rlkit.runs import checkpoints
 from rlkit.tracking import EVAL, METRICS, Run, read_metrics
 from rlkit.vlm.processors import encode_text
 
-ANSWER = replace(prompt([1, 2], row={"question": "What is it?", "answer": "7"}), text="7", reward=1.0)
+ANSWER = replace(prompt_sample([1, 2], row={"question": "What is it?", "answer": "7"}), text="7", reward=1.0)
 SAMPLES = {
     "an unpaired surrogate": replace(ANSWER, text="a \ud800 b"),
     "a surrogate in the question": replace(ANSWER, row={"question": "\udfff", "answer": "\ud800"}),
@@ -82,7 +82,7 @@ def test_the_page_of_any_metrics(name, run):
     run.log(7, {"reward/mean": 0.75})
     assert "0.750" in written(run.out)
     assert [row["step"] for row in read_metrics(run.out / METRICS)][-1] == 7
-    run.start_at(7)  # and such a run is resumed
+    run.drop_metrics_from(7)  # and such a run is resumed
     assert all(row["step"] < 7 for row in read_metrics(run.out / METRICS))
 
 
@@ -91,7 +91,7 @@ def test_the_page_of_any_metrics(name, run):
 def test_the_page_of_any_evaluation(content, run):
     (run.out / EVAL).write_bytes(content if isinstance(content, bytes) else content.encode())
     written(run.out)
-    run.evaluation(accuracy_before=0.25)
+    run.log_evaluation(accuracy_before=0.25)
     assert json.loads((run.out / EVAL).read_text())["accuracy_before"] == 0.25
 
 
@@ -111,7 +111,7 @@ def test_a_page_that_cannot_be_written_is_named(run, capsys):
 
 
 def test_a_line_with_a_surrogate_is_printed(run, capsys):
-    run.say("skipped: \ud800")
+    run.print("skipped: \ud800")
     assert "skipped: \\ud800" in capsys.readouterr().out
 
 

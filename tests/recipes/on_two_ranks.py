@@ -21,7 +21,7 @@ from isolated_cases import case
 from megatron.core import parallel_state
 from runs.some_answers import PROMPTS, measure, of_a_rank
 
-from rlkit.data import extend, prompt
+from rlkit.data import append_response, prompt_sample
 from rlkit.engines.distributed import init_distributed, make_model_parallel_group
 from rlkit.rollout.shared_rows import SharedRowsRollout
 from rlkit.runs import claim_directory
@@ -33,7 +33,7 @@ class Sampler:
 
     def generate(self, requests, sampling, n, *, on_finished=None):
         tokens = [10 + dist.get_rank(), len(requests)]
-        found = [[extend(request, tokens, [-1.0, -1.0]) for _ in range(n)] for request in requests]
+        found = [[append_response(request, tokens, [-1.0, -1.0]) for _ in range(n)] for request in requests]
         for i in reversed(range(len(requests))):
             if on_finished is not None:
                 on_finished(i, found[i])
@@ -43,7 +43,7 @@ class Sampler:
 def samples_of_each_rank(collective):
     group = make_model_parallel_group(0, 1)
     assert make_model_parallel_group(dist.get_rank(), 2) is None
-    requests = [prompt([1], vision={"pixels": torch.full((1,), i)}, row={"answer": i}) for i in range(3)]
+    requests = [prompt_sample([1], vision={"pixels": torch.full((1,), i)}, row={"answer": i}) for i in range(3)]
     seen = {}
     rollout = SharedRowsRollout(Sampler(), group, collective=collective)
     found = rollout.generate(requests, None, 2, on_finished=seen.setdefault)
@@ -64,7 +64,7 @@ def started_late(root):
     if dist.get_rank():
         time.sleep(1)
     run = Run(claim_directory("", "late", resume=False), {}, writes=dist.get_rank() == 0)
-    run.start_at(0)
+    run.drop_metrics_from(0)
     return of_all_ranks(run.out.name)
 
 

@@ -168,7 +168,7 @@ def test_bad_rows_are_skipped_and_counted(warm_dir, tmp_path, capsys):
         "--steps", 4, "--max_prompt_tokens", 60,
     )  # fmt: skip
     seen = "".join(capsys.readouterr()).splitlines()
-    for row, why in ((4, "cannot be read"), (6, "cannot be read"), (8, "more than the limit of 60")):
+    for row, why in ((4, "cannot be read"), (6, "cannot be read"), (8, "expected a prompt of at most 60 tokens")):
         assert any(f"rows.jsonl row {row}: " in line and why in line for line in seen), row
     counted = sum(row["skipped_rows"] for row in numbers(tmp_path / "run"))
     assert counted + evaluation(tmp_path / "run")["heldout_skipped"] >= 3
@@ -227,7 +227,7 @@ def test_bad_input_is_one_clear_message(warm_dir, short_run, tmp_path):
     cases = {
         ("--task", tmp_path / "no_image.jsonl", "--out", tmp_path / "b"): "images: expected a column images or image",
         ("--model", bare, "--out", tmp_path / "c"): "a vision-language model without a processor",
-        ("--model", tmp_path, "--out", tmp_path / "d"): "the directory holds no config.json",
+        ("--model", tmp_path, "--out", tmp_path / "d"): "model: expected a directory with a config.json",
         ("--model", warm_dir, "--out", short_run[0]): "holds a run already; continue it with --resume",
         ("--model", warm_dir, "--out", tmp_path / "e", "--rollout", "tgi"): "rollout: expected one of .*, got 'tgi'",
     }

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from rlkit.data import prompt
+from rlkit.data import prompt_sample
 from rlkit.rewards import maths, score
 from rlkit.rewards.maths import final_answer, maths_reward, same_answer
 
@@ -113,9 +113,9 @@ def test_a_worker_that_dies_is_not_a_zero(tmp_path, monkeypatch):
 
 def test_reward_failure_is_not_zero(monkeypatch):
     """What `score` makes of it."""
-    samples = [prompt([1])] * 0
+    samples = [prompt_sample([1])] * 0
     for text in (r"\boxed{2}", rf"\boxed{{{HANGS}}}", r"\boxed{3}"):
-        sample = prompt([1], row={"answer": "2"}, text=text)
+        sample = prompt_sample([1], row={"answer": "2"}, text=text)
         samples.append(sample)
     monkeypatch.setattr(maths, "SECONDS", 0.5)
     rewards = score(maths_reward, samples)

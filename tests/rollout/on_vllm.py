@@ -27,7 +27,7 @@ from rlkit.engines import make_engine  # noqa: E402
 from rlkit.losses import reinforce_loss, token_mean  # noqa: E402
 from rlkit.rollout import Sampling, make_rollout  # noqa: E402
 from rlkit.rollout.servers.weight_transfer import NcclGroup, describe  # noqa: E402
-from rlkit.vlm import encode_rows, load_model, load_processor, lora, suppressed_token_ids  # noqa: E402
+from rlkit.vlm import encode_prompts, load_model, load_processor, lora, suppressed_token_ids  # noqa: E402
 
 SIZES = {True: ((56, 56), None, (84, 56), (112, 112)), False: (None,) * 4}
 SAMPLING = Sampling(6, temperature=0.8, seed=(0, 1))
@@ -44,7 +44,7 @@ def prompts_of(processor, sees: bool):
     rows = [{**s.row, "question": s.row["question"] * 12} for s in samples]
     if sees:
         rows[3] = {**rows[3], "images": [*rows[3]["images"], *rows[0]["images"]]}
-    return encode_rows(processor, list(enumerate(rows)))[0]
+    return encode_prompts(processor, list(enumerate(rows)))[0]
 
 
 def measure(kind: str, path: str, tensor_parallel_size: int = 1) -> dict:

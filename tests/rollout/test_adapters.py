@@ -11,7 +11,7 @@ from safetensors import safe_open
 from safetensors.torch import load
 from transformers import AutoConfig
 
-from rlkit.data.samples import prompt
+from rlkit.data.samples import prompt_sample
 from rlkit.rollout import AsyncSampler, Sampling
 from rlkit.rollout.adapters import adapter_folder, serialize_adapter
 from rlkit.rollout.serve import serving
@@ -49,7 +49,7 @@ def test_adapters_travel_as_peft_has_them_in_files(adapted, tmp_path):
 
 def test_adapters_go_to_all_servers_and_requests_name_them(connect, adapted):
     with VllmStandin() as a, VllmStandin() as b:
-        rollout, requests = connect(a, b), [prompt([10 + i, 11], group_id=i) for i in range(6)]
+        rollout, requests = connect(a, b), [prompt_sample([10 + i, 11], group_id=i) for i in range(6)]
         rollout.update_adapter(*adapters(adapted))
         assert a.adapter == b.adapter == serialize_adapter(*adapters(adapted)) and not a.weights and not a.paused
         samples = rollout.generate(requests, SAMPLING, n=2)
@@ -68,7 +68,7 @@ def test_adapters_go_to_all_servers_and_requests_name_them(connect, adapted):
 
 def test_servers_that_write_ahead_take_adapters(connect, adapted):
     with VllmStandin() as a:
-        sampler = AsyncSampler(connect(a), ([[prompt([10])], SAMPLING] for _ in range(3)), max_staleness=1)
+        sampler = AsyncSampler(connect(a), ([[prompt_sample([10])], SAMPLING] for _ in range(3)), max_staleness=1)
         for _ in sampler:
             sampler.update_adapter(*adapters(adapted))
         assert a.version == "3" and len(sampler.timings) == 3
@@ -82,7 +82,7 @@ def test_servers_that_were_not_started_for_adapters_are_named(connect, adapted):
         ):
             rollout.update_adapter(*adapters(adapted))
         with pytest.raises(RuntimeError, match="got servers whose last weight update failed"):
-            rollout.generate([prompt([10])], SAMPLING)
+            rollout.generate([prompt_sample([10])], SAMPLING)
 
 
 @pytest.mark.parametrize("asked", [True, False])

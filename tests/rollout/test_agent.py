@@ -11,15 +11,15 @@ import pytest
 import torch
 from PIL import Image
 
-from rlkit.data import collate, extend, prompt
+from rlkit.data import append_response, collate, prompt_sample
 from rlkit.data.messages import message
-from rlkit.data.samples import check_tracks, observe
+from rlkit.data.samples import append_observation, check_tracks
 from rlkit.engines import make_engine
 from rlkit.rewards import score
 from rlkit.rollout import Sampling, make_rollout, uniforms
 from rlkit.rollout.agent import Observation, ScriptedRollout, run_episodes
-from rlkit.vlm import decode, encode, load_model, load_processor, suppressed_token_ids
-from rlkit.vlm.chat_template import encode_reply
+from rlkit.vlm import decode, encode_prompt, load_model, load_processor, suppressed_token_ids
+from rlkit.vlm.chat_template import encode_observation
 
 
 @pytest.fixture(scope="module")
@@ -58,7 +58,7 @@ def picture(rng, width=28, height=28):
 def ask(processor, count, images=1, seed=0):
     rng = np.random.default_rng(seed)
     rows = [{"question": f"Question {i}?", "images": [picture(rng) for _ in range(images)]} for i in range(count)]
-    return [encode(processor, {**row, "where": f"row {i}"}, group_id=i) for i, row in enumerate(rows)]
+    return [encode_prompt(processor, {**row, "where": f"row {i}"}, group_id=i) for i, row in enumerate(rows)]
 
 
 async def more(sample):
@@ -92,7 +92,7 @@ def test_placeholder_expanded_once(processor):
     requests = []
     for i in range(500):
         images = [picture(rng, *rng.choice(sizes, 2)) for _ in range(rng.integers(0, 3))]
-        requests.append(encode(processor, {"question": random_text(rng), "images": images}, group_id=i))
+        requests.append(encode_prompt(processor, {"question": random_text(rng), "images": images}, group_id=i))
     samples = run_episodes(
         ScriptedRollout(processor, lambda sample: random_text(rng)), requests, Sampling(100), step, processor=processor,
         max_turns=5,
@@ -121,7 +121,9 @@ class Spelled:
     def generate(self, requests, sampling, n=1):
         self.asked.append(list(requests))
         ids = [self.tokenizer.convert_tokens_to_ids(letter) for letter in "digit"] + [self.tokenizer.eos_token_id]
-        return [extend(r, ids, [-0.5] * 6, text="digit", finish_reason="stop") for r in requests for _ in range(n)]
+        return [
+            append_response(r, ids, [-0.5] * 6, text="digit", finish_reason="stop") for r in requests for _ in range(n)
+        ]
 
 
 def test_never_retokenise(processor):
@@ -143,9 +145,9 @@ def test_never_retokenise(processor):
 def test_text_leaves_the_images_alone(processor):
     """The vision tensors stay the very same, so that a group's rows share them in training."""
     request = ask(processor, 1)[0]
-    text = observe(request, prompt([5, 6]))
+    text = append_observation(request, prompt_sample([5, 6]))
     assert text.vision is request.vision and text.token_ids == [*request.token_ids, 5, 6] and not any(text.mask)
-    both = observe(request, ask(processor, 1, images=2, seed=1)[0])
+    both = append_observation(request, ask(processor, 1, images=2, seed=1)[0])
     assert both.vision["image_grid_thw"].shape == (3, 3) and len(both.images) == 3
     assert both.placeholders == {processor.image_token_id: [1, 1, 1]} and request.placeholders.popitem()[1] == [1]
 
@@ -237,7 +239,7 @@ def test_an_environment_with_its_own_reward(processor):
         return str((low + high) // 2)
 
     rows = [{"question": "A number from 0 to 7?", "answer": str(i)} for i in range(8)]
-    requests = [encode(processor, row, group_id=i) for i, row in enumerate(rows)]
+    requests = [encode_prompt(processor, row, group_id=i) for i, row in enumerate(rows)]
     sampler, told = ScriptedRollout(processor, bisect), []
     samples = run_episodes(
         sampler, requests, Sampling(4), guess_the_number, processor=processor, n=2, max_turns=3,
@@ -295,7 +297,7 @@ FAILURES = {
     is_slow: "expected a result within 0.2 s, got none",
     shows_a_broken_image: "cannot be read",
     shows_a_strip: "aspect ratio",
-    spells_a_placeholder_out: "0 images, but the prompt has 1 places",
+    spells_a_placeholder_out: "images: expected 1, one per placeholder in the prompt, got 0",
     returns_text: "expected an Observation or None, got str",
 }
 
@@ -428,14 +430,17 @@ def test_templates_that_rewrite_history_are_refused(processor):
         for template in (DROPS_THOUGHTS, NEVER_THINKS, MOVES_THE_SYSTEM):
             tokenizer.chat_template = template
             with pytest.raises(ValueError, match=f"chat template of '{name}': expected earlier turns to stay"):
-                encode_reply(tokenizer, chat, message("user", "And?"))
+                encode_observation(tokenizer, chat, message("user", "And?"))
         tokenizer.chat_template = ENDS_WITHOUT_A_TOKEN
-        with pytest.raises(ValueError, match="expected an end token behind the assistant's turn, got"):
-            encode_reply(tokenizer, chat, message("user", "And?"))
+        with pytest.raises(ValueError, match="expected an end token after the assistant's turn, got"):
+            encode_observation(tokenizer, chat, message("user", "And?"))
         tokenizer.chat_template = DROPS_THOUGHTS  # but not those of a turn that calls a tool
-        found = encode_reply(tokenizer, chat, message("tool", "4"))
+        found = encode_observation(tokenizer, chat, message("tool", "4"))
         assert tokenizer.decode(found.token_ids) == "\n<|im_start|>tool\n4<|im_end|>\n<|im_start|>assistant\n"
-        request, sampler = encode(tokenizer, {"question": "2 + 2?"}), ScriptedRollout(tokenizer, lambda sample: "x")
+        request, sampler = (
+            encode_prompt(tokenizer, {"question": "2 + 2?"}),
+            ScriptedRollout(tokenizer, lambda sample: "x"),
+        )
         options = {"step": endless, "processor": tokenizer, "max_turns": 2}
         with pytest.raises(ValueError, match="'user' follows"):  # before anything was sampled
             run_episodes(None, [request], Sampling(8), **options)

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from rlkit.data.samples import prompt
+from rlkit.data.samples import prompt_sample
 from rlkit.rollout import Sampling, make_rollout
 from rlkit.rollout.async_sampling import AsyncSampler
 from rlkit.vlm import load_processor
@@ -43,7 +43,7 @@ def make(tiny_dir, processor):
 def batches(count, tokens=6):
     """Two prompts a step; the prompts' first token is the step."""
     for step in range(count):
-        yield [prompt([20 + step, i], group_id=2 * step + i) for i in range(2)], Sampling(tokens, seed=(step,))
+        yield [prompt_sample([20 + step, i], group_id=2 * step + i) for i in range(2)], Sampling(tokens, seed=(step,))
 
 
 @pytest.mark.parametrize("bound", [0, 1, 2])

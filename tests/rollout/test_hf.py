@@ -15,7 +15,7 @@ from rlkit.losses import mismatch_stats
 from rlkit.rollout import Sampling, make_rollout, uniforms
 from rlkit.rollout.hf import cache_bytes_per_token
 from rlkit.rollout.sampling import sample_tokens
-from rlkit.vlm import encode, encode_rows, load_model, load_processor, suppressed_token_ids
+from rlkit.vlm import encode_prompt, encode_prompts, load_model, load_processor, suppressed_token_ids
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "engines"))
 from rows import make_samples
@@ -43,7 +43,7 @@ def prompts(processor):
     sizes = ((56, 56), None, (84, 56), (56, 112))
     samples = make_samples(processor, answers=(1, 1, 1, 1), sizes=sizes)
     rows = [(s.group_id, s.row) for s in samples]
-    return encode_rows(processor, rows)[0]
+    return encode_prompts(processor, rows)[0]
 
 
 def test_logprobs_equal_the_trainers(engine, rollout, prompts):
@@ -224,7 +224,7 @@ def test_cache_bytes(engine):
 
 def test_prompts_that_are_processed_once_are_shared(processor, rollout):
     row = load_task("digits").train[0]
-    samples = rollout.generate([encode(processor, row)], Sampling(2), n=5)
+    samples = rollout.generate([encode_prompt(processor, row)], Sampling(2), n=5)
     assert len({id(s.vision["pixel_values"]) for s in samples}) == 1
     assert step_rows([row], 0, 2, 0)[1][1] is row
 

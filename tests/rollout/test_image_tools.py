@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from rlkit.data import prompt
+from rlkit.data import prompt_sample
 from rlkit.rollout.image_tools import QUADRANT_CALLS, QUADRANTS, noisy_demonstration, zoom, zoomed_digits
 
 TASK = zoomed_digits()
@@ -13,7 +13,7 @@ TASK = zoomed_digits()
 
 def test_zoom_shows_what_it_is_asked_for():
     row = TASK.heldout[3]
-    request = prompt([1], row=row, images=row["images"])
+    request = prompt_sample([1], row=row, images=row["images"])
     for k, call in enumerate(QUADRANT_CALLS):
         shown = asyncio.run(zoom(replace(request, text=f"I look: {call}.")))
         x, y = k % 2 * 56, k // 2 * 56
@@ -43,7 +43,7 @@ def test_the_task_holds_out_what_it_says():
 def test_a_careless_turn_often_looks_in_the_wrong_place():
     rng = np.random.default_rng(0)
     row = TASK.train[0]
-    request = prompt([1], row=row, images=row["images"])
+    request = prompt_sample([1], row=row, images=row["images"])
     asked = next(k for k, place in enumerate(QUADRANTS) if place in row["question"])
     calls = [QUADRANT_CALLS.index(noisy_demonstration(request, rng)) for _ in range(400)]
     assert 0.3 < np.mean([call == asked for call in calls]) < 0.5 and set(calls) == {0, 1, 2, 3}

@@ -17,14 +17,14 @@ import torch
 from PIL import Image
 
 from rlkit.data import load_task
-from rlkit.data.samples import prompt
+from rlkit.data.samples import prompt_sample
 from rlkit.rollout import Sampling
 from rlkit.rollout.serve import command, environment
 from rlkit.rollout.servers.pool import ServerPool
 from rlkit.rollout.servers.rollout import image_data_url
 from rlkit.rollout.servers.weight_transfer import GlooGroup, buckets, send_weights
 from rlkit.rollout.vllm_requests import request_seed
-from rlkit.vlm import encode
+from rlkit.vlm import encode_prompt
 
 sys.path.insert(0, str(Path(__file__).parent))
 from standin import VllmStandin, written
@@ -33,7 +33,7 @@ SAMPLING = Sampling(4, seed=(7,))
 
 
 def prompts(count):
-    return [prompt([10 + i, 11], group_id=i) for i in range(count)]
+    return [prompt_sample([10 + i, 11], group_id=i) for i in range(count)]
 
 
 def check(samples, requests, n, sampling=SAMPLING):
@@ -317,7 +317,7 @@ def test_ranks_agree(tiny_dir):
 
 
 def test_images_travel_once_a_prompt_and_pixel_for_pixel(connect, processor):
-    request = encode(processor, load_task("digits").train[0], group_id=0)
+    request = encode_prompt(processor, load_task("digits").train[0], group_id=0)
     with VllmStandin() as a:
         a.expanded[tuple(request.compact_ids)] = request.token_ids
         samples = connect(a).generate([request], SAMPLING, n=5)
@@ -371,7 +371,7 @@ def test_cancelled_requests_are_called_off(connect):
         assert a.now == 0 and all(server.active_sequences == 0 for server in rollout.pool.servers)
         began = a.steps  # one that is refused calls the others off
         with pytest.raises(ValueError, match="out of vocabulary"):
-            rollout.generate([*prompts(3), prompt([10_000])], Sampling(200))
+            rollout.generate([*prompts(3), prompt_sample([10_000])], Sampling(200))
         assert a.steps - began < 100
 
 
@@ -405,11 +405,11 @@ def test_bad_input_is_named(connect, monkeypatch):
         with pytest.raises(
             ValueError, match="group 7: expected at most 512 tokens .*, got 510 \+ 4 \(max_new_tokens\)"
         ):
-            rollout.generate([prompt([10] * 510, group_id=7)], SAMPLING)
+            rollout.generate([prompt_sample([10] * 510, group_id=7)], SAMPLING)
         with pytest.raises(ValueError, match=f"group 8: {a.url}.*400: Token id 10000 is out of vocabulary"):
-            rollout.generate([prompt([10_000], group_id=8)], SAMPLING)
+            rollout.generate([prompt_sample([10_000], group_id=8)], SAMPLING)
         with pytest.raises(ValueError, match="row 3: expected an image that can be saved as PNG"):
-            rollout.generate([prompt([10], images=["nothing"], row={"where": "row 3"})], SAMPLING)
+            rollout.generate([prompt_sample([10], images=["nothing"], row={"where": "row 3"})], SAMPLING)
         assert not [server.active_sequences for server in rollout.pool.servers if server.active_sequences]
         monkeypatch.setattr("rlkit.rollout.servers.rollout.suppressed_token_ids", lambda *_: torch.arange(1025))
         with pytest.raises(

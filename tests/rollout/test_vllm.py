@@ -11,7 +11,7 @@ from types import SimpleNamespace
 import pytest
 from isolated_cases import require, run_cases
 
-from rlkit.data.samples import prompt
+from rlkit.data.samples import prompt_sample
 from rlkit.rollout import Sampling
 from rlkit.rollout.inference_requests import finished_sample
 from rlkit.rollout.vllm import SUPPORTED, cpu_options, import_vllm
@@ -223,21 +223,21 @@ def test_no_vllm_is_an_error_that_says_how_to_get_it(monkeypatch):
 
 def test_a_request_carries_the_compact_track():
     images = [object()]
-    request = prompt([7, 8, 8, 8, 9], [7, 8, 9], images=images, placeholders={8: [3]})
+    request = prompt_sample([7, 8, 8, 8, 9], [7, 8, 9], images=images, placeholders={8: [3]})
     assert vllm_prompt(request) == {"prompt_token_ids": [7, 8, 9], "multi_modal_data": {"image": images}}
-    assert vllm_prompt(prompt([1, 2])) == {"prompt_token_ids": [1, 2]}
+    assert vllm_prompt(prompt_sample([1, 2])) == {"prompt_token_ids": [1, 2]}
 
 
 def test_seeds_differ_by_prompt_step_and_turn():
-    first = prompt([1, 2], group_id=3)
-    others = [prompt([1, 2], group_id=4), replace(first, number=1), replace(first, mask=[False, True])]
+    first = prompt_sample([1, 2], group_id=3)
+    others = [prompt_sample([1, 2], group_id=4), replace(first, number=1), replace(first, mask=[False, True])]
     seeds = {request_seed((0, 1), request) for request in [first, *others]} | {request_seed((0, 2), first)}
-    assert len(seeds) == 5 and request_seed((0, 1), first) == request_seed((0, 1), prompt([5], group_id=3))
+    assert len(seeds) == 5 and request_seed((0, 1), first) == request_seed((0, 1), prompt_sample([5], group_id=3))
 
 
 def test_sampling_is_the_trainers_distribution():
     options = vllm_sampling_params(
-        Sampling(9, 0.7, (1,)), prompt([1]), n=4, suppressed_token_ids=[5, 6], end_token_ids=[2]
+        Sampling(9, 0.7, (1,)), prompt_sample([1]), n=4, suppressed_token_ids=[5, 6], end_token_ids=[2]
     )
     assert options["temperature"] == 0.7 and options["max_tokens"] == 9 and options["n"] == 4
     assert options["logit_bias"] == {5: -1e30, 6: -1e30} and options["stop_token_ids"] == [2]
@@ -248,4 +248,4 @@ def test_an_answer_that_was_given_up_is_no_answer():
     with pytest.raises(
         RuntimeError, match="group 5: expected finish_reason 'stop' or 'length' from the sampler, got 'abort'"
     ):
-        finished_sample(prompt([1], group_id=5), [2], [-1.0], "abort", processor=None, version=0)
+        finished_sample(prompt_sample([1], group_id=5), [2], [-1.0], "abort", processor=None, version=0)

@@ -12,13 +12,13 @@ import pytest
 import torch
 
 from rlkit.data import collate
-from rlkit.data.samples import extend, prompt
+from rlkit.data.samples import append_response, prompt_sample
 from rlkit.engines import make_engine
 from rlkit.losses import token_mean
 from rlkit.rollout import AsyncSampler, Sampling, make_rollout
 from rlkit.rollout.adapters import serialize_adapter
 from rlkit.rollout.serve import serving
-from rlkit.vlm import encode_rows, load_model, load_processor, lora, suppressed_token_ids
+from rlkit.vlm import encode_prompts, load_model, load_processor, lora, suppressed_token_ids
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "engines"))
 from rows import make_samples
@@ -100,7 +100,7 @@ def rollout(tiny_dir, processor, servers):
 def prompts(processor):
     """Images of three sizes, a prompt without one, and one that fills several blocks of the cache."""
     rows = [(s.group_id, s.row) for s in make_samples(processor, answers=(1, 1, 1, 1))]
-    return [*encode_rows(processor, rows)[0], prompt([10 + i % 200 for i in range(300)], group_id=9)]
+    return [*encode_prompts(processor, rows)[0], prompt_sample([10 + i % 200 for i in range(300)], group_id=9)]
 
 
 def apart(engine, samples):
@@ -201,7 +201,7 @@ def test_caches_kept_by_a_server_are_caught(engine, rollout, prompts, monkeypatc
 def test_answers_go_on_under_new_weights(tiny_dir, processor, engine, rollout, prompts):
     """Weights that arrive while answers are written: each token is scored by the weights that wrote it."""
     sets = [[(name, weight.clone()) for name, weight in engine.get_per_tensor_param()]]
-    train(engine, [extend(p, [20 + i, 30 + i], [0.0, 0.0]) for i, p in enumerate(prompts)])
+    train(engine, [append_response(p, [20 + i, 30 + i], [0.0, 0.0]) for i, p in enumerate(prompts)])
     sets.append([(name, weight.clone()) for name, weight in engine.get_per_tensor_param()])
     for attempt in range(7):  # until weights came when some answers, not all, were written
         rollout.update_weights(iter(sets[0]))
@@ -226,9 +226,9 @@ def test_answers_go_on_under_new_weights(tiny_dir, processor, engine, rollout, p
 
 def test_bad_input_is_named_by_a_real_server(tiny_dir, rollout, processor, servers):
     with pytest.raises(ValueError, match="group 3: expected at most 512 tokens .*, got 510 \+ 6 "):
-        rollout.generate([prompt([10] * 510, group_id=3)], SAMPLING)
+        rollout.generate([prompt_sample([10] * 510, group_id=3)], SAMPLING)
     with pytest.raises(ValueError, match="group 4: http.*Token id 9999 is out of vocabulary"):
-        rollout.generate([prompt([9999], group_id=4)], SAMPLING)
+        rollout.generate([prompt_sample([9999], group_id=4)], SAMPLING)
     other = Path(tiny_dir).with_name("other")
     other.symlink_to(tiny_dir)
     with pytest.raises(ValueError, match="expected the model '.*/other', got '.*/tiny'"):
@@ -252,7 +252,7 @@ def test_the_next_batch_is_written_while_one_is_trained_on(engine, rollout, prom
 
 def test_a_server_killed_in_the_middle(engine, rollout, prompts, servers, caplog):
     """Nothing is lost and nothing comes twice; the other server takes the rest, and weights afterwards."""
-    many = [prompt([10 + i, 11, 12], group_id=i) for i in range(24)]
+    many = [prompt_sample([10 + i, 11, 12], group_id=i) for i in range(24)]
     future = rollout.submit(many, Sampling(400, temperature=0.8, seed=(4,)), 4)
     url, process = list(servers.items())[1]
     victim = next(server for server in rollout.pool.servers if server.url == url)

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from rlkit.data import load_task, prompt
+from rlkit.data import load_task, prompt_sample
 from rlkit.engines import make_engine
 from rlkit.rollout import Sampling, WeightSyncCheck, make_rollout, measure_mismatch
 from rlkit.rollout.hf import HfRollout
@@ -53,7 +53,7 @@ def test_weights_that_are_slightly_wrong_from_the_start(tmp_path, computed, leas
     dtype, suppressed = getattr(torch, computed), suppressed_token_ids(model.config, tokenizer)
     engine = make_engine("fsdp2", model=model, suppressed_token_ids=suppressed, compute_dtype=dtype)
     rollout = make_rollout("hf", lambda: nullcontext(leftover), processor=tokenizer)
-    prompts = [prompt([10 + i, 11], group_id=i) for i in range(8)]
+    prompts = [prompt_sample([10 + i, 11], group_id=i) for i in range(8)]
     rounding = measure_mismatch(rollout, engine, prompts, Sampling(8))
     assert least < rounding < most and not WeightSyncCheck(0.3, dtype=dtype)(rounding)
     with torch.no_grad():
@@ -69,7 +69,7 @@ def test_a_gap_is_of_all_tokens_and_of_the_weights_of_now(tiny_dir):
     suppressed = suppressed_token_ids(model.config, processor.tokenizer)
     engine = make_engine("fsdp2", model=model, suppressed_token_ids=suppressed)
     rollout = make_rollout("hf", lambda: nullcontext(load_model(tiny_dir)), processor=processor)
-    prompts = [prompt([10 + i, 11], group_id=i) for i in range(3)]
+    prompts = [prompt_sample([10 + i, 11], group_id=i) for i in range(3)]
     assert measure_mismatch(rollout, engine, prompts, Sampling(5)) < 1e-5
     assert measure_mismatch(rollout, engine, [], Sampling(5)) == 0.0  # a rank without any takes part
     with torch.no_grad():

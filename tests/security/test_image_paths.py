@@ -14,7 +14,7 @@ import pytest
 from PIL import Image
 
 from rlkit import runs
-from rlkit.data import load_chats, load_marked, load_pairs, load_task, with_heldout
+from rlkit.data import load_chats, load_pairs, load_task, load_unpaired, with_heldout
 from rlkit.vlm import load_image
 
 LIMIT = 3.0  # seconds that a test may hang before it fails
@@ -175,7 +175,7 @@ PAIR = {"chosen": "good", "rejected": "bad"}
 
 
 @pytest.mark.parametrize(
-    ("load", "row"), [(load_task, {}), (load_chats, {}), (load_pairs, PAIR), (load_marked, PAIR)]
+    ("load", "row"), [(load_task, {}), (load_chats, {}), (load_pairs, PAIR), (load_unpaired, PAIR)]
 )  # fmt: skip
 def test_with_the_option_they_are_read(load, row, own):
     paths = outside(own)

@@ -5,7 +5,7 @@ import time
 
 import pytest
 
-from rlkit.data import prompt
+from rlkit.data import prompt_sample
 from rlkit.rewards import maths, rules
 from rlkit.rewards.judge import last_score
 from rlkit.rewards.named import REWARDS
@@ -81,4 +81,4 @@ def test_numbers_that_no_float_can_hold():
 
 
 def test_a_tool_call_with_a_number_of_any_length():
-    assert asyncio.run(image_tools.zoom(prompt([1], text=f"zoom(0, 0, {'9' * 5000}, 1)"))) is None
+    assert asyncio.run(image_tools.zoom(prompt_sample([1], text=f"zoom(0, 0, {'9' * 5000}, 1)"))) is None

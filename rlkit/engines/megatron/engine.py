@@ -72,7 +72,7 @@ from rlkit.engines.packing.inputs import ModelInputs, prepare_model_inputs
 from rlkit.engines.packing.micro_batches import check_same_rows, micro_batches
 from rlkit.engines.value_head import has_value_head
 from rlkit.vlm.inputs import position_spec
-from rlkit.vlm.loading import copy_with
+from rlkit.vlm.loading import copy_with_weights
 
 # (loss, number of tokens, what the engine needs of the micro-batch), as Megatron's schedule expects it
 Finish = Callable[[list[int], Batch, ModelInputs, Tensor], tuple[Tensor, Tensor, Any]]
@@ -367,7 +367,7 @@ class MegatronEngine:
     @contextmanager
     def gathered(self) -> Iterator[Any]:
         """Yield a transformers model with full weights on every rank, for sampling; it is freed after the context."""
-        yield copy_with(self.hf_model, dict(self.get_per_tensor_param())).to(self.device)
+        yield copy_with_weights(self.hf_model, dict(self.get_per_tensor_param())).to(self.device)
 
     def export_hf(self, path: str | Path, dtype: torch.dtype | None = None) -> None:
         """Write a Hugging Face model directory, see `rlkit.engines.export.export_hf`."""

@@ -8,8 +8,8 @@ import pytest
 from PIL import Image
 
 from rlkit.data import load_task, step_rows
-from rlkit.data.hub import made, open_stream, read_split, read_splits, stream_steps
-from rlkit.data.ready import BOXED, LETTER, READY
+from rlkit.data.hub import map_table, open_stream, read_split, read_splits, stream_steps
+from rlkit.data.published_tasks import BOXED, LETTER, PUBLISHED_TASKS
 from rlkit.rewards.maths import maths_reward
 from rlkit.vlm import load_image
 
@@ -78,7 +78,7 @@ def test_math_and_math500():
 
 
 def test_evaluation_sets_have_nothing_to_train_on():
-    with pytest.raises(ValueError, match="no rows to train on"):
+    with pytest.raises(ValueError, match="expected rows to train on, got none"):
         step_rows(local("math500").train, 0, 4, seed=0)
 
 
@@ -190,7 +190,7 @@ def test_unreadable_data_sets_are_named(tmp_path):
 
 
 def test_every_ready_task_names_its_source():
-    for function in READY.values():
+    for function in PUBLISHED_TASKS.values():
         (source,) = function.__defaults__
         assert f"https://huggingface.co/datasets/{source}" in function.__doc__
 
@@ -236,7 +236,7 @@ def test_a_saved_set_streams_too(tmp_path):
 
 def test_an_empty_stream_and_a_count_of_nothing_are_errors():
     stream = datasets.IterableDataset.from_generator(lambda: iter(()))
-    with pytest.raises(ValueError, match="no rows to train on"):
+    with pytest.raises(ValueError, match="expected rows to train on, got none"):
         next(stream_steps(stream, dict, 2, seed=0))
     with pytest.raises(ValueError, match="count: expected at least 1"):
         next(stream_steps(stream, dict, 0, seed=0))
@@ -249,5 +249,5 @@ def test_made_rows_are_read_when_asked_for():
         asked.append(raw["n"])
         return {"question": raw["n"]}
 
-    rows = made(datasets.Dataset.from_dict({"n": list(range(9))}), make, "here")
+    rows = map_table(datasets.Dataset.from_dict({"n": list(range(9))}), make, "here")
     assert rows[2:][1] == {"question": 3, "where": "here row 4"} and asked == [3]

@@ -1,4 +1,4 @@
-r"""Tasks on published data sets, with prompts and graders that are fixed, so that numbers can be compared.
+r"""Tasks on published data sets, with fixed prompts and graders, so that results can be compared.
 
     load_task("gsm8k")                 # from the hub
     load_task("gsm8k@/data/gsm8k")     # from a copy of the data set's repository, or what `save_to_disk` wrote
@@ -15,8 +15,8 @@ r"""Tasks on published data sets, with prompts and graders that are fixed, so th
 | scienceqa | derek-thomas/ScienceQA | train, 12,726 | test, 4,241 | image, hint, options + LETTER | multiple_choice |
 | mmstar | Lin-Chen/MMStar | none | val, 1,500 | image, question with its options + LETTER | multiple_choice |
 
-A task without training rows is for evaluation. BOXED and LETTER are below; the data sets' own prompts of dapo17k and
-aime24 ask for a last line "Answer: ...". Published numbers often come from other prompts and graders.
+A task without training rows is for evaluation. BOXED and LETTER are constants below. The prompts of dapo17k and aime24
+are in the data sets, and ask for a last line "Answer: ...". Published results often use other prompts and graders.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ import re
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from rlkit.data.hub import made, read_split, read_splits
+from rlkit.data.hub import map_table, read_split, read_splits
 from rlkit.data.samples import Row
-from rlkit.data.tables import Rows, a_tenth_held_out
+from rlkit.data.tables import Rows, split_heldout
 from rlkit.data.tasks import Task
 from rlkit.rewards.maths import final_answer, maths_reward
 from rlkit.rewards.rules import multiple_choice
@@ -44,7 +44,7 @@ def gsm8k(source: str = "openai/gsm8k") -> Task:
     """
 
     def row(raw: Row) -> Row:
-        return _asked(raw["question"], _final(raw["answer"].replace(",", "")), BOXED)
+        return _row(raw["question"], _final_answer(raw["answer"].replace(",", "")), BOXED)
 
     return _split_task("gsm8k", source, row, maths_reward, "train", "test", subset="main")
 
@@ -74,7 +74,7 @@ def dapo17k(source: str = "BytedTsinghua-SIA/DAPO-Math-17k") -> Task:
     hundred times; here it is there once. A fixed 300 are held out; the paper evaluates on `aime24`.
     """
     rows = _dapo_rows(source)
-    return Task("dapo17k", *a_tenth_held_out(rows), maths_reward, {"train": rows})
+    return Task("dapo17k", *split_heldout(rows), maths_reward, {"train": rows})
 
 
 def aime24(source: str = "BytedTsinghua-SIA/AIME-2024") -> Task:
@@ -92,7 +92,7 @@ def geometry3k(source: str = "hiyouga/geometry3k") -> Task:
     """
 
     def row(raw: Row) -> Row:
-        return _asked(raw["problem"], raw["answer"], BOXED, raw["images"])
+        return _row(raw["problem"], raw["answer"], BOXED, raw["images"])
 
     return _split_task("geometry3k", source, row, maths_reward, "train", "test")
 
@@ -104,7 +104,7 @@ def clevr_counting(source: str = "BUAADreamer/clevr_count_70k") -> Task:
     """
 
     def row(raw: Row) -> Row:
-        return _asked(raw["problem"], raw["answer"], BOXED, raw["images"])
+        return _row(raw["problem"], raw["answer"], BOXED, raw["images"])
 
     return _split_task("clevr_counting", source, row, maths_reward, "train", "test")
 
@@ -119,7 +119,7 @@ def scienceqa(source: str = "derek-thomas/ScienceQA") -> Task:
     def row(raw: Row) -> Row:
         options = [f"{letter}. {text}" for letter, text in zip(LETTERS, raw["choices"], strict=False)]
         question = "\n".join([*filter(None, [raw["hint"]]), raw["question"], *options])
-        return _asked(question, LETTERS[raw["answer"]], LETTER, [raw["image"]] if raw["image"] else [])
+        return _row(question, LETTERS[raw["answer"]], LETTER, [raw["image"]] if raw["image"] else [])
 
     return _split_task("scienceqa", source, row, multiple_choice, "train", "test")
 
@@ -132,12 +132,12 @@ def mmstar(source: str = "Lin-Chen/MMStar") -> Task:
     """
 
     def row(raw: Row) -> Row:
-        return _asked(raw["question"], raw["answer"].strip(), LETTER, [raw["image"]])
+        return _row(raw["question"], raw["answer"].strip(), LETTER, [raw["image"]])
 
     return _split_task("mmstar", source, row, multiple_choice, None, "val")
 
 
-READY: Mapping[str, Callable[..., Task]] = {
+PUBLISHED_TASKS: Mapping[str, Callable[..., Task]] = {
     function.__name__: function
     for function in (gsm8k, math, math500, dapo17k, aime24, geometry3k, clevr_counting, scienceqa, mmstar)
 }
@@ -155,29 +155,31 @@ def _split_task(
     splits = read_splits(source, subset)
     if missing := [split for split in (train, heldout) if split is not None and split not in splits]:
         raise ValueError(f"task {name!r}: expected a split {missing[0]!r} of {source!r}, got {sorted(splits)}")
-    rows = {split: made(splits[split], row, f"{source} {split}") for split in (train, heldout) if split is not None}
+    rows = {
+        split: map_table(splits[split], row, f"{source} {split}") for split in (train, heldout) if split is not None
+    }
     return Task(name, rows[train] if train is not None else (), rows[heldout], reward, rows)
 
 
-def _asked(question: str, answer: str | None, instruction: str, images: Any = ()) -> dict[str, Any]:
-    """A row; images go in front of the question, and so do not stand in its text."""
+def _row(question: str, answer: str | None, instruction: str, images: Any = ()) -> dict[str, Any]:
+    """A row with the instruction after the question; images go before it, so `<image>` is removed from its text."""
     question = question.replace("<image>", "").strip()
     return {"question": f"{question}\n\n{instruction}", "images": list(images), "answer": answer}
 
 
-def _final(solution: str) -> str | None:
+def _final_answer(solution: str) -> str | None:
     found = final_answer(solution)
     return None if found is None else found[0]
 
 
 def _math_row(raw: Row) -> Row:
-    answer = raw["answer"] if "answer" in raw else _final(raw["solution"])
-    level = re.search(r"\d", str(raw["level"]))  # there are a few of "Level ?"
-    return {**_asked(raw["problem"], answer, BOXED), "difficulty": int(level.group()) if level else 5}
+    answer = raw["answer"] if "answer" in raw else _final_answer(raw["solution"])
+    level = re.search(r"\d", str(raw["level"]))  # a few rows have "Level ?"
+    return {**_row(raw["problem"], answer, BOXED), "difficulty": int(level.group()) if level else 5}
 
 
 def _dapo_rows(source: str) -> Rows:
-    """Each prompt once, where it stands first."""
+    """The rows without repeated prompts: of each prompt the first."""
     table = read_split(source, "train")
     first: dict[str, int] = {}
     prompts = (chat[0]["content"] for part in table.select_columns("prompt").iter(1000) for chat in part["prompt"])
@@ -187,4 +189,4 @@ def _dapo_rows(source: str) -> Rows:
     def row(raw: Row) -> Row:
         return {"question": raw["prompt"][0]["content"], "images": [], "answer": raw["reward_model"]["ground_truth"]}
 
-    return made(table, row, f"{source} train")[list(first.values())]
+    return map_table(table, row, f"{source} train")[list(first.values())]
