@@ -155,12 +155,10 @@ def run_on_servers(cfg: Config, stack: ExitStack) -> None:
     threads = cfg.reward_threads
     submit = score_as_written(rollout.submit, task.reward, threads=threads, failures=failures)
     judged = SimpleNamespace(submit=submit, update_weights=rollout.update_weights)
-    async_sampler = AsyncSampler(
-        judged, requests(), n=cfg.group_size, max_staleness=cfg.max_staleness
-    )
+    batches = AsyncSampler(judged, requests(), n=cfg.group_size, max_staleness=cfg.max_staleness)
     loss_fn = partial(policy_loss, cfg=cfg)
     run.phase("generate")  # what is waited for
-    for step, found in zip(run.steps(start, cfg.steps), async_sampler, strict=False):
+    for step, found in zip(run.steps(start, cfg.steps), batches, strict=False):
         generated, rewards, parts, seconds = found
         not_asked, reasons = skipped.popleft(), failures.take()
         answers = runs.Answers(generated, rewards, parts, not_asked, reasons, seconds)
@@ -177,7 +175,7 @@ def run_on_servers(cfg: Config, stack: ExitStack) -> None:
         if (mismatch := metrics["mismatch/abs_dlogp"]) > cfg.max_mismatch:
             run.stop(f"sampler and trainer differ by {mismatch:.2f} in mean |dlogp|")
         run.phase("hand_over")
-        async_sampler.update_weights(engine.get_per_tensor_param())
+        batches.update_weights(engine.get_per_tensor_param())
 
         flops = runs.training_passes(cfg) * batch_flops(engine.config, batch)
         counts = runs.totals(engine, tokens=batch.mask.sum(), flops=flops)
