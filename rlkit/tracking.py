@@ -84,6 +84,7 @@ class Run:
             keep_earlier_config(self.out)
             self._write(CONFIG, config)
         self.step = 0
+        self.skipped_in_a_row = 0  # steps up to the last that was logged
         self.peak = peak_flops_of_all_ranks()
         self._times: dict[str, float] = defaultdict(float)
         self._phase, self._since = "set_up", time.perf_counter()
@@ -146,7 +147,11 @@ class Run:
         all phases but evaluation and checkpoints; of `flops` (of the phase "train", see rlkit.engines.flops)
         `time/train_flops_per_second`, and `time/mfu`, its share of the peak of all ranks' GPUs where that is known.
         All that depends on the clock is named `time/...`; the rest of a run repeats.
+
+        `skipped_in_a_row` counts the last steps in which an engine skipped each of its updates: its `skipped_steps`.
         """
+        skipped = any(x >= 1 for name, x in metrics.items() if name.rpartition("/")[2] == "skipped_steps")
+        self.skipped_in_a_row = self.skipped_in_a_row + 1 if skipped else 0
         self.phase(self._phase)
         times, self._times, self.step = dict(self._times), defaultdict(float), step
         row = {**metrics, **times, **rates(metrics, times, self.peak)}

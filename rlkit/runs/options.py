@@ -112,6 +112,8 @@ class OptimizerOptions:
     """Decoupled weight decay."""
     max_grad_norm: float = 1.0
     """Gradients are scaled down to this norm."""
+    max_skipped_steps: int = 10
+    """Stop after so many steps in a row whose gradients were not finite. Such steps are skipped. 0: never."""
 
 
 @dataclass
@@ -195,8 +197,8 @@ save_every threads micro_batch_tokens ulysses_sequence_parallel_size
 """.split()
 AT_LEAST_0 = """
 seed epochs group_size rows max_new_tokens max_prompt_tokens max_tokens max_response_tokens overlong_buffer lora_rank
-warmup_steps critic_warmup reward_threads max_staleness watchdog lr critic_lr weight_decay kl_coef sft_coef lm_coef
-centre_coef clip_low clip_high max_mismatch
+warmup_steps max_skipped_steps critic_warmup reward_threads max_staleness watchdog lr critic_lr weight_decay kl_coef
+sft_coef lm_coef centre_coef clip_low clip_high max_mismatch
 """.split()
 SHARES = "max_unjudged min_lr_ratio gamma lam critic_lam".split()
 POSITIVE = "temperature max_grad_norm lora_alpha gpu_memory_utilization tis_cap tool_timeout".split()

@@ -58,7 +58,7 @@ def a_folder(file):
 DAMAGES = {"cut": cut, "emptied": emptied, "first byte": turned(0), "a byte": turned(0.6), "last byte": turned(1)}
 DAMAGES |= {"gone": gone, "a folder": a_folder}
 FILES = ["manifest.json", ".metadata", "__0_0.distcp"]
-RESUME = SimpleNamespace(resume=True, save_every=1, steps=9)
+RESUME = SimpleNamespace(resume=True, save_every=1, steps=9, max_skipped_steps=10)
 
 
 @pytest.fixture
