@@ -57,6 +57,12 @@ class TaskOptions:
     reward: str = ""
     """How answers to a file or data set are judged: exact, maths, choice, boxed, f1, or module:function. Default: exact
     (the answer and nothing else, which chat models that explain themselves rarely give)."""
+    isolate_reward: bool = False
+    """Run the reward in worker processes with limits. By default it runs in this process, without any."""
+    reward_seconds: float = 60.0
+    """With --isolate_reward: most processor time for an answer. Wall time is held to four times that."""
+    reward_memory: float = 4.0
+    """With --isolate_reward: most GiB of address space of a worker, beyond what its imports take."""
     heldout: str = ""
     """Rows that are held out: a file, a split of the data set, or a share such as 0.1. Default: the data set's test or
     validation split, or a tenth of the rows, at most 300."""
@@ -201,7 +207,9 @@ warmup_steps max_skipped_steps critic_warmup reward_threads max_staleness watchd
 sft_coef lm_coef centre_coef clip_low clip_high max_mismatch
 """.split()
 SHARES = "max_unjudged min_lr_ratio gamma lam critic_lam".split()
-POSITIVE = "temperature max_grad_norm lora_alpha gpu_memory_utilization tis_cap tool_timeout".split()
+POSITIVE = """
+temperature max_grad_norm lora_alpha reward_seconds reward_memory gpu_memory_utilization tis_cap tool_timeout
+""".split()
 
 
 def check_ranges(cfg: Any) -> None:
