@@ -1,11 +1,11 @@
 # make demo: the main job on its built-in default.  make test: lint, types, tests.  make quick: the loop of edit and test.
-# make setup: the environment alone.
+# make faults: what is broken on purpose.  make setup: the environment alone.
 PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 CHECK_PYTHON := $(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "rlkit needs Python >= 3.11; $(PYTHON) is older. Name another: make setup PYTHON=python3.12"; exit 1; }
 
-.PHONY: setup setup-all demo test quick lint learn bench peers bench-peers docs clean
+.PHONY: setup setup-all demo test faults quick lint learn bench peers bench-peers docs clean
 
 setup: $(VENV)/.installed
 
@@ -33,6 +33,11 @@ demo: setup
 # in the order of testpaths, the longest first: at the end no worker waits for another one's longest file
 test: setup-all lint
 	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder --durations=20
+
+# what is broken on purpose, and who means harm: docs/reliability.md
+faults: setup-all
+	$(BIN)/python -m pytest -n 2 --dist loadfile tests/faults tests/security \
+		tests/rewards/test_sandbox.py tests/rewards/test_programs.py
 
 # functions, packing, an engine in one process, a recipe for a few steps
 quick: setup
@@ -71,6 +76,7 @@ docs: setup-all
 	$(BIN)/python docs/make_formula_and_code.py
 	$(BIN)/python docs/make_engines.py
 	$(BIN)/python docs/make_families.py
+	$(BIN)/python docs/make_reliability.py
 
 clean:
 	rm -rf $(VENV) .venv-peers build *.egg-info

@@ -84,6 +84,7 @@ class Run:
             keep_earlier_config(self.out)
             self._write(CONFIG, config)
         self.step = 0
+        self.skipped_in_a_row = 0  # steps up to the last that was logged
         self.peak = peak_flops_of_all_ranks()
         self._times: dict[str, float] = defaultdict(float)
         self._phase, self._since = "set_up", time.perf_counter()
@@ -145,11 +146,15 @@ class Run:
         follow `time/train_flops_per_second` and, for known GPUs, `time/mfu`, the share of the peak of all ranks. Every
         metric that depends on the clock is named `time/...`; all others are reproducible.
 
+        `skipped_in_a_row` counts the last steps in which an engine skipped every update: its `skipped_steps`.
+
         Args:
             step: number of the step.
             metrics: by name.
             show: metrics to show in the progress bar, by a short name: {"reward": "reward/mean"}.
         """
+        skipped = any(x >= 1 for name, x in metrics.items() if name.rpartition("/")[2] == "skipped_steps")
+        self.skipped_in_a_row = self.skipped_in_a_row + 1 if skipped else 0
         self.phase(self._phase)
         times, self._times, self.step = dict(self._times), defaultdict(float), step
         row = {**metrics, **times, **rates(metrics, times, self.peak)}

@@ -52,10 +52,13 @@ def save(path: str | Path, state: dict[str, Any], extra: dict[str, Any], *, wait
         wait: until it is written; otherwise a thread writes it.
 
     Raises:
-        CheckpointNotWritten: on all ranks, also if it is one rank that could not write.
+        CheckpointNotWritten: on all ranks, also if it is one rank that could not write, or a weight in `state["model"]`
+            is nan or infinite.
     """
     finish()
     path = Path(path)
+    if problem := _first_problem(_not_finite(state.get("model", {})), None):
+        raise CheckpointNotWritten(f"checkpoint {path}: expected finite weights, got {problem}")
     part = path.with_name(path.name + ".part")
     size = _local_bytes(state)
     if problem := _first_problem(_prepare(part), None):
@@ -155,10 +158,23 @@ def _reason(error: BaseException) -> str:
     return str(error).strip().partition("\n")[0] or type(error).__name__
 
 
+def _local(x: Tensor) -> Tensor:
+    """This rank's part of a tensor."""
+    return x.to_local() if isinstance(x, DTensor) else x
+
+
 def _local_bytes(state: Mapping[str, Any]) -> int:
     """Bytes of this rank's tensors."""
-    tensors = (x.to_local() if isinstance(x, DTensor) else x for x in tree_leaves(state) if isinstance(x, Tensor))
+    tensors = (_local(x) for x in tree_leaves(state) if isinstance(x, Tensor))
     return sum(x.numel() * x.element_size() for x in tensors)
+
+
+def _not_finite(weights: Mapping[str, Any]) -> str:
+    """The first of this rank's weights that is nan or infinite, with its tensor's name; empty if all are finite."""
+    for name, x in weights.items():
+        if isinstance(x, Tensor) and not (is_finite := _local(x).isfinite()).all():
+            return f"{_local(x)[~is_finite][0].item()} in {name}"
+    return ""
 
 
 def _files_of_rank(part: Path) -> list[Path]:

@@ -77,8 +77,14 @@ def save(cfg: Any, run: Run, step: int, state: Mapping[str, Any] | None = None, 
         state: what `resume` returns beside the step.
         engines: as in `resume`.
 
-    The run ends with one sentence if it cannot be written; the previous checkpoint stays.
+    The run ends with one sentence if it cannot be written, and after `cfg.max_skipped_steps` steps in a row of which
+    the gradients were not finite. The previous checkpoint stays.
     """
+    if 0 < cfg.max_skipped_steps <= run.skipped_in_a_row:
+        run.stop(
+            f"gradients: expected finite ones, got nan or inf in {run.skipped_in_a_row} steps in a row, which were "
+            "skipped; lower --lr, or allow more with --max_skipped_steps"
+        )
     if (step + 1) % cfg.save_every and step + 1 != cfg.steps:
         return
     run.phase("checkpoint")

@@ -57,6 +57,12 @@ class TaskOptions:
     reward: str = ""
     """How answers to a file or data set are judged: exact, maths, choice, boxed, f1, or module:function. Default: exact
     (the answer and nothing else, which chat models that explain themselves rarely give)."""
+    isolate_reward: bool = False
+    """Run the reward in worker processes with limits. By default it runs in this process, without any."""
+    reward_seconds: float = 60.0
+    """With --isolate_reward: most processor time for an answer. Wall time is held to four times that."""
+    reward_memory: float = 4.0
+    """With --isolate_reward: most GiB of address space of a worker, beyond what its imports take."""
     heldout: str = ""
     """Rows that are held out: a file, a split of the data set, or a share such as 0.1. Default: the data set's test or
     validation split, or a tenth of the rows, at most 300."""
@@ -112,6 +118,8 @@ class OptimizerOptions:
     """Decoupled weight decay."""
     max_grad_norm: float = 1.0
     """Gradients are scaled down to this norm."""
+    max_skipped_steps: int = 10
+    """Stop after so many steps in a row whose gradients were not finite. Such steps are skipped. 0: never."""
 
 
 @dataclass
@@ -195,11 +203,13 @@ save_every threads micro_batch_tokens ulysses_sequence_parallel_size
 """.split()
 AT_LEAST_0 = """
 seed epochs group_size rows max_new_tokens max_prompt_tokens max_tokens max_response_tokens overlong_buffer lora_rank
-warmup_steps critic_warmup reward_threads max_staleness watchdog lr critic_lr weight_decay kl_coef sft_coef lm_coef
-centre_coef clip_low clip_high max_mismatch
+warmup_steps max_skipped_steps critic_warmup reward_threads max_staleness watchdog lr critic_lr weight_decay kl_coef
+sft_coef lm_coef centre_coef clip_low clip_high max_mismatch
 """.split()
 SHARES = "max_unjudged min_lr_ratio gamma lam critic_lam".split()
-POSITIVE = "temperature max_grad_norm lora_alpha gpu_memory_utilization tis_cap tool_timeout".split()
+POSITIVE = """
+temperature max_grad_norm lora_alpha reward_seconds reward_memory gpu_memory_utilization tis_cap tool_timeout
+""".split()
 
 
 def check_ranges(cfg: Any) -> None:

@@ -9,7 +9,7 @@ from functools import partial
 from typing import Any, TypeVar
 
 from rlkit.data import Task, load_task, with_heldout, with_prompt
-from rlkit.rewards import reward_named
+from rlkit.rewards import isolated, reward_named
 from rlkit.runs.options import TaskOptions
 
 Config = TypeVar("Config", bound=Any)
@@ -32,6 +32,9 @@ def load_named_task(cfg: TaskOptions, name: str, load: Callable[..., Task] = loa
         task = load_any(name)
         if cfg.reward:
             task = replace(task, reward=reward_named(cfg.reward))
+    if cfg.isolate_reward:
+        memory = int(cfg.reward_memory * 2**30)
+        task = replace(task, reward=isolated(task.reward, seconds=cfg.reward_seconds, memory=memory))
     if cfg.heldout:
         task = with_heldout(task, cfg.heldout, load_any)
     return with_prompt(

@@ -100,7 +100,7 @@ print("later:", checkpoint.read_manifest(disk / "checkpoints" / "step_2"))
 def test_a_run_whose_disk_fills_ends_with_one_sentence(tmp_path):
     said = on_a_small_disk(tmp_path, """
 init_distributed()
-cfg = SimpleNamespace(save_every=1, steps=9)
+cfg = SimpleNamespace(save_every=1, steps=9, max_skipped_steps=10)
 class Engine:
     state = {"w": torch.ones(250_000)}
     def save_checkpoint(self, path, extra):

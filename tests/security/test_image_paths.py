@@ -8,7 +8,6 @@ import struct
 import threading
 import zlib
 from functools import partial
-from types import SimpleNamespace
 
 import pytest
 from PIL import Image
@@ -197,8 +196,7 @@ def test_held_out_files_are_held_to_it_too(own):
 @pytest.mark.parametrize("allowed", [False, True])
 def test_the_option_of_a_run(allowed, own):
     task_of(own, "images/a.png", *outside(own))
-    plain = {"heldout": "", "reward": "", "system_prompt": "", "prompt_template": "", "answer_prefix": ""}
-    cfg = SimpleNamespace(allow_outside_files=allowed, **plain)
+    cfg = runs.TaskOptions(allow_outside_files=allowed)
     for load in (load_task, load_chats):
         rows = runs.load_named_task(cfg, str(own / "train.jsonl"), load).splits["train"]
         assert [("unreadable" in row) for row in rows] == [False] + [not allowed] * 6
