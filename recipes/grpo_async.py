@@ -16,9 +16,9 @@ AReaL, https://arxiv.org/abs/2505.24298):
   `max_staleness` updates old. Requests are delayed to keep this bound; no answer is discarded.
 - Weights are sent to the servers while they generate. An unfinished answer continues under the new
   weights, and its version is that of its oldest token.
-- Old log-probabilities are computed by the trainer before each update. Truncated importance
-  weights correct for their ratio to the sampler's log-probabilities. AReaL's decoupled objective
-  has these weights too, without truncation.
+- Old log-probabilities are the trainer's own, of the same forward pass. The clipped ratio is
+  therefore 1, and truncated importance weights correct for the older weights of the sampler.
+  AReaL's decoupled objective has these weights too, without truncation.
 - There is no KL term.
 """
 

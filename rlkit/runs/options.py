@@ -37,7 +37,8 @@ class RunOptions:
     resume: bool = False
     """Continue from the newest checkpoint in the run's directory."""
     allow_changes: tuple[str, ...] = ()
-    """With --resume: names of options whose values may differ from the earlier start of the run."""
+    """With --resume: options that may have another value than at the start of the run. Only needed for options that
+    change the results, such as lr."""
     seed: int = 0
     """Seed of the order of the rows, of sampling, of new adapters and of the tiny model."""
     trackers: tuple[str, ...] = ()
