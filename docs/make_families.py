@@ -41,10 +41,10 @@ COLUMNS: dict[str, list[tuple[str, str, str]]] = {
 }
 HEAD = """# Model families
 
-This table says which features are tested for which model family, on a tiny model with random weights. Families are named by
-transformers' `model_type`. An empty cell means not tested, not that it fails. `plain`: positions are 0, 1, 2, ..., so there
-are no 3D RoPE ids. `text`: the family has no images. The second table explains the columns. The page is generated from the
-parameters of the tests (`python docs/make_families.py`).
+This table says which features are tested for which model family, on a tiny model with random weights. Families are
+named by transformers' `model_type`. An empty cell means not tested, not that it fails. `plain`: positions are 0, 1, 2,
+..., so there are no 3D RoPE ids. `text`: the family has no images. The second table explains the columns. The page is
+generated from the parameters of the tests (`python docs/make_families.py`).
 
 """
 MEANING = {
@@ -54,7 +54,7 @@ MEANING = {
     "mixed batch": "a rank without images runs a blank image through the vision tower, which changes no number",
     "processor": "prompt tokens are those of transformers' processor, and an image has as many tokens as features",
     "freeze": "frozen parameters have no gradient and do not change, in the fsdp2 engine",
-    "LoRA": "only the adapters change; merged weights give the same logprobs; `disable_adapter` restores the base model",
+    "LoRA": "only the adapters change; merged weights give the same logprobs; `disable_adapter` gives the base model",
     "HF sampler": "`--rollout hf`: the sampler's logprobs equal the trainer's",
     "vLLM": "`--rollout vllm` on a CPU: the sampler's logprobs equal the trainer's after every weight update",
 }
@@ -126,8 +126,8 @@ Not supported; each is refused with an error that says why:
 - packed rows: {refused}. These train with `--no_use_remove_padding`;
 - positions: {positions};
 - vLLM, with the text of the error: {with_vllm}. vLLM has no implementation of {", ".join(sorted(vllm.ABSENT))};
-- prefix attention (PaliGemma), and RoPE variants in which sequences of one forward pass would affect each other (dynamic,
-  longrope).
+- prefix attention (PaliGemma), and RoPE variants in which sequences of one forward pass would affect each other
+  (dynamic, longrope).
 
 Notes:
 
@@ -135,8 +135,8 @@ Notes:
   `make_engine`; `load_model` does not load models with a talker.
 - **deepseek_v3 with vLLM on a CPU.** vLLM supports only the published attention size (`kv_lora_rank` 512,
   `qk_rope_head_dim` 64), and is correct only with YaRN, as published. With plain RoPE its kernel misreads queries with
-  several heads. The logprobs are then wrong by 0.06, and `WeightSyncCheck` stops the run at the first step. The config must
-  have `topk_method` and `scoring_func`, which transformers' defaults leave out.
+  several heads. The logprobs are then wrong by 0.06, and `WeightSyncCheck` stops the run at the first step. The config
+  must have `topk_method` and `scoring_func`, which transformers' defaults leave out.
 - **SmolVLM.** transformers' processor needs the package `num2words`.
 """
     return HEAD + "\n".join(lines) + "\n" + more
