@@ -89,7 +89,7 @@ def main(cfg: Config) -> None:
     heldout = collate_pairs(shown)
 
     def evaluate(when: str):
-        """Loss of the held-out pairs, and the share of them that is told apart."""
+        """Loss and preference accuracy on the held-out pairs."""
         run.phase("evaluate")
         values = engine.infer_batch(heldout)["values"]
         loss, stats = loss_fn(SimpleNamespace(values=values), heldout)
