@@ -48,7 +48,7 @@ lint: setup
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 
-# the five-seed table of the README
+# the learning table of docs/results.md, with five seeds
 learn: setup
 	$(BIN)/python benchmarks/learn.py
 

@@ -11,15 +11,16 @@ The four parts of the paper (https://arxiv.org/abs/2503.14476) and where they ar
 reward shaping (`overlong_penalty`). No KL term.
 
 How it differs from the paper:
-- Sampling stops after `max_num_gen_batches` draws, and the step is taken on the groups found until
-  then. If no group teaches anything, the run ends: what is left is either always right or always
-  wrong.
-- Groups are compared by their rewards without the length penalty, which would make groups of equal
-  rewards differ.
-- The learning rate decays linearly after its warm-up (the paper's is constant), and truncated
-  answers are trained on.
-- An answer that could not be judged is left out of its group; it does not count as wrong.
-- Tokens that stand for images can be neither sampled nor scored.
+- Sampling stops after `max_num_gen_batches` draws, and the step uses the groups found until then.
+  The run ends if no group has differing rewards: all remaining prompts are then always or never
+  solved.
+- Groups are filtered by rewards without the length penalty. With it, groups of equal rewards would
+  pass the filter.
+- The learning rate decays linearly after the warm-up; the paper's is constant.
+- Truncated answers are trained on.
+- An answer is left out of its group if its reward function fails or returns None. It does not
+  count as wrong.
+- Image placeholder tokens are masked out of the vocabulary, in sampling and in training.
 """
 
 from dataclasses import dataclass
@@ -45,25 +46,25 @@ from rlkit.rollout import Sampling, WeightSyncCheck
 @dataclass
 class Config(runs.PolicyOptions, runs.TrainingOptions):
     steps: int = 150
-    """Batches that are trained on."""
+    """Training steps."""
     prompts_per_step: int = 32
-    """Prompts of a batch, over all ranks: groups whose rewards differ."""
+    """Prompts per step, over all ranks. Only prompts whose answers have differing rewards count."""
     prompts_per_draw: int = 48
-    """Prompts that are sampled at once to find them."""
+    """Prompts to sample at a time while looking for these (verl's gen_batch_size)."""
     max_num_gen_batches: int = 3
-    """Most draws for one batch."""
+    """Most such draws for one step."""
     group_size: int = 16
     """Answers to each prompt."""
     mini_batches: int = 2
-    """Parts of a batch, by prompts; each is one optimizer step."""
+    """Mini-batches per batch, split by prompt. Each is one optimizer step."""
     overlong_buffer: int = 2
-    """The length penalty grows over so many tokens before max_new_tokens. 0: no penalty."""
+    """The length penalty grows over this many last tokens before max_new_tokens. 0: no penalty."""
     overlong_penalty_factor: float = 1.0
-    """Largest length penalty."""
+    """The length penalty at max_new_tokens."""
     clip_low: float = 0.2
-    """The ratio is clipped below at 1 - clip_low."""
+    """Lower bound of the ratio is 1 - clip_low."""
     clip_high: float = 0.28
-    """The ratio is clipped above at 1 + clip_high."""
+    """Upper bound of the ratio is 1 + clip_high."""
 
 
 def policy_loss(out, mb, cfg: Config):

@@ -1,4 +1,4 @@
-"""GRPO with sampling on servers, which generate the next batch while this one is trained on.
+"""GRPO with servers that sample the next batch while the trainer trains on this one.
 
     # a tiny Qwen2.5-VL and a server, on the CPU
     torchrun --nproc-per-node=1 recipes/grpo_async.py
@@ -12,12 +12,13 @@
 How it differs from grpo_vlm.py, and from the papers (one step off-policy:
 https://arxiv.org/abs/2410.18252; bounded staleness and answers that continue under new weights:
 AReaL, https://arxiv.org/abs/2505.24298):
-- A batch is requested before the weights that it will train exist. Its tokens are at most
-  `max_staleness` updates old: the next batch is requested later, and no answer is thrown away.
-- Weights go to the servers while they generate. An answer continues under the new weights, and its
-  version is that of its oldest token.
-- Old log-probabilities are the trainer's of this moment. Truncated importance weights against the
-  sampler's correct for the rest (AReaL's decoupled objective has them too, without truncation).
+- A batch is requested before the update that precedes its training. Its tokens are at most
+  `max_staleness` updates old. Requests are delayed to keep this bound; no answer is discarded.
+- Weights are sent to the servers while they generate. An unfinished answer continues under the new
+  weights, and its version is that of its oldest token.
+- Old log-probabilities are the trainer's own, of the same forward pass. The clipped ratio is
+  therefore 1, and truncated importance weights correct for the older weights of the sampler.
+  AReaL's decoupled objective has these weights too, without truncation.
 - There is no KL term.
 """
 
@@ -50,18 +51,18 @@ from rlkit.rollout.serve import serving
 @dataclass
 class Config(runs.PolicyOptions, runs.TrainingOptions):
     steps: int = 130
-    """Batches that are sampled."""
+    """Training steps. Each samples one batch of answers."""
     prompts_per_step: int = 32
-    """Prompts of a batch, over all ranks."""
+    """Prompts per step, over all ranks."""
     group_size: int = 16
     """Answers to each prompt."""
     max_staleness: int = 1
-    """Most updates between the weights that generated a token and those trained with it. 0: take
-    turns."""
+    """Most updates between the weights that sampled a token and those that train on it. 0: sample
+    and train in turn."""
     clip_low: float = 0.2
-    """The ratio is clipped below at 1 - clip_low."""
+    """Lower bound of the ratio is 1 - clip_low."""
     clip_high: float = 0.28
-    """The ratio is clipped above at 1 + clip_high."""
+    """Upper bound of the ratio is 1 + clip_high."""
     rollout: str = "vllm_server"
     lr: float = 1e-3
     max_mismatch: float = 1.0

@@ -4,21 +4,22 @@
     torchrun --nproc-per-node=8 recipes/kto.py --model Qwen/Qwen2.5-VL-7B-Instruct \\
         --task marked.parquet --lora_rank 32 --max_new_tokens 0 --lr 5e-6 --steps 1000
 
-Rows have `question` (or `prompt`), `completion`, `label` (true or false) and maybe `image`, as in
-TRL. A pair (`chosen`, `rejected`) counts as two rows. In other tasks a row's answer is good, and
-another row's answer to it is bad.
+Rows have `question` (or `prompt`), `completion`, `label` (true or false) and optionally `image`, as
+in TRL. A pair (`chosen`, `rejected`) counts as two rows. In other tasks, each row's own answer is
+good, and the answer of another row is bad.
 
 How it differs from the paper (KTO, https://arxiv.org/abs/2402.01306, section 4.1):
-- The baseline z_0 is estimated once a step, from the prompts of the whole batch over all ranks,
-  each with the answer of the next row. The paper shifts answers within a micro-batch, so that its
-  z_0 depends on how the batch is split.
-- Good and bad answers weigh the same, however many there are of each. In the paper their weights,
-  times their counts, are between 1 : 1 and 4 : 3: see `--desirable_weight`.
-- A little of the good answers' likelihood is in the loss, as in `dpo.py` and for the same reason
-  (`sft_coef`; the paper's is 0, after fine-tuning).
-- Without the baseline (`--no-baseline`) it is APO-zero for single answers
+- The baseline z_0 is estimated once per step, from all prompts of the batch over all ranks, each
+  with the answer of the next row. The paper pairs them within a micro-batch, so its z_0 depends on
+  how the batch is split.
+- A good and a bad answer have the same weight by default, however many there are of each. The
+  paper chooses weights such that (weight x count) of good and bad are between 1 : 1 and 4 : 3: see
+  `--desirable_weight`.
+- The loss has a small term for the likelihood of good answers, for the reason given in `dpo.py`
+  (`sft_coef`; the paper fine-tunes first and has 0).
+- Without the baseline (`--no_baseline`) the loss is APO-zero for single answers
   (https://arxiv.org/abs/2408.06266).
-- AdamW in place of RMSprop.
+- The optimizer is AdamW; the paper uses RMSprop.
 """
 
 from dataclasses import dataclass
@@ -46,20 +47,20 @@ class Config(runs.GenerationOptions, runs.TrainingOptions):
     steps: int = 200
     """Optimizer steps."""
     prompts_per_step: int = 64
-    """Rows of a batch, over all ranks."""
+    """Rows per step, over all ranks."""
     max_tokens: int = 0
-    """Longest prompt with its answer, images expanded; longer ones are skipped. 0: the model's
-    context."""
+    """Most tokens in a prompt and an answer, image tokens included; longer rows are skipped. 0: the
+    model's context."""
     beta: float = 0.1
-    """Strength of the pull to the reference."""
+    """Beta of the loss: larger keeps the policy closer to the reference."""
     desirable_weight: float = 1.0
     """Weight of good answers."""
     undesirable_weight: float = 1.0
     """Weight of bad answers."""
     sft_coef: float = 0.1
-    """Weight of the good answers' mean negative log-likelihood."""
+    """Weight of the good answers' negative log-likelihood per token."""
     baseline: bool = True
-    """Compare with z_0, the KL to the reference on answers to other prompts. Otherwise with 0."""
+    """Subtract z_0, an estimate of the KL to the reference from answers to other prompts."""
 
 
 def answer_loss(out, mb, z0, good: float, cfg: Config):

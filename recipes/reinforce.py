@@ -10,13 +10,16 @@
 (arXiv 2505.23585).
 
 How it differs from the papers:
-- The loss is the mean over all tokens of the batch. RLOO, ReMax and OPO sum over an answer and
-  take the mean over answers: put `sequence_sum_mean` in place of `token_mean` below.
-- A batch is used for one step, so the ratio is 1 and REINFORCE++ has nothing to clip.
-- With `kl_coef` the KL to the initial model is subtracted from the reward: per token for
-  REINFORCE++, in sum for the others (OPO's paper has none). ReMax's greedy answer pays none.
-- An answer that could not be judged is left out of its group; it does not count as wrong.
-- Tokens that stand for images can be neither sampled nor scored.
+- The loss is the mean over all tokens of the batch. The papers of RLOO, ReMax and OPO sum over the
+  tokens of an answer and average over answers. To do that, put `sequence_sum_mean` in place of
+  `token_mean` below.
+- Each batch is used for one step, so the ratio is 1 and the clip of REINFORCE++ has no effect.
+- `kl_coef` subtracts the KL to the initial model from the reward: per token for REINFORCE++,
+  summed over the answer for the others (OPO's paper has none). The greedy answer that is ReMax's
+  baseline has no KL subtracted.
+- An answer is left out of its group if its reward function fails or returns None. It does not
+  count as wrong.
+- Image placeholder tokens are masked out of the vocabulary, in sampling and in training.
 """
 
 from dataclasses import dataclass
@@ -54,15 +57,15 @@ class Config(runs.PolicyOptions, runs.TrainingOptions):
     advantage: Literal[
         "rloo", "remax", "reinforce_plus_plus", "reinforce_plus_plus_baseline", "opo"
     ] = "rloo"
-    """What is subtracted from the reward."""
+    """Advantage estimator, which sets the baseline."""
     steps: int = 220
-    """Batches that are sampled."""
+    """Training steps. Each samples one batch of answers."""
     prompts_per_step: int = 64
-    """Prompts of a batch, over all ranks."""
+    """Prompts per step, over all ranks."""
     group_size: int = 16
     """Answers to each prompt."""
     kl_coef: float = 0.0
-    """Weight of the KL to the initial model in the reward. 0: no reference is kept."""
+    """Weight of the KL to the initial model in the reward. 0: there is no reference model."""
 
 
 def advantages(rewards, batch, cfg: Config, global_sum):

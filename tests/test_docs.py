@@ -23,7 +23,9 @@ def options():
     for path in CODE:
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.ClassDef) and re.fullmatch("Config|[A-Za-z]*Options", node.name):
-                found |= {f"--{n.target.id}" for n in node.body if isinstance(n, ast.AnnAssign)}
+                declared = [n for n in node.body if isinstance(n, ast.AnnAssign)]
+                found |= {f"--{n.target.id}" for n in declared}
+                found |= {f"--no_{n.target.id}" for n in declared if ast.unparse(n.annotation) == "bool"}
             elif isinstance(node, ast.Constant) and isinstance(node.value, str) and node.value.startswith("--"):
                 found.add(node.value)
     return found

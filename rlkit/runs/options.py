@@ -28,35 +28,37 @@ OF_ONE_RUN = {"versions", "config", "out", "resume", "allow_changes"}
 
 @dataclass
 class RunOptions:
-    """Where a run goes and how it is followed."""
+    """Where a run is written, how it is resumed and how it is logged."""
 
     config: str = ""
     """YAML or JSON file with options, for example the config.json of another run. The command line overrides it."""
     out: str = ""
-    """Directory of the run. Default: runs/<recipe>-<task>-seed<seed>, numbered if that is taken."""
+    """Directory of the run. Default: runs/<recipe>-<task>-seed<seed>, with a number added if it exists."""
     resume: bool = False
     """Continue from the newest checkpoint in the run's directory."""
     allow_changes: tuple[str, ...] = ()
-    """With --resume: names of options that may differ from those the run was started with."""
+    """With --resume: options that may have another value than at the start of the run. Only needed for options that
+    change the results, such as lr."""
     seed: int = 0
-    """Seed of the data order, the sampling noise and the tiny model."""
+    """Seed of the order of the rows, of sampling, of new adapters and of the tiny model."""
     trackers: tuple[str, ...] = ()
     """Also log metrics to these trackers: tensorboard, wandb, mlflow, trackio, ..."""
     watchdog: float = 600.0
-    """Print what every rank is doing when one of them stays in a phase for so many seconds. 0: never."""
+    """Print what every rank is doing when a rank has been in one phase for this many seconds. 0: never."""
     threads: int = 1
-    """CPU threads of a process. With more than one, runs on a CPU do not repeat bit for bit."""
+    """CPU threads per process. Above 1, a run on a CPU is not bitwise reproducible."""
 
 
 @dataclass
 class TaskOptions:
-    """What is asked."""
+    """The prompts, how answers are rewarded, and which rows are held out."""
 
     task: str = "digits"
-    """A built-in task, a file (.jsonl, .parquet, .csv, ...), a data set, or module:function; see docs/tasks.md."""
+    """A built-in task, a file (.jsonl, .parquet, .csv, ...), a data set directory or hub id, or module:function; see
+    docs/tasks.md."""
     reward: str = ""
-    """How answers to a file or data set are judged: exact, maths, choice, boxed, f1, or module:function. Default: exact
-    (the answer and nothing else, which chat models that explain themselves rarely give)."""
+    """Reward for a file or data set: exact, maths, choice, boxed, f1, or module:function. Default: exact, which gives 1
+    only if the whole response equals the answer. A chat model that explains itself gets 0 from it."""
     isolate_reward: bool = False
     """Run the reward in worker processes with limits. By default it runs in this process, without any."""
     reward_seconds: float = 60.0
@@ -64,16 +66,16 @@ class TaskOptions:
     reward_memory: float = 4.0
     """With --isolate_reward: most GiB of address space of a worker, beyond what its imports take."""
     heldout: str = ""
-    """Rows that are held out: a file, a split of the data set, or a share such as 0.1. Default: the data set's test or
-    validation split, or a tenth of the rows, at most 300."""
+    """Rows held out for evaluation: a file, a split of the data set, a share such as 0.1, or all. Default: the data
+    set's test or validation split; without one, a tenth of the rows, at most 300."""
     allow_outside_files: bool = False
-    """Read images whose paths lead out of the data set's folder: absolute ones, ones with .., and links."""
+    """Also read images outside the data set's folder: by an absolute path, by .. or through a link."""
     system_prompt: str = ""
-    """System message of every prompt."""
+    """System message to put before every prompt."""
     prompt_template: str = ""
-    """Text with {question} where the question goes."""
+    """Text around every question; {question} marks its place."""
     answer_prefix: str = ""
-    """Beginning of every answer. It is part of the prompt, so it is neither sampled nor trained on."""
+    """Text that every answer begins with, such as <think>. It is part of the prompt: not sampled, not trained on."""
 
 
 @dataclass
@@ -81,9 +83,9 @@ class ModelOptions:
     """Which model is used."""
 
     model: str = "tiny"
-    """Directory or hub id. "tiny" builds a model of 0.7M parameters and fine-tunes it for a few seconds."""
+    """Directory or hub id. tiny: build a demo model of 0.7M parameters (0.4M for text) and fine-tune it briefly."""
     trust_remote_code: bool = False
-    """Run code that comes with the model."""
+    """Run Python code that is in the model's repository. Only for models that you trust."""
 
 
 @dataclass
@@ -91,7 +93,7 @@ class AdapterOptions:
     """Which part of the model is trained."""
 
     freeze_vision_tower: bool = False
-    """Train the language model only."""
+    """Do not train the vision tower."""
     lora_rank: int = 0
     """Rank of LoRA adapters. 0: train the weights themselves."""
     lora_alpha: int = 32
@@ -99,7 +101,7 @@ class AdapterOptions:
     target_modules: str = "all-linear"
     """Modules that get adapters: all-linear, or a regular expression."""
     exclude_modules: str | None = None
-    """Regular expression of modules that get no adapter, besides the vision tower, which gets none."""
+    """Regular expression of modules that get no adapter. The vision tower gets none either."""
 
 
 @dataclass
@@ -107,17 +109,17 @@ class OptimizerOptions:
     """AdamW and its learning rate."""
 
     lr: float = 7e-4
-    """Peak learning rate. Large models need about 1e-6, LoRA about 1e-5."""
+    """Peak learning rate. The default is for the tiny model: large ones need about 1e-6, or 1e-5 with LoRA."""
     lr_schedule: Literal["linear", "cosine", "constant"] = "linear"
-    """How the rate decays after the warm-up, over the whole run."""
+    """Decay of the learning rate after the warm-up, over the whole run."""
     min_lr_ratio: float = 0.05
-    """The rate decays to this share of its peak."""
+    """Final learning rate, as a share of the peak."""
     warmup_steps: int = 10
     """Optimizer steps of linear warm-up."""
     weight_decay: float = 0.0
     """Decoupled weight decay."""
     max_grad_norm: float = 1.0
-    """Gradients are scaled down to this norm."""
+    """Clip the gradient to this norm."""
     max_skipped_steps: int = 10
     """Stop after so many steps in a row whose gradients were not finite. Such steps are skipped. 0: never."""
 
@@ -129,13 +131,13 @@ class EngineOptions:
     engine: str = "fsdp2"
     """fsdp2, fsdp1, megatron, or an engine of another package; see docs/engines.md."""
     parallel: dict[str, int] = field(default_factory=dict)
-    """How ranks share a model, in the engine's own terms: --parallel tensor 2 pipeline 2."""
+    """Parallelism options of the engine, as names and numbers: --parallel tensor 2 pipeline 2; see docs/engines.md."""
     ulysses_sequence_parallel_size: int = 1
-    """Ranks that share each sequence (Ulysses), for long ones."""
+    """Ranks that share each sequence (Ulysses), for long sequences. fsdp2 only."""
     micro_batch_tokens: int = 16384
-    """Most tokens in one forward pass."""
+    """Most tokens in one micro-batch. Affects memory and speed, not the gradient."""
     dtype: Literal["float32", "bfloat16"] = "float32"
-    """Dtype of the weights that are trained, and of the optimizer's state."""
+    """Dtype of the trained weights and of the optimizer state."""
     compute_dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     """Dtype of the computation. auto: bfloat16 on a GPU, float32 on a CPU."""
     use_remove_padding: bool = True
@@ -149,15 +151,17 @@ class GenerationOptions:
     """What generates answers, and how they are judged."""
 
     rollout: str = "hf"
-    """Sampling back end: hf uses the model being trained; vllm runs in this process, vllm_server and sglang do not."""
+    """Sampling back end: hf (the trained model itself), vllm (in this process), vllm_server, sglang; see
+    docs/sampling.md."""
     servers: tuple[str, ...] = ()
-    """URLs of the servers. `python -m rlkit.rollout.serve` starts vLLM servers."""
+    """URLs of the servers for vllm_server or sglang. `python -m rlkit.rollout.serve` starts vLLM servers."""
     max_new_tokens: int = 4
-    """Most tokens of an answer. 0, in recipes that train on given answers: held-out rows are not answered."""
+    """Most tokens in an answer. The default is for the tiny model. 0, in recipes that train on given answers only:
+    generate nothing, so held-out accuracy is not measured."""
     gpu_memory_utilization: float = 0.8
-    """Share of a GPU's memory that the sampling back end may fill."""
+    """Share of a GPU's memory that sampling may use. With vllm: for its weights and its cache."""
     reward_threads: int = 8
-    """Prompts whose answers are judged at the same time, during generation. 0: after generation, in the main thread."""
+    """Threads that compute rewards during generation, one prompt each. 0: after generation, in the main thread."""
 
 
 @dataclass
@@ -165,21 +169,23 @@ class SamplingOptions(GenerationOptions):
     """How answers are sampled."""
 
     temperature: float = 1.0
-    """Sampling temperature. Log-probabilities are computed at the same temperature."""
+    """Sampling temperature. The trainer computes log-probabilities at the same temperature."""
     max_prompt_tokens: int = 0
-    """Longest prompt, images expanded. Longer ones are skipped and counted. 0: what the model's context leaves."""
+    """Most tokens in a prompt, image tokens included. Longer prompts are skipped and counted. 0: the model's context
+    minus max_new_tokens."""
 
 
 @dataclass
 class PolicyOptions(SamplingOptions):
-    """How answers are trained on that the policy sampled."""
+    """Checks and corrections for answers that the policy sampled."""
 
     tis_cap: float = 2.0
-    """Upper bound of the importance weights that correct for sampler/trainer mismatch (TIS). With hf they are 1."""
+    """Cap of the truncated importance weights (TIS) for sampler/trainer mismatch. With hf the weights are about 1."""
     max_unjudged: float = 0.2
-    """Stop when a larger share of the answers could not be judged."""
+    """Stop if the reward function failed, or returned None, on more than this share of the answers."""
     max_mismatch: float = 0.3
-    """Stop when sampler and trainer differ by more in mean |dlogp|, or by ten times what they did at first."""
+    """Stop if the mean |difference| of sampler and trainer log-probabilities exceeds this, or ten times its first
+    value."""
 
 
 @dataclass
@@ -189,11 +195,11 @@ class TrainingOptions(EngineOptions, OptimizerOptions, AdapterOptions, ModelOpti
     enable_gradient_checkpointing: bool = False
     """Recompute activations in the backward pass to save memory."""
     epochs: float = 0.0
-    """Passes over the data, in place of --steps. 0: --steps."""
+    """Passes over the training rows, instead of --steps. 0: use --steps."""
     save_every: int = 50
     """Steps between checkpoints. The newest two are kept."""
     export_dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
-    """Dtype of the exported weights. auto: that of the model that training began with."""
+    """Dtype of the exported weights. auto: that of the model that training started from."""
 
 
 # options of all recipes by the numbers they take
