@@ -10,7 +10,7 @@ import pytest
 from rlkit.plugins import _versions
 
 ROOT = Path(__file__).parents[2]
-HOSTS = {"verl": "verl"}  # module of rlkit.plugins -> distribution
+HOSTS = {"verl": "verl", "trl": "trl"}  # module of rlkit.plugins -> distribution
 
 
 def versions(installed):

@@ -9,9 +9,13 @@ from pathlib import Path
 import pytest
 
 sys.path.insert(0, str(Path(__file__).parent))
-from two_steps import our_verl_steps, recorded, same_training
+from two_steps import our_trl_dpo_steps, our_trl_steps, our_verl_steps, recorded, same_training
 
-RUNS = {"recorded_verl": our_verl_steps}
+RUNS = {
+    "recorded_verl": our_verl_steps,
+    "recorded_trl_grpo": our_trl_steps,
+    "recorded_trl_dpo": our_trl_dpo_steps,
+}
 
 
 @pytest.mark.parametrize("name", RUNS)
