@@ -7,8 +7,8 @@
 
     trainer = GRPOTrainer(..., loss=partial(cispo_loss, clip_high=4.0), advantages=rloo_advantages)
 
-A loss's numbers are fixed by `functools.partial`; TRL's options for them (epsilon, beta of DPO, ...) are then refused, as
-nothing would read them. `loss_type` of GRPOConfig still chooses how the tokens are averaged. TRL's seams are
+A loss's numbers are fixed by `functools.partial`. TRL's options for them (epsilon, beta of DPO, ...) are then refused,
+as nothing would read them. `loss_type` of GRPOConfig still chooses how the tokens are averaged. TRL's seams are
 `_calculate_rewards`, `_generate_and_score_completions` and `_compute_loss`, private methods that may change with any
 version of TRL.
 """
@@ -82,7 +82,7 @@ class GRPOTrainer(TrlGRPOTrainer):
         if advantages is not None:
             _refuse(self, BESIDE_ADVANTAGES, "advantages")
         self.own_loss, self.own_advantages = loss, advantages
-        self._judged: Tensor | None = None
+        self._judged = torch.zeros(0)
 
     def _calculate_rewards(self, inputs: Any, *others: Any) -> Tensor:
         self._judged = super()._calculate_rewards(inputs, *others)  # [B of all processes, reward functions]
@@ -156,8 +156,8 @@ class DPOTrainer(TrlDPOTrainer):
 
     Args:
         loss: a function of some of chosen, rejected, ref_chosen, ref_rejected (log-probabilities of the answers, [P]),
-            chosen_lengths and rejected_lengths (their tokens), such as `ipo_loss` or `simpo_loss`. It gets those that it
-            has as arguments and returns [P]. The reference model runs only if the loss reads it. None for TRL's own.
+            chosen_lengths and rejected_lengths (their tokens), such as `ipo_loss` or `simpo_loss`. It gets those that
+            it has as arguments and returns [P]. The reference model runs only if the loss reads it. None for TRL's own.
         others: of TRL's DPOTrainer.
 
     Raises:
