@@ -53,7 +53,7 @@ bench: setup
 # losses and advantages against verl and TRL themselves, and inside them; they want an environment of their own (some
 # minutes to make)
 peers: .venv-peers/.installed
-	.venv-peers/bin/python -m pytest tests/peers/live.py tests/plugins/live_verl.py tests/plugins/live_trl.py
+	.venv-peers/bin/python -m pytest tests/peers/live.py tests/plugins/live_verl.py tests/plugins/live_trl.py tests/plugins/live_page.py
 
 # every function beside a loop, verl and TRL: benchmarks/results/functions.md
 bench-peers: .venv-peers/.installed

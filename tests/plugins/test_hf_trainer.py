@@ -28,7 +28,7 @@ def rows():
 
 
 def train(folder, loss_func, **options):
-    """All four rows in each of two steps, as two micro-batches of two; the losses that Trainer logs, and the weights."""
+    """All four rows in each of two steps, in two micro-batches; the losses that Trainer logs, and the weights."""
     data = rows()
     examples = [
         {"input_ids": tokens[:length], "labels": torch.where(mask, tokens, -100)[:length]}

@@ -110,7 +110,7 @@ def our_trl_dpo_steps(start, steps):
     scorer = make_engine("fsdp2", model=reference, device="cpu")
     batches = [batch_of(step) for step in steps]
     for batch in batches:
-        batch.add(together=torch.arange(len(batch)) // 2)
+        batch.add(micro_batch_group=torch.arange(len(batch)) // 2)
         batch.add(ref_logprobs=scorer.infer_batch(batch)["logprobs"])
 
     def loss_fn(out, mb):
