@@ -3,16 +3,22 @@
 .venv-peers/bin/python tests/plugins/live_trl.py    # records the steps that test_recorded.py repeats
 """
 
+import subprocess
 import sys
 import tempfile
 from functools import partial
 from importlib.metadata import version
+from inspect import signature
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from datasets import Dataset
+from PIL import Image
+from transformers import AutoModelForImageTextToText, set_seed
 from trl import DPOConfig, GRPOConfig
+from trl import GRPOTrainer as TrlGRPOTrainer
 
 sys.path.insert(0, str(Path(__file__).parent))
 from two_steps import (  # noqa: E402
@@ -28,7 +34,8 @@ from two_steps import (  # noqa: E402
 
 from rlkit.advantages import opo_advantages, rloo_advantages  # noqa: E402
 from rlkit.losses import cispo_loss, clipped_policy_loss, ipo_loss, simpo_loss  # noqa: E402
-from rlkit.plugins.trl import DPOTrainer, GRPOTrainer  # noqa: E402
+from rlkit.plugins.trl import MODEL_INPUTS, DPOTrainer, GRPOTrainer  # noqa: E402
+from rlkit.vlm import build_tiny, load_processor  # noqa: E402
 from rlkit.vlm.tiny import tiny_text_tokenizer  # noqa: E402
 
 PROMPTS = ["add 1 and 2", "what is 3", "say a", "count to 4"]
@@ -224,6 +231,70 @@ def test_a_loss_without_reference(tokenizer):
     trainer = dpo(tokenizer, partial(simpo_loss, beta=1.5))
     trainer.train()
     assert trainer.state.global_step == 2 and all(loss > 0 for loss in trainer.losses)
+
+
+def test_evaluation(tokenizer):
+    """The same answers, so the same loss as TRL's own: in evaluation nothing is accumulated."""
+    found = {}
+    for name, own in {"rlkit": {"loss": clipped_policy_loss}, "TRL": {}}.items():
+        trainer = grpo(tokenizer, **own, per_device_eval_batch_size=4, num_generations_eval=2)
+        set_seed(5)
+        found[name] = trainer.evaluate(trainer.train_dataset)["eval_loss"]
+    assert found["rlkit"] == pytest.approx(found["TRL"], rel=1e-4) and abs(found["TRL"]) > 1e-3
+
+
+def test_images(tmp_path):
+    """A tiny Qwen2.5-VL: our loss in TRL's trainer moves the weights as TRL's own formula does."""
+    draw = np.random.default_rng(0)
+    images = [Image.fromarray(draw.integers(0, 255, (56, 56, 3), dtype=np.uint8)) for _ in range(4)]
+    question = "What digit is this?"
+    folder = str(tmp_path / "tiny")
+    build_tiny(folder, [{"question": question, "answer": "1", "images": [image]} for image in images], warm_up_steps=0)
+    data = Dataset.from_dict({"prompt": [[{"role": "user", "content": question}]] * 4, "image": images})
+    sizes = {"per_device_train_batch_size": 4, "num_generations": 4, "max_completion_length": 6, "num_iterations": 2}
+    found = {}
+    for name, loss in (("rlkit", clipped_policy_loss), ("TRL", None)):
+        model = AutoModelForImageTextToText.from_pretrained(folder, dtype=torch.float32)
+        start = copy_of(model)
+        args = GRPOConfig(output_dir=tmp_path / name, seed=3, **COMMON, **sizes)
+        trainer = SeenGRPO(
+            model=model,
+            args=args,
+            reward_funcs=reward,
+            train_dataset=data,
+            processing_class=load_processor(folder),
+            optimizers=optimizers(model),
+            loss=loss,
+        )
+        trainer.train()
+        assert "pixel_values" in trainer.seen[0]
+        found[name] = copy_of(model), torch.tensor(trainer.losses)
+    same_training(found["rlkit"][::-1], start, *found["TRL"])
+
+
+def test_the_model_gets_all_that_trl_feeds_it():
+    """Of other families too: whatever TRL's scoring takes beside the tokens is handed on."""
+    takes = set(signature(TrlGRPOTrainer._get_per_token_logps_and_entropies).parameters)
+    beside = {"self", "model", "input_ids", "attention_mask", "logits_to_keep", "batch_size"}
+    assert set(MODEL_INPUTS) == takes - beside - {"compute_entropy", "compute_aux_loss"}
+
+
+def test_two_processes(tmp_path):
+    """TRL's formula with our loss moves the weights as TRL does; each rank trains on its own rows of the advantages."""
+    script = Path(__file__).with_name("on_two_ranks.py")
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", script, tmp_path]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=600)
+    assert done.returncode == 0, done.stderr
+    ranks = [torch.load(tmp_path / f"rank{rank}.pt") for rank in (0, 1)]
+    for found in ranks:
+        for name, x in ranks[0]["TRL"].items():
+            torch.testing.assert_close(found["rlkit"][name], x, rtol=0, atol=1e-5)
+    rewards, groups = torch.tensor(ranks[0]["rewards"]), torch.arange(16) // 4
+    expected = opo_advantages(rewards, groups, ranks[0]["all_lengths"])
+    torch.testing.assert_close(torch.tensor(ranks[0]["advantages"]), expected)
+    for rank, found in enumerate(ranks):
+        own = expected[8 * rank : 8 * (rank + 1)]
+        torch.testing.assert_close(found["used"].sort().values, own.sort().values)
 
 
 @pytest.mark.parametrize(
