@@ -178,7 +178,7 @@ class DPOTrainer(TrlDPOTrainer):
         mask = inputs["completion_mask"][:, 1:].bool()
         labels = inputs["input_ids"].masked_fill(inputs["completion_mask"] == 0, -100)
         outputs = model(**fed, use_cache=False, labels=labels, fused_lm_head=True)
-        chosen, rejected = outputs.log_probs[:, -mask.shape[1] :].masked_fill(~mask, 0).sum(1).chunk(2)
+        chosen, rejected = outputs.log_probs[:, -mask.shape[1] :].sum(1).chunk(2)  # 0 where there is no label
         chosen_lengths, rejected_lengths = mask.sum(1).chunk(2)
         known = {"chosen": chosen, "rejected": rejected}
         known |= {"chosen_lengths": chosen_lengths, "rejected_lengths": rejected_lengths}

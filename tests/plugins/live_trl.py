@@ -241,6 +241,11 @@ def test_evaluation(tokenizer):
         set_seed(5)
         found[name] = trainer.evaluate(trainer.train_dataset)["eval_loss"]
     assert found["rlkit"] == pytest.approx(found["TRL"], rel=1e-4) and abs(found["TRL"]) > 1e-3
+    trainer = grpo(tokenizer, advantages=rloo_advantages, per_device_eval_batch_size=4, num_generations_eval=2)
+    trainer.evaluate(trainer.train_dataset)
+    rewards = torch.tensor([float("nan") if x is None else x for x in trainer._logs["rewards"]["reward"]])
+    expected = rloo_advantages(rewards, torch.arange(len(rewards)) // 2)
+    torch.testing.assert_close(torch.tensor(list(trainer._logs["advantages"])), expected)
 
 
 def test_images(tmp_path):

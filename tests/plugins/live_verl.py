@@ -173,15 +173,15 @@ def test_every_advantage_through_verls_driver(advantages):
 def test_a_function_of_your_own_with_a_number_of_its_own():
     from functools import partial
 
-    register_loss("my_cispo", partial(L.cispo_loss, clip_high=4.0))
-    register_advantages("my_passk", partial(A.passk_advantages, k=2))
+    register_loss("own_cispo", partial(L.cispo_loss, clip_high=4.0))
+    register_advantages("own_passk", partial(A.passk_advantages, k=2))
     old, mask = torch.zeros(2, 3), torch.ones(2, 3, dtype=torch.float)
     new, advantages = torch.full((2, 3), 1.0), torch.ones(2, 3)
-    config = actor("my_cispo", clip_ratio_high=0.3)
-    found, _ = POLICY_LOSS_REGISTRY["my_cispo"](old, new, advantages, mask, "token-mean", config)
+    config = actor("own_cispo", clip_ratio_high=0.3)
+    found, _ = POLICY_LOSS_REGISTRY["own_cispo"](old, new, advantages, mask, "token-mean", config)
     assert found.item() == pytest.approx(-torch.e)  # not clipped at 1.3
     rewards = torch.tensor([[0.0, 1.0], [0.0, 0.0], [0.0, 1.0], [0.0, 0.0]])
-    found, _ = ADV_ESTIMATOR_REGISTRY["my_passk"](rewards, torch.ones(4, 2), index=np.zeros(4))
+    found, _ = ADV_ESTIMATOR_REGISTRY["own_passk"](rewards, torch.ones(4, 2), index=np.zeros(4))
     assert torch.equal(found[:, 0], A.passk_advantages(rewards.sum(1), torch.zeros(4, dtype=torch.long), k=2))
 
 
