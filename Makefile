@@ -55,9 +55,10 @@ learn: setup
 bench: setup
 	$(BIN)/python -m pytest benchmarks --benchmark-enable
 
-# losses and advantages against verl and TRL themselves, which want an environment of their own (some minutes to make)
+# losses and advantages against verl and TRL themselves, and inside them; they want an environment of their own (some
+# minutes to make)
 peers: .venv-peers/.installed
-	.venv-peers/bin/python -m pytest tests/peers/live.py
+	.venv-peers/bin/python -m pytest tests/peers/live.py tests/plugins/live_verl.py tests/plugins/live_trl.py tests/plugins/live_page.py
 
 # every function beside a loop, verl and TRL: benchmarks/results/functions.md
 bench-peers: .venv-peers/.installed

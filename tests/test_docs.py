@@ -10,9 +10,10 @@ import pytest
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 CODE = [p for folder in ("rlkit", "recipes", "benchmarks", "docs") for p in sorted((ROOT / folder).rglob("*.py"))]
-ELSEWHERE = {  # of torchrun, pytest, vLLM and tyro
+ELSEWHERE = {  # of torchrun, pytest, vLLM, tyro and slime
     "--standalone", "--nproc-per-node", "--nnodes", "--benchmark-enable", "--benchmark-group-by", "--quantization",
     "--enable-return-routed-experts", "--enable-lora", "--max-lora-rank", "--middleware", "--help",
+    "--advantage-estimator", "--custom-reward-post-process-path",
 }  # fmt: skip
 MEASURED = "time|reward|reward_part|groups|ratio|mismatch|critic|marked|preference|value"
 

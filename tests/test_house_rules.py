@@ -54,6 +54,7 @@ OWN = {
     "rlkit.rollout": {"rlkit.data", "rlkit.rewards", "rlkit.vlm", "rlkit.rollout", "rlkit.losses.logprobs"},
     "rlkit.tracking": set(),
     "rlkit.report": {"rlkit.tracking"},
+    "rlkit.plugins": {"rlkit.plugins", "rlkit.losses", "rlkit.advantages"},  # imported by nothing
     "rlkit.runs": {"rlkit"},  # what recipes share stands above all rooms: nothing but recipes imports it
     "rlkit": set(),
 }
@@ -281,6 +282,8 @@ def test_there_is_something_to_check():
         ("rlkit.brand_new", "import os"),
         ("rlkit.engines.x", "from rlkit.runs import start_run"), ("rlkit.rollout.x", "import rlkit.runs.options"),
         ("rlkit.report", "from rlkit import runs"), ("rlkit.runs.x", "from recipes import ppo"),
+        ("rlkit.engines.x", "import rlkit.plugins.trl"), ("rlkit.losses.x", "from rlkit import plugins"),
+        ("rlkit.plugins.x", "from rlkit.engines import make_engine"),
     ],
 )  # fmt: skip
 def test_bad_import_is_found(name, line):
