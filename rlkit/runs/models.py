@@ -187,6 +187,7 @@ def _shared(cfg: EngineOptions, processor: Any) -> dict[str, Any]:
         "use_remove_padding": cfg.use_remove_padding,
         "use_fused_kernels": cfg.use_fused_kernels,
         **({} if cfg.compute_dtype == "auto" else {"compute_dtype": getattr(torch, cfg.compute_dtype)}),
+        **({} if cfg.share_prompts else {"share_prompts": False}),  # not an option of every engine
         **({"ulysses_sequence_parallel_size": sequence_parallel} if sequence_parallel > 1 else {}),
         **cfg.parallel,
     }

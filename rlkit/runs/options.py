@@ -123,13 +123,15 @@ class EngineOptions:
     ulysses_sequence_parallel_size: int = 1
     """Ranks that share each sequence (Ulysses), for long ones."""
     micro_batch_tokens: int = 16384
-    """Most tokens in one forward pass."""
+    """Most tokens in one forward pass; only a single row may be longer. The gradient does not depend on it."""
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Dtype of the weights that are trained, and of the optimizer's state."""
     compute_dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     """Dtype of the computation. auto: bfloat16 on a GPU, float32 on a CPU."""
     use_remove_padding: bool = True
     """Pack sequences without padding."""
+    share_prompts: bool = True
+    """Compute a prompt once for all of its answers; once per forward pass if they do not fit in one."""
     use_fused_kernels: bool = False
     """Compute log-probabilities from hidden states, without storing logits."""
 

@@ -51,13 +51,14 @@ class Fsdp2Engine:
         device: "cpu" or "cuda"; by default the GPU if there is one.
         optimizer: parameters -> optimizer; an engine without one can only score.
         scheduler: optimizer -> learning-rate scheduler, stepped once per `train_batch`.
-        micro_batch_tokens: most tokens in one forward; a longer row is a micro-batch by itself.
+        micro_batch_tokens: most tokens in one forward; a longer row is a micro-batch by itself, and so is a longer
+            group of rows with equal `micro_batch_group`.
         temperature: sampling temperature; log-probabilities are computed at the same temperature.
         suppressed_token_ids: [K] token ids that the sampler never samples; their probability is 0 here, too.
         max_grad_norm: gradients are scaled down to this norm.
         use_remove_padding: concatenate the rows of a micro-batch without padding.
-        share_prompts: rows that answer the same prompt contain its tokens and images once, forward and backward; needs
-            `use_remove_padding`.
+        share_prompts: rows that answer the same prompt contain its tokens and images once, forward and backward; once
+            in each micro-batch if they have more tokens than one can hold. Needs `use_remove_padding`.
         use_fused_kernels: compute logprobs and entropy from hidden states, without the [N, V] logits. On a GPU also
             Liger's kernels in the model, if liger-kernel is installed.
         enable_gradient_checkpointing: recompute activations in backward.
