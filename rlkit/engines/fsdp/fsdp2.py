@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -122,7 +122,7 @@ class Fsdp2Engine:
             self.module = self._shard(model, dtype, mesh)
             load_sharded_weights(self.base, self.device)
         else:
-            self.module = self._shard(model.to(self.device), dtype, mesh)
+            self.module = self._shard(_on_device(model, self.device), dtype, mesh)
         trainable = [p for p in self.module.parameters() if p.requires_grad]
         self.optimizer = optimizer(trainable) if optimizer else None
         self.scheduler = scheduler(self.optimizer) if scheduler and self.optimizer else None
@@ -213,6 +213,7 @@ class Fsdp2Engine:
             index, width = torch.tensor(rows, dtype=torch.long), micro_batch.tokens.shape[1]
             for name, result in results.items():
                 result[index, :width] = getattr(out, name).float().cpu()
+        self._reshard()  # the root unit stays gathered after a forward, embeddings and output layer
         return results
 
     def _micro_batches(self, batch: Batch) -> Iterator[tuple[list[int], Sample | None]]:
@@ -287,13 +288,19 @@ class Fsdp2Engine:
                 unit.set_reshard_after_forward(unit is not self.module, recurse=False)
                 unit.reshard()
 
-    def disable_adapter(self) -> AbstractContextManager[Any]:
+    @contextmanager
+    def disable_adapter(self) -> Iterator[None]:
         """The model without its LoRA adapters: the reference policy, without more memory."""
         if not self.has_adapters:
             raise ValueError(
                 "disable_adapter: expected a model with adapters, got none; use a second engine as the reference"
             )
-        return self.module.disable_adapter()
+        self._reshard()
+        trainable = [p for p in self.module.parameters() if p.requires_grad]
+        with self.module.disable_adapter():  # peft freezes the adapters here
+            for parameter in trainable:  # but FSDP looks up in its first forward which weights train, and their dtype
+                parameter.requires_grad_(True)
+            yield
 
     def global_sum(self, x: Tensor | float) -> Tensor:
         """Sum over data-parallel ranks, on the host."""
@@ -427,6 +434,12 @@ class Fsdp2ValueEngine(Fsdp2Engine):
 
     def _results(self, inputs: ModelInputs, outputs: Sequence[str]) -> dict[str, Tensor]:
         return {"values": self._logits(inputs)[:, 0]}
+
+
+def _on_device(model: Any, device: torch.device) -> Any:
+    """The model on a device. A model that is there already is not touched, since fake tensors cannot be moved."""
+    tensors = [*model.parameters(), *model.buffers()]
+    return model if all(x.device == device for x in tensors) else model.to(device)
 
 
 def use_liger_kernels(model: Any, device: torch.device) -> bool:
