@@ -66,8 +66,9 @@ def build_engine(
             distribution, as they are by the sampler.
     """
     model = load_model(path, dtype=getattr(torch, cfg.dtype), trust_remote_code=cfg.trust_remote_code)
-    return _training_engine(
-        cfg, "language_model", model, cfg.lr, updates, **_scoring(cfg, model, processor, temperature)
+    model = trained_part(cfg, model)
+    return training_engine(
+        cfg, "language_model", model, cfg.lr, updates, **scoring_options(cfg, model, processor, temperature)
     )
 
 
@@ -82,14 +83,14 @@ def build_value_engine(
         lr: peak learning rate in place of `cfg.lr`.
     """
     model = load_value_model(path, dtype=getattr(torch, cfg.dtype), trust_remote_code=cfg.trust_remote_code)
-    lr = cfg.lr if lr is None else lr
-    return _training_engine(cfg, "value_model", model, lr, updates, **_shared(cfg, processor))
+    model, lr = trained_part(cfg, model, head=True), cfg.lr if lr is None else lr
+    return training_engine(cfg, "value_model", model, lr, updates, **shared_options(cfg, processor))
 
 
 def build_scorer(cfg: Any, path: str, processor: Any, temperature: float | None = None) -> Any:
     """An engine that trains nothing: it computes log-probabilities of a reference policy or a teacher."""
     model = load_model(path, dtype=getattr(torch, cfg.dtype), trust_remote_code=cfg.trust_remote_code)
-    return make_engine(cfg.engine, "language_model", model=model, **_scoring(cfg, model, processor, temperature))
+    return make_engine(cfg.engine, "language_model", model=model, **scoring_options(cfg, model, processor, temperature))
 
 
 def build_reference(
@@ -151,15 +152,36 @@ DECAYS: dict[str, Callable[[float], float]] = {  # share of the peak after a sha
 }
 
 
-def _training_engine(cfg: TrainingOptions, model_type: str, model: Any, lr: float, updates: int, **options: Any) -> Any:
-    model = _trained_part(cfg, model, head=model_type == "value_model")
+def training_engine(
+    cfg: TrainingOptions,
+    model_type: str,
+    model: Any,
+    lr: float,
+    updates: int,
+    *,
+    fused: bool | None = None,
+    **options: Any,
+) -> Any:
+    """An engine that trains a model, with AdamW and a learning-rate schedule, as the options say.
+
+    Args:
+        model_type: "language_model" or "value_model".
+        model: from `trained_part`.
+        lr: peak learning rate.
+        updates: optimizer steps of the whole run.
+        fused: AdamW as one kernel; by default on a GPU.
+        options: of the engine.
+    """
+    fused = torch.cuda.is_available() if fused is None else fused
     if dist.get_rank() == 0:
         print(f"{model_type}: {trainable_summary(model)}", flush=True)
     return make_engine(
         cfg.engine,
         model_type,
         model=model,
-        optimizer=lambda parameters: AdamW(parameters, lr=lr, betas=(0.9, 0.95), weight_decay=cfg.weight_decay),
+        optimizer=lambda parameters: AdamW(
+            parameters, lr=lr, betas=(0.9, 0.95), weight_decay=cfg.weight_decay, fused=fused
+        ),
         scheduler=lambda optimizer: learning_rate_schedule(optimizer, cfg, updates),
         max_grad_norm=cfg.max_grad_norm,
         enable_gradient_checkpointing=cfg.enable_gradient_checkpointing,
@@ -167,8 +189,8 @@ def _training_engine(cfg: TrainingOptions, model_type: str, model: Any, lr: floa
     )
 
 
-def _trained_part(cfg: AdapterOptions, model: Any, *, head: bool) -> Any:
-    """The model with its adapters added and its vision tower frozen, as the options say."""
+def trained_part(cfg: AdapterOptions, model: Any, *, head: bool = False) -> Any:
+    """The model with its adapters added and its vision tower frozen, as the options say; a value head trains."""
     if cfg.lora_rank:
         model = lora(model, cfg.lora_rank, cfg.lora_alpha, cfg.target_modules, cfg.exclude_modules)
         if head:  # adapters freeze all other weights
@@ -178,7 +200,7 @@ def _trained_part(cfg: AdapterOptions, model: Any, *, head: bool) -> Any:
     return model
 
 
-def _shared(cfg: EngineOptions, processor: Any) -> dict[str, Any]:
+def shared_options(cfg: EngineOptions, processor: Any) -> dict[str, Any]:
     """What every engine of a run has in common."""
     sequence_parallel = cfg.ulysses_sequence_parallel_size
     return {
@@ -193,9 +215,9 @@ def _shared(cfg: EngineOptions, processor: Any) -> dict[str, Any]:
     }
 
 
-def _scoring(cfg: EngineOptions, model: Any, processor: Any, temperature: float | None) -> dict[str, Any]:
-    """`_shared`, and the distribution that answers are sampled from."""
+def scoring_options(cfg: EngineOptions, model: Any, processor: Any, temperature: float | None) -> dict[str, Any]:
+    """`shared_options`, and the distribution that answers are sampled from."""
     if temperature is None:
-        return _shared(cfg, processor)
+        return shared_options(cfg, processor)
     suppressed = suppressed_token_ids(model.config, getattr(processor, "tokenizer", processor))
-    return {**_shared(cfg, processor), "temperature": temperature, "suppressed_token_ids": suppressed}
+    return {**shared_options(cfg, processor), "temperature": temperature, "suppressed_token_ids": suppressed}

@@ -6,6 +6,7 @@ It is a model directory like any other, so that everything which takes a 7B take
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,8 @@ import torch.distributed as dist
 from rlkit.data.messages import prompt_of
 from rlkit.vlm.chat_template import render
 from rlkit.vlm.processors import load_image
+
+TINY_MARK = "rlkit_tiny"  # in config.json, also of what is trained from it
 
 SPECIAL = [
     "<|endoftext|>", "<|im_start|>", "<|im_end|>",
@@ -116,6 +119,7 @@ def tiny_config(
         vision_start_token_id=ids("<|vision_start|>"),
         vision_end_token_id=ids("<|vision_end|>"),
         tie_word_embeddings=True,
+        **{TINY_MARK: True},
     )
 
 
@@ -137,6 +141,7 @@ def tiny_text_config(tokenizer: Any, *, hidden: int = 128, layers: int = 2, head
         bos_token_id=None,
         eos_token_id=tokenizer.eos_token_id,
         pad_token_id=tokenizer.pad_token_id,
+        **{TINY_MARK: True},
     )
 
 
@@ -186,6 +191,16 @@ def build_tiny(
     model.save_pretrained(part)
     processor.save_pretrained(part)
     part.rename(path)
+
+
+def is_tiny(model: str) -> bool:
+    """Whether a model is "tiny", or a directory with a model that `build_tiny` made or that was trained from one."""
+    if model == "tiny":
+        return True
+    try:
+        return bool(json.loads((Path(model) / "config.json").read_text()).get(TINY_MARK))
+    except (OSError, ValueError):
+        return False
 
 
 def model_or_tiny(model: str, place: Path, rows: Sequence[Mapping[str, Any]], **options: Any) -> str:
