@@ -14,6 +14,7 @@ from torch.optim.lr_scheduler import LambdaLR
 
 from rlkit.data.samples import Batch
 from rlkit.engines import make_engine
+from rlkit.engines.fsdp.sharded_loading import NotInShardsError
 from rlkit.engines.value_head import load_value_model
 from rlkit.rollout import make_rollout
 from rlkit.rollout.sampling import end_tokens
@@ -65,11 +66,12 @@ def build_engine(
         temperature: of the sampler, if answers are sampled. Tokens that stand for images are then left out of the
             distribution, as they are by the sampler.
     """
-    model = load_model(path, dtype=getattr(torch, cfg.dtype), trust_remote_code=cfg.trust_remote_code)
-    model = trained_part(cfg, model)
-    return training_engine(
-        cfg, "language_model", model, cfg.lr, updates, **scoring_options(cfg, model, processor, temperature)
-    )
+
+    def build(model: Any) -> Any:
+        options = scoring_options(cfg, model, processor, temperature)
+        return training_engine(cfg, "language_model", trained_part(cfg, model), cfg.lr, updates, **options)
+
+    return _built_from_shards(cfg, load_model, path, getattr(torch, cfg.dtype), build)
 
 
 def build_value_engine(
@@ -82,15 +84,52 @@ def build_value_engine(
         updates: optimizer steps of the whole run.
         lr: peak learning rate in place of `cfg.lr`.
     """
-    model = load_value_model(path, dtype=getattr(torch, cfg.dtype), trust_remote_code=cfg.trust_remote_code)
-    model, lr = trained_part(cfg, model, head=True), cfg.lr if lr is None else lr
-    return training_engine(cfg, "value_model", model, lr, updates, **shared_options(cfg, processor))
+
+    def build(model: Any) -> Any:
+        model, peak = trained_part(cfg, model, head=True), cfg.lr if lr is None else lr
+        return training_engine(cfg, "value_model", model, peak, updates, **shared_options(cfg, processor))
+
+    return _built_from_shards(cfg, load_value_model, path, getattr(torch, cfg.dtype), build)
 
 
 def build_scorer(cfg: Any, path: str, processor: Any, temperature: float | None = None) -> Any:
-    """An engine that trains nothing: it computes log-probabilities of a reference policy or a teacher."""
-    model = load_model(path, dtype=getattr(torch, cfg.dtype), trust_remote_code=cfg.trust_remote_code)
-    return make_engine(cfg.engine, "language_model", model=model, **scoring_options(cfg, model, processor, temperature))
+    """An engine that trains nothing: it computes log-probabilities of a reference policy or a teacher.
+
+    With fsdp2 its weights stay in the dtype of their files. They are cast to `compute_dtype` layer by layer, so a
+    bfloat16 model takes half the memory, and gives the same numbers.
+    """
+
+    def build(model: Any) -> Any:
+        options = scoring_options(cfg, model, processor, temperature)
+        return make_engine(cfg.engine, "language_model", model=model, **options)
+
+    dtype = getattr(torch, cfg.dtype)
+    if cfg.engine == "fsdp2":
+        dtype = load_config(path, trust_remote_code=cfg.trust_remote_code).dtype or dtype
+    return _built_from_shards(cfg, load_model, path, dtype, build)
+
+
+def _built_from_shards(
+    cfg: Any, load: Callable[..., Any], path: str, dtype: torch.dtype, build: Callable[[Any], Any]
+) -> Any:
+    """The engine that `build` makes of a model; each rank reads only its part of the weights, where that is possible.
+
+    Otherwise every rank reads the whole model, and rank 0 says why.
+
+    Args:
+        load: `load_model` or `load_value_model`.
+        build: model -> engine.
+    """
+    options = {"dtype": dtype, "trust_remote_code": cfg.trust_remote_code}
+    if cfg.engine == "fsdp2" and "tensor" not in cfg.parallel:
+        random_state = torch.get_rng_state()
+        try:
+            return build(load(path, on_meta=True, **options))
+        except NotInShardsError as error:
+            torch.set_rng_state(random_state)  # the same adapters as without the attempt
+            if dist.get_rank() == 0:
+                print(f"{error}; each rank reads the whole model", flush=True)
+    return build(load(path, **options))
 
 
 def build_reference(
