@@ -70,7 +70,7 @@ class Config(runs.PolicyOptions, runs.TrainingOptions):
     """Model the critic starts from: a language model, or an exported value model. Default: that of
     --model."""
     critic_lr: float = 7e-4
-    """Peak learning rate of the critic. Large models need about 1e-5."""
+    """Peak learning rate of the critic. Default for models other than tiny: 1e-5."""
     critic_warmup: int = 0
     """Batches at the start on which only the critic learns."""
     clip_low: float = 0.2
