@@ -127,7 +127,7 @@ def _rehearse(cfg: Any, roles: Roles, models: dict[str, Any], ledger: Ledger, im
         if name in engines:
             _train(engines[name], batch, ledger, "" if name == "policy" or len(engines) == 1 else f"{name}: ")
     ledger.begin("hand-over")
-    for _ in first.get_per_tensor_param():
+    for _ in first.get_per_tensor_param(dtype=torch.bfloat16 if cfg.rollout == "vllm" else None):
         pass
     if "policy" in engines and cfg.rollout == "hf":
         with first.gathered():

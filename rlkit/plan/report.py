@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from rlkit.engines.export import FILE_BYTES
 from rlkit.plan.fit import GIB, Plan
 from rlkit.plan.hardware import USABLE
 from rlkit.plan.rehearsal import Roles
@@ -58,15 +59,16 @@ def _gib(size: int) -> str:
 
 
 def host_memory(cfg: Any, plan: Plan, world: int, gpus_per_node: int) -> dict[str, int]:
-    """Bytes of a machine by what needs them: whole models that its ranks hold, and the export of rank 0."""
-    found, dtype = plan.rehearsal, 4 if cfg.dtype == "float32" else 2
-    ranks = min(world, gpus_per_node)
-    models = 1 + ("reference" in found.resident)
-    export = 2 if cfg.export_dtype != "float32" else 4
-    return {
-        "loading (each rank reads each model whole)": ranks * models * dtype * found.parameters,
-        "export (rank 0 keeps each tensor)": export * found.parameters,
-    }
+    """Bytes of a machine by what needs them.
+
+    Loading: each rank reads slices of files; where it cannot, or with tensor parallelism, it reads the whole model.
+    Export: rank 0 holds what goes into one file.
+    """
+    found, ranks = plan.rehearsal, min(world, gpus_per_node)
+    whole = 4 if cfg.dtype == "float32" else 2
+    loading = ranks * whole * (found.parameters if "tensor" in cfg.parallel else found.largest_tensor)
+    export = (4 if cfg.export_dtype == "float32" else 2) * found.parameters
+    return {"loading, at most": loading, "export, at most": min(FILE_BYTES, export)}
 
 
 def time_table(cfg: Any, roles: Roles, plan: Plan, world: int, gpus_per_node: int) -> str:

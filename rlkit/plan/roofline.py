@@ -74,7 +74,7 @@ def costs(
     if has_reference:
         found["reference"] = Cost(forward, micro_batches * weights, others * micro_batches * weights)
     found["train"] = Cost(**trained)
-    gathered = 4 if cfg.dtype == "float32" and cfg.rollout != "hf" else HALF
+    gathered = 4 if cfg.dtype == "float32" and cfg.rollout not in ("hf", "vllm") else HALF  # vLLM's own dtype
     found["hand-over"] = Cost(memory=2 * gathered * rehearsal.parameters, link=others * gathered * rehearsal.parameters)
     return found
 

@@ -76,6 +76,7 @@ class VllmRollout:
         if options.get("enable_return_routed_experts") and not self.on_gpu:
             raise ValueError("enable_return_routed_experts: vLLM records routing on GPUs alone; 'hf' does so on a CPU")
         dtype = dtype or ("bfloat16" if self.on_gpu else "float32")
+        self.weight_dtype: torch.dtype = getattr(torch, dtype)
         if not self.on_gpu:
             options = cpu_options(dtype, options)
         vllm = import_vllm()

@@ -2,7 +2,7 @@
 
 on_fake_ranks.py MODEL_DIR CONFIG_DIR OUT_FILE
 
-CONFIG_DIR has the configuration of a model of 135M parameters, without weights or tokenizer.
+CONFIG_DIR has the configuration of a model with a large vocabulary, without weights or tokenizer.
 """
 
 import io

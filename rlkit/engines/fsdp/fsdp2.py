@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -317,7 +318,9 @@ class Fsdp2Engine:
                     if isinstance(value, Tensor) and value.ndim:  # AdamW keeps its step counter on the host
                         state[name] = value.to(device)
 
-    def get_per_tensor_param(self, bucket_bytes: int = 0) -> Iterator[tuple[str, Tensor]]:
+    def get_per_tensor_param(
+        self, bucket_bytes: int = 0, dtype: torch.dtype | None = None
+    ) -> Iterator[tuple[str, Tensor]]:
         """(HF name, full tensor) of every parameter, as in a checkpoint's files, adapters merged.
 
         All ranks iterate together.
@@ -325,13 +328,20 @@ class Fsdp2Engine:
         Args:
             bucket_bytes: gather tensors of up to this many bytes at once; by default one tensor at a time. The bucket
                 is most of the memory that this takes.
+            dtype: of the tensors, e.g. that of the sampler; by default their own. They are cast before they are
+                gathered, or with adapters after these have been merged.
         """
-        yield from checkpoint_parameters(self.base, self._weights(bucket_bytes))
+        for name, tensor in checkpoint_parameters(self.base, self._weights(bucket_bytes, dtype)):
+            if dtype is not None:
+                tensor = tensor.to(dtype)
+            yield name, tensor
+            del tensor  # or it is there while the next is gathered
 
-    def _weights(self, bucket_bytes: int = 0) -> Iterator[tuple[str, Tensor]]:
+    def _weights(self, bucket_bytes: int, dtype: torch.dtype | None) -> Iterator[tuple[str, Tensor]]:
         """(name, full tensor) of every parameter, under the names of the module without adapters."""
         self._reshard()
-        yield from merged_parameters(self.module, full_tensors, bucket_bytes)
+        gathered = partial(_gathered_in, dtype=None if self.has_adapters else dtype)
+        yield from merged_parameters(self.module, gathered, bucket_bytes)
 
     def get_adapter(self) -> tuple[Any, Iterator[tuple[str, Tensor]]]:
         """The LoRA adapters alone: peft's config, and (name in peft's files, full tensor) of each, one at a time."""
@@ -386,7 +396,7 @@ class Fsdp2Engine:
 
     def export_hf(self, path: str | Path, dtype: torch.dtype | None = None) -> None:
         """Write a Hugging Face model directory, with adapters merged; see `rlkit.engines.export.export_hf`."""
-        export_hf(path, self.base, self._weights(), self.processor, dtype)
+        export_hf(path, self.base, self.get_per_tensor_param(dtype=dtype), self.processor, dtype)
 
     def export_adapter(self, path: str | Path) -> None:
         """Write the LoRA adapters alone, as peft does."""
@@ -434,6 +444,11 @@ class Fsdp2ValueEngine(Fsdp2Engine):
 
     def _results(self, inputs: ModelInputs, outputs: Sequence[str]) -> dict[str, Tensor]:
         return {"values": self._logits(inputs)[:, 0]}
+
+
+def _gathered_in(tensors: Sequence[Tensor], dtype: torch.dtype | None) -> Iterator[Tensor]:
+    """`full_tensors`, cast before they are gathered."""
+    return full_tensors(tensors if dtype is None else [x.to(dtype) for x in tensors])
 
 
 def _on_device(model: Any, device: torch.device) -> Any:
