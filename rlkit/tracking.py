@@ -86,6 +86,7 @@ class Run:
         self.step = 0
         self.peak = peak_flops_of_all_ranks()
         self._times: dict[str, float] = defaultdict(float)
+        self._memory: dict[str, float] = defaultdict(float)
         self._phase, self._since = "set_up", time.perf_counter()
         self._stop = threading.Event()
         self._file: Path | None = None
@@ -130,9 +131,10 @@ class Run:
 
     def phase(self, name: str) -> None:
         """From here on this rank does `name`; what it did until now goes into the next row as `time/<its name>`."""
-        now = time.perf_counter()
+        now, peak = time.perf_counter(), gpu_peak()
         if self._phase != "set_up":
             self._times[f"time/{self._phase}"] += now - self._since
+            self._memory[f"memory/{self._phase}"] = max(self._memory[f"memory/{self._phase}"], peak)
         self._phase, self._since = name, now
         self._note()
 
@@ -144,11 +146,13 @@ class Run:
         `time/<phase>` are seconds on this rank since the last line. Of `tokens` follows `time/tokens_per_second`, over
         all phases but evaluation and checkpoints; of `flops` (of the phase "train", see rlkit.engines.flops)
         `time/train_flops_per_second`, and `time/mfu`, its share of the peak of all ranks' GPUs where that is known.
+        `memory/<phase>` is the most GiB that torch had allocated in it on this rank's GPU; there is none without a GPU.
         All that depends on the clock is named `time/...`; the rest of a run repeats.
         """
         self.phase(self._phase)
         times, self._times, self.step = dict(self._times), defaultdict(float), step
-        row = {**metrics, **times, **rates(metrics, times, self.peak)}
+        memory, self._memory = {name: x for name, x in self._memory.items() if x}, defaultdict(float)
+        row = {**metrics, **times, **memory, **rates(metrics, times, self.peak)}
         if self.writes:
             with (self.out / METRICS).open("a") as file:
                 file.write(json.dumps({"step": step, **row}) + "\n")
@@ -228,6 +232,20 @@ def peak_flops_of_all_ranks() -> float | None:
         return None
     peak = peak_flops(torch.cuda.get_device_name())
     return None if peak is None else peak * int(os.environ.get("WORLD_SIZE", 1))
+
+
+def gpu_peak() -> float:
+    """GiB that torch had allocated at most on this rank's GPU since the last call; 0 without a GPU.
+
+    What others allocate is not counted: NCCL, CUDA itself, and a sampler with an allocator of its own.
+    """
+    import torch
+
+    if not torch.cuda.is_available():
+        return 0.0
+    peak = torch.cuda.max_memory_allocated() / 2**30
+    torch.cuda.reset_peak_memory_stats()
+    return peak
 
 
 def start_trackers(names: Sequence[str], out: Path, config: Mapping[str, Any]) -> list[Any]:
