@@ -27,11 +27,12 @@ def init_distributed(device: str | None = None) -> torch.device:
         torch.cuda.set_device(own)
     if not dist.is_initialized():
         backend = "gloo" if kind == "cpu" else f"cpu:gloo,{kind}:nccl"
-        bound = {} if kind == "cpu" else {"device_id": own}  # NCCL connects now, on this GPU, and not at the first use
+        bound = None if kind == "cpu" else own  # NCCL connects now, on this GPU, and not at the first use
         if "RANK" in os.environ:
-            dist.init_process_group(backend, timeout=TIMEOUT, **bound)
+            dist.init_process_group(backend, timeout=TIMEOUT, device_id=bound)
         else:
-            dist.init_process_group(backend, timeout=TIMEOUT, store=dist.HashStore(), rank=0, world_size=1, **bound)
+            alone: Any = {"store": dist.HashStore(), "rank": 0, "world_size": 1}
+            dist.init_process_group(backend, timeout=TIMEOUT, device_id=bound, **alone)
     return own
 
 

@@ -42,6 +42,10 @@ def run(options: Any, arguments: Sequence[str]) -> bool:
     cfg = recipe_options(module, arguments)
     if cfg.engine != "fsdp2":
         raise ValueError(f"engine: expected fsdp2, which can be rehearsed, got {cfg.engine}")
+    if not cfg.use_remove_padding:
+        raise ValueError("use_remove_padding: expected True, since packed rows can be rehearsed, got False")
+    if "tensor" in cfg.parallel:
+        raise ValueError(f"parallel: expected no tensor parallelism in a plan, got tensor {cfg.parallel['tensor']}")
     roles = recipe_roles(module, cfg)
     plan = make_plan(cfg, roles, options.nproc, gpu, options.image_tokens)
     print(describe(cfg, roles, plan, options.nproc, options.gpus_per_node))

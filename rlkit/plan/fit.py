@@ -20,7 +20,7 @@ class Plan:
 
     Attributes:
         phases: bytes by phase and kind.
-        fits: whether each phase does.
+        gpu: what it runs on.
     """
 
     rehearsal: Rehearsal

@@ -127,8 +127,8 @@ def _rehearse(cfg: Any, roles: Roles, models: dict[str, Any], ledger: Ledger, im
         if name in engines:
             _train(engines[name], batch, ledger, "" if name == "policy" or len(engines) == 1 else f"{name}: ")
     ledger.begin("hand-over")
-    for _ in first.get_per_tensor_param(dtype=torch.bfloat16 if cfg.rollout == "vllm" else None):
-        pass
+    for weight in first.get_per_tensor_param(dtype=torch.bfloat16 if cfg.rollout == "vllm" else None):
+        del weight  # or it is there while the next is gathered
     if "policy" in engines and cfg.rollout == "hf":
         with first.gathered():
             pass

@@ -236,7 +236,7 @@ def parse_options(config: type[Config], description: str, arguments: Sequence[st
     if file := _config_file(arguments):
         arguments = [*file_arguments(file, config), *arguments]
     cfg = _parse(config, description, arguments, {})
-    defaults = {name: x for name, x in defaults_of_model(cfg).items() if name in {f.name for f in fields(config)}}
+    defaults = {name: x for name, x in defaults_of_model(cfg).items() if hasattr(cfg, name)}
     return _parse(config, description, arguments, defaults) if defaults else cfg
 
 

@@ -111,6 +111,7 @@ def tiny_config(
         "patch_size": patch_size, "window_size": 8 * patch_size, "out_hidden_size": hidden,
         "fullatt_block_indexes": [vision_layers - 1], "tokens_per_second": 4,
     }  # fmt: skip
+    mark: dict[str, Any] = {TINY_MARK: True}
     return Qwen2_5_VLConfig(
         text_config=text,
         vision_config=vision,
@@ -119,7 +120,7 @@ def tiny_config(
         vision_start_token_id=ids("<|vision_start|>"),
         vision_end_token_id=ids("<|vision_end|>"),
         tie_word_embeddings=True,
-        **{TINY_MARK: True},
+        **mark,
     )
 
 
@@ -127,6 +128,7 @@ def tiny_text_config(tokenizer: Any, *, hidden: int = 128, layers: int = 2, head
     """A Qwen2 configuration of about 0.4M parameters, with tied embeddings."""
     from transformers import Qwen2Config
 
+    mark: dict[str, Any] = {TINY_MARK: True}
     return Qwen2Config(
         vocab_size=len(tokenizer),
         hidden_size=hidden,
@@ -141,7 +143,7 @@ def tiny_text_config(tokenizer: Any, *, hidden: int = 128, layers: int = 2, head
         bos_token_id=None,
         eos_token_id=tokenizer.eos_token_id,
         pad_token_id=tokenizer.pad_token_id,
-        **{TINY_MARK: True},
+        **mark,
     )
 
 
