@@ -76,7 +76,8 @@ def time_table(cfg: Any, roles: Roles, plan: Plan, world: int, gpus_per_node: in
     link = link_bandwidth(plan.gpu, world, gpus_per_node)
     config = roles.policy or roles.critic
     has_reference = roles.reference is not None or roles.adapter_reference
-    phases = costs(cfg, config, plan.rehearsal, plan.sampler, world, has_reference=has_reference)
+    models = (roles.policy is not None) + (roles.critic is not None)
+    phases = costs(cfg, config, plan.rehearsal, plan.sampler, world, has_reference=has_reference, models=models)
     rows = [
         f"a floor of seconds, the longest of: FLOPs / {plan.gpu.flops / 1e12:.0f} TFLOP/s, bytes / "
         f"{plan.gpu.memory_bandwidth / 1e12:g} TB/s of memory, bytes / {link / 1e9:.0f} GB/s of link",

@@ -50,9 +50,18 @@ def rank_flops(config: Any, workload: Workload) -> int:
 
 
 def costs(
-    cfg: Any, config: Any, rehearsal: Rehearsal, sampler: SamplerMemory, world: int, *, has_reference: bool
+    cfg: Any, config: Any, rehearsal: Rehearsal, sampler: SamplerMemory, world: int, *, has_reference: bool, models: int
 ) -> dict[str, Cost]:
-    """The cost of each phase of a step on one rank."""
+    """The cost of each phase of a step on one rank.
+
+    Args:
+        cfg: options of the recipe.
+        config: of the policy.
+        rehearsal, sampler: of the plan.
+        world: ranks.
+        has_reference: whether another model, or the policy without its adapters, scores all rows.
+        models: that are trained: 2 with a critic, which is taken to be of the policy's size.
+    """
     workload, model_parallel = rehearsal.workload, world // rehearsal.data_parallel_size
     forward = rank_flops(config, workload) / model_parallel
     tokens = workload.prompts * (workload.prompt + workload.group_size * workload.answer)
@@ -73,7 +82,7 @@ def costs(
         found = {}
     if has_reference:
         found["reference"] = Cost(forward, micro_batches * weights, others * micro_batches * weights)
-    found["train"] = Cost(**trained)
+    found["train"] = Cost(**{name: models * x for name, x in trained.items()})
     gathered = 4 if cfg.dtype == "float32" and cfg.rollout not in ("hf", "vllm") else HALF  # vLLM's own dtype
     found["hand-over"] = Cost(memory=2 * gathered * rehearsal.parameters, link=others * gathered * rehearsal.parameters)
     return found
