@@ -70,7 +70,7 @@ class Config(runs.PolicyOptions, runs.TrainingOptions):
     """Model that the critic starts from: a language model, or an exported value model. Default:
     --model."""
     critic_lr: float = 7e-4
-    """Peak learning rate of the critic. The default is for the tiny model: large ones need 1e-5."""
+    """Peak learning rate of the critic. Default for models other than tiny: 1e-5."""
     critic_warmup: int = 0
     """Steps at the start that train only the critic."""
     clip_low: float = 0.2

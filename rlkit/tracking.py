@@ -87,6 +87,7 @@ class Run:
         self.skipped_in_a_row = 0  # steps up to the last that was logged
         self.peak = peak_flops_of_all_ranks()
         self._times: dict[str, float] = defaultdict(float)
+        self._memory: dict[str, float] = defaultdict(float)
         self._phase, self._since = "set_up", time.perf_counter()
         self._stop = threading.Event()
         self._file: Path | None = None
@@ -132,9 +133,10 @@ class Run:
 
     def phase(self, name: str) -> None:
         """Enters the phase `name`. The seconds in the previous phase go into the next row, as `time/<phase>`."""
-        now = time.perf_counter()
+        now, peak = time.perf_counter(), gpu_peak()
         if self._phase != "set_up":
             self._times[f"time/{self._phase}"] += now - self._since
+            self._memory[f"memory/{self._phase}"] = max(self._memory[f"memory/{self._phase}"], peak)
         self._phase, self._since = name, now
         self._write_phase()
 
@@ -145,6 +147,8 @@ class Run:
         over all phases but evaluation and checkpoints. From `flops` (of the phase "train", see rlkit.engines.flops)
         follow `time/train_flops_per_second` and, for known GPUs, `time/mfu`, the share of the peak of all ranks. Every
         metric that depends on the clock is named `time/...`; all others are reproducible.
+
+        `memory/<phase>` is the peak in GiB that torch allocated on this rank's GPU; there is none without a GPU.
 
         `skipped_in_a_row` counts the last steps in which an engine skipped every update: its `skipped_steps`.
 
@@ -157,7 +161,8 @@ class Run:
         self.skipped_in_a_row = self.skipped_in_a_row + 1 if skipped else 0
         self.phase(self._phase)
         times, self._times, self.step = dict(self._times), defaultdict(float), step
-        row = {**metrics, **times, **rates(metrics, times, self.peak)}
+        memory, self._memory = {name: x for name, x in self._memory.items() if x}, defaultdict(float)
+        row = {**metrics, **times, **memory, **rates(metrics, times, self.peak)}
         if self.writes:
             line = json.dumps({"step": step, **row}) + "\n"
             try:
@@ -247,6 +252,20 @@ def peak_flops_of_all_ranks() -> float | None:
         return None
     peak = peak_flops(torch.cuda.get_device_name())
     return None if peak is None else peak * int(os.environ.get("WORLD_SIZE", 1))
+
+
+def gpu_peak() -> float:
+    """GiB that torch had allocated at most on this rank's GPU since the last call; 0 without a GPU.
+
+    What others allocate is not counted: NCCL, CUDA itself, and a sampler with an allocator of its own.
+    """
+    import torch
+
+    if not torch.cuda.is_available():
+        return 0.0
+    peak = torch.cuda.max_memory_allocated() / 2**30
+    torch.cuda.reset_peak_memory_stats()
+    return peak
 
 
 def start_trackers(names: Sequence[str], out: Path, config: Mapping[str, Any]) -> list[Any]:

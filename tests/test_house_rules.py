@@ -24,6 +24,13 @@ REPLACED = {
             "its token dispatcher makes a CUDA stream unless there is one"
         ),
     },
+    "rlkit.plan.fake_ranks": {
+        "torch.UntypedStorage.resize_": "FSDP frees gathered weights with it, which no dispatch mode sees",
+        "rlkit.losses._kernels.CPU_CACHE_BYTES": "the tensors are on a CPU, and the plan is for a GPU",
+        "rlkit.losses.logprobs.CPU_CHUNK_BYTES": "the same",
+        "rlkit.engines.distributed.GATHER_BY_BROADCAST": "the same",
+        "rlkit.engines.fsdp.fsdp2.make_model_parallel_group": "simulated ranks cannot say which of them share rows",
+    },
     "rlkit.rollout.vllm": {
         "torch.set_num_threads": "vLLM replaces it on a CPU; restored after vLLM has started",
         "torch.distributed.destroy_process_group": "vLLM's shutdown would destroy the trainer's process groups",
@@ -52,6 +59,7 @@ OWN = {
     "rlkit.vlm": {"rlkit.vlm", "rlkit.data.lookup", "rlkit.data.messages", "rlkit.data.samples"},
     "rlkit.engines": {"rlkit.data", "rlkit.vlm", "rlkit.engines", "rlkit.losses.logprobs"},
     "rlkit.rollout": {"rlkit.data", "rlkit.rewards", "rlkit.vlm", "rlkit.rollout", "rlkit.losses.logprobs"},
+    "rlkit.plan": {"rlkit"},
     "rlkit.tracking": set(),
     "rlkit.report": {"rlkit.tracking"},
     "rlkit.plugins": {"rlkit.plugins", "rlkit.losses", "rlkit.advantages"},  # imported by nothing

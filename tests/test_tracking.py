@@ -109,6 +109,25 @@ def test_phases_are_timed(tmp_path, monkeypatch):
     assert second == {"step": 1, "tokens": 1, "time/train": 0.0, "time/checkpoint": 3.0}  # no token in no time
 
 
+def test_peak_memory_of_each_phase(tmp_path, monkeypatch):
+    """Of a phase that comes twice the larger peak; without a GPU none is logged."""
+    run = Run(tmp_path, {})
+    run.phase("generate")
+    run.log(0, {})
+    assert not any(name.startswith("memory/") for name in read_metrics(tmp_path / "metrics.jsonl")[0])
+    peaks = iter([3.0, 5.0, 2.0])  # of generate, train, generate
+    monkeypatch.setattr("rlkit.tracking.gpu_peak", lambda: next(peaks))
+    for phase in ("train", "generate"):
+        run.phase(phase)
+    run.log(1, {})
+    row = read_metrics(tmp_path / "metrics.jsonl")[1]
+    assert row["memory/generate"] == 3.0 and row["memory/train"] == 5.0
+    monkeypatch.setattr("rlkit.tracking.gpu_peak", lambda: 1.5)
+    run.phase("train")
+    run.log(2, {})
+    assert read_metrics(tmp_path / "metrics.jsonl")[2]["memory/train"] == 1.5
+
+
 def test_rates():
     times = {"time/generate": 6.0, "time/train": 2.0, "time/evaluate": 50.0, "time/checkpoint": 9.0}
     assert rates({"tokens": 400, "flops": 3e12}, times, 4e12) == {

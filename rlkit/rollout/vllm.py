@@ -78,6 +78,7 @@ class VllmRollout:
                 "enable_return_routed_experts: expected a GPU, where vLLM records routing, got none; use rollout 'hf'"
             )
         dtype = dtype or ("bfloat16" if self.on_gpu else "float32")
+        self.weight_dtype: torch.dtype = getattr(torch, dtype)
         if not self.on_gpu:
             options = cpu_options(dtype, options)
         if world_size > 1:

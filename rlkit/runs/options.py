@@ -15,9 +15,10 @@ from __future__ import annotations
 import ast
 import inspect
 import math
+import os
 import sys
 import textwrap
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import MISSING, Field, dataclass, field, fields, is_dataclass, make_dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar, get_type_hints
@@ -46,7 +47,8 @@ class RunOptions:
     watchdog: float = 600.0
     """Print what every rank is doing when a rank has been in one phase for this many seconds. 0: never."""
     threads: int = 1
-    """CPU threads per process. Above 1, a run on a CPU is not bitwise reproducible."""
+    """CPU threads per process. Above 1, a run on a CPU is not bitwise reproducible. Default for models other than tiny:
+    the cores of the machine divided by its ranks."""
 
 
 @dataclass
@@ -109,7 +111,7 @@ class OptimizerOptions:
     """AdamW and its learning rate."""
 
     lr: float = 7e-4
-    """Peak learning rate. The default is for the tiny model: large ones need about 1e-6, or 1e-5 with LoRA."""
+    """Peak learning rate. Default for models other than tiny: 1e-6, or 1e-5 with LoRA."""
     lr_schedule: Literal["linear", "cosine", "constant"] = "linear"
     """Decay of the learning rate after the warm-up, over the whole run."""
     min_lr_ratio: float = 0.05
@@ -135,13 +137,15 @@ class EngineOptions:
     ulysses_sequence_parallel_size: int = 1
     """Ranks that share each sequence (Ulysses), for long sequences. fsdp2 only."""
     micro_batch_tokens: int = 16384
-    """Most tokens in one micro-batch. Affects memory and speed, not the gradient."""
+    """Most tokens in one micro-batch; only a single row may be longer. Affects memory and speed, not the gradient."""
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Dtype of the trained weights and of the optimizer state."""
     compute_dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     """Dtype of the computation. auto: bfloat16 on a GPU, float32 on a CPU."""
     use_remove_padding: bool = True
     """Pack sequences without padding."""
+    share_prompts: bool = True
+    """Compute a prompt once for all of its answers; once per forward pass if they do not fit in one."""
     use_fused_kernels: bool = False
     """Compute log-probabilities from hidden states, without storing logits."""
 
@@ -193,7 +197,7 @@ class TrainingOptions(EngineOptions, OptimizerOptions, AdapterOptions, ModelOpti
     """Options of every recipe that trains."""
 
     enable_gradient_checkpointing: bool = False
-    """Recompute activations in the backward pass to save memory."""
+    """Recompute activations in the backward pass to save memory. Default for models other than tiny: yes."""
     epochs: float = 0.0
     """Passes over the training rows, instead of --steps. 0: use --steps."""
     save_every: int = 50
@@ -255,17 +259,38 @@ def parse_options(config: type[Config], description: str, arguments: Sequence[st
     Raises:
         ValueError: a configuration file that cannot be read, or has an option that is not there.
     """
-    import tyro
-
     arguments = list(sys.argv[1:] if arguments is None else arguments)
     if file := _config_file(arguments):
         arguments = [*_file_arguments(file, config), *arguments]
+    cfg = _parse(config, description, arguments, {})
+    defaults = {name: x for name, x in defaults_of_model(cfg).items() if hasattr(cfg, name)}
+    return _parse(config, description, arguments, defaults) if defaults else cfg
+
+
+def defaults_of_model(cfg: Any) -> dict[str, Any]:
+    """Options whose default depends on the model: none for the tiny one, whose recipes have their own.
+
+    A full step at 7e-4 destroys a trained model, and without recomputation its activations rarely fit.
+    """
+    from rlkit.vlm.tiny import is_tiny
+
+    if is_tiny(getattr(cfg, "model", "tiny")):
+        return {}
+    lr = 1e-5 if getattr(cfg, "lora_rank", 0) else 1e-6
+    ranks = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+    threads = max(1, (os.cpu_count() or 1) // ranks)
+    return {"lr": lr, "critic_lr": 1e-5, "enable_gradient_checkpointing": True, "threads": threads}
+
+
+def _parse(config: type[Config], description: str, arguments: Sequence[str], changed: Mapping[str, Any]) -> Config:
+    """`parse_options` with other defaults for some of the options."""
+    import tyro
 
     hints, defaults = get_type_hints(config), {f.name: f for f in fields(config)}  # type: ignore[arg-type]
     groups = []
     for owner, texts in option_groups(config).items():
         options = [
-            (name, Annotated[hints[name], tyro.conf.arg(help=text)], _default(defaults[name]))
+            (name, Annotated[hints[name], tyro.conf.arg(help=text)], changed.get(name, _default(defaults[name])))
             for name, text in texts.items()
         ]
         title = "recipe" if owner is config else owner.__name__.removesuffix("Options").lower()

@@ -136,7 +136,9 @@ class PolicySampler:
             return
         self.run.phase("hand_over")
         self.rollout.wake_up()
-        self.rollout.update_weights(self.engine.get_per_tensor_param())
+        dtype = getattr(self.rollout, "weight_dtype", None)  # that of the sampler: half as much is gathered in bfloat16
+        options = {} if dtype is None else {"dtype": dtype}
+        self.rollout.update_weights(self.engine.get_per_tensor_param(**options))
         yield
         self.rollout.sleep()
 

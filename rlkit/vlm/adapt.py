@@ -114,16 +114,25 @@ def lora(
         target_modules=target_modules,
         exclude_modules="|".join(f"({pattern})" for pattern in excluded) or None,
     )
+    random_state = torch.get_rng_state()
     model = peft.get_peft_model(model, config)
-    for layer in model.modules():
-        if "default" in getattr(layer, "lora_A", ()) and layer.lora_A["default"].weight.is_meta:
-            for part in (
-                layer.lora_A,
-                layer.lora_B,
-            ):  # peft creates them on the device of their layer, which may be meta
-                part.to_empty(device="cpu")
-            layer.reset_lora_parameters("default", True)
+    adapted = [layer for layer in model.modules() if "default" in getattr(layer, "lora_A", ())]
+    if any(layer.lora_A["default"].weight.is_meta for layer in adapted):
+        torch.set_rng_state(random_state)
+        for layer in adapted:
+            _initialise(layer)
     return model
+
+
+def _initialise(layer: Any) -> None:
+    """Give values to adapters that peft has put beside weights which are still to be read, on the meta device.
+
+    The random numbers are drawn as for other adapters, so that a run does not depend on how its weights are read.
+    """
+    for part in (layer.lora_A, layer.lora_B):
+        part.to_empty(device="cpu")
+        part["default"].reset_parameters()  # what making an nn.Linear does; peft then overwrites it
+    layer.reset_lora_parameters("default", True)
 
 
 def trainable_summary(model: nn.Module) -> str:

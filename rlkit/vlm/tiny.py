@@ -5,6 +5,7 @@ The result is an ordinary model directory, so every program that accepts a 7B mo
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,8 @@ import torch.distributed as dist
 from rlkit.data.messages import prompt_of
 from rlkit.vlm.chat_template import render
 from rlkit.vlm.processors import load_image
+
+TINY_MARK = "rlkit_tiny"  # in config.json, also of what is trained from it
 
 SPECIAL = [
     "<|endoftext|>", "<|im_start|>", "<|im_end|>",
@@ -107,6 +110,7 @@ def tiny_config(
         "patch_size": patch_size, "window_size": 8 * patch_size, "out_hidden_size": hidden,
         "fullatt_block_indexes": [vision_layers - 1], "tokens_per_second": 4,
     }  # fmt: skip
+    mark: dict[str, Any] = {TINY_MARK: True}
     return Qwen2_5_VLConfig(
         text_config=text,
         vision_config=vision,
@@ -115,6 +119,7 @@ def tiny_config(
         vision_start_token_id=ids("<|vision_start|>"),
         vision_end_token_id=ids("<|vision_end|>"),
         tie_word_embeddings=True,
+        **mark,
     )
 
 
@@ -122,6 +127,7 @@ def tiny_text_config(tokenizer: Any, *, hidden: int = 128, layers: int = 2, head
     """A Qwen2 configuration of about 0.4M parameters, with tied embeddings."""
     from transformers import Qwen2Config
 
+    mark: dict[str, Any] = {TINY_MARK: True}
     return Qwen2Config(
         vocab_size=len(tokenizer),
         hidden_size=hidden,
@@ -136,6 +142,7 @@ def tiny_text_config(tokenizer: Any, *, hidden: int = 128, layers: int = 2, head
         bos_token_id=None,
         eos_token_id=tokenizer.eos_token_id,
         pad_token_id=tokenizer.pad_token_id,
+        **mark,
     )
 
 
@@ -185,6 +192,16 @@ def build_tiny(
     model.save_pretrained(part)
     processor.save_pretrained(part)
     part.rename(path)
+
+
+def is_tiny(model: str) -> bool:
+    """Whether a model is "tiny", or a directory with a model that `build_tiny` made or that was trained from one."""
+    if model == "tiny":
+        return True
+    try:
+        return bool(json.loads((Path(model) / "config.json").read_text()).get(TINY_MARK))
+    except (OSError, ValueError):
+        return False
 
 
 def model_or_tiny(model: str, place: Path, rows: Sequence[Mapping[str, Any]], **options: Any) -> str:

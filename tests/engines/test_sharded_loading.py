@@ -79,8 +79,12 @@ def test_frozen_with_adapters_and_with_a_value_head(tiny_dir, tmp_path):
     values.train_batch(batch, VALUE[0])
     values.export_hf(tmp_path / "values")
     again = make_engine("fsdp2", "value_model", model=load_value_model(str(tmp_path / "values"), on_meta=True))
+    weights = dict(values.get_per_tensor_param())
+    assert all(torch.equal(weights.pop(name), x) for name, x in again.get_per_tensor_param()) and not weights
     expected = values.infer_batch(batch)["values"]
-    assert expected.any() and torch.equal(again.infer_batch(batch)["values"], expected)
+    assert expected.any()
+    # where a file's tensors begin in memory changes how products are rounded
+    torch.testing.assert_close(again.infer_batch(batch)["values"], expected, atol=1e-6, rtol=1e-6)
 
 
 def error_of(path, load=load_model):

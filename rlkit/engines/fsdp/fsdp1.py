@@ -82,11 +82,12 @@ class Fsdp1Engine(Fsdp2Engine):
     def _reshard(self) -> None:
         """FSDP1 reads and writes sharded parameters by itself."""
 
-    def _weights(self, bucket_bytes: int = 0) -> Iterator[tuple[str, Tensor]]:
+    def _weights(self, bucket_bytes: int, dtype: torch.dtype | None) -> Iterator[tuple[str, Tensor]]:
         """One tensor at a time, whatever `bucket_bytes` is; each rank first copies its part of the model."""
         parts: dict[str, Any] = get_model_state_dict(self.module)
         for name in self.names:
-            yield name, full_tensor(parts.pop(name))
+            part = parts.pop(name)
+            yield name, full_tensor(part if dtype is None else part.to(dtype))
 
     @contextmanager
     def gathered(self) -> Iterator[Any]:

@@ -355,14 +355,20 @@ class MegatronEngine:
 
     # --- weights and checkpoints
 
-    def get_per_tensor_param(self, bucket_bytes: int = 0) -> Iterator[tuple[str, Tensor]]:
+    def get_per_tensor_param(
+        self, bucket_bytes: int = 0, dtype: torch.dtype | None = None
+    ) -> Iterator[tuple[str, Tensor]]:
         """(HF name, full tensor) of every parameter. All ranks iterate together.
 
         Args:
             bucket_bytes: gather tensors of up to this many bytes at once; by default those of one matrix at a time. The
                 bucket is most of the memory that this takes.
+            dtype: of the tensors; by default their own. They are cast after they have been gathered.
         """
-        yield from full_parameters(self.parameters, self.stages, self.megatron_config, self.device, bucket_bytes)
+        weights = full_parameters(self.parameters, self.stages, self.megatron_config, self.device, bucket_bytes)
+        for name, tensor in weights:
+            yield name, tensor if dtype is None else tensor.to(dtype)
+            del tensor  # or it is there while the next is gathered
 
     @contextmanager
     def gathered(self) -> Iterator[Any]:

@@ -30,9 +30,11 @@ def micro_batches(
 
     Args:
         batch: this rank's rows, on the host; rows of equal `micro_batch_group` stay in one micro-batch.
-        budget: most tokens in a micro-batch; a longer row is a micro-batch by itself.
+        budget: most tokens in a micro-batch. A longer row, or a longer group of rows with equal `micro_batch_group`, is
+            a micro-batch by itself.
         config: of the model, for dummy images.
-        share_prompts: rows of one prompt stay in one micro-batch, where the prompt counts once.
+        share_prompts: rows of one prompt stay in one micro-batch, where the prompt counts once. If they have more
+            tokens than the budget, they are split, and each part has the prompt again.
 
     Raises:
         ValueError: a row whose tokens and images do not match, or a family for which no dummy image is known.
@@ -42,7 +44,7 @@ def micro_batches(
     if "micro_batch_group" in batch.fields:
         groups = batch.micro_batch_group.tolist()
     elif share_prompts:
-        costs, groups = shared_prompt_costs(batch)
+        costs, groups = shared_prompt_costs(batch, budget)
     pieces = token_budget_batches(costs, budget, micro_batch_group=groups)
     count = int(all_reduce(torch.tensor(len(pieces)), dist.ReduceOp.MAX))
     pieces += [[] for _ in range(count - len(pieces))]
