@@ -73,7 +73,7 @@ def test_options_that_save_memory_do(found):
 def test_command_prints_tables_and_a_verdict(found):
     shown = found["commands"]["fits"]
     assert shown["end"] == 0
-    assert "llama: 0.11B parameters, 0.105B trained, on 2 x l4-24gb; planned without a GPU" in shown["printed"]
+    assert "llama: 0.11B parameters, 0.106B trained, on 2 x l4-24gb; planned without a GPU" in shown["printed"]
     assert "| forward and backward |" in shown["printed"] and "host memory of a machine" in shown["printed"]
     assert shown["printed"].strip().splitlines()[-1].startswith("fits: ")
 
