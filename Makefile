@@ -1,5 +1,5 @@
 # make demo: the main job on its built-in default.  make demo-text: the same on a pretrained language model.  make test: lint, types, tests.  make quick: the loop of edit and test.
-# make setup: the environment alone.
+# make faults: what is broken on purpose.  make setup: the environment alone.
 PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
@@ -8,7 +8,7 @@ DEMO_TEXT := --model smollm2 --task addition --lora_rank 16 --lr 3e-4 --steps 60
 	--max_new_tokens 16 --kl_coef 0 --threads 2 $(shell grep -qE 'avx512_bf16|amx_bf16' /proc/cpuinfo && echo --compute_dtype bfloat16)
 CHECK_PYTHON := $(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "rlkit needs Python >= 3.11; $(PYTHON) is older. Name another: make setup PYTHON=python3.12"; exit 1; }
 
-.PHONY: setup setup-all demo demo-text test quick lint learn bench peers bench-peers docs clean
+.PHONY: setup setup-all demo demo-text test faults quick lint learn bench peers bench-peers docs clean
 
 setup: $(VENV)/.installed
 
@@ -48,6 +48,11 @@ $(VENV)/.installed-text: $(VENV)/.installed
 test: setup-all lint
 	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder --durations=20
 
+# what is broken on purpose, and who means harm: docs/reliability.md
+faults: setup-all
+	$(BIN)/python -m pytest -n 2 --dist loadfile tests/faults tests/security \
+		tests/rewards/test_sandbox.py tests/rewards/test_programs.py
+
 # functions, packing, an engine in one process, a recipe for a few steps
 quick: setup
 	$(BIN)/python -m pytest -q -n 2 --dist loadfile --no-loadscope-reorder tests/recipes/test_sft.py \
@@ -57,16 +62,17 @@ lint: setup
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 
-# the five-seed table of the README
+# the learning table of docs/results.md, with five seeds
 learn: setup
 	$(BIN)/python benchmarks/learn.py
 
 bench: setup
 	$(BIN)/python -m pytest benchmarks --benchmark-enable
 
-# losses and advantages against verl and TRL themselves, which want an environment of their own (some minutes to make)
+# losses and advantages against verl and TRL themselves, and inside them; they want an environment of their own (some
+# minutes to make)
 peers: .venv-peers/.installed
-	.venv-peers/bin/python -m pytest tests/peers/live.py
+	.venv-peers/bin/python -m pytest tests/peers/live.py tests/plugins/live_verl.py tests/plugins/live_trl.py tests/plugins/live_page.py
 
 # every function beside a loop, verl and TRL: benchmarks/results/functions.md
 bench-peers: .venv-peers/.installed
@@ -85,6 +91,7 @@ docs: setup-all
 	$(BIN)/python docs/make_formula_and_code.py
 	$(BIN)/python docs/make_engines.py
 	$(BIN)/python docs/make_families.py
+	$(BIN)/python docs/make_reliability.py
 
 clean:
 	rm -rf $(VENV) .venv-peers build *.egg-info

@@ -33,7 +33,7 @@ import torch.nn.functional as F
 from torch.distributed.tensor import DTensor
 from transformers import Qwen2Config, Qwen2ForCausalLM, Qwen3VLConfig, Qwen3VLForConditionalGeneration
 
-from rlkit.data import Batch, collate, extend, prompt, token_budget_batches
+from rlkit.data import Batch, append_response, collate, prompt_sample, token_budget_batches
 from rlkit.engines import checkpoint, make_engine
 from rlkit.engines.flops import batch_flops
 from rlkit.engines.packing.attention import use_packed_attention
@@ -93,7 +93,7 @@ def text_batch(rows: int, longest: int) -> Batch:
     samples = []
     for length in torch.linspace(longest // 8, longest, rows).int().tolist():
         ids = torch.randint(3, 2000, (length,), generator=g).tolist()
-        samples.append(extend(prompt(ids[:8]), ids[8:], [-5.0] * (length - 8)))
+        samples.append(append_response(prompt_sample(ids[:8]), ids[8:], [-5.0] * (length - 8)))
     return collate(samples)
 
 
@@ -297,7 +297,7 @@ def vlm_batch(config: Qwen3VLConfig, rows: int, longest: int, side: int) -> Batc
     for length in torch.linspace(longest // 8, longest, rows).int().tolist():
         question, answer = torch.randint(3, 480, (2, length), generator=g).tolist()
         compact = [config.vision_start_token_id, config.image_token_id, config.vision_end_token_id, *question[:16]]
-        start = prompt(
+        start = prompt_sample(
             [compact[0], *[compact[1]] * features, *compact[2:]],
             compact,
             vision={
@@ -306,7 +306,7 @@ def vlm_batch(config: Qwen3VLConfig, rows: int, longest: int, side: int) -> Batc
             },
             placeholders={config.image_token_id: [features]},
         )
-        samples.append(extend(start, answer, [-5.0] * length))
+        samples.append(append_response(start, answer, [-5.0] * length))
     return collate(samples)
 
 

@@ -16,9 +16,9 @@ import pytest
 import torch
 
 from rlkit.data import load_task
-from rlkit.data.samples import prompt
-from rlkit.rollout import Ahead, Sampling, make_rollout
-from rlkit.rollout.vllm_inputs import request_seed
+from rlkit.data.samples import prompt_sample
+from rlkit.rollout import AsyncSampler, Sampling, make_rollout
+from rlkit.rollout.vllm_requests import request_seed
 from rlkit.vlm import build_tiny, load_processor
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "rollout"))
@@ -41,13 +41,13 @@ def rollout(tmp_path_factory):
 
 def train_steps(rollout, max_staleness):
     """What a recipe does, and what came of it: for each step the answers and how old they were."""
-    prompts = [[prompt([20 + step, i], group_id=2 * step + i) for i in range(2)] for step in range(STEPS)]
+    prompts = [[prompt_sample([20 + step, i], group_id=2 * step + i) for i in range(2)] for step in range(STEPS)]
     asked = [(two, Sampling(TOKENS, seed=(step,))) for step, two in enumerate(prompts)]
-    ahead, came = Ahead(rollout, asked, n=GROUP, max_staleness=max_staleness), []
-    for samples in ahead:
-        came.append(([s.response_ids for s in samples], ahead.staleness(samples)))
+    sampler, came = AsyncSampler(rollout, asked, n=GROUP, max_staleness=max_staleness), []
+    for samples in sampler:
+        came.append(([s.response_ids for s in samples], sampler.staleness(samples)))
         time.sleep(TOKENS * LATENCY)
-        ahead.update_weights(iter(WEIGHTS))
+        sampler.update_weights(iter(WEIGHTS))
     seeds = [[request_seed(how.seed, one) + i for one in two for i in range(GROUP)] for two, how in asked]
     expected = [[written(seed, TOKENS) for seed in batch] for batch in seeds]
     assert [answers for answers, _ in came] == expected  # nothing lost, nothing twice, in order

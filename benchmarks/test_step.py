@@ -11,11 +11,11 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from rlkit.data import collate, extend, load_task, step_rows
+from rlkit.data import append_response, collate, load_task, step_rows
 from rlkit.engines import make_engine
 from rlkit.losses import clipped_policy_loss, token_mean
 from rlkit.rollout import Sampling, make_rollout
-from rlkit.vlm import build_tiny, encode_rows, load_model, load_processor, suppressed_token_ids
+from rlkit.vlm import build_tiny, encode_prompts, load_model, load_processor, suppressed_token_ids
 
 PROMPTS, GROUP, NEW = 16, 8, 4
 
@@ -27,11 +27,11 @@ class Work:
         self.path = str(path)
         self.processor = load_processor(self.path)
         self.rows = step_rows(load_task("digits").train, 0, PROMPTS, 0)
-        self.prompts, _ = encode_rows(self.processor, self.rows)
+        self.prompts, _ = encode_prompts(self.processor, self.rows)
         g = torch.Generator().manual_seed(0)
         tokens = torch.randint(20, 200, (PROMPTS * GROUP, NEW), generator=g).tolist()
         parents = [p for p in self.prompts for _ in range(GROUP)]
-        self.samples = [extend(p, ids, [-5.0] * NEW) for p, ids in zip(parents, tokens, strict=True)]
+        self.samples = [append_response(p, ids, [-5.0] * NEW) for p, ids in zip(parents, tokens, strict=True)]
         self.advantages = torch.randn(len(self.samples), generator=g)
 
 

@@ -16,11 +16,11 @@ import torch
 import transformers
 
 from rlkit.data import collate
-from rlkit.data.samples import extend, prompt
+from rlkit.data.samples import append_response, prompt_sample
 from rlkit.engines import make_engine
 from rlkit.losses import reinforce_loss, token_mean
 from rlkit.rollout import Sampling, make_rollout
-from rlkit.rollout.vllm_inputs import request_prompt, sampling_options
+from rlkit.rollout.vllm_requests import vllm_prompt, vllm_sampling_params
 from rlkit.vlm import load_model, load_processor
 from rlkit.vlm.tiny import tiny_tokenizer
 
@@ -44,7 +44,7 @@ def work(request, tmp_path_factory):
     tokenizer.save_pretrained(path)
     engine = make_engine("fsdp2", model=load_model(path), optimizer=lambda p: torch.optim.AdamW(p, lr=1e-6))
     rollout = make_rollout("vllm", model=path, processor=load_processor(path), max_num_seqs=64, max_model_len=512)
-    rollout.ends = []  # every answer has all its tokens
+    rollout.end_token_ids = []  # every answer has all its tokens
     rollout.size = f"{sum(p.numel() for p in engine.base.parameters()) / 1e6:.0f}M"
     yield engine, rollout
     rollout.close()
@@ -52,7 +52,7 @@ def work(request, tmp_path_factory):
 
 def prompts():
     numbers = torch.randint(20, 200, (PROMPTS, LONG), generator=torch.Generator().manual_seed(0)).tolist()
-    return [prompt(ids, group_id=i) for i, ids in enumerate(numbers)]
+    return [prompt_sample(ids, group_id=i) for i, ids in enumerate(numbers)]
 
 
 def test_generate(benchmark, work):
@@ -62,9 +62,9 @@ def test_generate(benchmark, work):
     _, rollout = work
     benchmark.group = f"generate, {rollout.size}"
     requests, sampling = prompts(), Sampling(NEW)
-    rule = {"n": GROUP, "unsampled": rollout.unsampled, "ends": rollout.ends}
-    params = [SamplingParams(**sampling_options(sampling, request, **rule)) for request in requests]
-    given = [request_prompt(request) for request in requests]
+    rule = {"n": GROUP, "suppressed_token_ids": rollout.suppressed_token_ids, "end_token_ids": rollout.end_token_ids}
+    params = [SamplingParams(**vllm_sampling_params(sampling, request, **rule)) for request in requests]
+    given = [vllm_prompt(request) for request in requests]
     seconds = {"rlkit": [], "vllm alone": []}
 
     def both():
@@ -92,7 +92,7 @@ def test_hand_over(benchmark, work):
     engine, rollout = work
     benchmark.group = f"hand over, {rollout.size}"
     answer = list(range(20, 20 + NEW))
-    samples = [extend(p, answer, [-5.0] * NEW) for p in prompts() for _ in range(GROUP // 4)]
+    samples = [append_response(p, answer, [-5.0] * NEW) for p in prompts() for _ in range(GROUP // 4)]
     batch = collate(samples, advantages=torch.randn(len(samples)))
 
     def loss(out, mb):

@@ -29,9 +29,9 @@ import transformers
 from torch import Tensor
 from transformers import modeling_flash_attention_utils
 
-from rlkit.data import collate, extend, repad, unpad
+from rlkit.data import append_response, collate, repad, unpad
 from rlkit.data.packing import unpad_like
-from rlkit.data.samples import prompt
+from rlkit.data.samples import prompt_sample
 from rlkit.engines import make_engine
 from rlkit.losses import token_mean
 from rlkit.vlm import rope3d_position_ids, rope3d_spec
@@ -231,7 +231,7 @@ def step_contestants() -> Contestants:
     samples = []
     for length in torch.linspace(16, 496, 16).int().tolist():
         ids = torch.randint(3, 2000, (length,), generator=g).tolist()
-        samples.append(extend(prompt(ids[:8]), ids[8:], [-5.0] * (length - 8)))
+        samples.append(append_response(prompt_sample(ids[:8]), ids[8:], [-5.0] * (length - 8)))
     batch = collate(samples)
 
     def model() -> transformers.Qwen2ForCausalLM:

@@ -41,21 +41,22 @@ COLUMNS: dict[str, list[tuple[str, str, str]]] = {
 }
 HEAD = """# Model families
 
-A yes stands where a test has that family as its parameter: a tiny model of random weights, built from its config. The
-page is made of the tests (`python docs/make_families.py`), and a test fails when it is not up to date. An empty cell
-says that nothing was tried, not that it fails; `plain` are positions 0, 1, 2, ..., and `text` families have no images.
+This table says which features are tested for which model family, on a tiny model with random weights. Families are
+named by transformers' `model_type`. An empty cell means not tested, not that it fails. `plain`: positions are 0, 1, 2,
+..., so there are no 3D RoPE ids. `text`: the family has no images. The second table explains the columns. The page is
+generated from the parameters of the tests (`python docs/make_families.py`).
 
 """
 MEANING = {
-    "positions": "3D RoPE ids exactly equal to transformers' own, on random layouts and paddings",
-    "packed": "rows end to end give the logprobs and gradients of one sequence at a time, and of padded rows",
-    "Ulysses": "rows shared by two processes give the numbers of one",
-    "mixed batch": "a blank image or video, for the rank that has none, changes no number and reaches the vision tower",
-    "processor": "both token tracks are those of transformers' processor, and an image has as many tokens as features",
-    "freeze": "what is frozen has no gradient and does not move, in the fsdp2 engine",
-    "LoRA": "adapters alone move; merged they give the same logprobs; `disable_adapter` gives the model back",
-    "HF sampler": "the logprobs of what is sampled are the trainer's",
-    "vLLM": "the same with vLLM in the trainer's process on a CPU, after every hand-over of weights",
+    "positions": "3D RoPE ids are exactly those of transformers, for random layouts and paddings",
+    "packed": "packed rows give the same logprobs and gradients as single sequences, and as padded rows",
+    "Ulysses": "two processes that share each sequence give the same numbers as one process",
+    "mixed batch": "a rank without images runs a blank image through the vision tower, which changes no number",
+    "processor": "prompt tokens are those of transformers' processor, and an image has as many tokens as features",
+    "freeze": "frozen parameters have no gradient and do not change, in the fsdp2 engine",
+    "LoRA": "only the adapters change; merged weights give the same logprobs; `disable_adapter` gives the base model",
+    "HF sampler": "`--rollout hf`: the sampler's logprobs equal the trainer's",
+    "vLLM": "`--rollout vllm` on a CPU: the sampler's logprobs equal the trainer's after every weight update",
 }
 
 
@@ -111,32 +112,32 @@ def page() -> str:
     heads = list(COLUMNS)
     lines = [f"| | {' | '.join(heads)} |", "|---" * (len(heads) + 1) + "|"]
     lines += [f"| {name} | {' | '.join(cell(column, name) for column in heads)} |" for name in rows]
-    lines += ["", "| column | a yes says that | test |", "|---|---|---|"]
+    lines += ["", "| column | yes means | test |", "|---|---|---|"]
     for column, tests in COLUMNS.items():
         by = ", ".join(dict.fromkeys(f"`{file.split('/')[1]}`" for file, _, _ in tests))
         lines.append(f"| {column} | {MEANING[column]} | {by} |")
     refused = ", ".join(sorted({*families.REFUSED, *families.HYBRID}))
     positions = ", ".join(sorted(load("vlm/test_rope3d_specs.py").ROPE3D_REFUSED))
     vllm = modules["rollout/test_vllm.py"]
-    with_vllm = "; ".join(f"{name} ({why})" for name, why in vllm.REFUSED.items())
+    with_vllm = "; ".join(f'{name} ("{why}")' for name, why in vllm.REFUSED.items())
     more = f"""
-Of Qwen-Omni it is the thinker that trains, on text, images and videos: transformers' class of the thinker, handed to
-`make_engine`, as `load_model` knows no model with a talker.
+Not supported; each is refused with an error that says why:
 
-Refused by name, with a reason:
-
-- packed rows (padded ones train): {refused};
+- packed rows: {refused}. These train with `--no_use_remove_padding`;
 - positions: {positions};
-- vLLM: {with_vllm}; it has no model of {", ".join(sorted(vllm.ABSENT))};
-- prefix attention (PaliGemma), and sequences in one forward that would change each other's RoPE (dynamic, longrope).
+- vLLM, with the text of the error: {with_vllm}. vLLM has no implementation of {", ".join(sorted(vllm.ABSENT))};
+- prefix attention (PaliGemma), and RoPE variants in which sequences of one forward pass would affect each other
+  (dynamic, longrope).
 
-Of deepseek_v3's attention vLLM has one size on a CPU, the published one (`kv_lora_rank` 512, `qk_rope_head_dim` 64),
-and it is right with YaRN alone, as published too: its kernel for plain RoPE there misreads queries of several heads,
-0.06 in the logprobs, which the first step's canary stops. Its router wants `topk_method` and `scoring_func` in the
-config, which transformers' own defaults leave out.
+Notes:
 
-transformers' SmolVLM processor wants the package `num2words`, and the last column vLLM; without them those tests are
-skipped.
+- **Qwen-Omni.** Only the thinker is trained, on text, images and videos. Pass transformers' class of the thinker to
+  `make_engine`; `load_model` does not load models with a talker.
+- **deepseek_v3 with vLLM on a CPU.** vLLM supports only the published attention size (`kv_lora_rank` 512,
+  `qk_rope_head_dim` 64), and is correct only with YaRN, as published. With plain RoPE its kernel misreads queries with
+  several heads. The logprobs are then wrong by 0.06, and `WeightSyncCheck` stops the run at the first step. The config
+  must have `topk_method` and `scoring_func`, which transformers' defaults leave out.
+- **SmolVLM.** transformers' processor needs the package `num2words`.
 """
     return HEAD + "\n".join(lines) + "\n" + more
 

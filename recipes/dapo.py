@@ -1,24 +1,26 @@
 """DAPO on text or images: dynamic sampling, a higher upper clip, overlong reward shaping.
 
     torchrun --nproc-per-node=1 recipes/dapo.py  # a tiny Qwen2.5-VL learns to read digits
-    torchrun --nproc-per-node=8 recipes/dapo.py --model Qwen/Qwen2.5-VL-7B-Instruct --task \\
-        train.jsonl --prompts_per_step 512 --prompts_per_draw 1536 --max_num_gen_batches 10 \\
-        --mini_batches 16 --lr 1e-6 --max_new_tokens 20480 --overlong_buffer 4096
+    torchrun --nproc-per-node=8 recipes/dapo.py --model Qwen/Qwen2.5-VL-7B-Instruct \\
+        --task train.jsonl --prompts_per_step 512 --prompts_per_draw 1536 \\
+        --max_num_gen_batches 10 --mini_batches 16 --lr 1e-6 --max_new_tokens 20480 \\
+        --overlong_buffer 4096
 
 The four parts of the paper (https://arxiv.org/abs/2503.14476) and where they are: clip-higher
 (`clip_high`), dynamic sampling (`draw_batch`), the mean over tokens (`token_mean`), overlong
 reward shaping (`overlong_penalty`). No KL term.
 
 How it differs from the paper:
-- Sampling stops after `max_num_gen_batches` draws, and the step is taken on the groups found until
-  then. If no group teaches anything, the run ends: what is left is either always right or always
-  wrong.
-- Groups are compared by their rewards without the length penalty, which would make groups of equal
-  rewards differ.
-- The learning rate decays linearly after its warm-up (the paper's is constant), and truncated
-  answers are trained on.
-- An answer that could not be judged is left out of its group; it does not count as wrong.
-- Tokens that stand for images can be neither sampled nor scored.
+- Sampling stops after `max_num_gen_batches` draws, and the step uses the groups found until then.
+  The run ends if no group has differing rewards: all remaining prompts are then always or never
+  solved.
+- Groups are filtered by rewards without the length penalty. With it, groups of equal rewards would
+  pass the filter.
+- The learning rate decays linearly after the warm-up; the paper's is constant.
+- Truncated answers are trained on.
+- An answer is left out of its group if its reward function fails or returns None. It does not
+  count as wrong.
+- Image placeholder tokens are masked out of the vocabulary, in sampling and in training.
 """
 
 from dataclasses import dataclass
@@ -38,31 +40,31 @@ from rlkit.losses import (
     ratio_stats,
     token_mean,
 )
-from rlkit.rollout import Canary, Sampling
+from rlkit.rollout import Sampling, WeightSyncCheck
 
 
 @dataclass
 class Config(runs.PolicyOptions, runs.TrainingOptions):
     steps: int = 150
-    """Batches that are trained on."""
+    """Training steps."""
     prompts_per_step: int = 32
-    """Prompts of a batch, over all ranks: groups whose rewards differ."""
+    """Prompts per step, over all ranks. Only prompts whose answers have differing rewards count."""
     prompts_per_draw: int = 48
-    """Prompts that are sampled at once to find them."""
+    """Prompts to sample at a time while looking for these (verl's gen_batch_size)."""
     max_num_gen_batches: int = 3
-    """Most draws for one batch."""
+    """Most such draws for one step."""
     group_size: int = 16
     """Answers to each prompt."""
     mini_batches: int = 2
-    """Parts of a batch, by prompts; each is one optimizer step."""
+    """Mini-batches per batch, split by prompt. Each is one optimizer step."""
     overlong_buffer: int = 2
-    """The length penalty grows over so many tokens before max_new_tokens. 0: no penalty."""
+    """The length penalty grows over this many last tokens before max_new_tokens. 0: no penalty."""
     overlong_penalty_factor: float = 1.0
-    """Largest length penalty."""
+    """The length penalty at max_new_tokens."""
     clip_low: float = 0.2
-    """The ratio is clipped below at 1 - clip_low."""
+    """Lower bound of the ratio is 1 - clip_low."""
     clip_high: float = 0.28
-    """The ratio is clipped above at 1 + clip_high."""
+    """Upper bound of the ratio is 1 + clip_high."""
 
 
 def policy_loss(out, mb, cfg: Config):
@@ -138,14 +140,14 @@ def main(cfg: Config) -> None:
 
     draws = state.get("draws", 0)  # of all steps: the position in the data
     passes = runs.training_passes(cfg) + (cfg.mini_batches > 1)
-    canary = Canary(cfg.max_mismatch, dtype=runs.roughest_dtype(cfg))
+    check_sync = WeightSyncCheck(cfg.max_mismatch, dtype=runs.roughest_dtype(cfg))
     for step in run.steps(state["step"], cfg.steps):
         answers, groups, drawn = draw_batch(task, draws, cfg, encode, sampler, engine)
         draws += drawn
         if problem := runs.too_few_judged(answers, engine.global_sum, cfg.max_unjudged):
             run.stop(problem)
         if not len(groups):
-            run.say(f"step {step}: all groups drawn have equal rewards, so the run ends here")
+            run.print(f"step {step}: all groups drawn have equal rewards, so the run ends here")
             break
 
         run.phase("train")
@@ -157,7 +159,7 @@ def main(cfg: Config) -> None:
         )
         batch.add(advantages=grpo_advantages(batch.rewards + penalty, batch.group_ids))  # [B]
         metrics = update(batch, chosen, cfg, step, engine)
-        if problem := canary(metrics["mismatch/abs_dlogp"]):
+        if problem := check_sync(metrics["mismatch/abs_dlogp"]):
             run.stop(problem)
 
         counts = {"tokens": lengths.sum(), "penalty": penalty.sum(), "answers": len(batch)}

@@ -2,23 +2,23 @@
 
     # a tiny Qwen2.5-VL learns digits from another one
     torchrun --nproc-per-node=1 recipes/distill.py
-    torchrun --nproc-per-node=8 recipes/distill.py --model Qwen/Qwen2.5-VL-3B-Instruct --task \\
-        train.jsonl --teacher Qwen/Qwen2.5-VL-32B-Instruct --max_new_tokens 1024 --group_size 4 \\
-        --lr 1e-6
+    torchrun --nproc-per-node=8 recipes/distill.py --model Qwen/Qwen2.5-VL-3B-Instruct \\
+        --task train.jsonl --teacher Qwen/Qwen2.5-VL-32B-Instruct --max_new_tokens 1024 \\
+        --group_size 4 --lr 1e-6
 
-Teacher and student share tokenizer and image processor. Rewards are not trained on: the logged
-reward and the held-out accuracy only show the progress.
+Teacher and student must have the same tokenizer and image processor. Rewards are not trained on:
+the logged reward and the held-out accuracy only show progress.
 
 How it differs from the papers:
-- GKD (https://arxiv.org/abs/2306.13649, eq. 2 and algorithm 1) compares whole distributions. Here
-  an engine gives the log-probability of the sampled token only, so the reverse KL is followed by
-  policy gradient, with an advantage for each token: the teacher's log-probability minus the
-  student's, as in https://thinkingmachines.ai/blog/on-policy-distillation/. Its expectation is the
-  gradient of each token's reverse KL (`rlkit.losses.reverse_kl_loss`); its variance is larger.
-- The effect of a token on later ones is left out (a discount of 0), as in both. MiniLLM (arXiv
-  2306.08543) has it.
-- All answers are the student's; the data's own answers are not trained on (lambda = 1 in GKD).
-- With updates_per_batch > 1 the ratio to the policy that sampled is clipped, as in PPO.
+- GKD (https://arxiv.org/abs/2306.13649, eq. 2 and algorithm 1) compares the distributions over the
+  whole vocabulary. Here only the log-probability of the sampled token is used. The reverse KL is
+  minimised by policy gradient, and the advantage of a token is the teacher's log-probability minus
+  the student's, as in https://thinkingmachines.ai/blog/on-policy-distillation/. In expectation this
+  is the gradient of the reverse KL per token (`rlkit.losses.reverse_kl_loss`), with more variance.
+- The effect of a token on later tokens is ignored (a discount of 0), as in GKD and in that post.
+  MiniLLM (arXiv 2306.08543) includes it.
+- All answers are sampled from the student (lambda = 1 in GKD); answers in the data are not used.
+- With updates_per_batch > 1 the ratio to the sampling policy is clipped, as in PPO.
 """
 
 from dataclasses import dataclass
@@ -35,7 +35,7 @@ from rlkit.losses import (
     ratio_stats,
     token_mean,
 )
-from rlkit.rollout import Canary, Sampling
+from rlkit.rollout import Sampling, WeightSyncCheck
 from rlkit.vlm import load_processor, model_or_tiny
 
 
@@ -45,18 +45,18 @@ class Config(runs.PolicyOptions, runs.TrainingOptions):
     """Directory or hub id of the teacher. "tiny" builds one like the student and fine-tunes it for
     longer."""
     steps: int = 120
-    """Batches that are sampled."""
+    """Training steps. Each samples one batch of answers."""
     prompts_per_step: int = 64
-    """Prompts of a batch, over all ranks."""
+    """Prompts per step, over all ranks."""
     group_size: int = 4
     """Answers to each prompt."""
     updates_per_batch: int = 1
-    """Optimizer steps on each batch."""
+    """Optimizer steps on each batch. Above 1, the clipped ratio matters."""
     max_unjudged: float = 1.0
     clip_low: float = 0.2
-    """The ratio is clipped below at 1 - clip_low."""
+    """Lower bound of the ratio is 1 - clip_low."""
     clip_high: float = 0.28
-    """The ratio is clipped above at 1 + clip_high."""
+    """Upper bound of the ratio is 1 + clip_high."""
 
 
 def policy_loss(out, mb, cfg: Config):
@@ -107,7 +107,7 @@ def main(cfg: Config) -> None:
         sampler.evaluate(heldout, "before")
 
     passes = runs.training_passes(cfg, cfg.updates_per_batch) + (cfg.updates_per_batch > 1)
-    canary = Canary(cfg.max_mismatch, dtype=runs.roughest_dtype(cfg))
+    check_sync = WeightSyncCheck(cfg.max_mismatch, dtype=runs.roughest_dtype(cfg))
     for step in run.steps(start, cfg.steps):
         prompts = encode(step_rows(task.train, step, cfg.prompts_per_step, cfg.seed))
         sampling = Sampling(cfg.max_new_tokens, cfg.temperature, seed=(cfg.seed, step))
@@ -126,7 +126,7 @@ def main(cfg: Config) -> None:
             metrics = engine.train_batch(
                 batch, partial(policy_loss, cfg=cfg), outputs=("logprobs", "entropy")
             )
-        if problem := canary(metrics["mismatch/abs_dlogp"]):
+        if problem := check_sync(metrics["mismatch/abs_dlogp"]):
             run.stop(problem)
 
         metrics |= sampler.metrics(answers) | counts

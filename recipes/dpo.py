@@ -1,22 +1,21 @@
-"""DPO and its family: learn from pairs of answers, a chosen and a rejected one.
+"""DPO and its variants: learn from pairs of a chosen and a rejected answer.
 
     torchrun --nproc-per-node=1 recipes/dpo.py  # a tiny Qwen2.5-VL learns to read digits
-    torchrun --nproc-per-node=8 recipes/dpo.py --model Qwen/Qwen2.5-VL-7B-Instruct --task \\
-        pairs.parquet --lora_rank 32 --max_new_tokens 0 --lr 5e-6 \\
-        --steps 1000
+    torchrun --nproc-per-node=8 recipes/dpo.py --model Qwen/Qwen2.5-VL-7B-Instruct \\
+        --task pairs.parquet --lora_rank 32 --max_new_tokens 0 --lr 5e-6 --steps 1000
 
-Rows have `question` (or `prompt`), `chosen`, `rejected` and maybe `image`, in the formats of TRL,
-UltraFeedback and RLAIF-V. In a task without pairs, a row's answer is chosen and another row's
-answer is rejected.
+Rows have `question` (or `prompt`), `chosen`, `rejected` and optionally `image`, in the formats of
+TRL, UltraFeedback and RLAIF-V. If a task has no pairs, each row's own answer is the chosen one and
+another row's answer is the rejected one.
 
 How it differs from the paper (DPO, https://arxiv.org/abs/2305.18290, section 4):
-- The paper first fine-tunes on the chosen answers (`sft.py` does that). Without it DPO alone tells
-  pairs apart by making both answers less likely than a third, so a little of the chosen answers'
-  likelihood is in the loss (`sft_coef`; the paper's is 0).
-- `--loss` names another function of rlkit.losses, each with its own paper. With
+- The paper fine-tunes on the chosen answers first (`sft.py` does that). Without this, DPO can
+  separate a pair while both answers become less likely. The loss therefore has a small term for
+  the likelihood of the chosen answers (`sft_coef`; the paper's is 0).
+- `--loss` selects another loss function of rlkit.losses; its docstring names its paper. With
   `--normalise_length`, ipo and dpo are TRL's ipo and sigmoid_norm. KTO is in kto.py. BCO and AOT
-  compare an answer with a whole batch, which a loss over micro-batches cannot see.
-- AdamW in place of RMSprop.
+  are left out: they compare an answer with the whole batch, but a loss sees one micro-batch.
+- The optimizer is AdamW; the paper uses RMSprop.
 """
 
 from collections.abc import Callable
@@ -32,7 +31,7 @@ from rlkit.data import collate, load_pairs, step_rows
 from rlkit.engines.balance import rebalance_across_ranks
 from rlkit.engines.flops import batch_flops
 from rlkit.losses import pair_mean, preference_stats, sequence_logprobs, sequence_mean_logprobs
-from rlkit.vlm import encode, encode_answers
+from rlkit.vlm import encode_answers, encode_prompt
 
 LOSSES = {
     "dpo": losses.dpo_loss,
@@ -60,19 +59,20 @@ class Config(runs.GenerationOptions, runs.TrainingOptions):
     steps: int = 200
     """Optimizer steps."""
     prompts_per_step: int = 32
-    """Rows of a batch, over all ranks."""
+    """Rows per step, over all ranks."""
     max_tokens: int = 0
-    """Longest prompt with its answer, images expanded; longer ones are skipped. 0: the model's
-    context."""
+    """Most tokens in a prompt and an answer, image tokens included; longer rows are skipped. 0: the
+    model's context."""
     loss: str = "dpo"
     """dpo, robust, ipo, hinge, apo_zero, apo_down, exo, nca, sppo, discopop, alpha_divergence,
-    forward_kl, js; without a reference: simpo, alphapo, orpo, slic."""
+    forward_kl, js; without a reference model: simpo, alphapo, orpo, slic."""
     beta: float | None = None
-    """Strength of the pull to the reference. Default: that of the loss function."""
+    """Beta of the loss: larger keeps the policy closer to the reference. Default: that of the
+    loss function."""
     loss_options: dict[str, float] = field(default_factory=dict)
-    """Other arguments of the loss function by name: gamma 0.5, label_smoothing 0.1, ..."""
+    """Other arguments of the loss function: --loss_options gamma 0.5 label_smoothing 0.1."""
     normalise_length: bool = False
-    """Use the mean log-probability of an answer's tokens, not their sum."""
+    """Score an answer by the mean log-probability of its tokens instead of the sum."""
     sft_coef: float = 0.1
     """Weight of the chosen answers' mean negative log-likelihood (alpha in arXiv 2404.19733)."""
 
@@ -90,13 +90,13 @@ def loss_function(cfg: Config) -> Callable:
 
 
 def pair_loss(out, mb, loss: Callable, normalise_length: bool, sft_coef: float):
-    """Mean loss of the pairs of all ranks; chosen answers in even rows, rejected ones after them.
+    """Loss of a micro-batch and its metrics; even rows are chosen answers, odd rows rejected ones.
 
-    The logged margins are in nats: how much likelier the policy finds answers than the reference.
+    The logged margins are log-probability differences of policy and reference, in nats.
     """
     score = sequence_mean_logprobs if normalise_length else sequence_logprobs
     chosen, rejected = mb.mask[0::2], mb.mask[1::2]
-    given = {  # each loss function takes those that its formula needs
+    given = {  # each loss function takes the arguments that its formula needs
         "chosen": score(out.logprobs[0::2], chosen),
         "rejected": score(out.logprobs[1::2], rejected),
         "ref_chosen": score(mb.ref_logprobs[0::2], chosen),
@@ -131,7 +131,7 @@ def main(cfg: Config) -> None:
 
     def encode_row(group_id, row):
         """A prompt for evaluation, and the chosen and the rejected answer behind it."""
-        prompt = encode(processor, row, group_id=group_id)
+        prompt = encode_prompt(processor, row, group_id=group_id)
         answers = [row["chosen"], row["rejected"]]
         return prompt, encode_answers(prompt, processor, answers, ends, max_tokens)
 
@@ -152,8 +152,7 @@ def main(cfg: Config) -> None:
     sampler = runs.PolicySampler(cfg, run, task.reward, engine, rollout)
 
     def evaluate(when: str):
-        """Loss of the held-out pairs, share of them that is told apart, and accuracy of greedy
-        answers."""
+        """Loss and preference accuracy on the held-out pairs, and accuracy of greedy answers."""
         answers = sampler.answer_heldout(prompts)
         run.phase("evaluate")
         loss, stats = loss_fn(SimpleNamespace(**engine.infer_batch(heldout)), heldout)

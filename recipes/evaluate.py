@@ -1,10 +1,10 @@
-"""Evaluate a model: accuracy, pass@k and a page of answers, on one task or several.
+"""Evaluate a model on one or several tasks: accuracy, pass@k and a page of answers.
 
     torchrun --nproc-per-node=1 recipes/evaluate.py  # a tiny Qwen2.5-VL before any training
-    torchrun --nproc-per-node=1 recipes/evaluate.py --group_size 16 --model \\
-        runs/grpo_vlm-digits-seed0/model
-    torchrun --nproc-per-node=8 recipes/evaluate.py --model Qwen/Qwen2.5-VL-7B-Instruct --task \\
-        shapes.jsonl charts.jsonl --group_size 64 --pass_at 1 8 64 --temperature 0.7 \\
+    torchrun --nproc-per-node=1 recipes/evaluate.py --group_size 16 \\
+        --model runs/grpo_vlm-digits-seed0/model
+    torchrun --nproc-per-node=8 recipes/evaluate.py --model Qwen/Qwen2.5-VL-7B-Instruct \\
+        --task shapes.jsonl charts.jsonl --group_size 64 --pass_at 1 8 64 --temperature 0.7 \\
         --max_new_tokens 2048
 
 Each held-out row is answered once greedily (`accuracy`) and n = `group_size` times by sampling
@@ -14,9 +14,9 @@ without replacement from the n is right: 1 - C(n - c, k) / C(n, k), where c of t
 
 How it differs from the paper:
 - The paper takes the best of several temperatures for each k. Here there is one, 1 by default.
-- There is neither top-p (0.95 there) nor top-k: the model is sampled as it is in training.
-- An answer that could not be judged is left out, and counted as `unjudged`.
-- What is sampled depends on (seed, row, sample) only, not on restarts or the number of ranks.
+- There is no top-p (the paper: 0.95) and no top-k, as in training.
+- An answer is left out, and counted as `unjudged`, if its reward function fails or returns None.
+- Samples depend on (seed, row, number of the sample) only, not on restarts or the number of ranks.
 """
 
 import json
@@ -28,7 +28,7 @@ import torch.distributed as dist
 from rlkit import runs
 from rlkit.rollout import Sampling
 from rlkit.tracking import METRICS, read_metrics
-from rlkit.vlm import encode
+from rlkit.vlm import encode_prompt
 
 
 @dataclass
@@ -37,15 +37,15 @@ class Config(
 ):
     task: tuple[str, ...] = ("digits",)
     group_size: int = 8
-    """Samples of each row. 0: rows are only answered greedily."""
+    """Samples per row. 0: only greedy answers."""
     pass_at: tuple[int, ...] = (1, 4, 8)
-    """The k of pass@k. Those above group_size are left out."""
+    """Values of k for pass@k. Those above group_size are left out."""
     right: float = 1.0
     """A sample with at least this reward counts as right in pass@k."""
     rows: int = 0
-    """Held-out rows of each task, from the first. 0: all."""
+    """Use only this many held-out rows of each task, the first ones. 0: all."""
     prompts_per_step: int = 64
-    """Rows of a batch, over all ranks."""
+    """Rows per batch, over all ranks."""
 
 
 def pass_at_k(n: int, right: int, k: int) -> float:
@@ -169,14 +169,14 @@ def main(cfg: Config) -> None:
             found[task]["skipped"] = sum(
                 skipped for skipped, (of, _) in zip(lost, batches, strict=True) if of == number
             )
-            run.say(f"{task}: " + ", ".join(f"{name} {x:.4g}" for name, x in found[task].items()))
-        run.evaluation(tasks=found, heldout=len(answers))
+            run.print(f"{task}: " + ", ".join(f"{name} {x:.4g}" for name, x in found[task].items()))
+        run.log_evaluation(tasks=found, heldout=len(answers))
     worst = sorted(answers, key=lambda answer: answer["reward"] or 0.0)[:40] if run.writes else []
     shown = []
     for answer in worst:
         row = tasks[cfg.task.index(answer["task"])].heldout[answer["row"]]
         reward = math.nan if answer["reward"] is None else answer["reward"]
-        shown.append(replace(encode(processor, row), text=answer["text"], reward=reward))
+        shown.append(replace(encode_prompt(processor, row), text=answer["text"], reward=reward))
     runs.finish(cfg, run, shown)
 
 

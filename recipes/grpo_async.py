@@ -1,21 +1,24 @@
-"""GRPO with sampling on servers, which generate the next batch while this one is trained on.
+"""GRPO with servers that sample the next batch while the trainer trains on this one.
 
-    torchrun --nproc-per-node=1 recipes/grpo_async.py  # a tiny Qwen2.5-VL and a server, on the CPU
-    python -m rlkit.rollout.serve --model Qwen/Qwen2.5-VL-7B-Instruct --count 4  # on 4 GPUs, and
-    # on 4 others
-    torchrun --nproc-per-node=4 recipes/grpo_async.py --model Qwen/Qwen2.5-VL-7B-Instruct --task \\
-        train.jsonl --servers http://127.0.0.1:8000 http://127.0.0.1:8001 http://127.0.0.1:8002 \\
-        http://127.0.0.1:8003 --max_staleness 2 --max_new_tokens 1024 --lr 1e-6
+    # a tiny Qwen2.5-VL and a server, on the CPU
+    torchrun --nproc-per-node=1 recipes/grpo_async.py
+    # servers on four GPUs, and a trainer on four others
+    python -m rlkit.rollout.serve --model Qwen/Qwen2.5-VL-7B-Instruct --count 4
+    torchrun --nproc-per-node=4 recipes/grpo_async.py --model Qwen/Qwen2.5-VL-7B-Instruct \\
+        --task train.jsonl --max_staleness 2 --max_new_tokens 1024 --lr 1e-6 \\
+        --servers http://127.0.0.1:8000 http://127.0.0.1:8001 http://127.0.0.1:8002 \\
+        http://127.0.0.1:8003
 
 How it differs from grpo_vlm.py, and from the papers (one step off-policy:
 https://arxiv.org/abs/2410.18252; bounded staleness and answers that continue under new weights:
 AReaL, https://arxiv.org/abs/2505.24298):
-- A batch is requested before the weights that it will train exist. Its tokens are at most
-  `max_staleness` updates old: the next batch is requested later, and no answer is thrown away.
-- Weights go to the servers while they generate. An answer continues under the new weights, and its
-  version is that of its oldest token.
-- Old log-probabilities are the trainer's of this moment. Truncated importance weights against the
-  sampler's correct for the rest (AReaL's decoupled objective has them too, without truncation).
+- A batch is requested before the update that precedes its training. Its tokens are at most
+  `max_staleness` updates old. Requests are delayed to keep this bound; no answer is discarded.
+- Weights are sent to the servers while they generate. An unfinished answer continues under the new
+  weights, and its version is that of its oldest token.
+- Old log-probabilities are the trainer's own, of the same forward pass. The clipped ratio is
+  therefore 1, and truncated importance weights correct for the older weights of the sampler.
+  AReaL's decoupled objective has these weights too, without truncation.
 - There is no KL term.
 """
 
@@ -41,25 +44,25 @@ from rlkit.losses import (
     token_mean,
 )
 from rlkit.rewards import score_as_written
-from rlkit.rollout import Ahead, Canary, Sampling, fresh_gap, make_rollout
+from rlkit.rollout import AsyncSampler, Sampling, WeightSyncCheck, make_rollout, measure_mismatch
 from rlkit.rollout.serve import serving
 
 
 @dataclass
 class Config(runs.PolicyOptions, runs.TrainingOptions):
     steps: int = 130
-    """Batches that are sampled."""
+    """Training steps. Each samples one batch of answers."""
     prompts_per_step: int = 32
-    """Prompts of a batch, over all ranks."""
+    """Prompts per step, over all ranks."""
     group_size: int = 16
     """Answers to each prompt."""
     max_staleness: int = 1
-    """Most updates between the weights that generated a token and those trained with it. 0: take
-    turns."""
+    """Most updates between the weights that sampled a token and those that train on it. 0: sample
+    and train in turn."""
     clip_low: float = 0.2
-    """The ratio is clipped below at 1 - clip_low."""
+    """Lower bound of the ratio is 1 - clip_low."""
     clip_high: float = 0.28
-    """The ratio is clipped above at 1 + clip_high."""
+    """Upper bound of the ratio is 1 + clip_high."""
     rollout: str = "vllm_server"
     lr: float = 1e-3
     max_mismatch: float = 1.0
@@ -96,7 +99,7 @@ def build_server_rollout(cfg: Config, run, path: str, processor, engine, stack: 
     if not cfg.servers and 0 < gpus <= dist.get_world_size():
         options["transfer"] = "gloo"  # server and trainer share a GPU, which NCCL does not allow
     if not cfg.servers and run.writes:
-        run.say(f"starting a vLLM server, its log is in {run.out}")
+        run.print(f"starting a vLLM server, its log is in {run.out}")
         flags = [] if gpus else ["--kv-cache-memory-bytes", str(256 << 20)]
         if options:
             flags = ["--gpu-memory-utilization", "0.4"]
@@ -127,13 +130,13 @@ def run_on_servers(cfg: Config, stack: ExitStack) -> None:
     encode = runs.prompt_encoder(cfg, run, processor, engine)
     sampler = runs.PolicySampler(cfg, run, task.reward, engine, rollout, hands_over=False)
     heldout = encode(enumerate(task.heldout))
-    canary = Canary(cfg.max_mismatch, dtype=runs.roughest_dtype(cfg))
+    check_sync = WeightSyncCheck(cfg.max_mismatch, dtype=runs.roughest_dtype(cfg))
 
     def check_weights_arrived():
         """Stop if fresh answers do not have the log-probabilities of the weights just sent."""
-        run.phase("canary")
+        run.phase("weight_sync_check")
         sampling = Sampling(cfg.max_new_tokens, cfg.temperature, (cfg.seed,))
-        if problem := canary(fresh_gap(rollout, engine, heldout.samples[:4], sampling)):
+        if problem := check_sync(measure_mismatch(rollout, engine, heldout.samples[:4], sampling)):
             run.stop(problem)
 
     rollout.update_weights(engine.get_per_tensor_param())
@@ -150,14 +153,13 @@ def run_on_servers(cfg: Config, stack: ExitStack) -> None:
             skipped.append(prompts.skipped)
             yield prompts.samples, Sampling(cfg.max_new_tokens, temperature, (cfg.seed, step))
 
-    failures = Failures("reward")
-    threads = cfg.reward_threads
+    failures, threads = Failures("reward"), cfg.reward_threads
     submit = score_as_written(rollout.submit, task.reward, threads=threads, failures=failures)
     judged = SimpleNamespace(submit=submit, update_weights=rollout.update_weights)
-    ahead = Ahead(judged, requests(), n=cfg.group_size, max_staleness=cfg.max_staleness)
+    batches = AsyncSampler(judged, requests(), n=cfg.group_size, max_staleness=cfg.max_staleness)
     loss_fn = partial(policy_loss, cfg=cfg)
     run.phase("generate")  # what is waited for
-    for step, found in zip(run.steps(start, cfg.steps), ahead, strict=False):
+    for step, found in zip(run.steps(start, cfg.steps), batches, strict=False):
         generated, rewards, parts, seconds = found
         not_asked, reasons = skipped.popleft(), failures.take()
         answers = runs.Answers(generated, rewards, parts, not_asked, reasons, seconds)
@@ -174,7 +176,7 @@ def run_on_servers(cfg: Config, stack: ExitStack) -> None:
         if (mismatch := metrics["mismatch/abs_dlogp"]) > cfg.max_mismatch:
             run.stop(f"sampler and trainer differ by {mismatch:.2f} in mean |dlogp|")
         run.phase("hand_over")
-        ahead.update_weights(engine.get_per_tensor_param())
+        batches.update_weights(engine.get_per_tensor_param())
 
         flops = runs.training_passes(cfg) * batch_flops(engine.config, batch)
         counts = runs.totals(engine, tokens=batch.mask.sum(), flops=flops)

@@ -1,19 +1,19 @@
 """GRPO over several turns: the policy calls a tool that shows it an image, then answers.
 
     torchrun --nproc-per-node=1 recipes/grpo_tools.py  # a tiny Qwen2.5-VL learns where to zoom
-    torchrun --nproc-per-node=8 recipes/grpo_tools.py --model Qwen/Qwen2.5-VL-7B-Instruct --task \\
-        my_tasks:charts --tool my_tasks:crop --max_turns 4 --max_new_tokens 512 \\
+    torchrun --nproc-per-node=8 recipes/grpo_tools.py --model Qwen/Qwen2.5-VL-7B-Instruct \\
+        --task my_tasks:charts --tool my_tasks:crop --max_turns 4 --max_new_tokens 512 \\
         --max_response_tokens 4096 --lora_rank 32 --lr 1e-5
 
-A tool, or an environment with a reward of its own, is a plain function; rlkit.rollout.agent shows
-three.
+A tool or an environment is a plain function. docs/environments.md has a complete example, and
+rlkit.rollout.agent has more.
 
-How it differs from the paper (DeepSeekMath, https://arxiv.org/abs/2402.03300, section 4.1), beside
-what grpo_vlm.py says:
-- An answer is an episode of turns. All of its turns share its advantage, and what the tool
-  returned is masked.
-- An episode whose tool failed is left out of its group, as is one that could not be judged.
-- No KL term unless `kl_coef` is given.
+How it differs from the paper (DeepSeekMath, https://arxiv.org/abs/2402.03300, section 4.1), in
+addition to what grpo_vlm.py lists:
+- An answer is an episode of several turns. All turns have the episode's advantage. Tool output is
+  masked out of the loss.
+- An episode is left out of its group if its tool or its reward function fails.
+- There is no KL term by default (`kl_coef` 0).
 """
 
 from dataclasses import dataclass, replace
@@ -33,7 +33,7 @@ from rlkit.losses import (
     ratio_stats,
     token_mean,
 )
-from rlkit.rollout import Canary, Sampling
+from rlkit.rollout import Sampling, WeightSyncCheck
 from rlkit.rollout.agent import Observation, run_episodes
 from rlkit.runs.tiny_tool_user import build_tiny_tool_user
 
@@ -42,33 +42,33 @@ from rlkit.runs.tiny_tool_user import build_tiny_tool_user
 class Config(runs.PolicyOptions, runs.TrainingOptions):
     task: str = "rlkit.rollout.image_tools:zoomed_digits"
     tool: str = "rlkit.rollout.image_tools:zoom"
-    """The tool or environment as module:function; see rlkit.rollout.agent."""
+    """The tool or environment: module:function or file.py:function. See docs/environments.md."""
     steps: int = 30
-    """Batches that are sampled."""
+    """Training steps. Each samples one batch of answers."""
     prompts_per_step: int = 32
-    """Prompts of a batch, over all ranks."""
+    """Prompts per step, over all ranks."""
     group_size: int = 8
     """Episodes of each prompt."""
     updates_per_batch: int = 1
-    """Optimizer steps on each batch."""
+    """Optimizer steps on each batch. Above 1, the clipped ratio matters."""
     max_turns: int = 2
-    """Most turns of the policy in an episode."""
+    """Most turns of the policy per episode."""
     max_new_tokens: int = 12
     max_response_tokens: int = 0
-    """Longest episode after its prompt, with tool output. 0: what the model's context leaves."""
+    """Most tokens per episode after the prompt, with tool output. 0: the rest of the context."""
     tool_timeout: float = 60.0
-    """Most seconds of one call of the tool."""
+    """Time limit of one call of the tool, in seconds."""
     show_failures: bool = False
-    """Show the policy that its tool failed. Otherwise the episode is left out."""
+    """Show the policy the error of a failed tool and go on. Otherwise the episode is left out."""
     role: str = "user"
     """Role of tool output in the chat template."""
     clip_low: float = 0.2
-    """The ratio is clipped below at 1 - clip_low."""
+    """Lower bound of the ratio is 1 - clip_low."""
     clip_high: float = 0.28
-    """The ratio is clipped above at 1 + clip_high."""
+    """Upper bound of the ratio is 1 + clip_high."""
     kl_coef: float = 0.0
-    """Weight of the KL to the initial model. 0: no reference is kept, and the logged KL is that to
-    the sampler."""
+    """Weight of the KL to the initial model in the loss. 0: there is no reference model, and the
+    logged KL is to the sampler."""
     warmup_steps: int = 5
 
 
@@ -168,7 +168,7 @@ def main(cfg: Config) -> None:
     passes = runs.training_passes(cfg, cfg.updates_per_batch)
     passes += (cfg.updates_per_batch > 1) + bool(cfg.kl_coef)
     loss_fn = partial(policy_loss, cfg=cfg)
-    canary = Canary(cfg.max_mismatch, dtype=runs.roughest_dtype(cfg))
+    check_sync = WeightSyncCheck(cfg.max_mismatch, dtype=runs.roughest_dtype(cfg))
     for step in run.steps(start, cfg.steps):
         prompts = encode(step_rows(task.train, step, cfg.prompts_per_step, cfg.seed))
         sampling = Sampling(cfg.max_new_tokens, cfg.temperature, seed=(cfg.seed, step))
@@ -185,7 +185,7 @@ def main(cfg: Config) -> None:
             batch.add(old_logprobs=engine.infer_batch(batch)["logprobs"])
         for _ in range(cfg.updates_per_batch):
             metrics = engine.train_batch(batch, loss_fn, outputs=("logprobs", "entropy"))
-        if problem := canary(metrics["mismatch/abs_dlogp"]):
+        if problem := check_sync(metrics["mismatch/abs_dlogp"]):
             run.stop(problem)
 
         metrics |= sampler.metrics(answers) | turns_and_aborted(answers, engine)

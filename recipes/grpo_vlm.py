@@ -1,22 +1,22 @@
-"""GRPO for vision-language models: sample groups of answers about images, reward them, take a step.
+"""GRPO on images or text: sample a group of answers to each prompt, reward them, take a step.
 
     torchrun --nproc-per-node=1 recipes/grpo_vlm.py  # a tiny Qwen2.5-VL learns to read digits
-    torchrun --nproc-per-node=8 recipes/grpo_vlm.py --model Qwen/Qwen2.5-VL-7B-Instruct --task \\
-        train.jsonl --lora_rank 32 --max_new_tokens 1024 --lr \\
-        1e-5
+    torchrun --nproc-per-node=8 recipes/grpo_vlm.py --model Qwen/Qwen2.5-VL-7B-Instruct \\
+        --task train.jsonl --lora_rank 32 --max_new_tokens 1024 --lr 1e-5
 
 How it differs from the paper (DeepSeekMath, https://arxiv.org/abs/2402.03300, section 4.1):
-- The loss is the mean over all tokens of the batch (DAPO, arXiv 2503.14476), not the mean of
-  per-answer means, so that long answers are not favoured. For the paper's, put `sequence_mean` in
-  place of `token_mean` below.
-- The upper clip is larger than the lower one (DAPO again). It matters only with updates_per_batch
-  > 1: on a batch that is used once the ratio is 1.
-- The weight of the KL term is 0.001; the paper has 0.04.
+- The loss is the mean over all tokens of the batch (DAPO, arXiv 2503.14476). The paper takes the
+  mean per answer and then the mean over answers, so a token of a long answer has less weight. To
+  do that, put `sequence_mean` in place of `token_mean` below.
+- clip_high is larger than clip_low (DAPO again). Clipping only matters with updates_per_batch > 1:
+  on a batch that is used once, the ratio is 1.
+- The weight of the KL term is 0.001; the paper's is 0.04.
 - `--loss gspo` (arXiv 2507.18071, with --clip_low 3e-4 --clip_high 4e-4) clips the ratio of a
-  whole answer, and takes the mean of per-answer means. `--loss cispo` (arXiv 2506.13585, with
-  --clip_low 1 --clip_high 4) clips the weight of a token that keeps its gradient.
-- An answer that could not be judged is left out of its group; it does not count as wrong.
-- Tokens that stand for images can be neither sampled nor scored.
+  whole answer and averages per answer. `--loss cispo` (arXiv 2506.13585, with --clip_low 1
+  --clip_high 4) clips the importance weight of a token, and no token loses its gradient.
+- An answer is left out of its group if its reward function fails or returns None. It does not
+  count as wrong.
+- Image placeholder tokens are masked out of the vocabulary, in sampling and in training.
 """
 
 from dataclasses import dataclass
@@ -36,7 +36,7 @@ from rlkit.losses import (
     sequence_mean,
     token_mean,
 )
-from rlkit.rollout import Canary, Sampling
+from rlkit.rollout import Sampling, WeightSyncCheck
 
 LOSSES = {
     "clipped": losses.clipped_policy_loss,
@@ -48,27 +48,28 @@ LOSSES = {
 @dataclass
 class Config(runs.PolicyOptions, runs.TrainingOptions):
     steps: int = 220
-    """Batches that are sampled."""
+    """Training steps. Each samples one batch of answers."""
     prompts_per_step: int = 64
-    """Prompts of a batch, over all ranks."""
+    """Prompts per step, over all ranks."""
     group_size: int = 16
     """Answers to each prompt."""
     updates_per_batch: int = 1
-    """Optimizer steps on each batch."""
+    """Optimizer steps on each batch. Above 1, the clipped ratio matters."""
     loss: Literal["clipped", "gspo", "cispo"] = "clipped"
-    """What is clipped: the ratio of a token, the ratio of an answer, or the weight of a token."""
+    """clipped: the PPO clip of each token's ratio. gspo: of a whole answer's ratio. cispo: the
+    importance weight of each token is clipped."""
     clip_low: float = 0.2
-    """The ratio is clipped below at 1 - clip_low."""
+    """Lower bound of the ratio is 1 - clip_low."""
     clip_high: float = 0.28
-    """The ratio is clipped above at 1 + clip_high."""
+    """Upper bound of the ratio is 1 + clip_high."""
     kl_coef: float = 0.001
-    """Weight of the KL to the initial model. 0: no reference is kept, and the logged KL is that to
-    the sampler."""
+    """Weight of the KL to the initial model in the loss. 0: there is no reference model, and the
+    logged KL is to the sampler."""
 
 
 def policy_loss(out, mb, cfg: Config):
-    """Loss of a micro-batch and its metrics; out.logprobs [B, T], mb.total_tokens counts the batch
-    of all ranks."""
+    """Loss of a micro-batch and its metrics. out.logprobs is [B, T]; mb.total_tokens counts the
+    tokens of the whole batch, over all ranks."""
     old = mb.old_logprobs if cfg.updates_per_batch > 1 else out.logprobs.detach()
     clip = {"clip_low": cfg.clip_low, "clip_high": cfg.clip_high}
     policy = LOSSES[cfg.loss](out.logprobs, old, mb.advantages, mb.mask, **clip)
@@ -115,7 +116,7 @@ def main(cfg: Config) -> None:
         + (cfg.updates_per_batch > 1)
         + bool(cfg.kl_coef)
     )
-    canary = Canary(cfg.max_mismatch, dtype=runs.roughest_dtype(cfg))
+    check_sync = WeightSyncCheck(cfg.max_mismatch, dtype=runs.roughest_dtype(cfg))
     for step in run.steps(start, cfg.steps):
         prompts = encode(step_rows(task.train, step, cfg.prompts_per_step, cfg.seed))
         sampling = Sampling(cfg.max_new_tokens, cfg.temperature, seed=(cfg.seed, step))
@@ -134,7 +135,7 @@ def main(cfg: Config) -> None:
             metrics = engine.train_batch(
                 batch, partial(policy_loss, cfg=cfg), outputs=("logprobs", "entropy")
             )
-        if problem := canary(metrics["mismatch/abs_dlogp"]):
+        if problem := check_sync(metrics["mismatch/abs_dlogp"]):
             run.stop(problem)
 
         metrics |= sampler.metrics(answers)

@@ -1,25 +1,25 @@
 """KTO: learn from single answers marked good or bad, without pairs or a reward model.
 
     torchrun --nproc-per-node=1 recipes/kto.py  # a tiny Qwen2.5-VL learns to read digits
-    torchrun --nproc-per-node=8 recipes/kto.py --model Qwen/Qwen2.5-VL-7B-Instruct --task \\
-        marked.parquet --lora_rank 32 --max_new_tokens 0 --lr \\
-        5e-6 --steps 1000
+    torchrun --nproc-per-node=8 recipes/kto.py --model Qwen/Qwen2.5-VL-7B-Instruct \\
+        --task marked.parquet --lora_rank 32 --max_new_tokens 0 --lr 5e-6 --steps 1000
 
-Rows have `question` (or `prompt`), `completion`, `label` (true or false) and maybe `image`, as in
-TRL. A pair (`chosen`, `rejected`) counts as two rows. In other tasks a row's answer is good, and
-another row's answer to it is bad.
+Rows have `question` (or `prompt`), `completion`, `label` (true or false) and optionally `image`, as
+in TRL. A pair (`chosen`, `rejected`) counts as two rows. In other tasks, each row's own answer is
+good, and the answer of another row is bad.
 
 How it differs from the paper (KTO, https://arxiv.org/abs/2402.01306, section 4.1):
-- The baseline z_0 is estimated once a step, from the prompts of the whole batch over all ranks,
-  each with the answer of the next row. The paper shifts answers within a micro-batch, so that its
-  z_0 depends on how the batch is split.
-- Good and bad answers weigh the same, however many there are of each. In the paper their weights,
-  times their counts, are between 1 : 1 and 4 : 3: see `--desirable_weight`.
-- A little of the good answers' likelihood is in the loss, as in `dpo.py` and for the same reason
-  (`sft_coef`; the paper's is 0, after fine-tuning).
-- Without the baseline (`--no-baseline`) it is APO-zero for single answers
+- The baseline z_0 is estimated once per step, from all prompts of the batch over all ranks, each
+  with the answer of the next row. The paper pairs them within a micro-batch, so its z_0 depends on
+  how the batch is split.
+- A good and a bad answer have the same weight by default, however many there are of each. The
+  paper chooses weights such that (weight x count) of good and bad are between 1 : 1 and 4 : 3: see
+  `--desirable_weight`.
+- The loss has a small term for the likelihood of good answers, for the reason given in `dpo.py`
+  (`sft_coef`; the paper fine-tunes first and has 0).
+- Without the baseline (`--no_baseline`) the loss is APO-zero for single answers
   (https://arxiv.org/abs/2408.06266).
-- AdamW in place of RMSprop.
+- The optimizer is AdamW; the paper uses RMSprop.
 """
 
 from dataclasses import dataclass
@@ -29,7 +29,7 @@ from types import SimpleNamespace
 import torch
 
 from rlkit import runs
-from rlkit.data import collate, load_marked, step_rows
+from rlkit.data import collate, load_unpaired, step_rows
 from rlkit.engines.balance import rebalance_across_ranks
 from rlkit.engines.flops import batch_flops
 from rlkit.losses import (
@@ -39,7 +39,7 @@ from rlkit.losses import (
     sequence_logprobs,
     sequence_mean_logprobs,
 )
-from rlkit.vlm import encode, encode_answers
+from rlkit.vlm import encode_answers, encode_prompt
 
 
 @dataclass
@@ -47,20 +47,20 @@ class Config(runs.GenerationOptions, runs.TrainingOptions):
     steps: int = 200
     """Optimizer steps."""
     prompts_per_step: int = 64
-    """Rows of a batch, over all ranks."""
+    """Rows per step, over all ranks."""
     max_tokens: int = 0
-    """Longest prompt with its answer, images expanded; longer ones are skipped. 0: the model's
-    context."""
+    """Most tokens in a prompt and an answer, image tokens included; longer rows are skipped. 0: the
+    model's context."""
     beta: float = 0.1
-    """Strength of the pull to the reference."""
+    """Beta of the loss: larger keeps the policy closer to the reference."""
     desirable_weight: float = 1.0
     """Weight of good answers."""
     undesirable_weight: float = 1.0
     """Weight of bad answers."""
     sft_coef: float = 0.1
-    """Weight of the good answers' mean negative log-likelihood."""
+    """Weight of the good answers' negative log-likelihood per token."""
     baseline: bool = True
-    """Compare with z_0, the KL to the reference on answers to other prompts. Otherwise with 0."""
+    """Subtract z_0, an estimate of the KL to the reference from answers to other prompts."""
 
 
 def answer_loss(out, mb, z0, good: float, cfg: Config):
@@ -97,7 +97,7 @@ def with_other_answers(rows):
 
 def main(cfg: Config) -> None:
     with runs.one_sentence_errors("kto"):
-        task = runs.load_named_task(cfg, cfg.task, load_marked)
+        task = runs.load_named_task(cfg, cfg.task, load_unpaired)
         cfg = runs.with_epochs(cfg, task)
         run = runs.start_run("kto", cfg, task.name)
         path, processor = runs.find_model(cfg, run, task.train)
@@ -110,7 +110,7 @@ def main(cfg: Config) -> None:
 
     def encode_row(group_id, row):
         """A prompt, its answer, an answer to another prompt, and whether its own is good."""
-        prompt = encode(processor, row, group_id=group_id)
+        prompt = encode_prompt(processor, row, group_id=group_id)
         answers = [row["completion"], row["other_answer"]]
         return prompt, *encode_answers(prompt, processor, answers, ends, max_tokens), row["label"]
 

@@ -1,25 +1,25 @@
-"""PPO with a critic, on text or images: value every token, take several clipped steps a batch.
+"""PPO with a critic, on text or images: estimate a value per token, take clipped steps.
 
     torchrun --nproc-per-node=1 recipes/ppo.py  # a tiny Qwen2.5-VL learns to read digits
-    torchrun --nproc-per-node=8 recipes/ppo.py --model Qwen/Qwen2.5-VL-7B-Instruct --task \\
-        train.jsonl --prompts_per_step 512 --mini_batches 4 --max_new_tokens 1024 --lr 1e-6 \\
-        --critic_lr 1e-5 --kl_coef 0.001
+    torchrun --nproc-per-node=8 recipes/ppo.py --model Qwen/Qwen2.5-VL-7B-Instruct \\
+        --task train.jsonl --prompts_per_step 512 --mini_batches 4 --max_new_tokens 1024 \\
+        --lr 1e-6 --critic_lr 1e-5 --kl_coef 0.001
 
 How it differs from the paper (https://arxiv.org/abs/1707.06347) and from InstructGPT (arXiv
 2203.02155):
-- The critic is a model of its own. It starts as the policy with a head of zeros, not as the reward
-  model.
-- The loss is the mean over all tokens of a mini-batch, advantages are whitened over all tokens of
-  the batch, and there is no entropy bonus. The KL to the initial model is in the reward of each
-  token, and off by default.
-- Right answers are imitated a little, as in VAPO. With `--lm_coef 0` the default run ends at an
-  accuracy of 0.83 instead of 0.92.
-- An answer that could not be judged is left out. Tokens that stand for images can be neither
-  sampled nor scored.
+- The critic is a separate model. It starts from the policy's weights with a value head of zeros;
+  InstructGPT starts it from the reward model.
+- The loss is the mean over all tokens of a mini-batch. Advantages are whitened over all tokens of
+  the batch. There is no entropy bonus. The KL to the initial model is subtracted from the reward
+  of each token; its weight `kl_coef` is 0 by default.
+- A term for imitating right answers is added to the loss, as in VAPO. With `--lm_coef 0` the
+  default run ends at an accuracy of 0.83 instead of 0.92.
+- An answer is left out if its reward function fails or returns None.
+- Image placeholder tokens are masked out of the vocabulary, in sampling and in training.
 
 VAPO (https://arxiv.org/abs/2504.05118) is `--critic_lam 1 --length_adaptive_alpha 0.05
---critic_warmup 50 --clip_high 0.28`: its critic learns alone at first. PF-PPO (arXiv 2409.06957)
-is `--pf_ppo_best 0.5`, with weights where the paper draws answers.
+--critic_warmup 50 --clip_high 0.28`; during the first 50 steps only its critic is trained. PF-PPO
+(arXiv 2409.06957) is `--pf_ppo_best 0.5`; it weights answers, where the paper resamples them.
 """
 
 from dataclasses import dataclass
@@ -51,59 +51,59 @@ from rlkit.losses import (
     token_mean,
     token_sum,
 )
-from rlkit.rollout import Canary, Sampling
+from rlkit.rollout import Sampling, WeightSyncCheck
 
 
 @dataclass
 class Config(runs.PolicyOptions, runs.TrainingOptions):
     steps: int = 110
-    """Batches that are sampled."""
+    """Training steps. Each samples one batch of answers."""
     prompts_per_step: int = 64
-    """Prompts of a batch, over all ranks."""
+    """Prompts per step, over all ranks."""
     group_size: int = 16
     """Answers to each prompt."""
     mini_batches: int = 2
-    """Parts of a batch, by prompts. Each is one step of the policy and one of the critic."""
+    """Mini-batches per batch, split by prompt. Each is one step of the policy and of the critic."""
     ppo_epochs: int = 1
     """Passes over each batch."""
     critic_model: str = ""
-    """Model the critic starts from: a language model, or an exported value model. Default: that of
+    """Model that the critic starts from: a language model, or an exported value model. Default:
     --model."""
     critic_lr: float = 7e-4
-    """Peak learning rate of the critic. Large models need about 1e-5."""
+    """Peak learning rate of the critic. Default for models other than tiny: 1e-5."""
     critic_warmup: int = 0
-    """Batches at the start on which only the critic learns."""
+    """Steps at the start that train only the critic."""
     clip_low: float = 0.2
-    """The ratio is clipped below at 1 - clip_low."""
+    """Lower bound of the ratio is 1 - clip_low."""
     clip_high: float = 0.2
-    """The ratio is clipped above at 1 + clip_high."""
+    """Upper bound of the ratio is 1 + clip_high."""
     cliprange_value: float = 0.5
-    """How far a value may move on one batch, in units of the reward."""
+    """Clip range of the value loss: how far a value may move from its estimate before the step."""
     gamma: float = 1.0
-    """Discount of one token."""
+    """Discount factor per token."""
     lam: float = 0.95
-    """Lambda of the policy's advantages."""
+    """Lambda of GAE for the policy's advantages."""
     length_adaptive_alpha: float = 0.0
-    """If not 0, lambda is 1 - 1 / (alpha l) for an answer of l tokens. VAPO has 0.05."""
+    """If not 0, the policy's lambda is 1 - 1 / (alpha l) for an answer of l tokens. VAPO: 0.05."""
     critic_lam: float = 0.95
-    """Lambda of the critic's targets. VAPO has 1."""
+    """Lambda of GAE for the critic's targets. VAPO: 1."""
     lm_coef: float = 0.1
-    """Weight of imitating answers with a reward above 0.5. PPO has 0."""
+    """Weight of the negative log-likelihood of answers with a reward above 0.5. Plain PPO: 0."""
     normalise_rewards: bool = False
-    """Scale rewards by the mean and deviation of all rewards so far (PPO-max, arXiv 2307.04964)."""
+    """Normalise rewards by the running mean and standard deviation (PPO-max, arXiv 2307.04964)."""
     reward_clip: float = 0.0
-    """If not 0, rewards are clipped to [-reward_clip, reward_clip] after that."""
+    """If not 0, clip rewards to [-reward_clip, reward_clip], after normalise_rewards."""
     pf_ppo_best: float = 0.0
-    """Share of a group's weight on its best answers. With pf_ppo_worst 0, all answers weigh the
-    same."""
+    """Share of a group's weight that goes to its best answer. 0, with pf_ppo_worst 0: equal
+    weights."""
     pf_ppo_worst: float = 0.0
-    """Share of a group's weight on its worst answers."""
+    """Share of a group's weight that goes to its worst answer."""
     kl_coef: float = 0.0
-    """Weight of the KL to the initial model in the reward. 0: no reference is kept."""
+    """Weight of the KL to the initial model in the reward. 0: there is no reference model."""
 
 
 def policy_loss(out, mb, cfg: Config):
-    """Loss of a micro-batch and its metrics; out.logprobs [B, T], mb.total_tokens counts the
+    """Loss of a micro-batch and its metrics. out.logprobs is [B, T]; mb.total_tokens counts the
     tokens of all ranks."""
     clip = {"clip_low": cfg.clip_low, "clip_high": cfg.clip_high}
     loss = clipped_policy_loss(out.logprobs, mb.old_logprobs, mb.advantages, mb.mask, **clip)
@@ -137,7 +137,7 @@ def advantages_and_returns(rewards, values, mask, cfg: Config, global_sum):
 
 
 def add_estimates(batch, cfg: Config, engine, critic, reference, moments: RunningMoments):
-    """Add to a batch what both losses need; returns measurements over all ranks."""
+    """Add to a batch what both losses need; return metrics over all ranks."""
     rewards, groups, mask = batch.rewards, batch.group_ids, batch.mask
     old = engine.infer_batch(batch)["logprobs"]  # [B, T]
     ref = reference(batch) if reference else batch.rollout_logprobs
@@ -182,7 +182,7 @@ def update(batch, cfg: Config, step: int, engine, critic):
             tokens, imitated = engine.global_sum(
                 torch.stack([part.mask.sum(), (part.mask.sum(1) * right).sum()])
             )
-            if tokens == 0:  # none of its prompts could be read or judged
+            if tokens == 0:  # every row of this part was skipped or unjudged
                 continue
             part.add(lm_weights=right / imitated.clamp(min=1))
             metrics = critic.train_batch(part, partial(value_loss, cfg=cfg))
@@ -227,7 +227,7 @@ def main(cfg: Config) -> None:
 
     moments = RunningMoments(**state.get("moments", {}))  # of all rewards so far
     passes = 1 + runs.training_passes(cfg, cfg.ppo_epochs)
-    canary = Canary(cfg.max_mismatch, dtype=runs.roughest_dtype(cfg))
+    check_sync = WeightSyncCheck(cfg.max_mismatch, dtype=runs.roughest_dtype(cfg))
     for step in run.steps(state["step"], cfg.steps):
         prompts = encode(step_rows(task.train, step, cfg.prompts_per_step, cfg.seed))
         sampling = Sampling(cfg.max_new_tokens, cfg.temperature, seed=(cfg.seed, step))
@@ -240,7 +240,7 @@ def main(cfg: Config) -> None:
         if cfg.normalise_rewards:
             moments = moments.update(batch.rewards, engine.global_sum)
         metrics = add_estimates(batch, cfg, engine, critic, reference, moments)
-        if problem := canary(metrics["mismatch/abs_dlogp"]):
+        if problem := check_sync(metrics["mismatch/abs_dlogp"]):
             run.stop(problem)
         metrics |= update(batch, cfg, step, engine, critic)
 

@@ -1,22 +1,25 @@
 """REINFORCE on text or images, with a baseline of your choice: RLOO, ReMax, REINFORCE++ or OPO.
 
     torchrun --nproc-per-node=1 recipes/reinforce.py  # a tiny Qwen2.5-VL learns to read digits
-    torchrun --nproc-per-node=8 recipes/reinforce.py --model Qwen/Qwen2.5-VL-7B-Instruct --task \\
-        train.jsonl --advantage opo --prompts_per_step 256 --group_size 16 --max_new_tokens 1024 \\
-        --lr 1e-6
+    torchrun --nproc-per-node=8 recipes/reinforce.py --model Qwen/Qwen2.5-VL-7B-Instruct \\
+        --task train.jsonl --advantage opo --prompts_per_step 256 --group_size 16 \\
+        --max_new_tokens 1024 --lr 1e-6
 
 `--advantage` is one of rloo (https://arxiv.org/abs/2402.14740), remax (arXiv 2310.10505, with
 --group_size 1), reinforce_plus_plus and reinforce_plus_plus_baseline (arXiv 2501.03262), and opo
 (arXiv 2505.23585).
 
 How it differs from the papers:
-- The loss is the mean over all tokens of the batch. RLOO, ReMax and OPO sum over an answer and
-  take the mean over answers: put `sequence_sum_mean` in place of `token_mean` below.
-- A batch is used for one step, so the ratio is 1 and REINFORCE++ has nothing to clip.
-- With `kl_coef` the KL to the initial model is subtracted from the reward: per token for
-  REINFORCE++, in sum for the others (OPO's paper has none). ReMax's greedy answer pays none.
-- An answer that could not be judged is left out of its group; it does not count as wrong.
-- Tokens that stand for images can be neither sampled nor scored.
+- The loss is the mean over all tokens of the batch. The papers of RLOO, ReMax and OPO sum over the
+  tokens of an answer and average over answers. To do that, put `sequence_sum_mean` in place of
+  `token_mean` below.
+- Each batch is used for one step, so the ratio is 1 and the clip of REINFORCE++ has no effect.
+- `kl_coef` subtracts the KL to the initial model from the reward: per token for REINFORCE++,
+  summed over the answer for the others (OPO's paper has none). The greedy answer that is ReMax's
+  baseline has no KL subtracted.
+- An answer is left out of its group if its reward function fails or returns None. It does not
+  count as wrong.
+- Image placeholder tokens are masked out of the vocabulary, in sampling and in training.
 """
 
 from dataclasses import dataclass
@@ -46,7 +49,7 @@ from rlkit.losses import (
     reinforce_loss,
     token_mean,
 )
-from rlkit.rollout import Canary, Sampling
+from rlkit.rollout import Sampling, WeightSyncCheck
 
 
 @dataclass
@@ -54,15 +57,15 @@ class Config(runs.PolicyOptions, runs.TrainingOptions):
     advantage: Literal[
         "rloo", "remax", "reinforce_plus_plus", "reinforce_plus_plus_baseline", "opo"
     ] = "rloo"
-    """What is subtracted from the reward."""
+    """Advantage estimator, which sets the baseline."""
     steps: int = 220
-    """Batches that are sampled."""
+    """Training steps. Each samples one batch of answers."""
     prompts_per_step: int = 64
-    """Prompts of a batch, over all ranks."""
+    """Prompts per step, over all ranks."""
     group_size: int = 16
     """Answers to each prompt."""
     kl_coef: float = 0.0
-    """Weight of the KL to the initial model in the reward. 0: no reference is kept."""
+    """Weight of the KL to the initial model in the reward. 0: there is no reference model."""
 
 
 def advantages(rewards, batch, cfg: Config, global_sum):
@@ -131,7 +134,7 @@ def main(cfg: Config) -> None:
         sampler.evaluate(heldout, "before")
 
     passes = runs.training_passes(cfg) + bool(cfg.kl_coef)
-    canary = Canary(cfg.max_mismatch, dtype=runs.roughest_dtype(cfg))
+    check_sync = WeightSyncCheck(cfg.max_mismatch, dtype=runs.roughest_dtype(cfg))
     for step in run.steps(start, cfg.steps):
         prompts = encode(step_rows(task.train, step, cfg.prompts_per_step, cfg.seed))
         sampling = Sampling(cfg.max_new_tokens, cfg.temperature, seed=(cfg.seed, step))
@@ -153,7 +156,7 @@ def main(cfg: Config) -> None:
         metrics = engine.train_batch(
             batch, partial(policy_loss, cfg=cfg), outputs=("logprobs", "entropy")
         )
-        if problem := canary(metrics["mismatch/abs_dlogp"]):
+        if problem := check_sync(metrics["mismatch/abs_dlogp"]):
             run.stop(problem)
 
         metrics |= sampler.metrics(answers)

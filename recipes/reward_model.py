@@ -1,24 +1,25 @@
 """Reward model: a scalar head that scores whole answers, trained on pairs (Bradley-Terry).
 
-    # a tiny Qwen2.5-VL learns to judge read digits
+    # a tiny Qwen2.5-VL learns to score answers about digits
     torchrun --nproc-per-node=1 recipes/reward_model.py
     torchrun --nproc-per-node=8 recipes/reward_model.py --model Qwen/Qwen2.5-VL-7B-Instruct \\
-        --task pairs.parquet --lora_rank 32 --lr 1e-4 --steps \\
-        1000
+        --task pairs.parquet --lora_rank 32 --lr 1e-4 --steps 1000
 
-Rows have `question` (or `prompt`), `chosen`, `rejected` and maybe `image` and `margin`, in the
-formats of TRL, UltraFeedback and RLAIF-V. In a task without pairs, a row's answer is chosen and
-another row's answer is rejected. `rlkit.engines.value_head.load_value_model` reads the exported
-model.
+Rows have `question` (or `prompt`), `chosen`, `rejected` and optionally `image` and `margin`, in the
+formats of TRL, UltraFeedback and RLAIF-V. If a task has no pairs, each row's own answer is the
+chosen one and another row's answer is the rejected one. Load the exported model with
+`rlkit.engines.value_head.load_value_model`.
 
 How it differs from the paper (InstructGPT, https://arxiv.org/abs/2203.02155, section 3.5):
-- Pairs are independent; the paper puts all pairs of a prompt's answers in one batch.
-- `margin`, a number a row, is Llama 2's (arXiv 2307.09288 eq. 2). `centre_coef` is the weight of a
-  regulariser that keeps rewards around 0 (arXiv 2312.09244), as Bradley-Terry leaves their level
-  free; the paper subtracts the mean afterwards.
-- The head starts at zero, so all scores do. It is read at the token that ends the answer.
-- The model should be fine-tuned before: `--model` may be what `sft.py` exports, and the tiny one
-  is fine-tuned when it is built.
+- Pairs are shuffled independently; the paper puts all pairs of one prompt into one batch.
+- `margin` is a number per row, as in Llama 2 (arXiv 2307.09288 eq. 2).
+- `centre_coef` is the weight of a regulariser that keeps rewards around 0 (arXiv 2312.09244),
+  because the Bradley-Terry loss only depends on differences. The paper subtracts the mean after
+  training.
+- The score is read at the end token of the answer. The head starts at zero, so the first scores
+  are 0.
+- The model should already be fine-tuned, for example by `sft.py`. The tiny model is fine-tuned
+  when it is built.
 """
 
 from dataclasses import dataclass, replace
@@ -33,7 +34,7 @@ from rlkit.engines.balance import rebalance_across_ranks
 from rlkit.engines.flops import batch_flops
 from rlkit.engines.value_head import scoring_batch
 from rlkit.losses import bradley_terry_loss, pair_mean, preference_stats, reward_centring_loss
-from rlkit.vlm import encode, encode_answers
+from rlkit.vlm import encode_answers, encode_prompt
 
 
 @dataclass
@@ -41,12 +42,12 @@ class Config(runs.TrainingOptions):
     steps: int = 200
     """Optimizer steps."""
     prompts_per_step: int = 32
-    """Rows of a batch, over all ranks."""
+    """Rows per step, over all ranks."""
     max_tokens: int = 0
-    """Longest prompt with its answer, images expanded; longer ones are skipped. 0: the model's
-    context."""
+    """Most tokens in a prompt and an answer, image tokens included; longer rows are skipped. 0: the
+    model's context."""
     centre_coef: float = 0.0
-    """Weight of the regulariser that keeps rewards around 0, e.g. 0.01."""
+    """Weight of the regulariser that keeps rewards around 0, for example 0.01."""
 
 
 def pair_loss(out, mb, centre_coef: float):
@@ -74,7 +75,7 @@ def main(cfg: Config) -> None:
     def encode_row(group_id, row):
         """The chosen and the rejected answer of a row, each behind its prompt."""
         row = {**row, "margin": float(row.get("margin") or 0.0)}
-        prompt = encode(processor, row, group_id=group_id)
+        prompt = encode_prompt(processor, row, group_id=group_id)
         answers = [row["chosen"], row["rejected"]]
         return encode_answers(prompt, processor, answers, ends, max_tokens)
 
@@ -88,7 +89,7 @@ def main(cfg: Config) -> None:
     heldout = collate_pairs(shown)
 
     def evaluate(when: str):
-        """Loss of the held-out pairs, and the share of them that is told apart."""
+        """Loss and preference accuracy on the held-out pairs."""
         run.phase("evaluate")
         values = engine.infer_batch(heldout)["values"]
         loss, stats = loss_fn(SimpleNamespace(values=values), heldout)

@@ -1,21 +1,19 @@
 """Supervised fine-tuning of vision-language and language models on given answers.
 
     torchrun --nproc-per-node=1 recipes/sft.py  # a tiny Qwen2.5-VL learns to read digits
-    torchrun --nproc-per-node=8 recipes/sft.py --model Qwen/Qwen2.5-VL-7B-Instruct --task \\
-        train.parquet --lora_rank 32 --max_new_tokens 0 --lr 1e-4 \\
-        --steps 2000
+    torchrun --nproc-per-node=8 recipes/sft.py --model Qwen/Qwen2.5-VL-7B-Instruct \\
+        --task train.parquet --lora_rank 32 --max_new_tokens 0 --lr 1e-4 --steps 2000
 
-Rows have `question`, `answer` and maybe `image`, or `messages`, a chat whose last message is the
-assistant's.
+Rows have `question`, `answer` and optionally `image`; or `messages`, a chat that ends with a
+message of the assistant.
 
 How it differs from the paper (InstructGPT, https://arxiv.org/abs/2203.02155, section 3.5):
-- The loss is the mean over the answer tokens of the whole batch, so a long answer counts for more
-  than a short one. With `sequence_mean` in place of `token_mean` below, all answers count the
-  same.
-- Only the assistant's messages are trained on: each of them, with the token that ends it.
-- Steps are counted in place of epochs (the paper has 16), the learning rate decays linearly (a
-  cosine there), and there is no dropout (0.2 there).
-- The model of the last step is kept, not the one that a reward model likes best.
+- The loss is the mean over the answer tokens of the whole batch, so a long answer has more weight
+  than a short one. With `sequence_mean` in place of `token_mean` below, all answers have the same.
+- The loss covers every message of the assistant, with its end token, and nothing else.
+- The length of a run is given in steps (in the paper: 16 epochs). The learning rate decays
+  linearly (cosine). There is no dropout (0.2).
+- The exported model is that of the last step. The paper selects a checkpoint by reward model.
 """
 
 from dataclasses import dataclass
@@ -25,7 +23,7 @@ from rlkit.data import collate, load_chats, step_rows
 from rlkit.engines.balance import rebalance_across_ranks
 from rlkit.engines.flops import batch_flops
 from rlkit.losses import token_mean, token_sum
-from rlkit.vlm import encode, encode_chat
+from rlkit.vlm import encode_chat, encode_prompt
 
 
 @dataclass
@@ -33,9 +31,10 @@ class Config(runs.GenerationOptions, runs.TrainingOptions):
     steps: int = 200
     """Optimizer steps."""
     prompts_per_step: int = 32
-    """Rows of a batch, over all ranks."""
+    """Rows per step, over all ranks."""
     max_tokens: int = 0
-    """Longest chat, images expanded; longer ones are skipped. 0: the model's context."""
+    """Most tokens in a chat, image tokens included; longer ones are skipped. 0: the model's
+    context."""
 
 
 def loss_fn(out, mb):
@@ -57,7 +56,7 @@ def main(cfg: Config) -> None:
 
     def encode_row(group_id, row):
         """A prompt for evaluation, and the whole chat with its answers in the mask."""
-        prompt = encode(processor, row, group_id=group_id)
+        prompt = encode_prompt(processor, row, group_id=group_id)
         return prompt, encode_chat(prompt, processor, ends, max_tokens)
 
     rows, skipped = runs.encode_share(enumerate(task.heldout), encode_row, run, engine)

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import base64
 import io
-import json
-import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from rlkit.tracking import CONFIG, EVAL, METRICS, read_metrics
+from rlkit.tracking import CONFIG, EVAL, METRICS, read_metrics, read_object
 
 CURVES = (
     ("reward/mean", "reward"), ("preference/accuracy", "pairs told apart"), ("loss", "loss"), ("entropy", "entropy"),
@@ -18,11 +16,14 @@ CURVES = (
     ("mismatch/abs_dlogp", "sampler against trainer, mean |dlogp|"), ("tokens", "tokens a step"),
     ("time/tokens_per_second", "tokens a second"), ("time/mfu", "share of the GPUs' peak in training"),
 )  # fmt: skip
+LARGEST = 1e100  # what is larger is not drawn: axes overflow
 PART = "reward_part/"  # of rlkit.rewards.part_means: a curve for each
 
 
 def write_report(out: str | Path, samples: Sequence[Any] = (), *, title: str = "") -> Path:
     """Write `learning_curve.png` (the reward, or the first curve that the run has) and `report.html` from its files.
+
+    No sample and no line of a log can prevent it: what cannot be drawn is left out, and what is no text is escaped.
 
     Args:
         out: a run's directory.
@@ -34,7 +35,8 @@ def write_report(out: str | Path, samples: Sequence[Any] = (), *, title: str = "
     """
     out = Path(out)
     rows = read_metrics(out / METRICS)
-    evaluation = _json(out / EVAL)
+    evaluation = read_object(out / EVAL)
+    tasks = {name: found for name, found in _object(evaluation.get("tasks")).items() if isinstance(found, dict)}
     parts = sorted({name for row in rows for name in row if name.startswith(PART)})
     known = (CURVES[0], *((name, f"reward, its part {name.removeprefix(PART)}") for name in parts), *CURVES[1:])
     curves = [curve for curve in known if any(_number(row.get(curve[0])) for row in rows)] or CURVES[:1]
@@ -43,15 +45,15 @@ def write_report(out: str | Path, samples: Sequence[Any] = (), *, title: str = "
         title=title or out.name,
         evaluation=evaluation,
         measured={_label(name): x for name, x in evaluation.items() if _is_measurement(name, x)},
-        tasks=(tasks := evaluation.get("tasks", {})),
+        tasks=tasks,
         columns=list(dict.fromkeys(name for found in tasks.values() for name in found)),
         metrics=_first_and_last(rows),
-        config=_json(out / CONFIG),
+        config=read_object(out / CONFIG),
         last=rows[-1] if rows else {},
         curves=base64.b64encode(_plot(rows, curves, {})).decode(),
         samples=[_sample(sample) for sample in samples],
     )
-    (out / "report.html").write_text(page)
+    (out / "report.html").write_bytes(page.encode("utf-8", "backslashreplace"))  # an answer may hold half a character
     return out / "report.html"
 
 
@@ -75,14 +77,15 @@ def _first_and_last(rows: Sequence[Mapping[str, Any]]) -> list[tuple[str, float,
     return [(name, *found[name]) for name in sorted(found)]
 
 
-def _json(path: Path) -> dict[str, Any]:
-    return json.loads(path.read_text()) if path.exists() else {}
+def _object(x: Any) -> dict[str, Any]:
+    return x if isinstance(x, dict) else {}
 
 
 def _template() -> Any:
     import jinja2
 
     environment = jinja2.Environment(autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True)
+    environment.filters["figure"] = _figure
     return environment.from_string(Path(__file__).with_name("report.html").read_text())
 
 
@@ -92,16 +95,21 @@ def _sample(sample: Any) -> dict[str, Any]:
         "question": sample.row.get("question", ""),
         "expected": sample.row.get("answer", ""),
         "text": sample.text,
-        "reward": sample.reward,
+        "reward": _figure(sample.reward, "g"),
+        "right": _number(sample.reward) and sample.reward > 0,
         "finish_reason": sample.finish_reason,
     }
 
 
 def _data_url(image: Any, side: int = 160) -> str:
-    small = image.copy()
-    small.thumbnail((side, side))
+    """A small copy of an image; an empty link where there can be none."""
     buffer = io.BytesIO()
-    small.save(buffer, "PNG")
+    try:
+        small = image.copy()
+        small.thumbnail((side, side))
+        small.convert("RGB").save(buffer, "PNG")
+    except Exception:  # whatever is wrong with it, the page is worth more than the image
+        return "data:image/png;base64,"
     return "data:image/png;base64," + base64.b64encode(buffer.getvalue()).decode()
 
 
@@ -116,7 +124,7 @@ def _plot(rows: Sequence[Mapping[str, Any]], curves: Sequence[tuple[str, str]], 
         axes.remove()
     for axes, (name, label) in zip(every, curves, strict=False):
         points = [(row["step"], row[name]) for row in rows if _number(row.get(name))]
-        axes.set_title(label, fontsize=10)
+        axes.set_title(label.encode("utf-8", "backslashreplace").decode(), fontsize=10, parse_math=False)
         axes.set_xlabel("step", fontsize=8)
         axes.grid(alpha=0.3)
         if points:
@@ -124,7 +132,7 @@ def _plot(rows: Sequence[Mapping[str, Any]], curves: Sequence[tuple[str, str]], 
             axes.plot(steps, values, linewidth=0.8, alpha=0.45)
             axes.plot(steps, _smooth(values), linewidth=1.6)
     for name, style in (("accuracy_before", ":"), ("accuracy_after", "--")):
-        if evaluation.get(name) is not None:
+        if _number(evaluation.get(name)):
             label = f"held out, {name.removeprefix('accuracy_')}: {evaluation[name]:.3f}"
             figure.axes[0].axhline(evaluation[name], linestyle=style, color="black", linewidth=1, label=label)
             figure.axes[0].legend(fontsize=8)
@@ -134,7 +142,12 @@ def _plot(rows: Sequence[Mapping[str, Any]], curves: Sequence[tuple[str, str]], 
 
 
 def _number(value: Any) -> bool:
-    return isinstance(value, int | float) and math.isfinite(value)
+    return isinstance(value, int | float) and abs(value) < LARGEST
+
+
+def _figure(value: Any, form: str) -> str:
+    """A number in this form, nan and infinities among them; anything else as text."""
+    return format(value, form) if isinstance(value, float) or _number(value) else str(value)
 
 
 def _smooth(values: Sequence[float], weight: float = 0.8) -> list[float]:

@@ -1,4 +1,4 @@
-"""What a run leaves behind: a directory of plain files, written as the run goes, and what trackers are told beside it.
+"""Logging of a run: a directory of plain files, written while it runs, and optional experiment trackers.
 
 run = Run(out, asdict(cfg), trackers=("tensorboard", "wandb"), watchdog=600)
 for step in range(steps):
@@ -30,11 +30,11 @@ from pathlib import Path
 from typing import Any, NoReturn, TextIO
 
 CONFIG, METRICS, EVAL, PHASES = "config.json", "metrics.jsonl", "eval.json", "phases"
-ASIDE = ("time/evaluate", "time/checkpoint")  # phases that are no part of a step
+PHASES_OUTSIDE_STEPS = ("time/evaluate", "time/checkpoint")  # do not count in tokens per second
 
-# Dense bfloat16 FLOP/s of one card, without sparsity, from the makers' data sheets (V100: float16, it has no bfloat16).
-# The first whose words a device's name has, in upper case, counts: "H100 PCIE" stands before "H100".
-PEAKS = {
+# Dense bfloat16 FLOP/s of one GPU, from the vendors' data sheets (V100: float16, as it has no bfloat16).
+# The first key whose words are in the device's name (in upper case) counts: "H100 PCIE" before "H100".
+PEAK_FLOPS = {
     "H100 PCIE": 756e12, "H100 NVL": 835e12, "H100": 989.4e12, "H800 PCIE": 756e12, "H800": 989.4e12,
     "GH200": 989.4e12, "H200 NVL": 835e12, "H200": 989.4e12, "H20": 148e12, "GB200": 2500e12, "B200": 2250e12,
     "A100": 312e12, "A800": 312e12, "A10": 125e12, "A30": 165e12, "A40": 149.7e12,
@@ -46,19 +46,19 @@ PEAKS = {
 class Run:
     """Writes a run's directory: `config.json`, `metrics.jsonl` (one object a step) and `eval.json`.
 
-    Only one process writes; on the others `log` and `evaluation` do nothing. What a rank is doing has a name, its
-    phase: the seconds of each phase are logged, and a watchdog prints who waits where.
+    Only one process writes; on the others `log` and `log_evaluation` do nothing. A rank is always
+    in a named phase, such as "generate": the seconds of each phase are logged, and a watchdog prints where ranks wait.
 
     Args:
         out: the directory; `rlkit.runs.claim_directory` finds one that no other run is writing to.
-        config: the options of this start. That of an earlier start in the directory is kept, as config-1.json, ...
+        config: the options of this start. The config of an earlier start in the directory is kept as config-1.json, ...
         name: of the run, for titles; the directory's name by default.
-        writes: this is the process that writes.
-        trackers: names of accelerate's trackers (tensorboard, wandb, mlflow, trackio, ..., or one registered with
-            it) that get the same metrics; a resumed run is a new one in those that keep runs.
-        watchdog: once a rank has been in one phase for so many seconds, the phases of all ranks are printed, and again
-            after as many; the run goes on. 0: never. It reads files in `out` and asks no other process; the first rank
-            that still answers prints. `kill -USR1 <pid>` prints the stacks of a process.
+        writes: whether this process writes.
+        trackers: also log metrics to these trackers of accelerate: tensorboard, wandb, mlflow, trackio, ..., or one
+            registered with it. A resumed run starts a new run in the tracker.
+        watchdog: when a rank has been in one phase for this many seconds, print the phases of all ranks, and again
+            after the same time. The run continues. 0: never. The watchdog reads files in `out` and contacts no other
+            process; the lowest rank whose process responds prints. `kill -USR1 <pid>` prints the stacks of a process.
 
     Raises:
         ValueError: a tracker that is not known or not installed.
@@ -76,7 +76,7 @@ class Run:
     ) -> None:
         self.out, self.writes, self.name = Path(out), writes, name or Path(out).name
         self.progress: Any = None
-        self.doing = ""  # the step, for messages
+        self.current_step = ""  # for messages
         config = {**config, "versions": versions()}
         self.trackers = start_trackers(trackers, self.out, config) if writes else []
         if writes:
@@ -84,106 +84,130 @@ class Run:
             keep_earlier_config(self.out)
             self._write(CONFIG, config)
         self.step = 0
+        self.skipped_in_a_row = 0  # steps up to the last that was logged
         self.peak = peak_flops_of_all_ranks()
         self._times: dict[str, float] = defaultdict(float)
+        self._memory: dict[str, float] = defaultdict(float)
         self._phase, self._since = "set_up", time.perf_counter()
         self._stop = threading.Event()
         self._file: Path | None = None
         if watchdog:
             self._file = self.out / PHASES / os.environ.get("RANK", "0")
             self._file.parent.mkdir(parents=True, exist_ok=True)
-            self._note()
+            self._write_phase()
             if hasattr(faulthandler, "register"):  # not on Windows
                 faulthandler.register(signal.SIGUSR1, file=sys.__stderr__ or 2)
             watch = (weakref.ref(self), self._stop, self._file, watchdog)
             threading.Thread(target=_watch, args=watch, daemon=True, name="watchdog").start()
 
-    def start_at(self, step: int) -> None:
-        """Drop what was logged from `step` on: a resumed run logs it again."""
+    def drop_metrics_from(self, step: int) -> None:
+        """Removes metrics of `step` and later ones; a resumed run logs them again."""
         path = self.out / METRICS
         if self.writes:
             kept = [row for row in read_metrics(path) if row["step"] < step] if path.exists() else []
             _replace(path, "".join(json.dumps(row) + "\n" for row in kept))
 
     def steps(self, start: int, stop: int, *, unit: str = "step") -> Iterator[int]:
-        """The numbers from `start` on, with a progress bar; what was logged of them before is dropped."""
-        self.start_at(start)
+        """The numbers from `start` to `stop` - 1, with a progress bar; removes metrics logged for them earlier."""
+        self.drop_metrics_from(start)
         self.progress = progress_bar(start, stop, unit=unit, show=self.writes)
         try:
             for step in self.progress:
-                self.doing = f"{unit} {step}: "
+                self.current_step = f"{unit} {step}: "
                 yield step
         finally:
             self.progress.close()
-            self.progress, self.doing = None, ""
+            self.progress, self.current_step = None, ""
 
-    def say(self, text: str) -> None:
-        """Print a line, above the progress bar if there is one."""
+    def print(self, text: str) -> None:
+        """Prints a line, above the progress bar if there is one. Half a character of a surrogate pair is escaped."""
+        text = text.encode("utf-8", "backslashreplace").decode()
         if self.progress is None:
             print(text, flush=True)
         else:
             self.progress.write(text)
 
     def stop(self, reason: str) -> NoReturn:
-        """End the process because the run cannot go on; what was saved stays."""
-        sys.exit(f"{self.name}: {self.doing}{reason}")
+        """Ends the process with an error message; saved files stay."""
+        sys.exit(f"{self.name}: {self.current_step}{reason}")
 
     def phase(self, name: str) -> None:
-        """From here on this rank does `name`; what it did until now goes into the next row as `time/<its name>`."""
-        now = time.perf_counter()
+        """Enters the phase `name`. The seconds in the previous phase go into the next row, as `time/<phase>`."""
+        now, peak = time.perf_counter(), gpu_peak()
         if self._phase != "set_up":
             self._times[f"time/{self._phase}"] += now - self._since
+            self._memory[f"memory/{self._phase}"] = max(self._memory[f"memory/{self._phase}"], peak)
         self._phase, self._since = name, now
-        self._note()
+        self._write_phase()
 
     def log(self, step: int, metrics: Mapping[str, Any], *, show: Mapping[str, str] | None = None) -> None:
-        """One line of `metrics.jsonl`, on disk when this returns: these metrics and what the clock says.
+        """Writes one line of `metrics.jsonl`, with these metrics and timings, and sends it to the trackers.
 
-        `show` has the metrics that stand beside the progress bar, by their short names: {"reward": "reward/mean"}.
+        `time/<phase>` are the seconds of this rank since the last line. From `tokens` follows `time/tokens_per_second`,
+        over all phases but evaluation and checkpoints. From `flops` (of the phase "train", see rlkit.engines.flops)
+        follow `time/train_flops_per_second` and, for known GPUs, `time/mfu`, the share of the peak of all ranks. Every
+        metric that depends on the clock is named `time/...`; all others are reproducible.
 
-        `time/<phase>` are seconds on this rank since the last line. Of `tokens` follows `time/tokens_per_second`, over
-        all phases but evaluation and checkpoints; of `flops` (of the phase "train", see rlkit.engines.flops)
-        `time/train_flops_per_second`, and `time/mfu`, its share of the peak of all ranks' GPUs where that is known.
-        All that depends on the clock is named `time/...`; the rest of a run repeats.
+        `memory/<phase>` is the peak in GiB that torch allocated on this rank's GPU; there is none without a GPU.
+
+        `skipped_in_a_row` counts the last steps in which an engine skipped every update: its `skipped_steps`.
+
+        Args:
+            step: number of the step.
+            metrics: by name.
+            show: metrics to show in the progress bar, by a short name: {"reward": "reward/mean"}.
         """
+        skipped = any(x >= 1 for name, x in metrics.items() if name.rpartition("/")[2] == "skipped_steps")
+        self.skipped_in_a_row = self.skipped_in_a_row + 1 if skipped else 0
         self.phase(self._phase)
         times, self._times, self.step = dict(self._times), defaultdict(float), step
-        row = {**metrics, **times, **rates(metrics, times, self.peak)}
+        memory, self._memory = {name: x for name, x in self._memory.items() if x}, defaultdict(float)
+        row = {**metrics, **times, **memory, **rates(metrics, times, self.peak)}
         if self.writes:
-            with (self.out / METRICS).open("a") as file:
-                file.write(json.dumps({"step": step, **row}) + "\n")
+            line = json.dumps({"step": step, **row}) + "\n"
+            try:
+                with (self.out / METRICS).open("a") as file:
+                    file.write(line)
+            except OSError as error:
+                self.stop(f"{self.out / METRICS}: expected room for {len(line)} bytes, got: {error}")
         if show and self.progress is not None:
             self.progress.set_postfix({short: f"{row[name]:.3g}" for short, name in show.items() if name in row})
-        self._tell(row)
+        self._log_to_trackers(row)
 
-    def evaluation(self, **results: Any) -> dict[str, Any]:
-        """Add to `eval.json`; returns all of it."""
+    def log_evaluation(self, **results: Any) -> dict[str, Any]:
+        """Adds results to `eval.json` and returns its whole content."""
         path = self.out / EVAL
-        merged = {**(json.loads(path.read_text()) if path.exists() else {}), **results}
+        merged = {**read_object(path), **results}
         if self.writes:
             self._write(EVAL, merged)
-        self._tell({f"eval/{name}": x for name, x in results.items()})
+        self._log_to_trackers({f"eval/{name}": x for name, x in results.items()})
         return merged
 
     def close(self) -> None:
-        """End the trackers and the watchdog; the files are whole at any time."""
+        """Ends the trackers and the watchdog. Files need no closing: they are complete at any time."""
         for tracker in self.trackers:
-            tracker.finish()
+            try:
+                tracker.finish()
+            except Exception as error:  # its server, its disk: the run's own files are complete without it
+                self.print(f"tracker {tracker.name}: could not be closed: {type(error).__name__}: {error}")
         self.trackers = []
         self._stop.set()
         if self._file is not None:
             self._file.unlink(missing_ok=True)
             try:
-                self._file.parent.rmdir()  # the last rank's
+                self._file.parent.rmdir()  # succeeds on the last rank
             except OSError:
                 pass
             self._file = None
 
-    def _note(self) -> None:
+    def _write_phase(self) -> None:
         if self._file is not None:
-            _replace(self._file, f"{time.time()} {os.getpid()} {socket.gethostname()} {self._phase}")
+            try:
+                _replace(self._file, f"{time.time()} {os.getpid()} {socket.gethostname()} {self._phase}")
+            except OSError:  # the watchdog is not worth a run
+                pass
 
-    def _tell(self, values: Mapping[str, Any]) -> None:
+    def _log_to_trackers(self, values: Mapping[str, Any]) -> None:
         numbers = {name: x for name, x in values.items() if isinstance(x, int | float)}
         for tracker in self.trackers:
             tracker.log(numbers, step=self.step)
@@ -193,18 +217,18 @@ class Run:
 
 
 def rates(metrics: Mapping[str, Any], times: Mapping[str, float], peak: float | None) -> dict[str, float]:
-    """Tokens and FLOPs by the second, and the share of the peak (model FLOPs utilisation, MFU).
+    """Tokens per second, FLOP/s, and model FLOPs utilisation (MFU).
 
-    tokens / step seconds; flops / train seconds; flops / (train seconds * peak). MFU is that of PaLM
-    (https://arxiv.org/abs/2204.02311, appendix B): work that the model asks for, not what recomputation adds.
+    tokens / step seconds; flops / train seconds; flops / (train seconds * peak). MFU is defined as in PaLM
+    (https://arxiv.org/abs/2204.02311, appendix B), without the FLOPs of recomputation.
 
     Args:
-        metrics: of a step; its `tokens` and `flops` are counted over all ranks.
+        metrics: of a step; `tokens` and `flops` are sums over all ranks.
         times: seconds by phase, `time/train` among them.
-        peak: FLOP/s of all ranks together; None where it is not known.
+        peak: FLOP/s of all ranks together; None if unknown.
     """
     found = {}
-    seconds = sum(x for name, x in times.items() if name not in ASIDE)
+    seconds = sum(x for name, x in times.items() if name not in PHASES_OUTSIDE_STEPS)
     if "tokens" in metrics and seconds:
         found["time/tokens_per_second"] = metrics["tokens"] / seconds
     if "flops" in metrics and times.get("time/train"):
@@ -215,9 +239,9 @@ def rates(metrics: Mapping[str, Any], times: Mapping[str, float], peak: float | 
 
 
 def peak_flops(device: str) -> float | None:
-    """Dense bfloat16 FLOP/s of a GPU by its name, as `torch.cuda.get_device_name` has it; None for an unknown one."""
+    """Dense bfloat16 FLOP/s of a GPU, by its name from `torch.cuda.get_device_name`; None for an unknown GPU."""
     words = f" {device.upper().replace('-', ' ')} "
-    return next((peak for name, peak in PEAKS.items() if f" {name} " in words), None)
+    return next((peak for name, peak in PEAK_FLOPS.items() if f" {name} " in words), None)
 
 
 def peak_flops_of_all_ranks() -> float | None:
@@ -230,10 +254,29 @@ def peak_flops_of_all_ranks() -> float | None:
     return None if peak is None else peak * int(os.environ.get("WORLD_SIZE", 1))
 
 
-def start_trackers(names: Sequence[str], out: Path, config: Mapping[str, Any]) -> list[Any]:
-    """accelerate's trackers by name, started and told the config; their project is `rlkit`, their run `out`'s name.
+def gpu_peak() -> float:
+    """GiB that torch had allocated at most on this rank's GPU since the last call; 0 without a GPU.
 
-    TensorBoard writes to `out/tensorboard`; the others go where their own environment variables say.
+    What others allocate is not counted: NCCL, CUDA itself, and a sampler with an allocator of its own.
+    """
+    import torch
+
+    if not torch.cuda.is_available():
+        return 0.0
+    peak = torch.cuda.max_memory_allocated() / 2**30
+    torch.cuda.reset_peak_memory_stats()
+    return peak
+
+
+def start_trackers(names: Sequence[str], out: Path, config: Mapping[str, Any]) -> list[Any]:
+    """Starts trackers of accelerate and sends them the config. The project is `rlkit`, the run the name of `out`.
+
+    TensorBoard writes to `out/tensorboard`; other trackers are configured by their own environment variables.
+
+    Args:
+        names: of trackers.
+        out: the run's directory.
+        config: the run's options.
 
     Raises:
         ValueError: a name that accelerate does not know, or whose package is not installed.
@@ -244,7 +287,7 @@ def start_trackers(names: Sequence[str], out: Path, config: Mapping[str, Any]) -
     from accelerate.tracking import LOGGER_TYPE_TO_CLASS, get_available_trackers
     from accelerate.utils import LoggerType
 
-    told_by = {
+    tracker_options = {
         "tensorboard": {"run_name": "tensorboard", "logging_dir": str(out)},
         "mlflow": {"experiment_name": "rlkit", "run_name": out.name},
         "wandb": {"run_name": "rlkit", "name": out.name},
@@ -253,16 +296,16 @@ def start_trackers(names: Sequence[str], out: Path, config: Mapping[str, Any]) -
     installed = {str(name) for name in get_available_trackers()}
     for name in names:
         if name not in LOGGER_TYPE_TO_CLASS:
-            raise ValueError(f"trackers: one of {', '.join(LOGGER_TYPE_TO_CLASS)} expected, came {name!r}")
+            raise ValueError(f"trackers: expected some of {', '.join(LOGGER_TYPE_TO_CLASS)}, got {name!r}")
         if name in LoggerType.list() and name not in installed:
-            raise ValueError(f"trackers: {name!r} is not installed")
-    PartialState()  # accelerate's trackers log through it, and raise without it
+            raise ValueError(f"trackers: expected installed ones, got {name!r}, whose package is not installed")
+    PartialState()  # accelerate's trackers need it
     plain = {name: x if isinstance(x, bool | int | float | str | None) else str(x) for name, x in config.items()}
     trackers = []
     for name in dict.fromkeys(names):
         kind = LOGGER_TYPE_TO_CLASS[name]
-        needs = {"logging_dir": str(out)} if kind.requires_logging_directory else {}
-        tracker = kind(**told_by.get(name, {"run_name": "rlkit", **needs}))
+        directory = {"logging_dir": str(out)} if kind.requires_logging_directory else {}
+        tracker = kind(**tracker_options.get(name, {"run_name": "rlkit", **directory}))
         tracker.start()
         tracker.store_init_configuration(plain)
         trackers.append(tracker)
@@ -270,21 +313,21 @@ def start_trackers(names: Sequence[str], out: Path, config: Mapping[str, Any]) -
 
 
 def _watch(run: weakref.ref[Run], stop: threading.Event, file: Path, seconds: float) -> None:
-    """Say who waits where, for as long as the run lives; the first rank whose own thread still answers does."""
-    tick, said = seconds / 4, time.time()
+    """Prints which rank waits in which phase, while the run exists; only the lowest rank that responds does."""
+    tick, printed = seconds / 4, time.time()
     while not stop.wait(tick) and run() is not None:
         try:
-            os.utime(file)  # "I answer": a thread cannot, where its process holds the interpreter in one long call
+            os.utime(file)  # this rank responds; it cannot while one long call holds the interpreter lock
             now = time.time()
             lower = [file.with_name(str(rank)) for rank in range(int(file.name))]
             if any(path.exists() and now - path.stat().st_mtime < 3 * tick for path in lower):
                 continue
             waits = [(now - float(since), rank, phase) for rank, since, _, _, phase in _phases(file.parent)]
-            if now - said >= seconds and max(waits)[0] >= seconds:
-                said = now
-                print(f"\nwatchdog: {where_ranks_wait(waits)}; kill -USR1 prints the stacks of a process, "
+            if now - printed >= seconds and max(waits)[0] >= seconds:
+                printed = now
+                print(f"\nwatchdog: {describe_waits(waits)}; kill -USR1 prints the stacks of a process, "
                       f"their ids are in {file.parent}", file=sys.stderr, flush=True)  # fmt: skip
-        except (OSError, ValueError):  # a file that is just being removed
+        except (OSError, ValueError):  # a file is being removed
             continue
 
 
@@ -298,10 +341,10 @@ def _phases(folder: Path) -> list[tuple[int, str, str, str, str]]:
     return found
 
 
-def where_ranks_wait(waits: Sequence[tuple[float, int, str]]) -> str:
-    """One sentence of (seconds, rank, phase): "rank 1 in reward for 65 s; ranks 0, 2 in train for 63 s".
+def describe_waits(waits: Sequence[tuple[float, int, str]]) -> str:
+    """A sentence about (seconds, rank, phase): "rank 1 in reward for 65 s; ranks 0, 2 in train for 63 s".
 
-    The phase with the fewest ranks comes first: the others wait for those.
+    The phase with the fewest ranks comes first, as the other ranks probably wait for these.
     """
     by_phase: dict[str, list[tuple[float, int]]] = defaultdict(list)
     for seconds, rank, phase in waits:
@@ -314,17 +357,17 @@ def where_ranks_wait(waits: Sequence[tuple[float, int, str]]) -> str:
 
 
 def progress_bar(start: int, stop: int, *, unit: str = "step", show: bool = True) -> Any:
-    """A tqdm bar over `range(start, stop)`; where stderr is a file or a pipe, a line every few seconds instead."""
+    """A tqdm bar over `range(start, stop)`; if stderr is a file or a pipe, a line every few seconds instead."""
     from tqdm import tqdm
 
-    style: dict[str, Any] = {} if sys.stderr.isatty() else {"file": _Lines(sys.stderr), "mininterval": 5.0}
+    style: dict[str, Any] = {} if sys.stderr.isatty() else {"file": _LinePerState(sys.stderr), "mininterval": 5.0}
     bar = tqdm(range(start, stop), initial=start, total=stop, unit=unit, disable=not show, **style)
-    bar.set_postfix = partial(bar.set_postfix, refresh=False)  # shown with the next state of the bar, not as its own
+    bar.set_postfix = partial(bar.set_postfix, refresh=False)  # show it at the next update of the bar
     return bar
 
 
-class _Lines:
-    """A stream in which each state of a progress bar is a line, as nothing can be overwritten there."""
+class _LinePerState:
+    """A stream that writes each state of a progress bar as a line, for outputs where nothing can be overwritten."""
 
     def __init__(self, stream: TextIO) -> None:
         self.stream = stream
@@ -338,25 +381,37 @@ class _Lines:
 
 
 def keep_earlier_config(out: Path) -> None:
-    """Rename the config.json of an earlier start to config-1.json, config-2.json, ..."""
+    """Renames the config.json of an earlier start to config-1.json, config-2.json, ..."""
     if (out / CONFIG).exists():
         earlier = len(list(out.glob("config-*.json")))
         (out / CONFIG).rename(out / f"config-{earlier + 1}.json")
 
 
 def read_metrics(path: str | Path) -> list[dict[str, Any]]:
-    """The rows of a metrics.jsonl; a last line that was cut short by a kill is left out."""
+    """The rows of a metrics.jsonl. Lines that are no object with a whole number as `step` are left out: one that was
+    cut short by a kill, say."""
     rows = []
-    for line in Path(path).read_text().splitlines():
+    for line in Path(path).read_text(encoding="utf-8", errors="replace").split("\n"):
         try:
-            rows.append(json.loads(line))
-        except json.JSONDecodeError:
-            break
+            row = json.loads(line)
+        except (ValueError, RecursionError):
+            continue
+        if isinstance(row, dict) and isinstance(row.get("step"), int):
+            rows.append(row)
     return rows
 
 
+def read_object(path: Path) -> dict[str, Any]:
+    """The object in a JSON file; an empty one where there is no such file, or it holds something else."""
+    try:
+        found = json.loads(path.read_text(encoding="utf-8", errors="replace"))
+    except (OSError, ValueError, RecursionError):
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
 def versions() -> dict[str, str]:
-    """Of Python and of the packages that decide what a run does."""
+    """Versions of Python and of the packages that influence a run."""
     found = {"python": platform.python_version()}
     for name in ("rlkit-vlm", "torch", "transformers", "vllm", "peft", "flash-attn"):
         try:
@@ -367,6 +422,7 @@ def versions() -> dict[str, str]:
 
 
 def _replace(path: Path, text: str) -> None:
+    """Writes a file atomically."""
     part = path.with_name(path.name + ".part")
     part.write_text(text)
     part.replace(path)

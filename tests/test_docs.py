@@ -10,10 +10,10 @@ import pytest
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 CODE = [p for folder in ("rlkit", "recipes", "benchmarks", "docs") for p in sorted((ROOT / folder).rglob("*.py"))]
-ELSEWHERE = {  # of torchrun, pip, pytest, vLLM and tyro
+ELSEWHERE = {  # of torchrun, pip, pytest, vLLM, tyro and slime
     "--standalone", "--nproc-per-node", "--nnodes", "--benchmark-enable", "--benchmark-group-by", "--quantization",
     "--enable-return-routed-experts", "--enable-lora", "--max-lora-rank", "--middleware", "--help",
-    "--no-deps",
+    "--advantage-estimator", "--custom-reward-post-process-path", "--no-deps",
 }  # fmt: skip
 MEASURED = "time|reward|reward_part|groups|ratio|mismatch|critic|marked|preference|value"
 
@@ -24,7 +24,9 @@ def options():
     for path in CODE:
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.ClassDef) and re.fullmatch("Config|[A-Za-z]*Options", node.name):
-                found |= {f"--{n.target.id}" for n in node.body if isinstance(n, ast.AnnAssign)}
+                declared = [n for n in node.body if isinstance(n, ast.AnnAssign)]
+                found |= {f"--{n.target.id}" for n in declared}
+                found |= {f"--no_{n.target.id}" for n in declared if ast.unparse(n.annotation) == "bool"}
             elif isinstance(node, ast.Constant) and isinstance(node.value, str) and node.value.startswith("--"):
                 found.add(node.value)
     return found

@@ -10,7 +10,7 @@ import pytest
 from PIL import Image
 
 import rlkit.report
-from rlkit.data import prompt
+from rlkit.data import prompt_sample
 from rlkit.report import CURVES, _smooth, write_report
 from rlkit.tracking import CONFIG, EVAL, METRICS, Run, peak_flops, progress_bar, rates, read_metrics
 
@@ -42,12 +42,12 @@ def test_the_options_of_each_start_are_kept(tmp_path):
 
 def test_start_at_drops_what_will_be_logged_again(tmp_path):
     run = Run(tmp_path, {})
-    run.start_at(0)
+    run.drop_metrics_from(0)
     assert lines(run) == []
     for step in range(6):
         run.log(step, {"loss": step})
     run = Run(tmp_path, {})
-    run.start_at(4)
+    run.drop_metrics_from(4)
     run.log(4, {"loss": 40})
     assert [(row["step"], row["loss"]) for row in lines(run)] == [(0, 0), (1, 1), (2, 2), (3, 3), (4, 40)]
 
@@ -63,15 +63,15 @@ def test_last_line_cut_short_is_tolerated(tmp_path):
         assert [row["step"] for row in read_metrics(path)] in ([0, 1], [0, 1, 2])
     path.write_text(whole[:-9])
     run = Run(tmp_path, {})
-    run.start_at(2)
+    run.drop_metrics_from(2)
     run.log(2, {"loss": 0.5})
     assert [row["step"] for row in lines(run)] == [0, 1, 2]
 
 
 def test_evaluation_merges(tmp_path):
     run = Run(tmp_path, {})
-    assert run.evaluation(accuracy_before=0.1) == {"accuracy_before": 0.1}
-    assert Run(tmp_path, {}).evaluation(accuracy_after=0.9, accuracy_before=0.2) == {
+    assert run.log_evaluation(accuracy_before=0.1) == {"accuracy_before": 0.1}
+    assert Run(tmp_path, {}).log_evaluation(accuracy_after=0.9, accuracy_before=0.2) == {
         "accuracy_before": 0.2, "accuracy_after": 0.9,
     }  # fmt: skip
     assert json.loads((tmp_path / EVAL).read_text()) == {"accuracy_before": 0.2, "accuracy_after": 0.9}
@@ -80,11 +80,11 @@ def test_evaluation_merges(tmp_path):
 def test_only_the_writer_writes(tmp_path):
     out = tmp_path / "run"
     run = Run(out, {}, writes=False)
-    run.start_at(0)
+    run.drop_metrics_from(0)
     run.log(0, {"loss": 1.0})
-    assert run.evaluation(a=1) == {"a": 1} and not out.exists()
-    Run(out, {}).evaluation(b=2)
-    assert run.evaluation(a=1) == {"a": 1, "b": 2} and json.loads((out / EVAL).read_text()) == {"b": 2}
+    assert run.log_evaluation(a=1) == {"a": 1} and not out.exists()
+    Run(out, {}).log_evaluation(b=2)
+    assert run.log_evaluation(a=1) == {"a": 1, "b": 2} and json.loads((out / EVAL).read_text()) == {"b": 2}
 
 
 # --- the clock
@@ -107,6 +107,25 @@ def test_phases_are_timed(tmp_path, monkeypatch):
         "time/tokens_per_second": 10.0, "time/train_flops_per_second": 4e8,
     }  # fmt: skip
     assert second == {"step": 1, "tokens": 1, "time/train": 0.0, "time/checkpoint": 3.0}  # no token in no time
+
+
+def test_peak_memory_of_each_phase(tmp_path, monkeypatch):
+    """Of a phase that comes twice the larger peak; without a GPU none is logged."""
+    run = Run(tmp_path, {})
+    run.phase("generate")
+    run.log(0, {})
+    assert not any(name.startswith("memory/") for name in read_metrics(tmp_path / "metrics.jsonl")[0])
+    peaks = iter([3.0, 5.0, 2.0])  # of generate, train, generate
+    monkeypatch.setattr("rlkit.tracking.gpu_peak", lambda: next(peaks))
+    for phase in ("train", "generate"):
+        run.phase(phase)
+    run.log(1, {})
+    row = read_metrics(tmp_path / "metrics.jsonl")[1]
+    assert row["memory/generate"] == 3.0 and row["memory/train"] == 5.0
+    monkeypatch.setattr("rlkit.tracking.gpu_peak", lambda: 1.5)
+    run.phase("train")
+    run.log(2, {})
+    assert read_metrics(tmp_path / "metrics.jsonl")[2]["memory/train"] == 1.5
 
 
 def test_rates():
@@ -170,10 +189,10 @@ def listed(monkeypatch):
 
 def tracked(out, trackers):
     run = Run(out, {"lr": 0.1, "servers": ("a",), "critic": None}, trackers=trackers)
-    run.start_at(0)
+    run.drop_metrics_from(0)
     for step in range(3):
         run.log(step, {"reward/mean": step / 2, "note": "text"})
-    run.evaluation(accuracy_after=0.75)
+    run.log_evaluation(accuracy_after=0.75)
     run.close()
     assert [row["reward/mean"] for row in lines(run)] == [0.0, 0.5, 1.0]  # the file is written all the same
 
@@ -195,9 +214,9 @@ def test_several_trackers_are_told_what_the_files_are(tmp_path, listed):
 
 
 def test_a_tracker_that_is_not_there_is_named(tmp_path):
-    with pytest.raises(ValueError, match="trackers: one of .*tensorboard.* expected, came 'tensorbord'"):
+    with pytest.raises(ValueError, match="trackers: expected some of .*tensorboard.*, got 'tensorbord'"):
         Run(tmp_path / "a", {}, trackers=["tensorbord"])
-    with pytest.raises(ValueError, match="trackers: 'aim' is not installed"):
+    with pytest.raises(ValueError, match="trackers: expected installed ones, got 'aim'"):
         Run(tmp_path / "a", {}, trackers=["aim"])
     assert not (tmp_path / "a").exists()
     Run(tmp_path / "a", {}, trackers=["aim"], writes=False)  # one rank tells them
@@ -227,7 +246,9 @@ class Page(HTMLParser):
 
 
 def answer(text: str, **facts):
-    sample = prompt([1, 2], row={"question": "What is it?", "answer": "7"}, images=[Image.new("RGB", (300, 200))])
+    sample = prompt_sample(
+        [1, 2], row={"question": "What is it?", "answer": "7"}, images=[Image.new("RGB", (300, 200))]
+    )
     return replace(sample, text=text, **facts)
 
 
@@ -248,7 +269,7 @@ def full_run(tmp_path) -> Run:
     run = Run(tmp_path, {"lr": 1e-3, "note": "</pre><script>alert(1)</script>"})
     for step in range(5):
         run.log(step, {name: step / 5 for name, _ in CURVES})
-    run.evaluation(accuracy_before=0.125, accuracy_after=0.875, heldout=360)
+    run.log_evaluation(accuracy_before=0.125, accuracy_after=0.875, heldout=360)
     return run
 
 
@@ -304,7 +325,7 @@ def test_report_without_samples(tmp_path, no_curves):
 )
 def test_report_of_metrics_that_miss_keys(tmp_path, rows):
     run = Run(tmp_path, {})
-    run.start_at(0)
+    run.drop_metrics_from(0)
     for step, row in enumerate(rows):
         run.log(step, row)
     check_page(write_report(tmp_path, [answer("x")]))
@@ -312,7 +333,7 @@ def test_report_of_metrics_that_miss_keys(tmp_path, rows):
 
 def test_report_before_the_last_evaluation(tmp_path):
     Run(tmp_path, {}).log(0, {"reward/mean": 0.5})
-    Run(tmp_path, {}).evaluation(accuracy_before=0.25)
+    Run(tmp_path, {}).log_evaluation(accuracy_before=0.25)
     with (tmp_path / METRICS).open("a") as file:
         file.write('{"step": 1, "rew')
     parsed, _ = check_page(write_report(tmp_path))

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from rlkit.tracking import PHASES, Run, read_metrics, where_ranks_wait
+from rlkit.tracking import PHASES, Run, describe_waits, read_metrics
 
 HERE = Path(__file__).parent
 
@@ -70,7 +70,7 @@ def test_leaves_no_files_and_the_seconds_of_each_phase(ranks):
 
 def test_the_phase_with_the_fewest_ranks_comes_first():
     waits = [(63.0, 0, "train"), (65.4, 1, "reward"), (62.0, 3, "train"), (64.0, 2, "train")]
-    assert where_ranks_wait(waits) == "rank 1 in reward for 65 s; ranks 0, 2, 3 in train for 64 s"
+    assert describe_waits(waits) == "rank 1 in reward for 65 s; ranks 0, 2, 3 in train for 64 s"
 
 
 def test_a_run_that_is_gone_is_not_watched(tmp_path, capfd):

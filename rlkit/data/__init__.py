@@ -1,12 +1,21 @@
-"""From rows to batches: samples and their two token tracks, packing, batching by tokens, tasks."""
+"""Tasks and their rows, samples with two token tracks, packing, and batching by tokens."""
 
 from rlkit.data.batching import balanced_partitions, token_budget_batches
 from rlkit.data.hub import open_stream, stream_steps
-from rlkit.data.loading import load_chats, load_marked, load_pairs, load_task, with_heldout
-from rlkit.data.mixing import by_difficulty, easiest, mixed, widened
+from rlkit.data.loading import load_chats, load_pairs, load_task, load_unpaired, with_heldout
+from rlkit.data.mixing import easiest_rows, mix_tasks, sort_by_difficulty, widen_share
 from rlkit.data.packing import Packed, repad, unpad, unpad_like
 from rlkit.data.prompting import with_prompt
-from rlkit.data.samples import Batch, Sample, collate, expand, extend, group_ids, observe, prompt
+from rlkit.data.samples import (
+    Batch,
+    Sample,
+    append_observation,
+    append_response,
+    collate,
+    expand_placeholders,
+    group_ids,
+    prompt_sample,
+)
 from rlkit.data.tasks import Task, step_rows
 from rlkit.data.user_code import Failures, load_function
 
@@ -16,29 +25,29 @@ __all__ = [
     "Packed",
     "Sample",
     "Task",
+    "append_observation",
+    "append_response",
     "balanced_partitions",
-    "by_difficulty",
     "collate",
-    "easiest",
-    "expand",
-    "extend",
+    "easiest_rows",
+    "expand_placeholders",
     "group_ids",
     "load_chats",
     "load_function",
-    "load_marked",
     "load_pairs",
     "load_task",
-    "mixed",
+    "load_unpaired",
+    "mix_tasks",
     "open_stream",
-    "observe",
-    "prompt",
+    "prompt_sample",
     "repad",
+    "sort_by_difficulty",
     "step_rows",
     "stream_steps",
     "token_budget_batches",
     "unpad",
     "unpad_like",
-    "widened",
+    "widen_share",
     "with_heldout",
     "with_prompt",
 ]

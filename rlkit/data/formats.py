@@ -1,6 +1,6 @@
-r"""The formats that data sets come in, each read by one small function.
+r"""Reads rows of common data set formats.
 
-What people have (the table with examples is in docs/tasks.md):
+The formats (docs/tasks.md has examples):
 
 | format | columns |
 |---|---|
@@ -11,13 +11,14 @@ What people have (the table with examples is in docs/tasks.md):
 | Alpaca | `instruction`, `input`, `output`, maybe `system`, `history` |
 | verl | `prompt` of messages, `reward_model` with a `ground_truth`, `images`, `extra_info` |
 | plain text | `text` |
-| pairs | `chosen`, `rejected`: texts, messages, or Anthropic's "\n\nHuman: ... \n\nAssistant: ..." |
-| marked answers | `completion` or `messages`, with a `label` that is true or false |
+| preference pairs | `chosen`, `rejected`: texts, messages, or Anthropic's "\n\nHuman: ... \n\nAssistant: ..." |
+| unpaired preferences | `completion` or `messages`, with a `label` that is true or false |
 
-What they become: the same columns, and `messages` (the prompt), `question` (its last question as text), `images` (in
-the order of their places), `answer` (what is right, for rewards), `tools`; for imitation `completion`, for pairs
-`chosen` and `rejected`, for marked answers `completion` and `label`. An answer is a text, or a message if it calls
-tools. `read_as` says that a row has been read: it is not read again.
+A row that has been read keeps its columns and gets these: `messages` (the prompt), `question` (its last question as
+text), `images` (in the order of their places), `answer` (the correct answer, for reward functions) and `tools`; for
+supervised fine-tuning `completion`; for preference pairs `chosen` and `rejected`; for unpaired preferences `completion`
+and `label`. An answer is a text, or a message if it calls tools. `read_as` marks a row that has been read; it is not
+read again.
 """
 
 from __future__ import annotations
@@ -29,14 +30,22 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from rlkit.data.messages import IMAGE, NOT_TRAINED, Message, from_json, place_images, read_messages, text_of
+from rlkit.data.messages import (
+    IMAGE_MARK,
+    UNSUPPORTED_COLUMNS,
+    Message,
+    from_json,
+    place_images,
+    read_messages,
+    text_of,
+)
 from rlkit.data.samples import Row
 
-QUESTIONS = ("question", "prompt", "problem")
-CHATS = ("messages", "conversations")
-ASKED = (*QUESTIONS, *CHATS, "instruction")
-ANSWERS = ("answer", "solution", "label")
-IMAGES = ("images", "image")
+QUESTION_COLUMNS = ("question", "prompt", "problem")
+CHAT_COLUMNS = ("messages", "conversations")
+PROMPT_COLUMNS = (*QUESTION_COLUMNS, *CHAT_COLUMNS, "instruction")
+ANSWER_COLUMNS = ("answer", "solution", "label")
+IMAGE_COLUMNS = ("images", "image")
 ROLES = {
     "human": "user",
     "user": "user",
@@ -52,17 +61,17 @@ ROLES = {
 
 
 class Chat(NamedTuple):
-    """A prompt, and the assistant's answer where the row shows one."""
+    """A prompt, and the assistant's answer if the row has one."""
 
     messages: list[Message]
     completion: Message | None
 
 
-# --- what a row becomes
+# --- kinds of rows
 
 
 def task_row(raw: Row) -> dict[str, Any]:
-    """A prompt and the right answer: of its column, or else the last message of the assistant.
+    """A prompt and the correct answer: from an answer column, or else the last message of the assistant.
 
     Raises:
         ValueError: no question or several, images without places, or several answers that differ.
@@ -75,7 +84,7 @@ def task_row(raw: Row) -> dict[str, Any]:
 
 
 def chat_row(raw: Row) -> dict[str, Any]:
-    """A prompt and the answer to imitate, or a `plain_text` without either.
+    """A prompt and an answer for supervised fine-tuning, or `plain_text` without either.
 
     Raises:
         ValueError: as `task_row`; no answer, or several columns that could be it.
@@ -83,7 +92,7 @@ def chat_row(raw: Row) -> dict[str, Any]:
     if (text := _plain_text(raw)) is not None:
         return {**raw, "plain_text": text, "question": "", "images": [], "answer": None}
     chat = read_chat(raw)
-    completion = _simple(chat.completion) if chat.completion is not None else _only_answer(raw)
+    completion = _text_unless_tools(chat.completion) if chat.completion is not None else _only_answer(raw)
     answer = _right_answer(raw)
     return {
         **_prompt(raw, chat.messages, "chat"),
@@ -95,9 +104,9 @@ def chat_row(raw: Row) -> dict[str, Any]:
 def pair_row(raw: Row) -> dict[str, Any]:
     """A prompt with a chosen and a rejected answer.
 
-    Two lists of messages that begin alike have the prompt in them, and so have Anthropic's texts; a prompt of the row's
-    own is then not looked at. Other texts without a prompt beside them share it as their beginning, up to the last
-    space.
+    If `chosen` and `rejected` are chats (lists of messages, or Anthropic's texts), the messages with which both begin
+    are the prompt, and a prompt column is ignored. If they are texts without a prompt column, the prompt is their
+    common beginning, up to its last space.
 
     Raises:
         ValueError: no prompt, no answers, the same answer twice, or answers of several messages.
@@ -110,7 +119,7 @@ def pair_row(raw: Row) -> dict[str, Any]:
         shared = next((i for i, two in enumerate(zip(chosen, rejected, strict=False)) if two[0] != two[1]), 0)
         messages = chosen[:shared] or read_chat(raw).messages
         chosen, rejected = chosen[shared:], rejected[shared:]
-    elif isinstance(chosen, str) and isinstance(rejected, str) and not _columns(raw, ASKED):
+    elif isinstance(chosen, str) and isinstance(rejected, str) and not _columns(raw, PROMPT_COLUMNS):
         start = commonprefix([chosen, rejected]).rfind(" ") + 1
         messages = read_chat({**raw, "question": chosen[:start] or None}).messages
         chosen, rejected = chosen[start:], rejected[start:]
@@ -124,8 +133,10 @@ def pair_row(raw: Row) -> dict[str, Any]:
     }
 
 
-def marked_row(raw: Row) -> dict[str, Any]:
-    """A prompt with one answer and whether it is good; of a pair, its chosen answer where `label` is true.
+def unpaired_row(raw: Row) -> dict[str, Any]:
+    """A prompt with one answer, and a label that is true if the answer is good.
+
+    From a preference pair the chosen answer is taken if `label` is true, otherwise the rejected one.
 
     Raises:
         ValueError: as `pair_row`; a label that is neither true nor false.
@@ -141,22 +152,22 @@ def marked_row(raw: Row) -> dict[str, Any]:
     chat = read_chat(raw)
     completion = _one_answer(None if chat.completion is None else [chat.completion], "completion")
     answer = _right_answer(raw, ("answer", "solution"))
-    return {**_prompt(raw, chat.messages, "marked"), "completion": completion, "label": bool(label), "answer": answer}
+    return {**_prompt(raw, chat.messages, "unpaired"), "completion": completion, "label": bool(label), "answer": answer}
 
 
-# --- one function a format
+# --- one function per format
 
 
 def read_chat(raw: Row) -> Chat:
-    """The prompt of a row and the answer to it, if the row shows one, in whichever format its columns are.
+    """The prompt of a row, and the answer if the row has one; the columns decide the format.
 
     Raises:
         ValueError: no question, several that differ, or one that is neither text nor messages.
     """
     if raw.get("read_as"):
         completion = raw.get("completion")
-        return Chat(raw["messages"], _said(completion) if isinstance(completion, str) else completion)
-    texts, chats = _columns(raw, QUESTIONS), _columns(raw, CHATS)
+        return Chat(raw["messages"], _assistant_message(completion) if isinstance(completion, str) else completion)
+    texts, chats = _columns(raw, QUESTION_COLUMNS), _columns(raw, CHAT_COLUMNS)
     found = [*chats, *texts, *_columns(raw, ("instruction",))]
     if not found:
         raise ValueError("question: expected text or messages, got none")
@@ -172,28 +183,28 @@ def read_chat(raw: Row) -> Chat:
 
 
 def _same_question(raw: Row, chat: Chat, found: Sequence[str]) -> bool:
-    """Whether the question that stands beside a chat is the first one of that chat, as in UltraChat's `prompt`."""
+    """Whether a question column beside a chat repeats the chat's first question, as UltraChat's `prompt` does."""
     first = next((text_of(one) for one in chat.messages if one["role"] == "user"), None)
-    return found[0] in CHATS and all(isinstance(raw[name], str) and raw[name] == first for name in found[1:])
+    return found[0] in CHAT_COLUMNS and all(isinstance(raw[name], str) and raw[name] == first for name in found[1:])
 
 
 def _from_question(raw: Row, name: str) -> Chat:
-    """A text or messages as question; TRL's `completion` beside it, a text or one message."""
+    """A question as text or messages; possibly with TRL's `completion`, a text or one message."""
     question = _turns(raw[name], name)
     if isinstance(question, str):
         question = [{"role": "user", "content": question}]
     if not isinstance(question, list):
         raise ValueError(f"{name}: expected text or a list of messages, got {question!r}")
     if question[-1] == {"role": "assistant", "content": ""}:
-        question = question[:-1]  # Anthropic's prompts end with the turn that is to come
+        question = question[:-1]  # Anthropic's prompts end with an empty assistant turn
     if raw.get("completion") is None:
         return _split_answer(question)
     completion = _one_answer(_turns(raw["completion"], "completion"), "completion")
-    return Chat(question, _said(completion) if isinstance(completion, str) else completion)
+    return Chat(question, _assistant_message(completion) if isinstance(completion, str) else completion)
 
 
 def _from_messages(raw: Row, name: str) -> Chat:
-    """{"role", "content"}, OpenAI's form; with a `completion` beside them they are the prompt alone."""
+    """OpenAI's {"role", "content"}; if there is a `completion` column too, they are the prompt alone."""
     chat = _split_answer(read_messages(raw[name], name))
     if raw.get("completion") is None:
         return chat
@@ -230,14 +241,14 @@ def _from_alpaca(raw: Row, name: str) -> Chat:
     for turn in raw.get("history") or ():
         if not isinstance(turn, list | tuple) or len(turn) != 2:
             raise ValueError(f"history: expected pairs of a question and an answer, got {turn!r:.80}")
-        messages += [{"role": "user", "content": str(turn[0])}, _said(str(turn[1]))]
+        messages += [{"role": "user", "content": str(turn[0])}, _assistant_message(str(turn[1]))]
     messages.append({"role": "user", "content": question})
     output = raw.get("output") if raw.get("completion") is None else raw["completion"]
-    return Chat(messages, None if output is None else _said(str(output)))
+    return Chat(messages, None if output is None else _assistant_message(str(output)))
 
 
 READERS = {
-    **dict.fromkeys(QUESTIONS, _from_question),
+    **dict.fromkeys(QUESTION_COLUMNS, _from_question),
     "messages": _from_messages,
     "conversations": _from_sharegpt,
     "instruction": _from_alpaca,
@@ -246,11 +257,11 @@ READERS = {
 
 def _plain_text(raw: Row) -> str | None:
     text = raw.get("text")
-    return text if isinstance(text, str) and not _columns(raw, ASKED) else None
+    return text if isinstance(text, str) and not _columns(raw, PROMPT_COLUMNS) else None
 
 
 def _turns(found: Any, name: str) -> Any:
-    r"""Messages, where it is a list of them, one message, or Anthropic's text with the turns of a chat; else as it is.
+    r"""Converts a list of messages, a single message or Anthropic's text to messages; returns other values unchanged.
 
     Anthropic's helpful-harmless texts, https://huggingface.co/datasets/Anthropic/hh-rlhf, begin with "\n\nHuman:".
     """
@@ -268,7 +279,7 @@ def _turns(found: Any, name: str) -> Any:
 
 
 def _split_answer(messages: Sequence[Message]) -> Chat:
-    """The last message of the assistant apart from those before it."""
+    """Separates the answer from the prompt, if the last message is the assistant's."""
     if len(messages) > 1 and messages[-1]["role"] == "assistant":
         return Chat(list(messages[:-1]), messages[-1])
     return Chat(list(messages), None)
@@ -278,10 +289,10 @@ def _split_answer(messages: Sequence[Message]) -> Chat:
 
 
 def _prompt(raw: Row, messages: Sequence[Message], read_as: str) -> dict[str, Any]:
-    """The row with its messages, the last question for people, its images, and its tools as a list."""
+    """The row with the columns of its prompt: messages, question, images and tools."""
     placed, images = place_images(messages, _images(raw))
     question = next((text_of(one) for one in reversed(messages) if one["role"] == "user"), "")
-    question = question.replace(IMAGE, "").strip() if IMAGE in question else question
+    question = question.replace(IMAGE_MARK, "").strip() if IMAGE_MARK in question else question
     tools = from_json(raw.get("tools") or [])
     if not isinstance(tools, list):
         raise ValueError(f"tools: expected a list of functions, got {tools!r:.80}")
@@ -292,15 +303,18 @@ def _prompt(raw: Row, messages: Sequence[Message], read_as: str) -> dict[str, An
 def _images(raw: Row) -> list[Any]:
     if raw.get("read_as"):
         return list(raw["images"])
-    found = _columns(raw, IMAGES)
+    found = _columns(raw, IMAGE_COLUMNS)
     if len(found) > 1:
         raise ValueError("images and image: expected one of them, got both")
     images = raw[found[0]] if found else []
     return list(images) if isinstance(images, list | tuple | np.ndarray) else [images]
 
 
-def _right_answer(raw: Row, names: Sequence[str] = ANSWERS) -> Any:
-    """What is right: `answer` before `solution`, which may work it out; or verl's `reward_model["ground_truth"]`."""
+def _right_answer(raw: Row, names: Sequence[str] = ANSWER_COLUMNS) -> Any:
+    """The correct answer: verl's `reward_model["ground_truth"]`, or the first of these columns.
+
+    `answer` comes before `solution`, which may contain the derivation.
+    """
     if raw.get("read_as"):
         return raw["answer"]
     found = _columns(raw, names)
@@ -316,30 +330,30 @@ def _right_answer(raw: Row, names: Sequence[str] = ANSWERS) -> Any:
 
 
 def _only_answer(raw: Row) -> str:
-    found = _columns(raw, ("answer",) if raw.get("read_as") else ANSWERS)
+    found = _columns(raw, ("answer",) if raw.get("read_as") else ANSWER_COLUMNS)
     if len(found) > 1:
         raise ValueError(f"{' and '.join(found)}: expected one answer to imitate, got {len(found)}")
     return _one_answer(raw[found[0]] if found else None, found[0] if found else "answer")
 
 
 def _one_answer(found: Any, name: str) -> Any:
-    """An answer that is a text, a number, or a list of the one message that it is."""
+    """A single answer from a text, a number, or a list with one message of the assistant."""
     if isinstance(found, list) and len(found) == 1 and found[0].get("role") == "assistant":
-        return _simple(found[0])
+        return _text_unless_tools(found[0])
     if isinstance(found, list) and found:
-        came = f"{len(found)} messages, the first of role {found[0].get('role')!r}"
-        raise ValueError(f"{name}: expected a text or one message of the assistant, got {came}")
+        got = f"{len(found)} messages, the first of role {found[0].get('role')!r}"
+        raise ValueError(f"{name}: expected a text or one message of the assistant, got {got}")
     if isinstance(found, bool) or not isinstance(found, str | int | float | np.number):
         raise ValueError(f"{name}: expected a text or one message of the assistant, got {found!r:.80}")
     return str(found)
 
 
-def _simple(answer: Message) -> Any:
-    """Its text, if it is no more than that."""
+def _text_unless_tools(answer: Message) -> Any:
+    """The text of an answer, or the whole message if it calls tools."""
     return answer if answer.get("tool_calls") else text_of(answer)
 
 
-def _said(text: str) -> Message:
+def _assistant_message(text: str) -> Message:
     return {"role": "assistant", "content": text}
 
 
@@ -351,22 +365,22 @@ def _columns(raw: Row, names: Sequence[str]) -> list[str]:
 
 
 def check_columns(columns: Collection[str], *needed: Sequence[str]) -> None:
-    """Refuse a table whose columns would be left out or are ambiguous, or that lacks what is needed.
+    """Refuse a table with unsupported, ambiguous or missing columns.
 
     Args:
         columns: of the table.
-        needed: groups of names, of each of which one has to be there.
+        needed: groups of column names; the table needs at least one column of each group.
 
     Raises:
-        ValueError: a video or audio column; `image` and `images`; images in a column of another name; a group of which
-            no column is there.
+        ValueError: a video or audio column; both `image` and `images`; images in a column of another name; a group
+            without a column in the table.
     """
     has = f"got columns {list(columns)}"
-    if found := [name for name in NOT_TRAINED if name in columns]:
+    if found := [name for name in UNSUPPORTED_COLUMNS if name in columns]:
         raise ValueError(f"{found[0]}: expected text and images alone, {has}")
-    if set(IMAGES) <= set(columns):
+    if set(IMAGE_COLUMNS) <= set(columns):
         raise ValueError(f"images and image: expected one of them, {has}")
-    if not set(IMAGES) & set(columns):
+    if not set(IMAGE_COLUMNS) & set(columns):
         if stray := [name for name in columns if re.search("image|img", name, re.I)]:
             raise ValueError(f"images: expected a column images or image, not {stray[0]!r}, {has}")
     for names in needed:

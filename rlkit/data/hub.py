@@ -1,6 +1,6 @@
-"""Data sets of the Hugging Face hub, or local copies of them: as tables, or read as they come.
+"""Data sets of the Hugging Face hub, or local copies of them, as tables or as streams.
 
-Images stay undecoded, so that one broken image is one bad row and not the end of a run.
+Images stay undecoded, so a broken image makes one row unusable instead of ending the run.
 """
 
 from __future__ import annotations
@@ -11,17 +11,17 @@ from typing import Any
 
 import numpy as np
 
-from rlkit.data.lookup import check_source, extra
+from rlkit.data.lookup import check_source, requires_extra
 from rlkit.data.samples import Row
-from rlkit.data.tables import Rows, undecoded
+from rlkit.data.tables import Rows, without_decoding
 
 
 def read_splits(source: str, subset: str | None = None) -> Any:
     """The splits of a data set, each a table: `read_splits("openai/gsm8k", "main")["train"][0]["question"]`.
 
     Args:
-        source: hub id (`owner/name`), a directory that holds a copy of it, or one that `save_to_disk` wrote.
-        subset: which of its configurations.
+        source: hub id (`owner/name`), a directory with a copy of it, or a directory written by `save_to_disk`.
+        subset: the configuration of the data set.
 
     Returns:
         a datasets.DatasetDict.
@@ -29,7 +29,7 @@ def read_splits(source: str, subset: str | None = None) -> Any:
     Raises:
         ValueError: it cannot be found or read, or has no such subset.
     """
-    with extra("recipes"):
+    with requires_extra("recipes"):
         import datasets
 
     check_source(source, "data set")
@@ -41,36 +41,40 @@ def read_splits(source: str, subset: str | None = None) -> Any:
             found = datasets.load_dataset(source, subset)
     except (datasets.exceptions.DatasetGenerationError, OSError, ValueError) as error:
         raise ValueError(f"data set {source!r}: {error.__cause__ or error}") from error
-    return datasets.DatasetDict({name: undecoded(table) for name, table in found.items()})
+    return datasets.DatasetDict({name: without_decoding(table) for name, table in found.items()})
 
 
 def read_split(source: str, split: str, subset: str | None = None) -> Any:
-    """One split of a data set; a ValueError names those it has if that is none of them."""
+    """One split of a data set.
+
+    Raises:
+        ValueError: it cannot be found or read, or has no such subset or split.
+    """
     splits = read_splits(source, subset)
     if split not in splits:
         raise ValueError(f"data set {source!r}: expected one of its splits {sorted(splits)}, got {split!r}")
     return splits[split]
 
 
-def made(table: Any, make: Callable[[Row], Row], where: str) -> Rows:
-    """The rows of a table, each made by `make` of the table's own when it is asked for, and named for messages."""
+def map_table(table: Any, make: Callable[[Row], Row], where: str) -> Rows:
+    """The rows of a table, each converted by `make` on access, with a name (`where`) for error messages."""
     return Rows(lambda i: {**make(table[i]), "where": f"{where} row {i + 1}"}, np.arange(len(table)))
 
 
 def open_stream(source: str, split: str, subset: str | None = None) -> Any:
-    """A split that is read as it comes, a datasets.IterableDataset: nothing is downloaded or converted beforehand.
+    """A split as a datasets.IterableDataset, which is downloaded while it is read.
 
     Raises:
         ValueError: it cannot be found or read, or has no such subset or split.
     """
-    with extra("recipes"):
+    with requires_extra("recipes"):
         import datasets
 
     check_source(source, "data set")
     try:
         if _is_saved(source):
             return read_split(source, split).to_iterable_dataset()
-        return undecoded(datasets.load_dataset(source, subset, split=split, streaming=True))
+        return without_decoding(datasets.load_dataset(source, subset, split=split, streaming=True))
     except (OSError, ValueError) as error:
         raise ValueError(f"data set {source!r}: {error.__cause__ or error}") from error
 
@@ -78,45 +82,54 @@ def open_stream(source: str, split: str, subset: str | None = None) -> Any:
 def stream_steps(
     stream: Any, make: Callable[[Row], Row], count: int, *, seed: int, start: int = 0, buffer_size: int = 10_000
 ) -> Iterator[list[tuple[int, Row]]]:
-    """What `step_rows` gives, step after step from `start` on, of rows that are read as they come.
+    """The rows of each step from `start` on, as `step_rows` returns them, from a stream.
 
-    Each epoch is shuffled anew through a buffer. The rows of a step follow from (stream, seed, step): a resumed run
-    passes over the rows of the steps before `start`, which costs reading them again, and needs nothing from the
-    checkpoint. (The state that datasets can save is not used: it forgets what was in the buffer.)
+    Every epoch is shuffled anew through a buffer. The rows of a step are a function of (stream, seed, step). A resumed
+    run needs nothing from the checkpoint: it reads the rows of the steps before `start` again and skips them. (The
+    state that datasets can save is not used, as it lacks the rows in the buffer.)
 
     Args:
-        stream: of `open_stream`, or any datasets.IterableDataset.
-        make: a task's row (`question`, `images`, `answer`) of one of the stream.
-        count: rows in a step.
-        seed: of the shuffling.
+        stream: from `open_stream`, or any datasets.IterableDataset.
+        make: converts a row of the stream to a task's row (`question`, `images`, `answer`).
+        count: rows per step.
+        seed: for shuffling.
         start: the first step, from 0.
-        buffer_size: rows among which each is drawn; 1 keeps the stream's order.
+        buffer_size: size of the shuffle buffer, in rows; 1 keeps the stream's order.
 
     Yields:
-        (position within the step, row) pairs; the position is the group id. It never ends.
+        a list of (position within the step, row) pairs; the position is the group id. It never ends.
 
     Raises:
         ValueError: the stream is empty.
     """
     if count < 1:
-        raise ValueError(f"count: expected at least 1 row a step, got {count}")
+        raise ValueError(f"count: expected at least 1 row per step, got {count}")
     shuffled = stream.shuffle(seed=seed, buffer_size=buffer_size)
-    passed, seen, epoch = start * count, 0, 0
+    skipped, seen, epoch = start * count, 0, 0
     step: list[tuple[int, Row]] = []
     while True:
         shuffled.set_epoch(epoch)
         before = seen
         for i, raw in enumerate(shuffled):
             seen += 1
-            if seen <= passed:
+            if seen <= skipped:
                 continue
             step.append((len(step), {**make(raw), "where": f"stream epoch {epoch} row {i + 1}"}))
             if len(step) == count:
                 yield step
                 step = []
         if seen == before:
-            raise ValueError("stream: no rows to train on")
+            raise ValueError("stream: expected rows to train on, got none")
         epoch += 1
+
+
+def cache_folders() -> list[Path]:
+    """Where datasets and the hub keep files that belong to data sets: what is downloaded, and unpacked archives."""
+    with requires_extra("recipes"):
+        import datasets
+        from huggingface_hub import constants
+
+    return [Path(datasets.config.HF_DATASETS_CACHE), Path(constants.HF_HUB_CACHE)]
 
 
 def _is_saved(source: str) -> bool:

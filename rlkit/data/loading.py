@@ -1,4 +1,4 @@
-"""Tasks by their names: built in, published, in a file, of a data set, or from a function."""
+"""Loads tasks by name: built-in and published tasks, files, data sets, and functions of the user."""
 
 from __future__ import annotations
 
@@ -9,111 +9,136 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from rlkit.data.formats import ANSWERS, ASKED, CHATS, chat_row, check_columns, marked_row, pair_row, task_row
-from rlkit.data.hub import read_splits
-from rlkit.data.ready import READY
+from rlkit.data.formats import (
+    ANSWER_COLUMNS,
+    CHAT_COLUMNS,
+    PROMPT_COLUMNS,
+    chat_row,
+    check_columns,
+    pair_row,
+    task_row,
+    unpaired_row,
+)
+from rlkit.data.hub import cache_folders, read_splits
+from rlkit.data.published_tasks import PUBLISHED_TASKS
 from rlkit.data.reasoning_gym import PREFIX, reasoning_gym_task
 from rlkit.data.samples import Row
-from rlkit.data.tables import FILES, HELD_OUT_SEED, Rows, a_tenth_held_out, beside, columns_of, read_table
-from rlkit.data.tasks import Task, addition, digits, sorting, with_rows, with_tables
+from rlkit.data.tables import (
+    FILE_SUFFIXES,
+    HELD_OUT_SEED,
+    Rows,
+    check_inside,
+    columns_of,
+    read_table,
+    resolve_image_path,
+    split_heldout,
+)
+from rlkit.data.tasks import Task, addition, digits, map_rows, map_tables, sorting
 from rlkit.data.user_code import load_function
 from rlkit.rewards.named import REWARDS, reward_named
 from rlkit.rewards.rules import exact_match
 
 HELD_OUT_SPLITS = ("test", "validation", "val")
-SHOWN = ("completion", "output", "reward_model", *CHATS)  # hold an answer, under whatever name
+DEMONSTRATION_COLUMNS = ("completion", "output", "reward_model", *CHAT_COLUMNS)  # contain an answer
 
 BUILT_IN: dict[str, Callable[[], Task]] = {"addition": addition, "digits": digits, "sorting": sorting}
 
 
 class Kind(NamedTuple):
-    """What rows are read as, and the columns that a table needs for it, one of each group."""
+    """How rows are read, and the columns that a table needs: at least one of each group."""
 
     read: Callable[[Row], dict[str, Any]]
     needed: Sequence[Sequence[str]]
 
 
-TASK = Kind(task_row, (ASKED, (*ANSWERS, *SHOWN)))
-PROMPTS = Kind(task_row, (ASKED,))
-CHAT = Kind(chat_row, ((*ASKED, "text"), (*ANSWERS, *SHOWN, "text")))
+TASK = Kind(task_row, (PROMPT_COLUMNS, (*ANSWER_COLUMNS, *DEMONSTRATION_COLUMNS)))
+PROMPTS = Kind(task_row, (PROMPT_COLUMNS,))
+CHAT = Kind(chat_row, ((*PROMPT_COLUMNS, "text"), (*ANSWER_COLUMNS, *DEMONSTRATION_COLUMNS, "text")))
 PAIRS = Kind(pair_row, (("chosen",), ("rejected",)))
-MARKED = Kind(marked_row, (("completion", *CHATS), ("label",)))
+UNPAIRED = Kind(unpaired_row, (("completion", *CHAT_COLUMNS), ("label",)))
 
 
-def load_task(name: str, *, reward: str | None = None) -> Task:
-    """A task by its name: built in, published, a file, a data set, or a function of yours.
+def load_task(name: str, *, reward: str | None = None, allow_outside_files: bool = False) -> Task:
+    """Loads a task by name: built-in, published, a file, a data set, or a function of yours.
 
-    - `addition`, `digits`, `sorting`: built in, see there.
-    - `gsm8k`, ... (rlkit.data.ready): from the hub; `gsm8k@DIRECTORY` from a local copy.
-    - a .jsonl, .json, .csv, .tsv or .parquet file with questions and answers, and maybe images, in a format of
-      rlkit.data.formats; image paths are relative to the file. A tenth of its rows is held out, at least one of two and
-      at most 300. The reward is an exact match.
-    - `owner/name` on the hub, or a directory: a data set with such columns. Held out is its `test` or `validation`
-      split, or else a tenth of `train`. The reward is an exact match.
-    - `reasoning_gym:NAME`, maybe with settings behind it (`,level=2`): a task of reasoning-gym, see
-      rlkit.data.reasoning_gym.
-    - `module:function` or `path/to/file.py:function`, a function that returns a Task.
+    - `addition`, `digits`, `sorting`: built-in tasks of rlkit.data.tasks.
+    - `gsm8k`, ... (rlkit.data.published_tasks): from the hub; `gsm8k@DIRECTORY` from a local copy.
+    - a .jsonl, .json, .csv, .tsv or .parquet file with questions, answers and possibly images, in a format of
+      rlkit.data.formats; image paths are relative to the file. A tenth of the rows is held out, at least 1 and at most
+      300. The reward is an exact match.
+    - `owner/name` on the hub, or a directory: a data set with such columns. Its `test` or `validation` split is held
+      out, or a tenth of `train` if there is none. The reward is an exact match.
+    - `reasoning_gym:NAME`, possibly with settings (`,level=2`): a task of reasoning-gym, see rlkit.data.reasoning_gym.
+    - `module:function` or `path/to/file.py:function`: a function that returns a Task.
 
     Args:
         name: as above.
-        reward: what judges answers instead of the task's own reward: `maths`, `choice`, `module:function`, ...; see
-            rlkit.rewards.reward_named. With a function of yours a file needs no answers.
+        reward: replaces the task's reward: `maths`, `choice`, `module:function`, ...; see rlkit.rewards.reward_named.
+            With a function of yours a file needs no answers.
+        allow_outside_files: image paths of a file or data set may lead out of its folder, by `..`, an absolute path or
+            a link. Otherwise such a row cannot be read.
 
     Raises:
-        ValueError: an unknown name, a missing file, a column that is not there or is ambiguous, or rows of which none
-            of the first twenty can be read.
+        ValueError: an unknown name, a missing file, a column that is missing or ambiguous, or none of the first twenty
+            rows can be read.
     """
-    task = _load(name, TASK if reward is None or reward in REWARDS else PROMPTS)
+    task = _load(name, TASK if reward is None or reward in REWARDS else PROMPTS, allow_outside_files)
     return task if reward is None else replace(task, reward=reward_named(reward))
 
 
-def load_chats(name: str) -> Task:
-    """Rows to imitate, with the answer to each as `completion`: what `load_task` takes, or a file of plain `text`.
+def load_chats(name: str, *, allow_outside_files: bool = False) -> Task:
+    """Loads rows for supervised fine-tuning, with the answer as `completion`.
+
+    Args:
+        name: as for `load_task`; also a file or data set with a `text` column of plain text.
 
     Raises:
-        ValueError: as `load_task`, or neither texts nor questions with answers.
+        ValueError: as in `load_task`, or the rows have neither texts nor questions with answers.
     """
-    return _load(name, CHAT)
+    return _load(name, CHAT, allow_outside_files)
 
 
-def load_pairs(name: str) -> Task:
-    """Rows with a `chosen` and a `rejected` answer: a file or data set with columns of these names, or a task.
+def load_pairs(name: str, *, allow_outside_files: bool = False) -> Task:
+    """Loads preference pairs: rows with a `chosen` and a `rejected` answer.
 
-    A row of a task that has none gets them: chosen is its answer, rejected the answer of another row, the same one in
-    every run.
+    Args:
+        name: a file or data set with these columns, or a task. In a task without them, the chosen answer is the row's
+            own, and the rejected one is the answer of another row, the same in every run.
 
     Raises:
-        ValueError: as `load_task`, or a file or data set without these columns.
+        ValueError: as in `load_task`, or a file or data set without these columns.
     """
     if _is_table(name):
-        return _from_tables(name, _tables(name), PAIRS)
-    return with_tables(load_task(name), _with_wrong_answers)
+        return _from_tables(name, _tables(name), PAIRS, allow_outside_files)
+    return map_tables(load_task(name), _with_wrong_answers)
 
 
-def load_marked(name: str) -> Task:
-    """Rows with one answer, good or bad: a file or data set with `completion` and `label`, or what `load_pairs` takes.
+def load_unpaired(name: str, *, allow_outside_files: bool = False) -> Task:
+    """Loads unpaired preferences: rows with one answer, `completion`, and a `label` that is true if it is good.
 
-    Of each pair there are two rows, the chosen answer marked good and the rejected one bad.
+    Args:
+        name: a file or data set with these columns, or a name for `load_pairs`. Each pair gives two rows: the chosen
+            answer with a true label, and the rejected one with a false label.
 
     Raises:
-        ValueError: as `load_task`, or columns of neither kind.
+        ValueError: as in `load_task`, or columns of neither kind.
     """
     if not _is_table(name):
-        return with_tables(load_pairs(name), _one_by_one)
+        return map_tables(load_pairs(name), _split_pairs)
     tables = _tables(name)
     if all({"chosen", "rejected"} <= set(columns_of(table)) for table, *_ in tables.values()):
-        return with_tables(_from_tables(name, tables, PAIRS), _one_by_one)
-    return _from_tables(name, tables, MARKED)
+        return map_tables(_from_tables(name, tables, PAIRS, allow_outside_files), _split_pairs)
+    return _from_tables(name, tables, UNPAIRED, allow_outside_files)
 
 
-def _load(name: str, kind: Kind) -> Task:
+def _load(name: str, kind: Kind, allow_outside_files: bool) -> Task:
     if name in BUILT_IN:
         return _read_as(BUILT_IN[name](), kind)
     base, at, source = name.partition("@")
-    if base in READY and bool(at) == bool(source):
-        return _read_as(READY[base](source) if source else READY[base](), kind)
+    if base in PUBLISHED_TASKS and bool(at) == bool(source):
+        return _read_as(PUBLISHED_TASKS[base](source) if source else PUBLISHED_TASKS[base](), kind)
     if _is_table(name):
-        return _from_tables(name, _tables(name), kind)
+        return _from_tables(name, _tables(name), kind, allow_outside_files)
     if name.startswith(PREFIX):
         return _read_as(reasoning_gym_task(name), kind)
     if ":" in name:
@@ -123,8 +148,9 @@ def _load(name: str, kind: Kind) -> Task:
             raise ValueError(f"task {name!r}: expected a rlkit.data.Task, got {type(task).__name__}")
         return _read_as(task, kind)
     raise ValueError(
-        f"task: expected a built-in ({', '.join(sorted(BUILT_IN))}), a published one ({', '.join(sorted(READY))}), a "
-        f"file ({', '.join(sorted(FILES))}), a data set (a directory, or owner/name) or module:function, got {name!r}"
+        f"task: expected a built-in ({', '.join(sorted(BUILT_IN))}), a published one "
+        f"({', '.join(sorted(PUBLISHED_TASKS))}), a file ({', '.join(sorted(FILE_SUFFIXES))}), a data set (a "
+        f"directory, or owner/name) or module:function, got {name!r}"
     )
 
 
@@ -132,33 +158,36 @@ def _load(name: str, kind: Kind) -> Task:
 
 
 def _is_table(name: str) -> bool:
-    if name in BUILT_IN or name.partition("@")[0] in READY:
+    if name in BUILT_IN or name.partition("@")[0] in PUBLISHED_TASKS:
         return False
-    return Path(name).suffix in FILES or (bool(name) and Path(name).is_dir()) or ("/" in name and ":" not in name)
+    return (
+        Path(name).suffix in FILE_SUFFIXES or (bool(name) and Path(name).is_dir()) or ("/" in name and ":" not in name)
+    )
 
 
 def _tables(name: str) -> dict[str, tuple[Any, str, Path]]:
-    """Of each split its table, its name for messages, and the file that paths in it are relative to."""
-    if Path(name).suffix in FILES:
+    """For each split its table, its name in errors, and the file that image paths are relative to."""
+    if Path(name).suffix in FILE_SUFFIXES:
         return {"train": (read_table(Path(name)), name, Path(name))}
     return {split: (table, f"{name} {split}", Path(name) / "rows") for split, table in read_splits(name).items()}
 
 
-def _from_tables(name: str, tables: Mapping[str, tuple[Any, str, Path]], kind: Kind) -> Task:
-    splits = {split: _rows(kind, *table) for split, table in tables.items()}
+def _from_tables(name: str, tables: Mapping[str, tuple[Any, str, Path]], kind: Kind, allow_outside_files: bool) -> Task:
+    splits = {split: _rows(kind, *table, allow_outside_files) for split, table in tables.items()}
     held = next((split for split in HELD_OUT_SPLITS if split in splits), None)
     if "train" not in splits and held is None:
         raise ValueError(f"task {name!r}: expected a split train, test or validation, got {sorted(splits)}")
     if held is not None:
         train, heldout = splits.get("train", ()), splits[held]
     else:
-        train, heldout = a_tenth_held_out(splits["train"])
+        train, heldout = split_heldout(splits["train"])
     path = Path(name)
-    return Task(path.stem if path.suffix in FILES else path.name, train, heldout, exact_match, splits)
+    return Task(path.stem if path.suffix in FILE_SUFFIXES else path.name, train, heldout, exact_match, splits)
 
 
-def _rows(kind: Kind, table: Any, name: str, file: Path) -> Rows:
-    """The rows of a table, read as this kind when they are asked for, with image paths relative to the file."""
+def _rows(kind: Kind, table: Any, name: str, file: Path, allow_outside_files: bool) -> Rows:
+    """The rows of a table, read as this kind on access, with image paths relative to the file."""
+    folders = [file.parent, *([] if file.suffix in FILE_SUFFIXES else cache_folders())]
     try:
         check_columns(columns_of(table), *kind.needed)
     except ValueError as error:
@@ -166,7 +195,13 @@ def _rows(kind: Kind, table: Any, name: str, file: Path) -> Rows:
 
     def row(i: int) -> Row:
         read = _read(kind, {**table[i], "where": f"{name} row {i + 1}"})
-        return {**read, "images": [beside(file, image) for image in read["images"]]}
+        images = [resolve_image_path(file, image) for image in read["images"]]
+        try:
+            for image in () if allow_outside_files else images:
+                check_inside(folders, image)
+        except ValueError as error:
+            return _unreadable(read, error)
+        return {**read, "images": images}
 
     rows = Rows(row, np.arange(len(table)))
     first = [rows[i] for i in range(min(20, len(rows)))]
@@ -176,39 +211,44 @@ def _rows(kind: Kind, table: Any, name: str, file: Path) -> Rows:
 
 
 def _read(kind: Kind, raw: Row) -> Row:
-    """A row that cannot be read says why as `unreadable`: whoever encodes it skips it and counts it."""
+    """Reads a row. One that cannot be read gets the reason as `unreadable`, and is skipped when it is encoded."""
     if raw.get("unreadable"):
         return raw
     try:
         return kind.read(raw)
     except ValueError as error:
-        where = raw.get("where", "row")
-        return {"question": "", "images": [], "answer": None, "where": where, "unreadable": str(error)}
+        return _unreadable(raw, error)
+
+
+def _unreadable(row: Row, error: ValueError) -> Row:
+    where = row.get("where", "row")
+    return {"question": "", "images": [], "answer": None, "where": where, "unreadable": str(error)}
 
 
 # --- held-out rows
 
 
 def with_heldout(task: Task, heldout: str, load: Callable[[str], Task] = load_task) -> Task:
-    """A task with other held-out rows, of which none is trained on.
+    """Replaces the held-out rows of a task. Held-out rows are never trained on.
 
     Args:
-        task: of `load` or of a function of yours. Its rows come to be held out as `heldout` says:
-        heldout: a file (`heldout.jsonl`), all of it; a split of the data set (`validation`), all of it; `all`, for
-            evaluation: every row of a file, or of every split; or a share of the rows to train on (`0.1`), at least one
-            row, the same ones in every run. With a file or a split, no row of the others is held out any more.
-        load: reads the file, and has read the task: `load_task`, `load_chats`, `load_pairs` or `load_marked`.
+        task: from `load`, or from a function of yours.
+        heldout: which rows to hold out: a file (`heldout.jsonl`); a split of the data set (`validation`); `all` for
+            evaluation, every row of a file or of all splits; or a share of the training rows (`0.1`), at least one row,
+            the same rows in every run. With a file or a split, all other rows are trained on.
+        load: the function that loaded the task, which also reads the file: `load_task`, `load_chats`, `load_pairs` or
+            `load_unpaired`.
 
     Raises:
-        ValueError: nothing of that, or a share that leaves nothing to train on.
+        ValueError: none of these, or a share that leaves no rows to train on.
     """
     rows = task.splits.get("train", task.train)
     if heldout in task.splits:
         return replace(task, train=() if heldout == "train" else rows, heldout=task.splits[heldout])
     if heldout == "all":
-        every = _end_to_end(list(task.splits.values()) or [task.train, task.heldout])
+        every = _concatenate(list(task.splits.values()) or [task.train, task.heldout])
         return replace(task, train=(), heldout=every)
-    if Path(heldout).suffix in FILES:
+    if Path(heldout).suffix in FILE_SUFFIXES:
         held_rows = load(heldout).splits["train"]
         if len(rows) and str(rows[0].get("where", "")).startswith(f"{heldout} row "):
             raise ValueError(f"heldout: expected another file than the one to train on, got {heldout!r}")
@@ -233,7 +273,7 @@ def with_heldout(task: Task, heldout: str, load: Callable[[str], Task] = load_ta
     )
 
 
-def _end_to_end(tables: Sequence[Sequence[Row]]) -> Rows:
+def _concatenate(tables: Sequence[Sequence[Row]]) -> Rows:
     places = [(table, i) for table in tables for i in range(len(table))]
     return Rows(lambda n: places[n][0][places[n][1]], np.arange(len(places)))
 
@@ -242,11 +282,11 @@ def _end_to_end(tables: Sequence[Sequence[Row]]) -> Rows:
 
 
 def _read_as(task: Task, kind: Kind) -> Task:
-    return task if kind.read is task_row else with_rows(task, lambda row: _read(kind, row))
+    return task if kind.read is task_row else map_rows(task, lambda row: _read(kind, row))
 
 
-def _one_by_one(rows: Sequence[Row]) -> Sequence[Row]:
-    """Of each pair two rows, that of its chosen answer first; rows that are marked already stay."""
+def _split_pairs(rows: Sequence[Row]) -> Sequence[Row]:
+    """Two rows per pair, the chosen answer first; rows that have a label already are unchanged."""
     if not len(rows) or "label" in rows[0]:
         return rows
 
@@ -258,7 +298,7 @@ def _one_by_one(rows: Sequence[Row]) -> Sequence[Row]:
 
 
 def _with_wrong_answers(rows: Sequence[Row]) -> Sequence[Row]:
-    """The rows, each with its answer as `chosen` and another row's as `rejected`, unless they are pairs already."""
+    """Adds each row's answer as `chosen` and another row's as `rejected`; pairs are unchanged."""
 
     def row(i: int) -> Row:
         right = rows[i]

@@ -1,4 +1,4 @@
-"""What a name on the command line needs: a path that exists or a name on a hub, and the packages that read it."""
+"""Checks with clear errors: names of models and data sets, and optional packages."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ log = logging.getLogger(__name__)
 
 
 def check_source(name: str, what: str) -> None:
-    """Refuse a local path that does not exist, before anybody asks the hub for it, which takes half a minute.
+    """Refuse a local path that does not exist, without a request to the hub, which would take half a minute.
 
-    A name that could be of the hub, in a folder that is here, is asked for with a warning.
+    A name that could be on the hub, but whose first part is a local folder, passes with a warning.
 
     Args:
-        name: a directory, or `owner/name` on the hub; models of old have a `name` alone.
-        what: it is the name of, in errors: "model", "data set".
+        name: a directory, or `owner/name` on the hub; some old models have only a `name`.
+        what: what it names, for errors: "model", "data set".
 
     Raises:
-        ValueError: there is no such directory, and the name is none of the hub.
+        ValueError: there is no such directory, and it cannot be a name on the hub.
     """
     path = Path(name)
     if path.exists():
@@ -33,20 +33,20 @@ def check_source(name: str, what: str) -> None:
     if not re.fullmatch(r"\w[\w.-]*(/\w[\w.-]*)?", name):
         raise ValueError(f"{what}: expected a directory that exists or owner/name on the hub, got {name!r}{hint}")
     if hint:
-        log.warning("%s %r: no such directory here, so the hub is asked%s", what, name, hint)
+        log.warning("%s %r: no such local directory, looking on the hub%s", what, name, hint)
 
 
 def _nearest(path: Path) -> Path | None:
-    """The innermost folder of a path that does exist; None for the root and the working directory."""
+    """The innermost existing folder of a path; None if that is the root or the working directory."""
     found = next((one for one in path.parents if one.is_dir()), None)
     return None if found in (None, Path("."), Path(path.anchor)) else found
 
 
 @contextmanager
-def extra(name: str) -> Iterator[None]:
-    """Imports inside say which extra of rlkit has the package that is missing.
+def requires_extra(name: str) -> Iterator[None]:
+    """A context for imports of optional packages: an error names the extra of rlkit that installs the package.
 
-        with extra("recipes"):
+        with requires_extra("recipes"):
             import datasets
 
     Raises:

@@ -1,7 +1,7 @@
-"""Chats as lists of messages, in the form that chat templates read, with a place for each image.
+"""Chats as lists of messages in the form of chat templates, with a place for each image.
 
 A message is {"role": "user", "content": ...}. Its content is a text, or a list of parts {"type": "image"} and
-{"type": "text", "text": ...}. An assistant's message may have `tool_calls`.
+{"type": "text", "text": ...}. A message of the assistant may have `tool_calls`.
 """
 
 from __future__ import annotations
@@ -15,15 +15,15 @@ from rlkit.data.samples import Row
 
 Message = Mapping[str, Any]
 
-IMAGE = "<image>"
+IMAGE_MARK = "<image>"
 """Marks the place of an image in a text."""
 
-NOT_TRAINED = ("video", "videos", "audio", "audios")
-"""Columns that are refused by name: leaving them out would train on another question."""
+UNSUPPORTED_COLUMNS = ("video", "videos", "audio", "audios")
+"""Columns that are refused: to ignore them would change the question."""
 
 
 def message(role: str, text: str, images: int = 0) -> dict[str, Any]:
-    """A message with so many images and then its text."""
+    """A message with this number of images, followed by the text."""
     parts = [{"type": "image"}] * images + [{"type": "text", "text": text}]
     return {"role": role, "content": parts if images else text}
 
@@ -35,18 +35,18 @@ def text_of(message: Message) -> str:
 
 
 def prompt_of(row: Row) -> tuple[list[Message], list[Any]]:
-    """The messages of a row's prompt, and the images that belong to their image parts, in order.
+    """The messages of a row's prompt, and the images of their image parts, in order.
 
     Args:
-        row: `messages`, or a `question` that is a text or messages; and `images`, see `place_images`.
+        row: with `messages`, or a `question` that is a text or messages; and `images`, see `place_images`.
 
     Raises:
-        ValueError: the row could not be read, has no question, has a video or audio column, or its images and the
-            places for them do not match.
+        ValueError: the row could not be read, has no question, has a video or audio column, or the number of images is
+            not the number of places for them.
     """
     if reason := row.get("unreadable"):
         raise ValueError(reason)
-    if found := next((name for name in NOT_TRAINED if not _missing(row.get(name))), None):
+    if found := next((name for name in UNSUPPORTED_COLUMNS if not _missing(row.get(name))), None):
         raise ValueError(f"{found}: expected text and images alone, got a column of this name")
     name = "question" if row.get("messages") is None else "messages"
     question = row.get(name)
@@ -57,14 +57,14 @@ def prompt_of(row: Row) -> tuple[list[Message], list[Any]]:
 
 
 def read_messages(found: Any, name: str = "messages") -> list[Message]:
-    """Messages without empty fields, from a list of {"role", "content"}, or from such a list as JSON text.
+    """Checks a list of messages and removes empty fields.
 
     Args:
-        found: what a row has.
-        name: of its column, for errors.
+        found: a list of {"role", "content"}, or such a list as JSON text.
+        name: of the column, for errors.
 
     Raises:
-        ValueError: it is no list of messages; a content is neither text nor parts of text and images.
+        ValueError: not a list of messages, or a content that is neither text nor parts of text and images.
     """
     found = from_json(found)
     if not isinstance(found, list | tuple) or not found:
@@ -73,7 +73,7 @@ def read_messages(found: Any, name: str = "messages") -> list[Message]:
 
 
 def from_json(found: Any) -> Any:
-    """What a text holds as JSON; anything else, and other text, as it is."""
+    """Parses JSON text; returns other text and other values unchanged."""
     try:
         return json.loads(found) if isinstance(found, str) else found
     except ValueError:
@@ -107,7 +107,7 @@ def _read_part(part: Any, name: str) -> Mapping[str, Any]:
 
 
 def _read_call(call: Any, name: str) -> Mapping[str, Any]:
-    """OpenAI's form has the arguments as JSON text; chat templates want them as an object."""
+    """A tool call with its arguments as an object, as chat templates expect; in OpenAI's form they are JSON text."""
     function = call.get("function") or call if isinstance(call, Mapping) else {}
     arguments = from_json(function.get("arguments"))
     if not isinstance(function.get("name"), str) or not isinstance(arguments, Mapping):
@@ -118,22 +118,22 @@ def _read_call(call: Any, name: str) -> Mapping[str, Any]:
 def place_images(messages: Sequence[Message], images: Sequence[Any] = ()) -> tuple[list[Message], list[Any]]:
     """Messages with an image part for each image, and the images in the order of these parts.
 
-    Where an image stands is said by image parts, which may hold the image itself, or by `<image>` in a text, which is
-    split there. Without either, the images go before the text of the first user's message.
+    The place of an image is an image part, which may contain the image itself, or `<image>` in a text, which is split
+    there. If there are no places, the images go before the text of the first message of the user.
 
     Args:
-        messages: of `read_messages`.
-        images: of the row, for image parts that hold none and for `<image>`.
+        messages: from `read_messages`.
+        images: of the row, for `<image>` and for image parts without an image.
 
     Raises:
-        ValueError: a number of places that is not the number of images, or places of both kinds.
+        ValueError: the number of images is not the number of places, or there are places of both kinds.
     """
     places = [part for one in messages for part in parts_of(one) if part["type"] == "image"]
     held = [part["image"] for part in places if "image" in part]
     if held and (images or len(held) < len(places)):
         raise ValueError(f"images: expected all in the messages or all beside them, got {len(held)} and {len(images)}")
     images = list(held or images)
-    marks = sum(text_of(one).count(IMAGE) for one in messages)
+    marks = sum(text_of(one).count(IMAGE_MARK) for one in messages)
     asked = next((i for i, one in enumerate(messages) if one["role"] == "user"), None)
     if len(places) == len(images) and not marks:
         return [_without_sources(one) for one in messages], images
@@ -142,7 +142,7 @@ def place_images(messages: Sequence[Message], images: Sequence[Any] = ()) -> tup
     if not marks and not places and asked is not None:
         front = {**messages[asked], "content": [{"type": "image"}] * len(images) + parts_of(messages[asked])}
         return [*messages[:asked], front, *messages[asked + 1 :]], images
-    spots = " and ".join(f"{n} {kind}" for n, kind in ((marks, IMAGE), (len(places), "image parts")) if n)
+    spots = " and ".join(f"{n} {kind}" for n, kind in ((marks, IMAGE_MARK), (len(places), "image parts")) if n)
     raise ValueError(f"images: expected one for each place, got {len(images)} for {spots or 'no place'}")
 
 
@@ -160,10 +160,10 @@ def _without_sources(message: Message) -> Message:
 
 
 def _split_at_marks(message: Message) -> Message:
-    if IMAGE not in text_of(message):
+    if IMAGE_MARK not in text_of(message):
         return message
-    pieces = [piece for part in parts_of(message) for piece in re.split(f"({IMAGE})", part["text"]) if piece]
-    parts = [{"type": "image"} if piece == IMAGE else {"type": "text", "text": piece} for piece in pieces]
+    pieces = [piece for part in parts_of(message) for piece in re.split(f"({IMAGE_MARK})", part["text"]) if piece]
+    parts = [{"type": "image"} if piece == IMAGE_MARK else {"type": "text", "text": piece} for piece in pieces]
     return {**message, "content": parts}
 
 

@@ -1,4 +1,4 @@
-"""Several tasks as one, and easy rows before hard ones, in pure functions: none keeps a state to be saved."""
+"""Mixtures of tasks, and curricula from easy to hard rows, as pure functions without a state to save."""
 
 from __future__ import annotations
 
@@ -12,29 +12,29 @@ from rlkit.data.tables import Rows
 from rlkit.data.tasks import Task
 
 
-def mixed(tasks: Sequence[Task], weights: Sequence[float] | None = None) -> Task:
-    """Several tasks as one, which each row is drawn from in proportion to its weight; any recipe takes it.
+def mix_tasks(tasks: Sequence[Task], weights: Sequence[float] | None = None) -> Task:
+    """A mixture of tasks, in which each task's share of the rows is proportional to its weight.
 
-    An epoch of the mixture holds every row of every task at least once. It is as long as that needs: n_k rows with
-    share w_k need n_k / w_k in all, so the rows of a small task with a large weight come several times, each as often
-    as the others or once more. `step_rows` shuffles it as it shuffles any task.
+    An epoch of the mixture has every row of every task at least once, and is no longer than necessary: a task with n_k
+    rows and share w_k needs n_k / w_k rows in total. Rows of a small task with a large weight are repeated, each
+    equally often or once more. `step_rows` shuffles the mixture like any task.
 
     Args:
         tasks: with different names.
-        weights: one a task, above 0, of any sum; by default as many rows as each task has.
+        weights: one number above 0 per task, with any sum; by default the tasks' numbers of rows.
 
     Returns:
-        a task named "a+b". Its rows say which task they are from (`row["task"]`), which is also what judges them; the
-        held-out rows are those of all tasks, each once.
+        a task named "a+b". `row["task"]` names the task of a row, whose reward judges it. The held-out rows are those
+        of all tasks, each once.
 
     Raises:
-        ValueError: no task, two of the same name, one without training rows, or weights that do not fit.
+        ValueError: no task, two with the same name, one without training rows, or wrong weights.
     """
     names = [task.name for task in tasks]
     if not tasks or len(set(names)) < len(names):
         raise ValueError(f"tasks: expected at least one, with different names, got {names}")
     if empty := [task.name for task in tasks if not len(task.train)]:
-        raise ValueError(f"tasks: {empty[0]!r} has no rows to train on")
+        raise ValueError(f"tasks: expected rows to train on in each, got none in {empty[0]!r}")
     sizes = [len(task.train) for task in tasks]
     shares = sizes if weights is None else list(weights)
     if len(shares) != len(tasks) or not all(math.isfinite(share) and share > 0 for share in shares):
@@ -63,15 +63,15 @@ def mixed(tasks: Sequence[Task], weights: Sequence[float] | None = None) -> Task
     )
 
 
-def by_difficulty(rows: Sequence[Row], difficulty: Callable[[Row], float]) -> Sequence[Row]:
-    """The rows from easy to hard; those of equal difficulty keep their order.
+def sort_by_difficulty(rows: Sequence[Row], difficulty: Callable[[Row], float]) -> Sequence[Row]:
+    """Sorts rows from easy to hard; rows of equal difficulty keep their order.
 
     Args:
-        rows: as a task's; each is looked at once.
-        difficulty: a number for a row, e.g. `lambda row: row["level"]`.
+        rows: of a task; each is read once.
+        difficulty: returns a number for a row, e.g. `lambda row: row["level"]`.
 
     Raises:
-        ValueError: a difficulty that is nan.
+        ValueError: a difficulty is nan.
     """
     keys = np.array([float(difficulty(row)) for row in rows])
     if np.isnan(keys).any():
@@ -79,15 +79,16 @@ def by_difficulty(rows: Sequence[Row], difficulty: Callable[[Row], float]) -> Se
     return Rows(lambda i: rows[i], keys.argsort(kind="stable"))
 
 
-def easiest(rows: Sequence[Row], share: float) -> Sequence[Row]:
-    """The first share of rows that are sorted by difficulty, at least one of them.
+def easiest_rows(rows: Sequence[Row], share: float) -> Sequence[Row]:
+    """The easiest share of rows that are sorted by difficulty, at least one row.
 
-        ordered = by_difficulty(task.train, difficulty)
-        rows = step_rows(easiest(ordered, share), step, count, seed)
+        ordered = sort_by_difficulty(task.train, difficulty)
+        rows = step_rows(easiest_rows(ordered, share), step, count, seed)
 
     Args:
-        share: in [0, 1]. Of the step alone, `min(1, 0.2 + step / 100)`, it is a curriculum that is fixed beforehand; of
-            measured accuracy, see `widened`, one that waits until the model is ready.
+        rows: of `sort_by_difficulty`.
+        share: in [0, 1]. A function of the step alone, such as `min(1, 0.2 + step / 100)`, gives a fixed curriculum;
+            `widen_share` gives one that depends on the model's accuracy.
 
     Raises:
         ValueError: a share outside [0, 1].
@@ -97,14 +98,15 @@ def easiest(rows: Sequence[Row], share: float) -> Sequence[Row]:
     return rows[: max(1, math.ceil(share * len(rows)))]
 
 
-def widened(share: float, accuracy: float, *, target: float = 0.7, by: float = 0.05) -> float:
-    """The next step's share of the rows: `by` more where the accuracy reached the target, else the same.
+def widen_share(share: float, accuracy: float, *, target: float = 0.7, by: float = 0.05) -> float:
+    """The share of rows for the next step: `by` larger if the accuracy reached the target, otherwise unchanged.
 
-    It is the one number of the curriculum that a checkpoint has to carry: `save_checkpoint(path, {"step": step,
-    "share": share})`, and the resumed run goes on with it.
+    The share is the only state of the curriculum: save it with `save_checkpoint(path, {"step": step, "share": share})`.
 
     Args:
-        share: this step's, in [0, 1].
-        accuracy: mean reward of this step; nan (nothing could be judged) changes nothing.
+        share: of this step, in [0, 1].
+        accuracy: mean reward of this step; nan (nothing could be judged) leaves the share unchanged.
+        target: the accuracy from which on the share grows.
+        by: how much it grows.
     """
     return min(1.0, share + by) if accuracy >= target else share

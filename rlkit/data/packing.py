@@ -1,11 +1,12 @@
-"""Padded rows to one packed row and back, exactly and differentiably.
+"""Padded rows -> one packed row, and back; exact and differentiable.
 
     packed  = unpad(hidden, attention_mask)               # [B, T, ...] -> [N, ...], N attended tokens, row after row
     targets = unpad_like(tokens, packed)                  # another tensor of the same batch: one gather
     logprobs = repad(token_logprobs, packed)              # [N, ...] -> [B, T, ...]
 
-`cu_seqlens` and `max_seqlen` are in the form flash-attn and `torch.nn.attention.varlen.varlen_attn` take. The batch has
-to lead: M-RoPE ids [3, B, T] are packed as `unpad_like(rearrange(ids, "a b t -> b t a"), packed)` -> [N, 3].
+`cu_seqlens` and `max_seqlen` have the form that flash-attn and `torch.nn.attention.varlen.varlen_attn` expect. The
+batch dimension has to come first: `unpad_like(rearrange(ids, "a b t -> b t a"), packed)` packs M-RoPE ids [3, B, T] to
+[N, 3].
 """
 
 from collections.abc import Sequence
@@ -22,7 +23,7 @@ class Packed(NamedTuple):
     Args:
         values: [N, ...], the attended tokens.
         cu_seqlens: int32 [B + 1]; row b is `values[cu_seqlens[b]:cu_seqlens[b + 1]]`, empty if nothing is attended.
-        max_seqlen: the longest row, on the host.
+        max_seqlen: length of the longest row, on the host.
         indices: int64 [N], position `b * T + t` of each token in the padded batch.
         batch_shape: (B, T).
     """
@@ -39,13 +40,13 @@ def unpad(x: Tensor, attention_mask: Tensor, *, lengths: Sequence[int] | None = 
 
     Args:
         x: [B, T, ...], any dtype.
-        attention_mask: bool or integer [B, T], nonzero on what is kept: padding left or right, holes, empty rows.
-        lengths: B ints on the host, the attended tokens of each row. With them nothing waits for an accelerator;
-            without them the lengths are copied to the host, which is the one synchronisation. On the CPU they are
-            checked against the mask.
+        attention_mask: bool or integer [B, T], nonzero on the tokens to keep: padding on any side,
+            holes and empty rows are fine.
+        lengths: B ints on the host, the attended tokens of each row. Without them the lengths are copied from the
+            device, the only synchronisation. On the CPU they are checked against the mask.
 
     Returns:
-        a `Packed`; its `values` carry the gradient to `x`.
+        a `Packed`; gradients of its `values` flow to `x`.
 
     Raises:
         ValueError: `x`, `attention_mask` and `lengths` do not fit together, or the mask is floating point.
@@ -61,9 +62,9 @@ def unpad(x: Tensor, attention_mask: Tensor, *, lengths: Sequence[int] | None = 
     if lengths is None:
         lengths = per_row.tolist()
     elif len(lengths) != batch:
-        raise ValueError(f"lengths: expected {batch}, one a row of attention_mask, got {len(lengths)}")
+        raise ValueError(f"lengths: expected {batch}, one per row of attention_mask, got {len(lengths)}")
     elif x.device.type == "cpu" and list(lengths) != per_row.tolist():
-        raise ValueError(f"lengths: got {list(lengths)}, but attention_mask attends to {per_row.tolist()}")
+        raise ValueError(f"lengths: expected {per_row.tolist()} as in attention_mask, got {list(lengths)}")
     flat = keep.flatten()  # numpy's is three times as fast on the CPU, `nonzero_static` does not synchronise elsewhere
     if flat.device.type == "cpu":
         indices = torch.from_numpy(flat.numpy().nonzero()[0])
@@ -79,7 +80,7 @@ def unpad(x: Tensor, attention_mask: Tensor, *, lengths: Sequence[int] | None = 
 
 
 def unpad_like(x: Tensor, packed: Packed) -> Tensor:
-    """Packs another tensor [B, T, ...] of the same batch into values [N, ...], without looking at the mask again.
+    """Packs another tensor [B, T, ...] of the same batch into values [N, ...], without reading the mask again.
 
     Raises:
         ValueError: `x` does not begin with `packed.batch_shape`.
@@ -89,15 +90,15 @@ def unpad_like(x: Tensor, packed: Packed) -> Tensor:
 
 
 def repad(x: Packed | Tensor, like: Packed | None = None, *, fill: float = 0) -> Tensor:
-    """Puts packed values back where they were: the inverse of `unpad` on the attended tokens.
+    """Inverse of `unpad`: puts packed values back to their places in the padded batch.
 
     Args:
         x: a `Packed`, or values [N, ...] in the order of `like`, of any dtype and trailing shape.
-        like: where the values go, if `x` is a tensor.
-        fill: what everything that is not attended becomes.
+        like: says where the values go; required if `x` is a tensor.
+        fill: value of all tokens that are not attended.
 
     Returns:
-        [B, T, ...]; carries the gradient to the values.
+        [B, T, ...]; gradients flow to the values.
 
     Raises:
         ValueError: a tensor without `like`, or of another length.
@@ -110,7 +111,7 @@ def repad(x: Packed | Tensor, like: Packed | None = None, *, fill: float = 0) ->
         values = x
     count = len(like.indices)
     if values.ndim == 0 or len(values) != count:
-        raise ValueError(f"x: expected [{count}, ...], one value an attended token, got {list(values.shape)}")
+        raise ValueError(f"x: expected [{count}, ...], one value per attended token, got {list(values.shape)}")
     batch, width = like.batch_shape
     flat = values.flatten() if values.shape[1:].numel() == 1 else values  # as in `_take`
     padded = flat.new_full((batch * width, *flat.shape[1:]), fill)
@@ -122,7 +123,7 @@ def repad(x: Packed | Tensor, like: Packed | None = None, *, fill: float = 0) ->
 
 
 def concatenated_ranges(starts: Sequence[int], lengths: Sequence[int]) -> Tensor:
-    """Several ranges, one behind the other: [s, s + 1, ..., s + n - 1] for each start s and length n.
+    """Concatenates ranges: [s, s + 1, ..., s + n - 1] for each start s and length n.
 
     Args:
         starts, lengths: as many integers on the host; a length may be 0.
@@ -136,9 +137,9 @@ def concatenated_ranges(starts: Sequence[int], lengths: Sequence[int]) -> Tensor
 
 
 def _take(x: Tensor, indices: Tensor) -> Tensor:
-    """Tokens of x [B, T, ...] by their place in the batch: [N, ...]."""
-    one = x.shape[2:].numel() == 1  # a number a token: a CPU gathers from a vector four times as fast
-    flat = x.flatten() if one else x.flatten(0, 1)
+    """Tokens of x [B, T, ...] by their position in the flattened batch: [N, ...]."""
+    is_vector = x.shape[2:].numel() == 1  # one number per token: a CPU gathers from a vector four times as fast
+    flat = x.flatten() if is_vector else x.flatten(0, 1)
     return flat.index_select(0, indices).view(len(indices), *x.shape[2:])
 
 

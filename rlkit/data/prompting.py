@@ -1,4 +1,4 @@
-"""What a run adds to its prompts: a system message, words around the question, the beginning of the answer."""
+"""Additions to the prompts of a task: a system message, a template for the question, a prefix of the answer."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 from rlkit.data.messages import Message, parts_of, prompt_of
 from rlkit.data.samples import Row
-from rlkit.data.tasks import Task, with_rows
+from rlkit.data.tasks import Task, map_rows
 
 PLACE = "{question}"
 
@@ -20,23 +20,23 @@ def with_prompt(
     answer_prefix: str = "",
     chat_template_kwargs: Mapping[str, Any] | None = None,
 ) -> Task:
-    r"""A task whose prompts have more around their questions.
+    r"""A task with a system message, a prompt template, an answer prefix and template options added to its rows.
 
         with_prompt(task, prompt_template="{question}\nAnswer with a letter in \\boxed{}.", answer_prefix="<think>\n")
 
     Args:
-        task: held-out rows are changed like the others, so choose them before (`with_heldout`).
+        task: held-out rows are changed too, so choose them first (`with_heldout`).
         system_prompt: the system message of every row.
-        prompt_template: a text with `{question}` where the last question, with its images, goes. Other braces are
-            themselves.
-        answer_prefix: what every answer begins with. It is part of the prompt: the policy neither samples it nor is
-            trained on it, and rewards see the answer without it.
+        prompt_template: a text with `{question}` as the place of the last question and its images. Other braces have no
+            meaning.
+        answer_prefix: the beginning of every answer. It is part of the prompt: the policy neither samples it nor is
+            trained on it, and reward functions get the response without it.
         chat_template_kwargs: options of the model's chat template, such as {"enable_thinking": False}. Options that a
-            row has already are kept.
+            row already has are kept.
 
     Raises:
-        ValueError: a template without `{question}`, or with several. A row that has a system message of its own where
-            there is a `system_prompt` is skipped and counted, as one that cannot be read.
+        ValueError: `{question}` is not in the template exactly once. A row that cannot be changed (it has a system
+            message already, for example) is marked as unreadable, and skipped when it is encoded.
     """
     if prompt_template and prompt_template.count(PLACE) != 1:
         raise ValueError(f"prompt_template: expected a text with {PLACE} once, got {prompt_template!r}")
@@ -51,7 +51,7 @@ def with_prompt(
         except ValueError as error:
             return {**raw, "unreadable": str(error)}
 
-    return with_rows(task, row)
+    return map_rows(task, row)
 
 
 def _prompted(row: Row, system_prompt: str, prompt_template: str, answer_prefix: str) -> dict[str, Any]:
@@ -66,12 +66,12 @@ def _prompted(row: Row, system_prompt: str, prompt_template: str, answer_prefix:
         last = max((i for i, one in enumerate(messages) if one["role"] == "user"), default=None)
         if last is None:
             raise ValueError("prompt_template: expected a message of the user, got none")
-        messages = [*messages[:last], _around(messages[last], prompt_template), *messages[last + 1 :]]
+        messages = [*messages[:last], _apply_template(messages[last], prompt_template), *messages[last + 1 :]]
     added = {"answer_prefix": answer_prefix} if answer_prefix else {}
     return {**row, "messages": messages, "images": images, **added}
 
 
-def _around(message: Message, template: str) -> Message:
+def _apply_template(message: Message, template: str) -> Message:
     before, _, after = template.partition(PLACE)
     if isinstance(message["content"], str):
         return {**message, "content": before + message["content"] + after}

@@ -19,7 +19,7 @@ from typing import Any
 
 import numpy as np
 
-from rlkit.data.lookup import extra
+from rlkit.data.lookup import requires_extra
 from rlkit.data.samples import Row
 from rlkit.data.tables import Rows
 from rlkit.data.tasks import Task
@@ -43,7 +43,7 @@ def reasoning_gym_task(name: str) -> Task:
         ImportError: reasoning-gym is not installed.
         ValueError: no such task, or a setting that it does not have or cannot use.
     """
-    with extra("reasoning-gym"):
+    with requires_extra("reasoning-gym"):
         from reasoning_gym.factory import DATASETS
 
     task, *parts = name.removeprefix(PREFIX).split(",")

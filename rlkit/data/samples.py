@@ -1,9 +1,9 @@
-"""One type for what is sampled, and one for what is trained on.
+"""`Sample`: one sequence, as it is sampled. `Batch`: rows of tensors, as they are trained on.
 
-A `Sample` carries two token tracks. The **expanded** one (`token_ids`) is what the model's forward sees: an image takes
-as many placeholder tokens as it has features. The **compact** one (`compact_ids`) has one placeholder an image: what a
-sampler with its own image processor (vLLM) is given. They are checked against each other whenever a batch is made.
-A prompt is a sample whose mask is all False; a sampler extends it, and text that was sampled is never tokenised again.
+A `Sample` has two token tracks. The **expanded** track (`token_ids`) is the input of the model's forward, with one
+placeholder token per image feature. The **compact** track (`compact_ids`) has one placeholder per image, and is the
+input of samplers with an image processor of their own (vLLM). `collate` checks that the two agree. A prompt is a sample
+whose mask is all False; sampling appends tokens to it. Text that was sampled is never tokenized again.
 """
 
 from __future__ import annotations
@@ -21,16 +21,16 @@ Row = Mapping[str, Any]
 """A row of a task; see `rlkit.data.tasks`."""
 
 Reward = Callable[[str, Row], float | None]
-"""What judges an answer to a row; None means that it could not be judged."""
+"""A reward function: (response, row) -> reward; None means that the response could not be judged."""
 
 
 class Expansion(NamedTuple):
-    """What stands in the expanded track for an image whose placeholder is not just repeated: brackets, rows, crops.
+    """The expanded tokens of an image that are not just its placeholder repeated: with brackets, rows or crops.
 
     Attributes:
-        tokens: all of them.
-        before, after: how many compact tokens beside the placeholder they take in, because the tokenizer joins what
-            the processor puts there with the text around it (Gemma3's line ends).
+        tokens: the tokens in the expanded track.
+        before, after: how many compact tokens before and after the placeholder they replace as well, because the
+            tokenizer merges what the processor inserts with the text beside it (Gemma3's line ends).
     """
 
     tokens: Sequence[int]
@@ -44,24 +44,24 @@ class Sample:
 
     Attributes:
         token_ids: expanded track, prompt and response.
-        compact_ids: the same with one placeholder token an image or video.
-        mask: True on the tokens that the policy wrote, one entry for each of `token_ids`.
+        compact_ids: compact track, with one placeholder token per image or video.
+        mask: for each of `token_ids`, whether the policy wrote it.
         logprobs: the sampler's log-probability of each of `token_ids`; 0 where `mask` is False.
-        vision: what the processor made of this sample's own images (`pixel_values`, `image_grid_thw`, ...).
-        placeholders: placeholder token id -> for each image, in order, how often the placeholder stands in the expanded
-            track, or the `Expansion` that stands there instead.
-        images: the decoded images, for samplers that process them themselves.
-        row: the data row that the prompt was made of; rewards read it.
+        vision: the processor's output for this sample's images (`pixel_values`, `image_grid_thw`, ...).
+        placeholders: placeholder token id -> for each image, in order, the number of placeholders in the expanded
+            track, or the `Expansion` there.
+        images: the decoded images, for samplers with an image processor of their own.
+        row: the data row of the prompt; reward functions read it.
         group_id: the same integer for all samples of one prompt.
-        number: of this sample among those of its prompt, from 0; with `group_id` it is the key of the sampler's noise.
-        text: the response decoded, for rewards and people; training reads the tokens.
-        reward: nan until judged, and when it could not be judged.
-        finish_reason: "stop" (an end token) or "length"; of several turns also "turns" or "aborted".
-        version: how often the sampler's weights had been updated.
-        versions: where weights may arrive while a sample is written: of each of `response_ids`, the weights that wrote
-            it; `version` is then the oldest.
-        routed_experts: [<= T, layers, K] int16, the experts that the sampler's routers chose for the first of
-            `token_ids`, see rlkit.vlm.routers; -1 where that is not known, nor is it of the tokens behind.
+        number: index of this sample among those of its prompt, from 0; with `group_id` it seeds the sampler.
+        text: the decoded response, for reward functions and people; training uses the tokens.
+        reward: nan until judged, and if it could not be judged.
+        finish_reason: "stop" (an end token) or "length"; after several turns also "turns" or "aborted".
+        version: number of weight updates of the sampler before this sample.
+        versions: the version for each of `response_ids`, if weights may change while a sample is generated; `version`
+            is then the oldest.
+        routed_experts: int16 [<= T, layers, K], the experts that the sampler's routers chose for the first tokens of
+            `token_ids`, see rlkit.vlm.routers; -1 where unknown. They are unknown for all further tokens.
     """
 
     token_ids: list[int]
@@ -83,26 +83,42 @@ class Sample:
 
     @property
     def response_ids(self) -> list[int]:
-        return [token for token, mine in zip(self.token_ids, self.mask, strict=True) if mine]
+        """The tokens that the policy wrote."""
+        return [token for token, is_response in zip(self.token_ids, self.mask, strict=True) if is_response]
 
 
-def prompt(token_ids: Sequence[int], compact_ids: Sequence[int] | None = None, **facts: Any) -> Sample:
-    """A sample of which nothing has been sampled yet; without images the two tracks are the same."""
+def prompt_sample(token_ids: Sequence[int], compact_ids: Sequence[int] | None = None, **facts: Any) -> Sample:
+    """A sample without a response. Without images `compact_ids` may be left out, as the two tracks are equal.
+
+    Args:
+        token_ids: expanded track.
+        compact_ids: compact track.
+        facts: further attributes of `Sample`.
+    """
     ids = list(token_ids)
     compact = ids if compact_ids is None else list(compact_ids)
     return Sample(ids, compact, [False] * len(ids), [0.0] * len(ids), **facts)
 
 
-def extend(sample: Sample, token_ids: Sequence[int], logprobs: Sequence[float], **facts: Any) -> Sample:
-    """The sample with sampled tokens behind it, on both tracks.
+def append_response(sample: Sample, token_ids: Sequence[int], logprobs: Sequence[float], **facts: Any) -> Sample:
+    """Appends sampled tokens to both tracks.
+
+    Args:
+        sample: a prompt, or a sample to continue.
+        token_ids: the sampled tokens.
+        logprobs: the sampler's log-probability of each.
+        facts: attributes of `Sample` to replace, such as `text` and `finish_reason`.
 
     Raises:
-        ValueError: a sampled token is an image placeholder: the next forward would look for an image that is not there.
+        ValueError: numbers of tokens and log-probabilities that differ, or a sampled token that is an image
+            placeholder, for which the next forward would expect an image.
     """
     if len(token_ids) != len(logprobs):
         raise ValueError(f"logprobs: expected one for each sampled token, got {len(logprobs)} for {len(token_ids)}")
     if stray := set(token_ids) & set(sample.placeholders):
-        raise ValueError(f"token_ids: sampled the image placeholder {sorted(stray)}; suppress it in the sampler")
+        raise ValueError(
+            f"token_ids: expected no image placeholder (suppress them in the sampler), got {sorted(stray)}"
+        )
     return replace(
         sample,
         token_ids=[*sample.token_ids, *token_ids],
@@ -113,18 +129,21 @@ def extend(sample: Sample, token_ids: Sequence[int], logprobs: Sequence[float], 
     )
 
 
-def observe(sample: Sample, observation: Sample) -> Sample:
-    """The sample with what its environment said behind it, on both tracks: tokens that the policy did not write.
+def append_observation(sample: Sample, observation: Sample) -> Sample:
+    """Appends an environment's observation to both tracks; its tokens are not in the mask.
 
     Args:
-        observation: its tokens and its own images, as `prompt` makes it.
+        sample: the sample so far.
+        observation: tokens and images, as `prompt_sample` or `encode_observation` returns them.
     """
     both = (sample, observation)
     vision, placeholders = sample.vision, sample.placeholders
-    if observation.vision:  # else the very same: rows that answer a prompt share its images
+    if observation.vision:  # otherwise keep the same object: responses to a prompt share its images
         names = {**sample.vision, **observation.vision}
-        apart = int("pixel_attention_mask" in names)  # SmolVLM, Idefics3: [1, images, ...]
-        vision = {name: torch.cat([one.vision[name] for one in both if name in one.vision], apart) for name in names}
+        image_dim = int("pixel_attention_mask" in names)  # SmolVLM, Idefics3: [1, images, ...]
+        vision = {
+            name: torch.cat([one.vision[name] for one in both if name in one.vision], image_dim) for name in names
+        }
         kinds = {**sample.placeholders, **observation.placeholders}
         placeholders = {kind: [count for one in both for count in one.placeholders.get(kind, ())] for kind in kinds}
     return replace(
@@ -139,8 +158,13 @@ def observe(sample: Sample, observation: Sample) -> Sample:
     )
 
 
-def expand(compact_ids: Sequence[int], placeholders: Mapping[int, Sequence[int | Expansion]]) -> list[int]:
-    """Put in the place of each placeholder token what stands for its image: compact track -> expanded track."""
+def expand_placeholders(compact_ids: Sequence[int], placeholders: Mapping[int, Sequence[int | Expansion]]) -> list[int]:
+    """Compact track -> expanded track: replaces the placeholder of each image with the image's tokens.
+
+    Args:
+        compact_ids: tokens with one placeholder per image.
+        placeholders: as in `Sample`.
+    """
     ids = np.asarray(compact_ids, dtype=np.int64)
     repeats = expanded_lengths(compact_ids, placeholders)
     expanded, first = ids.repeat(repeats), repeats.cumsum() - repeats
@@ -152,7 +176,11 @@ def expand(compact_ids: Sequence[int], placeholders: Mapping[int, Sequence[int |
 
 
 def expanded_lengths(compact_ids: Sequence[int], placeholders: Mapping[int, Sequence[int | Expansion]]) -> np.ndarray:
-    """How many tokens of the expanded track stand for each of the compact one; in sum all of them."""
+    """The number of expanded tokens for each compact token; their sum is the length of the expanded track.
+
+    Raises:
+        ValueError: the number of placeholders is not the number of images.
+    """
     ids = np.asarray(compact_ids, dtype=np.int64)
     repeats = np.ones_like(ids)
     for token, images in placeholders.items():
@@ -169,35 +197,36 @@ def expanded_lengths(compact_ids: Sequence[int], placeholders: Mapping[int, Sequ
 
 
 def check_tracks(sample: Sample) -> None:
-    """Raise a ValueError unless both tracks, the mask and the logprobs speak of the same tokens and images."""
+    """Raise a ValueError unless both tracks, the mask and the logprobs of a sample fit together."""
+    name_of_sample = f"sample of group {sample.group_id}"
     n = len(sample.token_ids)
     for name in ("mask", "logprobs"):
         if (m := len(getattr(sample, name))) != n:
-            raise ValueError(f"sample of group {sample.group_id}: {name} has {m} entries, token_ids {n}")
+            raise ValueError(f"{name_of_sample}: {name}: expected {n} entries, one per token, got {m}")
     if (routing := sample.routed_experts) is not None and (routing.ndim != 3 or len(routing) > n):
         raise ValueError(
-            f"sample of group {sample.group_id}: routed_experts: expected [up to {n} tokens, layers, experts], got "
-            f"{list(routing.shape)}"
+            f"{name_of_sample}: routed_experts: expected [up to {n} tokens, layers, experts], got {list(routing.shape)}"
         )
-    if expand(sample.compact_ids, sample.placeholders) != sample.token_ids:
+    if expand_placeholders(sample.compact_ids, sample.placeholders) != sample.token_ids:
         raise ValueError(
-            f"sample of group {sample.group_id}: the compact track ({len(sample.compact_ids)} tokens), placeholders "
-            f"{dict(sample.placeholders)} does not expand to the expanded one ({n}): was text tokenised again?"
+            f"{name_of_sample}: compact_ids: expected tokens that expand to token_ids ({n} tokens), got "
+            f"{len(sample.compact_ids)} tokens with placeholders {dict(sample.placeholders)}; was text tokenized again?"
         )
 
 
 class Batch:
-    """Rows to train or score: tokens, and any tensor named by the caller, reached as an attribute.
+    """Rows to train on or to score: tokens, and further tensors by name, available as attributes.
 
     Attributes:
-        tokens: [B, T] int64, right-padded.
-        mask: [B, T] bool, True on the tokens that are trained on.
-        lengths: B host integers, tokens a row.
-        vision: for each row the vision tensors of its own images; they go where the row goes.
-        total_tokens, total_sequences: counts of masked tokens, and of rows that have one, over all micro-batches and
-            data-parallel ranks; an engine sets them before the first micro-batch. Until then they are this batch's own.
-        routed_experts: [B, T, layers, K], where a sample has them.
-        Anything else ([B] or [B, T]): `batch.advantages`, `batch.ref_logprobs`, ...
+        tokens: int64 [B, T], right-padded.
+        mask: bool [B, T], True on the tokens that are trained on.
+        lengths: B integers on the host, the tokens of each row.
+        vision: for each row the vision tensors of its images.
+        total_tokens, total_sequences: the number of tokens in the mask, and of rows with such a token, over all
+            micro-batches and data-parallel ranks. An engine sets them before the first micro-batch; until then they
+            count this batch.
+        routed_experts: [B, T, layers, K], if a sample has them.
+        Any other tensor ([B] or [B, T]): `batch.advantages`, `batch.ref_logprobs`, ...
     """
 
     def __init__(
@@ -209,13 +238,13 @@ class Batch:
         **fields: Tensor,
     ) -> None:
         if tokens.ndim != 2 or mask.shape != tokens.shape or mask.dtype != torch.bool:
-            came = f"tokens {tuple(tokens.shape)}, mask {mask.dtype} {tuple(mask.shape)}"
-            raise ValueError(f"tokens and mask: expected [B, T] and bool [B, T], got {came}")
+            got = f"tokens {tuple(tokens.shape)}, mask {mask.dtype} {tuple(mask.shape)}"
+            raise ValueError(f"tokens and mask: expected [B, T] and bool [B, T], got {got}")
         self.tokens, self.mask, self.lengths = tokens, mask, list(lengths)
         self.vision = [{} for _ in self.lengths] if vision is None else list(vision)
         if not len(self.lengths) == len(self.vision) == len(tokens):
-            came = f"{len(self.lengths)} and {len(self.vision)}"
-            raise ValueError(f"lengths, vision: expected {len(tokens)} rows, got {came}")
+            got = f"{len(self.lengths)} and {len(self.vision)}"
+            raise ValueError(f"lengths, vision: expected {len(tokens)} rows, got {got}")
         self.fields: dict[str, Tensor] = {}
         self.add(**fields)
         self.total_tokens = mask.sum()
@@ -231,10 +260,14 @@ class Batch:
         raise AttributeError(f"batch: expected one of its fields {sorted(fields)}, got {name!r}")
 
     def add(self, **fields: Tensor) -> Batch:
-        """Carry more tensors, each [B] or [B, T]; `routed_experts` is [B, T, layers, K]."""
+        """Adds tensors by name, each [B] or [B, T]; `routed_experts` is [B, T, layers, K].
+
+        Raises:
+            ValueError: another shape, or a name that the batch uses itself.
+        """
         for name, x in fields.items():
             if name in self.__dict__ or hasattr(type(self), name):
-                raise ValueError(f"{name}: the batch's own; a field of that name would never be read")
+                raise ValueError(f"fields: expected names that are no attributes of a batch, got {name!r}")
             shape = x.shape[:2] if name == "routed_experts" else x.shape
             if shape not in (self.tokens.shape, self.tokens.shape[:1]):
                 b, t = self.tokens.shape
@@ -249,7 +282,7 @@ class Batch:
         return torch.arange(self.tokens.shape[1], device=self.tokens.device) < lengths[:, None]
 
     def select(self, rows: Sequence[int]) -> Batch:
-        """These rows, no wider than their longest; the totals stay those of the whole."""
+        """A batch of these rows, cut to the longest of them; `total_tokens` and `total_sequences` stay the same."""
         index = torch.as_tensor(rows, dtype=torch.long, device=self.tokens.device)
         lengths = [self.lengths[i] for i in rows]
         width = max(lengths, default=1)
@@ -263,7 +296,7 @@ class Batch:
         return part
 
     def to(self, device: torch.device | str) -> Batch:
-        """On another device; the vision tensors follow when a micro-batch is packed."""
+        """The batch on another device, without its vision tensors, which are moved when a micro-batch is packed."""
         fields = {name: x.to(device) for name, x in self.fields.items()}
         moved = Batch(self.tokens.to(device), self.mask.to(device), self.lengths, self.vision, **fields)
         moved.total_tokens, moved.total_sequences = self.total_tokens.to(device), self.total_sequences.to(device)
@@ -271,16 +304,20 @@ class Batch:
 
 
 def group_ids(samples: Iterable[Sample]) -> Tensor:
-    """[B] int64: the prompt each sample answers."""
+    """`group_id` of each sample: int64 [B]."""
     return torch.tensor([sample.group_id for sample in samples], dtype=torch.long)
 
 
 def collate(samples: Sequence[Sample], *, pad_token_id: int = 0, **fields: Tensor) -> Batch:
-    """Samples -> right-padded rows with `rollout_logprobs`, `rewards`, `group_ids` and the given [B] or [B, T] tensors;
-    `routed_experts` where a sample has them.
+    """Samples -> a batch of right-padded rows, with `rollout_logprobs`, `rewards` and `group_ids`.
+
+    Args:
+        samples: one row each; if any has `routed_experts`, the batch has them too.
+        pad_token_id: fills the tokens of shorter rows.
+        fields: further tensors of the batch, [B] or [B, T].
 
     Raises:
-        ValueError: a sample's tracks disagree, or a field has neither shape.
+        ValueError: a sample whose tracks disagree, or a field of another shape.
     """
     for sample in samples:
         check_tracks(sample)
@@ -306,7 +343,7 @@ def collate(samples: Sequence[Sample], *, pad_token_id: int = 0, **fields: Tenso
 
 
 def _pad_routing(samples: Sequence[Sample], width: int) -> Tensor:
-    """[B, width, layers, K], -1 where no routing is known."""
+    """[B, width, layers, K], -1 where the routing is unknown."""
     known = {i: s.routed_experts for i, s in enumerate(samples) if s.routed_experts is not None}
     if len(shapes := {tuple(routing.shape[1:]) for routing in known.values()}) != 1:
         raise ValueError(f"routed_experts: expected layers and experts of one model, got {sorted(shapes)}")

@@ -1,4 +1,4 @@
-"""Tables of files and data sets, whose rows are read when they are asked for."""
+"""Tables of files and data sets, whose rows are read on access."""
 
 from __future__ import annotations
 
@@ -10,15 +10,20 @@ from typing import Any
 
 import numpy as np
 
-from rlkit.data.lookup import extra
+from rlkit.data.lookup import requires_extra
 from rlkit.data.samples import Row
 
 HELD_OUT_SEED = 20240131  # the same rows are held out in every run, whatever its seed
-FILES = frozenset({".jsonl", ".json", ".parquet", ".csv", ".tsv"})
+FILE_SUFFIXES = frozenset({".jsonl", ".json", ".parquet", ".csv", ".tsv"})
 
 
 class Rows(Sequence[Row]):
-    """Rows of a table in a fixed order, read when asked for."""
+    """Rows of a table in a given order, read on access.
+
+    Args:
+        row: returns the row with a number.
+        order: int [n], the numbers of the rows.
+    """
 
     def __init__(self, row: Callable[[int], Row], order: np.ndarray) -> None:
         self.row, self.order = row, order
@@ -30,15 +35,15 @@ class Rows(Sequence[Row]):
         return Rows(self.row, self.order[i]) if isinstance(i, slice | list) else self.row(int(self.order[i]))
 
 
-def a_tenth_held_out(rows: Rows) -> tuple[Rows, Rows]:
-    """Rows to train on, and a tenth of them that is held out: at least one, at most 300; none of a single row."""
+def split_heldout(rows: Rows) -> tuple[Rows, Rows]:
+    """Splits rows into (training, held-out): a tenth is held out, at least 1 and at most 300; of a single row none."""
     order = np.random.default_rng(HELD_OUT_SEED).permutation(len(rows))
     held = min(300, max(1, len(rows) // 10), max(0, len(rows) - 1))
     return rows[order[held:].tolist()], rows[order[:held].tolist()]
 
 
 def read_table(path: Path) -> Any:
-    """The rows of a file, by number: a list, or a table of datasets.
+    """The rows of a file: a list of mappings, or for parquet a datasets.Dataset.
 
     Raises:
         ValueError: no such file, an empty one, or one that cannot be read.
@@ -55,11 +60,12 @@ def read_table(path: Path) -> Any:
 
 
 def columns_of(table: Any) -> list[str]:
+    """The column names of a table of `read_table`."""
     return list(dict.fromkeys(name for row in (table if isinstance(table, list) else [table.features]) for name in row))
 
 
 def _json_rows(path: Path) -> list[Row]:
-    """The rows of a list of objects, or of one object a line; datasets' own reader turns text into dates."""
+    """Rows of a JSON list, or of JSON lines. datasets' reader is not used, as it converts texts to dates."""
     try:
         text = path.read_text(encoding="utf-8-sig")
         if path.suffix == ".json" and text.lstrip().startswith("["):
@@ -75,7 +81,7 @@ def _json_rows(path: Path) -> list[Row]:
 
 
 def _csv_rows(path: Path) -> list[Row]:
-    """Every cell is text; an empty one is None."""
+    """Rows of a .csv or .tsv file. Every cell is text; an empty one is None."""
     delimiter = "\t" if path.suffix == ".tsv" else ","
     try:
         text = path.read_text(encoding="utf-8-sig")
@@ -91,20 +97,20 @@ def _csv_rows(path: Path) -> list[Row]:
 
 
 def _parquet_table(path: Path) -> Any:
-    """Images stay undecoded, so that one broken image is one bad row and not the end of the run."""
-    with extra("recipes"):
+    """Images stay undecoded, so a broken image makes one row unusable instead of ending the run."""
+    with requires_extra("recipes"):
         import datasets
 
     try:
         table = datasets.load_dataset("parquet", data_files=str(path), split="train")
     except (datasets.exceptions.DatasetGenerationError, OSError, ValueError) as error:
         raise ValueError(f"{path}: expected parquet, got {error.__cause__ or error}") from error
-    return undecoded(table)
+    return without_decoding(table)
 
 
-def undecoded(table: Any) -> Any:
-    """A table or stream of datasets whose images are bytes or a path until somebody wants them."""
-    with extra("recipes"):
+def without_decoding(table: Any) -> Any:
+    """A table or stream of datasets with images as bytes or paths instead of decoded images."""
+    with requires_extra("recipes"):
         import datasets
 
     undecoded = datasets.Image(decode=False)
@@ -116,8 +122,28 @@ def undecoded(table: Any) -> Any:
     return table
 
 
-def beside(path: Path, picture: Any) -> Any:
-    """A relative path, bare or in a struct without bytes, is relative to the task's file."""
+def resolve_image_path(path: Path, picture: Any) -> Any:
+    """Makes a relative image path, bare or in a struct without bytes, relative to the table's file."""
     if isinstance(picture, Mapping) and not picture.get("bytes"):
-        return {**picture, "path": beside(path, picture.get("path"))}
-    return str(path.parent / picture) if isinstance(picture, str) and "://" not in picture else picture
+        return {**picture, "path": resolve_image_path(path, picture.get("path"))}
+    is_path = isinstance(picture, str) and "://" not in picture and not picture.startswith("data:image/")
+    return str(path.parent / picture) if is_path else picture
+
+
+def check_inside(folders: Sequence[Path], picture: Any) -> None:
+    """Check that an image's path, as `resolve_image_path` gives it, does not lead out of a data set's folders.
+
+    Whoever wrote a data set could otherwise have any image that this account may read put into prompts, logs and pages.
+
+    Raises:
+        ValueError: by an absolute path, `..` or a link, it does.
+    """
+    if isinstance(picture, Mapping):
+        picture = None if picture.get("bytes") else picture.get("path")
+    if not isinstance(picture, str | Path) or "://" in str(picture) or str(picture).startswith("data:image/"):
+        return
+    if not any(Path(picture).resolve().is_relative_to(folder.resolve()) for folder in folders):
+        raise ValueError(
+            f"images: expected a file in {str(folders[0])!r}, got {str(picture)!r}, which leads out of it; "
+            "--allow_outside_files reads it all the same"
+        )

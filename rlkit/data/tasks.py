@@ -1,9 +1,9 @@
-"""Tasks: rows to ask about, a reward, and held-out rows that are never trained on.
+"""Tasks: rows to train on, held-out rows, and a reward function.
 
-A row is a mapping with `question` (text), `images` (a list of paths, bytes or PIL images, maybe empty), `answer`, and
-`where` (its name in error messages: file and row). `messages`, a chat, may replace `question`; see `rlkit.data.formats`
-for the formats that files have. A reward is a function `reward(text, row) -> float | None`; None or nan means that the
-answer could not be judged, which is not the same as 0.
+A row is a mapping with `question` (text), `images` (a list of paths, bytes or PIL images, possibly empty), `answer`,
+and `where` (its name in error messages: file and row). A chat in `messages` may replace `question`;
+`rlkit.data.formats` reads the formats of files. A reward function is `reward(text, row) -> float | None`; None or nan
+means that the response could not be judged, which is not the same as 0.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from rlkit.data.lookup import extra
+from rlkit.data.lookup import requires_extra
 from rlkit.data.samples import Reward, Row
 from rlkit.data.tables import HELD_OUT_SEED, Rows
 from rlkit.rewards.rules import exact_match, numeric_match
@@ -21,14 +21,14 @@ from rlkit.rewards.rules import exact_match, numeric_match
 
 @dataclass(frozen=True)
 class Task:
-    """Prompts, a reward, and held-out prompts.
+    """Rows to train on, held-out rows, and a reward function.
 
     Attributes:
-        name: for the names of runs.
+        name: used in names of runs.
         train: rows to train on.
         heldout: rows to evaluate on.
         reward: `reward(text, row) -> float | None`.
-        splits: all rows of each split of a data set; those of a file are the split "train".
+        splits: all rows of each split of a data set; the rows of a file are the split "train".
     """
 
     name: str
@@ -38,17 +38,17 @@ class Task:
     splits: Mapping[str, Sequence[Row]] = field(default_factory=dict)
 
 
-def with_rows(task: Task, change: Callable[[Row], Row]) -> Task:
-    """The task with each of its rows changed, when it is asked for."""
+def map_rows(task: Task, change: Callable[[Row], Row]) -> Task:
+    """The task with `change` applied to each row, on access."""
 
     def changed(rows: Sequence[Row]) -> Sequence[Row]:
         return Rows(lambda i: change(rows[i]), np.arange(len(rows)))
 
-    return with_tables(task, changed)
+    return map_tables(task, changed)
 
 
-def with_tables(task: Task, change: Callable[[Sequence[Row]], Sequence[Row]]) -> Task:
-    """The task with its rows changed all together: those to train on, those held out, and those of each split."""
+def map_tables(task: Task, change: Callable[[Sequence[Row]], Sequence[Row]]) -> Task:
+    """The task with `change` applied to its training rows, its held-out rows, and the rows of each split."""
     splits = {split: change(rows) for split, rows in task.splits.items()}
     return replace(task, train=change(task.train), heldout=change(task.heldout), splits=splits)
 
@@ -56,9 +56,9 @@ def with_tables(task: Task, change: Callable[[Sequence[Row]], Sequence[Row]]) ->
 def digits() -> Task:
     """1,797 handwritten digits (8x8 pixels, from the UCI test set that scikit-learn ships), enlarged to 56x56.
 
-    360 of them are held out. The reward is 1 for the digit and nothing else.
+    360 of them are held out. The reward is 1 if the response is the digit alone, otherwise 0.
     """
-    with extra("recipes"):
+    with requires_extra("recipes"):
         from PIL import Image
         from sklearn.datasets import load_digits
 
@@ -76,9 +76,9 @@ def digits() -> Task:
 
 
 def sorting() -> Task:
-    """Three digits to put in order: "Sort the digits 311.", 113. There are 1,000, and 200 of them are held out.
+    """1,000 questions that ask to sort three digits: "Sort the digits 311.", answer 113. 200 of them are held out.
 
-    The reward is 1 for the digits in order and nothing else.
+    The reward is 1 if the response is the sorted digits alone, otherwise 0.
     """
 
     def row(i: int) -> Row:
@@ -108,13 +108,22 @@ def addition() -> Task:
 
 
 def step_rows(rows: Sequence[Row], step: int, count: int, seed: int) -> list[tuple[int, Row]]:
-    """The `count` rows of step `step` (from 0) of endless shuffled epochs: a pure function, so resuming needs no state.
+    """The rows of one step of endlessly repeated, shuffled epochs. A pure function, so resuming needs no state.
+
+    Args:
+        rows: of a task.
+        step: number of the step, from 0.
+        count: rows per step.
+        seed: for shuffling.
 
     Returns:
         (position within the step, row) pairs; the position is the group id.
+
+    Raises:
+        ValueError: there are no rows.
     """
     if not len(rows):
-        raise ValueError("task: no rows to train on")
+        raise ValueError("task: expected rows to train on, got none")
     first = step * count
     epochs = {i // len(rows) for i in range(first, first + count)}
     order = {e: np.random.default_rng((seed, e)).permutation(len(rows)) for e in epochs}

@@ -1,4 +1,4 @@
-"""Functions that a user brings: how they are found, and what is said when they fail."""
+"""Functions of the user: loads them by name, and logs their errors."""
 
 from __future__ import annotations
 
@@ -20,17 +20,17 @@ log = logging.getLogger(__name__)
 
 
 def load_function(name: str, option: str) -> Any:
-    """What `module:function` or `path/to/file.py:function` names, usually a function.
+    """Loads the object named `module:function` or `path/to/file.py:function`, usually a function.
 
-    Modules are looked for where Python looks, and then in the working directory.
+    Modules are searched on Python's path, and then in the working directory.
 
     Args:
         name: as above.
-        option: what it is for, in errors: "task", "reward", "tool".
+        option: what it is used for, for errors: "task", "reward", "tool".
 
     Raises:
-        ValueError: the name has another form, or there is no such file, module or function. An exception of the user's
-            own code comes with its traceback.
+        ValueError: the name has another form, or there is no such file, module or function. Exceptions of the user's
+            code are raised unchanged.
     """
     source, _, function = name.rpartition(":")
     if not source or not function:
@@ -64,15 +64,15 @@ def _import(source: str, name: str, option: str) -> ModuleType:
 
 @cache
 def _module_of(file: Path) -> ModuleType:
-    """The module in a file, which may import its neighbours."""
+    """Imports a file as a module; it may import other modules of its folder."""
     if str(file.parent) not in sys.path:
         sys.path.append(str(file.parent))
     loaded = sys.modules.get(file.stem)
     if loaded is not None and Path(getattr(loaded, "__file__", None) or "").resolve() == file:
         return loaded
-    name = file.stem if loaded is None else f"{file.stem} at {file}"  # not in the place of another of that name
+    name = file.stem if loaded is None else f"{file.stem} at {file}"  # do not replace another module of that name
     spec = spec_from_file_location(name, file)
-    assert spec is not None and spec.loader is not None  # it is a file of Python
+    assert spec is not None and spec.loader is not None  # as it is a .py file
     module = sys.modules[name] = module_from_spec(spec)
     try:
         spec.loader.exec_module(module)
@@ -83,23 +83,23 @@ def _module_of(file: Path) -> ModuleType:
 
 
 class Failures:
-    """Failures of a user's function, which end no run: a traceback for each distinct error, then counts.
+    """Errors of a user's function that do not end the run: logs a traceback for each distinct error, then counts.
 
-    Errors of one type from one line of code are one error. Threads may share it.
+    Errors of the same type from the same line of code count as one error. Thread-safe.
 
     Args:
-        what: the function is, for messages: "reward", "tool".
+        what: kind of the function, for messages: "reward", "tool".
     """
 
     def __init__(self, what: str) -> None:
         self.what = what
-        self.names: dict[tuple[str, str], str] = {}  # of errors that have been logged
+        self.names: dict[tuple[str, str], str] = {}  # of logged errors
         self.counts: Counter[str] = Counter()  # since `take`
         self.repeated: Counter[str] = Counter()  # since `log_repeated`
         self.lock = Lock()
 
     def add(self, error: Exception, where: str) -> None:
-        """An error, and on what; the first of its kind is logged with its traceback."""
+        """Counts an error for the input `where`; the first of its kind is logged with its traceback."""
         place = _place(error)
         kind = type(error).__name__, place
         with self.lock:
@@ -111,19 +111,19 @@ class Failures:
             log.warning("%s failed on %s: %s", self.what, where, name, exc_info=error)
 
     def count(self, reason: str) -> None:
-        """One that did not raise, such as a reward that returned None."""
+        """Counts a failure without an exception, such as a reward of None."""
         with self.lock:
             self.counts[reason] += 1
 
     def log_repeated(self) -> None:
-        """Log how often known errors came again since the last call."""
+        """Logs how often known errors were repeated since the last call."""
         with self.lock:
             repeated, self.repeated = self.repeated, Counter()
         if said := _listed(repeated):
             log.warning("%s failed again: %s", self.what, said)
 
     def take(self) -> str:
-        """What was counted since the last call, the commonest first: "12 x KeyError: 'answer' (mine.py, line 7)"."""
+        """The failures since the last call, most frequent first: "12 x KeyError: 'answer' (mine.py, line 7)"."""
         with self.lock:
             counts, self.counts = self.counts, Counter()
         return _listed(counts)
@@ -134,7 +134,7 @@ def _listed(counts: Counter[str]) -> str:
 
 
 def _place(error: Exception) -> str:
-    """The line that an error comes from, in the innermost code that is neither Python's own nor a package's."""
+    """The line that raised an error, in the innermost code outside the standard library and installed packages."""
     frames = traceback.extract_tb(error.__traceback__)
     installed = tuple(sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib"))
     own = [frame for frame in frames if not frame.filename.startswith(installed)] or frames

@@ -1,7 +1,8 @@
 """Checkpoints: sharded by torch.distributed.checkpoint, either complete or absent, and checked before they are loaded.
 
-A checkpoint is a directory of shards with a `manifest.json` that lists every file and its size. It is written next to
-its final path and then renamed, so a killed save leaves the previous checkpoint intact. torch's own `.metadata` file is
+A checkpoint is a directory of shards with a `manifest.json` that lists every file with its size and its checksum. It is
+written next to its final path and then renamed, so a save that is killed, or finds no room, leaves the previous
+checkpoint intact. torch's own `.metadata` file is
 a pickle: load checkpoints only from run directories that you trust. To pass a model on, use `export_hf`.
 
 A save with `wait=False` copies the state to the host and writes it from a thread while training continues. The next
@@ -13,7 +14,8 @@ from __future__ import annotations
 import json
 import re
 import shutil
-from collections.abc import Iterable, Mapping
+import zlib
+from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from functools import cache
@@ -24,10 +26,20 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
+from torch.distributed.tensor import DTensor
+from torch.utils._pytree import tree_leaves
 
 MANIFEST = "manifest.json"
 
 _pending_saves: list[Future[None]] = []
+
+
+class DamagedCheckpoint(ValueError):
+    """A file of a checkpoint is missing, cut short or changed. An older checkpoint may be intact."""
+
+
+class CheckpointNotWritten(OSError):
+    """A checkpoint could not be written. The previous one is intact."""
 
 
 def save(path: str | Path, state: dict[str, Any], extra: dict[str, Any], *, wait: bool = True) -> None:
@@ -38,27 +50,26 @@ def save(path: str | Path, state: dict[str, Any], extra: dict[str, Any], *, wait
         state: saved by torch.distributed.checkpoint.
         extra: saved in the manifest.
         wait: until it is written; otherwise a thread writes it.
+
+    Raises:
+        CheckpointNotWritten: on all ranks, also if it is one rank that could not write, or a weight in `state["model"]`
+            is nan or infinite.
     """
     finish()
     path = Path(path)
+    if problem := _first_problem(_not_finite(state.get("model", {})), None):
+        raise CheckpointNotWritten(f"checkpoint {path}: expected finite weights, got {problem}")
     part = path.with_name(path.name + ".part")
-    if dist.get_rank() == 0:
-        shutil.rmtree(part, ignore_errors=True)
-        part.mkdir(parents=True)
-    dist.barrier()
+    size = _local_bytes(state)
+    if problem := _first_problem(_prepare(part), None):
+        raise _not_written(path, part, problem, size, None)
     if wait:
-        dcp.save(state, checkpoint_id=part)
-        _complete(part, path, extra)
-        dist.barrier()
+        _write(path, part, extra, size, lambda: dcp.save(state, checkpoint_id=part), None)
         return
-    written: Any = dcp.async_save(state, checkpoint_id=part, process_group=_saving_group(dist.group.WORLD))
-
-    def complete() -> None:
-        written.result()
-        _complete(part, path, extra)
-
+    group = _saving_group(dist.group.WORLD)
+    written: Any = dcp.async_save(state, checkpoint_id=part, process_group=group)
     thread = ThreadPoolExecutor(1)
-    _pending_saves.append(thread.submit(complete))
+    _pending_saves.append(thread.submit(_write, path, part, extra, size, written.result, group))
     thread.shutdown(wait=False)
 
 
@@ -66,7 +77,7 @@ def finish() -> None:
     """Wait until the checkpoint that a thread is writing is complete. All ranks call this together.
 
     Raises:
-        CheckpointException: it could not be written; the previous checkpoint is intact.
+        CheckpointNotWritten: see `save`.
     """
     while _pending_saves:
         _pending_saves.pop().result()
@@ -79,12 +90,120 @@ def _saving_group(world: dist.ProcessGroup) -> dist.ProcessGroup:
     return dist.new_group(backend="gloo")
 
 
-def _complete(part: Path, path: Path, extra: dict[str, Any]) -> None:
-    """Write the manifest and rename the directory, on rank 0: torch returns there after all ranks have written."""
+def _prepare(part: Path) -> str:
+    """Make an empty directory, on rank 0; why that is not possible."""
+    try:
+        if dist.get_rank() == 0:
+            shutil.rmtree(part, ignore_errors=True)
+            part.mkdir(parents=True)
+    except OSError as error:
+        return str(error)
+    return ""
+
+
+def _write(
+    path: Path,
+    part: Path,
+    extra: dict[str, Any],
+    size: int,
+    write_shards: Callable[[], Any],
+    group: dist.ProcessGroup | None,
+) -> None:
+    """Write the shards of all ranks and the manifest to `part`, and rename it to `path`."""
+    problem, own = "", {}
+    try:
+        write_shards()
+        own = {file.name: _checksum(file) for file in _files_of_rank(part)}
+    except (dcp.api.CheckpointException, OSError, RuntimeError) as error:
+        problem = _reason(error)
+    of_ranks: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(of_ranks, (problem, own), group)
+    problem = next((theirs for theirs, _ in of_ranks if theirs), "")
+    if not problem and dist.get_rank() == 0:
+        try:
+            _complete(part, path, {name: checksum for _, own in of_ranks for name, checksum in own.items()}, extra)
+        except OSError as error:
+            problem = str(error)
+    if problem := _first_problem(problem, group):
+        raise _not_written(path, part, problem, size, group)
+
+
+def _first_problem(problem: str, group: dist.ProcessGroup | None) -> str:
+    """What went wrong on the first rank on which something did; empty if nothing did on any. All ranks call this."""
+    of_ranks: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(of_ranks, problem, group)
+    return next((theirs for theirs in of_ranks if theirs), "")
+
+
+def _not_written(
+    path: Path, part: Path, problem: str, size: int, group: dist.ProcessGroup | None
+) -> CheckpointNotWritten:
+    """The error for a checkpoint that could not be written, of which nothing is left. All ranks call this."""
+    sizes: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(sizes, size, group)
     if dist.get_rank() == 0:
-        files = {file.name: file.stat().st_size for file in sorted(part.iterdir())}
-        (part / MANIFEST).write_text(json.dumps({"files": files, "extra": extra}, indent=1))
-        replace_directory(part, path)
+        shutil.rmtree(part, ignore_errors=True)
+    existing = next(folder for folder in path.parents if folder.exists())
+    complete = [one.name for one in checkpoints(path.parent)]
+    return CheckpointNotWritten(
+        f"checkpoint {path}: expected room for {sum(sizes)} bytes, got {shutil.disk_usage(existing).free} bytes free: "
+        f"{problem}; the last complete checkpoint is {complete[-1] if complete else 'none'}"
+    )
+
+
+def _reason(error: BaseException) -> str:
+    """The first line of what went wrong, on the rank on which it did."""
+    if isinstance(error, dcp.api.CheckpointException) and error.failures:
+        error = next(iter(error.failures.values()))[0]
+    return str(error).strip().partition("\n")[0] or type(error).__name__
+
+
+def _local(x: Tensor) -> Tensor:
+    """This rank's part of a tensor."""
+    return x.to_local() if isinstance(x, DTensor) else x
+
+
+def _local_bytes(state: Mapping[str, Any]) -> int:
+    """Bytes of this rank's tensors."""
+    tensors = (_local(x) for x in tree_leaves(state) if isinstance(x, Tensor))
+    return sum(x.numel() * x.element_size() for x in tensors)
+
+
+def _not_finite(weights: Mapping[str, Any]) -> str:
+    """The first of this rank's weights that is nan or infinite, with its tensor's name; empty if all are finite."""
+    for name, x in weights.items():
+        if isinstance(x, Tensor) and not (is_finite := _local(x).isfinite()).all():
+            return f"{_local(x)[~is_finite][0].item()} in {name}"
+    return ""
+
+
+def _files_of_rank(part: Path) -> list[Path]:
+    """The files that this rank has written: torch names shards by their rank; all others are rank 0's."""
+    shard = re.compile(r"__(\d+)_\d+\.distcp")
+    writers = {file: int(found[1]) if (found := shard.fullmatch(file.name)) else 0 for file in sorted(part.iterdir())}
+    return [file for file, rank in writers.items() if rank == dist.get_rank()]
+
+
+def _checksum(file: Path) -> str:
+    """CRC-32 of a file, in hexadecimal: for damage, not for malice."""
+    checksum = 0
+    with file.open("rb", buffering=0) as opened:
+        while block := opened.read(1 << 22):
+            checksum = zlib.crc32(block, checksum)
+    return f"{checksum:08x}"
+
+
+def _complete(part: Path, path: Path, checksums: Mapping[str, str], extra: dict[str, Any]) -> None:
+    """Write the manifest, with a checksum of its own, and rename the directory."""
+    files = {file.name: file.stat().st_size for file in sorted(part.iterdir())}
+    content = {"files": files, "checksums": {name: checksums[name] for name in files}, "extra": extra}
+    (part / MANIFEST).write_text(json.dumps({**content, "checksum": _checksum_of(content)}, indent=1))
+    replace_directory(part, path)
+
+
+def _checksum_of(content: Mapping[str, Any]) -> str:
+    """CRC-32 of what a manifest says, as it is when it has been read again."""
+    return f"{zlib.crc32(json.dumps(json.loads(json.dumps(content)), sort_keys=True).encode()):08x}"
 
 
 def replace_directory(new: Path, path: Path) -> None:
@@ -106,30 +225,48 @@ def restore_replaced(path: Path) -> Path:
 
 
 def read_manifest(path: str | Path) -> dict[str, Any]:
-    """The `extra` of a checkpoint whose files are all there in full size. All ranks call this together.
+    """The `extra` of a checkpoint whose files are all there, as they were written. All ranks call this together.
+
+    Each rank reads a part of the files to compare their checksums.
 
     Raises:
-        ValueError: names a file that is missing or cut short.
+        DamagedCheckpoint: on all ranks; it names a file that is missing, cut short or changed.
     """
     finish()
     path = Path(path)
     if dist.get_rank() == 0:
         restore_replaced(path)
     dist.barrier()
+    manifest, problem = _read_intact(path)
+    if problem := _first_problem(problem, None):
+        raise DamagedCheckpoint(f"checkpoint {path}: {problem}")
+    return manifest["extra"]
+
+
+def _read_intact(path: Path) -> tuple[dict[str, Any], str]:
+    """The manifest, and what is wrong with it or with one of its files: with the contents of this rank's share."""
     try:
         manifest = json.loads((path / MANIFEST).read_text())
+        checksum, sizes, checksums = manifest.pop("checksum"), manifest["files"], manifest["checksums"]
     except FileNotFoundError:
-        raise ValueError(f"checkpoint {path}: expected {MANIFEST}, got none: not a complete checkpoint") from None
-    except json.JSONDecodeError as error:
-        raise ValueError(f"checkpoint {path}: expected JSON in {MANIFEST}, got a damaged file: {error}") from error
-    for name, size in manifest["files"].items():
+        return {}, f"expected {MANIFEST}, got none: not a complete checkpoint"
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        return {}, f"expected JSON in {MANIFEST}, got a damaged file: {error}"
+    if _checksum_of(manifest) != checksum:
+        return {}, f"expected the checksum {checksum} of {MANIFEST}, got {_checksum_of(manifest)}: a damaged file"
+    for name, size in sizes.items():
         file = path / name
         found = f"{file.stat().st_size} bytes" if file.is_file() else "no file"
         if found != f"{size} bytes":
-            raise ValueError(
-                f"checkpoint {path}: expected {size} bytes in {name}, got {found}; remove it to use an older checkpoint"
-            )
-    return manifest["extra"]
+            return manifest, f"expected {size} bytes in {name}, got {found}"
+    for name in sorted(sizes)[dist.get_rank() :: dist.get_world_size()]:
+        try:
+            found = _checksum(path / name)
+        except OSError as error:
+            return manifest, f"expected {name} to be readable, got: {error}"
+        if found != checksums[name]:
+            return manifest, f"expected the checksum {checksums[name]} of {name}, got {found}: a damaged file"
+    return manifest, ""
 
 
 def random_states(device: torch.device) -> dict[str, Tensor]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Mapping, Sequence
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -13,6 +14,9 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 
 # devices whose all-gather (gloo's) needs a second copy of the result; there each rank broadcasts its part instead
 GATHER_BY_BROADCAST = ("cpu",)
+# of NCCL and gloo alike. A rank may wait that long for the longest answer of another, or for its rewards; NCCL's own 10
+# minutes would end such a run. The watchdog of a run says long before where it stands.
+TIMEOUT = timedelta(hours=1)
 
 
 def init_distributed(device: str | None = None) -> torch.device:
@@ -23,10 +27,12 @@ def init_distributed(device: str | None = None) -> torch.device:
         torch.cuda.set_device(own)
     if not dist.is_initialized():
         backend = "gloo" if kind == "cpu" else f"cpu:gloo,{kind}:nccl"
+        bound = None if kind == "cpu" else own  # NCCL connects now, on this GPU, and not at the first use
         if "RANK" in os.environ:
-            dist.init_process_group(backend)
+            dist.init_process_group(backend, timeout=TIMEOUT, device_id=bound)
         else:
-            dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+            alone: Any = {"store": dist.HashStore(), "rank": 0, "world_size": 1}
+            dist.init_process_group(backend, timeout=TIMEOUT, device_id=bound, **alone)
     return own
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import json
 import shutil
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -16,6 +17,8 @@ from torch import Tensor
 
 from rlkit.engines.checkpoint import replace_directory
 from rlkit.engines.value_head import as_classifier, has_value_head
+
+FILE_BYTES = 2 << 30  # most in one file of weights, and most that rank 0 holds on the host
 
 
 def export_hf(
@@ -33,25 +36,24 @@ def export_hf(
     Args:
         path: of the directory.
         model: from transformers; its config and class are saved.
-        weights: (name, full tensor) of every parameter; all ranks iterate together, rank 0 keeps copies on the host.
+        weights: (name in a checkpoint's files, full tensor) of every parameter, see `engine.get_per_tensor_param()`.
+            All ranks iterate together. Rank 0 writes a file as soon as its tensors are there, and holds one file's at
+            most on the host; the other ranks hold none.
         processor: saved beside the weights; None for none.
         dtype: of the floating-point tensors in the files; by default their own.
     """
-
-    def converted(tensor: Tensor) -> Tensor:
-        return tensor.to("cpu", dtype if tensor.is_floating_point() else None)
-
-    tensors = _gather(weights, converted)
+    saved, renamed = (_empty_copy(model, dtype) if dtype else model), dict[str, str]()
+    if has_value_head(model):
+        saved, renamed = as_classifier(saved, getattr(processor, "tokenizer", processor))
 
     def write(part: Path) -> None:
-        saved, state = (_empty_copy(model, dtype) if dtype else model), tensors
-        if has_value_head(model):
-            saved, state = as_classifier(saved, state, getattr(processor, "tokenizer", processor))
-        saved.save_pretrained(part, state_dict=state)
+        saved.save_pretrained(part, state_dict={})  # config, generation config and code
         if processor is not None:
             processor.save_pretrained(part)
+        named = ((renamed.get(name, name), x) for name, x in weights)
+        _write_weights(part, ((name, x.to("cpu", dtype if x.is_floating_point() else None)) for name, x in named))
 
-    _write_directory(path, write)
+    _write_directory(path, write, weights)
 
 
 def export_adapter(path: str | Path, config: Any, weights: Iterable[tuple[str, Tensor]]) -> None:
@@ -62,30 +64,63 @@ def export_adapter(path: str | Path, config: Any, weights: Iterable[tuple[str, T
         config: peft's, with the name of the base model.
         weights: (name in peft's files, full tensor), see `engine.get_adapter()`; all ranks iterate together.
     """
-    tensors = _gather(weights, Tensor.cpu)
 
     def write(part: Path) -> None:
         part.mkdir(parents=True)
         config.save_pretrained(part)
-        save_file({name: x.contiguous() for name, x in tensors.items()}, part / "adapter_model.safetensors")
+        tensors = {name: x.cpu().contiguous() for name, x in weights}
+        save_file(tensors, part / "adapter_model.safetensors")
 
-    _write_directory(path, write)
-
-
-def _gather(weights: Iterable[tuple[str, Tensor]], keep: Callable[[Tensor], Tensor]) -> dict[str, Tensor]:
-    """The tensors that rank 0 keeps; the other ranks take part and keep none."""
-    writes = dist.get_rank() == 0
-    return {name: keep(tensor) for name, tensor in weights if writes}
+    _write_directory(path, write, weights)
 
 
-def _write_directory(path: str | Path, write: Callable[[Path], None]) -> None:
-    """Have rank 0 write a directory beside its final path, and rename it when it is complete."""
+def _write_weights(part: Path, weights: Iterable[tuple[str, Tensor]]) -> None:
+    """Write tensors to model.safetensors, or to several such files with an index, in their order."""
+    files: list[list[str]] = []
+    held: dict[str, Tensor] = {}
+    total = 0
+
+    def flush() -> None:
+        save_file(held, part / f"{len(files)}.part", {"format": "pt"})
+        files.append(list(held))
+        held.clear()
+
+    size = 0
+    for name, tensor in weights:
+        if held and size + tensor.nbytes > FILE_BYTES:
+            flush()
+            size = 0
+        held[name] = tensor.contiguous()
+        size, total = size + tensor.nbytes, total + tensor.nbytes
+        del tensor
+    flush()
+    if len(files) == 1:
+        (part / "0.part").rename(part / "model.safetensors")
+        return
+    index: dict[str, str] = {}
+    for number, names in enumerate(files):
+        file = f"model-{number + 1:05d}-of-{len(files):05d}.safetensors"
+        (part / f"{number}.part").rename(part / file)
+        index |= dict.fromkeys(names, file)
+    content = {"metadata": {"total_size": total}, "weight_map": index}
+    (part / "model.safetensors.index.json").write_text(json.dumps(content, indent=2) + "\n")
+
+
+def _write_directory(path: str | Path, write: Callable[[Path], None], weights: Iterable[tuple[str, Tensor]]) -> None:
+    """Have rank 0 write a directory beside its final path, and rename it when it is complete.
+
+    Args:
+        write: reads all `weights`. The other ranks iterate over them meanwhile, since all gather them together.
+    """
     path = Path(path)
     if dist.get_rank() == 0:
         part = path.with_name(path.name + ".part")
         shutil.rmtree(part, ignore_errors=True)
         write(part)
         replace_directory(part, path)
+    else:
+        for _ in weights:
+            pass
     dist.barrier()
 
 

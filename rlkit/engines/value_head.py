@@ -25,7 +25,7 @@ from safetensors import SafetensorError
 from torch import Tensor, nn
 
 from rlkit.data.samples import Batch
-from rlkit.vlm.loading import empty_model, load_config, load_model, model_path, read_model
+from rlkit.vlm.loading import empty_model, load_config, load_model, load_pretrained, model_path
 
 
 def with_value_head(model: Any) -> Any:
@@ -70,24 +70,24 @@ def has_value_head(model: Any) -> bool:
 CLASSIFIER_HEAD = "score.weight"
 
 
-def as_classifier(model: Any, weights: dict[str, Tensor], tokenizer: Any = None) -> tuple[Any, dict[str, Tensor]]:
+def as_classifier(model: Any, tokenizer: Any = None) -> tuple[Any, dict[str, str]]:
     """A value model in the form that `AutoModelForSequenceClassification` reads, with one label.
 
     Its score is that of the last token which is not padding, so it needs to know the padding token.
 
     Args:
         model: with a value head; its weights are not used.
-        weights: its full tensors by name.
         tokenizer: names the padding token, if the model's config does not.
 
     Returns:
-        An empty classifier and its weights by name; both arguments as they are if the family has no such class.
+        An empty classifier, and new names of weights by old ones. The model itself and no names if the family has no
+        such class.
     """
     from transformers import MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING as CLASSES
 
     kind: Any = CLASSES.get(type(model.config), None)
     if kind is None:
-        return model, weights
+        return model, {}
     config = copy.deepcopy(model.config)
     config.num_labels = 1
     if config.get_text_config().pad_token_id is None:
@@ -97,8 +97,8 @@ def as_classifier(model: Any, weights: dict[str, Tensor], tokenizer: Any = None)
     head = head_name(model)
     names = {CLASSIFIER_HEAD if name == head else name for name in model.state_dict()}
     if names != set(classifier.state_dict()):  # a head of several layers, say
-        return model, weights
-    return classifier, {CLASSIFIER_HEAD if name == head else name: x for name, x in weights.items()}
+        return model, {}
+    return classifier, {head: CLASSIFIER_HEAD}
 
 
 def is_classifier(config: Any) -> bool:
@@ -140,7 +140,7 @@ def load_value_model(
     verbosity = logging.get_verbosity()
     logging.set_verbosity_error()
     try:
-        model, found = read_model(path, config, ignore_mismatched_sizes=True, output_loading_info=True, **options)
+        model, found = load_pretrained(path, config, ignore_mismatched_sizes=True, output_loading_info=True, **options)
     finally:
         logging.set_verbosity(verbosity)
     head, name = model.get_output_embeddings(), head_name(model)

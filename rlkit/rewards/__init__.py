@@ -2,6 +2,7 @@
 sampled."""
 
 from rlkit.rewards.async_scoring import Judge, score_as_written
+from rlkit.rewards.isolated import isolated
 from rlkit.rewards.judge import chat_judge, model_scores
 from rlkit.rewards.maths import boxed_match, maths_reward
 from rlkit.rewards.named import reward_named
@@ -39,6 +40,7 @@ __all__ = [
     "chat_judge",
     "combine",
     "exact_match",
+    "isolated",
     "judged",
     "judged_accuracy",
     "judging_problem",

@@ -1,7 +1,7 @@
 """Rewards that are worked out while other answers are still being written.
 
     judge = Judge(task.reward, threads=8)                              # once
-    answers = rollout.generate(prompts, sampling, n, written=judge.take)
+    answers = rollout.generate(prompts, sampling, n, on_finished=judge.submit)
     rewards, parts, seconds = judge.result()                           # waits for those that are not there yet
 
 `score_as_written` is for samplers on servers that write while the caller trains.
@@ -51,12 +51,12 @@ class Judge:
         self.pool = ThreadPoolExecutor(threads, "reward") if threads else None
         self.under_way: dict[int, Future[Judged] | Sequence[Sample]] = {}
 
-    def take(self, i: int, samples: Sequence[Sample]) -> None:
+    def submit(self, i: int, samples: Sequence[Sample]) -> None:
         """The answers to prompt i are written; from any thread, in any order, each prompt once."""
         self.under_way[i] = self.pool.submit(_judge, self.reward, samples, self.failures) if self.pool else samples
 
     def result(self) -> tuple[Tensor, dict[str, Tensor], float]:
-        """Of all that was taken since the last call, in the order of the prompts; waits until it is judged.
+        """Of all that was submitted since the last call, in the order of the prompts; waits until it is judged.
 
         Returns:
             rewards [B], parts as in `score_parts`, and for how many seconds at least one answer was being judged,

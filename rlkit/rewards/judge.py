@@ -19,8 +19,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rlkit.data.lookup import extra
+from rlkit.data.lookup import requires_extra
 from rlkit.data.samples import Batch, Reward, Row, Sample, collate
+from rlkit.rewards.judge_client import limited_client
 
 log = logging.getLogger(__name__)
 
@@ -41,7 +42,7 @@ Explain in a few sentences. Then end with a line "Score: n"."""
 
 def last_score(reply: str, highest: float = 10.0) -> float | None:
     """The number behind the last `Score:` over the highest one; None without one, or outside 0 to `highest`."""
-    found = re.findall(r"\bscore\s*(?:\*\*)?\s*:\s*(?:\*\*)?\s*(-?\d+(?:\.\d+)?)", reply, re.IGNORECASE)
+    found = re.findall(r"\bscore\s*+(?:\*\*)?\s*+:\s*+(?:\*\*)?\s*+(-?\d++(?:\.\d+)?)", reply, re.IGNORECASE)
     value = float(found[-1]) / highest if found else math.nan
     return value if 0 <= value <= 1 else None
 
@@ -62,7 +63,8 @@ def chat_judge(
     """A reward that asks a chat model, at temperature 0.
 
     It may be called from many threads at once, and has to be for speed. A judge that cannot be reached, refuses, or
-    says nothing that can be parsed is logged and is None: not judged. Nothing of that is cached.
+    says nothing that can be parsed is logged and is None: not judged. Nothing of that is cached. Redirects are not
+    followed, and an answer of more than 8 MiB is not read. The key is in no log and no file.
 
     Args:
         base_url: of the server, such as `http://localhost:8000/v1`.
@@ -74,7 +76,7 @@ def chat_judge(
         parallel: most requests of this reward under way at once, in this process.
         retries: further attempts after a time-out, a broken connection, or status 408, 409, 429 or 5xx, with growing
             pauses, as the server asks for them.
-        seconds: most time of one attempt.
+        seconds: most time of one attempt until its answer begins, and again until that ends.
         max_tokens: longest reply.
         api_key_variable: the environment variable that holds the key; a server of one's own needs none.
 
@@ -82,12 +84,12 @@ def chat_judge(
         ImportError: the package openai is not installed.
         ValueError: parallel is less than 1.
     """
-    with extra("rewards"):
-        from openai import OpenAI, OpenAIError
+    with requires_extra("rewards"):
+        from openai import OpenAIError
     if parallel < 1:
         raise ValueError(f"parallel: expected at least 1, got {parallel}")
     key = os.environ.get(api_key_variable) or "none"
-    client = OpenAI(base_url=base_url, api_key=key, max_retries=retries, timeout=seconds)
+    client = limited_client(base_url, key, retries=retries, seconds=seconds)
     slots = threading.BoundedSemaphore(parallel)
 
     def reward(text: str, row: Row) -> float | None:
@@ -104,12 +106,17 @@ def chat_judge(
         try:
             with slots:
                 reply = client.chat.completions.create(**request).choices[0].message.content or ""
-        except (OpenAIError, IndexError, AttributeError, TypeError, ValueError) as error:  # what came is no completion
-            log.warning("judge %s on %s: %s: %s", model, row.get("where", "a row"), type(error).__name__, error)
+            if not isinstance(reply, str):
+                raise TypeError(f"expected text, got a {type(reply).__name__}")
+        except (OpenAIError, OSError, IndexError, AttributeError, TypeError, ValueError, RecursionError) as error:
+            said = f"{type(error).__name__}: {error} {error.__cause__ or ''}".replace(key, "***")[:500]
+            log.warning("judge %s on %s: %s", model, row.get("where", "a row"), said.strip())  # it was no completion
             return None
         value = parse(reply)
         if value is None:
-            log.warning("judge %s on %s: no score in %r", model, row.get("where", "a row"), reply[-200:])
+            log.warning(
+                "judge %s on %s: no score in %r", model, row.get("where", "a row"), reply.replace(key, "***")[-200:]
+            )
         elif file is not None:
             _write(file, json.dumps({**request, "reply": reply}))
         return value

@@ -13,22 +13,17 @@ stay. To judge a batch quickly, ask from several threads (`ThreadPoolExecutor.ma
 
 from __future__ import annotations
 
-import atexit
 import importlib.util
 import json
-import os
 import re
-import select
 import subprocess
 import sys
-import threading
-import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from rlkit.data.lookup import extra
-from rlkit.rewards.sandbox import WALL, processor_seconds
+from rlkit.data.lookup import requires_extra
+from rlkit.rewards.workers import Worker, WorkerPool, end_worker, read_line
 
 WORKER = str(Path(__file__).with_name("maths_worker.py"))
 START_SECONDS = 120.0  # to import sympy, on a machine however busy
@@ -118,89 +113,21 @@ def same_answer(answer: str, gold: str, *, boxed: bool = True, seconds: float = 
     Raises:
         ImportError: math-verify is not installed.
     """
-    with _POOL.slots:
-        worker = _POOL.take()
-        reply = _ask(worker, json.dumps([answer, gold, boxed, seconds]), seconds)
-        if reply is None:
-            _end(worker)
-            return None
-        _POOL.idle.append(worker)
-        return json.loads(reply)
+    reply, _ = _POOL.ask(json.dumps([answer, gold, boxed, seconds]).encode() + b"\n", seconds)
+    return None if reply is None else json.loads(reply)
 
 
-class _Pool:
-    """Workers of this process that wait for work."""
-
-    def __init__(self) -> None:
-        self.idle: list[subprocess.Popen[bytes]] = []
-        self.slots = threading.BoundedSemaphore(len(os.sched_getaffinity(0)))
-
-    def take(self) -> subprocess.Popen[bytes]:
-        while True:
-            try:
-                worker = self.idle.pop()
-            except IndexError:
-                return _start()
-            if worker.poll() is None:
-                return worker
-            _end(worker)
-
-
-def _start() -> subprocess.Popen[bytes]:
-    with extra("rewards"):
+def _start() -> Worker:
+    with requires_extra("rewards"):
         if importlib.util.find_spec("math_verify") is None:  # only the worker imports it
             raise ModuleNotFoundError(name="math_verify")
     command = [sys.executable, "-P", WORKER]  # a session of its own: Ctrl-C is not for it
     pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL}
     worker = subprocess.Popen(command, bufsize=0, start_new_session=True, **pipes)
-    if _read_line(worker, START_SECONDS) is None:
-        _end(worker)
+    if read_line(worker, START_SECONDS) is None:
+        end_worker(worker)
         raise RuntimeError(f"maths rewards: a worker did not start, exit code {worker.returncode}")
     return worker
 
 
-def _ask(worker: subprocess.Popen[bytes], question: str, seconds: float) -> bytes | None:
-    assert worker.stdin is not None
-    try:
-        worker.stdin.write(question.encode() + b"\n")
-    except BrokenPipeError:
-        return None
-    return _read_line(worker, seconds)
-
-
-def _read_line(worker: subprocess.Popen[bytes], seconds: float) -> bytes | None:
-    """None after so many seconds, and when the worker has ended (its clock is there until it is waited for)."""
-    assert worker.stdout is not None
-    waiting = select.poll()
-    waiting.register(worker.stdout, select.POLLIN)
-    deadline, computed = time.monotonic() + WALL * seconds, processor_seconds(worker.pid) + seconds
-    while not waiting.poll(50):
-        if time.monotonic() > deadline or processor_seconds(worker.pid) > computed:
-            return None
-    return worker.stdout.readline() or None
-
-
-def _end(worker: subprocess.Popen[bytes]) -> None:
-    worker.kill()
-    worker.wait()
-    for pipe in (worker.stdin, worker.stdout):
-        if pipe is not None:
-            pipe.close()
-
-
-_POOL = _Pool()
-
-
-def _after_fork() -> None:
-    """The workers, and slots that threads hold, are the parent's."""
-    global _POOL
-    _POOL = _Pool()
-
-
-@atexit.register
-def _end_all() -> None:
-    while _POOL.idle:
-        _end(_POOL.idle.pop())
-
-
-os.register_at_fork(after_in_child=_after_fork)
+_POOL = WorkerPool(lambda: _start())

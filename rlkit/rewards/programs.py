@@ -83,7 +83,7 @@ def extract_program(text: str) -> str:
     What stands before the last `</think>` is not looked at.
     """
     text = text.rpartition("</think>")[2]
-    blocks = re.findall(r"^```[ \t]*(\w*)[^\n]*\n(.*?)^```", text, re.DOTALL | re.MULTILINE)
+    blocks = re.findall(r"^```[ \t]*+(\w*+)[^\n]*+\n(.*?)^```", text, re.DOTALL | re.MULTILINE)
     for marks in (("python", "py", "python3"), ("",)):
         if found := [code for mark, code in blocks if mark.lower() in marks]:
             return found[-1]

@@ -1,13 +1,15 @@
 r"""Rewards that plain rules can give: the form of an answer, exact and multiple-choice answers, numbers, words, boxes.
 
 Each is `reward(text, row) -> float | None`, or a function that makes one from its settings. `row["answer"]` is the
-right answer; a row without one is not judged. Mathematics is in `maths`, programs in `programs`, a model as judge in
-`judge`.
+right answer; a row without one is not judged. Each takes time linear in the length of the answer: the regular
+expressions have possessive quantifiers (`*+`) wherever two repetitions could share the same characters. Mathematics is
+in `maths`, programs in `programs`, a model as judge in `judge`.
 """
 
 from __future__ import annotations
 
 import json
+import math
 import re
 import string
 from collections import Counter
@@ -16,7 +18,7 @@ from typing import Any
 
 import numpy as np
 
-from rlkit.data.lookup import extra
+from rlkit.data.lookup import requires_extra
 from rlkit.data.samples import Reward, Row
 
 # --- the form of an answer
@@ -122,7 +124,7 @@ def choice_letter(text: str) -> str | None:
     begins with `B)`, `B.` or `B:` and goes on. Lower-case letters count in the first forms, not in the last.
     """
     text = text.rpartition("</think>")[2]
-    letter = r"[\s*(\[{]*(?:\\(?:text|textbf|mathrm|mathbf)\{)?[\s(]*([A-J])(?![\w'])"
+    letter = r"[\s*(\[{]*+(?:\\(?:text|textbf|mathrm|mathbf)\{)?[\s(]*+([A-J])(?![\w'])"
     marked = rf"<answer>{letter}|\\boxed\{{{letter}|\banswer\s*(?:is|:)(?:\*\*)?:?{letter}"
     if found := list(re.finditer(marked, text, re.IGNORECASE)):
         return next(group for group in found[-1].groups() if group).upper()
@@ -208,10 +210,14 @@ def _best(compare: Callable[[str], float], row: Row) -> float | None:
 
 
 def parse_boxes(text: str) -> list[list[float]]:
-    """Every `[x1, y1, x2, y2]` or `(x1, y1, x2, y2)` in a text, in order; four numbers and nothing else between."""
-    number = r"\s*([-+]?(?:\d+\.?\d*|\.\d+))\s*"
-    boxes = re.findall(rf"[\[(]{','.join([number] * 4)}[\])]", text.rpartition("</think>")[2])
-    return [[float(x) for x in box] for box in boxes]
+    """Every `[x1, y1, x2, y2]` or `(x1, y1, x2, y2)` in a text, in order; four numbers and nothing else between.
+
+    A number of hundreds of digits, which a float cannot hold, makes no box.
+    """
+    number = r"\s*+([-+]?(?:\d++(?:\.\d*+)?|\.\d++))\s*+"
+    found = re.findall(rf"[\[(]{','.join([number] * 4)}[\])]", text.rpartition("</think>")[2])
+    boxes = ([float(x) for x in box] for box in found)
+    return [box for box in boxes if all(map(math.isfinite, box))]
 
 
 def box_iou(a: Any, b: Any) -> np.ndarray:
@@ -239,7 +245,7 @@ def boxes_iou(text: str, row: Row) -> float | None:
     Raises:
         ValueError: the row's answer is nothing of that.
     """
-    with extra("rewards"):
+    with requires_extra("rewards"):
         from scipy.optimize import linear_sum_assignment
 
     answer = row["answer"]

@@ -5,7 +5,8 @@
 A program runs as **one process with one thread**, started for it alone, which the kernel holds to this (Linux, x86-64):
 
 - files: it reads the standard library and the system's shared libraries, and writes only new files in an empty folder
-  of its own (Landlock). It may still learn that another path exists, and its size and times.
+  of its own (Landlock), none of which can be set-user-id or set-group-id. It may still learn that another path exists,
+  and its size and times.
 - system calls: a list of some seventy is allowed, all else is refused (seccomp): no socket, no new process, thread or
   program, no signal to others, no change of modes, owners, links, limits or mounts. So threads, subprocess,
   multiprocessing, asyncio and tempfile do not work in it.
@@ -122,6 +123,8 @@ import _thread, os, resource, socket
 def kill(): os.kill(os.getppid(), 0)
 def raise_limit(): resource.setrlimit(resource.RLIMIT_AS, (resource.RLIM_INFINITY,) * 2)
 def much_memory(): bytearray(300 << 20)
+def set_user_id(): os.open("set_user_id", os.O_CREAT, 0o4755)
+def set_group_id(): os.open("set_group_id", os.O_CREAT, 0o2755)
 def large_file(): open("large", "wb", 0).write(bytes(2 << 16)) > 1 << 16 or 1 / 0
 attempts = dict(
     read=lambda: open(secret).read(), write=lambda: open(secret, "a"), create=lambda: open(outside + "/new", "w"),
@@ -131,7 +134,8 @@ attempts = dict(
     tcp=lambda: socket.socket(), unix=lambda: socket.socket(socket.AF_UNIX), pair=lambda: socket.socketpair(),
     fork=os.fork, thread=lambda: _thread.start_new_thread(print, ()), kill=kill, setsid=os.setsid,
     exec=lambda: os.execv("/bin/sh", ["sh", "-c", "echo exec"]), raise_limit=raise_limit, memory=much_memory,
-    file_size=large_file, environment=lambda: os.environ["PATH"], descriptor=lambda: os.fstat(3),
+    file_size=large_file, set_user_id=set_user_id, set_group_id=set_group_id,
+    environment=lambda: os.environ["PATH"], descriptor=lambda: os.fstat(3),
 )
 for name, attempt in attempts.items():
     try:

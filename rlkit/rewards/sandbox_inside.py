@@ -15,7 +15,7 @@ import types
 # a thread, a socket, a link, a directory or shared memory, signals others, or changes what a file or a limit is.
 ALLOWED = {
     "read": 0, "write": 1, "readv": 19, "writev": 20, "pread64": 17, "pwrite64": 18, "lseek": 8, "close": 3,
-    "close_range": 436, "open": 2, "openat": 257, "ftruncate": 77, "fsync": 74, "fdatasync": 75, "getdents64": 217,
+    "close_range": 436, "ftruncate": 77, "fsync": 74, "fdatasync": 75, "getdents64": 217,
     "stat": 4, "lstat": 6, "fstat": 5, "newfstatat": 262, "statx": 332, "access": 21, "faccessat": 269,
     "faccessat2": 439, "readlink": 89, "readlinkat": 267, "getcwd": 79, "umask": 95,
     "dup": 32, "dup2": 33, "dup3": 292, "pipe": 22, "pipe2": 293,
@@ -28,6 +28,7 @@ ALLOWED = {
     "getpid": 39, "getppid": 110, "gettid": 186, "getuid": 102, "geteuid": 107, "getgid": 104, "getegid": 108,
     "getresuid": 118, "getresgid": 120, "getgroups": 115, "exit": 60, "exit_group": 231,
 }  # fmt: skip
+OPEN, OPENAT = 2, 257
 KILL, TGKILL, IOCTL, FCNTL, PRLIMIT = 62, 234, 16, 72, 302
 LANDLOCK_CREATE, LANDLOCK_ADD, LANDLOCK_RESTRICT = 444, 445, 446
 CAPSET = 126
@@ -133,9 +134,16 @@ def system_call_filter(pid: int) -> list[bytes]:
         body.append(answer(refuse))
         return [equal(number, len(body)), *body]
 
+    def without_bits(number: int, argument: int, bits: int) -> list[bytes]:
+        """Allow the call if none of these bits is set in its argument."""
+        any_set = instruction(0x45, bits, 1, 0)
+        return [equal(number, 4), load(16 + 8 * argument), any_set, answer(allow), answer(refuse)]
+
     code = [load(4), instruction(0x15, 0xC000003E, 1, 0), answer(end), load(0)]  # the native kind of call alone
     for number in ALLOWED.values():
         code += [equal(number, 1), answer(allow)]
+    # a new file cannot have the set-user-id, set-group-id or sticky bit
+    code += without_bits(OPEN, 2, 0o7000) + without_bits(OPENAT, 3, 0o7000)
     code += when(KILL, 0, [pid]) + when(TGKILL, 0, [pid])
     code += when(IOCTL, 1, [0x5401, 0x5450, 0x5451])  # is it a terminal; close on exec, or not
     code += when(FCNTL, 1, [0, 1, 2, 3, 4, 1030])  # copies and flags; not F_SETOWN, which can have others signalled

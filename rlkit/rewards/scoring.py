@@ -22,9 +22,12 @@ from rlkit.data.samples import Reward, Row, Sample
 from rlkit.data.user_code import Failures
 from rlkit.rewards.rules import split_thinking
 
+LARGEST = torch.finfo(torch.float32).max
+
 
 def score(reward: Reward, samples: Sequence[Sample], *, threads: int = 1, failures: Failures | None = None) -> Tensor:
-    """[B] float32 rewards; nan where the reward function raised, or returned None, nan or an infinity: not judged.
+    """[B] float32 rewards; nan where the reward function raised, or returned None, nan or what float32 cannot hold: not
+    judged.
 
     A failure is never turned into a 0. Each distinct error is logged with its traceback once, then counted. A sample
     that was aborted is not judged.
@@ -53,7 +56,7 @@ def _judge(reward: Reward, failures: Failures, sample: Sample) -> float:
         return math.nan
     try:
         value = reward(sample.text, sample.row)
-        if value is not None and math.isfinite(value := float(value)):
+        if value is not None and abs(value := float(value)) <= LARGEST:
             return value
         failures.count(f"a reward of {value}")  # an infinite one would spoil its whole group
     except Exception as error:  # whatever it is, it is the reward's, and it says nothing about the answer
@@ -102,7 +105,7 @@ def judging_problem(
         asked, judged: answers, and those with a reward, over all ranks.
         max_unjudged: largest share that may be without one.
         reasons: why they are, see `judged_accuracy`.
-        skipped: messages of `encode_rows`, one a row that no prompt could be made of.
+        skipped: messages of `encode_prompts`, one a row that no prompt could be made of.
     """
     if judged >= max(1.0, (1 - max_unjudged) * asked):
         return ""
@@ -182,7 +185,7 @@ def score_parts(
     for name, (weight, _) in reward.parts.items():
         if weight:
             total += weight * parts[name]
-    return total.float(), parts
+    return torch.where(total.abs() <= LARGEST, total, math.nan).float(), parts
 
 
 def part_means(parts: Mapping[str, Tensor], global_sum: Callable[[Tensor], Tensor]) -> dict[str, float]:

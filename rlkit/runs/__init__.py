@@ -39,6 +39,7 @@ from rlkit.runs.options import (
     TrainingOptions,
     check_range,
     check_ranges,
+    check_servers,
     option_groups,
     parse_options,
 )
@@ -79,6 +80,7 @@ __all__ = [
     "build_value_engine",
     "check_range",
     "check_ranges",
+    "check_servers",
     "check_resumed_options",
     "claim_directory",
     "encode_share",

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import math
+import shutil
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from rlkit.data.samples import Sample
-from rlkit.engines.checkpoint import checkpoints, keep_newest
+from rlkit.engines.checkpoint import DamagedCheckpoint, checkpoints, keep_newest
 from rlkit.report import write_report
 from rlkit.runs.directory import release_directory
 from rlkit.runs.options import AdapterOptions, RunOptions
@@ -25,18 +28,45 @@ def resume(cfg: RunOptions, run: Run, **engines: Any) -> dict[str, Any]:
     Args:
         engines: by the folder of their checkpoints; the policy's is `checkpoints`.
 
+    A checkpoint that is damaged is renamed to `step_<n>.damaged`, and the one before it is loaded.
+
     Returns:
         What was saved beside the weights: `step`, the number of finished steps, and more. {"step": 0} in a new run.
+
+    Raises:
+        ValueError: all checkpoints are damaged, or one is of another model.
     """
     saved = checkpoints(run.out / POLICY) if cfg.resume else []
     if not saved:
         if cfg.resume and run.writes:
             print(f"resume: no checkpoint in {run.out}, starting at step 0", flush=True)
         return {"step": 0}
-    state = {folder: engine.load_checkpoint(run.out / folder / saved[-1].name) for folder, engine in engines.items()}
-    if run.writes:
-        print(f"resume: continuing {run.out} at step {state[POLICY]['step']}", flush=True)
-    return state[POLICY]
+    damaged: dict[str, str] = {}
+    for name in [path.name for path in reversed(saved)]:
+        try:
+            states = {folder: engine.load_checkpoint(run.out / folder / name) for folder, engine in engines.items()}
+        except DamagedCheckpoint as error:
+            damaged[name] = str(error)
+            if run.writes:
+                run.print(f"resume: {error}")
+            continue
+        if run.writes:
+            _set_aside(run.out, damaged, engines)
+            run.print(f"resume: continuing {run.out} at step {states[POLICY]['step']}")
+        return states[POLICY]
+    raise ValueError(
+        f"resume: expected an intact checkpoint in {run.out}, got {len(damaged)} damaged ones: "
+        f"{'; '.join(damaged.values())}"
+    )
+
+
+def _set_aside(out: Path, names: Iterable[str], folders: Iterable[str]) -> None:
+    """Rename damaged checkpoints, so that none is taken for the newest one."""
+    for path in [out / folder / name for name in names for folder in folders]:
+        if path.exists():
+            aside = path.with_name(f"{path.name}.damaged")
+            shutil.rmtree(aside, ignore_errors=True)
+            path.rename(aside)
 
 
 def save(cfg: Any, run: Run, step: int, state: Mapping[str, Any] | None = None, **engines: Any) -> None:
@@ -46,12 +76,23 @@ def save(cfg: Any, run: Run, step: int, state: Mapping[str, Any] | None = None, 
         step: the step that is finished.
         state: what `resume` returns beside the step.
         engines: as in `resume`.
+
+    The run ends with one sentence if it cannot be written, and after `cfg.max_skipped_steps` steps in a row of which
+    the gradients were not finite. The previous checkpoint stays.
     """
+    if 0 < cfg.max_skipped_steps <= run.skipped_in_a_row:
+        run.stop(
+            f"gradients: expected finite ones, got nan or inf in {run.skipped_in_a_row} steps in a row, which were "
+            "skipped; lower --lr, or allow more with --max_skipped_steps"
+        )
     if (step + 1) % cfg.save_every and step + 1 != cfg.steps:
         return
     run.phase("checkpoint")
     for folder, engine in sorted(engines.items(), key=lambda item: item[0] == POLICY):
-        engine.save_checkpoint(run.out / folder / f"step_{step + 1}", {"step": step + 1, **(state or {})})
+        try:
+            engine.save_checkpoint(run.out / folder / f"step_{step + 1}", {"step": step + 1, **(state or {})})
+        except OSError as error:
+            run.stop(str(error))
         keep_newest(run.out / folder, 2)
 
 
@@ -68,12 +109,22 @@ def finish(cfg: Any, run: Run, samples: Sequence[Sample], **engines: Any) -> Non
         if getattr(engine, "has_adapters", False) and "logprobs" in engine.known_outputs:
             engine.export_adapter(run.out / "adapter")
     if engines:
-        run.evaluation(steps=cfg.steps)
+        run.log_evaluation(steps=cfg.steps)
     run.close()
     release_directory(run.out)
     if run.writes:
-        page = write_report(run.out, sorted(samples, key=lambda sample: sample.reward)[:40], title=run.name)
-        print("results:", ", ".join(str(p) for p in [page, *(run.out / name for name in ("metrics.jsonl", *engines))]))
+        results = [run.out / name for name in ("metrics.jsonl", *engines)]
+        try:
+            results.insert(0, write_report(run.out, sorted(samples, key=_reward)[:40], title=run.name))
+        except Exception as error:  # the run is complete without its page
+            run.print(f"{run.out / 'report.html'}: could not be written: {type(error).__name__}: {error}")
+        run.print(f"results: {', '.join(map(str, results))}")
+
+
+def _reward(sample: Sample) -> float:
+    """To sort by: a reward that is no number is the lowest."""
+    known = isinstance(sample.reward, int | float) and not math.isnan(sample.reward)
+    return sample.reward if known else -math.inf
 
 
 def _export_dtype(cfg: Any, engine: Any) -> torch.dtype:

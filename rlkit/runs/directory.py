@@ -16,6 +16,7 @@ import torch.distributed as dist
 from rlkit.tracking import CONFIG, EVAL, METRICS
 
 LOCK = "run.lock"
+PROBE_BYTES = 1 << 20
 T = TypeVar("T")
 _held: dict[Path, TextIO] = {}  # an open file holds its lock until this process ends
 os.register_at_fork(after_in_child=_held.clear)  # a child that outlives this process would hold it for longer
@@ -23,8 +24,9 @@ os.register_at_fork(after_in_child=_held.clear)  # a child that outlives this pr
 # options that say where and how fast a run computes, not what; all others may differ only if --allow_changes names them
 CHANGEABLE = """
 config out resume allow_changes epochs steps save_every trackers watchdog threads engine parallel
-ulysses_sequence_parallel_size micro_batch_tokens use_remove_padding use_fused_kernels enable_gradient_checkpointing
-rollout servers gpu_memory_utilization reward_threads max_unjudged max_mismatch
+ulysses_sequence_parallel_size micro_batch_tokens use_remove_padding share_prompts use_fused_kernels
+enable_gradient_checkpointing rollout servers gpu_memory_utilization reward_threads max_unjudged max_mismatch
+max_skipped_steps isolate_reward reward_seconds reward_memory
 """.split()
 UNTOLD = {"config", "out", "resume", "allow_changes", "epochs"}
 
@@ -38,7 +40,8 @@ def claim_directory(out: str, name: str, *, resume: bool) -> Path:
         resume: continue the run that the directory holds, if it holds one.
 
     Raises:
-        ValueError: another process is writing to it; it holds a run and `resume` is not given; it is a file.
+        ValueError: another process is writing to it; it holds a run and `resume` is not given; it is a file, read-only
+            or full.
     """
     default = Path("runs") / name
     return _decided_by_rank_0(lambda: _claim(Path(out), resume) if out else _claim_numbered(default, resume))
@@ -123,6 +126,7 @@ def _claim(path: Path, resume: bool) -> Path:
     try:
         path.mkdir(parents=True, exist_ok=True)
         claimed_before = (path / LOCK).exists()
+        _check_writable(path)
         lock = _lock(path)
     except OSError as error:
         raise ValueError(f"out {str(path)!r}: expected a directory that can be written to, got: {error}") from error
@@ -136,6 +140,18 @@ def _claim(path: Path, resume: bool) -> Path:
     lock.write(f"process {os.getpid()} on {socket.gethostname()}\n")
     lock.flush()
     return path
+
+
+def _check_writable(path: Path) -> None:
+    """Write a file of a megabyte and remove it: an OSError if the directory is read-only or full."""
+    probe = path / f".probe-{os.getpid()}"
+    try:
+        with probe.open("wb") as file:
+            file.write(bytes(PROBE_BYTES))
+            file.flush()
+            os.fsync(file.fileno())
+    finally:
+        probe.unlink(missing_ok=True)
 
 
 def _lock(path: Path) -> TextIO:

@@ -14,9 +14,10 @@ from torch.optim.lr_scheduler import LambdaLR
 
 from rlkit.data.samples import Batch
 from rlkit.engines import make_engine
+from rlkit.engines.fsdp.sharded_loading import NotInShardsError
 from rlkit.engines.value_head import load_value_model
 from rlkit.rollout import make_rollout
-from rlkit.rollout.sampling import end_tokens
+from rlkit.rollout.sampling import end_token_ids
 from rlkit.runs.options import AdapterOptions, EngineOptions, GenerationOptions, OptimizerOptions, TrainingOptions
 from rlkit.tracking import Run
 from rlkit.vlm import (
@@ -27,7 +28,7 @@ from rlkit.vlm import (
     model_or_tiny,
     suppressed_token_ids,
     trainable_summary,
-    vision_tower,
+    vision_tower_pattern,
 )
 from rlkit.vlm.loading import load_config, model_path
 
@@ -51,7 +52,7 @@ def answer_ends(cfg: Any, path: str, processor: Any) -> list[int]:
         config = GenerationConfig.from_pretrained(model_path(path))
     except OSError:
         config = GenerationConfig.from_model_config(load_config(path, trust_remote_code=cfg.trust_remote_code))
-    return end_tokens(getattr(processor, "tokenizer", processor), config.eos_token_id)
+    return end_token_ids(getattr(processor, "tokenizer", processor), config.eos_token_id)
 
 
 def build_engine(
@@ -65,10 +66,12 @@ def build_engine(
         temperature: of the sampler, if answers are sampled. Tokens that stand for images are then left out of the
             distribution, as they are by the sampler.
     """
-    model = load_model(path, dtype=getattr(torch, cfg.dtype), trust_remote_code=cfg.trust_remote_code)
-    return _training_engine(
-        cfg, "language_model", model, cfg.lr, updates, **_scoring(cfg, model, processor, temperature)
-    )
+
+    def build(model: Any) -> Any:
+        options = scoring_options(cfg, model, processor, temperature)
+        return training_engine(cfg, "language_model", trained_part(cfg, model), cfg.lr, updates, **options)
+
+    return _built_from_shards(cfg, load_model, path, getattr(torch, cfg.dtype), build)
 
 
 def build_value_engine(
@@ -81,15 +84,52 @@ def build_value_engine(
         updates: optimizer steps of the whole run.
         lr: peak learning rate in place of `cfg.lr`.
     """
-    model = load_value_model(path, dtype=getattr(torch, cfg.dtype), trust_remote_code=cfg.trust_remote_code)
-    lr = cfg.lr if lr is None else lr
-    return _training_engine(cfg, "value_model", model, lr, updates, **_shared(cfg, processor))
+
+    def build(model: Any) -> Any:
+        model, peak = trained_part(cfg, model, head=True), cfg.lr if lr is None else lr
+        return training_engine(cfg, "value_model", model, peak, updates, **shared_options(cfg, processor))
+
+    return _built_from_shards(cfg, load_value_model, path, getattr(torch, cfg.dtype), build)
 
 
 def build_scorer(cfg: Any, path: str, processor: Any, temperature: float | None = None) -> Any:
-    """An engine that trains nothing: it computes log-probabilities of a reference policy or a teacher."""
-    model = load_model(path, dtype=getattr(torch, cfg.dtype), trust_remote_code=cfg.trust_remote_code)
-    return make_engine(cfg.engine, "language_model", model=model, **_scoring(cfg, model, processor, temperature))
+    """An engine that trains nothing: it computes log-probabilities of a reference policy or a teacher.
+
+    With fsdp2 its weights stay in the dtype of their files. They are cast to `compute_dtype` layer by layer, so a
+    bfloat16 model takes half the memory, and gives the same numbers.
+    """
+
+    def build(model: Any) -> Any:
+        options = scoring_options(cfg, model, processor, temperature)
+        return make_engine(cfg.engine, "language_model", model=model, **options)
+
+    dtype = getattr(torch, cfg.dtype)
+    if cfg.engine == "fsdp2":
+        dtype = load_config(path, trust_remote_code=cfg.trust_remote_code).dtype or dtype
+    return _built_from_shards(cfg, load_model, path, dtype, build)
+
+
+def _built_from_shards(
+    cfg: Any, load: Callable[..., Any], path: str, dtype: torch.dtype, build: Callable[[Any], Any]
+) -> Any:
+    """The engine that `build` makes of a model; each rank reads only its part of the weights, where that is possible.
+
+    Otherwise every rank reads the whole model, and rank 0 says why.
+
+    Args:
+        load: `load_model` or `load_value_model`.
+        build: model -> engine.
+    """
+    options = {"dtype": dtype, "trust_remote_code": cfg.trust_remote_code}
+    if cfg.engine == "fsdp2" and "tensor" not in cfg.parallel:
+        random_state = torch.get_rng_state()
+        try:
+            return build(load(path, on_meta=True, **options))
+        except NotInShardsError as error:
+            torch.set_rng_state(random_state)  # the same adapters as without the attempt
+            if dist.get_rank() == 0:
+                print(f"{error}; each rank reads the whole model", flush=True)
+    return build(load(path, **options))
 
 
 def build_reference(
@@ -125,7 +165,7 @@ def build_rollout(cfg: GenerationOptions, path: str, processor: Any, engine: Any
 
 
 def roughest_dtype(cfg: EngineOptions) -> torch.dtype | None:
-    """What `rlkit.rollout.Canary` takes for the dtype of trainer and sampler: bfloat16 if the options name it.
+    """The dtype for `rlkit.rollout.WeightSyncCheck`: bfloat16 if the options name it.
 
     None, the default of the device, if they do not: a trainer in float32 may sample with a back end in bfloat16.
     """
@@ -150,15 +190,36 @@ DECAYS: dict[str, Callable[[float], float]] = {  # share of the peak after a sha
 }
 
 
-def _training_engine(cfg: TrainingOptions, model_type: str, model: Any, lr: float, updates: int, **options: Any) -> Any:
-    model = _trained_part(cfg, model, head=model_type == "value_model")
+def training_engine(
+    cfg: TrainingOptions,
+    model_type: str,
+    model: Any,
+    lr: float,
+    updates: int,
+    *,
+    fused: bool | None = None,
+    **options: Any,
+) -> Any:
+    """An engine that trains a model, with AdamW and a learning-rate schedule, as the options say.
+
+    Args:
+        model_type: "language_model" or "value_model".
+        model: from `trained_part`.
+        lr: peak learning rate.
+        updates: optimizer steps of the whole run.
+        fused: AdamW as one kernel; by default on a GPU.
+        options: of the engine.
+    """
+    fused = torch.cuda.is_available() if fused is None else fused
     if dist.get_rank() == 0:
         print(f"{model_type}: {trainable_summary(model)}", flush=True)
     return make_engine(
         cfg.engine,
         model_type,
         model=model,
-        optimizer=lambda parameters: AdamW(parameters, lr=lr, betas=(0.9, 0.95), weight_decay=cfg.weight_decay),
+        optimizer=lambda parameters: AdamW(
+            parameters, lr=lr, betas=(0.9, 0.95), weight_decay=cfg.weight_decay, fused=fused
+        ),
         scheduler=lambda optimizer: learning_rate_schedule(optimizer, cfg, updates),
         max_grad_norm=cfg.max_grad_norm,
         enable_gradient_checkpointing=cfg.enable_gradient_checkpointing,
@@ -166,18 +227,18 @@ def _training_engine(cfg: TrainingOptions, model_type: str, model: Any, lr: floa
     )
 
 
-def _trained_part(cfg: AdapterOptions, model: Any, *, head: bool) -> Any:
-    """The model with its adapters added and its vision tower frozen, as the options say."""
+def trained_part(cfg: AdapterOptions, model: Any, *, head: bool = False) -> Any:
+    """The model with its adapters added and its vision tower frozen, as the options say; a value head trains."""
     if cfg.lora_rank:
         model = lora(model, cfg.lora_rank, cfg.lora_alpha, cfg.target_modules, cfg.exclude_modules)
         if head:  # adapters freeze all other weights
             model.get_output_embeddings().requires_grad_(True)
     if cfg.freeze_vision_tower:
-        freeze(model, vision_tower(model))
+        freeze(model, vision_tower_pattern(model))
     return model
 
 
-def _shared(cfg: EngineOptions, processor: Any) -> dict[str, Any]:
+def shared_options(cfg: EngineOptions, processor: Any) -> dict[str, Any]:
     """What every engine of a run has in common."""
     sequence_parallel = cfg.ulysses_sequence_parallel_size
     return {
@@ -186,14 +247,15 @@ def _shared(cfg: EngineOptions, processor: Any) -> dict[str, Any]:
         "use_remove_padding": cfg.use_remove_padding,
         "use_fused_kernels": cfg.use_fused_kernels,
         **({} if cfg.compute_dtype == "auto" else {"compute_dtype": getattr(torch, cfg.compute_dtype)}),
+        **({} if cfg.share_prompts else {"share_prompts": False}),  # not an option of every engine
         **({"ulysses_sequence_parallel_size": sequence_parallel} if sequence_parallel > 1 else {}),
         **cfg.parallel,
     }
 
 
-def _scoring(cfg: EngineOptions, model: Any, processor: Any, temperature: float | None) -> dict[str, Any]:
-    """`_shared`, and the distribution that answers are sampled from."""
+def scoring_options(cfg: EngineOptions, model: Any, processor: Any, temperature: float | None) -> dict[str, Any]:
+    """`shared_options`, and the distribution that answers are sampled from."""
     if temperature is None:
-        return _shared(cfg, processor)
+        return shared_options(cfg, processor)
     suppressed = suppressed_token_ids(model.config, getattr(processor, "tokenizer", processor))
-    return {**_shared(cfg, processor), "temperature": temperature, "suppressed_token_ids": suppressed}
+    return {**shared_options(cfg, processor), "temperature": temperature, "suppressed_token_ids": suppressed}

@@ -15,9 +15,10 @@ from __future__ import annotations
 import ast
 import inspect
 import math
+import os
 import sys
 import textwrap
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import MISSING, Field, dataclass, field, fields, is_dataclass, make_dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar, get_type_hints
@@ -28,49 +29,60 @@ OF_ONE_RUN = {"versions", "config", "out", "resume", "allow_changes"}
 
 @dataclass
 class RunOptions:
-    """Where a run goes and how it is followed."""
+    """Where a run is written, how it is resumed and how it is logged."""
 
     config: str = ""
     """YAML or JSON file with options, for example the config.json of another run. The command line overrides it."""
     out: str = ""
-    """Directory of the run. Default: runs/<recipe>-<task>-seed<seed>, numbered if that is taken."""
+    """Directory of the run. Default: runs/<recipe>-<task>-seed<seed>, with a number added if it exists."""
     resume: bool = False
     """Continue from the newest checkpoint in the run's directory."""
     allow_changes: tuple[str, ...] = ()
-    """With --resume: names of options that may differ from those the run was started with."""
+    """With --resume: options that may have another value than at the start of the run. Only needed for options that
+    change the results, such as lr."""
     seed: int = 0
-    """Seed of the data order, the sampling noise and the tiny model."""
+    """Seed of the order of the rows, of sampling, of new adapters and of the tiny model."""
     trackers: tuple[str, ...] = ()
     """Also log metrics to these trackers: tensorboard, wandb, mlflow, trackio, ..."""
     watchdog: float = 600.0
-    """Print what every rank is doing when one of them stays in a phase for so many seconds. 0: never."""
+    """Print what every rank is doing when a rank has been in one phase for this many seconds. 0: never."""
     threads: int = 1
-    """CPU threads of a process. With more than one, runs on a CPU do not repeat bit for bit."""
+    """CPU threads per process. Above 1, a run on a CPU is not bitwise reproducible. Default for models other than tiny:
+    the cores of the machine divided by its ranks."""
 
 
 @dataclass
 class TaskOptions:
-    """What is asked."""
+    """The prompts, how answers are rewarded, and which rows are held out."""
 
     task: str = "digits"
-    """A built-in task, a file (.jsonl, .parquet, .csv, ...), a data set, or module:function; see docs/tasks.md."""
+    """A built-in task, a file (.jsonl, .parquet, .csv, ...), a data set directory or hub id, or module:function; see
+    docs/tasks.md."""
     reward: str = ""
-    """How answers to a file or data set are judged: exact, maths, choice, boxed, f1, or module:function. Default: exact
-    (the answer and nothing else, which chat models that explain themselves rarely give)."""
+    """Reward for a file or data set: exact, maths, choice, boxed, f1, or module:function. Default: exact, which gives 1
+    only if the whole response equals the answer. A chat model that explains itself gets 0 from it."""
+    isolate_reward: bool = False
+    """Run the reward in worker processes with limits. By default it runs in this process, without any."""
+    reward_seconds: float = 60.0
+    """With --isolate_reward: most processor time for an answer. Wall time is held to four times that."""
+    reward_memory: float = 4.0
+    """With --isolate_reward: most GiB of address space of a worker, beyond what its imports take."""
     heldout: str = ""
-    """Rows that are held out: a file, a split of the data set, or a share such as 0.1. Default: the data set's test or
-    validation split, or a tenth of the rows, at most 300."""
+    """Rows held out for evaluation: a file, a split of the data set, a share such as 0.1, or all. Default: the data
+    set's test or validation split; without one, a tenth of the rows, at most 300."""
+    allow_outside_files: bool = False
+    """Also read images outside the data set's folder: by an absolute path, by .. or through a link."""
     system_prompt: str = ""
-    """System message of every prompt."""
+    """System message to put before every prompt."""
     prompt_template: str = ""
-    """Text with {question} where the question goes."""
+    """Text around every question; {question} marks its place."""
     answer_prefix: str = ""
-    """Beginning of every answer. It is part of the prompt, so it is neither sampled nor trained on."""
+    """Text that every answer begins with, such as <think>. It is part of the prompt: not sampled, not trained on."""
     chat_template_kwargs: dict[str, str] = field(default_factory=dict)
-    """Options of the model's chat template: --chat_template_kwargs enable_thinking false. Values are true, false,
+    """Options of the model's chat template, as in --chat_template_kwargs enable_thinking false. Values are true, false,
     numbers or text."""
     split_thinking: bool = False
-    """Judge what follows </think> alone. Thinking that is not finished is judged as an empty answer."""
+    """Rewards get only the text after </think>. Of thinking that is not finished they get an empty answer."""
 
 
 @dataclass
@@ -78,10 +90,10 @@ class ModelOptions:
     """Which model is used."""
 
     model: str = "tiny"
-    """Directory, hub id or GGUF file. "tiny" builds a model of 0.7M parameters and fine-tunes it for a few seconds.
-    "smollm2" is SmolLM2-135M-Instruct from PyPI, converted once into ~/.cache/rlkit (or RLKIT_CACHE)."""
+    """Directory, hub id or GGUF file. tiny: build a demo model of 0.7M parameters (0.4M for text) and fine-tune it
+    briefly. smollm2: SmolLM2-135M-Instruct from PyPI, converted once into ~/.cache/rlkit (or RLKIT_CACHE)."""
     trust_remote_code: bool = False
-    """Run code that comes with the model."""
+    """Run Python code that is in the model's repository. Only for models that you trust."""
 
 
 @dataclass
@@ -89,7 +101,7 @@ class AdapterOptions:
     """Which part of the model is trained."""
 
     freeze_vision_tower: bool = False
-    """Train the language model only."""
+    """Do not train the vision tower."""
     lora_rank: int = 0
     """Rank of LoRA adapters. 0: train the weights themselves."""
     lora_alpha: int = 32
@@ -97,7 +109,7 @@ class AdapterOptions:
     target_modules: str = "all-linear"
     """Modules that get adapters: all-linear, or a regular expression."""
     exclude_modules: str | None = None
-    """Regular expression of modules that get no adapter, besides the vision tower, which gets none."""
+    """Regular expression of modules that get no adapter. The vision tower gets none either."""
 
 
 @dataclass
@@ -105,17 +117,19 @@ class OptimizerOptions:
     """AdamW and its learning rate."""
 
     lr: float = 7e-4
-    """Peak learning rate. Large models need about 1e-6, LoRA about 1e-5."""
+    """Peak learning rate. Default for models other than tiny: 1e-6, or 1e-5 with LoRA."""
     lr_schedule: Literal["linear", "cosine", "constant"] = "linear"
-    """How the rate decays after the warm-up, over the whole run."""
+    """Decay of the learning rate after the warm-up, over the whole run."""
     min_lr_ratio: float = 0.05
-    """The rate decays to this share of its peak."""
+    """Final learning rate, as a share of the peak."""
     warmup_steps: int = 10
     """Optimizer steps of linear warm-up."""
     weight_decay: float = 0.0
     """Decoupled weight decay."""
     max_grad_norm: float = 1.0
-    """Gradients are scaled down to this norm."""
+    """Clip the gradient to this norm."""
+    max_skipped_steps: int = 10
+    """Stop after so many steps in a row whose gradients were not finite. Such steps are skipped. 0: never."""
 
 
 @dataclass
@@ -125,17 +139,19 @@ class EngineOptions:
     engine: str = "fsdp2"
     """fsdp2, fsdp1, megatron, or an engine of another package; see docs/engines.md."""
     parallel: dict[str, int] = field(default_factory=dict)
-    """How ranks share a model, in the engine's own terms: --parallel tensor 2 pipeline 2."""
+    """Parallelism options of the engine, as names and numbers: --parallel tensor 2 pipeline 2; see docs/engines.md."""
     ulysses_sequence_parallel_size: int = 1
-    """Ranks that share each sequence (Ulysses), for long ones."""
+    """Ranks that share each sequence (Ulysses), for long sequences. fsdp2 only."""
     micro_batch_tokens: int = 16384
-    """Most tokens in one forward pass."""
+    """Most tokens in one micro-batch; only a single row may be longer. Affects memory and speed, not the gradient."""
     dtype: Literal["float32", "bfloat16"] = "float32"
-    """Dtype of the weights that are trained, and of the optimizer's state."""
+    """Dtype of the trained weights and of the optimizer state."""
     compute_dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     """Dtype of the computation. auto: bfloat16 on a GPU, float32 on a CPU."""
     use_remove_padding: bool = True
     """Pack sequences without padding."""
+    share_prompts: bool = True
+    """Compute a prompt once for all of its answers; once per forward pass if they do not fit in one."""
     use_fused_kernels: bool = False
     """Compute log-probabilities from hidden states, without storing logits."""
 
@@ -145,15 +161,17 @@ class GenerationOptions:
     """What generates answers, and how they are judged."""
 
     rollout: str = "hf"
-    """Sampling back end: hf uses the model being trained; vllm runs in this process, vllm_server and sglang do not."""
+    """Sampling back end: hf (the trained model itself), vllm (in this process), vllm_server, sglang; see
+    docs/sampling.md."""
     servers: tuple[str, ...] = ()
-    """URLs of the servers. `python -m rlkit.rollout.serve` starts vLLM servers."""
+    """URLs of the servers for vllm_server or sglang. `python -m rlkit.rollout.serve` starts vLLM servers."""
     max_new_tokens: int = 4
-    """Most tokens of an answer. 0, in recipes that train on given answers: held-out rows are not answered."""
+    """Most tokens in an answer. The default is for the tiny model. 0, in recipes that train on given answers only:
+    generate nothing, so held-out accuracy is not measured."""
     gpu_memory_utilization: float = 0.8
-    """Share of a GPU's memory that the sampling back end may fill."""
+    """Share of a GPU's memory that sampling may use. With vllm: for its weights and its cache."""
     reward_threads: int = 8
-    """Prompts whose answers are judged at the same time, during generation. 0: after generation, in the main thread."""
+    """Threads that compute rewards during generation, one prompt each. 0: after generation, in the main thread."""
 
 
 @dataclass
@@ -161,21 +179,23 @@ class SamplingOptions(GenerationOptions):
     """How answers are sampled."""
 
     temperature: float = 1.0
-    """Sampling temperature. Log-probabilities are computed at the same temperature."""
+    """Sampling temperature. The trainer computes log-probabilities at the same temperature."""
     max_prompt_tokens: int = 0
-    """Longest prompt, images expanded. Longer ones are skipped and counted. 0: what the model's context leaves."""
+    """Most tokens in a prompt, image tokens included. Longer prompts are skipped and counted. 0: the model's context
+    minus max_new_tokens."""
 
 
 @dataclass
 class PolicyOptions(SamplingOptions):
-    """How answers are trained on that the policy sampled."""
+    """Checks and corrections for answers that the policy sampled."""
 
     tis_cap: float = 2.0
-    """Upper bound of the importance weights that correct for sampler/trainer mismatch (TIS). With hf they are 1."""
+    """Cap of the truncated importance weights (TIS) for sampler/trainer mismatch. With hf the weights are about 1."""
     max_unjudged: float = 0.2
-    """Stop when a larger share of the answers could not be judged."""
+    """Stop if the reward function failed, or returned None, on more than this share of the answers."""
     max_mismatch: float = 0.3
-    """Stop when sampler and trainer differ by more in mean |dlogp|, or by ten times what they did at first."""
+    """Stop if the mean |difference| of sampler and trainer log-probabilities exceeds this, or ten times its first
+    value."""
 
 
 @dataclass
@@ -183,13 +203,13 @@ class TrainingOptions(EngineOptions, OptimizerOptions, AdapterOptions, ModelOpti
     """Options of every recipe that trains."""
 
     enable_gradient_checkpointing: bool = False
-    """Recompute activations in the backward pass to save memory."""
+    """Recompute activations in the backward pass to save memory. Default for models other than tiny: yes."""
     epochs: float = 0.0
-    """Passes over the data, in place of --steps. 0: --steps."""
+    """Passes over the training rows, instead of --steps. 0: use --steps."""
     save_every: int = 50
     """Steps between checkpoints. The newest two are kept."""
     export_dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
-    """Dtype of the exported weights. auto: that of the model that training began with."""
+    """Dtype of the exported weights. auto: that of the model that training started from."""
 
 
 # options of all recipes by the numbers they take
@@ -199,11 +219,13 @@ save_every threads micro_batch_tokens ulysses_sequence_parallel_size
 """.split()
 AT_LEAST_0 = """
 seed epochs group_size rows max_new_tokens max_prompt_tokens max_tokens max_response_tokens overlong_buffer lora_rank
-warmup_steps critic_warmup reward_threads max_staleness watchdog lr critic_lr weight_decay kl_coef sft_coef lm_coef
-centre_coef clip_low clip_high max_mismatch
+warmup_steps max_skipped_steps critic_warmup reward_threads max_staleness watchdog lr critic_lr weight_decay kl_coef
+sft_coef lm_coef centre_coef clip_low clip_high max_mismatch
 """.split()
 SHARES = "max_unjudged min_lr_ratio gamma lam critic_lam".split()
-POSITIVE = "temperature max_grad_norm lora_alpha gpu_memory_utilization tis_cap tool_timeout".split()
+POSITIVE = """
+temperature max_grad_norm lora_alpha reward_seconds reward_memory gpu_memory_utilization tis_cap tool_timeout
+""".split()
 
 
 def check_ranges(cfg: Any) -> None:
@@ -243,17 +265,38 @@ def parse_options(config: type[Config], description: str, arguments: Sequence[st
     Raises:
         ValueError: a configuration file that cannot be read, or has an option that is not there.
     """
-    import tyro
-
     arguments = list(sys.argv[1:] if arguments is None else arguments)
     if file := _config_file(arguments):
         arguments = [*_file_arguments(file, config), *arguments]
+    cfg = _parse(config, description, arguments, {})
+    defaults = {name: x for name, x in defaults_of_model(cfg).items() if hasattr(cfg, name)}
+    return _parse(config, description, arguments, defaults) if defaults else cfg
+
+
+def defaults_of_model(cfg: Any) -> dict[str, Any]:
+    """Options whose default depends on the model: none for the tiny one, whose recipes have their own.
+
+    A full step at 7e-4 destroys a trained model, and without recomputation its activations rarely fit.
+    """
+    from rlkit.vlm.tiny import is_tiny
+
+    if is_tiny(getattr(cfg, "model", "tiny")):
+        return {}
+    lr = 1e-5 if getattr(cfg, "lora_rank", 0) else 1e-6
+    ranks = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+    threads = max(1, (os.cpu_count() or 1) // ranks)
+    return {"lr": lr, "critic_lr": 1e-5, "enable_gradient_checkpointing": True, "threads": threads}
+
+
+def _parse(config: type[Config], description: str, arguments: Sequence[str], changed: Mapping[str, Any]) -> Config:
+    """`parse_options` with other defaults for some of the options."""
+    import tyro
 
     hints, defaults = get_type_hints(config), {f.name: f for f in fields(config)}  # type: ignore[arg-type]
     groups = []
     for owner, texts in option_groups(config).items():
         options = [
-            (name, Annotated[hints[name], tyro.conf.arg(help=text)], _default(defaults[name]))
+            (name, Annotated[hints[name], tyro.conf.arg(help=text)], changed.get(name, _default(defaults[name])))
             for name, text in texts.items()
         ]
         title = "recipe" if owner is config else owner.__name__.removesuffix("Options").lower()

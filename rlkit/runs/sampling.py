@@ -16,7 +16,7 @@ from rlkit.rewards import Judge, judged, judging_problem, part_means, reward_sta
 from rlkit.rollout import Sampling
 from rlkit.runs.options import SamplingOptions
 from rlkit.tracking import Run
-from rlkit.vlm import encode
+from rlkit.vlm import encode_prompt
 
 GlobalSum = Callable[[Tensor], Tensor]
 
@@ -76,7 +76,7 @@ def prompt_encoder(
     max_tokens = cfg.max_prompt_tokens or context - cfg.max_new_tokens
 
     def encode_row(group_id: int, row: Any) -> Sample:
-        return encode(processor, row, max_tokens=max_tokens, group_id=group_id)
+        return encode_prompt(processor, row, max_tokens=max_tokens, group_id=group_id)
 
     return lambda rows: Prompts(*encode_share(rows, encode_row, run, engine))
 
@@ -96,7 +96,7 @@ def encode_share(
         try:
             found.append(encode_row(group_id, row))
         except ValueError as error:
-            run.say(f"skipped: {error}")
+            run.print(f"skipped: {error}")
             skipped.append(str(error))
     return found, skipped
 
@@ -107,7 +107,7 @@ class PolicySampler:
     Args:
         cfg: with `rlkit.runs.GenerationOptions`; to train on the answers, with `PolicyOptions`.
         reward: of a task.
-        generate: in place of `rollout.generate`; called with (prompts, sampling, n=..., written=...).
+        generate: in place of `rollout.generate`; called with (prompts, sampling, n=..., on_finished=...).
         hands_over: give the sampling back end the trained weights before it generates; otherwise somebody else does.
     """
 
@@ -136,14 +136,16 @@ class PolicySampler:
             return
         self.run.phase("hand_over")
         self.rollout.wake_up()
-        self.rollout.update_weights(self.engine.get_per_tensor_param())
+        dtype = getattr(self.rollout, "weight_dtype", None)  # that of the sampler: half as much is gathered in bfloat16
+        options = {} if dtype is None else {"dtype": dtype}
+        self.rollout.update_weights(self.engine.get_per_tensor_param(**options))
         yield
         self.rollout.sleep()
 
     def draw(self, prompts: Prompts, sampling: Sampling, n: int = 1, *, phase: str = "generate") -> Answers:
         """n answers to each prompt with the weights that the sampling back end has, judged."""
         self.run.phase(phase)
-        generated = self.generate(prompts.samples, sampling, n=n, written=self.judge.take)
+        generated = self.generate(prompts.samples, sampling, n=n, on_finished=self.judge.submit)
         self.run.phase("reward" if phase == "generate" else phase)  # the rewards that are not there yet
         rewards, parts, seconds = self.judge.result()
         return Answers(generated, rewards, parts, prompts.skipped, self.judge.reasons, seconds)
@@ -197,7 +199,7 @@ class PolicySampler:
     def _say_once(self, kind: str, text: str) -> None:
         if kind not in self.said:
             self.said.add(kind)
-            self.run.say(f"warning: {text}")
+            self.run.print(f"warning: {text}")
 
     def greedy(self, prompts: Prompts) -> Answers:
         """The most likely answer to each prompt, judged."""
@@ -263,11 +265,11 @@ def record_evaluation(run: Run, engine: Any, when: str, found: Mapping[str, floa
     """
     counts = engine.global_sum(torch.tensor([rows, skipped], dtype=torch.float64)).tolist()
     rows, skipped = (int(x) for x in counts)
-    run.evaluation(**{f"{name}_{when}": x for name, x in found.items()}, heldout=rows, heldout_skipped=skipped)
+    run.log_evaluation(**{f"{name}_{when}": x for name, x in found.items()}, heldout=rows, heldout_skipped=skipped)
     if run.writes:
         unjudged = f", {found['unjudged']:.0f} not judged" if found.get("unjudged") else ""
         shown = ", ".join(f"{name.replace('_', ' ')} {x:.3f}" for name, x in found.items() if name != "unjudged")
-        run.say(f"held-out {when}: {shown} ({rows} rows{unjudged})")
+        run.print(f"held-out {when}: {shown} ({rows} rows{unjudged})")
 
 
 def too_few_judged(answers: Answers, global_sum: GlobalSum, max_unjudged: float) -> str:

@@ -5,10 +5,11 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any, TypeVar
 
 from rlkit.data import Task, load_task, with_heldout, with_prompt
-from rlkit.rewards import reward_named, without_thinking
+from rlkit.rewards import isolated, reward_named, without_thinking
 from rlkit.runs.options import TaskOptions
 
 Config = TypeVar("Config", bound=Any)
@@ -19,19 +20,23 @@ def load_named_task(cfg: TaskOptions, name: str, load: Callable[..., Task] = loa
 
     Args:
         name: of the task, `cfg.task` or one of several.
-        load: `load_task`, `load_chats`, `load_pairs` or `load_marked`.
+        load: `load_task`, `load_chats`, `load_pairs` or `load_unpaired`.
 
     Raises:
         ValueError: no such task, or options that do not fit it.
     """
+    load_any = partial(load, allow_outside_files=cfg.allow_outside_files)
     if load is load_task:
-        task = load_task(name, reward=cfg.reward or None)
+        task = load_any(name, reward=cfg.reward or None)
     else:
-        task = load(name)
+        task = load_any(name)
         if cfg.reward:
             task = replace(task, reward=reward_named(cfg.reward))
+    if cfg.isolate_reward:
+        memory = int(cfg.reward_memory * 2**30)
+        task = replace(task, reward=isolated(task.reward, seconds=cfg.reward_seconds, memory=memory))
     if cfg.heldout:
-        task = with_heldout(task, cfg.heldout, load)
+        task = with_heldout(task, cfg.heldout, load_any)
     if cfg.split_thinking:
         opened = cfg.answer_prefix.rstrip().endswith("<think>")
         task = replace(task, reward=without_thinking(task.reward, opened=opened))

@@ -15,9 +15,9 @@ from rlkit.data import collate
 from rlkit.engines import make_engine
 from rlkit.losses import token_mean
 from rlkit.rollout import Sampling
-from rlkit.rollout.agent import Scripted, run_episodes
-from rlkit.rollout.image_tools import CALLS, careless_turn
-from rlkit.vlm import build_tiny, encode_rows, load_model, load_processor
+from rlkit.rollout.agent import ScriptedRollout, run_episodes
+from rlkit.rollout.image_tools import QUADRANT_CALLS, noisy_demonstration
+from rlkit.vlm import build_tiny, encode_prompts, load_model, load_processor
 
 
 def build_tiny_tool_user(
@@ -35,7 +35,7 @@ def build_tiny_tool_user(
     rank, world, untrained = dist.get_rank(), dist.get_world_size(), path.with_name("raw")
     if rank == 0 and not untrained.exists():
         print(f"building a tiny Qwen2.5-VL that calls a tool: {path}", flush=True)
-        words = [{**rows[0], "answer": call} for call in CALLS]  # for the tokenizer
+        words = [{**rows[0], "answer": call} for call in QUADRANT_CALLS]  # for the tokenizer
         build_tiny(untrained, [*rows, *words], seed=seed, warm_up_steps=0)
     dist.barrier()
     processor = load_processor(str(untrained))
@@ -48,8 +48,8 @@ def build_tiny_tool_user(
         scheduler=lambda optimizer: LambdaLR(optimizer, lambda step: min(1.0, (step + 1) / 10)),
     )
     rng = np.random.default_rng(seed)
-    prompts, _ = encode_rows(processor, enumerate(rows))
-    scripted = Scripted(processor, lambda sample: careless_turn(sample, rng))
+    prompts, _ = encode_prompts(processor, enumerate(rows))
+    scripted = ScriptedRollout(processor, lambda sample: noisy_demonstration(sample, rng))
     episodes = run_episodes(scripted, prompts, Sampling(max_new_tokens), tool, processor=processor)
 
     def imitation(out: Any, mb: Any) -> tuple[Any, dict]:

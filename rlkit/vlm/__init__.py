@@ -1,7 +1,14 @@
-"""Vision-language parts: 3D RoPE ids, processors, what trains, loading, and tiny models."""
+"""Vision-language models: 3D RoPE ids, processors, chat templates, freezing and LoRA, loading, and tiny models."""
 
-from rlkit.vlm.adapt import freeze, lora, merged_parameters, towers, trainable_summary, vision_tower
-from rlkit.vlm.chat_template import encode, encode_answers, encode_chat, encode_reply, encode_rows, render
+from rlkit.vlm.adapt import encoder_modules, freeze, lora, merged_parameters, trainable_summary, vision_tower_pattern
+from rlkit.vlm.chat_template import (
+    encode_answers,
+    encode_chat,
+    encode_observation,
+    encode_prompt,
+    encode_prompts,
+    render,
+)
 from rlkit.vlm.loading import load_model, model_path
 from rlkit.vlm.processors import decode, load_image, load_processor, placeholder_ids, suppressed_token_ids
 from rlkit.vlm.rope3d import ROPE3D_MODEL_TYPES, ROPE3D_REFUSED, Rope3DSpec, rope3d_position_ids, rope3d_spec
@@ -21,11 +28,12 @@ __all__ = [
     "Rope3DSpec",
     "build_tiny",
     "decode",
-    "encode",
     "encode_answers",
     "encode_chat",
-    "encode_reply",
-    "encode_rows",
+    "encode_observation",
+    "encode_prompt",
+    "encode_prompts",
+    "encoder_modules",
     "freeze",
     "load_image",
     "load_model",
@@ -38,13 +46,12 @@ __all__ = [
     "render",
     "rope3d_position_ids",
     "rope3d_spec",
+    "suppressed_token_ids",
     "tiny_config",
     "tiny_processor",
     "tiny_text_config",
     "tiny_text_tokenizer",
     "tiny_tokenizer",
-    "towers",
     "trainable_summary",
-    "suppressed_token_ids",
-    "vision_tower",
+    "vision_tower_pattern",
 ]

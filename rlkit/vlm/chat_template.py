@@ -1,6 +1,6 @@
-"""Chats -> tokens, by the processor's own chat template: prompts, replies of an environment, and answers to learn from.
+"""Chats -> tokens with the processor's chat template: prompts, observations of an environment, and answers to train on.
 
-Nothing else in rlkit calls a chat template.
+No other module of rlkit calls a chat template.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import numpy as np
 from PIL import Image
 
 from rlkit.data.messages import Message, prompt_of, text_of
-from rlkit.data.samples import Row, Sample, expand, expanded_lengths, extend, prompt
+from rlkit.data.samples import Row, Sample, append_response, expand_placeholders, expanded_lengths, prompt_sample
 from rlkit.vlm.processors import encode_text, load_image
 
 
@@ -26,27 +26,27 @@ def render(
     chat_template_kwargs: Mapping[str, Any] | None = None,
     add_generation_prompt: bool = False,
 ) -> str:
-    """A chat as the text that the processor's chat template makes of it.
+    """The text of a chat in the processor's chat template.
 
-    Templates differ in the contents that they read: those of some vision families (LLaVA, SmolVLM) drop plain text
-    without a word, and those of text models write a list of parts as Python would. So a model that sees is given parts,
-    and another one text.
+    The content of each message is passed as a list of parts to processors, and as text to tokenizers. Other forms fail
+    silently: templates of some vision families (LLaVA, SmolVLM) drop plain text, and those of text models print a list
+    as Python does.
 
     Args:
         processor: a transformers processor, or the tokenizer of a text model.
-        messages: as of rlkit.data.messages.
+        messages: as in rlkit.data.messages.
         tools: JSON schemas of functions, for templates that show them.
         chat_template_kwargs: options of the template itself, such as {"enable_thinking": False}.
-        add_generation_prompt: open the assistant's turn.
+        add_generation_prompt: begin the assistant's turn at the end.
 
     Raises:
-        ValueError: no chat template, one that refuses the messages or does not have an option, or images for a model
-            that cannot see.
+        ValueError: no chat template, a template that refuses the messages or does not have an option, or images for a
+            text model.
     """
     from jinja2 import TemplateError
 
-    sees = hasattr(processor, "tokenizer")
-    shaped = [{**one, "content": _as_parts(one) if sees else _as_text(one)} for one in messages]
+    has_vision = hasattr(processor, "tokenizer")
+    shaped = [{**one, "content": _as_parts(one) if has_vision else _as_text(one)} for one in messages]
     options = {**(chat_template_kwargs or {}), **({"tools": list(tools)} if tools else {})}
     _check_options(processor, chat_template_kwargs or {})
     try:
@@ -84,24 +84,24 @@ def _as_text(message: Message) -> str:
     return text_of(message)
 
 
-def encode(processor: Any, row: Row, *, max_tokens: int | None = None, group_id: int = 0) -> Sample:
-    """The prompt of a row, in the model's chat template.
+def encode_prompt(processor: Any, row: Row, *, max_tokens: int | None = None, group_id: int = 0) -> Sample:
+    """The prompt of a row in the model's chat template, as a sample without a response.
 
     Args:
         processor: a transformers processor (or a tokenizer, for rows without images).
-        row: `question` or `messages`, and `images`; see rlkit.data.tasks. `tools` are shown by the template,
-            `chat_template_kwargs` are options of it, an `answer_prefix` begins the answer. A row of
-            `plain_text` has an empty prompt.
-        max_tokens: longest prompt, in expanded tokens.
+        row: `question` or `messages`, and `images`; see rlkit.data.tasks. `tools` and `chat_template_kwargs` are passed
+            to the template, and the prompt ends with `answer_prefix`. A row with `plain_text` has an empty prompt.
+        max_tokens: the longest prompt allowed, in expanded tokens.
+        group_id: of the sample.
 
     Raises:
-        ValueError: an image that cannot be read, images without a place for them or places without an image,
-            no question, or a prompt that is too long (it is never cut: half an image's tokens are no image).
+        ValueError: an image that cannot be read, a number of images that is not the number of places for them, no
+            question, or a prompt that is too long. Prompts are never truncated, as that would cut an image's tokens.
     """
     where = row.get("where", "row")
     try:
         if row.get("plain_text") is not None and not row.get("unreadable"):
-            return prompt([], row=row, group_id=group_id)
+            return prompt_sample([], row=row, group_id=group_id)
         messages, sources = prompt_of(row)
         images = [load_image(source) for source in sources]
         text = render(processor, messages, add_generation_prompt=True, **_template_options(row))
@@ -109,29 +109,30 @@ def encode(processor: Any, row: Row, *, max_tokens: int | None = None, group_id:
     except ValueError as error:
         raise ValueError(f"{where}: {error}") from error
     if max_tokens is not None and (n := len(sample.token_ids)) > max_tokens:
-        raise ValueError(f"{where}: the prompt has {n} tokens, more than the limit of {max_tokens}")
+        raise ValueError(f"{where}: expected a prompt of at most {max_tokens} tokens, got {n}")
     return replace(sample, row=row, group_id=group_id)
 
 
-def encode_rows(
+def encode_prompts(
     processor: Any, rows: Iterable[tuple[int, Row]], *, max_tokens: int | None = None
 ) -> tuple[list[Sample], list[str]]:
-    """Prompts of (group id, row) pairs, and one message for each row that had to be skipped."""
+    """Prompts of (group id, row) pairs, and an error message for each row that was skipped."""
     samples, skipped = [], []
     for group_id, row in rows:
         try:
-            samples.append(encode(processor, row, max_tokens=max_tokens, group_id=group_id))
+            samples.append(encode_prompt(processor, row, max_tokens=max_tokens, group_id=group_id))
         except ValueError as error:
             skipped.append(str(error))
     return samples, skipped
 
 
-# --- replies of an environment
+# --- observations of an environment
 
-THOUGHT, ANSWER = "(rlkit's probe: a thought)", "(rlkit's probe: an answer)"  # a template must keep both
+# an assistant turn that stands in for the sampled one; a template must keep both parts
+THOUGHT, ANSWER = "(rlkit's probe: a thought)", "(rlkit's probe: an answer)"
 
 
-def encode_reply(
+def encode_observation(
     processor: Any,
     messages: Sequence[Message],
     reply: Message,
@@ -140,134 +141,138 @@ def encode_reply(
     tools: Any = None,
     chat_template_kwargs: Mapping[str, Any] | None = None,
 ) -> Sample:
-    """What the chat template puts between an assistant's turn and its next: a reply, and the next turn opened.
+    """The tokens between one assistant turn and the next: an environment's message, and the start of the next turn.
 
-    The text is the suffix that the template adds, so no token of an earlier turn is made again. It begins behind the
-    end token of the turn, which the policy has sampled.
+    Only the suffix that the chat template adds is tokenized, so tokens of earlier turns stay as they were sampled. It
+    begins after the end token of the assistant's turn, which the policy has sampled.
 
     Args:
-        messages: the chat before the assistant's turn. What the turn says makes no difference.
-        reply: the message that follows it, with a part for each of `images`.
+        messages: the chat before the assistant's turn. The content of that turn does not matter.
+        reply: the environment's message, with an image part for each of `images`.
         images: of the reply.
         tools, chat_template_kwargs: as for `render`.
 
     Raises:
-        ValueError: the template rewrites earlier turns when a message follows (some drop thoughts): the tokens that
-            were sampled would not be those that it shows; or it ends a turn with no token of its own; or an image
-            cannot be encoded.
+        ValueError: the template rewrites earlier turns when a message follows (some remove thoughts), so the sampled
+            tokens would no longer be in it; it does not end a turn with a special token; or an image cannot be encoded.
     """
     tokenizer = getattr(processor, "tokenizer", processor)
     turns = [*messages, {"role": "assistant", "content": f"<think>\n{THOUGHT}\n</think>\n\n{ANSWER}"}]
     options = {"tools": tools, "chat_template_kwargs": chat_template_kwargs}
     before = render(processor, turns, **options)
     after = render(processor, [*turns, reply], add_generation_prompt=True, **options)
-    whose = f"chat template of {tokenizer.name_or_path or type(processor).__name__!r}"
+    template = f"chat template of {tokenizer.name_or_path or type(processor).__name__!r}"
     if not after.startswith(before) or THOUGHT not in before or ANSWER not in before:
         raise ValueError(
-            f"{whose}: expected earlier turns to stay as they were sampled when a message of the role "
+            f"{template}: expected earlier turns to stay as they were sampled when a message of the role "
             f"{reply['role']!r} follows, got rewritten ones; another role or another template is needed"
         )
     sample = encode_text(processor, after[before.rindex(ANSWER) + len(ANSWER) :], images)
     if sample.token_ids[0] not in tokenizer.added_tokens_decoder:
         first = tokenizer.decode(sample.token_ids[:1])
-        raise ValueError(f"{whose}: expected an end token behind the assistant's turn, got {first!r}")
-    behind = {name: getattr(sample, name)[1:] for name in ("token_ids", "compact_ids", "mask", "logprobs")}
-    return replace(sample, **behind)
+        raise ValueError(f"{template}: expected an end token after the assistant's turn, got {first!r}")
+    after_end = {name: getattr(sample, name)[1:] for name in ("token_ids", "compact_ids", "mask", "logprobs")}
+    return replace(sample, **after_end)
 
 
-# --- answers to learn from
+# --- answers to train on
 
 
 def encode_answers(
     asked: Sample, processor: Any, answers: Sequence[str | Message], ends: Sequence[int], max_tokens: int
 ) -> list[Sample]:
-    """A prompt with each of several answers behind it, as one sequence each, with the answer in its mask.
+    """One sequence per answer: the prompt and the answer, with the answer in the mask.
 
     Args:
-        asked: the prompt, of `encode`; the sequences share its image tensors.
+        asked: the prompt, from `encode_prompt`; the sequences share its image tensors.
         processor: a transformers processor or tokenizer with a chat template.
         answers: texts, or messages of the assistant.
-        ends: tokens that end an answer. One is in the mask; where the template writes none, it is the tokenizer's own.
-        max_tokens: longest sequence.
+        ends: token ids that end an answer. The first one is in the mask; if the template writes none, the tokenizer's
+            end token is appended.
+        max_tokens: the longest sequence allowed.
 
     Raises:
-        ValueError: a longer sequence, or a chat template that changes the prompt when an answer follows.
+        ValueError: a sequence that is too long, or a chat template that changes the prompt when an answer follows.
     """
     messages, _ = prompt_of(asked.row)
     samples = []
     for answer in answers:
-        said = _said(answer, asked.row)
+        said = _assistant_message(answer, asked.row)
         ids = _turn(processor, asked.row, messages, said, ends, asked.row.get("answer_prefix") or "").ids
-        samples.append(extend(asked, ids, [0.0] * len(ids), text=text_of(said)))
+        samples.append(append_response(asked, ids, [0.0] * len(ids), text=text_of(said)))
     for sample in samples:
         _check_length(sample, max_tokens)
     return samples
 
 
 def encode_chat(asked: Sample, processor: Any, ends: Sequence[int], max_tokens: int) -> Sample:
-    """A whole chat as one sequence with every message of the assistant in its mask, each with the token that ends it.
+    """A whole chat as one sequence, with every assistant message and its end token in the mask.
 
-    A row of `plain_text` is its text without a chat template, all of it in the mask but the first token, which nothing
+    A row with `plain_text` is tokenized without a chat template. Its mask has all tokens but the first, which nothing
     predicts.
 
     Args:
-        asked: the prompt, of `encode`; its row has the last answer as `completion`, see rlkit.data.load_chats.
+        asked: the prompt, from `encode_prompt`; its row has the last answer as `completion`, see rlkit.data.load_chats.
         processor, ends, max_tokens: as in `encode_answers`.
 
     Raises:
-        ValueError: as `encode_answers`; an earlier answer that the chat template changes when messages follow.
+        ValueError: as in `encode_answers`, or a chat template that changes an earlier answer when messages follow.
     """
     tokenizer, row = getattr(processor, "tokenizer", processor), asked.row
     if (text := row.get("plain_text")) is not None:
         ids = list(tokenizer(text)["input_ids"])
         ids += [tokenizer.eos_token_id] * (ids[-1:] != [tokenizer.eos_token_id])
-        sample = replace(prompt(ids, row=row, group_id=asked.group_id, text=text), mask=[False] + [True] * len(ids[1:]))
+        sample = replace(
+            prompt_sample(ids, row=row, group_id=asked.group_id, text=text), mask=[False] + [True] * len(ids[1:])
+        )
         _check_length(sample, max_tokens)
         return sample
     before, _ = prompt_of(row)
-    messages = [*before, _said(row.get("completion"), row)]
+    messages = [*before, _assistant_message(row.get("completion"), row)]
     compact: list[int] = []
     mask: list[bool] = []
-    rest: list[int] = []
-    done = ""
+    rest: list[int] = []  # tokens that the template writes after the last end token
+    rendered = ""  # the chat up to and including the last answer
     for i, one in enumerate(messages):
         if one["role"] != "assistant":
             continue
         prefix = row.get("answer_prefix") or "" if i == len(before) else ""
         turn = _turn(processor, row, messages[:i], one, ends, prefix)
-        if not turn.before.startswith(done):
-            raise ValueError(f"{_where(row)}: the chat template changes an answer when messages follow")
-        question = rest + tokenizer(turn.before.removeprefix(done), add_special_tokens=False)["input_ids"]
-        compact += question + turn.ids
-        mask += [False] * len(question) + [True] * len(turn.ids)
-        done, rest = turn.after, turn.rest
-    ids = expand(compact, asked.placeholders)
+        if not turn.before.startswith(rendered):
+            raise ValueError(
+                f"{_where(row)}: expected a chat template that keeps an answer when messages follow, got a change"
+            )
+        context = rest + tokenizer(turn.before.removeprefix(rendered), add_special_tokens=False)["input_ids"]
+        compact += context + turn.ids
+        mask += [False] * len(context) + [True] * len(turn.ids)
+        rendered, rest = turn.after, turn.rest
+    ids = expand_placeholders(compact, asked.placeholders)
     marks = np.repeat(mask, expanded_lengths(compact, asked.placeholders)).tolist()
     sample = replace(asked, token_ids=ids, compact_ids=compact, mask=marks, logprobs=[0.0] * len(ids))
     _check_length(sample, max_tokens)
     return sample
 
 
-def _said(answer: str | Message | None, row: Row) -> Message:
+def _assistant_message(answer: str | Message | None, row: Row) -> Message:
     if isinstance(answer, str):
         return {"role": "assistant", "content": answer}
     if not isinstance(answer, Mapping):
-        raise ValueError(f"{_where(row)}: expected an answer to learn from, got {answer!r}")
+        raise ValueError(f"{_where(row)}: expected an answer to train on, got {answer!r}")
     return answer
 
 
 def _check_length(sample: Sample, max_tokens: int) -> None:
     if (n := len(sample.token_ids)) > max_tokens:
-        raise ValueError(f"{_where(sample.row)}: {n} tokens with its answer, more than the limit of {max_tokens}")
+        raise ValueError(f"{_where(sample.row)}: expected at most {max_tokens} tokens with the answer, got {n}")
 
 
 class _Turn(NamedTuple):
-    """An answer in its chat."""
+    """An assistant turn of a chat."""
 
-    before: str  # the text up to it
-    ids: list[int]  # its tokens, with the one that ends it
-    rest: list[int]  # what the template writes behind that
-    after: str  # the text with all of it
+    before: str  # the rendered chat up to the answer
+    ids: list[int]  # tokens of the answer, with its end token
+    rest: list[int]  # tokens that the template writes after the end token
+    after: str  # the rendered chat with the answer
 
 
 def _turn(
@@ -278,7 +283,9 @@ def _turn(
     before = render(processor, messages, add_generation_prompt=True, **options) + prefix
     after = render(processor, [*messages, answer], **options)
     if not after.startswith(before):
-        raise ValueError(f"{_where(row)}: the chat template changes the prompt when an answer follows")
+        raise ValueError(
+            f"{_where(row)}: expected a chat template that keeps the prompt when an answer follows, got a change"
+        )
     ids = tokenizer(after.removeprefix(before), add_special_tokens=False)["input_ids"]
     end = next((i + 1 for i, token in enumerate(ids) if token in ends), None)
     if end is None:

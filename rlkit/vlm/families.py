@@ -1,4 +1,4 @@
-"""What a model family's attention wants beyond "each token sees those before it", read from its config and class."""
+"""Facts of model families: which of them packing, causal attention and fused log-probabilities support."""
 
 from __future__ import annotations
 
@@ -9,54 +9,58 @@ from typing import Any
 import torch
 from torch import Tensor
 
-IMAGES_SEE_THEMSELVES = frozenset({"gemma3"})  # the tokens of one image see each other, whatever their order
-# an image is one row of numbers a patch, and its grid
-IN_PATCHES = frozenset(
+BIDIRECTIONAL_IMAGE_FAMILIES = frozenset({"gemma3"})  # tokens of an image attend to all of that image
+# pixel_values is [patches, ...], one row per patch, and a grid (t, h, w) says which patches make up an image
+PATCH_ROW_FAMILIES = frozenset(
     {
         "qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe", "glm4v", "glm4v_moe", "glm46v",
         "glm_ocr", "qwen2_5_omni_thinker", "qwen3_omni_moe_thinker",
     }
 )  # fmt: skip
-IMAGES_OF_A_SAMPLE = frozenset({"smolvlm", "idefics3"})  # a sample's images have a dimension of their own
-NAMED_AS_IN_FILES = frozenset({"llava", "gemma3", "mixtral"})  # vLLM knows no other names of their weights
-TRANSPOSED_EXPERTS = frozenset({"qwen3_vl_moe"})  # [experts, in, out] in published files, and so in vLLM
+IMAGE_DIMENSION_FAMILIES = frozenset({"smolvlm", "idefics3"})  # pixel_values is [samples, images, ...]
+CHECKPOINT_NAME_FAMILIES = frozenset({"llava", "gemma3", "mixtral"})  # vLLM accepts only the names of the files
+TRANSPOSED_EXPERTS = frozenset({"qwen3_vl_moe"})  # [experts, in, out] in checkpoint files and in vLLM
 PACKABLE_LAYERS = frozenset({"full_attention", "sliding_attention"})
-NO_INTERFACE = "its attention does not go through transformers' AttentionInterface"
-AFTER_THE_HEAD = ("final_logit_softcapping", "logit_scale", "logits_scaling", "output_multiplier")
+NO_ATTENTION_INTERFACE = "its attention does not go through transformers' AttentionInterface"
+LOGIT_TRANSFORMS = ("final_logit_softcapping", "logit_scale", "logits_scaling", "output_multiplier")
 
 
 def packing_obstacle(model: Any) -> str | None:
-    """Why sequences laid end to end would give wrong numbers in this model; None if they do not."""
+    """Why this model would compute wrong results on packed sequences; None if it would not."""
     text, decoder = model.config.get_text_config(), model.get_decoder()
     layers = set(getattr(text, "layer_types", None) or ())
-    if stateful(model) or layers & {"linear_attention", "conv", "hybrid", "hybrid_sliding"}:
-        return "the state of its linear-attention, state-space or convolution layers runs on into the next sequence"
+    if has_recurrent_state(model) or layers & {"linear_attention", "conv", "hybrid", "hybrid_sliding"}:
+        return "the state of its linear-attention, state-space or convolution layers leaks into the next sequence"
     if layers - PACKABLE_LAYERS:
-        return f"its layers of {', '.join(sorted(layers - PACKABLE_LAYERS))} are not known to packed attention"
+        return f"its layers of {', '.join(sorted(layers - PACKABLE_LAYERS))} are not supported by packed attention"
     if not getattr(decoder, "_supports_attention_backend", False):
-        return NO_INTERFACE
+        return NO_ATTENTION_INTERFACE
     return None
 
 
-def stateful(model: Any) -> bool:
+def has_recurrent_state(model: Any) -> bool:
+    """Whether the model carries a state from token to token, as linear attention and state-space models do."""
     return any(getattr(part, "_is_stateful", False) for part in (model, model.get_decoder()))
 
 
-def bidirectional(model: Any) -> str | None:
-    """Why causal attention alone, packed or padded, is not this model's; None if it is.
+def bidirectional_obstacle(model: Any) -> str | None:
+    """Why purely causal attention would be wrong for this model; None if it is right.
 
-    A model that tells images (or a prefix) from text by `token_type_ids` lets some tokens see later ones.
+    Models that distinguish images (or a prefix) from text by `token_type_ids` let some tokens attend to later ones.
     """
     prefixed = hasattr(model.config, "vision_config") and "token_type_ids" in signature(model.forward).parameters
-    if prefixed and model.config.model_type not in IMAGES_SEE_THEMSELVES:
-        return "its image and prefix tokens see later ones, by token_type_ids that the engine does not make"
+    if prefixed and model.config.model_type not in BIDIRECTIONAL_IMAGE_FAMILIES:
+        return "its image and prefix tokens attend to later ones, by token_type_ids that the engine does not compute"
     if getattr(model.config.get_text_config(), "use_bidirectional_attention", None):
-        return "its config sets use_bidirectional_attention: some of its tokens see later ones"
+        return "its config sets use_bidirectional_attention: some tokens attend to later ones"
     return None
 
 
-def changing_rope(config: Any) -> tuple[str, int] | None:
-    """RoPE that changes with the longest sequence of a forward: its kind, and the length up to which it does not."""
+def length_dependent_rope(config: Any) -> tuple[str, int] | None:
+    """RoPE whose frequencies depend on the longest sequence in a forward: (rope type, longest length without effect).
+
+    None for other kinds of RoPE.
+    """
     text = config.get_text_config()
     rope = getattr(text, "rope_parameters", None) or {}
     for one in (rope, *rope.values()):
@@ -67,42 +71,57 @@ def changing_rope(config: Any) -> tuple[str, int] | None:
     return None
 
 
-def check_rope(model_type: str, kind: str, most: int, lengths: Sequence[int]) -> None:
-    """Refuse sequences that would change each other's RoPE: their numbers would depend on who is in the batch.
+def check_rope_lengths(model_type: str, kind: str, most: int, lengths: Sequence[int]) -> None:
+    """Refuse a batch in which a sequence would change the RoPE frequencies of another.
 
-    Beyond `most` tokens longrope has other frequencies than up to it, so that both kinds cannot share a forward;
-    dynamic has others for each length, and keeps those of the longest sequence so far.
+    "longrope" has one set of frequencies up to `most` tokens and another beyond, so short and long sequences cannot
+    share a forward. "dynamic" has other frequencies for each length beyond `most`, and keeps those of the longest
+    sequence so far.
+
+    Args:
+        model_type: for the error.
+        kind, most: of `length_dependent_rope`.
+        lengths: tokens of each sequence in a forward.
+
+    Raises:
+        ValueError: the sequences cannot share a forward.
     """
     longest = max(lengths, default=0)
     if longest > most and (kind == "dynamic" or min(lengths) <= most):
-        advice = "" if kind == "dynamic" else ", or the longer ones by themselves (micro_batch_tokens=1)"
+        advice = "" if kind == "dynamic" else " (or longer sequences alone: micro_batch_tokens=1)"
         raise ValueError(
-            f"{model_type}: sequences of {min(lengths)} to {longest} tokens in one forward: its RoPE ({kind}) changes "
-            f"with the longest of them beyond {most} tokens; at most as many expected{advice}"
+            f"lengths: expected at most {most} tokens in a forward of {model_type}{advice}, because its RoPE ({kind}) "
+            f"depends on the longest sequence beyond that, got sequences of {min(lengths)} to {longest} tokens"
         )
 
 
 def head_obstacle(config: Any) -> str | None:
-    """Why logits are not the output layer's alone, so that they cannot be had from hidden states; None if they are."""
+    """Why logits cannot be computed from hidden states by the output layer alone; None if they can."""
     text = config.get_text_config()
-    changed = [name for name in AFTER_THE_HEAD if getattr(text, name, None) not in (None, 1.0)]
-    return f"its logits are changed after the output layer ({', '.join(changed)})" if changed else None
+    changed = [name for name in LOGIT_TRANSFORMS if getattr(text, name, None) not in (None, 1.0)]
+    return f"its logits are transformed after the output layer ({', '.join(changed)})" if changed else None
 
 
-def tokens_of_fixed_size_image(config: Any) -> int:
-    """How many tokens stand for an image, in families whose images are all of one size; 0 for others."""
+def tokens_per_image(config: Any) -> int:
+    """Tokens per image in families that resize all images to one size; 0 for other families."""
     vision = config.vision_config
     if config.model_type == "internvl" or config.model_type == "llava" and vision.model_type != "pixtral":
         return config.image_seq_length
     if config.model_type == "gemma3":
         return config.mm_tokens_per_image
-    if config.model_type in IMAGES_OF_A_SAMPLE:
+    if config.model_type in IMAGE_DIMENSION_FAMILIES:
         return (vision.image_size // vision.patch_size // config.scale_factor) ** 2
     return 0
 
 
 def image_groups(tokens: Tensor, image_token: int, starts: Tensor | None = None) -> Tensor:
-    """[..., N] number of the image that each token is of, -1 for text; images end at `starts` of segments too."""
+    """Which image each token belongs to: [..., N], counted from 0; -1 for text.
+
+    Args:
+        tokens: [..., N] token ids.
+        image_token: the placeholder; adjacent placeholders are one image.
+        starts: indices at which a packed segment starts; an image ends there.
+    """
     image = tokens == image_token
     first = image.clone()
     first[..., 1:] &= ~image[..., :-1]

@@ -1,4 +1,4 @@
-"""What a model's forward wants beside the tokens; the same for training and for sampling."""
+"""Inputs of a model's forward besides the tokens: vision tensors and position ids, for training and for sampling."""
 
 from __future__ import annotations
 
@@ -11,125 +11,155 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from rlkit.data.samples import Batch
-from rlkit.vlm.families import IN_PATCHES, tokens_of_fixed_size_image
+from rlkit.vlm.families import PATCH_ROW_FAMILIES, tokens_per_image
 from rlkit.vlm.rope3d import ROPE3D_MODEL_TYPES, ROPE3D_REFUSED, Rope3DSpec, rope3d_position_ids, rope3d_spec
 
 
 def position_spec(config: Any) -> Rope3DSpec | None:
-    """The family's 3D RoPE rule, or None for a model with plain positions; a ValueError where the rule is not known."""
+    """The `Rope3DSpec` of a model, or None for a model with one position per token.
+
+    Raises:
+        ValueError: a model with several axes whose rule is not supported.
+    """
     several_axes = config.model_type in ROPE3D_MODEL_TYPES or config.model_type in ROPE3D_REFUSED
     if not several_axes and getattr(config, "vision_config", None) is not None:
         several_axes = "mrope_section" in (getattr(config.get_text_config(), "rope_parameters", None) or {})
     return rope3d_spec(config) if several_axes else None
 
 
-TIMES = ("second_per_grid_ts", "video_second_per_grid")  # of videos; the second is Qwen-Omni's name
-PIXELS = {"image": "pixel_values", "video": "pixel_values_videos"}
-POSITION_KEYS = ("image_grid_thw", "video_grid_thw", *TIMES)
+VIDEO_TIME_KEYS = ("second_per_grid_ts", "video_second_per_grid")  # Qwen2.5-VL, Qwen-Omni
+PIXEL_KEYS = {"image": "pixel_values", "video": "pixel_values_videos"}
+POSITION_KEYS = ("image_grid_thw", "video_grid_thw", *VIDEO_TIME_KEYS)
 
 
-def join_vision(vision: Sequence[Mapping[str, Tensor]], only: Sequence[str] | None = None) -> dict[str, Tensor]:
-    """The vision tensors of several samples (`only` those named), one behind the other in the order of their rows.
+def concatenate_vision(vision: Sequence[Mapping[str, Tensor]], only: Sequence[str] | None = None) -> dict[str, Tensor]:
+    """Concatenates the vision tensors of several samples along the first dimension, in the order of the samples.
 
-    Where a sample's images have a dimension of their own ([1, images, channels, height, width], SmolVLM, Idefics3),
-    those of fewer are filled up with zeros as the processors fill up a batch: the models leave them out.
+    In SmolVLM and Idefics3 a sample's images have a dimension of their own: [1, images, channels, height, width].
+    Samples with fewer images are padded with zeros, as the processors pad a batch; the models skip such images.
+
+    Args:
+        vision: of each sample its tensors by name.
+        only: names to concatenate; None means all.
 
     Raises:
-        ValueError: tensors of samples that do not fit behind each other.
+        ValueError: tensors of one name whose shapes differ beyond the first dimension.
     """
     keys = [key for key in dict.fromkeys(key for one in vision for key in one) if only is None or key in only]
-    return {key: _end_to_end(key, [one[key] for one in vision if key in one]) for key in keys}
+    return {key: _concatenate(key, [one[key] for one in vision if key in one]) for key in keys}
 
 
-def model_vision(tokens: Tensor, vision: Sequence[Mapping[str, Tensor]], spec: Rope3DSpec | None) -> dict[str, Tensor]:
-    """`join_vision` of rows [B, T] for a model's forward; position ids are made of the rows as they were."""
+def vision_kwargs(tokens: Tensor, vision: Sequence[Mapping[str, Tensor]], spec: Rope3DSpec | None) -> dict[str, Tensor]:
+    """Vision keyword arguments of a model's forward for rows [B, T].
+
+    They differ from `concatenate_vision` only for GLM-4V, whose frames of videos are passed as images. Compute position
+    ids from the original tensors, not from these.
+    """
     if spec is not None and spec.video_start_token_id is not None:
         rows = zip(tokens, vision, strict=True)
-        vision = [frames_as_images(row, one, spec) if PIXELS["video"] in one else one for row, one in rows]
-    return join_vision(vision)
+        vision = [frames_as_images(row, one, spec) if PIXEL_KEYS["video"] in one else one for row, one in rows]
+    return concatenate_vision(vision)
 
 
 def frames_as_images(row: Tensor, one: Mapping[str, Tensor], spec: Rope3DSpec) -> dict[str, Tensor]:
-    """GLM-4V's images and frames of videos, all as images in the order of the row's tokens.
+    """GLM-4V: the vision tensors of a row with all frames of its videos as images, in the order of their placeholders.
 
-    To its vision tower a frame is an image, and both have the same placeholder. transformers takes images or videos in
-    a forward, but not both, and would not know whose placeholders are whose.
+    To the vision tower a frame is an image, and both have the same placeholder. A forward in transformers accepts
+    images or videos, but not both, as it cannot tell their placeholders apart.
+
+    Args:
+        row: [T] token ids.
+        one: the row's vision tensors, with a video.
+        spec: of the model, with `video_start_token_id`.
     """
     t, *sides = one["video_grid_thw"].unbind(1)
     frames = torch.stack([torch.ones_like(t), *sides], 1).repeat_interleave(t, 0)
     images = one.get("image_grid_thw", frames[:0])
     is_image = row == spec.image_token_id
     opens, closes = (row.eq(token or -1).int() for token in (spec.video_start_token_id, spec.video_end_token_id))
-    inside = (opens - closes).cumsum(0) > 0
+    in_video = (opens - closes).cumsum(0) > 0
     starts = []
-    for grids, of_kind in ((images, is_image & ~inside), (frames, is_image & inside)):
+    for grids, placeholders in ((images, is_image & ~in_video), (frames, is_image & in_video)):
         tokens = grids.prod(1) // spec.merge_size**2
-        starts.append(of_kind.nonzero()[:, 0][tokens.cumsum(0) - tokens])
+        starts.append(placeholders.nonzero()[:, 0][tokens.cumsum(0) - tokens])
     order, grids = torch.cat(starts).argsort(), torch.cat([images, frames])
-    pixels = torch.cat([one[name] for name in PIXELS.values() if name in one]).split(grids.prod(1).tolist())
-    return {PIXELS["image"]: torch.cat([pixels[i] for i in order]), "image_grid_thw": grids[order]}
+    pixels = torch.cat([one[name] for name in PIXEL_KEYS.values() if name in one]).split(grids.prod(1).tolist())
+    return {PIXEL_KEYS["image"]: torch.cat([pixels[i] for i in order]), "image_grid_thw": grids[order]}
 
 
-def kinds_seen(vision: Sequence[Mapping[str, Tensor]], spec: Rope3DSpec | None) -> list[bool]:
-    """Whether a forward of these rows calls the vision tower for images, and whether it does so for videos."""
-    seen = [any(name in one for one in vision) for name in PIXELS.values()]
-    return [any(seen), False] if spec is not None and spec.video_start_token_id is not None else seen
+def vision_kinds(vision: Sequence[Mapping[str, Tensor]], spec: Rope3DSpec | None) -> list[bool]:
+    """[images, videos]: whether a forward of these rows calls the vision tower for images, and for videos."""
+    present = [any(name in one for one in vision) for name in PIXEL_KEYS.values()]
+    frames_are_images = spec is not None and spec.video_start_token_id is not None
+    return [any(present), False] if frames_are_images else present
 
 
-# tensor -> its dimensions, if a sample's images have one of their own
-IMAGES_APART = {"pixel_values": 5, "pixel_attention_mask": 4}
+# tensor -> its number of dimensions in families where a sample's images have a dimension of their own
+NDIM_WITH_IMAGE_DIMENSION = {"pixel_values": 5, "pixel_attention_mask": 4}
 
 
-def _end_to_end(key: str, tensors: Sequence[Tensor]) -> Tensor:
-    if all(x.ndim == IMAGES_APART.get(key) for x in tensors):
+def _concatenate(key: str, tensors: Sequence[Tensor]) -> Tensor:
+    if all(x.ndim == NDIM_WITH_IMAGE_DIMENSION.get(key) for x in tensors):
         most = max(x.shape[1] for x in tensors)
         tensors = [F.pad(x, [0, 0] * (x.ndim - 2) + [0, most - x.shape[1]]) for x in tensors]
-    if len(shapes := {tuple(x.shape[1:]) for x in tensors}) > 1:
-        came = ", ".join(str(tuple(x.shape)) for x in tensors)
-        raise ValueError(
-            f"{key}: of {len(tensors)} samples, {len(shapes)} different shapes behind the first number: {came}"
-        )
+    if len({tuple(x.shape[1:]) for x in tensors}) > 1:
+        got = ", ".join(str(tuple(x.shape)) for x in tensors)
+        raise ValueError(f"{key}: expected shapes that are equal beyond the first dimension, got {got}")
     return torch.cat(list(tensors))
 
 
 def position_ids(
     tokens: Tensor, attended: Tensor, vision: Sequence[Mapping[str, Tensor]], spec: Rope3DSpec | None
 ) -> Tensor:
-    """[3, B, T] for a 3D RoPE model, else [B, T]; padding on either side. `vision` is each row's own."""
+    """Position ids: [3, B, T] for a model with 3D RoPE, otherwise [B, T].
+
+    Args:
+        tokens: [B, T], padded on either side.
+        attended: bool [B, T], False on padding.
+        vision: of each row its vision tensors.
+        spec: of `position_spec`.
+    """
     if spec is None:
         return (attended.cumsum(1) - 1).clamp(min=0)
-    joined = join_vision(vision, POSITION_KEYS)
-    times: Any = next((joined.pop(name) for name in TIMES if name in joined), None)
+    joined = concatenate_vision(vision, POSITION_KEYS)
+    times: Any = next((joined.pop(name) for name in VIDEO_TIME_KEYS if name in joined), None)
     return rope3d_position_ids(tokens, attended, **joined, second_per_grid_ts=times, spec=spec)[0]
 
 
-def check_images(batch: Batch, config: Any) -> None:
-    """Raise a ValueError that names the first row whose tokens, grids and pixels do not speak of the same images.
+def check_image_tokens(batch: Batch, config: Any) -> None:
+    """Check that in each row the placeholder tokens, grids and pixels describe the same images.
 
-    A model's forward would say so without the row, or take another row's features. Where it is not known how many
-    tokens an image has, nothing but the lack of one is noticed.
+    Without this check a model's forward would fail without naming the row, or silently use another row's features. In
+    families where the number of tokens per image is not known, only rows with images but no placeholder, or
+    placeholders but no image, are found.
+
+    Raises:
+        ValueError: names the first row that is inconsistent.
     """
     attended = torch.arange(batch.tokens.shape[1]) < torch.tensor(batch.lengths).view(-1, 1)
-    counted: dict[int, list[int]] = {}  # by token id: how many each row has
-    needed: dict[int, list[_Seen]] = {}  # by the vision tensors, which the answers to one prompt share
+    token_counts: dict[int, list[int]] = {}  # placeholder id -> tokens in each row
+    contents: dict[int, list[_VisionContent]] = {}  # id() of vision tensors, which responses to a prompt share
     for row, one in enumerate(batch.vision):
         try:
-            if id(one) not in needed:
-                needed[id(one)] = _seen(one, config)
-            for kind, token, images, features in needed[id(one)]:
-                if token not in counted:
-                    counted[token] = ((batch.tokens == token) & attended).sum(1).tolist()
-                tokens = counted[token][row]
-                if bool(tokens) != bool(images) if features is None else tokens != features:
-                    of_them = "" if features is None else f"features for {features}, of "
-                    raise ValueError(f"{tokens} {kind} tokens, and {of_them}{images} {kind}s")
+            if id(one) not in contents:
+                contents[id(one)] = _vision_contents(one, config)
+            for kind, token, images, features in contents[id(one)]:
+                if token not in token_counts:
+                    token_counts[token] = ((batch.tokens == token) & attended).sum(1).tolist()
+                tokens = token_counts[token][row]
+                if features is None and bool(tokens) != bool(images):
+                    raise ValueError(
+                        f"{kind} tokens: expected {'some' if images else 'none'} for {images} {kind}s, got {tokens}"
+                    )
+                if features is not None and tokens != features:
+                    raise ValueError(f"{kind} tokens: expected {features} for {images} {kind}s, got {tokens}")
         except ValueError as error:
             group = f" (group {int(batch.group_ids[row])})" if "group_ids" in batch.fields else ""
             raise ValueError(f"row {row} of the batch{group}: {error}") from error
 
 
-class _Seen(NamedTuple):
-    """What a row's vision tensors hold of one kind; None where it is not known how many tokens stand for it."""
+class _VisionContent(NamedTuple):
+    """The images (or videos) in a row's vision tensors, and the tokens they need; None if that number is not known."""
 
     kind: str
     token: int
@@ -137,37 +167,45 @@ class _Seen(NamedTuple):
     features: int | None
 
 
-def _seen(one: Mapping[str, Tensor], config: Any) -> list[_Seen]:
+def _vision_contents(one: Mapping[str, Tensor], config: Any) -> list[_VisionContent]:
     if getattr(config, "vision_config", None) is None:
         if one:
-            raise ValueError(f"it has {', '.join(one)}, and {config.model_type} sees no images")
+            raise ValueError(f"vision: expected none for {config.model_type}, a text model, got {', '.join(one)}")
         return []
     if (spec := position_spec(config)) is not None:
-        return _seen_by_grids(one, spec, config.model_type in IN_PATCHES)
+        return _contents_from_grids(one, spec, config.model_type in PATCH_ROW_FAMILIES)
     pixels = one.get("pixel_values")
-    images = 0 if pixels is None else pixels.shape[1] if pixels.ndim == IMAGES_APART["pixel_values"] else len(pixels)
-    each = tokens_of_fixed_size_image(config)
-    return [_Seen("image", config.image_token_id, images, images * each if each else None)]
+    images = (
+        0
+        if pixels is None
+        else pixels.shape[1]
+        if pixels.ndim == NDIM_WITH_IMAGE_DIMENSION["pixel_values"]
+        else len(pixels)
+    )
+    per_image = tokens_per_image(config)
+    return [_VisionContent("image", config.image_token_id, images, images * per_image if per_image else None)]
 
 
-def _seen_by_grids(one: Mapping[str, Tensor], spec: Rope3DSpec, in_patches: bool) -> list[_Seen]:
-    seen = []
+def _contents_from_grids(one: Mapping[str, Tensor], spec: Rope3DSpec, in_patches: bool) -> list[_VisionContent]:
+    contents = []
     for kind, token, frames in (
         ("image", spec.image_token_id, 1),
         ("video", spec.video_token_id, spec.temporal_merge_size),
     ):
         grids, merge = one.get(f"{kind}_grid_thw", torch.empty(0, 3)).tolist(), (frames, *[spec.merge_size] * 2)
         if any(size % by for grid in grids for size, by in zip(grid, merge, strict=True)):
-            raise ValueError(f"{kind}_grid_thw {grids}: (t, h, w) that {merge} divide expected")
-        patches, expected = len(one.get(PIXELS[kind], ())), sum(map(math.prod, grids))
+            raise ValueError(f"{kind}_grid_thw: expected (t, h, w) that {merge} divide, got {grids}")
+        patches, expected = len(one.get(PIXEL_KEYS[kind], ())), sum(map(math.prod, grids))
         if in_patches and patches != expected:
-            raise ValueError(f"{PIXELS[kind]} has {patches} patches, and {kind}_grid_thw {grids} says {expected}")
-        seen.append(_Seen(kind, token, len(grids), expected // math.prod(merge)))
-    times = len(next((one[name] for name in TIMES if name in one), ()))
-    if spec.tokens_per_second is not None and times != seen[1].images:
-        raise ValueError(f"{seen[1].images} videos, and times of {times}: {TIMES[0]} expected, one a video")
-    if spec.video_start_token_id is not None:  # a video's frames are of image tokens
-        image, video = seen
+            raise ValueError(
+                f"{PIXEL_KEYS[kind]}: expected {expected} patches for {kind}_grid_thw {grids}, got {patches}"
+            )
+        contents.append(_VisionContent(kind, token, len(grids), expected // math.prod(merge)))
+    times = len(next((one[name] for name in VIDEO_TIME_KEYS if name in one), ()))
+    if spec.tokens_per_second is not None and times != contents[1].images:
+        raise ValueError(f"{VIDEO_TIME_KEYS[0]}: expected {contents[1].images}, one per video, got {times}")
+    if spec.video_start_token_id is not None:  # the frames of a video consist of image tokens
+        image, video = contents
         features = (image.features or 0) + (video.features or 0)
-        return [_Seen("image", image.token, image.images + video.images, features)]
-    return seen
+        return [_VisionContent("image", image.token, image.images + video.images, features)]
+    return contents

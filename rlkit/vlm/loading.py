@@ -1,4 +1,4 @@
-"""Models from a directory, a hub id, ModelScope, or a GGUF file."""
+"""Loads models and their configurations from a directory, the Hugging Face hub, ModelScope or a GGUF file."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rlkit.data.lookup import check_source, extra
+from rlkit.data.lookup import check_source, requires_extra
 from rlkit.vlm.pretrained import SMOLLM2, gguf_path, smollm2_path
 
 MODELSCOPE = "modelscope:"
@@ -18,17 +18,14 @@ MODELSCOPE = "modelscope:"
 
 @cache
 def model_path(path: str) -> str:
-    """Where a model's files are.
+    """Downloads or converts a model that is named by its source, and returns its directory.
 
-    A model named `modelscope:OWNER/NAME` is downloaded from ModelScope. `smollm2` and GGUF files are converted to a
-    directory once, see rlkit.vlm.pretrained. Other names are returned as they are.
-
-    Returns:
-        A directory, or a hub id.
+    A model named `modelscope:OWNER/NAME` is downloaded. `smollm2` and GGUF files are converted once, see
+    rlkit.vlm.pretrained. Other names are returned unchanged.
 
     Raises:
-        ValueError: ModelScope cannot provide the model, or a GGUF file that cannot be read.
-        ImportError: ModelScope's package, or one that a conversion needs, is not installed.
+        ValueError: the download from ModelScope failed, or a GGUF file cannot be read.
+        ImportError: the package modelscope, or one that a conversion needs, is not installed.
     """
     if path == SMOLLM2:
         return smollm2_path()
@@ -36,33 +33,33 @@ def model_path(path: str) -> str:
         return gguf_path(path)
     if not path.startswith(MODELSCOPE):
         return path
-    with extra("modelscope"):
+    with requires_extra("modelscope"):
         from modelscope import snapshot_download
     try:
         return snapshot_download(path.removeprefix(MODELSCOPE))
-    except Exception as error:  # of many kinds, of which only some are OSErrors
+    except Exception as error:  # modelscope raises many types, some of them no OSError
         raise ValueError(f"model {path!r}: {error}") from error
 
 
 def load_config(path: str, *, trust_remote_code: bool = False) -> Any:
-    """The configuration of a model.
+    """The transformers configuration of a model.
 
     Raises:
-        ValueError: a directory without a model, a name that cannot be found, or a family transformers does not know.
+        ValueError: a directory without a model, a name that cannot be found, or a model type transformers lacks.
     """
     import transformers
 
     path = model_path(path)
     check_source(path, "model")
     if Path(path).exists() and not (Path(path) / "config.json").is_file():
-        raise ValueError(f"model {path!r}: the directory holds no config.json")
+        raise ValueError(f"model: expected a directory with a config.json, got {path!r}, which has none")
     try:
         return transformers.AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
     except (OSError, ValueError) as error:
         raise ValueError(f"model {path!r}: {error}") from error
 
 
-def can_see(config: Any) -> bool:
+def has_vision(config: Any) -> bool:
     """Whether the model has a vision tower."""
     return getattr(config, "vision_config", None) is not None
 
@@ -70,61 +67,68 @@ def can_see(config: Any) -> bool:
 def load_model(
     path: str, *, dtype: torch.dtype = torch.float32, trust_remote_code: bool = False, on_meta: bool = False
 ) -> Any:
-    """A vision-language model, or a text one, with its weights.
+    """Loads a vision-language model or a text model.
 
     Args:
         path: a directory, a hub id, or `modelscope:OWNER/NAME`.
         dtype: of the weights.
-        trust_remote_code: run model code that lies beside the weights.
-        on_meta: parameters without memory. The fsdp2 engine reads into each rank its part of them, so that none holds
-            the whole model.
+        trust_remote_code: run model code that lies in the model's repository.
+        on_meta: create parameters on the meta device, without memory. The fsdp2 engine then loads only its own shard on
+            each rank.
 
     Raises:
         ValueError: as `load_config`, or weights that are missing or cannot be read.
     """
     config = load_config(path, trust_remote_code=trust_remote_code)
     if getattr(config, "value_head", False):
-        raise ValueError(f"model {path!r}: a value model; rlkit.engines.value_head.load_value_model reads it")
-    read = empty_model if on_meta else read_model
-    return read(path, config, dtype=dtype, trust_remote_code=trust_remote_code)
+        raise ValueError(f"model: expected a language model, got the value model {path!r}; use load_value_model for it")
+    load = empty_model if on_meta else load_pretrained
+    return load(path, config, dtype=dtype, trust_remote_code=trust_remote_code)
 
 
 def empty_model(path: str, config: Any, **options: Any) -> Any:
-    """What `read_model` gives, with its parameters on the meta device; buffers, which files may lack, have values."""
+    """The model that `load_pretrained` returns, with its parameters on the meta device.
+
+    Buffers are on the CPU and have their values, because checkpoint files may lack them.
+    """
     import transformers
     from accelerate import init_empty_weights
 
     path = model_path(path)
-    auto = transformers.AutoModelForImageTextToText if can_see(config) else transformers.AutoModelForCausalLM
+    auto = transformers.AutoModelForImageTextToText if has_vision(config) else transformers.AutoModelForCausalLM
     with init_empty_weights(include_buffers=False):
         model = auto.from_config(config, **options).eval()
-    model.tie_weights()  # the context takes tied parameters apart
+    model.tie_weights()  # init_empty_weights unties parameters
     try:
         model.generation_config = transformers.GenerationConfig.from_pretrained(path)
-    except OSError:  # none beside the weights
+    except OSError:  # the model has none
         pass
     return model
 
 
-def read_model(path: str, config: Any, **options: Any) -> Any:
-    """What `from_pretrained` gives, of the class that the configuration asks for; a ValueError if it cannot."""
+def load_pretrained(path: str, config: Any, **options: Any) -> Any:
+    """`from_pretrained` of the auto class that fits the configuration.
+
+    Raises:
+        ValueError: the weights are missing or cannot be read.
+    """
     import transformers
     from safetensors import SafetensorError
 
     path = model_path(path)
-    auto = transformers.AutoModelForImageTextToText if can_see(config) else transformers.AutoModelForCausalLM
+    auto = transformers.AutoModelForImageTextToText if has_vision(config) else transformers.AutoModelForCausalLM
     try:
         return auto.from_pretrained(path, config=config, **options)
     except (OSError, ValueError, SafetensorError) as error:
         raise ValueError(f"model {path!r}: {error}") from error
 
 
-def copy_with(model: Any, weights: Mapping[str, Tensor]) -> Any:
-    """A transformers model of the same kind as another, with weights of its own, in their precision.
+def copy_with_weights(model: Any, weights: Mapping[str, Tensor]) -> Any:
+    """A copy of a transformers model with other weights, in the dtype of those.
 
     Args:
-        model: with or without weights.
-        weights: all of them, under their Hugging Face names.
+        model: it may be on the meta device.
+        weights: all weights by their Hugging Face names.
     """
     dtype = next(iter(weights.values())).dtype
     copy = type(model).from_pretrained(None, config=model.config, state_dict=dict(weights), dtype=dtype)

@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from rlkit.data.lookup import extra
+from rlkit.data.lookup import requires_extra
 
 SMOLLM2 = "smollm2"
 
@@ -74,7 +74,7 @@ def convert_gguf(file: Path, directory: Path) -> None:
         ValueError: a file of another kind, or a damaged one.
         ImportError: the package gguf is not installed.
     """
-    with extra("pretrained"):
+    with requires_extra("pretrained"):
         import gguf  # noqa: F401  transformers reads the file with it
     import transformers
     from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer

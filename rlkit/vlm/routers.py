@@ -1,11 +1,11 @@
-"""The routers of a mixture of experts: which experts they chose, and having them choose the same again.
+"""Routers of mixture-of-experts models: record which experts they choose, and replay a recorded choice.
 
-A sampler and a trainer round differently, and where two experts are nearly even a token goes to one in the sampler and
-to the other in the trainer. Routing replay (R3, https://arxiv.org/abs/2510.11370) has the trainer use the sampler's
-experts, weighed by the trainer's own logits, with their gradient.
+Sampler and trainer round differently, so a token for which two experts score almost the same may go to one in the
+sampler and to the other in the trainer. With routing replay (R3, https://arxiv.org/abs/2510.11370) the trainer uses the
+sampler's experts, weighted by the trainer's own router logits, with their gradient.
 
-Routing is [tokens, layers, K] int16: the numbers of the K experts that a token went to, in each decoder layer; -1 where
-that is not known, and in layers without experts. All of it goes through forward hooks on the router modules.
+Routing is an int16 tensor [tokens, layers, K]: the ids of the K experts of a token in each decoder layer; -1 where
+unknown, and in layers without experts. Everything here uses forward hooks on the router modules.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ from torch.overrides import TorchFunctionMode
 
 
 def routers(model: Any) -> tuple[dict[int, nn.Module], int]:
-    """The router of each decoder layer that has one, and the number of all layers.
+    """({layer: router} for the decoder layers with experts, number of decoder layers).
 
     Raises:
-        ValueError: there is none.
+        ValueError: the model has no router.
     """
     layers = model.get_decoder().layers
     found = {
@@ -34,76 +34,78 @@ def routers(model: Any) -> tuple[dict[int, nn.Module], int]:
         if type(module).__name__.lower().endswith("topkrouter")  # Qwen3MoeTopKRouter, DeepseekV3TopkRouter, ...
     }
     if not found:
-        raise ValueError(f"model: {model.config.model_type} has no layer whose router could be recorded or replayed")
+        raise ValueError(f"model: expected a mixture of experts with a top-k router, got {model.config.model_type}")
     return found, len(layers)
 
 
 @contextmanager
-def recorded_routing(model: Any) -> Iterator[Callable[[], Tensor]]:
-    """Within it, what it yields returns the routing of the model's last forward, [N, layers, K]; N is B * T."""
+def record_routing(model: Any) -> Iterator[Callable[[], Tensor]]:
+    """Yields a function that returns the routing of the model's last forward: [N, layers, K] with N = B * T."""
     found, layers = routers(model)
     chosen: dict[int, Tensor] = {}
 
-    def note(layer: int, router: nn.Module, args: Any, output: tuple[Tensor, ...]) -> None:
+    def record(layer: int, router: nn.Module, args: Any, output: tuple[Tensor, ...]) -> None:
         chosen[layer] = next(x for x in output if not x.is_floating_point()).to(torch.int16)
 
-    def last() -> Tensor:
+    def last_routing() -> Tensor:
         unknown = torch.full_like(next(iter(chosen.values())), -1)
         return torch.stack([chosen.get(layer, unknown) for layer in range(layers)], 1)
 
-    hooks = [router.register_forward_hook(partial(note, layer)) for layer, router in found.items()]
+    hooks = [router.register_forward_hook(partial(record, layer)) for layer, router in found.items()]
     try:
-        yield last
+        yield last_routing
     finally:
         for hook in hooks:
             hook.remove()
 
 
 def use_router_replay(model: Any) -> None:
-    """Have a model's forward take `routed_experts` [N, layers, K], for all N tokens of its input, and replay them.
+    """Adds the argument `routed_experts` [N, layers, K] to a model's forward, for all N tokens of its input.
 
-    A router runs again with the experts given, so their weights are by the family's own formula. Tokens of -1 keep the
-    experts that the router chose itself.
+    Each router runs a second time with the given experts, so the model's own formula computes their weights. A token
+    with -1 keeps the experts that the router chooses itself.
 
     Raises:
-        ValueError: the model has no routers; in forward: routing of another shape, or of more experts.
+        ValueError: the model has no routers. In forward: routing of another shape, or expert ids that are too large.
     """
     found, layers = routers(model)
     experts = min(len(next(router.parameters())) for router in found.values())
-    given: list[Tensor] = []  # of the last forward, which checkpointed layers run again in backward
+    given: list[Tensor] = []  # of the last forward; gradient checkpointing runs layers again in backward
 
-    def take(module: Any, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+    def take_argument(module: Any, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
         given[:] = [routing] if (routing := kwargs.pop("routed_experts", None)) is not None else []
         if given:
-            check_numbers(given[0], experts)
+            check_expert_ids(given[0], experts)
         return args, kwargs
 
-    def again(layer: int, router: nn.Module, args: Any, kwargs: Mapping[str, Any], output: tuple[Tensor, ...]) -> Any:
+    def replay(layer: int, router: nn.Module, args: Any, kwargs: Mapping[str, Any], output: tuple[Tensor, ...]) -> Any:
         if not given:
             return None
         own = next(x for x in output if not x.is_floating_point())
-        if (came := tuple(given[0].shape)) != (len(own), layers, own.shape[1]):
+        if (shape := tuple(given[0].shape)) != (len(own), layers, own.shape[1]):
             expected = f"[{len(own)} tokens, {layers} layers, {own.shape[1]} experts]"
-            raise ValueError(f"routed_experts: {expected} expected, came {came}")
+            raise ValueError(f"routed_experts: expected {expected}, got {shape}")
         with ChosenExperts(given[0][:, layer], experts) as chosen:
             replayed = router.forward(*args, **kwargs)
         if not chosen.used:
-            raise ValueError(f"routed_experts: {type(router).__name__} does not choose by topk, it cannot be replayed")
+            raise ValueError(
+                f"routed_experts: expected a router that chooses by torch.topk, got {type(router).__name__}"
+            )
         return replayed
 
-    model.register_forward_pre_hook(take, with_kwargs=True)
+    model.register_forward_pre_hook(take_argument, with_kwargs=True)
     for layer, router in found.items():
-        router.register_forward_hook(partial(again, layer), with_kwargs=True)
+        router.register_forward_hook(partial(replay, layer), with_kwargs=True)
 
 
-def check_numbers(routing: Tensor, experts: int) -> None:
-    """Raise a ValueError that says that routing is of a model with more experts."""
-    if (most := int(routing.max())) >= experts:
-        raise ValueError(f"routed_experts: numbers below {experts} expected, came {most}: is it another model's?")
+def check_expert_ids(routing: Tensor, experts: int) -> None:
+    """Raise a ValueError if an expert id is too large for a model with this number of experts."""
+    if (largest := int(routing.max())) >= experts:
+        raise ValueError(f"routed_experts: expected expert ids below {experts}, got {largest}; is it of another model?")
 
 
 class ChosenExperts(TorchFunctionMode):
-    """Within it, topk over all experts gives those that are wanted [N, K], not the largest."""
+    """Inside this context, topk over all experts returns the `wanted` experts [N, K] instead of the largest."""
 
     def __init__(self, wanted: Tensor, experts: int) -> None:
         super().__init__()

@@ -1,11 +1,11 @@
-"""A tiny Qwen2.5-VL or, for text, Qwen2, built here without a download: at most 0.7M parameters, a tokenizer, a
-processor, a few words of training.
+"""Builds a tiny Qwen2.5-VL, or for text a Qwen2, without a download: at most 0.7M parameters, with its processor.
 
-It is a model directory like any other, so that everything which takes a 7B takes it too.
+The result is an ordinary model directory, so every program that accepts a 7B model accepts it too.
 """
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -17,6 +17,8 @@ import torch.distributed as dist
 from rlkit.data.messages import prompt_of
 from rlkit.vlm.chat_template import render
 from rlkit.vlm.processors import load_image
+
+TINY_MARK = "rlkit_tiny"  # in config.json, also of what is trained from it
 
 SPECIAL = [
     "<|endoftext|>", "<|im_start|>", "<|im_end|>",
@@ -40,7 +42,7 @@ def tiny_tokenizer(corpus: Sequence[str], vocab_size: int = 400) -> Any:
 
 
 def tiny_text_tokenizer(corpus: Sequence[str], vocab_size: int = 400) -> Any:
-    """The same for text alone; digits and capitals stay tokens of their own, so that a model can work with them."""
+    """The same for a text model; digits and capital letters are never merged, which makes the tasks learnable."""
     names = ["input_ids", "attention_mask"]
     return _tokenizer(corpus, vocab_size, SPECIAL[:3], alone="[0-9A-Z]", model_input_names=names)
 
@@ -71,13 +73,13 @@ def _tokenizer(corpus: Sequence[str], vocab_size: int, special: list[str], alone
 
 
 def tiny_processor(tokenizer: Any, patch_size: int = 14) -> Any:
-    """An image processor around the tokenizer; images of 28 to 224 pixels a side."""
+    """A processor with this tokenizer, for images with 28 to 224 pixels per side."""
     from transformers import Qwen2_5_VLProcessor, Qwen2VLImageProcessorPil
 
-    from rlkit.vlm.processors import image_only
+    from rlkit.vlm.processors import without_video_processor
 
     images = Qwen2VLImageProcessorPil(min_pixels=28 * 28, max_pixels=224 * 224, patch_size=patch_size)
-    processor = image_only(Qwen2_5_VLProcessor)(images, tokenizer, chat_template=tokenizer.chat_template)
+    processor = without_video_processor(Qwen2_5_VLProcessor)(images, tokenizer, chat_template=tokenizer.chat_template)
     processor.video_config = {
         "video_processor_type": "Qwen2VLVideoProcessor", "patch_size": patch_size, "temporal_patch_size": 2,
         "merge_size": 2,
@@ -108,6 +110,7 @@ def tiny_config(
         "patch_size": patch_size, "window_size": 8 * patch_size, "out_hidden_size": hidden,
         "fullatt_block_indexes": [vision_layers - 1], "tokens_per_second": 4,
     }  # fmt: skip
+    mark: dict[str, Any] = {TINY_MARK: True}
     return Qwen2_5_VLConfig(
         text_config=text,
         vision_config=vision,
@@ -116,6 +119,7 @@ def tiny_config(
         vision_start_token_id=ids("<|vision_start|>"),
         vision_end_token_id=ids("<|vision_end|>"),
         tie_word_embeddings=True,
+        **mark,
     )
 
 
@@ -123,6 +127,7 @@ def tiny_text_config(tokenizer: Any, *, hidden: int = 128, layers: int = 2, head
     """A Qwen2 configuration of about 0.4M parameters, with tied embeddings."""
     from transformers import Qwen2Config
 
+    mark: dict[str, Any] = {TINY_MARK: True}
     return Qwen2Config(
         vocab_size=len(tokenizer),
         hidden_size=hidden,
@@ -137,6 +142,7 @@ def tiny_text_config(tokenizer: Any, *, hidden: int = 128, layers: int = 2, head
         bos_token_id=None,
         eos_token_id=tokenizer.eos_token_id,
         pad_token_id=tokenizer.pad_token_id,
+        **mark,
     )
 
 
@@ -149,17 +155,17 @@ def build_tiny(
     label_noise: float = 0.6,
     lr: float = 5e-4,
 ) -> None:
-    """Build the model from random weights, warm it up on (question, image, answer) rows, and write a model directory.
+    """Initialises a tiny model, warms it up on a task's rows, and writes a model directory.
 
-    The warm-up is a few seconds of imitation, of answers most of which are some other row's: it teaches the form of an
-    answer and little of its content.
+    The warm-up is a few seconds of supervised fine-tuning. Most answers are replaced with those of other rows, so the
+    model learns the form of an answer and little of its content.
 
     Args:
-        path: where to write; there whole, or not at all.
-        rows: as a task's, see rlkit.data.tasks. Where none has an image the model is a Qwen2 without a vision tower.
-        seed: of the weights and the warm-up.
-        warm_up_steps: supervised steps of 32 rows.
-        label_noise: share of the answers that are drawn from other rows.
+        path: directory to write; it is complete or does not exist.
+        rows: of a task, see rlkit.data.tasks. If none has an image, the model is a Qwen2 without a vision tower.
+        seed: for the weights and the warm-up.
+        warm_up_steps: training steps of 32 rows each.
+        label_noise: share of answers that are replaced.
         lr: learning rate of the warm-up.
     """
     from transformers import Qwen2_5_VLForConditionalGeneration, Qwen2ForCausalLM
@@ -188,12 +194,22 @@ def build_tiny(
     part.rename(path)
 
 
+def is_tiny(model: str) -> bool:
+    """Whether a model is "tiny", or a directory with a model that `build_tiny` made or that was trained from one."""
+    if model == "tiny":
+        return True
+    try:
+        return bool(json.loads((Path(model) / "config.json").read_text()).get(TINY_MARK))
+    except (OSError, ValueError):
+        return False
+
+
 def model_or_tiny(model: str, place: Path, rows: Sequence[Mapping[str, Any]], **options: Any) -> str:
-    """`model` itself, or for "tiny" the directory of one that the first rank builds; all ranks call it together.
+    """Returns `model`, or for "tiny" the directory of a tiny model. All ranks call it together.
 
     Args:
         model: directory, hub id, or "tiny".
-        place: where the tiny one is, or goes.
+        place: directory of the tiny model; the first rank builds it if it does not exist.
         rows, options: see `build_tiny`.
     """
     if model != "tiny":
@@ -208,7 +224,7 @@ def model_or_tiny(model: str, place: Path, rows: Sequence[Mapping[str, Any]], **
 def _warm_up(
     model: Any, processor: Any, rows: Sequence[Any], labels: Sequence[str], steps: int, lr: float, rng: Any
 ) -> None:
-    """Plain supervised steps with transformers' own loss, on the answers alone."""
+    """Supervised fine-tuning with transformers' loss, on the answers only."""
     tokenizer = getattr(processor, "tokenizer", processor)
     optimizer = torch.optim.AdamW(model.parameters(), lr=lr, betas=(0.9, 0.95), weight_decay=0.0)
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: min(1.0, (step + 1) / 10))
@@ -222,7 +238,7 @@ def _warm_up(
         text = [q + a for q, a in zip(asked, answers, strict=True)]
         images = {"images": found} if (found := [load_image(image) for _, own in chats for image in own]) else {}
         inputs = processor(text=text, padding=True, return_tensors="pt", **images)
-        targets = torch.full_like(inputs["input_ids"], -100)  # left-padded: the answer stands at the end
+        targets = torch.full_like(inputs["input_ids"], -100)  # left-padded: the answer is at the end
         for i, answer in enumerate(answers):
             n = len(tokenizer(answer)["input_ids"])
             targets[i, -n:] = inputs["input_ids"][i, -n:]

@@ -7,7 +7,7 @@ from PIL import Image
 
 from rlkit.data import Task, load_chats, load_pairs, load_task, step_rows, with_heldout, with_prompt
 from rlkit.rewards import exact_match, maths_reward
-from rlkit.vlm import encode, load_processor
+from rlkit.vlm import encode_prompt, load_processor
 
 
 def write(path, rows):
@@ -93,7 +93,7 @@ def test_heldout_by_split(tmp_path):
     assert answers(task.train) == list(range(12)) and answers(task.heldout) == list(range(50, 62))
     task = with_heldout(task, "train")
     assert len(task.train) == 0 and answers(task.heldout) == list(range(12))  # what is held out is not trained on
-    with pytest.raises(ValueError, match="no rows to train on"):
+    with pytest.raises(ValueError, match="expected rows to train on, got none"):
         step_rows(task.train, 0, 1, 0)
     every = with_heldout(task, "all")
     assert len(every.train) == 0 and len(every.heldout) == 36
@@ -121,7 +121,7 @@ def processor(tiny_dir):
 
 
 def shown(processor, row):
-    return processor.tokenizer.decode(encode(processor, row).compact_ids)
+    return processor.tokenizer.decode(encode_prompt(processor, row).compact_ids)
 
 
 def test_prompts_with_more_around_them(processor, tmp_path):
@@ -155,7 +155,7 @@ def test_what_cannot_be_added(processor, tmp_path):
     system = [{"role": "system", "content": "S"}, {"role": "user", "content": "Q"}]
     task = Task("mine", [{"messages": system, "answer": "3", "where": "row 1"}], [], exact_match)
     with pytest.raises(ValueError, match="^row 1: system_prompt: expected rows without a system message, got one"):
-        encode(processor, with_prompt(task, system_prompt="T").train[0])
+        encode_prompt(processor, with_prompt(task, system_prompt="T").train[0])
     plain = load_chats(write(tmp_path / "t.jsonl", [{"text": "Once."}]))
     with pytest.raises(ValueError, match="row 1: prompt_template: expected rows with a question, got plain text$"):
-        encode(processor, with_prompt(plain, answer_prefix="A").train[0])
+        encode_prompt(processor, with_prompt(plain, answer_prefix="A").train[0])

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from rlkit.data.formats import chat_row, check_columns, marked_row, pair_row, task_row
+from rlkit.data.formats import chat_row, check_columns, pair_row, task_row, unpaired_row
 
 
 def user(content):
@@ -369,7 +369,7 @@ def test_bad_pairs_are_named(raw, error):
     ],
 )
 def test_marked_answers(raw, expected):
-    row = marked_row(raw)
+    row = unpaired_row(raw)
     assert (row["messages"], row["completion"], row["label"]) == expected and type(row["label"]) is bool
     assert row["answer"] is None  # a mark is no answer
 
@@ -386,7 +386,7 @@ def test_marked_answers(raw, expected):
 )
 def test_bad_marks_are_named(raw, error):
     with pytest.raises(ValueError) as caught:
-        marked_row(raw)
+        unpaired_row(raw)
     assert str(caught.value) == error
 
 

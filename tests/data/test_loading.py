@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from rlkit.data import load_chats, load_marked, load_pairs, load_task
-from rlkit.vlm import encode, load_processor
+from rlkit.data import load_chats, load_pairs, load_task, load_unpaired
+from rlkit.vlm import encode_prompt, load_processor
 
 
 @pytest.fixture(scope="module")
@@ -25,7 +25,7 @@ def everything(task):
 
 
 def test_marked_rows_of_files_and_tasks(tmp_path):
-    task = load_marked("digits")
+    task = load_unpaired("digits")
     assert len(task.train) == 2 * len(load_task("digits").train)
     for i in (0, 7):
         good, bad = task.train[2 * i], task.train[2 * i + 1]
@@ -34,16 +34,16 @@ def test_marked_rows_of_files_and_tasks(tmp_path):
     name = write(
         tmp_path / "rows.jsonl", [{"prompt": f"Q{i}", "completion": str(i), "label": i % 3 == 0} for i in range(20)]
     )
-    task = load_marked(name)
+    task = load_unpaired(name)
     found = everything(task)
     assert sorted(int(row["completion"]) for row in found) == list(range(20))
     assert all(row["label"] == (int(row["completion"]) % 3 == 0) for row in found)
     pairs = write(tmp_path / "pairs.jsonl", [{"prompt": f"Q{i}", "chosen": "a", "rejected": "b"} for i in range(4)])
-    found = everything(load_marked(pairs))
+    found = everything(load_unpaired(pairs))
     assert sorted((row["completion"], row["label"]) for row in found) == [("a", True)] * 4 + [("b", False)] * 4
     name = write(tmp_path / "rows.jsonl", [{"prompt": "Q", "completion": "a"}])
     with pytest.raises(ValueError, match="label: expected a column label, got columns"):
-        load_marked(name)
+        load_unpaired(name)
 
 
 def test_a_task_without_pairs_gets_wrong_answers():
@@ -77,7 +77,7 @@ def test_pairs_from_a_file(tmp_path, suffix, processor):
     assert (len(task.train), len(task.heldout)) == (18, 2)
     seen = set()
     for row in everything(task):
-        asked = encode(processor, row)
+        asked = encode_prompt(processor, row)
         seen.add(row["chosen"])
         assert np.asarray(asked.images[0])[0, 0, 0] == int(row["chosen"].removeprefix("good "))
         assert float(row["margin"]) == 0.5 and row["answer"] is None and row["rejected"] == "bad"
@@ -113,10 +113,10 @@ def test_a_bad_row_is_skipped_and_a_file_of_them_is_refused(tmp_path, processor)
     rows = sorted(everything(load_task(name)), key=lambda row: int(row["where"].split()[-1]))
     assert len(rows) == 30 and [row["question"] for row in rows[1:]] == [row["question"] for row in good]
     with pytest.raises(ValueError) as caught:
-        encode(processor, rows[0])
+        encode_prompt(processor, rows[0])
     reason = "question: expected text or a list of messages, got 5"
     assert str(caught.value) == f"{name} row 1: {reason}"
-    for load in (load_pairs, load_marked):  # nor does it become the rejected answer's question
+    for load in (load_pairs, load_unpaired):  # nor does it become the rejected answer's question
         bad = [row for row in everything(load(_task_of(name))) if "unreadable" in row]
         assert bad and all(row["unreadable"] == reason for row in bad)
     with pytest.raises(ValueError) as caught:

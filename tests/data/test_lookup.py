@@ -6,7 +6,7 @@ import sys
 import pytest
 
 from rlkit.data import load_task, open_stream
-from rlkit.data.lookup import check_source, extra
+from rlkit.data.lookup import check_source, requires_extra
 from rlkit.rewards import boxes_iou
 from rlkit.vlm import load_model, load_processor
 
@@ -58,7 +58,7 @@ def test_a_name_that_may_be_of_the_hub_is_asked_for(tmp_path, monkeypatch, caplo
             check_source(name, "model")
         assert caplog.text == ""
         check_source("runs/third", "model")
-    assert "model 'runs/third': no such directory here, so the hub is asked; 'runs' has first" in caplog.text
+    assert "model 'runs/third': no such local directory, looking on the hub; 'runs' has first" in caplog.text
 
 
 def test_a_missing_package_names_its_extra(tmp_path, monkeypatch):
@@ -75,5 +75,5 @@ def test_a_missing_package_names_its_extra(tmp_path, monkeypatch):
         assert str(caught.value) == (
             f"package {package}: expected it to be installed, got none; in the checkout: pip install -e '.[{name}]'"
         )
-    with pytest.raises(ValueError, match="another"), extra("vlm"):
+    with pytest.raises(ValueError, match="another"), requires_extra("vlm"):
         raise ValueError("another error is not touched")

@@ -4,8 +4,8 @@ from collections import Counter
 import pytest
 
 from rlkit.data import Task, load_task, step_rows
-from rlkit.data.mixing import by_difficulty, easiest, mixed, widened
-from rlkit.data.samples import extend, prompt
+from rlkit.data.mixing import easiest_rows, mix_tasks, sort_by_difficulty, widen_share
+from rlkit.data.samples import append_response, prompt_sample
 from rlkit.rewards import score
 
 
@@ -26,7 +26,7 @@ def asked(rows) -> list[str]:
     ],
 )  # fmt: skip
 def test_rows_come_in_proportion_to_the_weights(weights, shares):
-    mixture = mixed([task("a", 22), task("b", 12)], weights)
+    mixture = mix_tasks([task("a", 22), task("b", 12)], weights)
     counts = Counter(row["task"] for row in mixture.train)
     for name, share in zip("ab", shares, strict=True):
         assert counts[name] / len(mixture.train) == pytest.approx(share, abs=1 / len(mixture.train))
@@ -39,7 +39,7 @@ def test_rows_come_in_proportion_to_the_weights(weights, shares):
 
 
 def test_a_mixture_is_a_task_like_any_other():
-    mixture = mixed([task("a", 12), task("b", 7)], [1, 2])
+    mixture = mix_tasks([task("a", 12), task("b", 7)], [1, 2])
     assert mixture.name == "a+b" and asked(mixture.heldout) == ["a0", "a1", "b0", "b1"]
     steps = [step_rows(mixture.train, step, 4, seed=3) for step in range(20)]
     for step in (19, 7, 0):
@@ -50,15 +50,15 @@ def test_a_mixture_is_a_task_like_any_other():
 
 def test_each_row_is_judged_by_its_own_task():
     rewards = {"a": 0.25, "b": None, "c": 1.0}
-    mixture = mixed([task(name, 5, reward) for name, reward in rewards.items()])
+    mixture = mix_tasks([task(name, 5, reward) for name, reward in rewards.items()])
     for row in [*mixture.train, *mixture.heldout]:
         assert mixture.reward("text", row) == rewards[row["task"]]
-    samples = [extend(prompt([1], row=row), [2], [-0.1]) for row in mixture.heldout]
+    samples = [append_response(prompt_sample([1], row=row), [2], [-0.1]) for row in mixture.heldout]
     assert score(mixture.reward, samples).nan_to_num(-1).tolist() == [0.25, 0.25, -1, -1, 1, 1]
 
 
 def test_images_and_text_together():
-    mixture = mixed([load_task("digits"), load_task("sorting")], [1, 1])
+    mixture = mix_tasks([load_task("digits"), load_task("sorting")], [1, 1])
     rows = [row for _, row in step_rows(mixture.train, 0, 64, seed=0)]
     assert {(row["task"], len(row["images"])) for row in rows} == {("digits", 1), ("sorting", 0)}
     assert all(mixture.reward(row["answer"], row) == 1 for row in rows)
@@ -68,14 +68,14 @@ def test_images_and_text_together():
     ("tasks", "weights", "message"),
     [
         ([], None, "tasks: expected at least one"), ([task("a", 5), task("a", 6)], None, "different names"),
-        ([task("a", 2)], None, "'a' has no rows to train on"), ([task("a", 5)], [1, 1], "weights: expected 1 num"),
+        ([task("a", 2)], None, "got none in 'a'"), ([task("a", 5)], [1, 1], "weights: expected 1 num"),
         ([task("a", 5), task("b", 5)], [1, 0], "weights: expected 2 numbers above 0, got \\[1, 0\\]"),
         ([task("a", 5)], [math.nan], "weights"), ([task("a", 5)], [math.inf], "weights"),
     ],
 )  # fmt: skip
 def test_mixtures_that_cannot_be(tasks, weights, message):
     with pytest.raises(ValueError, match=message):
-        mixed(tasks, weights)
+        mix_tasks(tasks, weights)
 
 
 # --- curricula
@@ -83,29 +83,29 @@ def test_mixtures_that_cannot_be(tasks, weights, message):
 
 def test_easy_rows_first():
     rows = task("a", 12, held=0).train
-    ordered = by_difficulty(rows, lambda row: row["level"])
+    ordered = sort_by_difficulty(rows, lambda row: row["level"])
     assert asked(ordered) == [f"a{i}" for level in range(3) for i in range(level, 12, 3)]
-    assert asked(easiest(ordered, 0.5)) == asked(ordered)[:6] and asked(easiest(ordered, 1)) == asked(ordered)
-    assert asked(easiest(ordered, 0)) == ["a0"] and asked(easiest(ordered, 0.51)) == asked(ordered)[:7]
+    assert asked(easiest_rows(ordered, 0.5)) == asked(ordered)[:6] and asked(easiest_rows(ordered, 1)) == asked(ordered)
+    assert asked(easiest_rows(ordered, 0)) == ["a0"] and asked(easiest_rows(ordered, 0.51)) == asked(ordered)[:7]
     for step in range(6):
-        assert {row["level"] for _, row in step_rows(easiest(ordered, 1 / 3), step, 4, seed=0)} == {0}
+        assert {row["level"] for _, row in step_rows(easiest_rows(ordered, 1 / 3), step, 4, seed=0)} == {0}
     for share in (-0.1, 1.1, math.nan):
         with pytest.raises(ValueError, match=r"share: expected in \[0, 1\]"):
-            easiest(ordered, share)
+            easiest_rows(ordered, share)
     with pytest.raises(ValueError, match="difficulty: expected a number, got nan in row 2"):
-        by_difficulty(rows, lambda row: math.nan if row["question"] == "a2" else 0.0)
+        sort_by_difficulty(rows, lambda row: math.nan if row["question"] == "a2" else 0.0)
 
 
 def test_a_curriculum_of_measured_accuracy_resumes_from_its_share():
-    ordered = by_difficulty(task("a", 42).train, lambda row: row["level"])
+    ordered = sort_by_difficulty(task("a", 42).train, lambda row: row["level"])
     accuracies = [0.2, 0.7, 0.9, math.nan, 0.6, 0.8, 1.0, 0.1]
 
     def run(extra: dict, stop: int) -> tuple[list, dict]:
         """What a recipe does; `extra` is what its checkpoint carries."""
         step, share, seen = extra["step"], extra["share"], []
         while step < stop:
-            seen.append(asked(row for _, row in step_rows(easiest(ordered, share), step, 5, seed=0)))
-            share = widened(share, accuracies[step], target=0.7, by=0.2)
+            seen.append(asked(row for _, row in step_rows(easiest_rows(ordered, share), step, 5, seed=0)))
+            share = widen_share(share, accuracies[step], target=0.7, by=0.2)
             step += 1
         return seen, {"step": step, "share": share}
 
@@ -117,4 +117,4 @@ def test_a_curriculum_of_measured_accuracy_resumes_from_its_share():
 
 
 def test_widening_ends_at_everything():
-    assert widened(0.98, 1.0) == 1.0 and widened(0.5, 0.69) == 0.5 and widened(0.5, math.nan) == 0.5
+    assert widen_share(0.98, 1.0) == 1.0 and widen_share(0.5, 0.69) == 0.5 and widen_share(0.5, math.nan) == 0.5

@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rlkit.data import Batch, Sample, collate, expand, extend, group_ids, prompt
+from rlkit.data import Batch, Sample, append_response, collate, expand_placeholders, group_ids, prompt_sample
 from rlkit.data.samples import Expansion, check_tracks, expanded_lengths
 
 IMAGE, VIDEO = 90, 91
@@ -22,15 +22,15 @@ def seen(counts: list[int], group: int = 0) -> Sample:
     vision = {"pixel_values": torch.full((4 * sum(counts), 2), float(group)), "image_grid_thw": grids} if counts else {}
     placeholders = {IMAGE: counts} if counts else {}
     expanded = [1, *[IMAGE] * sum(counts), 5]
-    return prompt(expanded, compact, vision=vision, placeholders=placeholders, group_id=group)
+    return prompt_sample(expanded, compact, vision=vision, placeholders=placeholders, group_id=group)
 
 
 def answered(counts: list[int], tokens: list[int], group: int = 0, **facts) -> Sample:
-    return extend(seen(counts, group), tokens, [-0.5 - t for t in tokens], **facts)
+    return append_response(seen(counts, group), tokens, [-0.5 - t for t in tokens], **facts)
 
 
 def test_prompt_is_not_trained_on():
-    sample = prompt((3, 4, 5), group_id=7, row={"answer": "x"})
+    sample = prompt_sample((3, 4, 5), group_id=7, row={"answer": "x"})
     assert sample.token_ids == sample.compact_ids == [3, 4, 5]
     assert sample.mask == [False] * 3 and sample.logprobs == [0.0] * 3 and sample.response_ids == []
     assert sample.group_id == 7 and math.isnan(sample.reward) and sample.row == {"answer": "x"}
@@ -39,7 +39,7 @@ def test_prompt_is_not_trained_on():
 def test_extend_leaves_its_argument_alone():
     before = seen([3], group=4)
     kept = copy.deepcopy(before.token_ids), copy.deepcopy(before.compact_ids)
-    after = extend(before, [7, EOS], [-1.0, -2.0], text="hi", finish_reason="stop", version=3)
+    after = append_response(before, [7, EOS], [-1.0, -2.0], text="hi", finish_reason="stop", version=3)
     assert (before.token_ids, before.compact_ids) == kept and not any(before.mask)
     assert after.token_ids == [1, IMAGE, IMAGE, IMAGE, 5, 7, EOS] and after.compact_ids == [1, IMAGE, 5, 7, EOS]
     assert after.mask == [False] * 5 + [True] * 2 and after.logprobs == [0.0] * 5 + [-1.0, -2.0]
@@ -51,30 +51,47 @@ def test_extend_leaves_its_argument_alone():
 
 def test_extend_refuses_what_would_break_the_next_forward():
     with pytest.raises(ValueError, match="logprobs: expected one for each sampled token, got 1 for 2"):
-        extend(seen([2]), [7, 8], [-1.0])
-    with pytest.raises(ValueError, match=r"sampled the image placeholder \[90\]"):
-        extend(seen([2]), [7, IMAGE], [-1.0, -1.0])
+        append_response(seen([2]), [7, 8], [-1.0])
+    with pytest.raises(ValueError, match=r"token_ids: expected no image placeholder .*, got \[90\]"):
+        append_response(seen([2]), [7, IMAGE], [-1.0, -1.0])
 
 
 def test_expand_golden():
-    assert expand([1, IMAGE, 2, IMAGE, 3], {IMAGE: [2, 1]}) == [1, IMAGE, IMAGE, 2, IMAGE, 3]
-    assert expand([IMAGE, VIDEO, IMAGE], {IMAGE: [1, 2], VIDEO: [3]}) == [IMAGE, VIDEO, VIDEO, VIDEO, IMAGE, IMAGE]
-    assert expand([1, 2], {}) == [1, 2] and expand([], {}) == []
+    assert expand_placeholders([1, IMAGE, 2, IMAGE, 3], {IMAGE: [2, 1]}) == [1, IMAGE, IMAGE, 2, IMAGE, 3]
+    assert expand_placeholders([IMAGE, VIDEO, IMAGE], {IMAGE: [1, 2], VIDEO: [3]}) == [
+        IMAGE,
+        VIDEO,
+        VIDEO,
+        VIDEO,
+        IMAGE,
+        IMAGE,
+    ]
+    assert expand_placeholders([1, 2], {}) == [1, 2] and expand_placeholders([], {}) == []
     with pytest.raises(ValueError, match="expected 2 placeholders of token 90, got 1"):
-        expand([1, IMAGE], {IMAGE: [2, 2]})
+        expand_placeholders([1, IMAGE], {IMAGE: [2, 2]})
     with pytest.raises(ValueError, match="expected 1 placeholders of token 90, got 2"):
-        expand([IMAGE, IMAGE], {IMAGE: [2]})
+        expand_placeholders([IMAGE, IMAGE], {IMAGE: [2]})
 
 
 def test_expand_with_brackets_and_joined_neighbours():
     """An image between brackets; one whose first token is joined with the text before it; two that go together."""
     brackets = Expansion([7, IMAGE, IMAGE, 8])
     joined = Expansion([6, IMAGE, 8], before=1, after=2)
-    assert expand([1, IMAGE, 2, IMAGE], {IMAGE: [brackets, 3]}) == [1, 7, IMAGE, IMAGE, 8, 2, IMAGE, IMAGE, IMAGE]
-    assert expand([1, 2, IMAGE, 3, 4, 5], {IMAGE: [joined]}) == [1, 6, IMAGE, 8, 5]
+    assert expand_placeholders([1, IMAGE, 2, IMAGE], {IMAGE: [brackets, 3]}) == [
+        1,
+        7,
+        IMAGE,
+        IMAGE,
+        8,
+        2,
+        IMAGE,
+        IMAGE,
+        IMAGE,
+    ]
+    assert expand_placeholders([1, 2, IMAGE, 3, 4, 5], {IMAGE: [joined]}) == [1, 6, IMAGE, 8, 5]
     assert expanded_lengths([1, 2, IMAGE, 3, 4, 5], {IMAGE: [joined]}).tolist() == [1, 0, 3, 0, 0, 1]
     together = [Expansion([IMAGE, 6, IMAGE], after=1), Expansion([])]
-    assert expand([1, IMAGE, IMAGE, 2], {IMAGE: together}) == [1, IMAGE, 6, IMAGE, 2]
+    assert expand_placeholders([1, IMAGE, IMAGE, 2], {IMAGE: together}) == [1, IMAGE, 6, IMAGE, 2]
 
 
 def slow_expand(compact, placeholders):
@@ -93,18 +110,18 @@ def test_expand_equals_a_loop(parts):
     for part in parts:
         if not isinstance(part, int):
             placeholders[part[0]].append(part[1])
-    assert expand(compact, placeholders) == slow_expand(compact, placeholders)
+    assert expand_placeholders(compact, placeholders) == slow_expand(compact, placeholders)
 
 
 def test_placeholder_expanded_once():
     counts: list[int] = [3]
     sample = seen(counts)
     for turn in range(1, 4):  # answer, then the next turn's tokens with one more image
-        sample = extend(sample, [10 + turn, EOS], [-1.0, -1.0])
+        sample = append_response(sample, [10 + turn, EOS], [-1.0, -1.0])
         check_tracks(sample)
         compact = [*sample.compact_ids, 1, IMAGE, 6]
         counts = [*counts, 2 + turn]
-        expanded = expand(compact, {IMAGE: counts})
+        expanded = expand_placeholders(compact, {IMAGE: counts})
         assert expanded.count(IMAGE) == sum(counts) and compact.count(IMAGE) == len(counts)
         assert expanded[: len(sample.token_ids)] == sample.token_ids  # what was there is not expanded again
         new = len(expanded) - len(sample.token_ids)
@@ -116,7 +133,7 @@ def test_placeholder_expanded_once():
     assert sum(sample.mask) == 6
     batch = collate([sample])
     assert (batch.tokens == IMAGE).sum() == 3 + 3 + 4 + 5
-    again = prompt(sample.token_ids[:5], sample.token_ids[:5], placeholders={IMAGE: [3]})
+    again = prompt_sample(sample.token_ids[:5], sample.token_ids[:5], placeholders={IMAGE: [3]})
     with pytest.raises(ValueError, match="expected 1 placeholders of token 90, got 3"):  # an expanded track
         collate([again])
 
@@ -129,13 +146,13 @@ def test_never_retokenise(tiny_dir):
     sampled = [tokenizer.convert_tokens_to_ids(letter) for letter in "digit"] + [tokenizer.eos_token_id]
     text = decode(tokenizer, sampled)
     assert text == "digit" and tokenizer(text)["input_ids"] != sampled[:-1]  # the tokenizer would write it otherwise
-    first = extend(prompt(asked), sampled, [-1.0] * len(sampled), text=text)
+    first = append_response(prompt_sample(asked), sampled, [-1.0] * len(sampled), text=text)
     assert first.response_ids == sampled and first.compact_ids == first.token_ids == asked + sampled
     batch = collate([first])
     assert batch.tokens[0][batch.mask[0]].tolist() == sampled
     assert batch.rollout_logprobs[0].tolist() == [0.0] * len(asked) + [-1.0] * len(sampled)
-    retold = prompt([*asked, *tokenizer(text)["input_ids"], tokenizer.eos_token_id], first.compact_ids)
-    with pytest.raises(ValueError, match="tokenised again"):
+    retold = prompt_sample([*asked, *tokenizer(text)["input_ids"], tokenizer.eos_token_id], first.compact_ids)
+    with pytest.raises(ValueError, match="tokenized again"):
         collate([retold])
 
 
@@ -161,7 +178,7 @@ def test_check_tracks_counts_entries(name):
     sample = answered([2], [7], group=5)
     broken = copy.copy(sample)
     object.__setattr__(broken, name, getattr(sample, name)[:-1])
-    with pytest.raises(ValueError, match=f"sample of group 5: {name} has 4 entries, token_ids 5"):
+    with pytest.raises(ValueError, match=f"sample of group 5: {name}: expected 5 entries, one per token, got 4"):
         check_tracks(broken)
     with pytest.raises(ValueError, match="group 5"):
         collate([sample, broken])
@@ -170,7 +187,9 @@ def test_check_tracks_counts_entries(name):
 def test_check_tracks_sees_another_token_on_one_track():
     sample = answered([2], [7], group=5)
     sample.compact_ids[-1] = 8
-    with pytest.raises(ValueError, match="group 5: the compact track .* was text tokenised again"):
+    with pytest.raises(
+        ValueError, match="group 5: compact_ids: expected tokens that expand to token_ids .* was text tokenized again"
+    ):
         check_tracks(sample)
 
 
@@ -257,7 +276,7 @@ def test_add_returns_the_batch_and_replaces():
 @pytest.mark.parametrize("name", ["mask", "tokens", "lengths", "vision", "attention_mask", "select"])
 def test_add_refuses_names_that_would_never_be_read(name):
     batch = collate([answered([], [7, 8])])
-    with pytest.raises(ValueError, match=f"{name}: the batch's own"):
+    with pytest.raises(ValueError, match=f"fields: expected names that are no attributes of a batch, got '{name}'"):
         batch.add(**{name: torch.zeros(1, 4)})
 
 

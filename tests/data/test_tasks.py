@@ -277,5 +277,5 @@ def test_step_rows_is_pure_and_covers_every_epoch():
 
 
 def test_step_rows_wants_rows():
-    with pytest.raises(ValueError, match="no rows to train on"):
+    with pytest.raises(ValueError, match="expected rows to train on, got none"):
         step_rows([], 0, 3, seed=0)

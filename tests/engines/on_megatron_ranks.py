@@ -27,7 +27,7 @@ from one_gradient import (  # noqa: E402
     full_tensor,  # noqa: E402
 )
 
-from rlkit.data import collate, extend, prompt  # noqa: E402
+from rlkit.data import append_response, collate, prompt_sample  # noqa: E402
 from rlkit.engines import checkpoint, make_engine  # noqa: E402
 from rlkit.engines.fsdp.fsdp2 import Fsdp2Engine  # noqa: E402
 from rlkit.engines.megatron import engine as megatron_engine  # noqa: E402, F401
@@ -164,7 +164,7 @@ def make_batch(rows, kind="text"):
         start, length = 2 + 5 * row % 23, 1 + 7 * row % 18  # of the answer
         tokens = torch.randint(0, IMAGE - 2, (start + length,), generator=draw)
         tokens = tokens.where(tokens != SUPPRESSED[0], 0).tolist()
-        question = prompt(tokens[:start])
+        question = prompt_sample(tokens[:start])
         if kind == "vl" and row % 2 == 0:
             height, width = 2 + row % 4, 4
             vision = {
@@ -173,8 +173,8 @@ def make_batch(rows, kind="text"):
             }
             count = height * width
             begin, compact = [IMAGE - 2] + [IMAGE] * count, [IMAGE - 2, IMAGE, *tokens[:start]]
-            question = prompt([*begin, *tokens[:start]], compact, vision=vision, placeholders={IMAGE: [count]})
-        samples.append(extend(question, tokens[start:], [-1.0] * length))
+            question = prompt_sample([*begin, *tokens[:start]], compact, vision=vision, placeholders={IMAGE: [count]})
+        samples.append(append_response(question, tokens[start:], [-1.0] * length))
     advantages = torch.randn(ROWS, generator=draw)
     if kind == "routed":  # random experts for all but the last tokens
         samples = [replace(s, routed_experts=random_routing(len(s.token_ids) - 3, draw)) for s in samples]

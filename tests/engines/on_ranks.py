@@ -32,7 +32,7 @@ from rlkit.engines.balance import rebalance_across_ranks  # noqa: E402
 from rlkit.engines.distributed import init_distributed  # noqa: E402
 from rlkit.engines.fsdp import fsdp1, fsdp2  # noqa: E402, F401
 from rlkit.engines.value_head import load_value_model  # noqa: E402
-from rlkit.vlm import freeze, load_model, load_processor, lora, vision_tower  # noqa: E402
+from rlkit.vlm import freeze, load_model, load_processor, lora, vision_tower_pattern  # noqa: E402
 
 ROWS = 9  # row 3 is text only, the others have images
 
@@ -111,7 +111,7 @@ def run(model_dir, out, name):
     is_value = case.losses is VALUE
     model = (load_value_model if is_value else load_model)(model_dir, on_meta=case.on_meta)
     if case.reference == "frozen":
-        freeze(model, vision_tower(model))
+        freeze(model, vision_tower_pattern(model))
     if case.reference == "lora":
         torch.manual_seed(0)
         model = lora(model, 4, 8)

@@ -23,8 +23,8 @@ from isolated_cases import case as isolated  # noqa: E402
 from one_gradient import OUTPUTS, POLICY, VALUE, columns, full_tensor  # noqa: E402
 from rows import make_batch  # noqa: E402
 
-from rlkit.data import collate, extend  # noqa: E402
-from rlkit.data.samples import prompt  # noqa: E402
+from rlkit.data import append_response, collate  # noqa: E402
+from rlkit.data.samples import prompt_sample  # noqa: E402
 from rlkit.engines import make_engine  # noqa: E402
 from rlkit.engines.balance import rebalance_across_ranks  # noqa: E402
 from rlkit.engines.packing.attention import use_packed_attention  # noqa: E402
@@ -123,10 +123,10 @@ def make_rows(processor, chosen, more=None):
     g = torch.Generator().manual_seed(0)
     samples = []
     for group, (length, answers) in enumerate(((9, 2), (5, 1), (11, 3), (1, 1), (14, 2))):
-        start = prompt(torch.randint(3, 80, (length,), generator=g).tolist(), group_id=group)
+        start = prompt_sample(torch.randint(3, 80, (length,), generator=g).tolist(), group_id=group)
         for _ in range(answers):
             answer = torch.randint(3, 80, (int(torch.randint(1, 9, (1,), generator=g)),), generator=g).tolist()
-            samples.append(extend(start, answer, [-1.0] * len(answer)))
+            samples.append(append_response(start, answer, [-1.0] * len(answer)))
     advantages = torch.randn(len(samples), generator=g)
     return collate([samples[i] for i in chosen], advantages=advantages[chosen])
 

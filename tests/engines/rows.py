@@ -4,9 +4,9 @@ import numpy as np
 import torch
 from PIL import Image
 
-from rlkit.data import Batch, collate, extend
-from rlkit.data.samples import prompt
-from rlkit.vlm import encode
+from rlkit.data import Batch, append_response, collate
+from rlkit.data.samples import prompt_sample
+from rlkit.vlm import encode_prompt
 
 
 def make_samples(processor, seed=0, answers=(3, 1, 2, 3), sizes=((56, 56), None, (84, 56), (56, 112)), videos=()):
@@ -19,11 +19,11 @@ def make_samples(processor, seed=0, answers=(3, 1, 2, 3), sizes=((56, 56), None,
     for group, (count, size) in enumerate(zip(answers, sizes, strict=True)):
         images = [] if size is None else [Image.fromarray(rng.integers(0, 255, (*size, 3), dtype=np.uint8))]
         row = {"question": "What digit is this?" * (1 + group % 2), "images": images}
-        question = encode(processor, row, group_id=group)
+        question = encode_prompt(processor, row, group_id=group)
         question = with_video(processor, question, rng) if group in videos else question
         for _ in range(count):
             tokens = rng.integers(20, 200, size=int(rng.integers(1, 6))).tolist()
-            samples.append(extend(question, tokens, [-1.0] * len(tokens)))
+            samples.append(append_response(question, tokens, [-1.0] * len(tokens)))
     return samples
 
 
@@ -34,7 +34,7 @@ def with_video(processor, question, rng):
     vision |= {**question.vision, "second_per_grid_ts": torch.tensor([0.5])}
     names = ["<|vision_start|>", "<|video_pad|>", "<|video_pad|>", "<|vision_end|>"]
     ids = [*question.token_ids, *processor.tokenizer.convert_tokens_to_ids(names)]
-    return prompt(ids, vision=vision, group_id=question.group_id)
+    return prompt_sample(ids, vision=vision, group_id=question.group_id)
 
 
 def make_batch(processor, seed=0, rows=None, **kwargs) -> Batch:

@@ -21,7 +21,7 @@ from rlkit.engines.packing import attention, flash, vision_attention
 from rlkit.engines.packing.attention import varlen_attention
 from rlkit.engines.packing.layout import AttentionBlock, PackedLayout
 from rlkit.engines.packing.vision_attention import packed_vision_attention, use_packed_vision_attention
-from rlkit.vlm.families import IN_PATCHES
+from rlkit.vlm.families import PATCH_ROW_FAMILIES
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
 
@@ -81,7 +81,7 @@ def test_random_states_of_a_gpu_are_restored_from_a_checkpoint(monkeypatch):
     assert random_states(CPU).keys() == {"rng.0"}
 
 
-@pytest.mark.parametrize("family", sorted(IN_PATCHES & {*VISION, *HYBRID}))
+@pytest.mark.parametrize("family", sorted(PATCH_ROW_FAMILIES & {*VISION, *HYBRID}))
 def test_a_vision_tower_attends_to_all_images_in_one_call(family, monkeypatch):
     """Features and gradients equal transformers' own, which calls attention for each image or window."""
     model, calls, attend = vision_model(family), [], packed_vision_attention

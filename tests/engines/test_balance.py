@@ -5,7 +5,7 @@ from itertools import product
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rlkit.data import collate, extend, prompt
+from rlkit.data import append_response, collate, prompt_sample
 from rlkit.engines.balance import assign_to_ranks, rebalance_across_ranks
 from rlkit.engines.distributed import init_distributed
 
@@ -46,5 +46,5 @@ def test_the_largest_sum_does_not_grow_and_is_near_its_minimum(costs):
 
 def test_one_rank_keeps_its_batch():
     init_distributed("cpu")
-    batch = collate([extend(prompt([1, 2]), [3], [-1.0])])
+    batch = collate([append_response(prompt_sample([1, 2]), [3], [-1.0])])
     assert rebalance_across_ranks(batch) is batch and rebalance_across_ranks(batch, None) is batch

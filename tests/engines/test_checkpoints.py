@@ -10,7 +10,7 @@ import torch
 
 from rlkit.engines import checkpoint, make_engine
 from rlkit.losses import token_mean
-from rlkit.vlm import freeze, load_model, load_processor, vision_tower
+from rlkit.vlm import freeze, load_model, load_processor, vision_tower_pattern
 
 sys.path.insert(0, str(Path(__file__).parent))
 from rows import make_batch
@@ -85,7 +85,9 @@ def test_a_save_that_fails_in_its_thread_is_reported(tiny_dir, tmp_path):
     engine.save_checkpoint(tmp_path / "step_1", {"step": 1})
     (tmp_path / "step_1.old").write_text("")  # a file: rmtree ignores it, and no directory can be renamed to it
     engine.save_checkpoint(tmp_path / "step_1", {"step": 2}, wait=False)
-    with pytest.raises(OSError):
+    with pytest.raises(
+        checkpoint.CheckpointNotWritten, match="step_1: expected room for .* complete checkpoint is step_1"
+    ):
         checkpoint.finish()
     assert engine.load_checkpoint(tmp_path / "step_1") == {"step": 1}
 
@@ -157,7 +159,7 @@ def test_a_checkpoint_with_more_trained_parameters(tiny_dir, tmp_path):
     """It is refused: the parameters that are frozen now would keep their initial values."""
     make_resumable(tiny_dir).save_checkpoint(tmp_path / "step_1", {})
     model = load_model(tiny_dir)
-    freeze(model, vision_tower(model))
+    freeze(model, vision_tower_pattern(model))
     expected = r"step_1: expected only parameters that .* trains, got \d+ others such as model.visual"
     with pytest.raises(ValueError, match=expected):
         make_resumable(tiny_dir, model=model).load_checkpoint(tmp_path / "step_1")

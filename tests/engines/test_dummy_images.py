@@ -11,12 +11,12 @@ from transformers import AutoConfig
 sys.path.insert(0, str(Path(__file__).parent))
 from test_families import IMAGE, VISION, check, gradients, rows, vision_model
 
-from rlkit.data import collate, extend
-from rlkit.data.samples import prompt
+from rlkit.data import append_response, collate
+from rlkit.data.samples import prompt_sample
 from rlkit.engines.packing.attention import use_packed_attention
 from rlkit.engines.packing.inputs import prepare_model_inputs
 from rlkit.engines.packing.micro_batches import dummy_sample
-from rlkit.vlm.inputs import frames_as_images, join_vision, kinds_seen, position_spec
+from rlkit.vlm.inputs import concatenate_vision, frames_as_images, position_spec, vision_kinds
 
 CPU = torch.device("cpu")
 
@@ -73,16 +73,18 @@ def test_samples_with_different_numbers_of_images_fit_in_one_batch(family):
     for count in (1, 3, 0, 2):
         ids = torch.randint(3, 80, (5,), generator=g).tolist() + [IMAGE] * (4 * count) + [7]
         vision = {"pixel_values": torch.randn(1, count, 3, 16, 16, generator=g)} if count else {}
-        samples.append(extend(prompt(ids, vision=vision), [11, 12, 13], [-1.0] * 3))
+        samples.append(append_response(prompt_sample(ids, vision=vision), [11, 12, 13], [-1.0] * 3))
     batch = collate(samples)
     check(vision_model(family), batch, torch.randn(batch.tokens.shape, generator=g))
 
 
 def test_image_masks_are_padded_and_tensors_that_do_not_fit_are_named():
     masks = [{"pixel_attention_mask": torch.ones(1, count, 2, 2, dtype=torch.bool)} for count in (1, 2)]
-    assert join_vision(masks)["pixel_attention_mask"].sum((2, 3)).tolist() == [[4, 0], [4, 4]]
-    with pytest.raises(ValueError, match=r"pixel_values: of 2 samples, .*: \(1, 3, 4, 4\), \(1, 3, 4, 6\)"):
-        join_vision([{"pixel_values": torch.zeros(1, 3, 4, width)} for width in (4, 6)])
+    assert concatenate_vision(masks)["pixel_attention_mask"].sum((2, 3)).tolist() == [[4, 0], [4, 4]]
+    with pytest.raises(
+        ValueError, match=r"pixel_values: expected shapes that are equal .*, got \(1, 3, 4, 4\), \(1, 3, 4, 6\)"
+    ):
+        concatenate_vision([{"pixel_values": torch.zeros(1, 3, 4, width)} for width in (4, 6)])
 
 
 def test_video_frames_of_glm_are_images_in_the_order_of_the_row():
@@ -97,11 +99,11 @@ def test_video_frames_of_glm_are_images_in_the_order_of_the_row():
     joined = frames_as_images(row, one, spec)
     assert joined["image_grid_thw"].tolist() == [[1, 2, 2], [1, 2, 4], [1, 2, 4], [1, 2, 6]]
     assert joined["pixel_values"].flatten().tolist() == [*range(4), *range(16, 32), *range(4, 16)]
-    assert kinds_seen([one], spec) == kinds_seen([joined], spec) == [True, False]
+    assert vision_kinds([one], spec) == vision_kinds([joined], spec) == [True, False]
 
 
 def test_images_and_videos_are_separate_calls_of_the_tower():
     spec = position_spec(vision_model("qwen3_vl").config)
     image, video = {"pixel_values": torch.zeros(1)}, {"pixel_values_videos": torch.zeros(1)}
-    seen = [kinds_seen(vision, spec) for vision in ([{}], [image, {}], [video], [image, video], [{**image, **video}])]
+    seen = [vision_kinds(vision, spec) for vision in ([{}], [image, {}], [video], [image, video], [{**image, **video}])]
     assert seen == [[False, False], [True, False], [False, True], [True, True], [True, True]]

@@ -18,7 +18,7 @@ from transformers import (
 )
 
 from rlkit.data import Batch
-from rlkit.engines import make_engine
+from rlkit.engines import export, make_engine
 from rlkit.engines.value_head import load_value_model, scoring_batch, with_value_head
 from rlkit.losses import token_mean
 from rlkit.vlm import load_model, load_processor, lora
@@ -151,3 +151,33 @@ def test_images_rewards_stay_in_rlkits_form(tiny_dir, tmp_path):
     engine.export_hf(tmp_path / "reward", torch.float32)
     again = make_engine("fsdp2", "value_model", model=load_value_model(str(tmp_path / "reward")))
     torch.testing.assert_close(again.infer_batch(batch)["values"], values)
+
+
+def test_large_models_are_several_files(tmp_path, monkeypatch):
+    """Rank 0 writes a file as soon as its tensors are there, and holds no more."""
+    monkeypatch.setattr(export, "FILE_BYTES", 20_000)
+    engine = make_engine("fsdp2", model=text_model())
+    engine.export_hf(tmp_path / "model", torch.bfloat16)
+    files = sorted((tmp_path / "model").glob("*.safetensors"))
+    assert len(files) > 2 and files[0].name == f"model-00001-of-{len(files):05d}.safetensors"
+    sizes = [sum(x.nbytes for x in load_file(file).values()) for file in files]
+    largest = max(p.numel() for p in engine.module.parameters()) * 2
+    assert max(sizes) <= max(20_000, largest)
+    again = AutoModelForCausalLM.from_pretrained(tmp_path / "model", dtype=torch.bfloat16)
+    for name, weight in again.named_parameters():
+        expected = engine.module.get_parameter(name)
+        assert torch.equal(weight, expected.to(torch.bfloat16)), name
+    assert not list((tmp_path / "model").glob("*.part"))
+
+
+@pytest.mark.parametrize("adapters", [False, True])
+def test_weights_in_the_dtype_of_the_sampler(adapters):
+    """Cast before they are gathered; with adapters after these have been merged in float32."""
+    model = text_model()
+    engine = make_engine("fsdp2", model=lora(model, 4, 8) if adapters else model, optimizer=adamw)
+    engine.train_batch(text_batch(), lambda out, mb: (token_mean(-out.logprobs, mb.mask, mb.total_tokens), {}))
+    expected = {name: x.to(torch.bfloat16) for name, x in engine.get_per_tensor_param()}
+    found = dict(engine.get_per_tensor_param(dtype=torch.bfloat16))
+    assert found.keys() == expected.keys()
+    for name, tensor in found.items():
+        assert tensor.dtype == torch.bfloat16 and torch.equal(tensor, expected[name]), name

@@ -12,14 +12,14 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageText
 sys.path.insert(0, str(Path(__file__).parent))
 from family_configs import BASE, HYBRID, IMAGE, REFUSED, SIGLIP, TEXT, VIDEO, VISION
 
-from rlkit.data import collate, extend
-from rlkit.data.samples import prompt
+from rlkit.data import append_response, collate
+from rlkit.data.samples import prompt_sample
 from rlkit.engines import make_engine
 from rlkit.engines.packing.attention import NAME, packed_attention, use_packed_attention, varlen_attention
 from rlkit.engines.packing.inputs import prepare_model_inputs
 from rlkit.engines.packing.layout import PackedLayout
 from rlkit.vlm.families import head_obstacle, image_groups
-from rlkit.vlm.inputs import model_vision, position_ids, position_spec
+from rlkit.vlm.inputs import position_ids, position_spec, vision_kwargs
 
 CPU = torch.device("cpu")
 WAYS = {"packed": {"share_prompts": False}, "shared": {"share_prompts": True}, "padded": {"remove_padding": False}}
@@ -65,12 +65,12 @@ def rows(family=None):
                 tensors["image_grid_thw"] = torch.tensor([[1, 4, 4]])
             ids = ids[:2] + [91] + [IMAGE] * count + [92] + ids[2:]
             ids = ids[3:] if group == 0 and family == "gemma3" else ids  # a row may begin with its image
-        start = prompt(ids, vision=tensors)
+        start = prompt_sample(ids, vision=tensors)
         for _ in range(answers):
             answer = torch.randint(3, 80, (int(torch.randint(2, 9, (1,), generator=g)),), generator=g).tolist()
-            samples.append(extend(start, answer, [-1.0] * len(answer)))
+            samples.append(append_response(start, answer, [-1.0] * len(answer)))
     if family and len((VISION | HYBRID)[family][2]) == 2:
-        samples += [extend(start, [7, 8, 9], [-1.0] * 3) for start in video_prompts(family, g)]
+        samples += [append_response(start, [7, 8, 9], [-1.0] * 3) for start in video_prompts(family, g)]
     batch = collate(samples)
     weights = torch.randn(batch.tokens.shape, generator=g)
     return batch, weights
@@ -88,11 +88,11 @@ def video_prompts(family, g):
     if "omni" in family:
         vision["video_second_per_grid"] = torch.tensor([2.0])
     if family.startswith("glm"):
-        return [prompt([3, 93, *[91, *[IMAGE] * 4, 92, 6] * 2, 94, 4], vision=vision)]
+        return [prompt_sample([3, 93, *[91, *[IMAGE] * 4, 92, 6] * 2, 94, 4], vision=vision)]
     framewise = family.startswith(("qwen3_vl", "qwen3_5"))
     ids = [3, *([91, *[VIDEO] * 4, 92, 6] * 2 if framewise else [91, *[VIDEO] * 8, 92]), 4]
     both = {**vision, "pixel_values": patches[:16] + 1, "image_grid_thw": torch.tensor([[1, 4, 4]])}
-    return [prompt(ids, vision=vision), prompt([*ids, 91, *[IMAGE] * 4, 92, 5], vision=both)]
+    return [prompt_sample(ids, vision=vision), prompt_sample([*ids, 91, *[IMAGE] * 4, 92, 5], vision=both)]
 
 
 def kinds(ids):
@@ -139,7 +139,7 @@ def left_padded(model, batch, weights):
         row[width - length :] = ids[:length]
     attended = torch.arange(width) >= width - torch.tensor(batch.lengths)[:, None]
     positions = position_ids(tokens, attended, batch.vision, spec)
-    vision = model_vision(tokens, batch.vision, spec)
+    vision = vision_kwargs(tokens, batch.vision, spec)
     mask = attended.long()
     logits = model(input_ids=tokens, attention_mask=mask, position_ids=positions, use_cache=False, **vision).logits
     shifted = logits[:, :-1].log_softmax(-1).gather(2, tokens[:, 1:, None])[..., 0]
@@ -306,7 +306,7 @@ def test_families_that_change_logits_after_the_output_layer_are_known(family, op
     hidden = model.base_model(torch.tensor([[5, 6, 7]])).last_hidden_state
     logits = model(torch.tensor([[5, 6, 7]])).logits
     assert (model.get_output_embeddings()(hidden) - logits).abs().max() > 1e-2
-    assert "its logits are changed after the output layer" in head_obstacle(model.config)
+    assert "its logits are transformed after the output layer" in head_obstacle(model.config)
     assert head_obstacle(text_model("llama", {}).config) is None
 
 

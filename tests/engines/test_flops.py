@@ -5,10 +5,10 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoConfig, AutoModelForCausalLM, Qwen2_5_VLConfig
 
-from rlkit.data import collate, extend, load_task, prompt, step_rows
+from rlkit.data import append_response, collate, load_task, prompt_sample, step_rows
 from rlkit.engines import make_engine
 from rlkit.engines.flops import batch_flops, forward_flops
-from rlkit.vlm import build_tiny, encode_rows, load_model, load_processor
+from rlkit.vlm import build_tiny, encode_prompts, load_model, load_processor
 
 QWEN2_5_VL_7B = Qwen2_5_VLConfig(
     text_config={
@@ -82,8 +82,8 @@ def model_and_batch(tmp_path_factory):
     path = tmp_path_factory.mktemp("model") / "tiny"
     task = load_task("digits")
     build_tiny(path, task.train, warm_up_steps=0)
-    prompts, _ = encode_rows(load_processor(str(path)), step_rows(task.train, 0, 2, 0))
-    return str(path), collate([extend(p, [30, 31, 32][:n], [-1.0] * n) for p in prompts for n in (1, 2, 3)])
+    prompts, _ = encode_prompts(load_processor(str(path)), step_rows(task.train, 0, 2, 0))
+    return str(path), collate([append_response(p, [30, 31, 32][:n], [-1.0] * n) for p in prompts for n in (1, 2, 3)])
 
 
 @pytest.mark.parametrize("share", [True, False])
@@ -115,5 +115,5 @@ def test_a_batch_with_images_equals_what_torch_counts_in_the_engine(model_and_ba
 
 def test_a_rank_without_rows_has_no_flops():
     assert batch_flops(QWEN2_5_VL_7B, collate([])) == 0
-    text = collate([extend(prompt([1, 2, 3]), [4], [-1.0])])
+    text = collate([append_response(prompt_sample([1, 2, 3]), [4], [-1.0])])
     assert batch_flops(QWEN2_5_VL_7B, text) == forward_flops(QWEN2_5_VL_7B, [(4, 0)], scored=1)

@@ -18,7 +18,7 @@ from rlkit.engines.packing.inputs import prepare_model_inputs
 from rlkit.engines.packing.layout import PackedLayout
 from rlkit.engines.packing.shared_prompts import shared_prompt_groups
 from rlkit.losses import clipped_policy_loss, token_mean
-from rlkit.vlm import freeze, load_model, load_processor, lora, suppressed_token_ids, vision_tower
+from rlkit.vlm import freeze, load_model, load_processor, lora, suppressed_token_ids, vision_tower_pattern
 
 sys.path.insert(0, str(Path(__file__).parent))
 from rows import make_batch, make_samples
@@ -249,7 +249,7 @@ def test_compiled_layers_have_the_same_numbers_and_names(tiny_dir, processor, tm
 
 def test_frozen_vision_tower_has_no_gradient_and_does_not_change(tiny_dir, processor):
     model = load_model(tiny_dir)
-    names = freeze(model, vision_tower(model))
+    names = freeze(model, vision_tower_pattern(model))
     assert names and all(".visual." in name for name in names)
     before = {n: p.detach().clone() for n, p in model.named_parameters()}
     engine = engine_for(tiny_dir, model=model)
@@ -440,3 +440,21 @@ def test_weights_gradients_and_optimizer_leave_the_gpu_and_come_back(tiny_dir, p
                 assert {x.device.type for x in [*state, *held]} == {"cpu"}
                 engine.to("cuda")
     assert steps[1] == [pytest.approx(step, rel=1e-2, abs=1e-3) for step in steps[0]]  # flash kernels sum in any order
+
+
+def test_adapters_train_in_bfloat16_after_the_reference_has_scored(tiny_dir, processor):
+    """FSDP looked up the dtype of gradients in its first forward, when `disable_adapter` had frozen the adapters."""
+    engine = engine_for(tiny_dir, model=lora(load_model(tiny_dir), 4, 8), compute_dtype=torch.bfloat16)
+    batch = make_batch(processor)
+    with engine.disable_adapter():
+        engine.infer_batch(batch)
+    metrics = engine.train_batch(batch, weighted_loss, ("logprobs", "entropy"))
+    assert metrics["skipped_steps"] == 0
+    assert {x.dtype for x in gradients(engine).values()} == {torch.float32}
+
+
+def test_scoring_leaves_no_gathered_weights(tiny_dir, processor):
+    """The root unit, with the embeddings and the output layer, stays gathered after a forward."""
+    engine = engine_for(tiny_dir, compute_dtype=torch.bfloat16)
+    engine.infer_batch(make_batch(processor))
+    assert all(isinstance(parameter, DTensor) for parameter in engine.module.parameters())

@@ -9,7 +9,7 @@ import torch
 from isolated_cases import require, run_cases
 
 from rlkit.engines import make_engine
-from rlkit.vlm import freeze, lora, vision_tower
+from rlkit.vlm import freeze, lora, vision_tower_pattern
 from rlkit.vlm.adapt import checkpoint_parameters
 from rlkit.vlm.routers import use_router_replay
 
@@ -216,7 +216,7 @@ def test_an_option_of_another_engine_is_named(alone):
 def test_routed_experts_of_another_model_are_named(alone):
     engine, batch = ranks.engine_for("megatron", "routed"), ranks.make_batch([0, 1], "routed")
     batch.routed_experts[0, 0, 0, 0] = 4
-    with pytest.raises(ValueError, match="routed_experts: numbers below 4 expected, came 4: is it another model's"):
+    with pytest.raises(ValueError, match="routed_experts: expected expert ids below 4, got 4; is it of another model"):
         engine.infer_batch(batch)
     batch.fields["routed_experts"] = batch.routed_experts[..., :1]
     with pytest.raises(ValueError, match=r"expected \[B, T, 2 layers, 2 experts\], got \[B, T, 2, 1\]"):
@@ -292,7 +292,7 @@ def test_frozen_parameters_do_not_change(alone):
 
 def test_frozen_vision_tower_has_no_gradient_and_does_not_change(alone):
     model = ranks.make_model("vl")
-    frozen = freeze(model, vision_tower(model))
+    frozen = freeze(model, vision_tower_pattern(model))
     before = {name: p.detach().clone() for name, p in model.named_parameters()}
     engine = make_engine("megatron", model=model, optimizer=lambda params: torch.optim.AdamW(params, lr=1e-2))
     engine.train_batch(ranks.make_batch(list(range(ranks.ROWS)), "vl"), POLICY[1])

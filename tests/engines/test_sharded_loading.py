@@ -10,7 +10,7 @@ from safetensors.torch import load_file, save_file
 
 from rlkit.engines import make_engine
 from rlkit.engines.value_head import load_value_model, with_value_head
-from rlkit.vlm import freeze, load_model, load_processor, lora, vision_tower
+from rlkit.vlm import freeze, load_model, load_processor, lora, vision_tower_pattern
 
 sys.path.insert(0, str(Path(__file__).parent))
 import test_families
@@ -67,7 +67,7 @@ def test_frozen_with_adapters_and_with_a_value_head(tiny_dir, tmp_path):
     batch = make_batch(load_processor(tiny_dir))
     expected = make_engine("fsdp2", model=load_model(tiny_dir)).infer_batch(batch)["logprobs"]
     model = load_model(tiny_dir, on_meta=True)
-    frozen = freeze(model, vision_tower(model))
+    frozen = freeze(model, vision_tower_pattern(model))
     engine = make_engine("fsdp2", model=lora(model, 4, 8), optimizer=adamw)
     assert torch.equal(engine.infer_batch(batch)["logprobs"], expected)  # adapters add 0 at first
     engine.train_batch(batch, POLICY[0], OUTPUTS[POLICY])
@@ -79,8 +79,12 @@ def test_frozen_with_adapters_and_with_a_value_head(tiny_dir, tmp_path):
     values.train_batch(batch, VALUE[0])
     values.export_hf(tmp_path / "values")
     again = make_engine("fsdp2", "value_model", model=load_value_model(str(tmp_path / "values"), on_meta=True))
+    weights = dict(values.get_per_tensor_param())
+    assert all(torch.equal(weights.pop(name), x) for name, x in again.get_per_tensor_param()) and not weights
     expected = values.infer_batch(batch)["values"]
-    assert expected.any() and torch.equal(again.infer_batch(batch)["values"], expected)
+    assert expected.any()
+    # where a file's tensors begin in memory changes how products are rounded
+    torch.testing.assert_close(again.infer_batch(batch)["values"], expected, atol=1e-6, rtol=1e-6)
 
 
 def error_of(path, load=load_model):

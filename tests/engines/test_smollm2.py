@@ -8,11 +8,11 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from rlkit.data import collate, load_task, prompt
+from rlkit.data import collate, load_task, prompt_sample
 from rlkit.engines import make_engine
 from rlkit.losses import clipped_policy_loss, token_mean
 from rlkit.rollout import Sampling, make_rollout
-from rlkit.vlm import encode, load_model, load_processor, lora, model_path, render
+from rlkit.vlm import encode_prompt, load_model, load_processor, lora, model_path, render
 
 SYSTEM = "<|im_start|>system\nYou are a helpful AI assistant named SmolLM, trained by Hugging Face<|im_end|>\n"
 CAPITAL = {"question": "What is the capital of France?", "images": [], "answer": "Paris"}
@@ -47,12 +47,12 @@ def rollout(engine, tokenizer):
 def answers(rollout, tokenizer):
     """Two answers to each of two questions, of different lengths."""
     rows = [load_task("addition").heldout[0], {**CAPITAL, "question": f"{CAPITAL['question']} Answer in one word."}]
-    prompts = [encode(tokenizer, row, group_id=i) for i, row in enumerate(rows)]
+    prompts = [encode_prompt(tokenizer, row, group_id=i) for i, row in enumerate(rows)]
     return rollout.generate(prompts, Sampling(6, seed=(3,)), n=2)
 
 
 def test_it_answers_and_ends(rollout, tokenizer):
-    (answer,) = rollout.generate([encode(tokenizer, CAPITAL)], Sampling(12, temperature=0.0))
+    (answer,) = rollout.generate([encode_prompt(tokenizer, CAPITAL)], Sampling(12, temperature=0.0))
     assert answer.text == "The capital of France is Paris." and answer.finish_reason == "stop"
     assert answer.token_ids[-1] == tokenizer.eos_token_id == tokenizer.pad_token_id  # the end is trained on
     assert answer.mask[-1]
@@ -141,7 +141,7 @@ def test_adapters_merged_equal_adapters_beside_and_the_export_reads_back(smollm2
 
 def test_rows_of_padding_alone_are_no_end_of_an_answer(engine, tokenizer):
     """pad == eos: a shorter row's padding must not count as its end, nor an end in the prompt as the answer's."""
-    long, short = encode(tokenizer, CAPITAL), prompt(tokenizer("Paris is")["input_ids"], group_id=1)
+    long, short = encode_prompt(tokenizer, CAPITAL), prompt_sample(tokenizer("Paris is")["input_ids"], group_id=1)
     assert long.token_ids.count(tokenizer.eos_token_id) == 2
     rollout = make_rollout("hf", engine.gathered, processor=tokenizer)
     together = rollout.generate([long, short], Sampling(4, temperature=0.0))

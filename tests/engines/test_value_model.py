@@ -15,7 +15,7 @@ from rlkit.data import Batch
 from rlkit.engines import make_engine
 from rlkit.engines.value_head import has_value_head, load_value_model, scoring_batch, with_value_head
 from rlkit.losses import bradley_terry_loss, clipped_value_loss, token_mean
-from rlkit.vlm import freeze, load_model, load_processor, lora, vision_tower
+from rlkit.vlm import freeze, load_model, load_processor, lora, vision_tower_pattern
 
 sys.path.insert(0, str(Path(__file__).parent))
 from rows import make_batch
@@ -194,7 +194,7 @@ def test_values_in_bfloat16_are_not_rounded(tiny_dir, processor):
 def test_a_critic_learns_a_constant_return(tiny_dir, processor):
     """From zeros, on images, with a frozen vision tower: the loss falls, and all other weights change."""
     model = with_value_head(load_model(tiny_dir))
-    freeze(model, vision_tower(model))
+    freeze(model, vision_tower_pattern(model))
     before = {n: p.detach().clone() for n, p in model.named_parameters()}
     engine, batch = engine_for(model, lr=2e-3, micro_batch_tokens=150), make_batch(processor)
     batch.advantages.fill_(0.7)
@@ -246,7 +246,9 @@ def test_export_loads_with_its_head(tiny_dir, processor, tmp_path):
     engine.export_hf(path)
     again = engine_for(load_value_model(path)).infer_batch(batch)["values"]
     torch.testing.assert_close(again, values, atol=1e-6, rtol=1e-6)
-    with pytest.raises(ValueError, match="a value model; rlkit.engines.value_head.load_value_model reads it"):
+    with pytest.raises(
+        ValueError, match="model: expected a language model, got the value model .*; use load_value_model"
+    ):
         load_model(path)
     assert not load_value_model(tiny_dir).lm_head.weight.any()
 

@@ -12,9 +12,9 @@ import datasets
 import pytest
 from PIL import Image
 
-from rlkit.data import collate, load_chats, load_marked, load_pairs, load_task, prompt
+from rlkit.data import collate, load_chats, load_pairs, load_task, load_unpaired, prompt_sample
 from rlkit.rewards import score
-from rlkit.vlm import encode, encode_answers, encode_chat, load_processor
+from rlkit.vlm import encode_answers, encode_chat, encode_prompt, load_processor
 
 HERE = Path(__file__).parent
 SEEN = "<|vision_start|><|image_pad|><|vision_end|>"
@@ -61,7 +61,7 @@ def shown(processor, sample):
 
 def judged(reward, row, text):
     """nan: nobody can tell."""
-    return score(reward, [prompt([1], row=row, text=text)]).item()
+    return score(reward, [prompt_sample([1], row=row, text=text)]).item()
 
 
 # the file -> its reward; of its first row: prompt, pictures, a right answer and a wrong one
@@ -152,7 +152,7 @@ def path_of(name, folder):
         table = {
             "question": ["What colour is it?"] * 3,
             "answer": ["green", "blue", None],
-            "image": [Image.open(HERE / "pictures" / f"{i}.png") for i in (1, 2, 0)],
+            "image": [Image.open(HERE / "pictures" / f"{i}.png").copy() for i in (1, 2, 0)],
         }
         datasets.Dataset.from_dict(table).cast_column("image", datasets.Image()).to_parquet(folder / name)
     else:
@@ -175,7 +175,7 @@ def test_prompts(name, processor, tmp_path):
     task = load_task(path_of(name, tmp_path), reward=reward)
     rows = rows_of(task)
     assert len(rows) == 3 and (len(task.train), len(task.heldout)) == (2, 1)
-    samples = [encode(reader(processor, name), row) for row in rows]
+    samples = [encode_prompt(reader(processor, name), row) for row in rows]
     collate(samples)  # both tracks agree
     assert shown(processor, samples[0]) == (text, pictures)
     assert judged(task.reward, rows[0], right) == 1 and judged(task.reward, rows[0], wrong) == 0
@@ -190,7 +190,7 @@ FOR_REWARDS = {"words.jsonl", "solutions.jsonl", "verl.jsonl", "verl.parquet", "
 def test_prompts_with_their_answers_are_imitated(name, processor, tmp_path):
     row = rows_of(load_chats(path_of(name, tmp_path)))[0]
     with_tools = reader(processor, name)
-    begun = encode(with_tools, row)
+    begun = encode_prompt(with_tools, row)
     sample = encode_chat(begun, with_tools, [processor.tokenizer.eos_token_id], 500)
     assert sample.token_ids[: len(begun.token_ids)] == begun.token_ids
     answer = f"{row['completion']}<|im_end|>"
@@ -212,7 +212,7 @@ TRAINED = {
 def test_chats(name, processor):
     text, trained = TRAINED[name]
     row = rows_of(load_chats(str(HERE / name)))[0]
-    begun = encode(processor, row)
+    begun = encode_prompt(processor, row)
     sample = encode_chat(begun, processor, [processor.tokenizer.eos_token_id], 500)
     assert shown(processor, begun)[0] == text
     runs = re.findall("1+", "".join("01"[mine] for mine in sample.mask))
@@ -239,21 +239,21 @@ PAIRS = {
 def test_pairs(name, processor):
     text, pictures, chosen, rejected = PAIRS[name]
     row = rows_of(load_pairs(str(HERE / name)))[0]
-    begun = encode(processor, row)
+    begun = encode_prompt(processor, row)
     assert shown(processor, begun) == (text, pictures)
     ends = [processor.tokenizer.eos_token_id]
     samples = encode_answers(begun, processor, [row["chosen"], row["rejected"]], ends, 500)
     said = [processor.tokenizer.decode(sample.response_ids) for sample in samples]
     assert said == [f"{chosen}<|im_end|>", f"{rejected}<|im_end|>"]
-    good, bad = rows_of(load_marked(str(HERE / name)))[:2]
+    good, bad = rows_of(load_unpaired(str(HERE / name)))[:2]
     assert [(one["completion"], one["label"]) for one in (good, bad)] == [(chosen, True), (rejected, False)]
 
 
 @pytest.mark.parametrize("name", ["marked.jsonl", "marked.csv"])
 def test_marked_answers(name, processor):
-    rows = rows_of(load_marked(str(HERE / name)))
+    rows = rows_of(load_unpaired(str(HERE / name)))
     questions = [asked("What colour is the sky?"), asked("And grass?")]
-    assert [shown(processor, encode(processor, row))[0] for row in rows] == questions
+    assert [shown(processor, encode_prompt(processor, row))[0] for row in rows] == questions
     assert [(row["completion"], row["label"]) for row in rows] == [("Blue.", True), ("Blue.", False)]
 
 
@@ -317,7 +317,7 @@ BROKEN = {
     "pair_without_prompt.jsonl": (load_pairs, " row 1: question: expected text or messages, got none"),
     "same_pair.jsonl": (load_pairs, " row 1: chosen, rejected: expected two different answers, got the same"),
     "pairs.jsonl": (load_pairs, ": expected a file, got none of this name; '{folder}' has {files}"),
-    "marked_in_words.jsonl": (load_marked, " row 1: label: expected true or false, got 'good'"),
+    "marked_in_words.jsonl": (load_unpaired, " row 1: label: expected true or false, got 'good'"),
     "nothing_to_imitate.jsonl": (
         load_chats,
         " row 1: answer: expected a text or one message of the assistant, got None",
@@ -340,7 +340,7 @@ def test_a_missing_image_is_a_bad_row(processor):
     path = HERE / "broken" / "missing_image.jsonl"
     (row,) = load_task(str(path)).train
     with pytest.raises(ValueError) as caught:
-        encode(processor, row)
+        encode_prompt(processor, row)
     image = HERE / "broken" / "gone.png"
     assert str(caught.value) == (
         f"{path} row 1: image '{image}': cannot be read: [Errno 2] No such file or directory: '{image}'"

@@ -21,9 +21,9 @@ from isolated_cases import case
 from megatron.core import parallel_state
 from runs.some_answers import PROMPTS, measure, of_a_rank
 
-from rlkit.data import extend, prompt
+from rlkit.data import append_response, prompt_sample
 from rlkit.engines.distributed import init_distributed, make_model_parallel_group
-from rlkit.rollout.same_rows import SameRows
+from rlkit.rollout.shared_rows import SharedRowsRollout
 from rlkit.runs import claim_directory
 from rlkit.tracking import Run
 
@@ -31,21 +31,22 @@ from rlkit.tracking import Run
 class Sampler:
     """Writes its rank, and how many requests it was given."""
 
-    def generate(self, requests, sampling, n, *, written=None):
+    def generate(self, requests, sampling, n, *, on_finished=None):
         tokens = [10 + dist.get_rank(), len(requests)]
-        found = [[extend(request, tokens, [-1.0, -1.0]) for _ in range(n)] for request in requests]
+        found = [[append_response(request, tokens, [-1.0, -1.0]) for _ in range(n)] for request in requests]
         for i in reversed(range(len(requests))):
-            if written is not None:
-                written(i, found[i])
+            if on_finished is not None:
+                on_finished(i, found[i])
         return [sample for group in found for sample in group]
 
 
-def answers(together):
+def samples_of_each_rank(collective):
     group = make_model_parallel_group(0, 1)
     assert make_model_parallel_group(dist.get_rank(), 2) is None
-    requests = [prompt([1], vision={"pixels": torch.full((1,), i)}, row={"answer": i}) for i in range(3)]
+    requests = [prompt_sample([1], vision={"pixels": torch.full((1,), i)}, row={"answer": i}) for i in range(3)]
     seen = {}
-    found = SameRows(Sampler(), group, together=together).generate(requests, None, 2, written=seen.setdefault)
+    rollout = SharedRowsRollout(Sampler(), group, collective=collective)
+    found = rollout.generate(requests, None, 2, on_finished=seen.setdefault)
     assert [sample.token_ids for i in range(3) for sample in seen[i]] == [sample.token_ids for sample in found]
     mine = [(s.response_ids, int(s.vision["pixels"]), s.row["answer"]) for s in found]
     return of_all_ranks(mine)
@@ -63,7 +64,7 @@ def started_late(root):
     if dist.get_rank():
         time.sleep(1)
     run = Run(claim_directory("", "late", resume=False), {}, writes=dist.get_rank() == 0)
-    run.start_at(0)
+    run.drop_metrics_from(0)
     return of_all_ranks(run.out.name)
 
 
@@ -100,7 +101,7 @@ def main(runs_file, names):
                 run(*runs[name])
                 continue
             others = {
-                "answers": lambda: [answers(together) for together in (True, False)],
+                "answers": lambda: list(map(samples_of_each_rank, (True, False))),
                 "late": lambda: started_late(folder),
                 "refused": lambda: refused(folder),
                 "measured": measured,

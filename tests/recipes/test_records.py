@@ -28,13 +28,13 @@ class Observed:
 
     def __init__(self, monkeypatch):
         self.halves, self.judged, self.began = [], [], Event()
-        generate = HfRollout._generate
+        generate = HfRollout._generate_batch
 
-        def one_half(rollout, requests, sampling, n, *rest):
+        def one_half(rollout, module, requests, sampling, n, *rest):
             if not len(self.halves) % 2:
                 self.began.clear()
             start = time.perf_counter()
-            samples = generate(rollout, requests, sampling, n, *rest)
+            samples = generate(rollout, module, requests, sampling, n, *rest)
             if n > 1:  # no evaluation
                 if len(self.halves) % 2:
                     self.began.wait(10)
@@ -42,7 +42,7 @@ class Observed:
             return samples
 
         monkeypatch.setitem(HfRollout.__init__.__kwdefaults__, "max_sequences", 8)
-        monkeypatch.setattr(HfRollout, "_generate", one_half)
+        monkeypatch.setattr(HfRollout, "_generate_batch", one_half)
 
     def two_parts(self):
         """An untrained model is hardly ever right, and sometimes long."""

@@ -19,7 +19,7 @@ from rlkit.data import Batch, collate, load_pairs  # noqa: E402
 from rlkit.engines import make_engine  # noqa: E402
 from rlkit.engines.value_head import load_value_model, scoring_batch  # noqa: E402
 from rlkit.rewards import model_scores  # noqa: E402
-from rlkit.vlm import encode, encode_answers, load_processor  # noqa: E402
+from rlkit.vlm import encode_answers, encode_prompt, load_processor  # noqa: E402
 
 LEARNING = [
     "--task", "helpers:few_digits", "--steps", 20, "--prompts_per_step", 16, "--warmup_steps", 5, "--save_every", 8,
@@ -70,7 +70,7 @@ def test_the_export_is_the_model_that_was_measured(whole):
     engine = make_engine("fsdp2", "value_model", model=load_value_model(str(whole / "model")))
     task, samples = load_pairs("helpers:few_digits"), []
     for i in range(12):
-        asked = encode(processor, task.heldout[i])
+        asked = encode_prompt(processor, task.heldout[i])
         answers = [asked.row["chosen"], asked.row["rejected"]]
         samples += encode_answers(asked, processor, answers, [processor.tokenizer.eos_token_id], 100)
     scores = torch.stack([engine.infer_batch(scoring_batch(collate([s])))["values"].sum() for s in samples])

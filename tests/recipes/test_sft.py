@@ -147,7 +147,7 @@ def test_bad_input_is_one_clear_message(whole, tiny_dir, tmp_path):
     for message, arguments in {
         "sft: task: expected a built-in": ["--task", "digit"],
         "sft: .*rows.jsonl: question: expected a column": ["--task", tmp_path / "rows.jsonl"],
-        "sft: model .* holds no config.json": ["--model", tmp_path],
+        "sft: model: expected a directory with a config.json": ["--model", tmp_path],
         "sft: out .*holds a run already; continue it with --resume": ["--out", whole],
         "sft-.*: step 0: none of its .*rows can be trained on": ["--max_tokens", 5],
     }.items():

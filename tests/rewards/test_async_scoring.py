@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from rlkit.data import prompt
+from rlkit.data import prompt_sample
 from rlkit.rewards import Judge, combine, multiple_choice, score_as_written, score_parts
 from rlkit.rewards.async_scoring import covered
 
@@ -37,7 +37,7 @@ class Sampler:
 
 
 def asked_for(*seconds):
-    return [prompt([1], group_id=i, row={"seconds": s}) for i, s in enumerate(seconds)]
+    return [prompt_sample([1], group_id=i, row={"seconds": s}) for i, s in enumerate(seconds)]
 
 
 def assert_work_without_wait(seconds, intervals):
@@ -98,7 +98,7 @@ def write(judge, prompts, n=2):
     groups = [[replace(one, text=f"{one.group_id}.{i}", number=i) for i in range(n)] for one in prompts]
     for i in reversed(range(len(groups))):
         time.sleep(prompts[i].row["seconds"])
-        judge.take(i, groups[i])
+        judge.submit(i, groups[i])
     return [sample for group in groups for sample in group]
 
 
@@ -154,7 +154,7 @@ def test_covered():
 def test_reasons_of_the_last_result():
     judge = Judge(lambda text, row: row["missing"], threads=2)
     for i in range(3):
-        judge.take(i, [prompt([1])])
+        judge.submit(i, [prompt_sample([1])])
     assert judge.result()[0].isnan().all()
     assert judge.reasons.startswith("3 x KeyError: 'missing' (test_async_scoring.py, line ")
     assert len(judge.result()[0]) == 0 and judge.reasons == ""

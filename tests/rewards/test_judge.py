@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch.optim import SGD
 
-from rlkit.data import collate, extend, prompt
+from rlkit.data import append_response, collate, prompt_sample
 from rlkit.rewards import judge, score
 from rlkit.rewards.judge import chat_judge, last_score, model_scores
 
@@ -108,7 +108,7 @@ def test_no_server_and_a_slow_one(caplog):
         assert slow("x", ROW) is None and "APITimeoutError" in caplog.text
     gone = chat_judge(server.url, "m", retries=0)
     assert gone("x", ROW) is None and "APIConnectionError" in caplog.text
-    rewards = score(gone, [prompt([1], row=ROW)])
+    rewards = score(gone, [prompt_sample([1], row=ROW)])
     assert rewards.isnan().all()
 
 
@@ -170,7 +170,10 @@ def test_a_reward_model_scores_whole_rows(tiny_dir):
     head = model.get_output_embeddings().weight
     with torch.no_grad():
         head.normal_(generator=torch.Generator().manual_seed(0))
-    samples = [extend(prompt([20, 21]), tokens, [0.0] * len(tokens)) for tokens in ([22], [22, 23, 24, 25], [26, 27])]
+    samples = [
+        append_response(prompt_sample([20, 21]), tokens, [0.0] * len(tokens))
+        for tokens in ([22], [22, 23, 24, 25], [26, 27])
+    ]
     model.eval()
     with torch.no_grad():
         wanted = [model(input_ids=torch.tensor([sample.token_ids])).logits[0, -1, 0].item() for sample in samples]
@@ -181,7 +184,7 @@ def test_a_reward_model_scores_whole_rows(tiny_dir):
 
 
 def test_a_score_that_is_no_number_is_not_judged():
-    samples = [prompt([1, 2]), prompt([3]), prompt([4])]
+    samples = [prompt_sample([1, 2]), prompt_sample([3]), prompt_sample([4])]
     found = model_scores(lambda batch: torch.tensor([1.5, math.inf, math.nan], dtype=torch.float64), samples)
     assert found[0] == 1.5 and found[1:].isnan().all() and found.dtype == torch.float32
     with pytest.raises(ValueError, match=r"infer: expected \[3\] scores, got \[3, 2\]"):

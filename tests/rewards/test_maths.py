@@ -12,9 +12,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from rlkit.data import prompt
+from rlkit.data import prompt_sample
 from rlkit.rewards import maths, score
 from rlkit.rewards.maths import final_answer, maths_reward, same_answer
+from rlkit.rewards.workers import WorkerPool, end_worker
 
 TABLE = [json.loads(line) for line in Path(__file__).with_name("maths_answers.jsonl").read_text().splitlines()]
 HANGS = "9^{9^{9^{9}}}"  # sympy works it out
@@ -85,7 +86,7 @@ def test_reward_timeout_in_another_process(method):
 def test_a_time_out_costs_one_worker_and_leaves_nothing_behind():
     assert same_answer("2", "2") is True
     for worker in maths._POOL.idle[1:]:
-        maths._end(worker)
+        end_worker(worker)
     del maths._POOL.idle[1:]
     (first,) = maths._POOL.idle
     assert same_answer(HANGS, "2", seconds=0.5) is None
@@ -101,7 +102,7 @@ def test_a_worker_that_dies_is_not_a_zero(tmp_path, monkeypatch):
     os.kill(maths._POOL.idle[-1].pid, 9)
     os.waitid(os.P_PID, maths._POOL.idle[-1].pid, os.WEXITED | os.WNOWAIT)
     assert same_answer("3", "2") is False
-    monkeypatch.setattr(maths, "_POOL", maths._Pool())
+    monkeypatch.setattr(maths, "_POOL", WorkerPool(lambda: maths._start()))
     script = tmp_path / "worker.py"
     script.write_text("print('ready', flush=True); input()")
     monkeypatch.setattr(maths, "WORKER", str(script))
@@ -113,9 +114,9 @@ def test_a_worker_that_dies_is_not_a_zero(tmp_path, monkeypatch):
 
 def test_reward_failure_is_not_zero(monkeypatch):
     """What `score` makes of it."""
-    samples = [prompt([1])] * 0
+    samples = [prompt_sample([1])] * 0
     for text in (r"\boxed{2}", rf"\boxed{{{HANGS}}}", r"\boxed{3}"):
-        sample = prompt([1], row={"answer": "2"}, text=text)
+        sample = prompt_sample([1], row={"answer": "2"}, text=text)
         samples.append(sample)
     monkeypatch.setattr(maths, "SECONDS", 0.5)
     rewards = score(maths_reward, samples)
@@ -123,7 +124,7 @@ def test_reward_failure_is_not_zero(monkeypatch):
 
 
 def test_without_math_verify_it_says_so(monkeypatch):
-    monkeypatch.setattr(maths, "_POOL", maths._Pool())
+    monkeypatch.setattr(maths, "_POOL", WorkerPool(lambda: maths._start()))
     monkeypatch.setattr(maths.importlib.util, "find_spec", lambda name: None)
     with pytest.raises(ImportError, match=r"^package math_verify: .* pip install -e '\.\[rewards\]'$"):
         maths_reward("1", {"answer": "1"})

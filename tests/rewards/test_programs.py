@@ -1,3 +1,5 @@
+"""Rewards for programs, and tricks by which a program would pass tests that it does not solve."""
+
 import json
 import re
 

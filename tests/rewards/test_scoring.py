@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from rlkit.data import Failures, prompt
+from rlkit.data import Failures, prompt_sample
 from rlkit.rewards import (
     combine,
     exact_match,
@@ -35,7 +35,7 @@ def test_reward_failure_is_not_zero(caplog):
 
     texts = ["raises", "none", "nan", "inf", "text", "int", "true", "wrong"]
     samples = [
-        replace(prompt([1]), text=text, row={"where": f"row {text}"}, group_id=i) for i, text in enumerate(texts)
+        replace(prompt_sample([1]), text=text, row={"where": f"row {text}"}, group_id=i) for i, text in enumerate(texts)
     ]
     with caplog.at_level(logging.WARNING):
         rewards = score(reward, samples)
@@ -53,13 +53,13 @@ def test_reward_may_not_swallow_an_interrupt():
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        score(reward, [prompt([1])])
+        score(reward, [prompt_sample([1])])
 
 
 def test_score_of_nothing():
     assert score(exact_match, []).shape == (0,) and judged([], torch.zeros(0)) == []
     with pytest.raises(ValueError):
-        judged([prompt([1])], torch.zeros(2))
+        judged([prompt_sample([1])], torch.zeros(2))
 
 
 def test_rewards_that_wait_are_scored_together_and_stay_in_order():
@@ -71,12 +71,12 @@ def test_rewards_that_wait_are_scored_together_and_stay_in_order():
         assert begun[(int(text) + 1) % 5].wait(20)
         return float(text)
 
-    samples = [replace(prompt([1]), text=str(i)) for i in range(5)]
+    samples = [replace(prompt_sample([1]), text=str(i)) for i in range(5)]
     assert score(waits, samples, threads=5).tolist() == [0, 1, 2, 3, 4]
 
 
 def test_a_sample_that_was_aborted_is_not_judged():
-    samples = [replace(prompt([1]), text="1", finish_reason=reason) for reason in ("stop", "aborted")]
+    samples = [replace(prompt_sample([1]), text="1", finish_reason=reason) for reason in ("stop", "aborted")]
     first, second = score(lambda text, row: 1.0, samples).tolist()
     assert first == 1 and math.isnan(second)
 
@@ -85,8 +85,8 @@ def test_reasons_of_what_is_not_judged():
     def reward(text, row):
         return {"none": None, "inf": math.inf}[text]
 
-    samples = [replace(prompt([1]), text=text) for text in ("none", "none", "inf", "other")]
-    samples.append(replace(prompt([1]), finish_reason="aborted"))
+    samples = [replace(prompt_sample([1]), text=text) for text in ("none", "none", "inf", "other")]
+    samples.append(replace(prompt_sample([1]), finish_reason="aborted"))
     failures = Failures("reward")
     for threads in (1, 3):
         assert score(reward, samples, threads=threads, failures=failures).isnan().all()
@@ -143,7 +143,7 @@ def test_the_reason_behind_too_few_judged_answers(asked, judged, share, options,
 
 
 def samples(*texts):
-    return [prompt([1], text=text, row={"answer": "B", "where": f"row {i}"}) for i, text in enumerate(texts)]
+    return [prompt_sample([1], text=text, row={"answer": "B", "where": f"row {i}"}) for i, text in enumerate(texts)]
 
 
 def fails(text, row):

@@ -19,7 +19,7 @@ def connect(tiny_dir, processor):
     def connect(*servers, **options):
         options = {"model": tiny_dir, "processor": processor, "connect_timeout": 0.3, "timeout": 20.0, **options}
         made.append(make_rollout("vllm_server", urls=[s if isinstance(s, str) else s.url for s in servers], **options))
-        made[-1].servers.backoff = 0.01
+        made[-1].pool.backoff = 0.01
         return made[-1]
 
     yield connect

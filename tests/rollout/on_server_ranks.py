@@ -31,7 +31,7 @@ def main():
         def fail():
             raise RuntimeError("sent on purpose")
 
-        rollout._begin = fail
+        rollout._begin_update = fail
     iterator = gathered(3)
     try:
         rollout.update_weights(iterator)

@@ -26,8 +26,8 @@ from rlkit.data import collate, group_ids  # noqa: E402
 from rlkit.engines import make_engine  # noqa: E402
 from rlkit.losses import reinforce_loss, token_mean  # noqa: E402
 from rlkit.rollout import Sampling, make_rollout  # noqa: E402
-from rlkit.rollout.weight_transfer import NcclGroup, description  # noqa: E402
-from rlkit.vlm import encode_rows, load_model, load_processor, lora, suppressed_token_ids  # noqa: E402
+from rlkit.rollout.servers.weight_transfer import NcclGroup, describe  # noqa: E402
+from rlkit.vlm import encode_prompts, load_model, load_processor, lora, suppressed_token_ids  # noqa: E402
 
 SIZES = {True: ((56, 56), None, (84, 56), (112, 112)), False: (None,) * 4}
 SAMPLING = Sampling(6, temperature=0.8, seed=(0, 1))
@@ -44,7 +44,7 @@ def prompts_of(processor, sees: bool):
     rows = [{**s.row, "question": s.row["question"] * 12} for s in samples]
     if sees:
         rows[3] = {**rows[3], "images": [*rows[3]["images"], *rows[0]["images"]]}
-    return encode_rows(processor, list(enumerate(rows)))[0]
+    return encode_prompts(processor, list(enumerate(rows)))[0]
 
 
 def measure(kind: str, path: str, tensor_parallel_size: int = 1) -> dict:
@@ -98,7 +98,7 @@ def measure(kind: str, path: str, tensor_parallel_size: int = 1) -> dict:
     def tell(i, group):
         told[i] = group, rollout.llm.llm_engine.get_num_unfinished_requests()
 
-    many = rollout.generate(prompts, SAMPLING, n=12, written=tell)  # more than `max_num_seqs`
+    many = rollout.generate(prompts, SAMPLING, n=12, on_finished=tell)  # more than `max_num_seqs`
     facts["told"] = [s.text for i in sorted(told) for s in told[i][0]] == [s.text for s in many]
     facts["under_way"] = [told[i][1] for i in told]
     how = [Sampling(3 + i, 0.5 + 0.4 * i, (i,), (samples[0].response_ids[0],)) for i in range(len(prompts))]
@@ -165,7 +165,7 @@ def adapters_alone(path, processor, trainer, step, distance) -> dict:
     facts["adapter_moved"] = distance(trainer, rollout)[0]
     rollout.update_adapter(*trainer.get_adapter())
     facts["adapter_again"], samples = distance(trainer, rollout)
-    tower = make_engine("fsdp2", model=lora(load_model(path), 4, 8))
+    tower = make_engine("fsdp2", model=lora(load_model(path), 4, 8, adapt_towers=True))
     facts["adapters_refused"] = [refused(lambda: rollout.update_adapter(*tower.get_adapter()))]
     rollout.update_weights(trainer.get_per_tensor_param())
     facts["whole_after_adapter"], _ = distance(trainer, rollout)
@@ -200,10 +200,10 @@ def nccl_calls() -> dict:
         mock.patch.multiple(torch.cuda, current_device=lambda: 5, synchronize=mock.DEFAULT, device=mock.MagicMock()),
     ):
         group = NcclGroup(3)
-        told = nccl_engine.NCCLWeightTransferInitInfo(**json.loads(json.dumps(group.invitation(1))))
-        group.open()
+        told = nccl_engine.NCCLWeightTransferInitInfo(**json.loads(json.dumps(group.join_info(1))))
+        group.connect()
         group.broadcast(bucket)
-    nccl_engine.NCCLWeightTransferUpdateInfo(**description(bucket))
+    nccl_engine.NCCLWeightTransferUpdateInfo(**describe(bucket))
     said = send.call_args.kwargs
     return {
         "joined": told.nccl_unique_id_bytes == join.call_args.args[0] == bytes([251, *range(127)]),

@@ -26,7 +26,7 @@ from rlkit.data import collate  # noqa: E402
 from rlkit.engines import make_engine  # noqa: E402
 from rlkit.rollout import Sampling, make_rollout  # noqa: E402
 from rlkit.vlm import (  # noqa: E402
-    encode,
+    encode_prompt,
     load_model,
     load_processor,
     rope3d_position_ids,
@@ -120,7 +120,7 @@ def measure(family, path):
     sees = hasattr(processor, "tokenizer")
     images = [[test_every_family.image(*size) for size in sizes] if sees else [] for sizes in test_every_family.SIZES]
     rows = [{"question": f"how many {i}?", "images": found} for i, found in enumerate(images)]
-    prompts = [encode(processor, row, group_id=i) for i, row in enumerate(rows)]
+    prompts = [encode_prompt(processor, row, group_id=i) for i, row in enumerate(rows)]
     register(path)
     rollout = make_rollout("vllm", engine.gathered, model=str(path), processor=processor, **SIZE)
 

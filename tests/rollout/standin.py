@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from aiohttp import web
 
-from rlkit.rollout.weight_transfer import gloo_group
+from rlkit.rollout.servers.weight_transfer import gloo_group
 
 WORDS = range(20, 200)  # what the stand-ins write
 

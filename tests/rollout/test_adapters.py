@@ -11,9 +11,9 @@ from safetensors import safe_open
 from safetensors.torch import load
 from transformers import AutoConfig
 
-from rlkit.data.samples import prompt
-from rlkit.rollout import Ahead, Sampling
-from rlkit.rollout.adapters import packed, unpacked
+from rlkit.data.samples import prompt_sample
+from rlkit.rollout import AsyncSampler, Sampling
+from rlkit.rollout.adapters import adapter_folder, serialize_adapter
 from rlkit.rollout.serve import serving
 from rlkit.vlm import load_model, lora
 from rlkit.vlm.adapt import adapter_parameters
@@ -35,10 +35,10 @@ def adapters(adapted):
 
 
 def test_adapters_travel_as_peft_has_them_in_files(adapted, tmp_path):
-    file = packed(*adapters(adapted))
+    file = serialize_adapter(*adapters(adapted))
     adapted.save_pretrained(tmp_path)
     adapted.peft_config["default"].save_pretrained(tmp_path)  # as it trains
-    with unpacked(file) as (folder, names):
+    with adapter_folder(file) as (folder, names):
         theirs = peft.PeftConfig.from_pretrained(tmp_path).to_dict()
         assert peft.PeftConfig.from_pretrained(folder).to_dict() == theirs
         with safe_open(tmp_path / "adapter_model.safetensors", "pt") as saved:
@@ -49,9 +49,9 @@ def test_adapters_travel_as_peft_has_them_in_files(adapted, tmp_path):
 
 def test_adapters_go_to_all_servers_and_requests_name_them(connect, adapted):
     with VllmStandin() as a, VllmStandin() as b:
-        rollout, requests = connect(a, b), [prompt([10 + i, 11], group_id=i) for i in range(6)]
+        rollout, requests = connect(a, b), [prompt_sample([10 + i, 11], group_id=i) for i in range(6)]
         rollout.update_adapter(*adapters(adapted))
-        assert a.adapter == b.adapter == packed(*adapters(adapted)) and not a.weights and not a.paused
+        assert a.adapter == b.adapter == serialize_adapter(*adapters(adapted)) and not a.weights and not a.paused
         samples = rollout.generate(requests, SAMPLING, n=2)
         assert {s.version for s in samples} == {1} and {body["model"] for body in a.bodies + b.bodies} == {"policy"}
         rollout.update_adapter(*adapters(adapted))
@@ -68,27 +68,29 @@ def test_adapters_go_to_all_servers_and_requests_name_them(connect, adapted):
 
 def test_servers_that_write_ahead_take_adapters(connect, adapted):
     with VllmStandin() as a:
-        ahead = Ahead(connect(a), ([[prompt([10])], SAMPLING] for _ in range(3)), max_staleness=1)
-        for _ in ahead:
-            ahead.update_adapter(*adapters(adapted))
-        assert a.version == "3" and len(ahead.taken) == 3
+        sampler = AsyncSampler(connect(a), ([[prompt_sample([10])], SAMPLING] for _ in range(3)), max_staleness=1)
+        for _ in sampler:
+            sampler.update_adapter(*adapters(adapted))
+        assert a.version == "3" and len(sampler.timings) == 3
 
 
 def test_servers_that_were_not_started_for_adapters_are_named(connect, adapted):
     with VllmStandin(pages=["/rlkit/adapter"]) as a:
         rollout = connect(a)
-        with pytest.raises(RuntimeError, match=f"update_adapter: {a.url}/rlkit/adapter answered 404.* --enable-lora"):
+        with pytest.raises(
+            RuntimeError, match=f"update_adapter: {a.url}/rlkit/adapter: expected status 200, got 404.* --enable-lora"
+        ):
             rollout.update_adapter(*adapters(adapted))
-        with pytest.raises(RuntimeError, match="failed and the servers wait"):
-            rollout.generate([prompt([10])], SAMPLING)
+        with pytest.raises(RuntimeError, match="got servers whose last weight update failed"):
+            rollout.generate([prompt_sample([10])], SAMPLING)
 
 
 @pytest.mark.parametrize("asked", [True, False])
 def test_a_server_is_started_for_adapters_where_that_is_asked_for(tiny_dir, tmp_path, monkeypatch, asked):
-    code = "import sys; sys.exit('TakesAdapters' in str(sys.argv))"
+    code = "import sys; sys.exit('AdapterMiddleware' in str(sys.argv))"
     monkeypatch.setattr("rlkit.rollout.serve.command", lambda *_: [sys.executable, "-c", code])
     monkeypatch.setattr("rlkit.rollout.serve._check_installed", lambda _: None)
-    with pytest.raises(RuntimeError, match=f"ended with code {int(asked)}"):
+    with pytest.raises(RuntimeError, match=f"got exit code {int(asked)}"):
         with serving(tiny_dir, logs=tmp_path, options=["--enable-lora"] * asked):
             pass
 
@@ -98,6 +100,9 @@ def test_a_family_of_which_vllm_keeps_weights_is_refused(connect, processor, tmp
     AutoConfig.for_model("gpt_oss", vocab_size=len(processor.tokenizer)).save_pretrained(tmp_path / "tiny")
     assert json.loads((tmp_path / "tiny" / "config.json").read_text())["model_type"] == "gpt_oss"
     with VllmStandin() as a:
-        with pytest.raises(ValueError, match="vllm: gpt_oss: vLLM takes new weights in part only; sample with rollout"):
+        with pytest.raises(
+            ValueError,
+            match="model: expected a family whose weights vLLM replaces completely, got gpt_oss; use rollout",
+        ):
             connect(a, model=str(tmp_path / "tiny")).update_weights(iter(WEIGHTS))
         assert not a.paused and not a.weights

@@ -11,15 +11,15 @@ import pytest
 import torch
 from PIL import Image
 
-from rlkit.data import collate, extend, prompt
+from rlkit.data import append_response, collate, prompt_sample
 from rlkit.data.messages import message
-from rlkit.data.samples import check_tracks, observe
+from rlkit.data.samples import append_observation, check_tracks
 from rlkit.engines import make_engine
 from rlkit.rewards import score
 from rlkit.rollout import Sampling, make_rollout, uniforms
-from rlkit.rollout.agent import Observation, Scripted, run_episodes
-from rlkit.vlm import decode, encode, load_model, load_processor, suppressed_token_ids
-from rlkit.vlm.chat_template import encode_reply
+from rlkit.rollout.agent import Observation, ScriptedRollout, run_episodes
+from rlkit.vlm import decode, encode_prompt, load_model, load_processor, suppressed_token_ids
+from rlkit.vlm.chat_template import encode_observation
 
 
 @pytest.fixture(scope="module")
@@ -58,7 +58,7 @@ def picture(rng, width=28, height=28):
 def ask(processor, count, images=1, seed=0):
     rng = np.random.default_rng(seed)
     rows = [{"question": f"Question {i}?", "images": [picture(rng) for _ in range(images)]} for i in range(count)]
-    return [encode(processor, {**row, "where": f"row {i}"}, group_id=i) for i, row in enumerate(rows)]
+    return [encode_prompt(processor, {**row, "where": f"row {i}"}, group_id=i) for i, row in enumerate(rows)]
 
 
 async def more(sample):
@@ -92,9 +92,9 @@ def test_placeholder_expanded_once(processor):
     requests = []
     for i in range(500):
         images = [picture(rng, *rng.choice(sizes, 2)) for _ in range(rng.integers(0, 3))]
-        requests.append(encode(processor, {"question": random_text(rng), "images": images}, group_id=i))
+        requests.append(encode_prompt(processor, {"question": random_text(rng), "images": images}, group_id=i))
     samples = run_episodes(
-        Scripted(processor, lambda sample: random_text(rng)), requests, Sampling(100), step, processor=processor,
+        ScriptedRollout(processor, lambda sample: random_text(rng)), requests, Sampling(100), step, processor=processor,
         max_turns=5,
     )  # fmt: skip
     assert {s.finish_reason for s in samples} == {"stop", "turns"}
@@ -121,7 +121,9 @@ class Spelled:
     def generate(self, requests, sampling, n=1):
         self.asked.append(list(requests))
         ids = [self.tokenizer.convert_tokens_to_ids(letter) for letter in "digit"] + [self.tokenizer.eos_token_id]
-        return [extend(r, ids, [-0.5] * 6, text="digit", finish_reason="stop") for r in requests for _ in range(n)]
+        return [
+            append_response(r, ids, [-0.5] * 6, text="digit", finish_reason="stop") for r in requests for _ in range(n)
+        ]
 
 
 def test_never_retokenise(processor):
@@ -143,9 +145,9 @@ def test_never_retokenise(processor):
 def test_text_leaves_the_images_alone(processor):
     """The vision tensors stay the very same, so that a group's rows share them in training."""
     request = ask(processor, 1)[0]
-    text = observe(request, prompt([5, 6]))
+    text = append_observation(request, prompt_sample([5, 6]))
     assert text.vision is request.vision and text.token_ids == [*request.token_ids, 5, 6] and not any(text.mask)
-    both = observe(request, ask(processor, 1, images=2, seed=1)[0])
+    both = append_observation(request, ask(processor, 1, images=2, seed=1)[0])
     assert both.vision["image_grid_thw"].shape == (3, 3) and len(both.images) == 3
     assert both.placeholders == {processor.image_token_id: [1, 1, 1]} and request.placeholders.popitem()[1] == [1]
 
@@ -213,7 +215,7 @@ def test_a_sample_that_goes_on_goes_on_in_its_own_noise(rollout, processor):
     copies = [replace(live[0], number=number) for number in range(6)]
     assert len({tuple(s.token_ids) for s in rollout.generate(copies, Sampling(4, seed=(4,)))}) > 3
     assert len({s.number for s in rollout.generate(copies[1:3], Sampling(1), n=2)}) == 4
-    rest = uniforms((0,), [5], 1, 5, numbers=[2], used=[3])
+    rest = uniforms((0,), [5], 1, 5, sample_numbers=[2], offsets=[3])
     assert torch.equal(rest, uniforms((0,), [5], 3, 8)[2:, 3:])
 
 
@@ -237,11 +239,11 @@ def test_an_environment_with_its_own_reward(processor):
         return str((low + high) // 2)
 
     rows = [{"question": "A number from 0 to 7?", "answer": str(i)} for i in range(8)]
-    requests = [encode(processor, row, group_id=i) for i, row in enumerate(rows)]
-    sampler, told = Scripted(processor, bisect), []
+    requests = [encode_prompt(processor, row, group_id=i) for i, row in enumerate(rows)]
+    sampler, told = ScriptedRollout(processor, bisect), []
     samples = run_episodes(
         sampler, requests, Sampling(4), guess_the_number, processor=processor, n=2, max_turns=3,
-        written=lambda i, group: told.append((i, group)),
+        on_finished=lambda i, group: told.append((i, group)),
     )  # fmt: skip
     assert [i for i, _ in told] == [4, 2, 6, 0, 1, 3, 5, 7]  # those that are found in one turn first
     assert all(group == samples[2 * i : 2 * i + 2] for i, group in told)
@@ -292,11 +294,11 @@ FAILURES = {
     exits: "SystemExit('usage: tool')",
     is_cancelled: "CancelledError('by a library')",
     fails: "no such file",
-    is_slow: "no result within 0.2 seconds",
+    is_slow: "expected a result within 0.2 s, got none",
     shows_a_broken_image: "cannot be read",
     shows_a_strip: "aspect ratio",
-    spells_a_placeholder_out: "0 images, but the prompt has 1 places",
-    returns_text: "an Observation or None expected, came str",
+    spells_a_placeholder_out: "images: expected 1, one per placeholder in the prompt, got 0",
+    returns_text: "expected an Observation or None, got str",
 }
 
 
@@ -304,7 +306,7 @@ FAILURES = {
 def test_a_failing_tool_is_an_aborted_sample_or_an_observation(processor, bad, caplog):
     """The first call on the middle one of three prompts fails; the others go on."""
     requests, why = ask(processor, 3), FAILURES[bad]
-    scripted = Scripted(processor, lambda sample: "again")
+    scripted = ScriptedRollout(processor, lambda sample: "again")
 
     async def step(sample):
         state = sample.row["state"]
@@ -328,7 +330,7 @@ def test_a_failing_tool_is_an_aborted_sample_or_an_observation(processor, bad, c
 
 def test_a_failure_that_cannot_be_shown_is_aborted(processor):
     options = {"processor": processor, "on_failure": lambda error: Observation("", [b"no image"])}
-    samples = run_episodes(Scripted(processor, lambda s: "x"), ask(processor, 1), Sampling(8), fails, **options)
+    samples = run_episodes(ScriptedRollout(processor, lambda s: "x"), ask(processor, 1), Sampling(8), fails, **options)
     assert samples[0].finish_reason == "aborted"
 
 
@@ -340,7 +342,7 @@ def endless(sample):
 
 
 def test_limits(processor):
-    requests, sampler = ask(processor, 2), Scripted(processor, lambda sample: "more")
+    requests, sampler = ask(processor, 2), ScriptedRollout(processor, lambda sample: "more")
     length = len(requests[0].token_ids)
 
     def run(step=endless, most=10, **limits):
@@ -359,16 +361,18 @@ def test_limits(processor):
     cut = run(called.append, 1)
     assert {s.finish_reason for s in cut} == {"length"} and not called  # a turn that was cut is no call
     for limits in ({"max_tokens": length + 9}, {"max_response_tokens": 9}):
-        with pytest.raises(ValueError, match=f"row 0: {length} prompt tokens leave no room for a turn of .* 10;"):
+        with pytest.raises(
+            ValueError, match=f"row 0: expected room for a turn of max_new_tokens 10 after {length} prompt tokens, got"
+        ):
             run(**limits)
     for limits in ({"max_turns": 0}, {"timeout": 0}):
-        with pytest.raises(ValueError, match="max_turns, timeout: at least 1 and above 0 expected"):
+        with pytest.raises(ValueError, match="max_turns, timeout: expected at least 1 and above 0"):
             run(**limits)
 
 
 def test_a_rank_that_has_finished_joins_in_until_the_last_has(processor):
     """Where weights are sharded, generating is a thing that all ranks do."""
-    sampler, asked = Scripted(processor, lambda sample: "x"), []
+    sampler, asked = ScriptedRollout(processor, lambda sample: "x"), []
 
     class Counting:
         def generate(self, requests, sampling, n=1):
@@ -404,7 +408,7 @@ ENDS_WITHOUT_A_TOKEN = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{%
 
 def test_each_episode_is_sampled_its_own_way(processor):
     """In later turns, too, when the first one's episodes have ended."""
-    scripted = Scripted(processor, lambda sample: "x" * 20)
+    scripted = ScriptedRollout(processor, lambda sample: "x" * 20)
     how = [Sampling(3), Sampling(30), Sampling(31)]
 
     def step(sample):
@@ -413,7 +417,7 @@ def test_each_episode_is_sampled_its_own_way(processor):
     first, second, third = run_episodes(scripted, ask(processor, 3), how, step, processor=processor, max_turns=2)
     assert first.finish_reason == "length" and len(first.response_ids) == 3
     assert (second.finish_reason, third.finish_reason) == ("stop", "turns")
-    with pytest.raises(ValueError, match="row 2: .* leave no room for a turn of max_new_tokens 31"):
+    with pytest.raises(ValueError, match="row 2: expected room for a turn of max_new_tokens 31"):
         room = max(len(request.token_ids) for request in ask(processor, 3)) + 30
         run_episodes(scripted, ask(processor, 3), how, step, processor=processor, max_tokens=room)
 
@@ -426,14 +430,17 @@ def test_templates_that_rewrite_history_are_refused(processor):
         for template in (DROPS_THOUGHTS, NEVER_THINKS, MOVES_THE_SYSTEM):
             tokenizer.chat_template = template
             with pytest.raises(ValueError, match=f"chat template of '{name}': expected earlier turns to stay"):
-                encode_reply(tokenizer, chat, message("user", "And?"))
+                encode_observation(tokenizer, chat, message("user", "And?"))
         tokenizer.chat_template = ENDS_WITHOUT_A_TOKEN
-        with pytest.raises(ValueError, match="expected an end token behind the assistant's turn, got"):
-            encode_reply(tokenizer, chat, message("user", "And?"))
+        with pytest.raises(ValueError, match="expected an end token after the assistant's turn, got"):
+            encode_observation(tokenizer, chat, message("user", "And?"))
         tokenizer.chat_template = DROPS_THOUGHTS  # but not those of a turn that calls a tool
-        found = encode_reply(tokenizer, chat, message("tool", "4"))
+        found = encode_observation(tokenizer, chat, message("tool", "4"))
         assert tokenizer.decode(found.token_ids) == "\n<|im_start|>tool\n4<|im_end|>\n<|im_start|>assistant\n"
-        request, sampler = encode(tokenizer, {"question": "2 + 2?"}), Scripted(tokenizer, lambda sample: "x")
+        request, sampler = (
+            encode_prompt(tokenizer, {"question": "2 + 2?"}),
+            ScriptedRollout(tokenizer, lambda sample: "x"),
+        )
         options = {"step": endless, "processor": tokenizer, "max_turns": 2}
         with pytest.raises(ValueError, match="'user' follows"):  # before anything was sampled
             run_episodes(None, [request], Sampling(8), **options)

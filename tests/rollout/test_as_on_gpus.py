@@ -20,5 +20,5 @@ def test_a_sampler_wakes_up_to_memory_that_the_trainer_has_given_back(monkeypatc
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: calls.append("given back"))
     rollout.wake_up()
     assert rollout.asleep  # there are no weights yet
-    rollout._arrived()
+    rollout._finish_update()
     assert calls == ["given back", "weights", "given back", "kv_cache"] and not rollout.asleep

@@ -15,7 +15,7 @@ from rlkit.losses import mismatch_stats
 from rlkit.rollout import Sampling, make_rollout, uniforms
 from rlkit.rollout.hf import cache_bytes_per_token
 from rlkit.rollout.sampling import sample_tokens
-from rlkit.vlm import encode, encode_rows, load_model, load_processor, suppressed_token_ids
+from rlkit.vlm import encode_prompt, encode_prompts, load_model, load_processor, suppressed_token_ids
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "engines"))
 from rows import make_samples
@@ -43,7 +43,7 @@ def prompts(processor):
     sizes = ((56, 56), None, (84, 56), (56, 112))
     samples = make_samples(processor, answers=(1, 1, 1, 1), sizes=sizes)
     rows = [(s.group_id, s.row) for s in samples]
-    return encode_rows(processor, rows)[0]
+    return encode_prompts(processor, rows)[0]
 
 
 def test_logprobs_equal_the_trainers(engine, rollout, prompts):
@@ -70,7 +70,7 @@ def test_rows_that_end_leave_the_others_alone(engine, rollout, prompts, processo
     try:
         sampling = Sampling(24, temperature=0.8, seed=(4,))
         tell = lambda i, group: told.append((i, group, len(computed)))  # noqa: E731
-        samples = rollout.generate(prompts, sampling, n=8, written=tell)
+        samples = rollout.generate(prompts, sampling, n=8, on_finished=tell)
         rows, batch = computed[1:], collate(samples)  # of each step behind the prompts
         again = rollout.generate(prompts, sampling, n=8)
         assert [(s.response_ids, s.logprobs) for s in samples] == [(s.response_ids, s.logprobs) for s in again]
@@ -169,11 +169,11 @@ def test_each_request_is_sampled_its_own_way(rollout, prompts):
     end = first.response_ids.index(first.response_ids[2]) + 1
     assert together[0].response_ids == first.response_ids[:end] and together[0].finish_reason == "stop"
     assert max(len(s.response_ids) for s in together) > 3
-    with pytest.raises(ValueError, match="sampling: one, or one for each of 2 requests expected, came 3"):
+    with pytest.raises(ValueError, match="sampling: expected one, or one for each of 2 requests, got 3"):
         rollout.generate(prompts[:2], how[:3])
 
 
-def test_weight_sync_canary(tiny_dir, engine, prompts, processor):
+def test_a_sampler_with_other_weights_is_detected(tiny_dir, engine, prompts, processor):
     """With the trainer's weights the mismatch is rounding; with others it is gross."""
     stale = load_model(tiny_dir)
     with torch.no_grad():
@@ -224,17 +224,17 @@ def test_cache_bytes(engine):
 
 def test_prompts_that_are_processed_once_are_shared(processor, rollout):
     row = load_task("digits").train[0]
-    samples = rollout.generate([encode(processor, row)], Sampling(2), n=5)
+    samples = rollout.generate([encode_prompt(processor, row)], Sampling(2), n=5)
     assert len({id(s.vision["pixel_values"]) for s in samples}) == 1
     assert step_rows([row], 0, 2, 0)[1][1] is row
 
 
 def test_bad_input_is_named(engine, processor):
-    with pytest.raises(ValueError, match="max_new_tokens: at least 1 expected, came 0"):
+    with pytest.raises(ValueError, match="max_new_tokens: expected at least 1, got 0"):
         Sampling(0)
-    with pytest.raises(ValueError, match="temperature: at least 0 expected, came -1"):
+    with pytest.raises(ValueError, match="temperature: expected at least 0, got -1"):
         Sampling(1, temperature=-1)
-    with pytest.raises(ValueError, match="no rollout 'tgi'; there are: hf"):
+    with pytest.raises(ValueError, match="rollout: expected one of hf, sglang, vllm, vllm_server, got 'tgi'"):
         make_rollout("tgi", processor=None)
-    with pytest.raises(ValueError, match=r"gpu_memory_utilization: in \(0, 1\] expected, came 80"):
+    with pytest.raises(ValueError, match=r"gpu_memory_utilization: expected a share in \(0, 1\], got 80"):
         make_rollout("hf", engine.gathered, processor=processor, gpu_memory_utilization=80)

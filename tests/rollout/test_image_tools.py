@@ -5,16 +5,16 @@ from dataclasses import replace
 
 import numpy as np
 
-from rlkit.data import prompt
-from rlkit.rollout.image_tools import CALLS, PLACES, careless_turn, zoom, zoomed_digits
+from rlkit.data import prompt_sample
+from rlkit.rollout.image_tools import QUADRANT_CALLS, QUADRANTS, noisy_demonstration, zoom, zoomed_digits
 
 TASK = zoomed_digits()
 
 
 def test_zoom_shows_what_it_is_asked_for():
     row = TASK.heldout[3]
-    request = prompt([1], row=row, images=row["images"])
-    for k, call in enumerate(CALLS):
+    request = prompt_sample([1], row=row, images=row["images"])
+    for k, call in enumerate(QUADRANT_CALLS):
         shown = asyncio.run(zoom(replace(request, text=f"I look: {call}.")))
         x, y = k % 2 * 56, k // 2 * 56
         assert shown.images[0].tobytes() == row["original"].crop((x, y, x + 56, y + 56)).tobytes()
@@ -35,18 +35,18 @@ def test_the_task_holds_out_what_it_says():
     assert (len(task.train), len(task.heldout)) == (1437, 360)
     for row, same in zip(task.heldout[:50], again.heldout[:50], strict=True):
         assert row["original"].tobytes() == same["original"].tobytes() and row["question"] == same["question"]
-        place = next(k for k, place in enumerate(PLACES) if place in row["question"])
+        place = next(k for k, place in enumerate(QUADRANTS) if place in row["question"])
         assert row["digits"][place] == row["answer"]
-    assert {row["question"] for row in task.heldout} == {f"What digit is {place}?" for place in PLACES}
+    assert {row["question"] for row in task.heldout} == {f"What digit is {place}?" for place in QUADRANTS}
 
 
 def test_a_careless_turn_often_looks_in_the_wrong_place():
     rng = np.random.default_rng(0)
     row = TASK.train[0]
-    request = prompt([1], row=row, images=row["images"])
-    asked = next(k for k, place in enumerate(PLACES) if place in row["question"])
-    calls = [CALLS.index(careless_turn(request, rng)) for _ in range(400)]
+    request = prompt_sample([1], row=row, images=row["images"])
+    asked = next(k for k, place in enumerate(QUADRANTS) if place in row["question"])
+    calls = [QUADRANT_CALLS.index(noisy_demonstration(request, rng)) for _ in range(400)]
     assert 0.3 < np.mean([call == asked for call in calls]) < 0.5 and set(calls) == {0, 1, 2, 3}
-    for k, call in enumerate(CALLS):
+    for k, call in enumerate(QUADRANT_CALLS):
         seen = replace(request, images=[*request.images, row["original"]], text=call)
-        assert careless_turn(seen, rng) == row["digits"][k]
+        assert noisy_demonstration(seen, rng) == row["digits"][k]

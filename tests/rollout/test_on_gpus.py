@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from rlkit.data import collate
-from rlkit.data.samples import prompt
+from rlkit.data.samples import prompt_sample
 from rlkit.engines import make_engine
 from rlkit.rollout import Sampling, make_rollout
 from rlkit.rollout.serve import serving
@@ -23,7 +23,7 @@ pytestmark = [
 ]
 SAMPLING = Sampling(16, temperature=0.8, seed=(1,))
 OPTIONS = ["--gpu-memory-utilization", "0.4", "--max-model-len", "512"]  # of servers
-PROMPTS = [prompt([10 + i, 11, 12], group_id=i) for i in range(8)]
+PROMPTS = [prompt_sample([10 + i, 11, 12], group_id=i) for i in range(8)]
 
 
 def new_engine(tiny_dir, processor):

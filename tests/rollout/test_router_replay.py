@@ -8,8 +8,8 @@ import torch
 import transformers
 from torch.nn.functional import linear
 
-from rlkit.data import collate, extend
-from rlkit.data.samples import observe, prompt
+from rlkit.data import append_response, collate
+from rlkit.data.samples import append_observation, prompt_sample
 from rlkit.engines import make_engine
 from rlkit.engines.distributed import full_tensor
 from rlkit.engines.packing.inputs import prepare_model_inputs
@@ -18,7 +18,7 @@ from rlkit.engines.value_head import scoring_batch
 from rlkit.losses import token_mean
 from rlkit.rollout import Sampling, make_rollout
 from rlkit.vlm import suppressed_token_ids
-from rlkit.vlm.routers import recorded_routing, use_router_replay
+from rlkit.vlm.routers import record_routing, use_router_replay
 from rlkit.vlm.tiny import tiny_tokenizer
 
 EXPERTS, CHOSEN, LAYERS = 8, 3, 3
@@ -62,12 +62,12 @@ def samples():
     """Two prompts with three and two answers, and random routing: the same for a prompt, another for each answer."""
     made = []
     for group, count in enumerate((3, 2)):
-        asked = prompt([10 + group, 11, 12, 13 + group][: 4 - group], group_id=group)
+        asked = prompt_sample([10 + group, 11, 12, 13 + group][: 4 - group], group_id=group)
         length = len(asked.token_ids)
         for i in range(count):
             answer = [20 + 5 * group + i, 30 + i, 40][: 2 + i % 2]
             routing = torch.cat([random_routing(length, group), random_routing(len(answer) - 1, 10 * group + i + 5)])
-            made.append(replace(extend(asked, answer, [-1.0] * len(answer)), routed_experts=routing))
+            made.append(replace(append_response(asked, answer, [-1.0] * len(answer)), routed_experts=routing))
     return made
 
 
@@ -109,7 +109,7 @@ def test_replayed_logprobs_are_the_samplers(torn, tokenizer):
     """One in rounding decides which of a pair a token goes to; replayed, it decides nothing."""
     model, disturbed = torn
     _, rollout = hf(model, tokenizer)
-    prompts = [prompt(ids, group_id=i) for i, ids in enumerate(([20, 21, 22], [30, 31, 32, 33, 34]))]
+    prompts = [prompt_sample(ids, group_id=i) for i, ids in enumerate(([20, 21, 22], [30, 31, 32, 33, 34]))]
     batch = collate(rollout.generate(prompts, Sampling(8, seed=(3,)), n=4))
 
     def apart(engine):
@@ -129,13 +129,13 @@ def test_the_sampler_records_what_a_forward_would_choose(tokenizer):
     with torch.no_grad():
         model.lm_head.weight[tokenizer.eos_token_id] *= 5  # rows end at different steps
     engine, rollout = hf(model, tokenizer)
-    prompts = [prompt(ids, group_id=i) for i, ids in enumerate(([20, 21], [30, 31, 32, 33], [40, 41, 42]))]
+    prompts = [prompt_sample(ids, group_id=i) for i, ids in enumerate(([20, 21], [30, 31, 32, 33], [40, 41, 42]))]
     first = rollout.generate(prompts, Sampling(9, seed=(1,)), n=4)
     lengths = sorted(len(s.response_ids) for s in first)
     assert lengths[0] < lengths[6] < lengths[7] - 1  # half of the rows leave the cache while others go on
-    longer = [observe(sample, prompt([50, 51])) for sample in first]
+    longer = [append_observation(sample, prompt_sample([50, 51])) for sample in first]
     for sample in [*first, *rollout.generate(longer, Sampling(4, seed=(2,)))]:
-        with engine.gathered() as module, recorded_routing(module) as last, torch.no_grad():
+        with engine.gathered() as module, record_routing(module) as last, torch.no_grad():
             module(torch.tensor([sample.token_ids]))
         assert torch.equal(sample.routed_experts, last()[:-1])
         assert (sample.routed_experts[:, 1] == -1).all() and (sample.routed_experts[:, [0, 2]] >= 0).all()
@@ -144,7 +144,7 @@ def test_the_sampler_records_what_a_forward_would_choose(tokenizer):
 def test_what_was_recorded_stays_when_a_sample_goes_on(tokenizer):
     _, rollout = hf(make(vocab_size=len(tokenizer)), tokenizer)
     mine = random_routing(2, 1)
-    sample = rollout.generate([replace(prompt([20, 21, 22]), routed_experts=mine)], Sampling(4))[0]
+    sample = rollout.generate([replace(prompt_sample([20, 21, 22]), routed_experts=mine)], Sampling(4))[0]
     assert torch.equal(sample.routed_experts[:2], mine) and len(sample.routed_experts) == len(sample.token_ids) - 1
 
 
@@ -152,7 +152,7 @@ def test_what_was_recorded_stays_when_a_sample_goes_on(tokenizer):
 def test_own_routing_changes_nothing(kind):
     """Bit for bit; and in another order to rounding, as weights stay with their experts."""
     model, tokens = make(kind), torch.tensor([[10, 11, 12, 13, 14]])
-    with recorded_routing(model) as last:
+    with record_routing(model) as last:
         plain = model(tokens).logits
         routing = last()
     model(tokens[:, :2])
@@ -232,15 +232,15 @@ def test_routing_that_does_not_fit_is_named():
             engine.infer_batch(collate([replace(rows[0], routed_experts=routing)]))
         return str(error.value)
 
-    assert said(good[:, :2]) == "routed_experts: [6 tokens, 3 layers, 3 experts] expected, came (6, 2, 3)"
-    assert "3 experts] expected, came (6, 3, 2)" in said(good[..., :2])
-    assert "numbers below 8 expected, came 8: is it another model's?" in said(torch.full_like(good, 8))
+    assert said(good[:, :2]) == "routed_experts: expected [6 tokens, 3 layers, 3 experts], got (6, 2, 3)"
+    assert "3 experts], got (6, 3, 2)" in said(good[..., :2])
+    assert "expected expert ids below 8, got 8; is it of another model?" in said(torch.full_like(good, 8))
     assert "sample of group 0: routed_experts: expected [up to 6 tokens, layers, experts]" in said(good[0])
     assert "got [12, 3, 3]" in said(torch.cat([good, good, good])[:12])
     with pytest.raises(ValueError, match=r"expected layers and experts of one model, got \[\(2, 3\), \(3, 3\)\]"):
         collate([replace(rows[0], routed_experts=good[:, :2]), rows[1]])
     llama = transformers.LlamaForCausalLM(transformers.LlamaConfig(**BASE))
-    with pytest.raises(ValueError, match="llama has no layer whose router could be recorded or replayed"):
+    with pytest.raises(ValueError, match="model: expected a mixture of experts with a top-k router, got llama"):
         engine_of(llama)
 
 
@@ -264,5 +264,5 @@ def test_a_reward_model_is_not_given_the_policys_routing():
 
 def test_vllm_on_a_cpu_cannot(tokenizer, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    with pytest.raises(ValueError, match="enable_return_routed_experts: vLLM records routing on GPUs alone; 'hf' does"):
+    with pytest.raises(ValueError, match="enable_return_routed_experts: expected a GPU.* got none; use rollout 'hf'"):
         make_rollout("vllm", model="/nowhere", processor=tokenizer, enable_return_routed_experts=True)

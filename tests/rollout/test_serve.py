@@ -18,14 +18,14 @@ def test_a_server_that_does_not_start_is_named(tiny_dir, tmp_path, monkeypatch):
     monkeypatch.setattr("rlkit.rollout.serve.command", lambda *_: [sys.executable, "-c", code])
     monkeypatch.setattr("rlkit.rollout.serve._check_installed", lambda _: None)
     with pytest.raises(
-        RuntimeError, match="the server of http://127.0.0.1:8123 ended with code 3: see .*server-8123.log"
+        RuntimeError, match="http://127.0.0.1:8123: expected a running server, got exit code 3: see .*server-8123.log"
     ):
         with serving(tiny_dir, port=8123, logs=tmp_path):
             pass
     assert "no memory" in (tmp_path / "server-8123.log").read_text()
     monkeypatch.setattr("rlkit.rollout.serve.command", lambda *_: [sys.executable, "-c", "import time; time.sleep(99)"])
     before = threading.active_count()
-    with pytest.raises(RuntimeError, match="the server of http://127.0.0.1:8123 is not up after 0.3 s"):
+    with pytest.raises(RuntimeError, match="http://127.0.0.1:8123: expected a server within 0.3 s, got no response"):
         with serving(tiny_dir, port=8123, logs=tmp_path, timeout=0.3):
             pass
     assert threading.active_count() == before

@@ -17,14 +17,14 @@ import torch
 from PIL import Image
 
 from rlkit.data import load_task
-from rlkit.data.samples import prompt
+from rlkit.data.samples import prompt_sample
 from rlkit.rollout import Sampling
 from rlkit.rollout.serve import command, environment
-from rlkit.rollout.server_rollout import data_url
-from rlkit.rollout.servers import Servers
-from rlkit.rollout.vllm_inputs import request_seed
-from rlkit.rollout.weight_transfer import GlooGroup, buckets, send_weights
-from rlkit.vlm import encode
+from rlkit.rollout.servers.pool import ServerPool
+from rlkit.rollout.servers.rollout import image_data_url
+from rlkit.rollout.servers.weight_transfer import GlooGroup, buckets, send_weights
+from rlkit.rollout.vllm_requests import request_seed
+from rlkit.vlm import encode_prompt
 
 sys.path.insert(0, str(Path(__file__).parent))
 from standin import VllmStandin, written
@@ -33,7 +33,7 @@ SAMPLING = Sampling(4, seed=(7,))
 
 
 def prompts(count):
-    return [prompt([10 + i, 11], group_id=i) for i in range(count)]
+    return [prompt_sample([10 + i, 11], group_id=i) for i in range(count)]
 
 
 def check(samples, requests, n, sampling=SAMPLING):
@@ -73,7 +73,7 @@ def test_answers_are_shared_out_and_come_in_order(connect):
             assert i not in told
             told[i] = group, len(a.answered + b.answered)
 
-        samples = rollout.generate(requests, SAMPLING, n=6, written=tell)
+        samples = rollout.generate(requests, SAMPLING, n=6, on_finished=tell)
         check(samples, requests, 6)
         assert [told[i][0] for i in range(12)] == [samples[6 * i : 6 * i + 6] for i in range(12)]
         assert min(answered for _, answered in told.values()) < 72  # while others were written
@@ -123,7 +123,7 @@ def test_routing_comes_with_its_answer(connect):
 
 def test_no_request_goes_into_a_connection_that_a_server_is_about_to_close(connect, monkeypatch):
     """Seen with vLLM between steps of five seconds: every answer was asked for twice."""
-    monkeypatch.setattr("rlkit.rollout.servers.IDLE", 0.1)
+    monkeypatch.setattr("rlkit.rollout.servers.pool.KEEPALIVE_SECONDS", 0.1)
     with VllmStandin() as a:
         rollout = connect(a)
         rollout.generate(prompts(1), SAMPLING)
@@ -148,7 +148,9 @@ def test_what_one_server_fails_at_is_asked_of_the_other(connect):
 def test_a_fault_that_stays_is_given_up(connect):
     with VllmStandin(faults=["500"] * 99) as a:
         rollout = connect(a)
-        with pytest.raises(RuntimeError, match=f"given up after 4 attempts; the last: {a.url}.*500: out of luck"):
+        with pytest.raises(
+            RuntimeError, match=f"expected a response within 4 attempts, got none; the last: {a.url}.*500: out of luck"
+        ):
             rollout.generate(prompts(1), SAMPLING)
         assert a.faults.count("500") == 95
         a.faults.clear()
@@ -160,10 +162,13 @@ def test_a_server_that_dies_is_named_and_the_other_takes_over(connect, caplog):
         rollout = connect(a, b, max_sequences=4)
         requests = prompts(20)
         check(rollout.generate(requests, SAMPLING, n=2), requests, 2)
-        assert [bool(server.fault) for server in rollout.servers.all] == [False, True]
-        assert f"{b.url} is left out" in caplog.text
+        assert [bool(server.failure) for server in rollout.pool.servers] == [False, True]
+        assert f"{b.url} is excluded" in caplog.text
         a.die()
-        with pytest.raises(RuntimeError, match=rf"no server is left \({a.url}: .*; {b.url}: .*\)\. Start servers with"):
+        with pytest.raises(
+            RuntimeError,
+            match=rf"expected at least one that responds, got none \({a.url}: .*; {b.url}: .*\)\. Start servers with",
+        ):
             rollout.generate(requests, SAMPLING)
 
 
@@ -227,7 +232,7 @@ def test_a_server_comes_back_with_the_next_weights(connect, caplog):
         b.come_back()
         rollout.update_weights(iter(weights(3.0)))
         assert arrived(a, weights(3.0)) and arrived(b, weights(3.0)) and a.version == b.version == "3"
-        assert f"{b.url} is back" in caplog.text
+        assert f"{b.url} is available again" in caplog.text
         check(rollout.generate(requests, SAMPLING, n=2), requests, 2)
 
 
@@ -244,10 +249,14 @@ def test_weights_that_do_not_arrive_stop_everything_until_they_do(connect):
                 yield named
             ended.append(True)
 
-        with pytest.raises(RuntimeError, match=f"update_weights: weights from layers.* did not arrive: {b.url}"):
+        with pytest.raises(
+            RuntimeError, match=f"update_weights: weights from layers.* expected all servers to load them, got {b.url}"
+        ):
             rollout.update_weights(gathered())
         assert ended  # to the end: on other ranks it is a collective
-        with pytest.raises(RuntimeError, match="the last update_weights failed and the servers wait; call it again"):
+        with pytest.raises(
+            RuntimeError, match="got servers whose last weight update failed; call update_weights again"
+        ):
             rollout.generate(prompts(1), SAMPLING)
         rollout.update_weights(iter(weights(2.0)))
         assert arrived(a, weights(2.0)) and rollout.version == 1
@@ -258,9 +267,11 @@ def test_a_prefix_cache_that_stays_is_an_update_that_failed(connect):
     with VllmStandin() as a:
         rollout = connect(a)
         a.resets = False
-        with pytest.raises(RuntimeError, match="update_weights: a server could not reset its prefix cache"):
+        with pytest.raises(
+            RuntimeError, match="update_weights: /reset_prefix_cache: expected success on all servers, got a failure"
+        ):
             rollout.update_weights(iter(weights()))
-        with pytest.raises(RuntimeError, match="the last update_weights failed"):
+        with pytest.raises(RuntimeError, match="last weight update failed"):
             rollout.generate(prompts(1), SAMPLING)
 
 
@@ -269,7 +280,9 @@ def test_a_server_that_a_stopped_trainer_left_waiting_is_taken_over(connect):
     with VllmStandin() as a:
         a.paused = True
         rollout = connect(a)
-        with pytest.raises(RuntimeError, match="the last update_weights failed and the servers wait; call it again"):
+        with pytest.raises(
+            RuntimeError, match="got servers whose last weight update failed; call update_weights again"
+        ):
             rollout.generate(prompts(1), SAMPLING)
         assert [path for path in a.order if path in ROUTES or path == "/wake_up"] == [
             "/finish_weight_update", "/wake_up", "/resume",
@@ -284,7 +297,7 @@ def test_other_weights_than_expected_are_an_error(connect):
         rollout.update_weights(iter(weights()))
         for version in ("default", "5"):  # it was started again; another run sends it weights
             a.version = version
-            with pytest.raises(RuntimeError, match=rf"{a.url}: an answer by weights of version \[[05]\], 1 expected"):
+            with pytest.raises(RuntimeError, match=rf"{a.url}: expected tokens of weight version 1, got \[[05]\]"):
                 rollout.generate(prompts(1), SAMPLING)
         assert connect(a).version == 5  # whoever comes next counts on
 
@@ -297,14 +310,14 @@ def test_ranks_agree(tiny_dir):
         done = subprocess.run([*command, tiny_dir, a.url], capture_output=True, text=True, timeout=200)
         assert done.returncode == 0, done.stderr[-3000:]
         assert sorted(done.stdout.split("\n"))[1:] == [
-            "0 1 True update_weights: sent on purpose", "1 1 True rank 0 could not reach the servers;"
-            " its own message says why",
-        ]  # fmt: skip
+            "0 1 True update_weights: sent on purpose",
+            "1 1 True rank 0: expected a reply from the servers, got an error; see the message of rank 0",
+        ]
         assert a.version == "1" and a.calls["/update_weights"] == 1
 
 
 def test_images_travel_once_a_prompt_and_pixel_for_pixel(connect, processor):
-    request = encode(processor, load_task("digits").train[0], group_id=0)
+    request = encode_prompt(processor, load_task("digits").train[0], group_id=0)
     with VllmStandin() as a:
         a.expanded[tuple(request.compact_ids)] = request.token_ids
         samples = connect(a).generate([request], SAMPLING, n=5)
@@ -314,7 +327,7 @@ def test_images_travel_once_a_prompt_and_pixel_for_pixel(connect, processor):
         sent = Image.open(io.BytesIO(base64.b64decode(part["url"].removeprefix("data:image/png;base64,"))))
         assert part["type"] == "image_url" and np.array_equal(np.asarray(sent), np.asarray(request.images[0]))
         a.expanded[tuple(request.compact_ids)] = request.token_ids[1:]
-        with pytest.raises(ValueError, match="the sampler expanded the prompt to 20 tokens, training has 21"):
+        with pytest.raises(ValueError, match="the trainer's 21 tokens, got 20, the first difference at token 0"):
             connect(a).generate([request], SAMPLING)
 
 
@@ -341,7 +354,7 @@ def test_a_server_that_died_in_its_sleep_is_left_out(connect):
         check(rollout.generate(prompts(4), SAMPLING), prompts(4), 1)
         assert len(b.answered) == 4 and arrived(b, weights())
         b.die()
-        with pytest.raises(RuntimeError, match="no server is left"):
+        with pytest.raises(RuntimeError, match="expected at least one that responds, got none"):
             rollout.update_weights(iter(weights()))
 
 
@@ -355,27 +368,34 @@ def test_cancelled_requests_are_called_off(connect):
         end = time.monotonic() + 10
         while a.now and time.monotonic() < end:
             time.sleep(0.01)
-        assert a.now == 0 and all(server.load == 0 for server in rollout.servers.all)
+        assert a.now == 0 and all(server.active_sequences == 0 for server in rollout.pool.servers)
         began = a.steps  # one that is refused calls the others off
         with pytest.raises(ValueError, match="out of vocabulary"):
-            rollout.generate([*prompts(3), prompt([10_000])], Sampling(200))
+            rollout.generate([*prompts(3), prompt_sample([10_000])], Sampling(200))
         assert a.steps - began < 100
 
 
 def test_bad_servers_are_named(connect):
     with pytest.raises(
-        ValueError, match=r"no server at http://127.0.0.1:9 after 0.3 s: .*Start servers with: python -m"
+        ValueError,
+        match=r"urls: expected a server at http://127.0.0.1:9 within 0.3 s, got none: .*Start servers with: python -m",
     ):
         connect("http://127.0.0.1:9")
     cases = [
-        ({"model": "other"}, "serves the model 'other'; '.*tiny' expected"),
-        ({"release": "0.28.1"}, "runs vLLM 0.28.1; >=0.32,<0.33 expected"),
-        ({"logprobs": "raw"}, "gives logprobs of another distribution than it samples from; start it with --logprobs"),
-        ({"pages": ["/weight_info"]}, "is no vLLM server for training: .*weight_info answered 404"),
-        ({"pages": ["/inference/v1/generate"]}, "does not take tokens: .*answered 404"),
+        ({"model": "other"}, "expected the model '.*tiny', got 'other'"),
+        ({"release": "0.28.1"}, "expected vLLM >=0.32,<0.33, got 0.28.1"),
+        (
+            {"logprobs": "raw"},
+            "expected logprobs of the sampled distribution, got those of the raw logits; start it with --logprobs",
+        ),
+        (
+            {"pages": ["/weight_info"]},
+            "expected a vLLM server for training, got .*weight_info: expected status 200, got 404",
+        ),
+        ({"pages": ["/inference/v1/generate"]}, "expected a server that takes token ids, got .* got 404"),
     ]
     for options, message in cases:
-        with VllmStandin(**options) as server, pytest.raises(ValueError, match=f"{server.url} {message}"):
+        with VllmStandin(**options) as server, pytest.raises(ValueError, match=f"{server.url}: {message}"):
             connect(server)
 
 
@@ -383,26 +403,28 @@ def test_bad_input_is_named(connect, monkeypatch):
     with VllmStandin() as a:
         rollout = connect(a)
         with pytest.raises(
-            ValueError, match="group 7: 510 prompt tokens and max_new_tokens 4 make 514, the sampler's con"
+            ValueError, match="group 7: expected at most 512 tokens .*, got 510 \+ 4 \(max_new_tokens\)"
         ):
-            rollout.generate([prompt([10] * 510, group_id=7)], SAMPLING)
+            rollout.generate([prompt_sample([10] * 510, group_id=7)], SAMPLING)
         with pytest.raises(ValueError, match=f"group 8: {a.url}.*400: Token id 10000 is out of vocabulary"):
-            rollout.generate([prompt([10_000], group_id=8)], SAMPLING)
-        with pytest.raises(ValueError, match="row 3: an image that cannot be sent"):
-            rollout.generate([prompt([10], images=["nothing"], row={"where": "row 3"})], SAMPLING)
-        assert not [server.load for server in rollout.servers.all if server.load]
-        monkeypatch.setattr("rlkit.rollout.server_rollout.suppressed_token_ids", lambda *_: torch.arange(1025))
-        with pytest.raises(ValueError, match="model: 1025 tokens must not be sampled .* vocabulary larger"):
+            rollout.generate([prompt_sample([10_000], group_id=8)], SAMPLING)
+        with pytest.raises(ValueError, match="row 3: expected an image that can be saved as PNG"):
+            rollout.generate([prompt_sample([10], images=["nothing"], row={"where": "row 3"})], SAMPLING)
+        assert not [server.active_sequences for server in rollout.pool.servers if server.active_sequences]
+        monkeypatch.setattr("rlkit.rollout.servers.rollout.suppressed_token_ids", lambda *_: torch.arange(1025))
+        with pytest.raises(
+            ValueError, match="model: expected at most 1024 suppressed tokens.*, got 1025 .* vocabulary larger"
+        ):
             connect(a)
-        with pytest.raises(ValueError, match="transfer: one of nccl, gloo expected, came 'ucx'"):
+        with pytest.raises(ValueError, match="transfer: expected one of nccl, gloo, got 'ucx'"):
             connect(a, transfer="ucx")
-        with pytest.raises(ValueError, match="max_sequences, attempts: at least 1 expected, came 0 and 4"):
+        with pytest.raises(ValueError, match="max_sequences, attempts: expected at least 1, got 0 and 4"):
             connect(a, max_sequences=0)
     for urls in ("127.0.0.1:8000", "", ["http://a", "http://a/"]):
         with pytest.raises(ValueError, match="urls: "):
-            Servers(urls)
-    with pytest.raises(ValueError, match="row 4: an image that cannot be sent"):
-        data_url(None, "row 4")
+            ServerPool(urls)
+    with pytest.raises(ValueError, match="row 4: expected an image that can be saved as PNG"):
+        image_data_url(None, "row 4")
 
 
 def test_nothing_listens_but_on_the_address_it_was_given():
@@ -419,6 +441,6 @@ def test_nothing_listens_but_on_the_address_it_was_given():
 def test_a_group_that_nobody_joins_does_not_hang():
     group = GlooGroup(2, timeout=0.3)
     with pytest.raises(Exception, match="[Tt]imed? ?out|timeout"):
-        group.open()
-    with pytest.raises(RuntimeError, match="weights from w on did not arrive: broadcast before open"):
+        group.connect()
+    with pytest.raises(RuntimeError, match="weights from w on: .* got broadcast: expected connect\(\) before it"):
         send_weights([("w", torch.ones(3))], group, lambda _: Future())

@@ -14,10 +14,10 @@ import torch.distributed as dist
 from PIL import Image
 
 from rlkit.data import load_task
-from rlkit.data.samples import prompt
+from rlkit.data.samples import prompt_sample
 from rlkit.rollout import Sampling, make_rollout
-from rlkit.rollout.sglang_server import SglangGroup, group_store
-from rlkit.vlm import encode, load_processor
+from rlkit.rollout.servers.sglang import SglangGroup, group_store
+from rlkit.vlm import encode_prompt, load_processor
 
 sys.path.insert(0, str(Path(__file__).parent))
 from standin import SglangStandin, written
@@ -38,7 +38,7 @@ def connect(tiny_dir, processor):
     def connect(*servers, **options):
         options = {"model": tiny_dir, "processor": processor, "connect_timeout": 0.3, "timeout": 20.0, **options}
         made.append(make_rollout("sglang", urls=[server.url for server in servers], **options))
-        made[-1].servers.backoff = 0.01
+        made[-1].pool.backoff = 0.01
         return made[-1]
 
     yield connect
@@ -47,7 +47,7 @@ def connect(tiny_dir, processor):
 
 
 def test_answers_are_shared_out_and_come_in_order(connect, processor):
-    requests = [prompt([10 + i, 11], group_id=i) for i in range(10)]
+    requests = [prompt_sample([10 + i, 11], group_id=i) for i in range(10)]
     with SglangStandin(faults=["500", "drop"]) as a, SglangStandin(faults=["", "die"]) as b:
         rollout = connect(a, b, max_sequences=4)
         samples = rollout.generate(requests, SAMPLING, n=3)
@@ -59,11 +59,11 @@ def test_answers_are_shared_out_and_come_in_order(connect, processor):
             assert sample.logprobs == [0.0, 0.0, *(-1.0 - t / 100 for t in ids)] and sample.version == 0
         rule = a.bodies[0]["sampling_params"]
         assert rule["temperature"] == 0.7 and rule["stop_token_ids"] == [processor.tokenizer.eos_token_id]
-        assert {int(token) for token in rule["logit_bias"]} == set(rollout.unsampled)
+        assert {int(token) for token in rule["logit_bias"]} == set(rollout.suppressed_token_ids)
         assert rule["top_p"] == rule["repetition_penalty"] == 1.0 and rule["top_k"] == -1  # whatever the model's are
         (one,) = rollout.generate(requests[:1], SAMPLING)
         assert one.finish_reason == "length"
-        rollout.ends = one.response_ids[1:2]
+        rollout.end_token_ids = one.response_ids[1:2]
         (ended,) = rollout.generate(requests[:1], SAMPLING)
         assert ended.finish_reason == "stop" and ended.response_ids == one.response_ids[:2]
 
@@ -79,17 +79,17 @@ def test_weights_arrive_and_caches_go(connect):
                 assert server.version == str(version) and not server.paused
         paths = [path for path in a.order if path in ROUTES]
         assert paths == [ROUTES[-1], ROUTES[0], *[*ROUTES[1:2], *[ROUTES[2]] * 3, *ROUTES[3:]] * 2]
-        assert {s.version for s in rollout.generate([prompt([10])], SAMPLING, n=2)} == {2}
+        assert {s.version for s in rollout.generate([prompt_sample([10])], SAMPLING, n=2)} == {2}
         b.version = "default"
-        with pytest.raises(RuntimeError, match=r"an answer by weights of version \[0\], 2 expected"):
-            rollout.generate([prompt([10 + i], group_id=i) for i in range(9)], SAMPLING)
+        with pytest.raises(RuntimeError, match=r"expected tokens of weight version 2, got \[0\]"):
+            rollout.generate([prompt_sample([10 + i], group_id=i) for i in range(9)], SAMPLING)
 
 
 def test_answers_go_on_under_new_weights(connect):
     """And each token has the version that wrote it; a turn that follows keeps those of the turns before."""
     with SglangStandin(latency=0.02) as a:
         rollout = connect(a)
-        future = rollout.submit([prompt([10])], Sampling(30), 2)
+        future = rollout.submit([prompt_sample([10])], Sampling(30), 2)
         while a.steps < 8:
             time.sleep(0.005)
         rollout.update_weights(iter(WEIGHTS))
@@ -119,8 +119,8 @@ def test_a_group_is_made_again_after_one_was_lost(connect, caplog):
             rollout.update_weights(broken())
         assert a.paused and b.paused
         rollout.update_weights(iter(WEIGHTS))
-        assert a.version == b.version == "4" and f"{b.url} is back" in caplog.text
-        assert {s.version for s in rollout.generate([prompt([10])], SAMPLING, n=2)} == {4}
+        assert a.version == b.version == "4" and f"{b.url} is available again" in caplog.text
+        assert {s.version for s in rollout.generate([prompt_sample([10])], SAMPLING, n=2)} == {4}
 
 
 ROUTES = [
@@ -134,7 +134,7 @@ def test_the_group_is_the_one_that_torch_makes():
     from torch.distributed.distributed_c10d import _new_process_group_helper
 
     ours = SglangGroup(1, backend="gloo")
-    ours.open()
+    ours.connect()
     theirs = dist.HashStore()
     _new_process_group_helper(
         1, 0, [], "gloo", dist.PrefixStore("rlkit", theirs), group_name="rlkit", timeout=dist.default_pg_timeout
@@ -149,7 +149,7 @@ def test_the_group_is_the_one_that_torch_makes():
 @pytest.mark.parametrize("n", [1, 5])
 def test_images_travel_once_a_prompt_and_pixel_for_pixel(connect, processor, n):
     digits = load_task("digits").train
-    request = encode(processor, {**digits[0], "images": digits[0]["images"] + digits[1]["images"]}, group_id=0)
+    request = encode_prompt(processor, {**digits[0], "images": digits[0]["images"] + digits[1]["images"]}, group_id=0)
     with SglangStandin() as a:
         a.expanded[tuple(request.compact_ids)] = request.token_ids
         rollout = connect(a)
@@ -163,7 +163,10 @@ def test_images_travel_once_a_prompt_and_pixel_for_pixel(connect, processor, n):
         rollout.generate([request], SAMPLING, n=n)
         assert Counter(a.embeddings.values()) == {"default": 2, "1": 2}  # no image is taken from the cache of before
         a.expanded[tuple(request.compact_ids)] = [*request.token_ids[:-1], 9]
-        with pytest.raises(ValueError, match=f"expanded the prompt to {len(request.token_ids)} tokens, training has"):
+        with pytest.raises(
+            ValueError,
+            match=f"tokens, got {len(request.token_ids)}, the first difference at token {len(request.token_ids) - 1}:",
+        ):
             connect(a).generate([request], SAMPLING)
 
 
@@ -171,7 +174,7 @@ def test_routing_comes_with_its_answer(connect):
     with SglangStandin() as a:
         a.server["enable_return_routed_experts"] = True
         a.routing = lambda ids: np.array([[[t], [t + 1]] for t in ids[:-1]], dtype=np.int32)  # two layers, one expert
-        for sample in connect(a).generate([prompt([10, 11])], SAMPLING, n=2):
+        for sample in connect(a).generate([prompt_sample([10, 11])], SAMPLING, n=2):
             assert sample.routed_experts.tolist() == [[[t], [t + 1]] for t in sample.token_ids[:-1]]
             assert sample.routed_experts.dtype == torch.int16
         assert a.bodies[0]["return_routed_experts"]
@@ -185,27 +188,30 @@ def test_sleep_and_wake(connect):
         rollout.wake_up()
         assert a.asleep == {"kv_cache"}
         rollout.update_weights(iter(WEIGHTS))
-        assert not a.asleep and rollout.generate([prompt([10])], SAMPLING)[0].version == 1
+        assert not a.asleep and rollout.generate([prompt_sample([10])], SAMPLING)[0].version == 1
 
 
 def test_bad_servers_are_named(connect):
     cases = [
-        ({"model": "other"}, "serves the model '/models/other'; '.*tiny' expected"),
-        ({"logprobs": "raw"}, "gives logprobs of another distribution than it samples from"),
-        ({"pages": ["/server_info"]}, "is no SGLang server for training: .*answered 404"),
-        ({"pages": ["/generate"]}, "does not take tokens: .*answered 404"),
+        ({"model": "other"}, "expected the model '.*tiny', got '/models/other'"),
+        ({"logprobs": "raw"}, "expected logprobs of the sampled distribution, got those of the raw"),
+        ({"pages": ["/server_info"]}, "expected an SGLang server for training, got .* got 404"),
+        ({"pages": ["/generate"]}, "expected a server that takes token ids, got .* got 404"),
     ]
     for options, message in cases:
-        with SglangStandin(**options) as server, pytest.raises(ValueError, match=f"{server.url} {message}"):
+        with SglangStandin(**options) as server, pytest.raises(ValueError, match=f"{server.url}: {message}"):
             connect(server)
     with SglangStandin() as a:
         a.server["dp_size"] = 2
-        with pytest.raises(ValueError, match=f"{a.url}: dp_size and pp_size 1 expected"):
+        with pytest.raises(ValueError, match=f"{a.url}: expected dp_size 1 and pp_size 1, got 2 and 1"):
             connect(a)
         a.server["dp_size"] = 1
         rollout = connect(a)
-        with pytest.raises(ValueError, match="group 2: 510 prompt tokens and max_new_tokens 4 make 514, the"):
-            rollout.generate([prompt([10] * 510, group_id=2)], SAMPLING)
+        with pytest.raises(ValueError, match=r"group 2: expected at most 512 tokens .*, got 510 \+ 4 "):
+            rollout.generate([prompt_sample([10] * 510, group_id=2)], SAMPLING)
         a.die()
-        with pytest.raises(RuntimeError, match=r"no server is left \(.*\)\. Start servers with: python -m sglang"):
-            rollout.generate([prompt([10])], SAMPLING)
+        with pytest.raises(
+            RuntimeError,
+            match=r"expected at least one that responds, got none \(.*\)\. Start servers with: python -m sglang",
+        ):
+            rollout.generate([prompt_sample([10])], SAMPLING)

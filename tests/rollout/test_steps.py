@@ -3,14 +3,14 @@
 import asyncio
 import threading
 
-from rlkit.data import prompt
+from rlkit.data import prompt_sample
 from rlkit.rollout import agent
 from rlkit.rollout.agent import Observation, call_steps
 
 
 def test_functions_that_never_return_do_not_stop_the_run(monkeypatch):
     """In a thread, or on the event loop that all share."""
-    released, one = threading.Event(), [prompt([1])]
+    released, one = threading.Event(), [prompt_sample([1])]
 
     def hangs(sample):
         released.wait(60)
@@ -21,7 +21,7 @@ def test_functions_that_never_return_do_not_stop_the_run(monkeypatch):
     def answers(sample):
         return Observation("fine")
 
-    monkeypatch.setattr(agent, "GRACE", 0.3)
+    monkeypatch.setattr(agent, "GRACE_SECONDS", 0.3)
     for never in (hangs, blocks):
         assert isinstance(call_steps(never, one, 0.3)[0], TimeoutError)
         assert call_steps(answers, one, 60.0)[0].text == "fine"
@@ -29,7 +29,7 @@ def test_functions_that_never_return_do_not_stop_the_run(monkeypatch):
 
 
 def test_steps_of_a_turn_run_at_the_same_time():
-    samples = [prompt([1], group_id=i) for i in range(20)]
+    samples = [prompt_sample([1], group_id=i) for i in range(20)]
     barrier = threading.Barrier(20)  # passes when all twenty are there
 
     def together(sample):

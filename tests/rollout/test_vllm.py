@@ -11,10 +11,11 @@ from types import SimpleNamespace
 import pytest
 from isolated_cases import require, run_cases
 
-from rlkit.data.samples import prompt
+from rlkit.data.samples import prompt_sample
 from rlkit.rollout import Sampling
+from rlkit.rollout.inference_requests import finished_sample
 from rlkit.rollout.vllm import SUPPORTED, cpu_options, import_vllm
-from rlkit.rollout.vllm_inputs import finished, request_prompt, request_seed, sampling_options
+from rlkit.rollout.vllm_requests import request_seed, vllm_prompt, vllm_sampling_params
 
 KINDS = ["qwen2", "qwen2_tied", "qwen3_moe", "qwen3_vl", "qwen2_5_vl"]
 SPLITS = ["qwen2_5_vl", "qwen2_5_vl:2"]  # data-parallel; two ranks share one engine
@@ -27,8 +28,8 @@ FAMILIES = [
 OTHER_CPU = "deepseek_v3/other_cpu"
 POSITIONS = ["Qwen2VL", "Qwen2_5_VL"]
 REFUSED = {
-    "gemma3": "on a CPU its images do not see themselves",
-    "gpt_oss": "vLLM takes new weights in part only",
+    "gemma3": "expected a family whose image tokens attend to earlier ones only",
+    "gpt_oss": "expected a family whose weights vLLM replaces completely",
 }
 ABSENT = ["glm46v", "diffllama"]  # vLLM has no model of these
 
@@ -102,7 +103,8 @@ def assert_sampled_as_scored(facts):
 @pytest.mark.parametrize("family", REFUSED)
 def test_a_family_that_would_sample_something_else_is_refused_by_name(alone, family):
     facts = alone[f"family/{family}"]
-    assert facts["error"].startswith(f"vllm: {family}: {REFUSED[family]}") and "synced" not in facts
+    assert facts["error"].startswith(f"model: {REFUSED[family]}") and f"got {family};" in facts["error"]
+    assert "synced" not in facts
 
 
 @pytest.mark.parametrize("name", POSITIONS)
@@ -143,15 +145,15 @@ def test_adapters_alone_are_enough(alone):
     assert min(facts["adapter_unsynced"], facts["adapter_moved"]) > 0.05
     assert facts["adapter_version"] == 2 and not [name for name in facts["left_in_memory"] if "tmp" in name]
     assert "enable_lora=True" in facts["errors"]["adapter"]
-    assert "with experts takes no adapters on a CPU" in alone["qwen3_moe"]["errors"]["adapter"]
+    assert "expected a model without experts" in alone["qwen3_moe"]["errors"]["adapter"]
 
 
 def test_adapters_that_would_not_be_used_as_they_were_trained_are_refused(alone):
     """Those of the vision tower, which vLLM would leave out, and all on top of weights that they were merged into."""
     facts = alone["qwen2_5_vl"]
     tower, replaced = facts["adapters_refused"]
-    assert "visual.blocks.0" in tower and "only with enable_tower_connector_lora=True" in tower
-    assert facts["whole_after_adapter"] < TOLERANCE and "update_weights has replaced them" in replaced
+    assert "visual.blocks.0" in tower and "expected adapters of the language model only" in tower
+    assert facts["whole_after_adapter"] < TOLERANCE and "got those of a previous update_weights" in replaced
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -189,16 +191,18 @@ def test_two_ranks_sample_what_one_does(alone, together):
 
 def test_bad_input_says_what_to_do(alone):
     said = alone["qwen2_5_vl"]["errors"]
-    assert "max_new_tokens 500" in said["long"] and "raise max_model_len" in said["long"]
+    assert "+ 500 (max_new_tokens)" in said["long"] and "raise max_model_len" in said["long"]
     assert "same image processor" in said["expansion"]
-    assert said["model"].startswith("vllm: model '/nowhere'")
-    assert said["tensor"] == "tensor_parallel_size: a divisor of 1 ranks expected, came 2"
+    assert said["model"].startswith("model: expected one that vLLM can load, got '/nowhere'")
+    assert said["tensor"] == "tensor_parallel_size: expected a divisor of 1 ranks, got 2"
 
 
 @pytest.mark.parametrize("version", ["0.31.9", "0.33.0", "1.0"])
 def test_a_version_that_was_not_tried_is_refused(monkeypatch, version):
     monkeypatch.setitem(sys.modules, "vllm", SimpleNamespace(__version__=version))
-    with pytest.raises(ValueError, match=rf"vllm {version} is installed; vllm >=0\.32,<0\.33 expected; pip install"):
+    with pytest.raises(
+        ValueError, match=rf"rollout: expected vllm >=0\.32,<0\.33 for 'vllm', got {version}; pip install"
+    ):
         import_vllm()
     assert SUPPORTED == ((0, 32), (0, 33))
 
@@ -213,31 +217,35 @@ def test_an_attention_back_end_that_refuses_the_dtype_is_named():
 
 def test_no_vllm_is_an_error_that_says_how_to_get_it(monkeypatch):
     monkeypatch.setitem(sys.modules, "vllm", None)
-    with pytest.raises(ValueError, match="cannot be imported .* pip install 'rlkit"):
+    with pytest.raises(ValueError, match="got an import error .* pip install -e"):
         import_vllm()
 
 
 def test_a_request_carries_the_compact_track():
     images = [object()]
-    request = prompt([7, 8, 8, 8, 9], [7, 8, 9], images=images, placeholders={8: [3]})
-    assert request_prompt(request) == {"prompt_token_ids": [7, 8, 9], "multi_modal_data": {"image": images}}
-    assert request_prompt(prompt([1, 2])) == {"prompt_token_ids": [1, 2]}
+    request = prompt_sample([7, 8, 8, 8, 9], [7, 8, 9], images=images, placeholders={8: [3]})
+    assert vllm_prompt(request) == {"prompt_token_ids": [7, 8, 9], "multi_modal_data": {"image": images}}
+    assert vllm_prompt(prompt_sample([1, 2])) == {"prompt_token_ids": [1, 2]}
 
 
 def test_seeds_differ_by_prompt_step_and_turn():
-    first = prompt([1, 2], group_id=3)
-    others = [prompt([1, 2], group_id=4), replace(first, number=1), replace(first, mask=[False, True])]
+    first = prompt_sample([1, 2], group_id=3)
+    others = [prompt_sample([1, 2], group_id=4), replace(first, number=1), replace(first, mask=[False, True])]
     seeds = {request_seed((0, 1), request) for request in [first, *others]} | {request_seed((0, 2), first)}
-    assert len(seeds) == 5 and request_seed((0, 1), first) == request_seed((0, 1), prompt([5], group_id=3))
+    assert len(seeds) == 5 and request_seed((0, 1), first) == request_seed((0, 1), prompt_sample([5], group_id=3))
 
 
 def test_sampling_is_the_trainers_distribution():
-    options = sampling_options(Sampling(9, 0.7, (1,)), prompt([1]), n=4, unsampled=[5, 6], ends=[2])
+    options = vllm_sampling_params(
+        Sampling(9, 0.7, (1,)), prompt_sample([1]), n=4, suppressed_token_ids=[5, 6], end_token_ids=[2]
+    )
     assert options["temperature"] == 0.7 and options["max_tokens"] == 9 and options["n"] == 4
     assert options["logit_bias"] == {5: -1e30, 6: -1e30} and options["stop_token_ids"] == [2]
     assert json.loads(json.dumps(options))["seed"] == options["seed"]
 
 
 def test_an_answer_that_was_given_up_is_no_answer():
-    with pytest.raises(RuntimeError, match="group 5: the sampler ended an answer with 'abort'"):
-        finished(prompt([1], group_id=5), [2], [-1.0], "abort", processor=None, version=0)
+    with pytest.raises(
+        RuntimeError, match="group 5: expected finish_reason 'stop' or 'length' from the sampler, got 'abort'"
+    ):
+        finished_sample(prompt_sample([1], group_id=5), [2], [-1.0], "abort", processor=None, version=0)

@@ -12,13 +12,13 @@ import pytest
 import torch
 
 from rlkit.data import collate
-from rlkit.data.samples import extend, prompt
+from rlkit.data.samples import append_response, prompt_sample
 from rlkit.engines import make_engine
 from rlkit.losses import token_mean
-from rlkit.rollout import Ahead, Sampling, make_rollout
-from rlkit.rollout.adapters import packed
+from rlkit.rollout import AsyncSampler, Sampling, make_rollout
+from rlkit.rollout.adapters import serialize_adapter
 from rlkit.rollout.serve import serving
-from rlkit.vlm import encode_rows, load_model, load_processor, lora, suppressed_token_ids
+from rlkit.vlm import encode_prompts, load_model, load_processor, lora, suppressed_token_ids
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "engines"))
 from rows import make_samples
@@ -100,7 +100,7 @@ def rollout(tiny_dir, processor, servers):
 def prompts(processor):
     """Images of three sizes, a prompt without one, and one that fills several blocks of the cache."""
     rows = [(s.group_id, s.row) for s in make_samples(processor, answers=(1, 1, 1, 1))]
-    return [*encode_rows(processor, rows)[0], prompt([10 + i % 200 for i in range(300)], group_id=9)]
+    return [*encode_prompts(processor, rows)[0], prompt_sample([10 + i % 200 for i in range(300)], group_id=9)]
 
 
 def apart(engine, samples):
@@ -140,7 +140,7 @@ def test_adapters_alone_are_enough(tiny_dir, processor, engine, rollout, prompts
     """Sent twice, with a step between them: the model beneath stays where it is."""
     trainer = with_adapters(tiny_dir, processor)
     whole = sum(weight.nbytes for _, weight in trainer.get_per_tensor_param())
-    assert len(packed(*trainer.get_adapter())) < whole / 20
+    assert len(serialize_adapter(*trainer.get_adapter())) < whole / 20
     samples = rollout.generate(prompts, SAMPLING, n=4)
     for version in (1, 2):
         assert apart(trainer, samples)[0] > 0.05
@@ -151,11 +151,13 @@ def test_adapters_alone_are_enough(tiny_dir, processor, engine, rollout, prompts
             (version, *[version] * len(s.response_ids)) for s in samples
         }
         trainer.train_batch(collate(samples), lambda out, mb: (token_mean(out.logprobs, mb.mask, mb.total_tokens), {}))
-    with pytest.raises(RuntimeError, match="visual.*: only with enable_tower_connector_lora=True are adapters outside"):
+    with pytest.raises(RuntimeError, match="expected adapters of the language model only, got .*visual"):
         rollout.update_adapter(*with_adapters(tiny_dir, processor, adapt_towers=True).get_adapter())
     rollout.update_weights(engine.get_per_tensor_param())
     assert apart(engine, rollout.generate(prompts, SAMPLING))[0] < 1e-5  # nothing is added any more
-    with pytest.raises(RuntimeError, match="adapters go onto the weights that were loaded, and update_weights has rep"):
+    with pytest.raises(
+        RuntimeError, match="expected the base weights that vLLM loaded, got those of a previous update_weights"
+    ):
         rollout.update_adapter(*trainer.get_adapter())
     rollout.update_weights(engine.get_per_tensor_param())
 
@@ -183,8 +185,8 @@ def test_caches_kept_by_a_server_are_caught(engine, rollout, prompts, monkeypatc
     """With the weights alone, what was computed with the old ones is used again: keys, values and images."""
     samples = rollout.generate(prompts, SAMPLING, n=4)
     train(engine, samples)
-    post = rollout._post
-    monkeypatch.setattr(rollout, "_post", lambda path, *body: post(path, *body) if "weight" in path else [])
+    post = rollout._post_all
+    monkeypatch.setattr(rollout, "_post_all", lambda path, *body: post(path, *body) if "weight" in path else [])
     rollout.update_weights(engine.get_per_tensor_param())
     kept = {s.group_id: [] for s in samples}
     for sample in rollout.generate(prompts, SAMPLING, n=4):
@@ -199,7 +201,7 @@ def test_caches_kept_by_a_server_are_caught(engine, rollout, prompts, monkeypatc
 def test_answers_go_on_under_new_weights(tiny_dir, processor, engine, rollout, prompts):
     """Weights that arrive while answers are written: each token is scored by the weights that wrote it."""
     sets = [[(name, weight.clone()) for name, weight in engine.get_per_tensor_param()]]
-    train(engine, [extend(p, [20 + i, 30 + i], [0.0, 0.0]) for i, p in enumerate(prompts)])
+    train(engine, [append_response(p, [20 + i, 30 + i], [0.0, 0.0]) for i, p in enumerate(prompts)])
     sets.append([(name, weight.clone()) for name, weight in engine.get_per_tensor_param()])
     for attempt in range(7):  # until weights came when some answers, not all, were written
         rollout.update_weights(iter(sets[0]))
@@ -223,46 +225,46 @@ def test_answers_go_on_under_new_weights(tiny_dir, processor, engine, rollout, p
 
 
 def test_bad_input_is_named_by_a_real_server(tiny_dir, rollout, processor, servers):
-    with pytest.raises(ValueError, match="group 3: 510 prompt tokens and max_new_tokens 6 make 516, the sampler's"):
-        rollout.generate([prompt([10] * 510, group_id=3)], SAMPLING)
+    with pytest.raises(ValueError, match="group 3: expected at most 512 tokens .*, got 510 \+ 6 "):
+        rollout.generate([prompt_sample([10] * 510, group_id=3)], SAMPLING)
     with pytest.raises(ValueError, match="group 4: http.*Token id 9999 is out of vocabulary"):
-        rollout.generate([prompt([9999], group_id=4)], SAMPLING)
+        rollout.generate([prompt_sample([9999], group_id=4)], SAMPLING)
     other = Path(tiny_dir).with_name("other")
     other.symlink_to(tiny_dir)
-    with pytest.raises(ValueError, match="serves the model '.*/tiny'; '.*/other' expected"):
+    with pytest.raises(ValueError, match="expected the model '.*/other', got '.*/tiny'"):
         make_rollout("vllm_server", model=str(other), processor=processor, urls=list(servers))
 
 
 def test_the_next_batch_is_written_while_one_is_trained_on(engine, rollout, prompts):
     batches = ((prompts[:3], Sampling(100, temperature=0.8, seed=(8, k))) for k in range(4))
-    ahead, trained, staleness = Ahead(rollout, batches, n=4, max_staleness=1), [], []
+    sampler, trained, staleness = AsyncSampler(rollout, batches, n=4, max_staleness=1), [], []
     rollout.update_weights(engine.get_per_tensor_param())
-    for samples in ahead:
+    for samples in sampler:
         began = time.perf_counter()
-        staleness.append(ahead.staleness(samples))
+        staleness.append(sampler.staleness(samples))
         engine.train_batch(collate(samples), lambda out, mb: (token_mean(out.logprobs, mb.mask, mb.total_tokens), {}))
         trained.append((began, time.perf_counter()))
-        ahead.update_weights(engine.get_per_tensor_param())
+        sampler.update_weights(engine.get_per_tensor_param())
     assert len(staleness) == 4 and staleness[0] == 0 and max(staleness) == 1
-    together = [min(end, span.done) - max(began, span.asked) for began, end in trained for span in ahead.taken]
-    assert max(together) > 0  # which batches these are is the machine's affair
+    overlaps = [min(end, one.finished) - max(began, one.submitted) for began, end in trained for one in sampler.timings]
+    assert max(overlaps) > 0  # which batches these are is the machine's affair
 
 
 def test_a_server_killed_in_the_middle(engine, rollout, prompts, servers, caplog):
     """Nothing is lost and nothing comes twice; the other server takes the rest, and weights afterwards."""
-    many = [prompt([10 + i, 11, 12], group_id=i) for i in range(24)]
+    many = [prompt_sample([10 + i, 11, 12], group_id=i) for i in range(24)]
     future = rollout.submit(many, Sampling(400, temperature=0.8, seed=(4,)), 4)
     url, process = list(servers.items())[1]
-    victim = next(server for server in rollout.servers.all if server.url == url)
+    victim = next(server for server in rollout.pool.servers if server.url == url)
     deadline = time.monotonic() + 60
-    while not victim.load and time.monotonic() < deadline:
+    while not victim.active_sequences and time.monotonic() < deadline:
         time.sleep(0.01)
-    assert victim.load and not future.done()
+    assert victim.active_sequences and not future.done()
     os.killpg(process.pid, signal.SIGKILL)
     samples = future.result(timeout=200)
     assert [(s.group_id, s.number) for s in samples] == [(i, k) for i in range(24) for k in range(4)]
     assert apart(engine, samples)[0] < 2e-5
-    assert victim.fault and f"{url} is left out" in caplog.text
+    assert victim.failure and f"{url} is excluded" in caplog.text
     rollout.update_weights(engine.get_per_tensor_param())
     samples = rollout.generate(prompts, SAMPLING, n=2)
     assert apart(engine, samples)[0] < 1e-5 and {s.version for s in samples} == {rollout.version}

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import torch
 
-from rlkit.data import extend, prompt
+from rlkit.data import append_response, prompt_sample
 from rlkit.engines.distributed import all_reduce
 from rlkit.runs import Answers, PolicySampler, accuracy, too_few_judged
 
@@ -27,8 +27,8 @@ def of_a_rank(rank, world):
     samples, rewards, parts = [], [], []
     for i in range(rank, len(PROMPTS), world):
         for reward, part, tokens, finish in PROMPTS[i]:
-            asked = replace(prompt([1, 2]), group_id=i)
-            samples.append(replace(extend(asked, [5] * tokens, [0.0] * tokens), finish_reason=finish))
+            asked = replace(prompt_sample([1, 2]), group_id=i)
+            samples.append(replace(append_response(asked, [5] * tokens, [0.0] * tokens), finish_reason=finish))
             rewards.append(math.nan if reward is None else reward)
             parts.append(math.nan if part is None else part)
     return Answers(samples, torch.tensor(rewards), {"form": torch.tensor(parts)}, SKIPPED[rank::world])
@@ -38,7 +38,7 @@ def measure(answers, global_sum=all_reduce, *, config=None, run=None):
     """What a recipe asks about its answers; JSON can hold it."""
     cfg = config or SimpleNamespace(reward_threads=0, max_new_tokens=6, group_size=3)
     engine = SimpleNamespace(global_sum=global_sum, data_parallel_group=None)
-    sampler = PolicySampler(cfg, run or SimpleNamespace(say=print), None, engine, SimpleNamespace(generate=None))
+    sampler = PolicySampler(cfg, run or SimpleNamespace(print=print), None, engine, SimpleNamespace(generate=None))
     return {
         "metrics": sampler.metrics(answers),
         "accuracy": accuracy(answers, global_sum),

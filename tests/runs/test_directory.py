@@ -161,8 +161,8 @@ def test_a_start_that_failed_may_be_repeated(here):
     """It wrote its options and then found no model, say, or no row to train on in its first step."""
     run = Run(claim_directory("a", "x", resume=False), {"model": "nowhere"})
     assert claim_directory("a", "x", resume=False) == Path("a")
-    run.start_at(0)
-    run.evaluation(accuracy_before=0.5)
+    run.drop_metrics_from(0)
+    run.log_evaluation(accuracy_before=0.5)
     assert claim_directory("a", "x", resume=False) == Path("a")
     assert [path.name for path in (here / "a").iterdir()] == ["run.lock"]
     run.log(0, {})

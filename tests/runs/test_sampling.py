@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from rlkit.data import extend, prompt
+from rlkit.data import append_response, prompt_sample
 from rlkit.engines.distributed import init_distributed
 from rlkit.runs import Answers, PolicySampler, Prompts, accuracy, too_few_judged
 
@@ -64,8 +64,8 @@ def test_a_reward_that_is_named_and_judges_nothing_ends_the_run(named, value):
     nothing = lambda *_: None  # noqa: E731
     rollout = SimpleNamespace(wake_up=nothing, update_weights=nothing, sleep=nothing)
 
-    def generate(prompts, sampling, n, written):
-        written(0, of_a_rank(0, 1).generated[:2])
+    def generate(prompts, sampling, n, on_finished):
+        on_finished(0, of_a_rank(0, 1).generated[:2])
         return of_a_rank(0, 1).generated[:2]
 
     cfg = SimpleNamespace(reward_threads=0, max_new_tokens=6, reward=named)
@@ -86,8 +86,8 @@ def warnings(steps, *, finish="stop", group_size=2):
     said = []
     cfg = SimpleNamespace(reward_threads=0, max_new_tokens=6, group_size=group_size)
     engine = SimpleNamespace(global_sum=same, data_parallel_group=None)
-    sampler = PolicySampler(cfg, SimpleNamespace(say=said.append), None, engine, SimpleNamespace(generate=None))
-    answer = replace(extend(prompt([1]), [5], [0.0]), finish_reason=finish, group_id=0)
+    sampler = PolicySampler(cfg, SimpleNamespace(print=said.append), None, engine, SimpleNamespace(generate=None))
+    answer = replace(append_response(prompt_sample([1]), [5], [0.0]), finish_reason=finish, group_id=0)
     for rewards in steps:
         sampler.metrics(Answers([answer, answer], torch.tensor(rewards)))
     return said

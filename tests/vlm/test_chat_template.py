@@ -3,10 +3,10 @@
 import pytest
 from PIL import Image
 
-from rlkit.data import Task, collate, prompt, with_prompt
+from rlkit.data import Task, collate, prompt_sample, with_prompt
 from rlkit.data.formats import chat_row, pair_row
 from rlkit.rewards import exact_match
-from rlkit.vlm import encode, encode_answers, encode_chat, encode_reply, load_processor, render
+from rlkit.vlm import encode_answers, encode_chat, encode_observation, encode_prompt, load_processor, render
 
 
 def user(content):
@@ -45,7 +45,7 @@ def test_every_turn_of_the_assistant_is_trained_and_nothing_else(processor):
         user([{"type": "text", "text": "And"}, {"type": "image"}]),
         assistant("2 or 3"),
     ]
-    asked = encode(processor, chat_row({"messages": turns, "images": images}))
+    asked = encode_prompt(processor, chat_row({"messages": turns, "images": images}))
     sample = encode_chat(asked, processor, end_of(processor), 200)
     collate([sample])  # both tracks agree
     assert texts(processor, sample) == [
@@ -68,33 +68,33 @@ def test_every_turn_of_the_assistant_is_trained_and_nothing_else(processor):
 
 def test_answers_of_a_pair_share_their_prompt(processor):
     row = {"question": "What?", "chosen": "4", "rejected": "seven", "images": [Image.new("RGB", (56, 56))]}
-    asked = encode(processor, pair_row(row))
+    asked = encode_prompt(processor, pair_row(row))
     answers = [asked.row["chosen"], asked.row["rejected"]]
     chosen, rejected = encode_answers(asked, processor, answers, end_of(processor), 200)
     assert [text for trained, text in texts(processor, chosen) if trained] == ["4<|im_end|>"]
     assert [text for trained, text in texts(processor, rejected) if trained] == ["seven<|im_end|>"]
     assert chosen.vision["pixel_values"] is rejected.vision["pixel_values"]  # and so is computed once
-    whole = encode_chat(encode(processor, chat_row({**row, "answer": "4"})), processor, end_of(processor), 200)
+    whole = encode_chat(encode_prompt(processor, chat_row({**row, "answer": "4"})), processor, end_of(processor), 200)
     assert whole.token_ids == chosen.token_ids and whole.mask == chosen.mask
     n = len(whole.token_ids)
-    with pytest.raises(ValueError, match=f"{n} tokens with its answer, more than the limit of {n - 1}"):
+    with pytest.raises(ValueError, match=f"expected at most {n - 1} tokens with the answer, got {n}"):
         encode_answers(asked, processor, ["4"], end_of(processor), n - 1)
 
 
 def test_plain_text_has_no_template_and_an_end(processor):
-    asked = encode(processor, chat_row({"text": "What digit is this?", "where": "row 1"}))
+    asked = encode_prompt(processor, chat_row({"text": "What digit is this?", "where": "row 1"}))
     assert asked.token_ids == []
     sample = encode_chat(asked, processor, end_of(processor), 50)
     assert processor.tokenizer.decode(sample.token_ids) == "What digit is this?<|im_end|>"
     assert sample.mask == [False] + [True] * (len(sample.mask) - 1)  # nothing predicts the first
     collate([sample])
-    with pytest.raises(ValueError, match="^row 1: .* more than the limit of 2$"):
+    with pytest.raises(ValueError, match="^row 1: expected at most 2 tokens with the answer, got"):
         encode_chat(asked, processor, end_of(processor), 2)
 
 
 def test_an_answer_prefix_is_of_the_prompt(processor):
     row = {**chat_row({"question": "What?", "answer": "4"}), "answer_prefix": "It is "}
-    asked = encode(processor, row)
+    asked = encode_prompt(processor, row)
     assert texts(processor, asked)[0][1].endswith("<|im_start|>assistant\nIt is ")
     (sample,) = encode_answers(asked, processor, ["4"], end_of(processor), 200)
     whole = encode_chat(asked, processor, end_of(processor), 200)
@@ -107,7 +107,7 @@ def test_a_prompt_is_never_written_as_python_writes_it(processor):
     parts = [{"type": "text", "text": "What "}, {"type": "text", "text": "digit?"}]
     for reader in (processor, processor.tokenizer):
         for row in ({"question": [user("What digit?")]}, {"messages": [user(parts)]}):
-            text = processor.tokenizer.decode(encode(reader, row).token_ids)
+            text = processor.tokenizer.decode(encode_prompt(reader, row).token_ids)
             assert text == "<|im_start|>user\nWhat digit?<|im_end|>\n<|im_start|>assistant\n"
 
 
@@ -125,7 +125,7 @@ def test_tools_are_shown_and_their_calls_are_trained(processor):
     call = {"role": "assistant", "content": None, "tool_calls": [{"name": "add", "arguments": '{"a": 7}'}]}
     raw = {"messages": [user("Q"), call, {"role": "tool", "content": "8"}, assistant("8!")], "tools": [{"name": "add"}]}
     try:
-        asked = encode(tokenizer, chat_row(raw))
+        asked = encode_prompt(tokenizer, chat_row(raw))
         sample = encode_chat(asked, tokenizer, [tokenizer.eos_token_id], 200)
     finally:
         tokenizer.chat_template = before
@@ -142,7 +142,7 @@ def test_a_template_that_refuses_is_a_bad_row(processor):
     before, tokenizer.chat_template = tokenizer.chat_template, "{{ raise_exception('roles must alternate') }}"
     try:
         with pytest.raises(ValueError, match="^row 3: chat template: roles must alternate$"):
-            encode(tokenizer, {"question": "Q", "where": "row 3"})
+            encode_prompt(tokenizer, {"question": "Q", "where": "row 3"})
     finally:
         tokenizer.chat_template = before
 
@@ -191,7 +191,7 @@ def test_render_gives_each_kind_its_contents(processor):
 
 
 def test_an_end_token_is_added_where_the_template_writes_none():
-    asked = prompt([ord(letter) for letter in "U:QA:"], row={"messages": [user("Q")]})
+    asked = prompt_sample([ord(letter) for letter in "U:QA:"], row={"messages": [user("Q")]})
     (sample,) = encode_answers(asked, Template(plain), ["yes"], [0], 50)
     assert sample.response_ids == [*map(ord, "yes"), 0]
     (sample,) = encode_answers(asked, Template(plain), ["yes!"], [ord("!")], 50)
@@ -200,12 +200,14 @@ def test_an_end_token_is_added_where_the_template_writes_none():
 
 def test_a_template_that_rewrites_the_chat_is_an_error():
     row = {"where": "row 5", "messages": [user("Q"), assistant("a"), user("R")], "completion": "b"}
-    with pytest.raises(ValueError, match="row 5: the chat template changes an answer when messages follow"):
-        encode_chat(prompt([1], row=row), Template(forgetful), [0], 50)
-    with pytest.raises(ValueError, match="row 5: the chat template changes the prompt when an answer follows"):
-        encode_answers(prompt([1], row=row), Template(lambda m: str(len(m)) + plain(m)), ["a"], [0], 50)
-    with pytest.raises(ValueError, match="row 5: expected an answer to learn from, got None"):
-        encode_chat(prompt([1], row={**row, "completion": None}), Template(plain), [0], 50)
+    with pytest.raises(ValueError, match="row 5: expected a chat template that keeps an answer when messages follow"):
+        encode_chat(prompt_sample([1], row=row), Template(forgetful), [0], 50)
+    with pytest.raises(
+        ValueError, match="row 5: expected a chat template that keeps the prompt when an answer follows"
+    ):
+        encode_answers(prompt_sample([1], row=row), Template(lambda m: str(len(m)) + plain(m)), ["a"], [0], 50)
+    with pytest.raises(ValueError, match="row 5: expected an answer to train on, got None"):
+        encode_chat(prompt_sample([1], row={**row, "completion": None}), Template(plain), [0], 50)
 
 
 THINKS = (  # Qwen3's: no thinking is an empty thought
@@ -221,14 +223,18 @@ def test_options_of_the_template_reach_prompts_answers_and_replies(tiny_dir):
     row = chat_row({"question": "2 + 2?", "answer": "4"})
     task = Task("one", [row], [{**row, "chat_template_kwargs": {"enable_thinking": True}}], exact_match)
     task = with_prompt(task, chat_template_kwargs={"enable_thinking": False})
-    asked, thinks, plain = encode(tokenizer, task.train[0]), encode(tokenizer, task.heldout[0]), encode(tokenizer, row)
+    asked, thinks, plain = (
+        encode_prompt(tokenizer, task.train[0]),
+        encode_prompt(tokenizer, task.heldout[0]),
+        encode_prompt(tokenizer, row),
+    )
     opened, empty = "<|im_start|>user\n2 + 2?<|im_end|>\n<|im_start|>assistant\n", "<think>\n\n</think>\n\n"
     assert tokenizer.decode(asked.token_ids) == opened + empty
     assert tokenizer.decode(thinks.token_ids) == tokenizer.decode(plain.token_ids) == opened
     options = {"chat_template_kwargs": {"enable_thinking": False}}
-    reply = encode_reply(tokenizer, [user("2 + 2?")], user("Sure?"), **options)
+    reply = encode_observation(tokenizer, [user("2 + 2?")], user("Sure?"), **options)
     assert tokenizer.decode(reply.token_ids) == "\n" + opened.replace("2 + 2?", "Sure?") + empty
-    with pytest.raises(ValueError, match="the chat template changes the prompt when an answer follows"):
+    with pytest.raises(ValueError, match="expected a chat template that keeps the prompt when an answer follows"):
         encode_answers(asked, tokenizer, ["4"], end_of(load_processor(tiny_dir)), 99)  # it leaves the empty thought out
 
 
@@ -236,4 +242,4 @@ def test_an_option_that_the_template_does_not_have_is_named(processor):
     row = {"question": "2?", "images": [], "where": "row 7", "chat_template_kwargs": {"enable_thinking": False}}
     message = "^row 7: chat_template_kwargs: expected options that the model's chat template has, got 'enable_thinking'"
     with pytest.raises(ValueError, match=message):
-        encode(processor, row)
+        encode_prompt(processor, row)

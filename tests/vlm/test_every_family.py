@@ -14,9 +14,9 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "engines"))
 import family_processors  # noqa: E402
 from test_families import TEXT, WAYS, all_at_once, gradients, one_at_a_time, text_model  # noqa: E402
 
-from rlkit.data import collate, extend, observe  # noqa: E402
+from rlkit.data import append_observation, append_response, collate  # noqa: E402
 from rlkit.data.formats import chat_row  # noqa: E402
-from rlkit.data.samples import check_tracks, prompt  # noqa: E402
+from rlkit.data.samples import check_tracks, prompt_sample  # noqa: E402
 from rlkit.engines import make_engine  # noqa: E402
 from rlkit.engines.packing.attention import use_packed_attention  # noqa: E402
 from rlkit.engines.packing.inputs import prepare_model_inputs  # noqa: E402
@@ -24,15 +24,15 @@ from rlkit.engines.packing.micro_batches import dummy_sample  # noqa: E402
 from rlkit.losses import token_mean  # noqa: E402
 from rlkit.rollout import Sampling, make_rollout  # noqa: E402
 from rlkit.vlm import (  # noqa: E402
-    encode,
     encode_answers,
     encode_chat,
+    encode_prompt,
     freeze,
     lora,
     merged_parameters,
     suppressed_token_ids,
     tiny_text_tokenizer,
-    vision_tower,
+    vision_tower_pattern,
 )
 from rlkit.vlm.inputs import position_spec  # noqa: E402
 
@@ -63,7 +63,7 @@ def prompts(family):
     """Without an image, with one and with two; a model that sees none has the questions alone."""
     rows = [{"question": f"how many {i}?", "images": [image(*size) for size in sizes]} for i, sizes in enumerate(SIZES)]
     return [
-        encode(reader(family), row if family in SEES else {**row, "images": []}, group_id=i)
+        encode_prompt(reader(family), row if family in SEES else {**row, "images": []}, group_id=i)
         for i, row in enumerate(rows)
     ]
 
@@ -73,7 +73,7 @@ def batch(family):
     """Two answers to each."""
     g = torch.Generator().manual_seed(0)
     answers = [torch.randint(60, 90, (1 + i % 4,), generator=g).tolist() for i in range(6)]
-    samples = [extend(prompts(family)[i // 2], ids, [-1.0] * len(ids)) for i, ids in enumerate(answers)]
+    samples = [append_response(prompts(family)[i // 2], ids, [-1.0] * len(ids)) for i, ids in enumerate(answers)]
     return collate(samples, advantages=torch.randn(6, generator=g))
 
 
@@ -128,7 +128,7 @@ def test_a_chat_is_trained_on_its_answers(family):
         {"role": "assistant", "content": "user"},
     ]
     row = chat_row({"messages": messages, "images": [image(40, 18)], "where": "row"})
-    asked, ends = encode(processor, row), [processor.tokenizer.convert_tokens_to_ids("<|im_end|>")]
+    asked, ends = encode_prompt(processor, row), [processor.tokenizer.convert_tokens_to_ids("<|im_end|>")]
     sample = encode_chat(asked, processor, ends, 200)
     check_tracks(sample)
     assert sample.token_ids[: len(asked.token_ids)] == asked.token_ids
@@ -140,15 +140,15 @@ def test_a_chat_is_trained_on_its_answers(family):
 def test_a_feature_token_spelled_out_is_refused():
     """Gemma3 has one token for the place of an image and another for each of its features."""
     for images in ([], [image(20, 20)]):
-        with pytest.raises(ValueError, match="0 image features, but the prompt has 1 places for them"):
-            encode(reader("gemma3"), {"question": "<image_soft_token>?", "images": images})
+        with pytest.raises(ValueError, match="image features: expected 1, one per placeholder in the prompt, got 0"):
+            encode_prompt(reader("gemma3"), {"question": "<image_soft_token>?", "images": images})
 
 
 @pytest.mark.parametrize("family", SEES)
 def test_an_observation_brings_its_images(family):
     """Behind a prompt's own, in order: the tower sees what it sees of the two apart."""
     _, one, two = prompts(family)
-    both, base = observe(one, two), model(family)
+    both, base = append_observation(one, two), model(family)
     check_tracks(both)
     together, *apart = (base.get_image_features(**sample.vision).pooler_output for sample in (both, one, two))
     torch.testing.assert_close([*together], [*apart[0], *apart[1]], atol=1e-5, rtol=1e-5)
@@ -193,7 +193,7 @@ def test_a_blank_image_changes_no_number(family):
 @pytest.mark.parametrize("family", [*TEXT, *SEES])
 def test_frozen_parameters_do_not_move(family):
     base = model(family)
-    frozen = freeze(base, vision_tower(base) if family in SEES else r"\.(layers|h)\.0\.")
+    frozen = freeze(base, vision_tower_pattern(base) if family in SEES else r"\.(layers|h)\.0\.")
     trained = engine(base)
     before = parameters(trained)
     trained.train_batch(batch(family), loss_fn)
@@ -256,12 +256,13 @@ def test_rope_that_changes_with_the_longest_sequence(family, right, wrong, way):
     use_packed_attention(packed)
     for lengths in (right, wrong):
         g = torch.Generator().manual_seed(0)
-        start = prompt(torch.randint(3, 80, (8,), generator=g).tolist())
+        start = prompt_sample(torch.randint(3, 80, (8,), generator=g).tolist())
         answers = [torch.randint(3, 80, (n - 8,), generator=g).tolist() for n in lengths]
-        rows = collate([extend(start, answer, [-1.0] * len(answer)) for answer in answers])
+        rows = collate([append_response(start, answer, [-1.0] * len(answer)) for answer in answers])
         weights = torch.ones(rows.tokens.shape)
         if lengths is wrong:
-            with pytest.raises(ValueError, match=rf"^{family}: sequences of {min(wrong)} to {max(wrong)} .* 32 tokens"):
+            got = f"got sequences of {min(wrong)} to {max(wrong)} tokens"
+            with pytest.raises(ValueError, match=rf"^lengths: expected at most 32 tokens .* {family}.*, {got}"):
                 all_at_once(packed, rows, weights, WAYS[way])
             continue
         expected, _ = one_at_a_time(

@@ -1,4 +1,4 @@
-"""Tokens, grids and pixels that do not speak of the same images: one error that names the row, before the forward."""
+"""Tokens, grids and pixels that describe different images: one error that names the row, before the forward."""
 
 import sys
 from pathlib import Path
@@ -11,11 +11,11 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "engines"))
 from family_configs import IMAGE, VISION
 from test_families import rows, text_model, vision_model
 
-from rlkit.data import collate, extend
-from rlkit.data.samples import prompt
+from rlkit.data import append_response, collate
+from rlkit.data.samples import prompt_sample
 from rlkit.engines import make_engine
 from rlkit.engines.packing.micro_batches import micro_batches
-from rlkit.vlm.inputs import check_images, position_ids, position_spec
+from rlkit.vlm.inputs import check_image_tokens, position_ids, position_spec
 
 GRIDS = [family for family, (*_, shape) in VISION.items() if len(shape) == 2]
 VIDEO = 95
@@ -33,7 +33,7 @@ def sample(family, images=1, cut=0, **changed):
     ids = [3, 4, *[91, *[IMAGE] * count, 92] * max(images, 1)]
     ids = ids[: len(ids) - cut] if cut else ids
     ids = ids if images or changed.pop("stray", False) else [3, 4]
-    return extend(prompt(ids, vision={**tensors, **changed}, group_id=5), ANSWER, [-1.0] * 2)
+    return append_response(prompt_sample(ids, vision={**tensors, **changed}, group_id=5), ANSWER, [-1.0] * 2)
 
 
 def engine(model):
@@ -62,18 +62,18 @@ def refused(trained, ran, samples, message):
 def test_a_row_whose_images_and_tokens_differ_is_named(family):
     (trained, ran), good = engine(vision_model(family)), sample(family)
     count = VISION[family][1]
-    one = "1 images" if family not in GRIDS else f"features for {count}, of 1 images"
-    none = "0 images" if family not in GRIDS else "features for 0, of 0 images"
+    one = f"{count} for 1 images" if family in GRIDS else ".*1 images"
+    none = "0 for 0 images" if family in GRIDS else ".*0 images"
     for bad, tokens, why in (
         (sample(family, cut=3), count - 2, one),  # the bracket behind it too
         (sample(family, images=0, stray=True), count, none),
-        (sample(family, images=2, cut=count + 2), count, "2 images"),
+        (sample(family, images=2, cut=count + 2), count, ".*2 images"),
     ):
         refused(
             trained,
             ran,
             [good, sample(family, 0), bad],
-            rf"^row 2 of the batch \(group 5\): {tokens} image tokens, .*{why}",
+            rf"^row 2 of the batch \(group 5\): image tokens: expected {why}, got {tokens}",
         )
 
 
@@ -81,11 +81,13 @@ def test_a_row_whose_images_and_tokens_differ_is_named(family):
 def test_another_rows_images_are_not_taken(family):
     """As many tokens as features over all rows, and wrong in two: a model would not notice."""
     few, many = sample(family, images=2, cut=VISION[family][1] + 2), sample(family)
-    many = extend(prompt([*many.token_ids[:-2], *many.token_ids[2:-2]], vision=many.vision), ANSWER, [-1.0] * 2)
+    many = append_response(
+        prompt_sample([*many.token_ids[:-2], *many.token_ids[2:-2]], vision=many.vision), ANSWER, [-1.0] * 2
+    )
     batch = collate([few, many])
     assert (batch.tokens == IMAGE).sum() == 3 * VISION[family][1]
     with pytest.raises(ValueError, match=r"^row 0 of the batch \(group 5\): .* 2 images"):
-        check_images(batch, vision_model(family).config)
+        check_image_tokens(batch, vision_model(family).config)
 
 
 @pytest.mark.parametrize("family", GRIDS)
@@ -96,14 +98,14 @@ def test_a_grid_that_does_not_divide_and_pixels_that_are_missing(family):
         trained,
         ran,
         [good, odd],
-        r"^row 1 .*: image_grid_thw \[\[1, 3, 4\]\]: \(t, h, w\) that \(1, 2, 2\) divide expected",
+        r"^row 1 .*: image_grid_thw: expected \(t, h, w\) that \(1, 2, 2\) divide, got \[\[1, 3, 4\]\]",
     )
     short = sample(family, pixel_values=torch.randn(12, VISION[family][2][1]))
     refused(
         trained,
         ran,
         [good, short],
-        r"^row 1 .*: pixel_values has 12 patches, and image_grid_thw \[\[1, 4, 4\]\] says 16",
+        r"^row 1 .*: pixel_values: expected 16 patches for image_grid_thw \[\[1, 4, 4\]\], got 12",
     )
 
 
@@ -111,7 +113,7 @@ def video(family, **times):
     """Two frames of one token each."""
     frames = torch.randn(8, VISION[family][2][1])
     vision = {"pixel_values_videos": frames, "video_grid_thw": torch.tensor([[2, 2, 2]]), **times}
-    return extend(prompt([3, 91, VIDEO, VIDEO, 92], vision=vision, group_id=5), ANSWER, [-1.0] * 2)
+    return append_response(prompt_sample([3, 91, VIDEO, VIDEO, 92], vision=vision, group_id=5), ANSWER, [-1.0] * 2)
 
 
 @pytest.mark.parametrize(
@@ -122,10 +124,10 @@ def test_a_video_without_timing_is_refused_and_one_with_it_is_placed_by_it(famil
     refused(
         *engine(model),
         [good, video(family)],
-        r"^row 1 .*: 1 videos, and times of 0: second_per_grid_ts expected, one a video",
+        r"^row 1 .*: second_per_grid_ts: expected 1, one per video, got 0",
     )
     timed = collate([good, video(family, **{name: torch.tensor([1.5])})])
-    check_images(timed, model.config)
+    check_image_tokens(timed, model.config)
     ids = position_ids(timed.tokens, timed.attention_mask, timed.vision, position_spec(model.config))
     rate = {"qwen2_5_vl": 4, "qwen2_5_omni_thinker": 25}[family]
     assert model.config.vision_config.to_dict().get("tokens_per_second", 25) == rate
@@ -137,19 +139,19 @@ def test_a_family_without_absolute_time_wants_none(family):
     ids = [3, 91, VIDEO, VIDEO, 92] if family == "qwen2_vl" else [3, 91, VIDEO, 92, 91, VIDEO, 92]
     ids = [3, 93, 91, IMAGE, 92, 91, IMAGE, 92, 94] if family == "glm4v" else ids
     config, vision = vision_model(family).config, video(family).vision
-    check_images(collate([extend(prompt(ids, vision=vision), ANSWER, [-1.0] * 2)]), config)
+    check_image_tokens(collate([append_response(prompt_sample(ids, vision=vision), ANSWER, [-1.0] * 2)]), config)
     del ids[ids.index(IMAGE if family == "glm4v" else VIDEO)]
-    short = collate([extend(prompt(ids, vision=vision), ANSWER, [-1.0] * 2)])
+    short = collate([append_response(prompt_sample(ids, vision=vision), ANSWER, [-1.0] * 2)])
     kind = "image" if family == "glm4v" else "video"
-    with pytest.raises(ValueError, match=rf"row 0 .*: 1 {kind} tokens, and features for 2, of 1 {kind}s"):
-        check_images(short, config)
+    with pytest.raises(ValueError, match=rf"row 0 .*: {kind} tokens: expected 2 for 1 {kind}s, got 1"):
+        check_image_tokens(short, config)
 
 
 def test_a_text_model_sees_no_images():
     refused(
         *engine(text_model("llama", {})),
         [sample("llava", 0), sample("llava")],
-        "row 1 .*: it has pixel_values, and llama sees",
+        "row 1 .*: vision: expected none for llama, a text model, got pixel_values",
     )
 
 
@@ -157,7 +159,7 @@ def test_several_axes_without_a_rule_are_refused_by_name():
     """Plain positions would train, and be wrong."""
     text = SimpleNamespace(rope_parameters={"mrope_section": [2, 1, 1]})
     config = SimpleNamespace(model_type="other_vl", vision_config=object(), get_text_config=lambda: text)
-    with pytest.raises(ValueError, match="no 3D RoPE rule for model_type 'other_vl'; known are qwen2_vl"):
+    with pytest.raises(ValueError, match="hf_config: expected a model_type of qwen2_vl.*, got 'other_vl'"):
         position_spec(config)
     config.vision_config = None
     assert position_spec(config) is None

@@ -122,9 +122,7 @@ def test_a_cache_that_cannot_be_written_is_named(tmp_path, monkeypatch):
     write_gguf(tmp_path / "llama.gguf")
     (tmp_path / "file").touch()
     monkeypatch.setenv("RLKIT_CACHE", str(tmp_path / "file"))
-    with pytest.raises(
-        ValueError, match=f"^RLKIT_CACHE: expected a directory .*, got: .*{tmp_path}/file"
-    ):
+    with pytest.raises(ValueError, match=f"^RLKIT_CACHE: expected a directory .*, got: .*{tmp_path}/file"):
         load_model(str(tmp_path / "llama.gguf"))
 
 

@@ -17,12 +17,12 @@ from PIL import Image
 sys.path.insert(0, str(Path(__file__).parent))
 import family_processors  # noqa: E402
 
-from rlkit.data import collate, expand  # noqa: E402
+from rlkit.data import collate, expand_placeholders  # noqa: E402
 from rlkit.data.samples import check_tracks  # noqa: E402
 from rlkit.vlm import (  # noqa: E402
     decode,
-    encode,
-    encode_rows,
+    encode_prompt,
+    encode_prompts,
     load_image,
     load_model,
     load_processor,
@@ -150,7 +150,7 @@ def counts(sample, processor) -> tuple[int, int]:
 
 
 def test_encode_tracks_agree(processor):
-    sample = encode(processor, ask(image(56, 56), image(112, 84, 1)), group_id=5)
+    sample = encode_prompt(processor, ask(image(56, 56), image(112, 84, 1)), group_id=5)
     check_tracks(sample)
     assert counts(sample, processor) == (2, 4 + 12)
     assert sample.placeholders == {processor.image_token_id: [4, 12]} and sample.group_id == 5
@@ -164,8 +164,8 @@ def test_encode_tracks_agree(processor):
 
 def test_encode_keeps_images_in_order(processor):
     first, second = image(seed=1), image(seed=2)
-    both = encode(processor, ask(first, second)).vision["pixel_values"]
-    apart = [encode(processor, ask(one)).vision["pixel_values"] for one in (first, second)]
+    both = encode_prompt(processor, ask(first, second)).vision["pixel_values"]
+    apart = [encode_prompt(processor, ask(one)).vision["pixel_values"] for one in (first, second)]
     torch.testing.assert_close(both, torch.cat(apart), rtol=0, atol=0)
     assert not torch.equal(apart[0], apart[1])
 
@@ -173,7 +173,7 @@ def test_encode_keeps_images_in_order(processor):
 @pytest.mark.parametrize("row", [{"images": []}, {"images": None}, {}])
 def test_encode_without_images(processor, row):
     for reader in (processor, processor.tokenizer):
-        sample = encode(reader, {"question": "Why?", **row})
+        sample = encode_prompt(reader, {"question": "Why?", **row})
         assert sample.token_ids == sample.compact_ids and not sample.vision and not sample.placeholders
         shown = processor.tokenizer.decode(sample.token_ids)
         assert shown == "<|im_start|>user\nWhy?<|im_end|>\n<|im_start|>assistant\n"
@@ -185,7 +185,7 @@ def test_encode_messages(processor):
         {"role": "system", "content": "Be short."},
         {"role": "user", "content": [{"type": "text", "text": "A"}, {"type": "image"}, {"type": "text", "text": "B"}]},
     ]
-    sample = encode(processor, ask(image(), messages=messages))
+    sample = encode_prompt(processor, ask(image(), messages=messages))
     check_tracks(sample)
     shown = processor.tokenizer.decode(sample.compact_ids)
     assert "system\nBe short." in shown and "A<|vision_start|><|image_pad|><|vision_end|>B" in shown
@@ -195,26 +195,28 @@ def test_encode_messages(processor):
 @settings(max_examples=25, deadline=None, derandomize=True)
 def test_expansion_is_the_processors_own(processor, sizes):
     images = [Image.new("RGB", size) for size in sizes]
-    sample = encode(processor, ask(*images))
+    sample = encode_prompt(processor, ask(*images))
     text = processor.tokenizer.decode(sample.compact_ids)
     own = processor(text=[text], images=images)["input_ids"][0]
-    assert sample.token_ids == list(own) == expand(sample.compact_ids, sample.placeholders)
+    assert sample.token_ids == list(own) == expand_placeholders(sample.compact_ids, sample.placeholders)
     check_tracks(sample)
 
 
 def test_image_tokens_never_truncated(processor):
     row = ask(image(112, 112))
-    whole = encode(processor, row)
+    whole = encode_prompt(processor, row)
     n = len(whole.token_ids)
-    assert encode(processor, row, max_tokens=n).token_ids == whole.token_ids
+    assert encode_prompt(processor, row, max_tokens=n).token_ids == whole.token_ids
     for limit in (n - 1, len(whole.compact_ids), 3, 0):  # the limit is on expanded tokens
-        with pytest.raises(ValueError, match=f"file.jsonl row 7: the prompt has {n} tokens, more than .* {limit}$"):
-            encode(processor, row, max_tokens=limit)
-    samples, skipped = encode_rows(processor, [(0, row), (1, ask())], max_tokens=n - 1)
+        with pytest.raises(
+            ValueError, match=f"file.jsonl row 7: expected a prompt of at most {limit} tokens, got {n}$"
+        ):
+            encode_prompt(processor, row, max_tokens=limit)
+    samples, skipped = encode_prompts(processor, [(0, row), (1, ask())], max_tokens=n - 1)
     assert [s.group_id for s in samples] == [1] and len(skipped) == 1
     processor.tokenizer.model_max_length, before = 4, processor.tokenizer.model_max_length
     try:
-        assert encode(processor, row).token_ids == whole.token_ids
+        assert encode_prompt(processor, row).token_ids == whole.token_ids
     finally:
         processor.tokenizer.model_max_length = before
 
@@ -229,9 +231,15 @@ BAD_ROWS = {
     "no place": (ask(image(), **NO_PLACE), "images: expected one for each place, got 1 for no place"),
     "two places": (ask(image(), **TWO_PLACES), "images: expected one for each place, got 1 for 2 image parts"),
     "place without image": (ask(**TWO_PLACES), "images: expected one for each place, got 0 for 2 image parts"),
-    "spelled out": (ask(image(), question="<|image_pad|>?"), "1 images, but the prompt has 2 places"),
-    "spelled out, no image": (ask(question="<|image_pad|>?"), "0 images, but the prompt has 1 places"),
-    "video": (ask(question="<|video_pad|>?"), "0 videos, but the prompt has 1 places"),
+    "spelled out": (
+        ask(image(), question="<|image_pad|>?"),
+        "images: expected 2, one per placeholder in the prompt, got 1",
+    ),
+    "spelled out, no image": (
+        ask(question="<|image_pad|>?"),
+        "images: expected 1, one per placeholder in the prompt, got 0",
+    ),
+    "video": (ask(question="<|video_pad|>?"), "videos: expected 1, one per placeholder in the prompt, got 0"),
     "null question": (ask(question=None), "question: expected text or a list of messages, got None"),
 }
 
@@ -240,20 +248,20 @@ BAD_ROWS = {
 def test_bad_row_is_named(processor, name):
     row, message = BAD_ROWS[name]
     with pytest.raises(ValueError, match=f"^file.jsonl row 7: .*{message}"):
-        encode(processor, row)
+        encode_prompt(processor, row)
 
 
 def test_encode_rows_keeps_the_good_ones(processor):
     rows = [(4, ask(image())), (2, ask(b"broken", where="row 2")), (9, ask()), (1, {"images": [], "where": "row 1"})]
-    samples, skipped = encode_rows(processor, rows)
+    samples, skipped = encode_prompts(processor, rows)
     assert [sample.group_id for sample in samples] == [4, 9]
     assert [message.partition(":")[0] for message in skipped] == ["row 2", "row 1"]
-    assert encode_rows(processor, []) == ([], [])
+    assert encode_prompts(processor, []) == ([], [])
 
 
 def test_a_tokenizer_cannot_see(processor):
     with pytest.raises(ValueError, match="row 7: images: expected none, as the model's processor is a tokenizer"):
-        encode(processor.tokenizer, ask(image()))
+        encode_prompt(processor.tokenizer, ask(image()))
 
 
 def test_a_processor_that_does_not_say_what_it_puts_where_is_refused(processor):
@@ -264,8 +272,8 @@ def test_a_processor_that_does_not_say_what_it_puts_where_is_refused(processor):
         def __call__(self, **kwargs):
             return {name: x for name, x in processor(**kwargs).items() if name != "text_replacement_offsets"}
 
-    with pytest.raises(ValueError, match="row 7: Silent does not say which of its tokens stand for which image"):
-        encode(Silent(), ask(image()))
+    with pytest.raises(ValueError, match="row 7: processor: expected text_replacement_offsets .* got a Silent whose"):
+        encode_prompt(Silent(), ask(image()))
 
 
 def test_decode_leaves_special_tokens_out(processor):
@@ -305,13 +313,13 @@ import sys
 sys.modules["torchvision"] = None  # as if it were not installed
 import torch
 from PIL import Image
-from rlkit.vlm import encode, load_processor
+from rlkit.vlm import encode_prompt, load_processor
 processor = load_processor(sys.argv[1])
 row = {"question": "q", "images": [Image.open(sys.argv[2])]}
 print(type(processor).__name__, processor.image_processor.merge_size, getattr(processor, "video_processor", None))
-torch.save(encode(processor, row).vision["pixel_values"], sys.argv[3])
+torch.save(encode_prompt(processor, row).vision["pixel_values"], sys.argv[3])
 other = load_processor(sys.argv[4])
-print(type(other).__name__, len(encode(other, row).token_ids))
+print(type(other).__name__, len(encode_prompt(other, row).token_ids))
 """
 
 
@@ -322,12 +330,12 @@ def test_load_processor_without_torchvision(processor, tiny_dir, tmp_path):
     internvl = family_processors.processor("internvl")  # its constructor has more arguments
     for part in (internvl, family_processors.model("internvl").config):
         part.save_pretrained(tmp_path / "internvl")
-    tokens = len(encode(internvl, ask(image(70, 90), question="q")).token_ids)
+    tokens = len(encode_prompt(internvl, ask(image(70, 90), question="q")).token_ids)
     paths = [tiny_dir, *(str(tmp_path / name) for name in ("image.png", "pixels.pt", "internvl"))]
     done = subprocess.run([sys.executable, "-c", HIDDEN, *paths], capture_output=True, text=True, timeout=200)
     said = ["Qwen2_5_VLProcessor", "2", "None", "InternVLProcessor", str(tokens)]
     assert done.stdout.split() == said, done.stderr[-2000:]
-    ours = encode(processor, ask(image(70, 90))).vision["pixel_values"]
+    ours = encode_prompt(processor, ask(image(70, 90))).vision["pixel_values"]
     torch.testing.assert_close(torch.load(tmp_path / "pixels.pt"), ours, atol=0.016, rtol=0)
 
 
@@ -342,8 +350,8 @@ def test_saved_and_loaded_again_is_the_whole_processor(processor, tiny_dir, tmp_
         before = json.loads((Path(tiny_dir) / "processor_config.json").read_text())
         assert before.pop("video_processor").items() <= video.items()  # torchvision's part adds its defaults
         assert before == {name: part for name, part in written.items() if name != "video_processor"}
-    again = encode(load_processor(str(path)), ask(image()))
-    before = encode(processor, ask(image()))
+    again = encode_prompt(load_processor(str(path)), ask(image()))
+    before = encode_prompt(processor, ask(image()))
     assert again.token_ids == before.token_ids
     assert torch.equal(again.vision["pixel_values"], before.vision["pixel_values"])
 
@@ -351,22 +359,26 @@ def test_saved_and_loaded_again_is_the_whole_processor(processor, tiny_dir, tmp_
 @pytest.mark.filterwarnings("ignore:Passing `min_pixels`")
 def test_pixel_budget_reaches_the_image_processor(tiny_dir):
     small = load_processor(tiny_dir, min_pixels=28 * 28, max_pixels=56 * 56)
-    assert encode(small, ask(image(224, 224))).placeholders == {small.image_token_id: [4]}
+    assert encode_prompt(small, ask(image(224, 224))).placeholders == {small.image_token_id: [4]}
 
 
 @pytest.mark.filterwarnings("ignore:Passing `min_pixels`")
 def test_an_option_that_an_image_processor_does_not_have_is_named(tiny_dir, tmp_path):
     """transformers ignores it, and the images stay as large as they were."""
-    with pytest.raises(ValueError, match="^max_pixel: expected an option of Qwen2VLImageProcessor.*: .*max_pixels"):
+    with pytest.raises(
+        ValueError, match="^image processor options: .* of Qwen2VLImageProcessor.*max_pixels.*, got 'max_pixel'"
+    ):
         load_processor(tiny_dir, min_pixels=28 * 28, max_pixel=56 * 56)
     glm = family_processors.processor("glm4v")
     for part in (glm, family_processors.model("glm4v").config):
         part.save_pretrained(tmp_path)
-    with pytest.raises(ValueError, match="^max_pixels: expected an option of Glm4vImageProcessor.*: .*size"):
+    with pytest.raises(
+        ValueError, match="^image processor options: .* of Glm4vImageProcessor.*size.*, got 'max_pixels'"
+    ):
         load_processor(str(tmp_path), max_pixels=56 * 56)
     for longest, tokens in ((32 * 32 * 2, 4), (64 * 64 * 2, 16)):  # in GLM of two frames together
         wide = load_processor(str(tmp_path), size={"shortest_edge": 64, "longest_edge": longest})
-        placeholders = encode(wide, ask(image(224, 224))).placeholders
+        placeholders = encode_prompt(wide, ask(image(224, 224))).placeholders
         assert placeholders == {wide.image_token_id: [tokens * 4]}
 
 
@@ -402,7 +414,7 @@ def test_modelscope_gives_config_processor_and_model(tiny_dir, monkeypatch):
     model_path.cache_clear()
     name = "modelscope:owner/tiny"
     assert model_path(name) == load_config(name).name_or_path == load_model(name).name_or_path == tiny_dir
-    assert len({tuple(encode(load_processor(path), ask(image())).token_ids) for path in (name, tiny_dir)}) == 1
+    assert len({tuple(encode_prompt(load_processor(path), ask(image())).token_ids) for path in (name, tiny_dir)}) == 1
     assert asked == ["owner/tiny"]  # once
     with pytest.raises(ValueError, match="model 'modelscope:owner/gone': owner/gone does not exist"):
         load_model("modelscope:owner/gone")
@@ -421,7 +433,7 @@ def test_text_model_has_a_tokenizer_and_its_own_class(processor, tmp_path):
     tokenizer = load_processor(str(tmp_path))
     assert not hasattr(tokenizer, "image_processor") and len(tokenizer) == len(processor.tokenizer)
     assert isinstance(load_model(str(tmp_path)), Qwen2ForCausalLM)
-    assert encode(tokenizer, ask()).token_ids == encode(processor, ask()).token_ids
+    assert encode_prompt(tokenizer, ask()).token_ids == encode_prompt(processor, ask()).token_ids
 
 
 def test_load_model(tiny_dir):

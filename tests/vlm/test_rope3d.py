@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from rlkit.data.packing import unpad, unpad_like
+from rlkit.vlm.naive_rope3d import naive_rope3d_position_ids
 from rlkit.vlm.rope3d import Rope3DSpec, rope3d_position_ids, rope3d_spec
 
 sys.path.insert(0, str(Path(__file__).parent))
@@ -281,58 +282,23 @@ def test_rope3d_equals_transformers(model_type, padding):
             ids, delta = rope3d_position_ids(tokens, mask, **grids, spec=spec)
             assert torch.equal(ids, expected[0]), (layout, mask, grids)
             assert torch.equal(delta, expected[1].squeeze(1))
-
-
-def walk(tokens, mask, images, videos, seconds, spec):
-    """Oracle: token by token, one grid after the other, all in Python integers and float32 tensors."""
-    images, videos = iter(images), iter(zip(videos, seconds, strict=True))
-    all_ids, deltas = [], []
-    for row, attended in zip(tokens.tolist(), mask.tolist(), strict=True):
-        here, ids, pending, left = 0, [], [], 0
-        types = kinds([token * bool(keep) for token, keep in zip(row, attended, strict=True)], spec)
-        for kind, keep in zip(types, attended, strict=True):
-            if not keep:
-                ids.append((0, 0, 0))
-                continue
-            if kind == 0:
-                ids.append((here, here, here))
-                here += 1
-                continue
-            if not pending and not left:
-                (t, h, w), step = (next(images), 1) if kind == 1 else next(videos)
-                left = t = t // (spec.temporal_merge_size if kind == 2 else 1)
-            if not pending:  # a new frame
-                if left == t or (spec.framewise_video and kind == 2):
-                    start, last = here, 0
-                index = 0 if spec.framewise_video and kind == 2 else t - left
-                time = int(torch.tensor(float(index)) * torch.tensor(float(step)))
-                pending = [(start + time, start + y, start + x) for y in range(h // 2) for x in range(w // 2)]
-                last = max(last, time)
-                here = start + max(h // 2, w // 2)
-                if spec.advance_over_time:
-                    here = max(here, start + last + 1)
-                left -= 1
-            ids.append(pending.pop(0))
-        all_ids.append(ids)
-        real = [max(i) for i, keep in zip(ids, attended, strict=True) if keep]
-        deltas.append(max(real) + 1 - len(real) if real else 0)
-    return rearrange(torch.tensor(all_ids), "b t a -> a b t"), torch.tensor(deltas)
+            naive = naive_rope3d_position_ids(tokens, mask, **grids, spec=spec)
+            assert torch.equal(naive[0], ids) and torch.equal(naive[1], delta), (layout, mask, grids)
 
 
 @each_spec
 @pytest.mark.parametrize("advance_over_time", [False, True])
 @given(seed=st.integers(0, 2**32), padding=st.sampled_from(["left", "right", "holes"]), adjacent=st.booleans())
 @settings(max_examples=40, deadline=None, derandomize=True)
-def test_rope3d_equals_a_walk_over_the_tokens(spec, advance_over_time, seed, padding, adjacent):
+def test_rope3d_equals_the_naive_loops(spec, advance_over_time, seed, padding, adjacent):
     """Also what transformers cannot do: adjacent images, empty rows, and the rule of vLLM."""
     spec, rng = replace(spec, advance_over_time=advance_over_time), random.Random(seed)
     layout = random_layout(rng, spec, adjacent)
     layout.rows.insert(rng.randint(0, len(layout.rows)), [])
     tokens, mask = padded(layout, padding, rng)
     seconds = torch.tensor([rng.choice([0.5, 1.0, 2.5, 1 / 3, 2 / 23.976]) for _ in layout.videos])
-    steps = (seconds * spec.tokens_per_second).tolist() if spec.tokens_per_second else [1] * len(layout.videos)
-    expected = walk(tokens, mask, layout.images, layout.videos, steps, spec)
     grids = dict(image_grid_thw=grid_tensor(layout.images), video_grid_thw=grid_tensor(layout.videos))
+    expected = naive_rope3d_position_ids(tokens, mask, **grids, second_per_grid_ts=seconds, spec=spec)
     got = rope3d_position_ids(tokens, mask, **grids, second_per_grid_ts=seconds, spec=spec)
     assert torch.equal(got[0], expected[0]) and torch.equal(got[1], expected[1])
 

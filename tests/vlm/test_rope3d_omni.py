@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from rlkit.vlm.naive_rope3d import naive_rope3d_position_ids
 from rlkit.vlm.rope3d import Rope3DSpec, rope3d_position_ids, rope3d_spec
 
 IMAGE, VIDEO, AUDIO, VISION_START, VISION_END, AUDIO_START, AUDIO_END = range(90, 97)
@@ -225,6 +226,26 @@ def test_rope3d_equals_transformers(package, with_sound, padding):
             assert torch.equal(delta[real].to(expected_delta.dtype), expected_delta.squeeze(1)), layout
             assert ids[:, mask == 0].abs().sum() == 0 and delta[~torch.tensor(real)].abs().sum() == 0
             assert ids.dtype == delta.dtype == torch.long
+            naive = naive_rope3d_position_ids(tokens, None if padding == "none" else mask, **grids, spec=spec)
+            assert torch.equal(naive[0], ids) and torch.equal(naive[1], delta), layout
+
+
+@pytest.mark.parametrize("spec", [OMNI2_5, OMNI3])
+def test_naive_loops_on_layouts_without_a_processor(spec):
+    """Letters in any order: sound beside images, videos beside each other, brackets that are missing."""
+    rng = random.Random(0)
+    for _ in range(200):
+        row, videos = "", []
+        for part in rng.choices("tVIA", k=rng.randint(1, 8)):
+            row += {"V": "VAVVAV", "I": "I", "A": "A" * rng.randint(1, 3), "t": "t"}[part]
+            videos += [[2, 2, 4]] * (part == "V")
+        if "I" in row:
+            images = dict(image_grid_thw=torch.tensor([[1, 2, 2]] * row.count("I")))
+        grids = (images if "I" in row else {}) | (dict(video_grid_thw=torch.tensor(videos)) if videos else {})
+        tokens = torch.tensor([ids_of(row)])
+        got = rope3d_position_ids(tokens, **grids, spec=spec)
+        naive = naive_rope3d_position_ids(tokens, **grids, spec=spec)
+        assert torch.equal(naive[0], got[0]) and torch.equal(naive[1], got[1]), row
 
 
 def test_order_of_the_tokens_decides():
@@ -295,11 +316,11 @@ def test_nothing_synchronises_on_cuda(spec):
 @pytest.mark.parametrize(
     ("seconds", "message"),
     [
-        ([2.0, 0.5], "expected a whole 13 ids a second .* got 0.5 s in video 1"),
+        ([2.0, 0.5], "expected seconds that times 13 ids a second are whole .* got 0.5 s in video 1"),
         (torch.tensor([2 / 13, 1.0]), "got 0.153846 s in video 0"),
         ([1.0, float("nan")], "got nan s in video 1"),
-        (torch.ones(2, device="meta"), "expected floats or a tensor on the CPU, got one on meta"),
-        ([1.0], r"expected \[2\], one a row of video_grid_thw, got \[1\]"),
+        (torch.ones(2, device="meta"), "expected floats or a tensor on the CPU .*, got one on meta"),
+        ([1.0], r"expected \[2\], one per row of video_grid_thw, got \[1\]"),
     ],
 )
 def test_times_between_whole_ids_are_refused(seconds, message):
@@ -310,5 +331,5 @@ def test_times_between_whole_ids_are_refused(seconds, message):
 
 
 def test_video_tokens_that_do_not_match_are_named():
-    with pytest.raises(ValueError, match="video_grid_thw: .* 2 tokens, but input_ids has 3 attended video tokens"):
+    with pytest.raises(ValueError, match="input_ids: expected 2 attended video tokens for the 1 grids .* got 3"):
         rope3d_position_ids(torch.tensor([ids_of("sbVVAVAde")]), video_grid_thw=torch.tensor([[1, 2, 4]]), spec=OMNI3)

@@ -47,15 +47,15 @@ def test_spec_of_each_family(model_type):
 
 @pytest.mark.parametrize("model_type", ["llava", "qwen2_5_vl_text", None])
 def test_unknown_family_is_named(model_type):
-    with pytest.raises(ValueError, match=f"model_type {model_type!r}; known are qwen2_vl, "):
+    with pytest.raises(ValueError, match=f"hf_config: expected a model_type of qwen2_vl, .*, got {model_type!r}"):
         rope3d_spec(SimpleNamespace(model_type=model_type))
 
 
 @pytest.mark.parametrize("model_type", ROPE3D_REFUSED)
 def test_refused_family_is_named_with_the_reason(model_type):
-    with pytest.raises(ValueError, match=f"model_type '{model_type}' is not supported: {ROPE3D_REFUSED[model_type]}"):
+    with pytest.raises(ValueError, match=f"a supported model_type, got '{model_type}': {ROPE3D_REFUSED[model_type]}"):
         rope3d_spec(SimpleNamespace(model_type=model_type))
-    with pytest.raises(ValueError, match=f"model_type '{model_type}' is not supported"):  # no plain positions instead
+    with pytest.raises(ValueError, match=f"supported model_type, got '{model_type}'"):  # no plain positions instead
         position_spec(SimpleNamespace(model_type=model_type))
 
 
@@ -88,10 +88,13 @@ TOKENS, GRID = torch.tensor([[7, *[IMAGE] * 4, 8]]), torch.tensor([[1, 4, 4]])
         (dict(image_grid_thw=GRID.float()), r"image_grid_thw: .* got torch.float32 \[1, 3\]"),
         (dict(image_grid_thw=torch.tensor([[1, 4, 5]])), r"image_grid_thw: .* merge_size 2 divides, .* \(1, 4, 5\)"),
         (dict(video_grid_thw=torch.tensor([[1, 3, 4]])), r"video_grid_thw: .* merge_size 2 divides"),
-        (dict(image_grid_thw=torch.tensor([[1, 4, 6]])), "1 grids stand for 6 tokens, but input_ids has 4 attended"),
-        (dict(image_grid_thw=None), "image_grid_thw: .* 0 tokens, but input_ids has 4 attended image"),
-        (dict(video_grid_thw=GRID), "video_grid_thw: .* 4 tokens, but input_ids has 0 attended video"),
-        (dict(attention_mask=torch.tensor([[1, 1, 1, 0, 1, 1]])), "input_ids has 3 attended image tokens"),
+        (
+            dict(image_grid_thw=torch.tensor([[1, 4, 6]])),
+            "input_ids: expected 6 attended image tokens .* 1 grids of image_grid_thw, got 4",
+        ),
+        (dict(image_grid_thw=None), "input_ids: expected 0 attended image tokens .*, got 4"),
+        (dict(video_grid_thw=GRID), "input_ids: expected 4 attended video tokens .*, got 0"),
+        (dict(attention_mask=torch.tensor([[1, 1, 1, 0, 1, 1]])), "expected 4 attended image tokens .*, got 3"),
         (
             dict(input_ids=TOKENS.view(2, 3)),
             r"image_grid_thw: .* a grid that begins in row 0 of input_ids \(2 attended image tokens there\)",
@@ -108,13 +111,13 @@ def test_bad_input_is_named(change, message):
 @pytest.mark.parametrize(
     ("tokens", "grids", "message"),
     [
-        ([START, IMAGE, END], dict(video=[1, 2, 2]), "image_grid_thw: .* 0 tokens, but input_ids has 1 attended image"),
+        ([START, IMAGE, END], dict(video=[1, 2, 2]), "expected 0 attended image tokens .*, got 1"),
         (
             [VIDEO_START, IMAGE, VIDEO_END, IMAGE],
             dict(image=[1, 2, 4], video=[1, 2, 2]),
-            "image_grid_thw: .* 2 tokens, but input_ids has 1 attended image",
+            "expected 2 attended image tokens .*, got 1",
         ),
-        ([VIDEO_START, IMAGE, IMAGE], dict(image=[1, 2, 4]), "2 tokens, but input_ids has 0 attended image"),
+        ([VIDEO_START, IMAGE, IMAGE], dict(image=[1, 2, 4]), "expected 2 attended image tokens .*, got 0"),
     ],
 )
 def test_glm_frames_are_no_images(tokens, grids, message):

@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from rlkit.data import load_task
 from rlkit.rewards import score
 from rlkit.rollout import Sampling, make_rollout
-from rlkit.vlm import build_tiny, encode, encode_rows, load_model, load_processor, suppressed_token_ids
+from rlkit.vlm import build_tiny, encode_prompt, encode_prompts, load_model, load_processor, suppressed_token_ids
 from rlkit.vlm.tiny import tiny_text_config, tiny_text_tokenizer, tiny_tokenizer
 
 ROOT = Path(__file__).parents[2]
@@ -61,7 +61,7 @@ def test_what_is_read_back_tokenises_as_what_was_saved(text_dir, sorting):
 
 def test_digits_and_capitals_are_tokens_of_their_own(text_dir, sorting):
     tokenizer = load_processor(text_dir)
-    tokens = [tokenizer.decode([token]) for token in encode(tokenizer, sorting.train[0]).token_ids]
+    tokens = [tokenizer.decode([token]) for token in encode_prompt(tokenizer, sorting.train[0]).token_ids]
     digits = sorting.train[0]["where"][-3:]
     assert "".join(tokens) == f"<|im_start|>user\nSort the digits {digits}.<|im_end|>\n<|im_start|>assistant\n"
     assert [token for token in tokens if token.isdigit()] == list(digits)
@@ -70,10 +70,10 @@ def test_digits_and_capitals_are_tokens_of_their_own(text_dir, sorting):
 
 
 def test_a_prompt_of_text_has_one_track_and_no_images(text_dir, sorting):
-    sample = encode(load_processor(text_dir), sorting.heldout[0])
+    sample = encode_prompt(load_processor(text_dir), sorting.heldout[0])
     assert sample.token_ids == sample.compact_ids and not sample.vision and not sample.placeholders
     with pytest.raises(ValueError, match="images: expected none, as the model's processor is a tokenizer"):
-        encode(load_processor(text_dir), load_task("digits").train[0])
+        encode_prompt(load_processor(text_dir), load_task("digits").train[0])
 
 
 def test_the_warm_up_teaches_the_form_and_little_else(text_dir, sorting):
@@ -84,7 +84,7 @@ def test_the_warm_up_teaches_the_form_and_little_else(text_dir, sorting):
         yield model
 
     rollout = make_rollout("hf", gathered, processor=tokenizer)
-    prompts, skipped = encode_rows(tokenizer, list(enumerate(sorting.heldout)))
+    prompts, skipped = encode_prompts(tokenizer, list(enumerate(sorting.heldout)))
     answers = rollout.generate(prompts, Sampling(4, temperature=0.0))
     assert not skipped and score(sorting.reward, answers).mean() < 0.4
     assert sum(answer.text.isdigit() for answer in answers) > 0.8 * len(answers)
@@ -116,7 +116,7 @@ def test_rows_with_and_without_images_make_one_model_that_sees(tmp_path, sorting
     rows = [*sorting.train[:20], *digits, {"question": "Which?", "images": [str(path)], "answer": "3"}]
     build_tiny(tmp_path / "both", rows, warm_up_steps=1)
     processor = load_processor(str(tmp_path / "both"))
-    samples, skipped = encode_rows(processor, list(enumerate(rows)))
+    samples, skipped = encode_prompts(processor, list(enumerate(rows)))
     assert not skipped and [bool(sample.vision) for sample in samples] == [False] * 20 + [True] * 21
     config = json.loads((tmp_path / "both" / "config.json").read_text())
     assert config["model_type"] == "qwen2_5_vl"

@@ -24,7 +24,7 @@ from rlkit.engines.distributed import full_tensor
 from rlkit.engines.fsdp.fsdp2 import Fsdp2Engine, Fsdp2ValueEngine
 from rlkit.engines.fsdp.sharded_loading import has_meta_weights
 from rlkit.engines.fsdp.sharding import fsdp_units
-from rlkit.vlm.loading import copy_with
+from rlkit.vlm.loading import copy_with_weights
 
 # options of the fsdp2 engine that are not supported, and the value that each may have
 UNSUPPORTED = {
@@ -82,16 +82,17 @@ class Fsdp1Engine(Fsdp2Engine):
     def _reshard(self) -> None:
         """FSDP1 reads and writes sharded parameters by itself."""
 
-    def _weights(self, bucket_bytes: int = 0) -> Iterator[tuple[str, Tensor]]:
+    def _weights(self, bucket_bytes: int, dtype: torch.dtype | None) -> Iterator[tuple[str, Tensor]]:
         """One tensor at a time, whatever `bucket_bytes` is; each rank first copies its part of the model."""
         parts: dict[str, Any] = get_model_state_dict(self.module)
         for name in self.names:
-            yield name, full_tensor(parts.pop(name))
+            part = parts.pop(name)
+            yield name, full_tensor(part if dtype is None else part.to(dtype))
 
     @contextmanager
     def gathered(self) -> Iterator[Any]:
         """Yield a copy of the model with full weights on every rank, for sampling; it is freed after the context."""
-        yield copy_with(self.base, dict(self.get_per_tensor_param())).to(self.device)
+        yield copy_with_weights(self.base, dict(self.get_per_tensor_param())).to(self.device)
 
     def to(self, device: torch.device | str, *, model: bool = True, optimizer: bool = True) -> None:
         """Move optimizer state; FSDP1 cannot move its weights.

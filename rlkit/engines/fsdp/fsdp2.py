@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -51,13 +52,14 @@ class Fsdp2Engine:
         device: "cpu" or "cuda"; by default the GPU if there is one.
         optimizer: parameters -> optimizer; an engine without one can only score.
         scheduler: optimizer -> learning-rate scheduler, stepped once per `train_batch`.
-        micro_batch_tokens: most tokens in one forward; a longer row is a micro-batch by itself.
+        micro_batch_tokens: most tokens in one forward; a longer row is a micro-batch by itself, and so is a longer
+            group of rows with equal `micro_batch_group`.
         temperature: sampling temperature; log-probabilities are computed at the same temperature.
         suppressed_token_ids: [K] token ids that the sampler never samples; their probability is 0 here, too.
         max_grad_norm: gradients are scaled down to this norm.
         use_remove_padding: concatenate the rows of a micro-batch without padding.
-        share_prompts: rows that answer the same prompt contain its tokens and images once, forward and backward; needs
-            `use_remove_padding`.
+        share_prompts: rows that answer the same prompt contain its tokens and images once, forward and backward; once
+            in each micro-batch if they have more tokens than one can hold. Needs `use_remove_padding`.
         use_fused_kernels: compute logprobs and entropy from hidden states, without the [N, V] logits. On a GPU also
             Liger's kernels in the model, if liger-kernel is installed.
         enable_gradient_checkpointing: recompute activations in backward.
@@ -121,7 +123,7 @@ class Fsdp2Engine:
             self.module = self._shard(model, dtype, mesh)
             load_sharded_weights(self.base, self.device)
         else:
-            self.module = self._shard(model.to(self.device), dtype, mesh)
+            self.module = self._shard(_on_device(model, self.device), dtype, mesh)
         trainable = [p for p in self.module.parameters() if p.requires_grad]
         self.optimizer = optimizer(trainable) if optimizer else None
         self.scheduler = scheduler(self.optimizer) if scheduler and self.optimizer else None
@@ -212,6 +214,7 @@ class Fsdp2Engine:
             index, width = torch.tensor(rows, dtype=torch.long), micro_batch.tokens.shape[1]
             for name, result in results.items():
                 result[index, :width] = getattr(out, name).float().cpu()
+        self._reshard()  # the root unit stays gathered after a forward, embeddings and output layer
         return results
 
     def _micro_batches(self, batch: Batch) -> Iterator[tuple[list[int], Sample | None]]:
@@ -286,13 +289,19 @@ class Fsdp2Engine:
                 unit.set_reshard_after_forward(unit is not self.module, recurse=False)
                 unit.reshard()
 
-    def disable_adapter(self) -> AbstractContextManager[Any]:
+    @contextmanager
+    def disable_adapter(self) -> Iterator[None]:
         """The model without its LoRA adapters: the reference policy, without more memory."""
         if not self.has_adapters:
             raise ValueError(
                 "disable_adapter: expected a model with adapters, got none; use a second engine as the reference"
             )
-        return self.module.disable_adapter()
+        self._reshard()
+        trainable = [p for p in self.module.parameters() if p.requires_grad]
+        with self.module.disable_adapter():  # peft freezes the adapters here
+            for parameter in trainable:  # but FSDP looks up in its first forward which weights train, and their dtype
+                parameter.requires_grad_(True)
+            yield
 
     def global_sum(self, x: Tensor | float) -> Tensor:
         """Sum over data-parallel ranks, on the host."""
@@ -309,7 +318,9 @@ class Fsdp2Engine:
                     if isinstance(value, Tensor) and value.ndim:  # AdamW keeps its step counter on the host
                         state[name] = value.to(device)
 
-    def get_per_tensor_param(self, bucket_bytes: int = 0) -> Iterator[tuple[str, Tensor]]:
+    def get_per_tensor_param(
+        self, bucket_bytes: int = 0, dtype: torch.dtype | None = None
+    ) -> Iterator[tuple[str, Tensor]]:
         """(HF name, full tensor) of every parameter, as in a checkpoint's files, adapters merged.
 
         All ranks iterate together.
@@ -317,13 +328,20 @@ class Fsdp2Engine:
         Args:
             bucket_bytes: gather tensors of up to this many bytes at once; by default one tensor at a time. The bucket
                 is most of the memory that this takes.
+            dtype: of the tensors, e.g. that of the sampler; by default their own. They are cast before they are
+                gathered, or with adapters after these have been merged.
         """
-        yield from checkpoint_parameters(self.base, self._weights(bucket_bytes))
+        for name, tensor in checkpoint_parameters(self.base, self._weights(bucket_bytes, dtype)):
+            if dtype is not None:
+                tensor = tensor.to(dtype)
+            yield name, tensor
+            del tensor  # or it is there while the next is gathered
 
-    def _weights(self, bucket_bytes: int = 0) -> Iterator[tuple[str, Tensor]]:
+    def _weights(self, bucket_bytes: int, dtype: torch.dtype | None) -> Iterator[tuple[str, Tensor]]:
         """(name, full tensor) of every parameter, under the names of the module without adapters."""
         self._reshard()
-        yield from merged_parameters(self.module, full_tensors, bucket_bytes)
+        gathered = partial(_gathered_in, dtype=None if self.has_adapters else dtype)
+        yield from merged_parameters(self.module, gathered, bucket_bytes)
 
     def get_adapter(self) -> tuple[Any, Iterator[tuple[str, Tensor]]]:
         """The LoRA adapters alone: peft's config, and (name in peft's files, full tensor) of each, one at a time."""
@@ -378,7 +396,7 @@ class Fsdp2Engine:
 
     def export_hf(self, path: str | Path, dtype: torch.dtype | None = None) -> None:
         """Write a Hugging Face model directory, with adapters merged; see `rlkit.engines.export.export_hf`."""
-        export_hf(path, self.base, self._weights(), self.processor, dtype)
+        export_hf(path, self.base, self.get_per_tensor_param(dtype=dtype), self.processor, dtype)
 
     def export_adapter(self, path: str | Path) -> None:
         """Write the LoRA adapters alone, as peft does."""
@@ -426,6 +444,17 @@ class Fsdp2ValueEngine(Fsdp2Engine):
 
     def _results(self, inputs: ModelInputs, outputs: Sequence[str]) -> dict[str, Tensor]:
         return {"values": self._logits(inputs)[:, 0]}
+
+
+def _gathered_in(tensors: Sequence[Tensor], dtype: torch.dtype | None) -> Iterator[Tensor]:
+    """`full_tensors`, cast before they are gathered."""
+    return full_tensors(tensors if dtype is None else [x.to(dtype) for x in tensors])
+
+
+def _on_device(model: Any, device: torch.device) -> Any:
+    """The model on a device. A model that is there already is not touched, since fake tensors cannot be moved."""
+    tensors = [*model.parameters(), *model.buffers()]
+    return model if all(x.device == device for x in tensors) else model.to(device)
 
 
 def use_liger_kernels(model: Any, device: torch.device) -> bool:

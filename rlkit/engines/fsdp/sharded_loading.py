@@ -14,6 +14,10 @@ from torch import Tensor, nn
 from rlkit.engines.value_head import CLASSIFIER_HEAD, has_value_head, head_name, is_classifier, with_value_head
 
 
+class NotInShardsError(ValueError):
+    """The files of a model hold weights that cannot be read slice by slice; `load_model(path)` may read them whole."""
+
+
 def has_meta_weights(model: nn.Module) -> bool:
     """Whether weights are still to be read, see `rlkit.vlm.load_model(..., on_meta=True)`."""
     return any(parameter.is_meta for parameter in model.parameters())
@@ -31,8 +35,8 @@ def load_sharded_weights(base: Any, device: torch.device) -> None:
         device: where the weights go.
 
     Raises:
-        ValueError: files that are missing, cut short, not safetensors or of another model, or weights that transformers
-            cannot convert slice by slice.
+        ValueError: files that are missing, cut short, or of another model.
+        NotInShardsError: files that are not safetensors, or weights that transformers cannot convert slice by slice.
     """
     path = base.config.name_or_path
     # names in the base model, where adapters may wrap a layer -> names in the plain model
@@ -82,7 +86,7 @@ def _read_files(plain: Any, path: str, device: torch.device, dtype: torch.dtype)
         raise ValueError(f"model {path!r}: expected readable safetensors files, got an error: {error}") from error
     used = [converter for converter in mapping if isinstance(converter, WeightConverter) and converter.was_used()]
     if any(not isinstance(converter.operations[0], MergeModulelist) for converter in used):
-        raise ValueError(
+        raise NotInShardsError(
             f"model {path!r}: expected weights that can be read in slices, got a family whose weights are converted; "
             "read them whole with load_model(...)"
         )
@@ -94,8 +98,13 @@ def _slices(path: str, opened: ExitStack) -> Iterator[tuple[str, Tensor]]:
     from safetensors import safe_open
     from transformers.utils import cached_file
 
-    index = cached_file(path, "model.safetensors.index.json", _raise_exceptions_for_missing_entries=False)
+    index, single = (
+        cached_file(path, name, _raise_exceptions_for_missing_entries=False)
+        for name in ("model.safetensors.index.json", "model.safetensors")
+    )
     files = ["model.safetensors"]
+    if index is None and single is None:
+        raise NotInShardsError(f"model {path!r}: expected model.safetensors, got no such file")
     if index is not None:
         files = sorted(set(json.loads(Path(index).read_text())["weight_map"].values()))
     for file in files:

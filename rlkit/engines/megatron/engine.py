@@ -72,7 +72,7 @@ from rlkit.engines.packing.inputs import ModelInputs, prepare_model_inputs
 from rlkit.engines.packing.micro_batches import check_same_rows, micro_batches
 from rlkit.engines.value_head import has_value_head
 from rlkit.vlm.inputs import position_spec
-from rlkit.vlm.loading import copy_with
+from rlkit.vlm.loading import copy_with_weights
 
 # (loss, number of tokens, what the engine needs of the micro-batch), as Megatron's schedule expects it
 Finish = Callable[[list[int], Batch, ModelInputs, Tensor], tuple[Tensor, Tensor, Any]]
@@ -355,19 +355,25 @@ class MegatronEngine:
 
     # --- weights and checkpoints
 
-    def get_per_tensor_param(self, bucket_bytes: int = 0) -> Iterator[tuple[str, Tensor]]:
+    def get_per_tensor_param(
+        self, bucket_bytes: int = 0, dtype: torch.dtype | None = None
+    ) -> Iterator[tuple[str, Tensor]]:
         """(HF name, full tensor) of every parameter. All ranks iterate together.
 
         Args:
             bucket_bytes: gather tensors of up to this many bytes at once; by default those of one matrix at a time. The
                 bucket is most of the memory that this takes.
+            dtype: of the tensors; by default their own. They are cast after they have been gathered.
         """
-        yield from full_parameters(self.parameters, self.stages, self.megatron_config, self.device, bucket_bytes)
+        weights = full_parameters(self.parameters, self.stages, self.megatron_config, self.device, bucket_bytes)
+        for name, tensor in weights:
+            yield name, tensor if dtype is None else tensor.to(dtype)
+            del tensor  # or it is there while the next is gathered
 
     @contextmanager
     def gathered(self) -> Iterator[Any]:
         """Yield a transformers model with full weights on every rank, for sampling; it is freed after the context."""
-        yield copy_with(self.hf_model, dict(self.get_per_tensor_param())).to(self.device)
+        yield copy_with_weights(self.hf_model, dict(self.get_per_tensor_param())).to(self.device)
 
     def export_hf(self, path: str | Path, dtype: torch.dtype | None = None) -> None:
         """Write a Hugging Face model directory, see `rlkit.engines.export.export_hf`."""

@@ -30,7 +30,7 @@ from torch import Tensor, nn
 from rlkit.engines.megatron.attention import PackedAttention
 from rlkit.engines.megatron.cpu import use_host_router, use_host_token_dispatchers
 from rlkit.engines.packing.vision_attention import use_packed_vision_attention
-from rlkit.vlm.routers import ChosenExperts, check_numbers
+from rlkit.vlm.routers import ChosenExperts, check_expert_ids
 
 FAMILIES = ("qwen2", "qwen3", "qwen3_moe", "llama", "qwen2_5_vl")
 
@@ -118,7 +118,7 @@ def check_routed_experts(routed_experts: Tensor, config: TransformerConfig) -> N
     if (shape := tuple(routed_experts.shape[-2:])) != (config.num_layers, config.moe_router_topk):
         expected = f"[B, T, {config.num_layers} layers, {config.moe_router_topk} experts]"
         raise ValueError(f"routed_experts: expected {expected}, got [B, T, {shape[0]}, {shape[1]}]")
-    check_numbers(routed_experts, config.num_moe_experts)
+    check_expert_ids(routed_experts, config.num_moe_experts)
 
 
 def is_moe(config: Any) -> bool:

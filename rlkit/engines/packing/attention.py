@@ -27,12 +27,12 @@ from rlkit.engines.packing.flash import flash_attn_varlen_func, flash_supports, 
 from rlkit.engines.packing.layout import PackedLayout
 from rlkit.engines.packing.ulysses import gather_heads_scatter_tokens, gather_tokens_scatter_heads
 from rlkit.vlm.families import (
-    IMAGES_SEE_THEMSELVES,
-    NO_INTERFACE,
-    bidirectional,
-    changing_rope,
-    check_rope,
+    BIDIRECTIONAL_IMAGE_FAMILIES,
+    NO_ATTENTION_INTERFACE,
+    bidirectional_obstacle,
+    check_rope_lengths,
     image_groups,
+    length_dependent_rope,
     packing_obstacle,
 )
 
@@ -225,14 +225,14 @@ def use_packed_attention(model: PreTrainedModel, *, packed: bool = False) -> Non
     """
     AttentionInterface.register(NAME, packed_attention)
     AttentionMaskInterface.register(NAME, packed_attention_mask)
-    family, obstacle, not_causal = model.config.model_type, packing_obstacle(model), bidirectional(model)
+    family, obstacle, not_causal = model.config.model_type, packing_obstacle(model), bidirectional_obstacle(model)
     if obstacle is None and not _set_attention(model):
-        obstacle = NO_INTERFACE
+        obstacle = NO_ATTENTION_INTERFACE
     if packed and obstacle:
         raise ValueError(_cannot_pack(family, obstacle))
     if packed and not_causal:
         raise ValueError(f"model: expected causal attention, got {family}: {not_causal}")
-    rope = changing_rope(model.config)
+    rope = length_dependent_rope(model.config)
     before = partial(_before_forward, config=model.config, rope=rope, obstacle=obstacle, not_causal=not_causal)
     model.register_forward_pre_hook(before, with_kwargs=True)
     model.register_forward_hook(_after_forward, with_kwargs=True)
@@ -267,10 +267,10 @@ def _before_forward(
     if not_causal and (layout is not None or (is_padded and has_images)):
         raise ValueError(f"model: expected causal attention, got {family}: {not_causal}")
     if rope is not None and layout is not None:
-        check_rope(family, *rope, layout.sequence_lengths)
+        check_rope_lengths(family, *rope, layout.sequence_lengths)
     elif rope is not None and mask is not None and mask.shape[1] > rope[1]:
-        check_rope(family, *rope, mask.sum(1).tolist())
-    if has_images and family in IMAGES_SEE_THEMSELVES:
+        check_rope_lengths(family, *rope, mask.sum(1).tolist())
+    if has_images and family in BIDIRECTIONAL_IMAGE_FAMILIES:
         tokens, image_token = kwargs["input_ids"], config.image_token_id
         if layout is not None:
             starts = [start for start, length in zip(layout.starts, layout.lengths, strict=True) if length]

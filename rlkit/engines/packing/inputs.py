@@ -19,7 +19,7 @@ from rlkit.data.samples import Batch, Sample
 from rlkit.engines.packing.layout import PackedLayout
 from rlkit.engines.packing.shared_prompts import prompt_lengths, shared_prompt_groups
 from rlkit.engines.packing.ulysses import UlyssesGroup
-from rlkit.vlm.inputs import model_vision, position_ids
+from rlkit.vlm.inputs import position_ids, vision_kwargs
 from rlkit.vlm.rope3d import Rope3DSpec
 
 
@@ -167,7 +167,7 @@ def _split_among_ranks(
 
 def _padded_kwargs(rows: _PaddedRows, spec: Rope3DSpec | None) -> dict[str, Any]:
     kwargs = {"input_ids": rows.tokens, "position_ids": rows.positions, "attention_mask": rows.attended.long()}
-    kwargs |= model_vision(rows.tokens, rows.vision, spec)
+    kwargs |= vision_kwargs(rows.tokens, rows.vision, spec)
     return kwargs if rows.routed_experts is None else {**kwargs, "routed_experts": rows.routed_experts}
 
 
@@ -251,7 +251,7 @@ def _packed_kwargs(rows: _PaddedRows, packing: _Packing, spec: Rope3DSpec | None
         "input_ids": pad(rows.tokens.flatten()[source], (0, fill))[None],
         "position_ids": pad(rows.positions.flatten(-2)[..., source], (0, fill)).unsqueeze(-2),
         "packed_layout": packing.layout,
-        **model_vision(rows.tokens[first_rows], [rows.vision[row] for row in first_rows], spec),
+        **vision_kwargs(rows.tokens[first_rows], [rows.vision[row] for row in first_rows], spec),
     }
     if rows.routed_experts is not None:
         routed_experts = pad(rows.routed_experts[source], (0, 0, 0, 0, 0, fill), value=-1)

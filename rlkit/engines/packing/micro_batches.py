@@ -11,11 +11,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 from rlkit.data.batching import token_budget_batches
-from rlkit.data.samples import Batch, Sample, prompt
+from rlkit.data.samples import Batch, Sample, prompt_sample
 from rlkit.engines.distributed import all_reduce
 from rlkit.engines.packing.shared_prompts import shared_prompt_costs
-from rlkit.vlm.families import IMAGES_OF_A_SAMPLE, IN_PATCHES, tokens_of_fixed_size_image
-from rlkit.vlm.inputs import PIXELS, TIMES, check_images, kinds_seen, position_spec
+from rlkit.vlm.families import IMAGE_DIMENSION_FAMILIES, PATCH_ROW_FAMILIES, tokens_per_image
+from rlkit.vlm.inputs import PIXEL_KEYS, VIDEO_TIME_KEYS, check_image_tokens, position_spec, vision_kinds
 from rlkit.vlm.rope3d import rope3d_spec
 
 
@@ -30,24 +30,26 @@ def micro_batches(
 
     Args:
         batch: this rank's rows, on the host; rows of equal `micro_batch_group` stay in one micro-batch.
-        budget: most tokens in a micro-batch; a longer row is a micro-batch by itself.
+        budget: most tokens in a micro-batch. A longer row, or a longer group of rows with equal `micro_batch_group`, is
+            a micro-batch by itself.
         config: of the model, for dummy images.
-        share_prompts: rows of one prompt stay in one micro-batch, where the prompt counts once.
+        share_prompts: rows of one prompt stay in one micro-batch, where the prompt counts once. If they have more
+            tokens than the budget, they are split, and each part has the prompt again.
 
     Raises:
         ValueError: a row whose tokens and images do not match, or a family for which no dummy image is known.
     """
-    check_images(batch, config)
+    check_image_tokens(batch, config)
     costs, groups = batch.lengths, None
     if "micro_batch_group" in batch.fields:
         groups = batch.micro_batch_group.tolist()
     elif share_prompts:
-        costs, groups = shared_prompt_costs(batch)
+        costs, groups = shared_prompt_costs(batch, budget)
     pieces = token_budget_batches(costs, budget, micro_batch_group=groups)
     count = int(all_reduce(torch.tensor(len(pieces)), dist.ReduceOp.MAX))
     pieces += [[] for _ in range(count - len(pieces))]
     spec = position_spec(config)
-    has = torch.tensor([kinds_seen([batch.vision[i] for i in rows], spec) for rows in pieces]).int().view(-1, 2)
+    has = torch.tensor([vision_kinds([batch.vision[i] for i in rows], spec) for rows in pieces]).int().view(-1, 2)
     lacks = all_reduce(has, dist.ReduceOp.MAX) > has
     for rows, (image, video) in zip(pieces, lacks.tolist(), strict=True):
         yield rows, dummy_sample(config, image=image, video=video) if image or video or not rows else None
@@ -60,17 +62,17 @@ def dummy_sample(config: Any, *, image: bool, video: bool = False) -> Sample:
         ValueError: a family for which no dummy image is known.
     """
     if not image and not video:
-        return prompt([0])
-    if config.model_type in IN_PATCHES:
+        return prompt_sample([0])
+    if config.model_type in PATCH_ROW_FAMILIES:
         kinds = ["image"] * image + ["video"] * video
         tensors = {name: x for kind in kinds for name, x in _blank_patches(config, kind).items()}
-        return prompt([getattr(config, f"{kind}_token_id") for kind in kinds], vision=tensors)
-    if tokens := tokens_of_fixed_size_image(config):
+        return prompt_sample([getattr(config, f"{kind}_token_id") for kind in kinds], vision=tensors)
+    if tokens := tokens_per_image(config):
         vision = config.vision_config
         size = vision.image_size if isinstance(vision.image_size, Sequence) else [vision.image_size] * 2
         pixels = torch.ones(1, vision.num_channels, *size)  # models leave out images of zeros
-        pixels = pixels[None] if config.model_type in IMAGES_OF_A_SAMPLE else pixels
-        return prompt([config.image_token_id] * tokens, vision={"pixel_values": pixels})
+        pixels = pixels[None] if config.model_type in IMAGE_DIMENSION_FAMILIES else pixels
+        return prompt_sample([config.image_token_id] * tokens, vision={"pixel_values": pixels})
     raise ValueError(
         f"batch: expected images on every rank or on none, got them on some; no dummy image is known for "
         f"{config.model_type}"
@@ -83,11 +85,11 @@ def _blank_patches(config: Any, kind: str) -> dict[str, Tensor]:
     channels = getattr(vision, "in_channels", getattr(vision, "in_chans", 3))
     side = vision.spatial_merge_size
     tensors = {
-        PIXELS[kind]: torch.zeros(side**2, channels * vision.temporal_patch_size * vision.patch_size**2),
+        PIXEL_KEYS[kind]: torch.zeros(side**2, channels * vision.temporal_patch_size * vision.patch_size**2),
         f"{kind}_grid_thw": torch.tensor([[1, side, side]]),
     }
     if kind == "video" and (spec := rope3d_spec(config)).tokens_per_second is not None:
-        tensors[TIMES[spec.audio_token_id is not None]] = torch.ones(1)
+        tensors[VIDEO_TIME_KEYS[spec.audio_token_id is not None]] = torch.ones(1)
     return tensors
 
 

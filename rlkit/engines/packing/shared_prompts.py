@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 
+from rlkit.data.batching import token_budget_batches
 from rlkit.data.samples import Batch
 
 
@@ -36,12 +38,28 @@ def shared_prompt_groups(batch: Batch) -> list[list[int]]:
     return list(groups.values())
 
 
-def shared_prompt_costs(batch: Batch) -> tuple[list[int], list[int]]:
-    """Tokens that each row adds to a micro-batch that contains its whole group, and the number of its group."""
+def shared_prompt_costs(batch: Batch, budget: int | None = None) -> tuple[list[int], list[int]]:
+    """Tokens that each row adds to a micro-batch that contains its whole group, and the number of its group.
+
+    Args:
+        batch: on the host.
+        budget: most tokens in a group. A larger group is split, and each part has the prompt again; a row that is
+            longer than the budget is a part by itself. By default groups are not split.
+    """
     costs, group_numbers, prompts = list(batch.lengths), [0] * len(batch), prompt_lengths(batch)
-    for number, group in enumerate(shared_prompt_groups(batch)):
+    groups = shared_prompt_groups(batch)
+    if budget is not None:
+        groups = [part for group in groups for part in _split(group, prompts[group[0]], batch.lengths, budget)]
+    for number, group in enumerate(groups):
         for row in group:
             group_numbers[row] = number
         for row in group[1:]:
             costs[row] -= prompts[row]
     return costs, group_numbers
+
+
+def _split(group: Sequence[int], prompt: int, lengths: Sequence[int], budget: int) -> list[list[int]]:
+    """The rows of a group in few parts; the prompt and the answers of each part fit in the budget, or it is one row."""
+    answers = [lengths[row] - prompt for row in group]
+    parts = token_budget_batches(answers, max(1, budget - prompt))
+    return [[group[i] for i in part] for part in parts]

@@ -11,7 +11,7 @@ from torch import Tensor
 from transformers import AttentionInterface
 
 from rlkit.engines.packing.flash import flash_supports, flash_varlen_attention
-from rlkit.vlm.families import IN_PATCHES
+from rlkit.vlm.families import PATCH_ROW_FAMILIES
 
 NAME = "rlkit_flash_vision"  # transformers passes cu_seqlens to an attention whose name contains "flash"
 
@@ -30,7 +30,7 @@ def use_packed_vision_attention(model: torch.nn.Module, config: Any) -> bool:
     Returns:
         Whether the tower is of this kind.
     """
-    if config.model_type not in IN_PATCHES:
+    if config.model_type not in PATCH_ROW_FAMILIES:
         return False
     AttentionInterface.register(NAME, packed_vision_attention)
     own = copy.copy(config.vision_config)

@@ -1,0 +1,75 @@
+"""Whether a recipe fits on GPUs, before one is booked: `python -m rlkit.plan RECIPE --nproc N --gpu NAME [options]`."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+from rlkit.plan.fit import GIB, Plan, make_plan, ways_to_fit
+from rlkit.plan.hardware import USABLE, gpu_named
+from rlkit.plan.recipes import load_recipe, recipe_options, recipe_roles
+from rlkit.plan.rehearsal import Roles
+from rlkit.plan.report import describe
+from rlkit.runs.start import one_sentence_errors
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Print the plan of a run; the exit status is 1 if it does not fit."""
+    parser = argparse.ArgumentParser("python -m rlkit.plan", description=__doc__, allow_abbrev=False)
+    parser.add_argument("recipe", help="e.g. recipes/grpo_vlm.py; all of its options can follow")
+    parser.add_argument("--nproc", type=int, default=1, help="GPUs that train, over all machines")
+    parser.add_argument("--gpu", default="h100-80gb", help="an unknown name shows those that are known")
+    parser.add_argument("--gpus_per_node", type=int, default=8, help="GPUs of a machine")
+    parser.add_argument("--image_tokens", type=int, help="of each prompt; default: an image as large as the prompt")
+    parser.add_argument("--no_advice", action="store_true", help="do not look for options with which it would fit")
+    options, rest = parser.parse_known_args(arguments)
+    with one_sentence_errors("plan"):
+        sys.exit(0 if run(options, rest) else 1)
+
+
+def run(options: Any, arguments: Sequence[str]) -> bool:
+    """Print the plan; whether it fits.
+
+    Raises:
+        ValueError: options that are unknown or contradict each other, in one sentence.
+    """
+    gpu = gpu_named(options.gpu)
+    if options.nproc < 1:
+        raise ValueError(f"nproc: expected at least 1 GPU, got {options.nproc}")
+    module = load_recipe(options.recipe)
+    cfg = recipe_options(module, arguments)
+    if cfg.engine != "fsdp2":
+        raise ValueError(f"engine: expected fsdp2, which can be rehearsed, got {cfg.engine}")
+    if not cfg.use_remove_padding:
+        raise ValueError("use_remove_padding: expected True, since packed rows can be rehearsed, got False")
+    if "tensor" in cfg.parallel:
+        raise ValueError(f"parallel: expected no tensor parallelism in a plan, got tensor {cfg.parallel['tensor']}")
+    roles = recipe_roles(module, cfg)
+    plan = make_plan(cfg, roles, options.nproc, gpu, options.image_tokens)
+    print(describe(cfg, roles, plan, options.nproc, options.gpus_per_node))
+    if not plan.fits and not options.no_advice:
+        print(advice(cfg, roles, plan, options))
+    return plan.fits
+
+
+def advice(cfg: Any, roles: Roles, plan: Plan, options: Any) -> str:
+    """The first of the ways to take less memory with which the run fits."""
+    added: list[str] = []
+    for text, changed, world in ways_to_fit(cfg, plan, roles.policy or roles.critic, options.nproc):
+        kept = [one for one in added if "GPUs" not in one and not one.startswith("--lora")]
+        added = [*kept, text]
+        new_roles = roles
+        if changed.lora_rank and not cfg.lora_rank and roles.reference is not None:
+            new_roles = Roles(roles.policy, roles.critic, None, adapter_reference=True)
+        attempt = make_plan(changed, new_roles, world, plan.gpu, options.image_tokens)
+        print(f"  with {', '.join(added)}: {attempt.peak / GIB:.1f} GiB", flush=True)
+        if attempt.fits:
+            return f"fits with {', '.join(added)}"
+    limit = USABLE * plan.gpu.memory / GIB
+    return f"does not fit in {limit:.1f} GiB a GPU with any option that is known to the plan"
+
+
+if __name__ == "__main__":
+    main()

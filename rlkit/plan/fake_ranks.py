@@ -1,0 +1,109 @@
+"""A process that stands for one rank of many: tensors without memory, and collectives that reach nobody."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+from rlkit.engines import distributed
+from rlkit.engines.fsdp import fsdp2
+from rlkit.losses import _kernels, logprobs
+from rlkit.plan.ledger import Ledger
+
+MOST_REAL_NUMBERS = 1 << 26  # a factory's integers are real up to this many
+
+
+class FloatsWithoutMemory(FakeTensorMode):
+    """Floating-point tensors are fake, and counted by a ledger; integers are real, so that code can branch on them.
+
+    An operation on real tensors alone is computed. A fake number that is read, e.g. a loss, is 1.
+    """
+
+    def __init__(self, ledger: Ledger) -> None:
+        super().__init__(allow_non_fake_inputs=True)
+        self.ledger = ledger
+        self.depth = 0
+
+    def __enter__(self) -> Any:
+        self.depth += 1
+        return super().__enter__()
+
+    def __exit__(self, *error: Any) -> None:
+        self.depth -= 1
+        super().__exit__(*error)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if self.depth > 1:  # DTensor asks for the shapes of full tensors, which take no memory
+            return super().__torch_dispatch__(func, types, args, kwargs)
+        tensors = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
+        if tensors and all(type(x) in (Tensor, torch.nn.Parameter) for x in tensors):
+            return func(*args, **kwargs)
+        if func is torch.ops.aten._local_scalar_dense.default:
+            return 1.0
+        if func in (torch.ops.aten.index.Tensor, torch.ops.aten.index_put_.default):
+            args = (args[0], _positions(args[1]), *args[2:])  # how many are True is known, as they are real
+        out = super().__torch_dispatch__(func, types, args, kwargs)
+        if not tensors and isinstance(out, FakeTensor) and _is_index(out):
+            return func(*args, **kwargs)
+        tree_map_only(FakeTensor, self.ledger.see, out)
+        return out
+
+
+def _is_index(x: Tensor) -> bool:
+    whole = not x.dtype.is_floating_point and x.dtype != torch.uint8  # bytes are buffers of collectives
+    return whole and x.numel() <= MOST_REAL_NUMBERS
+
+
+def _positions(indices: Any) -> list[Any]:
+    """The same indices, with real masks as positions."""
+    found: list[Any] = []
+    for index in indices:
+        is_mask = type(index) is Tensor and index.dtype == torch.bool
+        found += list(index.nonzero(as_tuple=True)) if is_mask else [index]
+    return found
+
+
+@contextmanager
+def fake_ranks(world: int) -> Iterator[Ledger]:
+    """Inside, this process is rank 0 of `world` ranks, and a ledger counts the memory that its tensors would take.
+
+    Args:
+        world: ranks.
+
+    Raises:
+        RuntimeError: the process has joined other ranks already.
+    """
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    if dist.is_initialized():
+        raise RuntimeError("fake_ranks: expected a process without a process group, got one that has joined others")
+    ledger = Ledger()
+    resize = torch.UntypedStorage.resize_
+
+    def resize_and_count(storage: Any, size: int) -> Any:
+        result = resize(storage, size)
+        ledger.resized(storage)
+        return result
+
+    with ExitStack() as stack:
+        dist.init_process_group("fake", rank=0, world_size=world, store=FakeStore())
+        stack.callback(dist.destroy_process_group)
+        # FSDP frees gathered weights by resizing their storage, which no dispatch mode sees
+        stack.enter_context(mock.patch.object(torch.UntypedStorage, "resize_", resize_and_count))
+        # the tensors are on a CPU, and the plan is for a GPU
+        stack.enter_context(mock.patch.object(_kernels, "CPU_CACHE_BYTES", _kernels.CHUNK_BYTES))
+        stack.enter_context(mock.patch.object(logprobs, "CPU_CHUNK_BYTES", _kernels.CHUNK_BYTES))
+        stack.enter_context(mock.patch.object(distributed, "GATHER_BY_BROADCAST", ()))
+        # the other ranks cannot say which of them share rows
+        stack.enter_context(mock.patch.object(fsdp2, "make_model_parallel_group", lambda rank, size: None))
+        stack.enter_context(FloatsWithoutMemory(ledger))
+        yield ledger

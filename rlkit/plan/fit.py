@@ -1,0 +1,103 @@
+"""Whether a run fits on its GPUs, and which options would make it fit."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+from rlkit.plan.hardware import USABLE, Gpu
+from rlkit.plan.rehearsal import Rehearsal, Roles, rehearse
+from rlkit.plan.sampler import SamplerMemory, sampler_memory
+from rlkit.vlm.families import head_obstacle
+
+GIB = 2**30
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What a run takes on each GPU.
+
+    Attributes:
+        phases: bytes by phase and kind.
+        gpu: what it runs on.
+    """
+
+    rehearsal: Rehearsal
+    sampler: SamplerMemory
+    phases: dict[str, dict[str, int]]
+    gpu: Gpu
+
+    @property
+    def peak(self) -> int:
+        """Bytes of the phase that takes most."""
+        return max(sum(kinds.values()) for kinds in self.phases.values())
+
+    @property
+    def too_large(self) -> list[str]:
+        """Phases that take more than a GPU has."""
+        return [name for name, kinds in self.phases.items() if sum(kinds.values()) > USABLE * self.gpu.memory]
+
+    @property
+    def fits(self) -> bool:
+        """Whether no phase is too large, and the sampler has room for one sequence."""
+        return not self.too_large and self.sampler.sequences > 0
+
+
+def make_plan(cfg: Any, roles: Roles, world: int, gpu: Gpu, image_tokens: int | None) -> Plan:
+    """Rehearse a step and add what cannot be rehearsed: loading, and the sampler.
+
+    Raises:
+        ValueError: options that the engine or the model refuses.
+    """
+    rehearsal = rehearse(cfg, roles, world, image_tokens)
+    config = roles.policy or roles.critic
+    resident = rehearsal.resident
+    sampler = SamplerMemory(0, 0, rehearsal.workload.rows)
+    phases = {"load": loading(cfg, rehearsal, world), **rehearsal.peaks}
+    if roles.policy is not None and cfg.max_new_tokens:
+        held = sum(resident.values())
+        sampler = sampler_memory(cfg, config, rehearsal.workload, rehearsal.parameters, held, gpu)
+        taken = {"sampler's weights": sampler.weights, "sampler's cache": sampler.cache}
+        if cfg.rollout == "vllm":
+            phases["hand-over"] = {**phases["hand-over"], "sampler's weights": sampler.weights}
+        phases["generate"] = {**resident, **{kind: size for kind, size in taken.items() if size}}
+    return Plan(rehearsal, sampler, phases, gpu)
+
+
+def loading(cfg: Any, rehearsal: Rehearsal, world: int) -> dict[str, int]:
+    """Bytes by kind when the models have just been loaded, with the largest tensor that a rank reads."""
+    kept = {kind: size for kind, size in rehearsal.resident.items() if kind in ("parameters", "reference")}
+    return {**kept, "largest tensor": 4 * rehearsal.largest_tensor}
+
+
+def ways_to_fit(cfg: Any, plan: Plan, config: Any, world: int) -> Iterator[tuple[str, Any, int]]:
+    """Options that take less memory, the cheapest first: (what to add, the options with it, ranks). Each adds to those
+    before it.
+
+    - a smaller share of the GPU for the sampler: fewer answers at once
+    - log-probabilities from hidden states: the output layer is computed twice
+    - gradient checkpointing: a third more time
+    - smaller micro-batches: weights are gathered more often
+    - LoRA: other weights are trained
+    - ranks that share each sequence, more GPUs
+    """
+    most = plan.sampler.utilization
+    if cfg.rollout == "vllm" and most is not None and 0.1 < most < cfg.gpu_memory_utilization:
+        cfg = replace(cfg, gpu_memory_utilization=most)
+        yield f"--gpu_memory_utilization {most:g}", cfg, world
+    if not cfg.use_fused_kernels and not head_obstacle(config):
+        cfg = replace(cfg, use_fused_kernels=True)
+        yield "--use_fused_kernels", cfg, world
+    if not cfg.enable_gradient_checkpointing:
+        cfg = replace(cfg, enable_gradient_checkpointing=True)
+        yield "--enable_gradient_checkpointing", cfg, world
+    longest = plan.rehearsal.workload.prompt + plan.rehearsal.workload.answer
+    if cfg.micro_batch_tokens > longest:
+        cfg = replace(cfg, micro_batch_tokens=longest)
+        yield f"--micro_batch_tokens {longest}", cfg, world
+    if not cfg.lora_rank:
+        adapted = replace(cfg, lora_rank=32)
+        yield "--lora_rank 32", adapted, world
+    for factor in (2, 4, 8):
+        yield f"{factor * world} GPUs in place of {world}", cfg, factor * world

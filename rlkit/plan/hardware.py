@@ -1,0 +1,52 @@
+"""What GPUs have, by the names that the plan knows."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from rlkit.tracking import peak_flops
+
+USABLE = 0.93  # of a GPU's memory; the rest is for CUDA, NCCL and what lies between tensors (an assumption)
+NETWORK_BYTES_PER_SECOND = 50e9  # of each GPU to other machines: a 400 Gbit/s adapter (an assumption)
+
+
+@dataclass(frozen=True)
+class Gpu:
+    """A kind of GPU.
+
+    Attributes:
+        name: as the command line has it.
+        memory: bytes.
+        flops: dense bfloat16 FLOP/s.
+        memory_bandwidth: bytes per second.
+        link_bandwidth: bytes per second to the other GPUs of its machine, in one direction.
+    """
+
+    name: str
+    memory: int
+    flops: float
+    memory_bandwidth: float
+    link_bandwidth: float
+
+
+# name -> (GiB, TB/s of memory, GB/s of NVLink or PCIe in one direction), from the vendor's data sheets. The memory is
+# what remains with error correction on, where it is known (79.1 GiB of "80 GB").
+DATA_SHEETS = {
+    "h100-80gb": (79.1, 3.35, 450), "h200-141gb": (139.8, 4.8, 450), "h20-96gb": (95.0, 4.0, 450),
+    "b200-180gb": (178.0, 7.7, 900), "a100-80gb": (79.2, 2.04, 300), "a100-40gb": (39.4, 1.56, 300),
+    "l40s-48gb": (44.4, 0.86, 32), "l4-24gb": (22.0, 0.30, 32), "rtx-4090-24gb": (23.5, 1.01, 32),
+}  # fmt: skip
+
+
+def gpu_named(name: str) -> Gpu:
+    """A GPU by its name, e.g. "h100-80gb".
+
+    Raises:
+        ValueError: no such GPU.
+    """
+    if name not in DATA_SHEETS:
+        raise ValueError(f"gpu: expected one of {', '.join(sorted(DATA_SHEETS))}; got {name!r}")
+    gib, memory, link = DATA_SHEETS[name]
+    flops = peak_flops(name.rpartition("-")[0])
+    assert flops is not None
+    return Gpu(name, int(gib * 2**30), flops, memory * 1e12, link * 1e9)

@@ -1,0 +1,90 @@
+"""How much memory tensors take, by kind, at its peak in each phase."""
+
+from __future__ import annotations
+
+import weakref
+from collections import Counter
+from collections.abc import Iterable
+from functools import partial
+from typing import Any
+
+from torch import Tensor
+
+OTHER = "activations"
+GATHERED = "gathered weights"
+
+
+class Ledger:
+    """Bytes of all storages that it has seen and that still exist.
+
+    A storage is of the kind that it was last marked as, and counts as activations before. One that changes its size is
+    a buffer of FSDP: weights gathered for a forward or backward.
+
+    Attributes:
+        peaks: for each phase the bytes of each kind at the moment when all together were most.
+        logits_width: tensors whose last dimension has this size are logits.
+    """
+
+    def __init__(self) -> None:
+        self.logits_width = 0
+        self.peaks: dict[str, dict[str, int]] = {}
+        self._storages: dict[int, tuple[Any, int, str]] = {}  # address -> weak reference, bytes, kind
+        self._bytes: Counter[str] = Counter()
+        self._total = self._peak = 0
+        self._phase = ""
+        self._at_peak: dict[str, int] = {}
+
+    @property
+    def bytes(self) -> dict[str, int]:
+        """Bytes that exist now, by kind."""
+        return {kind: size for kind, size in self._bytes.items() if size}
+
+    def see(self, tensor: Tensor) -> None:
+        """Count the storage of a tensor, if it is not counted yet."""
+        storage = tensor.untyped_storage()
+        address = storage._cdata
+        if address not in self._storages:
+            is_logits = tensor.ndim > 1 and tensor.shape[-1] == self.logits_width
+            kind, size = "logits" if is_logits else OTHER, storage.nbytes()
+            self._storages[address] = (weakref.ref(storage, partial(self._freed, address)), size, kind)
+            self._add(kind, size)
+
+    def mark(self, kind: str, tensors: Iterable[Tensor]) -> None:
+        """The storages of these tensors are of this kind."""
+        for tensor in tensors:
+            self.see(tensor)
+            address = tensor.untyped_storage()._cdata
+            reference, size, old = self._storages[address]
+            self._storages[address] = (reference, size, kind)
+            self._bytes[old] -= size
+            self._bytes[kind] += size
+
+    def resized(self, storage: Any) -> None:
+        """Count a storage anew whose size was changed in place."""
+        if (found := self._storages.get(storage._cdata)) is not None:
+            reference, size, kind = found
+            self._add(kind, -size)
+            kind = GATHERED if kind == OTHER else kind
+            self._storages[storage._cdata] = (reference, storage.nbytes(), kind)
+            self._add(kind, storage.nbytes())
+
+    def begin(self, phase: str) -> None:
+        """End the phase before, and record from now on the peak of another; a phase may begin several times."""
+        self.end()
+        self._phase, self._peak, self._at_peak = phase, self._total, dict(self._bytes)
+
+    def end(self) -> None:
+        """Add the peak of the phase that began last to `peaks`."""
+        if self._phase and self._peak >= sum(self.peaks.get(self._phase, {}).values()):
+            self.peaks[self._phase] = {kind: size for kind, size in self._at_peak.items() if size}
+        self._phase = ""
+
+    def _freed(self, address: int, _: Any) -> None:
+        _, size, kind = self._storages.pop(address)
+        self._add(kind, -size)
+
+    def _add(self, kind: str, size: int) -> None:
+        self._bytes[kind] += size
+        self._total += size
+        if self._total > self._peak:
+            self._peak, self._at_peak = self._total, dict(self._bytes)

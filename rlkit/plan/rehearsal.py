@@ -1,0 +1,208 @@
+"""A training step at real size on simulated ranks: the recipe's engines, with tensors that take no memory."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rlkit.data.samples import Batch
+from rlkit.engines import make_engine
+from rlkit.engines.packing.vision_attention import use_packed_vision_attention
+from rlkit.engines.value_head import with_value_head
+from rlkit.losses import token_mean
+from rlkit.plan.fake_ranks import fake_ranks
+from rlkit.plan.kernels import use_own_attention, use_planned_attention
+from rlkit.plan.ledger import GATHERED, Ledger
+from rlkit.plan.workload import Workload, largest_micro_batches, longest_batch
+from rlkit.runs.models import shared_options, trained_part, training_engine
+from rlkit.vlm.loading import empty_model, has_vision
+
+
+@dataclass(frozen=True)
+class Roles:
+    """The models that a recipe keeps beside the policy, by their configurations.
+
+    Attributes:
+        policy: trains as a language model; None for a recipe that trains a reward model alone.
+        critic: trains with a scalar head.
+        reference: scores, as an engine of its own.
+        adapter_reference: the policy scores without its adapters.
+    """
+
+    policy: Any = None
+    critic: Any = None
+    reference: Any = None
+    adapter_reference: bool = False
+
+
+@dataclass
+class Rehearsal:
+    """What a rank was seen to take.
+
+    Attributes:
+        peaks: bytes by phase and kind.
+        resident: bytes by kind after the step, when answers are sampled.
+        parameters: number of all parameters of the policy, or of the critic where there is none, and of those trained.
+        largest_tensor: number of elements of the largest parameter.
+        workload: of this rank.
+        data_parallel_size: ranks that have rows of their own.
+    """
+
+    peaks: dict[str, dict[str, int]]
+    resident: dict[str, int]
+    parameters: int
+    trainable: int
+    largest_tensor: int
+    workload: Workload
+    data_parallel_size: int
+
+
+def rehearse(cfg: Any, roles: Roles, world: int, image_tokens: int | None) -> Rehearsal:
+    """Take one step of a recipe as rank 0 of `world` ranks would.
+
+    Args:
+        cfg: options of the recipe.
+        roles: its models.
+        world: ranks.
+        image_tokens: of each prompt, see `longest_batch`.
+
+    Raises:
+        ValueError: options that the engine or the model refuses.
+    """
+    models = _models(cfg, roles)
+    use_planned_attention()
+    try:
+        with fake_ranks(world) as ledger:
+            return _rehearse(cfg, roles, models, ledger, image_tokens)
+    finally:
+        use_own_attention()
+
+
+def _models(cfg: Any, roles: Roles) -> dict[str, Any]:
+    """The models by their roles, on the meta device; adapters are there already."""
+    dtype, models = getattr(torch, cfg.dtype), dict[str, Any]()
+    if roles.reference is not None:
+        models["reference"] = empty(roles.reference, roles.reference.dtype or dtype)
+    if roles.policy is not None:
+        models["policy"] = trained_part(cfg, empty(roles.policy, dtype))
+    if roles.critic is not None:
+        models["critic"] = trained_part(cfg, with_value_head(empty(roles.critic, dtype)), head=True)
+    return models
+
+
+def _rehearse(cfg: Any, roles: Roles, models: dict[str, Any], ledger: Ledger, image_tokens: int | None) -> Rehearsal:
+    main_config = roles.policy or roles.critic
+    ledger.logits_width = main_config.get_text_config().vocab_size
+    engines, counts = dict[str, Any](), dict[str, tuple[int, int, int]]()
+    for name, model in models.items():
+        without_memory(model)
+        counts[name] = _counts(model)
+        kind = "value_model" if name == "critic" else "language_model"
+        options = {**_options(cfg, model.config), "model": model}
+        if name == "reference":
+            engines[name] = make_engine(cfg.engine, kind, **options)
+        else:
+            engines[name] = training_engine(cfg, kind, lr=0.0, updates=1, fused=True, **options)
+        kept = "reference" if name == "reference" else "parameters"
+        ledger.mark(kept, local(engines[name].module.parameters()))
+    for engine in engines.values():
+        use_packed_vision_attention(engine.base, engine.config)
+        use_planned_attention()
+    first = engines.get("policy") or engines["critic"]
+    workload = longest_batch(cfg, main_config, first.data_parallel_size, image_tokens)
+    batch = largest_micro_batches(workload, main_config, cfg.micro_batch_tokens, share_prompts=first.share_prompts)
+    if roles.reference is not None:
+        ledger.begin("reference")
+        engines["reference"].infer_batch(batch)
+    if roles.adapter_reference:
+        ledger.begin("reference")
+        with first.disable_adapter():
+            first.infer_batch(batch)
+    for name in ("critic", "policy"):
+        if name in engines:
+            _train(engines[name], batch, ledger, "" if name == "policy" or len(engines) == 1 else f"{name}: ")
+    ledger.begin("hand-over")
+    for weight in first.get_per_tensor_param(dtype=torch.bfloat16 if cfg.rollout == "vllm" else None):
+        del weight  # or it is there while the next is gathered
+    if "policy" in engines and cfg.rollout == "hf":
+        with first.gathered():
+            pass
+    ledger.end()
+    total, largest, trainable = counts["policy" if "policy" in models else "critic"]
+    peaks = {phase: _of_later_steps(kinds, ledger.bytes) for phase, kinds in ledger.peaks.items()}
+    return Rehearsal(peaks, ledger.bytes, total, trainable, largest, workload, first.data_parallel_size)
+
+
+def _of_later_steps(peak: dict[str, int], resident: dict[str, int]) -> dict[str, int]:
+    """A peak with what earlier steps leave behind: the optimizer's state, and gradients until the next backward."""
+    left = {kind: resident[kind] for kind in ("gradients", "optimizer") if kind in resident}
+    return {**peak, **{kind: max(size, peak.get(kind, 0)) for kind, size in left.items()}}
+
+
+def _options(cfg: Any, config: Any) -> dict[str, Any]:
+    """Options of an engine as on a GPU; which tokens are left out of the distribution does not matter here."""
+    suppressed = {"suppressed_token_ids": torch.tensor([0])} if has_vision(config) else {}
+    return {"device": "cpu", "compute_dtype": torch.bfloat16, **shared_options(cfg, None), **suppressed}
+
+
+def _counts(model: Any) -> tuple[int, int, int]:
+    """Numbers of all parameters, of the largest one, and of those that are trained."""
+    sizes = [p.numel() for p in model.parameters()]
+    return sum(sizes), max(sizes), sum(p.numel() for p in model.parameters() if p.requires_grad)
+
+
+def _train(engine: Any, batch: Batch, ledger: Ledger, prefix: str) -> None:
+    """A training step in two phases: forward and backward, optimizer step."""
+    parameters: Sequence[Tensor] = [p for p in engine.module.parameters() if p.requires_grad]
+    outputs = engine.known_outputs
+
+    def mark_gradients(*_: Any) -> None:
+        ledger.mark("gradients", local(p.grad for p in parameters if p.grad is not None))
+
+    def loss(out: Any, mb: Batch) -> tuple[Tensor, dict[str, Tensor]]:
+        mark_gradients()
+        ledger.mark(GATHERED, (p for p in engine.module.parameters() if not hasattr(p, "to_local")))
+        return token_mean(sum(out.tensors.values()), mb.mask, mb.total_tokens), {}
+
+    def before(*_: Any) -> None:
+        mark_gradients()
+        ledger.begin(f"{prefix}optimizer step")
+
+    def after(*_: Any) -> None:
+        ledger.mark("optimizer", local(_optimizer_state(engine.optimizer)))
+
+    engine.optimizer.register_step_pre_hook(before)
+    engine.optimizer.register_step_post_hook(after)
+    ledger.begin(f"{prefix}forward and backward")
+    engine.train_batch(batch, loss, outputs)
+    ledger.end()
+
+
+def _optimizer_state(optimizer: torch.optim.Optimizer) -> list[Tensor]:
+    return [x for state in optimizer.state.values() for x in state.values() if isinstance(x, Tensor)]
+
+
+def local(tensors: Iterable[Any]) -> list[Tensor]:
+    """This rank's parts of sharded tensors."""
+    return [getattr(x, "_local_tensor", x) for x in tensors]
+
+
+def empty(config: Any, dtype: torch.dtype) -> Any:
+    """A model of this configuration on the meta device; its buffers have values."""
+    return empty_model(config.name_or_path, copy.deepcopy(config), dtype=dtype)
+
+
+def without_memory(model: torch.nn.Module) -> None:
+    """Replace each parameter by a new one, which has no memory inside of `fake_ranks`; tied ones stay tied."""
+    made: dict[int, torch.nn.Parameter] = {}
+    for module in model.modules():
+        for name, old in module.named_parameters(recurse=False):
+            if id(old) not in made:
+                tensor = torch.empty(old.shape, dtype=old.dtype)
+                made[id(old)] = torch.nn.Parameter(tensor, requires_grad=old.requires_grad)
+            setattr(module, name, made[id(old)])

@@ -1,0 +1,106 @@
+"""The plan as text."""
+
+from __future__ import annotations
+
+import platform
+from typing import Any
+
+import torch
+
+from rlkit.engines.export import FILE_BYTES
+from rlkit.plan.fit import GIB, Plan
+from rlkit.plan.hardware import USABLE
+from rlkit.plan.rehearsal import Roles
+from rlkit.plan.roofline import costs, link_bandwidth
+
+KINDS = [
+    "parameters", "gradients", "optimizer", "reference", "gathered weights", "activations", "logits", "largest tensor",
+    "sampler's weights", "sampler's cache",
+]  # fmt: skip
+
+
+def describe(cfg: Any, roles: Roles, plan: Plan, world: int, gpus_per_node: int) -> str:
+    """Tables of memory and time, and whether the run fits."""
+    import transformers
+
+    config, found, gpu = roles.policy or roles.critic, plan.rehearsal, plan.gpu
+    workload = found.workload
+    lines = [
+        f"{config.model_type}: {found.parameters / 1e9:.2f}B parameters, {found.trainable / 1e9:.3f}B trained, on "
+        f"{world} x {gpu.name}; planned without a GPU, with torch {torch.__version__}, transformers "
+        f"{transformers.__version__}, Python {platform.python_version()}",
+        f"each rank: {workload.prompts} prompts of {workload.prompt} tokens ({workload.image_tokens} of images), "
+        f"{workload.group_size} answers of {workload.answer} tokens to each",
+        "",
+        "GiB a rank, at the peak of each phase",
+        memory_table(plan.phases),
+        "",
+        "host memory of a machine",
+        *(f"  {name}: {size / GIB:.1f} GiB" for name, size in host_memory(cfg, plan, world, gpus_per_node).items()),
+        "",
+        time_table(cfg, roles, plan, world, gpus_per_node),
+        "",
+        verdict(plan),
+    ]
+    return "\n".join(lines)
+
+
+def memory_table(phases: dict[str, dict[str, int]]) -> str:
+    """GiB by phase and kind, in Markdown."""
+    kinds = [kind for kind in KINDS if any(one.get(kind) for one in phases.values())]
+    rows = [["phase", *kinds, "sum"], ["---", *["---:"] * (len(kinds) + 1)]]
+    for name, sizes in phases.items():
+        rows.append([name, *(_gib(sizes.get(kind, 0)) for kind in kinds), f"{sum(sizes.values()) / GIB:.1f}"])
+    return "\n".join("| " + " | ".join(row) + " |" for row in rows)
+
+
+def _gib(size: int) -> str:
+    return f"{size / GIB:.1f}" if size else ""
+
+
+def host_memory(cfg: Any, plan: Plan, world: int, gpus_per_node: int) -> dict[str, int]:
+    """Bytes of a machine by what needs them.
+
+    Loading: each rank reads slices of files; where it cannot, or with tensor parallelism, it reads the whole model.
+    Export: rank 0 holds what goes into one file.
+    """
+    found, ranks = plan.rehearsal, min(world, gpus_per_node)
+    whole = 4 if cfg.dtype == "float32" else 2
+    loading = ranks * whole * (found.parameters if "tensor" in cfg.parallel else found.largest_tensor)
+    export = (4 if cfg.export_dtype == "float32" else 2) * found.parameters
+    return {"loading, at most": loading, "export, at most": min(FILE_BYTES, export)}
+
+
+def time_table(cfg: Any, roles: Roles, plan: Plan, world: int, gpus_per_node: int) -> str:
+    """FLOPs, bytes and the floor of seconds by phase, in Markdown."""
+    link = link_bandwidth(plan.gpu, world, gpus_per_node)
+    config = roles.policy or roles.critic
+    has_reference = roles.reference is not None or roles.adapter_reference
+    models = (roles.policy is not None) + (roles.critic is not None)
+    phases = costs(cfg, config, plan.rehearsal, plan.sampler, world, has_reference=has_reference, models=models)
+    rows = [
+        f"a floor of seconds, the longest of: FLOPs / {plan.gpu.flops / 1e12:.0f} TFLOP/s, bytes / "
+        f"{plan.gpu.memory_bandwidth / 1e12:g} TB/s of memory, bytes / {link / 1e9:.0f} GB/s of link",
+        "| phase | TFLOPs | GB of memory | GB of link | seconds | limited by |",
+        "| --- | ---: | ---: | ---: | ---: | --- |",
+    ]
+    total = 0.0
+    for name, cost in phases.items():
+        seconds = cost.seconds(plan.gpu, link)
+        limit = max(seconds, key=lambda one: seconds[one])
+        total += seconds[limit]
+        numbers = f"{cost.flops / 1e12:.0f} | {cost.memory / 1e9:.0f} | {cost.link / 1e9:.0f} | {seconds[limit]:.1f}"
+        rows.append(f"| {name} | {numbers} | {limit} |")
+    return "\n".join([*rows, f"| step | | | | {total:.1f} | |"])
+
+
+def verdict(plan: Plan) -> str:
+    """One sentence: whether the run fits, with the numbers."""
+    limit, gpu = USABLE * plan.gpu.memory / GIB, plan.gpu
+    having = f"of the {limit:.1f} GiB that can be used of a {gpu.name} ({USABLE:.0%} of {gpu.memory / GIB:.1f})"
+    if plan.too_large:
+        phases = ", ".join(f"{name} {sum(plan.phases[name].values()) / GIB:.1f}" for name in plan.too_large)
+        return f"does not fit: {phases} GiB {having}"
+    if not plan.sampler.sequences:
+        return "does not fit: the sampler's cache has no room for one sequence; raise --gpu_memory_utilization"
+    return f"fits: {plan.peak / GIB:.1f} GiB {having}"

@@ -1,0 +1,221 @@
+"""TRL 1.16: GRPOTrainer and DPOTrainer that take rlkit's losses and advantages, and are TRL's own in all else.
+
+    from functools import partial
+    from rlkit.advantages import rloo_advantages
+    from rlkit.losses import cispo_loss
+    from rlkit.plugins.trl import GRPOTrainer
+
+    trainer = GRPOTrainer(..., loss=partial(cispo_loss, clip_high=4.0), advantages=rloo_advantages)
+
+A loss's numbers are fixed by `functools.partial`. TRL's options for them (epsilon, beta of DPO, ...) are then refused,
+as nothing would read them. `loss_type` of GRPOConfig still chooses how the tokens are averaged. TRL's seams are
+`_calculate_rewards`, `_generate_and_score_completions` and `_compute_loss`, private methods that may change with any
+version of TRL.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import MISSING, fields
+from inspect import signature
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rlkit.losses import (
+    fixed_length_mean,
+    kl_k3,
+    pair_mean,
+    ratio_stats,
+    sequence_mean,
+    sequence_sum_mean,
+    token_mean,
+)
+from rlkit.plugins._versions import require
+
+require("trl", "1.16")
+
+from trl import DPOTrainer as TrlDPOTrainer  # noqa: E402
+from trl import GRPOTrainer as TrlGRPOTrainer  # noqa: E402
+
+BESIDE_LOSS = (
+    *("epsilon", "epsilon_high", "delta", "importance_sampling_level", "off_policy_mask_threshold"),
+    *("sapo_temperature_neg", "sapo_temperature_pos", "vespo_k_pos", "vespo_lambda_pos", "vespo_k_neg"),
+    *("vespo_lambda_neg", "top_entropy_quantile", "entropy_coef", "use_adaptive_entropy"),
+)
+BESIDE_ADVANTAGES = ("scale_rewards", "multi_objective_aggregation")
+BESIDE_PREFERENCE = (
+    *("loss_type", "loss_weights", "beta", "label_smoothing", "ld_alpha", "f_divergence_type"),
+    *("f_alpha_divergence_coef", "discopop_tau", "use_weighting"),
+)
+MODEL_INPUTS = (
+    *("pixel_values", "image_grid_thw", "num_images", "pixel_attention_mask", "spatial_shapes", "num_tiles"),
+    *("image_sizes", "token_type_ids", "mm_token_type_ids", "image_position_ids"),
+)
+
+
+class GRPOTrainer(TrlGRPOTrainer):
+    """TRL's GRPOTrainer with a policy loss, advantages, or both, of rlkit.
+
+    Args:
+        loss: (logprobs, old_logprobs, advantages, mask) -> [B, T], such as `cispo_loss`; None for TRL's own. TRL's KL
+            term (beta) and its correction of vLLM's log-probabilities are applied to it.
+        advantages: (rewards, group_ids) -> [B], such as `rloo_advantages`, of all completions on all processes. A
+            third argument named `lengths` gets their tokens. None for TRL's own.
+        others: of TRL's GRPOTrainer.
+
+    Raises:
+        ValueError: an option of GRPOConfig is set that the loss or the advantages take the place of.
+    """
+
+    def __init__(
+        self,
+        *positional: Any,
+        loss: Callable[..., Tensor] | None = None,
+        advantages: Callable[..., Tensor] | None = None,
+        **others: Any,
+    ) -> None:
+        super().__init__(*positional, **others)
+        if loss is not None:
+            _refuse(self, BESIDE_LOSS, "loss")
+        if advantages is not None:
+            _refuse(self, BESIDE_ADVANTAGES, "advantages")
+        self.own_loss, self.own_advantages = loss, advantages
+        self._judged = torch.zeros(0)
+
+    def _calculate_rewards(self, inputs: Any, *others: Any) -> Tensor:
+        self._judged = super()._calculate_rewards(inputs, *others)  # [B of all processes, reward functions]
+        return self._judged
+
+    def _generate_and_score_completions(self, inputs: Any) -> dict[str, Any]:
+        output = super()._generate_and_score_completions(inputs)
+        if self.own_advantages is None:
+            return output
+        judged, mode = self._judged, "train" if self.model.training else "eval"
+        rewards = (judged * self.reward_weights.to(judged.device)).nansum(1)
+        rewards = torch.where(judged.isnan().all(1), torch.nan, rewards)
+        size = self.num_generations if mode == "train" else self.num_generations_eval
+        given = {"group_ids": torch.arange(len(rewards), device=rewards.device) // size}
+        if "lengths" in signature(self.own_advantages).parameters:
+            given["lengths"] = self.accelerator.gather(_trained(output).sum(1))
+        found = self.own_advantages(rewards, **given)
+        logged = self._logs["advantages"]
+        for _ in range(min(len(found), len(logged))):  # TRL has just logged its own
+            logged.pop()
+        logged.extend(found.tolist())
+        first = self.accelerator.process_index * len(inputs)
+        return output | {"advantages": found[first : first + len(inputs)]}
+
+    def _compute_loss(self, model: Any, inputs: dict[str, Any]) -> Tensor:
+        if self.own_loss is None:
+            return super()._compute_loss(model, inputs)
+        mask, mode = _trained(inputs), "train" if self.model.training else "eval"
+        logprobs, entropy, _ = self._get_per_token_logps_and_entropies(
+            model,
+            torch.cat([inputs["prompt_ids"], inputs["completion_ids"]], 1),
+            torch.cat([inputs["prompt_mask"], inputs["completion_mask"]], 1),
+            mask.shape[1],
+            compute_entropy=True,
+            **{name: inputs.get(name) for name in MODEL_INPUTS},
+        )
+        old_logprobs = inputs.get("old_per_token_logps")
+        old_logprobs = logprobs.detach() if old_logprobs is None else old_logprobs
+        loss = self.own_loss(logprobs, old_logprobs, inputs["advantages"], mask)
+        if self.use_vllm and self.vllm_importance_sampling_correction:
+            loss = loss * inputs["importance_sampling_ratio"]
+        logged = {"entropy": token_mean(entropy, mask)}
+        if self.beta:
+            kl = kl_k3(logprobs, inputs["ref_per_token_logps"], mask)
+            if self.args.use_bias_correction_kl:
+                kl = kl * torch.where(mask, (logprobs - old_logprobs).exp(), 0)
+            loss = loss + self.beta * kl
+            logged["kl"] = token_mean(kl.detach(), mask)
+        logged |= ratio_stats(logprobs.detach(), old_logprobs, inputs["advantages"], mask)
+        for name, value in logged.items():
+            self._metrics[mode][name].append(self.accelerator.gather(value.detach()).mean().item())
+        return self._averaged(loss, mask, inputs["num_items_in_batch"], mode)
+
+    def _averaged(self, loss: Tensor, mask: Tensor, tokens: Tensor, mode: str) -> Tensor:
+        """The reduction of TRL's loss_type, with TRL's denominators: its trainer sums micro-batches, averages ranks."""
+        parts = self.current_gradient_accumulation_steps if mode == "train" else 1
+        if self.loss_type in ("dapo", "cispo", "vespo"):  # tokens counts the batch that was generated, of all ranks
+            share = parts / self.args.steps_per_generation if mode == "train" else 1.0
+            return token_mean(loss, mask, tokens.clamp(min=1) / self.accelerator.num_processes * share)
+        if self.loss_type == "bnpo":
+            return token_mean(loss, mask) / parts
+        if self.loss_type == "dr_grpo":
+            return fixed_length_mean(loss, mask, self.max_completion_length, len(mask)) / parts
+        if self.loss_type == "luspo":
+            return sequence_sum_mean(loss, mask, len(mask)) / parts
+        return sequence_mean(loss, mask, len(mask)) / parts
+
+
+class DPOTrainer(TrlDPOTrainer):
+    """TRL's DPOTrainer with a preference loss of rlkit.
+
+    Args:
+        loss: a function of some of chosen, rejected, ref_chosen, ref_rejected (log-probabilities of the answers, [P]),
+            chosen_lengths and rejected_lengths (their tokens), such as `ipo_loss` or `simpo_loss`. It gets those that
+            it has as arguments and returns [P]. The reference model runs only if the loss reads it. None for TRL's own.
+        others: of TRL's DPOTrainer.
+
+    Raises:
+        ValueError: an option of DPOConfig is set that the loss takes the place of.
+    """
+
+    def __init__(self, *positional: Any, loss: Callable[..., Tensor] | None = None, **others: Any) -> None:
+        super().__init__(*positional, **others)
+        if loss is not None:
+            _refuse(self, BESIDE_PREFERENCE, "loss")
+        self.own_loss = loss
+
+    def _compute_loss(self, model: Any, inputs: dict[str, Any], return_outputs: bool = False) -> Any:
+        if self.own_loss is None:
+            return super()._compute_loss(model, inputs, return_outputs)
+        about_the_loss = {"completion_mask", "ref_chosen_logps", "ref_rejected_logps"}
+        fed = {name: x for name, x in inputs.items() if name not in about_the_loss}
+        mask = inputs["completion_mask"][:, 1:].bool()
+        labels = inputs["input_ids"].masked_fill(inputs["completion_mask"] == 0, -100)
+        outputs = model(**fed, use_cache=False, labels=labels, fused_lm_head=True)
+        chosen, rejected = outputs.log_probs[:, -mask.shape[1] :].sum(1).chunk(2)  # 0 where there is no label
+        chosen_lengths, rejected_lengths = mask.sum(1).chunk(2)
+        known = {"chosen": chosen, "rejected": rejected}
+        known |= {"chosen_lengths": chosen_lengths, "rejected_lengths": rejected_lengths}
+        parameters = signature(self.own_loss).parameters
+        if "ref_chosen" in parameters:
+            known["ref_chosen"], known["ref_rejected"] = self._reference(inputs)
+        loss = pair_mean(self.own_loss(**{name: x for name, x in known.items() if name in parameters}))
+        logged = {"logps/chosen": chosen.mean(), "logps/rejected": rejected.mean()}
+        if "ref_chosen" in known:
+            better = chosen - known["ref_chosen"] > rejected - known["ref_rejected"]
+            logged["rewards/accuracies"] = better.float().mean()
+        for name, value in logged.items():
+            gathered = self.accelerator.gather(value.detach()).mean().item()
+            self._metrics["train" if self.model.training else "eval"][name].append(gathered)
+        return (loss, outputs) if return_outputs else loss
+
+    def _reference(self, inputs: dict[str, Any]) -> tuple[Tensor, Tensor]:
+        """[P] each: the log-probabilities of chosen and rejected answers under the reference."""
+        if self.precompute_ref_logps:
+            return inputs["ref_chosen_logps"], inputs["ref_rejected_logps"]
+        return self.compute_ref_log_probs(self.model if self.ref_model is None else self.ref_model, inputs)
+
+
+def _trained(inputs: dict[str, Any]) -> Tensor:
+    """bool [B, T]: the completions' tokens that are trained on, without tool output."""
+    mask = inputs["completion_mask"]
+    return (mask * inputs["tool_mask"] if "tool_mask" in inputs else mask).bool()
+
+
+def _refuse(trainer: Any, options: Iterable[str], argument: str) -> None:
+    """Raise a ValueError for an option that was set and that nothing would read."""
+    known = {field.name: field for field in fields(trainer.args)}
+    for name in options:
+        default, factory = known[name].default, known[name].default_factory
+        expected = default if factory is MISSING else factory()
+        got = getattr(trainer.args, name)
+        if got != expected:
+            raise ValueError(f"{name}: expected its default, {expected!r}, beside {argument}=, got {got!r}")
+    if trainer.aux_loss_enabled and argument == "loss":
+        raise ValueError(f"router_aux_loss_coef: expected 0 beside loss=, got {trainer.router_aux_loss_coef!r}")

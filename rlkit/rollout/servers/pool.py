@@ -1,0 +1,274 @@
+"""A client for several HTTP servers: load balancing, retries, failover.
+
+It runs on an event loop in a thread of its own. Callers are therefore plain functions, in any thread, also while
+weights are being sent. Bodies are JSON or bytes; nothing in a response is unpickled.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import io
+import json
+import logging
+import threading
+import weakref
+from collections.abc import Callable, Coroutine, Mapping, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+from rlkit.rollout.background import start_event_loop
+
+T = TypeVar("T")
+Json = Mapping[str, Any]
+log = logging.getLogger(__name__)
+
+RETRYABLE_STATUS = (408, 425, 429, 500, 502, 503, 504)
+KEEPALIVE_SECONDS = 2.0  # servers close idle connections after 5 seconds, and would lose a request sent just then
+
+
+class ServerUnavailable(Exception):
+    """A server could not be reached, did not respond in time, or failed; a retry, or another server, may help."""
+
+
+class RequestRejected(ValueError):
+    """A server understood a request and rejected it; a retry does not help."""
+
+
+@dataclass(eq=False)
+class Server:
+    """One server.
+
+    Attributes:
+        url: without a path, e.g. http://127.0.0.1:8000.
+        active_sequences: sequences that it is generating for this client.
+        failure: why it is excluded; empty while it is available.
+        failure_count: how often it has been excluded so far.
+        workers: processes that hold a copy or a shard of the weights.
+    """
+
+    url: str
+    active_sequences: int = 0
+    failure: str = ""
+    failure_count: int = 0
+    workers: int = 1
+
+
+class ServerPool:
+    """Sends requests to several servers.
+
+    Args:
+        urls: one for each server, or all in one string, separated by commas.
+        max_sequences: most sequences that one server generates at once; further ones wait here.
+        timeout: seconds to wait for a response.
+        attempts: how often a job is tried, on whichever servers.
+        backoff: seconds before the first retry of a job, doubled for each further one.
+        start_hint: how to start servers, for the error when none is available.
+        health_path: a path that a server responds to as long as it runs, also while it is paused or asleep.
+
+    Raises:
+        ValueError: malformed or repeated URLs, or a limit below 1.
+    """
+
+    def __init__(
+        self,
+        urls: str | Sequence[str],
+        *,
+        max_sequences: int = 256,
+        timeout: float = 1800.0,
+        attempts: int = 4,
+        backoff: float = 0.5,
+        start_hint: str = "",
+        health_path: str = "/health",
+    ) -> None:
+        names = [url.strip().rstrip("/") for url in (urls.split(",") if isinstance(urls, str) else urls)]
+        if not names or not all(name.startswith(("http://", "https://")) for name in names):
+            raise ValueError(f"urls: expected http://host:port of each server, got {urls!r}")
+        if len(set(names)) != len(names):
+            raise ValueError(f"urls: expected each server once, got {urls!r}")
+        if max_sequences < 1 or attempts < 1:
+            raise ValueError(f"max_sequences, attempts: expected at least 1, got {max_sequences} and {attempts}")
+        self.servers = [Server(name) for name in names]
+        self.max_sequences, self.timeout, self.attempts, self.backoff = max_sequences, timeout, attempts, backoff
+        self.start_hint, self.health_path = start_hint, health_path
+        self._loop, thread = start_event_loop("rlkit-servers")
+        self._sequences_finished, self._session = self.run(self._open_session())
+        self.close = weakref.finalize(self, _close, self._loop, thread, self._session)
+
+    @staticmethod
+    async def _open_session() -> tuple[asyncio.Condition, Any]:
+        import aiohttp
+
+        connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEPALIVE_SECONDS)
+        return asyncio.Condition(), aiohttp.ClientSession(connector=connector)
+
+    def start(self, work: Coroutine[Any, Any, T]) -> Future[T]:
+        """Start a coroutine on the event loop."""
+        return asyncio.run_coroutine_threadsafe(work, self._loop)
+
+    def run(self, work: Coroutine[Any, Any, T]) -> T:
+        """Run a coroutine on the event loop, and wait for its result."""
+        return self.wait(self.start(work))
+
+    def wait(self, future: Future[T]) -> T:
+        """Wait for the result of a started coroutine, and cancel it when interrupted."""
+        try:
+            return future.result()
+        except BaseException:
+            future.cancel()
+            raise
+
+    @property
+    def available(self) -> list[Server]:
+        """The servers that are not excluded.
+
+        Raises:
+            RuntimeError: all are.
+        """
+        if available := [server for server in self.servers if not server.failure]:
+            return available
+        failures = "; ".join(f"{server.url}: {server.failure}" for server in self.servers)
+        message = f"servers: expected at least one that responds, got none ({failures}). {self.start_hint}"
+        raise RuntimeError(message.strip())
+
+    async def request(
+        self, server: Server, method: str, path: str, body: Json | bytes | None = None, *, timeout: float | None = None
+    ) -> Any:
+        """Send one HTTP request, and return the body of the response, decoded if it is JSON.
+
+        Raises:
+            ServerUnavailable, RequestRejected: see there; the message names the server.
+        """
+        import aiohttp
+
+        limits = aiohttp.ClientTimeout(total=self.timeout if timeout is None else timeout, sock_connect=10)
+        content = {"data": io.BytesIO(body)} if isinstance(body, bytes) else {"json": body}
+        try:
+            async with self._session.request(method, server.url + path, **content, timeout=limits) as response:
+                if response.status != 200:
+                    message = _error_message(await response.text())
+                    response.close()  # a server may close the connection after an error, and lose the next request
+                    error = f"{server.url}{path}: expected status 200, got {response.status}: {message}"
+                    raise (ServerUnavailable if response.status in RETRYABLE_STATUS else RequestRejected)(error)
+                return await (response.json() if response.content_type == "application/json" else response.text())
+        except TimeoutError as error:
+            raise ServerUnavailable(
+                f"{server.url}{path}: expected a response within {limits.total:g} s, got none"
+            ) from error
+        except RequestRejected:
+            raise
+        except (aiohttp.ClientError, OSError, ValueError) as error:
+            raise ServerUnavailable(f"{server.url}{path}: {error or type(error).__name__}") from error
+
+    async def request_all(
+        self, method: str, path: str, body: Json | bytes | None = None, *, timeout: float | None = None
+    ) -> Any:
+        """Send the same request to all available servers at once; the first error is raised."""
+        requests = (self.request(server, method, path, body, timeout=timeout) for server in self.available)
+        return await asyncio.gather(*requests)
+
+    async def check_health(self, server: Server) -> bool:
+        """Whether a server responds. From now on it is excluded if it does not, and available if it does."""
+        try:
+            await self.request(server, "GET", self.health_path, timeout=10)
+        except (ServerUnavailable, RequestRejected) as error:
+            if not server.failure:
+                log.warning("%s is excluded: %s", server.url, error)
+                server.failure_count += 1
+            server.failure = str(error)
+        else:
+            if server.failure:
+                log.warning("%s is available again", server.url)
+            server.failure = ""
+        return not server.failure
+
+    async def wait_until_up(self, server: Server, timeout: float) -> None:
+        """Wait until a server responds.
+
+        Raises:
+            ServerUnavailable: it does not.
+        """
+        deadline = asyncio.get_running_loop().time() + timeout
+        while True:
+            try:
+                await self.request(server, "GET", self.health_path, timeout=10)
+                return
+            except (ServerUnavailable, RequestRejected) as error:
+                if asyncio.get_running_loop().time() > deadline:
+                    raise ServerUnavailable(str(error)) from error
+            await asyncio.sleep(0.2)
+
+    async def run_jobs(
+        self,
+        jobs: Sequence[T],
+        sequences: Callable[[T], int],
+        attempt: Callable[[Server, T], Coroutine[Any, Any, Any]],
+    ) -> list[Any]:
+        """Distribute jobs over the available servers.
+
+        Args:
+            sequences: how many sequences a job generates.
+            attempt: sends a job to a server. If it raises `ServerUnavailable`, the job is tried again, on another
+                server if there is one. Any other exception cancels all jobs.
+
+        Returns:
+            Results in the order of the jobs, each of exactly one attempt.
+        """
+        tasks = [asyncio.ensure_future(self._run_job(job, sequences(job), attempt)) for job in jobs]
+        try:
+            return list(await asyncio.gather(*tasks))
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def _run_job(self, job: T, size: int, attempt: Callable[[Server, T], Coroutine[Any, Any, Any]]) -> Any:
+        failed_on: Server | None = None
+        for i in range(self.attempts):
+            server = await self._acquire_least_loaded(size, failed_on)
+            try:
+                return await attempt(server, job)
+            except ServerUnavailable as error:
+                failure, failed_on = str(error), server
+            finally:
+                async with self._sequences_finished:
+                    server.active_sequences -= size
+                    self._sequences_finished.notify_all()
+            if await self.check_health(server):
+                log.warning("%s; attempt %d of %d", failure, i + 1, self.attempts)
+                await asyncio.sleep(self.backoff * 2**i)
+        message = f"servers: expected a response within {self.attempts} attempts, got none; the last: {failure}."
+        raise RuntimeError(f"{message} {self.start_hint}".strip())
+
+    async def _acquire_least_loaded(self, size: int, failed_on: Server | None) -> Server:
+        """Wait for a server with room for `size` sequences and reserve it; preferably not the one that just failed."""
+        async with self._sequences_finished:
+            while True:
+                with_room = [
+                    server
+                    for server in self.available
+                    if not server.active_sequences or server.active_sequences + size <= self.max_sequences
+                ]
+                if with_room:
+                    server = min(with_room, key=lambda server: (server is failed_on, server.active_sequences))
+                    server.active_sequences += size
+                    return server
+                await self._sequences_finished.wait()
+
+
+def _error_message(body: str) -> str:
+    """The message in the body of an error response, in one line."""
+    try:
+        content = json.loads(body)
+        content = content.get("error", content.get("detail", content))
+        content = content.get("message", content) if isinstance(content, dict) else content
+    except (ValueError, AttributeError):
+        content = body
+    return " ".join(str(content).split())[:500]
+
+
+def _close(loop: asyncio.AbstractEventLoop, thread: threading.Thread, session: Any) -> None:
+    asyncio.run_coroutine_threadsafe(session.close(), loop).result(5)
+    loop.call_soon_threadsafe(loop.stop)
+    thread.join(5)
+    loop.close()  # later requests raise instead of waiting for ever

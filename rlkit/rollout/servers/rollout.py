@@ -1,0 +1,420 @@
+"""What rollouts on vLLM and SGLang servers have in common: distributing requests, and sending weights."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import io
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import FIRST_EXCEPTION, Future, wait
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar
+from urllib.parse import urlsplit
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from rlkit.data.samples import Sample
+from rlkit.rollout.background import in_daemon_thread
+from rlkit.rollout.inference_requests import check_context_length, finished_sample
+from rlkit.rollout.sampling import OnFinished, Sampling, end_token_ids, sample_name, sampling_per_request
+from rlkit.rollout.servers.pool import RequestRejected, Server, ServerPool, ServerUnavailable
+from rlkit.rollout.servers.weight_transfer import TransferGroup, local_address, send_weights
+from rlkit.vlm.loading import load_config
+from rlkit.vlm.processors import suppressed_token_ids
+
+Weights = Iterable[tuple[str, Tensor]]
+
+
+@dataclass
+class Job:
+    """A request to one server, for some of the n samples of a prompt.
+
+    Attributes:
+        request: the prompt, or the sample to continue.
+        first_number: number of the first of these samples within its group.
+        count: how many samples.
+        body: of the HTTP request.
+    """
+
+    request: Sample
+    first_number: int
+    count: int
+    body: dict[str, Any]
+
+
+class ServerRollout(ABC):
+    """A rollout on inference servers. A subclass implements the protocol of one kind of server.
+
+    Args:
+        model: directory or hub id that trainer and servers were given; the last part of its name has to agree.
+        processor: the trainer's, for decoding.
+        urls: of the servers; a list, or one string with commas.
+        max_sequences: most sequences that one server generates at once; further ones wait here.
+        timeout: seconds to wait for a response, or for a bucket of weights.
+        connect_timeout: seconds to wait until the servers are up.
+        transfer: "nccl" or "gloo", as the servers were started; by default nccl if the trainer has a GPU.
+        bucket_bytes: most weights that are gathered and not yet sent.
+        trust_remote_code: for models whose code is on the hub.
+
+    Raises:
+        ValueError: a server that cannot be reached, has another version or model, or lacks what training needs.
+    """
+
+    transfer_groups: ClassVar[dict[str, Callable[[int, str], TransferGroup]]]
+    join_path: ClassVar[str]
+    start_hint: ClassVar[str]
+    health_path: ClassVar[str] = "/health"
+
+    def __init__(
+        self,
+        *,
+        model: str,
+        processor: Any,
+        urls: str | Sequence[str],
+        max_sequences: int = 256,
+        timeout: float = 1800.0,
+        connect_timeout: float = 60.0,
+        transfer: str | None = None,
+        bucket_bytes: int = 256 << 20,
+        trust_remote_code: bool = False,
+    ) -> None:
+        transfer = transfer or ("nccl" if torch.cuda.is_available() else "gloo")
+        if transfer not in self.transfer_groups:
+            raise ValueError(f"transfer: expected one of {', '.join(self.transfer_groups)}, got {transfer!r}")
+        self.make_group = self.transfer_groups[transfer]
+        self.bucket_bytes, self.model, self.processor = bucket_bytes, model, processor
+        self.config = load_config(model, trust_remote_code=trust_remote_code)
+        tokenizer = getattr(processor, "tokenizer", processor)
+        self.suppressed_token_ids = suppressed_token_ids(self.config, tokenizer).tolist()
+        self.end_token_ids = end_token_ids(tokenizer, _generation_eos_token_id(model))
+        self.group: TransferGroup | None = None
+        self.group_members: list[tuple[Server, int]] = []
+        self.asleep = self.update_failed = False
+        self.pool = ServerPool(
+            urls,
+            max_sequences=max_sequences,
+            timeout=timeout,
+            start_hint=self.start_hint,
+            health_path=self.health_path,
+        )
+        handshakes = self.pool.run(self._handshake_all(connect_timeout))
+        self.max_model_len = min(max_model_len for max_model_len, _ in handshakes)
+        # versions of the weights: those that all servers sample with, and those that were sent last
+        self.version = self.sent_version = max(version for _, version in handshakes)
+
+    # --- the protocol of a kind of server
+
+    @abstractmethod
+    def _request_body(self, request: Sample, sampling: Sampling, start: int, count: int) -> dict[str, Any]:
+        """Body of a request for `count` samples, of which the first is number `start` of this `generate` call."""
+
+    @abstractmethod
+    async def _request_samples(self, server: Server, job: Job) -> list[Sample]:
+        """Send a job to a server once, and make samples of its response."""
+
+    @abstractmethod
+    async def _handshake(self, server: Server) -> tuple[int, int]:
+        """Check that a server is fit for training: returns its longest sequence, and the version of its weights."""
+
+    @abstractmethod
+    def _begin_update(self) -> None:
+        """Have the servers pause generation and get ready for weights."""
+
+    @abstractmethod
+    async def _announce_bucket(self, description: dict[str, list[Any]]) -> None:
+        """Send the description of the next bucket to the servers, and wait until they have loaded the bucket."""
+
+    @abstractmethod
+    def _finish_update(self) -> None:
+        """Have the servers use weights of version `self.sent_version`, empty their caches, and resume generation."""
+
+    @abstractmethod
+    async def _abort_update(self, server: Server) -> None:
+        """End a failed update, so that the next one can begin; the server stays paused."""
+
+    # --- generation
+
+    def generate(
+        self,
+        requests: Sequence[Sample],
+        sampling: Sampling | Sequence[Sampling],
+        n: int = 1,
+        *,
+        on_finished: OnFinished | None = None,
+    ) -> list[Sample]:
+        """Generate n samples for each request; those of one request are adjacent, in the order of the requests.
+
+        Args:
+            sampling: for all requests, or one for each.
+            on_finished: called with (i, samples) as soon as the n samples of request i are finished; see
+                `rlkit.rollout.sampling.OnFinished`.
+
+        Raises:
+            ValueError: a prompt that leaves no room for a response, that the server expands to other tokens than the
+                trainer, or that it rejects.
+            RuntimeError: no server is available, one has unexpected weights, or all attempts failed.
+        """
+        return self.pool.wait(self.submit(requests, sampling, n, on_finished=on_finished))
+
+    def submit(
+        self,
+        requests: Sequence[Sample],
+        sampling: Sampling | Sequence[Sampling],
+        n: int = 1,
+        *,
+        on_finished: OnFinished | None = None,
+    ) -> Future[list[Sample]]:
+        """Start `generate` without waiting for it. If the future is cancelled, the servers abort the requests."""
+        if self.update_failed:
+            raise RuntimeError(
+                "generate: expected servers with the trainer's weights, got servers whose last weight update failed; "
+                "call update_weights again first"
+            )
+        params = sampling_per_request(sampling, requests)
+        check_context_length(requests, params, self.max_model_len)
+        most = self.pool.max_sequences
+        jobs = [
+            Job(request, request.number * n + start, count, self._request_body(request, one, start, count))
+            for request, one in zip(requests, params, strict=True)
+            for start in range(0, n, most)
+            for count in [min(most, n - start)]
+        ]
+        return self.pool.start(self._run(jobs, n, on_finished))
+
+    async def _run(self, jobs: Sequence[Job], n: int, on_finished: OnFinished | None) -> list[Sample]:
+        jobs_per_request = len(range(0, n, self.pool.max_sequences))  # they are adjacent
+        indices = {id(job): k for k, job in enumerate(jobs)}
+        results: dict[int, list[Sample]] = {}
+
+        async def attempt(server: Server, job: Job) -> list[Sample]:
+            k = indices[id(job)]
+            results[k] = await self._request_samples(server, job)
+            i = k // jobs_per_request
+            same_request = range(i * jobs_per_request, (i + 1) * jobs_per_request)
+            if on_finished is not None and results.keys() >= set(same_request):
+                on_finished(i, [sample for other in same_request for sample in results[other]])
+            return results[k]
+
+        samples_of_jobs = await self.pool.run_jobs(jobs, lambda job: job.count, attempt)
+        return [sample for samples in samples_of_jobs for sample in samples]
+
+    async def _post_job(self, server: Server, path: str, job: Job) -> Any:
+        try:
+            return await self.pool.request(server, "POST", path, job.body)
+        except RequestRejected as error:
+            raise ValueError(f"{sample_name(job.request)}: {error}") from error
+
+    def _make_sample(
+        self,
+        server: Server,
+        job: Job,
+        i: int,
+        oldest: int,
+        *,
+        token_ids: list[int],
+        logprobs: list[float],
+        finish_reason: str,
+        versions: list[int],
+    ) -> Sample:
+        """Sample i of a job.
+
+        Args:
+            oldest: version of the weights when the request was sent.
+            versions: of the weights that generated each token.
+        """
+        self._check_versions(server, oldest, versions)
+        versions = [*job.request.versions, *versions]
+        request = replace(job.request, number=job.first_number + i, versions=versions)
+        return finished_sample(
+            request,
+            token_ids,
+            logprobs,
+            finish_reason,
+            processor=self.processor,
+            version=min(versions, default=self.version),
+        )
+
+    def _check_versions(self, server: Server, oldest: int, versions: Iterable[int]) -> None:
+        """Raise a RuntimeError unless all tokens were generated with weights that this rollout has sent."""
+        found = sorted(set(versions))
+        if not found or not oldest <= found[0] <= found[-1] <= self.sent_version:
+            raise RuntimeError(
+                f"{server.url}: expected tokens of weight version {oldest}, got {found}: was the server restarted, or "
+                "does another run send it weights?"
+            )
+
+    # --- weights
+
+    def update_weights(self, weights: Weights) -> None:
+        """Send (HF name, full tensor) of every parameter to all servers; all ranks iterate together, rank 0 sends.
+
+        Requests in flight are paused and continue with the new weights. What was computed with the old weights is
+        discarded. A server that was restarted becomes available again.
+
+        Raises:
+            RuntimeError: some server did not receive the weights. The servers stay paused; call it again.
+        """
+        self._update("update_weights", weights, self._send_weights)
+
+    def _update(self, name: str, weights: Weights, send: Callable[[Weights], None]) -> None:
+        raise_on_all_ranks(None)  # wait until all ranks have sampled what they want to sample with the old weights
+        weights, error, self.update_failed = iter(weights), None, True
+        if sends := not dist.is_initialized() or dist.get_rank() == 0:
+            try:
+                send(weights)
+            except (ServerUnavailable, RequestRejected, RuntimeError, OSError) as caught:
+                error = RuntimeError(f"{name}: {caught}")
+                error.__cause__ = caught
+        for _ in weights:  # gathering is a collective, so every rank iterates to the end
+            pass
+        raise_on_all_ranks(error)
+        if not sends:
+            self.pool.run(self._check_health())
+        self.update_failed = self.asleep = False
+        self.version = self.sent_version = self.version + 1
+
+    def _send_weights(self, weights: Weights) -> None:
+        self.pool.run(self._check_health())
+        group = self._connected_group()
+        self._begin_update()
+        try:
+            send_weights(
+                weights,
+                group,
+                lambda description: self.pool.start(self._announce_bucket(description)),
+                bucket_bytes=self.bucket_bytes,
+                timeout=self.pool.timeout,
+            )
+            self.sent_version = self.version + 1
+            self._finish_update()
+        except BaseException:
+            self.group = None
+            self.pool.run(self._abort_update_everywhere())
+            raise
+
+    def _connected_group(self) -> TransferGroup:
+        """The process group with the available servers; a new one if they are not the same as last time."""
+        servers = self.pool.available
+        members = [(server, server.failure_count) for server in servers]
+        if self.group is not None and members == self.group_members:
+            return self.group
+        addresses = sorted({local_address(urlsplit(server.url).hostname or "") for server in servers})
+        address = next((a for a in addresses if not a.startswith("127.")), addresses[0])
+        group = self.make_group(1 + sum(server.workers for server in servers), address)
+        joining = self.pool.start(self._join_group(servers, group))
+        connecting = in_daemon_thread(group.connect)
+        done, _ = wait((joining, connecting), self.pool.timeout, FIRST_EXCEPTION)
+        for future in done:
+            future.result()
+        if len(done) < 2:
+            raise RuntimeError(f"servers: expected all to join within {self.pool.timeout:g} s, got no process group")
+        self.group, self.group_members = group, members
+        return group
+
+    async def _join_group(self, servers: Sequence[Server], group: TransferGroup) -> None:
+        joins, rank = [], 1
+        for server in servers:
+            joins.append(self.pool.request(server, "POST", self.join_path, self._join_body(group.join_info(rank))))
+            rank += server.workers
+        await asyncio.gather(*joins)
+
+    def _join_body(self, join_info: dict[str, Any]) -> dict[str, Any]:
+        return join_info
+
+    async def _abort_update_everywhere(self) -> None:
+        await asyncio.gather(*(self._abort_update(server) for server in self.pool.servers if not server.failure))
+
+    def _post_all(self, path: str, body: dict[str, Any] | bytes | None = None) -> list[Any]:
+        return self.pool.run(self.pool.request_all("POST", path, body))
+
+    def _post_from_rank_0(self, path: str, body: dict[str, Any] | None = None) -> None:
+        """Post to all servers, from one rank; a server that has died meanwhile is excluded."""
+        raise_on_all_ranks(None)
+        error: Exception | None = None
+        if not dist.is_initialized() or dist.get_rank() == 0:
+            try:
+                self.pool.run(self._post_to_living(path, body))
+            except (ServerUnavailable, RequestRejected, RuntimeError) as caught:
+                error = caught
+        raise_on_all_ranks(error)
+
+    async def _post_to_living(self, path: str, body: dict[str, Any] | None) -> None:
+        async def post(server: Server) -> None:
+            try:
+                await self.pool.request(server, "POST", path, body)
+            except ServerUnavailable:
+                if await self.pool.check_health(server):
+                    raise
+
+        await asyncio.gather(*(post(server) for server in self.pool.available))
+
+    def close(self) -> None:
+        """Disconnect from the servers, which continue to run."""
+        if self.group is not None:
+            self.group.close()
+            self.group = None
+        self.pool.close()
+
+    # --- servers
+
+    async def _check_health(self) -> None:
+        await asyncio.gather(*(self.pool.check_health(server) for server in self.pool.servers))
+
+    async def _handshake_all(self, timeout: float) -> list[tuple[int, int]]:
+        async def handshake(server: Server) -> tuple[int, int]:
+            try:
+                await self.pool.wait_until_up(server, timeout)
+            except ServerUnavailable as error:
+                raise ValueError(
+                    f"urls: expected a server at {server.url} within {timeout:g} s, got none: {error}. "
+                    f"{self.start_hint}"
+                ) from error
+            return await self._handshake(server)
+
+        return await asyncio.gather(*(handshake(server) for server in self.pool.servers))
+
+
+def raise_on_all_ranks(error: Exception | None) -> None:
+    """Wait for all ranks, and raise on each of them if there is an error on one."""
+    failed = torch.tensor(int(error is not None))
+    if dist.is_initialized() and dist.get_world_size() > 1:
+        dist.all_reduce(failed, dist.ReduceOp.MAX)
+    if error is not None:
+        raise error
+    if failed:
+        raise RuntimeError("rank 0: expected a reply from the servers, got an error; see the message of rank 0")
+
+
+def version_number(weight_version: str) -> int:
+    """How often a server's weights have been updated; 0 for the weights that it loaded itself."""
+    return int(weight_version) if weight_version.isdecimal() else 0
+
+
+def image_data_url(image: Any, name: str) -> str:
+    """An image as a data URL of a PNG file, which is lossless.
+
+    Args:
+        name: of the sample, for errors.
+
+    Raises:
+        ValueError: not an image.
+    """
+    buffer = io.BytesIO()
+    try:
+        image.save(buffer, "PNG", compress_level=1)
+    except (AttributeError, OSError, ValueError) as error:
+        raise ValueError(f"{name}: expected an image that can be saved as PNG, got {error}") from error
+    return "data:image/png;base64," + base64.b64encode(buffer.getvalue()).decode()
+
+
+def _generation_eos_token_id(model: str) -> Any:
+    """`eos_token_id` of the model's generation config, if it has one."""
+    from transformers import GenerationConfig
+
+    try:
+        return GenerationConfig.from_pretrained(model).eos_token_id
+    except OSError:
+        return None

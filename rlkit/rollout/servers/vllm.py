@@ -1,0 +1,234 @@
+"""Sampling with vLLM servers: token ids by HTTP, weights through a process group.
+
+    python -m rlkit.rollout.serve --model Qwen/Qwen2.5-VL-7B-Instruct --count 2 --port 8000
+
+    rollout = make_rollout("vllm_server", model="Qwen/Qwen2.5-VL-7B-Instruct", processor=processor,
+                           urls="http://127.0.0.1:8000,http://127.0.0.1:8001")
+
+A prompt and its images are sent to one server and processed once for all of its samples. If a server dies or does not
+respond, its requests are sent to another one; each response is used once. Responses say which weights generated each
+token, and unexpected weights are an error.
+
+Nothing is pickled on the way: `/inference/v1/generate`, `/pause`, `/resume`, `/sleep`, `/wake_up`, the routes of vLLM's
+native weight transfer and those that reset caches exchange JSON, and adapters are sent as safetensors.
+"""
+
+from __future__ import annotations
+
+import base64
+import io
+import math
+from collections.abc import Iterable
+from functools import partial
+from pathlib import PurePath
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from rlkit.data.samples import Sample
+from rlkit.rollout.adapters import ADAPTER_NAME, ADAPTER_ROUTE, serialize_adapter
+from rlkit.rollout.inference_requests import check_prompt_expansion
+from rlkit.rollout.sampling import Sampling, sample_name, with_routed_experts
+from rlkit.rollout.servers.pool import RequestRejected, Server, ServerUnavailable
+from rlkit.rollout.servers.rollout import Job, ServerRollout, Weights, image_data_url, version_number
+from rlkit.rollout.servers.weight_transfer import GlooGroup, NcclGroup
+from rlkit.rollout.vllm_requests import check_suppressed_token_ids, check_weight_updates_work, vllm_sampling_params
+
+SUPPORTED = ((0, 32), (0, 33))  # versions of vLLM: from the first one, below the second one
+START_WITH_ADAPTERS = "python -m rlkit.rollout.serve --model MODEL --enable-lora --max-lora-rank RANK"
+
+
+class VllmServerRollout(ServerRollout):
+    """Samples with vLLM servers, which are sent the trainer's weights; for the arguments see `ServerRollout`."""
+
+    transfer_groups = {"nccl": NcclGroup, "gloo": GlooGroup}
+    join_path = "/init_weight_transfer_engine"
+    start_hint = "Start servers with: python -m rlkit.rollout.serve --model MODEL --count N --port PORT"
+    adapter: str | None = None  # requests name it as their model
+
+    def _request_body(self, request: Sample, sampling: Sampling, start: int, count: int) -> dict[str, Any]:
+        params = vllm_sampling_params(
+            sampling, request, n=count, suppressed_token_ids=self.suppressed_token_ids, end_token_ids=self.end_token_ids
+        )
+        params["seed"] += start  # the server adds the index of the sample within the request
+        body = {"token_ids": request.compact_ids, "sampling_params": params, "return_token_ids": True, "stream": False}
+        if self.adapter:
+            body["model"] = self.adapter
+        if request.images:
+            name = sample_name(request)
+            body["content_parts"] = [
+                {"type": "image_url", "url": image_data_url(image, name)} for image in request.images
+            ]
+        return body
+
+    async def _request_samples(self, server: Server, job: Job) -> list[Sample]:
+        oldest = self.version
+        response = await self._post_job(server, "/inference/v1/generate", job)
+        check_prompt_expansion(job.request, response["prompt_token_ids"])
+        choices = sorted(response["choices"], key=lambda choice: choice["index"])
+        if len(choices) != job.count:
+            raise RuntimeError(f"{server.url}: expected {job.count} samples, got {len(choices)}")
+        samples = []
+        for i, choice in enumerate(choices):
+            spans = choice.get("weight_versions") or []
+            sample = self._make_sample(
+                server,
+                job,
+                i,
+                oldest,
+                token_ids=choice["token_ids"],
+                logprobs=[entry["logprob"] for entry in choice["logprobs"]["content"]],
+                finish_reason=choice["finish_reason"],
+                versions=[version_number(span["version"]) for span in spans for _ in range(span["start"], span["end"])],
+            )
+            if encoded := choice.get("routed_experts"):  # the server was started with --enable-return-routed-experts
+                experts = np.load(io.BytesIO(base64.b64decode(encoded)), allow_pickle=False)
+                sample = with_routed_experts(sample, torch.from_numpy(experts.astype("int16")))
+            samples.append(sample)
+        return samples
+
+    def _join_body(self, join_info: dict[str, Any]) -> dict[str, Any]:
+        return {"init_info": join_info}
+
+    def update_weights(self, weights: Weights) -> None:
+        """As `ServerRollout.update_weights`; an adapter that was sent before is no longer used.
+
+        Raises:
+            ValueError: a family of which vLLM would keep some of the old weights.
+            RuntimeError: some server did not receive the weights. The servers stay paused; call it again.
+        """
+        check_weight_updates_work(self.config.model_type)
+        super().update_weights(weights)
+        self.adapter = None
+
+    def update_adapter(self, config: Any, weights: Iterable[tuple[str, Tensor]]) -> None:
+        """Send LoRA adapters, about a hundredth of the weights; the base model stays as the servers loaded it.
+
+        The servers have to be started by `rlkit.rollout.serve` with `--enable-lora` and `--max-lora-rank`. They load
+        adapters from memory. Requests in flight continue with the new ones. All ranks iterate together, rank 0 sends.
+
+        Args:
+            config: peft's config, and
+            weights: (name in peft's files, full tensor); `engine.get_adapter()` returns both.
+
+        Raises:
+            RuntimeError: a server did not receive the adapters, cannot use all of them, or has other base weights than
+                those they were trained on. The servers stay paused; call it again.
+        """
+        self._update("update_adapter", weights, partial(self._send_adapter, config))
+        self.adapter = ADAPTER_NAME
+
+    def _send_adapter(self, config: Any, weights: Weights) -> None:
+        file = serialize_adapter(config, weights)
+        self.pool.run(self._check_health())
+        self._pause(ADAPTER_NAME)
+        try:
+            self._post_all(ADAPTER_ROUTE, file)
+        except RequestRejected as error:
+            raise RuntimeError(f"{error}. To take adapters, start servers with: {START_WITH_ADAPTERS}") from error
+        self.sent_version = self.version + 1
+        self._post_all("/update_weight_version", {"new_version": str(self.sent_version)})
+        self._reset_caches_and_resume()
+
+    def _pause(self, next_adapter: str | None) -> None:
+        """Pause generation. Requests in flight continue afterwards if they use the same adapter, else they end first.
+
+        Args:
+            next_adapter: that requests will use after the update.
+        """
+        self._post_all(f"/pause?mode={'keep' if next_adapter == self.adapter else 'wait'}")
+
+    def _begin_update(self) -> None:
+        self._pause(None)
+        self._post_all("/start_weight_update")
+
+    async def _announce_bucket(self, description: dict[str, list[Any]]) -> None:
+        await self.pool.request_all("POST", "/update_weights", {"update_info": description})
+
+    def _finish_update(self) -> None:
+        self._post_all("/finish_weight_update", {"weight_version": str(self.sent_version)})
+        self._reset_caches_and_resume()
+
+    def _reset_caches_and_resume(self) -> None:
+        if self.asleep:
+            torch.cuda.empty_cache()
+            self._post_all("/wake_up?tags=kv_cache")
+        resets = self._post_all("/reset_prefix_cache?reset_running_requests=true")
+        if not all(response["success"] for response in resets):
+            raise RuntimeError(
+                "/reset_prefix_cache: expected success on all servers, got a failure: keys and values of old weights "
+                "would be used"
+            )
+        self._post_all("/reset_encoder_cache")
+        self._post_all("/resume")
+
+    async def _abort_update(self, server: Server) -> None:
+        try:
+            await self.pool.request(server, "POST", "/finish_weight_update", timeout=30)
+        except (ServerUnavailable, RequestRejected):
+            pass  # it has ended already, or the server is gone, which the next update will notice
+
+    def sleep(self) -> None:
+        """Free GPU memory, weights and cache, of servers that were started with `--enable-sleep-mode`."""
+        if not self.asleep:
+            level = 1 if self.adapter else 2  # 1 keeps the weights in host memory, for adapters; 2 drops them
+            self._post_from_rank_0(f"/sleep?level={level}&mode=wait")
+            self.asleep = True
+
+    def wake_up(self) -> None:
+        """Allocate memory for the weights again; `update_weights` fills it, and allocates the cache."""
+        if self.asleep:
+            torch.cuda.empty_cache()  # a server on the same GPU cannot use what this process's allocator caches
+            self._post_from_rank_0("/wake_up?tags=weights")
+
+    async def _handshake(self, server: Server) -> tuple[int, int]:
+        request = self.pool.request
+        check_suppressed_token_ids(self.suppressed_token_ids)
+        try:
+            version = (await request(server, "GET", "/version"))["version"]
+            card = (await request(server, "GET", "/v1/models"))["data"][0]
+            weight_version = version_number((await request(server, "GET", "/weight_info"))["weight_version"])
+            server.workers = (await request(server, "GET", "/get_world_size"))["world_size"]
+            if paused := (await request(server, "GET", "/is_paused"))["is_paused"]:
+                await self._recover_paused(server)
+        except (ServerUnavailable, RequestRejected, KeyError, TypeError) as error:
+            raise ValueError(
+                f"{server.url}: expected a vLLM server for training, got {error}. {self.start_hint}"
+            ) from error
+        if not SUPPORTED[0] <= tuple(int(part) for part in version.split(".")[:2]) < SUPPORTED[1]:
+            low, high = (".".join(map(str, v)) for v in SUPPORTED)
+            raise ValueError(f"{server.url}: expected vLLM >={low},<{high}, got {version}")
+        if PurePath(card["id"]).name != PurePath(self.model).name:
+            raise ValueError(f"{server.url}: expected the model {self.model!r}, got {card['id']!r}")
+        if not paused:
+            await self._check_logprobs(server)
+        return card["max_model_len"], weight_version
+
+    async def _recover_paused(self, server: Server) -> None:
+        """Wake a server that a stopped trainer left asleep or paused; it needs weights before it may generate."""
+        await self._abort_update(server)
+        for path in ("/wake_up", "/resume"):
+            try:
+                await self.pool.request(server, "POST", path)
+            except ServerUnavailable:  # the connection belonged to the aborted update; a repeated call is harmless
+                await self.pool.request(server, "POST", path)
+        self.update_failed = True
+
+    async def _check_logprobs(self, server: Server) -> None:
+        """Check that logprobs are those of the sampled distribution: if one token is allowed, its logprob is 0."""
+        params = {"max_tokens": 1, "logprobs": 0, "allowed_token_ids": self.end_token_ids[:1], "ignore_eos": True}
+        body = {"token_ids": self.end_token_ids[:1], "sampling_params": params}
+        try:
+            response = await self.pool.request(server, "POST", "/inference/v1/generate", body)
+        except (ServerUnavailable, RequestRejected) as error:
+            raise ValueError(
+                f"{server.url}: expected a server that takes token ids, got {error}. {self.start_hint}"
+            ) from error
+        logprob = response["choices"][0]["logprobs"]["content"][0]["logprob"]
+        if not math.isclose(logprob, 0.0, abs_tol=1e-3):
+            raise ValueError(
+                f"{server.url}: expected logprobs of the sampled distribution, got those of the raw logits; start it "
+                f"with --logprobs-mode processed_logprobs. {self.start_hint}"
+            )

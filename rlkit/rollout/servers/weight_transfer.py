@@ -1,0 +1,213 @@
+"""The trainer's side of sending weights to servers: through a process group, in buckets, without a disk.
+
+    group = GlooGroup(size=1 + workers)
+    post(group.join_info(rank_offset=1))      # each server joins while ...
+    group.connect()                           # ... the trainer, rank 0, waits for it
+    send_weights(engine.get_per_tensor_param(), group, announce)
+
+Only names, dtypes and shapes travel by HTTP. At most one bucket is gathered and not yet sent, never the whole model.
+"""
+
+from __future__ import annotations
+
+import base64
+import socket
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import FIRST_EXCEPTION, Future, wait
+from datetime import timedelta
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from rlkit.rollout.background import in_daemon_thread
+
+NamedTensor = tuple[str, Tensor]
+
+
+class TransferGroup(Protocol):
+    """A process group of the trainer (rank 0) and the servers' workers."""
+
+    def join_info(self, rank_offset: int) -> dict[str, Any]:
+        """What a server needs to know in order to join; its workers have the ranks from `rank_offset` on."""
+
+    def connect(self) -> None:
+        """Wait until all ranks have joined."""
+
+    def broadcast(self, bucket: list[NamedTensor]) -> None:
+        """Send these tensors, in this order."""
+
+    def close(self) -> None:
+        """Leave the group."""
+
+
+def buckets(weights: Iterable[NamedTensor], max_bytes: int) -> Iterator[list[NamedTensor]]:
+    """Cut a sequence of tensors into lists of at most `max_bytes`; a larger tensor gets a list of its own."""
+    bucket: list[NamedTensor] = []
+    size = 0
+    for name, weight in weights:
+        if bucket and size + weight.nbytes > max_bytes:
+            yield bucket
+            bucket, size = [], 0
+        bucket.append((name, weight.detach()))
+        size += weight.nbytes
+    if bucket:
+        yield bucket
+
+
+def describe(bucket: list[NamedTensor]) -> dict[str, list[Any]]:
+    """Names, dtypes and shapes of a bucket, which the servers need before its tensors arrive."""
+    return {
+        "names": [name for name, _ in bucket],
+        "dtype_names": [str(weight.dtype).removeprefix("torch.") for _, weight in bucket],
+        "shapes": [list(weight.shape) for _, weight in bucket],
+    }
+
+
+def send_weights(
+    weights: Iterable[NamedTensor],
+    group: TransferGroup,
+    announce: Callable[[dict[str, list[Any]]], Future[Any]],
+    *,
+    bucket_bytes: int = 256 << 20,
+    timeout: float = 600.0,
+) -> int:
+    """Send every tensor to all servers of the group.
+
+    Args:
+        weights: (Hugging Face name, full tensor); gathered one bucket at a time, in the calling thread.
+        announce: sends the description of the next bucket to all servers; its future is done when they have loaded the
+            bucket.
+        timeout: seconds for one bucket.
+
+    Returns:
+        Bytes sent to each server.
+
+    Raises:
+        RuntimeError: a server did not receive its weights. The group is then closed and cannot be used again.
+    """
+    total = 0
+    for bucket in buckets(weights, bucket_bytes):
+        loaded = announce(describe(bucket))
+        sent = in_daemon_thread(group.broadcast, bucket)
+        done, pending = wait((loaded, sent), timeout, FIRST_EXCEPTION)
+        error = next((future.exception() for future in (loaded, sent) if future in done and future.exception()), None)
+        if error or pending:
+            loaded.cancel()
+            group.close()
+            problem = error or f"nothing within {timeout:g} s"
+            message = f"weights from {bucket[0][0]} on: expected all servers to load them, got {problem}"
+            raise RuntimeError(message) from error
+        total += sum(weight.nbytes for _, weight in bucket)
+    return total
+
+
+def local_address(host: str) -> str:
+    """The address under which another machine, or this one, reaches this machine; nothing is sent."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        probe.connect((host, 9))
+        return probe.getsockname()[0]
+
+
+def listening_store(size: int, address: str, timeout: float) -> tuple[dist.TCPStore, int]:
+    """A store where `size` ranks rendezvous, and its port; it listens on one address only."""
+    listener = socket.create_server((address, 0))
+    port = listener.getsockname()[1]
+    limit, fd = timedelta(seconds=timeout), listener.detach()
+    return dist.TCPStore(address, port, size, True, limit, wait_for_workers=False, master_listen_fd=fd), port
+
+
+def gloo_group(store: dist.Store, rank: int, size: int, address: str, timeout: float) -> Any:
+    """A gloo process group besides the default one, bound to one address; all ranks call this together."""
+    gloo: Any = dist.ProcessGroupGloo  # its type hints are incomplete
+    options = gloo._Options()
+    options._devices = [gloo.create_device(hostname=address)]
+    options._timeout = timedelta(seconds=timeout)
+    return gloo(store, rank, size, options)
+
+
+class GlooGroup:
+    """For servers without a GPU; `rlkit.rollout.gloo_transfer` is the server's side.
+
+    Args:
+        size: number of ranks, including the trainer's.
+        address: of this machine, as the servers reach it; nothing listens on another.
+        timeout: seconds for joining, and for one tensor; ranks wait that long for one that has died.
+    """
+
+    def __init__(self, size: int, address: str = "127.0.0.1", timeout: float = 60.0) -> None:
+        self.size, self.address, self.timeout = size, address, timeout
+        self.store, self.port = listening_store(size, address, timeout)
+        self.group: Any = None
+
+    def join_info(self, rank_offset: int) -> dict[str, Any]:
+        return {
+            "host": self.address,
+            "port": self.port,
+            "rank_offset": rank_offset,
+            "world_size": self.size,
+            "timeout": self.timeout,
+        }
+
+    def connect(self) -> None:
+        self.group = gloo_group(self.store, 0, self.size, self.address, self.timeout)
+
+    def broadcast(self, bucket: list[NamedTensor]) -> None:
+        if self.group is None:
+            raise RuntimeError("broadcast: expected connect() before it, got none")
+        for _, weight in bucket:
+            self.group.broadcast(weight.cpu().contiguous().view(-1).view(torch.uint8), 0).wait()
+
+    def close(self) -> None:
+        """Do nothing: gloo cannot cancel a broadcast, so a pending one ends with its timeout."""
+
+
+class NcclGroup:
+    """For servers with GPUs: vLLM's own packed, double-buffered transfer; needs vLLM in the trainer's environment.
+
+    The group's id is part of `join_info`. vLLM's usual rendezvous would send it pickled through a store.
+    """
+
+    def __init__(self, size: int, address: str = "", timeout: float = 300.0) -> None:
+        from vllm.distributed.device_communicators.pynccl_wrapper import NCCLLibrary
+
+        # the current device belongs to a thread, and `connect` runs in another one
+        self.size, self.device = size, torch.cuda.current_device()
+        self.id = bytes(NCCLLibrary().ncclGetUniqueId().internal)
+        self.group: Any = None
+
+    def join_info(self, rank_offset: int) -> dict[str, Any]:
+        from vllm.distributed.weight_transfer.nccl_common import NCCLWeightTransferInitInfo, worker_init_payload
+
+        return worker_init_payload(
+            NCCLWeightTransferInitInfo(
+                rank_offset=rank_offset,
+                world_size=self.size,
+                nccl_unique_id_b64=base64.b64encode(self.id).decode(),
+                packed=True,
+            )
+        )
+
+    def connect(self) -> None:
+        from vllm.distributed.weight_transfer.nccl_common import uid_init_process_group
+
+        self.group = uid_init_process_group(self.id, 0, self.size, self.device)
+
+    def broadcast(self, bucket: list[NamedTensor]) -> None:
+        from vllm.distributed.weight_transfer.packed_tensor import packed_nccl_broadcast_producer
+
+        device = self.group.device
+        torch.cuda.synchronize(device)  # the bucket was filled on another stream than those that pack it
+        with torch.cuda.device(device):  # the current device of this thread
+            packed_nccl_broadcast_producer(
+                iterator=iter([(name, weight.to(device)) for name, weight in bucket]),
+                group=self.group,
+                src=0,
+                post_iter_func=lambda named: named[1],
+            )
+
+    def close(self) -> None:
+        if self.group is not None:
+            self.group.destroy()
+        self.group = None

@@ -1,0 +1,75 @@
+"""Ranks that share rows (a model-parallel group) train on the same samples: each generates some, and gets all of them.
+
+If each rank generated all of them, the samples would diverge at the first token that two GPUs, or two batches on a
+server, round differently.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch.distributed as dist
+
+from rlkit.data.samples import Sample
+from rlkit.rollout.sampling import OnFinished, Sampling
+
+
+class SharedRowsRollout:
+    """A rollout whose requests are split over the ranks of a group; everything but `generate` is the wrapped rollout's.
+
+    Args:
+        rollout: of this rank, from `make_rollout`.
+        group: the ranks that are given the same requests.
+        collective: all ranks generate all requests together, because they hold shards of the same matrices; the samples
+            of the first rank are used.
+    """
+
+    def __init__(self, rollout: Any, group: dist.ProcessGroup, *, collective: bool) -> None:
+        self.rollout, self.group, self.collective = rollout, group, collective
+
+    def generate(
+        self,
+        requests: Sequence[Sample],
+        sampling: Sampling | Sequence[Sampling],
+        n: int = 1,
+        *,
+        on_finished: OnFinished | None = None,
+    ) -> list[Sample]:
+        """As the wrapped rollout's `generate`. Images and data rows are not sent: all ranks have them."""
+        ranks, rank = self.group.size(), self.group.rank()
+        if self.collective:
+            indices = [range(len(requests))] * ranks
+            sources = [0]  # ranks whose samples are used
+        else:
+            indices = [range(r, len(requests), ranks) for r in range(ranks)]
+            sources = list(range(ranks))
+        own = indices[rank]
+
+        def on_own_finished(j: int, samples: list[Sample]) -> None:
+            if on_finished is not None:
+                on_finished(own[j], samples)
+
+        report = on_finished is not None and rank in sources
+        generated = self.rollout.generate(
+            [requests[i] for i in own],
+            [sampling[i] for i in own] if isinstance(sampling, Sequence) else sampling,
+            n,
+            on_finished=on_own_finished if report else None,
+        )
+        gathered: list[Any] = [None] * ranks
+        to_send = [replace(sample, vision={}, images=(), row={}) for sample in generated]
+        dist.all_gather_object(gathered, to_send, group=self.group)
+        groups: list[list[Sample]] = [[] for _ in requests]
+        for source in sources:
+            for j, i in enumerate(indices[source]):
+                request, samples = requests[i], gathered[source][j * n : (j + 1) * n]
+                local = {"vision": request.vision, "images": request.images, "row": request.row}
+                groups[i] = [replace(sample, **local) for sample in samples]
+                if on_finished is not None and source != rank:
+                    on_finished(i, groups[i])
+        return [sample for group in groups for sample in group]
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.rollout, name)

@@ -1,0 +1,78 @@
+"""From a sample to a request of vLLM, in this process or on a server: prompt, sampling parameters, seed.
+
+Imports no vLLM.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import numpy as np
+
+from rlkit.data.samples import Sample
+from rlkit.rollout.inference_requests import SUPPRESSED_LOGIT_BIAS
+from rlkit.rollout.sampling import Sampling
+
+MAX_LOGIT_BIASES = 1024  # tokens; with more, vLLM's engine process dies on a GPU
+# vLLM copies attention sinks and experts of these families while it loads them, and does not copy new ones
+NO_WEIGHT_UPDATES = frozenset({"gpt_oss"})
+
+
+def vllm_prompt(request: Sample) -> dict[str, Any]:
+    """vLLM's prompt: the compact token track, with one placeholder for each image, and the images.
+
+    vLLM expands placeholders itself, so it must not be given the expanded track.
+    """
+    prompt: dict[str, Any] = {"prompt_token_ids": list(request.compact_ids)}
+    if request.images:
+        prompt["multi_modal_data"] = {"image": list(request.images)}
+    return prompt
+
+
+def vllm_sampling_params(
+    sampling: Sampling, request: Sample, *, n: int, suppressed_token_ids: Iterable[int], end_token_ids: Sequence[int]
+) -> dict[str, Any]:
+    """Arguments of `vllm.SamplingParams` for one request, so that vLLM samples the distribution the trainer scores.
+
+    Args:
+        suppressed_token_ids: token ids that get probability 0.
+        end_token_ids: tokens that end a response. The response includes the one that ended it.
+    """
+    return {
+        "n": n,
+        "max_tokens": sampling.max_new_tokens,
+        "temperature": sampling.temperature,
+        "seed": request_seed(sampling.seed, request),
+        "logit_bias": dict.fromkeys(suppressed_token_ids, SUPPRESSED_LOGIT_BIAS),
+        "stop_token_ids": [*end_token_ids, *sampling.stop],
+        "ignore_eos": True,  # it is among `end_token_ids`
+        "logprobs": 0,  # of the sampled token only
+        "flat_logprobs": True,
+        "detokenize": False,
+        "skip_special_tokens": False,
+    }
+
+
+def check_suppressed_token_ids(suppressed_token_ids: Sequence[int]) -> None:
+    """Raise a ValueError if more tokens have to be suppressed than vLLM takes logit biases for."""
+    if len(suppressed_token_ids) > MAX_LOGIT_BIASES:
+        raise ValueError(
+            f"model: expected at most {MAX_LOGIT_BIASES} suppressed tokens, which is vLLM's limit, got "
+            f"{len(suppressed_token_ids)} (image placeholders, and a vocabulary larger than the tokenizer's): resize "
+            "the model's embeddings to its tokenizer"
+        )
+
+
+def request_seed(seed: Sequence[int], request: Sample) -> int:
+    """vLLM's seed for the first response to a prompt, or for a continued sample; vLLM adds 1 for each further one."""
+    keys = (*seed, request.group_id, request.number, sum(request.mask))
+    return int(np.random.default_rng(keys).integers(2**53))
+
+
+def check_weight_updates_work(family: str) -> None:
+    """Raise a ValueError for a model family of which vLLM would keep some old weights."""
+    if family in NO_WEIGHT_UPDATES:
+        raise ValueError(
+            f"model: expected a family whose weights vLLM replaces completely, got {family}; use rollout 'hf'"
+        )

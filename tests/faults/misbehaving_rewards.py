@@ -1,0 +1,64 @@
+"""Rewards as somebody may write them; `test_misbehaving_rewards.py` runs them in worker processes."""
+
+import ctypes
+import os
+import sys
+import time
+
+kept = []
+
+
+def well(text, row):
+    return float(text == row["answer"])
+
+
+def on_ill_text(text, row):
+    """Misbehaves as the answer says; else judges."""
+    match text:
+        case "loop":
+            while True:
+                pass
+        case "sleep":
+            time.sleep(1000)
+        case "exit":
+            os._exit(7)
+        case "sys.exit":
+            sys.exit("by mistake")
+        case "segfault":
+            ctypes.string_at(0)
+        case "abort":
+            os.abort()
+        case "fork":
+            os.fork()
+        case "fork and hang":
+            if os.fork() == 0:
+                time.sleep(1000)
+            os._exit(1)
+        case "memory":
+            kept.append(bytearray(10 << 30))
+        case "memory in pieces":
+            while True:
+                kept.append(bytearray(64 << 20))
+        case "output":
+            print("x" * (1 << 20))
+            sys.stderr.write("y" * (1 << 20))
+            os.write(1, b"z" * (1 << 20))
+        case "input":
+            return float(len(sys.stdin.read()))
+        case "raise":
+            raise KeyError("mine")
+        case "interrupt":
+            raise KeyboardInterrupt
+        case "recursion":
+            return on_ill_text(text, row)
+        case "text":
+            return "high"
+        case "none":
+            return None
+        case "close":
+            os.closerange(3, 64)
+    return float(text == row["answer"])
+
+
+def with_the_process_id(text, row):
+    return float(os.getpid())

@@ -1,0 +1,128 @@
+"""A reward that hangs, crashes or takes everything costs one answer, where it runs in worker processes."""
+
+import math
+import os
+import re
+import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import psutil
+import pytest
+
+from rlkit import runs
+from rlkit.data import prompt_sample
+from rlkit.rewards import combine, isolated, score, score_parts
+from rlkit.rewards.named import REWARDS
+from rlkit.runs.options import TaskOptions
+
+sys.path.insert(0, str(Path(__file__).parent))
+import misbehaving_rewards
+
+ROW = {"question": "?", "answer": "7", "where": "row 3"}
+
+
+@pytest.fixture(scope="module")
+def reward():
+    reward = isolated(misbehaving_rewards.on_ill_text, seconds=0.4, memory=256 << 20)
+    yield reward
+    assert len(reward.pool.idle) <= len(os.sched_getaffinity(0))
+
+
+NOT_JUDGED = {
+    "loop": "TimeoutError: .*within 0.4 s, got none",
+    "sleep": "TimeoutError",
+    "exit": "got the end of its process, code 7",
+    "sys.exit": "SystemExit: by mistake",
+    "segfault": "got the end of its process, code -11",
+    "abort": "got the end of its process, code -6",
+    "fork and hang": "got the end of its process, code 1",
+    "memory": "MemoryError",
+    "memory in pieces": "MemoryError",
+    "raise": r"KeyError: 'mine' \(misbehaving_rewards.py, line \d+\)",
+    "interrupt": "KeyboardInterrupt",
+    "recursion": "RecursionError",
+    "text": "ValueError: could not convert string to float: 'high'",
+    "none": "a reward of None",
+    "close": "got the end of its process",
+}
+JUDGED = {"7": 1.0, "8": 0.0, "output": 0.0, "input": 0.0, "fork": 0.0}
+
+
+@pytest.mark.parametrize("text", NOT_JUDGED)
+def test_it_costs_one_answer(text, reward, caplog):
+    samples = [prompt_sample([1], text=one, row=ROW) for one in ("7", text, "8", "7")]
+    start = time.monotonic()
+    rewards = score(reward, samples)
+    assert math.isnan(rewards[1]) and rewards[[0, 2, 3]].tolist() == [1, 0, 1]
+    assert time.monotonic() - start < 60
+
+    assert text == "none" or re.search(NOT_JUDGED[text], caplog.text), caplog.text
+
+
+@pytest.mark.parametrize("text", JUDGED)
+def test_what_does_no_harm_is_judged(text, reward, capfd):
+    assert [reward(text, ROW) for _ in range(3)] == [JUDGED[text]] * 3
+    assert capfd.readouterr() == ("", "")
+
+
+def test_nothing_is_left_running(reward):
+    """Children of a worker are killed with it."""
+    before = {process.pid for process in psutil.process_iter()}
+    for text in ("fork and hang", "sleep", "7"):
+        try:
+            reward(text, ROW)
+        except (TimeoutError, RuntimeError):
+            pass
+    idle = {worker.pid for worker in reward.pool.idle}
+    left = [
+        process.pid
+        for process in psutil.process_iter()
+        if process.pid not in before | idle
+        and process.status() != psutil.STATUS_ZOMBIE
+        and any("isolated_worker" in part for part in process.cmdline())
+    ]
+    assert not left
+
+
+def test_from_several_threads():
+    reward = isolated(misbehaving_rewards.with_the_process_id)
+    with ThreadPoolExecutor(4) as pool:
+        found = set(pool.map(lambda _: reward("x", ROW), range(20)))
+    assert os.getpid() not in found and 1 <= len(found) <= len(os.sched_getaffinity(0))
+
+
+def test_parts_are_isolated_each(caplog):
+    parts = {"a": (1.0, misbehaving_rewards.well), "b": (0.5, misbehaving_rewards.on_ill_text)}
+    reward = isolated(combine(parts), seconds=0.4)
+    rewards, found = score_parts(reward, [prompt_sample([1], text=text, row=ROW) for text in ("7", "exit")])
+    assert rewards[0] == 1.5 and rewards[1].isnan() and found["a"].tolist() == [1.0, 0.0]
+
+
+def test_a_reward_that_cannot_be_sent_is_named():
+    with pytest.raises(ValueError, match="isolate_reward: expected a function of a module, which a worker can import"):
+        isolated(lambda text, row: 1.0)
+
+
+def test_a_reward_that_cannot_be_imported_is_named(monkeypatch):
+    monkeypatch.setattr(misbehaving_rewards.well, "__module__", "gone", raising=False)
+    monkeypatch.setitem(sys.modules, "gone", misbehaving_rewards)
+    with pytest.raises(ValueError, match="that a worker can import, got: ModuleNotFoundError: No module named 'gone'"):
+        isolated(misbehaving_rewards.well)
+
+
+@pytest.mark.parametrize("name", REWARDS)
+def test_rewards_by_name_can_be_isolated(name):
+    row = {**ROW, "answer": "A"}
+    assert isolated(REWARDS[name])(r"\boxed{A}" if name in ("maths", "boxed", "choice") else "A", row) == 1.0
+
+
+def test_the_option_of_a_run(tmp_path):
+    (tmp_path / "t.jsonl").write_text('{"question": "?", "answer": "7"}\n' * 3)
+    cfg = TaskOptions(isolate_reward=True, reward_seconds=0.4, reward=f"{misbehaving_rewards.__file__}:on_ill_text")
+    task = runs.load_named_task(cfg, str(tmp_path / "t.jsonl"))
+    with pytest.raises(RuntimeError, match="code 7"):
+        task.reward("exit", ROW)
+    plain = runs.load_named_task(TaskOptions(reward=cfg.reward), str(tmp_path / "t.jsonl"))
+    assert plain.reward is misbehaving_rewards.on_ill_text

@@ -1,0 +1,130 @@
+"""`python -m rlkit.plan`: what it says is what a process takes, and what it refuses it refuses in one sentence."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from transformers import LlamaConfig
+
+HERE = Path(__file__).parent
+sys.path[:0] = [str(HERE), str(HERE.parent)]
+from on_fake_ranks import CASES  # noqa: E402
+from published_configs import qwen_vl  # noqa: E402
+
+from rlkit.plan.__main__ import main as command  # noqa: E402
+from rlkit.plan.hardware import DATA_SHEETS, gpu_named  # noqa: E402
+
+
+def large_vocabulary():
+    """Two layers and 200,000 tokens: logits are most of what training takes."""
+    return LlamaConfig(
+        hidden_size=512, intermediate_size=512, num_hidden_layers=2, num_attention_heads=8, num_key_value_heads=4,
+        vocab_size=200_000, max_position_embeddings=8192, tie_word_embeddings=True,
+    )  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def found(tiny_dir, tmp_path_factory):
+    out, config_dir = (tmp_path_factory.mktemp(name) for name in ("plans", "model"))
+    large_vocabulary().save_pretrained(config_dir)
+    out = out / "plans.json"
+    script = [sys.executable, HERE / "on_fake_ranks.py", tiny_dir, config_dir, out]
+    done = subprocess.run(list(map(str, script)), capture_output=True, text=True, timeout=600)
+    assert done.returncode == 0, done.stderr[-4000:]
+    return json.loads(out.read_text())
+
+
+@pytest.mark.parametrize("name", [name for name in CASES if name != "ulysses"])
+def test_planned_bytes_are_what_a_process_takes(found, name):
+    planned, taken = found[name]["resident"], found[name]["taken"]
+    for kind in ("parameters", "gradients", "optimizer"):
+        assert planned[kind] == taken[kind] > 0, kind
+
+
+def total(phases, name):
+    return sum(phases[name].values())
+
+
+def test_phases_take_what_they_should(found):
+    one, lora = found["one_rank"], found["lora"]
+    assert list(one["phases"]) == [
+        "load", "reference", "forward and backward", "optimizer step", "hand-over", "generate",
+    ]  # fmt: skip
+    assert "reference" not in lora["resident"] and one["resident"]["reference"] == one["resident"]["parameters"]
+    assert lora["resident"]["optimizer"] < 0.2 * found["three_ranks"]["resident"]["optimizer"]
+    for phases in (found[name]["phases"] for name in CASES):
+        for name in ("forward and backward", "optimizer step"):
+            assert phases[name]["optimizer"] == phases["generate"]["optimizer"]  # from the second step on
+        assert phases["forward and backward"]["gradients"] > 0
+
+
+def test_options_that_save_memory_do(found):
+    name = "forward and backward"
+    plain = found["one_rank"]["phases"][name]
+    assert found["checkpointing"]["phases"][name]["activations"] < 0.8 * plain["activations"]
+    assert found["ulysses"]["phases"][name]["activations"] < 0.7 * plain["activations"]
+    assert found["two_by_two"]["resident"]["optimizer"] == pytest.approx(
+        found["one_rank"]["resident"]["optimizer"] / 2, rel=0.01
+    )
+
+
+def test_command_prints_tables_and_a_verdict(found):
+    shown = found["commands"]["fits"]
+    assert shown["end"] == 0
+    assert "llama: 0.11B parameters, 0.106B trained, on 2 x l4-24gb; planned without a GPU" in shown["printed"]
+    assert "| forward and backward |" in shown["printed"] and "host memory of a machine" in shown["printed"]
+    assert shown["printed"].strip().splitlines()[-1].startswith("fits: ")
+
+
+def test_advice_names_options_with_which_it_fits(found):
+    shown = found["commands"]["too_large"]
+    lines = shown["printed"].strip().splitlines()
+    assert shown["end"] == 1
+    assert any(line.startswith("does not fit: forward and backward") for line in lines)
+    assert lines[-1].startswith("fits with --use_fused_kernels")
+    tried = [float(line.split()[-2]) for line in lines if line.startswith("  with ")]
+    assert tried == sorted(tried, reverse=True) and tried[-1] < 20.5
+
+
+@pytest.mark.parametrize(
+    ("name", "sentence"),
+    [
+        ("unknown_gpu", "plan: gpu: expected one of a100-40gb"),
+        ("no_ranks", "plan: nproc: expected at least 1 GPU, got 0"),
+        (
+            "too_long",
+            "plan: max_prompt_tokens + max_new_tokens: expected at most 8192, the model's context, got 0 + 9000",
+        ),
+        ("three_of_four", "plan: ulysses_sequence_parallel_size: expected a divisor of the 4 ranks, got 3"),
+        ("images_of_text", "plan: image_tokens: expected 0 for llama, a text model, got 5"),
+        ("megatron", "plan: engine: expected fsdp2"),
+        ("tiny", 'plan: model: expected a directory or hub id, got "tiny"'),
+    ],
+)
+def test_bad_options_are_one_sentence(found, name, sentence):
+    message = found["commands"][name]["end"]
+    assert message.startswith(sentence) and "\n" not in message
+
+
+def test_unknown_family_is_one_sentence(tmp_path):
+    (tmp_path / "config.json").write_text('{"model_type": "no_such_family"}')
+    with pytest.raises(SystemExit) as end:
+        command(["recipes/grpo_vlm.py", "--model", str(tmp_path)])
+    assert str(end.value).startswith("plan: model ") and "no_such_family" in str(end.value)
+
+
+@pytest.mark.parametrize("name", DATA_SHEETS)
+def test_every_gpu_has_numbers(name):
+    gpu = gpu_named(name)
+    assert 1e13 < gpu.flops < 1e16 and 20e9 < gpu.memory < 300e9 and gpu.memory_bandwidth > gpu.link_bandwidth
+
+
+def test_published_sizes():
+    """Parameters of the vision-language models, as their report counts them."""
+    from rlkit.plan.rehearsal import empty
+
+    for name, billions in (("qwen2.5-vl-3b", 3.75), ("qwen2.5-vl-7b", 8.29), ("qwen2.5-vl-32b", 33.45)):
+        size = sum(p.numel() for p in empty(qwen_vl(name), None).parameters())
+        assert size / 1e9 == pytest.approx(billions, abs=0.01)

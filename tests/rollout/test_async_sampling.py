@@ -1,0 +1,133 @@
+"""Asynchronous sampling, on stand-ins whose time is latency: what overlaps, how old tokens get, and how it ends."""
+
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from rlkit.data.samples import prompt_sample
+from rlkit.rollout import Sampling, make_rollout
+from rlkit.rollout.async_sampling import AsyncSampler
+from rlkit.vlm import load_processor
+
+sys.path.insert(0, str(Path(__file__).parent))
+from standin import VllmStandin
+
+WEIGHTS = [("w", torch.ones(3))]
+
+
+@pytest.fixture(scope="module")
+def processor(tiny_dir):
+    return load_processor(tiny_dir)
+
+
+@pytest.fixture
+def make(tiny_dir, processor):
+    """A rollout on one stand-in of so many seconds a token."""
+    made = []
+
+    def make(latency):
+        server = VllmStandin(latency=latency).__enter__()
+        rollout = make_rollout("vllm_server", model=tiny_dir, processor=processor, urls=[server.url], timeout=60.0)
+        made.append((rollout, server))
+        return rollout, server
+
+    yield make
+    for rollout, server in made:
+        rollout.close()
+        server.__exit__()
+
+
+def batches(count, tokens=6):
+    """Two prompts a step; the prompts' first token is the step."""
+    for step in range(count):
+        yield [prompt_sample([20 + step, i], group_id=2 * step + i) for i in range(2)], Sampling(tokens, seed=(step,))
+
+
+@pytest.mark.parametrize("bound", [0, 1, 2])
+def test_staleness_is_bounded_and_reached(make, bound):
+    """Batches come in order; their oldest token is as old as allowed, and no more are under way than that needs."""
+    rollout, server = make(0.002)
+    sampler, seen = AsyncSampler(rollout, batches(6), n=3, max_staleness=bound), []
+    for step, samples in enumerate(sampler):
+        assert [s.token_ids[0] for s in samples] == [20 + step] * 6
+        assert rollout.version == step and len(sampler.in_flight) <= bound
+        assert all(step - bound <= v <= step for s in samples for v in s.versions)
+        seen.append(sampler.staleness(samples))
+        for answers, _ in sampler.in_flight:  # training that takes longer than sampling
+            answers.result(30)
+        sampler.update_weights(iter(WEIGHTS))
+    assert seen == [min(step, bound) for step in range(6)]
+    assert rollout.version == 6 and not sampler.in_flight and len(server.answered) == 36
+
+
+def test_sampling_and_training_overlap(make):
+    """One step off: the next batch is being written all the while a batch is trained on. In turn: never."""
+    for bound in (0, 1):
+        rollout, server = make(0.015)
+        sampler, trained = AsyncSampler(rollout, batches(5), max_staleness=bound), []
+        for _ in sampler:
+            began = time.perf_counter()
+            time.sleep(0.09)  # as long as a batch takes to write
+            trained.append((began, time.perf_counter()))
+            sampler.update_weights(iter(WEIGHTS))
+        overlaps = [
+            any(batch.submitted < end and batch.finished > began for batch in sampler.timings[step + 1 :])
+            for step, (began, end) in enumerate(trained[:-1])
+        ]
+        assert overlaps[1:] == [bool(bound)] * 3  # the first two are asked for, and written, together
+
+
+def test_answers_go_on_under_new_weights(make):
+    """Long answers under short steps: their tokens are of several versions, each known."""
+    rollout, server = make(0.02)
+    sampler, mixed = AsyncSampler(rollout, batches(6, tokens=12), max_staleness=2), []
+    for step, samples in enumerate(sampler):
+        for sample in samples:
+            assert sample.versions == sorted(sample.versions) and sample.version == sample.versions[0]
+            assert len(sample.versions) == 12 and step - 2 <= sample.version and sample.versions[-1] <= step
+            mixed += [step] if len(set(sample.versions)) > 1 else []
+        steps = server.steps  # training that is shorter than sampling
+        while not all(answers.done() for answers, _ in sampler.in_flight) and server.steps < steps + 3:
+            time.sleep(0.002)
+        sampler.update_weights(iter(WEIGHTS))
+    assert mixed
+
+
+def test_it_ends_cleanly(make):
+    """Left in the middle, what is under way is called off, on the server too, and nothing more is asked for."""
+    rollout, server = make(0.05)
+    sampler = AsyncSampler(rollout, batches(50, tokens=400), max_staleness=3)
+    sampler._submit_next()
+    while not server.now:
+        time.sleep(0.005)
+    sampler.close()
+    end = time.monotonic() + 10
+    while server.now and time.monotonic() < end:
+        time.sleep(0.01)
+    assert server.now == 0 and not sampler.in_flight
+    sampler.update_weights(iter(WEIGHTS))
+    assert list(sampler) == [] and len(server.bodies) <= 8
+
+
+def test_failures_are_the_loops(make):
+    rollout, server = make(0.001)
+    server.faults[:] = ["", ""] + ["500"] * 9
+    rollout.pool.backoff = 0.001
+    sampler = AsyncSampler(rollout, batches(4), max_staleness=0)
+    with pytest.raises(RuntimeError, match="expected a response within 4 attempts"):
+        for _ in sampler:
+            sampler.update_weights(iter(WEIGHTS))
+    assert len(sampler.timings) == 2
+    server.faults.clear()
+    with pytest.raises(RuntimeError, match="expected update_weights after each batch, got 0 updates after 2 batches"):
+        for _ in AsyncSampler(rollout, batches(4), max_staleness=1):
+            pass
+    with pytest.raises(ValueError, match="max_staleness: expected at least 0, got -1"):
+        AsyncSampler(rollout, batches(1), max_staleness=-1)
+    with pytest.raises(
+        ValueError, match="rollout: expected one on servers, got object, which cannot sample during training"
+    ):
+        AsyncSampler(object(), batches(1))

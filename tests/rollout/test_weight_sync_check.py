@@ -1,0 +1,114 @@
+"""What stops a run whose weights do not arrive; test_grpo_async.py has a real server that is sent none."""
+
+import sys
+from contextlib import nullcontext
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from rlkit.data import load_task, prompt_sample
+from rlkit.engines import make_engine
+from rlkit.rollout import Sampling, WeightSyncCheck, make_rollout, measure_mismatch
+from rlkit.rollout.hf import HfRollout
+from rlkit.runs import TrainingOptions, roughest_dtype
+from rlkit.vlm import load_model, load_processor, suppressed_token_ids
+
+RECIPES = Path(__file__).parents[2] / "recipes"
+sys.path[:0] = [str(Path(__file__).parent), str(RECIPES.parent / "tests" / "recipes")]
+from helpers import run_here  # noqa: E402
+from vllm_models import build  # noqa: E402
+
+
+def short_words():
+    """The digits, with a reward that random weights earn at times."""
+    task = load_task("digits")
+    return replace(task, heldout=task.heldout[:60], reward=lambda text, row: float(len(text) % 2))
+
+
+def test_rounding_is_what_the_first_gap_says():
+    check_sync = WeightSyncCheck(0.3, dtype=torch.bfloat16)
+    assert [check_sync(gap) for gap in (0.02, 0.001, 0.19)] == ["", "", ""]
+    assert "expected at most 0.2, got 0.21: the sampler does not have the trainer's weights" in check_sync(0.21)
+    exact = WeightSyncCheck(0.3)
+    assert not exact(0.0) and not exact(1e-3) and exact(2e-3) and exact(float("nan"))
+    rough = WeightSyncCheck(0.3, dtype=torch.bfloat16)
+    assert not rough(0.1) and not rough(0.3) and rough(0.31)
+
+
+@pytest.mark.parametrize(("name", "most"), [("float32", 0.003), ("bfloat16", 0.1), ("float16", 0.1)])
+def test_a_first_gap_that_rounding_does_not_explain_is_no_rounding(name, most):
+    dtype = getattr(torch, name)
+    assert not WeightSyncCheck(0.3, dtype=dtype)(most) and WeightSyncCheck(most / 2, dtype=dtype)(most)
+    said = WeightSyncCheck(0.3, dtype=dtype)(1.1 * most)
+    assert f"expected at most {most}, got" in said and said.endswith(f"does not compute in {name} as the trainer does")
+
+
+@pytest.mark.parametrize(("computed", "least", "most"), [("float32", 1e-8, 1e-5), ("bfloat16", 0.01, 0.05)])
+def test_weights_that_are_slightly_wrong_from_the_start(tmp_path, computed, least, most):
+    """A sampler with leftover weights, 0.005 in the logprobs, is seen at once in float32; rounding is no alarm: not
+    that of float32, and not that of a trainer in bfloat16 beside a sampler in float32."""
+    build("qwen2", str(tmp_path))
+    tokenizer, model, leftover = load_processor(str(tmp_path)), load_model(str(tmp_path)), load_model(str(tmp_path))
+    dtype, suppressed = getattr(torch, computed), suppressed_token_ids(model.config, tokenizer)
+    engine = make_engine("fsdp2", model=model, suppressed_token_ids=suppressed, compute_dtype=dtype)
+    rollout = make_rollout("hf", lambda: nullcontext(leftover), processor=tokenizer)
+    prompts = [prompt_sample([10 + i, 11], group_id=i) for i in range(8)]
+    rounding = measure_mismatch(rollout, engine, prompts, Sampling(8))
+    assert least < rounding < most and not WeightSyncCheck(0.3, dtype=dtype)(rounding)
+    with torch.no_grad():
+        leftover.get_output_embeddings().weight.mul_(1.0045)
+    wrong = measure_mismatch(rollout, engine, prompts, Sampling(8))
+    assert bool(WeightSyncCheck(0.3, dtype=dtype)(wrong)) == (computed == "float32")
+    assert computed == "bfloat16" or 0.004 < wrong < 0.006  # rounding hides it
+
+
+def test_a_gap_is_of_all_tokens_and_of_the_weights_of_now(tiny_dir):
+    processor = load_processor(tiny_dir)
+    model = load_model(tiny_dir)
+    suppressed = suppressed_token_ids(model.config, processor.tokenizer)
+    engine = make_engine("fsdp2", model=model, suppressed_token_ids=suppressed)
+    rollout = make_rollout("hf", lambda: nullcontext(load_model(tiny_dir)), processor=processor)
+    prompts = [prompt_sample([10 + i, 11], group_id=i) for i in range(3)]
+    assert measure_mismatch(rollout, engine, prompts, Sampling(5)) < 1e-5
+    assert measure_mismatch(rollout, engine, [], Sampling(5)) == 0.0  # a rank without any takes part
+    with torch.no_grad():
+        model.get_output_embeddings().weight.mul_(1.5)
+    assert measure_mismatch(rollout, engine, prompts, Sampling(5)) > 0.05
+
+
+def test_a_run_whose_weights_do_not_arrive_stops(tiny_dir, tmp_path, monkeypatch):
+    """The sampler keeps the weights that it loaded; a thousandth in the logprobs is enough to see it."""
+    init = HfRollout.__init__
+
+    def keeps_its_weights(self, gathered, **options):
+        loaded = load_model(tiny_dir)
+        init(self, lambda: nullcontext(loaded), **options)
+
+    monkeypatch.setattr(HfRollout, "__init__", keeps_its_weights)
+    options = ["--model", tiny_dir, "--out", tmp_path, "--steps", 6, "--prompts_per_step", 8, "--group_size", 4]
+    small = ["--task", "test_weight_sync_check:short_words", "--max_new_tokens", 3, "--lr", 1e-4, "--warmup_steps", 1]
+    with pytest.raises(SystemExit, match="step [12]: mismatch/abs_dlogp: expected at most .* did not arrive"):
+        run_here("grpo_vlm", *options, *small)
+
+
+def test_the_dtype_of_a_run_is_that_of_its_options():
+    """A first mismatch of 0.03, as SmolLM2 has in bfloat16 on a CPU, stops a run in float32 alone."""
+    for options, dtype in (
+        ({}, None),
+        ({"compute_dtype": "float32"}, None),
+        ({"compute_dtype": "bfloat16"}, torch.bfloat16),
+        ({"dtype": "bfloat16"}, torch.bfloat16),
+    ):
+        assert roughest_dtype(TrainingOptions(**options)) == dtype
+        check_sync = WeightSyncCheck(0.3, dtype=roughest_dtype(TrainingOptions(**options)))
+        assert bool(check_sync(0.03)) == (dtype is None)
+
+
+def test_every_recipe_that_samples_to_train_checks_weight_sync():
+    for path in RECIPES.glob("*.py"):
+        text = path.read_text()
+        if "mismatch_stats(" in text:
+            assert "WeightSyncCheck(cfg.max_mismatch, dtype=runs.roughest_dtype(cfg))" in text, path.name
+            assert "if problem := check_sync(" in text, path.name

@@ -1,0 +1,82 @@
+"""Defaults that depend on the model: a real one gets a small learning rate, recomputation and all its cores."""
+
+import os
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "recipes"))
+from helpers import load, text_dir  # noqa: F401  (a fixture)
+
+from rlkit.engines import distributed
+from rlkit.runs import parse_options
+from rlkit.runs.models import shared_options, training_engine
+from rlkit.vlm import load_model
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_process():
+    distributed.init_distributed("cpu")
+
+
+def options(recipe, *arguments):
+    return parse_options(load(recipe).Config, "", [str(x) for x in arguments])
+
+
+def test_tiny_keeps_the_defaults_of_its_recipe(tiny_dir, text_dir):  # noqa: F811
+    for model in ([], ["--model", text_dir]):
+        cfg = options("grpo_vlm", *model)
+        assert (cfg.lr, cfg.enable_gradient_checkpointing, cfg.threads) == (7e-4, False, 1)
+
+
+@pytest.mark.parametrize(("adapters", "lr"), [([], 1e-6), (["--lora_rank", 8], 1e-5)])
+def test_real_model(monkeypatch, adapters, lr):
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    monkeypatch.setattr(os, "cpu_count", lambda: 12)
+    cfg = options("ppo", "--model", "Qwen/Qwen2.5-7B-Instruct", *adapters)
+    assert (cfg.lr, cfg.critic_lr, cfg.enable_gradient_checkpointing, cfg.threads) == (lr, 1e-5, True, 6)
+
+
+def test_what_is_given_counts():
+    given = ["--lr", 3e-5, "--no_enable_gradient_checkpointing", "--threads", 2]
+    cfg = options("grpo_vlm", "--model", "Qwen/Qwen2.5-7B-Instruct", *given)
+    assert (cfg.lr, cfg.enable_gradient_checkpointing, cfg.threads) == (3e-5, False, 2)
+
+
+def test_recipe_without_a_learning_rate():
+    assert options("evaluate", "--model", "Qwen/Qwen2.5-7B-Instruct").threads >= 1
+
+
+def test_exported_tiny_model_is_tiny(text_dir, tmp_path):  # noqa: F811
+    load_model(str(text_dir)).save_pretrained(tmp_path)
+    assert options("grpo_vlm", "--model", tmp_path).lr == 7e-4
+
+
+def test_shared_prompts_can_be_switched_off(text_dir):  # noqa: F811
+    assert "share_prompts" not in shared_options(options("grpo_vlm"), None)
+    cfg = options("grpo_vlm", "--no_share_prompts")
+    engine = training_engine(cfg, "language_model", load_model(str(text_dir)), 0.0, 1, **shared_options(cfg, None))
+    assert not engine.share_prompts
+
+
+@pytest.mark.parametrize("on_gpu", [True, False])
+def test_adamw_is_fused_on_a_gpu(text_dir, monkeypatch, on_gpu):  # noqa: F811
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: on_gpu)
+    cfg = options("grpo_vlm")
+    engine = training_engine(cfg, "language_model", load_model(str(text_dir)), 0.0, 1, device="cpu")
+    assert engine.optimizer.defaults["fused"] is on_gpu
+
+
+def test_gpus_are_bound_and_time_outs_are_long(monkeypatch):
+    """Seen without a GPU: what torch would be asked for."""
+    asked = {}
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
+    monkeypatch.setattr(distributed.dist, "is_initialized", lambda: False)
+    monkeypatch.setattr(distributed.dist, "init_process_group", lambda backend, **k: asked.update(k, backend=backend))
+    monkeypatch.setenv("LOCAL_RANK", "3")
+    monkeypatch.setenv("RANK", "11")
+    distributed.init_distributed("cuda")
+    assert asked["device_id"] == torch.device("cuda", 3) and asked["backend"] == "cpu:gloo,cuda:nccl"
+    assert asked["timeout"].total_seconds() >= 3600
