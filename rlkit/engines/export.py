@@ -36,12 +36,14 @@ def export_hf(
     Args:
         path: of the directory.
         model: from transformers; its config and class are saved.
-        weights: (name in a checkpoint's files, full tensor) of every parameter, see `engine.get_per_tensor_param()`.
-            All ranks iterate together. Rank 0 writes a file as soon as its tensors are there, and holds one file's at
-            most on the host; the other ranks hold none.
+        weights: (name, full tensor) of every parameter; all ranks iterate together. Files get the names of the
+            family's published checkpoints. Rank 0 writes a file as soon as its tensors are there, and holds one
+            file's at most on the host; the other ranks hold none.
         processor: saved beside the weights; None for none.
         dtype: of the floating-point tensors in the files; by default their own.
     """
+    from transformers.core_model_loading import revert_weight_conversion
+
     saved, renamed = (_empty_copy(model, dtype) if dtype else model), dict[str, str]()
     if has_value_head(model):
         saved, renamed = as_classifier(saved, getattr(processor, "tokenizer", processor))
@@ -50,7 +52,8 @@ def export_hf(
         saved.save_pretrained(part, state_dict={})  # config, generation config and code
         if processor is not None:
             processor.save_pretrained(part)
-        named = ((renamed.get(name, name), x) for name, x in weights)
+        pieces = (piece for name, x in weights for piece in revert_weight_conversion(model, {name: x}).items())
+        named = ((renamed.get(name, name), x) for name, x in pieces)
         _write_weights(part, ((name, x.to("cpu", dtype if x.is_floating_point() else None)) for name, x in named))
 
     _write_directory(path, write, weights)

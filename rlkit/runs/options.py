@@ -280,7 +280,7 @@ def defaults_of_model(cfg: Any) -> dict[str, Any]:
     """
     from rlkit.vlm.tiny import is_tiny
 
-    if is_tiny(getattr(cfg, "model", "tiny")):
+    if is_tiny(getattr(cfg, "model", None) or "tiny"):
         return {}
     lr = 1e-5 if getattr(cfg, "lora_rank", 0) else 1e-6
     ranks = int(os.environ.get("LOCAL_WORLD_SIZE", 1))

@@ -366,7 +366,7 @@ def test_unsupported_families_are_refused_when_the_engine_is_made():
         return make_engine("fsdp2", "language_model", model=model, device="cpu", **options)
 
     capped = {"final_logit_softcapping": 0.5}
-    expected = "use_fused_kernels: expected False for gemma2, got True: its logits are changed after"
+    expected = "use_fused_kernels: expected False for gemma2, got True: its logits are transformed after"
     with pytest.raises(ValueError, match=expected):
         engine(text_model("gemma2", capped), use_fused_kernels=True)
     engine(text_model("gemma2", capped))

@@ -226,7 +226,7 @@ def test_bad_input_is_one_clear_message(warm_dir, short_run, tmp_path):
     before = sorted((p, p.stat().st_mtime_ns) for p in short_run[0].rglob("*"))
     cases = {
         ("--task", tmp_path / "no_image.jsonl", "--out", tmp_path / "b"): "images: expected a column images or image",
-        ("--model", bare, "--out", tmp_path / "c"): "a vision-language model without a processor",
+        ("--model", bare, "--out", tmp_path / "c"): "expected a processor for this vision-language model, got none",
         ("--model", tmp_path, "--out", tmp_path / "d"): "model: expected a directory with a config.json",
         ("--model", warm_dir, "--out", short_run[0]): "holds a run already; continue it with --resume",
         ("--model", warm_dir, "--out", tmp_path / "e", "--rollout", "tgi"): "rollout: expected one of .*, got 'tgi'",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -289,13 +289,16 @@ class Fsdp2Engine:
                 unit.set_reshard_after_forward(unit is not self.module, recurse=False)
                 unit.reshard()
 
-    @contextmanager
-    def disable_adapter(self) -> Iterator[None]:
+    def disable_adapter(self) -> AbstractContextManager[None]:
         """The model without its LoRA adapters: the reference policy, without more memory."""
         if not self.has_adapters:
             raise ValueError(
                 "disable_adapter: expected a model with adapters, got none; use a second engine as the reference"
             )
+        return self._without_adapters()
+
+    @contextmanager
+    def _without_adapters(self) -> Iterator[None]:
         self._reshard()
         trainable = [p for p in self.module.parameters() if p.requires_grad]
         with self.module.disable_adapter():  # peft freezes the adapters here
@@ -396,7 +399,7 @@ class Fsdp2Engine:
 
     def export_hf(self, path: str | Path, dtype: torch.dtype | None = None) -> None:
         """Write a Hugging Face model directory, with adapters merged; see `rlkit.engines.export.export_hf`."""
-        export_hf(path, self.base, self.get_per_tensor_param(dtype=dtype), self.processor, dtype)
+        export_hf(path, self.base, self._weights(0, dtype), self.processor, dtype)
 
     def export_adapter(self, path: str | Path) -> None:
         """Write the LoRA adapters alone, as peft does."""
