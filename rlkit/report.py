@@ -11,11 +11,18 @@ from typing import Any
 from rlkit.tracking import CONFIG, EVAL, METRICS, read_metrics, read_object
 
 CURVES = (
-    ("reward/mean", "reward"), ("preference/accuracy", "pairs told apart"), ("loss", "loss"), ("entropy", "entropy"),
-    ("kl", "KL to the reference"), ("grad_norm", "gradient norm"), ("ratio/clip_fraction", "share of clipped tokens"),
-    ("mismatch/abs_dlogp", "sampler against trainer, mean |dlogp|"), ("tokens", "tokens a step"),
-    ("time/tokens_per_second", "tokens a second"), ("time/mfu", "share of the GPUs' peak in training"),
-)  # fmt: skip
+    ("reward/mean", "reward"),
+    ("preference/accuracy", "pairs told apart"),
+    ("loss", "loss"),
+    ("entropy", "entropy"),
+    ("kl", "KL to the reference"),
+    ("grad_norm", "gradient norm"),
+    ("ratio/clip_fraction", "share of clipped tokens"),
+    ("mismatch/abs_dlogp", "sampler against trainer, mean |dlogp|"),
+    ("tokens", "tokens a step"),
+    ("time/tokens_per_second", "tokens a second"),
+    ("time/mfu", "share of the GPUs' peak in training"),
+)
 LARGEST = 1e100  # what is larger is not drawn: axes overflow
 PART = "reward_part/"  # of rlkit.rewards.part_means: a curve for each
 

@@ -35,12 +35,32 @@ PHASES_OUTSIDE_STEPS = ("time/evaluate", "time/checkpoint")  # do not count in t
 # Dense bfloat16 FLOP/s of one GPU, from the vendors' data sheets (V100: float16, as it has no bfloat16).
 # The first key whose words are in the device's name (in upper case) counts: "H100 PCIE" before "H100".
 PEAK_FLOPS = {
-    "H100 PCIE": 756e12, "H100 NVL": 835e12, "H100": 989.4e12, "H800 PCIE": 756e12, "H800": 989.4e12,
-    "GH200": 989.4e12, "H200 NVL": 835e12, "H200": 989.4e12, "H20": 148e12, "GB200": 2500e12, "B200": 2250e12,
-    "A100": 312e12, "A800": 312e12, "A10": 125e12, "A30": 165e12, "A40": 149.7e12,
-    "L40S": 362e12, "L40": 181e12, "L4": 121e12, "V100": 125e12, "RTX 4090": 165.2e12, "RTX 3090": 71e12,
-    "MI325X": 1307.4e12, "MI300X": 1307.4e12, "MI250X": 383e12,
-}  # fmt: skip
+    "H100 PCIE": 756e12,
+    "H100 NVL": 835e12,
+    "H100": 989.4e12,
+    "H800 PCIE": 756e12,
+    "H800": 989.4e12,
+    "GH200": 989.4e12,
+    "H200 NVL": 835e12,
+    "H200": 989.4e12,
+    "H20": 148e12,
+    "GB200": 2500e12,
+    "B200": 2250e12,
+    "A100": 312e12,
+    "A800": 312e12,
+    "A10": 125e12,
+    "A30": 165e12,
+    "A40": 149.7e12,
+    "L40S": 362e12,
+    "L40": 181e12,
+    "L4": 121e12,
+    "V100": 125e12,
+    "RTX 4090": 165.2e12,
+    "RTX 3090": 71e12,
+    "MI325X": 1307.4e12,
+    "MI300X": 1307.4e12,
+    "MI250X": 383e12,
+}
 
 
 class Run:
@@ -325,8 +345,12 @@ def _watch(run: weakref.ref[Run], stop: threading.Event, file: Path, seconds: fl
             waits = [(now - float(since), rank, phase) for rank, since, _, _, phase in _phases(file.parent)]
             if now - printed >= seconds and max(waits)[0] >= seconds:
                 printed = now
-                print(f"\nwatchdog: {describe_waits(waits)}; kill -USR1 prints the stacks of a process, "
-                      f"their ids are in {file.parent}", file=sys.stderr, flush=True)  # fmt: skip
+                print(
+                    f"\nwatchdog: {describe_waits(waits)}; kill -USR1 prints the stacks of a process, "
+                    f"their ids are in {file.parent}",
+                    file=sys.stderr,
+                    flush=True,
+                )
         except (OSError, ValueError):  # a file is being removed
             continue
 

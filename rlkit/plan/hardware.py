@@ -32,10 +32,16 @@ class Gpu:
 # name -> (GiB, TB/s of memory, GB/s of NVLink or PCIe in one direction), from the vendor's data sheets. The memory is
 # what remains with error correction on, where it is known (79.1 GiB of "80 GB").
 DATA_SHEETS = {
-    "h100-80gb": (79.1, 3.35, 450), "h200-141gb": (139.8, 4.8, 450), "h20-96gb": (95.0, 4.0, 450),
-    "b200-180gb": (178.0, 7.7, 900), "a100-80gb": (79.2, 2.04, 300), "a100-40gb": (39.4, 1.56, 300),
-    "l40s-48gb": (44.4, 0.86, 32), "l4-24gb": (22.0, 0.30, 32), "rtx-4090-24gb": (23.5, 1.01, 32),
-}  # fmt: skip
+    "h100-80gb": (79.1, 3.35, 450),
+    "h200-141gb": (139.8, 4.8, 450),
+    "h20-96gb": (95.0, 4.0, 450),
+    "b200-180gb": (178.0, 7.7, 900),
+    "a100-80gb": (79.2, 2.04, 300),
+    "a100-40gb": (39.4, 1.56, 300),
+    "l40s-48gb": (44.4, 0.86, 32),
+    "l4-24gb": (22.0, 0.30, 32),
+    "rtx-4090-24gb": (23.5, 1.01, 32),
+}
 
 
 def gpu_named(name: str) -> Gpu:

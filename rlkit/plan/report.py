@@ -14,9 +14,17 @@ from rlkit.plan.rehearsal import Roles
 from rlkit.plan.roofline import costs, link_bandwidth
 
 KINDS = [
-    "parameters", "gradients", "optimizer", "reference", "gathered weights", "activations", "logits", "largest tensor",
-    "sampler's weights", "sampler's cache",
-]  # fmt: skip
+    "parameters",
+    "gradients",
+    "optimizer",
+    "reference",
+    "gathered weights",
+    "activations",
+    "logits",
+    "largest tensor",
+    "sampler's weights",
+    "sampler's cache",
+]
 
 
 def describe(cfg: Any, roles: Roles, plan: Plan, world: int, gpus_per_node: int) -> str:

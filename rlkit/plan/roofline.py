@@ -29,8 +29,10 @@ class Cost:
     def seconds(self, gpu: Gpu, link: float) -> dict[str, float]:
         """By what limits them."""
         return {
-            "compute": self.flops / gpu.flops, "memory": self.memory / gpu.memory_bandwidth, "link": self.link / link,
-        }  # fmt: skip
+            "compute": self.flops / gpu.flops,
+            "memory": self.memory / gpu.memory_bandwidth,
+            "link": self.link / link,
+        }
 
 
 def link_bandwidth(gpu: Gpu, world: int, gpus_per_node: int) -> float:

@@ -175,9 +175,14 @@ def _start(folder: Path, program: str, stdin: str, settings: list[Any]) -> subpr
         with open(folder / "stdin") as file, open(folder / "stdout", "w") as out, open(folder / "stderr", "w") as err:
             process = subprocess.Popen(
                 [sys.executable, "-P", "-s", "-S", "-B", INSIDE, *map(str, settings), str(said_ready), *_readable()],
-                stdin=file, stdout=out, stderr=err, cwd=folder, env={"PYTHONHASHSEED": "0"},
-                pass_fds=[said_ready], start_new_session=True,
-            )  # fmt: skip
+                stdin=file,
+                stdout=out,
+                stderr=err,
+                cwd=folder,
+                env={"PYTHONHASHSEED": "0"},
+                pass_fds=[said_ready],
+                start_new_session=True,
+            )
         os.close(said_ready)
         said_ready = -1
         if _readable_within(ready, START_SECONDS) and os.read(ready, 1):

@@ -13,10 +13,20 @@ BIDIRECTIONAL_IMAGE_FAMILIES = frozenset({"gemma3"})  # tokens of an image atten
 # pixel_values is [patches, ...], one row per patch, and a grid (t, h, w) says which patches make up an image
 PATCH_ROW_FAMILIES = frozenset(
     {
-        "qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe", "glm4v", "glm4v_moe", "glm46v",
-        "glm_ocr", "qwen2_5_omni_thinker", "qwen3_omni_moe_thinker",
+        "qwen2_vl",
+        "qwen2_5_vl",
+        "qwen3_vl",
+        "qwen3_vl_moe",
+        "qwen3_5",
+        "qwen3_5_moe",
+        "glm4v",
+        "glm4v_moe",
+        "glm46v",
+        "glm_ocr",
+        "qwen2_5_omni_thinker",
+        "qwen3_omni_moe_thinker",
     }
-)  # fmt: skip
+)
 IMAGE_DIMENSION_FAMILIES = frozenset({"smolvlm", "idefics3"})  # pixel_values is [samples, images, ...]
 CHECKPOINT_NAME_FAMILIES = frozenset({"llava", "gemma3", "mixtral"})  # vLLM accepts only the names of the files
 TRANSPOSED_EXPERTS = frozenset({"qwen3_vl_moe"})  # [experts, in, out] in checkpoint files and in vLLM

@@ -127,9 +127,12 @@ def encode_text(processor: Any, text: str, images: Sequence[Image.Image] = ()) -
     if not images:
         return prompt_sample(compact)
     inputs = processor(
-        text=[text], images=list(images), return_tensors="pt", add_special_tokens=False,
+        text=[text],
+        images=list(images),
+        return_tensors="pt",
+        add_special_tokens=False,
         return_text_replacement_offsets=True,
-    )  # fmt: skip
+    )
     expanded = inputs["input_ids"][0].tolist()
     replaced = (inputs.get("text_replacement_offsets") or [[]])[0]
     placeholders = {image: _expansions(tokenizer, text, replaced, image)}

@@ -40,8 +40,15 @@ from rlkit.vlm.rope3d_sound import find_video_sound, repeats_previous_id
 
 _ONE_GRID_A_VIDEO = ("qwen2_vl", "paddleocr_vl", "qwen2_5_vl", "ernie4_5_vl_moe")
 _ONE_GRID_A_FRAME = (
-    "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe", "qwen4_exp", "cohere_compass", "cosmos3_edge", "cosmos3_omni",
-)  # fmt: skip
+    "qwen3_vl",
+    "qwen3_vl_moe",
+    "qwen3_5",
+    "qwen3_5_moe",
+    "qwen4_exp",
+    "cohere_compass",
+    "cosmos3_edge",
+    "cosmos3_omni",
+)
 _FRAMES_OF_IMAGE_TOKENS = ("glm4v", "glm4v_moe", "glm46v", "glm_ocr")
 _OMNI = ("qwen2_5_omni", "qwen2_5_omni_thinker", "qwen3_omni_moe", "qwen3_omni_moe_thinker")
 ROPE3D_MODEL_TYPES = (*_ONE_GRID_A_VIDEO, *_ONE_GRID_A_FRAME, *_FRAMES_OF_IMAGE_TOKENS, *_OMNI)

@@ -21,9 +21,14 @@ from rlkit.vlm.processors import load_image
 TINY_MARK = "rlkit_tiny"  # in config.json, also of what is trained from it
 
 SPECIAL = [
-    "<|endoftext|>", "<|im_start|>", "<|im_end|>",
-    "<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>",
-]  # fmt: skip
+    "<|endoftext|>",
+    "<|im_start|>",
+    "<|im_end|>",
+    "<|vision_start|>",
+    "<|vision_end|>",
+    "<|image_pad|>",
+    "<|video_pad|>",
+]
 CHAT_TEMPLATE = (
     "{% for message in messages %}<|im_start|>{{ message['role'] }}\n"
     "{% if message['content'] is string %}{{ message['content'] }}"
@@ -81,16 +86,25 @@ def tiny_processor(tokenizer: Any, patch_size: int = 14) -> Any:
     images = Qwen2VLImageProcessorPil(min_pixels=28 * 28, max_pixels=224 * 224, patch_size=patch_size)
     processor = without_video_processor(Qwen2_5_VLProcessor)(images, tokenizer, chat_template=tokenizer.chat_template)
     processor.video_config = {
-        "video_processor_type": "Qwen2VLVideoProcessor", "patch_size": patch_size, "temporal_patch_size": 2,
+        "video_processor_type": "Qwen2VLVideoProcessor",
+        "patch_size": patch_size,
+        "temporal_patch_size": 2,
         "merge_size": 2,
-    }  # fmt: skip
+    }
     return processor
 
 
 def tiny_config(
-    tokenizer: Any, *, hidden: int = 128, layers: int = 2, heads: int = 4, kv_heads: int = 2, vision_hidden: int = 64,
-    vision_layers: int = 2, patch_size: int = 14,
-) -> Any:  # fmt: skip
+    tokenizer: Any,
+    *,
+    hidden: int = 128,
+    layers: int = 2,
+    heads: int = 4,
+    kv_heads: int = 2,
+    vision_hidden: int = 64,
+    vision_layers: int = 2,
+    patch_size: int = 14,
+) -> Any:
     """A Qwen2.5-VL configuration of about 0.7M parameters, with tied embeddings."""
     from transformers import Qwen2_5_VLConfig
 
@@ -98,18 +112,30 @@ def tiny_config(
     side = half * 3 // 8
     ids = tokenizer.convert_tokens_to_ids
     text = {
-        "vocab_size": len(tokenizer), "hidden_size": hidden, "intermediate_size": 3 * hidden,
-        "num_hidden_layers": layers, "num_attention_heads": heads, "num_key_value_heads": kv_heads,
+        "vocab_size": len(tokenizer),
+        "hidden_size": hidden,
+        "intermediate_size": 3 * hidden,
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads,
+        "num_key_value_heads": kv_heads,
         "max_position_embeddings": 4096,
-        "tie_word_embeddings": True, "bos_token_id": None, "eos_token_id": tokenizer.eos_token_id,
+        "tie_word_embeddings": True,
+        "bos_token_id": None,
+        "eos_token_id": tokenizer.eos_token_id,
         "pad_token_id": tokenizer.pad_token_id,
         "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [half - 2 * side, side, side]},
-    }  # fmt: skip
+    }
     vision = {
-        "depth": vision_layers, "hidden_size": vision_hidden, "intermediate_size": 3 * vision_hidden, "num_heads": 4,
-        "patch_size": patch_size, "window_size": 8 * patch_size, "out_hidden_size": hidden,
-        "fullatt_block_indexes": [vision_layers - 1], "tokens_per_second": 4,
-    }  # fmt: skip
+        "depth": vision_layers,
+        "hidden_size": vision_hidden,
+        "intermediate_size": 3 * vision_hidden,
+        "num_heads": 4,
+        "patch_size": patch_size,
+        "window_size": 8 * patch_size,
+        "out_hidden_size": hidden,
+        "fullatt_block_indexes": [vision_layers - 1],
+        "tokens_per_second": 4,
+    }
     mark: dict[str, Any] = {TINY_MARK: True}
     return Qwen2_5_VLConfig(
         text_config=text,
