@@ -147,7 +147,7 @@ def test_a_checkpoint_that_does_not_fit_is_named_on_every_rank(results):
         "missing": r"OUT/missing: expected \d+ bytes in __1_0.distcp, got no file",
         "half": r"OUT/half: expected \d+ bytes in __1_0.distcp, got \d+ bytes",
         "corrupt": r"OUT/corrupt: expected the checksum \w+ of __1_0.distcp, got \w+: a damaged file",
-        "no_metadata": "OUT/no_metadata: expected a readable .metadata file, got a damaged one: ",
+        "no_metadata": r"OUT/no_metadata: expected the checksum \w+ of .metadata, got \w+: a damaged file",
         "none": "OUT/none: expected manifest.json, got none",
     }
     for messages in on_two_ranks(results, "errors"):
