@@ -97,6 +97,7 @@ class Run:
         self.out, self.writes, self.name = Path(out), writes, name or Path(out).name
         self.progress: Any = None
         self.current_step = ""  # for messages
+        self.running_step: int | None = None  # None before the first step, and after the last
         config = {**config, "versions": versions()}
         self.trackers = start_trackers(trackers, self.out, config) if writes else []
         if writes:
@@ -133,11 +134,11 @@ class Run:
         self.progress = progress_bar(start, stop, unit=unit, show=self.writes)
         try:
             for step in self.progress:
-                self.current_step = f"{unit} {step}: "
+                self.current_step, self.running_step = f"{unit} {step}: ", step
                 yield step
         finally:
             self.progress.close()
-            self.progress, self.current_step = None, ""
+            self.progress, self.current_step, self.running_step = None, "", None
 
     def print(self, text: str) -> None:
         """Prints a line, above the progress bar if there is one. Half a character of a surrogate pair is escaped."""

@@ -16,6 +16,7 @@ from rlkit.engines.checkpoint import DamagedCheckpoint, checkpoints, keep_newest
 from rlkit.report import write_report
 from rlkit.runs.directory import release_directory
 from rlkit.runs.options import AdapterOptions, RunOptions
+from rlkit.runs.rollouts import save_rollouts
 from rlkit.tracking import Run
 from rlkit.vlm.loading import load_config
 
@@ -77,9 +78,13 @@ def save(cfg: Any, run: Run, step: int, state: Mapping[str, Any] | None = None, 
         state: what `resume` returns beside the step.
         engines: as in `resume`.
 
+    With `cfg.save_rollouts`, what the step sampled and trained on is written first.
+
     The run ends with one sentence if it cannot be written, and after `cfg.max_skipped_steps` steps in a row of which
     the gradients were not finite. The previous checkpoint stays.
     """
+    if getattr(cfg, "save_rollouts", False):
+        save_rollouts(cfg, run, step, engines)
     if 0 < cfg.max_skipped_steps <= run.skipped_in_a_row:
         run.stop(
             f"gradients: expected finite ones, got nan or inf in {run.skipped_in_a_row} steps in a row, which were "

@@ -20,6 +20,7 @@ from torch.distributed.elastic.multiprocessing.errors import record
 from rlkit.engines.distributed import init_distributed
 from rlkit.runs.directory import check_resumed_options, claim_directory
 from rlkit.runs.options import RunOptions, check_ranges, check_servers, parse_options
+from rlkit.runs.rollouts import check_rollouts
 from rlkit.tracking import Run
 
 
@@ -62,14 +63,15 @@ def start_run(recipe: str, cfg: RunOptions, task: str, *, starts_servers: bool =
         starts_servers: the recipe starts servers to sample on, if the options name none.
 
     Raises:
-        ValueError: a number out of range, no servers to sample on, the directory is taken, a tracker is unknown, or a
-            resumed run was started with other options.
+        ValueError: a number out of range, no servers to sample on, no saved rollouts, the directory is taken, a tracker
+            is unknown, or a resumed run was started with other options.
     """
     from transformers.utils.logging import disable_progress_bar
 
     check_ranges(cfg)
     if not starts_servers:
         check_servers(cfg)
+    check_rollouts(cfg, samples_ahead=starts_servers)
     torch.set_num_threads(cfg.threads)
     torch.manual_seed(cfg.seed)  # the same on all ranks: of adapters, say
     init_distributed()
