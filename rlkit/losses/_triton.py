@@ -179,10 +179,11 @@ def kernels_work(device: torch.device, dtype: torch.dtype) -> bool:
     if dtype not in DTYPES:
         return False
     try:
-        hidden = torch.ones(2, 16, device=device, dtype=dtype, requires_grad=True)
-        targets, temperature = torch.zeros(2, device=device, dtype=torch.long), torch.ones(2, 1, device=device)
-        logprobs, *_ = FusedLinearLogprobs.apply(hidden, hidden.detach(), None, targets, temperature, None, 2)
-        logprobs.sum().backward()
+        with torch.inference_mode(False), torch.enable_grad():  # the caller may only want log-probabilities
+            hidden = torch.ones(2, 16, device=device, dtype=dtype, requires_grad=True)
+            targets, temperature = torch.zeros(2, device=device, dtype=torch.long), torch.ones(2, 1, device=device)
+            logprobs, *_ = FusedLinearLogprobs.apply(hidden, hidden.detach(), None, targets, temperature, None, 2)
+            logprobs.sum().backward()
         return bool(torch.isclose(logprobs.detach(), torch.tensor(0.5, device=device).log()).all())
     except Exception as error:  # Triton raises errors of its own, of the compiler and of the driver
         log.warning("linear_logprobs: computed without Triton kernels on %s: %s", device, error)

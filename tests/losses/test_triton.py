@@ -44,6 +44,10 @@ def test_no_tokens_and_vmap(found):
     assert found["empty"] == [[0], [0]] and found["vmap"] < 1e-6
 
 
+def test_kernels_are_tried_also_where_no_gradient_is_wanted(found):
+    assert found["work"] == [True, False]  # none for float64
+
+
 def test_flops_and_bytes_are_the_least(found):
     """2 N V H forward and 6 N V H backward; weights are read once by each block of tokens, logits never written."""
     c = found["counts"]
