@@ -71,6 +71,7 @@ OWN = {
 # what each part may import of others, when its modules are imported; recipes, runs, engines and rollout are free
 THIRD = {
     "rlkit.losses": {"torch"},
+    "rlkit.losses._triton": {"torch", "triton"},  # imported where there is a GPU alone
     "rlkit.advantages": {"torch"},
     "rlkit.data": {"torch", "einops", "numpy", "PIL"},
     "rlkit.data.packing": {"torch", "einops"},
