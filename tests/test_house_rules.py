@@ -61,7 +61,7 @@ OWN = {
     "rlkit.rollout": {"rlkit.data", "rlkit.rewards", "rlkit.vlm", "rlkit.rollout", "rlkit.losses.logprobs"},
     "rlkit.plan": {"rlkit"},
     "rlkit.tracking": set(),
-    "rlkit.report": {"rlkit.tracking"},
+    "rlkit.report": {"rlkit.report", "rlkit.tracking"},
     "rlkit.plugins": {"rlkit.plugins", "rlkit.losses", "rlkit.advantages"},  # imported by nothing
     "rlkit.runs": {"rlkit"},  # what recipes share stands above all rooms: nothing but recipes imports it
     "rlkit": set(),

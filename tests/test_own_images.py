@@ -32,5 +32,7 @@ def test_the_page_as_it_stands(tmp_path):
     assert found["steps"] == 10 and 0 <= found["accuracy_after"] <= 1
     checked = json.loads((tmp_path / "runs" / "check" / "eval.json").read_text())
     assert checked["tasks"]["photos/rows.jsonl"]["rows"] == 40
-    assert (tmp_path / "runs" / "photos" / "report.html").read_text().count("<img") > 10
+    kept = [json.loads(line) for line in (tmp_path / "runs" / "photos" / "samples.jsonl").read_text().splitlines()]
+    assert {record["kind"] for record in kept} == {"training", "held-out"} and all(r["images"] for r in kept)
+    assert (tmp_path / "runs" / "photos" / "report.html").read_text().count("data:image/webp;base64,") >= 10
     assert "parameters, torch.float32" in printed
