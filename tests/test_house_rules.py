@@ -60,6 +60,8 @@ OWN = {
     "rlkit.engines": {"rlkit.data", "rlkit.vlm", "rlkit.engines", "rlkit.losses.logprobs"},
     "rlkit.rollout": {"rlkit.data", "rlkit.rewards", "rlkit.vlm", "rlkit.rollout", "rlkit.losses.logprobs"},
     "rlkit.plan": {"rlkit"},
+    "rlkit.doctor": {"rlkit"},  # programs that check what a run would use
+    "rlkit.data.__main__": {"rlkit"},
     "rlkit.tracking": set(),
     "rlkit.report": {"rlkit.report", "rlkit.tracking"},
     "rlkit.plugins": {"rlkit.plugins", "rlkit.losses", "rlkit.advantages"},  # imported by nothing
