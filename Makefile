@@ -1,5 +1,5 @@
 # make demo: the main job on its built-in default.  make demo-text: the same on a pretrained language model.  make test: lint, types, tests.  make quick: the loop of edit and test.
-# make faults: what is broken on purpose.  make setup: the environment alone.
+# make faults: what is broken on purpose.  make browser: the page of a run in Chromium.  make setup: the environment alone.
 PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
@@ -8,7 +8,7 @@ DEMO_TEXT := --model smollm2 --task addition --lora_rank 16 --lr 3e-4 --steps 60
 	--max_new_tokens 16 --kl_coef 0 --threads 2 $(shell grep -qE 'avx512_bf16|amx_bf16' /proc/cpuinfo && echo --compute_dtype bfloat16)
 CHECK_PYTHON := $(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "rlkit needs Python >= 3.11; $(PYTHON) is older. Name another: make setup PYTHON=python3.12"; exit 1; }
 
-.PHONY: setup setup-all demo demo-text test faults quick lint learn bench peers bench-peers docs clean
+.PHONY: setup setup-all demo demo-text test faults browser quick lint learn bench peers bench-peers docs clean
 
 setup: $(VENV)/.installed
 
@@ -52,6 +52,11 @@ test: setup-all lint
 faults: setup-all
 	$(BIN)/python -m pytest -n 2 --dist loadfile tests/faults tests/security \
 		tests/rewards/test_sandbox.py tests/rewards/test_programs.py
+
+# the page of a run in a real browser, which is not installed here: apt-get install chromium
+browser: setup
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check playwright
+	$(BIN)/python -m pytest tests/browser/live_report.py
 
 # functions, packing, an engine in one process, a recipe for a few steps
 quick: setup

@@ -23,17 +23,16 @@ import threading
 import time
 import weakref
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn, TextIO
 
 CONFIG, METRICS, EVAL, PHASES = "config.json", "metrics.jsonl", "eval.json", "phases"
-BEAT_SECONDS, SILENT_SECONDS = (
-    5.0,
-    30.0,
-)  # of the watchdog: how often a rank says that it responds, and until when it may
+BEAT_SECONDS = 5.0  # how often a rank tells the watchdog that it responds
+SILENT_SECONDS = 30.0  # the watchdog takes a rank for lost that has not responded for so long
+SAMPLES = "samples.jsonl"  # of rlkit.report.answers
 PHASES_OUTSIDE_STEPS = ("time/evaluate", "time/checkpoint")  # do not count in tokens per second
 
 # Dense bfloat16 FLOP/s of one GPU, from the vendors' data sheets (V100: float16, as it has no bfloat16).
@@ -80,6 +79,9 @@ class Run:
         writes: whether this process writes.
         trackers: also log metrics to these trackers of accelerate: tensorboard, wandb, mlflow, trackio, ..., or one
             registered with it. A resumed run starts a new run in the tracker.
+        write_page: called in a thread by `log`, at the first step and then every `page_seconds`: it writes the page of
+            the run that is going on. A call that fails is reported, and does not end the run.
+        page_seconds: 0: `write_page` is never called.
         watchdog: when a rank has been in one phase for this many seconds, print the phases of all ranks, and again
             after the same time; and name a rank that does not respond for half a minute. The run continues. 0: never.
             The watchdog reads files in `out` and contacts no other process; the lowest rank whose process responds
@@ -97,6 +99,8 @@ class Run:
         name: str = "",
         writes: bool = True,
         trackers: Sequence[str] = (),
+        write_page: Callable[[], Any] | None = None,
+        page_seconds: float = 0.0,
         watchdog: float = 0.0,
     ) -> None:
         self.out, self.writes, self.name = Path(out), writes, name or Path(out).name
@@ -112,6 +116,10 @@ class Run:
         self.step = 0
         self.skipped_in_a_row = 0  # steps up to the last that was logged
         self.peak = peak_flops_of_all_ranks()
+        self.write_page, self.page_seconds = write_page, page_seconds
+        self._page_writer: threading.Thread | None = None
+        self._page_due = 0.0
+        self._answers: list[Mapping[str, Any]] = []
         self._times: dict[str, float] = defaultdict(float)
         self._memory: dict[str, float] = defaultdict(float)
         self._phase, self._since = "set_up", time.perf_counter()
@@ -127,11 +135,17 @@ class Run:
             threading.Thread(target=_watch, args=watch, daemon=True, name="watchdog").start()
 
     def drop_metrics_from(self, step: int) -> None:
-        """Removes metrics of `step` and later ones; a resumed run logs them again."""
-        path = self.out / METRICS
-        if self.writes:
-            kept = [row for row in read_metrics(path) if row["step"] < step] if path.exists() else []
-            _replace(path, "".join(json.dumps(row) + "\n" for row in kept))
+        """Removes metrics and kept answers of `step` and later ones; a resumed run logs them again.
+
+        Answers to held-out prompts after `step` finished steps are not logged again, and stay.
+        """
+        if not self.writes:
+            return
+        for path in (self.out / METRICS, self.out / SAMPLES):
+            if path.exists() or path.name == METRICS:
+                rows = read_metrics(path) if path.exists() else []
+                kept = [row for row in rows if row["step"] < step + (row.get("kind") == "held-out")]
+                _replace(path, "".join(json.dumps(row) + "\n" for row in kept))
 
     def steps(self, start: int, stop: int, *, unit: str = "step") -> Iterator[int]:
         """The numbers from `start` to `stop` - 1, with a progress bar; removes metrics logged for them earlier."""
@@ -166,6 +180,10 @@ class Run:
         self._phase, self._since = name, now
         self._write_phase()
 
+    def keep_answers(self, records: Sequence[Mapping[str, Any]]) -> None:
+        """Answers that the next `log` writes to samples.jsonl; see rlkit.report.answers."""
+        self._answers += records
+
     def log(self, step: int, metrics: Mapping[str, Any], *, show: Mapping[str, str] | None = None) -> None:
         """Writes one line of `metrics.jsonl`, with these metrics and timings, and sends it to the trackers.
 
@@ -190,15 +208,40 @@ class Run:
         memory, self._memory = {name: x for name, x in self._memory.items() if x}, defaultdict(float)
         row = {**metrics, **times, **memory, **rates(metrics, times, self.peak)}
         if self.writes:
-            line = json.dumps({"step": step, **row}) + "\n"
-            try:
-                with (self.out / METRICS).open("a") as file:
-                    file.write(line)
-            except OSError as error:
-                self.stop(f"{self.out / METRICS}: expected room for {len(line)} bytes, got: {error}")
+            self._append(METRICS, [{"step": step, **row}])
+            self._append(SAMPLES, [{**record, "step": step} for record in self._answers])
+            self._write_page_if_due()
+        self._log_answers_to_trackers()
+        self._answers = []
         if show and self.progress is not None:
             self.progress.set_postfix({short: f"{row[name]:.3g}" for short, name in show.items() if name in row})
         self._log_to_trackers(row)
+
+    def _append(self, name: str, rows: Sequence[Mapping[str, Any]]) -> None:
+        """Adds rows to a .jsonl file. The run ends with one sentence if there is no room for them."""
+        text = "".join(json.dumps(row) + "\n" for row in rows)
+        try:
+            if text:
+                with (self.out / name).open("a") as file:
+                    file.write(text)
+        except OSError as error:
+            self.stop(f"{self.out / name}: expected room for {len(text)} bytes, got: {error}")
+
+    def _write_page_if_due(self) -> None:
+        """Starts a thread that writes the page, unless one was started less than `page_seconds` ago or still works."""
+        writing = self._page_writer is not None and self._page_writer.is_alive()
+        if self.write_page is None or not self.page_seconds or writing or time.monotonic() < self._page_due:
+            return
+        self._page_due = time.monotonic() + self.page_seconds
+        self._page_writer = threading.Thread(target=self._write_page_in_thread, daemon=True, name="page")
+        self._page_writer.start()
+
+    def _write_page_in_thread(self) -> None:
+        assert self.write_page is not None
+        try:
+            self.write_page()
+        except Exception as error:  # the run is worth more than its page
+            self.print(f"page of the run: could not be written: {type(error).__name__}: {error}")
 
     def log_evaluation(self, **results: Any) -> dict[str, Any]:
         """Adds results to `eval.json` and returns its whole content."""
@@ -210,7 +253,9 @@ class Run:
         return merged
 
     def close(self) -> None:
-        """Ends the trackers and the watchdog. Files need no closing: they are complete at any time."""
+        """Ends the trackers, the watchdog and the writing of pages. All files are complete at any time."""
+        if self._page_writer is not None:
+            self._page_writer.join()
         for tracker in self.trackers:
             try:
                 tracker.finish()
@@ -237,6 +282,18 @@ class Run:
         numbers = {name: x for name, x in values.items() if isinstance(x, int | float)}
         for tracker in self.trackers:
             tracker.log(numbers, step=self.step)
+
+    def _log_answers_to_trackers(self) -> None:
+        """Kept answers as a table, in trackers that have tables: of accelerate's, wandb and clearml."""
+        columns = ["step", "question", "expected", "answer", "reward"]
+        rows = [
+            [self.step, record["question"], record["expected"], answer["text"], answer["reward"]]
+            for record in self._answers
+            for answer in record["answers"]
+        ]
+        for tracker in self.trackers if rows else ():
+            if hasattr(tracker, "log_table"):
+                tracker.log_table("answers", columns=columns, data=rows, step=self.step)
 
     def _write(self, name: str, content: Mapping[str, Any]) -> None:
         _replace(self.out / name, json.dumps(content, indent=1, default=str) + "\n")

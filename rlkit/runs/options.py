@@ -44,6 +44,8 @@ class RunOptions:
     """Seed of the order of the rows, of sampling, of new adapters and of the tiny model."""
     trackers: tuple[str, ...] = ()
     """Also log metrics to these trackers: tensorboard, wandb, mlflow, trackio, ..."""
+    report_seconds: float = 120.0
+    """Seconds between two writes of report.html while the run goes on. 0: it is written at the end only."""
     watchdog: float = 600.0
     """Print what every rank is doing when a rank has been in one phase for this many seconds. 0: never."""
     threads: int = 1
@@ -191,6 +193,8 @@ class PolicyOptions(SamplingOptions):
 
     tis_cap: float = 2.0
     """Cap of the truncated importance weights (TIS) for sampler/trainer mismatch. With hf the weights are about 1."""
+    log_prompts: int = 2
+    """Prompts per step whose answers are kept in samples.jsonl, with rewards and images, and shown in report.html."""
     max_unjudged: float = 0.2
     """Stop if the reward function failed, or returned None, on more than this share of the answers."""
     max_mismatch: float = 0.3
@@ -226,7 +230,8 @@ save_every threads micro_batch_tokens ulysses_sequence_parallel_size
 """.split()
 AT_LEAST_0 = """
 seed epochs group_size rows max_new_tokens max_prompt_tokens max_tokens max_response_tokens overlong_buffer lora_rank
-warmup_steps max_skipped_steps critic_warmup reward_threads max_staleness watchdog lr critic_lr weight_decay kl_coef
+warmup_steps max_skipped_steps critic_warmup reward_threads max_staleness watchdog report_seconds
+log_prompts lr critic_lr weight_decay kl_coef
 sft_coef lm_coef centre_coef clip_low clip_high max_mismatch
 """.split()
 SHARES = "max_unjudged min_lr_ratio gamma lam critic_lam".split()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
 import torch
@@ -12,6 +12,7 @@ from torch import Tensor
 
 from rlkit.data import Sample, group_ids
 from rlkit.engines.distributed import reduce_metrics
+from rlkit.report import prompt_record
 from rlkit.rewards import Judge, judged, judging_problem, part_means, reward_stats
 from rlkit.rollout import Sampling
 from rlkit.runs.options import SamplingOptions
@@ -192,8 +193,9 @@ class PolicySampler:
         """Rewards, their parts, lengths and counts of the answers of all ranks, for `Run.log`.
 
         `response_length/cut` is the share of answers that ended at the limit of tokens, not with an end token. A run
-        that cannot learn from its answers is told why, once.
+        that cannot learn from its answers is told why, once. The answers to some of the prompts are kept for the page.
         """
+        self._keep_answers(answers)
         engine = self.engine
         lengths = [len(sample.response_ids) for sample in answers.generated]
         cut = sum(sample.finish_reason == "length" for sample in answers.generated)
@@ -214,6 +216,18 @@ class PolicySampler:
         }
         self._warn(found)
         return found
+
+    def _keep_answers(self, answers: Answers) -> None:
+        """Have the answers to the first prompts of rank 0 written to samples.jsonl, with their images."""
+        if not self.run.writes:
+            return
+        prompts: dict[int, list[int]] = {}  # the places of the answers to each prompt
+        for i, sample in enumerate(answers.generated):
+            prompts.setdefault(sample.group_id, []).append(i)
+        for places in list(prompts.values())[: self.cfg.log_prompts]:
+            samples = [replace(answers.generated[i], reward=answers.rewards[i].item()) for i in places]
+            parts = {name: values[places].tolist() for name, values in answers.parts.items()}
+            self.run.keep_answers([prompt_record(self.run.out, samples, "training", 0, parts)])
 
     def _warn(self, metrics: Mapping[str, float]) -> None:
         """Say once what keeps a run from learning."""

@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ import torch.distributed as dist
 from torch.distributed.elastic.multiprocessing.errors import record
 
 from rlkit.engines.distributed import init_distributed
+from rlkit.report import write_page
 from rlkit.rollout.servers.claim import claim_servers
 from rlkit.runs.directory import check_resumed_options, claim_directory, decided_by_rank_0
 from rlkit.runs.interruption import outside_endings
@@ -89,4 +91,15 @@ def start_run(recipe: str, cfg: RunOptions, task: str, *, starts_servers: bool =
     if first:
         for change in changes:
             print(f"resume: {change}", flush=True)
-    return Run(out, asdict(cfg), name=name, writes=first, trackers=cfg.trackers, watchdog=cfg.watchdog)
+    seconds = cfg.report_seconds
+    page = partial(write_page, out / "report.html", [out], title=name, running=True, every=seconds)
+    return Run(
+        out,
+        asdict(cfg),
+        name=name,
+        writes=first,
+        trackers=cfg.trackers,
+        write_page=page,
+        page_seconds=seconds,
+        watchdog=cfg.watchdog,
+    )

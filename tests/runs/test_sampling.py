@@ -86,7 +86,8 @@ def warnings(steps, *, finish="stop", group_size=2):
     said = []
     cfg = SimpleNamespace(reward_threads=0, max_new_tokens=6, group_size=group_size)
     engine = SimpleNamespace(global_sum=same, data_parallel_group=None)
-    sampler = PolicySampler(cfg, SimpleNamespace(print=said.append), None, engine, SimpleNamespace(generate=None))
+    run = SimpleNamespace(print=said.append, writes=False)
+    sampler = PolicySampler(cfg, run, None, engine, SimpleNamespace(generate=None))
     answer = replace(append_response(prompt_sample([1]), [5], [0.0]), finish_reason=finish, group_id=0)
     for rewards in steps:
         sampler.metrics(Answers([answer, answer], torch.tensor(rewards)))
