@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from rlkit.data.samples import Sample
 from rlkit.engines import checkpoint
@@ -17,7 +16,7 @@ from rlkit.engines.checkpoint import DamagedCheckpoint, checkpoints, keep_newest
 from rlkit.report import write_report
 from rlkit.runs.directory import release_directory
 from rlkit.runs.interruption import POLICY, a_signal_has_come, end_after_step, interrupted
-from rlkit.runs.options import AdapterOptions, RunOptions
+from rlkit.runs.options import RunOptions
 from rlkit.runs.rollouts import save_rollouts
 from rlkit.tracking import Run
 from rlkit.vlm.loading import load_config
@@ -148,14 +147,3 @@ def _export_dtype(cfg: Any, engine: Any) -> torch.dtype:
         return getattr(torch, cfg.export_dtype)
     config = load_config(engine.config.name_or_path, trust_remote_code=cfg.trust_remote_code)
     return config.dtype or getattr(torch, cfg.dtype)
-
-
-def totals(engine: Any, **counts: float | Tensor) -> dict[str, float]:
-    """Each count summed over all ranks."""
-    summed = engine.global_sum(torch.tensor([float(x) for x in counts.values()], dtype=torch.float64))
-    return dict(zip(counts, summed.tolist(), strict=True))
-
-
-def training_passes(cfg: AdapterOptions, updates: int = 1) -> int:
-    """What optimizer steps on a batch cost, in forward passes: a backward pass is two, or one with LoRA."""
-    return updates * (2 if cfg.lora_rank else 3)
