@@ -59,6 +59,8 @@ OWN = {
     "rlkit.vlm": {"rlkit.vlm", "rlkit.data.lookup", "rlkit.data.messages", "rlkit.data.samples"},
     "rlkit.engines": {"rlkit.data", "rlkit.vlm", "rlkit.engines", "rlkit.losses.logprobs"},
     "rlkit.rollout": {"rlkit.data", "rlkit.rewards", "rlkit.vlm", "rlkit.rollout", "rlkit.losses.logprobs"},
+    "rlkit.conformance": {"rlkit.conformance", "rlkit.losses", "rlkit.advantages", "rlkit.data.user_code"},
+    "rlkit.conformance.ours": {"rlkit"},
     "rlkit.plan": {"rlkit"},
     "rlkit.replay": {"rlkit"},
     "rlkit.replay.bundles": {"rlkit.data.samples"},
