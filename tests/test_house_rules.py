@@ -67,8 +67,12 @@ OWN = {
     "rlkit.engines": {"rlkit.data", "rlkit.vlm", "rlkit.engines", "rlkit.losses.logprobs"},
     "rlkit.rollout": {"rlkit.data", "rlkit.rewards", "rlkit.vlm", "rlkit.rollout", "rlkit.losses.logprobs"},
     "rlkit.plan": {"rlkit"},
+    "rlkit.replay": {"rlkit"},
+    "rlkit.replay.bundles": {"rlkit.data.samples"},
+    "rlkit.doctor": {"rlkit"},  # programs that check what a run would use
+    "rlkit.data.__main__": {"rlkit"},
     "rlkit.tracking": set(),
-    "rlkit.report": {"rlkit.tracking"},
+    "rlkit.report": {"rlkit.report", "rlkit.tracking"},
     "rlkit.plugins": {"rlkit.plugins", "rlkit.losses", "rlkit.advantages"},  # imported by nothing
     "rlkit.runs": {"rlkit"},  # what recipes share stands above all rooms: nothing but recipes imports it
     "rlkit": set(),

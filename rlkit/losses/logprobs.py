@@ -27,7 +27,7 @@ from rlkit.losses._kernels import (
     temperature_column,
 )
 
-log = logging.getLogger(__name__)
+_log = logging.getLogger(__name__)
 
 
 class LogprobsAndEntropy(NamedTuple):
@@ -236,7 +236,7 @@ def _triton(device: torch.device, dtype: torch.dtype) -> Any:
     try:
         from rlkit.losses import _triton
     except ImportError as error:
-        log.warning("linear_logprobs: computed without Triton kernels on %s: %s", device, error)
+        _log.warning("linear_logprobs: computed without Triton kernels on %s: %s", device, error)
         return None
     return _triton if _triton.kernels_work(device, dtype) else None
 

@@ -6,15 +6,16 @@ These are functions that a recipe calls, in the order in which it calls them:
         task = load_named_task(cfg, cfg.task)
         run = start_run("my_recipe", cfg, task.name)                 # claims the directory
         path, processor = find_model(cfg, run, task.train)
-        engine = build_engine(cfg, path, processor, updates=cfg.steps, temperature=cfg.temperature)
+        engine = build_engine(cfg, path, processor, updates=cfg.steps)
         rollout = build_rollout(cfg, path, processor, engine)
         start = resume(cfg, run, checkpoints=engine)["step"]
     ...
     finish(cfg, run, shown, model=engine)
 """
 
-from rlkit.runs.checkpoints import finish, resume, save, totals, training_passes
+from rlkit.runs.checkpoints import finish, resume, save
 from rlkit.runs.directory import check_resumed_options, claim_directory, release_directory
+from rlkit.runs.given_answers import GivenAnswers, answer_encoder, chat_encoder, global_loss
 from rlkit.runs.models import (
     answer_ends,
     build_engine,
@@ -34,9 +35,11 @@ from rlkit.runs.options import (
     AdapterOptions,
     EngineOptions,
     GenerationOptions,
+    GivenAnswerOptions,
     ModelOptions,
     OptimizerOptions,
     PolicyOptions,
+    RewardOptions,
     RunOptions,
     SamplingOptions,
     TaskOptions,
@@ -48,50 +51,75 @@ from rlkit.runs.options import (
     option_groups,
     parse_options,
 )
+from rlkit.runs.rollouts import (
+    RecordingEngine,
+    Replay,
+    ReplayDone,
+    SavedRollouts,
+    check_rollouts,
+    is_replay,
+    record_draw,
+    recorded,
+    replay_until,
+    save_rollouts,
+)
 from rlkit.runs.sampling import (
     Answers,
     PolicySampler,
     Prompts,
     accuracy,
     encode_share,
-    prompt_encoder,
     record_evaluation,
     too_few_judged,
 )
 from rlkit.runs.start import one_sentence_errors, run_recipe, start_run
 from rlkit.runs.tasks import load_named_task, with_epochs
-from rlkit.runs.updates import mean_metrics, mini_batches
+from rlkit.runs.totals import batch_totals, mean_metrics, totals, training_passes
+from rlkit.runs.updates import mini_batches
 
 __all__ = [
     "AdapterOptions",
     "Answers",
     "EngineOptions",
     "GenerationOptions",
+    "GivenAnswerOptions",
+    "GivenAnswers",
     "ModelOptions",
     "OptimizerOptions",
     "PolicyOptions",
     "PolicySampler",
     "Prompts",
+    "RecordingEngine",
+    "Replay",
+    "ReplayDone",
+    "RewardOptions",
     "RunOptions",
     "SamplingOptions",
+    "SavedRollouts",
     "TaskOptions",
     "TrainingOptions",
     "accuracy",
+    "answer_encoder",
     "answer_ends",
+    "batch_totals",
     "build_engine",
     "build_reference",
     "build_rollout",
     "build_scorer",
     "build_value_engine",
+    "chat_encoder",
     "check_range",
     "check_ranges",
     "check_resumed_options",
+    "check_rollouts",
     "check_servers",
     "claim_directory",
     "defaults_of_model",
     "encode_share",
     "find_model",
     "finish",
+    "global_loss",
+    "is_replay",
     "learning_rate_schedule",
     "load_named_task",
     "mean_metrics",
@@ -99,13 +127,16 @@ __all__ = [
     "one_sentence_errors",
     "option_groups",
     "parse_options",
-    "prompt_encoder",
+    "record_draw",
     "record_evaluation",
+    "recorded",
     "release_directory",
+    "replay_until",
     "resume",
     "roughest_dtype",
     "run_recipe",
     "save",
+    "save_rollouts",
     "scoring_options",
     "shared_options",
     "start_run",

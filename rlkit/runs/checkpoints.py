@@ -9,17 +9,18 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from rlkit.data.samples import Sample
+from rlkit.engines import checkpoint
 from rlkit.engines.checkpoint import DamagedCheckpoint, checkpoints, keep_newest
+from rlkit.engines.export import ExportNotWritten
 from rlkit.report import write_report
 from rlkit.runs.directory import release_directory
-from rlkit.runs.options import AdapterOptions, RunOptions
+from rlkit.runs.interruption import POLICY, a_signal_has_come, end_after_step, interrupted
+from rlkit.runs.options import RunOptions
+from rlkit.runs.rollouts import save_rollouts
 from rlkit.tracking import Run
 from rlkit.vlm.loading import load_config
-
-POLICY = "checkpoints"  # its checkpoint is written last: a step is saved when this one is there
 
 
 def resume(cfg: RunOptions, run: Run, **engines: Any) -> dict[str, Any]:
@@ -36,6 +37,7 @@ def resume(cfg: RunOptions, run: Run, **engines: Any) -> dict[str, Any]:
     Raises:
         ValueError: all checkpoints are damaged, or one is of another model.
     """
+    end_after_step(run)
     saved = checkpoints(run.out / POLICY) if cfg.resume else []
     if not saved:
         if cfg.resume and run.writes:
@@ -77,15 +79,21 @@ def save(cfg: Any, run: Run, step: int, state: Mapping[str, Any] | None = None, 
         state: what `resume` returns beside the step.
         engines: as in `resume`.
 
+    With `cfg.save_rollouts`, what the step sampled and trained on is written first.
+
     The run ends with one sentence if it cannot be written, and after `cfg.max_skipped_steps` steps in a row of which
-    the gradients were not finite. The previous checkpoint stays.
+    the gradients were not finite. The previous checkpoint stays. After Ctrl-C and SIGTERM the step is saved, and the
+    run ends.
     """
+    if getattr(cfg, "save_rollouts", False):
+        save_rollouts(cfg, run, step, engines)
     if 0 < cfg.max_skipped_steps <= run.skipped_in_a_row:
         run.stop(
             f"gradients: expected finite ones, got nan or inf in {run.skipped_in_a_row} steps in a row, which were "
             "skipped; lower --lr, or allow more with --max_skipped_steps"
         )
-    if (step + 1) % cfg.save_every and step + 1 != cfg.steps:
+    ends = a_signal_has_come()
+    if (step + 1) % cfg.save_every and step + 1 != cfg.steps and not ends:
         return
     run.phase("checkpoint")
     for folder, engine in sorted(engines.items(), key=lambda item: item[0] == POLICY):
@@ -94,6 +102,13 @@ def save(cfg: Any, run: Run, step: int, state: Mapping[str, Any] | None = None, 
         except OSError as error:
             run.stop(str(error))
         keep_newest(run.out / folder, 2)
+    if ends:
+        try:
+            checkpoint.finish()
+        except OSError as error:
+            run.stop(str(error))
+        run.close()
+        raise interrupted()
 
 
 def finish(cfg: Any, run: Run, samples: Sequence[Sample], **engines: Any) -> None:
@@ -103,11 +118,16 @@ def finish(cfg: Any, run: Run, samples: Sequence[Sample], **engines: Any) -> Non
         samples: answers shown on the page, those with the lowest rewards first, at most 40.
         engines: by the folder their model is exported to, in Hugging Face format. The policy's adapters are merged
             there, and `adapter` holds them alone.
+
+    The run ends with one sentence if a model cannot be written. The checkpoints stay.
     """
     for folder, engine in engines.items():
-        engine.export_hf(run.out / folder, _export_dtype(cfg, engine))
-        if getattr(engine, "has_adapters", False) and "logprobs" in engine.known_outputs:
-            engine.export_adapter(run.out / "adapter")
+        try:
+            engine.export_hf(run.out / folder, _export_dtype(cfg, engine))
+            if getattr(engine, "has_adapters", False) and "logprobs" in engine.known_outputs:
+                engine.export_adapter(run.out / "adapter")
+        except ExportNotWritten as error:
+            run.stop(f"{error}; all steps are saved: make room, and add --out {run.out} --resume to export again")
     if engines:
         run.log_evaluation(steps=cfg.steps)
     run.close()
@@ -133,14 +153,3 @@ def _export_dtype(cfg: Any, engine: Any) -> torch.dtype:
         return getattr(torch, cfg.export_dtype)
     config = load_config(engine.config.name_or_path, trust_remote_code=cfg.trust_remote_code)
     return config.dtype or getattr(torch, cfg.dtype)
-
-
-def totals(engine: Any, **counts: float | Tensor) -> dict[str, float]:
-    """Each count summed over all ranks."""
-    summed = engine.global_sum(torch.tensor([float(x) for x in counts.values()], dtype=torch.float64))
-    return dict(zip(counts, summed.tolist(), strict=True))
-
-
-def training_passes(cfg: AdapterOptions, updates: int = 1) -> int:
-    """What optimizer steps on a batch cost, in forward passes: a backward pass is two, or one with LoRA."""
-    return updates * (2 if cfg.lora_rank else 3)

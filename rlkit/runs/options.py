@@ -16,6 +16,7 @@ import ast
 import inspect
 import math
 import os
+import re
 import sys
 import textwrap
 from collections.abc import Mapping, Sequence
@@ -44,6 +45,8 @@ class RunOptions:
     """Seed of the order of the rows, of sampling, of new adapters and of the tiny model."""
     trackers: tuple[str, ...] = ()
     """Also log metrics to these trackers: tensorboard, wandb, mlflow, trackio, ..."""
+    report_seconds: float = 120.0
+    """Seconds between two writes of report.html while the run goes on. 0: it is written at the end only."""
     watchdog: float = 600.0
     """Print what every rank is doing when a rank has been in one phase for this many seconds. 0: never."""
     threads: int = 1
@@ -53,20 +56,11 @@ class RunOptions:
 
 @dataclass
 class TaskOptions:
-    """The prompts, how answers are rewarded, and which rows are held out."""
+    """The rows, which of them are held out, and how they are put to the model."""
 
     task: str = "digits"
     """A built-in task, a file (.jsonl, .parquet, .csv, ...), a data set directory or hub id, or module:function; see
     docs/tasks.md."""
-    reward: str = ""
-    """Reward for a file or data set: exact, maths, choice, boxed, f1, or module:function. Default: exact, which gives 1
-    only if the whole response equals the answer. A chat model that explains itself gets 0 from it."""
-    isolate_reward: bool = False
-    """Run the reward in worker processes with limits. By default it runs in this process, without any."""
-    reward_seconds: float = 60.0
-    """With --isolate_reward: most processor time for an answer. Wall time is held to four times that."""
-    reward_memory: float = 4.0
-    """With --isolate_reward: most GiB of address space of a worker, beyond what its imports take."""
     heldout: str = ""
     """Rows held out for evaluation: a file, a split of the data set, a share such as 0.1, or all. Default: the data
     set's test or validation split; without one, a tenth of the rows, at most 300."""
@@ -81,6 +75,23 @@ class TaskOptions:
     chat_template_kwargs: dict[str, str] = field(default_factory=dict)
     """Options of the model's chat template, as in --chat_template_kwargs enable_thinking false. Values are true, false,
     numbers or text."""
+
+
+@dataclass
+class RewardOptions:
+    """How generated answers are judged."""
+
+    reward: str = ""
+    """Reward for a file or data set: exact, maths, choice, boxed, f1, or module:function. Default: exact, which gives 1
+    only if the whole response equals the answer. A chat model that explains itself gets 0 from it."""
+    reward_threads: int = 8
+    """Threads that compute rewards during generation, one prompt each. 0: after generation, in the main thread."""
+    isolate_reward: bool = False
+    """Run the reward in worker processes with limits. By default it runs in this process, without any."""
+    reward_seconds: float = 60.0
+    """With --isolate_reward: most processor time for an answer. Wall time is held to four times that."""
+    reward_memory: float = 4.0
+    """With --isolate_reward: most GiB of address space of a worker, beyond what its imports take."""
     split_thinking: bool = False
     """Rewards get only the text after </think>. Of thinking that is not finished they get an empty answer."""
 
@@ -159,8 +170,8 @@ class EngineOptions:
 
 
 @dataclass
-class GenerationOptions:
-    """What generates answers, and how they are judged."""
+class GenerationOptions(RewardOptions):
+    """What generates answers."""
 
     rollout: str = "hf"
     """Sampling back end: hf (the trained model itself), vllm (in this process), vllm_server, sglang; see
@@ -172,8 +183,6 @@ class GenerationOptions:
     generate nothing, so held-out accuracy is not measured."""
     gpu_memory_utilization: float = 0.8
     """Share of a GPU's memory that sampling may use. With vllm: for its weights and its cache."""
-    reward_threads: int = 8
-    """Threads that compute rewards during generation, one prompt each. 0: after generation, in the main thread."""
 
 
 @dataclass
@@ -189,21 +198,36 @@ class SamplingOptions(GenerationOptions):
 
 @dataclass
 class PolicyOptions(SamplingOptions):
-    """Checks and corrections for answers that the policy sampled."""
+    """Answers that the policy samples and is trained on: their number, checks and corrections."""
 
+    group_size: int = 16
+    """Answers to each prompt."""
     tis_cap: float = 2.0
     """Cap of the truncated importance weights (TIS) for sampler/trainer mismatch. With hf the weights are about 1."""
+    log_prompts: int = 2
+    """Prompts per step whose answers are kept in samples.jsonl, with rewards and images, and shown in report.html."""
     max_unjudged: float = 0.2
     """Stop if the reward function failed, or returned None, on more than this share of the answers."""
     max_mismatch: float = 0.3
     """Stop if the mean |difference| of sampler and trainer log-probabilities exceeds this, or ten times its first
-    value."""
+    value. inf: never, which is the default with --from_rollouts."""
+    save_rollouts: bool = False
+    """Write what each step samples, trains on and measures to rollouts/ in the run's directory; see docs/replay.md."""
+    from_rollouts: str = ""
+    """Train on the rollouts that another run saved in this directory, without sampling. The reward judges them
+    again."""
+    keep_rewards: bool = False
+    """With --from_rollouts: use the saved rewards; nothing is judged again."""
 
 
 @dataclass
 class TrainingOptions(EngineOptions, OptimizerOptions, AdapterOptions, ModelOptions, TaskOptions, RunOptions):
     """Options of every recipe that trains."""
 
+    steps: int = 200
+    """Training steps, of one batch each."""
+    prompts_per_step: int = 32
+    """Prompts, that is rows of the task, per step, over all ranks."""
     enable_gradient_checkpointing: bool = False
     """Recompute activations in the backward pass to save memory. Default for models other than tiny: yes."""
     epochs: float = 0.0
@@ -214,6 +238,15 @@ class TrainingOptions(EngineOptions, OptimizerOptions, AdapterOptions, ModelOpti
     """Dtype of the exported weights. auto: that of the model that training started from."""
 
 
+@dataclass
+class GivenAnswerOptions(TrainingOptions):
+    """Options of recipes that train on answers in the data."""
+
+    max_tokens: int = 0
+    """Most tokens in a prompt and an answer, image tokens included. Longer rows are skipped and counted. 0: the model's
+    context."""
+
+
 # options of all recipes by the numbers they take
 AT_LEAST_1 = """
 steps prompts_per_step prompts_per_draw max_num_gen_batches updates_per_batch mini_batches ppo_epochs max_turns
@@ -221,7 +254,8 @@ save_every threads micro_batch_tokens ulysses_sequence_parallel_size
 """.split()
 AT_LEAST_0 = """
 seed epochs group_size rows max_new_tokens max_prompt_tokens max_tokens max_response_tokens overlong_buffer lora_rank
-warmup_steps max_skipped_steps critic_warmup reward_threads max_staleness watchdog lr critic_lr weight_decay kl_coef
+warmup_steps max_skipped_steps critic_warmup reward_threads max_staleness watchdog report_seconds
+log_prompts lr critic_lr weight_decay kl_coef
 sft_coef lm_coef centre_coef clip_low clip_high max_mismatch
 """.split()
 SHARES = "max_unjudged min_lr_ratio gamma lam critic_lam".split()
@@ -272,6 +306,8 @@ def parse_options(config: type[Config], description: str, arguments: Sequence[st
         arguments = [*_file_arguments(file, config), *arguments]
     cfg = _parse(config, description, arguments, {})
     defaults = {name: x for name, x in defaults_of_model(cfg).items() if hasattr(cfg, name)}
+    if getattr(cfg, "from_rollouts", ""):
+        defaults["max_mismatch"] = math.inf
     return _parse(config, description, arguments, defaults) if defaults else cfg
 
 
@@ -301,7 +337,8 @@ def _parse(config: type[Config], description: str, arguments: Sequence[str], cha
             (name, Annotated[hints[name], tyro.conf.arg(help=text)], changed.get(name, _default(defaults[name])))
             for name, text in texts.items()
         ]
-        title = "recipe" if owner is config else owner.__name__.removesuffix("Options").lower()
+        words = re.findall("[A-Z][a-z]+", owner.__name__.removesuffix("Options"))
+        title = "recipe" if owner is config else "_".join(words).lower()
         group = make_dataclass(owner.__name__, options)
         groups.append((title, group, field(default_factory=group)))
     grouped = make_dataclass("Options", groups)
