@@ -28,8 +28,15 @@ REPLACED = {
         "torch.UntypedStorage.resize_": "FSDP frees gathered weights with it, which no dispatch mode sees",
         "rlkit.losses._kernels.CPU_CACHE_BYTES": "the tensors are on a CPU, and the plan is for a GPU",
         "rlkit.losses.logprobs.CPU_CHUNK_BYTES": "the same",
+        "rlkit.losses.logprobs._kernels_for": "the same",
+        "rlkit.engines.offload.copy_to_host": "a copy on the host would be counted as memory of the GPU",
+        "rlkit.engines.offload.copy_from_host": "the same",
         "rlkit.engines.distributed.GATHER_BY_BROADCAST": "the same",
         "rlkit.engines.fsdp.fsdp2.make_model_parallel_group": "simulated ranks cannot say which of them share rows",
+    },
+    "rlkit.plan.kernels": {
+        "rlkit.losses._triton.vocabulary_sums": "a plan allocates what the kernels do, and computes nothing",
+        "rlkit.losses._triton.logit_gradients": "the same",
     },
     "rlkit.rollout.vllm": {
         "torch.set_num_threads": "vLLM replaces it on a CPU; restored after vLLM has started",
