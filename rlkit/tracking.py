@@ -23,13 +23,16 @@ import threading
 import time
 import weakref
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any, NoReturn, TextIO
+from typing import Any, NamedTuple, NoReturn, TextIO
 
 CONFIG, METRICS, EVAL, PHASES = "config.json", "metrics.jsonl", "eval.json", "phases"
+BEAT_SECONDS = 5.0  # how often a rank tells the watchdog that it responds
+SILENT_SECONDS = 30.0  # the watchdog takes a rank for lost that has not responded for so long
+SAMPLES = "samples.jsonl"  # of rlkit.report.answers
 PHASES_OUTSIDE_STEPS = ("time/evaluate", "time/checkpoint")  # do not count in tokens per second
 
 # Dense bfloat16 FLOP/s of one GPU, from the vendors' data sheets (V100: float16, as it has no bfloat16).
@@ -76,9 +79,13 @@ class Run:
         writes: whether this process writes.
         trackers: also log metrics to these trackers of accelerate: tensorboard, wandb, mlflow, trackio, ..., or one
             registered with it. A resumed run starts a new run in the tracker.
+        write_page: called in a thread by `log`, at the first step and then every `page_seconds`: it writes the page of
+            the run that is going on. A call that fails is reported, and does not end the run.
+        page_seconds: 0: `write_page` is never called.
         watchdog: when a rank has been in one phase for this many seconds, print the phases of all ranks, and again
-            after the same time. The run continues. 0: never. The watchdog reads files in `out` and contacts no other
-            process; the lowest rank whose process responds prints. `kill -USR1 <pid>` prints the stacks of a process.
+            after the same time; and name a rank that does not respond for half a minute. The run continues. 0: never.
+            The watchdog reads files in `out` and contacts no other process; the lowest rank whose process responds
+            prints. `kill -USR1 <pid>` prints the stacks of a process.
 
     Raises:
         ValueError: a tracker that is not known or not installed.
@@ -92,11 +99,14 @@ class Run:
         name: str = "",
         writes: bool = True,
         trackers: Sequence[str] = (),
+        write_page: Callable[[], Any] | None = None,
+        page_seconds: float = 0.0,
         watchdog: float = 0.0,
     ) -> None:
         self.out, self.writes, self.name = Path(out), writes, name or Path(out).name
         self.progress: Any = None
         self.current_step = ""  # for messages
+        self.running_step: int | None = None  # None before the first step, and after the last
         config = {**config, "versions": versions()}
         self.trackers = start_trackers(trackers, self.out, config) if writes else []
         if writes:
@@ -106,6 +116,10 @@ class Run:
         self.step = 0
         self.skipped_in_a_row = 0  # steps up to the last that was logged
         self.peak = peak_flops_of_all_ranks()
+        self.write_page, self.page_seconds = write_page, page_seconds
+        self._page_writer: threading.Thread | None = None
+        self._page_due = 0.0
+        self._answers: list[Mapping[str, Any]] = []
         self._times: dict[str, float] = defaultdict(float)
         self._memory: dict[str, float] = defaultdict(float)
         self._phase, self._since = "set_up", time.perf_counter()
@@ -121,11 +135,17 @@ class Run:
             threading.Thread(target=_watch, args=watch, daemon=True, name="watchdog").start()
 
     def drop_metrics_from(self, step: int) -> None:
-        """Removes metrics of `step` and later ones; a resumed run logs them again."""
-        path = self.out / METRICS
-        if self.writes:
-            kept = [row for row in read_metrics(path) if row["step"] < step] if path.exists() else []
-            _replace(path, "".join(json.dumps(row) + "\n" for row in kept))
+        """Removes metrics and kept answers of `step` and later ones; a resumed run logs them again.
+
+        Answers to held-out prompts after `step` finished steps are not logged again, and stay.
+        """
+        if not self.writes:
+            return
+        for path in (self.out / METRICS, self.out / SAMPLES):
+            if path.exists() or path.name == METRICS:
+                rows = read_metrics(path) if path.exists() else []
+                kept = [row for row in rows if row["step"] < step + (row.get("kind") == "held-out")]
+                _replace(path, "".join(json.dumps(row) + "\n" for row in kept))
 
     def steps(self, start: int, stop: int, *, unit: str = "step") -> Iterator[int]:
         """The numbers from `start` to `stop` - 1, with a progress bar; removes metrics logged for them earlier."""
@@ -133,11 +153,11 @@ class Run:
         self.progress = progress_bar(start, stop, unit=unit, show=self.writes)
         try:
             for step in self.progress:
-                self.current_step = f"{unit} {step}: "
+                self.current_step, self.running_step = f"{unit} {step}: ", step
                 yield step
         finally:
             self.progress.close()
-            self.progress, self.current_step = None, ""
+            self.progress, self.current_step, self.running_step = None, "", None
 
     def print(self, text: str) -> None:
         """Prints a line, above the progress bar if there is one. Half a character of a surrogate pair is escaped."""
@@ -159,6 +179,10 @@ class Run:
             self._memory[f"memory/{self._phase}"] = max(self._memory[f"memory/{self._phase}"], peak)
         self._phase, self._since = name, now
         self._write_phase()
+
+    def keep_answers(self, records: Sequence[Mapping[str, Any]]) -> None:
+        """Answers that the next `log` writes to samples.jsonl; see rlkit.report.answers."""
+        self._answers += records
 
     def log(self, step: int, metrics: Mapping[str, Any], *, show: Mapping[str, str] | None = None) -> None:
         """Writes one line of `metrics.jsonl`, with these metrics and timings, and sends it to the trackers.
@@ -184,15 +208,40 @@ class Run:
         memory, self._memory = {name: x for name, x in self._memory.items() if x}, defaultdict(float)
         row = {**metrics, **times, **memory, **rates(metrics, times, self.peak)}
         if self.writes:
-            line = json.dumps({"step": step, **row}) + "\n"
-            try:
-                with (self.out / METRICS).open("a") as file:
-                    file.write(line)
-            except OSError as error:
-                self.stop(f"{self.out / METRICS}: expected room for {len(line)} bytes, got: {error}")
+            self._append(METRICS, [{"step": step, **row}])
+            self._append(SAMPLES, [{**record, "step": step} for record in self._answers])
+            self._write_page_if_due()
+        self._log_answers_to_trackers()
+        self._answers = []
         if show and self.progress is not None:
             self.progress.set_postfix({short: f"{row[name]:.3g}" for short, name in show.items() if name in row})
         self._log_to_trackers(row)
+
+    def _append(self, name: str, rows: Sequence[Mapping[str, Any]]) -> None:
+        """Adds rows to a .jsonl file. The run ends with one sentence if there is no room for them."""
+        text = "".join(json.dumps(row) + "\n" for row in rows)
+        try:
+            if text:
+                with (self.out / name).open("a") as file:
+                    file.write(text)
+        except OSError as error:
+            self.stop(f"{self.out / name}: expected room for {len(text)} bytes, got: {error}")
+
+    def _write_page_if_due(self) -> None:
+        """Starts a thread that writes the page, unless one was started less than `page_seconds` ago or still works."""
+        writing = self._page_writer is not None and self._page_writer.is_alive()
+        if self.write_page is None or not self.page_seconds or writing or time.monotonic() < self._page_due:
+            return
+        self._page_due = time.monotonic() + self.page_seconds
+        self._page_writer = threading.Thread(target=self._write_page_in_thread, daemon=True, name="page")
+        self._page_writer.start()
+
+    def _write_page_in_thread(self) -> None:
+        assert self.write_page is not None
+        try:
+            self.write_page()
+        except Exception as error:  # the run is worth more than its page
+            self.print(f"page of the run: could not be written: {type(error).__name__}: {error}")
 
     def log_evaluation(self, **results: Any) -> dict[str, Any]:
         """Adds results to `eval.json` and returns its whole content."""
@@ -204,7 +253,9 @@ class Run:
         return merged
 
     def close(self) -> None:
-        """Ends the trackers and the watchdog. Files need no closing: they are complete at any time."""
+        """Ends the trackers, the watchdog and the writing of pages. All files are complete at any time."""
+        if self._page_writer is not None:
+            self._page_writer.join()
         for tracker in self.trackers:
             try:
                 tracker.finish()
@@ -231,6 +282,18 @@ class Run:
         numbers = {name: x for name, x in values.items() if isinstance(x, int | float)}
         for tracker in self.trackers:
             tracker.log(numbers, step=self.step)
+
+    def _log_answers_to_trackers(self) -> None:
+        """Kept answers as a table, in trackers that have tables: of accelerate's, wandb and clearml."""
+        columns = ["step", "question", "expected", "answer", "reward"]
+        rows = [
+            [self.step, record["question"], record["expected"], answer["text"], answer["reward"]]
+            for record in self._answers
+            for answer in record["answers"]
+        ]
+        for tracker in self.trackers if rows else ():
+            if hasattr(tracker, "log_table"):
+                tracker.log_table("answers", columns=columns, data=rows, step=self.step)
 
     def _write(self, name: str, content: Mapping[str, Any]) -> None:
         _replace(self.out / name, json.dumps(content, indent=1, default=str) + "\n")
@@ -333,35 +396,82 @@ def start_trackers(names: Sequence[str], out: Path, config: Mapping[str, Any]) -
 
 
 def _watch(run: weakref.ref[Run], stop: threading.Event, file: Path, seconds: float) -> None:
-    """Prints which rank waits in which phase, while the run exists; only the lowest rank that responds does."""
-    tick, printed = seconds / 4, time.time()
-    while not stop.wait(tick) and run() is not None:
+    """Prints which rank waits in which phase, and which does not respond, while the run exists.
+
+    Each rank touches its file now and then. Only the lowest rank that responds prints.
+    """
+    beat, patience = min(BEAT_SECONDS, seconds / 4), min(SILENT_SECONDS, 0.75 * seconds)
+    printed, own = time.time(), int(file.name)
+    touched: dict[int, tuple[float, float]] = {}  # rank -> when it says that it touched its file; when that was seen
+    named: set[int] = set()
+    while not stop.wait(beat) and run() is not None:
         try:
-            os.utime(file)  # this rank responds; it cannot while one long call holds the interpreter lock
-            now = time.time()
-            lower = [file.with_name(str(rank)) for rank in range(int(file.name))]
-            if any(path.exists() and now - path.stat().st_mtime < 3 * tick for path in lower):
+            os.utime(file)  # a rank that is stopped cannot, nor one in which a long call holds the interpreter lock
+            now, phases = time.time(), {phase.rank: phase for phase in _phases(file.parent)}
+            for rank, phase in phases.items():
+                if touched.get(rank, (0.0, 0.0))[0] != phase.touched:
+                    touched[rank] = phase.touched, now  # by this machine's clock, as the other's may be wrong
+            silent = {rank: now - touched[rank][1] for rank in phases if now - touched[rank][1] >= patience}
+            if own != min(phases.keys() - silent.keys(), default=own):
                 continue
-            waits = [(now - float(since), rank, phase) for rank, since, _, _, phase in _phases(file.parent)]
+            for rank in sorted(silent.keys() - named):
+                _warn(f"rank {rank} {_how_silent(phases[rank], silent[rank])}")
+            named = set(silent)
+            waits = [(now - phase.since, rank, phase.name) for rank, phase in phases.items()]
             if now - printed >= seconds and max(waits)[0] >= seconds:
                 printed = now
-                print(
-                    f"\nwatchdog: {describe_waits(waits)}; kill -USR1 prints the stacks of a process, "
-                    f"their ids are in {file.parent}",
-                    file=sys.stderr,
-                    flush=True,
+                _warn(
+                    f"{describe_waits(waits)}; kill -USR1 prints the stacks of a process, their ids are in "
+                    f"{file.parent}"
                 )
         except (OSError, ValueError):  # a file is being removed
             continue
 
 
-def _phases(folder: Path) -> list[tuple[int, str, str, str, str]]:
-    """(rank, since, process id, host, phase) of every rank."""
+def _warn(text: str) -> None:
+    print(f"\nwatchdog: {text}", file=sys.stderr, flush=True)
+
+
+def _how_silent(phase: _Phase, seconds: float) -> str:
+    """What is known of a rank that does not respond, and what to do."""
+    where = f"(process {phase.process} on {phase.host}, in {phase.name})"
+    state = _process_state(phase.process) if phase.host == socket.gethostname() else "unknown"
+    if state == "T":
+        return f"{where} was stopped {seconds:.0f} s ago: continue it with kill -CONT {phase.process}, or end the run"
+    if not state:
+        return f"{where} has ended: end the run, and continue it with --resume"
+    return (
+        f"{where} has not responded for {seconds:.0f} s: it is in one long call, or its machine hangs or cannot be "
+        "reached; if it stays so, end the run, and continue it with --resume"
+    )
+
+
+def _process_state(process: int) -> str:
+    """The letter by which Linux names the state of a process of this machine: T is stopped; "" if there is none."""
+    try:
+        return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0]
+    except FileNotFoundError:
+        return "" if Path("/proc/self/stat").exists() else "unknown"
+
+
+class _Phase(NamedTuple):
+    """What a rank's file says, and when it was touched by the clock of the rank's machine."""
+
+    rank: int
+    since: float
+    process: int
+    host: str
+    name: str
+    touched: float
+
+
+def _phases(folder: Path) -> list[_Phase]:
+    """The files of all ranks."""
     found = []
     for rank in range(int(os.environ.get("WORLD_SIZE", 1))):
         if (path := folder / str(rank)).exists():
-            since, process, host, phase = path.read_text().split(" ", 3)
-            found.append((rank, since, process, host, phase))
+            since, process, host, name = path.read_text().split(" ", 3)
+            found.append(_Phase(rank, float(since), int(process), host, name, path.stat().st_mtime))
     return found
 
 

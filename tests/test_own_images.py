@@ -18,19 +18,23 @@ def test_the_page_as_it_stands(tmp_path):
     for language, block in re.findall(r"```(python|bash)\n(.*?)```", page, re.DOTALL):
         command = [sys.executable, "-c", block]
         if language == "bash":
-            program, recipe, *options = shlex.split(block)
+            program, *options = shlex.split(block)
             assert program == "python"
-            command = [sys.executable, str(ROOT / recipe), *options]
+            if options[0] != "-m":
+                options[0] = str(ROOT / options[0])
+            command = [sys.executable, *options]
         done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=600)
         assert done.returncode == 0, f"{block}\n{done.stderr[-3000:]}"
         printed += done.stdout
 
-    assert "30 rows to train on, 10 held out" in printed and "1.0 0.0" in printed
+    assert "30 to train on, 10 held out" in printed and "highest for: right;" in printed
     assert "continuing runs/photos at step 6" in printed
     found = json.loads((tmp_path / "runs" / "photos" / "eval.json").read_text())
     # seen: 0.5 -> 0.9 of ten photographs in 30 steps; whether it learned is for the learning tests
     assert found["steps"] == 10 and 0 <= found["accuracy_after"] <= 1
     checked = json.loads((tmp_path / "runs" / "check" / "eval.json").read_text())
     assert checked["tasks"]["photos/rows.jsonl"]["rows"] == 40
-    assert (tmp_path / "runs" / "photos" / "report.html").read_text().count("<img") > 10
+    kept = [json.loads(line) for line in (tmp_path / "runs" / "photos" / "samples.jsonl").read_text().splitlines()]
+    assert {record["kind"] for record in kept} == {"training", "held-out"} and all(r["images"] for r in kept)
+    assert (tmp_path / "runs" / "photos" / "report.html").read_text().count("data:image/webp;base64,") >= 10
     assert "parameters, torch.float32" in printed

@@ -1,18 +1,11 @@
-import base64
 import io
 import json
-import re
 import sys
-from dataclasses import replace
-from html.parser import HTMLParser
+import threading
 
 import pytest
-from PIL import Image
 
-import rlkit.report
-from rlkit.data import prompt_sample
-from rlkit.report import CURVES, _smooth, write_report
-from rlkit.tracking import CONFIG, EVAL, METRICS, Run, peak_flops, progress_bar, rates, read_metrics
+from rlkit.tracking import CONFIG, EVAL, METRICS, SAMPLES, Run, peak_flops, progress_bar, rates, read_metrics
 
 # --- Run
 
@@ -180,6 +173,9 @@ def listed(monkeypatch):
         def log(self, values, step=None, **_):
             said.append((step, values))
 
+        def log_table(self, name, columns, data, step):
+            said.append((step, name, columns, data))
+
         def finish(self):
             said.append("finished")
 
@@ -213,6 +209,18 @@ def test_several_trackers_are_told_what_the_files_are(tmp_path, listed):
     ]  # fmt: skip
 
 
+def test_trackers_with_tables_get_the_kept_answers(tmp_path, listed):
+    run = Run(tmp_path, {}, trackers=("listed", "tensorboard"))  # tensorboard has no tables
+    answers = [{"text": "7", "reward": 1.0}, {"text": "8", "reward": None}]
+    run.keep_answers([{"kind": "training", "prompt": 0, "question": "?", "expected": "7", "answers": answers}])
+    run.log(4, {"loss": 1.0})
+    run.log(5, {"loss": 1.0})
+    columns = ["step", "question", "expected", "answer", "reward"]
+    table = (4, "answers", columns, [[4, "?", "7", "7", 1.0], [4, "?", "7", "8", None]])
+    assert listed[2:] == [table, (4, {"loss": 1.0}), (5, {"loss": 1.0})]
+    run.close()
+
+
 def test_a_tracker_that_is_not_there_is_named(tmp_path):
     with pytest.raises(ValueError, match="trackers: expected some of .*tensorboard.*, got 'tensorbord'"):
         Run(tmp_path / "a", {}, trackers=["tensorbord"])
@@ -222,147 +230,57 @@ def test_a_tracker_that_is_not_there_is_named(tmp_path):
     Run(tmp_path / "a", {}, trackers=["aim"], writes=False)  # one rank tells them
 
 
-# --- the report
+# --- the page while the run goes on
 
 
-class Page(HTMLParser):
-    """Every tag, and every attribute that could fetch something."""
+def test_the_page_is_written_by_time_in_a_thread(tmp_path, monkeypatch):
+    """At the first step and then every 60 seconds; not while it is still being written."""
+    clock, written, go_on = [0.0], [], threading.Event()
 
-    def __init__(self, text: str) -> None:
-        super().__init__()
-        self.tags: list[str] = []
-        self.links: list[str] = []
-        self.said: list[str] = []
-        self.feed(text)
+    def write():
+        written.append(clock[0])
+        go_on.wait(60)
 
-    def handle_starttag(self, tag, attrs):
-        self.tags.append(tag)
-        self.links += [
-            value or "" for name, value in attrs if name in ("src", "href", "srcset", "data", "action", "poster")
-        ]
+    monkeypatch.setattr("rlkit.tracking.time.monotonic", lambda: clock[0])
+    run = Run(tmp_path, {}, write_page=write, page_seconds=60)
 
-    def handle_data(self, data):
-        self.said.append(data)
+    def log_at(*seconds, finished):
+        for clock[0] in seconds:
+            run.log(0, {})  # does not wait
+        if finished:
+            go_on.set()
+            run._page_writer.join()
+            go_on.clear()
 
-
-def answer(text: str, **facts):
-    sample = prompt_sample(
-        [1, 2], row={"question": "What is it?", "answer": "7"}, images=[Image.new("RGB", (300, 200))]
-    )
-    return replace(sample, text=text, **facts)
-
-
-def check_page(page) -> tuple[Page, str]:
-    text = page.read_text()
-    parsed = Page(text)
-    assert all(link.startswith("data:image/png;base64,") for link in parsed.links) and parsed.links
-    assert not {"script", "link", "iframe", "object", "base", "form"} & set(parsed.tags)
-    assert not re.search(r"https?://|@import|url\(", text)
-    for link in parsed.links:
-        Image.open(io.BytesIO(base64.b64decode(link.partition(",")[2]))).verify()
-    picture = Image.open(page.with_name("learning_curve.png"))
-    assert picture.format == "PNG" and min(picture.size) > 200
-    return parsed, text
+    log_at(1, 30, 100, 200, finished=True)
+    log_at(201, finished=True)
+    log_at(202, 260, finished=True)
+    log_at(262, finished=True)
+    assert written == [1, 201, 262]
+    run.close()
+    Run(tmp_path, {}, write_page=write).log(0, {})  # 0 seconds: never
+    Run(tmp_path, {}, write_page=write, page_seconds=60, writes=False).log(0, {})  # another rank
+    assert written == [1, 201, 262]
 
 
-def full_run(tmp_path) -> Run:
-    run = Run(tmp_path, {"lr": 1e-3, "note": "</pre><script>alert(1)</script>"})
-    for step in range(5):
-        run.log(step, {name: step / 5 for name, _ in CURVES})
-    run.log_evaluation(accuracy_before=0.125, accuracy_after=0.875, heldout=360)
-    return run
+def test_a_page_that_cannot_be_written_does_not_end_the_run(tmp_path, capsys):
+    run = Run(tmp_path, {}, write_page=lambda: 1 / 0, page_seconds=60)
+    run.log(0, {})
+    run.close()
+    assert "page of the run: could not be written: ZeroDivisionError" in capsys.readouterr().out
 
 
-def test_report_is_one_self_contained_page(tmp_path):
-    full_run(tmp_path)
-    samples = [answer("seven", reward=1.0, finish_reason="length"), answer("7", reward=0.0), answer("?")]
-    page = write_report(tmp_path, samples, title="A & B")
-    assert page == tmp_path / "report.html"
-    parsed, text = check_page(page)
-    said = " ".join(parsed.said)
-    for words in ("A & B", "0.125", "0.875", "360", "What is it?", "seven …", "nan"):
-        assert words in said, words
-    of_metrics = re.findall(r"<tr><td>([^<]+)</td><td>([^<]+)</td><td>([^<]+)</td></tr>", text)
-    assert len(parsed.links) == 1 + 3 and parsed.tags.count("tr") == 2 + 3 + len(of_metrics)
-    assert {(name, "0", "0.8") for name, _ in CURVES} <= set(of_metrics)  # each with its first and its last value
-    assert text.count('class="right"') == 1 and text.count('class="wrong"') == 2
-    assert sorted(path.name for path in tmp_path.iterdir()) == [
-        CONFIG, EVAL, "learning_curve.png", METRICS, "report.html",
-    ]  # fmt: skip
-
-
-@pytest.fixture
-def no_curves(monkeypatch):
-    """Drawing takes most of a report's time."""
-    buffer = io.BytesIO()
-    Image.new("RGB", (201, 201)).save(buffer, "PNG")
-    monkeypatch.setattr(rlkit.report, "_plot", lambda *_: buffer.getvalue())
-
-
-def test_report_escapes_answers(tmp_path, no_curves):
-    full_run(tmp_path)
-    evil = '<script>alert("x")</script><img src=x onerror=y>'
-    sample = replace(answer(evil, reward=0.0), row={"question": evil, "answer": evil})
-    parsed, text = check_page(write_report(tmp_path, [sample], title=evil))
-    assert "<script" not in text and "onerror=y>" not in text
-    assert text.count("&lt;script&gt;") >= 4 and parsed.tags.count("img") == 2
-    assert " ".join(parsed.said).count(evil) >= 3
-
-
-def test_report_without_samples(tmp_path, no_curves):
-    full_run(tmp_path)
-    parsed, _ = check_page(write_report(tmp_path))
-    assert parsed.tags.count("table") == 1 and tmp_path.name in " ".join(parsed.said)  # of the metrics
-
-
-@pytest.mark.parametrize(
-    "rows",
-    [
-        [],
-        [{"loss": 1.0}, {"entropy": 2.0, "unknown": "text"}],
-        [{"reward/mean": float("nan"), "loss": float("inf")}, {"reward/mean": None}],
-    ],
-)
-def test_report_of_metrics_that_miss_keys(tmp_path, rows):
+def test_kept_answers_are_those_of_logged_steps(tmp_path):
+    """A resumed run writes again what comes after its checkpoint; held-out answers of the checkpoint itself stay."""
     run = Run(tmp_path, {})
-    run.drop_metrics_from(0)
-    for step, row in enumerate(rows):
-        run.log(step, row)
-    check_page(write_report(tmp_path, [answer("x")]))
-
-
-def test_report_before_the_last_evaluation(tmp_path):
-    Run(tmp_path, {}).log(0, {"reward/mean": 0.5})
-    Run(tmp_path, {}).log_evaluation(accuracy_before=0.25)
-    with (tmp_path / METRICS).open("a") as file:
-        file.write('{"step": 1, "rew')
-    parsed, _ = check_page(write_report(tmp_path))
-    assert "0.250" in parsed.said and "held-out accuracy after" not in parsed.said
-
-
-def test_each_part_of_the_reward_has_a_curve(tmp_path, monkeypatch):
-    run = Run(tmp_path, {})
-    for step in range(3):
-        run.log(step, {"reward/mean": 0.5, "reward_part/right": 1.0, "reward_part/form": 0.0, "loss": 1.0})
-    drawn = []
-    monkeypatch.setattr(rlkit.report, "_plot", lambda _, curves, __: drawn.append([x for _, x in curves]) or b"")
-    write_report(tmp_path)
-    assert drawn == [["reward"], ["reward", "reward, its part form", "reward, its part right", "loss"]]
-
-
-def test_a_nan_step_does_not_end_the_curves(tmp_path, monkeypatch):
-    run = Run(tmp_path, {})
-    for step, value in enumerate([1.0, float("nan"), 3.0, None, 5.0]):
-        run.log(step, {"reward/mean": value})
-    drawn = []
-    monkeypatch.setattr(rlkit.report, "_smooth", lambda values: drawn.append(values) or list(values))
-    write_report(tmp_path)
-    assert drawn == [(1.0, 3.0, 5.0)] * 2
-
-
-def test_smooth():
-    assert _smooth([2.0] * 5) == pytest.approx([2.0] * 5) and _smooth([]) == []
-    assert _smooth([0.0, 1.0], 0.9) == pytest.approx([0.0, 0.1 / 0.19])
+    for step in range(4):
+        run.keep_answers([{"kind": "training", "prompt": 7, "answers": []}])
+        run.log(step, {})
+    with (tmp_path / SAMPLES).open("a") as file:
+        file.write('{"step": 2, "kind": "held-out"}\n{"step": 3, "kind": "held-out"}\n{"step": 3, "ki')
+    run.drop_metrics_from(2)
+    kept = [(row["step"], row["kind"]) for row in read_metrics(tmp_path / SAMPLES)]
+    assert kept == [(0, "training"), (1, "training"), (2, "held-out")]
 
 
 # --- the progress bar
@@ -397,12 +315,3 @@ def test_progress_is_silent_on_other_ranks(monkeypatch):
     stderr = io.StringIO()
     monkeypatch.setattr(sys, "stderr", stderr)
     assert list(progress_bar(3, 6, show=False)) == [3, 4, 5] and stderr.getvalue() == ""
-
-
-@pytest.mark.parametrize(("curves", "frames"), [(1, 1), (2, 2), (3, 3), (5, 5)])
-def test_no_frame_is_empty(curves, frames, monkeypatch):
-    """The grid of curves has two columns; with an odd number of curves its last place stays free."""
-    drawn = []
-    monkeypatch.setattr("matplotlib.figure.Figure.savefig", lambda figure, *_, **__: drawn.append(len(figure.axes)))
-    rlkit.report._plot([{"step": 0, "reward": 1.0}], [("reward", "reward")] * curves, {})
-    assert drawn == [frames]

@@ -13,7 +13,7 @@ from typing import Any, TextIO, TypeVar
 
 import torch.distributed as dist
 
-from rlkit.tracking import CONFIG, EVAL, METRICS
+from rlkit.tracking import CONFIG, EVAL, METRICS, SAMPLES
 
 LOCK = "run.lock"
 PROBE_BYTES = 1 << 20
@@ -23,8 +23,8 @@ os.register_at_fork(after_in_child=_held.clear)  # a child that outlives this pr
 
 # options that say where and how fast a run computes, not what; all others may differ only if --allow_changes names them
 CHANGEABLE = """
-config out resume allow_changes epochs steps save_every trackers watchdog threads engine parallel
-ulysses_sequence_parallel_size micro_batch_tokens use_remove_padding share_prompts use_fused_kernels
+config out resume allow_changes epochs steps save_every trackers watchdog report_seconds log_prompts threads engine
+parallel ulysses_sequence_parallel_size micro_batch_tokens use_remove_padding share_prompts use_fused_kernels
 enable_gradient_checkpointing rollout servers gpu_memory_utilization reward_threads max_unjudged max_mismatch
 max_skipped_steps isolate_reward reward_seconds reward_memory
 """.split()
@@ -44,7 +44,7 @@ def claim_directory(out: str, name: str, *, resume: bool) -> Path:
             or full.
     """
     default = Path("runs") / name
-    return _decided_by_rank_0(lambda: _claim(Path(out), resume) if out else _claim_numbered(default, resume))
+    return decided_by_rank_0(lambda: _claim(Path(out), resume) if out else _claim_numbered(default, resume))
 
 
 def check_resumed_options(out: Path, options: Any) -> list[str]:
@@ -57,7 +57,7 @@ def check_resumed_options(out: Path, options: Any) -> list[str]:
     Raises:
         ValueError: an option differs that changes what the run computes, and `allow_changes` does not name it.
     """
-    return _decided_by_rank_0(lambda: _changed_options(out, asdict(options)))
+    return decided_by_rank_0(lambda: _changed_options(out, asdict(options)))
 
 
 def _changed_options(out: Path, options: Mapping[str, Any]) -> list[str]:
@@ -75,7 +75,7 @@ def _changed_options(out: Path, options: Mapping[str, Any]) -> list[str]:
     return [f"{name} was {old!r} and is {new!r}" for name, (old, new) in changed.items() if name not in UNTOLD]
 
 
-def _decided_by_rank_0(decide: Callable[[], T]) -> T:
+def decided_by_rank_0(decide: Callable[[], T]) -> T:
     """What `decide` returns on rank 0, on all ranks; a ValueError that it raises there is raised on all of them."""
     answer: list[Any] = [None, None]
     if not dist.is_initialized() or dist.get_rank() == 0:
@@ -134,7 +134,7 @@ def _claim(path: Path, resume: bool) -> Path:
         release_directory(path)
         raise _Taken(f"out {str(path)!r}: holds a run already; continue it with --resume, or choose another --out")
     if claimed_before and not _holds_run(path) and not resume:  # a start that failed left them
-        for name in (CONFIG, EVAL, METRICS):
+        for name in (CONFIG, EVAL, METRICS, SAMPLES):
             (path / name).unlink(missing_ok=True)
     lock.truncate(0)
     lock.write(f"process {os.getpid()} on {socket.gethostname()}\n")

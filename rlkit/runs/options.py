@@ -45,6 +45,8 @@ class RunOptions:
     """Seed of the order of the rows, of sampling, of new adapters and of the tiny model."""
     trackers: tuple[str, ...] = ()
     """Also log metrics to these trackers: tensorboard, wandb, mlflow, trackio, ..."""
+    report_seconds: float = 120.0
+    """Seconds between two writes of report.html while the run goes on. 0: it is written at the end only."""
     watchdog: float = 600.0
     """Print what every rank is doing when a rank has been in one phase for this many seconds. 0: never."""
     threads: int = 1
@@ -200,11 +202,20 @@ class PolicyOptions(SamplingOptions):
     """Answers to each prompt."""
     tis_cap: float = 2.0
     """Cap of the truncated importance weights (TIS) for sampler/trainer mismatch. With hf the weights are about 1."""
+    log_prompts: int = 2
+    """Prompts per step whose answers are kept in samples.jsonl, with rewards and images, and shown in report.html."""
     max_unjudged: float = 0.2
     """Stop if the reward function failed, or returned None, on more than this share of the answers."""
     max_mismatch: float = 0.3
     """Stop if the mean |difference| of sampler and trainer log-probabilities exceeds this, or ten times its first
-    value."""
+    value. inf: never, which is the default with --from_rollouts."""
+    save_rollouts: bool = False
+    """Write what each step samples, trains on and measures to rollouts/ in the run's directory; see docs/replay.md."""
+    from_rollouts: str = ""
+    """Train on the rollouts that another run saved in this directory, without sampling. The reward judges them
+    again."""
+    keep_rewards: bool = False
+    """With --from_rollouts: use the saved rewards; nothing is judged again."""
 
 
 @dataclass
@@ -241,7 +252,8 @@ save_every threads micro_batch_tokens ulysses_sequence_parallel_size
 """.split()
 AT_LEAST_0 = """
 seed epochs group_size rows max_new_tokens max_prompt_tokens max_tokens max_response_tokens overlong_buffer lora_rank
-warmup_steps max_skipped_steps critic_warmup reward_threads max_staleness watchdog lr critic_lr weight_decay kl_coef
+warmup_steps max_skipped_steps critic_warmup reward_threads max_staleness watchdog report_seconds
+log_prompts lr critic_lr weight_decay kl_coef
 sft_coef lm_coef centre_coef clip_low clip_high max_mismatch
 """.split()
 SHARES = "max_unjudged min_lr_ratio gamma lam critic_lam".split()
@@ -292,6 +304,8 @@ def parse_options(config: type[Config], description: str, arguments: Sequence[st
         arguments = [*_file_arguments(file, config), *arguments]
     cfg = _parse(config, description, arguments, {})
     defaults = {name: x for name, x in defaults_of_model(cfg).items() if hasattr(cfg, name)}
+    if getattr(cfg, "from_rollouts", ""):
+        defaults["max_mismatch"] = math.inf
     return _parse(config, description, arguments, defaults) if defaults else cfg
 
 

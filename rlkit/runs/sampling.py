@@ -13,9 +13,11 @@ from torch import Tensor
 
 from rlkit.data import Sample, Task, group_ids
 from rlkit.engines.distributed import reduce_metrics
+from rlkit.report import prompt_record
 from rlkit.rewards import Judge, judged, judging_problem, part_means, reward_stats
 from rlkit.rollout import Sampling, WeightSyncCheck
 from rlkit.runs.models import roughest_dtype
+from rlkit.runs.rollouts import SavedRollouts, is_replay, record_draw
 from rlkit.tracking import Run
 from rlkit.vlm import encode_prompt
 
@@ -113,6 +115,7 @@ class PolicySampler:
         self.sends_weights = sends_weights
         self.judge = Judge(task.reward, threads=cfg.reward_threads)
         self.generate = generate or rollout.generate
+        self.saved = SavedRollouts(cfg, engine) if getattr(cfg, "from_rollouts", "") else None
         self.equal_steps = 0
         self.said: set[str] = set()
 
@@ -132,7 +135,7 @@ class PolicySampler:
     @contextmanager
     def current_weights(self) -> Iterator[None]:
         """Inside, the sampling back end has the trained weights; at the end it leaves the GPU to the trainer."""
-        if not self.sends_weights:
+        if not self.sends_weights or self._reads_rollouts:
             yield
             return
         self.run.phase("weight_sync")
@@ -144,12 +147,43 @@ class PolicySampler:
         self.rollout.sleep()
 
     def draw(self, prompts: Prompts, sampling: Sampling, n: int = 1, *, phase: str = "generate") -> Answers:
-        """n answers to each prompt with the weights that the sampling back end has, judged."""
+        """n answers to each prompt with the weights that the sampling back end has, judged.
+
+        With `cfg.from_rollouts` they are the saved ones of this step.
+        """
         self.run.phase(phase)
+        if self._reads_rollouts:
+            return self._saved_answers(prompts, sampling, phase)
         generated = self.generate(prompts.samples, sampling, n=n, on_finished=self.judge.submit)
+        return self._judged(prompts, sampling, phase, generated)
+
+    def _judged(self, prompts: Prompts, sampling: Sampling, phase: str, generated: list[Sample]) -> Answers:
+        """The answers with their rewards, once all of them are judged."""
         self.run.phase("reward" if phase == "generate" else phase)  # the rewards that are not there yet
         rewards, parts, seconds = self.judge.result()
-        return Answers(generated, rewards, parts, prompts.skipped, self.judge.reasons, seconds)
+        answers = Answers(generated, rewards, parts, prompts.skipped, self.judge.reasons, seconds)
+        record_draw(self.run, self.engine, prompts.samples, sampling, phase, generated, rewards)
+        return answers
+
+    @property
+    def _reads_rollouts(self) -> bool:
+        """Evaluation before and after training samples, whatever training reads."""
+        return self.saved is not None and self.run.running_step is not None
+
+    def _saved_answers(self, prompts: Prompts, sampling: Sampling, phase: str) -> Answers:
+        assert self.saved is not None and self.run.running_step is not None
+        try:
+            groups = self.saved.draw(self.run.running_step)
+        except ValueError as error:
+            self.run.stop(str(error))
+        generated = [sample for group in groups for sample in group]
+        if not self.cfg.keep_rewards:
+            for i, group in enumerate(groups):
+                self.judge.submit(i, group)
+            return self._judged(prompts, sampling, phase, generated)
+        rewards = torch.tensor([sample.reward for sample in generated], dtype=torch.float32)
+        record_draw(self.run, self.engine, prompts.samples, sampling, phase, generated, rewards)
+        return Answers(generated, rewards, skipped=prompts.skipped)
 
     def answer(self, prompts: Prompts, sampling: Sampling, n: int = 1, *, phase: str = "generate") -> Answers:
         """n answers to each prompt with the weights of this moment, judged. All ranks call this together."""
@@ -178,8 +212,9 @@ class PolicySampler:
         """Rewards, their parts, lengths and counts of the answers of all ranks, for `Run.log`.
 
         `response_length/cut` is the share of answers that ended at the limit of tokens, not with an end token. A run
-        that cannot learn from its answers is told why, once.
+        that cannot learn from its answers is told why, once. The answers to some of the prompts are kept for the page.
         """
+        self._keep_answers(answers)
         engine = self.engine
         lengths = [len(sample.response_ids) for sample in answers.generated]
         cut = sum(sample.finish_reason == "length" for sample in answers.generated)
@@ -200,6 +235,18 @@ class PolicySampler:
         }
         self._warn(found)
         return found
+
+    def _keep_answers(self, answers: Answers) -> None:
+        """Have the answers to the first prompts of rank 0 written to samples.jsonl, with their images."""
+        if not self.run.writes:
+            return
+        prompts: dict[int, list[int]] = {}  # the places of the answers to each prompt
+        for i, sample in enumerate(answers.generated):
+            prompts.setdefault(sample.group_id, []).append(i)
+        for places in list(prompts.values())[: self.cfg.log_prompts]:
+            samples = [replace(answers.generated[i], reward=answers.rewards[i].item()) for i in places]
+            parts = {name: values[places].tolist() for name, values in answers.parts.items()}
+            self.run.keep_answers([prompt_record(self.run.out, samples, "training", 0, parts)])
 
     def _warn(self, metrics: Mapping[str, float]) -> None:
         """Say once what keeps a run from learning."""
@@ -237,6 +284,8 @@ class PolicySampler:
         Returns:
             This rank's answers that could be judged, with their rewards.
         """
+        if is_replay():
+            return []
         answered = replace(prompts, samples=[prompt for prompt in prompts.samples if prompt.token_ids])
         answers = self.greedy(answered) if self.cfg.max_new_tokens else Answers()
         if problem := self._heldout_problem(answers):

@@ -91,7 +91,7 @@ def warnings(steps, *, finish="stop", group_size=2):
     said = []
     cfg = SimpleNamespace(reward_threads=0, max_new_tokens=6, group_size=group_size)
     engine = SimpleNamespace(global_sum=same, data_parallel_group=None)
-    run, rollout = SimpleNamespace(print=said.append), SimpleNamespace(generate=None)
+    run, rollout = SimpleNamespace(print=said.append, writes=False), SimpleNamespace(generate=None)
     sampler = PolicySampler(cfg, run, SimpleNamespace(reward=None), None, engine, rollout)
     answer = replace(append_response(prompt_sample([1]), [5], [0.0]), finish_reason=finish, group_id=0)
     for rewards in steps:

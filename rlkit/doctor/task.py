@@ -1,0 +1,174 @@
+"""What is in a task: rows, what would be skipped, what answers are rewarded, prompts as the model reads them."""
+
+from __future__ import annotations
+
+import re
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from statistics import median
+from typing import Any
+
+from rlkit.data import Sample, Task, prompt_sample
+from rlkit.data.messages import prompt_of, text_of
+from rlkit.doctor.findings import Finding
+from rlkit.rewards import score
+from rlkit.vlm import encode_prompt, load_image
+
+Row = Mapping[str, Any]
+LONGEST = 1500  # characters of a text that are printed
+
+# what a model might write, from the right answer; the last two are wrong
+FORMS: Mapping[str, Callable[[str, str], str]] = {
+    "right": lambda right, wrong: right,
+    "right, in a sentence": lambda right, wrong: f"The answer is {right}.",
+    "right, in \\boxed{}": lambda right, wrong: f"So it is \\boxed{{{right}}}.",
+    "another row's answer": lambda right, wrong: wrong,
+    "nothing": lambda right, wrong: "",
+}
+
+
+def check_rows(
+    task: Task, processor: Any = None, *, max_tokens: int | None = None, most: int = 1000
+) -> Iterator[Finding]:
+    """How many rows there are, what would be skipped and why, lengths, and prompts that occur more than once.
+
+    Args:
+        task: as `load_task` returns it.
+        processor: of the model, for lengths in tokens.
+        max_tokens: longest prompt allowed.
+        most: rows that are read, of the training rows and of the held-out ones.
+    """
+    yield Finding(
+        "rows", f"{len(task.train)} to train on, {len(task.heldout)} held out", len(task.train) + len(task.heldout) > 0
+    )
+    seen: dict[str, set[str]] = {"training": set(), "held-out": set()}
+    for kind, rows in (("training", task.train), ("held-out", task.heldout)):
+        chosen = [rows[i] for i in range(min(most, len(rows)))]
+        if not chosen:
+            continue
+        lengths, images, skipped = [], [], []
+        for row in chosen:
+            try:
+                prompt = read_prompt(row, processor, max_tokens)
+            except ValueError as error:
+                skipped.append(str(error))
+                continue
+            lengths.append(len(prompt.token_ids) if processor else len(prompt.text))
+            images.append(len(prompt.images))
+            seen[kind].add(repr((prompt.text, [image.tobytes() for image in prompt.images])))
+        unit = "tokens" if processor else "characters"
+        if lengths:
+            spread = f"{min(lengths)} to {max(lengths)} {unit}, median {median(lengths):.0f}"
+            yield Finding(f"{kind} prompts", f"{spread}; {min(images)} to {max(images)} images each")
+        yield _skipped(kind, skipped, len(chosen))
+        if repeated := len(lengths) - len(seen[kind]):
+            yield Finding(f"{kind} prompts", f"{repeated} of the first {len(chosen)} are repetitions", None)
+    if both := len(seen["training"] & seen["held-out"]):
+        yield Finding(
+            "held-out prompts", f"{both} are training prompts too: the held-out accuracy will be too high", None
+        )
+
+
+def _skipped(kind: str, skipped: Sequence[str], read: int) -> Finding:
+    """How many rows cannot be used; for each reason how many and the first of them."""
+    if not skipped:
+        return Finding(f"{kind} rows", f"all of the first {read} can be used")
+    reasons: dict[str, list[str]] = defaultdict(list)
+    for reason in skipped:
+        reasons[re.sub(r"\d+|'[^']*'", "", reason)].append(reason)  # equal up to numbers and names
+    lines = [f"{len(found)} x {found[0][:300]}" for found in sorted(reasons.values(), key=len, reverse=True)[:5]]
+    text = "\n".join([f"{len(skipped)} of the first {read} would be skipped:", *lines])
+    return Finding(f"{kind} rows", text, False if len(skipped) == read else None)
+
+
+def read_prompt(row: Row, processor: Any = None, max_tokens: int | None = None) -> Sample:
+    """The prompt of a row with its images and its text; with a processor as the model reads it.
+
+    Raises:
+        ValueError: the row would be skipped.
+    """
+    if processor is not None:
+        prompt = encode_prompt(processor, row, max_tokens=max_tokens)
+        text = getattr(processor, "tokenizer", processor).decode(prompt.compact_ids)
+        return replace(prompt, text=text)
+    where = row.get("where", "row")
+    try:
+        messages, sources = prompt_of(row)
+        images = [load_image(source) for source in sources]
+    except ValueError as error:
+        raise ValueError(f"{where}: {error}") from error
+    text = "\n".join(f"{message['role']}: {text_of(message)}" for message in messages)
+    return prompt_sample([], text=text, images=images, row=row)
+
+
+def check_rewards(task: Task, count: int = 10) -> Iterator[Finding]:
+    """What right and wrong answers to some rows are rewarded, in forms in which models write them.
+
+    Args:
+        task: its rows need answers; without them nothing is compared.
+        count: rows.
+    """
+    rows = [row for row in _first(task, 10 * count) if row.get("answer") is not None][:count]
+    answers = [_text(row["answer"]) for row in rows]
+    if not rows:
+        yield Finding("rewards", "the rows have no answers to compare with", None)
+        return
+    found: dict[str, float] = {}
+    for form, write in FORMS.items():
+        samples = []
+        for row, right in zip(rows, answers, strict=True):
+            wrong = next((other for other in answers if other != right), f"not {right}")
+            samples.append(prompt_sample([], text=write(right, wrong), row=row))
+        rewards = score(task.reward, samples)
+        known = rewards[~rewards.isnan()]
+        unjudged = f", {len(rows) - len(known)} not judged" if len(known) < len(rows) else ""
+        if len(known):
+            found[form] = known.mean().item()
+        mean = f"{found[form]:.3g}" if len(known) else "none"
+        yield Finding(
+            f"reward of {form}", f"mean {mean} over {len(rows)} rows{unjudged}: {samples[0].text[:60]!r}", None
+        )
+    highest, wrong_reward = max(found.values(), default=0.0), found.get("another row's answer")
+    best = [form for form, reward in found.items() if reward == highest]
+    if not found:
+        yield Finding("rewards", "expected numbers, got none: the reward cannot judge these answers", False)
+    elif wrong_reward == highest:
+        yield Finding("rewards", "expected more for a right answer than for a wrong one, got the same", False)
+    else:
+        yield Finding("rewards", f"highest for: {', '.join(best)}; the prompt should ask for that form")
+
+
+def show_rows(task: Task, processor: Any = None, count: int = 3) -> Iterator[str]:
+    """The first usable rows as text: the prompt as the model reads it, its length, its images, and its answer."""
+    shown = 0
+    for row in _first(task, 10 * count):
+        try:
+            prompt = read_prompt(row, processor)
+        except ValueError:
+            continue
+        sizes = ", ".join(f"{image.width} x {image.height}" for image in prompt.images) or "none"
+        tokens = f"{len(prompt.token_ids)} tokens; " if processor else ""
+        yield f"--- {row.get('where', 'row')}: {tokens}images: {sizes}\n{_cut(prompt.text)}"
+        for name in ("answer", "completion", "chosen", "rejected", "label"):
+            if row.get(name) is not None:
+                yield f"{name}: {_cut(_text(row[name]))}"
+        shown += 1
+        if shown == count:
+            return
+
+
+def _first(task: Task, count: int) -> list[Row]:
+    rows = task.train if len(task.train) else task.heldout
+    return [rows[i] for i in range(min(count, len(rows)))]
+
+
+def _text(answer: Any) -> str:
+    """An answer as a model would write it; of several accepted ones the first."""
+    if isinstance(answer, list | tuple) and answer:
+        answer = answer[0]
+    return text_of(answer) if isinstance(answer, Mapping) and "content" in answer else str(answer)
+
+
+def _cut(text: str) -> str:
+    return text if len(text) <= LONGEST else f"{text[:LONGEST]} ... [{len(text)} characters]"

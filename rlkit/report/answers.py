@@ -1,0 +1,144 @@
+"""Answers that a run keeps for people to read: samples.jsonl, and the images beside it.
+
+Each line holds a prompt and all of its answers:
+
+    {"step": 3, "kind": "training", "prompt": 17, "question": "...", "expected": "7", "images": ["images/3f2a.webp"],
+     "answers": [{"text": "7", "reward": 1.0, "parts": {"right": 1.0}, "finish_reason": "stop", "tokens": 2}, ...]}
+
+`kind` is "training", or "held-out" for answers to held-out prompts after `step` steps.
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import json
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from rlkit.tracking import SAMPLES
+
+IMAGES = "images"
+LARGEST_SIDE = 512  # pixels of a kept image
+MOST_BYTES = 24_000_000  # of answers and images on one page
+MOST_CHARACTERS = 20_000  # of a text on the page; the file has all of it
+
+
+def prompt_record(
+    out: Path, samples: Sequence[Any], kind: str, step: int, parts: Mapping[str, Sequence[float]] | None = None
+) -> dict[str, Any]:
+    """One line of samples.jsonl; the images of the prompt are saved in `out`.
+
+    Args:
+        out: the run's directory.
+        samples: rlkit.data.Sample, the judged answers to one prompt.
+        kind: "training" or "held-out".
+        step: the training step, or the number of finished steps.
+        parts: for each part of a combined reward, its value for each sample.
+    """
+    first = samples[0]
+    row = first.row or {}
+    answers = [
+        {
+            "text": sample.text,
+            "reward": finite(sample.reward),
+            "parts": {name: finite(values[i]) for name, values in (parts or {}).items()},
+            "finish_reason": sample.finish_reason,
+            "tokens": sum(sample.mask),
+        }
+        for i, sample in enumerate(samples)
+    ]
+    images = [name for image in first.images if (name := save_image(out, image))]
+    question, expected = (str(row.get(name, "")) for name in ("question", "answer"))
+    place = {"step": step, "kind": kind, "prompt": first.group_id}
+    return {**place, "question": question, "expected": expected, "images": images, "answers": answers}
+
+
+def append_records(out: Path, records: Iterable[Mapping[str, Any]]) -> None:
+    """Write these lines to samples.jsonl."""
+    with (out / SAMPLES).open("a") as file:
+        file.writelines(json.dumps(record) + "\n" for record in records)
+
+
+def finite(value: Any) -> Any:
+    """A reward as JSON can hold it: None for nan, infinities and what is not a number."""
+    return value if isinstance(value, int | float) and math.isfinite(value) else None
+
+
+def save_image(out: Path, image: Any) -> str:
+    """Save a copy of an image, at most 512 pixels wide and high, under the hash of its content.
+
+    Returns:
+        The file's path relative to `out`; an empty text if the image cannot be saved.
+    """
+    try:
+        small = image.convert("RGB")
+        small.thumbnail((LARGEST_SIDE, LARGEST_SIDE))
+        content = f"{small.size}".encode() + small.tobytes()
+        name = f"{IMAGES}/{hashlib.sha256(content).hexdigest()[:16]}.webp"
+        if not (out / name).exists():
+            (out / IMAGES).mkdir(exist_ok=True)
+            small.save(out / name, lossless=max(small.size) <= 64, quality=85)  # small ones are drawn enlarged
+    except Exception:  # whatever is wrong with an image, the run is worth more than its copy
+        return ""
+    return name
+
+
+def answers_for_page(out: Path) -> dict[str, Any]:
+    """What a page shows of samples.jsonl: every record, or those of every second step, every third, ... if they are
+    more than `MOST_BYTES`.
+
+    Returns:
+        `prompts`, the records, each with the keys of its images; `images`, data URLs by key; `every`, as above.
+    """
+    records = read_records(out / SAMPLES)
+    sizes: dict[int, int] = {}
+    seen: set[str] = set()
+    for record in records:
+        new = [name for name in record["images"] if name not in seen]
+        seen.update(new)
+        bytes_of_images = sum((out / name).stat().st_size for name in new if (out / name).is_file())
+        sizes[record["step"]] = sizes.get(record["step"], 0) + len(json.dumps(record)) + 4 * bytes_of_images // 3
+    steps = sorted(sizes)
+    every = max(1, math.ceil(sum(sizes.values()) / MOST_BYTES))
+    chosen = {*steps[::-every]}  # the newest ones are among them
+    shown = [record for record in records if record["step"] in chosen]
+    names = dict.fromkeys(name for record in shown for name in record["images"])
+    images = {name: url for name in names if (url := data_url(out, name))}
+    return {"prompts": [_shortened(record) for record in shown], "images": images, "every": every}
+
+
+def read_records(path: Path) -> list[dict[str, Any]]:
+    """The lines of a samples.jsonl. A later record of the same prompt replaces an earlier one; a line that is not a
+    record is left out: one that was cut short by a kill, say."""
+    found = {}
+    for line in path.read_text(encoding="utf-8", errors="replace").split("\n") if path.exists() else ():
+        try:
+            record = json.loads(line, parse_constant=lambda _: None)
+            images, answers = map(str, record["images"]), [dict(answer) for answer in record["answers"]]
+            place = (str(record["kind"]), int(record["step"]), str(record["prompt"]))
+            texts = {name: str(record[name]) for name in ("question", "expected")}
+        except (ValueError, TypeError, KeyError, RecursionError):
+            continue
+        kind, step, prompt = place
+        found[place] = {"step": step, "kind": kind, "prompt": prompt, "images": [*images], "answers": answers, **texts}
+    return list(found.values())
+
+
+def _shortened(record: Mapping[str, Any]) -> dict[str, Any]:
+    def cut(text: Any) -> str:
+        text = str(text)
+        return text if len(text) <= MOST_CHARACTERS else f"{text[:MOST_CHARACTERS]} … [{len(text)} characters]"
+
+    answers = [{**answer, "text": cut(answer.get("text", ""))} for answer in record["answers"]]
+    return {**record, "question": cut(record["question"]), "expected": cut(record["expected"]), "answers": answers}
+
+
+def data_url(out: Path, name: str) -> str:
+    """The image file NAME of a run as a data URL; an empty text if it is not there, or lies outside `out/images`."""
+    path = out / name
+    if path.parent != out / IMAGES or not path.is_file():
+        return ""
+    return "data:image/webp;base64," + base64.b64encode(path.read_bytes()).decode()

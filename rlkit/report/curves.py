@@ -1,0 +1,101 @@
+"""Which curves a page shows and in which groups, and the learning curve as a PNG."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+LARGEST = 1e100  # axes overflow at larger values
+MOST_POINTS = 4000  # per curve; of a longer run every second row is drawn, every third, ...
+
+# (title, pattern of the metrics in it); the first pattern that matches counts, the curves of a group keep this order
+GROUPS = (
+    ("Reward", r"reward/mean|preference/accuracy|heldout/.*|reward/.*|reward_part/.*|preference/.*|groups/.*|unjudged"),
+    ("Optimisation", r"loss|kl|entropy|grad_norm|lr|ratio/.*|.*loss.*|critic.*|value/.*|skipped_steps|staleness"),
+    ("Sampler against trainer", r"mismatch/.*"),
+    ("Answers", r"response_length/.*|tokens|skipped_rows"),
+    ("Time", r"time/.*|flops"),
+    ("Memory", r"memory/.*"),
+    ("Other", r".*"),
+)
+
+# what a name does not say by itself
+LABELS = {
+    "preference/accuracy": "pairs told apart",
+    "kl": "KL to the reference",
+    "grad_norm": "gradient norm",
+    "lr": "learning rate",
+    "ratio/clip_fraction": "share of clipped tokens",
+    "mismatch/abs_dlogp": "mean |dlogp| of sampler and trainer",
+    "response_length/cut": "share of answers cut at the limit",
+    "reward/equal": "share of prompts whose answers have equal rewards",
+    "tokens": "trained tokens per step",
+    "time/tokens_per_second": "tokens per second",
+    "time/mfu": "MFU in training",
+}
+
+
+def is_number(value: Any) -> bool:
+    """Whether a value can be drawn: a finite number that axes can hold."""
+    return isinstance(value, int | float) and abs(value) < LARGEST
+
+
+def numbers(rows: Sequence[Mapping[str, Any]]) -> dict[str, list[Any]]:
+    """The rows of metrics.jsonl as columns: `step`, and each metric with None where a row has no number for it."""
+    every = -(-len(rows) // MOST_POINTS) or 1
+    drawn = [*rows[:-1:every], *rows[-1:]]
+    names = dict.fromkeys(name for row in rows for name, x in row.items() if name != "step" and is_number(x))
+    columns = {name: [row.get(name) if is_number(row.get(name)) else None for row in drawn] for name in names}
+    return {"step": [row["step"] for row in drawn], **columns}
+
+
+def grouped(names: Sequence[str]) -> list[tuple[str, list[tuple[str, str]]]]:
+    """(title, [(metric, label), ...]) of each group that has a metric; a metric is in one group only."""
+    left, found = sorted(names), []
+    for title, pattern in GROUPS:
+        alternatives = [re.compile(part) for part in pattern.split("|")]
+        members = [name for one in alternatives for name in left if one.fullmatch(name)]
+        if members := list(dict.fromkeys(members)):
+            found.append((title, [(name, label(name)) for name in members]))
+            left = [name for name in left if name not in members]
+    return found
+
+
+def label(name: str) -> str:
+    """What is written above the curve of a metric: its name, and what that means where it does not say so itself."""
+    return f"{name}: {LABELS[name]}" if name in LABELS else name
+
+
+def draw_learning_curve(path: Path, rows: Sequence[Mapping[str, Any]], evaluation: Mapping[str, Any]) -> None:
+    """Write a PNG of the mean reward, or of the first curve that the run has, with the held-out accuracies."""
+    from matplotlib.figure import Figure
+
+    names = [name for name, column in numbers(rows).items() if name != "step"]
+    (name, title), *_ = [curve for _, curves in grouped(names) for curve in curves] or [("reward/mean", "reward/mean")]
+    figure = Figure(figsize=(6.4, 3.6), layout="constrained")
+    axes = figure.subplots()
+    axes.set_title(title.encode("utf-8", "backslashreplace").decode(), fontsize=10, parse_math=False)
+    axes.set_xlabel("step", fontsize=8)
+    axes.grid(alpha=0.3)
+    if points := [(row["step"], row[name]) for row in rows if is_number(row.get(name))]:
+        steps, values = zip(*points, strict=True)
+        axes.plot(steps, values, linewidth=0.8, alpha=0.45)
+        axes.plot(steps, smooth(values), linewidth=1.6)
+    for when, style in (("before", ":"), ("after", "--")):
+        accuracy = evaluation.get(f"accuracy_{when}")
+        if accuracy is not None and is_number(accuracy):
+            text = f"held out, {when}: {accuracy:.3f}"
+            axes.axhline(accuracy, linestyle=style, color="black", linewidth=1, label=text)
+            axes.legend(fontsize=8)
+    figure.savefig(path, format="png", dpi=110)
+
+
+def smooth(values: Sequence[float], weight: float = 0.8) -> list[float]:
+    """Exponential moving average, corrected for its start."""
+    smoothed, total, mass = [], 0.0, 0.0
+    for value in values:
+        total, mass = weight * total + (1 - weight) * value, weight * mass + (1 - weight)
+        smoothed.append(total / mass)
+    return smoothed

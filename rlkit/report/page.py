@@ -1,0 +1,100 @@
+"""One self-contained HTML page of one run, or of several beside each other.
+
+The page holds its data as JSON, and `page.js` builds everything from that. Text is only ever put in as text, and the
+page's content security policy allows its own two scripts and nothing from outside.
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import html
+import json
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from rlkit.report.answers import answers_for_page
+from rlkit.report.curves import grouped, is_number, numbers
+from rlkit.tracking import CONFIG, EVAL, METRICS, read_metrics, read_object
+
+HERE = Path(__file__).parent
+
+
+def write_page(path: Path, runs: Sequence[Path], *, title: str = "", running: bool = False, every: float = 0.0) -> Path:
+    """Write a page of these runs' directories.
+
+    Args:
+        path: of the page.
+        runs: their directories.
+        title: of the page; by default the names of the directories.
+        running: the run is going on, and the page is to load itself again.
+        every: seconds between two writes, while it is.
+
+    Returns:
+        `path`.
+    """
+    shown = [run_data(run) for run in runs]
+    data = {
+        "runs": shown,
+        "groups": grouped([*dict.fromkeys(name for run in shown for name in run["metrics"] if name != "step")]),
+        "running": running,
+        "every": every,
+        "written": time.time(),
+    }
+    content = page_text(title or ", ".join(run["name"] for run in shown), data)
+    part = path.with_name(f"{path.name}.part")
+    part.write_bytes(content.encode("utf-8", "backslashreplace"))  # a title may hold half a surrogate pair
+    part.replace(path)
+    return path
+
+
+def page_text(title: str, data: Mapping[str, Any]) -> str:
+    """The HTML of a page with this data."""
+    styles = [(HERE / "uPlot" / "uPlot.min.css").read_text(), (HERE / "page.css").read_text()]
+    scripts = [(HERE / "uPlot" / "uPlot.iife.min.js").read_text(), (HERE / "page.js").read_text()]
+    policy = (
+        f"default-src 'none'; img-src data:; style-src {_hashes(styles)}; script-src {_hashes(scripts)}; "
+        "base-uri 'none'; form-action 'none'"
+    )
+    encoded = json.dumps(data, allow_nan=False).replace("<", "\\u003c")  # so that no text ends the script element
+    parts = {
+        "title": html.escape(title),
+        "policy": html.escape(policy),
+        "styles": "\n".join(f"<style>{style}</style>" for style in styles),
+        "data": f'<script type="application/json" id="data">{encoded}</script>',
+        "scripts": "\n".join(f"<script>{script}</script>" for script in scripts),
+    }
+    before, *rest = (HERE / "page.html").read_text().split("{{")  # one pass: no part is searched for another's mark
+    marks = [piece.partition("}}") for piece in rest]
+    return before + "".join(parts[name.strip()] + text for name, _, text in marks)
+
+
+def _hashes(sources: Sequence[str]) -> str:
+    """The sources of a content security policy: the hash of each script or style."""
+    digests = [base64.b64encode(hashlib.sha256(source.encode()).digest()).decode() for source in sources]
+    return " ".join(f"'sha256-{digest}'" for digest in digests)
+
+
+def run_data(out: Path) -> dict[str, Any]:
+    """What a page shows of one run, read from its files; what is missing or damaged is left out."""
+    rows = read_metrics(out / METRICS) if (out / METRICS).exists() else []
+    evaluation = read_object(out / EVAL)
+    config = read_object(out / CONFIG)
+    tasks = evaluation.get("tasks")
+    return {
+        "name": out.resolve().name,
+        "steps": config.get("steps") if is_number(config.get("steps")) else None,
+        "last": rows[-1]["step"] if rows else None,
+        "metrics": numbers(rows),
+        "evaluation": {name: x for name, x in evaluation.items() if is_number(x)},
+        "tasks": {
+            str(task): {name: x for name, x in found.items() if is_number(x)}
+            for task, found in (tasks.items() if isinstance(tasks, dict) else ())
+            if isinstance(found, dict)
+        },
+        "config": json.dumps(config, indent=1),
+        "options": {name: json.dumps(x) for name, x in config.items() if name != "versions"},
+        "answers": answers_for_page(out),
+    }

@@ -1,0 +1,291 @@
+"""What is on the page of a run, and in samples.jsonl; tests/browser/live_report.py looks at the page in a browser."""
+
+import base64
+import hashlib
+import io
+import json
+import re
+import subprocess
+import sys
+from dataclasses import replace
+from html.parser import HTMLParser
+from types import SimpleNamespace
+
+import pytest
+import torch
+from PIL import Image
+
+import rlkit.report
+from rlkit.data import prompt_sample
+from rlkit.engines.distributed import init_distributed
+from rlkit.report import answers as kept
+from rlkit.report import curves, prompt_record, write_page, write_report
+from rlkit.runs import Answers, PolicySampler
+from rlkit.tracking import CONFIG, EVAL, METRICS, SAMPLES, Run
+
+EVIL = '</script><script>alert("x")</script><img src=x onerror=y>'
+
+
+class Page(HTMLParser):
+    """The elements of a page, what its attributes could fetch, and the text of its scripts and styles."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.tags, self.links, self.policy, self.open = [], [], "", ""
+        self.inside = {"script": [], "style": [], "title": []}
+        self.feed(text)
+        self.data = json.loads(self.inside["script"][0])
+
+    def handle_starttag(self, tag, attrs):
+        self.tags.append(tag)
+        attributes = dict(attrs)
+        self.links += [attributes[name] for name in ("src", "href", "srcset", "data", "action") if name in attributes]
+        if attributes.get("http-equiv") == "Content-Security-Policy":
+            self.policy = attributes["content"]
+        if tag in self.inside:
+            self.open = tag
+            self.inside[tag].append("")
+
+    def handle_endtag(self, tag):
+        self.open = ""
+
+    def handle_data(self, data):
+        if self.open:
+            self.inside[self.open][-1] += data
+
+
+def answer(text: str, **facts):
+    asked = prompt_sample([1, 2], row={"question": "What is it?", "answer": "7"}, images=[Image.new("RGB", (300, 200))])
+    return replace(asked, text=text, **facts)
+
+
+def check_page(path) -> Page:
+    """The page fetches nothing, its policy allows its own scripts and styles only, and its images can be read."""
+    page = Page(path.read_text())
+    assert all(link.startswith("#") for link in page.links)  # links within the page
+    assert page.tags.count("script") == 3 and page.tags.count("style") == 2
+    assert not {"link", "iframe", "object", "base", "form", "img"} & set(page.tags)
+    assert "default-src 'none'; img-src data:;" in page.policy and "unsafe" not in page.policy
+    for source in page.inside["script"][1:] + page.inside["style"]:
+        assert base64.b64encode(hashlib.sha256(source.encode()).digest()).decode() in page.policy
+    for run in page.data["runs"]:
+        for url in run["answers"]["images"].values():
+            Image.open(io.BytesIO(base64.b64decode(url.removeprefix("data:image/webp;base64,")))).verify()
+    return page
+
+
+def full_run(out) -> Run:
+    run = Run(out, {"lr": 1e-3, "steps": 5, "note": EVIL})
+    for step in range(5):
+        run.log(step, {"reward/mean": step / 5, "loss": 1.0, "time/train": 2.0, "kl": 0.25})
+    run.log_evaluation(accuracy_before=0.125, accuracy_after=0.875, heldout=360, tasks={"a": {"accuracy": 0.5}})
+    return run
+
+
+@pytest.fixture
+def no_png(monkeypatch):
+    """matplotlib takes most of a report's time."""
+    monkeypatch.setattr(rlkit.report, "draw_learning_curve", lambda *_: None)
+
+
+def test_report_is_one_self_contained_page(tmp_path):
+    full_run(tmp_path)
+    samples = [answer("seven", reward=1.0, finish_reason="length"), answer("7", reward=0.0), answer("?")]
+    path = write_report(tmp_path, samples, title="A & B")
+    assert path == tmp_path / "report.html"
+    page = check_page(path)
+    (run,) = page.data["runs"]
+    assert page.inside["title"] == ["A & B"] and not page.data["running"]
+    assert run["metrics"]["reward/mean"] == [0.0, 0.2, 0.4, 0.6, 0.8] and run["last"] == 4 and run["steps"] == 5
+    assert run["evaluation"] == {"accuracy_before": 0.125, "accuracy_after": 0.875, "heldout": 360}
+    assert run["tasks"] == {"a": {"accuracy": 0.5}}
+    shown = run["answers"]["prompts"]
+    assert [record["answers"][0]["reward"] for record in shown] == [1.0, 0.0, None]
+    assert {(r["kind"], r["step"], r["question"], r["expected"]) for r in shown} == {
+        ("held-out", 5, "What is it?", "7")
+    }
+    assert shown[0]["answers"][0]["finish_reason"] == "length" and len(run["answers"]["images"]) == 1
+    picture = Image.open(tmp_path / "learning_curve.png")
+    assert picture.format == "PNG" and min(picture.size) > 200
+    assert sorted(found.name for found in tmp_path.iterdir()) == [
+        CONFIG, EVAL, "images", "learning_curve.png", METRICS, "report.html", SAMPLES,
+    ]  # fmt: skip
+
+
+def test_text_cannot_end_the_data(tmp_path, no_png):
+    """No text that a model, a data set or an option brings is markup."""
+    full_run(tmp_path)
+    sample = replace(answer(EVIL, reward=0.0), row={"question": EVIL, "answer": EVIL})
+    page = check_page(write_report(tmp_path, [sample], title=EVIL))
+    (run,) = page.data["runs"]
+    (record,) = run["answers"]["prompts"]
+    assert record["question"] == record["expected"] == record["answers"][0]["text"] == EVIL
+    assert page.inside["title"] == [EVIL] and json.loads(run["config"])["note"] == EVIL
+
+
+def test_text_that_looks_like_a_mark_of_the_template(tmp_path, no_png):
+    full_run(tmp_path)
+    page = check_page(write_report(tmp_path, [answer("{{ scripts }}", reward=0.0)], title="{{ data }}"))
+    assert page.inside["title"] == ["{{ data }}"]
+    assert page.data["runs"][0]["answers"]["prompts"][0]["answers"][0]["text"] == "{{ scripts }}"
+
+
+@pytest.mark.parametrize(
+    "rows",
+    [
+        [],
+        [{"loss": 1.0}, {"entropy": 2.0, "unknown": "text"}],
+        [{"reward/mean": float("nan"), "loss": float("inf")}, {"reward/mean": None}],
+    ],
+)
+def test_report_of_metrics_that_miss_keys(tmp_path, rows):
+    run = Run(tmp_path, {})
+    run.drop_metrics_from(0)
+    for step, row in enumerate(rows):
+        run.log(step, row)
+    check_page(write_report(tmp_path, [answer("x")]))
+
+
+def test_report_before_the_last_evaluation(tmp_path, no_png):
+    Run(tmp_path, {}).log(0, {"reward/mean": 0.5})
+    Run(tmp_path, {}).log_evaluation(accuracy_before=0.25)
+    with (tmp_path / METRICS).open("a") as file:
+        file.write('{"step": 1, "rew')
+    (run,) = check_page(write_report(tmp_path)).data["runs"]
+    assert run["evaluation"] == {"accuracy_before": 0.25} and run["metrics"]["step"] == [0]
+
+
+def test_a_page_while_the_run_goes_on_says_so(tmp_path):
+    full_run(tmp_path)
+    data = check_page(write_page(tmp_path / "report.html", [tmp_path], running=True, every=120.0)).data
+    assert data["running"] and data["every"] == 120.0
+    assert not list(tmp_path.glob("*.part"))
+
+
+def test_runs_beside_each_other(tmp_path):
+    for name in "ab":
+        full_run(tmp_path / name)
+    Run(tmp_path / "b", {"lr": 5.0}).log(9, {"reward/mean": 1.0, "memory/train": 3.0})
+    command = [sys.executable, "-m", "rlkit.report"]
+    subprocess.run([*command, "a", "b"], cwd=tmp_path, check=True)
+    page = check_page(tmp_path / "compared.html")
+    first, second = page.data["runs"]
+    assert page.inside["title"] == ["a, b"] and (first["name"], second["name"]) == ("a", "b")
+    assert [title for title, _ in page.data["groups"]] == ["Reward", "Optimisation", "Time", "Memory"]
+    assert "memory/train" not in first["metrics"] and second["metrics"]["step"] == [0, 1, 2, 3, 4, 9]
+    assert (first["options"]["lr"], second["options"]["lr"]) == ("0.001", "5.0")
+    refused = subprocess.run([*command, "a", "c"], cwd=tmp_path, capture_output=True, text=True)
+    assert refused.returncode == 1 and "runs: expected directories with metrics.jsonl, got c" in refused.stderr
+
+
+# --- curves
+
+
+def test_every_metric_is_in_one_group():
+    names = (
+        "time/train loss kl mismatch/abs_dlogp reward_part/form reward/std reward/mean memory/x tokens other".split()
+    )
+    found = {title: [name for name, _ in metrics] for title, metrics in curves.grouped(names)}
+    assert found == {
+        "Reward": ["reward/mean", "reward/std", "reward_part/form"],
+        "Optimisation": ["loss", "kl"],
+        "Sampler against trainer": ["mismatch/abs_dlogp"],
+        "Answers": ["tokens"],
+        "Time": ["time/train"],
+        "Memory": ["memory/x"],
+        "Other": ["other"],
+    }
+
+
+def test_a_nan_step_does_not_end_a_curve():
+    rows = [{"step": i, "reward/mean": x} for i, x in enumerate([1.0, float("nan"), 3.0, None, 5.0])]
+    assert curves.numbers(rows) == {"step": [0, 1, 2, 3, 4], "reward/mean": [1.0, None, 3.0, None, 5.0]}
+
+
+def test_long_runs_are_drawn_with_fewer_points(monkeypatch):
+    monkeypatch.setattr(curves, "MOST_POINTS", 4)
+    found = curves.numbers([{"step": i, "loss": float(i)} for i in range(10)])
+    assert found == {"step": [0, 3, 6, 9], "loss": [0.0, 3.0, 6.0, 9.0]}  # the last step is always drawn
+
+
+def test_smooth():
+    assert curves.smooth([2.0] * 5) == pytest.approx([2.0] * 5) and curves.smooth([]) == []
+    assert curves.smooth([0.0, 1.0], 0.9) == pytest.approx([0.0, 0.1 / 0.19])
+
+
+# --- kept answers
+
+
+def some_answers():
+    """Three prompts with two answers each; the second answer to the last one could not be judged."""
+    image = Image.new("RGB", (1200, 600), "blue")
+    samples, rewards = [], [0.0, 1.0, 0.25, 0.5, 1.0, float("nan")]
+    for i in range(6):
+        row = {"question": f"prompt {i // 2}", "answer": "x"}
+        asked = prompt_sample([1, 2], row=row, images=[image], group_id=10 + i // 2)
+        samples.append(replace(asked, text=f"answer {i}", mask=[False, True], finish_reason="stop"))
+    return Answers(samples, torch.tensor(rewards), {"form": torch.arange(6.0)})
+
+
+def test_a_step_keeps_all_answers_to_its_first_prompts(tmp_path):
+    init_distributed()
+    cfg = SimpleNamespace(reward_threads=0, max_new_tokens=6, group_size=2, log_prompts=2)
+    engine = SimpleNamespace(global_sum=lambda x: x, data_parallel_group=None)
+    run = Run(tmp_path, {})
+    rollout = SimpleNamespace(generate=None)
+    sampler = PolicySampler(cfg, run, SimpleNamespace(reward=None), None, engine, rollout)
+    run.log(5, sampler.metrics(some_answers()))
+    first, second = kept.read_records(tmp_path / SAMPLES)
+    (name,) = first["images"]
+    answers = first.pop("answers")
+    place = {"step": 5, "kind": "training", "prompt": "10"}
+    assert first == {**place, "question": "prompt 0", "expected": "x", "images": [name]}
+    assert [(one["text"], one["reward"], one["parts"]) for one in answers] == [
+        ("answer 0", 0.0, {"form": 0.0}),
+        ("answer 1", 1.0, {"form": 1.0}),
+    ]
+    assert all(one["finish_reason"] == "stop" and one["tokens"] == 1 for one in answers)
+    assert second["images"] == [name] and [one["reward"] for one in second["answers"]] == [0.25, 0.5]
+    assert Image.open(tmp_path / name).size == (512, 256) and re.fullmatch(r"images/[0-9a-f]{16}\.webp", name)
+
+
+def test_what_could_not_be_judged_has_no_reward(tmp_path):
+    samples = some_answers().generated[4:]
+    record = prompt_record(
+        tmp_path, [replace(s, reward=r) for s, r in zip(samples, (1.0, float("nan")), strict=True)], "", 0
+    )
+    assert [one["reward"] for one in record["answers"]] == [1.0, None]
+
+
+def test_a_page_with_too_many_answers_shows_evenly_spaced_steps(tmp_path, monkeypatch):
+    samples = some_answers().generated[:2]
+    record = prompt_record(tmp_path, samples, "training", 0)
+    kept.append_records(tmp_path, [{**record, "step": step} for step in range(20)])
+    image = (tmp_path / record["images"][0]).stat().st_size
+    monkeypatch.setattr(kept, "MOST_BYTES", 5 * len(json.dumps(record)) + 4 * image // 3)
+    found = kept.answers_for_page(tmp_path)
+    assert found["every"] in (4, 5) and [r["step"] for r in found["prompts"]] == list(
+        range(19 % found["every"], 20, found["every"])
+    )
+    assert len(found["images"]) == 1
+
+
+@pytest.mark.parametrize(
+    "line",
+    ["1", "[]", "null", '{"step": 0}', '{"step": "x", "kind": "training", "prompt": 0, "answers": []}', "{" * 100_000,
+     '{"step": 0, "kind": "training", "prompt": 0, "question": 1, "expected": null, "images": 3, "answers": []}',
+     '{"step": 0, "kind": "training", "prompt": 0, "question": 1, "expected": null, "images": [], "answers": [3]}'],
+)  # fmt: skip
+def test_damaged_lines_are_left_out(tmp_path, line):
+    good = prompt_record(tmp_path, some_answers().generated[:2], "training", 0)
+    (tmp_path / SAMPLES).write_text(f"{line}\n{json.dumps(good)}\n{line[:5]}")
+    assert len(kept.answers_for_page(tmp_path)["prompts"]) == 1
+
+
+def test_only_images_of_the_run_are_read(tmp_path):
+    """samples.jsonl may come from somebody else."""
+    Image.new("RGB", (4, 4)).save(tmp_path / "secret.webp")
+    run = tmp_path / "run"
+    (run / "images").mkdir(parents=True)
+    for name in ("../secret.webp", "images/../../secret.webp", str(tmp_path / "secret.webp"), "images/none.webp"):
+        assert kept.data_url(run, name) == ""
