@@ -13,6 +13,7 @@ import torch
 from rlkit.data.samples import Sample
 from rlkit.engines import checkpoint
 from rlkit.engines.checkpoint import DamagedCheckpoint, checkpoints, keep_newest
+from rlkit.engines.export import ExportNotWritten
 from rlkit.report import write_report
 from rlkit.runs.directory import release_directory
 from rlkit.runs.interruption import POLICY, a_signal_has_come, end_after_step, interrupted
@@ -117,11 +118,16 @@ def finish(cfg: Any, run: Run, samples: Sequence[Sample], **engines: Any) -> Non
         samples: answers shown on the page, those with the lowest rewards first, at most 40.
         engines: by the folder their model is exported to, in Hugging Face format. The policy's adapters are merged
             there, and `adapter` holds them alone.
+
+    The run ends with one sentence if a model cannot be written. The checkpoints stay.
     """
     for folder, engine in engines.items():
-        engine.export_hf(run.out / folder, _export_dtype(cfg, engine))
-        if getattr(engine, "has_adapters", False) and "logprobs" in engine.known_outputs:
-            engine.export_adapter(run.out / "adapter")
+        try:
+            engine.export_hf(run.out / folder, _export_dtype(cfg, engine))
+            if getattr(engine, "has_adapters", False) and "logprobs" in engine.known_outputs:
+                engine.export_adapter(run.out / "adapter")
+        except ExportNotWritten as error:
+            run.stop(f"{error}; all steps are saved: make room, and add --out {run.out} --resume to export again")
     if engines:
         run.log_evaluation(steps=cfg.steps)
     run.close()
