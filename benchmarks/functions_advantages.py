@@ -97,7 +97,7 @@ def loop_grpo(r, ids, eps=1e-6):
 
 
 def gae_and_whitening(b: Batch) -> Contestants:
-    rewards, values, mask, m = b.dense, b.values, b.mask, b.float_mask
+    rewards, values, mask, m = b.dense, b.values, b.mask, b.long_mask
     lists = b.nested("dense", "values", "mask")
 
     def ours():
@@ -122,7 +122,7 @@ def gae_alone(b: Batch) -> Contestants:
 
     def theirs():  # verl whitens in the same function
         with mock.patch.object(verl.verl_F, "masked_whiten", lambda x, mask: x):
-            return verl.compute_gae_advantage_return(b.dense, b.values, b.float_mask, GAMMA, LAM)
+            return verl.compute_gae_advantage_return(b.dense, b.values, b.long_mask, GAMMA, LAM)
 
     return {
         "rlkit": lambda: gae(b.dense, b.values, b.mask, GAMMA, LAM),
@@ -141,7 +141,7 @@ def whiten(b):
     return {
         "rlkit": lambda: masked_whiten(b.values, b.mask),
         "loop": lambda: loop_whiten(x, mask),
-        "verl": lambda m=b.float_mask: verl_whiten(b.values, m),
+        "verl": lambda m=b.long_mask: verl_whiten(b.values, m),
     }
 
 
@@ -156,7 +156,7 @@ def returns(b):
 
 def reinforce_plus_plus(given: str, theirs: str, gamma: float):
     def build(b):
-        rewards, token_rewards, m = getattr(b, given), getattr(b, theirs), b.float_mask
+        rewards, token_rewards, m = getattr(b, given), getattr(b, theirs), b.long_mask
         lists = b.nested(theirs, "mask")
         config = AlgoConfig(gamma=gamma) if "verl" in PEERS else None
         return {
@@ -175,7 +175,7 @@ group("REINFORCE++, token rewards, gamma 0.99", "verl")(reinforce_plus_plus("den
 
 @group("REINFORCE++ with baseline", "verl")
 def reinforce_plus_plus_baseline(b):
-    (r, ids, mask), m = b.nested("rewards", "ids", "mask"), b.float_mask
+    (r, ids, mask), m = b.nested("rewards", "ids", "mask"), b.long_mask
 
     def ours():
         advantages = reinforce_plus_plus_baseline_advantages(b.rewards, b.ids, lengths=b.mask.sum(1))
@@ -189,7 +189,7 @@ def reinforce_plus_plus_baseline(b):
 
 
 def grpo(b):
-    (r, ids, mask), m = b.nested("rewards", "ids", "mask"), b.float_mask
+    (r, ids, mask), m = b.nested("rewards", "ids", "mask"), b.long_mask
     return {
         "rlkit": lambda: expand_to_tokens(grpo_advantages(b.rewards, b.ids), b.mask),
         "loop": lambda: loop_expand(loop_grpo(r, ids), mask),
@@ -220,7 +220,7 @@ def grpo_alone(b):
 
 @group("Dr. GRPO", "verl", "verl_vectorised")
 def dr_grpo(b):
-    (r, ids, mask), m = b.nested("rewards", "ids", "mask"), b.float_mask
+    (r, ids, mask), m = b.nested("rewards", "ids", "mask"), b.long_mask
     plain = dict(norm_adv_by_std_in_grpo=False)
     return {
         "rlkit": lambda: expand_to_tokens(dr_grpo_advantages(b.rewards, b.ids), b.mask),
@@ -246,7 +246,7 @@ def rloo_alone(b):
 
 @group("RLOO", "verl", "verl_vectorised")
 def rloo(b):
-    (r, ids, mask), m = b.nested("rewards", "ids", "mask"), b.float_mask
+    (r, ids, mask), m = b.nested("rewards", "ids", "mask"), b.long_mask
     return {
         "rlkit": lambda: expand_to_tokens(rloo_advantages(b.rewards, b.ids), b.mask),
         "loop": lambda: loop_expand(loop_rloo(r, ids), mask),
@@ -258,7 +258,7 @@ def rloo(b):
 @group("ReMax", "verl")
 def remax(b):
     greedy = b.values[:, 0].contiguous()
-    (r, mask), baseline, m = b.nested("rewards", "mask"), greedy.tolist(), b.float_mask
+    (r, mask), baseline, m = b.nested("rewards", "mask"), greedy.tolist(), b.long_mask
     return {
         "rlkit": lambda: expand_to_tokens(remax_advantages(b.rewards, greedy), b.mask),
         "loop": lambda: loop_expand([x - y for x, y in zip(r, baseline, strict=True)], mask),
@@ -268,7 +268,7 @@ def remax(b):
 
 @group("OPO", "verl")
 def opo(b):
-    (r, ids, mask), m = b.nested("rewards", "ids", "mask"), b.float_mask
+    (r, ids, mask), m = b.nested("rewards", "ids", "mask"), b.long_mask
 
     def loop():
         n = [sum(row) for row in mask]
@@ -284,7 +284,7 @@ def opo(b):
 
 @group("GPG", "verl")
 def gpg(b):
-    (r, ids, mask), m = b.nested("rewards", "ids", "mask"), b.float_mask
+    (r, ids, mask), m = b.nested("rewards", "ids", "mask"), b.long_mask
 
     def loop():
         differ = loop_groups(r, ids, lambda i, rows: max(r[j] for j in rows) > min(r[j] for j in rows))
@@ -315,7 +315,7 @@ def passk(b):
 
 @group("pass@k, leave one out", "verl")
 def passk_leave_one_out(b):
-    (r, ids, mask), m = b.nested("rewards", "ids", "mask"), b.float_mask
+    (r, ids, mask), m = b.nested("rewards", "ids", "mask"), b.long_mask
     config = AlgoConfig(norm_adv_by_std_in_grpo=False) if "verl" in PEERS else None
 
     def formula(i, rows):
@@ -331,7 +331,7 @@ def passk_leave_one_out(b):
 @group("GDPO, 3 rewards", "verl")
 def gdpo(b):
     rewards, weights = b.dense[:, :3].contiguous(), torch.tensor([1.0, 0.5, 2.0])
-    (ids, mask), m, w = b.nested("ids", "mask"), b.float_mask, weights.tolist()
+    (ids, mask), m, w = b.nested("ids", "mask"), b.long_mask, weights.tolist()
     columns = rewards.T.tolist()
     config = dict(gdpo_reward_keys=["a", "b", "c"], gdpo_reward_weights=w)
     scores = {k: rewards[:, i].numpy() for i, k in enumerate(config["gdpo_reward_keys"])}
@@ -356,7 +356,7 @@ def gdpo(b):
 def optimal_token_baseline(several_turns: bool):
     def build(b):
         squared = b.old.exp().square() + 0.1
-        (r, ids, mask, old), m = b.nested("rewards", "ids", "mask", "old"), b.float_mask
+        (r, ids, mask, old), m = b.nested("rewards", "ids", "mask", "old"), b.long_mask
         squares = squared.tolist()
 
         def loop():

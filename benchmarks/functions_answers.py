@@ -17,7 +17,7 @@ def sums_group(name, ours, weigh, verl=None):
 
     @group(name, *["verl"] * (verl is not None))
     def build(b):
-        up, (p, mask), m = b.rewards, b.nested("logprobs", "mask"), b.float_mask
+        up, (p, mask), m = b.rewards, b.nested("logprobs", "mask"), b.mask
 
         def run(out):
             return out, torch.autograd.grad(out, b.logprobs, up)[0]

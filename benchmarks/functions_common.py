@@ -79,8 +79,9 @@ class Batch:
         self.outcome = torch.zeros(b, t).scatter_(1, last, self.rewards[:, None])  # as peers take a reward of a sample
 
     @cached_property
-    def float_mask(self) -> torch.Tensor:
-        return self.mask.float()
+    def long_mask(self) -> torch.Tensor:
+        """The mask as TRL and verl's advantages have it; verl's losses are given a bool one, as ours are."""
+        return self.mask.long()
 
     @cached_property
     def sampler(self) -> torch.Tensor:

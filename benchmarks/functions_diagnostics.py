@@ -47,7 +47,7 @@ def ratio(b):
 @group("value metrics", "verl")
 def value_metrics(b):
     """verl's come with its loss."""
-    new, m = b.values + 0.4 * b.dense, b.float_mask
+    new, m = b.values + 0.4 * b.dense, b.mask
     lists = [x.tolist() for x in (new, b.values, b.advantages, b.mask)]
 
     def ours():
@@ -71,7 +71,7 @@ def value_metrics(b):
 @group("mismatch metrics, token and sequence", "verl")
 def mismatch(b):
     """What both have; verl's function has no largest difference, ours no variants of the perplexities."""
-    logprobs, m = b.logprobs.detach(), b.float_mask
+    logprobs, m = b.logprobs.detach(), b.long_mask
     names = ("mismatch/kl", "mismatch/sequence_chi2", "mismatch/ppl", "mismatch/rollout_ppl", "mismatch/ppl_ratio")
     theirs = ("k3_kl", "chi2_seq", "training_ppl", "rollout_ppl", "ppl_ratio")
 

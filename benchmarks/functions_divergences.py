@@ -245,7 +245,7 @@ def load_balancing(_):
 @group("top-entropy mask", "trl")
 def top_entropy(b):
     entropy = -b.old  # >= 0
-    lists, m = (entropy.tolist(), b.nested("mask")), b.float_mask
+    lists, m = (entropy.tolist(), b.nested("mask")), b.long_mask
     same = SimpleNamespace(pad_across_processes=lambda x, **_: x, gather=lambda x: x)
 
     def loop():
@@ -262,7 +262,7 @@ def top_entropy(b):
 
 @group("off-policy sequence mask", "trl")
 def off_policy(b):
-    logprobs, advantages, m, threshold = b.logprobs.detach(), b.rewards, b.float_mask, 1e-3
+    logprobs, advantages, m, threshold = b.logprobs.detach(), b.rewards, b.long_mask, 1e-3
     lists = b.nested("logprobs", "old", "rewards", "mask")
 
     def of_row(p, q, a, on):
@@ -285,7 +285,7 @@ def off_policy(b):
 def kl_group(name, ours, rule, kind=None):
     @group(name, *["verl"] * (kind is not None))
     def build(b):
-        lists, m, third = b.nested("logprobs", "old", "sampler", "mask"), b.float_mask, b.sampler
+        lists, m, third = b.nested("logprobs", "old", "sampler", "mask"), b.mask, b.sampler
 
         def theirs():
             return with_gradient(verl.agg_loss(verl.kl_penalty(b.logprobs, b.old, kind), m, "token-mean"), b.logprobs)

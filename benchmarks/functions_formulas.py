@@ -1,13 +1,17 @@
-"""Formulas as one writes them down in torch for oneself: masked, and no more. No code is shared with ours.
+"""Formulas as one writes them down in torch for oneself. No code is shared with ours.
 
-A loss takes (logprobs, old_logprobs, advantages, mask); with one advantage a sequence they are [B].
+They are masked, and log-ratios are held within 20 nats, as ours are. A loss takes (logprobs, old_logprobs, advantages, mask); with one advantage a sequence they are [B].
 """
 
 import torch
 
 
+def log_ratio(logprobs, old, mask):
+    return torch.where(mask, logprobs - old, 0).clamp(-20, 20)
+
+
 def ratio(logprobs, old, mask):
-    return torch.where(mask, logprobs - old, 0).exp()
+    return log_ratio(logprobs, old, mask).exp()
 
 
 def per_token(advantages, mask):
@@ -42,7 +46,7 @@ def sapo(logprobs, old, advantages, mask):
 
 
 def mean_log_ratio(logprobs, old, mask):
-    return torch.where(mask, logprobs - old, 0).sum(1) / mask.sum(1).clamp(min=1)
+    return log_ratio(logprobs, old, mask).sum(1) / mask.sum(1).clamp(min=1)
 
 
 def gspo(low, high):
@@ -56,9 +60,9 @@ def gspo(low, high):
 
 def gmpo(low, high):
     def loss(logprobs, old, advantages, mask):
-        log_ratio, a = torch.where(mask, logprobs - old, 0), advantages[:, None]
-        held = torch.where(a > 0, log_ratio.clamp(max=high), log_ratio.clamp(min=-low))
-        return torch.where(mask, -a * (held.sum(1, keepdim=True) / mask.sum(1, keepdim=True).clamp(min=1)).exp(), 0)
+        d, a = log_ratio(logprobs, old, mask), per_token(advantages, mask)
+        held = a.sign() * torch.minimum(a.sign() * d, a.sign() * d.clamp(-low, high))
+        return -a * (held.sum(1, keepdim=True) / mask.sum(1, keepdim=True).clamp(min=1)).exp()
 
     return loss
 
@@ -75,14 +79,13 @@ def dppo_tv(delta, ratio_high):
 
 def dro(beta):
     def loss(logprobs, old, advantages, mask):
-        log_ratio = torch.where(mask, logprobs - old, 0)
-        return reinforce(logprobs, old, advantages, mask) + beta / 2 * log_ratio.square()
+        return reinforce(logprobs, old, advantages, mask) + beta / 2 * log_ratio(logprobs, old, mask).square()
 
     return loss
 
 
 def vespo(logprobs, old, advantages, mask):
-    log_w = torch.where(mask, (logprobs - old).detach(), 0).sum(1)
+    log_w = log_ratio(logprobs.detach(), old, mask).sum(1)
     k, decay = torch.where(advantages < 0, 3.0, 2.0), torch.where(advantages < 0, 2.0, 3.0)
     phi = (k * log_w + decay * (1 - log_w.clamp(-20, 20).exp())).exp()
     return -(phi * advantages)[:, None] * torch.where(mask, logprobs, 0)
@@ -98,7 +101,7 @@ def value(clip):
 
 
 def kl_k3(logprobs, ref, mask):
-    d = torch.where(mask, ref - logprobs, 0)
+    d = log_ratio(ref, logprobs, mask)
     return d.exp() - 1 - d
 
 

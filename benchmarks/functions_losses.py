@@ -66,7 +66,7 @@ def verl_loss(b: Batch, name: str, advantages, mode="token-mean", gradient_alone
     def run():
         if not made:
             made.extend((verl_config(**settings), verl.get_policy_loss_fn(name)))
-        loss, _ = made[1](b.old, b.logprobs, advantages, b.float_mask, mode, made[0])
+        loss, _ = made[1](b.old, b.logprobs, advantages, b.mask, mode, made[0])
         loss, gradient = with_gradient(loss, b.logprobs)
         return gradient if gradient_alone else (loss, gradient)
 
@@ -77,7 +77,7 @@ def trl_loss(b: Batch, advantages, loss_type: str, **settings):
     made = []
     inputs = dict(
         prompt_ids=torch.zeros(b.b, 0), prompt_mask=torch.zeros(b.b, 0), completion_ids=torch.zeros(b.b, b.t),
-        completion_mask=b.attended.float(), tool_mask=b.float_mask, advantages=advantages, old_per_token_logps=b.old,
+        completion_mask=b.attended.long(), tool_mask=b.long_mask, advantages=advantages, old_per_token_logps=b.old,
         num_items_in_batch=b.mask.sum(),
     )  # fmt: skip
 
@@ -127,7 +127,7 @@ group("clipped loss, dual clip, 1024 x 4096", "verl", "formula", size=LARGE)(cli
 
 @group("clipped loss, dual clip, forward alone", "verl")
 def clipped_forward(b):
-    lists, logprobs, m = b.nested("logprobs", "old", "advantages", "mask"), b.logprobs.detach(), b.float_mask
+    lists, logprobs, m = b.nested("logprobs", "old", "advantages", "mask"), b.logprobs.detach(), b.mask
     config = verl_config() if "verl" in PEERS else None
     return {
         "rlkit": lambda: token_mean(clipped_policy_loss(logprobs, b.old, b.advantages, b.mask, dual_clip=3.0), b.mask),
@@ -319,7 +319,7 @@ def kl_cov(b):
 def value_loss(b):
     new, targets = (b.values + 0.4 * b.dense).requires_grad_(), b.advantages
     lists = [x.tolist() for x in (new, b.values, targets)]
-    mask, m = b.nested("mask"), b.float_mask
+    mask, m = b.nested("mask"), b.mask
     return {
         "rlkit": lambda: with_gradient(token_mean(clipped_value_loss(new, b.values, targets, b.mask), b.mask), new),
         "loop": lambda: loops.by_token(loops.value(0.5), *lists, mask, loops.token_weights(mask)),
@@ -334,7 +334,7 @@ def value_loss(b):
 def kl(b):
     lists = b.nested("logprobs", "old", "advantages", "mask")
 
-    def theirs(m=b.float_mask):
+    def theirs(m=b.mask):
         kl = verl.kl_penalty(b.logprobs, b.old, "low_var_kl")
         return with_gradient(verl.agg_loss(kl, m, "token-mean"), b.logprobs)
 
@@ -368,7 +368,7 @@ for name, ours, mode, weights in (
 
     @group(name, "verl", "verl_float_mask")
     def reduction(b, ours=ours, mode=mode, weights=weights):
-        loss, (x, mask), m = b.values.clone().requires_grad_(), b.nested("values", "mask"), b.float_mask
+        loss, (x, mask), m = b.values.clone().requires_grad_(), b.nested("values", "mask"), b.mask.float()
         return {
             "rlkit": lambda: with_gradient(ours(loss, b.mask), loss),
             "loop": lambda: loop_reduction(x, mask, weights(mask)),
@@ -403,7 +403,7 @@ def prompt_tokens(b):
 def mismatch_group(name, ours, loop, theirs):
     @group(name, "verl")
     def build(b):
-        logprobs, m, lists = b.logprobs.detach(), b.float_mask, b.nested("logprobs", "old", "mask")
+        logprobs, m, lists = b.logprobs.detach(), b.long_mask, b.nested("logprobs", "old", "mask")
         return {
             "rlkit": lambda: ours(logprobs, b.old, b.mask),
             "loop": lambda: [loop(*rows) for rows in zip(*lists, strict=True)],

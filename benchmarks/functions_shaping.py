@@ -276,7 +276,7 @@ def to_tokens(b):
 @group("KL in the reward", "verl")
 def reward_with_kl(b):
     """verl: the lines of its `apply_kl_penalty`, whose module wants more packages than verl installs."""
-    kl, m = b.logprobs.detach() - b.old, b.float_mask
+    kl, m = b.logprobs.detach() - b.old, b.long_mask
     lists = [x.tolist() for x in (b.dense, kl, b.mask)]
 
     def of_row(*row):

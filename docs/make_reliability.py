@@ -28,10 +28,7 @@ all; they are part of `make test` too. The counts are those of pytest. This page
 
 ## Not tried yet
 
-- two trainers that use one server, and a server's port that is taken;
 - Ctrl-C and SIGTERM in the middle of a hand-over, under torchrun;
-- one rank of several that is killed or stopped;
-- requests to a server by somebody who has not started it;
 - models of strangers: pickled weights, configurations that ask for all memory;
 - a limit of time for decoding an image.
 """

@@ -26,9 +26,11 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any, NoReturn, TextIO
+from typing import Any, NamedTuple, NoReturn, TextIO
 
 CONFIG, METRICS, EVAL, PHASES = "config.json", "metrics.jsonl", "eval.json", "phases"
+BEAT_SECONDS = 5.0  # how often a rank tells the watchdog that it responds
+SILENT_SECONDS = 30.0  # the watchdog takes a rank for lost that has not responded for so long
 SAMPLES = "samples.jsonl"  # of rlkit.report.answers
 HELDOUT_STATUS = ("accuracy_", "heldout_loss_")  # measurements in eval.json that the line of status shows
 PHASES_OUTSIDE_STEPS = ("time/evaluate", "time/checkpoint")  # do not count in tokens per second
@@ -81,8 +83,9 @@ class Run:
             the run that is going on. A call that fails is reported, and does not end the run.
         page_seconds: 0: `write_page` is never called.
         watchdog: when a rank has been in one phase for this many seconds, print the phases of all ranks, and again
-            after the same time. The run continues. 0: never. The watchdog reads files in `out` and contacts no other
-            process; the lowest rank whose process responds prints. `kill -USR1 <pid>` prints the stacks of a process.
+            after the same time; and name a rank that does not respond for half a minute. The run continues. 0: never.
+            The watchdog reads files in `out` and contacts no other process; the lowest rank whose process responds
+            prints. `kill -USR1 <pid>` prints the stacks of a process.
 
     Raises:
         ValueError: a tracker that is not known or not installed.
@@ -105,6 +108,7 @@ class Run:
         self.progress: Any = None
         self.heldout_status = ""  # the newest held-out accuracy or loss, for the line of status
         self.current_step = ""  # for messages
+        self.running_step: int | None = None  # None before the first step, and after the last
         config = {**config, "versions": versions()}
         self.trackers = start_trackers(trackers, self.out, config) if writes else []
         if writes:
@@ -151,12 +155,12 @@ class Run:
         self.progress = progress_bar(start, stop, unit=unit, show=self.writes)
         try:
             for step in range(start, stop):
-                self.current_step = f"{unit} {step}: "
+                self.current_step, self.running_step = f"{unit} {step}: ", step
                 yield step
                 self.progress.update()
         finally:
             self.progress.close()
-            self.progress, self.current_step = None, ""
+            self.progress, self.current_step, self.running_step = None, "", None
 
     def print(self, text: str) -> None:
         """Prints a line, above the progress bar if there is one. Half a character of a surrogate pair is escaped."""
@@ -406,35 +410,82 @@ def start_trackers(names: Sequence[str], out: Path, config: Mapping[str, Any]) -
 
 
 def _watch(run: weakref.ref[Run], stop: threading.Event, file: Path, seconds: float) -> None:
-    """Prints which rank waits in which phase, while the run exists; only the lowest rank that responds does."""
-    tick, printed = seconds / 4, time.time()
-    while not stop.wait(tick) and run() is not None:
+    """Prints which rank waits in which phase, and which does not respond, while the run exists.
+
+    Each rank touches its file now and then. Only the lowest rank that responds prints.
+    """
+    beat, patience = min(BEAT_SECONDS, seconds / 4), min(SILENT_SECONDS, 0.75 * seconds)
+    printed, own = time.time(), int(file.name)
+    touched: dict[int, tuple[float, float]] = {}  # rank -> when it says that it touched its file; when that was seen
+    named: set[int] = set()
+    while not stop.wait(beat) and run() is not None:
         try:
-            os.utime(file)  # this rank responds; it cannot while one long call holds the interpreter lock
-            now = time.time()
-            lower = [file.with_name(str(rank)) for rank in range(int(file.name))]
-            if any(path.exists() and now - path.stat().st_mtime < 3 * tick for path in lower):
+            os.utime(file)  # a rank that is stopped cannot, nor one in which a long call holds the interpreter lock
+            now, phases = time.time(), {phase.rank: phase for phase in _phases(file.parent)}
+            for rank, phase in phases.items():
+                if touched.get(rank, (0.0, 0.0))[0] != phase.touched:
+                    touched[rank] = phase.touched, now  # by this machine's clock, as the other's may be wrong
+            silent = {rank: now - touched[rank][1] for rank in phases if now - touched[rank][1] >= patience}
+            if own != min(phases.keys() - silent.keys(), default=own):
                 continue
-            waits = [(now - float(since), rank, phase) for rank, since, _, _, phase in _phases(file.parent)]
+            for rank in sorted(silent.keys() - named):
+                _warn(f"rank {rank} {_how_silent(phases[rank], silent[rank])}")
+            named = set(silent)
+            waits = [(now - phase.since, rank, phase.name) for rank, phase in phases.items()]
             if now - printed >= seconds and max(waits)[0] >= seconds:
                 printed = now
-                print(
-                    f"\nwatchdog: {describe_waits(waits)}; kill -USR1 prints the stacks of a process, "
-                    f"their ids are in {file.parent}",
-                    file=sys.stderr,
-                    flush=True,
+                _warn(
+                    f"{describe_waits(waits)}; kill -USR1 prints the stacks of a process, their ids are in "
+                    f"{file.parent}"
                 )
         except (OSError, ValueError):  # a file is being removed
             continue
 
 
-def _phases(folder: Path) -> list[tuple[int, str, str, str, str]]:
-    """(rank, since, process id, host, phase) of every rank."""
+def _warn(text: str) -> None:
+    print(f"\nwatchdog: {text}", file=sys.stderr, flush=True)
+
+
+def _how_silent(phase: _Phase, seconds: float) -> str:
+    """What is known of a rank that does not respond, and what to do."""
+    where = f"(process {phase.process} on {phase.host}, in {phase.name})"
+    state = _process_state(phase.process) if phase.host == socket.gethostname() else "unknown"
+    if state == "T":
+        return f"{where} was stopped {seconds:.0f} s ago: continue it with kill -CONT {phase.process}, or end the run"
+    if not state:
+        return f"{where} has ended: end the run, and continue it with --resume"
+    return (
+        f"{where} has not responded for {seconds:.0f} s: it is in one long call, or its machine hangs or cannot be "
+        "reached; if it stays so, end the run, and continue it with --resume"
+    )
+
+
+def _process_state(process: int) -> str:
+    """The letter by which Linux names the state of a process of this machine: T is stopped; "" if there is none."""
+    try:
+        return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0]
+    except FileNotFoundError:
+        return "" if Path("/proc/self/stat").exists() else "unknown"
+
+
+class _Phase(NamedTuple):
+    """What a rank's file says, and when it was touched by the clock of the rank's machine."""
+
+    rank: int
+    since: float
+    process: int
+    host: str
+    name: str
+    touched: float
+
+
+def _phases(folder: Path) -> list[_Phase]:
+    """The files of all ranks."""
     found = []
     for rank in range(int(os.environ.get("WORLD_SIZE", 1))):
         if (path := folder / str(rank)).exists():
-            since, process, host, phase = path.read_text().split(" ", 3)
-            found.append((rank, since, process, host, phase))
+            since, process, host, name = path.read_text().split(" ", 3)
+            found.append(_Phase(rank, float(since), int(process), host, name, path.stat().st_mtime))
     return found
 
 

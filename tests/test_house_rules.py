@@ -60,6 +60,8 @@ OWN = {
     "rlkit.engines": {"rlkit.data", "rlkit.vlm", "rlkit.engines", "rlkit.losses.logprobs"},
     "rlkit.rollout": {"rlkit.data", "rlkit.rewards", "rlkit.vlm", "rlkit.rollout", "rlkit.losses.logprobs"},
     "rlkit.plan": {"rlkit"},
+    "rlkit.replay": {"rlkit"},
+    "rlkit.replay.bundles": {"rlkit.data.samples"},
     "rlkit.doctor": {"rlkit"},  # programs that check what a run would use
     "rlkit.data.__main__": {"rlkit"},
     "rlkit.tracking": set(),
@@ -71,6 +73,7 @@ OWN = {
 # what each part may import of others, when its modules are imported; recipes, runs, engines and rollout are free
 THIRD = {
     "rlkit.losses": {"torch"},
+    "rlkit.losses._triton": {"torch", "triton"},  # imported where there is a GPU alone
     "rlkit.advantages": {"torch"},
     "rlkit.data": {"torch", "einops", "numpy", "PIL"},
     "rlkit.data.packing": {"torch", "einops"},

@@ -6,7 +6,18 @@ import threading
 
 import pytest
 
-from rlkit.tracking import CONFIG, EVAL, METRICS, SAMPLES, Run, peak_flops, progress_bar, rates, read_metrics, show_phase
+from rlkit.tracking import (
+    CONFIG,
+    EVAL,
+    METRICS,
+    SAMPLES,
+    Run,
+    peak_flops,
+    progress_bar,
+    rates,
+    read_metrics,
+    show_phase,
+)
 
 # --- Run
 

@@ -309,7 +309,7 @@ def group_ids(samples: Iterable[Sample]) -> Tensor:
 
 
 def collate(samples: Sequence[Sample], *, pad_token_id: int = 0, **fields: Tensor) -> Batch:
-    """Samples -> a batch of right-padded rows, with `rollout_logprobs`, `rewards` and `group_ids`.
+    """Samples -> a batch of right-padded rows, with `rollout_logprobs`, `rewards`, `group_ids` and `numbers`.
 
     Args:
         samples: one row each; if any has `routed_experts`, the batch has them too.
@@ -338,6 +338,7 @@ def collate(samples: Sequence[Sample], *, pad_token_id: int = 0, **fields: Tenso
         rollout_logprobs=pad((s.logprobs for s in samples), 0.0, torch.float32),
         rewards=torch.tensor([s.reward for s in samples], dtype=torch.float32),
         group_ids=group_ids(samples),
+        numbers=torch.tensor([s.number for s in samples], dtype=torch.long),
         **fields,
     )
 

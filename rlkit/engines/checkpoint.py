@@ -17,6 +17,7 @@ import shutil
 import zlib
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import wait as wait_for_all
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -82,6 +83,11 @@ def finish() -> None:
     while _pending_saves:
         _pending_saves.pop().result()
         dist.barrier()
+
+
+def wait_for_writing() -> None:
+    """Wait until this rank's thread that writes a checkpoint has ended, well or not; other ranks need not call it."""
+    wait_for_all(_pending_saves)
 
 
 @cache

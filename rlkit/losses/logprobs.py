@@ -8,7 +8,9 @@ Sums over the vocabulary are taken in pieces of rows, forward and backward, so t
 beside the logits and their gradient. There is no second derivative, and temperatures get no gradient.
 """
 
-from typing import NamedTuple
+import logging
+from functools import cache
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -24,6 +26,8 @@ from rlkit.losses._kernels import (
     squared_sums,
     temperature_column,
 )
+
+log = logging.getLogger(__name__)
 
 
 class LogprobsAndEntropy(NamedTuple):
@@ -186,6 +190,9 @@ def linear_logprobs(
     float32. Liger adds up the weight's gradient in the weight's dtype; we add chunks up in float32 at least, because
     hundreds of bfloat16 additions lose the small ones. That costs one float32 [V, H] during backward.
 
+    On a GPU, Triton kernels compute the logits and their gradients; logits are then float32 also for bfloat16 matrices,
+    and forward writes none of them to memory. Where they cannot run, one line is logged, and torch does the work.
+
     Args:
         hidden: [N, H], the model's output before its head, N >= 0.
         weight: [V, H], of the dtype of `hidden`.
@@ -193,7 +200,7 @@ def linear_logprobs(
         temperature: of the sampler, > 0; a float or [N].
         bias: [V] or None.
         suppress: [K], token ids of probability 0, or None; see `suppress_tokens`.
-        chunk: tokens to a chunk; None takes as many as hold 64 MiB of logits, 16 MiB on a CPU.
+        chunk: tokens to a chunk; None takes as many as hold 512 MiB of logits, 16 MiB on a CPU.
 
     Returns:
         LogprobsAndEntropy: logprobs [N], never above 0, and entropy [N].
@@ -209,7 +216,27 @@ def linear_logprobs(
         size = CPU_CHUNK_BYTES if hidden.device.type == "cpu" else CHUNK_BYTES
         chunk = max(1, size // (temperature.itemsize * max(1, len(weight))))
     check.positive(chunk=chunk)
-    return LogprobsAndEntropy(*LinearLogprobs.apply(hidden, weight, bias, targets.long(), temperature, suppress, chunk))
+    apply = LinearLogprobs.apply
+    if (
+        type(hidden) is Tensor
+        and not torch.compiler.is_compiling()
+        and (kernels := _triton(hidden.device, hidden.dtype))
+    ):
+        apply = kernels.FusedLinearLogprobs.apply
+    return LogprobsAndEntropy(*apply(hidden, weight, bias, targets.long(), temperature, suppress, chunk)[:2])
+
+
+@cache
+def _triton(device: torch.device, dtype: torch.dtype) -> Any:
+    """The module with the Triton kernels, if they run on this device; otherwise None."""
+    if device.type != "cuda":
+        return None
+    try:
+        from rlkit.losses import _triton
+    except ImportError as error:
+        log.warning("linear_logprobs: computed without Triton kernels on %s: %s", device, error)
+        return None
+    return _triton if _triton.kernels_work(device, dtype) else None
 
 
 def _as_rows(logits: Tensor, temperature: float | Tensor) -> tuple[Tensor, Tensor]:

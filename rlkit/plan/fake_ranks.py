@@ -100,7 +100,7 @@ def fake_ranks(world: int) -> Iterator[Ledger]:
         # FSDP frees gathered weights by resizing their storage, which no dispatch mode sees
         stack.enter_context(mock.patch.object(torch.UntypedStorage, "resize_", resize_and_count))
         # the tensors are on a CPU, and the plan is for a GPU
-        stack.enter_context(mock.patch.object(_kernels, "CPU_CACHE_BYTES", _kernels.CHUNK_BYTES))
+        stack.enter_context(mock.patch.object(_kernels, "CPU_CACHE_BYTES", _kernels.PIECE_BYTES))
         stack.enter_context(mock.patch.object(logprobs, "CPU_CHUNK_BYTES", _kernels.CHUNK_BYTES))
         stack.enter_context(mock.patch.object(distributed, "GATHER_BY_BROADCAST", ()))
         # the other ranks cannot say which of them share rows

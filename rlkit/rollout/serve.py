@@ -2,8 +2,9 @@
 
     python -m rlkit.rollout.serve --model Qwen/Qwen2.5-VL-7B-Instruct --count 2 --port 8000 --tensor_parallel_size 2
 
-Server i listens on port + i, by default on the loopback address only: anyone who can reach such a port can pause the
-server and replace its weights. Options that are not listed here are passed to vLLM.
+Server i listens on port + i, by default on the loopback address only. It answers those who have its token
+(rlkit.rollout.servers.token), and takes weights from one trainer at a time (rlkit.rollout.servers.claim). Options that
+are not listed here are passed to vLLM.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import ctypes
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -25,8 +27,10 @@ from typing import Any
 
 import torch
 
+from rlkit.rollout.servers.token import LOOPBACK, TOKEN_VARIABLE, new_token
 from rlkit.vlm.loading import model_path
 
+MIDDLEWARE = ("claim.ClaimMiddleware", "token.TokenMiddleware")  # the last one comes first
 LIBC = ctypes.CDLL(None)
 
 
@@ -56,7 +60,8 @@ def serving(
         options: of vLLM, e.g. `["--max-model-len", "4096"]`.
 
     Raises:
-        ValueError: too few GPUs; or vLLM, or rlkit's plug-in for it, is not installed.
+        ValueError: too few GPUs, a port that is taken, or an option `--api-key`; or vLLM, or rlkit's plug-in for it, is
+            not installed.
         RuntimeError: a server ended, or was not up in time.
     """
     on_gpu = torch.cuda.is_available()
@@ -66,13 +71,20 @@ def serving(
             f"count, tensor_parallel_size: expected a product of at most {torch.cuda.device_count()}, the number of "
             f"GPUs, got {count} x {tensor_parallel_size}"
         )
+    if any(option.split("=")[0] in ("--api-key", "--api_key") for option in options):
+        raise ValueError(f"api-key: expected the token in the environment variable {TOKEN_VARIABLE}, got an option")
+    for i in range(count):
+        _check_port_is_free(host, port + i)
     with ExitStack() as stack:
+        token = stack.enter_context(new_token(range(port, port + count)))
         servers: dict[str, subprocess.Popen] = {}
         for i in range(count):
             flags = command(model, host, port + i, tensor_parallel_size, on_gpu) + list(options)
             if "--enable-lora" in options:
                 flags += ["--middleware", "rlkit.rollout.adapters.AdapterMiddleware"]
-            env = environment(host, count, on_gpu)
+            for name in MIDDLEWARE:
+                flags += ["--middleware", f"rlkit.rollout.servers.{name}"]
+            env = {**environment(host, count, on_gpu), TOKEN_VARIABLE: token}
             if on_gpu:
                 first = len(_gpus()) - (count - i) * tensor_parallel_size
                 env["CUDA_VISIBLE_DEVICES"] = ",".join(_gpus()[first : first + tensor_parallel_size])
@@ -114,10 +126,11 @@ def command(model: str, host: str, port: int, tensor_parallel_size: int, on_gpu:
 
 
 def environment(host: str, count: int, on_gpu: bool) -> dict[str, str]:
-    """Environment of a server: it has the routes that training needs, and unpickles nothing."""
+    """Environment of a server: it has the routes that training needs, unpickles nothing, loads no adapter by path."""
     env = {"VLLM_NO_USAGE_STATS": "1", "VLLM_LOGGING_LEVEL": "WARNING", **os.environ, "VLLM_SERVER_DEV_MODE": "1"}
-    env.pop("VLLM_ALLOW_INSECURE_SERIALIZATION", None)
-    if host in ("127.0.0.1", "localhost"):
+    for name in ("VLLM_ALLOW_INSECURE_SERIALIZATION", "VLLM_ALLOW_RUNTIME_LORA_UPDATING", "VLLM_API_KEY"):
+        env.pop(name, None)
+    if host in LOOPBACK:
         env["VLLM_HOST_IP"] = "127.0.0.1"  # for communication between its processes
     if not on_gpu:
         env.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")  # else all servers bind to the same cores
@@ -171,6 +184,17 @@ def _is_up(url: str) -> bool:
         return False
 
 
+def _check_port_is_free(host: str, port: int) -> None:
+    """Raise a ValueError if a server could not listen on this port, or this machine does not have the address."""
+    try:
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        socket.create_server((host, port), family=family).close()
+    except OSError as error:
+        raise ValueError(
+            f"port {port}: expected one that is free on {host}, got {error.strerror}; choose another --port"
+        ) from error
+
+
 def _gpus() -> list[str]:
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     return visible.split(",") if visible else [str(i) for i in range(torch.cuda.device_count())]
@@ -201,6 +225,8 @@ def main() -> None:
     try:
         with serving(**vars(known), options=rest) as servers:
             print(f"up: --servers {' '.join(servers)}", flush=True)
+            if known.host not in LOOPBACK and TOKEN_VARIABLE not in os.environ:
+                print(f"clients on other machines need their token in {TOKEN_VARIABLE}: set it before you start this")
             signal.pause()
     except (RuntimeError, ValueError) as error:
         sys.exit(f"serve: {error}")

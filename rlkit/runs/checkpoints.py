@@ -12,15 +12,16 @@ import torch
 from torch import Tensor
 
 from rlkit.data.samples import Sample
+from rlkit.engines import checkpoint
 from rlkit.engines.checkpoint import DamagedCheckpoint, checkpoints, keep_newest
 from rlkit.report import write_report
 from rlkit.runs.closing import closing_table
 from rlkit.runs.directory import release_directory
+from rlkit.runs.interruption import POLICY, a_signal_has_come, end_after_step, interrupted
 from rlkit.runs.options import AdapterOptions, RunOptions
+from rlkit.runs.rollouts import save_rollouts
 from rlkit.tracking import Run
 from rlkit.vlm.loading import load_config
-
-POLICY = "checkpoints"  # its checkpoint is written last: a step is saved when this one is there
 
 
 def resume(cfg: RunOptions, run: Run, **engines: Any) -> dict[str, Any]:
@@ -37,6 +38,7 @@ def resume(cfg: RunOptions, run: Run, **engines: Any) -> dict[str, Any]:
     Raises:
         ValueError: all checkpoints are damaged, or one is of another model.
     """
+    end_after_step(run)
     saved = checkpoints(run.out / POLICY) if cfg.resume else []
     if not saved:
         if cfg.resume and run.writes:
@@ -78,15 +80,21 @@ def save(cfg: Any, run: Run, step: int, state: Mapping[str, Any] | None = None, 
         state: what `resume` returns beside the step.
         engines: as in `resume`.
 
+    With `cfg.save_rollouts`, what the step sampled and trained on is written first.
+
     The run ends with one sentence if it cannot be written, and after `cfg.max_skipped_steps` steps in a row of which
-    the gradients were not finite. The previous checkpoint stays.
+    the gradients were not finite. The previous checkpoint stays. After Ctrl-C and SIGTERM the step is saved, and the
+    run ends.
     """
+    if getattr(cfg, "save_rollouts", False):
+        save_rollouts(cfg, run, step, engines)
     if 0 < cfg.max_skipped_steps <= run.skipped_in_a_row:
         run.stop(
             f"gradients: expected finite ones, got nan or inf in {run.skipped_in_a_row} steps in a row, which were "
             "skipped; lower --lr, or allow more with --max_skipped_steps"
         )
-    if (step + 1) % cfg.save_every and step + 1 != cfg.steps:
+    ends = a_signal_has_come()
+    if (step + 1) % cfg.save_every and step + 1 != cfg.steps and not ends:
         return
     run.phase("checkpoint")
     for folder, engine in sorted(engines.items(), key=lambda item: item[0] == POLICY):
@@ -95,6 +103,13 @@ def save(cfg: Any, run: Run, step: int, state: Mapping[str, Any] | None = None, 
         except OSError as error:
             run.stop(str(error))
         keep_newest(run.out / folder, 2)
+    if ends:
+        try:
+            checkpoint.finish()
+        except OSError as error:
+            run.stop(str(error))
+        run.close()
+        raise interrupted()
 
 
 def finish(cfg: Any, run: Run, samples: Sequence[Sample], **engines: Any) -> None:

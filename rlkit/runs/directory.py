@@ -44,7 +44,7 @@ def claim_directory(out: str, name: str, *, resume: bool) -> Path:
             or full.
     """
     default = Path("runs") / name
-    return _decided_by_rank_0(lambda: _claim(Path(out), resume) if out else _claim_numbered(default, resume))
+    return decided_by_rank_0(lambda: _claim(Path(out), resume) if out else _claim_numbered(default, resume))
 
 
 def check_resumed_options(out: Path, options: Any) -> list[str]:
@@ -57,7 +57,7 @@ def check_resumed_options(out: Path, options: Any) -> list[str]:
     Raises:
         ValueError: an option differs that changes what the run computes, and `allow_changes` does not name it.
     """
-    return _decided_by_rank_0(lambda: _changed_options(out, asdict(options)))
+    return decided_by_rank_0(lambda: _changed_options(out, asdict(options)))
 
 
 def _changed_options(out: Path, options: Mapping[str, Any]) -> list[str]:
@@ -75,7 +75,7 @@ def _changed_options(out: Path, options: Mapping[str, Any]) -> list[str]:
     return [f"{name} was {old!r} and is {new!r}" for name, (old, new) in changed.items() if name not in UNTOLD]
 
 
-def _decided_by_rank_0(decide: Callable[[], T]) -> T:
+def decided_by_rank_0(decide: Callable[[], T]) -> T:
     """What `decide` returns on rank 0, on all ranks; a ValueError that it raises there is raised on all of them."""
     answer: list[Any] = [None, None]
     if not dist.is_initialized() or dist.get_rank() == 0:

@@ -19,6 +19,7 @@ from rlkit.engines.value_head import load_value_model
 from rlkit.rollout import make_rollout
 from rlkit.rollout.sampling import end_token_ids
 from rlkit.runs.options import AdapterOptions, EngineOptions, GenerationOptions, OptimizerOptions, TrainingOptions
+from rlkit.runs.rollouts import recorded
 from rlkit.tracking import Run
 from rlkit.vlm import (
     freeze,
@@ -71,7 +72,7 @@ def build_engine(
         options = scoring_options(cfg, model, processor, temperature)
         return training_engine(cfg, "language_model", trained_part(cfg, model), cfg.lr, updates, **options)
 
-    return _built_from_shards(cfg, load_model, path, getattr(torch, cfg.dtype), build)
+    return recorded(cfg, _built_from_shards(cfg, load_model, path, getattr(torch, cfg.dtype), build))
 
 
 def build_value_engine(
@@ -89,7 +90,7 @@ def build_value_engine(
         model, peak = trained_part(cfg, model, head=True), cfg.lr if lr is None else lr
         return training_engine(cfg, "value_model", model, peak, updates, **shared_options(cfg, processor))
 
-    return _built_from_shards(cfg, load_value_model, path, getattr(torch, cfg.dtype), build)
+    return recorded(cfg, _built_from_shards(cfg, load_value_model, path, getattr(torch, cfg.dtype), build))
 
 
 def build_scorer(cfg: Any, path: str, processor: Any, temperature: float | None = None) -> Any:

@@ -199,7 +199,14 @@ class PolicyOptions(SamplingOptions):
     """Stop if the reward function failed, or returned None, on more than this share of the answers."""
     max_mismatch: float = 0.3
     """Stop if the mean |difference| of sampler and trainer log-probabilities exceeds this, or ten times its first
-    value."""
+    value. inf: never, which is the default with --from_rollouts."""
+    save_rollouts: bool = False
+    """Write what each step samples, trains on and measures to rollouts/ in the run's directory; see docs/replay.md."""
+    from_rollouts: str = ""
+    """Train on the rollouts that another run saved in this directory, without sampling. The reward judges them
+    again."""
+    keep_rewards: bool = False
+    """With --from_rollouts: use the saved rewards; nothing is judged again."""
 
 
 @dataclass
@@ -275,6 +282,8 @@ def parse_options(config: type[Config], description: str, arguments: Sequence[st
         arguments = [*_file_arguments(file, config), *arguments]
     cfg = _parse(config, description, arguments, {})
     defaults = {name: x for name, x in defaults_of_model(cfg).items() if hasattr(cfg, name)}
+    if getattr(cfg, "from_rollouts", ""):
+        defaults["max_mismatch"] = math.inf
     return _parse(config, description, arguments, defaults) if defaults else cfg
 
 

@@ -16,6 +16,7 @@ from rlkit.report import prompt_record
 from rlkit.rewards import Judge, judged, judging_problem, part_means, reward_stats
 from rlkit.rollout import Sampling
 from rlkit.runs.options import SamplingOptions
+from rlkit.runs.rollouts import SavedRollouts, is_replay, record_draw
 from rlkit.tracking import Run
 from rlkit.vlm import encode_prompt
 
@@ -126,13 +127,14 @@ class PolicySampler:
         self.cfg, self.run, self.engine, self.rollout, self.hands_over = cfg, run, engine, rollout, hands_over
         self.judge = Judge(reward, threads=cfg.reward_threads)
         self.generate = generate or rollout.generate
+        self.saved = SavedRollouts(cfg, engine) if getattr(cfg, "from_rollouts", "") else None
         self.equal_steps = 0
         self.said: set[str] = set()
 
     @contextmanager
     def current_weights(self) -> Iterator[None]:
         """Inside, the sampling back end has the trained weights; at the end it leaves the GPU to the trainer."""
-        if not self.hands_over:
+        if not self.hands_over or self._reads_rollouts:
             yield
             return
         self.run.phase("hand_over")
@@ -144,12 +146,43 @@ class PolicySampler:
         self.rollout.sleep()
 
     def draw(self, prompts: Prompts, sampling: Sampling, n: int = 1, *, phase: str = "generate") -> Answers:
-        """n answers to each prompt with the weights that the sampling back end has, judged."""
+        """n answers to each prompt with the weights that the sampling back end has, judged.
+
+        With `cfg.from_rollouts` they are the saved ones of this step.
+        """
         self.run.phase(phase)
+        if self._reads_rollouts:
+            return self._saved_answers(prompts, sampling, phase)
         generated = self.generate(prompts.samples, sampling, n=n, on_finished=self.judge.submit)
+        return self._judged(prompts, sampling, phase, generated)
+
+    def _judged(self, prompts: Prompts, sampling: Sampling, phase: str, generated: list[Sample]) -> Answers:
+        """The answers with their rewards, once all of them are judged."""
         self.run.phase("reward" if phase == "generate" else phase)  # the rewards that are not there yet
         rewards, parts, seconds = self.judge.result()
-        return Answers(generated, rewards, parts, prompts.skipped, self.judge.reasons, seconds)
+        answers = Answers(generated, rewards, parts, prompts.skipped, self.judge.reasons, seconds)
+        record_draw(self.run, self.engine, prompts.samples, sampling, phase, generated, rewards)
+        return answers
+
+    @property
+    def _reads_rollouts(self) -> bool:
+        """Evaluation before and after training samples, whatever training reads."""
+        return self.saved is not None and self.run.running_step is not None
+
+    def _saved_answers(self, prompts: Prompts, sampling: Sampling, phase: str) -> Answers:
+        assert self.saved is not None and self.run.running_step is not None
+        try:
+            groups = self.saved.draw(self.run.running_step)
+        except ValueError as error:
+            self.run.stop(str(error))
+        generated = [sample for group in groups for sample in group]
+        if not self.cfg.keep_rewards:
+            for i, group in enumerate(groups):
+                self.judge.submit(i, group)
+            return self._judged(prompts, sampling, phase, generated)
+        rewards = torch.tensor([sample.reward for sample in generated], dtype=torch.float32)
+        record_draw(self.run, self.engine, prompts.samples, sampling, phase, generated, rewards)
+        return Answers(generated, rewards, skipped=prompts.skipped)
 
     def answer(self, prompts: Prompts, sampling: Sampling, n: int = 1, *, phase: str = "generate") -> Answers:
         """n answers to each prompt with the weights of this moment, judged. All ranks call this together."""
@@ -241,6 +274,8 @@ class PolicySampler:
         Returns:
             This rank's answers that could be judged, with their rewards.
         """
+        if is_replay():
+            return []
         answers = self.answer_heldout(prompts)
         if problem := too_few_judged(answers, self.engine.global_sum, self.cfg.max_unjudged):
             self.run.stop(f"held-out {problem}")

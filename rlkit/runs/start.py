@@ -20,8 +20,11 @@ from torch.distributed.elastic.multiprocessing.errors import record
 
 from rlkit.engines.distributed import init_distributed
 from rlkit.report import write_page
-from rlkit.runs.directory import check_resumed_options, claim_directory
+from rlkit.rollout.servers.claim import claim_servers
+from rlkit.runs.directory import check_resumed_options, claim_directory, decided_by_rank_0
+from rlkit.runs.interruption import outside_endings
 from rlkit.runs.options import RunOptions, check_ranges, check_servers, parse_options
+from rlkit.runs.rollouts import check_rollouts
 from rlkit.tracking import Run
 
 
@@ -30,10 +33,12 @@ def run_recipe(main: Callable[[Any], None]) -> None:
     """Call `main(cfg)` with the options of the command line; its annotation and its file say which there are."""
     (config,) = inspect.signature(main, eval_str=True).parameters.values()
     module = sys.modules[main.__module__]
+    name = Path(module.__file__ or "").stem
     try:
-        with one_sentence_errors(Path(module.__file__ or "").stem):
-            cfg = parse_options(config.annotation, module.__doc__ or "")
-        main(cfg)
+        with outside_endings(name):
+            with one_sentence_errors(name):
+                cfg = parse_options(config.annotation, module.__doc__ or "")
+            main(cfg)
     except SystemExit as end:
         if isinstance(end.code, str):
             _tell_torchrun(end.code)
@@ -57,21 +62,22 @@ def one_sentence_errors(recipe: str) -> Iterator[None]:
 
 
 def start_run(recipe: str, cfg: RunOptions, task: str, *, starts_servers: bool = False) -> Run:
-    """Join the other ranks, claim the run's directory and open its logs, before anything is loaded.
+    """Join the other ranks, claim the run's directory and servers, and open its logs, before anything is loaded.
 
     Args:
         recipe, task: the run is called RECIPE-TASK-seedSEED.
         starts_servers: the recipe starts servers to sample on, if the options name none.
 
     Raises:
-        ValueError: a number out of range, no servers to sample on, the directory is taken, a tracker is unknown, or a
-            resumed run was started with other options.
+        ValueError: a number out of range, no servers to sample on, no saved rollouts, the directory or a server is
+            taken, a tracker is unknown, or a resumed run was started with other options.
     """
     from transformers.utils.logging import disable_progress_bar
 
     check_ranges(cfg)
     if not starts_servers:
         check_servers(cfg)
+    check_rollouts(cfg, samples_ahead=starts_servers)
     torch.set_num_threads(cfg.threads)
     torch.manual_seed(cfg.seed)  # the same on all ranks: of adapters, say
     init_distributed()
@@ -79,6 +85,8 @@ def start_run(recipe: str, cfg: RunOptions, task: str, *, starts_servers: bool =
     name = f"{recipe}-{task}-seed{cfg.seed}"
     out = claim_directory(cfg.out, name, resume=cfg.resume)
     changes = check_resumed_options(out, cfg)
+    if servers := getattr(cfg, "servers", ()):
+        decided_by_rank_0(lambda: claim_servers(servers, f"the run in {out.resolve()}"))
     first = dist.get_rank() == 0
     if first:
         for change in changes:

@@ -243,9 +243,9 @@ def test_entropy_chunked_over_tokens_not_vocabulary(monkeypatch):
     assert seen[3:] == seen[:3]
 
 
-def test_default_chunk_holds_64_mib_and_16_on_a_cpu():
-    assert module.CHUNK_BYTES == 2**26 and module.CPU_CHUNK_BYTES == 2**24
-    assert module.CHUNK_BYTES // (4 * 151_936) == 110
+def test_default_chunk_holds_512_mib_and_16_on_a_cpu():
+    assert module.CHUNK_BYTES == 2**29 and module.CPU_CHUNK_BYTES == 2**24
+    assert module.CHUNK_BYTES // (4 * 151_936) == 883
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

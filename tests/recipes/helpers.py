@@ -11,6 +11,7 @@ from dataclasses import fields, replace
 from pathlib import Path
 
 import pytest
+from filelock import FileLock
 
 from rlkit.data import load_task
 from rlkit.runs import parse_options
@@ -51,10 +52,12 @@ def text_dir(tmp_path_factory):
 
 
 def built(tmp_path_factory, name, task, **options):
-    """A tiny model; modules that ask for the same name share it."""
-    path = tmp_path_factory.getbasetemp() / name
-    if not path.exists():
-        build_tiny(path, task().train, **options)
+    """A tiny model; modules and pytest's workers that ask for the same name share it."""
+    folder = tmp_path_factory.getbasetemp()
+    path = (folder.parent if "PYTEST_XDIST_WORKER" in os.environ else folder) / name
+    with FileLock(f"{path}.lock"):
+        if not path.exists():
+            build_tiny(path, task().train, **options)
     return path
 
 

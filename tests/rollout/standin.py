@@ -49,6 +49,7 @@ class Standin:
         self.version, self.paused, self.now, self.most, self.steps = "default", False, 0, 0, 0
         self.group = None
         self.expanded = {}  # compact prompt -> what it is expanded to
+        self.taken_by = ""  # another trainer
         self.resets = True  # its prefix cache, when it is told to
         self.adapter, self.pauses, self.slept = None, [], []  # the file that was sent last; how it paused and slept
         self.routing = None  # answer -> the experts that it, its prompt before it, went to, as numpy has them
@@ -149,11 +150,16 @@ class VllmStandin(Standin):
             "/is_paused": self._is_paused, "/reset_encoder_cache": done, "/sleep": self._sleep, "/wake_up": done,
             "/init_weight_transfer_engine": self._init, "/update_weights": self._update,
             "/finish_weight_update": self._finish, "/rlkit/adapter": self._adapter,
-            "/update_weight_version": self._new_version,
+            "/update_weight_version": self._new_version, "/rlkit/claim": self._claim,
         }  # fmt: skip
 
     async def _done(self, request):
         return web.json_response({"success": True})
+
+    async def _claim(self, request):
+        if not self.taken_by:
+            raise web.HTTPNotFound
+        return web.json_response({"error": f"expected a free server, got one taken by {self.taken_by}"}, status=409)
 
     async def _version(self, request):
         return web.json_response({"version": self.release})

@@ -291,6 +291,15 @@ def test_a_server_that_a_stopped_trainer_left_waiting_is_taken_over(connect):
         check(rollout.generate(prompts(2), SAMPLING), prompts(2), 1)
 
 
+def test_a_server_of_another_trainer_is_left_alone(connect):
+    """Taking it over would end the update that the other trainer is in the middle of."""
+    with VllmStandin() as a:
+        a.paused, a.taken_by = True, "the run in /runs/first"
+        with pytest.raises(ValueError, match=f"servers: {a.url}: .* taken by the run in /runs/first"):
+            connect(a)
+        assert set(a.order) == {"/health", "/rlkit/claim"}
+
+
 def test_other_weights_than_expected_are_an_error(connect):
     with VllmStandin() as a:
         rollout = connect(a)

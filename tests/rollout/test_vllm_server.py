@@ -8,7 +8,9 @@ import time
 from collections import Counter
 from pathlib import Path
 
+import psutil
 import pytest
+import requests
 import torch
 
 from rlkit.data import collate
@@ -18,6 +20,7 @@ from rlkit.losses import token_mean
 from rlkit.rollout import AsyncSampler, Sampling, make_rollout
 from rlkit.rollout.adapters import serialize_adapter
 from rlkit.rollout.serve import serving
+from rlkit.rollout.servers.token import server_token
 from rlkit.vlm import encode_prompts, load_model, load_processor, lora, suppressed_token_ids
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "engines"))
@@ -134,6 +137,26 @@ def test_end_tokens_and_suppressed_tokens(engine, rollout, prompts, processor):
         assert (s.finish_reason == "stop") == (s.response_ids[-1] == end) and end not in s.response_ids[:-1]
         assert not suppressed & set(s.response_ids)
         assert s.text == processor.tokenizer.decode(s.response_ids, skip_special_tokens=True)
+
+
+def test_a_server_serves_its_own_user_and_one_trainer(rollout, servers):
+    """No route but /health answers without the token, nothing listens beyond this machine, no path is an adapter."""
+    url, process = next(iter(servers.items()))
+    known = {"Authorization": f"Bearer {server_token(url)}"}
+    routes = requests.get(f"{url}/openapi.json", headers=known).json()["paths"]
+    assert {"/update_weights", "/sleep", "/pause", "/collective_rpc", "/v1/models"} & set(routes)
+    for path in (*routes, "/rlkit/adapter", "/rlkit/claim", "/openapi.json"):
+        assert requests.post(f"{url}{path}", json={}).status_code == (405 if path == "/health" else 401)
+    for body in ({"lora_name": "x", "lora_path": "/tmp"}, {"lora_name": "../x", "lora_path": "../x"}):
+        assert requests.post(f"{url}/v1/load_lora_adapter", json=body, headers=known).status_code == 404
+    body = {"model": "/tmp", "token_ids": [10], "sampling_params": {"max_tokens": 1}}
+    assert requests.post(f"{url}/inference/v1/generate", json=body, headers=known).status_code == 404
+    own = psutil.Process(process.pid)
+    sockets = [one for each in (own, *own.children(recursive=True)) for one in each.net_connections("inet")]
+    assert {one.laddr.ip for one in sockets if one.status == psutil.CONN_LISTEN} == {"127.0.0.1"}
+    body = {"id": "other", "owner": "other"}
+    refused = requests.post(f"{url}/rlkit/claim", json=body, headers=known, timeout=30)
+    assert refused.status_code == 409 and f"process {os.getpid()} on {socket.gethostname()}" in refused.json()["error"]
 
 
 def test_adapters_alone_are_enough(tiny_dir, processor, engine, rollout, prompts):

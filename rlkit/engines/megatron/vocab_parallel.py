@@ -68,7 +68,7 @@ def vocab_parallel_linear_logprobs(
             as Megatron's regions do.
         weight: [V / ranks, H], this rank's rows of the output layer, of the dtype of `hidden`.
         targets, temperature, suppress, group: see `vocab_parallel_logprobs`.
-        chunk: tokens per chunk; by default as many as have 64 MiB of logits, 16 MiB on a CPU.
+        chunk: tokens per chunk; by default as many as have 512 MiB of logits, 16 MiB on a CPU.
 
     Returns:
         (logprobs [K], entropy [K]), float32, the same on every rank.

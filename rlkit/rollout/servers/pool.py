@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from rlkit.rollout.background import start_event_loop
+from rlkit.rollout.servers.token import server_token
 
 T = TypeVar("T")
 Json = Mapping[str, Any]
@@ -142,7 +143,9 @@ class ServerPool:
         import aiohttp
 
         limits = aiohttp.ClientTimeout(total=self.timeout if timeout is None else timeout, sock_connect=10)
-        content = {"data": io.BytesIO(body)} if isinstance(body, bytes) else {"json": body}
+        content: dict[str, Any] = {"data": io.BytesIO(body)} if isinstance(body, bytes) else {"json": body}
+        if token := server_token(server.url):
+            content["headers"] = {"Authorization": f"Bearer {token}"}
         try:
             async with self._session.request(method, server.url + path, **content, timeout=limits) as response:
                 if response.status != 200:

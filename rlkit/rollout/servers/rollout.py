@@ -20,6 +20,7 @@ from rlkit.data.samples import Sample
 from rlkit.rollout.background import in_daemon_thread
 from rlkit.rollout.inference_requests import check_context_length, finished_sample
 from rlkit.rollout.sampling import OnFinished, Sampling, end_token_ids, sample_name, sampling_per_request
+from rlkit.rollout.servers.claim import claim_servers, release_servers
 from rlkit.rollout.servers.pool import RequestRejected, Server, ServerPool, ServerUnavailable
 from rlkit.rollout.servers.weight_transfer import TransferGroup, local_address, send_weights
 from rlkit.vlm.loading import load_config
@@ -60,7 +61,8 @@ class ServerRollout(ABC):
         trust_remote_code: for models whose code is on the hub.
 
     Raises:
-        ValueError: a server that cannot be reached, has another version or model, or lacks what training needs.
+        ValueError: a server that cannot be reached, is used by another trainer, has another version or model, or lacks
+            what training needs.
     """
 
     transfer_groups: ClassVar[dict[str, Callable[[int, str], TransferGroup]]]
@@ -100,7 +102,14 @@ class ServerRollout(ABC):
             start_hint=self.start_hint,
             health_path=self.health_path,
         )
-        handshakes = self.pool.run(self._handshake_all(connect_timeout))
+        self.pool.run(self._wait_until_up(connect_timeout))
+        error = None
+        try:
+            self._claim()  # before the servers are told anything
+        except RequestRejected as caught:
+            error = caught
+        raise_on_all_ranks(error)
+        handshakes = self.pool.run(self._handshake_all())
         self.max_model_len = min(max_model_len for max_model_len, _ in handshakes)
         # versions of the weights: those that all servers sample with, and those that were sent last
         self.version = self.sent_version = max(version for _, version in handshakes)
@@ -301,6 +310,7 @@ class ServerRollout(ABC):
         members = [(server, server.failure_count) for server in servers]
         if self.group is not None and members == self.group_members:
             return self.group
+        self._claim()  # again, as a server that was restarted has forgotten
         addresses = sorted({local_address(urlsplit(server.url).hostname or "") for server in servers})
         address = next((a for a in addresses if not a.startswith("127.")), addresses[0])
         group = self.make_group(1 + sum(server.workers for server in servers), address)
@@ -356,6 +366,7 @@ class ServerRollout(ABC):
         if self.group is not None:
             self.group.close()
             self.group = None
+        release_servers([server.url for server in self.pool.servers])
         self.pool.close()
 
     # --- servers
@@ -363,8 +374,8 @@ class ServerRollout(ABC):
     async def _check_health(self) -> None:
         await asyncio.gather(*(self.pool.check_health(server) for server in self.pool.servers))
 
-    async def _handshake_all(self, timeout: float) -> list[tuple[int, int]]:
-        async def handshake(server: Server) -> tuple[int, int]:
+    async def _wait_until_up(self, timeout: float) -> None:
+        async def wait_for(server: Server) -> None:
             try:
                 await self.pool.wait_until_up(server, timeout)
             except ServerUnavailable as error:
@@ -372,9 +383,16 @@ class ServerRollout(ABC):
                     f"urls: expected a server at {server.url} within {timeout:g} s, got none: {error}. "
                     f"{self.start_hint}"
                 ) from error
-            return await self._handshake(server)
 
-        return await asyncio.gather(*(handshake(server) for server in self.pool.servers))
+        await asyncio.gather(*(wait_for(server) for server in self.pool.servers))
+
+    async def _handshake_all(self) -> list[tuple[int, int]]:
+        return await asyncio.gather(*(self._handshake(server) for server in self.pool.servers))
+
+    def _claim(self) -> None:
+        """Claim the servers for the rank that sends them weights."""
+        if not dist.is_initialized() or dist.get_rank() == 0:
+            claim_servers([server.url for server in self.pool.servers if not server.failure])
 
 
 def raise_on_all_ranks(error: Exception | None) -> None:

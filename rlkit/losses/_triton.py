@@ -1,0 +1,294 @@
+"""`linear_logprobs` as Triton kernels: logits are made tile by tile in float32 and never written to memory.
+
+Forward (`_sums`): a program takes some tokens and one part of the vocabulary. It computes logits tile by tile, and
+keeps for each token the largest logit m and the sums s = sum exp(z - m) and u = sum (z - m) exp(z - m). This is the
+online softmax of https://arxiv.org/abs/1805.02867, with one more sum for the entropy. `merge` combines the parts.
+
+Backward (`_gradients`): the logits are computed again. What is written is their gradient, in the dtype of `hidden`, for
+a chunk of tokens at a time. Two matrix products turn it into the gradients of `hidden` and `weight`.
+
+For N tokens, V vocabulary entries and H hidden units, forward takes 2 N V H FLOPs and backward 6 N V H, of which 2 are
+the logits again. That is the least without storing [N, V] numbers.
+
+`rlkit.losses.naive.linear_logprobs` is the same in plain loops.
+"""
+
+from __future__ import annotations
+
+import logging
+from functools import cache
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from rlkit.losses._kernels import LinearLogprobs
+
+log = logging.getLogger(__name__)
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+BLOCKS = {"BLOCK_N": 128, "BLOCK_V": 128}  # tokens and vocabulary entries of a tile
+BLOCK_BYTES = 128  # of each row of `hidden` and `weight` that a program holds at once
+SCHEDULE = {"num_warps": 8, "num_stages": 3}
+PROGRAMS = 512  # forward splits the vocabulary until so many programs can run at once
+LOWEST = tl.constexpr(-3.0e38)  # below every logit, and finite, so that a difference of two is not nan
+
+
+class FusedLinearLogprobs(torch.autograd.Function):
+    """As `rlkit.losses._kernels.LinearLogprobs`, with chunks for the gradient of the logits alone."""
+
+    @staticmethod
+    def forward(
+        hidden: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        targets: Tensor,
+        temperature: Tensor,
+        suppress: Tensor | None,
+        chunk: int,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """(logprobs, entropy, logarithm of the sum of all exp(logit)) of each token."""
+        suppressed = None if suppress is None else is_suppressed(suppress, len(weight))
+        return merge(vocabulary_sums(hidden, weight, bias, targets, temperature, suppressed))
+
+    @staticmethod
+    def vmap(info: Any, in_dims: tuple[Any, ...], *inputs: Any) -> tuple[tuple[Tensor, ...], tuple[int, ...]]:
+        """Under `torch.func.vmap` the kernels are not used. The third result is for their backward alone."""
+        logprobs, entropy = torch.vmap(LinearLogprobs.apply, in_dims)(*inputs)
+        return (logprobs, entropy, entropy.detach()), (0, 0, 0)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+        *tensors, ctx.chunk = inputs
+        ctx.mark_non_differentiable(output[2])
+        ctx.save_for_backward(*tensors, *output[1:])
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_logprobs: Tensor, grad_entropy: Tensor, _: Any) -> tuple[Tensor | None, ...]:
+        hidden, weight, bias, targets, temperature, suppress, entropy, log_total = ctx.saved_tensors
+        want_hidden, want_weight, want_bias = ctx.needs_input_grad[:3]
+        suppressed = None if suppress is None else is_suppressed(suppress, len(weight))
+        grad_hidden = torch.empty_like(hidden) if want_hidden else None
+        grad_weight = torch.zeros_like(weight, dtype=torch.float32) if want_weight else None
+        grad_bias = torch.zeros_like(bias, dtype=torch.float32) if want_bias else None
+        for start in range(0, len(hidden), ctx.chunk):
+            rows = slice(start, start + ctx.chunk)
+            of_rows = (x[rows] for x in (targets, temperature, log_total, entropy, grad_logprobs, grad_entropy))
+            grad = logit_gradients(hidden[rows], weight, bias, suppressed, *of_rows)
+            with torch.autocast(hidden.device.type, enabled=False):
+                if grad_hidden is not None:
+                    grad_hidden[rows] = grad @ weight
+                if grad_weight is not None:
+                    grad_weight += grad.t() @ hidden[rows]
+            if grad_bias is not None:
+                grad_bias += grad.sum(0, dtype=torch.float32)
+        grad_weight = None if grad_weight is None else grad_weight.to(weight.dtype)
+        grad_bias = None if grad_bias is None else grad_bias.to(bias.dtype)
+        return grad_hidden, grad_weight, grad_bias, None, None, None, None
+
+
+def vocabulary_sums(
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    targets: Tensor,
+    temperature: Tensor,
+    suppressed: Tensor | None,
+    parts: int = 0,
+) -> Tensor:
+    """What the softmax needs of the whole vocabulary, or of a shard of it.
+
+    Args:
+        hidden: [N, H].
+        weight, bias: [V, H] and [V], or rows of them; then `targets` and `suppressed` are relative to the first.
+        targets: [N]; one that is in another shard may have any number outside of [0, V).
+        temperature: [N, 1].
+        suppressed: [V] bool.
+        parts: of the vocabulary, computed by programs of their own; by default enough to keep a GPU busy.
+
+    Returns:
+        [4, parts, N] float32: largest logit m; sum exp(z - m); sum (z - m) exp(z - m); the target's logit, 0 if it is
+        elsewhere.
+    """
+    hidden, weight = _with_dense_rows(hidden), _with_dense_rows(weight)
+    blocks = _blocks(hidden.dtype)
+    programs, tiles = triton.cdiv(len(hidden), blocks["BLOCK_N"]), triton.cdiv(len(weight), blocks["BLOCK_V"])
+    tiles_per_part = triton.cdiv(tiles, min(tiles, parts or max(1, PROGRAMS // max(1, programs))))
+    parts = triton.cdiv(tiles, tiles_per_part)
+    out = hidden.new_empty(4, parts, len(hidden), dtype=torch.float32)
+    if len(hidden):
+        _sums[programs, parts](
+            hidden, weight, bias, suppressed, targets, temperature.contiguous(), out, *_sizes(hidden, weight),
+            tiles_per_part, HAS_BIAS=bias is not None, HAS_SUPPRESSED=suppressed is not None, **blocks, **SCHEDULE,
+        )  # fmt: skip
+    return out
+
+
+def merge(sums: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """(logprobs [N], entropy [N], logarithm of the sum [N]) of the sums [4, parts, N] of all parts of a vocabulary."""
+    largest, total, weighted, chosen = sums
+    shift = largest - (most := largest.amax(0))
+    total, weighted = (shift.exp() * x for x in (total, weighted + shift * total))
+    log_sum = total.sum(0).log()
+    logprobs = (chosen.sum(0) - most - log_sum).clamp(max=0)
+    return logprobs, log_sum - weighted.sum(0) / total.sum(0), most + log_sum
+
+
+def logit_gradients(
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    suppressed: Tensor | None,
+    targets: Tensor,
+    temperature: Tensor,
+    log_total: Tensor,
+    entropy: Tensor,
+    grad_logprobs: Tensor,
+    grad_entropy: Tensor,
+) -> Tensor:
+    """The gradient [N, V] of the logits before the temperature, in the dtype of `hidden`.
+
+    Args:
+        hidden, weight, bias, targets, temperature, suppressed: see `vocabulary_sums`.
+        log_total, entropy: [N], of the whole vocabulary.
+        grad_logprobs, grad_entropy: [N], of the results.
+    """
+    hidden, weight = _with_dense_rows(hidden), _with_dense_rows(weight)
+    out = hidden.new_empty(len(hidden), len(weight))
+    blocks = _blocks(hidden.dtype)
+    grid = triton.cdiv(len(hidden), blocks["BLOCK_N"]), triton.cdiv(len(weight), blocks["BLOCK_V"])
+    rows = (x.contiguous() for x in (targets, temperature, log_total, entropy, grad_logprobs, grad_entropy))
+    _gradients[grid](
+        hidden, weight, bias, suppressed, *rows, out, *_sizes(hidden, weight), HAS_BIAS=bias is not None,
+        HAS_SUPPRESSED=suppressed is not None, **blocks, **SCHEDULE,
+    )  # fmt: skip
+    return out
+
+
+def is_suppressed(token_ids: Tensor, size: int) -> Tensor:
+    """[size] bytes: 1 at these token ids."""
+    return torch.zeros(size, dtype=torch.uint8, device=token_ids.device).index_fill_(0, token_ids, 1)
+
+
+@cache
+def kernels_work(device: torch.device, dtype: torch.dtype) -> bool:
+    """Whether this GPU runs the kernels; one line is logged if it does not. They are tried on a few numbers."""
+    if dtype not in DTYPES:
+        return False
+    try:
+        with torch.inference_mode(False), torch.enable_grad():  # the caller may only want log-probabilities
+            hidden = torch.ones(2, 16, device=device, dtype=dtype, requires_grad=True)
+            targets, temperature = torch.zeros(2, device=device, dtype=torch.long), torch.ones(2, 1, device=device)
+            logprobs, *_ = FusedLinearLogprobs.apply(hidden, hidden.detach(), None, targets, temperature, None, 2)
+            logprobs.sum().backward()
+        return bool(torch.isclose(logprobs.detach(), torch.tensor(0.5, device=device).log()).all())
+    except Exception as error:  # Triton raises errors of its own, of the compiler and of the driver
+        log.warning("linear_logprobs: computed without Triton kernels on %s: %s", device, error)
+        return False
+
+
+def _blocks(dtype: torch.dtype) -> dict[str, int]:
+    return {**BLOCKS, "BLOCK_H": BLOCK_BYTES // dtype.itemsize}
+
+
+def _sizes(hidden: Tensor, weight: Tensor) -> tuple[int, int, int, int, int]:
+    """N, V, H, and how far the rows of `hidden` and of `weight` are apart."""
+    return len(hidden), *weight.shape, hidden.stride(0), weight.stride(0)
+
+
+def _with_dense_rows(x: Tensor) -> Tensor:
+    return x if x.stride(1) == 1 else x.contiguous()
+
+
+@triton.jit
+def _logits(
+    hidden: Any, weight: Any, bias: Any, suppressed: Any, temperature: Any, rows: Any, columns: Any, n: Any, v: Any,
+    size: Any, hidden_stride: Any, weight_stride: Any, HAS_BIAS: tl.constexpr, HAS_SUPPRESSED: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_H: tl.constexpr,
+) -> Any:  # fmt: skip
+    """A tile of float32 logits over temperature, -inf for suppressed entries and beyond the vocabulary."""
+    units = tl.arange(0, BLOCK_H)
+    hidden_tile = hidden + rows.to(tl.int64)[:, None] * hidden_stride + units[None, :]
+    weight_tile = weight + columns.to(tl.int64)[None, :] * weight_stride + units[:, None]
+    z = tl.zeros((BLOCK_N, BLOCK_V), dtype=tl.float32)
+    for start in range(0, size, BLOCK_H):
+        within = start + units < size
+        h = tl.load(hidden_tile + start, mask=(rows[:, None] < n) & within[None, :], other=0.0)
+        w = tl.load(weight_tile + start, mask=(columns[None, :] < v) & within[:, None], other=0.0)
+        z = tl.dot(h, w, z, input_precision="ieee")
+    if HAS_BIAS:
+        z += tl.load(bias + columns, mask=columns < v, other=0.0).to(tl.float32)[None, :]
+    z /= tl.load(temperature + rows, mask=rows < n, other=1.0)[:, None]
+    possible = columns < v
+    if HAS_SUPPRESSED:
+        possible &= tl.load(suppressed + columns, mask=columns < v, other=1) == 0
+    return tl.where(possible[None, :], z, -float("inf"))
+
+
+@triton.jit
+def _sums(
+    hidden: Any, weight: Any, bias: Any, suppressed: Any, targets: Any, temperature: Any, out: Any, n: Any, v: Any,
+    size: Any, hidden_stride: Any, weight_stride: Any, tiles_per_part: Any, HAS_BIAS: tl.constexpr,
+    HAS_SUPPRESSED: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_H: tl.constexpr,
+) -> None:  # fmt: skip
+    """out[:, part, row]: the largest logit, s, u and the target's logit (0 if it is in another part)."""
+    part, parts = tl.program_id(1), tl.num_programs(1)
+    rows = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    target = tl.load(targets + rows, mask=rows < n, other=-1)
+    largest = tl.full((BLOCK_N,), LOWEST, dtype=tl.float32)
+    total = tl.zeros((BLOCK_N,), dtype=tl.float32)
+    weighted = tl.zeros((BLOCK_N,), dtype=tl.float32)
+    chosen = tl.zeros((BLOCK_N,), dtype=tl.float32)
+    first = part * tiles_per_part * BLOCK_V
+    for start in range(first, tl.minimum(first + tiles_per_part * BLOCK_V, v), BLOCK_V):
+        columns = start + tl.arange(0, BLOCK_V)
+        z = _logits(
+            hidden, weight, bias, suppressed, temperature, rows, columns, n, v, size, hidden_stride, weight_stride,
+            HAS_BIAS, HAS_SUPPRESSED, BLOCK_N, BLOCK_V, BLOCK_H,
+        )  # fmt: skip
+        is_target = (columns[None, :] == target[:, None]) & (columns[None, :] < v)  # not one of the next shard
+        chosen += tl.sum(tl.where(is_target, z, 0.0), 1)
+        new = tl.maximum(largest, tl.max(z, 1))
+        y = z - new[:, None]
+        exp = tl.exp(y)
+        shift = largest - new
+        weighted = tl.exp(shift) * (weighted + shift * total) + tl.sum(tl.where(exp > 0, y * exp, 0.0), 1)
+        total = tl.exp(shift) * total + tl.sum(exp, 1)
+        largest = new
+    at = part.to(tl.int64) * n + rows
+    of_all = parts.to(tl.int64) * n
+    tl.store(out + at, largest, mask=rows < n)
+    tl.store(out + of_all + at, total, mask=rows < n)
+    tl.store(out + 2 * of_all + at, weighted, mask=rows < n)
+    tl.store(out + 3 * of_all + at, chosen, mask=rows < n)
+
+
+@triton.jit
+def _gradients(
+    hidden: Any, weight: Any, bias: Any, suppressed: Any, targets: Any, temperature: Any, log_total: Any, entropy: Any,
+    grad_logprobs: Any, grad_entropy: Any, out: Any, n: Any, v: Any, size: Any, hidden_stride: Any, weight_stride: Any,
+    HAS_BIAS: tl.constexpr, HAS_SUPPRESSED: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_V: tl.constexpr,
+    BLOCK_H: tl.constexpr,
+) -> None:  # fmt: skip
+    """out[row, entry]: g_lp (1_y - p) - g_H p (log p + H), over temperature; 0 for suppressed entries."""
+    rows = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    columns = tl.program_id(1) * BLOCK_V + tl.arange(0, BLOCK_V)
+    z = _logits(
+        hidden, weight, bias, suppressed, temperature, rows, columns, n, v, size, hidden_stride, weight_stride,
+        HAS_BIAS, HAS_SUPPRESSED, BLOCK_N, BLOCK_V, BLOCK_H,
+    )  # fmt: skip
+    real = rows < n
+    logp = z - tl.load(log_total + rows, mask=real, other=0.0)[:, None]
+    surprise = logp + tl.load(entropy + rows, mask=real, other=0.0)[:, None]
+    of_logprob = tl.load(grad_logprobs + rows, mask=real, other=0.0)[:, None]
+    of_entropy = tl.load(grad_entropy + rows, mask=real, other=0.0)[:, None]
+    is_target = columns[None, :] == tl.load(targets + rows, mask=real, other=-1)[:, None]
+    p = tl.exp(logp)
+    gradient = tl.where(p > 0, -p * (of_logprob + of_entropy * surprise), 0.0) + tl.where(is_target, of_logprob, 0.0)
+    gradient = tl.where(z > -float("inf"), gradient, 0.0)
+    gradient /= tl.load(temperature + rows, mask=real, other=1.0)[:, None]
+    at = out + rows.to(tl.int64)[:, None] * v + columns[None, :]
+    tl.store(at, gradient.to(out.dtype.element_ty), mask=real[:, None] & (columns[None, :] < v))

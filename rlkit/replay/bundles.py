@@ -1,0 +1,358 @@
+"""The files of a bundle: all that a training step sampled, trained on and measured.
+
+A bundle is a folder, `rollouts/step_12`. Each data-parallel rank writes two files to it: `rank_0.safetensors` holds
+tensors, and `rank_0.json`, written last, everything else and the checksums of both.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import json
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from rlkit.data.samples import Expansion, Sample
+
+FORMAT = "rlkit rollouts 1"
+SAMPLE_FACTS = ("group_id", "number", "text", "finish_reason", "version")
+
+
+@dataclass
+class Draw:
+    """One call of the sampler, with the answers to its prompts.
+
+    Attributes:
+        samples: all answers, each with the reward that it was given; nan if it could not be judged.
+        sampling: options of `rlkit.rollout.Sampling`.
+        phase: "generate", or "evaluate" for the greedy answers that ReMax subtracts.
+        prompts: that were answered. They are not written to the files, where each answer begins with its prompt.
+    """
+
+    samples: list[Sample]
+    sampling: dict[str, Any] = field(default_factory=dict)
+    phase: str = "generate"
+    prompts: list[Sample] = field(default_factory=list)
+
+
+@dataclass
+class Update:
+    """One optimizer step: what the engine was given, and what it returned.
+
+    Attributes:
+        engine: the folder of its checkpoints: "checkpoints" for the policy, "critic_checkpoints".
+        fields: tensors of the batch, [B] or [B, T], in the order in which the recipe added them: tokens, mask,
+            rollout_logprobs, rewards, ..., advantages; then the outputs of the forward (logprobs, values).
+        metrics: of all ranks: loss, grad_norm, ...
+    """
+
+    engine: str
+    fields: dict[str, Tensor]
+    metrics: dict[str, float]
+
+
+@dataclass
+class Bundle:
+    """A training step.
+
+    Attributes:
+        step: number of the step, from 0.
+        origin: "rlkit", or the trainer whose dump was converted.
+        recipe: file of the recipe, and `recipe_sha256` its checksum.
+        task: name of the task.
+        options: of the run.
+        versions: of Python and packages.
+        draws, updates: in order.
+    """
+
+    step: int
+    origin: str = "rlkit"
+    recipe: str = ""
+    recipe_sha256: str = ""
+    task: str = ""
+    options: dict[str, Any] = field(default_factory=dict)
+    versions: dict[str, str] = field(default_factory=dict)
+    draws: list[Draw] = field(default_factory=list)
+    updates: list[Update] = field(default_factory=list)
+
+
+def bundle_path(folder: str | Path, step: int) -> Path:
+    """Where the bundle of a step is, in the folder of a run's rollouts."""
+    return Path(folder) / f"step_{step}"
+
+
+def bundle_steps(folder: str | Path) -> list[int]:
+    """The steps that have a bundle in this folder, in order."""
+    names = [path.parent.name.removeprefix("step_") for path in Path(folder).glob("step_*/rank_0.json")]
+    return sorted(int(name) for name in names if name.isdecimal())
+
+
+def write_bundle(path: str | Path, bundle: Bundle, *, rank: int = 0, ranks: int = 1) -> None:
+    """Write this rank's files of a bundle.
+
+    Args:
+        path: folder of the bundle.
+        bundle: with the samples and batches of this rank.
+        rank, ranks: of data parallelism.
+
+    Raises:
+        OSError: it cannot be written.
+    """
+    from safetensors.torch import save_file
+
+    folder, tensors = Path(path), _Tensors()
+    folder.mkdir(parents=True, exist_ok=True)
+    rows: list[Any] = []
+    content = {
+        "format": FORMAT,
+        "rank": rank,
+        "ranks": ranks,
+        **{name: getattr(bundle, name) for name in _PLAIN},
+        "draws": [_draw_to_json(draw, f"draw_{i}", tensors, rows) for i, draw in enumerate(bundle.draws)],
+        "updates": [_update_to_json(update, f"update_{i}", tensors) for i, update in enumerate(bundle.updates)],
+        "rows": rows,
+    }
+    file = folder / f"rank_{rank}.safetensors"
+    part = file.with_suffix(".part")
+    save_file(tensors.by_name, part)
+    content["tensors_sha256"] = _file_sha256(part)
+    content = json.loads(json.dumps(content, default=str))  # as it will be read
+    content["sha256"] = _content_sha256(content)
+    part.chmod(0o644)  # safetensors lets nobody else read it
+    part.replace(file)
+    part.write_text(json.dumps(content))
+    part.replace(folder / f"rank_{rank}.json")
+
+
+_PLAIN = ("step", "origin", "recipe", "recipe_sha256", "task", "options", "versions")
+
+
+def read_bundle(path: str | Path, *, updates: bool = True) -> Bundle:
+    """The bundle of all ranks: samples in the order of their group ids, rows of a batch by group id and number.
+
+    Args:
+        path: folder of the bundle, or one of its JSON files.
+        updates: also read the batches that were trained on.
+
+    Raises:
+        ValueError: no bundle there, one of another version, or a damaged or incomplete one.
+    """
+    folder = Path(path) if Path(path).is_dir() else Path(path).parent
+    first, tensors = _read_rank(folder, 0)
+    parts = [(first, tensors), *(_read_rank(folder, rank) for rank in range(1, first["ranks"]))]
+    found = Bundle(**{name: first[name] for name in _PLAIN})
+    for i, draw in enumerate(first["draws"]):
+        samples = [s for content, held in parts for s in _draw_from_json(content["draws"][i], content["rows"], held)]
+        order = sorted(range(len(samples)), key=lambda k: samples[k].group_id)
+        found.draws.append(Draw([samples[k] for k in order], draw["sampling"], draw["phase"]))
+    if updates:
+        for i, update in enumerate(first["updates"]):
+            names = update["fields"]
+            of_ranks = [{name: held[f"update_{i}.{name}"] for name in names} for _, held in parts]
+            found.updates.append(Update(update["engine"], merge_rows(of_ranks), update["metrics"]))
+    return found
+
+
+def merge_rows(parts: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
+    """The fields of batches of several ranks in one, as wide as the widest, sorted by group id and number."""
+    shared = [name for name in parts[0] if all(name in part for part in parts)]
+    width = max(part["mask"].shape[1] for part in parts)
+
+    def widened(x: Tensor) -> Tensor:
+        if x.ndim == 1 or x.shape[1] == width:
+            return x
+        return torch.cat([x, x.new_zeros(len(x), width - x.shape[1], *x.shape[2:])], 1)
+
+    merged = {name: torch.cat([widened(part[name]) for part in parts]) for name in shared}
+    if "group_ids" not in merged or "numbers" not in merged:
+        return merged
+    order = np.lexsort((merged["numbers"].numpy(), merged["group_ids"].numpy()))
+    return {name: x[torch.from_numpy(order)] for name, x in merged.items()}
+
+
+def digest(x: Tensor) -> str:
+    """A checksum of a tensor's dtype, shape and values."""
+    data = x.detach().cpu().contiguous()
+    found = hashlib.sha256(f"{data.dtype} {tuple(data.shape)} ".encode())
+    found.update(data.reshape(-1).view(torch.uint8).numpy().data)
+    return found.hexdigest()
+
+
+class _Tensors:
+    """Tensors to be written; equal images and vision tensors, which answers to a prompt share, are written once."""
+
+    def __init__(self) -> None:
+        self.by_name: dict[str, Tensor] = {}
+        self.digests: dict[int, tuple[Tensor, str]] = {}  # the tensor is kept, or its id could be used again
+
+    def add(self, name: str, x: Tensor) -> None:
+        self.by_name[name] = x.detach().cpu().contiguous().clone()
+
+    def add_once(self, x: Tensor) -> str:
+        if id(x) not in self.digests:
+            self.digests[id(x)] = (x, f"sha256_{digest(x)}")
+        name = self.digests[id(x)][1]
+        if name not in self.by_name:
+            self.add(name, x)
+        return name
+
+
+def _draw_to_json(draw: Draw, name: str, tensors: _Tensors, rows: list[Any]) -> dict[str, Any]:
+    samples, numbers_of_rows = [], {}
+    for i, sample in enumerate(draw.samples):
+        if id(sample.row) not in numbers_of_rows:
+            numbers_of_rows[id(sample.row)] = len(rows)
+            rows.append(_row_to_json(sample.row, tensors))
+        if sample.routed_experts is not None:
+            tensors.add(f"{name}.routed_experts_{i}", sample.routed_experts)
+        samples.append(
+            {
+                **{fact: getattr(sample, fact) for fact in SAMPLE_FACTS},
+                "versions": list(sample.versions),
+                "row": numbers_of_rows[id(sample.row)],
+                "vision": {key: tensors.add_once(x) for key, x in sample.vision.items()},
+                "placeholders": {str(kind): list(map(_image_to_json, x)) for kind, x in sample.placeholders.items()},
+                "routed_experts": sample.routed_experts is not None,
+            }
+        )
+    for key, dtype in _TRACKS.items():
+        values = [getattr(sample, key) for sample in draw.samples]
+        tensors.add(f"{name}.{key}", torch.tensor([x for of in values for x in of], dtype=dtype))
+        tensors.add(f"{name}.{key}.lengths", torch.tensor([len(of) for of in values], dtype=torch.int64))
+    rewards = [math.nan if sample.reward is None else sample.reward for sample in draw.samples]
+    tensors.add(f"{name}.rewards", torch.tensor(rewards, dtype=torch.float64))
+    return {"name": name, "sampling": draw.sampling, "phase": draw.phase, "samples": samples}
+
+
+_TRACKS = {"token_ids": torch.int64, "compact_ids": torch.int64, "mask": torch.bool, "logprobs": torch.float64}
+
+
+def _draw_from_json(draw: Mapping[str, Any], rows: Sequence[Any], held: Mapping[str, Tensor]) -> list[Sample]:
+    name = draw["name"]
+    tracks = {key: _ragged(held[f"{name}.{key}"], held[f"{name}.{key}.lengths"]) for key in _TRACKS}
+    rewards = held[f"{name}.rewards"].tolist()
+    restored = [_restored(row, held) for row in rows]  # one object per prompt, as before
+    samples = []
+    for i, facts in enumerate(draw["samples"]):
+        placeholders = {int(kind): [_image_from_json(x) for x in of] for kind, of in facts["placeholders"].items()}
+        samples.append(
+            Sample(
+                tracks["token_ids"][i],
+                tracks["compact_ids"][i],
+                tracks["mask"][i],
+                tracks["logprobs"][i],
+                **{fact: facts[fact] for fact in SAMPLE_FACTS},
+                versions=facts["versions"],
+                vision={key: held[of] for key, of in facts["vision"].items()},
+                placeholders=placeholders,
+                row=restored[facts["row"]],
+                reward=rewards[i],
+                routed_experts=held[f"{name}.routed_experts_{i}"] if facts["routed_experts"] else None,
+            )
+        )
+    return samples
+
+
+def _ragged(values: Tensor, lengths: Tensor) -> list[list[Any]]:
+    return [part.tolist() for part in values.split(lengths.tolist())]
+
+
+def _image_to_json(image: int | Expansion) -> Any:
+    return image if isinstance(image, int) else {"tokens": list(image.tokens), "more": [image.before, image.after]}
+
+
+def _image_from_json(image: Any) -> int | Expansion:
+    return image if isinstance(image, int) else Expansion(image["tokens"], *image["more"])
+
+
+def _row_to_json(row: Any, tensors: _Tensors) -> Any:
+    """A data row: images and bytes become names of tensors; what JSON cannot hold otherwise becomes its text."""
+    if isinstance(row, Mapping):
+        return {str(key): _row_to_json(x, tensors) for key, x in row.items()}
+    if isinstance(row, list | tuple):
+        return [_row_to_json(x, tensors) for x in row]
+    if row is None or isinstance(row, bool | int | float | str):
+        return row
+    if isinstance(row, np.generic | np.ndarray):
+        return row.tolist()
+    if isinstance(row, bytes):
+        return {_BYTES: tensors.add_once(torch.tensor(list(row), dtype=torch.uint8))}
+    if hasattr(row, "tobytes") and hasattr(row, "mode"):  # a PIL image
+        file = io.BytesIO()
+        row.save(file, "PNG")
+        return {_PNG: tensors.add_once(torch.frombuffer(bytearray(file.getvalue()), dtype=torch.uint8))}
+    return str(row)
+
+
+_PNG, _BYTES = "png tensor", "bytes tensor"
+
+
+def _restored(row: Any, held: Mapping[str, Tensor]) -> Any:
+    if isinstance(row, list):
+        return [_restored(x, held) for x in row]
+    if not isinstance(row, dict):
+        return row
+    if set(row) == {_BYTES}:
+        return held[row[_BYTES]].numpy().tobytes()
+    if set(row) == {_PNG}:
+        from PIL import Image
+
+        image = Image.open(io.BytesIO(held[row[_PNG]].numpy().tobytes()))
+        image.load()
+        return image
+    return {key: _restored(x, held) for key, x in row.items()}
+
+
+def _update_to_json(update: Update, name: str, tensors: _Tensors) -> dict[str, Any]:
+    for field_name, x in update.fields.items():
+        tensors.add(f"{name}.{field_name}", x)
+    return {"engine": update.engine, "fields": list(update.fields), "metrics": update.metrics}
+
+
+def _read_rank(folder: Path, rank: int) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """One rank's files, checked.
+
+    Raises:
+        ValueError: they are missing, damaged or of another version.
+    """
+    from safetensors.torch import load_file
+
+    file = folder / f"rank_{rank}.json"
+    if not file.is_file():
+        raise ValueError(f"bundle {str(folder)!r}: expected a folder with {file.name}, got none")
+    content = _parsed(file)
+    if content.get("format") != FORMAT:
+        raise ValueError(f"bundle {str(file)!r}: expected the format {FORMAT!r}, got {content.get('format')!r}")
+    if content.get("sha256") != _content_sha256(content):
+        raise ValueError(f"bundle {str(file)!r}: expected the content that was written, got another checksum")
+    tensors = file.with_suffix(".safetensors")
+    if not tensors.is_file():
+        raise ValueError(f"bundle {str(folder)!r}: expected {tensors.name} beside {file.name}, got none")
+    if _file_sha256(tensors) != content["tensors_sha256"]:
+        raise ValueError(f"bundle {str(tensors)!r}: expected the tensors that were written, got another checksum")
+    return content, load_file(tensors)
+
+
+def _parsed(file: Path) -> dict[str, Any]:
+    try:
+        content = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
+        raise ValueError(f"bundle {str(file)!r}: expected JSON, got: {error}") from error
+    return content if isinstance(content, dict) else {}
+
+
+def _file_sha256(file: Path) -> str:
+    with file.open("rb") as opened:
+        return hashlib.file_digest(opened, "sha256").hexdigest()
+
+
+def _content_sha256(content: Mapping[str, Any]) -> str:
+    rest = {name: x for name, x in content.items() if name != "sha256"}
+    return hashlib.sha256(json.dumps(rest, sort_keys=True).encode()).hexdigest()

@@ -1,0 +1,116 @@
+"""The end of a run from outside: Ctrl-C, a scheduler's SIGTERM, or the loss of another rank.
+
+During training a signal ends the run after the current step, with a checkpoint. A second Ctrl-C ends it at once. Before
+and after training, one signal does. The exit code is 130 for Ctrl-C and 0 for SIGTERM.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from rlkit.engines.checkpoint import checkpoints, wait_for_writing
+from rlkit.engines.distributed import all_reduce
+from rlkit.tracking import Run
+
+POLICY = "checkpoints"  # its checkpoint is written last: a step is saved when this one is there
+EXIT_CODES: dict[int, int] = {signal.SIGINT: 130, signal.SIGTERM: 0}
+_signals: list[int] = []  # that have come, in their order
+_training: list[Run] = []  # the run that ends after a step, not at once
+
+
+class Interrupted(SystemExit):
+    """A signal ended the run. Its code is the exit code."""
+
+
+@contextmanager
+def outside_endings(recipe: str) -> Iterator[None]:
+    """Run a recipe so that signals, and the loss of another rank, end it as this module says, with one sentence."""
+    before = {number: signal.signal(number, _on_signal) for number in EXIT_CODES}
+    try:
+        yield
+    except Interrupted:
+        _say_how_it_ended(recipe, "")
+        raise
+    except Exception as error:
+        if _signals:  # the other ranks have ended meanwhile, say, as the signal came before the steps
+            _say_how_it_ended(recipe, f" in the middle of a step ({_first_line(error)})")
+            raise Interrupted(EXIT_CODES[_signals[0]]) from None
+        if not _lost_a_rank(error):
+            raise
+        sys.exit(
+            f"{recipe}: rank {dist.get_rank()} has lost another rank, which ended, or was killed, or cannot be reached "
+            f"any more; {_how_to_continue()}, on any number of ranks ({_first_line(error)})"
+        )
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+        _signals.clear()
+        _training.clear()
+
+
+def end_after_step(run: Run) -> None:
+    """From now on, a signal during a step of this run ends it in `save`, after the step."""
+    _training[:] = [run]
+
+
+def a_signal_has_come() -> bool:
+    """Whether any rank has received a signal that ends the run. All ranks call this together."""
+    own = torch.tensor(_signals[0] if _signals else 0)
+    number = int(all_reduce(own, dist.ReduceOp.MAX).item())
+    if number and not _signals:
+        _signals.append(number)
+    return bool(number)
+
+
+def interrupted() -> Interrupted:
+    """The exit of a run that a signal has ended."""
+    return Interrupted(EXIT_CODES[_signals[0]])
+
+
+def _on_signal(number: int, frame: Any) -> None:
+    _signals.append(number)
+    is_ctrl_c = number == signal.SIGINT
+    if is_ctrl_c and len(_signals) > 2:
+        os._exit(EXIT_CODES[signal.SIGINT])
+    in_step = bool(_training) and bool(_training[0].current_step)
+    if not in_step or (is_ctrl_c and len(_signals) > 1):
+        raise interrupted()
+    if len(_signals) == 1 and os.environ.get("RANK", "0") == "0":
+        again = "; Ctrl-C again: at once, without" if is_ctrl_c else ""
+        text = f"\n{signal.Signals(number).name}: the run ends after this step, with a checkpoint{again}\n"
+        os.write(2, text.encode())  # print may be in the middle of a line
+
+
+def _say_how_it_ended(recipe: str, when: str) -> None:
+    if os.environ.get("RANK", "0") == "0":
+        print(f"{recipe}: ended by {signal.Signals(_signals[0]).name}{when}; {_how_to_continue()}", flush=True)
+
+
+def _how_to_continue() -> str:
+    """What is saved of this run, and how to continue from there."""
+    wait_for_writing()
+    saved = checkpoints(_training[0].out / POLICY) if _training else []
+    if not saved:
+        return "no step was saved"
+    return f"the newest checkpoint is {saved[-1]}; to continue, add --out {_training[0].out} --resume to the command"
+
+
+def _lost_a_rank(error: Exception) -> bool:
+    """Whether a collective failed because another rank has gone: gloo names its transport, the store has its own error.
+
+    NCCL does not fail then: it waits until torchrun ends this rank too.
+    """
+    of_gloo = isinstance(error, RuntimeError) and "/gloo/transport/" in str(error)
+    return of_gloo or isinstance(error, dist.DistNetworkError)
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).strip().partition("\n")[0][:200] or type(error).__name__

@@ -1,0 +1,216 @@
+"""Rollouts of a run: recorded and saved step by step, or read in place of sampling. See rlkit.replay.bundles."""
+
+from __future__ import annotations
+
+import hashlib
+import inspect
+import math
+import platform
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import asdict, dataclass, field, replace
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from rlkit.data.samples import Batch, Sample, collate
+from rlkit.replay.bundles import Bundle, Draw, Update, bundle_path, bundle_steps, read_bundle, write_bundle
+from rlkit.rollout import Sampling
+from rlkit.tracking import Run, versions
+
+FOLDER = "rollouts"
+_order = count()  # of the updates of all engines
+
+
+@dataclass
+class Replay:
+    """Steps that are computed again: `bundles` are of this rank, up to and including `last_step`."""
+
+    last_step: int
+    bundles: list[Bundle] = field(default_factory=list)
+
+
+class ReplayDone(Exception):
+    """The last step of a replay is recorded."""
+
+
+_replay: ContextVar[Replay | None] = ContextVar("replay", default=None)
+
+
+@contextmanager
+def replay_until(step: int) -> Iterator[Replay]:
+    """Inside, a recipe's `main` ends after this step, and keeps bundles in memory. It evaluates and saves nothing."""
+    replay = Replay(step)
+    token = _replay.set(replay)
+    try:
+        yield replay
+    except ReplayDone:
+        pass
+    finally:
+        _replay.reset(token)
+
+
+def is_replay() -> bool:
+    """Whether this is a replay, see `replay_until`."""
+    return _replay.get() is not None
+
+
+class RecordingEngine:
+    """An engine that keeps what each `train_batch` is given and returns, until `save_rollouts` writes it.
+
+    Everything else is the engine's own.
+
+    Attributes:
+        draws: answers of this step, kept on the policy's engine.
+        updates: (position among the updates of all engines, fields of the batch, metrics).
+    """
+
+    def __init__(self, engine: Any) -> None:
+        self._engine = engine
+        self.draws: list[Draw] = []
+        self.updates: list[tuple[int, dict[str, Tensor], dict[str, float]]] = []
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.__dict__["_engine"], name)
+
+    def train_batch(self, batch: Batch, loss_fn: Callable[..., Any], *args: Any, **options: Any) -> dict[str, float]:
+        """`train_batch` of the engine; the outputs that the loss is computed from are recorded as well."""
+        outputs: dict[str, Tensor] = {}
+        rows = torch.arange(len(batch))
+        numbered = Batch(batch.tokens, batch.mask, batch.lengths, batch.vision, **batch.fields, recorded_row=rows)
+
+        def recording_loss(out: Any, mb: Batch) -> Any:
+            for name, x in out.tensors.items():
+                if x.shape == mb.mask.shape:
+                    whole = outputs.setdefault(name, torch.zeros(batch.mask.shape))
+                    whole[mb.recorded_row.cpu(), : x.shape[1]] = x.detach().float().cpu()
+            return loss_fn(out, mb)
+
+        metrics = self._engine.train_batch(numbered, recording_loss, *args, **options)
+        batch.total_tokens, batch.total_sequences = numbered.total_tokens, numbered.total_sequences
+        fields = {"tokens": batch.tokens, "mask": batch.mask, **batch.fields}
+        fields |= {name: outputs[name] for name in ("values", "logprobs", "entropy") if name in outputs}
+        fields = {name: x.detach().cpu().clone() for name, x in fields.items()}
+        self.updates.append((next(_order), fields, dict(metrics)))
+        return metrics
+
+
+def recorded(cfg: Any, engine: Any) -> Any:
+    """The engine, or with `cfg.save_rollouts` a `RecordingEngine` around it."""
+    return RecordingEngine(engine) if getattr(cfg, "save_rollouts", False) else engine
+
+
+def record_draw(
+    run: Run,
+    engine: Any,
+    prompts: Sequence[Sample],
+    sampling: Sampling,
+    phase: str,
+    generated: Sequence[Sample],
+    rewards: Tensor,
+) -> None:
+    """Keep the answers to some prompts, if the engine records; not those before the first step and after the last."""
+    if isinstance(engine, RecordingEngine) and run.running_step is not None:
+        samples = [replace(sample, reward=x) for sample, x in zip(generated, rewards.tolist(), strict=True)]
+        engine.draws.append(Draw(samples, asdict(sampling), phase, list(prompts)))
+
+
+def save_rollouts(cfg: Any, run: Run, step: int, engines: Mapping[str, Any]) -> None:
+    """Write what the engines recorded in this step as a bundle, or keep it for a replay.
+
+    The run ends with one sentence if it cannot be written.
+
+    Args:
+        engines: by the folder of their checkpoints, as in `rlkit.runs.save`.
+    """
+    run.phase("checkpoint")
+    recipe = Path(inspect.getfile(type(cfg)))
+    bundle = Bundle(
+        step,
+        recipe=str(recipe),
+        recipe_sha256=hashlib.sha256(recipe.read_bytes()).hexdigest(),
+        task=getattr(cfg, "task", ""),
+        options=asdict(cfg),
+        versions={**versions(), "device": _device_name()},
+    )
+    recording = {name: engine for name, engine in engines.items() if isinstance(engine, RecordingEngine)}
+    updates = [
+        (at, Update(name, fields, metrics)) for name, e in recording.items() for at, fields, metrics in e.updates
+    ]
+    bundle.updates = [update for _, update in sorted(updates, key=lambda x: x[0])]
+    bundle.draws = [draw for engine in recording.values() for draw in engine.draws]
+    for engine in recording.values():
+        engine.draws, engine.updates = [], []
+    if (replay := _replay.get()) is not None:
+        replay.bundles.append(bundle)
+        if step == replay.last_step:
+            raise ReplayDone
+        return
+    first = next(iter(engines.values()))
+    if first.model_parallel_group is None or dist.get_rank(first.model_parallel_group) == 0:
+        try:
+            place = bundle_path(run.out / FOLDER, step)
+            write_bundle(place, bundle, rank=first.data_parallel_rank, ranks=first.data_parallel_size)
+        except OSError as error:
+            run.stop(f"rollouts: expected room for those of this step in {run.out / FOLDER}, got: {error}")
+
+
+def _device_name() -> str:
+    return torch.cuda.get_device_name() if torch.cuda.is_available() else f"cpu {platform.machine()}"
+
+
+def check_rollouts(cfg: Any, *, samples_ahead: bool) -> None:
+    """Raise a ValueError if the options want rollouts that are not there, or a recipe that cannot save any.
+
+    Args:
+        samples_ahead: the recipe samples during training, so its answers belong to no single step.
+    """
+    folder, saves = getattr(cfg, "from_rollouts", ""), getattr(cfg, "save_rollouts", False)
+    if samples_ahead and (folder or saves):
+        name = "from_rollouts" if folder else "save_rollouts"
+        raise ValueError(f"{name}: expected a recipe that samples and trains in turn, got one that samples ahead")
+    if getattr(cfg, "keep_rewards", False) and not folder:
+        raise ValueError("keep_rewards: expected saved rollouts (--from_rollouts), got none")
+    if not folder or is_replay():
+        return
+    saved = bundle_steps(folder)
+    if missing := [step for step in range(cfg.steps) if step not in saved]:
+        raise ValueError(
+            f"from_rollouts {folder!r}: expected a bundle of each of the {cfg.steps} steps (--steps), got "
+            f"{len(saved)} bundles, none of them of step {missing[0]}"
+        )
+
+
+class SavedRollouts:
+    """Reads a run's rollouts in place of sampling."""
+
+    def __init__(self, cfg: Any, engine: Any) -> None:
+        self.folder, self.engine = cfg.from_rollouts, engine
+        self.step: int | None = None
+        self.draws: list[Draw] = []
+
+    def draw(self, step: int) -> list[list[Sample]]:
+        """This rank's answers of the next draw of a step, a list for each prompt.
+
+        If their log-probabilities are unknown, those of the trainer at this moment take their place.
+        """
+        if step != self.step:
+            self.step = step
+            self.draws = read_bundle(bundle_path(self.folder, step), updates=False).draws
+        if not self.draws:
+            raise ValueError(f"from_rollouts {self.folder!r}: expected another draw of step {step}, got none")
+        groups: dict[int, list[Sample]] = {}
+        for sample in self.draws.pop(0).samples:
+            groups.setdefault(sample.group_id, []).append(sample)
+        unknown = any(math.isnan(x) for group in groups.values() for sample in group for x in sample.logprobs)
+        mine = list(groups.values())[self.engine.data_parallel_rank :: self.engine.data_parallel_size]
+        if not unknown:  # the same on all ranks
+            return mine
+        samples = [sample for group in mine for sample in group]
+        scored = iter(self.engine.infer_batch(collate(samples))["logprobs"].tolist())
+        return [[replace(s, logprobs=next(scored)[: len(s.token_ids)]) for s in group] for group in mine]

@@ -1,0 +1,179 @@
+"""Ctrl-C, SIGTERM and the loss of a rank: a step in progress is saved, and one sentence says how to continue."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import dataclass
+
+import pytest
+import torch
+
+from rlkit import tracking
+from rlkit.engines import checkpoint
+from rlkit.runs import RunOptions, resume, run_recipe, save, start_run
+from rlkit.tracking import PHASES, Run, read_metrics
+
+GLOO = "[/third_party/gloo/gloo/transport/tcp/pair.cc:537] Connection closed by peer [127.0.0.1]:1"
+
+
+@dataclass
+class Config(RunOptions):
+    steps: int = 4
+    """Steps."""
+    save_every: int = 100
+    """Steps between checkpoints."""
+    max_skipped_steps: int = 0
+    """Steps that may be skipped."""
+
+
+class Engine:
+    """One weight, which counts the steps; it is saved by a thread."""
+
+    weight = torch.zeros(1)
+
+    def save_checkpoint(self, path, extra):
+        checkpoint.save(path, {"model": {"w": self.weight}}, extra, wait=False)
+
+    def load_checkpoint(self, path):
+        extra = checkpoint.read_manifest(path)
+        checkpoint.load(path, {"model": {"w": self.weight}})
+        return extra
+
+
+@pytest.fixture
+def end(tmp_path, monkeypatch, capfd):
+    """Runs a recipe in which something happens at some place, and returns its exit code and what it printed."""
+
+    monkeypatch.setattr("torch.distributed.destroy_process_group", lambda: None)  # other tests of this process need it
+
+    def run(place="", happens=None, *options):
+        def at(here):
+            if here == place:
+                happens()
+            elif place and here == "end":
+                pytest.fail(f"{place}: expected the end of the run there")
+
+        def main(cfg: Config):
+            run, engine = start_run("recipe", cfg, "task"), Engine()
+            at("set-up")
+            start = resume(cfg, run, checkpoints=engine)["step"]
+            for step in run.steps(start, cfg.steps):
+                at(f"step {step}")
+                engine.weight += 1
+                run.log(step, {"w": engine.weight.item()})
+                save(cfg, run, step, checkpoints=engine)
+            at("evaluation")
+            run.close()
+            at("end")
+
+        monkeypatch.setattr(sys, "argv", ["recipe", "--out", str(tmp_path / "run"), *options])
+        Engine.weight = torch.zeros(1)
+        code = 0
+        try:
+            run_recipe(main)
+        except SystemExit as error:
+            code = error.code
+        assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
+        return code, "".join(capfd.readouterr())
+
+    return run
+
+
+def sends(*numbers):
+    return lambda: [os.kill(os.getpid(), number) for number in numbers]
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 0), (signal.SIGINT, 130)])
+def test_a_step_is_finished_and_saved_and_the_run_goes_on_from_there(end, tmp_path, number, code):
+    ended, said = end("step 1", sends(number))
+    saved = tmp_path / "run" / "checkpoints" / "step_2"
+    assert ended == code and f"{number.name}: the run ends after this step, with a checkpoint" in said
+    hint = f"the newest checkpoint is {saved}; to continue, add --out {tmp_path / 'run'} --resume to the command"
+    assert f"ended by {number.name}; {hint}\n" in said and "Traceback" not in said
+    assert end("", None, "--resume")[0] == 0
+    assert [(row["step"], row["w"]) for row in read_metrics(tmp_path / "run" / "metrics.jsonl")] == [
+        (0, 1.0), (1, 2.0), (2, 3.0), (3, 4.0),
+    ]  # fmt: skip
+
+
+def test_a_scheduler_may_say_it_twice(end, tmp_path):
+    """As Slurm does: to torchrun, which passes it on, and to each process."""
+    assert end("step 1", sends(signal.SIGTERM, signal.SIGTERM))[0] == 0
+    assert (tmp_path / "run" / "checkpoints" / "step_2").exists()
+
+
+def test_a_second_ctrl_c_ends_it_at_once(end, tmp_path):
+    ended, said = end("step 1", sends(signal.SIGINT, signal.SIGINT))
+    assert ended == 130 and "ended by SIGINT; no step was saved" in said and "Traceback" not in said
+    assert not (tmp_path / "run" / "checkpoints").exists()
+
+
+def test_outside_the_steps_one_signal_ends_it_at_once(end, tmp_path):
+    ended, said = end("set-up", sends(signal.SIGTERM))
+    assert ended == 0 and "ended by SIGTERM; no step was saved" in said
+    ended, said = end("evaluation", sends(signal.SIGINT))
+    assert ended == 130 and f"the newest checkpoint is {tmp_path / 'run' / 'checkpoints' / 'step_4'}; to cont" in said
+
+
+def raises(error, *numbers):
+    def happens():
+        sends(*numbers)()
+        raise error
+
+    return happens
+
+
+def test_a_rank_that_is_lost_is_one_sentence(end):
+    ended, said = end("step 0", raises(RuntimeError(GLOO)))
+    assert "rank 0 has lost another rank, which ended, or was killed, or cannot be reached any more; no step" in ended
+    assert ended.endswith(f"on any number of ranks ({GLOO})")
+    ended, said = end("step 0", raises(RuntimeError(GLOO), signal.SIGTERM))  # the other one was told to end, too
+    assert ended == 0 and f"ended by SIGTERM in the middle of a step ({GLOO}); no step was saved" in said
+
+
+def test_any_other_error_keeps_its_traceback(end):
+    with pytest.raises(RuntimeError, match="out of memory"):
+        end("step 1", raises(RuntimeError("out of memory")))
+
+
+def test_a_checkpoint_that_cannot_be_written_is_said_and_is_no_success(end, monkeypatch):
+    def full(*_):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(checkpoint, "_complete", full)
+    ended, _ = end("step 1", sends(signal.SIGTERM))
+    assert "expected room for 4 bytes, got " in ended and "No space left on device" in ended
+
+
+def test_a_rank_that_does_not_respond_is_named(tmp_path, monkeypatch, capfd):
+    monkeypatch.setattr(tracking, "BEAT_SECONDS", 0.05)
+    monkeypatch.setattr(tracking, "SILENT_SECONDS", 0.4)
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    said = ""
+
+    def waits_for(*words):
+        nonlocal said
+        deadline = time.time() + 20
+        while not all(word in said for word in words) and time.time() < deadline:
+            time.sleep(0.02)
+            said += capfd.readouterr().err
+        assert all(word in said for word in words), said
+
+    with subprocess.Popen(["sleep", "100"]) as other:
+        file = tmp_path / PHASES / "1"
+        file.parent.mkdir()
+        run = Run(tmp_path, {}, watchdog=600)
+        host = (file.with_name("0")).read_text().split()[2]
+        other.send_signal(signal.SIGSTOP)
+        file.write_text(f"{time.time()} {other.pid} {host} train")
+        waits_for(f"watchdog: rank 1 (process {other.pid} on {host}, in train) was stopped ", f"-CONT {other.pid}, or")
+        file.write_text(f"{time.time()} {other.pid} elsewhere train")  # it responds, and then no more
+        waits_for(f"(process {other.pid} on elsewhere, in train) has not responded for ", "continue it with --resume")
+        other.kill()
+    file.write_text(f"{time.time()} {other.pid} {host} reward")
+    waits_for(f"rank 1 (process {other.pid} on {host}, in reward) has ended: end the run")
+    time.sleep(0.6)
+    assert (said + capfd.readouterr().err).count("watchdog: ") == 3  # each once
+    run.close()
