@@ -1,6 +1,7 @@
 """Formulas as one writes them down in torch for oneself. No code is shared with ours.
 
-They are masked, and log-ratios are held within 20 nats, as ours are. A loss takes (logprobs, old_logprobs, advantages, mask); with one advantage a sequence they are [B].
+They are masked, and log-ratios are held within 20 nats, as ours are. A loss takes (logprobs, old_logprobs, advantages,
+mask); with one advantage a sequence they are [B].
 """
 
 import torch

@@ -5,11 +5,11 @@
 
 One group a function, one thread. Before it is timed each contestant's result is compared with ours: `max_abs_diff` and
 `max_rel_diff`, a share of the output's largest value, stand beside the time; without --benchmark-enable the comparison
-is all that runs. Before the clock starts each contestant's inputs are made as its own trainer makes them. Masks are bool
-for us and for verl's losses (verl/workers/utils/losses.py), int64 for verl's advantages and for TRL; "verl float mask"
-is agg_loss with a float mask, which its trainer does not use. Groups are integers for us and string ids for verl. The
-loops get lists of Python floats. `peak_extra_bytes` is what tensors took at the most beyond the
-inputs, results included.
+is all that runs. Before the clock starts each contestant's inputs are made as its own trainer makes them. Masks are
+bool for us and for verl's losses (verl/workers/utils/losses.py), int64 for verl's advantages and for TRL; "verl float
+mask" is agg_loss with a float mask, which its trainer does not use. Groups are integers for us and string ids for verl.
+The loops get lists of Python floats. `peak_extra_bytes` is what tensors took at the most beyond the inputs, results
+included.
 """
 
 import platform

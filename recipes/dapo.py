@@ -32,7 +32,6 @@ import torch
 from rlkit import runs
 from rlkit.advantages import grpo_advantages, informative_groups, overlong_penalty
 from rlkit.data import collate, step_rows
-from rlkit.engines.flops import batch_flops
 from rlkit.losses import (
     clipped_policy_loss,
     importance_weights,
@@ -40,21 +39,17 @@ from rlkit.losses import (
     ratio_stats,
     token_mean,
 )
-from rlkit.rollout import Sampling, WeightSyncCheck
+from rlkit.rollout import Sampling
 
 
 @dataclass
 class Config(runs.PolicyOptions, runs.TrainingOptions):
     steps: int = 150
-    """Training steps."""
-    prompts_per_step: int = 32
-    """Prompts per step, over all ranks. Only prompts whose answers have differing rewards count."""
     prompts_per_draw: int = 48
-    """Prompts to sample at a time while looking for these (verl's gen_batch_size)."""
+    """Prompts to sample at a time (verl's gen_batch_size), until a step has --prompts_per_step of
+    which the answers have differing rewards."""
     max_num_gen_batches: int = 3
     """Most such draws for one step."""
-    group_size: int = 16
-    """Answers to each prompt."""
     mini_batches: int = 2
     """Mini-batches per batch, split by prompt. Each is one optimizer step."""
     overlong_buffer: int = 2
@@ -82,7 +77,7 @@ def policy_loss(out, mb, cfg: Config):
     return token_mean(loss, mb.mask, mb.total_tokens), metrics
 
 
-def draw_batch(task, draws: int, cfg: Config, encode, sampler, engine):
+def draw_batch(task, draws: int, cfg: Config, sampler, engine):
     """Dynamic sampling: draw prompts until enough groups have answers with different rewards.
 
     Args:
@@ -95,7 +90,7 @@ def draw_batch(task, draws: int, cfg: Config, encode, sampler, engine):
     with sampler.current_weights():
         for draw in range(cfg.max_num_gen_batches):
             rows = step_rows(task.train, draws + draw, cfg.prompts_per_draw, cfg.seed)
-            prompts = encode((draw * cfg.prompts_per_draw + i, row) for i, row in rows)
+            prompts = sampler.encode((draw * cfg.prompts_per_draw + i, row) for i, row in rows)
             sampling = Sampling(cfg.max_new_tokens, cfg.temperature, seed=(cfg.seed, draws + draw))
             drawn = sampler.draw(prompts, sampling, n=cfg.group_size)
             answers = answers + drawn if answers else drawn
@@ -127,25 +122,19 @@ def main(cfg: Config) -> None:
         run = runs.start_run("dapo", cfg, task.name)
         path, processor = runs.find_model(cfg, run, task.train)
         updates = cfg.steps * cfg.mini_batches
-        engine = runs.build_engine(
-            cfg, path, processor, updates=updates, temperature=cfg.temperature
-        )
+        engine = runs.build_engine(cfg, path, processor, updates=updates)
         rollout = runs.build_rollout(cfg, path, processor, engine)
         state = runs.resume(cfg, run, checkpoints=engine)
-    encode = runs.prompt_encoder(cfg, run, processor, engine)
-    sampler = runs.PolicySampler(cfg, run, task.reward, engine, rollout)
-    heldout = encode(enumerate(task.heldout))
+    sampler = runs.PolicySampler(cfg, run, task, processor, engine, rollout)
+    heldout = sampler.encode(enumerate(task.heldout))
     if state["step"] == 0:
         sampler.evaluate(heldout, "before")
 
     draws = state.get("draws", 0)  # of all steps: the position in the data
-    passes = runs.training_passes(cfg) + (cfg.mini_batches > 1)
-    check_sync = WeightSyncCheck(cfg.max_mismatch, dtype=runs.roughest_dtype(cfg))
     for step in run.steps(state["step"], cfg.steps):
-        answers, groups, drawn = draw_batch(task, draws, cfg, encode, sampler, engine)
+        answers, groups, drawn = draw_batch(task, draws, cfg, sampler, engine)
         draws += drawn
-        if problem := runs.too_few_judged(answers, engine.global_sum, cfg.max_unjudged):
-            run.stop(problem)
+        sampler.stop_if_unjudged(answers)
         if not len(groups):
             run.print(f"step {step}: all groups drawn have equal rewards, so the run ends here")
             break
@@ -159,14 +148,12 @@ def main(cfg: Config) -> None:
         )
         batch.add(advantages=grpo_advantages(batch.rewards + penalty, batch.group_ids))  # [B]
         metrics = update(batch, chosen, cfg, step, engine)
-        if problem := check_sync(metrics["mismatch/abs_dlogp"]):
-            run.stop(problem)
+        sampler.stop_if_out_of_sync(metrics["mismatch/abs_dlogp"])
 
-        counts = {"tokens": lengths.sum(), "penalty": penalty.sum(), "answers": len(batch)}
-        counts = runs.totals(engine, **counts, flops=passes * batch_flops(engine.config, batch))
-        metrics |= sampler.metrics(answers) | {
-            "tokens": counts["tokens"],
-            "flops": counts["flops"],
+        counts = runs.totals(engine, penalty=penalty.sum(), answers=len(batch))
+        metrics |= sampler.metrics(answers)
+        metrics |= runs.batch_totals(cfg, engine, batch, forwards=cfg.mini_batches > 1)
+        metrics |= {
             "reward/overlong": counts["penalty"] / counts["answers"],
             "groups/drawn": drawn * cfg.prompts_per_draw,
             "groups/differ": len(groups),

@@ -35,7 +35,7 @@ from rlkit.losses import (
     ratio_stats,
     token_mean,
 )
-from rlkit.rollout import Sampling, WeightSyncCheck
+from rlkit.rollout import Sampling
 from rlkit.vlm import load_processor, model_or_tiny
 
 
@@ -45,11 +45,8 @@ class Config(runs.PolicyOptions, runs.TrainingOptions):
     """Directory or hub id of the teacher. "tiny" builds one like the student and fine-tunes it for
     longer."""
     steps: int = 120
-    """Training steps. Each samples one batch of answers."""
     prompts_per_step: int = 64
-    """Prompts per step, over all ranks."""
     group_size: int = 4
-    """Answers to each prompt."""
     updates_per_batch: int = 1
     """Optimizer steps on each batch. Above 1, the clipped ratio matters."""
     max_unjudged: float = 1.0
@@ -84,7 +81,7 @@ def build_teacher(cfg: Config, run, rows, processor):
     vocabularies = [getattr(one, "tokenizer", one).get_vocab() for one in (theirs, processor)]
     if vocabularies[0] != vocabularies[1]:
         raise ValueError(f"teacher {path!r}: expected the student's tokens, got others")
-    return runs.build_scorer(cfg, path, processor, cfg.temperature)
+    return runs.build_scorer(cfg, path, processor)
 
 
 def main(cfg: Config) -> None:
@@ -95,39 +92,34 @@ def main(cfg: Config) -> None:
         path, processor = runs.find_model(cfg, run, task.train)
         teacher = build_teacher(cfg, run, task.train, processor)
         updates = cfg.steps * cfg.updates_per_batch
-        engine = runs.build_engine(
-            cfg, path, processor, updates=updates, temperature=cfg.temperature
-        )
+        engine = runs.build_engine(cfg, path, processor, updates=updates)
         rollout = runs.build_rollout(cfg, path, processor, engine)
         start = runs.resume(cfg, run, checkpoints=engine)["step"]
-    encode = runs.prompt_encoder(cfg, run, processor, engine)
-    sampler = runs.PolicySampler(cfg, run, task.reward, engine, rollout)
-    heldout = encode(enumerate(task.heldout))
+    sampler = runs.PolicySampler(cfg, run, task, processor, engine, rollout)
+    heldout = sampler.encode(enumerate(task.heldout))
     if start == 0:
         sampler.evaluate(heldout, "before")
 
-    passes = runs.training_passes(cfg, cfg.updates_per_batch) + (cfg.updates_per_batch > 1)
-    check_sync = WeightSyncCheck(cfg.max_mismatch, dtype=runs.roughest_dtype(cfg))
+    loss_fn, updates = partial(policy_loss, cfg=cfg), cfg.updates_per_batch
     for step in run.steps(start, cfg.steps):
-        prompts = encode(step_rows(task.train, step, cfg.prompts_per_step, cfg.seed))
+        prompts = sampler.encode(step_rows(task.train, step, cfg.prompts_per_step, cfg.seed))
         sampling = Sampling(cfg.max_new_tokens, cfg.temperature, seed=(cfg.seed, step))
         answers = sampler.answer(prompts, sampling, n=cfg.group_size)
 
         run.phase("train")
         batch = rebalance_across_ranks(collate(answers.generated), engine.data_parallel_group)
-        flops = passes * batch_flops(engine.config, batch) + batch_flops(teacher.config, batch)
-        counts = runs.totals(engine, tokens=batch.mask.sum(), flops=flops)
+        flops = batch_flops(teacher.config, batch)
+        counts = runs.batch_totals(
+            cfg, engine, batch, updates=updates, forwards=updates > 1, flops=flops
+        )
         if not counts["tokens"]:
             run.stop("none of its rows can be asked about; see the log")
         batch.add(teacher_logprobs=teacher.infer_batch(batch)["logprobs"])
-        if cfg.updates_per_batch > 1:
+        if updates > 1:
             batch.add(old_logprobs=engine.infer_batch(batch)["logprobs"])
-        for _ in range(cfg.updates_per_batch):
-            metrics = engine.train_batch(
-                batch, partial(policy_loss, cfg=cfg), outputs=("logprobs", "entropy")
-            )
-        if problem := check_sync(metrics["mismatch/abs_dlogp"]):
-            run.stop(problem)
+        for _ in range(updates):
+            metrics = engine.train_batch(batch, loss_fn, outputs=("logprobs", "entropy"))
+        sampler.stop_if_out_of_sync(metrics["mismatch/abs_dlogp"])
 
         metrics |= sampler.metrics(answers) | counts
         run.log(step, metrics, show={"kl": "kl", "entropy": "entropy", "reward": "reward/mean"})

@@ -22,16 +22,13 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 from inspect import signature
-from types import SimpleNamespace
 
 import torch
 
 from rlkit import losses, runs
 from rlkit.data import collate, load_pairs, step_rows
 from rlkit.engines.balance import rebalance_across_ranks
-from rlkit.engines.flops import batch_flops
 from rlkit.losses import pair_mean, preference_stats, sequence_logprobs, sequence_mean_logprobs
-from rlkit.vlm import encode_answers, encode_prompt
 
 LOSSES = {
     "dpo": losses.dpo_loss,
@@ -55,14 +52,7 @@ LOSSES = {
 
 
 @dataclass
-class Config(runs.GenerationOptions, runs.TrainingOptions):
-    steps: int = 200
-    """Optimizer steps."""
-    prompts_per_step: int = 32
-    """Rows per step, over all ranks."""
-    max_tokens: int = 0
-    """Most tokens in a prompt and an answer, image tokens included; longer rows are skipped. 0: the
-    model's context."""
+class Config(runs.GenerationOptions, runs.GivenAnswerOptions):
     loss: str = "dpo"
     """dpo, robust, ipo, hinge, apo_zero, apo_down, exo, nca, sppo, discopop, alpha_divergence,
     forward_kl, js; without a reference model: simpo, alphapo, orpo, slic."""
@@ -89,12 +79,12 @@ def loss_function(cfg: Config) -> Callable:
     return partial(LOSSES[cfg.loss], **options)
 
 
-def pair_loss(out, mb, loss: Callable, normalise_length: bool, sft_coef: float):
+def pair_loss(out, mb, loss: Callable, cfg: Config):
     """Loss of a micro-batch and its metrics; even rows are chosen answers, odd rows rejected ones.
 
     The logged margins are log-probability differences of policy and reference, in nats.
     """
-    score = sequence_mean_logprobs if normalise_length else sequence_logprobs
+    score = sequence_mean_logprobs if cfg.normalise_length else sequence_logprobs
     chosen, rejected = mb.mask[0::2], mb.mask[1::2]
     given = {  # each loss function takes the arguments that its formula needs
         "chosen": score(out.logprobs[0::2], chosen),
@@ -105,10 +95,25 @@ def pair_loss(out, mb, loss: Callable, normalise_length: bool, sft_coef: float):
         "rejected_lengths": rejected.sum(1),
     }
     values = loss(**{name: given[name] for name in signature(loss).parameters if name in given})
-    values = values - sft_coef * sequence_mean_logprobs(out.logprobs[0::2], chosen)
+    values = values - cfg.sft_coef * sequence_mean_logprobs(out.logprobs[0::2], chosen)
     pairs = mb.total_sequences / 2
     margins = given["chosen"] - given["ref_chosen"], given["rejected"] - given["ref_rejected"]
     return pair_mean(values, pairs), preference_stats(*margins, pairs)
+
+
+def chosen_and_rejected(row):
+    return [row["chosen"], row["rejected"]]
+
+
+def pair_batch(sequences):
+    """Chosen answers in even rows, rejected ones in odd rows; a pair stays in one micro-batch."""
+    return collate(sequences, micro_batch_group=torch.arange(len(sequences)) // 2)
+
+
+def add_reference(batch, reference):
+    """Log-probabilities of the reference policy, 0 for a loss that needs none."""
+    zeros = torch.zeros(batch.tokens.shape)
+    return batch.add(ref_logprobs=reference(batch) if reference else zeros)
 
 
 def main(cfg: Config) -> None:
@@ -119,70 +124,39 @@ def main(cfg: Config) -> None:
         run = runs.start_run("dpo", cfg, task.name)
         path, processor = runs.find_model(cfg, run, task.train)
         engine = runs.build_engine(cfg, path, processor, updates=cfg.steps)
-        needs_reference = "ref_chosen" in signature(loss).parameters
-        reference = runs.build_reference(cfg, path, processor, engine) if needs_reference else None
+        reference = None
+        if "ref_chosen" in signature(loss).parameters:
+            reference = runs.build_reference(cfg, path, processor, engine)
         rollout = runs.build_rollout(cfg, path, processor, engine)
         start = runs.resume(cfg, run, checkpoints=engine)["step"]
-    ends = runs.answer_ends(cfg, path, processor)
-    max_tokens = cfg.max_tokens or engine.config.get_text_config().max_position_embeddings
-    loss_fn = partial(
-        pair_loss, loss=loss, normalise_length=cfg.normalise_length, sft_coef=cfg.sft_coef
-    )
-
-    def encode_row(group_id, row):
-        """A prompt for evaluation, and the chosen and the rejected answer behind it."""
-        prompt = encode_prompt(processor, row, group_id=group_id)
-        answers = [row["chosen"], row["rejected"]]
-        return prompt, encode_answers(prompt, processor, answers, ends, max_tokens)
-
-    def collate_pairs(rows):
-        samples = [sample for _, two in rows for sample in two]
-        return collate(
-            samples, micro_batch_group=torch.arange(len(samples)) // 2
-        )  # a pair stays in one micro-batch
-
-    def add_reference(batch):
-        return batch.add(
-            ref_logprobs=reference(batch) if reference else torch.zeros(batch.tokens.shape)
-        )
-
-    rows, skipped = runs.encode_share(enumerate(task.heldout), encode_row, run, engine)
-    heldout = add_reference(collate_pairs(rows))
-    prompts = runs.Prompts([prompt for prompt, _ in rows], skipped)
-    sampler = runs.PolicySampler(cfg, run, task.reward, engine, rollout)
+    sampler = runs.PolicySampler(cfg, run, task, processor, engine, rollout)
+    encode = runs.answer_encoder(cfg, run, path, processor, engine, chosen_and_rejected)
+    loss_fn = partial(pair_loss, loss=loss, cfg=cfg)
+    heldout = encode(enumerate(task.heldout))
+    heldout_batch = add_reference(pair_batch(heldout.sequences), reference)
 
     def evaluate(when: str):
         """Loss and preference accuracy on the held-out pairs, and accuracy of greedy answers."""
-        answers = sampler.answer_heldout(prompts)
         run.phase("evaluate")
-        loss, stats = loss_fn(SimpleNamespace(**engine.infer_batch(heldout)), heldout)
-        pairs = len(prompts.samples)
-        sums = runs.totals(
-            engine, pairs=pairs, loss=loss * pairs, right=stats["preference/accuracy"] * pairs
-        )
-        found = {name: sums[name] / max(sums["pairs"], 1) for name in ("loss", "right")}
-        found = {"heldout_loss": found["loss"], "preference_accuracy": found["right"]}
-        found = runs.accuracy(answers, engine.global_sum) | found
-        counts = {"rows": len(prompts.samples), "skipped": len(prompts.skipped)}
-        runs.record_evaluation(run, engine, when, found, **counts)
-        return answers.judged
+        out = engine.infer_batch(heldout_batch)
+        found = runs.global_loss(engine, loss_fn, out, heldout_batch)
+        found = {"heldout_loss": found["loss"], "preference_accuracy": found["preference/accuracy"]}
+        return sampler.evaluate(heldout, when, **found)
 
     if start == 0:
         evaluate("before")
     for step in run.steps(start, cfg.steps):
         run.phase("encode")
-        rows = step_rows(task.train, step, cfg.prompts_per_step, cfg.seed)
-        rows, skipped = runs.encode_share(rows, encode_row, run, engine)
-
-        run.phase("train")
-        batch = rebalance_across_ranks(collate_pairs(rows), engine.data_parallel_group)
-        batch = add_reference(batch)
-        flops = (runs.training_passes(cfg) + needs_reference) * batch_flops(engine.config, batch)
-        counts = runs.totals(
-            engine, tokens=batch.mask.sum(), flops=flops, skipped_rows=len(skipped)
+        pairs = encode(step_rows(task.train, step, cfg.prompts_per_step, cfg.seed))
+        batch = rebalance_across_ranks(pair_batch(pairs.sequences), engine.data_parallel_group)
+        counts = runs.batch_totals(
+            cfg, engine, batch, forwards=bool(reference), skipped_rows=len(pairs.skipped)
         )
         if not counts["tokens"]:
             run.stop("none of its rows can be trained on; see the log")
+
+        run.phase("train")
+        batch = add_reference(batch, reference)
         metrics = engine.train_batch(batch, loss_fn)
         run.log(step, metrics | counts, show={"loss": "loss", "accuracy": "preference/accuracy"})
         runs.save(cfg, run, step, checkpoints=engine)

@@ -81,9 +81,9 @@ def summary(answers: list[dict], cfg: Config) -> dict[str, float]:
     return {**found, "rows": len(answers), "unjudged": unjudged}
 
 
-def evaluate_rows(rows, cfg: Config, task_number: int, encode_prompts, sampler):
+def evaluate_rows(rows, cfg: Config, task_number: int, sampler):
     """This rank's answers to its share of some rows, as JSON objects, and what it counted."""
-    prompts = encode_prompts(rows)
+    prompts = sampler.encode(rows)
     greedy = sampler.draw(prompts, Sampling(cfg.max_new_tokens, temperature=0.0))
     sampled = runs.Answers()
     if cfg.group_size:
@@ -130,8 +130,7 @@ def main(cfg: Config) -> None:
         path, processor = runs.find_model(cfg, run, tasks[0].train)
         engine = runs.build_scorer(cfg, path, processor)
         rollout = runs.build_rollout(cfg, path, processor, engine)
-    encode_prompts = runs.prompt_encoder(cfg, run, processor, engine)
-    samplers = [runs.PolicySampler(cfg, run, task.reward, engine, rollout) for task in tasks]
+    samplers = [runs.PolicySampler(cfg, run, task, processor, engine, rollout) for task in tasks]
     heldout = [
         list(enumerate(task.heldout[: cfg.rows] if cfg.rows else task.heldout)) for task in tasks
     ]
@@ -151,7 +150,7 @@ def main(cfg: Config) -> None:
     with samplers[0].current_weights():
         for step in run.steps(start, len(batches), unit="batch"):
             number, rows = batches[step]
-            found, counts = evaluate_rows(rows, cfg, number, encode_prompts, samplers[number])
+            found, counts = evaluate_rows(rows, cfg, number, samplers[number])
             new = [{"step": step, **answer} for answer in gathered(found)]
             answers += new
             if run.writes:

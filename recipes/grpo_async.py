@@ -35,7 +35,6 @@ from rlkit import runs
 from rlkit.advantages import grpo_advantages
 from rlkit.data import Failures, collate, step_rows
 from rlkit.engines.balance import rebalance_across_ranks
-from rlkit.engines.flops import batch_flops
 from rlkit.losses import (
     clipped_policy_loss,
     importance_weights,
@@ -44,18 +43,13 @@ from rlkit.losses import (
     token_mean,
 )
 from rlkit.rewards import score_as_written
-from rlkit.rollout import AsyncSampler, Sampling, WeightSyncCheck, make_rollout, measure_mismatch
+from rlkit.rollout import AsyncSampler, Sampling, make_rollout, measure_mismatch
 from rlkit.rollout.serve import serving
 
 
 @dataclass
 class Config(runs.PolicyOptions, runs.TrainingOptions):
     steps: int = 130
-    """Training steps. Each samples one batch of answers."""
-    prompts_per_step: int = 32
-    """Prompts per step, over all ranks."""
-    group_size: int = 16
-    """Answers to each prompt."""
     max_staleness: int = 1
     """Most updates between the weights that sampled a token and those that train on it. 0: sample
     and train in turn."""
@@ -111,6 +105,37 @@ def build_server_rollout(cfg: Config, run, path: str, processor, engine, stack: 
     return rollout
 
 
+def stop_if_weights_did_not_arrive(cfg: Config, run, sampler, engine, prompts):
+    """End the run if fresh answers do not have the log-probabilities of the weights just sent."""
+    run.phase("weight_sync_check")
+    sampling = Sampling(cfg.max_new_tokens, cfg.temperature, (cfg.seed,))
+    sampler.stop_if_out_of_sync(measure_mismatch(sampler.rollout, engine, prompts, sampling))
+
+
+def judged_batches(cfg: Config, start: int, task, sampler):
+    """An AsyncSampler that requests the batches, and an iterator over their judged answers."""
+    skipped: deque = deque()  # rows of each batch that was requested and is not trained on yet
+
+    def requests():
+        """Prompts of each step and how to sample them, taken when the next batch is requested."""
+        for step in range(start, cfg.steps):
+            prompts = sampler.encode(step_rows(task.train, step, cfg.prompts_per_step, cfg.seed))
+            skipped.append(prompts.skipped)
+            yield prompts.samples, Sampling(cfg.max_new_tokens, cfg.temperature, (cfg.seed, step))
+
+    def as_answers(found):
+        generated, rewards, parts, seconds = found
+        return runs.Answers(generated, rewards, parts, skipped.popleft(), failures.take(), seconds)
+
+    failures, rollout = Failures("reward"), sampler.rollout
+    submit = score_as_written(
+        rollout.submit, task.reward, threads=cfg.reward_threads, failures=failures
+    )
+    judged = SimpleNamespace(submit=submit, update_weights=rollout.update_weights)
+    batches = AsyncSampler(judged, requests(), n=cfg.group_size, max_staleness=cfg.max_staleness)
+    return batches, map(as_answers, batches)
+
+
 def main(cfg: Config) -> None:
     with ExitStack() as stack:  # a server that was started here ends with the run
         run_on_servers(cfg, stack)
@@ -123,48 +148,24 @@ def run_on_servers(cfg: Config, stack: ExitStack) -> None:
         cfg = runs.with_epochs(cfg, task)
         run = runs.start_run("grpo_async", cfg, task.name, starts_servers=True)
         path, processor = runs.find_model(cfg, run, task.train)
-        temperature = cfg.temperature
-        engine = runs.build_engine(cfg, path, processor, updates=cfg.steps, temperature=temperature)
+        engine = runs.build_engine(cfg, path, processor, updates=cfg.steps)
         rollout = build_server_rollout(cfg, run, path, processor, engine, stack)
         start = runs.resume(cfg, run, checkpoints=engine)["step"]
-    encode = runs.prompt_encoder(cfg, run, processor, engine)
-    sampler = runs.PolicySampler(cfg, run, task.reward, engine, rollout, hands_over=False)
-    heldout = encode(enumerate(task.heldout))
-    check_sync = WeightSyncCheck(cfg.max_mismatch, dtype=runs.roughest_dtype(cfg))
-
-    def check_weights_arrived():
-        """Stop if fresh answers do not have the log-probabilities of the weights just sent."""
-        run.phase("weight_sync_check")
-        sampling = Sampling(cfg.max_new_tokens, cfg.temperature, (cfg.seed,))
-        if problem := check_sync(measure_mismatch(rollout, engine, heldout.samples[:4], sampling)):
-            run.stop(problem)
-
+    sampler = runs.PolicySampler(cfg, run, task, processor, engine, rollout, sends_weights=False)
+    heldout = sampler.encode(enumerate(task.heldout))
+    check_weights = partial(
+        stop_if_weights_did_not_arrive, cfg, run, sampler, engine, heldout.samples[:4]
+    )
     rollout.update_weights(engine.get_per_tensor_param())
-    check_weights_arrived()
+    check_weights()
     if start == 0:
         sampler.evaluate(heldout, "before")
 
-    skipped: deque = deque()  # rows of each batch that was requested and is not trained on yet
-
-    def requests():
-        """Prompts of each step and how to sample them, taken when the next batch is requested."""
-        for step in range(start, cfg.steps):
-            prompts = encode(step_rows(task.train, step, cfg.prompts_per_step, cfg.seed))
-            skipped.append(prompts.skipped)
-            yield prompts.samples, Sampling(cfg.max_new_tokens, temperature, (cfg.seed, step))
-
-    failures, threads = Failures("reward"), cfg.reward_threads
-    submit = score_as_written(rollout.submit, task.reward, threads=threads, failures=failures)
-    judged = SimpleNamespace(submit=submit, update_weights=rollout.update_weights)
-    batches = AsyncSampler(judged, requests(), n=cfg.group_size, max_staleness=cfg.max_staleness)
+    batches, judged_answers = judged_batches(cfg, start, task, sampler)
     loss_fn = partial(policy_loss, cfg=cfg)
     run.phase("generate")  # what is waited for
-    for step, found in zip(run.steps(start, cfg.steps), batches, strict=False):
-        generated, rewards, parts, seconds = found
-        not_asked, reasons = skipped.popleft(), failures.take()
-        answers = runs.Answers(generated, rewards, parts, not_asked, reasons, seconds)
-        if problem := runs.too_few_judged(answers, engine.global_sum, cfg.max_unjudged):
-            run.stop(problem)
+    for step, answers in zip(run.steps(start, cfg.steps), judged_answers, strict=False):
+        sampler.stop_if_unjudged(answers)
 
         run.phase("train")
         batch = collate(answers.judged)
@@ -175,16 +176,14 @@ def run_on_servers(cfg: Config, stack: ExitStack) -> None:
         metrics = engine.train_batch(batch, loss_fn, outputs=("logprobs", "entropy"))
         if (mismatch := metrics["mismatch/abs_dlogp"]) > cfg.max_mismatch:
             run.stop(f"sampler and trainer differ by {mismatch:.2f} in mean |dlogp|")
-        run.phase("hand_over")
+        run.phase("weight_sync")
         batches.update_weights(engine.get_per_tensor_param())
 
-        flops = runs.training_passes(cfg) * batch_flops(engine.config, batch)
-        counts = runs.totals(engine, tokens=batch.mask.sum(), flops=flops)
-        metrics |= sampler.metrics(answers) | counts
+        metrics |= sampler.metrics(answers) | runs.batch_totals(cfg, engine, batch)
         run.log(step, metrics, show={"reward": "reward/mean", "staleness": "staleness"})
         runs.save(cfg, run, step, checkpoints=engine)
         if step == start or (step + 1) % cfg.save_every == 0:  # it waits until servers are free
-            check_weights_arrived()
+            check_weights()
         run.phase("generate")
 
     runs.finish(cfg, run, sampler.evaluate(heldout, "after"), model=engine)

@@ -24,7 +24,6 @@ from rlkit import runs
 from rlkit.advantages import grpo_advantages
 from rlkit.data import Failures, collate, load_function, step_rows
 from rlkit.engines.balance import rebalance_across_ranks
-from rlkit.engines.flops import batch_flops
 from rlkit.losses import (
     clipped_policy_loss,
     importance_weights,
@@ -33,7 +32,7 @@ from rlkit.losses import (
     ratio_stats,
     token_mean,
 )
-from rlkit.rollout import Sampling, WeightSyncCheck
+from rlkit.rollout import Sampling
 from rlkit.rollout.agent import Observation, run_episodes
 from rlkit.runs.tiny_tool_user import build_tiny_tool_user
 
@@ -44,11 +43,7 @@ class Config(runs.PolicyOptions, runs.TrainingOptions):
     tool: str = "rlkit.rollout.image_tools:zoom"
     """The tool or environment: module:function or file.py:function. See docs/environments.md."""
     steps: int = 30
-    """Training steps. Each samples one batch of answers."""
-    prompts_per_step: int = 32
-    """Prompts per step, over all ranks."""
     group_size: int = 8
-    """Episodes of each prompt."""
     updates_per_batch: int = 1
     """Optimizer steps on each batch. Above 1, the clipped ratio matters."""
     max_turns: int = 2
@@ -150,47 +145,37 @@ def main(cfg: Config) -> None:
         cfg = with_tiny_model(cfg, run.out / "init", task, tool)
         path, processor = runs.find_model(cfg, run, task.train)
         updates = cfg.steps * cfg.updates_per_batch
-        engine = runs.build_engine(
-            cfg, path, processor, updates=updates, temperature=cfg.temperature
-        )
-        reference = None
-        if cfg.kl_coef:
-            reference = runs.build_reference(cfg, path, processor, engine, cfg.temperature)
+        engine = runs.build_engine(cfg, path, processor, updates=updates)
+        reference = runs.build_reference(cfg, path, processor, engine) if cfg.kl_coef else None
         rollout = runs.build_rollout(cfg, path, processor, engine)
         start = runs.resume(cfg, run, checkpoints=engine)["step"]
-    encode = runs.prompt_encoder(cfg, run, processor, engine)
     play = episodes(cfg, rollout, tool, processor, engine)
-    sampler = runs.PolicySampler(cfg, run, task.reward, engine, rollout, generate=play)
-    heldout = encode(enumerate(task.heldout))
+    sampler = runs.PolicySampler(cfg, run, task, processor, engine, rollout, generate=play)
+    heldout = sampler.encode(enumerate(task.heldout))
     if start == 0:
         sampler.evaluate(heldout, "before")
 
-    passes = runs.training_passes(cfg, cfg.updates_per_batch)
-    passes += (cfg.updates_per_batch > 1) + bool(cfg.kl_coef)
-    loss_fn = partial(policy_loss, cfg=cfg)
-    check_sync = WeightSyncCheck(cfg.max_mismatch, dtype=runs.roughest_dtype(cfg))
+    loss_fn, updates = partial(policy_loss, cfg=cfg), cfg.updates_per_batch
+    forwards = bool(reference) + (updates > 1)
     for step in run.steps(start, cfg.steps):
-        prompts = encode(step_rows(task.train, step, cfg.prompts_per_step, cfg.seed))
+        prompts = sampler.encode(step_rows(task.train, step, cfg.prompts_per_step, cfg.seed))
         sampling = Sampling(cfg.max_new_tokens, cfg.temperature, seed=(cfg.seed, step))
         answers = sampler.answer(prompts, sampling, n=cfg.group_size)
-        if problem := runs.too_few_judged(answers, engine.global_sum, cfg.max_unjudged):
-            run.stop(problem)
+        sampler.stop_if_unjudged(answers)
 
         run.phase("train")
         batch = collate(answers.judged)
         batch.add(advantages=grpo_advantages(batch.rewards, batch.group_ids))  # [B]
         batch = rebalance_across_ranks(batch, engine.data_parallel_group)
         batch.add(ref_logprobs=reference(batch) if reference else batch.rollout_logprobs)
-        if cfg.updates_per_batch > 1:
+        if updates > 1:
             batch.add(old_logprobs=engine.infer_batch(batch)["logprobs"])
-        for _ in range(cfg.updates_per_batch):
+        for _ in range(updates):
             metrics = engine.train_batch(batch, loss_fn, outputs=("logprobs", "entropy"))
-        if problem := check_sync(metrics["mismatch/abs_dlogp"]):
-            run.stop(problem)
+        sampler.stop_if_out_of_sync(metrics["mismatch/abs_dlogp"])
 
         metrics |= sampler.metrics(answers) | turns_and_aborted(answers, engine)
-        flops = passes * batch_flops(engine.config, batch)
-        metrics |= runs.totals(engine, tokens=batch.mask.sum(), flops=flops)
+        metrics |= runs.batch_totals(cfg, engine, batch, updates=updates, forwards=forwards)
         show = {"reward": "reward/mean", "entropy": "entropy", "turns": "turns"}
         run.log(step, metrics, show=show)
         runs.save(cfg, run, step, checkpoints=engine)

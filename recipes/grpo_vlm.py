@@ -27,7 +27,6 @@ from rlkit import losses, runs
 from rlkit.advantages import grpo_advantages
 from rlkit.data import collate, step_rows
 from rlkit.engines.balance import rebalance_across_ranks
-from rlkit.engines.flops import batch_flops
 from rlkit.losses import (
     importance_weights,
     kl_k3,
@@ -36,7 +35,7 @@ from rlkit.losses import (
     sequence_mean,
     token_mean,
 )
-from rlkit.rollout import Sampling, WeightSyncCheck
+from rlkit.rollout import Sampling
 
 LOSSES = {
     "clipped": losses.clipped_policy_loss,
@@ -48,11 +47,7 @@ LOSSES = {
 @dataclass
 class Config(runs.PolicyOptions, runs.TrainingOptions):
     steps: int = 220
-    """Training steps. Each samples one batch of answers."""
     prompts_per_step: int = 64
-    """Prompts per step, over all ranks."""
-    group_size: int = 16
-    """Answers to each prompt."""
     updates_per_batch: int = 1
     """Optimizer steps on each batch. Above 1, the clipped ratio matters."""
     loss: Literal["clipped", "gspo", "cispo"] = "clipped"
@@ -95,53 +90,36 @@ def main(cfg: Config) -> None:
         run = runs.start_run("grpo_vlm", cfg, task.name)
         path, processor = runs.find_model(cfg, run, task.train)
         updates = cfg.steps * cfg.updates_per_batch
-        engine = runs.build_engine(
-            cfg, path, processor, updates=updates, temperature=cfg.temperature
-        )
-        reference = (
-            runs.build_reference(cfg, path, processor, engine, cfg.temperature)
-            if cfg.kl_coef
-            else None
-        )
+        engine = runs.build_engine(cfg, path, processor, updates=updates)
+        reference = runs.build_reference(cfg, path, processor, engine) if cfg.kl_coef else None
         rollout = runs.build_rollout(cfg, path, processor, engine)
         start = runs.resume(cfg, run, checkpoints=engine)["step"]
-    encode = runs.prompt_encoder(cfg, run, processor, engine)
-    sampler = runs.PolicySampler(cfg, run, task.reward, engine, rollout)
-    heldout = encode(enumerate(task.heldout))
+    sampler = runs.PolicySampler(cfg, run, task, processor, engine, rollout)
+    heldout = sampler.encode(enumerate(task.heldout))
     if start == 0:
         sampler.evaluate(heldout, "before")
 
-    passes = (
-        runs.training_passes(cfg, cfg.updates_per_batch)
-        + (cfg.updates_per_batch > 1)
-        + bool(cfg.kl_coef)
-    )
-    check_sync = WeightSyncCheck(cfg.max_mismatch, dtype=runs.roughest_dtype(cfg))
+    loss_fn, updates = partial(policy_loss, cfg=cfg), cfg.updates_per_batch
+    forwards = bool(reference) + (updates > 1)
     for step in run.steps(start, cfg.steps):
-        prompts = encode(step_rows(task.train, step, cfg.prompts_per_step, cfg.seed))
+        prompts = sampler.encode(step_rows(task.train, step, cfg.prompts_per_step, cfg.seed))
         sampling = Sampling(cfg.max_new_tokens, cfg.temperature, seed=(cfg.seed, step))
         answers = sampler.answer(prompts, sampling, n=cfg.group_size)
-        if problem := runs.too_few_judged(answers, engine.global_sum, cfg.max_unjudged):
-            run.stop(problem)
+        sampler.stop_if_unjudged(answers)
 
         run.phase("train")
         batch = collate(answers.judged)
         batch.add(advantages=grpo_advantages(batch.rewards, batch.group_ids))  # [B]
         batch = rebalance_across_ranks(batch, engine.data_parallel_group)
         batch.add(ref_logprobs=reference(batch) if reference else batch.rollout_logprobs)
-        if cfg.updates_per_batch > 1:
+        if updates > 1:
             batch.add(old_logprobs=engine.infer_batch(batch)["logprobs"])
-        for _ in range(cfg.updates_per_batch):
-            metrics = engine.train_batch(
-                batch, partial(policy_loss, cfg=cfg), outputs=("logprobs", "entropy")
-            )
-        if problem := check_sync(metrics["mismatch/abs_dlogp"]):
-            run.stop(problem)
+        for _ in range(updates):
+            metrics = engine.train_batch(batch, loss_fn, outputs=("logprobs", "entropy"))
+        sampler.stop_if_out_of_sync(metrics["mismatch/abs_dlogp"])
 
         metrics |= sampler.metrics(answers)
-        metrics |= runs.totals(
-            engine, tokens=batch.mask.sum(), flops=passes * batch_flops(engine.config, batch)
-        )
+        metrics |= runs.batch_totals(cfg, engine, batch, updates=updates, forwards=forwards)
         run.log(step, metrics, show={"reward": "reward/mean", "entropy": "entropy"})
         runs.save(cfg, run, step, checkpoints=engine)
 

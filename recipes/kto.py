@@ -24,14 +24,12 @@ How it differs from the paper (KTO, https://arxiv.org/abs/2402.01306, section 4.
 
 from dataclasses import dataclass
 from functools import partial
-from types import SimpleNamespace
 
 import torch
 
 from rlkit import runs
 from rlkit.data import collate, load_unpaired, step_rows
 from rlkit.engines.balance import rebalance_across_ranks
-from rlkit.engines.flops import batch_flops
 from rlkit.losses import (
     kto_kl_estimate,
     kto_loss,
@@ -39,18 +37,11 @@ from rlkit.losses import (
     sequence_logprobs,
     sequence_mean_logprobs,
 )
-from rlkit.vlm import encode_answers, encode_prompt
 
 
 @dataclass
-class Config(runs.GenerationOptions, runs.TrainingOptions):
-    steps: int = 200
-    """Optimizer steps."""
+class Config(runs.GenerationOptions, runs.GivenAnswerOptions):
     prompts_per_step: int = 64
-    """Rows per step, over all ranks."""
-    max_tokens: int = 0
-    """Most tokens in a prompt and an answer, image tokens included; longer rows are skipped. 0: the
-    model's context."""
     beta: float = 0.1
     """Beta of the loss: larger keeps the policy closer to the reference."""
     desirable_weight: float = 1.0
@@ -86,13 +77,33 @@ def answer_loss(out, mb, z0, good: float, cfg: Config):
 def with_other_answers(rows):
     """The (group id, row) pairs, each row with the answer of the next one that can be read: z_0 is
     taken of these."""
-
+    rows = list(rows)
     answers = [row.get("completion") for _, row in rows]  # None where a row cannot be read
     found = []
     for i, (group_id, row) in enumerate(rows):
         others = [answer for answer in answers[i + 1 :] + answers[: i + 1] if answer is not None]
         found.append((group_id, {**row, "other_answer": others[0] if others else None}))
     return found
+
+
+def own_and_other_answer(row):
+    return [row["completion"], row["other_answer"]]
+
+
+def own_batch(sequences):
+    """The rows' own answers, with their labels."""
+    label = torch.tensor([float(sequence.row["label"]) for sequence in sequences[0::2]])
+    return collate(sequences[0::2], label=label)
+
+
+def estimate_z0(sequences, cfg: Config, engine, reference):
+    """Mean log-ratio of policy and reference on the answers to other prompts, at least 0."""
+    if not cfg.baseline:
+        return torch.tensor(0.0)
+    others = collate(sequences[1::2])
+    logprobs = sequence_logprobs(engine.infer_batch(others)["logprobs"], others.mask)
+    ref_logprobs = sequence_logprobs(reference(others), others.mask)
+    return kto_kl_estimate(logprobs, ref_logprobs, engine.global_sum)
 
 
 def main(cfg: Config) -> None:
@@ -105,82 +116,39 @@ def main(cfg: Config) -> None:
         reference = runs.build_reference(cfg, path, processor, engine)
         rollout = runs.build_rollout(cfg, path, processor, engine)
         start = runs.resume(cfg, run, checkpoints=engine)["step"]
-    ends = runs.answer_ends(cfg, path, processor)
-    max_tokens = cfg.max_tokens or engine.config.get_text_config().max_position_embeddings
-
-    def encode_row(group_id, row):
-        """A prompt, its answer, an answer to another prompt, and whether its own is good."""
-        prompt = encode_prompt(processor, row, group_id=group_id)
-        answers = [row["completion"], row["other_answer"]]
-        return prompt, *encode_answers(prompt, processor, answers, ends, max_tokens), row["label"]
-
-    def batches(rows):
-        """The answers with their labels, and the answers to other prompts."""
-        _, samples, others, good = zip(*rows, strict=True) if rows else [()] * 4
-        return collate(samples, label=torch.tensor(good, dtype=torch.float32)), collate(others)
-
-    def add_reference(batch):
-        return batch.add(ref_logprobs=reference(batch))
-
-    def estimate_z0(others):
-        """Mean log-ratio of policy and reference on answers to other prompts, at least 0."""
-        if not cfg.baseline:
-            return torch.tensor(0.0)
-        others = add_reference(others)
-        logprobs = sequence_logprobs(engine.infer_batch(others)["logprobs"], others.mask)
-        ref_logprobs = sequence_logprobs(others.ref_logprobs, others.mask)
-        return kto_kl_estimate(logprobs, ref_logprobs, engine.global_sum)
-
-    rows = with_other_answers(list(enumerate(task.heldout)))
-    rows, skipped = runs.encode_share(rows, encode_row, run, engine)
-    prompts = runs.Prompts([prompt for prompt, *_ in rows], skipped)
-    heldout, heldout_others = batches(rows)
-    heldout = add_reference(heldout)
-    good = engine.global_sum(heldout.label.sum()).item()
-    sampler = runs.PolicySampler(cfg, run, task.reward, engine, rollout)
+    sampler = runs.PolicySampler(cfg, run, task, processor, engine, rollout)
+    encode = runs.answer_encoder(cfg, run, path, processor, engine, own_and_other_answer)
+    heldout = encode(with_other_answers(enumerate(task.heldout)))
+    heldout_batch = own_batch(heldout.sequences)
+    heldout_batch.add(ref_logprobs=reference(heldout_batch))
+    good = engine.global_sum(heldout_batch.label.sum()).item()
 
     def evaluate(when: str):
         """Loss of the held-out answers, share of them on their side of z_0, and accuracy of greedy
         ones."""
-        answers = sampler.answer_heldout(prompts)
         run.phase("evaluate")
-        out, z0 = SimpleNamespace(**engine.infer_batch(heldout)), estimate_z0(heldout_others)
-        loss, stats = answer_loss(out, heldout, z0, good, cfg)
-        count = len(heldout)
-        sums = runs.totals(
-            engine, count=count, loss=loss * count, right=stats["marked/accuracy"] * count
-        )
-        found = {name: sums[name] / max(sums["count"], 1) for name in ("loss", "right")}
-        found = {"heldout_loss": found["loss"], "marked_accuracy": found["right"]}
-        found = runs.accuracy(answers, engine.global_sum) | found
-        counts = {"rows": len(prompts.samples), "skipped": len(prompts.skipped)}
-        runs.record_evaluation(run, engine, when, found, **counts)
-        return answers.judged
+        z0 = estimate_z0(heldout.sequences, cfg, engine, reference)
+        loss_fn = partial(answer_loss, z0=z0, good=good, cfg=cfg)
+        out = engine.infer_batch(heldout_batch)
+        found = runs.global_loss(engine, loss_fn, out, heldout_batch)
+        found = {"heldout_loss": found["loss"], "marked_accuracy": found["marked/accuracy"]}
+        return sampler.evaluate(heldout, when, **found)
 
     if start == 0:
         evaluate("before")
     for step in run.steps(start, cfg.steps):
         run.phase("encode")
-        rows = with_other_answers(step_rows(task.train, step, cfg.prompts_per_step, cfg.seed))
-        rows, skipped = runs.encode_share(rows, encode_row, run, engine)
-        batch, others = batches(rows)
-
-        run.phase("train")
-        batch = add_reference(
-            rebalance_across_ranks(batch, engine.data_parallel_group)
-        )  # each rank has about as many tokens
-        passes = runs.training_passes(cfg) + 1 + 2 * cfg.baseline
-        flops = passes * batch_flops(engine.config, batch)
-        counts = {
-            "tokens": batch.mask.sum(),
-            "flops": flops,
-            "skipped_rows": len(skipped),
-            "good": batch.label.sum(),
-        }
-        counts = runs.totals(engine, **counts)
+        rows = step_rows(task.train, step, cfg.prompts_per_step, cfg.seed)
+        answers = encode(with_other_answers(rows))
+        batch = rebalance_across_ranks(own_batch(answers.sequences), engine.data_parallel_group)
+        counts = {"skipped_rows": len(answers.skipped), "good": batch.label.sum()}
+        counts = runs.batch_totals(cfg, engine, batch, forwards=1 + 2 * cfg.baseline, **counts)
         if not counts["tokens"]:
             run.stop("none of its rows can be trained on; see the log")
-        z0 = estimate_z0(others)
+
+        run.phase("train")
+        batch.add(ref_logprobs=reference(batch))
+        z0 = estimate_z0(answers.sequences, cfg, engine, reference)
         loss_fn = partial(answer_loss, z0=z0, good=counts.pop("good"), cfg=cfg)
         metrics = engine.train_batch(batch, loss_fn) | counts | {"kl": z0.item()}
         run.log(step, metrics, show={"loss": "loss", "accuracy": "marked/accuracy"})

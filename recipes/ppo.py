@@ -51,17 +51,13 @@ from rlkit.losses import (
     token_mean,
     token_sum,
 )
-from rlkit.rollout import Sampling, WeightSyncCheck
+from rlkit.rollout import Sampling
 
 
 @dataclass
 class Config(runs.PolicyOptions, runs.TrainingOptions):
     steps: int = 110
-    """Training steps. Each samples one batch of answers."""
     prompts_per_step: int = 64
-    """Prompts per step, over all ranks."""
-    group_size: int = 16
-    """Answers to each prompt."""
     mini_batches: int = 2
     """Mini-batches per batch, split by prompt. Each is one step of the policy and of the critic."""
     ppo_epochs: int = 1
@@ -198,6 +194,16 @@ def update(batch, cfg: Config, step: int, engine, critic):
     return runs.mean_metrics(updates)
 
 
+def step_totals(batch, cfg: Config, engine, critic):
+    """Tokens, and FLOPs of both models: one pass for the estimates, and those of the updates."""
+    flops = batch_flops(critic.config, batch, head=False)
+    flops *= 1 + runs.training_passes(cfg, cfg.ppo_epochs)
+    forwards = 1 + bool(cfg.kl_coef)
+    return runs.batch_totals(
+        cfg, engine, batch, updates=cfg.ppo_epochs, forwards=forwards, flops=flops
+    )
+
+
 def main(cfg: Config) -> None:
     with runs.one_sentence_errors("ppo"):
         runs.check_range("mini_batches", cfg.mini_batches, 1, cfg.prompts_per_step)
@@ -207,47 +213,33 @@ def main(cfg: Config) -> None:
         path, processor = runs.find_model(cfg, run, task.train)
         per_batch = cfg.ppo_epochs * cfg.mini_batches
         updates = (cfg.steps - cfg.critic_warmup) * per_batch
-        engine = runs.build_engine(
-            cfg, path, processor, updates=updates, temperature=cfg.temperature
-        )
+        engine = runs.build_engine(cfg, path, processor, updates=updates)
         start, updates = cfg.critic_model or path, cfg.steps * per_batch
         critic = runs.build_value_engine(cfg, start, processor, updates=updates, lr=cfg.critic_lr)
-        reference = (
-            runs.build_reference(cfg, path, processor, engine, cfg.temperature)
-            if cfg.kl_coef
-            else None
-        )
+        reference = runs.build_reference(cfg, path, processor, engine) if cfg.kl_coef else None
         rollout = runs.build_rollout(cfg, path, processor, engine)
         state = runs.resume(cfg, run, checkpoints=engine, critic_checkpoints=critic)
-    encode = runs.prompt_encoder(cfg, run, processor, engine)
-    sampler = runs.PolicySampler(cfg, run, task.reward, engine, rollout)
-    heldout = encode(enumerate(task.heldout))
+    sampler = runs.PolicySampler(cfg, run, task, processor, engine, rollout)
+    heldout = sampler.encode(enumerate(task.heldout))
     if state["step"] == 0:
         sampler.evaluate(heldout, "before")
 
     moments = RunningMoments(**state.get("moments", {}))  # of all rewards so far
-    passes = 1 + runs.training_passes(cfg, cfg.ppo_epochs)
-    check_sync = WeightSyncCheck(cfg.max_mismatch, dtype=runs.roughest_dtype(cfg))
     for step in run.steps(state["step"], cfg.steps):
-        prompts = encode(step_rows(task.train, step, cfg.prompts_per_step, cfg.seed))
+        prompts = sampler.encode(step_rows(task.train, step, cfg.prompts_per_step, cfg.seed))
         sampling = Sampling(cfg.max_new_tokens, cfg.temperature, seed=(cfg.seed, step))
         answers = sampler.answer(prompts, sampling, n=cfg.group_size)
-        if problem := runs.too_few_judged(answers, engine.global_sum, cfg.max_unjudged):
-            run.stop(problem)
+        sampler.stop_if_unjudged(answers)
 
         run.phase("train")
         batch = collate(answers.judged)
         if cfg.normalise_rewards:
             moments = moments.update(batch.rewards, engine.global_sum)
         metrics = add_estimates(batch, cfg, engine, critic, reference, moments)
-        if problem := check_sync(metrics["mismatch/abs_dlogp"]):
-            run.stop(problem)
+        sampler.stop_if_out_of_sync(metrics["mismatch/abs_dlogp"])
         metrics |= update(batch, cfg, step, engine, critic)
 
-        flops = batch_flops(engine.config, batch) * (passes + bool(cfg.kl_coef))
-        flops += batch_flops(critic.config, batch, head=False) * passes
-        metrics |= sampler.metrics(answers)
-        metrics |= runs.totals(engine, tokens=batch.mask.sum(), flops=flops)
+        metrics |= sampler.metrics(answers) | step_totals(batch, cfg, engine, critic)
         run.log(step, metrics, show={"reward": "reward/mean", "value": "value/mean"})
         state = {"moments": vars(moments)}
         runs.save(cfg, run, step, state, checkpoints=engine, critic_checkpoints=critic)

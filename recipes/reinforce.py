@@ -40,7 +40,6 @@ from rlkit.advantages import (
 )
 from rlkit.data import collate, step_rows
 from rlkit.engines.balance import rebalance_across_ranks
-from rlkit.engines.flops import batch_flops
 from rlkit.losses import (
     importance_weights,
     kl_k1,
@@ -49,7 +48,7 @@ from rlkit.losses import (
     reinforce_loss,
     token_mean,
 )
-from rlkit.rollout import Sampling, WeightSyncCheck
+from rlkit.rollout import Sampling
 
 
 @dataclass
@@ -59,11 +58,7 @@ class Config(runs.PolicyOptions, runs.TrainingOptions):
     ] = "rloo"
     """Advantage estimator, which sets the baseline."""
     steps: int = 220
-    """Training steps. Each samples one batch of answers."""
     prompts_per_step: int = 64
-    """Prompts per step, over all ranks."""
-    group_size: int = 16
-    """Answers to each prompt."""
     kl_coef: float = 0.0
     """Weight of the KL to the initial model in the reward. 0: there is no reference model."""
 
@@ -110,37 +105,26 @@ def greedy_rewards(sampler, prompts, group_ids):
 def main(cfg: Config) -> None:
     with runs.one_sentence_errors("reinforce"):
         if cfg.advantage not in ("remax", "reinforce_plus_plus"):
-            runs.check_range(
-                "group_size", cfg.group_size, 2
-            )  # answers are compared with each other
+            runs.check_range("group_size", cfg.group_size, 2)  # answers are compared
         task = runs.load_named_task(cfg, cfg.task)
         cfg = runs.with_epochs(cfg, task)
         run = runs.start_run("reinforce", cfg, task.name)
         path, processor = runs.find_model(cfg, run, task.train)
-        engine = runs.build_engine(
-            cfg, path, processor, updates=cfg.steps, temperature=cfg.temperature
-        )
-        reference = (
-            runs.build_reference(cfg, path, processor, engine, cfg.temperature)
-            if cfg.kl_coef
-            else None
-        )
+        engine = runs.build_engine(cfg, path, processor, updates=cfg.steps)
+        reference = runs.build_reference(cfg, path, processor, engine) if cfg.kl_coef else None
         rollout = runs.build_rollout(cfg, path, processor, engine)
         start = runs.resume(cfg, run, checkpoints=engine)["step"]
-    encode = runs.prompt_encoder(cfg, run, processor, engine)
-    sampler = runs.PolicySampler(cfg, run, task.reward, engine, rollout)
-    heldout = encode(enumerate(task.heldout))
+    sampler = runs.PolicySampler(cfg, run, task, processor, engine, rollout)
+    heldout = sampler.encode(enumerate(task.heldout))
     if start == 0:
         sampler.evaluate(heldout, "before")
 
-    passes = runs.training_passes(cfg) + bool(cfg.kl_coef)
-    check_sync = WeightSyncCheck(cfg.max_mismatch, dtype=runs.roughest_dtype(cfg))
+    loss_fn = partial(policy_loss, cfg=cfg)
     for step in run.steps(start, cfg.steps):
-        prompts = encode(step_rows(task.train, step, cfg.prompts_per_step, cfg.seed))
+        prompts = sampler.encode(step_rows(task.train, step, cfg.prompts_per_step, cfg.seed))
         sampling = Sampling(cfg.max_new_tokens, cfg.temperature, seed=(cfg.seed, step))
         answers = sampler.answer(prompts, sampling, n=cfg.group_size)
-        if problem := runs.too_few_judged(answers, engine.global_sum, cfg.max_unjudged):
-            run.stop(problem)
+        sampler.stop_if_unjudged(answers)
         batch = collate(answers.judged)
         if cfg.advantage == "remax":
             batch.add(greedy_rewards=greedy_rewards(sampler, prompts, batch.group_ids))
@@ -153,16 +137,11 @@ def main(cfg: Config) -> None:
             kl = kl_k1(batch.rollout_logprobs, batch.ref_logprobs, batch.mask)
             rewards = kl_in_reward(rewards, kl, batch.mask, cfg.kl_coef)
         batch.add(advantages=advantages(rewards, batch, cfg, engine.global_sum))
-        metrics = engine.train_batch(
-            batch, partial(policy_loss, cfg=cfg), outputs=("logprobs", "entropy")
-        )
-        if problem := check_sync(metrics["mismatch/abs_dlogp"]):
-            run.stop(problem)
+        metrics = engine.train_batch(batch, loss_fn, outputs=("logprobs", "entropy"))
+        sampler.stop_if_out_of_sync(metrics["mismatch/abs_dlogp"])
 
         metrics |= sampler.metrics(answers)
-        metrics |= runs.totals(
-            engine, tokens=batch.mask.sum(), flops=passes * batch_flops(engine.config, batch)
-        )
+        metrics |= runs.batch_totals(cfg, engine, batch, forwards=bool(reference))
         run.log(step, metrics, show={"reward": "reward/mean", "entropy": "entropy"})
         runs.save(cfg, run, step, checkpoints=engine)
 

@@ -24,28 +24,18 @@ How it differs from the paper (InstructGPT, https://arxiv.org/abs/2203.02155, se
 
 from dataclasses import dataclass, replace
 from functools import partial
-from types import SimpleNamespace
 
 import torch
 
 from rlkit import runs
 from rlkit.data import collate, load_pairs, step_rows
 from rlkit.engines.balance import rebalance_across_ranks
-from rlkit.engines.flops import batch_flops
 from rlkit.engines.value_head import scoring_batch
 from rlkit.losses import bradley_terry_loss, pair_mean, preference_stats, reward_centring_loss
-from rlkit.vlm import encode_answers, encode_prompt
 
 
 @dataclass
-class Config(runs.TrainingOptions):
-    steps: int = 200
-    """Optimizer steps."""
-    prompts_per_step: int = 32
-    """Rows per step, over all ranks."""
-    max_tokens: int = 0
-    """Most tokens in a prompt and an answer, image tokens included; longer rows are skipped. 0: the
-    model's context."""
+class Config(runs.GivenAnswerOptions):
     centre_coef: float = 0.0
     """Weight of the regulariser that keeps rewards around 0, for example 0.01."""
 
@@ -60,6 +50,17 @@ def pair_loss(out, mb, centre_coef: float):
     return pair_mean(values, pairs), preference_stats(chosen, rejected, pairs)
 
 
+def chosen_and_rejected(row):
+    return [row["chosen"], row["rejected"]]
+
+
+def pair_batch(sequences):
+    """Chosen answers in even rows, rejected ones in odd rows; a pair stays in one micro-batch."""
+    margins = [float(sequence.row.get("margin") or 0.0) for sequence in sequences]
+    pairs = torch.arange(len(sequences)) // 2
+    return scoring_batch(collate(sequences, micro_batch_group=pairs, margin=torch.tensor(margins)))
+
+
 def main(cfg: Config) -> None:
     with runs.one_sentence_errors("reward_model"):
         task = runs.load_named_task(cfg, cfg.task, load_pairs)
@@ -68,57 +69,29 @@ def main(cfg: Config) -> None:
         path, processor = runs.find_model(cfg, run, task.train, warm_up_steps=200, label_noise=0.0)
         engine = runs.build_value_engine(cfg, path, processor, updates=cfg.steps)
         start = runs.resume(cfg, run, checkpoints=engine)["step"]
-    ends = runs.answer_ends(cfg, path, processor)
-    max_tokens = cfg.max_tokens or engine.config.get_text_config().max_position_embeddings
     loss_fn = partial(pair_loss, centre_coef=cfg.centre_coef)
-
-    def encode_row(group_id, row):
-        """The chosen and the rejected answer of a row, each behind its prompt."""
-        row = {**row, "margin": float(row.get("margin") or 0.0)}
-        prompt = encode_prompt(processor, row, group_id=group_id)
-        answers = [row["chosen"], row["rejected"]]
-        return encode_answers(prompt, processor, answers, ends, max_tokens)
-
-    def collate_pairs(rows):
-        samples = [sample for two in rows for sample in two]
-        margins = torch.tensor([sample.row["margin"] for sample in samples])
-        pairs = torch.arange(len(samples)) // 2  # a pair stays in one micro-batch
-        return scoring_batch(collate(samples, micro_batch_group=pairs, margin=margins))
-
-    shown, skipped_rows = runs.encode_share(enumerate(task.heldout), encode_row, run, engine)
-    heldout = collate_pairs(shown)
+    encode = runs.answer_encoder(cfg, run, path, processor, engine, chosen_and_rejected)
+    heldout = encode(enumerate(task.heldout))
+    heldout_batch = pair_batch(heldout.sequences)
 
     def evaluate(when: str):
-        """Loss and preference accuracy on the held-out pairs."""
+        """Loss and preference accuracy on the held-out pairs; returns the scored answers."""
         run.phase("evaluate")
-        values = engine.infer_batch(heldout)["values"]
-        loss, stats = loss_fn(SimpleNamespace(values=values), heldout)
-        pairs = len(shown)
-        sums = runs.totals(
-            engine, pairs=pairs, loss=loss * pairs, right=stats["preference/accuracy"] * pairs
-        )
-        found = {
-            "accuracy": sums["right"] / max(sums["pairs"], 1),
-            "heldout_loss": sums["loss"] / max(sums["pairs"], 1),
-        }
-        answers = [sample for two in shown for sample in two]
-        runs.record_evaluation(run, engine, when, found, rows=len(shown), skipped=len(skipped_rows))
-        return [
-            replace(answer, reward=score)
-            for answer, score in zip(answers, values.sum(1).tolist(), strict=True)
-        ]
+        out = engine.infer_batch(heldout_batch)
+        found = runs.global_loss(engine, loss_fn, out, heldout_batch)
+        found = {"accuracy": found["preference/accuracy"], "heldout_loss": found["loss"]}
+        counts = {"rows": len(heldout.samples), "skipped": len(heldout.skipped)}
+        runs.record_evaluation(run, engine, when, found, **counts)
+        scored = zip(heldout.sequences, out["values"].sum(1).tolist(), strict=True)
+        return [replace(answer, reward=score) for answer, score in scored]
 
     if start == 0:
         evaluate("before")
     for step in run.steps(start, cfg.steps):
         run.phase("encode")
-        rows = step_rows(task.train, step, cfg.prompts_per_step, cfg.seed)
-        rows, skipped = runs.encode_share(rows, encode_row, run, engine)
-        batch = rebalance_across_ranks(collate_pairs(rows), engine.data_parallel_group)
-        flops = runs.training_passes(cfg) * batch_flops(engine.config, batch, head=False)
-        counts = runs.totals(
-            engine, tokens=batch.mask.sum(), flops=flops, skipped_rows=len(skipped)
-        )
+        pairs = encode(step_rows(task.train, step, cfg.prompts_per_step, cfg.seed))
+        batch = rebalance_across_ranks(pair_batch(pairs.sequences), engine.data_parallel_group)
+        counts = runs.batch_totals(cfg, engine, batch, head=False, skipped_rows=len(pairs.skipped))
         if not counts["tokens"]:
             run.stop("none of its rows can be trained on; see the log")
 

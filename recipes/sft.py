@@ -21,20 +21,12 @@ from dataclasses import dataclass
 from rlkit import runs
 from rlkit.data import collate, load_chats, step_rows
 from rlkit.engines.balance import rebalance_across_ranks
-from rlkit.engines.flops import batch_flops
-from rlkit.losses import token_mean, token_sum
-from rlkit.vlm import encode_chat, encode_prompt
+from rlkit.losses import token_mean
 
 
 @dataclass
-class Config(runs.GenerationOptions, runs.TrainingOptions):
-    steps: int = 200
-    """Optimizer steps."""
-    prompts_per_step: int = 32
-    """Rows per step, over all ranks."""
-    max_tokens: int = 0
-    """Most tokens in a chat, image tokens included; longer ones are skipped. 0: the model's
-    context."""
+class Config(runs.GenerationOptions, runs.GivenAnswerOptions):
+    """sft has no options of its own."""
 
 
 def loss_fn(out, mb):
@@ -51,44 +43,25 @@ def main(cfg: Config) -> None:
         engine = runs.build_engine(cfg, path, processor, updates=cfg.steps)
         rollout = runs.build_rollout(cfg, path, processor, engine)
         start = runs.resume(cfg, run, checkpoints=engine)["step"]
-    ends = runs.answer_ends(cfg, path, processor)
-    max_tokens = cfg.max_tokens or engine.config.get_text_config().max_position_embeddings
-
-    def encode_row(group_id, row):
-        """A prompt for evaluation, and the whole chat with its answers in the mask."""
-        prompt = encode_prompt(processor, row, group_id=group_id)
-        return prompt, encode_chat(prompt, processor, ends, max_tokens)
-
-    rows, skipped = runs.encode_share(enumerate(task.heldout), encode_row, run, engine)
-    heldout = collate([sample for _, sample in rows])
-    prompts = runs.Prompts([prompt for prompt, _ in rows if prompt.token_ids], skipped)
-    sampler = runs.PolicySampler(cfg, run, task.reward, engine, rollout)
+    sampler = runs.PolicySampler(cfg, run, task, processor, engine, rollout)
+    encode = runs.chat_encoder(cfg, run, path, processor, engine)
+    heldout = encode(enumerate(task.heldout))
+    heldout_batch = collate(heldout.sequences)
 
     def evaluate(when: str):
         """Loss of the held-out answers, and accuracy of greedy ones."""
-        answers = sampler.answer_heldout(prompts)
         run.phase("evaluate")
-        loss = token_sum(-engine.infer_batch(heldout)["logprobs"], heldout.mask)
-        sums = runs.totals(engine, loss=loss, tokens=heldout.mask.sum())
-        found = {"heldout_loss": sums["loss"] / max(sums["tokens"], 1)}
-        found = runs.accuracy(answers, engine.global_sum) | found
-        counts = {"rows": len(heldout.tokens), "skipped": len(prompts.skipped)}
-        runs.record_evaluation(run, engine, when, found, **counts)
-        return answers.judged
+        out = engine.infer_batch(heldout_batch)
+        found = runs.global_loss(engine, loss_fn, out, heldout_batch)
+        return sampler.evaluate(heldout, when, heldout_loss=found["loss"])
 
     if start == 0:
         evaluate("before")
     for step in run.steps(start, cfg.steps):
         run.phase("encode")
-        rows, skipped = runs.encode_share(
-            step_rows(task.train, step, cfg.prompts_per_step, cfg.seed), encode_row, run, engine
-        )
-        batch = collate([sample for _, sample in rows])
-        batch = rebalance_across_ranks(batch, engine.data_parallel_group)
-        flops = runs.training_passes(cfg) * batch_flops(engine.config, batch)
-        counts = runs.totals(
-            engine, tokens=batch.mask.sum(), flops=flops, skipped_rows=len(skipped)
-        )
+        chats = encode(step_rows(task.train, step, cfg.prompts_per_step, cfg.seed))
+        batch = rebalance_across_ranks(collate(chats.sequences), engine.data_parallel_group)
+        counts = runs.batch_totals(cfg, engine, batch, skipped_rows=len(chats.skipped))
         if not counts["tokens"]:
             run.stop("none of its rows can be trained on; see the log")
 

@@ -58,11 +58,11 @@ def save(path: str | Path, state: dict[str, Any], extra: dict[str, Any], *, wait
     """
     finish()
     path = Path(path)
-    if problem := _first_problem(_not_finite(state.get("model", {})), None):
+    if problem := first_problem(_not_finite(state.get("model", {})), None):
         raise CheckpointNotWritten(f"checkpoint {path}: expected finite weights, got {problem}")
     part = path.with_name(path.name + ".part")
     size = _local_bytes(state)
-    if problem := _first_problem(_prepare(part), None):
+    if problem := first_problem(_prepare(part), None):
         raise _not_written(path, part, problem, size, None)
     if wait:
         _write(path, part, extra, size, lambda: dcp.save(state, checkpoint_id=part), None)
@@ -130,11 +130,11 @@ def _write(
             _complete(part, path, {name: checksum for _, own in of_ranks for name, checksum in own.items()}, extra)
         except OSError as error:
             problem = str(error)
-    if problem := _first_problem(problem, group):
+    if problem := first_problem(problem, group):
         raise _not_written(path, part, problem, size, group)
 
 
-def _first_problem(problem: str, group: dist.ProcessGroup | None) -> str:
+def first_problem(problem: str, group: dist.ProcessGroup | None) -> str:
     """What went wrong on the first rank on which something did; empty if nothing did on any. All ranks call this."""
     of_ranks: list[Any] = [None] * dist.get_world_size(group)
     dist.all_gather_object(of_ranks, problem, group)
@@ -244,7 +244,7 @@ def read_manifest(path: str | Path) -> dict[str, Any]:
         restore_replaced(path)
     dist.barrier()
     manifest, problem = _read_intact(path)
-    if problem := _first_problem(problem, None):
+    if problem := first_problem(problem, None):
         raise DamagedCheckpoint(f"checkpoint {path}: {problem}")
     return manifest["extra"]
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import json
 import shutil
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,10 +15,14 @@ from accelerate import init_empty_weights
 from safetensors.torch import save_file
 from torch import Tensor
 
-from rlkit.engines.checkpoint import replace_directory
+from rlkit.engines.checkpoint import first_problem, replace_directory
 from rlkit.engines.value_head import as_classifier, has_value_head
 
 FILE_BYTES = 2 << 30  # most in one file of weights, and most that rank 0 holds on the host
+
+
+class ExportNotWritten(OSError):
+    """A directory could not be written. The one that was there before is intact."""
 
 
 def export_hf(
@@ -41,6 +45,9 @@ def export_hf(
             file's at most on the host; the other ranks hold none.
         processor: saved beside the weights; None for none.
         dtype: of the floating-point tensors in the files; by default their own.
+
+    Raises:
+        ExportNotWritten: on all ranks; the directory that was there before is intact.
     """
     from transformers.core_model_loading import revert_weight_conversion
 
@@ -48,7 +55,7 @@ def export_hf(
     if has_value_head(model):
         saved, renamed = as_classifier(saved, getattr(processor, "tokenizer", processor))
 
-    def write(part: Path) -> None:
+    def write(part: Path, weights: Iterable[tuple[str, Tensor]]) -> None:
         saved.save_pretrained(part, state_dict={})  # config, generation config and code
         if processor is not None:
             processor.save_pretrained(part)
@@ -66,9 +73,12 @@ def export_adapter(path: str | Path, config: Any, weights: Iterable[tuple[str, T
         path: of the directory.
         config: peft's, with the name of the base model.
         weights: (name in peft's files, full tensor), see `engine.get_adapter()`; all ranks iterate together.
+
+    Raises:
+        ExportNotWritten: as `export_hf`.
     """
 
-    def write(part: Path) -> None:
+    def write(part: Path, weights: Iterable[tuple[str, Tensor]]) -> None:
         part.mkdir(parents=True)
         config.save_pretrained(part)
         tensors = {name: x.cpu().contiguous() for name, x in weights}
@@ -109,22 +119,52 @@ def _write_weights(part: Path, weights: Iterable[tuple[str, Tensor]]) -> None:
     (part / "model.safetensors.index.json").write_text(json.dumps(content, indent=2) + "\n")
 
 
-def _write_directory(path: str | Path, write: Callable[[Path], None], weights: Iterable[tuple[str, Tensor]]) -> None:
+def _write_directory(
+    path: str | Path,
+    write: Callable[[Path, Iterable[tuple[str, Tensor]]], None],
+    weights: Iterable[tuple[str, Tensor]],
+) -> None:
     """Have rank 0 write a directory beside its final path, and rename it when it is complete.
 
     Args:
-        write: reads all `weights`. The other ranks iterate over them meanwhile, since all gather them together.
+        write: writes (path, weights). The other ranks iterate over the weights meanwhile, since all gather them
+            together; if rank 0 cannot write, it does the same.
     """
-    path = Path(path)
+    path, size, error = Path(path), 0, None
+    part = path.with_name(path.name + ".part")
+
+    def counted() -> Iterator[tuple[str, Tensor]]:
+        nonlocal size
+        for name, x in weights:
+            size += x.nbytes
+            yield name, x
+
+    remaining = counted()
     if dist.get_rank() == 0:
-        part = path.with_name(path.name + ".part")
         shutil.rmtree(part, ignore_errors=True)
-        write(part)
-        replace_directory(part, path)
-    else:
-        for _ in weights:
-            pass
-    dist.barrier()
+        try:
+            write(part, remaining)
+            replace_directory(part, path)
+        except Exception as caught:  # raised below, when all ranks have gathered all weights
+            error = caught
+            shutil.rmtree(part, ignore_errors=True)
+    for _ in remaining:
+        pass
+    problem = first_problem(_disk_problem(error), None)
+    if error is not None and not problem:
+        raise error
+    if problem:
+        existing = next(folder for folder in path.parents if folder.exists())
+        free = shutil.disk_usage(existing).free
+        raise ExportNotWritten(
+            f"{path}: expected room for about {size} bytes, got {free} bytes free: {problem}"
+        ) from error
+
+
+def _disk_problem(error: Exception | None) -> str:
+    """What the disk did, if an export failed by it; the libraries in Rust have errors of their own for that."""
+    from_rust = error is not None and "(os error " in str(error)
+    return str(error).strip().partition("\n")[0] if isinstance(error, OSError) or from_rust else ""
 
 
 def _empty_copy(model: Any, dtype: torch.dtype) -> Any:

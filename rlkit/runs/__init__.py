@@ -6,15 +6,16 @@ These are functions that a recipe calls, in the order in which it calls them:
         task = load_named_task(cfg, cfg.task)
         run = start_run("my_recipe", cfg, task.name)                 # claims the directory
         path, processor = find_model(cfg, run, task.train)
-        engine = build_engine(cfg, path, processor, updates=cfg.steps, temperature=cfg.temperature)
+        engine = build_engine(cfg, path, processor, updates=cfg.steps)
         rollout = build_rollout(cfg, path, processor, engine)
         start = resume(cfg, run, checkpoints=engine)["step"]
     ...
     finish(cfg, run, shown, model=engine)
 """
 
-from rlkit.runs.checkpoints import finish, resume, save, totals, training_passes
+from rlkit.runs.checkpoints import finish, resume, save
 from rlkit.runs.directory import check_resumed_options, claim_directory, release_directory
+from rlkit.runs.given_answers import GivenAnswers, answer_encoder, chat_encoder, global_loss
 from rlkit.runs.models import (
     answer_ends,
     build_engine,
@@ -34,9 +35,11 @@ from rlkit.runs.options import (
     AdapterOptions,
     EngineOptions,
     GenerationOptions,
+    GivenAnswerOptions,
     ModelOptions,
     OptimizerOptions,
     PolicyOptions,
+    RewardOptions,
     RunOptions,
     SamplingOptions,
     TaskOptions,
@@ -66,19 +69,21 @@ from rlkit.runs.sampling import (
     Prompts,
     accuracy,
     encode_share,
-    prompt_encoder,
     record_evaluation,
     too_few_judged,
 )
 from rlkit.runs.start import one_sentence_errors, run_recipe, start_run
 from rlkit.runs.tasks import load_named_task, with_epochs
-from rlkit.runs.updates import mean_metrics, mini_batches
+from rlkit.runs.totals import batch_totals, mean_metrics, totals, training_passes
+from rlkit.runs.updates import mini_batches
 
 __all__ = [
     "AdapterOptions",
     "Answers",
     "EngineOptions",
     "GenerationOptions",
+    "GivenAnswerOptions",
+    "GivenAnswers",
     "ModelOptions",
     "OptimizerOptions",
     "PolicyOptions",
@@ -87,18 +92,22 @@ __all__ = [
     "RecordingEngine",
     "Replay",
     "ReplayDone",
+    "RewardOptions",
     "RunOptions",
     "SamplingOptions",
     "SavedRollouts",
     "TaskOptions",
     "TrainingOptions",
     "accuracy",
+    "answer_encoder",
     "answer_ends",
+    "batch_totals",
     "build_engine",
     "build_reference",
     "build_rollout",
     "build_scorer",
     "build_value_engine",
+    "chat_encoder",
     "check_range",
     "check_ranges",
     "check_resumed_options",
@@ -109,6 +118,7 @@ __all__ = [
     "encode_share",
     "find_model",
     "finish",
+    "global_loss",
     "is_replay",
     "learning_rate_schedule",
     "load_named_task",
@@ -117,7 +127,6 @@ __all__ = [
     "one_sentence_errors",
     "option_groups",
     "parse_options",
-    "prompt_encoder",
     "record_draw",
     "record_evaluation",
     "recorded",

@@ -9,16 +9,16 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from rlkit.data.samples import Sample
 from rlkit.engines import checkpoint
 from rlkit.engines.checkpoint import DamagedCheckpoint, checkpoints, keep_newest
+from rlkit.engines.export import ExportNotWritten
 from rlkit.report import write_report
 from rlkit.runs.closing import closing_table
 from rlkit.runs.directory import release_directory
 from rlkit.runs.interruption import POLICY, a_signal_has_come, end_after_step, interrupted
-from rlkit.runs.options import AdapterOptions, RunOptions
+from rlkit.runs.options import RunOptions
 from rlkit.runs.rollouts import save_rollouts
 from rlkit.tracking import Run
 from rlkit.vlm.loading import load_config
@@ -119,11 +119,16 @@ def finish(cfg: Any, run: Run, samples: Sequence[Sample], **engines: Any) -> Non
         samples: answers shown on the page, those with the lowest rewards first, at most 40.
         engines: by the folder their model is exported to, in Hugging Face format. The policy's adapters are merged
             there, and `adapter` holds them alone.
+
+    The run ends with one sentence if a model cannot be written. The checkpoints stay.
     """
     for folder, engine in engines.items():
-        engine.export_hf(run.out / folder, _export_dtype(cfg, engine))
-        if getattr(engine, "has_adapters", False) and "logprobs" in engine.known_outputs:
-            engine.export_adapter(run.out / "adapter")
+        try:
+            engine.export_hf(run.out / folder, _export_dtype(cfg, engine))
+            if getattr(engine, "has_adapters", False) and "logprobs" in engine.known_outputs:
+                engine.export_adapter(run.out / "adapter")
+        except ExportNotWritten as error:
+            run.stop(f"{error}; all steps are saved: make room, and add --out {run.out} --resume to export again")
     if engines:
         run.log_evaluation(steps=cfg.steps)
     run.close()
@@ -148,14 +153,3 @@ def _export_dtype(cfg: Any, engine: Any) -> torch.dtype:
         return getattr(torch, cfg.export_dtype)
     config = load_config(engine.config.name_or_path, trust_remote_code=cfg.trust_remote_code)
     return config.dtype or getattr(torch, cfg.dtype)
-
-
-def totals(engine: Any, **counts: float | Tensor) -> dict[str, float]:
-    """Each count summed over all ranks."""
-    summed = engine.global_sum(torch.tensor([float(x) for x in counts.values()], dtype=torch.float64))
-    return dict(zip(counts, summed.tolist(), strict=True))
-
-
-def training_passes(cfg: AdapterOptions, updates: int = 1) -> int:
-    """What optimizer steps on a batch cost, in forward passes: a backward pass is two, or one with LoRA."""
-    return updates * (2 if cfg.lora_rank else 3)

@@ -56,20 +56,19 @@ def answer_ends(cfg: Any, path: str, processor: Any) -> list[int]:
     return end_token_ids(getattr(processor, "tokenizer", processor), config.eos_token_id)
 
 
-def build_engine(
-    cfg: TrainingOptions, path: str, processor: Any, *, updates: int, temperature: float | None = None
-) -> Any:
+def build_engine(cfg: TrainingOptions, path: str, processor: Any, *, updates: int) -> Any:
     """The engine that trains a language model.
+
+    If the options have a sampling temperature, log-probabilities are those of the distribution that answers are sampled
+    from: at this temperature, and without the tokens that stand for images.
 
     Args:
         path: directory or hub id of the model.
         updates: optimizer steps of the whole run, over which the learning rate decays.
-        temperature: of the sampler, if answers are sampled. Tokens that stand for images are then left out of the
-            distribution, as they are by the sampler.
     """
 
     def build(model: Any) -> Any:
-        options = scoring_options(cfg, model, processor, temperature)
+        options = scoring_options(cfg, model, processor)
         return training_engine(cfg, "language_model", trained_part(cfg, model), cfg.lr, updates, **options)
 
     return recorded(cfg, _built_from_shards(cfg, load_model, path, getattr(torch, cfg.dtype), build))
@@ -93,15 +92,17 @@ def build_value_engine(
     return recorded(cfg, _built_from_shards(cfg, load_value_model, path, getattr(torch, cfg.dtype), build))
 
 
-def build_scorer(cfg: Any, path: str, processor: Any, temperature: float | None = None) -> Any:
+def build_scorer(cfg: Any, path: str, processor: Any) -> Any:
     """An engine that trains nothing: it computes log-probabilities of a reference policy or a teacher.
+
+    As in `build_engine`, they are those of the distribution that answers are sampled from.
 
     With fsdp2 its weights stay in the dtype of their files. They are cast to `compute_dtype` layer by layer, so a
     bfloat16 model takes half the memory, and gives the same numbers.
     """
 
     def build(model: Any) -> Any:
-        options = scoring_options(cfg, model, processor, temperature)
+        options = scoring_options(cfg, model, processor)
         return make_engine(cfg.engine, "language_model", model=model, **options)
 
     dtype = getattr(torch, cfg.dtype)
@@ -133,15 +134,13 @@ def _built_from_shards(
     return build(load(path, **options))
 
 
-def build_reference(
-    cfg: TrainingOptions, path: str, processor: Any, engine: Any, temperature: float | None = None
-) -> Callable[[Batch], Tensor]:
+def build_reference(cfg: TrainingOptions, path: str, processor: Any, engine: Any) -> Callable[[Batch], Tensor]:
     """The policy that training starts from, as a function from a batch to log-probabilities [B, T].
 
     With LoRA it is the trained model without its adapters. Otherwise it is a second engine.
     """
     if not cfg.lora_rank:
-        scorer = build_scorer(cfg, path, processor, temperature)
+        scorer = build_scorer(cfg, path, processor)
         return lambda batch: scorer.infer_batch(batch)["logprobs"]
 
     def without_adapter(batch: Batch) -> Tensor:
@@ -254,9 +253,10 @@ def shared_options(cfg: EngineOptions, processor: Any) -> dict[str, Any]:
     }
 
 
-def scoring_options(cfg: EngineOptions, model: Any, processor: Any, temperature: float | None) -> dict[str, Any]:
-    """`shared_options`, and the distribution that answers are sampled from."""
-    if temperature is None:
-        return shared_options(cfg, processor)
+def scoring_options(cfg: EngineOptions, model: Any, processor: Any) -> dict[str, Any]:
+    """`shared_options`, and the distribution that answers are sampled from if the options have a temperature."""
+    options = shared_options(cfg, processor)
+    if not hasattr(cfg, "temperature"):
+        return options
     suppressed = suppressed_token_ids(model.config, getattr(processor, "tokenizer", processor))
-    return {**shared_options(cfg, processor), "temperature": temperature, "suppressed_token_ids": suppressed}
+    return {**options, "temperature": cfg.temperature, "suppressed_token_ids": suppressed}

@@ -16,6 +16,7 @@ import ast
 import inspect
 import math
 import os
+import re
 import sys
 import textwrap
 from collections.abc import Mapping, Sequence
@@ -55,20 +56,11 @@ class RunOptions:
 
 @dataclass
 class TaskOptions:
-    """The prompts, how answers are rewarded, and which rows are held out."""
+    """The rows, which of them are held out, and how they are put to the model."""
 
     task: str = "digits"
     """A built-in task, a file (.jsonl, .parquet, .csv, ...), a data set directory or hub id, or module:function; see
     docs/tasks.md."""
-    reward: str = ""
-    """Reward for a file or data set: exact, maths, choice, boxed, f1, or module:function. Default: exact, which gives 1
-    only if the whole response equals the answer. A chat model that explains itself gets 0 from it."""
-    isolate_reward: bool = False
-    """Run the reward in worker processes with limits. By default it runs in this process, without any."""
-    reward_seconds: float = 60.0
-    """With --isolate_reward: most processor time for an answer. Wall time is held to four times that."""
-    reward_memory: float = 4.0
-    """With --isolate_reward: most GiB of address space of a worker, beyond what its imports take."""
     heldout: str = ""
     """Rows held out for evaluation: a file, a split of the data set, a share such as 0.1, or all. Default: the data
     set's test or validation split; without one, a tenth of the rows, at most 300."""
@@ -83,6 +75,23 @@ class TaskOptions:
     chat_template_kwargs: dict[str, str] = field(default_factory=dict)
     """Options of the model's chat template, as in --chat_template_kwargs enable_thinking false. Values are true, false,
     numbers or text."""
+
+
+@dataclass
+class RewardOptions:
+    """How generated answers are judged."""
+
+    reward: str = ""
+    """Reward for a file or data set: exact, maths, choice, boxed, f1, or module:function. Default: exact, which gives 1
+    only if the whole response equals the answer. A chat model that explains itself gets 0 from it."""
+    reward_threads: int = 8
+    """Threads that compute rewards during generation, one prompt each. 0: after generation, in the main thread."""
+    isolate_reward: bool = False
+    """Run the reward in worker processes with limits. By default it runs in this process, without any."""
+    reward_seconds: float = 60.0
+    """With --isolate_reward: most processor time for an answer. Wall time is held to four times that."""
+    reward_memory: float = 4.0
+    """With --isolate_reward: most GiB of address space of a worker, beyond what its imports take."""
     split_thinking: bool = False
     """Rewards get only the text after </think>. Of thinking that is not finished they get an empty answer."""
 
@@ -159,8 +168,8 @@ class EngineOptions:
 
 
 @dataclass
-class GenerationOptions:
-    """What generates answers, and how they are judged."""
+class GenerationOptions(RewardOptions):
+    """What generates answers."""
 
     rollout: str = "hf"
     """Sampling back end: hf (the trained model itself), vllm (in this process), vllm_server, sglang; see
@@ -172,8 +181,6 @@ class GenerationOptions:
     generate nothing, so held-out accuracy is not measured."""
     gpu_memory_utilization: float = 0.8
     """Share of a GPU's memory that sampling may use. With vllm: for its weights and its cache."""
-    reward_threads: int = 8
-    """Threads that compute rewards during generation, one prompt each. 0: after generation, in the main thread."""
 
 
 @dataclass
@@ -189,8 +196,10 @@ class SamplingOptions(GenerationOptions):
 
 @dataclass
 class PolicyOptions(SamplingOptions):
-    """Checks and corrections for answers that the policy sampled."""
+    """Answers that the policy samples and is trained on: their number, checks and corrections."""
 
+    group_size: int = 16
+    """Answers to each prompt."""
     tis_cap: float = 2.0
     """Cap of the truncated importance weights (TIS) for sampler/trainer mismatch. With hf the weights are about 1."""
     log_prompts: int = 2
@@ -213,6 +222,10 @@ class PolicyOptions(SamplingOptions):
 class TrainingOptions(EngineOptions, OptimizerOptions, AdapterOptions, ModelOptions, TaskOptions, RunOptions):
     """Options of every recipe that trains."""
 
+    steps: int = 200
+    """Training steps, of one batch each."""
+    prompts_per_step: int = 32
+    """Prompts, that is rows of the task, per step, over all ranks."""
     enable_gradient_checkpointing: bool = False
     """Recompute activations in the backward pass to save memory. Default for models other than tiny: yes."""
     epochs: float = 0.0
@@ -221,6 +234,15 @@ class TrainingOptions(EngineOptions, OptimizerOptions, AdapterOptions, ModelOpti
     """Steps between checkpoints. The newest two are kept."""
     export_dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     """Dtype of the exported weights. auto: that of the model that training started from."""
+
+
+@dataclass
+class GivenAnswerOptions(TrainingOptions):
+    """Options of recipes that train on answers in the data."""
+
+    max_tokens: int = 0
+    """Most tokens in a prompt and an answer, image tokens included. Longer rows are skipped and counted. 0: the model's
+    context."""
 
 
 # options of all recipes by the numbers they take
@@ -313,7 +335,8 @@ def _parse(config: type[Config], description: str, arguments: Sequence[str], cha
             (name, Annotated[hints[name], tyro.conf.arg(help=text)], changed.get(name, _default(defaults[name])))
             for name, text in texts.items()
         ]
-        title = "recipe" if owner is config else owner.__name__.removesuffix("Options").lower()
+        words = re.findall("[A-Z][a-z]+", owner.__name__.removesuffix("Options"))
+        title = "recipe" if owner is config else "_".join(words).lower()
         group = make_dataclass(owner.__name__, options)
         groups.append((title, group, field(default_factory=group)))
     grouped = make_dataclass("Options", groups)

@@ -1,21 +1,22 @@
-"""Answers of the policy: prompts encoded, weights handed over, answers judged while others are being generated."""
+"""Answers of the policy: prompts are encoded, weights sent, answers judged while others are being generated."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
-from rlkit.data import Sample, group_ids
+from rlkit.data import Sample, Task, group_ids
 from rlkit.engines.distributed import reduce_metrics
 from rlkit.report import prompt_record
 from rlkit.rewards import Judge, judged, judging_problem, part_means, reward_stats
-from rlkit.rollout import Sampling
-from rlkit.runs.options import SamplingOptions
+from rlkit.rollout import Sampling, WeightSyncCheck
+from rlkit.runs.models import roughest_dtype
 from rlkit.runs.rollouts import SavedRollouts, is_replay, record_draw
 from rlkit.tracking import Run
 from rlkit.vlm import encode_prompt
@@ -67,22 +68,6 @@ class Answers:
         )
 
 
-def prompt_encoder(
-    cfg: SamplingOptions, run: Run, processor: Any, engine: Any
-) -> Callable[[Iterable[tuple[int, Any]]], Prompts]:
-    """A function from the (group id, row) pairs of all ranks to this rank's prompts.
-
-    Rows that cannot be read, or are longer than `cfg.max_prompt_tokens`, are named in the log and skipped.
-    """
-    context = engine.config.get_text_config().max_position_embeddings
-    max_tokens = cfg.max_prompt_tokens or context - cfg.max_new_tokens
-
-    def encode_row(group_id: int, row: Any) -> Sample:
-        return encode_prompt(processor, row, max_tokens=max_tokens, group_id=group_id)
-
-    return lambda rows: Prompts(*encode_share(rows, encode_row, run, engine))
-
-
 T = TypeVar("T")
 
 
@@ -108,36 +93,52 @@ class PolicySampler:
 
     Args:
         cfg: with `rlkit.runs.GenerationOptions`; to train on the answers, with `PolicyOptions`.
-        reward: of a task.
+        task: its reward judges the answers.
+        processor: of the model; it encodes prompts.
         generate: in place of `rollout.generate`; called with (prompts, sampling, n=..., on_finished=...).
-        hands_over: give the sampling back end the trained weights before it generates; otherwise somebody else does.
+        sends_weights: send the trained weights to the sampling back end before it generates. False: the recipe does.
     """
 
     def __init__(
         self,
         cfg: Any,
         run: Run,
-        reward: Callable[..., Any],
+        task: Task,
+        processor: Any,
         engine: Any,
         rollout: Any,
         *,
         generate: Callable[..., list[Sample]] | None = None,
-        hands_over: bool = True,
+        sends_weights: bool = True,
     ) -> None:
-        self.cfg, self.run, self.engine, self.rollout, self.hands_over = cfg, run, engine, rollout, hands_over
-        self.judge = Judge(reward, threads=cfg.reward_threads)
+        self.cfg, self.run, self.processor, self.engine, self.rollout = cfg, run, processor, engine, rollout
+        self.sends_weights = sends_weights
+        self.judge = Judge(task.reward, threads=cfg.reward_threads)
         self.generate = generate or rollout.generate
         self.saved = SavedRollouts(cfg, engine) if getattr(cfg, "from_rollouts", "") else None
         self.equal_steps = 0
         self.said: set[str] = set()
 
+    def encode(self, rows: Iterable[tuple[int, Any]]) -> Prompts:
+        """This rank's prompts, from the (group id, row) pairs of all ranks.
+
+        Rows that cannot be read, or are longer than `cfg.max_prompt_tokens`, are named in the log and skipped.
+        """
+        context = self.engine.config.get_text_config().max_position_embeddings
+        max_tokens = self.cfg.max_prompt_tokens or context - self.cfg.max_new_tokens
+
+        def encode_row(group_id: int, row: Any) -> Sample:
+            return encode_prompt(self.processor, row, max_tokens=max_tokens, group_id=group_id)
+
+        return Prompts(*encode_share(rows, encode_row, self.run, self.engine))
+
     @contextmanager
     def current_weights(self) -> Iterator[None]:
         """Inside, the sampling back end has the trained weights; at the end it leaves the GPU to the trainer."""
-        if not self.hands_over or self._reads_rollouts:
+        if not self.sends_weights or self._reads_rollouts:
             yield
             return
-        self.run.phase("hand_over")
+        self.run.phase("weight_sync")
         self.rollout.wake_up()
         dtype = getattr(self.rollout, "weight_dtype", None)  # that of the sampler: half as much is gathered in bfloat16
         options = {} if dtype is None else {"dtype": dtype}
@@ -188,6 +189,24 @@ class PolicySampler:
         """n answers to each prompt with the weights of this moment, judged. All ranks call this together."""
         with self.current_weights():
             return self.draw(prompts, sampling, n, phase=phase)
+
+    def stop_if_unjudged(self, answers: Answers) -> None:
+        """End the run if more than `cfg.max_unjudged` of the answers of all ranks could not be judged."""
+        if problem := too_few_judged(answers, self.engine.global_sum, self.cfg.max_unjudged):
+            self.run.stop(problem)
+
+    @cached_property
+    def _check_sync(self) -> WeightSyncCheck:
+        return WeightSyncCheck(self.cfg.max_mismatch, dtype=roughest_dtype(self.cfg))
+
+    def stop_if_out_of_sync(self, mismatch: float) -> None:
+        """End the run if the sampler plainly does not have the trained weights; see `rlkit.rollout.WeightSyncCheck`.
+
+        Args:
+            mismatch: the step's `mismatch/abs_dlogp`, on answers of the current weights.
+        """
+        if problem := self._check_sync(mismatch):
+            self.run.stop(problem)
 
     def metrics(self, answers: Answers) -> dict[str, float]:
         """Rewards, their parts, lengths and counts of the answers of all ranks, for `Run.log`.
@@ -252,37 +271,41 @@ class PolicySampler:
         """The most likely answer to each prompt, judged."""
         return self.answer(prompts, Sampling(self.cfg.max_new_tokens, temperature=0.0), phase="evaluate")
 
-    def answer_heldout(self, prompts: Prompts) -> Answers:
-        """The most likely answer to each held-out prompt, judged; none with `--max_new_tokens 0`.
-
-        The run ends if `--reward` names what judges them and not one could be judged.
-        """
-        answers = self.greedy(prompts) if self.cfg.max_new_tokens else Answers()
-        generated, judged = _count_judged(answers, self.engine.global_sum)
-        if self.cfg.reward and generated and not judged:
-            self.run.stop(f"held-out {judging_problem(generated, judged, 1.0, answers.reasons)}")
-        return answers
-
-    def evaluate(self, prompts: Prompts, when: str) -> list[Sample]:
+    def evaluate(self, prompts: Prompts, when: str, **measured: float) -> list[Sample]:
         """Accuracy of the greedy answers to held-out prompts, written to eval.json and printed.
 
-        The run ends if too few of them can be judged.
+        No answers are generated to rows of plain text, which have no prompt, nor with `--max_new_tokens 0`. The run
+        ends if too few answers can be judged.
 
         Args:
             when: "before" or "after" training.
+            measured: what else was measured on these rows, over all ranks.
 
         Returns:
             This rank's answers that could be judged, with their rewards.
         """
         if is_replay():
             return []
-        answers = self.answer_heldout(prompts)
-        if problem := too_few_judged(answers, self.engine.global_sum, self.cfg.max_unjudged):
+        answered = replace(prompts, samples=[prompt for prompt in prompts.samples if prompt.token_ids])
+        answers = self.greedy(answered) if self.cfg.max_new_tokens else Answers()
+        if problem := self._heldout_problem(answers):
             self.run.stop(f"held-out {problem}")
-        found = accuracy(answers, self.engine.global_sum)
+        found = accuracy(answers, self.engine.global_sum) | measured
         counts = {"rows": len(prompts.samples), "skipped": len(prompts.skipped)}
         record_evaluation(self.run, self.engine, when, found, **counts)
         return answers.judged
+
+    def _heldout_problem(self, answers: Answers) -> str:
+        """Why a run has to stop after these answers to held-out prompts; empty if it can go on.
+
+        A recipe that does not train on rewards needs none, unless `--reward` names one that judges nothing.
+        """
+        if hasattr(self.cfg, "max_unjudged"):
+            return too_few_judged(answers, self.engine.global_sum, self.cfg.max_unjudged)
+        generated, judged = _count_judged(answers, self.engine.global_sum)
+        if self.cfg.reward and generated and not judged:
+            return judging_problem(generated, judged, 1.0, answers.reasons)
+        return ""
 
 
 def accuracy(answers: Answers, global_sum: GlobalSum) -> dict[str, float]:

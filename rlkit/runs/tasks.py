@@ -10,15 +10,16 @@ from typing import Any, TypeVar
 
 from rlkit.data import Task, load_task, with_heldout, with_prompt
 from rlkit.rewards import isolated, reward_named, without_thinking
-from rlkit.runs.options import TaskOptions
+from rlkit.runs.options import RewardOptions, TaskOptions
 
 Config = TypeVar("Config", bound=Any)
 
 
 def load_named_task(cfg: TaskOptions, name: str, load: Callable[..., Task] = load_task) -> Task:
-    """A task as the options want it.
+    """A task with its held-out rows, prompts and reward as the options say.
 
     Args:
+        cfg: with `RewardOptions`, in a recipe that has answers judged.
         name: of the task, `cfg.task` or one of several.
         load: `load_task`, `load_chats`, `load_pairs` or `load_unpaired`.
 
@@ -26,20 +27,15 @@ def load_named_task(cfg: TaskOptions, name: str, load: Callable[..., Task] = loa
         ValueError: no such task, or options that do not fit it.
     """
     load_any = partial(load, allow_outside_files=cfg.allow_outside_files)
-    if load is load_task:
-        task = load_any(name, reward=cfg.reward or None)
-    else:
-        task = load_any(name)
-        if cfg.reward:
-            task = replace(task, reward=reward_named(cfg.reward))
-    if cfg.isolate_reward:
-        memory = int(cfg.reward_memory * 2**30)
-        task = replace(task, reward=isolated(task.reward, seconds=cfg.reward_seconds, memory=memory))
+    named = getattr(cfg, "reward", "")
+    task = load_any(name, reward=named or None) if load is load_task else load_any(name)
+    if named and load is not load_task:
+        task = replace(task, reward=reward_named(named))
     if cfg.heldout:
         task = with_heldout(task, cfg.heldout, load_any)
-    if cfg.split_thinking:
-        opened = cfg.answer_prefix.rstrip().endswith("<think>")
-        task = replace(task, reward=without_thinking(task.reward, opened=opened))
+    if isinstance(cfg, RewardOptions):
+        thinks = cfg.answer_prefix.rstrip().endswith("<think>")
+        task = replace(task, reward=_judged_as_asked(cfg, task.reward, thinks))
     return with_prompt(
         task,
         system_prompt=cfg.system_prompt,
@@ -47,6 +43,17 @@ def load_named_task(cfg: TaskOptions, name: str, load: Callable[..., Task] = loa
         answer_prefix=cfg.answer_prefix,
         chat_template_kwargs={name: _option_value(text) for name, text in cfg.chat_template_kwargs.items()},
     )
+
+
+def _judged_as_asked(cfg: RewardOptions, reward: Callable[..., Any], thinks: bool) -> Callable[..., Any]:
+    """The reward in worker processes, and given only what follows the thinking, if the options say so.
+
+    Args:
+        thinks: the prompt ends with <think>.
+    """
+    if cfg.isolate_reward:
+        reward = isolated(reward, seconds=cfg.reward_seconds, memory=int(cfg.reward_memory * 2**30))
+    return without_thinking(reward, opened=thinks) if cfg.split_thinking else reward
 
 
 def _option_value(text: str) -> bool | int | float | str:

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from statistics import fmean
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -27,9 +26,3 @@ def mini_batches(batch: Batch, prompts: Sequence[int] | np.ndarray, count: int, 
     for first in range(min(count, len(prompts))):
         rows = np.flatnonzero(np.isin(batch.group_ids, prompts[first::count]))
         yield rebalance_across_ranks(batch.select(rows.tolist()), engine.data_parallel_group)
-
-
-def mean_metrics(updates: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    """Each metric's mean over the updates; for a name that ends in /max its maximum."""
-    names = updates[0] if updates else {}
-    return {name: (max if name.endswith("/max") else fmean)([u[name] for u in updates]) for name in names}

@@ -8,6 +8,7 @@ import json
 import os
 import re
 import stat
+import time
 from collections.abc import Mapping, Sequence
 from functools import cache
 from pathlib import Path
@@ -23,16 +24,20 @@ from rlkit.vlm.loading import has_vision, load_config, model_path
 # formats of photographs and figures; not PostScript, say, which Pillow would have another program draw
 FORMATS = ("PNG", "JPEG", "MPO", "WEBP", "GIF", "BMP", "TIFF", "PPM", "JPEG2000", "AVIF", "ICO")
 
+DECODING_SECONDS = 10.0  # of processor time
+
 
 def load_image(source: Any) -> Image.Image:
     """An RGB image from a path, bytes, a PIL image, a data URL, or the {"bytes", "path"} struct of Hugging Face sets.
 
     A data URL is a text that holds the image: "data:image/png;base64,...". A path must be that of a regular file: a
-    pipe or a device is not opened. Images of more than `PIL.Image.MAX_IMAGE_PIXELS` pixels are not decoded.
+    pipe or a device is not opened. Images of more than `PIL.Image.MAX_IMAGE_PIXELS` pixels are not decoded. Decoding
+    takes at most `DECODING_SECONDS`, except for formats that Pillow decodes in one call (TIFF, JPEG 2000, WebP, AVIF):
+    their time is limited by the number of pixels.
 
     Raises:
-        ValueError: it cannot be read, is empty, too large or not in one of `FORMATS`, or is a URL (fetch those
-            beforehand: a run that depends on the network cannot be repeated).
+        ValueError: it cannot be read, is empty, too large, takes too long or is not in one of `FORMATS`, or is a URL
+            (fetch those beforehand: a run that depends on the network cannot be repeated).
     """
     if isinstance(source, Mapping):
         source = source.get("bytes") or source.get("path")
@@ -43,10 +48,10 @@ def load_image(source: Any) -> Image.Image:
     name = repr(str(source)) if isinstance(source, str | Path) else f"of type {type(source).__name__}"
     try:
         if isinstance(source, bytes | bytearray):
-            image = _as_rgb(Image.open(io.BytesIO(source), formats=_known_formats()))
+            image = _as_rgb(_open_image(io.BytesIO(source)))
         elif isinstance(source, str | Path):
             with _open_regular_file(source) as file:
-                image = _as_rgb(Image.open(file, formats=_known_formats()))
+                image = _as_rgb(_open_image(file))
         elif isinstance(source, Image.Image):
             image = _as_rgb(source)
         else:
@@ -69,6 +74,29 @@ def _as_rgb(image: Image.Image) -> Image.Image:
     if image.mode in ("I", "F"):
         raise ValueError(f"expected 8 or 16 bits a channel, got pixels of mode {image.mode!r}")
     return image.convert("RGB")
+
+
+def _open_image(file: BinaryIO) -> Image.Image:
+    """Open an image that Pillow decodes later, in small pieces, as long as there is time."""
+    image: Any = Image.open(_LimitedTime(file), formats=_known_formats())  # type: ignore[arg-type]
+    image.decodermaxblock = 4096  # bytes decoded at once: 64 KB of empty JPEG scans take half a minute
+    return image
+
+
+class _LimitedTime:
+    """A file that cannot be read any more when this thread has computed for `DECODING_SECONDS` since it was made.
+
+    It has no `fileno`, so Pillow reads it here.
+    """
+
+    def __init__(self, file: BinaryIO) -> None:
+        self.seek, self.tell, self.close = file.seek, file.tell, file.close
+        self._read, self._end = file.read, time.thread_time() + DECODING_SECONDS
+
+    def read(self, size: int = -1) -> bytes:
+        if time.thread_time() > self._end:
+            raise ValueError(f"expected an image that is decoded within {DECODING_SECONDS:g} s, got none")
+        return self._read(size)
 
 
 @cache

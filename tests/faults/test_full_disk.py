@@ -12,7 +12,7 @@ import pytest
 from rlkit.runs.directory import claim_directory
 
 ROOT = Path(__file__).parents[2]
-# in a mount namespace of its own: a file system of 4 MB at DISK
+# in a mount namespace of its own: a file system of 4 MB at DISK, emptied before each part of the program
 MOUNT = 'mkdir -p $DISK && mount -t tmpfs -o size=4m tmpfs $DISK && exec $PYTHON -c "$PROGRAM"'
 SHARED = """
 import os, shutil, sys
@@ -21,6 +21,7 @@ from types import SimpleNamespace
 import torch
 from rlkit.engines import checkpoint
 from rlkit.engines.distributed import init_distributed
+from rlkit.engines.export import export_adapter
 from rlkit.runs.directory import claim_directory, release_directory
 from rlkit.runs import checkpoints
 from rlkit.tracking import Run, read_metrics
@@ -29,57 +30,23 @@ def fill(left):
     free = shutil.disk_usage(disk).free - left
     with (disk / "other").open("ab") as file:
         file.write(bytes(max(0, free)))
+init_distributed()
 """
-
-
-def on_a_small_disk(tmp_path, program):
-    """What a program prints whose DISK has 4 MB; the machine must allow a mount namespace."""
-    unshare = shutil.which("unshare")
-    if not unshare or subprocess.run([unshare, "-rm", "mount", "-t", "tmpfs", "tmpfs", tmp_path]).returncode:
-        pytest.skip("no file system can be mounted here")
-    facts = {"DISK": str(tmp_path / "disk"), "PYTHON": sys.executable, "PROGRAM": SHARED + program}
-    env = {**os.environ, **facts, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    done = subprocess.run([unshare, "-rm", "sh", "-c", MOUNT], env=env, capture_output=True, text=True, timeout=100)
-    assert done.returncode == 0, done.stderr
-    return done.stdout
-
-
-def test_a_full_directory_is_found_before_anything_is_loaded(tmp_path):
-    said = on_a_small_disk(tmp_path, """
+FULL = """
 fill(0)
 for name in ("run", ""):
     try:
         print("claimed", claim_directory(str(disk / name), "x", resume=False))
     except ValueError as error:
         print(error)
-""")  # fmt: skip
-    assert "claimed" not in said and said.count("No space left on device") == 2, said
-    assert f"out '{tmp_path}/disk/run': expected a directory that can be written to" in said
-
-
-def test_a_read_only_directory_is_found_before_anything_is_loaded(tmp_path):
-    said = on_a_small_disk(tmp_path, """
-release_directory(claim_directory(str(disk / "run"), "x", resume=False))
-os.system(f"mount -o remount,ro {disk}")
-for name in ("run", "other", ""):
-    try:
-        print("claimed", claim_directory(str(disk / name), "x", resume=True))
-    except ValueError as error:
-        print(error)
-""")  # fmt: skip
-    assert "claimed" not in said and said.count("expected a directory that can be written to") == 3, said
-
-
-@pytest.mark.parametrize("wait", [True, False])
-def test_a_save_that_finds_no_room(wait, tmp_path):
-    said = on_a_small_disk(tmp_path, f"""
-init_distributed()
-state = {{"model": {{"w": torch.ones(250_000)}}}}
-checkpoint.save(disk / "checkpoints" / "step_1", state, {{"step": 1}})
+"""
+SAVE = """
+state = {"model": {"w": torch.ones(250_000)}}
+checkpoint.save(disk / "checkpoints" / "step_1", state, {"step": 1})
 fill(300_000)
 state["model"]["w"].fill_(2)
 try:
-    checkpoint.save(disk / "checkpoints" / "step_2", state, {{"step": 2}}, wait={wait})
+    checkpoint.save(disk / "checkpoints" / "step_2", state, {"step": 2}, wait=WAIT)
     checkpoint.finish()
 except OSError as error:
     print("message:", error)
@@ -88,18 +55,10 @@ print("extra:", checkpoint.read_manifest(disk / "checkpoints" / "step_1"))
 checkpoint.load(disk / "checkpoints" / "step_1", state)
 print("loaded:", float(state["model"]["w"].mean()))
 (disk / "other").unlink()
-checkpoint.save(disk / "checkpoints" / "step_2", state, {{"step": 2}}, wait={wait})
+checkpoint.save(disk / "checkpoints" / "step_2", state, {"step": 2}, wait=WAIT)
 print("later:", checkpoint.read_manifest(disk / "checkpoints" / "step_2"))
-""")  # fmt: skip
-    assert f"message: checkpoint {tmp_path}/disk/checkpoints/step_2: expected room for 1000000 bytes" in said, said
-    assert "bytes free" in said and "the last complete checkpoint is step_1" in said
-    assert "left: ['step_1']" in said and "extra: {'step': 1}" in said and "loaded: 1.0" in said
-    assert "later: {'step': 2}" in said
-
-
-def test_a_run_whose_disk_fills_ends_with_one_sentence(tmp_path):
-    said = on_a_small_disk(tmp_path, """
-init_distributed()
+"""
+RUN = """
 cfg = SimpleNamespace(save_every=1, steps=9, max_skipped_steps=10)
 class Engine:
     state = {"w": torch.ones(250_000)}
@@ -122,10 +81,101 @@ except SystemExit as stopped:
 print("rows:", [row["step"] for row in read_metrics(disk / "run" / "metrics.jsonl")][:1])
 (disk / "other").unlink()
 print("extra:", checkpoint.read_manifest(disk / "run" / "checkpoints" / "step_1"))
-""")  # fmt: skip
-    assert f"save: the-run: checkpoint {tmp_path}/disk/run/checkpoints/step_2: expected room for" in said, said
-    assert f"log: the-run: {tmp_path}/disk/run/metrics.jsonl: expected room for 10" in said
-    assert "rows: [0]" in said and "extra: {'step': 1}" in said
+"""
+EXPORT = """
+gathered = []
+def weights():
+    for i in range(4):
+        gathered.append(i)
+        yield f"w{i}", torch.full((50_000,), float(value))
+config = SimpleNamespace(save_pretrained=lambda path: (path / "config").write_text("{}"))
+class Engine:
+    def export_hf(self, path, dtype):
+        export_adapter(path, config, weights())
+checkpoint.save(disk / "run" / "checkpoints" / "step_9", {"w": torch.ones(100)}, {"step": 9})
+run, value = Run(disk / "run", {}, name="the-run"), 1
+cfg = SimpleNamespace(steps=9, export_dtype="float32", trust_remote_code=False)
+checkpoints.finish(cfg, run, [], model=Engine())
+for left in (300_000, 0):
+    value, gathered = 2, []
+    fill(left)
+    try:
+        checkpoints.finish(cfg, run, [], model=Engine())
+    except SystemExit as stopped:
+        print("finish:", stopped, gathered)
+print("left:", sorted(p.name for p in (disk / "run").iterdir() if p.is_dir()))
+print("extra:", checkpoint.read_manifest(disk / "run" / "checkpoints" / "step_9"))
+from safetensors.torch import load_file
+print("loaded:", load_file(disk / "run" / "model" / "adapter_model.safetensors")["w3"].mean())
+"""
+READ_ONLY = """
+release_directory(claim_directory(str(disk / "run"), "x", resume=False))
+os.system(f"mount -o remount,ro {disk}")
+for name in ("run", "other", ""):
+    try:
+        print("claimed", claim_directory(str(disk / name), "x", resume=True))
+    except ValueError as error:
+        print(error)
+"""
+PARTS = {"full": FULL, "save": SAVE.replace("WAIT", "True"), "save by a thread": SAVE.replace("WAIT", "False")}
+PARTS |= {"run": RUN, "export": EXPORT, "read-only": READ_ONLY}  # nothing can be removed after the last one
+EMPTY = """
+for path in disk.iterdir():
+    shutil.rmtree(path) if path.is_dir() else path.unlink()
+"""
+
+
+@pytest.fixture(scope="module")
+def said(tmp_path_factory):
+    """What each part of a program prints whose DISK has 4 MB; and DISK. The machine must allow a mount namespace."""
+    folder = tmp_path_factory.mktemp("small")
+    unshare = shutil.which("unshare")
+    if not unshare or subprocess.run([unshare, "-rm", "mount", "-t", "tmpfs", "tmpfs", folder]).returncode:
+        pytest.skip("no file system can be mounted here")
+    program = SHARED + "".join(f"{EMPTY}print('## {name}')\n{part}" for name, part in PARTS.items())
+    facts = {"DISK": str(folder / "disk"), "PYTHON": sys.executable, "PROGRAM": program}
+    env = {**os.environ, **facts, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run([unshare, "-rm", "sh", "-c", MOUNT], env=env, capture_output=True, text=True, timeout=200)
+    assert done.returncode == 0, done.stderr
+    parts = dict(part.split("\n", 1) for part in done.stdout.split("## ")[1:])
+    return {**parts, "disk": folder / "disk"}
+
+
+def test_a_full_directory_is_found_before_anything_is_loaded(said):
+    found = said["full"]
+    assert "claimed" not in found and found.count("No space left on device") == 2, found
+    assert f"out '{said['disk']}/run': expected a directory that can be written to" in found
+
+
+def test_a_read_only_directory_is_found_before_anything_is_loaded(said):
+    found = said["read-only"]
+    assert "claimed" not in found and found.count("expected a directory that can be written to") == 3, found
+
+
+@pytest.mark.parametrize("part", ["save", "save by a thread"])
+def test_a_save_that_finds_no_room(part, said):
+    found = said[part]
+    assert f"message: checkpoint {said['disk']}/checkpoints/step_2: expected room for 1000000 bytes" in found, found
+    assert "bytes free" in found and "the last complete checkpoint is step_1" in found
+    assert "left: ['step_1']" in found and "extra: {'step': 1}" in found and "loaded: 1.0" in found
+    assert "later: {'step': 2}" in found
+
+
+def test_a_run_whose_disk_fills_ends_with_one_sentence(said):
+    found = said["run"]
+    assert f"save: the-run: checkpoint {said['disk']}/run/checkpoints/step_2: expected room for" in found, found
+    assert f"log: the-run: {said['disk']}/run/metrics.jsonl: expected room for 10" in found
+    assert "rows: [0]" in found and "extra: {'step': 1}" in found
+
+
+def test_an_export_that_finds_no_room_leaves_checkpoints_and_the_export_before(said):
+    """In the weights, whose writer is in Rust, and before them; all weights are gathered, as other ranks do."""
+    found, out = said["export"], f"{said['disk']}/run"
+    assert found.count(f"finish: the-run: {out}/model: expected room for about 800000 bytes, got ") == 2, found
+    assert found.count("No space left on device") == 2 and found.count(" bytes free: ") == 2
+    assert found.count(f"make room, and add --out {out} --resume to export again [0, 1, 2, 3]\n") == 2
+    assert "left: ['checkpoints', 'model']" in found and "extra: {'step': 9}" in found
+    assert "loaded: tensor(1.)" in found
 
 
 def test_the_probe_is_what_finds_it(tmp_path, monkeypatch):

@@ -15,7 +15,7 @@ from rlkit import runs
 from rlkit.data import prompt_sample
 from rlkit.rewards import combine, isolated, score, score_parts
 from rlkit.rewards.named import REWARDS
-from rlkit.runs.options import TaskOptions
+from rlkit.runs.options import RewardOptions, TaskOptions
 
 sys.path.insert(0, str(Path(__file__).parent))
 import misbehaving_rewards
@@ -118,11 +118,16 @@ def test_rewards_by_name_can_be_isolated(name):
     assert isolated(REWARDS[name])(r"\boxed{A}" if name in ("maths", "boxed", "choice") else "A", row) == 1.0
 
 
+class JudgedTaskOptions(RewardOptions, TaskOptions):
+    """Options of a recipe that has answers judged."""
+
+
 def test_the_option_of_a_run(tmp_path):
     (tmp_path / "t.jsonl").write_text('{"question": "?", "answer": "7"}\n' * 3)
-    cfg = TaskOptions(isolate_reward=True, reward_seconds=0.4, reward=f"{misbehaving_rewards.__file__}:on_ill_text")
+    reward = f"{misbehaving_rewards.__file__}:on_ill_text"
+    cfg = JudgedTaskOptions(isolate_reward=True, reward_seconds=0.4, reward=reward)
     task = runs.load_named_task(cfg, str(tmp_path / "t.jsonl"))
     with pytest.raises(RuntimeError, match="code 7"):
         task.reward("exit", ROW)
-    plain = runs.load_named_task(TaskOptions(reward=cfg.reward), str(tmp_path / "t.jsonl"))
+    plain = runs.load_named_task(JudgedTaskOptions(reward=reward), str(tmp_path / "t.jsonl"))
     assert plain.reward is misbehaving_rewards.on_ill_text

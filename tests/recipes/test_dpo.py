@@ -3,6 +3,7 @@
 import functools
 import json
 import sys
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -113,10 +114,8 @@ def inputs_of(golden, case):
 def test_losses_equal_trls(golden, case, options):
     recipe = helpers.load("dpo")
     batch, logprobs, order = inputs_of(golden, case)
-    cfg = recipe.Config(beta=0.5, **options)
-    loss, stats = recipe.pair_loss(
-        SimpleNamespace(logprobs=logprobs), batch, recipe.loss_function(cfg), cfg.normalise_length, sft_coef=0.0
-    )
+    cfg = recipe.Config(beta=0.5, sft_coef=0.0, **options)
+    loss, stats = recipe.pair_loss(SimpleNamespace(logprobs=logprobs), batch, recipe.loss_function(cfg), cfg)
     torch.testing.assert_close(loss.detach(), golden[f"{case}/out/out"], rtol=1e-5, atol=1e-6)
     (gradient,) = torch.autograd.grad(loss, logprobs)
     torch.testing.assert_close(gradient, golden[f"{case}/out/d_logprobs"][order], rtol=1e-5, atol=1e-6)
@@ -131,14 +130,14 @@ def test_simpo_equals_trls(golden):
     """TRL adds 0.3 times the mean over the chosen tokens of the batch, where ours is the mean of each answer's mean."""
     recipe = helpers.load("dpo")
     batch, logprobs, _ = inputs_of(golden, "cpo_simpo")
-    cfg = recipe.Config(loss="simpo", beta=0.5, loss_options={"gamma": 0.7})
+    cfg = recipe.Config(loss="simpo", beta=0.5, loss_options={"gamma": 0.7}, sft_coef=0.0)
     pair_loss = functools.partial(
-        recipe.pair_loss, SimpleNamespace(logprobs=logprobs), batch, recipe.loss_function(cfg), cfg.normalise_length
+        recipe.pair_loss, SimpleNamespace(logprobs=logprobs), batch, recipe.loss_function(cfg)
     )
-    loss, _ = pair_loss(sft_coef=0.0)
+    loss, _ = pair_loss(cfg)
     nll = -logprobs[0::2][batch.mask[0::2]].mean()
     torch.testing.assert_close((loss + 0.3 * nll).detach(), golden["cpo_simpo/out/out"], rtol=1e-5, atol=1e-6)
-    more, _ = pair_loss(sft_coef=0.3)
+    more, _ = pair_loss(replace(cfg, sft_coef=0.3))
     means = [-row[mask].mean() for row, mask in zip(logprobs[0::2], batch.mask[0::2], strict=True)]
     torch.testing.assert_close(more, loss + 0.3 * torch.stack(means).mean())
 
@@ -149,8 +148,8 @@ def test_every_loss_prefers_the_chosen_answer(name):
     logprobs = torch.full((4, 3), -1.0, requires_grad=True)
     batch = Batch(torch.zeros(4, 3, dtype=torch.long), torch.tensor([[False, True, True]]).expand(4, 3), [3] * 4)
     batch.add(ref_logprobs=torch.full((4, 3), -1.1))
-    loss = recipe.loss_function(recipe.Config(loss=name))
-    loss, _ = recipe.pair_loss(SimpleNamespace(logprobs=logprobs), batch, loss, normalise_length=False, sft_coef=0.0)
+    cfg = recipe.Config(loss=name, sft_coef=0.0)
+    loss, _ = recipe.pair_loss(SimpleNamespace(logprobs=logprobs), batch, recipe.loss_function(cfg), cfg)
     (gradient,) = torch.autograd.grad(loss, logprobs)
     assert (gradient[1::2, 1:] > gradient[0::2, 1:]).all() and (gradient[:, 0] == 0).all()
 

@@ -18,13 +18,16 @@ from rlkit.runs import options  # noqa: E402
 
 NAMES = sorted(path.stem for path in RECIPES.glob("*.py"))
 TRAINING = [name for name in NAMES if name != "evaluate"]
-FUNCTIONS = ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda
+FUNCTIONS = ast.FunctionDef | ast.AsyncFunctionDef
+MAIN = ("main", "run_on_servers")
 SHARED = {
     "everywhere": (runs.RunOptions, runs.ModelOptions, runs.EngineOptions),
     "training": (runs.TaskOptions, runs.OptimizerOptions, runs.AdapterOptions, runs.TrainingOptions),
-    "generating": (runs.GenerationOptions,),
+    "given answers": (runs.GivenAnswerOptions,),
+    "generating": (runs.GenerationOptions, runs.RewardOptions),
     "on policy": (runs.SamplingOptions, runs.PolicyOptions),
 }
+GIVEN_ANSWERS = ["dpo", "kto", "reward_model", "sft"]
 ON_POLICY = ["dapo", "distill", "grpo_async", "grpo_tools", "grpo_vlm", "ppo", "reinforce"]
 
 
@@ -32,11 +35,28 @@ def source(name):
     return (RECIPES / f"{name}.py").read_text()
 
 
-def own_lines(function):
-    """Lines of a function without those of the functions that it defines."""
-    inner = [node for node in function.body if isinstance(node, FUNCTIONS)]
-    lines = {*range(function.lineno, function.end_lineno + 1)}
-    return len(lines - {line for node in inner for line in range(node.lineno, node.end_lineno + 1)})
+def lines_of(node):
+    return {*range(node.lineno, node.end_lineno + 1)}
+
+
+def shares(text):
+    """Lines of code of a recipe, and how many of them are its algorithm.
+
+    Code is what is not blank, an import or the docstring of the file. The algorithm is the loop over the steps, with
+    the recipe's own functions: loss, advantages, reference, update, evaluation. Options and set-up are not.
+    """
+    tree = ast.parse(text)
+    code = {i for i, line in enumerate(text.splitlines(), 1) if line.strip()} - lines_of(tree.body[0])
+    algorithm = set()
+    for node in tree.body:
+        if isinstance(node, ast.Import | ast.ImportFrom):
+            code -= lines_of(node)
+        elif isinstance(node, FUNCTIONS) and node.name not in MAIN:
+            algorithm |= lines_of(node)
+        elif isinstance(node, FUNCTIONS):
+            parts = [x for x in ast.walk(node) if x is not node and isinstance(x, FUNCTIONS | ast.For)]
+            algorithm |= {line for part in parts for line in lines_of(part)}
+    return len(code), len(algorithm & code)
 
 
 # --- to be read
@@ -51,13 +71,33 @@ def test_lines_are_short(name):
 @pytest.mark.parametrize("name", NAMES)
 def test_main_fits_on_a_screen(name):
     functions = [node for node in ast.parse(source(name)).body if isinstance(node, FUNCTIONS)]
-    assert functions[-1].name in ("main", "run_on_servers")  # the algorithm is read from top to bottom
-    assert {function.name: n for function in functions if (n := own_lines(function)) > 60} == {}
+    assert functions[-1].name in MAIN  # the algorithm is read from top to bottom
+    assert {function.name: n for function in functions if (n := len(lines_of(function))) > 60} == {}
 
 
-def test_lines_of_inner_functions_are_not_those_of_the_outer_one():
-    (function,) = ast.parse("def f():\n    def g():\n        return 1\n\n    return g\n").body
-    assert own_lines(function) == 3
+@pytest.mark.parametrize("name", NAMES)
+def test_most_of_a_recipe_is_its_algorithm(name):
+    code, algorithm = shares(source(name))
+    assert algorithm >= 0.4 * code
+
+
+def test_shares():
+    text = """\"\"\"A recipe.\"\"\"
+import torch
+
+class Config:
+    lr: float = 1.0
+
+def loss(x):
+
+    return x
+
+def main(cfg):
+    start = 0
+    for step in range(9):
+        loss(step)
+"""
+    assert shares(text) == (8, 4)
 
 
 # --- shared options
@@ -66,14 +106,17 @@ def test_lines_of_inner_functions_are_not_those_of_the_outer_one():
 @pytest.mark.parametrize("name", NAMES)
 def test_shared_options_are_all_there(name):
     config = helpers.load(name).Config
-    expected = [*SHARED["everywhere"]]
-    if name in TRAINING:
-        expected += SHARED["training"]
-    if name != "reward_model":  # it generates nothing
-        expected += SHARED["generating"]
-    if name in ON_POLICY:
-        expected += SHARED["on policy"]
-    assert [group.__name__ for group in expected if not issubclass(config, group)] == []
+    wanted = {
+        "everywhere": True,
+        "training": name in TRAINING,
+        "given answers": name in GIVEN_ANSWERS,
+        "generating": name != "reward_model",  # it generates nothing
+        "on policy": name in ON_POLICY,
+    }
+    for kind, groups in SHARED.items():
+        if name != "evaluate":  # it samples and has tasks, and does not train on them
+            assert [group.__name__ for group in groups if issubclass(config, group) != wanted[kind]] == []
+    assert issubclass(config, runs.SamplingOptions) == (name in (*ON_POLICY, "evaluate"))
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -91,9 +134,10 @@ def test_a_shared_option_has_one_help_text(name):
         option: text for owner, texts in groups.items() if owner is not config for option, text in texts.items()
     }
     assert inherited == {option: shared[option] for option in inherited} and len(inherited) > 15
+    own = set(groups.get(config, {}))  # sft has none
     if name != "evaluate":  # its --task takes several
-        assert set(groups[config]) & set(shared) == set()
-    assert set(options._help_texts(config)) == set(groups[config])  # a new default has no text of its own
+        assert own & set(shared) == set()
+    assert set(options._help_texts(config)) == own  # a new default has no text of its own
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -102,7 +146,8 @@ def test_help_is_grouped_by_subject(name, capsys):
     with pytest.raises(SystemExit, match="0"):
         runs.parse_options(module.Config, module.__doc__, ["--help"])
     titles = re.findall(r"^\W*(\w+) options\W*$", capsys.readouterr().out, re.MULTILINE)
-    assert titles[0] == "recipe" and titles[1] == "run" and len(set(titles)) == len(titles)
+    assert titles[:2] == ["recipe", "run"] or name == "sft" and titles[0] == "run"  # it has no options of its own
+    assert len(set(titles)) == len(titles) and ("reward" in titles) == (name != "reward_model")
     assert {"model", "engine"} < set(titles)
     if name in TRAINING:
         assert {"task", "adapter", "optimizer", "training"} < set(titles)

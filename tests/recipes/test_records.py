@@ -80,7 +80,7 @@ def test_parts_work_and_time_are_logged(text_dir, tmp_path, monkeypatch, recipe,
         assert 2 * 327_680 * 40 * passes < row["flops"] < 2 * 327_680 * 400 * passes
         assert row["time/train_flops_per_second"] == pytest.approx(row["flops"] / row["time/train"])
         assert row["time/tokens_per_second"] > 0 and "time/mfu" not in row  # there is no peak to compare a CPU with
-        assert {"time/hand_over", "time/generate", "time/reward", "time/train"} <= row.keys()
+        assert {"time/weight_sync", "time/generate", "time/reward", "time/train"} <= row.keys()
         assert row["time/judging"] > 4 * 0.002  # 4 answers one after the other, for each of 4 prompts
     assert "time/evaluate" in rows(tmp_path)[0]
     for first, second in zip(observed.halves[::2], observed.halves[1::2], strict=True):

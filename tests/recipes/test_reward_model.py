@@ -126,7 +126,7 @@ def test_bad_input_is_one_clear_message(whole, tiny_dir, tmp_path):
         "reward_model: .*rows.jsonl: chosen: expected a column chosen": ["--task", tmp_path / "rows.jsonl"],
         "reward_model: out .*holds a run already; continue it with --resume": ["--out", whole],
         "reward_model-.*: step 0: none of its .*rows can be trained on": ["--max_tokens", 5],
-        "reward_model-.*: step 0: none of its .*rows": ["--task", tmp_path / "margins.jsonl"],
+        "reward_model: .*margins.jsonl.* margin: expected a number, got .far": ["--task", tmp_path / "margins.jsonl"],
     }.items():
         with pytest.raises(SystemExit, match=message):
             out = tmp_path / str(len(list(tmp_path.iterdir())))

@@ -38,8 +38,8 @@ def measure(answers, global_sum=all_reduce, *, config=None, run=None):
     """What a recipe asks about its answers; JSON can hold it."""
     cfg = config or SimpleNamespace(reward_threads=0, max_new_tokens=6, group_size=3)
     engine = SimpleNamespace(global_sum=global_sum, data_parallel_group=None)
-    run = run or SimpleNamespace(print=print, writes=False)
-    sampler = PolicySampler(cfg, run, None, engine, SimpleNamespace(generate=None))
+    run, rollout = run or SimpleNamespace(print=print, writes=False), SimpleNamespace(generate=None)
+    sampler = PolicySampler(cfg, run, SimpleNamespace(reward=None), None, engine, rollout)
     return {
         "metrics": sampler.metrics(answers),
         "accuracy": accuracy(answers, global_sum),

@@ -15,6 +15,7 @@ import rlkit.runs
 from rlkit.runs import (
     OptimizerOptions,
     PolicyOptions,
+    RewardOptions,
     RunOptions,
     TaskOptions,
     TrainingOptions,
@@ -152,10 +153,15 @@ def test_a_limit_itself_is_in_range():
         check_range("x", 1.01, 0, 1)
 
 
+@dataclass
+class JudgedTaskOptions(RewardOptions, TaskOptions):
+    """Options of a recipe that has answers judged."""
+
+
 def test_options_of_the_chat_template_and_thinking_apart():
     words = "--task sorting --split_thinking --answer_prefix <think> --chat_template_kwargs"
     values = "enable_thinking False thinking_budget 12 effort 0.5 style short"
-    cfg = parse_options(TaskOptions, "", [*words.split(), *values.split()])
+    cfg = parse_options(JudgedTaskOptions, "", [*words.split(), *values.split()])
     task = load_named_task(cfg, cfg.task)
     expected = {"enable_thinking": False, "thinking_budget": 12, "effort": 0.5, "style": "short"}
     for row in (task.train[0], task.heldout[0]):

@@ -69,16 +69,21 @@ def test_a_reward_that_is_named_and_judges_nothing_ends_the_run(named, value):
         return of_a_rank(0, 1).generated[:2]
 
     cfg = SimpleNamespace(reward_threads=0, max_new_tokens=6, reward=named)
-    run = SimpleNamespace(phase=nothing, stop=sys.exit)
-    sampler = PolicySampler(cfg, run, lambda text, row: value, engine, rollout, generate=generate)
+    recorded = {}
+    run = SimpleNamespace(phase=nothing, stop=sys.exit, writes=False, log_evaluation=recorded.update)
+    task = SimpleNamespace(reward=lambda text, row: value)
+    sampler = PolicySampler(cfg, run, task, None, engine, rollout, generate=generate)
+    heldout = Prompts([prompt_sample([1])])
     if named and value is None:
         reason = "^held-out answers: expected at least one of 2 judged, got 0: 2 x a reward of None$"
         with pytest.raises(SystemExit, match=reason):
-            sampler.answer_heldout(Prompts([]))
+            sampler.evaluate(heldout, "before")
     else:
-        assert len(sampler.answer_heldout(Prompts([])).judged) == (0 if value is None else 2)
+        assert len(sampler.evaluate(heldout, "before", heldout_loss=0.5)) == (0 if value is None else 2)
+        assert recorded["heldout_loss_before"] == 0.5 and recorded["heldout"] == 1
+        assert ("accuracy_before" in recorded) == (value is not None)
     cfg.max_new_tokens = 0
-    assert sampler.answer_heldout(Prompts([])).generated == []
+    assert sampler.evaluate(heldout, "after") == []
 
 
 def warnings(steps, *, finish="stop", group_size=2):
@@ -86,8 +91,8 @@ def warnings(steps, *, finish="stop", group_size=2):
     said = []
     cfg = SimpleNamespace(reward_threads=0, max_new_tokens=6, group_size=group_size)
     engine = SimpleNamespace(global_sum=same, data_parallel_group=None)
-    run = SimpleNamespace(print=said.append, writes=False)
-    sampler = PolicySampler(cfg, run, None, engine, SimpleNamespace(generate=None))
+    run, rollout = SimpleNamespace(print=said.append, writes=False), SimpleNamespace(generate=None)
+    sampler = PolicySampler(cfg, run, SimpleNamespace(reward=None), None, engine, rollout)
     answer = replace(append_response(prompt_sample([1]), [5], [0.0]), finish_reason=finish, group_id=0)
     for rewards in steps:
         sampler.metrics(Answers([answer, answer], torch.tensor(rewards)))

@@ -6,6 +6,7 @@ import json
 import os
 import struct
 import threading
+import time
 import zlib
 from functools import partial
 
@@ -14,7 +15,7 @@ from PIL import Image
 
 from rlkit import runs
 from rlkit.data import load_chats, load_pairs, load_task, load_unpaired, with_heldout
-from rlkit.vlm import load_image
+from rlkit.vlm import load_image, processors
 
 LIMIT = 3.0  # seconds that a test may hang before it fails
 
@@ -218,3 +219,20 @@ def test_folders_of_datasets_keep_to_their_folder(own):
     )
     row = load_task(str(own)).splits["train"][0]
     assert "unreadable" not in row and load_image(row["images"][0]).size == (8, 8)
+
+
+def test_decoding_has_a_limit_of_time(monkeypatch, tmp_path):
+    """A progressive JPEG of 42 kB whose last scan, which refines nothing, is there 2,000 times: seconds of work."""
+    written = io.BytesIO()
+    Image.new("L", (2000, 2000), 77).save(written, "JPEG", progressive=True)
+    whole, end = written.getvalue(), written.getvalue().rindex(b"\xff\xd9")
+    scans = whole[whole.rindex(b"\xff\xda") : end] * 2000
+    path = tmp_path / "scans.jpg"
+    path.write_bytes(whole[:end] + scans + whole[end:])
+    monkeypatch.setattr(processors, "DECODING_SECONDS", 0.2)
+    for source in (path, path.read_bytes()):
+        began = time.thread_time()
+        with pytest.raises(ValueError, match=r"cannot be read: expected an image that is decoded within 0\.2 s"):
+            load_image(source)
+        assert time.thread_time() - began < 1
+    assert load_image(whole).size == (2000, 2000)
