@@ -50,8 +50,8 @@ test: setup-all lint
 
 # what is broken on purpose, and who means harm: docs/reliability.md
 faults: setup-all
-	$(BIN)/python -m pytest -n 2 --dist loadfile tests/faults tests/security \
-		tests/rewards/test_sandbox.py tests/rewards/test_programs.py
+	$(BIN)/python -m pytest -n 2 --dist loadfile tests/faults/live_signals.py tests/faults tests/security \
+		tests/rewards/test_sandbox.py tests/rewards/test_programs.py tests/vlm/test_remote_code.py
 
 # the page of a run in a real browser, which is not installed here: apt-get install chromium
 browser: setup
