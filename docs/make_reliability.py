@@ -14,7 +14,7 @@ ROOT = Path(__file__).resolve().parent.parent
 PAGE = ROOT / "docs" / "reliability.md"
 FOLDERS = ("tests/faults", "tests/security")
 BESIDE = ("tests/rewards/test_sandbox.py", "tests/rewards/test_programs.py", "tests/vlm/test_remote_code.py")
-LONG = ("tests/faults/live_signals.py",)  # for `make faults` alone
+NAMES = "python_files=test_*.py live_*.py"  # the latter for `make faults` alone
 OWN = "tests/faults/test_reliability_page.py"
 TEXT = """# Reliability: what is tried
 
@@ -39,7 +39,7 @@ def collected() -> Counter[str]:
     """The number of cases of each file."""
     command = [sys.executable, "-m", "pytest", "--collect-only", "-q", "-p", "no:cacheprovider", "-n", "0"]
     env = {**os.environ, "PYTHONPATH": str(ROOT)}
-    done = subprocess.run([*command, *FOLDERS, *BESIDE, *LONG], cwd=ROOT, env=env, capture_output=True, text=True)
+    done = subprocess.run([*command, "-o", NAMES, *FOLDERS, *BESIDE], cwd=ROOT, env=env, capture_output=True, text=True)
     if done.returncode:
         sys.exit(f"pytest: expected to collect the tests, got exit code {done.returncode}: {done.stdout[-500:]}")
     return Counter(line.partition("::")[0] for line in done.stdout.splitlines() if "::" in line and OWN not in line)
