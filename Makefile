@@ -50,8 +50,8 @@ test: setup-all lint
 
 # what is broken on purpose, and who means harm: docs/reliability.md
 faults: setup-all
-	$(BIN)/python -m pytest -n 2 --dist loadfile tests/faults tests/security \
-		tests/rewards/test_sandbox.py tests/rewards/test_programs.py
+	$(BIN)/python -m pytest -n 2 --dist loadfile -o python_files='test_*.py live_*.py' tests/faults tests/security \
+		tests/rewards/test_sandbox.py tests/rewards/test_programs.py tests/vlm/test_remote_code.py
 
 # vLLM with the model families that `make test` leaves out: docs/families.md
 families: setup-all
