@@ -15,7 +15,6 @@ from rlkit.losses.logprobs import suppress_tokens, target_logprobs
 from rlkit.mismatch.trace import Parts, head_logits, recorded_parts
 from rlkit.rollout import Sampling
 
-
 FIRST: list[str] = ["pixels", "positions", "vision tower", "injected features"]
 
 
