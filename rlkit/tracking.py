@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import faulthandler
 import json
+import math
 import os
 import platform
 import signal
@@ -327,7 +328,7 @@ def rates(metrics: Mapping[str, Any], times: Mapping[str, float], peak: float | 
     (https://arxiv.org/abs/2204.02311, appendix B), without the FLOPs of recomputation.
 
     Args:
-        metrics: of a step; `tokens` and `flops` are sums over all ranks.
+        metrics: of a step; `tokens` and `flops` are sums over all ranks; `flops` is nan if unknown.
         times: seconds by phase, `time/train` among them.
         peak: FLOP/s of all ranks together; None if unknown.
     """
@@ -335,7 +336,7 @@ def rates(metrics: Mapping[str, Any], times: Mapping[str, float], peak: float | 
     seconds = sum(x for name, x in times.items() if name not in PHASES_OUTSIDE_STEPS)
     if "tokens" in metrics and seconds:
         found["time/tokens_per_second"] = metrics["tokens"] / seconds
-    if "flops" in metrics and times.get("time/train"):
+    if times.get("time/train") and math.isfinite(metrics.get("flops", math.nan)):
         found["time/train_flops_per_second"] = metrics["flops"] / times["time/train"]
         if peak:
             found["time/mfu"] = found["time/train_flops_per_second"] / peak
