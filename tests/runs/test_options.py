@@ -182,7 +182,10 @@ def public_names(module):
 NOT_FOR_RECIPES = {  # shared by modules of rlkit.runs
     "rlkit.runs.closing": {"closing_table"},
     "rlkit.runs.directory": {"decided_by_rank_0"},
+    "rlkit.runs.evaluation": {"best_step", "keep_best_of_all"},
+    "rlkit.runs.export": {"export_model", "stop_if_not_written"},
     "rlkit.runs.interruption": {"Interrupted", "a_signal_has_come", "end_after_step", "interrupted", "outside_endings"},
+    "rlkit.runs.options": {"check_evaluation"},
     "rlkit.runs.torchrun": {"main"},
     "rlkit.runs.tiny_tool_user": {"build_tiny_tool_user"},  # of one recipe; importing it imports transformers
 }
