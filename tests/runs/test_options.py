@@ -180,6 +180,7 @@ def public_names(module):
 
 
 NOT_FOR_RECIPES = {  # shared by modules of rlkit.runs
+    "rlkit.runs.closing": {"closing_table"},
     "rlkit.runs.directory": {"decided_by_rank_0"},
     "rlkit.runs.interruption": {"Interrupted", "a_signal_has_come", "end_after_step", "interrupted", "outside_endings"},
     "rlkit.runs.torchrun": {"main"},
