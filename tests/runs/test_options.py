@@ -181,6 +181,8 @@ def public_names(module):
 
 NOT_FOR_RECIPES = {  # shared by modules of rlkit.runs
     "rlkit.runs.directory": {"decided_by_rank_0"},
+    "rlkit.runs.options": {"option_value"},
+    "rlkit.runs.vllm_options": {"longest_sequence", "optimizer_bytes", "share_left", "vllm_options"},
     "rlkit.runs.interruption": {"Interrupted", "a_signal_has_come", "end_after_step", "interrupted", "outside_endings"},
     "rlkit.runs.torchrun": {"main"},
     "rlkit.runs.tiny_tool_user": {"build_tiny_tool_user"},  # of one recipe; importing it imports transformers
