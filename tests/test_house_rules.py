@@ -66,6 +66,8 @@ OWN = {
     "rlkit.vlm": {"rlkit.vlm", "rlkit.data.lookup", "rlkit.data.messages", "rlkit.data.samples"},
     "rlkit.engines": {"rlkit.data", "rlkit.vlm", "rlkit.engines", "rlkit.losses.logprobs"},
     "rlkit.rollout": {"rlkit.data", "rlkit.rewards", "rlkit.vlm", "rlkit.rollout", "rlkit.losses.logprobs"},
+    "rlkit.conformance": {"rlkit.conformance", "rlkit.losses", "rlkit.advantages", "rlkit.data.user_code"},
+    "rlkit.conformance.ours": {"rlkit"},
     "rlkit.plan": {"rlkit"},
     "rlkit.replay": {"rlkit"},
     "rlkit.replay.bundles": {"rlkit.data.samples"},
@@ -245,6 +247,19 @@ def replacements(source: str) -> list[str]:
     return found
 
 
+def long_functions(source: str, most: int = 60) -> list[str]:
+    """Functions with more lines than this, without their docstring."""
+    found = []
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            first = node.body[0]
+            documented = ast.get_docstring(node, clean=False) is not None
+            docstring = first.end_lineno - first.lineno + 1 if documented else 0
+            if (lines := node.end_lineno - node.lineno + 1 - docstring) > most:
+                found.append(f"{node.name}: expected at most {most} lines, got {lines}: split it into named steps")
+    return found
+
+
 def name_breaches(name: str) -> list[str]:
     vague = {"utils", "util", "_utils", "helpers"} & set(name.split("."))
     return [f"{name}: expected a name that says what is in it"] if vague else []
@@ -260,6 +275,7 @@ def test_file(path):
     assert patch_breaches(source, name) == []
     assert sorted(replacements(source)) == sorted(REPLACED.get(name, {}))
     assert name_breaches(name) == []
+    assert long_functions(source) == []
 
 
 def test_there_is_something_to_check():
@@ -387,6 +403,11 @@ def test_code_without_replacements_passes():
 def test_vague_names_are_found():
     assert name_breaches("rlkit.utils") and name_breaches("rlkit.data.utils") and name_breaches("rlkit.utils.x")
     assert not name_breaches("rlkit.data.user_code")
+
+
+def test_long_functions_are_found():
+    text = 'def f():\n    """What it does.\n\n    And more."""\n    a = 1\n    return a\n'
+    assert long_functions(text, 3) == [] and long_functions(text, 2) != []
 
 
 # --- what an import costs, from an uninstalled checkout

@@ -232,7 +232,8 @@ def test_a_step_keeps_all_answers_to_its_first_prompts(tmp_path):
     cfg = SimpleNamespace(reward_threads=0, max_new_tokens=6, group_size=2, log_prompts=2)
     engine = SimpleNamespace(global_sum=lambda x: x, data_parallel_group=None)
     run = Run(tmp_path, {})
-    sampler = PolicySampler(cfg, run, SimpleNamespace(reward=None), None, engine, SimpleNamespace(generate=None))
+    rollout = SimpleNamespace(generate=None)
+    sampler = PolicySampler(cfg, run, SimpleNamespace(reward=None), None, engine, rollout)
     run.log(5, sampler.metrics(some_answers()))
     first, second = kept.read_records(tmp_path / SAMPLES)
     (name,) = first["images"]

@@ -180,6 +180,7 @@ def public_names(module):
 
 
 NOT_FOR_RECIPES = {  # shared by modules of rlkit.runs
+    "rlkit.runs.closing": {"closing_table"},
     "rlkit.runs.directory": {"decided_by_rank_0"},
     "rlkit.runs.options": {"option_value"},
     "rlkit.runs.vllm_options": {"longest_sequence", "optimizer_bytes", "share_left", "vllm_options"},

@@ -59,5 +59,5 @@ def store_of_ranks() -> dist.Store | None:
     """A connection of its own to the store of the process group; None for a single process."""
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return None
-    store: Any = dist.distributed_c10d._get_default_store()
-    return store.clone()  # a connection serves one call at a time
+    # a connection serves one call at a time
+    return dist.distributed_c10d._get_default_store().clone()  # type: ignore[attr-defined]  # not in its stubs
