@@ -60,7 +60,7 @@ def has_learned(metrics, evaluation):
 def test_learns_where_to_zoom(warm_dir, tmp_path):
     """What was sampled over two turns and two images is what is trained on."""
     # seen: held-out accuracy 0.44 -> 0.79 with AVX-512, 0.28 -> 0.84 with ATEN_CPU_CAPABILITY=avx2, 0.44 -> 0.81 with
-    # ATEN_CPU_CAPABILITY=default; the mean reward of the last four steps is above that of the first four by 0.24 to 0.34
+    # ATEN_CPU_CAPABILITY=default; the mean reward of the last four steps is 0.24 to 0.34 above that of the first four
     metrics, evaluation = run(warm_dir, tmp_path / "run", "--steps", 16)
     assert has_learned(metrics, evaluation), (evaluation, [row["reward/mean"] for row in metrics])
     assert max(row["mismatch/abs_dlogp"] for row in metrics) < 1e-5
