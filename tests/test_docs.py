@@ -17,6 +17,7 @@ ELSEWHERE = {  # of torchrun, pip, pytest, vLLM, tyro, SLURM and slime
     "--node-rank", "--master-addr", "--master-port", "--shutdown-timeout", "--account", "--partition", "--requeue",
     "--signal",
     "--advantage-estimator", "--custom-reward-post-process-path", "--no-deps",
+    "--pyargs", "--algo",
 }  # fmt: skip
 MEASURED = "time|reward|reward_part|groups|ratio|mismatch|critic|marked|preference|value"
 

@@ -19,6 +19,8 @@ import yaml
 from torch.distributed.run import get_args_parser
 
 from rlkit import runs
+from rlkit.runs import checkpoints
+from rlkit.tracking import Run
 
 ROOT = Path(__file__).parents[1]
 JOBS = ROOT / "docs" / "jobs"
@@ -201,14 +203,21 @@ def test_a_preempted_job_saves_and_has_steps_left(cluster):
     assert script.wait(20) == 75 and (cluster.log / "told").exists()
 
 
-def test_what_says_that_a_run_is_finished_is_written_last():
-    """`finished_or_fail.sh` looks for "steps" in eval.json: after the export, and nowhere else."""
-    source = (ROOT / "rlkit" / "runs" / "checkpoints.py").read_text()
-    finish = source.partition("def finish(")[2]
-    assert finish.index("export_hf") < finish.index("run.log_evaluation(steps=") < finish.index("run.close()")
-    assert (
-        len(re.findall(r"log_evaluation\(steps=", "".join(p.read_text() for p in (ROOT / "rlkit").rglob("*.py")))) == 1
-    )
+def test_a_run_is_finished_when_its_model_is_exported(tmp_path, monkeypatch):
+    """What `finished_or_fail.sh` looks for is not there while the model is exported, and is there afterwards."""
+    script, seen = ["bash", str(JOBS / "finished_or_fail.sh"), str(tmp_path), "true"], []
+
+    def says(*_):
+        seen.append(subprocess.run(script, stderr=subprocess.DEVNULL).returncode)
+
+    monkeypatch.setattr(checkpoints, "export_model", says)
+    monkeypatch.setattr(checkpoints, "keep_best_of_all", says)
+    run = Run(tmp_path, {}, name="run")
+    run.log_evaluation(accuracy_before=0.1, evaluations=[{"step": 3, "accuracy": 0.2}])
+    run.log(0, {"reward/mean": 0.5})
+    runs.finish(None, run, [], model=object())
+    says()
+    assert seen == [75, 75, 0]
 
 
 def test_kubernetes():
