@@ -1,6 +1,7 @@
-"""Attention as a GPU's flash kernels take memory for it: queries, keys, values, the result, and a number for each row.
+"""Attention functions that allocate what flash-attention kernels allocate, and compute nothing.
 
-On fake tensors nothing is computed. rlkit's own attention would choose what it does on a CPU.
+They keep queries, keys, values, the output and one number per row for the backward pass. rlkit's own attention
+functions would take their CPU path here, which needs other memory.
 """
 
 from __future__ import annotations
