@@ -8,7 +8,7 @@ DEMO_TEXT := --model smollm2 --task addition --lora_rank 16 --lr 3e-4 --steps 60
 	--max_new_tokens 16 --kl_coef 0 --threads 2 $(shell grep -qE 'avx512_bf16|amx_bf16' /proc/cpuinfo && echo --compute_dtype bfloat16)
 CHECK_PYTHON := $(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "rlkit needs Python >= 3.11; $(PYTHON) is older. Name another: make setup PYTHON=python3.12"; exit 1; }
 
-.PHONY: setup setup-all demo demo-text test faults browser quick lint learn bench peers bench-peers docs clean
+.PHONY: setup setup-all demo demo-text test faults families browser quick lint learn bench peers bench-peers conformance docs clean
 
 setup: $(VENV)/.installed
 
@@ -50,8 +50,12 @@ test: setup-all lint
 
 # what is broken on purpose, and who means harm: docs/reliability.md
 faults: setup-all
-	$(BIN)/python -m pytest -n 2 --dist loadfile tests/faults tests/security \
-		tests/rewards/test_sandbox.py tests/rewards/test_programs.py
+	$(BIN)/python -m pytest -n 2 --dist loadfile -o python_files='test_*.py live_*.py' tests/faults tests/security \
+		tests/rewards/test_sandbox.py tests/rewards/test_programs.py tests/vlm/test_remote_code.py
+
+# vLLM with the model families that `make test` leaves out: docs/families.md
+families: setup-all
+	$(BIN)/python -m pytest -q tests/rollout/more_families_vllm.py
 
 # the page of a run in a real browser, which is not installed here: apt-get install chromium
 browser: setup
@@ -78,6 +82,12 @@ bench: setup
 # minutes to make)
 peers: .venv-peers/.installed
 	.venv-peers/bin/python -m pytest tests/peers/live.py tests/plugins/live_verl.py tests/plugins/live_trl.py tests/plugins/live_page.py
+
+# what the conformance suite finds of rlkit, verl, TRL and OpenRLHF: docs/conformance.md
+conformance: .venv-peers/.installed
+	.venv-peers/bin/python -m pip download --quiet --no-deps --dest .venv-peers/openrlhf openrlhf==0.11.2
+	.venv-peers/bin/python -m zipfile -e .venv-peers/openrlhf/openrlhf-0.11.2-*.whl .venv-peers/openrlhf
+	OPENRLHF=.venv-peers/openrlhf/openrlhf-0.11.2.data/purelib/openrlhf .venv-peers/bin/python docs/make_conformance.py
 
 # every function beside a loop, verl and TRL: benchmarks/results/functions.md
 bench-peers: .venv-peers/.installed

@@ -37,14 +37,18 @@ COLUMNS: dict[str, list[tuple[str, str, str]]] = {
     "vLLM": [
         ("rollout/test_vllm.py", "test_logprobs_are_the_trainers_whenever_weights_were_synced", "kind"),
         ("rollout/test_vllm.py", "test_a_family_samples_what_its_trainer_scores", "family"),
+        ("rollout/test_vllm.py", "test_a_family_samples_what_its_trainer_scores_in_bfloat16", "family"),
+        ("rollout/more_families_vllm.py", "test_a_family_samples_what_its_trainer_scores", "family"),
+        ("rollout/more_families_vllm.py", "test_a_family_samples_what_its_trainer_scores_in_bfloat16", "family"),
     ],
 }
 HEAD = """# Model families
 
 This table says which features are tested for which model family, on a tiny model with random weights. Families are
-named by transformers' `model_type`. An empty cell means not tested, not that it fails. `plain`: positions are 0, 1, 2,
-..., so there are no 3D RoPE ids. `text`: the family has no images. The second table explains the columns. The page is
-generated from the parameters of the tests (`python docs/make_families.py`).
+named by transformers' `model_type`. An empty cell means not tested, not that it fails; `no` means refused, for a reason
+given below. `plain`: positions are 0, 1, 2, ..., so there are no 3D RoPE ids. `text`: the family has no images. The
+second table explains the columns. The page is generated from the parameters of the tests
+(`python docs/make_families.py`).
 
 """
 MEANING = {
@@ -99,12 +103,17 @@ def page() -> str:
     }
     families, every = modules["engines/test_families.py"], modules[EVERY]
     three_axes, sees = found["positions"], set(every.SEES)
+    vllm = modules["rollout/test_vllm.py"]
+    recurrent = {*families.RECURRENT, *(name for name in families.VISION if name.startswith("qwen3_5"))}
+    refused = {"Ulysses": recurrent, "vLLM": {*vllm.OBSTACLES, *vllm.REFUSED, *vllm.ABSENT}}
 
     def cell(column: str, name: str) -> str:
         if column == "positions" and name not in three_axes:
             return "plain"
         if column in ("mixed batch", "processor") and name not in sees | three_axes:
             return "text"
+        if name in refused.get(column, ()):
+            return "no"
         return "yes" if name in found[column] else ""
 
     names = {*sees, *three_axes}, {name for column in found.values() for name in column}
@@ -116,16 +125,18 @@ def page() -> str:
     for column, tests in COLUMNS.items():
         by = ", ".join(dict.fromkeys(f"`{file.split('/')[1]}`" for file, _, _ in tests))
         lines.append(f"| {column} | {MEANING[column]} | {by} |")
-    refused = ", ".join(sorted({*families.REFUSED, *families.HYBRID}))
+    not_packed = ", ".join(sorted(families.REFUSED))
     positions = ", ".join(sorted(load("vlm/test_rope3d_specs.py").ROPE3D_REFUSED))
-    vllm = modules["rollout/test_vllm.py"]
     with_vllm = "; ".join(f'{name} ("{why}")' for name, why in vllm.REFUSED.items())
+    on_cpu = "; ".join(f"{name}: {why}" for name, why in vllm.OBSTACLES.items())
     more = f"""
 Not supported; each is refused with an error that says why:
 
-- packed rows: {refused}. These train with `--no_use_remove_padding`;
+- packed rows: {not_packed}. These train with `--no_use_remove_padding`;
+- Ulysses, tensor parallelism and Megatron with recurrent layers: {", ".join(sorted(recurrent))};
 - positions: {positions};
 - vLLM, with the text of the error: {with_vllm}. vLLM has no implementation of {", ".join(sorted(vllm.ABSENT))};
+- vLLM on a CPU: {on_cpu};
 - prefix attention (PaliGemma), and RoPE variants in which sequences of one forward pass would affect each other
   (dynamic, longrope).
 
@@ -137,6 +148,19 @@ Notes:
   `qk_rope_head_dim` 64), and is correct only with YaRN, as published. With plain RoPE its kernel misreads queries with
   several heads. The logprobs are then wrong by 0.06, and `WeightSyncCheck` stops the run at the first step. The config
   must have `topk_method` and `scoring_func`, which transformers' defaults leave out.
+- **Recurrent layers** (gated delta rule, Mamba, short convolutions) carry a state from token to token. In packed rows
+  they get each sequence as a row of its own, while all other layers compute the packed row
+  (rlkit/engines/packing/recurrent.py). Answers that share a prompt have its tokens once, except in these layers, which
+  compute the prompt once for each answer. Adapters are not put on `out_proj` and `conv1d` of Mamba layers, whose
+  weights go into a fused kernel on GPUs.
+- **Gated delta rule with vLLM on a CPU** ({", ".join(sorted(vllm.BFLOAT16))}, {", ".join(vllm.MORE_BFLOAT16)}): vLLM's
+  kernel has bfloat16 only and heads of 128, so sampler and trainer (float32) agree to {vllm.BFLOAT16_TOLERANCE} there.
+- **nemotron_h with vLLM on a CPU.** vLLM 0.32 refuses its experts: "is_act_and_mul=False is supported only for CUDA,
+  XPU and ROCm for now".
+- **granitemoehybrid, gemma3n_text with vLLM.** Not tested: vLLM 0.32 does not read the tiny Granite model, and gives
+  other logprobs for the tiny Gemma 3n model (by 1.6); `WeightSyncCheck` would stop such a run.
+- **olmo3 with vLLM on a CPU.** vLLM 0.32 runs it by transformers' own model, and fails: "'Olmo3Model' object has no
+  attribute 'do_not_compile'".
 - **SmolVLM.** transformers' processor needs the package `num2words`.
 """
     return HEAD + "\n".join(lines) + "\n" + more

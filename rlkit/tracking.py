@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import faulthandler
 import json
+import math
 import os
 import platform
 import signal
@@ -24,7 +25,6 @@ import time
 import weakref
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn, TextIO
@@ -33,6 +33,7 @@ CONFIG, METRICS, EVAL, PHASES = "config.json", "metrics.jsonl", "eval.json", "ph
 BEAT_SECONDS = 5.0  # how often a rank tells the watchdog that it responds
 SILENT_SECONDS = 30.0  # the watchdog takes a rank for lost that has not responded for so long
 SAMPLES = "samples.jsonl"  # of rlkit.report.answers
+HELDOUT_STATUS = ("accuracy_", "heldout_loss_")  # measurements in eval.json that the line of status shows
 PHASES_OUTSIDE_STEPS = ("time/evaluate", "time/checkpoint")  # do not count in tokens per second
 
 # Dense bfloat16 FLOP/s of one GPU, from the vendors' data sheets (V100: float16, as it has no bfloat16).
@@ -104,7 +105,9 @@ class Run:
         watchdog: float = 0.0,
     ) -> None:
         self.out, self.writes, self.name = Path(out), writes, name or Path(out).name
+        self.started = time.monotonic()
         self.progress: Any = None
+        self.heldout_status = ""  # the newest held-out accuracy or loss, for the line of status
         self.current_step = ""  # for messages
         self.running_step: int | None = None  # None before the first step, and after the last
         config = {**config, "versions": versions()}
@@ -152,9 +155,10 @@ class Run:
         self.drop_metrics_from(start)
         self.progress = progress_bar(start, stop, unit=unit, show=self.writes)
         try:
-            for step in self.progress:
+            for step in range(start, stop):
                 self.current_step, self.running_step = f"{unit} {step}: ", step
                 yield step
+                self.progress.update()
         finally:
             self.progress.close()
             self.progress, self.current_step, self.running_step = None, "", None
@@ -179,6 +183,8 @@ class Run:
             self._memory[f"memory/{self._phase}"] = max(self._memory[f"memory/{self._phase}"], peak)
         self._phase, self._since = name, now
         self._write_phase()
+        if self.progress is not None:
+            show_phase(self.progress, name)
 
     def keep_answers(self, records: Sequence[Mapping[str, Any]]) -> None:
         """Answers that the next `log` writes to samples.jsonl; see rlkit.report.answers."""
@@ -199,7 +205,7 @@ class Run:
         Args:
             step: number of the step.
             metrics: by name.
-            show: metrics to show in the progress bar, by a short name: {"reward": "reward/mean"}.
+            show: metrics to show in the line of status, by a short name: {"reward": "reward/mean"}.
         """
         skipped = any(x >= 1 for name, x in metrics.items() if name.rpartition("/")[2] == "skipped_steps")
         self.skipped_in_a_row = self.skipped_in_a_row + 1 if skipped else 0
@@ -213,9 +219,15 @@ class Run:
             self._write_page_if_due()
         self._log_answers_to_trackers()
         self._answers = []
-        if show and self.progress is not None:
-            self.progress.set_postfix({short: f"{row[name]:.3g}" for short, name in show.items() if name in row})
+        if self.progress is not None:
+            self.progress.set_postfix_str(self._status(row, show or {}), refresh=False)
         self._log_to_trackers(row)
+
+    def _status(self, row: Mapping[str, Any], show: Mapping[str, str]) -> str:
+        """ "reward 0.244, held-out accuracy 0.6, 1,240 tokens/s"."""
+        shown = [f"{short} {row[name]:.3g}" for short, name in show.items() if name in row]
+        speed = row.get("time/tokens_per_second")
+        return ", ".join([*shown, *filter(None, [self.heldout_status]), *([f"{speed:,.0f} tokens/s"] if speed else [])])
 
     def _append(self, name: str, rows: Sequence[Mapping[str, Any]]) -> None:
         """Adds rows to a .jsonl file. The run ends with one sentence if there is no room for them."""
@@ -245,6 +257,9 @@ class Run:
 
     def log_evaluation(self, **results: Any) -> dict[str, Any]:
         """Adds results to `eval.json` and returns its whole content."""
+        for name, x in results.items():
+            if name.startswith(HELDOUT_STATUS) and isinstance(x, float):
+                self.heldout_status = f"held-out {'loss' if 'loss' in name else 'accuracy'} {x:.3g}"
         path = self.out / EVAL
         merged = {**read_object(path), **results}
         if self.writes:
@@ -306,7 +321,7 @@ def rates(metrics: Mapping[str, Any], times: Mapping[str, float], peak: float | 
     (https://arxiv.org/abs/2204.02311, appendix B), without the FLOPs of recomputation.
 
     Args:
-        metrics: of a step; `tokens` and `flops` are sums over all ranks.
+        metrics: of a step; `tokens` and `flops` are sums over all ranks; `flops` is nan if unknown.
         times: seconds by phase, `time/train` among them.
         peak: FLOP/s of all ranks together; None if unknown.
     """
@@ -314,7 +329,7 @@ def rates(metrics: Mapping[str, Any], times: Mapping[str, float], peak: float | 
     seconds = sum(x for name, x in times.items() if name not in PHASES_OUTSIDE_STEPS)
     if "tokens" in metrics and seconds:
         found["time/tokens_per_second"] = metrics["tokens"] / seconds
-    if "flops" in metrics and times.get("time/train"):
+    if times.get("time/train") and math.isfinite(metrics.get("flops", math.nan)):
         found["time/train_flops_per_second"] = metrics["flops"] / times["time/train"]
         if peak:
             found["time/mfu"] = found["time/train_flops_per_second"] / peak
@@ -491,13 +506,30 @@ def describe_waits(waits: Sequence[tuple[float, int, str]]) -> str:
 
 
 def progress_bar(start: int, stop: int, *, unit: str = "step", show: bool = True) -> Any:
-    """A tqdm bar over `range(start, stop)`; if stderr is a file or a pipe, a line every few seconds instead."""
+    """A tqdm bar from `start` to `stop`: "step 37/220 |###   | reward 0.244, ... | 01:27, 07:10 left | train".
+
+    If stderr is a file or a pipe, it writes a line every few seconds instead.
+    """
     from tqdm import tqdm
 
-    style: dict[str, Any] = {} if sys.stderr.isatty() else {"file": _LinePerState(sys.stderr), "mininterval": 5.0}
-    bar = tqdm(range(start, stop), initial=start, total=stop, unit=unit, disable=not show, **style)
-    bar.set_postfix = partial(bar.set_postfix, refresh=False)  # show it at the next update of the bar
-    return bar
+    terminal = sys.stderr.isatty()
+    style: dict[str, Any] = {} if terminal else {"file": _LinePerState(sys.stderr), "mininterval": 5.0}
+    bar = "|{bar:12}| " if terminal else ""
+    form = (
+        f"{unit} {{n_fmt}}/{{total_fmt}} {bar}{{percentage:.0f}}%{{postfix}} | {{elapsed}}, {{remaining}} left{{desc}}"
+    )
+    return tqdm(initial=start, total=stop, unit=unit, disable=not show, bar_format=form, **style)
+
+
+def show_phase(bar: Any, phase: str) -> None:
+    """Name the phase at the end of a progress bar's line; the line is written anew if the last one is old enough."""
+    if bar.disable:
+        return
+    bar.set_description_str(f" | {phase}", refresh=False)
+    now = time.time()
+    if now - bar.last_print_t >= max(bar.mininterval, 1.0):
+        bar.last_print_t = now
+        bar.refresh()
 
 
 class _LinePerState:

@@ -15,6 +15,7 @@ from typing import Any
 
 from rlkit.data.samples import Batch
 from rlkit.engines.packing.shared_prompts import prompt_lengths, shared_prompt_groups
+from rlkit.vlm.families import PACKABLE_LAYERS, layer_types
 
 
 def forward_flops(
@@ -24,6 +25,11 @@ def forward_flops(
 
         text = 2 N t + 4 L A pairs + 2 H V scored,  t = sum_i n_i,  pairs = sum_i n_i b_i + n_i (n_i + 1) / 2
         N = L (2 H A + 2 H K + 3 H I),  A = heads * head size,  K = key-value heads * head size
+
+    In Qwen3-Next and Qwen3.5, attention has a gate (H A more weights), and L counts layers of attention only. The
+    others, with the gated delta rule (https://arxiv.org/abs/2412.06464), compute n_i + b_i tokens of each segment,
+    since a prompt's state is computed for each answer. A token costs 2 weights, and 6 times the numbers in the state
+    of a head: the state's prediction for the key, its update, and its output.
 
     Only the attention scores that a causal mask keeps are counted, half of PaLM's 12 L H Q T for a whole sequence.
     Sliding windows count as full attention. For a mixture of experts, I is the size of the experts that a token goes
@@ -36,22 +42,57 @@ def forward_flops(
         scored: tokens that go through the output layer, H x V.
         image_patches: patches of each image, or of each frame of a video. The vision tower is counted for the Qwen-VL
             families, windowed attention included; it is 0 for others.
+
+    Raises:
+        ValueError: a family with layers of another shape, see `flops_obstacle`.
     """
     text = config.get_text_config()
-    hidden, layers, heads = text.hidden_size, text.num_hidden_layers, text.num_attention_heads
+    if why := flops_obstacle(config):
+        raise ValueError(f"model: expected a family whose FLOPs are known, got {config.model_type}: {why}")
+    hidden, heads = text.hidden_size, text.num_attention_heads
     head_size = getattr(text, "head_dim", None) or hidden // heads
     kv_heads = getattr(text, "num_key_value_heads", None) or heads
+    gated, linear = text.model_type in GATED_ATTENTION, layer_types(config).count("linear_attention")
+    attention = text.num_hidden_layers - linear
     tokens = sum(new for new, _ in segments)
     pairs = sum(new * before + new * (new + 1) // 2 for new, before in segments)
-    weights = layers * 2 * hidden * head_size * (heads + kv_heads) + _mlp_weights(text)
-    language = 2 * weights * tokens + 4 * layers * heads * head_size * pairs + 2 * hidden * text.vocab_size * scored
+    weights = attention * hidden * head_size * ((3 if gated else 2) * heads + 2 * kv_heads) + _mlp_weights(text)
+    language = 2 * weights * tokens + 4 * attention * heads * head_size * pairs + 2 * hidden * text.vocab_size * scored
+    language += linear * _delta_rule_flops(text) * sum(new + before for new, before in segments) if linear else 0
     vision = getattr(config, "vision_config", None)
     return language + (0 if vision is None else _tower_flops(vision, image_patches))
 
 
+GATED_ATTENTION = frozenset({"qwen3_next", "qwen3_5_text", "qwen3_5_moe_text"})
+
+
+def flops_obstacle(config: Any) -> str | None:
+    """Why `forward_flops` does not know the shape of this model's layers; None if it does."""
+    text = config.get_text_config()
+    kinds = set(layer_types(config)) - PACKABLE_LAYERS
+    if kinds and (kinds != {"linear_attention"} or text.model_type not in GATED_ATTENTION):
+        return f"its layers of {', '.join(sorted(kinds))} are not counted"
+    if getattr(text, "kv_lora_rank", None):
+        return "its multi-head latent attention is not counted"
+    if getattr(text, "hidden_size_per_layer_input", None):
+        return "its embeddings of each layer are not counted"
+    if getattr(text, "n_shared_experts", None) or getattr(text, "moe_num_shared_experts", None):
+        return "its shared experts are not counted"
+    return None
+
+
+def _delta_rule_flops(text: Any) -> int:
+    """FLOPs of a token in one layer with the gated delta rule: projections, convolution and recurrence."""
+    keys = text.linear_num_key_heads * text.linear_key_head_dim
+    values = text.linear_num_value_heads * text.linear_value_head_dim
+    projections = text.hidden_size * (2 * keys + values + 2 * values + 2 * text.linear_num_value_heads)
+    convolution = text.linear_conv_kernel_dim * (2 * keys + values)
+    return 2 * (projections + convolution) + 6 * values * text.linear_key_head_dim
+
+
 def _mlp_weights(text: Any) -> int:
     """Weights in the MLPs of all layers that are multiplied with one token."""
-    hidden, layers, inner = text.hidden_size, text.num_hidden_layers, text.intermediate_size
+    hidden, layers, inner = text.hidden_size, text.num_hidden_layers, getattr(text, "intermediate_size", 0)
     experts = getattr(text, "num_experts", None) or getattr(text, "num_local_experts", None)
     if not experts:
         return layers * 3 * hidden * inner
@@ -83,8 +124,8 @@ def _tower_flops(vision: Any, image_patches: Sequence[int]) -> int:
     return total
 
 
-def batch_flops(config: Any, batch: Batch, *, share_prompts: bool = True, head: bool = True) -> int:
-    """FLOPs of one forward of this rank's rows, images included.
+def batch_flops(config: Any, batch: Batch, *, share_prompts: bool = True, head: bool = True) -> float:
+    """FLOPs of one forward of this rank's rows, images included; nan for a family whose FLOPs are not known.
 
     A prompt that several rows answer is counted once with its images, because an engine computes it once. If the token
     budget splits such rows over several micro-batches, the engine computes it once in each; that is not counted.
@@ -95,6 +136,8 @@ def batch_flops(config: Any, batch: Batch, *, share_prompts: bool = True, head: 
         share_prompts: as in the engine.
         head: False for a value head, which costs next to nothing.
     """
+    if flops_obstacle(config) is not None:
+        return float("nan")
     prompts = prompt_lengths(batch)
     groups = shared_prompt_groups(batch) if share_prompts else [[row] for row in range(len(batch))]
     segments, image_patches = [], []

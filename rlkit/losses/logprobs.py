@@ -27,7 +27,7 @@ from rlkit.losses._kernels import (
     temperature_column,
 )
 
-log = logging.getLogger(__name__)
+_log = logging.getLogger(__name__)
 
 
 class LogprobsAndEntropy(NamedTuple):
@@ -216,14 +216,16 @@ def linear_logprobs(
         size = CPU_CHUNK_BYTES if hidden.device.type == "cpu" else CHUNK_BYTES
         chunk = max(1, size // (temperature.itemsize * max(1, len(weight))))
     check.positive(chunk=chunk)
-    apply = LinearLogprobs.apply
-    if (
-        type(hidden) is Tensor
-        and not torch.compiler.is_compiling()
-        and (kernels := _triton(hidden.device, hidden.dtype))
-    ):
-        apply = kernels.FusedLinearLogprobs.apply
-    return LogprobsAndEntropy(*apply(hidden, weight, bias, targets.long(), temperature, suppress, chunk)[:2])
+    kernels = _kernels_for(hidden)
+    function = LinearLogprobs if kernels is None else kernels.FusedLinearLogprobs
+    return LogprobsAndEntropy(*function.apply(hidden, weight, bias, targets.long(), temperature, suppress, chunk)[:2])
+
+
+def _kernels_for(hidden: Tensor) -> Any:
+    """The module with the Triton kernels, if they can compute with this tensor; otherwise None."""
+    if type(hidden) is not Tensor or torch.compiler.is_compiling():
+        return None
+    return _triton(hidden.device, hidden.dtype)
 
 
 @cache
@@ -234,7 +236,7 @@ def _triton(device: torch.device, dtype: torch.dtype) -> Any:
     try:
         from rlkit.losses import _triton
     except ImportError as error:
-        log.warning("linear_logprobs: computed without Triton kernels on %s: %s", device, error)
+        _log.warning("linear_logprobs: computed without Triton kernels on %s: %s", device, error)
         return None
     return _triton if _triton.kernels_work(device, dtype) else None
 

@@ -1,12 +1,15 @@
-"""Attention functions that allocate what flash-attention kernels allocate, and compute nothing.
+"""Kernels that allocate what a GPU's kernels allocate, and compute nothing; rlkit's CPU kernels need other memory.
 
-They keep queries, keys, values, the output and one number per row for the backward pass. rlkit's own attention
-functions would take their CPU path here, which needs other memory.
+Attention keeps queries, keys, values, the output and one number per row. The output layer with `use_fused_kernels`
+keeps sums for each token and the gradient of the logits of one chunk.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import Tensor
@@ -42,6 +45,25 @@ def use_own_attention() -> None:
     """Undo `use_planned_attention`."""
     AttentionInterface.register(attention.NAME, attention.packed_attention)
     AttentionInterface.register(vision_attention.NAME, vision_attention.packed_vision_attention)
+
+
+@contextmanager
+def planned_head() -> Iterator[Any]:
+    """The module with the Triton kernels of the output layer, which allocate only; None if triton is not installed."""
+    try:
+        from rlkit.losses import _triton
+    except ImportError:
+        yield None
+        return
+
+    def sums(hidden: Tensor, *_: Any) -> Tensor:
+        return hidden.new_empty(4, 1, len(hidden), dtype=torch.float32)
+
+    def gradients(hidden: Tensor, weight: Tensor, *_: Any) -> Tensor:
+        return hidden.new_empty(len(hidden), len(weight))
+
+    with mock.patch.object(_triton, "vocabulary_sums", sums), mock.patch.object(_triton, "logit_gradients", gradients):
+        yield _triton
 
 
 def _text_attention(

@@ -113,7 +113,7 @@ def prefill(module: Any, requests: Sequence[Sample], n: int) -> DecodingState:
     inputs = {"input_ids": tokens, "attention_mask": attention_mask.long(), "position_ids": positions}
     inputs |= vision_kwargs(tokens, vision, spec)
     out = module(**{name: x.to(device) for name, x in inputs.items()}, use_cache=True, logits_to_keep=1)
-    out.past_key_values.batch_repeat_interleave(n)
+    out.past_key_values.reorder_cache(torch.arange(len(requests), device=device).repeat_interleave(n))
     last_positions = (positions.amax(0) if positions.ndim == 3 else positions)[:, -1]
     batch_size = len(requests) * n
     return DecodingState(
@@ -163,7 +163,7 @@ def drop_finished_rows(state: DecodingState, tokens: Tensor) -> Tensor:
     running = ~state.finished
     if running.sum() > len(running) // 2:
         return tokens
-    state.cache.batch_select_indices(running.nonzero()[:, 0])
+    state.cache.reorder_cache(running.nonzero()[:, 0])
     state.rows, state.finished = state.rows[running], state.finished[running]
     state.attention_mask, state.last_positions = state.attention_mask[running], state.last_positions[running]
     return tokens[running]

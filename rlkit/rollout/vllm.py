@@ -22,6 +22,7 @@ from rlkit.data.samples import Sample
 from rlkit.rollout.adapters import adapter_folder, check_adapter, lora_request, serialize_adapter
 from rlkit.rollout.inference_requests import check_context_length, check_prompt_expansion, finished_sample
 from rlkit.rollout.sampling import OnFinished, Sampling, end_token_ids, sampling_per_request, with_routed_experts
+from rlkit.rollout.vllm_cpu import cpu_dtype_and_options
 from rlkit.rollout.vllm_requests import (
     check_suppressed_token_ids,
     check_weight_updates_work,
@@ -77,10 +78,13 @@ class VllmRollout:
             raise ValueError(
                 "enable_return_routed_experts: expected a GPU, where vLLM records routing, got none; use rollout 'hf'"
             )
-        dtype = dtype or ("bfloat16" if self.on_gpu else "float32")
+        if self.on_gpu:
+            dtype = dtype or "bfloat16"
+        else:
+            trust_remote_code = bool(options.get("trust_remote_code"))
+            dtype, of_family = cpu_dtype_and_options(model, dtype, trust_remote_code=trust_remote_code)
+            options = cpu_options(dtype, {**of_family, **options})
         self.weight_dtype: torch.dtype = getattr(torch, dtype)
-        if not self.on_gpu:
-            options = cpu_options(dtype, options)
         if world_size > 1:
             options["distributed_executor_backend"] = "external_launcher"
         self.llm = _start_engine(

@@ -15,6 +15,7 @@ from rlkit.engines import checkpoint
 from rlkit.engines.checkpoint import DamagedCheckpoint, checkpoints, keep_newest
 from rlkit.engines.export import ExportNotWritten
 from rlkit.report import write_report
+from rlkit.runs.closing import closing_table
 from rlkit.runs.directory import release_directory
 from rlkit.runs.interruption import POLICY, a_signal_has_come, end_after_step, interrupted
 from rlkit.runs.options import RunOptions
@@ -133,12 +134,11 @@ def finish(cfg: Any, run: Run, samples: Sequence[Sample], **engines: Any) -> Non
     run.close()
     release_directory(run.out)
     if run.writes:
-        results = [run.out / name for name in ("metrics.jsonl", *engines)]
         try:
-            results.insert(0, write_report(run.out, sorted(samples, key=_reward)[:40], title=run.name))
+            write_report(run.out, sorted(samples, key=_reward)[:40], title=run.name)
         except Exception as error:  # the run is complete without its page
             run.print(f"{run.out / 'report.html'}: could not be written: {type(error).__name__}: {error}")
-        run.print(f"results: {', '.join(map(str, results))}")
+        run.print(closing_table(run, engines))
 
 
 def _reward(sample: Sample) -> float:

@@ -165,6 +165,8 @@ class EngineOptions:
     """Compute a prompt once for all of its answers; once per forward pass if they do not fit in one."""
     use_fused_kernels: bool = False
     """Compute log-probabilities from hidden states, without storing logits."""
+    offload_between_phases: bool = False
+    """Keep the weights and the optimizer state of every engine in host memory while it is not used. fsdp2 only."""
 
 
 @dataclass

@@ -15,6 +15,7 @@ from rlkit.runs.interruption import EXIT_CODES
 
 
 def main() -> None:
+    """Run torchrun with the options of the command line."""
     try:
         torchrun()
     except SignalException as error:

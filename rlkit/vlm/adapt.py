@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from rlkit.data.lookup import requires_extra
-from rlkit.vlm.families import CHECKPOINT_NAME_FAMILIES, TRANSPOSED_EXPERTS
+from rlkit.vlm.families import CHECKPOINT_NAME_FAMILIES, TRANSPOSED_EXPERTS, recurrent_layers
 
 
 def vision_tower_pattern(model: Any) -> str:
@@ -42,6 +42,16 @@ def encoder_modules(model: Any) -> list[str]:
         if is_encoder and not any(name.startswith(f"{outer}.") for outer in found):
             found.append(name)
     return found
+
+
+def fused_projections(model: Any) -> list[str]:
+    """The names of linear layers of state-space models (Mamba) whose weights are arguments of a fused kernel.
+
+    The kernel would compute without their adapters, on a GPU only. peft refuses them for some families.
+    """
+    names = {id(module): name for name, module in model.named_modules()}
+    mixers = [layer for layer in recurrent_layers(model) if hasattr(layer, "D")]  # only state-space models have D
+    return [names[id(part)] for layer in mixers for part in (layer.conv1d, layer.out_proj)]
 
 
 def _inside(names: Sequence[str]) -> str:
@@ -99,7 +109,7 @@ def lora(
         A peft model. Only the adapters are trained; without them (`disable_adapter()`) it is the reference policy.
 
     Raises:
-        ValueError: a rank below 1.
+        ValueError: a rank below 1, or target modules that kernels would compute without their adapters.
     """
     with requires_extra("vlm"):
         import peft
@@ -108,6 +118,13 @@ def lora(
     excluded = [exclude_modules] if exclude_modules else []
     if not adapt_towers and (encoders := encoder_modules(model)):
         excluded.append(f".*{_inside(encoders)}.*")
+    unusual = fused_projections(model)
+    if unusual and target_modules == "all-linear":
+        excluded.append("|".join(map(re.escape, unusual)))
+    elif chosen := [name for name in unusual if re.fullmatch(target_modules, name)]:
+        raise ValueError(
+            f"target_modules: expected no weights that a fused kernel takes without their adapters, got {chosen[0]}"
+        )
     config = peft.LoraConfig(
         r=rank,
         lora_alpha=alpha,

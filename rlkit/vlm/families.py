@@ -28,24 +28,63 @@ PATCH_ROW_FAMILIES = frozenset(
     }
 )
 IMAGE_DIMENSION_FAMILIES = frozenset({"smolvlm", "idefics3"})  # pixel_values is [samples, images, ...]
-CHECKPOINT_NAME_FAMILIES = frozenset({"llava", "gemma3", "mixtral"})  # vLLM accepts only the names of the files
+# vLLM accepts only the names of the files
+CHECKPOINT_NAME_FAMILIES = frozenset(
+    {"llava", "gemma3", "mixtral", "ernie4_5_moe", "granitemoehybrid", "kimi_linear", "nemotron_h", "olmo_hybrid"}
+)
 TRANSPOSED_EXPERTS = frozenset({"qwen3_vl_moe"})  # [experts, in, out] in checkpoint files and in vLLM
 PACKABLE_LAYERS = frozenset({"full_attention", "sliding_attention"})
+RECURRENT_LAYERS = frozenset({"linear_attention", "conv", "hybrid", "hybrid_sliding"})
+TOKENWISE_LAYERS = frozenset({"mlp", "moe"})  # layers of their own in Nemotron-H, without attention
+# classes of transformers whose only inputs with an entry for each token are hidden states and a mask of padding
+RECURRENT_CLASSES = frozenset(
+    {
+        "Qwen3_5GatedDeltaNet",
+        "Qwen3_5MoeGatedDeltaNet",
+        "Qwen3NextGatedDeltaNet",
+        "OlmoHybridGatedDeltaNet",
+        "KimiLinearDeltaAttention",
+        "Lfm2ShortConv",
+        "Lfm2MoeShortConv",
+        "NemotronHMamba2Mixer",
+        "FalconH1Mixer",
+        "BambaMixer",
+        "GraniteMoeHybridMambaLayer",
+        "JambaMambaMixer",
+    }
+)
 NO_ATTENTION_INTERFACE = "its attention does not go through transformers' AttentionInterface"
 LOGIT_TRANSFORMS = ("final_logit_softcapping", "logit_scale", "logits_scaling", "output_multiplier")
 
 
 def packing_obstacle(model: Any) -> str | None:
     """Why this model would compute wrong results on packed sequences; None if it would not."""
-    text, decoder = model.config.get_text_config(), model.get_decoder()
-    layers = set(getattr(text, "layer_types", None) or ())
-    if has_recurrent_state(model) or layers & {"linear_attention", "conv", "hybrid", "hybrid_sliding"}:
+    decoder, kinds = model.get_decoder(), set(layer_types(model.config))
+    if (has_recurrent_state(model) or kinds & RECURRENT_LAYERS) and not recurrent_layers(model):
         return "the state of its linear-attention, state-space or convolution layers leaks into the next sequence"
-    if layers - PACKABLE_LAYERS:
-        return f"its layers of {', '.join(sorted(layers - PACKABLE_LAYERS))} are not supported by packed attention"
-    if not getattr(decoder, "_supports_attention_backend", False):
+    if unknown := sorted(kinds - PACKABLE_LAYERS - RECURRENT_LAYERS - TOKENWISE_LAYERS):
+        return f"its layers of {', '.join(unknown)} are not supported by packed attention"
+    # the hybrid families do not declare it; if their attention were different, the first forward would raise
+    if not getattr(decoder, "_supports_attention_backend", False) and not recurrent_layers(model):
         return NO_ATTENTION_INTERFACE
     return None
+
+
+def layer_types(config: Any) -> list[str]:
+    """The kind of each decoder layer, by transformers' names; empty if the family has one kind only."""
+    return list(getattr(config.get_text_config(), "layer_types", None) or ())
+
+
+def attention_layer_count(config: Any) -> int:
+    """How many decoder layers have attention; a layer of a hybrid kind has attention and a recurrent part."""
+    kinds = layer_types(config)
+    without = TOKENWISE_LAYERS | {"linear_attention", "conv"}
+    return sum(kind not in without for kind in kinds) if kinds else config.get_text_config().num_hidden_layers
+
+
+def recurrent_layers(model: Any) -> list[Any]:
+    """The modules that carry a state from token to token, and compute one sequence per row of their input."""
+    return [module for module in model.get_decoder().modules() if type(module).__name__ in RECURRENT_CLASSES]
 
 
 def has_recurrent_state(model: Any) -> bool:

@@ -12,6 +12,12 @@ LINEAR = {
     "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 8, "linear_value_head_dim": 8,
     "layer_types": ["linear_attention", "full_attention"],
 }  # fmt: skip
+LATENT = {
+    "kv_lora_rank": 8, "qk_rope_head_dim": 4, "qk_nope_head_dim": 8, "v_head_dim": 6, "num_key_value_heads": 4,
+}  # fmt: skip
+MAMBA = {"mamba_n_heads": 4, "mamba_d_head": 16, "mamba_d_state": 8, "mamba_n_groups": 1, "mamba_chunk_size": 16}
+ROUTED = {"num_experts_per_tok": 2, "moe_intermediate_size": 16}
+GEMMA = {"sliding_window": 5, "hidden_size_per_layer_input": 8, "vocab_size_per_layer_input": 97}
 TEXT = {
     "qwen2": {},
     "qwen2_sliding": {"use_sliding_window": True, "sliding_window": 5, "max_window_layers": 1},
@@ -25,11 +31,41 @@ TEXT = {
     "mixtral": {"num_local_experts": 4, "sliding_window": 5},
     "gpt_oss": {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 5, "layer_types": BOTH},
     "deepseek_v3": {
-        "q_lora_rank": 8, "kv_lora_rank": 8, "qk_rope_head_dim": 4, "qk_nope_head_dim": 8, "v_head_dim": 6,
-        "num_key_value_heads": 4, "first_k_dense_replace": 2, "n_routed_experts": 8, "n_group": 2, "topk_group": 1,
+        **LATENT, "q_lora_rank": 8, "first_k_dense_replace": 2, "n_routed_experts": 8, "n_group": 2, "topk_group": 1,
         "head_dim": 4, "num_experts_per_tok": 2,
     },
     "diffllama": {},
+    "ernie4_5": {},
+    "ernie4_5_moe": {"moe_num_experts": 4, "moe_k": 2, "moe_intermediate_size": 16, "moe_layer_start_index": 1},
+    "gemma3n_text": {
+        **GEMMA, "layer_types": [*BOTH, BOTH[0], *BOTH], "num_hidden_layers": 5, "num_kv_shared_layers": 2,
+        "laurel_rank": 4, "activation_sparsity_pattern": [0.9, 0.0, 0.0, 0.0, 0.0],
+    },
+    "gemma4_text": {
+        **GEMMA, "layer_types": BOTH * 2, "num_hidden_layers": 4, "num_kv_shared_layers": 2, "global_head_dim": 16,
+        "rope_parameters": {kind: {"rope_type": "default", "rope_theta": 1e4} for kind in BOTH},
+    },
+    "glm4_moe": {**ROUTED, "n_routed_experts": 4, "first_k_dense_replace": 1},
+    "ministral3": {},
+    "olmo3": {"sliding_window": 5, "layer_types": BOTH},
+    "falcon_h1": {**MAMBA, "mamba_d_ssm": 64},
+    "granitemoehybrid": {
+        **MAMBA, "layer_types": ["mamba", "attention"], "num_local_experts": 4, "num_experts_per_tok": 2,
+        "shared_intermediate_size": 16,
+    },
+    "kimi_linear": {
+        **LATENT, **ROUTED, "layer_types": LINEAR["layer_types"], "linear_head_dim": 8, "linear_num_heads": 4,
+        "num_local_experts": 4,
+    },
+    "lfm2": {"layer_types": ["conv", "full_attention"], "block_multiple_of": 8},
+    "lfm2_moe": {**EXPERTS, "layer_types": ["conv", "full_attention"], "num_dense_layers": 1},
+    "nemotron_h": {
+        **ROUTED, "layers_block_type": ["linear_attention", "moe", "full_attention", "mlp"], "ssm_state_size": 8,
+        "mamba_num_heads": 4, "mamba_head_dim": 8, "n_groups": 2, "moe_shared_expert_intermediate_size": 16,
+        "n_routed_experts": 4, "chunk_size": 16,
+    },
+    "olmo_hybrid": LINEAR,
+    "qwen3_next": {**LINEAR, **EXPERTS, "shared_expert_intermediate_size": 16},
     "gpt2": {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 128},
 }  # fmt: skip
 SIGLIP = {
@@ -59,6 +95,7 @@ OMNI = {  # with an audio tower, which gets no input
     },
     **QWEN_IDS, "audio_token_id": 96, "audio_start_token_id": 93, "audio_end_token_id": 94,
 }  # fmt: skip
+VIT35 = {name: value for name, value in VIT3.items() if name != "deepstack_visual_indexes"}
 PATCHES = (4, (16, 3 * 2 * 4 * 4))
 VISION = {  # the config, tokens per image, shape of its pixel_values
     "llava": (
@@ -126,16 +163,6 @@ VISION = {  # the config, tokens per image, shape of its pixel_values
         },
         *PATCHES,
     ),
-    "qwen2_5_omni_thinker": ({"text_config": {**WORDS, **ROPE}, "vision_config": VIT25, **OMNI}, *PATCHES),
-    "qwen3_omni_moe_thinker": (
-        {
-            "text_config": {**BASE, **ROPE, **EXPERTS, "decoder_sparse_step": 1}, "vision_config": VIT3, **OMNI,
-        },
-        *PATCHES,
-    ),
-}  # fmt: skip
-VIT35 = {name: value for name, value in VIT3.items() if name != "deepstack_visual_indexes"}
-HYBRID = {  # like VISION, for families whose rows cannot be packed
     "qwen3_5": ({"text_config": {**BASE, **ROPE, **LINEAR}, "vision_config": VIT35, **QWEN_IDS}, *PATCHES),
     "qwen3_5_moe": (
         {
@@ -144,20 +171,30 @@ HYBRID = {  # like VISION, for families whose rows cannot be packed
         },
         *PATCHES,
     ),
+    "qwen2_5_omni_thinker": ({"text_config": {**WORDS, **ROPE}, "vision_config": VIT25, **OMNI}, *PATCHES),
+    "qwen3_omni_moe_thinker": (
+        {
+            "text_config": {**BASE, **ROPE, **EXPERTS, "decoder_sparse_step": 1}, "vision_config": VIT3, **OMNI,
+        },
+        *PATCHES,
+    ),
 }  # fmt: skip
 REFUSED = {
-    "qwen3_next": ({**LINEAR, **EXPERTS, "shared_expert_intermediate_size": 16}, "linear-attention, state-space"),
-    "qwen3_5_text": (LINEAR, "linear-attention, state-space"),
     "mamba": ({"state_size": 4}, "linear-attention, state-space"),
-    "falcon_h1": ({"mamba_d_ssm": 32, "mamba_n_heads": 4, "mamba_d_head": 8, "mamba_d_state": 8}, "state-space"),
     "minimax": ({"num_local_experts": 2, "layer_types": LINEAR["layer_types"]}, "linear-attention"),
-    "lfm2": ({"layer_types": ["conv", "full_attention"], "block_multiple_of": 8}, "convolution"),
     "llama4_text": (
         {
             "num_local_experts": 2, "intermediate_size_mlp": 32, "attention_chunk_size": 5,
             "layer_types": ["chunked_attention", "full_attention"],
         },
         "layers of chunked_attention",
+    ),
+    "glm_moe_dsa": (
+        {
+            **LATENT, **ROUTED, "q_lora_rank": 8, "n_routed_experts": 4, "index_topk": 64, "index_head_dim": 8,
+            "index_n_heads": 2, "head_dim": 4,
+        },
+        "layers of indexed_attention",
     ),
     "gpt_neo": (
         {"attention_types": [[["global", "local"], 1]], "num_layers": 2, "num_heads": 4, "window_size": 5},

@@ -77,7 +77,8 @@ SPLITS = {  # ranks, the engine's options, cases
     "2 replicas x 2 shards": (4, HALVES, ["qwen2_values", "qwen2_no_rows", "qwen2_5_vl"]),
     "2 replicas x 2 shards, Ulysses 2": (4, {**SHARED, **HALVES}, ["qwen2"]),
 }
-FAMILIES = [*test_families.TEXT, *test_families.VISION]
+RECURRENT = {*test_families.RECURRENT, "qwen3_5", "qwen3_5_moe"}
+FAMILIES = [name for name in [*test_families.TEXT, *test_families.VISION] if name not in RECURRENT]
 # all cases: one for each layout and model, each family on two ranks, and the errors
 NAMES = [f"{split}/{name}" for split, (*_, names) in SPLITS.items() for name in names]
 NAMES += [*(f"family/{family}" for family in FAMILIES), "errors"]
@@ -142,6 +143,7 @@ def make_case(case, processor=None, **options):
         model=with_value_head(model) if is_value else model,
         device="cpu",
         optimizer=lambda params: torch.optim.AdamW(params, lr=1e-2, eps=1e-4),
+        keep_gradients=True,
         **{**case.options, **options},
     )
 
@@ -233,6 +235,8 @@ def errors(out):
         "rope": lambda: make_case(
             Case("qwen2", config={"rope_parameters": {"rope_type": "dynamic", "factor": 2.0}}), **SHARED
         ),
+        "recurrent": lambda: make_case(Case("lfm2", config=test_families.TEXT["lfm2"]), **SHARED),
+        "recurrent_tensor": lambda: make_case(Case("lfm2", config=test_families.TEXT["lfm2"]), **TENSOR),
         "padded": lambda: make_case(qwen2, **SHARED, use_remove_padding=False),
         "rows": lambda: engine.train_batch(make_rows(None, [rank, 5]), POLICY[0], OUTPUTS[POLICY]),
         "field": lambda: engine.infer_batch(make_rows(None, [0]).add(weight=torch.tensor([float(rank)]))),

@@ -117,3 +117,49 @@ def test_a_rank_without_rows_has_no_flops():
     assert batch_flops(QWEN2_5_VL_7B, collate([])) == 0
     text = collate([append_response(prompt_sample([1, 2, 3]), [4], [-1.0])])
     assert batch_flops(QWEN2_5_VL_7B, text) == forward_flops(QWEN2_5_VL_7B, [(4, 0)], scored=1)
+
+
+DELTA = {
+    "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 8, "linear_value_head_dim": 16,
+    "head_dim": 32, "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", ["qwen3_5_text", "qwen3_next"])
+def test_the_gated_delta_rule_equals_what_torch_counts_in_linear_layers(kind):
+    """Its convolution (4 wide, 96 channels) and its recurrence (4 heads, states of 8 x 16) are counted by hand."""
+    more = {} if kind == "qwen3_5_text" else {**EXPERTS, "shared_expert_intermediate_size": 48}
+    config, n = AutoConfig.for_model(kind, **SMALL, **DELTA, **more), 10
+    config._attn_implementation = config._experts_implementation = "eager"
+    model = AutoModelForCausalLM.from_config(config)
+    with FlopCounterMode(display=False) as counter, torch.no_grad():
+        model(input_ids=torch.randint(0, 300, (1, n)))
+    root = type(model).__name__
+    counts = counter.get_flop_counts()
+    delta = [name for name in counts if name.endswith(".linear_attn")]
+    linear = sum(sum(counts[name].values()) for name in counts if ".linear_attn." in name)
+    in_delta = sum(sum(counts[name].values()) for name in delta)
+    assert len(delta) == 2 and root in counts
+    upper = n * n - n * (n + 1) // 2
+    expected = counter.get_total_flops() - in_delta + linear - 4 * 4 * 32 * upper
+    expected += 2 * n * (2 * 4 * (2 * 16 + 64) + 6 * 4 * 8 * 16)
+    assert forward_flops(config, [(n, 0)], scored=n) == expected
+    after_prompt = forward_flops(config, [(4, 6)]) - forward_flops(config, [(4, 0)])
+    delta_token = (linear // n // 2) + 2 * 4 * (2 * 16 + 64) + 6 * 4 * 8 * 16
+    assert after_prompt == 2 * 6 * delta_token + 4 * 4 * 32 * 4 * 6
+
+
+@pytest.mark.parametrize(
+    ("kind", "options", "why"),
+    [
+        ("deepseek_v3", {}, "multi-head latent attention"), ("lfm2", {"layer_types": ["conv"] * 3}, "layers of conv"),
+        ("gemma3n_text", {"num_kv_shared_layers": 0}, "embeddings of each layer"),
+        ("glm4_moe", {}, "shared experts"),
+    ],
+)  # fmt: skip
+def test_families_with_other_layers_are_named(kind, options, why):
+    config = AutoConfig.for_model(kind, **{**SMALL, **options})
+    with pytest.raises(ValueError, match=f"expected a family whose FLOPs are known, got {kind}: its {why}"):
+        forward_flops(config, [(4, 0)])
+    text = collate([append_response(prompt_sample([1, 2, 3]), [4], [-1.0])])
+    assert batch_flops(config, text) != batch_flops(config, text)  # nan

@@ -43,7 +43,11 @@ WIDE = {
 }  # fmt: skip
 # of latent attention vLLM has one size on a CPU, and RoPE for it only with YaRN, as DeepSeek's own checkpoints have it:
 # its kernel for plain RoPE misreads queries of several heads
+# vLLM's kernel for the gated delta rule has one size on a CPU
+DELTA = {"linear_key_head_dim": 128, "linear_value_head_dim": 128}
 MORE = {
+    "qwen3_next": DELTA, "qwen3_5": DELTA, "qwen3_5_moe": DELTA,
+    "gemma4_text": {"global_head_dim": 64, "hidden_size_per_layer_input": 32},
     "deepseek_v3": {
         "kv_lora_rank": 512, "qk_rope_head_dim": 64, "head_dim": 64, "qk_nope_head_dim": 32, "v_head_dim": 24,
         "first_k_dense_replace": 1, "topk_method": "noaux_tc", "scoring_func": "sigmoid", "rope_parameters": {
@@ -62,11 +66,16 @@ SIZE = {"max_model_len": 256, "max_num_seqs": 8, "kv_cache_memory_bytes": 16 << 
 
 def seeing(family, reader):
     config = family_processors.model(family).config.to_dict()
-    text, vision = config["text_config"] | WIDE | {"vocab_size": len(reader.tokenizer)}, config["vision_config"]
+    text, vision = (
+        config["text_config"] | WIDE | MORE.get(family, {}) | {"vocab_size": len(reader.tokenizer)},
+        config["vision_config"],
+    )
     if "mrope_section" in (rope := text.get("rope_parameters") or {}):
         rope["mrope_section"] = SECTIONS[family[:4]]
     if family.startswith("glm"):
         rope["partial_rotary_factor"], text["use_qk_norm"] = 0.5, False
+    if family.startswith("qwen3_5"):
+        rope["partial_rotary_factor"], rope["mrope_section"] = 0.5, [4, 2, 2]
     if family.startswith("qwen3"):  # published configs say what transformers does anyway
         rope["mrope_interleaved"] = text["norm_topk_prob"] = True
     vision |= {"out_hidden_size": 64} if "out_hidden_size" in vision else {}
@@ -77,7 +86,8 @@ def seeing(family, reader):
 
 
 def of_text(family, reader):
-    config = BASE | TEXT[family] | WIDE | MORE.get(family, {}) | {"vocab_size": len(reader)}
+    config = BASE | TEXT[family] | WIDE | MORE.get(family, {})
+    config |= dict.fromkeys([name for name in config if "vocab_size" in name], len(reader))
     config = AutoConfig.for_model(family, **config)
     return seeded(lambda: AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation="eager"))
 
@@ -105,6 +115,8 @@ def build(family, path):
     for name, buffer in model.named_buffers():
         if name.endswith("correction_bias"):  # of routers: no parameter, so that it is not handed over, and must stay
             buffer.normal_()
+    if family.startswith(("qwen3_5", "qwen3_next")):  # vLLM computes them in bfloat16
+        model.bfloat16().float()
     model.generation_config.eos_token_id = getattr(reader, "tokenizer", reader).eos_token_id
     model.save_pretrained(path)
     reader.save_pretrained(path)
@@ -133,7 +145,7 @@ def measure(family, path):
         facts["start"] = distance()
         with torch.no_grad():
             for parameter in engine.module.parameters():
-                parameter.mul_(1.1)
+                parameter.mul_(1.125).copy_(parameter.bfloat16())  # numbers that vLLM can represent in either dtype
         facts["unsynced"] = distance()
         rollout.update_weights(engine.get_per_tensor_param())
         facts["synced"] = distance()

@@ -10,11 +10,16 @@ from types import SimpleNamespace
 
 import pytest
 from isolated_cases import require, run_cases
+from transformers import AutoConfig
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "engines"))
+from family_configs import BASE, TEXT
 
 from rlkit.data.samples import prompt_sample
 from rlkit.rollout import Sampling
 from rlkit.rollout.inference_requests import finished_sample
 from rlkit.rollout.vllm import SUPPORTED, cpu_options, import_vllm
+from rlkit.rollout.vllm_cpu import OBSTACLES, cpu_dtype_and_options
 from rlkit.rollout.vllm_requests import request_seed, vllm_prompt, vllm_sampling_params
 
 KINDS = ["qwen2", "qwen2_tied", "qwen3_moe", "qwen3_vl", "qwen2_5_vl"]
@@ -23,8 +28,13 @@ TOLERANCE = 1e-5
 FAMILIES = [
     "internvl", "llava", "smolvlm", "idefics3", "glm4v", "glm4v_moe", "qwen2_vl", "qwen3_vl_moe",
     "llama", "mistral", "qwen3", "qwen2_moe", "gemma2", "gemma3_text", "mixtral", "gpt2",
-    "deepseek_v3",
+    "deepseek_v3", "ernie4_5_moe", "gemma4_text",
 ]  # fmt: skip
+# the rest runs by `make families`
+MORE_FAMILIES = ["ernie4_5", "falcon_h1", "glm4_moe", "ministral3"]
+BFLOAT16 = ["qwen3_5", "qwen3_next"]  # vLLM's kernel for the gated delta rule has no other dtype on a CPU
+MORE_BFLOAT16 = ["qwen3_5_moe"]
+BFLOAT16_TOLERANCE = 0.08
 OTHER_CPU = "deepseek_v3/other_cpu"
 POSITIONS = ["Qwen2VL", "Qwen2_5_VL"]
 REFUSED = {
@@ -61,7 +71,7 @@ def run(folder, names, ranks):
 @pytest.fixture(scope="module")
 def alone(tmp_path_factory):
     """Measurements of one process, by case."""
-    names = [*KINDS, "nccl", *(f"family/{name}" for name in [*FAMILIES, OTHER_CPU, *REFUSED])]
+    names = [*KINDS, "nccl", *(f"family/{name}" for name in [*FAMILIES, *BFLOAT16, OTHER_CPU, *REFUSED])]
     names += [*(f"positions/{name}" for name in POSITIONS), "models/known"]
     return run(tmp_path_factory.mktemp("alone"), names, 1)[0]
 
@@ -91,6 +101,11 @@ def test_a_family_samples_what_its_trainer_scores(alone, family):
     assert_sampled_as_scored(alone[f"family/{family}"])
 
 
+@pytest.mark.parametrize("family", BFLOAT16)
+def test_a_family_samples_what_its_trainer_scores_in_bfloat16(alone, family):
+    assert_close_in_bfloat16(alone[f"family/{family}"])
+
+
 def test_latent_attention_works_with_and_without_amx(alone):
     """Its kernel for CPUs with AMX refuses float32; both are simulated."""
     assert_sampled_as_scored(alone[f"family/{OTHER_CPU}"])
@@ -98,6 +113,12 @@ def test_latent_attention_works_with_and_without_amx(alone):
 
 def assert_sampled_as_scored(facts):
     assert facts["start"] < TOLERANCE and facts["synced"] < TOLERANCE and facts["unsynced"] > 0.3, facts
+
+
+def assert_close_in_bfloat16(facts):
+    """The trainer computes in float32, with weights that bfloat16 can represent."""
+    assert facts["start"] < BFLOAT16_TOLERANCE and facts["synced"] < BFLOAT16_TOLERANCE, facts
+    assert facts["unsynced"] > 3 * BFLOAT16_TOLERANCE, facts
 
 
 @pytest.mark.parametrize("family", REFUSED)
@@ -213,6 +234,23 @@ def test_an_attention_back_end_that_refuses_the_dtype_is_named():
     assert cpu_options("bfloat16", {"attention_backend": "AMX_MLA"})["attention_backend"] == "AMX_MLA"
     assert cpu_options("float32", {})["attention_backend"] == "CPU_MLA"
     assert "attention_backend" not in cpu_options("float32", {"attention_config": {"backend": "CPU_ATTN"}})
+
+
+@pytest.mark.parametrize("family", OBSTACLES)
+def test_a_family_that_vllm_cannot_compute_on_a_cpu_is_named(tmp_path, family):
+    AutoConfig.for_model(family, **{**BASE, **TEXT[family]}).save_pretrained(tmp_path)
+    expected = f"model: expected a family that vLLM can compute on a CPU, got {family}: {OBSTACLES[family]}; use"
+    with pytest.raises(ValueError, match=f"^{expected} rollout 'hf'$"):
+        cpu_dtype_and_options(str(tmp_path), None)
+
+
+def test_the_gated_delta_rule_is_sampled_in_bfloat16_on_a_cpu(tmp_path):
+    AutoConfig.for_model("qwen3_next", **{**BASE, **TEXT["qwen3_next"]}).save_pretrained(tmp_path)
+    assert cpu_dtype_and_options(str(tmp_path), None) == ("bfloat16", {"enable_prefix_caching": False})
+    with pytest.raises(ValueError, match="^dtype: expected bfloat16 for qwen3_next in vLLM on a CPU, got float32$"):
+        cpu_dtype_and_options(str(tmp_path), "float32")
+    AutoConfig.for_model("qwen3", **BASE).save_pretrained(tmp_path)
+    assert cpu_dtype_and_options(str(tmp_path), None) == ("float32", {})
 
 
 def test_no_vllm_is_an_error_that_says_how_to_get_it(monkeypatch):

@@ -95,6 +95,8 @@ FAMILIES = {
     "qwen2_5_vl": lambda: qwen_vl("Qwen2_5_VL"),
     "qwen3_vl": qwen_vl,
     "qwen3_vl_moe": qwen_vl,
+    "qwen3_5": qwen_vl,
+    "qwen3_5_moe": qwen_vl,
     "glm4v_moe": glm4v,
     "glm46v": lambda: glm4v("Glm46V"),
     **{make.__name__: make for make in (glm4v, internvl, llava, idefics3, smolvlm, gemma3)},

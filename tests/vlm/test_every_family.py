@@ -55,7 +55,8 @@ def model(family):
     if family in SEES:
         return family_processors.model(family)
     dropout = {"attn_pdrop": 0, "resid_pdrop": 0, "embd_pdrop": 0} if family == "gpt2" else {}
-    return text_model(family, {**TEXT[family], **dropout, "vocab_size": len(reader(family))}, "eager")
+    sizes = dict.fromkeys([name for name in ("vocab_size", *TEXT[family]) if "vocab_size" in name], len(reader(family)))
+    return text_model(family, {**TEXT[family], **dropout, **sizes}, "eager")
 
 
 @cache

@@ -17,6 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from rlkit.engines.distributed import full_tensor
+from rlkit.vlm.families import recurrent_layers
 
 REPLICATED = "replicated_with_grad_allreduce"  # the plan's name for weights that every rank uses for its own heads
 
@@ -32,11 +33,16 @@ def apply_tensor_parallel(base: Any, mesh: DeviceMesh) -> list[nn.Module]:
         The replicated modules, whose gradients differ between ranks: see `all_reduce_gradients`.
 
     Raises:
-        ValueError: a model without a plan, an unsupported style in its plan, or heads that the ranks cannot share.
+        ValueError: a model without a plan or with recurrent layers, an unsupported style in its plan, or heads that the
+            ranks cannot share.
     """
     from transformers.distributed.tensor_parallel import apply_tensor_parallelism, replace_layer_number_by_wildcard
 
     size, text = mesh.size(), base.config.get_text_config()
+    if recurrent_layers(base):
+        raise ValueError(
+            f"tensor: expected 1 for {text.model_type}, whose recurrent layers are not sharded, got {size}"
+        )
     embeddings = base.get_output_embeddings(), base.get_input_embeddings()  # often the same module
     modules = {replace_layer_number_by_wildcard(name): module for name, module in base.named_modules()}
     plan = {name: style for name, style in base.tp_plan.items() if modules.get(name) not in embeddings}

@@ -25,15 +25,18 @@ from transformers.masking_utils import sdpa_mask
 
 from rlkit.engines.packing.flash import flash_attn_varlen_func, flash_supports, flash_varlen_attention
 from rlkit.engines.packing.layout import PackedLayout
+from rlkit.engines.packing.recurrent import use_separate_sequences
 from rlkit.engines.packing.ulysses import gather_heads_scatter_tokens, gather_tokens_scatter_heads
 from rlkit.vlm.families import (
     BIDIRECTIONAL_IMAGE_FAMILIES,
     NO_ATTENTION_INTERFACE,
+    attention_layer_count,
     bidirectional_obstacle,
     check_rope_lengths,
     image_groups,
     length_dependent_rope,
     packing_obstacle,
+    recurrent_layers,
 )
 
 NAME = "rlkit_packed"
@@ -232,6 +235,7 @@ def use_packed_attention(model: PreTrainedModel, *, packed: bool = False) -> Non
         raise ValueError(_cannot_pack(family, obstacle))
     if packed and not_causal:
         raise ValueError(f"model: expected causal attention, got {family}: {not_causal}")
+    use_separate_sequences(model)
     rope = length_dependent_rope(model.config)
     before = partial(_before_forward, config=model.config, rope=rope, obstacle=obstacle, not_causal=not_causal)
     model.register_forward_pre_hook(before, with_kwargs=True)
@@ -282,7 +286,13 @@ def _before_forward(
 
 def _after_forward(module: Any, args: Any, kwargs: dict[str, Any], output: Any) -> None:
     """Forward hook: raise if a layer computed its attention in another way, which knows nothing of segments."""
-    layout, layers = kwargs.get("packed_layout"), module.config.get_text_config().num_hidden_layers
-    if layout is not None and layout.attention_calls < layers:
-        why = f"only {layout.attention_calls} of its {layers} layers call packed attention"
+    layout = kwargs.get("packed_layout")
+    if layout is None:
+        return
+    attention, recurrent = attention_layer_count(module.config), len(recurrent_layers(module))
+    if layout.attention_calls < attention:
+        why = f"only {layout.attention_calls} of its {attention} layers call packed attention"
+        raise ValueError(_cannot_pack(module.config.model_type, why))
+    if layout.recurrent_calls < recurrent:
+        why = f"only {layout.recurrent_calls} of its {recurrent} recurrent layers keep its sequences apart"
         raise ValueError(_cannot_pack(module.config.model_type, why))

@@ -32,6 +32,7 @@ class PackedLayout:
             attend to each other.
         ulysses: the ranks that share the row; None if one rank has all of it.
         attention_calls: how many layers have called packed attention with this layout.
+        recurrent_calls: how many recurrent layers have computed its sequences one by one.
     """
 
     def __init__(
@@ -45,7 +46,7 @@ class PackedLayout:
         self.key_lengths = [prefix + own for (_, prefix), own in zip(prefixes, lengths, strict=True)]
         self.image_ids: Tensor | None = None
         self.ulysses: UlyssesGroup | None = None
-        self.attention_calls = 0
+        self.attention_calls = self.recurrent_calls = 0
 
     @property
     def sequence_lengths(self) -> list[int]:
@@ -116,6 +117,7 @@ class PackedLayout:
             key_indices=torch.where(is_key, key_indices, 0).to(self.device),
             distance=distance.to(self.device),
             valid_queries=is_query.flatten().nonzero()[:, 0].to(self.device),
+            own_keys=(is_key & (k >= prefix)).flatten().nonzero()[:, 0].to(self.device),
             is_key=is_key.to(self.device),
         )
 
@@ -128,6 +130,7 @@ class AttentionBlock(NamedTuple):
         key_indices: [S, K] index of each key in the row; 0 for padding.
         distance: [S, Q, K], or [Q, K] if no segment has a prefix: how many tokens a key lies before a query.
         valid_queries: flat indices of the queries, of all S * Q, that are not padding.
+        own_keys: flat indices, of all S * K keys, of the same tokens: neither padding nor in a prefix.
         is_key: [S, K], False for padding.
     """
 
@@ -135,6 +138,7 @@ class AttentionBlock(NamedTuple):
     key_indices: Tensor
     distance: Tensor
     valid_queries: Tensor
+    own_keys: Tensor
     is_key: Tensor
 
     def attention_mask(self, window: int | None, image_ids: Tensor | None) -> Tensor | None:

@@ -20,6 +20,8 @@ from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.utils._pytree import tree_leaves
 
+from rlkit.vlm.families import recurrent_layers
+
 # a decoder's argument with one entry for each image token -> the argument that says which tokens these are
 IMAGE_TOKEN_MASKS = {"deepstack_visual_embeds": "visual_pos_masks"}
 
@@ -64,6 +66,11 @@ def apply_ulysses(model: Any, size: int, device: torch.device, *, packed: bool) 
     if changing := sorted(kinds & {"dynamic", "longrope"}):
         raise ValueError(
             f"{name}: expected 1 for {text.model_type}, whose RoPE ({changing[0]}) depends on the longest position, "
+            f"got {size}"
+        )
+    if recurrent_layers(model):
+        raise ValueError(
+            f"{name}: expected 1 for {text.model_type}, whose recurrent layers need a whole sequence on one rank, "
             f"got {size}"
         )
     if not packed:

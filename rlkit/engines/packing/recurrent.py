@@ -1,0 +1,80 @@
+"""Recurrent layers in packed rows: gated delta rule, state-space models and short convolutions.
+
+Such a layer carries a state from token to token, across the boundaries of packed sequences. transformers can pass
+boundaries to GPU kernels (`cu_seq_lens_q`), but its layers in plain torch ignore them. Here forward hooks give the
+layer its input as a batch, one row per sequence, so its state starts at zero in each. All other layers compute the
+packed row, and no model code changes.
+
+Answers that share a prompt: a row is the prompt followed by one answer, so these layers compute the prompt once for
+each answer, and the rest of the model computes it once for all of them.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor, nn
+
+from rlkit.engines.packing.layout import AttentionBlock, PackedLayout
+from rlkit.vlm.families import recurrent_layers
+
+
+def use_separate_sequences(model: Any) -> None:
+    """Let each recurrent layer of the model compute the sequences of a packed row one by one."""
+    parents = {id(child): parent for parent in model.modules() for child in parent.children()}
+    for layer in recurrent_layers(model):
+        SeparateSequences(parents[id(layer)], layer)
+
+
+class SeparateSequences:
+    """Forward hooks that split the packed row into sequences before a recurrent layer, and join its outputs after it.
+
+    The layer's own call computes the first block of sequences. The other blocks, whose sequences have other lengths,
+    are computed by further calls of its `forward`.
+
+    Args:
+        decoder_layer: transformers passes it the `packed_layout`. It is read there for each call, because gradient
+            checkpointing calls a decoder layer again in backward.
+        recurrent_layer: a module inside it, [B, T, H] -> [B, T, H], causal.
+    """
+
+    def __init__(self, decoder_layer: nn.Module, recurrent_layer: nn.Module) -> None:
+        self.layout: PackedLayout | None = None
+        self.packed: Tensor | None = None
+        decoder_layer.register_forward_pre_hook(self.read_layout, with_kwargs=True)
+        recurrent_layer.register_forward_pre_hook(self.split, with_kwargs=True)
+        recurrent_layer.register_forward_hook(self.join, with_kwargs=True)
+
+    def read_layout(self, decoder_layer: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
+        self.layout = kwargs.get("packed_layout")
+
+    def split(self, layer: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]] | None:
+        """Forward pre-hook: the first block of sequences instead of the packed row."""
+        if self.layout is None:
+            return None
+        kwargs = {name: value for name, value in kwargs.items() if name != "packed_layout"}
+        packed = kwargs.pop("hidden_states") if "hidden_states" in kwargs else args[0]
+        self.packed, self.layout.recurrent_calls = packed, self.layout.recurrent_calls + 1
+        return (rows_of(packed, self.layout.blocks[0]),), kwargs
+
+    def join(self, layer: nn.Module, args: Any, kwargs: dict[str, Any], output: Tensor) -> Tensor | None:
+        """Forward hook: the output of the packed row, from those of all blocks."""
+        if self.layout is None or self.packed is None:
+            return None
+        first, *others = self.layout.blocks
+        packed, self.packed = self.packed, None
+        out = put_back(output.new_zeros(packed.shape[1], output.shape[-1]), first, output)
+        for block in others:
+            out = put_back(out, block, layer.forward(rows_of(packed, block), **kwargs))
+        return out[None]
+
+
+def rows_of(packed: Tensor, block: AttentionBlock) -> Tensor:
+    """[1, N, H] -> [S, K, H]: the sequences of a block with their shared prompts, padded on the right."""
+    return packed[0].index_select(0, block.key_indices.flatten()).unflatten(0, block.key_indices.shape)
+
+
+def put_back(out: Tensor, block: AttentionBlock, rows: Tensor) -> Tensor:
+    """Copy the outputs [S, K, H] of a block to its own tokens in [N, H]; those of padding and prefixes are dropped."""
+    own = rows.flatten(0, 1).index_select(0, block.own_keys)
+    return out.index_copy(0, block.query_indices.flatten().index_select(0, block.valid_queries), own)

@@ -1,0 +1,47 @@
+"""What vLLM can compute on a CPU, and with which options, by model family. Imports no vLLM."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from rlkit.vlm.families import RECURRENT_LAYERS, layer_types
+from rlkit.vlm.loading import load_config
+
+# model types of text models, in vLLM 0.32
+BFLOAT16_ONLY = frozenset({"qwen3_next", "qwen3_5_text", "qwen3_5_moe_text"})  # its kernel for the gated delta rule
+OBSTACLES = {
+    "kimi_linear": "its kernels for linear attention need Triton, so a GPU",
+    "olmo_hybrid": "its kernels for linear attention need Triton, so a GPU",
+    "lfm2": "its short convolutions compute wrong log-probabilities on a CPU",
+    "lfm2_moe": "its short convolutions compute wrong log-probabilities on a CPU",
+}
+
+
+def cpu_dtype_and_options(
+    model: str, dtype: str | None, *, trust_remote_code: bool = False
+) -> tuple[str, dict[str, Any]]:
+    """The dtype of vLLM's weights on a CPU, and options that the model's family needs there.
+
+    Args:
+        model: directory or hub id.
+        dtype: as asked for; None for float32, or bfloat16 where the family has no other.
+
+    Raises:
+        ValueError: a family that vLLM cannot compute on a CPU, or not in this dtype.
+    """
+    try:
+        config = load_config(model, trust_remote_code=trust_remote_code)
+    except ValueError:  # vLLM will say what is wrong with it
+        return dtype or "float32", {}
+    family = config.get_text_config().model_type
+    if family in OBSTACLES:
+        raise ValueError(
+            f"model: expected a family that vLLM can compute on a CPU, got {config.model_type}: {OBSTACLES[family]}; "
+            "use rollout 'hf'"
+        )
+    if family in BFLOAT16_ONLY and dtype not in (None, "bfloat16"):
+        raise ValueError(f"dtype: expected bfloat16 for {config.model_type} in vLLM on a CPU, got {dtype}")
+    recurrent = RECURRENT_LAYERS & {*layer_types(config)}
+    # states are cached only with chunked prefill, which is off on a CPU
+    options = {"enable_prefix_caching": False} if recurrent else {}
+    return dtype or ("bfloat16" if family in BFLOAT16_ONLY else "float32"), options
