@@ -217,7 +217,7 @@ def main(cfg: Config) -> None:
         start, updates = cfg.critic_model or path, cfg.steps * per_batch
         critic = runs.build_value_engine(cfg, start, processor, updates=updates, lr=cfg.critic_lr)
         reference = runs.build_reference(cfg, path, processor, engine) if cfg.kl_coef else None
-        rollout = runs.build_rollout(cfg, path, processor, engine)
+        rollout = runs.build_rollout(cfg, path, processor, engine, beside=[critic])
         state = runs.resume(cfg, run, checkpoints=engine, critic_checkpoints=critic)
     sampler = runs.PolicySampler(cfg, run, task, processor, engine, rollout)
     evaluate = partial(sampler.evaluate, sampler.encode(enumerate(task.heldout)))
@@ -229,7 +229,7 @@ def main(cfg: Config) -> None:
         prompts = sampler.encode(step_rows(task.train, step, cfg.prompts_per_step, cfg.seed))
         sampling = Sampling(cfg.max_new_tokens, cfg.temperature, seed=(cfg.seed, step))
         answers = sampler.answer(prompts, sampling, n=cfg.group_size)
-        sampler.stop_if_unjudged(answers)
+        sampler.stop_if_rewards_failed(answers)
 
         run.phase("train")
         batch = collate(answers.judged)

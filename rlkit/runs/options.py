@@ -181,8 +181,12 @@ class GenerationOptions(RewardOptions):
     max_new_tokens: int = 4
     """Most tokens in an answer. The default is for the tiny model. 0, in recipes that train on given answers only:
     generate nothing, so held-out accuracy is not measured."""
-    gpu_memory_utilization: float = 0.8
-    """Share of a GPU's memory that sampling may use. With vllm: for its weights and its cache."""
+    gpu_memory_utilization: float = 0.0
+    """Share of a GPU's memory that sampling may use. With vllm: for its weights and its cache. 0: with vllm what the
+    trainer leaves, otherwise 0.8."""
+    rollout_options: dict[str, str] = field(default_factory=dict)
+    """Options of the sampling back end, as names and values. With vllm all that vllm.LLM takes, for example
+    --rollout_options tensor_parallel_size 2 quantization fp8 max_num_seqs 512."""
 
 
 @dataclass
@@ -208,7 +212,7 @@ class PolicyOptions(SamplingOptions):
     """Prompts per step whose answers are kept in samples.jsonl, with rewards and images, and shown in report.html."""
     heldout_samples: int = 0
     """Answers sampled to each held-out prompt, for their mean reward and pass@1, 2, 4, ... 0: only a greedy answer."""
-    max_unjudged: float = 0.2
+    max_failed_rewards: float = 0.2
     """Stop if the reward function failed, or returned None, on more than this share of the answers."""
     max_mismatch: float = 0.3
     """Stop if the mean |difference| of sampler and trainer log-probabilities exceeds this, or ten times its first
@@ -267,9 +271,9 @@ warmup_steps max_skipped_steps critic_warmup reward_threads max_staleness watchd
 log_prompts evaluate_every patience heldout_samples lr critic_lr weight_decay kl_coef
 sft_coef lm_coef centre_coef clip_low clip_high max_mismatch
 """.split()
-SHARES = "max_unjudged min_lr_ratio gamma lam critic_lam".split()
+SHARES = "gpu_memory_utilization max_failed_rewards min_lr_ratio gamma lam critic_lam".split()
 POSITIVE = """
-temperature max_grad_norm lora_alpha reward_seconds reward_memory gpu_memory_utilization tis_cap tool_timeout
+temperature max_grad_norm lora_alpha reward_seconds reward_memory tis_cap tool_timeout
 """.split()
 
 
@@ -304,6 +308,18 @@ def check_range(name: str, value: float, low: float, high: float = math.inf) -> 
     if not low <= value <= high:
         expected = f"at least {low:g}" if high == math.inf else f"{low:g} to {high:g}"
         raise ValueError(f"{name}: expected {expected}, got {value:g}")
+
+
+def option_value(text: str) -> bool | int | float | str:
+    """true, false and numbers as what they are; other text as it is."""
+    if text.lower() in ("true", "false"):
+        return text.lower() == "true"
+    for number in (int, float):
+        try:
+            return number(text)
+        except ValueError:
+            pass
+    return text
 
 
 def parse_options(config: type[Config], description: str, arguments: Sequence[str] | None = None) -> Config:
