@@ -31,7 +31,7 @@ def found(tiny_dir, tmp_path_factory):
     large_vocabulary().save_pretrained(config_dir)
     out = out / "plans.json"
     script = [sys.executable, HERE / "on_fake_ranks.py", tiny_dir, config_dir, out]
-    done = subprocess.run(list(map(str, script)), capture_output=True, text=True, timeout=600)
+    done = subprocess.run(list(map(str, script)), capture_output=True, text=True, timeout=1800)
     assert done.returncode == 0, done.stderr[-4000:]
     return json.loads(out.read_text())
 
@@ -88,6 +88,11 @@ def test_command_prints_tables_and_a_verdict(found):
     assert "llama: 0.11B parameters, 0.106B trained, on 2 x l4-24gb; planned without a GPU" in shown["printed"]
     assert "| forward and backward |" in shown["printed"] and "host memory of a machine" in shown["printed"]
     assert shown["printed"].strip().splitlines()[-1].startswith("fits: ")
+
+
+def test_a_recipe_that_does_not_sample_has_no_weight_sync(found):
+    shown = found["commands"]["reward_model"]
+    assert shown["end"] == 0 and "| train |" in shown["printed"] and "hand-over" not in shown["printed"]
 
 
 def test_advice_names_options_with_which_it_fits(found):
