@@ -77,6 +77,7 @@ OWN = {
     "rlkit.replay.bundles": {"rlkit.data.samples"},
     "rlkit.doctor": {"rlkit"},  # programs that check what a run would use
     "rlkit.data.__main__": {"rlkit"},
+    "rlkit.profiling": set(),
     "rlkit.tracking": set(),
     "rlkit.report": {"rlkit.report", "rlkit.tracking"},
     "rlkit.plugins": {"rlkit.plugins", "rlkit.losses", "rlkit.advantages"},  # imported by nothing
