@@ -25,7 +25,6 @@ import time
 import weakref
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn, TextIO
@@ -105,7 +104,9 @@ class Run:
         watchdog: float = 0.0,
     ) -> None:
         self.out, self.writes, self.name = Path(out), writes, name or Path(out).name
+        self.started = time.monotonic()
         self.progress: Any = None
+        self.heldout_status = ""  # the newest held-out accuracy or loss, for the line of status
         self.current_step = ""  # for messages
         self.running_step: int | None = None  # None before the first step, and after the last
         config = {**config, "versions": versions()}
@@ -114,7 +115,7 @@ class Run:
             self.out.mkdir(parents=True, exist_ok=True)
             keep_earlier_config(self.out)
             self._write(CONFIG, config)
-        self.step = 0
+        self.step = 0  # the last step that was logged
         self.skipped_in_a_row = 0  # steps up to the last that was logged
         self.peak = peak_flops_of_all_ranks()
         self.write_page, self.page_seconds = write_page, page_seconds
@@ -151,11 +152,13 @@ class Run:
     def steps(self, start: int, stop: int, *, unit: str = "step") -> Iterator[int]:
         """The numbers from `start` to `stop` - 1, with a progress bar; removes metrics logged for them earlier."""
         self.drop_metrics_from(start)
+        self.step = start - 1
         self.progress = progress_bar(start, stop, unit=unit, show=self.writes)
         try:
-            for step in self.progress:
+            for step in range(start, stop):
                 self.current_step, self.running_step = f"{unit} {step}: ", step
                 yield step
+                self.progress.update()
         finally:
             self.progress.close()
             self.progress, self.current_step, self.running_step = None, "", None
@@ -180,6 +183,8 @@ class Run:
             self._memory[f"memory/{self._phase}"] = max(self._memory[f"memory/{self._phase}"], peak)
         self._phase, self._since = name, now
         self._write_phase()
+        if self.progress is not None:
+            show_phase(self.progress, name)
 
     def keep_answers(self, records: Sequence[Mapping[str, Any]]) -> None:
         """Answers that the next `log` writes to samples.jsonl; see rlkit.report.answers."""
@@ -200,7 +205,7 @@ class Run:
         Args:
             step: number of the step.
             metrics: by name.
-            show: metrics to show in the progress bar, by a short name: {"reward": "reward/mean"}.
+            show: metrics to show in the line of status, by a short name: {"reward": "reward/mean"}.
         """
         skipped = any(x >= 1 for name, x in metrics.items() if name.rpartition("/")[2] == "skipped_steps")
         self.skipped_in_a_row = self.skipped_in_a_row + 1 if skipped else 0
@@ -214,9 +219,15 @@ class Run:
             self._write_page_if_due()
         self._log_answers_to_trackers()
         self._answers = []
-        if show and self.progress is not None:
-            self.progress.set_postfix({short: f"{row[name]:.3g}" for short, name in show.items() if name in row})
+        if self.progress is not None:
+            self.progress.set_postfix_str(self._status(row, show or {}), refresh=False)
         self._log_to_trackers(row)
+
+    def _status(self, row: Mapping[str, Any], show: Mapping[str, str]) -> str:
+        """ "reward 0.244, held-out accuracy 0.6, 1,240 tokens/s"."""
+        shown = [f"{short} {row[name]:.3g}" for short, name in show.items() if name in row]
+        speed = row.get("time/tokens_per_second")
+        return ", ".join([*shown, *filter(None, [self.heldout_status]), *([f"{speed:,.0f} tokens/s"] if speed else [])])
 
     def _append(self, name: str, rows: Sequence[Mapping[str, Any]]) -> None:
         """Adds rows to a .jsonl file. The run ends with one sentence if there is no room for them."""
@@ -245,12 +256,22 @@ class Run:
             self.print(f"page of the run: could not be written: {type(error).__name__}: {error}")
 
     def log_evaluation(self, **results: Any) -> dict[str, Any]:
-        """Adds results to `eval.json` and returns its whole content."""
+        """Adds results to `eval.json` and returns its whole content.
+
+        Args:
+            results: by name. `evaluations` is a list of what was measured, each with its `step`; trackers get the
+                newest one as `heldout/...`.
+        """
+        newest = {"step": 0, **(results.get("evaluations") or [{}])[-1]}
+        for name, said in (("heldout_loss", "held-out loss"), ("accuracy", "held-out accuracy")):
+            if name in newest:
+                self.heldout_status = f"{said} {newest[name]:.3g}"
         path = self.out / EVAL
         merged = {**read_object(path), **results}
         if self.writes:
             self._write(EVAL, merged)
-        self._log_to_trackers({f"eval/{name}": x for name, x in results.items()})
+        during = {f"heldout/{name}": x for name, x in newest.items() if name != "step"}
+        self._log_to_trackers({f"eval/{name}": x for name, x in results.items()} | during)
         return merged
 
     def close(self) -> None:
@@ -282,7 +303,7 @@ class Run:
     def _log_to_trackers(self, values: Mapping[str, Any]) -> None:
         numbers = {name: x for name, x in values.items() if isinstance(x, int | float)}
         for tracker in self.trackers:
-            tracker.log(numbers, step=self.step)
+            tracker.log(numbers, step=max(self.step, 0))
 
     def _log_answers_to_trackers(self) -> None:
         """Kept answers as a table, in trackers that have tables: of accelerate's, wandb and clearml."""
@@ -492,13 +513,30 @@ def describe_waits(waits: Sequence[tuple[float, int, str]]) -> str:
 
 
 def progress_bar(start: int, stop: int, *, unit: str = "step", show: bool = True) -> Any:
-    """A tqdm bar over `range(start, stop)`; if stderr is a file or a pipe, a line every few seconds instead."""
+    """A tqdm bar from `start` to `stop`: "step 37/220 |###   | reward 0.244, ... | 01:27, 07:10 left | train".
+
+    If stderr is a file or a pipe, it writes a line every few seconds instead.
+    """
     from tqdm import tqdm
 
-    style: dict[str, Any] = {} if sys.stderr.isatty() else {"file": _LinePerState(sys.stderr), "mininterval": 5.0}
-    bar = tqdm(range(start, stop), initial=start, total=stop, unit=unit, disable=not show, **style)
-    bar.set_postfix = partial(bar.set_postfix, refresh=False)  # show it at the next update of the bar
-    return bar
+    terminal = sys.stderr.isatty()
+    style: dict[str, Any] = {} if terminal else {"file": _LinePerState(sys.stderr), "mininterval": 5.0}
+    bar = "|{bar:12}| " if terminal else ""
+    form = (
+        f"{unit} {{n_fmt}}/{{total_fmt}} {bar}{{percentage:.0f}}%{{postfix}} | {{elapsed}}, {{remaining}} left{{desc}}"
+    )
+    return tqdm(initial=start, total=stop, unit=unit, disable=not show, bar_format=form, **style)
+
+
+def show_phase(bar: Any, phase: str) -> None:
+    """Name the phase at the end of a progress bar's line; the line is written anew if the last one is old enough."""
+    if bar.disable:
+        return
+    bar.set_description_str(f" | {phase}", refresh=False)
+    now = time.time()
+    if now - bar.last_print_t >= max(bar.mininterval, 1.0):
+        bar.last_print_t = now
+        bar.refresh()
 
 
 class _LinePerState:

@@ -14,6 +14,7 @@ ELSEWHERE = {  # of torchrun, pip, pytest, vLLM, tyro and slime
     "--standalone", "--nproc-per-node", "--nnodes", "--benchmark-enable", "--benchmark-group-by", "--quantization",
     "--enable-return-routed-experts", "--enable-lora", "--max-lora-rank", "--middleware", "--help",
     "--advantage-estimator", "--custom-reward-post-process-path", "--no-deps",
+    "--pyargs", "--algo",
 }  # fmt: skip
 MEASURED = "time|reward|reward_part|groups|ratio|mismatch|critic|marked|preference|value"
 

@@ -28,8 +28,15 @@ REPLACED = {
         "torch.UntypedStorage.resize_": "FSDP frees gathered weights with it, which no dispatch mode sees",
         "rlkit.losses._kernels.CPU_CACHE_BYTES": "the tensors are on a CPU, and the plan is for a GPU",
         "rlkit.losses.logprobs.CPU_CHUNK_BYTES": "the same",
+        "rlkit.losses.logprobs._kernels_for": "the same",
+        "rlkit.engines.offload.copy_to_host": "a copy on the host would be counted as memory of the GPU",
+        "rlkit.engines.offload.copy_from_host": "the same",
         "rlkit.engines.distributed.GATHER_BY_BROADCAST": "the same",
         "rlkit.engines.fsdp.fsdp2.make_model_parallel_group": "simulated ranks cannot say which of them share rows",
+    },
+    "rlkit.plan.kernels": {
+        "rlkit.losses._triton.vocabulary_sums": "a plan allocates what the kernels do, and computes nothing",
+        "rlkit.losses._triton.logit_gradients": "the same",
     },
     "rlkit.rollout.vllm": {
         "torch.set_num_threads": "vLLM replaces it on a CPU; restored after vLLM has started",
@@ -59,6 +66,9 @@ OWN = {
     "rlkit.vlm": {"rlkit.vlm", "rlkit.data.lookup", "rlkit.data.messages", "rlkit.data.samples"},
     "rlkit.engines": {"rlkit.data", "rlkit.vlm", "rlkit.engines", "rlkit.losses.logprobs"},
     "rlkit.rollout": {"rlkit.data", "rlkit.rewards", "rlkit.vlm", "rlkit.rollout", "rlkit.losses.logprobs"},
+    "rlkit.conformance": {"rlkit.conformance", "rlkit.losses", "rlkit.advantages", "rlkit.data.user_code"},
+    "rlkit.conformance.ours": {"rlkit"},
+    "rlkit.mismatch": {"rlkit"},
     "rlkit.plan": {"rlkit"},
     "rlkit.replay": {"rlkit"},
     "rlkit.replay.bundles": {"rlkit.data.samples"},
@@ -238,6 +248,19 @@ def replacements(source: str) -> list[str]:
     return found
 
 
+def long_functions(source: str, most: int = 60) -> list[str]:
+    """Functions with more lines than this, without their docstring."""
+    found = []
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            first = node.body[0]
+            documented = ast.get_docstring(node, clean=False) is not None
+            docstring = first.end_lineno - first.lineno + 1 if documented else 0
+            if (lines := node.end_lineno - node.lineno + 1 - docstring) > most:
+                found.append(f"{node.name}: expected at most {most} lines, got {lines}: split it into named steps")
+    return found
+
+
 def name_breaches(name: str) -> list[str]:
     vague = {"utils", "util", "_utils", "helpers"} & set(name.split("."))
     return [f"{name}: expected a name that says what is in it"] if vague else []
@@ -253,6 +276,7 @@ def test_file(path):
     assert patch_breaches(source, name) == []
     assert sorted(replacements(source)) == sorted(REPLACED.get(name, {}))
     assert name_breaches(name) == []
+    assert long_functions(source) == []
 
 
 def test_there_is_something_to_check():
@@ -380,6 +404,11 @@ def test_code_without_replacements_passes():
 def test_vague_names_are_found():
     assert name_breaches("rlkit.utils") and name_breaches("rlkit.data.utils") and name_breaches("rlkit.utils.x")
     assert not name_breaches("rlkit.data.user_code")
+
+
+def test_long_functions_are_found():
+    text = 'def f():\n    """What it does.\n\n    And more."""\n    a = 1\n    return a\n'
+    assert long_functions(text, 3) == [] and long_functions(text, 2) != []
 
 
 # --- what an import costs, from an uninstalled checkout

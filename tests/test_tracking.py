@@ -1,11 +1,23 @@
 import io
 import json
+import re
 import sys
 import threading
 
 import pytest
 
-from rlkit.tracking import CONFIG, EVAL, METRICS, SAMPLES, Run, peak_flops, progress_bar, rates, read_metrics
+from rlkit.tracking import (
+    CONFIG,
+    EVAL,
+    METRICS,
+    SAMPLES,
+    Run,
+    peak_flops,
+    progress_bar,
+    rates,
+    read_metrics,
+    show_phase,
+)
 
 # --- Run
 
@@ -289,10 +301,12 @@ def test_kept_answers_are_those_of_logged_steps(tmp_path):
 def run_of_200_steps(stderr, monkeypatch):
     monkeypatch.setattr(sys, "stderr", stderr)
     bar = progress_bar(0, 200)
-    for step in bar:
+    for step in range(200):
         if step == 100:
             bar.write("skipped: a row")
-        bar.set_postfix(reward=step)
+        bar.set_postfix_str(f"reward {step}", refresh=False)
+        bar.update()
+    bar.close()
 
 
 def test_progress_is_a_few_lines_in_a_file(monkeypatch, capsys):
@@ -300,7 +314,7 @@ def test_progress_is_a_few_lines_in_a_file(monkeypatch, capsys):
     run_of_200_steps(stderr, monkeypatch)
     lines = stderr.getvalue().splitlines()
     assert "\r" not in stderr.getvalue() and 2 <= len(lines) < 10
-    assert "200/200" in lines[-1] and "reward=199" in lines[-1]
+    assert lines[-1].startswith("step 200/200 100%, reward 199 | ")
     assert capsys.readouterr().out == "skipped: a row\n"
 
 
@@ -308,10 +322,34 @@ def test_progress_is_one_line_in_a_terminal(monkeypatch):
     stderr = io.StringIO()
     stderr.isatty = lambda: True
     run_of_200_steps(stderr, monkeypatch)
-    assert "\r" in stderr.getvalue() and stderr.getvalue().rstrip().endswith("reward=199]")
+    assert "\r" in stderr.getvalue() and "step 200/200 |############| 100%, reward 199 | " in stderr.getvalue()
+
+
+def test_the_line_of_status(tmp_path, monkeypatch):
+    """Step, what the recipe shows, held-out accuracy, tokens per second, time, and the phase of a long step."""
+    stderr, clock = io.StringIO(), [100.0]
+    monkeypatch.setattr(sys, "stderr", stderr)
+    for name in ("time.time", "tqdm.std.time"):
+        monkeypatch.setattr(name, lambda: clock[0])
+    run = Run(tmp_path, {})
+    run.log_evaluation(accuracy_before=0.25, heldout=12, evaluations=[{"step": 0, "accuracy": 0.25}])
+    for step in run.steps(0, 3):
+        run.phase("generate")
+        if step == 2:
+            clock[0] += 60
+        run.phase("train")  # generating took a minute: a line is written in the middle of the step
+        run.log(step, {"reward/mean": 0.5, "tokens": 10}, show={"reward": "reward/mean", "kl": "kl"})
+    lines = [re.sub(r"[\d,]+ tokens/s", "N tokens/s", line) for line in stderr.getvalue().splitlines()]
+    in_the_middle = "step 2/3 67%, reward 0.5, held-out accuracy 0.25, N tokens/s | 01:00, "
+    assert any(line.startswith(in_the_middle) and line.endswith(" left | train") for line in lines)
+    assert lines[-1].startswith("step 3/3 100%, reward 0.5, held-out accuracy 0.25, N tokens/s | ")
 
 
 def test_progress_is_silent_on_other_ranks(monkeypatch):
     stderr = io.StringIO()
     monkeypatch.setattr(sys, "stderr", stderr)
-    assert list(progress_bar(3, 6, show=False)) == [3, 4, 5] and stderr.getvalue() == ""
+    bar = progress_bar(3, 6, show=False)
+    show_phase(bar, "train")
+    bar.update()
+    bar.close()
+    assert stderr.getvalue() == ""

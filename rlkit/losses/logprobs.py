@@ -216,14 +216,16 @@ def linear_logprobs(
         size = CPU_CHUNK_BYTES if hidden.device.type == "cpu" else CHUNK_BYTES
         chunk = max(1, size // (temperature.itemsize * max(1, len(weight))))
     check.positive(chunk=chunk)
-    apply = LinearLogprobs.apply
-    if (
-        type(hidden) is Tensor
-        and not torch.compiler.is_compiling()
-        and (kernels := _triton(hidden.device, hidden.dtype))
-    ):
-        apply = kernels.FusedLinearLogprobs.apply
-    return LogprobsAndEntropy(*apply(hidden, weight, bias, targets.long(), temperature, suppress, chunk)[:2])
+    kernels = _kernels_for(hidden)
+    function = LinearLogprobs if kernels is None else kernels.FusedLinearLogprobs
+    return LogprobsAndEntropy(*function.apply(hidden, weight, bias, targets.long(), temperature, suppress, chunk)[:2])
+
+
+def _kernels_for(hidden: Tensor) -> Any:
+    """The module with the Triton kernels, if they can compute with this tensor; otherwise None."""
+    if type(hidden) is not Tensor or torch.compiler.is_compiling():
+        return None
+    return _triton(hidden.device, hidden.dtype)
 
 
 @cache

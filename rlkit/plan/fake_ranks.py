@@ -13,9 +13,10 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from rlkit.engines import distributed
+from rlkit.engines import distributed, offload
 from rlkit.engines.fsdp import fsdp2
 from rlkit.losses import _kernels, logprobs
+from rlkit.plan.kernels import planned_head
 from rlkit.plan.ledger import Ledger
 
 MOST_REAL_NUMBERS = 1 << 26  # a factory's integers are real up to this many
@@ -72,6 +73,10 @@ def _positions(indices: Any) -> list[Any]:
     return found
 
 
+def _no_copy(*_: Any) -> None:
+    """In place of a copy to or from the host."""
+
+
 @contextmanager
 def fake_ranks(world: int) -> Iterator[Ledger]:
     """Inside, this process is rank 0 of `world` ranks, and a ledger counts the memory that its tensors would take.
@@ -102,7 +107,12 @@ def fake_ranks(world: int) -> Iterator[Ledger]:
         # the tensors are on a CPU, and the plan is for a GPU
         stack.enter_context(mock.patch.object(_kernels, "CPU_CACHE_BYTES", _kernels.PIECE_BYTES))
         stack.enter_context(mock.patch.object(logprobs, "CPU_CHUNK_BYTES", _kernels.CHUNK_BYTES))
+        head = stack.enter_context(planned_head())
+        stack.enter_context(mock.patch.object(logprobs, "_kernels_for", lambda hidden: head))
         stack.enter_context(mock.patch.object(distributed, "GATHER_BY_BROADCAST", ()))
+        # a copy on the host would be counted as memory of the GPU
+        stack.enter_context(mock.patch.object(offload, "copy_to_host", _no_copy))
+        stack.enter_context(mock.patch.object(offload, "copy_from_host", _no_copy))
         # the other ranks cannot say which of them share rows
         stack.enter_context(mock.patch.object(fsdp2, "make_model_parallel_group", lambda rank, size: None))
         stack.enter_context(FloatsWithoutMemory(ledger))

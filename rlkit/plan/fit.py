@@ -67,7 +67,9 @@ def make_plan(cfg: Any, roles: Roles, world: int, gpu: Gpu, image_tokens: int | 
 
 def loading(cfg: Any, rehearsal: Rehearsal, world: int) -> dict[str, int]:
     """Bytes by kind when the models have just been loaded, with the largest tensor that a rank reads."""
-    kept = {kind: size for kind, size in rehearsal.resident.items() if kind in ("parameters", "reference")}
+    kinds = ("parameters", "reference")
+    kept = {kind: max(phase.get(kind, 0) for phase in rehearsal.peaks.values()) for kind in kinds}
+    kept = {kind: size for kind, size in kept.items() if size}
     return {**kept, "largest tensor": 4 * rehearsal.largest_tensor}
 
 
@@ -79,6 +81,7 @@ def ways_to_fit(cfg: Any, plan: Plan, config: Any, world: int) -> Iterator[tuple
     - log-probabilities from hidden states: the output layer is computed twice
     - gradient checkpointing: a third more time
     - smaller micro-batches: weights are gathered more often
+    - weights and optimizer state in host memory while they are not needed: copies in every step
     - LoRA: other weights are trained
     - ranks that share each sequence, more GPUs
     """
@@ -96,6 +99,9 @@ def ways_to_fit(cfg: Any, plan: Plan, config: Any, world: int) -> Iterator[tuple
     if cfg.micro_batch_tokens > longest:
         cfg = replace(cfg, micro_batch_tokens=longest)
         yield f"--micro_batch_tokens {longest}", cfg, world
+    if not cfg.offload_between_phases and cfg.engine == "fsdp2":
+        cfg = replace(cfg, offload_between_phases=True)
+        yield "--offload_between_phases", cfg, world
     if not cfg.lora_rank:
         adapted = replace(cfg, lora_rank=32)
         yield "--lora_rank 32", adapted, world

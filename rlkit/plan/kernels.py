@@ -1,11 +1,15 @@
-"""Attention as a GPU's flash kernels take memory for it: queries, keys, values, the result, and a number for each row.
+"""What kernels of a GPU take memory for, on fake tensors, where nothing is computed.
 
-On fake tensors nothing is computed. rlkit's own attention would choose what it does on a CPU.
+Attention: queries, keys, values, the result, and a number for each row. The output layer with `use_fused_kernels`: sums
+of each token, and the gradient of the logits of a chunk. What rlkit computes on a CPU takes other memory.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import Tensor
@@ -41,6 +45,25 @@ def use_own_attention() -> None:
     """Undo `use_planned_attention`."""
     AttentionInterface.register(attention.NAME, attention.packed_attention)
     AttentionInterface.register(vision_attention.NAME, vision_attention.packed_vision_attention)
+
+
+@contextmanager
+def planned_head() -> Iterator[Any]:
+    """The module with the Triton kernels of the output layer, which allocate only; None if triton is not installed."""
+    try:
+        from rlkit.losses import _triton
+    except ImportError:
+        yield None
+        return
+
+    def sums(hidden: Tensor, *_: Any) -> Tensor:
+        return hidden.new_empty(4, 1, len(hidden), dtype=torch.float32)
+
+    def gradients(hidden: Tensor, weight: Tensor, *_: Any) -> Tensor:
+        return hidden.new_empty(len(hidden), len(weight))
+
+    with mock.patch.object(_triton, "vocabulary_sums", sums), mock.patch.object(_triton, "logit_gradients", gradients):
+        yield _triton
 
 
 def _text_attention(

@@ -29,7 +29,7 @@ class Ledger:
         self.logits_width = 0
         self.peaks: dict[str, dict[str, int]] = {}
         self._storages: dict[int, tuple[Any, int, str]] = {}  # address -> weak reference, bytes, kind
-        self._bytes: Counter[str] = Counter()
+        self._bytes: dict[str, int] = Counter()
         self._total = self._peak = 0
         self._phase = ""
         self._at_peak: dict[str, int] = {}
@@ -49,15 +49,16 @@ class Ledger:
             self._storages[address] = (weakref.ref(storage, partial(self._freed, address)), size, kind)
             self._add(kind, size)
 
-    def mark(self, kind: str, tensors: Iterable[Tensor]) -> None:
-        """The storages of these tensors are of this kind."""
+    def mark(self, kind: str, tensors: Iterable[Tensor], *, at_peak: bool = False) -> None:
+        """The storages of these tensors are of this kind; `at_peak`: they were there at the peak of this phase, too."""
         for tensor in tensors:
             self.see(tensor)
             address = tensor.untyped_storage()._cdata
             reference, size, old = self._storages[address]
             self._storages[address] = (reference, size, kind)
-            self._bytes[old] -= size
-            self._bytes[kind] += size
+            for counted in (self._bytes, self._at_peak) if at_peak else (self._bytes,):
+                counted[old] = counted.get(old, 0) - size
+                counted[kind] = counted.get(kind, 0) + size
 
     def resized(self, storage: Any) -> None:
         """Count a storage anew whose size was changed in place."""

@@ -47,6 +47,7 @@ class Rehearsal:
     Attributes:
         peaks: bytes by phase and kind.
         resident: bytes by kind after the step, when answers are sampled.
+        host: bytes that the engines keep in host memory meanwhile.
         parameters: number of all parameters of the policy, or of the critic where there is none, and of those trained.
         largest_tensor: number of elements of the largest parameter.
         workload: of this rank.
@@ -55,6 +56,7 @@ class Rehearsal:
 
     peaks: dict[str, dict[str, int]]
     resident: dict[str, int]
+    host: int
     parameters: int
     trainable: int
     largest_tensor: int
@@ -135,13 +137,14 @@ def _rehearse(cfg: Any, roles: Roles, models: dict[str, Any], ledger: Ledger, im
     ledger.end()
     total, largest, trainable = counts["policy" if "policy" in models else "critic"]
     peaks = {phase: _of_later_steps(kinds, ledger.bytes) for phase, kinds in ledger.peaks.items()}
-    return Rehearsal(peaks, ledger.bytes, total, trainable, largest, workload, first.data_parallel_size)
+    host = sum(getattr(engine, "host_bytes", 0) for engine in engines.values())
+    return Rehearsal(peaks, ledger.bytes, host, total, trainable, largest, workload, first.data_parallel_size)
 
 
 def _of_later_steps(peak: dict[str, int], resident: dict[str, int]) -> dict[str, int]:
-    """A peak with what earlier steps leave behind: the optimizer's state, and gradients until the next backward."""
-    left = {kind: resident[kind] for kind in ("gradients", "optimizer") if kind in resident}
-    return {**peak, **{kind: max(size, peak.get(kind, 0)) for kind, size in left.items()}}
+    """A peak with what earlier steps leave behind: the optimizer's state."""
+    optimizer = max(peak.get("optimizer", 0), resident.get("optimizer", 0))
+    return {**peak, "optimizer": optimizer} if optimizer else peak
 
 
 def _options(cfg: Any, config: Any) -> dict[str, Any]:
@@ -174,7 +177,7 @@ def _train(engine: Any, batch: Batch, ledger: Ledger, prefix: str) -> None:
         ledger.begin(f"{prefix}optimizer step")
 
     def after(*_: Any) -> None:
-        ledger.mark("optimizer", local(_optimizer_state(engine.optimizer)))
+        ledger.mark("optimizer", local(_optimizer_state(engine.optimizer)), at_peak=True)
 
     engine.optimizer.register_step_pre_hook(before)
     engine.optimizer.register_step_post_hook(after)

@@ -76,7 +76,8 @@ def host_memory(cfg: Any, plan: Plan, world: int, gpus_per_node: int) -> dict[st
     whole = 4 if cfg.dtype == "float32" else 2
     loading = ranks * whole * (found.parameters if "tensor" in cfg.parallel else found.largest_tensor)
     export = (4 if cfg.export_dtype == "float32" else 2) * found.parameters
-    return {"loading, at most": loading, "export, at most": min(FILE_BYTES, export)}
+    offloaded = {"weights and optimizer, between phases": ranks * found.host} if found.host else {}
+    return {"loading, at most": loading, "export, at most": min(FILE_BYTES, export), **offloaded}
 
 
 def time_table(cfg: Any, roles: Roles, plan: Plan, world: int, gpus_per_node: int) -> str:

@@ -40,8 +40,8 @@ def render(
         add_generation_prompt: begin the assistant's turn at the end.
 
     Raises:
-        ValueError: no chat template, a template that refuses the messages or does not have an option, or images for a
-            text model.
+        ValueError: no chat template, a template that fails, refuses the messages or does not have an option, or images
+            for a text model. Templates run in transformers' sandbox, which has no limit of time.
     """
     from jinja2 import TemplateError
 
@@ -53,8 +53,8 @@ def render(
         return processor.apply_chat_template(
             shaped, tokenize=False, add_generation_prompt=add_generation_prompt, **options
         )
-    except TemplateError as error:
-        raise ValueError(f"chat template: {error}") from error
+    except (TemplateError, ArithmeticError, LookupError, MemoryError, RecursionError, TypeError) as error:
+        raise ValueError(f"chat template: {str(error) or type(error).__name__}") from error
 
 
 def _check_options(processor: Any, options: Mapping[str, Any]) -> None:

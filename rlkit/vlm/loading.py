@@ -5,12 +5,14 @@ from __future__ import annotations
 from collections.abc import Mapping
 from functools import cache
 from pathlib import Path
+from pickle import UnpicklingError
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from rlkit.data.lookup import check_source, requires_extra
+from rlkit.vlm.model_size import check_fits_files, check_layer_counts
 from rlkit.vlm.pretrained import SMOLLM2, gguf_path, smollm2_path
 
 MODELSCOPE = "modelscope:"
@@ -45,7 +47,8 @@ def load_config(path: str, *, trust_remote_code: bool = False) -> Any:
     """The transformers configuration of a model.
 
     Raises:
-        ValueError: a directory without a model, a name that cannot be found, or a model type transformers lacks.
+        ValueError: a directory without a model, a name that cannot be found, a model type transformers lacks, or a
+            configuration that makes no sense.
     """
     import transformers
 
@@ -54,9 +57,12 @@ def load_config(path: str, *, trust_remote_code: bool = False) -> Any:
     if Path(path).exists() and not (Path(path) / "config.json").is_file():
         raise ValueError(f"model: expected a directory with a config.json, got {path!r}, which has none")
     try:
+        check_layer_counts(transformers.PreTrainedConfig.get_config_dict(path)[0])
         return transformers.AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
     except (OSError, ValueError) as error:
         raise ValueError(f"model {path!r}: {error}") from error
+    except Exception as error:  # a configuration is data: it may be wrong in any way
+        raise ValueError(f"model {path!r}: config.json: {_one_line(error)}") from error
 
 
 def has_vision(config: Any) -> bool:
@@ -72,12 +78,14 @@ def load_model(
     Args:
         path: a directory, a hub id, or `modelscope:OWNER/NAME`.
         dtype: of the weights.
-        trust_remote_code: run model code that lies in the model's repository.
+        trust_remote_code: run model code that lies in the model's repository. Pickled weights are read without running
+            code in any case.
         on_meta: create parameters on the meta device, without memory. The fsdp2 engine then loads only its own shard on
             each rank.
 
     Raises:
-        ValueError: as `load_config`, or weights that are missing or cannot be read.
+        ValueError: as `load_config`, weights that are missing or cannot be read, or many fewer than the configuration
+            says, see `rlkit.vlm.model_size`.
     """
     config = load_config(path, trust_remote_code=trust_remote_code)
     if getattr(config, "value_head", False):
@@ -95,7 +103,8 @@ def empty_model(path: str, config: Any, **options: Any) -> Any:
     from accelerate import init_empty_weights
 
     path = model_path(path)
-    auto = transformers.AutoModelForImageTextToText if has_vision(config) else transformers.AutoModelForCausalLM
+    auto = _auto_class(config)
+    check_sizes(path, config, **options)
     with init_empty_weights(include_buffers=False):
         model = auto.from_config(config, **options).eval()
     model.tie_weights()  # init_empty_weights unties parameters
@@ -112,15 +121,50 @@ def load_pretrained(path: str, config: Any, **options: Any) -> Any:
     Raises:
         ValueError: the weights are missing or cannot be read.
     """
-    import transformers
     from safetensors import SafetensorError
 
     path = model_path(path)
-    auto = transformers.AutoModelForImageTextToText if has_vision(config) else transformers.AutoModelForCausalLM
+    check_sizes(path, config, **options)
     try:
-        return auto.from_pretrained(path, config=config, **options)
-    except (OSError, ValueError, SafetensorError) as error:
-        raise ValueError(f"model {path!r}: {error}") from error
+        return _auto_class(config).from_pretrained(path, config=config, **options)
+    except UnpicklingError as error:  # its own message suggests to run the code
+        raise ValueError(
+            f"model {path!r}: expected weights that can be read without running code: safetensors, or a pickle of "
+            "nothing but tensors"
+        ) from error
+    except (OSError, ValueError, RuntimeError, SafetensorError) as error:
+        problem = str(error)
+        if "ignore_mismatched_sizes" in problem:  # an option that nobody has here
+            problem = "expected weights in the shapes of its config.json, got others, which are listed above"
+        raise ValueError(f"model {path!r}: {problem}") from error
+
+
+def check_sizes(path: str, config: Any, **options: Any) -> None:
+    """Refuse a configuration for many more weights than a directory holds, before memory is taken for them.
+
+    Args:
+        options: of `from_config`; others are left out.
+
+    Raises:
+        ValueError: see `rlkit.vlm.model_size.check_fits_files`, or no model can be made of the configuration.
+    """
+    known = {name: x for name, x in options.items() if name in ("dtype", "trust_remote_code")}
+    try:
+        with torch.device("meta"):
+            model = _auto_class(config).from_config(config, **known)
+    except Exception as error:  # a configuration is data: it may be wrong in any way
+        raise ValueError(f"model {path!r}: config.json: {_one_line(error)}") from error
+    check_fits_files(path, config, model)
+
+
+def _one_line(error: Exception) -> str:
+    return f"{type(error).__name__}: {' '.join(str(error).split())}"
+
+
+def _auto_class(config: Any) -> Any:
+    import transformers
+
+    return transformers.AutoModelForImageTextToText if has_vision(config) else transformers.AutoModelForCausalLM
 
 
 def copy_with_weights(model: Any, weights: Mapping[str, Tensor]) -> Any:

@@ -48,6 +48,7 @@ class Case:
     backend: str = "fsdp2"
     fused: bool | None = None  # AdamW
     rebalance: bool = False
+    offload: bool = False  # weights and optimizer state to the host between calls
 
     @property
     def has_empty_rank(self):
@@ -70,12 +71,12 @@ LAUNCHED = {"torchrun": Case("1 process", "one_process", [ALL])}
 TWO = {
     "data_2": Case("DP 2", "one_process", budget=120),
     "data_2_frozen": Case("DP 2", "frozen", budget=120),
-    "data_2_lora": Case("DP 2", "lora", budget=120),
+    "data_2_lora": Case("DP 2", "lora", budget=120, offload=True),
     "text_rank": Case("DP 2", "one_process", [[0, 1, 2, 4, 5, 6, 7, 8], [3]], budget=120),
     "empty_rank": Case("DP 2", "one_process", [ALL, NONE], fused=True),
     "rebalanced": Case("DP 2", "one_process", [ALL, NONE], budget=120, rebalance=True),
     "data_2_on_meta": Case("DP 2", "one_process", budget=120, on_meta=True),
-    "data_2_value": Case("DP 2", "value", losses=VALUE, budget=120, on_meta=True),
+    "data_2_value": Case("DP 2", "value", losses=VALUE, budget=120, on_meta=True, offload=True),
     "value_empty_rank": Case("DP 2", "value", [ALL, NONE], VALUE, budget=120),
     "fsdp1_data_2": Case("FSDP1, DP 2", "one_process", budget=120, backend="fsdp1"),
     "fsdp1_frozen": Case("FSDP1, DP 2", "frozen", [[0, 1, 2, 4, 5, 6, 7, 8], [3]], budget=120, backend="fsdp1"),
@@ -122,6 +123,8 @@ def run(model_dir, out, name):
         processor=processor,
         optimizer=lambda params: torch.optim.AdamW(params, lr=1e-2, eps=1e-4, fused=case.fused),
         micro_batch_tokens=case.budget,
+        keep_gradients=True,
+        **({"offload_between_phases": True} if case.offload else {}),
     )
     out.mkdir(parents=True, exist_ok=True)
     rows = case.rows[dist.get_rank()]
@@ -149,7 +152,8 @@ def resume(model_dir, out, backend):
     """The last two steps again, from the checkpoint that one process saved after the second step."""
     processor = load_processor(model_dir)
     adamw = partial(torch.optim.AdamW, lr=1e-2, eps=1e-4)
-    engine = make_engine(backend, model=load_model(model_dir), optimizer=adamw)
+    offload = {"offload_between_phases": True} if backend == "fsdp2" else {}
+    engine = make_engine(backend, model=load_model(model_dir), optimizer=adamw, **offload)
     engine.load_checkpoint(out / "one_process" / "checkpoint")
     batch = make_batch(processor, rows=list(range(ROWS))[dist.get_rank() :: dist.get_world_size()])
     steps = [engine.train_batch(batch, loss_fn, OUTPUTS[POLICY]) for loss_fn in POLICY[2:]]

@@ -143,6 +143,7 @@ def make_case(case, processor=None, **options):
         model=with_value_head(model) if is_value else model,
         device="cpu",
         optimizer=lambda params: torch.optim.AdamW(params, lr=1e-2, eps=1e-4),
+        keep_gradients=True,
         **{**case.options, **options},
     )
 

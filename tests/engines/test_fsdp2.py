@@ -41,6 +41,7 @@ def processor(tiny_dir):
 
 def engine_for(tiny_dir, *, backend="fsdp2", model=None, lr=1e-2, **options):
     options.setdefault("optimizer", lambda params: torch.optim.AdamW(params, lr=lr, eps=1e-4))
+    options = {"keep_gradients": True, **options}
     return make_engine(backend, "language_model", model=model or load_model(tiny_dir), **options)
 
 
@@ -440,6 +441,42 @@ def test_weights_gradients_and_optimizer_leave_the_gpu_and_come_back(tiny_dir, p
                 assert {x.device.type for x in [*state, *held]} == {"cpu"}
                 engine.to("cuda")
     assert steps[1] == [pytest.approx(step, rel=1e-2, abs=1e-3) for step in steps[0]]  # flash kernels sum in any order
+
+
+@pytest.mark.parametrize("compute_dtype", [torch.float32, torch.bfloat16])
+def test_weights_and_optimizer_are_on_the_host_between_calls(tiny_dir, processor, tmp_path, compute_dtype):
+    """Their memory is given back, and steps, scores, weights, checkpoints and sampling are as without."""
+    batch, found = make_batch(processor), []
+    for offload in (False, True):
+        options = {"compute_dtype": compute_dtype, "keep_gradients": False, "offload_between_phases": offload}
+        engine = engine_for(tiny_dir, **options)
+
+        def held(engine=engine):
+            state = [x for one in engine.optimizer.state.values() for x in one.values() if x.ndim]
+            tensors = [getattr(x, "_local_tensor", x) for x in (*engine.module.parameters(), *state)]
+            return sum(x.untyped_storage().nbytes() for x in tensors)
+
+        held_after = [held()]
+        steps = [engine.train_batch(batch, weighted_loss, ("logprobs", "entropy")) for _ in range(2)]
+        held_after.append(held())
+        engine.save_checkpoint(tmp_path / str(offload))
+        steps.append(engine.train_batch(batch, weighted_loss, ("logprobs", "entropy")))
+        engine.load_checkpoint(tmp_path / str(offload))
+        steps.append(engine.train_batch(batch, weighted_loss, ("logprobs", "entropy")))
+        scores, weights = engine.infer_batch(batch)["logprobs"], dict(engine.get_per_tensor_param())
+        with engine.gathered() as module, torch.no_grad():
+            logits = module(input_ids=torch.tensor([[1, 2, 3]])).logits
+        held_after.append(held())
+        assert all(p.grad is None for p in engine.module.parameters())
+        size = sum(x.nbytes for x in weights.values())
+        assert not any(held_after) if offload else held_after[-1] >= 3 * size
+        assert engine.host_bytes == (held_after[-1] or 3 * size) * offload
+        found.append([torch.tensor([list(step.values()) for step in steps]), scores, logits, *weights.values()])
+    assert found[0][0][2].tolist() == found[0][0][3].tolist()  # the third step, and again from the checkpoint
+    for plain, offloaded in zip(*found, strict=True):
+        assert torch.equal(plain, offloaded)
+    with pytest.raises(ValueError, match="offload_between_phases"):
+        engine.to("cpu")
 
 
 def test_adapters_train_in_bfloat16_after_the_reference_has_scored(tiny_dir, processor):

@@ -81,7 +81,7 @@ def on_gpu():
     for fused in (False, True):  # Liger last: it stays in the process
         engine = make_engine(
             "fsdp2", model=tiny(), device="cuda", compute_dtype=torch.float32, use_fused_kernels=fused,
-            optimizer=lambda params: torch.optim.AdamW(params, lr=0.0),
+            optimizer=lambda params: torch.optim.AdamW(params, lr=0.0), keep_gradients=True,
         )  # fmt: skip
         assert engine.liger == fused
         batch = Batch(tokens, mask, [24, 20])

@@ -91,6 +91,7 @@ def test_splitting_a_group_keeps_the_gradient(tiny_dir, budget):
             optimizer=lambda params: torch.optim.SGD(params, lr=0.0),
             micro_batch_tokens=tokens,
             max_grad_norm=1e9,
+            keep_gradients=True,
         )
         metrics = engine.train_batch(
             batch, lambda out, mb: (token_mean(mb.advantages[:, None] * out.logprobs, mb.mask, mb.total_tokens), {})

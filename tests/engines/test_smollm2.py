@@ -4,6 +4,12 @@ What it has that the tiny models lack: a system line in its chat template, a pad
 embeddings in bfloat16 files, 30 layers, and text that it knows how to continue.
 """
 
+import json
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -94,7 +100,9 @@ def test_packed_rows_and_shared_prompts_equal_padded_ones(smollm2, tokenizer, an
     for name, options in ways.items():
         torch.manual_seed(0)
         model = lora(load_model(smollm2), 4, 8)
-        one = make_engine("fsdp2", model=model, optimizer=lambda p: torch.optim.SGD(p, lr=0.0), **options)
+        one = make_engine(
+            "fsdp2", model=model, optimizer=lambda p: torch.optim.SGD(p, lr=0.0), keep_gradients=True, **options
+        )
         metrics = one.train_batch(batch, loss_fn, outputs=("logprobs", "entropy"))
         gradient = torch.cat([p.grad.flatten() for p in one.module.parameters() if p.grad is not None])
         found[name] = one.infer_batch(batch)["logprobs"][batch.mask], gradient, torch.tensor(metrics["loss"])
@@ -148,3 +156,21 @@ def test_rows_of_padding_alone_are_no_end_of_an_answer(engine, tokenizer):
     alone = [rollout.generate([one], Sampling(4, temperature=0.0))[0] for one in (long, short)]
     assert [one.response_ids for one in together] == [one.response_ids for one in alone]
     assert together[1].finish_reason == "length" and len(together[1].response_ids) == 4
+
+
+def test_host_memory_of_two_ranks_is_that_of_one_model(smollm2, tmp_path):
+    """Loading takes the shards of both and a little more; rank 0 exports a file at a time, the other one tensor."""
+    script = str(Path(__file__).with_name("on_host_memory_ranks.py"))
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        port = str(free.getsockname()[1])
+    done = subprocess.run([sys.executable, script, smollm2, str(tmp_path), port], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-4000:]
+    first, second = (json.loads((tmp_path / f"{rank}.json").read_text()) for rank in (0, 1))
+    assert first["dtypes"] == ["torch.float32", "torch.bfloat16"]
+    whole, largest = 4 * 134_515_008, 2 * 49_152 * 576  # float32 weights; embeddings in the export's bfloat16
+    peaks = {name: [first[name][0], second[name][0]] for name in ("reference", "policy", "export")}
+    assert 0.95 * whole < sum(peaks["policy"]) < 1.1 * whole
+    assert sum(peaks["reference"]) < whole  # bfloat16, and the modules that are imported for it
+    assert 0.45 * whole < peaks["export"][0] < 0.6 * whole and peaks["export"][1] < 2 * largest + 0.02 * whole
+    assert sum(peaks["export"]) < whole

@@ -48,7 +48,7 @@ def with_golden_head(model, weight=None):
 
 def engine_for(model, *, lr=1e-2, **options):
     options.setdefault("optimizer", lambda params: torch.optim.AdamW(params, lr=lr, eps=1e-4))
-    return make_engine("fsdp2", "value_model", model=model, **options)
+    return make_engine("fsdp2", "value_model", model=model, keep_gradients=True, **options)
 
 
 def squared_loss(out, mb):

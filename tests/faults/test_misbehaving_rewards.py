@@ -6,6 +6,7 @@ import re
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
 
 import psutil
@@ -118,6 +119,7 @@ def test_rewards_by_name_can_be_isolated(name):
     assert isolated(REWARDS[name])(r"\boxed{A}" if name in ("maths", "boxed", "choice") else "A", row) == 1.0
 
 
+@dataclass
 class JudgedTaskOptions(RewardOptions, TaskOptions):
     """Options of a recipe that has answers judged."""
 

@@ -154,7 +154,7 @@ def main(out):
     count_and_convert(interpreter.interpreter_builder)
     _triton.BLOCKS.update(BLOCK_N=BLOCK, BLOCK_V=BLOCK)
     _triton.BLOCK_BYTES = 2 * BLOCK
-    logprobs._triton = lambda device, dtype: _triton if dtype in _triton.DTYPES else None
+    logprobs._kernels_for = lambda hidden: _triton if hidden.dtype in _triton.DTYPES else None
     cases = {
         "plain": (torch.float32, False, [], False, None),
         "all": (torch.float32, True, [2, 17], True, 2),

@@ -74,7 +74,9 @@ def unscored(g):
     return made
 
 
-def trainer_and_batch(name, rewards, old_logprobs, mask, rollout_logprobs=None, ref_logprobs=None, **options):
+def trainer_and_batch(
+    name, rewards, old_logprobs, mask, rollout_logprobs=None, ref_logprobs=None, group_size=G, **options
+):
     """A trainer, and the batch that its own code makes of these samples; generation and models are replaced."""
     import trl
     from trl.experimental.gmpo import GMPOConfig, GMPOTrainer
@@ -85,7 +87,8 @@ def trainer_and_batch(name, rewards, old_logprobs, mask, rollout_logprobs=None, 
         "gmpo": (GMPOTrainer, GMPOConfig),
     }[name]
     # two iterations over a batch, so that the old log-probabilities are needed
-    common = {"per_device_train_batch_size": B, "num_generations": G, "num_iterations": 2, "beta": 0.0}
+    count = len(rewards)
+    common = {"per_device_train_batch_size": count, "num_generations": group_size, "num_iterations": 2, "beta": 0.0}
     if name == "grpo":
         common |= {"loss_type": "grpo", "epsilon_high": 0.28}
     if name != "rloo":
@@ -103,19 +106,19 @@ def trainer_and_batch(name, rewards, old_logprobs, mask, rollout_logprobs=None, 
     trainer._pending_extra_logs, trainer._pending_metrics = {}, {}
     trainer._logs = defaultdict(list) | {"rewards": defaultdict(list)}
 
-    lengths = (mask * torch.arange(1, T + 1)).amax(1).clamp(min=1).tolist()
+    lengths = (mask * torch.arange(1, mask.shape[1] + 1)).amax(1).clamp(min=1).tolist()
 
     def rows(x):
         return None if x is None else [row[:n] for row, n in zip(x.tolist(), lengths, strict=True)]
 
-    prompts, tokens, texts = [[1]] * B, [[1] * n for n in lengths], [""] * B
+    prompts, tokens, texts = [[1]] * count, [[1] * n for n in lengths], [""] * count
     made = (prompts, tokens, rows(mask.long()), texts, rows(rollout_logprobs), {}, None, None)
     trainer._generate = lambda _: (prompts, tokens, texts) if name == "rloo" else made
     trainer._calculate_rewards = lambda *_: rewards.clone()
     trainer._get_per_token_logps_and_entropies = lambda model, *_, **__: (model.log_probs, model.entropy, None)
     trainer.model.log_probs, trainer.model.entropy = old_logprobs, None
     trainer.ref_model = SimpleNamespace(log_probs=ref_logprobs, entropy=None)
-    return trainer, trainer._generate_and_score_completions([{"prompt": ""}] * B)
+    return trainer, trainer._generate_and_score_completions([{"prompt": ""}] * count)
 
 
 def loss_of(name="grpo", rows=B, metrics=(), **options):

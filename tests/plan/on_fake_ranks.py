@@ -2,21 +2,26 @@
 
 on_fake_ranks.py MODEL_DIR CONFIG_DIR OUT_FILE
 
-CONFIG_DIR has the configuration of a model with a large vocabulary, without weights or tokenizer.
+CONFIG_DIR has the configuration of a model with a large vocabulary, without weights or tokenizer. SmolLM2-135M is
+planned and trained, too, if it is installed.
 """
 
+import gc
 import io
 import json
 import sys
-from contextlib import redirect_stdout
-from dataclasses import replace
+import time
+from contextlib import nullcontext, redirect_stdout
+from unittest import mock
 
 import torch
 import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from rlkit.engines import make_engine
-from rlkit.losses import token_mean
+from rlkit.losses import _kernels, token_mean
+from rlkit.losses import logprobs as logprobs_module
+from rlkit.plan import fake_ranks, rehearsal
 from rlkit.plan.__main__ import main as command
 from rlkit.plan.fit import make_plan
 from rlkit.plan.hardware import gpu_named
@@ -25,18 +30,19 @@ from rlkit.plan.rehearsal import Roles, local
 from rlkit.plan.workload import largest_micro_batches, longest_batch
 from rlkit.runs.models import trained_part
 from rlkit.vlm import load_model
-from rlkit.vlm.loading import load_config
+from rlkit.vlm.loading import load_config, model_path
+from rlkit.vlm.pretrained import SMOLLM2
 
 CASES = {  # ranks, options
     "one_rank": (1, []),
     "three_ranks": (3, []),
-    "two_by_two": (4, ["--parallel", "fsdp_size", "2"]),
+    "two_by_two": (4, ["--parallel", "fsdp_size", "2", "--enable_gradient_checkpointing"]),
     "ulysses": (4, ["--ulysses_sequence_parallel_size", "2"]),
-    "lora": (2, ["--lora_rank", "4"]),
-    "checkpointing": (2, ["--enable_gradient_checkpointing"]),
-    "fused": (2, ["--use_fused_kernels"]),
-    "halves": (2, ["--dtype", "bfloat16"]),
+    "lora": (2, ["--lora_rank", "4", "--dtype", "bfloat16"]),
+    "fused": (2, ["--use_fused_kernels", "--dtype", "bfloat16"]),
+    "offloaded": (2, ["--offload_between_phases"]),
 }
+WITH_REFERENCE = ("one_rank", "lora")
 SHORT = ["--max_prompt_tokens", "64", "--max_new_tokens", "64", "--prompts_per_step", "4"]
 COMMANDS = {  # recipe, arguments
     "fits": ("grpo_vlm", ["--nproc", "2", "--gpu", "l4-24gb", *SHORT]),
@@ -53,35 +59,73 @@ COMMANDS = {  # recipe, arguments
     "tiny": ("grpo_vlm", ["--model", "tiny"]),
 }  # fmt: skip
 LENGTHS = ["--max_prompt_tokens", "96", "--max_new_tokens", "40", "--micro_batch_tokens", "600"]
+FEW_TOKENS = ["--max_prompt_tokens", "32", "--max_new_tokens", "48", "--micro_batch_tokens", "160", "--group_size", "4"]
 
 
-def planned(cfg, config, ranks):
-    roles = Roles(policy=config, reference=None if cfg.lora_rank else config, adapter_reference=bool(cfg.lora_rank))
-    plan = make_plan(cfg, roles, ranks, gpu_named("h100-80gb"), None)
-    return {"phases": plan.phases, "resident": plan.rehearsal.resident, "sampler": plan.sampler.sequences}
+def planned(cfg, config, ranks, *, reference):
+    """The plan of a policy, perhaps with a reference; attention and output layer are computed as on a CPU."""
+    whole, adapters = reference and not cfg.lora_rank, reference and bool(cfg.lora_rank)
+    roles = Roles(policy=config, reference=config if whole else None, adapter_reference=adapters)
+    kernels_of_gpus = {"use_planned_attention": mock.DEFAULT, "use_packed_vision_attention": mock.DEFAULT}
+    with mock.patch.multiple(rehearsal, **kernels_of_gpus), mock.patch.object(fake_ranks, "planned_head", nullcontext):
+        plan = make_plan(cfg, roles, ranks, gpu_named("h100-80gb"), None)
+    resident, host = plan.rehearsal.resident, plan.rehearsal.host
+    return {"phases": plan.phases, "resident": resident, "host": host, "sampler": plan.sampler.sequences}
 
 
 def taken(path, cfg, ranks):
-    """Bytes that a process takes as rank 0, whose collectives reach nobody, after a step on real tensors."""
-    dist.init_process_group("fake", rank=0, world_size=ranks, store=FakeStore())
-    model = trained_part(cfg, load_model(path, dtype=getattr(torch, cfg.dtype)))
-    sharded = {k: v for k, v in cfg.parallel.items()}
-    engine = make_engine(
-        "fsdp2", model=model, device="cpu", optimizer=lambda p: torch.optim.AdamW(p, fused=True),
-        compute_dtype=torch.bfloat16, **sharded,
-    )  # fmt: skip
-    parameters = list(engine.module.parameters())
-    workload = longest_batch(cfg, engine.config, ranks, None)
-    batch = largest_micro_batches(replace(workload, prompts=1), engine.config, 600, share_prompts=True)
-    engine.train_batch(batch, lambda out, mb: (token_mean(out.logprobs, mb.mask, mb.total_tokens), {}))
-    state = [x for one in engine.optimizer.state.values() for x in one.values()]
-    found = {
-        "parameters": parameters,
-        "gradients": [p.grad for p in parameters if p.grad is not None],
-        "optimizer": state,
-    }
-    dist.destroy_process_group()
-    return {kind: storage_bytes(local(tensors)) for kind, tensors in found.items()}
+    """Bytes that a process takes as rank 0, whose collectives reach nobody, for two steps on real tensors.
+
+    The peaks are those of torch's CPU allocator, from before the model is loaded on, in the second step.
+    """
+    gc.collect()  # what an earlier engine frees later would be subtracted
+    marks = []
+    with torch.autograd.profiler.profile(profile_memory=True) as profile:
+        dist.init_process_group("fake", rank=0, world_size=ranks, store=FakeStore())
+        engine = make_engine(
+            "fsdp2", model=trained_part(cfg, load_model(path, dtype=getattr(torch, cfg.dtype))), device="cpu",
+            optimizer=lambda p: torch.optim.AdamW(p, fused=True), compute_dtype=torch.bfloat16,
+            micro_batch_tokens=cfg.micro_batch_tokens, offload_between_phases=cfg.offload_between_phases,
+            enable_gradient_checkpointing=cfg.enable_gradient_checkpointing, use_fused_kernels=cfg.use_fused_kernels,
+            keep_gradients=True, **cfg.parallel,
+        )  # fmt: skip
+        parameters = list(engine.module.parameters())
+        workload = longest_batch(cfg, engine.config, ranks, None)
+        batch = largest_micro_batches(workload, engine.config, cfg.micro_batch_tokens, share_prompts=True)
+        engine.optimizer.register_step_pre_hook(lambda *_: marks.append(time.time_ns()))
+        for _ in range(2):  # a short step, after which the optimizer has a state, and the one that is measured
+            marks.append(time.time_ns())
+            engine.train_batch(batch if marks[1:] else batch.select([0]), loss, engine.known_outputs)
+        with engine._weights_on_device(), engine._state_on_device():
+            found = {
+                "parameters": parameters,
+                "gradients": [p.grad for p in parameters if p.grad is not None],
+                "optimizer": [x for one in engine.optimizer.state.values() for x in one.values()],
+            }
+            resident = {kind: storage_bytes(local(tensors)) for kind, tensors in found.items()}
+        host = engine.host_bytes
+        dist.destroy_process_group()
+    before_forward, before_step = marks[2:]
+    return {**resident, "host": host, "peaks": {
+        "forward and backward": allocator_peak(profile, before_forward, before_step),
+        "optimizer step": allocator_peak(profile, before_step, time.time_ns()),
+    }}  # fmt: skip
+
+
+def loss(out, mb):
+    return token_mean(sum(out.tensors.values()), mb.mask, mb.total_tokens), {}
+
+
+def allocator_peak(profile, begin, end):
+    """Most bytes that torch's allocator had given out, between two moments."""
+    events = [event for event in profile.kineto_results.events() if event.name() == "[memory]"]
+    total, peak = 0, 0
+    for at, size in sorted((event.start_ns(), event.nbytes()) for event in events):
+        peak = max(peak, total) if at >= begin else 0
+        if at > end:
+            break
+        total += size
+    return max(peak, total) if at <= end else peak
 
 
 def storage_bytes(tensors):
@@ -102,13 +146,23 @@ def said(recipe, arguments, config_dir):
 
 
 def main(path, config_dir, out):
+    # the plan is for a GPU, and so are its pieces of logits
+    _kernels.CPU_CACHE_BYTES, logprobs_module.CPU_CHUNK_BYTES = _kernels.PIECE_BYTES, _kernels.CHUNK_BYTES
     module, config = load_recipe("recipes/grpo_vlm.py"), load_config(path)
     found = {}
     for name, (ranks, options) in CASES.items():
         cfg = recipe_options(module, ["--model", path, *LENGTHS, *options])
-        found[name] = planned(cfg, config, ranks)
+        found[name] = planned(cfg, config, ranks, reference=name in WITH_REFERENCE)
         if name != "ulysses":  # the ranks of a real group would have to answer
             found[name]["taken"] = taken(path, cfg, ranks)
+    try:
+        smollm2 = model_path(SMOLLM2)
+    except ImportError as error:
+        found["smollm2"] = str(error)
+    else:
+        cfg = recipe_options(module, ["--model", SMOLLM2, *FEW_TOKENS, "--no_enable_gradient_checkpointing"])
+        found["smollm2"] = planned(cfg, load_config(smollm2), 2, reference=False)
+        found["smollm2"]["taken"] = taken(smollm2, cfg, 2)
     found["commands"] = {name: said(*case, config_dir) for name, case in COMMANDS.items()}
     json.dump(found, open(out, "w"))
 

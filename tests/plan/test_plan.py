@@ -36,11 +36,23 @@ def found(tiny_dir, tmp_path_factory):
     return json.loads(out.read_text())
 
 
-@pytest.mark.parametrize("name", [name for name in CASES if name != "ulysses"])
+@pytest.mark.parametrize("name", [*(name for name in CASES if name != "ulysses"), "smollm2"])
 def test_planned_bytes_are_what_a_process_takes(found, name):
-    planned, taken = found[name]["resident"], found[name]["taken"]
+    """Parameters, gradients and optimizer exactly; peaks are those of torch's allocator, with attention on a CPU."""
+    if name == "smollm2" and isinstance(found[name], str):
+        pytest.skip(found[name])
+    planned, taken = found[name]["phases"]["optimizer step"], found[name]["taken"]
     for kind in ("parameters", "gradients", "optimizer"):
         assert planned[kind] == taken[kind] > 0, kind
+    assert "gradients" not in found[name]["resident"]  # they are freed before sampling
+    if name == "offloaded":
+        assert "parameters" not in found[name]["resident"]
+        assert found[name]["resident"]["optimizer"] < 1000  # step counters, which AdamW keeps on the host anyway
+        assert found[name]["host"] == taken["host"] == pytest.approx(taken["parameters"] + taken["optimizer"], abs=4000)
+    for phase, peak in taken["peaks"].items():
+        expected = total(found[name]["phases"], phase) - planned.get("reference", 0)
+        expected += taken["host"]  # this process has copies on the host in the same memory
+        assert expected == pytest.approx(peak, rel=0.01 if name == "smollm2" else 0.1), phase
 
 
 def total(phases, name):
@@ -54,16 +66,16 @@ def test_phases_take_what_they_should(found):
     ]  # fmt: skip
     assert "reference" not in lora["resident"] and one["resident"]["reference"] == one["resident"]["parameters"]
     assert lora["resident"]["optimizer"] < 0.2 * found["three_ranks"]["resident"]["optimizer"]
-    for phases in (found[name]["phases"] for name in CASES):
+    for phases in (found[name]["phases"] for name in CASES if name != "offloaded"):
         for name in ("forward and backward", "optimizer step"):
             assert phases[name]["optimizer"] == phases["generate"]["optimizer"]  # from the second step on
-        assert phases["forward and backward"]["gradients"] > 0
+        assert "gradients" not in phases["generate"] and phases["optimizer step"]["gradients"] > 0
 
 
 def test_options_that_save_memory_do(found):
     name = "forward and backward"
     plain = found["one_rank"]["phases"][name]
-    assert found["checkpointing"]["phases"][name]["activations"] < 0.8 * plain["activations"]
+    assert found["two_by_two"]["phases"][name]["activations"] < 0.8 * plain["activations"]
     assert found["ulysses"]["phases"][name]["activations"] < 0.7 * plain["activations"]
     assert found["two_by_two"]["resident"]["optimizer"] == pytest.approx(
         found["one_rank"]["resident"]["optimizer"] / 2, rel=0.01

@@ -1,6 +1,7 @@
 """Rollouts of a recipe: saved, computed again, and trained on without sampling."""
 
 import math
+import re
 import shutil
 import sys
 from dataclasses import replace
@@ -43,6 +44,12 @@ def test_a_bundle_has_what_the_step_was_made_of(saved):
     assert gap.item() == pytest.approx(row["mismatch/abs_dlogp"], rel=1e-3, abs=1e-8)
     assert bundle.options["prompts_per_step"] == 4 and bundle.recipe.endswith("grpo_vlm.py")
     assert all(x.vision["pixel_values"].numel() and x.row["answer"] in "01" for x in draw.samples)
+
+
+def test_the_block_of_the_page(saved):
+    (block,) = re.findall(r"```python\n(.*?)```", (RECIPES.parent / "docs" / "replay.md").read_text(), re.DOTALL)
+    assert '"runs/NAME/rollouts/step_12"' in block
+    exec(block.replace('"runs/NAME/rollouts/step_12"', repr(str(saved / "rollouts" / "step_1"))), {})
 
 
 def test_a_step_is_computed_again_from_its_checkpoint(saved, capsys):

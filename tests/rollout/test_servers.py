@@ -1,12 +1,15 @@
 """The client of vLLM servers against stand-ins: sharing out, retries, faults, weights, and what errors say."""
 
+import asyncio
 import base64
 import io
 import logging
 import socket
 import subprocess
 import sys
+import threading
 import time
+from collections import Counter
 from concurrent.futures import Future
 from functools import partial
 from pathlib import Path
@@ -22,6 +25,7 @@ from rlkit.rollout import Sampling
 from rlkit.rollout.serve import command, environment
 from rlkit.rollout.servers.pool import ServerPool
 from rlkit.rollout.servers.rollout import image_data_url
+from rlkit.rollout.servers.shared_load import SharedLoad
 from rlkit.rollout.servers.weight_transfer import GlooGroup, buckets, send_weights
 from rlkit.rollout.vllm_requests import request_seed
 from rlkit.vlm import encode_prompt
@@ -94,6 +98,68 @@ def test_each_request_is_sampled_its_own_way(connect):
         cold, warm = sorted((body["sampling_params"] for body in a.bodies), key=lambda rule: rule["temperature"])
         assert warm["temperature"] == 0.7 and cold["stop_token_ids"] == [*warm["stop_token_ids"], 5, 6]
         assert warm["seed"] == request_seed((1,), prompts(1)[0])
+
+
+@pytest.fixture
+def ranks():
+    """A function from numbers of ranks and servers, and a limit, to the pools of the ranks, which share a store."""
+    made = []
+
+    def make(count, servers, **options):
+        store, urls = torch.distributed.HashStore(), [f"http://127.0.0.1:{9000 + i}" for i in range(servers)]
+        made.extend(ServerPool(urls, store=store, rank_and_ranks=(i, count), **options) for i in range(count))
+        return made[-count:]
+
+    yield make
+    for pool in made:
+        pool.close()
+
+
+@pytest.mark.parametrize(("per_rank", "most"), [(1, 1), (2, 1), (4, 2)])
+def test_ranks_share_out_their_requests_over_all_servers(ranks, per_rank, most):
+    """Four ranks, eight servers: with a count of its own and the same order, each rank began with the first server."""
+    busy, peaks, lock = Counter(), Counter(), threading.Lock()
+
+    async def attempt(server, job):
+        with lock:
+            busy[server.url] += 1
+            peaks[server.url] = max(peaks[server.url], busy[server.url])
+        await asyncio.sleep(0.2)
+        with lock:
+            busy[server.url] -= 1
+
+    pools = ranks(4, 8)
+    started = [pool.start(pool.run_jobs(range(per_rank), lambda job: 16, attempt)) for pool in pools]
+    for pool, work in zip(pools, started, strict=True):
+        pool.wait(work)
+    assert len(peaks) == min(8, 4 * per_rank) and max(peaks.values()) <= most
+    assert set(pools[0].load.read().values()) == {0}
+
+
+def test_a_server_with_short_answers_takes_what_waits(ranks):
+    """One server is slow; a rank whose own requests are there takes no place of the other rank's on the fast one."""
+    done = Counter()
+
+    async def attempt(server, job):
+        await asyncio.sleep(1.0 if server.url.endswith("9000") else 0.02)
+        done[server.url] += 1
+
+    pools = ranks(2, 2, max_sequences=1)
+    started = [pool.start(pool.run_jobs(range(4), lambda job: 1, attempt)) for pool in pools]
+    for pool, work in zip(pools, started, strict=True):
+        pool.wait(work)
+    assert done["http://127.0.0.1:9000"] == 1 and done["http://127.0.0.1:9001"] == 7
+
+
+def test_a_rank_goes_on_when_the_store_is_gone(caplog):
+    class Gone(torch.distributed.Store):
+        def add(self, key, value):
+            raise torch.distributed.DistNetworkError("connection reset")
+
+    load = SharedLoad(["http://a", "http://b"], Gone())
+    load.add("http://b", 3)
+    assert load.read() == {"http://a": 0, "http://b": 3} and not load.is_shared
+    assert len(caplog.records) == 1
 
 
 def test_a_slow_server_does_not_hold_up_the_other(connect):
@@ -377,7 +443,7 @@ def test_cancelled_requests_are_called_off(connect):
         end = time.monotonic() + 10
         while a.now and time.monotonic() < end:
             time.sleep(0.01)
-        assert a.now == 0 and all(server.active_sequences == 0 for server in rollout.pool.servers)
+        assert a.now == 0 and not any(rollout.pool.load.read().values())
         began = a.steps  # one that is refused calls the others off
         with pytest.raises(ValueError, match="out of vocabulary"):
             rollout.generate([*prompts(3), prompt_sample([10_000])], Sampling(200))
@@ -419,7 +485,7 @@ def test_bad_input_is_named(connect, monkeypatch):
             rollout.generate([prompt_sample([10_000], group_id=8)], SAMPLING)
         with pytest.raises(ValueError, match="row 3: expected an image that can be saved as PNG"):
             rollout.generate([prompt_sample([10], images=["nothing"], row={"where": "row 3"})], SAMPLING)
-        assert not [server.active_sequences for server in rollout.pool.servers if server.active_sequences]
+        assert not any(rollout.pool.load.read().values())
         monkeypatch.setattr("rlkit.rollout.servers.rollout.suppressed_token_ids", lambda *_: torch.arange(1025))
         with pytest.raises(
             ValueError, match="model: expected at most 1024 suppressed tokens.*, got 1025 .* vocabulary larger"

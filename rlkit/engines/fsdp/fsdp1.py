@@ -33,6 +33,7 @@ UNSUPPORTED = {
     "ulysses_sequence_parallel_size": 1,
     "use_fused_kernels": False,
     "router_replay": False,
+    "offload_between_phases": False,
 }
 
 
@@ -42,7 +43,7 @@ class Fsdp1Engine(Fsdp2Engine):
     Args:
         model: from transformers, without adapters.
         options: those of `Fsdp2Engine` except `fsdp_size`, `tensor`, `ulysses_sequence_parallel_size`,
-            `use_fused_kernels` and `router_replay`.
+            `use_fused_kernels`, `router_replay` and `offload_between_phases`.
 
     Raises:
         ValueError: an unsupported option, or a model with adapters or without its weights.

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from functools import partial
+from functools import partial, wraps
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -29,6 +29,7 @@ from rlkit.engines.fsdp.sharded_loading import has_meta_weights, load_sharded_we
 from rlkit.engines.fsdp.sharding import apply_fsdp2, fsdp_units, make_device_mesh
 from rlkit.engines.fsdp.tensor_parallel import all_reduce_gradients, apply_tensor_parallel, clip_grad_norm
 from rlkit.engines.loss_closure import LossFn, Outputs, check_output_names, compute_loss, sum_metrics
+from rlkit.engines.offload import Offloaded, own_memory
 from rlkit.engines.packing.attention import use_packed_attention
 from rlkit.engines.packing.inputs import ModelInputs, prepare_model_inputs
 from rlkit.engines.packing.micro_batches import check_same_rows, micro_batches
@@ -40,6 +41,19 @@ from rlkit.vlm.adapt import adapter_parameters, checkpoint_parameters, merged_pa
 from rlkit.vlm.families import head_obstacle
 from rlkit.vlm.inputs import position_spec
 from rlkit.vlm.routers import use_router_replay
+
+Method = TypeVar("Method", bound=Callable[..., Any])
+
+
+def _needs_weights(method: Method) -> Method:
+    """A method of an engine, called with the weights on the device."""
+
+    @wraps(method)
+    def call(self: Fsdp2Engine, *args: Any, **options: Any) -> Any:
+        with self._weights_on_device():
+            return method(self, *args, **options)
+
+    return cast(Method, call)
 
 
 class Fsdp2Engine:
@@ -71,6 +85,10 @@ class Fsdp2Engine:
         ulysses_sequence_parallel_size: this many neighbouring ranks share the tokens of each micro-batch, whose size
             does not change. They are given the same rows. Needs `use_remove_padding`.
         router_replay: tokens of a batch with `routed_experts` go to those experts, see rlkit.vlm.routers.
+        offload_between_phases: weights and optimizer state are in (pinned) host memory while no method of the engine
+            needs them. They are copied to the device and back in each call.
+        keep_gradients: gradients stay after `train_batch`, to be looked at. By default they are freed, which leaves
+            room for a sampler.
 
     Attributes:
         data_parallel_rank, data_parallel_size: this rank's rows of a batch are
@@ -103,6 +121,8 @@ class Fsdp2Engine:
         tensor: int = 1,
         ulysses_sequence_parallel_size: int = 1,
         router_replay: bool = False,
+        offload_between_phases: bool = False,
+        keep_gradients: bool = False,
     ) -> None:
         self.device = init_distributed(device)
         self.processor = processor
@@ -127,6 +147,41 @@ class Fsdp2Engine:
         trainable = [p for p in self.module.parameters() if p.requires_grad]
         self.optimizer = optimizer(trainable) if optimizer else None
         self.scheduler = scheduler(self.optimizer) if scheduler and self.optimizer else None
+        self.keep_gradients, self.offload_between_phases = keep_gradients, offload_between_phases
+        self._weights_on_host, self._state_on_host, self._users_of_weights = Offloaded(), Offloaded(), 0
+        if offload_between_phases:
+            own_memory(self.module.parameters())
+        with self._weights_on_device():
+            pass  # they are unloaded at the end
+
+    @property
+    def host_bytes(self) -> int:
+        """Bytes of weights and optimizer state that this rank keeps in host memory between calls."""
+        return self._weights_on_host.host_bytes + self._state_on_host.host_bytes
+
+    @contextmanager
+    def _weights_on_device(self) -> Iterator[None]:
+        """Inside, the weights are on the device; with `offload_between_phases` they are not outside."""
+        self._users_of_weights += 1
+        self._weights_on_host.load()
+        try:
+            yield
+        finally:
+            self._users_of_weights -= 1
+            if self.offload_between_phases and not self._users_of_weights:
+                self._reshard()
+                self._weights_on_host.unload(self.module.parameters())
+
+    @contextmanager
+    def _state_on_device(self) -> Iterator[None]:
+        """Inside, the optimizer's state is on the device; with `offload_between_phases` it is not outside."""
+        self._state_on_host.load()
+        try:
+            yield
+        finally:
+            if self.offload_between_phases and self.optimizer is not None:
+                state = (x for one in self.optimizer.state.values() for x in one.values() if isinstance(x, Tensor))
+                self._state_on_host.unload(x for x in state if x.ndim)  # AdamW keeps its step counter on the host
 
     def _check_head(self, *, trains: bool) -> None:
         if has_value_head(self.base):
@@ -165,6 +220,7 @@ class Fsdp2Engine:
         if gradient_checkpointing:
             self.base.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
 
+    @_needs_weights
     def train_batch(self, batch: Batch, loss_fn: LossFn, outputs: Sequence[str] = ("logprobs",)) -> dict[str, float]:
         """One optimizer step on this rank's rows: all micro-batches, gradient clipping, step, scheduler.
 
@@ -197,12 +253,16 @@ class Fsdp2Engine:
         lr = self.optimizer.param_groups[0]["lr"]
         is_finite = grad_norm < float("inf")
         if is_finite:
-            self.optimizer.step()
+            with self._state_on_device():
+                self.optimizer.step()
+        if not self.keep_gradients:
+            self.optimizer.zero_grad(set_to_none=True)
         if self.scheduler is not None:
             self.scheduler.step()
         reduced = reduce_metrics(sum_metrics(metrics), self.data_parallel_group)
         return {**reduced, "grad_norm": grad_norm, "lr": lr, "skipped_steps": float(not is_finite)}
 
+    @_needs_weights
     @torch.no_grad()
     def infer_batch(self, batch: Batch, outputs: Sequence[str] = ("logprobs",)) -> dict[str, Tensor]:
         """[B, T] outputs of this rank's rows, in their order, on the host; 0 where the mask is False."""
@@ -279,15 +339,16 @@ class Fsdp2Engine:
     def gathered(self) -> Iterator[Any]:
         """Yield the module with full weights on every rank, so that sampling gathers them only once."""
         units = [m for m in self.module.modules() if isinstance(m, FSDPModule)]
-        for unit in units:
-            unit.set_reshard_after_forward(False, recurse=False)
-            unit.unshard()
-        try:
-            yield self.module
-        finally:
+        with self._weights_on_device():
             for unit in units:
-                unit.set_reshard_after_forward(unit is not self.module, recurse=False)
-                unit.reshard()
+                unit.set_reshard_after_forward(False, recurse=False)
+                unit.unshard()
+            try:
+                yield self.module
+            finally:
+                for unit in units:
+                    unit.set_reshard_after_forward(unit is not self.module, recurse=False)
+                    unit.reshard()
 
     def disable_adapter(self) -> AbstractContextManager[None]:
         """The model without its LoRA adapters: the reference policy, without more memory."""
@@ -311,7 +372,13 @@ class Fsdp2Engine:
         return all_reduce(torch.as_tensor(x), group=self.data_parallel_group)
 
     def to(self, device: torch.device | str, *, model: bool = True, optimizer: bool = True) -> None:
-        """Move sharded weights and optimizer state, e.g. to the host while a sampler needs the GPU."""
+        """Move sharded weights and optimizer state, e.g. to the host while a sampler needs the GPU.
+
+        Raises:
+            ValueError: the engine does so by itself, with `offload_between_phases`.
+        """
+        if self.offload_between_phases:
+            raise ValueError(f"to: expected no offload_between_phases, which moves weights itself, got {device}")
         if model:
             self._reshard()
             self.module.to(device)
@@ -342,9 +409,16 @@ class Fsdp2Engine:
 
     def _weights(self, bucket_bytes: int, dtype: torch.dtype | None) -> Iterator[tuple[str, Tensor]]:
         """(name, full tensor) of every parameter, under the names of the module without adapters."""
-        self._reshard()
         gathered = partial(_gathered_in, dtype=None if self.has_adapters else dtype)
-        yield from merged_parameters(self.module, gathered, bucket_bytes)
+        yield from self._lasting(merged_parameters(self.module, gathered, bucket_bytes))
+
+    def _lasting(self, weights: Iterator[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+        """The same, with the weights on the device; copies if a tensor's memory may be given back afterwards."""
+        with self._weights_on_device():
+            self._reshard()
+            for name, tensor in weights:
+                yield name, tensor.clone() if self.offload_between_phases else tensor
+                del tensor  # or it is there while the next is gathered
 
     def get_adapter(self) -> tuple[Any, Iterator[tuple[str, Tensor]]]:
         """The LoRA adapters alone: peft's config, and (name in peft's files, full tensor) of each, one at a time."""
@@ -352,9 +426,9 @@ class Fsdp2Engine:
             raise ValueError(
                 "get_adapter: expected a model with adapters, got none; get_per_tensor_param returns its weights"
             )
-        self._reshard()
-        return self.module.peft_config["default"], adapter_parameters(self.module, full_tensors)
+        return self.module.peft_config["default"], self._lasting(adapter_parameters(self.module, full_tensors))
 
+    @_needs_weights
     def save_checkpoint(self, path: str | Path, extra: Mapping[str, Any] | None = None, *, wait: bool = True) -> None:
         """Save sharded trainable weights, optimizer, scheduler and random states, and `extra` (JSON).
 
@@ -365,8 +439,10 @@ class Fsdp2Engine:
         """
         self._reshard()
         schedule = self.scheduler.state_dict() if self.scheduler is not None else None
-        checkpoint.save(path, self._state(), {"scheduler": schedule, "extra": dict(extra or {})}, wait=wait)
+        with self._state_on_device():
+            checkpoint.save(path, self._state(), {"scheduler": schedule, "extra": dict(extra or {})}, wait=wait)
 
+    @_needs_weights
     def load_checkpoint(self, path: str | Path) -> dict[str, Any]:
         """Load a checkpoint that was saved at any world size; returns its `extra`.
 
@@ -375,18 +451,19 @@ class Fsdp2Engine:
         """
         saved = checkpoint.read_manifest(path)
         self._reshard()
-        state = self._state()
-        checkpoint.check_parameter_names(path, state["model"])
-        saved_names = checkpoint.tensor_names(path)
-        state = {name: x for name, x in state.items() if not name.startswith("rng.") or name in saved_names}
-        checkpoint.load(path, state)
-        set_state_dict(
-            self.module,
-            [] if self.optimizer is None else [self.optimizer],
-            model_state_dict=state["model"],
-            optim_state_dict=state["optimizer"],
-            options=StateDictOptions(strict=False),
-        )
+        with self._state_on_device():
+            state = self._state()
+            checkpoint.check_parameter_names(path, state["model"])
+            saved_names = checkpoint.tensor_names(path)
+            state = {name: x for name, x in state.items() if not name.startswith("rng.") or name in saved_names}
+            checkpoint.load(path, state)
+            set_state_dict(
+                self.module,
+                [] if self.optimizer is None else [self.optimizer],
+                model_state_dict=state["model"],
+                optim_state_dict=state["optimizer"],
+                options=StateDictOptions(strict=False),
+            )
         if self.scheduler is not None and saved["scheduler"] is not None:
             self.scheduler.load_state_dict(saved["scheduler"])
         checkpoint.set_random_states(state, self.device)

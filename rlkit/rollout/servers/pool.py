@@ -17,7 +17,10 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
+import torch.distributed as dist
+
 from rlkit.rollout.background import start_event_loop
+from rlkit.rollout.servers.shared_load import SharedLoad
 from rlkit.rollout.servers.token import server_token
 
 T = TypeVar("T")
@@ -25,6 +28,7 @@ Json = Mapping[str, Any]
 log = logging.getLogger(__name__)
 
 RETRYABLE_STATUS = (408, 425, 429, 500, 502, 503, 504)
+POLL_SECONDS = 0.05  # between looks at the load of other ranks, while all servers are full
 KEEPALIVE_SECONDS = 2.0  # servers close idle connections after 5 seconds, and would lose a request sent just then
 
 
@@ -42,14 +46,12 @@ class Server:
 
     Attributes:
         url: without a path, e.g. http://127.0.0.1:8000.
-        active_sequences: sequences that it is generating for this client.
         failure: why it is excluded; empty while it is available.
         failure_count: how often it has been excluded so far.
         workers: processes that hold a copy or a shard of the weights.
     """
 
     url: str
-    active_sequences: int = 0
     failure: str = ""
     failure_count: int = 0
     workers: int = 1
@@ -60,12 +62,15 @@ class ServerPool:
 
     Args:
         urls: one for each server, or all in one string, separated by commas.
-        max_sequences: most sequences that one server generates at once; further ones wait here.
+        max_sequences: most sequences that one server generates at once, for all ranks together; further ones wait here
+            for the first server that has room, so that long answers on one server do not leave the others idle.
         timeout: seconds to wait for a response.
         attempts: how often a job is tried, on whichever servers.
         backoff: seconds before the first retry of a job, doubled for each further one.
         start_hint: how to start servers, for the error when none is available.
         health_path: a path that a server responds to as long as it runs, also while it is paused or asleep.
+        store: of all ranks that use these servers, through which they see each other's load; None for one rank.
+        rank_and_ranks: of this process: ranks with few requests start at different servers.
 
     Raises:
         ValueError: malformed or repeated URLs, or a limit below 1.
@@ -81,6 +86,8 @@ class ServerPool:
         backoff: float = 0.5,
         start_hint: str = "",
         health_path: str = "/health",
+        store: dist.Store | None = None,
+        rank_and_ranks: tuple[int, int] = (0, 1),
     ) -> None:
         names = [url.strip().rstrip("/") for url in (urls.split(",") if isinstance(urls, str) else urls)]
         if not names or not all(name.startswith(("http://", "https://")) for name in names):
@@ -92,6 +99,10 @@ class ServerPool:
         self.servers = [Server(name) for name in names]
         self.max_sequences, self.timeout, self.attempts, self.backoff = max_sequences, timeout, attempts, backoff
         self.start_hint, self.health_path = start_hint, health_path
+        rank, ranks = rank_and_ranks
+        first = rank * len(self.servers) // ranks
+        self.in_turn = self.servers[first:] + self.servers[:first]
+        self.load = SharedLoad(names, store)
         self._loop, thread = start_event_loop("rlkit-servers")
         self._sequences_finished, self._session = self.run(self._open_session())
         self.close = weakref.finalize(self, _close, self._loop, thread, self._session)
@@ -235,7 +246,7 @@ class ServerPool:
                 failure, failed_on = str(error), server
             finally:
                 async with self._sequences_finished:
-                    server.active_sequences -= size
+                    self.load.add(server.url, -size)
                     self._sequences_finished.notify_all()
             if await self.check_health(server):
                 log.warning("%s; attempt %d of %d", failure, i + 1, self.attempts)
@@ -247,16 +258,21 @@ class ServerPool:
         """Wait for a server with room for `size` sequences and reserve it; preferably not the one that just failed."""
         async with self._sequences_finished:
             while True:
+                load, available = self.load.read(), self.available
                 with_room = [
                     server
-                    for server in self.available
-                    if not server.active_sequences or server.active_sequences + size <= self.max_sequences
+                    for server in self.in_turn
+                    if server in available and (load[server.url] <= 0 or load[server.url] + size <= self.max_sequences)
                 ]
                 if with_room:
-                    server = min(with_room, key=lambda server: (server is failed_on, server.active_sequences))
-                    server.active_sequences += size
+                    server = min(with_room, key=lambda server: (server is failed_on, load[server.url]))
+                    self.load.add(server.url, size)
                     return server
-                await self._sequences_finished.wait()
+                waiting = self._sequences_finished.wait()
+                try:
+                    await asyncio.wait_for(waiting, POLL_SECONDS if self.load.is_shared else None)
+                except TimeoutError:
+                    pass  # sequences of other ranks may have finished
 
 
 def _error_message(body: str) -> str:

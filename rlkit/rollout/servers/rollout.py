@@ -22,6 +22,7 @@ from rlkit.rollout.inference_requests import check_context_length, finished_samp
 from rlkit.rollout.sampling import OnFinished, Sampling, end_token_ids, sample_name, sampling_per_request
 from rlkit.rollout.servers.claim import claim_servers, release_servers
 from rlkit.rollout.servers.pool import RequestRejected, Server, ServerPool, ServerUnavailable
+from rlkit.rollout.servers.shared_load import store_of_ranks
 from rlkit.rollout.servers.weight_transfer import TransferGroup, local_address, send_weights
 from rlkit.vlm.loading import load_config
 from rlkit.vlm.processors import suppressed_token_ids
@@ -101,6 +102,8 @@ class ServerRollout(ABC):
             timeout=timeout,
             start_hint=self.start_hint,
             health_path=self.health_path,
+            store=store_of_ranks(),
+            rank_and_ranks=(dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1),
         )
         self.pool.run(self._wait_until_up(connect_timeout))
         error = None

@@ -1,0 +1,97 @@
+"""Write docs/conformance.md: what the conformance suite finds of rlkit, verl, TRL and OpenRLHF.
+
+make conformance    # in the environment of the peers
+"""
+
+import importlib.metadata
+import platform
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path[:0] = [str(ROOT), str(ROOT / "tests" / "peers")]
+
+from rlkit.conformance.adapter import load_adapter  # noqa: E402
+from rlkit.conformance.report import ERROR, as_markdown, run_checks  # noqa: E402
+
+ADAPTERS = [
+    "rlkit.conformance.ours:Trainer",
+    "adapter_verl:Trainer",
+    "adapter_trl:Trainer",
+    "adapter_openrlhf:Trainer",
+]
+TOP = """# Conformance: does a trainer compute what it says?
+
+The suite puts a trainer's functions through plain loops and known traps: how a batch is split over micro-batches and
+ranks, which column belongs to which token, what stands under the mask, denominators, groups of any order and size, the
+gradient of the KL term, temperature, tokens that cannot be sampled, a ratio of 1 on policy. It is for any trainer:
+
+```bash
+pytest --pyargs rlkit.conformance --trainer my_adapter:Trainer
+```
+
+In a checkout that is not installed, add `-p rlkit.conformance.plugin`. An adapter is a class with some of the methods
+of `rlkit.conformance.adapter.Adapter`; all tensors are [B, T], and entry t speaks of token t. A method gives the
+trainer what its own loop would give it, and no more:
+
+```python
+from my_trainer import ppo_loss
+
+class Trainer:
+    name = "my trainer 0.1"
+    ranks_average = True  # gradients are averaged over ranks, not summed
+
+    def policy_loss(self, logprobs, old_logprobs, advantages, mask, split, clip_low, clip_high):
+        return ppo_loss(logprobs, old_logprobs, advantages[:, None] * mask, mask) / split.micro_batches
+```
+
+The result is a matrix. Each check says one of these:
+
+- **as the reference**: the numbers of the plain loop;
+- **choice**: a published or documented alternative, in words; the trainer may also refuse an input;
+- **bug**: a number depends on what it should not depend on, or is nan; the test fails;
+- **error**: the trainer or its adapter raised an exception, which says nothing about the trainer by itself;
+- **not provided**: the adapter has no such method.
+
+Each check has a planted bug that it alone finds (`tests/conformance/test_conformance.py`).
+
+## What it finds
+
+"""
+BOTTOM = """
+
+## How to read it
+
+- The table is about functions with inputs of the suite, on a CPU in float32, with the defaults of each trainer. It says
+  nothing about speed, nor about parts that no adapter calls: "–" is not a fault.
+- `masked_nonfinite` and `entropy_of_impossible_tokens` need numbers that are nan or infinite. They come from an
+  overflow, or from a model whose logits are masked with -inf. A trainer that never has any is not hurt by these bugs.
+- `kl_gradient` is about the KL term in the loss, which is an option everywhere. TRL weights k3 by the ratio
+  (`use_bias_correction_kl`, on by default), which makes the gradient exact. So do verl's `low_var_kl+`, OpenRLHF's
+  `--algo.kl.unbiased_gradient`, and rlkit's `kl_k2`, `kl_straight_through` and `kl_k3_weighted`.
+- verl gives an answer that is alone in its group its raw reward on purpose; it is documented in its code.
+
+Adapters: [rlkit](../rlkit/conformance/ours.py), [verl](../tests/peers/adapter_verl.py),
+[TRL](../tests/peers/adapter_trl.py), [OpenRLHF](../tests/peers/adapter_openrlhf.py). Of TRL, methods of `GRPOTrainer`
+are called on batches as its own loop makes them. Of OpenRLHF, two files are loaded without its package, whose imports
+need DeepSpeed and flash-attn; its group advantages and GAE are inside of its experience maker, and are not called.
+
+SkyRL was not run: its releases need Python 3.12, and the other trainers were run with Python {python}.
+
+To reproduce: `make conformance` makes the environment of the peers, and writes this page with
+`docs/make_conformance.py`. Versions: {versions}.
+"""
+
+
+def page() -> str:
+    adapters = [load_adapter(name) for name in ADAPTERS]
+    findings = {adapter.name: run_checks(adapter) for adapter in adapters}
+    if errors := [one for of_trainer in findings.values() for one in of_trainer if one.verdict == ERROR]:
+        raise SystemExit(f"nothing written, as {errors[0].check} says: {errors[0].text}")
+    versions = ", ".join(f"{name} {importlib.metadata.version(name)}" for name in ("torch", "verl", "trl"))
+    python = ".".join(platform.python_version_tuple()[:2])
+    return TOP + as_markdown(findings) + BOTTOM.format(python=python, versions=f"{versions}, openrlhf 0.11.2")
+
+
+if __name__ == "__main__":
+    (ROOT / "docs" / "conformance.md").write_text(page())

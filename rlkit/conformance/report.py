@@ -1,0 +1,69 @@
+"""Runs the checks on an adapter and shows what they found."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+from rlkit.conformance.adapter import provides
+from rlkit.conformance.checks import CHECKS, Bug, Check
+
+RIGHT, CHOICE, BUG, ERROR, MISSING = "as the reference", "choice", "bug", "error", "not provided"
+
+
+class Finding(NamedTuple):
+    """What a check found: a verdict and, unless it is as the reference, a sentence."""
+
+    check: str
+    question: str
+    verdict: str
+    text: str = ""
+
+
+def run_check(one: Check, adapter: Any) -> Finding:
+    """The finding of one check."""
+    if not provides(adapter, one.method):
+        return Finding(one.name, one.question, MISSING, f"the adapter has no {one.method}")
+    try:
+        choice = one.run(adapter)
+    except Bug as error:
+        return Finding(one.name, one.question, BUG, str(error))
+    except NotImplementedError as error:
+        return Finding(one.name, one.question, CHOICE, f"refused: {error}")
+    except Exception as error:
+        return Finding(one.name, one.question, ERROR, f"trainer or adapter raised {type(error).__name__}: {error}")
+    return Finding(one.name, one.question, CHOICE if choice else RIGHT, choice or "")
+
+
+def run_checks(adapter: Any) -> list[Finding]:
+    """The findings of all checks, in their order."""
+    return [run_check(one, adapter) for one in CHECKS]
+
+
+def as_text(name: str, findings: Sequence[Finding]) -> str:
+    """A matrix for a terminal."""
+    width = max(len(one.check) for one in findings)
+    lines = [f"{one.check:<{width}}  {one.verdict:<{len(RIGHT)}}  {one.text}".rstrip() for one in findings]
+    counts = ", ".join(f"{sum(one.verdict == verdict for one in findings)} {verdict}" for verdict in _VERDICTS)
+    return "\n".join([f"{name}: {counts}", *lines])
+
+
+_VERDICTS = (RIGHT, CHOICE, BUG, ERROR, MISSING)
+
+
+def as_markdown(findings: dict[str, Sequence[Finding]]) -> str:
+    """A table of several trainers, and a numbered note for each choice and bug."""
+    notes: list[str] = []
+    rows = []
+    for i, one in enumerate(CHECKS):
+        cells = []
+        for name, of_trainer in findings.items():
+            found = of_trainer[i]
+            if found.verdict in (CHOICE, BUG, ERROR):
+                notes.append(f"{len(notes) + 1}. **{name}**, {one.name}: {found.text}.")
+                cells.append(f"{found.verdict} ({len(notes)})")
+            else:
+                cells.append({RIGHT: "yes", MISSING: "–"}[found.verdict])
+        rows.append(f"| {one.question} `{one.name}` | {' | '.join(cells)} |")
+    head = [f"| check | {' | '.join(findings)} |", f"|---|{'---|' * len(findings)}"]
+    return "\n".join([*head, *rows, "", *notes])

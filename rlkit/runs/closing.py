@@ -1,0 +1,58 @@
+"""The table that a run ends with: what was reached, and where to look next."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Mapping
+from datetime import timedelta
+from typing import Any
+
+from rlkit.tracking import EVAL, METRICS, Run, read_metrics, read_object
+
+FILES = {  # of a run's directory, and what is in each
+    "report.html": "open it: curves, answers with their rewards",
+    "metrics.jsonl": "all measurements of each step",
+    "samples.jsonl": "the answers on the page",
+    "answers.jsonl": "all answers",
+    "adapter": "adapters alone, for peft and vLLM",
+}
+
+
+def closing_table(run: Run, exported: Iterable[str] = ()) -> str:
+    """A few lines of text.
+
+    Args:
+        run: whose metrics.jsonl and eval.json are complete.
+        exported: folders of the run's directory that hold a model.
+    """
+    rows = read_metrics(run.out / METRICS) if (run.out / METRICS).exists() else []
+    evaluation = read_object(run.out / EVAL)
+    took = timedelta(seconds=round(time.monotonic() - run.started))
+    lines = [("run", f"{run.name}, {len(rows)} steps, {took} since its last start")]
+    lines += _before_and_after(evaluation)
+    lines += _first_and_last(rows)
+    lines += [(str(run.out / name), text) for name, text in FILES.items() if (run.out / name).exists()]
+    lines += [(str(run.out / name), "for transformers and vLLM: recipes/evaluate.py --model DIR") for name in exported]
+    width = max(len(name) for name, _ in lines)
+    return "\n".join(["", "results:", *(f"  {name:<{width}}  {text}" for name, text in lines)])
+
+
+def _before_and_after(evaluation: Mapping[str, Any]) -> list[tuple[str, str]]:
+    """What was measured on held-out rows after training, and before if that was measured too."""
+    found = []
+    for name, x in evaluation.items():
+        measured, is_after, _ = name.partition("_after")
+        if is_after and isinstance(x, float) and not measured.startswith("unjudged"):
+            before = evaluation.get(f"{measured}_before")
+            text = f"{before:.3f} before, {x:.3f} after" if isinstance(before, float) else f"{x:.3f}"
+            found.append((f"held-out {measured.removeprefix('heldout_').replace('_', ' ')}", text))
+    return found
+
+
+def _first_and_last(rows: list[dict[str, Any]]) -> list[tuple[str, str]]:
+    """The mean reward, or the loss, of the first step and of the last one."""
+    for name in ("reward/mean", "loss"):
+        values = [row[name] for row in rows if isinstance(row.get(name), float)]
+        if len(values) > 1:
+            return [(name, f"{values[0]:.3g} in the first step, {values[-1]:.3g} in the last")]
+    return []

@@ -1,0 +1,74 @@
+"""Run by `test_host_memory.py`: host memory that two ranks take to load SmolLM2-135M and to export it.
+
+on_host_memory_ranks.py MODEL_DIR OUT_DIR PORT
+"""
+
+import ctypes
+import gc
+import json
+import os
+import sys
+import threading
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+
+from rlkit import runs
+from rlkit.engines.distributed import init_distributed
+
+RANKS = 2
+
+
+def anonymous_bytes():
+    """Memory of this process that is not a file's: what it has allocated."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(1024 * int(line.split()[1]) for line in lines if line.startswith("RssAnon"))
+
+
+@contextmanager
+def measured(found, name):
+    """Add to `found` the most that this rank held beyond what it held before, read every millisecond."""
+    gc.collect()
+    ctypes.CDLL(None).malloc_trim(0)
+    dist.barrier()
+    before, peak, done = anonymous_bytes(), [0], threading.Event()
+
+    def watch():
+        while not done.wait(0.001):
+            peak[0] = max(peak[0], anonymous_bytes())
+
+    watcher = threading.Thread(target=watch)
+    watcher.start()
+    try:
+        yield
+    finally:
+        done.set()
+        watcher.join()
+    gc.collect()
+    ctypes.CDLL(None).malloc_trim(0)
+    found[name] = [max(peak[0], anonymous_bytes()) - before, anonymous_bytes() - before]
+
+
+def on_rank(rank, path, out, port):
+    own = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": RANKS, "MASTER_ADDR": "localhost", "MASTER_PORT": port}
+    os.environ.update({name: str(x) for name, x in own.items()})
+    torch.set_num_threads(1)
+    init_distributed("cpu")
+    cfg, found = runs.TrainingOptions(model=path), {}
+    with measured(found, "reference"):  # first, as it imports the model's code
+        reference = runs.build_scorer(cfg, path, None)
+    with measured(found, "policy"):
+        engine = runs.build_engine(cfg, path, None, updates=1)
+    with measured(found, "export"):
+        engine.export_hf(Path(out) / "export", torch.bfloat16)
+    found["parameters"] = sum(p.numel() for p in engine.module.parameters())
+    found["dtypes"] = [str(next(one.module.parameters()).dtype) for one in (engine, reference)]
+    (Path(out) / f"{rank}.json").write_text(json.dumps(found))
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    mp.start_processes(on_rank, tuple(sys.argv[1:]), nprocs=RANKS, start_method="fork")
