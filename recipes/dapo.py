@@ -134,7 +134,7 @@ def main(cfg: Config) -> None:
     for step in run.steps(state["step"], cfg.steps):
         answers, groups, drawn = draw_batch(task, draws, cfg, sampler, engine)
         draws += drawn
-        sampler.stop_if_unjudged(answers)
+        sampler.stop_if_rewards_failed(answers)
         if not len(groups):
             run.print(f"step {step}: all groups drawn have equal rewards, so the run ends here")
             break

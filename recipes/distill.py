@@ -49,7 +49,7 @@ class Config(runs.PolicyOptions, runs.TrainingOptions):
     group_size: int = 4
     updates_per_batch: int = 1
     """Optimizer steps on each batch. Above 1, the clipped ratio matters."""
-    max_unjudged: float = 1.0
+    max_failed_rewards: float = 1.0
     clip_low: float = 0.2
     """Lower bound of the ratio is 1 - clip_low."""
     clip_high: float = 0.28

@@ -162,12 +162,14 @@ def main(cfg: Config) -> None:
 
     run.phase("evaluate")
     if run.writes:
-        lost = [row["skipped_rows"] for row in read_metrics(log)]
+        skipped_rows = [row["skipped_rows"] for row in read_metrics(log)]
         found = {}
         for number, task in enumerate(cfg.task):
             found[task] = summary([a for a in answers if a["task"] == task], cfg)
             found[task]["skipped"] = sum(
-                skipped for skipped, (of, _) in zip(lost, batches, strict=True) if of == number
+                skipped
+                for skipped, (of, _) in zip(skipped_rows, batches, strict=True)
+                if of == number
             )
         run.print(table(found))
         run.log_evaluation(tasks=found, heldout=len(answers))

@@ -166,7 +166,7 @@ def run_on_servers(cfg: Config, stack: ExitStack) -> None:
     loss_fn = partial(policy_loss, cfg=cfg)
     run.phase("generate")  # what is waited for
     for step, answers in zip(run.steps(start, cfg.steps), judged_answers, strict=False):
-        sampler.stop_if_unjudged(answers)
+        sampler.stop_if_rewards_failed(answers)
 
         run.phase("train")
         batch = collate(answers.judged)

@@ -229,7 +229,7 @@ def main(cfg: Config) -> None:
         prompts = sampler.encode(step_rows(task.train, step, cfg.prompts_per_step, cfg.seed))
         sampling = Sampling(cfg.max_new_tokens, cfg.temperature, seed=(cfg.seed, step))
         answers = sampler.answer(prompts, sampling, n=cfg.group_size)
-        sampler.stop_if_unjudged(answers)
+        sampler.stop_if_rewards_failed(answers)
 
         run.phase("train")
         batch = collate(answers.judged)

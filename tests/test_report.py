@@ -55,8 +55,10 @@ class Page(HTMLParser):
 
 
 def answer(text: str, **facts):
-    asked = prompt_sample([1, 2], row={"question": "What is it?", "answer": "7"}, images=[Image.new("RGB", (300, 200))])
-    return replace(asked, text=text, **facts)
+    prompt = prompt_sample(
+        [1, 2], row={"question": "What is it?", "answer": "7"}, images=[Image.new("RGB", (300, 200))]
+    )
+    return replace(prompt, text=text, **facts)
 
 
 def check_page(path) -> Page:
@@ -237,8 +239,8 @@ def some_answers():
     samples, rewards = [], [0.0, 1.0, 0.25, 0.5, 1.0, float("nan")]
     for i in range(6):
         row = {"question": f"prompt {i // 2}", "answer": "x"}
-        asked = prompt_sample([1, 2], row=row, images=[image], group_id=10 + i // 2)
-        samples.append(replace(asked, text=f"answer {i}", mask=[False, True], finish_reason="stop"))
+        prompt = prompt_sample([1, 2], row=row, images=[image], group_id=10 + i // 2)
+        samples.append(replace(prompt, text=f"answer {i}", mask=[False, True], finish_reason="stop"))
     return Answers(samples, torch.tensor(rewards), {"form": torch.arange(6.0)})
 
 

@@ -212,7 +212,7 @@ class PolicyOptions(SamplingOptions):
     """Prompts per step whose answers are kept in samples.jsonl, with rewards and images, and shown in report.html."""
     heldout_samples: int = 0
     """Answers sampled to each held-out prompt, for their mean reward and pass@1, 2, 4, ... 0: only a greedy answer."""
-    max_unjudged: float = 0.2
+    max_failed_rewards: float = 0.2
     """Stop if the reward function failed, or returned None, on more than this share of the answers."""
     max_mismatch: float = 0.3
     """Stop if the mean |difference| of sampler and trainer log-probabilities exceeds this, or ten times its first
@@ -271,7 +271,7 @@ warmup_steps max_skipped_steps critic_warmup reward_threads max_staleness watchd
 log_prompts evaluate_every patience heldout_samples lr critic_lr weight_decay kl_coef
 sft_coef lm_coef centre_coef clip_low clip_high max_mismatch
 """.split()
-SHARES = "gpu_memory_utilization max_unjudged min_lr_ratio gamma lam critic_lam".split()
+SHARES = "gpu_memory_utilization max_failed_rewards min_lr_ratio gamma lam critic_lam".split()
 POSITIVE = """
 temperature max_grad_norm lora_alpha reward_seconds reward_memory tis_cap tool_timeout
 """.split()

@@ -192,9 +192,9 @@ class PolicySampler:
         with self.current_weights():
             return self.draw(prompts, sampling, n, phase=phase)
 
-    def stop_if_unjudged(self, answers: Answers) -> None:
-        """End the run if more than `cfg.max_unjudged` of the answers of all ranks could not be judged."""
-        if problem := too_few_judged(answers, self.engine.global_sum, self.cfg.max_unjudged):
+    def stop_if_rewards_failed(self, answers: Answers) -> None:
+        """End the run if more than `cfg.max_failed_rewards` of the answers of all ranks could not be judged."""
+        if problem := too_few_judged(answers, self.engine.global_sum, self.cfg.max_failed_rewards):
             self.run.stop(problem)
 
     @cached_property
@@ -325,8 +325,8 @@ class PolicySampler:
 
         A recipe that does not train on rewards needs none, unless `--reward` names one that judges nothing.
         """
-        if hasattr(self.cfg, "max_unjudged"):
-            return too_few_judged(answers, self.engine.global_sum, self.cfg.max_unjudged)
+        if hasattr(self.cfg, "max_failed_rewards"):
+            return too_few_judged(answers, self.engine.global_sum, self.cfg.max_failed_rewards)
         generated, judged = _count_judged(answers, self.engine.global_sum)
         if self.cfg.reward and generated and not judged:
             return judging_problem(generated, judged, 1.0, answers.reasons)
@@ -353,12 +353,12 @@ def _count_judged(answers: Answers, global_sum: GlobalSum) -> tuple[float, float
     return generated, judged
 
 
-def too_few_judged(answers: Answers, global_sum: GlobalSum, max_unjudged: float) -> str:
+def too_few_judged(answers: Answers, global_sum: GlobalSum, max_failed_rewards: float) -> str:
     """Why a run has to stop: more than this share of its answers could not be judged. Empty if it can go on.
 
     With a share of 1 it can go on without any reward.
     """
     generated, judged = _count_judged(answers, global_sum)
-    if max_unjudged >= 1:
+    if max_failed_rewards >= 1:
         return ""
-    return judging_problem(generated, judged, max_unjudged, answers.reasons, answers.skipped)
+    return judging_problem(generated, judged, max_failed_rewards, answers.reasons, answers.skipped)

@@ -90,6 +90,11 @@ def test_command_prints_tables_and_a_verdict(found):
     assert shown["printed"].strip().splitlines()[-1].startswith("fits: ")
 
 
+def test_a_recipe_that_does_not_sample_has_no_weight_sync(found):
+    shown = found["commands"]["reward_model"]
+    assert shown["end"] == 0 and "| train |" in shown["printed"] and "hand-over" not in shown["printed"]
+
+
 def test_advice_names_options_with_which_it_fits(found):
     shown = found["commands"]["too_large"]
     lines = shown["printed"].strip().splitlines()

@@ -59,9 +59,9 @@ def test_figures_are_those_of_the_answers(whole):
 
 def test_greedy_answers_are_transformers_own(whole, start):
     processor, model = load_processor(str(start)), AutoModelForImageTextToText.from_pretrained(start)
-    asked = "<|im_start|>user\n<|vision_start|><|image_pad|><|vision_end|>What digit is this?<|im_end|>\n"
+    prompt = "<|im_start|>user\n<|vision_start|><|image_pad|><|vision_end|>What digit is this?<|im_end|>\n"
     for a, row in zip(answers(whole)[:5], helpers.few_digits().heldout, strict=False):
-        inputs = processor(text=[asked + "<|im_start|>assistant\n"], images=row["images"], return_tensors="pt")
+        inputs = processor(text=[prompt + "<|im_start|>assistant\n"], images=row["images"], return_tensors="pt")
         out = model.generate(**inputs, do_sample=False, max_new_tokens=3)
         text = processor.tokenizer.decode(out[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True)
         assert text == a["text"]

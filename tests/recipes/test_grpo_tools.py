@@ -86,7 +86,7 @@ def test_resume_is_exact(warm_dir, tmp_path):
 
 
 def test_a_failing_tool_is_left_out_or_shown(warm_dir, tmp_path):
-    options = ["--steps", 1, *SMALL, "--tool", "test_grpo_tools:shaky", "--max_unjudged", 0.99]
+    options = ["--steps", 1, *SMALL, "--tool", "test_grpo_tools:shaky", "--max_failed_rewards", 0.99]
     (left_out,), evaluation = run(warm_dir, tmp_path / "out", *options)
     assert 0 < left_out["aborted"] == left_out["unjudged"] < 32 and evaluation["heldout"] == HELD_OUT
     (shown,), _ = run(warm_dir, tmp_path / "shown", *options, "--show_failures")
@@ -110,7 +110,7 @@ def test_bad_input_is_one_clear_message(warm_dir, tmp_path):
     cases = {
         ("--tool", "test_grpo_tools:crop"): "grpo_tools: tool '.*:crop': expected a function of test_grpo_tools",
         ("--model", "tiny"): 'grpo_tools: model: expected a model that can use this task and tool, got "tiny"',
-        ("--tool", "test_grpo_tools:shaky", "--max_unjudged", 0.1): "held-out answers: expected at least 90%",
+        ("--tool", "test_grpo_tools:shaky", "--max_failed_rewards", 0.1): "held-out answers: expected at least 90%",
     }
     for i, (arguments, text) in enumerate(cases.items()):
         with pytest.raises(SystemExit, match=text):

@@ -105,7 +105,7 @@ def test_what_cannot_be_judged_is_left_out_until_it_is_too_much(text_dir, tmp_pa
     tasks = {"half": judged(*sorting.train[:2], sorting.heldout[0]), "seen": judged(*sorting.heldout), "none": judged()}
     monkeypatch.setattr(loading, "BUILT_IN", tasks)
     options = ["--model", text_dir, *SMALL, "--steps", 1, *options, "--task"]
-    run_here(recipe, *options, "half", "--out", tmp_path / "half", "--max_unjudged", 0.5)
+    run_here(recipe, *options, "half", "--out", tmp_path / "half", "--max_failed_rewards", 0.5)
     (row,) = rows(tmp_path / "half")
     assert row["unjudged"] == 2 * row.get("groups/drawn", 4) and 8 < row["reward/mean"] < 9
     found = evaluation(tmp_path / "half")

@@ -27,8 +27,8 @@ def of_a_rank(rank, world):
     samples, rewards, parts = [], [], []
     for i in range(rank, len(PROMPTS), world):
         for reward, part, tokens, finish in PROMPTS[i]:
-            asked = replace(prompt_sample([1, 2]), group_id=i)
-            samples.append(replace(append_response(asked, [5] * tokens, [0.0] * tokens), finish_reason=finish))
+            prompt = replace(prompt_sample([1, 2]), group_id=i)
+            samples.append(replace(append_response(prompt, [5] * tokens, [0.0] * tokens), finish_reason=finish))
             rewards.append(math.nan if reward is None else reward)
             parts.append(math.nan if part is None else part)
     return Answers(samples, torch.tensor(rewards), {"form": torch.tensor(parts)}, SKIPPED[rank::world])

@@ -103,8 +103,8 @@ def test_adapters_leave_the_towers_of_every_family_out(family):
     names = tuple(f"base_model.model.{name}." for name in encoder_modules(model))
     adapted = trained(lora(model, 2, 4, targets))
     assert adapted and not [name for name in adapted if name.startswith(names)]
-    asked = trained(lora(family_model(family), 2, 4, targets, adapt_towers=True))
-    assert adapted < asked and all(name.startswith(names) for name in asked - adapted)
+    with_towers = trained(lora(family_model(family), 2, 4, targets, adapt_towers=True))
+    assert adapted < with_towers and all(name.startswith(names) for name in with_towers - adapted)
     fewer = trained(lora(family_model(family), 2, 4, targets, r".*(q_proj|q_a_proj|in_proj_qkv)"))
     assert adapted > fewer and not [name for name in fewer if "q_proj" in name or name.startswith(names)]
 
