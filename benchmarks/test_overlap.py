@@ -42,13 +42,13 @@ def rollout(tmp_path_factory):
 def train_steps(rollout, max_staleness):
     """What a recipe does, and what came of it: for each step the answers and how old they were."""
     prompts = [[prompt_sample([20 + step, i], group_id=2 * step + i) for i in range(2)] for step in range(STEPS)]
-    asked = [(two, Sampling(TOKENS, seed=(step,))) for step, two in enumerate(prompts)]
-    sampler, came = AsyncSampler(rollout, asked, n=GROUP, max_staleness=max_staleness), []
+    requests = [(two, Sampling(TOKENS, seed=(step,))) for step, two in enumerate(prompts)]
+    sampler, came = AsyncSampler(rollout, requests, n=GROUP, max_staleness=max_staleness), []
     for samples in sampler:
         came.append(([s.response_ids for s in samples], sampler.staleness(samples)))
         time.sleep(TOKENS * LATENCY)
         sampler.update_weights(iter(WEIGHTS))
-    seeds = [[request_seed(how.seed, one) + i for one in two for i in range(GROUP)] for two, how in asked]
+    seeds = [[request_seed(how.seed, one) + i for one in two for i in range(GROUP)] for two, how in requests]
     expected = [[written(seed, TOKENS) for seed in batch] for batch in seeds]
     assert [answers for answers, _ in came] == expected  # nothing lost, nothing twice, in order
     assert [age for _, age in came] == [min(step, max_staleness) for step in range(STEPS)]

@@ -128,10 +128,10 @@ def run_trl(path, side, steps):
     from rlkit.vlm import load_processor
 
     torch.set_num_threads(1)
-    asked = rows(side)
-    table = {"prompt": [[{"role": "user", "content": row["question"]}] for row in asked]}
+    training_rows = rows(side)
+    table = {"prompt": [[{"role": "user", "content": row["question"]}] for row in training_rows]}
     if side:
-        table["image"] = [row["images"][0] for row in asked]
+        table["image"] = [row["images"][0] for row in training_rows]
 
     def rewards(completions, **_):
         return [reward(answer[0]["content"], {}) for answer in completions]

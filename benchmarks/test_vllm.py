@@ -87,7 +87,7 @@ def test_generate(benchmark, work):
         assert speeds["rlkit"] > 0.95 * speeds["vllm alone"]
 
 
-def test_hand_over(benchmark, work):
+def test_weight_sync(benchmark, work):
     """Shorter than a training step of a batch that is a quarter of what is sampled."""
     engine, rollout = work
     benchmark.group = f"hand over, {rollout.size}"
@@ -99,7 +99,7 @@ def test_hand_over(benchmark, work):
         losses = reinforce_loss(out.logprobs, out.logprobs.detach(), mb.advantages, mb.mask)
         return token_mean(losses, mb.mask, mb.total_tokens), {}
 
-    def hand_over():
+    def send_weights():
         rollout.update_weights(engine.get_per_tensor_param())
         if rollout.on_gpu:
             torch.cuda.synchronize()
@@ -109,10 +109,10 @@ def test_hand_over(benchmark, work):
         began = time.perf_counter()
         engine.train_batch(batch, loss)
         steps.append(time.perf_counter() - began)
-    hand_over()
+    send_weights()
     Path("/proc/self/clear_refs").write_text("5")  # the high-water mark starts anew
     before = resident("VmRSS")
-    benchmark.pedantic(hand_over, rounds=5)
+    benchmark.pedantic(send_weights, rounds=5)
     parameters = list(engine.base.parameters())
     benchmark.extra_info |= {
         "training step s": round(median(steps[1:]), 3),

@@ -50,13 +50,21 @@ def pair_loss(out, mb, centre_coef: float):
     return pair_mean(values, pairs), preference_stats(chosen, rejected, pairs)
 
 
+def margin_of(row) -> float:
+    try:
+        return float(row.get("margin") or 0.0)
+    except (TypeError, ValueError):
+        raise ValueError(f"margin: expected a number, got {row['margin']!r:.80}") from None
+
+
 def chosen_and_rejected(row):
+    margin_of(row)  # a row whose margin is no number is skipped
     return [row["chosen"], row["rejected"]]
 
 
 def pair_batch(sequences):
     """Chosen answers in even rows, rejected ones in odd rows; a pair stays in one micro-batch."""
-    margins = [float(sequence.row.get("margin") or 0.0) for sequence in sequences]
+    margins = [margin_of(sequence.row) for sequence in sequences]
     pairs = torch.arange(len(sequences)) // 2
     return scoring_batch(collate(sequences, micro_batch_group=pairs, margin=torch.tensor(margins)))
 
@@ -99,6 +107,8 @@ def main(cfg: Config) -> None:
         metrics = engine.train_batch(batch, loss_fn)
         run.log(step, metrics | counts, show={"loss": "loss", "accuracy": "preference/accuracy"})
         runs.save(cfg, run, step, checkpoints=engine)
+        if runs.evaluate_every(cfg, run, step, evaluate, engine):
+            break
 
     runs.finish(cfg, run, evaluate("after"), model=engine)
 

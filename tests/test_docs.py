@@ -80,9 +80,9 @@ def test_nobody_is_told_to_install_the_other_rlkit():
     assert name == "rlkit-vlm"
     own = [line for extra in extras.values() for line in extra.split() if line.startswith("rlkit")]
     assert own and all(line.startswith(f"{name}[") for line in own)
-    told = re.compile(r"pip install [^\n]*?\brlkit\b(?!-vlm)|(?<!-)\brlkit\[")
+    instruction = re.compile(r"pip install [^\n]*?\brlkit\b(?!-vlm)|(?<!-)\brlkit\[")
     files = [*PAGES, *CODE, ROOT / "Makefile"]
-    assert [str(path) for path in files if told.search(path.read_text())] == []
+    assert [str(path) for path in files if instruction.search(path.read_text())] == []
 
 
 def test_extras_that_are_named_are_there():

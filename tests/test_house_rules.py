@@ -1,9 +1,12 @@
 """The rules of the repository that no single module can see; each checker is tried on what breaks its rule."""
 
 import ast
+import io
 import os
+import re
 import subprocess
 import sys
+import tokenize
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -68,6 +71,7 @@ OWN = {
     "rlkit.rollout": {"rlkit.data", "rlkit.rewards", "rlkit.vlm", "rlkit.rollout", "rlkit.losses.logprobs"},
     "rlkit.conformance": {"rlkit.conformance", "rlkit.losses", "rlkit.advantages", "rlkit.data.user_code"},
     "rlkit.conformance.ours": {"rlkit"},
+    "rlkit.mismatch": {"rlkit"},
     "rlkit.plan": {"rlkit"},
     "rlkit.replay": {"rlkit"},
     "rlkit.replay.bundles": {"rlkit.data.samples"},
@@ -96,6 +100,38 @@ THIRD = {
 }
 # not in functions either
 ANYWHERE = {"rlkit.losses", "rlkit.advantages", "rlkit.data.packing", "rlkit.vlm.rope3d", "rlkit.vlm.rope3d_sound"}
+
+# names that were given up for the terms of the field, see CHANGELOG.md; no code uses them again
+RETIRED_NAMES = """
+Ahead Canary SameRows Scripted TakesAdapters Written ASIDE ASKED NOT_TRAINED PEAKS QUESTIONS READY
+a_tenth_held_out add_up answer_heldout asked balanced by_difficulty can_see careless_turn changing_rope check_unsampled
+coming copy_with data_group data_rank data_world deal easiest encode_reply encode_rows end_tokens flip_rate fresh_gap
+hand_over hands_over image_only in_thread join_vision kinds_seen live load_marked lost marked_row max_unjudged mine
+model_vision of_each prompt_encoder ranks_with_equal_rows read_model recorded_routing referred request_prompt row_group
+run_closure stateful strangers together told torn towers unsampled unsampled_ids where_ranks_wait whole_in_turn
+with_routing _go_on _look_round _meet
+""".split()
+# turns of phrase that no page, docstring, comment or message has again
+RETIRED_PHRASES = [
+    r"\bcame None\b",
+    r"\bexpected, came\b",
+    r"goes[ _]on[ _]goes[ _]on",
+    r"\bmoods?\b",
+    r"behind one door",
+    r"\bdearest rank\b",
+    r"\bwould stay behind\b",
+    r"\blets go of\b",
+    r"time/hand_over",
+    r"\bWhat samples\b",
+    r"\bTold the\b",
+    r"\bbears no\b",
+]
+PROSE = [
+    ROOT / "README.md",
+    ROOT / "SECURITY.md",
+    *sorted((ROOT / "docs").glob("*.md")),
+    *(path for folder in ("rlkit", "recipes", "tests", "docs") for path in sorted((ROOT / folder).rglob("*.py"))),
+]
 
 
 def module_name(path: Path) -> str:
@@ -247,6 +283,16 @@ def replacements(source: str) -> list[str]:
     return found
 
 
+def retired_names(source: str) -> list[str]:
+    """Names of a module's code that were given up; in strings and comments they are words."""
+    tokens = tokenize.generate_tokens(io.StringIO(source).readline)
+    return sorted({token.string for token in tokens if token.type == tokenize.NAME} & set(RETIRED_NAMES))
+
+
+def retired_phrases(text: str) -> list[str]:
+    return [phrase for phrase in RETIRED_PHRASES if re.search(phrase, text)]
+
+
 def long_functions(source: str, most: int = 60) -> list[str]:
     """Functions with more lines than this, without their docstring."""
     found = []
@@ -276,6 +322,15 @@ def test_file(path):
     assert sorted(replacements(source)) == sorted(REPLACED.get(name, {}))
     assert name_breaches(name) == []
     assert long_functions(source) == []
+
+
+@pytest.mark.parametrize("path", PROSE, ids=lambda path: str(path.relative_to(ROOT)))
+def test_retired_names_and_phrases(path):
+    text = path.read_text()
+    if path != Path(__file__):  # it lists them
+        assert retired_phrases(text) == []
+    if path.suffix == ".py":
+        assert retired_names(text) == []
 
 
 def test_there_is_something_to_check():
@@ -403,6 +458,12 @@ def test_code_without_replacements_passes():
 def test_vague_names_are_found():
     assert name_breaches("rlkit.utils") and name_breaches("rlkit.data.utils") and name_breaches("rlkit.utils.x")
     assert not name_breaches("rlkit.data.user_code")
+
+
+def test_retired_names_and_phrases_are_found():
+    assert retired_names("def f(mine):\n    return mine + x.whole_in_turn()\n") == ["mine", "whole_in_turn"]
+    assert retired_names('"mine"  # mine\nx = my_mine\n') == []
+    assert retired_phrases("than the machine's own moods") and not retired_phrases("the first step moves it")
 
 
 def test_long_functions_are_found():

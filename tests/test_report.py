@@ -55,8 +55,10 @@ class Page(HTMLParser):
 
 
 def answer(text: str, **facts):
-    asked = prompt_sample([1, 2], row={"question": "What is it?", "answer": "7"}, images=[Image.new("RGB", (300, 200))])
-    return replace(asked, text=text, **facts)
+    prompt = prompt_sample(
+        [1, 2], row={"question": "What is it?", "answer": "7"}, images=[Image.new("RGB", (300, 200))]
+    )
+    return replace(prompt, text=text, **facts)
 
 
 def check_page(path) -> Page:
@@ -178,6 +180,21 @@ def test_runs_beside_each_other(tmp_path):
     assert refused.returncode == 1 and "runs: expected directories with metrics.jsonl, got c" in refused.stderr
 
 
+def test_evaluations_during_the_run_are_a_curve(tmp_path):
+    run = full_run(tmp_path)
+    found = [
+        {"step": 0, "accuracy": 0.1, "accuracy_error": 0.01},
+        {"step": 3, "accuracy": 0.5},
+        {"step": 7, "accuracy": 0.6},
+    ]
+    run.log_evaluation(evaluations=found)
+    (data,) = check_page(write_page(tmp_path / "report.html", [tmp_path])).data["runs"]
+    assert data["metrics"]["step"] == [0, 1, 2, 3, 4, 7] and data["last"] == 4
+    assert data["metrics"]["heldout/accuracy"] == [0.1, None, None, 0.5, None, 0.6]
+    assert data["metrics"]["reward/mean"] == [0.0, 0.2, 0.4, 0.6, 0.8, None]
+    assert "heldout/accuracy_error" not in data["metrics"]
+
+
 # --- curves
 
 
@@ -222,8 +239,8 @@ def some_answers():
     samples, rewards = [], [0.0, 1.0, 0.25, 0.5, 1.0, float("nan")]
     for i in range(6):
         row = {"question": f"prompt {i // 2}", "answer": "x"}
-        asked = prompt_sample([1, 2], row=row, images=[image], group_id=10 + i // 2)
-        samples.append(replace(asked, text=f"answer {i}", mask=[False, True], finish_reason="stop"))
+        prompt = prompt_sample([1, 2], row=row, images=[image], group_id=10 + i // 2)
+        samples.append(replace(prompt, text=f"answer {i}", mask=[False, True], finish_reason="stop"))
     return Answers(samples, torch.tensor(rewards), {"form": torch.arange(6.0)})
 
 

@@ -65,16 +65,16 @@ def optimal_token_baseline_advantages(
 
     # the tokens of each row side by side, from column 1 on: the t-th of one row is compared with the t-th of the others
     places = mask.cumsum(1) * mask
-    live = torch.arange(mask.shape[1] + 1, device=mask.device) <= lengths
+    present = torch.arange(mask.shape[1] + 1, device=mask.device) <= lengths
     returns = side_by_side(discounted_returns(rewards, mask), places)
-    weights = torch.where(live, side_by_side(norms, places).cumsum(1), 0)
+    weights = torch.where(present, side_by_side(norms, places).cumsum(1), 0)
 
     unique, index = torch.unique(group_ids, return_inverse=True)
     groups = len(unique)
     denominator = (group_sums(weights, index, groups) + eps).clamp(min=torch.finfo(dtype).tiny)
     baseline = group_sums(weights * returns, index, groups) / denominator
     if not baseline_alone:
-        baseline = torch.where(group_sums(live.to(dtype), index, groups) > 1, baseline, 0)
+        baseline = torch.where(group_sums(present.to(dtype), index, groups) > 1, baseline, 0)
     several = group_sums((lengths > 0).to(dtype), index, groups) > 1
     advantages = torch.where(several[index], returns - baseline[index], 0)
     return advantages.gather(1, places) * mask

@@ -262,8 +262,8 @@ def micro_batches(trainer: Any) -> None:
     for count in (2, 4):
         size = len(rows.mask) // count
         parts = [rows.select(slice(i * size, (i + 1) * size)) for i in range(count)]
-        together = torch.cat([_loss(trainer, part, rows.split(micro_batches=count))[1] for part in parts])
-        _require_same_split(together, whole, f"{count} micro-batches", count)
+        gradient_of_parts = torch.cat([_loss(trainer, part, rows.split(micro_batches=count))[1] for part in parts])
+        _require_same_split(gradient_of_parts, whole, f"{count} micro-batches", count)
 
 
 @check("policy_loss", "Is the gradient the same on any number of data-parallel ranks?")
@@ -273,18 +273,18 @@ def data_parallel_ranks(trainer: Any) -> None:
     for count in (2, 4):
         size = len(rows.mask) // count
         parts = [rows.select(slice(i * size, (i + 1) * size)) for i in range(count)]
-        together = torch.cat([_loss(trainer, part, rows.split(ranks=count))[1] for part in parts])
+        gradient_of_parts = torch.cat([_loss(trainer, part, rows.split(ranks=count))[1] for part in parts])
         if getattr(trainer, "ranks_average", False):
-            together = together / count
-        _require_same_split(together, whole, f"{count} ranks", count)
+            gradient_of_parts = gradient_of_parts / count
+        _require_same_split(gradient_of_parts, whole, f"{count} ranks", count)
 
 
-def _require_same_split(together: Tensor, whole: Tensor, what: str, count: int) -> None:
-    if close(together, whole):
+def _require_same_split(gradient_of_parts: Tensor, whole: Tensor, what: str, count: int) -> None:
+    if close(gradient_of_parts, whole):
         return
-    scale = (together.norm() / whole.norm()).item()
+    scale = (gradient_of_parts.norm() / whole.norm()).item()
     for name, factor in (("too small", 1 / count), ("too large", float(count))):
-        require(not close(together, factor * whole), f"on {what} the gradient is {count} times {name}")
+        require(not close(gradient_of_parts, factor * whole), f"on {what} the gradient is {count} times {name}")
     raise Bug(
         f"on {what} tokens have other weights than in one part (the gradient's norm is {scale:.2f} of it): each part "
         "divides by its own count"

@@ -109,8 +109,7 @@ def pair_row(raw: Row) -> dict[str, Any]:
     common beginning, up to its last space.
 
     Raises:
-        ValueError: no prompt, no answers, the same answer twice, answers of several messages, or a margin that is no
-            number.
+        ValueError: no prompt, no answers, the same answer twice, or answers of several messages.
     """
     chosen, rejected = _turns(raw.get("chosen"), "chosen"), _turns(raw.get("rejected"), "rejected")
     if chosen is not None and chosen == rejected:
@@ -131,15 +130,7 @@ def pair_row(raw: Row) -> dict[str, Any]:
         "chosen": _one_answer(chosen, "chosen"),
         "rejected": _one_answer(rejected, "rejected"),
         "answer": _right_answer(raw, ("answer", "solution")),
-        "margin": _margin(raw.get("margin")),
     }
-
-
-def _margin(x: Any) -> float:
-    try:
-        return float(x or 0.0)
-    except (TypeError, ValueError):
-        raise ValueError(f"margin: expected a number, got {x!r:.80}") from None
 
 
 def unpaired_row(raw: Row) -> dict[str, Any]:

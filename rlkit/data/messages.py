@@ -134,14 +134,14 @@ def place_images(messages: Sequence[Message], images: Sequence[Any] = ()) -> tup
         raise ValueError(f"images: expected all in the messages or all beside them, got {len(held)} and {len(images)}")
     images = list(held or images)
     marks = sum(text_of(one).count(IMAGE_MARK) for one in messages)
-    asked = next((i for i, one in enumerate(messages) if one["role"] == "user"), None)
+    user_turn = next((i for i, one in enumerate(messages) if one["role"] == "user"), None)
     if len(places) == len(images) and not marks:
         return [_without_sources(one) for one in messages], images
     if marks == len(images) and not places:
         return [_split_at_marks(one) for one in messages], images
-    if not marks and not places and asked is not None:
-        front = {**messages[asked], "content": [{"type": "image"}] * len(images) + parts_of(messages[asked])}
-        return [*messages[:asked], front, *messages[asked + 1 :]], images
+    if not marks and not places and user_turn is not None:
+        front = {**messages[user_turn], "content": [{"type": "image"}] * len(images) + parts_of(messages[user_turn])}
+        return [*messages[:user_turn], front, *messages[user_turn + 1 :]], images
     spots = " and ".join(f"{n} {kind}" for n, kind in ((marks, IMAGE_MARK), (len(places), "image parts")) if n)
     raise ValueError(f"images: expected one for each place, got {len(images)} for {spots or 'no place'}")
 

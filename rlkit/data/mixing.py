@@ -48,17 +48,17 @@ def mix_tasks(tasks: Sequence[Task], weights: Sequence[float] | None = None) -> 
         task = tasks[which[i]]
         return {**task.train[int(place[i])], "task": task.name}
 
-    asked = [(task, i) for task in tasks for i in range(len(task.heldout))]
+    heldout_rows = [(task, i) for task in tasks for i in range(len(task.heldout))]
 
     def heldout(i: int) -> Row:
-        task, place = asked[i]
-        return {**task.heldout[place], "task": task.name}
+        task, row = heldout_rows[i]
+        return {**task.heldout[row], "task": task.name}
 
     rewards = {task.name: task.reward for task in tasks}
     return Task(
         "+".join(names),
         train=Rows(train, np.arange(len(place))),
-        heldout=Rows(heldout, np.arange(len(asked))),
+        heldout=Rows(heldout, np.arange(len(heldout_rows))),
         reward=lambda text, row: rewards[row["task"]](text, row),
     )
 

@@ -68,9 +68,9 @@ def save(path: str | Path, state: dict[str, Any], extra: dict[str, Any], *, wait
         _write(path, part, extra, size, lambda: dcp.save(state, checkpoint_id=part), None)
         return
     group = _saving_group(dist.group.WORLD)
-    written: Any = dcp.async_save(state, checkpoint_id=part, process_group=group)
+    saving: Any = dcp.async_save(state, checkpoint_id=part, process_group=group)
     thread = ThreadPoolExecutor(1)
-    _pending_saves.append(thread.submit(_write, path, part, extra, size, written.result, group))
+    _pending_saves.append(thread.submit(_write, path, part, extra, size, saving.result, group))
     thread.shutdown(wait=False)
 
 

@@ -268,8 +268,8 @@ def off_policy_sequence_mask(
     check.per_token(mask, logprobs=logprobs, old_logprobs=old_logprobs)
     check.not_negative(high=high)
     drift = mean_over_tokens(masked(at_least_float32(old_logprobs) - at_least_float32(logprobs), mask), mask)
-    bad = check.advantages_per_token(advantages, mask) < 0
-    return mask & ~(bad & (drift > high))
+    negative = check.advantages_per_token(advantages, mask) < 0
+    return mask & ~(negative & (drift > high))
 
 
 def _dual_clipped(loss: Tensor, advantages: Tensor, dual_clip: float | None) -> Tensor:

@@ -1,4 +1,7 @@
-"""Whether a recipe fits on GPUs, before one is booked: `python -m rlkit.plan RECIPE --nproc N --gpu NAME [options]`."""
+"""Says whether a recipe fits on given GPUs; it needs no GPU itself.
+
+python -m rlkit.plan RECIPE --nproc N --gpu NAME [options]
+"""
 
 from __future__ import annotations
 
@@ -17,13 +20,17 @@ from rlkit.runs.start import one_sentence_errors
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Print the plan of a run; the exit status is 1 if it does not fit."""
-    parser = argparse.ArgumentParser("python -m rlkit.plan", description=__doc__, allow_abbrev=False)
+    parser = argparse.ArgumentParser(
+        "python -m rlkit.plan", description=(__doc__ or "").splitlines()[0], allow_abbrev=False
+    )
     parser.add_argument("recipe", help="e.g. recipes/grpo_vlm.py; all of its options can follow")
-    parser.add_argument("--nproc", type=int, default=1, help="GPUs that train, over all machines")
-    parser.add_argument("--gpu", default="h100-80gb", help="an unknown name shows those that are known")
-    parser.add_argument("--gpus_per_node", type=int, default=8, help="GPUs of a machine")
-    parser.add_argument("--image_tokens", type=int, help="of each prompt; default: an image as large as the prompt")
-    parser.add_argument("--no_advice", action="store_true", help="do not look for options with which it would fit")
+    parser.add_argument("--nproc", type=int, default=1, help="number of GPUs that train, on all machines together")
+    parser.add_argument("--gpu", default="h100-80gb", help="name of the GPU; an unknown name lists all names")
+    parser.add_argument("--gpus_per_node", type=int, default=8, help="GPUs per machine")
+    parser.add_argument(
+        "--image_tokens", type=int, help="image tokens per prompt; default: an image as large as the prompt"
+    )
+    parser.add_argument("--no_advice", action="store_true", help="do not search for options with which it fits")
     options, rest = parser.parse_known_args(arguments)
     with one_sentence_errors("plan"):
         sys.exit(0 if run(options, rest) else 1)
@@ -55,7 +62,7 @@ def run(options: Any, arguments: Sequence[str]) -> bool:
 
 
 def advice(cfg: Any, roles: Roles, plan: Plan, options: Any) -> str:
-    """The first of the ways to take less memory with which the run fits."""
+    """Try options that take less memory until the run fits; returns those options in one sentence."""
     added: list[str] = []
     for text, changed, world in ways_to_fit(cfg, plan, roles.policy or roles.critic, options.nproc):
         kept = [one for one in added if "GPUs" not in one and not one.startswith("--lora")]
@@ -68,7 +75,7 @@ def advice(cfg: Any, roles: Roles, plan: Plan, options: Any) -> str:
         if attempt.fits:
             return f"fits with {', '.join(added)}"
     limit = USABLE * plan.gpu.memory / GIB
-    return f"does not fit in {limit:.1f} GiB a GPU with any option that is known to the plan"
+    return f"does not fit in {limit:.1f} GiB a GPU with any of these options"
 
 
 if __name__ == "__main__":

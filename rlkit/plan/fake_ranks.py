@@ -1,4 +1,4 @@
-"""A process that stands for one rank of many: tensors without memory, and collectives that reach nobody."""
+"""One process that simulates one rank of many: tensors take no memory, collectives reach no other process."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from rlkit.losses import _kernels, logprobs
 from rlkit.plan.kernels import planned_head
 from rlkit.plan.ledger import Ledger
 
-MOST_REAL_NUMBERS = 1 << 26  # a factory's integers are real up to this many
+MOST_REAL_NUMBERS = 1 << 26  # larger integer tensors from factory functions are fake too
 
 
 class FloatsWithoutMemory(FakeTensorMode):
@@ -60,8 +60,8 @@ class FloatsWithoutMemory(FakeTensorMode):
 
 
 def _is_index(x: Tensor) -> bool:
-    whole = not x.dtype.is_floating_point and x.dtype != torch.uint8  # bytes are buffers of collectives
-    return whole and x.numel() <= MOST_REAL_NUMBERS
+    is_integer = not x.dtype.is_floating_point and x.dtype != torch.uint8  # bytes are buffers of collectives
+    return is_integer and x.numel() <= MOST_REAL_NUMBERS
 
 
 def _positions(indices: Any) -> list[Any]:

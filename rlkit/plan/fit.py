@@ -16,11 +16,11 @@ GIB = 2**30
 
 @dataclass(frozen=True)
 class Plan:
-    """What a run takes on each GPU.
+    """The memory that a run takes on each GPU.
 
     Attributes:
         phases: bytes by phase and kind.
-        gpu: what it runs on.
+        gpu: the GPU that was planned for.
     """
 
     rehearsal: Rehearsal
@@ -30,12 +30,12 @@ class Plan:
 
     @property
     def peak(self) -> int:
-        """Bytes of the phase that takes most."""
+        """Bytes of the phase that needs most memory."""
         return max(sum(kinds.values()) for kinds in self.phases.values())
 
     @property
     def too_large(self) -> list[str]:
-        """Phases that take more than a GPU has."""
+        """Phases that need more memory than a GPU has."""
         return [name for name, kinds in self.phases.items() if sum(kinds.values()) > USABLE * self.gpu.memory]
 
     @property
@@ -74,8 +74,9 @@ def loading(cfg: Any, rehearsal: Rehearsal, world: int) -> dict[str, int]:
 
 
 def ways_to_fit(cfg: Any, plan: Plan, config: Any, world: int) -> Iterator[tuple[str, Any, int]]:
-    """Options that take less memory, the cheapest first: (what to add, the options with it, ranks). Each adds to those
-    before it.
+    """Options that take less memory, the cheapest first: (text to add to the command, all options, ranks).
+
+    Each one is added to those before it:
 
     - a smaller share of the GPU for the sampler: fewer answers at once
     - log-probabilities from hidden states: the output layer is computed twice
@@ -86,7 +87,7 @@ def ways_to_fit(cfg: Any, plan: Plan, config: Any, world: int) -> Iterator[tuple
     - ranks that share each sequence, more GPUs
     """
     most = plan.sampler.utilization
-    if cfg.rollout == "vllm" and most is not None and 0.1 < most < cfg.gpu_memory_utilization:
+    if getattr(cfg, "rollout", "") == "vllm" and most is not None and 0.1 < most < cfg.gpu_memory_utilization:
         cfg = replace(cfg, gpu_memory_utilization=most)
         yield f"--gpu_memory_utilization {most:g}", cfg, world
     if not cfg.use_fused_kernels and not head_obstacle(config):

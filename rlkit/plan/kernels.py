@@ -1,7 +1,7 @@
-"""What kernels of a GPU take memory for, on fake tensors, where nothing is computed.
+"""Kernels that allocate what a GPU's kernels allocate, and compute nothing; rlkit's CPU kernels need other memory.
 
-Attention: queries, keys, values, the result, and a number for each row. The output layer with `use_fused_kernels`: sums
-of each token, and the gradient of the logits of a chunk. What rlkit computes on a CPU takes other memory.
+Attention keeps queries, keys, values, the output and one number per row. The output layer with `use_fused_kernels`
+keeps sums for each token and the gradient of the logits of one chunk.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""How much memory tensors take, by kind, at its peak in each phase."""
+"""Bytes of all tensors by kind (parameters, gradients, activations, ...), at the peak of each phase."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ GATHERED = "gathered weights"
 
 
 class Ledger:
-    """Bytes of all storages that it has seen and that still exist.
+    """Bytes of all tensor storages that exist, by kind.
 
-    A storage is of the kind that it was last marked as, and counts as activations before. One that changes its size is
-    a buffer of FSDP: weights gathered for a forward or backward.
+    A storage counts as activations until `mark` gives it another kind. A storage that changes its size is a buffer of
+    FSDP, with weights gathered for a forward or backward pass.
 
     Attributes:
-        peaks: for each phase the bytes of each kind at the moment when all together were most.
-        logits_width: tensors whose last dimension has this size are logits.
+        peaks: for each phase, the bytes of each kind when their sum was largest.
+        logits_width: tensors whose last dimension has this size count as logits.
     """
 
     def __init__(self) -> None:
@@ -61,7 +61,7 @@ class Ledger:
                 counted[kind] = counted.get(kind, 0) + size
 
     def resized(self, storage: Any) -> None:
-        """Count a storage anew whose size was changed in place."""
+        """Count the new size of a storage that was resized in place."""
         if (found := self._storages.get(storage._cdata)) is not None:
             reference, size, kind = found
             self._add(kind, -size)
@@ -70,12 +70,12 @@ class Ledger:
             self._add(kind, storage.nbytes())
 
     def begin(self, phase: str) -> None:
-        """End the phase before, and record from now on the peak of another; a phase may begin several times."""
+        """End the current phase and start recording the peak of this one. A phase may begin several times."""
         self.end()
         self._phase, self._peak, self._at_peak = phase, self._total, dict(self._bytes)
 
     def end(self) -> None:
-        """Add the peak of the phase that began last to `peaks`."""
+        """End the current phase and add its peak to `peaks`."""
         if self._phase and self._peak >= sum(self.peaks.get(self._phase, {}).values()):
             self.peaks[self._phase] = {kind: size for kind, size in self._at_peak.items() if size}
         self._phase = ""

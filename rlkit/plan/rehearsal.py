@@ -25,13 +25,13 @@ from rlkit.vlm.loading import empty_model, has_vision
 
 @dataclass(frozen=True)
 class Roles:
-    """The models that a recipe keeps beside the policy, by their configurations.
+    """The models of a recipe, by their configurations.
 
     Attributes:
-        policy: trains as a language model; None for a recipe that trains a reward model alone.
-        critic: trains with a scalar head.
-        reference: scores, as an engine of its own.
-        adapter_reference: the policy scores without its adapters.
+        policy: the language model that is trained; None for a recipe that only trains a reward model.
+        critic: the model with a scalar head that is trained.
+        reference: a second language model, which computes log-probabilities and is not trained.
+        adapter_reference: the policy without its adapters computes them.
     """
 
     policy: Any = None
@@ -42,7 +42,7 @@ class Roles:
 
 @dataclass
 class Rehearsal:
-    """What a rank was seen to take.
+    """The memory that rank 0 took in a rehearsed step, and the sizes that it depends on.
 
     Attributes:
         peaks: bytes by phase and kind.
@@ -128,13 +128,8 @@ def _rehearse(cfg: Any, roles: Roles, models: dict[str, Any], ledger: Ledger, im
     for name in ("critic", "policy"):
         if name in engines:
             _train(engines[name], batch, ledger, "" if name == "policy" or len(engines) == 1 else f"{name}: ")
-    ledger.begin("hand-over")
-    for weight in first.get_per_tensor_param(dtype=torch.bfloat16 if cfg.rollout == "vllm" else None):
-        del weight  # or it is there while the next is gathered
-    if "policy" in engines and cfg.rollout == "hf":
-        with first.gathered():
-            pass
-    ledger.end()
+    if hasattr(cfg, "rollout"):
+        _send_weights(first, cfg.rollout, ledger)
     total, largest, trainable = counts["policy" if "policy" in models else "critic"]
     peaks = {phase: _of_later_steps(kinds, ledger.bytes) for phase, kinds in ledger.peaks.items()}
     host = sum(getattr(engine, "host_bytes", 0) for engine in engines.values())
@@ -148,7 +143,7 @@ def _of_later_steps(peak: dict[str, int], resident: dict[str, int]) -> dict[str,
 
 
 def _options(cfg: Any, config: Any) -> dict[str, Any]:
-    """Options of an engine as on a GPU; which tokens are left out of the distribution does not matter here."""
+    """Options of an engine as on a GPU; it does not matter here which token ids are suppressed."""
     suppressed = {"suppressed_token_ids": torch.tensor([0])} if has_vision(config) else {}
     return {"device": "cpu", "compute_dtype": torch.bfloat16, **shared_options(cfg, None), **suppressed}
 
@@ -186,6 +181,17 @@ def _train(engine: Any, batch: Batch, ledger: Ledger, prefix: str) -> None:
     ledger.end()
 
 
+def _send_weights(engine: Any, rollout: str, ledger: Ledger) -> None:
+    """Gather all weights as they are gathered for the sampling back end."""
+    ledger.begin("hand-over")
+    for weight in engine.get_per_tensor_param(dtype=torch.bfloat16 if rollout == "vllm" else None):
+        del weight  # otherwise it would still exist while the next one is gathered
+    if rollout == "hf":
+        with engine.gathered():
+            pass
+    ledger.end()
+
+
 def _optimizer_state(optimizer: torch.optim.Optimizer) -> list[Tensor]:
     return [x for state in optimizer.state.values() for x in state.values() if isinstance(x, Tensor)]
 
@@ -201,7 +207,7 @@ def empty(config: Any, dtype: torch.dtype) -> Any:
 
 
 def without_memory(model: torch.nn.Module) -> None:
-    """Replace each parameter by a new one, which has no memory inside of `fake_ranks`; tied ones stay tied."""
+    """Replace each parameter by a new one, which takes no memory inside `fake_ranks`; tied parameters stay tied."""
     made: dict[int, torch.nn.Parameter] = {}
     for module in model.modules():
         for name, old in module.named_parameters(recurse=False):

@@ -73,8 +73,8 @@ def host_memory(cfg: Any, plan: Plan, world: int, gpus_per_node: int) -> dict[st
     Export: rank 0 holds what goes into one file.
     """
     found, ranks = plan.rehearsal, min(world, gpus_per_node)
-    whole = 4 if cfg.dtype == "float32" else 2
-    loading = ranks * whole * (found.parameters if "tensor" in cfg.parallel else found.largest_tensor)
+    weight_bytes = 4 if cfg.dtype == "float32" else 2
+    loading = ranks * weight_bytes * (found.parameters if "tensor" in cfg.parallel else found.largest_tensor)
     export = (4 if cfg.export_dtype == "float32" else 2) * found.parameters
     offloaded = {"weights and optimizer, between phases": ranks * found.host} if found.host else {}
     return {"loading, at most": loading, "export, at most": min(FILE_BYTES, export), **offloaded}

@@ -20,14 +20,14 @@ from rlkit.plan.workload import Workload
 
 @dataclass(frozen=True)
 class Cost:
-    """Of one phase on one rank: FLOPs, bytes through its memory, bytes over its link."""
+    """FLOPs, bytes read and written in memory, and bytes sent over the link, for one phase on one rank."""
 
     flops: float = 0.0
     memory: float = 0.0
     link: float = 0.0
 
     def seconds(self, gpu: Gpu, link: float) -> dict[str, float]:
-        """By what limits them."""
+        """Seconds that each of the three would take alone."""
         return {
             "compute": self.flops / gpu.flops,
             "memory": self.memory / gpu.memory_bandwidth,
@@ -61,8 +61,8 @@ def costs(
         config: of the policy.
         rehearsal, sampler: of the plan.
         world: ranks.
-        has_reference: whether another model, or the policy without its adapters, scores all rows.
-        models: that are trained: 2 with a critic, which is taken to be of the policy's size.
+        has_reference: whether a reference model, or the policy without its adapters, scores all rows.
+        models: number of trained models: 2 with a critic, which is assumed to have the policy's size.
     """
     workload, model_parallel = rehearsal.workload, world // rehearsal.data_parallel_size
     forward = rank_flops(config, workload) / model_parallel
@@ -85,6 +85,8 @@ def costs(
     if has_reference:
         found["reference"] = Cost(forward, micro_batches * weights, others * micro_batches * weights)
     found["train"] = Cost(**{name: models * x for name, x in trained.items()})
+    if not hasattr(cfg, "rollout"):  # a recipe that does not sample, such as reward_model.py
+        return found
     gathered = 4 if cfg.dtype == "float32" and cfg.rollout not in ("hf", "vllm") else HALF  # vLLM's own dtype
     found["hand-over"] = Cost(memory=2 * gathered * rehearsal.parameters, link=others * gathered * rehearsal.parameters)
     return found

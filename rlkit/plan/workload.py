@@ -23,7 +23,8 @@ class Workload:
     Attributes:
         prompt, answer: tokens of each row.
         image_tokens: tokens of the prompt that stand for images.
-        prompts, group_size: of a rank and step; the answers to each prompt.
+        prompts: of a rank and step.
+        group_size: answers to each prompt.
     """
 
     prompt: int
@@ -83,7 +84,7 @@ def longest_batch(cfg: Any, config: Any, data_parallel_size: int, image_tokens: 
 def largest_micro_batches(workload: Workload, config: Any, budget: int, *, share_prompts: bool, most: int = 2) -> Batch:
     """The rows of the largest micro-batches that a rank has in a step, as rows of random answers.
 
-    With a second one, gradients are there already while another backward needs memory.
+    There are two by default, because the second backward pass needs memory while the gradients of the first exist.
 
     Args:
         workload: of a rank.
@@ -101,7 +102,7 @@ def largest_micro_batches(workload: Workload, config: Any, budget: int, *, share
 
 
 def _group(workload: Workload, config: Any, number: int) -> Sequence[Sample]:
-    """The answers to one prompt; the first token of the prompt makes it another one than the others."""
+    """The answers to one prompt. Its tokens depend on `number`, so different groups do not share a prompt."""
     vision, ids = {}, [number % 1000 + 10] * (workload.prompt - workload.image_tokens)
     if patches := workload.image_patches(config):
         of_config = config.vision_config

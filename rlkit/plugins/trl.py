@@ -1,4 +1,4 @@
-"""TRL 1.16: GRPOTrainer and DPOTrainer that take rlkit's losses and advantages, and are TRL's own in all else.
+"""TRL 1.16: subclasses of GRPOTrainer and DPOTrainer that take rlkit's losses and advantages.
 
     from functools import partial
     from rlkit.advantages import rloo_advantages
@@ -7,10 +7,10 @@
 
     trainer = GRPOTrainer(..., loss=partial(cispo_loss, clip_high=4.0), advantages=rloo_advantages)
 
-A loss's numbers are fixed by `functools.partial`. TRL's options for them (epsilon, beta of DPO, ...) are then refused,
-as nothing would read them. `loss_type` of GRPOConfig still chooses how the tokens are averaged. TRL's seams are
-`_calculate_rewards`, `_generate_and_score_completions` and `_compute_loss`, private methods that may change with any
-version of TRL.
+Set the constants of a loss with `functools.partial`. TRL's options for them (epsilon, beta of DPO, ...) must then keep
+their defaults, because nothing would read them. `loss_type` of GRPOConfig still chooses how tokens are averaged. The
+subclasses override `_calculate_rewards`, `_generate_and_score_completions` and `_compute_loss`, which are private
+methods of TRL and may change with any version.
 """
 
 from __future__ import annotations
@@ -39,13 +39,13 @@ require("trl", "1.16")
 from trl import DPOTrainer as TrlDPOTrainer  # noqa: E402
 from trl import GRPOTrainer as TrlGRPOTrainer  # noqa: E402
 
-BESIDE_LOSS = (
+REPLACED_BY_LOSS = (
     *("epsilon", "epsilon_high", "delta", "importance_sampling_level", "off_policy_mask_threshold"),
     *("sapo_temperature_neg", "sapo_temperature_pos", "vespo_k_pos", "vespo_lambda_pos", "vespo_k_neg"),
     *("vespo_lambda_neg", "top_entropy_quantile", "entropy_coef", "use_adaptive_entropy"),
 )
-BESIDE_ADVANTAGES = ("scale_rewards", "multi_objective_aggregation")
-BESIDE_PREFERENCE = (
+REPLACED_BY_ADVANTAGES = ("scale_rewards", "multi_objective_aggregation")
+REPLACED_BY_PREFERENCE_LOSS = (
     *("loss_type", "loss_weights", "beta", "label_smoothing", "ld_alpha", "f_divergence_type"),
     *("f_alpha_divergence_coef", "discopop_tau", "use_weighting"),
 )
@@ -56,17 +56,17 @@ MODEL_INPUTS = (
 
 
 class GRPOTrainer(TrlGRPOTrainer):
-    """TRL's GRPOTrainer with a policy loss, advantages, or both, of rlkit.
+    """TRL's GRPOTrainer with a policy loss of rlkit, advantages of rlkit, or both.
 
     Args:
-        loss: (logprobs, old_logprobs, advantages, mask) -> [B, T], such as `cispo_loss`; None for TRL's own. TRL's KL
-            term (beta) and its correction of vLLM's log-probabilities are applied to it.
-        advantages: (rewards, group_ids) -> [B], such as `rloo_advantages`, of all completions on all processes. A
-            third argument named `lengths` gets their tokens. None for TRL's own.
-        others: of TRL's GRPOTrainer.
+        loss: (logprobs, old_logprobs, advantages, mask) -> [B, T], such as `cispo_loss`. TRL's KL term (beta) is added
+            to it, and TRL's importance weights for vLLM multiply it. None: TRL's loss.
+        advantages: (rewards, group_ids) -> [B] for all completions on all processes, such as `rloo_advantages`. An
+            argument named `lengths` gets the numbers of tokens. None: TRL's advantages.
+        others: arguments of TRL's GRPOTrainer.
 
     Raises:
-        ValueError: an option of GRPOConfig is set that the loss or the advantages take the place of.
+        ValueError: an option of GRPOConfig is set that the loss or the advantages replace.
     """
 
     def __init__(
@@ -78,9 +78,9 @@ class GRPOTrainer(TrlGRPOTrainer):
     ) -> None:
         super().__init__(*positional, **others)
         if loss is not None:
-            _refuse(self, BESIDE_LOSS, "loss")
+            _refuse(self, REPLACED_BY_LOSS, "loss")
         if advantages is not None:
-            _refuse(self, BESIDE_ADVANTAGES, "advantages")
+            _refuse(self, REPLACED_BY_ADVANTAGES, "advantages")
         self.own_loss, self.own_advantages = loss, advantages
         self._judged = torch.zeros(0)
 
@@ -155,40 +155,40 @@ class DPOTrainer(TrlDPOTrainer):
     """TRL's DPOTrainer with a preference loss of rlkit.
 
     Args:
-        loss: a function of some of chosen, rejected, ref_chosen, ref_rejected (log-probabilities of the answers, [P]),
-            chosen_lengths and rejected_lengths (their tokens), such as `ipo_loss` or `simpo_loss`. It gets those that
-            it has as arguments and returns [P]. The reference model runs only if the loss reads it. None for TRL's own.
-        others: of TRL's DPOTrainer.
+        loss: a function that returns [P], such as `ipo_loss` or `simpo_loss`. Its arguments may be chosen, rejected,
+            ref_chosen, ref_rejected (log-probabilities of the answers, [P]), chosen_lengths and rejected_lengths
+            (numbers of tokens). The reference model runs only if the loss has ref_chosen. None: TRL's loss.
+        others: arguments of TRL's DPOTrainer.
 
     Raises:
-        ValueError: an option of DPOConfig is set that the loss takes the place of.
+        ValueError: an option of DPOConfig is set that the loss replaces.
     """
 
     def __init__(self, *positional: Any, loss: Callable[..., Tensor] | None = None, **others: Any) -> None:
         super().__init__(*positional, **others)
         if loss is not None:
-            _refuse(self, BESIDE_PREFERENCE, "loss")
+            _refuse(self, REPLACED_BY_PREFERENCE_LOSS, "loss")
         self.own_loss = loss
 
     def _compute_loss(self, model: Any, inputs: dict[str, Any], return_outputs: bool = False) -> Any:
         if self.own_loss is None:
             return super()._compute_loss(model, inputs, return_outputs)
-        about_the_loss = {"completion_mask", "ref_chosen_logps", "ref_rejected_logps"}
-        fed = {name: x for name, x in inputs.items() if name not in about_the_loss}
+        not_for_the_model = {"completion_mask", "ref_chosen_logps", "ref_rejected_logps"}
+        model_inputs = {name: x for name, x in inputs.items() if name not in not_for_the_model}
         mask = inputs["completion_mask"][:, 1:].bool()
         labels = inputs["input_ids"].masked_fill(inputs["completion_mask"] == 0, -100)
-        outputs = model(**fed, use_cache=False, labels=labels, fused_lm_head=True)
+        outputs = model(**model_inputs, use_cache=False, labels=labels, fused_lm_head=True)
         chosen, rejected = outputs.log_probs[:, -mask.shape[1] :].sum(1).chunk(2)  # 0 where there is no label
         chosen_lengths, rejected_lengths = mask.sum(1).chunk(2)
-        known = {"chosen": chosen, "rejected": rejected}
-        known |= {"chosen_lengths": chosen_lengths, "rejected_lengths": rejected_lengths}
+        given = {"chosen": chosen, "rejected": rejected}
+        given |= {"chosen_lengths": chosen_lengths, "rejected_lengths": rejected_lengths}
         parameters = signature(self.own_loss).parameters
         if "ref_chosen" in parameters:
-            known["ref_chosen"], known["ref_rejected"] = self._reference(inputs)
-        loss = pair_mean(self.own_loss(**{name: x for name, x in known.items() if name in parameters}))
+            given["ref_chosen"], given["ref_rejected"] = self._reference(inputs)
+        loss = pair_mean(self.own_loss(**{name: x for name, x in given.items() if name in parameters}))
         logged = {"logps/chosen": chosen.mean(), "logps/rejected": rejected.mean()}
-        if "ref_chosen" in known:
-            better = chosen - known["ref_chosen"] > rejected - known["ref_rejected"]
+        if "ref_chosen" in given:
+            better = chosen - given["ref_chosen"] > rejected - given["ref_rejected"]
             logged["rewards/accuracies"] = better.float().mean()
         for name, value in logged.items():
             gathered = self.accelerator.gather(value.detach()).mean().item()
@@ -209,10 +209,10 @@ def _trained(inputs: dict[str, Any]) -> Tensor:
 
 
 def _refuse(trainer: Any, options: Iterable[str], argument: str) -> None:
-    """Raise a ValueError for an option that was set and that nothing would read."""
-    known = {field.name: field for field in fields(trainer.args)}
+    """Raise a ValueError if an option is set that nothing would read."""
+    declared = {field.name: field for field in fields(trainer.args)}
     for name in options:
-        default, factory = known[name].default, known[name].default_factory
+        default, factory = declared[name].default, declared[name].default_factory
         expected = default if factory is MISSING else factory()
         got = getattr(trainer.args, name)
         if got != expected:

@@ -5,17 +5,17 @@ From a checkout that is not installed: `VERL_USE_EXTERNAL_MODULES=rlkit.plugins.
 
     actor_rollout_ref.actor.policy_loss.loss_mode=rlkit_cispo algorithm.adv_estimator=rlkit_rloo
 
-What verl does differently is translated here and nowhere else:
+This module translates between verl's conventions and rlkit's:
 
-- Its tensors cover the response alone, and its masks may be integers or floats.
-- An argument of a loss takes the value of verl's option for it (`VERL_OPTIONS`); one without an option keeps rlkit's
-  default.
+- verl's tensors cover the response only, and its masks may be integers or floats.
+- An argument of a loss takes its value from verl's option for it (`VERL_OPTIONS`). An argument without such an option
+  keeps rlkit's default.
 - `rollout_is_weights` multiply the loss of each token.
-- verl's own `agg_loss` reduces, by `loss_agg_mode` and with the counts of the global batch. It multiplies by the number
-  of data-parallel ranks, as FSDP averages gradients over them.
-- Rewards stand on tokens; an advantage of whole answers gets their sum. Groups are the array of prompts' ids.
+- verl's `agg_loss` reduces the loss, by `loss_agg_mode` and with the counts of the global batch. It multiplies by the
+  number of data-parallel ranks, because FSDP averages gradients over them.
+- verl's rewards are per token. An advantage of whole answers gets their sum. Groups are given by the prompts' ids.
 
-Any other function, or other numbers, by a module of yours that `VERL_USE_EXTERNAL_MODULES` names:
+To register another function, or other values, name a module of yours in `VERL_USE_EXTERNAL_MODULES`:
 
     from functools import partial
     from rlkit.losses import vespo_loss
@@ -87,7 +87,7 @@ LOSSES: dict[Callable[..., Tensor], dict[str, str]] = {  # loss -> arguments wit
     losses.vespo_loss: {},
     losses.m2po_loss: {},
 }
-ADVANTAGES: list[Callable[..., Tensor]] = [  # those of what verl gives to an estimator of any name
+ADVANTAGES: list[Callable[..., Tensor]] = [  # they need no more than verl passes to every registered estimator
     adv.grpo_advantages,
     adv.leave_one_out_grpo_advantages,
     adv.dr_grpo_advantages,
@@ -103,18 +103,19 @@ ADVANTAGES: list[Callable[..., Tensor]] = [  # those of what verl gives to an es
 
 
 def register_loss(name: str, loss: Callable[..., Tensor], options: dict[str, str] | None = None) -> None:
-    """Register a loss of rlkit's signature for `actor_rollout_ref.actor.policy_loss.loss_mode`.
+    """Register a loss with rlkit's signature for `actor_rollout_ref.actor.policy_loss.loss_mode`.
 
     Args:
         name: the value of `loss_mode`.
-        loss: (logprobs, old_logprobs, advantages, mask, ...) -> [B, T]. Arguments that a `functools.partial` fixed keep
-            their value.
-        options: argument of the loss -> verl's option below `actor_rollout_ref.actor`, beside and before VERL_OPTIONS.
+        loss: (logprobs, old_logprobs, advantages, mask, ...) -> [B, T]. Arguments that a `functools.partial` has fixed
+            keep their value.
+        options: argument of the loss -> verl's option below `actor_rollout_ref.actor`, in addition to VERL_OPTIONS. An
+            argument that is in both has the option that is named here.
     """
-    known = {**VERL_OPTIONS, **(options or {})}
+    option_of = {**VERL_OPTIONS, **(options or {})}
     parameters = list(signature(loss).parameters)
     fixed = getattr(loss, "keywords", {})
-    wanted = {argument: known[argument] for argument in parameters if argument in known and argument not in fixed}
+    wanted = {name: option_of[name] for name in parameters if name in option_of and name not in fixed}
 
     def verl_loss(
         old_log_prob: Tensor,
@@ -143,12 +144,12 @@ def register_loss(name: str, loss: Callable[..., Tensor], options: dict[str, str
 
 
 def register_advantages(name: str, advantages: Callable[..., Tensor]) -> None:
-    """Register an advantage of rlkit's for `algorithm.adv_estimator`.
+    """Register an advantage function of rlkit for `algorithm.adv_estimator`.
 
     Args:
         name: the value of `adv_estimator`.
-        advantages: a function of some of rewards [B], or [B, T] if it takes a mask, group_ids [B], mask [B, T],
-            lengths [B] and gamma. It gets those that it has as arguments and returns [B] or [B, T].
+        advantages: a function that returns [B] or [B, T]. Its arguments may be rewards ([B], or [B, T] if it takes a
+            mask), group_ids [B], mask [B, T], lengths [B] and gamma.
     """
     parameters = list(signature(advantages).parameters)
     fixed = getattr(advantages, "keywords", {})
@@ -160,13 +161,13 @@ def register_advantages(name: str, advantages: Callable[..., Tensor]) -> None:
         if index is None and "group_ids" in parameters:
             raise ValueError(f"algorithm.adv_estimator={name}: expected the prompts' ids (uid) in the batch, got none")
         rewards = torch.where(mask, token_level_rewards, 0) if "mask" in parameters else token_level_rewards.sum(-1)
-        known: dict[str, Any] = {"rewards": rewards, "mask": mask, "lengths": mask.sum(1), "gamma": 1.0}
+        possible: dict[str, Any] = {"rewards": rewards, "mask": mask, "lengths": mask.sum(1), "gamma": 1.0}
         if index is not None:
             ids = np.unique(np.asarray(index), return_inverse=True)[1]
-            known["group_ids"] = torch.as_tensor(ids, device=mask.device)
+            possible["group_ids"] = torch.as_tensor(ids, device=mask.device)
         if config is not None:
-            known["gamma"] = config.gamma
-        given = {argument: known[argument] for argument in parameters if argument in known and argument not in fixed}
+            possible["gamma"] = config.gamma
+        given = {name: possible[name] for name in parameters if name in possible and name not in fixed}
         with torch.no_grad():
             found = advantages(**given)
         found = found if found.ndim == 2 else adv.expand_to_tokens(found, mask)

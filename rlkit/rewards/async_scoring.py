@@ -1,10 +1,10 @@
-"""Rewards that are worked out while other answers are still being written.
+"""Rewards that are computed while other answers are still being generated.
 
     judge = Judge(task.reward, threads=8)                              # once
     answers = rollout.generate(prompts, sampling, n, on_finished=judge.submit)
-    rewards, parts, seconds = judge.result()                           # waits for those that are not there yet
+    rewards, parts, seconds = judge.result()                           # waits for the rewards that are missing
 
-`score_as_written` is for samplers on servers that write while the caller trains.
+`score_as_written` is for servers that generate while the caller trains.
 """
 
 from __future__ import annotations
@@ -27,18 +27,18 @@ Judged = tuple[Tensor, dict[str, Tensor], float, float]  # of one prompt: reward
 
 
 class Judge:
-    """Judges the answers to each prompt as soon as they are written, in threads of its own.
+    """Computes the rewards of each prompt's answers as soon as they are finished, in threads.
 
-    A slow reward (a judge on a server, a program that runs) is then under way while the sampler writes the rest: a step
-    waits for the last prompts' rewards alone. What it gives is what `score_parts` gives.
+    A slow reward (a judge on a server, a program that runs) overlaps with generation: a step waits for the rewards of
+    the last prompts only. The rewards are those of `score_parts`.
 
     Args:
-        reward: is called in several threads at once, none of them the main one: it cannot use `signal.alarm`.
-        threads: prompts whose answers are judged at once. 0: in the caller's thread, in `result`, when all are written;
-            for a reward that uses signals or bears no second thread.
+        reward: called from several threads at once, none of them the main thread, so it cannot use `signal.alarm`.
+        threads: prompts whose answers are judged at the same time. 0: `result` judges all answers in the thread that
+            calls it; for a reward that uses signals or is not thread-safe.
 
     Attributes:
-        reasons: why answers of the last `result` could not be judged, and how many for each reason.
+        reasons: why answers of the last `result` have no reward, and how many for each reason.
 
     Raises:
         ValueError: fewer than 0 threads.
@@ -52,15 +52,15 @@ class Judge:
         self.under_way: dict[int, Future[Judged] | Sequence[Sample]] = {}
 
     def submit(self, i: int, samples: Sequence[Sample]) -> None:
-        """The answers to prompt i are written; from any thread, in any order, each prompt once."""
+        """Judge the answers to prompt i. Called once for each prompt, in any order, from any thread."""
         self.under_way[i] = self.pool.submit(_judge, self.reward, samples, self.failures) if self.pool else samples
 
     def result(self) -> tuple[Tensor, dict[str, Tensor], float]:
-        """Of all that was submitted since the last call, in the order of the prompts; waits until it is judged.
+        """Wait for the rewards of all answers submitted since the last call, in the order of the prompts.
 
         Returns:
-            rewards [B], parts as in `score_parts`, and for how many seconds at least one answer was being judged,
-            whether somebody waited for it or not: a run logs it as `time/judging`, beside `time/reward`, the wait.
+            rewards [B], parts as in `score_parts`, and the seconds during which at least one answer was being judged.
+            A run logs these as `time/judging`; `time/reward` is the time that the run waited.
         """
         taken, self.under_way = [self.under_way[i] for i in sorted(self.under_way)], {}
         judged = (one.result() if isinstance(one, Future) else _judge(self.reward, one, self.failures) for one in taken)
@@ -73,35 +73,34 @@ class Judge:
 def score_as_written(
     submit: Callable[..., Future[list[Sample]]], reward: Reward, *, threads: int = 8, failures: Failures | None = None
 ) -> Callable:
-    """A sampler's `submit` that has its samples judged: a prompt's are as soon as they are written, while others are
-    still being written and while the caller trains.
+    """A rollout's `submit` whose result includes rewards; samples of a prompt are judged as soon as they are finished.
 
         submit = score_as_written(rollout.submit, task.reward)
-        samples, rewards, parts, seconds = submit(prompts, sampling, n).result()     # as of `Judge.result`, in order
+        samples, rewards, parts, seconds = submit(prompts, sampling, n).result()     # in order, as of `Judge.result`
 
     Args:
-        submit: (prompts, sampling, n) -> future of n samples a prompt, as a rollout on servers has it.
-        reward: is called in threads of its own, where a reward cannot use `signal.alarm`.
-        threads: prompts whose samples are judged at once.
+        submit: (prompts, sampling, n) -> future of n samples a prompt; `submit` of a rollout on servers.
+        reward: called from threads other than the main thread, so it cannot use `signal.alarm`.
+        threads: prompts whose samples are judged at the same time.
         failures: as in `score`.
 
     Returns:
-        The new submit. Its future fails as the sampler does, and calls off what is being written when it is cancelled.
+        The new `submit`. Its future fails if generation fails. Cancelling it cancels the requests.
     """
     counted = Failures("reward") if failures is None else failures
     pool, loop = ThreadPoolExecutor(threads, "reward"), asyncio.new_event_loop()
     Thread(target=loop.run_forever, daemon=True, name="rewards").start()
 
-    async def judge(written: Future[list[Sample]]) -> tuple[list[Sample], Judged]:
-        samples = await asyncio.wrap_future(written)
+    async def judge(sampled: Future[list[Sample]]) -> tuple[list[Sample], Judged]:
+        samples = await asyncio.wrap_future(sampled)
         return samples, await loop.run_in_executor(pool, _judge, reward, samples, counted)
 
     async def judge_all(under_way: list[Future[list[Sample]]]) -> tuple[list[Sample], Tensor, dict[str, Tensor], float]:
         try:
             found = await asyncio.gather(*map(judge, under_way))
         finally:
-            for written in under_way:
-                written.cancel()  # does nothing to what is done
+            for sampled in under_way:
+                sampled.cancel()  # a finished request stays as it is
             counted.log_repeated()
         return [sample for group, _ in found for sample in group], *_together(reward, [one for _, one in found])
 
@@ -120,8 +119,8 @@ def _together(reward: Reward, found: Sequence[Judged]) -> tuple[Tensor, dict[str
     if not found:
         return *score_parts(reward, []), 0.0
     rewards, parts, starts, ends = zip(*found, strict=True)
-    together = {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
-    return torch.cat(rewards), together, covered(starts, ends)
+    joined = {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
+    return torch.cat(rewards), joined, covered(starts, ends)
 
 
 def covered(starts: Sequence[float], ends: Sequence[float]) -> float:

@@ -1,10 +1,10 @@
-"""A reward function in worker processes with limits, for one that may hang, crash or take all memory.
+"""Runs a reward function in worker processes with limits, in case it hangs, crashes or takes all memory.
 
     reward = isolated(task.reward, seconds=30, memory=4 << 30)
 
-By default a reward runs in threads of the trainer: nothing limits it, and one that ends its process ends the run.
-`--isolate_reward` runs it here. This is for mistakes, not for malice: what is not trusted runs in
-`rlkit.rewards.sandbox`, which can do far less.
+By default a reward runs in threads of the trainer: nothing limits it, and if it ends its process it ends the run.
+`--isolate_reward` runs it in workers. This protects against mistakes, not against malice: code that you do not trust
+belongs in `rlkit.rewards.sandbox`, which allows far less.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from rlkit.rewards.scoring import Combined
 from rlkit.rewards.workers import Worker, WorkerPool, end_worker, read_line
 
 WORKER = str(Path(__file__).with_name("isolated_worker.py"))
-START_SECONDS = 120.0  # to import what the reward needs, on a machine however busy
+START_SECONDS = 120.0  # time to import what the reward needs, even on a busy machine
 
 
 class IsolatedReward:
-    """See `isolated`."""
+    """A reward that is computed in worker processes; see `isolated`."""
 
     def __init__(self, reward: Reward, seconds: float, memory: int) -> None:
         name = getattr(reward, "__qualname__", repr(reward))
@@ -37,7 +37,7 @@ class IsolatedReward:
             ) from error
         self.__name__, self.seconds, self.memory = name, seconds, memory
         self.pool = WorkerPool(self._start)
-        self.pool.idle.append(self.pool.take())  # what cannot be loaded is found now
+        self.pool.idle.append(self.pool.take())  # a reward that cannot be loaded fails now
 
     def __call__(self, text: str, row: Row) -> float | None:
         reply, code = self.pool.ask(pickle.dumps((text, dict(row))), self.seconds)
@@ -55,8 +55,8 @@ class IsolatedReward:
         worker = subprocess.Popen([sys.executable, "-P", WORKER], bufsize=0, start_new_session=True, **pipes)
         assert worker.stdin is not None
         worker.stdin.write(pickle.dumps((sys.path, self.pickled, self.memory)))
-        said = read_line(worker, START_SECONDS)
-        problem = json.loads(said) if said else "its worker did not start"
+        line = read_line(worker, START_SECONDS)
+        problem = json.loads(line) if line else "its worker did not start"
         if problem:
             end_worker(worker)
             raise ValueError(f"isolate_reward: expected a reward that a worker can import, got: {problem}")
@@ -64,18 +64,19 @@ class IsolatedReward:
 
 
 def isolated(reward: Reward, *, seconds: float = 60.0, memory: int = 4 << 30) -> Reward:
-    """The same reward, called in worker processes that are started when they are needed, at most one a processor.
+    """The same reward, computed in worker processes. They are started when needed, at most one per processor.
 
-    An answer is not judged if the reward takes longer, ends its process, or needs more memory. What the worker prints
-    is discarded. Processes that it has started are killed with it.
+    An answer has no reward if the function exceeds a limit or ends its process. Output that it prints is discarded.
+    Processes that it has started are killed together with the worker.
 
     Args:
-        reward: a function of a module, or `combine` of such; a lambda or a closure cannot be sent to a worker.
-        seconds: most processor time for an answer; wall time is held to four times that.
-        memory: most bytes of address space beyond what its imports take.
+        reward: a function of a module, or `combine` of such functions. A lambda or a closure cannot be sent to a
+            worker.
+        seconds: limit of processor time for one answer. The limit of wall time is four times as long.
+        memory: limit of address space in bytes, in addition to what imports take.
 
     Raises:
-        ValueError: it cannot be sent to a worker, or not be imported there.
+        ValueError: the reward cannot be sent to a worker, or a worker cannot import it.
     """
     if isinstance(reward, Combined):
         parts = {

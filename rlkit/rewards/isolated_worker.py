@@ -1,4 +1,4 @@
-"""What `rlkit.rewards.isolated` starts: a script that judges answers by one reward function until its input ends."""
+"""The worker script of `rlkit.rewards.isolated`: computes one reward function for each answer on its input."""
 
 import json
 import os
@@ -13,22 +13,22 @@ import traceback
 MOST_CHARACTERS = 500  # of a message
 
 
-def described(error: BaseException) -> str:
-    """What was raised, and where."""
+def describe(error: BaseException) -> str:
+    """The exception with its file and line."""
     frames = traceback.extract_tb(error.__traceback__)
     where = f" ({os.path.basename(frames[-1].filename)}, line {frames[-1].lineno})" if frames else ""
     return f"{type(error).__name__}: {error}"[:MOST_CHARACTERS] + where
 
 
 def limit_memory(more: int) -> None:
-    """Limit the address space to what is taken now and so many bytes."""
+    """Limit the address space to its present size plus `more` bytes."""
     with open("/proc/self/statm") as file:
         taken = int(file.read().split()[0]) * resource.getpagesize()
     resource.setrlimit(resource.RLIMIT_AS, (taken + more, taken + more))
 
 
 def end_with_parent(parent: int) -> None:
-    """End this process soon after the one that asks: a reward that hangs would otherwise stay."""
+    """End this process when its parent has ended; otherwise a reward that hangs would run forever."""
     while os.getppid() == parent:
         time.sleep(1.0)
     os.killpg(0, signal.SIGKILL)
@@ -47,7 +47,7 @@ def main(questions: int, verdicts: int) -> None:
             reward = pickle.loads(pickled)
             limit_memory(memory)
         except BaseException as error:
-            return say(described(error))
+            return say(describe(error))
         say("")
         while True:
             try:
@@ -59,7 +59,7 @@ def main(questions: int, verdicts: int) -> None:
                 value = reward(text, row)
                 value = None if value is None else float(value)
             except BaseException as error:  # SystemExit among them
-                problem = described(error)
+                problem = describe(error)
             if os.getpid() != own:  # the reward has forked, and this is the child
                 os._exit(0)
             say([value, problem])
@@ -67,6 +67,6 @@ def main(questions: int, verdicts: int) -> None:
 
 if __name__ == "__main__":
     own_output, own_input = os.dup(1), os.dup(0)
-    os.dup2(2, 1)  # what a reward prints is no verdict
+    os.dup2(2, 1)  # what a reward prints must not be read as a verdict
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     main(own_input, own_output)

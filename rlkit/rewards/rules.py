@@ -83,8 +83,8 @@ def within_length(longest: int, buffer: int = 0, count: Callable[[str], int] = l
         raise ValueError(f"buffer: expected 0 to longest ({longest}), got {buffer}")
 
     def reward(text: str, row: Row) -> float:
-        over = count(text) - (longest - buffer)
-        return -1.0 if over > buffer else -max(over, 0) / buffer if buffer else 0.0
+        excess = count(text) - (longest - buffer)
+        return -1.0 if excess > buffer else -max(excess, 0) / buffer if buffer else 0.0
 
     return reward
 
@@ -191,11 +191,11 @@ def squad_f1(text: str, row: Row) -> float | None:
     """
 
     def f1(right: str) -> float:
-        mine, theirs = squad_normalise(text).split(), squad_normalise(right).split()
-        if not mine or not theirs:
-            return float(mine == theirs)
-        common = (Counter(mine) & Counter(theirs)).total()
-        return 2 * common / (len(mine) + len(theirs))
+        words, right_words = squad_normalise(text).split(), squad_normalise(right).split()
+        if not words or not right_words:
+            return float(words == right_words)
+        common = (Counter(words) & Counter(right_words)).total()
+        return 2 * common / (len(words) + len(right_words))
 
     return _best(f1, row)
 

@@ -72,14 +72,14 @@ def judged(samples: Sequence[Sample], rewards: Tensor) -> list[Sample]:
 
 
 def judged_accuracy(
-    rewards: Tensor, global_sum: Callable[[Tensor], Tensor], *, max_unjudged: float = 1.0, reasons: str = ""
+    rewards: Tensor, global_sum: Callable[[Tensor], Tensor], *, max_failed_rewards: float = 1.0, reasons: str = ""
 ) -> dict[str, float]:
     """The mean reward of the answers that could be judged, over all ranks, with those that could not beside it.
 
     Args:
         rewards: [B], one answer to each of this rank's held-out rows; nan where it could not be judged.
         global_sum: the engine's; all ranks call this together.
-        max_unjudged: largest share of the answers that may be without a judgement.
+        max_failed_rewards: largest share of the answers that may be without a judgement.
         reasons: why they are, for the error: `Judge.reasons`, or `Failures.take()`.
 
     Returns:
@@ -90,31 +90,35 @@ def judged_accuracy(
     """
     known = ~rewards.isnan()
     sums = torch.stack([rewards.double().nansum(), known.sum().double(), torch.tensor(float(len(rewards)))])
-    total, judged, asked = global_sum(sums.double()).tolist()
-    if asked and (problem := judging_problem(asked, judged, max_unjudged, reasons)):
+    total, judged, answers = global_sum(sums.double()).tolist()
+    if answers and (problem := judging_problem(answers, judged, max_failed_rewards, reasons)):
         raise ValueError(f"held-out {problem}")
-    return {"accuracy": total / judged if judged else math.nan, "judged": int(judged), "unjudged": int(asked - judged)}
+    return {
+        "accuracy": total / judged if judged else math.nan,
+        "judged": int(judged),
+        "unjudged": int(answers - judged),
+    }
 
 
 def judging_problem(
-    asked: float, judged: float, max_unjudged: float, reasons: str = "", skipped: Sequence[str] = ()
+    answers: float, judged: float, max_failed_rewards: float, reasons: str = "", skipped: Sequence[str] = ()
 ) -> str:
     """One sentence if too few answers of a batch were judged to go on with it; an empty text if not.
 
     Args:
-        asked, judged: answers, and those with a reward, over all ranks.
-        max_unjudged: largest share that may be without one.
-        reasons: why they are, see `judged_accuracy`.
-        skipped: messages of `encode_prompts`, one a row that no prompt could be made of.
+        answers, judged: how many answers there are, and how many have a reward, over all ranks.
+        max_failed_rewards: largest share of the answers that may have no reward.
+        reasons: why some have none, see `judged_accuracy`.
+        skipped: why rows have no prompt, from `encode_prompts`.
     """
-    if judged >= max(1.0, (1 - max_unjudged) * asked):
+    if judged >= max(1.0, (1 - max_failed_rewards) * answers):
         return ""
-    if not asked:
+    if not answers:
         first = f": {len(skipped)} rows were skipped, the first because of {skipped[0]}" if skipped else ""
         return f"answers: expected at least one, got none{first}"
     why = f": {reasons}" if reasons else ""
-    least = f"{1 - max_unjudged:.0%}" if max_unjudged < 1 else "one"
-    return f"answers: expected at least {least} of {asked:.0f} judged, got {judged:.0f}{why}"
+    least = f"{1 - max_failed_rewards:.0%}" if max_failed_rewards < 1 else "one"
+    return f"answers: expected at least {least} of {answers:.0f} judged, got {judged:.0f}{why}"
 
 
 # --- several parts

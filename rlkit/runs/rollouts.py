@@ -87,8 +87,8 @@ class RecordingEngine:
         def recording_loss(out: Any, mb: Batch) -> Any:
             for name, x in out.tensors.items():
                 if x.shape == mb.mask.shape:
-                    whole = outputs.setdefault(name, torch.zeros(batch.mask.shape))
-                    whole[mb.recorded_row.cpu(), : x.shape[1]] = x.detach().float().cpu()
+                    recorded_output = outputs.setdefault(name, torch.zeros(batch.mask.shape))
+                    recorded_output[mb.recorded_row.cpu(), : x.shape[1]] = x.detach().float().cpu()
             return loss_fn(out, mb)
 
         metrics = self._engine.train_batch(numbered, recording_loss, *args, **options)
@@ -208,9 +208,9 @@ class SavedRollouts:
         for sample in self.draws.pop(0).samples:
             groups.setdefault(sample.group_id, []).append(sample)
         unknown = any(math.isnan(x) for group in groups.values() for sample in group for x in sample.logprobs)
-        mine = list(groups.values())[self.engine.data_parallel_rank :: self.engine.data_parallel_size]
+        own_groups = list(groups.values())[self.engine.data_parallel_rank :: self.engine.data_parallel_size]
         if not unknown:  # the same on all ranks
-            return mine
-        samples = [sample for group in mine for sample in group]
+            return own_groups
+        samples = [sample for group in own_groups for sample in group]
         scored = iter(self.engine.infer_batch(collate(samples))["logprobs"].tolist())
-        return [[replace(s, logprobs=next(scored)[: len(s.token_ids)]) for s in group] for group in mine]
+        return [[replace(s, logprobs=next(scored)[: len(s.token_ids)]) for s in group] for group in own_groups]

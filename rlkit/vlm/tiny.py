@@ -259,9 +259,9 @@ def _warm_up(
         chosen = rng.integers(len(rows), size=32).tolist()
         batch = [rows[i] for i in chosen]
         chats = [prompt_of(row) for row in batch]
-        asked = [render(processor, messages, add_generation_prompt=True) for messages, _ in chats]
+        prompts = [render(processor, messages, add_generation_prompt=True) for messages, _ in chats]
         answers = [f"{labels[i]}<|im_end|>" for i in chosen]
-        text = [q + a for q, a in zip(asked, answers, strict=True)]
+        text = [q + a for q, a in zip(prompts, answers, strict=True)]
         images = {"images": found} if (found := [load_image(image) for _, own in chats for image in own]) else {}
         inputs = processor(text=text, padding=True, return_tensors="pt", **images)
         targets = torch.full_like(inputs["input_ids"], -100)  # left-padded: the answer is at the end

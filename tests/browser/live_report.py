@@ -59,8 +59,8 @@ def page(browser):
 def group(out: Path, step: int, prompt: int, rewards: list, text: str = "It is {}.") -> dict:
     image = Image.new("RGB", (40, 30), (step % 256, 100 * prompt, 0))
     row = {"question": f"Which colour is picture {prompt}? {EVIL}", "answer": "red"}
-    asked = prompt_sample([1, 2], row=row, images=[image], group_id=prompt)
-    samples = [replace(asked, text=text.format(x), reward=x, mask=[False, True]) for x in rewards]
+    sample = prompt_sample([1, 2], row=row, images=[image], group_id=prompt)
+    samples = [replace(sample, text=text.format(x), reward=x, mask=[False, True]) for x in rewards]
     return prompt_record(out, samples, "training", step, {"colour": rewards})
 
 
@@ -189,11 +189,11 @@ def test_text_with_html_is_shown_as_text(page, report):
 def test_nothing_is_fetched_from_outside(browser, report):
     """The page asks for nothing; its policy also refuses what a script that got onto it would ask for."""
     page = browser.new_page()
-    asked = []
-    page.on("request", lambda request: asked.append(request.url))
+    urls = []
+    page.on("request", lambda request: urls.append(request.url))
     open_page(page, report)
     page.wait_for_timeout(500)
-    assert [url for url in asked if not url.startswith("data:")] == [report.as_uri()]
+    assert [url for url in urls if not url.startswith("data:")] == [report.as_uri()]
     refused = page.evaluate("""async () => {
         const refused = [];
         document.addEventListener("securitypolicyviolation", (event) => refused.push(event.effectiveDirective));

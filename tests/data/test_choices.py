@@ -30,10 +30,10 @@ def test_reward_of_a_file(tmp_path):
     name = write(tmp_path / "t.jsonl", rows(3))
     assert load_task(name).reward is exact_match and load_task(name, reward="maths").reward is maths_reward
     (tmp_path / "mine.py").write_text("def long(text, row):\n    return float(len(text))\n")
-    asked = write(tmp_path / "asked.jsonl", [{"prompt": "q"}, {"prompt": "r"}])
-    assert load_task(asked, reward=f"{tmp_path}/mine.py:long").reward("four", {}) == 4  # which needs no answer
+    questions = write(tmp_path / "questions.jsonl", [{"prompt": "q"}, {"prompt": "r"}])
+    assert load_task(questions, reward=f"{tmp_path}/mine.py:long").reward("four", {}) == 4  # which needs no answer
     with pytest.raises(ValueError, match="answer: expected a column answer or "):
-        load_task(asked, reward="maths")
+        load_task(questions, reward="maths")
     with pytest.raises(ValueError, match="^reward: expected exact, "):
         load_task(name, reward="rouge")
 

@@ -77,9 +77,9 @@ def test_pairs_from_a_file(tmp_path, suffix, processor):
     assert (len(task.train), len(task.heldout)) == (18, 2)
     seen = set()
     for row in everything(task):
-        asked = encode_prompt(processor, row)
+        prompt = encode_prompt(processor, row)
         seen.add(row["chosen"])
-        assert np.asarray(asked.images[0])[0, 0, 0] == int(row["chosen"].removeprefix("good "))
+        assert np.asarray(prompt.images[0])[0, 0, 0] == int(row["chosen"].removeprefix("good "))
         assert float(row["margin"]) == 0.5 and row["answer"] is None and row["rejected"] == "bad"
         assert row["where"].startswith(f"{path} row ")
     assert len(seen) == 20

@@ -14,7 +14,7 @@ def task(name: str, count: int, reward=1.0, held: int = 2) -> Task:
     return Task(name, rows[held:], rows[:held], lambda text, row: reward)
 
 
-def asked(rows) -> list[str]:
+def questions(rows) -> list[str]:
     return [row["question"] for row in rows]
 
 
@@ -30,7 +30,7 @@ def test_rows_come_in_proportion_to_the_weights(weights, shares):
     counts = Counter(row["task"] for row in mixture.train)
     for name, share in zip("ab", shares, strict=True):
         assert counts[name] / len(mixture.train) == pytest.approx(share, abs=1 / len(mixture.train))
-    seen = Counter(asked(mixture.train))
+    seen = Counter(questions(mixture.train))
     assert set(seen) == {f"a{i}" for i in range(2, 22)} | {f"b{i}" for i in range(2, 12)}  # none is left out
     for name in "ab":  # and none is favoured
         times = [count for question, count in seen.items() if question.startswith(name)]
@@ -40,7 +40,7 @@ def test_rows_come_in_proportion_to_the_weights(weights, shares):
 
 def test_a_mixture_is_a_task_like_any_other():
     mixture = mix_tasks([task("a", 12), task("b", 7)], [1, 2])
-    assert mixture.name == "a+b" and asked(mixture.heldout) == ["a0", "a1", "b0", "b1"]
+    assert mixture.name == "a+b" and questions(mixture.heldout) == ["a0", "a1", "b0", "b1"]
     steps = [step_rows(mixture.train, step, 4, seed=3) for step in range(20)]
     for step in (19, 7, 0):
         assert step_rows(mixture.train, step, 4, seed=3) == steps[step]
@@ -84,9 +84,14 @@ def test_mixtures_that_cannot_be(tasks, weights, message):
 def test_easy_rows_first():
     rows = task("a", 12, held=0).train
     ordered = sort_by_difficulty(rows, lambda row: row["level"])
-    assert asked(ordered) == [f"a{i}" for level in range(3) for i in range(level, 12, 3)]
-    assert asked(easiest_rows(ordered, 0.5)) == asked(ordered)[:6] and asked(easiest_rows(ordered, 1)) == asked(ordered)
-    assert asked(easiest_rows(ordered, 0)) == ["a0"] and asked(easiest_rows(ordered, 0.51)) == asked(ordered)[:7]
+    assert questions(ordered) == [f"a{i}" for level in range(3) for i in range(level, 12, 3)]
+    assert questions(easiest_rows(ordered, 0.5)) == questions(ordered)[:6] and questions(
+        easiest_rows(ordered, 1)
+    ) == questions(ordered)
+    assert (
+        questions(easiest_rows(ordered, 0)) == ["a0"]
+        and questions(easiest_rows(ordered, 0.51)) == questions(ordered)[:7]
+    )
     for step in range(6):
         assert {row["level"] for _, row in step_rows(easiest_rows(ordered, 1 / 3), step, 4, seed=0)} == {0}
     for share in (-0.1, 1.1, math.nan):
@@ -104,7 +109,7 @@ def test_a_curriculum_of_measured_accuracy_resumes_from_its_share():
         """What a recipe does; `extra` is what its checkpoint carries."""
         step, share, seen = extra["step"], extra["share"], []
         while step < stop:
-            seen.append(asked(row for _, row in step_rows(easiest_rows(ordered, share), step, 5, seed=0)))
+            seen.append(questions(row for _, row in step_rows(easiest_rows(ordered, share), step, 5, seed=0)))
             share = widen_share(share, accuracies[step], target=0.7, by=0.2)
             step += 1
         return seen, {"step": step, "share": share}

@@ -243,11 +243,11 @@ def test_an_empty_stream_and_a_count_of_nothing_are_errors():
 
 
 def test_made_rows_are_read_when_asked_for():
-    asked = []
+    mapped = []
 
     def make(raw):
-        asked.append(raw["n"])
+        mapped.append(raw["n"])
         return {"question": raw["n"]}
 
     rows = map_table(datasets.Dataset.from_dict({"n": list(range(9))}), make, "here")
-    assert rows[2:][1] == {"question": 3, "where": "here row 4"} and asked == [3]
+    assert rows[2:][1] == {"question": 3, "where": "here row 4"} and mapped == [3]

@@ -90,8 +90,8 @@ def test_expand_with_brackets_and_joined_neighbours():
     ]
     assert expand_placeholders([1, 2, IMAGE, 3, 4, 5], {IMAGE: [joined]}) == [1, 6, IMAGE, 8, 5]
     assert expanded_lengths([1, 2, IMAGE, 3, 4, 5], {IMAGE: [joined]}).tolist() == [1, 0, 3, 0, 0, 1]
-    together = [Expansion([IMAGE, 6, IMAGE], after=1), Expansion([])]
-    assert expand_placeholders([1, IMAGE, IMAGE, 2], {IMAGE: together}) == [1, IMAGE, 6, IMAGE, 2]
+    expansions = [Expansion([IMAGE, 6, IMAGE], after=1), Expansion([])]
+    assert expand_placeholders([1, IMAGE, IMAGE, 2], {IMAGE: expansions}) == [1, IMAGE, 6, IMAGE, 2]
 
 
 def slow_expand(compact, placeholders):
@@ -142,16 +142,16 @@ def test_never_retokenise(tiny_dir):
     from rlkit.vlm import decode, load_processor
 
     tokenizer = load_processor(tiny_dir).tokenizer
-    asked = tokenizer("What digit is this?")["input_ids"]
+    prompt = tokenizer("What digit is this?")["input_ids"]
     sampled = [tokenizer.convert_tokens_to_ids(letter) for letter in "digit"] + [tokenizer.eos_token_id]
     text = decode(tokenizer, sampled)
     assert text == "digit" and tokenizer(text)["input_ids"] != sampled[:-1]  # the tokenizer would write it otherwise
-    first = append_response(prompt_sample(asked), sampled, [-1.0] * len(sampled), text=text)
-    assert first.response_ids == sampled and first.compact_ids == first.token_ids == asked + sampled
+    first = append_response(prompt_sample(prompt), sampled, [-1.0] * len(sampled), text=text)
+    assert first.response_ids == sampled and first.compact_ids == first.token_ids == prompt + sampled
     batch = collate([first])
     assert batch.tokens[0][batch.mask[0]].tolist() == sampled
-    assert batch.rollout_logprobs[0].tolist() == [0.0] * len(asked) + [-1.0] * len(sampled)
-    retold = prompt_sample([*asked, *tokenizer(text)["input_ids"], tokenizer.eos_token_id], first.compact_ids)
+    assert batch.rollout_logprobs[0].tolist() == [0.0] * len(prompt) + [-1.0] * len(sampled)
+    retold = prompt_sample([*prompt, *tokenizer(text)["input_ids"], tokenizer.eos_token_id], first.compact_ids)
     with pytest.raises(ValueError, match="tokenized again"):
         collate([retold])
 

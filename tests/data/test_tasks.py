@@ -70,9 +70,9 @@ def test_addition():
 
 def test_digits_are_the_same_in_every_call(digits):
     again = BUILT_IN["digits"]()
-    for mine, other in ((digits.heldout, again.heldout), (digits.train[:50], again.train[:50])):
-        assert [row["where"] for row in mine] == [row["where"] for row in other]
-        assert all(a["images"][0].tobytes() == b["images"][0].tobytes() for a, b in zip(mine, other, strict=True))
+    for rows, other in ((digits.heldout, again.heldout), (digits.train[:50], again.train[:50])):
+        assert [row["where"] for row in rows] == [row["where"] for row in other]
+        assert all(a["images"][0].tobytes() == b["images"][0].tobytes() for a, b in zip(rows, other, strict=True))
     assert [row["where"] for row in digits.heldout[:3]] == ["digits row 595", "digits row 1172", "digits row 234"]
 
 

@@ -66,10 +66,10 @@ def test_it_answers_and_ends(rollout, tokenizer):
 
 def test_the_system_line_of_the_template_is_there_once(tokenizer):
     question = [{"role": "user", "content": "Hi"}]
-    asked = "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n"
-    assert render(tokenizer, question, add_generation_prompt=True) == SYSTEM + asked
+    prompt = "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n"
+    assert render(tokenizer, question, add_generation_prompt=True) == SYSTEM + prompt
     own = render(tokenizer, [{"role": "system", "content": "Be brief."}, *question], add_generation_prompt=True)
-    assert own == "<|im_start|>system\nBe brief.<|im_end|>\n" + asked
+    assert own == "<|im_start|>system\nBe brief.<|im_end|>\n" + prompt
 
 
 def test_logprobs_equal_transformers_and_the_samplers(smollm2, engine, answers):
@@ -152,10 +152,10 @@ def test_rows_of_padding_alone_are_no_end_of_an_answer(engine, tokenizer):
     long, short = encode_prompt(tokenizer, CAPITAL), prompt_sample(tokenizer("Paris is")["input_ids"], group_id=1)
     assert long.token_ids.count(tokenizer.eos_token_id) == 2
     rollout = make_rollout("hf", engine.gathered, processor=tokenizer)
-    together = rollout.generate([long, short], Sampling(4, temperature=0.0))
+    batched = rollout.generate([long, short], Sampling(4, temperature=0.0))
     alone = [rollout.generate([one], Sampling(4, temperature=0.0))[0] for one in (long, short)]
-    assert [one.response_ids for one in together] == [one.response_ids for one in alone]
-    assert together[1].finish_reason == "length" and len(together[1].response_ids) == 4
+    assert [one.response_ids for one in batched] == [one.response_ids for one in alone]
+    assert batched[1].finish_reason == "length" and len(batched[1].response_ids) == 4
 
 
 def test_host_memory_of_two_ranks_is_that_of_one_model(smollm2, tmp_path):

@@ -214,12 +214,12 @@ def test_the_key_is_in_no_file_of_a_run(tmp_path):
     from rlkit.runs.options import TrainingOptions
     from rlkit.tracking import Run
 
-    told = []
+    logged = []
     run = Run(tmp_path / "run", asdict(TrainingOptions()))
-    run.trackers = [type("Tracker", (), {"log": lambda self, values, step: told.append(values)})()]
+    run.trackers = [type("Tracker", (), {"log": lambda self, values, step: logged.append(values)})()]
     with Server(lambda h, _: reply(h, completion())) as server:
         reward = chat_judge(server.url, "m", cache=tmp_path / "cache")
         run.log(0, {"reward/mean": reward("It is 4.", ROW)})
     files = [path for path in tmp_path.rglob("*") if path.is_file()]
     assert len(files) >= 3 and all(KEY not in path.read_text() for path in files)
-    assert told and KEY not in str(told) and KEY not in repr(reward)
+    assert logged and KEY not in str(logged) and KEY not in repr(reward)

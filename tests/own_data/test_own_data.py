@@ -42,7 +42,7 @@ def turn(role, text):
     return f"<|im_start|>{role}\n{text}<|im_end|>\n"
 
 
-def asked(*turns, system=""):
+def prompt(*turns, system=""):
     """A prompt of turns of the user and the assistant."""
     said = [turn(("user", "assistant")[i % 2], text) for i, text in enumerate(turns)]
     return (turn("system", system) if system else "") + "".join(said) + "<|im_start|>assistant\n"
@@ -66,35 +66,41 @@ def judged(reward, row, text):
 
 # the file -> its reward; of its first row: prompt, pictures, a right answer and a wrong one
 PROMPTS = {
-    "question_answer.jsonl": ("exact", asked("What is the capital of France?"), [], "paris", "Rome"),
-    "question_answer.json": ("exact", asked("What is the capital of France?"), [], "Paris", "Paris, France"),
+    "question_answer.jsonl": ("exact", prompt("What is the capital of France?"), [], "paris", "Rome"),
+    "question_answer.json": ("exact", prompt("What is the capital of France?"), [], "Paris", "Paris, France"),
     "question_answer.csv": (
         "exact",
-        asked("What is the capital of France, and of no other country?"),
+        prompt("What is the capital of France, and of no other country?"),
         [],
         "Paris",
         "Rome",
     ),
-    "question_answer.tsv": ("exact", asked('Is it "warm" outside?'), [], "Yes", "no"),
-    "photographs.jsonl": ("exact", asked(SEEN + "What colour is it?"), [0], "red", "green"),
+    "question_answer.tsv": ("exact", prompt('Is it "warm" outside?'), [], "Yes", "no"),
+    "photographs.jsonl": ("exact", prompt(SEEN + "What colour is it?"), [0], "red", "green"),
     "photographs_or_none.jsonl": (
         "exact",
-        asked(SEEN + SEEN + "What colours are these?"),
+        prompt(SEEN + SEEN + "What colours are these?"),
         [0, 1],
         "red, green",
         "green, red",
     ),
-    "marked_images.jsonl": ("exact", asked(f"First {SEEN}, then {SEEN}: which is red?"), [0, 1], "first", "the first"),
-    "choices.jsonl": ("choice", asked(f"{SEEN}\nWhat colour is it?\nA. red\nB. green"), [0], "The answer is (A).", "B"),
-    "solutions.jsonl": ("maths", asked("What is 1/4 + 1/4?"), [], "It is \\boxed{0.5}.", "It is \\boxed{2}."),
-    "words.jsonl": ("f1", asked("Which tower stands in Paris?"), [], "Eiffel tower", "a bridge"),
-    "boxed.jsonl": ("boxed", asked("What is the capital of Peru?"), [], "\\boxed{\\text{Lima}}", "Lima"),
-    "trl_prompt_completion.jsonl": ("exact", asked("The sky is"), [], "blue.", "green."),
-    "trl_prompt_messages.jsonl": ("exact", asked("What colour is the sky?", system="Be brief."), [], "blue", "green"),
-    "trl_chat_completion.jsonl": ("exact", asked("What colour is the sky?"), [], "blue", "green"),
-    "messages.jsonl": ("exact", asked("What colour is the sky?", system="Be brief."), [], "Blue.", "Green."),
-    "messages_answer.jsonl": ("maths", asked("What is 3 + 4?"), [], "7", "Three and four make seventy."),
-    "messages_images.jsonl": ("exact", asked(SEEN + "What colour is it?"), [0], "red", "blue"),
+    "marked_images.jsonl": ("exact", prompt(f"First {SEEN}, then {SEEN}: which is red?"), [0, 1], "first", "the first"),
+    "choices.jsonl": (
+        "choice",
+        prompt(f"{SEEN}\nWhat colour is it?\nA. red\nB. green"),
+        [0],
+        "The answer is (A).",
+        "B",
+    ),
+    "solutions.jsonl": ("maths", prompt("What is 1/4 + 1/4?"), [], "It is \\boxed{0.5}.", "It is \\boxed{2}."),
+    "words.jsonl": ("f1", prompt("Which tower stands in Paris?"), [], "Eiffel tower", "a bridge"),
+    "boxed.jsonl": ("boxed", prompt("What is the capital of Peru?"), [], "\\boxed{\\text{Lima}}", "Lima"),
+    "trl_prompt_completion.jsonl": ("exact", prompt("The sky is"), [], "blue.", "green."),
+    "trl_prompt_messages.jsonl": ("exact", prompt("What colour is the sky?", system="Be brief."), [], "blue", "green"),
+    "trl_chat_completion.jsonl": ("exact", prompt("What colour is the sky?"), [], "blue", "green"),
+    "messages.jsonl": ("exact", prompt("What colour is the sky?", system="Be brief."), [], "Blue.", "Green."),
+    "messages_answer.jsonl": ("maths", prompt("What is 3 + 4?"), [], "7", "Three and four make seventy."),
+    "messages_images.jsonl": ("exact", prompt(SEEN + "What colour is it?"), [0], "red", "blue"),
     "messages_tools.jsonl": (
         "exact",
         turn("system", "TOOL weather\n")
@@ -106,7 +112,7 @@ PROMPTS = {
         "Yes.",
         "No.",
     ),
-    "sharegpt.jsonl": ("exact", asked("What colour is the sky?", system="Be brief."), [], "Blue.", "Green."),
+    "sharegpt.jsonl": ("exact", prompt("What colour is the sky?", system="Be brief."), [], "Blue.", "Green."),
     "sharegpt_tools.json": (
         "exact",
         turn("system", "TOOL weather\n")
@@ -119,21 +125,21 @@ PROMPTS = {
         "Yes.",
         "No.",
     ),
-    "llava.json": ("exact", asked(f"{SEEN}\nWhat colour is it?"), [0], "Red.", "Green."),
-    "alpaca.json": ("exact", asked("Name the colour.\nthe sky"), [], "Blue.", "Green."),
+    "llava.json": ("exact", prompt(f"{SEEN}\nWhat colour is it?"), [0], "Red.", "Green."),
+    "alpaca.json": ("exact", prompt("Name the colour.\nthe sky"), [], "Blue.", "Green."),
     "alpaca_history.jsonl": (
         "exact",
-        asked("What colour is the sky?", "Blue.", "And grass?", system="Be brief."),
+        prompt("What colour is the sky?", "Blue.", "And grass?", system="Be brief."),
         [],
         "Green.",
         "Blue.",
     ),
-    "verl.jsonl": ("exact", asked(SEEN + "What colour is it?"), [0], "red", "green"),
-    "verl.parquet": ("exact", asked(SEEN + "What colour is it?"), [0], "red", "green"),
-    "images.parquet": ("exact", asked(SEEN + "What colour is it?"), [1], "green", "red"),
+    "verl.jsonl": ("exact", prompt(SEEN + "What colour is it?"), [0], "red", "green"),
+    "verl.parquet": ("exact", prompt(SEEN + "What colour is it?"), [0], "red", "green"),
+    "images.parquet": ("exact", prompt(SEEN + "What colour is it?"), [1], "green", "red"),
     "anthropic_prompts.jsonl": (
         "exact",
-        asked("Who are you?", "A bot.", "Really? I am not sure: say more."),
+        prompt("Who are you?", "A bot.", "Really? I am not sure: say more."),
         [],
         "yes",
         "no",
@@ -202,7 +208,7 @@ def test_prompts_with_their_answers_are_imitated(name, processor, tmp_path):
 TRAINED = {
     "plain_text.jsonl": ("", ["upon a time there was a spider.<|im_end|>"]),
     "ultrachat.jsonl": (
-        asked("What colour is the sky?", "Blue.", "And grass?"),
+        prompt("What colour is the sky?", "Blue.", "And grass?"),
         ["Blue.<|im_end|>", "Green.<|im_end|>"],
     ),
 }
@@ -215,23 +221,23 @@ def test_chats(name, processor):
     begun = encode_prompt(processor, row)
     sample = encode_chat(begun, processor, [processor.tokenizer.eos_token_id], 500)
     assert shown(processor, begun)[0] == text
-    runs = re.findall("1+", "".join("01"[mine] for mine in sample.mask))
+    runs = re.findall("1+", "".join("01"[trained] for trained in sample.mask))
     assert len(runs) == len(trained)
     assert processor.tokenizer.decode(sample.response_ids).endswith("".join(trained))
 
 
 PAIRS = {
-    "pairs.jsonl": (asked("What colour is the sky?"), [], "Blue.", "Green."),
-    "pairs_images.jsonl": (asked(SEEN + "What colour is it?"), [0], "Red.", "Blue."),
-    "pairs_chats.jsonl": (asked("What colour is the sky?"), [], "Blue.", "Green."),
-    "pairs_implicit.jsonl": (asked("The sky is "), [], "grey.", "green."),
+    "pairs.jsonl": (prompt("What colour is the sky?"), [], "Blue.", "Green."),
+    "pairs_images.jsonl": (prompt(SEEN + "What colour is it?"), [0], "Red.", "Blue."),
+    "pairs_chats.jsonl": (prompt("What colour is the sky?"), [], "Blue.", "Green."),
+    "pairs_implicit.jsonl": (prompt("The sky is "), [], "grey.", "green."),
     "pairs_anthropic.jsonl": (
-        asked("Who are you?", "A bot.", "Really? I am not sure: say more."),
+        prompt("Who are you?", "A bot.", "Really? I am not sure: say more."),
         [],
         "I am sure that I am.",
         "I am sure: no.",
     ),
-    "pairs_sharegpt.json": (asked("What colour is the sky?"), [], "Blue.", "Green."),
+    "pairs_sharegpt.json": (prompt("What colour is the sky?"), [], "Blue.", "Green."),
 }
 
 
@@ -252,7 +258,7 @@ def test_pairs(name, processor):
 @pytest.mark.parametrize("name", ["marked.jsonl", "marked.csv"])
 def test_marked_answers(name, processor):
     rows = rows_of(load_unpaired(str(HERE / name)))
-    questions = [asked("What colour is the sky?"), asked("And grass?")]
+    questions = [prompt("What colour is the sky?"), prompt("And grass?")]
     assert [shown(processor, encode_prompt(processor, row))[0] for row in rows] == questions
     assert [(row["completion"], row["label"]) for row in rows] == [("Blue.", True), ("Blue.", False)]
 

@@ -50,6 +50,7 @@ COMMANDS = {  # recipe, arguments
         "--gpu", "l4-24gb", "--max_tokens", "8192", "--max_new_tokens", "0", "--no_enable_gradient_checkpointing",
         "--micro_batch_tokens", "32768",
     ]),
+    "reward_model": ("reward_model", ["--max_tokens", "256"]),
     "unknown_gpu": ("grpo_vlm", ["--gpu", "h1000"]),
     "no_ranks": ("grpo_vlm", ["--nproc", "0"]),
     "too_long": ("grpo_vlm", ["--max_new_tokens", "9000"]),

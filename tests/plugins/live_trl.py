@@ -215,16 +215,16 @@ def test_with_trls_own_formula_the_loss_is_trls_own(tokenizer, loss_type):
 
 
 def test_lengths_are_given_to_advantages_that_ask_for_them(tokenizer):
-    asked = []
+    seen_lengths = []
 
     def advantages(rewards, group_ids, lengths):
-        asked.append(lengths)
+        seen_lengths.append(lengths)
         return opo_advantages(rewards, group_ids, lengths)
 
     trainer = grpo(tokenizer, advantages=advantages)
     trainer.train()
     lengths = torch.cat([part["completion_mask"].sum(1) for part in trainer.seen[:2]])
-    assert sorted(asked[0].tolist()) == sorted(lengths.tolist())
+    assert sorted(seen_lengths[0].tolist()) == sorted(lengths.tolist())
 
 
 def test_a_loss_without_reference(tokenizer):

@@ -20,10 +20,10 @@ if __name__ == "__main__":
         trainer = grpo(tokenizer, **own, num_iterations=2)
         trainer.train()
         found[name] = {key: x.detach().clone() for key, x in trainer.model.named_parameters()}
-    asked = []
+    seen_lengths = []
 
     def advantages(rewards, group_ids, lengths):
-        asked.append(lengths)
+        seen_lengths.append(lengths)
         return opo_advantages(rewards, group_ids, lengths)
 
     trainer = grpo(tokenizer, advantages=advantages)
@@ -31,6 +31,6 @@ if __name__ == "__main__":
     found["rewards"] = list(trainer._logs["rewards"]["reward"])
     found["advantages"] = list(trainer._logs["advantages"])
     found["used"] = torch.cat([part["advantages"] for part in trainer.seen[2:]])
-    found["all_lengths"] = asked[-1]
+    found["all_lengths"] = seen_lengths[-1]
     torch.save(found, Path(sys.argv[1]) / f"rank{dist.get_rank()}.pt")
     dist.destroy_process_group()

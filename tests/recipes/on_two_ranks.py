@@ -46,15 +46,15 @@ def samples_of_each_rank(collective):
     requests = [prompt_sample([1], vision={"pixels": torch.full((1,), i)}, row={"answer": i}) for i in range(3)]
     seen = {}
     rollout = SharedRowsRollout(Sampler(), group, collective=collective)
-    found = rollout.generate(requests, None, 2, on_finished=seen.setdefault)
-    assert [sample.token_ids for i in range(3) for sample in seen[i]] == [sample.token_ids for sample in found]
-    mine = [(s.response_ids, int(s.vision["pixels"]), s.row["answer"]) for s in found]
-    return of_all_ranks(mine)
+    samples = rollout.generate(requests, None, 2, on_finished=seen.setdefault)
+    assert [sample.token_ids for i in range(3) for sample in seen[i]] == [sample.token_ids for sample in samples]
+    found = [(s.response_ids, int(s.vision["pixels"]), s.row["answer"]) for s in samples]
+    return of_all_ranks(found)
 
 
-def of_all_ranks(mine):
+def of_all_ranks(found):
     ranks = [None] * dist.get_world_size()
-    dist.all_gather_object(ranks, mine)
+    dist.all_gather_object(ranks, found)
     return ranks
 
 

@@ -193,7 +193,7 @@ def none_judged():
 
 
 def test_unjudged_answers_stop_the_run_past_their_limit(warm_dir, tmp_path, caplog):
-    options = ["--model", warm_dir, *SMALL, "--steps", 2, "--prompts_per_step", 32, "--max_unjudged", 0.5]
+    options = ["--model", warm_dir, *SMALL, "--steps", 2, "--prompts_per_step", 32, "--max_failed_rewards", 0.5]
     run_here("grpo_vlm", *options, "--out", tmp_path / "some", "--task", "test_grpo_vlm:some_unjudged")
     assert "RuntimeError: judge is down" in caplog.text
     assert all(0 < row["unjudged"] < 64 for row in numbers(tmp_path / "some"))

@@ -70,9 +70,9 @@ def test_the_export_is_the_model_that_was_measured(whole):
     engine = make_engine("fsdp2", "value_model", model=load_value_model(str(whole / "model")))
     task, samples = load_pairs("helpers:few_digits"), []
     for i in range(12):
-        asked = encode_prompt(processor, task.heldout[i])
-        answers = [asked.row["chosen"], asked.row["rejected"]]
-        samples += encode_answers(asked, processor, answers, [processor.tokenizer.eos_token_id], 100)
+        prompt = encode_prompt(processor, task.heldout[i])
+        answers = [prompt.row["chosen"], prompt.row["rejected"]]
+        samples += encode_answers(prompt, processor, answers, [processor.tokenizer.eos_token_id], 100)
     scores = torch.stack([engine.infer_batch(scoring_batch(collate([s])))["values"].sum() for s in samples])
     assert (scores[0::2] > scores[1::2]).float().mean() >= 0.8
     rewards = model_scores(lambda batch: engine.infer_batch(scoring_batch(batch))["values"].sum(1), samples)
@@ -126,7 +126,7 @@ def test_bad_input_is_one_clear_message(whole, tiny_dir, tmp_path):
         "reward_model: .*rows.jsonl: chosen: expected a column chosen": ["--task", tmp_path / "rows.jsonl"],
         "reward_model: out .*holds a run already; continue it with --resume": ["--out", whole],
         "reward_model-.*: step 0: none of its .*rows can be trained on": ["--max_tokens", 5],
-        "reward_model: .*margins.jsonl.* margin: expected a number, got .far": ["--task", tmp_path / "margins.jsonl"],
+        "reward_model-.*: step 0: none of its .*rows": ["--task", tmp_path / "margins.jsonl"],
     }.items():
         with pytest.raises(SystemExit, match=message):
             out = tmp_path / str(len(list(tmp_path.iterdir())))

@@ -74,9 +74,9 @@ def test_loss_equals_transformers(whole, tiny_dir):
     """The first step's loss is what the model itself says, given `labels` and -100 for all that is no answer."""
     processor, model = load_processor(tiny_dir), AutoModelForImageTextToText.from_pretrained(tiny_dir)
     rows = [row for _, row in step_rows(helpers.few_digits().train, 0, 16, 0)]
-    asked = "<|im_start|>user\n<|vision_start|><|image_pad|><|vision_end|>What digit is this?<|im_end|>\n"
-    asked += "<|im_start|>assistant\n"
-    texts = [asked + row["answer"] + "<|im_end|>" for row in rows]
+    prompt = "<|im_start|>user\n<|vision_start|><|image_pad|><|vision_end|>What digit is this?<|im_end|>\n"
+    prompt += "<|im_start|>assistant\n"
+    texts = [prompt + row["answer"] + "<|im_end|>" for row in rows]
     inputs = processor(text=texts, images=[row["images"] for row in rows], padding=True, return_tensors="pt")
     labels = inputs["input_ids"].clone()
     labels[:, :-2] = -100  # padded on the left, and an answer is one token and its end

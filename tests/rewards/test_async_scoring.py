@@ -1,4 +1,4 @@
-"""Rewards that are worked out while other answers are being written."""
+"""Rewards that are computed while other answers are being generated."""
 
 import threading
 import time
@@ -18,7 +18,7 @@ def fails(text, row):
 
 
 class Sampler:
-    """A server that writes a prompt's answers in as many seconds as its row says; it knows when each was written."""
+    """A server that takes the seconds in a prompt's row for its answers, and keeps when each was finished."""
 
     def __init__(self):
         self.pool, self.written, self.futures = ThreadPoolExecutor(4), {}, []
@@ -41,13 +41,13 @@ def asked_for(*seconds):
 
 
 def assert_work_without_wait(seconds, intervals):
-    """All the time in which something was judged, overlaps once, and at most half of that in which nothing was."""
+    """`seconds` counts overlapping work once, and at most half of the idle time."""
     work = covered(*zip(*intervals, strict=True))
     idle = max(end for _, end in intervals) - min(start for start, _ in intervals) - work
     assert work <= seconds < work + idle / 2
 
 
-def test_answers_are_judged_while_others_are_written():
+def test_answers_are_judged_while_others_are_generated():
     sampler, judged = Sampler(), {}
 
     def slow(text, row):
@@ -76,7 +76,7 @@ def test_judging_in_the_background_gives_what_score_parts_gives():
     assert submit([], None, n=2).result(10)[0] == []
 
 
-def test_a_sampler_that_fails_or_is_called_off():
+def test_a_sampler_that_fails_or_is_cancelled():
     def fails_at_1(prompts, sampling, n):
         return sampler.submit(prompts, sampling, n) if prompts[0].group_id != 1 else sampler.pool.submit(fails, "", {})
 
@@ -94,7 +94,7 @@ def test_a_sampler_that_fails_or_is_called_off():
 
 
 def write(judge, prompts, n=2):
-    """A sampler that has the answers to the last prompt first."""
+    """A sampler that finishes the answers to the last prompt first."""
     groups = [[replace(one, text=f"{one.group_id}.{i}", number=i) for i in range(n)] for one in prompts]
     for i in reversed(range(len(groups))):
         time.sleep(prompts[i].row["seconds"])
@@ -115,7 +115,7 @@ def test_a_judge_gives_what_score_parts_gives_in_the_order_of_the_prompts(thread
         assert (seconds > 0) == bool(samples)
 
 
-def test_a_judge_works_while_others_are_written():
+def test_a_judge_works_during_generation():
     times = {}
 
     def slow(text, row):
@@ -134,7 +134,7 @@ def test_a_judge_works_while_others_are_written():
     assert_work_without_wait(seconds, [(start, end) for start, end, _ in times.values()])
 
 
-def test_without_threads_rewards_are_worked_out_in_the_main_one():
+def test_without_threads_rewards_are_computed_in_the_main_thread():
     def here(text, row):
         return float(threading.current_thread() is threading.main_thread())
 

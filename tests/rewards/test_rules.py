@@ -73,8 +73,8 @@ def test_within_length():
     for longest, buffer in ((10, 4), (10, 10), (10, 0)):
         lengths = torch.arange(15)
         of_tokens = overlong_penalty(lengths, longest, buffer)
-        mine = [within_length(longest, buffer)("x" * n, ANY) for n in range(15)]
-        assert of_tokens.tolist() == pytest.approx(mine)
+        penalties = [within_length(longest, buffer)("x" * n, ANY) for n in range(15)]
+        assert of_tokens.tolist() == pytest.approx(penalties)
     for buffer in (-1, 11):
         with pytest.raises(ValueError, match=rf"buffer: expected 0 to longest \(10\), got {buffer}"):
             within_length(10, buffer)

@@ -103,18 +103,18 @@ def test_accuracy_is_that_of_the_judged_rows():
     """A row without a judgement is no wrong answer."""
     rewards = torch.tensor([1.0, math.nan, math.nan, math.nan])
     assert judged_accuracy(rewards, lambda x: x) == {"accuracy": 1.0, "judged": 1, "unjudged": 3}
-    another_rank = torch.tensor([0.0, 3.0, 4.0], dtype=torch.float64)  # its rewards, of how many, of how many asked
-    found = judged_accuracy(rewards, lambda mine: mine + another_rank)
+    another_rank = torch.tensor([0.0, 3.0, 4.0], dtype=torch.float64)  # its rewards, how many judged, how many answers
+    found = judged_accuracy(rewards, lambda sums: sums + another_rank)
     assert found == {"accuracy": 0.25, "judged": 4, "unjudged": 4}
-    none = judged_accuracy(torch.zeros(0), lambda x: x, max_unjudged=0.0)
+    none = judged_accuracy(torch.zeros(0), lambda x: x, max_failed_rewards=0.0)
     assert math.isnan(none["accuracy"]) and none["judged"] == none["unjudged"] == 0
 
 
 def test_too_many_held_out_rows_without_a_judgement():
     rewards = torch.tensor([1.0, 0.0, 1.0, math.nan])
-    assert judged_accuracy(rewards, lambda x: x, max_unjudged=0.25)["accuracy"] == pytest.approx(2 / 3)
+    assert judged_accuracy(rewards, lambda x: x, max_failed_rewards=0.25)["accuracy"] == pytest.approx(2 / 3)
     with pytest.raises(ValueError) as caught:
-        judged_accuracy(rewards, lambda x: x, max_unjudged=0.2, reasons="1 x KeyError: 'a' (mine.py, line 7)")
+        judged_accuracy(rewards, lambda x: x, max_failed_rewards=0.2, reasons="1 x KeyError: 'a' (mine.py, line 7)")
     assert str(caught.value) == (
         "held-out answers: expected at least 80% of 4 judged, got 3: 1 x KeyError: 'a' (mine.py, line 7)"
     )
@@ -123,7 +123,7 @@ def test_too_many_held_out_rows_without_a_judgement():
 
 
 @pytest.mark.parametrize(
-    ("asked", "judged", "share", "options", "problem"),
+    ("answers", "judged", "share", "options", "problem"),
     [
         (64, 64, 0.0, {}, ""),
         (64, 52, 0.2, {}, ""),
@@ -135,8 +135,8 @@ def test_too_many_held_out_rows_without_a_judgement():
          "answers: expected at least one, got none: 2 rows were skipped, the first because of t.jsonl row 3: no"),
     ],
 )  # fmt: skip
-def test_the_reason_behind_too_few_judged_answers(asked, judged, share, options, problem):
-    assert judging_problem(asked, judged, share, **options) == problem
+def test_the_reason_behind_too_few_judged_answers(answers, judged, share, options, problem):
+    assert judging_problem(answers, judged, share, **options) == problem
 
 
 # --- several parts

@@ -13,7 +13,7 @@ def processor(tiny_dir):
 
 @pytest.fixture
 def connect(tiny_dir, processor):
-    """Makes a rollout on stand-ins, with little patience."""
+    """A rollout on stand-in servers with short time limits."""
     made = []
 
     def connect(*servers, **options):

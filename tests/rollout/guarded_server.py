@@ -17,7 +17,7 @@ TOKEN = "the token of this test"
 
 @contextmanager
 def guarded_server(monkeypatch, port=0):
-    """Yields the URL, and the paths that got through to the server."""
+    """Yields the URL, and the paths of the requests that reached the server."""
     reached = []
 
     async def answer(request):

@@ -13,7 +13,7 @@ from rlkit.vlm import load_processor
 
 
 def gathered(count):
-    """As of a sharded model: every tensor is a collective."""
+    """Weights as a sharded model gives them: gathering each tensor is a collective."""
     for i in range(count):
         whole = torch.ones(4)
         dist.all_reduce(whole)

@@ -17,7 +17,8 @@ import torch
 import torch.distributed as dist
 
 TESTS = Path(__file__).parents[1]
-sys.path[:0] = [str(TESTS / "rollout"), str(TESTS / "engines"), str(TESTS)]
+sys.path[:0] = [str(TESTS / "rollout"), str(TESTS / "engines"), str(TESTS / "mismatch"), str(TESTS)]
+from faults import first_differences  # noqa: E402
 from isolated_cases import case  # noqa: E402
 from rows import make_samples  # noqa: E402
 from vllm_models import build, register  # noqa: E402
@@ -25,6 +26,7 @@ from vllm_models import build, register  # noqa: E402
 from rlkit.data import collate, group_ids  # noqa: E402
 from rlkit.engines import make_engine  # noqa: E402
 from rlkit.losses import reinforce_loss, token_mean  # noqa: E402
+from rlkit.mismatch.compare import vllm_parts  # noqa: E402
 from rlkit.rollout import Sampling, make_rollout  # noqa: E402
 from rlkit.rollout.servers.weight_transfer import NcclGroup, describe  # noqa: E402
 from rlkit.vlm import encode_prompts, load_model, load_processor, lora, suppressed_token_ids  # noqa: E402
@@ -93,18 +95,18 @@ def measure(kind: str, path: str, tensor_parallel_size: int = 1) -> dict:
     facts["answers"] = [s.response_ids for s in samples]
     facts["groups"] = group_ids(samples).tolist()
     facts["repeated"] = [s.response_ids for s in rollout.generate(prompts, SAMPLING, n=3)] == facts["answers"]
-    told = {}  # prompt -> its answers, and how many prompts still waited for theirs
+    finished = {}  # prompt -> its answers, and how many prompts still waited for theirs
 
     def tell(i, group):
-        told[i] = group, rollout.llm.llm_engine.get_num_unfinished_requests()
+        finished[i] = group, rollout.llm.llm_engine.get_num_unfinished_requests()
 
     many = rollout.generate(prompts, SAMPLING, n=12, on_finished=tell)  # more than `max_num_seqs`
-    facts["told"] = [s.text for i in sorted(told) for s in told[i][0]] == [s.text for s in many]
-    facts["under_way"] = [told[i][1] for i in told]
+    facts["finished"] = [s.text for i in sorted(finished) for s in finished[i][0]] == [s.text for s in many]
+    facts["under_way"] = [finished[i][1] for i in finished]
     how = [Sampling(3 + i, 0.5 + 0.4 * i, (i,), (samples[0].response_ids[0],)) for i in range(len(prompts))]
-    together = rollout.generate(prompts, how, n=2)
+    batched = rollout.generate(prompts, how, n=2)
     alone = [s for prompt, one in zip(prompts, how, strict=True) for s in rollout.generate([prompt], one, n=2)]
-    facts["each"], facts["each_alone"] = ([s.response_ids for s in found] for found in (together, alone))
+    facts["each"], facts["each_alone"] = ([s.response_ids for s in found] for found in (batched, alone))
     facts["reasons"] = sorted({s.finish_reason for s in samples})
     facts["sampled_forbidden"] = sorted({t for s in samples for t in s.response_ids} & set(suppressed.tolist()))
     greedy = rollout.generate(prompts, Sampling(6, temperature=0.0))
@@ -127,6 +129,7 @@ def measure(kind: str, path: str, tensor_parallel_size: int = 1) -> dict:
     facts["synced_again"], samples = distance()
 
     if world == 1:
+        facts["named"] = first_differences(vllm_parts(rollout, samples[0]), engine, samples[0])
         torch.manual_seed(1)
         adapted = lora(load_model(path), 4, 8)
         with torch.no_grad():
@@ -183,7 +186,7 @@ def refused(case) -> str:
 
 
 def nccl_calls() -> dict:
-    """What `NcclGroup` asks of vLLM, held against vLLM's own signatures: NCCL itself wants a GPU."""
+    """Calls of `NcclGroup` checked against vLLM's signatures; NCCL itself needs a GPU."""
     from vllm.distributed.device_communicators import pynccl_wrapper
     from vllm.distributed.weight_transfer import nccl_common, nccl_engine, packed_tensor
 
@@ -200,21 +203,21 @@ def nccl_calls() -> dict:
         mock.patch.multiple(torch.cuda, current_device=lambda: 5, synchronize=mock.DEFAULT, device=mock.MagicMock()),
     ):
         group = NcclGroup(3)
-        told = nccl_engine.NCCLWeightTransferInitInfo(**json.loads(json.dumps(group.join_info(1))))
+        join_info = nccl_engine.NCCLWeightTransferInitInfo(**json.loads(json.dumps(group.join_info(1))))
         group.connect()
         group.broadcast(bucket)
     nccl_engine.NCCLWeightTransferUpdateInfo(**describe(bucket))
     said = send.call_args.kwargs
     return {
-        "joined": told.nccl_unique_id_bytes == join.call_args.args[0] == bytes([251, *range(127)]),
-        "places": [told.rank_offset, told.world_size, told.packed, *join.call_args.args[1:]],
+        "joined": join_info.nccl_unique_id_bytes == join.call_args.args[0] == bytes([251, *range(127)]),
+        "places": [join_info.rank_offset, join_info.world_size, join_info.packed, *join.call_args.args[1:]],
         "sent": [said["post_iter_func"](named).numel() for named in said["iterator"]],
         "buffers": sorted(set(said) & {"buffer_size_bytes", "num_buffers"}),  # neither side says: both have the default
     }
 
 
 def errors(rollout, prompts) -> dict:
-    """What bad input says."""
+    """Error messages for bad input."""
     from dataclasses import replace
 
     cases = {

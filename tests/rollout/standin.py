@@ -22,7 +22,7 @@ WORDS = range(20, 200)  # what the stand-ins write
 
 
 def written(seed: int, count: int) -> list[int]:
-    """The tokens that a stand-in writes for a seed."""
+    """The tokens that a stand-in generates for a seed."""
     return np.random.default_rng(seed).integers(WORDS.start, WORDS.stop, count).tolist()
 
 
@@ -213,7 +213,7 @@ class VllmStandin(Standin):
                 {"choices": [{"logprobs": {"content": [{"token_id": only[0], "logprob": logprob}]}}]}
             )
         self.bodies.append(body)
-        lost = await self._fault(request)
+        connection_lost = await self._fault(request)
         if "model" in body and self.adapter is None:
             raise web.HTTPNotFound(text='{"error": {"message": "The model `policy` does not exist."}}')
         if max(body["token_ids"]) >= 10_000:
@@ -226,7 +226,7 @@ class VllmStandin(Standin):
             for a, b in zip(starts, [*starts[1:], len(versions)], strict=True)
         ]
         self.answered += seeds
-        if lost:
+        if connection_lost:
             request.transport.abort()
         return web.json_response({
             "prompt_token_ids": self.expanded.get(tuple(body["token_ids"]), body["token_ids"]),
@@ -359,11 +359,11 @@ class SglangStandin(Standin):
         images, names = body.get("image_data", [[]])[0], body.get("mm_hashes", [[]])[0]
         for name, _ in zip(names, images, strict=True):
             self.embeddings.setdefault(f"{int(name, 16):016x}", self.version)
-        lost = await self._fault(request)
+        connection_lost = await self._fault(request)
         seeds = [sum(prompt) + 1000 * i for i in range(rule.get("n", 1))]
         answers, versions = await self._write(seeds, rule["max_new_tokens"])
         self.answered += seeds
-        if lost:
+        if connection_lost:
             request.transport.abort()
         stops = set() if rule["ignore_eos"] else set(rule["stop_token_ids"])
         ends = [next((t + 1 for t, token in enumerate(ids) if token in stops), len(ids)) for ids in answers]

@@ -34,7 +34,7 @@ def adapters(adapted):
     return adapted.peft_config["default"], adapter_parameters(adapted)
 
 
-def test_adapters_travel_as_peft_has_them_in_files(adapted, tmp_path):
+def test_adapters_are_sent_in_the_format_of_peft(adapted, tmp_path):
     file = serialize_adapter(*adapters(adapted))
     adapted.save_pretrained(tmp_path)
     adapted.peft_config["default"].save_pretrained(tmp_path)  # as it trains
@@ -66,7 +66,7 @@ def test_adapters_go_to_all_servers_and_requests_name_them(connect, adapted):
         assert a.pauses == ["wait", "keep", "wait"] and a.slept == ["1", "2"]
 
 
-def test_servers_that_write_ahead_take_adapters(connect, adapted):
+def test_asynchronous_servers_take_adapters(connect, adapted):
     with VllmStandin() as a:
         sampler = AsyncSampler(connect(a), ([[prompt_sample([10])], SAMPLING] for _ in range(3)), max_staleness=1)
         for _ in sampler:
@@ -85,18 +85,18 @@ def test_servers_that_were_not_started_for_adapters_are_named(connect, adapted):
             rollout.generate([prompt_sample([10])], SAMPLING)
 
 
-@pytest.mark.parametrize("asked", [True, False])
-def test_a_server_is_started_for_adapters_where_that_is_asked_for(tiny_dir, tmp_path, monkeypatch, asked):
+@pytest.mark.parametrize("with_lora", [True, False])
+def test_a_server_is_started_for_adapters_where_that_is_asked_for(tiny_dir, tmp_path, monkeypatch, with_lora):
     code = "import sys; sys.exit('AdapterMiddleware' in str(sys.argv))"
     monkeypatch.setattr("rlkit.rollout.serve.command", lambda *_: [sys.executable, "-c", code])
     monkeypatch.setattr("rlkit.rollout.serve._check_installed", lambda _: None)
-    with pytest.raises(RuntimeError, match=f"got exit code {int(asked)}"):
-        with serving(tiny_dir, logs=tmp_path, options=["--enable-lora"] * asked):
+    with pytest.raises(RuntimeError, match=f"got exit code {int(with_lora)}"):
+        with serving(tiny_dir, logs=tmp_path, options=["--enable-lora"] * with_lora):
             pass
 
 
-def test_a_family_of_which_vllm_keeps_weights_is_refused(connect, processor, tmp_path):
-    """With the words of the sampler in the trainer's process; nothing is sent."""
+def test_a_family_whose_weights_vllm_does_not_update_is_refused(connect, processor, tmp_path):
+    """With the message of the in-process sampler; nothing is sent."""
     AutoConfig.for_model("gpt_oss", vocab_size=len(processor.tokenizer)).save_pretrained(tmp_path / "tiny")
     assert json.loads((tmp_path / "tiny" / "config.json").read_text())["model_type"] == "gpt_oss"
     with VllmStandin() as a:

@@ -113,13 +113,13 @@ def test_placeholder_expanded_once(processor):
 
 
 class Spelled:
-    """Writes each turn letter by letter, which no tokenizer would, and keeps what it was asked."""
+    """Generates each turn letter by letter, which no tokenizer would do, and keeps its requests."""
 
     def __init__(self, processor):
-        self.tokenizer, self.asked = processor.tokenizer, []
+        self.tokenizer, self.calls = processor.tokenizer, []
 
     def generate(self, requests, sampling, n=1):
-        self.asked.append(list(requests))
+        self.calls.append(list(requests))
         ids = [self.tokenizer.convert_tokens_to_ids(letter) for letter in "digit"] + [self.tokenizer.eos_token_id]
         return [
             append_response(r, ids, [-0.5] * 6, text="digit", finish_reason="stop") for r in requests for _ in range(n)
@@ -131,19 +131,19 @@ def test_never_retokenise(processor):
     samples = run_episodes(sampler, ask(processor, 3), Sampling(8), more, processor=processor)
     spelled = [processor.tokenizer.convert_tokens_to_ids(letter) for letter in "digit"]
     assert processor.tokenizer("digit")["input_ids"] != spelled  # the control: made again, it would be another
-    assert len(sampler.asked) == 3
+    assert len(sampler.calls) == 3
     for i, sample in enumerate(samples):
         assert sample.response_ids == [*spelled, processor.tokenizer.eos_token_id] * 3
-        for earlier in (asked[i] for asked in sampler.asked):
+        for earlier in (call[i] for call in sampler.calls):
             for track in ("token_ids", "compact_ids", "mask", "logprobs"):
                 assert getattr(sample, track)[: len(getattr(earlier, track))] == getattr(earlier, track)
-        assert sample.logprobs == [-0.5 if mine else 0.0 for mine in sample.mask]
+        assert sample.logprobs == [-0.5 if trained else 0.0 for trained in sample.mask]
         check_tracks(sample)
     assert collate(samples).total_tokens == 54
 
 
-def test_text_leaves_the_images_alone(processor):
-    """The vision tensors stay the very same, so that a group's rows share them in training."""
+def test_text_does_not_change_the_images(processor):
+    """The vision tensors are the same objects, so rows of a group share them in training."""
     request = ask(processor, 1)[0]
     text = append_observation(request, prompt_sample([5, 6]))
     assert text.vision is request.vision and text.token_ids == [*request.token_ids, 5, 6] and not any(text.mask)
@@ -168,7 +168,7 @@ def test_sampler_and_trainer_agree_on_later_turns(engine, episodes):
     assert not logprobs[~batch.mask].any()
 
 
-def test_gradient_comes_from_the_policys_tokens_alone(tiny_dir, episodes, processor):
+def test_only_the_policys_tokens_have_a_gradient(tiny_dir, episodes, processor):
     """The engine's step on the packed batch equals transformers' own forwards, one episode at a time."""
     chosen = sorted(episodes, key=lambda s: -len(s.images))[:3] + [s for s in episodes if len(s.images) == 1][:2]
     model = ends_often(load_model(tiny_dir), processor)
@@ -179,7 +179,7 @@ def test_gradient_comes_from_the_policys_tokens_alone(tiny_dir, episodes, proces
         kinds = (ids == model.config.image_token_id).int()
         logits = model(input_ids=ids, mm_token_type_ids=kinds, **sample.vision).logits
         logits[..., suppressed_token_ids(model.config, processor.tokenizer)] = -torch.inf
-        at = torch.tensor([t for t, mine in enumerate(sample.mask) if mine])
+        at = torch.tensor([t for t, trained in enumerate(sample.mask) if trained])
         total = total - logits[0, at - 1].log_softmax(-1).gather(1, ids[0, at, None]).sum()
     total.backward()
     sgd = {"optimizer": lambda params: torch.optim.SGD(params, lr=1.0), "max_grad_norm": 1e9}
@@ -196,23 +196,23 @@ def test_gradient_comes_from_the_policys_tokens_alone(tiny_dir, episodes, proces
 
 def test_what_is_sampled_does_not_depend_on_the_batch(engine, rollout, episodes, processor):
     requests, sampling = ask(processor, 6), Sampling(6, seed=(1, 2))
-    together = [(s.token_ids, s.group_id, s.number) for s in episodes]
-    assert [(g, m) for _, g, m in together] == [(g, m) for g in range(6) for m in range(4)]
+    ordered = [(s.token_ids, s.group_id, s.number) for s in episodes]
+    assert [(g, m) for _, g, m in ordered] == [(g, m) for g in range(6) for m in range(4)]
     small = make_rollout("hf", engine.gathered, processor=processor, max_sequences=4)
     backwards = run_episodes(small, requests[::-1], sampling, more, processor=processor, n=4)
-    assert sorted(together) == sorted((s.token_ids, s.group_id, s.number) for s in backwards)
+    assert sorted(ordered) == sorted((s.token_ids, s.group_id, s.number) for s in backwards)
     assert [s.group_id for s in backwards] == [g for g in range(5, -1, -1) for _ in range(4)]
 
 
-def test_a_sample_that_goes_on_goes_on_in_its_own_noise(rollout, processor):
-    """Interrupted and gone on with is the same as never interrupted; copies of one history go different ways."""
+def test_a_continued_sample_resumes_its_random_stream(rollout, processor):
+    """An interrupted and continued sample equals an uninterrupted one; copies of one history differ."""
     requests = ask(processor, 3)
     whole, first = (rollout.generate(requests, Sampling(most, seed=(4,)), n=3) for most in (7, 3))
-    live = [s for s in first if s.finish_reason == "length"]
-    rest = rollout.generate(live, Sampling(4, seed=(4,)))
+    unfinished = [s for s in first if s.finish_reason == "length"]
+    rest = rollout.generate(unfinished, Sampling(4, seed=(4,)))
     found = {(s.group_id, s.number): s.token_ids for s in [*first, *rest]}
-    assert len(live) > 3 and [found[s.group_id, s.number] for s in whole] == [s.token_ids for s in whole]
-    copies = [replace(live[0], number=number) for number in range(6)]
+    assert len(unfinished) > 3 and [found[s.group_id, s.number] for s in whole] == [s.token_ids for s in whole]
+    copies = [replace(unfinished[0], number=number) for number in range(6)]
     assert len({tuple(s.token_ids) for s in rollout.generate(copies, Sampling(4, seed=(4,)))}) > 3
     assert len({s.number for s in rollout.generate(copies[1:3], Sampling(1), n=2)}) == 4
     rest = uniforms((0,), [5], 1, 5, sample_numbers=[2], offsets=[3])
@@ -240,13 +240,13 @@ def test_an_environment_with_its_own_reward(processor):
 
     rows = [{"question": "A number from 0 to 7?", "answer": str(i)} for i in range(8)]
     requests = [encode_prompt(processor, row, group_id=i) for i, row in enumerate(rows)]
-    sampler, told = ScriptedRollout(processor, bisect), []
+    sampler, finished = ScriptedRollout(processor, bisect), []
     samples = run_episodes(
         sampler, requests, Sampling(4), guess_the_number, processor=processor, n=2, max_turns=3,
-        on_finished=lambda i, group: told.append((i, group)),
+        on_finished=lambda i, group: finished.append((i, group)),
     )  # fmt: skip
-    assert [i for i, _ in told] == [4, 2, 6, 0, 1, 3, 5, 7]  # those that are found in one turn first
-    assert all(group == samples[2 * i : 2 * i + 2] for i, group in told)
+    assert [i for i, _ in finished] == [4, 2, 6, 0, 1, 3, 5, 7]  # those that are found in one turn first
+    assert all(group == samples[2 * i : 2 * i + 2] for i, group in finished)
     rewards = score(lambda text, row: row["state"].get("reward", 0.0), samples)
     assert [round(1 / reward) if reward else 0 for reward in rewards.tolist()[::2]] == [0, 3, 2, 3, 1, 3, 2, 3]
     assert [s.finish_reason for s in samples] == ["turns"] * 2 + ["stop"] * 14
@@ -304,7 +304,7 @@ FAILURES = {
 
 @pytest.mark.parametrize("bad", FAILURES, ids=lambda f: f.__name__)
 def test_a_failing_tool_is_an_aborted_sample_or_an_observation(processor, bad, caplog):
-    """The first call on the middle one of three prompts fails; the others go on."""
+    """The first call for the second of three prompts fails; the other episodes continue."""
     requests, why = ask(processor, 3), FAILURES[bad]
     scripted = ScriptedRollout(processor, lambda sample: "again")
 
@@ -370,21 +370,21 @@ def test_limits(processor):
             run(**limits)
 
 
-def test_a_rank_that_has_finished_joins_in_until_the_last_has(processor):
-    """Where weights are sharded, generating is a thing that all ranks do."""
-    sampler, asked = ScriptedRollout(processor, lambda sample: "x"), []
+def test_a_rank_that_has_finished_joins_every_collective(processor):
+    """With sharded weights, generation is collective."""
+    sampler, counts = ScriptedRollout(processor, lambda sample: "x"), []
 
     class Counting:
         def generate(self, requests, sampling, n=1):
-            asked.append(len(requests))
+            counts.append(len(requests))
             return sampler.generate(requests, sampling, n)
 
     elsewhere = iter([2, 1, 0])
     run_episodes(
         Counting(), ask(processor, 1), Sampling(4), lambda sample: None, processor=processor,
-        global_sum=lambda live: live + next(elsewhere),
+        global_sum=lambda count: count + next(elsewhere),
     )  # fmt: skip
-    assert asked == [1, 0, 0]
+    assert counts == [1, 0, 0]
     assert run_episodes(sampler, [], Sampling(4), endless, processor=processor) == []
 
 
@@ -406,8 +406,8 @@ MOVES_THE_SYSTEM = (
 ENDS_WITHOUT_A_TOKEN = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
 
 
-def test_each_episode_is_sampled_its_own_way(processor):
-    """In later turns, too, when the first one's episodes have ended."""
+def test_each_episode_has_its_own_sampling_parameters(processor):
+    """Also in later turns, after some episodes have ended."""
     scripted = ScriptedRollout(processor, lambda sample: "x" * 20)
     how = [Sampling(3), Sampling(30), Sampling(31)]
 
@@ -422,7 +422,7 @@ def test_each_episode_is_sampled_its_own_way(processor):
         run_episodes(scripted, ask(processor, 3), how, step, processor=processor, max_tokens=room)
 
 
-def test_templates_that_rewrite_history_are_refused(processor):
+def test_chat_templates_that_change_earlier_turns_are_refused(processor):
     tokenizer = processor.tokenizer
     chat = [message("system", "Be short."), message("user", "Why?")]
     own, name = tokenizer.chat_template, re.escape(tokenizer.name_or_path)

@@ -8,7 +8,7 @@ from rlkit.rollout.vllm import VllmRollout
 
 
 def test_a_sampler_wakes_up_to_memory_that_the_trainer_has_given_back(monkeypatch):
-    """Else the trainer's allocator keeps what a step took, and vLLM does not get as much as it had."""
+    """Otherwise the trainer's allocator keeps the memory of a step, and vLLM cannot allocate its cache."""
     calls = []
     rollout = VllmRollout.__new__(VllmRollout)
     rollout._shut_down, rollout.asleep, rollout.version = None, True, 0

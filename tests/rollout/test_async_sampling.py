@@ -25,7 +25,7 @@ def processor(tiny_dir):
 
 @pytest.fixture
 def make(tiny_dir, processor):
-    """A rollout on one stand-in of so many seconds a token."""
+    """A rollout on one stand-in that takes this many seconds per token."""
     made = []
 
     def make(latency):
@@ -41,14 +41,14 @@ def make(tiny_dir, processor):
 
 
 def batches(count, tokens=6):
-    """Two prompts a step; the prompts' first token is the step."""
+    """Two prompts per step; their first token is the step."""
     for step in range(count):
         yield [prompt_sample([20 + step, i], group_id=2 * step + i) for i in range(2)], Sampling(tokens, seed=(step,))
 
 
 @pytest.mark.parametrize("bound", [0, 1, 2])
 def test_staleness_is_bounded_and_reached(make, bound):
-    """Batches come in order; their oldest token is as old as allowed, and no more are under way than that needs."""
+    """Batches are in order, their oldest token is as old as allowed, and no more requests run than needed."""
     rollout, server = make(0.002)
     sampler, seen = AsyncSampler(rollout, batches(6), n=3, max_staleness=bound), []
     for step, samples in enumerate(sampler):
@@ -64,7 +64,7 @@ def test_staleness_is_bounded_and_reached(make, bound):
 
 
 def test_sampling_and_training_overlap(make):
-    """One step off: the next batch is being written all the while a batch is trained on. In turn: never."""
+    """With a staleness of 1 the next batch is generated during training; with 0 never."""
     for bound in (0, 1):
         rollout, server = make(0.015)
         sampler, trained = AsyncSampler(rollout, batches(5), max_staleness=bound), []
@@ -80,8 +80,8 @@ def test_sampling_and_training_overlap(make):
         assert overlaps[1:] == [bool(bound)] * 3  # the first two are asked for, and written, together
 
 
-def test_answers_go_on_under_new_weights(make):
-    """Long answers under short steps: their tokens are of several versions, each known."""
+def test_unfinished_answers_continue_under_new_weights(make):
+    """Long answers during short steps have tokens of several versions, all recorded."""
     rollout, server = make(0.02)
     sampler, mixed = AsyncSampler(rollout, batches(6, tokens=12), max_staleness=2), []
     for step, samples in enumerate(sampler):
@@ -96,8 +96,8 @@ def test_answers_go_on_under_new_weights(make):
     assert mixed
 
 
-def test_it_ends_cleanly(make):
-    """Left in the middle, what is under way is called off, on the server too, and nothing more is asked for."""
+def test_leaving_early_cancels_requests(make):
+    """Leaving the loop cancels running requests, also on the server, and sends no more."""
     rollout, server = make(0.05)
     sampler = AsyncSampler(rollout, batches(50, tokens=400), max_staleness=3)
     sampler._submit_next()
@@ -112,7 +112,7 @@ def test_it_ends_cleanly(make):
     assert list(sampler) == [] and len(server.bodies) <= 8
 
 
-def test_failures_are_the_loops(make):
+def test_failures_are_raised_in_the_training_loop(make):
     rollout, server = make(0.001)
     server.faults[:] = ["", ""] + ["500"] * 9
     rollout.pool.backoff = 0.001

@@ -47,7 +47,7 @@ def prompts(processor):
 
 
 def test_logprobs_equal_the_trainers(engine, rollout, prompts):
-    """Prompts of unlike lengths, rows that end early: one forward over whole sequences gives the same numbers."""
+    """As one forward pass over complete sequences gives them; prompts differ in length and rows end early."""
     samples = rollout.generate(prompts, Sampling(12, temperature=0.8, seed=(3,)), n=6)
     batch = collate(samples)
     trainer = engine.infer_batch(batch)["logprobs"]
@@ -56,10 +56,10 @@ def test_logprobs_equal_the_trainers(engine, rollout, prompts):
     assert len({len(s.response_ids) for s in samples}) > 1
 
 
-def test_rows_that_end_leave_the_others_alone(engine, rollout, prompts, processor):
+def test_rows_that_end_do_not_change_the_others(engine, rollout, prompts, processor):
     """An end token made likely: rows drop out of the cache when half have ended, those that stay keep their place, so
     that no more than twice as many are computed as still write. A group is handed over after its last token, once."""
-    end, computed, told = processor.tokenizer.eos_token_id, [], []
+    end, computed, finished = processor.tokenizer.eos_token_id, [], []
 
     def push(module, args, logits):
         computed.append(len(logits))
@@ -69,7 +69,7 @@ def test_rows_that_end_leave_the_others_alone(engine, rollout, prompts, processo
         hook = module.get_output_embeddings().register_forward_hook(push)
     try:
         sampling = Sampling(24, temperature=0.8, seed=(4,))
-        tell = lambda i, group: told.append((i, group, len(computed)))  # noqa: E731
+        tell = lambda i, group: finished.append((i, group, len(computed)))  # noqa: E731
         samples = rollout.generate(prompts, sampling, n=8, on_finished=tell)
         rows, batch = computed[1:], collate(samples)  # of each step behind the prompts
         again = rollout.generate(prompts, sampling, n=8)
@@ -79,8 +79,8 @@ def test_rows_that_end_leave_the_others_alone(engine, rollout, prompts, processo
         hook.remove()
     lengths = Counter(len(s.response_ids) for s in samples)
     assert len(lengths) > 4 and lengths[1] and len(rows) == max(lengths) - 1
-    assert sorted(i for i, _, _ in told) == [0, 1, 2, 3] and len({when for _, _, when in told}) > 1
-    for i, group, when in told:
+    assert sorted(i for i, _, _ in finished) == [0, 1, 2, 3] and len({when for _, _, when in finished}) > 1
+    for i, group, when in finished:
         assert group == samples[8 * i : 8 * i + 8] and when == max(len(s.response_ids) for s in group)
     assert all(count <= 2 * sum(len(s.response_ids) > step for s in samples) for step, count in enumerate(rows, 1))
     torch.testing.assert_close(trainer[batch.mask], batch.rollout_logprobs[batch.mask], atol=1e-5, rtol=1e-5)
@@ -88,24 +88,24 @@ def test_rows_that_end_leave_the_others_alone(engine, rollout, prompts, processo
 
 def test_what_is_sampled_does_not_depend_on_the_batch(engine, rollout, prompts, processor):
     sampling = Sampling(8, seed=(1, 2))
-    together = [s.response_ids for s in rollout.generate(prompts, sampling, n=3)]
+    batched = [s.response_ids for s in rollout.generate(prompts, sampling, n=3)]
     alone = [s.response_ids for p in prompts for s in rollout.generate([p], sampling, n=3)]
     small = make_rollout("hf", engine.gathered, processor=processor, max_sequences=3)
-    assert together == alone == [s.response_ids for s in small.generate(prompts, sampling, n=3)]
-    assert together != [s.response_ids for s in rollout.generate(prompts, Sampling(8, seed=(1, 3)), n=3)]
+    assert batched == alone == [s.response_ids for s in small.generate(prompts, sampling, n=3)]
+    assert batched != [s.response_ids for s in rollout.generate(prompts, Sampling(8, seed=(1, 3)), n=3)]
     backwards = rollout.generate(prompts[::-1], sampling, n=3)
-    assert together[:3] == [s.response_ids for s in backwards[-3:]]
-    assert len({tuple(ids) for ids in together}) > 8  # the answers to one prompt differ
+    assert batched[:3] == [s.response_ids for s in backwards[-3:]]
+    assert len({tuple(ids) for ids in batched}) > 8  # the answers to one prompt differ
 
 
 def test_greedy_equals_generate_of_transformers(tiny_dir, rollout, prompts, processor):
     model = load_model(tiny_dir)
     suppressed = suppressed_token_ids(model.config, processor.tokenizer).tolist()
-    for prompt, mine in zip(prompts, rollout.generate(prompts, Sampling(10, temperature=0.0)), strict=True):
+    for prompt, sample in zip(prompts, rollout.generate(prompts, Sampling(10, temperature=0.0)), strict=True):
         ids = torch.tensor([prompt.token_ids])
         kinds = (ids == model.config.image_token_id).int()
         model.model.rope_deltas = None
-        theirs = model.generate(
+        expected = model.generate(
             input_ids=ids,
             mm_token_type_ids=kinds,
             **prompt.vision,
@@ -116,11 +116,11 @@ def test_greedy_equals_generate_of_transformers(tiny_dir, rollout, prompts, proc
                 eos_token_id=processor.tokenizer.eos_token_id,
             ),
         )
-        assert mine.response_ids == theirs[0, ids.shape[1] :].tolist()
+        assert sample.response_ids == expected[0, ids.shape[1] :].tolist()
 
 
 def test_sampled_image_token_is_impossible(engine, rollout, prompts, processor):
-    """Even where the model would write nothing else; and the trainer scores the same distribution."""
+    """Even if the model prefers it to all others; the trainer scores the same distribution."""
     config = engine.config
     wanted = [config.image_token_id, config.video_token_id, config.vision_start_token_id]
 
@@ -154,27 +154,27 @@ def test_end_tokens_and_length(rollout, prompts, processor):
         assert s.text == processor.tokenizer.decode(s.response_ids, skip_special_tokens=True)
 
 
-def test_each_request_is_sampled_its_own_way(rollout, prompts):
-    """In one batch: the answers of each are those that it gets alone, with its length, temperature, seed and stops."""
+def test_each_request_has_its_own_sampling_parameters(rollout, prompts):
+    """Each request in a batch has the answers that it has alone, with its length, temperature, seed and stop tokens."""
     (first,) = rollout.generate(prompts[:1], Sampling(6, seed=(5,)))
     how = [
         Sampling(6, seed=(5,), stop=(first.response_ids[2],)), Sampling(3, temperature=0.0), Sampling(9, 1.7, (2,)),
         *[Sampling(1, 0.3)] * (len(prompts) - 3),
     ]  # fmt: skip
-    together = rollout.generate(prompts, how, n=2)
+    batched = rollout.generate(prompts, how, n=2)
     alone = [s for request, one in zip(prompts, how, strict=True) for s in rollout.generate([request], one, n=2)]
-    assert [s.response_ids for s in together] == [s.response_ids for s in alone]
-    for mine, other in zip(together, alone, strict=True):
-        assert_allclose(mine.logprobs, other.logprobs, atol=1e-5)
+    assert [s.response_ids for s in batched] == [s.response_ids for s in alone]
+    for sample, other in zip(batched, alone, strict=True):
+        assert_allclose(sample.logprobs, other.logprobs, atol=1e-5)
     end = first.response_ids.index(first.response_ids[2]) + 1
-    assert together[0].response_ids == first.response_ids[:end] and together[0].finish_reason == "stop"
-    assert max(len(s.response_ids) for s in together) > 3
+    assert batched[0].response_ids == first.response_ids[:end] and batched[0].finish_reason == "stop"
+    assert max(len(s.response_ids) for s in batched) > 3
     with pytest.raises(ValueError, match="sampling: expected one, or one for each of 2 requests, got 3"):
         rollout.generate(prompts[:2], how[:3])
 
 
 def test_a_sampler_with_other_weights_is_detected(tiny_dir, engine, prompts, processor):
-    """With the trainer's weights the mismatch is rounding; with others it is gross."""
+    """With the trainer's weights the mismatch is rounding; with other weights it is large."""
     stale = load_model(tiny_dir)
     with torch.no_grad():
         for parameter in stale.parameters():
@@ -211,7 +211,7 @@ def test_uniforms_are_keyed_by_sample():
     assert not torch.equal(whole, uniforms((0, 8), [4, 9], 3, 5))
 
 
-def test_module_is_as_it_was(engine, rollout, prompts):
+def test_generation_restores_the_module(engine, rollout, prompts):
     engine.module.train()
     rollout.generate(prompts[:1], Sampling(2))
     assert engine.module.training

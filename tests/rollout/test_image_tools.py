@@ -40,13 +40,13 @@ def test_the_task_holds_out_what_it_says():
     assert {row["question"] for row in task.heldout} == {f"What digit is {place}?" for place in QUADRANTS}
 
 
-def test_a_careless_turn_often_looks_in_the_wrong_place():
+def test_a_noisy_demonstration_often_zooms_to_the_wrong_quadrant():
     rng = np.random.default_rng(0)
     row = TASK.train[0]
     request = prompt_sample([1], row=row, images=row["images"])
-    asked = next(k for k, place in enumerate(QUADRANTS) if place in row["question"])
+    asked_quadrant = next(k for k, place in enumerate(QUADRANTS) if place in row["question"])
     calls = [QUADRANT_CALLS.index(noisy_demonstration(request, rng)) for _ in range(400)]
-    assert 0.3 < np.mean([call == asked for call in calls]) < 0.5 and set(calls) == {0, 1, 2, 3}
+    assert 0.3 < np.mean([call == asked_quadrant for call in calls]) < 0.5 and set(calls) == {0, 1, 2, 3}
     for k, call in enumerate(QUADRANT_CALLS):
         seen = replace(request, images=[*request.images, row["original"]], text=call)
         assert noisy_demonstration(seen, rng) == row["digits"][k]

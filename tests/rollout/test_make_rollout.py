@@ -11,19 +11,19 @@ from rlkit.rollout import make_rollout, register_rollout
 
 
 class ModelRollout:
-    """Takes some of what a recipe passes, and one option of its own."""
+    """Takes some of the arguments that a recipe passes, and an option of its own."""
 
     def __init__(self, *, processor, model, flavour="plain"):
         self.options = (processor, model, flavour)
 
 
 @pytest.fixture
-def mine(monkeypatch):
+def registered(monkeypatch):
     monkeypatch.setattr(rlkit.rollout, "_ROLLOUTS", dict(rlkit.rollout._ROLLOUTS))
     monkeypatch.setitem(sys.modules, "elsewhere", SimpleNamespace(ModelRollout=ModelRollout))
 
 
-def test_a_registered_rollout_gets_the_arguments_that_it_names(mine, tiny_dir):
+def test_a_registered_rollout_gets_the_arguments_that_it_names(registered, tiny_dir):
     register_rollout("mine", "elsewhere:ModelRollout")
     shared = {"gathered": print, "processor": "p", "model": tiny_dir, "urls": ("http://a",)}
     assert make_rollout("mine", **shared).options == ("p", tiny_dir, "plain")
@@ -32,7 +32,7 @@ def test_a_registered_rollout_gets_the_arguments_that_it_names(mine, tiny_dir):
         make_rollout("mine", **shared, flavor="sweet")
 
 
-def test_an_installed_package_can_register_one(mine, monkeypatch, tiny_dir):
+def test_an_installed_package_can_register_one(registered, monkeypatch, tiny_dir):
     point = EntryPoint("theirs", "elsewhere:ModelRollout", "rlkit.rollouts")
     monkeypatch.setattr(
         "rlkit.rollout.entry_points", lambda group: [point] if group == "rlkit.rollouts" else pytest.fail(group)
@@ -40,7 +40,7 @@ def test_an_installed_package_can_register_one(mine, monkeypatch, tiny_dir):
     assert isinstance(make_rollout("theirs", processor="p", model=tiny_dir), ModelRollout)
 
 
-def test_built_in_rollouts_are_registered_and_others_are_named(mine):
+def test_built_in_rollouts_are_registered_and_others_are_named(registered):
     assert set(rlkit.rollout._ROLLOUTS) == {"hf", "vllm", "vllm_server", "sglang"}
     with pytest.raises(ValueError, match="rollout: expected one of hf, sglang, vllm, vllm_server, got 'tgi'"):
         make_rollout("tgi", processor=None)

@@ -1,5 +1,7 @@
 """What samplers do on GPUs alone: memory freed while the trainer works, weights over NCCL. Not run yet."""
 
+import json
+import subprocess
 import sys
 from pathlib import Path
 
@@ -39,7 +41,7 @@ def train(engine, samples):
 
 
 def mean_gap(engine, samples):
-    """Between sampler and trainer, in bfloat16: rounding is a few hundredths, other weights are tenths."""
+    """Mismatch of sampler and trainer in bfloat16: a few hundredths from rounding, tenths with other weights."""
     batch = collate(samples)
     return (engine.infer_batch(batch)["logprobs"] - batch.rollout_logprobs)[batch.mask].abs().mean()
 
@@ -80,8 +82,8 @@ def test_an_fp8_sampler_quantises_what_arrives(tmp_path):
     rollout.close()
 
 
-def hand_over(engine, rollout, *, asleep):
-    """Answers are scored by the weights that the server was sent; it may sleep while the trainer works."""
+def send_weights(engine, rollout, *, asleep):
+    """Answers have the logprobs of the weights that were sent; the server may sleep during training."""
     samples = rollout.generate(PROMPTS, SAMPLING, n=4)
     assert mean_gap(engine, samples) < 0.05
     awake, whole = torch.cuda.mem_get_info()
@@ -106,8 +108,8 @@ def test_a_server_sleeps_on_the_trainers_own_gpu(tiny_dir, tmp_path):
     options = [*OPTIONS, "--weight-transfer-config", '{"backend": "rlkit_gloo"}']
     with serving(tiny_dir, port=free_ports(1), logs=tmp_path, options=options) as servers:
         rollout = make_rollout("vllm_server", model=tiny_dir, processor=processor, urls=list(servers), transfer="gloo")
-        hand_over(engine, rollout, asleep=True)
-        hand_over(engine, rollout, asleep=False)
+        send_weights(engine, rollout, asleep=True)
+        send_weights(engine, rollout, asleep=False)
         rollout.close()
 
 
@@ -118,5 +120,21 @@ def test_weights_go_to_a_server_over_nccl(tiny_dir, tmp_path):
     engine = new_engine(tiny_dir, processor)
     with serving(tiny_dir, port=free_ports(1), logs=tmp_path, options=OPTIONS) as servers:
         rollout = make_rollout("vllm_server", model=tiny_dir, processor=processor, urls=list(servers))
-        hand_over(engine, rollout, asleep=False)
+        send_weights(engine, rollout, asleep=False)
         rollout.close()
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+@pytest.mark.parametrize("size", [1, 2])
+def test_vllm_on_two_ranks(tiny_dir, tmp_path, size):
+    """An engine on each rank, or one over both, with adapters that are merged and a trainer that is offloaded."""
+    script = str(Path(__file__).with_name("on_vllm_gpu_ranks.py"))
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    done = subprocess.run(
+        [*torchrun, script, tiny_dir, str(tmp_path), str(size)], capture_output=True, text=True, timeout=900
+    )
+    assert done.returncode == 0, done.stderr[-5000:]
+    for rank in range(2):
+        found = json.loads((tmp_path / f"{rank}.json").read_text())
+        assert found["groups"] == [i for i in range(rank, 8, 2) for _ in range(4)]
+        assert found["start"] < 0.05 and found["synced"] < 0.05 and found["stale"] > 2 * found["synced"]

@@ -53,7 +53,7 @@ def engine_of(model, **options):
 
 
 def random_routing(tokens, seed):
-    """Experts that no router chose."""
+    """Random expert ids."""
     noise = torch.rand(tokens, LAYERS, EXPERTS, generator=torch.Generator().manual_seed(seed))
     return noise.argsort(-1)[..., :CHOSEN].to(torch.int16)
 
@@ -62,12 +62,12 @@ def samples():
     """Two prompts with three and two answers, and random routing: the same for a prompt, another for each answer."""
     made = []
     for group, count in enumerate((3, 2)):
-        asked = prompt_sample([10 + group, 11, 12, 13 + group][: 4 - group], group_id=group)
-        length = len(asked.token_ids)
+        prompt = prompt_sample([10 + group, 11, 12, 13 + group][: 4 - group], group_id=group)
+        length = len(prompt.token_ids)
         for i in range(count):
             answer = [20 + 5 * group + i, 30 + i, 40][: 2 + i % 2]
             routing = torch.cat([random_routing(length, group), random_routing(len(answer) - 1, 10 * group + i + 5)])
-            made.append(replace(append_response(asked, answer, [-1.0] * len(answer)), routed_experts=routing))
+            made.append(replace(append_response(prompt, answer, [-1.0] * len(answer)), routed_experts=routing))
     return made
 
 
@@ -91,7 +91,7 @@ def hf(model, tokenizer, **options):
 
 
 @pytest.fixture(scope="module")
-def torn(tokenizer):
+def disturbed_model(tokenizer):
     """A model whose experts come in pairs that its routers can hardly tell apart, and the same, a touch disturbed."""
     model = make(vocab_size=len(tokenizer), eos_token_id=tokenizer.eos_token_id)
     with torch.no_grad():
@@ -105,9 +105,9 @@ def torn(tokenizer):
     return model, disturbed
 
 
-def test_replayed_logprobs_are_the_samplers(torn, tokenizer):
-    """One in rounding decides which of a pair a token goes to; replayed, it decides nothing."""
-    model, disturbed = torn
+def test_replayed_logprobs_are_the_samplers(disturbed_model, tokenizer):
+    """Rounding decides between two nearly equal experts; with replayed routing it does not."""
+    model, disturbed = disturbed_model
     _, rollout = hf(model, tokenizer)
     prompts = [prompt_sample(ids, group_id=i) for i, ids in enumerate(([20, 21, 22], [30, 31, 32, 33, 34]))]
     batch = collate(rollout.generate(prompts, Sampling(8, seed=(3,)), n=4))
@@ -143,14 +143,14 @@ def test_the_sampler_records_what_a_forward_would_choose(tokenizer):
 
 def test_what_was_recorded_stays_when_a_sample_goes_on(tokenizer):
     _, rollout = hf(make(vocab_size=len(tokenizer)), tokenizer)
-    mine = random_routing(2, 1)
-    sample = rollout.generate([replace(prompt_sample([20, 21, 22]), routed_experts=mine)], Sampling(4))[0]
-    assert torch.equal(sample.routed_experts[:2], mine) and len(sample.routed_experts) == len(sample.token_ids) - 1
+    routing = random_routing(2, 1)
+    sample = rollout.generate([replace(prompt_sample([20, 21, 22]), routed_experts=routing)], Sampling(4))[0]
+    assert torch.equal(sample.routed_experts[:2], routing) and len(sample.routed_experts) == len(sample.token_ids) - 1
 
 
 @pytest.mark.parametrize("kind", ["qwen3_moe", *FAMILIES])
-def test_own_routing_changes_nothing(kind):
-    """Bit for bit; and in another order to rounding, as weights stay with their experts."""
+def test_replaying_a_models_own_routing_changes_nothing(kind):
+    """Bitwise in the same order; up to rounding in another order of the experts."""
     model, tokens = make(kind), torch.tensor([[10, 11, 12, 13, 14]])
     with record_routing(model) as last:
         plain = model(tokens).logits
@@ -165,21 +165,21 @@ def test_own_routing_changes_nothing(kind):
 
 
 def by_loops(block, x, experts):
-    """What a block gives where tokens [N, H] go to given experts [N, K]."""
+    """The output of a block whose tokens [N, H] go to given experts [N, K]."""
     rows = []
-    for token, mine in zip(x, experts.tolist(), strict=True):
+    for token, chosen in zip(x, experts.tolist(), strict=True):
         scores = torch.exp(linear(token, block.gate.weight))
         row = torch.zeros_like(token)
-        for e in mine:
+        for e in chosen:
             gate, up = torch.mv(block.experts.gate_up_proj[e], token).chunk(2)
-            share = scores[e] / scores[mine].sum()
+            share = scores[e] / scores[chosen].sum()
             row = row + share * torch.mv(block.experts.down_proj[e], up * gate * torch.sigmoid(gate))
         rows.append(row)
     return torch.stack(rows)
 
 
 def test_gradients_equal_a_loops():
-    """The router's too: the weights of the given experts are from the trainer's own logits."""
+    """The router has gradients too: the weights of the given experts come from the trainer's logits."""
     model, routing = make(norm_topk_prob=True), random_routing(6, 0)
     tokens = torch.tensor([[10, 11, 12, 13, 14, 15]])
     oracle = copy.deepcopy(model)
@@ -192,8 +192,8 @@ def test_gradients_equal_a_loops():
     use_router_replay(model)
     for one, given in ((model, {"routed_experts": routing}), (oracle, {})):
         torch.log_softmax(one(tokens, **given).logits, -1)[0, :, 7].sum().backward()
-    for (name, mine), theirs in zip(model.named_parameters(), oracle.parameters(), strict=True):
-        error, size = (mine.grad - theirs.grad).abs().max(), theirs.grad.abs().max()
+    for (name, parameter), expected in zip(model.named_parameters(), oracle.parameters(), strict=True):
+        error, size = (parameter.grad - expected.grad).abs().max(), expected.grad.abs().max()
         assert error <= 1e-5 * size, name  # 1.5e-6 was seen with AVX2, 1.3e-6 without, 1.1e-6 with AVX-512
     assert model.model.layers[0].mlp.gate.weight.grad.abs().max() > 1e-4
 
@@ -244,7 +244,7 @@ def test_routing_that_does_not_fit_is_named():
         engine_of(llama)
 
 
-def test_ranks_that_share_a_row_have_their_part_of_its_routing():
+def test_ranks_that_share_a_row_get_their_part_of_its_routing():
     batch = collate(samples())
 
     def routing(**more):

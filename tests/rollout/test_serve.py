@@ -45,7 +45,7 @@ with serve.serving("model") as servers:
 
 
 def test_servers_end_with_their_trainer():
-    """Killed, ended by its launcher, or interrupted at the keyboard: no server is left behind."""
+    """Whether the trainer is killed, terminated or interrupted: no server is left behind."""
     ways = (signal.SIGKILL, signal.SIGTERM, signal.SIGINT)
     trainers = [subprocess.Popen([sys.executable, "-c", TRAINER], stdout=subprocess.PIPE, text=True) for _ in ways]
     servers = [int(trainer.stdout.readline()) for trainer in trainers]
@@ -60,13 +60,13 @@ def test_servers_end_with_their_trainer():
 
 
 def is_running(pid):
-    """There is such a process, and it has not ended without anyone having asked how."""
+    """The process exists and is not a zombie."""
     stat = Path(f"/proc/{pid}/stat")
     return stat.exists() and stat.read_text().rpartition(")")[2].split()[0] != "Z"
 
 
 def test_servers_take_the_last_gpus(tiny_dir, tmp_path, monkeypatch):
-    """The ranks of a trainer on the same machine take the first."""
+    """Ranks of a trainer on the same machine take the first GPUs."""
     code = "import os, time; print(os.environ['CUDA_VISIBLE_DEVICES'], flush=True); time.sleep(99)"
     monkeypatch.setattr("rlkit.rollout.serve.command", lambda *_: [sys.executable, "-c", code])
     monkeypatch.setattr("rlkit.rollout.serve._check_installed", lambda _: None)

@@ -41,7 +41,7 @@ def prompts(count):
 
 
 def check(samples, requests, n, sampling=SAMPLING):
-    """All answers are there, once, in order, and each is its prompt's own."""
+    """Each prompt has all of its answers, once and in order."""
     assert [(s.group_id, s.number) for s in samples] == [(r.group_id, i) for r in requests for i in range(n)]
     for sample in samples:
         request = requests[sample.group_id]
@@ -67,20 +67,20 @@ def arrived(server, sent):
     return set(server.weights) == {name for name, _ in sent} and all(torch.equal(server.weights[k], w) for k, w in sent)
 
 
-def test_answers_are_shared_out_and_come_in_order(connect):
-    """More answers than a server may write at once: their prompt is asked for in parts, with seeds of their own."""
+def test_answers_are_distributed_over_servers_and_returned_in_order(connect):
+    """A request for more answers than a server takes at once is split, with different seeds."""
     with VllmStandin(latency=0.002) as a, VllmStandin(latency=0.002) as b:
-        rollout, told = connect(a, b, max_sequences=4), {}
+        rollout, finished = connect(a, b, max_sequences=4), {}
         requests = prompts(12)
 
         def tell(i, group):
-            assert i not in told
-            told[i] = group, len(a.answered + b.answered)
+            assert i not in finished
+            finished[i] = group, len(a.answered + b.answered)
 
         samples = rollout.generate(requests, SAMPLING, n=6, on_finished=tell)
         check(samples, requests, 6)
-        assert [told[i][0] for i in range(12)] == [samples[6 * i : 6 * i + 6] for i in range(12)]
-        assert min(answered for _, answered in told.values()) < 72  # while others were written
+        assert [finished[i][0] for i in range(12)] == [samples[6 * i : 6 * i + 6] for i in range(12)]
+        assert min(answered for _, answered in finished.values()) < 72  # while others were written
         assert a.answered and b.answered and len(a.answered + b.answered) == 72
         assert max(a.most, b.most) <= 4
         assert sorted({body["sampling_params"]["n"] for body in a.bodies + b.bodies}) == [2, 4]
@@ -90,7 +90,7 @@ def test_answers_are_shared_out_and_come_in_order(connect):
         assert len(a.answered) == 6
 
 
-def test_each_request_is_sampled_its_own_way(connect):
+def test_each_request_has_its_own_sampling_parameters(connect):
     with VllmStandin() as a:
         how = [Sampling(4, 0.7, (1,)), Sampling(2, 0.0, (2,), stop=(5, 6))]
         first, second = connect(a).generate(prompts(2), how)
@@ -170,7 +170,7 @@ def test_a_slow_server_does_not_hold_up_the_other(connect):
 
 
 @pytest.mark.parametrize("fault", ["500", "drop"])
-def test_a_passing_fault_is_tried_again(connect, fault):
+def test_a_request_is_retried_after_a_passing_fault(connect, fault):
     with VllmStandin(faults=[fault, "", fault, fault]) as a, VllmStandin() as b:
         requests = prompts(10)
         check(connect(a, b).generate(requests, SAMPLING, n=2), requests, 2)
@@ -188,7 +188,7 @@ def test_routing_comes_with_its_answer(connect):
 
 
 def test_no_request_goes_into_a_connection_that_a_server_is_about_to_close(connect, monkeypatch):
-    """Seen with vLLM between steps of five seconds: every answer was asked for twice."""
+    """Seen with vLLM between steps of five seconds: every request was sent twice."""
     monkeypatch.setattr("rlkit.rollout.servers.pool.KEEPALIVE_SECONDS", 0.1)
     with VllmStandin() as a:
         rollout = connect(a)
@@ -199,19 +199,19 @@ def test_no_request_goes_into_a_connection_that_a_server_is_about_to_close(conne
         assert before not in a.runner.server.connections
 
 
-def test_an_answer_that_does_not_come_is_asked_for_elsewhere(connect):
+def test_a_request_that_times_out_goes_to_another_server(connect):
     with VllmStandin(faults=["hang"]) as a, VllmStandin() as b:
         requests = prompts(4)
         check(connect(a, b, timeout=0.5).generate(requests, SAMPLING, n=1), requests, 1)
 
 
-def test_what_one_server_fails_at_is_asked_of_the_other(connect):
+def test_a_failed_request_goes_to_another_server(connect):
     with VllmStandin(faults=["500"] * 99) as a, VllmStandin() as b:
         check(connect(a, b).generate(prompts(6), SAMPLING), prompts(6), 1)
         assert len(b.answered) == 6 and not a.answered
 
 
-def test_a_fault_that_stays_is_given_up(connect):
+def test_a_request_fails_after_several_faults(connect):
     with VllmStandin(faults=["500"] * 99) as a:
         rollout = connect(a)
         with pytest.raises(
@@ -273,7 +273,7 @@ def test_buckets_hold_little():
     assert len(taken) == len(first) + 1  # one more was gathered than is sent
 
 
-def test_answers_go_on_under_new_weights(connect):
+def test_unfinished_answers_continue_under_new_weights(connect):
     with VllmStandin(latency=0.02) as a, VllmStandin(latency=0.02) as b:
         rollout = connect(a, b)
         future = rollout.submit(prompts(4), Sampling(30), 2)
@@ -303,7 +303,7 @@ def test_a_server_comes_back_with_the_next_weights(connect, caplog):
 
 
 def test_weights_that_do_not_arrive_stop_everything_until_they_do(connect):
-    """A server that dies in the middle of an update is named; nothing is sampled from half of the weights."""
+    """A server that dies during an update is named, and nothing is sampled with incomplete weights."""
     with VllmStandin() as a, VllmStandin() as b:
         rollout, ended = connect(a, b, bucket_bytes=1000), []
         rollout.make_group = partial(GlooGroup, timeout=1.0)
@@ -329,7 +329,7 @@ def test_weights_that_do_not_arrive_stop_everything_until_they_do(connect):
         assert [s.version for s in rollout.generate(prompts(1), SAMPLING)] == [1]
 
 
-def test_a_prefix_cache_that_stays_is_an_update_that_failed(connect):
+def test_an_update_fails_if_the_prefix_cache_is_not_reset(connect):
     with VllmStandin() as a:
         rollout = connect(a)
         a.resets = False
@@ -342,7 +342,7 @@ def test_a_prefix_cache_that_stays_is_an_update_that_failed(connect):
 
 
 def test_a_server_that_a_stopped_trainer_left_waiting_is_taken_over(connect):
-    """It would neither answer nor say why: what it has may be half of the weights, or none where it is asleep."""
+    """It would hang without a message: its weights may be incomplete, or absent while it sleeps."""
     with VllmStandin() as a:
         a.paused = True
         rollout = connect(a)
@@ -358,7 +358,7 @@ def test_a_server_that_a_stopped_trainer_left_waiting_is_taken_over(connect):
 
 
 def test_a_server_of_another_trainer_is_left_alone(connect):
-    """Taking it over would end the update that the other trainer is in the middle of."""
+    """Taking it over would abort the other trainer's update."""
     with VllmStandin() as a:
         a.paused, a.taken_by = True, "the run in /runs/first"
         with pytest.raises(ValueError, match=f"servers: {a.url}: .* taken by the run in /runs/first"):
@@ -378,7 +378,7 @@ def test_other_weights_than_expected_are_an_error(connect):
 
 
 def test_ranks_agree(tiny_dir):
-    """Rank 0 sends while both iterate, as gathering wants; what fails on it fails on both."""
+    """Rank 0 sends while both ranks gather; a failure on rank 0 is raised on both."""
     with VllmStandin() as a:
         script = str(Path(__file__).with_name("on_server_ranks.py"))
         command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", script]
@@ -391,7 +391,7 @@ def test_ranks_agree(tiny_dir):
         assert a.version == "1" and a.calls["/update_weights"] == 1
 
 
-def test_images_travel_once_a_prompt_and_pixel_for_pixel(connect, processor):
+def test_images_are_sent_once_per_prompt_without_loss(connect, processor):
     request = encode_prompt(processor, load_task("digits").train[0], group_id=0)
     with VllmStandin() as a:
         a.expanded[tuple(request.compact_ids)] = request.token_ids
@@ -419,7 +419,7 @@ def test_sleep_and_wake(connect):
         ]  # fmt: skip
 
 
-def test_a_server_that_died_in_its_sleep_is_left_out(connect):
+def test_a_server_that_died_while_asleep_is_left_out(connect):
     with VllmStandin() as a, VllmStandin() as b:
         rollout = connect(a, b)
         rollout.sleep()
@@ -433,7 +433,7 @@ def test_a_server_that_died_in_its_sleep_is_left_out(connect):
             rollout.update_weights(iter(weights()))
 
 
-def test_cancelled_requests_are_called_off(connect):
+def test_cancelled_requests_are_aborted_on_the_server(connect):
     with VllmStandin(latency=0.05) as a:
         rollout = connect(a)
         future = rollout.submit(prompts(3), Sampling(400), 1)
@@ -502,7 +502,7 @@ def test_bad_input_is_named(connect, monkeypatch):
         image_data_url(None, "row 4")
 
 
-def test_nothing_listens_but_on_the_address_it_was_given():
+def test_servers_listen_only_on_the_given_address():
     group = GlooGroup(2)
     socket.create_connection(("127.0.0.1", group.port), 5).close()
     with pytest.raises(OSError):

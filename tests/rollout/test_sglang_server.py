@@ -46,7 +46,7 @@ def connect(tiny_dir, processor):
         rollout.close()
 
 
-def test_answers_are_shared_out_and_come_in_order(connect, processor):
+def test_answers_are_distributed_over_servers_and_returned_in_order(connect, processor):
     requests = [prompt_sample([10 + i, 11], group_id=i) for i in range(10)]
     with SglangStandin(faults=["500", "drop"]) as a, SglangStandin(faults=["", "die"]) as b:
         rollout = connect(a, b, max_sequences=4)
@@ -85,8 +85,8 @@ def test_weights_arrive_and_caches_go(connect):
             rollout.generate([prompt_sample([10 + i], group_id=i) for i in range(9)], SAMPLING)
 
 
-def test_answers_go_on_under_new_weights(connect):
-    """And each token has the version that wrote it; a turn that follows keeps those of the turns before."""
+def test_unfinished_answers_continue_under_new_weights(connect):
+    """Each token has the version of its weights, and later turns keep the versions of earlier ones."""
     with SglangStandin(latency=0.02) as a:
         rollout = connect(a)
         future = rollout.submit([prompt_sample([10])], Sampling(30), 2)
@@ -101,7 +101,7 @@ def test_answers_go_on_under_new_weights(connect):
 
 
 def test_a_group_is_made_again_after_one_was_lost(connect, caplog):
-    """SGLang refuses a second group of one name: of the other server, of a broken update, of a trainer before."""
+    """SGLang refuses a second group with the same name: of another server, a failed update, an earlier trainer."""
     with SglangStandin() as a, SglangStandin() as b:
         connect(a, b).update_weights(iter(WEIGHTS))  # by a trainer that was then stopped while it sent weights
         a.paused = b.paused = True
@@ -130,7 +130,7 @@ ROUTES = [
 
 
 def test_the_group_is_the_one_that_torch_makes():
-    """SGLang joins by torch's own helper for named groups; ours meets it at the same keys of the store."""
+    """SGLang joins with torch's helper for named groups; our group uses the same keys in the store."""
     from torch.distributed.distributed_c10d import _new_process_group_helper
 
     ours = SglangGroup(1, backend="gloo")
@@ -139,15 +139,15 @@ def test_the_group_is_the_one_that_torch_makes():
     _new_process_group_helper(
         1, 0, [], "gloo", dist.PrefixStore("rlkit", theirs), group_name="rlkit", timeout=dist.default_pg_timeout
     )
-    mine = dist.HashStore()
-    group_store(mine, "cpu").set("key", "value")
+    store = dist.HashStore()
+    group_store(store, "cpu").set("key", "value")
     prefix = "rlkit/rlkit//cpu//"
-    assert mine.list_keys() == [f"{prefix}key"]
+    assert store.list_keys() == [f"{prefix}key"]
     assert theirs.num_keys() and all(key.startswith(prefix) for key in theirs.list_keys()), theirs.list_keys()
 
 
 @pytest.mark.parametrize("n", [1, 5])
-def test_images_travel_once_a_prompt_and_pixel_for_pixel(connect, processor, n):
+def test_images_are_sent_once_per_prompt_without_loss(connect, processor, n):
     digits = load_task("digits").train
     request = encode_prompt(processor, {**digits[0], "images": digits[0]["images"] + digits[1]["images"]}, group_id=0)
     with SglangStandin() as a:

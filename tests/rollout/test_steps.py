@@ -9,7 +9,7 @@ from rlkit.rollout.agent import Observation, call_steps
 
 
 def test_functions_that_never_return_do_not_stop_the_run(monkeypatch):
-    """In a thread, or on the event loop that all share."""
+    """In a thread, or on the shared event loop."""
     released, one = threading.Event(), [prompt_sample([1])]
 
     def hangs(sample):
@@ -32,11 +32,11 @@ def test_steps_of_a_turn_run_at_the_same_time():
     samples = [prompt_sample([1], group_id=i) for i in range(20)]
     barrier = threading.Barrier(20)  # passes when all twenty are there
 
-    def together(sample):
+    def both_arrive(sample):
         barrier.wait(20)
         return Observation(str(sample.group_id))
 
-    assert [o.text for o in call_steps(together, samples, 30.0)] == [str(i) for i in range(20)]
+    assert [o.text for o in call_steps(both_arrive, samples, 30.0)] == [str(i) for i in range(20)]
     waiting = []
 
     async def together_async(sample):
@@ -46,4 +46,4 @@ def test_steps_of_a_turn_run_at_the_same_time():
         return asyncio.get_running_loop()
 
     loops = call_steps(together_async, samples, 30.0) + call_steps(together_async, samples, 30.0)
-    assert len({id(loop) for loop in loops}) == 1 and call_steps(together, [], 1.0) == []
+    assert len({id(loop) for loop in loops}) == 1 and call_steps(both_arrive, [], 1.0) == []

@@ -45,7 +45,7 @@ ABSENT = ["glm46v", "diffllama"]  # vLLM has no model of these
 
 
 class Facts(Mapping):
-    """What a case measured on a rank; a case that failed fails where it is looked up."""
+    """Measurements of a case on a rank; a failed case raises when it is read."""
 
     def __init__(self, folder, rank=0):
         self.folder, self.rank = folder, rank
@@ -70,16 +70,26 @@ def run(folder, names, ranks):
 
 @pytest.fixture(scope="module")
 def alone(tmp_path_factory):
-    """What one process measured, of each case."""
+    """Measurements of one process, by case."""
     names = [*KINDS, "nccl", *(f"family/{name}" for name in [*FAMILIES, *BFLOAT16, OTHER_CPU, *REFUSED])]
     names += [*(f"positions/{name}" for name in POSITIONS), "models/known"]
     return run(tmp_path_factory.mktemp("alone"), names, 1)[0]
 
 
 @pytest.fixture(scope="module")
-def together(tmp_path_factory):
-    """What each of two ranks measured, of each split."""
+def two_ranks(tmp_path_factory):
+    """Measurements of two ranks, by split."""
     return run(tmp_path_factory.mktemp("together"), SPLITS, 2)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_microscope_names_the_part_of_the_trainer_that_has_a_fault(alone, kind):
+    named = alone[kind]["named"]
+    assert named == {part: part for part in named}  # without a fault none
+    parts = {"injected features", "layer 0: attention", "layer 0", "layer 1", "final norm", "sampling transform"}
+    parts |= {"pixels", "positions", "vision tower"} if kind.endswith("vl") else set()
+    parts |= {"layer 1: router"} if kind.endswith("moe") else set()
+    assert parts | {""} <= set(named)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -97,7 +107,7 @@ def test_logprobs_are_the_trainers_whenever_weights_were_synced(alone, kind):
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_family_samples_what_its_trainer_scores(alone, family):
-    """Before its weights moved and after they arrived, with no image, one and two; and gross in between."""
+    """The mismatch is rounding before an update and after the weights were sent, and large in between."""
     assert_sampled_as_scored(alone[f"family/{family}"])
 
 
@@ -107,7 +117,7 @@ def test_a_family_samples_what_its_trainer_scores_in_bfloat16(alone, family):
 
 
 def test_latent_attention_works_with_and_without_amx(alone):
-    """vLLM is told that this CPU has AMX, or that it has none: what it prefers with AMX refuses float32."""
+    """Its kernel for CPUs with AMX refuses float32; both are simulated."""
     assert_sampled_as_scored(alone[f"family/{OTHER_CPU}"])
 
 
@@ -130,7 +140,7 @@ def test_a_family_that_would_sample_something_else_is_refused_by_name(alone, fam
 
 @pytest.mark.parametrize("name", POSITIONS)
 def test_position_ids_are_vllms_with_its_rule_for_videos(alone, name):
-    """On 200 random rows of images and videos; by transformers' rule they are not."""
+    """On 200 random rows of images and videos; with transformers' rule they differ."""
     by_vllms_rule, by_transformers = alone[f"positions/{name}"]["equal"]
     assert by_vllms_rule == 200 > 150 > by_transformers > 20
 
@@ -141,13 +151,13 @@ def test_families_that_vllm_has_no_model_of(alone):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_prefix_cache_reset_after_weight_sync(alone, kind):
-    """Weights that arrive are not enough: answers to prompts that were seen before start from the old ones' keys."""
+    """Otherwise answers to prompts that were seen before would use keys and values of the old weights."""
     assert alone[kind]["prefix_cache_kept"] > 0.1 > TOLERANCE > alone[kind]["synced_again"]
 
 
 @pytest.mark.parametrize("kind", ["qwen2_5_vl", "qwen3_vl"])
 def test_encoder_cache_reset_after_weight_sync(alone, kind):
-    """The worker drops its images with the old weights; a scheduler that still counts on them breaks."""
+    """The worker drops image features of the old weights; a scheduler that expects them would fail."""
     assert "Encoder cache miss" in str(alone[kind]["encoder_cache_kept"])
 
 
@@ -155,8 +165,8 @@ def test_tied_head_moves_with_the_embedding(alone):
     assert alone["qwen2_tied"]["synced"] < TOLERANCE and alone["qwen2_5_vl"]["synced"] < TOLERANCE
 
 
-def test_what_is_asked_of_nccl_is_what_vllm_offers(alone):
-    """By its own signatures; the transfer itself is in test_on_gpus.py."""
+def test_calls_of_nccl_transfer_match_vllms_signatures(alone):
+    """By vLLM's signatures; the transfer itself is tested in test_on_gpus.py."""
     assert alone["nccl"] == {"joined": True, "places": [1, 3, True, 0, 3, 5], "sent": [6, 4], "buffers": []}
 
 
@@ -170,7 +180,7 @@ def test_adapters_alone_are_enough(alone):
 
 
 def test_adapters_that_would_not_be_used_as_they_were_trained_are_refused(alone):
-    """Those of the vision tower, which vLLM would leave out, and all on top of weights that they were merged into."""
+    """Adapters of the vision tower, which vLLM would ignore, and adapters on weights that they are merged into."""
     facts = alone["qwen2_5_vl"]
     tower, replaced = facts["adapters_refused"]
     assert "visual.blocks.0" in tower and "expected adapters of the language model only" in tower
@@ -178,28 +188,28 @@ def test_adapters_that_would_not_be_used_as_they_were_trained_are_refused(alone)
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_samples_are_whole_and_in_order(alone, kind):
+def test_samples_are_complete_and_in_order(alone, kind):
     facts = alone[kind]
     assert facts["groups"] == [group for group in range(4) for _ in range(3)]
     assert len({tuple(answer) for answer in facts["answers"]}) > 8  # the answers to one prompt differ
     assert facts["repeated"]  # the same seed, the same answers
     assert facts["each"] == facts["each_alone"] and max(map(len, facts["each"])) > 3  # each by its own parameters
-    assert facts["told"] and facts["under_way"][0] > 0 == facts["under_way"][-1]  # each as soon as it was written
+    assert facts["finished"] and facts["under_way"][0] > 0 == facts["under_way"][-1]  # each as soon as it was written
     assert set(facts["reasons"]) <= {"stop", "length"} and not facts["sampled_forbidden"]
     assert facts["greedy"] == facts["greedy_hf"]
 
 
-def test_the_process_stays_the_trainers(alone):
-    """Threads can still be set, and closing the sampler leaves torch.distributed alone."""
+def test_vllm_does_not_change_the_trainers_process(alone):
+    """Threads can still be set, and closing the sampler does not touch torch.distributed."""
     for facts in (alone[kind] for kind in KINDS):
         assert facts["threads"] == 1 and facts["settable"] == "set_num_threads" and facts["group_alive"]
 
 
-def test_two_ranks_sample_what_one_does(alone, together):
-    """Data-parallel and tensor-parallel: each rank gets the answers to its own prompts, scored alike."""
+def test_two_ranks_sample_what_one_does(alone, two_ranks):
+    """Data-parallel and tensor-parallel: each rank gets the answers to its own prompts, with the same logprobs."""
     whole = alone["qwen2_5_vl"]
     for split in SPLITS:
-        for rank, facts in enumerate(part[split] for part in together):
+        for rank, facts in enumerate(part[split] for part in two_ranks):
             assert facts["groups"] == [group for group in (rank, rank + 2) for _ in range(3)]
             assert facts["answers"] == [
                 a for a, g in zip(whole["answers"], whole["groups"], strict=True) if g % 2 == rank
@@ -282,7 +292,7 @@ def test_sampling_is_the_trainers_distribution():
     assert json.loads(json.dumps(options))["seed"] == options["seed"]
 
 
-def test_an_answer_that_was_given_up_is_no_answer():
+def test_an_aborted_answer_is_not_used():
     with pytest.raises(
         RuntimeError, match="group 5: expected finish_reason 'stop' or 'length' from the sampler, got 'abort'"
     ):

@@ -32,7 +32,7 @@ SAMPLING = Sampling(6, temperature=0.8, seed=(1,))
 
 
 def free_ports(count):
-    """The first of `count` ports in a row that nobody listens on."""
+    """The first of `count` consecutive free ports."""
     while True:
         sockets = []
         try:
@@ -62,7 +62,7 @@ def with_weights(tiny_dir, processor, weights=()):
 
 
 def with_adapters(tiny_dir, processor, **options):
-    """An engine with adapters, of which none is 0."""
+    """An engine with adapters, none of them zero."""
     torch.manual_seed(1)
     model = lora(load_model(tiny_dir), 4, 8, **options)
     with torch.no_grad():
@@ -107,7 +107,7 @@ def prompts(processor):
 
 
 def apart(engine, samples):
-    """Largest difference between the samplers' logprobs and the trainer's, and the mean one."""
+    """Largest and mean difference between the sampler's and the trainer's logprobs."""
     batch = collate(samples)
     gap = (engine.infer_batch(batch)["logprobs"] - batch.rollout_logprobs)[batch.mask].abs()
     return gap.max().item(), gap.mean().item()
@@ -160,7 +160,7 @@ def test_a_server_serves_its_own_user_and_one_trainer(rollout, servers):
 
 
 def test_adapters_alone_are_enough(tiny_dir, processor, engine, rollout, prompts):
-    """Sent twice, with a step between them: the model beneath stays where it is."""
+    """Sent twice with a step in between; the base weights are not sent."""
     trainer = with_adapters(tiny_dir, processor)
     whole = sum(weight.nbytes for _, weight in trainer.get_per_tensor_param())
     assert len(serialize_adapter(*trainer.get_adapter())) < whole / 20
@@ -186,7 +186,7 @@ def test_adapters_alone_are_enough(tiny_dir, processor, engine, rollout, prompts
 
 
 def test_logprobs_are_the_trainers_whenever_weights_were_sent(engine, rollout, prompts):
-    """Temperature, suppressed tokens and images; the prompts were seen before each update, so caches had to go."""
+    """With temperature, suppressed tokens and images. Prompts are repeated, so caches must be reset."""
     samples, first = rollout.generate(prompts, SAMPLING, n=4), rollout.version
     assert apart(engine, samples)[0] < 1e-5
     assert [(s.group_id, s.number) for s in samples] == [(p.group_id, i) for p in prompts for i in range(4)]
@@ -205,7 +205,7 @@ def test_logprobs_are_the_trainers_whenever_weights_were_sent(engine, rollout, p
 
 
 def test_caches_kept_by_a_server_are_caught(engine, rollout, prompts, monkeypatch):
-    """With the weights alone, what was computed with the old ones is used again: keys, values and images."""
+    """Without a reset, keys, values and image features of the old weights are used again."""
     samples = rollout.generate(prompts, SAMPLING, n=4)
     train(engine, samples)
     post = rollout._post_all
@@ -221,8 +221,8 @@ def test_caches_kept_by_a_server_are_caught(engine, rollout, prompts, monkeypatc
     assert apart(engine, rollout.generate(prompts, SAMPLING, n=4))[0] < 1e-5
 
 
-def test_answers_go_on_under_new_weights(tiny_dir, processor, engine, rollout, prompts):
-    """Weights that arrive while answers are written: each token is scored by the weights that wrote it."""
+def test_unfinished_answers_continue_under_new_weights(tiny_dir, processor, engine, rollout, prompts):
+    """Weights that arrive during generation: each token has the logprob of the weights that sampled it."""
     sets = [[(name, weight.clone()) for name, weight in engine.get_per_tensor_param()]]
     train(engine, [append_response(p, [20 + i, 30 + i], [0.0, 0.0]) for i, p in enumerate(prompts)])
     sets.append([(name, weight.clone()) for name, weight in engine.get_per_tensor_param()])
@@ -241,9 +241,9 @@ def test_answers_go_on_under_new_weights(tiny_dir, processor, engine, rollout, p
     scored = {new: engine.infer_batch(batch)["logprobs"], old: before.infer_batch(batch)["logprobs"]}
     for row, sample in enumerate(mixed[:8]):
         at = batch.mask[row]
-        versions, mine = torch.tensor(sample.versions), batch.rollout_logprobs[row][at]
+        versions, sampled = torch.tensor(sample.versions), batch.rollout_logprobs[row][at]
         for version in (old, new):
-            gap = (scored[version][row][at] - mine).abs()
+            gap = (scored[version][row][at] - sampled).abs()
             assert gap[versions == version].max() < 2e-5 and gap[versions != version].max() > 1e-3
 
 
@@ -258,7 +258,7 @@ def test_bad_input_is_named_by_a_real_server(tiny_dir, rollout, processor, serve
         make_rollout("vllm_server", model=str(other), processor=processor, urls=list(servers))
 
 
-def test_the_next_batch_is_written_while_one_is_trained_on(engine, rollout, prompts):
+def test_the_next_batch_is_generated_during_training(engine, rollout, prompts):
     batches = ((prompts[:3], Sampling(100, temperature=0.8, seed=(8, k))) for k in range(4))
     sampler, trained, staleness = AsyncSampler(rollout, batches, n=4, max_staleness=1), [], []
     rollout.update_weights(engine.get_per_tensor_param())
@@ -274,7 +274,7 @@ def test_the_next_batch_is_written_while_one_is_trained_on(engine, rollout, prom
 
 
 def test_a_server_killed_in_the_middle(engine, rollout, prompts, servers, caplog):
-    """Nothing is lost and nothing comes twice; the other server takes the rest, and weights afterwards."""
+    """Each answer is there once; the other server takes over the rest, and new weights afterwards."""
     many = [prompt_sample([10 + i, 11, 12], group_id=i) for i in range(24)]
     future = rollout.submit(many, Sampling(400, temperature=0.8, seed=(4,)), 4)
     url, process = list(servers.items())[1]

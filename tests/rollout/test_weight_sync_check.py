@@ -22,12 +22,12 @@ from vllm_models import build  # noqa: E402
 
 
 def short_words():
-    """The digits, with a reward that random weights earn at times."""
+    """The digits, with a reward that random weights get sometimes."""
     task = load_task("digits")
     return replace(task, heldout=task.heldout[:60], reward=lambda text, row: float(len(text) % 2))
 
 
-def test_rounding_is_what_the_first_gap_says():
+def test_the_first_mismatch_is_taken_as_rounding():
     check_sync = WeightSyncCheck(0.3, dtype=torch.bfloat16)
     assert [check_sync(gap) for gap in (0.02, 0.001, 0.19)] == ["", "", ""]
     assert "expected at most 0.2, got 0.21: the sampler does not have the trainer's weights" in check_sync(0.21)
@@ -38,7 +38,7 @@ def test_rounding_is_what_the_first_gap_says():
 
 
 @pytest.mark.parametrize(("name", "most"), [("float32", 0.003), ("bfloat16", 0.1), ("float16", 0.1)])
-def test_a_first_gap_that_rounding_does_not_explain_is_no_rounding(name, most):
+def test_a_first_mismatch_above_rounding_fails(name, most):
     dtype = getattr(torch, name)
     assert not WeightSyncCheck(0.3, dtype=dtype)(most) and WeightSyncCheck(most / 2, dtype=dtype)(most)
     said = WeightSyncCheck(0.3, dtype=dtype)(1.1 * most)
@@ -64,7 +64,7 @@ def test_weights_that_are_slightly_wrong_from_the_start(tmp_path, computed, leas
     assert computed == "bfloat16" or 0.004 < wrong < 0.006  # rounding hides it
 
 
-def test_a_gap_is_of_all_tokens_and_of_the_weights_of_now(tiny_dir):
+def test_the_mismatch_is_over_all_tokens_with_current_weights(tiny_dir):
     processor = load_processor(tiny_dir)
     model = load_model(tiny_dir)
     suppressed = suppressed_token_ids(model.config, processor.tokenizer)
@@ -79,7 +79,7 @@ def test_a_gap_is_of_all_tokens_and_of_the_weights_of_now(tiny_dir):
 
 
 def test_a_run_whose_weights_do_not_arrive_stops(tiny_dir, tmp_path, monkeypatch):
-    """The sampler keeps the weights that it loaded; a thousandth in the logprobs is enough to see it."""
+    """The sampler keeps the weights that it loaded; a mismatch of 0.001 is detected."""
     init = HfRollout.__init__
 
     def keeps_its_weights(self, gathered, **options):

@@ -61,7 +61,7 @@ def build(kind: str, path: str) -> None:
 
 
 def register(path) -> None:
-    """Show vLLM the class of a model. It would look at it in a process of its own, which has to import all of vLLM."""
+    """Register a model's class with vLLM in this process; otherwise vLLM imports it in another process."""
     from vllm import ModelRegistry
 
     (name,) = json.loads((Path(path) / "config.json").read_text())["architectures"]

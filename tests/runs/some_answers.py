@@ -2,7 +2,7 @@
 
 import math
 from dataclasses import replace
-from statistics import fmean, pstdev
+from statistics import fmean, pstdev, stdev
 from types import SimpleNamespace
 
 import torch
@@ -27,8 +27,8 @@ def of_a_rank(rank, world):
     samples, rewards, parts = [], [], []
     for i in range(rank, len(PROMPTS), world):
         for reward, part, tokens, finish in PROMPTS[i]:
-            asked = replace(prompt_sample([1, 2]), group_id=i)
-            samples.append(replace(append_response(asked, [5] * tokens, [0.0] * tokens), finish_reason=finish))
+            prompt = replace(prompt_sample([1, 2]), group_id=i)
+            samples.append(replace(append_response(prompt, [5] * tokens, [0.0] * tokens), finish_reason=finish))
             rewards.append(math.nan if reward is None else reward)
             parts.append(math.nan if part is None else part)
     return Answers(samples, torch.tensor(rewards), {"form": torch.tensor(parts)}, SKIPPED[rank::world])
@@ -68,8 +68,9 @@ def expected():
         "skipped_rows": len(SKIPPED),
         "time/judging": 0.0,
     }
+    error = stdev(rewards) / len(rewards) ** 0.5
     return {
         "metrics": metrics,
-        "accuracy": {"accuracy": fmean(rewards), "unjudged": unjudged},
+        "accuracy": {"accuracy": fmean(rewards), "accuracy_error": error, "unjudged": unjudged},
         "stops": [share < unjudged / len(EVERY) for share in (0.1, 0.3, 0.4, 1.0)],
     }

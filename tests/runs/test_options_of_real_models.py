@@ -71,12 +71,12 @@ def test_adamw_is_fused_on_a_gpu(text_dir, monkeypatch, on_gpu):  # noqa: F811
 
 def test_gpus_are_bound_and_time_outs_are_long(monkeypatch):
     """Seen without a GPU: what torch would be asked for."""
-    asked = {}
+    given = {}
     monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
     monkeypatch.setattr(distributed.dist, "is_initialized", lambda: False)
-    monkeypatch.setattr(distributed.dist, "init_process_group", lambda backend, **k: asked.update(k, backend=backend))
+    monkeypatch.setattr(distributed.dist, "init_process_group", lambda backend, **k: given.update(k, backend=backend))
     monkeypatch.setenv("LOCAL_RANK", "3")
     monkeypatch.setenv("RANK", "11")
     distributed.init_distributed("cuda")
-    assert asked["device_id"] == torch.device("cuda", 3) and asked["backend"] == "cpu:gloo,cuda:nccl"
-    assert asked["timeout"].total_seconds() >= 3600
+    assert given["device_id"] == torch.device("cuda", 3) and given["backend"] == "cpu:gloo,cuda:nccl"
+    assert given["timeout"].total_seconds() >= 3600

@@ -45,8 +45,8 @@ def test_every_turn_of_the_assistant_is_trained_and_nothing_else(processor):
         user([{"type": "text", "text": "And"}, {"type": "image"}]),
         assistant("2 or 3"),
     ]
-    asked = encode_prompt(processor, chat_row({"messages": turns, "images": images}))
-    sample = encode_chat(asked, processor, end_of(processor), 200)
+    prompt = encode_prompt(processor, chat_row({"messages": turns, "images": images}))
+    sample = encode_chat(prompt, processor, end_of(processor), 200)
     collate([sample])  # both tracks agree
     assert texts(processor, sample) == [
         (
@@ -62,15 +62,15 @@ def test_every_turn_of_the_assistant_is_trained_and_nothing_else(processor):
         ),
         (True, "2 or 3<|im_end|>"),
     ]
-    assert sample.token_ids[: len(asked.token_ids)] == asked.token_ids and sample.vision is asked.vision
-    assert asked.row["question"] == "And"
+    assert sample.token_ids[: len(prompt.token_ids)] == prompt.token_ids and sample.vision is prompt.vision
+    assert prompt.row["question"] == "And"
 
 
 def test_answers_of_a_pair_share_their_prompt(processor):
     row = {"question": "What?", "chosen": "4", "rejected": "seven", "images": [Image.new("RGB", (56, 56))]}
-    asked = encode_prompt(processor, pair_row(row))
-    answers = [asked.row["chosen"], asked.row["rejected"]]
-    chosen, rejected = encode_answers(asked, processor, answers, end_of(processor), 200)
+    prompt = encode_prompt(processor, pair_row(row))
+    answers = [prompt.row["chosen"], prompt.row["rejected"]]
+    chosen, rejected = encode_answers(prompt, processor, answers, end_of(processor), 200)
     assert [text for trained, text in texts(processor, chosen) if trained] == ["4<|im_end|>"]
     assert [text for trained, text in texts(processor, rejected) if trained] == ["seven<|im_end|>"]
     assert chosen.vision["pixel_values"] is rejected.vision["pixel_values"]  # and so is computed once
@@ -78,29 +78,29 @@ def test_answers_of_a_pair_share_their_prompt(processor):
     assert whole.token_ids == chosen.token_ids and whole.mask == chosen.mask
     n = len(whole.token_ids)
     with pytest.raises(ValueError, match=f"expected at most {n - 1} tokens with the answer, got {n}"):
-        encode_answers(asked, processor, ["4"], end_of(processor), n - 1)
+        encode_answers(prompt, processor, ["4"], end_of(processor), n - 1)
 
 
 def test_plain_text_has_no_template_and_an_end(processor):
-    asked = encode_prompt(processor, chat_row({"text": "What digit is this?", "where": "row 1"}))
-    assert asked.token_ids == []
-    sample = encode_chat(asked, processor, end_of(processor), 50)
+    prompt = encode_prompt(processor, chat_row({"text": "What digit is this?", "where": "row 1"}))
+    assert prompt.token_ids == []
+    sample = encode_chat(prompt, processor, end_of(processor), 50)
     assert processor.tokenizer.decode(sample.token_ids) == "What digit is this?<|im_end|>"
     assert sample.mask == [False] + [True] * (len(sample.mask) - 1)  # nothing predicts the first
     collate([sample])
     with pytest.raises(ValueError, match="^row 1: expected at most 2 tokens with the answer, got"):
-        encode_chat(asked, processor, end_of(processor), 2)
+        encode_chat(prompt, processor, end_of(processor), 2)
 
 
 def test_an_answer_prefix_is_of_the_prompt(processor):
     row = {**chat_row({"question": "What?", "answer": "4"}), "answer_prefix": "It is "}
-    asked = encode_prompt(processor, row)
-    assert texts(processor, asked)[0][1].endswith("<|im_start|>assistant\nIt is ")
-    (sample,) = encode_answers(asked, processor, ["4"], end_of(processor), 200)
-    whole = encode_chat(asked, processor, end_of(processor), 200)
+    prompt = encode_prompt(processor, row)
+    assert texts(processor, prompt)[0][1].endswith("<|im_start|>assistant\nIt is ")
+    (sample,) = encode_answers(prompt, processor, ["4"], end_of(processor), 200)
+    whole = encode_chat(prompt, processor, end_of(processor), 200)
     for one in (sample, whole):
         assert [text for trained, text in texts(processor, one) if trained] == ["4<|im_end|>"]
-        assert one.token_ids[: len(asked.token_ids)] == asked.token_ids
+        assert one.token_ids[: len(prompt.token_ids)] == prompt.token_ids
 
 
 def test_a_prompt_is_never_written_as_python_writes_it(processor):
@@ -125,8 +125,8 @@ def test_tools_are_shown_and_their_calls_are_trained(processor):
     call = {"role": "assistant", "content": None, "tool_calls": [{"name": "add", "arguments": '{"a": 7}'}]}
     raw = {"messages": [user("Q"), call, {"role": "tool", "content": "8"}, assistant("8!")], "tools": [{"name": "add"}]}
     try:
-        asked = encode_prompt(tokenizer, chat_row(raw))
-        sample = encode_chat(asked, tokenizer, [tokenizer.eos_token_id], 200)
+        prompt = encode_prompt(tokenizer, chat_row(raw))
+        sample = encode_chat(prompt, tokenizer, [tokenizer.eos_token_id], 200)
     finally:
         tokenizer.chat_template = before
     assert texts(processor, sample) == [
@@ -191,10 +191,10 @@ def test_render_gives_each_kind_its_contents(processor):
 
 
 def test_an_end_token_is_added_where_the_template_writes_none():
-    asked = prompt_sample([ord(letter) for letter in "U:QA:"], row={"messages": [user("Q")]})
-    (sample,) = encode_answers(asked, Template(plain), ["yes"], [0], 50)
+    prompt = prompt_sample([ord(letter) for letter in "U:QA:"], row={"messages": [user("Q")]})
+    (sample,) = encode_answers(prompt, Template(plain), ["yes"], [0], 50)
     assert sample.response_ids == [*map(ord, "yes"), 0]
-    (sample,) = encode_answers(asked, Template(plain), ["yes!"], [ord("!")], 50)
+    (sample,) = encode_answers(prompt, Template(plain), ["yes!"], [ord("!")], 50)
     assert sample.response_ids == [*map(ord, "yes!")]
 
 
@@ -223,19 +223,21 @@ def test_options_of_the_template_reach_prompts_answers_and_replies(tiny_dir):
     row = chat_row({"question": "2 + 2?", "answer": "4"})
     task = Task("one", [row], [{**row, "chat_template_kwargs": {"enable_thinking": True}}], exact_match)
     task = with_prompt(task, chat_template_kwargs={"enable_thinking": False})
-    asked, thinks, plain = (
+    prompt, thinks, plain = (
         encode_prompt(tokenizer, task.train[0]),
         encode_prompt(tokenizer, task.heldout[0]),
         encode_prompt(tokenizer, row),
     )
     opened, empty = "<|im_start|>user\n2 + 2?<|im_end|>\n<|im_start|>assistant\n", "<think>\n\n</think>\n\n"
-    assert tokenizer.decode(asked.token_ids) == opened + empty
+    assert tokenizer.decode(prompt.token_ids) == opened + empty
     assert tokenizer.decode(thinks.token_ids) == tokenizer.decode(plain.token_ids) == opened
     options = {"chat_template_kwargs": {"enable_thinking": False}}
     reply = encode_observation(tokenizer, [user("2 + 2?")], user("Sure?"), **options)
     assert tokenizer.decode(reply.token_ids) == "\n" + opened.replace("2 + 2?", "Sure?") + empty
     with pytest.raises(ValueError, match="expected a chat template that keeps the prompt when an answer follows"):
-        encode_answers(asked, tokenizer, ["4"], end_of(load_processor(tiny_dir)), 99)  # it leaves the empty thought out
+        encode_answers(
+            prompt, tokenizer, ["4"], end_of(load_processor(tiny_dir)), 99
+        )  # it leaves the empty thought out
 
 
 def test_an_option_that_the_template_does_not_have_is_named(processor):

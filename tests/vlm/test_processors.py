@@ -402,10 +402,10 @@ def test_no_model_is_a_value_error_that_names_it(tmp_path):
 
 def test_modelscope_gives_config_processor_and_model(tiny_dir, monkeypatch):
     """`modelscope.snapshot_download` is stood in for: it fetches a model by its name and returns its directory."""
-    asked = []
+    requested = []
 
     def snapshot_download(model_id: str) -> str:
-        asked.append(model_id)
+        requested.append(model_id)
         if model_id != "owner/tiny":
             raise RuntimeError(f"{model_id} does not exist")
         return tiny_dir
@@ -415,7 +415,7 @@ def test_modelscope_gives_config_processor_and_model(tiny_dir, monkeypatch):
     name = "modelscope:owner/tiny"
     assert model_path(name) == load_config(name).name_or_path == load_model(name).name_or_path == tiny_dir
     assert len({tuple(encode_prompt(load_processor(path), ask(image())).token_ids) for path in (name, tiny_dir)}) == 1
-    assert asked == ["owner/tiny"]  # once
+    assert requested == ["owner/tiny"]  # once
     with pytest.raises(ValueError, match="model 'modelscope:owner/gone': owner/gone does not exist"):
         load_model("modelscope:owner/gone")
     monkeypatch.setitem(sys.modules, "modelscope", None)

@@ -316,14 +316,14 @@ def test_rope3d_packed_equals_padded(spec):
 
         images, videos, alone = list(layout.images), list(layout.videos), []
         for row in layout.rows:
-            mine: dict[str, list] = {"image_grid_thw": [], "video_grid_thw": []}
+            grids: dict[str, list] = {"image_grid_thw": [], "video_grid_thw": []}
             for name, kind, rest in (("image_grid_thw", 1, images), ("video_grid_thw", 2, videos)):
                 left = kinds(row, spec).count(kind)
                 while left:
                     t, h, w = rest.pop(0)
                     left -= t * h * w // 4 // (spec.temporal_merge_size if kind == 2 else 1)
-                    mine[name].append([t, h, w])
-            row_grids = {name: grid_tensor(grid) for name, grid in mine.items()}
+                    grids[name].append([t, h, w])
+            row_grids = {name: grid_tensor(grid) for name, grid in grids.items()}
             alone.append(rope3d_position_ids(torch.tensor([row]), **row_grids, spec=spec)[0][:, 0].T)
         assert torch.equal(got, torch.cat(alone))
         assert packed.cu_seqlens.tolist() == [sum(map(len, layout.rows[:b])) for b in range(len(layout.rows) + 1)]

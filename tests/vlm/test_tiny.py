@@ -89,9 +89,9 @@ def test_the_warm_up_teaches_the_form_and_little_else(text_dir, sorting):
     assert not skipped and score(sorting.reward, answers).mean() < 0.4
     assert sum(answer.text.isdigit() for answer in answers) > 0.8 * len(answers)
     logprobs = model(torch.tensor([answers[0].token_ids])).logits.log_softmax(-1)
-    told = torch.tensor(answers[0].logprobs)[answers[0].mask]
-    wanted = logprobs[0, :-1].gather(1, torch.tensor(answers[0].token_ids)[1:, None])[:, 0][-len(told) :]
-    torch.testing.assert_close(told, wanted, atol=1e-5, rtol=1e-5)
+    sampled = torch.tensor(answers[0].logprobs)[answers[0].mask]
+    wanted = logprobs[0, :-1].gather(1, torch.tensor(answers[0].token_ids)[1:, None])[:, 0][-len(sampled) :]
+    torch.testing.assert_close(sampled, wanted, atol=1e-5, rtol=1e-5)
 
 
 def test_the_same_seed_builds_the_same_model(tmp_path, sorting):
