@@ -53,7 +53,7 @@ class Started:
             return 0, ""
         return int(process), phase
 
-    def waits_until(self, happened, seconds=200):
+    def waits_until(self, happened, seconds=600):
         deadline = time.monotonic() + seconds
         while not happened():
             assert time.monotonic() < deadline and self.process.poll() is None, self.said[-3000:]
