@@ -53,7 +53,7 @@ class Started:
             return 0, ""
         return int(process), phase
 
-    def waits_until(self, happened, seconds=200):
+    def waits_until(self, happened, seconds=600):
         deadline = time.monotonic() + seconds
         while not happened():
             assert time.monotonic() < deadline and self.process.poll() is None, self.said[-3000:]
@@ -131,13 +131,13 @@ def test_a_hand_over_to_a_server_is_finished(start):
     for number, code in ((signal.SIGINT, 130), (signal.SIGTERM, 0)):
         run.trains(2)
         assert len(run.family) >= 2  # the server, and a worker for rewards
-        run.waits_until(lambda run=run: run.phase()[1] == "hand_over")
+        run.waits_until(lambda run=run: run.phase()[1] == "weight_sync")
         run.process.send_signal(number)
         run.ends(code)
         assert len(read_metrics(run.out / "metrics.jsonl")) == run.saved()
         run = start("grpo_async", *ASYNC, "--steps", 100000, "--resume")
     run.trains(1)
-    run.waits_until(lambda: run.phase()[1] == "hand_over")
+    run.waits_until(lambda: run.phase()[1] == "weight_sync")
     run.process.send_signal(signal.SIGINT)
     run.process.send_signal(signal.SIGINT)  # now, not after the step
     run.ends(130)
