@@ -8,7 +8,7 @@ DEMO_TEXT := --model smollm2 --task addition --lora_rank 16 --lr 3e-4 --steps 60
 	--max_new_tokens 16 --kl_coef 0 --threads 2 $(shell grep -qE 'avx512_bf16|amx_bf16' /proc/cpuinfo && echo --compute_dtype bfloat16)
 CHECK_PYTHON := $(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "rlkit needs Python >= 3.11; $(PYTHON) is older. Name another: make setup PYTHON=python3.12"; exit 1; }
 
-.PHONY: setup setup-all demo demo-text test faults families browser quick lint learn bench peers bench-peers conformance docs clean
+.PHONY: setup setup-all demo demo-text test faults families browser quick lint learn bench peers bench-peers conformance docs audit sbom clean
 
 setup: $(VENV)/.installed
 
@@ -100,6 +100,21 @@ bench-peers: .venv-peers/.installed
 	.venv-peers/bin/python -m pip install --quiet --disable-pip-version-check torch==2.13.0 -e '.[peers]'
 	@touch $@
 
+# known vulnerabilities in the pinned versions; it needs to reach pypi.org. It stands in no other target: what it finds
+# changes from day to day
+audit: .venv-audit/.installed
+	.venv-audit/bin/pip-audit --strict --requirement constraints.txt --no-deps --disable-pip
+
+# a bill of materials of the environment of the tests, for a release
+sbom: setup-all .venv-audit/.installed
+	mkdir -p build
+	.venv-audit/bin/cyclonedx-py environment --output-reproducible --output-file build/rlkit.cdx.json $(BIN)/python
+
+.venv-audit/.installed:
+	$(PYTHON) -m venv .venv-audit
+	.venv-audit/bin/python -m pip install --quiet --disable-pip-version-check pip-audit==2.10.1 cyclonedx-bom==7.5.0
+	@touch $@
+
 # the pages that are made of docstrings and tests
 docs: setup-all
 	$(BIN)/python docs/make_reference.py
@@ -107,6 +122,7 @@ docs: setup-all
 	$(BIN)/python docs/make_engines.py
 	$(BIN)/python docs/make_families.py
 	$(BIN)/python docs/make_reliability.py
+	$(BIN)/python docs/make_dependencies.py
 
 clean:
-	rm -rf $(VENV) .venv-peers build *.egg-info
+	rm -rf $(VENV) .venv-peers .venv-audit build *.egg-info

@@ -102,10 +102,11 @@ def page() -> str:
         for column, tests in COLUMNS.items()
     }
     families, every = modules["engines/test_families.py"], modules[EVERY]
-    three_axes, sees = found["positions"], set(every.SEES)
+    three_axes = found["positions"]
+    sees = {*every.SEES, *(name.removesuffix("_thinker") for name in families.VISION)}
     vllm = modules["rollout/test_vllm.py"]
-    recurrent = {*families.RECURRENT, *(name for name in families.VISION if name.startswith("qwen3_5"))}
-    refused = {"Ulysses": recurrent, "vLLM": {*vllm.OBSTACLES, *vllm.REFUSED, *vllm.ABSENT}}
+    recurrent = {*families.RECURRENT, *families.RECURRENT_VISION}
+    refused = {"Ulysses": recurrent, "vLLM": {*vllm.OBSTACLES, "lfm2_vl", *vllm.REFUSED, *vllm.ABSENT}}
 
     def cell(column: str, name: str) -> str:
         if column == "positions" and name not in three_axes:

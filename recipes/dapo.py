@@ -126,9 +126,9 @@ def main(cfg: Config) -> None:
         rollout = runs.build_rollout(cfg, path, processor, engine)
         state = runs.resume(cfg, run, checkpoints=engine)
     sampler = runs.PolicySampler(cfg, run, task, processor, engine, rollout)
-    heldout = sampler.encode(enumerate(task.heldout))
+    evaluate = partial(sampler.evaluate, sampler.encode(enumerate(task.heldout)))
     if state["step"] == 0:
-        sampler.evaluate(heldout, "before")
+        evaluate("before")
 
     draws = state.get("draws", 0)  # of all steps: the position in the data
     for step in run.steps(state["step"], cfg.steps):
@@ -162,8 +162,10 @@ def main(cfg: Config) -> None:
         show = {"reward": "reward/mean", "entropy": "entropy", "groups": "groups/differ"}
         run.log(step, metrics, show=show)
         runs.save(cfg, run, step, {"draws": draws}, checkpoints=engine)
+        if runs.evaluate_every(cfg, run, step, evaluate, engine):
+            break
 
-    runs.finish(cfg, run, sampler.evaluate(heldout, "after"), model=engine)
+    runs.finish(cfg, run, evaluate("after"), model=engine)
 
 
 if __name__ == "__main__":

@@ -96,9 +96,9 @@ def main(cfg: Config) -> None:
         rollout = runs.build_rollout(cfg, path, processor, engine)
         start = runs.resume(cfg, run, checkpoints=engine)["step"]
     sampler = runs.PolicySampler(cfg, run, task, processor, engine, rollout)
-    heldout = sampler.encode(enumerate(task.heldout))
+    evaluate = partial(sampler.evaluate, sampler.encode(enumerate(task.heldout)))
     if start == 0:
-        sampler.evaluate(heldout, "before")
+        evaluate("before")
 
     loss_fn, updates = partial(policy_loss, cfg=cfg), cfg.updates_per_batch
     for step in run.steps(start, cfg.steps):
@@ -124,8 +124,10 @@ def main(cfg: Config) -> None:
         metrics |= sampler.metrics(answers) | counts
         run.log(step, metrics, show={"kl": "kl", "entropy": "entropy", "reward": "reward/mean"})
         runs.save(cfg, run, step, checkpoints=engine)
+        if runs.evaluate_every(cfg, run, step, evaluate, engine):
+            break
 
-    runs.finish(cfg, run, sampler.evaluate(heldout, "after"), model=engine)
+    runs.finish(cfg, run, evaluate("after"), model=engine)
 
 
 if __name__ == "__main__":

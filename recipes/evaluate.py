@@ -48,37 +48,38 @@ class Config(
     """Rows per batch, over all ranks."""
 
 
-def pass_at_k(n: int, right: int, k: int) -> float:
-    """1 - C(n - right, k) / C(n, k): the probability that k of n samples include a right one."""
-    if not 1 <= k <= n or not 0 <= right <= n:
-        raise ValueError(
-            f"pass_at_k: expected 1 <= k <= n and 0 <= right <= n, got n={n}, right={right}, k={k}"
-        )
-    return 1 - math.comb(n - right, k) / math.comb(n, k)
-
-
-def mean(values: list[float]) -> float:
-    return math.fsum(values) / len(values) if values else float("nan")
-
-
 def summary(answers: list[dict], cfg: Config) -> dict[str, float]:
-    """The figures of a task from the answers to its rows; the error is the standard error of the
-    accuracy."""
-    greedy = [answer["reward"] for answer in answers if answer["reward"] is not None]
-    found = {"accuracy": mean(greedy)}
-    spread = math.fsum((reward - found["accuracy"]) ** 2 for reward in greedy)
-    found["accuracy_error"] = math.sqrt(spread / max(len(greedy) - 1, 1) / max(len(greedy), 1))
+    """The figures of a task from the answers to its rows. NAME_error is the standard error of NAME
+    over the rows: 1.96 of it on each side are the 95 % confidence interval."""
+    values = {"accuracy": [answer["reward"] for answer in answers if answer["reward"] is not None]}
     if cfg.group_size:
         sampled = [[r for r in answer["rewards"] if r is not None] for answer in answers]
-        found["mean"] = mean([mean(rewards) for rewards in sampled if rewards])
+        values["mean"] = [math.fsum(rewards) / len(rewards) for rewards in sampled if rewards]
         for k in (k for k in cfg.pass_at if k <= cfg.group_size):
             enough = [rewards for rewards in sampled if len(rewards) >= k]
             right = [sum(reward >= cfg.right for reward in rewards) for rewards in enough]
-            found[f"pass@{k}"] = mean(
-                [pass_at_k(len(rewards), c, k) for rewards, c in zip(enough, right, strict=True)]
-            )
+            values[f"pass@{k}"] = [
+                runs.pass_at_k(len(rewards), c, k) for rewards, c in zip(enough, right, strict=True)
+            ]
+    found = {}
+    for name, of_rows in values.items():
+        found[name], found[f"{name}_error"] = runs.mean_and_error(of_rows)
     unjudged = sum(r is None for answer in answers for r in [answer["reward"], *answer["rewards"]])
     return {**found, "rows": len(answers), "unjudged": unjudged}
+
+
+def table(tasks: dict[str, dict[str, float]]) -> str:
+    """A line for each task: each figure with its 95 % confidence interval, and counts."""
+    lines = []
+    for task, found in tasks.items():
+        errors = {name: found[f"{name}_error"] for name in found if f"{name}_error" in found}
+        counts = {name: x for name, x in found.items() if not name.endswith("_error")}
+        figures = [
+            f"{name} {runs.interval(x, errors[name]) if name in errors else f'{x:.4g}'}"
+            for name, x in counts.items()
+        ]
+        lines.append(f"{task}: {', '.join(figures)}")
+    return "\n".join(lines)
 
 
 def evaluate_rows(rows, cfg: Config, task_number: int, sampler):
@@ -170,7 +171,7 @@ def main(cfg: Config) -> None:
                 for skipped, (of, _) in zip(skipped_rows, batches, strict=True)
                 if of == number
             )
-            run.print(f"{task}: " + ", ".join(f"{name} {x:.4g}" for name, x in found[task].items()))
+        run.print(table(found))
         run.log_evaluation(tasks=found, heldout=len(answers))
     worst = sorted(answers, key=lambda answer: answer["reward"] or 0.0)[:40] if run.writes else []
     shown = []

@@ -153,13 +153,14 @@ def run_on_servers(cfg: Config, stack: ExitStack) -> None:
         start = runs.resume(cfg, run, checkpoints=engine)["step"]
     sampler = runs.PolicySampler(cfg, run, task, processor, engine, rollout, sends_weights=False)
     heldout = sampler.encode(enumerate(task.heldout))
+    evaluate = partial(sampler.evaluate, heldout)
     check_weights = partial(
         stop_if_weights_did_not_arrive, cfg, run, sampler, engine, heldout.samples[:4]
     )
     rollout.update_weights(engine.get_per_tensor_param())
     check_weights()
     if start == 0:
-        sampler.evaluate(heldout, "before")
+        evaluate("before")
 
     batches, judged_answers = judged_batches(cfg, start, task, sampler)
     loss_fn = partial(policy_loss, cfg=cfg)
@@ -182,11 +183,13 @@ def run_on_servers(cfg: Config, stack: ExitStack) -> None:
         metrics |= sampler.metrics(answers) | runs.batch_totals(cfg, engine, batch)
         run.log(step, metrics, show={"reward": "reward/mean", "staleness": "staleness"})
         runs.save(cfg, run, step, checkpoints=engine)
+        if runs.evaluate_every(cfg, run, step, evaluate, engine):
+            break
         if step == start or (step + 1) % cfg.save_every == 0:  # it waits until servers are free
             check_weights()
         run.phase("generate")
 
-    runs.finish(cfg, run, sampler.evaluate(heldout, "after"), model=engine)
+    runs.finish(cfg, run, evaluate("after"), model=engine)
 
 
 if __name__ == "__main__":

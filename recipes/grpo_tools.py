@@ -151,9 +151,9 @@ def main(cfg: Config) -> None:
         start = runs.resume(cfg, run, checkpoints=engine)["step"]
     play = episodes(cfg, rollout, tool, processor, engine)
     sampler = runs.PolicySampler(cfg, run, task, processor, engine, rollout, generate=play)
-    heldout = sampler.encode(enumerate(task.heldout))
+    evaluate = partial(sampler.evaluate, sampler.encode(enumerate(task.heldout)))
     if start == 0:
-        sampler.evaluate(heldout, "before")
+        evaluate("before")
 
     loss_fn, updates = partial(policy_loss, cfg=cfg), cfg.updates_per_batch
     forwards = bool(reference) + (updates > 1)
@@ -179,8 +179,10 @@ def main(cfg: Config) -> None:
         show = {"reward": "reward/mean", "entropy": "entropy", "turns": "turns"}
         run.log(step, metrics, show=show)
         runs.save(cfg, run, step, checkpoints=engine)
+        if runs.evaluate_every(cfg, run, step, evaluate, engine):
+            break
 
-    answers = sampler.evaluate(heldout, "after")
+    answers = evaluate("after")
     shown = [replace(sample, text=transcript(sample)) for sample in answers]
     runs.finish(cfg, run, shown, model=engine)
 

@@ -95,9 +95,9 @@ def main(cfg: Config) -> None:
         rollout = runs.build_rollout(cfg, path, processor, engine)
         start = runs.resume(cfg, run, checkpoints=engine)["step"]
     sampler = runs.PolicySampler(cfg, run, task, processor, engine, rollout)
-    heldout = sampler.encode(enumerate(task.heldout))
+    evaluate = partial(sampler.evaluate, sampler.encode(enumerate(task.heldout)))
     if start == 0:
-        sampler.evaluate(heldout, "before")
+        evaluate("before")
 
     loss_fn, updates = partial(policy_loss, cfg=cfg), cfg.updates_per_batch
     forwards = bool(reference) + (updates > 1)
@@ -122,8 +122,10 @@ def main(cfg: Config) -> None:
         metrics |= runs.batch_totals(cfg, engine, batch, updates=updates, forwards=forwards)
         run.log(step, metrics, show={"reward": "reward/mean", "entropy": "entropy"})
         runs.save(cfg, run, step, checkpoints=engine)
+        if runs.evaluate_every(cfg, run, step, evaluate, engine):
+            break
 
-    runs.finish(cfg, run, sampler.evaluate(heldout, "after"), model=engine)
+    runs.finish(cfg, run, evaluate("after"), model=engine)
 
 
 if __name__ == "__main__":

@@ -217,12 +217,12 @@ def main(cfg: Config) -> None:
         start, updates = cfg.critic_model or path, cfg.steps * per_batch
         critic = runs.build_value_engine(cfg, start, processor, updates=updates, lr=cfg.critic_lr)
         reference = runs.build_reference(cfg, path, processor, engine) if cfg.kl_coef else None
-        rollout = runs.build_rollout(cfg, path, processor, engine)
+        rollout = runs.build_rollout(cfg, path, processor, engine, beside=[critic])
         state = runs.resume(cfg, run, checkpoints=engine, critic_checkpoints=critic)
     sampler = runs.PolicySampler(cfg, run, task, processor, engine, rollout)
-    heldout = sampler.encode(enumerate(task.heldout))
+    evaluate = partial(sampler.evaluate, sampler.encode(enumerate(task.heldout)))
     if state["step"] == 0:
-        sampler.evaluate(heldout, "before")
+        evaluate("before")
 
     moments = RunningMoments(**state.get("moments", {}))  # of all rewards so far
     for step in run.steps(state["step"], cfg.steps):
@@ -243,8 +243,10 @@ def main(cfg: Config) -> None:
         run.log(step, metrics, show={"reward": "reward/mean", "value": "value/mean"})
         state = {"moments": vars(moments)}
         runs.save(cfg, run, step, state, checkpoints=engine, critic_checkpoints=critic)
+        if runs.evaluate_every(cfg, run, step, evaluate, engine):
+            break
 
-    runs.finish(cfg, run, sampler.evaluate(heldout, "after"), model=engine, critic=critic)
+    runs.finish(cfg, run, evaluate("after"), model=engine, critic=critic)
 
 
 if __name__ == "__main__":

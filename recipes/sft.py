@@ -68,6 +68,8 @@ def main(cfg: Config) -> None:
         metrics = engine.train_batch(batch, loss_fn)
         run.log(step, metrics | counts, show={"loss": "loss"})
         runs.save(cfg, run, step, checkpoints=engine)
+        if runs.evaluate_every(cfg, run, step, evaluate, engine):
+            break
 
     answers = evaluate("after", run, engine, sampler, heldout)
     runs.finish(cfg, run, answers, model=engine)

@@ -33,7 +33,6 @@ CONFIG, METRICS, EVAL, PHASES = "config.json", "metrics.jsonl", "eval.json", "ph
 BEAT_SECONDS = 5.0  # how often a rank tells the watchdog that it responds
 SILENT_SECONDS = 30.0  # the watchdog takes a rank for lost that has not responded for so long
 SAMPLES = "samples.jsonl"  # of rlkit.report.answers
-HELDOUT_STATUS = ("accuracy_", "heldout_loss_")  # measurements in eval.json that the line of status shows
 PHASES_OUTSIDE_STEPS = ("time/evaluate", "time/checkpoint")  # do not count in tokens per second
 
 # Dense bfloat16 FLOP/s of one GPU, from the vendors' data sheets (V100: float16, as it has no bfloat16).
@@ -116,7 +115,7 @@ class Run:
             self.out.mkdir(parents=True, exist_ok=True)
             keep_earlier_config(self.out)
             self._write(CONFIG, config)
-        self.step = 0
+        self.step = 0  # the last step that was logged
         self.skipped_in_a_row = 0  # steps up to the last that was logged
         self.peak = peak_flops_of_all_ranks()
         self.write_page, self.page_seconds = write_page, page_seconds
@@ -153,6 +152,7 @@ class Run:
     def steps(self, start: int, stop: int, *, unit: str = "step") -> Iterator[int]:
         """The numbers from `start` to `stop` - 1, with a progress bar; removes metrics logged for them earlier."""
         self.drop_metrics_from(start)
+        self.step = start - 1
         self.progress = progress_bar(start, stop, unit=unit, show=self.writes)
         try:
             for step in range(start, stop):
@@ -256,15 +256,22 @@ class Run:
             self.print(f"page of the run: could not be written: {type(error).__name__}: {error}")
 
     def log_evaluation(self, **results: Any) -> dict[str, Any]:
-        """Adds results to `eval.json` and returns its whole content."""
-        for name, x in results.items():
-            if name.startswith(HELDOUT_STATUS) and isinstance(x, float):
-                self.heldout_status = f"held-out {'loss' if 'loss' in name else 'accuracy'} {x:.3g}"
+        """Adds results to `eval.json` and returns its whole content.
+
+        Args:
+            results: by name. `evaluations` is a list of what was measured, each with its `step`; trackers get the
+                newest one as `heldout/...`.
+        """
+        newest = {"step": 0, **(results.get("evaluations") or [{}])[-1]}
+        for name, said in (("heldout_loss", "held-out loss"), ("accuracy", "held-out accuracy")):
+            if name in newest:
+                self.heldout_status = f"{said} {newest[name]:.3g}"
         path = self.out / EVAL
         merged = {**read_object(path), **results}
         if self.writes:
             self._write(EVAL, merged)
-        self._log_to_trackers({f"eval/{name}": x for name, x in results.items()})
+        during = {f"heldout/{name}": x for name, x in newest.items() if name != "step"}
+        self._log_to_trackers({f"eval/{name}": x for name, x in results.items()} | during)
         return merged
 
     def close(self) -> None:
@@ -296,7 +303,7 @@ class Run:
     def _log_to_trackers(self, values: Mapping[str, Any]) -> None:
         numbers = {name: x for name, x in values.items() if isinstance(x, int | float)}
         for tracker in self.trackers:
-            tracker.log(numbers, step=self.step)
+            tracker.log(numbers, step=max(self.step, 0))
 
     def _log_answers_to_trackers(self) -> None:
         """Kept answers as a table, in trackers that have tables: of accelerate's, wandb and clearml."""

@@ -71,6 +71,7 @@ OWN = {
     "rlkit.rollout": {"rlkit.data", "rlkit.rewards", "rlkit.vlm", "rlkit.rollout", "rlkit.losses.logprobs"},
     "rlkit.conformance": {"rlkit.conformance", "rlkit.losses", "rlkit.advantages", "rlkit.data.user_code"},
     "rlkit.conformance.ours": {"rlkit"},
+    "rlkit.mismatch": {"rlkit"},
     "rlkit.plan": {"rlkit"},
     "rlkit.replay": {"rlkit"},
     "rlkit.replay.bundles": {"rlkit.data.samples"},

@@ -180,6 +180,21 @@ def test_runs_beside_each_other(tmp_path):
     assert refused.returncode == 1 and "runs: expected directories with metrics.jsonl, got c" in refused.stderr
 
 
+def test_evaluations_during_the_run_are_a_curve(tmp_path):
+    run = full_run(tmp_path)
+    found = [
+        {"step": 0, "accuracy": 0.1, "accuracy_error": 0.01},
+        {"step": 3, "accuracy": 0.5},
+        {"step": 7, "accuracy": 0.6},
+    ]
+    run.log_evaluation(evaluations=found)
+    (data,) = check_page(write_page(tmp_path / "report.html", [tmp_path])).data["runs"]
+    assert data["metrics"]["step"] == [0, 1, 2, 3, 4, 7] and data["last"] == 4
+    assert data["metrics"]["heldout/accuracy"] == [0.1, None, None, 0.5, None, 0.6]
+    assert data["metrics"]["reward/mean"] == [0.0, 0.2, 0.4, 0.6, 0.8, None]
+    assert "heldout/accuracy_error" not in data["metrics"]
+
+
 # --- curves
 
 

@@ -332,7 +332,7 @@ def test_the_line_of_status(tmp_path, monkeypatch):
     for name in ("time.time", "tqdm.std.time"):
         monkeypatch.setattr(name, lambda: clock[0])
     run = Run(tmp_path, {})
-    run.log_evaluation(accuracy_before=0.25, heldout=12)
+    run.log_evaluation(accuracy_before=0.25, heldout=12, evaluations=[{"step": 0, "accuracy": 0.25}])
     for step in run.steps(0, 3):
         run.phase("generate")
         if step == 2:

@@ -140,7 +140,8 @@ def append_observation(sample: Sample, observation: Sample) -> Sample:
     vision, placeholders = sample.vision, sample.placeholders
     if observation.vision:  # otherwise keep the same object: responses to a prompt share its images
         names = {**sample.vision, **observation.vision}
-        image_dim = int("pixel_attention_mask" in names)  # SmolVLM, Idefics3: [1, images, ...]
+        pixels = names.get("pixel_values")
+        image_dim = int(pixels is not None and pixels.ndim == 5)  # SmolVLM, Idefics3: [1, images, ...]
         vision = {
             name: torch.cat([one.vision[name] for one in both if name in one.vision], image_dim) for name in names
         }

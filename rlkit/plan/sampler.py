@@ -7,6 +7,7 @@ from typing import Any
 
 from rlkit.plan.hardware import USABLE, Gpu
 from rlkit.plan.workload import Workload
+from rlkit.runs.models import DEFAULT_UTILIZATION
 
 HALF = 2  # bytes of a bfloat16 number
 
@@ -47,12 +48,11 @@ def sampler_memory(
     token = cache_bytes(config)
     row = token * (workload.prompt + workload.answer)
     if cfg.rollout == "hf":  # the trainer's weights, gathered; the cache may fill the share that is left
-        free = int(cfg.gpu_memory_utilization * gpu.memory) - resident - HALF * parameters
+        free = int((cfg.gpu_memory_utilization or DEFAULT_UTILIZATION) * gpu.memory) - resident - HALF * parameters
         sequences = max(1, min(workload.rows, 512, free // row))
         return SamplerMemory(HALF * parameters, sequences * row, sequences)
     if cfg.rollout == "vllm":
-        share = int(cfg.gpu_memory_utilization * gpu.memory)
-        cache = share - HALF * parameters
-        most = (USABLE * gpu.memory - resident) / gpu.memory
-        return SamplerMemory(HALF * parameters, max(0, cache), max(0, cache // row), int(100 * most) / 100)
+        most = int(100 * (USABLE * gpu.memory - resident) / gpu.memory) / 100
+        cache = int((cfg.gpu_memory_utilization or most) * gpu.memory) - HALF * parameters
+        return SamplerMemory(HALF * parameters, max(0, cache), max(0, cache // row), most)
     return SamplerMemory(0, 0, workload.rows)

@@ -45,7 +45,10 @@ def is_number(value: Any) -> bool:
 def numbers(rows: Sequence[Mapping[str, Any]]) -> dict[str, list[Any]]:
     """The rows of metrics.jsonl as columns: `step`, and each metric with None where a row has no number for it."""
     every = -(-len(rows) // MOST_POINTS) or 1
-    drawn = [*rows[:-1:every], *rows[-1:]]
+    last = len(rows) - 1
+    drawn = [
+        row for i, row in enumerate(rows) if i % every == 0 or i == last or any("heldout/" in name for name in row)
+    ]
     names = dict.fromkeys(name for row in rows for name, x in row.items() if name != "step" and is_number(x))
     columns = {name: [row.get(name) if is_number(row.get(name)) else None for row in drawn] for name in names}
     return {"step": [row["step"] for row in drawn], **columns}

@@ -77,6 +77,16 @@ def _hashes(sources: Sequence[str]) -> str:
     return " ".join(f"'sha256-{digest}'" for digest in digests)
 
 
+def with_evaluations(rows: Sequence[Mapping[str, Any]], evaluations: Any) -> list[dict[str, Any]]:
+    """Rows of metrics.jsonl with what was measured on held-out rows during the run, as `heldout/...`, by step."""
+    by_step = {row["step"]: dict(row) for row in rows}
+    for one in evaluations if isinstance(evaluations, list) else ():
+        if isinstance(one, dict) and isinstance(step := one.get("step"), int):
+            found = {f"heldout/{name}": x for name, x in one.items() if name != "step" and not name.endswith("_error")}
+            by_step[step] = {"step": step, **by_step.get(step, {}), **found}
+    return [by_step[step] for step in sorted(by_step)]
+
+
 def run_data(out: Path) -> dict[str, Any]:
     """What a page shows of one run, read from its files; what is missing or damaged is left out."""
     rows = read_metrics(out / METRICS) if (out / METRICS).exists() else []
@@ -87,7 +97,7 @@ def run_data(out: Path) -> dict[str, Any]:
         "name": out.resolve().name,
         "steps": config.get("steps") if is_number(config.get("steps")) else None,
         "last": rows[-1]["step"] if rows else None,
-        "metrics": numbers(rows),
+        "metrics": numbers(with_evaluations(rows, evaluation.get("evaluations"))),
         "evaluation": {name: x for name, x in evaluation.items() if is_number(x)},
         "tasks": {
             str(task): {name: x for name, x in found.items() if is_number(x)}

@@ -15,6 +15,7 @@ These are functions that a recipe calls, in the order in which it calls them:
 
 from rlkit.runs.checkpoints import finish, resume, save
 from rlkit.runs.directory import check_resumed_options, claim_directory, release_directory
+from rlkit.runs.evaluation import evaluate_every, interval, mean_and_error, pass_at_k, record_evaluation
 from rlkit.runs.given_answers import GivenAnswers, answer_encoder, chat_encoder, global_loss
 from rlkit.runs.models import (
     answer_ends,
@@ -69,7 +70,6 @@ from rlkit.runs.sampling import (
     Prompts,
     accuracy,
     encode_share,
-    record_evaluation,
     too_few_judged,
 )
 from rlkit.runs.start import one_sentence_errors, run_recipe, start_run
@@ -116,17 +116,21 @@ __all__ = [
     "claim_directory",
     "defaults_of_model",
     "encode_share",
+    "evaluate_every",
     "find_model",
     "finish",
     "global_loss",
+    "interval",
     "is_replay",
     "learning_rate_schedule",
     "load_named_task",
+    "mean_and_error",
     "mean_metrics",
     "mini_batches",
     "one_sentence_errors",
     "option_groups",
     "parse_options",
+    "pass_at_k",
     "record_draw",
     "record_evaluation",
     "recorded",

@@ -8,20 +8,18 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from rlkit.data.samples import Sample
 from rlkit.engines import checkpoint
 from rlkit.engines.checkpoint import DamagedCheckpoint, checkpoints, keep_newest
-from rlkit.engines.export import ExportNotWritten
 from rlkit.report import write_report
 from rlkit.runs.closing import closing_table
 from rlkit.runs.directory import release_directory
+from rlkit.runs.evaluation import keep_best_of_all
+from rlkit.runs.export import export_model, stop_if_not_written
 from rlkit.runs.interruption import POLICY, a_signal_has_come, end_after_step, interrupted
 from rlkit.runs.options import RunOptions
 from rlkit.runs.rollouts import save_rollouts
 from rlkit.tracking import Run
-from rlkit.vlm.loading import load_config
 
 
 def resume(cfg: RunOptions, run: Run, **engines: Any) -> dict[str, Any]:
@@ -123,14 +121,13 @@ def finish(cfg: Any, run: Run, samples: Sequence[Sample], **engines: Any) -> Non
     The run ends with one sentence if a model cannot be written. The checkpoints stay.
     """
     for folder, engine in engines.items():
-        try:
-            engine.export_hf(run.out / folder, _export_dtype(cfg, engine))
-            if getattr(engine, "has_adapters", False) and "logprobs" in engine.known_outputs:
+        export_model(cfg, run, folder, engine)
+        if getattr(engine, "has_adapters", False) and "logprobs" in engine.known_outputs:
+            with stop_if_not_written(run):
                 engine.export_adapter(run.out / "adapter")
-        except ExportNotWritten as error:
-            run.stop(f"{error}; all steps are saved: make room, and add --out {run.out} --resume to export again")
     if engines:
-        run.log_evaluation(steps=cfg.steps)
+        keep_best_of_all(cfg, run, engines["model"])
+        run.log_evaluation(steps=run.step + 1)
     run.close()
     release_directory(run.out)
     if run.writes:
@@ -145,11 +142,3 @@ def _reward(sample: Sample) -> float:
     """To sort by: a reward that is no number is the lowest."""
     known = isinstance(sample.reward, int | float) and not math.isnan(sample.reward)
     return sample.reward if known else -math.inf
-
-
-def _export_dtype(cfg: Any, engine: Any) -> torch.dtype:
-    """The dtype of exported weights: that of `cfg.export_dtype`, or of the files that the model was read from."""
-    if cfg.export_dtype != "auto":
-        return getattr(torch, cfg.export_dtype)
-    config = load_config(engine.config.name_or_path, trust_remote_code=cfg.trust_remote_code)
-    return config.dtype or getattr(torch, cfg.dtype)

@@ -18,8 +18,16 @@ from rlkit.engines.fsdp.sharded_loading import NotInShardsError
 from rlkit.engines.value_head import load_value_model
 from rlkit.rollout import make_rollout
 from rlkit.rollout.sampling import end_token_ids
-from rlkit.runs.options import AdapterOptions, EngineOptions, GenerationOptions, OptimizerOptions, TrainingOptions
+from rlkit.runs.options import (
+    AdapterOptions,
+    EngineOptions,
+    GenerationOptions,
+    OptimizerOptions,
+    TrainingOptions,
+    option_value,
+)
 from rlkit.runs.rollouts import recorded
+from rlkit.runs.vllm_options import vllm_options
 from rlkit.tracking import Run
 from rlkit.vlm import (
     freeze,
@@ -32,6 +40,8 @@ from rlkit.vlm import (
     vision_tower_pattern,
 )
 from rlkit.vlm.loading import load_config, model_path
+
+DEFAULT_UTILIZATION = 0.8  # of a GPU's memory; for hf, and where vLLM cannot ask how much is free
 
 
 def find_model(cfg: Any, run: Run, rows: Sequence[Mapping[str, Any]], **tiny: Any) -> tuple[str, Any]:
@@ -150,15 +160,29 @@ def build_reference(cfg: TrainingOptions, path: str, processor: Any, engine: Any
     return without_adapter
 
 
-def build_rollout(cfg: GenerationOptions, path: str, processor: Any, engine: Any, **options: Any) -> Any:
-    """The sampling back end, on the weights of this engine."""
+def build_rollout(
+    cfg: GenerationOptions, path: str, processor: Any, engine: Any, *, beside: Sequence[Any] = (), **options: Any
+) -> Any:
+    """The sampling back end, on the weights of this engine.
+
+    Args:
+        beside: other engines that train on the same GPUs, for which vLLM has to leave room.
+        options: of the rollout's class; `--rollout_options` come on top.
+    """
+    if cfg.rollout == "vllm":
+        options |= vllm_options(cfg, [engine, *beside])
+    utilization = cfg.gpu_memory_utilization or DEFAULT_UTILIZATION
+    options = {
+        "gpu_memory_utilization": utilization,
+        **options,
+        **{name: option_value(text) for name, text in cfg.rollout_options.items()},
+    }
     return make_rollout(
         cfg.rollout,
         engine.gathered,
         model=path,
         processor=processor,
         urls=cfg.servers,
-        gpu_memory_utilization=cfg.gpu_memory_utilization,
         model_parallel_group=engine.model_parallel_group,
         **options,
     )

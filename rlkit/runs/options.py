@@ -181,8 +181,12 @@ class GenerationOptions(RewardOptions):
     max_new_tokens: int = 4
     """Most tokens in an answer. The default is for the tiny model. 0, in recipes that train on given answers only:
     generate nothing, so held-out accuracy is not measured."""
-    gpu_memory_utilization: float = 0.8
-    """Share of a GPU's memory that sampling may use. With vllm: for its weights and its cache."""
+    gpu_memory_utilization: float = 0.0
+    """Share of a GPU's memory that sampling may use. With vllm: for its weights and its cache. 0: with vllm what the
+    trainer leaves, otherwise 0.8."""
+    rollout_options: dict[str, str] = field(default_factory=dict)
+    """Options of the sampling back end, as names and values. With vllm all that vllm.LLM takes, for example
+    --rollout_options tensor_parallel_size 2 quantization fp8 max_num_seqs 512."""
 
 
 @dataclass
@@ -206,6 +210,8 @@ class PolicyOptions(SamplingOptions):
     """Cap of the truncated importance weights (TIS) for sampler/trainer mismatch. With hf the weights are about 1."""
     log_prompts: int = 2
     """Prompts per step whose answers are kept in samples.jsonl, with rewards and images, and shown in report.html."""
+    heldout_samples: int = 0
+    """Answers sampled to each held-out prompt, for their mean reward and pass@1, 2, 4, ... 0: only a greedy answer."""
     max_failed_rewards: float = 0.2
     """Stop if the reward function failed, or returned None, on more than this share of the answers."""
     max_mismatch: float = 0.3
@@ -232,6 +238,13 @@ class TrainingOptions(EngineOptions, OptimizerOptions, AdapterOptions, ModelOpti
     """Recompute activations in the backward pass to save memory. Default for models other than tiny: yes."""
     epochs: float = 0.0
     """Passes over the training rows, instead of --steps. 0: use --steps."""
+    evaluate_every: int = 0
+    """Steps between evaluations on the held-out rows during training. 0: only before and after training."""
+    keep_best: bool = False
+    """With --evaluate_every: export the model with the best evaluation to best/. The best is the highest accuracy, or
+    the lowest held-out loss where no accuracy is measured."""
+    patience: int = 0
+    """With --evaluate_every: end training after so many evaluations in a row without a better one. 0: never."""
     save_every: int = 50
     """Steps between checkpoints. The newest two are kept."""
     export_dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
@@ -255,12 +268,12 @@ save_every threads micro_batch_tokens ulysses_sequence_parallel_size
 AT_LEAST_0 = """
 seed epochs group_size rows max_new_tokens max_prompt_tokens max_tokens max_response_tokens overlong_buffer lora_rank
 warmup_steps max_skipped_steps critic_warmup reward_threads max_staleness watchdog report_seconds
-log_prompts lr critic_lr weight_decay kl_coef
+log_prompts evaluate_every patience heldout_samples lr critic_lr weight_decay kl_coef
 sft_coef lm_coef centre_coef clip_low clip_high max_mismatch
 """.split()
-SHARES = "max_failed_rewards min_lr_ratio gamma lam critic_lam".split()
+SHARES = "gpu_memory_utilization max_failed_rewards min_lr_ratio gamma lam critic_lam".split()
 POSITIVE = """
-temperature max_grad_norm lora_alpha reward_seconds reward_memory gpu_memory_utilization tis_cap tool_timeout
+temperature max_grad_norm lora_alpha reward_seconds reward_memory tis_cap tool_timeout
 """.split()
 
 
@@ -272,6 +285,13 @@ def check_ranges(cfg: Any) -> None:
     for name in POSITIVE:
         if not getattr(cfg, name, 1.0) > 0:
             raise ValueError(f"{name}: expected a number above 0, got {getattr(cfg, name):g}")
+
+
+def check_evaluation(cfg: Any) -> None:
+    """Raise a ValueError if an option needs evaluations during training, and there are none."""
+    for name in ("keep_best", "patience"):
+        if getattr(cfg, name, 0) and not cfg.evaluate_every:
+            raise ValueError(f"evaluate_every: expected at least 1 with --{name}, got 0")
 
 
 def check_servers(cfg: Any) -> None:
@@ -288,6 +308,18 @@ def check_range(name: str, value: float, low: float, high: float = math.inf) -> 
     if not low <= value <= high:
         expected = f"at least {low:g}" if high == math.inf else f"{low:g} to {high:g}"
         raise ValueError(f"{name}: expected {expected}, got {value:g}")
+
+
+def option_value(text: str) -> bool | int | float | str:
+    """true, false and numbers as what they are; other text as it is."""
+    if text.lower() in ("true", "false"):
+        return text.lower() == "true"
+    for number in (int, float):
+        try:
+            return number(text)
+        except ValueError:
+            pass
+    return text
 
 
 def parse_options(config: type[Config], description: str, arguments: Sequence[str] | None = None) -> Config:

@@ -13,14 +13,16 @@ from torch import Tensor
 
 from rlkit.data import Sample, Task, group_ids
 from rlkit.engines.distributed import reduce_metrics
-from rlkit.report import prompt_record
+from rlkit.report import append_records, prompt_record
 from rlkit.rewards import Judge, judged, judging_problem, part_means, reward_stats
 from rlkit.rollout import Sampling, WeightSyncCheck
+from rlkit.runs.evaluation import mean_and_error, pass_at_k, record_evaluation
 from rlkit.runs.models import roughest_dtype
 from rlkit.runs.rollouts import SavedRollouts, is_replay, record_draw
 from rlkit.tracking import Run
 from rlkit.vlm import encode_prompt
 
+HELDOUT_KEPT = 20  # answers to held-out prompts of an evaluation during training
 GlobalSum = Callable[[Tensor], Tensor]
 
 
@@ -278,7 +280,7 @@ class PolicySampler:
         ends if too few answers can be judged.
 
         Args:
-            when: "before" or "after" training.
+            when: "before", "during" or "after" training.
             measured: what else was measured on these rows, over all ranks.
 
         Returns:
@@ -290,10 +292,33 @@ class PolicySampler:
         answers = self.greedy(answered) if self.cfg.max_new_tokens else Answers()
         if problem := self._heldout_problem(answers):
             self.run.stop(f"held-out {problem}")
-        found = accuracy(answers, self.engine.global_sum) | measured
+        found = accuracy(answers, self.engine.global_sum) | self._sampled_heldout(answered) | measured
+        if when != "after":  # those are shown by `finish`
+            self._keep_heldout(answers.judged, 0 if when == "before" else self.run.step + 1)
         counts = {"rows": len(prompts.samples), "skipped": len(prompts.skipped)}
         record_evaluation(self.run, self.engine, when, found, **counts)
         return answers.judged
+
+    def _sampled_heldout(self, prompts: Prompts) -> dict[str, float]:
+        """Mean reward and pass@k of `cfg.heldout_samples` answers to each prompt; a reward of 1 or more is right."""
+        n = getattr(self.cfg, "heldout_samples", 0)
+        if not n:
+            return {}
+        answers = self.answer(prompts, Sampling(self.cfg.max_new_tokens, self.cfg.temperature), n, phase="evaluate")
+        groups = [group[~group.isnan()] for group in answers.rewards.view(-1, n)]
+        values = {"sampled": [group.mean().item() for group in groups if len(group)]}
+        for k in (2**i for i in range(n.bit_length())):
+            enough = [group for group in groups if len(group) >= k]
+            values[f"pass@{k}"] = [pass_at_k(len(group), int((group >= 1).sum()), k) for group in enough]
+        found = {name: mean_and_error(of_rows, self.engine.global_sum) for name, of_rows in values.items()}
+        both = {name: {name: mean, f"{name}_error": error} for name, (mean, error) in found.items()}
+        return {name: x for pair in both.values() for name, x in pair.items()}
+
+    def _keep_heldout(self, judged: Iterable[Sample], step: int) -> None:
+        """Have the worst of rank 0's answers to held-out prompts written to samples.jsonl."""
+        if self.run.writes:
+            worst = sorted(judged, key=lambda sample: sample.reward)[:HELDOUT_KEPT]
+            append_records(self.run.out, [prompt_record(self.run.out, [s], "held-out", step) for s in worst])
 
     def _heldout_problem(self, answers: Answers) -> str:
         """Why a run has to stop after these answers to held-out prompts; empty if it can go on.
@@ -312,13 +337,13 @@ def accuracy(answers: Answers, global_sum: GlobalSum) -> dict[str, float]:
     """Mean reward of the answers that could be judged, over all ranks, and how many could not.
 
     Returns:
-        `accuracy` and `unjudged`. Without a judged answer there is no `accuracy`, as of a file that has no answers to
-        compare with; without any answer there is neither.
+        `accuracy`, its standard error `accuracy_error`, and `unjudged`. Without a judged answer there is no `accuracy`,
+        as of a file that has no answers to compare with; without any answer there is none of them.
     """
-    total = global_sum(answers.rewards.double().nansum()).item()
+    mean, error = mean_and_error(answers.rewards[~answers.rewards.isnan()].tolist(), global_sum)
     generated, judged = _count_judged(answers, global_sum)
     found = {"unjudged": generated - judged} if generated else {}
-    return {"accuracy": total / judged, **found} if judged else found
+    return {"accuracy": mean, "accuracy_error": error, **found} if judged else found
 
 
 def _count_judged(answers: Answers, global_sum: GlobalSum) -> tuple[float, float]:
@@ -326,22 +351,6 @@ def _count_judged(answers: Answers, global_sum: GlobalSum) -> tuple[float, float
     counts = torch.tensor([len(answers.generated), (~answers.rewards.isnan()).sum()])
     generated, judged = global_sum(counts.double()).tolist()
     return generated, judged
-
-
-def record_evaluation(run: Run, engine: Any, when: str, found: Mapping[str, float], *, rows: int, skipped: int) -> None:
-    """Write what was measured on held-out prompts before or after training to eval.json, and print it.
-
-    Args:
-        found: measurements over all ranks, by name.
-        rows, skipped: held-out rows of this rank that were used, and those that could not be.
-    """
-    counts = engine.global_sum(torch.tensor([rows, skipped], dtype=torch.float64)).tolist()
-    rows, skipped = (int(x) for x in counts)
-    run.log_evaluation(**{f"{name}_{when}": x for name, x in found.items()}, heldout=rows, heldout_skipped=skipped)
-    if run.writes:
-        unjudged = f", {found['unjudged']:.0f} not judged" if found.get("unjudged") else ""
-        shown = ", ".join(f"{name.replace('_', ' ')} {x:.3f}" for name, x in found.items() if name != "unjudged")
-        run.print(f"held-out {when}: {shown} ({rows} rows{unjudged})")
 
 
 def too_few_judged(answers: Answers, global_sum: GlobalSum, max_failed_rewards: float) -> str:

@@ -23,7 +23,7 @@ from rlkit.report import write_page
 from rlkit.rollout.servers.claim import claim_servers
 from rlkit.runs.directory import check_resumed_options, claim_directory, decided_by_rank_0
 from rlkit.runs.interruption import outside_endings
-from rlkit.runs.options import RunOptions, check_ranges, check_servers, parse_options
+from rlkit.runs.options import RunOptions, check_evaluation, check_ranges, check_servers, parse_options
 from rlkit.runs.rollouts import check_rollouts
 from rlkit.tracking import Run
 
@@ -75,6 +75,7 @@ def start_run(recipe: str, cfg: RunOptions, task: str, *, starts_servers: bool =
     from transformers.utils.logging import disable_progress_bar
 
     check_ranges(cfg)
+    check_evaluation(cfg)
     if not starts_servers:
         check_servers(cfg)
     check_rollouts(cfg, samples_ahead=starts_servers)

@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 
 from rlkit.data import Task, load_task, with_heldout, with_prompt
 from rlkit.rewards import isolated, reward_named, without_thinking
-from rlkit.runs.options import RewardOptions, TaskOptions
+from rlkit.runs.options import RewardOptions, TaskOptions, option_value
 
 Config = TypeVar("Config", bound=Any)
 
@@ -41,7 +41,7 @@ def load_named_task(cfg: TaskOptions, name: str, load: Callable[..., Task] = loa
         system_prompt=cfg.system_prompt,
         prompt_template=cfg.prompt_template,
         answer_prefix=cfg.answer_prefix,
-        chat_template_kwargs={name: _option_value(text) for name, text in cfg.chat_template_kwargs.items()},
+        chat_template_kwargs={name: option_value(text) for name, text in cfg.chat_template_kwargs.items()},
     )
 
 
@@ -54,18 +54,6 @@ def _judged_as_asked(cfg: RewardOptions, reward: Callable[..., Any], thinks: boo
     if cfg.isolate_reward:
         reward = isolated(reward, seconds=cfg.reward_seconds, memory=int(cfg.reward_memory * 2**30))
     return without_thinking(reward, opened=thinks) if cfg.split_thinking else reward
-
-
-def _option_value(text: str) -> bool | int | float | str:
-    """true, false and numbers as what they are; other text as it is."""
-    if text.lower() in ("true", "false"):
-        return text.lower() == "true"
-    for number in (int, float):
-        try:
-            return number(text)
-        except ValueError:
-            pass
-    return text
 
 
 def with_epochs(cfg: Config, task: Task) -> Config:

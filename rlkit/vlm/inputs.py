@@ -36,7 +36,8 @@ def concatenate_vision(vision: Sequence[Mapping[str, Tensor]], only: Sequence[st
     """Concatenates the vision tensors of several samples along the first dimension, in the order of the samples.
 
     In SmolVLM and Idefics3 a sample's images have a dimension of their own: [1, images, channels, height, width].
-    Samples with fewer images are padded with zeros, as the processors pad a batch; the models skip such images.
+    Samples with fewer images are padded with zeros, as the processors pad a batch; the models skip such images. Where
+    `image_sizes` gives the height and width of each image (Mistral 3), smaller images are padded likewise.
 
     Args:
         vision: of each sample its tensors by name.
@@ -46,7 +47,12 @@ def concatenate_vision(vision: Sequence[Mapping[str, Tensor]], only: Sequence[st
         ValueError: tensors of one name whose shapes differ beyond the first dimension.
     """
     keys = [key for key in dict.fromkeys(key for one in vision for key in one) if only is None or key in only]
-    return {key: _concatenate(key, [one[key] for one in vision if key in one]) for key in keys}
+    found = {key: [one[key] for one in vision if key in one] for key in keys}
+    if "image_sizes" in found:
+        pixels = found["pixel_values"]
+        height, width = (max(x.shape[dim] for x in pixels) for dim in (-2, -1))
+        found["pixel_values"] = [F.pad(x, [0, width - x.shape[-1], 0, height - x.shape[-2]]) for x in pixels]
+    return {key: _concatenate(key, tensors) for key, tensors in found.items()}
 
 
 def vision_kwargs(tokens: Tensor, vision: Sequence[Mapping[str, Tensor]], spec: Rope3DSpec | None) -> dict[str, Tensor]:

@@ -68,12 +68,13 @@ TEXT = {
     "qwen3_next": {**LINEAR, **EXPERTS, "shared_expert_intermediate_size": 16},
     "gpt2": {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 128},
 }  # fmt: skip
-SIGLIP = {
-    "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "image_size": 16,
-    "patch_size": 4,
+SMALL_VIT = {
+    "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "patch_size": 4,
 }  # fmt: skip
+SIGLIP = {**SMALL_VIT, "image_size": 16}
 WORDS = {k: v for k, v in BASE.items() if k != "head_dim"}
 ROPE = {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 1, 1]}}
+ROPE35 = {"rope_parameters": {**ROPE["rope_parameters"], "partial_rotary_factor": 1.0}}
 VIT2 = {"depth": 1, "num_heads": 2, "patch_size": 4}
 VIT25 = {
     **VIT2, "hidden_size": 16, "intermediate_size": 32, "out_hidden_size": 32, "window_size": 16,
@@ -163,10 +164,10 @@ VISION = {  # the config, tokens per image, shape of its pixel_values
         },
         *PATCHES,
     ),
-    "qwen3_5": ({"text_config": {**BASE, **ROPE, **LINEAR}, "vision_config": VIT35, **QWEN_IDS}, *PATCHES),
+    "qwen3_5": ({"text_config": {**BASE, **ROPE35, **LINEAR}, "vision_config": VIT35, **QWEN_IDS}, *PATCHES),
     "qwen3_5_moe": (
         {
-            "text_config": {**BASE, **ROPE, **LINEAR, **EXPERTS, "shared_expert_intermediate_size": 16},
+            "text_config": {**BASE, **ROPE35, **LINEAR, **EXPERTS, "shared_expert_intermediate_size": 16},
             "vision_config": VIT35, **QWEN_IDS,
         },
         *PATCHES,
@@ -177,6 +178,53 @@ VISION = {  # the config, tokens per image, shape of its pixel_values
             "text_config": {**BASE, **ROPE, **EXPERTS, "decoder_sparse_step": 1}, "vision_config": VIT3, **OMNI,
         },
         *PATCHES,
+    ),
+    "gemma4": (
+        {
+            "text_config": {**BASE, **TEXT["gemma4_text"], "model_type": "gemma4_text"},
+            "vision_config": {
+                **SMALL_VIT, "num_key_value_heads": 2, "head_dim": 8, "pooling_kernel_size": 2,
+                "position_embedding_size": 64, "rope_parameters": {"rope_type": "default", "rope_theta": 1e2},
+            },
+            "audio_config": None, "boi_token_id": 91, "eoi_token_id": 92, "video_token_id": 95, "audio_token_id": 96,
+        },
+        4,
+        (1, 16, 3 * 4 * 4),
+    ),
+    "kimi_k25": (
+        {
+            "text_config": {**BASE, **TEXT["deepseek_v3"], "model_type": "deepseek_v3"},
+            "vision_config": {**SMALL_VIT, "pos_emb_height": 8, "pos_emb_width": 8}, "projection_hidden_size": 16,
+            **QWEN_IDS,
+        },
+        4,
+        (16, 3, 4, 4),
+    ),
+    "lfm2_vl": (
+        {
+            "text_config": {**WORDS, **TEXT["lfm2"], "model_type": "lfm2"}, "projector_hidden_size": 16,
+            "vision_config": {
+                **SMALL_VIT, "model_type": "siglip2_vision_model", "num_patches": 16, "vision_use_head": False,
+            },
+        },
+        4,
+        (1, 16, 3 * 4 * 4),
+    ),
+    "mistral3": (
+        {
+            "text_config": {**BASE, "model_type": "mistral"}, "spatial_merge_size": 2,
+            "vision_config": {**SMALL_VIT, "model_type": "pixtral", "head_dim": 8, "image_size": 16},
+        },
+        4,
+        (1, 3, 16, 16),
+    ),
+    "paddleocr_vl": (
+        {
+            "text_config": {**BASE, **ROPE, "model_type": "paddleocr_vl_text"},
+            "vision_config": {**SMALL_VIT, "image_size": 16}, **QWEN_IDS,
+        },
+        4,
+        (16, 3, 4, 4),
     ),
 }  # fmt: skip
 REFUSED = {

@@ -16,14 +16,19 @@ from rows import make_batch  # noqa: E402
 
 from rlkit.engines import checkpoint, make_engine  # noqa: E402
 from rlkit.engines.distributed import init_distributed  # noqa: E402
+from rlkit.engines.value_head import load_value_model  # noqa: E402
 from rlkit.losses import token_mean  # noqa: E402
-from rlkit.vlm import load_model, load_processor  # noqa: E402
+from rlkit.vlm import load_model, load_processor, lora  # noqa: E402
 
 ROWS = 9  # row 3 is text only, the others have images
 ALONE = {  # the back end and its options
     "fsdp2": ("fsdp2", {}),
     "padded": ("fsdp2", {"use_remove_padding": False}),
     "checkpointed": ("fsdp2", {"enable_gradient_checkpointing": True}),
+    "offloaded": ("fsdp2", {"offload_between_phases": True}),
+    "read in shards": ("fsdp2", {"on_meta": True}),
+    "lora": ("fsdp2", {"kind": "lora"}),
+    "value": ("fsdp2", {"kind": "value"}),
     "fsdp1": ("fsdp1", {}),
     "megatron": ("megatron", {}),
     "fused": ("fsdp2", {"use_fused_kernels": True}),  # last: Liger's kernels stay in the process
@@ -49,6 +54,11 @@ def cases(ranks):
             yield from ((name, backend, options, dtype) for dtype in DTYPES if not half_only or dtype != "float32")
 
 
+def value_loss(out, mb):
+    loss = token_mean((out.values - mb.advantages[:, None]).square(), mb.mask, mb.total_tokens)
+    return loss, {"entropy": token_mean(out.values, mb.mask, mb.total_tokens)}
+
+
 def loss_fn(out, mb):
     entropy = token_mean(out.entropy, mb.mask, mb.total_tokens)
     policy = token_mean(-mb.advantages.exp()[:, None] * out.logprobs, mb.mask, mb.total_tokens)
@@ -56,25 +66,51 @@ def loss_fn(out, mb):
 
 
 def step(engine, batch):
-    metrics = engine.train_batch(batch, loss_fn, ("logprobs", "entropy"))
+    values = engine.known_outputs == ("values",)
+    metrics = engine.train_batch(batch, value_loss if values else loss_fn, engine.known_outputs)
     return [metrics[name] for name in ("loss", "grad_norm", "entropy")]
 
 
-def load_scaled(model_dir):
-    """A model with larger weights, so that its outputs depend on attention."""
-    model = load_model(model_dir)
-    for parameter in model.parameters():
-        parameter.data.mul_(3.0 if parameter.ndim > 1 else 1.0)
+def save_scaled(model_dir, path):
+    """Write the model with larger weights, so that its outputs depend on attention. All ranks call this."""
+    if dist.get_rank() == 0:
+        model = load_model(model_dir)
+        for parameter in model.parameters():
+            parameter.data.mul_(3.0 if parameter.ndim > 1 else 1.0)
+        model.save_pretrained(path)
+        load_processor(model_dir).save_pretrained(path)
+    dist.barrier()
+
+
+def load_kind(path, kind, *, on_meta):
+    """The model itself; with adapters that change it; or with a value head that is not all zeros."""
+    torch.manual_seed(0)
+    if kind == "value":
+        model = load_value_model(path, on_meta=on_meta)
+        head = model.get_output_embeddings().weight
+        head.data.copy_(torch.randn(head.shape, generator=torch.Generator().manual_seed(3)) / head.shape[1] ** 0.5)
+        return model
+    model = load_model(path, on_meta=on_meta)
+    if kind == "lora":
+        model = lora(model, 4, 8)
+        for name, parameter in model.named_parameters():
+            if "lora_B" in name:
+                parameter.data.normal_(std=0.05)
     return model
 
 
 def measure(model_dir, out, backend, device, dtype, options):
-    """Logprobs [ROWS, T] and three steps; the last two again from a checkpoint, with the engine moved to the host and
-    back before each."""
+    """Logprobs or values [ROWS, T] and three steps; the last two again from a checkpoint, with the engine moved to the
+    host and back before each."""
+
+    options = dict(options)
+    kind, on_meta = options.pop("kind", "policy"), options.pop("on_meta", False)
 
     def new():
         return make_engine(
-            backend, model=load_scaled(model_dir), device=device, compute_dtype=dtype, micro_batch_tokens=120,
+            backend, "value_model" if kind == "value" else "language_model",
+            model=load_kind(model_dir, kind, on_meta=on_meta), device=device, compute_dtype=dtype,
+            micro_batch_tokens=120,
             optimizer=lambda weights: torch.optim.AdamW(weights, lr=1e-3, eps=1e-4), **options,
         )  # fmt: skip
 
@@ -82,14 +118,14 @@ def measure(model_dir, out, backend, device, dtype, options):
     rows = list(range(ROWS))[engine.data_parallel_rank :: engine.data_parallel_size]
     all_rows, batch = make_batch(processor), make_batch(processor, rows=rows)
     logprobs = torch.zeros(all_rows.tokens.shape)
-    logprobs[rows, : batch.tokens.shape[1]] = engine.infer_batch(batch)["logprobs"]
+    logprobs[rows, : batch.tokens.shape[1]] = engine.infer_batch(batch)[engine.known_outputs[0]]
     logprobs = engine.global_sum(logprobs)
     steps, resumed = [step(engine, batch)], []
     engine.save_checkpoint(out / "checkpoint", {"step": 1}, wait=False)
     steps += [step(engine, batch) for _ in range(2)]
     engine.load_checkpoint(out / "checkpoint")
     for _ in range(2):
-        if backend != "fsdp1":
+        if backend != "fsdp1" and not options.get("offload_between_phases"):
             engine.to("cpu")
             engine.to(device)
         resumed.append(step(engine, batch))
@@ -100,10 +136,15 @@ def measure(model_dir, out, backend, device, dtype, options):
 def main(model_dir, out, device):
     torch.backends.cudnn.allow_tf32 = False  # in the convolution that takes patches
     init_distributed(device)
-    exact = measure(model_dir, out, "fsdp2", "cpu", torch.float32, {})
+    save_scaled(model_dir, scaled := str(out / "scaled"))
+    kinds = {"policy": {}, "lora": {"kind": "lora"}, "value": {"kind": "value"}}
+    all_exact = {name: measure(scaled, out, "fsdp2", "cpu", torch.float32, kind) for name, kind in kinds.items()}
     found = {}
     for name, backend, options, dtype in cases(dist.get_world_size()):
-        result = measure(model_dir, out, backend, device, DTYPES[dtype], options)
+        result, exact = (
+            measure(scaled, out, backend, device, DTYPES[dtype], options),
+            all_exact[options.get("kind", "policy")],
+        )
         if backend == "megatron":
             from megatron.core import parallel_state
 

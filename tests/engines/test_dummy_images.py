@@ -44,7 +44,7 @@ def test_a_dummy_image_changes_no_output_and_goes_through_the_tower(family, need
         for name, value in plain_gradients.items():
             torch.testing.assert_close(dummy_gradients[name], value, atol=1e-4, rtol=1e-4, msg=name)
         in_tower = dummy_gradients.keys() - plain_gradients.keys()
-        assert any("patch_embed" in name for name in in_tower)
+        assert any("patch_" in name for name in in_tower)  # patch_embed, patch_conv
         assert all(dummy_gradients[name].abs().max() == 0 for name in in_tower)
 
 
@@ -76,6 +76,19 @@ def test_samples_with_different_numbers_of_images_fit_in_one_batch(family):
         samples.append(append_response(prompt_sample(ids, vision=vision), [11, 12, 13], [-1.0] * 3))
     batch = collate(samples)
     check(vision_model(family), batch, torch.randn(batch.tokens.shape, generator=g))
+
+
+def test_mistral3_images_of_different_sizes_fit_in_one_batch():
+    """Pixels are padded to the largest image; `image_sizes` says where each ends."""
+    g = torch.Generator().manual_seed(0)
+    samples = []
+    for height, width in ((16, 16), (8, 24), (24, 8)):
+        ids = torch.randint(3, 80, (5,), generator=g).tolist() + [IMAGE] * (height * width // 64) + [7]
+        vision = {"pixel_values": torch.randn(1, 3, height, width, generator=g)}
+        vision["image_sizes"] = torch.tensor([[height, width]])
+        samples.append(append_response(prompt_sample(ids, vision=vision), [11, 12, 13], [-1.0] * 3))
+    batch = collate(samples)
+    check(vision_model("mistral3"), batch, torch.randn(batch.tokens.shape, generator=g))
 
 
 def test_image_masks_are_padded_and_tensors_that_do_not_fit_are_named():

@@ -108,7 +108,7 @@ def on_two_ranks(results, name):
 @pytest.mark.parametrize("family", FAMILIES)
 def test_family_equals_one_sequence_at_a_time(results, family):
     for errors in on_two_ranks(results, f"family/{family}"):
-        assert len(errors) > 20 and all(error < 1e-5 for error in errors)
+        assert len(errors) > 20 and all(error < 2e-5 for error in errors)
 
 
 def test_what_cannot_be_shared_is_an_error_on_every_rank(results):

@@ -100,6 +100,18 @@ def main(cfg):
     assert shares(text) == (8, 4)
 
 
+@pytest.mark.parametrize("name", TRAINING)
+def test_every_recipe_evaluates_during_training(name):
+    """In its loop, after the step is saved."""
+    loops = [node for node in ast.walk(ast.parse(source(name))) if isinstance(node, ast.For)]
+    (loop,) = [loop for loop in loops if "run.steps(" in ast.unparse(loop.iter)]
+    body = [ast.unparse(line) for line in loop.body]
+    saved, evaluated = (
+        [i for i, line in enumerate(body) if f"runs.{call}(" in line] for call in ("save", "evaluate_every")
+    )
+    assert saved < evaluated and body[evaluated[0]].endswith("break")
+
+
 # --- shared options
 
 

@@ -12,7 +12,7 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from helpers import RECIPES, command, environment, evaluation, load, rows, run_here, text_dir  # noqa: E402, F401  (a fixture)
+from helpers import RECIPES, command, environment, evaluation, load, numbers, rows, run_here, text_dir  # noqa: E402, F401  (a fixture)
 
 from rlkit.data import load_task, loading  # noqa: E402
 from rlkit.rewards import combine  # noqa: E402
@@ -132,6 +132,34 @@ def test_text_from_a_file_and_two_places_to_look_at_it(text_dir, tmp_path):  # n
     board.Reload()
     assert [event.value for event in board.Scalars("flops")] == pytest.approx([row["flops"] for row in rows(out)])
     assert len(board.Scalars("eval/accuracy_after")) == 1 and not (out / "phases").exists()
+
+
+def test_a_run_is_evaluated_while_it_trains(text_dir, tmp_path):  # noqa: F811
+    """The numbers of training are those of a run that is not; the model of the best evaluation is exported."""
+    options = ["--model", text_dir, "--task", "sorting", "--heldout", 0.02, *SMALL, "--steps", 5, "--lr", 0.01]
+    run_here("grpo_vlm", *options, "--out", tmp_path / "plain")
+    during = ["--evaluate_every", 2, "--keep_best", "--heldout_samples", 4]
+    run_here("grpo_vlm", *options, *during, "--out", tmp_path / "run")
+    assert numbers(tmp_path / "plain") == numbers(tmp_path / "run")
+    found = evaluation(tmp_path / "run")
+    assert [one["step"] for one in found["evaluations"]] == [0, 2, 4, 5]
+    for one in found["evaluations"]:
+        assert {"accuracy", "accuracy_error", "pass@4_error"} <= one.keys()
+        assert one["sampled"] == pytest.approx(one["pass@1"])  # rewards are 0 or 1
+        assert one["pass@1"] <= one["pass@2"] <= one["pass@4"]
+    assert evaluation(tmp_path / "plain")["accuracy_after"] == found["accuracy_after"]
+    assert (tmp_path / "run" / "best" / "model.safetensors").exists() == (found["best_step"] > 0)
+    kept = [json.loads(line) for line in (tmp_path / "run" / "samples.jsonl").read_text().splitlines()]
+    assert {one["step"] for one in kept if one["kind"] == "held-out"} == {0, 2, 4, 5}
+
+
+def test_training_ends_early_by_its_loss(text_dir, tmp_path):  # noqa: F811
+    """With a learning rate of 0 no evaluation is better than the one before training."""
+    options = ["--model", text_dir, "--task", "sorting", "--steps", 9, "--prompts_per_step", 4, "--max_new_tokens", 0]
+    run_here("sft", *options, "--lr", 0, "--evaluate_every", 1, "--patience", 2, "--out", tmp_path)
+    found = evaluation(tmp_path)
+    assert len(rows(tmp_path)) == 2 and found["steps"] == 2 and (tmp_path / "model").is_dir()
+    assert [one["step"] for one in found["evaluations"]] == [0, 1, 2]
 
 
 def test_two_runs_that_start_at_once_are_both_complete(text_dir, tmp_path):  # noqa: F811

@@ -17,7 +17,8 @@ import torch
 import torch.distributed as dist
 
 TESTS = Path(__file__).parents[1]
-sys.path[:0] = [str(TESTS / "rollout"), str(TESTS / "engines"), str(TESTS)]
+sys.path[:0] = [str(TESTS / "rollout"), str(TESTS / "engines"), str(TESTS / "mismatch"), str(TESTS)]
+from faults import first_differences  # noqa: E402
 from isolated_cases import case  # noqa: E402
 from rows import make_samples  # noqa: E402
 from vllm_models import build, register  # noqa: E402
@@ -25,6 +26,7 @@ from vllm_models import build, register  # noqa: E402
 from rlkit.data import collate, group_ids  # noqa: E402
 from rlkit.engines import make_engine  # noqa: E402
 from rlkit.losses import reinforce_loss, token_mean  # noqa: E402
+from rlkit.mismatch.compare import vllm_parts  # noqa: E402
 from rlkit.rollout import Sampling, make_rollout  # noqa: E402
 from rlkit.rollout.servers.weight_transfer import NcclGroup, describe  # noqa: E402
 from rlkit.vlm import encode_prompts, load_model, load_processor, lora, suppressed_token_ids  # noqa: E402
@@ -127,6 +129,7 @@ def measure(kind: str, path: str, tensor_parallel_size: int = 1) -> dict:
     facts["synced_again"], samples = distance()
 
     if world == 1:
+        facts["named"] = first_differences(vllm_parts(rollout, samples[0]), engine, samples[0])
         torch.manual_seed(1)
         adapted = lora(load_model(path), 4, 8)
         with torch.no_grad():

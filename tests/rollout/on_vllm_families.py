@@ -47,7 +47,7 @@ WIDE = {
 DELTA = {"linear_key_head_dim": 128, "linear_value_head_dim": 128}
 MORE = {
     "qwen3_next": DELTA, "qwen3_5": DELTA, "qwen3_5_moe": DELTA,
-    "gemma4_text": {"global_head_dim": 64, "hidden_size_per_layer_input": 32},
+    **dict.fromkeys(("gemma4", "gemma4_text"), {"global_head_dim": 64, "hidden_size_per_layer_input": 32}),
     "deepseek_v3": {
         "kv_lora_rank": 512, "qk_rope_head_dim": 64, "head_dim": 64, "qk_nope_head_dim": 32, "v_head_dim": 24,
         "first_k_dense_replace": 1, "topk_method": "noaux_tc", "scoring_func": "sigmoid", "rope_parameters": {
@@ -80,6 +80,8 @@ def seeing(family, reader):
         rope["mrope_interleaved"] = text["norm_topk_prob"] = True
     vision |= {"out_hidden_size": 64} if "out_hidden_size" in vision else {}
     vision |= {"hidden_size": 64} if family == "qwen2_vl" else {}
+    if family == "gemma4":  # published configs have it
+        vision["default_output_length"] = 70
     config = {name: value for name, value in config.items() if name != "model_type"} | {"text_config": text}
     config = AutoConfig.for_model(family, **config)
     return seeded(lambda: AutoModelForImageTextToText.from_config(config, dtype=torch.float32))

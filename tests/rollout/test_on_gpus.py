@@ -1,5 +1,7 @@
 """What samplers do on GPUs alone: memory freed while the trainer works, weights over NCCL. Not run yet."""
 
+import json
+import subprocess
 import sys
 from pathlib import Path
 
@@ -120,3 +122,19 @@ def test_weights_go_to_a_server_over_nccl(tiny_dir, tmp_path):
         rollout = make_rollout("vllm_server", model=tiny_dir, processor=processor, urls=list(servers))
         send_weights(engine, rollout, asleep=False)
         rollout.close()
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+@pytest.mark.parametrize("size", [1, 2])
+def test_vllm_on_two_ranks(tiny_dir, tmp_path, size):
+    """An engine on each rank, or one over both, with adapters that are merged and a trainer that is offloaded."""
+    script = str(Path(__file__).with_name("on_vllm_gpu_ranks.py"))
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    done = subprocess.run(
+        [*torchrun, script, tiny_dir, str(tmp_path), str(size)], capture_output=True, text=True, timeout=900
+    )
+    assert done.returncode == 0, done.stderr[-5000:]
+    for rank in range(2):
+        found = json.loads((tmp_path / f"{rank}.json").read_text())
+        assert found["groups"] == [i for i in range(rank, 8, 2) for _ in range(4)]
+        assert found["start"] < 0.05 and found["synced"] < 0.05 and found["stale"] > 2 * found["synced"]

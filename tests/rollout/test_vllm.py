@@ -83,6 +83,16 @@ def two_ranks(tmp_path_factory):
 
 
 @pytest.mark.parametrize("kind", KINDS)
+def test_the_microscope_names_the_part_of_the_trainer_that_has_a_fault(alone, kind):
+    named = alone[kind]["named"]
+    assert named == {part: part for part in named}  # without a fault none
+    parts = {"injected features", "layer 0: attention", "layer 0", "layer 1", "final norm", "sampling transform"}
+    parts |= {"pixels", "positions", "vision tower"} if kind.endswith("vl") else set()
+    parts |= {"layer 1: router"} if kind.endswith("moe") else set()
+    assert parts | {""} <= set(named)
+
+
+@pytest.mark.parametrize("kind", KINDS)
 def test_logprobs_are_the_trainers_whenever_weights_were_synced(alone, kind):
     """At temperature 0.8, with image tokens and unused rows suppressed: before training, after each update, after
     LoRA; and gross in between."""

@@ -2,7 +2,7 @@
 
 import math
 from dataclasses import replace
-from statistics import fmean, pstdev
+from statistics import fmean, pstdev, stdev
 from types import SimpleNamespace
 
 import torch
@@ -68,8 +68,9 @@ def expected():
         "skipped_rows": len(SKIPPED),
         "time/judging": 0.0,
     }
+    error = stdev(rewards) / len(rewards) ** 0.5
     return {
         "metrics": metrics,
-        "accuracy": {"accuracy": fmean(rewards), "unjudged": unjudged},
+        "accuracy": {"accuracy": fmean(rewards), "accuracy_error": error, "unjudged": unjudged},
         "stops": [share < unjudged / len(EVERY) for share in (0.1, 0.3, 0.4, 1.0)],
     }

@@ -58,7 +58,7 @@ def test_why_too_few_were_judged():
 
 
 @pytest.mark.parametrize(("named", "value"), [("", None), ("mine:reward", None), ("mine:reward", 0.0)])
-def test_a_reward_that_is_named_and_judges_nothing_ends_the_run(named, value):
+def test_a_reward_that_is_named_and_judges_nothing_ends_the_run(named, value, tmp_path):
     """A file without answers has nothing to judge with; its held-out loss is measured all the same."""
     engine = SimpleNamespace(global_sum=same, get_per_tensor_param=lambda: iter(()))
     nothing = lambda *_: None  # noqa: E731
@@ -70,7 +70,9 @@ def test_a_reward_that_is_named_and_judges_nothing_ends_the_run(named, value):
 
     cfg = SimpleNamespace(reward_threads=0, max_new_tokens=6, reward=named)
     recorded = {}
-    run = SimpleNamespace(phase=nothing, stop=sys.exit, writes=False, log_evaluation=recorded.update)
+    run = SimpleNamespace(
+        phase=nothing, stop=sys.exit, writes=False, log_evaluation=recorded.update, out=tmp_path, step=0
+    )
     task = SimpleNamespace(reward=lambda text, row: value)
     sampler = PolicySampler(cfg, run, task, None, engine, rollout, generate=generate)
     heldout = Prompts([prompt_sample([1])])

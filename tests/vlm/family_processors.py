@@ -1,6 +1,7 @@
 """Tiny models of vision families with the processors that belong to them, built here without a download."""
 
 import sys
+from copy import deepcopy
 from functools import cache
 from pathlib import Path
 
@@ -90,6 +91,25 @@ def qwen_vl(kind="Qwen3VL"):
     return getattr(transformers, f"{kind}Processor")(images, t, videos())
 
 
+def gemma4():
+    named = {f"{end}_token": f"<{end}>" for end in ("boi", "eoi", "boa", "eoa")}
+    t = tokenizer("<image_soft_token>", image_token="<image_soft_token>", audio_token="<audio>", **named)
+    options = {"patch_size": 4, "pooling_kernel_size": 2, "max_soft_tokens": 70}
+    images = transformers.Gemma4ImageProcessor(**options)
+    return transformers.Gemma4Processor(
+        transformers.Gemma4AudioFeatureExtractor(), images, t, transformers.Gemma4VideoProcessor(**options)
+    )
+
+
+def lfm2_vl():
+    named = {"image_start_token": "<|image_start|>", "image_end_token": "<|image_end|>"}
+    t = tokenizer("<image>", image_token="<image>", image_thumbnail_token="<|img_thumbnail|>", **named)
+    images = transformers.Lfm2VlImageProcessor(
+        encoder_patch_size=4, tile_size=16, max_num_patches=64, min_image_tokens=4, max_image_tokens=16
+    )
+    return transformers.Lfm2VlProcessor(images, t)
+
+
 FAMILIES = {
     "qwen2_vl": lambda: qwen_vl("Qwen2VL"),
     "qwen2_5_vl": lambda: qwen_vl("Qwen2_5_VL"),
@@ -99,7 +119,7 @@ FAMILIES = {
     "qwen3_5_moe": qwen_vl,
     "glm4v_moe": glm4v,
     "glm46v": lambda: glm4v("Glm46V"),
-    **{make.__name__: make for make in (glm4v, internvl, llava, idefics3, smolvlm, gemma3)},
+    **{make.__name__: make for make in (glm4v, internvl, llava, idefics3, smolvlm, gemma3, gemma4, lfm2_vl)},
 }
 
 
@@ -113,18 +133,21 @@ def processor(family):
 def model(family):
     """A tiny model with the token ids of the family's processor."""
     reader = processor(family)
-    config = VISION[family][0]
+    config = deepcopy(VISION[family][0])
     of = reader.tokenizer.convert_tokens_to_ids
     ids = {"image_token_id": getattr(reader.tokenizer, "image_token_id", reader.image_token_id), "pad_token_id": 0}
     if hasattr(reader, "video_token_id"):
         ids["video_token_id"] = reader.video_token_id
     if family.startswith("qwen"):
         ids |= {f"vision_{end}_token_id": of(f"<|vision_{end}|>") for end in ("start", "end")}
+    if family == "gemma4":
+        ids |= {f"{name}_token_id": of(f"<{name}>") for name in ("boi", "eoi", "audio")}
     if family == "gemma3":
         ids |= {f"{end}_token_index": of(f"<{name}_of_image>") for end, name in (("boi", "start"), ("eoi", "end"))}
     if family.startswith("glm"):
         for end, way in (("start", "begin"), ("end", "end")):
             ids |= {f"{kind}_{end}_token_id": of(f"<|{way}_of_{kind}|>") for kind in ("image", "video")}
-    text = {**config["text_config"], "vocab_size": len(reader.tokenizer)}
+    sizes = [name for name in ("vocab_size", *config["text_config"]) if "vocab_size" in name]
+    text = {**config["text_config"], **dict.fromkeys(sizes, len(reader.tokenizer))}
     config = AutoConfig.for_model(family, **{**config, **ids, "text_config": text})
     return seeded(lambda: AutoModelForImageTextToText.from_config(config, attn_implementation="eager"))

@@ -73,7 +73,9 @@ def test_freeze_by_name(model):
 
 
 TOWERS = {
-    **dict.fromkeys(("llava", "internvl", "gemma3"), ["model.vision_tower"]),
+    **dict.fromkeys(
+        ("llava", "internvl", "gemma3", "gemma4", "kimi_k25", "lfm2_vl", "mistral3"), ["model.vision_tower"]
+    ),
     **dict.fromkeys(("smolvlm", "idefics3"), ["model.vision_model"]),
     **dict.fromkeys(("qwen2_5_omni_thinker", "qwen3_omni_moe_thinker"), ["audio_tower", "visual"]),
 }
@@ -103,7 +105,7 @@ def test_adapters_leave_the_towers_of_every_family_out(family):
     assert adapted and not [name for name in adapted if name.startswith(names)]
     with_towers = trained(lora(family_model(family), 2, 4, targets, adapt_towers=True))
     assert adapted < with_towers and all(name.startswith(names) for name in with_towers - adapted)
-    fewer = trained(lora(family_model(family), 2, 4, targets, r".*(q_proj|in_proj_qkv)"))
+    fewer = trained(lora(family_model(family), 2, 4, targets, r".*(q_proj|q_a_proj|in_proj_qkv)"))
     assert adapted > fewer and not [name for name in fewer if "q_proj" in name or name.startswith(names)]
 
 

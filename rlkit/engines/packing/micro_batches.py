@@ -67,6 +67,9 @@ def dummy_sample(config: Any, *, image: bool, video: bool = False) -> Sample:
         kinds = ["image"] * image + ["video"] * video
         tensors = {name: x for kind in kinds for name, x in _blank_patches(config, kind).items()}
         return prompt_sample([getattr(config, f"{kind}_token_id") for kind in kinds], vision=tensors)
+    if (tensors := _smallest_image(config)) and not video:
+        tokens = 2 if config.model_type == "mistral3" else 1
+        return prompt_sample([config.image_token_id] * tokens, vision=tensors)
     if tokens := tokens_per_image(config):
         vision = config.vision_config
         size = vision.image_size if isinstance(vision.image_size, Sequence) else [vision.image_size] * 2
@@ -77,6 +80,32 @@ def dummy_sample(config: Any, *, image: bool, video: bool = False) -> Sample:
         f"batch: expected images on every rank or on none, got them on some; no dummy image is known for "
         f"{config.model_type}"
     )
+
+
+def _smallest_image(config: Any) -> dict[str, Tensor]:
+    """Vision tensors of a blank image of one token, in families whose images differ in size; {} for other families.
+
+    Mistral 3 gets an image of two tokens, because transformers loses a dimension with one.
+    """
+    family, vision = config.model_type, config.vision_config
+    if family == "gemma4":
+        side = vision.pooling_kernel_size
+        cells = torch.arange(side)
+        where = torch.cartesian_prod(cells, cells).flip(1)[None]
+        return {"pixel_values": torch.zeros(1, side**2, 3 * vision.patch_size**2), "image_position_ids": where}
+    if family == "lfm2_vl":
+        side = config.downsample_factor
+        pixels = torch.zeros(1, side**2, vision.num_channels * vision.patch_size**2)
+        mask = torch.ones(1, side**2, dtype=torch.long)
+        return {"pixel_values": pixels, "spatial_shapes": torch.tensor([[side, side]]), "pixel_attention_mask": mask}
+    if family == "mistral3":
+        side = config.spatial_merge_size * vision.patch_size
+        return {"pixel_values": torch.zeros(1, 3, side, 2 * side), "image_sizes": torch.tensor([[side, 2 * side]])}
+    if family in ("kimi_k25", "paddleocr_vl"):
+        sides = getattr(vision, "merge_kernel_size", None) or [vision.spatial_merge_size] * 2
+        pixels = torch.zeros(sides[0] * sides[1], 3, vision.patch_size, vision.patch_size)
+        return {"pixel_values": pixels, "image_grid_thw": torch.tensor([[1, *sides]])}
+    return {}
 
 
 def _blank_patches(config: Any, kind: str) -> dict[str, Tensor]:

@@ -1,0 +1,222 @@
+"""Tables of one GPU: the output layer against the peak of a matrix product, a step of a 3B with images, the hand-over.
+
+    benchmarks/gpu.sh            # writes benchmarks/results/gpu.md
+    benchmarks/gpu.sh --small    # tries the script with small sizes, also on a CPU, and prints only
+
+Models have the published configuration and random weights. **No GPU has run this yet.**
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from published_configs import qwen_vl
+from transformers import AutoModelForImageTextToText
+
+from rlkit.data import collate
+from rlkit.data.samples import append_response, prompt_sample
+from rlkit.engines import make_engine
+from rlkit.engines.flops import batch_flops
+from rlkit.losses import linear_logprobs, logprobs, token_mean
+from rlkit.tracking import peak_flops
+
+OUT = Path(__file__).parent / "results" / "gpu.md"
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+
+def seconds(work: Callable[[], object], repeats: int = 5) -> float:
+    """Median seconds of a call, after one that is not counted."""
+    times = []
+    for _ in range(repeats + 1):
+        synchronize()
+        start = time.perf_counter()
+        work()
+        synchronize()
+        times.append(time.perf_counter() - start)
+    return sorted(times[1:])[repeats // 2]
+
+
+def synchronize() -> None:
+    if DEVICE.type == "cuda":
+        torch.cuda.synchronize()
+
+
+def peak_gib(work: Callable[[], object]) -> float:
+    """GiB that a call takes at most beyond what was there; 0 on a CPU."""
+    if DEVICE.type == "cpu":
+        work()
+        return 0.0
+    gc.collect()
+    torch.cuda.empty_cache()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    work()
+    synchronize()
+    return (torch.cuda.max_memory_allocated() - before) / 2**30
+
+
+def table(title: str, header: list[str], rows: list[list[object]]) -> str:
+    lines = [f"## {title}", "", "| " + " | ".join(header) + " |", "| --- |" + " ---: |" * (len(header) - 1)]
+    return "\n".join([*lines, *("| " + " | ".join(map(str, row)) + " |" for row in rows), ""])
+
+
+def matmul_peak(size: int) -> float:
+    """FLOP/s of a square matrix product in bfloat16."""
+    a, b = (torch.randn(size, size, device=DEVICE, dtype=torch.bfloat16) for _ in range(2))
+    return 2 * size**3 / seconds(lambda: a @ b)
+
+
+def head(tokens: int, sizes: list[tuple[int, int]], peak: float) -> str:
+    """Forward and backward of `linear_logprobs`, with the Triton kernels and without."""
+    rows = []
+    for vocabulary, hidden_size in sizes:
+        hidden, weight = (
+            torch.randn(n, hidden_size, device=DEVICE).mul_(0.05).bfloat16().requires_grad_()
+            for n in (tokens, vocabulary)
+        )
+        targets = torch.randint(0, vocabulary, (tokens,), device=DEVICE)
+
+        def forward(hidden=hidden, weight=weight, targets=targets):
+            with torch.no_grad():
+                return linear_logprobs(hidden, weight, targets)
+
+        def both(hidden=hidden, weight=weight, targets=targets):
+            logps, entropy = linear_logprobs(hidden, weight, targets)
+            torch.autograd.grad(logps.sum() + entropy.sum(), (hidden, weight))
+
+        found, choose = [], logprobs._kernels_for
+        for name in ("Triton", "torch"):
+            logprobs._kernels_for = choose if name == "Triton" else lambda hidden: None
+            found.append(forward())
+            flops = 2 * tokens * vocabulary * hidden_size
+            shares = [flops / seconds(forward) / peak, 4 * flops / seconds(both) / peak]
+            rows.append([
+                f"{name}, {tokens} x {vocabulary} x {hidden_size}", *(f"{share:.0%}" for share in shares),
+                f"{peak_gib(both):.2f}",
+            ])  # fmt: skip
+        logprobs._kernels_for = choose
+        difference = max((x - y).abs().max().item() for x, y in zip(*found, strict=True))
+        rows[-1].append(f"{difference:.1e}")
+        rows[-2].append("")
+    header = ["output layer: tokens x vocabulary x hidden", "forward", "with backward", "peak GiB", "difference"]
+    return table("Output layer, as a share of the matrix product's FLOP/s (8 N V H with backward)", header, rows)
+
+
+def rows_with_images(config: object, count: int, image: int, text: int, answers: int) -> object:
+    """`count` prompts with an image each, and `answers` answers of different lengths to each."""
+    vision, samples = config.vision_config, []
+    size = vision.in_channels * vision.temporal_patch_size * vision.patch_size**2
+    merge, generator = vision.spatial_merge_size, torch.Generator().manual_seed(0)
+    for group in range(count):
+        patches = image * merge**2
+        grid = torch.tensor([[1, 2 * merge, patches // (2 * merge)]])
+        pixels = torch.randn(patches, size, generator=generator)
+        ids = [config.image_token_id] * image + [10 + group] * text
+        prompt = prompt_sample(ids, vision={"pixel_values": pixels, "image_grid_thw": grid}, group_id=group)
+        lengths = torch.randint(text // 2, 2 * text, (answers,), generator=generator).tolist()
+        samples += [append_response(prompt, [20] * length, [0.0] * length) for length in lengths]
+    return collate(samples)
+
+
+def loss_fn(out, mb):
+    return token_mean(out.logprobs - 0.01 * out.entropy, mb.mask, mb.total_tokens), {}
+
+
+def small_config() -> object:
+    """The published configuration with two narrow layers and a small vocabulary."""
+    config = qwen_vl("qwen2.5-vl-3b")
+    text, vision = config.text_config, config.vision_config
+    text.num_hidden_layers, text.vocab_size, text.hidden_size, text.intermediate_size = 2, 512, 256, 256
+    text.num_attention_heads, text.num_key_value_heads, text.layer_types = 2, 1, text.layer_types[:2]
+    vision.depth, vision.fullatt_block_indexes, vision.out_hidden_size = 2, [1], 256
+    vision.hidden_size, vision.intermediate_size, vision.num_heads = 64, 64, 4
+    config.image_token_id, config.video_token_id, config.vision_start_token_id = 5, 6, 3
+    return config
+
+
+def steps(config: object, workload: tuple[int, int, int, int], peak: float) -> str:
+    """Tokens per second, MFU and memory of a training step with images, packed and padded; then the hand-over."""
+    batch, rows = rows_with_images(config, *workload), []
+    ways = {
+        "packed, shared prompts, fused output layer": {"use_fused_kernels": True},
+        "packed, shared prompts": {},
+        "packed": {"share_prompts": False},
+        "padded": {"use_remove_padding": False},
+    }
+    tokens, flops = int(batch.attention_mask.sum()), 3 * batch_flops(config, batch)
+    for name, options in ways.items():
+        model = engine = None
+        gc.collect()
+        torch.manual_seed(0)
+        with DEVICE:
+            model = AutoModelForImageTextToText.from_config(config, dtype=torch.float32)
+        engine = make_engine(
+            "fsdp2", model=model, device=DEVICE.type, compute_dtype=torch.bfloat16, enable_gradient_checkpointing=True,
+            optimizer=lambda weights: torch.optim.AdamW(weights, lr=0.0, fused=True), **options,
+        )  # fmt: skip
+
+        def step(engine=engine):
+            engine.train_batch(batch, loss_fn, ("logprobs", "entropy"))
+
+        needed = seconds(step, repeats=3)
+        rows.append([
+            name, f"{needed:.2f}", f"{tokens / needed:,.0f}", f"{flops / needed / peak:.0%}", f"{peak_gib(step):.1f}",
+        ])  # fmt: skip
+    header = ["3B with images", "seconds", "tokens/s", "MFU", "peak GiB beyond weights and optimizer"]
+    found = table(f"A step: {len(batch)} rows, {tokens} tokens, prompts counted once for each answer", header, rows)
+    return found + "\n" + hand_over(engine, sum(p.numel() for p in model.parameters()))
+
+
+def hand_over(engine: object, parameters: int) -> str:
+    """Seconds to hand all weights over in bfloat16, and to move weights and optimizer state to the host and back."""
+
+    def weights():
+        for _, tensor in engine.get_per_tensor_param(dtype=torch.bfloat16):
+            del tensor
+
+    size = 2 * parameters
+    needed = seconds(weights, repeats=3)
+    rows = [["all weights in bfloat16", f"{size / 1e9:.1f}", f"{needed:.2f}", f"{size / needed / 1e9:.0f}"]]
+    engine.offload_between_phases = True
+
+    def there_and_back():
+        with engine._weights_on_device(), engine._state_on_device():
+            pass
+
+    needed = seconds(there_and_back, repeats=3)
+    size = 2 * engine.host_bytes
+    moved = ["weights and optimizer to the host and back", f"{size / 1e9:.1f}", f"{needed:.2f}"]
+    rows.append([*moved, f"{size / needed / 1e9:.0f}"])
+    return table("Hand-over", ["what", "GB", "seconds", "GB/s"], rows)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--small", action="store_true", help="small sizes, on any machine; writes nothing")
+    small = parser.parse_args().small
+    if not small and DEVICE.type == "cpu":
+        raise SystemExit("gpu.sh: expected a GPU, got none; --small tries the script")
+    name = torch.cuda.get_device_name() if DEVICE.type == "cuda" else "cpu"
+    matmul = matmul_peak(256 if small else 8192)
+    peak = peak_flops(name) or matmul
+    heads = [(500, 32)] if small else [(151936, 2048), (152064, 3584)]
+    config = small_config() if small else qwen_vl("qwen2.5-vl-3b")
+    parts = [
+        f"# One GPU: {name}\n\nMade by benchmarks/gpu.sh with torch {torch.__version__}. A product of 8192 x 8192 "
+        f"matrices in bfloat16 reaches {matmul / 1e12:.0f} TFLOP/s, {matmul / peak:.0%} of the data sheet.\n",
+        head(64 if small else 16384, heads, matmul),
+        steps(config, (2, 8, 12, 2) if small else (4, 512, 256, 8), peak),
+    ]
+    text = "\n".join(parts)
+    print(text)
+    if not small:
+        OUT.write_text(text)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,91 @@
+"""Send the same tokens and images through sampler and trainer, and name the first part of the model that differs.
+
+python -m rlkit.mismatch MODEL --rollout vllm [--task TASK | --bundle FOLDER]
+
+The sampler answers a prompt of the task; then both compute the whole sequence in one forward, with the weights in the
+model's files. With a bundle (--save_rollouts) the sequence is one of its answers. Compared are pixels, positions, the
+vision tower, the features that enter the first layer, each layer and its router, the final norm, the logits, and how
+log-probabilities follow from logits. The exit status is 1 if a part differs beyond rounding.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from rlkit.data import load_task
+from rlkit.data.samples import Sample
+from rlkit.engines import make_engine
+from rlkit.mismatch.compare import compare_parts, describe, hf_parts, trainer_parts, vllm_parts
+from rlkit.replay.bundles import read_bundle
+from rlkit.rollout import Sampling, make_rollout
+from rlkit.runs.start import one_sentence_errors
+from rlkit.vlm import encode_prompt, load_model, load_processor, suppressed_token_ids
+
+TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.1}
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Print the table; the exit status is 1 if a part differs."""
+    parser = argparse.ArgumentParser(
+        "python -m rlkit.mismatch",
+        description=__doc__,
+        allow_abbrev=False,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("model", help="directory or hub id")
+    parser.add_argument("--rollout", default="vllm", choices=("vllm", "hf"), help="the sampler that is compared")
+    parser.add_argument("--task", default="digits", help="its first row is the prompt, see docs/tasks.md")
+    parser.add_argument("--bundle", default="", help="folder of a saved step, whose first answer is compared")
+    parser.add_argument("--temperature", type=float, default=1.0)
+    parser.add_argument("--max_new_tokens", type=int, default=8)
+    parser.add_argument("--compute_dtype", default="auto", choices=("auto", "float32", "bfloat16"))
+    parser.add_argument("--tolerance", type=float, default=0.0, help="relative difference that counts as rounding")
+    options = parser.parse_args(arguments)
+    with one_sentence_errors("mismatch"):
+        print(text := run(options))
+    sys.exit(int("DIFFERS" in text))
+
+
+def run(options: Any) -> str:
+    """The table.
+
+    Raises:
+        ValueError: a model, task or bundle that cannot be used.
+    """
+    sample = _first_answer(options.bundle) if options.bundle else None  # before a model is loaded
+    processor = load_processor(options.model)
+    model = load_model(options.model)
+    dtype = None if options.compute_dtype == "auto" else getattr(torch, options.compute_dtype)
+    suppressed = suppressed_token_ids(model.config, getattr(processor, "tokenizer", processor))
+    common = {"temperature": options.temperature, "suppressed_token_ids": suppressed, "compute_dtype": dtype}
+    engine = make_engine("fsdp2", "language_model", model=model, processor=processor, **common)
+    more: dict[str, Any] = {} if options.rollout == "hf" else {"enforce_eager": True}
+    rollout = make_rollout(options.rollout, engine.gathered, model=options.model, processor=processor, **more)
+    if sample is None:
+        prompt = encode_prompt(processor, load_task(options.task).train[0])
+        (sample,) = rollout.generate([prompt], Sampling(options.max_new_tokens, options.temperature))
+    elif sample.vision:
+        sample = replace(sample, images=encode_prompt(processor, sample.row).images)
+    sampler = vllm_parts(rollout, sample) if options.rollout == "vllm" else hf_parts(rollout, engine.base, sample)
+    trainer, logprobs = trainer_parts(engine, sample)
+    rollout.close()
+    on_gpu = torch.cuda.is_available()
+    tolerance = options.tolerance or TOLERANCE[dtype or (torch.bfloat16 if on_gpu else torch.float32)]
+    return describe(compare_parts(sampler, trainer, sample, engine, logprobs, tolerance))
+
+
+def _first_answer(bundle: str) -> Sample:
+    samples = [sample for draw in read_bundle(bundle, updates=False).draws for sample in draw.samples]
+    if not samples:
+        raise ValueError(f"bundle {bundle!r}: expected answers, got none")
+    return samples[0]
+
+
+if __name__ == "__main__":
+    main()

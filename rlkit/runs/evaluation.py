@@ -1,0 +1,139 @@
+"""Evaluation on held-out rows: before training, during it and after it; the best result, and when to stop."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rlkit.runs.directory import decided_by_rank_0
+from rlkit.runs.export import export_model
+from rlkit.runs.rollouts import is_replay
+from rlkit.tracking import EVAL, Run, read_object
+
+
+def pass_at_k(n: int, right: int, k: int) -> float:
+    """1 - C(n - right, k) / C(n, k): the probability that k of n samples include a right one.
+
+    The unbiased estimator of the Codex paper (https://arxiv.org/abs/2107.03374, eq. 1).
+    """
+    if not 1 <= k <= n or not 0 <= right <= n:
+        raise ValueError(f"pass_at_k: expected 1 <= k <= n and 0 <= right <= n, got n={n}, right={right}, k={k}")
+    return 1 - math.comb(n - right, k) / math.comb(n, k)
+
+
+def mean_and_error(
+    values: Sequence[float], global_sum: Callable[[Tensor], Tensor] | None = None
+) -> tuple[float, float]:
+    """The mean of some values and its standard error, sqrt(sample variance / count); nan without values.
+
+    Args:
+        values: one for each row, of this rank.
+        global_sum: of an engine, for the values of all ranks.
+    """
+    x = torch.tensor(values, dtype=torch.float64)
+    sums = torch.stack([torch.tensor(float(len(x)), dtype=torch.float64), x.sum(), (x * x).sum()])
+    count, total, squares = (global_sum(sums) if global_sum else sums).tolist()
+    if not count:
+        return math.nan, math.nan
+    variance = max(0.0, squares - total**2 / count) / max(count - 1, 1)
+    return total / count, math.sqrt(variance / count)
+
+
+def interval(mean: float, error: float) -> str:
+    """ "0.85 (95 %: 0.81 to 0.89)": a mean with its 95 % confidence interval, 1.96 standard errors on each side."""
+    return f"{mean:.3f} (95 %: {mean - 1.96 * error:.3f} to {mean + 1.96 * error:.3f})"
+
+
+def record_evaluation(run: Run, engine: Any, when: str, found: Mapping[str, float], *, rows: int, skipped: int) -> None:
+    """Write what was measured on held-out prompts to eval.json, and print it.
+
+    `evaluations` there has all measurements with the number of finished steps; those before and after training also
+    stand under names of their own, such as `accuracy_after`.
+
+    Args:
+        when: "before", "during" or "after" training.
+        found: measurements over all ranks, by name; NAME_error is the standard error of NAME.
+        rows, skipped: held-out rows of this rank that were used, and those that could not be.
+    """
+    counts = engine.global_sum(torch.tensor([rows, skipped], dtype=torch.float64)).tolist()
+    rows, skipped = (int(x) for x in counts)
+    step = 0 if when == "before" else run.step + 1
+    evaluations = [*(one for one in _evaluations(run) if one["step"] < step), {"step": step, **found}]
+    named = {} if when == "during" else {f"{name}_{when}": x for name, x in found.items()}
+    run.log_evaluation(**named, heldout=rows, heldout_skipped=skipped, evaluations=evaluations)
+    if run.writes:
+        errors = {name: found.get(f"{name}_error") for name in found}
+        means = [name for name in found if name != "unjudged" and not name.endswith("_error")]
+        shown = [
+            f"{name.replace('_', ' ')} {found[name]:.3f}"
+            if (error := errors[name]) is None
+            else f"{name.replace('_', ' ')} {interval(found[name], error)}"
+            for name in means
+        ]
+        unjudged = f", {found['unjudged']:.0f} not judged" if found.get("unjudged") else ""
+        after = f"after {step} steps" if when == "during" else when
+        run.print(f"held-out {after}: {', '.join(shown)} ({rows} rows{unjudged})")
+
+
+def evaluate_every(cfg: Any, run: Run, step: int, evaluate: Callable[[str], Any], engine: Any) -> bool:
+    """Evaluate after every `cfg.evaluate_every` steps, and keep the best model with `cfg.keep_best`.
+
+    All ranks call this together after a step. After the last step it does nothing, because the recipe evaluates then.
+
+    Args:
+        step: the step that is finished.
+        evaluate: called with "during"; it measures and calls `record_evaluation`.
+        engine: the model of which the best is exported to `best`, in Hugging Face format.
+
+    Returns:
+        Whether to stop training: the last `cfg.patience` evaluations were no better than the best one before them.
+    """
+    finished = step + 1
+    if is_replay() or not cfg.evaluate_every or finished % cfg.evaluate_every or finished >= cfg.steps:
+        return False
+    evaluate("during")
+    best, since = decided_by_rank_0(lambda: best_step(_evaluations(run)))
+    if cfg.keep_best and best == finished:
+        run.phase("checkpoint")
+        export_model(cfg, run, "best", engine)
+    stops = 0 < cfg.patience <= since
+    if stops and run.writes:
+        run.print(f"no evaluation since step {best} was better: training ends after {finished} steps (--patience)")
+    return stops
+
+
+def best_step(evaluations: Sequence[Mapping[str, float]]) -> tuple[int, int]:
+    """The number of steps after which the best result was measured, and how many evaluations there were since then.
+
+    The best is the highest accuracy, or the lowest held-out loss where no accuracy was measured; of equal results the
+    first. Without any result: (-1, 0).
+    """
+    scores = [_score(evaluation) for evaluation in evaluations]
+    if max(scores, default=-math.inf) == -math.inf:
+        return -1, 0
+    best = scores.index(max(scores))
+    return int(evaluations[best]["step"]), len(scores) - best - 1
+
+
+def _score(evaluation: Mapping[str, float]) -> float:
+    score = evaluation["accuracy"] if "accuracy" in evaluation else -evaluation.get("heldout_loss", math.inf)
+    return -math.inf if math.isnan(score) else score
+
+
+def keep_best_of_all(cfg: Any, run: Run, engine: Any) -> None:
+    """Export the model to `best` too, if the evaluation after training is the best one, and say which one is."""
+    if not getattr(cfg, "keep_best", False) or is_replay():
+        return
+    best, _ = decided_by_rank_0(lambda: best_step(_evaluations(run)))
+    if best == run.step + 1:
+        export_model(cfg, run, "best", engine)
+    run.log_evaluation(best_step=best)
+
+
+def _evaluations(run: Run) -> list[dict[str, Any]]:
+    found = read_object(run.out / EVAL).get("evaluations")
+    return [one for one in found if isinstance(one, dict) and "step" in one] if isinstance(found, list) else []

@@ -1,0 +1,36 @@
+"""Writing a trained model in Hugging Face format."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from rlkit.engines.export import ExportNotWritten
+from rlkit.tracking import Run
+from rlkit.vlm.loading import load_config
+
+
+def export_model(cfg: Any, run: Run, folder: str, engine: Any) -> None:
+    """Write a model to a folder of the run, in the dtype of `cfg.export_dtype`; all ranks call this together."""
+    with stop_if_not_written(run):
+        engine.export_hf(run.out / folder, _export_dtype(cfg, engine))
+
+
+@contextmanager
+def stop_if_not_written(run: Run) -> Iterator[None]:
+    """End the run with one sentence if a model cannot be written inside. The checkpoints stay."""
+    try:
+        yield
+    except ExportNotWritten as error:
+        run.stop(f"{error}; all steps are saved: make room, and add --out {run.out} --resume to export again")
+
+
+def _export_dtype(cfg: Any, engine: Any) -> torch.dtype:
+    """The dtype of exported weights: that of `cfg.export_dtype`, or of the files that the model was read from."""
+    if cfg.export_dtype != "auto":
+        return getattr(torch, cfg.export_dtype)
+    config = load_config(engine.config.name_or_path, trust_remote_code=cfg.trust_remote_code)
+    return config.dtype or getattr(torch, cfg.dtype)

@@ -1,0 +1,68 @@
+"""A 3B with random weights through the recipe, reference, AdamW and vLLM on one GPU: `pytest -m gpu`. Not run yet.
+
+The published configuration of Qwen2.5-VL-3B, with the tiny model's tokenizer. It takes 8 GB of disk.
+"""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForImageTextToText
+
+HERE = Path(__file__).parent
+sys.path[:0] = [str(HERE.parent), str(HERE.parent / "recipes")]
+from helpers import environment, rows, run, seen_shortly  # noqa: E402
+from published_configs import qwen_vl  # noqa: E402
+
+from rlkit.vlm import encode_prompt, load_processor  # noqa: E402
+from rlkit.vlm.loading import load_config  # noqa: E402
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"),
+]
+GPUS = {"H200": "h200-141gb", "H100": "h100-80gb", "B200": "b200-180gb", "A100-SXM4-80GB": "a100-80gb"}
+TOKEN_IDS = ("image_token_id", "video_token_id", "vision_start_token_id", "vision_end_token_id")
+
+
+def write_3b(tiny_dir, path):
+    """Save the model; its token ids are those of the tiny model's tokenizer."""
+    config, tiny = qwen_vl("qwen2.5-vl-3b"), load_config(tiny_dir)
+    for name in TOKEN_IDS:
+        setattr(config, name, getattr(tiny, name))
+    with torch.device("cuda"):
+        model = AutoModelForImageTextToText.from_config(config, dtype=torch.bfloat16)
+    model.save_pretrained(path)
+    load_processor(tiny_dir).save_pretrained(path)
+    del model
+    torch.cuda.empty_cache()
+
+
+def planned_peak(printed):
+    """GiB of the larger of the two training phases."""
+    sums = [line.split("|")[-2] for line in printed.splitlines() if line.startswith(("| forward", "| optimizer"))]
+    assert len(sums) == 2, printed
+    return max(map(float, sums))
+
+
+def test_three_steps_take_what_was_planned(tiny_dir, tmp_path):
+    name = torch.cuda.get_device_name()
+    if not (gpu := next((kind for key, kind in GPUS.items() if key in name), None)):
+        pytest.skip(f"needs a GPU with 80 GB that the plan knows, got {name}")
+    write_3b(tiny_dir, path := tmp_path / "3b")
+    prompt = encode_prompt(load_processor(tiny_dir), seen_shortly().train[0])
+    image_tokens = sum(token == load_config(tiny_dir).image_token_id for token in prompt.token_ids)
+    options = [
+        "--model", path, "--max_prompt_tokens", len(prompt.token_ids), "--max_new_tokens", 512, "--group_size", 16,
+        "--prompts_per_step", 8, "--use_fused_kernels", "--rollout", "vllm", "--gpu_memory_utilization", 0.3,
+    ]  # fmt: skip
+    plan = [sys.executable, "-m", "rlkit.plan", str(HERE.parents[1] / "recipes" / "grpo_vlm.py"), "--gpu", gpu]
+    command = [*plan, "--image_tokens", str(image_tokens), *map(str, options)]
+    env = {**environment(), "CUDA_VISIBLE_DEVICES": ""}
+    done = subprocess.run(command, capture_output=True, text=True, env=env, timeout=900)
+    assert done.returncode == 0, done.stdout + done.stderr
+    run("grpo_vlm", *options, "--task", "helpers:seen_shortly", "--steps", 3, "--out", tmp_path / "out", ranks=1)
+    taken = max(row["memory/train"] for row in rows(tmp_path / "out"))
+    assert taken == pytest.approx(planned_peak(done.stdout), rel=0.1)

@@ -1,0 +1,151 @@
+"""Evaluation during training: what is written, which model is the best, and when training ends."""
+
+import itertools
+import json
+import math
+import statistics
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from rlkit.engines.distributed import init_distributed
+from rlkit.runs import evaluate_every, interval, mean_and_error, pass_at_k, record_evaluation, start
+from rlkit.runs.evaluation import best_step, keep_best_of_all
+from rlkit.tracking import EVAL, Run
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_rank():
+    init_distributed()
+
+
+@pytest.mark.parametrize(("n", "k"), [(1, 1), (4, 1), (4, 2), (5, 5), (6, 3)])
+def test_pass_at_k_is_the_share_of_all_draws_with_a_right_answer(n, k):
+    for right in range(n + 1):
+        draws = list(itertools.combinations([True] * right + [False] * (n - right), k))
+        assert pass_at_k(n, right, k) == pytest.approx(sum(map(any, draws)) / len(draws))
+    for n, right, k in ((4, 1, 5), (4, 5, 1), (4, 1, 0)):
+        with pytest.raises(ValueError, match="pass_at_k: expected 1 <= k <= n and 0 <= right <= n, got n="):
+            pass_at_k(n, right, k)
+
+
+def test_mean_and_error():
+    values = [0.0, 1.0, 1.0, 0.5]
+    mean, error = mean_and_error(values)
+    assert mean == 0.625 and error == pytest.approx(statistics.stdev(values) / 2)
+    assert interval(mean, 0.1) == "0.625 (95 %: 0.429 to 0.821)"
+    other_rank = torch.tensor([2.0, 0.5, 0.25], dtype=torch.float64)  # 0.5 and 0
+    of_both = mean_and_error(values, lambda sums: sums + other_rank)
+    every = [*values, 0.5, 0.0]
+    assert of_both == pytest.approx((statistics.fmean(every), statistics.stdev(every) / 6**0.5))
+    assert all(map(math.isnan, mean_and_error([]))) and mean_and_error([0.3]) == (0.3, 0.0)
+
+
+def measured(*accuracies):
+    return [{"step": 10 * i, "accuracy": x} for i, x in enumerate(accuracies)]
+
+
+@pytest.mark.parametrize(
+    ("evaluations", "expected"),
+    [
+        ([], (-1, 0)),
+        (measured(0.1, 0.5, 0.4, 0.3), (10, 2)),
+        (measured(0.5, 0.5), (0, 1)),  # of equal ones the first
+        (measured(float("nan"), 0.2), (10, 0)),
+        (
+            [{"step": 0, "heldout_loss": 2.0}, {"step": 5, "heldout_loss": 1.0}, {"step": 9, "heldout_loss": 1.5}],
+            (5, 1),
+        ),
+        ([{"step": 3, "other": 1.0}], (-1, 0)),
+    ],
+)
+def test_the_best_step(evaluations, expected):
+    assert best_step(evaluations) == expected
+
+
+class Engine:
+    """Exports its number of steps."""
+
+    config = SimpleNamespace(name_or_path="", dtype=None)
+
+    def __init__(self):
+        self.steps = 0
+
+    def global_sum(self, x):
+        return x
+
+    def export_hf(self, path, dtype):
+        path.mkdir(exist_ok=True)
+        (path / "steps").write_text(str(self.steps))
+
+
+def train(out, accuracies, *, start=0, **options):
+    """A run whose held-out accuracy before training, and after each step, is given."""
+    defaults = {"steps": len(accuracies) - 1, "evaluate_every": 1, "keep_best": True, "patience": 0}
+    cfg = SimpleNamespace(**{**defaults, "export_dtype": "float32", **options})
+    run, engine = Run(out, {}), Engine()
+
+    def evaluate(when):
+        found = {"accuracy": accuracies[engine.steps]}
+        record_evaluation(run, engine, when, found, rows=3, skipped=0)
+
+    engine.steps = start
+    if start == 0:
+        evaluate("before")
+    for step in run.steps(start, cfg.steps):
+        engine.steps = step + 1
+        run.log(step, {})
+        if evaluate_every(cfg, run, step, evaluate, engine):
+            break
+    evaluate("after")
+    keep_best_of_all(cfg, run, engine)
+    found = json.loads((out / EVAL).read_text())
+    best = out / "best" / "steps"
+    return found, int(best.read_text()) if best.exists() else None, engine.steps
+
+
+def test_the_best_model_is_kept(tmp_path):
+    found, best, steps = train(tmp_path, [0.1, 0.2, 0.6, 0.4, 0.5])
+    assert (best, steps) == (2, 4) and found["best_step"] == 2
+    assert [one["accuracy"] for one in found["evaluations"]] == [0.1, 0.2, 0.6, 0.4, 0.5]
+    assert [one["step"] for one in found["evaluations"]] == [0, 1, 2, 3, 4]
+    assert (found["accuracy_before"], found["accuracy_after"]) == (0.1, 0.5) and "accuracy_during" not in found
+
+
+def test_the_last_model_may_be_the_best(tmp_path):
+    assert train(tmp_path, [0.1, 0.2, 0.6])[:2][1] == 2
+
+
+def test_a_model_that_only_becomes_worse_is_not_kept(tmp_path):
+    found, best, _ = train(tmp_path, [0.9, 0.2, 0.6])
+    assert best is None and found["best_step"] == 0
+
+
+def test_every_third_step(tmp_path):
+    found, best, _ = train(tmp_path, [0.1, 0.9, 0.2, 0.3, 0.4, 0.5, 0.9, 0.1], evaluate_every=3)
+    assert [one["step"] for one in found["evaluations"]] == [0, 3, 6, 7] and best == 6
+
+
+def test_training_ends_when_nothing_is_better_any_more(tmp_path, capsys):
+    accuracies = [0.1, 0.5, 0.4, 0.5, 0.9, 0.9]
+    assert train(tmp_path / "patient", accuracies, patience=3)[2] == 5
+    found, best, steps = train(tmp_path / "impatient", accuracies, patience=2)
+    assert (best, steps) == (1, 3) and found["evaluations"][-1]["step"] == 3
+    assert "no evaluation since step 1 was better: training ends after 3 steps" in capsys.readouterr().out
+
+
+def test_a_resumed_run_has_the_evaluations_of_one_that_was_not_stopped(tmp_path):
+    accuracies = [0.1, 0.2, 0.8, 0.4, 0.5]
+    whole = train(tmp_path / "whole", accuracies)
+    train(tmp_path / "resumed", [*accuracies[:3], 0.99])  # killed, say, after step 3
+    resumed = train(tmp_path / "resumed", accuracies, start=2)  # and resumed at step 2
+    assert resumed[0]["evaluations"] == whole[0]["evaluations"]
+    assert resumed[0]["best_step"] == whole[0]["best_step"] == 2
+
+
+@pytest.mark.parametrize("options", [{"keep_best": True}, {"patience": 2}])
+def test_options_that_need_evaluations(options):
+    cfg = SimpleNamespace(evaluate_every=0, **options)
+    with pytest.raises(ValueError, match="^evaluate_every: expected at least 1 with --"):
+        start.check_evaluation(cfg)
