@@ -1,4 +1,4 @@
-"""Whole runs that are ended from outside: signals under torchrun and during a weight sync, a rank that is killed or stopped.
+"""Complete runs that are ended from outside: signals under torchrun and in a weight sync, a rank killed or stopped.
 
 `make faults` runs it.
 """
