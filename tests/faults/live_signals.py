@@ -1,4 +1,4 @@
-"""Whole runs that are ended from outside: signals under torchrun and in a hand-over, a rank that is killed or stopped.
+"""Complete runs that are ended from outside: signals under torchrun and in a weight sync, a rank killed or stopped.
 
 `make faults` runs it.
 """
@@ -125,7 +125,7 @@ def test_two_ranks_are_ended_stopped_killed_and_continued(start):
     assert [row["step"] for row in read_metrics(run.out / "metrics.jsonl")] == list(range(step + 2))
 
 
-def test_a_hand_over_to_a_server_is_finished(start):
+def test_a_weight_sync_with_a_server_is_finished(start):
     """The server that the run started, the workers for rewards and all else end with it."""
     run = start("grpo_async", *ASYNC, "--steps", 100000)
     for number, code in ((signal.SIGINT, 130), (signal.SIGTERM, 0)):
