@@ -1,5 +1,5 @@
 # make demo: the main job on its built-in default.  make demo-text: the same on a pretrained language model.  make test: lint, types, tests.  make quick: the loop of edit and test.
-# make faults: what is broken on purpose.  make browser: the page of a run in Chromium.  make setup: the environment alone.
+# make faults: what is broken on purpose.  make browser: the page of a run in Chromium.  make site: the documentation site.  make setup: the environment alone.
 PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
@@ -8,7 +8,7 @@ DEMO_TEXT := --model smollm2 --task addition --lora_rank 16 --lr 3e-4 --steps 60
 	--max_new_tokens 16 --kl_coef 0 --threads 2 $(shell grep -qE 'avx512_bf16|amx_bf16' /proc/cpuinfo && echo --compute_dtype bfloat16)
 CHECK_PYTHON := $(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "rlkit needs Python >= 3.11; $(PYTHON) is older. Name another: make setup PYTHON=python3.12"; exit 1; }
 
-.PHONY: setup setup-all demo demo-text test faults families browser quick lint learn bench peers bench-peers conformance docs audit sbom clean
+.PHONY: setup setup-all demo demo-text test faults families browser quick lint learn bench peers bench-peers conformance docs site audit sbom clean
 
 setup: $(VENV)/.installed
 
@@ -124,5 +124,16 @@ docs: setup-all
 	$(BIN)/python docs/make_reliability.py
 	$(BIN)/python docs/make_dependencies.py
 
+# the documentation site, in build/site; a broken link fails. It needs the extra `docs` and not rlkit itself
+site: .venv-docs/.installed
+	NO_MKDOCS_2_WARNING=1 .venv-docs/bin/mkdocs build --strict
+	@echo 'to read it: $(PYTHON) -m http.server --directory build/site'
+
+.venv-docs/.installed: setup.cfg
+	$(PYTHON) -m venv .venv-docs
+	.venv-docs/bin/python -m pip install --quiet --disable-pip-version-check $$($(PYTHON) -c \
+		'import configparser as c; p = c.ConfigParser(); p.read("setup.cfg"); print(p["options.extras_require"]["docs"].replace("\n", " "))')
+	@touch $@
+
 clean:
-	rm -rf $(VENV) .venv-peers .venv-audit build *.egg-info
+	rm -rf $(VENV) .venv-peers .venv-audit .venv-docs build *.egg-info

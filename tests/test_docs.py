@@ -3,6 +3,7 @@
 import ast
 import configparser
 import re
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -10,15 +11,18 @@ import pytest
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 CODE = [p for folder in ("rlkit", "recipes", "benchmarks", "docs") for p in sorted((ROOT / folder).rglob("*.py"))]
-ELSEWHERE = {  # of torchrun, pip, pytest, vLLM, tyro and slime
+ELSEWHERE = {  # of torchrun, pip, pytest, vLLM, tyro, SLURM and slime
     "--standalone", "--nproc-per-node", "--nnodes", "--benchmark-enable", "--benchmark-group-by", "--quantization",
     "--enable-return-routed-experts", "--enable-lora", "--max-lora-rank", "--middleware", "--help",
+    "--node-rank", "--master-addr", "--master-port", "--shutdown-timeout", "--account", "--partition", "--requeue",
+    "--signal",
     "--advantage-estimator", "--custom-reward-post-process-path", "--no-deps",
     "--pyargs", "--algo",
 }  # fmt: skip
 MEASURED = "time|reward|reward_part|groups|ratio|mismatch|critic|marked|preference|value"
 
 
+@cache
 def options():
     """Fields of the recipes' dataclasses, and what is given to a parser."""
     found = set()
@@ -51,7 +55,8 @@ def test_measurements_that_a_page_names_are_there(page):
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda p: p.name)
 def test_files_that_a_page_names_are_there(page):
-    for target in re.findall(r"\]\((?!https?:|#)([^)#]+)", page.read_text()):
+    prose = re.sub(r"^```.*?^```$", "", page.read_text(), flags=re.M | re.S)
+    for target in re.findall(r"\]\((?!https?:|#)([^)#]+)", prose):
         assert (page.parent / target).exists(), target
 
 
