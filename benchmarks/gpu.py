@@ -169,10 +169,10 @@ def steps(config: object, workload: tuple[int, int, int, int], peak: float) -> s
         ])  # fmt: skip
     header = ["3B with images", "seconds", "tokens/s", "MFU", "peak GiB beyond weights and optimizer"]
     found = table(f"A step: {len(batch)} rows, {tokens} tokens, prompts counted once for each answer", header, rows)
-    return found + "\n" + hand_over(engine, sum(p.numel() for p in model.parameters()))
+    return found + "\n" + time_of_weight_sync(engine, sum(p.numel() for p in model.parameters()))
 
 
-def hand_over(engine: object, parameters: int) -> str:
+def time_of_weight_sync(engine: object, parameters: int) -> str:
     """Seconds to hand all weights over in bfloat16, and to move weights and optimizer state to the host and back."""
 
     def weights():

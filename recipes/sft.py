@@ -34,6 +34,14 @@ def loss_fn(out, mb):
     return token_mean(-out.logprobs, mb.mask, mb.total_tokens), {}
 
 
+def evaluate(when: str, run, engine, sampler, chats):
+    """Loss of held-out chats and accuracy of greedy answers; returns these answers."""
+    run.phase("evaluate")
+    batch = collate(chats.sequences)
+    found = runs.global_loss(engine, loss_fn, engine.infer_batch(batch), batch)
+    return sampler.evaluate(chats, when, heldout_loss=found["loss"])
+
+
 def main(cfg: Config) -> None:
     with runs.one_sentence_errors("sft"):
         task = runs.load_named_task(cfg, cfg.task, load_chats)
@@ -46,17 +54,8 @@ def main(cfg: Config) -> None:
     sampler = runs.PolicySampler(cfg, run, task, processor, engine, rollout)
     encode = runs.chat_encoder(cfg, run, path, processor, engine)
     heldout = encode(enumerate(task.heldout))
-    heldout_batch = collate(heldout.sequences)
-
-    def evaluate(when: str):
-        """Loss of the held-out answers, and accuracy of greedy ones."""
-        run.phase("evaluate")
-        out = engine.infer_batch(heldout_batch)
-        found = runs.global_loss(engine, loss_fn, out, heldout_batch)
-        return sampler.evaluate(heldout, when, heldout_loss=found["loss"])
-
     if start == 0:
-        evaluate("before")
+        evaluate("before", run, engine, sampler, heldout)
     for step in run.steps(start, cfg.steps):
         run.phase("encode")
         chats = encode(step_rows(task.train, step, cfg.prompts_per_step, cfg.seed))
@@ -72,7 +71,8 @@ def main(cfg: Config) -> None:
         if runs.evaluate_every(cfg, run, step, evaluate, engine):
             break
 
-    runs.finish(cfg, run, evaluate("after"), model=engine)
+    answers = evaluate("after", run, engine, sampler, heldout)
+    runs.finish(cfg, run, answers, model=engine)
 
 
 if __name__ == "__main__":

@@ -25,6 +25,7 @@ import time
 import weakref
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn, TextIO
@@ -82,6 +83,7 @@ class Run:
         write_page: called in a thread by `log`, at the first step and then every `page_seconds`: it writes the page of
             the run that is going on. A call that fails is reported, and does not end the run.
         page_seconds: 0: `write_page` is never called.
+        profiler: e.g. rlkit.profiling.StepProfiler; it is told of steps and phases.
         watchdog: when a rank has been in one phase for this many seconds, print the phases of all ranks, and again
             after the same time; and name a rank that does not respond for half a minute. The run continues. 0: never.
             The watchdog reads files in `out` and contacts no other process; the lowest rank whose process responds
@@ -101,6 +103,7 @@ class Run:
         trackers: Sequence[str] = (),
         write_page: Callable[[], Any] | None = None,
         page_seconds: float = 0.0,
+        profiler: Any = None,
         watchdog: float = 0.0,
     ) -> None:
         self.out, self.writes, self.name = Path(out), writes, name or Path(out).name
@@ -118,7 +121,7 @@ class Run:
         self.step = 0  # the last step that was logged
         self.skipped_in_a_row = 0  # steps up to the last that was logged
         self.peak = peak_flops_of_all_ranks()
-        self.write_page, self.page_seconds = write_page, page_seconds
+        self.write_page, self.page_seconds, self.profiler = write_page, page_seconds, profiler
         self._page_writer: threading.Thread | None = None
         self._page_due = 0.0
         self._answers: list[Mapping[str, Any]] = []
@@ -157,7 +160,8 @@ class Run:
         try:
             for step in range(start, stop):
                 self.current_step, self.running_step = f"{unit} {step}: ", step
-                yield step
+                with self.profiler.step(step, self._phase) if self.profiler else nullcontext():
+                    yield step
                 self.progress.update()
         finally:
             self.progress.close()
@@ -182,6 +186,8 @@ class Run:
             self._times[f"time/{self._phase}"] += now - self._since
             self._memory[f"memory/{self._phase}"] = max(self._memory[f"memory/{self._phase}"], peak)
         self._phase, self._since = name, now
+        if self.profiler:
+            self.profiler.phase(name)
         self._write_phase()
         if self.progress is not None:
             show_phase(self.progress, name)

@@ -77,6 +77,7 @@ OWN = {
     "rlkit.replay.bundles": {"rlkit.data.samples"},
     "rlkit.doctor": {"rlkit"},  # programs that check what a run would use
     "rlkit.data.__main__": {"rlkit"},
+    "rlkit.profiling": set(),
     "rlkit.tracking": set(),
     "rlkit.report": {"rlkit.report", "rlkit.tracking"},
     "rlkit.plugins": {"rlkit.plugins", "rlkit.losses", "rlkit.advantages"},  # imported by nothing
@@ -108,7 +109,7 @@ a_tenth_held_out add_up answer_heldout asked balanced by_difficulty can_see care
 coming copy_with data_group data_rank data_world deal easiest encode_reply encode_rows end_tokens flip_rate fresh_gap
 hand_over hands_over image_only in_thread join_vision kinds_seen live load_marked lost marked_row max_unjudged mine
 model_vision of_each prompt_encoder ranks_with_equal_rows read_model recorded_routing referred request_prompt row_group
-run_closure stateful strangers together told torn towers unsampled unsampled_ids where_ranks_wait whole_in_turn
+run_closure stateful strangers together told torn unsampled unsampled_ids where_ranks_wait whole_in_turn
 with_routing _go_on _look_round _meet
 """.split()
 # turns of phrase that no page, docstring, comment or message has again

@@ -25,7 +25,7 @@ import torch.distributed as dist
 
 from rlkit.engines.checkpoint import checkpoints
 from rlkit.plan.recipes import load_recipe
-from rlkit.replay.bundles import Bundle, bundle_path, bundle_steps, merge_rows, read_bundle
+from rlkit.replay.bundles import Bundle, bundle_folder, bundle_path, bundle_steps, merge_rows, read_bundle
 from rlkit.replay.compare import compare_bundles, describe
 from rlkit.runs.options import parse_options
 from rlkit.runs.rollouts import Replay, replay_until
@@ -78,7 +78,7 @@ def replay(path: Path, recorded: Bundle, recipe: str, checkpoint: str, arguments
     """
     if recorded.origin != "rlkit":
         raise ValueError(f"bundle {str(path)!r}: expected one of a recipe, got one converted from {recorded.origin}")
-    folder = (path if path.is_dir() else path.parent).resolve().parent
+    folder = bundle_folder(path).resolve().parent
     module = load_recipe(recipe or recorded.recipe)
     source = Path(checkpoint) if checkpoint else _newest_checkpoint(folder.parent, recorded.step)
     start = _finished_steps(source) if source else 0

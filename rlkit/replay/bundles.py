@@ -88,6 +88,11 @@ def bundle_path(folder: str | Path, step: int) -> Path:
     return Path(folder) / f"step_{step}"
 
 
+def bundle_folder(path: str | Path) -> Path:
+    """The folder of a bundle, which may be named by one of its files."""
+    return Path(path).parent if Path(path).is_file() else Path(path)
+
+
 def bundle_steps(folder: str | Path) -> list[int]:
     """The steps that have a bundle in this folder, in order."""
     names = [path.parent.name.removeprefix("step_") for path in Path(folder).glob("step_*/rank_0.json")]
@@ -144,7 +149,7 @@ def read_bundle(path: str | Path, *, updates: bool = True) -> Bundle:
     Raises:
         ValueError: no bundle there, one of another version, or a damaged or incomplete one.
     """
-    folder = Path(path) if Path(path).is_dir() else Path(path).parent
+    folder = bundle_folder(path)
     first, tensors = _read_rank(folder, 0)
     parts = [(first, tensors), *(_read_rank(folder, rank) for rank in range(1, first["ranks"]))]
     found = Bundle(**{name: first[name] for name in _PLAIN})

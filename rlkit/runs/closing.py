@@ -14,6 +14,7 @@ FILES = {  # of a run's directory, and what is in each
     "metrics.jsonl": "all measurements of each step",
     "samples.jsonl": "the answers on the page",
     "answers.jsonl": "all answers",
+    "best": "the model with the best held-out result",
     "adapter": "adapters alone, for peft and vLLM",
 }
 
@@ -38,15 +39,24 @@ def closing_table(run: Run, exported: Iterable[str] = ()) -> str:
 
 
 def _before_and_after(evaluation: Mapping[str, Any]) -> list[tuple[str, str]]:
-    """What was measured on held-out rows after training, and before if that was measured too."""
+    """What was measured on held-out rows before and after training, with 95 % confidence intervals where known."""
     found = []
-    for name, x in evaluation.items():
+    for name in evaluation:
         measured, is_after, _ = name.partition("_after")
-        if is_after and isinstance(x, float) and not measured.startswith("unjudged"):
-            before = evaluation.get(f"{measured}_before")
-            text = f"{before:.3f} before, {x:.3f} after" if isinstance(before, float) else f"{x:.3f}"
-            found.append((f"held-out {measured.removeprefix('heldout_').replace('_', ' ')}", text))
+        if is_after and not measured.endswith("_error") and not measured.startswith("unjudged"):
+            both = [_with_interval(evaluation, measured, when) for when in ("before", "after")]
+            text = ", ".join(text for text in both if text)
+            if text:
+                found.append((f"held-out {measured.removeprefix('heldout_').replace('_', ' ')}", text))
     return found
+
+
+def _with_interval(evaluation: Mapping[str, Any], name: str, when: str) -> str:
+    """ "0.253 ± 0.045 after"."""
+    mean, error = evaluation.get(f"{name}_{when}"), evaluation.get(f"{name}_error_{when}")
+    if not isinstance(mean, float):
+        return ""
+    return f"{mean:.3f} ± {1.96 * error:.3f} {when}" if isinstance(error, float) else f"{mean:.3f} {when}"
 
 
 def _first_and_last(rows: list[dict[str, Any]]) -> list[tuple[str, str]]:

@@ -47,6 +47,9 @@ class RunOptions:
     """Also log metrics to these trackers: tensorboard, wandb, mlflow, trackio, ..."""
     report_seconds: float = 120.0
     """Seconds between two writes of report.html while the run goes on. 0: it is written at the end only."""
+    profile_steps: tuple[int, ...] = ()
+    """Steps to profile, as in --profile_steps 3 4. Every rank writes a trace and tables of where the time went to
+    profile/ in the run's directory."""
     watchdog: float = 600.0
     """Print what every rank is doing when a rank has been in one phase for this many seconds. 0: never."""
     threads: int = 1

@@ -118,6 +118,7 @@ class PolicySampler:
         self.judge = Judge(task.reward, threads=cfg.reward_threads)
         self.generate = generate or rollout.generate
         self.saved = SavedRollouts(cfg, engine) if getattr(cfg, "from_rollouts", "") else None
+        self.evaluating = False
         self.equal_steps = 0
         self.said: set[str] = set()
 
@@ -164,13 +165,20 @@ class PolicySampler:
         self.run.phase("reward" if phase == "generate" else phase)  # the rewards that are not there yet
         rewards, parts, seconds = self.judge.result()
         answers = Answers(generated, rewards, parts, prompts.skipped, self.judge.reasons, seconds)
-        record_draw(self.run, self.engine, prompts.samples, sampling, phase, generated, rewards)
+        self._record(prompts, sampling, phase, generated, rewards)
         return answers
 
     @property
     def _reads_rollouts(self) -> bool:
-        """Evaluation before and after training samples, whatever training reads."""
-        return self.saved is not None and self.run.running_step is not None
+        """Evaluation samples, whatever training reads."""
+        return self.saved is not None and self.run.running_step is not None and not self.evaluating
+
+    def _record(
+        self, prompts: Prompts, sampling: Sampling, phase: str, generated: list[Sample], rewards: Tensor
+    ) -> None:
+        """Keep what a step trains on, if the engine records."""
+        if not self.evaluating:
+            record_draw(self.run, self.engine, prompts.samples, sampling, phase, generated, rewards)
 
     def _saved_answers(self, prompts: Prompts, sampling: Sampling, phase: str) -> Answers:
         assert self.saved is not None and self.run.running_step is not None
@@ -184,7 +192,7 @@ class PolicySampler:
                 self.judge.submit(i, group)
             return self._judged(prompts, sampling, phase, generated)
         rewards = torch.tensor([sample.reward for sample in generated], dtype=torch.float32)
-        record_draw(self.run, self.engine, prompts.samples, sampling, phase, generated, rewards)
+        self._record(prompts, sampling, phase, generated, rewards)
         return Answers(generated, rewards, skipped=prompts.skipped)
 
     def answer(self, prompts: Prompts, sampling: Sampling, n: int = 1, *, phase: str = "generate") -> Answers:
@@ -288,11 +296,13 @@ class PolicySampler:
         """
         if is_replay():
             return []
+        self.evaluating = True
         answered = replace(prompts, samples=[prompt for prompt in prompts.samples if prompt.token_ids])
         answers = self.greedy(answered) if self.cfg.max_new_tokens else Answers()
         if problem := self._heldout_problem(answers):
             self.run.stop(f"held-out {problem}")
         found = accuracy(answers, self.engine.global_sum) | self._sampled_heldout(answered) | measured
+        self.evaluating = False
         if when != "after":  # those are shown by `finish`
             self._keep_heldout(answers.judged, 0 if when == "before" else self.run.step + 1)
         counts = {"rows": len(prompts.samples), "skipped": len(prompts.skipped)}

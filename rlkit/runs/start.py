@@ -19,6 +19,7 @@ import torch.distributed as dist
 from torch.distributed.elastic.multiprocessing.errors import record
 
 from rlkit.engines.distributed import init_distributed
+from rlkit.profiling import StepProfiler
 from rlkit.report import write_page
 from rlkit.rollout.servers.claim import claim_servers
 from rlkit.runs.directory import check_resumed_options, claim_directory, decided_by_rank_0
@@ -102,5 +103,6 @@ def start_run(recipe: str, cfg: RunOptions, task: str, *, starts_servers: bool =
         trackers=cfg.trackers,
         write_page=page,
         page_seconds=seconds,
+        profiler=StepProfiler(out / "profile", cfg.profile_steps, dist.get_rank()) if cfg.profile_steps else None,
         watchdog=cfg.watchdog,
     )

@@ -98,12 +98,12 @@ def test_the_page_of_any_evaluation(content, run):
 
 def test_a_run_closes_with_any_samples(run, capsys):
     run.log(1, {"reward/mean": 0.75})
-    run.log_evaluation(accuracy_before=0.25, accuracy_after=0.5)
+    run.log_evaluation(accuracy_before=0.25, accuracy_after=0.5, accuracy_error_after=0.1)
     run.trackers = [SimpleNamespace(finish=lambda: 1 / 0, name="broken", log=lambda *_, **__: None)]
     checkpoints.finish(SimpleNamespace(steps=1), run, list(SAMPLES.values()))
     said = capsys.readouterr().out
     assert re.search(r"reward/mean +0.5 in the first step, 0.75 in the last", said)
-    assert re.search(r"held-out accuracy +0.250 before, 0.500 after", said)
+    assert re.search(r"held-out accuracy +0.250 before, 0.500 ± 0.196 after", said)
     assert re.search(rf"{run.out / 'report.html'} +open it", said) and "answers.jsonl" not in said
     assert "results:" in said and "tracker" in said and "ZeroDivisionError" in said
     assert "What is it?" in (run.out / "report.html").read_text()

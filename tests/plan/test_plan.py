@@ -31,7 +31,7 @@ def found(tiny_dir, tmp_path_factory):
     large_vocabulary().save_pretrained(config_dir)
     out = out / "plans.json"
     script = [sys.executable, HERE / "on_fake_ranks.py", tiny_dir, config_dir, out]
-    done = subprocess.run(list(map(str, script)), capture_output=True, text=True, timeout=600)
+    done = subprocess.run(list(map(str, script)), capture_output=True, text=True, timeout=1800)
     assert done.returncode == 0, done.stderr[-4000:]
     return json.loads(out.read_text())
 

@@ -23,7 +23,8 @@ SMALL = ["--task", "helpers:seen_shortly", "--prompts_per_step", 4, "--group_siz
 def saved(warm_dir, tmp_path_factory):  # noqa: F811
     """Two steps of GRPO with a checkpoint after the first one."""
     out = tmp_path_factory.mktemp("saved") / "run"
-    run_here("grpo_vlm", "--model", warm_dir, "--out", out, "--steps", 2, "--save_every", 1, *SMALL, "--save_rollouts")
+    options = ["--steps", 2, "--save_every", 1, "--evaluate_every", 1, *SMALL, "--save_rollouts"]
+    run_here("grpo_vlm", "--model", warm_dir, "--out", out, *options)
     return out
 
 
@@ -96,7 +97,7 @@ def test_training_on_saved_rollouts_is_the_same_run(saved, warm_dir, tmp_path, m
     monkeypatch.setattr(HfRollout, "generate", no_sampling)
     source = saved / "rollouts"
     common = ["grpo_vlm", "--model", warm_dir, "--from_rollouts", source, *SMALL]
-    run_here(*common, "--out", tmp_path / "again", "--steps", 2)
+    run_here(*common, "--out", tmp_path / "again", "--steps", 2, "--evaluate_every", 1)
     assert numbers(tmp_path / "again") == numbers(saved)
     with pytest.raises(
         SystemExit, match=r"from_rollouts .*: expected a bundle of each of the 3 steps .*, got 2 bundles"

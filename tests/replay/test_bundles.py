@@ -108,6 +108,13 @@ def test_ranks_are_read_together(tmp_path, bundle):
     (tmp_path / "rank_1.json").unlink()
     with pytest.raises(ValueError, match=r"bundle .*: expected a folder with rank_1.json, got none"):
         read_bundle(tmp_path)
+    with pytest.raises(ValueError, match="bundle '/nowhere': expected a folder with rank_0.json, got none"):
+        read_bundle("/nowhere")
+
+
+def test_a_bundle_is_named_by_its_folder_or_a_file_of_it(tmp_path, bundle):
+    write_bundle(tmp_path, bundle)
+    assert read_bundle(tmp_path / "rank_0.json").step == read_bundle(str(tmp_path)).step == 3
 
 
 @pytest.mark.parametrize(

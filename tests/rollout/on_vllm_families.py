@@ -80,8 +80,9 @@ def seeing(family, reader):
         rope["mrope_interleaved"] = text["norm_topk_prob"] = True
     vision |= {"out_hidden_size": 64} if "out_hidden_size" in vision else {}
     vision |= {"hidden_size": 64} if family == "qwen2_vl" else {}
-    if family == "gemma4":  # published configs have it
-        vision["default_output_length"] = 70
+    if family == "gemma4":
+        vision["default_output_length"] = 70  # published configs have it
+        del text["per_layer_config"]  # made from global_head_dim
     config = {name: value for name, value in config.items() if name != "model_type"} | {"text_config": text}
     config = AutoConfig.for_model(family, **config)
     return seeded(lambda: AutoModelForImageTextToText.from_config(config, dtype=torch.float32))

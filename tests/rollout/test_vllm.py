@@ -28,10 +28,10 @@ TOLERANCE = 1e-5
 FAMILIES = [
     "internvl", "llava", "smolvlm", "idefics3", "glm4v", "glm4v_moe", "qwen2_vl", "qwen3_vl_moe",
     "llama", "mistral", "qwen3", "qwen2_moe", "gemma2", "gemma3_text", "mixtral", "gpt2",
-    "deepseek_v3", "ernie4_5_moe", "gemma4_text",
+    "deepseek_v3", "gemma4",
 ]  # fmt: skip
 # the rest runs by `make families`
-MORE_FAMILIES = ["ernie4_5", "falcon_h1", "glm4_moe", "ministral3"]
+MORE_FAMILIES = ["ernie4_5", "ernie4_5_moe", "falcon_h1", "gemma4_text", "glm4_moe", "ministral3"]
 BFLOAT16 = ["qwen3_5", "qwen3_next"]  # vLLM's kernel for the gated delta rule has no other dtype on a CPU
 MORE_BFLOAT16 = ["qwen3_5_moe"]
 BFLOAT16_TOLERANCE = 0.08

@@ -214,9 +214,9 @@ def test_lora_moves_adapters_alone_and_merges(family):
     trained.train_batch(batch(family), loss_fn)
     after = parameters(trained)
     moved = {name for name in after if not torch.equal(after[name], before[name])}
-    towers = encoder_modules(base.get_base_model())
+    encoders = encoder_modules(base.get_base_model())
     assert moved and all(".lora_B." in name for name in moved)
-    assert not [name for name in moved if any(f".{tower}." in name for tower in towers)]
+    assert not [name for name in moved if any(f".{tower}." in name for tower in encoders)]
     adapted = trained.infer_batch(batch(family))["logprobs"]
     assert (adapted - plain).abs().max() > 1e-4
     with trained.disable_adapter():
