@@ -78,7 +78,7 @@ OWN = {
     "rlkit.doctor": {"rlkit"},  # programs that check what a run would use
     "rlkit.data.__main__": {"rlkit"},
     "rlkit.profiling": set(),
-    "rlkit.tracking": set(),
+    "rlkit.tracking": {"rlkit.tracking"},
     "rlkit.report": {"rlkit.report", "rlkit.tracking"},
     "rlkit.plugins": {"rlkit.plugins", "rlkit.losses", "rlkit.advantages"},  # imported by nothing
     "rlkit.runs": {"rlkit"},  # what recipes share stands above all rooms: nothing but recipes imports it

@@ -13,11 +13,10 @@ from rlkit.tracking import (
     SAMPLES,
     Run,
     peak_flops,
-    progress_bar,
     rates,
     read_metrics,
-    show_phase,
 )
+from rlkit.tracking.status import progress_bar, show_phase
 
 # --- Run
 
@@ -97,7 +96,7 @@ def test_only_the_writer_writes(tmp_path):
 
 def test_phases_are_timed(tmp_path, monkeypatch):
     clock = iter([0.0, 5.0, 7.0, 8.0, 8.5, 10.0, 10.0, 13.0])
-    monkeypatch.setattr("rlkit.tracking.time.perf_counter", lambda: next(clock))
+    monkeypatch.setattr("rlkit.tracking.run.time.perf_counter", lambda: next(clock))
     run = Run(tmp_path, {})  # at 0
     run.phase("generate")  # at 5: setting up is no part of a step
     run.phase("train")  # at 7
@@ -121,13 +120,13 @@ def test_peak_memory_of_each_phase(tmp_path, monkeypatch):
     run.log(0, {})
     assert not any(name.startswith("memory/") for name in read_metrics(tmp_path / "metrics.jsonl")[0])
     peaks = iter([3.0, 5.0, 2.0])  # of generate, train, generate
-    monkeypatch.setattr("rlkit.tracking.gpu_peak", lambda: next(peaks))
+    monkeypatch.setattr("rlkit.tracking.run.gpu_peak", lambda: next(peaks))
     for phase in ("train", "generate"):
         run.phase(phase)
     run.log(1, {})
     row = read_metrics(tmp_path / "metrics.jsonl")[1]
     assert row["memory/generate"] == 3.0 and row["memory/train"] == 5.0
-    monkeypatch.setattr("rlkit.tracking.gpu_peak", lambda: 1.5)
+    monkeypatch.setattr("rlkit.tracking.run.gpu_peak", lambda: 1.5)
     run.phase("train")
     run.log(2, {})
     assert read_metrics(tmp_path / "metrics.jsonl")[2]["memory/train"] == 1.5
@@ -253,7 +252,7 @@ def test_the_page_is_written_by_time_in_a_thread(tmp_path, monkeypatch):
         written.append(clock[0])
         go_on.wait(60)
 
-    monkeypatch.setattr("rlkit.tracking.time.monotonic", lambda: clock[0])
+    monkeypatch.setattr("rlkit.tracking.run.time.monotonic", lambda: clock[0])
     run = Run(tmp_path, {}, write_page=write, page_seconds=60)
 
     def log_at(*seconds, finished):

@@ -1,0 +1,32 @@
+"""Logging of a run: a directory of plain files, written while it runs, and optional experiment trackers.
+
+run = Run(out, asdict(cfg), trackers=("tensorboard", "wandb"), watchdog=600)
+for step in range(steps):
+    run.phase("generate")
+    ...
+    run.phase("train")
+    ...
+    run.log(step, {"reward/mean": mean, "tokens": tokens, "flops": flops})     # time/generate, time/train, ... too
+run.close()
+"""
+
+from rlkit.tracking.files import CONFIG, EVAL, METRICS, PHASES, SAMPLES, read_metrics, read_object, versions
+from rlkit.tracking.run import Run
+from rlkit.tracking.throughput import PEAK_FLOPS, peak_flops, rates
+from rlkit.tracking.watchdog import describe_waits
+
+__all__ = [
+    "CONFIG",
+    "EVAL",
+    "METRICS",
+    "PEAK_FLOPS",
+    "PHASES",
+    "Run",
+    "SAMPLES",
+    "describe_waits",
+    "peak_flops",
+    "rates",
+    "read_metrics",
+    "read_object",
+    "versions",
+]

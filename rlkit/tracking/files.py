@@ -1,0 +1,60 @@
+"""The files of a run: their names, reading and writing them."""
+
+from __future__ import annotations
+
+import json
+import platform
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+CONFIG, METRICS, EVAL, PHASES = "config.json", "metrics.jsonl", "eval.json", "phases"
+SAMPLES = "samples.jsonl"  # of rlkit.report.answers
+
+
+def keep_earlier_config(out: Path) -> None:
+    """Renames the config.json of an earlier start to config-1.json, config-2.json, ..."""
+    if (out / CONFIG).exists():
+        earlier = len(list(out.glob("config-*.json")))
+        (out / CONFIG).rename(out / f"config-{earlier + 1}.json")
+
+
+def read_metrics(path: str | Path) -> list[dict[str, Any]]:
+    """The rows of a metrics.jsonl. Lines that are no object with a whole number as `step` are left out: one that was
+    cut short by a kill, say."""
+    rows = []
+    for line in Path(path).read_text(encoding="utf-8", errors="replace").split("\n"):
+        try:
+            row = json.loads(line)
+        except (ValueError, RecursionError):
+            continue
+        if isinstance(row, dict) and isinstance(row.get("step"), int):
+            rows.append(row)
+    return rows
+
+
+def read_object(path: Path) -> dict[str, Any]:
+    """The object in a JSON file; an empty one where there is no such file, or it holds something else."""
+    try:
+        found = json.loads(path.read_text(encoding="utf-8", errors="replace"))
+    except (OSError, ValueError, RecursionError):
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+def versions() -> dict[str, str]:
+    """Versions of Python and of the packages that influence a run."""
+    found = {"python": platform.python_version()}
+    for name in ("rlkit-vlm", "torch", "transformers", "vllm", "peft", "flash-attn"):
+        try:
+            found[name] = version(name)
+        except PackageNotFoundError:
+            continue
+    return found
+
+
+def replace_file(path: Path, text: str) -> None:
+    """Writes a file atomically."""
+    part = path.with_name(path.name + ".part")
+    part.write_text(text)
+    part.replace(path)

@@ -1,0 +1,295 @@
+"""The directory of a run, written while it runs."""
+
+from __future__ import annotations
+
+import faulthandler
+import json
+import os
+import signal
+import socket
+import sys
+import threading
+import time
+import weakref
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any, NoReturn
+
+from rlkit.tracking.files import (
+    CONFIG,
+    EVAL,
+    METRICS,
+    PHASES,
+    SAMPLES,
+    keep_earlier_config,
+    read_metrics,
+    read_object,
+    replace_file,
+    versions,
+)
+from rlkit.tracking.status import progress_bar, show_phase
+from rlkit.tracking.throughput import gpu_peak, peak_flops_of_all_ranks, rates
+from rlkit.tracking.trackers import start_trackers
+from rlkit.tracking.watchdog import watch
+
+
+class Run:
+    """Writes a run's directory: `config.json`, `metrics.jsonl` (one object a step) and `eval.json`.
+
+    Only one process writes; on the others `log` and `log_evaluation` do nothing. A rank is always
+    in a named phase, such as "generate": the seconds of each phase are logged, and a watchdog prints where ranks wait.
+
+    Args:
+        out: the directory; `rlkit.runs.claim_directory` finds one that no other run is writing to.
+        config: the options of this start. The config of an earlier start in the directory is kept as config-1.json, ...
+        name: of the run, for titles; the directory's name by default.
+        writes: whether this process writes.
+        trackers: also log metrics to these trackers of accelerate: tensorboard, wandb, mlflow, trackio, ..., or one
+            registered with it. A resumed run starts a new run in the tracker.
+        write_page: called in a thread by `log`, at the first step and then every `page_seconds`: it writes the page of
+            the run that is going on. A call that fails is reported, and does not end the run.
+        page_seconds: 0: `write_page` is never called.
+        profiler: e.g. rlkit.profiling.StepProfiler; it is told of steps and phases.
+        watchdog: when a rank has been in one phase for this many seconds, print the phases of all ranks, and again
+            after the same time; and name a rank that does not respond for half a minute. The run continues. 0: never.
+            The watchdog reads files in `out` and contacts no other process; the lowest rank whose process responds
+            prints. `kill -USR1 <pid>` prints the stacks of a process.
+
+    Raises:
+        ValueError: a tracker that is not known or not installed.
+    """
+
+    def __init__(
+        self,
+        out: str | Path,
+        config: Mapping[str, Any],
+        *,
+        name: str = "",
+        writes: bool = True,
+        trackers: Sequence[str] = (),
+        write_page: Callable[[], Any] | None = None,
+        page_seconds: float = 0.0,
+        profiler: Any = None,
+        watchdog: float = 0.0,
+    ) -> None:
+        self.out, self.writes, self.name = Path(out), writes, name or Path(out).name
+        self.started = time.monotonic()
+        self.progress: Any = None
+        self.heldout_status = ""  # the newest held-out accuracy or loss, for the line of status
+        self.current_step = ""  # for messages
+        self.running_step: int | None = None  # None before the first step, and after the last
+        config = {**config, "versions": versions()}
+        self.trackers = start_trackers(trackers, self.out, config) if writes else []
+        if writes:
+            self.out.mkdir(parents=True, exist_ok=True)
+            keep_earlier_config(self.out)
+            self._write(CONFIG, config)
+        self.step = 0  # the last step that was logged
+        self.skipped_in_a_row = 0  # steps up to the last that was logged
+        self.peak = peak_flops_of_all_ranks()
+        self.write_page, self.page_seconds, self.profiler = write_page, page_seconds, profiler
+        self._page_writer: threading.Thread | None = None
+        self._page_due = 0.0
+        self._answers: list[Mapping[str, Any]] = []
+        self._times: dict[str, float] = defaultdict(float)
+        self._memory: dict[str, float] = defaultdict(float)
+        self._phase, self._since = "set_up", time.perf_counter()
+        self._stop = threading.Event()
+        self._file: Path | None = None
+        if watchdog:
+            self._file = self.out / PHASES / os.environ.get("RANK", "0")
+            self._file.parent.mkdir(parents=True, exist_ok=True)
+            self._write_phase()
+            if hasattr(faulthandler, "register"):  # not on Windows
+                faulthandler.register(signal.SIGUSR1, file=sys.__stderr__ or 2)
+            arguments = (weakref.ref(self), self._stop, self._file, watchdog)
+            threading.Thread(target=watch, args=arguments, daemon=True, name="watchdog").start()
+
+    def drop_metrics_from(self, step: int) -> None:
+        """Removes metrics and kept answers of `step` and later ones; a resumed run logs them again.
+
+        Answers to held-out prompts after `step` finished steps are not logged again, and stay.
+        """
+        if not self.writes:
+            return
+        for path in (self.out / METRICS, self.out / SAMPLES):
+            if path.exists() or path.name == METRICS:
+                rows = read_metrics(path) if path.exists() else []
+                kept = [row for row in rows if row["step"] < step + (row.get("kind") == "held-out")]
+                replace_file(path, "".join(json.dumps(row) + "\n" for row in kept))
+
+    def steps(self, start: int, stop: int, *, unit: str = "step") -> Iterator[int]:
+        """The numbers from `start` to `stop` - 1, with a progress bar; removes metrics logged for them earlier."""
+        self.drop_metrics_from(start)
+        self.step = start - 1
+        self.progress = progress_bar(start, stop, unit=unit, show=self.writes)
+        try:
+            for step in range(start, stop):
+                self.current_step, self.running_step = f"{unit} {step}: ", step
+                with self.profiler.step(step, self._phase) if self.profiler else nullcontext():
+                    yield step
+                self.progress.update()
+        finally:
+            self.progress.close()
+            self.progress, self.current_step, self.running_step = None, "", None
+
+    def print(self, text: str) -> None:
+        """Prints a line, above the progress bar if there is one. Half a character of a surrogate pair is escaped."""
+        text = text.encode("utf-8", "backslashreplace").decode()
+        if self.progress is None:
+            print(text, flush=True)
+        else:
+            self.progress.write(text)
+
+    def stop(self, reason: str) -> NoReturn:
+        """Ends the process with an error message; saved files stay."""
+        sys.exit(f"{self.name}: {self.current_step}{reason}")
+
+    def phase(self, name: str) -> None:
+        """Enters the phase `name`. The seconds in the previous phase go into the next row, as `time/<phase>`."""
+        now, peak = time.perf_counter(), gpu_peak()
+        if self._phase != "set_up":
+            self._times[f"time/{self._phase}"] += now - self._since
+            self._memory[f"memory/{self._phase}"] = max(self._memory[f"memory/{self._phase}"], peak)
+        self._phase, self._since = name, now
+        if self.profiler:
+            self.profiler.phase(name)
+        self._write_phase()
+        if self.progress is not None:
+            show_phase(self.progress, name)
+
+    def keep_answers(self, records: Sequence[Mapping[str, Any]]) -> None:
+        """Answers that the next `log` writes to samples.jsonl; see rlkit.report.answers."""
+        self._answers += records
+
+    def log(self, step: int, metrics: Mapping[str, Any], *, show: Mapping[str, str] | None = None) -> None:
+        """Writes one line of `metrics.jsonl`, with these metrics and timings, and sends it to the trackers.
+
+        `time/<phase>` are the seconds of this rank since the last line. From `tokens` follows `time/tokens_per_second`,
+        over all phases but evaluation and checkpoints. From `flops` (of the phase "train", see rlkit.engines.flops)
+        follow `time/train_flops_per_second` and, for known GPUs, `time/mfu`, the share of the peak of all ranks. Every
+        metric that depends on the clock is named `time/...`; all others are reproducible.
+
+        `memory/<phase>` is the peak in GiB that torch allocated on this rank's GPU; there is none without a GPU.
+
+        `skipped_in_a_row` counts the last steps in which an engine skipped every update: its `skipped_steps`.
+
+        Args:
+            step: number of the step.
+            metrics: by name.
+            show: metrics to show in the line of status, by a short name: {"reward": "reward/mean"}.
+        """
+        skipped = any(x >= 1 for name, x in metrics.items() if name.rpartition("/")[2] == "skipped_steps")
+        self.skipped_in_a_row = self.skipped_in_a_row + 1 if skipped else 0
+        self.phase(self._phase)
+        times, self._times, self.step = dict(self._times), defaultdict(float), step
+        memory, self._memory = {name: x for name, x in self._memory.items() if x}, defaultdict(float)
+        row = {**metrics, **times, **memory, **rates(metrics, times, self.peak)}
+        if self.writes:
+            self._append(METRICS, [{"step": step, **row}])
+            self._append(SAMPLES, [{**record, "step": step} for record in self._answers])
+            self._write_page_if_due()
+        self._log_answers_to_trackers()
+        self._answers = []
+        if self.progress is not None:
+            self.progress.set_postfix_str(self._status(row, show or {}), refresh=False)
+        self._log_to_trackers(row)
+
+    def _status(self, row: Mapping[str, Any], show: Mapping[str, str]) -> str:
+        """ "reward 0.244, held-out accuracy 0.6, 1,240 tokens/s"."""
+        shown = [f"{short} {row[name]:.3g}" for short, name in show.items() if name in row]
+        speed = row.get("time/tokens_per_second")
+        return ", ".join([*shown, *filter(None, [self.heldout_status]), *([f"{speed:,.0f} tokens/s"] if speed else [])])
+
+    def _append(self, name: str, rows: Sequence[Mapping[str, Any]]) -> None:
+        """Adds rows to a .jsonl file. The run ends with one sentence if there is no room for them."""
+        text = "".join(json.dumps(row) + "\n" for row in rows)
+        try:
+            if text:
+                with (self.out / name).open("a") as file:
+                    file.write(text)
+        except OSError as error:
+            self.stop(f"{self.out / name}: expected room for {len(text)} bytes, got: {error}")
+
+    def _write_page_if_due(self) -> None:
+        """Starts a thread that writes the page, unless one was started less than `page_seconds` ago or still works."""
+        writing = self._page_writer is not None and self._page_writer.is_alive()
+        if self.write_page is None or not self.page_seconds or writing or time.monotonic() < self._page_due:
+            return
+        self._page_due = time.monotonic() + self.page_seconds
+        self._page_writer = threading.Thread(target=self._write_page_in_thread, daemon=True, name="page")
+        self._page_writer.start()
+
+    def _write_page_in_thread(self) -> None:
+        assert self.write_page is not None
+        try:
+            self.write_page()
+        except Exception as error:  # the run is worth more than its page
+            self.print(f"page of the run: could not be written: {type(error).__name__}: {error}")
+
+    def log_evaluation(self, **results: Any) -> dict[str, Any]:
+        """Adds results to `eval.json` and returns its whole content.
+
+        Args:
+            results: by name. `evaluations` is a list of what was measured, each with its `step`; trackers get the
+                newest one as `heldout/...`.
+        """
+        newest = {"step": 0, **(results.get("evaluations") or [{}])[-1]}
+        for name, said in (("heldout_loss", "held-out loss"), ("accuracy", "held-out accuracy")):
+            if name in newest:
+                self.heldout_status = f"{said} {newest[name]:.3g}"
+        path = self.out / EVAL
+        merged = {**read_object(path), **results}
+        if self.writes:
+            self._write(EVAL, merged)
+        during = {f"heldout/{name}": x for name, x in newest.items() if name != "step"}
+        self._log_to_trackers({f"eval/{name}": x for name, x in results.items()} | during)
+        return merged
+
+    def close(self) -> None:
+        """Ends the trackers, the watchdog and the writing of pages. All files are complete at any time."""
+        if self._page_writer is not None:
+            self._page_writer.join()
+        for tracker in self.trackers:
+            try:
+                tracker.finish()
+            except Exception as error:  # its server, its disk: the run's own files are complete without it
+                self.print(f"tracker {tracker.name}: could not be closed: {type(error).__name__}: {error}")
+        self.trackers = []
+        self._stop.set()
+        if self._file is not None:
+            self._file.unlink(missing_ok=True)
+            try:
+                self._file.parent.rmdir()  # succeeds on the last rank
+            except OSError:
+                pass
+            self._file = None
+
+    def _write_phase(self) -> None:
+        if self._file is not None:
+            try:
+                replace_file(self._file, f"{time.time()} {os.getpid()} {socket.gethostname()} {self._phase}")
+            except OSError:  # the watchdog is not worth a run
+                pass
+
+    def _log_to_trackers(self, values: Mapping[str, Any]) -> None:
+        numbers = {name: x for name, x in values.items() if isinstance(x, int | float)}
+        for tracker in self.trackers:
+            tracker.log(numbers, step=max(self.step, 0))
+
+    def _log_answers_to_trackers(self) -> None:
+        """Kept answers as a table, in trackers that have tables: of accelerate's, wandb and clearml."""
+        columns = ["step", "question", "expected", "answer", "reward"]
+        rows = [
+            [self.step, record["question"], record["expected"], answer["text"], answer["reward"]]
+            for record in self._answers
+            for answer in record["answers"]
+        ]
+        for tracker in self.trackers if rows else ():
+            if hasattr(tracker, "log_table"):
+                tracker.log_table("answers", columns=columns, data=rows, step=self.step)
+
+    def _write(self, name: str, content: Mapping[str, Any]) -> None:
+        replace_file(self.out / name, json.dumps(content, indent=1, default=str) + "\n")

@@ -1,0 +1,92 @@
+"""Tokens per second, model FLOPs utilisation and peak memory."""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Mapping
+from typing import Any
+
+PHASES_OUTSIDE_STEPS = ("time/evaluate", "time/checkpoint")  # do not count in tokens per second
+
+# Dense bfloat16 FLOP/s of one GPU, from the vendors' data sheets (V100: float16, as it has no bfloat16).
+# The first key whose words are in the device's name (in upper case) counts: "H100 PCIE" before "H100".
+PEAK_FLOPS = {
+    "H100 PCIE": 756e12,
+    "H100 NVL": 835e12,
+    "H100": 989.4e12,
+    "H800 PCIE": 756e12,
+    "H800": 989.4e12,
+    "GH200": 989.4e12,
+    "H200 NVL": 835e12,
+    "H200": 989.4e12,
+    "H20": 148e12,
+    "GB200": 2500e12,
+    "B200": 2250e12,
+    "A100": 312e12,
+    "A800": 312e12,
+    "A10": 125e12,
+    "A30": 165e12,
+    "A40": 149.7e12,
+    "L40S": 362e12,
+    "L40": 181e12,
+    "L4": 121e12,
+    "V100": 125e12,
+    "RTX 4090": 165.2e12,
+    "RTX 3090": 71e12,
+    "MI325X": 1307.4e12,
+    "MI300X": 1307.4e12,
+    "MI250X": 383e12,
+}
+
+
+def rates(metrics: Mapping[str, Any], times: Mapping[str, float], peak: float | None) -> dict[str, float]:
+    """Tokens per second, FLOP/s, and model FLOPs utilisation (MFU).
+
+    tokens / step seconds; flops / train seconds; flops / (train seconds * peak). MFU is defined as in PaLM
+    (https://arxiv.org/abs/2204.02311, appendix B), without the FLOPs of recomputation.
+
+    Args:
+        metrics: of a step; `tokens` and `flops` are sums over all ranks; `flops` is nan if unknown.
+        times: seconds by phase, `time/train` among them.
+        peak: FLOP/s of all ranks together; None if unknown.
+    """
+    found = {}
+    seconds = sum(x for name, x in times.items() if name not in PHASES_OUTSIDE_STEPS)
+    if "tokens" in metrics and seconds:
+        found["time/tokens_per_second"] = metrics["tokens"] / seconds
+    if times.get("time/train") and math.isfinite(metrics.get("flops", math.nan)):
+        found["time/train_flops_per_second"] = metrics["flops"] / times["time/train"]
+        if peak:
+            found["time/mfu"] = found["time/train_flops_per_second"] / peak
+    return found
+
+
+def peak_flops(device: str) -> float | None:
+    """Dense bfloat16 FLOP/s of a GPU, by its name from `torch.cuda.get_device_name`; None for an unknown GPU."""
+    words = f" {device.upper().replace('-', ' ')} "
+    return next((peak for name, peak in PEAK_FLOPS.items() if f" {name} " in words), None)
+
+
+def peak_flops_of_all_ranks() -> float | None:
+    """`peak_flops` of this rank's GPU times the number of ranks; None without a GPU, or with an unknown one."""
+    import torch
+
+    if not torch.cuda.is_available():
+        return None
+    peak = peak_flops(torch.cuda.get_device_name())
+    return None if peak is None else peak * int(os.environ.get("WORLD_SIZE", 1))
+
+
+def gpu_peak() -> float:
+    """GiB that torch had allocated at most on this rank's GPU since the last call; 0 without a GPU.
+
+    What others allocate is not counted: NCCL, CUDA itself, and a sampler with an allocator of its own.
+    """
+    import torch
+
+    if not torch.cuda.is_available():
+        return 0.0
+    peak = torch.cuda.max_memory_allocated() / 2**30
+    torch.cuda.reset_peak_memory_stats()
+    return peak
