@@ -115,16 +115,24 @@ def ranks():
         pool.close()
 
 
+async def until(condition, seconds=20):
+    """Wait for a condition, however busy the machine is."""
+    end = time.monotonic() + seconds
+    while not condition() and time.monotonic() < end:
+        await asyncio.sleep(0.01)
+
+
 @pytest.mark.parametrize(("per_rank", "most"), [(1, 1), (2, 1), (4, 2)])
 def test_ranks_share_out_their_requests_over_all_servers(ranks, per_rank, most):
     """Four ranks, eight servers: with a count of its own and the same order, each rank began with the first server."""
-    busy, peaks, lock = Counter(), Counter(), threading.Lock()
+    busy, peaks, requested, lock = Counter(), Counter(), [], threading.Lock()
 
     async def attempt(server, job):
         with lock:
             busy[server.url] += 1
             peaks[server.url] = max(peaks[server.url], busy[server.url])
-        await asyncio.sleep(0.2)
+            requested.append(job)
+        await until(lambda: len(requested) == 4 * per_rank)
         with lock:
             busy[server.url] -= 1
 
@@ -141,7 +149,8 @@ def test_a_server_with_short_answers_takes_what_waits(ranks):
     done = Counter()
 
     async def attempt(server, job):
-        await asyncio.sleep(1.0 if server.url.endswith("9000") else 0.02)
+        if server.url.endswith("9000"):
+            await until(lambda: done["http://127.0.0.1:9001"] == 7)
         done[server.url] += 1
 
     pools = ranks(2, 2, max_sequences=1)
