@@ -17,6 +17,7 @@ How it differs from the paper (InstructGPT, https://arxiv.org/abs/2203.02155, se
 """
 
 from dataclasses import dataclass
+from functools import partial
 
 from rlkit import runs
 from rlkit.data import collate, load_chats, step_rows
@@ -34,7 +35,7 @@ def loss_fn(out, mb):
     return token_mean(-out.logprobs, mb.mask, mb.total_tokens), {}
 
 
-def evaluate(when: str, run, engine, sampler, chats):
+def evaluate_chats(when: str, run, engine, sampler, chats):
     """Loss of held-out chats and accuracy of greedy answers; returns these answers."""
     run.phase("evaluate")
     batch = collate(chats.sequences)
@@ -54,8 +55,9 @@ def main(cfg: Config) -> None:
     sampler = runs.PolicySampler(cfg, run, task, processor, engine, rollout)
     encode = runs.chat_encoder(cfg, run, path, processor, engine)
     heldout = encode(enumerate(task.heldout))
+    evaluate = partial(evaluate_chats, run=run, engine=engine, sampler=sampler, chats=heldout)
     if start == 0:
-        evaluate("before", run, engine, sampler, heldout)
+        evaluate("before")
     for step in run.steps(start, cfg.steps):
         run.phase("encode")
         chats = encode(step_rows(task.train, step, cfg.prompts_per_step, cfg.seed))
@@ -71,8 +73,7 @@ def main(cfg: Config) -> None:
         if runs.evaluate_every(cfg, run, step, evaluate, engine):
             break
 
-    answers = evaluate("after", run, engine, sampler, heldout)
-    runs.finish(cfg, run, answers, model=engine)
+    runs.finish(cfg, run, evaluate("after"), model=engine)
 
 
 if __name__ == "__main__":

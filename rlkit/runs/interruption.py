@@ -84,7 +84,7 @@ def _on_signal(number: int, frame: Any) -> None:
     if not in_step or (is_ctrl_c and len(_signals) > 1):
         raise interrupted()
     if len(_signals) == 1 and os.environ.get("RANK", "0") == "0":
-        again = "; Ctrl-C again: at once, without" if is_ctrl_c else ""
+        again = "; press Ctrl-C again to end at once, without one" if is_ctrl_c else ""
         text = f"\n{signal.Signals(number).name}: the run ends after this step, with a checkpoint{again}\n"
         os.write(2, text.encode())  # print may be in the middle of a line
 

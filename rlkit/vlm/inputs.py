@@ -180,6 +180,8 @@ def _vision_contents(one: Mapping[str, Tensor], config: Any) -> list[_VisionCont
         return []
     if (spec := position_spec(config)) is not None:
         return _contents_from_grids(one, spec, config.model_type in PATCH_ROW_FAMILIES)
+    if (tokens := _tokens_of_each_image(one, config)) is not None:
+        return [_VisionContent("image", config.image_token_id, len(tokens), sum(tokens))]
     pixels = one.get("pixel_values")
     images = (
         0
@@ -190,6 +192,25 @@ def _vision_contents(one: Mapping[str, Tensor], config: Any) -> list[_VisionCont
     )
     per_image = tokens_per_image(config)
     return [_VisionContent("image", config.image_token_id, images, images * per_image if per_image else None)]
+
+
+def _tokens_of_each_image(one: Mapping[str, Tensor], config: Any) -> list[int] | None:
+    """Placeholder tokens of each image, in families that describe its size beside its pixels; None for others."""
+    family, vision = config.model_type, config.vision_config
+    if family not in ("gemma4", "lfm2_vl", "mistral3", "kimi_k25"):
+        return None
+    if not one:
+        return []
+    if family == "gemma4":
+        patches = (one["image_position_ids"] >= 0).all(-1).sum(1)
+        return (patches // vision.pooling_kernel_size**2).tolist()
+    if family == "lfm2_vl":
+        sides, merge = one["spatial_shapes"], [config.downsample_factor] * 2
+    elif family == "mistral3":
+        sides, merge = one["image_sizes"], [vision.patch_size * config.spatial_merge_size] * 2
+    else:
+        sides, merge = one["image_grid_thw"][:, 1:], vision.merge_kernel_size
+    return [math.ceil(height / merge[0]) * math.ceil(width / merge[1]) for height, width in sides.tolist()]
 
 
 def _contents_from_grids(one: Mapping[str, Tensor], spec: Rope3DSpec, in_patches: bool) -> list[_VisionContent]:

@@ -197,6 +197,7 @@ def engine_for(backend, kind, **options):
         max_grad_norm=0.5,
         **({} if kind == "value" else {"temperature": 1.3, "suppressed_token_ids": torch.tensor(SUPPRESSED)}),
         **({"router_replay": True} if kind == "routed" else {}),
+        **({"keep_gradients": True} if backend == "fsdp2" else {}),
         **options,
     )
 

@@ -4,6 +4,7 @@ import functools
 import importlib.util
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -82,6 +83,16 @@ def launch(script, *arguments, ranks=0, fails=False):
 def run(recipe, *arguments, ranks=0, fails=False):
     """As a person would type it."""
     return launch(RECIPES / f"{recipe}.py", *arguments, ranks=ranks, fails=fails)
+
+
+def answers_on_page(out):
+    """The held-out rows that report.html shows after training, each with its images and answers."""
+    data = re.search(r'<script type="application/json" id="data">(.*?)</script>', (out / "report.html").read_text())[1]
+    answers = json.loads(data)["runs"][0]["answers"]
+    heldout = [prompt for prompt in answers["prompts"] if prompt["kind"] == "held-out"]
+    shown = [prompt for prompt in heldout if prompt["step"] == heldout[-1]["step"]]
+    assert all(answers["images"][name].startswith("data:image/") for prompt in shown for name in prompt["images"])
+    return shown
 
 
 @functools.cache

@@ -57,7 +57,7 @@ def test_learns(whole):
     assert [row["step"] for row in rows] == list(range(24))
     assert rows[0]["preference/margin"] == pytest.approx(0, abs=1e-5) and rows[-1]["preference/margin"] > 1
     assert {"loss", "grad_norm", "lr", "tokens", "skipped_rows", "time/encode", "time/train"} <= rows[0].keys()
-    assert (whole / "report.html").read_text().count("<tr class=") == 40
+    assert len(helpers.answers_on_page(whole)) == 40
     assert load_processor(str(whole / "model")).image_processor.merge_size == 2
     assert load_model(str(whole / "model")).num_parameters() > 5e5
 
