@@ -39,8 +39,6 @@ def found(tiny_dir, tmp_path_factory):
 @pytest.mark.parametrize("name", [*(name for name in CASES if name != "ulysses"), "smollm2"])
 def test_planned_bytes_are_what_a_process_takes(found, name):
     """Parameters, gradients and optimizer exactly; peaks are those of torch's allocator, with attention on a CPU."""
-    if name == "smollm2" and isinstance(found[name], str):
-        pytest.skip(found[name])
     planned, taken = found[name]["phases"]["optimizer step"], found[name]["taken"]
     for kind in ("parameters", "gradients", "optimizer"):
         assert planned[kind] == taken[kind] > 0, kind
