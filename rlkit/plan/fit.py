@@ -60,7 +60,7 @@ def make_plan(cfg: Any, roles: Roles, world: int, gpu: Gpu, image_tokens: int | 
         sampler = sampler_memory(cfg, config, rehearsal.workload, rehearsal.parameters, held, gpu)
         taken = {"sampler's weights": sampler.weights, "sampler's cache": sampler.cache}
         if cfg.rollout == "vllm":
-            phases["hand-over"] = {**phases["hand-over"], "sampler's weights": sampler.weights}
+            phases["weight sync"] = {**phases["weight sync"], "sampler's weights": sampler.weights}
         phases["generate"] = {**resident, **{kind: size for kind, size in taken.items() if size}}
     return Plan(rehearsal, sampler, phases, gpu)
 

@@ -183,7 +183,7 @@ def _train(engine: Any, batch: Batch, ledger: Ledger, prefix: str) -> None:
 
 def _send_weights(engine: Any, rollout: str, ledger: Ledger) -> None:
     """Gather all weights as they are gathered for the sampling back end."""
-    ledger.begin("hand-over")
+    ledger.begin("weight sync")
     for weight in engine.get_per_tensor_param(dtype=torch.bfloat16 if rollout == "vllm" else None):
         del weight  # otherwise it would still exist while the next one is gathered
     if rollout == "hf":

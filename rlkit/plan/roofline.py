@@ -88,7 +88,9 @@ def costs(
     if not hasattr(cfg, "rollout"):  # a recipe that does not sample, such as reward_model.py
         return found
     gathered = 4 if cfg.dtype == "float32" and cfg.rollout not in ("hf", "vllm") else HALF  # vLLM's own dtype
-    found["hand-over"] = Cost(memory=2 * gathered * rehearsal.parameters, link=others * gathered * rehearsal.parameters)
+    found["weight sync"] = Cost(
+        memory=2 * gathered * rehearsal.parameters, link=others * gathered * rehearsal.parameters
+    )
     return found
 
 

@@ -37,7 +37,7 @@ def batch(seed=0, b=6, t=7):
 
 
 def totals(function, mask):
-    """The global count that an engine would hand over."""
+    """The global count that an engine would pass."""
     return int(mask.sum()) if function in BY_TOKENS else int(mask.any(1).sum())
 
 

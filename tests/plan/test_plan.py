@@ -60,7 +60,7 @@ def total(phases, name):
 def test_phases_take_what_they_should(found):
     one, lora = found["one_rank"], found["lora"]
     assert list(one["phases"]) == [
-        "load", "reference", "forward and backward", "optimizer step", "hand-over", "generate",
+        "load", "reference", "forward and backward", "optimizer step", "weight sync", "generate",
     ]  # fmt: skip
     assert "reference" not in lora["resident"] and one["resident"]["reference"] == one["resident"]["parameters"]
     assert lora["resident"]["optimizer"] < 0.2 * found["three_ranks"]["resident"]["optimizer"]
@@ -90,7 +90,7 @@ def test_command_prints_tables_and_a_verdict(found):
 
 def test_a_recipe_that_does_not_sample_has_no_weight_sync(found):
     shown = found["commands"]["reward_model"]
-    assert shown["end"] == 0 and "| train |" in shown["printed"] and "hand-over" not in shown["printed"]
+    assert shown["end"] == 0 and "| train |" in shown["printed"] and "weight sync" not in shown["printed"]
 
 
 def test_advice_names_options_with_which_it_fits(found):
