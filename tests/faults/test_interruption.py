@@ -10,10 +10,9 @@ from dataclasses import dataclass
 import pytest
 import torch
 
-from rlkit import tracking
 from rlkit.engines import checkpoint
 from rlkit.runs import RunOptions, resume, run_recipe, save, start_run
-from rlkit.tracking import PHASES, Run, read_metrics
+from rlkit.tracking import PHASES, Run, read_metrics, watchdog
 
 GLOO = "[/third_party/gloo/gloo/transport/tcp/pair.cc:537] Connection closed by peer [127.0.0.1]:1"
 
@@ -148,8 +147,8 @@ def test_a_checkpoint_that_cannot_be_written_is_said_and_is_no_success(end, monk
 
 
 def test_a_rank_that_does_not_respond_is_named(tmp_path, monkeypatch, capfd):
-    monkeypatch.setattr(tracking, "BEAT_SECONDS", 0.05)
-    monkeypatch.setattr(tracking, "SILENT_SECONDS", 0.4)
+    monkeypatch.setattr(watchdog, "BEAT_SECONDS", 0.05)
+    monkeypatch.setattr(watchdog, "SILENT_SECONDS", 0.4)
     monkeypatch.setenv("WORLD_SIZE", "2")
     said = ""
 
