@@ -18,8 +18,8 @@ NAMES = "python_files=test_*.py live_*.py"  # the latter for `make faults` alone
 OWN = "tests/faults/test_reliability_page.py"
 TEXT = """# Reliability: faults and attacks that are tested
 
-Each row is a file of tests that breaks something on purpose, or acts as an attacker. `make faults` runs them all; all but
-the `live_...` are part of `make test` too. The counts are those of pytest. This page is written by
+Each row is a file of tests that breaks something on purpose, or acts as an attacker. `make faults` runs them all; all
+but the `live_...` are part of `make test` too. The counts are those of pytest. This page is written by
 `docs/make_reliability.py`. What is promised, and what is not, is in [SECURITY.md](../SECURITY.md); what to do when your
 own run fails is in [when a run goes wrong](when_a_run_goes_wrong.md).
 
