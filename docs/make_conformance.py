@@ -23,8 +23,9 @@ ADAPTERS = [
 TOP = """# Conformance: does a trainer compute what it says?
 
 The suite compares a trainer's losses and advantages with plain loops, and tries what often goes wrong: splits of a
-batch over micro-batches and ranks, token alignment, values under the mask, denominators, groups of any order and size, the
-gradient of the KL term, temperature, tokens that cannot be sampled, a ratio of 1 on policy. It works for any trainer:
+batch over micro-batches and ranks, token alignment, values under the mask, denominators, groups of any order and
+size, the gradient of the KL term, temperature, tokens that cannot be sampled, a ratio of 1 on policy. It
+works for any trainer:
 
 ```bash
 pytest --pyargs rlkit.conformance --trainer my_adapter:Trainer
