@@ -22,17 +22,18 @@ ADAPTERS = [
 ]
 TOP = """# Conformance: does a trainer compute what it says?
 
-The suite puts a trainer's functions through plain loops and known traps: how a batch is split over micro-batches and
-ranks, which column belongs to which token, what stands under the mask, denominators, groups of any order and size, the
-gradient of the KL term, temperature, tokens that cannot be sampled, a ratio of 1 on policy. It is for any trainer:
+The suite compares a trainer's losses and advantages with plain loops, and tries what often goes wrong: splits of a
+batch over micro-batches and ranks, token alignment, values under the mask, denominators, groups of any order and
+size, the gradient of the KL term, temperature, tokens that cannot be sampled, a ratio of 1 on policy. It
+works for any trainer:
 
 ```bash
 pytest --pyargs rlkit.conformance --trainer my_adapter:Trainer
 ```
 
 In a checkout that is not installed, add `-p rlkit.conformance.plugin`. An adapter is a class with some of the methods
-of `rlkit.conformance.adapter.Adapter`; all tensors are [B, T], and entry t speaks of token t. A method gives the
-trainer what its own loop would give it, and no more:
+of `rlkit.conformance.adapter.Adapter`; all tensors are [B, T], and entry t belongs to token t. A method calls
+the trainer's function with exactly what the trainer's own loop would pass to it:
 
 ```python
 from my_trainer import ppo_loss
@@ -47,11 +48,11 @@ class Trainer:
 
 The result is a matrix. Each check says one of these:
 
-- **as the reference**: the numbers of the plain loop;
-- **choice**: a published or documented alternative, in words; the trainer may also refuse an input;
+- **as the reference** ("yes" in the table): the numbers of the plain loop;
+- **choice**: a published or documented alternative, which a note describes; refusing an input counts as one;
 - **bug**: a number depends on what it should not depend on, or is nan; the test fails;
 - **error**: the trainer or its adapter raised an exception, which says nothing about the trainer by itself;
-- **not provided**: the adapter has no such method.
+- **not provided** ("–"): the adapter has no such method.
 
 Each check has a planted bug that it alone finds (`tests/conformance/test_conformance.py`).
 
@@ -65,7 +66,7 @@ BOTTOM = """
 - The table is about functions with inputs of the suite, on a CPU in float32, with the defaults of each trainer. It says
   nothing about speed, nor about parts that no adapter calls: "–" is not a fault.
 - `masked_nonfinite` and `entropy_of_impossible_tokens` need numbers that are nan or infinite. They come from an
-  overflow, or from a model whose logits are masked with -inf. A trainer that never has any is not hurt by these bugs.
+  overflow, or from a model whose logits are masked with -inf. A run without such numbers is not affected by these bugs.
 - `kl_gradient` is about the KL term in the loss, which is an option everywhere. TRL weights k3 by the ratio
   (`use_bias_correction_kl`, on by default), which makes the gradient exact. So do verl's `low_var_kl+`, OpenRLHF's
   `--algo.kl.unbiased_gradient`, and rlkit's `kl_k2`, `kl_straight_through` and `kl_k3_weighted`.
@@ -77,6 +78,8 @@ are called on batches as its own loop makes them. Of OpenRLHF, two files are loa
 need DeepSpeed and flash-attn; its group advantages and GAE are inside of its experience maker, and are not called.
 
 SkyRL was not run: its releases need Python 3.12, and the other trainers were run with Python {python}.
+
+To use rlkit's functions inside another trainer, see [other trainers](other_trainers.md).
 
 To reproduce: `make conformance` makes the environment of the peers, and writes this page with
 `docs/make_conformance.py`. Versions: {versions}.

@@ -47,7 +47,8 @@ HEAD = """# Model families
 This table says which features are tested for which model family, on a tiny model with random weights. Families are
 named by transformers' `model_type`. An empty cell means not tested, not that it fails; `no` means refused, for a reason
 given below. `plain`: positions are 0, 1, 2, ..., so there are no 3D RoPE ids. `text`: the family has no images. The
-second table explains the columns. The page is generated from the parameters of the tests
+second table explains the columns. If yours is not listed, `python -m rlkit.doctor --model DIR` says what it finds; to
+add it, see [contributing](contributing.md#a-model-family). The page is generated from the parameters of the tests
 (`python docs/make_families.py`).
 
 """

@@ -16,11 +16,12 @@ FOLDERS = ("tests/faults", "tests/security")
 BESIDE = ("tests/rewards/test_sandbox.py", "tests/rewards/test_programs.py", "tests/vlm/test_remote_code.py")
 NAMES = "python_files=test_*.py live_*.py"  # the latter for `make faults` alone
 OWN = "tests/faults/test_reliability_page.py"
-TEXT = """# Reliability: what is tried
+TEXT = """# Reliability: faults and attacks that are tested
 
-Each row is a file of tests that breaks something on purpose, or plays somebody who means harm. `make faults` runs them
-all; all but the `live_...` are part of `make test` too. The counts are those of pytest. This page is written by
-`docs/make_reliability.py`. What is promised, and what is not, is in [SECURITY.md](../SECURITY.md).
+Each row is a file of tests that breaks something on purpose, or acts as an attacker. `make faults` runs them all; all
+but the `live_...` are part of `make test` too. The counts are those of pytest. This page is written by
+`docs/make_reliability.py`. What is promised, and what is not, is in [SECURITY.md](../SECURITY.md); what to do when your
+own run fails is in [when a run goes wrong](when_a_run_goes_wrong.md).
 
 | what is tried | cases | file |
 |---|---:|---|
@@ -30,7 +31,7 @@ all; all but the `live_...` are part of `make test` too. The counts are those of
 ## Not tried
 
 - ranks on several machines, and ranks that NCCL connects: no test here needs a GPU;
-- templates of chats that take for ever, which nothing limits;
+- chat templates that never end, which nothing limits;
 - the servers of SGLang themselves.
 """
 

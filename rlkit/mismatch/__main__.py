@@ -39,12 +39,14 @@ def main(arguments: Sequence[str] | None = None) -> None:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("model", help="directory or hub id")
-    parser.add_argument("--rollout", default="vllm", choices=("vllm", "hf"), help="the sampler that is compared")
-    parser.add_argument("--task", default="digits", help="its first row is the prompt, see docs/tasks.md")
+    parser.add_argument("--rollout", default="vllm", choices=("vllm", "hf"), help="sampler to compare; default: vllm")
+    parser.add_argument("--task", default="digits", help="its first row is the prompt; default: digits")
     parser.add_argument("--bundle", default="", help="folder of a saved step, whose first answer is compared")
-    parser.add_argument("--temperature", type=float, default=1.0)
-    parser.add_argument("--max_new_tokens", type=int, default=8)
-    parser.add_argument("--compute_dtype", default="auto", choices=("auto", "float32", "bfloat16"))
+    parser.add_argument("--temperature", type=float, default=1.0, help="sampling temperature; default: 1")
+    parser.add_argument("--max_new_tokens", type=int, default=8, help="most tokens in the answer; default: 8")
+    parser.add_argument(
+        "--compute_dtype", default="auto", choices=("auto", "float32", "bfloat16"), help="auto: bfloat16 on a GPU"
+    )
     parser.add_argument("--tolerance", type=float, default=0.0, help="relative difference that counts as rounding")
     options = parser.parse_args(arguments)
     with one_sentence_errors("mismatch"):
