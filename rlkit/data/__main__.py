@@ -17,14 +17,14 @@ from typing import Literal
 from rlkit.data.loading import load_chats, load_pairs, load_task, load_unpaired
 from rlkit.doctor.__main__ import show
 from rlkit.doctor.task import check_rewards, check_rows, show_rows
-from rlkit.runs import ModelOptions, TaskOptions, load_named_task, one_sentence_errors, parse_options
+from rlkit.runs import ModelOptions, RewardOptions, TaskOptions, load_named_task, one_sentence_errors, parse_options
 from rlkit.vlm import load_processor
 
 KINDS = {"task": load_task, "chats": load_chats, "pairs": load_pairs, "unpaired": load_unpaired}
 
 
 @dataclass
-class Options(TaskOptions, ModelOptions):
+class Options(TaskOptions, RewardOptions, ModelOptions):
     model: str = ""
     kind: Literal["task", "chats", "pairs", "unpaired"] = "task"
     """How the rows are read: task, for recipes that sample answers; chats, for sft.py; pairs, for dpo.py and

@@ -18,12 +18,12 @@ from rlkit.doctor.model import check_model
 from rlkit.doctor.self_check import self_check
 from rlkit.doctor.servers import check_servers
 from rlkit.doctor.task import check_rewards, check_rows, show_rows
-from rlkit.runs import ModelOptions, TaskOptions, load_named_task, one_sentence_errors, parse_options
+from rlkit.runs import ModelOptions, RewardOptions, TaskOptions, load_named_task, one_sentence_errors, parse_options
 from rlkit.vlm import load_processor
 
 
 @dataclass
-class Options(TaskOptions, ModelOptions):
+class Options(TaskOptions, RewardOptions, ModelOptions):
     model: str = ""
     task: str = ""
     servers: tuple[str, ...] = ()
