@@ -128,8 +128,8 @@ def why_unusable(feature: Feature) -> str:
         done = subprocess.run(command, capture_output=True, text=True, timeout=120)
     except subprocess.TimeoutExpired:
         return f"`import {feature.module}` takes more than 120 s"
-    said = done.stderr.strip().splitlines() or [f"exit status {done.returncode}"]
-    return "" if done.returncode == 0 else f"installed, but `import {feature.module}` fails: {said[-1]}"
+    stderr_lines = done.stderr.strip().splitlines() or [f"exit status {done.returncode}"]
+    return "" if done.returncode == 0 else f"installed, but `import {feature.module}` fails: {stderr_lines[-1]}"
 
 
 def _version(module: str) -> str:

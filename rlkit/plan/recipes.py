@@ -55,17 +55,17 @@ def recipe_roles(module: Any, cfg: Any) -> Roles:
         ValueError: a model's configuration cannot be read, or the recipe builds no engine.
     """
     functions = [x for x in vars(module).values() if inspect.isfunction(x) and x.__module__ == module.__name__]
-    builds = {name for function in functions for name in function.__code__.co_names}
+    called_names = {name for function in functions for name in function.__code__.co_names}
     config = load_config(cfg.model, trust_remote_code=cfg.trust_remote_code)
-    scores = "build_reference" in builds and getattr(cfg, "kl_coef", 1.0) > 0
-    reference = config if scores and not cfg.lora_rank else None
+    has_reference = "build_reference" in called_names and getattr(cfg, "kl_coef", 1.0) > 0
+    reference = config if has_reference and not cfg.lora_rank else None
     if teacher := getattr(cfg, "teacher", ""):
         reference = load_config(teacher, trust_remote_code=cfg.trust_remote_code)
     critic = None
-    if "build_value_engine" in builds:
+    if "build_value_engine" in called_names:
         path = getattr(cfg, "critic_model", "") or cfg.model
         critic = load_config(path, trust_remote_code=cfg.trust_remote_code)
-    policy = config if "build_engine" in builds else None
+    policy = config if "build_engine" in called_names else None
     if policy is None and critic is None:
         raise ValueError(f"recipe: expected one that builds an engine, got {module.__name__}")
-    return Roles(policy, critic, reference, adapter_reference=scores and bool(cfg.lora_rank))
+    return Roles(policy, critic, reference, adapter_reference=has_reference and bool(cfg.lora_rank))

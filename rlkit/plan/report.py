@@ -106,10 +106,10 @@ def time_table(cfg: Any, roles: Roles, plan: Plan, world: int, gpus_per_node: in
 def verdict(plan: Plan) -> str:
     """One sentence: whether the run fits, with the numbers."""
     limit, gpu = USABLE * plan.gpu.memory / GIB, plan.gpu
-    having = f"of the {limit:.1f} GiB that can be used of a {gpu.name} ({USABLE:.0%} of {gpu.memory / GIB:.1f})"
+    usable_memory = f"of the {limit:.1f} GiB that can be used of a {gpu.name} ({USABLE:.0%} of {gpu.memory / GIB:.1f})"
     if plan.too_large:
         phases = ", ".join(f"{name} {sum(plan.phases[name].values()) / GIB:.1f}" for name in plan.too_large)
-        return f"does not fit: {phases} GiB {having}"
+        return f"does not fit: {phases} GiB {usable_memory}"
     if not plan.sampler.sequences:
         return "does not fit: the sampler's cache has no room for one sequence; raise --gpu_memory_utilization"
-    return f"fits: {plan.peak / GIB:.1f} GiB {having}"
+    return f"fits: {plan.peak / GIB:.1f} GiB {usable_memory}"

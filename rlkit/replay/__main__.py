@@ -63,8 +63,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if computed.recipe_sha256 != recorded.recipe_sha256:
         print(f"note: {computed.recipe} is not the file that the run was started with")
     dtypes = {recorded.options.get(name) for name in ("dtype", "compute_dtype")}
-    rough = "bfloat16" in dtypes or not recorded.versions.get("device", "cpu").startswith("cpu")
-    tolerance = options.tolerance or TOLERANCE["bfloat16" if rough else "float32"]
+    low_precision = "bfloat16" in dtypes or not recorded.versions.get("device", "cpu").startswith("cpu")
+    tolerance = options.tolerance or TOLERANCE["bfloat16" if low_precision else "float32"]
     found = compare_bundles(recorded, computed, tolerance)
     print(describe(found))
     sys.exit(int(any(one.differs for one in found)))
@@ -148,15 +148,15 @@ def _of_all_ranks(replayed: Replay) -> Bundle:
     if not replayed.bundles:
         raise ValueError("bundle: expected a recipe that trains on its answers, got one that recorded no step")
     bundle = replayed.bundles[-1]
-    of_ranks = [bundle]
+    rank_bundles = [bundle]
     if dist.is_initialized() and dist.get_world_size() > 1:
-        of_ranks = [bundle] * dist.get_world_size()
-        dist.all_gather_object(of_ranks, bundle)
+        rank_bundles = [bundle] * dist.get_world_size()
+        dist.all_gather_object(rank_bundles, bundle)
     for i, draw in enumerate(bundle.draws):
-        draw.samples = [sample for one in of_ranks for sample in one.draws[i].samples]
-        draw.prompts = [prompt for one in of_ranks for prompt in one.draws[i].prompts]
+        draw.samples = [sample for one in rank_bundles for sample in one.draws[i].samples]
+        draw.prompts = [prompt for one in rank_bundles for prompt in one.draws[i].prompts]
     for i, update in enumerate(bundle.updates):
-        update.fields = merge_rows([one.updates[i].fields for one in of_ranks])
+        update.fields = merge_rows([one.updates[i].fields for one in rank_bundles])
     return bundle
 
 

@@ -150,17 +150,20 @@ def read_bundle(path: str | Path, *, updates: bool = True) -> Bundle:
         ValueError: the bundle is missing, damaged, incomplete or of another version.
     """
     folder = bundle_folder(path)
-    first, tensors = _read_rank(folder, 0)
-    parts = [(first, tensors), *(_read_rank(folder, rank) for rank in range(1, first["ranks"]))]
+    parts = [_read_rank(folder, 0)]
+    first = parts[0][0]
+    parts += [_read_rank(folder, rank) for rank in range(1, first["ranks"])]
     found = Bundle(**{name: first[name] for name in _PLAIN})
     for i, draw in enumerate(first["draws"]):
-        samples = [s for content, held in parts for s in _draw_from_json(content["draws"][i], content["rows"], held)]
+        samples = [
+            s for content, tensors in parts for s in _draw_from_json(content["draws"][i], content["rows"], tensors)
+        ]
         order = sorted(range(len(samples)), key=lambda k: samples[k].group_id)
         found.draws.append(Draw([samples[k] for k in order], draw["sampling"], draw["phase"]))
     if updates:
         for i, update in enumerate(first["updates"]):
             names = update["fields"]
-            of_ranks = [{name: held[f"update_{i}.{name}"] for name in names} for _, held in parts]
+            of_ranks = [{name: tensors[f"update_{i}.{name}"] for name in names} for _, tensors in parts]
             found.updates.append(Update(update["engine"], merge_rows(of_ranks), update["metrics"]))
     return found
 
@@ -227,39 +230,41 @@ def _draw_to_json(draw: Draw, name: str, tensors: _Tensors, rows: list[Any]) -> 
                 "routed_experts": sample.routed_experts is not None,
             }
         )
-    for key, dtype in _TRACKS.items():
+    for key, dtype in _PER_TOKEN.items():
         values = [getattr(sample, key) for sample in draw.samples]
-        tensors.add(f"{name}.{key}", torch.tensor([x for of in values for x in of], dtype=dtype))
-        tensors.add(f"{name}.{key}.lengths", torch.tensor([len(of) for of in values], dtype=torch.int64))
+        tensors.add(f"{name}.{key}", torch.tensor([x for row in values for x in row], dtype=dtype))
+        tensors.add(f"{name}.{key}.lengths", torch.tensor([len(row) for row in values], dtype=torch.int64))
     rewards = [math.nan if sample.reward is None else sample.reward for sample in draw.samples]
     tensors.add(f"{name}.rewards", torch.tensor(rewards, dtype=torch.float64))
     return {"name": name, "sampling": draw.sampling, "phase": draw.phase, "samples": samples}
 
 
-_TRACKS = {"token_ids": torch.int64, "compact_ids": torch.int64, "mask": torch.bool, "logprobs": torch.float64}
+_PER_TOKEN = {"token_ids": torch.int64, "compact_ids": torch.int64, "mask": torch.bool, "logprobs": torch.float64}
 
 
-def _draw_from_json(draw: Mapping[str, Any], rows: Sequence[Any], held: Mapping[str, Tensor]) -> list[Sample]:
+def _draw_from_json(draw: Mapping[str, Any], rows: Sequence[Any], tensors: Mapping[str, Tensor]) -> list[Sample]:
     name = draw["name"]
-    tracks = {key: _ragged(held[f"{name}.{key}"], held[f"{name}.{key}.lengths"]) for key in _TRACKS}
-    rewards = held[f"{name}.rewards"].tolist()
-    restored = [_restored(row, held) for row in rows]  # one object per prompt, as before
+    per_token = {key: _ragged(tensors[f"{name}.{key}"], tensors[f"{name}.{key}.lengths"]) for key in _PER_TOKEN}
+    rewards = tensors[f"{name}.rewards"].tolist()
+    restored = [_restored(row, tensors) for row in rows]  # one object per prompt, as before
     samples = []
-    for i, facts in enumerate(draw["samples"]):
-        placeholders = {int(kind): [_image_from_json(x) for x in of] for kind, of in facts["placeholders"].items()}
+    for i, entry in enumerate(draw["samples"]):
+        placeholders = {
+            int(kind): [_image_from_json(x) for x in images] for kind, images in entry["placeholders"].items()
+        }
         samples.append(
             Sample(
-                tracks["token_ids"][i],
-                tracks["compact_ids"][i],
-                tracks["mask"][i],
-                tracks["logprobs"][i],
-                **{fact: facts[fact] for fact in SAMPLE_FACTS},
-                versions=facts["versions"],
-                vision={key: held[of] for key, of in facts["vision"].items()},
+                per_token["token_ids"][i],
+                per_token["compact_ids"][i],
+                per_token["mask"][i],
+                per_token["logprobs"][i],
+                **{fact: entry[fact] for fact in SAMPLE_FACTS},
+                versions=entry["versions"],
+                vision={key: tensors[name_of_tensor] for key, name_of_tensor in entry["vision"].items()},
                 placeholders=placeholders,
-                row=restored[facts["row"]],
+                row=restored[entry["row"]],
                 reward=rewards[i],
-                routed_experts=held[f"{name}.routed_experts_{i}"] if facts["routed_experts"] else None,
+                routed_experts=tensors[f"{name}.routed_experts_{i}"] if entry["routed_experts"] else None,
             )
         )
     return samples
@@ -299,20 +304,20 @@ def _row_to_json(row: Any, tensors: _Tensors) -> Any:
 _PNG, _BYTES = "png tensor", "bytes tensor"
 
 
-def _restored(row: Any, held: Mapping[str, Tensor]) -> Any:
+def _restored(row: Any, tensors: Mapping[str, Tensor]) -> Any:
     if isinstance(row, list):
-        return [_restored(x, held) for x in row]
+        return [_restored(x, tensors) for x in row]
     if not isinstance(row, dict):
         return row
     if set(row) == {_BYTES}:
-        return held[row[_BYTES]].numpy().tobytes()
+        return tensors[row[_BYTES]].numpy().tobytes()
     if set(row) == {_PNG}:
         from PIL import Image
 
-        image = Image.open(io.BytesIO(held[row[_PNG]].numpy().tobytes()))
+        image = Image.open(io.BytesIO(tensors[row[_PNG]].numpy().tobytes()))
         image.load()
         return image
-    return {key: _restored(x, held) for key, x in row.items()}
+    return {key: _restored(x, tensors) for key, x in row.items()}
 
 
 def _update_to_json(update: Update, name: str, tensors: _Tensors) -> dict[str, Any]:

@@ -321,9 +321,10 @@ class PolicySampler:
         for k in (2**i for i in range(n.bit_length())):
             enough = [group for group in groups if len(group) >= k]
             values[f"pass@{k}"] = [pass_at_k(len(group), int((group >= 1).sum()), k) for group in enough]
-        found = {name: mean_and_error(of_rows, self.engine.global_sum) for name, of_rows in values.items()}
-        both = {name: {name: mean, f"{name}_error": error} for name, (mean, error) in found.items()}
-        return {name: x for pair in both.values() for name, x in pair.items()}
+        found: dict[str, float] = {}
+        for name, values_of_rows in values.items():
+            found[name], found[f"{name}_error"] = mean_and_error(values_of_rows, self.engine.global_sum)
+        return found
 
     def _keep_heldout(self, judged: Iterable[Sample], step: int) -> None:
         """Write rank 0's held-out answers with the lowest rewards to samples.jsonl."""
