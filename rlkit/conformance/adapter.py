@@ -1,4 +1,4 @@
-"""What an adapter may have, and reading one by its name."""
+"""The methods that an adapter may have, and how an adapter is loaded by name."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from rlkit.data.user_code import load_function
 
 
 class Split(NamedTuple):
-    """How the batch is split of which a loss gets one micro-batch.
+    """How the whole batch is split. A loss gets one micro-batch of it.
 
     Attributes:
-        tokens: in the mask, over all micro-batches and ranks.
-        sequences: with a token in the mask, over all micro-batches and ranks.
-        micro_batches: of each rank.
-        ranks: of data parallelism.
+        tokens: number of tokens in the mask, over all micro-batches and ranks.
+        sequences: number of sequences with a token in the mask, over all micro-batches and ranks.
+        micro_batches: number of micro-batches of each rank.
+        ranks: number of data-parallel ranks.
     """
 
     tokens: int
@@ -27,26 +27,26 @@ class Split(NamedTuple):
 
 
 class Adapter:
-    """A trainer's functions in one form. An adapter needs no base class and may leave out any method.
+    """The common interface for a trainer's functions. An adapter needs no base class and may leave out any method.
 
-    All tensors are [B, T] over prompt and response, and entry t speaks of token t. A method gives the trainer what its
-    own loop would give it, and nothing more: no mask that the trainer does not apply itself, no total that it does not
-    count. It raises NotImplementedError with a reason for input that the trainer refuses.
+    All tensors are [B, T] over prompt and response, and entry t belongs to token t. A method passes the trainer's
+    function the inputs that the trainer's own loop would pass, and nothing more: it applies no mask and computes no
+    total that the trainer does not. For input that the trainer refuses, it raises NotImplementedError with a reason.
 
     Attributes:
-        name: with the version.
-        ranks_average: whether gradients are averaged over data-parallel ranks, as by FSDP and DDP, or summed.
+        name: name and version of the trainer.
+        ranks_average: True if gradients are averaged over data-parallel ranks, as in FSDP and DDP; False if summed.
     """
 
     name = ""
     ranks_average = False
 
     def token_logprobs(self, logits: Tensor, tokens: Tensor, temperature: float) -> Tensor:
-        """logits [B, T, V], tokens [B, T] -> [B, T]: column t is of tokens[:, t]; column 0 is ignored."""
+        """logits [B, T, V], tokens [B, T] -> [B, T]: column t belongs to tokens[:, t]; column 0 is ignored."""
         raise NotImplementedError
 
     def token_entropy(self, logits: Tensor) -> Tensor:
-        """logits [B, T, V] -> [B, T], not shifted."""
+        """logits [B, T, V] -> [B, T]: column t is the entropy of logits[:, t], without a shift."""
         raise NotImplementedError
 
     def policy_loss(
@@ -59,11 +59,11 @@ class Adapter:
         clip_low: float,
         clip_high: float,
     ) -> Tensor:
-        """PPO's clipped loss of one micro-batch, a scalar on which the trainer calls backward; advantages [B]."""
+        """PPO's clipped loss of one micro-batch: the scalar on which the trainer calls backward. advantages is [B]."""
         raise NotImplementedError
 
     def kl_loss(self, logprobs: Tensor, ref_logprobs: Tensor) -> Tensor:
-        """[B, T]: what the trainer adds to its loss, by default, to keep the policy close to the reference."""
+        """[B, T]: the trainer's default KL loss per token, which keeps the policy close to the reference."""
         raise NotImplementedError
 
     def group_advantages(self, rewards: Tensor, group_ids: Tensor) -> Tensor:
@@ -75,9 +75,10 @@ class Adapter:
         raise NotImplementedError
 
     def accumulated_gradient(self, weight: Tensor, features: Tensor, mask: Tensor, micro_batches: int) -> Tensor:
-        """The gradient of a training step, where there is one: of mean(features @ weight) over all tokens in the mask.
+        """The gradient [K] that the trainer's training step accumulates for this model and loss.
 
-        features [B, T, K], weight [K]; the trainer splits the rows into so many micro-batches.
+        The loss is the mean of features @ weight over all tokens in the mask, with features [B, T, K] and weight [K].
+        The trainer splits the rows into `micro_batches` micro-batches.
         """
         raise NotImplementedError
 
@@ -86,10 +87,11 @@ METHODS = tuple(name for name, x in vars(Adapter).items() if inspect.isfunction(
 
 
 def load_adapter(name: str) -> Any:
-    """An adapter by `module:Class` or `path/to/file.py:Class`.
+    """Load an adapter by `module:Class` or `path/to/file.py:Class`, and instantiate it.
 
     Raises:
-        ValueError: no such class, it cannot be made, it has none of the methods, or public ones of another name.
+        ValueError: there is no such class, its constructor fails, it has none of the methods of `Adapter`, or it has
+            public methods of another name.
     """
     found = load_function(name, "trainer")
     try:
@@ -107,5 +109,5 @@ def load_adapter(name: str) -> Any:
 
 
 def provides(adapter: Any, method: str) -> bool:
-    """Whether an adapter has a method of its own."""
+    """Whether an adapter implements a method."""
     return hasattr(adapter, method) and getattr(type(adapter), method, None) is not getattr(Adapter, method)

@@ -1,8 +1,8 @@
-"""The checks. Each gets an adapter; it returns nothing, or the choice that the trainer made, or raises `Bug`.
+"""The checks. Each gets an adapter. It returns None or a sentence about the trainer's choice, or raises `Bug`.
 
-A choice is a published or documented alternative that a user can know of. A bug makes numbers depend on what they
-should not depend on, or spoils a run: how a batch is split, what stands under the mask, in which order rows come. Each
-check is made to find one kind of bug: where it can, it compares the trainer with itself.
+A choice is a published or documented alternative. A bug spoils a run, or makes results depend on something that must
+not matter: how a batch is split, which values masked entries have, in which order rows come. Each check looks for one
+kind of bug. Where possible it compares the trainer with itself.
 """
 
 from __future__ import annotations
@@ -24,11 +24,17 @@ TOLERANCE = 2e-5
 
 
 class Bug(AssertionError):
-    """What a trainer computes wrongly, in one sentence."""
+    """A sentence that says what the trainer computes wrongly."""
 
 
 class Check(NamedTuple):
-    """A check: `method` is the adapter's method that it needs, `run` calls it."""
+    """One check of an adapter.
+
+    Attributes:
+        method: the adapter's method under test.
+        question: what the check asks.
+        run: the check itself; see the module's docstring for its result.
+    """
 
     name: str
     method: str
@@ -135,7 +141,7 @@ def entropy_of_impossible_tokens(trainer: Any) -> None:
 
 
 class Rows(NamedTuple):
-    """Eight answers of unequal length, some with tool output between their tokens; ratios on both sides of the clip."""
+    """Eight answers of different lengths. One has tool output between its tokens. Some ratios are clipped."""
 
     logprobs: Tensor
     old_logprobs: Tensor
@@ -169,7 +175,7 @@ def _loss(trainer: Any, rows: Rows, split: Split | None = None) -> tuple[Tensor,
 
 
 def _reductions(mask: Tensor) -> dict[str, Tensor]:
-    """[B, T] weights by which published reductions multiply the loss of each token."""
+    """Published reductions by name, as the [B, T] weights of the token losses."""
     tokens = mask.sum(1, keepdim=True).clamp(min=1)
     with_tokens = mask.any(1).sum()
     return {
@@ -194,7 +200,7 @@ def _within_the_clip(rows: Rows) -> Rows:
 
 
 def _reduction_of(trainer: Any) -> str:
-    """The name of the reduction that the trainer's gradient has; empty if it has none that is known."""
+    """The name of the reduction that explains the trainer's gradient; empty if none of them does."""
     rows = _within_the_clip(_rows())
     _, gradient = _loss(trainer, rows)
     for name, weights in _reductions(rows.mask).items():
@@ -313,7 +319,10 @@ def empty_row(trainer: Any) -> str | None:
 
 @check("kl_loss", "On policy, is the expected gradient of the KL term that of KL(policy || reference)?")
 def kl_gradient(trainer: Any) -> str | None:
-    """Exact: the expectation over a vocabulary of 7 tokens is a sum. No estimate is above 1, where some are cut."""
+    """The expectation is exact: a sum over a vocabulary of 7 tokens.
+
+    All KL estimates are below 1, where some trainers clip them.
+    """
     logits, ref = (0.4 * random(7, seed=4)).double().requires_grad_(), (0.4 * random(7, seed=5)).double()
     logp, logq = torch.log_softmax(logits, 0), torch.log_softmax(ref, 0)
     p = logp.exp().detach()
@@ -444,7 +453,7 @@ def gae_ends_at_the_last_token(trainer: Any) -> None:
 
 @check("gae", "Does GAE jump over tool output?")
 def gae_skips_observations(trainer: Any) -> None:
-    """With two columns of tool output, the tokens' advantages are those without these columns."""
+    """Two columns of tool output must not change the advantages of the other tokens."""
     kept = torch.tensor([0, 1, 2, 5, 6, 7])
     mask = torch.zeros(4, 8, dtype=torch.bool)
     mask[:, kept] = True

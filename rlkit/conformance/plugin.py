@@ -1,4 +1,4 @@
-"""The pytest plugin of the suite: the option --trainer, without which it does nothing, and the matrix at the end."""
+"""The suite's pytest plugin: the option --trainer, and a summary table. Without the option it does nothing."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import pytest
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """`--trainer module:Class`."""
+    """Add `--trainer module:Class`."""
     group = parser.getgroup("rlkit.conformance")
     group.addoption(
         "--trainer", default="", help="adapter of a trainer for rlkit.conformance, as in my_adapter:Trainer"
@@ -16,7 +16,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Load the adapter, or end with one sentence."""
+    """Load the adapter, or stop pytest with a usage error."""
     if name := config.getoption("--trainer"):
         from rlkit.conformance.adapter import load_adapter
 
@@ -31,7 +31,7 @@ FINDINGS = pytest.StashKey[list]()
 
 
 def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:
-    """The matrix."""
+    """Print the summary table."""
     if findings := config.stash.get(FINDINGS, []):
         from rlkit.conformance.report import as_text
 

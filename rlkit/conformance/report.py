@@ -1,4 +1,4 @@
-"""Runs the checks on an adapter and shows what they found."""
+"""Runs the checks on an adapter, and formats the findings."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ RIGHT, CHOICE, BUG, ERROR, MISSING = "as the reference", "choice", "bug", "error
 
 
 class Finding(NamedTuple):
-    """What a check found: a verdict and, unless it is as the reference, a sentence."""
+    """The result of a check: a verdict and, unless the trainer agrees with the reference, a sentence."""
 
     check: str
     question: str
@@ -21,7 +21,7 @@ class Finding(NamedTuple):
 
 
 def run_check(one: Check, adapter: Any) -> Finding:
-    """The finding of one check."""
+    """Run one check."""
     if not provides(adapter, one.method):
         return Finding(one.name, one.question, MISSING, f"the adapter has no {one.method}")
     try:
@@ -36,12 +36,12 @@ def run_check(one: Check, adapter: Any) -> Finding:
 
 
 def run_checks(adapter: Any) -> list[Finding]:
-    """The findings of all checks, in their order."""
+    """Run all checks, in the order of `CHECKS`."""
     return [run_check(one, adapter) for one in CHECKS]
 
 
 def as_text(name: str, findings: Sequence[Finding]) -> str:
-    """A matrix for a terminal."""
+    """A table of one trainer's findings, as plain text."""
     width = max(len(one.check) for one in findings)
     lines = [f"{one.check:<{width}}  {one.verdict:<{len(RIGHT)}}  {one.text}".rstrip() for one in findings]
     counts = ", ".join(f"{sum(one.verdict == verdict for one in findings)} {verdict}" for verdict in _VERDICTS)
@@ -52,7 +52,7 @@ _VERDICTS = (RIGHT, CHOICE, BUG, ERROR, MISSING)
 
 
 def as_markdown(findings: dict[str, Sequence[Finding]]) -> str:
-    """A table of several trainers, and a numbered note for each choice and bug."""
+    """A Markdown table of several trainers, with a numbered note for each choice, bug and error."""
     notes: list[str] = []
     rows = []
     for i, one in enumerate(CHECKS):

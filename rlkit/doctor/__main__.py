@@ -1,9 +1,9 @@
-"""Check this machine and, if they are named, a model, a task and servers, before a run is started.
+"""Check this machine before a run and, if given, a model, a task and servers.
 
     python -m rlkit.doctor
     python -m rlkit.doctor --model DIR --task train.jsonl --reward boxed --servers http://host:8000
 
-The exit status is 1 if a line says FAIL. Optional packages that are not installed are no failure.
+The exit status is 1 if a line says FAIL. A missing optional package is not a failure.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class Options(TaskOptions, RewardOptions, ModelOptions):
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Print what was found; the exit status is 1 if something would fail."""
+    """Print all findings. The exit status is 1 if a check failed."""
     with one_sentence_errors("doctor"):
         cfg = parse_options(Options, __doc__ or "", arguments)
         passed = [show("Devices", check_devices()), show("What can be used", check_features())]
@@ -53,7 +53,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def show(title: str, findings: Iterable[Finding]) -> bool:
-    """Print a section as it is found; whether nothing in it failed."""
+    """Print a section, line by line as its checks finish. Returns whether none of them failed."""
     print(f"\n{title}", flush=True)
     passed = True
     for finding in findings:

@@ -1,4 +1,4 @@
-"""What a check found, and how it is printed."""
+"""The result of a check, and how it is printed."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ class Finding(NamedTuple):
     """One line of a check.
 
     Attributes:
-        subject: what was looked at.
-        text: what was found.
-        ok: False if a run would fail; None for what is only said, such as an optional package that is not there.
+        subject: what was checked.
+        text: the result.
+        ok: False if a run would fail; None for information only, such as a missing optional package.
     """
 
     subject: str
@@ -22,6 +22,6 @@ class Finding(NamedTuple):
 
 
 def line(finding: Finding) -> str:
-    """The finding as a line of text; further lines of its text are indented."""
+    """The finding as text. Continuation lines are indented."""
     text = finding.text.replace("\n", "\n" + " " * 36)
     return f"{MARKS[finding.ok]:>5}  {finding.subject:<28} {text}".rstrip()

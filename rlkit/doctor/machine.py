@@ -1,4 +1,4 @@
-"""What of rlkit can be used on this machine, and why the rest cannot."""
+"""Which features of rlkit work on this machine, and why the others do not."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ GIB = 2**30
 
 
 class Feature(NamedTuple):
-    """Something that needs a package.
+    """A feature that needs a package.
 
     Attributes:
-        use: how it is asked for.
-        module: what has to be importable.
-        install: how to get it.
-        on_gpu: it needs a GPU too.
-        imported: the module is imported to see whether it works; otherwise it is only looked for.
+        use: the option that uses the feature, or its name.
+        module: the module that it needs.
+        install: how to install it.
+        on_gpu: it also needs a GPU.
+        imported: test the module by importing it; otherwise only check that it is installed.
     """
 
     use: str
@@ -64,7 +64,7 @@ FEATURES = (
 
 
 def check_devices() -> Iterator[Finding]:
-    """Versions, GPUs, processor, memory and disk."""
+    """Check versions, GPUs, CPU, memory and disk."""
     known = ", ".join(f"{name} {number}" for name, number in versions().items() if name not in ("python", "rlkit-vlm"))
     yield Finding("rlkit", f"{__version__}, from {Path(__file__).parents[1]}", None)
     yield Finding("Python", f"{platform.python_version()} on {platform.platform()}", sys.version_info >= (3, 11))
@@ -97,7 +97,7 @@ def why_no_gpu() -> str:
 
 
 def check_features() -> Iterator[Finding]:
-    """A line for each optional part: whether it can be used, or why it cannot."""
+    """One line for each optional feature: its version, or why it cannot be used."""
     with ThreadPoolExecutor(2) as pool:
         for feature, problem in zip(FEATURES, pool.map(why_unusable, FEATURES), strict=True):
             yield Finding(feature.use, problem or _version(feature.module), None if problem else True)
@@ -109,8 +109,10 @@ def check_features() -> Iterator[Finding]:
 
 
 def why_unusable(feature: Feature) -> str:
-    """Why a feature cannot be used on this machine; an empty text if it can. Its module is imported in a process of its
-    own, as an import may take the machine over, or end the process."""
+    """Why a feature cannot be used on this machine; empty if it can.
+
+    The module is imported in a separate process, because an import may change global state or crash the process.
+    """
     try:
         installed = importlib.util.find_spec(feature.module) is not None
     except ImportError:  # a parent package is missing
@@ -126,12 +128,12 @@ def why_unusable(feature: Feature) -> str:
         done = subprocess.run(command, capture_output=True, text=True, timeout=120)
     except subprocess.TimeoutExpired:
         return f"`import {feature.module}` takes more than 120 s"
-    said = done.stderr.strip().splitlines() or [f"exit status {done.returncode}"]
-    return "" if done.returncode == 0 else f"installed, but `import {feature.module}` fails: {said[-1]}"
+    stderr_lines = done.stderr.strip().splitlines() or [f"exit status {done.returncode}"]
+    return "" if done.returncode == 0 else f"installed, but `import {feature.module}` fails: {stderr_lines[-1]}"
 
 
 def _version(module: str) -> str:
-    """The version of the package that a module is of, if it says."""
+    """The version of the package that contains a module; empty if unknown."""
     for name in (module, module.replace(".", "-"), module.partition(".")[0]):
         try:
             return version(name)
@@ -141,7 +143,7 @@ def _version(module: str) -> str:
 
 
 def sandbox() -> Finding:
-    """Whether programs in answers can be run here."""
+    """Whether rewards can run programs from answers in isolation here."""
     from rlkit.rewards.sandbox import SandboxError, check_isolation
 
     try:

@@ -1,4 +1,4 @@
-"""What a model's directory holds, and what of rlkit works with it. Its weights are not loaded."""
+"""Checks a model's directory, and which features of rlkit support the model. Weights are not loaded."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ INDEX = "model.safetensors.index.json"
 
 
 def check_model(name: str, *, trust_remote_code: bool = False) -> Iterator[Finding]:
-    """The architecture, its weights, its processor and chat template, and which forward passes it allows.
+    """Check architecture, weight files, processor and chat template, and which forward passes the model supports.
 
     Args:
         name: a directory, a hub id, or another name that `--model` accepts.
-        trust_remote_code: run code of the model's repository.
+        trust_remote_code: allow code from the model's repository to run.
     """
     try:
         config = load_config(name, trust_remote_code=trust_remote_code)
@@ -42,7 +42,7 @@ def check_model(name: str, *, trust_remote_code: bool = False) -> Iterator[Findi
 
 
 def check_weight_files(folder: Path) -> Iterator[Finding]:
-    """Whether a local directory has all files of weights that its index names."""
+    """Check that a local directory has all weight files that its index lists."""
     if not folder.is_dir():
         yield Finding(
             "weights", f"{folder} is not a local directory: the files are fetched at the start of a run", None
@@ -63,7 +63,7 @@ def check_weight_files(folder: Path) -> Iterator[Finding]:
 
 
 def _check_forward(model: Any, config: Any) -> Iterator[Finding]:
-    """Packed rows, attention, positions and the output layer."""
+    """Check support for packed rows, fused log-probabilities and positions."""
     obstacle = packing_obstacle(model) or bidirectional_obstacle(model)
     if obstacle:
         yield Finding("packed rows", f"not possible, add --no_use_remove_padding --no_share_prompts: {obstacle}", None)
@@ -80,7 +80,7 @@ def _check_forward(model: Any, config: Any) -> Iterator[Finding]:
 
 
 def _check_processor(name: str, config: Any, trust_remote_code: bool) -> Iterator[Finding]:
-    """The processor, and an example in the chat template."""
+    """Check the processor, and show an example in the chat template."""
     row: dict[str, Any] = {"question": "What is this?", "images": []}
     if has_vision(config):
         row["images"] = [Image.new("RGB", (448, 448), "white")]

@@ -19,11 +19,11 @@ from rlkit.losses import clipped_policy_loss, token_mean
 from rlkit.rollout import Sampling, make_rollout
 from rlkit.vlm import build_tiny, encode_prompts, load_model, load_processor, suppressed_token_ids
 
-LARGEST_DIFFERENCE = 1e-3  # of log-probabilities of sampler and trainer, in float32
+LARGEST_DIFFERENCE = 1e-3  # between the log-probabilities of sampler and trainer, in float32
 
 
 def self_check() -> Iterator[Finding]:
-    """One GRPO step on images; its rewards are drawn, so that the weights change."""
+    """One GRPO step on images. Rewards are random, so that advantages are not all 0."""
     from transformers.utils.logging import disable_progress_bar
 
     disable_progress_bar()

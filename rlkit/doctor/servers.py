@@ -1,4 +1,4 @@
-"""Whether sampling servers answer, and which model they have."""
+"""Checks whether sampling servers respond, and which model they serve."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ SECONDS = 5.0
 
 
 def check_servers(urls: Sequence[str]) -> Iterator[Finding]:
-    """For each server whether it answers, how fast, and the model that it serves."""
+    """For each server, its response time and the model that it serves."""
     for url in urls:
         try:
             start = time.perf_counter()

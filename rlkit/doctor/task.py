@@ -1,4 +1,4 @@
-"""What is in a task: rows, what would be skipped, what answers are rewarded, prompts as the model reads them."""
+"""Checks a task: its rows, rows that would be skipped, rewards of typical answers, prompts as the model sees them."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from rlkit.rewards import score
 from rlkit.vlm import encode_prompt, load_image
 
 Row = Mapping[str, Any]
-LONGEST = 1500  # characters of a text that are printed
+LONGEST = 1500  # characters of a text to print
 
-# what a model might write, from the right answer; the last two are wrong
+# typical answers of a model, made from (right, wrong); the last two are wrong
 FORMS: Mapping[str, Callable[[str, str], str]] = {
     "right": lambda right, wrong: right,
     "right, in a sentence": lambda right, wrong: f"The answer is {right}.",
@@ -31,13 +31,13 @@ FORMS: Mapping[str, Callable[[str, str], str]] = {
 def check_rows(
     task: Task, processor: Any = None, *, max_tokens: int | None = None, most: int = 1000
 ) -> Iterator[Finding]:
-    """How many rows there are, what would be skipped and why, lengths, and prompts that occur more than once.
+    """Count the rows, and report lengths, rows that would be skipped with the reasons, and repeated prompts.
 
     Args:
         task: as `load_task` returns it.
-        processor: of the model, for lengths in tokens.
-        max_tokens: longest prompt allowed.
-        most: rows that are read, of the training rows and of the held-out ones.
+        processor: processor of the model, for lengths in tokens; without it, lengths are in characters.
+        max_tokens: longest allowed prompt.
+        most: how many training rows, and how many held-out rows, to read.
     """
     yield Finding(
         "rows", f"{len(task.train)} to train on, {len(task.heldout)} held out", len(task.train) + len(task.heldout) > 0
@@ -71,22 +71,23 @@ def check_rows(
 
 
 def _skipped(kind: str, skipped: Sequence[str], read: int) -> Finding:
-    """How many rows cannot be used; for each reason how many and the first of them."""
+    """How many rows cannot be used. For each reason, the number of rows and the first message."""
     if not skipped:
         return Finding(f"{kind} rows", f"all of the first {read} can be used")
     reasons: dict[str, list[str]] = defaultdict(list)
     for reason in skipped:
-        reasons[re.sub(r"\d+|'[^']*'", "", reason)].append(reason)  # equal up to numbers and names
+        # reasons that differ only in numbers and quoted names count as one
+        reasons[re.sub(r"\d+|'[^']*'", "", reason)].append(reason)
     lines = [f"{len(found)} x {found[0][:300]}" for found in sorted(reasons.values(), key=len, reverse=True)[:5]]
     text = "\n".join([f"{len(skipped)} of the first {read} would be skipped:", *lines])
     return Finding(f"{kind} rows", text, False if len(skipped) == read else None)
 
 
 def read_prompt(row: Row, processor: Any = None, max_tokens: int | None = None) -> Sample:
-    """The prompt of a row with its images and its text; with a processor as the model reads it.
+    """The prompt of a row, with its images and its text; with a processor, the text is that of the chat template.
 
     Raises:
-        ValueError: the row would be skipped.
+        ValueError: a run would skip the row.
     """
     if processor is not None:
         prompt = encode_prompt(processor, row, max_tokens=max_tokens)
@@ -103,11 +104,11 @@ def read_prompt(row: Row, processor: Any = None, max_tokens: int | None = None) 
 
 
 def check_rewards(task: Task, count: int = 10) -> Iterator[Finding]:
-    """What right and wrong answers to some rows are rewarded, in forms in which models write them.
+    """Rewards of right and wrong answers to some rows, in the forms in which models write them.
 
     Args:
-        task: its rows need answers; without them nothing is compared.
-        count: rows.
+        task: the task; rows without an expected answer are left out.
+        count: number of rows.
     """
     rows = [row for row in _first(task, 10 * count) if row.get("answer") is not None][:count]
     answers = [_text(row["answer"]) for row in rows]
@@ -140,7 +141,7 @@ def check_rewards(task: Task, count: int = 10) -> Iterator[Finding]:
 
 
 def show_rows(task: Task, processor: Any = None, count: int = 3) -> Iterator[str]:
-    """The first usable rows as text: the prompt as the model reads it, its length, its images, and its answer."""
+    """The first usable rows as text: the prompt as the model sees it, its length, its images, the expected answer."""
     shown = 0
     for row in _first(task, 10 * count):
         try:
@@ -164,7 +165,7 @@ def _first(task: Task, count: int) -> list[Row]:
 
 
 def _text(answer: Any) -> str:
-    """An answer as a model would write it; of several accepted ones the first."""
+    """An expected answer as text; the first one if several are accepted."""
     if isinstance(answer, list | tuple) and answer:
         answer = answer[0]
     return text_of(answer) if isinstance(answer, Mapping) and "content" in answer else str(answer)

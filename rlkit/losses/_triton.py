@@ -1,16 +1,17 @@
 """`linear_logprobs` as Triton kernels: logits are made tile by tile in float32 and never written to memory.
 
-Forward (`_sums`): a program takes some tokens and one part of the vocabulary. It computes logits tile by tile, and
-keeps for each token the largest logit m and the sums s = sum exp(z - m) and u = sum (z - m) exp(z - m). This is the
-online softmax of https://arxiv.org/abs/1805.02867, with one more sum for the entropy. `merge` combines the parts.
+Forward (`_sums`): a program handles a block of tokens and one part of the vocabulary. It computes logits z tile by
+tile, and keeps for each token the maximum m and the sums s = sum exp(z - m) and u = sum (z - m) exp(z - m). This is the
+online softmax of https://arxiv.org/abs/1805.02867, with the additional sum u for the entropy. `merge` combines the
+parts.
 
-Backward (`_gradients`): the logits are computed again. What is written is their gradient, in the dtype of `hidden`, for
-a chunk of tokens at a time. Two matrix products turn it into the gradients of `hidden` and `weight`.
+Backward (`_gradients`): the kernel recomputes the logits, and writes their gradient in the dtype of `hidden`, for one
+chunk of tokens at a time. Two matrix products turn it into the gradients of `hidden` and `weight`.
 
-For N tokens, V vocabulary entries and H hidden units, forward takes 2 N V H FLOPs and backward 6 N V H, of which 2 are
-the logits again. That is the least without storing [N, V] numbers.
+For N tokens, V vocabulary entries and hidden size H, forward takes 2 N V H FLOPs. Backward takes 6 N V H, of which
+2 N V H recompute the logits. This is the minimum without storing [N, V] logits.
 
-`rlkit.losses.naive.linear_logprobs` is the same in plain loops.
+`rlkit.losses.naive.linear_logprobs` is the reference implementation in plain loops.
 """
 
 from __future__ import annotations
@@ -29,15 +30,15 @@ from rlkit.losses._kernels import LinearLogprobs
 
 log = logging.getLogger(__name__)
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-BLOCKS = {"BLOCK_N": 128, "BLOCK_V": 128}  # tokens and vocabulary entries of a tile
-BLOCK_BYTES = 128  # of each row of `hidden` and `weight` that a program holds at once
+BLOCKS = {"BLOCK_N": 128, "BLOCK_V": 128}  # tokens and vocabulary entries per tile
+BLOCK_BYTES = 128  # bytes of each row of `hidden` and `weight` per step of the inner loop
 SCHEDULE = {"num_warps": 8, "num_stages": 3}
-PROGRAMS = 512  # forward splits the vocabulary until so many programs can run at once
-LOWEST = tl.constexpr(-3.0e38)  # below every logit, and finite, so that a difference of two is not nan
+PROGRAMS = 512  # forward splits the vocabulary into parts until there are about this many programs
+LOWEST = tl.constexpr(-3.0e38)  # below every logit, but finite, so that LOWEST - LOWEST is not nan
 
 
 class FusedLinearLogprobs(torch.autograd.Function):
-    """As `rlkit.losses._kernels.LinearLogprobs`, with chunks for the gradient of the logits alone."""
+    """As `rlkit.losses._kernels.LinearLogprobs`. Only the backward pass works in chunks of tokens."""
 
     @staticmethod
     def forward(
@@ -49,13 +50,13 @@ class FusedLinearLogprobs(torch.autograd.Function):
         suppress: Tensor | None,
         chunk: int,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """(logprobs, entropy, logarithm of the sum of all exp(logit)) of each token."""
+        """(logprobs, entropy, log-sum-exp of the logits) of each token."""
         suppressed = None if suppress is None else is_suppressed(suppress, len(weight))
         return merge(vocabulary_sums(hidden, weight, bias, targets, temperature, suppressed))
 
     @staticmethod
     def vmap(info: Any, in_dims: tuple[Any, ...], *inputs: Any) -> tuple[tuple[Tensor, ...], tuple[int, ...]]:
-        """Under `torch.func.vmap` the kernels are not used. The third result is for their backward alone."""
+        """Under `torch.func.vmap`, fall back to `LinearLogprobs`. The third result is a placeholder."""
         logprobs, entropy = torch.vmap(LinearLogprobs.apply, in_dims)(*inputs)
         return (logprobs, entropy, entropy.detach()), (0, 0, 0)
 
@@ -99,19 +100,19 @@ def vocabulary_sums(
     suppressed: Tensor | None,
     parts: int = 0,
 ) -> Tensor:
-    """What the softmax needs of the whole vocabulary, or of a shard of it.
+    """The sums for log-softmax and entropy, over the whole vocabulary or a shard of it.
 
     Args:
         hidden: [N, H].
-        weight, bias: [V, H] and [V], or rows of them; then `targets` and `suppressed` are relative to the first.
-        targets: [N]; one that is in another shard may have any number outside of [0, V).
+        weight, bias: [V, H] and [V], or a shard of their rows. Indices are relative to the shard's first row.
+        targets: [N]. A target in another shard is any number outside of [0, V).
         temperature: [N, 1].
-        suppressed: [V] bool.
-        parts: of the vocabulary, computed by programs of their own; by default enough to keep a GPU busy.
+        suppressed: [V], nonzero for suppressed entries; see `is_suppressed`.
+        parts: number of parts of the vocabulary, each with its own programs; by default enough to keep a GPU busy.
 
     Returns:
-        [4, parts, N] float32: largest logit m; sum exp(z - m); sum (z - m) exp(z - m); the target's logit, 0 if it is
-        elsewhere.
+        [4, parts, N] float32: maximum logit m; sum exp(z - m); sum (z - m) exp(z - m); the target's logit, or 0 if the
+        target is in another part.
     """
     hidden, weight = _with_dense_rows(hidden), _with_dense_rows(weight)
     blocks = _blocks(hidden.dtype)
@@ -128,7 +129,7 @@ def vocabulary_sums(
 
 
 def merge(sums: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """(logprobs [N], entropy [N], logarithm of the sum [N]) of the sums [4, parts, N] of all parts of a vocabulary."""
+    """(logprobs [N], entropy [N], log-sum-exp [N]) from the sums [4, parts, N] of all parts of the vocabulary."""
     largest, total, weighted, chosen = sums
     shift = largest - (most := largest.amax(0))
     total, weighted = (shift.exp() * x for x in (total, weighted + shift * total))
@@ -149,12 +150,12 @@ def logit_gradients(
     grad_logprobs: Tensor,
     grad_entropy: Tensor,
 ) -> Tensor:
-    """The gradient [N, V] of the logits before the temperature, in the dtype of `hidden`.
+    """The gradient [N, V] with respect to the logits before temperature, in the dtype of `hidden`.
 
     Args:
         hidden, weight, bias, targets, temperature, suppressed: see `vocabulary_sums`.
-        log_total, entropy: [N], of the whole vocabulary.
-        grad_logprobs, grad_entropy: [N], of the results.
+        log_total, entropy: [N], log-sum-exp and entropy over the whole vocabulary.
+        grad_logprobs, grad_entropy: [N], gradients with respect to log-probabilities and entropy.
     """
     hidden, weight = _with_dense_rows(hidden), _with_dense_rows(weight)
     out = hidden.new_empty(len(hidden), len(weight))
@@ -169,23 +170,23 @@ def logit_gradients(
 
 
 def is_suppressed(token_ids: Tensor, size: int) -> Tensor:
-    """[size] bytes: 1 at these token ids."""
+    """[size] uint8: 1 at these token ids, else 0."""
     return torch.zeros(size, dtype=torch.uint8, device=token_ids.device).index_fill_(0, token_ids, 1)
 
 
 @cache
 def kernels_work(device: torch.device, dtype: torch.dtype) -> bool:
-    """Whether this GPU runs the kernels; one line is logged if it does not. They are tried on a few numbers."""
+    """Whether the kernels run on this GPU, found out by a small test. Logs a warning if they do not."""
     if dtype not in DTYPES:
         return False
     try:
-        with torch.inference_mode(False), torch.enable_grad():  # the caller may only want log-probabilities
+        with torch.inference_mode(False), torch.enable_grad():  # the caller may have gradients disabled
             hidden = torch.ones(2, 16, device=device, dtype=dtype, requires_grad=True)
             targets, temperature = torch.zeros(2, device=device, dtype=torch.long), torch.ones(2, 1, device=device)
             logprobs, *_ = FusedLinearLogprobs.apply(hidden, hidden.detach(), None, targets, temperature, None, 2)
             logprobs.sum().backward()
         return bool(torch.isclose(logprobs.detach(), torch.tensor(0.5, device=device).log()).all())
-    except Exception as error:  # Triton raises errors of its own, of the compiler and of the driver
+    except Exception as error:  # Triton raises many types of errors, from its compiler and from the driver
         log.warning("linear_logprobs: computed without Triton kernels on %s: %s", device, error)
         return False
 
@@ -195,7 +196,7 @@ def _blocks(dtype: torch.dtype) -> dict[str, int]:
 
 
 def _sizes(hidden: Tensor, weight: Tensor) -> tuple[int, int, int, int, int]:
-    """N, V, H, and how far the rows of `hidden` and of `weight` are apart."""
+    """N, V, H, and the row strides of `hidden` and `weight`."""
     return len(hidden), *weight.shape, hidden.stride(0), weight.stride(0)
 
 
@@ -209,7 +210,7 @@ def _logits(
     size: Any, hidden_stride: Any, weight_stride: Any, HAS_BIAS: tl.constexpr, HAS_SUPPRESSED: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_H: tl.constexpr,
 ) -> Any:  # fmt: skip
-    """A tile of float32 logits over temperature, -inf for suppressed entries and beyond the vocabulary."""
+    """A tile of float32 logits divided by temperature; -inf for suppressed entries and beyond the vocabulary."""
     units = tl.arange(0, BLOCK_H)
     hidden_tile = hidden + rows.to(tl.int64)[:, None] * hidden_stride + units[None, :]
     weight_tile = weight + columns.to(tl.int64)[None, :] * weight_stride + units[:, None]
@@ -234,7 +235,7 @@ def _sums(
     size: Any, hidden_stride: Any, weight_stride: Any, tiles_per_part: Any, HAS_BIAS: tl.constexpr,
     HAS_SUPPRESSED: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_H: tl.constexpr,
 ) -> None:  # fmt: skip
-    """out[:, part, row]: the largest logit, s, u and the target's logit (0 if it is in another part)."""
+    """out[:, part, row]: maximum logit m, s, u, and the target's logit (0 if the target is in another part)."""
     part, parts = tl.program_id(1), tl.num_programs(1)
     rows = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     target = tl.load(targets + rows, mask=rows < n, other=-1)
@@ -249,7 +250,7 @@ def _sums(
             hidden, weight, bias, suppressed, temperature, rows, columns, n, v, size, hidden_stride, weight_stride,
             HAS_BIAS, HAS_SUPPRESSED, BLOCK_N, BLOCK_V, BLOCK_H,
         )  # fmt: skip
-        is_target = (columns[None, :] == target[:, None]) & (columns[None, :] < v)  # not one of the next shard
+        is_target = (columns[None, :] == target[:, None]) & (columns[None, :] < v)  # exclude targets of the next shard
         chosen += tl.sum(tl.where(is_target, z, 0.0), 1)
         new = tl.maximum(largest, tl.max(z, 1))
         y = z - new[:, None]
@@ -273,7 +274,7 @@ def _gradients(
     HAS_BIAS: tl.constexpr, HAS_SUPPRESSED: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_V: tl.constexpr,
     BLOCK_H: tl.constexpr,
 ) -> None:  # fmt: skip
-    """out[row, entry]: g_lp (1_y - p) - g_H p (log p + H), over temperature; 0 for suppressed entries."""
+    """out[row, entry]: (g_lp (1_y - p) - g_H p (log p + H)) / temperature; 0 for suppressed entries."""
     rows = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     columns = tl.program_id(1) * BLOCK_V + tl.arange(0, BLOCK_V)
     z = _logits(

@@ -2,10 +2,11 @@
 
 python -m rlkit.mismatch MODEL --rollout vllm [--task TASK | --bundle FOLDER]
 
-The sampler answers a prompt of the task; then both compute the whole sequence in one forward, with the weights in the
-model's files. With a bundle (--save_rollouts) the sequence is one of its answers. Compared are pixels, positions, the
-vision tower, the features that enter the first layer, each layer and its router, the final norm, the logits, and how
-log-probabilities follow from logits. The exit status is 1 if a part differs beyond rounding.
+The sampler answers the first prompt of the task. Then sampler and trainer each compute the whole sequence in one
+forward pass, with the weights in the model's files. With --bundle (written by --save_rollouts) the sequence is the
+bundle's first answer. The comparison covers pixels, positions, the vision tower, the input of the first layer, each
+layer and its router, the final norm, the logits, and how log-probabilities are computed from logits. The exit status is
+1 if a part differs by more than rounding.
 """
 
 from __future__ import annotations
@@ -55,12 +56,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def run(options: Any) -> str:
-    """The table.
+    """Compare sampler and trainer, and return the table of `describe`.
 
     Raises:
-        ValueError: a model, task or bundle that cannot be used.
+        ValueError: the model, task or bundle cannot be used.
     """
-    sample = _first_answer(options.bundle) if options.bundle else None  # before a model is loaded
+    sample = _first_answer(options.bundle) if options.bundle else None  # fails early, before the model is loaded
     processor = load_processor(options.model)
     model = load_model(options.model)
     dtype = None if options.compute_dtype == "auto" else getattr(torch, options.compute_dtype)

@@ -1,4 +1,4 @@
-"""One sequence through sampler and trainer, part by part."""
+"""Runs one sequence through sampler and trainer, and compares the parts of the two forward passes."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ FIRST: list[str] = ["pixels", "positions", "vision tower", "injected features"]
 
 
 class Part(NamedTuple):
-    """How far sampler and trainer are apart in one part.
+    """The difference of sampler and trainer in one part of the model.
 
     Attributes:
-        error: the largest difference of a token's vector, relative to the vectors' mean length; for positions, the
-            largest difference; inf for other shapes.
-        differs: whether it is beyond rounding.
-        where: of the largest difference, or the shapes.
+        error: largest norm of a token's difference vector, relative to the mean norm of the trainer's vectors. For
+            positions and log-probabilities, the largest absolute difference. inf if the shapes differ.
+        differs: whether the error is larger than rounding.
+        where: place of the largest difference, or the two shapes.
     """
 
     name: str
@@ -35,7 +35,7 @@ class Part(NamedTuple):
 
 
 def trainer_parts(engine: Any, sample: Sample) -> tuple[Parts, Tensor]:
-    """Parts of the trainer's forward over a sequence, and its log-probabilities of the answer."""
+    """The parts of the trainer's forward pass over a sequence, and its log-probabilities of the answer."""
     batch = collate([sample])
     with recorded_parts(engine.base, len(sample.token_ids)) as parts:
         logprobs = engine.infer_batch(batch)["logprobs"][0]
@@ -45,7 +45,7 @@ def trainer_parts(engine: Any, sample: Sample) -> tuple[Parts, Tensor]:
 
 
 def hf_parts(rollout: Any, model: Any, sample: Sample) -> Parts:
-    """Parts of the `hf` sampler's forward over a sequence; `model` is what it samples with."""
+    """The parts of the `hf` sampler's forward pass over a sequence; `model` is the model that it samples with."""
     with recorded_parts(model, len(sample.token_ids)) as parts:
         rollout.generate([_as_prompt(sample)], Sampling(1))
     with rollout.gathered():
@@ -54,7 +54,7 @@ def hf_parts(rollout: Any, model: Any, sample: Sample) -> Parts:
 
 
 def vllm_parts(rollout: Any, sample: Sample) -> Parts:
-    """Parts of vLLM's forward over a sequence, in this process. Its caches are emptied first."""
+    """The parts of in-process vLLM's forward pass over a sequence. Its prefix and encoder caches are emptied first."""
     found: list[Parts] = []
     llm = rollout.llm
     llm.reset_prefix_cache()
@@ -78,14 +78,14 @@ def vllm_parts(rollout: Any, sample: Sample) -> Parts:
 
 
 def _normalised(raw: Tensor, image_processor: Any) -> Tensor:
-    """Patches of bytes [patches, channels * ...] as the image processor normalises them. vLLM does it in its tower."""
+    """uint8 patches [patches, channels * ...], normalised as by the image processor. vLLM normalises in its tower."""
     mean, std = (torch.tensor(x)[:, None] for x in (image_processor.image_mean, image_processor.image_std))
     by_channel = raw.reshape(len(raw), len(mean), -1) * image_processor.rescale_factor
     return ((by_channel - mean) / std).reshape(raw.shape)
 
 
 def _as_prompt(sample: Sample) -> Sample:
-    """The whole sequence as a prompt: all of it goes through one forward."""
+    """The whole sequence as a prompt, so that prefill computes all of it in one forward pass."""
     n = len(sample.token_ids)
     return replace(sample, mask=[False] * n, logprobs=[0.0] * n)
 
@@ -93,13 +93,15 @@ def _as_prompt(sample: Sample) -> Sample:
 def compare_parts(
     sampler: Parts, trainer: Parts, sample: Sample, engine: Any, logprobs: Tensor, tolerance: float
 ) -> list[Part]:
-    """The parts that both have, in their order, and at last the log-probabilities of the answer.
+    """Compare all parts, in the order of the forward pass, and then the log-probabilities of the answer.
+
+    A part that only one of the two has counts as a difference.
 
     Args:
-        sampler, trainer: over the same sequence.
-        sample: with the sampler's log-probabilities of the answer.
-        engine: for its temperature and suppressed tokens.
-        logprobs: the trainer's, of the answer.
+        sampler, trainer: their parts for the same sequence.
+        sample: the sequence, with the sampler's log-probabilities of the answer.
+        engine: the trainer; its temperature and suppressed tokens are used.
+        logprobs: the trainer's log-probabilities of the answer.
         tolerance: relative difference that counts as rounding.
     """
     names = [name for name in trainer if name in sampler]
@@ -121,7 +123,7 @@ def compare_parts(
 
 
 def _compare(name: str, x: Tensor, y: Tensor, tolerance: float) -> Part:
-    """Vectors of tokens, or of patches."""
+    """Compare positions [axes, tokens], or vectors [tokens or patches, features]."""
     if name == "positions":
         x, y = torch.broadcast_tensors(x, y) if len(x) != len(y) else (x, y)
         gap = (x - y).abs().amax(0)
@@ -143,7 +145,7 @@ def _compare_logprobs(name: str, x: Tensor, y: Tensor, tolerance: float) -> Part
 
 
 def describe(found: Sequence[Part]) -> str:
-    """A table of the parts, and a last line that names the first that differs beyond rounding."""
+    """A table of the parts, and a last line that names the first part that differs by more than rounding."""
     lines = [f"{'part':<24} {'difference':>12}"]
     lines += [f"{one.name:<24} {one.error:>12.3g}  {'DIFFERS' if one.differs else 'rounding'}" for one in found]
     first = next((one for one in found if one.differs), None)

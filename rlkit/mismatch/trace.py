@@ -1,16 +1,16 @@
-"""What each part of a model computes in a forward over one sequence: of transformers' models and of vLLM's.
+"""Records what each part of a model computes in one forward pass, for models of transformers and of vLLM.
 
-Parts, in the order in which they are computed; a text model has no images, and a dense one no routers:
+The parts, in the order of the forward pass. Text models have no vision parts, and dense models no routers:
 
     pixels               input of the vision tower
     positions            [axes, tokens], input of the decoder
-    vision tower         its output
-    injected features    input of the first layer: embeddings of tokens, and of images in their places
-    layer 3: attention   what the layer's attention adds
-    layer 3: router      probabilities of the experts
+    vision tower         output of the vision tower
+    injected features    input of the first layer: token embeddings, with image features at image tokens
+    layer 3: attention   output of the layer's attention, before it is added to the residual stream
+    layer 3: router      expert probabilities
     layer 3              the residual stream after the layer
-    final norm
-    logits               of the next token, before temperature and suppressed tokens
+    final norm           output of the final norm
+    logits               next-token logits, before temperature and token suppression
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ Parts = dict[str, Tensor]
 
 @contextmanager
 def recorded_parts(model: nn.Module, tokens: int) -> Iterator[Parts]:
-    """Inside, the first forward over so many tokens fills the parts, except for the logits.
+    """Inside the `with` block, the first forward pass over at least `tokens` tokens fills all parts but the logits.
 
-    Where the vision tower gets bytes, which it normalises by itself, they are `raw pixels`.
+    The input of a vision tower that normalises uint8 pixels itself is recorded as `raw pixels`.
 
     Args:
-        model: of transformers or vLLM, called as a module, not compiled.
-        tokens: length of the sequence, image tokens included.
+        model: a model of transformers or vLLM, not compiled, whose modules are called so that hooks run.
+        tokens: length of the sequence, including image tokens.
     """
     parts: Parts = {}
     hooks: list[Any] = []
@@ -62,7 +62,7 @@ def recorded_parts(model: nn.Module, tokens: int) -> Iterator[Parts]:
             parts["positions"] = x.detach().reshape(-1, x.shape[-1])[-3:, :tokens].float().cpu().clone()
 
     def first_input(module: nn.Module, args: Any, kwargs: Any) -> None:
-        positions(module, args, kwargs)  # vLLM calls the decoder's forward past its hooks
+        positions(module, args, kwargs)  # vLLM calls the decoder's `forward` directly, so its hooks do not run
         keep("injected features", _arguments(module, args, kwargs)["hidden_states"])
 
     if (tower := _tower(model)) is not None:
@@ -85,16 +85,16 @@ def recorded_parts(model: nn.Module, tokens: int) -> Iterator[Parts]:
 
 
 def _arguments(module: nn.Module, args: Any, kwargs: Any) -> dict[str, Any]:
-    """The arguments of a call by their names."""
+    """The arguments of a call, by name."""
     given = inspect.signature(module.forward).bind(*args, **kwargs).arguments
     return {**given.pop("kwargs", {}), **given}
 
 
 def decoder_of(model: nn.Module) -> Any:
-    """The module with embeddings, layers and final norm.
+    """The decoder: the module with `embed_tokens`, `layers` and `norm`.
 
     Raises:
-        ValueError: none is built that way.
+        ValueError: the model has no such module.
     """
     for module in model.modules():
         if isinstance(getattr(module, "layers", None), nn.ModuleList) and all(
@@ -114,7 +114,7 @@ def _routers(layer: nn.Module) -> list[nn.Module]:
 
 
 def _flat(x: Tensor) -> Tensor:
-    """[batch, tokens, ...] or [tokens, ...] as [tokens, numbers]."""
+    """[batch, tokens, features] or [tokens, features] as [batch * tokens, features]."""
     return x.reshape(-1, x.shape[-1])
 
 
@@ -127,20 +127,20 @@ def _first(out: Any) -> Any:
 
 
 def _stream(out: Any) -> Tensor:
-    """The residual stream after a layer. vLLM's layers return (what is added, what it is added to)."""
+    """The residual stream after a layer. vLLM's layers return (layer output, residual), which have to be added."""
     added = isinstance(out, tuple) and len(out) > 1 and isinstance(out[1], Tensor) and out[1].shape == out[0].shape
     return out[0] + out[1] if added else _first(out)
 
 
 def _probabilities(out: Any) -> Tensor:
-    """Of a router's output: logits, in some models already their softmax."""
+    """Expert probabilities from a router's output, which is logits or, in some models, already their softmax."""
     first = _first(out).detach().float()
     sums_to_1 = bool((first >= 0).all()) and bool((first.sum(-1) - 1).abs().max() < 1e-3)
     return first if sums_to_1 else first.softmax(-1)
 
 
 def _vision_output(out: Any) -> Any:
-    """Features of patches, those for inner layers of the decoder (DeepStack) beside those for its input."""
+    """Patch features for the decoder's input, concatenated with those for its inner layers (DeepStack)."""
     if isinstance(out, Tensor):
         return out
     for name in ("pooler_output", "last_hidden_state"):
@@ -151,7 +151,7 @@ def _vision_output(out: Any) -> Any:
 
 @torch.no_grad()
 def head_logits(model: Any, hidden: Tensor) -> Tensor:
-    """Logits [tokens, vocabulary] of a transformers model from what its final norm gives."""
+    """Logits [tokens, vocabulary] of a transformers model, from the output of its final norm."""
     head = model.get_output_embeddings()
     logits = head(hidden.to(head.weight.device, head.weight.dtype)).float().cpu()
     cap = getattr(model.config.get_text_config(), "final_logit_softcapping", None)

@@ -28,19 +28,19 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--gpu", default="h100-80gb", help="default: h100-80gb; an unknown name lists all")
     parser.add_argument("--gpus_per_node", type=int, default=8, help="GPUs per machine; default: 8")
     parser.add_argument(
-        "--image_tokens", type=int, help="image tokens per prompt; default: an image as large as the prompt"
+        "--image_tokens", type=int, help="image tokens per prompt; default: an image that fills the prompt"
     )
-    parser.add_argument("--no_advice", action="store_true", help="do not search for options with which it fits")
+    parser.add_argument("--no_advice", action="store_true", help="do not search for options that make the run fit")
     options, rest = parser.parse_known_args(arguments)
     with one_sentence_errors("plan"):
         sys.exit(0 if run(options, rest) else 1)
 
 
 def run(options: Any, arguments: Sequence[str]) -> bool:
-    """Print the plan; whether it fits.
+    """Print the plan, and return whether the run fits.
 
     Raises:
-        ValueError: options that are unknown or contradict each other, in one sentence.
+        ValueError: an option is unknown, or two options contradict each other.
     """
     gpu = gpu_named(options.gpu)
     if options.nproc < 1:
@@ -62,7 +62,7 @@ def run(options: Any, arguments: Sequence[str]) -> bool:
 
 
 def advice(cfg: Any, roles: Roles, plan: Plan, options: Any) -> str:
-    """Try options that take less memory until the run fits; returns those options in one sentence."""
+    """Try options that need less memory until the run fits. Returns one sentence that names them."""
     added: list[str] = []
     for text, changed, world in ways_to_fit(cfg, plan, roles.policy or roles.critic, options.nproc):
         kept = [one for one in added if "GPUs" not in one and not one.startswith("--lora")]

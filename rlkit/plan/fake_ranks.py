@@ -1,4 +1,4 @@
-"""One process that simulates one rank of many: tensors take no memory, collectives reach no other process."""
+"""Simulates one rank of many in one process. Tensors take no memory, and collectives contact no other process."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ MOST_REAL_NUMBERS = 1 << 26  # larger integer tensors from factory functions are
 
 
 class FloatsWithoutMemory(FakeTensorMode):
-    """Floating-point tensors are fake, and counted by a ledger; integers are real, so that code can branch on them.
+    """Makes floating-point tensors fake and has a ledger count them. Integer tensors stay real: code branches on them.
 
-    An operation on real tensors alone is computed. A fake number that is read, e.g. a loss, is 1.
+    An operation whose inputs are all real is computed. Reading the value of a fake tensor, e.g. `loss.item()`, gives 1.
     """
 
     def __init__(self, ledger: Ledger) -> None:
@@ -43,7 +43,7 @@ class FloatsWithoutMemory(FakeTensorMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if self.depth > 1:  # DTensor asks for the shapes of full tensors, which take no memory
+        if self.depth > 1:  # DTensor computes the shapes of full tensors here; they are not counted
             return super().__torch_dispatch__(func, types, args, kwargs)
         tensors = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
         if tensors and all(type(x) in (Tensor, torch.nn.Parameter) for x in tensors):
@@ -51,7 +51,7 @@ class FloatsWithoutMemory(FakeTensorMode):
         if func is torch.ops.aten._local_scalar_dense.default:
             return 1.0
         if func in (torch.ops.aten.index.Tensor, torch.ops.aten.index_put_.default):
-            args = (args[0], _positions(args[1]), *args[2:])  # how many are True is known, as they are real
+            args = (args[0], _positions(args[1]), *args[2:])  # masks are real, so the shape of the result is known
         out = super().__torch_dispatch__(func, types, args, kwargs)
         if not tensors and isinstance(out, FakeTensor) and _is_index(out):
             return func(*args, **kwargs)
@@ -60,21 +60,21 @@ class FloatsWithoutMemory(FakeTensorMode):
 
 
 def _is_index(x: Tensor) -> bool:
-    is_integer = not x.dtype.is_floating_point and x.dtype != torch.uint8  # bytes are buffers of collectives
+    is_integer = not x.dtype.is_floating_point and x.dtype != torch.uint8  # FSDP communicates in uint8 buffers
     return is_integer and x.numel() <= MOST_REAL_NUMBERS
 
 
 def _positions(indices: Any) -> list[Any]:
-    """The same indices, with real masks as positions."""
-    found: list[Any] = []
+    """The indices, with each real boolean mask replaced by the positions of its True entries."""
+    positions: list[Any] = []
     for index in indices:
         is_mask = type(index) is Tensor and index.dtype == torch.bool
-        found += list(index.nonzero(as_tuple=True)) if is_mask else [index]
-    return found
+        positions += list(index.nonzero(as_tuple=True)) if is_mask else [index]
+    return positions
 
 
 def _no_copy(*_: Any) -> None:
-    """In place of a copy to or from the host."""
+    """Replaces copies to and from host memory."""
 
 
 @contextmanager
@@ -82,10 +82,10 @@ def fake_ranks(world: int) -> Iterator[Ledger]:
     """Inside, this process is rank 0 of `world` ranks, and a ledger counts the memory that its tensors would take.
 
     Args:
-        world: ranks.
+        world: number of ranks.
 
     Raises:
-        RuntimeError: the process has joined other ranks already.
+        RuntimeError: this process already has a process group.
     """
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
@@ -104,16 +104,16 @@ def fake_ranks(world: int) -> Iterator[Ledger]:
         stack.callback(dist.destroy_process_group)
         # FSDP frees gathered weights by resizing their storage, which no dispatch mode sees
         stack.enter_context(mock.patch.object(torch.UntypedStorage, "resize_", resize_and_count))
-        # the tensors are on a CPU, and the plan is for a GPU
+        # the tensors are on the CPU, but chunk sizes have to be those of a GPU
         stack.enter_context(mock.patch.object(_kernels, "CPU_CACHE_BYTES", _kernels.PIECE_BYTES))
         stack.enter_context(mock.patch.object(logprobs, "CPU_CHUNK_BYTES", _kernels.CHUNK_BYTES))
         head = stack.enter_context(planned_head())
         stack.enter_context(mock.patch.object(logprobs, "_kernels_for", lambda hidden: head))
         stack.enter_context(mock.patch.object(distributed, "GATHER_BY_BROADCAST", ()))
-        # a copy on the host would be counted as memory of the GPU
+        # the ledger would count a copy in host memory as GPU memory
         stack.enter_context(mock.patch.object(offload, "copy_to_host", _no_copy))
         stack.enter_context(mock.patch.object(offload, "copy_from_host", _no_copy))
-        # the other ranks cannot say which of them share rows
+        # making this group communicates with the other ranks, which do not exist
         stack.enter_context(mock.patch.object(fsdp2, "make_model_parallel_group", lambda rank, size: None))
         stack.enter_context(FloatsWithoutMemory(ledger))
         yield ledger

@@ -19,8 +19,8 @@ class Plan:
     """The memory that a run takes on each GPU.
 
     Attributes:
-        phases: bytes by phase and kind.
-        gpu: the GPU that was planned for.
+        phases: bytes by phase and kind of tensor.
+        gpu: the GPU that the plan is for.
     """
 
     rehearsal: Rehearsal
@@ -30,7 +30,7 @@ class Plan:
 
     @property
     def peak(self) -> int:
-        """Bytes of the phase that needs most memory."""
+        """Bytes of the phase that needs the most memory."""
         return max(sum(kinds.values()) for kinds in self.phases.values())
 
     @property
@@ -45,10 +45,10 @@ class Plan:
 
 
 def make_plan(cfg: Any, roles: Roles, world: int, gpu: Gpu, image_tokens: int | None) -> Plan:
-    """Rehearse a step and add what cannot be rehearsed: loading, and the sampler.
+    """Rehearse a step, and add estimates for model loading and for the sampler, which are not rehearsed.
 
     Raises:
-        ValueError: options that the engine or the model refuses.
+        ValueError: the engine or the model refuses an option.
     """
     rehearsal = rehearse(cfg, roles, world, image_tokens)
     config = roles.policy or roles.critic
@@ -66,7 +66,7 @@ def make_plan(cfg: Any, roles: Roles, world: int, gpu: Gpu, image_tokens: int | 
 
 
 def loading(cfg: Any, rehearsal: Rehearsal, world: int) -> dict[str, int]:
-    """Bytes by kind when the models have just been loaded, with the largest tensor that a rank reads."""
+    """Bytes by kind right after loading: the weights, and a buffer for the largest tensor that a rank reads."""
     kinds = ("parameters", "reference")
     kept = {kind: max(phase.get(kind, 0) for phase in rehearsal.peaks.values()) for kind in kinds}
     kept = {kind: size for kind, size in kept.items() if size}
@@ -74,17 +74,17 @@ def loading(cfg: Any, rehearsal: Rehearsal, world: int) -> dict[str, int]:
 
 
 def ways_to_fit(cfg: Any, plan: Plan, config: Any, world: int) -> Iterator[tuple[str, Any, int]]:
-    """Options that take less memory, the cheapest first: (text to add to the command, all options, ranks).
+    """Ways to save memory, the cheapest first, as (text to add to the command, all options, ranks).
 
-    Each one is added to those before it:
+    The changes accumulate, except that LoRA is tried alone on top of the first five, and more GPUs without LoRA:
 
     - a smaller share of the GPU for the sampler: fewer answers at once
-    - log-probabilities from hidden states: the output layer is computed twice
+    - fused log-probabilities from hidden states: the output layer is computed twice
     - gradient checkpointing: a third more time
     - smaller micro-batches: weights are gathered more often
-    - weights and optimizer state in host memory while they are not needed: copies in every step
-    - LoRA: other weights are trained
-    - ranks that share each sequence, more GPUs
+    - offloading of weights and optimizer state to host memory between phases: copies in every step
+    - LoRA: only adapters are trained
+    - more GPUs, each with a smaller shard
     """
     most = plan.sampler.utilization
     if getattr(cfg, "rollout", "") == "vllm" and most is not None and 0.1 < most < cfg.gpu_memory_utilization:

@@ -1,4 +1,4 @@
-"""What GPUs have, by the names that the plan knows."""
+"""Memory, speed and bandwidth of known GPUs, by name."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ from dataclasses import dataclass
 
 from rlkit.tracking import peak_flops
 
-USABLE = 0.93  # of a GPU's memory; the rest is for CUDA, NCCL and what lies between tensors (an assumption)
-NETWORK_BYTES_PER_SECOND = 50e9  # of each GPU to other machines: a 400 Gbit/s adapter (an assumption)
+USABLE = 0.93  # share of a GPU's memory; assumption: CUDA, NCCL and fragmentation take the rest
+NETWORK_BYTES_PER_SECOND = 50e9  # per GPU, between machines; assumption: a 400 Gbit/s adapter
 
 
 @dataclass(frozen=True)
@@ -15,11 +15,11 @@ class Gpu:
     """A kind of GPU.
 
     Attributes:
-        name: as the command line has it.
+        name: as on the command line.
         memory: bytes.
         flops: dense bfloat16 FLOP/s.
         memory_bandwidth: bytes per second.
-        link_bandwidth: bytes per second to the other GPUs of its machine, in one direction.
+        link_bandwidth: bytes per second to other GPUs of the same machine, in one direction.
     """
 
     name: str
@@ -29,8 +29,8 @@ class Gpu:
     link_bandwidth: float
 
 
-# name -> (GiB, TB/s of memory, GB/s of NVLink or PCIe in one direction), from the vendor's data sheets. The memory is
-# what remains with error correction on, where it is known (79.1 GiB of "80 GB").
+# name -> (memory in GiB, memory bandwidth in TB/s, NVLink or PCIe bandwidth in GB/s in one direction), from the data
+# sheets. Memory is the usable part with ECC on, where that is known (79.1 GiB of "80 GB").
 DATA_SHEETS = {
     "h100-80gb": (79.1, 3.35, 450),
     "h200-141gb": (139.8, 4.8, 450),

@@ -1,7 +1,7 @@
-"""Kernels that allocate what a GPU's kernels allocate, and compute nothing; rlkit's CPU kernels need other memory.
+"""Stand-ins for GPU kernels: they allocate the same tensors and compute nothing. rlkit's CPU kernels allocate others.
 
-Attention keeps queries, keys, values, the output and one number per row. The output layer with `use_fused_kernels`
-keeps sums for each token and the gradient of the logits of one chunk.
+For its backward pass, attention saves queries, keys, values, the output and one log-sum-exp per query and head. With
+`use_fused_kernels`, the output layer saves a few sums per token, and allocates the logit gradient of one chunk.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class _Flash(torch.autograd.Function):
 
 
 def use_planned_attention() -> None:
-    """Replace rlkit's attention functions in transformers' interface, for the process."""
+    """Register the stand-ins with transformers in place of rlkit's attention functions, for this process."""
     AttentionInterface.register(attention.NAME, _text_attention)
     AttentionInterface.register(vision_attention.NAME, _vision_attention)
 
@@ -49,7 +49,7 @@ def use_own_attention() -> None:
 
 @contextmanager
 def planned_head() -> Iterator[Any]:
-    """The module with the Triton kernels of the output layer, which allocate only; None if triton is not installed."""
+    """The module of Triton kernels, patched so that they only allocate; None if triton is not installed."""
     try:
         from rlkit.losses import _triton
     except ImportError:

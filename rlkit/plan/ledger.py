@@ -15,14 +15,14 @@ GATHERED = "gathered weights"
 
 
 class Ledger:
-    """Bytes of all tensor storages that exist, by kind.
+    """Bytes of all live tensor storages, by kind.
 
-    A storage counts as activations until `mark` gives it another kind. A storage that changes its size is a buffer of
-    FSDP, with weights gathered for a forward or backward pass.
+    A storage counts as activations until `mark` gives it another kind. Only FSDP resizes storages: a resized activation
+    is its buffer of weights gathered for a forward or backward pass, and counts as gathered weights.
 
     Attributes:
-        peaks: for each phase, the bytes of each kind when their sum was largest.
-        logits_width: tensors whose last dimension has this size count as logits.
+        peaks: for each phase, the bytes of each kind at the moment when their sum was largest.
+        logits_width: vocabulary size; a tensor whose last dimension has this size counts as logits.
     """
 
     def __init__(self) -> None:
@@ -36,7 +36,7 @@ class Ledger:
 
     @property
     def bytes(self) -> dict[str, int]:
-        """Bytes that exist now, by kind."""
+        """Current bytes, by kind."""
         return {kind: size for kind, size in self._bytes.items() if size}
 
     def see(self, tensor: Tensor) -> None:
@@ -50,7 +50,7 @@ class Ledger:
             self._add(kind, size)
 
     def mark(self, kind: str, tensors: Iterable[Tensor], *, at_peak: bool = False) -> None:
-        """The storages of these tensors are of this kind; `at_peak`: they were there at the peak of this phase, too."""
+        """Change the kind of these tensors' storages; with `at_peak` also in the recorded peak of this phase."""
         for tensor in tensors:
             self.see(tensor)
             address = tensor.untyped_storage()._cdata
@@ -70,7 +70,7 @@ class Ledger:
             self._add(kind, storage.nbytes())
 
     def begin(self, phase: str) -> None:
-        """End the current phase and start recording the peak of this one. A phase may begin several times."""
+        """End the current phase and begin another one. A phase may begin several times; its highest peak counts."""
         self.end()
         self._phase, self._peak, self._at_peak = phase, self._total, dict(self._bytes)
 

@@ -1,4 +1,4 @@
-"""Which models a recipe keeps, from its file and its options."""
+"""Reads a recipe's file and options, and finds out which models the recipe loads."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ from rlkit.vlm.loading import load_config
 
 
 def load_recipe(path: str) -> Any:
-    """A recipe's file as a module.
+    """Import a recipe's file as a module.
 
     Raises:
-        ValueError: no such file, or no function `main` in it.
+        ValueError: there is no such file, or it has no function `main`.
     """
     if not Path(path).is_file():
         raise ValueError(f"recipe: expected a file such as recipes/grpo_vlm.py, got {path!r}")
     name = Path(path).stem
     spec = importlib.util.spec_from_file_location(name, path)
     assert spec is not None and spec.loader is not None
-    module = sys.modules[name] = importlib.util.module_from_spec(spec)  # dataclasses are looked up there
+    module = sys.modules[name] = importlib.util.module_from_spec(spec)  # dataclasses look up their module there
     spec.loader.exec_module(module)
     if not hasattr(module, "main"):
         raise ValueError(f"recipe {path!r}: expected a function main(cfg), got none")
@@ -36,7 +36,7 @@ def recipe_options(module: Any, arguments: Sequence[str]) -> Any:
     """The options of a recipe, as `rlkit.runs.run_recipe` reads them.
 
     Raises:
-        ValueError: an option out of range, or a recipe without a model to train.
+        ValueError: an option is out of range, or the recipe trains no model.
     """
     (config,) = inspect.signature(module.main, eval_str=True).parameters.values()
     cfg = parse_options(config.annotation, module.__doc__ or "", arguments)
@@ -49,23 +49,23 @@ def recipe_options(module: Any, arguments: Sequence[str]) -> Any:
 
 
 def recipe_roles(module: Any, cfg: Any) -> Roles:
-    """The models of a recipe: what its functions build, with these options.
+    """The models that a recipe loads with these options: its code is searched for calls of the `build_...` functions.
 
     Raises:
-        ValueError: a model whose configuration cannot be read.
+        ValueError: a model's configuration cannot be read, or the recipe builds no engine.
     """
     functions = [x for x in vars(module).values() if inspect.isfunction(x) and x.__module__ == module.__name__]
-    builds = {name for function in functions for name in function.__code__.co_names}
+    called_names = {name for function in functions for name in function.__code__.co_names}
     config = load_config(cfg.model, trust_remote_code=cfg.trust_remote_code)
-    scores = "build_reference" in builds and getattr(cfg, "kl_coef", 1.0) > 0
-    reference = config if scores and not cfg.lora_rank else None
+    has_reference = "build_reference" in called_names and getattr(cfg, "kl_coef", 1.0) > 0
+    reference = config if has_reference and not cfg.lora_rank else None
     if teacher := getattr(cfg, "teacher", ""):
         reference = load_config(teacher, trust_remote_code=cfg.trust_remote_code)
     critic = None
-    if "build_value_engine" in builds:
+    if "build_value_engine" in called_names:
         path = getattr(cfg, "critic_model", "") or cfg.model
         critic = load_config(path, trust_remote_code=cfg.trust_remote_code)
-    policy = config if "build_engine" in builds else None
+    policy = config if "build_engine" in called_names else None
     if policy is None and critic is None:
         raise ValueError(f"recipe: expected one that builds an engine, got {module.__name__}")
-    return Roles(policy, critic, reference, adapter_reference=scores and bool(cfg.lora_rank))
+    return Roles(policy, critic, reference, adapter_reference=has_reference and bool(cfg.lora_rank))

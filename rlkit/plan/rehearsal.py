@@ -1,4 +1,4 @@
-"""A training step at real size on simulated ranks: the recipe's engines, with tensors that take no memory."""
+"""Rehearses a training step at full size on simulated ranks: real engines, with tensors that take no memory."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ from rlkit.vlm.loading import empty_model, has_vision
 
 @dataclass(frozen=True)
 class Roles:
-    """The models of a recipe, by their configurations.
+    """Configurations of a recipe's models.
 
     Attributes:
-        policy: the language model that is trained; None for a recipe that only trains a reward model.
-        critic: the model with a scalar head that is trained.
-        reference: a second language model, which computes log-probabilities and is not trained.
-        adapter_reference: the policy without its adapters computes them.
+        policy: the trained language model; None for a recipe that only trains a reward model.
+        critic: the trained model with a scalar head: a critic or a reward model.
+        reference: a frozen language model that computes log-probabilities: a reference policy or a teacher.
+        adapter_reference: the reference is the policy with its LoRA adapters disabled, not a second model.
     """
 
     policy: Any = None
@@ -42,16 +42,17 @@ class Roles:
 
 @dataclass
 class Rehearsal:
-    """The memory that rank 0 took in a rehearsed step, and the sizes that it depends on.
+    """Memory of rank 0 in a rehearsed step, and the sizes that it depends on.
 
     Attributes:
         peaks: bytes by phase and kind.
-        resident: bytes by kind after the step, when answers are sampled.
-        host: bytes that the engines keep in host memory meanwhile.
-        parameters: number of all parameters of the policy, or of the critic where there is none, and of those trained.
+        resident: bytes by kind between steps, while answers are sampled.
+        host: bytes that the engines keep in host memory between phases.
+        parameters: number of parameters of the policy, or of the critic if there is no policy.
+        trainable: how many of them are trained.
         largest_tensor: number of elements of the largest parameter.
-        workload: of this rank.
-        data_parallel_size: ranks that have rows of their own.
+        workload: rows of this rank.
+        data_parallel_size: number of ranks with different rows.
     """
 
     peaks: dict[str, dict[str, int]]
@@ -69,12 +70,12 @@ def rehearse(cfg: Any, roles: Roles, world: int, image_tokens: int | None) -> Re
 
     Args:
         cfg: options of the recipe.
-        roles: its models.
-        world: ranks.
-        image_tokens: of each prompt, see `longest_batch`.
+        roles: models of the recipe.
+        world: number of ranks.
+        image_tokens: image tokens of each prompt; see `longest_batch`.
 
     Raises:
-        ValueError: options that the engine or the model refuses.
+        ValueError: the engine or the model refuses an option.
     """
     models = _models(cfg, roles)
     use_planned_attention()
@@ -86,7 +87,7 @@ def rehearse(cfg: Any, roles: Roles, world: int, image_tokens: int | None) -> Re
 
 
 def _models(cfg: Any, roles: Roles) -> dict[str, Any]:
-    """The models by their roles, on the meta device; adapters are there already."""
+    """The models by role, on the meta device, with their adapters."""
     dtype, models = getattr(torch, cfg.dtype), dict[str, Any]()
     if roles.reference is not None:
         models["reference"] = empty(roles.reference, roles.reference.dtype or dtype)
@@ -137,19 +138,19 @@ def _rehearse(cfg: Any, roles: Roles, models: dict[str, Any], ledger: Ledger, im
 
 
 def _of_later_steps(peak: dict[str, int], resident: dict[str, int]) -> dict[str, int]:
-    """A peak with what earlier steps leave behind: the optimizer's state."""
+    """The peak of this phase in later steps, when the optimizer state exists from the start."""
     optimizer = max(peak.get("optimizer", 0), resident.get("optimizer", 0))
     return {**peak, "optimizer": optimizer} if optimizer else peak
 
 
 def _options(cfg: Any, config: Any) -> dict[str, Any]:
-    """Options of an engine as on a GPU; it does not matter here which token ids are suppressed."""
+    """Engine options as on a GPU. Any suppressed token id will do: only shapes matter."""
     suppressed = {"suppressed_token_ids": torch.tensor([0])} if has_vision(config) else {}
     return {"device": "cpu", "compute_dtype": torch.bfloat16, **shared_options(cfg, None), **suppressed}
 
 
 def _counts(model: Any) -> tuple[int, int, int]:
-    """Numbers of all parameters, of the largest one, and of those that are trained."""
+    """Number of parameters, number of elements of the largest one, and number of trained parameters."""
     sizes = [p.numel() for p in model.parameters()]
     return sum(sizes), max(sizes), sum(p.numel() for p in model.parameters() if p.requires_grad)
 
@@ -182,10 +183,10 @@ def _train(engine: Any, batch: Batch, ledger: Ledger, prefix: str) -> None:
 
 
 def _send_weights(engine: Any, rollout: str, ledger: Ledger) -> None:
-    """Gather all weights as they are gathered for the sampling back end."""
+    """Gather all weights in the way that the sampling back end needs."""
     ledger.begin("weight sync")
     for weight in engine.get_per_tensor_param(dtype=torch.bfloat16 if rollout == "vllm" else None):
-        del weight  # otherwise it would still exist while the next one is gathered
+        del weight  # free it before the next one is gathered
     if rollout == "hf":
         with engine.gathered():
             pass
@@ -197,21 +198,21 @@ def _optimizer_state(optimizer: torch.optim.Optimizer) -> list[Tensor]:
 
 
 def local(tensors: Iterable[Any]) -> list[Tensor]:
-    """This rank's parts of sharded tensors."""
+    """This rank's shards of DTensors; other tensors as they are."""
     return [getattr(x, "_local_tensor", x) for x in tensors]
 
 
 def empty(config: Any, dtype: torch.dtype) -> Any:
-    """A model of this configuration on the meta device; its buffers have values."""
+    """A model of this configuration: parameters on the meta device, buffers with real values."""
     return empty_model(config.name_or_path, copy.deepcopy(config), dtype=dtype)
 
 
 def without_memory(model: torch.nn.Module) -> None:
-    """Replace each parameter by a new one, which takes no memory inside `fake_ranks`; tied parameters stay tied."""
-    made: dict[int, torch.nn.Parameter] = {}
+    """Replace each parameter by a new one. Inside `fake_ranks` it takes no memory. Tied parameters stay tied."""
+    replaced: dict[int, torch.nn.Parameter] = {}
     for module in model.modules():
         for name, old in module.named_parameters(recurse=False):
-            if id(old) not in made:
+            if id(old) not in replaced:
                 tensor = torch.empty(old.shape, dtype=old.dtype)
-                made[id(old)] = torch.nn.Parameter(tensor, requires_grad=old.requires_grad)
-            setattr(module, name, made[id(old)])
+                replaced[id(old)] = torch.nn.Parameter(tensor, requires_grad=old.requires_grad)
+            setattr(module, name, replaced[id(old)])

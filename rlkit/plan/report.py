@@ -28,7 +28,7 @@ KINDS = [
 
 
 def describe(cfg: Any, roles: Roles, plan: Plan, world: int, gpus_per_node: int) -> str:
-    """Tables of memory and time, and whether the run fits."""
+    """The whole plan: tables of memory and time, and whether the run fits."""
     import transformers
 
     config, found, gpu = roles.policy or roles.critic, plan.rehearsal, plan.gpu
@@ -54,7 +54,7 @@ def describe(cfg: Any, roles: Roles, plan: Plan, world: int, gpus_per_node: int)
 
 
 def memory_table(phases: dict[str, dict[str, int]]) -> str:
-    """GiB by phase and kind, in Markdown."""
+    """GiB by phase and kind, as a Markdown table."""
     kinds = [kind for kind in KINDS if any(one.get(kind) for one in phases.values())]
     rows = [["phase", *kinds, "sum"], ["---", *["---:"] * (len(kinds) + 1)]]
     for name, sizes in phases.items():
@@ -67,10 +67,10 @@ def _gib(size: int) -> str:
 
 
 def host_memory(cfg: Any, plan: Plan, world: int, gpus_per_node: int) -> dict[str, int]:
-    """Bytes of a machine by what needs them.
+    """Bytes of one machine's host memory, by purpose.
 
-    Loading: each rank reads slices of files; where it cannot, or with tensor parallelism, it reads the whole model.
-    Export: rank 0 holds what goes into one file.
+    Loading: each rank reads its slices of the files, or the whole model with tensor parallelism.
+    Export: rank 0 holds the content of one file.
     """
     found, ranks = plan.rehearsal, min(world, gpus_per_node)
     weight_bytes = 4 if cfg.dtype == "float32" else 2
@@ -81,7 +81,7 @@ def host_memory(cfg: Any, plan: Plan, world: int, gpus_per_node: int) -> dict[st
 
 
 def time_table(cfg: Any, roles: Roles, plan: Plan, world: int, gpus_per_node: int) -> str:
-    """FLOPs, bytes and the floor of seconds by phase, in Markdown."""
+    """FLOPs, bytes and the lower bound of seconds by phase, as a Markdown table."""
     link = link_bandwidth(plan.gpu, world, gpus_per_node)
     config = roles.policy or roles.critic
     has_reference = roles.reference is not None or roles.adapter_reference
@@ -106,10 +106,10 @@ def time_table(cfg: Any, roles: Roles, plan: Plan, world: int, gpus_per_node: in
 def verdict(plan: Plan) -> str:
     """One sentence: whether the run fits, with the numbers."""
     limit, gpu = USABLE * plan.gpu.memory / GIB, plan.gpu
-    having = f"of the {limit:.1f} GiB that can be used of a {gpu.name} ({USABLE:.0%} of {gpu.memory / GIB:.1f})"
+    usable_memory = f"of the {limit:.1f} GiB that can be used of a {gpu.name} ({USABLE:.0%} of {gpu.memory / GIB:.1f})"
     if plan.too_large:
         phases = ", ".join(f"{name} {sum(plan.phases[name].values()) / GIB:.1f}" for name in plan.too_large)
-        return f"does not fit: {phases} GiB {having}"
+        return f"does not fit: {phases} GiB {usable_memory}"
     if not plan.sampler.sequences:
         return "does not fit: the sampler's cache has no room for one sequence; raise --gpu_memory_utilization"
-    return f"fits: {plan.peak / GIB:.1f} GiB {having}"
+    return f"fits: {plan.peak / GIB:.1f} GiB {usable_memory}"

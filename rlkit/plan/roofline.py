@@ -1,9 +1,9 @@
-"""Seconds of a step by a roofline: for each phase the longest of compute, memory and communication.
+"""Roofline estimate of a step's duration. Each phase takes
 
-    max(FLOPs / peak, bytes / memory bandwidth, bytes / link bandwidth)
+    max(FLOPs / peak FLOP/s, bytes / memory bandwidth, bytes / link bandwidth)
 
-These seconds are a floor: they assume that the three overlap completely, and that each runs at the number of the data
-sheet. A run that reaches 40 % of a GPU's peak (MFU) takes two and a half times as long where compute is the limit.
+seconds. This is a lower bound: it assumes that compute, memory and communication overlap completely and run at the
+speed of the data sheet. A compute-bound phase at 40 % MFU takes two and a half times as long.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from rlkit.plan.workload import Workload
 
 @dataclass(frozen=True)
 class Cost:
-    """FLOPs, bytes read and written in memory, and bytes sent over the link, for one phase on one rank."""
+    """Cost of one phase on one rank: FLOPs, bytes read from and written to memory, bytes sent over the link."""
 
     flops: float = 0.0
     memory: float = 0.0
     link: float = 0.0
 
     def seconds(self, gpu: Gpu, link: float) -> dict[str, float]:
-        """Seconds that each of the three would take alone."""
+        """Seconds that compute, memory traffic and communication would each take alone."""
         return {
             "compute": self.flops / gpu.flops,
             "memory": self.memory / gpu.memory_bandwidth,
@@ -36,19 +36,19 @@ class Cost:
 
 
 def link_bandwidth(gpu: Gpu, world: int, gpus_per_node: int) -> float:
-    """Bytes per second between the ranks of a run: of the network if there are several machines."""
+    """Bytes per second between ranks: that of the network if the run spans several machines."""
     return gpu.link_bandwidth if world <= gpus_per_node else NETWORK_BYTES_PER_SECOND
 
 
 def rank_flops(config: Any, workload: Workload) -> int:
-    """FLOPs of one forward of all rows of a rank; each prompt once."""
+    """FLOPs of one forward pass over all rows of a rank. Each prompt is computed once."""
     prompt = (workload.prompt, 0)
     answers = [(workload.answer, workload.prompt)] * workload.group_size
     patches = workload.image_patches(config)
-    of_group = forward_flops(
+    group_flops = forward_flops(
         config, [prompt, *answers], workload.group_size * workload.answer, [patches] if patches else []
     )
-    return of_group * workload.prompts
+    return group_flops * workload.prompts
 
 
 def costs(
@@ -58,9 +58,9 @@ def costs(
 
     Args:
         cfg: options of the recipe.
-        config: of the policy.
-        rehearsal, sampler: of the plan.
-        world: ranks.
+        config: configuration of the policy.
+        rehearsal, sampler: memory in the plan.
+        world: number of ranks.
         has_reference: whether a reference model, or the policy without its adapters, scores all rows.
         models: number of trained models: 2 with a critic, which is assumed to have the policy's size.
     """
@@ -95,9 +95,9 @@ def costs(
 
 
 def _generation(cfg: Any, config: Any, workload: Workload, sampler: SamplerMemory, weights: int) -> Cost:
-    """Prefill of each prompt once, and one pass over weights and cache for each token of an answer.
+    """Prefill of each prompt once, then one read of the weights and of the KV cache for each token of an answer.
 
-    Servers are counted as if each rank had a GPU like its own that samples for it.
+    For servers it assumes one sampling GPU per rank, of the same kind.
     """
     sequences = max(1, min(workload.rows, sampler.sequences))
     rounds = -(-workload.rows // sequences)

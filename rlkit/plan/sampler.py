@@ -1,4 +1,4 @@
-"""What sampling takes on a trainer's GPU: the sampler's weights and its key-value cache, by arithmetic."""
+"""Estimates the memory that sampling takes on a trainer's GPU: the sampler's weights and its KV cache."""
 
 from __future__ import annotations
 
@@ -14,10 +14,12 @@ HALF = 2  # bytes of a bfloat16 number
 
 @dataclass(frozen=True)
 class SamplerMemory:
-    """Bytes on each trainer's GPU, and how many sequences are decoded at once.
+    """Memory of sampling on each trainer's GPU.
 
     Attributes:
-        utilization: largest `gpu_memory_utilization` that the trainer leaves room for; of a sampler that has its own.
+        weights, cache: bytes.
+        sequences: how many are decoded at once.
+        utilization: largest `gpu_memory_utilization` that the trainer leaves room for; None unless vLLM samples.
     """
 
     weights: int
@@ -27,7 +29,7 @@ class SamplerMemory:
 
 
 def cache_bytes(config: Any) -> int:
-    """Bytes of keys and values for one token: 2 L K D numbers of two bytes."""
+    """Bytes of keys and values for one token: 2 L K D bfloat16 numbers (layers, key-value heads, head dimension)."""
     text = config.get_text_config()
     size = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
     return 2 * text.num_hidden_layers * text.num_key_value_heads * size * HALF
@@ -36,18 +38,19 @@ def cache_bytes(config: Any) -> int:
 def sampler_memory(
     cfg: Any, config: Any, workload: Workload, parameters: int, resident: int, gpu: Gpu
 ) -> SamplerMemory:
-    """What the sampling back end of these options takes beside a trainer.
+    """Memory of the sampling back end on a GPU that it shares with the trainer.
 
     Args:
-        cfg: options of a recipe.
-        config, parameters: of the policy, and how many it has.
-        workload: of a rank.
+        cfg: options of the recipe.
+        config: configuration of the policy.
+        workload: rows of one rank.
+        parameters: number of parameters of the policy.
         resident: bytes that the trainer keeps while answers are sampled.
-        gpu: which is shared.
+        gpu: the GPU.
     """
     token = cache_bytes(config)
     row = token * (workload.prompt + workload.answer)
-    if cfg.rollout == "hf":  # the trainer's weights, gathered; the cache may fill the share that is left
+    if cfg.rollout == "hf":  # samples with the trainer's gathered weights; the cache may fill the rest
         free = int((cfg.gpu_memory_utilization or DEFAULT_UTILIZATION) * gpu.memory) - resident - HALF * parameters
         sequences = max(1, min(workload.rows, 512, free // row))
         return SamplerMemory(HALF * parameters, sequences * row, sequences)

@@ -13,17 +13,17 @@ from rlkit.engines.packing.micro_batches import micro_batches
 from rlkit.vlm.families import PATCH_ROW_FAMILIES
 from rlkit.vlm.loading import has_vision
 
-TEXT_BESIDE_IMAGE = 64  # tokens of a prompt that are the question, unless --image_tokens says otherwise
+TEXT_BESIDE_IMAGE = 64  # text tokens of a prompt with an image, unless --image_tokens is given
 
 
 @dataclass(frozen=True)
 class Workload:
-    """Rows of one rank, all of the greatest length.
+    """Rows of one rank in one step, all of the maximum length.
 
     Attributes:
-        prompt, answer: tokens of each row.
-        image_tokens: tokens of the prompt that stand for images.
-        prompts: of a rank and step.
+        prompt, answer: number of tokens.
+        image_tokens: how many tokens of a prompt are image tokens.
+        prompts: number of prompts.
         group_size: answers to each prompt.
     """
 
@@ -35,26 +35,26 @@ class Workload:
 
     @property
     def rows(self) -> int:
-        """Answers of a rank and step."""
+        """Number of answers."""
         return self.prompts * self.group_size
 
     def image_patches(self, config: Any) -> int:
-        """Patches of the vision tower for each prompt; 0 for a family whose patches are not known."""
+        """Vision-tower patches of each prompt; 0 for a model family whose patch layout is not known here."""
         merge = getattr(getattr(config, "vision_config", None), "spatial_merge_size", 0)
         return self.image_tokens * merge**2 if config.model_type in PATCH_ROW_FAMILIES else 0
 
 
 def longest_batch(cfg: Any, config: Any, data_parallel_size: int, image_tokens: int | None) -> Workload:
-    """The longest rows that the options of a recipe and the context of a model allow.
+    """The longest rows that the recipe's options and the model's context allow.
 
     Args:
-        cfg: of a recipe.
-        config: of the model.
-        data_parallel_size: ranks that have rows of their own.
-        image_tokens: of each prompt; by default a vision-language model sees an image as large as the prompt allows.
+        cfg: options of the recipe.
+        config: configuration of the model.
+        data_parallel_size: number of ranks with different rows.
+        image_tokens: image tokens of each prompt. By default a vision-language model gets as many as fit.
 
     Raises:
-        ValueError: rows that are longer than the model's context, or more image tokens than a prompt has.
+        ValueError: rows are longer than the model's context, or a prompt has more image tokens than tokens.
     """
     context = config.get_text_config().max_position_embeddings
     if hasattr(cfg, "max_prompt_tokens"):
@@ -76,22 +76,22 @@ def longest_batch(cfg: Any, config: Any, data_parallel_size: int, image_tokens: 
         raise ValueError(f"image_tokens: expected 0 for {config.model_type}, a text model, got {image_tokens}")
     if not 0 <= image_tokens < length:
         raise ValueError(f"image_tokens: expected less than the {length} tokens of a prompt, got {image_tokens}")
-    merged = image_tokens // 2 * 2  # an image is a rectangle
+    even = image_tokens // 2 * 2  # the image is two tokens high
     prompts = -(-cfg.prompts_per_step // data_parallel_size)
-    return Workload(length, answer, merged, prompts, getattr(cfg, "group_size", 1))
+    return Workload(length, answer, even, prompts, getattr(cfg, "group_size", 1))
 
 
 def largest_micro_batches(workload: Workload, config: Any, budget: int, *, share_prompts: bool, most: int = 2) -> Batch:
-    """The rows of the largest micro-batches that a rank has in a step, as rows of random answers.
+    """A batch with placeholder tokens that fills the largest micro-batches of a rank.
 
-    There are two by default, because the second backward pass needs memory while the gradients of the first exist.
+    Two micro-batches by default: the second backward pass runs while the gradients of the first exist.
 
     Args:
-        workload: of a rank.
-        config: of the model.
+        workload: rows of one rank.
+        config: configuration of the model.
         budget: `micro_batch_tokens`.
         share_prompts: as in the engine.
-        most: micro-batches.
+        most: largest number of micro-batches.
     """
     rows_needed = most * (budget // max(1, workload.answer) + 1)
     prompts = min(workload.prompts, rows_needed // workload.group_size + 1)
@@ -105,11 +105,11 @@ def _group(workload: Workload, config: Any, number: int) -> Sequence[Sample]:
     """The answers to one prompt. Its tokens depend on `number`, so different groups do not share a prompt."""
     vision, ids = {}, [number % 1000 + 10] * (workload.prompt - workload.image_tokens)
     if patches := workload.image_patches(config):
-        of_config = config.vision_config
-        channels = getattr(of_config, "in_channels", getattr(of_config, "in_chans", 3))
-        merge = of_config.spatial_merge_size
+        vision_config = config.vision_config
+        channels = getattr(vision_config, "in_channels", getattr(vision_config, "in_chans", 3))
+        merge = vision_config.spatial_merge_size
         grid = torch.tensor([[1, 2 * merge, patches // (2 * merge)]])
-        size = channels * of_config.temporal_patch_size * of_config.patch_size**2
+        size = channels * vision_config.temporal_patch_size * vision_config.patch_size**2
         vision = {"pixel_values": torch.zeros(patches, size), "image_grid_thw": grid}
         ids += [config.image_token_id] * workload.image_tokens
     question = prompt_sample(ids, vision=vision, group_id=number)

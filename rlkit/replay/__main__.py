@@ -1,11 +1,11 @@
-"""Compute a saved training step again, and name the first thing that differs.
+"""Recompute a saved training step, and name the first quantity that differs.
 
 python -m rlkit.replay runs/NAME/rollouts/step_12 [--recipe FILE] [--checkpoint DIR] [options of the recipe]
 
-The saved answers are judged again, and the recipe's own file computes advantages, loss and gradient from them. The
-weights are those of the run's newest checkpoint up to this step, or those that training started from; steps between
-are taken again from their bundles. Options of the recipe that follow, such as --model or --task, override the saved
-ones: for another machine, where files have other paths. The exit status is 1 if something differs.
+The saved answers are judged again, and the recipe's file computes advantages, loss and gradient from them. The weights
+come from the run's newest checkpoint before this step, or from the initial model. Steps in between are recomputed from
+their bundles. Options of the recipe, such as --model or --task, override the saved ones, for example where files have
+other paths on this machine. The exit status is 1 if something differs.
 """
 
 from __future__ import annotations
@@ -44,9 +44,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("bundle", help="folder of a step, such as runs/NAME/rollouts/step_12")
-    parser.add_argument("--recipe", default="", help="the recipe's file; default: where it was when the run was saved")
+    parser.add_argument("--recipe", default="", help="the recipe's file; default: its path at the time of the run")
     parser.add_argument(
-        "--checkpoint", default="", help="weights of this or an earlier step; default: the run's newest"
+        "--checkpoint", default="", help="checkpoint of this or an earlier step; default: the newest of these"
     )
     parser.add_argument(
         "--tolerance", type=float, default=0.0, help="relative difference that counts as rounding; default: by dtype"
@@ -63,18 +63,18 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if computed.recipe_sha256 != recorded.recipe_sha256:
         print(f"note: {computed.recipe} is not the file that the run was started with")
     dtypes = {recorded.options.get(name) for name in ("dtype", "compute_dtype")}
-    rough = "bfloat16" in dtypes or not recorded.versions.get("device", "cpu").startswith("cpu")
-    tolerance = options.tolerance or TOLERANCE["bfloat16" if rough else "float32"]
+    low_precision = "bfloat16" in dtypes or not recorded.versions.get("device", "cpu").startswith("cpu")
+    tolerance = options.tolerance or TOLERANCE["bfloat16" if low_precision else "float32"]
     found = compare_bundles(recorded, computed, tolerance)
     print(describe(found))
     sys.exit(int(any(one.differs for one in found)))
 
 
 def replay(path: Path, recorded: Bundle, recipe: str, checkpoint: str, arguments: Sequence[str]) -> Bundle:
-    """The bundle that the recipe makes of the saved answers, on this machine; all ranks' on rank 0.
+    """Run the recipe on the saved answers, on this machine, and return the new bundle with the rows of all ranks.
 
     Raises:
-        ValueError: no such recipe or checkpoint, a missing bundle, options that the recipe has not.
+        ValueError: the recipe, the checkpoint or a bundle is missing, or the recipe does not have an option.
     """
     if recorded.origin != "rlkit":
         raise ValueError(f"bundle {str(path)!r}: expected one of a recipe, got one converted from {recorded.origin}")
@@ -91,7 +91,7 @@ def replay(path: Path, recorded: Bundle, recipe: str, checkpoint: str, arguments
         )
     with tempfile.TemporaryDirectory() as out:
         cfg = _options(module, recorded, folder, Path(out), arguments, resume=source is not None)
-        _link(folder.parent / "init", Path(out) / "init")  # the tiny model, which is built once per run
+        _link(folder.parent / "init", Path(out) / "init")  # where a run builds its tiny model
         if source:
             for kind in {path.parent.name for path in source.parent.parent.glob(f"*/{source.name}")}:
                 _link(source.parent.parent / kind / source.name, Path(out) / kind / source.name)
@@ -113,7 +113,7 @@ def _finished_steps(checkpoint: Path) -> int:
 
 
 def _options(module: Any, recorded: Bundle, folder: Path, out: Path, arguments: Sequence[str], *, resume: bool) -> Any:
-    """The run's options, with those of the command line in their place, and what a replay sets."""
+    """The saved options, overridden by the command line and then by the options that a replay fixes."""
     (config,) = inspect.signature(module.main, eval_str=True).parameters.values()
     saved = {name: x for name, x in recorded.options.items() if name not in ("config", "resume", "allow_changes")}
     file = out / "options.json"
@@ -148,15 +148,15 @@ def _of_all_ranks(replayed: Replay) -> Bundle:
     if not replayed.bundles:
         raise ValueError("bundle: expected a recipe that trains on its answers, got one that recorded no step")
     bundle = replayed.bundles[-1]
-    of_ranks = [bundle]
+    rank_bundles = [bundle]
     if dist.is_initialized() and dist.get_world_size() > 1:
-        of_ranks = [bundle] * dist.get_world_size()
-        dist.all_gather_object(of_ranks, bundle)
+        rank_bundles = [bundle] * dist.get_world_size()
+        dist.all_gather_object(rank_bundles, bundle)
     for i, draw in enumerate(bundle.draws):
-        draw.samples = [sample for one in of_ranks for sample in one.draws[i].samples]
-        draw.prompts = [prompt for one in of_ranks for prompt in one.draws[i].prompts]
+        draw.samples = [sample for one in rank_bundles for sample in one.draws[i].samples]
+        draw.prompts = [prompt for one in rank_bundles for prompt in one.draws[i].prompts]
     for i, update in enumerate(bundle.updates):
-        update.fields = merge_rows([one.updates[i].fields for one in of_ranks])
+        update.fields = merge_rows([one.updates[i].fields for one in rank_bundles])
     return bundle
 
 

@@ -1,7 +1,7 @@
-"""The files of a bundle: all that a training step sampled, trained on and measured.
+"""The files of a bundle: everything that a training step sampled, trained on and measured.
 
-A bundle is a folder, `rollouts/step_12`. Each data-parallel rank writes two files to it: `rank_0.safetensors` holds
-tensors, and `rank_0.json`, written last, everything else and the checksums of both.
+A bundle is a folder such as `rollouts/step_12`. Each data-parallel rank writes two files to it: first
+`rank_0.safetensors` with all tensors, then `rank_0.json` with everything else and the checksums of both files.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ class Draw:
     """One call of the sampler, with the answers to its prompts.
 
     Attributes:
-        samples: all answers, each with the reward that it was given; nan if it could not be judged.
-        sampling: options of `rlkit.rollout.Sampling`.
-        phase: "generate", or "evaluate" for the greedy answers that ReMax subtracts.
-        prompts: that were answered. They are not written to the files, where each answer begins with its prompt.
+        samples: all answers with their rewards; the reward is nan if the answer could not be judged.
+        sampling: fields of `rlkit.rollout.Sampling`.
+        phase: "generate", or "evaluate" for ReMax's greedy baseline answers.
+        prompts: the prompts. They are not saved, because each answer begins with its prompt.
     """
 
     samples: list[Sample]
@@ -44,13 +44,13 @@ class Draw:
 
 @dataclass
 class Update:
-    """One optimizer step: what the engine was given, and what it returned.
+    """One optimizer step: input and output of the engine's `train_batch`.
 
     Attributes:
-        engine: the folder of its checkpoints: "checkpoints" for the policy, "critic_checkpoints".
+        engine: checkpoint folder of the engine: "checkpoints" for the policy, "critic_checkpoints" for the critic.
         fields: tensors of the batch, [B] or [B, T], in the order in which the recipe added them: tokens, mask,
-            rollout_logprobs, rewards, ..., advantages; then the outputs of the forward (logprobs, values).
-        metrics: of all ranks: loss, grad_norm, ...
+            rollout_logprobs, rewards, ..., advantages. The outputs of the forward pass (logprobs, values) follow.
+        metrics: over all ranks: loss, grad_norm, ...
     """
 
     engine: str
@@ -65,11 +65,11 @@ class Bundle:
     Attributes:
         step: number of the step, from 0.
         origin: "rlkit", or the trainer whose dump was converted.
-        recipe: file of the recipe, and `recipe_sha256` its checksum.
+        recipe, recipe_sha256: path of the recipe's file, and its checksum.
         task: name of the task.
-        options: of the run.
-        versions: of Python and packages.
-        draws, updates: in order.
+        options: options of the run.
+        versions: versions of Python and of packages.
+        draws, updates: in the order of the step.
     """
 
     step: int
@@ -84,12 +84,12 @@ class Bundle:
 
 
 def bundle_path(folder: str | Path, step: int) -> Path:
-    """Where the bundle of a step is, in the folder of a run's rollouts."""
+    """Path of a step's bundle in a run's folder of rollouts."""
     return Path(folder) / f"step_{step}"
 
 
 def bundle_folder(path: str | Path) -> Path:
-    """The folder of a bundle, which may be named by one of its files."""
+    """The folder of a bundle, given the folder or one of its files."""
     return Path(path).parent if Path(path).is_file() else Path(path)
 
 
@@ -104,11 +104,11 @@ def write_bundle(path: str | Path, bundle: Bundle, *, rank: int = 0, ranks: int 
 
     Args:
         path: folder of the bundle.
-        bundle: with the samples and batches of this rank.
-        rank, ranks: of data parallelism.
+        bundle: the samples and batches of this rank.
+        rank, ranks: data-parallel rank, and number of data-parallel ranks.
 
     Raises:
-        OSError: it cannot be written.
+        OSError: a file cannot be written.
     """
     from safetensors.torch import save_file
 
@@ -128,9 +128,9 @@ def write_bundle(path: str | Path, bundle: Bundle, *, rank: int = 0, ranks: int 
     part = file.with_suffix(".part")
     save_file(tensors.by_name, part)
     content["tensors_sha256"] = _file_sha256(part)
-    content = json.loads(json.dumps(content, default=str))  # as it will be read
+    content = json.loads(json.dumps(content, default=str))  # checksum what a reader will parse
     content["sha256"] = _content_sha256(content)
-    part.chmod(0o644)  # safetensors lets nobody else read it
+    part.chmod(0o644)  # safetensors makes it readable for the owner only
     part.replace(file)
     part.write_text(json.dumps(content))
     part.replace(folder / f"rank_{rank}.json")
@@ -140,33 +140,36 @@ _PLAIN = ("step", "origin", "recipe", "recipe_sha256", "task", "options", "versi
 
 
 def read_bundle(path: str | Path, *, updates: bool = True) -> Bundle:
-    """The bundle of all ranks: samples in the order of their group ids, rows of a batch by group id and number.
+    """Read a bundle with the rows of all ranks. Samples are sorted by group id, batches by group id and answer number.
 
     Args:
         path: folder of the bundle, or one of its JSON files.
-        updates: also read the batches that were trained on.
+        updates: also read the batches.
 
     Raises:
-        ValueError: no bundle there, one of another version, or a damaged or incomplete one.
+        ValueError: the bundle is missing, damaged, incomplete or of another version.
     """
     folder = bundle_folder(path)
-    first, tensors = _read_rank(folder, 0)
-    parts = [(first, tensors), *(_read_rank(folder, rank) for rank in range(1, first["ranks"]))]
+    parts = [_read_rank(folder, 0)]
+    first = parts[0][0]
+    parts += [_read_rank(folder, rank) for rank in range(1, first["ranks"])]
     found = Bundle(**{name: first[name] for name in _PLAIN})
     for i, draw in enumerate(first["draws"]):
-        samples = [s for content, held in parts for s in _draw_from_json(content["draws"][i], content["rows"], held)]
+        samples = [
+            s for content, tensors in parts for s in _draw_from_json(content["draws"][i], content["rows"], tensors)
+        ]
         order = sorted(range(len(samples)), key=lambda k: samples[k].group_id)
         found.draws.append(Draw([samples[k] for k in order], draw["sampling"], draw["phase"]))
     if updates:
         for i, update in enumerate(first["updates"]):
             names = update["fields"]
-            of_ranks = [{name: held[f"update_{i}.{name}"] for name in names} for _, held in parts]
+            of_ranks = [{name: tensors[f"update_{i}.{name}"] for name in names} for _, tensors in parts]
             found.updates.append(Update(update["engine"], merge_rows(of_ranks), update["metrics"]))
     return found
 
 
 def merge_rows(parts: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
-    """The fields of batches of several ranks in one, as wide as the widest, sorted by group id and number."""
+    """Concatenate the batches of several ranks, padded to the widest one and sorted by group id and answer number."""
     shared = [name for name in parts[0] if all(name in part for part in parts)]
     width = max(part["mask"].shape[1] for part in parts)
 
@@ -191,11 +194,11 @@ def digest(x: Tensor) -> str:
 
 
 class _Tensors:
-    """Tensors to be written; equal images and vision tensors, which answers to a prompt share, are written once."""
+    """Collects the tensors of a file. Equal images and vision tensors, as of answers to one prompt, are saved once."""
 
     def __init__(self) -> None:
         self.by_name: dict[str, Tensor] = {}
-        self.digests: dict[int, tuple[Tensor, str]] = {}  # the tensor is kept, or its id could be used again
+        self.digests: dict[int, tuple[Tensor, str]] = {}  # keeps the tensor alive, so that its id is not reused
 
     def add(self, name: str, x: Tensor) -> None:
         self.by_name[name] = x.detach().cpu().contiguous().clone()
@@ -227,39 +230,41 @@ def _draw_to_json(draw: Draw, name: str, tensors: _Tensors, rows: list[Any]) -> 
                 "routed_experts": sample.routed_experts is not None,
             }
         )
-    for key, dtype in _TRACKS.items():
+    for key, dtype in _PER_TOKEN.items():
         values = [getattr(sample, key) for sample in draw.samples]
-        tensors.add(f"{name}.{key}", torch.tensor([x for of in values for x in of], dtype=dtype))
-        tensors.add(f"{name}.{key}.lengths", torch.tensor([len(of) for of in values], dtype=torch.int64))
+        tensors.add(f"{name}.{key}", torch.tensor([x for row in values for x in row], dtype=dtype))
+        tensors.add(f"{name}.{key}.lengths", torch.tensor([len(row) for row in values], dtype=torch.int64))
     rewards = [math.nan if sample.reward is None else sample.reward for sample in draw.samples]
     tensors.add(f"{name}.rewards", torch.tensor(rewards, dtype=torch.float64))
     return {"name": name, "sampling": draw.sampling, "phase": draw.phase, "samples": samples}
 
 
-_TRACKS = {"token_ids": torch.int64, "compact_ids": torch.int64, "mask": torch.bool, "logprobs": torch.float64}
+_PER_TOKEN = {"token_ids": torch.int64, "compact_ids": torch.int64, "mask": torch.bool, "logprobs": torch.float64}
 
 
-def _draw_from_json(draw: Mapping[str, Any], rows: Sequence[Any], held: Mapping[str, Tensor]) -> list[Sample]:
+def _draw_from_json(draw: Mapping[str, Any], rows: Sequence[Any], tensors: Mapping[str, Tensor]) -> list[Sample]:
     name = draw["name"]
-    tracks = {key: _ragged(held[f"{name}.{key}"], held[f"{name}.{key}.lengths"]) for key in _TRACKS}
-    rewards = held[f"{name}.rewards"].tolist()
-    restored = [_restored(row, held) for row in rows]  # one object per prompt, as before
+    per_token = {key: _ragged(tensors[f"{name}.{key}"], tensors[f"{name}.{key}.lengths"]) for key in _PER_TOKEN}
+    rewards = tensors[f"{name}.rewards"].tolist()
+    restored = [_restored(row, tensors) for row in rows]  # one object per prompt, as before
     samples = []
-    for i, facts in enumerate(draw["samples"]):
-        placeholders = {int(kind): [_image_from_json(x) for x in of] for kind, of in facts["placeholders"].items()}
+    for i, entry in enumerate(draw["samples"]):
+        placeholders = {
+            int(kind): [_image_from_json(x) for x in images] for kind, images in entry["placeholders"].items()
+        }
         samples.append(
             Sample(
-                tracks["token_ids"][i],
-                tracks["compact_ids"][i],
-                tracks["mask"][i],
-                tracks["logprobs"][i],
-                **{fact: facts[fact] for fact in SAMPLE_FACTS},
-                versions=facts["versions"],
-                vision={key: held[of] for key, of in facts["vision"].items()},
+                per_token["token_ids"][i],
+                per_token["compact_ids"][i],
+                per_token["mask"][i],
+                per_token["logprobs"][i],
+                **{fact: entry[fact] for fact in SAMPLE_FACTS},
+                versions=entry["versions"],
+                vision={key: tensors[name_of_tensor] for key, name_of_tensor in entry["vision"].items()},
                 placeholders=placeholders,
-                row=restored[facts["row"]],
+                row=restored[entry["row"]],
                 reward=rewards[i],
-                routed_experts=held[f"{name}.routed_experts_{i}"] if facts["routed_experts"] else None,
+                routed_experts=tensors[f"{name}.routed_experts_{i}"] if entry["routed_experts"] else None,
             )
         )
     return samples
@@ -278,7 +283,7 @@ def _image_from_json(image: Any) -> int | Expansion:
 
 
 def _row_to_json(row: Any, tensors: _Tensors) -> Any:
-    """A data row: images and bytes become names of tensors; what JSON cannot hold otherwise becomes its text."""
+    """A data row as JSON. Images and bytes become names of tensors, and other objects that JSON lacks become str(x)."""
     if isinstance(row, Mapping):
         return {str(key): _row_to_json(x, tensors) for key, x in row.items()}
     if isinstance(row, list | tuple):
@@ -299,20 +304,20 @@ def _row_to_json(row: Any, tensors: _Tensors) -> Any:
 _PNG, _BYTES = "png tensor", "bytes tensor"
 
 
-def _restored(row: Any, held: Mapping[str, Tensor]) -> Any:
+def _restored(row: Any, tensors: Mapping[str, Tensor]) -> Any:
     if isinstance(row, list):
-        return [_restored(x, held) for x in row]
+        return [_restored(x, tensors) for x in row]
     if not isinstance(row, dict):
         return row
     if set(row) == {_BYTES}:
-        return held[row[_BYTES]].numpy().tobytes()
+        return tensors[row[_BYTES]].numpy().tobytes()
     if set(row) == {_PNG}:
         from PIL import Image
 
-        image = Image.open(io.BytesIO(held[row[_PNG]].numpy().tobytes()))
+        image = Image.open(io.BytesIO(tensors[row[_PNG]].numpy().tobytes()))
         image.load()
         return image
-    return {key: _restored(x, held) for key, x in row.items()}
+    return {key: _restored(x, tensors) for key, x in row.items()}
 
 
 def _update_to_json(update: Update, name: str, tensors: _Tensors) -> dict[str, Any]:
@@ -322,10 +327,10 @@ def _update_to_json(update: Update, name: str, tensors: _Tensors) -> dict[str, A
 
 
 def _read_rank(folder: Path, rank: int) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """One rank's files, checked.
+    """Read and verify the files of one rank.
 
     Raises:
-        ValueError: they are missing, damaged or of another version.
+        ValueError: a file is missing, damaged or of another version.
     """
     from safetensors.torch import load_file
 

@@ -1,4 +1,4 @@
-"""Two bundles of the same step compared, in the order in which a step computes things."""
+"""Compares two bundles of the same step, quantity by quantity, in the order in which the step computes them."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ from torch import Tensor
 from rlkit.data.samples import Sample
 from rlkit.replay.bundles import Bundle, Draw, Update, digest
 
-GIVEN = ("tokens", "mask", "group_ids", "numbers", "rollout_logprobs", "rewards", "recorded_row")  # not computed
+GIVEN = ("tokens", "mask", "group_ids", "numbers", "rollout_logprobs", "rewards", "recorded_row")  # inputs
 
 
 @dataclass(frozen=True)
 class Quantity:
-    """One thing that was recorded and computed again.
+    """The comparison of one recorded quantity with its recomputed value.
 
     Attributes:
-        name: for people: "rewards", "update 1: advantages".
-        differs: whether the difference is beyond rounding.
-        difference: the largest absolute difference; nan if it is no number.
-        where: what differs most, in words.
+        name: display name, such as "rewards" or "update 1: advantages".
+        differs: whether the difference is larger than rounding.
+        difference: largest absolute difference; nan if there is no such number, as for shapes.
+        where: the place of the largest difference, with both values.
     """
 
     name: str
@@ -32,12 +32,14 @@ class Quantity:
 
 
 def compare_bundles(recorded: Bundle, computed: Bundle, tolerance: float) -> list[Quantity]:
-    """What of a step differs, in the order in which it is computed; what follows a difference may differ due to it.
+    """Compare all quantities of a step, in the order in which they are computed.
+
+    One difference can cause all later ones, so the first is the one to look at.
 
     Args:
-        recorded: as saved by the run.
-        computed: by the replay.
-        tolerance: a number x may differ by tolerance * max(1, |x|); rewards may not differ.
+        recorded: the bundle that the run saved.
+        computed: the bundle of the replay.
+        tolerance: a number x may differ by tolerance * (1 + |x|); rewards have to be equal.
     """
     found = list(_compare_draws(recorded.draws, computed.draws))
     if len(recorded.updates) != len(computed.updates):
@@ -73,7 +75,7 @@ def _compare_draws(recorded: Sequence[Draw], computed: Sequence[Draw]) -> Iterat
 
 
 def _compare_prompts(answered: dict[int, Sample], prompts: dict[int, Sample]) -> Quantity:
-    """Prompt tokens, as the replay encoded the task's rows."""
+    """Prompt tokens: as recorded, and as the replay encodes the task's rows."""
     for group, sample in answered.items():
         if group not in prompts:
             return Quantity("prompts", True, float("nan"), f"prompt {group}: the task has no such row for this step")
@@ -88,7 +90,7 @@ def _compare_prompts(answered: dict[int, Sample], prompts: dict[int, Sample]) ->
 
 
 def _compare_pixels(answered: dict[int, Sample], prompts: dict[int, Sample]) -> Quantity:
-    """The processor's output for images; of an answer that added images in later turns, nothing is compared."""
+    """The processor's output for images. Answers whose later turns added images are not compared."""
     for group, sample in answered.items():
         prompt = prompts.get(group)
         if prompt is None or sum(map(len, prompt.placeholders.values())) != sum(map(len, sample.placeholders.values())):
@@ -106,7 +108,7 @@ def _compare_rewards(old: Sequence[Sample], new: Sequence[Sample]) -> Quantity:
     computed = {(sample.group_id, sample.number): sample.reward for sample in new}
     for sample in old:
         key = (sample.group_id, sample.number)
-        reward = torch.tensor(sample.reward, dtype=torch.float32).item()  # as batches hold it
+        reward = torch.tensor(sample.reward, dtype=torch.float32).item()  # the dtype of batches
         other = computed.get(key, float("nan"))
         if reward != other and not (reward != reward and other != other):
             words = f"prompt {key[0]}, answer {key[1]} ({sample.text[:60]!r}): recorded {reward:g}, computed {other:g}"
@@ -115,7 +117,7 @@ def _compare_rewards(old: Sequence[Sample], new: Sequence[Sample]) -> Quantity:
 
 
 def _compare_updates(old: Update, new: Update, tolerance: float) -> Iterator[Quantity]:
-    for name in ("tokens", "mask"):  # which rows were trained on
+    for name in ("tokens", "mask"):  # if the rows differ, nothing else can be compared
         if name not in new.fields or not torch.equal(old.fields[name], new.fields[name]):
             shapes = f"{list(old.fields['tokens'].shape)} recorded"
             if name in new.fields:
@@ -153,7 +155,7 @@ def _close(x: Tensor, y: Tensor, tolerance: float) -> bool:
 
 
 def describe(found: Sequence[Quantity]) -> str:
-    """A table of what was compared, and a last line that names the first difference."""
+    """A table of all quantities, and a last line that names the first difference."""
     lines = [f"{'quantity':<40} {'largest difference':>20}"]
     for one in found:
         verdict = "DIFFERS" if one.differs else "equal" if one.difference == 0 else "rounding"

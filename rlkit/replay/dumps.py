@@ -1,12 +1,13 @@
-"""Bundles from what verl and TRL log, to train on with --from_rollouts.
+"""Converts rollout dumps of verl and TRL into bundles, to train on them with --from_rollouts.
 
 python -m rlkit.replay.dumps verl DIR OUT --model MODEL [--task TASK]   # verl: trainer.rollout_data_dir=DIR
 python -m rlkit.replay.dumps trl DIR OUT --model MODEL [--task TASK]    # TRL: log_completions=True, DIR/completions
 
-Both log text: token ids, log-probabilities and images are not there. Prompts become tokens again by their row in
---task, which also has the images; without a task, by the model's chat template (TRL's messages) or as they stand (verl
-drops the template's special tokens, so name the task). Answers are tokenized again and get an end token, which neither
-logs, unless they have --max_new_tokens. Log-probabilities are those of the trainer when a recipe reads the bundles.
+Both trainers log text, without token ids, log-probabilities and images. With --task, each prompt is looked up among the
+task's rows and encoded from its row, with its images. Without it, TRL's messages go through the model's chat template,
+and text is tokenized as it is. verl drops the template's special tokens, so give --task for its dumps. Answers are
+tokenized again. They get an end token, which neither trainer logs, unless they are --max_new_tokens long. Since the
+sampler's log-probabilities are unknown, a recipe that reads the bundles computes them with its own trainer.
 """
 
 from __future__ import annotations
@@ -33,10 +34,10 @@ class Logged:
     """One answer of a dump.
 
     Attributes:
-        prompt: text, or a conversation of messages.
-        answer: text of the policy.
-        reward: nan if it is unknown.
-        truth: what the answer is compared with, if the dump has it.
+        prompt: text, or a list of chat messages.
+        answer: text of the response.
+        reward: nan if unknown.
+        truth: the expected answer, if the dump has it.
     """
 
     prompt: str | Sequence[Mapping[str, Any]]
@@ -49,7 +50,7 @@ def read_verl(folder: str | Path) -> Iterator[list[Logged]]:
     """The answers of each step in verl's `trainer.rollout_data_dir`: 1.jsonl, 2.jsonl, ...
 
     Raises:
-        ValueError: no such files, or a line without `input`, `output` and `score`.
+        ValueError: there are no such files, or a line lacks `input`, `output` or `score`.
     """
     files = sorted((path for path in Path(folder).glob("*.jsonl") if path.stem.isdecimal()), key=lambda x: int(x.stem))
     if not files:
@@ -69,7 +70,7 @@ def read_trl(folder: str | Path) -> Iterator[list[Logged]]:
     """The answers of each step in TRL's `completions_00001.parquet`, ...; the reward is the sum of all reward columns.
 
     Raises:
-        ValueError: no such files, or one without the columns `prompt` and `completion`.
+        ValueError: there are no such files, or one lacks the column `prompt` or `completion`.
     """
     import pyarrow.parquet
 
@@ -107,17 +108,18 @@ def convert(
     rows: Sequence[Mapping[str, Any]] = (),
     max_new_tokens: int = 0,
 ) -> int:
-    """Write a bundle of each step; returns how many.
+    """Write one bundle per step, and return their number.
 
     Args:
-        out: a folder, for --from_rollouts.
-        processor: of the model that will train.
+        steps: logged answers of each step.
+        out: output folder, for --from_rollouts.
+        processor: processor or tokenizer of the model to be trained.
         origin: "verl" or "TRL".
-        rows: of the task that the prompts come from; without any, prompts are tokenized as they were logged.
-        max_new_tokens: answers of so many tokens were cut, so they get no end token. 0: none was.
+        rows: rows of the task that the prompts come from; if empty, prompts are tokenized as they were logged.
+        max_new_tokens: answers of this length were truncated, and get no end token. 0: no answer was truncated.
 
     Raises:
-        ValueError: a prompt that is none of the rows' or the same text as several of them.
+        ValueError: a prompt matches no row, or several rows.
     """
     index: dict[str, list[Sample]] = {}
     for row in rows:
@@ -156,7 +158,7 @@ def _prompt(processor: Any, logged: Logged, index: Mapping[str, Sequence[Sample]
 
 
 def _key(processor: Any, sample: Sample) -> str:
-    """A prompt as both trainers log it: without special tokens."""
+    """The text of a prompt without special tokens, with single spaces: the same for a row and for its logged prompt."""
     tokenizer = getattr(processor, "tokenizer", processor)
     return " ".join(tokenizer.decode(sample.token_ids, skip_special_tokens=True).split())
 
@@ -182,9 +184,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("trainer", choices=("verl", "trl"))
     parser.add_argument("dump", help="folder with the trainer's files")
     parser.add_argument("out", help="folder for the bundles")
-    parser.add_argument("--model", required=True, help="model that will train; its tokenizer and template are used")
-    parser.add_argument("--task", default="", help="task whose rows the prompts were made of, see docs/tasks.md")
-    parser.add_argument("--max_new_tokens", type=int, default=0, help="answers of so many tokens were cut; 0: none was")
+    parser.add_argument("--model", required=True, help="model to be trained; its tokenizer and chat template are used")
+    parser.add_argument("--task", default="", help="task that the prompts come from, see docs/tasks.md")
+    parser.add_argument("--max_new_tokens", type=int, default=0, help="answers of this length were truncated; 0: none")
     options = parser.parse_args(arguments)
     with one_sentence_errors("dumps"):
         steps = read_verl(options.dump) if options.trainer == "verl" else read_trl(options.dump)

@@ -1,7 +1,7 @@
-"""Pages of runs: curves, sampled answers with their images and rewards, options.
+"""HTML pages of runs, with curves, sampled answers with images and rewards, and options.
 
-`write_report` writes the page of one run, during the run and at its end. `python -m rlkit.report A B C` writes a page
-with several runs beside each other.
+`write_page` writes a page of one or several runs, also while they are running. `write_report` writes the final page of
+a run. `python -m rlkit.report A B C` writes a page that compares runs.
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ __all__ = ["append_records", "prompt_record", "write_page", "write_report"]
 
 
 def write_report(out: str | Path, samples: Sequence[Any] = (), *, title: str = "") -> Path:
-    """Write `learning_curve.png` and `report.html` of a run that has ended, from its files.
+    """Write `learning_curve.png` and `report.html` of a finished run, from its files.
 
-    No sample and no line of a log can prevent it: what cannot be drawn is left out.
+    Samples, images and log lines that cannot be shown are left out.
 
     Args:
         out: the run's directory.
-        samples: rlkit.data.Sample with text, row, reward and images: answers to held-out prompts, which are added to
-            samples.jsonl.
-        title: of the page; the directory's name by default.
+        samples: answers to held-out prompts, as rlkit.data.Sample with text, row, reward and images. They are appended
+            to samples.jsonl.
+        title: title of the page; by default the directory's name.
 
     Returns:
         The page's path.

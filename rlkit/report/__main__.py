@@ -1,4 +1,4 @@
-"""Write the page of a run again, or a page with several runs beside each other.
+"""Rewrite the page of a run, or write a page that compares several runs.
 
 python -m rlkit.report runs/A               # writes runs/A/report.html
 python -m rlkit.report runs/A runs/B        # writes compared.html
@@ -19,7 +19,11 @@ def main() -> None:
         "rlkit.report", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("runs", nargs="+", type=Path, help="directories of runs")
-    parser.add_argument("--out", type=Path, help="the page. Default: report.html of a single run, else compared.html")
+    parser.add_argument(
+        "--out",
+        type=Path,
+        help="path of the page; default: report.html of a single run, else compared.html",
+    )
     arguments = parser.parse_args()
     for run in arguments.runs:
         if not ((run / METRICS).exists() or (run / CONFIG).exists()):

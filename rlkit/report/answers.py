@@ -1,4 +1,4 @@
-"""Answers that a run keeps for people to read: samples.jsonl, and the images beside it.
+"""Answers that a run keeps for people to read: samples.jsonl, and the folder `images` next to it.
 
 Each line holds a prompt and all of its answers:
 
@@ -21,22 +21,22 @@ from typing import Any
 from rlkit.tracking import SAMPLES
 
 IMAGES = "images"
-LARGEST_SIDE = 512  # pixels of a kept image
+LARGEST_SIDE = 512  # pixels of a saved image
 MOST_BYTES = 24_000_000  # of answers and images on one page
-MOST_CHARACTERS = 20_000  # of a text on the page; the file has all of it
+MOST_CHARACTERS = 20_000  # of each text on the page; samples.jsonl has the whole text
 
 
 def prompt_record(
     out: Path, samples: Sequence[Any], kind: str, step: int, parts: Mapping[str, Sequence[float]] | None = None
 ) -> dict[str, Any]:
-    """One line of samples.jsonl; the images of the prompt are saved in `out`.
+    """Make one record for samples.jsonl, and save the prompt's images in `out`.
 
     Args:
         out: the run's directory.
-        samples: rlkit.data.Sample, the judged answers to one prompt.
+        samples: the judged answers to one prompt, as rlkit.data.Sample.
         kind: "training" or "held-out".
-        step: the training step, or the number of finished steps.
-        parts: for each part of a combined reward, its value for each sample.
+        step: the training step; for held-out prompts, the number of finished steps.
+        parts: values of each part of a combined reward, one per sample.
     """
     first = samples[0]
     row = first.row or {}
@@ -57,13 +57,13 @@ def prompt_record(
 
 
 def append_records(out: Path, records: Iterable[Mapping[str, Any]]) -> None:
-    """Write these lines to samples.jsonl."""
+    """Append records to samples.jsonl."""
     with (out / SAMPLES).open("a") as file:
         file.writelines(json.dumps(record) + "\n" for record in records)
 
 
 def finite(value: Any) -> Any:
-    """A reward as JSON can hold it: None for nan, infinities and what is not a number."""
+    """A reward as a JSON value: None for nan, infinities and anything that is not a number."""
     return value if isinstance(value, int | float) and math.isfinite(value) else None
 
 
@@ -71,7 +71,7 @@ def save_image(out: Path, image: Any) -> str:
     """Save a copy of an image, at most 512 pixels wide and high, under the hash of its content.
 
     Returns:
-        The file's path relative to `out`; an empty text if the image cannot be saved.
+        The file's path relative to `out`; an empty string if the image cannot be saved.
     """
     try:
         small = image.convert("RGB")
@@ -80,18 +80,20 @@ def save_image(out: Path, image: Any) -> str:
         name = f"{IMAGES}/{hashlib.sha256(content).hexdigest()[:16]}.webp"
         if not (out / name).exists():
             (out / IMAGES).mkdir(exist_ok=True)
-            small.save(out / name, lossless=max(small.size) <= 64, quality=85)  # small ones are drawn enlarged
-    except Exception:  # whatever is wrong with an image, the run is worth more than its copy
+            small.save(out / name, lossless=max(small.size) <= 64, quality=85)  # the page enlarges small images
+    except Exception:  # a broken image must not end the run
         return ""
     return name
 
 
 def answers_for_page(out: Path) -> dict[str, Any]:
-    """What a page shows of samples.jsonl: every record, or those of every second step, every third, ... if they are
-    more than `MOST_BYTES`.
+    """The part of samples.jsonl that a page shows.
+
+    If all records and images are larger than `MOST_BYTES`, only every second step is shown, or every third, ...
 
     Returns:
-        `prompts`, the records, each with the keys of its images; `images`, data URLs by key; `every`, as above.
+        `prompts`: records, each with the keys of its images. `images`: data URLs by key. `every`: n, where every n-th
+        step is shown.
     """
     records = read_records(out / SAMPLES)
     sizes: dict[int, int] = {}
@@ -103,7 +105,7 @@ def answers_for_page(out: Path) -> dict[str, Any]:
         sizes[record["step"]] = sizes.get(record["step"], 0) + len(json.dumps(record)) + 4 * bytes_of_images // 3
     steps = sorted(sizes)
     every = max(1, math.ceil(sum(sizes.values()) / MOST_BYTES))
-    chosen = {*steps[::-every]}  # the newest ones are among them
+    chosen = {*steps[::-every]}  # includes the newest step
     shown = [record for record in records if record["step"] in chosen]
     names = dict.fromkeys(name for record in shown for name in record["images"])
     images = {name: url for name in names if (url := data_url(out, name))}
@@ -111,8 +113,10 @@ def answers_for_page(out: Path) -> dict[str, Any]:
 
 
 def read_records(path: Path) -> list[dict[str, Any]]:
-    """The lines of a samples.jsonl. A later record of the same prompt replaces an earlier one; a line that is not a
-    record is left out: one that was cut short by a kill, say."""
+    """The records of a samples.jsonl. A later record of the same kind, step and prompt replaces an earlier one.
+
+    Lines that are not records are left out, such as a line that was cut off when the process was killed.
+    """
     found = {}
     for line in path.read_text(encoding="utf-8", errors="replace").split("\n") if path.exists() else ():
         try:
@@ -137,7 +141,7 @@ def _shortened(record: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def data_url(out: Path, name: str) -> str:
-    """The image file NAME of a run as a data URL; an empty text if it is not there, or lies outside `out/images`."""
+    """An image file of a run as a data URL; an empty string if the file is missing or outside `out/images`."""
     path = out / name
     if path.parent != out / IMAGES or not path.is_file():
         return ""

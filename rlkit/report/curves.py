@@ -1,4 +1,4 @@
-"""Which curves a page shows and in which groups, and the learning curve as a PNG."""
+"""Selects and groups the curves of a page, and draws the learning curve as a PNG."""
 
 from __future__ import annotations
 
@@ -7,10 +7,11 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-LARGEST = 1e100  # axes overflow at larger values
-MOST_POINTS = 4000  # per curve; of a longer run every second row is drawn, every third, ...
+LARGEST = 1e100  # larger values overflow the axes
+MOST_POINTS = 4000  # per curve; of longer runs only every second row is drawn, or every third, ...
 
-# (title, pattern of the metrics in it); the first pattern that matches counts, the curves of a group keep this order
+# (title, pattern of metric names). A metric belongs to the first group that matches. The alternatives of a pattern give
+# the order of the curves in the group.
 GROUPS = (
     ("Reward", r"reward/mean|preference/accuracy|heldout/.*|reward/.*|reward_part/.*|preference/.*|groups/.*|unjudged"),
     ("Optimisation", r"loss|kl|entropy|grad_norm|lr|ratio/.*|.*loss.*|critic.*|value/.*|skipped_steps|staleness"),
@@ -21,7 +22,7 @@ GROUPS = (
     ("Other", r".*"),
 )
 
-# what a name does not say by itself
+# explanations of names that do not explain themselves
 LABELS = {
     "preference/accuracy": "pairs told apart",
     "kl": "KL to the reference",
@@ -38,12 +39,12 @@ LABELS = {
 
 
 def is_number(value: Any) -> bool:
-    """Whether a value can be drawn: a finite number that axes can hold."""
+    """Whether a value can be drawn: a finite number that does not overflow the axes."""
     return isinstance(value, int | float) and abs(value) < LARGEST
 
 
 def numbers(rows: Sequence[Mapping[str, Any]]) -> dict[str, list[Any]]:
-    """The rows of metrics.jsonl as columns: `step`, and each metric with None where a row has no number for it."""
+    """The rows of metrics.jsonl as columns: `step`, and each metric, with None where a row lacks it."""
     every = -(-len(rows) // MOST_POINTS) or 1
     last = len(rows) - 1
     drawn = [
@@ -67,12 +68,12 @@ def grouped(names: Sequence[str]) -> list[tuple[str, list[tuple[str, str]]]]:
 
 
 def label(name: str) -> str:
-    """What is written above the curve of a metric: its name, and what that means where it does not say so itself."""
+    """The heading of a metric's curve: its name and, if there is one, its explanation."""
     return f"{name}: {LABELS[name]}" if name in LABELS else name
 
 
 def draw_learning_curve(path: Path, rows: Sequence[Mapping[str, Any]], evaluation: Mapping[str, Any]) -> None:
-    """Write a PNG of the mean reward, or of the first curve that the run has, with the held-out accuracies."""
+    """Write a PNG of the mean reward, or else of the run's first curve, with the held-out accuracies."""
     from matplotlib.figure import Figure
 
     names = [name for name, column in numbers(rows).items() if name != "step"]
@@ -96,7 +97,7 @@ def draw_learning_curve(path: Path, rows: Sequence[Mapping[str, Any]], evaluatio
 
 
 def smooth(values: Sequence[float], weight: float = 0.8) -> list[float]:
-    """Exponential moving average, corrected for its start."""
+    """Exponential moving average with bias correction, as in Adam."""
     smoothed, total, mass = [], 0.0, 0.0
     for value in values:
         total, mass = weight * total + (1 - weight) * value, weight * mass + (1 - weight)

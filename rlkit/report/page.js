@@ -1,4 +1,4 @@
-// Builds the page from its data: curves by uPlot, answers, metrics, options. Text is put in with textContent only.
+// Builds the page from its data: curves (with uPlot), answers, metrics, options. Text is inserted by textContent only.
 "use strict";
 
 const DATA = JSON.parse(document.getElementById("data").textContent);
@@ -7,7 +7,7 @@ const PROMPTS_AT_ONCE = 20;
 const byId = (id) => document.getElementById(id);
 const colour = (i) => COLOURS[i % COLOURS.length];
 
-// What the reader chose. It is kept over reloads of a page whose run is going on.
+// The reader's choices, which survive the reloads of the page during a run.
 const STORED = `rlkit ${location.pathname}`;
 const choice = { smoothing: 0.8, filter: "", zoom: null, closed: [], run: 0, kind: "", step: "", rewards: "", low: "", high: "", text: "", order: "newest", prompt: "" };
 try { Object.assign(choice, JSON.parse(sessionStorage.getItem(STORED) || "{}")); } catch { /* no storage: nothing is kept */ }

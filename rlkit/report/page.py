@@ -1,7 +1,7 @@
-"""One self-contained HTML page of one run, or of several beside each other.
+"""One self-contained HTML page of one or several runs.
 
-The page holds its data as JSON, and `page.js` builds everything from that. Text is only ever put in as text, and the
-page's content security policy allows its own two scripts and nothing from outside.
+The page contains its data as JSON, from which `page.js` builds everything. Answers are untrusted: the script inserts
+them as text only, and the page's content security policy allows its own two scripts and nothing else.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ HERE = Path(__file__).parent
 
 
 def write_page(path: Path, runs: Sequence[Path], *, title: str = "", running: bool = False, every: float = 0.0) -> Path:
-    """Write a page of these runs' directories.
+    """Write a page of these runs.
 
     Args:
-        path: of the page.
-        runs: their directories.
-        title: of the page; by default the names of the directories.
-        running: the run is going on, and the page is to load itself again.
-        every: seconds between two writes, while it is.
+        path: path of the page.
+        runs: directories of the runs.
+        title: title of the page; by default the names of the directories.
+        running: whether a run is still going on; the page then reloads itself.
+        every: seconds between two writes of the page during the run.
 
     Returns:
         `path`.
@@ -45,7 +45,7 @@ def write_page(path: Path, runs: Sequence[Path], *, title: str = "", running: bo
     }
     content = page_text(title or ", ".join(run["name"] for run in shown), data)
     part = path.with_name(f"{path.name}.part")
-    part.write_bytes(content.encode("utf-8", "backslashreplace"))  # a title may hold half a surrogate pair
+    part.write_bytes(content.encode("utf-8", "backslashreplace"))  # a title may contain a lone surrogate
     part.replace(path)
     return path
 
@@ -58,7 +58,7 @@ def page_text(title: str, data: Mapping[str, Any]) -> str:
         f"default-src 'none'; img-src data:; style-src {_hashes(styles)}; script-src {_hashes(scripts)}; "
         "base-uri 'none'; form-action 'none'"
     )
-    encoded = json.dumps(data, allow_nan=False).replace("<", "\\u003c")  # so that no text ends the script element
+    encoded = json.dumps(data, allow_nan=False).replace("<", "\\u003c")  # text must not close the script element
     parts = {
         "title": html.escape(title),
         "policy": html.escape(policy),
@@ -66,19 +66,19 @@ def page_text(title: str, data: Mapping[str, Any]) -> str:
         "data": f'<script type="application/json" id="data">{encoded}</script>',
         "scripts": "\n".join(f"<script>{script}</script>" for script in scripts),
     }
-    before, *rest = (HERE / "page.html").read_text().split("{{")  # one pass: no part is searched for another's mark
+    before, *rest = (HERE / "page.html").read_text().split("{{")  # one pass, because the inserted parts may contain {{
     marks = [piece.partition("}}") for piece in rest]
     return before + "".join(parts[name.strip()] + text for name, _, text in marks)
 
 
 def _hashes(sources: Sequence[str]) -> str:
-    """The sources of a content security policy: the hash of each script or style."""
+    """The source list for a content security policy: the hash of each script or style."""
     digests = [base64.b64encode(hashlib.sha256(source.encode()).digest()).decode() for source in sources]
     return " ".join(f"'sha256-{digest}'" for digest in digests)
 
 
 def with_evaluations(rows: Sequence[Mapping[str, Any]], evaluations: Any) -> list[dict[str, Any]]:
-    """Rows of metrics.jsonl with what was measured on held-out rows during the run, as `heldout/...`, by step."""
+    """Rows of metrics.jsonl, with the results of evaluations added to the rows of their steps as `heldout/...`."""
     by_step = {row["step"]: dict(row) for row in rows}
     for one in evaluations if isinstance(evaluations, list) else ():
         if isinstance(one, dict) and isinstance(step := one.get("step"), int):
@@ -88,7 +88,7 @@ def with_evaluations(rows: Sequence[Mapping[str, Any]], evaluations: Any) -> lis
 
 
 def run_data(out: Path) -> dict[str, Any]:
-    """What a page shows of one run, read from its files; what is missing or damaged is left out."""
+    """The data of one run for a page, read from its files. Missing and damaged files are left out."""
     rows = read_metrics(out / METRICS) if (out / METRICS).exists() else []
     evaluation = read_object(out / EVAL)
     config = read_object(out / CONFIG)

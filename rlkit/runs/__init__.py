@@ -1,6 +1,6 @@
-"""What every recipe does around its algorithm: options, starting, models, sampling, evaluation, checkpoints.
+"""The parts of a recipe that do not depend on its algorithm: options, models, sampling, evaluation, checkpoints.
 
-These are functions that a recipe calls, in the order in which it calls them:
+A recipe calls these functions, in this order:
 
     with one_sentence_errors("my_recipe"):
         task = load_named_task(cfg, cfg.task)

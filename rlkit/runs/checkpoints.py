@@ -1,4 +1,4 @@
-"""Saving a run, resuming it, and what it leaves at its end."""
+"""Saves a run, resumes it, and writes its final output."""
 
 from __future__ import annotations
 
@@ -23,18 +23,18 @@ from rlkit.tracking import Run
 
 
 def resume(cfg: RunOptions, run: Run, **engines: Any) -> dict[str, Any]:
-    """Load the newest checkpoint of each engine if `cfg.resume` is set; all ranks call this together.
+    """Load the newest checkpoint of each engine if `cfg.resume` is set. All ranks call this together.
+
+    A damaged checkpoint is renamed to `step_<n>.damaged`, and the one before it is loaded.
 
     Args:
-        engines: by the folder of their checkpoints; the policy's is `checkpoints`.
-
-    A checkpoint that is damaged is renamed to `step_<n>.damaged`, and the one before it is loaded.
+        engines: engines by checkpoint folder; the policy's folder is `checkpoints`.
 
     Returns:
-        What was saved beside the weights: `step`, the number of finished steps, and more. {"step": 0} in a new run.
+        The state that `save` was given, with `step`, the number of finished steps. {"step": 0} in a new run.
 
     Raises:
-        ValueError: all checkpoints are damaged, or one is of another model.
+        ValueError: all checkpoints are damaged, or one belongs to another model.
     """
     end_after_step(run)
     saved = checkpoints(run.out / POLICY) if cfg.resume else []
@@ -62,7 +62,7 @@ def resume(cfg: RunOptions, run: Run, **engines: Any) -> dict[str, Any]:
 
 
 def _set_aside(out: Path, names: Iterable[str], folders: Iterable[str]) -> None:
-    """Rename damaged checkpoints, so that none is taken for the newest one."""
+    """Rename damaged checkpoints, so that they are not loaded again."""
     for path in [out / folder / name for name in names for folder in folders]:
         if path.exists():
             aside = path.with_name(f"{path.name}.damaged")
@@ -71,18 +71,18 @@ def _set_aside(out: Path, names: Iterable[str], folders: Iterable[str]) -> None:
 
 
 def save(cfg: Any, run: Run, step: int, state: Mapping[str, Any] | None = None, **engines: Any) -> None:
-    """Save each engine after every `cfg.save_every` steps and after the last; the newest two checkpoints are kept.
+    """Save each engine after every `cfg.save_every` steps and after the last. The newest two checkpoints are kept.
+
+    With `cfg.save_rollouts`, the rollouts of the step are written first.
+
+    The run ends with an error message if a checkpoint cannot be written, and after `cfg.max_skipped_steps` steps in a
+    row without finite gradients. The previous checkpoint stays. After Ctrl-C or SIGTERM the step is saved, and the run
+    ends.
 
     Args:
-        step: the step that is finished.
-        state: what `resume` returns beside the step.
+        step: the finished step.
+        state: further state for `resume` to return.
         engines: as in `resume`.
-
-    With `cfg.save_rollouts`, what the step sampled and trained on is written first.
-
-    The run ends with one sentence if it cannot be written, and after `cfg.max_skipped_steps` steps in a row of which
-    the gradients were not finite. The previous checkpoint stays. After Ctrl-C and SIGTERM the step is saved, and the
-    run ends.
     """
     if getattr(cfg, "save_rollouts", False):
         save_rollouts(cfg, run, step, engines)
@@ -114,11 +114,11 @@ def finish(cfg: Any, run: Run, samples: Sequence[Sample], **engines: Any) -> Non
     """Export the trained models, close the logs, write the page and print where everything is.
 
     Args:
-        samples: answers shown on the page, those with the lowest rewards first, at most 40.
-        engines: by the folder their model is exported to, in Hugging Face format. The policy's adapters are merged
-            there, and `adapter` holds them alone.
+        samples: answers for the page. At most 40 are shown, those with the lowest rewards.
+        engines: engines by export folder. Models are exported in Hugging Face format, with adapters merged. The folder
+            `adapter` gets the policy's adapters alone.
 
-    The run ends with one sentence if a model cannot be written. The checkpoints stay.
+    The run ends with an error message if a model cannot be written. The checkpoints stay.
     """
     for folder, engine in engines.items():
         export_model(cfg, run, folder, engine)
@@ -133,12 +133,12 @@ def finish(cfg: Any, run: Run, samples: Sequence[Sample], **engines: Any) -> Non
     if run.writes:
         try:
             write_report(run.out, sorted(samples, key=_reward)[:40], title=run.name)
-        except Exception as error:  # the run is complete without its page
+        except Exception as error:  # a page that cannot be written must not fail the run
             run.print(f"{run.out / 'report.html'}: could not be written: {type(error).__name__}: {error}")
         run.print(closing_table(run, engines))
 
 
 def _reward(sample: Sample) -> float:
-    """To sort by: a reward that is no number is the lowest."""
+    """A sort key: a missing reward or nan is the lowest."""
     known = isinstance(sample.reward, int | float) and not math.isnan(sample.reward)
     return sample.reward if known else -math.inf

@@ -1,4 +1,4 @@
-"""The table that a run ends with: what was reached, and where to look next."""
+"""The summary table at the end of a run: results, and where the files are."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 from rlkit.tracking import EVAL, METRICS, Run, read_metrics, read_object
 
-FILES = {  # of a run's directory, and what is in each
+FILES = {  # files of a run's directory, and what each contains
     "report.html": "open it: curves, answers with their rewards",
     "metrics.jsonl": "all measurements of each step",
     "samples.jsonl": "the answers on the page",
@@ -20,11 +20,11 @@ FILES = {  # of a run's directory, and what is in each
 
 
 def closing_table(run: Run, exported: Iterable[str] = ()) -> str:
-    """A few lines of text.
+    """The table as text.
 
     Args:
-        run: whose metrics.jsonl and eval.json are complete.
-        exported: folders of the run's directory that hold a model.
+        run: a run whose metrics.jsonl and eval.json are complete.
+        exported: folders in the run's directory that contain an exported model.
     """
     rows = read_metrics(run.out / METRICS) if (run.out / METRICS).exists() else []
     evaluation = read_object(run.out / EVAL)
@@ -39,7 +39,7 @@ def closing_table(run: Run, exported: Iterable[str] = ()) -> str:
 
 
 def _before_and_after(evaluation: Mapping[str, Any]) -> list[tuple[str, str]]:
-    """What was measured on held-out rows before and after training, with 95 % confidence intervals where known."""
+    """Held-out results before and after training, with 95 % confidence intervals where known."""
     found = []
     for name in evaluation:
         measured, is_after, _ = name.partition("_after")
@@ -60,7 +60,7 @@ def _with_interval(evaluation: Mapping[str, Any], name: str, when: str) -> str:
 
 
 def _first_and_last(rows: list[dict[str, Any]]) -> list[tuple[str, str]]:
-    """The mean reward, or the loss, of the first step and of the last one."""
+    """The mean reward, or else the loss, in the first and in the last step."""
     for name in ("reward/mean", "loss"):
         values = [row[name] for row in rows if isinstance(row.get(name), float)]
         if len(values) > 1:

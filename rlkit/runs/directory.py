@@ -1,4 +1,4 @@
-"""The directory of a run: claimed by one run at a time, and continued only with the options it was started with."""
+"""Claims the directory of a run for one run at a time, and checks the options of a resumed run."""
 
 from __future__ import annotations
 
@@ -19,9 +19,10 @@ LOCK = "run.lock"
 PROBE_BYTES = 1 << 20
 T = TypeVar("T")
 _held: dict[Path, TextIO] = {}  # an open file holds its lock until this process ends
-os.register_at_fork(after_in_child=_held.clear)  # a child that outlives this process would hold it for longer
+os.register_at_fork(after_in_child=_held.clear)  # a forked child must not keep the lock after this process ends
 
-# options that say where and how fast a run computes, not what; all others may differ only if --allow_changes names them
+# Options that do not change results, only where and how fast they are computed. A resumed run may change these freely,
+# and others only if --allow_changes names them.
 CHANGEABLE = """
 config out resume allow_changes epochs steps save_every trackers watchdog profile_steps report_seconds log_prompts
 evaluate_every keep_best patience heldout_samples threads engine
@@ -30,34 +31,35 @@ offload_between_phases enable_gradient_checkpointing rollout servers gpu_memory_
 max_failed_rewards max_mismatch max_skipped_steps isolate_reward reward_seconds reward_memory
 save_rollouts
 """.split()
-UNTOLD = {"config", "out", "resume", "allow_changes", "epochs"}
+NOT_REPORTED = {"config", "out", "resume", "allow_changes", "epochs"}
 
 
 def claim_directory(out: str, name: str, *, resume: bool) -> Path:
-    """Take a directory for this run before anything is loaded. All ranks call this together, and rank 0 decides.
+    """Claim a directory for this run before anything is loaded. All ranks call this together, and rank 0 decides.
 
     Args:
-        out: the directory; if empty, runs/NAME, or the first of runs/NAME-2, runs/NAME-3, ... that is free. With
-            `resume`, the last of these that holds a run.
-        resume: continue the run that the directory holds, if it holds one.
+        out: the directory; if empty, the first free one of runs/NAME, runs/NAME-2, runs/NAME-3, ... or, with `resume`,
+            the last of these that contains a run.
+        name: NAME in the default directory.
+        resume: continue the run in the directory, if there is one.
 
     Raises:
-        ValueError: another process is writing to it; it holds a run and `resume` is not given; it is a file, read-only
-            or full.
+        ValueError: another process is writing to the directory; it contains a run and `resume` is False; it is a file,
+            read-only or full.
     """
     default = Path("runs") / name
     return decided_by_rank_0(lambda: _claim(Path(out), resume) if out else _claim_numbered(default, resume))
 
 
 def check_resumed_options(out: Path, options: Any) -> list[str]:
-    """How these options differ from those the run was started with, a line each. All ranks call this together.
+    """Compare options with those at the start of the run: one line per changed option. All ranks call this together.
 
     Args:
-        out: the run's directory; one in which no step was logged is a new run.
+        out: the run's directory. If no step was logged there, the run is new.
         options: a dataclass with a field `allow_changes`.
 
     Raises:
-        ValueError: an option differs that changes what the run computes, and `allow_changes` does not name it.
+        ValueError: an option that changes the results differs, and `allow_changes` does not name it.
     """
     return decided_by_rank_0(lambda: _changed_options(out, asdict(options)))
 
@@ -74,11 +76,11 @@ def _changed_options(out: Path, options: Mapping[str, Any]) -> list[str]:
             f"resume: expected the options of the run in {out}, but {described}; to continue with them, add "
             f"--allow_changes {' '.join(refused)}"
         )
-    return [f"{name} was {old!r} and is {new!r}" for name, (old, new) in changed.items() if name not in UNTOLD]
+    return [f"{name} was {old!r} and is {new!r}" for name, (old, new) in changed.items() if name not in NOT_REPORTED]
 
 
 def decided_by_rank_0(decide: Callable[[], T]) -> T:
-    """What `decide` returns on rank 0, on all ranks; a ValueError that it raises there is raised on all of them."""
+    """Call `decide` on rank 0, and return its result on all ranks. A ValueError is raised on all ranks, too."""
     answer: list[Any] = [None, None]
     if not dist.is_initialized() or dist.get_rank() == 0:
         try:
@@ -93,23 +95,23 @@ def decided_by_rank_0(decide: Callable[[], T]) -> T:
 
 
 def release_directory(out: Path) -> None:
-    """Let another process claim the directory; the end of this process does the same."""
+    """Release the claim on a directory. The end of this process releases it, too."""
     if (file := _held.pop(out.resolve(), None)) is not None:
         file.close()
 
 
 def _holds_run(path: Path) -> bool:
-    """Whether a run has logged a step there. What failed before that, as its model was not found, saved nothing."""
+    """Whether a run has logged a step there. A run that failed before its first step has nothing to continue."""
     metrics = path / METRICS
     return metrics.exists() and metrics.stat().st_size > 0
 
 
 class _Taken(ValueError):
-    """The directory holds a run, or another process is writing one to it."""
+    """The directory already contains a run, or another process is writing to it."""
 
 
 def _claim_numbered(path: Path, resume: bool) -> Path:
-    """The first of PATH, PATH-2, PATH-3, ... that is free; to resume, the last one before it."""
+    """Claim the first free one of PATH, PATH-2, PATH-3, ...; to resume, the last one that contains a run."""
     numbers = count(2)
     last, candidate = path, path
     while True:
@@ -135,7 +137,7 @@ def _claim(path: Path, resume: bool) -> Path:
     if _holds_run(path) and not resume:
         release_directory(path)
         raise _Taken(f"out {str(path)!r}: holds a run already; continue it with --resume, or choose another --out")
-    if claimed_before and not _holds_run(path) and not resume:  # a start that failed left them
+    if claimed_before and not _holds_run(path) and not resume:  # left by a start that failed
         for name in (CONFIG, EVAL, METRICS, SAMPLES):
             (path / name).unlink(missing_ok=True)
     lock.truncate(0)
@@ -145,7 +147,7 @@ def _claim(path: Path, resume: bool) -> Path:
 
 
 def _check_writable(path: Path) -> None:
-    """Write a file of a megabyte and remove it: an OSError if the directory is read-only or full."""
+    """Write and remove a file of one MiB. Raises OSError if the directory is read-only or full."""
     probe = path / f".probe-{os.getpid()}"
     try:
         with probe.open("wb") as file:
@@ -157,10 +159,10 @@ def _check_writable(path: Path) -> None:
 
 
 def _lock(path: Path) -> TextIO:
-    """The locked file of a directory; this process holds the lock until it ends or releases it.
+    """Lock a directory, and return the locked file. The lock lasts until this process ends or releases it.
 
     Raises:
-        _Taken: another process holds it.
+        _Taken: another process holds the lock.
     """
     import fcntl
 

@@ -1,4 +1,4 @@
-"""Evaluation on held-out rows: before training, during it and after it; the best result, and when to stop."""
+"""Evaluation on held-out rows before, during and after training, with the best result and early stopping."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from rlkit.tracking import EVAL, Run, read_object
 
 
 def pass_at_k(n: int, right: int, k: int) -> float:
-    """1 - C(n - right, k) / C(n, k): the probability that k of n samples include a right one.
+    """1 - C(n - right, k) / C(n, k): the probability that k of the n samples include a correct one.
 
     The unbiased estimator of the Codex paper (https://arxiv.org/abs/2107.03374, eq. 1).
     """
@@ -31,8 +31,8 @@ def mean_and_error(
     """The mean of some values and its standard error, sqrt(sample variance / count); nan without values.
 
     Args:
-        values: one for each row, of this rank.
-        global_sum: of an engine, for the values of all ranks.
+        values: one value for each row of this rank.
+        global_sum: an engine's `global_sum`, to include the values of all ranks.
     """
     x = torch.tensor(values, dtype=torch.float64)
     sums = torch.stack([torch.tensor(float(len(x)), dtype=torch.float64), x.sum(), (x * x).sum()])
@@ -49,15 +49,15 @@ def interval(mean: float, error: float) -> str:
 
 
 def record_evaluation(run: Run, engine: Any, when: str, found: Mapping[str, float], *, rows: int, skipped: int) -> None:
-    """Write what was measured on held-out prompts to eval.json, and print it.
+    """Write the results of an evaluation to eval.json, and print them.
 
-    `evaluations` there has all measurements with the number of finished steps; those before and after training also
-    stand under names of their own, such as `accuracy_after`.
+    The list `evaluations` in the file has all results, with the number of finished steps. Results before and after
+    training are also stored under their own names, such as `accuracy_after`.
 
     Args:
         when: "before", "during" or "after" training.
-        found: measurements over all ranks, by name; NAME_error is the standard error of NAME.
-        rows, skipped: held-out rows of this rank that were used, and those that could not be.
+        found: results over all ranks, by name; NAME_error is the standard error of NAME.
+        rows, skipped: number of held-out rows of this rank that were used, and that could not be used.
     """
     counts = engine.global_sum(torch.tensor([rows, skipped], dtype=torch.float64)).tolist()
     rows, skipped = (int(x) for x in counts)
@@ -82,15 +82,15 @@ def record_evaluation(run: Run, engine: Any, when: str, found: Mapping[str, floa
 def evaluate_every(cfg: Any, run: Run, step: int, evaluate: Callable[[str], Any], engine: Any) -> bool:
     """Evaluate after every `cfg.evaluate_every` steps, and keep the best model with `cfg.keep_best`.
 
-    All ranks call this together after a step. After the last step it does nothing, because the recipe evaluates then.
+    All ranks call this together after a step. It does nothing after the last step, where the recipe itself evaluates.
 
     Args:
-        step: the step that is finished.
-        evaluate: called with "during"; it measures and calls `record_evaluation`.
-        engine: the model of which the best is exported to `best`, in Hugging Face format.
+        step: the finished step.
+        evaluate: called with "during"; it evaluates and calls `record_evaluation`.
+        engine: its model is exported to `best`, in Hugging Face format, if the result is the best so far.
 
     Returns:
-        Whether to stop training: the last `cfg.patience` evaluations were no better than the best one before them.
+        Whether to stop training: none of the last `cfg.patience` evaluations was better than the best one before them.
     """
     finished = step + 1
     if is_replay() or not cfg.evaluate_every or finished % cfg.evaluate_every or finished >= cfg.steps:
@@ -107,10 +107,10 @@ def evaluate_every(cfg: Any, run: Run, step: int, evaluate: Callable[[str], Any]
 
 
 def best_step(evaluations: Sequence[Mapping[str, float]]) -> tuple[int, int]:
-    """The number of steps after which the best result was measured, and how many evaluations there were since then.
+    """The number of finished steps at the best evaluation, and the number of evaluations since then.
 
-    The best is the highest accuracy, or the lowest held-out loss where no accuracy was measured; of equal results the
-    first. Without any result: (-1, 0).
+    The best evaluation has the highest accuracy or, without accuracies, the lowest held-out loss. Of equal results, the
+    first counts. Without any result: (-1, 0).
     """
     scores = [_score(evaluation) for evaluation in evaluations]
     if max(scores, default=-math.inf) == -math.inf:
@@ -125,7 +125,7 @@ def _score(evaluation: Mapping[str, float]) -> float:
 
 
 def keep_best_of_all(cfg: Any, run: Run, engine: Any) -> None:
-    """Export the model to `best` too, if the evaluation after training is the best one, and say which one is."""
+    """Export the final model to `best` if its evaluation is the best one, and write `best_step` to eval.json."""
     if not getattr(cfg, "keep_best", False) or is_replay():
         return
     best, _ = decided_by_rank_0(lambda: best_step(_evaluations(run)))

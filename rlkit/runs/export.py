@@ -1,4 +1,4 @@
-"""Writing a trained model in Hugging Face format."""
+"""Exports a trained model in Hugging Face format."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from rlkit.vlm.loading import load_config
 
 
 def export_model(cfg: Any, run: Run, folder: str, engine: Any) -> None:
-    """Write a model to a folder of the run, in the dtype of `cfg.export_dtype`; all ranks call this together."""
+    """Export a model to a folder of the run, in dtype `cfg.export_dtype`. All ranks call this together."""
     with stop_if_not_written(run):
         engine.export_hf(run.out / folder, _export_dtype(cfg, engine))
 
 
 @contextmanager
 def stop_if_not_written(run: Run) -> Iterator[None]:
-    """End the run with one sentence if a model cannot be written inside. The checkpoints stay."""
+    """End the run with an error message if a model cannot be written in the `with` block. The checkpoints stay."""
     try:
         yield
     except ExportNotWritten as error:
@@ -29,7 +29,7 @@ def stop_if_not_written(run: Run) -> Iterator[None]:
 
 
 def _export_dtype(cfg: Any, engine: Any) -> torch.dtype:
-    """The dtype of exported weights: that of `cfg.export_dtype`, or of the files that the model was read from."""
+    """The dtype of exported weights: `cfg.export_dtype`, or for "auto" that of the original model files."""
     if cfg.export_dtype != "auto":
         return getattr(torch, cfg.export_dtype)
     config = load_config(engine.config.name_or_path, trust_remote_code=cfg.trust_remote_code)

@@ -1,4 +1,4 @@
-"""Rows with answers in the data, encoded for training, and the loss on those that are held out."""
+"""Encodes rows whose answers are in the data, and computes the held-out loss on them."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ RowEncoder = Callable[[Iterable[tuple[int, Any]]], "GivenAnswers"]
 
 @dataclass
 class GivenAnswers(Prompts):
-    """This rank's share of some rows, encoded: their prompts, for evaluation, and their answers.
+    """This rank's share of some rows, encoded: prompts for evaluation, and sequences for training.
 
     Attributes:
-        sequences: each an answer behind its prompt, with the answer in the mask. Those of a row are next to each other.
+        sequences: a prompt followed by an answer, with the answer in the mask. Sequences of a row are adjacent.
     """
 
     sequences: list[Sample] = field(default_factory=list)
@@ -40,12 +40,12 @@ def answer_encoder(
     engine: Any,
     answers_of: Callable[[Mapping[str, Any]], Sequence[Any]],
 ) -> RowEncoder:
-    """A function from the (group id, row) pairs of all ranks to this rank's rows, with a sequence for each answer.
+    """A function that encodes this rank's share of the (group id, row) pairs of all ranks, one sequence per answer.
 
-    Rows that cannot be read, or are longer than `cfg.max_tokens`, are named in the log and skipped.
+    Rows that cannot be read or are longer than `cfg.max_tokens` are skipped, and named in the log.
 
     Args:
-        answers_of: the answers of a row: texts, or messages of the assistant.
+        answers_of: returns the answers of a row, as texts or as assistant messages.
     """
     ends, max_tokens = answer_ends(cfg, path, processor), _most_tokens(cfg, engine)
 
@@ -57,7 +57,7 @@ def answer_encoder(
 
 
 def chat_encoder(cfg: GivenAnswerOptions, run: Run, path: str, processor: Any, engine: Any) -> RowEncoder:
-    """`answer_encoder` for rows that are chats: one sequence each, with every message of the assistant in the mask."""
+    """`answer_encoder` for chats: one sequence per row, with all assistant messages in the mask."""
     ends, max_tokens = answer_ends(cfg, path, processor), _most_tokens(cfg, engine)
 
     def encode_row(group_id: int, row: Any) -> tuple[Sample, list[Sample]]:
@@ -82,15 +82,15 @@ def global_loss(
     out: Mapping[str, Tensor],
     batch: Batch,
 ) -> dict[str, float]:
-    """`loss` and the metrics of a batch over all ranks, as `engine.train_batch` returns them, without an update.
+    """Compute `loss` and metrics of a batch over all ranks, as `engine.train_batch` does, but without an update.
 
     Args:
         loss_fn: as for `train_batch`.
-        out: of `engine.infer_batch(batch)`.
-        batch: this rank's rows; their totals become those of all ranks.
+        out: outputs of `engine.infer_batch(batch)`.
+        batch: this rank's rows. Its totals are set to those of all ranks.
     """
     counts = torch.stack([batch.mask.sum(), batch.mask.any(1).sum()])
     batch.total_tokens, batch.total_sequences = engine.global_sum(counts)
-    exact = {name: x.double() for name, x in out.items()}  # 19 of 20 are 0.95, not 0.949999988
+    exact = {name: x.double() for name, x in out.items()}  # in float64, so that 19 of 20 gives 0.95, not 0.949999988
     loss, metrics = loss_fn(SimpleNamespace(**exact), batch)
     return totals(engine, loss=loss, **metrics)

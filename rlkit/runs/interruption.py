@@ -1,7 +1,7 @@
-"""The end of a run from outside: Ctrl-C, a scheduler's SIGTERM, or the loss of another rank.
+"""Ends a run on Ctrl-C, on SIGTERM from a scheduler, or when another rank is lost.
 
-During training a signal ends the run after the current step, with a checkpoint. A second Ctrl-C ends it at once. Before
-and after training, one signal does. The exit code is 130 for Ctrl-C and 0 for SIGTERM.
+During training, a signal ends the run after the current step, with a checkpoint, and a second Ctrl-C ends it at once.
+Before and after training, the first signal ends it at once. The exit code is 130 for Ctrl-C and 0 for SIGTERM.
 """
 
 from __future__ import annotations
@@ -20,19 +20,19 @@ from rlkit.engines.checkpoint import checkpoints, wait_for_writing
 from rlkit.engines.distributed import all_reduce
 from rlkit.tracking import Run
 
-POLICY = "checkpoints"  # its checkpoint is written last: a step is saved when this one is there
+POLICY = "checkpoints"  # the policy's checkpoint is written last: if it exists, the step is completely saved
 EXIT_CODES: dict[int, int] = {signal.SIGINT: 130, signal.SIGTERM: 0}
-_signals: list[int] = []  # that have come, in their order
-_training: list[Run] = []  # the run that ends after a step, not at once
+_signals: list[int] = []  # received so far, in order
+_training: list[Run] = []  # the run that is training, if any
 
 
 class Interrupted(SystemExit):
-    """A signal ended the run. Its code is the exit code."""
+    """A signal ended the run. `code` is the exit code."""
 
 
 @contextmanager
 def outside_endings(recipe: str) -> Iterator[None]:
-    """Run a recipe so that signals, and the loss of another rank, end it as this module says, with one sentence."""
+    """Inside the `with` block, a signal or the loss of a rank ends the recipe with a message; see the module."""
     before = {number: signal.signal(number, _on_signal) for number in EXIT_CODES}
     try:
         yield
@@ -40,7 +40,7 @@ def outside_endings(recipe: str) -> Iterator[None]:
         _say_how_it_ended(recipe, "")
         raise
     except Exception as error:
-        if _signals:  # the other ranks have ended meanwhile, say, as the signal came before the steps
+        if _signals:  # an error after a signal is its consequence, such as a collective with ranks that have ended
             _say_how_it_ended(recipe, f" in the middle of a step ({_first_line(error)})")
             raise Interrupted(EXIT_CODES[_signals[0]]) from None
         if not _lost_a_rank(error):
@@ -57,7 +57,7 @@ def outside_endings(recipe: str) -> Iterator[None]:
 
 
 def end_after_step(run: Run) -> None:
-    """From now on, a signal during a step of this run ends it in `save`, after the step."""
+    """From now on, a signal during a step ends this run after the step, in `save`."""
     _training[:] = [run]
 
 
@@ -71,7 +71,7 @@ def a_signal_has_come() -> bool:
 
 
 def interrupted() -> Interrupted:
-    """The exit of a run that a signal has ended."""
+    """The exception that ends a run after a signal."""
     return Interrupted(EXIT_CODES[_signals[0]])
 
 
@@ -86,7 +86,7 @@ def _on_signal(number: int, frame: Any) -> None:
     if len(_signals) == 1 and os.environ.get("RANK", "0") == "0":
         again = "; press Ctrl-C again to end at once, without one" if is_ctrl_c else ""
         text = f"\n{signal.Signals(number).name}: the run ends after this step, with a checkpoint{again}\n"
-        os.write(2, text.encode())  # print may be in the middle of a line
+        os.write(2, text.encode())  # print is not safe in a signal handler
 
 
 def _say_how_it_ended(recipe: str, when: str) -> None:
@@ -95,7 +95,7 @@ def _say_how_it_ended(recipe: str, when: str) -> None:
 
 
 def _how_to_continue() -> str:
-    """What is saved of this run, and how to continue from there."""
+    """Which checkpoint is the newest, and how to continue from it."""
     wait_for_writing()
     saved = checkpoints(_training[0].out / POLICY) if _training else []
     if not saved:
@@ -104,9 +104,10 @@ def _how_to_continue() -> str:
 
 
 def _lost_a_rank(error: Exception) -> bool:
-    """Whether a collective failed because another rank has gone: gloo names its transport, the store has its own error.
+    """Whether a collective failed because another rank is gone.
 
-    NCCL does not fail then: it waits until torchrun ends this rank too.
+    gloo's error message names its transport, and the store raises an exception of its own. NCCL does not fail. It waits
+    until torchrun ends this rank, too.
     """
     of_gloo = isinstance(error, RuntimeError) and "/gloo/transport/" in str(error)
     return of_gloo or isinstance(error, dist.DistNetworkError)

@@ -1,4 +1,4 @@
-"""From a recipe's options to what it works with: the engine that trains, a reference policy, the sampling back end."""
+"""Builds what a recipe's options describe: the training engine, a reference policy, the sampling back end."""
 
 from __future__ import annotations
 
@@ -41,15 +41,17 @@ from rlkit.vlm import (
 )
 from rlkit.vlm.loading import load_config, model_path
 
-DEFAULT_UTILIZATION = 0.8  # of a GPU's memory; for hf, and where vLLM cannot ask how much is free
+DEFAULT_UTILIZATION = 0.8  # share of a GPU's memory; for hf, and for vLLM where free memory cannot be measured
 
 
 def find_model(cfg: Any, run: Run, rows: Sequence[Mapping[str, Any]], **tiny: Any) -> tuple[str, Any]:
-    """The directory or hub id of the model, and its processor (a tokenizer for text). "tiny" is built once, in the run.
+    """The directory or hub id of the model, and its processor (a tokenizer for a text model).
+
+    The model "tiny" is built first, in the run's directory, unless it is already there.
 
     Args:
-        rows: what the tiny model is fine-tuned on.
-        tiny: of `rlkit.vlm.build_tiny`.
+        rows: rows on which the tiny model is fine-tuned.
+        tiny: further arguments of `rlkit.vlm.build_tiny`.
     """
     path = model_or_tiny(cfg.model, run.out / "init", rows, seed=cfg.seed, **tiny)
     return path, load_processor(path, trust_remote_code=cfg.trust_remote_code)
@@ -69,12 +71,12 @@ def answer_ends(cfg: Any, path: str, processor: Any) -> list[int]:
 def build_engine(cfg: TrainingOptions, path: str, processor: Any, *, updates: int) -> Any:
     """The engine that trains a language model.
 
-    If the options have a sampling temperature, log-probabilities are those of the distribution that answers are sampled
-    from: at this temperature, and without the tokens that stand for images.
+    If the options have a sampling temperature, log-probabilities are those of the sampling distribution: at this
+    temperature, and with suppressed image tokens.
 
     Args:
         path: directory or hub id of the model.
-        updates: optimizer steps of the whole run, over which the learning rate decays.
+        updates: optimizer steps of the whole run, for the learning-rate schedule.
     """
 
     def build(model: Any) -> Any:
@@ -90,9 +92,9 @@ def build_value_engine(
     """The engine that trains a model with a scalar head: a critic, or a reward model.
 
     Args:
-        path: of an exported value model, or of a language model, which gets a head of zeros.
+        path: an exported value model, or a language model, which gets a zero-initialized value head.
         updates: optimizer steps of the whole run.
-        lr: peak learning rate in place of `cfg.lr`.
+        lr: peak learning rate instead of `cfg.lr`.
     """
 
     def build(model: Any) -> Any:
@@ -103,12 +105,12 @@ def build_value_engine(
 
 
 def build_scorer(cfg: Any, path: str, processor: Any) -> Any:
-    """An engine that trains nothing: it computes log-probabilities of a reference policy or a teacher.
+    """An engine without an optimizer. It computes log-probabilities of a reference policy or a teacher.
 
-    As in `build_engine`, they are those of the distribution that answers are sampled from.
+    As in `build_engine`, they are those of the sampling distribution.
 
-    With fsdp2 its weights stay in the dtype of their files. They are cast to `compute_dtype` layer by layer, so a
-    bfloat16 model takes half the memory, and gives the same numbers.
+    With fsdp2 the weights keep the dtype of their files, and are cast to `compute_dtype` layer by layer. A bfloat16
+    model thus takes half the memory and gives the same results.
     """
 
     def build(model: Any) -> Any:
@@ -124,9 +126,9 @@ def build_scorer(cfg: Any, path: str, processor: Any) -> Any:
 def _built_from_shards(
     cfg: Any, load: Callable[..., Any], path: str, dtype: torch.dtype, build: Callable[[Any], Any]
 ) -> Any:
-    """The engine that `build` makes of a model; each rank reads only its part of the weights, where that is possible.
+    """Load a model and call `build` on it. Each rank reads only its shard of the weights, if that is possible.
 
-    Otherwise every rank reads the whole model, and rank 0 says why.
+    Otherwise every rank reads the whole model, and rank 0 prints the reason.
 
     Args:
         load: `load_model` or `load_value_model`.
@@ -138,16 +140,16 @@ def _built_from_shards(
         try:
             return build(load(path, on_meta=True, **options))
         except NotInShardsError as error:
-            torch.set_rng_state(random_state)  # the same adapters as without the attempt
+            torch.set_rng_state(random_state)  # adapters are initialized as if the first attempt had not happened
             if dist.get_rank() == 0:
                 print(f"{error}; each rank reads the whole model", flush=True)
     return build(load(path, **options))
 
 
 def build_reference(cfg: TrainingOptions, path: str, processor: Any, engine: Any) -> Callable[[Batch], Tensor]:
-    """The policy that training starts from, as a function from a batch to log-probabilities [B, T].
+    """The initial policy, as a function from a batch to log-probabilities [B, T].
 
-    With LoRA it is the trained model without its adapters. Otherwise it is a second engine.
+    With LoRA it is the trained model with its adapters disabled. Otherwise it is a second engine.
     """
     if not cfg.lora_rank:
         scorer = build_scorer(cfg, path, processor)
@@ -163,11 +165,11 @@ def build_reference(cfg: TrainingOptions, path: str, processor: Any, engine: Any
 def build_rollout(
     cfg: GenerationOptions, path: str, processor: Any, engine: Any, *, beside: Sequence[Any] = (), **options: Any
 ) -> Any:
-    """The sampling back end, on the weights of this engine.
+    """The sampling back end for the policy that this engine trains.
 
     Args:
-        beside: other engines that train on the same GPUs, for which vLLM has to leave room.
-        options: of the rollout's class; `--rollout_options` come on top.
+        beside: other training engines on the same GPUs, for which vLLM leaves memory.
+        options: options of the rollout class; `--rollout_options` override them.
     """
     if cfg.rollout == "vllm":
         options |= vllm_options(cfg, [engine, *beside])
@@ -189,15 +191,15 @@ def build_rollout(
 
 
 def roughest_dtype(cfg: EngineOptions) -> torch.dtype | None:
-    """The dtype for `rlkit.rollout.WeightSyncCheck`: bfloat16 if the options name it.
+    """The dtype for `rlkit.rollout.WeightSyncCheck`: bfloat16 if one of the options is bfloat16.
 
-    None, the default of the device, if they do not: a trainer in float32 may sample with a back end in bfloat16.
+    Otherwise None, for the default of the device: the sampler of a float32 trainer may still run in bfloat16.
     """
     return torch.bfloat16 if "bfloat16" in (cfg.dtype, cfg.compute_dtype) else None
 
 
 def learning_rate_schedule(optimizer: Optimizer, cfg: OptimizerOptions, updates: int) -> LambdaLR:
-    """Linear warm-up to the peak, then decay over all `updates` optimizer steps, as the options say."""
+    """Linear warm-up to the peak, and decay over all `updates` optimizer steps by `cfg.lr_schedule`."""
     warmup, updates = max(1, cfg.warmup_steps), max(1, updates)
     decay = DECAYS[cfg.lr_schedule]
 
@@ -207,7 +209,7 @@ def learning_rate_schedule(optimizer: Optimizer, cfg: OptimizerOptions, updates:
     return LambdaLR(optimizer, share_of_peak)
 
 
-DECAYS: dict[str, Callable[[float], float]] = {  # share of the peak after a share of all steps
+DECAYS: dict[str, Callable[[float], float]] = {  # fraction of finished steps -> fraction of the peak
     "linear": lambda done: 1 - done,
     "cosine": lambda done: 0.5 * (1 + math.cos(math.pi * done)),
     "constant": lambda done: 1.0,
@@ -224,15 +226,15 @@ def training_engine(
     fused: bool | None = None,
     **options: Any,
 ) -> Any:
-    """An engine that trains a model, with AdamW and a learning-rate schedule, as the options say.
+    """An engine that trains a model with AdamW and a learning-rate schedule.
 
     Args:
         model_type: "language_model" or "value_model".
-        model: from `trained_part`.
+        model: the result of `trained_part`.
         lr: peak learning rate.
         updates: optimizer steps of the whole run.
-        fused: AdamW as one kernel; by default on a GPU.
-        options: of the engine.
+        fused: use fused AdamW; by default only on a GPU.
+        options: further options of the engine.
     """
     fused = torch.cuda.is_available() if fused is None else fused
     if dist.get_rank() == 0:
@@ -252,7 +254,7 @@ def training_engine(
 
 
 def trained_part(cfg: AdapterOptions, model: Any, *, head: bool = False) -> Any:
-    """The model with its adapters added and its vision tower frozen, as the options say; a value head trains."""
+    """Add adapters to the model and freeze its vision tower, as the options say. A value head stays trainable."""
     if cfg.lora_rank:
         model = lora(model, cfg.lora_rank, cfg.lora_alpha, cfg.target_modules, cfg.exclude_modules)
         if head:  # adapters freeze all other weights
@@ -263,7 +265,7 @@ def trained_part(cfg: AdapterOptions, model: Any, *, head: bool = False) -> Any:
 
 
 def shared_options(cfg: EngineOptions, processor: Any) -> dict[str, Any]:
-    """What every engine of a run has in common."""
+    """Options that all engines of a run share."""
     sequence_parallel = cfg.ulysses_sequence_parallel_size
     return {
         "processor": processor,
@@ -279,7 +281,7 @@ def shared_options(cfg: EngineOptions, processor: Any) -> dict[str, Any]:
 
 
 def scoring_options(cfg: EngineOptions, model: Any, processor: Any) -> dict[str, Any]:
-    """`shared_options`, and the distribution that answers are sampled from if the options have a temperature."""
+    """`shared_options`, plus those of the sampling distribution if the options have a temperature."""
     options = shared_options(cfg, processor)
     if not hasattr(cfg, "temperature"):
         return options

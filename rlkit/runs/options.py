@@ -1,7 +1,7 @@
-"""Options that all recipes share, and reading them from the command line.
+"""Options that all recipes share, and the parser of the command line.
 
-A recipe's options are one flat dataclass that inherits these groups. It adds its own, and gives another default to a
-shared one by naming it again without a help text:
+A recipe's options are one flat dataclass that inherits these groups. It can add options of its own. To change the
+default of a shared option, it repeats the option without a help text:
 
     @dataclass
     class Config(PolicyOptions, TrainingOptions):
@@ -39,14 +39,14 @@ class RunOptions:
     resume: bool = False
     """Continue from the newest checkpoint in the run's directory."""
     allow_changes: tuple[str, ...] = ()
-    """With --resume: options that may have another value than at the start of the run. Only needed for options that
+    """With --resume: options that may differ from their values at the start of the run. Only needed for options that
     change the results, such as lr."""
     seed: int = 0
-    """Seed of the order of the rows, of sampling, of new adapters and of the tiny model."""
+    """Seed for the order of rows, sampling, new adapters and the tiny model."""
     trackers: tuple[str, ...] = ()
     """Also log metrics to these trackers: tensorboard, wandb, mlflow, trackio, ..."""
     report_seconds: float = 120.0
-    """Seconds between two writes of report.html while the run goes on. 0: it is written at the end only."""
+    """Seconds between two writes of report.html during the run. 0: write it at the end only."""
     profile_steps: tuple[int, ...] = ()
     """Steps to profile, as in --profile_steps 3 4. Every rank writes a trace and tables of where the time went to
     profile/ in the run's directory."""
@@ -59,7 +59,7 @@ class RunOptions:
 
 @dataclass
 class TaskOptions:
-    """The rows, which of them are held out, and how they are put to the model."""
+    """The rows, which of them are held out, and how prompts are made from them."""
 
     task: str = "digits"
     """A built-in task, a file (.jsonl, .parquet, .csv, ...), a data set directory or hub id, or module:function; see
@@ -92,11 +92,11 @@ class RewardOptions:
     isolate_reward: bool = False
     """Run the reward in worker processes with limits. By default it runs in this process, without any."""
     reward_seconds: float = 60.0
-    """With --isolate_reward: most processor time for an answer. Wall time is held to four times that."""
+    """With --isolate_reward: limit of CPU seconds per answer. The limit of wall time is four times that."""
     reward_memory: float = 4.0
-    """With --isolate_reward: most GiB of address space of a worker, beyond what its imports take."""
+    """With --isolate_reward: limit of a worker's address space in GiB, in addition to what its imports take."""
     split_thinking: bool = False
-    """Rewards get only the text after </think>. Of thinking that is not finished they get an empty answer."""
+    """Rewards get only the text after </think>. If the thinking is not finished, they get an empty answer."""
 
 
 @dataclass
@@ -112,7 +112,7 @@ class ModelOptions:
 
 @dataclass
 class AdapterOptions:
-    """Which part of the model is trained."""
+    """Which weights are trained."""
 
     freeze_vision_tower: bool = False
     """Do not train the vision tower."""
@@ -143,12 +143,12 @@ class OptimizerOptions:
     max_grad_norm: float = 1.0
     """Clip the gradient to this norm."""
     max_skipped_steps: int = 10
-    """Stop after so many steps in a row whose gradients were not finite. Such steps are skipped. 0: never."""
+    """Stop after this many steps in a row with non-finite gradients. Such steps are skipped. 0: never."""
 
 
 @dataclass
 class EngineOptions:
-    """How the model is split over ranks and how much is computed at once."""
+    """How the model is split over ranks, and how it is computed."""
 
     engine: str = "fsdp2"
     """fsdp2, fsdp1, megatron, or an engine of another package; see docs/engines.md."""
@@ -165,16 +165,16 @@ class EngineOptions:
     use_remove_padding: bool = True
     """Pack sequences without padding."""
     share_prompts: bool = True
-    """Compute a prompt once for all of its answers; once per forward pass if they do not fit in one."""
+    """Compute a prompt once for all of its answers, or once per micro-batch if they do not fit into one."""
     use_fused_kernels: bool = False
     """Compute log-probabilities from hidden states, without storing logits."""
     offload_between_phases: bool = False
-    """Keep the weights and the optimizer state of every engine in host memory while it is not used. fsdp2 only."""
+    """Keep weights and optimizer state of an engine in host memory while the engine is not used. fsdp2 only."""
 
 
 @dataclass
 class GenerationOptions(RewardOptions):
-    """What generates answers."""
+    """The back end that generates answers."""
 
     rollout: str = "hf"
     """Sampling back end: hf (the trained model itself), vllm (in this process), vllm_server, sglang; see
@@ -205,7 +205,7 @@ class SamplingOptions(GenerationOptions):
 
 @dataclass
 class PolicyOptions(SamplingOptions):
-    """Answers that the policy samples and is trained on: their number, checks and corrections."""
+    """Options of recipes that train on sampled answers: number of answers, checks and corrections."""
 
     group_size: int = 16
     """Answers to each prompt."""
@@ -247,7 +247,7 @@ class TrainingOptions(EngineOptions, OptimizerOptions, AdapterOptions, ModelOpti
     """With --evaluate_every: export the model with the best evaluation to best/. The best is the highest accuracy, or
     the lowest held-out loss where no accuracy is measured."""
     patience: int = 0
-    """With --evaluate_every: end training after so many evaluations in a row without a better one. 0: never."""
+    """With --evaluate_every: end training after this many evaluations in a row without a new best one. 0: never."""
     save_every: int = 50
     """Steps between checkpoints. The newest two are kept."""
     export_dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
@@ -263,7 +263,7 @@ class GivenAnswerOptions(TrainingOptions):
     context."""
 
 
-# options of all recipes by the numbers they take
+# options of all recipes, by their ranges
 AT_LEAST_1 = """
 steps prompts_per_step prompts_per_draw max_num_gen_batches updates_per_batch mini_batches ppo_epochs max_turns
 save_every threads micro_batch_tokens ulysses_sequence_parallel_size
@@ -291,14 +291,14 @@ def check_ranges(cfg: Any) -> None:
 
 
 def check_evaluation(cfg: Any) -> None:
-    """Raise a ValueError if an option needs evaluations during training, and there are none."""
+    """Raise a ValueError if an option needs evaluations during training, but --evaluate_every is 0."""
     for name in ("keep_best", "patience"):
         if getattr(cfg, name, 0) and not cfg.evaluate_every:
             raise ValueError(f"evaluate_every: expected at least 1 with --{name}, got 0")
 
 
 def check_servers(cfg: Any) -> None:
-    """Raise a ValueError if the sampling back end is one on servers and none are given."""
+    """Raise a ValueError if the sampling back end needs servers and none are given."""
     if getattr(cfg, "rollout", "") in ("vllm_server", "sglang") and not cfg.servers:
         raise ValueError(
             f"servers: expected URLs for --rollout {cfg.rollout}, got none; `python -m rlkit.rollout.serve --model "
@@ -314,7 +314,7 @@ def check_range(name: str, value: float, low: float, high: float = math.inf) -> 
 
 
 def option_value(text: str) -> bool | int | float | str:
-    """true, false and numbers as what they are; other text as it is."""
+    """Parse true, false and numbers; other text stays a string."""
     if text.lower() in ("true", "false"):
         return text.lower() == "true"
     for number in (int, float):
@@ -326,15 +326,15 @@ def option_value(text: str) -> bool | int | float | str:
 
 
 def parse_options(config: type[Config], description: str, arguments: Sequence[str] | None = None) -> Config:
-    """The options that the command line gives; `--help` shows them grouped by the class that declares them.
+    """Parse the command line. `--help` shows options grouped by the class that declares them.
 
     Args:
-        config: a flat dataclass whose fields have a help text under them, in the class or in one that it inherits.
-        description: shown above the options.
-        arguments: in place of the command line's.
+        config: a flat dataclass. Each field has a help text under it, in the class itself or in a base class.
+        description: text above the options in `--help`.
+        arguments: arguments to parse instead of the command line's.
 
     Raises:
-        ValueError: a configuration file that cannot be read, or has an option that is not there.
+        ValueError: a configuration file cannot be read, or has an unknown option.
     """
     arguments = list(sys.argv[1:] if arguments is None else arguments)
     if file := _config_file(arguments):
@@ -347,9 +347,10 @@ def parse_options(config: type[Config], description: str, arguments: Sequence[st
 
 
 def defaults_of_model(cfg: Any) -> dict[str, Any]:
-    """Options whose default depends on the model: none for the tiny one, whose recipes have their own.
+    """Defaults that depend on the model. Empty for the tiny model, for which the recipes' defaults are made.
 
-    A full step at 7e-4 destroys a trained model, and without recomputation its activations rarely fit.
+    The tiny model's learning rate of 7e-4 would destroy a pretrained model, and without gradient checkpointing a real
+    model's activations rarely fit.
     """
     from rlkit.vlm.tiny import is_tiny
 
@@ -362,7 +363,7 @@ def defaults_of_model(cfg: Any) -> dict[str, Any]:
 
 
 def _parse(config: type[Config], description: str, arguments: Sequence[str], changed: Mapping[str, Any]) -> Config:
-    """`parse_options` with other defaults for some of the options."""
+    """`parse_options` with changed defaults of some options."""
     import tyro
 
     hints, defaults = get_type_hints(config), {f.name: f for f in fields(config)}  # type: ignore[arg-type]
@@ -384,12 +385,12 @@ def _parse(config: type[Config], description: str, arguments: Sequence[str], cha
 
 
 def _file_arguments(file: str, config: type) -> list[str]:
-    """The options in a YAML or JSON file as command-line arguments.
+    """The options in a YAML or JSON file, as command-line arguments.
 
-    Of a run's config.json, what belongs to that run alone is left out: its directory, and whether it was resumed.
+    Options of a config.json that concern only its own run are left out, such as `out` and `resume`.
 
     Raises:
-        ValueError: no such file, no mapping in it, or an option that `config` has not.
+        ValueError: the file cannot be read, is not a mapping, or has an option that `config` lacks.
     """
     import yaml
 
@@ -416,7 +417,7 @@ def _as_arguments(name: str, x: Any) -> list[str]:
 
 
 def _config_file(arguments: Sequence[str]) -> str:
-    """The value of --config, if it is given."""
+    """The value of --config; empty if it is not given."""
     for i, argument in enumerate(arguments):
         name, equals, value = argument.partition("=")
         if name == "--config":
@@ -425,7 +426,7 @@ def _config_file(arguments: Sequence[str]) -> str:
 
 
 def option_groups(config: type) -> dict[type, dict[str, str]]:
-    """The help text of each option, by the class that declares it first; the recipe's own options come first.
+    """Help texts of the options, grouped by the class that first declares them, with the recipe's own options first.
 
     Raises:
         ValueError: an option without a help text.

@@ -1,4 +1,4 @@
-"""Rollouts of a run: recorded and saved step by step, or read in place of sampling. See rlkit.replay.bundles."""
+"""Records and saves the rollouts of each step, or reads saved ones instead of sampling. See rlkit.replay.bundles."""
 
 from __future__ import annotations
 
@@ -24,19 +24,19 @@ from rlkit.rollout import Sampling
 from rlkit.tracking import Run, versions
 
 FOLDER = "rollouts"
-_order = count()  # of the updates of all engines
+_order = count()  # numbers the updates of all engines
 
 
 @dataclass
 class Replay:
-    """Steps that are computed again: `bundles` are of this rank, up to and including `last_step`."""
+    """Recomputed steps up to and including `last_step`, with this rank's rows in `bundles`."""
 
     last_step: int
     bundles: list[Bundle] = field(default_factory=list)
 
 
 class ReplayDone(Exception):
-    """The last step of a replay is recorded."""
+    """Ends a recipe's `main` after the last step of a replay."""
 
 
 _replay: ContextVar[Replay | None] = ContextVar("replay", default=None)
@@ -44,7 +44,7 @@ _replay: ContextVar[Replay | None] = ContextVar("replay", default=None)
 
 @contextmanager
 def replay_until(step: int) -> Iterator[Replay]:
-    """Inside, a recipe's `main` ends after this step, and keeps bundles in memory. It evaluates and saves nothing."""
+    """Inside the `with` block, a recipe ends after this step. It keeps its bundles in memory, and saves nothing."""
     replay = Replay(step)
     token = _replay.set(replay)
     try:
@@ -56,18 +56,18 @@ def replay_until(step: int) -> Iterator[Replay]:
 
 
 def is_replay() -> bool:
-    """Whether this is a replay, see `replay_until`."""
+    """Whether the recipe runs inside `replay_until`."""
     return _replay.get() is not None
 
 
 class RecordingEngine:
-    """An engine that keeps what each `train_batch` is given and returns, until `save_rollouts` writes it.
+    """A wrapper around an engine that keeps inputs and results of each `train_batch` for `save_rollouts`.
 
-    Everything else is the engine's own.
+    All other attributes are those of the engine.
 
     Attributes:
-        draws: answers of this step, kept on the policy's engine.
-        updates: (position among the updates of all engines, fields of the batch, metrics).
+        draws: answers of this step; only the policy's engine has them.
+        updates: (position among the updates of all engines, fields of the batch, metrics) of each `train_batch`.
     """
 
     def __init__(self, engine: Any) -> None:
@@ -79,7 +79,7 @@ class RecordingEngine:
         return getattr(self.__dict__["_engine"], name)
 
     def train_batch(self, batch: Batch, loss_fn: Callable[..., Any], *args: Any, **options: Any) -> dict[str, float]:
-        """`train_batch` of the engine; the outputs that the loss is computed from are recorded as well."""
+        """`train_batch` of the engine. The outputs of the forward pass are recorded as well."""
         outputs: dict[str, Tensor] = {}
         rows = torch.arange(len(batch))
         numbered = Batch(batch.tokens, batch.mask, batch.lengths, batch.vision, **batch.fields, recorded_row=rows)
@@ -101,7 +101,7 @@ class RecordingEngine:
 
 
 def recorded(cfg: Any, engine: Any) -> Any:
-    """The engine, or with `cfg.save_rollouts` a `RecordingEngine` around it."""
+    """The engine, wrapped in a `RecordingEngine` if `cfg.save_rollouts` is set."""
     return RecordingEngine(engine) if getattr(cfg, "save_rollouts", False) else engine
 
 
@@ -114,19 +114,19 @@ def record_draw(
     generated: Sequence[Sample],
     rewards: Tensor,
 ) -> None:
-    """Keep the answers to some prompts, if the engine records; not those before the first step and after the last."""
+    """Keep the answers to some prompts, if the engine records and a step is running."""
     if isinstance(engine, RecordingEngine) and run.running_step is not None:
         samples = [replace(sample, reward=x) for sample, x in zip(generated, rewards.tolist(), strict=True)]
         engine.draws.append(Draw(samples, asdict(sampling), phase, list(prompts)))
 
 
 def save_rollouts(cfg: Any, run: Run, step: int, engines: Mapping[str, Any]) -> None:
-    """Write what the engines recorded in this step as a bundle, or keep it for a replay.
+    """Write the recorded step as a bundle, or keep it in memory during a replay.
 
-    The run ends with one sentence if it cannot be written.
+    The run ends with an error message if the bundle cannot be written.
 
     Args:
-        engines: by the folder of their checkpoints, as in `rlkit.runs.save`.
+        engines: engines by checkpoint folder, as in `rlkit.runs.save`.
     """
     run.phase("checkpoint")
     recipe = Path(inspect.getfile(type(cfg)))
@@ -165,10 +165,10 @@ def _device_name() -> str:
 
 
 def check_rollouts(cfg: Any, *, samples_ahead: bool) -> None:
-    """Raise a ValueError if the options want rollouts that are not there, or a recipe that cannot save any.
+    """Raise a ValueError if saved rollouts are missing, or if this recipe can neither save nor read rollouts.
 
     Args:
-        samples_ahead: the recipe samples during training, so its answers belong to no single step.
+        samples_ahead: the recipe is asynchronous: it samples during training, so answers belong to no single step.
     """
     folder, saves = getattr(cfg, "from_rollouts", ""), getattr(cfg, "save_rollouts", False)
     if samples_ahead and (folder or saves):
@@ -187,7 +187,7 @@ def check_rollouts(cfg: Any, *, samples_ahead: bool) -> None:
 
 
 class SavedRollouts:
-    """Reads a run's rollouts in place of sampling."""
+    """Reads the rollouts of another run, instead of sampling."""
 
     def __init__(self, cfg: Any, engine: Any) -> None:
         self.folder, self.engine = cfg.from_rollouts, engine
@@ -195,9 +195,9 @@ class SavedRollouts:
         self.draws: list[Draw] = []
 
     def draw(self, step: int) -> list[list[Sample]]:
-        """This rank's answers of the next draw of a step, a list for each prompt.
+        """This rank's answers in the next draw of a step, as one list per prompt.
 
-        If their log-probabilities are unknown, those of the trainer at this moment take their place.
+        If their log-probabilities are unknown, the trainer computes them with its current weights.
         """
         if step != self.step:
             self.step = step
@@ -209,7 +209,7 @@ class SavedRollouts:
             groups.setdefault(sample.group_id, []).append(sample)
         unknown = any(math.isnan(x) for group in groups.values() for sample in group for x in sample.logprobs)
         own_groups = list(groups.values())[self.engine.data_parallel_rank :: self.engine.data_parallel_size]
-        if not unknown:  # the same on all ranks
+        if not unknown:  # all ranks take the same branch, because each reads the whole bundle
             return own_groups
         samples = [sample for group in own_groups for sample in group]
         scored = iter(self.engine.infer_batch(collate(samples))["logprobs"].tolist())

@@ -1,4 +1,4 @@
-"""Answers of the policy: prompts are encoded, weights sent, answers judged while others are being generated."""
+"""Samples answers of the policy: encodes prompts, syncs weights, and judges answers while others are generated."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from rlkit.runs.rollouts import SavedRollouts, is_replay, record_draw
 from rlkit.tracking import Run
 from rlkit.vlm import encode_prompt
 
-HELDOUT_KEPT = 20  # answers to held-out prompts of an evaluation during training
+HELDOUT_KEPT = 20  # held-out answers kept from each evaluation before and during training
 GlobalSum = Callable[[Tensor], Tensor]
 
 
@@ -31,20 +31,20 @@ class Prompts:
     """This rank's share of some rows, encoded."""
 
     samples: list[Sample]
-    skipped: list[str] = field(default_factory=list)  # why rows cannot be used: they cannot be read, or are too long
+    skipped: list[str] = field(default_factory=list)  # error messages of rows that cannot be read or are too long
 
 
 @dataclass
 class Answers:
-    """What this rank generated for some prompts, and the rewards of it.
+    """This rank's answers to some prompts, with their rewards.
 
     Attributes:
-        generated: all answers, those to one prompt next to each other.
+        generated: all answers; answers to the same prompt are adjacent.
         rewards: [len(generated)], nan where an answer could not be judged.
-        parts: [len(generated)] of each part of a combined reward.
-        skipped: why rows had no prompt.
+        parts: values [len(generated)] of each part of a combined reward.
+        skipped: why rows were skipped.
         reasons: why answers could not be judged.
-        judging_seconds: during which at least one answer was being judged.
+        judging_seconds: time during which at least one answer was being judged.
     """
 
     generated: list[Sample] = field(default_factory=list)
@@ -56,7 +56,7 @@ class Answers:
 
     @property
     def judged(self) -> list[Sample]:
-        """The answers that could be judged, each with its reward."""
+        """The answers that could be judged, with their rewards."""
         return judged(self.generated, self.rewards)
 
     def __add__(self, more: Answers) -> Answers:
@@ -76,9 +76,9 @@ T = TypeVar("T")
 def encode_share(
     rows: Iterable[tuple[int, Any]], encode_row: Callable[[int, Any], T], run: Run, engine: Any
 ) -> tuple[list[T], list[str]]:
-    """What `encode_row(group id, row)` makes of each row of this rank's share, and why it could not use others.
+    """Call `encode_row(group id, row)` on this rank's share of the rows. Returns the results, and the errors.
 
-    A row for which it raises ValueError is named in the log and skipped.
+    A row for which it raises ValueError is skipped, and named in the log.
     """
     found, skipped = [], []
     for group_id, row in list(rows)[engine.data_parallel_rank :: engine.data_parallel_size]:
@@ -91,14 +91,15 @@ def encode_share(
 
 
 class PolicySampler:
-    """Generates answers with the weights that are being trained, and has them judged.
+    """Generates answers with the current weights of the policy, and has them judged.
 
     Args:
-        cfg: with `rlkit.runs.GenerationOptions`; to train on the answers, with `PolicyOptions`.
-        task: its reward judges the answers.
-        processor: of the model; it encodes prompts.
-        generate: in place of `rollout.generate`; called with (prompts, sampling, n=..., on_finished=...).
-        sends_weights: send the trained weights to the sampling back end before it generates. False: the recipe does.
+        cfg: options that include `rlkit.runs.GenerationOptions`, and `PolicyOptions` if the answers are trained on.
+        task: the task, whose reward judges the answers.
+        processor: processor of the model, for encoding prompts.
+        generate: replaces `rollout.generate`; called with (prompts, sampling, n=..., on_finished=...).
+        sends_weights: whether to send the trained weights to the sampling back end before it generates. If False, the
+            recipe sends them.
     """
 
     def __init__(
@@ -123,9 +124,9 @@ class PolicySampler:
         self.said: set[str] = set()
 
     def encode(self, rows: Iterable[tuple[int, Any]]) -> Prompts:
-        """This rank's prompts, from the (group id, row) pairs of all ranks.
+        """Encode this rank's share of the (group id, row) pairs of all ranks.
 
-        Rows that cannot be read, or are longer than `cfg.max_prompt_tokens`, are named in the log and skipped.
+        Rows that cannot be read or are longer than `cfg.max_prompt_tokens` are skipped, and named in the log.
         """
         context = self.engine.config.get_text_config().max_position_embeddings
         max_tokens = self.cfg.max_prompt_tokens or context - self.cfg.max_new_tokens
@@ -137,22 +138,22 @@ class PolicySampler:
 
     @contextmanager
     def current_weights(self) -> Iterator[None]:
-        """Inside, the sampling back end has the trained weights; at the end it leaves the GPU to the trainer."""
+        """Inside the `with` block, the sampling back end has the trained weights. Afterwards it sleeps."""
         if not self.sends_weights or self._reads_rollouts:
             yield
             return
         self.run.phase("weight_sync")
         self.rollout.wake_up()
-        dtype = getattr(self.rollout, "weight_dtype", None)  # that of the sampler: half as much is gathered in bfloat16
+        dtype = getattr(self.rollout, "weight_dtype", None)  # gather in the sampler's dtype: bfloat16 is half as large
         options = {} if dtype is None else {"dtype": dtype}
         self.rollout.update_weights(self.engine.get_per_tensor_param(**options))
         yield
         self.rollout.sleep()
 
     def draw(self, prompts: Prompts, sampling: Sampling, n: int = 1, *, phase: str = "generate") -> Answers:
-        """n answers to each prompt with the weights that the sampling back end has, judged.
+        """Sample n answers to each prompt with the sampling back end's present weights, and have them judged.
 
-        With `cfg.from_rollouts` they are the saved ones of this step.
+        With `cfg.from_rollouts`, return the saved answers of this step.
         """
         self.run.phase(phase)
         if self._reads_rollouts:
@@ -161,8 +162,8 @@ class PolicySampler:
         return self._judged(prompts, sampling, phase, generated)
 
     def _judged(self, prompts: Prompts, sampling: Sampling, phase: str, generated: list[Sample]) -> Answers:
-        """The answers with their rewards, once all of them are judged."""
-        self.run.phase("reward" if phase == "generate" else phase)  # the rewards that are not there yet
+        """Wait until all answers are judged, and return them with their rewards."""
+        self.run.phase("reward" if phase == "generate" else phase)  # waiting for the remaining rewards
         rewards, parts, seconds = self.judge.result()
         answers = Answers(generated, rewards, parts, prompts.skipped, self.judge.reasons, seconds)
         self._record(prompts, sampling, phase, generated, rewards)
@@ -170,13 +171,13 @@ class PolicySampler:
 
     @property
     def _reads_rollouts(self) -> bool:
-        """Evaluation samples, whatever training reads."""
+        """Whether answers are read from saved rollouts: those for training are, but evaluation always samples."""
         return self.saved is not None and self.run.running_step is not None and not self.evaluating
 
     def _record(
         self, prompts: Prompts, sampling: Sampling, phase: str, generated: list[Sample], rewards: Tensor
     ) -> None:
-        """Keep what a step trains on, if the engine records."""
+        """Keep the answers that a step trains on, if the engine records."""
         if not self.evaluating:
             record_draw(self.run, self.engine, prompts.samples, sampling, phase, generated, rewards)
 
@@ -196,12 +197,12 @@ class PolicySampler:
         return Answers(generated, rewards, skipped=prompts.skipped)
 
     def answer(self, prompts: Prompts, sampling: Sampling, n: int = 1, *, phase: str = "generate") -> Answers:
-        """n answers to each prompt with the weights of this moment, judged. All ranks call this together."""
+        """`draw` with the trainer's current weights. All ranks call this together."""
         with self.current_weights():
             return self.draw(prompts, sampling, n, phase=phase)
 
     def stop_if_rewards_failed(self, answers: Answers) -> None:
-        """End the run if more than `cfg.max_failed_rewards` of the answers of all ranks could not be judged."""
+        """End the run if more than a share `cfg.max_failed_rewards` of all ranks' answers could not be judged."""
         if problem := too_few_judged(answers, self.engine.global_sum, self.cfg.max_failed_rewards):
             self.run.stop(problem)
 
@@ -210,19 +211,19 @@ class PolicySampler:
         return WeightSyncCheck(self.cfg.max_mismatch, dtype=roughest_dtype(self.cfg))
 
     def stop_if_out_of_sync(self, mismatch: float) -> None:
-        """End the run if the sampler plainly does not have the trained weights; see `rlkit.rollout.WeightSyncCheck`.
+        """End the run if the sampler clearly lacks the trained weights; see `rlkit.rollout.WeightSyncCheck`.
 
         Args:
-            mismatch: the step's `mismatch/abs_dlogp`, on answers of the current weights.
+            mismatch: the step's `mismatch/abs_dlogp`, on answers that were sampled with the current weights.
         """
         if problem := self._check_sync(mismatch):
             self.run.stop(problem)
 
     def metrics(self, answers: Answers) -> dict[str, float]:
-        """Rewards, their parts, lengths and counts of the answers of all ranks, for `Run.log`.
+        """Metrics for `Run.log`, over the answers of all ranks: rewards and their parts, lengths and counts.
 
-        `response_length/cut` is the share of answers that ended at the limit of tokens, not with an end token. A run
-        that cannot learn from its answers is told why, once. The answers to some of the prompts are kept for the page.
+        `response_length/cut` is the share of answers that were truncated at the token limit. If the policy cannot learn
+        from the answers, a warning says why, once. Answers to the first prompts are kept for the page.
         """
         self._keep_answers(answers)
         engine = self.engine
@@ -247,21 +248,21 @@ class PolicySampler:
         return found
 
     def _keep_answers(self, answers: Answers) -> None:
-        """Have the answers to the first prompts of rank 0 written to samples.jsonl, with their images."""
+        """Have the next `Run.log` write the answers to rank 0's first prompts to samples.jsonl, with images."""
         if not self.run.writes:
             return
-        prompts: dict[int, list[int]] = {}  # the places of the answers to each prompt
+        prompts: dict[int, list[int]] = {}  # group id -> indices of its answers
         for i, sample in enumerate(answers.generated):
             prompts.setdefault(sample.group_id, []).append(i)
-        for places in list(prompts.values())[: self.cfg.log_prompts]:
-            samples = [replace(answers.generated[i], reward=answers.rewards[i].item()) for i in places]
-            parts = {name: values[places].tolist() for name, values in answers.parts.items()}
+        for indices in list(prompts.values())[: self.cfg.log_prompts]:
+            samples = [replace(answers.generated[i], reward=answers.rewards[i].item()) for i in indices]
+            parts = {name: values[indices].tolist() for name, values in answers.parts.items()}
             self.run.keep_answers([prompt_record(self.run.out, samples, "training", 0, parts)])
 
     def _warn(self, metrics: Mapping[str, float]) -> None:
-        """Say once what keeps a run from learning."""
-        compared = getattr(self.cfg, "group_size", 1) > 1
-        self.equal_steps = self.equal_steps + 1 if compared and metrics.get("reward/equal") == 1 else 0
+        """Warn, once each, of equal rewards and of truncated answers, which keep a policy from learning."""
+        has_groups = getattr(self.cfg, "group_size", 1) > 1
+        self.equal_steps = self.equal_steps + 1 if has_groups and metrics.get("reward/equal") == 1 else 0
         if self.equal_steps == 10:
             self._say_once(
                 "equal rewards",
@@ -278,18 +279,18 @@ class PolicySampler:
             self.run.print(f"warning: {text}")
 
     def greedy(self, prompts: Prompts) -> Answers:
-        """The most likely answer to each prompt, judged."""
+        """A greedy answer to each prompt, judged."""
         return self.answer(prompts, Sampling(self.cfg.max_new_tokens, temperature=0.0), phase="evaluate")
 
     def evaluate(self, prompts: Prompts, when: str, **measured: float) -> list[Sample]:
-        """Accuracy of the greedy answers to held-out prompts, written to eval.json and printed.
+        """Measure the accuracy of greedy answers to held-out prompts, write it to eval.json and print it.
 
-        No answers are generated to rows of plain text, which have no prompt, nor with `--max_new_tokens 0`. The run
-        ends if too few answers can be judged.
+        Rows of plain text have no prompt, so no answers are generated for them, and none with `--max_new_tokens 0`. The
+        run ends if too few answers can be judged.
 
         Args:
             when: "before", "during" or "after" training.
-            measured: what else was measured on these rows, over all ranks.
+            measured: further results on these rows, over all ranks.
 
         Returns:
             This rank's answers that could be judged, with their rewards.
@@ -303,14 +304,14 @@ class PolicySampler:
             self.run.stop(f"held-out {problem}")
         found = accuracy(answers, self.engine.global_sum) | self._sampled_heldout(answered) | measured
         self.evaluating = False
-        if when != "after":  # those are shown by `finish`
+        if when != "after":  # `finish` writes the answers after training
             self._keep_heldout(answers.judged, 0 if when == "before" else self.run.step + 1)
         counts = {"rows": len(prompts.samples), "skipped": len(prompts.skipped)}
         record_evaluation(self.run, self.engine, when, found, **counts)
         return answers.judged
 
     def _sampled_heldout(self, prompts: Prompts) -> dict[str, float]:
-        """Mean reward and pass@k of `cfg.heldout_samples` answers to each prompt; a reward of 1 or more is right."""
+        """Mean reward and pass@k of `cfg.heldout_samples` answers to each prompt. Rewards of at least 1 are correct."""
         n = getattr(self.cfg, "heldout_samples", 0)
         if not n:
             return {}
@@ -320,20 +321,21 @@ class PolicySampler:
         for k in (2**i for i in range(n.bit_length())):
             enough = [group for group in groups if len(group) >= k]
             values[f"pass@{k}"] = [pass_at_k(len(group), int((group >= 1).sum()), k) for group in enough]
-        found = {name: mean_and_error(of_rows, self.engine.global_sum) for name, of_rows in values.items()}
-        both = {name: {name: mean, f"{name}_error": error} for name, (mean, error) in found.items()}
-        return {name: x for pair in both.values() for name, x in pair.items()}
+        found: dict[str, float] = {}
+        for name, values_of_rows in values.items():
+            found[name], found[f"{name}_error"] = mean_and_error(values_of_rows, self.engine.global_sum)
+        return found
 
     def _keep_heldout(self, judged: Iterable[Sample], step: int) -> None:
-        """Have the worst of rank 0's answers to held-out prompts written to samples.jsonl."""
+        """Write rank 0's held-out answers with the lowest rewards to samples.jsonl."""
         if self.run.writes:
             worst = sorted(judged, key=lambda sample: sample.reward)[:HELDOUT_KEPT]
             append_records(self.run.out, [prompt_record(self.run.out, [s], "held-out", step) for s in worst])
 
     def _heldout_problem(self, answers: Answers) -> str:
-        """Why a run has to stop after these answers to held-out prompts; empty if it can go on.
+        """Why the run has to stop after these held-out answers; empty if it can go on.
 
-        A recipe that does not train on rewards needs none, unless `--reward` names one that judges nothing.
+        A recipe that does not train on rewards goes on without them, unless `--reward` is given and judged no answer.
         """
         if hasattr(self.cfg, "max_failed_rewards"):
             return too_few_judged(answers, self.engine.global_sum, self.cfg.max_failed_rewards)
@@ -344,11 +346,11 @@ class PolicySampler:
 
 
 def accuracy(answers: Answers, global_sum: GlobalSum) -> dict[str, float]:
-    """Mean reward of the answers that could be judged, over all ranks, and how many could not.
+    """Mean reward of the judged answers over all ranks, and the number of answers that could not be judged.
 
     Returns:
-        `accuracy`, its standard error `accuracy_error`, and `unjudged`. Without a judged answer there is no `accuracy`,
-        as of a file that has no answers to compare with; without any answer there is none of them.
+        `accuracy`, its standard error `accuracy_error`, and `unjudged`. If no answer was judged, as for data without
+        expected answers, only `unjudged`. If no answer was generated, an empty dict.
     """
     mean, error = mean_and_error(answers.rewards[~answers.rewards.isnan()].tolist(), global_sum)
     generated, judged = _count_judged(answers, global_sum)
@@ -357,16 +359,16 @@ def accuracy(answers: Answers, global_sum: GlobalSum) -> dict[str, float]:
 
 
 def _count_judged(answers: Answers, global_sum: GlobalSum) -> tuple[float, float]:
-    """How many answers all ranks have, and how many of them could be judged."""
+    """The number of answers of all ranks, and the number of those that could be judged."""
     counts = torch.tensor([len(answers.generated), (~answers.rewards.isnan()).sum()])
     generated, judged = global_sum(counts.double()).tolist()
     return generated, judged
 
 
 def too_few_judged(answers: Answers, global_sum: GlobalSum, max_failed_rewards: float) -> str:
-    """Why a run has to stop: more than this share of its answers could not be judged. Empty if it can go on.
+    """Why the run has to stop: more than this share of its answers could not be judged. Empty if it can go on.
 
-    With a share of 1 it can go on without any reward.
+    With a share of 1, a run never stops.
     """
     generated, judged = _count_judged(answers, global_sum)
     if max_failed_rewards >= 1:

@@ -1,4 +1,4 @@
-"""How a recipe starts, and what it says when its options cannot be used."""
+"""Starts a recipe, and turns unusable options into one-sentence error messages."""
 
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ from rlkit.runs.rollouts import check_rollouts
 from rlkit.tracking import Run
 
 
-@record  # under torchrun, tracebacks stand in its summary
+@record  # shows tracebacks in torchrun's summary
 def run_recipe(main: Callable[[Any], None]) -> None:
-    """Call `main(cfg)` with the options of the command line; its annotation and its file say which there are."""
+    """Call `main(cfg)` with the options of the command line. The annotation of `cfg` is the dataclass of options."""
     (config,) = inspect.signature(main, eval_str=True).parameters.values()
     module = sys.modules[main.__module__]
     name = Path(module.__file__ or "").stem
@@ -48,14 +48,14 @@ def run_recipe(main: Callable[[Any], None]) -> None:
 
 
 def _tell_torchrun(sentence: str) -> None:
-    """Have torchrun's summary of a failure end with the sentence that this rank ended with."""
+    """Put this rank's error message into torchrun's summary of the failure."""
     if file := os.environ.get("TORCHELASTIC_ERROR_FILE"):
         Path(file).write_text(json.dumps({"message": sentence, "timestamp": int(time.time())}))
 
 
 @contextmanager
 def one_sentence_errors(recipe: str) -> Iterator[None]:
-    """End the process with one sentence where options, files or models cannot be used."""
+    """Turn ImportError and ValueError into a one-sentence error message that ends the process."""
     try:
         yield
     except (ImportError, ValueError) as error:
@@ -66,12 +66,12 @@ def start_run(recipe: str, cfg: RunOptions, task: str, *, starts_servers: bool =
     """Join the other ranks, claim the run's directory and servers, and open its logs, before anything is loaded.
 
     Args:
-        recipe, task: the run is called RECIPE-TASK-seedSEED.
-        starts_servers: the recipe starts servers to sample on, if the options name none.
+        recipe, task: the run's name is RECIPE-TASK-seedSEED.
+        starts_servers: the recipe itself starts sampling servers if the options name none.
 
     Raises:
-        ValueError: a number out of range, no servers to sample on, no saved rollouts, the directory or a server is
-            taken, a tracker is unknown, or a resumed run was started with other options.
+        ValueError: an option is out of range, servers or saved rollouts are missing, the directory or a server is in
+            use, a tracker is unknown, or a resumed run was started with other options.
     """
     from transformers.utils.logging import disable_progress_bar
 
@@ -81,9 +81,9 @@ def start_run(recipe: str, cfg: RunOptions, task: str, *, starts_servers: bool =
         check_servers(cfg)
     check_rollouts(cfg, samples_ahead=starts_servers)
     torch.set_num_threads(cfg.threads)
-    torch.manual_seed(cfg.seed)  # the same on all ranks: of adapters, say
+    torch.manual_seed(cfg.seed)  # all ranks initialize the same adapters
     init_distributed()
-    disable_progress_bar()  # of transformers; the run has its own
+    disable_progress_bar()  # that of transformers; the run has its own
     name = f"{recipe}-{task}-seed{cfg.seed}"
     out = claim_directory(cfg.out, name, resume=cfg.resume)
     changes = check_resumed_options(out, cfg)

@@ -1,4 +1,4 @@
-"""The task of a run, with what the options say about its rewards, held-out rows and prompts."""
+"""Loads the task of a run, and applies the options for rewards, held-out rows and prompts."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ Config = TypeVar("Config", bound=Any)
 
 
 def load_named_task(cfg: TaskOptions, name: str, load: Callable[..., Task] = load_task) -> Task:
-    """A task with its held-out rows, prompts and reward as the options say.
+    """Load a task, and apply the options for its held-out rows, prompts and reward.
 
     Args:
-        cfg: with `RewardOptions`, in a recipe that has answers judged.
-        name: of the task, `cfg.task` or one of several.
+        cfg: options; they include `RewardOptions` in recipes that judge answers.
+        name: name of the task: `cfg.task`, or one of several.
         load: `load_task`, `load_chats`, `load_pairs` or `load_unpaired`.
 
     Raises:
-        ValueError: no such task, or options that do not fit it.
+        ValueError: there is no such task, or an option does not fit it.
     """
     load_any = partial(load, allow_outside_files=cfg.allow_outside_files)
     named = getattr(cfg, "reward", "")
@@ -46,10 +46,10 @@ def load_named_task(cfg: TaskOptions, name: str, load: Callable[..., Task] = loa
 
 
 def _judged_as_asked(cfg: RewardOptions, reward: Callable[..., Any], thinks: bool) -> Callable[..., Any]:
-    """The reward in worker processes, and given only what follows the thinking, if the options say so.
+    """The reward, with --isolate_reward in worker processes, and with --split_thinking on the text after </think> only.
 
     Args:
-        thinks: the prompt ends with <think>.
+        thinks: whether the prompt ends with <think>.
     """
     if cfg.isolate_reward:
         reward = isolated(reward, seconds=cfg.reward_seconds, memory=int(cfg.reward_memory * 2**30))
@@ -57,7 +57,7 @@ def _judged_as_asked(cfg: RewardOptions, reward: Callable[..., Any], thinks: boo
 
 
 def with_epochs(cfg: Config, task: Task) -> Config:
-    """The options with `steps` for so many passes over the task's rows, if `epochs` is given."""
+    """The options; if `epochs` is given, `steps` is set to that many passes over the task's rows."""
     if not cfg.epochs:
         return cfg
     return replace(cfg, steps=math.ceil(cfg.epochs * len(task.train) / cfg.prompts_per_step))

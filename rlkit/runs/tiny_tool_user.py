@@ -1,4 +1,4 @@
-"""The tiny model that `recipes/grpo_tools.py` starts from: it calls its tool in the right form, but looks anywhere."""
+"""The initial tiny model of `recipes/grpo_tools.py`: its tool calls are well-formed, but look at random places."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ def build_tiny_tool_user(
     """Fine-tune a tiny Qwen2.5-VL on scripted episodes, and export it. All ranks call this together.
 
     Args:
-        path: where it goes; nothing is done if it is there.
-        rows: of the built-in task of zoomed digits.
-        tool: the built-in zoom.
+        path: folder for the model; if it exists, nothing is done.
+        rows: rows of the built-in task of zoomed digits.
+        tool: the built-in zoom tool.
     """
     if path.exists():
         return

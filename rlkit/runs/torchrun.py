@@ -1,9 +1,9 @@
-"""torchrun that a signal ends without a traceback: exit code 0 after SIGTERM, 130 after Ctrl-C.
+"""torchrun that ends without a traceback after a signal: with exit code 0 after SIGTERM, 130 after Ctrl-C.
 
     python -m rlkit.runs.torchrun --nproc-per-node=8 recipes/grpo_vlm.py --task train.jsonl
 
-Options are those of torchrun, which itself ends with a traceback and code 1 then, although all ranks have saved. It
-waits for `--shutdown-timeout` seconds (30 by default) until the ranks have finished their step and saved.
+The options are those of torchrun. torchrun itself would end with a traceback and exit code 1, although all ranks have
+saved. It waits up to `--shutdown-timeout` seconds (30 by default) for the ranks to finish their step and save.
 """
 
 import sys

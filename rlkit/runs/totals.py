@@ -1,4 +1,4 @@
-"""Figures of a step: summed over all ranks, or averaged over its updates."""
+"""Sums counts of a step over all ranks, and averages metrics over its updates."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from rlkit.runs.options import AdapterOptions
 
 
 def totals(engine: Any, **counts: float | Tensor) -> dict[str, float]:
-    """Each count summed over all ranks."""
+    """Sum each count over all ranks."""
     summed = engine.global_sum(torch.tensor([float(x) for x in counts.values()], dtype=torch.float64))
     return dict(zip(counts, summed.tolist(), strict=True))
 
@@ -31,15 +31,15 @@ def batch_totals(
     flops: float = 0.0,
     **counts: float | Tensor,
 ) -> dict[str, float]:
-    """`tokens`, `flops` and further counts of a step, over all ranks: what `Run.log` computes throughput and MFU from.
+    """`tokens`, `flops` and further counts of a step, over all ranks. `Run.log` computes throughput and MFU from them.
 
     Args:
         batch: this rank's rows.
-        updates: optimizer steps that each row takes part in.
-        forwards: other forward passes of all rows, e.g. of the reference policy.
-        head: False for a value model.
-        flops: of other models on this rank's rows.
-        counts: of this rank.
+        updates: optimizer steps per row.
+        forwards: further forward passes over all rows, e.g. of the reference policy.
+        head: whether the model has an output layer over the vocabulary; False for a value model.
+        flops: FLOPs of other models on this rank's rows.
+        counts: further counts of this rank.
     """
     passes = training_passes(cfg, updates) + forwards
     flops += passes * batch_flops(engine.config, batch, head=head)
@@ -47,11 +47,11 @@ def batch_totals(
 
 
 def training_passes(cfg: AdapterOptions, updates: int = 1) -> int:
-    """What optimizer steps on a batch cost, in forward passes: a backward pass is two, or one with LoRA."""
+    """Cost of optimizer steps on a batch, in forward passes: a backward pass counts as two, or as one with LoRA."""
     return updates * (2 if cfg.lora_rank else 3)
 
 
 def mean_metrics(updates: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    """Each metric's mean over the updates; for a name that ends in /max its maximum."""
+    """The mean of each metric over the updates; the maximum if its name ends in /max."""
     names = updates[0] if updates else {}
     return {name: (max if name.endswith("/max") else fmean)([u[name] for u in updates]) for name in names}

@@ -1,4 +1,4 @@
-"""Several optimizer steps on one batch."""
+"""Splits a batch for several optimizer steps."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from rlkit.data.samples import Batch
 
 
 def mini_batches(batch: Batch, prompts: Sequence[int] | np.ndarray, count: int, engine: Any) -> Iterator[Batch]:
-    """Parts of a batch, each with the answers to every count-th prompt; all ranks call this together.
+    """Split a batch into mini-batches with the answers to every count-th prompt. All ranks call this together.
 
-    A part has the same prompts on any number of ranks, and its rows are shared out anew, so that each rank has about as
-    many tokens.
+    A mini-batch has the same prompts on any number of ranks. Its rows are redistributed so that all ranks have about
+    the same number of tokens.
 
     Args:
-        batch: of this rank.
-        prompts: group ids of the prompts of all ranks, in the order in which they are taken.
-        count: parts; at most one for each prompt.
+        batch: rows of this rank.
+        prompts: group ids of the prompts of all ranks, in order.
+        count: number of mini-batches; at most one per prompt.
     """
     from rlkit.engines.balance import rebalance_across_ranks  # it imports transformers, which takes seconds
 

@@ -1,4 +1,4 @@
-"""Options of vLLM in the trainer's process that follow from a recipe's options: its memory, its longest sequence."""
+"""Derives options of in-process vLLM from a recipe's options: its share of GPU memory, and its longest sequence."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ from typing import Any
 
 import torch
 
-RESERVED = 0.07  # of a GPU's memory: for CUDA, NCCL and what lies between tensors, as in rlkit.plan
+RESERVED = 0.07  # share of a GPU's memory for CUDA, NCCL and fragmentation, as in rlkit.plan
 
 
 def vllm_options(cfg: Any, engines: Sequence[Any]) -> dict[str, Any]:
-    """`max_model_len` if the options bound prompts and answers, and `gpu_memory_utilization` on a GPU.
+    """`max_model_len` if the options limit prompts and answers, and `gpu_memory_utilization` on a GPU.
 
     Args:
         cfg: options of a recipe, with `GenerationOptions`.
-        engines: those that train on this GPU.
+        engines: all training engines on this GPU.
     """
     found: dict[str, Any] = {} if (longest := longest_sequence(cfg)) is None else {"max_model_len": longest}
     if torch.cuda.is_available() and not cfg.gpu_memory_utilization:
@@ -26,7 +26,7 @@ def vllm_options(cfg: Any, engines: Sequence[Any]) -> dict[str, Any]:
 
 
 def longest_sequence(cfg: Any) -> int | None:
-    """Most tokens of a prompt and its answer together; None if only the model's context bounds them."""
+    """Largest number of tokens of a prompt and its answer together; None if only the model's context limits them."""
     prompt = getattr(cfg, "max_prompt_tokens", 0)
     several_turns = getattr(cfg, "max_turns", 1) > 1
     answer = getattr(cfg, "max_response_tokens", 0) if several_turns else cfg.max_new_tokens
@@ -34,7 +34,7 @@ def longest_sequence(cfg: Any) -> int | None:
 
 
 def optimizer_bytes(engines: Sequence[Any]) -> int:
-    """What AdamW will take on this GPU from the first step on, while answers are sampled: two numbers a parameter."""
+    """Bytes of AdamW's state on this GPU, which exists from the first step on: two numbers per parameter."""
     total = 0
     for engine in engines:
         if getattr(engine, "offload_between_phases", False) or getattr(engine, "optimizer", None) is None:
@@ -48,11 +48,11 @@ def share_left(free: int, total: int, reserved_bytes: int) -> float:
     """The share of a GPU's memory that a sampler can use, rounded down to a hundredth.
 
     Args:
-        free, total: bytes of the GPU.
-        reserved_bytes: that will be taken.
+        free, total: free bytes and all bytes of the GPU.
+        reserved_bytes: bytes to leave free for the trainer.
 
     Raises:
-        ValueError: less than a twentieth is left.
+        ValueError: less than 5 % would be left.
     """
     share = math.floor(100 * ((free - reserved_bytes) / total - RESERVED)) / 100
     if share < 0.05:

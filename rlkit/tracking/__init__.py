@@ -1,4 +1,4 @@
-"""Logging of a run: a directory of plain files, written while it runs, and optional experiment trackers.
+"""Logging of a run to a directory of plain files and, optionally, to experiment trackers.
 
 run = Run(out, asdict(cfg), trackers=("tensorboard", "wandb"), watchdog=600)
 for step in range(steps):

@@ -1,4 +1,4 @@
-"""The files of a run: their names, reading and writing them."""
+"""Names of a run's files, and functions that read and write them."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 CONFIG, METRICS, EVAL, PHASES = "config.json", "metrics.jsonl", "eval.json", "phases"
-SAMPLES = "samples.jsonl"  # of rlkit.report.answers
+SAMPLES = "samples.jsonl"  # written and read by rlkit.report.answers
 
 
 def keep_earlier_config(out: Path) -> None:
@@ -20,8 +20,10 @@ def keep_earlier_config(out: Path) -> None:
 
 
 def read_metrics(path: str | Path) -> list[dict[str, Any]]:
-    """The rows of a metrics.jsonl. Lines that are no object with a whole number as `step` are left out: one that was
-    cut short by a kill, say."""
+    """The rows of a metrics.jsonl.
+
+    Lines without an integer `step` are left out, such as a line that was cut off when the process was killed.
+    """
     rows = []
     for line in Path(path).read_text(encoding="utf-8", errors="replace").split("\n"):
         try:
@@ -34,7 +36,7 @@ def read_metrics(path: str | Path) -> list[dict[str, Any]]:
 
 
 def read_object(path: Path) -> dict[str, Any]:
-    """The object in a JSON file; an empty one where there is no such file, or it holds something else."""
+    """The object in a JSON file; an empty dict if the file is missing or holds anything else."""
     try:
         found = json.loads(path.read_text(encoding="utf-8", errors="replace"))
     except (OSError, ValueError, RecursionError):

@@ -1,4 +1,4 @@
-"""The directory of a run, written while it runs."""
+"""Writes the directory of a run while it is running."""
 
 from __future__ import annotations
 
@@ -36,29 +36,29 @@ from rlkit.tracking.watchdog import watch
 
 
 class Run:
-    """Writes a run's directory: `config.json`, `metrics.jsonl` (one object a step) and `eval.json`.
+    """Writes a run's directory: `config.json`, `metrics.jsonl` (one object per step) and `eval.json`.
 
-    Only one process writes; on the others `log` and `log_evaluation` do nothing. A rank is always
-    in a named phase, such as "generate": the seconds of each phase are logged, and a watchdog prints where ranks wait.
+    Only one process writes; on the others `log` and `log_evaluation` write no files. Each rank is always in a named
+    phase, such as "generate". The seconds of each phase are logged, and a watchdog prints in which phases ranks wait.
 
     Args:
         out: the directory; `rlkit.runs.claim_directory` finds one that no other run is writing to.
-        config: the options of this start. The config of an earlier start in the directory is kept as config-1.json, ...
-        name: of the run, for titles; the directory's name by default.
+        config: the options. When a run is resumed, the config.json of the earlier start is kept as config-1.json, ...
+        name: name of the run, for titles; by default the directory's name.
         writes: whether this process writes.
         trackers: also log metrics to these trackers of accelerate: tensorboard, wandb, mlflow, trackio, ..., or one
             registered with it. A resumed run starts a new run in the tracker.
-        write_page: called in a thread by `log`, at the first step and then every `page_seconds`: it writes the page of
-            the run that is going on. A call that fails is reported, and does not end the run.
-        page_seconds: 0: `write_page` is never called.
-        profiler: e.g. rlkit.profiling.StepProfiler; it is told of steps and phases.
-        watchdog: when a rank has been in one phase for this many seconds, print the phases of all ranks, and again
-            after the same time; and name a rank that does not respond for half a minute. The run continues. 0: never.
-            The watchdog reads files in `out` and contacts no other process; the lowest rank whose process responds
-            prints. `kill -USR1 <pid>` prints the stacks of a process.
+        write_page: writes the page of the running run. `log` calls it in a thread, at the first step and then every
+            `page_seconds`. A failed call is reported, and does not end the run.
+        page_seconds: seconds between two calls of `write_page`. 0: never call it.
+        profiler: e.g. rlkit.profiling.StepProfiler; its `step` and `phase` are called.
+        watchdog: when a rank has been in one phase for this many seconds, print the phases of all ranks, and repeat
+            after the same time. A rank that has not responded for half a minute is named, too. The run continues. 0: no
+            watchdog. It only reads files in `out`; the lowest responsive rank prints. `kill -USR1 <pid>` prints the
+            stacks of a process.
 
     Raises:
-        ValueError: a tracker that is not known or not installed.
+        ValueError: a tracker is unknown or not installed.
     """
 
     def __init__(
@@ -77,8 +77,8 @@ class Run:
         self.out, self.writes, self.name = Path(out), writes, name or Path(out).name
         self.started = time.monotonic()
         self.progress: Any = None
-        self.heldout_status = ""  # the newest held-out accuracy or loss, for the line of status
-        self.current_step = ""  # for messages
+        self.heldout_status = ""  # the newest held-out accuracy or loss, for the status line
+        self.current_step = ""  # prefix of error messages
         self.running_step: int | None = None  # None before the first step, and after the last
         config = {**config, "versions": versions()}
         self.trackers = start_trackers(trackers, self.out, config) if writes else []
@@ -87,7 +87,7 @@ class Run:
             keep_earlier_config(self.out)
             self._write(CONFIG, config)
         self.step = 0  # the last step that was logged
-        self.skipped_in_a_row = 0  # steps up to the last that was logged
+        self.skipped_in_a_row = 0  # skipped steps at the end of the log
         self.peak = peak_flops_of_all_ranks()
         self.write_page, self.page_seconds, self.profiler = write_page, page_seconds, profiler
         self._page_writer: threading.Thread | None = None
@@ -108,9 +108,9 @@ class Run:
             threading.Thread(target=watch, args=arguments, daemon=True, name="watchdog").start()
 
     def drop_metrics_from(self, step: int) -> None:
-        """Removes metrics and kept answers of `step` and later ones; a resumed run logs them again.
+        """Removes metrics and answers of `step` and later steps, which a resumed run logs again.
 
-        Answers to held-out prompts after `step` finished steps are not logged again, and stay.
+        Held-out answers after `step` finished steps stay, because they are not logged again.
         """
         if not self.writes:
             return
@@ -121,7 +121,7 @@ class Run:
                 replace_file(path, "".join(json.dumps(row) + "\n" for row in kept))
 
     def steps(self, start: int, stop: int, *, unit: str = "step") -> Iterator[int]:
-        """The numbers from `start` to `stop` - 1, with a progress bar; removes metrics logged for them earlier."""
+        """Yields the steps from `start` to `stop` - 1, with a progress bar. Removes earlier metrics of these steps."""
         self.drop_metrics_from(start)
         self.step = start - 1
         self.progress = progress_bar(start, stop, unit=unit, show=self.writes)
@@ -136,7 +136,7 @@ class Run:
             self.progress, self.current_step, self.running_step = None, "", None
 
     def print(self, text: str) -> None:
-        """Prints a line, above the progress bar if there is one. Half a character of a surrogate pair is escaped."""
+        """Prints a line, above the progress bar if there is one. Lone surrogates are escaped."""
         text = text.encode("utf-8", "backslashreplace").decode()
         if self.progress is None:
             print(text, flush=True)
@@ -144,11 +144,11 @@ class Run:
             self.progress.write(text)
 
     def stop(self, reason: str) -> NoReturn:
-        """Ends the process with an error message; saved files stay."""
+        """Ends the process with an error message. All files stay."""
         sys.exit(f"{self.name}: {self.current_step}{reason}")
 
     def phase(self, name: str) -> None:
-        """Enters the phase `name`. The seconds in the previous phase go into the next row, as `time/<phase>`."""
+        """Enters the phase `name`. The next `log` writes the seconds of the previous phase as `time/<phase>`."""
         now, peak = time.perf_counter(), gpu_peak()
         if self._phase != "set_up":
             self._times[f"time/{self._phase}"] += now - self._since
@@ -161,25 +161,25 @@ class Run:
             show_phase(self.progress, name)
 
     def keep_answers(self, records: Sequence[Mapping[str, Any]]) -> None:
-        """Answers that the next `log` writes to samples.jsonl; see rlkit.report.answers."""
+        """Keeps records of answers, which the next `log` writes to samples.jsonl; see rlkit.report.answers."""
         self._answers += records
 
     def log(self, step: int, metrics: Mapping[str, Any], *, show: Mapping[str, str] | None = None) -> None:
         """Writes one line of `metrics.jsonl`, with these metrics and timings, and sends it to the trackers.
 
-        `time/<phase>` are the seconds of this rank since the last line. From `tokens` follows `time/tokens_per_second`,
-        over all phases but evaluation and checkpoints. From `flops` (of the phase "train", see rlkit.engines.flops)
-        follow `time/train_flops_per_second` and, for known GPUs, `time/mfu`, the share of the peak of all ranks. Every
-        metric that depends on the clock is named `time/...`; all others are reproducible.
+        `time/<phase>` is the time of this rank in a phase since the last line, in seconds. `time/tokens_per_second` is
+        computed from `tokens`, over all phases but evaluation and checkpoints. `time/train_flops_per_second` and, for
+        known GPUs, `time/mfu` are computed from `flops`, the FLOPs of the phase "train" (see rlkit.engines.flops).
+        Metrics that depend on the clock are named `time/...`. All others are reproducible.
 
-        `memory/<phase>` is the peak in GiB that torch allocated on this rank's GPU; there is none without a GPU.
+        `memory/<phase>` is the peak of torch's allocations on this rank's GPU, in GiB. Without a GPU it is missing.
 
-        `skipped_in_a_row` counts the last steps in which an engine skipped every update: its `skipped_steps`.
+        The attribute `skipped_in_a_row` counts how many of the last steps skipped all updates (`skipped_steps`).
 
         Args:
             step: number of the step.
-            metrics: by name.
-            show: metrics to show in the line of status, by a short name: {"reward": "reward/mean"}.
+            metrics: values by name.
+            show: metrics to show in the status line, by short name: {"reward": "reward/mean"}.
         """
         skipped = any(x >= 1 for name, x in metrics.items() if name.rpartition("/")[2] == "skipped_steps")
         self.skipped_in_a_row = self.skipped_in_a_row + 1 if skipped else 0
@@ -204,7 +204,7 @@ class Run:
         return ", ".join([*shown, *filter(None, [self.heldout_status]), *([f"{speed:,.0f} tokens/s"] if speed else [])])
 
     def _append(self, name: str, rows: Sequence[Mapping[str, Any]]) -> None:
-        """Adds rows to a .jsonl file. The run ends with one sentence if there is no room for them."""
+        """Appends rows to a .jsonl file. Ends the run with an error message if that fails, as on a full disk."""
         text = "".join(json.dumps(row) + "\n" for row in rows)
         try:
             if text:
@@ -214,7 +214,7 @@ class Run:
             self.stop(f"{self.out / name}: expected room for {len(text)} bytes, got: {error}")
 
     def _write_page_if_due(self) -> None:
-        """Starts a thread that writes the page, unless one was started less than `page_seconds` ago or still works."""
+        """Starts a thread that writes the page, if `page_seconds` have passed and the last thread has finished."""
         writing = self._page_writer is not None and self._page_writer.is_alive()
         if self.write_page is None or not self.page_seconds or writing or time.monotonic() < self._page_due:
             return
@@ -226,20 +226,20 @@ class Run:
         assert self.write_page is not None
         try:
             self.write_page()
-        except Exception as error:  # the run is worth more than its page
+        except Exception as error:  # a page that cannot be written must not end the run
             self.print(f"page of the run: could not be written: {type(error).__name__}: {error}")
 
     def log_evaluation(self, **results: Any) -> dict[str, Any]:
         """Adds results to `eval.json` and returns its whole content.
 
         Args:
-            results: by name. `evaluations` is a list of what was measured, each with its `step`; trackers get the
-                newest one as `heldout/...`.
+            results: values by name. `evaluations` is the list of all evaluations, each with its `step`. The newest one
+                is sent to trackers as `heldout/...`.
         """
         newest = {"step": 0, **(results.get("evaluations") or [{}])[-1]}
-        for name, said in (("heldout_loss", "held-out loss"), ("accuracy", "held-out accuracy")):
+        for name, title in (("heldout_loss", "held-out loss"), ("accuracy", "held-out accuracy")):
             if name in newest:
-                self.heldout_status = f"{said} {newest[name]:.3g}"
+                self.heldout_status = f"{title} {newest[name]:.3g}"
         path = self.out / EVAL
         merged = {**read_object(path), **results}
         if self.writes:
@@ -249,13 +249,13 @@ class Run:
         return merged
 
     def close(self) -> None:
-        """Ends the trackers, the watchdog and the writing of pages. All files are complete at any time."""
+        """Closes the trackers, and stops the watchdog and the page writer. All files are always complete."""
         if self._page_writer is not None:
             self._page_writer.join()
         for tracker in self.trackers:
             try:
                 tracker.finish()
-            except Exception as error:  # its server, its disk: the run's own files are complete without it
+            except Exception as error:  # the run's own files are complete without the tracker
                 self.print(f"tracker {tracker.name}: could not be closed: {type(error).__name__}: {error}")
         self.trackers = []
         self._stop.set()
@@ -271,7 +271,7 @@ class Run:
         if self._file is not None:
             try:
                 replace_file(self._file, f"{time.time()} {os.getpid()} {socket.gethostname()} {self._phase}")
-            except OSError:  # the watchdog is not worth a run
+            except OSError:  # a failure of the watchdog must not end the run
                 pass
 
     def _log_to_trackers(self, values: Mapping[str, Any]) -> None:
@@ -280,7 +280,7 @@ class Run:
             tracker.log(numbers, step=max(self.step, 0))
 
     def _log_answers_to_trackers(self) -> None:
-        """Kept answers as a table, in trackers that have tables: of accelerate's, wandb and clearml."""
+        """Sends the kept answers to trackers that support tables: wandb and clearml."""
         columns = ["step", "question", "expected", "answer", "reward"]
         rows = [
             [self.step, record["question"], record["expected"], answer["text"], answer["reward"]]

@@ -1,4 +1,4 @@
-"""The line of status on the terminal: a progress bar, or a line every few seconds in a pipe."""
+"""The status line: a progress bar on a terminal, or a line every few seconds in a file or pipe."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def progress_bar(start: int, stop: int, *, unit: str = "step", show: bool = True
 
 
 def show_phase(bar: Any, phase: str) -> None:
-    """Name the phase at the end of a progress bar's line; the line is written anew if the last one is old enough."""
+    """Show the phase at the end of the progress bar. The bar is redrawn at most once per `mininterval`."""
     if bar.disable:
         return
     bar.set_description_str(f" | {phase}", refresh=False)
@@ -35,7 +35,7 @@ def show_phase(bar: Any, phase: str) -> None:
 
 
 class _LinePerState:
-    """A stream that writes each state of a progress bar as a line, for outputs where nothing can be overwritten."""
+    """A stream that writes each update of a progress bar as a new line, for files and pipes."""
 
     def __init__(self, stream: TextIO) -> None:
         self.stream = stream

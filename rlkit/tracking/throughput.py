@@ -7,10 +7,10 @@ import os
 from collections.abc import Mapping
 from typing import Any
 
-PHASES_OUTSIDE_STEPS = ("time/evaluate", "time/checkpoint")  # do not count in tokens per second
+PHASES_OUTSIDE_STEPS = ("time/evaluate", "time/checkpoint")  # not counted in tokens per second
 
 # Dense bfloat16 FLOP/s of one GPU, from the vendors' data sheets (V100: float16, as it has no bfloat16).
-# The first key whose words are in the device's name (in upper case) counts: "H100 PCIE" before "H100".
+# The first key that occurs in the device's name (in upper case) is used, so "H100 PCIE" is before "H100".
 PEAK_FLOPS = {
     "H100 PCIE": 756e12,
     "H100 NVL": 835e12,
@@ -47,9 +47,9 @@ def rates(metrics: Mapping[str, Any], times: Mapping[str, float], peak: float | 
     (https://arxiv.org/abs/2204.02311, appendix B), without the FLOPs of recomputation.
 
     Args:
-        metrics: of a step; `tokens` and `flops` are sums over all ranks; `flops` is nan if unknown.
-        times: seconds by phase, `time/train` among them.
-        peak: FLOP/s of all ranks together; None if unknown.
+        metrics: metrics of a step. `tokens` and `flops` are sums over all ranks; `flops` is nan if unknown.
+        times: seconds by phase, such as `time/train`.
+        peak: peak FLOP/s of all ranks together; None if unknown.
     """
     found = {}
     seconds = sum(x for name, x in times.items() if name not in PHASES_OUTSIDE_STEPS)
@@ -79,9 +79,9 @@ def peak_flops_of_all_ranks() -> float | None:
 
 
 def gpu_peak() -> float:
-    """GiB that torch had allocated at most on this rank's GPU since the last call; 0 without a GPU.
+    """Peak of torch's allocations on this rank's GPU since the last call, in GiB; 0 without a GPU.
 
-    What others allocate is not counted: NCCL, CUDA itself, and a sampler with an allocator of its own.
+    Memory that torch does not allocate is not counted: that of NCCL, CUDA, and a sampler with its own allocator.
     """
     import torch
 

@@ -1,4 +1,4 @@
-"""Experiment trackers: those of accelerate."""
+"""Starts experiment trackers of accelerate."""
 
 from __future__ import annotations
 
@@ -8,17 +8,17 @@ from typing import Any
 
 
 def start_trackers(names: Sequence[str], out: Path, config: Mapping[str, Any]) -> list[Any]:
-    """Starts trackers of accelerate and sends them the config. The project is `rlkit`, the run the name of `out`.
+    """Starts trackers of accelerate and sends them the config. The project is `rlkit`; the run is named after `out`.
 
     TensorBoard writes to `out/tensorboard`; other trackers are configured by their own environment variables.
 
     Args:
-        names: of trackers.
+        names: names of the trackers.
         out: the run's directory.
         config: the run's options.
 
     Raises:
-        ValueError: a name that accelerate does not know, or whose package is not installed.
+        ValueError: accelerate does not know a name, or its package is not installed.
     """
     if not names:
         return []

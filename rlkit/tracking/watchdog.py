@@ -1,4 +1,4 @@
-"""A thread in each rank that says which ranks wait, in which phase, and which do not respond."""
+"""A thread in each rank that reports which ranks wait, in which phase, and which ranks do not respond."""
 
 from __future__ import annotations
 
@@ -13,26 +13,26 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-BEAT_SECONDS = 5.0  # how often a rank tells the watchdog that it responds
-SILENT_SECONDS = 30.0  # the watchdog takes a rank for lost that has not responded for so long
+BEAT_SECONDS = 5.0  # interval of each rank's heartbeat
+SILENT_SECONDS = 30.0  # a rank without a heartbeat for this long is reported
 
 
 def watch(run: weakref.ref[Any], stop: threading.Event, file: Path, seconds: float) -> None:
-    """Prints which rank waits in which phase, and which does not respond, while the run exists.
+    """Until the run ends, prints which ranks wait in which phase, and which ranks do not respond.
 
-    Each rank touches its file now and then. Only the lowest rank that responds prints.
+    A rank's heartbeat touches its file. Only the lowest responsive rank prints.
     """
     beat, patience = min(BEAT_SECONDS, seconds / 4), min(SILENT_SECONDS, 0.75 * seconds)
     printed, own = time.time(), int(file.name)
-    touched: dict[int, tuple[float, float]] = {}  # rank -> when it says that it touched its file; when that was seen
+    touched: dict[int, tuple[float, float]] = {}  # rank -> (its file's mtime, when this rank first saw that mtime)
     named: set[int] = set()
     while not stop.wait(beat) and run() is not None:
         try:
-            os.utime(file)  # a rank that is stopped cannot, nor one in which a long call holds the interpreter lock
+            os.utime(file)  # no heartbeat if the process is stopped, or a long call holds the GIL
             now, phases = time.time(), {phase.rank: phase for phase in _phases(file.parent)}
             for rank, phase in phases.items():
                 if touched.get(rank, (0.0, 0.0))[0] != phase.touched:
-                    touched[rank] = phase.touched, now  # by this machine's clock, as the other's may be wrong
+                    touched[rank] = phase.touched, now  # this machine's clock: clocks of machines may differ
             silent = {rank: now - touched[rank][1] for rank in phases if now - touched[rank][1] >= patience}
             if own != min(phases.keys() - silent.keys(), default=own):
                 continue
@@ -55,7 +55,7 @@ def _warn(text: str) -> None:
 
 
 def _how_silent(phase: _Phase, seconds: float) -> str:
-    """What is known of a rank that does not respond, and what to do."""
+    """Describes a rank that does not respond, and what to do."""
     where = f"(process {phase.process} on {phase.host}, in {phase.name})"
     state = _process_state(phase.process) if phase.host == socket.gethostname() else "unknown"
     if state == "T":
@@ -69,7 +69,7 @@ def _how_silent(phase: _Phase, seconds: float) -> str:
 
 
 def _process_state(process: int) -> str:
-    """The letter by which Linux names the state of a process of this machine: T is stopped; "" if there is none."""
+    """Linux's letter for the state of a local process, such as T for stopped; "" if there is no such process."""
     try:
         return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0]
     except FileNotFoundError:
@@ -77,7 +77,7 @@ def _process_state(process: int) -> str:
 
 
 class _Phase(NamedTuple):
-    """What a rank's file says, and when it was touched by the clock of the rank's machine."""
+    """The content of a rank's file, and its mtime."""
 
     rank: int
     since: float
@@ -98,9 +98,9 @@ def _phases(folder: Path) -> list[_Phase]:
 
 
 def describe_waits(waits: Sequence[tuple[float, int, str]]) -> str:
-    """A sentence about (seconds, rank, phase): "rank 1 in reward for 65 s; ranks 0, 2 in train for 63 s".
+    """A sentence made of (seconds, rank, phase): "rank 1 in reward for 65 s; ranks 0, 2 in train for 63 s".
 
-    The phase with the fewest ranks comes first, as the other ranks probably wait for these.
+    The phase with the fewest ranks comes first, because the other ranks probably wait for those ranks.
     """
     by_phase: dict[str, list[tuple[float, int]]] = defaultdict(list)
     for seconds, rank, phase in waits:

@@ -1,12 +1,12 @@
 """Recurrent layers in packed rows: gated delta rule, state-space models and short convolutions.
 
-Such a layer carries a state from token to token, across the boundaries of packed sequences. transformers can pass
-boundaries to GPU kernels (`cu_seq_lens_q`), but its layers in plain torch ignore them. Here forward hooks give the
-layer its input as a batch, one row per sequence, so its state starts at zero in each. All other layers compute the
-packed row, and no model code changes.
+Such a layer carries a state from token to token, and so across the boundaries of packed sequences. transformers can
+pass the boundaries (`cu_seq_lens_q`) to GPU kernels, but its plain torch layers ignore them. Here, forward hooks unpack
+the layer's input into a batch with one row per sequence, so that the state starts at zero in each row. All other layers
+compute the packed row. No model code changes.
 
-Answers that share a prompt: a row is the prompt followed by one answer, so these layers compute the prompt once for
-each answer, and the rest of the model computes it once for all of them.
+If answers share a prompt, each of these rows is the prompt followed by one answer. Recurrent layers thus compute the
+prompt once per answer, while the rest of the model computes it once.
 """
 
 from __future__ import annotations
@@ -20,22 +20,22 @@ from rlkit.vlm.families import recurrent_layers
 
 
 def use_separate_sequences(model: Any) -> None:
-    """Let each recurrent layer of the model compute the sequences of a packed row one by one."""
+    """Make each recurrent layer of the model treat the sequences of a packed row separately."""
     parents = {id(child): parent for parent in model.modules() for child in parent.children()}
     for layer in recurrent_layers(model):
         SeparateSequences(parents[id(layer)], layer)
 
 
 class SeparateSequences:
-    """Forward hooks that split the packed row into sequences before a recurrent layer, and join its outputs after it.
+    """Forward hooks that split the packed row into sequences before a recurrent layer, and join the outputs after it.
 
-    The layer's own call computes the first block of sequences. The other blocks, whose sequences have other lengths,
-    are computed by further calls of its `forward`.
+    Sequences of similar length form a block. The layer's own call computes the first block, and `join` calls the
+    layer's `forward` for each further block.
 
     Args:
-        decoder_layer: transformers passes it the `packed_layout`. It is read there for each call, because gradient
-            checkpointing calls a decoder layer again in backward.
-        recurrent_layer: a module inside it, [B, T, H] -> [B, T, H], causal.
+        decoder_layer: the layer to which transformers passes `packed_layout`. A hook reads the layout in every call,
+            because gradient checkpointing calls the decoder layer again during the backward pass.
+        recurrent_layer: a causal module inside the decoder layer, [B, T, H] -> [B, T, H].
     """
 
     def __init__(self, decoder_layer: nn.Module, recurrent_layer: nn.Module) -> None:
@@ -49,7 +49,7 @@ class SeparateSequences:
         self.layout = kwargs.get("packed_layout")
 
     def split(self, layer: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]] | None:
-        """Forward pre-hook: the first block of sequences instead of the packed row."""
+        """Forward pre-hook: replace the packed row by the first block of sequences."""
         if self.layout is None:
             return None
         kwargs = {name: value for name, value in kwargs.items() if name != "packed_layout"}
@@ -58,7 +58,7 @@ class SeparateSequences:
         return (rows_of(packed, self.layout.blocks[0]),), kwargs
 
     def join(self, layer: nn.Module, args: Any, kwargs: dict[str, Any], output: Tensor) -> Tensor | None:
-        """Forward hook: the output of the packed row, from those of all blocks."""
+        """Forward hook: compute the other blocks, and join the outputs of all blocks into a packed row."""
         if self.layout is None or self.packed is None:
             return None
         first, *others = self.layout.blocks
@@ -75,6 +75,6 @@ def rows_of(packed: Tensor, block: AttentionBlock) -> Tensor:
 
 
 def put_back(out: Tensor, block: AttentionBlock, rows: Tensor) -> Tensor:
-    """Copy the outputs [S, K, H] of a block to its own tokens in [N, H]; those of padding and prefixes are dropped."""
+    """Copy the outputs [S, K, H] of a block to its own tokens in `out` [N, H], without padding and shared prompts."""
     own = rows.flatten(0, 1).index_select(0, block.own_keys)
     return out.index_copy(0, block.query_indices.flatten().index_select(0, block.valid_queries), own)

@@ -1,1 +1,1 @@
-"""Sampling on inference servers: a client for several servers, weight transfer, and rollouts on vLLM and SGLang."""
+"""Sampling on inference servers: rollouts on vLLM and SGLang, a client for several servers, and weight transfer."""

@@ -1,10 +1,10 @@
-"""One trainer for a server: who sends it weights claims it first, and a second trainer is refused.
+"""Ensures that only one trainer uses a server. A trainer claims the server, and the claim of a second one is refused.
 
-A claim is an HTTP request that the server answers at once and never ends: the connection stays open for as long as the
-trainer's process lives. However that ends, the kernel closes the connection, and the server is free. A process that is
-stopped keeps its claim. Of a machine that is switched off, the server learns within half an hour, from TCP.
+A claim is an HTTP request whose response never ends, so the connection stays open while the trainer's process lives.
+When the process ends, for whatever reason, the kernel closes the connection, and the server is free. A stopped process
+keeps its claim. If a machine is switched off, TCP tells the server within half an hour.
 
-Servers that `rlkit.rollout.serve` starts have `ClaimMiddleware`. Others have no such route, and are not protected.
+Servers started by `rlkit.rollout.serve` have `ClaimMiddleware`. Other servers lack the route, and are not protected.
 """
 
 from __future__ import annotations
@@ -23,22 +23,22 @@ from rlkit.rollout.servers.pool import RequestRejected
 from rlkit.rollout.servers.token import server_token
 
 CLAIM_ROUTE = "/rlkit/claim"
-SECONDS_BETWEEN_BYTES = 60.0  # without any, nothing would tell the server that a machine is gone
+SECONDS_BETWEEN_BYTES = 60.0  # without traffic, TCP would not notice that the other machine is gone
 SECRET = secrets.token_hex(16)
 _held: dict[str, http.client.HTTPConnection] = {}
-os.register_at_fork(after_in_child=_held.clear)  # a child that outlives this process would keep its servers
+os.register_at_fork(after_in_child=_held.clear)  # a forked child must not keep the claims after this process ends
 
 
 def claim_servers(urls: Sequence[str], purpose: str = "") -> None:
-    """Claim servers for this process, until it ends or releases them. A server that it has already stays claimed.
+    """Claim servers for this process, until it ends or releases them. Existing claims of this process stay.
 
-    Servers that cannot be reached, or take no claims, are left out.
+    Servers that cannot be reached or do not support claims are left out.
 
     Args:
-        purpose: what they are used for, in the message for another trainer.
+        purpose: what the servers are used for; another trainer sees it in its error message.
 
     Raises:
-        RequestRejected: another process has one of the servers, or the token for one is not known.
+        RequestRejected: another process has claimed one of the servers, or a server rejects the token.
     """
     owner = f"{purpose + ', ' if purpose else ''}process {os.getpid()} on {socket.gethostname()}"
     for url in urls:
@@ -59,7 +59,7 @@ def claim_servers(urls: Sequence[str], purpose: str = "") -> None:
 
 
 def release_servers(urls: Sequence[str]) -> None:
-    """Let another trainer claim these servers; the end of this process does the same."""
+    """Release the claims on these servers. The end of this process releases them, too."""
     for url in urls:
         if connection := _held.pop(url, None):
             connection.close()
@@ -72,7 +72,7 @@ def _connect(url: str) -> http.client.HTTPConnection:
 
 
 def _is_open(connection: http.client.HTTPConnection) -> bool:
-    """Whether the server still holds the connection; what it has sent to keep it open is thrown away."""
+    """Whether the connection is still open. Keep-alive bytes from the server are discarded."""
     try:
         connection.sock.setblocking(False)
         while connection.sock.recv(4096):
@@ -85,9 +85,9 @@ def _is_open(connection: http.client.HTTPConnection) -> bool:
 
 
 class ClaimMiddleware:
-    """ASGI middleware of a vLLM server: POST /rlkit/claim with `id` and `owner` claims it for as long as it is open.
+    """ASGI middleware of a vLLM server. POST /rlkit/claim with `id` and `owner` claims the server while it is open.
 
-    Another id is refused with status 409, and told the owner. The same id again takes its own place.
+    A request with another id gets status 409 and the name of the owner. The holder itself may claim again.
     """
 
     def __init__(self, app: Any) -> None:
@@ -104,7 +104,7 @@ class ClaimMiddleware:
             taken = f"expected a server that no other trainer uses, got one that is taken by {self.holder['owner']}"
             return await JSONResponse({"error": taken}, 409)(scope, receive, send)
         self.holder = {"id": claim["id"], "owner": str(claim["owner"])[:500]}
-        self.claims += 1  # connections of the holder: a second one may come before the end of the first is known
+        self.claims += 1  # the holder may reconnect before its old connection is known to be closed
         try:
             await send({"type": "http.response.start", "status": 200, "headers": [(b"content-type", b"text/plain")]})
             await self._until_closed(getattr(scope["app"].state, "server", None), receive, send)
@@ -112,8 +112,8 @@ class ClaimMiddleware:
             self.claims -= 1
 
     async def _until_closed(self, server: Any, receive: Any, send: Any) -> None:
-        """Send a byte now and then until the client closes the connection, or the server is told to end."""
-        closed = asyncio.ensure_future(receive())  # the body was read: what comes next is the end
+        """Send a byte every minute until the client closes the connection or the server shuts down."""
+        closed = asyncio.ensure_future(receive())  # the body was read, so the next message is the disconnect
         loop = asyncio.get_running_loop()
         next_byte = 0.0
         while not closed.done() and not getattr(server, "should_exit", False):

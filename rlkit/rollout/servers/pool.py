@@ -1,7 +1,7 @@
-"""A client for several HTTP servers: load balancing, retries, failover.
+"""A client for several HTTP servers, with load balancing, retries and failover.
 
-It runs on an event loop in a thread of its own. Callers are therefore plain functions, in any thread, also while
-weights are being sent. Bodies are JSON or bytes; nothing in a response is unpickled.
+Requests run on an event loop in a separate thread, so synchronous code can start them from any thread, also during a
+weight transfer. Bodies are JSON or bytes; nothing is unpickled.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ Json = Mapping[str, Any]
 log = logging.getLogger(__name__)
 
 RETRYABLE_STATUS = (408, 425, 429, 500, 502, 503, 504)
-POLL_SECONDS = 0.05  # between looks at the load of other ranks, while all servers are full
-KEEPALIVE_SECONDS = 2.0  # servers close idle connections after 5 seconds, and would lose a request sent just then
+POLL_SECONDS = 0.05  # interval for polling the load of other ranks, while all servers are full
+KEEPALIVE_SECONDS = 2.0  # servers close idle connections after 5 s; a request at that moment would be lost
 
 
 class ServerUnavailable(Exception):
@@ -45,10 +45,10 @@ class Server:
     """One server.
 
     Attributes:
-        url: without a path, e.g. http://127.0.0.1:8000.
-        failure: why it is excluded; empty while it is available.
-        failure_count: how often it has been excluded so far.
-        workers: processes that hold a copy or a shard of the weights.
+        url: URL without a path, e.g. http://127.0.0.1:8000.
+        failure: why the server is excluded; empty while it is available.
+        failure_count: how often the server has been excluded so far.
+        workers: number of processes with a copy or a shard of the weights.
     """
 
     url: str
@@ -61,16 +61,17 @@ class ServerPool:
     """Sends requests to several servers.
 
     Args:
-        urls: one for each server, or all in one string, separated by commas.
-        max_sequences: most sequences that one server generates at once, for all ranks together; further ones wait here
-            for the first server that has room, so that long answers on one server do not leave the others idle.
+        urls: one URL per server, or all in one string, separated by commas.
+        max_sequences: limit of concurrent sequences per server, over all ranks. Further sequences wait in this client
+            for the first server with room, so that long answers on one server do not leave the others idle.
         timeout: seconds to wait for a response.
-        attempts: how often a job is tried, on whichever servers.
-        backoff: seconds before the first retry of a job, doubled for each further one.
-        start_hint: how to start servers, for the error when none is available.
-        health_path: a path that a server responds to as long as it runs, also while it is paused or asleep.
-        store: of all ranks that use these servers, through which they see each other's load; None for one rank.
-        rank_and_ranks: of this process: ranks with few requests start at different servers.
+        attempts: how often a job is tried, over all servers.
+        backoff: seconds before the first retry of a job, doubled for each further retry.
+        start_hint: how to start servers; part of the error when none is available.
+        health_path: a path that a running server responds to, even while it is paused or asleep.
+        store: a store shared by all ranks that use these servers, for sharing their load; None for one rank.
+        rank_and_ranks: this process's rank, and the number of ranks. Ranks try the servers in a different order, so
+            that ranks with few requests use different servers.
 
     Raises:
         ValueError: malformed or repeated URLs, or a limit below 1.
@@ -182,7 +183,7 @@ class ServerPool:
         return await asyncio.gather(*requests)
 
     async def check_health(self, server: Server) -> bool:
-        """Whether a server responds. From now on it is excluded if it does not, and available if it does."""
+        """Whether a server responds. If not, it is excluded from now on; if so, it is available again."""
         try:
             await self.request(server, "GET", self.health_path, timeout=10)
         except (ServerUnavailable, RequestRejected) as error:
@@ -222,11 +223,11 @@ class ServerPool:
 
         Args:
             sequences: how many sequences a job generates.
-            attempt: sends a job to a server. If it raises `ServerUnavailable`, the job is tried again, on another
-                server if there is one. Any other exception cancels all jobs.
+            attempt: sends a job to a server. If it raises `ServerUnavailable`, the job is retried, preferably on
+                another server. Any other exception cancels all jobs.
 
         Returns:
-            Results in the order of the jobs, each of exactly one attempt.
+            Results in the order of the jobs, each from exactly one successful attempt.
         """
         tasks = [asyncio.ensure_future(self._run_job(job, sequences(job), attempt)) for job in jobs]
         try:
@@ -255,7 +256,7 @@ class ServerPool:
         raise RuntimeError(f"{message} {self.start_hint}".strip())
 
     async def _acquire_least_loaded(self, size: int, failed_on: Server | None) -> Server:
-        """Wait for a server with room for `size` sequences and reserve it; preferably not the one that just failed."""
+        """Wait for a server with room for `size` sequences and reserve it: the least loaded one, `failed_on` last."""
         async with self._sequences_finished:
             while True:
                 load, available = self.load.read(), self.available

@@ -1,4 +1,4 @@
-"""What rollouts on vLLM and SGLang servers have in common: distributing requests, and sending weights."""
+"""The base class of rollouts on vLLM and SGLang servers: distributes requests and sends weights."""
 
 from __future__ import annotations
 
@@ -36,9 +36,9 @@ class Job:
 
     Attributes:
         request: the prompt, or the sample to continue.
-        first_number: number of the first of these samples within its group.
-        count: how many samples.
-        body: of the HTTP request.
+        first_number: number of the job's first sample within its group.
+        count: number of samples.
+        body: body of the HTTP request.
     """
 
     request: Sample
@@ -51,19 +51,19 @@ class ServerRollout(ABC):
     """A rollout on inference servers. A subclass implements the protocol of one kind of server.
 
     Args:
-        model: directory or hub id that trainer and servers were given; the last part of its name has to agree.
-        processor: the trainer's, for decoding.
-        urls: of the servers; a list, or one string with commas.
-        max_sequences: most sequences that one server generates at once; further ones wait here.
+        model: directory or hub id of the model. The last part of the path has to be the same for the servers' model.
+        processor: the trainer's processor or tokenizer, for decoding.
+        urls: URLs of the servers, as a list or as one string with commas.
+        max_sequences: limit of concurrent sequences per server; further ones wait in the client.
         timeout: seconds to wait for a response, or for a bucket of weights.
         connect_timeout: seconds to wait until the servers are up.
         transfer: "nccl" or "gloo", as the servers were started; by default nccl if the trainer has a GPU.
-        bucket_bytes: most weights that are gathered and not yet sent.
-        trust_remote_code: for models whose code is on the hub.
+        bucket_bytes: size limit of a bucket: weights that are gathered and not yet sent.
+        trust_remote_code: allow code from the model's repository to run.
 
     Raises:
-        ValueError: a server that cannot be reached, is used by another trainer, has another version or model, or lacks
-            what training needs.
+        ValueError: a server cannot be reached, is used by another trainer, has an unsupported version or another model,
+            or lacks a feature that training needs.
     """
 
     transfer_groups: ClassVar[dict[str, Callable[[int, str], TransferGroup]]]
@@ -108,40 +108,40 @@ class ServerRollout(ABC):
         self.pool.run(self._wait_until_up(connect_timeout))
         error = None
         try:
-            self._claim()  # before the servers are told anything
+            self._claim()  # before any request that changes the servers' state
         except RequestRejected as caught:
             error = caught
         raise_on_all_ranks(error)
         handshakes = self.pool.run(self._handshake_all())
         self.max_model_len = min(max_model_len for max_model_len, _ in handshakes)
-        # versions of the weights: those that all servers sample with, and those that were sent last
+        # version of the weights that all servers sample with, and of those that were sent last
         self.version = self.sent_version = max(version for _, version in handshakes)
 
     # --- the protocol of a kind of server
 
     @abstractmethod
     def _request_body(self, request: Sample, sampling: Sampling, start: int, count: int) -> dict[str, Any]:
-        """Body of a request for `count` samples, of which the first is number `start` of this `generate` call."""
+        """Body of a request for `count` of the n samples of a prompt, from number `start` on."""
 
     @abstractmethod
     async def _request_samples(self, server: Server, job: Job) -> list[Sample]:
-        """Send a job to a server once, and make samples of its response."""
+        """Send a job to a server once, and convert its response to samples."""
 
     @abstractmethod
     async def _handshake(self, server: Server) -> tuple[int, int]:
-        """Check that a server is fit for training: returns its longest sequence, and the version of its weights."""
+        """Check that a server supports training. Returns its maximum sequence length, and its weight version."""
 
     @abstractmethod
     def _begin_update(self) -> None:
-        """Have the servers pause generation and get ready for weights."""
+        """Make the servers pause generation and prepare for new weights."""
 
     @abstractmethod
     async def _announce_bucket(self, description: dict[str, list[Any]]) -> None:
-        """Send the description of the next bucket to the servers, and wait until they have loaded the bucket."""
+        """Send the description of the next bucket to the servers, and wait until they have loaded it."""
 
     @abstractmethod
     def _finish_update(self) -> None:
-        """Have the servers use weights of version `self.sent_version`, empty their caches, and resume generation."""
+        """Make the servers switch to weight version `self.sent_version`, empty their caches, and resume generation."""
 
     @abstractmethod
     async def _abort_update(self, server: Server) -> None:
@@ -157,7 +157,7 @@ class ServerRollout(ABC):
         *,
         on_finished: OnFinished | None = None,
     ) -> list[Sample]:
-        """Generate n samples for each request; those of one request are adjacent, in the order of the requests.
+        """Generate n samples for each request, in the order of the requests. Samples of one request are adjacent.
 
         Args:
             sampling: for all requests, or one for each.
@@ -165,8 +165,8 @@ class ServerRollout(ABC):
                 `rlkit.rollout.sampling.OnFinished`.
 
         Raises:
-            ValueError: a prompt that leaves no room for a response, that the server expands to other tokens than the
-                trainer, or that it rejects.
+            ValueError: a prompt leaves no room for a response, the server rejects it, or the server expands its images
+                to other tokens than the trainer.
             RuntimeError: no server is available, one has unexpected weights, or all attempts failed.
         """
         return self.pool.wait(self.submit(requests, sampling, n, on_finished=on_finished))
@@ -179,7 +179,7 @@ class ServerRollout(ABC):
         *,
         on_finished: OnFinished | None = None,
     ) -> Future[list[Sample]]:
-        """Start `generate` without waiting for it. If the future is cancelled, the servers abort the requests."""
+        """Start `generate` without waiting for its result. Cancelling the future aborts the requests on the servers."""
         if self.update_failed:
             raise RuntimeError(
                 "generate: expected servers with the trainer's weights, got servers whose last weight update failed; "
@@ -197,7 +197,7 @@ class ServerRollout(ABC):
         return self.pool.start(self._run(jobs, n, on_finished))
 
     async def _run(self, jobs: Sequence[Job], n: int, on_finished: OnFinished | None) -> list[Sample]:
-        jobs_per_request = len(range(0, n, self.pool.max_sequences))  # they are adjacent
+        jobs_per_request = len(range(0, n, self.pool.max_sequences))  # the jobs of a request are adjacent
         indices = {id(job): k for k, job in enumerate(jobs)}
         results: dict[int, list[Sample]] = {}
 
@@ -231,11 +231,11 @@ class ServerRollout(ABC):
         finish_reason: str,
         versions: list[int],
     ) -> Sample:
-        """Sample i of a job.
+        """Make sample i of a job.
 
         Args:
-            oldest: version of the weights when the request was sent.
-            versions: of the weights that generated each token.
+            oldest: weight version at the time of the request.
+            versions: weight version of each generated token.
         """
         self._check_versions(server, oldest, versions)
         versions = [*job.request.versions, *versions]
@@ -250,7 +250,7 @@ class ServerRollout(ABC):
         )
 
     def _check_versions(self, server: Server, oldest: int, versions: Iterable[int]) -> None:
-        """Raise a RuntimeError unless all tokens were generated with weights that this rollout has sent."""
+        """Raise a RuntimeError unless all tokens were generated with weight versions that this rollout has sent."""
         found = sorted(set(versions))
         if not found or not oldest <= found[0] <= found[-1] <= self.sent_version:
             raise RuntimeError(
@@ -261,18 +261,18 @@ class ServerRollout(ABC):
     # --- weights
 
     def update_weights(self, weights: Weights) -> None:
-        """Send (HF name, full tensor) of every parameter to all servers; all ranks iterate together, rank 0 sends.
+        """Send (HF name, full tensor) of every parameter to all servers. All ranks iterate together, and rank 0 sends.
 
-        Requests in flight are paused and continue with the new weights. What was computed with the old weights is
-        discarded. A server that was restarted becomes available again.
+        Requests in flight are paused and continue with the new weights. KV caches of the old weights are discarded. A
+        restarted server becomes available again.
 
         Raises:
-            RuntimeError: some server did not receive the weights. The servers stay paused; call it again.
+            RuntimeError: a server did not receive the weights. The servers stay paused until another call succeeds.
         """
         self._update("update_weights", weights, self._send_weights)
 
     def _update(self, name: str, weights: Weights, send: Callable[[Weights], None]) -> None:
-        raise_on_all_ranks(None)  # wait until all ranks have sampled what they want to sample with the old weights
+        raise_on_all_ranks(None)  # a barrier: all ranks have finished sampling with the old weights
         weights, error, self.update_failed = iter(weights), None, True
         if sends := not dist.is_initialized() or dist.get_rank() == 0:
             try:
@@ -308,12 +308,12 @@ class ServerRollout(ABC):
             raise
 
     def _connected_group(self) -> TransferGroup:
-        """The process group with the available servers; a new one if they are not the same as last time."""
+        """The process group with the available servers. A new one is made if they have changed since the last call."""
         servers = self.pool.available
         members = [(server, server.failure_count) for server in servers]
         if self.group is not None and members == self.group_members:
             return self.group
-        self._claim()  # again, as a server that was restarted has forgotten
+        self._claim()  # a restarted server has lost the claim
         addresses = sorted({local_address(urlsplit(server.url).hostname or "") for server in servers})
         address = next((a for a in addresses if not a.startswith("127.")), addresses[0])
         group = self.make_group(1 + sum(server.workers for server in servers), address)
@@ -344,17 +344,17 @@ class ServerRollout(ABC):
         return self.pool.run(self.pool.request_all("POST", path, body))
 
     def _post_from_rank_0(self, path: str, body: dict[str, Any] | None = None) -> None:
-        """Post to all servers, from one rank; a server that has died meanwhile is excluded."""
+        """Post to all available servers, from rank 0 only. Servers that no longer respond are excluded."""
         raise_on_all_ranks(None)
         error: Exception | None = None
         if not dist.is_initialized() or dist.get_rank() == 0:
             try:
-                self.pool.run(self._post_to_living(path, body))
+                self.pool.run(self._post_or_exclude(path, body))
             except (ServerUnavailable, RequestRejected, RuntimeError) as caught:
                 error = caught
         raise_on_all_ranks(error)
 
-    async def _post_to_living(self, path: str, body: dict[str, Any] | None) -> None:
+    async def _post_or_exclude(self, path: str, body: dict[str, Any] | None) -> None:
         async def post(server: Server) -> None:
             try:
                 await self.pool.request(server, "POST", path, body)
@@ -365,7 +365,7 @@ class ServerRollout(ABC):
         await asyncio.gather(*(post(server) for server in self.pool.available))
 
     def close(self) -> None:
-        """Disconnect from the servers, which continue to run."""
+        """Disconnect from the servers. They continue to run."""
         if self.group is not None:
             self.group.close()
             self.group = None
@@ -393,13 +393,13 @@ class ServerRollout(ABC):
         return await asyncio.gather(*(self._handshake(server) for server in self.pool.servers))
 
     def _claim(self) -> None:
-        """Claim the servers for the rank that sends them weights."""
+        """Claim the servers on rank 0, which sends the weights."""
         if not dist.is_initialized() or dist.get_rank() == 0:
             claim_servers([server.url for server in self.pool.servers if not server.failure])
 
 
 def raise_on_all_ranks(error: Exception | None) -> None:
-    """Wait for all ranks, and raise on each of them if there is an error on one."""
+    """A barrier that raises on all ranks if there is an error on any of them."""
     failed = torch.tensor(int(error is not None))
     if dist.is_initialized() and dist.get_world_size() > 1:
         dist.all_reduce(failed, dist.ReduceOp.MAX)
@@ -410,7 +410,7 @@ def raise_on_all_ranks(error: Exception | None) -> None:
 
 
 def version_number(weight_version: str) -> int:
-    """How often a server's weights have been updated; 0 for the weights that it loaded itself."""
+    """A server's weight version as a number: how often weights were updated; 0 for those it loaded itself."""
     return int(weight_version) if weight_version.isdecimal() else 0
 
 
@@ -418,10 +418,10 @@ def image_data_url(image: Any, name: str) -> str:
     """An image as a data URL of a PNG file, which is lossless.
 
     Args:
-        name: of the sample, for errors.
+        name: name of the sample, for error messages.
 
     Raises:
-        ValueError: not an image.
+        ValueError: it is not an image that can be saved as PNG.
     """
     buffer = io.BytesIO()
     try:
@@ -432,7 +432,7 @@ def image_data_url(image: Any, name: str) -> str:
 
 
 def _generation_eos_token_id(model: str) -> Any:
-    """`eos_token_id` of the model's generation config, if it has one."""
+    """`eos_token_id` of the model's generation config; None without such a config."""
     from transformers import GenerationConfig
 
     try:

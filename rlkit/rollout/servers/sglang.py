@@ -5,16 +5,17 @@
     rollout = make_rollout("sglang", model="Qwen/Qwen2.5-VL-7B-Instruct", processor=processor,
                            urls="http://127.0.0.1:30000")
 
-**Tested against a stand-in that implements this API, not yet against SGLang itself**, which needs a GPU. It follows the
-sources of SGLang 0.5.23 and its documentation of `/generate` (https://docs.sglang.io/basic_usage/sampling_params.html)
-and of weights, pausing and memory (https://docs.sglang.io/advanced_features/sglang_for_rl.html).
+**Tested against a stand-in server that implements this API, not yet against SGLang itself**, which needs a GPU. The
+module follows the source code of SGLang 0.5.23 and its documentation of `/generate`
+(https://docs.sglang.io/basic_usage/sampling_params.html) and of weights, pausing and memory
+(https://docs.sglang.io/advanced_features/sglang_for_rl.html).
 
 Differences from vLLM servers:
 
-- Random numbers do not depend on a seed.
-- No route empties the cache of encoded images. Each image therefore gets a new cache key with each weight update. A
-  response that continues under new weights would still find the old encoding, so switch that cache off, as above, for
-  models whose vision tower is trained.
+- Requests have no seed, so samples are not reproducible.
+- No route empties the cache of encoded images. Each image therefore gets a new cache key after each weight update. But
+  a request in flight during an update keeps the encoding of the old weights. If the vision tower is trained, switch the
+  cache off, as in the command above.
 - Servers can sleep if they were started with `--enable-memory-saver`, and return routed experts if they were started
   with `--enable-return-routed-experts`.
 - A server holds one copy of the model. Tensor parallelism works; data and pipeline parallelism do not.
@@ -42,7 +43,7 @@ from rlkit.rollout.servers.weight_transfer import NamedTensor, gloo_group, liste
 
 GROUP_NAME = "rlkit"
 TEST_SCALE = 1e4  # temperature and logit bias of the request that checks logprobs
-FULL_DISTRIBUTION = {  # given explicitly, as a server may have been started with other defaults
+FULL_DISTRIBUTION = {  # explicit, because a server may have other defaults
     "top_p": 1.0,
     "top_k": -1,
     "min_p": 0.0,
@@ -54,11 +55,11 @@ FULL_DISTRIBUTION = {  # given explicitly, as a server may have been started wit
 
 
 class SglangGroup:
-    """The process group that `/init_weights_update_group` joins: torch's own, on a store of the trainer.
+    """The process group that `/init_weights_update_group` joins: one of torch, with a store in the trainer.
 
     Args:
-        size: number of ranks, including the trainer's.
-        address: of this machine, as the servers reach it.
+        size: number of ranks, including the trainer.
+        address: address under which the servers reach this machine.
         backend: "nccl" or "gloo".
         timeout: seconds for joining, and with gloo for one tensor.
     """
@@ -84,7 +85,7 @@ class SglangGroup:
         if self.backend == "gloo":
             self.group = gloo_group(store, 0, self.size, self.address, self.timeout)
         else:
-            torch.cuda.set_device(self.device)  # of this thread
+            torch.cuda.set_device(self.device)  # for this thread
             nccl: Any = dist.ProcessGroupNCCL  # its type hints are incomplete
             self.group = nccl(store, 0, self.size, timedelta(seconds=self.timeout))
 
@@ -103,12 +104,12 @@ class SglangGroup:
 
 
 def group_store(store: dist.Store, device: str) -> dist.Store:
-    """The keys under which torch looks for the ranks of a group that SGLang makes: its name twice, then the device."""
+    """The store with the key prefixes that torch uses for a group made by SGLang: the name twice, then the device."""
     return dist.PrefixStore(f"{device}/", dist.PrefixStore(f"{GROUP_NAME}/", dist.PrefixStore(GROUP_NAME, store)))
 
 
 class SglangRollout(ServerRollout):
-    """Samples with SGLang servers, which are sent the trainer's weights; for the arguments see `ServerRollout`."""
+    """Samples with SGLang servers that receive the trainer's weights. For the arguments see `ServerRollout`."""
 
     transfer_groups = {
         "nccl": lambda size, address: SglangGroup(size, address, backend="nccl"),
@@ -132,7 +133,7 @@ class SglangRollout(ServerRollout):
             **FULL_DISTRIBUTION,
         }
         body = {
-            "input_ids": [request.compact_ids],  # a batch of one: in a flat list, each image would be one prompt's
+            "input_ids": [request.compact_ids],  # a batch of one: SGLang takes a flat list of images as one per prompt
             "sampling_params": params,
             "return_logprob": True,
             "return_prompt_token_ids": True,
@@ -143,7 +144,7 @@ class SglangRollout(ServerRollout):
         if request.images:
             name = sample_name(request)
             urls = [image_data_url(image, name) for image in request.images]
-            # a new cache key with each update, as no route empties the cache of encoded images
+            # new cache keys after each update, because no route empties the cache of encoded images
             keys = [sha256(f"{self.version} {url}".encode()).hexdigest()[:16] for url in urls]
             body |= {"image_data": [urls], "mm_hashes": [keys]}
         return body
@@ -181,7 +182,7 @@ class SglangRollout(ServerRollout):
         return samples
 
     async def _join_group(self, servers: Sequence[Server], group: Any) -> None:
-        for server in servers:  # it may have a group of this name, from a failed update or from an earlier trainer
+        for server in servers:  # a failed update or an earlier trainer may have left a group of this name
             await self._abort_update(server)
         await super()._join_group(servers, group)
 
@@ -206,16 +207,16 @@ class SglangRollout(ServerRollout):
         try:
             await self.pool.request(server, "POST", "/destroy_weights_update_group", body, timeout=30)
         except (ServerUnavailable, RequestRejected):
-            pass  # there is no such group, or the server is gone, which the next update will notice
+            pass  # there is no such group, or the server is gone and the next update will exclude it
 
     def sleep(self) -> None:
-        """Free GPU memory, weights and cache, of servers that were started with `--enable-memory-saver`."""
+        """Free the GPU memory of weights and KV cache, on servers that were started with `--enable-memory-saver`."""
         if not self.asleep:
             self._post_from_rank_0("/release_memory_occupation", {"tags": ["weights", "kv_cache"]})
             self.asleep = True
 
     def wake_up(self) -> None:
-        """Allocate memory for the weights again; `update_weights` fills it, and allocates the cache."""
+        """Allocate memory for the weights. `update_weights` then fills it and allocates the KV cache."""
         if self.asleep:
             self._post_from_rank_0("/resume_memory_occupation", {"tags": ["weights"]})
 
@@ -244,10 +245,10 @@ class SglangRollout(ServerRollout):
         return cast(int, max_model_len), weight_version
 
     async def _check_logprobs(self, server: Server) -> None:
-        """Check that logprobs are those of the sampled distribution, after temperature and logit bias.
+        """Check that logprobs are those of the sampling distribution, after temperature and logit bias.
 
-        One token gets a bias as large as a huge temperature. Divided by the temperature it is 1, so the logprob of any
-        token is moderate. In logprobs of undivided logits this token has 0, and any other one less than -50.
+        Temperature and the bias of one token are both huge. Divided by the temperature, the bias is 1, so all logprobs
+        are moderate. Without the division, this token would have logprob 0, and all others less than -50.
         """
         params = {
             **FULL_DISTRIBUTION,

@@ -1,8 +1,8 @@
-"""Who may use a server: whoever has the token that was made when it was started.
+"""Access tokens of servers.
 
-`rlkit.rollout.serve` makes a token, keeps it in a file that only its user can read, and starts each server with
-`TokenMiddleware`. A client of the same user on the same machine finds the file. Elsewhere, set RLKIT_SERVER_TOKEN for
-both, before the server is started.
+`rlkit.rollout.serve` creates a token, stores it in a file that only its user can read, and starts each server with
+`TokenMiddleware`. Clients of the same user on the same machine read the file. For other clients, set RLKIT_SERVER_TOKEN
+for server and client before the server is started.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from rlkit.vlm.pretrained import cache_directory
 
 TOKEN_VARIABLE = "RLKIT_SERVER_TOKEN"
 OPEN_ROUTE = "/health"
-MOST_BYTES = 256 << 20  # of a request: a prompt with its images
+MOST_BYTES = 256 << 20  # limit of a request's size: a prompt with its images
 MOST_ADAPTER_BYTES = 8 << 30
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
 
 
 def server_token(url: str) -> str:
-    """The token for a server: of the environment, or of the file that was written when it was started; "" if none."""
+    """The token for a server, from the environment or else from the server's token file; "" if there is none."""
     if token := os.environ.get(TOKEN_VARIABLE, ""):
         return token
     host, port = urlsplit(url).hostname or "", urlsplit(url).port
@@ -40,12 +40,12 @@ def server_token(url: str) -> str:
 
 @contextmanager
 def new_token(ports: Sequence[int]) -> Iterator[str]:
-    """The token for servers on these ports of this machine, kept in files until the `with` block ends.
+    """Create a token for servers on these ports of this machine, with token files until the `with` block ends.
 
-    With RLKIT_SERVER_TOKEN in the environment it is that one, and there are no files.
+    If RLKIT_SERVER_TOKEN is set, its value is the token, and no files are written.
 
     Raises:
-        ValueError: the files cannot be written.
+        ValueError: a file cannot be written.
     """
     if token := os.environ.get(TOKEN_VARIABLE, ""):
         yield token
@@ -54,7 +54,7 @@ def new_token(ports: Sequence[int]) -> Iterator[str]:
     try:
         for file in files:
             file.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-            file.unlink(missing_ok=True)  # of a server that was killed
+            file.unlink(missing_ok=True)  # left by a server that was killed
             with open(os.open(file, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as opened:
                 opened.write(token)
     except OSError as error:
@@ -70,15 +70,15 @@ def new_token(ports: Sequence[int]) -> Iterator[str]:
 
 
 def _token_file(host: str, port: int) -> Path:
-    """Where the token of a server is kept: in the home directory, which several machines may share."""
+    """Path of a server's token file. Several machines may share the home directory, so it contains the host name."""
     return cache_directory() / "server-tokens" / f"{Path(host).name}-{port}"
 
 
 class TokenMiddleware:
-    """ASGI middleware of a vLLM server: every route but /health needs `Authorization: Bearer TOKEN`.
+    """ASGI middleware of a vLLM server: every route except /health needs `Authorization: Bearer TOKEN`.
 
-    The token is that of RLKIT_SERVER_TOKEN in the server's environment. vLLM's own `--api-key` leaves the routes open
-    that replace weights, pause the server and call its workers. Requests have to state their size, which is limited.
+    The token is RLKIT_SERVER_TOKEN in the server's environment. vLLM's own `--api-key` does not protect the routes that
+    replace weights, pause the server and call its workers. Requests need a Content-Length, which is limited.
     """
 
     def __init__(self, app: Any) -> None:
@@ -99,7 +99,7 @@ class TokenMiddleware:
         await JSONResponse({"error": problem}, status, headers={"Connection": "close"})(scope, receive, send)
 
     def _problem(self, scope: dict[str, Any]) -> tuple[int, str]:
-        """Status and message of a request that is refused before its body is read."""
+        """Status and error message for a request to refuse before its body is read; (200, "") to accept it."""
         headers = dict(scope["headers"])
         if not hmac.compare_digest(headers.get(b"authorization", b""), f"Bearer {self.token}".encode()):
             got = "another one" if b"authorization" in headers else "none"

@@ -5,12 +5,13 @@
     rollout = make_rollout("vllm_server", model="Qwen/Qwen2.5-VL-7B-Instruct", processor=processor,
                            urls="http://127.0.0.1:8000,http://127.0.0.1:8001")
 
-A prompt and its images are sent to one server and processed once for all of its samples. If a server dies or does not
-respond, its requests are sent to another one; each response is used once. Responses say which weights generated each
-token, and unexpected weights are an error.
+Each prompt with its images is sent to one server, and prefilled once for all of its samples. If a server dies or does
+not respond, its requests are sent to another server. Responses contain the weight version of each token, and an
+unexpected version is an error.
 
-Nothing is pickled on the way: `/inference/v1/generate`, `/pause`, `/resume`, `/sleep`, `/wake_up`, the routes of vLLM's
-native weight transfer and those that reset caches exchange JSON, and adapters are sent as safetensors.
+Nothing is pickled: all routes exchange JSON, and adapters are sent as safetensors. The routes are
+`/inference/v1/generate`, `/pause`, `/resume`, `/sleep`, `/wake_up`, those of vLLM's native weight transfer, and those
+that reset caches.
 """
 
 from __future__ import annotations
@@ -36,17 +37,17 @@ from rlkit.rollout.servers.rollout import Job, ServerRollout, Weights, image_dat
 from rlkit.rollout.servers.weight_transfer import GlooGroup, NcclGroup
 from rlkit.rollout.vllm_requests import check_suppressed_token_ids, check_weight_updates_work, vllm_sampling_params
 
-SUPPORTED = ((0, 32), (0, 33))  # versions of vLLM: from the first one, below the second one
+SUPPORTED = ((0, 32), (0, 33))  # vLLM versions: >= the first, < the second
 START_WITH_ADAPTERS = "python -m rlkit.rollout.serve --model MODEL --enable-lora --max-lora-rank RANK"
 
 
 class VllmServerRollout(ServerRollout):
-    """Samples with vLLM servers, which are sent the trainer's weights; for the arguments see `ServerRollout`."""
+    """Samples with vLLM servers that receive the trainer's weights. For the arguments see `ServerRollout`."""
 
     transfer_groups = {"nccl": NcclGroup, "gloo": GlooGroup}
     join_path = "/init_weight_transfer_engine"
     start_hint = "Start servers with: python -m rlkit.rollout.serve --model MODEL --count N --port PORT"
-    adapter: str | None = None  # requests name it as their model
+    adapter: str | None = None  # sent as the model name of requests
 
     def _request_body(self, request: Sample, sampling: Sampling, start: int, count: int) -> dict[str, Any]:
         params = vllm_sampling_params(
@@ -93,29 +94,29 @@ class VllmServerRollout(ServerRollout):
         return {"init_info": join_info}
 
     def update_weights(self, weights: Weights) -> None:
-        """As `ServerRollout.update_weights`; an adapter that was sent before is no longer used.
+        """As `ServerRollout.update_weights`. An adapter that was sent before is no longer used.
 
         Raises:
-            ValueError: a family of which vLLM would keep some of the old weights.
-            RuntimeError: some server did not receive the weights. The servers stay paused; call it again.
+            ValueError: vLLM's weight update would leave some old weights in place for this model family.
+            RuntimeError: a server did not receive the weights. The servers stay paused until another call succeeds.
         """
         check_weight_updates_work(self.config.model_type)
         super().update_weights(weights)
         self.adapter = None
 
     def update_adapter(self, config: Any, weights: Iterable[tuple[str, Tensor]]) -> None:
-        """Send LoRA adapters, about a hundredth of the weights; the base model stays as the servers loaded it.
+        """Send LoRA adapters only, about a hundredth of the weights. The base model stays as the servers loaded it.
 
-        The servers have to be started by `rlkit.rollout.serve` with `--enable-lora` and `--max-lora-rank`. They load
-        adapters from memory. Requests in flight continue with the new ones. All ranks iterate together, rank 0 sends.
+        Start the servers by `rlkit.rollout.serve` with `--enable-lora` and `--max-lora-rank`. They load adapters from
+        memory. Requests in flight continue with the new adapters. All ranks iterate together, and rank 0 sends.
 
         Args:
-            config: peft's config, and
-            weights: (name in peft's files, full tensor); `engine.get_adapter()` returns both.
+            config: peft's config, from `engine.get_adapter()`.
+            weights: (name in peft's files, full tensor) of every adapter weight, from `engine.get_adapter()`.
 
         Raises:
-            RuntimeError: a server did not receive the adapters, cannot use all of them, or has other base weights than
-                those they were trained on. The servers stay paused; call it again.
+            RuntimeError: a server did not receive the adapters, cannot use all of them, or has base weights other than
+                those that the adapters were trained on. The servers stay paused until another call succeeds.
         """
         self._update("update_adapter", weights, partial(self._send_adapter, config))
         self.adapter = ADAPTER_NAME
@@ -133,10 +134,11 @@ class VllmServerRollout(ServerRollout):
         self._reset_caches_and_resume()
 
     def _pause(self, next_adapter: str | None) -> None:
-        """Pause generation. Requests in flight continue afterwards if they use the same adapter, else they end first.
+        """Pause generation. Requests in flight continue after the update if the adapter stays the same; otherwise they
+        are finished first.
 
         Args:
-            next_adapter: that requests will use after the update.
+            next_adapter: the adapter of requests after the update; None for the base model.
         """
         self._post_all(f"/pause?mode={'keep' if next_adapter == self.adapter else 'wait'}")
 
@@ -168,19 +170,19 @@ class VllmServerRollout(ServerRollout):
         try:
             await self.pool.request(server, "POST", "/finish_weight_update", timeout=30)
         except (ServerUnavailable, RequestRejected):
-            pass  # it has ended already, or the server is gone, which the next update will notice
+            pass  # the update has ended already, or the server is gone and the next update will exclude it
 
     def sleep(self) -> None:
-        """Free GPU memory, weights and cache, of servers that were started with `--enable-sleep-mode`."""
+        """Free the GPU memory of weights and KV cache, on servers that were started with `--enable-sleep-mode`."""
         if not self.asleep:
             level = 1 if self.adapter else 2  # 1 keeps the weights in host memory, for adapters; 2 drops them
             self._post_from_rank_0(f"/sleep?level={level}&mode=wait")
             self.asleep = True
 
     def wake_up(self) -> None:
-        """Allocate memory for the weights again; `update_weights` fills it, and allocates the cache."""
+        """Allocate memory for the weights. `update_weights` then fills it and allocates the KV cache."""
         if self.asleep:
-            torch.cuda.empty_cache()  # a server on the same GPU cannot use what this process's allocator caches
+            torch.cuda.empty_cache()  # frees memory in this process's caching allocator for a server on the same GPU
             self._post_from_rank_0("/wake_up?tags=weights")
 
     async def _handshake(self, server: Server) -> tuple[int, int]:
@@ -207,7 +209,7 @@ class VllmServerRollout(ServerRollout):
         return card["max_model_len"], weight_version
 
     async def _recover_paused(self, server: Server) -> None:
-        """Wake a server that a stopped trainer left asleep or paused; it needs weights before it may generate."""
+        """Wake a server that a stopped trainer left asleep or paused. Its weights have to be updated first."""
         await self._abort_update(server)
         for path in ("/wake_up", "/resume"):
             try:
@@ -217,7 +219,7 @@ class VllmServerRollout(ServerRollout):
         self.update_failed = True
 
     async def _check_logprobs(self, server: Server) -> None:
-        """Check that logprobs are those of the sampled distribution: if one token is allowed, its logprob is 0."""
+        """Check that logprobs are those of the sampling distribution: with a single allowed token, its logprob is 0."""
         params = {"max_tokens": 1, "logprobs": 0, "allowed_token_ids": self.end_token_ids[:1], "ignore_eos": True}
         body = {"token_ids": self.end_token_ids[:1], "sampling_params": params}
         try:

@@ -1,11 +1,11 @@
-"""The trainer's side of sending weights to servers: through a process group, in buckets, without a disk.
+"""The trainer's side of weight transfer: weights go to the servers through a process group, in buckets.
 
     group = GlooGroup(size=1 + workers)
     post(group.join_info(rank_offset=1))      # each server joins while ...
     group.connect()                           # ... the trainer, rank 0, waits for it
     send_weights(engine.get_per_tensor_param(), group, announce)
 
-Only names, dtypes and shapes travel by HTTP. At most one bucket is gathered and not yet sent, never the whole model.
+Only names, dtypes and shapes are sent by HTTP. The trainer never holds more than one gathered bucket.
 """
 
 from __future__ import annotations
@@ -30,20 +30,20 @@ class TransferGroup(Protocol):
     """A process group of the trainer (rank 0) and the servers' workers."""
 
     def join_info(self, rank_offset: int) -> dict[str, Any]:
-        """What a server needs to know in order to join; its workers have the ranks from `rank_offset` on."""
+        """The information that a server needs to join. Its workers get consecutive ranks from `rank_offset` on."""
 
     def connect(self) -> None:
         """Wait until all ranks have joined."""
 
     def broadcast(self, bucket: list[NamedTensor]) -> None:
-        """Send these tensors, in this order."""
+        """Broadcast these tensors, in this order, from rank 0."""
 
     def close(self) -> None:
         """Leave the group."""
 
 
 def buckets(weights: Iterable[NamedTensor], max_bytes: int) -> Iterator[list[NamedTensor]]:
-    """Cut a sequence of tensors into lists of at most `max_bytes`; a larger tensor gets a list of its own."""
+    """Split tensors into lists of at most `max_bytes`. A larger tensor gets its own list."""
     bucket: list[NamedTensor] = []
     size = 0
     for name, weight in weights:
@@ -76,16 +76,18 @@ def send_weights(
     """Send every tensor to all servers of the group.
 
     Args:
-        weights: (Hugging Face name, full tensor); gathered one bucket at a time, in the calling thread.
-        announce: sends the description of the next bucket to all servers; its future is done when they have loaded the
+        weights: (Hugging Face name, full tensor) of each weight; gathered one bucket at a time, in the calling thread.
+        group: a connected group.
+        announce: sends the description of the next bucket to all servers. Its future is done when they have loaded the
             bucket.
+        bucket_bytes: size limit of a bucket.
         timeout: seconds for one bucket.
 
     Returns:
         Bytes sent to each server.
 
     Raises:
-        RuntimeError: a server did not receive its weights. The group is then closed and cannot be used again.
+        RuntimeError: a server did not receive the weights. The group is closed and cannot be used again.
     """
     total = 0
     for bucket in buckets(weights, bucket_bytes):
@@ -104,14 +106,14 @@ def send_weights(
 
 
 def local_address(host: str) -> str:
-    """The address under which another machine, or this one, reaches this machine; nothing is sent."""
+    """The local address from which this machine reaches `host`. Nothing is sent."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         probe.connect((host, 9))
         return probe.getsockname()[0]
 
 
 def listening_store(size: int, address: str, timeout: float) -> tuple[dist.TCPStore, int]:
-    """A store where `size` ranks rendezvous, and its port; it listens on one address only."""
+    """A TCPStore for the rendezvous of `size` ranks, and its port. It listens on one address only."""
     listener = socket.create_server((address, 0))
     port = listener.getsockname()[1]
     limit, fd = timedelta(seconds=timeout), listener.detach()
@@ -119,7 +121,7 @@ def listening_store(size: int, address: str, timeout: float) -> tuple[dist.TCPSt
 
 
 def gloo_group(store: dist.Store, rank: int, size: int, address: str, timeout: float) -> Any:
-    """A gloo process group besides the default one, bound to one address; all ranks call this together."""
+    """A gloo process group, separate from the default one and bound to one address. All ranks call this together."""
     gloo: Any = dist.ProcessGroupGloo  # its type hints are incomplete
     options = gloo._Options()
     options._devices = [gloo.create_device(hostname=address)]
@@ -128,12 +130,12 @@ def gloo_group(store: dist.Store, rank: int, size: int, address: str, timeout: f
 
 
 class GlooGroup:
-    """For servers without a GPU; `rlkit.rollout.gloo_transfer` is the server's side.
+    """For servers without a GPU. `rlkit.rollout.gloo_transfer` is the server's side.
 
     Args:
-        size: number of ranks, including the trainer's.
-        address: of this machine, as the servers reach it; nothing listens on another.
-        timeout: seconds for joining, and for one tensor; ranks wait that long for one that has died.
+        size: number of ranks, including the trainer.
+        address: address under which the servers reach this machine; the only address that is listened on.
+        timeout: seconds for joining, and for one tensor. If a rank dies, the others wait this long.
     """
 
     def __init__(self, size: int, address: str = "127.0.0.1", timeout: float = 60.0) -> None:
@@ -160,13 +162,13 @@ class GlooGroup:
             self.group.broadcast(weight.cpu().contiguous().view(-1).view(torch.uint8), 0).wait()
 
     def close(self) -> None:
-        """Do nothing: gloo cannot cancel a broadcast, so a pending one ends with its timeout."""
+        """Do nothing: gloo cannot cancel a broadcast. A pending one ends with its timeout."""
 
 
 class NcclGroup:
-    """For servers with GPUs: vLLM's own packed, double-buffered transfer; needs vLLM in the trainer's environment.
+    """For servers with GPUs: vLLM's packed, double-buffered transfer. The trainer's environment needs vLLM.
 
-    The group's id is part of `join_info`. vLLM's usual rendezvous would send it pickled through a store.
+    `join_info` contains the NCCL unique id. vLLM's usual rendezvous would send it pickled through a store.
     """
 
     def __init__(self, size: int, address: str = "", timeout: float = 300.0) -> None:
@@ -198,7 +200,7 @@ class NcclGroup:
         from vllm.distributed.weight_transfer.packed_tensor import packed_nccl_broadcast_producer
 
         device = self.group.device
-        torch.cuda.synchronize(device)  # the bucket was filled on another stream than those that pack it
+        torch.cuda.synchronize(device)  # the bucket was filled on another stream than the packing streams
         with torch.cuda.device(device):  # the current device of this thread
             packed_nccl_broadcast_producer(
                 iterator=iter([(name, weight.to(device)) for name, weight in bucket]),
