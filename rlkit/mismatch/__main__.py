@@ -42,7 +42,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("model", help="directory or hub id")
     parser.add_argument("--rollout", default="vllm", choices=("vllm", "hf"), help="sampler to compare; default: vllm")
     parser.add_argument("--task", default="digits", help="its first row is the prompt; default: digits")
-    parser.add_argument("--bundle", default="", help="folder of a saved step, whose first answer is compared")
+    parser.add_argument(
+        "--bundle",
+        default="",
+        help="folder of a saved step; compares its first answer. MODEL should have the weights of that step",
+    )
     parser.add_argument("--temperature", type=float, default=1.0, help="sampling temperature; default: 1")
     parser.add_argument("--max_new_tokens", type=int, default=8, help="most tokens in the answer; default: 8")
     parser.add_argument(
@@ -61,18 +65,20 @@ def run(options: Any) -> str:
     Raises:
         ValueError: the model, task or bundle cannot be used.
     """
-    sample = _first_answer(options.bundle) if options.bundle else None  # fails early, before the model is loaded
+    sample, temperature = None, options.temperature
+    if options.bundle:  # before the model is loaded, so that a bad bundle is reported at once
+        sample, temperature = _first_answer(options.bundle)
     processor = load_processor(options.model)
     model = load_model(options.model)
     dtype = None if options.compute_dtype == "auto" else getattr(torch, options.compute_dtype)
     suppressed = suppressed_token_ids(model.config, getattr(processor, "tokenizer", processor))
-    common = {"temperature": options.temperature, "suppressed_token_ids": suppressed, "compute_dtype": dtype}
+    common = {"temperature": temperature, "suppressed_token_ids": suppressed, "compute_dtype": dtype}
     engine = make_engine("fsdp2", "language_model", model=model, processor=processor, **common)
     more: dict[str, Any] = {} if options.rollout == "hf" else {"enforce_eager": True}
     rollout = make_rollout(options.rollout, engine.gathered, model=options.model, processor=processor, **more)
     if sample is None:
         prompt = encode_prompt(processor, load_task(options.task).train[0])
-        (sample,) = rollout.generate([prompt], Sampling(options.max_new_tokens, options.temperature))
+        (sample,) = rollout.generate([prompt], Sampling(options.max_new_tokens, temperature))
     elif sample.vision:
         sample = replace(sample, images=encode_prompt(processor, sample.row).images)
     sampler = vllm_parts(rollout, sample) if options.rollout == "vllm" else hf_parts(rollout, engine.base, sample)
@@ -83,11 +89,15 @@ def run(options: Any) -> str:
     return describe(compare_parts(sampler, trainer, sample, engine, logprobs, tolerance))
 
 
-def _first_answer(bundle: str) -> Sample:
-    samples = [sample for draw in read_bundle(bundle, updates=False).draws for sample in draw.samples]
-    if not samples:
-        raise ValueError(f"bundle {bundle!r}: expected answers, got none")
-    return samples[0]
+def _first_answer(bundle: str) -> tuple[Sample, float]:
+    """The first answer of a bundle, and the temperature that it was sampled at."""
+    saved = read_bundle(bundle, updates=False)
+    if saved.origin != "rlkit":
+        raise ValueError(f"bundle {bundle!r}: expected one of a recipe, got one converted from {saved.origin}")
+    for draw in saved.draws:
+        if draw.samples:
+            return draw.samples[0], draw.sampling.get("temperature", 1.0)
+    raise ValueError(f"bundle {bundle!r}: expected answers, got none")
 
 
 if __name__ == "__main__":

@@ -68,7 +68,7 @@ def advice(cfg: Any, roles: Roles, plan: Plan, options: Any) -> str:
         kept = [one for one in added if "GPUs" not in one and not one.startswith("--lora")]
         added = [*kept, text]
         new_roles = roles
-        if changed.lora_rank and not cfg.lora_rank and roles.reference is not None:
+        if changed.lora_rank and not cfg.lora_rank and roles.reference is not None and not hasattr(cfg, "teacher"):
             new_roles = Roles(roles.policy, roles.critic, None, adapter_reference=True)
         attempt = make_plan(changed, new_roles, world, plan.gpu, options.image_tokens)
         print(f"  with {', '.join(added)}: {attempt.peak / GIB:.1f} GiB", flush=True)

@@ -70,7 +70,7 @@ def costs(
     micro_batches = max(1, -(-tokens // max(cfg.micro_batch_tokens, workload.prompt + workload.answer)))
     weights = HALF * rehearsal.parameters
     others = (world - 1) / world
-    updates = getattr(cfg, "updates_per_batch", 1)
+    updates = getattr(cfg, "updates_per_batch", getattr(cfg, "ppo_epochs", 1))
     backward = 1 if cfg.lora_rank else 2
     passes = 1 + backward + cfg.enable_gradient_checkpointing
     trained = {

@@ -126,6 +126,7 @@ def _options(module: Any, recorded: Bundle, folder: Path, out: Path, arguments: 
         "epochs": 0.0,
         "trackers": (),
         "watchdog": 0.0,
+        "report_seconds": 0.0,
         "save_every": NEVER,
         "rollout": "hf",
         "servers": (),
@@ -147,11 +148,12 @@ def _of_all_ranks(replayed: Replay) -> Bundle:
     """The last bundle, with the rows of all ranks."""
     if not replayed.bundles:
         raise ValueError("bundle: expected a recipe that trains on its answers, got one that recorded no step")
-    bundle = replayed.bundles[-1]
-    rank_bundles = [bundle]
+    gathered = [replayed.bundles[-1]]
     if dist.is_initialized() and dist.get_world_size() > 1:
-        rank_bundles = [bundle] * dist.get_world_size()
-        dist.all_gather_object(rank_bundles, bundle)
+        gathered = gathered * dist.get_world_size()
+        dist.all_gather_object(gathered, replayed.bundles[-1])
+    rank_bundles = [one for one in gathered if one is not None]  # ranks that share rows have one bundle
+    bundle = rank_bundles[0]
     for i, draw in enumerate(bundle.draws):
         draw.samples = [sample for one in rank_bundles for sample in one.draws[i].samples]
         draw.prompts = [prompt for one in rank_bundles for prompt in one.draws[i].prompts]

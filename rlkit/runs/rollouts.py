@@ -29,10 +29,13 @@ _order = count()  # numbers the updates of all engines
 
 @dataclass
 class Replay:
-    """Recomputed steps up to and including `last_step`, with this rank's rows in `bundles`."""
+    """Recomputed steps up to and including `last_step`, with this rank's rows in `bundles`.
+
+    Of ranks that share rows, one has bundles; the others have None.
+    """
 
     last_step: int
-    bundles: list[Bundle] = field(default_factory=list)
+    bundles: list[Bundle | None] = field(default_factory=list)
 
 
 class ReplayDone(Exception):
@@ -146,13 +149,14 @@ def save_rollouts(cfg: Any, run: Run, step: int, engines: Mapping[str, Any]) -> 
     bundle.draws = [draw for engine in recording.values() for draw in engine.draws]
     for engine in recording.values():
         engine.draws, engine.updates = [], []
+    first = next(iter(engines.values()))
+    writes = first.model_parallel_group is None or dist.get_rank(first.model_parallel_group) == 0
     if (replay := _replay.get()) is not None:
-        replay.bundles.append(bundle)
+        replay.bundles.append(bundle if writes else None)
         if step == replay.last_step:
             raise ReplayDone
         return
-    first = next(iter(engines.values()))
-    if first.model_parallel_group is None or dist.get_rank(first.model_parallel_group) == 0:
+    if writes:
         try:
             place = bundle_path(run.out / FOLDER, step)
             write_bundle(place, bundle, rank=first.data_parallel_rank, ranks=first.data_parallel_size)

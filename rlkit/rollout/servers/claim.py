@@ -51,11 +51,19 @@ def claim_servers(urls: Sequence[str], purpose: str = "") -> None:
             connection.request("POST", CLAIM_ROUTE, body, headers)
             response = connection.getresponse()
             if response.status in (401, 409):
-                raise RequestRejected(f"servers: {url}: {json.loads(response.read(4096))['error']}")
+                raise RequestRejected(f"servers: {url}: {_reason(response.read(4096))}")
         except (OSError, http.client.HTTPException):
             continue
         if response.status == 200:
             _held[url] = connection
+
+
+def _reason(body: bytes) -> str:
+    """The error in a server's answer; a proxy's page is shown as it is."""
+    try:
+        return str(json.loads(body)["error"])
+    except (ValueError, KeyError, TypeError):
+        return body.decode(errors="replace").strip()[:200]
 
 
 def release_servers(urls: Sequence[str]) -> None:
