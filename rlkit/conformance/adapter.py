@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 from torch import Tensor
 
@@ -26,28 +26,30 @@ class Split(NamedTuple):
     ranks: int = 1
 
 
-class Adapter:
+class Refused(Exception):
+    """The trainer does not take such an input. The message is its reason."""
+
+
+class Adapter(Protocol):
     """The common interface for a trainer's functions. An adapter needs no base class and may leave out any method.
 
     All tensors are [B, T] over prompt and response, and entry t belongs to token t. A method passes the trainer's
     function the inputs that the trainer's own loop would pass, and nothing more: it applies no mask and computes no
-    total that the trainer does not. For input that the trainer refuses, it raises NotImplementedError with a reason.
+    total that the trainer does not. For input that the trainer refuses, it raises `Refused`.
 
     Attributes:
         name: name and version of the trainer.
         ranks_average: True if gradients are averaged over data-parallel ranks, as in FSDP and DDP; False if summed.
     """
 
-    name = ""
-    ranks_average = False
+    name: str = ""
+    ranks_average: bool = False
 
     def token_logprobs(self, logits: Tensor, tokens: Tensor, temperature: float) -> Tensor:
         """logits [B, T, V], tokens [B, T] -> [B, T]: column t belongs to tokens[:, t]; column 0 is ignored."""
-        raise NotImplementedError
 
     def token_entropy(self, logits: Tensor) -> Tensor:
         """logits [B, T, V] -> [B, T]: column t is the entropy of logits[:, t], without a shift."""
-        raise NotImplementedError
 
     def policy_loss(
         self,
@@ -60,19 +62,15 @@ class Adapter:
         clip_high: float,
     ) -> Tensor:
         """PPO's clipped loss of one micro-batch: the scalar on which the trainer calls backward. advantages is [B]."""
-        raise NotImplementedError
 
     def kl_loss(self, logprobs: Tensor, ref_logprobs: Tensor) -> Tensor:
         """[B, T]: the trainer's default KL loss per token, which keeps the policy close to the reference."""
-        raise NotImplementedError
 
     def group_advantages(self, rewards: Tensor, group_ids: Tensor) -> Tensor:
         """GRPO's advantages: rewards [B], group_ids [B] -> [B]."""
-        raise NotImplementedError
 
     def gae(self, rewards: Tensor, values: Tensor, mask: Tensor, gamma: float, lam: float) -> Tensor:
         """Advantages [B, T], whitened or not; values[:, t] is the value of the prefix before token t."""
-        raise NotImplementedError
 
     def accumulated_gradient(self, weight: Tensor, features: Tensor, mask: Tensor, micro_batches: int) -> Tensor:
         """The gradient [K] that the trainer's training step accumulates for this model and loss.
@@ -80,10 +78,9 @@ class Adapter:
         The loss is the mean of features @ weight over all tokens in the mask, with features [B, T, K] and weight [K].
         The trainer splits the rows into `micro_batches` micro-batches.
         """
-        raise NotImplementedError
 
 
-METHODS = tuple(name for name, x in vars(Adapter).items() if inspect.isfunction(x))
+METHODS = tuple(name for name, x in vars(Adapter).items() if inspect.isfunction(x) and not name.startswith("_"))
 
 
 def load_adapter(name: str) -> Any:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from rlkit.conformance.adapter import provides
+from rlkit.conformance.adapter import Refused, provides
 from rlkit.conformance.checks import CHECKS, Bug, Check
 
 RIGHT, CHOICE, BUG, ERROR, MISSING = "as the reference", "choice", "bug", "error", "not provided"
@@ -28,7 +28,7 @@ def run_check(one: Check, adapter: Any) -> Finding:
         choice = one.run(adapter)
     except Bug as error:
         return Finding(one.name, one.question, BUG, str(error))
-    except NotImplementedError as error:
+    except Refused as error:
         return Finding(one.name, one.question, CHOICE, f"refused: {error}")
     except Exception as error:
         return Finding(one.name, one.question, ERROR, f"trainer or adapter raised {type(error).__name__}: {error}")

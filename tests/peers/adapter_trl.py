@@ -7,6 +7,8 @@ import torch
 from cases_trl_policy import trainer_and_batch
 from cases_trl_trainer import stand_in
 
+from rlkit.conformance.adapter import Refused
+
 
 class Trainer:
     """GRPO with TRL's defaults; accelerate averages gradients over ranks."""
@@ -42,7 +44,7 @@ class Trainer:
     def group_advantages(self, rewards, group_ids):
         sizes = group_ids.unique_consecutive(return_counts=True)[1]
         if len(sizes) != len(group_ids.unique()) or len(set(sizes.tolist())) > 1 or sizes[0] < 2:
-            raise NotImplementedError("its sampler puts num_generations >= 2 answers to a prompt beside each other")
+            raise Refused("its sampler puts num_generations >= 2 answers to a prompt beside each other")
         mask = torch.ones(len(rewards), 1, dtype=torch.bool)
         given = rewards[:, None], torch.zeros(len(rewards), 1), mask
         return trainer_and_batch("grpo", *given, group_size=int(sizes[0]))[1]["advantages"]
