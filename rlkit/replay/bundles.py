@@ -293,12 +293,16 @@ def _row_to_json(row: Any, tensors: _Tensors) -> Any:
     if isinstance(row, np.generic | np.ndarray):
         return row.tolist()
     if isinstance(row, bytes):
-        return {_BYTES: tensors.add_once(torch.tensor(list(row), dtype=torch.uint8))}
+        return {_BYTES: tensors.add_once(_bytes_tensor(row))}
     if hasattr(row, "tobytes") and hasattr(row, "mode"):  # a PIL image
         file = io.BytesIO()
         row.save(file, "PNG")
-        return {_PNG: tensors.add_once(torch.frombuffer(bytearray(file.getvalue()), dtype=torch.uint8))}
+        return {_PNG: tensors.add_once(_bytes_tensor(file.getvalue()))}
     return str(row)
+
+
+def _bytes_tensor(data: bytes) -> Tensor:
+    return torch.from_numpy(np.frombuffer(bytearray(data), np.uint8))  # torch.frombuffer refuses empty data
 
 
 _PNG, _BYTES = "png tensor", "bytes tensor"
