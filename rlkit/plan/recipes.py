@@ -36,15 +36,15 @@ def recipe_options(module: Any, arguments: Sequence[str]) -> Any:
     """The options of a recipe, as `rlkit.runs.run_recipe` reads them.
 
     Raises:
-        ValueError: an option is out of range, or the recipe trains no model.
+        ValueError: an option is out of range, a model is "tiny", or the recipe trains no model.
     """
     (config,) = inspect.signature(module.main, eval_str=True).parameters.values()
     cfg = parse_options(config.annotation, module.__doc__ or "", arguments)
     check_ranges(cfg)
     if not hasattr(cfg, "micro_batch_tokens") or not hasattr(cfg, "lora_rank"):
         raise ValueError(f"recipe: expected one that trains a model, got {module.__name__}")
-    if cfg.model == "tiny":
-        raise ValueError('model: expected a directory or hub id, got "tiny", which fits wherever it is started')
+    if tiny := [name for name in ("model", "teacher") if getattr(cfg, name, "") == "tiny"]:
+        raise ValueError(f'{tiny[0]}: expected a directory or hub id, got "tiny", which fits wherever it is started')
     return cfg
 
 

@@ -158,8 +158,8 @@ def read_bundle(path: str | Path, *, updates: bool = True) -> Bundle:
         samples = [
             s for content, tensors in parts for s in _draw_from_json(content["draws"][i], content["rows"], tensors)
         ]
-        order = sorted(range(len(samples)), key=lambda k: samples[k].group_id)
-        found.draws.append(Draw([samples[k] for k in order], draw["sampling"], draw["phase"]))
+        samples.sort(key=lambda sample: sample.group_id)
+        found.draws.append(Draw(samples, draw["sampling"], draw["phase"]))
     if updates:
         for i, update in enumerate(first["updates"]):
             names = update["fields"]
@@ -246,7 +246,6 @@ def _draw_from_json(draw: Mapping[str, Any], rows: Sequence[Any], tensors: Mappi
     name = draw["name"]
     per_token = {key: _ragged(tensors[f"{name}.{key}"], tensors[f"{name}.{key}.lengths"]) for key in _PER_TOKEN}
     rewards = tensors[f"{name}.rewards"].tolist()
-    restored = [_restored(row, tensors) for row in rows]  # one object per prompt, as before
     samples = []
     for i, entry in enumerate(draw["samples"]):
         placeholders = {
@@ -262,7 +261,7 @@ def _draw_from_json(draw: Mapping[str, Any], rows: Sequence[Any], tensors: Mappi
                 versions=entry["versions"],
                 vision={key: tensors[name_of_tensor] for key, name_of_tensor in entry["vision"].items()},
                 placeholders=placeholders,
-                row=restored[entry["row"]],
+                row=rows[entry["row"]],
                 reward=rewards[i],
                 routed_experts=tensors[f"{name}.routed_experts_{i}"] if entry["routed_experts"] else None,
             )
@@ -293,12 +292,16 @@ def _row_to_json(row: Any, tensors: _Tensors) -> Any:
     if isinstance(row, np.generic | np.ndarray):
         return row.tolist()
     if isinstance(row, bytes):
-        return {_BYTES: tensors.add_once(torch.tensor(list(row), dtype=torch.uint8))}
+        return {_BYTES: tensors.add_once(_bytes_tensor(row))}
     if hasattr(row, "tobytes") and hasattr(row, "mode"):  # a PIL image
         file = io.BytesIO()
         row.save(file, "PNG")
-        return {_PNG: tensors.add_once(torch.frombuffer(bytearray(file.getvalue()), dtype=torch.uint8))}
+        return {_PNG: tensors.add_once(_bytes_tensor(file.getvalue()))}
     return str(row)
+
+
+def _bytes_tensor(data: bytes) -> Tensor:
+    return torch.from_numpy(np.frombuffer(bytearray(data), np.uint8))  # torch.frombuffer refuses empty data
 
 
 _PNG, _BYTES = "png tensor", "bytes tensor"
@@ -327,7 +330,7 @@ def _update_to_json(update: Update, name: str, tensors: _Tensors) -> dict[str, A
 
 
 def _read_rank(folder: Path, rank: int) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """Read and verify the files of one rank.
+    """Read and verify the files of one rank. The data rows are restored: one object per prompt, with its images.
 
     Raises:
         ValueError: a file is missing, damaged or of another version.
@@ -347,7 +350,9 @@ def _read_rank(folder: Path, rank: int) -> tuple[dict[str, Any], dict[str, Tenso
         raise ValueError(f"bundle {str(folder)!r}: expected {tensors.name} beside {file.name}, got none")
     if _file_sha256(tensors) != content["tensors_sha256"]:
         raise ValueError(f"bundle {str(tensors)!r}: expected the tensors that were written, got another checksum")
-    return content, load_file(tensors)
+    found = load_file(tensors)
+    content["rows"] = [_restored(row, found) for row in content["rows"]]
+    return content, found
 
 
 def _parsed(file: Path) -> dict[str, Any]:

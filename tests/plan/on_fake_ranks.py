@@ -58,6 +58,7 @@ COMMANDS = {  # recipe, arguments
     "images_of_text": ("grpo_vlm", ["--image_tokens", "5", *SHORT]),
     "megatron": ("grpo_vlm", ["--engine", "megatron"]),
     "tiny": ("grpo_vlm", ["--model", "tiny"]),
+    "tiny_teacher": ("distill", []),
 }  # fmt: skip
 LENGTHS = ["--max_prompt_tokens", "96", "--max_new_tokens", "40", "--micro_batch_tokens", "600"]
 FEW_TOKENS = ["--max_prompt_tokens", "32", "--max_new_tokens", "48", "--micro_batch_tokens", "160", "--group_size", "4"]

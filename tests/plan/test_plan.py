@@ -116,6 +116,7 @@ def test_advice_names_options_with_which_it_fits(found):
         ("images_of_text", "plan: image_tokens: expected 0 for llama, a text model, got 5"),
         ("megatron", "plan: engine: expected fsdp2"),
         ("tiny", 'plan: model: expected a directory or hub id, got "tiny"'),
+        ("tiny_teacher", 'plan: teacher: expected a directory or hub id, got "tiny"'),
     ],
 )
 def test_bad_options_are_one_sentence(found, name, sentence):
