@@ -18,6 +18,7 @@ from rlkit.doctor.model import check_model, check_weight_files
 from rlkit.doctor.servers import check_servers
 from rlkit.doctor.task import check_rewards, check_rows, show_rows
 from rlkit.rewards.rules import exact_match, numeric_match
+from rlkit.rollout.servers.token import OPEN_ROUTE, TOKEN_VARIABLE
 from rlkit.vlm import load_processor
 
 
@@ -208,10 +209,15 @@ def test_the_command_on_data(tmp_path, capsys):
 
 
 @pytest.fixture
-def server():
+def server(monkeypatch):
+    """A server with a token, as rlkit.rollout.serve starts them; a proxy of the environment does not reach it."""
+    monkeypatch.setenv(TOKEN_VARIABLE, "secret")
+    monkeypatch.setenv("http_proxy", "http://127.0.0.1:9")
+
     class Handler(BaseHTTPRequestHandler):
         def do_GET(self):
-            self.send_response(200)
+            knows_token = self.headers["Authorization"] == "Bearer secret"
+            self.send_response(200 if knows_token or self.path == OPEN_ROUTE else 401)
             self.end_headers()
             self.wfile.write(b'{"data": [{"id": "tiny"}]}' if self.path == "/v1/models" else b"")
 
