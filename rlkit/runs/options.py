@@ -50,6 +50,9 @@ class RunOptions:
     profile_steps: tuple[int, ...] = ()
     """Steps to profile, as in --profile_steps 3 4. Every rank writes a trace and tables of where the time went to
     profile/ in the run's directory."""
+    memory_snapshot: bool = False
+    """Record all allocations on the GPU. If the memory is not enough, every rank that notices it writes them to
+    memory-rank-R.pickle in the run's directory, for https://docs.pytorch.org/memory_viz."""
     watchdog: float = 600.0
     """Print what every rank is doing when a rank has been in one phase for this many seconds. 0: never."""
     threads: int = 1
@@ -168,6 +171,8 @@ class EngineOptions:
     """Compute a prompt once for all of its answers, or once per micro-batch if they do not fit into one."""
     use_fused_kernels: bool = False
     """Compute log-probabilities from hidden states, without storing logits."""
+    use_torch_compile: bool = False
+    """Compile each layer with torch.compile, except its attention. The first steps take longer. fsdp2 only."""
     offload_between_phases: bool = False
     """Keep weights and optimizer state of an engine in host memory while the engine is not used. fsdp2 only."""
 

@@ -495,3 +495,16 @@ def test_scoring_leaves_no_gathered_weights(tiny_dir, processor):
     engine = engine_for(tiny_dir, compute_dtype=torch.bfloat16)
     engine.infer_batch(make_batch(processor))
     assert all(isinstance(parameter, DTensor) for parameter in engine.module.parameters())
+
+
+def test_compiled_layers_give_the_same_gradient(tiny_dir, processor, monkeypatch):
+    """In bfloat16, for which FSDP has its hooks on each layer. Inductor itself takes half a minute and is left out."""
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="eager"))
+    batch, found = make_batch(processor), []
+    for compiled in (False, True):
+        counters.clear()
+        engine = engine_for(tiny_dir, compute_dtype=torch.bfloat16, use_torch_compile=compiled)
+        metrics = engine.train_batch(batch, weighted_loss, outputs=("logprobs", "entropy"))
+        found.append((metrics["loss"], gradients(engine)))
+        assert bool(counters["stats"]["unique_graphs"]) == compiled
+    torch.testing.assert_close(found[1], found[0], rtol=0, atol=1e-6)
