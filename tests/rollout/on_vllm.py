@@ -7,6 +7,7 @@ one engine), or one of those in `on_vllm_families.py`, or `nccl`. Rank r writes 
 vLLM and forks the ranks.
 """
 
+import functools
 import gc
 import json
 import os
@@ -266,8 +267,21 @@ def on_rank(folder: Path, names: list[str]) -> None:
     dist.destroy_process_group()
 
 
-def main(folder: Path, names: list[str]) -> None:
+def import_what_ranks_need() -> None:
     import_vllm()
+    import peft  # noqa: F401
+    from vllm import LLM  # noqa: F401
+    from vllm.platforms import current_platform
+    from vllm.v1.worker import cpu_worker  # noqa: F401
+
+    # each engine would look for the kernels to replace in all modules, 0.4 s
+    replace_kernels = functools.cache(current_platform.register_triton_kernel_overrides)
+    replace_kernels()
+    current_platform.register_triton_kernel_overrides = replace_kernels
+
+
+def main(folder: Path, names: list[str]) -> None:
+    import_what_ranks_need()
     for world in (1, 2):
         if chosen := [name for name in names if name.startswith(TWO_RANKS) == (world == 2)]:
             fork_ranks(on_rank, world, folder, chosen)
