@@ -257,6 +257,11 @@ class TrainingOptions(EngineOptions, OptimizerOptions, AdapterOptions, ModelOpti
     """Steps between checkpoints. The newest two are kept."""
     export_dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     """Dtype of the exported weights. auto: that of the model that training started from."""
+    push_to_hub: str = ""
+    """Upload the exported model to this repository of the Hugging Face hub, OWNER/NAME, with a model card. With
+    --keep_best it is the best model. The repository is created before training, if it does not exist."""
+    hub_private_repo: bool = False
+    """With --push_to_hub: a new repository is private."""
 
 
 @dataclass
