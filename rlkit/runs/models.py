@@ -54,7 +54,8 @@ def find_model(cfg: Any, run: Run, rows: Sequence[Mapping[str, Any]], **tiny: An
         tiny: further arguments of `rlkit.vlm.build_tiny`.
     """
     path = model_or_tiny(cfg.model, run.out / "init", rows, seed=cfg.seed, **tiny)
-    return path, load_processor(path, trust_remote_code=cfg.trust_remote_code)
+    videos = {"video_fps": cfg.video_fps, "video_frames": cfg.video_frames}
+    return path, load_processor(path, trust_remote_code=cfg.trust_remote_code, **videos)
 
 
 def answer_ends(cfg: Any, path: str, processor: Any) -> list[int]:
