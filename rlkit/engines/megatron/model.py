@@ -30,6 +30,7 @@ from torch import Tensor, nn
 
 from rlkit.engines.megatron.attention import PackedAttention
 from rlkit.engines.megatron.cpu import use_host_router, use_host_token_dispatchers
+from rlkit.engines.megatron.experts import GroupedExperts
 from rlkit.engines.packing.vision_attention import use_packed_vision_attention
 from rlkit.vlm.routers import ChosenExperts, check_expert_ids
 
@@ -105,6 +106,12 @@ def _check_divisors(text: Any, dims: ParallelDims) -> None:
     for name, count, what in divided:
         if count % getattr(dims, name):
             raise ValueError(f"{name}: expected a divisor of the {count} {what}, got {getattr(dims, name)}")
+    if is_moe(text) and (text.hidden_size % 8 or text.moe_intermediate_size % 8):
+        sizes = f"{text.hidden_size} and {text.moe_intermediate_size}"
+        raise ValueError(
+            "model: expected a hidden_size and a moe_intermediate_size that 8 divides, for grouped matrix products, "
+            f"got {sizes}; use the fsdp2 engine"
+        )
     if dims.sequence_parallel and dims.tensor == 1:
         raise ValueError("sequence_parallel: expected tensor above 1, whose ranks share the tokens, got tensor=1")
     if is_moe(text) and dims.tensor > 1 and not (dims.sequence_parallel and dims.expert > 1):
@@ -369,15 +376,18 @@ def _layer_spec(config: TransformerConfig, device: torch.device) -> ModuleSpec |
     """Transformer Engine's layers if it is installed, else Megatron's with our norm and attention."""
     if has_transformer_engine(device):
         spec = get_gpt_layer_with_transformer_engine_spec(config.num_moe_experts, qk_layernorm=config.qk_layernorm)
-        spec.module = RouterReplayLayer if config.num_moe_experts else spec.module
         spec.submodules.self_attention.submodules.core_attention = PackedAttention
+        _set_experts(spec, config)
         return spec
     if config.num_moe_experts and device.type == "cuda":
-        raise ValueError("model: expected transformer_engine for a mixture of experts on a GPU, got none installed")
+        raise ValueError(
+            "model: expected transformer_engine for a mixture of experts on a GPU, got none installed; install it or "
+            "use the fsdp2 engine"
+        )
     spec = get_gpt_layer_local_spec(config.num_moe_experts, qk_layernorm=config.qk_layernorm, normalization="RMSNorm")
     layer = spec.submodules
+    _set_experts(spec, config)
     if config.num_moe_experts:
-        spec.module = RouterReplayLayer
         use_host_router(layer.mlp)
     layer.input_layernorm = layer.pre_mlp_layernorm = Norm
     attention = layer.self_attention.submodules
@@ -385,6 +395,13 @@ def _layer_spec(config: TransformerConfig, device: torch.device) -> ModuleSpec |
     if config.qk_layernorm:
         attention.q_layernorm = attention.k_layernorm = Norm
     return TransformerBlockSubmodules(layer_specs=[spec] * get_num_layers_to_build(config), layer_norm=Norm)
+
+
+def _set_experts(layer: ModuleSpec, config: TransformerConfig) -> None:
+    """Set grouped experts and replayed routers in the specification of a layer, if it has experts."""
+    if config.num_moe_experts:
+        layer.module = RouterReplayLayer
+        layer.submodules.mlp.submodules.experts = ModuleSpec(module=GroupedExperts)
 
 
 def embed_with_images(model: GPTModel, inputs: Mapping[str, Any], row: Mapping[str, Any], config: Any) -> Tensor | None:
