@@ -23,6 +23,7 @@ from rlkit.profiling import StepProfiler
 from rlkit.report import write_page
 from rlkit.rollout.servers.claim import claim_servers
 from rlkit.runs.directory import check_resumed_options, claim_directory, decided_by_rank_0
+from rlkit.runs.hub import check_hub
 from rlkit.runs.interruption import outside_endings
 from rlkit.runs.options import RunOptions, check_evaluation, check_ranges, check_servers, parse_options
 from rlkit.runs.out_of_memory import explained_out_of_memory, watch_memory
@@ -72,7 +73,7 @@ def start_run(recipe: str, cfg: RunOptions, task: str, *, starts_servers: bool =
 
     Raises:
         ValueError: an option is out of range, servers or saved rollouts are missing, the directory or a server is in
-            use, a tracker is unknown, or a resumed run was started with other options.
+            use, a tracker is unknown, a resumed run was started with other options, or the hub refuses --push_to_hub.
     """
     from transformers.utils.logging import disable_progress_bar
 
@@ -88,6 +89,7 @@ def start_run(recipe: str, cfg: RunOptions, task: str, *, starts_servers: bool =
     name = f"{recipe}-{task}-seed{cfg.seed}"
     out = claim_directory(cfg.out, name, resume=cfg.resume)
     changes = check_resumed_options(out, cfg)
+    check_hub(cfg)
     if servers := getattr(cfg, "servers", ()):
         decided_by_rank_0(lambda: claim_servers(servers, f"the run in {out.resolve()}"))
     first = dist.get_rank() == 0

@@ -17,6 +17,7 @@ from contextlib import nullcontext
 from pathlib import Path
 from typing import Any, NoReturn
 
+from rlkit.tracking.answers import log_answers
 from rlkit.tracking.files import (
     CONFIG,
     EVAL,
@@ -93,6 +94,7 @@ class Run:
         self._page_writer: threading.Thread | None = None
         self._page_due = 0.0
         self._answers: list[Mapping[str, Any]] = []
+        self._without_answers: set[str] = set()  # trackers that could not take answers
         self._times: dict[str, float] = defaultdict(float)
         self._memory: dict[str, float] = defaultdict(float)
         self.current_phase, self._since = "set_up", time.perf_counter()
@@ -280,16 +282,14 @@ class Run:
             tracker.log(numbers, step=max(self.step, 0))
 
     def _log_answers_to_trackers(self) -> None:
-        """Sends the kept answers to trackers that support tables: wandb and clearml."""
-        columns = ["step", "question", "expected", "answer", "reward"]
-        rows = [
-            [self.step, record["question"], record["expected"], answer["text"], answer["reward"]]
-            for record in self._answers
-            for answer in record["answers"]
-        ]
-        for tracker in self.trackers if rows else ():
-            if hasattr(tracker, "log_table"):
-                tracker.log_table("answers", columns=columns, data=rows, step=self.step)
+        """Sends the kept answers to the trackers. One that cannot take them gets no further answers."""
+        for tracker in self.trackers if self._answers else ():
+            if tracker.name not in self._without_answers:
+                try:
+                    log_answers(tracker, self.out, self.step, self._answers)
+                except Exception as error:  # samples.jsonl has the answers
+                    self._without_answers.add(tracker.name)
+                    self.print(f"tracker {tracker.name}: answers could not be logged: {type(error).__name__}: {error}")
 
     def _write(self, name: str, content: Mapping[str, Any]) -> None:
         replace_file(self.out / name, json.dumps(content, indent=1, default=str) + "\n")

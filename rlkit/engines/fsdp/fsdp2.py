@@ -96,6 +96,7 @@ class Fsdp2Engine:
             `rows[engine.data_parallel_rank :: engine.data_parallel_size]`.
         data_parallel_group: one rank of each model-parallel group; None for all ranks.
         model_parallel_group: the ranks that are given the same rows (tensor, Ulysses); None if each has its own.
+        compute_dtype: of activations and gathered weights.
         liger: whether the model has Liger's kernels.
     """
 
@@ -139,13 +140,13 @@ class Fsdp2Engine:
         self.spec = position_spec(self.config)
         self._make_groups(fsdp_size, tensor, ulysses_sequence_parallel_size)
         self._prepare_model(gradient_checkpointing=enable_gradient_checkpointing, compiled=use_torch_compile)
-        dtype = compute_dtype or (torch.bfloat16 if self.device.type == "cuda" else torch.float32)
+        self.compute_dtype = compute_dtype or (torch.bfloat16 if self.device.type == "cuda" else torch.float32)
         mesh = self.mesh["dp_replicate", "dp_shard"] if fsdp_size else self.mesh["dp_shard"]
         if has_meta_weights(model):
-            self.module = self._shard(model, dtype, mesh)
+            self.module = self._shard(model, self.compute_dtype, mesh)
             load_sharded_weights(self.base, self.device)
         else:
-            self.module = self._shard(_on_device(model, self.device), dtype, mesh)
+            self.module = self._shard(_on_device(model, self.device), self.compute_dtype, mesh)
         trainable = [p for p in self.module.parameters() if p.requires_grad]
         self.optimizer = optimizer(trainable) if optimizer else None
         self.scheduler = scheduler(self.optimizer) if scheduler and self.optimizer else None

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn.functional import linear
 
-from rlkit.losses.logprobs import CHUNK_BYTES, CPU_CHUNK_BYTES
+from rlkit.losses.logprobs import tokens_per_chunk
 
 _LOG_ZERO = -1e30  # instead of -inf, which times a probability of 0 would be nan
 
@@ -48,7 +48,7 @@ def vocab_parallel_linear_logprobs(
     if suppress is not None:
         suppress = _local_ids(suppress, first, weight.shape[0])
     if chunk is None:
-        chunk = max(1, (CHUNK_BYTES if hidden.is_cuda else CPU_CHUNK_BYTES) // (4 * weight.shape[0]))
+        chunk = tokens_per_chunk(hidden, len(weight))
     logprobs, entropy = _LinearLogprobs.apply(hidden, weight, targets - first, temperature, suppress, group, chunk)
     return logprobs, entropy
 
