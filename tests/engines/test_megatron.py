@@ -23,8 +23,9 @@ from megatron.core import parallel_state  # noqa: E402
 from one_gradient import OUTPUTS, POLICY  # noqa: E402
 
 from rlkit.engines.megatron.cpu import cuda_calls_on_host  # noqa: E402
-from rlkit.engines.megatron.model import ParallelDims, check_supported, initialize_parallel_state  # noqa: E402
+from rlkit.engines.megatron.model import initialize_parallel_state  # noqa: E402
 from rlkit.engines.megatron.optimizer import checkpoint_state  # noqa: E402
+from rlkit.engines.megatron.supported import ParallelDims, check_supported  # noqa: E402
 
 
 @pytest.fixture(scope="module")
