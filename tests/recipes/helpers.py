@@ -23,9 +23,15 @@ HERE = Path(__file__).parent
 RECIPES = HERE.parents[1] / "recipes"
 
 
+@functools.cache
+def digits():
+    """The built-in task, whose 1,797 images are made once."""
+    return load_task("digits")
+
+
 def few_digits(answers="01"):
     """The built-in images of 0 and 1; a run names it "helpers:few_digits"."""
-    task = load_task("digits")
+    task = digits()
     train, heldout = ([row for row in rows if row["answer"] in answers] for rows in (task.train, task.heldout))
     return replace(task, train=train, heldout=heldout)
 
