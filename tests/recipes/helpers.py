@@ -52,6 +52,11 @@ def built_warm(tmp_path_factory):
     return built(tmp_path_factory, "warm", lambda: few_digits("012"), warm_up_steps=45, label_noise=0.7, lr=1e-3)
 
 
+def built_start(tmp_path_factory):
+    """A model that knows the form of an answer and nothing of its content."""
+    return built(tmp_path_factory, "start", few_digits, warm_up_steps=31, label_noise=1.0, lr=1e-3)
+
+
 @pytest.fixture(scope="session")
 def text_dir(tmp_path_factory):
     """A model without eyes, and without any training."""
