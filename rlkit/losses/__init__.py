@@ -44,7 +44,7 @@ All, by family, each a module:
   `alphapo_loss`, `tpo_loss`, `a_star_po_loss`, `alpha_divergence_dpo_loss`, `forward_kl_dpo_loss`, `js_dpo_loss`,
   `aot_loss`, `aot_unpaired_loss`, `ld_sequence_logprobs`, `wpo_weights`
 - distillation: of a teacher and a student. `forward_kl_loss`, `reverse_kl_loss`, `jsd_loss`, `topk_forward_kl_loss`,
-  `topk_reverse_kl_loss`
+  `topk_reverse_kl_loss`, `topk_jsd_loss`
 - supervised: of answers that somebody else wrote. `dft_loss`, `chord_phi_loss`, `chord_mu`
 - router: of mixtures of experts. `load_balancing_loss`
 
@@ -217,6 +217,7 @@ __all__ = [
     "jsd_loss",
     "topk_forward_kl_loss",
     "topk_reverse_kl_loss",
+    "topk_jsd_loss",
     # supervised
     "dft_loss",
     "chord_phi_loss",
