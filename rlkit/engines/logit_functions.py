@@ -12,7 +12,7 @@ often several [n, V] tensors, exists for one piece at a time.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -20,25 +20,13 @@ from torch.autograd.function import once_differentiable
 from torch.nn.functional import linear
 from torch.utils.checkpoint import checkpoint
 
-from rlkit.losses.logprobs import CHUNK_BYTES, CPU_CHUNK_BYTES, suppress_tokens
+from rlkit.losses.logprobs import CHUNK_BYTES, CPU_CHUNK_BYTES, TopkLogprobs, suppress_tokens
 
 LogitFunction = Callable[[Tensor, Mapping[str, Tensor]], Tensor]
 """(logits [n, V], tensors of `Batch.unpadded` for the same n tokens) -> [n], differentiable in the logits.
 
 The logits are those that predict the tokens: not divided by the temperature, -inf at suppressed tokens.
 """
-
-
-class TopkLogprobs(NamedTuple):
-    """The likeliest tokens after each prefix, the likeliest first.
-
-    Attributes:
-        logprobs: float32 [N, K].
-        ids: int32 [N, K], their token ids.
-    """
-
-    logprobs: Tensor
-    ids: Tensor
 
 
 def topk_of_pieces(pieces: Iterable[Tensor], k: int, temperature: float) -> TopkLogprobs:

@@ -31,7 +31,6 @@ from rlkit.engines.fsdp.sharding import apply_fsdp2, fsdp_units, make_device_mes
 from rlkit.engines.fsdp.tensor_parallel import all_reduce_gradients, apply_tensor_parallel, clip_grad_norm
 from rlkit.engines.logit_functions import (
     LogitFunction,
-    TopkLogprobs,
     apply_to_hidden_states,
     apply_to_logits,
     head_logits,
@@ -46,7 +45,7 @@ from rlkit.engines.packing.micro_batches import check_same_rows, micro_batches
 from rlkit.engines.packing.ulysses import UlyssesGroup, apply_ulysses, gather_outputs
 from rlkit.engines.packing.vision_attention import use_packed_vision_attention
 from rlkit.engines.value_head import has_value_head
-from rlkit.losses.logprobs import linear_logprobs, suppress_tokens, target_logprobs, token_entropy
+from rlkit.losses.logprobs import TopkLogprobs, linear_logprobs, suppress_tokens, target_logprobs, token_entropy
 from rlkit.vlm.adapt import adapter_parameters, checkpoint_parameters, merged_parameters
 from rlkit.vlm.families import head_obstacle
 from rlkit.vlm.inputs import position_spec
