@@ -26,7 +26,7 @@ All, by family, each a module:
 - value: `clipped_value_loss`
 - reductions: from values a token to one number. `token_sum`, `token_mean`, `sequence_mean`, `sequence_sum_mean`,
   `fixed_length_mean`, `prompt_mean`, `group_token_counts`, `pair_mean`
-- logprobs: from logits or hidden states. `LogprobsAndEntropy`, `token_logprobs`, `align_with_tokens`,
+- logprobs: from logits or hidden states. `LogprobsAndEntropy`, `TopkLogprobs`, `token_logprobs`, `align_with_tokens`,
   `target_logprobs`, `token_entropy`, `sum_pi_squared`, `suppress_tokens`, `linear_logprobs`
 - entropy: `top_entropy_mask`, `adaptive_entropy_coef`
 - kl: from a reference. `kl_k1`, `kl_k2`, `kl_k3`, `kl_abs`, `kl_straight_through`, `kl_k3_weighted`,
@@ -139,6 +139,7 @@ __all__ = [
     "pair_mean",
     # logprobs
     "LogprobsAndEntropy",
+    "TopkLogprobs",
     "token_logprobs",
     "align_with_tokens",
     "target_logprobs",
