@@ -64,7 +64,7 @@ def reinforce_plus_plus_advantages(
     check.token_mask(mask)
     check.not_negative(eps=eps)
     rewards = masked(rewards_per_token(rewards, mask), mask)
-    mask = mask & rewards.isfinite().all(1, keepdim=True)
+    mask = mask & rewards.sum(1, keepdim=True).isfinite()  # a row with a reward that is not finite was not judged
     return _whiten(discounted_returns(rewards, mask, gamma), mask, eps, global_sum)
 
 

@@ -20,7 +20,7 @@ from torch.autograd.function import once_differentiable
 from torch.nn.functional import linear
 from torch.utils.checkpoint import checkpoint
 
-from rlkit.losses.logprobs import CHUNK_BYTES, CPU_CHUNK_BYTES, TopkLogprobs, suppress_tokens
+from rlkit.losses.logprobs import TopkLogprobs, suppress_tokens, tokens_per_chunk
 
 LogitFunction = Callable[[Tensor, Mapping[str, Tensor]], Tensor]
 """(logits [n, V], tensors of `Batch.unpadded` for the same n tokens) -> [n], differentiable in the logits.
@@ -43,11 +43,6 @@ def topk_of_pieces(pieces: Iterable[Tensor], k: int, temperature: float) -> Topk
     return TopkLogprobs(torch.cat([x.values for x in found]), torch.cat([x.indices for x in found]).int())
 
 
-def piece_size(vocabulary: int, device: torch.device) -> int:
-    """How many tokens are computed at once: 512 MiB of float32 logits, 16 MiB on a CPU."""
-    return max(1, (CPU_CHUNK_BYTES if device.type == "cpu" else CHUNK_BYTES) // (4 * max(1, vocabulary)))
-
-
 def apply_to_logits(function: LogitFunction, logits: Tensor, unpadded: Mapping[str, Tensor]) -> Tensor:
     """The function's values for all tokens, from the logits in pieces.
 
@@ -60,7 +55,7 @@ def apply_to_logits(function: LogitFunction, logits: Tensor, unpadded: Mapping[s
     """
     if not len(logits):
         return logits.sum(1)
-    size = piece_size(logits.shape[1], logits.device)
+    size = tokens_per_chunk(logits, logits.shape[1])
     parts = zip(*(x.split(size) for x in (logits, *unpadded.values())), strict=True)
 
     def of_piece(piece: Tensor, *tensors: Tensor) -> Tensor:
@@ -95,7 +90,7 @@ def apply_to_hidden_states(
         [K].
     """
     head = (weight, bias, suppress)
-    size = piece_size(len(weight), hidden.device)
+    size = tokens_per_chunk(hidden, len(weight))
     return _FromHiddenStates.apply(hidden, *head, function, size, tuple(unpadded), *unpadded.values())
 
 

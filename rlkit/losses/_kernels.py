@@ -107,11 +107,8 @@ class LinearLogprobs(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad_logprobs: Tensor, grad_entropy: Tensor) -> tuple[Tensor | None, ...]:
         hidden, weight, bias, targets, temperature, suppress, entropy = ctx.saved_tensors
-        want_hidden, want_weight, want_bias = ctx.needs_input_grad[:3]
-        grad_hidden = torch.empty_like(hidden) if want_hidden else None
-        grad_weight = torch.zeros_like(weight, dtype=entropy.dtype) if want_weight else None
-        grad_bias = torch.zeros_like(bias, dtype=entropy.dtype) if want_bias else None
-        for rows in chunks(len(hidden), ctx.chunk):
+
+        def logit_gradient(rows: slice) -> Tensor:
             logp = _chunk_logprobs(hidden[rows], weight, bias, temperature[rows], suppress)
             p = logp.clamp_(min=NO_PROBABILITY).exp()
             surprise = logp.add_(entropy[rows, None])
@@ -119,17 +116,9 @@ class LinearLogprobs(torch.autograd.Function):
             grad.scatter_add_(1, targets[rows, None], grad_logprobs[rows, None])
             if suppress is not None:
                 grad.index_fill_(1, suppress, 0)
-            grad = grad.div_(temperature[rows]).to(hidden.dtype)
-            with torch.autocast(hidden.device.type, enabled=False):
-                if grad_hidden is not None:
-                    grad_hidden[rows] = grad @ weight
-                if grad_weight is not None:
-                    grad_weight += grad.t() @ hidden[rows]
-            if grad_bias is not None:
-                grad_bias += grad.sum(0, dtype=grad_bias.dtype)
-        grad_weight = None if grad_weight is None else grad_weight.to(weight.dtype)
-        grad_bias = None if grad_bias is None else grad_bias.to(bias.dtype)
-        return grad_hidden, grad_weight, grad_bias, None, None, None, None
+            return grad.div_(temperature[rows]).to(hidden.dtype)
+
+        return linear_gradients(ctx, logit_gradient)
 
 
 class Divergence(torch.autograd.Function):
@@ -206,6 +195,33 @@ class Buckets(torch.autograd.Function):
         return result.to(ctx.dtype), None, None, None, None
 
 
+def linear_gradients(ctx: Any, logit_gradient: Callable[[slice], Tensor]) -> tuple[Tensor | None, ...]:
+    """What the backward pass of `LinearLogprobs` returns: the gradients of hidden, weight and bias, then None.
+
+    `ctx` holds these three as its first saved tensors. `logit_gradient` gives the gradient [n, V] of the logits before
+    temperature for one chunk of tokens, in the dtype of `hidden`. Chunks are summed in float32 at least.
+    """
+    hidden, weight, bias = ctx.saved_tensors[:3]
+    want_hidden, want_weight, want_bias = ctx.needs_input_grad[:3]
+    dtype = torch.promote_types(hidden.dtype, torch.float32)
+    grad_hidden = torch.empty_like(hidden) if want_hidden else None
+    grad_weight = torch.zeros_like(weight, dtype=dtype) if want_weight else None
+    grad_bias = torch.zeros_like(bias, dtype=dtype) if want_bias else None
+    for start in range(0, len(hidden), ctx.chunk):
+        rows = slice(start, start + ctx.chunk)
+        grad = logit_gradient(rows)
+        with torch.autocast(hidden.device.type, enabled=False):
+            if grad_hidden is not None:
+                grad_hidden[rows] = grad @ weight
+            if grad_weight is not None:
+                grad_weight += grad.t() @ hidden[rows]
+        if grad_bias is not None:
+            grad_bias += grad.sum(0, dtype=dtype)
+    grad_weight = None if grad_weight is None else grad_weight.to(weight.dtype)
+    grad_bias = None if grad_bias is None else grad_bias.to(bias.dtype)
+    return grad_hidden, grad_weight, grad_bias, None, None, None, None
+
+
 def divergence(rule: Rule, student_logits: Tensor, teacher_logits: Tensor, mask: Tensor, temperature: float) -> Tensor:
     """[B, T]: the divergences of logits [B, T, V] by a rule such as `forward_kl`, 0 outside the mask."""
     student, teacher = student_logits.flatten(0, 1), teacher_logits.detach().flatten(0, 1)
@@ -258,6 +274,12 @@ def pieces(logits: Tensor) -> list[slice]:
     """The rows of [N, V] logits in as many pieces as keep each within its bytes."""
     row = torch.promote_types(logits.dtype, torch.float32).itemsize * max(1, logits.shape[1])
     return chunks(len(logits), max(1, (CPU_CACHE_BYTES if logits.device.type == "cpu" else PIECE_BYTES) // row))
+
+
+def tokens_per_chunk(hidden: Tensor, vocabulary: int) -> int:
+    """As many tokens of `linear_logprobs` as keep the logits of a chunk within its bytes."""
+    row = torch.promote_types(hidden.dtype, torch.float32).itemsize * max(1, vocabulary)
+    return max(1, (CPU_CHUNK_BYTES if hidden.device.type == "cpu" else CHUNK_BYTES) // row)
 
 
 def chunks(rows: int, size: int) -> list[slice]:

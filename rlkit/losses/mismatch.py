@@ -156,6 +156,7 @@ def token_rejection_mask(
     Returns:
         bool [B, T], True on what stays, a part of `mask`: it takes the mask's place.
     """
+    check.per_token(mask, logprobs=logprobs, rollout_logprobs=rollout_logprobs)
     log_ratio = _unbounded_log_ratio(logprobs, rollout_logprobs, mask)
     return mask & _inside(log_ratio, low, high) & ~_vetoed(log_ratio, veto)
 
@@ -175,6 +176,7 @@ def sequence_rejection_mask(
 
     Args, Returns: as `token_rejection_mask`.
     """
+    check.per_token(mask, logprobs=logprobs, rollout_logprobs=rollout_logprobs)
     log_ratio = _unbounded_log_ratio(logprobs, rollout_logprobs, mask)
     return mask & _inside(log_ratio.sum(1, keepdim=True), low, high) & ~_vetoed(log_ratio, veto)
 
@@ -191,6 +193,7 @@ def geometric_rejection_mask(
 
     Args, Returns: as `token_rejection_mask`.
     """
+    check.per_token(mask, logprobs=logprobs, rollout_logprobs=rollout_logprobs)
     log_ratio = _unbounded_log_ratio(logprobs, rollout_logprobs, mask)
     return mask & _inside(mean_over_tokens(log_ratio, mask), low, high) & ~_vetoed(log_ratio, veto)
 
@@ -264,10 +267,9 @@ def _product(log_ratio: Tensor) -> Tensor:
     return log_ratio.sum(1, keepdim=True).clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT).exp()
 
 
-def _unbounded_log_ratio(logprobs: Tensor, rollout_logprobs: Tensor, mask: Tensor) -> Tensor:
+def _unbounded_log_ratio(logprobs: Tensor, base_logprobs: Tensor, mask: Tensor) -> Tensor:
     """[B, T]: the log-ratio, 0 outside the mask; an infinite one stays outside every finite bound."""
-    check.per_token(mask, logprobs=logprobs, rollout_logprobs=rollout_logprobs)
-    return masked(at_least_float32(logprobs) - at_least_float32(rollout_logprobs), mask)
+    return masked(at_least_float32(logprobs) - at_least_float32(base_logprobs), mask)
 
 
 def _inside(log_ratio: Tensor, low: float, high: float) -> Tensor:

@@ -11,7 +11,7 @@ import pytest
 import torch
 from transformers import AutoModelForImageTextToText
 
-from rlkit.engines import logit_functions, make_engine
+from rlkit.engines import make_engine
 from rlkit.losses import (
     forward_kl_loss,
     jsd_loss,
@@ -61,7 +61,7 @@ def teacher_dir(tiny_dir, processor, tmp_path_factory):
 @pytest.fixture(autouse=True)
 def small_pieces(monkeypatch):
     """Three tokens at a time, so that each micro-batch has several pieces."""
-    monkeypatch.setattr(logit_functions, "CPU_CHUNK_BYTES", 3 * 4 * 512)
+    monkeypatch.setattr("rlkit.losses._kernels.CPU_CHUNK_BYTES", 3 * 4 * 512)
 
 
 def plain_logits(model, batch, row):

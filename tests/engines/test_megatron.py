@@ -7,6 +7,9 @@ from pathlib import Path
 import pytest
 import torch
 from isolated_cases import require, run_cases
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from rlkit.engines import make_engine
 from rlkit.vlm import freeze, lora, vision_tower_pattern
@@ -77,7 +80,7 @@ def test_scores_equal_transformers(out, case):
     expected = {name: torch.zeros(batch.tokens.shape) for name in OUTPUTS[ranks.losses_of(kind)]}
     for b, length in enumerate(batch.lengths):
         inputs = {"input_ids": batch.tokens[b : b + 1, :length], **batch.vision[b]}
-        if kind == "vl":
+        if kind in ranks.VISION:
             inputs["mm_token_type_ids"] = (inputs["input_ids"] == ranks.IMAGE).int()
         if kind == "routed":
             inputs["routed_experts"] = batch.routed_experts[b, :length]
@@ -224,6 +227,75 @@ def test_routed_experts_of_another_model_are_named(alone):
     batch.fields["routed_experts"] = batch.routed_experts[..., :1]
     with pytest.raises(ValueError, match=r"expected \[B, T, 2 layers, 2 experts\], got \[B, T, 2, 1\]"):
         engine.infer_batch(batch)
+
+
+def tokens_of(engine, batch):
+    """The tokens that the layers compute in `infer_batch`, and its log-probabilities."""
+    counts = []
+    engine.model.decoder.register_forward_hook(lambda module, args, out: counts.append(len(out)))
+    logprobs = engine.infer_batch(batch)["logprobs"]
+    return sum(counts), logprobs
+
+
+def test_a_shared_prompt_is_computed_once(alone):
+    batch = ranks.make_batch(list(range(ranks.ROWS)), "shared")
+    once, logprobs = tokens_of(ranks.engine_for("megatron", "shared"), batch)
+    each, expected = tokens_of(ranks.engine_for("megatron", "shared", share_prompts=False), batch)
+    answers, prompts = batch.mask.sum(), sum(batch.lengths) - batch.mask.sum()
+    assert each == answers + prompts
+    assert answers + prompts / 4 <= once <= answers + prompts / 2  # the second group is split in two
+    torch.testing.assert_close(logprobs, expected, atol=1e-5, rtol=1e-5)
+
+
+class NoReads(TorchFunctionMode):
+    """Raises where a value of a tensor is read: on a GPU the host would wait for it."""
+
+    READS = {Tensor.item, Tensor.tolist, Tensor.numpy, Tensor.nonzero, torch.nonzero}
+    READS |= {Tensor.__bool__, Tensor.__int__, Tensor.__float__, Tensor.__index__}
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        if func in self.READS:
+            raise AssertionError(f"{func} in the forward of a model")
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("kind", ["shared", "shared-vl"])
+def test_the_layers_read_no_value_of_a_tensor(kind, alone):
+    engine, modes = ranks.engine_for("megatron", kind), []
+
+    def enter(module, args, kwargs):
+        _ = kwargs["packed_seq_params"].layout.blocks  # its index tensors are made on the host
+        modes.append(NoReads())
+        modes[-1].__enter__()
+
+    engine.model.decoder.register_forward_pre_hook(enter, with_kwargs=True)
+    engine.model.decoder.register_forward_hook(lambda *_: modes[-1].__exit__(None, None, None))
+    engine.infer_batch(ranks.make_batch(list(range(ranks.ROWS)), kind))
+    assert len(modes) > 1
+
+
+class Shapes(TorchDispatchMode):
+    """The shapes of all tensors that are made."""
+
+    def __init__(self):
+        super().__init__()
+        self.found = set()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        self.found |= {tuple(x.shape) for x in (out if isinstance(out, tuple | list) else (out,)) if torch.is_tensor(x)}
+        return out
+
+
+def test_only_scored_tokens_have_logits(alone):
+    engine, batch = ranks.engine_for("megatron", "qwen2"), ranks.make_batch([3])
+    batch.mask[:, :-2] = False
+    with Shapes() as shapes:
+        engine.infer_batch(batch)
+    weight = (engine.config.hidden_size, ranks.VOCABULARY)  # transposed
+    logits = {shape for shape in shapes.found if shape[-1:] == (ranks.VOCABULARY,)} - {weight}
+    assert sum(batch.lengths) > 20 and (2, ranks.VOCABULARY) in logits
+    assert {shape[0] for shape in logits if len(shape) > 1} == {2}
 
 
 @pytest.mark.parametrize("kind", ["moe", "vl"])

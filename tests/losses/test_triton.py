@@ -1,4 +1,7 @@
-"""The Triton kernels of `linear_logprobs` in Triton's interpreter: results, FLOPs and bytes. No GPU has run them."""
+"""The Triton kernels of `linear_logprobs` in Triton's interpreter (results, FLOPs, bytes) and through its compiler.
+
+No GPU has run them.
+"""
 
 import json
 import logging
@@ -62,11 +65,35 @@ def test_flops_and_bytes_are_the_least(found):
     assert backward["written"] == 2 * n * v  # the gradient of the logits, in bfloat16
 
 
+@pytest.mark.parametrize("with_bias_and_suppressed", [False, True])
+@pytest.mark.parametrize("name", ["_sums", "_gradients"])
+def test_kernels_compile_for_a_gpu(name, with_bias_and_suppressed):
+    """Triton's compiler needs no GPU. It refuses Python that the interpreter runs, such as type hints by `Any`."""
+    compiler = pytest.importorskip("triton.compiler")
+    from triton.backends.compiler import GPUTarget
+
+    from rlkit.losses import _triton
+
+    kernel = getattr(_triton, name)
+    types = dict.fromkeys(kernel.arg_names, "*fp32") | dict.fromkeys(("n", "v", "size", "tiles_per_part"), "i32")
+    types |= dict.fromkeys(("hidden", "weight", "bias"), "*bf16") | {"targets": "*i64", "suppressed": "*u8"}
+    if name == "_gradients":
+        types["out"] = "*bf16"
+    constants = _triton._blocks(torch.bfloat16)
+    if not with_bias_and_suppressed:
+        constants |= {"bias": None, "suppressed": None}
+    signature = {x: "constexpr" if x in constants else types[x] for x in kernel.arg_names}
+    source = compiler.ASTSource(kernel, signature, constants)
+    compiled = compiler.compile(source, target=GPUTarget("cuda", 90, 32), options=_triton.SCHEDULE)
+    assert "wgmma" in compiled.asm["ptx"]  # products on the tensor cores
+
+
 @pytest.mark.parametrize("reason", ["no triton", "no GPU"])
 def test_one_line_is_logged_where_kernels_cannot_run(reason, monkeypatch, caplog):
     if reason == "no triton":
         monkeypatch.setitem(sys.modules, "triton", None)
         monkeypatch.delitem(sys.modules, "rlkit.losses._triton", raising=False)
+        monkeypatch.delattr("rlkit.losses._triton", raising=False)
     else:
         pytest.importorskip("triton")
     monkeypatch.setattr(logprobs, "_triton", logprobs._triton.__wrapped__)  # without what earlier calls found

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Mapping
+from dataclasses import dataclass
 from importlib.util import find_spec
 from typing import Any, NamedTuple
 
@@ -134,10 +135,6 @@ def padded_vocabulary(config: Any, dims: ParallelDims) -> int:
     return -(-config.get_text_config().vocab_size // dims.tensor) * dims.tensor
 
 
-def _mrope_section(config: Any) -> list[int] | None:
-    return config.rope_parameters.get("mrope_section")
-
-
 def _rope_type(config: Any) -> str:
     return config.rope_parameters["rope_type"]
 
@@ -188,19 +185,29 @@ def _initialize_rng_tracker(device: torch.device) -> None:
             model_parallel_cuda_manual_seed(0, force_reset_rng=True)
 
 
-def transformer_config(config: Any, dims: ParallelDims, dtype: torch.dtype, *, recompute: bool) -> TransformerConfig:
-    """Megatron's config of a transformers text model that `check_supported` has accepted."""
+@dataclass
+class MegatronConfig(TransformerConfig):
+    """Megatron's config of a language model, and whether it is part of a vision-language model."""
+
+    has_vision: bool = False
+
+
+def megatron_config(model_config: Any, dims: ParallelDims, dtype: torch.dtype, *, recompute: bool) -> MegatronConfig:
+    """Megatron's config of a transformers model that `check_supported` has accepted."""
+    config = model_config.get_text_config()
+    head_size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     more: dict[str, Any] = _moe_options(config, dims) if is_moe(config) else {}
     if recompute:
         more |= {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
-    return TransformerConfig(
+    return MegatronConfig(
         num_layers=config.num_hidden_layers,
         hidden_size=config.hidden_size,
         num_attention_heads=config.num_attention_heads,
         num_query_groups=config.num_key_value_heads,
-        kv_channels=getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads,
+        kv_channels=head_size,
         ffn_hidden_size=config.intermediate_size,
-        mrope_section=_mrope_section(config),
+        mrope_section=config.rope_parameters.get("mrope_section") or [head_size // 2, 0, 0],
+        has_vision=hasattr(model_config, "vision_config"),
         normalization="RMSNorm",
         layernorm_epsilon=config.rms_norm_eps,
         gated_linear_unit=True,
@@ -284,7 +291,8 @@ class ValueHead(nn.Module):
 class HiddenStatesHead(nn.Module):
     """Replaces the output layer, keeps its weight, and returns the hidden states of all tokens.
 
-    Backward sums the gradients of the tensor ranks, each of which computes a slice of the vocabulary.
+    Logits are computed afterwards, only where they are needed. Backward sums the gradients of the tensor ranks, each of
+    which computes a slice of the vocabulary.
     """
 
     def __init__(self, head: Any, config: TransformerConfig) -> None:
@@ -315,17 +323,16 @@ class RouterReplayLayer(TransformerLayer):
         return out
 
 
-def build_model(
-    model: Any, config: TransformerConfig, device: torch.device, *, value_head: bool, hidden_states: bool = False
-) -> GPTModel:
+def build_model(model: Any, config: MegatronConfig, device: torch.device, *, value_head: bool) -> GPTModel:
     """This rank's part of a model, its weights not yet set; the first stage has the vision tower if there is one.
+
+    The last stage returns hidden states, or values.
 
     Args:
         model: from transformers.
         config: Megatron's, of the same model.
         device: where this rank computes.
         value_head: a value head instead of the output layer.
-        hidden_states: return hidden states instead of logits.
     """
     text, decoder = model.config.get_text_config(), model.get_decoder()
     is_first, is_last = parallel_state.is_pipeline_first_stage(), parallel_state.is_pipeline_last_stage()
@@ -336,21 +343,17 @@ def build_model(
         max_sequence_length=text.max_position_embeddings,
         pre_process=is_first,
         post_process=is_last,
-        position_embedding_type="rope" if config.mrope_section is None else "mrope",
+        position_embedding_type="mrope",  # follows position ids; "rope" counts positions itself
         share_embeddings_and_output_weights=model.get_output_embeddings().weight is decoder.embed_tokens.weight,
     )
     built.rotary_pos_emb.inv_freq = type(decoder.rotary_emb)(config=text).inv_freq.to(device, copy=True)
     for module in (getattr(built, "embedding", None), getattr(built, "output_layer", None)):
         for weight in () if module is None else module.parameters():
             weight.vocabulary = text.vocab_size
-    if config.mrope_section is not None:
-        # its positions are those of the whole row; with this group Megatron would slice them as one sequence
-        built.rotary_pos_emb.cp_group = None
-    if value_head and is_last:
-        built.output_layer = ValueHead(config)
-    elif hidden_states and is_last:
-        built.output_layer = HiddenStatesHead(built.output_layer, config)
-    if is_first and config.mrope_section is not None:
+    built.rotary_pos_emb.cp_group = None  # position ids are this rank's; with a group Megatron would select them again
+    if is_last:
+        built.output_layer = ValueHead(config) if value_head else HiddenStatesHead(built.output_layer, config)
+    if is_first and config.has_vision:
         built.visual = copy.deepcopy(model.model.visual)
         if device.type == "cuda":
             use_packed_vision_attention(built.visual, model.config)
@@ -367,6 +370,7 @@ def _layer_spec(config: TransformerConfig, device: torch.device) -> ModuleSpec |
     if has_transformer_engine(device):
         spec = get_gpt_layer_with_transformer_engine_spec(config.num_moe_experts, qk_layernorm=config.qk_layernorm)
         spec.module = RouterReplayLayer if config.num_moe_experts else spec.module
+        spec.submodules.self_attention.submodules.core_attention = PackedAttention
         return spec
     if config.num_moe_experts and device.type == "cuda":
         raise ValueError("model: expected transformer_engine for a mixture of experts on a GPU, got none installed")
@@ -383,32 +387,31 @@ def _layer_spec(config: TransformerConfig, device: torch.device) -> ModuleSpec |
     return TransformerBlockSubmodules(layer_specs=[spec] * get_num_layers_to_build(config), layer_norm=Norm)
 
 
-def embed_with_images(
-    model: GPTModel, tokens: Tensor, source: Tensor, kwargs: Mapping[str, Any], config: Any
-) -> Tensor | None:
+def embed_with_images(model: GPTModel, inputs: Mapping[str, Any], row: Mapping[str, Any], config: Any) -> Tensor | None:
     """The token embeddings of a row with image features inserted, as the decoder of the first stage takes them.
 
     Args:
         model: from `build_model`.
-        tokens: [1, n], this context rank's part of the row.
-        source: [n], the position of each of them in the row; -1 for padding.
-        kwargs: of the row: `input_ids` [1, N], and `pixel_values` and `image_grid_thw` if it has images.
+        inputs: from `context_parallel_inputs`.
+        row: of the whole row, on the host: `input_ids` [1, N], and `pixel_values` and `image_grid_thw` of its images.
         config: of the transformers model, which names the image token.
 
     Returns:
         [n, 1, H], or this rank's part of it under sequence parallelism; None if the model embeds the tokens itself.
     """
-    if "pixel_values_videos" in kwargs:
+    if "pixel_values_videos" in row:
         raise ValueError("batch: expected images only in the megatron engine, got videos; use the fsdp2 engine")
-    if "pixel_values" not in kwargs or not model.pre_process:
+    if "pixel_values" not in row or not model.pre_process:
         return None
+    tokens, source = inputs["input_ids"], inputs["packed_seq_params"].source
     hidden = model.embedding(input_ids=tokens, position_ids=None)
-    pixels = kwargs["pixel_values"].to(model.config.params_dtype)
-    features = model.visual(pixels, grid_thw=kwargs["image_grid_thw"]).pooler_output
-    is_image = torch.eq(kwargs["input_ids"][0], config.image_token_id)
+    pixels = row["pixel_values"].to(tokens.device, model.config.params_dtype)
+    features = model.visual(pixels, grid_thw=row["image_grid_thw"].to(tokens.device)).pooler_output
+    is_image = torch.eq(row["input_ids"][0], config.image_token_id)
     feature_index = is_image.cumsum(0).sub(1).clamp(min=0)[source]
     is_image = is_image[source] & (source >= 0)
     if model.config.sequence_parallel:
         group = parallel_state.get_tensor_model_parallel_group()
         is_image, feature_index = (x.chunk(group.size())[group.rank()] for x in (is_image, feature_index))
+    is_image, feature_index = is_image.to(tokens.device), feature_index.to(tokens.device)
     return torch.where(is_image[:, None, None], features[feature_index][:, None].to(hidden.dtype), hidden)

@@ -1,4 +1,4 @@
-"""Log-probabilities and entropies of logits whose vocabulary is sharded over the ranks of a process group."""
+"""Log-probabilities and entropies from hidden states, with a vocabulary sharded over the ranks of a process group."""
 
 from __future__ import annotations
 
@@ -10,40 +10,9 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn.functional import linear
 
-from rlkit.losses.logprobs import CHUNK_BYTES, CPU_CHUNK_BYTES
+from rlkit.losses.logprobs import tokens_per_chunk
 
 _LOG_ZERO = -1e30  # instead of -inf, which times a probability of 0 would be nan
-
-
-def vocab_parallel_logprobs(
-    logits: Tensor,
-    targets: Tensor,
-    temperature: float = 1.0,
-    *,
-    suppress: Tensor | None = None,
-    group: dist.ProcessGroup | None = None,
-) -> tuple[Tensor, Tensor]:
-    r"""`rlkit.losses.logprobs.target_logprobs` and `token_entropy` of a vocabulary of which each rank has a slice.
-
-    The softmax needs a maximum and sums over the ranks, which are three all-reduces of [K] numbers. Backward needs
-    none: the gradient of a slice, $g_{lp} (1_y - p) - g_H\, p (\log p + H)$, is known from the forward. All ranks must
-    compute the same loss: the gradients of the outputs are not summed over ranks.
-
-    Args:
-        logits: [K, V / ranks], the slice of this rank, in rank order.
-        targets: [K], in [0, V).
-        temperature: sampling temperature, > 0.
-        suppress: [S] token ids, of the whole vocabulary, whose probability is 0.
-        group: the ranks; by default all.
-
-    Returns:
-        (logprobs [K], entropy [K]), float32, the same on every rank.
-    """
-    first = dist.get_rank(group) * logits.shape[1]
-    if suppress is not None:
-        logits = logits.index_fill(1, _local_ids(suppress, first, logits.shape[1]), -torch.inf)
-    logprobs, entropy = _Logprobs.apply(logits, targets - first, temperature, group)
-    return logprobs, entropy
 
 
 def vocab_parallel_linear_logprobs(
@@ -56,18 +25,20 @@ def vocab_parallel_linear_logprobs(
     group: dist.ProcessGroup | None = None,
     chunk: int | None = None,
 ) -> tuple[Tensor, Tensor]:
-    r"""`vocab_parallel_logprobs` of `hidden @ weight.T`, whose logits are computed in chunks of tokens and not kept.
-
-    As in `rlkit.losses.linear_logprobs`, products are computed in the dtype of `hidden`, and autocast is ignored.
+    r"""`rlkit.losses.linear_logprobs` of a vocabulary of which each rank has a slice.
 
     A rank computes the maximum of its slice and the sums $\sum e^y$ and $\sum y e^y$, with $y$ relative to that
-    maximum. Two all-reduces of [K] numbers combine the slices. Backward computes each chunk again.
+    maximum. Two all-reduces of [K] numbers combine the slices. Backward computes each chunk again, and needs no
+    communication. All ranks must compute the same loss: the gradients of the outputs are not summed over ranks.
 
     Args:
         hidden: [K, H], the same on every rank. Its gradient is that of this slice only; the caller sums it over ranks,
             as Megatron's regions do.
         weight: [V / ranks, H], this rank's rows of the output layer, of the dtype of `hidden`.
-        targets, temperature, suppress, group: see `vocab_parallel_logprobs`.
+        targets: [K], in [0, V).
+        temperature: sampling temperature, > 0.
+        suppress: [S] token ids, of the whole vocabulary, whose probability is 0.
+        group: the ranks; by default all.
         chunk: tokens per chunk; by default as many as have 512 MiB of logits, 16 MiB on a CPU.
 
     Returns:
@@ -77,7 +48,7 @@ def vocab_parallel_linear_logprobs(
     if suppress is not None:
         suppress = _local_ids(suppress, first, weight.shape[0])
     if chunk is None:
-        chunk = max(1, (CHUNK_BYTES if hidden.is_cuda else CPU_CHUNK_BYTES) // (4 * weight.shape[0]))
+        chunk = tokens_per_chunk(hidden, len(weight))
     logprobs, entropy = _LinearLogprobs.apply(hidden, weight, targets - first, temperature, suppress, group, chunk)
     return logprobs, entropy
 
@@ -150,39 +121,6 @@ class _LinearLogprobs(torch.autograd.Function):
                     grad_weight += grad.t() @ hidden[rows]
         grad_weight = None if grad_weight is None else grad_weight.to(weight.dtype)
         return grad_hidden, grad_weight, None, None, None, None, None
-
-
-class _Logprobs(torch.autograd.Function):
-    """`targets` are relative to the slice and may lie outside of it."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, logits: Tensor, targets: Tensor, temperature: float, group: dist.ProcessGroup | None
-    ) -> tuple[Tensor, Tensor]:
-        scaled = logits.float() / temperature
-        global_max = scaled.amax(1)
-        dist.all_reduce(global_max, dist.ReduceOp.MAX, group=group)
-        scaled -= global_max[:, None]
-        total = scaled.exp().sum(1)
-        dist.all_reduce(total, group=group)
-        logp = scaled.sub_(total.log()[:, None])
-        is_local = (targets >= 0) & (targets < logits.shape[1])
-        target_logp = logp.gather(1, targets.clamp(0, logits.shape[1] - 1)[:, None])[:, 0]
-        logp.clamp_(min=_LOG_ZERO)
-        sums = torch.stack([torch.where(is_local, target_logp, 0.0), -(logp.exp() * logp).sum(1)])
-        dist.all_reduce(sums, group=group)
-        logprobs, entropy = sums.unbind()
-        ctx.save_for_backward(logp, targets, is_local, entropy)
-        ctx.temperature, ctx.dtype = temperature, logits.dtype
-        return logprobs, entropy
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad_logprobs: Tensor, grad_entropy: Tensor) -> tuple[Tensor | None, ...]:
-        logp, targets, is_local, entropy = ctx.saved_tensors
-        targets, grad_targets = targets.clamp(0, logp.shape[1] - 1), torch.where(is_local, grad_logprobs, 0.0)
-        grad = _grad_logits(logp, entropy, grad_logprobs, grad_entropy, targets, grad_targets)
-        return grad.div_(ctx.temperature).to(ctx.dtype), None, None, None
 
 
 def _scaled_logits(hidden: Tensor, weight: Tensor, temperature: float, suppress: Tensor | None) -> Tensor:

@@ -56,7 +56,7 @@ def embedding_name(config: TransformerConfig) -> str:
 
 def _language_model(config: TransformerConfig) -> str:
     """The prefix of all names in the language model, which may be part of a vision-language model."""
-    return "model." if config.mrope_section is None else "model.language_model."
+    return "model.language_model." if config.has_vision else "model."
 
 
 def hf_names(name: str, first_layer: int, config: TransformerConfig) -> tuple[str, ...]:
