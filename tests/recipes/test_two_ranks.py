@@ -32,6 +32,8 @@ CASES = {
     "dapo": ("dapo", [*PROMPTS, "--steps", 1, *DRAWS], []),
     "ppo": ("ppo", [*PROMPTS, "--steps", 1, "--mini_batches", 2], []),
     "distill": ("distill", [*PROMPTS, "--steps", 1], []),
+    "distill_whole": ("distill", [*PROMPTS, "--steps", 2, "--loss", "jsd"], ["--ulysses_sequence_parallel_size", 2]),
+    "distill_top": ("distill", [*PROMPTS, "--steps", 2, "--loss", "jsd", "--teacher_top_k", 9], []),
     "sft": ("sft", [*PAIRS, "--max_new_tokens", 2], []),
     "dpo": ("dpo", [*PAIRS, "--max_new_tokens", 3], ["--micro_batch_tokens", 300]),  # pairs are not torn apart
     "kto": ("kto", [*PAIRS, "--max_new_tokens", 3], ["--micro_batch_tokens", 300]),
@@ -39,7 +41,7 @@ CASES = {
     "fsdp2-tensor": ("sft", [*PAIRS, "--max_new_tokens", 2], ["--parallel", "tensor", 2]),
 }
 SPLIT = {  # six of them: the others make their engine by the same line
-    "grpo_vlm": "tensor", "ppo": "pipeline", "distill": "tensor", "sft": "pipeline", "reward_model": "tensor",
+    "grpo_vlm": "tensor", "ppo": "pipeline", "distill_top": "tensor", "sft": "pipeline", "reward_model": "tensor",
     "dpo": "pipeline",
 }  # fmt: skip
 SAVED = ["grpo_vlm", "ulysses"]  # each rank has rows of its own; both have the same rows
@@ -68,7 +70,7 @@ def two_ranks(start, tmp_path_factory):
     """The directory of runs on two ranks, and what all runs began from."""
     warm = helpers.built_warm(tmp_path_factory)
     shared, out = {name: ["--model", warm] for name in CASES}, tmp_path_factory.mktemp("two")
-    for name in ("distill", "megatron-distill"):
+    for name in ("distill", "distill_whole", "distill_top", "megatron-distill_top"):
         shared[name] += ["--teacher", helpers.built(tmp_path_factory, "random", helpers.few_digits, warm_up_steps=0)]
     runs = {
         name: [STOPPED.get(name, 0), recipe, *shared[name], *options, *more, "--out", out / name]
