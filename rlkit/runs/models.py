@@ -54,8 +54,13 @@ def find_model(cfg: Any, run: Run, rows: Sequence[Mapping[str, Any]], **tiny: An
         tiny: further arguments of `rlkit.vlm.build_tiny`.
     """
     path = model_or_tiny(cfg.model, run.out / "init", rows, seed=cfg.seed, **tiny)
+    return path, processor_of(cfg, path)
+
+
+def processor_of(cfg: Any, path: str) -> Any:
+    """The processor of a model, with the run's number of frames of a video."""
     videos = {"video_fps": cfg.video_fps, "video_frames": cfg.video_frames}
-    return path, load_processor(path, trust_remote_code=cfg.trust_remote_code, **videos)
+    return load_processor(path, trust_remote_code=cfg.trust_remote_code, **videos)
 
 
 def answer_ends(cfg: Any, path: str, processor: Any) -> list[int]:

@@ -77,7 +77,7 @@ def clip(frames, width, height):
     return {"frames": rng.integers(0, 256, (frames, height, width, 3), dtype="uint8"), "fps": 2.5}
 
 
-WATCHES = ["qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_5"]
+WATCHES = ["qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe"]
 CLIPS = [  # (videos, images, question)
     ([clip(4, 17, 33)], [], "how many?"),
     ([clip(3, 20, 20), clip(2, 24, 12)], [image(20, 20)], "how <video> is <image> <video> many?"),
