@@ -17,15 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from rlkit import _check as check
-from rlkit.losses._kernels import (
-    CHUNK_BYTES,
-    CPU_CHUNK_BYTES,
-    Entropy,
-    LinearLogprobs,
-    Logprobs,
-    squared_sums,
-    temperature_column,
-)
+from rlkit.losses._kernels import Entropy, LinearLogprobs, Logprobs, squared_sums, temperature_column, tokens_per_chunk
 
 _log = logging.getLogger(__name__)
 
@@ -213,15 +205,14 @@ def linear_logprobs(
     _check_temperature(temperature, targets)
     temperature = temperature_column(temperature, hidden.new_empty(len(hidden)))
     if chunk is None:
-        size = CPU_CHUNK_BYTES if hidden.device.type == "cpu" else CHUNK_BYTES
-        chunk = max(1, size // (temperature.itemsize * max(1, len(weight))))
+        chunk = tokens_per_chunk(hidden, len(weight))
     check.positive(chunk=chunk)
-    kernels = _kernels_for(hidden)
+    kernels = kernels_for(hidden)
     function = LinearLogprobs if kernels is None else kernels.FusedLinearLogprobs
     return LogprobsAndEntropy(*function.apply(hidden, weight, bias, targets.long(), temperature, suppress, chunk)[:2])
 
 
-def _kernels_for(hidden: Tensor) -> Any:
+def kernels_for(hidden: Tensor) -> Any:
     """The module with the Triton kernels, if they can compute with this tensor; otherwise None."""
     if type(hidden) is not Tensor or torch.compiler.is_compiling():
         return None

@@ -13,6 +13,7 @@ A recipe calls these functions, in this order:
     finish(cfg, run, shown, model=engine)
 """
 
+from rlkit.runs.ahead import one_ahead
 from rlkit.runs.checkpoints import finish, resume, save
 from rlkit.runs.directory import check_resumed_options, claim_directory, release_directory
 from rlkit.runs.evaluation import evaluate_every, interval, mean_and_error, pass_at_k, record_evaluation
@@ -128,6 +129,7 @@ __all__ = [
     "mean_metrics",
     "mini_batches",
     "one_sentence_errors",
+    "one_ahead",
     "option_groups",
     "parse_options",
     "pass_at_k",

@@ -21,6 +21,7 @@ import sys
 import textwrap
 from collections.abc import Mapping, Sequence
 from dataclasses import MISSING, Field, dataclass, field, fields, is_dataclass, make_dataclass
+from functools import cache
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar, get_type_hints
 
@@ -50,6 +51,9 @@ class RunOptions:
     profile_steps: tuple[int, ...] = ()
     """Steps to profile, as in --profile_steps 3 4. Every rank writes a trace and tables of where the time went to
     profile/ in the run's directory."""
+    memory_snapshot: bool = False
+    """Record all allocations on the GPU. If the memory is not enough, every rank that notices it writes them to
+    memory-rank-R.pickle in the run's directory, for https://docs.pytorch.org/memory_viz."""
     watchdog: float = 600.0
     """Print what every rank is doing when a rank has been in one phase for this many seconds. 0: never."""
     threads: int = 1
@@ -168,6 +172,8 @@ class EngineOptions:
     """Compute a prompt once for all of its answers, or once per micro-batch if they do not fit into one."""
     use_fused_kernels: bool = False
     """Compute log-probabilities from hidden states, without storing logits."""
+    use_torch_compile: bool = False
+    """Compile each layer with torch.compile, except its attention. The first steps take longer. fsdp2 only."""
     offload_between_phases: bool = False
     """Keep weights and optimizer state of an engine in host memory while the engine is not used. fsdp2 only."""
 
@@ -388,13 +394,15 @@ def _parse(
         group = make_dataclass(owner.__name__, options)
         groups.append((title, group, field(default_factory=group)))
     grouped = make_dataclass("Options", groups)
+    # help texts are given above; to look for comments beside the fields takes a third of the time
+    config_of_tyro = (tyro.conf.OmitArgPrefixes, tyro.conf.HelptextFromCommentsOff)
     parsed: Any = tyro.cli(
         grouped,
         prog=program,
         args=arguments,
         use_underscores=True,
         description=description,
-        config=(tyro.conf.OmitArgPrefixes,),
+        config=config_of_tyro,
     )
     return config(**{name: x for group in vars(parsed).values() for name, x in vars(group).items()})
 
@@ -459,6 +467,7 @@ def option_groups(config: type) -> dict[type, dict[str, str]]:
     return {owner: groups[owner] for owner in sorted(groups, key=lambda owner: owner is not config)}
 
 
+@cache
 def _help_texts(owner: type) -> dict[str, str]:
     """The string under each field of a class, as one line."""
     body = ast.parse(textwrap.dedent(inspect.getsource(owner))).body[0]

@@ -26,6 +26,7 @@ from rlkit.runs.directory import check_resumed_options, claim_directory, decided
 from rlkit.runs.hub import check_hub
 from rlkit.runs.interruption import outside_endings
 from rlkit.runs.options import RunOptions, check_evaluation, check_ranges, check_servers, parse_options
+from rlkit.runs.out_of_memory import explained_out_of_memory, watch_memory
 from rlkit.runs.rollouts import check_rollouts
 from rlkit.tracking import Run
 
@@ -37,7 +38,7 @@ def run_recipe(main: Callable[[Any], None]) -> None:
     module = sys.modules[main.__module__]
     name = Path(module.__file__ or "").stem
     try:
-        with outside_endings(name):
+        with outside_endings(name), explained_out_of_memory():
             with one_sentence_errors(name):
                 cfg = parse_options(config.annotation, module.__doc__ or "")
             main(cfg)
@@ -97,7 +98,7 @@ def start_run(recipe: str, cfg: RunOptions, task: str, *, starts_servers: bool =
             print(f"resume: {change}", flush=True)
     seconds = cfg.report_seconds
     page = partial(write_page, out / "report.html", [out], title=name, running=True, every=seconds)
-    return Run(
+    run = Run(
         out,
         asdict(cfg),
         name=name,
@@ -108,3 +109,5 @@ def start_run(recipe: str, cfg: RunOptions, task: str, *, starts_servers: bool =
         profiler=StepProfiler(out / "profile", cfg.profile_steps, dist.get_rank()) if cfg.profile_steps else None,
         watchdog=cfg.watchdog,
     )
+    watch_memory(run, record=cfg.memory_snapshot)
+    return run

@@ -97,7 +97,7 @@ class Run:
         self._without_answers: set[str] = set()  # trackers that could not take answers
         self._times: dict[str, float] = defaultdict(float)
         self._memory: dict[str, float] = defaultdict(float)
-        self._phase, self._since = "set_up", time.perf_counter()
+        self.current_phase, self._since = "set_up", time.perf_counter()
         self._stop = threading.Event()
         self._file: Path | None = None
         if watchdog:
@@ -130,7 +130,7 @@ class Run:
         try:
             for step in range(start, stop):
                 self.current_step, self.running_step = f"{unit} {step}: ", step
-                with self.profiler.step(step, self._phase) if self.profiler else nullcontext():
+                with self.profiler.step(step, self.current_phase) if self.profiler else nullcontext():
                     yield step
                 self.progress.update()
         finally:
@@ -152,10 +152,10 @@ class Run:
     def phase(self, name: str) -> None:
         """Enters the phase `name`. The next `log` writes the seconds of the previous phase as `time/<phase>`."""
         now, peak = time.perf_counter(), gpu_peak()
-        if self._phase != "set_up":
-            self._times[f"time/{self._phase}"] += now - self._since
-            self._memory[f"memory/{self._phase}"] = max(self._memory[f"memory/{self._phase}"], peak)
-        self._phase, self._since = name, now
+        if self.current_phase != "set_up":
+            self._times[f"time/{self.current_phase}"] += now - self._since
+            self._memory[f"memory/{self.current_phase}"] = max(self._memory[f"memory/{self.current_phase}"], peak)
+        self.current_phase, self._since = name, now
         if self.profiler:
             self.profiler.phase(name)
         self._write_phase()
@@ -185,7 +185,7 @@ class Run:
         """
         skipped = any(x >= 1 for name, x in metrics.items() if name.rpartition("/")[2] == "skipped_steps")
         self.skipped_in_a_row = self.skipped_in_a_row + 1 if skipped else 0
-        self.phase(self._phase)
+        self.phase(self.current_phase)
         times, self._times, self.step = dict(self._times), defaultdict(float), step
         memory, self._memory = {name: x for name, x in self._memory.items() if x}, defaultdict(float)
         row = {**metrics, **times, **memory, **rates(metrics, times, self.peak)}
@@ -272,7 +272,7 @@ class Run:
     def _write_phase(self) -> None:
         if self._file is not None:
             try:
-                replace_file(self._file, f"{time.time()} {os.getpid()} {socket.gethostname()} {self._phase}")
+                replace_file(self._file, f"{time.time()} {os.getpid()} {socket.gethostname()} {self.current_phase}")
             except OSError:  # a failure of the watchdog must not end the run
                 pass
 

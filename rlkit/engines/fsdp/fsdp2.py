@@ -26,7 +26,7 @@ from rlkit.engines.distributed import (
 )
 from rlkit.engines.export import export_adapter, export_hf
 from rlkit.engines.fsdp.sharded_loading import has_meta_weights, load_sharded_weights
-from rlkit.engines.fsdp.sharding import apply_fsdp2, fsdp_units, make_device_mesh
+from rlkit.engines.fsdp.sharding import apply_fsdp2, fsdp_units, make_device_mesh, unsplit_modules
 from rlkit.engines.fsdp.tensor_parallel import all_reduce_gradients, apply_tensor_parallel, clip_grad_norm
 from rlkit.engines.loss_closure import LossFn, Outputs, check_output_names, compute_loss, sum_metrics
 from rlkit.engines.offload import Offloaded, own_memory
@@ -77,6 +77,7 @@ class Fsdp2Engine:
         use_fused_kernels: compute logprobs and entropy from hidden states, without the [N, V] logits. On a GPU also
             Liger's kernels in the model, if liger-kernel is installed.
         enable_gradient_checkpointing: recompute activations in backward.
+        use_torch_compile: compile each layer with `torch.compile`, except its attention. The first steps take longer.
         compute_dtype: of activations and gathered weights; by default bfloat16 on a GPU and float32 on a CPU.
         fsdp_size: hybrid sharding: this many neighbouring ranks, e.g. those of one machine, shard one replica of the
             weights and the optimizer. By default all ranks shard one replica.
@@ -95,6 +96,7 @@ class Fsdp2Engine:
             `rows[engine.data_parallel_rank :: engine.data_parallel_size]`.
         data_parallel_group: one rank of each model-parallel group; None for all ranks.
         model_parallel_group: the ranks that are given the same rows (tensor, Ulysses); None if each has its own.
+        compute_dtype: of activations and gathered weights.
         liger: whether the model has Liger's kernels.
     """
 
@@ -116,6 +118,7 @@ class Fsdp2Engine:
         share_prompts: bool = True,
         use_fused_kernels: bool = False,
         enable_gradient_checkpointing: bool = False,
+        use_torch_compile: bool = False,
         compute_dtype: torch.dtype | None = None,
         fsdp_size: int | None = None,
         tensor: int = 1,
@@ -136,14 +139,14 @@ class Fsdp2Engine:
         self.config = self.base.config
         self.spec = position_spec(self.config)
         self._make_groups(fsdp_size, tensor, ulysses_sequence_parallel_size)
-        self._prepare_model(gradient_checkpointing=enable_gradient_checkpointing)
-        dtype = compute_dtype or (torch.bfloat16 if self.device.type == "cuda" else torch.float32)
+        self._prepare_model(gradient_checkpointing=enable_gradient_checkpointing, compiled=use_torch_compile)
+        self.compute_dtype = compute_dtype or (torch.bfloat16 if self.device.type == "cuda" else torch.float32)
         mesh = self.mesh["dp_replicate", "dp_shard"] if fsdp_size else self.mesh["dp_shard"]
         if has_meta_weights(model):
-            self.module = self._shard(model, dtype, mesh)
+            self.module = self._shard(model, self.compute_dtype, mesh)
             load_sharded_weights(self.base, self.device)
         else:
-            self.module = self._shard(_on_device(model, self.device), dtype, mesh)
+            self.module = self._shard(_on_device(model, self.device), self.compute_dtype, mesh)
         trainable = [p for p in self.module.parameters() if p.requires_grad]
         self.optimizer = optimizer(trainable) if optimizer else None
         self.scheduler = scheduler(self.optimizer) if scheduler and self.optimizer else None
@@ -209,8 +212,8 @@ class Fsdp2Engine:
         self.data_parallel_rank, self.data_parallel_size = dist.get_rank() // size, dist.get_world_size() // size
         self.model_parallel_group = make_model_parallel_group(self.data_parallel_rank, self.data_parallel_size)
 
-    def _prepare_model(self, *, gradient_checkpointing: bool) -> None:
-        """What is set on the model before it is sharded: its attention, router replay, kernels, checkpointing."""
+    def _prepare_model(self, *, gradient_checkpointing: bool, compiled: bool) -> None:
+        """What is set on the model before it is sharded: attention, router replay, kernels, checkpointing, compile."""
         use_packed_attention(self.base, packed=self.use_remove_padding)
         if self.device.type == "cuda":
             use_packed_vision_attention(self.base, self.config)
@@ -219,6 +222,9 @@ class Fsdp2Engine:
         self.liger = self.use_fused_kernels and use_liger_kernels(self.base, self.device)
         if gradient_checkpointing:
             self.base.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        if compiled:
+            for layer in unsplit_modules(self.base):
+                layer.compile(dynamic=True)  # the number of tokens differs in every micro-batch
 
     @_needs_weights
     def train_batch(self, batch: Batch, loss_fn: LossFn, outputs: Sequence[str] = ("logprobs",)) -> dict[str, float]:

@@ -37,18 +37,13 @@ from rlkit.engines.export import export_hf
 from rlkit.engines.fsdp.sharded_loading import has_meta_weights
 from rlkit.engines.loss_closure import LossFn, Outputs, check_output_names, compute_loss, sum_metrics
 from rlkit.engines.megatron.attention import context_parallel_inputs
-from rlkit.engines.megatron.cpu import cuda_calls_on_host
+from rlkit.engines.megatron.cpu import HOST, cuda_calls_on_host
 from rlkit.engines.megatron.model import (
-    ParallelDims,
     build_model,
     check_routed_experts,
-    check_supported,
     embed_with_images,
-    has_transformer_engine,
     initialize_parallel_state,
-    is_moe,
-    padded_vocabulary,
-    transformer_config,
+    megatron_config,
 )
 from rlkit.engines.megatron.optimizer import (
     checkpoint_state,
@@ -57,7 +52,8 @@ from rlkit.engines.megatron.optimizer import (
     set_values,
     wrap_model,
 )
-from rlkit.engines.megatron.vocab_parallel import vocab_parallel_linear_logprobs, vocab_parallel_logprobs
+from rlkit.engines.megatron.supported import ParallelDims, check_supported, is_moe, padded_vocabulary
+from rlkit.engines.megatron.vocab_parallel import vocab_parallel_linear_logprobs
 from rlkit.engines.megatron.weights import (
     LM_HEAD,
     embedding_name,
@@ -100,7 +96,9 @@ class MegatronEngine:
         temperature: sampling temperature; log-probabilities are computed at the same temperature.
         suppressed_token_ids: [K] token ids that the sampler never samples; their probability is 0 here, too.
         max_grad_norm: gradients are scaled down to this norm.
-        use_fused_kernels: compute logprobs and entropy from hidden states, without the [N, V / tensor] logits.
+        share_prompts: rows that answer the same prompt contain its tokens and images once, see `Fsdp2Engine`.
+        use_fused_kernels: no effect; logprobs and entropy are always computed from the hidden states of scored tokens,
+            in pieces, without the [N, V / tensor] logits.
         router_replay: tokens of a batch with `routed_experts` go to those experts, see rlkit.vlm.routers.
         use_remove_padding, ulysses_sequence_parallel_size: accepted at their defaults only, so that both engines take
             the same options: rows are always packed, and `context` shares long sequences.
@@ -138,6 +136,7 @@ class MegatronEngine:
         temperature: float = 1.0,
         suppressed_token_ids: Tensor | None = None,
         max_grad_norm: float = 1.0,
+        share_prompts: bool = True,
         use_fused_kernels: bool = False,
         router_replay: bool = False,
         use_remove_padding: bool = True,
@@ -158,13 +157,13 @@ class MegatronEngine:
         self._check_model(model, router_replay=router_replay)
         self.processor, self.config, self.spec = processor, model.config, position_spec(model.config)
         self.micro_batch_tokens, self.temperature, self.max_grad_norm = micro_batch_tokens, temperature, max_grad_norm
-        self.use_fused_kernels, self.router_replay = use_fused_kernels, router_replay
+        self.share_prompts, self.router_replay = share_prompts, router_replay
         self.suppressed_token_ids = self._suppressed(suppressed_token_ids)
         dtype = compute_dtype or (torch.bfloat16 if self.device.type == "cuda" else torch.float32)
         with cuda_calls_on_host(self.device):
             self._make_groups()
-            text = model.config.get_text_config()
-            self.megatron_config = transformer_config(text, self.dims, dtype, recompute=enable_gradient_checkpointing)
+            recompute = enable_gradient_checkpointing
+            self.megatron_config = megatron_config(self.config, self.dims, dtype, recompute=recompute)
             self._build(model, optimizer)
         self.scheduler = scheduler(self.optimizer) if scheduler and self.optimizer else None
 
@@ -197,13 +196,7 @@ class MegatronEngine:
 
     def _build(self, model: Any, make_optimizer: Callable[..., torch.optim.Optimizer] | None) -> None:
         """This rank's part of the model and the optimizer, with weights copied from the transformers model."""
-        self.model = build_model(
-            model,
-            self.megatron_config,
-            self.device,
-            value_head=self.value_head,
-            hidden_states=self.use_fused_kernels,
-        )
+        self.model = build_model(model, self.megatron_config, self.device, value_head=self.value_head)
         self.parameters = map_parameters(self.model, self.megatron_config)
         tensors = hf_tensors(model)
         freeze_parameters(self.parameters, tensors)
@@ -277,7 +270,7 @@ class MegatronEngine:
         check_same_rows(batch, self.data_parallel_rank, self.data_parallel_size)
         if self.router_replay and "routed_experts" in batch.fields:
             check_routed_experts(batch.routed_experts, self.megatron_config)
-        pieces = list(micro_batches(batch, self.micro_batch_tokens, self.config))
+        pieces = list(micro_batches(batch, self.micro_batch_tokens, self.config, share_prompts=self.share_prompts))
         if not pieces:
             raise ValueError("batch: expected at least one row on some rank, got none")
         return get_forward_backward_func()(
@@ -296,21 +289,21 @@ class MegatronEngine:
         """The forward of one micro-batch, and the function that the last stage calls with the result."""
         rows, dummy = next(pieces)
         part = batch.select(rows)
-        replay = self.router_replay
-        row = prepare_model_inputs(part, self.spec, self.device, share_prompts=False, dummy=dummy, router_replay=replay)
+        row = prepare_model_inputs(
+            part, self.spec, HOST, share_prompts=self.share_prompts, dummy=dummy, router_replay=self.router_replay
+        )
         inputs = context_parallel_inputs(
             row,
             ranks=self.dims.context,
             rank=parallel_state.get_context_parallel_rank(),
             multiple=self.dims.tensor if self.dims.sequence_parallel else 1,
-            boundaries_on_host=not has_transformer_engine(self.device),
+            device=self.device,
         )
-        source = inputs.kwargs["packed_seq_params"].source
-        embedded = embed_with_images(self.model, inputs.kwargs["input_ids"], source, row.kwargs, self.config)
+        embedded = embed_with_images(self.model, inputs.kwargs, row.kwargs, self.config)
         return model(**inputs.kwargs, decoder_input=embedded), partial(finish, rows, part, inputs)
 
     def _outputs(self, inputs: ModelInputs, result: Tensor, outputs: Sequence[str]) -> Outputs:
-        """[1, n, ...] from the last stage's output layer -> [B, T] of whole rows."""
+        """[1, n, H] hidden states, or [1, n, 1] values, of the last stage -> [B, T] of whole rows."""
         results = self._results(result[0][inputs.logits_to_keep], inputs)
         tensors = {name: inputs.scatter(results[name]) for name in outputs}
         if self.dims.context > 1:  # each token is on one rank; backward gives each rank the gradient of its own
@@ -320,16 +313,18 @@ class MegatronEngine:
         return Outputs(tensors, dummy_loss)
 
     def _results(self, selected: Tensor, inputs: ModelInputs) -> dict[str, Tensor]:
-        """[K] of each output, from the logits or hidden states at `logits_to_keep`."""
-        options = {"suppress": self.suppressed_token_ids, "group": parallel_state.get_tensor_model_parallel_group()}
-        if self.use_fused_kernels:
-            weight = self.model.output_layer.weight
-            if weight is None:  # tied to the embedding of the same stage
-                weight = self.model.embedding.word_embeddings.weight
-            results = vocab_parallel_linear_logprobs(selected, weight, inputs.targets, self.temperature, **options)
-        else:
-            results = vocab_parallel_logprobs(selected, inputs.targets, self.temperature, **options)
-        logprobs, entropy = results
+        """[K] of each output, from the hidden states at `logits_to_keep`."""
+        weight = self.model.output_layer.weight
+        if weight is None:  # tied to the embedding of the same stage
+            weight = self.model.embedding.word_embeddings.weight
+        logprobs, entropy = vocab_parallel_linear_logprobs(
+            selected,
+            weight,
+            inputs.targets,
+            self.temperature,
+            suppress=self.suppressed_token_ids,
+            group=parallel_state.get_tensor_model_parallel_group(),
+        )
         return {"logprobs": logprobs, "entropy": entropy}
 
     def global_sum(self, x: Tensor | float) -> Tensor:
