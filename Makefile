@@ -93,7 +93,7 @@ bench: setup
 # their own (some minutes to make)
 peers: .venv-peers/released/.unpacked
 	.venv-peers/bin/python -m pytest tests/peers/live.py tests/plugins/live_verl.py tests/plugins/live_trl.py \
-		tests/plugins/live_page.py tests/plugins/live_hosts.py
+		tests/plugins/live_page.py tests/plugins/live_hosts.py tests/replay/live_dumps.py
 
 # the wheels of OpenRLHF and AReaL without their dependencies (DeepSpeed, flash-attn, SGLang); colorlog and lark are used
 .venv-peers/released/.unpacked: .venv-peers/.installed

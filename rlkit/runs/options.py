@@ -282,7 +282,7 @@ save_every threads micro_batch_tokens ulysses_sequence_parallel_size
 AT_LEAST_0 = """
 seed epochs group_size rows max_new_tokens max_prompt_tokens max_tokens max_response_tokens overlong_buffer lora_rank
 warmup_steps max_skipped_steps critic_warmup reward_threads max_staleness watchdog report_seconds
-log_prompts evaluate_every patience heldout_samples lr critic_lr weight_decay kl_coef
+log_prompts evaluate_every patience heldout_samples teacher_top_k lr critic_lr weight_decay kl_coef
 sft_coef lm_coef centre_coef clip_low clip_high max_mismatch
 """.split()
 SHARES = "gpu_memory_utilization max_failed_rewards min_lr_ratio gamma lam critic_lam".split()
