@@ -157,11 +157,11 @@ from pathlib import Path
 from types import SimpleNamespace
 import torch
 import torch.distributed as dist
+from forked_ranks import fork_ranks
 from rlkit.engines import checkpoint
 from rlkit.engines.distributed import init_distributed
 from rlkit.runs import checkpoints
 from rlkit.tracking import Run
-init_distributed()
 class Engine:
     def save_checkpoint(self, path, extra):
         own = {f"rng.{dist.get_rank()}": torch.full((99,), float(extra["step"]))}
@@ -169,32 +169,33 @@ class Engine:
         checkpoint.finish()
     def load_checkpoint(self, path):
         return checkpoint.read_manifest(path)
-run = Run(sys.argv[1], {}, writes=dist.get_rank() == 0)
-cfg = SimpleNamespace(resume=True, save_every=1, steps=9, max_skipped_steps=0)
-for step in range(4):
-    checkpoints.save(cfg, run, step, checkpoints=Engine())
-for name in ["__0_0.distcp", "__1_0.distcp", ".metadata"]:
-    dist.barrier()
-    file = run.out / "checkpoints" / "step_4" / name
-    if run.writes:
-        content = bytearray(file.read_bytes())
-        content[len(content) // 2] ^= 1
-        file.write_bytes(content)
-    dist.barrier()
-    print(f"rank {dist.get_rank()} {name} resumed {checkpoints.resume(cfg, run, checkpoints=Engine())}", flush=True)
-    checkpoints.save(cfg, run, 3, checkpoints=Engine())
-dist.destroy_process_group()
+def on_rank():
+    init_distributed()
+    run = Run(sys.argv[1], {}, writes=dist.get_rank() == 0)
+    cfg = SimpleNamespace(resume=True, save_every=1, steps=9, max_skipped_steps=0)
+    for step in range(4):
+        checkpoints.save(cfg, run, step, checkpoints=Engine())
+    for name in ["__0_0.distcp", "__1_0.distcp", ".metadata"]:
+        dist.barrier()
+        file = run.out / "checkpoints" / "step_4" / name
+        if run.writes:
+            content = bytearray(file.read_bytes())
+            content[len(content) // 2] ^= 1
+            file.write_bytes(content)
+        dist.barrier()
+        print(f"rank {dist.get_rank()} {name} resumed {checkpoints.resume(cfg, run, checkpoints=Engine())}", flush=True)
+        checkpoints.save(cfg, run, 3, checkpoints=Engine())
+    dist.destroy_process_group()
+fork_ranks(on_rank, 2)
 """
 
 
 def test_all_ranks_go_back_together(tmp_path):
     """Each rank reads a part of the files, and all learn what one of them finds."""
-    (tmp_path / "program.py").write_text(TWO_RANKS)
-    env = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2]), "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-    done = subprocess.run(
-        [*command, tmp_path / "program.py", tmp_path / "run"], env=env, capture_output=True, text=True, timeout=100
-    )
+    tests = Path(__file__).parents[1]
+    env = {**os.environ, "PYTHONPATH": f"{tests}{os.pathsep}{tests.parent}", "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-c", TWO_RANKS, tmp_path / "run"]
+    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=100)
     assert done.returncode == 0, done.stderr[-2000:]
     for name in ("__0_0.distcp", "__1_0.distcp", ".metadata"):
         for rank in (0, 1):

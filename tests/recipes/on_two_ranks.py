@@ -9,10 +9,13 @@ what they measure of answers that they share, or that rank 0 has alone; and `rep
 before, computed again by both ranks.
 """
 
+import gc
+import io
 import json
 import os
 import sys
 import time
+from contextlib import redirect_stdout
 from functools import partial
 from pathlib import Path
 
@@ -112,12 +115,17 @@ def run(steps, recipe, *arguments):
 
 
 def main(runs_file, names):
+    gc.freeze()  # as in conftest.py: not to look through what is imported
+    gc.set_threshold(50_000, 20, 100)
     init_distributed()
     runs, folder = json.loads(runs_file.read_text()), runs_file.parent
     for name in names:
         with case(folder, name):
             if name in runs:
-                run(*runs[name])
+                with redirect_stdout(io.StringIO()) as printed:
+                    run(*runs[name])
+                if dist.get_rank() == 0:
+                    (folder / f"{name}.printed").write_text(printed.getvalue())
                 continue
             others = {
                 "answers": lambda: list(map(samples_of_each_rank, (True, False))),

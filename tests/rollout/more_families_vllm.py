@@ -12,7 +12,7 @@ from test_vllm import MORE_BFLOAT16, MORE_FAMILIES, assert_close_in_bfloat16, as
 @pytest.fixture(scope="module")
 def alone(tmp_path_factory):
     names = [f"family/{name}" for name in [*MORE_FAMILIES, *MORE_BFLOAT16]]
-    return run(tmp_path_factory.mktemp("alone"), names, 1)[0]
+    return run(tmp_path_factory.mktemp("alone"), names)[0]
 
 
 @pytest.mark.parametrize("family", MORE_FAMILIES)

@@ -4,12 +4,16 @@ on_server_ranks.py MODEL URL
 """
 
 import sys
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
 
-from rlkit.rollout import make_rollout
-from rlkit.vlm import load_processor
+sys.path.insert(0, str(Path(__file__).parents[1]))
+from forked_ranks import fork_ranks  # noqa: E402
+
+from rlkit.rollout import make_rollout  # noqa: E402
+from rlkit.vlm import load_processor  # noqa: E402
 
 
 def gathered(count):
@@ -20,9 +24,8 @@ def gathered(count):
         yield f"w{i}", whole
 
 
-def main():
+def on_rank(model, url):
     dist.init_process_group("gloo")
-    model, url = sys.argv[1:]
     rollout = make_rollout("vllm_server", model=model, processor=load_processor(model), urls=url)
     rollout.update_weights(gathered(3))
     version = rollout.version
@@ -37,9 +40,12 @@ def main():
         rollout.update_weights(iterator)
     except RuntimeError as error:
         said = f"{dist.get_rank()} {version} {next(iterator, None) is None} {error}\n"
-        sys.stdout.write(said)  # at once: torchrun's ranks share a pipe, and print writes word by word
+        sys.stdout.write(said)  # at once: the ranks share a pipe, and print writes word by word
     dist.barrier()
     dist.destroy_process_group()
 
 
-main()
+if __name__ == "__main__":
+    model, url = sys.argv[1:]
+    load_processor(model)  # imports what the ranks need
+    fork_ranks(on_rank, 2, model, url)

@@ -2,10 +2,12 @@
 
 on_vllm.py FOLDER CASE...
 
-A case is a kind of model (`qwen2_5_vl`, on two ranks `qwen2_5_vl:2`), or one of those in `on_vllm_families.py`, or
-`nccl`. Alone or under torchrun: rank r writes FOLDER/CASE.<r>.json.
+A case is a kind of model (`qwen2_5_vl`; on two ranks `two_ranks/qwen2_5_vl`, or `two_ranks/qwen2_5_vl:2`, which share
+one engine), or one of those in `on_vllm_families.py`, or `nccl`. Rank r writes FOLDER/CASE.<r>.json. One process
+imports vLLM and forks the ranks.
 """
 
+import functools
 import gc
 import json
 import os
@@ -19,6 +21,7 @@ import torch.distributed as dist
 TESTS = Path(__file__).parents[1]
 sys.path[:0] = [str(TESTS / "rollout"), str(TESTS / "engines"), str(TESTS / "mismatch"), str(TESTS)]
 from faults import first_differences  # noqa: E402
+from forked_ranks import fork_ranks  # noqa: E402
 from isolated_cases import case  # noqa: E402
 from rows import make_samples  # noqa: E402
 from vllm_models import build, register  # noqa: E402
@@ -29,8 +32,10 @@ from rlkit.losses import reinforce_loss, token_mean  # noqa: E402
 from rlkit.mismatch.compare import vllm_parts  # noqa: E402
 from rlkit.rollout import Sampling, make_rollout  # noqa: E402
 from rlkit.rollout.servers.weight_transfer import NcclGroup, describe  # noqa: E402
+from rlkit.rollout.vllm import import_vllm  # noqa: E402
 from rlkit.vlm import encode_prompts, load_model, load_processor, lora, suppressed_token_ids  # noqa: E402
 
+TWO_RANKS = "two_ranks/"
 SIZES = {True: ((56, 56), None, (84, 56), (112, 112)), False: (None,) * 4}
 SAMPLING = Sampling(6, temperature=0.8, seed=(0, 1))
 
@@ -76,6 +81,8 @@ def measure(kind: str, path: str, tensor_parallel_size: int = 1) -> dict:
         kv_cache_memory_bytes=32 << 20,
         block_size=32,
     )
+    for segment in Path("/dev/shm").glob("*-cpushm_*"):
+        segment.unlink(missing_ok=True)  # vLLM leaves them to the end of a process, which a forked one does not reach
     everything = prompts_of(processor, hasattr(model.config, "vision_config"))
     prompts = everything[rank::world]
     facts = {"threads": torch.get_num_threads(), "settable": torch.set_num_threads.__name__}
@@ -231,7 +238,7 @@ def errors(rollout, prompts) -> dict:
 
 
 def measure_kind(folder: Path, name: str) -> dict:
-    kind, _, size = name.partition(":")
+    kind, _, size = name.removeprefix(TWO_RANKS).partition(":")
     path = folder / "models" / kind
     if dist.get_rank() == 0 and not path.exists():
         build(kind, str(path))
@@ -243,23 +250,41 @@ def measure_kind(folder: Path, name: str) -> dict:
 def facts_of(folder: Path, name: str) -> dict:
     if name == "nccl":
         return nccl_calls()
-    if "/" in name:
+    if "/" in name and not name.startswith(TWO_RANKS):
         import on_vllm_families
 
         return on_vllm_families.facts_of(folder / "models", name)
     return measure_kind(folder, name)
 
 
-def main(folder: Path, names: list[str]) -> None:
-    dist.init_process_group("gloo") if "RANK" in os.environ else dist.init_process_group(
-        "gloo", store=dist.HashStore(), rank=0, world_size=1
-    )
+def on_rank(folder: Path, names: list[str]) -> None:
+    dist.init_process_group("gloo")
     for name in names:
         with case(folder, name):
             facts = facts_of(folder, name)
             file = folder / f"{name.replace('/', '_')}.{dist.get_rank()}.json"
             file.write_text(json.dumps(facts, indent=1))
     dist.destroy_process_group()
+
+
+def import_what_ranks_need() -> None:
+    import_vllm()
+    import peft  # noqa: F401
+    from vllm import LLM  # noqa: F401
+    from vllm.platforms import current_platform
+    from vllm.v1.worker import cpu_worker  # noqa: F401
+
+    # each engine would look for the kernels to replace in all modules, 0.4 s
+    replace_kernels = functools.cache(current_platform.register_triton_kernel_overrides)
+    replace_kernels()
+    current_platform.register_triton_kernel_overrides = replace_kernels
+
+
+def main(folder: Path, names: list[str]) -> None:
+    import_what_ranks_need()
+    for world in (1, 2):
+        if chosen := [name for name in names if name.startswith(TWO_RANKS) == (world == 2)]:
+            fork_ranks(on_rank, world, folder, chosen)
 
 
 if __name__ == "__main__":

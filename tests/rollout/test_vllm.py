@@ -1,4 +1,4 @@
-"""Real vLLM in the trainer's process and under torchrun, beside the engine whose weights it is given."""
+"""Real vLLM in the trainer's process, on one rank and on two, beside the engine whose weights it is given."""
 
 import json
 import os
@@ -23,7 +23,7 @@ from rlkit.rollout.vllm_cpu import OBSTACLES, cpu_dtype_and_options
 from rlkit.rollout.vllm_requests import request_seed, vllm_prompt, vllm_sampling_params
 
 KINDS = ["qwen2", "qwen2_tied", "qwen3_moe", "qwen3_vl", "qwen2_5_vl"]
-SPLITS = ["qwen2_5_vl", "qwen2_5_vl:2"]  # data-parallel; two ranks share one engine
+SPLITS = ["two_ranks/qwen2_5_vl", "two_ranks/qwen2_5_vl:2"]  # data-parallel; two ranks share one engine
 TOLERANCE = 1e-5
 FAMILIES = [
     "internvl", "llava", "smolvlm", "idefics3", "glm4v", "glm4v_moe", "qwen2_vl", "qwen3_vl_moe",
@@ -60,26 +60,25 @@ class Facts(Mapping):
     __len__ = __iter__
 
 
-def run(folder, names, ranks):
-    torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"] if ranks > 1 else []
+def run(folder, names):
     script = str(Path(__file__).with_name("on_vllm.py"))
     env = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
-    run_cases([sys.executable, *torchrun, script, str(folder)], folder, names, timeout=500, env=env)
-    return [Facts(folder, rank) for rank in range(ranks)]
+    run_cases([sys.executable, script, str(folder)], folder, names, timeout=500, env=env)
+    return [Facts(folder, rank) for rank in range(2)]
 
 
 @pytest.fixture(scope="module")
-def alone(tmp_path_factory):
-    """Measurements of one process, by case."""
+def by_rank(tmp_path_factory):
+    """Measurements of all cases, on each rank."""
     names = [*KINDS, "nccl", *(f"family/{name}" for name in [*FAMILIES, *BFLOAT16, OTHER_CPU, *REFUSED])]
-    names += [*(f"positions/{name}" for name in POSITIONS), "models/known"]
-    return run(tmp_path_factory.mktemp("alone"), names, 1)[0]
+    names += [*(f"positions/{name}" for name in POSITIONS), "models/known", *SPLITS]
+    return run(tmp_path_factory.mktemp("vllm"), names)
 
 
 @pytest.fixture(scope="module")
-def two_ranks(tmp_path_factory):
-    """Measurements of two ranks, by split."""
-    return run(tmp_path_factory.mktemp("together"), SPLITS, 2)
+def alone(by_rank):
+    """Measurements of cases with one rank."""
+    return by_rank[0]
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -215,11 +214,11 @@ def test_vllm_does_not_change_the_trainers_process(alone):
         assert facts["threads"] == 1 and facts["settable"] == "set_num_threads" and facts["group_alive"]
 
 
-def test_two_ranks_sample_what_one_does(alone, two_ranks):
+def test_two_ranks_sample_what_one_does(alone, by_rank):
     """Data-parallel and tensor-parallel: each rank gets the answers to its own prompts, with the same logprobs."""
     whole = alone["qwen2_5_vl"]
     for split in SPLITS:
-        for rank, facts in enumerate(part[split] for part in two_ranks):
+        for rank, facts in enumerate(part[split] for part in by_rank):
             assert facts["groups"] == [group for group in (rank, rank + 2) for _ in range(3)]
             assert facts["answers"] == [
                 a for a, g in zip(whole["answers"], whole["groups"], strict=True) if g % 2 == rank
