@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from rlkit.vlm.families import TOKENWISE_LAYERS, layer_types
+from rlkit.vlm.families import TOKENWISE_LAYERS, attention_cache_numbers, layer_types
 
 HALF = 2  # bytes of a bfloat16 number
 
@@ -34,7 +34,7 @@ def cache_bytes(config: Any, tokens: int) -> int:
             raise ValueError(f"model: expected layers whose cache is known, got {kind} of {config.model_type}")
         if kind in ATTENTION | SLIDING:
             kept = min(tokens, text.sliding_window) if kind in SLIDING else tokens
-            total += HALF * kept * attention_numbers(text.per_layer_config[i])
+            total += HALF * kept * attention_cache_numbers(text.per_layer_config[i])
         if kind in RECURRENT:
             total += state_bytes(text)
     return total
@@ -50,14 +50,6 @@ def _only_kind(text: Any) -> str:
     if hasattr(text, "mamba_d_ssm"):
         return "hybrid"
     return "sliding_attention" if getattr(text, "sliding_window", None) else "full_attention"
-
-
-def attention_numbers(layer: Any) -> int:
-    """Numbers that a layer of attention with this configuration keeps for one token."""
-    if getattr(layer, "kv_lora_rank", None):
-        return layer.kv_lora_rank + layer.qk_rope_head_dim
-    heads = getattr(layer, "num_key_value_heads", None) or layer.num_attention_heads
-    return 2 * heads * (getattr(layer, "head_dim", None) or layer.hidden_size // layer.num_attention_heads)
 
 
 def state_bytes(text: Any) -> int:
