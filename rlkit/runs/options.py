@@ -12,6 +12,7 @@ default of a shared option, it repeats the option without a help text:
 
 from __future__ import annotations
 
+import argparse
 import ast
 import inspect
 import math
@@ -334,6 +335,16 @@ def option_value(text: str) -> bool | int | float | str:
         except ValueError:
             pass
     return text
+
+
+def command_parser(module: str, description: str | None) -> argparse.ArgumentParser:
+    """A parser of `python -m MODULE`, which shows the description as it is written and takes no abbreviated options."""
+    return argparse.ArgumentParser(
+        f"python -m {module}",
+        description=description,
+        allow_abbrev=False,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
 
 
 def parse_options(
