@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 Row = Mapping[str, Any]
@@ -129,6 +130,15 @@ def append_response(sample: Sample, token_ids: Sequence[int], logprobs: Sequence
     )
 
 
+def pad_images(pixels: Sequence[Tensor]) -> list[Tensor]:
+    """Tensors [..., height, width], padded with zeros at the bottom and on the right to the largest of each.
+
+    Processors that report `image_sizes` (Mistral 3) pad the images of a batch like this.
+    """
+    height, width = (max(x.shape[dim] for x in pixels) for dim in (-2, -1))
+    return [F.pad(x, [0, width - x.shape[-1], 0, height - x.shape[-2]]) for x in pixels]
+
+
 def append_observation(sample: Sample, observation: Sample) -> Sample:
     """Appends an environment's observation to both tracks; its tokens are not in the mask.
 
@@ -140,11 +150,12 @@ def append_observation(sample: Sample, observation: Sample) -> Sample:
     vision, placeholders = sample.vision, sample.placeholders
     if observation.vision:  # otherwise keep the same object: responses to a prompt share its images
         names = {**sample.vision, **observation.vision}
+        tensors = {name: [one.vision[name] for one in both if name in one.vision] for name in names}
+        if "image_sizes" in names:
+            tensors["pixel_values"] = pad_images(tensors["pixel_values"])
         pixels = names.get("pixel_values")
         image_dim = int(pixels is not None and pixels.ndim == 5)  # SmolVLM, Idefics3: [1, images, ...]
-        vision = {
-            name: torch.cat([one.vision[name] for one in both if name in one.vision], image_dim) for name in names
-        }
+        vision = {name: torch.cat(parts, image_dim) for name, parts in tensors.items()}
         kinds = {**sample.placeholders, **observation.placeholders}
         placeholders = {kind: [count for one in both for count in one.placeholders.get(kind, ())] for kind in kinds}
     return replace(

@@ -21,6 +21,7 @@ import sys
 import textwrap
 from collections.abc import Mapping, Sequence
 from dataclasses import MISSING, Field, dataclass, field, fields, is_dataclass, make_dataclass
+from functools import cache
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar, get_type_hints
 
@@ -397,13 +398,15 @@ def _parse(
         group = make_dataclass(owner.__name__, options)
         groups.append((title, group, field(default_factory=group)))
     grouped = make_dataclass("Options", groups)
+    # help texts are given above; to look for comments beside the fields takes a third of the time
+    config_of_tyro = (tyro.conf.OmitArgPrefixes, tyro.conf.HelptextFromCommentsOff)
     parsed: Any = tyro.cli(
         grouped,
         prog=program,
         args=arguments,
         use_underscores=True,
         description=description,
-        config=(tyro.conf.OmitArgPrefixes,),
+        config=config_of_tyro,
     )
     return config(**{name: x for group in vars(parsed).values() for name, x in vars(group).items()})
 
@@ -468,6 +471,7 @@ def option_groups(config: type) -> dict[type, dict[str, str]]:
     return {owner: groups[owner] for owner in sorted(groups, key=lambda owner: owner is not config)}
 
 
+@cache
 def _help_texts(owner: type) -> dict[str, str]:
     """The string under each field of a class, as one line."""
     body = ast.parse(textwrap.dedent(inspect.getsource(owner))).body[0]

@@ -19,6 +19,7 @@ HERE = Path(__file__).parent
 sys.path[:0] = [str(HERE), str(HERE.parent)]
 import family_configs  # noqa: E402
 import test_families  # noqa: E402
+from forked_ranks import fork_ranks  # noqa: E402
 from isolated_cases import case as isolated  # noqa: E402
 from one_gradient import OUTPUTS, POLICY, VALUE, columns, full_tensor, topk, train, with_teacher  # noqa: E402
 from rows import make_batch  # noqa: E402
@@ -274,11 +275,8 @@ def run_case(name, out, processor):
     (out / f"{case or name}.{dist.get_rank()}.json").write_text(json.dumps(result))
 
 
-def work(rank, world, out, names):
-    torch.set_num_threads(1)
-    store = dist.FileStore(f"{out}/{world}.{len(names)}.store", world)  # a store of its own for each start
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=world, timeout=timedelta(seconds=60))
-    processor = make_processor()
+def on_rank(out, names, processor):
+    dist.init_process_group("gloo", timeout=timedelta(seconds=60))
     for name in names:
         with isolated(out, name):
             run_case(name, out, processor)
@@ -286,9 +284,16 @@ def work(rank, world, out, names):
 
 
 def main(out, *names):
-    for world in (1, 2, 4):  # forked, so that everything is imported once
+    import peft  # noqa: F401  (here, and not on every rank, what is imported on first use)
+
+    from rlkit.engines.fsdp import fsdp2  # noqa: F401
+
+    processor = make_processor()
+    for case in CASES.values():
+        torch.optim.AdamW(make_model(case, processor if is_vision(case) else None).parameters())
+    for world in (1, 2, 4):
         if chosen := [name for name in names if ranks_of(name) == world]:
-            torch.multiprocessing.start_processes(work, (world, Path(out), chosen), world, start_method="fork")
+            fork_ranks(on_rank, world, Path(out), chosen, processor)
 
 
 if __name__ == "__main__":

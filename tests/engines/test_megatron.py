@@ -23,8 +23,9 @@ from megatron.core import parallel_state  # noqa: E402
 from one_gradient import OUTPUTS, POLICY, train, with_teacher  # noqa: E402
 
 from rlkit.engines.megatron.cpu import cuda_calls_on_host  # noqa: E402
-from rlkit.engines.megatron.model import ParallelDims, check_supported, initialize_parallel_state  # noqa: E402
+from rlkit.engines.megatron.model import initialize_parallel_state  # noqa: E402
 from rlkit.engines.megatron.optimizer import checkpoint_state  # noqa: E402
+from rlkit.engines.megatron.supported import ParallelDims, check_supported  # noqa: E402
 
 
 @pytest.fixture(scope="module")
@@ -174,6 +175,8 @@ def test_what_is_not_supported_is_named():
     moe_error = error_of(ParallelDims(tensor=2, expert=2), kind="moe")
     assert "tensor: expected sequence_parallel and expert above 1 for a mixture of experts" in moe_error
     assert "divisor of the 6 ranks" in error_of(ParallelDims(pipeline=2, expert=2), kind="moe", world=6)
+    sizes = error_of(ParallelDims(), kind="moe", moe_intermediate_size=20)
+    assert "that 8 divides, for grouped matrix products, got 32 and 20; use the fsdp2 engine" in sizes
     assert "mlp_only_layers" in error_of(ParallelDims(), kind="moe", mlp_only_layers=[0])
     assert "'yarn'" in error_of(ParallelDims(), rope_parameters={"rope_type": "yarn"})
 
@@ -296,6 +299,27 @@ def test_only_scored_tokens_have_logits(alone):
     logits = {shape for shape in shapes.found if shape[-1:] == (ranks.VOCABULARY,)} - {weight}
     assert sum(batch.lengths) > 20 and (2, ranks.VOCABULARY) in logits
     assert {shape[0] for shape in logits if len(shape) > 1} == {2}
+
+
+class Calls(TorchDispatchMode):
+    """The names of all operations."""
+
+    def __init__(self):
+        super().__init__()
+        self.found = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.found.append(func.overloadpacket.__name__)
+        return func(*args, **(kwargs or {}))
+
+
+def test_the_experts_of_a_layer_are_two_matrix_products(alone):
+    engine, calls = ranks.engine_for("megatron", "moe"), Calls()
+    experts = engine.model.decoder.layers[0].mlp.experts
+    experts.register_forward_pre_hook(lambda *_: calls.__enter__() and None)
+    experts.register_forward_hook(lambda *_: calls.__exit__(None, None, None))
+    engine.infer_batch(ranks.make_batch([0], "moe"))
+    assert calls.found.count("_grouped_mm") == 2 and not {"mm", "addmm", "bmm"} & set(calls.found)
 
 
 @pytest.mark.parametrize("kind", ["moe", "vl"])

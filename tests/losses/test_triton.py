@@ -39,6 +39,16 @@ def test_shards_of_a_vocabulary_and_parts_of_one_give_the_whole(found):
     assert max(found["shards"]) < 5e-6
 
 
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_ranks_that_share_a_vocabulary_have_the_whole(found, dtype):
+    """Megatron's head on two ranks; 21 of 42 entries are two tiles of 16, for which 32 entries are multiplied."""
+    ranks = found["ranks"][f"torch.{dtype}"]
+    logps, entropy, of_hidden, of_weight, *of_other_rank = ranks["errors"]
+    assert max(logps, entropy, *of_other_rank) < 5e-6
+    assert max(of_hidden, of_weight) < TOLERANCES[dtype]
+    assert min(ranks["flops"]) > 4 * 18 * 21 * 21  # forward and backward
+
+
 def test_tied_heads_and_strides(found):
     assert found["tied"] < 5e-6
 

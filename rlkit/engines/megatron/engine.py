@@ -48,15 +48,11 @@ from rlkit.engines.loss_closure import LossFn, Outputs, check_output_names, comp
 from rlkit.engines.megatron.attention import context_parallel_inputs
 from rlkit.engines.megatron.cpu import HOST, cuda_calls_on_host
 from rlkit.engines.megatron.model import (
-    ParallelDims,
     build_model,
     check_routed_experts,
-    check_supported,
     embed_with_images,
     initialize_parallel_state,
-    is_moe,
     megatron_config,
-    padded_vocabulary,
 )
 from rlkit.engines.megatron.optimizer import (
     checkpoint_state,
@@ -65,6 +61,7 @@ from rlkit.engines.megatron.optimizer import (
     set_values,
     wrap_model,
 )
+from rlkit.engines.megatron.supported import ParallelDims, check_supported, is_moe, padded_vocabulary
 from rlkit.engines.megatron.vocab_parallel import vocab_parallel_linear_logprobs
 from rlkit.engines.megatron.weights import (
     LM_HEAD,

@@ -6,7 +6,7 @@ import copy
 from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib.util import find_spec
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -30,113 +30,14 @@ from torch import Tensor, nn
 
 from rlkit.engines.megatron.attention import PackedAttention
 from rlkit.engines.megatron.cpu import use_host_router, use_host_token_dispatchers
+from rlkit.engines.megatron.experts import GroupedExperts
+from rlkit.engines.megatron.supported import ParallelDims, is_moe, padded_vocabulary
 from rlkit.engines.packing.vision_attention import use_packed_vision_attention
 from rlkit.vlm.routers import ChosenExperts, check_expert_ids
-
-FAMILIES = ("qwen2", "qwen3", "qwen3_moe", "llama", "qwen2_5_vl")
-
-
-class ParallelDims(NamedTuple):
-    """Degrees of parallelism; the remaining ranks are data-parallel."""
-
-    tensor: int = 1
-    pipeline: int = 1
-    context: int = 1
-    sequence_parallel: bool = False
-    expert: int = 1
-
-
-# --- what is supported
-
-
-def check_supported(config: Any, dims: ParallelDims, world: int) -> None:
-    """Raise a ValueError if a model, or its parallelism over `world` ranks, is not supported.
-
-    Args:
-        config: of the transformers model.
-        dims: degrees of parallelism.
-        world: number of ranks.
-    """
-    if config.model_type not in FAMILIES:
-        families = ", ".join(FAMILIES)
-        raise ValueError(f"model: expected one of {families}, got {config.model_type}; use the fsdp2 engine")
-    text = config.get_text_config()
-    _check_architecture(text)
-    _check_divisors(text, dims)
-    pipeline, expert = dims.pipeline, dims.expert
-    if world % (pipeline * expert):
-        product = f"pipeline * expert = {pipeline} * {expert}"
-        raise ValueError(f"pipeline, expert: expected a divisor of the {world} ranks, got {product}")
-    if world % (dims.tensor * pipeline * dims.context):
-        product = f"tensor * pipeline * context = {dims.tensor} * {pipeline} * {dims.context}"
-        raise ValueError(f"tensor, pipeline, context: expected a divisor of the {world} ranks, got {product}")
-
-
-def _check_architecture(text: Any) -> None:
-    unsupported = {
-        "attention_bias": getattr(text, "attention_bias", False),
-        "mlp_bias": getattr(text, "mlp_bias", False),
-        "sliding windows": "sliding_attention" in (getattr(text, "layer_types", None) or ()),
-        "attention_dropout": text.attention_dropout,
-        "mlp_only_layers": getattr(text, "mlp_only_layers", None),
-        "decoder_sparse_step": getattr(text, "decoder_sparse_step", 1) != 1,
-        f"hidden_act {text.hidden_act!r}": text.hidden_act != "silu",
-        f"rope_type {_rope_type(text)!r}": _rope_type(text) not in ("default", "linear", "llama3"),
-    }
-    if found := ", ".join(name for name, is_there in unsupported.items() if is_there):
-        raise ValueError(
-            f"model: expected an architecture that the megatron engine supports, got {text.model_type} with {found}; "
-            "use the fsdp2 engine"
-        )
-
-
-def _check_divisors(text: Any, dims: ParallelDims) -> None:
-    for name in ("tensor", "pipeline", "context", "expert"):
-        if (size := getattr(dims, name)) < 1:
-            raise ValueError(f"{name}: expected at least 1, got {size}")
-    divided = [
-        ("tensor", text.num_attention_heads, "attention heads"),
-        ("tensor", text.num_key_value_heads, "key-value heads"),
-        ("pipeline", text.num_hidden_layers, "layers"),
-        ("expert", text.num_experts if is_moe(text) else 1, "experts"),
-    ]
-    if not is_moe(text):
-        divided.insert(2, ("tensor", text.intermediate_size, "neurons of the MLP"))
-    for name, count, what in divided:
-        if count % getattr(dims, name):
-            raise ValueError(f"{name}: expected a divisor of the {count} {what}, got {getattr(dims, name)}")
-    if dims.sequence_parallel and dims.tensor == 1:
-        raise ValueError("sequence_parallel: expected tensor above 1, whose ranks share the tokens, got tensor=1")
-    if is_moe(text) and dims.tensor > 1 and not (dims.sequence_parallel and dims.expert > 1):
-        raise ValueError(
-            f"tensor: expected sequence_parallel and expert above 1 for a mixture of experts, got {dims.tensor} with "
-            f"sequence_parallel={dims.sequence_parallel} and expert={dims.expert}"
-        )
-
-
-def check_routed_experts(routed_experts: Tensor, config: TransformerConfig) -> None:
-    """Raise a ValueError if `routed_experts` [B, T, layers, K] are not those of this model."""
-    if (shape := tuple(routed_experts.shape[-2:])) != (config.num_layers, config.moe_router_topk):
-        expected = f"[B, T, {config.num_layers} layers, {config.moe_router_topk} experts]"
-        raise ValueError(f"routed_experts: expected {expected}, got [B, T, {shape[0]}, {shape[1]}]")
-    check_expert_ids(routed_experts, config.num_moe_experts)
-
-
-def is_moe(config: Any) -> bool:
-    return config.model_type == "qwen3_moe"
 
 
 def has_transformer_engine(device: torch.device) -> bool:
     return device.type == "cuda" and find_spec("transformer_engine") is not None
-
-
-def padded_vocabulary(config: Any, dims: ParallelDims) -> int:
-    """The vocabulary size, rounded up to a multiple of the tensor-parallel ranks."""
-    return -(-config.get_text_config().vocab_size // dims.tensor) * dims.tensor
-
-
-def _rope_type(config: Any) -> str:
-    return config.rope_parameters["rope_type"]
 
 
 # --- process groups and config
@@ -306,6 +207,14 @@ class HiddenStatesHead(nn.Module):
         return copy_to_tensor_model_parallel_region(hidden), None
 
 
+def check_routed_experts(routed_experts: Tensor, config: TransformerConfig) -> None:
+    """Raise a ValueError if `routed_experts` [B, T, layers, K] are not those of this model."""
+    if (shape := tuple(routed_experts.shape[-2:])) != (config.num_layers, config.moe_router_topk):
+        expected = f"[B, T, {config.num_layers} layers, {config.moe_router_topk} experts]"
+        raise ValueError(f"routed_experts: expected {expected}, got [B, T, {shape[0]}, {shape[1]}]")
+    check_expert_ids(routed_experts, config.num_moe_experts)
+
+
 class RouterReplayLayer(TransformerLayer):
     """A layer whose tokens go to the `routed_experts` of the row, if there are any, also when it is recomputed."""
 
@@ -369,15 +278,18 @@ def _layer_spec(config: TransformerConfig, device: torch.device) -> ModuleSpec |
     """Transformer Engine's layers if it is installed, else Megatron's with our norm and attention."""
     if has_transformer_engine(device):
         spec = get_gpt_layer_with_transformer_engine_spec(config.num_moe_experts, qk_layernorm=config.qk_layernorm)
-        spec.module = RouterReplayLayer if config.num_moe_experts else spec.module
         spec.submodules.self_attention.submodules.core_attention = PackedAttention
+        _set_experts(spec, config)
         return spec
     if config.num_moe_experts and device.type == "cuda":
-        raise ValueError("model: expected transformer_engine for a mixture of experts on a GPU, got none installed")
+        raise ValueError(
+            "model: expected transformer_engine for a mixture of experts on a GPU, got none installed; install it or "
+            "use the fsdp2 engine"
+        )
     spec = get_gpt_layer_local_spec(config.num_moe_experts, qk_layernorm=config.qk_layernorm, normalization="RMSNorm")
     layer = spec.submodules
+    _set_experts(spec, config)
     if config.num_moe_experts:
-        spec.module = RouterReplayLayer
         use_host_router(layer.mlp)
     layer.input_layernorm = layer.pre_mlp_layernorm = Norm
     attention = layer.self_attention.submodules
@@ -385,6 +297,13 @@ def _layer_spec(config: TransformerConfig, device: torch.device) -> ModuleSpec |
     if config.qk_layernorm:
         attention.q_layernorm = attention.k_layernorm = Norm
     return TransformerBlockSubmodules(layer_specs=[spec] * get_num_layers_to_build(config), layer_norm=Norm)
+
+
+def _set_experts(layer: ModuleSpec, config: TransformerConfig) -> None:
+    """Set grouped experts and replayed routers in the specification of a layer, if it has experts."""
+    if config.num_moe_experts:
+        layer.module = RouterReplayLayer
+        layer.submodules.mlp.submodules.experts = ModuleSpec(module=GroupedExperts)
 
 
 def embed_with_images(model: GPTModel, inputs: Mapping[str, Any], row: Mapping[str, Any], config: Any) -> Tensor | None:
