@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
+from rlkit.plan import megatron
 from rlkit.plan.hardware import USABLE, Gpu
 from rlkit.plan.rehearsal import Rehearsal, Roles, rehearse
 from rlkit.plan.sampler import SamplerMemory, sampler_memory
@@ -45,12 +46,12 @@ class Plan:
 
 
 def make_plan(cfg: Any, roles: Roles, world: int, gpu: Gpu, image_tokens: int | None) -> Plan:
-    """Rehearse a step, and add estimates for model loading and for the sampler, which are not rehearsed.
+    """Rehearse a step, or estimate it for Megatron, and add estimates for model loading and for the sampler.
 
     Raises:
         ValueError: the engine or the model refuses an option.
     """
-    rehearsal = rehearse(cfg, roles, world, image_tokens)
+    rehearsal = (megatron.estimate if cfg.engine == "megatron" else rehearse)(cfg, roles, world, image_tokens)
     config = roles.policy or roles.critic
     resident = rehearsal.resident
     sampler = SamplerMemory(0, 0, rehearsal.workload.rows)
@@ -90,7 +91,7 @@ def ways_to_fit(cfg: Any, plan: Plan, config: Any, world: int) -> Iterator[tuple
     if getattr(cfg, "rollout", "") == "vllm" and most is not None and 0.1 < most < cfg.gpu_memory_utilization:
         cfg = replace(cfg, gpu_memory_utilization=most)
         yield f"--gpu_memory_utilization {most:g}", cfg, world
-    if not cfg.use_fused_kernels and not head_obstacle(config):
+    if not cfg.use_fused_kernels and not head_obstacle(config) and cfg.engine == "fsdp2":
         cfg = replace(cfg, use_fused_kernels=True)
         yield "--use_fused_kernels", cfg, world
     if not cfg.enable_gradient_checkpointing:
@@ -103,7 +104,7 @@ def ways_to_fit(cfg: Any, plan: Plan, config: Any, world: int) -> Iterator[tuple
     if not cfg.offload_between_phases and cfg.engine == "fsdp2":
         cfg = replace(cfg, offload_between_phases=True)
         yield "--offload_between_phases", cfg, world
-    if not cfg.lora_rank:
+    if not cfg.lora_rank and cfg.engine == "fsdp2":
         adapted = replace(cfg, lora_rank=32)
         yield "--lora_rank 32", adapted, world
     for factor in (2, 4, 8):

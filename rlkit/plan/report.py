@@ -40,7 +40,8 @@ def describe(cfg: Any, roles: Roles, plan: Plan, world: int, gpus_per_node: int)
         f"each rank: {workload.prompts} prompts of {workload.prompt} tokens ({workload.image_tokens} of images), "
         f"{workload.group_size} answers of {workload.answer} tokens to each",
         "",
-        "GiB a rank, at the peak of each phase",
+        "GiB a rank, at the peak of each phase"
+        + ("; Megatron is not rehearsed: an estimate by arithmetic" if cfg.engine == "megatron" else ""),
         memory_table(plan.phases),
         "",
         "host memory of a machine",
@@ -69,12 +70,13 @@ def _gib(size: int) -> str:
 def host_memory(cfg: Any, plan: Plan, world: int, gpus_per_node: int) -> dict[str, int]:
     """Bytes of one machine's host memory, by purpose.
 
-    Loading: each rank reads its slices of the files, or the whole model with tensor parallelism.
+    Loading: each rank reads its slices of the files, or the whole model for Megatron and with tensor parallelism.
     Export: rank 0 holds the content of one file.
     """
     found, ranks = plan.rehearsal, min(world, gpus_per_node)
     weight_bytes = 4 if cfg.dtype == "float32" else 2
-    loading = ranks * weight_bytes * (found.parameters if "tensor" in cfg.parallel else found.largest_tensor)
+    reads_all = cfg.engine == "megatron" or "tensor" in cfg.parallel
+    loading = ranks * weight_bytes * (found.parameters if reads_all else found.largest_tensor)
     export = (4 if cfg.export_dtype == "float32" else 2) * found.parameters
     offloaded = {"weights and optimizer, between phases": ranks * found.host} if found.host else {}
     return {"loading, at most": loading, "export, at most": min(FILE_BYTES, export), **offloaded}
