@@ -22,7 +22,8 @@ def fork_ranks(function: Callable[..., Any], world: int, *arguments: Any) -> Non
     with socket.socket() as free:
         free.bind(("localhost", 0))
         port = free.getsockname()[1]
-    gc.freeze()  # no rank's garbage collection looks through what is imported
+    gc.freeze()  # as in conftest.py: no rank's garbage collection looks through what is imported
+    gc.set_threshold(50_000, 20, 100)
     mp.start_processes(_on_rank, (world, port, function, arguments), nprocs=world, start_method="fork")
 
 

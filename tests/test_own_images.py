@@ -4,9 +4,9 @@ import json
 import os
 import re
 import shlex
-import subprocess
-import sys
 from pathlib import Path
+
+from forked_commands import run_commands
 
 ROOT = Path(__file__).parents[1]
 
@@ -14,18 +14,19 @@ ROOT = Path(__file__).parents[1]
 def test_the_page_as_it_stands(tmp_path):
     page = (ROOT / "docs" / "own_images.md").read_text()
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
-    printed = ""
+    commands = []
     for language, block in re.findall(r"```(python|bash)\n(.*?)```", page, re.DOTALL):
-        command = [sys.executable, "-c", block]
+        command = ["-c", block]
         if language == "bash":
-            program, *options = shlex.split(block)
+            program, *command = shlex.split(block)
             assert program == "python"
-            if options[0] != "-m":
-                options[0] = str(ROOT / options[0])
-            command = [sys.executable, *options]
-        done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=600)
-        assert done.returncode == 0, f"{block}\n{done.stderr[-3000:]}"
-        printed += done.stdout
+            if command[0] != "-m":
+                command[0] = str(ROOT / command[0])
+        commands.append(command)
+    ran = run_commands(commands, tmp_path / "printed", cwd=tmp_path, env=environment)
+    assert ran[-1].returncode == 0, f"{commands[len(ran) - 1]}\n{ran[-1].stderr[-3000:]}"
+    assert len(ran) == len(commands) == 6
+    printed = "".join(one.stdout for one in ran)
 
     assert "30 to train on, 10 held out" in printed and "highest for: right;" in printed
     assert "continuing runs/photos at step 6" in printed

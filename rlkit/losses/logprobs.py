@@ -29,6 +29,18 @@ class LogprobsAndEntropy(NamedTuple):
     entropy: Tensor
 
 
+class TopkLogprobs(NamedTuple):
+    """The likeliest tokens after each prefix, the likeliest first.
+
+    Attributes:
+        logprobs: float32 [N, K].
+        ids: int32 [N, K], their token ids.
+    """
+
+    logprobs: Tensor
+    ids: Tensor
+
+
 def token_logprobs(logits: Tensor, tokens: Tensor, temperature: float | Tensor = 1.0) -> Tensor:
     r"""Log-probability of each token given the tokens before it, aligned with the token it speaks of.
 

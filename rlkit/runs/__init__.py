@@ -75,6 +75,7 @@ from rlkit.runs.sampling import (
 )
 from rlkit.runs.start import one_sentence_errors, run_recipe, start_run
 from rlkit.runs.tasks import load_named_task, with_epochs
+from rlkit.runs.teachers import build_teacher
 from rlkit.runs.totals import batch_totals, mean_metrics, totals, training_passes
 from rlkit.runs.updates import mini_batches
 
@@ -107,6 +108,7 @@ __all__ = [
     "build_reference",
     "build_rollout",
     "build_scorer",
+    "build_teacher",
     "build_value_engine",
     "chat_encoder",
     "check_range",

@@ -21,6 +21,7 @@ import sys
 import textwrap
 from collections.abc import Mapping, Sequence
 from dataclasses import MISSING, Field, dataclass, field, fields, is_dataclass, make_dataclass
+from functools import cache
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar, get_type_hints
 
@@ -281,7 +282,7 @@ save_every threads micro_batch_tokens ulysses_sequence_parallel_size
 AT_LEAST_0 = """
 seed epochs group_size rows max_new_tokens max_prompt_tokens max_tokens max_response_tokens overlong_buffer lora_rank
 warmup_steps max_skipped_steps critic_warmup reward_threads max_staleness watchdog report_seconds
-log_prompts evaluate_every patience heldout_samples lr critic_lr weight_decay kl_coef
+log_prompts evaluate_every patience heldout_samples teacher_top_k lr critic_lr weight_decay kl_coef
 sft_coef lm_coef centre_coef clip_low clip_high max_mismatch
 """.split()
 SHARES = "gpu_memory_utilization max_failed_rewards min_lr_ratio gamma lam critic_lam".split()
@@ -393,13 +394,15 @@ def _parse(
         group = make_dataclass(owner.__name__, options)
         groups.append((title, group, field(default_factory=group)))
     grouped = make_dataclass("Options", groups)
+    # help texts are given above; to look for comments beside the fields takes a third of the time
+    config_of_tyro = (tyro.conf.OmitArgPrefixes, tyro.conf.HelptextFromCommentsOff)
     parsed: Any = tyro.cli(
         grouped,
         prog=program,
         args=arguments,
         use_underscores=True,
         description=description,
-        config=(tyro.conf.OmitArgPrefixes,),
+        config=config_of_tyro,
     )
     return config(**{name: x for group in vars(parsed).values() for name, x in vars(group).items()})
 
@@ -464,6 +467,7 @@ def option_groups(config: type) -> dict[type, dict[str, str]]:
     return {owner: groups[owner] for owner in sorted(groups, key=lambda owner: owner is not config)}
 
 
+@cache
 def _help_texts(owner: type) -> dict[str, str]:
     """The string under each field of a class, as one line."""
     body = ast.parse(textwrap.dedent(inspect.getsource(owner))).body[0]

@@ -24,7 +24,10 @@ from one_gradient import (  # noqa: E402
     POLICY,
     VALUE,
     columns,
-    full_tensor,  # noqa: E402
+    full_tensor,
+    topk,
+    train,
+    with_teacher,
 )
 
 from rlkit.data import append_response, collate, prompt_sample  # noqa: E402
@@ -225,12 +228,13 @@ def gradients(engine):
 def run(engine, kind, rows, out):
     """Four steps; weights and scores at the start, metrics and gradients of the steps, weights at the end."""
     batch, losses = make_batch(rows, kind), losses_of(kind)
+    second = (torch.zeros(()), torch.zeros(())) if kind == "value" else topk(engine, with_teacher(batch))
     results = {"imported": {name: tensor.clone() for name, tensor in engine.get_per_tensor_param()}}
     results |= {"scores": engine.infer_batch(batch, OUTPUTS[losses]), "steps": [], "gradients": []}
+    results["topk"] = engine.global_sum(torch.stack([x.sum() for x in second]))
     for step, loss_fn in enumerate(losses):
-        results["steps"].append(engine.train_batch(batch, loss_fn, OUTPUTS[losses]))
-        if step < 3:
-            results["gradients"].append(gradients(engine))
+        results["steps"].append(train(engine, batch, loss_fn, losses))
+        results["gradients"].append(gradients(engine))
         if step == 0 and out.name in SAVED:
             engine.save_checkpoint(out / "checkpoint", {"step": 1}, wait=out.name != "pp2")
         if step == 2:
@@ -246,8 +250,8 @@ def run(engine, kind, rows, out):
 def resume(engine, kind, rows, source, out):
     """The three steps after a checkpoint."""
     assert engine.load_checkpoint(source) == {"step": 1}
-    batch, losses = make_batch(rows, kind), losses_of(kind)
-    steps = [engine.train_batch(batch, loss_fn, OUTPUTS[losses]) for loss_fn in losses[1:]]
+    batch, losses = with_teacher(make_batch(rows, kind)), losses_of(kind)
+    steps = [train(engine, batch, loss_fn, losses) for loss_fn in losses[1:]]
     exported = dict(engine.get_per_tensor_param())
     if dist.get_rank() == 0:
         torch.save({"steps": steps, "exported": exported}, out / "results.pt")

@@ -19,8 +19,9 @@ HERE = Path(__file__).parent
 sys.path[:0] = [str(HERE), str(HERE.parent)]
 import family_configs  # noqa: E402
 import test_families  # noqa: E402
+from forked_ranks import fork_ranks  # noqa: E402
 from isolated_cases import case as isolated  # noqa: E402
-from one_gradient import OUTPUTS, POLICY, VALUE, columns, full_tensor  # noqa: E402
+from one_gradient import OUTPUTS, POLICY, VALUE, columns, full_tensor, topk, train, with_teacher  # noqa: E402
 from rows import make_batch  # noqa: E402
 
 from rlkit.data import append_response, collate  # noqa: E402
@@ -151,7 +152,7 @@ def make_case(case, processor=None, **options):
 
 
 def run(name, split, out, processor):
-    """Scores at the start, four steps with the gradients of three, and a plain forward on gathered weights."""
+    """Scores at the start, four steps with their gradients, and a plain forward on gathered weights."""
     case = CASES[name]
     engine = make_case(case, processor if is_vision(case) else None, **SPLITS[split][1])
     chosen = list(range(9))[engine.data_parallel_rank :: engine.data_parallel_size]
@@ -160,12 +161,13 @@ def run(name, split, out, processor):
     batch = make_rows(processor if is_vision(case) else None, [ORDER[i] for i in chosen], case.rows)
     outputs = OUTPUTS[case.losses]
     results = {"rows": chosen, "scores": engine.infer_batch(batch, outputs[:1])[outputs[0]]}
+    if case.losses is POLICY:
+        results["topk"] = topk(engine, with_teacher(batch))
     results |= {"steps": [], "gradients": []}
     for step, loss_fn in enumerate(case.losses):
-        results["steps"].append(engine.train_batch(batch, loss_fn, outputs))
-        if step < 3:
-            named = engine.module.named_parameters()
-            results["gradients"].append({n: full_tensor(p.grad).clone() for n, p in named if p.grad is not None})
+        results["steps"].append(train(engine, batch, loss_fn, case.losses))
+        named = engine.module.named_parameters()
+        results["gradients"].append({n: full_tensor(p.grad).clone() for n, p in named if p.grad is not None})
         if name in ("qwen2", "qwen3") and step == 0:
             engine.save_checkpoint(out / f"{name}.checkpoint", {"step": 1})
         if step == 2:
@@ -273,11 +275,8 @@ def run_case(name, out, processor):
     (out / f"{case or name}.{dist.get_rank()}.json").write_text(json.dumps(result))
 
 
-def work(rank, world, out, names):
-    torch.set_num_threads(1)
-    store = dist.FileStore(f"{out}/{world}.{len(names)}.store", world)  # a store of its own for each start
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=world, timeout=timedelta(seconds=60))
-    processor = make_processor()
+def on_rank(out, names, processor):
+    dist.init_process_group("gloo", timeout=timedelta(seconds=60))
     for name in names:
         with isolated(out, name):
             run_case(name, out, processor)
@@ -285,9 +284,16 @@ def work(rank, world, out, names):
 
 
 def main(out, *names):
-    for world in (1, 2, 4):  # forked, so that everything is imported once
+    import peft  # noqa: F401  (here, and not on every rank, what is imported on first use)
+
+    from rlkit.engines.fsdp import fsdp2  # noqa: F401
+
+    processor = make_processor()
+    for case in CASES.values():
+        torch.optim.AdamW(make_model(case, processor if is_vision(case) else None).parameters())
+    for world in (1, 2, 4):
         if chosen := [name for name in names if ranks_of(name) == world]:
-            torch.multiprocessing.start_processes(work, (world, Path(out), chosen), world, start_method="fork")
+            fork_ranks(on_rank, world, Path(out), chosen, processor)
 
 
 if __name__ == "__main__":

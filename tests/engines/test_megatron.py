@@ -20,7 +20,7 @@ HERE = Path(__file__).parent
 sys.path.insert(0, str(HERE))
 import on_megatron_ranks as ranks  # noqa: E402
 from megatron.core import parallel_state  # noqa: E402
-from one_gradient import OUTPUTS, POLICY  # noqa: E402
+from one_gradient import OUTPUTS, POLICY, train, with_teacher  # noqa: E402
 
 from rlkit.engines.megatron.cpu import cuda_calls_on_host  # noqa: E402
 from rlkit.engines.megatron.model import initialize_parallel_state  # noqa: E402
@@ -66,6 +66,7 @@ def test_every_layout_equals_fsdp2(out, case):
     for gradients, expected_gradients in zip(found["gradients"], expected["gradients"], strict=True):
         assert_same(gradients, expected_gradients)
     assert_same(found["parameters"], expected["parameters"])
+    torch.testing.assert_close(found["topk"], expected["topk"], atol=1e-3, rtol=1e-5)
     assert expected["steps"][0]["grad_norm"] > 0.5 > max(g.norm() for g in expected["gradients"][0].values())  # clipped
     moved = {name: (tensor - expected["imported"][name]).abs().max() for name, tensor in expected["parameters"].items()}
     assert min(moved.values()) > 1e-3
@@ -133,9 +134,9 @@ def test_fsdp2_resumes_a_megatron_checkpoint(out, case):
     expected, kind = results(out, case), ranks.CASES[case][1]
     losses, engine = ranks.losses_of(kind), ranks.engine_for("fsdp2", kind)
     assert engine.load_checkpoint(out / case / "checkpoint") == {"step": 1}
-    batch = ranks.make_batch(list(range(ranks.ROWS)), kind)
+    batch = with_teacher(ranks.make_batch(list(range(ranks.ROWS)), kind))
     for loss_fn, steps in zip(losses[1:], expected["steps"][1:], strict=True):
-        assert engine.train_batch(batch, loss_fn, OUTPUTS[losses]) == pytest.approx(steps, abs=1e-5, rel=1e-5)
+        assert train(engine, batch, loss_fn, losses) == pytest.approx(steps, abs=1e-5, rel=1e-5)
     assert_same(dict(engine.get_per_tensor_param()), expected["exported"])
 
 
@@ -192,6 +193,8 @@ def test_a_wrong_model_or_call_is_named(alone):
     batch = ranks.make_batch([0, 1])
     with pytest.raises(ValueError, match="disable_adapter: expected a model with adapters, got the megatron engine"):
         engine.disable_adapter()
+    with pytest.raises(ValueError, match="output_layer: expected the fsdp2 engine, got megatron"):
+        engine.output_layer()
     with pytest.raises(ValueError, match="optimizer: expected one for train_batch, got None"):
         engine.train_batch(batch, POLICY[0])
     with pytest.raises(ValueError, match="outputs: expected logprobs, entropy; got values"):

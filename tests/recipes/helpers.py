@@ -23,9 +23,15 @@ HERE = Path(__file__).parent
 RECIPES = HERE.parents[1] / "recipes"
 
 
+@functools.cache
+def digits():
+    """The built-in task, whose 1,797 images are made once."""
+    return load_task("digits")
+
+
 def few_digits(answers="01"):
     """The built-in images of 0 and 1; a run names it "helpers:few_digits"."""
-    task = load_task("digits")
+    task = digits()
     train, heldout = ([row for row in rows if row["answer"] in answers] for rows in (task.train, task.heldout))
     return replace(task, train=train, heldout=heldout)
 
@@ -44,6 +50,11 @@ def warm_dir(tmp_path_factory):
 def built_warm(tmp_path_factory):
     """A model that takes an image for a 0, 1 or 2, and knows little of which is which."""
     return built(tmp_path_factory, "warm", lambda: few_digits("012"), warm_up_steps=45, label_noise=0.7, lr=1e-3)
+
+
+def built_start(tmp_path_factory):
+    """A model that knows the form of an answer and nothing of its content."""
+    return built(tmp_path_factory, "start", few_digits, warm_up_steps=31, label_noise=1.0, lr=1e-3)
 
 
 @pytest.fixture(scope="session")

@@ -1,4 +1,4 @@
-"""`recipes/evaluate.py` as a person runs it: its figures against what is counted by hand."""
+"""`recipes/evaluate.py` as a person runs it: its figures against what is counted by hand; test_two_ranks.py has two."""
 
 import itertools
 import json
@@ -23,8 +23,7 @@ SMALL = ["--rows", 20, "--group_size", 4, "--pass_at", 1, 2, 4, "--prompts_per_s
 
 @pytest.fixture(scope="module")
 def start(tmp_path_factory):
-    """A model that knows the form of an answer and nothing of its content."""
-    return helpers.built(tmp_path_factory, "start", helpers.few_digits, warm_up_steps=31, label_noise=1.0, lr=1e-3)
+    return helpers.built_start(tmp_path_factory)
 
 
 @pytest.fixture(scope="module")
@@ -83,28 +82,6 @@ def test_stopped_and_resumed_it_gives_the_same(whole, start, tmp_path, monkeypat
     run_here("evaluate", *arguments, "--resume")
     assert numbers(tmp_path / "run") == numbers(whole) and answers(tmp_path / "run") == answers(whole)
     assert evaluation(tmp_path / "run") == evaluation(whole)
-
-
-def test_two_ranks_and_several_tasks(whole, start, tmp_path):
-    """A task whose rewards are parts of 1, and some of which cannot be judged, beside the other; on two ranks."""
-    (tmp_path / "parts.py").write_text(
-        "from dataclasses import replace\nfrom helpers import few_digits\n\n"
-        "def reward(text, row):\n    return None if row['answer'] == '0' else 0.5\n\n"
-        "def task():\n    return replace(few_digits(), reward=reward)\n"
-    )
-    parts = f"{tmp_path}/parts.py:task"
-    arguments = ["--model", start, "--task", "helpers:few_digits", parts, "--out", tmp_path / "two", *SMALL]
-    done = helpers.run("evaluate", *arguments, "--right", 0.4, ranks=2)
-    assert "helpers:few_digits: accuracy" in done.stdout and f"{parts}: accuracy" in done.stdout
-    assert answers(tmp_path / "two")[:20] == answers(whole)
-    found = evaluation(tmp_path / "two")["tasks"]
-    whole_found = evaluation(whole)["tasks"]["helpers:few_digits"]
-    assert found["helpers:few_digits"] == whole_found
-    zeros = sum(row["answer"] == "0" for row in helpers.few_digits().heldout[:20])
-    assert 0 < zeros < 20
-    assert found[parts]["accuracy"] == 0.5  # over the answers that were judged
-    assert found[parts]["pass@1"] == 1
-    assert found[parts]["unjudged"] == 5 * zeros
 
 
 def test_text_greedy_alone(text_dir, tmp_path):  # noqa: F811

@@ -18,7 +18,6 @@ sys.path.insert(0, str(Path(__file__).parent))
 import helpers
 from helpers import evaluation, numbers, rows, run_here
 
-from rlkit.data import load_task
 from rlkit.vlm import build_tiny, load_processor
 
 SMALL = [
@@ -32,7 +31,7 @@ PROMISED = [
 
 def few_held_out():
     """The default task, with held-out rows enough for its page."""
-    task = load_task("digits")
+    task = helpers.digits()
     return replace(task, heldout=task.heldout[:60])
 
 
@@ -40,7 +39,7 @@ def few_held_out():
 def warm_dir(tmp_path_factory):
     """The default model after its warm-up."""
     path = tmp_path_factory.mktemp("warm") / "model"
-    build_tiny(path, load_task("digits").train)
+    build_tiny(path, helpers.digits().train)
     return path
 
 
@@ -111,7 +110,7 @@ def test_learns_and_not_without_a_learning_rate(tmp_path_factory, tmp_path):
 
 def test_options_of_the_real_thing(warm_dir, tmp_path, capsys):
     """LoRA, packed fused logprobs, checkpointing, several updates a batch, on a jsonl file with an image column."""
-    digits = load_task("digits").train[:40]
+    digits = helpers.digits().train[:40]
     for i, row in enumerate(digits):
         row["images"][0].save(tmp_path / f"{i}.png")
     lines = [{"image": f"{i}.png", "question": r["question"], "answer": r["answer"]} for i, r in enumerate(digits)]
@@ -131,7 +130,7 @@ def test_options_of_the_real_thing(warm_dir, tmp_path, capsys):
 
 def by_length():
     """A reward that answers earn half of the time."""
-    task = load_task("digits")
+    task = helpers.digits()
     return replace(task, heldout=task.heldout[:8], reward=lambda text, row: float(len(text) > 1))
 
 

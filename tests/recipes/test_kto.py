@@ -27,8 +27,7 @@ SMALL = ["--task", "helpers:few_digits", "--steps", 2, "--prompts_per_step", 6, 
 
 @pytest.fixture(scope="module")
 def start(tmp_path_factory):
-    """A model that knows the form of an answer and nothing of its content."""
-    return helpers.built(tmp_path_factory, "start", helpers.few_digits, warm_up_steps=31, label_noise=1.0, lr=1e-3)
+    return helpers.built_start(tmp_path_factory)
 
 
 @pytest.fixture(scope="module")

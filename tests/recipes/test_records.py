@@ -1,7 +1,6 @@
 """What every recipe leaves behind beside its results: parts of the reward, work and time, trackers; and text alone."""
 
 import json
-import subprocess
 import sys
 import time
 from dataclasses import replace
@@ -12,7 +11,8 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from helpers import RECIPES, command, environment, evaluation, load, numbers, rows, run_here, text_dir  # noqa: E402, F401  (a fixture)
+from forked_commands import run_commands  # noqa: E402
+from helpers import RECIPES, environment, evaluation, load, numbers, rows, run_here, text_dir  # noqa: E402, F401  (a fixture)
 
 from rlkit.data import load_task, loading  # noqa: E402
 from rlkit.rewards import combine  # noqa: E402
@@ -165,11 +165,9 @@ def test_training_ends_early_by_its_loss(text_dir, tmp_path):  # noqa: F811
 def test_two_runs_that_start_at_once_are_both_complete(text_dir, tmp_path):  # noqa: F811
     """A sweep that names no directory."""
     arguments = ["--model", text_dir, "--task", "sorting", "--steps", 3, "--prompts_per_step", 8, "--max_new_tokens", 0]
-    started = [
-        subprocess.Popen(command(RECIPES / "sft.py", *arguments, "--lr", lr), cwd=tmp_path, env=environment())
-        for lr in (1e-3, 2e-3)
-    ]
-    assert [process.wait(600) for process in started] == [0, 0]
+    sweep = [[RECIPES / "sft.py", *arguments, "--lr", lr] for lr in (1e-3, 2e-3)]
+    ran = run_commands(sweep, tmp_path / "printed", at_once=True, cwd=tmp_path, env=environment())
+    assert [one.returncode for one in ran] == [0, 0], ran
     found = sorted((tmp_path / "runs").iterdir())
     assert [out.name for out in found] == ["sft-sorting-seed0", "sft-sorting-seed0-2"]
     assert [[row["step"] for row in rows(out)] for out in found] == [[0, 1, 2]] * 2

@@ -28,13 +28,22 @@ except ModuleNotFoundError as error:
         f"megatron engine: expected megatron-core, got none ({error}); pip install -e '.[megatron]'"
     ) from error
 from megatron.core.pipeline_parallel import get_forward_backward_func
-from megatron.core.tensor_parallel import reduce_from_tensor_model_parallel_region
+from megatron.core.tensor_parallel import (
+    gather_from_tensor_model_parallel_region,
+    reduce_from_tensor_model_parallel_region,
+)
 
 from rlkit.data.samples import Batch, Sample
 from rlkit.engines import checkpoint
 from rlkit.engines.distributed import all_reduce, init_distributed, make_model_parallel_group, reduce_metrics
 from rlkit.engines.export import export_hf
 from rlkit.engines.fsdp.sharded_loading import has_meta_weights
+from rlkit.engines.logit_functions import (
+    LogitFunction,
+    apply_to_hidden_states,
+    head_logits,
+    topk_of_pieces,
+)
 from rlkit.engines.loss_closure import LossFn, Outputs, check_output_names, compute_loss, sum_metrics
 from rlkit.engines.megatron.attention import context_parallel_inputs
 from rlkit.engines.megatron.cpu import HOST, cuda_calls_on_host
@@ -67,6 +76,7 @@ from rlkit.engines.megatron.weights import (
 from rlkit.engines.packing.inputs import ModelInputs, prepare_model_inputs
 from rlkit.engines.packing.micro_batches import check_same_rows, micro_batches
 from rlkit.engines.value_head import has_value_head
+from rlkit.losses.logprobs import TopkLogprobs, suppress_tokens, tokens_per_chunk
 from rlkit.vlm.inputs import position_spec
 from rlkit.vlm.loading import copy_with_weights
 
@@ -215,7 +225,14 @@ class MegatronEngine:
 
     # --- training and scoring
 
-    def train_batch(self, batch: Batch, loss_fn: LossFn, outputs: Sequence[str] = ("logprobs",)) -> dict[str, float]:
+    def train_batch(
+        self,
+        batch: Batch,
+        loss_fn: LossFn,
+        outputs: Sequence[str] = ("logprobs",),
+        *,
+        logit_functions: Mapping[str, LogitFunction] | None = None,
+    ) -> dict[str, float]:
         """One optimizer step on this data-parallel rank's rows; see `Fsdp2Engine.train_batch`."""
         if self.distributed_optimizer is None or self.optimizer is None:
             raise ValueError("optimizer: expected one for train_batch, got None")
@@ -226,7 +243,7 @@ class MegatronEngine:
         self.optimizer.zero_grad()
 
         def finish(rows: list[int], part: Batch, inputs: ModelInputs, result: Tensor) -> tuple[Tensor, Tensor, Any]:
-            out = self._outputs(inputs, result, outputs)
+            out = self._outputs(part, inputs, result, outputs, logit_functions or {})
             loss, metrics = compute_loss(loss_fn, out, part.to(self.device))
             return loss, torch.zeros((), dtype=torch.int), metrics
 
@@ -249,7 +266,7 @@ class MegatronEngine:
         self.module.eval()
 
         def finish(rows: list[int], part: Batch, inputs: ModelInputs, result: Tensor) -> tuple[Tensor, Tensor, Any]:
-            tensors = self._outputs(inputs, result, outputs).tensors
+            tensors = self._outputs(part, inputs, result, outputs, {}).tensors
             return result.new_zeros(()), torch.zeros((), dtype=torch.int), (rows, tensors)
 
         with cuda_calls_on_host(self.device):
@@ -302,10 +319,20 @@ class MegatronEngine:
         embedded = embed_with_images(self.model, inputs.kwargs, row.kwargs, self.config)
         return model(**inputs.kwargs, decoder_input=embedded), partial(finish, rows, part, inputs)
 
-    def _outputs(self, inputs: ModelInputs, result: Tensor, outputs: Sequence[str]) -> Outputs:
+    def _outputs(
+        self,
+        part: Batch,
+        inputs: ModelInputs,
+        result: Tensor,
+        outputs: Sequence[str],
+        logit_functions: Mapping[str, LogitFunction],
+    ) -> Outputs:
         """[1, n, H] hidden states, or [1, n, 1] values, of the last stage -> [B, T] of whole rows."""
-        results = self._results(result[0][inputs.logits_to_keep], inputs)
-        tensors = {name: inputs.scatter(results[name]) for name in outputs}
+        selected = result[0][inputs.logits_to_keep]
+        of_functions = self._of_functions(logit_functions, part, inputs, selected) if logit_functions else {}
+        known = self._results(selected, inputs)
+        results = {**of_functions, **{name: known[name] for name in outputs}}
+        tensors = {name: inputs.scatter(x) for name, x in results.items()}
         if self.dims.context > 1:  # each token is on one rank; backward gives each rank the gradient of its own
             group = parallel_state.get_context_parallel_group()
             tensors = {n: reduce_from_tensor_model_parallel_region(x.clone(), group) for n, x in tensors.items()}
@@ -314,18 +341,68 @@ class MegatronEngine:
 
     def _results(self, selected: Tensor, inputs: ModelInputs) -> dict[str, Tensor]:
         """[K] of each output, from the hidden states at `logits_to_keep`."""
-        weight = self.model.output_layer.weight
-        if weight is None:  # tied to the embedding of the same stage
-            weight = self.model.embedding.word_embeddings.weight
         logprobs, entropy = vocab_parallel_linear_logprobs(
             selected,
-            weight,
+            self._head_weight(),
             inputs.targets,
             self.temperature,
             suppress=self.suppressed_token_ids,
             group=parallel_state.get_tensor_model_parallel_group(),
         )
         return {"logprobs": logprobs, "entropy": entropy}
+
+    def _head_weight(self) -> Tensor:
+        """[V / tensor, H] weight of the output layer."""
+        weight = self.model.output_layer.weight
+        return self.model.embedding.word_embeddings.weight if weight is None else weight  # tied, on the same stage
+
+    def _of_functions(
+        self, functions: Mapping[str, LogitFunction], part: Batch, inputs: ModelInputs, selected: Tensor
+    ) -> dict[str, Tensor]:
+        """[K'] values of `logit_functions`; each piece of logits is gathered over the tensor ranks."""
+        tokens = part.unpadded_at(inputs.output_indices.cpu())
+        unpadded = {name: x[tokens].to(self.device) for name, x in part.unpadded.items()}
+        results = {}
+        for name, function in functions.items():
+            of_slice = partial(_of_full_logits, function, self.suppressed_token_ids)
+            own = selected[: len(tokens)]
+            results[name] = apply_to_hidden_states(of_slice, own, self._head_weight(), unpadded)
+        return results
+
+    @torch.no_grad()
+    def topk_logprobs(self, batch: Batch, k: int) -> TopkLogprobs:
+        """The K likeliest tokens in place of each token of the mask; see `Fsdp2Engine.topk_logprobs`."""
+        self.module.eval()
+
+        def finish(rows: list[int], part: Batch, inputs: ModelInputs, result: Tensor) -> tuple[Tensor, Tensor, Any]:
+            top = topk_of_pieces(self._logit_pieces(result[0][inputs.logits_to_keep]), k, self.temperature)
+            tokens = batch.unpadded_rows(rows)[part.unpadded_at(inputs.output_indices.cpu())]
+            found = (tokens, *(x[: len(tokens)].cpu() for x in top))
+            return result.new_zeros(()), torch.zeros((), dtype=torch.int), found
+
+        with cuda_calls_on_host(self.device):
+            pieces = self._run(batch, (), finish, train=False)
+        count = int(batch.mask.sum())
+        top = TopkLogprobs(torch.zeros(count, k), torch.zeros(count, k, dtype=torch.int32))
+        for tokens, logprobs, ids in pieces:
+            top.logprobs[tokens], top.ids[tokens] = logprobs, ids
+        group = parallel_state.get_pipeline_model_parallel_group()
+        for x in top:
+            dist.all_reduce(x, group=parallel_state.get_context_parallel_group())  # each token is on one rank
+            dist.broadcast(x, group=group, group_src=group.size() - 1)
+        return top
+
+    def _logit_pieces(self, selected: Tensor) -> Iterator[Tensor]:
+        """The logits [K, V] in pieces of tokens, -inf at suppressed tokens, without gradient."""
+        for piece in selected.split(tokens_per_chunk(selected, padded_vocabulary(self.config, self.dims))):
+            logits = head_logits(piece, self._head_weight(), None, None)
+            yield _of_full_logits(lambda full, _: full, self.suppressed_token_ids, logits, {})
+
+    def output_layer(self) -> Callable[[Tensor], Tensor]:
+        """Raises a ValueError: its parts are on several ranks."""
+        raise ValueError(
+            "output_layer: expected the fsdp2 engine, got megatron; compare with a teacher's top-k (topk_logprobs)"
+        )
 
     def global_sum(self, x: Tensor | float) -> Tensor:
         """Sum over data-parallel ranks, on the host."""
@@ -423,6 +500,14 @@ class MegatronEngine:
             self.distributed_optimizer.offload_to_cpu() if to_host else self.distributed_optimizer.restore_from_cpu()
 
 
+def _of_full_logits(
+    function: LogitFunction, suppressed: Tensor | None, logits: Tensor, unpadded: Mapping[str, Tensor]
+) -> Tensor:
+    """A function of the whole vocabulary, of which each tensor rank has the logits of a slice."""
+    logits = gather_from_tensor_model_parallel_region(logits)
+    return function(logits if suppressed is None else suppress_tokens(logits, suppressed), unpadded)
+
+
 def _without_weights(model: Any) -> Any:
     """A copy of a module on the meta device, for its config and class."""
     empty = {id(x): torch.empty_like(x, device="meta") for x in [*model.parameters(), *model.buffers()]}
@@ -436,8 +521,12 @@ class MegatronValueEngine(MegatronEngine):
     known_outputs = ("values",)
     value_head = True
 
-    def train_batch(self, batch: Batch, loss_fn: LossFn, outputs: Sequence[str] = ("values",)) -> dict[str, float]:
-        """`MegatronEngine.train_batch` with values as outputs."""
+    def train_batch(
+        self, batch: Batch, loss_fn: LossFn, outputs: Sequence[str] = ("values",), **options: Any
+    ) -> dict[str, float]:
+        """`MegatronEngine.train_batch` with values as outputs; there are no logits, so no `logit_functions`."""
+        if options.get("logit_functions"):
+            raise ValueError(f"logit_functions: expected none for a value head, got {options['logit_functions']}")
         return super().train_batch(batch, loss_fn, outputs)
 
     def infer_batch(self, batch: Batch, outputs: Sequence[str] = ("values",)) -> dict[str, Tensor]:
