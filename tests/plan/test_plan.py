@@ -86,6 +86,23 @@ def test_options_that_save_memory_do(found):
     )
 
 
+@pytest.mark.parametrize("name", ["dense", "unshared", "recomputed", "experts", "tensor", "context"])
+def test_the_arithmetic_for_megatron_is_what_a_process_takes(found, name):
+    """Parameters, gradients and optimizer up to padding and step counters; activations and output layer to 15 %."""
+    if "megatron" not in found:
+        pytest.skip("needs megatron-core and triton")
+    planned, taken = (found["megatron"][name][key] for key in ("planned", "taken"))
+    for kind in ("parameters", "gradients", "optimizer"):
+        assert planned[kind] == pytest.approx(taken[kind], rel=1e-3), kind
+    assert planned["activations"] == pytest.approx(taken["activations"], rel=0.15)
+
+
+def test_megatron_is_planned_by_arithmetic(found):
+    shown = found["commands"]["megatron"]
+    assert shown["end"] == 0 and "| weight sync |" in shown["printed"]
+    assert "Megatron is not rehearsed: an estimate by arithmetic" in shown["printed"]
+
+
 def test_command_prints_tables_and_a_verdict(found):
     shown = found["commands"]["fits"]
     assert shown["end"] == 0
@@ -181,7 +198,9 @@ def test_ways_to_fit_accumulate_but_for_lora_and_more_gpus():
         ),
         ("three_of_four", "plan: ulysses_sequence_parallel_size: expected a divisor of the 4 ranks, got 3"),
         ("images_of_text", "plan: image_tokens: expected 0 for llama, a text model, got 5"),
-        ("megatron", "plan: engine: expected fsdp2"),
+        ("fsdp1", "plan: engine: expected fsdp2 or megatron in a plan, got fsdp1"),
+        ("megatron_adapters", "plan: lora_rank: expected 0 in the megatron engine, got 4; use --engine fsdp2"),
+        ("megatron_heads", "plan: tensor: expected a divisor of the 4 key-value heads, got 8"),
         ("tiny", 'plan: model: expected a directory or hub id, got "tiny"'),
         ("tiny_teacher", 'plan: teacher: expected a directory or hub id, got "tiny"'),
     ],
