@@ -23,6 +23,7 @@ from PIL import Image
 from rlkit.data import load_task
 from rlkit.data.samples import Video, prompt_sample
 from rlkit.rollout import Sampling
+from rlkit.rollout.sampling import sample_name
 from rlkit.rollout.serve import command, environment
 from rlkit.rollout.servers.pool import ServerPool
 from rlkit.rollout.servers.rollout import image_data_url
@@ -420,7 +421,7 @@ def test_videos_are_refused_with_the_row(connect, processor):
     video = Video(np.zeros((2, 28, 28, 3), "uint8"), 2.0)
     with VllmStandin() as a, pytest.raises(ValueError, match="expected text and images for a server, got a video") as e:
         connect(a).generate([replace(request, videos=[video])], SAMPLING)
-    assert str(e.value).startswith("group 0: ")
+    assert str(e.value).startswith(f"{sample_name(request)}: ")
 
 
 def test_sleep_and_wake(connect):
