@@ -2,10 +2,12 @@
 
 import io
 import json
+import sys
 from copy import deepcopy
 
 import numpy as np
 import pytest
+import torch
 from PIL import Image
 
 from rlkit.data import load_task
@@ -208,3 +210,19 @@ def test_vllm_gets_the_frames_that_the_trainer_sees(processor):
     ((frames, metadata),) = prompt["multi_modal_data"]["video"]
     assert np.array_equal(frames, video.frames) and metadata["do_sample_frames"] is False
     assert metadata["frames_indices"] == [0, 1, 2, 3, 4] and metadata["fps"] == 2.0
+
+
+def test_times_stay_in_float32(processor):
+    """In bfloat16 a time index may be rounded to another integer."""
+    row = {"question": "What?", "video": {"frames": FRAMES, "fps": 3}}
+    vision = encode_prompt(processor, row, dtype=torch.bfloat16).vision
+    assert vision["pixel_values_videos"].dtype == torch.bfloat16
+    assert vision["second_per_grid_ts"].dtype == torch.float32 and vision["second_per_grid_ts"].item() == pytest.approx(
+        2 / 3
+    )
+
+
+def test_reading_files_without_pyav_says_what_to_install(monkeypatch):
+    monkeypatch.setitem(sys.modules, "av", None)
+    with pytest.raises(ImportError, match=r"package av: expected it to be installed, got none; .*\[video\]"):
+        load_video(b"a file")
