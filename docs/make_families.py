@@ -31,6 +31,7 @@ COLUMNS: dict[str, list[tuple[str, str, str]]] = {
         ("engines/test_dummy_images.py", "test_a_dummy_image_changes_no_output_and_goes_through_the_tower", "family"),
     ],
     "processor": [(EVERY, "test_both_tracks_are_the_processors_own", "family")],
+    "videos": [(EVERY, "test_gradients_of_packed_videos_are_those_of_transformers", "family")],
     "freeze": [(EVERY, "test_frozen_parameters_do_not_move", "family")],
     "LoRA": [(EVERY, "test_lora_moves_adapters_alone_and_merges", "family")],
     "HF sampler": [(EVERY, "test_the_samplers_logprobs_are_the_trainers", "family")],
@@ -58,6 +59,10 @@ MEANING = {
     "Ulysses": "two processes that share each sequence give the same numbers as one process",
     "mixed batch": "a rank without images runs a blank image through the vision tower, which changes no number",
     "processor": "prompt tokens are those of transformers' processor, and an image has as many tokens as features",
+    "videos": (
+        "prompt tokens are those of transformers' processor; packed rows with shared prompts give the logprobs and "
+        "gradients of single sequences, and the samplers' logprobs equal the trainer's"
+    ),
     "freeze": "frozen parameters have no gradient and do not change, in the fsdp2 engine",
     "LoRA": "only the adapters change; merged weights give the same logprobs; `disable_adapter` gives the base model",
     "HF sampler": "`--rollout hf`: the sampler's logprobs equal the trainer's",
@@ -107,12 +112,16 @@ def page() -> str:
     sees = {*every.SEES, *(name.removesuffix("_thinker") for name in families.VISION)}
     vllm = modules["rollout/test_vllm.py"]
     recurrent = {*families.RECURRENT, *families.RECURRENT_VISION}
-    refused = {"Ulysses": recurrent, "vLLM": {*vllm.OBSTACLES, "lfm2_vl", *vllm.REFUSED, *vllm.ABSENT}}
+    refused = {
+        "Ulysses": recurrent,
+        "videos": {*every.SEES} - {*every.WATCHES},
+        "vLLM": {*vllm.OBSTACLES, "lfm2_vl", *vllm.REFUSED, *vllm.ABSENT},
+    }
 
     def cell(column: str, name: str) -> str:
         if column == "positions" and name not in three_axes:
             return "plain"
-        if column in ("mixed batch", "processor") and name not in sees | three_axes:
+        if column in ("mixed batch", "processor", "videos") and name not in sees | three_axes:
             return "text"
         if name in refused.get(column, ()):
             return "no"
@@ -137,6 +146,8 @@ Not supported; each is refused with an error that says why:
 - packed rows: {not_packed}. These train with `--no_use_remove_padding`;
 - Ulysses, tensor parallelism and Megatron with recurrent layers: {", ".join(sorted(recurrent))};
 - positions: {positions};
+- videos in a task's rows, for every processor but those of Qwen2-VL, Qwen2.5-VL and Qwen3-VL (also Qwen3.5's). Servers
+  and Megatron refuse them too: use `--rollout hf` or `vllm`, and fsdp2;
 - vLLM, with the text of the error: {with_vllm}. vLLM has no implementation of {", ".join(sorted(vllm.ABSENT))};
 - vLLM on a CPU: {on_cpu};
 - prefix attention (PaliGemma), and RoPE variants in which sequences of one forward pass would affect each other

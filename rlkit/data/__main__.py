@@ -18,7 +18,7 @@ from rlkit.data.loading import load_chats, load_pairs, load_task, load_unpaired
 from rlkit.doctor.__main__ import show
 from rlkit.doctor.task import check_rewards, check_rows, show_rows
 from rlkit.runs import ModelOptions, RewardOptions, TaskOptions, load_named_task, one_sentence_errors, parse_options
-from rlkit.vlm import load_processor
+from rlkit.runs.models import processor_of
 
 KINDS = {"task": load_task, "chats": load_chats, "pairs": load_pairs, "unpaired": load_unpaired}
 
@@ -49,7 +49,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     with one_sentence_errors("rlkit.data"):
         cfg = parse_options(Options, __doc__ or "", rest, program="python -m rlkit.data check")
         task = load_named_task(cfg, cfg.task, KINDS[cfg.kind])
-        processor = load_processor(cfg.model, trust_remote_code=cfg.trust_remote_code) if cfg.model else None
+        processor = processor_of(cfg, cfg.model) if cfg.model else None
         limit = cfg.max_prompt_tokens or None
         passed = show(f"Task {task.name}", check_rows(task, processor, max_tokens=limit, most=cfg.rows))
         if cfg.kind == "task":

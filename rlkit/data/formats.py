@@ -15,10 +15,10 @@ The formats (docs/tasks.md has examples):
 | unpaired preferences | `completion` or `messages`, with a `label` that is true or false |
 
 A row that has been read keeps its columns and gets these: `messages` (the prompt), `question` (its last question as
-text), `images` (in the order of their places), `answer` (the correct answer, for reward functions) and `tools`; for
-supervised fine-tuning `completion`; for preference pairs `chosen` and `rejected`; for unpaired preferences `completion`
-and `label`. An answer is a text, or a message if it calls tools. `read_as` marks a row that has been read; it is not
-read again.
+text), `images` and, if it has any, `videos` (in the order of their places), `answer` (the correct answer, for reward
+functions) and `tools`; for supervised fine-tuning `completion`; for preference pairs `chosen` and `rejected`; for
+unpaired preferences `completion` and `label`. An answer is a text, or a message if it calls tools. `read_as` marks a
+row that has been read; it is not read again.
 """
 
 from __future__ import annotations
@@ -33,9 +33,10 @@ import numpy as np
 from rlkit.data.messages import (
     IMAGE_MARK,
     UNSUPPORTED_COLUMNS,
+    VIDEO_MARK,
     Message,
     from_json,
-    place_images,
+    place_media,
     read_messages,
     text_of,
 )
@@ -46,6 +47,7 @@ CHAT_COLUMNS = ("messages", "conversations")
 PROMPT_COLUMNS = (*QUESTION_COLUMNS, *CHAT_COLUMNS, "instruction")
 ANSWER_COLUMNS = ("answer", "solution", "label")
 IMAGE_COLUMNS = ("images", "image")
+VIDEO_COLUMNS = ("videos", "video")
 ROLES = {
     "human": "user",
     "user": "user",
@@ -290,14 +292,15 @@ def _split_answer(messages: Sequence[Message]) -> Chat:
 
 def _prompt(raw: Row, messages: Sequence[Message], read_as: str) -> dict[str, Any]:
     """The row with the columns of its prompt: messages, question, images and tools."""
-    placed, images = place_images(messages, _images(raw))
+    placed, images, videos = place_media(messages, _images(raw), _videos(raw))
     question = next((text_of(one) for one in reversed(messages) if one["role"] == "user"), "")
-    question = question.replace(IMAGE_MARK, "").strip() if IMAGE_MARK in question else question
+    for mark in [IMAGE_MARK] * (IMAGE_MARK in question) + [VIDEO_MARK] * (bool(videos) and VIDEO_MARK in question):
+        question = question.replace(mark, "").strip()
     tools = from_json(raw.get("tools") or [])
     if not isinstance(tools, list):
         raise ValueError(f"tools: expected a list of functions, got {tools!r:.80}")
     read = {"question": question, "messages": placed, "images": images, "tools": tools, "read_as": read_as}
-    return {**raw, **read}
+    return {**raw, **read, **({"videos": videos} if videos else {})}
 
 
 def _images(raw: Row) -> list[Any]:
@@ -308,6 +311,17 @@ def _images(raw: Row) -> list[Any]:
         raise ValueError("images and image: expected one of them, got both")
     images = raw[found[0]] if found else []
     return list(images) if isinstance(images, list | tuple | np.ndarray) else [images]
+
+
+def _videos(raw: Row) -> list[Any]:
+    """The videos of a row. A list in the column `video` is one video, as frames."""
+    if raw.get("read_as"):
+        return list(raw.get("videos") or ())
+    found = _columns(raw, VIDEO_COLUMNS)
+    if len(found) > 1:
+        raise ValueError("videos and video: expected one of them, got both")
+    videos = raw[found[0]] if found else []
+    return list(videos) if found != ["video"] and isinstance(videos, list | tuple | np.ndarray) else [videos]
 
 
 def _right_answer(raw: Row, names: Sequence[str] = ANSWER_COLUMNS) -> Any:
@@ -372,17 +386,17 @@ def check_columns(columns: Collection[str], *needed: Sequence[str]) -> None:
         needed: groups of column names; the table needs at least one column of each group.
 
     Raises:
-        ValueError: a video or audio column; both `image` and `images`; images in a column of another name; a group
-            without a column in the table.
+        ValueError: an audio column; both `image` and `images`, or `video` and `videos`; images or videos in a column of
+            another name; a group without a column in the table.
     """
     has = f"got columns {list(columns)}"
     if found := [name for name in UNSUPPORTED_COLUMNS if name in columns]:
-        raise ValueError(f"{found[0]}: expected text and images alone, {has}")
-    if set(IMAGE_COLUMNS) <= set(columns):
-        raise ValueError(f"images and image: expected one of them, {has}")
-    if not set(IMAGE_COLUMNS) & set(columns):
-        if stray := [name for name in columns if re.search("image|img", name, re.I)]:
-            raise ValueError(f"images: expected a column images or image, not {stray[0]!r}, {has}")
+        raise ValueError(f"{found[0]}: expected text, images and videos, {has}")
+    for (many, one), pattern in ((IMAGE_COLUMNS, "image|img"), (VIDEO_COLUMNS, "^videos?_?(path|file|url|name)s?$")):
+        if {many, one} <= set(columns):
+            raise ValueError(f"{many} and {one}: expected one of them, {has}")
+        if not {many, one} & set(columns) and (stray := [name for name in columns if re.search(pattern, name, re.I)]):
+            raise ValueError(f"{many}: expected a column {many} or {one}, not {stray[0]!r}, {has}")
     for names in needed:
         if not set(names) & set(columns):
             raise ValueError(f"{names[0]}: expected a column {' or '.join(names)}, {has}")

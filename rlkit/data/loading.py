@@ -29,8 +29,10 @@ from rlkit.data.tables import (
     Rows,
     check_inside,
     columns_of,
+    files_of_video,
     read_table,
     resolve_image_path,
+    resolve_video_path,
     split_heldout,
 )
 from rlkit.data.tasks import Task, addition, digits, map_rows, map_tables, sorting
@@ -186,7 +188,7 @@ def _from_tables(name: str, tables: Mapping[str, tuple[Any, str, Path]], kind: K
 
 
 def _rows(kind: Kind, table: Any, name: str, file: Path, allow_outside_files: bool) -> Rows:
-    """The rows of a table, read as this kind on access, with image paths relative to the file."""
+    """The rows of a table, read as this kind on access, with paths of images and videos relative to the file."""
     folders = [file.parent, *([] if file.suffix in FILE_SUFFIXES else cache_folders())]
     try:
         check_columns(columns_of(table), *kind.needed)
@@ -196,12 +198,15 @@ def _rows(kind: Kind, table: Any, name: str, file: Path, allow_outside_files: bo
     def row(i: int) -> Row:
         read = _read(kind, {**table[i], "where": f"{name} row {i + 1}"})
         images = [resolve_image_path(file, image) for image in read["images"]]
+        videos = [resolve_video_path(file, video) for video in read.get("videos") or ()]
+        sources = [("images", image) for image in images]
+        sources += [("videos", source) for video in videos for source in files_of_video(video)]
         try:
-            for image in () if allow_outside_files else images:
-                check_inside(folders, image)
+            for column, source in () if allow_outside_files else sources:
+                check_inside(folders, source, column)
         except ValueError as error:
             return _unreadable(read, error)
-        return {**read, "images": images}
+        return {**read, "images": images, **({"videos": videos} if videos else {})}
 
     rows = Rows(row, np.arange(len(table)))
     first = [rows[i] for i in range(min(20, len(rows)))]

@@ -1,7 +1,7 @@
-"""Chats as lists of messages in the form of chat templates, with a place for each image.
+"""Chats as lists of messages in the form of chat templates, with a place for each image and video.
 
-A message is {"role": "user", "content": ...}. Its content is a text, or a list of parts {"type": "image"} and
-{"type": "text", "text": ...}. A message of the assistant may have `tool_calls`.
+A message is {"role": "user", "content": ...}. Its content is a text, or a list of parts {"type": "image"},
+{"type": "video"} and {"type": "text", "text": ...}. A message of the assistant may have `tool_calls`.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from rlkit.data.samples import Row
 
@@ -18,8 +18,19 @@ Message = Mapping[str, Any]
 IMAGE_MARK = "<image>"
 """Marks the place of an image in a text."""
 
-UNSUPPORTED_COLUMNS = ("video", "videos", "audio", "audios")
+VIDEO_MARK = "<video>"
+"""Marks the place of a video in a text of a row with videos; in other rows it is text."""
+
+UNSUPPORTED_COLUMNS = ("audio", "audios")
 """Columns that are refused: to ignore them would change the question."""
+
+
+class Prompt(NamedTuple):
+    """Messages, and the images and videos of their parts, in order."""
+
+    messages: list[Message]
+    images: list[Any]
+    videos: list[Any]
 
 
 def message(role: str, text: str, images: int = 0) -> dict[str, Any]:
@@ -29,31 +40,36 @@ def message(role: str, text: str, images: int = 0) -> dict[str, Any]:
 
 
 def text_of(message: Message) -> str:
-    """The text of a message, without its images."""
+    """The text of a message, without its images and videos."""
     content = message.get("content") or ""
     return content if isinstance(content, str) else "".join(part.get("text") or "" for part in content)
 
 
-def prompt_of(row: Row) -> tuple[list[Message], list[Any]]:
-    """The messages of a row's prompt, and the images of their image parts, in order.
+def prompt_of(row: Row) -> Prompt:
+    """The messages of a row's prompt, and the images and videos of their parts.
 
     Args:
-        row: with `messages`, or a `question` that is a text or messages; and `images`, see `place_images`.
+        row: with `messages`, or a `question` that is a text or messages; and `images`, and `videos` or one `video`, see
+            `place_media`.
 
     Raises:
-        ValueError: the row could not be read, has no question, has a video or audio column, or the number of images is
-            not the number of places for them.
+        ValueError: the row could not be read, has no question, has an audio column, or the number of images or videos
+            is not the number of places for them.
     """
     if reason := row.get("unreadable"):
         raise ValueError(reason)
     if found := next((name for name in UNSUPPORTED_COLUMNS if not _missing(row.get(name))), None):
-        raise ValueError(f"{found}: expected text and images alone, got a column of this name")
+        raise ValueError(f"{found}: expected text, images and videos, got a column of this name")
     name = "question" if row.get("messages") is None else "messages"
     question = row.get(name)
     images = [] if row.get("images") is None else list(row["images"])
+    if row.get("videos") is None:
+        videos = [] if _missing(row.get("video")) else [row["video"]]
+    else:
+        videos = list(row["videos"])
     if name == "question" and isinstance(question, str):
-        return place_images([message("user", question)], images)
-    return place_images(read_messages(question, name), images)
+        return place_media([message("user", question)], images, videos)
+    return place_media(read_messages(question, name), images, videos)
 
 
 def read_messages(found: Any, name: str = "messages") -> list[Message]:
@@ -64,7 +80,8 @@ def read_messages(found: Any, name: str = "messages") -> list[Message]:
         name: of the column, for errors.
 
     Raises:
-        ValueError: not a list of messages, or a content that is neither text nor parts of text and images.
+        ValueError: not a list of messages, or a content that is neither text nor parts of text, images and
+            videos.
     """
     found = from_json(found)
     if not isinstance(found, list | tuple) or not found:
@@ -98,12 +115,14 @@ def _read_part(part: Any, name: str) -> Mapping[str, Any]:
     kind = part.get("type") if isinstance(part, Mapping) else None
     if kind == "text" and isinstance(part.get("text"), str):
         return {"type": "text", "text": part["text"]}
-    if kind not in ("image", "image_url"):
-        raise ValueError(f"{name}: expected parts of type text and image, got {_short(part)}")
-    source = next((part[key] for key in ("image", "image_url", "url", "path", "bytes") if part.get(key)), None)
-    if kind == "image_url" and isinstance(source, Mapping):
+    if kind not in ("image", "image_url", "video", "video_url"):
+        raise ValueError(f"{name}: expected parts of type text, image and video, got {_short(part)}")
+    medium = kind.removesuffix("_url")
+    keys = (medium, f"{medium}_url", "url", "path", "bytes")
+    source = next((part[key] for key in keys if not _missing(part.get(key))), None)
+    if kind == f"{medium}_url" and isinstance(source, Mapping):
         source = source.get("url")
-    return {"type": "image"} if source is None else {"type": "image", "image": source}
+    return {"type": medium} if source is None else {"type": medium, medium: source}
 
 
 def _read_call(call: Any, name: str) -> Mapping[str, Any]:
@@ -115,35 +134,53 @@ def _read_call(call: Any, name: str) -> Mapping[str, Any]:
     return {"type": "function", "function": {"name": function["name"], "arguments": arguments}}
 
 
-def place_images(messages: Sequence[Message], images: Sequence[Any] = ()) -> tuple[list[Message], list[Any]]:
-    """Messages with an image part for each image, and the images in the order of these parts.
+def place_media(messages: Sequence[Message], images: Sequence[Any] = (), videos: Sequence[Any] = ()) -> Prompt:
+    """Messages with a part for each image and video, and the images and videos in the order of these parts.
 
     The place of an image is an image part, which may contain the image itself, or `<image>` in a text, which is split
-    there. If there are no places, the images go before the text of the first message of the user.
+    there. If there are no places, the images go before the text of the first message of the user. The same holds for
+    videos, with `<video>`; in a chat without videos `<video>` is text.
 
     Args:
         messages: from `read_messages`.
-        images: of the row, for `<image>` and for image parts without an image.
+        images, videos: of the row, for marks in the text and for parts without a source.
 
     Raises:
-        ValueError: the number of images is not the number of places, or there are places of both kinds.
+        ValueError: the number of images or videos is not the number of places, or there are places of both kinds.
     """
-    places = [part for one in messages for part in parts_of(one) if part["type"] == "image"]
-    held = [part["image"] for part in places if "image" in part]
-    if held and (images or len(held) < len(places)):
-        raise ValueError(f"images: expected all in the messages or all beside them, got {len(held)} and {len(images)}")
-    images = list(held or images)
-    marks = sum(text_of(one).count(IMAGE_MARK) for one in messages)
+    messages, images = _place("image", messages, images, IMAGE_MARK)
+    messages, videos = _place("video", messages, videos, VIDEO_MARK if videos else "")
+    return Prompt(messages, images, videos)
+
+
+def _place(
+    kind: str, messages: Sequence[Message], sources: Sequence[Any], mark: str
+) -> tuple[list[Message], list[Any]]:
+    """Places the images or the videos; see `place_media`.
+
+    Args:
+        kind: "image" or "video".
+        sources: of the row.
+        mark: of a place in a text; if empty, texts have no places.
+    """
+    places = [part for one in messages for part in parts_of(one) if part["type"] == kind]
+    held = [part[kind] for part in places if kind in part]
+    if held and (len(sources) or len(held) < len(places)):
+        raise ValueError(
+            f"{kind}s: expected all in the messages or all beside them, got {len(held)} and {len(sources)}"
+        )
+    found = held or list(sources)
+    marks = sum(text_of(one).count(mark) for one in messages) if mark else 0
     user_turn = next((i for i, one in enumerate(messages) if one["role"] == "user"), None)
-    if len(places) == len(images) and not marks:
-        return [_without_sources(one) for one in messages], images
-    if marks == len(images) and not places:
-        return [_split_at_marks(one) for one in messages], images
+    if len(places) == len(found) and not marks:
+        return [_without_sources(one, kind) for one in messages], found
+    if marks == len(found) and not places:
+        return [_split_at_marks(one, kind, mark) for one in messages], found
     if not marks and not places and user_turn is not None:
-        front = {**messages[user_turn], "content": [{"type": "image"}] * len(images) + parts_of(messages[user_turn])}
-        return [*messages[:user_turn], front, *messages[user_turn + 1 :]], images
-    spots = " and ".join(f"{n} {kind}" for n, kind in ((marks, IMAGE_MARK), (len(places), "image parts")) if n)
-    raise ValueError(f"images: expected one for each place, got {len(images)} for {spots or 'no place'}")
+        front = {**messages[user_turn], "content": [{"type": kind}] * len(found) + parts_of(messages[user_turn])}
+        return [*messages[:user_turn], front, *messages[user_turn + 1 :]], found
+    spots = " and ".join(f"{n} {name}" for n, name in ((marks, mark), (len(places), f"{kind} parts")) if n)
+    raise ValueError(f"{kind}s: expected one for each place, got {len(found)} for {spots or 'no place'}")
 
 
 def parts_of(message: Message) -> list[Mapping[str, Any]]:
@@ -152,18 +189,21 @@ def parts_of(message: Message) -> list[Mapping[str, Any]]:
     return [{"type": "text", "text": content}] if isinstance(content, str) else list(content)
 
 
-def _without_sources(message: Message) -> Message:
+def _without_sources(message: Message, kind: str) -> Message:
     if isinstance(message.get("content"), str):
         return message
-    parts = [{"type": "image"} if part["type"] == "image" else part for part in parts_of(message)]
+    parts = [{"type": kind} if part["type"] == kind else part for part in parts_of(message)]
     return {**message, "content": parts}
 
 
-def _split_at_marks(message: Message) -> Message:
-    if IMAGE_MARK not in text_of(message):
+def _split_at_marks(message: Message, kind: str, mark: str) -> Message:
+    if mark not in text_of(message):
         return message
-    pieces = [piece for part in parts_of(message) for piece in re.split(f"({IMAGE_MARK})", part["text"]) if piece]
-    parts = [{"type": "image"} if piece == IMAGE_MARK else {"type": "text", "text": piece} for piece in pieces]
+    parts: list[Mapping[str, Any]] = []
+    for part in parts_of(message):
+        pieces = re.split(f"({mark})", part["text"]) if part["type"] == "text" else []
+        parts += [{"type": kind} if piece == mark else {"type": "text", "text": piece} for piece in pieces if piece]
+        parts += [part] if part["type"] != "text" else []
     return {**message, "content": parts}
 
 

@@ -26,7 +26,7 @@ Reward = Callable[[str, Row], float | None]
 
 
 class Expansion(NamedTuple):
-    """The expanded tokens of an image that are not just its placeholder repeated: with brackets, rows or crops.
+    """The expanded tokens of an image or video that are not just its placeholder repeated: with brackets, rows, times.
 
     Attributes:
         tokens: the tokens in the expanded track.
@@ -39,6 +39,29 @@ class Expansion(NamedTuple):
     after: int = 0
 
 
+class Video(NamedTuple):
+    """The frames of a video that a model sees, at equal distances in time.
+
+    Attributes:
+        frames: uint8 [frames, height, width, 3].
+        fps: number of these frames per second of the video; frame i was taken at i / fps seconds.
+    """
+
+    frames: np.ndarray
+    fps: float
+
+    @property
+    def metadata(self) -> dict[str, Any]:
+        """The video's `VideoMetadata` of transformers, which also vLLM takes: all frames are used, in this order."""
+        count = len(self.frames)
+        return {
+            "total_num_frames": count,
+            "fps": self.fps,
+            "duration": count / self.fps,
+            "frames_indices": list(range(count)),
+        }
+
+
 @dataclass(frozen=True, eq=False)
 class Sample:
     """One sequence: a prompt, and what has been sampled after it.
@@ -48,10 +71,11 @@ class Sample:
         compact_ids: compact track, with one placeholder token per image or video.
         mask: for each of `token_ids`, whether the policy wrote it.
         logprobs: the sampler's log-probability of each of `token_ids`; 0 where `mask` is False.
-        vision: the processor's output for this sample's images (`pixel_values`, `image_grid_thw`, ...).
-        placeholders: placeholder token id -> for each image, in order, the number of placeholders in the expanded
-            track, or the `Expansion` there.
+        vision: the processor's output for this sample's images and videos (`pixel_values`, `image_grid_thw`, ...).
+        placeholders: placeholder token id -> for each image (or video), in order, the number of placeholders in the
+            expanded track, or the `Expansion` there.
         images: the decoded images, for samplers with an image processor of their own.
+        videos: the decoded videos, likewise.
         row: the data row of the prompt; reward functions read it.
         group_id: the same integer for all samples of one prompt.
         number: index of this sample among those of its prompt, from 0; with `group_id` it seeds the sampler.
@@ -72,6 +96,7 @@ class Sample:
     vision: Mapping[str, Tensor] = field(default_factory=dict)
     placeholders: Mapping[int, Sequence[int | Expansion]] = field(default_factory=dict)
     images: Sequence[Any] = ()
+    videos: Sequence[Video] = ()
     row: Mapping[str, Any] = field(default_factory=dict)
     group_id: int = 0
     number: int = 0
@@ -167,6 +192,7 @@ def append_observation(sample: Sample, observation: Sample) -> Sample:
         vision=vision,
         placeholders=placeholders,
         images=[*sample.images, *observation.images],
+        videos=[*sample.videos, *observation.videos],
     )
 
 
@@ -233,7 +259,7 @@ class Batch:
         tokens: int64 [B, T], right-padded.
         mask: bool [B, T], True on the tokens that are trained on.
         lengths: B integers on the host, the tokens of each row.
-        vision: for each row the vision tensors of its images.
+        vision: for each row the vision tensors of its images and videos.
         total_tokens, total_sequences: the number of tokens in the mask, and of rows with such a token, over all
             micro-batches and data-parallel ranks. An engine sets them before the first micro-batch; until then they
             count this batch.

@@ -109,16 +109,17 @@ def _parquet_table(path: Path) -> Any:
 
 
 def without_decoding(table: Any) -> Any:
-    """A table or stream of datasets with images as bytes or paths instead of decoded images."""
+    """A table or stream of datasets with images and videos as bytes or paths instead of decoded ones."""
     with requires_extra("recipes"):
         import datasets
 
-    undecoded = datasets.Image(decode=False)
-    for name, feature in (table.features or {}).items():
-        if isinstance(feature, datasets.Image):
-            table = table.cast_column(name, undecoded)
-        elif isinstance(feature, datasets.List) and isinstance(feature.feature, datasets.Image):
-            table = table.cast_column(name, datasets.List(undecoded))
+    for kind in (datasets.Image, datasets.Video):
+        undecoded = kind(decode=False)
+        for name, feature in (table.features or {}).items():
+            if isinstance(feature, kind):
+                table = table.cast_column(name, undecoded)
+            elif isinstance(feature, datasets.List) and isinstance(feature.feature, kind):
+                table = table.cast_column(name, datasets.List(undecoded))
     return table
 
 
@@ -126,24 +127,44 @@ def resolve_image_path(path: Path, picture: Any) -> Any:
     """Makes a relative image path, bare or in a struct without bytes, relative to the table's file."""
     if isinstance(picture, Mapping) and not picture.get("bytes"):
         return {**picture, "path": resolve_image_path(path, picture.get("path"))}
-    is_path = isinstance(picture, str) and "://" not in picture and not picture.startswith("data:image/")
-    return str(path.parent / picture) if is_path else picture
+    return str(path.parent / picture) if isinstance(picture, str) and not _is_url(picture) else picture
 
 
-def check_inside(folders: Sequence[Path], picture: Any) -> None:
+def resolve_video_path(path: Path, video: Any) -> Any:
+    """As `resolve_image_path`, for a video: one file, a list of frames, or {"frames": [...], "fps": ...}."""
+    if isinstance(video, Mapping) and video.get("frames") is not None:
+        return {**video, "frames": resolve_video_path(path, list(video["frames"]))}
+    if isinstance(video, list | tuple):
+        return [resolve_image_path(path, frame) for frame in video]
+    return resolve_image_path(path, video)
+
+
+def files_of_video(video: Any) -> list[Any]:
+    """The sources of a video that may be paths: its frames, or itself."""
+    if isinstance(video, Mapping) and video.get("frames") is not None:
+        video = video["frames"]
+    return list(video) if isinstance(video, list | tuple) else [video]
+
+
+def _is_url(source: str) -> bool:
+    return "://" in source or source.startswith(("data:image/", "data:video/"))
+
+
+def check_inside(folders: Sequence[Path], picture: Any, column: str = "images") -> None:
     """Check that an image's path, as `resolve_image_path` gives it, does not lead out of a data set's folders.
 
-    Whoever wrote a data set could otherwise have any image that this account may read put into prompts, logs and pages.
+    Whoever wrote a data set could otherwise have any image or video that this account may read put into prompts, logs
+    and pages.
 
     Raises:
         ValueError: by an absolute path, `..` or a link, it does.
     """
     if isinstance(picture, Mapping):
         picture = None if picture.get("bytes") else picture.get("path")
-    if not isinstance(picture, str | Path) or "://" in str(picture) or str(picture).startswith("data:image/"):
+    if not isinstance(picture, str | Path) or _is_url(str(picture)):
         return
     if not any(Path(picture).resolve().is_relative_to(folder.resolve()) for folder in folders):
         raise ValueError(
-            f"images: expected a file in {str(folders[0])!r}, got {str(picture)!r}, which leads out of it; "
+            f"{column}: expected a file in {str(folders[0])!r}, got {str(picture)!r}, which leads out of it; "
             "--allow_outside_files reads it all the same"
         )

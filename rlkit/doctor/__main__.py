@@ -19,7 +19,7 @@ from rlkit.doctor.self_check import self_check
 from rlkit.doctor.servers import check_servers
 from rlkit.doctor.task import check_rewards, check_rows, show_rows
 from rlkit.runs import ModelOptions, RewardOptions, TaskOptions, load_named_task, one_sentence_errors, parse_options
-from rlkit.vlm import load_processor
+from rlkit.runs.models import processor_of
 
 
 @dataclass
@@ -43,7 +43,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
             passed.append(show(f"Model {cfg.model}", check_model(cfg.model, trust_remote_code=cfg.trust_remote_code)))
         if cfg.task:
             task = load_named_task(cfg, cfg.task)
-            processor = load_processor(cfg.model, trust_remote_code=cfg.trust_remote_code) if cfg.model else None
+            processor = processor_of(cfg, cfg.model) if cfg.model else None
             passed.append(show(f"Task {task.name}", check_rows(task, processor)))
             passed.append(show("Rewards", check_rewards(task)))
             print("\nThe first prompt", *show_rows(task, processor, 1), sep="\n")

@@ -14,6 +14,7 @@ from rlkit.data.messages import prompt_of, text_of
 from rlkit.doctor.findings import Finding
 from rlkit.rewards import score
 from rlkit.vlm import encode_prompt, load_image
+from rlkit.vlm.videos import load_videos
 
 Row = Mapping[str, Any]
 LONGEST = 1500  # characters of a text to print
@@ -47,7 +48,7 @@ def check_rows(
         chosen = [rows[i] for i in range(min(most, len(rows)))]
         if not chosen:
             continue
-        lengths, images, skipped = [], [], []
+        lengths, images, videos, skipped = [], [], [], []
         for row in chosen:
             try:
                 prompt = read_prompt(row, processor, max_tokens)
@@ -56,11 +57,15 @@ def check_rows(
                 continue
             lengths.append(len(prompt.token_ids) if processor else len(prompt.text))
             images.append(len(prompt.images))
-            seen[kind].add(repr((prompt.text, [image.tobytes() for image in prompt.images])))
+            videos.append(len(prompt.videos))
+            pictures = [image.tobytes() for image in prompt.images] + [one.frames.tobytes() for one in prompt.videos]
+            seen[kind].add(repr((prompt.text, pictures)))
         unit = "tokens" if processor else "characters"
         if lengths:
             spread = f"{min(lengths)} to {max(lengths)} {unit}, median {median(lengths):.0f}"
-            yield Finding(f"{kind} prompts", f"{spread}; {min(images)} to {max(images)} images each")
+            counts = f"{min(images)} to {max(images)} images"
+            counts += f", {min(videos)} to {max(videos)} videos" if any(videos) else ""
+            yield Finding(f"{kind} prompts", f"{spread}; {counts} each")
         yield _skipped(kind, skipped, len(chosen))
         if repeated := len(lengths) - len(seen[kind]):
             yield Finding(f"{kind} prompts", f"{repeated} of the first {len(chosen)} are repetitions", None)
@@ -84,7 +89,7 @@ def _skipped(kind: str, skipped: Sequence[str], read: int) -> Finding:
 
 
 def read_prompt(row: Row, processor: Any = None, max_tokens: int | None = None) -> Sample:
-    """The prompt of a row, with its images and its text; with a processor, the text is that of the chat template.
+    """The prompt of a row, with its images, videos and text; with a processor, the text is that of the chat template.
 
     Raises:
         ValueError: a run would skip the row.
@@ -95,12 +100,13 @@ def read_prompt(row: Row, processor: Any = None, max_tokens: int | None = None) 
         return replace(prompt, text=text)
     where = row.get("where", "row")
     try:
-        messages, sources = prompt_of(row)
-        images = [load_image(source) for source in sources]
+        messages, image_sources, video_sources = prompt_of(row)
+        images = [load_image(source) for source in image_sources]
+        videos = load_videos(None, video_sources)
     except ValueError as error:
         raise ValueError(f"{where}: {error}") from error
     text = "\n".join(f"{message['role']}: {text_of(message)}" for message in messages)
-    return prompt_sample([], text=text, images=images, row=row)
+    return prompt_sample([], text=text, images=images, videos=videos, row=row)
 
 
 def check_rewards(task: Task, count: int = 10) -> Iterator[Finding]:
@@ -150,7 +156,12 @@ def show_rows(task: Task, processor: Any = None, count: int = 3) -> Iterator[str
             continue
         sizes = ", ".join(f"{image.width} x {image.height}" for image in prompt.images) or "none"
         tokens = f"{len(prompt.token_ids)} tokens; " if processor else ""
-        yield f"--- {row.get('where', 'row')}: {tokens}images: {sizes}\n{_cut(prompt.text)}"
+        shapes = [(*one.frames.shape[:3], one.fps) for one in prompt.videos]
+        clips = ", ".join(
+            f"{count} frames of {width} x {height}, {fps:g} a second" for count, height, width, fps in shapes
+        )
+        media = f"images: {sizes}" + (f"; videos: {clips}" if clips else "")
+        yield f"--- {row.get('where', 'row')}: {tokens}{media}\n{_cut(prompt.text)}"
         for name in ("answer", "completion", "chosen", "rejected", "label"):
             if row.get(name) is not None:
                 yield f"{name}: {_cut(_text(row[name]))}"

@@ -76,7 +76,8 @@ def run(options: Any) -> list[Part]:
         prompt = encode_prompt(processor, load_task(options.task).train[0])
         (sample,) = rollout.generate([prompt], Sampling(options.max_new_tokens, temperature))
     elif sample.vision:
-        sample = replace(sample, images=encode_prompt(processor, sample.row).images)
+        prompt = encode_prompt(processor, sample.row)
+        sample = replace(sample, images=prompt.images, videos=prompt.videos)
     sampler = vllm_parts(rollout, sample) if options.rollout == "vllm" else hf_parts(rollout, engine.base, sample)
     trainer, logprobs = trainer_parts(engine, sample)
     rollout.close()

@@ -29,7 +29,7 @@ MOST_CHARACTERS = 20_000  # of each text on the page; samples.jsonl has the whol
 def prompt_record(
     out: Path, samples: Sequence[Any], kind: str, step: int, parts: Mapping[str, Sequence[float]] | None = None
 ) -> dict[str, Any]:
-    """Make one record for samples.jsonl, and save the prompt's images in `out`.
+    """Make one record for samples.jsonl, and save the prompt's images, and a strip of each video's frames, in `out`.
 
     Args:
         out: the run's directory.
@@ -50,10 +50,33 @@ def prompt_record(
         }
         for i, sample in enumerate(samples)
     ]
-    images = [name for image in first.images if (name := save_image(out, image))]
+    pictures = [*first.images, *(frame_strip(video) for video in first.videos)]
+    images = [name for image in pictures if (name := save_image(out, image))]
     question, expected = (str(row.get(name, "")) for name in ("question", "answer"))
     place = {"step": step, "kind": kind, "prompt": first.group_id}
     return {**place, "question": question, "expected": expected, "images": images, "answers": answers}
+
+
+def frame_strip(video: Any, most: int = 8, height: int = 128) -> Any:
+    """Some frames of a video side by side as a PIL image, from the first to the last at equal distances.
+
+    Args:
+        video: a `rlkit.data.Video`.
+        most: frames.
+        height: of the strip in pixels, if the frames are higher.
+    """
+    import numpy as np
+    from PIL import Image
+
+    chosen = np.linspace(0, len(video.frames) - 1, min(most, len(video.frames))).round().astype(int)
+    frames = [Image.fromarray(np.ascontiguousarray(video.frames[i])) for i in chosen]
+    for frame in frames:
+        frame.thumbnail((4 * height, height))
+    width, tall = frames[0].size
+    strip = Image.new("RGB", (len(frames) * (width + 2) - 2, tall), "white")
+    for i, frame in enumerate(frames):
+        strip.paste(frame, (i * (width + 2), 0))
+    return strip
 
 
 def append_records(out: Path, records: Iterable[Mapping[str, Any]]) -> None:

@@ -20,14 +20,33 @@ NO_WEIGHT_UPDATES = frozenset({"gpt_oss"})
 
 
 def vllm_prompt(request: Sample) -> dict[str, Any]:
-    """vLLM's prompt: the compact token track, with one placeholder for each image, and the images.
+    """vLLM's prompt: the compact token track, with one placeholder for each image and video, and the images and videos.
 
     vLLM expands placeholders itself, so it must not be given the expanded track.
     """
     prompt: dict[str, Any] = {"prompt_token_ids": list(request.compact_ids)}
-    if request.images:
-        prompt["multi_modal_data"] = {"image": list(request.images)}
-    return prompt
+    media: dict[str, Any] = {"image": list(request.images)} if request.images else {}
+    if request.videos:
+        # families that need no times drop the second part; vLLM would take other frames without `do_sample_frames`
+        media["video"] = [(one.frames, {**one.metadata, "do_sample_frames": False}) for one in request.videos]
+    return {**prompt, "multi_modal_data": media} if media else prompt
+
+
+def check_video_normalization(requests: Sequence[Sample], processor: Any) -> None:
+    """Raise a ValueError for videos of a model whose images and videos are normalized differently.
+
+    vLLM normalizes both in the vision tower, with the mean and standard deviation of images.
+    """
+    if any(request.videos for request in requests):
+        of_images, of_videos = (
+            [getattr(part, name) for name in ("image_mean", "image_std")]
+            for part in (processor.image_processor, processor.video_processor)
+        )
+        if [list(x) for x in of_images] != [list(x) for x in of_videos]:
+            raise ValueError(
+                "model: expected a processor with the same image_mean and image_std for images and videos, as vLLM "
+                f"normalizes both alike, got {of_images} and {of_videos}; use rollout 'hf'"
+            )
 
 
 def vllm_sampling_params(

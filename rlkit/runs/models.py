@@ -59,7 +59,7 @@ def find_model(cfg: Any, run: Run, rows: Sequence[Mapping[str, Any]], **tiny: An
     place = run.out / "init"
     if not cfg.model_config and not is_config_file(cfg.model):
         path = model_or_tiny(cfg.model, place, rows, seed=cfg.seed, **tiny)
-        return path, load_processor(path, trust_remote_code=cfg.trust_remote_code)
+        return path, processor_of(cfg, path)
     if cfg.model == "tiny":
         raise ValueError("model_config: expected none with the model tiny, whose sizes are fixed, got some")
 
@@ -68,11 +68,17 @@ def find_model(cfg: Any, run: Run, rows: Sequence[Mapping[str, Any]], **tiny: An
             write_model(cfg.model, cfg.model_config, place, seed=cfg.seed)
 
     decided_by_rank_0(write)
-    processor = load_processor(str(place), trust_remote_code=cfg.trust_remote_code)
+    processor = processor_of(cfg, str(place))
     tokens = len(getattr(processor, "tokenizer", processor))
     if (size := load_config(str(place)).get_text_config().vocab_size) < tokens:
         raise ValueError(f"vocab_size: expected at least the {tokens} tokens of the model's tokenizer, got {size}")
     return str(place), processor
+
+
+def processor_of(cfg: Any, path: str) -> Any:
+    """The processor of a model, with the run's number of frames of a video."""
+    videos = {"video_fps": cfg.video_fps, "video_frames": cfg.video_frames}
+    return load_processor(path, trust_remote_code=cfg.trust_remote_code, **videos)
 
 
 def answer_ends(cfg: Any, path: str, processor: Any) -> list[int]:

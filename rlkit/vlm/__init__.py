@@ -21,6 +21,7 @@ from rlkit.vlm.tiny import (
     tiny_text_tokenizer,
     tiny_tokenizer,
 )
+from rlkit.vlm.videos import load_video
 
 __all__ = [
     "ROPE3D_MODEL_TYPES",
@@ -38,6 +39,7 @@ __all__ = [
     "load_image",
     "load_model",
     "load_processor",
+    "load_video",
     "lora",
     "merged_parameters",
     "model_or_tiny",

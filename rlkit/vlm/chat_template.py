@@ -16,7 +16,9 @@ from PIL import Image
 
 from rlkit.data.messages import Message, prompt_of, text_of
 from rlkit.data.samples import Row, Sample, append_response, expand_placeholders, expanded_lengths, prompt_sample
+from rlkit.vlm.inputs import VIDEO_TIME_KEYS
 from rlkit.vlm.processors import encode_text, load_image
+from rlkit.vlm.videos import load_videos
 
 
 def render(
@@ -42,7 +44,7 @@ def render(
 
     Raises:
         ValueError: no chat template, a template that fails, refuses the messages or does not have an option, or images
-            for a text model. Templates run in transformers' sandbox, which has no limit of time.
+            or videos for a text model. Templates run in transformers' sandbox, which has no limit of time.
     """
     from jinja2 import TemplateError
 
@@ -80,8 +82,11 @@ def _as_parts(message: Message) -> list[Any]:
 
 def _as_text(message: Message) -> str:
     content = message["content"]
-    if not isinstance(content, str) and (images := sum(part["type"] == "image" for part in content)):
-        raise ValueError(f"images: expected none, as the model's processor is a tokenizer, got {images} in a message")
+    for kind in ("image", "video") if not isinstance(content, str) else ():
+        if count := sum(part["type"] == kind for part in content):
+            raise ValueError(
+                f"{kind}s: expected none, as the model's processor is a tokenizer, got {count} in a message"
+            )
     return text_of(message)
 
 
@@ -96,32 +101,37 @@ def encode_prompt(
     """The prompt of a row in the model's chat template, as a sample without a response.
 
     Args:
-        processor: a transformers processor (or a tokenizer, for rows without images).
-        row: `question` or `messages`, and `images`; see rlkit.data.tasks. `tools` and `chat_template_kwargs` are passed
-            to the template, and the prompt ends with `answer_prefix`. A row with `plain_text` has an empty prompt.
+        processor: a transformers processor (or a tokenizer, for rows of text).
+        row: `question` or `messages`, `images` and `videos`; see rlkit.data.tasks. `tools` and `chat_template_kwargs`
+            are passed to the template, and the prompt ends with `answer_prefix`. A row with `plain_text` has an empty
+            prompt.
         max_tokens: the longest prompt allowed, in expanded tokens.
         group_id: of the sample.
-        dtype: of pixel values and other floating-point inputs; by default as the processor makes them, in float32.
-            A model that computes in bfloat16 rounds them anyway, and in bfloat16 they take half the memory.
+        dtype: of pixel values and other floating-point inputs except times; by default float32, as the processor makes
+            them. A model that computes in bfloat16 rounds them anyway, and in bfloat16 they take half the memory.
 
     Raises:
-        ValueError: an image that cannot be read, a number of images that is not the number of places for them, no
+        ValueError: an image or video that cannot be read, a number of them that is not the number of places, no
             question, or a prompt that is too long. Prompts are never truncated, as that would cut an image's tokens.
     """
     where = row.get("where", "row")
     try:
         if row.get("plain_text") is not None and not row.get("unreadable"):
             return prompt_sample([], row=row, group_id=group_id)
-        messages, sources = prompt_of(row)
-        images = [load_image(source) for source in sources]
+        messages, image_sources, video_sources = prompt_of(row)
+        images = [load_image(source) for source in image_sources]
+        videos = load_videos(processor, video_sources)
         text = render(processor, messages, add_generation_prompt=True, **_template_options(row))
-        sample = encode_text(processor, text + (row.get("answer_prefix") or ""), images)
+        sample = encode_text(processor, text + (row.get("answer_prefix") or ""), images, videos)
     except ValueError as error:
         raise ValueError(f"{where}: {error}") from error
     if max_tokens is not None and (n := len(sample.token_ids)) > max_tokens:
         raise ValueError(f"{where}: expected a prompt of at most {max_tokens} tokens, got {n}")
     if dtype is not None:
-        vision = {name: x.to(dtype) if x.is_floating_point() else x for name, x in sample.vision.items()}
+        vision = {
+            name: x.to(dtype) if x.is_floating_point() and name not in VIDEO_TIME_KEYS else x
+            for name, x in sample.vision.items()
+        }
         sample = replace(sample, vision=vision)
     return replace(sample, row=row, group_id=group_id)
 
@@ -207,7 +217,7 @@ def encode_answers(
     Raises:
         ValueError: a sequence that is too long, or a chat template that changes the prompt when an answer follows.
     """
-    messages, _ = prompt_of(prompt.row)
+    messages = prompt_of(prompt.row).messages
     samples = []
     for answer in answers:
         reply = _assistant_message(answer, prompt.row)
@@ -240,7 +250,7 @@ def encode_chat(prompt: Sample, processor: Any, ends: Sequence[int], max_tokens:
         )
         _check_length(sample, max_tokens)
         return sample
-    before, _ = prompt_of(row)
+    before = prompt_of(row).messages
     messages = [*before, _assistant_message(row.get("completion"), row)]
     compact: list[int] = []
     mask: list[bool] = []

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -18,13 +19,19 @@ from rlkit.vlm.rope3d import ROPE3D_MODEL_TYPES, ROPE3D_REFUSED, Rope3DSpec, rop
 def position_spec(config: Any) -> Rope3DSpec | None:
     """The `Rope3DSpec` of a model, or None for a model with one position per token.
 
+    In Qwen2-VL and Qwen2.5-VL the ids after a video continue from the largest id of all three axes, as in Qwen's own
+    code, vLLM and verl. transformers continues from the larger of height and width: the two differ after long videos.
+
     Raises:
         ValueError: a model with several axes whose rule is not supported.
     """
     several_axes = config.model_type in ROPE3D_MODEL_TYPES or config.model_type in ROPE3D_REFUSED
     if not several_axes and getattr(config, "vision_config", None) is not None:
         several_axes = "mrope_section" in (getattr(config.get_text_config(), "rope_parameters", None) or {})
-    return rope3d_spec(config) if several_axes else None
+    if not several_axes:
+        return None
+    spec = rope3d_spec(config)
+    return replace(spec, advance_over_time=True) if config.model_type in ("qwen2_vl", "qwen2_5_vl") else spec
 
 
 VIDEO_TIME_KEYS = ("second_per_grid_ts", "video_second_per_grid")  # Qwen2.5-VL, Qwen-Omni

@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from PIL import Image, ImageOps
 
-from rlkit.data.samples import Expansion, Sample, expand_placeholders, prompt_sample
+from rlkit.data.samples import Expansion, Sample, Video, expand_placeholders, prompt_sample
 from rlkit.vlm.loading import has_vision, load_config, model_path
 
 # formats of photographs and figures; not PostScript, say, which Pillow would have another program draw
@@ -50,7 +50,7 @@ def load_image(source: Any) -> Image.Image:
         if isinstance(source, bytes | bytearray):
             image = _as_rgb(_open_image(io.BytesIO(source)))
         elif isinstance(source, str | Path):
-            with _open_regular_file(source) as file:
+            with open_regular_file(source) as file:
                 image = _as_rgb(_open_image(file))
         elif isinstance(source, Image.Image):
             image = _as_rgb(source)
@@ -106,7 +106,7 @@ def _known_formats() -> list[str]:
     return [name for name in FORMATS if name in Image.OPEN]
 
 
-def _open_regular_file(path: str | Path) -> BinaryIO:
+def open_regular_file(path: str | Path) -> BinaryIO:
     """Open a file to be read; what is no regular file is refused before it is opened, as opening may already wait."""
     _check_regular(os.stat(path).st_mode)
     descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)  # it may have been replaced since
@@ -129,48 +129,87 @@ def _check_regular(mode: int) -> None:
 TEXT_OUTPUTS = frozenset({"input_ids", "attention_mask", "mm_token_type_ids", "token_type_ids"})
 
 
-def encode_text(processor: Any, text: str, images: Sequence[Image.Image] = ()) -> Sample:
-    """Tokenizes a text that has one placeholder per image into both token tracks.
+# processors whose videos are tested: both tracks, position ids, training and sampling
+VIDEO_PROCESSORS = frozenset({"Qwen2VLProcessor", "Qwen2_5_VLProcessor", "Qwen3VLProcessor"})
+
+
+def encode_text(processor: Any, text: str, images: Sequence[Image.Image] = (), videos: Sequence[Video] = ()) -> Sample:
+    """Tokenizes a text that has one placeholder per image and video into both token tracks.
 
     The expanded track is the processor's output. Which of its tokens stand for which image follows from the
     replacements of placeholders that the processor reports (`return_text_replacement_offsets`).
 
     Raises:
-        ValueError: text that is not Unicode, the number of images is not the number of placeholders, the processor
-            rejects an image, or it does not report its replacements.
+        ValueError: text that is not Unicode, the number of images or videos is not the number of placeholders, the
+            processor rejects an image, or it does not report its replacements; videos for a family without them.
     """
     if stray := re.search("[\ud800-\udfff]", text):
         raise ValueError(f"prompt: expected Unicode text, got the unpaired surrogate {stray[0]!r}")
     tokenizer = getattr(processor, "tokenizer", processor)
     compact = tokenizer(text, add_special_tokens=False)["input_ids"]
-    if images and tokenizer is processor:
-        raise ValueError(f"images: expected none, as the model's processor is a tokenizer, got {len(images)}")
+    for kind, given in (("images", images), ("videos", videos)):
+        if given and tokenizer is processor:
+            raise ValueError(f"{kind}: expected none, as the model's processor is a tokenizer, got {len(given)}")
+    arguments = {"images": list(images)} if images else {}
+    arguments |= video_arguments(processor, videos) if videos else {}
     image: Any = getattr(processor, "image_token_id", None)
-    video = getattr(processor, "video_token_id", None)
+    video: Any = getattr(processor, "video_token_id", None)
     feature = getattr(tokenizer, "image_token_id", image)  # Gemma3 has a token for an image, one for each feature
-    for kind, token, given in (("image", image, len(images)), ("video", video, 0), ("image feature", feature, 0)):
+    counts = (("image", image, len(images)), ("video", video, len(videos)), ("image feature", feature, 0))
+    for kind, token, count in counts:
         slots = 0 if kind == "image feature" and token == image else compact.count(token)
-        if slots != given:  # a question may spell a placeholder out
-            raise ValueError(f"{kind}s: expected {slots}, one per placeholder in the prompt, got {given}")
-    if not images:
+        if slots != count:  # a question may spell a placeholder out
+            raise ValueError(f"{kind}s: expected {slots}, one per placeholder in the prompt, got {count}")
+    if not images and not videos:
         return prompt_sample(compact)
     inputs = processor(
         text=[text],
-        images=list(images),
         return_tensors="pt",
         add_special_tokens=False,
         return_text_replacement_offsets=True,
+        **arguments,
     )
     expanded = inputs["input_ids"][0].tolist()
     replaced = (inputs.get("text_replacement_offsets") or [[]])[0]
-    placeholders = {image: _expansions(tokenizer, text, replaced, image)}
-    if len(replaced) != len(images) or expand_placeholders(compact, placeholders) != expanded:
+    tokens = {"image": image, "video": video}
+    found = _expansions(tokenizer, text, replaced, [tokens[one.get("type", "image")] for one in replaced])
+    placeholders = {
+        tokens[kind]: [one for one, of in zip(found, replaced, strict=True) if of.get("type", "image") == kind]
+        for kind, given in (("image", images), ("video", videos))
+        if given
+    }
+    if len(replaced) != len(images) + len(videos) or expand_placeholders(compact, placeholders) != expanded:
         raise ValueError(
             f"processor: expected text_replacement_offsets that reproduce its tokens, got a {type(processor).__name__} "
             "whose tokens cannot be assigned to images"
         )
     vision = {name: x for name, x in inputs.items() if isinstance(x, torch.Tensor) and name not in TEXT_OUTPUTS}
-    return prompt_sample(expanded, compact, vision=vision, placeholders=placeholders, images=images)
+    return prompt_sample(
+        expanded, compact, vision=vision, placeholders=placeholders, images=images, videos=list(videos)
+    )
+
+
+def video_arguments(processor: Any, videos: Sequence[Video]) -> dict[str, Any]:
+    """Arguments with which a processor uses the frames of these videos as they are.
+
+    Raises:
+        ValueError: a family without videos, or no torchvision.
+    """
+    name = type(processor).__name__
+    if name not in VIDEO_PROCESSORS:
+        raise ValueError(f"videos: expected a model with one of {', '.join(sorted(VIDEO_PROCESSORS))}, got {name}")
+    if getattr(processor, "video_processor", None) is None:
+        raise ValueError(
+            f"videos: expected the video processor of {name}, which needs torchvision, got none: "
+            "pip install -e '.[video]'"
+        )
+    from transformers.video_utils import VideoMetadata
+
+    return {
+        "videos": [torch.from_numpy(np.ascontiguousarray(one.frames.transpose(0, 3, 1, 2))) for one in videos],
+        "video_metadata": [VideoMetadata(**one.metadata) for one in videos],
+        "do_sample_frames": False,
+    }
 
 
 class _Gap(NamedTuple):
@@ -182,9 +221,9 @@ class _Gap(NamedTuple):
 
 
 def _expansions(
-    tokenizer: Any, text: str, replacements: Sequence[Mapping[str, Any]], placeholder: int
+    tokenizer: Any, text: str, replacements: Sequence[Mapping[str, Any]], placeholders: Sequence[int]
 ) -> list[int | Expansion]:
-    """The tokens that stand for each image in the expanded track.
+    """The tokens that stand for each image (or video) in the expanded track.
 
     The processor replaces each placeholder in the text with another text and tokenizes the result. A tokenizer may
     merge the end of a replacement with the text beside it. An image's tokens therefore reach from one boundary to the
@@ -192,9 +231,9 @@ def _expansions(
     without a boundary between them are counted together as the first of them.
 
     Args:
-        replacements: for each image the `span` of its placeholder in the text, its `replacement`, and the `new_span` of
-            that in the expanded text.
-        placeholder: token id.
+        replacements: for each image (or video) the `span` of its placeholder in the text, its `replacement`, and the
+            `new_span` of that in the expanded text.
+        placeholders: token id of each.
     """
     ids, token_at = _tokens_by_character(tokenizer, text)
     expanded_ids, expanded_token_at = _tokens_by_character(tokenizer, _expanded_text(text, replacements))
@@ -203,7 +242,7 @@ def _expansions(
         [x for x in range(gap.start, gap.end + 1) if x in token_at and x + gap.shift in expanded_token_at]
         for gap in gaps
     ]
-    places = [i for i, token in enumerate(ids) if token == placeholder]
+    places = [i for i, token in enumerate(ids) if token in placeholders]
     found: list[int | Expansion] = []
     while (image := len(found)) < len(replacements):
         following = next(i for i in range(image + 1, len(gaps)) if boundaries[i])
@@ -212,7 +251,7 @@ def _expansions(
         stop = expanded_token_at[right + gaps[following].shift]
         tokens = expanded_ids[start:stop]
         before, after = places[image] - token_at[left], token_at[right] - places[image] - 1
-        is_repetition = not before and not after and set(tokens) == {placeholder}
+        is_repetition = not before and not after and set(tokens) == {placeholders[image]}
         found.append(len(tokens) if is_repetition else Expansion(tokens, before, after))
         found += [Expansion([])] * (following - image - 1)
     return found
@@ -287,12 +326,16 @@ def without_video_processor(processor_class: Any) -> Any:
     return WithoutVideo
 
 
-def load_processor(path: str, *, trust_remote_code: bool = False, **options: Any) -> Any:
+def load_processor(
+    path: str, *, trust_remote_code: bool = False, video_fps: float = 2.0, video_frames: int = 32, **options: Any
+) -> Any:
     """Loads the processor of a vision-language model, or the tokenizer of a text model.
 
     Args:
         path: a model directory, hub id or `modelscope:OWNER/NAME`.
         trust_remote_code: run processor code that lies in the model's repository.
+        video_fps, video_frames: frames per second that the model sees of a video, and the most frames; see
+            `rlkit.vlm.load_video`. They become the video processor's `fps` and `max_frames`.
         options: for the image processor, e.g. its `size`, the pixel budget (for Qwen-VL also `min_pixels` and
             `max_pixels`).
 
@@ -302,6 +345,8 @@ def load_processor(path: str, *, trust_remote_code: bool = False, **options: Any
     """
     import transformers
 
+    if not video_fps > 0 or video_frames < 1:
+        raise ValueError(f"video_fps, video_frames: expected more than 0, got {video_fps} and {video_frames}")
     path = model_path(path)
     config = load_config(path, trust_remote_code=trust_remote_code)
     if not has_vision(config):
@@ -329,6 +374,8 @@ def load_processor(path: str, *, trust_remote_code: bool = False, **options: Any
     if valid is not None and (unknown := options.keys() - valid.__annotations__.keys() - {"trust_remote_code"}):
         kind, names = type(processor.image_processor).__name__, ", ".join(valid.__annotations__)
         raise ValueError(f"image processor options: expected some of {kind} ({names}), got {sorted(unknown)[0]!r}")
+    if type(processor).__name__ in VIDEO_PROCESSORS and getattr(processor, "video_processor", None) is not None:
+        processor.video_processor.fps, processor.video_processor.max_frames = video_fps, video_frames
     return processor
 
 

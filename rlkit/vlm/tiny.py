@@ -16,7 +16,8 @@ import torch.distributed as dist
 
 from rlkit.data.messages import prompt_of
 from rlkit.vlm.chat_template import render
-from rlkit.vlm.processors import load_image
+from rlkit.vlm.processors import load_image, video_arguments
+from rlkit.vlm.videos import load_videos
 
 TINY_MARK = "rlkit_tiny"  # in config.json, also of what is trained from it
 
@@ -77,20 +78,32 @@ def _tokenizer(corpus: Sequence[str], vocab_size: int, special: list[str], alone
     )
 
 
-def tiny_processor(tokenizer: Any, patch_size: int = 14) -> Any:
-    """A processor with this tokenizer, for images with 28 to 224 pixels per side."""
+def tiny_processor(tokenizer: Any, patch_size: int = 14, *, videos: bool = False) -> Any:
+    """A processor with this tokenizer, for images with 28 to 224 pixels per side.
+
+    Args:
+        videos: it has a video processor, which needs torchvision. Its configuration is saved in either case.
+    """
     from transformers import Qwen2_5_VLProcessor, Qwen2VLImageProcessorPil
 
     from rlkit.vlm.processors import without_video_processor
 
-    images = Qwen2VLImageProcessorPil(min_pixels=28 * 28, max_pixels=224 * 224, patch_size=patch_size)
-    processor = without_video_processor(Qwen2_5_VLProcessor)(images, tokenizer, chat_template=tokenizer.chat_template)
-    processor.video_config = {
-        "video_processor_type": "Qwen2VLVideoProcessor",
+    size = {"shortest_edge": 28 * 28, "longest_edge": 224 * 224}  # pixels of an image, or of a frame of a video
+    images = Qwen2VLImageProcessorPil(size=size, patch_size=patch_size)
+    of_videos: dict[str, Any] = {
+        "size": size,
+        "cap_pixels_per_frame": False,
         "patch_size": patch_size,
         "temporal_patch_size": 2,
         "merge_size": 2,
     }
+    template = tokenizer.chat_template
+    if videos:
+        from transformers import Qwen2VLVideoProcessor
+
+        return Qwen2_5_VLProcessor(images, tokenizer, Qwen2VLVideoProcessor(**of_videos), chat_template=template)
+    processor = without_video_processor(Qwen2_5_VLProcessor)(images, tokenizer, chat_template=template)
+    processor.video_config = {"video_processor_type": "Qwen2VLVideoProcessor", **of_videos}
     return processor
 
 
@@ -188,7 +201,8 @@ def build_tiny(
 
     Args:
         path: directory to write; it is complete or does not exist.
-        rows: of a task, see rlkit.data.tasks. If none has an image, the model is a Qwen2 without a vision tower.
+        rows: of a task, see rlkit.data.tasks. If none has an image or a video, the model is a Qwen2 without a vision
+            tower.
         seed: for the weights and the warm-up.
         warm_up_steps: training steps of 32 rows each.
         label_noise: share of answers that are replaced.
@@ -198,9 +212,10 @@ def build_tiny(
 
     words = [str(row["answer"]) for row in rows]
     corpus = [*dict.fromkeys(str(row["question"]) for row in rows), *words, "user assistant system"]
-    sees = any(row["images"] for row in rows)
+    sees = any(row["images"] or row.get("videos") for row in rows)
     tokenizer = tiny_tokenizer(corpus) if sees else tiny_text_tokenizer(corpus)
-    processor = tiny_processor(tokenizer) if sees else tokenizer
+    watches = any(row.get("videos") for row in rows)
+    processor = tiny_processor(tokenizer, videos=watches) if sees else tokenizer
     model: Any
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
@@ -259,11 +274,13 @@ def _warm_up(
         chosen = rng.integers(len(rows), size=32).tolist()
         batch = [rows[i] for i in chosen]
         chats = [prompt_of(row) for row in batch]
-        prompts = [render(processor, messages, add_generation_prompt=True) for messages, _ in chats]
+        prompts = [render(processor, chat.messages, add_generation_prompt=True) for chat in chats]
         answers = [f"{labels[i]}<|im_end|>" for i in chosen]
         text = [q + a for q, a in zip(prompts, answers, strict=True)]
-        images = {"images": found} if (found := [load_image(image) for _, own in chats for image in own]) else {}
-        inputs = processor(text=text, padding=True, return_tensors="pt", **images)
+        images = {"images": found} if (found := [load_image(image) for chat in chats for image in chat.images]) else {}
+        videos = load_videos(processor, [video for chat in chats for video in chat.videos])
+        media = {**images, **(video_arguments(processor, videos) if videos else {})}
+        inputs = processor(text=text, padding=True, return_tensors="pt", **media)
         targets = torch.full_like(inputs["input_ids"], -100)  # left-padded: the answer is at the end
         for i, answer in enumerate(answers):
             n = len(tokenizer(answer)["input_ids"])

@@ -396,8 +396,9 @@ def test_bad_marks_are_named(raw, error):
 @pytest.mark.parametrize(
     ("columns", "error"),
     [
-        (["question", "answer", "videos"], "videos: expected text and images alone"),
-        (["question", "answer", "audio"], "audio: expected text and images alone"),
+        (["question", "answer", "audio"], "audio: expected text, images and videos"),
+        (["question", "answer", "video", "videos"], "videos and video: expected one of them"),
+        (["question", "answer", "video_path"], "videos: expected a column videos or video, not 'video_path'"),
         (["question", "answer", "image", "images"], "images and image: expected one of them"),
         (["question", "answer", "image_path"], "images: expected a column images or image, not 'image_path'"),
         (["answer"], "question: expected a column question or prompt"),

@@ -3,9 +3,10 @@
 import numpy as np
 import pytest
 
-from rlkit.data.messages import message, place_images, prompt_of, read_messages, text_of
+from rlkit.data.messages import message, place_media, prompt_of, read_messages, text_of
 
 PICTURE = {"type": "image"}
+CLIP = {"type": "video"}
 
 
 def user(content):
@@ -50,10 +51,11 @@ def test_calls_of_tools_have_objects_as_arguments():
         ([user("Q"), {"content": 1}], 'messages[1]: expected {"role": ..., "content": ...}, got {\'content\': 1}'),
         ([user(None)], "messages[0].content: expected text or a list of parts, got None"),
         ([user({"text": "Q"})], "messages[0].content: expected text or a list of parts, got {'text': 'Q'}"),
-        ([user(["Q"])], "messages[0].content: expected parts of type text and image, got 'Q'"),
+        ([user(["Q"])], "messages[0].content: expected parts of type text, image and video, got 'Q'"),
         (
-            [user([{"type": "video", "video": "a.mp4"}])],
-            "messages[0].content: expected parts of type text and image, got {'type': 'video', 'video': 'a.mp4'}",
+            [user([{"type": "audio", "audio": "a.wav"}])],
+            "messages[0].content: expected parts of type text, image and video, got {'type': 'audio', "
+            "'audio': 'a.wav'}",
         ),
         (
             [{"role": "assistant", "tool_calls": [{"name": "add", "arguments": "1 + 1"}]}],
@@ -86,18 +88,18 @@ def test_what_is_no_chat_is_refused(found, error):
     ],
 )
 def test_places_of_images(messages, images, contents):
-    placed, found = place_images(messages, images)
+    placed, found, _ = place_media(messages, images)
     assert [one["content"] for one in placed] == contents and found == images
-    assert place_images(placed, found) == (placed, found)  # what is placed stays
+    assert place_media(placed, found) == (placed, found, [])  # what is placed stays
 
 
 def test_images_in_the_messages():
     """OpenAI's and Qwen's forms."""
     parts = [{"type": "image_url", "image_url": {"url": "a.png"}}, {"type": "image", "image": "b.png"}, text("Q")]
-    placed, images = place_images(read_messages([user(parts)]))
+    placed, images, _ = place_media(read_messages([user(parts)]))
     assert placed == [user([PICTURE, PICTURE, text("Q")])] and images == ["a.png", "b.png"]
     with pytest.raises(ValueError, match="^images: expected all in the messages or all beside them, got 2 and 1$"):
-        place_images(read_messages([user(parts)]), ["c.png"])
+        place_media(read_messages([user(parts)]), ["c.png"])
 
 
 @pytest.mark.parametrize(
@@ -115,21 +117,42 @@ def test_images_in_the_messages():
 )
 def test_images_without_places_and_places_without_images(messages, count, error):
     with pytest.raises(ValueError) as caught:
-        place_images(messages, ["a"] * count)
+        place_media(messages, ["a"] * count)
     assert str(caught.value) == f"images: expected one for each place, {error}"
 
 
+def test_places_of_videos():
+    """As those of images: marks, parts with or without a source, or before the text; a mark without videos is text."""
+    frames = ["1.png", "2.png"]
+    marked = prompt_of({"question": "<video>A<image>", "images": ["a"], "videos": ["b"]})
+    assert marked == ([user([CLIP, text("A"), PICTURE])], ["a"], ["b"])
+    assert prompt_of({"question": "Q", "images": ["a"], "video": frames}) == (
+        [user([CLIP, PICTURE, text("Q")])],
+        ["a"],
+        [frames],
+    )
+    parts = [{"type": "video", "video": frames}, {"type": "video_url", "video_url": {"url": "b.mp4"}}, text("Q")]
+    assert prompt_of({"messages": [user(parts)]}) == ([user([CLIP, CLIP, text("Q")])], [], [frames, "b.mp4"])
+    assert prompt_of({"question": "What is <video>?"}) == ([user("What is <video>?")], [], [])
+    for row, error in (
+        ({"question": "<video>Q", "videos": ["a", "b"]}, "videos: expected one for each place, got 2 for 1 <video>"),
+        ({"messages": [user([CLIP])]}, "videos: expected one for each place, got 0 for 1 video parts"),
+    ):
+        with pytest.raises(ValueError) as caught:
+            prompt_of(row)
+        assert str(caught.value) == error
+
+
 def test_prompt_of_a_row():
-    assert prompt_of({"question": "Q"}) == ([user("Q")], [])
-    assert prompt_of({"question": "<image>Q", "images": ["a"]}) == ([user([PICTURE, text("Q")])], ["a"])
-    assert prompt_of({"question": [user("Q")]}) == ([user("Q")], [])  # and not as Python writes a list
-    assert prompt_of({"question": "Q", "videos": [], "audio": None, "images": None}) == ([user("Q")], [])
-    assert prompt_of({"question": "shown", "messages": [user("Q")]}) == ([user("Q")], [])
+    assert prompt_of({"question": "Q"}) == ([user("Q")], [], [])
+    assert prompt_of({"question": "<image>Q", "images": ["a"]}) == ([user([PICTURE, text("Q")])], ["a"], [])
+    assert prompt_of({"question": [user("Q")]}) == ([user("Q")], [], [])  # and not as Python writes a list
+    assert prompt_of({"question": "Q", "videos": [], "audio": None, "images": None}) == ([user("Q")], [], [])
+    assert prompt_of({"question": "shown", "messages": [user("Q")]}) == ([user("Q")], [], [])
     for row, error in (
         ({"question": None}, "question: expected text or a list of messages, got None"),
         ({"question": 5}, "question: expected text or a list of messages, got 5"),
-        ({"question": "Q", "videos": ["a.mp4"]}, "videos: expected text and images alone, got a column of this name"),
-        ({"question": "Q", "audio": np.ones(3)}, "audio: expected text and images alone, got a column of this name"),
+        ({"question": "Q", "audio": np.ones(3)}, "audio: expected text, images and videos, got a column of this name"),
         ({"question": "Q", "unreadable": "the reason"}, "the reason"),
     ):
         with pytest.raises(ValueError) as caught:

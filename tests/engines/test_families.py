@@ -103,7 +103,7 @@ def video_prompts(family, g):
     patches = torch.randn(32, VISION["qwen2_vl"][2][1], generator=g)
     vision = {"pixel_values_videos": patches, "video_grid_thw": torch.tensor([[2, 4, 4]])}
     if family == "qwen2_5_vl":
-        vision["second_per_grid_ts"] = torch.tensor([1.5])
+        vision["second_per_grid_ts"] = torch.tensor([0.3])  # longer ones: `position_spec` counts on otherwise
     if "omni" in family:
         vision["video_second_per_grid"] = torch.tensor([2.0])
     if family.startswith("glm"):

@@ -266,13 +266,14 @@ def test_marked_answers(name, processor):
 # --- what is broken: the sentence that says so, behind the file's name
 
 BROKEN = {
-    "video.jsonl": (
+    "audio.jsonl": (
         load_task,
-        ": videos: expected text and images alone, got columns ['question', 'videos', 'answer']",
+        ": audio: expected text, images and videos, got columns ['question', 'audio', 'answer']",
     ),
     "audio_part.jsonl": (
         load_task,
-        " row 1: messages[0].content: expected parts of type text and image, got {'type': 'audio', 'audio': 'a.wav'}",
+        " row 1: messages[0].content: expected parts of type text, image and video, got {'type': 'audio', "
+        "'audio': 'a.wav'}",
     ),
     "image_and_images.jsonl": (
         load_task,

@@ -138,6 +138,8 @@ def measure(family, path):
     sees = hasattr(processor, "tokenizer")
     images = [[test_every_family.image(*size) for size in sizes] if sees else [] for sizes in test_every_family.SIZES]
     rows = [{"question": f"how many {i}?", "images": found} for i, found in enumerate(images)]
+    if family in test_every_family.WATCHES:
+        rows += [{"question": q, "images": images, "videos": videos} for videos, images, q in test_every_family.CLIPS]
     prompts = [encode_prompt(processor, row, group_id=i) for i, row in enumerate(rows)]
     register(path)
     rollout = make_rollout("vllm", engine.gathered, model=str(path), processor=processor, **SIZE)

@@ -88,7 +88,13 @@ def qwen_vl(kind="Qwen3VL"):
     size = {"shortest_edge": 8 * 8, "longest_edge": 32 * 32}
     images = transformers.Qwen2VLImageProcessor(patch_size=4, size=size)
     videos = getattr(transformers, "Qwen3VLVideoProcessor" if kind == "Qwen3VL" else "Qwen2VLVideoProcessor")
-    return getattr(transformers, f"{kind}Processor")(images, t, videos())
+    size = {"shortest_edge": 8 * 8, "longest_edge": 16 * 16 * (4 if kind == "Qwen3VL" else 1)}  # of Qwen3, a video's
+    t.chat_template = t.chat_template.replace(
+        "{% elif p['type'] == 'text' %}",
+        "{% elif p['type'] == 'video' %}<|vision_start|><|video_pad|><|vision_end|>{% elif p['type'] == 'text' %}",
+    )
+    norm = {"image_mean": images.image_mean, "image_std": images.image_std}  # vLLM normalizes videos as images
+    return getattr(transformers, f"{kind}Processor")(images, t, videos(patch_size=4, size=size, **norm))
 
 
 def gemma4():

@@ -31,11 +31,12 @@ from rlkit.vlm import (  # noqa: E402
     freeze,
     lora,
     merged_parameters,
+    rope3d_spec,
     suppressed_token_ids,
     tiny_text_tokenizer,
     vision_tower_pattern,
 )
-from rlkit.vlm.inputs import position_spec  # noqa: E402
+from rlkit.vlm.inputs import position_ids, position_spec  # noqa: E402
 
 SEES = family_processors.FAMILIES
 SIZES = ([], [(20, 20)], [(40, 18), (17, 33)])
@@ -68,6 +69,31 @@ def prompts(family):
         encode_prompt(reader(family), row if family in SEES else {**row, "images": []}, group_id=i)
         for i, row in enumerate(rows)
     ]
+
+
+def clip(frames, width, height):
+    """A video whose frames are 0.4 seconds apart."""
+    rng = np.random.default_rng(frames)
+    return {"frames": rng.integers(0, 256, (frames, height, width, 3), dtype="uint8"), "fps": 2.5}
+
+
+WATCHES = ["qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe"]
+CLIPS = [  # (videos, images, question)
+    ([clip(4, 17, 33)], [], "how many?"),
+    ([clip(3, 20, 20), clip(2, 24, 12)], [image(20, 20)], "how <video> is <image> <video> many?"),
+]
+
+
+@cache
+def watching_prompts(family):
+    """With a video; and with an image between two videos, of three and two frames."""
+    rows = [{"question": text, "images": images, "videos": videos} for videos, images, text in CLIPS]
+    return [encode_prompt(reader(family), row, group_id=i) for i, row in enumerate(rows)]
+
+
+def positions(sample, spec):
+    tokens = torch.tensor([sample.token_ids])
+    return position_ids(tokens, torch.ones_like(tokens).bool(), [sample.vision], spec)
 
 
 @cache
@@ -117,6 +143,68 @@ def test_both_tracks_are_the_processors_own(family):
             hidden = base.config.get_text_config().hidden_size
             count = sum(one.numel() // hidden for one in features)
             assert sample.token_ids.count(base.config.image_token_id) == count > 0
+
+
+@pytest.mark.parametrize("family", WATCHES)
+def test_both_tracks_of_videos_are_the_processors_own(family):
+    """And the position ids are those of the model's own `get_rope_index`."""
+    processor, base = reader(family), model(family)
+    for sample, (videos, images, _) in zip(watching_prompts(family), CLIPS, strict=True):
+        check_tracks(sample)
+        tokens = [processor.video_token_id, processor.image_token_id]
+        assert [sample.compact_ids.count(token) for token in tokens] == [len(videos), len(images)]
+        own = processor(
+            text=[processor.tokenizer.decode(sample.compact_ids)],
+            videos=[one["frames"] for one in videos],
+            video_metadata=[
+                {"fps": 2.5, "total_num_frames": len(one["frames"]), "frames_indices": [*range(len(one["frames"]))]}
+                for one in videos
+            ],
+            images=images or None,
+            do_sample_frames=False,
+            add_special_tokens=False,
+            return_tensors="pt",
+        )
+        assert sample.token_ids == own["input_ids"][0].tolist()
+        assert all(torch.equal(tensor, own[name]) for name, tensor in sample.vision.items())
+        grids = {name: x for name, x in own.items() if "_grid_" in name}
+        expected, _ = base.model.get_rope_index(own["input_ids"], own["mm_token_type_ids"], **grids)
+        found = positions(sample, rope3d_spec(base.config))
+        assert torch.equal(found, expected) and {"pixel_values_videos", "video_grid_thw"} <= {*sample.vision}
+
+
+@pytest.mark.parametrize("family", WATCHES)
+def test_gradients_of_packed_videos_are_those_of_transformers(family):
+    """Two answers to each prompt, with shared prompts, against its own forward of one row after another.
+
+    It gets position ids: after a video, `position_spec` counts on as Qwen's own code does, not as transformers does.
+    """
+    answers = [[70, 71], [72], [73, 74, 75], [76]]
+    samples = [
+        append_response(watching_prompts(family)[i // 2], ids, [-1.0] * len(ids)) for i, ids in enumerate(answers)
+    ]
+    rows = collate(samples, advantages=torch.tensor([1.0, -2.0, 0.5, 1.5]))
+    base = model(family)
+    expected = []
+    for i, sample in enumerate(samples):
+        ids = torch.tensor([sample.token_ids])
+        where = positions(sample, position_spec(base.config))
+        logits = base(input_ids=ids, position_ids=where, **sample.vision, use_cache=False).logits
+        logprobs = logits[0, :-1].log_softmax(-1).gather(1, ids[0, 1:, None])[:, 0]
+        expected.append(logprobs.detach())
+        (rows.advantages[i] * logprobs[rows.mask[i, 1 : ids.shape[1]]].sum()).backward()
+    trained = engine(model(family), share_prompts=True)
+    scored = trained.infer_batch(rows)["logprobs"]
+    for row, mask, logprobs in zip(scored, rows.mask, expected, strict=True):
+        answer = mask[1 : 1 + len(logprobs)]
+        torch.testing.assert_close(row[mask], logprobs[answer], atol=1e-5, rtol=1e-5)
+    before = parameters(trained)
+    trained.train_batch(rows, lambda out, mb: ((mb.advantages[:, None] * out.logprobs * mb.mask).sum(), {}))
+    after = parameters(trained)
+    for name, parameter in base.named_parameters():
+        if parameter.grad is not None:
+            torch.testing.assert_close(after[name], before[name] - 0.1 * parameter.grad, atol=1e-4, rtol=1e-4, msg=name)
+    assert any("patch_embed" in name and not torch.equal(after[name], x) for name, x in before.items())
 
 
 @pytest.mark.parametrize("family", SEES)
@@ -235,7 +323,8 @@ def test_the_samplers_logprobs_are_the_trainers(family):
     tokenizer = getattr(reader(family), "tokenizer", reader(family))
     trainer = engine(base, suppressed_token_ids=suppressed_token_ids(base.config, tokenizer))
     sampler = make_rollout("hf", trainer.gathered, processor=reader(family))
-    samples = sampler.generate(prompts(family), Sampling(NEW), n=2)
+    requests = [*prompts(family), *(watching_prompts(family) if family in WATCHES else [])]
+    samples = sampler.generate(requests, Sampling(NEW), n=2)
     rows = collate(samples)
     scored = trainer.infer_batch(rows)["logprobs"]
     assert rows.mask.sum() > 12

@@ -187,6 +187,10 @@ class ServerRollout(ABC):
             )
         params = sampling_per_request(sampling, requests)
         check_context_length(requests, params, self.max_model_len)
+        if found := next((one for one in requests if one.videos), None):
+            raise ValueError(
+                f"{sample_name(found)}: expected text and images for a server, got a video; use rollout 'vllm' or 'hf'"
+            )
         most = self.pool.max_sequences
         jobs = [
             Job(request, request.number * n + start, count, self._request_body(request, one, start, count))

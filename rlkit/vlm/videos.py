@@ -1,0 +1,156 @@
+"""Videos: a file, bytes or a list of frames -> the frames that a model sees, at equal distances in time."""
+
+from __future__ import annotations
+
+import base64
+import io
+import math
+import re
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import numpy as np
+
+from rlkit.data.lookup import requires_extra
+from rlkit.data.samples import Video
+from rlkit.vlm.processors import load_image, open_regular_file
+
+FPS = 2.0  # what the Qwen-VL families were trained with
+MAX_FRAMES = 32
+DECODING_SECONDS = 60.0  # of processor time
+MAX_PIXELS = 1 << 29  # of all frames together, 1.5 GB
+
+# Containers that hold the video itself. Playlists (HLS, DASH, concat), which name other files, are not among them.
+FORMATS = "mov,mp4,m4a,3gp,3g2,mj2,matroska,webm,avi,gif,mpeg,mpegts,flv,ogg,asf"
+
+
+def load_video(source: Any, *, fps: float = FPS, max_frames: int = MAX_FRAMES) -> Video:
+    """The frames of a video that a model sees.
+
+    Of a file, frames are taken at the times 0, 1 / rate, 2 / rate, ... seconds, with
+
+        rate = min(fps, max_frames / duration, frames per second of the file)
+
+    Frames that are given as a list are all used.
+
+    Args:
+        source: a path, bytes, a data URL ("data:video/mp4;base64,..."), the {"bytes", "path"} struct of Hugging Face
+            sets; a list of frames (each as for `load_image`, all of one size), uint8 [frames, height, width, 3], or
+            {"frames": such frames, "fps": of these frames}; or a `Video`. Files are decoded by PyAV.
+        fps: frames per second; for frames without `fps`, the rate at which they were taken.
+        max_frames: most frames of a file.
+
+    Raises:
+        ValueError: it cannot be read, has no frames, frames of several sizes or too many pixels, takes more than
+            `DECODING_SECONDS` to decode, is in none of `FORMATS`, or is a URL.
+        ImportError: PyAV is not installed.
+    """
+    if isinstance(source, Video):
+        return source
+    if isinstance(source, Mapping):
+        if source.get("frames") is not None:
+            return _from_frames(source["frames"], float(source.get("fps") or fps))
+        source = source.get("bytes") or source.get("path")
+    if isinstance(source, list | tuple) or isinstance(source, np.ndarray):
+        return _from_frames(source, fps)
+    if isinstance(source, str) and (found := re.match(r"data:video/[\w.+-]+;base64,", source)):
+        source = base64.b64decode(source[found.end() :])
+    if isinstance(source, str) and "://" in source:
+        raise ValueError(f"video: expected a local path, bytes or frames, got the URL {source!r}")
+    name = repr(str(source)) if isinstance(source, str | Path) else f"of type {type(source).__name__}"
+    try:
+        if isinstance(source, bytes | bytearray):
+            return _decode(io.BytesIO(source), fps, max_frames)
+        if isinstance(source, str | Path):
+            with open_regular_file(source) as file:
+                return _decode(file, fps, max_frames)
+        raise ValueError("expected a path, bytes or a list of frames")
+    except (OSError, ValueError) as error:
+        raise ValueError(f"video {name}: cannot be read: {error}") from error
+
+
+def _from_frames(frames: Any, fps: float) -> Video:
+    if isinstance(frames, np.ndarray) and frames.ndim == 4 and frames.shape[-1] == 3 and frames.dtype == np.uint8:
+        found = frames
+    else:
+        images = [np.asarray(load_image(frame)) for frame in frames]
+        if len(sizes := {image.shape for image in images}) > 1:
+            shown = ", ".join(sorted(f"{width}x{height}" for height, width, _ in sizes))
+            raise ValueError(f"video: expected frames of one size, got {shown}")
+        found = np.stack(images) if images else np.empty((0, 1, 1, 3), np.uint8)
+    if not found.size:
+        raise ValueError("video: expected frames, got none")
+    if not (math.isfinite(fps) and fps > 0):
+        raise ValueError(f"video: expected frames per second above 0, got {fps}")
+    return Video(found, fps)
+
+
+def _decode(file: BinaryIO, fps: float, max_frames: int) -> Video:
+    with requires_extra("video"):
+        import av
+
+    # a container that names other files cannot open them: no protocol is allowed
+    options = {"format_whitelist": FORMATS, "protocol_whitelist": "none"}
+    try:
+        with av.open(file, options=options) as container:
+            return _sample_frames(container, fps, max_frames)
+    except av.error.FFmpegError as error:
+        raise ValueError(error.strerror) from error
+
+
+def _sample_frames(container: Any, fps: float, max_frames: int) -> Video:
+    """See `load_video`."""
+    if not container.streams.video:
+        raise ValueError("expected a video, got a file without one")
+    stream = container.streams.video[0]
+    _check_pixels(1, stream.codec_context)
+    stream.codec_context.thread_count = 1  # rlkit prepares several prompts at once
+    rates = [fps, max_frames / max(_duration(container, stream), 1e-3)]
+    rate = min(rates + [float(stream.average_rate)] * bool(stream.average_rate))
+    frames: list[np.ndarray] = []
+    for seconds, frame in _frames_with_times(container, stream):
+        while len(frames) < max_frames and seconds >= len(frames) / rate - 1e-3:
+            _check_pixels(len(frames) + 1, frame)
+            frames.append(np.rot90(frame.to_ndarray(format="rgb24"), round(frame.rotation / 90)))
+        if len(frames) == max_frames:
+            break
+    return _from_frames(np.stack(frames) if frames else [], rate)
+
+
+def _check_pixels(frames: int, of: Any) -> None:
+    if frames * of.width * of.height > MAX_PIXELS:
+        raise ValueError(f"expected at most {MAX_PIXELS} pixels, got {frames} frames of {of.width}x{of.height}")
+
+
+def _duration(container: Any, stream: Any) -> float:
+    """In seconds, from the header; of a file without a duration there, from the last packet."""
+    if stream.duration and stream.time_base:
+        return float(stream.duration * stream.time_base)
+    if container.duration:
+        return container.duration / 1e6
+    times = [packet.pts for packet in container.demux(stream) if packet.pts is not None]
+    container.seek(0)
+    return float((max(times) - min(times)) * stream.time_base) if times else 0.0
+
+
+def _frames_with_times(container: Any, stream: Any) -> Iterator[tuple[float, Any]]:
+    """Frames, and for each the seconds since the first one.
+
+    Raises:
+        ValueError: decoding takes too long.
+    """
+    end, first = time.thread_time() + DECODING_SECONDS, None
+    for frame in container.decode(stream):
+        if time.thread_time() > end:
+            raise ValueError(f"expected a video that is decoded within {DECODING_SECONDS:g} s, got a longer one")
+        first = frame.time if first is None else first
+        yield (frame.time or 0.0) - (first or 0.0), frame
+
+
+def load_videos(processor: Any, sources: Sequence[Any]) -> list[Video]:
+    """The videos of a prompt, with the frame rate and the number of frames of the processor's video processor."""
+    settings = getattr(processor, "video_processor", None)
+    fps, most = getattr(settings, "fps", None), getattr(settings, "max_frames", None)
+    return [load_video(source, fps=fps or FPS, max_frames=most or MAX_FRAMES) for source in sources]

@@ -1,0 +1,184 @@
+"""Videos of a row: frames and files, how many frames a model sees of them, and what is refused."""
+
+import io
+import json
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from rlkit.data import load_task
+from rlkit.doctor.task import check_rows, show_rows
+from rlkit.report.answers import frame_strip, prompt_record
+from rlkit.vlm import encode_prompt, load_processor, load_video, tiny_processor, tiny_tokenizer
+from rlkit.vlm.videos import load_videos
+
+FRAMES = np.random.default_rng(0).integers(0, 256, (5, 48, 64, 3), dtype="uint8")
+
+
+@pytest.fixture(scope="module")
+def av():
+    return pytest.importorskip("av", reason="needs PyAV, of the extra video")
+
+
+@pytest.fixture(scope="module")
+def processor():
+    pytest.importorskip("torchvision")
+    return tiny_processor(tiny_tokenizer(["What is this?"]), videos=True)
+
+
+def film(av, frames=30, rate=10, *, size=(64, 48), container="mp4", codec="mpeg4"):
+    """A video whose frame i is grey, with the value 8 i."""
+    file = io.BytesIO()
+    with av.open(file, "w", format=container) as out:
+        stream = out.add_stream(codec, rate=rate)
+        stream.width, stream.height = size
+        stream.pix_fmt = "yuv420p"
+        for i in range(frames):
+            picture = np.full((size[1], size[0], 3), 8 * i, np.uint8)
+            out.mux(stream.encode(av.VideoFrame.from_ndarray(picture, format="rgb24")))
+        out.mux(stream.encode())
+    return file.getvalue()
+
+
+def test_frames_are_used_as_they_are(tmp_path):
+    images = [Image.fromarray(frame) for frame in FRAMES]
+    for i, image in enumerate(images):
+        image.save(tmp_path / f"{i}.png")
+    paths = [str(tmp_path / f"{i}.png") for i in range(5)]
+    for source in (images, paths, FRAMES, tuple(images)):
+        video = load_video(source, max_frames=2)
+        assert np.array_equal(video.frames, FRAMES) and video.fps == 2.0
+    video = load_video({"frames": paths, "fps": 5})
+    assert np.array_equal(video.frames, FRAMES) and video.fps == 5.0 and load_video(video) is video
+    assert video.metadata == {"total_num_frames": 5, "fps": 5.0, "duration": 1.0, "frames_indices": [0, 1, 2, 3, 4]}
+
+
+@pytest.mark.parametrize(("container", "codec"), [("mp4", "mpeg4"), ("matroska", "mpeg4"), ("gif", "gif")])
+def test_frames_of_a_file_are_equally_far_apart(av, tmp_path, container, codec):
+    """Three seconds at 10 frames a second, frame i with the value 8 i."""
+    if codec == "gif":
+        file = io.BytesIO()
+        first, *more = [Image.new("RGB", (64, 48), (8 * i,) * 3) for i in range(30)]
+        first.save(file, "GIF", save_all=True, append_images=more, duration=100)
+        data = file.getvalue()
+    else:
+        data = film(av, container=container, codec=codec)
+    (tmp_path / "film").write_bytes(data)
+    for options, rate, times in (
+        ({}, 2.0, [0, 0.5, 1, 1.5, 2, 2.5]),
+        ({"max_frames": 3}, 1.0, [0, 1, 2]),
+        ({"fps": 100.0}, 10.0, [i / 10 for i in range(30)]),
+    ):
+        for source in (data, str(tmp_path / "film"), {"bytes": None, "path": tmp_path / "film"}):
+            video = load_video(source, **options)
+            assert abs(video.fps - rate) < 0.05 * rate and video.frames.shape == (len(times), 48, 64, 3)
+            assert np.abs(video.frames.mean((1, 2, 3)) - 80 * np.array(times)).max() < 6  # the next frame is 8 away
+
+
+def test_a_video_that_cannot_be_used_is_named(av, tmp_path, monkeypatch):
+    playlist = b"#EXTM3U\n#EXT-X-TARGETDURATION:1\n#EXTINF:1,\n/etc/hostname\n#EXT-X-ENDLIST\n"
+    (tmp_path / "names.m3u8").write_bytes(playlist)
+    for source, error in (
+        (b"no video", "video of type bytes: cannot be read: Invalid data found when processing input"),
+        (playlist, "video of type bytes: cannot be read: "),
+        (str(tmp_path / "names.m3u8"), "names.m3u8': cannot be read: "),
+        (b"ffconcat version 1.0\nfile /etc/hostname\n", "video of type bytes: cannot be read: "),
+        (str(tmp_path / "none.mp4"), "none.mp4': cannot be read: "),
+        (str(tmp_path), "expected a regular file, got a folder"),
+        ("https://example.org/a.mp4", "video: expected a local path, bytes or frames, got the URL"),
+        (7, "video of type int: cannot be read: expected a path, bytes or a list of frames"),
+        ([], "video: expected frames, got none"),
+        ([FRAMES[0], FRAMES[0][:20]], "video: expected frames of one size"),
+        ({"frames": list(map(Image.fromarray, FRAMES)), "fps": -1}, "video: expected frames per second above 0"),
+    ):
+        if isinstance(source, list):
+            source = [Image.fromarray(frame) for frame in source]
+        with pytest.raises(ValueError, match="video") as caught:
+            load_video(source)
+        assert error in str(caught.value), str(caught.value)
+    data = film(av)
+    monkeypatch.setattr("rlkit.vlm.videos.MAX_PIXELS", 5 * 64 * 48)
+    with pytest.raises(ValueError, match="expected at most 15360 pixels, got 6 frames of 64x48"):
+        load_video(data)
+    assert len(load_video(data, max_frames=5).frames) == 5
+    monkeypatch.setattr("rlkit.vlm.videos.DECODING_SECONDS", -1.0)
+    with pytest.raises(ValueError, match="expected a video that is decoded within -1 s"):
+        load_video(data)
+
+
+def table(folder, *rows):
+    for i, frame in enumerate(FRAMES):
+        Image.fromarray(frame).save(folder / f"{i}.png")
+    path = folder / "rows.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return str(path)
+
+
+def test_rows_of_a_file_have_videos(tmp_path, processor):
+    """In a column `video` or `videos`, or in a message; paths are relative to the file, and lead nowhere else."""
+    frames = [f"{i}.png" for i in range(5)]
+    data = tmp_path / "data"
+    data.mkdir()
+    Image.fromarray(FRAMES[0]).save(tmp_path / "outside.png")
+    rows = [
+        {"question": "<video>What is this?", "videos": [{"frames": frames, "fps": 4}], "answer": "a"},
+        {"question": "What is this?", "videos": [["0.png", "../outside.png"]], "answer": "b"},
+        {"question": "What is this?", "videos": [["0.png", "none.png"]], "answer": "c"},
+    ]
+    part = {"type": "video", "video": frames}
+    task = load_task(table(data, *rows))
+    samples = [encode_prompt(processor, row) for row in [*task.train, *task.heldout] if row["answer"] == "a"]
+    with_outside = load_task(table(data, *rows), allow_outside_files=True)
+    samples += [
+        encode_prompt(processor, row) for row in [*with_outside.train, *with_outside.heldout] if row["answer"] == "b"
+    ]
+    chats = load_task(table(data, *[{"messages": [{"role": "user", "content": [part]}], "answer": "a"}] * 2))
+    columns = load_task(table(data, *[{"question": "What is this?", "video": frames, "answer": "a"}] * 2))
+    samples += [encode_prompt(processor, one.train[0]) for one in (chats, columns)]
+    assert [len(sample.videos[0].frames) for sample in samples] == [5, 2, 5, 5]
+    assert [sample.videos[0].fps for sample in samples] == [4.0, 2.0, 2.0, 2.0]
+    assert task.heldout[0]["question"] == "What is this?" or task.train[0]["question"] == "What is this?"
+    errors = []
+    for row in [*task.train, *task.heldout]:
+        try:
+            encode_prompt(processor, row)
+        except ValueError as error:
+            errors.append(str(error))
+    assert any(
+        "videos: expected a file in" in one and "outside.png" in one and "rows.jsonl row 2" in one for one in errors
+    )
+    assert any("none.png" in one and "rows.jsonl row 3" in one for one in errors)
+    found = " ".join(finding.text for finding in check_rows(task, processor))
+    assert "1 to 1 videos each" in found and "would be skipped" in found
+    assert "videos: 5 frames of 64 x 48, 4 a second" in " ".join(show_rows(task, processor))
+
+
+def test_options_set_the_rate_and_number_of_frames(tiny_dir, av):
+    """Of the processor: every part of a run that encodes a prompt sees the same frames."""
+    pytest.importorskip("torchvision")
+    data = film(av)
+    for options, count in (({}, 6), ({"video_fps": 1.0}, 3), ({"video_frames": 2}, 2)):
+        processor = load_processor(tiny_dir, **options)
+        assert len(encode_prompt(processor, {"question": "?", "video": data}).videos[0].frames) == count
+    with pytest.raises(ValueError, match="video_fps, video_frames: expected more than 0, got 0 and 32"):
+        load_processor(tiny_dir, video_fps=0)
+
+
+def test_models_without_videos_are_named(processor):
+    row = {"question": "What?", "video": FRAMES, "where": "row 4"}
+    with pytest.raises(ValueError, match="^row 4: videos: expected none, as the model's processor is a tokenizer"):
+        encode_prompt(processor.tokenizer, row)
+    without = tiny_processor(processor.tokenizer)
+    with pytest.raises(ValueError, match="^row 4: videos: expected the video processor of Qwen2_5_VLProcessor, which"):
+        encode_prompt(without, row)
+
+
+def test_kept_answers_have_a_strip_of_frames(processor, tmp_path):
+    sample = encode_prompt(processor, {"question": "What?", "video": FRAMES, "answer": "x"})
+    record = prompt_record(tmp_path, [sample], "training", 1)
+    with Image.open(tmp_path / record["images"][0]) as strip:
+        assert strip.size == (5 * 66 - 2, 48)
+    shown = np.asarray(frame_strip(load_videos(None, [np.repeat(FRAMES, 4, axis=0)])[0]))
+    assert shown.shape == (48, 8 * 66 - 2, 3) and np.array_equal(shown[:, :64], FRAMES[0])
+    assert np.array_equal(shown[:, -64:], FRAMES[-1])
