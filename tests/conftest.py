@@ -7,8 +7,8 @@ import os
 os.environ["HF_HUB_OFFLINE"] = "1"
 gc.disable()  # until everything is imported
 
-import pytest
-import torch
+import pytest  # noqa: E402
+import torch  # noqa: E402
 
 torch.set_num_threads(1)
 
