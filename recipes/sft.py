@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from functools import partial
 
 from rlkit import runs
-from rlkit.data import collate, load_chats, step_rows
+from rlkit.data import collate, load_chats, rows_of_steps
 from rlkit.engines.balance import rebalance_across_ranks
 from rlkit.losses import token_mean
 
@@ -58,9 +58,11 @@ def main(cfg: Config) -> None:
     evaluate = partial(evaluate_chats, run=run, engine=engine, sampler=sampler, chats=heldout)
     if start == 0:
         evaluate("before")
+    rows = rows_of_steps(task.train, range(start, cfg.steps), cfg.prompts_per_step, cfg.seed)
+    chats_of_steps = runs.one_ahead(map(encode, rows))
     for step in run.steps(start, cfg.steps):
         run.phase("encode")
-        chats = encode(step_rows(task.train, step, cfg.prompts_per_step, cfg.seed))
+        chats = next(chats_of_steps)
         batch = rebalance_across_ranks(collate(chats.sequences), engine.data_parallel_group)
         counts = runs.batch_totals(cfg, engine, batch, skipped_rows=len(chats.skipped))
         if not counts["tokens"]:

@@ -5,7 +5,7 @@ from torch import Tensor
 
 
 def fail(name: str, came: object, expected: str) -> None:
-    """Raise the ValueError every check ends in: the argument, what came and what was expected."""
+    """Raise the ValueError of a failed check: the name of the argument, what was expected, and what it got."""
     if isinstance(came, Tensor):
         came = f"{came.dtype} of shape {list(came.shape)}"
     raise ValueError(f"{name}: expected {expected}, got {came}")

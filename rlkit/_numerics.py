@@ -64,7 +64,7 @@ def divide(x: Tensor, total: float | Tensor) -> Tensor:
     """x / total, and 0 with gradient 0 where total is 0."""
     if not isinstance(total, Tensor):
         check.not_negative(total=total)
-        total = torch.full((), total, dtype=x.dtype, device=x.device)
+        return x / total if total > 0 else 0 * x.nan_to_num()
     check.rank("total", total, 0, "(a number or a 0-d tensor)")
     total = total.to(x)
     return torch.where(total > 0, x, 0) / torch.where(total > 0, total, 1)

@@ -76,6 +76,7 @@ OPTIONS = {  # beside the defaults
     "jsd_loss": [dict(beta=0.3, temperature=0.7)],
     "topk_forward_kl_loss": [dict(temperature=0.7)],
     "topk_reverse_kl_loss": [dict(temperature=0.7)],
+    "topk_jsd_loss": [dict(beta=0.3, temperature=0.7)],
     "dpo_loss": [dict(beta=2.0, label_smoothing=0.2)],
     "robust_dpo_loss": [dict(beta=2.0, label_smoothing=0.3)],
     "slic_loss": [dict(margin=0.1)],

@@ -20,6 +20,7 @@ from rlkit.data import prompt_sample
 from rlkit.engines.distributed import init_distributed
 from rlkit.report import answers as kept
 from rlkit.report import curves, prompt_record, write_page, write_report
+from rlkit.report.harnesses import read_results
 from rlkit.runs import Answers, PolicySampler
 from rlkit.tracking import CONFIG, EVAL, METRICS, SAMPLES, Run
 
@@ -178,6 +179,55 @@ def test_runs_beside_each_other(tmp_path):
     assert (first["options"]["lr"], second["options"]["lr"]) == ("0.001", "5.0")
     refused = subprocess.run([*command, "a", "c"], cwd=tmp_path, capture_output=True, text=True)
     assert refused.returncode == 1 and "runs: expected directories with metrics.jsonl, got c" in refused.stderr
+
+
+LM_EVAL = {  # of lm-eval 0.4.13, shortened
+    "results": {
+        "gsm8k": {
+            "name": "gsm8k", "alias": "gsm8k", "sample_len": 12, "exact_match,strict-match": 0.25,
+            "exact_match_stderr,strict-match": 0.125, "acc,none": 0.5, "acc_stderr,none": "N/A",
+        }
+    },
+    "configs": {"gsm8k": {}},
+}  # fmt: skip
+METRICS_OF_A_SCORER = {"accuracy": {"name": "accuracy", "value": 0.75}, "stderr": {"name": "stderr", "value": 0.1}}
+INSPECT = {  # of inspect-ai 0.3.285, shortened
+    "eval": {"task": "maps"},
+    "results": {"total_samples": 9, "scores": [{"name": "match", "metrics": METRICS_OF_A_SCORER}]},
+}
+
+
+def test_results_of_other_tools_are_added(tmp_path):
+    full_run(tmp_path / "a")
+    both = {"total_samples": 9, "scores": [{"name": name, "metrics": METRICS_OF_A_SCORER} for name in ("match", "f1")]}
+    written = {"lm.json": LM_EVAL, "inspect.json": INSPECT, "two.json": {"eval": {"task": "two"}, "results": both}}
+    for name, content in written.items():
+        (tmp_path / name).write_text(json.dumps(content))
+    earlier = json.loads((tmp_path / "a" / "eval.json").read_text())["tasks"]
+    command = [sys.executable, "-m", "rlkit.report"]
+    subprocess.run([*command, "a", "--add", *written], cwd=tmp_path, check=True)
+    [run] = check_page(tmp_path / "a" / "report.html").data["runs"]
+    assert run["tasks"] == {
+        **earlier,
+        "gsm8k (lm-eval)": {
+            "rows": 12.0, "exact_match strict-match": 0.25, "exact_match strict-match_error": 0.125, "acc": 0.5,
+        },
+        "maps (inspect)": {"rows": 9.0, "accuracy": 0.75, "accuracy_error": 0.1},
+        "two (inspect)": {
+            "rows": 9.0, "match accuracy": 0.75, "match accuracy_error": 0.1,
+            "f1 accuracy": 0.75, "f1 accuracy_error": 0.1,
+        },
+    }  # fmt: skip
+    assert json.loads((tmp_path / "a" / "eval.json").read_text())["accuracy_after"] == 0.875
+
+
+@pytest.mark.parametrize("content", ["", "[]", '{"results": 3}', '{"results": {"gsm8k": {}}}'])
+def test_files_without_results_are_named(tmp_path, content):
+    (tmp_path / "other.json").write_text(content)
+    with pytest.raises(
+        ValueError, match=r"^add: expected results of lm-eval or a log of inspect-ai, got .*other.json$"
+    ):
+        read_results(tmp_path / "other.json")
 
 
 def test_evaluations_during_the_run_are_a_curve(tmp_path):

@@ -220,16 +220,39 @@ def test_several_trackers_are_told_what_the_files_are(tmp_path, listed):
     ]  # fmt: skip
 
 
-def test_trackers_with_tables_get_the_kept_answers(tmp_path, listed):
-    run = Run(tmp_path, {}, trackers=("listed", "tensorboard"))  # tensorboard has no tables
-    answers = [{"text": "7", "reward": 1.0}, {"text": "8", "reward": None}]
-    run.keep_answers([{"kind": "training", "prompt": 0, "question": "?", "expected": "7", "answers": answers}])
+def test_trackers_get_the_kept_answers(tmp_path, listed):
+    """As a table where accelerate has `log_table`; TensorBoard gets text, which is no HTML, and images."""
+    from PIL import Image
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    run = Run(tmp_path, {}, trackers=("listed", "tensorboard"))
+    Image.new("RGB", (20, 10), (255, 0, 0)).save(tmp_path / "red.png")
+    answers = [{"text": "7 | <b>\nseven", "reward": 1.0}, {"text": "8", "reward": None}]
+    record = {"kind": "training", "prompt": 0, "question": "?", "expected": "7", "answers": answers}
+    run.keep_answers([{**record, "images": []}, {**record, "images": ["red.png"], "answers": []}])
     run.log(4, {"loss": 1.0})
     run.log(5, {"loss": 1.0})
     columns = ["step", "question", "expected", "answer", "reward"]
-    table = (4, "answers", columns, [[4, "?", "7", "7", 1.0], [4, "?", "7", "8", None]])
+    table = (4, "answers", columns, [[4, "?", "7", "7 | <b>\nseven", 1.0], [4, "?", "7", "8", None]])
     assert listed[2:] == [table, (4, {"loss": 1.0}), (5, {"loss": 1.0})]
     run.close()
+    board = EventAccumulator(str(tmp_path / "tensorboard"))
+    board.Reload()
+    [image], [text] = board.Images("prompt 2"), board.Tensors("answers/text_summary")
+    assert (image.step, image.width, image.height) == (4, 20, 10) and text.step == 4
+    assert b"\n| 4 | ? | 7 | 7 &#124; &lt;b> seven | 1.0 |\n" in text.tensor_proto.string_val[0]
+
+
+def test_a_tracker_that_cannot_take_answers_is_named_once(tmp_path, listed, capsys):
+    run = Run(tmp_path, {}, trackers=("listed", "tensorboard"))
+    record = {"kind": "training", "question": "?", "expected": "7", "images": ["missing.png"]}
+    for step in range(2):
+        run.keep_answers([{**record, "answers": [{"text": "7", "reward": 1.0}]}])
+        run.log(step, {"loss": 1.0})
+    run.close()
+    shown = capsys.readouterr().out
+    assert shown.count("tracker tensorboard: answers could not be logged: FileNotFoundError") == 1
+    assert [step for step, *_ in listed[2:-1]] == [0, 0, 1, 1] and len(read_metrics(tmp_path / SAMPLES)) == 2
 
 
 def test_a_tracker_that_is_not_there_is_named(tmp_path):

@@ -1,9 +1,11 @@
 """Rewards of tokens from what a caller has, and tokens of the mask side by side."""
 
+import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from rlkit import _check as check
-from rlkit._numerics import at_least_float32, masked
+from rlkit._numerics import at_least_float32
 
 
 def rewards_per_token(rewards: Tensor, mask: Tensor) -> Tensor:
@@ -13,9 +15,9 @@ def rewards_per_token(rewards: Tensor, mask: Tensor) -> Tensor:
     rewards = at_least_float32(rewards)
     if rewards.ndim == 1:
         check.shape("rewards", rewards, (len(mask),), "or [B, T] as mask")
-        seen = mask.cumsum(1)
-        last = mask & (seen == seen[:, -1:])
-        return masked(rewards[:, None], last)
+        columns = torch.arange(mask.shape[1] + 1, dtype=torch.int32, device=mask.device)
+        last = (F.pad(mask, (1, 0)) * columns).amax(1, keepdim=True).long()  # counted from 1; 0 where there is none
+        return rewards.new_zeros(len(mask), len(columns)).scatter(1, last, rewards[:, None])[:, 1:].contiguous()
     check.shape("rewards", rewards, tuple(mask.shape), "as mask, or [B]")
     return rewards
 

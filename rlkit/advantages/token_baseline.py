@@ -7,7 +7,6 @@ from rlkit import _check as check
 from rlkit._numerics import masked
 from rlkit.advantages._groups import group_sums
 from rlkit.advantages._tokens import rewards_per_token, side_by_side
-from rlkit.advantages.returns import discounted_returns
 
 
 @torch.no_grad()
@@ -55,18 +54,20 @@ def optimal_token_baseline_advantages(
     if rollout_weights is not None:
         check.per_token(mask, rollout_weights=rollout_weights)
     dtype = rewards.dtype
-    mask = mask & rewards.isfinite().all(1, keepdim=True)
+    mask = mask & rewards.sum(1, keepdim=True).isfinite()  # a row with a reward that is not finite was not judged
     lengths = mask.sum(1, keepdim=True)
+    returns = rewards.flip(1).cumsum(1).flip(1)
 
     norms = (sum_pi_squared.to(dtype) - 1) - 2 * old_logprobs.to(dtype).expm1()  # exact also where pi is close to 1
     norms = norms.clamp(min=0)  # rounding can take it below 0
     if rollout_weights is not None:
         norms = norms * rollout_weights.to(dtype).square()
 
-    # the tokens of each row side by side, from column 1 on: the t-th of one row is compared with the t-th of the others
+    # the tokens of each row side by side, from column 1 on: the t-th of one row is compared with the t-th of others;
+    # column 0 is 0, the advantage of everything outside the mask
     places = mask.cumsum(1) * mask
     present = torch.arange(mask.shape[1] + 1, device=mask.device) <= lengths
-    returns = side_by_side(discounted_returns(rewards, mask), places)
+    returns = side_by_side(returns, places)
     weights = torch.where(present, side_by_side(norms, places).cumsum(1), 0)
 
     unique, index = torch.unique(group_ids, return_inverse=True)
@@ -77,4 +78,4 @@ def optimal_token_baseline_advantages(
         baseline = torch.where(group_sums(present.to(dtype), index, groups) > 1, baseline, 0)
     several = group_sums((lengths > 0).to(dtype), index, groups) > 1
     advantages = torch.where(several[index], returns - baseline[index], 0)
-    return advantages.gather(1, places) * mask
+    return advantages.gather(1, places)

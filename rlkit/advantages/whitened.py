@@ -64,7 +64,7 @@ def reinforce_plus_plus_advantages(
     check.token_mask(mask)
     check.not_negative(eps=eps)
     rewards = masked(rewards_per_token(rewards, mask), mask)
-    mask = mask & rewards.isfinite().all(1, keepdim=True)
+    mask = mask & rewards.sum(1, keepdim=True).isfinite()  # a row with a reward that is not finite was not judged
     return _whiten(discounted_returns(rewards, mask, gamma), mask, eps, global_sum)
 
 
@@ -154,7 +154,7 @@ def lite_ppo_advantages(
     Lite PPO, https://arxiv.org/abs/2508.08221 ("Tricks or Traps?"), beside `token_mean`: a group that is nearly all
     right or wrong has a small deviation of its own, which would scale its advantages up. TRL's scale_rewards "batch".
 
-    Choices: the deviation is that of the rewards as they came, around the batch's mean, with divisor n - 1, as in the
+    Choices: the deviation is that of the rewards themselves, around the batch's mean, with divisor n - 1, as in the
     authors' ROLL and in TRL; so the spread between easy and hard prompts counts. eps is ROLL's 1e-6 (TRL: 1e-4).
 
     Args:

@@ -16,7 +16,7 @@ from rlkit.data.samples import (
     group_ids,
     prompt_sample,
 )
-from rlkit.data.tasks import Task, step_rows
+from rlkit.data.tasks import Task, rows_of_steps, step_rows
 from rlkit.data.user_code import Failures, load_function
 
 __all__ = [
@@ -42,6 +42,7 @@ __all__ = [
     "prompt_sample",
     "repad",
     "sort_by_difficulty",
+    "rows_of_steps",
     "step_rows",
     "stream_steps",
     "token_budget_batches",

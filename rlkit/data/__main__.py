@@ -39,14 +39,15 @@ class Options(TaskOptions, RewardOptions, ModelOptions):
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Print what is in a task; the exit status is 1 if it cannot be trained on."""
-    command, *rest = [*(sys.argv[1:] if arguments is None else arguments), ""]
-    rest = rest[:-1]
+    command, *rest = [*(sys.argv[1:] if arguments is None else arguments)] or [""]
+    if command in ("-h", "--help"):
+        command, rest = "check", ["--help"]
     if command != "check":
         sys.exit(__doc__)
     if rest and not rest[0].startswith("-"):
         rest = ["--task", *rest]
     with one_sentence_errors("rlkit.data"):
-        cfg = parse_options(Options, __doc__ or "", rest)
+        cfg = parse_options(Options, __doc__ or "", rest, program="python -m rlkit.data check")
         task = load_named_task(cfg, cfg.task, KINDS[cfg.kind])
         processor = load_processor(cfg.model, trust_remote_code=cfg.trust_remote_code) if cfg.model else None
         limit = cfg.max_prompt_tokens or None

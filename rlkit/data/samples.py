@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 Row = Mapping[str, Any]
@@ -129,6 +130,15 @@ def append_response(sample: Sample, token_ids: Sequence[int], logprobs: Sequence
     )
 
 
+def pad_images(pixels: Sequence[Tensor]) -> list[Tensor]:
+    """Tensors [..., height, width], padded with zeros at the bottom and on the right to the largest of each.
+
+    Processors that report `image_sizes` (Mistral 3) pad the images of a batch like this.
+    """
+    height, width = (max(x.shape[dim] for x in pixels) for dim in (-2, -1))
+    return [F.pad(x, [0, width - x.shape[-1], 0, height - x.shape[-2]]) for x in pixels]
+
+
 def append_observation(sample: Sample, observation: Sample) -> Sample:
     """Appends an environment's observation to both tracks; its tokens are not in the mask.
 
@@ -140,11 +150,12 @@ def append_observation(sample: Sample, observation: Sample) -> Sample:
     vision, placeholders = sample.vision, sample.placeholders
     if observation.vision:  # otherwise keep the same object: responses to a prompt share its images
         names = {**sample.vision, **observation.vision}
+        tensors = {name: [one.vision[name] for one in both if name in one.vision] for name in names}
+        if "image_sizes" in names:
+            tensors["pixel_values"] = pad_images(tensors["pixel_values"])
         pixels = names.get("pixel_values")
         image_dim = int(pixels is not None and pixels.ndim == 5)  # SmolVLM, Idefics3: [1, images, ...]
-        vision = {
-            name: torch.cat([one.vision[name] for one in both if name in one.vision], image_dim) for name in names
-        }
+        vision = {name: torch.cat(parts, image_dim) for name, parts in tensors.items()}
         kinds = {**sample.placeholders, **observation.placeholders}
         placeholders = {kind: [count for one in both for count in one.placeholders.get(kind, ())] for kind in kinds}
     return replace(
@@ -227,6 +238,8 @@ class Batch:
             micro-batches and data-parallel ranks. An engine sets them before the first micro-batch; until then they
             count this batch.
         routed_experts: [B, T, layers, K], if a sample has them.
+        unpadded: tensors [N, ...] by name, for the N tokens of `mask`, row after row: what is too large to be padded,
+            such as a teacher's top-k. A loss gets them together with the logits, see `train_batch`.
         Any other tensor ([B] or [B, T]): `batch.advantages`, `batch.ref_logprobs`, ...
     """
 
@@ -247,6 +260,7 @@ class Batch:
             got = f"{len(self.lengths)} and {len(self.vision)}"
             raise ValueError(f"lengths, vision: expected {len(tokens)} rows, got {got}")
         self.fields: dict[str, Tensor] = {}
+        self.unpadded: dict[str, Tensor] = {}
         self.add(**fields)
         self.total_tokens = mask.sum()
         self.total_sequences = mask.any(1).sum()
@@ -276,6 +290,28 @@ class Batch:
             self.fields[name] = x
         return self
 
+    def add_unpadded(self, **tensors: Tensor) -> Batch:
+        """Adds tensors [N, ...] by name to `unpadded`, for the N tokens of `mask`.
+
+        Raises:
+            ValueError: another number of tokens.
+        """
+        count = int(self.mask.sum())
+        for name, x in tensors.items():
+            if not x.ndim or len(x) != count:
+                raise ValueError(f"{name}: expected [{count}, ...], one for each token of mask, got {tuple(x.shape)}")
+            self.unpadded[name] = x
+        return self
+
+    def unpadded_rows(self, rows: Sequence[int]) -> Tensor:
+        """Indices into a tensor of `unpadded` of the tokens of these rows, row after row."""
+        tokens = torch.arange(int(self.mask.sum())).split(self.mask.sum(1).tolist())
+        return torch.cat([tokens[0][:0], *(tokens[row] for row in rows)]) if tokens else torch.arange(0)
+
+    def unpadded_at(self, indices: Tensor) -> Tensor:
+        """Indices into a tensor of `unpadded` of tokens that are given by their indices in a flattened [B, T]."""
+        return (self.mask.flatten().cumsum(0) - 1)[indices]
+
     @property
     def attention_mask(self) -> Tensor:
         """[B, T] bool, True on every token that is not padding."""
@@ -294,10 +330,13 @@ class Batch:
         fields = {name: cut(x) for name, x in self.fields.items()}
         part = Batch(cut(self.tokens), cut(self.mask), lengths, [self.vision[i] for i in rows], **fields)
         part.total_tokens, part.total_sequences = self.total_tokens, self.total_sequences
+        if self.unpadded:
+            tokens = self.unpadded_rows(rows)
+            part.add_unpadded(**{name: x[tokens] for name, x in self.unpadded.items()})
         return part
 
     def to(self, device: torch.device | str) -> Batch:
-        """The batch on another device, without its vision tensors, which are moved when a micro-batch is packed."""
+        """The batch on another device, without its vision and unpadded tensors, which engines move themselves."""
         fields = {name: x.to(device) for name, x in self.fields.items()}
         moved = Batch(self.tokens.to(device), self.mask.to(device), self.lengths, self.vision, **fields)
         moved.total_tokens, moved.total_sequences = self.total_tokens.to(device), self.total_sequences.to(device)

@@ -8,7 +8,7 @@ means that the response could not be judged, which is not the same as 0.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import numpy as np
@@ -128,3 +128,8 @@ def step_rows(rows: Sequence[Row], step: int, count: int, seed: int) -> list[tup
     epochs = {i // len(rows) for i in range(first, first + count)}
     order = {e: np.random.default_rng((seed, e)).permutation(len(rows)) for e in epochs}
     return [(i - first, rows[int(order[i // len(rows)][i % len(rows)])]) for i in range(first, first + count)]
+
+
+def rows_of_steps(rows: Sequence[Row], steps: Iterable[int], count: int, seed: int) -> Iterator[list[tuple[int, Row]]]:
+    """`step_rows` of each of these steps."""
+    return (step_rows(rows, step, count, seed) for step in steps)

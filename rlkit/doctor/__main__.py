@@ -35,7 +35,7 @@ class Options(TaskOptions, RewardOptions, ModelOptions):
 def main(arguments: Sequence[str] | None = None) -> None:
     """Print all findings. The exit status is 1 if a check failed."""
     with one_sentence_errors("doctor"):
-        cfg = parse_options(Options, __doc__ or "", arguments)
+        cfg = parse_options(Options, __doc__ or "", arguments, program="python -m rlkit.doctor")
         passed = [show("Devices", check_devices()), show("What can be used", check_features())]
         if cfg.self_check:
             passed.append(show("Self-check", self_check()))

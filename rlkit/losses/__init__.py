@@ -26,7 +26,7 @@ All, by family, each a module:
 - value: `clipped_value_loss`
 - reductions: from values a token to one number. `token_sum`, `token_mean`, `sequence_mean`, `sequence_sum_mean`,
   `fixed_length_mean`, `prompt_mean`, `group_token_counts`, `pair_mean`
-- logprobs: from logits or hidden states. `LogprobsAndEntropy`, `token_logprobs`, `align_with_tokens`,
+- logprobs: from logits or hidden states. `LogprobsAndEntropy`, `TopkLogprobs`, `token_logprobs`, `align_with_tokens`,
   `target_logprobs`, `token_entropy`, `sum_pi_squared`, `suppress_tokens`, `linear_logprobs`
 - entropy: `top_entropy_mask`, `adaptive_entropy_coef`
 - kl: from a reference. `kl_k1`, `kl_k2`, `kl_k3`, `kl_abs`, `kl_straight_through`, `kl_k3_weighted`,
@@ -44,7 +44,7 @@ All, by family, each a module:
   `alphapo_loss`, `tpo_loss`, `a_star_po_loss`, `alpha_divergence_dpo_loss`, `forward_kl_dpo_loss`, `js_dpo_loss`,
   `aot_loss`, `aot_unpaired_loss`, `ld_sequence_logprobs`, `wpo_weights`
 - distillation: of a teacher and a student. `forward_kl_loss`, `reverse_kl_loss`, `jsd_loss`, `topk_forward_kl_loss`,
-  `topk_reverse_kl_loss`
+  `topk_reverse_kl_loss`, `topk_jsd_loss`
 - supervised: of answers that somebody else wrote. `dft_loss`, `chord_phi_loss`, `chord_mu`
 - router: of mixtures of experts. `load_balancing_loss`
 
@@ -139,6 +139,7 @@ __all__ = [
     "pair_mean",
     # logprobs
     "LogprobsAndEntropy",
+    "TopkLogprobs",
     "token_logprobs",
     "align_with_tokens",
     "target_logprobs",
@@ -217,6 +218,7 @@ __all__ = [
     "jsd_loss",
     "topk_forward_kl_loss",
     "topk_reverse_kl_loss",
+    "topk_jsd_loss",
     # supervised
     "dft_loss",
     "chord_phi_loss",

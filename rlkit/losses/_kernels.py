@@ -1,7 +1,8 @@
-"""What saves memory: sums over the vocabulary, forward and backward, in pieces of rows.
+"""Functions that save memory: sums over the vocabulary, forward and backward, in pieces of rows.
 
-Each class is a formula of `rlkit.losses.logprobs` or `rlkit.losses.distillation`, with its gradient worked out by hand,
-so that no piece outlives its turn. All take [N, V] logits of checked shapes and temperatures as a column [N, 1].
+Each class implements a formula of `rlkit.losses.logprobs` or `rlkit.losses.distillation` with its gradient derived by
+hand, so that one piece at a time is in memory. All take [N, V] logits of checked shapes and temperatures as a column
+[N, 1].
 """
 
 import math
@@ -17,15 +18,15 @@ from rlkit._numerics import at_least_float32, masked
 
 CHUNK_BYTES = 512 * 2**20  # float32 logits of one chunk of tokens; each chunk reads the whole output layer again
 CPU_CHUNK_BYTES = 16 * 2**20  # the same on a CPU, where larger chunks are no faster
-PIECE_BYTES = 64 * 2**20  # of given logits, which are read once whatever the size of a piece
-CPU_CACHE_BYTES = 2**20  # the same on a CPU: what it reads a second time is then in its cache
-NO_PROBABILITY = -1e4  # stands for a log-probability of -inf where it is multiplied: exp of it is 0 even in float64
+PIECE_BYTES = 64 * 2**20  # float32 logits of one piece of given logits, which are read once for any size of a piece
+CPU_CACHE_BYTES = 2**20  # the same on a CPU, so that a second pass over a piece reads the cache
+NO_PROBABILITY = -1e4  # replaces a log-probability of -inf in products; its exp is 0 even in float64
 
 Rule = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
 
 
 class Logprobs(torch.autograd.Function):
-    """Log-probabilities [N, K] of targets [N, K]. Saves its inputs alone; backward computes the softmax again."""
+    """Log-probabilities [N, K] of targets [N, K]. Saves only its inputs; backward computes the softmax again."""
 
     generate_vmap_rule = True
 
@@ -107,11 +108,8 @@ class LinearLogprobs(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad_logprobs: Tensor, grad_entropy: Tensor) -> tuple[Tensor | None, ...]:
         hidden, weight, bias, targets, temperature, suppress, entropy = ctx.saved_tensors
-        want_hidden, want_weight, want_bias = ctx.needs_input_grad[:3]
-        grad_hidden = torch.empty_like(hidden) if want_hidden else None
-        grad_weight = torch.zeros_like(weight, dtype=entropy.dtype) if want_weight else None
-        grad_bias = torch.zeros_like(bias, dtype=entropy.dtype) if want_bias else None
-        for rows in chunks(len(hidden), ctx.chunk):
+
+        def logit_gradient(rows: slice) -> Tensor:
             logp = _chunk_logprobs(hidden[rows], weight, bias, temperature[rows], suppress)
             p = logp.clamp_(min=NO_PROBABILITY).exp()
             surprise = logp.add_(entropy[rows, None])
@@ -119,21 +117,13 @@ class LinearLogprobs(torch.autograd.Function):
             grad.scatter_add_(1, targets[rows, None], grad_logprobs[rows, None])
             if suppress is not None:
                 grad.index_fill_(1, suppress, 0)
-            grad = grad.div_(temperature[rows]).to(hidden.dtype)
-            with torch.autocast(hidden.device.type, enabled=False):
-                if grad_hidden is not None:
-                    grad_hidden[rows] = grad @ weight
-                if grad_weight is not None:
-                    grad_weight += grad.t() @ hidden[rows]
-            if grad_bias is not None:
-                grad_bias += grad.sum(0, dtype=grad_bias.dtype)
-        grad_weight = None if grad_weight is None else grad_weight.to(weight.dtype)
-        grad_bias = None if grad_bias is None else grad_bias.to(bias.dtype)
-        return grad_hidden, grad_weight, grad_bias, None, None, None, None
+            return grad.div_(temperature[rows]).to(hidden.dtype)
+
+        return linear_gradients(ctx, logit_gradient)
 
 
 class Divergence(torch.autograd.Function):
-    """(values [N], gradients [N, V]) of a rule such as `forward_kl`, 0 outside the mask [N]. Saves the second alone."""
+    """(values [N], gradients [N, V]) of a rule such as `forward_kl`, 0 outside the mask [N]. Saves only gradients."""
 
     generate_vmap_rule = True
 
@@ -165,9 +155,10 @@ class Divergence(torch.autograd.Function):
 
 
 class Buckets(torch.autograd.Function):
-    """Of tempered logits: those at `index` [N, K], and logsumexp [N] of the others; finite outside the mask [N].
+    """The tempered logits at `index` [N, K], and logsumexp [N] of the other logits; finite outside the mask [N].
 
-    Entries that are not `named` take no token from the others. Saves exp(logit - largest) of the others and its sums.
+    An entry of `index` that is not `named` removes no token from the others. Saves exp(logit - largest) of the others
+    and its sums.
     """
 
     generate_vmap_rule = True
@@ -180,7 +171,7 @@ class Buckets(torch.autograd.Function):
         top = others.gather(1, index) / temperature
         others.scatter_add_(1, index, torch.where(named, -torch.inf, torch.zeros_like(top)))
         largest, total = torch.empty_like(temperature), torch.empty_like(temperature)
-        lowest = torch.finfo(others.dtype).min  # where no other is left
+        lowest = torch.finfo(others.dtype).min  # if there are no other tokens
         for rows in pieces(others):
             largest[rows] = others[rows].amax(1, keepdim=True).clamp(min=lowest)
             shares = others[rows].sub_(largest[rows]).div_(temperature[rows]).exp_()
@@ -198,12 +189,39 @@ class Buckets(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_top: Tensor | None, grad_rest: Tensor | None, *_: None) -> tuple[Tensor | None, ...]:
-        if grad_top is None or grad_rest is None:  # both go into one `cat`, so that neither has a gradient alone
+        if grad_top is None or grad_rest is None:  # the caller concatenates both, so both have a gradient or neither
             return (None,) * 5
         index, temperature, shares, total = ctx.saved_tensors
         scale = torch.where(total > 0, grad_rest[:, None] / (total * temperature), 0)
         result = (shares * scale).scatter_add_(1, index, grad_top / temperature)
         return result.to(ctx.dtype), None, None, None, None
+
+
+def linear_gradients(ctx: Any, logit_gradient: Callable[[slice], Tensor]) -> tuple[Tensor | None, ...]:
+    """What the backward pass of `LinearLogprobs` returns: the gradients of hidden, weight and bias, then None.
+
+    `ctx` holds these three as its first saved tensors. `logit_gradient` gives the gradient [n, V] of the logits before
+    temperature for one chunk of tokens, in the dtype of `hidden`. Chunks are summed in float32 at least.
+    """
+    hidden, weight, bias = ctx.saved_tensors[:3]
+    want_hidden, want_weight, want_bias = ctx.needs_input_grad[:3]
+    dtype = torch.promote_types(hidden.dtype, torch.float32)
+    grad_hidden = torch.empty_like(hidden) if want_hidden else None
+    grad_weight = torch.zeros_like(weight, dtype=dtype) if want_weight else None
+    grad_bias = torch.zeros_like(bias, dtype=dtype) if want_bias else None
+    for start in range(0, len(hidden), ctx.chunk):
+        rows = slice(start, start + ctx.chunk)
+        grad = logit_gradient(rows)
+        with torch.autocast(hidden.device.type, enabled=False):
+            if grad_hidden is not None:
+                grad_hidden[rows] = grad @ weight
+            if grad_weight is not None:
+                grad_weight += grad.t() @ hidden[rows]
+        if grad_bias is not None:
+            grad_bias += grad.sum(0, dtype=dtype)
+    grad_weight = None if grad_weight is None else grad_weight.to(weight.dtype)
+    grad_bias = None if grad_bias is None else grad_bias.to(bias.dtype)
+    return grad_hidden, grad_weight, grad_bias, None, None, None, None
 
 
 def divergence(rule: Rule, student_logits: Tensor, teacher_logits: Tensor, mask: Tensor, temperature: float) -> Tensor:
@@ -214,7 +232,7 @@ def divergence(rule: Rule, student_logits: Tensor, teacher_logits: Tensor, mask:
 
 
 def forward_kl(student: Tensor, teacher: Tensor) -> tuple[Tensor, Tensor]:
-    """Of log-distributions [n, V]: KL(teacher || student) [n, 1], its gradient [n, V] by the student's logits."""
+    """KL(teacher || student) [n, 1] of log-distributions [n, V], and its gradient [n, V] by the student's logits."""
     p, excess = _excess(teacher, student)
     return (p * excess).sum(1, keepdim=True), student.exp() - p
 
@@ -227,7 +245,7 @@ def reverse_kl(student: Tensor, teacher: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def jsd(student: Tensor, teacher: Tensor, beta: float) -> tuple[Tensor, Tensor]:
-    """As `forward_kl`. What the student does to the mixture changes nothing, as the mixture sums to 1."""
+    """As `forward_kl`. The gradient through the mixture is 0, because the mixture sums to 1."""
     mixture = torch.logaddexp(teacher + math.log(beta), student + math.log1p(-beta))
     p, excess = _excess(teacher, mixture)
     kl, gradient = reverse_kl(student, mixture)
@@ -235,7 +253,7 @@ def jsd(student: Tensor, teacher: Tensor, beta: float) -> tuple[Tensor, Tensor]:
 
 
 def _excess(first: Tensor, second: Tensor) -> tuple[Tensor, Tensor]:
-    """Of log-distributions: the probabilities p of the first, and first - second, 0 where p is 0."""
+    """The probabilities p of the first of two log-distributions, and first - second, 0 where p is 0."""
     p = first.exp()
     return p, torch.where(p > 0, first - second, 0)
 
@@ -255,29 +273,35 @@ def temperature_column(temperature: float | Tensor, like: Tensor) -> Tensor:
 
 
 def pieces(logits: Tensor) -> list[slice]:
-    """The rows of [N, V] logits in as many pieces as keep each within its bytes."""
+    """The rows of [N, V] logits, cut into pieces of at most `PIECE_BYTES`."""
     row = torch.promote_types(logits.dtype, torch.float32).itemsize * max(1, logits.shape[1])
     return chunks(len(logits), max(1, (CPU_CACHE_BYTES if logits.device.type == "cpu" else PIECE_BYTES) // row))
 
 
+def tokens_per_chunk(hidden: Tensor, vocabulary: int) -> int:
+    """The number of tokens whose float32 logits take `CHUNK_BYTES`: the default chunk of `linear_logprobs`."""
+    row = torch.promote_types(hidden.dtype, torch.float32).itemsize * max(1, vocabulary)
+    return max(1, (CPU_CHUNK_BYTES if hidden.device.type == "cpu" else CHUNK_BYTES) // row)
+
+
 def chunks(rows: int, size: int) -> list[slice]:
-    """Rows in chunks of a size; one empty chunk of no rows."""
+    """Slices of at most `size` rows; one empty slice if there are no rows."""
     return [slice(start, start + size) for start in range(0, max(1, rows), size)]
 
 
 def log_softmax(logits: Tensor, temperature: Tensor) -> Tensor:
-    """Of tempered logits, in float32 at least; a tensor of its own."""
+    """Log-softmax of tempered logits, in float32 at least, as a new tensor."""
     return (at_least_float32(logits) / temperature).log_softmax(1)
 
 
 def _kept_log_softmax(logits: Tensor, temperature: Tensor, keep: Tensor | None, rows: slice) -> Tensor:
-    """`log_softmax` of some rows over the tokens that `keep` has, -inf at the others."""
+    """`log_softmax` of some rows over the tokens of `keep`, -inf at the others."""
     kept = logits[rows] if keep is None else torch.where(keep[rows], logits[rows], -torch.inf)
     return log_softmax(kept, temperature[rows])
 
 
 def entropy_of(logp: Tensor) -> Tensor:
-    """[n]: the entropies of log-distributions [n, V], which it spoils; a log-probability of -inf adds 0."""
+    """[n]: the entropies of log-distributions [n, V], which it overwrites; a log-probability of -inf adds 0."""
     p = logp.exp()
     return -p.mul_(logp.clamp_(min=NO_PROBABILITY)).sum(1)
 
@@ -285,7 +309,7 @@ def entropy_of(logp: Tensor) -> Tensor:
 def _chunk_logprobs(
     hidden: Tensor, weight: Tensor, bias: Tensor | None, temperature: Tensor, suppress: Tensor | None
 ) -> Tensor:
-    """Log-softmax [n, V] of one chunk of tokens: forward and backward both come here, so they see the same numbers."""
+    """Log-softmax [n, V] of one chunk of tokens, for forward and backward, so that both see the same numbers."""
     with torch.autocast(hidden.device.type, enabled=False):
         logits = F.linear(hidden, weight, bias)
     if suppress is not None:

@@ -26,7 +26,7 @@ import triton.language as tl
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from rlkit.losses._kernels import LinearLogprobs
+from rlkit.losses._kernels import LinearLogprobs, linear_gradients
 
 log = logging.getLogger(__name__)
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -70,25 +70,13 @@ class FusedLinearLogprobs(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad_logprobs: Tensor, grad_entropy: Tensor, _: Any) -> tuple[Tensor | None, ...]:
         hidden, weight, bias, targets, temperature, suppress, entropy, log_total = ctx.saved_tensors
-        want_hidden, want_weight, want_bias = ctx.needs_input_grad[:3]
         suppressed = None if suppress is None else is_suppressed(suppress, len(weight))
-        grad_hidden = torch.empty_like(hidden) if want_hidden else None
-        grad_weight = torch.zeros_like(weight, dtype=torch.float32) if want_weight else None
-        grad_bias = torch.zeros_like(bias, dtype=torch.float32) if want_bias else None
-        for start in range(0, len(hidden), ctx.chunk):
-            rows = slice(start, start + ctx.chunk)
+
+        def logit_gradient(rows: slice) -> Tensor:
             of_rows = (x[rows] for x in (targets, temperature, log_total, entropy, grad_logprobs, grad_entropy))
-            grad = logit_gradients(hidden[rows], weight, bias, suppressed, *of_rows)
-            with torch.autocast(hidden.device.type, enabled=False):
-                if grad_hidden is not None:
-                    grad_hidden[rows] = grad @ weight
-                if grad_weight is not None:
-                    grad_weight += grad.t() @ hidden[rows]
-            if grad_bias is not None:
-                grad_bias += grad.sum(0, dtype=torch.float32)
-        grad_weight = None if grad_weight is None else grad_weight.to(weight.dtype)
-        grad_bias = None if grad_bias is None else grad_bias.to(bias.dtype)
-        return grad_hidden, grad_weight, grad_bias, None, None, None, None
+            return logit_gradients(hidden[rows], weight, bias, suppressed, *of_rows)
+
+        return linear_gradients(ctx, logit_gradient)
 
 
 def vocabulary_sums(
@@ -114,17 +102,15 @@ def vocabulary_sums(
         [4, parts, N] float32: maximum logit m; sum exp(z - m); sum (z - m) exp(z - m); the target's logit, or 0 if the
         target is in another part.
     """
-    hidden, weight = _with_dense_rows(hidden), _with_dense_rows(weight)
+    hidden, weight, temperature = hidden.contiguous(), weight.contiguous(), temperature.contiguous()
     blocks = _blocks(hidden.dtype)
     programs, tiles = triton.cdiv(len(hidden), blocks["BLOCK_N"]), triton.cdiv(len(weight), blocks["BLOCK_V"])
     tiles_per_part = triton.cdiv(tiles, min(tiles, parts or max(1, PROGRAMS // max(1, programs))))
     parts = triton.cdiv(tiles, tiles_per_part)
     out = hidden.new_empty(4, parts, len(hidden), dtype=torch.float32)
     if len(hidden):
-        _sums[programs, parts](
-            hidden, weight, bias, suppressed, targets, temperature.contiguous(), out, *_sizes(hidden, weight),
-            tiles_per_part, HAS_BIAS=bias is not None, HAS_SUPPRESSED=suppressed is not None, **blocks, **SCHEDULE,
-        )  # fmt: skip
+        inputs = (hidden, weight, bias, suppressed, targets, temperature)
+        _sums[programs, parts](*inputs, out, len(hidden), *weight.shape, tiles_per_part, **blocks, **SCHEDULE)
     return out
 
 
@@ -157,15 +143,13 @@ def logit_gradients(
         log_total, entropy: [N], log-sum-exp and entropy over the whole vocabulary.
         grad_logprobs, grad_entropy: [N], gradients with respect to log-probabilities and entropy.
     """
-    hidden, weight = _with_dense_rows(hidden), _with_dense_rows(weight)
+    hidden, weight = hidden.contiguous(), weight.contiguous()
     out = hidden.new_empty(len(hidden), len(weight))
     blocks = _blocks(hidden.dtype)
     grid = triton.cdiv(len(hidden), blocks["BLOCK_N"]), triton.cdiv(len(weight), blocks["BLOCK_V"])
     rows = (x.contiguous() for x in (targets, temperature, log_total, entropy, grad_logprobs, grad_entropy))
-    _gradients[grid](
-        hidden, weight, bias, suppressed, *rows, out, *_sizes(hidden, weight), HAS_BIAS=bias is not None,
-        HAS_SUPPRESSED=suppressed is not None, **blocks, **SCHEDULE,
-    )  # fmt: skip
+    inputs = (hidden, weight, bias, suppressed, *rows)
+    _gradients[grid](*inputs, out, len(hidden), *weight.shape, **blocks, **SCHEDULE)
     return out
 
 
@@ -195,46 +179,48 @@ def _blocks(dtype: torch.dtype) -> dict[str, int]:
     return {**BLOCKS, "BLOCK_H": BLOCK_BYTES // dtype.itemsize}
 
 
-def _sizes(hidden: Tensor, weight: Tensor) -> tuple[int, int, int, int, int]:
-    """N, V, H, and the row strides of `hidden` and `weight`."""
-    return len(hidden), *weight.shape, hidden.stride(0), weight.stride(0)
-
-
-def _with_dense_rows(x: Tensor) -> Tensor:
-    return x if x.stride(1) == 1 else x.contiguous()
-
-
 @triton.jit
-def _logits(
-    hidden: Any, weight: Any, bias: Any, suppressed: Any, temperature: Any, rows: Any, columns: Any, n: Any, v: Any,
-    size: Any, hidden_stride: Any, weight_stride: Any, HAS_BIAS: tl.constexpr, HAS_SUPPRESSED: tl.constexpr,
-    BLOCK_N: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_H: tl.constexpr,
-) -> Any:  # fmt: skip
-    """A tile of float32 logits divided by temperature; -inf for suppressed entries and beyond the vocabulary."""
+def _logits(hidden, weight, bias, suppressed, temperature, rows, columns, n, v, size, BLOCK_H: tl.constexpr):
+    """A tile of float32 logits divided by temperature; -inf for suppressed entries and beyond the vocabulary.
+
+    In all kernels n, v and size are the numbers of tokens, vocabulary entries and hidden units. `bias` and `suppressed`
+    may be None.
+    """
     units = tl.arange(0, BLOCK_H)
-    hidden_tile = hidden + rows.to(tl.int64)[:, None] * hidden_stride + units[None, :]
-    weight_tile = weight + columns.to(tl.int64)[None, :] * weight_stride + units[:, None]
-    z = tl.zeros((BLOCK_N, BLOCK_V), dtype=tl.float32)
+    hidden_tile = hidden + rows.to(tl.int64)[:, None] * size + units[None, :]
+    weight_tile = weight + columns.to(tl.int64)[None, :] * size + units[:, None]
+    z = tl.zeros((rows.shape[0], columns.shape[0]), dtype=tl.float32)
     for start in range(0, size, BLOCK_H):
         within = start + units < size
         h = tl.load(hidden_tile + start, mask=(rows[:, None] < n) & within[None, :], other=0.0)
         w = tl.load(weight_tile + start, mask=(columns[None, :] < v) & within[:, None], other=0.0)
         z = tl.dot(h, w, z, input_precision="ieee")
-    if HAS_BIAS:
+    if bias is not None:
         z += tl.load(bias + columns, mask=columns < v, other=0.0).to(tl.float32)[None, :]
     z /= tl.load(temperature + rows, mask=rows < n, other=1.0)[:, None]
     possible = columns < v
-    if HAS_SUPPRESSED:
+    if suppressed is not None:
         possible &= tl.load(suppressed + columns, mask=columns < v, other=1) == 0
     return tl.where(possible[None, :], z, -float("inf"))
 
 
 @triton.jit
 def _sums(
-    hidden: Any, weight: Any, bias: Any, suppressed: Any, targets: Any, temperature: Any, out: Any, n: Any, v: Any,
-    size: Any, hidden_stride: Any, weight_stride: Any, tiles_per_part: Any, HAS_BIAS: tl.constexpr,
-    HAS_SUPPRESSED: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_H: tl.constexpr,
-) -> None:  # fmt: skip
+    hidden,
+    weight,
+    bias,
+    suppressed,
+    targets,
+    temperature,
+    out,
+    n,
+    v,
+    size,
+    tiles_per_part,
+    BLOCK_N: tl.constexpr,
+    BLOCK_V: tl.constexpr,
+    BLOCK_H: tl.constexpr,
+):
     """out[:, part, row]: maximum logit m, s, u, and the target's logit (0 if the target is in another part)."""
     part, parts = tl.program_id(1), tl.num_programs(1)
     rows = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
@@ -246,10 +232,7 @@ def _sums(
     first = part * tiles_per_part * BLOCK_V
     for start in range(first, tl.minimum(first + tiles_per_part * BLOCK_V, v), BLOCK_V):
         columns = start + tl.arange(0, BLOCK_V)
-        z = _logits(
-            hidden, weight, bias, suppressed, temperature, rows, columns, n, v, size, hidden_stride, weight_stride,
-            HAS_BIAS, HAS_SUPPRESSED, BLOCK_N, BLOCK_V, BLOCK_H,
-        )  # fmt: skip
+        z = _logits(hidden, weight, bias, suppressed, temperature, rows, columns, n, v, size, BLOCK_H)
         is_target = (columns[None, :] == target[:, None]) & (columns[None, :] < v)  # exclude targets of the next shard
         chosen += tl.sum(tl.where(is_target, z, 0.0), 1)
         new = tl.maximum(largest, tl.max(z, 1))
@@ -269,18 +252,28 @@ def _sums(
 
 @triton.jit
 def _gradients(
-    hidden: Any, weight: Any, bias: Any, suppressed: Any, targets: Any, temperature: Any, log_total: Any, entropy: Any,
-    grad_logprobs: Any, grad_entropy: Any, out: Any, n: Any, v: Any, size: Any, hidden_stride: Any, weight_stride: Any,
-    HAS_BIAS: tl.constexpr, HAS_SUPPRESSED: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_V: tl.constexpr,
+    hidden,
+    weight,
+    bias,
+    suppressed,
+    targets,
+    temperature,
+    log_total,
+    entropy,
+    grad_logprobs,
+    grad_entropy,
+    out,
+    n,
+    v,
+    size,
+    BLOCK_N: tl.constexpr,
+    BLOCK_V: tl.constexpr,
     BLOCK_H: tl.constexpr,
-) -> None:  # fmt: skip
+):
     """out[row, entry]: (g_lp (1_y - p) - g_H p (log p + H)) / temperature; 0 for suppressed entries."""
     rows = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     columns = tl.program_id(1) * BLOCK_V + tl.arange(0, BLOCK_V)
-    z = _logits(
-        hidden, weight, bias, suppressed, temperature, rows, columns, n, v, size, hidden_stride, weight_stride,
-        HAS_BIAS, HAS_SUPPRESSED, BLOCK_N, BLOCK_V, BLOCK_H,
-    )  # fmt: skip
+    z = _logits(hidden, weight, bias, suppressed, temperature, rows, columns, n, v, size, BLOCK_H)
     real = rows < n
     logp = z - tl.load(log_total + rows, mask=real, other=0.0)[:, None]
     surprise = logp + tl.load(entropy + rows, mask=real, other=0.0)[:, None]

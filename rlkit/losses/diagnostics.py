@@ -10,16 +10,9 @@ import torch
 from torch import Tensor
 
 from rlkit import _check as check
-from rlkit._numerics import (
-    LOG_RATIO_LIMIT,
-    at_least_float32,
-    divide,
-    masked,
-    masked_log_ratio,
-    masked_ratio,
-    mean_over_tokens,
-)
+from rlkit._numerics import LOG_RATIO_LIMIT, divide, masked, masked_log_ratio, masked_ratio, mean_over_tokens
 from rlkit.losses.kl import kl_k3
+from rlkit.losses.mismatch import _unbounded_log_ratio
 from rlkit.losses.reductions import sequence_mean, token_mean
 
 
@@ -122,7 +115,7 @@ def mismatch_stats(
         A dict of 0-d tensors.
     """
     check.per_token(mask, logprobs=logprobs, rollout_logprobs=rollout_logprobs)
-    distance = masked(at_least_float32(logprobs) - at_least_float32(rollout_logprobs), mask).abs()
+    distance = _unbounded_log_ratio(logprobs, rollout_logprobs, mask).abs()
     weight = masked(masked_ratio(logprobs, rollout_logprobs, mask), mask)
     total = mask.sum() if total is None else total
     sums = {  # of what is 0 outside the mask

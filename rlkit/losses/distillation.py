@@ -149,6 +149,29 @@ def topk_reverse_kl_loss(
     return torch.where(mask, _kl(student, torch.cat([teacher, rest], -1)), 0)
 
 
+def topk_jsd_loss(
+    student_logits: Tensor,
+    teacher_logprobs: Tensor,
+    teacher_indices: Tensor,
+    mask: Tensor,
+    beta: float = 0.5,
+    temperature: float = 1.0,
+) -> Tensor:
+    r"""Generalised Jensen-Shannon divergence over the teacher's K likeliest tokens and a bucket for all others.
+
+    $$L = \beta\, KL(P \| M) + (1 - \beta)\, KL(Q \| M), \quad M = \beta P + (1 - \beta) Q$$
+
+    over K + 1 outcomes, as in `topk_forward_kl_loss`. Never above `jsd_loss`, to which it is equal for K = V.
+
+    Args:
+        student_logits, teacher_logprobs, teacher_indices, mask, temperature: as in `topk_forward_kl_loss`.
+        beta: the teacher's share of the mixture, in (0, 1).
+    """
+    student, teacher, rest = _buckets(student_logits, teacher_logprobs, teacher_indices, mask, temperature)
+    rest = torch.where(rest > _tail_rounding(rest), rest, 0).log()
+    return jsd_loss(student, torch.cat([teacher, rest], -1), mask, beta)
+
+
 def _kl(first: Tensor, second: Tensor) -> Tensor:
     """KL of log-distributions over the last dimension; probability 0 in `first` adds 0 to value and gradient."""
     p = first.exp()

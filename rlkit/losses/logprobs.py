@@ -17,15 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from rlkit import _check as check
-from rlkit.losses._kernels import (
-    CHUNK_BYTES,
-    CPU_CHUNK_BYTES,
-    Entropy,
-    LinearLogprobs,
-    Logprobs,
-    squared_sums,
-    temperature_column,
-)
+from rlkit.losses._kernels import Entropy, LinearLogprobs, Logprobs, squared_sums, temperature_column, tokens_per_chunk
 
 _log = logging.getLogger(__name__)
 
@@ -35,6 +27,18 @@ class LogprobsAndEntropy(NamedTuple):
 
     logprobs: Tensor
     entropy: Tensor
+
+
+class TopkLogprobs(NamedTuple):
+    """The likeliest tokens after each prefix, the likeliest first.
+
+    Attributes:
+        logprobs: float32 [N, K].
+        ids: int32 [N, K], their token ids.
+    """
+
+    logprobs: Tensor
+    ids: Tensor
 
 
 def token_logprobs(logits: Tensor, tokens: Tensor, temperature: float | Tensor = 1.0) -> Tensor:
@@ -213,15 +217,14 @@ def linear_logprobs(
     _check_temperature(temperature, targets)
     temperature = temperature_column(temperature, hidden.new_empty(len(hidden)))
     if chunk is None:
-        size = CPU_CHUNK_BYTES if hidden.device.type == "cpu" else CHUNK_BYTES
-        chunk = max(1, size // (temperature.itemsize * max(1, len(weight))))
+        chunk = tokens_per_chunk(hidden, len(weight))
     check.positive(chunk=chunk)
-    kernels = _kernels_for(hidden)
+    kernels = kernels_for(hidden)
     function = LinearLogprobs if kernels is None else kernels.FusedLinearLogprobs
     return LogprobsAndEntropy(*function.apply(hidden, weight, bias, targets.long(), temperature, suppress, chunk)[:2])
 
 
-def _kernels_for(hidden: Tensor) -> Any:
+def kernels_for(hidden: Tensor) -> Any:
     """The module with the Triton kernels, if they can compute with this tensor; otherwise None."""
     if type(hidden) is not Tensor or torch.compiler.is_compiling():
         return None

@@ -1,20 +1,21 @@
-r"""Correction for a sampler and a trainer that disagree on the same weights: detached weights, and masks of what stays.
+r"""Corrections for a sampler and a trainer that disagree on the same weights: importance weights and rejection masks.
 
-With $\rho = \exp(\text{logprobs} - \text{rollout\_logprobs})$ the trainer's probability over the sampler's, take
-`old_logprobs` as `logprobs` beside a loss that has its own ratio to them, or `out.logprobs` on-policy. Multiply the
-per-token loss by a weight, or give the mask of the tokens that stay to the loss and its reduction:
+The ratio $\rho = \exp(\text{logprobs} - \text{rollout\_logprobs})$ is the trainer's probability over the sampler's.
+Pass `old_logprobs` as `logprobs` if the loss has its own ratio to them, and `out.logprobs` on-policy. Multiply the
+per-token loss by the weights, or pass the mask of the kept tokens to the loss and its reduction:
 
     loss = clipped_policy_loss(out.logprobs, mb.old_logprobs, mb.advantages, mb.mask)
     loss = loss * importance_weights(mb.old_logprobs, mb.rollout_logprobs, mb.mask, high=2.0)
 
     keep = geometric_rejection_mask(mb.old_logprobs, mb.rollout_logprobs, mb.mask, low=0.99, high=1.01)
-    loss = token_mean(loss, keep, total=mb.total_tokens)  # the count before rejection: what is dropped counts as 0
+    loss = token_mean(loss, keep, total=mb.total_tokens)  # the count before rejection: dropped tokens count as 0
 
-Whole sequences are needed where one ratio stands for a sequence; the sequence is its tokens inside the mask. In weights
-a sequence's sum of log-ratios beyond +-20 counts as +-20 too. Masks compare log-ratios as they are: an infinite one is
-outside every finite bound. What has a nan is dropped by the masks and has weight 0. Nothing gets a gradient.
+Functions with one ratio per sequence need whole sequences; a sequence is its tokens inside the mask. In weights, a
+sequence's sum of log-ratios beyond +-20 counts as +-20 too. Masks compare unbounded log-ratios: an infinite one is
+outside every finite bound. Tokens and sequences with a nan are dropped by the masks and get weight 0. Results have no
+gradient.
 
-Masks by divergence take any estimate of it, one value a token. Masks of the same tokens combine with `&`:
+Masks by divergence take any estimate of it, one value per token. Combine masks of the same tokens with `&`:
 
     apart = kl_k3(mb.rollout_logprobs, mb.old_logprobs, mb.mask)  # of KL(sampler || trainer), as in `mismatch_stats`
     keep = sequence_mean_divergence_mask(apart, mb.mask, 0.01) & sequence_max_divergence_mask(apart, mb.mask, 1.0)
@@ -111,7 +112,8 @@ def masked_importance_weights(
     "token_mask".
 
     Args:
-        low, high: the smallest and the largest ratio that keep their weight; 0 <= low <= high; 0 and math.inf for none.
+        low, high: the smallest and the largest ratio that keep their weight; 0 <= low <= high; 0 and math.inf for no
+            bound.
 
     Returns:
         [B, T]; 0 outside the mask.
@@ -150,12 +152,13 @@ def token_rejection_mask(
     tokens is next to impossible for the trainer (slime's rs_veto_threshold, 1e-4, say).
 
     Args:
-        low, high: the smallest and the largest ratio that stay; 0 <= low <= high; 0 and math.inf for none.
-        veto: a sequence goes when one of its tokens has a ratio below it; >= 0; 0 for no veto.
+        low, high: the smallest and the largest ratio to keep; 0 <= low <= high; 0 and math.inf for no bound.
+        veto: a sequence is dropped if one of its tokens has a ratio below it; >= 0; 0 for no veto.
 
     Returns:
-        bool [B, T], True on what stays, a part of `mask`: it takes the mask's place.
+        bool [B, T], the tokens of `mask` that are kept: use it in place of the mask.
     """
+    check.per_token(mask, logprobs=logprobs, rollout_logprobs=rollout_logprobs)
     log_ratio = _unbounded_log_ratio(logprobs, rollout_logprobs, mask)
     return mask & _inside(log_ratio, low, high) & ~_vetoed(log_ratio, veto)
 
@@ -175,6 +178,7 @@ def sequence_rejection_mask(
 
     Args, Returns: as `token_rejection_mask`.
     """
+    check.per_token(mask, logprobs=logprobs, rollout_logprobs=rollout_logprobs)
     log_ratio = _unbounded_log_ratio(logprobs, rollout_logprobs, mask)
     return mask & _inside(log_ratio.sum(1, keepdim=True), low, high) & ~_vetoed(log_ratio, veto)
 
@@ -191,6 +195,7 @@ def geometric_rejection_mask(
 
     Args, Returns: as `token_rejection_mask`.
     """
+    check.per_token(mask, logprobs=logprobs, rollout_logprobs=rollout_logprobs)
     log_ratio = _unbounded_log_ratio(logprobs, rollout_logprobs, mask)
     return mask & _inside(mean_over_tokens(log_ratio, mask), low, high) & ~_vetoed(log_ratio, veto)
 
@@ -209,10 +214,10 @@ def token_divergence_mask(divergence: Tensor, mask: Tensor, high: float) -> Tens
 
     Args:
         divergence: [B, T], of each token; may hold anything outside the mask.
-        high: the largest divergence that stays; >= 0; math.inf for all but nan.
+        high: the largest divergence to keep; >= 0; math.inf keeps all but nan.
 
     Returns:
-        bool [B, T], True on what stays, a part of `mask`: it takes the mask's place.
+        bool [B, T], the tokens of `mask` that are kept: use it in place of the mask.
     """
     divergence = _masked_divergence(divergence, mask, high)
     return mask & (divergence <= high)
@@ -264,10 +269,9 @@ def _product(log_ratio: Tensor) -> Tensor:
     return log_ratio.sum(1, keepdim=True).clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT).exp()
 
 
-def _unbounded_log_ratio(logprobs: Tensor, rollout_logprobs: Tensor, mask: Tensor) -> Tensor:
+def _unbounded_log_ratio(logprobs: Tensor, base_logprobs: Tensor, mask: Tensor) -> Tensor:
     """[B, T]: the log-ratio, 0 outside the mask; an infinite one stays outside every finite bound."""
-    check.per_token(mask, logprobs=logprobs, rollout_logprobs=rollout_logprobs)
-    return masked(at_least_float32(logprobs) - at_least_float32(rollout_logprobs), mask)
+    return masked(at_least_float32(logprobs) - at_least_float32(base_logprobs), mask)
 
 
 def _inside(log_ratio: Tensor, low: float, high: float) -> Tensor:
@@ -283,7 +287,7 @@ def _vetoed(log_ratio: Tensor, veto: float) -> Tensor:
 
 
 def _masked_divergence(divergence: Tensor, mask: Tensor, high: float) -> Tensor:
-    """[B, T]: the divergence, 0 outside the mask, where no bound is below it; after the checks of all three."""
+    """[B, T]: the divergence, 0 outside the mask. Checks all three arguments."""
     check.per_token(mask, divergence=divergence)
     check.not_negative(high=high)
     return masked(divergence, mask)

@@ -8,17 +8,9 @@ import torch
 from torch import Tensor
 
 from rlkit import _check as check
-from rlkit._numerics import (
-    at_least_float32,
-    masked,
-    masked_advantages,
-    masked_log_ratio,
-    masked_ratio,
-    mean_over_tokens,
-    sequence_advantages,
-)
+from rlkit._numerics import masked, masked_advantages, masked_log_ratio, mean_over_tokens, sequence_advantages
 from rlkit.losses.kl import kl_binary
-from rlkit.losses.mismatch import sequence_mean_divergence_mask
+from rlkit.losses.mismatch import _unbounded_log_ratio, sequence_mean_divergence_mask
 
 
 def gspo_loss(
@@ -238,7 +230,7 @@ def flash_reinforce_loss(
     check.per_token(mask, logprobs=logprobs, old_logprobs=old_logprobs)
     divergence = kl_binary(old_logprobs.detach(), logprobs.detach(), mask)
     near = sequence_mean_divergence_mask(divergence, mask, high)
-    ratio = masked_ratio(logprobs.detach(), old_logprobs, near)
+    ratio = masked_log_ratio(logprobs.detach(), old_logprobs, near).exp()
     return -masked_advantages(advantages, near) * ratio * masked(logprobs, near)
 
 
@@ -267,7 +259,7 @@ def off_policy_sequence_mask(
     """
     check.per_token(mask, logprobs=logprobs, old_logprobs=old_logprobs)
     check.not_negative(high=high)
-    drift = mean_over_tokens(masked(at_least_float32(old_logprobs) - at_least_float32(logprobs), mask), mask)
+    drift = mean_over_tokens(_unbounded_log_ratio(old_logprobs, logprobs, mask), mask)
     negative = check.advantages_per_token(advantages, mask) < 0
     return mask & ~(negative & (drift > high))
 

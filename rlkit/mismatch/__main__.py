@@ -22,7 +22,7 @@ import torch
 from rlkit.data import load_task
 from rlkit.data.samples import Sample
 from rlkit.engines import make_engine
-from rlkit.mismatch.compare import compare_parts, describe, hf_parts, trainer_parts, vllm_parts
+from rlkit.mismatch.compare import Part, compare_parts, describe, hf_parts, trainer_parts, vllm_parts
 from rlkit.replay.bundles import read_bundle
 from rlkit.rollout import Sampling, make_rollout
 from rlkit.runs.start import one_sentence_errors
@@ -55,12 +55,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--tolerance", type=float, default=0.0, help="relative difference that counts as rounding")
     options = parser.parse_args(arguments)
     with one_sentence_errors("mismatch"):
-        print(text := run(options))
-    sys.exit(int("DIFFERS" in text))
+        found = run(options)
+    print(describe(found))
+    sys.exit(int(any(part.differs for part in found)))
 
 
-def run(options: Any) -> str:
-    """Compare sampler and trainer, and return the table of `describe`.
+def run(options: Any) -> list[Part]:
+    """Compare sampler and trainer.
 
     Raises:
         ValueError: the model, task or bundle cannot be used.
@@ -86,7 +87,7 @@ def run(options: Any) -> str:
     rollout.close()
     on_gpu = torch.cuda.is_available()
     tolerance = options.tolerance or TOLERANCE[dtype or (torch.bfloat16 if on_gpu else torch.float32)]
-    return describe(compare_parts(sampler, trainer, sample, engine, logprobs, tolerance))
+    return compare_parts(sampler, trainer, sample, engine, logprobs, tolerance)
 
 
 def _first_answer(bundle: str) -> tuple[Sample, float]:

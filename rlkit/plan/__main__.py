@@ -63,17 +63,15 @@ def run(options: Any, arguments: Sequence[str]) -> bool:
 
 def advice(cfg: Any, roles: Roles, plan: Plan, options: Any) -> str:
     """Try options that need less memory until the run fits. Returns one sentence that names them."""
-    added: list[str] = []
-    for text, changed, world in ways_to_fit(cfg, plan, roles.policy or roles.critic, options.nproc):
-        kept = [one for one in added if "GPUs" not in one and not one.startswith("--lora")]
-        added = [*kept, text]
+    for way in ways_to_fit(cfg, plan, roles.policy or roles.critic, options.nproc):
         new_roles = roles
-        if changed.lora_rank and not cfg.lora_rank and roles.reference is not None and not hasattr(cfg, "teacher"):
+        if way.cfg.lora_rank and not cfg.lora_rank and roles.reference is not None and not hasattr(cfg, "teacher"):
             new_roles = Roles(roles.policy, roles.critic, None, adapter_reference=True)
-        attempt = make_plan(changed, new_roles, world, plan.gpu, options.image_tokens)
-        print(f"  with {', '.join(added)}: {attempt.peak / GIB:.1f} GiB", flush=True)
+        attempt = make_plan(way.cfg, new_roles, way.world, plan.gpu, options.image_tokens)
+        changes = ", ".join(way.changes)
+        print(f"  with {changes}: {attempt.peak / GIB:.1f} GiB", flush=True)
         if attempt.fits:
-            return f"fits with {', '.join(added)}"
+            return f"fits with {changes}"
     limit = USABLE * plan.gpu.memory / GIB
     return f"does not fit in {limit:.1f} GiB a GPU with any of these options"
 

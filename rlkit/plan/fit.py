@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 from rlkit.plan.hardware import USABLE, Gpu
 from rlkit.plan.rehearsal import Rehearsal, Roles, rehearse
@@ -73,10 +73,24 @@ def loading(cfg: Any, rehearsal: Rehearsal, world: int) -> dict[str, int]:
     return {**kept, "largest tensor": 4 * rehearsal.largest_tensor}
 
 
-def ways_to_fit(cfg: Any, plan: Plan, config: Any, world: int) -> Iterator[tuple[str, Any, int]]:
-    """Ways to save memory, the cheapest first, as (text to add to the command, all options, ranks).
+class Way(NamedTuple):
+    """A way to save memory.
 
-    The changes accumulate, except that LoRA is tried alone on top of the first five, and more GPUs without LoRA:
+    Attributes:
+        changes: what is changed, as for a person: options to add to the command, or the number of GPUs.
+        cfg: options of the recipe with the changes.
+        world: number of ranks.
+    """
+
+    changes: list[str]
+    cfg: Any
+    world: int
+
+
+def ways_to_fit(cfg: Any, plan: Plan, config: Any, world: int) -> Iterator[Way]:
+    """Ways to save memory, the cheapest first.
+
+    The first five accumulate. LoRA and each number of GPUs are tried on top of them, and not with each other:
 
     - a smaller share of the GPU for the sampler: fewer answers at once
     - fused log-probabilities from hidden states: the output layer is computed twice
@@ -86,25 +100,25 @@ def ways_to_fit(cfg: Any, plan: Plan, config: Any, world: int) -> Iterator[tuple
     - LoRA: only adapters are trained
     - more GPUs, each with a smaller shard
     """
+    options: dict[str, Any] = {}
     most = plan.sampler.utilization
     if getattr(cfg, "rollout", "") == "vllm" and most is not None and 0.1 < most < cfg.gpu_memory_utilization:
-        cfg = replace(cfg, gpu_memory_utilization=most)
-        yield f"--gpu_memory_utilization {most:g}", cfg, world
+        options["gpu_memory_utilization"] = most
     if not cfg.use_fused_kernels and not head_obstacle(config):
-        cfg = replace(cfg, use_fused_kernels=True)
-        yield "--use_fused_kernels", cfg, world
+        options["use_fused_kernels"] = True
     if not cfg.enable_gradient_checkpointing:
-        cfg = replace(cfg, enable_gradient_checkpointing=True)
-        yield "--enable_gradient_checkpointing", cfg, world
+        options["enable_gradient_checkpointing"] = True
     longest = plan.rehearsal.workload.prompt + plan.rehearsal.workload.answer
     if cfg.micro_batch_tokens > longest:
-        cfg = replace(cfg, micro_batch_tokens=longest)
-        yield f"--micro_batch_tokens {longest}", cfg, world
-    if not cfg.offload_between_phases and cfg.engine == "fsdp2":
-        cfg = replace(cfg, offload_between_phases=True)
-        yield "--offload_between_phases", cfg, world
+        options["micro_batch_tokens"] = longest
+    if not cfg.offload_between_phases:
+        options["offload_between_phases"] = True
+    changes: list[str] = []
+    for name, value in options.items():
+        cfg = replace(cfg, **{name: value})
+        changes = [*changes, f"--{name}" if value is True else f"--{name} {value}"]
+        yield Way(changes, cfg, world)
     if not cfg.lora_rank:
-        adapted = replace(cfg, lora_rank=32)
-        yield "--lora_rank 32", adapted, world
+        yield Way([*changes, "--lora_rank 32"], replace(cfg, lora_rank=32), world)
     for factor in (2, 4, 8):
-        yield f"{factor * world} GPUs in place of {world}", cfg, factor * world
+        yield Way([*changes, f"{factor * world} GPUs in place of {world}"], cfg, factor * world)

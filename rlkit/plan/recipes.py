@@ -59,7 +59,8 @@ def recipe_roles(module: Any, cfg: Any) -> Roles:
     config = load_config(cfg.model, trust_remote_code=cfg.trust_remote_code)
     has_reference = "build_reference" in called_names and getattr(cfg, "kl_coef", 1.0) > 0
     reference = config if has_reference and not cfg.lora_rank else None
-    if teacher := getattr(cfg, "teacher", ""):
+    teacher = getattr(cfg, "teacher", "")
+    if teacher and not cfg.teacher_servers:
         reference = load_config(teacher, trust_remote_code=cfg.trust_remote_code)
     critic = None
     if "build_value_engine" in called_names:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -144,7 +144,8 @@ def _of_later_steps(peak: dict[str, int], resident: dict[str, int]) -> dict[str,
 
 
 def _options(cfg: Any, config: Any) -> dict[str, Any]:
-    """Engine options as on a GPU. Any suppressed token id will do: only shapes matter."""
+    """Engine options as on a GPU, but not compiled. Any suppressed token id will do: only shapes matter."""
+    cfg = replace(cfg, use_torch_compile=False)
     suppressed = {"suppressed_token_ids": torch.tensor([0])} if has_vision(config) else {}
     return {"device": "cpu", "compute_dtype": torch.bfloat16, **shared_options(cfg, None), **suppressed}
 

@@ -69,12 +69,10 @@ def _gib(size: int) -> str:
 def host_memory(cfg: Any, plan: Plan, world: int, gpus_per_node: int) -> dict[str, int]:
     """Bytes of one machine's host memory, by purpose.
 
-    Loading: each rank reads its slices of the files, or the whole model with tensor parallelism.
-    Export: rank 0 holds the content of one file.
+    Loading: each rank reads its slices of one tensor after the other. Export: rank 0 holds the content of one file.
     """
     found, ranks = plan.rehearsal, min(world, gpus_per_node)
-    weight_bytes = 4 if cfg.dtype == "float32" else 2
-    loading = ranks * weight_bytes * (found.parameters if "tensor" in cfg.parallel else found.largest_tensor)
+    loading = ranks * (4 if cfg.dtype == "float32" else 2) * found.largest_tensor
     export = (4 if cfg.export_dtype == "float32" else 2) * found.parameters
     offloaded = {"weights and optimizer, between phases": ranks * found.host} if found.host else {}
     return {"loading, at most": loading, "export, at most": min(FILE_BYTES, export), **offloaded}

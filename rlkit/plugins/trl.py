@@ -26,6 +26,7 @@ from torch import Tensor
 from rlkit.losses import (
     fixed_length_mean,
     kl_k3,
+    kl_k3_weighted,
     pair_mean,
     ratio_stats,
     sequence_mean,
@@ -126,9 +127,11 @@ class GRPOTrainer(TrlGRPOTrainer):
             loss = loss * inputs["importance_sampling_ratio"]
         logged = {"entropy": token_mean(entropy, mask)}
         if self.beta:
-            kl = kl_k3(logprobs, inputs["ref_per_token_logps"], mask)
+            ref_logprobs = inputs["ref_per_token_logps"]
             if self.args.use_bias_correction_kl:
-                kl = kl * torch.where(mask, (logprobs - old_logprobs).exp(), 0)
+                kl = kl_k3_weighted(logprobs, ref_logprobs, old_logprobs, mask)
+            else:
+                kl = kl_k3(logprobs, ref_logprobs, mask)
             loss = loss + self.beta * kl
             logged["kl"] = token_mean(kl.detach(), mask)
         logged |= ratio_stats(logprobs.detach(), old_logprobs, inputs["advantages"], mask)

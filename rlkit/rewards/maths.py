@@ -2,13 +2,13 @@
 
     Task(..., reward=maths_reward)
 
-math-verify keeps its time limits by `signal.alarm`, which works in the main thread alone and makes a time-out a wrong
-answer. Here it runs in worker processes that import no torch and that are killed when an answer takes too long, so that
-a limit is a limit in any thread, after fork as after spawn. An answer that ran out of time, or that ended its worker,
-is None: not judged.
+math-verify implements its time limits with `signal.alarm`, which works only in the main thread and reports a time-out
+as a wrong answer. Here it runs in worker processes that do not import torch. A worker that takes too long is killed, so
+the limit holds in any thread, after fork and after spawn. An answer that exceeds the limit or ends its worker is None:
+not judged.
 
-Workers are started when they are needed, as many as there are threads that ask at once, at most one a processor, and
-stay. To judge a batch quickly, ask from several threads (`ThreadPoolExecutor.map`).
+Workers are started when needed, at most one per processor, and are kept. To judge a batch quickly, call the reward from
+several threads (`ThreadPoolExecutor.map`).
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from rlkit.data.lookup import requires_extra
 from rlkit.rewards.workers import Worker, WorkerPool, end_worker, read_line
 
 WORKER = str(Path(__file__).with_name("maths_worker.py"))
-START_SECONDS = 120.0  # to import sympy, on a machine however busy
+START_SECONDS = 120.0  # to import sympy, even on a busy machine
 SECONDS = 5.0
 
 MARKERS = re.compile(r"####|\banswer\s*(?:is|:|=)(?:\*\*)?:?", re.IGNORECASE)
@@ -35,9 +35,9 @@ MARKERS = re.compile(r"####|\banswer\s*(?:is|:|=)(?:\*\*)?:?", re.IGNORECASE)
 def maths_reward(text: str, row: Mapping[str, Any]) -> float | None:
     """1 if the answer's final result is the row's, 0 if it is another one or if there is none, None if not judged.
 
-    What counts is `final_answer(text)` against `final_answer(row["answer"])`. By math-verify's rules, and tested on a
-    table: equal expressions are the same in any form; decimals are compared to six places; 25% is 0.25, and 25; units
-    and degrees do not count; sets and lists have no order, tuples and intervals do; an equation `x = 5` is its value.
+    Compares `final_answer(text)` with `final_answer(row["answer"])` by math-verify's rules, which a table of tests pins
+    down: equal expressions match in any form; decimals are compared to six places; 25% matches both 0.25 and 25; units
+    and degrees are ignored; sets and lists have no order, tuples and intervals do; an equation `x = 5` is its value.
 
     Raises:
         ImportError: math-verify is not installed.
@@ -54,9 +54,9 @@ def maths_reward(text: str, row: Mapping[str, Any]) -> float | None:
 
 
 def boxed_match(text: str, row: Mapping[str, Any]) -> float | None:
-    r"""1 if what stands in the answer's last `\boxed{}` is the row's answer as text, 0 if not; None without an answer.
+    r"""1 if the content of the answer's last `\boxed{}` is the row's answer as text, 0 if not; None without an answer.
 
-    Case, white space, dollars and `\text{}` around it do not count. The row's answer may stand in a box itself.
+    Case, white space, and dollars or `\text{}` around it are ignored. The row's answer may be in a box itself.
     """
     if row.get("answer") is None:
         return None
@@ -72,11 +72,11 @@ def _words(text: str) -> str:
 
 
 def final_answer(text: str) -> tuple[str, bool] | None:
-    r"""The part of a solution that is its result, and whether it stood in a box.
+    r"""The result of a solution, and whether it was in a box.
 
-    Of what follows the last `</think>`: the content of the last `\boxed{}` or `\fbox{}`, and nothing if that is not
-    closed; without one, the rest of the line behind the last `####`, `answer is` or `answer:`; without that, the last
-    line that is not empty.
+    Only the text after the last `</think>` counts. The result is the content of the last `\boxed{}` or `\fbox{}`, None
+    if that is not closed. Without a box it is the rest of the line after the last `####`, `answer is` or `answer:`.
+    Without these it is the last line that is not empty.
     """
     text = text.rpartition("</think>")[2]
     if boxes := list(re.finditer(r"\\(?:boxed|fbox)\s*\{", text)):
@@ -102,13 +102,14 @@ def _closing(text: str, start: int) -> int | None:
 
 
 def same_answer(answer: str, gold: str, *, boxed: bool = True, seconds: float = SECONDS) -> bool | None:
-    """Whether two final answers are the same; None if that could not be told within the time.
+    """Whether two final answers are equal; None if this could not be decided in time.
 
     Args:
         answer: LaTeX or plain text, e.g. `\\frac{1}{2}` or `0.5`.
-        gold: what it should be; the comparison is not symmetric.
-        boxed: the answer is a formula as a whole; otherwise formulas between dollars and numbers in it count too.
-        seconds: most processor time, which a busy machine does not use up; wall time is held to four times that.
+        gold: the right answer; the comparison is not symmetric.
+        boxed: the whole answer is a formula; otherwise numbers, and formulas between dollars, count too.
+        seconds: limit of processor time, so that other processes do not use it up. The limit of wall time is four times
+            as long.
 
     Raises:
         ImportError: math-verify is not installed.
@@ -121,7 +122,7 @@ def _start() -> Worker:
     with requires_extra("rewards"):
         if importlib.util.find_spec("math_verify") is None:  # only the worker imports it
             raise ModuleNotFoundError(name="math_verify")
-    command = [sys.executable, "-P", WORKER]  # a session of its own: Ctrl-C is not for it
+    command = [sys.executable, "-P", WORKER]  # in a session of its own, which Ctrl-C does not reach
     pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL}
     worker = subprocess.Popen(command, bufsize=0, start_new_session=True, **pipes)
     if read_line(worker, START_SECONDS) is None:

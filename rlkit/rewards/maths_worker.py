@@ -1,7 +1,7 @@
-"""What `rlkit.rewards.maths` starts: a script that compares answers by math-verify, one a line, until its input ends.
+"""The worker script of `rlkit.rewards.maths`: compares answers with math-verify, one per line, until its input ends.
 
-It has no time limits of math-verify's kind, which report a time-out as a wrong answer: whoever asks kills it. Should
-that one be gone, an alarm does, which needs no Python to run.
+math-verify's own time limits are off, because they report a time-out as a wrong answer. The process that asks kills a
+worker that takes too long. If that process has ended, an alarm ends the worker, even while no Python code can run.
 """
 
 import functools
@@ -13,7 +13,7 @@ import resource
 import signal
 import sys
 
-MEMORY = 4 << 30  # bytes of address space: a tower of powers shall not take the machine's
+MEMORY = 4 << 30  # bytes of address space; a tower of powers could otherwise take all memory
 
 UNICODE = str.maketrans(
     {"−": "-", "–": "-", "°": r"^\circ ", "×": r"\times ", "·": r"\cdot ", "π": r"\pi ", "∞": r"\infty "}
@@ -21,8 +21,8 @@ UNICODE = str.maketrans(
 
 
 def cleaned(text: str) -> str:
-    """Spellings that math-verify takes for something else: mathematical signs as characters, delimiters of formulas and
-    a full stop around the whole, a thin space between thousands, another sign for the empty set, repeating decimals."""
+    """The text without spellings that math-verify misreads: mathematical signs as Unicode characters, delimiters and a
+    full stop around the whole formula, thin spaces between thousands, `\\varnothing`, repeating decimals."""
     text = text.strip().translate(UNICODE).replace(r"\varnothing", r"\emptyset")
     text = re.sub(r"(?<=\d)(\\[,!;:]|~)(?=\d{3}(?!\d))", "", text).rstrip(" .")
     text = re.sub(r"(?<=\d) +i\b", "i", text)
@@ -35,7 +35,7 @@ def cleaned(text: str) -> str:
 
 
 def _fraction(decimal: re.Match) -> str:
-    """A decimal with a part that repeats for ever."""
+    """A repeating decimal as a fraction."""
     whole, once, again = decimal.groups()
     top = int(whole + once + again) - int(whole + once or "0")
     return rf"\frac{{{top}}}{{{10 ** len(once) * (10 ** len(again) - 1)}}}"
@@ -43,7 +43,7 @@ def _fraction(decimal: re.Match) -> str:
 
 @functools.lru_cache(1024)
 def parsed(text: str, boxed: bool = True) -> list:
-    """What math-verify makes of a final answer: expressions, or the text itself where it can make nothing of it."""
+    """A final answer as math-verify's expressions, or as its text where math-verify cannot read it."""
     from math_verify import ExprExtractionConfig, LatexExtractionConfig, parse
 
     targets = [LatexExtractionConfig(boxed_match_priority=0), ExprExtractionConfig()]
@@ -51,7 +51,7 @@ def parsed(text: str, boxed: bool = True) -> list:
 
 
 def verdict(answer: str, gold: str, boxed: bool) -> bool | None:
-    """Whether the two are the same; None where the gold answer is neither readable nor the very same text."""
+    """Whether the two are equal; None if the gold answer cannot be read and is not the same text."""
     from math_verify import verify
 
     gold_text, text = cleaned(gold), cleaned(answer)
@@ -83,5 +83,5 @@ def main(questions: int, verdicts: int) -> None:
 if __name__ == "__main__":
     sys.setrecursionlimit(10_000)
     own = os.dup(1)
-    os.dup2(2, 1)  # what a library prints is no verdict
+    os.dup2(2, 1)  # output of a library must not be read as a verdict
     main(0, own)

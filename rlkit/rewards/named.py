@@ -23,14 +23,14 @@ def reward_named(name: str) -> Reward:
     r"""A reward function by its name.
 
     - `exact`: the whole answer is the row's, up to case and white space at the ends.
-    - `maths`: its final result, in a `\boxed{}` or at its end, equals the row's as mathematics.
+    - `maths`: its final result, in a `\boxed{}` or at its end, is mathematically equal to the row's.
     - `choice`: it chooses the row's letter.
-    - `boxed`: what stands in its last `\boxed{}` is the row's answer as text.
+    - `boxed`: the content of its last `\boxed{}` is the row's answer as text.
     - `f1`: words in common with the row's answer, between 0 and 1.
     - `module:function` or `path/to/file.py:function`: a function of yours, `reward(text, row) -> float | None`.
 
     Raises:
-        ValueError: another name, no such function, or one that does not take a text and a row.
+        ValueError: an unknown name, no such function, or one that does not take a text and a row.
     """
     if name in REWARDS:
         return REWARDS[name]

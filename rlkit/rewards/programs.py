@@ -2,9 +2,9 @@
 
     Task(..., reward=all_tests_passed)            # or share_of_tests_passed
 
-The program can lie about itself, so nothing it says decides a test: expected values never enter its process. What it
-printed, or the value of a call, comes out as text and is compared here; ending early, overloading `==` or breaking
-`assert` gains it nothing. This is why a test may not be an arbitrary assertion.
+A program could report a false result, so it never sees the expected values. Its output, or the value of a call, is
+returned as text and compared here. A program gains nothing by ending early, overloading `==` or breaking `assert`. For
+the same reason a test cannot be an arbitrary assertion.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from rlkit.rewards.sandbox_inside import canonical
 
 
 def all_tests_passed(text: str, row: Mapping[str, Any]) -> float:
-    """1 if the answer's program passes all of the row's tests, else 0; the first failure ends the trial.
+    """1 if the answer's program passes all of the row's tests, else 0; tests after the first failure are not run.
 
     The program is `extract_program(text)`. The row's `tests` is a list, or its JSON text, of
 
@@ -33,7 +33,7 @@ def all_tests_passed(text: str, row: Mapping[str, Any]) -> float:
 
     Raises:
         SandboxError: as `run_python`.
-        ValueError: no tests, or one of another form. Any other assertion would be judged by the program's own process.
+        ValueError: no tests, or a test of another form. Other assertions would be judged by the program's own process.
     """
     return float(all(_passes(text, row)))
 
@@ -52,13 +52,13 @@ def _passes(text: str, row: Mapping[str, Any]) -> Iterator[bool]:
         tests = None
     if not tests or not isinstance(tests, list):
         raise ValueError(f"{where}: tests: expected a list of at least one test, got {row.get('tests')!r}")
-    wanted = [_wanted(test, where) for test in tests]  # all are read before the first is run
+    parsed = [_parse_test(test, where) for test in tests]  # all tests are parsed before the first is run
     program, seconds = extract_program(text), float(row.get("seconds", 10))
-    return (passed(run_python(program, seconds=seconds, **given)) for given, passed in wanted)
+    return (passed(run_python(program, seconds=seconds, **given)) for given, passed in parsed)
 
 
-def _wanted(test: Any, where: str) -> tuple[dict[str, Any], Callable[[Ran], bool]]:
-    """What to run the program with, and whether the test was passed."""
+def _parse_test(test: Any, where: str) -> tuple[dict[str, Any], Callable[[Ran], bool]]:
+    """Arguments of `run_python` for a test, and the function that decides whether the program has passed."""
     if isinstance(test, Mapping) and isinstance(test.get("input"), str) and isinstance(test.get("output"), str):
         return {"stdin": test["input"]}, lambda ran: ran.code == 0 and _lines(ran.stdout) == _lines(test["output"])
     try:
@@ -80,7 +80,7 @@ def _lines(text: str) -> list[str]:
 def extract_program(text: str) -> str:
     """The last complete fenced block marked python or py; else the last one without a mark; else the whole text.
 
-    What stands before the last `</think>` is not looked at.
+    Text before the last `</think>` is ignored.
     """
     text = text.rpartition("</think>")[2]
     blocks = re.findall(r"^```[ \t]*+(\w*+)[^\n]*+\n(.*?)^```", text, re.DOTALL | re.MULTILINE)

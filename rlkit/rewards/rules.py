@@ -55,8 +55,8 @@ def split_thinking(text: str, *, opened: bool = False) -> tuple[str, str]:
         opened: the prompt ends with `<think>`, so the text begins with thinking.
 
     Returns:
-        (thinking, answer). Without `</think>`, all of a text that has begun to think is thinking, and all of another
-        one is the answer.
+        (thinking, answer). Without `</think>`, a text with `<think>`, or an opened one, is all thinking, and any other
+        text is all answer.
     """
     before, end, answer = text.rpartition("</think>")
     if not end:
@@ -72,8 +72,8 @@ def within_length(longest: int, buffer: int = 0, count: Callable[[str], int] = l
     `rlkit.advantages.overlong_penalty` does it on the tokens that were sampled.
 
     Args:
-        longest: from here on it is -1, in the unit of `count`.
-        buffer: width of the slope; 0 is a step behind `longest`.
+        longest: length at which the reward reaches -1, in the unit of `count`.
+        buffer: width of the slope; with 0 the reward steps from 0 to -1 just beyond `longest`.
         count: the length of a text: `len` is characters, `lambda text: len(text.split())` words.
 
     Raises:
@@ -92,12 +92,13 @@ def within_length(longest: int, buffer: int = 0, count: Callable[[str], int] = l
 def repetition(n: int = 4, words: Callable[[str], Sequence[str]] | None = None) -> Reward:
     """-(1 - distinct n-grams / all n-grams): 0 without repetition, towards -1; 0 for fewer than n words.
 
-    What open-r1 makes of the n-gram penalty of Yeo et al. (https://arxiv.org/abs/2502.03373, appendix C.2, where each
-    repeated token is punished by itself). Its `max_penalty` is the weight in `combine`.
+    open-r1's form of the n-gram penalty of Yeo et al. (https://arxiv.org/abs/2502.03373, appendix C.2, which penalises
+    each repeated token separately). Its `max_penalty` is the weight in `combine`.
 
     Args:
         n: words of an n-gram.
-        words: cuts a text; by default lower case, at white space. `list` is for scripts without spaces.
+        words: splits a text into words; by default at white space, in lower case. Use `list` for scripts without
+            spaces.
 
     Raises:
         ValueError: n is less than 1.
@@ -106,8 +107,8 @@ def repetition(n: int = 4, words: Callable[[str], Sequence[str]] | None = None) 
         raise ValueError(f"n: expected at least 1, got {n}")
 
     def reward(text: str, row: Row) -> float:
-        cut = words(text) if words else text.lower().split()
-        grams = list(zip(*(cut[i:] for i in range(n)), strict=False))
+        found = words(text) if words else text.lower().split()
+        grams = list(zip(*(found[i:] for i in range(n)), strict=False))
         return len(set(grams)) / len(grams) - 1 if grams else 0.0
 
     return reward
@@ -119,9 +120,10 @@ def repetition(n: int = 4, words: Callable[[str], Sequence[str]] | None = None) 
 def choice_letter(text: str) -> str | None:
     r"""The letter, A to J in upper case, that a text chooses; None if there is none.
 
-    Of what follows the last `</think>`, the last of: `<answer>B</answer>`, `\boxed{B}` (with or without `\text{}` and
-    brackets), `answer is B` or `answer: (B)`; without one of them, the text as a whole if it is `B`, `(B)`, `B.` or
-    begins with `B)`, `B.` or `B:` and goes on. Lower-case letters count in the first forms, not in the last.
+    Only the text after the last `</think>` counts. Its last `<answer>B</answer>`, `\boxed{B}` (with or without
+    `\text{}` and brackets), `answer is B` or `answer: (B)` decides. Without any of these, the whole text decides if it
+    is `B`, `(B)` or `B.`, or begins with `B)`, `B.` or `B:` followed by more text. Lower-case letters count in the
+    first forms, not in the last.
     """
     text = text.rpartition("</think>")[2]
     letter = r"[\s*(\[{]*+(?:\\(?:text|textbf|mathrm|mathbf)\{)?[\s(]*+([A-J])(?![\w'])"
@@ -212,7 +214,7 @@ def _best(compare: Callable[[str], float], row: Row) -> float | None:
 def parse_boxes(text: str) -> list[list[float]]:
     """Every `[x1, y1, x2, y2]` or `(x1, y1, x2, y2)` in a text, in order; four numbers and nothing else between.
 
-    A number of hundreds of digits, which a float cannot hold, makes no box.
+    A box with a number that is too large for a float is left out.
     """
     number = r"\s*+([-+]?(?:\d++(?:\.\d*+)?|\.\d++))\s*+"
     found = re.findall(rf"[\[(]{','.join([number] * 4)}[\])]", text.rpartition("</think>")[2])
@@ -235,15 +237,15 @@ def box_iou(a: Any, b: Any) -> np.ndarray:
 def boxes_iou(text: str, row: Row) -> float | None:
     """The IoU of the answer's boxes with the row's, in the row's own coordinates, between 0 and 1.
 
-    sum of IoU over the best one-to-one matching / max(boxes found, boxes wanted): with one box on each side their IoU;
-    a box too many costs as much as one that is missing. No box on either side is 1.
+    The sum of IoU over the best one-to-one matching, over max(boxes in the answer, boxes in the row). For one box on
+    each side this is their IoU. An extra box costs as much as a missing one. With no box on either side it is 1.
 
     Args:
         text: an answer with boxes as in `parse_boxes`.
         row: its `answer` is one box, a list of boxes, or either as text.
 
     Raises:
-        ValueError: the row's answer is nothing of that.
+        ValueError: the row's answer has another form.
     """
     with requires_extra("rewards"):
         from scipy.optimize import linear_sum_assignment

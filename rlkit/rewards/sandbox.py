@@ -2,22 +2,23 @@
 
     ran = run_python(program, stdin="3 4")          # ran.stdout, ran.code, ...
 
-A program runs as **one process with one thread**, started for it alone, which the kernel holds to this (Linux, x86-64):
+Each program runs as **one process with one thread**, under restrictions that the kernel enforces (Linux, x86-64):
 
 - files: it reads the standard library and the system's shared libraries, and writes only new files in an empty folder
   of its own (Landlock), none of which can be set-user-id or set-group-id. It may still learn that another path exists,
   and its size and times.
-- system calls: a list of some seventy is allowed, all else is refused (seccomp): no socket, no new process, thread or
+- system calls: about seventy are allowed, and all others are refused (seccomp): no socket, no new process, thread or
   program, no signal to others, no change of modes, owners, links, limits or mounts. So threads, subprocess,
   multiprocessing, asyncio and tempfile do not work in it.
-- it has no capabilities and can gain none, an empty environment, and no open file but its own input and output.
-- limits: processor and wall time, address space, bytes and number of the files in its folder, its output among them.
+- it has no capabilities and can gain none, an empty environment, and no open file except its input and output.
+- limits: processor and wall time, address space, and the bytes and number of the files in its folder, which include
+  its output.
 
-At first use a program of ours tries all of that, and where one thing gets through, or the kernel lacks a part, nothing
-runs: `SandboxError`. It is no virtual machine: a hole in the kernel is a hole in it.
+On first use, a test program attempts everything that has to be impossible. If an attempt succeeds, or the kernel lacks
+a feature, no program is run: `SandboxError`. The sandbox is not a virtual machine: a hole in the kernel opens it too.
 
-The program can say what it likes about itself, so what it says must not be a verdict: `rlkit.rewards.programs` compares
-what comes out with what was expected, which never goes in.
+A program could print a false verdict. Therefore `rlkit.rewards.programs` compares its output with the expected values
+outside, and these never enter its process.
 """
 
 from __future__ import annotations
@@ -38,12 +39,12 @@ from typing import Any, NamedTuple
 INSIDE = str(Path(__file__).with_name("sandbox_inside.py"))
 MOST_FILES = 100
 POLL_SECONDS = 0.02
-START_SECONDS = 60.0  # for an interpreter, on a machine however busy
+START_SECONDS = 60.0  # to start an interpreter, even on a busy machine
 WALL = 4  # wall time allowed for each second of processor time
 
 
 class SandboxError(RuntimeError):
-    """The machine cannot isolate a program, or could not start it: nothing was run, and nothing is known of it."""
+    """The machine cannot isolate a program, or could not start it; the program has not run."""
 
 
 class Ran(NamedTuple):
@@ -80,15 +81,15 @@ def run_python(
     Args:
         program: Python source; it runs as `__main__`, or as `program` if there is a call.
         stdin: its standard input.
-        call: an expression, worked out behind the program in its namespace; its value is `Ran.value`.
-        seconds: most processor time, which a busy machine does not use up; wall time is held to four times that.
-        memory: most bytes of address space, the interpreter's own (about 30 MB) among them.
-        output: most bytes in its folder, standard output and error among them. One file cannot grow larger; all of
-            them together are measured every 20 ms.
+        call: an expression, evaluated after the program in its namespace; its value is `Ran.value`.
+        seconds: limit of processor time, so that other processes do not use it up. The limit of wall time is four times
+            as long.
+        memory: limit of address space in bytes, including the interpreter's own (about 30 MB).
+        output: limit of bytes in its folder, including standard output and error. No single file can grow larger; the
+            sum is measured every 20 ms.
 
     Raises:
-        SandboxError: the machine cannot hold a program to what the module says, or could not start one. The program
-            has not run, and no test of it has failed.
+        SandboxError: the machine cannot enforce these restrictions, or could not start the program, which has not run.
     """
     check_isolation()
     return _run(program, stdin, call, seconds, memory, output)
@@ -96,10 +97,10 @@ def run_python(
 
 @functools.cache
 def check_isolation() -> None:
-    """Let a program of ours try what must not be possible; it is asked once a process.
+    """Run a test program that attempts everything that has to be impossible, once per process.
 
     Raises:
-        SandboxError: something was possible, or the kernel lacks a part.
+        SandboxError: an attempt succeeded, or the kernel lacks a feature.
     """
     if sys.platform != "linux" or platform.machine() != "x86_64":
         raise SandboxError(
@@ -115,7 +116,9 @@ def check_isolation() -> None:
         if os.listdir(outside) != ["secret"] or secret.read_text() != "secret" or secret.stat().st_mode != mode:
             holes.append("outside_changed")
     if holes != ["done"]:
-        raise SandboxError(f"cannot isolate programs on this machine: a probe got through, or broke: {holes}")
+        raise SandboxError(
+            f"cannot isolate programs on this machine: expected every attempt of a test program to fail, got {holes}"
+        )
 
 
 _PROBE = """
@@ -167,7 +170,7 @@ def _run(program: str, stdin: str, call: str, seconds: float, memory: int, outpu
 
 
 def _start(folder: Path, program: str, stdin: str, settings: list[Any]) -> subprocess.Popen[bytes]:
-    """A process that is restricted, and begins with the program now."""
+    """A process that has been restricted and now starts the program."""
     ready, said_ready = os.pipe()
     try:
         for name, text in {"program.py": program, "stdin": stdin, "stdout": "", "stderr": ""}.items():
@@ -189,7 +192,7 @@ def _start(folder: Path, program: str, stdin: str, settings: list[Any]) -> subpr
             return process
         process.kill()
         code = process.wait()
-        reason = _text(folder / "stderr", 1 << 16).strip()[-500:] or f"nothing heard of it, exit code {code}"
+        reason = _text(folder / "stderr", 1 << 16).strip()[-500:] or f"the process reported nothing, exit code {code}"
         raise SandboxError(f"cannot isolate programs on this machine: {reason}")
     except OSError as error:
         raise SandboxError(f"could not start a program: {error}") from error
@@ -200,7 +203,7 @@ def _start(folder: Path, program: str, stdin: str, settings: list[Any]) -> subpr
 
 
 def processor_seconds(pid: int) -> float:
-    """What a process has computed, all of its threads together."""
+    """Processor time of a process, over all of its threads."""
     return time.clock_gettime(~pid << 3 | 2)  # the kernel's number for that clock
 
 
@@ -217,7 +220,7 @@ def _readable_within(descriptor: int, seconds: float) -> bool:
 
 
 def _wait(process: subprocess.Popen[bytes], folder: Path, seconds: float, output: int) -> str:
-    """Until the process has ended, by itself or because it was stopped: why it was."""
+    """Wait until the process has ended, or stop it at a limit. Returns the reason, see `Ran.stopped`."""
     deadline = time.monotonic() + WALL * seconds
     descriptor = os.pidfd_open(process.pid)
     stopped = ""
@@ -236,7 +239,7 @@ def _wait(process: subprocess.Popen[bytes], folder: Path, seconds: float, output
 
 
 def _text(path: Path, most: int) -> str:
-    """Empty where there is nothing that can be read: the program may have made the file, and in any mode."""
+    """The text of a file, empty if it cannot be read: the program may have created it without read permission."""
     try:
         with path.open("rb") as file:
             return file.read(most).decode(errors="replace")

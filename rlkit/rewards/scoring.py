@@ -35,8 +35,9 @@ def score(reward: Reward, samples: Sequence[Sample], *, threads: int = 1, failur
     Args:
         reward: as of a task.
         samples: prompts with their answers.
-        threads: rewards under way at once, for those that wait for a process or a server (maths, programs, a judge).
-        failures: the reasons of what is not judged are counted here; by default they are those of this call.
+        threads: rewards computed at the same time, for rewards that wait for a process or a server (maths, programs, a
+            judge).
+        failures: counts the reasons why samples are not judged; by default those of this call.
     """
     own = Failures("reward") if failures is None else failures
     judge = partial(_judge, reward, own)
@@ -59,14 +60,14 @@ def _judge(reward: Reward, failures: Failures, sample: Sample) -> float:
         if value is not None and abs(value := float(value)) <= LARGEST:
             return value
         failures.count(f"a reward of {value}")  # an infinite one would spoil its whole group
-    except Exception as error:  # whatever it is, it is the reward's, and it says nothing about the answer
+    except Exception as error:  # a failure of the reward function says nothing about the answer
         where = sample.row.get("where", f"group {sample.group_id}")
         failures.add(error, f"{where}, answer {sample.text[:80]!r}")
     return math.nan
 
 
 def judged(samples: Sequence[Sample], rewards: Tensor) -> list[Sample]:
-    """Those samples that could be judged, each with its reward."""
+    """The samples that could be judged, each with its reward."""
     pairs = zip(samples, rewards.tolist(), strict=True)
     return [replace(sample, reward=value) for sample, value in pairs if not math.isnan(value)]
 
@@ -74,13 +75,13 @@ def judged(samples: Sequence[Sample], rewards: Tensor) -> list[Sample]:
 def judged_accuracy(
     rewards: Tensor, global_sum: Callable[[Tensor], Tensor], *, max_failed_rewards: float = 1.0, reasons: str = ""
 ) -> dict[str, float]:
-    """The mean reward of the answers that could be judged, over all ranks, with those that could not beside it.
+    """The mean reward of the answers that could be judged, over all ranks, and how many could not.
 
     Args:
         rewards: [B], one answer to each of this rank's held-out rows; nan where it could not be judged.
         global_sum: the engine's; all ranks call this together.
-        max_failed_rewards: largest share of the answers that may be without a judgement.
-        reasons: why they are, for the error: `Judge.reasons`, or `Failures.take()`.
+        max_failed_rewards: largest share of the answers that may have no reward.
+        reasons: why they have none, for the error: `Judge.reasons`, or `Failures.take()`.
 
     Returns:
         `accuracy`, nan without a judged answer; `judged` and `unjudged`, counts.
@@ -145,8 +146,8 @@ def combine(parts: Mapping[str, tuple[float, Reward]]) -> Combined:
     """sum_k weight_k * reward_k(text, row); None as soon as one part with a weight could not be judged.
 
     Args:
-        parts: for each name a weight and a reward. A part with weight 0 is a curve and nothing else: it is worked out
-            by `score_parts` alone, and its failures do not count.
+        parts: for each name a weight and a reward. A part with weight 0 is only logged: `score_parts` computes it, and
+            its failures do not count.
 
     Raises:
         ValueError: no part, or a weight that is not finite.
@@ -158,10 +159,10 @@ def combine(parts: Mapping[str, tuple[float, Reward]]) -> Combined:
 
 
 def without_thinking(reward: Reward, *, opened: bool = False) -> Reward:
-    """A reward that is given what follows an answer's thinking, see `rlkit.rewards.split_thinking`.
+    """The same reward, computed from the text that follows an answer's thinking; see `rlkit.rewards.split_thinking`.
 
     Args:
-        reward: also a combined one, each part of which is then given that.
+        reward: may be a combined one, which is changed part by part.
         opened: the prompt ends with `<think>`.
     """
     if isinstance(reward, Combined):

@@ -1,4 +1,4 @@
-"""Worker processes that answer one question after another, and are killed when one takes too long."""
+"""Worker processes that answer one question at a time, and are killed if an answer takes too long."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ Worker = subprocess.Popen[bytes]
 
 
 class WorkerPool:
-    """Workers of this process that wait for work, at most one a processor; they end with it.
+    """A pool of worker processes, at most one per processor, which end with this process.
 
     Args:
-        start: starts one, with pipes for input and output, in a session of its own.
+        start: starts a worker, with pipes for input and output, in a session of its own.
     """
 
     def __init__(self, start: Callable[[], Worker]) -> None:
@@ -30,12 +30,12 @@ class WorkerPool:
         _pools.add(self)
 
     def reset(self) -> None:
-        """Forget the workers, and the slots that threads hold: after a fork they are the parent's."""
+        """Forget the workers and the slots that threads hold; after a fork they belong to the parent."""
         self.idle: list[Worker] = []
         self.slots = threading.BoundedSemaphore(len(os.sched_getaffinity(0)))
 
     def take(self) -> Worker:
-        """A worker that is alive."""
+        """An idle worker that is alive, or a new one."""
         while True:
             try:
                 worker = self.idle.pop()
@@ -46,11 +46,12 @@ class WorkerPool:
             end_worker(worker)
 
     def ask(self, question: bytes, seconds: float) -> tuple[bytes | None, int | None]:
-        """The line that a worker answers, and None; or None and its exit code, which is None if it took too long.
+        """Returns (the line that a worker answers, None), or (None, its exit code), which is None if it took too long.
 
         Args:
-            question: what is written to its input.
-            seconds: most processor time, which a busy machine does not use up; wall time is held to four times that.
+            question: written to the worker's input.
+            seconds: limit of processor time, so that other processes do not use it up. The limit of wall time is four
+                times as long.
         """
         with self.slots:
             worker = self.take()
@@ -70,7 +71,7 @@ class WorkerPool:
 
 
 def read_line(worker: Worker, seconds: float) -> bytes | None:
-    """None after so many seconds, and when the worker has ended (its clock is there until it is waited for)."""
+    """The next line of a worker's output; None if it takes longer, see `WorkerPool.ask`, or if the worker has ended."""
     assert worker.stdout is not None
     waiting = select.poll()
     waiting.register(worker.stdout, select.POLLIN)
@@ -82,7 +83,7 @@ def read_line(worker: Worker, seconds: float) -> bytes | None:
 
 
 def _exit_code(worker: Worker) -> int | None:
-    """Of a worker that has closed its pipes, which is a moment before it can be waited for; None if it is alive."""
+    """Exit code of a worker that has closed its pipes, a moment before it can be waited for; None if it is alive."""
     try:
         return worker.wait(0.2)
     except subprocess.TimeoutExpired:

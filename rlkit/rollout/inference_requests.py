@@ -30,15 +30,15 @@ def check_prompt_expansion(request: Sample, token_ids: Sequence[int] | None) -> 
     Args:
         token_ids: of the prompt, as the sampler reports them.
     """
-    expected, got = request.token_ids, list(token_ids or ())
-    if got != expected:
-        first = next(
-            (t for t, (a, b) in enumerate(zip(expected, got, strict=False)) if a != b), min(len(expected), len(got))
-        )
+    expanded_by_trainer, expanded_by_sampler = request.token_ids, list(token_ids or ())
+    if expanded_by_sampler != expanded_by_trainer:
+        pairs = enumerate(zip(expanded_by_trainer, expanded_by_sampler, strict=False))
+        shorter = min(len(expanded_by_trainer), len(expanded_by_sampler))
+        first_difference = next((t for t, (a, b) in pairs if a != b), shorter)
         raise ValueError(
-            f"{sample_name(request)}: expected the sampler to expand the prompt to the trainer's {len(expected)} "
-            f"tokens, got {len(got)}, the first difference at token {first}: do both load the same image processor, "
-            "with the same pixel budget?"
+            f"{sample_name(request)}: expected the sampler to expand the prompt to the trainer's "
+            f"{len(expanded_by_trainer)} tokens, got {len(expanded_by_sampler)}, the first difference at token "
+            f"{first_difference}: do both load the same image processor, with the same pixel budget?"
         )
 
 

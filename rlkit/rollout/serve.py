@@ -213,7 +213,9 @@ def _check_installed(uses_nccl: bool) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        "python -m rlkit.rollout.serve", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--model", required=True, help="directory or hub id")
     parser.add_argument("--count", type=int, default=1, help="number of servers")
     parser.add_argument("--port", type=int, default=8000, help="port of the first server; the others follow")

@@ -13,6 +13,7 @@ A recipe calls these functions, in this order:
     finish(cfg, run, shown, model=engine)
 """
 
+from rlkit.runs.ahead import one_ahead
 from rlkit.runs.checkpoints import finish, resume, save
 from rlkit.runs.directory import check_resumed_options, claim_directory, release_directory
 from rlkit.runs.evaluation import evaluate_every, interval, mean_and_error, pass_at_k, record_evaluation
@@ -74,6 +75,7 @@ from rlkit.runs.sampling import (
 )
 from rlkit.runs.start import one_sentence_errors, run_recipe, start_run
 from rlkit.runs.tasks import load_named_task, with_epochs
+from rlkit.runs.teachers import build_teacher
 from rlkit.runs.totals import batch_totals, mean_metrics, totals, training_passes
 from rlkit.runs.updates import mini_batches
 
@@ -106,6 +108,7 @@ __all__ = [
     "build_reference",
     "build_rollout",
     "build_scorer",
+    "build_teacher",
     "build_value_engine",
     "chat_encoder",
     "check_range",
@@ -128,6 +131,7 @@ __all__ = [
     "mean_metrics",
     "mini_batches",
     "one_sentence_errors",
+    "one_ahead",
     "option_groups",
     "parse_options",
     "pass_at_k",

@@ -8,14 +8,17 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import rlkit
 from rlkit.data.samples import Sample
 from rlkit.engines import checkpoint
 from rlkit.engines.checkpoint import DamagedCheckpoint, checkpoints, keep_newest
 from rlkit.report import write_report
+from rlkit.report.model_card import CARD, write_model_card
 from rlkit.runs.closing import closing_table
 from rlkit.runs.directory import release_directory
 from rlkit.runs.evaluation import keep_best_of_all
 from rlkit.runs.export import export_model, stop_if_not_written
+from rlkit.runs.hub import command_line, push_model, pushed_folder
 from rlkit.runs.interruption import POLICY, a_signal_has_come, end_after_step, interrupted
 from rlkit.runs.options import RunOptions
 from rlkit.runs.rollouts import save_rollouts
@@ -113,6 +116,8 @@ def save(cfg: Any, run: Run, step: int, state: Mapping[str, Any] | None = None, 
 def finish(cfg: Any, run: Run, samples: Sequence[Sample], **engines: Any) -> None:
     """Export the trained models, close the logs, write the page and print where everything is.
 
+    Each exported language model gets a model card, and `cfg.push_to_hub` uploads one of them.
+
     Args:
         samples: answers for the page. At most 40 are shown, those with the lowest rewards.
         engines: engines by export folder. Models are exported in Hugging Face format, with adapters merged. The folder
@@ -131,11 +136,31 @@ def finish(cfg: Any, run: Run, samples: Sequence[Sample], **engines: Any) -> Non
     run.close()
     release_directory(run.out)
     if run.writes:
-        try:
-            write_report(run.out, sorted(samples, key=_reward)[:40], title=run.name)
-        except Exception as error:  # a page that cannot be written must not fail the run
-            run.print(f"{run.out / 'report.html'}: could not be written: {type(error).__name__}: {error}")
+        repository = getattr(cfg, "push_to_hub", "") if engines else ""
+        write_report_and_cards(cfg, run, samples, repository)
         run.print(closing_table(run, engines))
+        if repository:
+            push_model(cfg, run)
+
+
+def write_report_and_cards(cfg: Any, run: Run, samples: Sequence[Sample], repository: str) -> None:
+    """Write report.html, and a model card into each exported language model. A failure is printed.
+
+    Args:
+        samples: as for `finish`.
+        repository: where the model is uploaded afterwards; empty if it is not.
+    """
+    path = run.out / "report.html"
+    try:
+        write_report(run.out, sorted(samples, key=_reward)[:40], title=run.name)
+        for folder in ("model", "best"):
+            if (run.out / folder).exists():
+                path = run.out / folder / CARD
+                pushed = folder == pushed_folder(cfg, run)
+                name = repository if pushed else ""
+                write_model_card(run.out, folder, command_line(), rlkit.__version__, repository=name)
+    except Exception as error:  # a page that cannot be written must not fail the run
+        run.print(f"{path}: could not be written: {type(error).__name__}: {error}")
 
 
 def _reward(sample: Sample) -> float:

@@ -13,7 +13,7 @@ from torch import Tensor
 from rlkit.data.samples import Batch, Sample
 from rlkit.runs.models import answer_ends
 from rlkit.runs.options import GivenAnswerOptions
-from rlkit.runs.sampling import Prompts, encode_share
+from rlkit.runs.sampling import Prompts, compute_dtype, encode_share
 from rlkit.runs.totals import totals
 from rlkit.tracking import Run
 from rlkit.vlm import encode_answers, encode_chat, encode_prompt
@@ -50,7 +50,7 @@ def answer_encoder(
     ends, max_tokens = answer_ends(cfg, path, processor), _most_tokens(cfg, engine)
 
     def encode_row(group_id: int, row: Any) -> tuple[Sample, list[Sample]]:
-        prompt = encode_prompt(processor, row, group_id=group_id)
+        prompt = encode_prompt(processor, row, group_id=group_id, dtype=compute_dtype(engine))
         return prompt, encode_answers(prompt, processor, answers_of(row), ends, max_tokens)
 
     return lambda rows: _given_answers(*encode_share(rows, encode_row, run, engine))
@@ -61,7 +61,7 @@ def chat_encoder(cfg: GivenAnswerOptions, run: Run, path: str, processor: Any, e
     ends, max_tokens = answer_ends(cfg, path, processor), _most_tokens(cfg, engine)
 
     def encode_row(group_id: int, row: Any) -> tuple[Sample, list[Sample]]:
-        prompt = encode_prompt(processor, row, group_id=group_id)
+        prompt = encode_prompt(processor, row, group_id=group_id, dtype=compute_dtype(engine))
         return prompt, [encode_chat(prompt, processor, ends, max_tokens)]
 
     return lambda rows: _given_answers(*encode_share(rows, encode_row, run, engine))

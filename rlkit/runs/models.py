@@ -274,6 +274,7 @@ def shared_options(cfg: EngineOptions, processor: Any) -> dict[str, Any]:
         "use_fused_kernels": cfg.use_fused_kernels,
         **({} if cfg.compute_dtype == "auto" else {"compute_dtype": getattr(torch, cfg.compute_dtype)}),
         **({} if cfg.share_prompts else {"share_prompts": False}),  # not an option of every engine
+        **({"use_torch_compile": True} if cfg.use_torch_compile else {}),
         **({"offload_between_phases": True} if cfg.offload_between_phases else {}),
         **({"ulysses_sequence_parallel_size": sequence_parallel} if sequence_parallel > 1 else {}),
         **cfg.parallel,

@@ -51,6 +51,9 @@ class RunOptions:
     profile_steps: tuple[int, ...] = ()
     """Steps to profile, as in --profile_steps 3 4. Every rank writes a trace and tables of where the time went to
     profile/ in the run's directory."""
+    memory_snapshot: bool = False
+    """Record all allocations on the GPU. If the memory is not enough, every rank that notices it writes them to
+    memory-rank-R.pickle in the run's directory, for https://docs.pytorch.org/memory_viz."""
     watchdog: float = 600.0
     """Print what every rank is doing when a rank has been in one phase for this many seconds. 0: never."""
     threads: int = 1
@@ -169,6 +172,8 @@ class EngineOptions:
     """Compute a prompt once for all of its answers, or once per micro-batch if they do not fit into one."""
     use_fused_kernels: bool = False
     """Compute log-probabilities from hidden states, without storing logits."""
+    use_torch_compile: bool = False
+    """Compile each layer with torch.compile, except its attention. The first steps take longer. fsdp2 only."""
     offload_between_phases: bool = False
     """Keep weights and optimizer state of an engine in host memory while the engine is not used. fsdp2 only."""
 
@@ -253,6 +258,11 @@ class TrainingOptions(EngineOptions, OptimizerOptions, AdapterOptions, ModelOpti
     """Steps between checkpoints. The newest two are kept."""
     export_dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     """Dtype of the exported weights. auto: that of the model that training started from."""
+    push_to_hub: str = ""
+    """Upload the exported model to this repository of the Hugging Face hub, OWNER/NAME, with a model card. With
+    --keep_best it is the best model. The repository is created before training, if it does not exist."""
+    hub_private_repo: bool = False
+    """With --push_to_hub: a new repository is private."""
 
 
 @dataclass
@@ -272,7 +282,7 @@ save_every threads micro_batch_tokens ulysses_sequence_parallel_size
 AT_LEAST_0 = """
 seed epochs group_size rows max_new_tokens max_prompt_tokens max_tokens max_response_tokens overlong_buffer lora_rank
 warmup_steps max_skipped_steps critic_warmup reward_threads max_staleness watchdog report_seconds
-log_prompts evaluate_every patience heldout_samples lr critic_lr weight_decay kl_coef
+log_prompts evaluate_every patience heldout_samples teacher_top_k lr critic_lr weight_decay kl_coef
 sft_coef lm_coef centre_coef clip_low clip_high max_mismatch
 """.split()
 SHARES = "gpu_memory_utilization max_failed_rewards min_lr_ratio gamma lam critic_lam".split()
@@ -326,13 +336,16 @@ def option_value(text: str) -> bool | int | float | str:
     return text
 
 
-def parse_options(config: type[Config], description: str, arguments: Sequence[str] | None = None) -> Config:
+def parse_options(
+    config: type[Config], description: str, arguments: Sequence[str] | None = None, *, program: str | None = None
+) -> Config:
     """Parse the command line. `--help` shows options grouped by the class that declares them.
 
     Args:
         config: a flat dataclass. Each field has a help text under it, in the class itself or in a base class.
         description: text above the options in `--help`.
         arguments: arguments to parse instead of the command line's.
+        program: name of the program in `--help`; by default the script's path.
 
     Raises:
         ValueError: a configuration file cannot be read, or has an unknown option.
@@ -340,11 +353,11 @@ def parse_options(config: type[Config], description: str, arguments: Sequence[st
     arguments = list(sys.argv[1:] if arguments is None else arguments)
     if file := _config_file(arguments):
         arguments = [*_file_arguments(file, config), *arguments]
-    cfg = _parse(config, description, arguments, {})
+    cfg = _parse(config, description, arguments, {}, program)
     defaults = {name: x for name, x in defaults_of_model(cfg).items() if hasattr(cfg, name)}
     if getattr(cfg, "from_rollouts", ""):
         defaults["max_mismatch"] = math.inf
-    return _parse(config, description, arguments, defaults) if defaults else cfg
+    return _parse(config, description, arguments, defaults, program) if defaults else cfg
 
 
 def defaults_of_model(cfg: Any) -> dict[str, Any]:
@@ -363,7 +376,9 @@ def defaults_of_model(cfg: Any) -> dict[str, Any]:
     return {"lr": lr, "critic_lr": 1e-5, "enable_gradient_checkpointing": True, "threads": threads}
 
 
-def _parse(config: type[Config], description: str, arguments: Sequence[str], changed: Mapping[str, Any]) -> Config:
+def _parse(
+    config: type[Config], description: str, arguments: Sequence[str], changed: Mapping[str, Any], program: str | None
+) -> Config:
     """`parse_options` with changed defaults of some options."""
     import tyro
 
@@ -382,7 +397,12 @@ def _parse(config: type[Config], description: str, arguments: Sequence[str], cha
     # help texts are given above; to look for comments beside the fields takes a third of the time
     config_of_tyro = (tyro.conf.OmitArgPrefixes, tyro.conf.HelptextFromCommentsOff)
     parsed: Any = tyro.cli(
-        grouped, args=arguments, use_underscores=True, description=description, config=config_of_tyro
+        grouped,
+        prog=program,
+        args=arguments,
+        use_underscores=True,
+        description=description,
+        config=config_of_tyro,
     )
     return config(**{name: x for group in vars(parsed).values() for name, x in vars(group).items()})
 

@@ -73,6 +73,11 @@ class Answers:
 T = TypeVar("T")
 
 
+def compute_dtype(engine: Any) -> torch.dtype | None:
+    """The dtype that an engine computes in; None for an engine of another package that does not say."""
+    return getattr(engine, "compute_dtype", None)
+
+
 def encode_share(
     rows: Iterable[tuple[int, Any]], encode_row: Callable[[int, Any], T], run: Run, engine: Any
 ) -> tuple[list[T], list[str]]:
@@ -131,8 +136,10 @@ class PolicySampler:
         context = self.engine.config.get_text_config().max_position_embeddings
         max_tokens = self.cfg.max_prompt_tokens or context - self.cfg.max_new_tokens
 
+        dtype = compute_dtype(self.engine)
+
         def encode_row(group_id: int, row: Any) -> Sample:
-            return encode_prompt(self.processor, row, max_tokens=max_tokens, group_id=group_id)
+            return encode_prompt(self.processor, row, max_tokens=max_tokens, group_id=group_id, dtype=dtype)
 
         return Prompts(*encode_share(rows, encode_row, self.run, self.engine))
 

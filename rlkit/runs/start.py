@@ -23,8 +23,10 @@ from rlkit.profiling import StepProfiler
 from rlkit.report import write_page
 from rlkit.rollout.servers.claim import claim_servers
 from rlkit.runs.directory import check_resumed_options, claim_directory, decided_by_rank_0
+from rlkit.runs.hub import check_hub
 from rlkit.runs.interruption import outside_endings
 from rlkit.runs.options import RunOptions, check_evaluation, check_ranges, check_servers, parse_options
+from rlkit.runs.out_of_memory import explained_out_of_memory, watch_memory
 from rlkit.runs.rollouts import check_rollouts
 from rlkit.tracking import Run
 
@@ -36,7 +38,7 @@ def run_recipe(main: Callable[[Any], None]) -> None:
     module = sys.modules[main.__module__]
     name = Path(module.__file__ or "").stem
     try:
-        with outside_endings(name):
+        with outside_endings(name), explained_out_of_memory():
             with one_sentence_errors(name):
                 cfg = parse_options(config.annotation, module.__doc__ or "")
             main(cfg)
@@ -71,7 +73,7 @@ def start_run(recipe: str, cfg: RunOptions, task: str, *, starts_servers: bool =
 
     Raises:
         ValueError: an option is out of range, servers or saved rollouts are missing, the directory or a server is in
-            use, a tracker is unknown, or a resumed run was started with other options.
+            use, a tracker is unknown, a resumed run was started with other options, or the hub refuses --push_to_hub.
     """
     from transformers.utils.logging import disable_progress_bar
 
@@ -87,6 +89,7 @@ def start_run(recipe: str, cfg: RunOptions, task: str, *, starts_servers: bool =
     name = f"{recipe}-{task}-seed{cfg.seed}"
     out = claim_directory(cfg.out, name, resume=cfg.resume)
     changes = check_resumed_options(out, cfg)
+    check_hub(cfg)
     if servers := getattr(cfg, "servers", ()):
         decided_by_rank_0(lambda: claim_servers(servers, f"the run in {out.resolve()}"))
     first = dist.get_rank() == 0
@@ -95,7 +98,7 @@ def start_run(recipe: str, cfg: RunOptions, task: str, *, starts_servers: bool =
             print(f"resume: {change}", flush=True)
     seconds = cfg.report_seconds
     page = partial(write_page, out / "report.html", [out], title=name, running=True, every=seconds)
-    return Run(
+    run = Run(
         out,
         asdict(cfg),
         name=name,
@@ -106,3 +109,5 @@ def start_run(recipe: str, cfg: RunOptions, task: str, *, starts_servers: bool =
         profiler=StepProfiler(out / "profile", cfg.profile_steps, dist.get_rank()) if cfg.profile_steps else None,
         watchdog=cfg.watchdog,
     )
+    watch_memory(run, record=cfg.memory_snapshot)
+    return run

@@ -17,6 +17,7 @@ from contextlib import nullcontext
 from pathlib import Path
 from typing import Any, NoReturn
 
+from rlkit.tracking.answers import log_answers
 from rlkit.tracking.files import (
     CONFIG,
     EVAL,
@@ -93,9 +94,10 @@ class Run:
         self._page_writer: threading.Thread | None = None
         self._page_due = 0.0
         self._answers: list[Mapping[str, Any]] = []
+        self._without_answers: set[str] = set()  # trackers that could not take answers
         self._times: dict[str, float] = defaultdict(float)
         self._memory: dict[str, float] = defaultdict(float)
-        self._phase, self._since = "set_up", time.perf_counter()
+        self.current_phase, self._since = "set_up", time.perf_counter()
         self._stop = threading.Event()
         self._file: Path | None = None
         if watchdog:
@@ -128,7 +130,7 @@ class Run:
         try:
             for step in range(start, stop):
                 self.current_step, self.running_step = f"{unit} {step}: ", step
-                with self.profiler.step(step, self._phase) if self.profiler else nullcontext():
+                with self.profiler.step(step, self.current_phase) if self.profiler else nullcontext():
                     yield step
                 self.progress.update()
         finally:
@@ -150,10 +152,10 @@ class Run:
     def phase(self, name: str) -> None:
         """Enters the phase `name`. The next `log` writes the seconds of the previous phase as `time/<phase>`."""
         now, peak = time.perf_counter(), gpu_peak()
-        if self._phase != "set_up":
-            self._times[f"time/{self._phase}"] += now - self._since
-            self._memory[f"memory/{self._phase}"] = max(self._memory[f"memory/{self._phase}"], peak)
-        self._phase, self._since = name, now
+        if self.current_phase != "set_up":
+            self._times[f"time/{self.current_phase}"] += now - self._since
+            self._memory[f"memory/{self.current_phase}"] = max(self._memory[f"memory/{self.current_phase}"], peak)
+        self.current_phase, self._since = name, now
         if self.profiler:
             self.profiler.phase(name)
         self._write_phase()
@@ -183,7 +185,7 @@ class Run:
         """
         skipped = any(x >= 1 for name, x in metrics.items() if name.rpartition("/")[2] == "skipped_steps")
         self.skipped_in_a_row = self.skipped_in_a_row + 1 if skipped else 0
-        self.phase(self._phase)
+        self.phase(self.current_phase)
         times, self._times, self.step = dict(self._times), defaultdict(float), step
         memory, self._memory = {name: x for name, x in self._memory.items() if x}, defaultdict(float)
         row = {**metrics, **times, **memory, **rates(metrics, times, self.peak)}
@@ -270,7 +272,7 @@ class Run:
     def _write_phase(self) -> None:
         if self._file is not None:
             try:
-                replace_file(self._file, f"{time.time()} {os.getpid()} {socket.gethostname()} {self._phase}")
+                replace_file(self._file, f"{time.time()} {os.getpid()} {socket.gethostname()} {self.current_phase}")
             except OSError:  # a failure of the watchdog must not end the run
                 pass
 
@@ -280,16 +282,14 @@ class Run:
             tracker.log(numbers, step=max(self.step, 0))
 
     def _log_answers_to_trackers(self) -> None:
-        """Sends the kept answers to trackers that support tables: wandb and clearml."""
-        columns = ["step", "question", "expected", "answer", "reward"]
-        rows = [
-            [self.step, record["question"], record["expected"], answer["text"], answer["reward"]]
-            for record in self._answers
-            for answer in record["answers"]
-        ]
-        for tracker in self.trackers if rows else ():
-            if hasattr(tracker, "log_table"):
-                tracker.log_table("answers", columns=columns, data=rows, step=self.step)
+        """Sends the kept answers to the trackers. One that cannot take them gets no further answers."""
+        for tracker in self.trackers if self._answers else ():
+            if tracker.name not in self._without_answers:
+                try:
+                    log_answers(tracker, self.out, self.step, self._answers)
+                except Exception as error:  # samples.jsonl has the answers
+                    self._without_answers.add(tracker.name)
+                    self.print(f"tracker {tracker.name}: answers could not be logged: {type(error).__name__}: {error}")
 
     def _write(self, name: str, content: Mapping[str, Any]) -> None:
         replace_file(self.out / name, json.dumps(content, indent=1, default=str) + "\n")

@@ -11,6 +11,7 @@ from dataclasses import replace
 from typing import Any, NamedTuple
 
 import numpy as np
+import torch
 from PIL import Image
 
 from rlkit.data.messages import Message, prompt_of, text_of
@@ -84,7 +85,14 @@ def _as_text(message: Message) -> str:
     return text_of(message)
 
 
-def encode_prompt(processor: Any, row: Row, *, max_tokens: int | None = None, group_id: int = 0) -> Sample:
+def encode_prompt(
+    processor: Any,
+    row: Row,
+    *,
+    max_tokens: int | None = None,
+    group_id: int = 0,
+    dtype: torch.dtype | None = None,
+) -> Sample:
     """The prompt of a row in the model's chat template, as a sample without a response.
 
     Args:
@@ -93,6 +101,8 @@ def encode_prompt(processor: Any, row: Row, *, max_tokens: int | None = None, gr
             to the template, and the prompt ends with `answer_prefix`. A row with `plain_text` has an empty prompt.
         max_tokens: the longest prompt allowed, in expanded tokens.
         group_id: of the sample.
+        dtype: of pixel values and other floating-point inputs; by default as the processor makes them, in float32.
+            A model that computes in bfloat16 rounds them anyway, and in bfloat16 they take half the memory.
 
     Raises:
         ValueError: an image that cannot be read, a number of images that is not the number of places for them, no
@@ -110,6 +120,9 @@ def encode_prompt(processor: Any, row: Row, *, max_tokens: int | None = None, gr
         raise ValueError(f"{where}: {error}") from error
     if max_tokens is not None and (n := len(sample.token_ids)) > max_tokens:
         raise ValueError(f"{where}: expected a prompt of at most {max_tokens} tokens, got {n}")
+    if dtype is not None:
+        vision = {name: x.to(dtype) if x.is_floating_point() else x for name, x in sample.vision.items()}
+        sample = replace(sample, vision=vision)
     return replace(sample, row=row, group_id=group_id)
 
 

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from rlkit.data.samples import Batch
+from rlkit.data.samples import Batch, pad_images
 from rlkit.vlm.families import PATCH_ROW_FAMILIES, tokens_per_image
 from rlkit.vlm.rope3d import ROPE3D_MODEL_TYPES, ROPE3D_REFUSED, Rope3DSpec, rope3d_position_ids, rope3d_spec
 
@@ -49,9 +49,7 @@ def concatenate_vision(vision: Sequence[Mapping[str, Tensor]], only: Sequence[st
     keys = [key for key in dict.fromkeys(key for one in vision for key in one) if only is None or key in only]
     found = {key: [one[key] for one in vision if key in one] for key in keys}
     if "image_sizes" in found:
-        pixels = found["pixel_values"]
-        height, width = (max(x.shape[dim] for x in pixels) for dim in (-2, -1))
-        found["pixel_values"] = [F.pad(x, [0, width - x.shape[-1], 0, height - x.shape[-2]]) for x in pixels]
+        found["pixel_values"] = pad_images(found["pixel_values"])
     return {key: _concatenate(key, tensors) for key, tensors in found.items()}
 
 
@@ -194,23 +192,36 @@ def _vision_contents(one: Mapping[str, Tensor], config: Any) -> list[_VisionCont
     return [_VisionContent("image", config.image_token_id, images, images * per_image if per_image else None)]
 
 
+# family -> the tensor beside its pixels that describes the size of each image (in LFM2-VL, of each tile)
+IMAGE_SIZE_KEYS = {
+    "gemma4": "image_position_ids",
+    "kimi_k25": "image_grid_thw",
+    "lfm2_vl": "spatial_shapes",
+    "mistral3": "image_sizes",
+}
+
+
 def _tokens_of_each_image(one: Mapping[str, Tensor], config: Any) -> list[int] | None:
-    """Placeholder tokens of each image, in families that describe its size beside its pixels; None for others."""
+    """Placeholder tokens of each image in the families of `IMAGE_SIZE_KEYS`, None for others.
+
+    The counts are those of transformers' processors and models: features are pooled in whole squares of patches.
+    """
     family, vision = config.model_type, config.vision_config
-    if family not in ("gemma4", "lfm2_vl", "mistral3", "kimi_k25"):
+    if family not in IMAGE_SIZE_KEYS:
         return None
-    if not one:
+    sizes = one.get(IMAGE_SIZE_KEYS[family])
+    if sizes is None and "pixel_values" in one:
+        raise ValueError(f"{IMAGE_SIZE_KEYS[family]}: expected the sizes of the images in pixel_values, got None")
+    if sizes is None:
         return []
     if family == "gemma4":
-        patches = (one["image_position_ids"] >= 0).all(-1).sum(1)
+        patches = (sizes >= 0).all(-1).sum(1)  # the position of a padded patch is -1
         return (patches // vision.pooling_kernel_size**2).tolist()
-    if family == "lfm2_vl":
-        sides, merge = one["spatial_shapes"], [config.downsample_factor] * 2
-    elif family == "mistral3":
-        sides, merge = one["image_sizes"], [vision.patch_size * config.spatial_merge_size] * 2
-    else:
-        sides, merge = one["image_grid_thw"][:, 1:], vision.merge_kernel_size
-    return [math.ceil(height / merge[0]) * math.ceil(width / merge[1]) for height, width in sides.tolist()]
+    if family == "kimi_k25":
+        return (sizes.prod(1) // math.prod(vision.merge_kernel_size)).tolist()
+    if family == "lfm2_vl":  # in patches; an odd row or column is padded
+        return (sizes / config.downsample_factor).ceil().long().prod(1).tolist()
+    return (sizes // (vision.patch_size * config.spatial_merge_size)).prod(1).tolist()
 
 
 def _contents_from_grids(one: Mapping[str, Tensor], spec: Rope3DSpec, in_patches: bool) -> list[_VisionContent]:

@@ -410,11 +410,11 @@ def _check_placeholders(kind: str, placeholder: Tensor, grids: Tensor) -> None:
     ends = pad(grids.prod(1).cumsum(0), (1, 0))
     in_row = placeholder.sum(1)
     row_ends = in_row.cumsum(0)
-    expected, got = int(ends[-1]), int(in_row.sum())
-    if got != expected:
+    tokens_of_grids, tokens_of_rows = int(ends[-1]), int(in_row.sum())
+    if tokens_of_rows != tokens_of_grids:
         raise ValueError(
-            f"input_ids: expected {expected} attended {kind} tokens for the {len(grids)} grids of {kind}_grid_thw, "
-            f"got {got}"
+            f"input_ids: expected {tokens_of_grids} attended {kind} tokens for the {len(grids)} grids of "
+            f"{kind}_grid_thw, got {tokens_of_rows}"
         )
     straddles = ends[torch.searchsorted(ends, row_ends)] != row_ends
     if bool(straddles.any()):

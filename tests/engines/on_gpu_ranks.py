@@ -49,9 +49,7 @@ def cases(ranks):
     names = {**({} if ranks == 1 else TWO), **ALONE}
     for name, (backend, options) in names.items():
         if backend != "megatron" or find_spec("megatron"):
-            # Transformer Engine's attention does not support float32
-            half_only = backend == "megatron" and find_spec("transformer_engine")
-            yield from ((name, backend, options, dtype) for dtype in DTYPES if not half_only or dtype != "float32")
+            yield from ((name, backend, options, dtype) for dtype in DTYPES)
 
 
 def value_loss(out, mb):

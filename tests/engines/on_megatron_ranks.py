@@ -25,7 +25,10 @@ from one_gradient import (  # noqa: E402
     POLICY,
     VALUE,
     columns,
-    full_tensor,  # noqa: E402
+    full_tensor,
+    topk,
+    train,
+    with_teacher,
 )
 
 from rlkit.data import append_response, collate, prompt_sample  # noqa: E402
@@ -37,18 +40,16 @@ from rlkit.engines.megatron.weights import is_tied_copy, megatron_to_hf  # noqa:
 from rlkit.engines.value_head import with_value_head  # noqa: E402
 from rlkit.vlm.adapt import checkpoint_parameters  # noqa: E402
 
+VISION, GROUP = ("vl", "shared-vl"), 4  # kinds of model with images; answers to each prompt of the "shared" kinds
 ROWS, VOCABULARY, IMAGE, SUPPRESSED = 8, 95, 93, [40, 94]  # tensor ranks share 95 tokens as 48 and 47
 TENSOR, PIPE, CONTEXT = {"tensor": 2}, {"pipeline": 2}, {"context": 2}
-SEQUENCE, EXPERT, FUSED = {**TENSOR, "sequence_parallel": True}, {"expert": 2}, {"use_fused_kernels": True}
+SEQUENCE, EXPERT = {**TENSOR, "sequence_parallel": True}, {"expert": 2}
 # ranks, model, which ranks have rows ("all", "split" or "empty": only one data-parallel rank), options
 CASES = {
     "one": (1, "qwen2", "all", {}),
     "one-qwen3": (1, "qwen3", "all", {}),
     "one-llama": (1, "llama", "all", {"enable_gradient_checkpointing": True}),
-    "one-fused": (1, "qwen2", "all", FUSED),
     "tp2": (2, "qwen2", "all", TENSOR),
-    "tp2-fused": (2, "qwen2", "all", {**TENSOR, **FUSED}),
-    "sp2-fused-qwen3": (2, "qwen3", "all", {**SEQUENCE, **FUSED}),
     "pp2": (2, "qwen2", "all", PIPE),
     "sp2-qwen3": (2, "qwen3", "all", SEQUENCE),
     "cp2": (2, "qwen2", "all", CONTEXT),
@@ -69,6 +70,9 @@ CASES = {
     "vl-sp2": (2, "vl", "all", SEQUENCE),
     "vl-tp2-pp2": (4, "vl", "split", {**TENSOR, **PIPE}),
     "vl-sp2-pp2": (4, "vl", "all", {**SEQUENCE, **PIPE}),
+    "shared-one": (1, "shared", "all", {}),
+    "shared-sp2-cp2": (4, "shared", "all", {**SEQUENCE, **CONTEXT}),
+    "shared-vl-cp2": (2, "shared-vl", "all", CONTEXT),
     "value-one": (1, "value", "all", {}),
     "value-dp2": (2, "value", "empty", {}),
     "value-tp2": (2, "value", "all", TENSOR),
@@ -89,8 +93,8 @@ RESUMED = {
 TO_FSDP2 = ("tp2-pp2", "moe-pp2-ep2", "vl-sp2-pp2", "value-tp2-pp2")
 SAVED = {*TO_FSDP2, "fsdp2-qwen3", *(source for *_, source in RESUMED.values())}
 EXPORTED = ("fsdp2-qwen2", "tp2-pp2", "sp2-cp2-qwen3", "value-tp2-pp2", "moe-pp2-ep2", "vl-sp2-pp2")
-REFERENCES = ("qwen2", "qwen3", "llama", "moe", "routed", "vl", "value")
-FAMILIES = {"qwen2": "Qwen2", "value": "Qwen2", "qwen3": "Qwen3", "llama": "Llama"}
+REFERENCES = ("qwen2", "qwen3", "llama", "moe", "routed", "vl", "shared", "shared-vl", "value")
+FAMILIES = {"qwen2": "Qwen2", "value": "Qwen2", "qwen3": "Qwen3", "shared": "Qwen3", "llama": "Llama"}
 FAMILIES |= {"moe": "Qwen3Moe", "routed": "Qwen3Moe"}
 SHORT = {"tensor": "TP", "pipeline": "PP", "context": "CP", "expert": "EP"}
 # all cases; later ones resume checkpoints of earlier ones
@@ -103,7 +107,7 @@ def compared():
         parts += [f"DP {ranks // math.prod(options.get(name, 1) for name in ('tensor', 'pipeline', 'context'))}"]
         layout = " x ".join(part for part in parts if part != "DP 1") or "1 process"
         layout += " + SP" if "sequence_parallel" in options else ""
-        yield f"Megatron, {layout}", columns(losses_of(kind), has_images=kind == "vl", has_empty_rank=rows == "empty")
+        yield f"Megatron, {layout}", columns(losses_of(kind), has_images=kind in VISION, has_empty_rank=rows == "empty")
 
 
 def losses_of(kind):
@@ -129,7 +133,7 @@ def make_vision_model():
 def make_model(kind):
     """A tiny model with random weights, also in biases and norms, so that no weight is exactly 0 or 1."""
     torch.manual_seed(0)
-    model = make_vision_model() if kind == "vl" else make_text_model(kind)
+    model = make_vision_model() if kind in VISION else make_text_model(kind)
     if kind == "value":
         with_value_head(model)
     for parameter in model.parameters():
@@ -139,7 +143,7 @@ def make_model(kind):
 
 def make_text_model(kind):
     family = FAMILIES[kind]
-    options = {"head_dim": 12} if kind == "qwen3" else {}
+    options = {"head_dim": 12} if family == "Qwen3" else {}
     if kind in ("moe", "routed"):
         options = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "norm_topk_prob": True}
     if kind == "llama":
@@ -157,16 +161,20 @@ def make_text_model(kind):
 def make_batch(rows, kind="text"):
     """`rows` of eight rows of 3 to 40 random tokens with old logprobs and advantages.
 
-    For a vision model the even rows begin with an image of random patches.
+    For a vision model the even rows begin with an image of random patches. In the "shared" kinds `GROUP` neighbours
+    have the same prompt, and the same image.
     """
     draw = torch.Generator().manual_seed(1)
-    samples = []
+    samples, question = [], None
     for row in range(ROWS):
         start, length = 2 + 5 * row % 23, 1 + 7 * row % 18  # of the answer
         tokens = torch.randint(0, IMAGE - 2, (start + length,), generator=draw)
         tokens = tokens.where(tokens != SUPPRESSED[0], 0).tolist()
+        if kind.startswith("shared") and row % GROUP:
+            samples.append(append_response(question, tokens[start:], [-1.0] * length))
+            continue
         question = prompt_sample(tokens[:start])
-        if kind == "vl" and row % 2 == 0:
+        if kind in VISION and row % 2 == 0:
             height, width = 2 + row % 4, 4
             vision = {
                 "pixel_values": torch.randn(height * width * 4, 3 * 2 * 4 * 4, generator=draw),
@@ -221,12 +229,13 @@ def gradients(engine):
 def run(engine, kind, rows, out):
     """Four steps; weights and scores at the start, metrics and gradients of the steps, weights at the end."""
     batch, losses = make_batch(rows, kind), losses_of(kind)
+    second = (torch.zeros(()), torch.zeros(())) if kind == "value" else topk(engine, with_teacher(batch))
     results = {"imported": {name: tensor.clone() for name, tensor in engine.get_per_tensor_param()}}
     results |= {"scores": engine.infer_batch(batch, OUTPUTS[losses]), "steps": [], "gradients": []}
+    results["topk"] = engine.global_sum(torch.stack([x.sum() for x in second]))
     for step, loss_fn in enumerate(losses):
-        results["steps"].append(engine.train_batch(batch, loss_fn, OUTPUTS[losses]))
-        if step < 3:
-            results["gradients"].append(gradients(engine))
+        results["steps"].append(train(engine, batch, loss_fn, losses))
+        results["gradients"].append(gradients(engine))
         if step == 0 and out.name in SAVED:
             engine.save_checkpoint(out / "checkpoint", {"step": 1}, wait=out.name != "pp2")
         if step == 2:
@@ -242,8 +251,8 @@ def run(engine, kind, rows, out):
 def resume(engine, kind, rows, source, out):
     """The three steps after a checkpoint."""
     assert engine.load_checkpoint(source) == {"step": 1}
-    batch, losses = make_batch(rows, kind), losses_of(kind)
-    steps = [engine.train_batch(batch, loss_fn, OUTPUTS[losses]) for loss_fn in losses[1:]]
+    batch, losses = with_teacher(make_batch(rows, kind)), losses_of(kind)
+    steps = [train(engine, batch, loss_fn, losses) for loss_fn in losses[1:]]
     exported = dict(engine.get_per_tensor_param())
     if dist.get_rank() == 0:
         torch.save({"steps": steps, "exported": exported}, out / "results.pt")
@@ -292,7 +301,7 @@ def run_case(name, out):
     (out / name).mkdir(exist_ok=True)
     if name.startswith("fsdp2-"):
         kind = name.removeprefix("fsdp2-")
-        return run(engine_for("fsdp2", kind), kind, list(range(ROWS)), out / name)
+        return run(engine_for("fsdp2", kind, share_prompts=False), kind, list(range(ROWS)), out / name)
     _, kind, which, options, *source = {**CASES, **RESUMED}[name]
     engine = engine_for("megatron", kind, **options)
     rows = rows_of(which, engine)

@@ -24,7 +24,7 @@ HERE = Path(__file__).parent
 sys.path[:0] = [str(HERE), str(HERE.parent)]
 from isolated_cases import case as isolated  # noqa: E402
 from memory import peak  # noqa: E402
-from one_gradient import OUTPUTS, POLICY, VALUE, columns, full_tensor  # noqa: E402
+from one_gradient import OUTPUTS, POLICY, VALUE, columns, full_tensor, topk, train, with_teacher  # noqa: E402
 from rows import make_batch  # noqa: E402
 
 from rlkit.engines import checkpoint, make_engine  # noqa: E402
@@ -107,7 +107,7 @@ def parameters_with_gradients(engine):
 
 
 def run(model_dir, out, name):
-    """Four steps: record the gradients of the first three, and save a checkpoint after the second."""
+    """Four steps: record their gradients, save a checkpoint after the second, and the parameters after the third."""
     case, processor = CASES[name], load_processor(model_dir)
     is_value = case.losses is VALUE
     model = (load_value_model if is_value else load_model)(model_dir, on_meta=case.on_meta)
@@ -129,18 +129,19 @@ def run(model_dir, out, name):
     out.mkdir(parents=True, exist_ok=True)
     rows = case.rows[dist.get_rank()]
     batch = make_batch(processor, rows=list(range(ROWS))[rows] if isinstance(rows, slice) else rows)
+    batch = batch if is_value else with_teacher(batch)
     batch = rebalance_across_ranks(batch, engine.data_parallel_group) if case.rebalance else batch
     outputs, steps, gradients = OUTPUTS[case.losses], [], []
     for step, loss_fn in enumerate(case.losses):
-        steps.append(engine.train_batch(batch, loss_fn, outputs))
-        if step < 3:
-            with parameters_with_gradients(engine) as named:
-                gradients.append({n: full_tensor(p.grad).clone() for n, p in named if p.grad is not None})
+        steps.append(train(engine, batch, loss_fn, case.losses))
+        with parameters_with_gradients(engine) as named:
+            gradients.append({n: full_tensor(p.grad).clone() for n, p in named if p.grad is not None})
         if step == 1:
             engine.save_checkpoint(out / "checkpoint", {"step": 2}, wait=name != "data_2")
         if step == 2:
             parameters = {n: x.clone() for n, x in engine.get_per_tensor_param(bucket_bytes=200_000)}
     scores = engine.infer_batch(batch, outputs[:1])[outputs[0]]
+    scores = scores if is_value else torch.stack([scores, *topk(engine, batch)])
     total = engine.global_sum(scores.sum()).item()
     if dist.get_rank() == 0:
         torch.save({"gradients": gradients, "parameters": parameters}, out / "tensors.pt")
@@ -155,8 +156,8 @@ def resume(model_dir, out, backend):
     offload = {"offload_between_phases": True} if backend == "fsdp2" else {}
     engine = make_engine(backend, model=load_model(model_dir), optimizer=adamw, **offload)
     engine.load_checkpoint(out / "one_process" / "checkpoint")
-    batch = make_batch(processor, rows=list(range(ROWS))[dist.get_rank() :: dist.get_world_size()])
-    steps = [engine.train_batch(batch, loss_fn, OUTPUTS[POLICY]) for loss_fn in POLICY[2:]]
+    batch = with_teacher(make_batch(processor, rows=list(range(ROWS))[dist.get_rank() :: dist.get_world_size()]))
+    steps = [train(engine, batch, loss_fn, POLICY) for loss_fn in POLICY[2:]]
     (out / f"resumed.{backend}.{dist.get_rank()}.json").write_text(json.dumps(steps))
 
 

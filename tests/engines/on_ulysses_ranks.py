@@ -21,7 +21,7 @@ import family_configs  # noqa: E402
 import test_families  # noqa: E402
 from forked_ranks import fork_ranks  # noqa: E402
 from isolated_cases import case as isolated  # noqa: E402
-from one_gradient import OUTPUTS, POLICY, VALUE, columns, full_tensor  # noqa: E402
+from one_gradient import OUTPUTS, POLICY, VALUE, columns, full_tensor, topk, train, with_teacher  # noqa: E402
 from rows import make_batch  # noqa: E402
 
 from rlkit.data import append_response, collate  # noqa: E402
@@ -152,7 +152,7 @@ def make_case(case, processor=None, **options):
 
 
 def run(name, split, out, processor):
-    """Scores at the start, four steps with the gradients of three, and a plain forward on gathered weights."""
+    """Scores at the start, four steps with their gradients, and a plain forward on gathered weights."""
     case = CASES[name]
     engine = make_case(case, processor if is_vision(case) else None, **SPLITS[split][1])
     chosen = list(range(9))[engine.data_parallel_rank :: engine.data_parallel_size]
@@ -161,12 +161,13 @@ def run(name, split, out, processor):
     batch = make_rows(processor if is_vision(case) else None, [ORDER[i] for i in chosen], case.rows)
     outputs = OUTPUTS[case.losses]
     results = {"rows": chosen, "scores": engine.infer_batch(batch, outputs[:1])[outputs[0]]}
+    if case.losses is POLICY:
+        results["topk"] = topk(engine, with_teacher(batch))
     results |= {"steps": [], "gradients": []}
     for step, loss_fn in enumerate(case.losses):
-        results["steps"].append(engine.train_batch(batch, loss_fn, outputs))
-        if step < 3:
-            named = engine.module.named_parameters()
-            results["gradients"].append({n: full_tensor(p.grad).clone() for n, p in named if p.grad is not None})
+        results["steps"].append(train(engine, batch, loss_fn, case.losses))
+        named = engine.module.named_parameters()
+        results["gradients"].append({n: full_tensor(p.grad).clone() for n, p in named if p.grad is not None})
         if name in ("qwen2", "qwen3") and step == 0:
             engine.save_checkpoint(out / f"{name}.checkpoint", {"step": 1})
         if step == 2:

@@ -8,10 +8,11 @@ from importlib import import_module
 
 import torch
 
-from rlkit.losses import clipped_policy_loss, clipped_value_loss, sequence_mean, token_mean
+from rlkit.losses import clipped_policy_loss, clipped_value_loss, sequence_mean, token_mean, topk_forward_kl_loss
 
 COLUMNS = (
-    "text", "images in some rows", "token-level policy", "sequence-level policy", "SFT", "value", "a rank without rows",
+    "text", "images in some rows", "token-level policy", "sequence-level policy", "SFT", "distillation", "value",
+    "a rank without rows",
 )  # fmt: skip
 
 
@@ -33,15 +34,47 @@ def sft_loss(out, mb):
     return token_mean(-out.logprobs, mb.mask, mb.total_tokens), {}
 
 
+def distillation_loss(out, mb):
+    mean = token_mean(out.divergence, mb.mask, mb.total_tokens)
+    weighted = token_mean(mb.advantages[:, None] * out.divergence, mb.mask, mb.total_tokens)
+    return weighted - 0.1 * token_mean(out.logprobs, mb.mask, mb.total_tokens), {"divergence": mean}
+
+
+def divergence(logits, teacher):
+    top = teacher["logprobs"][None], teacher["ids"][None]
+    return topk_forward_kl_loss(logits[None], *top, torch.ones(1, len(logits), dtype=torch.bool))[0]
+
+
+def with_teacher(batch):
+    """The batch with the four likeliest tokens of a teacher who looks at the last token alone."""
+    tokens = batch.tokens[batch.mask][:, None]
+    ids = (7 * tokens + 11 * torch.arange(4)) % 31
+    return batch.add_unpadded(ids=ids, logprobs=torch.log_softmax(torch.cos(ids + tokens), 1) - 0.1)
+
+
 def value_loss(out, mb):
     returns = mb.advantages[:, None].expand(mb.mask.shape)
     loss = clipped_value_loss(out.values, torch.zeros_like(out.values), returns, mb.mask)
     return token_mean(loss, mb.mask, mb.total_tokens), {"value": token_mean(out.values, mb.mask, mb.total_tokens)}
 
 
-POLICY = (token_loss, sequence_loss, sft_loss, token_loss)  # of four steps
+POLICY = (token_loss, sequence_loss, sft_loss, distillation_loss)  # of four steps
 VALUE = (value_loss,) * 4
 OUTPUTS = {POLICY: ("logprobs", "entropy"), VALUE: ("values",)}
+
+
+def train(engine, batch, loss_fn, losses):
+    """One step with one of the losses."""
+    functions = {"logit_functions": {"divergence": divergence}} if loss_fn is distillation_loss else {}
+    return engine.train_batch(batch, loss_fn, OUTPUTS[losses], **functions)
+
+
+def topk(engine, batch):
+    """[B, T] log-probabilities and ids of the second likeliest tokens."""
+    top = engine.topk_logprobs(batch, 2)
+    found = torch.zeros(*batch.mask.shape, 2)
+    found[batch.mask] = torch.stack([top.logprobs[:, 1], top.ids[:, 1].float()], 1)
+    return found.unbind(2)
 
 
 def full_tensor(x):
@@ -50,7 +83,7 @@ def full_tensor(x):
 
 def columns(losses, *, has_images, has_empty_rank):
     """The columns of the table in which a case stands."""
-    compared = ["value"] if losses is VALUE else ["token-level policy", "sequence-level policy", "SFT"]
+    compared = ["value"] if losses is VALUE else ["token-level policy", "sequence-level policy", "SFT", "distillation"]
     compared.append("images in some rows" if has_images else "text")
     return {*compared, *(["a rank without rows"] if has_empty_rank else [])}
 

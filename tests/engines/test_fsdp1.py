@@ -11,7 +11,7 @@ from rlkit.engines import make_engine
 from rlkit.vlm import load_model, load_processor, lora
 
 sys.path.insert(0, str(Path(__file__).parent))
-from one_gradient import OUTPUTS, POLICY
+from one_gradient import OUTPUTS, POLICY, train, with_teacher
 from rows import make_batch
 
 
@@ -42,10 +42,11 @@ def test_weights_checkpoint_export_and_sampling(tiny_dir, processor, tmp_path):
     for engine in resumed:
         assert engine.load_checkpoint(tmp_path / "step_2") == {"step": 2}
         torch.testing.assert_close(engine.infer_batch(batch)["logprobs"], logprobs, atol=1e-6, rtol=1e-6)
+    with_teacher(batch)
     for loss_fn in POLICY[2:]:
-        expected = fsdp1.train_batch(batch, loss_fn, OUTPUTS[POLICY])
+        expected = train(fsdp1, batch, loss_fn, POLICY)
         for engine in resumed:
-            assert engine.train_batch(batch, loss_fn, OUTPUTS[POLICY]) == pytest.approx(expected, abs=1e-5, rel=1e-5)
+            assert train(engine, batch, loss_fn, POLICY) == pytest.approx(expected, abs=1e-5, rel=1e-5)
     logprobs = fsdp1.infer_batch(batch)["logprobs"]
     fsdp1.export_hf(tmp_path / "model")
     exported = AutoModelForImageTextToText.from_pretrained(tmp_path / "model", dtype=torch.float32)
@@ -69,6 +70,8 @@ def test_what_is_not_supported_is_named(tiny_dir):
     engine = engine_for(tiny_dir, tensor=1, use_fused_kernels=False)
     with pytest.raises(ValueError, match="disable_adapter: expected a model with adapters, got none"):
         engine.disable_adapter()
+    with pytest.raises(ValueError, match="output_layer: expected the fsdp2 engine, got fsdp1"):
+        engine.output_layer()
     with pytest.raises(ValueError, match="to: expected model=False in the fsdp1 engine"):
         engine.to("meta")
     engine.to("cpu")

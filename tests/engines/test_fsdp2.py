@@ -5,8 +5,10 @@ import sys
 from functools import partial
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
+from PIL import Image
 from torch._dynamo.utils import counters
 from torch.distributed.tensor import DTensor
 from transformers import AutoModelForImageTextToText
@@ -18,7 +20,16 @@ from rlkit.engines.packing.inputs import prepare_model_inputs
 from rlkit.engines.packing.layout import PackedLayout
 from rlkit.engines.packing.shared_prompts import shared_prompt_groups
 from rlkit.losses import clipped_policy_loss, token_mean
-from rlkit.vlm import freeze, load_model, load_processor, lora, suppressed_token_ids, vision_tower_pattern
+from rlkit.vlm import (
+    encode_answers,
+    encode_prompt,
+    freeze,
+    load_model,
+    load_processor,
+    lora,
+    suppressed_token_ids,
+    vision_tower_pattern,
+)
 
 sys.path.insert(0, str(Path(__file__).parent))
 from rows import make_batch, make_samples
@@ -495,3 +506,29 @@ def test_scoring_leaves_no_gathered_weights(tiny_dir, processor):
     engine = engine_for(tiny_dir, compute_dtype=torch.bfloat16)
     engine.infer_batch(make_batch(processor))
     assert all(isinstance(parameter, DTensor) for parameter in engine.module.parameters())
+
+
+def test_compiled_layers_give_the_same_gradient(tiny_dir, processor, monkeypatch):
+    """In bfloat16, for which FSDP has its hooks on each layer. Inductor itself takes half a minute and is left out."""
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="eager"))
+    batch, found = make_batch(processor), []
+    for compiled in (False, True):
+        counters.clear()
+        engine = engine_for(tiny_dir, compute_dtype=torch.bfloat16, use_torch_compile=compiled)
+        metrics = engine.train_batch(batch, weighted_loss, outputs=("logprobs", "entropy"))
+        found.append((metrics["loss"], gradients(engine)))
+        assert bool(counters["stats"]["unique_graphs"]) == compiled
+    torch.testing.assert_close(found[1], found[0], rtol=0, atol=1e-6)
+
+
+def test_pixel_values_in_the_dtype_of_the_computation_change_nothing(tiny_dir, processor):
+    engine = engine_for(tiny_dir, compute_dtype=torch.bfloat16, optimizer=None)
+    row = {"question": "Which digit?", "images": [Image.fromarray(np.arange(28 * 28, dtype=np.uint8).reshape(28, 28))]}
+    found = []
+    for dtype in (None, torch.bfloat16):
+        prompt = encode_prompt(processor, row, dtype=dtype)
+        (answer,) = encode_answers(prompt, processor, ["7"], [processor.tokenizer.eos_token_id], 512)
+        assert answer.vision["pixel_values"].dtype == (dtype or torch.float32)
+        assert answer.vision["image_grid_thw"].dtype == torch.long
+        found.append(engine.infer_batch(collate([answer]))["logprobs"])
+    assert torch.equal(*found) and found[0].any()

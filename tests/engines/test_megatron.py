@@ -7,6 +7,9 @@ from pathlib import Path
 import pytest
 import torch
 from isolated_cases import require, run_cases
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from rlkit.engines import make_engine
 from rlkit.vlm import freeze, lora, vision_tower_pattern
@@ -17,11 +20,12 @@ HERE = Path(__file__).parent
 sys.path.insert(0, str(HERE))
 import on_megatron_ranks as ranks  # noqa: E402
 from megatron.core import parallel_state  # noqa: E402
-from one_gradient import OUTPUTS, POLICY  # noqa: E402
+from one_gradient import OUTPUTS, POLICY, train, with_teacher  # noqa: E402
 
 from rlkit.engines.megatron.cpu import cuda_calls_on_host  # noqa: E402
-from rlkit.engines.megatron.model import ParallelDims, check_supported, initialize_parallel_state  # noqa: E402
+from rlkit.engines.megatron.model import initialize_parallel_state  # noqa: E402
 from rlkit.engines.megatron.optimizer import checkpoint_state  # noqa: E402
+from rlkit.engines.megatron.supported import ParallelDims, check_supported  # noqa: E402
 
 
 @pytest.fixture(scope="module")
@@ -62,6 +66,7 @@ def test_every_layout_equals_fsdp2(out, case):
     for gradients, expected_gradients in zip(found["gradients"], expected["gradients"], strict=True):
         assert_same(gradients, expected_gradients)
     assert_same(found["parameters"], expected["parameters"])
+    torch.testing.assert_close(found["topk"], expected["topk"], atol=1e-3, rtol=1e-5)
     assert expected["steps"][0]["grad_norm"] > 0.5 > max(g.norm() for g in expected["gradients"][0].values())  # clipped
     moved = {name: (tensor - expected["imported"][name]).abs().max() for name, tensor in expected["parameters"].items()}
     assert min(moved.values()) > 1e-3
@@ -76,7 +81,7 @@ def test_scores_equal_transformers(out, case):
     expected = {name: torch.zeros(batch.tokens.shape) for name in OUTPUTS[ranks.losses_of(kind)]}
     for b, length in enumerate(batch.lengths):
         inputs = {"input_ids": batch.tokens[b : b + 1, :length], **batch.vision[b]}
-        if kind == "vl":
+        if kind in ranks.VISION:
             inputs["mm_token_type_ids"] = (inputs["input_ids"] == ranks.IMAGE).int()
         if kind == "routed":
             inputs["routed_experts"] = batch.routed_experts[b, :length]
@@ -129,9 +134,9 @@ def test_fsdp2_resumes_a_megatron_checkpoint(out, case):
     expected, kind = results(out, case), ranks.CASES[case][1]
     losses, engine = ranks.losses_of(kind), ranks.engine_for("fsdp2", kind)
     assert engine.load_checkpoint(out / case / "checkpoint") == {"step": 1}
-    batch = ranks.make_batch(list(range(ranks.ROWS)), kind)
+    batch = with_teacher(ranks.make_batch(list(range(ranks.ROWS)), kind))
     for loss_fn, steps in zip(losses[1:], expected["steps"][1:], strict=True):
-        assert engine.train_batch(batch, loss_fn, OUTPUTS[losses]) == pytest.approx(steps, abs=1e-5, rel=1e-5)
+        assert train(engine, batch, loss_fn, losses) == pytest.approx(steps, abs=1e-5, rel=1e-5)
     assert_same(dict(engine.get_per_tensor_param()), expected["exported"])
 
 
@@ -170,6 +175,8 @@ def test_what_is_not_supported_is_named():
     moe_error = error_of(ParallelDims(tensor=2, expert=2), kind="moe")
     assert "tensor: expected sequence_parallel and expert above 1 for a mixture of experts" in moe_error
     assert "divisor of the 6 ranks" in error_of(ParallelDims(pipeline=2, expert=2), kind="moe", world=6)
+    sizes = error_of(ParallelDims(), kind="moe", moe_intermediate_size=20)
+    assert "that 8 divides, for grouped matrix products, got 32 and 20; use the fsdp2 engine" in sizes
     assert "mlp_only_layers" in error_of(ParallelDims(), kind="moe", mlp_only_layers=[0])
     assert "'yarn'" in error_of(ParallelDims(), rope_parameters={"rope_type": "yarn"})
 
@@ -186,6 +193,8 @@ def test_a_wrong_model_or_call_is_named(alone):
     batch = ranks.make_batch([0, 1])
     with pytest.raises(ValueError, match="disable_adapter: expected a model with adapters, got the megatron engine"):
         engine.disable_adapter()
+    with pytest.raises(ValueError, match="output_layer: expected the fsdp2 engine, got megatron"):
+        engine.output_layer()
     with pytest.raises(ValueError, match="optimizer: expected one for train_batch, got None"):
         engine.train_batch(batch, POLICY[0])
     with pytest.raises(ValueError, match="outputs: expected logprobs, entropy; got values"):
@@ -221,6 +230,96 @@ def test_routed_experts_of_another_model_are_named(alone):
     batch.fields["routed_experts"] = batch.routed_experts[..., :1]
     with pytest.raises(ValueError, match=r"expected \[B, T, 2 layers, 2 experts\], got \[B, T, 2, 1\]"):
         engine.infer_batch(batch)
+
+
+def tokens_of(engine, batch):
+    """The tokens that the layers compute in `infer_batch`, and its log-probabilities."""
+    counts = []
+    engine.model.decoder.register_forward_hook(lambda module, args, out: counts.append(len(out)))
+    logprobs = engine.infer_batch(batch)["logprobs"]
+    return sum(counts), logprobs
+
+
+def test_a_shared_prompt_is_computed_once(alone):
+    batch = ranks.make_batch(list(range(ranks.ROWS)), "shared")
+    once, logprobs = tokens_of(ranks.engine_for("megatron", "shared"), batch)
+    each, expected = tokens_of(ranks.engine_for("megatron", "shared", share_prompts=False), batch)
+    answers, prompts = batch.mask.sum(), sum(batch.lengths) - batch.mask.sum()
+    assert each == answers + prompts
+    assert answers + prompts / 4 <= once <= answers + prompts / 2  # the second group is split in two
+    torch.testing.assert_close(logprobs, expected, atol=1e-5, rtol=1e-5)
+
+
+class NoReads(TorchFunctionMode):
+    """Raises where a value of a tensor is read: on a GPU the host would wait for it."""
+
+    READS = {Tensor.item, Tensor.tolist, Tensor.numpy, Tensor.nonzero, torch.nonzero}
+    READS |= {Tensor.__bool__, Tensor.__int__, Tensor.__float__, Tensor.__index__}
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        if func in self.READS:
+            raise AssertionError(f"{func} in the forward of a model")
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("kind", ["shared", "shared-vl"])
+def test_the_layers_read_no_value_of_a_tensor(kind, alone):
+    engine, modes = ranks.engine_for("megatron", kind), []
+
+    def enter(module, args, kwargs):
+        _ = kwargs["packed_seq_params"].layout.blocks  # its index tensors are made on the host
+        modes.append(NoReads())
+        modes[-1].__enter__()
+
+    engine.model.decoder.register_forward_pre_hook(enter, with_kwargs=True)
+    engine.model.decoder.register_forward_hook(lambda *_: modes[-1].__exit__(None, None, None))
+    engine.infer_batch(ranks.make_batch(list(range(ranks.ROWS)), kind))
+    assert len(modes) > 1
+
+
+class Shapes(TorchDispatchMode):
+    """The shapes of all tensors that are made."""
+
+    def __init__(self):
+        super().__init__()
+        self.found = set()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        self.found |= {tuple(x.shape) for x in (out if isinstance(out, tuple | list) else (out,)) if torch.is_tensor(x)}
+        return out
+
+
+def test_only_scored_tokens_have_logits(alone):
+    engine, batch = ranks.engine_for("megatron", "qwen2"), ranks.make_batch([3])
+    batch.mask[:, :-2] = False
+    with Shapes() as shapes:
+        engine.infer_batch(batch)
+    weight = (engine.config.hidden_size, ranks.VOCABULARY)  # transposed
+    logits = {shape for shape in shapes.found if shape[-1:] == (ranks.VOCABULARY,)} - {weight}
+    assert sum(batch.lengths) > 20 and (2, ranks.VOCABULARY) in logits
+    assert {shape[0] for shape in logits if len(shape) > 1} == {2}
+
+
+class Calls(TorchDispatchMode):
+    """The names of all operations."""
+
+    def __init__(self):
+        super().__init__()
+        self.found = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.found.append(func.overloadpacket.__name__)
+        return func(*args, **(kwargs or {}))
+
+
+def test_the_experts_of_a_layer_are_two_matrix_products(alone):
+    engine, calls = ranks.engine_for("megatron", "moe"), Calls()
+    experts = engine.model.decoder.layers[0].mlp.experts
+    experts.register_forward_pre_hook(lambda *_: calls.__enter__() and None)
+    experts.register_forward_hook(lambda *_: calls.__exit__(None, None, None))
+    engine.infer_batch(ranks.make_batch([0], "moe"))
+    assert calls.found.count("_grouped_mm") == 2 and not {"mm", "addmm", "bmm"} & set(calls.found)
 
 
 @pytest.mark.parametrize("kind", ["moe", "vl"])

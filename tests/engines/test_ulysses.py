@@ -13,7 +13,7 @@ from isolated_cases import require, run_cases
 sys.path.insert(0, str(Path(__file__).parent))
 import on_ulysses_ranks
 from on_ulysses_ranks import CASES, FAMILIES, ORDER, SPLITS, is_vision, make_case, make_rows
-from one_gradient import OUTPUTS, POLICY
+from one_gradient import POLICY, train, with_teacher
 
 from rlkit.engines.packing.attention import packed_attention
 from rlkit.engines.packing.inputs import prepare_model_inputs
@@ -46,6 +46,8 @@ def test_token_mean_invariant_to_sequence_and_tensor_parallel(results, split, na
         shared = result(results, split, name, rank)
         scores = alone["scores"][shared["rows"]][:, : shared["scores"].shape[1]]
         torch.testing.assert_close(shared["scores"], scores, atol=1e-5, rtol=1e-5)
+        for found, expected in zip(shared.get("topk", ()), alone.get("topk", ()), strict=True):
+            torch.testing.assert_close(found, expected[shared["rows"]][:, : found.shape[1]], atol=1e-5, rtol=1e-5)
         assert shared["total"] == alone["total"]
         for i, (step, expected) in enumerate(zip(shared["steps"], alone["steps"], strict=True)):
             assert step == pytest.approx(expected, abs=1e-5, rel=1e-5), (rank, i)
@@ -94,9 +96,9 @@ def test_references_have_gradients_and_change(results):
 def test_a_checkpoint_resumes_on_one_rank_that_shares_no_rows(results, split, name):
     engine = make_case(CASES[name])
     assert engine.load_checkpoint(results / split / f"{name}.checkpoint") == {"step": 1}
-    batch = make_rows(None, ORDER)
+    batch = with_teacher(make_rows(None, ORDER))
     for loss_fn, expected in zip(POLICY[1:], result(results, "1 process", name)["steps"][1:], strict=True):
-        assert engine.train_batch(batch, loss_fn, OUTPUTS[POLICY]) == pytest.approx(expected, abs=1e-5)
+        assert train(engine, batch, loss_fn, POLICY) == pytest.approx(expected, abs=1e-5)
 
 
 def on_two_ranks(results, name):

@@ -1,6 +1,6 @@
 """Logprobs and entropies from hidden states with a sharded vocabulary: chunks, extreme values, and memory.
 
-Here the group has one rank; several ranks are tested in test_megatron.py ("tp2-fused" and others).
+Here the group has one rank; several ranks are tested in test_megatron.py ("tp2" and others).
 """
 
 import pytest

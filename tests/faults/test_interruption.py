@@ -124,6 +124,16 @@ def raises(error, *numbers):
     return happens
 
 
+def test_an_out_of_memory_error_says_where_and_what_to_do(end):
+    with pytest.raises(torch.OutOfMemoryError) as error:
+        end("step 1", raises(torch.OutOfMemoryError("Tried to allocate 2.00 GiB")))
+    (note,) = error.value.__notes__
+    assert (
+        "recipe-task-seed0: rank 0 ran out of memory in the phase set_up. `python -m rlkit.plan`, with the recipe"
+        in note
+    )
+
+
 def test_a_rank_that_is_lost_is_one_sentence(end):
     ended, said = end("step 0", raises(RuntimeError(GLOO)))
     assert "rank 0 has lost another rank, which ended, or was killed, or cannot be reached any more; no step" in ended

@@ -6,6 +6,7 @@ on_interpreted_kernels.py OUT_FILE
 import json
 import os
 import sys
+import tempfile
 
 os.environ["TRITON_INTERPRET"] = "1"  # read when triton is imported
 
@@ -14,6 +15,8 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 from triton.runtime import interpreter
 
+from rlkit.engines.megatron import vocab_parallel
+from rlkit.engines.megatron.vocab_parallel import vocab_parallel_linear_logprobs
 from rlkit.losses import _triton, linear_logprobs, logprobs
 from rlkit.losses.naive import logprobs as naive
 
@@ -108,6 +111,40 @@ def equals_the_whole_in_shards():
     return [error(x, y) for x, y in pairs]
 
 
+def sharded_problem(dtype):
+    """42 vocabulary entries, of which 3 and 40 are suppressed and no targets."""
+    *tensors, targets, temperature, grads = problem(v=42, dtype=dtype)
+    return *tensors, targets.masked_fill((targets == 3) | (targets == 40), 30), temperature, grads
+
+
+def on_rank(rank, world, folder, dtype):
+    """This rank's slice of a vocabulary: logprobs, entropy and gradients from Megatron's head, and its FLOPs."""
+    torch.distributed.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=world)
+    hidden, weight, _, targets, _, grads = sharded_problem(dtype)
+    tensors = (hidden, weight.chunk(world)[rank])
+    counted.update(dict.fromkeys(counted, 0))
+    found = results_and_gradients(
+        vocab_parallel_linear_logprobs, tensors, targets, 0.7, grads, suppress=torch.tensor([3, 40]), chunk=7
+    )
+    torch.save((found, counted["flops"]), f"{folder}/{rank}.pt")
+    torch.distributed.destroy_process_group()
+
+
+def equals_the_whole_on_two_ranks(dtype):
+    """Errors of the results and gradients of two ranks that share the vocabulary, and the FLOPs of the kernels."""
+    hidden, weight, _, targets, _, grads = sharded_problem(dtype)
+    with tempfile.TemporaryDirectory() as folder:
+        torch.multiprocessing.start_processes(on_rank, (2, folder, dtype), nprocs=2, start_method="fork")
+        ranks = [torch.load(f"{folder}/{rank}.pt") for rank in range(2)]
+    options = {"suppress": torch.tensor([3, 40]), "bias": torch.zeros(42)}
+    tensors, temperature = (hidden.double(), weight.double()), torch.full((len(targets),), 0.7)
+    whole = results_and_gradients(naive_by_matrices, tensors, targets, temperature, grads, **options)
+    (one, _), (other, _) = ranks
+    joined = [one[0], one[1], one[2].double() + other[2].double(), torch.cat([one[3], other[3]])]
+    errors = [error(x, y) for x, y in zip([*joined, *other[:2]], [*whole, *whole[:2]], strict=True)]
+    return {"errors": errors, "flops": [flops for _, flops in ranks]}
+
+
 def naive_by_matrices(hidden, weight, targets, temperature, bias, suppress):
     logits = (hidden @ weight.t() + bias) / temperature[:, None]
     logp = logits.index_fill(1, suppress, -torch.inf).log_softmax(1)
@@ -154,7 +191,8 @@ def main(out):
     count_and_convert(interpreter.interpreter_builder)
     _triton.BLOCKS.update(BLOCK_N=BLOCK, BLOCK_V=BLOCK)
     _triton.BLOCK_BYTES = 2 * BLOCK
-    logprobs._kernels_for = lambda hidden: _triton if hidden.dtype in _triton.DTYPES else None
+    for module in (logprobs, vocab_parallel):
+        module.kernels_for = lambda hidden: _triton if hidden.dtype in _triton.DTYPES else None
     cases = {
         "plain": (torch.float32, False, [], False, None),
         "all": (torch.float32, True, [2, 17], True, 2),
@@ -163,6 +201,7 @@ def main(out):
     }
     found = {"loops": {name: equals_loops(*case) for name, case in cases.items()}}
     found["shards"], found["tied"], found["counts"] = equals_the_whole_in_shards(), tied_and_strided(), counts()
+    found["ranks"] = {str(x): equals_the_whole_on_two_ranks(x) for x in (torch.float32, torch.bfloat16)}
     hidden, weight, _, targets, _, _ = problem(2, 19, 9)
     several = torch.stack([hidden, hidden + 1])
     mapped = torch.func.vmap(lambda x: linear_logprobs(x, weight, targets))(several)

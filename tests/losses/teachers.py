@@ -11,6 +11,7 @@ from rlkit.losses.distillation import (
     jsd_loss,
     reverse_kl_loss,
     topk_forward_kl_loss,
+    topk_jsd_loss,
     topk_reverse_kl_loss,
 )
 from rlkit.losses.logprobs import suppress_tokens
@@ -31,7 +32,7 @@ NAIVE = {
     "jsd0.2": partial(naive.jsd_loss, beta=0.2),
     "jsd0.9": partial(naive.jsd_loss, beta=0.9),
 }
-TOPK = {"forward": topk_forward_kl_loss, "reverse": topk_reverse_kl_loss}
+TOPK = {"forward": topk_forward_kl_loss, "reverse": topk_reverse_kl_loss, "jsd": topk_jsd_loss}
 INF = math.inf
 
 

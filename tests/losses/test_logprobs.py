@@ -15,7 +15,6 @@ from rlkit.losses import (
     token_entropy,
     token_logprobs,
 )
-from rlkit.losses import logprobs as logprobs_module
 from rlkit.losses.naive import logprobs as naive
 
 FEW = settings(max_examples=25, deadline=None, derandomize=True)
@@ -234,7 +233,7 @@ def test_entropy_chunked_over_tokens_not_vocabulary(monkeypatch):
         return out
 
     monkeypatch.setattr(module, "_chunk_logprobs", spy)
-    monkeypatch.setattr(logprobs_module, "CPU_CHUNK_BYTES", 3 * 11 * 8)  # three tokens of eleven float64 logits
+    monkeypatch.setattr(module, "CPU_CHUNK_BYTES", 3 * 11 * 8)  # three tokens of eleven float64 logits
     hidden, weight, _, targets, _ = problem()
     logprobs, entropy = linear_logprobs(hidden, weight, targets)
     assert seen == [(3, 11), (3, 11), (1, 11)]

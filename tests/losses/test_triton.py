@@ -1,4 +1,7 @@
-"""The Triton kernels of `linear_logprobs` in Triton's interpreter: results, FLOPs and bytes. No GPU has run them."""
+"""The Triton kernels of `linear_logprobs` in Triton's interpreter (results, FLOPs, bytes) and through its compiler.
+
+No GPU has run them.
+"""
 
 import json
 import logging
@@ -36,6 +39,16 @@ def test_shards_of_a_vocabulary_and_parts_of_one_give_the_whole(found):
     assert max(found["shards"]) < 5e-6
 
 
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_ranks_that_share_a_vocabulary_have_the_whole(found, dtype):
+    """Megatron's head on two ranks; 21 of 42 entries are two tiles of 16, for which 32 entries are multiplied."""
+    ranks = found["ranks"][f"torch.{dtype}"]
+    logps, entropy, of_hidden, of_weight, *of_other_rank = ranks["errors"]
+    assert max(logps, entropy, *of_other_rank) < 5e-6
+    assert max(of_hidden, of_weight) < TOLERANCES[dtype]
+    assert min(ranks["flops"]) > 4 * 18 * 21 * 21  # forward and backward
+
+
 def test_tied_heads_and_strides(found):
     assert found["tied"] < 5e-6
 
@@ -62,11 +75,35 @@ def test_flops_and_bytes_are_the_least(found):
     assert backward["written"] == 2 * n * v  # the gradient of the logits, in bfloat16
 
 
+@pytest.mark.parametrize("with_bias_and_suppressed", [False, True])
+@pytest.mark.parametrize("name", ["_sums", "_gradients"])
+def test_kernels_compile_for_a_gpu(name, with_bias_and_suppressed):
+    """Triton's compiler needs no GPU. It refuses Python that the interpreter runs, such as type hints by `Any`."""
+    compiler = pytest.importorskip("triton.compiler")
+    from triton.backends.compiler import GPUTarget
+
+    from rlkit.losses import _triton
+
+    kernel = getattr(_triton, name)
+    types = dict.fromkeys(kernel.arg_names, "*fp32") | dict.fromkeys(("n", "v", "size", "tiles_per_part"), "i32")
+    types |= dict.fromkeys(("hidden", "weight", "bias"), "*bf16") | {"targets": "*i64", "suppressed": "*u8"}
+    if name == "_gradients":
+        types["out"] = "*bf16"
+    constants = _triton._blocks(torch.bfloat16)
+    if not with_bias_and_suppressed:
+        constants |= {"bias": None, "suppressed": None}
+    signature = {x: "constexpr" if x in constants else types[x] for x in kernel.arg_names}
+    source = compiler.ASTSource(kernel, signature, constants)
+    compiled = compiler.compile(source, target=GPUTarget("cuda", 90, 32), options=_triton.SCHEDULE)
+    assert "wgmma" in compiled.asm["ptx"]  # products on the tensor cores
+
+
 @pytest.mark.parametrize("reason", ["no triton", "no GPU"])
 def test_one_line_is_logged_where_kernels_cannot_run(reason, monkeypatch, caplog):
     if reason == "no triton":
         monkeypatch.setitem(sys.modules, "triton", None)
         monkeypatch.delitem(sys.modules, "rlkit.losses._triton", raising=False)
+        monkeypatch.delattr("rlkit.losses._triton", raising=False)
     else:
         pytest.importorskip("triton")
     monkeypatch.setattr(logprobs, "_triton", logprobs._triton.__wrapped__)  # without what earlier calls found

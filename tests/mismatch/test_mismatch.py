@@ -11,6 +11,7 @@ sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parents[1] / "rol
 from faults import faults, first_differences  # noqa: E402
 from vllm_models import build  # noqa: E402
 
+import rlkit.mismatch.__main__ as command  # noqa: E402
 from rlkit.data import load_task  # noqa: E402
 from rlkit.engines import make_engine  # noqa: E402
 from rlkit.mismatch.__main__ import main  # noqa: E402
@@ -75,6 +76,17 @@ def test_the_command(folder, tmp_path, capsys):
     assert end.value.code == 1 and last.startswith("first difference: sampling transform: token ")
     with pytest.raises(SystemExit, match=r"mismatch: bundle .*: expected a folder with rank_0.json, got none"):
         main([path, "--bundle", str(tmp_path)])
+
+
+def test_the_exit_status_is_that_of_the_parts(monkeypatch, capsys):
+    """Not of the words that are printed, where a difference may be described as one that DIFFERS."""
+    for differs in (False, True):
+        found = [Part("layer 3", 0.5, differs, "DIFFERS" if not differs else "row 1")]
+        monkeypatch.setattr(command, "run", lambda _, found=found: found)
+        monkeypatch.setattr(command, "describe", lambda found: found[0].where)
+        with pytest.raises(SystemExit) as end:
+            main(["model"])
+        assert end.value.code == int(differs) and capsys.readouterr().out == f"{found[0].where}\n"
 
 
 def test_the_first_difference_is_the_last_line():

@@ -20,7 +20,6 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from rlkit.engines import make_engine
 from rlkit.losses import _kernels, token_mean
-from rlkit.losses import logprobs as logprobs_module
 from rlkit.plan import fake_ranks, rehearsal
 from rlkit.plan.__main__ import main as command
 from rlkit.plan.fit import make_plan
@@ -149,7 +148,7 @@ def said(recipe, arguments, config_dir):
 
 def main(path, config_dir, out):
     # the plan is for a GPU, and so are its pieces of logits
-    _kernels.CPU_CACHE_BYTES, logprobs_module.CPU_CHUNK_BYTES = _kernels.PIECE_BYTES, _kernels.CHUNK_BYTES
+    _kernels.CPU_CACHE_BYTES, _kernels.CPU_CHUNK_BYTES = _kernels.PIECE_BYTES, _kernels.CHUNK_BYTES
     module, config = load_recipe("recipes/grpo_vlm.py"), load_config(path)
     found = {}
     for name, (ranks, options) in CASES.items():

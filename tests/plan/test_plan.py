@@ -4,6 +4,7 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from transformers import LlamaConfig
@@ -14,7 +15,9 @@ from on_fake_ranks import CASES  # noqa: E402
 from published_configs import qwen_vl  # noqa: E402
 
 from rlkit.plan.__main__ import main as command  # noqa: E402
+from rlkit.plan.fit import ways_to_fit  # noqa: E402
 from rlkit.plan.hardware import DATA_SHEETS, gpu_named  # noqa: E402
+from rlkit.plan.recipes import load_recipe  # noqa: E402
 
 
 def large_vocabulary():
@@ -101,6 +104,27 @@ def test_advice_names_options_with_which_it_fits(found):
     assert lines[-1].startswith("fits with --use_fused_kernels")
     tried = [float(line.split()[-2]) for line in lines if line.startswith("  with ")]
     assert tried == sorted(tried, reverse=True) and tried[-1] < 20.5
+
+
+def test_ways_to_fit_accumulate_but_for_lora_and_more_gpus():
+    """Nothing is read from the text: a model may be called "GPUs"."""
+    cfg = load_recipe("recipes/grpo_vlm.py").Config(
+        model="GPUs", rollout="vllm", gpu_memory_utilization=0.9, micro_batch_tokens=2_000_000
+    )
+    workload = SimpleNamespace(prompt=1_000_000, answer=234_567)
+    plan = SimpleNamespace(sampler=SimpleNamespace(utilization=0.57), rehearsal=SimpleNamespace(workload=workload))
+    shared = ["--gpu_memory_utilization 0.57", "--use_fused_kernels", "--enable_gradient_checkpointing"]
+    shared += ["--micro_batch_tokens 1234567", "--offload_between_phases"]
+    ways = list(ways_to_fit(cfg, plan, large_vocabulary(), 3))
+    assert [way.changes for way in ways] == [
+        *(shared[: i + 1] for i in range(5)),
+        [*shared, "--lora_rank 32"],
+        *([*shared, f"{3 * factor} GPUs in place of 3"] for factor in (2, 4, 8)),
+    ]
+    assert [way.world for way in ways] == [3] * 6 + [6, 12, 24]
+    assert [way.cfg.lora_rank for way in ways] == [0] * 5 + [32, 0, 0, 0]
+    assert ways[-1].cfg.offload_between_phases and ways[-1].cfg.micro_batch_tokens == 1234567
+    assert not any(way.changes[0].startswith("--lora") for way in ways_to_fit(ways[5].cfg, plan, large_vocabulary(), 3))
 
 
 @pytest.mark.parametrize(

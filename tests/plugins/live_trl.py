@@ -199,12 +199,15 @@ def test_advantages_are_of_the_rewards_that_the_trainer_logs(tokenizer):
     assert rewards.isnan().any() and expected.abs().max() > 0.1
 
 
-@pytest.mark.parametrize("loss_type", ["dapo", "grpo", "bnpo", "dr_grpo"])
-def test_with_trls_own_formula_the_loss_is_trls_own(tokenizer, loss_type):
-    """PPO's clip, its KL term and every reduction: our loss in TRL's trainer beside TRL's loss."""
+@pytest.mark.parametrize(
+    ("loss_type", "weighted_kl"), [("dapo", False), ("grpo", True), ("bnpo", False), ("dr_grpo", True)]
+)
+def test_with_trls_own_formula_the_loss_is_trls_own(tokenizer, loss_type, weighted_kl):
+    """PPO's clip, its KL terms and every reduction: our loss in TRL's trainer beside TRL's loss."""
     found = {}
     for name, loss in (("rlkit", clipped_policy_loss), ("TRL", None)):
-        trainer = grpo(tokenizer, loss, loss_type=loss_type, num_iterations=2, beta=0.1)
+        options = {"loss_type": loss_type, "use_bias_correction_kl": weighted_kl}
+        trainer = grpo(tokenizer, loss, num_iterations=2, beta=0.1, **options)
         trainer.train()
         found[name] = torch.tensor(trainer.losses), copy_of(trainer.model)
         kl = [entry["kl"] for entry in trainer.state.log_history if "kl" in entry]

@@ -1,4 +1,7 @@
-"""Those blocks of docs/other_trainers.md that need no trainer beside Hugging Face's; live_page.py runs the others."""
+"""Those blocks of docs/other_trainers.md that need no trainer beside Hugging Face's.
+
+live_page.py, live_hosts.py and live_skyrl.py run the others, in their trainers.
+"""
 
 import re
 import sys
@@ -16,6 +19,8 @@ from rlkit.losses import cispo_loss, clipped_policy_loss, token_logprobs, token_
 sys.path.insert(0, str(Path(__file__).parent))
 from pages import PAGE, blocks
 from two_steps import WORDS, copy_of, tiny_model
+
+SUBCLASSED = "OpenRLHF, NeMo-RL, AReaL"
 
 
 def batch(rows, seed):
@@ -149,10 +154,75 @@ def test_slime():
     assert raw == [1.0, 0.0, 0.0, 0.5] and rewards == [1.0, -1.0, -0.5, 0.5]
 
 
+class ClippedPGLossFn:
+    """What a subclass of NeMo-RL's class of this name can rely on."""
+
+    def __init__(self, cfg, use_fused_linear_logprobs=False):
+        self.ratio_clip_min, self.ratio_clip_max = cfg.ratio_clip_min, cfg.ratio_clip_max
+        self.reference_policy_kl_penalty = cfg.reference_policy_kl_penalty
+        self.use_importance_sampling_correction = cfg.use_importance_sampling_correction
+
+    def __call__(self, next_token_logprobs, data, global_valid_seqs, global_valid_toks):
+        return next_token_logprobs.sum(), {"loss": 0.0, "num_valid_samples": data["sample_mask"].sum().item()}
+
+
+def test_nemo_rl(monkeypatch):
+    stand_in(monkeypatch, "nemo_rl.algorithms.grpo", ClippedPGLossFn=ClippedPGLossFn, _create_advantage_estimator=None)
+    started = []
+    stand_in(monkeypatch, "run_grpo", main=lambda: started.append(True))
+    names = {"__name__": "__main__"}
+    exec(blocks(SUBCLASSED)[1], names)
+    grpo = sys.modules["nemo_rl.algorithms.grpo"]
+    assert started and grpo.ClippedPGLossFn is names["Cispo"]
+    options = {"ratio_clip_min": 0.2, "ratio_clip_max": 0.1}
+    options |= {"reference_policy_kl_penalty": 0.0, "use_importance_sampling_correction": False}
+    loss_fn = grpo.ClippedPGLossFn(SimpleNamespace(**options), use_fused_linear_logprobs=False)
+    logprobs, old, advantages, mask = policy_batch()
+    mask[:, 0] = False
+    data = {"token_mask": mask.float(), "sample_mask": torch.tensor([1.0, 1, 0, 1, 1, 1])}
+    data |= {"prev_logprobs": old, "advantages": advantages}
+    kept = mask & data["sample_mask"][:, None].bool()
+    parts = []
+    for rows in (slice(0, 2), slice(2, 6)):
+        part = {name: x[rows] for name, x in data.items()}
+        loss, metrics = loss_fn(logprobs[rows, 1:], part, torch.tensor(5), kept.sum())
+        assert metrics["loss"] == pytest.approx(loss.item()) and metrics["num_valid_samples"] in (2, 3)
+        parts.append(loss)
+    expected = token_mean(cispo_loss(logprobs, old, advantages, kept, 0.2, 0.1), kept)
+    torch.testing.assert_close(sum(parts), expected)
+    assert not torch.isclose(expected, token_mean(cispo_loss(logprobs, old, advantages, kept, 0.2, 0.2), kept))
+    for name, value in {"reference_policy_kl_penalty": 0.01, "use_importance_sampling_correction": True}.items():
+        with pytest.raises(AssertionError):
+            grpo.ClippedPGLossFn(SimpleNamespace(**{**options, name: value}))
+
+    prompts = torch.tensor([[5, 6], [7, 0], [5, 6], [7, 0]])
+    rewards = torch.tensor([1.0, 0.0, 0.0, 0.5])
+    mask = torch.tensor([[0.0, 1.0, 1.0]] * 3 + [[0.0, 1.0, 0.0]])
+    found = grpo._create_advantage_estimator(None).compute_advantage(
+        prompt_ids=prompts, rewards=rewards, mask=mask, repeated_batch=None, logprobs_policy=None
+    )
+    torch.testing.assert_close(found, torch.tensor([1.0, -0.5, -1.0, 0.5])[:, None] * mask)
+
+
+def test_areals_loss_of_packed_rows(monkeypatch):
+    """That of the rows one by one; live_hosts.py trains with it, and with one row in a micro-batch."""
+    stand_in(monkeypatch, "areal.engine", FSDPPPOActor=object)
+    names = {}
+    exec(blocks(SUBCLASSED)[2], names)
+    logprobs, old, advantages, mask = policy_batch()
+    lengths = [8, 3, 6, 8, 1, 5]
+    packed = [torch.cat([x[row, :n] for row, n in enumerate(lengths)]) for x in (logprobs, old, advantages, mask)]
+    data = dict(zip(("prox_logp", "advantages", "loss_mask"), packed[1:], strict=True))
+    data["cu_seqlens"] = torch.tensor([0, *lengths]).cumsum(0)
+    found = names["cispo"](packed[0], None, data, vocab_min_logits=None, vocab_max_logits=None)
+    kept = mask & (torch.arange(8) < torch.tensor(lengths)[:, None])
+    torch.testing.assert_close(found, token_mean(cispo_loss(logprobs, old, advantages, kept, 0.2, 0.28), kept))
+
+
 def test_every_block_is_run():
-    """By this file or by live_page.py: a block that is added needs a test."""
+    """By this file or by one of the live_ files: a block that is added needs a test."""
     counts = {"TRL": 2, "verl": 1, "Hugging Face's Trainer": 1, "Lightning, and loops of your own": 2}
-    counts["prime-rl, SkyRL, slime"] = 3
+    counts |= {"prime-rl, SkyRL, slime": 3, SUBCLASSED: 3}
     assert {heading: len(blocks(heading)) for heading in counts} == counts
     assert len(re.findall("```python", PAGE)) == sum(counts.values())
 
@@ -168,7 +238,7 @@ def test_names_in_verl_are_those_of_the_functions():
     assert found == {"Losses": losses, "Advantages": advantages}
 
 
-@pytest.mark.parametrize("heading", ["TRL", "verl"])
-def test_what_live_page_runs_is_python(heading):
+@pytest.mark.parametrize("heading", ["TRL", "verl", SUBCLASSED])
+def test_what_live_files_run_is_python(heading):
     for block in blocks(heading):
         compile(block, heading, "exec")

@@ -4,8 +4,9 @@ on_two_ranks.py RUNS_FILE NAME...
 
 RUNS_FILE holds, by name, the steps after which a run is broken off and resumed (0: never), its recipe and its options.
 The other cases are `answers`, what ranks with the same rows have of a sampler that answers each rank differently;
-`late`, a rank that starts late; `refused`, what the ranks say of a directory that rank 0 cannot have; and `measured`,
-what they measure of answers that they share, or that rank 0 has alone.
+`late`, a rank that starts late; `refused`, what the ranks say of a directory that rank 0 cannot have; `measured`,
+what they measure of answers that they share, or that rank 0 has alone; and `replayed/NAME`, the saved step of a run of
+before, computed again by both ranks.
 """
 
 import gc
@@ -15,6 +16,7 @@ import os
 import sys
 import time
 from contextlib import redirect_stdout
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -26,6 +28,9 @@ from runs.some_answers import PROMPTS, measure, of_a_rank
 
 from rlkit.data import append_response, prompt_sample
 from rlkit.engines.distributed import init_distributed, make_model_parallel_group
+from rlkit.replay.__main__ import replay
+from rlkit.replay.bundles import read_bundle
+from rlkit.replay.compare import compare_bundles
 from rlkit.rollout.shared_rows import SharedRowsRollout
 from rlkit.runs import claim_directory
 from rlkit.tracking import Run
@@ -86,6 +91,20 @@ def measured():
     return [of_all_ranks(measure(answers)) for answers in (of_a_rank(rank, world), alone)]
 
 
+def replayed(rollouts):
+    """Rows and answers of the step that was computed again, and how it compares with the saved one."""
+    saved = read_bundle(rollouts / "step_0")
+    computed = replay(rollouts / "step_0", saved, "", "", [])
+    parallel_state.destroy_model_parallel()
+    fields, found = computed.updates[0].fields, compare_bundles(saved, computed, 1e-4)
+    return {
+        "rows": sorted(zip(fields["group_ids"].tolist(), fields["numbers"].tolist(), strict=True)),
+        "answers": sorted((sample.group_id, sample.number) for sample in computed.draws[0].samples),
+        "compared": {one.name: True for one in found},
+        "differ": [f"{one.name}: {one.where}" for one in found if one.differs],
+    }
+
+
 def run(steps, recipe, *arguments):
     if steps:
         stop_after(steps, recipe, *arguments)
@@ -113,10 +132,11 @@ def main(runs_file, names):
                 "late": lambda: started_late(folder),
                 "refused": lambda: refused(folder),
                 "measured": measured,
+                **{f"replayed/{run}": partial(replayed, folder / run / "rollouts") for run in runs},
             }
             found = others[name]()
             if dist.get_rank() == 0:
-                (folder / f"{name}.json").write_text(json.dumps(found))
+                (folder / f"{name.replace('/', '_')}.json").write_text(json.dumps(found))
 
 
 if __name__ == "__main__":

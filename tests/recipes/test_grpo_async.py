@@ -32,7 +32,8 @@ def server(warm_dir, tmp_path_factory):  # noqa: F811
 def test_learns_ahead_and_stays_within_its_bound(warm_dir, server, tmp_path):  # noqa: F811
     out = tmp_path / "ahead"
     options = ["--model", warm_dir, "--servers", server, *LEARNING]
-    done = run("grpo_async", *options, "--steps", 12, "--lr", 1.5e-3, "--out", out)
+    during = ["--evaluate_every", 5, "--keep_best"]
+    done = run("grpo_async", *options, "--steps", 12, "--lr", 1.5e-3, "--out", out, *during)
     # seen with AVX2, without it, and with two threads: held-out accuracy 0.462 -> 1.0; without a learning rate 0.462
     assert "Traceback" not in done.stderr and helpers.learned(out)
     rows = read_metrics(out / "metrics.jsonl")
@@ -42,6 +43,11 @@ def test_learns_ahead_and_stays_within_its_bound(warm_dir, server, tmp_path):  #
     assert old and all(row["staleness/max"] <= 1.0 for row in rows)
     assert all(row["mismatch/abs_dlogp"] > 1e-5 for row in old if row["step"] > 1)  # by other weights
     assert (out / "model" / "config.json").exists() and (out / "report.html").exists()
+    # between batches that are already being sampled
+    evaluations = helpers.evaluation(out)["evaluations"]
+    assert [found["step"] for found in evaluations] == [0, 5, 10, 12]
+    assert evaluations[2]["accuracy"] > evaluations[0]["accuracy"] + 0.1
+    assert helpers.evaluation(out)["best_step"] > 0 and (out / "best" / "config.json").exists()
     run_here("grpo_async", *options, "--steps", 6, "--lr", 0, "--out", tmp_path / "still")
     assert not helpers.learned(tmp_path / "still")
 

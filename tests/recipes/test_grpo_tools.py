@@ -15,6 +15,7 @@ import helpers  # noqa: E402
 from helpers import load, numbers, rows, run_here, text_dir  # noqa: E402, F401
 
 from rlkit.engines.distributed import init_distributed  # noqa: E402
+from rlkit.replay.__main__ import main as replay  # noqa: E402
 from rlkit.rollout.image_tools import zoom, zoomed_digits  # noqa: E402
 from rlkit.runs.tiny_tool_user import build_tiny_tool_user  # noqa: E402
 
@@ -85,10 +86,14 @@ def test_resume_is_exact(warm_dir, tmp_path):
     assert numbers(tmp_path / "stopped") == numbers(tmp_path / "whole") and again == evaluation
 
 
-def test_a_failing_tool_is_left_out_or_shown(warm_dir, tmp_path):
+def test_a_failing_tool_is_left_out_or_shown(warm_dir, tmp_path, capsys):
     options = ["--steps", 1, *SMALL, "--tool", "test_grpo_tools:shaky", "--max_failed_rewards", 0.99]
-    (left_out,), evaluation = run(warm_dir, tmp_path / "out", *options)
+    (left_out,), evaluation = run(warm_dir, tmp_path / "out", *options, "--save_rollouts")
     assert 0 < left_out["aborted"] == left_out["unjudged"] < 32 and evaluation["heldout"] == HELD_OUT
+    with pytest.raises(SystemExit) as end:  # the step again, with the saved episodes
+        replay([str(tmp_path / "out" / "rollouts" / "step_0")])
+    said = capsys.readouterr().out
+    assert end.value.code == 0 and "\ngrad_norm " in said and said.endswith("nothing differs\n")
     (shown,), _ = run(warm_dir, tmp_path / "shown", *options, "--show_failures")
     assert shown["aborted"] == shown["unjudged"] == 0
 

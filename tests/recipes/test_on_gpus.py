@@ -11,6 +11,8 @@ sys.path.insert(0, str(Path(__file__).parent))
 from helpers import RECIPES, rows, run
 from test_two_ranks import CASES
 
+from rlkit.runs import RunOptions, run_recipe, start_run
+
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"),
@@ -33,3 +35,15 @@ def test_two_steps(recipe, tiny_dir, tmp_path):
     assert len(logged) == 2 and all(row["memory/train"] > 0 for row in logged)
     losses = [x for row in logged for name, x in row.items() if name.rpartition("/")[2] in ("loss", "grad_norm")]
     assert losses and all(map(math.isfinite, losses))
+
+
+def test_an_out_of_memory_error_leaves_a_snapshot(tmp_path, monkeypatch):
+    def main(cfg: RunOptions):
+        start_run("recipe", cfg, "task")
+        torch.empty(2**50, dtype=torch.uint8, device="cuda")
+
+    monkeypatch.setattr(sys, "argv", ["recipe", "--out", str(tmp_path / "run"), "--memory_snapshot"])
+    with pytest.raises(torch.OutOfMemoryError) as error:
+        run_recipe(main)
+    assert "ran out of memory in the phase set_up" in error.value.__notes__[0]
+    assert (tmp_path / "run" / "memory-rank-0.pickle").stat().st_size

@@ -26,12 +26,14 @@ SPLIT_BY = {
 }
 # recipe, options, and those of the run on two ranks alone
 CASES = {
-    "grpo_vlm": ("grpo_vlm", [*PROMPTS, "--steps", 1], []),
-    "ulysses": ("grpo_vlm", [*PROMPTS, "--steps", 1], ["--ulysses_sequence_parallel_size", 2]),
+    "grpo_vlm": ("grpo_vlm", [*PROMPTS, "--steps", 1], ["--save_rollouts"]),
+    "ulysses": ("grpo_vlm", [*PROMPTS, "--steps", 1], ["--ulysses_sequence_parallel_size", 2, "--save_rollouts"]),
     "reinforce": ("reinforce", [*PROMPTS, "--steps", 1, "--advantage", "reinforce_plus_plus_baseline"], []),
     "dapo": ("dapo", [*PROMPTS, "--steps", 1, *DRAWS], []),
     "ppo": ("ppo", [*PROMPTS, "--steps", 1, "--mini_batches", 2], []),
     "distill": ("distill", [*PROMPTS, "--steps", 1], []),
+    "distill_whole": ("distill", [*PROMPTS, "--steps", 2, "--loss", "jsd"], ["--ulysses_sequence_parallel_size", 2]),
+    "distill_top": ("distill", [*PROMPTS, "--steps", 2, "--loss", "jsd", "--teacher_top_k", 9], []),
     "sft": ("sft", [*PAIRS, "--max_new_tokens", 2], []),
     "dpo": ("dpo", [*PAIRS, "--max_new_tokens", 3], ["--micro_batch_tokens", 300]),  # pairs are not torn apart
     "kto": ("kto", [*PAIRS, "--max_new_tokens", 3], ["--micro_batch_tokens", 300]),
@@ -39,9 +41,10 @@ CASES = {
     "fsdp2-tensor": ("sft", [*PAIRS, "--max_new_tokens", 2], ["--parallel", "tensor", 2]),
 }
 SPLIT = {  # six of them: the others make their engine by the same line
-    "grpo_vlm": "tensor", "ppo": "pipeline", "distill": "tensor", "sft": "pipeline", "reward_model": "tensor",
+    "grpo_vlm": "tensor", "ppo": "pipeline", "distill_top": "tensor", "sft": "pipeline", "reward_model": "tensor",
     "dpo": "pipeline",
 }  # fmt: skip
+SAVED = ["grpo_vlm", "ulysses"]  # each rank has rows of its own; both have the same rows
 STOPPED = {"megatron-sft": 1}  # after so many steps, and resumed
 CASES |= {f"megatron-{n}": (*CASES[n][:2], [*CASES[n][2], *SPLIT_BY[way]]) for n, way in SPLIT.items()}
 # a task whose rewards are parts of 1, and some of which cannot be judged
@@ -67,7 +70,7 @@ def two_ranks(start, tmp_path_factory):
     """The directory of runs on two ranks, and what all runs began from."""
     warm = helpers.built_warm(tmp_path_factory)
     shared, out = {name: ["--model", warm] for name in CASES}, tmp_path_factory.mktemp("two")
-    for name in ("distill", "megatron-distill"):
+    for name in ("distill", "distill_whole", "distill_top", "megatron-distill_top"):
         shared[name] += ["--teacher", helpers.built(tmp_path_factory, "random", helpers.few_digits, warm_up_steps=0)]
     runs = {
         name: [STOPPED.get(name, 0), recipe, *shared[name], *options, *more, "--out", out / name]
@@ -79,7 +82,7 @@ def two_ranks(start, tmp_path_factory):
     runs["evaluate"] = [0, "evaluate", *options]
     (out / "runs.json").write_text(json.dumps(runs, default=str))
     command = helpers.command(Path(__file__).with_name("on_two_ranks.py"), out / "runs.json", ranks=2)
-    names = ["answers", "late", "refused", "measured", "evaluate", *CASES]
+    names = ["answers", "late", "refused", "measured", "evaluate", *CASES, *(f"replayed/{name}" for name in SAVED)]
     run_cases(command, out, names, timeout=1800, env=helpers.environment())
     return out, shared
 
@@ -126,6 +129,15 @@ def test_two_ranks_evaluate_several_tasks(two_ranks, on_one_rank, start):
     assert found[parts]["accuracy"] == 0.5  # over the answers that were judged
     assert found[parts]["pass@1"] == 1
     assert found[parts]["unjudged"] == 5 * zeros
+
+
+@pytest.mark.parametrize("name", SAVED)
+def test_a_replay_on_two_ranks_has_every_row_once(two_ranks, name):
+    out, _ = two_ranks
+    require(out, f"replayed/{name}")
+    found = json.loads((out / f"replayed_{name}.json").read_text())
+    assert found["rows"] == found["answers"] == [[prompt, number] for prompt in range(8) for number in range(4)]
+    assert found["compared"]["grad_norm"] and not found["differ"]
 
 
 def test_ranks_with_the_same_rows_have_the_same_answers(two_ranks):

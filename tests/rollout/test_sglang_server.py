@@ -180,6 +180,15 @@ def test_routing_comes_with_its_answer(connect):
         assert a.bodies[0]["return_routed_experts"]
 
 
+def test_routing_is_asked_of_servers_that_return_it(connect):
+    with SglangStandin() as a, SglangStandin() as b:
+        a.server["enable_return_routed_experts"] = True
+        rollout = connect(a, b)
+        rollout.generate([prompt_sample([10 + i, 11]) for i in range(4)], SAMPLING)
+        assert [body["return_routed_experts"] for body in a.bodies] == [True] * 2
+        assert [body["return_routed_experts"] for body in b.bodies] == [False] * 2
+
+
 def test_sleep_and_wake(connect):
     with SglangStandin() as a:
         rollout = connect(a)

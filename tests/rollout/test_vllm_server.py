@@ -1,5 +1,6 @@
 """Two real vLLM servers beside the engine whose weights they are sent; the last test kills one of them."""
 
+import math
 import os
 import signal
 import socket
@@ -20,11 +21,13 @@ from rlkit.losses import token_mean
 from rlkit.rollout import AsyncSampler, Sampling, make_rollout
 from rlkit.rollout.adapters import serialize_adapter
 from rlkit.rollout.serve import serving
+from rlkit.rollout.servers.teacher import VllmTeacher
 from rlkit.rollout.servers.token import server_token
 from rlkit.vlm import encode_prompts, load_model, load_processor, lora, suppressed_token_ids
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "engines"))
-from rows import make_samples
+sys.path[:0] = [str(Path(__file__).parents[1] / folder) for folder in ("engines", "recipes")]
+import helpers  # noqa: E402
+from rows import make_samples  # noqa: E402
 
 OPTIONS = ["--kv-cache-memory-bytes", str(64 << 20), "--max-model-len", "512", "--max-num-seqs", "64"]
 OPTIONS += ["--enable-lora", "--max-lora-rank", "8"]
@@ -126,6 +129,57 @@ def train(engine, samples):
     engine.train_batch(batch, loss_fn)
     moved = {name for name, weight in engine.get_per_tensor_param() if not torch.equal(before[name], weight)}
     assert {"visual", "embed_tokens"} <= {part for name in moved for part in name.split(".")}
+
+
+def test_a_teacher_on_servers_is_the_teacher_in_this_process(tiny_dir, processor, rollout, prompts, servers, tmp_path):
+    """Top-k and log-probabilities of answers with and without images; a student that is its own teacher learns nothing.
+
+    This is the first test because the servers have the weights of the directory only until a trainer sends its own.
+    """
+    samples = rollout.generate(prompts, SAMPLING, n=2)
+    teacher = VllmTeacher(model=tiny_dir, urls=list(servers), top_k=8)
+    engine, batch = make_engine("fsdp2", model=load_model(tiny_dir)), collate(samples)
+    found, expected = teacher.topk_logprobs(samples, 8), engine.topk_logprobs(batch, 8)
+    torch.testing.assert_close(found.logprobs, expected.logprobs, atol=1e-4, rtol=1e-4)
+    assert (found.ids == expected.ids).float().mean() > 0.99 and len(found.ids) == batch.mask.sum() > 50
+    logprobs = teacher.infer_batch(samples)["logprobs"]
+    torch.testing.assert_close(logprobs, engine.infer_batch(batch)["logprobs"], atol=1e-4, rtol=1e-4)
+    with pytest.raises(
+        ValueError, match="group .*: expected fewer than 512 tokens, the context of the teacher's servers"
+    ):
+        teacher.topk_logprobs([prompt_sample([5] * 512)], 8)
+    teacher.close()
+    with pytest.raises(
+        ValueError, match="Requested prompt logprobs of 21, .* greater than max allowed: 20.*--max-logprobs"
+    ):
+        VllmTeacher(model=tiny_dir, urls=list(servers), top_k=21)
+    with pytest.raises(ValueError, match="expected the teacher '/other/model', got '/"):
+        VllmTeacher(model="/other/model", urls=list(servers))
+
+    options = [
+        "--model",
+        tiny_dir,
+        "--teacher",
+        tiny_dir,
+        "--teacher_servers",
+        *servers,
+        "--task",
+        "helpers:seen_shortly",
+    ]
+    options += ["--loss", "reverse_kl", "--teacher_top_k", 8, "--steps", 2, "--prompts_per_step", 4, "--group_size", 2]
+    helpers.run_here("distill", *options, "--out", tmp_path / "run")
+    assert [row["divergence"] < 1e-3 for row in helpers.rows(tmp_path / "run")] == [True, True]
+
+
+def test_suppressed_tokens_of_a_teacher_get_no_probability(monkeypatch):
+    """Those among its likeliest tokens are no entries; the others share their probability."""
+    teacher = VllmTeacher.__new__(VllmTeacher)
+    teacher.suppressed = frozenset({7, 9})
+    scores = [[(0.0, []), (-1.0, [(3, math.log(0.5)), (9, math.log(0.2)), (4, math.log(0.1))])]]
+    monkeypatch.setattr(teacher, "_scores", lambda samples, k: scores)
+    logprobs, ids = teacher.topk_logprobs([None], 4)
+    assert ids.tolist() == [[0, 0, 0, 0], [3, 9, 4, 0]]
+    torch.testing.assert_close(logprobs.exp(), torch.tensor([[0.0] * 4, [0.5 / 0.8, 0.0, 0.1 / 0.8, 0.0]]))
 
 
 def test_end_tokens_and_suppressed_tokens(engine, rollout, prompts, processor):

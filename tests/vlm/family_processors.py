@@ -110,6 +110,19 @@ def lfm2_vl():
     return transformers.Lfm2VlProcessor(images, t)
 
 
+def mistral3():
+    t = tokenizer("[IMG]", "[IMG]", "[IMG_BREAK]", "[IMG_END]")
+    images = transformers.PixtralImageProcessor(patch_size=8, size={"longest_edge": 32})
+    return transformers.PixtralProcessor(images, t, patch_size=4, spatial_merge_size=2)
+
+
+def kimi_k25():
+    t = tokenizer("<|media_pad|>", image_token="<|media_pad|>", video_token="<|kimi_k25_video_placeholder|>")
+    size = {"max_height": 8, "max_width": 8}  # in patches
+    images = transformers.Kimi_K25ImageProcessor(patch_size=4, merge_size=2, size=size)
+    return transformers.Kimi_K25Processor(images, t, transformers.Kimi_K25VideoProcessor())
+
+
 FAMILIES = {
     "qwen2_vl": lambda: qwen_vl("Qwen2VL"),
     "qwen2_5_vl": lambda: qwen_vl("Qwen2_5_VL"),
@@ -119,8 +132,10 @@ FAMILIES = {
     "qwen3_5_moe": qwen_vl,
     "glm4v_moe": glm4v,
     "glm46v": lambda: glm4v("Glm46V"),
-    **{make.__name__: make for make in (glm4v, internvl, llava, idefics3, smolvlm, gemma3, gemma4, lfm2_vl)},
+    **{make.__name__: make for make in (glm4v, internvl, llava, idefics3, smolvlm, gemma3)},
+    **{make.__name__: make for make in (gemma4, kimi_k25, lfm2_vl, mistral3)},
 }
+SIZED = ("gemma4", "kimi_k25", "lfm2_vl", "mistral3")  # their tensors have the size of each image beside its pixels
 
 
 @cache

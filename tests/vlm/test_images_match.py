@@ -6,8 +6,11 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from PIL import Image
 
+sys.path.insert(0, str(Path(__file__).parent))
 sys.path.insert(0, str(Path(__file__).parents[1] / "engines"))
+import family_processors
 from family_configs import IMAGE, VISION
 from test_families import layout_of_image, rows, text_model, vision_model
 
@@ -15,7 +18,8 @@ from rlkit.data import append_response, collate
 from rlkit.data.samples import prompt_sample
 from rlkit.engines import make_engine
 from rlkit.engines.packing.micro_batches import micro_batches
-from rlkit.vlm.inputs import check_image_tokens, position_ids, position_spec
+from rlkit.vlm import encode_prompt
+from rlkit.vlm.inputs import IMAGE_SIZE_KEYS, check_image_tokens, position_ids, position_spec
 
 GRIDS = [family for family, (*_, shape) in VISION.items() if len(shape) == 2]
 SIZES = ["gemma4", "kimi_k25", "lfm2_vl", "mistral3", "paddleocr_vl"]
@@ -74,6 +78,34 @@ def test_a_row_whose_images_and_tokens_differ_is_named(family):
             [good, sample(family, 0), bad],
             rf"^row 2 of the batch \(group 5\): image tokens: expected {why}, got {tokens}",
         )
+
+
+@pytest.mark.parametrize("family", family_processors.SIZED)
+def test_tokens_are_counted_as_processors_and_models_count_them(family):
+    """The processor writes the tokens, and the forward of transformers refuses another number of them."""
+    model, processor = family_processors.model(family).eval(), family_processors.processor(family)
+    for sizes in ([(20, 20)], [(40, 18), (17, 33)], [(100, 9), (9, 100)], [(25, 41)], [(64, 64), (31, 7)]):
+        images = [Image.new("RGB", size) for size in sizes]
+        prompt = encode_prompt(processor, {"question": "how many?", "images": images})
+        check_image_tokens(collate([append_response(prompt, ANSWER, [-1.0] * 2)]), model.config)
+        with torch.no_grad():
+            model(input_ids=torch.tensor([prompt.token_ids]), **prompt.vision)
+
+
+@pytest.mark.parametrize("family", family_processors.SIZED)
+def test_pixels_without_their_sizes_name_the_row(family):
+    lacking = sample(family)
+    del lacking.vision[IMAGE_SIZE_KEYS[family]]
+    with pytest.raises(ValueError, match=rf"row 1 .*: {IMAGE_SIZE_KEYS[family]}: expected the sizes"):
+        check_image_tokens(collate([sample(family), lacking]), vision_model(family).config)
+
+
+def test_part_of_a_patch_at_the_edge_of_an_image_has_no_token():
+    """Mistral 3's convolution drops it."""
+    found = sample("mistral3", pixel_values=torch.randn(1, 3, 18, 17), image_sizes=torch.tensor([[18, 17]]))
+    model = vision_model("mistral3")
+    check_image_tokens(collate([found]), model.config)
+    model(input_ids=torch.tensor([found.token_ids]), **found.vision)
 
 
 @pytest.mark.parametrize("family", ["qwen2_5_vl", "llava"])

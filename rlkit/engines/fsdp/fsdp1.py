@@ -77,6 +77,9 @@ class Fsdp1Engine(Fsdp2Engine):
         module.register_comm_hook(mesh.get_group(), _sum_gradients)
         return module
 
+    def _check_plain_head(self) -> None:
+        raise ValueError("output_layer: expected the fsdp2 engine, got fsdp1, which cannot gather one layer alone")
+
     def _clip(self) -> Tensor:
         return self.module.clip_grad_norm_(self.max_grad_norm)
 

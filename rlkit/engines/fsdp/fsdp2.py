@@ -19,6 +19,7 @@ from rlkit.data.samples import Batch, Sample
 from rlkit.engines import checkpoint
 from rlkit.engines.distributed import (
     all_reduce,
+    full_tensor,
     full_tensors,
     init_distributed,
     make_model_parallel_group,
@@ -26,8 +27,15 @@ from rlkit.engines.distributed import (
 )
 from rlkit.engines.export import export_adapter, export_hf
 from rlkit.engines.fsdp.sharded_loading import has_meta_weights, load_sharded_weights
-from rlkit.engines.fsdp.sharding import apply_fsdp2, fsdp_units, make_device_mesh
+from rlkit.engines.fsdp.sharding import apply_fsdp2, fsdp_units, make_device_mesh, unsplit_modules
 from rlkit.engines.fsdp.tensor_parallel import all_reduce_gradients, apply_tensor_parallel, clip_grad_norm
+from rlkit.engines.logit_functions import (
+    LogitFunction,
+    apply_to_hidden_states,
+    apply_to_logits,
+    head_logits,
+    topk_of_pieces,
+)
 from rlkit.engines.loss_closure import LossFn, Outputs, check_output_names, compute_loss, sum_metrics
 from rlkit.engines.offload import Offloaded, own_memory
 from rlkit.engines.packing.attention import use_packed_attention
@@ -36,7 +44,14 @@ from rlkit.engines.packing.micro_batches import check_same_rows, micro_batches
 from rlkit.engines.packing.ulysses import UlyssesGroup, apply_ulysses, gather_outputs
 from rlkit.engines.packing.vision_attention import use_packed_vision_attention
 from rlkit.engines.value_head import has_value_head
-from rlkit.losses.logprobs import linear_logprobs, suppress_tokens, target_logprobs, token_entropy
+from rlkit.losses.logprobs import (
+    TopkLogprobs,
+    linear_logprobs,
+    suppress_tokens,
+    target_logprobs,
+    token_entropy,
+    tokens_per_chunk,
+)
 from rlkit.vlm.adapt import adapter_parameters, checkpoint_parameters, merged_parameters
 from rlkit.vlm.families import head_obstacle
 from rlkit.vlm.inputs import position_spec
@@ -77,6 +92,7 @@ class Fsdp2Engine:
         use_fused_kernels: compute logprobs and entropy from hidden states, without the [N, V] logits. On a GPU also
             Liger's kernels in the model, if liger-kernel is installed.
         enable_gradient_checkpointing: recompute activations in backward.
+        use_torch_compile: compile each layer with `torch.compile`, except its attention. The first steps take longer.
         compute_dtype: of activations and gathered weights; by default bfloat16 on a GPU and float32 on a CPU.
         fsdp_size: hybrid sharding: this many neighbouring ranks, e.g. those of one machine, shard one replica of the
             weights and the optimizer. By default all ranks shard one replica.
@@ -95,6 +111,7 @@ class Fsdp2Engine:
             `rows[engine.data_parallel_rank :: engine.data_parallel_size]`.
         data_parallel_group: one rank of each model-parallel group; None for all ranks.
         model_parallel_group: the ranks that are given the same rows (tensor, Ulysses); None if each has its own.
+        compute_dtype: of activations and gathered weights.
         liger: whether the model has Liger's kernels.
     """
 
@@ -116,6 +133,7 @@ class Fsdp2Engine:
         share_prompts: bool = True,
         use_fused_kernels: bool = False,
         enable_gradient_checkpointing: bool = False,
+        use_torch_compile: bool = False,
         compute_dtype: torch.dtype | None = None,
         fsdp_size: int | None = None,
         tensor: int = 1,
@@ -136,14 +154,14 @@ class Fsdp2Engine:
         self.config = self.base.config
         self.spec = position_spec(self.config)
         self._make_groups(fsdp_size, tensor, ulysses_sequence_parallel_size)
-        self._prepare_model(gradient_checkpointing=enable_gradient_checkpointing)
-        dtype = compute_dtype or (torch.bfloat16 if self.device.type == "cuda" else torch.float32)
+        self._prepare_model(gradient_checkpointing=enable_gradient_checkpointing, compiled=use_torch_compile)
+        self.compute_dtype = compute_dtype or (torch.bfloat16 if self.device.type == "cuda" else torch.float32)
         mesh = self.mesh["dp_replicate", "dp_shard"] if fsdp_size else self.mesh["dp_shard"]
         if has_meta_weights(model):
-            self.module = self._shard(model, dtype, mesh)
+            self.module = self._shard(model, self.compute_dtype, mesh)
             load_sharded_weights(self.base, self.device)
         else:
-            self.module = self._shard(_on_device(model, self.device), dtype, mesh)
+            self.module = self._shard(_on_device(model, self.device), self.compute_dtype, mesh)
         trainable = [p for p in self.module.parameters() if p.requires_grad]
         self.optimizer = optimizer(trainable) if optimizer else None
         self.scheduler = scheduler(self.optimizer) if scheduler and self.optimizer else None
@@ -209,8 +227,8 @@ class Fsdp2Engine:
         self.data_parallel_rank, self.data_parallel_size = dist.get_rank() // size, dist.get_world_size() // size
         self.model_parallel_group = make_model_parallel_group(self.data_parallel_rank, self.data_parallel_size)
 
-    def _prepare_model(self, *, gradient_checkpointing: bool) -> None:
-        """What is set on the model before it is sharded: its attention, router replay, kernels, checkpointing."""
+    def _prepare_model(self, *, gradient_checkpointing: bool, compiled: bool) -> None:
+        """What is set on the model before it is sharded: attention, router replay, kernels, checkpointing, compile."""
         use_packed_attention(self.base, packed=self.use_remove_padding)
         if self.device.type == "cuda":
             use_packed_vision_attention(self.base, self.config)
@@ -219,9 +237,19 @@ class Fsdp2Engine:
         self.liger = self.use_fused_kernels and use_liger_kernels(self.base, self.device)
         if gradient_checkpointing:
             self.base.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        if compiled:
+            for layer in unsplit_modules(self.base):
+                layer.compile(dynamic=True)  # the number of tokens differs in every micro-batch
 
     @_needs_weights
-    def train_batch(self, batch: Batch, loss_fn: LossFn, outputs: Sequence[str] = ("logprobs",)) -> dict[str, float]:
+    def train_batch(
+        self,
+        batch: Batch,
+        loss_fn: LossFn,
+        outputs: Sequence[str] = ("logprobs",),
+        *,
+        logit_functions: Mapping[str, LogitFunction] | None = None,
+    ) -> dict[str, float]:
         """One optimizer step on this rank's rows: all micro-batches, gradient clipping, step, scheduler.
 
         Args:
@@ -229,6 +257,8 @@ class Fsdp2Engine:
             loss_fn: (out, mb) -> (loss, metrics). Metrics are 0-d tensors already divided by global totals. They are
                 summed over micro-batches and ranks; for names that end in "/max" the maximum is taken.
             outputs: any of `known_outputs`, with gradient.
+            logit_functions: further outputs by name, with gradient: functions of the logits and of `batch.unpadded`,
+                which are called for some tokens at a time, see rlkit.engines.logit_functions.
 
         Returns:
             The metrics, and `loss`, `grad_norm` (before clipping), `lr`, and `skipped_steps`: 1 if the gradient was not
@@ -243,7 +273,7 @@ class Fsdp2Engine:
         metrics = []
         for rows, dummy in self._micro_batches(batch):
             micro_batch = batch.select(rows)
-            out = self._forward(micro_batch, outputs, dummy)
+            out = self._forward(micro_batch, outputs, dummy, logit_functions)
             loss, of_micro_batch = compute_loss(loss_fn, out, micro_batch.to(self.device))
             loss.backward()
             metrics.append(of_micro_batch)
@@ -277,14 +307,98 @@ class Fsdp2Engine:
         self._reshard()  # the root unit stays gathered after a forward, embeddings and output layer
         return results
 
+    def topk_logprobs(self, batch: Batch, k: int) -> TopkLogprobs:
+        """The K likeliest tokens in place of each token of the mask, as tensors [N, K] for `Batch.add_unpadded`.
+
+        Their log-probabilities are over the whole vocabulary, at the engine's temperature.
+
+        Args:
+            batch: this rank's rows; N is the number of tokens in their mask.
+            k: how many tokens.
+        """
+
+        def topk(inputs: ModelInputs) -> dict[str, Tensor]:
+            return topk_of_pieces(self._logit_pieces(inputs), k, self.temperature)._asdict()
+
+        return TopkLogprobs(**self._infer_unpadded(batch, topk))
+
+    def hidden_states(self, batch: Batch) -> Tensor:
+        """The input of the output layer at the position before each token of the mask, [N, H], see `output_layer`.
+
+        Raises:
+            ValueError: the logits of this model family are not those of its output layer.
+        """
+        self._check_plain_head()
+        return self._infer_unpadded(batch, lambda inputs: {"hidden": self._last_hidden(inputs)})["hidden"]
+
+    @_needs_weights
+    @torch.no_grad()
+    def output_layer(self) -> Callable[[Tensor], Tensor]:
+        """A function from `hidden_states` [n, H] to logits [n, V], -inf at suppressed tokens; on all ranks together.
+
+        It has a copy of the output layer's weight [V, H] in `compute_dtype`, not sharded. So the logits of a teacher
+        over the whole vocabulary can be computed where and when a few of them are needed.
+
+        Raises:
+            ValueError: as `hidden_states`.
+        """
+        self._check_plain_head()
+        self._reshard()
+        head = self.base.get_output_embeddings()
+
+        def copied(x: Tensor) -> Tensor:
+            return full_tensor(x.detach()).to(self.compute_dtype, copy=True)
+
+        bias = None if head.bias is None else copied(head.bias)
+        return partial(head_logits, weight=copied(head.weight), bias=bias, suppress=self.suppressed_token_ids)
+
+    def _check_plain_head(self) -> None:
+        family = self.base.config.model_type
+        if why := head_obstacle(self.base.config):
+            raise ValueError(f"model: expected logits that are the output layer's, got {family}: {why}")
+
+    @_needs_weights
+    @torch.no_grad()
+    def _infer_unpadded(
+        self, batch: Batch, compute: Callable[[ModelInputs], Mapping[str, Tensor]]
+    ) -> dict[str, Tensor]:
+        """Results [N, ...] on the host, for the N tokens of this rank's mask; 0 for a token without one before it.
+
+        Args:
+            compute: inputs of a micro-batch -> tensors [K, ...] by name, at the positions `logits_to_keep`.
+        """
+        self.module.eval()
+        results: dict[str, Tensor] = {}
+        for rows, dummy in self._micro_batches(batch):
+            micro_batch = batch.select(rows)
+            inputs = self._inputs(micro_batch, dummy)
+            tokens = batch.unpadded_rows(rows)[micro_batch.unpadded_at(inputs.output_indices.cpu())]
+            for name, x in self._of_all_ranks(compute(inputs), inputs).items():
+                result = results.setdefault(name, torch.zeros(int(batch.mask.sum()), *x.shape[1:], dtype=x.dtype))
+                result[tokens] = x[: len(tokens)].cpu()
+        self._reshard()
+        return results
+
     def _micro_batches(self, batch: Batch) -> Iterator[tuple[list[int], Sample | None]]:
         if self.model_parallel_group is not None:
             check_same_rows(batch, self.data_parallel_rank, self.data_parallel_size)
         return micro_batches(batch, self.micro_batch_tokens, self.config, share_prompts=self.share_prompts)
 
-    def _forward(self, batch: Batch, outputs: Sequence[str], dummy: Sample | None) -> Outputs:
+    def _forward(
+        self,
+        batch: Batch,
+        outputs: Sequence[str],
+        dummy: Sample | None,
+        logit_functions: Mapping[str, LogitFunction] | None = None,
+    ) -> Outputs:
         check_output_names(outputs, self.known_outputs)
-        inputs = prepare_model_inputs(
+        inputs = self._inputs(batch, dummy)
+        results = self._of_all_ranks(self._results(batch, inputs, outputs, logit_functions or {}), inputs)
+        dummy_loss = 0.0 * next(iter(results.values()))[len(inputs.output_indices) :].sum()
+        return Outputs({name: inputs.scatter(result) for name, result in results.items()}, dummy_loss)
+
+    def _inputs(self, batch: Batch, dummy: Sample | None) -> ModelInputs:
+        return prepare_model_inputs(
             batch,
             self.spec,
             self.device,
@@ -294,35 +408,59 @@ class Fsdp2Engine:
             ulysses=self.ulysses,
             router_replay=self.router_replay,
         )
-        results = self._results(inputs, outputs)
-        if self.ulysses is not None:
-            results = {name: gather_outputs(x, inputs.outputs_per_rank, self.ulysses) for name, x in results.items()}
-        dummy_loss = 0.0 * next(iter(results.values()))[len(inputs.output_indices) :].sum()
-        return Outputs({name: inputs.scatter(result) for name, result in results.items()}, dummy_loss)
 
-    def _results(self, inputs: ModelInputs, outputs: Sequence[str]) -> dict[str, Tensor]:
-        """[K] of each output, at the positions `logits_to_keep`."""
+    def _of_all_ranks(self, results: Mapping[str, Tensor], inputs: ModelInputs) -> Mapping[str, Tensor]:
+        """Results [K, ...] with those of the other ranks that share the rows."""
+        if self.ulysses is None:
+            return results
+        return {name: gather_outputs(x, inputs.outputs_per_rank, self.ulysses) for name, x in results.items()}
+
+    def _results(
+        self, batch: Batch, inputs: ModelInputs, outputs: Sequence[str], logit_functions: Mapping[str, LogitFunction]
+    ) -> dict[str, Tensor]:
+        """[K] of each output, at the positions `logits_to_keep`; those of `logit_functions` come first."""
+        of_functions: dict[str, Tensor] = {}
+        own, unpadded = self._own_unpadded(batch, inputs) if logit_functions else (slice(0), {})
         if self.use_fused_kernels:
-            with self._hidden_states() as captured:
-                self.module(**inputs.kwargs, use_cache=False)
-            head = self.base.get_output_embeddings()
+            hidden, head = self._last_hidden(inputs), self.base.get_output_embeddings()
             options = {"bias": head.bias, "suppress": self.suppressed_token_ids}
-            hidden = inputs.select_outputs(captured[0])
+            for name, function in logit_functions.items():
+                of_functions[name] = apply_to_hidden_states(function, hidden[own], head.weight, unpadded, **options)
             logprobs, entropy = linear_logprobs(hidden, head.weight, inputs.targets, self.temperature, **options)
         else:
             logits = self._logits(inputs)
             if self.suppressed_token_ids is not None:
                 logits = suppress_tokens(logits, self.suppressed_token_ids)
+            for name, function in logit_functions.items():
+                of_functions[name] = apply_to_logits(function, logits[own], unpadded)
             logprobs = target_logprobs(logits, inputs.targets, self.temperature)
             entropy = token_entropy(logits, self.temperature) if "entropy" in outputs else logprobs
-        return {"logprobs": logprobs, **({"entropy": entropy} if "entropy" in outputs else {})}
+        return {**of_functions, "logprobs": logprobs, **({"entropy": entropy} if "entropy" in outputs else {})}
+
+    def _own_unpadded(self, batch: Batch, inputs: ModelInputs) -> tuple[slice, dict[str, Tensor]]:
+        """The outputs that this rank computes, as a slice of `logits_to_keep`, and `batch.unpadded` at their tokens."""
+        indices = inputs.output_indices.cpu()
+        if self.ulysses is not None:
+            indices = indices.split(inputs.outputs_per_rank)[self.ulysses.rank]
+        tokens = batch.unpadded_at(indices)
+        return slice(len(tokens)), {name: x[tokens].to(self.device) for name, x in batch.unpadded.items()}
 
     def _logits(self, inputs: ModelInputs) -> Tensor:
         return inputs.select_outputs(self.module(**inputs.kwargs, use_cache=False).logits)
 
-    @contextmanager
-    def _hidden_states(self) -> Iterator[list[Tensor]]:
-        """Capture the input of the output layer in a forward; the output layer itself gets no tokens."""
+    def _logit_pieces(self, inputs: ModelInputs) -> Iterator[Tensor]:
+        """The logits [K, V] in pieces of tokens, -inf at suppressed tokens, without gradient."""
+        if self.use_fused_kernels:
+            hidden, head = self._last_hidden(inputs), self.base.get_output_embeddings()
+            for piece in hidden.split(tokens_per_chunk(hidden, len(head.weight))):
+                yield head_logits(piece, head.weight, head.bias, self.suppressed_token_ids)
+        else:
+            logits = self._logits(inputs)
+            for piece in logits.split(tokens_per_chunk(logits, logits.shape[1])):
+                yield piece if self.suppressed_token_ids is None else suppress_tokens(piece, self.suppressed_token_ids)
+
+    def _last_hidden(self, inputs: ModelInputs) -> Tensor:
+        """[K, H] inputs of the output layer at `logits_to_keep`; the output layer itself gets no tokens."""
         captured: list[Tensor] = []
 
         def capture(module: nn.Module, args: tuple[Tensor, ...]) -> tuple[Tensor]:
@@ -331,9 +469,10 @@ class Fsdp2Engine:
 
         hook = self.base.get_output_embeddings().register_forward_pre_hook(capture)
         try:
-            yield captured
+            self.module(**inputs.kwargs, use_cache=False)
         finally:
             hook.remove()
+        return inputs.select_outputs(captured[0])
 
     @contextmanager
     def gathered(self) -> Iterator[Any]:
@@ -506,9 +645,11 @@ class Fsdp2ValueEngine(Fsdp2Engine):
 
     known_outputs = ("values",)
 
-    def train_batch(self, batch: Batch, loss_fn: LossFn, outputs: Sequence[str] = ("values",)) -> dict[str, float]:
-        """`Fsdp2Engine.train_batch` with values as outputs."""
-        return super().train_batch(batch, loss_fn, outputs)
+    def train_batch(
+        self, batch: Batch, loss_fn: LossFn, outputs: Sequence[str] = ("values",), **options: Any
+    ) -> dict[str, float]:
+        """`Fsdp2Engine.train_batch` with values as outputs; there are no logits, so no `logit_functions`."""
+        return super().train_batch(batch, loss_fn, outputs, **options)
 
     def infer_batch(self, batch: Batch, outputs: Sequence[str] = ("values",)) -> dict[str, Tensor]:
         """`Fsdp2Engine.infer_batch` with values as outputs."""
@@ -522,7 +663,11 @@ class Fsdp2ValueEngine(Fsdp2Engine):
         if trains and not self.base.get_output_embeddings().weight.requires_grad:
             raise ValueError("model: expected a value head that trains, got a frozen one; add it after lora(...)")
 
-    def _results(self, inputs: ModelInputs, outputs: Sequence[str]) -> dict[str, Tensor]:
+    def _results(
+        self, batch: Batch, inputs: ModelInputs, outputs: Sequence[str], logit_functions: Mapping[str, LogitFunction]
+    ) -> dict[str, Tensor]:
+        if logit_functions:
+            raise ValueError(f"logit_functions: expected none for a value head, got {', '.join(logit_functions)}")
         return {"values": self._logits(inputs)[:, 0]}
 
 

@@ -34,6 +34,11 @@ def make_device_mesh(device: torch.device, fsdp_size: int | None, tensor: int) -
     return init_device_mesh(device.type, (world,), mesh_dim_names=("dp_shard",))
 
 
+def unsplit_modules(base: Any) -> list[nn.Module]:
+    """The layers of a transformers model, as it names them: its decoder layers, and those of its vision tower."""
+    return [module for module in base.modules() if type(module).__name__ in (base._no_split_modules or ())]
+
+
 def fsdp_units(model: Any, base: Any, dtype: torch.dtype) -> dict[nn.Module, torch.dtype]:
     """The modules whose weights are gathered together, with their precision; the rest of the model is one more unit.
 
@@ -45,8 +50,7 @@ def fsdp_units(model: Any, base: Any, dtype: torch.dtype) -> dict[nn.Module, tor
         base: the transformers model in it, or the model itself.
         dtype: of activations and gathered weights; a value head stays in float32.
     """
-    names = base._no_split_modules or ()
-    layers = [m for m in model.modules() if type(m).__name__ in names and any(p.requires_grad for p in m.parameters())]
+    layers = [m for m in unsplit_modules(base) if any(p.requires_grad for p in m.parameters())]
     heads = {base.get_output_embeddings(): torch.float32} if has_value_head(base) else {}
     return {**dict.fromkeys(layers, dtype), **heads}
 

@@ -28,27 +28,31 @@ except ModuleNotFoundError as error:
         f"megatron engine: expected megatron-core, got none ({error}); pip install -e '.[megatron]'"
     ) from error
 from megatron.core.pipeline_parallel import get_forward_backward_func
-from megatron.core.tensor_parallel import reduce_from_tensor_model_parallel_region
+from megatron.core.tensor_parallel import (
+    gather_from_tensor_model_parallel_region,
+    reduce_from_tensor_model_parallel_region,
+)
 
 from rlkit.data.samples import Batch, Sample
 from rlkit.engines import checkpoint
 from rlkit.engines.distributed import all_reduce, init_distributed, make_model_parallel_group, reduce_metrics
 from rlkit.engines.export import export_hf
 from rlkit.engines.fsdp.sharded_loading import has_meta_weights
+from rlkit.engines.logit_functions import (
+    LogitFunction,
+    apply_to_hidden_states,
+    head_logits,
+    topk_of_pieces,
+)
 from rlkit.engines.loss_closure import LossFn, Outputs, check_output_names, compute_loss, sum_metrics
 from rlkit.engines.megatron.attention import context_parallel_inputs
-from rlkit.engines.megatron.cpu import cuda_calls_on_host
+from rlkit.engines.megatron.cpu import HOST, cuda_calls_on_host
 from rlkit.engines.megatron.model import (
-    ParallelDims,
     build_model,
     check_routed_experts,
-    check_supported,
     embed_with_images,
-    has_transformer_engine,
     initialize_parallel_state,
-    is_moe,
-    padded_vocabulary,
-    transformer_config,
+    megatron_config,
 )
 from rlkit.engines.megatron.optimizer import (
     checkpoint_state,
@@ -57,7 +61,8 @@ from rlkit.engines.megatron.optimizer import (
     set_values,
     wrap_model,
 )
-from rlkit.engines.megatron.vocab_parallel import vocab_parallel_linear_logprobs, vocab_parallel_logprobs
+from rlkit.engines.megatron.supported import ParallelDims, check_supported, is_moe, padded_vocabulary
+from rlkit.engines.megatron.vocab_parallel import vocab_parallel_linear_logprobs
 from rlkit.engines.megatron.weights import (
     LM_HEAD,
     embedding_name,
@@ -71,6 +76,7 @@ from rlkit.engines.megatron.weights import (
 from rlkit.engines.packing.inputs import ModelInputs, prepare_model_inputs
 from rlkit.engines.packing.micro_batches import check_same_rows, micro_batches
 from rlkit.engines.value_head import has_value_head
+from rlkit.losses.logprobs import TopkLogprobs, suppress_tokens, tokens_per_chunk
 from rlkit.vlm.inputs import position_spec
 from rlkit.vlm.loading import copy_with_weights
 
@@ -100,7 +106,9 @@ class MegatronEngine:
         temperature: sampling temperature; log-probabilities are computed at the same temperature.
         suppressed_token_ids: [K] token ids that the sampler never samples; their probability is 0 here, too.
         max_grad_norm: gradients are scaled down to this norm.
-        use_fused_kernels: compute logprobs and entropy from hidden states, without the [N, V / tensor] logits.
+        share_prompts: rows that answer the same prompt contain its tokens and images once, see `Fsdp2Engine`.
+        use_fused_kernels: no effect; logprobs and entropy are always computed from the hidden states of scored tokens,
+            in pieces, without the [N, V / tensor] logits.
         router_replay: tokens of a batch with `routed_experts` go to those experts, see rlkit.vlm.routers.
         use_remove_padding, ulysses_sequence_parallel_size: accepted at their defaults only, so that both engines take
             the same options: rows are always packed, and `context` shares long sequences.
@@ -138,6 +146,7 @@ class MegatronEngine:
         temperature: float = 1.0,
         suppressed_token_ids: Tensor | None = None,
         max_grad_norm: float = 1.0,
+        share_prompts: bool = True,
         use_fused_kernels: bool = False,
         router_replay: bool = False,
         use_remove_padding: bool = True,
@@ -158,13 +167,13 @@ class MegatronEngine:
         self._check_model(model, router_replay=router_replay)
         self.processor, self.config, self.spec = processor, model.config, position_spec(model.config)
         self.micro_batch_tokens, self.temperature, self.max_grad_norm = micro_batch_tokens, temperature, max_grad_norm
-        self.use_fused_kernels, self.router_replay = use_fused_kernels, router_replay
+        self.share_prompts, self.router_replay = share_prompts, router_replay
         self.suppressed_token_ids = self._suppressed(suppressed_token_ids)
         dtype = compute_dtype or (torch.bfloat16 if self.device.type == "cuda" else torch.float32)
         with cuda_calls_on_host(self.device):
             self._make_groups()
-            text = model.config.get_text_config()
-            self.megatron_config = transformer_config(text, self.dims, dtype, recompute=enable_gradient_checkpointing)
+            recompute = enable_gradient_checkpointing
+            self.megatron_config = megatron_config(self.config, self.dims, dtype, recompute=recompute)
             self._build(model, optimizer)
         self.scheduler = scheduler(self.optimizer) if scheduler and self.optimizer else None
 
@@ -197,13 +206,7 @@ class MegatronEngine:
 
     def _build(self, model: Any, make_optimizer: Callable[..., torch.optim.Optimizer] | None) -> None:
         """This rank's part of the model and the optimizer, with weights copied from the transformers model."""
-        self.model = build_model(
-            model,
-            self.megatron_config,
-            self.device,
-            value_head=self.value_head,
-            hidden_states=self.use_fused_kernels,
-        )
+        self.model = build_model(model, self.megatron_config, self.device, value_head=self.value_head)
         self.parameters = map_parameters(self.model, self.megatron_config)
         tensors = hf_tensors(model)
         freeze_parameters(self.parameters, tensors)
@@ -222,7 +225,14 @@ class MegatronEngine:
 
     # --- training and scoring
 
-    def train_batch(self, batch: Batch, loss_fn: LossFn, outputs: Sequence[str] = ("logprobs",)) -> dict[str, float]:
+    def train_batch(
+        self,
+        batch: Batch,
+        loss_fn: LossFn,
+        outputs: Sequence[str] = ("logprobs",),
+        *,
+        logit_functions: Mapping[str, LogitFunction] | None = None,
+    ) -> dict[str, float]:
         """One optimizer step on this data-parallel rank's rows; see `Fsdp2Engine.train_batch`."""
         if self.distributed_optimizer is None or self.optimizer is None:
             raise ValueError("optimizer: expected one for train_batch, got None")
@@ -233,7 +243,7 @@ class MegatronEngine:
         self.optimizer.zero_grad()
 
         def finish(rows: list[int], part: Batch, inputs: ModelInputs, result: Tensor) -> tuple[Tensor, Tensor, Any]:
-            out = self._outputs(inputs, result, outputs)
+            out = self._outputs(part, inputs, result, outputs, logit_functions or {})
             loss, metrics = compute_loss(loss_fn, out, part.to(self.device))
             return loss, torch.zeros((), dtype=torch.int), metrics
 
@@ -256,7 +266,7 @@ class MegatronEngine:
         self.module.eval()
 
         def finish(rows: list[int], part: Batch, inputs: ModelInputs, result: Tensor) -> tuple[Tensor, Tensor, Any]:
-            tensors = self._outputs(inputs, result, outputs).tensors
+            tensors = self._outputs(part, inputs, result, outputs, {}).tensors
             return result.new_zeros(()), torch.zeros((), dtype=torch.int), (rows, tensors)
 
         with cuda_calls_on_host(self.device):
@@ -277,7 +287,7 @@ class MegatronEngine:
         check_same_rows(batch, self.data_parallel_rank, self.data_parallel_size)
         if self.router_replay and "routed_experts" in batch.fields:
             check_routed_experts(batch.routed_experts, self.megatron_config)
-        pieces = list(micro_batches(batch, self.micro_batch_tokens, self.config))
+        pieces = list(micro_batches(batch, self.micro_batch_tokens, self.config, share_prompts=self.share_prompts))
         if not pieces:
             raise ValueError("batch: expected at least one row on some rank, got none")
         return get_forward_backward_func()(
@@ -296,23 +306,33 @@ class MegatronEngine:
         """The forward of one micro-batch, and the function that the last stage calls with the result."""
         rows, dummy = next(pieces)
         part = batch.select(rows)
-        replay = self.router_replay
-        row = prepare_model_inputs(part, self.spec, self.device, share_prompts=False, dummy=dummy, router_replay=replay)
+        row = prepare_model_inputs(
+            part, self.spec, HOST, share_prompts=self.share_prompts, dummy=dummy, router_replay=self.router_replay
+        )
         inputs = context_parallel_inputs(
             row,
             ranks=self.dims.context,
             rank=parallel_state.get_context_parallel_rank(),
             multiple=self.dims.tensor if self.dims.sequence_parallel else 1,
-            boundaries_on_host=not has_transformer_engine(self.device),
+            device=self.device,
         )
-        source = inputs.kwargs["packed_seq_params"].source
-        embedded = embed_with_images(self.model, inputs.kwargs["input_ids"], source, row.kwargs, self.config)
+        embedded = embed_with_images(self.model, inputs.kwargs, row.kwargs, self.config)
         return model(**inputs.kwargs, decoder_input=embedded), partial(finish, rows, part, inputs)
 
-    def _outputs(self, inputs: ModelInputs, result: Tensor, outputs: Sequence[str]) -> Outputs:
-        """[1, n, ...] from the last stage's output layer -> [B, T] of whole rows."""
-        results = self._results(result[0][inputs.logits_to_keep], inputs)
-        tensors = {name: inputs.scatter(results[name]) for name in outputs}
+    def _outputs(
+        self,
+        part: Batch,
+        inputs: ModelInputs,
+        result: Tensor,
+        outputs: Sequence[str],
+        logit_functions: Mapping[str, LogitFunction],
+    ) -> Outputs:
+        """[1, n, H] hidden states, or [1, n, 1] values, of the last stage -> [B, T] of whole rows."""
+        selected = result[0][inputs.logits_to_keep]
+        of_functions = self._of_functions(logit_functions, part, inputs, selected) if logit_functions else {}
+        known = self._results(selected, inputs)
+        results = {**of_functions, **{name: known[name] for name in outputs}}
+        tensors = {name: inputs.scatter(x) for name, x in results.items()}
         if self.dims.context > 1:  # each token is on one rank; backward gives each rank the gradient of its own
             group = parallel_state.get_context_parallel_group()
             tensors = {n: reduce_from_tensor_model_parallel_region(x.clone(), group) for n, x in tensors.items()}
@@ -320,17 +340,69 @@ class MegatronEngine:
         return Outputs(tensors, dummy_loss)
 
     def _results(self, selected: Tensor, inputs: ModelInputs) -> dict[str, Tensor]:
-        """[K] of each output, from the logits or hidden states at `logits_to_keep`."""
-        options = {"suppress": self.suppressed_token_ids, "group": parallel_state.get_tensor_model_parallel_group()}
-        if self.use_fused_kernels:
-            weight = self.model.output_layer.weight
-            if weight is None:  # tied to the embedding of the same stage
-                weight = self.model.embedding.word_embeddings.weight
-            results = vocab_parallel_linear_logprobs(selected, weight, inputs.targets, self.temperature, **options)
-        else:
-            results = vocab_parallel_logprobs(selected, inputs.targets, self.temperature, **options)
-        logprobs, entropy = results
+        """[K] of each output, from the hidden states at `logits_to_keep`."""
+        logprobs, entropy = vocab_parallel_linear_logprobs(
+            selected,
+            self._head_weight(),
+            inputs.targets,
+            self.temperature,
+            suppress=self.suppressed_token_ids,
+            group=parallel_state.get_tensor_model_parallel_group(),
+        )
         return {"logprobs": logprobs, "entropy": entropy}
+
+    def _head_weight(self) -> Tensor:
+        """[V / tensor, H] weight of the output layer."""
+        weight = self.model.output_layer.weight
+        return self.model.embedding.word_embeddings.weight if weight is None else weight  # tied, on the same stage
+
+    def _of_functions(
+        self, functions: Mapping[str, LogitFunction], part: Batch, inputs: ModelInputs, selected: Tensor
+    ) -> dict[str, Tensor]:
+        """[K'] values of `logit_functions`; each piece of logits is gathered over the tensor ranks."""
+        tokens = part.unpadded_at(inputs.output_indices.cpu())
+        unpadded = {name: x[tokens].to(self.device) for name, x in part.unpadded.items()}
+        results = {}
+        for name, function in functions.items():
+            of_slice = partial(_of_full_logits, function, self.suppressed_token_ids)
+            own = selected[: len(tokens)]
+            results[name] = apply_to_hidden_states(of_slice, own, self._head_weight(), unpadded)
+        return results
+
+    @torch.no_grad()
+    def topk_logprobs(self, batch: Batch, k: int) -> TopkLogprobs:
+        """The K likeliest tokens in place of each token of the mask; see `Fsdp2Engine.topk_logprobs`."""
+        self.module.eval()
+
+        def finish(rows: list[int], part: Batch, inputs: ModelInputs, result: Tensor) -> tuple[Tensor, Tensor, Any]:
+            top = topk_of_pieces(self._logit_pieces(result[0][inputs.logits_to_keep]), k, self.temperature)
+            tokens = batch.unpadded_rows(rows)[part.unpadded_at(inputs.output_indices.cpu())]
+            found = (tokens, *(x[: len(tokens)].cpu() for x in top))
+            return result.new_zeros(()), torch.zeros((), dtype=torch.int), found
+
+        with cuda_calls_on_host(self.device):
+            pieces = self._run(batch, (), finish, train=False)
+        count = int(batch.mask.sum())
+        top = TopkLogprobs(torch.zeros(count, k), torch.zeros(count, k, dtype=torch.int32))
+        for tokens, logprobs, ids in pieces:
+            top.logprobs[tokens], top.ids[tokens] = logprobs, ids
+        group = parallel_state.get_pipeline_model_parallel_group()
+        for x in top:
+            dist.all_reduce(x, group=parallel_state.get_context_parallel_group())  # each token is on one rank
+            dist.broadcast(x, group=group, group_src=group.size() - 1)
+        return top
+
+    def _logit_pieces(self, selected: Tensor) -> Iterator[Tensor]:
+        """The logits [K, V] in pieces of tokens, -inf at suppressed tokens, without gradient."""
+        for piece in selected.split(tokens_per_chunk(selected, padded_vocabulary(self.config, self.dims))):
+            logits = head_logits(piece, self._head_weight(), None, None)
+            yield _of_full_logits(lambda full, _: full, self.suppressed_token_ids, logits, {})
+
+    def output_layer(self) -> Callable[[Tensor], Tensor]:
+        """Raises a ValueError: its parts are on several ranks."""
+        raise ValueError(
+            "output_layer: expected the fsdp2 engine, got megatron; compare with a teacher's top-k (topk_logprobs)"
+        )
 
     def global_sum(self, x: Tensor | float) -> Tensor:
         """Sum over data-parallel ranks, on the host."""
@@ -428,6 +500,14 @@ class MegatronEngine:
             self.distributed_optimizer.offload_to_cpu() if to_host else self.distributed_optimizer.restore_from_cpu()
 
 
+def _of_full_logits(
+    function: LogitFunction, suppressed: Tensor | None, logits: Tensor, unpadded: Mapping[str, Tensor]
+) -> Tensor:
+    """A function of the whole vocabulary, of which each tensor rank has the logits of a slice."""
+    logits = gather_from_tensor_model_parallel_region(logits)
+    return function(logits if suppressed is None else suppress_tokens(logits, suppressed), unpadded)
+
+
 def _without_weights(model: Any) -> Any:
     """A copy of a module on the meta device, for its config and class."""
     empty = {id(x): torch.empty_like(x, device="meta") for x in [*model.parameters(), *model.buffers()]}
@@ -441,8 +521,12 @@ class MegatronValueEngine(MegatronEngine):
     known_outputs = ("values",)
     value_head = True
 
-    def train_batch(self, batch: Batch, loss_fn: LossFn, outputs: Sequence[str] = ("values",)) -> dict[str, float]:
-        """`MegatronEngine.train_batch` with values as outputs."""
+    def train_batch(
+        self, batch: Batch, loss_fn: LossFn, outputs: Sequence[str] = ("values",), **options: Any
+    ) -> dict[str, float]:
+        """`MegatronEngine.train_batch` with values as outputs; there are no logits, so no `logit_functions`."""
+        if options.get("logit_functions"):
+            raise ValueError(f"logit_functions: expected none for a value head, got {options['logit_functions']}")
         return super().train_batch(batch, loss_fn, outputs)
 
     def infer_batch(self, batch: Batch, outputs: Sequence[str] = ("values",)) -> dict[str, Tensor]:

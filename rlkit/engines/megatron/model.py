@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Mapping
+from dataclasses import dataclass
 from importlib.util import find_spec
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -29,117 +30,14 @@ from torch import Tensor, nn
 
 from rlkit.engines.megatron.attention import PackedAttention
 from rlkit.engines.megatron.cpu import use_host_router, use_host_token_dispatchers
+from rlkit.engines.megatron.experts import GroupedExperts
+from rlkit.engines.megatron.supported import ParallelDims, is_moe, padded_vocabulary
 from rlkit.engines.packing.vision_attention import use_packed_vision_attention
 from rlkit.vlm.routers import ChosenExperts, check_expert_ids
-
-FAMILIES = ("qwen2", "qwen3", "qwen3_moe", "llama", "qwen2_5_vl")
-
-
-class ParallelDims(NamedTuple):
-    """Degrees of parallelism; the remaining ranks are data-parallel."""
-
-    tensor: int = 1
-    pipeline: int = 1
-    context: int = 1
-    sequence_parallel: bool = False
-    expert: int = 1
-
-
-# --- what is supported
-
-
-def check_supported(config: Any, dims: ParallelDims, world: int) -> None:
-    """Raise a ValueError if a model, or its parallelism over `world` ranks, is not supported.
-
-    Args:
-        config: of the transformers model.
-        dims: degrees of parallelism.
-        world: number of ranks.
-    """
-    if config.model_type not in FAMILIES:
-        families = ", ".join(FAMILIES)
-        raise ValueError(f"model: expected one of {families}, got {config.model_type}; use the fsdp2 engine")
-    text = config.get_text_config()
-    _check_architecture(text)
-    _check_divisors(text, dims)
-    pipeline, expert = dims.pipeline, dims.expert
-    if world % (pipeline * expert):
-        product = f"pipeline * expert = {pipeline} * {expert}"
-        raise ValueError(f"pipeline, expert: expected a divisor of the {world} ranks, got {product}")
-    if world % (dims.tensor * pipeline * dims.context):
-        product = f"tensor * pipeline * context = {dims.tensor} * {pipeline} * {dims.context}"
-        raise ValueError(f"tensor, pipeline, context: expected a divisor of the {world} ranks, got {product}")
-
-
-def _check_architecture(text: Any) -> None:
-    unsupported = {
-        "attention_bias": getattr(text, "attention_bias", False),
-        "mlp_bias": getattr(text, "mlp_bias", False),
-        "sliding windows": "sliding_attention" in (getattr(text, "layer_types", None) or ()),
-        "attention_dropout": text.attention_dropout,
-        "mlp_only_layers": getattr(text, "mlp_only_layers", None),
-        "decoder_sparse_step": getattr(text, "decoder_sparse_step", 1) != 1,
-        f"hidden_act {text.hidden_act!r}": text.hidden_act != "silu",
-        f"rope_type {_rope_type(text)!r}": _rope_type(text) not in ("default", "linear", "llama3"),
-    }
-    if found := ", ".join(name for name, is_there in unsupported.items() if is_there):
-        raise ValueError(
-            f"model: expected an architecture that the megatron engine supports, got {text.model_type} with {found}; "
-            "use the fsdp2 engine"
-        )
-
-
-def _check_divisors(text: Any, dims: ParallelDims) -> None:
-    for name in ("tensor", "pipeline", "context", "expert"):
-        if (size := getattr(dims, name)) < 1:
-            raise ValueError(f"{name}: expected at least 1, got {size}")
-    divided = [
-        ("tensor", text.num_attention_heads, "attention heads"),
-        ("tensor", text.num_key_value_heads, "key-value heads"),
-        ("pipeline", text.num_hidden_layers, "layers"),
-        ("expert", text.num_experts if is_moe(text) else 1, "experts"),
-    ]
-    if not is_moe(text):
-        divided.insert(2, ("tensor", text.intermediate_size, "neurons of the MLP"))
-    for name, count, what in divided:
-        if count % getattr(dims, name):
-            raise ValueError(f"{name}: expected a divisor of the {count} {what}, got {getattr(dims, name)}")
-    if dims.sequence_parallel and dims.tensor == 1:
-        raise ValueError("sequence_parallel: expected tensor above 1, whose ranks share the tokens, got tensor=1")
-    if is_moe(text) and dims.tensor > 1 and not (dims.sequence_parallel and dims.expert > 1):
-        raise ValueError(
-            f"tensor: expected sequence_parallel and expert above 1 for a mixture of experts, got {dims.tensor} with "
-            f"sequence_parallel={dims.sequence_parallel} and expert={dims.expert}"
-        )
-
-
-def check_routed_experts(routed_experts: Tensor, config: TransformerConfig) -> None:
-    """Raise a ValueError if `routed_experts` [B, T, layers, K] are not those of this model."""
-    if (shape := tuple(routed_experts.shape[-2:])) != (config.num_layers, config.moe_router_topk):
-        expected = f"[B, T, {config.num_layers} layers, {config.moe_router_topk} experts]"
-        raise ValueError(f"routed_experts: expected {expected}, got [B, T, {shape[0]}, {shape[1]}]")
-    check_expert_ids(routed_experts, config.num_moe_experts)
-
-
-def is_moe(config: Any) -> bool:
-    return config.model_type == "qwen3_moe"
 
 
 def has_transformer_engine(device: torch.device) -> bool:
     return device.type == "cuda" and find_spec("transformer_engine") is not None
-
-
-def padded_vocabulary(config: Any, dims: ParallelDims) -> int:
-    """The vocabulary size, rounded up to a multiple of the tensor-parallel ranks."""
-    return -(-config.get_text_config().vocab_size // dims.tensor) * dims.tensor
-
-
-def _mrope_section(config: Any) -> list[int] | None:
-    return config.rope_parameters.get("mrope_section")
-
-
-def _rope_type(config: Any) -> str:
-    return config.rope_parameters["rope_type"]
 
 
 # --- process groups and config
@@ -188,19 +86,29 @@ def _initialize_rng_tracker(device: torch.device) -> None:
             model_parallel_cuda_manual_seed(0, force_reset_rng=True)
 
 
-def transformer_config(config: Any, dims: ParallelDims, dtype: torch.dtype, *, recompute: bool) -> TransformerConfig:
-    """Megatron's config of a transformers text model that `check_supported` has accepted."""
+@dataclass
+class MegatronConfig(TransformerConfig):
+    """Megatron's config of a language model, and whether it is part of a vision-language model."""
+
+    has_vision: bool = False
+
+
+def megatron_config(model_config: Any, dims: ParallelDims, dtype: torch.dtype, *, recompute: bool) -> MegatronConfig:
+    """Megatron's config of a transformers model that `check_supported` has accepted."""
+    config = model_config.get_text_config()
+    head_size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     more: dict[str, Any] = _moe_options(config, dims) if is_moe(config) else {}
     if recompute:
         more |= {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
-    return TransformerConfig(
+    return MegatronConfig(
         num_layers=config.num_hidden_layers,
         hidden_size=config.hidden_size,
         num_attention_heads=config.num_attention_heads,
         num_query_groups=config.num_key_value_heads,
-        kv_channels=getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads,
+        kv_channels=head_size,
         ffn_hidden_size=config.intermediate_size,
-        mrope_section=_mrope_section(config),
+        mrope_section=config.rope_parameters.get("mrope_section") or [head_size // 2, 0, 0],
+        has_vision=hasattr(model_config, "vision_config"),
         normalization="RMSNorm",
         layernorm_epsilon=config.rms_norm_eps,
         gated_linear_unit=True,
@@ -284,7 +192,8 @@ class ValueHead(nn.Module):
 class HiddenStatesHead(nn.Module):
     """Replaces the output layer, keeps its weight, and returns the hidden states of all tokens.
 
-    Backward sums the gradients of the tensor ranks, each of which computes a slice of the vocabulary.
+    Logits are computed afterwards, only where they are needed. Backward sums the gradients of the tensor ranks, each of
+    which computes a slice of the vocabulary.
     """
 
     def __init__(self, head: Any, config: TransformerConfig) -> None:
@@ -296,6 +205,14 @@ class HiddenStatesHead(nn.Module):
         if self.sequence_parallel:
             return gather_from_sequence_parallel_region(hidden), None
         return copy_to_tensor_model_parallel_region(hidden), None
+
+
+def check_routed_experts(routed_experts: Tensor, config: TransformerConfig) -> None:
+    """Raise a ValueError if `routed_experts` [B, T, layers, K] are not those of this model."""
+    if (shape := tuple(routed_experts.shape[-2:])) != (config.num_layers, config.moe_router_topk):
+        expected = f"[B, T, {config.num_layers} layers, {config.moe_router_topk} experts]"
+        raise ValueError(f"routed_experts: expected {expected}, got [B, T, {shape[0]}, {shape[1]}]")
+    check_expert_ids(routed_experts, config.num_moe_experts)
 
 
 class RouterReplayLayer(TransformerLayer):
@@ -315,17 +232,16 @@ class RouterReplayLayer(TransformerLayer):
         return out
 
 
-def build_model(
-    model: Any, config: TransformerConfig, device: torch.device, *, value_head: bool, hidden_states: bool = False
-) -> GPTModel:
+def build_model(model: Any, config: MegatronConfig, device: torch.device, *, value_head: bool) -> GPTModel:
     """This rank's part of a model, its weights not yet set; the first stage has the vision tower if there is one.
+
+    The last stage returns hidden states, or values.
 
     Args:
         model: from transformers.
         config: Megatron's, of the same model.
         device: where this rank computes.
         value_head: a value head instead of the output layer.
-        hidden_states: return hidden states instead of logits.
     """
     text, decoder = model.config.get_text_config(), model.get_decoder()
     is_first, is_last = parallel_state.is_pipeline_first_stage(), parallel_state.is_pipeline_last_stage()
@@ -336,21 +252,17 @@ def build_model(
         max_sequence_length=text.max_position_embeddings,
         pre_process=is_first,
         post_process=is_last,
-        position_embedding_type="rope" if config.mrope_section is None else "mrope",
+        position_embedding_type="mrope",  # follows position ids; "rope" counts positions itself
         share_embeddings_and_output_weights=model.get_output_embeddings().weight is decoder.embed_tokens.weight,
     )
     built.rotary_pos_emb.inv_freq = type(decoder.rotary_emb)(config=text).inv_freq.to(device, copy=True)
     for module in (getattr(built, "embedding", None), getattr(built, "output_layer", None)):
         for weight in () if module is None else module.parameters():
             weight.vocabulary = text.vocab_size
-    if config.mrope_section is not None:
-        # its positions are those of the whole row; with this group Megatron would slice them as one sequence
-        built.rotary_pos_emb.cp_group = None
-    if value_head and is_last:
-        built.output_layer = ValueHead(config)
-    elif hidden_states and is_last:
-        built.output_layer = HiddenStatesHead(built.output_layer, config)
-    if is_first and config.mrope_section is not None:
+    built.rotary_pos_emb.cp_group = None  # position ids are this rank's; with a group Megatron would select them again
+    if is_last:
+        built.output_layer = ValueHead(config) if value_head else HiddenStatesHead(built.output_layer, config)
+    if is_first and config.has_vision:
         built.visual = copy.deepcopy(model.model.visual)
         if device.type == "cuda":
             use_packed_vision_attention(built.visual, model.config)
@@ -366,14 +278,18 @@ def _layer_spec(config: TransformerConfig, device: torch.device) -> ModuleSpec |
     """Transformer Engine's layers if it is installed, else Megatron's with our norm and attention."""
     if has_transformer_engine(device):
         spec = get_gpt_layer_with_transformer_engine_spec(config.num_moe_experts, qk_layernorm=config.qk_layernorm)
-        spec.module = RouterReplayLayer if config.num_moe_experts else spec.module
+        spec.submodules.self_attention.submodules.core_attention = PackedAttention
+        _set_experts(spec, config)
         return spec
     if config.num_moe_experts and device.type == "cuda":
-        raise ValueError("model: expected transformer_engine for a mixture of experts on a GPU, got none installed")
+        raise ValueError(
+            "model: expected transformer_engine for a mixture of experts on a GPU, got none installed; install it or "
+            "use the fsdp2 engine"
+        )
     spec = get_gpt_layer_local_spec(config.num_moe_experts, qk_layernorm=config.qk_layernorm, normalization="RMSNorm")
     layer = spec.submodules
+    _set_experts(spec, config)
     if config.num_moe_experts:
-        spec.module = RouterReplayLayer
         use_host_router(layer.mlp)
     layer.input_layernorm = layer.pre_mlp_layernorm = Norm
     attention = layer.self_attention.submodules
@@ -383,32 +299,38 @@ def _layer_spec(config: TransformerConfig, device: torch.device) -> ModuleSpec |
     return TransformerBlockSubmodules(layer_specs=[spec] * get_num_layers_to_build(config), layer_norm=Norm)
 
 
-def embed_with_images(
-    model: GPTModel, tokens: Tensor, source: Tensor, kwargs: Mapping[str, Any], config: Any
-) -> Tensor | None:
+def _set_experts(layer: ModuleSpec, config: TransformerConfig) -> None:
+    """Set grouped experts and replayed routers in the specification of a layer, if it has experts."""
+    if config.num_moe_experts:
+        layer.module = RouterReplayLayer
+        layer.submodules.mlp.submodules.experts = ModuleSpec(module=GroupedExperts)
+
+
+def embed_with_images(model: GPTModel, inputs: Mapping[str, Any], row: Mapping[str, Any], config: Any) -> Tensor | None:
     """The token embeddings of a row with image features inserted, as the decoder of the first stage takes them.
 
     Args:
         model: from `build_model`.
-        tokens: [1, n], this context rank's part of the row.
-        source: [n], the position of each of them in the row; -1 for padding.
-        kwargs: of the row: `input_ids` [1, N], and `pixel_values` and `image_grid_thw` if it has images.
+        inputs: from `context_parallel_inputs`.
+        row: of the whole row, on the host: `input_ids` [1, N], and `pixel_values` and `image_grid_thw` of its images.
         config: of the transformers model, which names the image token.
 
     Returns:
         [n, 1, H], or this rank's part of it under sequence parallelism; None if the model embeds the tokens itself.
     """
-    if "pixel_values_videos" in kwargs:
+    if "pixel_values_videos" in row:
         raise ValueError("batch: expected images only in the megatron engine, got videos; use the fsdp2 engine")
-    if "pixel_values" not in kwargs or not model.pre_process:
+    if "pixel_values" not in row or not model.pre_process:
         return None
+    tokens, source = inputs["input_ids"], inputs["packed_seq_params"].source
     hidden = model.embedding(input_ids=tokens, position_ids=None)
-    pixels = kwargs["pixel_values"].to(model.config.params_dtype)
-    features = model.visual(pixels, grid_thw=kwargs["image_grid_thw"]).pooler_output
-    is_image = torch.eq(kwargs["input_ids"][0], config.image_token_id)
+    pixels = row["pixel_values"].to(tokens.device, model.config.params_dtype)
+    features = model.visual(pixels, grid_thw=row["image_grid_thw"].to(tokens.device)).pooler_output
+    is_image = torch.eq(row["input_ids"][0], config.image_token_id)
     feature_index = is_image.cumsum(0).sub(1).clamp(min=0)[source]
     is_image = is_image[source] & (source >= 0)
     if model.config.sequence_parallel:
         group = parallel_state.get_tensor_model_parallel_group()
         is_image, feature_index = (x.chunk(group.size())[group.rank()] for x in (is_image, feature_index))
+    is_image, feature_index = is_image.to(tokens.device), feature_index.to(tokens.device)
     return torch.where(is_image[:, None, None], features[feature_index][:, None].to(hidden.dtype), hidden)

@@ -26,7 +26,7 @@ from rlkit.engines.megatron.weights import (
     files_to_module,
     gather_parts,
     hf_to_megatron,
-    is_expert_parallel,
+    is_expert,
     is_tied_copy,
     local_part,
     megatron_to_hf,
@@ -128,7 +128,7 @@ def gather_state(
     if (shard := local_shard(optimizer, parameter)) is not None:
         span, tensors = shard
         local[span] = select(tensors)
-    if is_expert_parallel(parameter):
+    if is_expert(parameter):
         data_parallel_group = parallel_state.get_expert_data_parallel_group()
     else:
         data_parallel_group = parallel_state.get_data_parallel_group(with_context_parallel=True)

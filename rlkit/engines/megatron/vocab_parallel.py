@@ -1,4 +1,4 @@
-"""Log-probabilities and entropies of logits whose vocabulary is sharded over the ranks of a process group."""
+"""Log-probabilities and entropies from hidden states, with a vocabulary sharded over the ranks of a process group."""
 
 from __future__ import annotations
 
@@ -10,40 +10,9 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn.functional import linear
 
-from rlkit.losses.logprobs import CHUNK_BYTES, CPU_CHUNK_BYTES
+from rlkit.losses.logprobs import kernels_for, tokens_per_chunk
 
 _LOG_ZERO = -1e30  # instead of -inf, which times a probability of 0 would be nan
-
-
-def vocab_parallel_logprobs(
-    logits: Tensor,
-    targets: Tensor,
-    temperature: float = 1.0,
-    *,
-    suppress: Tensor | None = None,
-    group: dist.ProcessGroup | None = None,
-) -> tuple[Tensor, Tensor]:
-    r"""`rlkit.losses.logprobs.target_logprobs` and `token_entropy` of a vocabulary of which each rank has a slice.
-
-    The softmax needs a maximum and sums over the ranks, which are three all-reduces of [K] numbers. Backward needs
-    none: the gradient of a slice, $g_{lp} (1_y - p) - g_H\, p (\log p + H)$, is known from the forward. All ranks must
-    compute the same loss: the gradients of the outputs are not summed over ranks.
-
-    Args:
-        logits: [K, V / ranks], the slice of this rank, in rank order.
-        targets: [K], in [0, V).
-        temperature: sampling temperature, > 0.
-        suppress: [S] token ids, of the whole vocabulary, whose probability is 0.
-        group: the ranks; by default all.
-
-    Returns:
-        (logprobs [K], entropy [K]), float32, the same on every rank.
-    """
-    first = dist.get_rank(group) * logits.shape[1]
-    if suppress is not None:
-        logits = logits.index_fill(1, _local_ids(suppress, first, logits.shape[1]), -torch.inf)
-    logprobs, entropy = _Logprobs.apply(logits, targets - first, temperature, group)
-    return logprobs, entropy
 
 
 def vocab_parallel_linear_logprobs(
@@ -56,39 +25,44 @@ def vocab_parallel_linear_logprobs(
     group: dist.ProcessGroup | None = None,
     chunk: int | None = None,
 ) -> tuple[Tensor, Tensor]:
-    r"""`vocab_parallel_logprobs` of `hidden @ weight.T`, whose logits are computed in chunks of tokens and not kept.
-
-    As in `rlkit.losses.linear_logprobs`, products are computed in the dtype of `hidden`, and autocast is ignored.
+    r"""`rlkit.losses.linear_logprobs` of a vocabulary of which each rank has a slice.
 
     A rank computes the maximum of its slice and the sums $\sum e^y$ and $\sum y e^y$, with $y$ relative to that
-    maximum. Two all-reduces of [K] numbers combine the slices. Backward computes each chunk again.
+    maximum. Two all-reduces of [K] numbers combine the slices. Backward computes the logits again, and needs no
+    communication. On a GPU both use the Triton kernels of `linear_logprobs`. All ranks must compute the same loss: the
+    gradients of the outputs are not summed over ranks.
 
     Args:
         hidden: [K, H], the same on every rank. Its gradient is that of this slice only; the caller sums it over ranks,
             as Megatron's regions do.
         weight: [V / ranks, H], this rank's rows of the output layer, of the dtype of `hidden`.
-        targets, temperature, suppress, group: see `vocab_parallel_logprobs`.
+        targets: [K], in [0, V).
+        temperature: sampling temperature, > 0.
+        suppress: [S] token ids, of the whole vocabulary, whose probability is 0.
+        group: the ranks; by default all.
         chunk: tokens per chunk; by default as many as have 512 MiB of logits, 16 MiB on a CPU.
 
     Returns:
         (logprobs [K], entropy [K]), float32, the same on every rank.
     """
-    first = dist.get_rank(group) * weight.shape[0]
-    if suppress is not None:
-        suppress = _local_ids(suppress, first, weight.shape[0])
+    first = dist.get_rank(group) * len(weight)
+    suppressed = None if suppress is None else _is_suppressed(suppress - first, len(weight))
     if chunk is None:
-        chunk = max(1, (CHUNK_BYTES if hidden.is_cuda else CPU_CHUNK_BYTES) // (4 * weight.shape[0]))
-    logprobs, entropy = _LinearLogprobs.apply(hidden, weight, targets - first, temperature, suppress, group, chunk)
+        chunk = tokens_per_chunk(hidden, len(weight))
+    column = torch.full((len(hidden), 1), temperature, dtype=torch.float32, device=hidden.device)
+    logprobs, entropy = _LinearLogprobs.apply(hidden, weight, targets - first, column, suppressed, group, chunk)
     return logprobs, entropy
 
 
-def _local_ids(token_ids: Tensor, first: int, count: int) -> Tensor:
-    """The token ids in a slice of the vocabulary, relative to its first."""
-    return token_ids[(token_ids >= first) & (token_ids < first + count)] - first
+def _is_suppressed(token_ids: Tensor, size: int) -> Tensor:
+    """[size] uint8: 1 at the token ids that lie in the slice; the ids are relative to its first."""
+    is_local = (token_ids >= 0) & (token_ids < size)
+    found = torch.zeros(size + 1, dtype=torch.uint8, device=token_ids.device)
+    return found.index_fill_(0, torch.where(is_local, token_ids, size), 1)[:size]
 
 
 class _LinearLogprobs(torch.autograd.Function):
-    """`targets` and `suppress` are relative to the slice; a target may lie outside of it."""
+    """`targets` are relative to the slice and may lie outside of it; `temperature` is [K, 1]."""
 
     @staticmethod
     def forward(
@@ -96,54 +70,42 @@ class _LinearLogprobs(torch.autograd.Function):
         hidden: Tensor,
         weight: Tensor,
         targets: Tensor,
-        temperature: float,
-        suppress: Tensor | None,
+        temperature: Tensor,
+        suppressed: Tensor | None,
         group: dist.ProcessGroup | None,
         chunk: int,
     ) -> tuple[Tensor, Tensor]:
-        is_local = (targets >= 0) & (targets < weight.shape[0])
-        targets = targets.clamp(0, weight.shape[0] - 1)
-        local_max = torch.empty(len(hidden), dtype=torch.float32, device=hidden.device)
-        sums = local_max.new_empty(3, len(hidden))
-        sum_exp, sum_y_exp, target_logits = sums  # views
-        for start in range(0, len(hidden), chunk):
-            rows = slice(start, start + chunk)
-            logits = _scaled_logits(hidden[rows], weight, temperature, suppress)
-            local_max[rows] = logits.amax(1).clamp_(min=_LOG_ZERO)
-            target_logits[rows] = logits.gather(1, targets[rows, None])[:, 0]
-            exp = logits.sub_(local_max[rows, None]).exp()
-            sum_exp[rows] = exp.sum(1)
-            sum_y_exp[rows] = exp.mul_(logits.clamp_(min=_LOG_ZERO)).sum(1)
-        global_max = local_max.clone()
-        dist.all_reduce(global_max, dist.ReduceOp.MAX, group=group)
-        shift = local_max - global_max
-        sums[1] = shift.exp() * (sum_y_exp + shift * sum_exp)
-        sums[0] *= shift.exp()
-        sums[2] = torch.where(is_local, target_logits, 0.0)
+        kernels = kernels_for(hidden)
+        if kernels is not None:
+            slices = kernels.vocabulary_sums(hidden, weight, None, targets, temperature, suppressed)
+        else:
+            slices = _vocabulary_sums(hidden, weight, targets, temperature, suppressed, chunk)
+        largest, total, weighted, chosen = slices
+        most = largest.amax(0)
+        dist.all_reduce(most, dist.ReduceOp.MAX, group=group)
+        shift = largest - most
+        sums = torch.stack([shift.exp() * total, shift.exp() * (weighted + shift * total), chosen]).sum(1)
         dist.all_reduce(sums, group=group)
+        sum_exp, sum_y_exp, target_logits = sums
         log_total = sum_exp.log()
-        logprobs, entropy = target_logits - global_max - log_total, log_total - sum_y_exp / sum_exp
-        ctx.save_for_backward(hidden, weight, targets, is_local, suppress, global_max + log_total, entropy)
-        ctx.temperature, ctx.chunk = temperature, chunk
+        logprobs = (target_logits - most - log_total).clamp(max=0)
+        entropy = log_total - sum_y_exp / sum_exp
+        ctx.save_for_backward(hidden, weight, targets, temperature, suppressed, most + log_total, entropy)
+        ctx.chunk = chunk
         return logprobs, entropy
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_logprobs: Tensor, grad_entropy: Tensor) -> tuple[Tensor | None, ...]:
-        hidden, weight, targets, is_local, suppress, log_total, entropy = ctx.saved_tensors
+        hidden, weight, targets, temperature, suppressed, log_total, entropy = ctx.saved_tensors
+        kernels = kernels_for(hidden)
+        logit_gradients = _logit_gradients if kernels is None else kernels.logit_gradients
         grad_hidden = torch.empty_like(hidden)
         grad_weight = torch.zeros_like(weight, dtype=torch.float32) if ctx.needs_input_grad[1] else None
-        grad_targets = torch.where(is_local, grad_logprobs, 0.0)
+        of_tokens = (targets, temperature, log_total, entropy, grad_logprobs, grad_entropy)
         for start in range(0, len(hidden), ctx.chunk):
             rows = slice(start, start + ctx.chunk)
-            logits = _scaled_logits(hidden[rows], weight, ctx.temperature, suppress)
-            logp = logits.sub_(log_total[rows, None]).clamp_(min=_LOG_ZERO)
-            grad = _grad_logits(
-                logp, entropy[rows], grad_logprobs[rows], grad_entropy[rows], targets[rows], grad_targets[rows]
-            )
-            if suppress is not None:
-                grad.index_fill_(1, suppress, 0.0)
-            grad = grad.div_(ctx.temperature).to(hidden.dtype)
+            grad = logit_gradients(hidden[rows], weight, None, suppressed, *(x[rows] for x in of_tokens))
             with torch.autocast(hidden.device.type, enabled=False):
                 grad_hidden[rows] = grad @ weight
                 if grad_weight is not None:
@@ -152,56 +114,57 @@ class _LinearLogprobs(torch.autograd.Function):
         return grad_hidden, grad_weight, None, None, None, None, None
 
 
-class _Logprobs(torch.autograd.Function):
-    """`targets` are relative to the slice and may lie outside of it."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, logits: Tensor, targets: Tensor, temperature: float, group: dist.ProcessGroup | None
-    ) -> tuple[Tensor, Tensor]:
-        scaled = logits.float() / temperature
-        global_max = scaled.amax(1)
-        dist.all_reduce(global_max, dist.ReduceOp.MAX, group=group)
-        scaled -= global_max[:, None]
-        total = scaled.exp().sum(1)
-        dist.all_reduce(total, group=group)
-        logp = scaled.sub_(total.log()[:, None])
-        is_local = (targets >= 0) & (targets < logits.shape[1])
-        target_logp = logp.gather(1, targets.clamp(0, logits.shape[1] - 1)[:, None])[:, 0]
-        logp.clamp_(min=_LOG_ZERO)
-        sums = torch.stack([torch.where(is_local, target_logp, 0.0), -(logp.exp() * logp).sum(1)])
-        dist.all_reduce(sums, group=group)
-        logprobs, entropy = sums.unbind()
-        ctx.save_for_backward(logp, targets, is_local, entropy)
-        ctx.temperature, ctx.dtype = temperature, logits.dtype
-        return logprobs, entropy
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad_logprobs: Tensor, grad_entropy: Tensor) -> tuple[Tensor | None, ...]:
-        logp, targets, is_local, entropy = ctx.saved_tensors
-        targets, grad_targets = targets.clamp(0, logp.shape[1] - 1), torch.where(is_local, grad_logprobs, 0.0)
-        grad = _grad_logits(logp, entropy, grad_logprobs, grad_entropy, targets, grad_targets)
-        return grad.div_(ctx.temperature).to(ctx.dtype), None, None, None
+# --- without Triton
 
 
-def _scaled_logits(hidden: Tensor, weight: Tensor, temperature: float, suppress: Tensor | None) -> Tensor:
+def _vocabulary_sums(
+    hidden: Tensor, weight: Tensor, targets: Tensor, temperature: Tensor, suppressed: Tensor | None, chunk: int
+) -> Tensor:
+    """As `vocabulary_sums` of the Triton kernels, in one part.
+
+    Returns:
+        [4, 1, K] float32: maximum logit m; sum exp(z - m); sum (z - m) exp(z - m); the target's logit, or 0 if the
+        target is in another slice.
+    """
+    out = torch.empty(4, 1, len(hidden), dtype=torch.float32, device=hidden.device)
+    for start in range(0, len(hidden), chunk):
+        rows = slice(start, start + chunk)
+        logits = _logits(hidden[rows], weight, temperature[rows], suppressed)
+        is_local = (targets[rows] >= 0) & (targets[rows] < len(weight))
+        target = targets[rows].clamp(0, len(weight) - 1)
+        out[3, 0, rows] = torch.where(is_local, logits.gather(1, target[:, None])[:, 0], 0.0)
+        out[0, 0, rows] = logits.amax(1).clamp_(min=_LOG_ZERO)
+        exp = logits.sub_(out[0, 0, rows, None]).exp()
+        out[1, 0, rows] = exp.sum(1)
+        out[2, 0, rows] = exp.mul_(logits.clamp_(min=_LOG_ZERO)).sum(1)
+    return out
+
+
+def _logit_gradients(
+    hidden: Tensor,
+    weight: Tensor,
+    bias: None,
+    suppressed: Tensor | None,
+    targets: Tensor,
+    temperature: Tensor,
+    log_total: Tensor,
+    entropy: Tensor,
+    grad_logprobs: Tensor,
+    grad_entropy: Tensor,
+) -> Tensor:
+    """As `logit_gradients` of the Triton kernels: (g_lp (1_y - p) - g_H p (log p + H)) / temperature."""
+    logp = _logits(hidden, weight, temperature, suppressed).sub_(log_total[:, None]).clamp_(min=_LOG_ZERO)
+    grad = (logp + entropy[:, None]).mul_(-grad_entropy[:, None]).sub_(grad_logprobs[:, None]).mul_(logp.exp())
+    is_local = (targets >= 0) & (targets < len(weight))
+    grad_target = torch.where(is_local, grad_logprobs, 0.0)
+    grad.scatter_add_(1, targets.clamp(0, len(weight) - 1)[:, None], grad_target[:, None])
+    if suppressed is not None:
+        grad.masked_fill_(suppressed.bool(), 0.0)
+    return grad.div_(temperature).to(hidden.dtype)
+
+
+def _logits(hidden: Tensor, weight: Tensor, temperature: Tensor, suppressed: Tensor | None) -> Tensor:
     """Float32 logits of the slice, divided by the temperature; a new tensor."""
     with torch.autocast(hidden.device.type, enabled=False):
         logits = linear(hidden, weight).float() / temperature
-    return logits if suppress is None else logits.index_fill_(1, suppress, -torch.inf)
-
-
-def _grad_logits(
-    logp: Tensor, entropy: Tensor, grad_logprobs: Tensor, grad_entropy: Tensor, targets: Tensor, grad_targets: Tensor
-) -> Tensor:
-    """The gradient of a slice of scaled logits: -p (g_H (log p + H) + g_lp), and g_lp more at a target in the slice.
-
-    Args:
-        logp: [K, V / ranks].
-        entropy, grad_logprobs, grad_entropy: [K].
-        targets: [K], in the slice.
-        grad_targets: [K], `grad_logprobs`, or 0 for a target that is in the slice of another rank.
-    """
-    grad = (logp + entropy[:, None]).mul_(-grad_entropy[:, None]).sub_(grad_logprobs[:, None]).mul_(logp.exp())
-    return grad.scatter_add_(1, targets[:, None], grad_targets[:, None])
+    return logits if suppressed is None else logits.masked_fill_(suppressed.bool(), -torch.inf)

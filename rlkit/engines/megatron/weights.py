@@ -41,8 +41,7 @@ IN_LAYER = {
     "self_attention.linear_qkv.layer_norm_weight": ("input_layernorm.weight",),
     "mlp.linear_fc1.layer_norm_weight": ("post_attention_layernorm.weight",),
 }
-MEGATRON_EXPERT = re.compile(r"mlp\.experts\.local_experts\.(\d+)\.linear_fc([12])\.weight")
-EXPERT_PROJECTIONS = {"1": ("gate_proj", "up_proj"), "2": ("down_proj",)}
+EXPERT_PROJECTIONS = {"mlp.experts.gate_up_proj": ("gate_proj", "up_proj"), "mlp.experts.down_proj": ("down_proj",)}
 HF_EXPERT = re.compile(r"(.*\.experts)\.(\d+)\.(gate|up|down)_proj\.weight")
 
 
@@ -56,7 +55,7 @@ def embedding_name(config: TransformerConfig) -> str:
 
 def _language_model(config: TransformerConfig) -> str:
     """The prefix of all names in the language model, which may be part of a vision-language model."""
-    return "model." if config.mrope_section is None else "model.language_model."
+    return "model.language_model." if config.has_vision else "model."
 
 
 def hf_names(name: str, first_layer: int, config: TransformerConfig) -> tuple[str, ...]:
@@ -85,14 +84,9 @@ def hf_names(name: str, first_layer: int, config: TransformerConfig) -> tuple[st
 
 
 def _expert_names(name: str, config: TransformerConfig) -> tuple[str, ...]:
-    """The names of an expert's tensors, and of the experts that other expert-parallel ranks have in its place."""
-    if (expert := MEGATRON_EXPERT.fullmatch(name)) is None:
-        return ()
-    ranks = config.expert_model_parallel_size
-    experts_per_rank = (config.num_moe_experts or 0) // ranks
-    numbers = [rank * experts_per_rank + int(expert[1]) for rank in range(ranks)]
-    projections = EXPERT_PROJECTIONS[expert[2]]
-    return tuple(f"mlp.experts.{number}.{projection}.weight" for number in numbers for projection in projections)
+    """The names of the tensors of all experts of a layer, in their order in `GroupedExperts`."""
+    projections, experts = EXPERT_PROJECTIONS.get(name, ()), range(config.num_moe_experts or 0)
+    return tuple(f"mlp.experts.{expert}.{projection}.weight" for expert in experts for projection in projections)
 
 
 class MappedParameter(NamedTuple):
@@ -117,9 +111,9 @@ def is_tied_copy(parameter: nn.Parameter) -> bool:
     return getattr(parameter, "shared", False)
 
 
-def is_expert_parallel(parameter: Any) -> bool:
-    """Whether a parameter is one expert's, and expert-parallel ranks have other experts in its place."""
-    return not getattr(parameter, "allreduce", True)
+def is_expert(parameter: Any) -> bool:
+    """Whether a parameter belongs to the experts of a layer, which expert-parallel ranks share."""
+    return getattr(parameter, "is_expert", False)
 
 
 # --- Hugging Face tensors <-> full tensors of Megatron
@@ -127,7 +121,7 @@ def is_expert_parallel(parameter: Any) -> bool:
 
 def hf_to_megatron(tensors: Sequence[Tensor], parameter: nn.Parameter, config: TransformerConfig) -> Tensor:
     """Hugging Face tensors -> the full tensor of Megatron's parameter, of all tensor or expert ranks together."""
-    if is_expert_parallel(parameter):
+    if is_expert(parameter):
         return torch.cat(list(tensors))
     if len(tensors) == 3:  # queries, keys, values
         by_kv_head = [tensor.unflatten(0, (config.num_query_groups, -1)) for tensor in tensors]
@@ -142,7 +136,7 @@ def hf_to_megatron(tensors: Sequence[Tensor], parameter: nn.Parameter, config: T
 
 def megatron_to_hf(full: Tensor, count: int, parameter: nn.Parameter, config: TransformerConfig) -> list[Tensor]:
     """The inverse of `hf_to_megatron`, for a parameter that is made of `count` Hugging Face tensors."""
-    if is_expert_parallel(parameter):
+    if is_expert(parameter):
         return list(full.chunk(count))
     if count == 3:
         kv_heads, size = config.num_query_groups, config.kv_channels
@@ -159,7 +153,7 @@ def megatron_to_hf(full: Tensor, count: int, parameter: nn.Parameter, config: Tr
 
 def local_part(full: Tensor, parameter: Any) -> Tensor:
     """This rank's part of a parameter's full tensor."""
-    if is_expert_parallel(parameter):
+    if is_expert(parameter):
         group = parallel_state.get_expert_model_parallel_group()
         return full.chunk(group.size())[group.rank()]
     if not getattr(parameter, "tensor_model_parallel", False):
@@ -175,7 +169,7 @@ def gather_parts(local: Tensor, parameter: Any) -> Tensor:
 
 def _gather_async(local: Tensor, parameter: Any) -> Callable[[], Tensor]:
     """Start `gather_parts`; the returned function waits for it."""
-    if is_expert_parallel(parameter):
+    if is_expert(parameter):
         group, dim = parallel_state.get_expert_model_parallel_group(), 0
     elif getattr(parameter, "tensor_model_parallel", False):
         group, dim = parallel_state.get_tensor_model_parallel_group(), parameter.partition_dim

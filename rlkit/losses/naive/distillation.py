@@ -61,6 +61,23 @@ def topk_reverse_kl_loss(
     return loss
 
 
+def topk_jsd_loss(
+    student_logits: Tensor,
+    teacher_logprobs: Tensor,
+    teacher_indices: Tensor,
+    mask: Tensor,
+    beta: float = 0.5,
+    temperature: float = 1.0,
+) -> Tensor:
+    student, teacher, loss = student_logits.double() / temperature, constant(teacher_logprobs).exp(), zeros(mask)
+    for b, t in trained(mask):
+        q = _buckets(_softmax(student[b, t]), teacher_indices[b, t])
+        p = torch.cat([teacher[b, t], 1 - teacher[b, t].sum()[None]])
+        mixture = beta * p + (1 - beta) * q
+        loss[b, t] = beta * _kl(p, mixture) + (1 - beta) * _kl(q, mixture)
+    return loss
+
+
 def _softmax(z: Tensor) -> Tensor:
     return z.exp() / add(z[v].exp() for v in range(len(z)))
 

@@ -49,12 +49,14 @@ class Server:
         failure: why the server is excluded; empty while it is available.
         failure_count: how often the server has been excluded so far.
         workers: number of processes with a copy or a shard of the weights.
+        returns_routed_experts: whether the server can return the experts that its routers chose.
     """
 
     url: str
     failure: str = ""
     failure_count: int = 0
     workers: int = 1
+    returns_routed_experts: bool = False
 
 
 class ServerPool:

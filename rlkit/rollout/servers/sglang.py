@@ -25,6 +25,7 @@ from __future__ import annotations
 
 import base64
 from collections.abc import Sequence
+from dataclasses import replace
 from datetime import timedelta
 from hashlib import sha256
 from pathlib import PurePath
@@ -118,7 +119,6 @@ class SglangRollout(ServerRollout):
     join_path = "/init_weights_update_group"
     health_path = "/model_info"  # /health samples a token, which a paused or sleeping server cannot do
     start_hint = "Start servers with: python -m sglang.launch_server --model-path MODEL --port PORT"
-    returns_routed_experts = False
 
     def _request_body(self, request: Sample, sampling: Sampling, start: int, count: int) -> dict[str, Any]:
         params = {
@@ -139,8 +139,6 @@ class SglangRollout(ServerRollout):
             "return_prompt_token_ids": True,
             "stream": False,
         }
-        if self.returns_routed_experts:
-            body["return_routed_experts"] = True
         if request.images:
             name = sample_name(request)
             urls = [image_data_url(image, name) for image in request.images]
@@ -151,6 +149,7 @@ class SglangRollout(ServerRollout):
 
     async def _request_samples(self, server: Server, job: Job) -> list[Sample]:
         oldest = self.version
+        job = replace(job, body={**job.body, "return_routed_experts": server.returns_routed_experts})
         responses = await self._post_job(server, "/generate", job)
         if len(responses) != job.count:
             raise RuntimeError(f"{server.url}: expected {job.count} samples, got {len(responses)}")
@@ -227,7 +226,7 @@ class SglangRollout(ServerRollout):
             info = await request(server, "GET", "/server_info")
             weight_version = version_number(model["weight_version"])
             server.workers, copies = info["tp_size"], info["dp_size"] * info["pp_size"]
-            self.returns_routed_experts |= info.get("enable_return_routed_experts", False)
+            server.returns_routed_experts = info.get("enable_return_routed_experts", False)
             await request(server, "POST", "/continue_generation", {})  # a stopped trainer may have left it paused
         except (ServerUnavailable, RequestRejected, KeyError, TypeError, AttributeError) as error:
             raise ValueError(

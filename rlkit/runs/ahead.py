@@ -1,0 +1,23 @@
+"""Prepares the input of the next step while the current one runs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import TypeVar
+
+T = TypeVar("T")
+
+
+def one_ahead(items: Iterable[T]) -> Iterator[T]:
+    """Yield the same items; while one is in use, a thread computes the next.
+
+    Reading and resizing images leaves Python's lock to other threads, so it takes no time from sampling on a GPU. An
+    exception is raised where its item would have been yielded.
+    """
+    iterator, end = iter(items), object()
+    with ThreadPoolExecutor(1, thread_name_prefix="one_ahead") as thread:
+        following = thread.submit(next, iterator, end)
+        while (item := following.result()) is not end:
+            following = thread.submit(next, iterator, end)
+            yield item  # type: ignore[misc]

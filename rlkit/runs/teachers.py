@@ -1,0 +1,50 @@
+"""The teacher of a distillation recipe: an engine in this process, or vLLM servers."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from rlkit.rollout.servers.teacher import VllmTeacher
+from rlkit.runs.models import build_scorer
+from rlkit.tracking import Run
+from rlkit.vlm import load_processor, model_or_tiny, suppressed_token_ids
+from rlkit.vlm.loading import load_config
+
+
+def build_teacher(cfg: Any, run: Run, rows: Sequence[Mapping[str, Any]], processor: Any, engine: Any) -> Any:
+    """The engine that scores with the teacher, or with `--teacher_servers` a client of the teacher's servers.
+
+    The teacher "tiny" is built first, like the student, and fine-tuned for longer, on right answers.
+
+    Args:
+        rows: rows on which the tiny teacher is fine-tuned.
+        processor: of the student.
+        engine: of the student.
+
+    Raises:
+        ValueError: a teacher with other tokens than the student, or servers that cannot be used.
+    """
+    if cfg.teacher_servers and cfg.teacher == "tiny":
+        raise ValueError("teacher: expected the directory or hub id of the model on --teacher_servers, got 'tiny'")
+    if cfg.teacher_servers and cfg.temperature != 1:
+        raise ValueError(
+            f"temperature: expected 1 with --teacher_servers, whose log-probabilities are at temperature 1, got "
+            f"{cfg.temperature:g}"
+        )
+    options = {"seed": cfg.seed + 1, "warm_up_steps": 300, "label_noise": 0.0}
+    path = model_or_tiny(cfg.teacher, run.out / "teacher", rows, **options)
+    theirs = load_processor(path, trust_remote_code=cfg.trust_remote_code)
+    vocabularies = [getattr(one, "tokenizer", one).get_vocab() for one in (theirs, processor)]
+    if vocabularies[0] != vocabularies[1]:
+        raise ValueError(f"teacher {path!r}: expected the student's tokens, got others")
+    if not cfg.teacher_servers:
+        return build_scorer(cfg, path, processor)
+    config = load_config(path, trust_remote_code=cfg.trust_remote_code)
+    return VllmTeacher(
+        model=path,
+        urls=cfg.teacher_servers,
+        top_k=cfg.teacher_top_k,
+        suppressed_token_ids=suppressed_token_ids(config, getattr(processor, "tokenizer", processor)).tolist(),
+        group=engine.model_parallel_group,
+    )
