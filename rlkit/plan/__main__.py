@@ -47,11 +47,11 @@ def run(options: Any, arguments: Sequence[str]) -> bool:
         raise ValueError(f"nproc: expected at least 1 GPU, got {options.nproc}")
     module = load_recipe(options.recipe)
     cfg = recipe_options(module, arguments)
-    if cfg.engine != "fsdp2":
-        raise ValueError(f"engine: expected fsdp2, which can be rehearsed, got {cfg.engine}")
+    if cfg.engine not in ("fsdp2", "megatron"):
+        raise ValueError(f"engine: expected fsdp2 or megatron in a plan, got {cfg.engine}")
     if not cfg.use_remove_padding:
         raise ValueError("use_remove_padding: expected True, since packed rows can be rehearsed, got False")
-    if "tensor" in cfg.parallel:
+    if cfg.engine == "fsdp2" and "tensor" in cfg.parallel:
         raise ValueError(f"parallel: expected no tensor parallelism in a plan, got tensor {cfg.parallel['tensor']}")
     roles = recipe_roles(module, cfg)
     plan = make_plan(cfg, roles, options.nproc, gpu, options.image_tokens)

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
+from rlkit.plan import megatron
 from rlkit.plan.hardware import USABLE, Gpu
 from rlkit.plan.rehearsal import Rehearsal, Roles, rehearse
 from rlkit.plan.sampler import SamplerMemory, sampler_memory
@@ -45,12 +46,12 @@ class Plan:
 
 
 def make_plan(cfg: Any, roles: Roles, world: int, gpu: Gpu, image_tokens: int | None) -> Plan:
-    """Rehearse a step, and add estimates for model loading and for the sampler, which are not rehearsed.
+    """Rehearse a step, or estimate it for Megatron, and add estimates for model loading and for the sampler.
 
     Raises:
         ValueError: the engine or the model refuses an option.
     """
-    rehearsal = rehearse(cfg, roles, world, image_tokens)
+    rehearsal = (megatron.estimate if cfg.engine == "megatron" else rehearse)(cfg, roles, world, image_tokens)
     config = roles.policy or roles.critic
     resident = rehearsal.resident
     sampler = SamplerMemory(0, 0, rehearsal.workload.rows)
@@ -104,21 +105,22 @@ def ways_to_fit(cfg: Any, plan: Plan, config: Any, world: int) -> Iterator[Way]:
     most = plan.sampler.utilization
     if getattr(cfg, "rollout", "") == "vllm" and most is not None and 0.1 < most < cfg.gpu_memory_utilization:
         options["gpu_memory_utilization"] = most
-    if not cfg.use_fused_kernels and not head_obstacle(config):
+    is_fsdp2 = cfg.engine == "fsdp2"
+    if is_fsdp2 and not cfg.use_fused_kernels and not head_obstacle(config):
         options["use_fused_kernels"] = True
     if not cfg.enable_gradient_checkpointing:
         options["enable_gradient_checkpointing"] = True
     longest = plan.rehearsal.workload.prompt + plan.rehearsal.workload.answer
     if cfg.micro_batch_tokens > longest:
         options["micro_batch_tokens"] = longest
-    if not cfg.offload_between_phases:
+    if is_fsdp2 and not cfg.offload_between_phases:
         options["offload_between_phases"] = True
     changes: list[str] = []
     for name, value in options.items():
         cfg = replace(cfg, **{name: value})
         changes = [*changes, f"--{name}" if value is True else f"--{name} {value}"]
         yield Way(changes, cfg, world)
-    if not cfg.lora_rank:
+    if is_fsdp2 and not cfg.lora_rank:
         yield Way([*changes, "--lora_rank 32"], replace(cfg, lora_rank=32), world)
     for factor in (2, 4, 8):
         yield Way([*changes, f"{factor * world} GPUs in place of {world}"], cfg, factor * world)

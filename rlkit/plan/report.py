@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from rlkit.engines.export import FILE_BYTES
+from rlkit.engines.flops import flops_obstacle
 from rlkit.plan.fit import GIB, Plan
 from rlkit.plan.hardware import USABLE
 from rlkit.plan.rehearsal import Roles
@@ -40,7 +41,8 @@ def describe(cfg: Any, roles: Roles, plan: Plan, world: int, gpus_per_node: int)
         f"each rank: {workload.prompts} prompts of {workload.prompt} tokens ({workload.image_tokens} of images), "
         f"{workload.group_size} answers of {workload.answer} tokens to each",
         "",
-        "GiB a rank, at the peak of each phase",
+        "GiB a rank, at the peak of each phase"
+        + ("; Megatron is not rehearsed: an estimate by arithmetic" if cfg.engine == "megatron" else ""),
         memory_table(plan.phases),
         "",
         "host memory of a machine",
@@ -69,19 +71,23 @@ def _gib(size: int) -> str:
 def host_memory(cfg: Any, plan: Plan, world: int, gpus_per_node: int) -> dict[str, int]:
     """Bytes of one machine's host memory, by purpose.
 
-    Loading: each rank reads its slices of one tensor after the other. Export: rank 0 holds the content of one file.
+    Loading: each rank reads its slices of one tensor after the other, or for Megatron the whole model. Export: rank 0
+    holds the content of one file.
     """
     found, ranks = plan.rehearsal, min(world, gpus_per_node)
-    loading = ranks * (4 if cfg.dtype == "float32" else 2) * found.largest_tensor
+    loaded = found.parameters if cfg.engine == "megatron" else found.largest_tensor
+    loading = ranks * (4 if cfg.dtype == "float32" else 2) * loaded
     export = (4 if cfg.export_dtype == "float32" else 2) * found.parameters
     offloaded = {"weights and optimizer, between phases": ranks * found.host} if found.host else {}
     return {"loading, at most": loading, "export, at most": min(FILE_BYTES, export), **offloaded}
 
 
 def time_table(cfg: Any, roles: Roles, plan: Plan, world: int, gpus_per_node: int) -> str:
-    """FLOPs, bytes and the lower bound of seconds by phase, as a Markdown table."""
+    """FLOPs, bytes and the lower bound of seconds by phase, as a Markdown table; or why there is none."""
     link = link_bandwidth(plan.gpu, world, gpus_per_node)
     config = roles.policy or roles.critic
+    if why := flops_obstacle(config):
+        return f"no floor of seconds, since the FLOPs of {config.model_type} are not known: {why}"
     has_reference = roles.reference is not None or roles.adapter_reference
     models = (roles.policy is not None) + (roles.critic is not None)
     phases = costs(cfg, config, plan.rehearsal, plan.sampler, world, has_reference=has_reference, models=models)

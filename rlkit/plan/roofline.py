@@ -12,9 +12,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from rlkit.engines.flops import forward_flops
+from rlkit.plan.cache import HALF, cache_bytes
 from rlkit.plan.hardware import NETWORK_BYTES_PER_SECOND, Gpu
+from rlkit.plan.megatron import link_bytes
 from rlkit.plan.rehearsal import Rehearsal
-from rlkit.plan.sampler import HALF, SamplerMemory, cache_bytes
+from rlkit.plan.sampler import SamplerMemory
 from rlkit.plan.workload import Workload
 
 
@@ -79,11 +81,14 @@ def costs(
         # weights are gathered for forward and backward, gradients reduced in float32
         "link": others * micro_batches * updates * (2 * weights + 4 * rehearsal.trainable),
     }
+    if cfg.engine == "megatron":
+        trained["link"] = link_bytes(cfg, config, rehearsal, world) * updates
     found = {"generate": _generation(cfg, config, workload, sampler, weights)} if hasattr(cfg, "rollout") else {}
     if not getattr(cfg, "max_new_tokens", 0):
         found = {}
     if has_reference:
-        found["reference"] = Cost(forward, micro_batches * weights, others * micro_batches * weights)
+        gathered = 0 if cfg.engine == "megatron" else others * micro_batches * weights
+        found["reference"] = Cost(forward, micro_batches * weights, gathered)
     found["train"] = Cost(**{name: models * x for name, x in trained.items()})
     if not hasattr(cfg, "rollout"):  # a recipe that does not sample, such as reward_model.py
         return found
@@ -101,5 +106,5 @@ def _generation(cfg: Any, config: Any, workload: Workload, sampler: SamplerMemor
     """
     sequences = max(1, min(workload.rows, sampler.sequences))
     rounds = -(-workload.rows // sequences)
-    mean_cache = sequences * cache_bytes(config) * (workload.prompt + workload.answer / 2)
+    mean_cache = sequences * cache_bytes(config, workload.prompt + workload.answer // 2)
     return Cost(flops=rank_flops(config, workload), memory=rounds * workload.answer * (weights + mean_cache))

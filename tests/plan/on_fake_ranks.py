@@ -12,6 +12,7 @@ import json
 import sys
 import time
 from contextlib import nullcontext, redirect_stdout
+from importlib.util import find_spec
 from unittest import mock
 
 import torch
@@ -43,6 +44,7 @@ CASES = {  # ranks, options
 }
 WITH_REFERENCE = ("one_rank", "lora")
 SHORT = ["--max_prompt_tokens", "64", "--max_new_tokens", "64", "--prompts_per_step", "4"]
+STAGES = ["--parallel", "tensor", "2", "pipeline", "2"]
 COMMANDS = {  # recipe, arguments
     "fits": ("grpo_vlm", ["--nproc", "2", "--gpu", "l4-24gb", *SHORT]),
     "too_large": ("sft", [
@@ -55,7 +57,10 @@ COMMANDS = {  # recipe, arguments
     "too_long": ("grpo_vlm", ["--max_new_tokens", "9000"]),
     "three_of_four": ("grpo_vlm", ["--nproc", "4", "--ulysses_sequence_parallel_size", "3", *SHORT]),
     "images_of_text": ("grpo_vlm", ["--image_tokens", "5", *SHORT]),
-    "megatron": ("grpo_vlm", ["--engine", "megatron"]),
+    "fsdp1": ("grpo_vlm", ["--engine", "fsdp1"]),
+    "megatron": ("grpo_vlm", ["--nproc", "4", "--engine", "megatron", *STAGES, *SHORT]),
+    "megatron_adapters": ("grpo_vlm", ["--engine", "megatron", "--lora_rank", "4"]),
+    "megatron_heads": ("grpo_vlm", ["--nproc", "8", "--engine", "megatron", "--parallel", "tensor", "8", *SHORT]),
     "tiny": ("grpo_vlm", ["--model", "tiny"]),
     "tiny_teacher": ("distill", []),
 }  # fmt: skip
@@ -161,6 +166,10 @@ def main(path, config_dir, out):
     found["smollm2"] = planned(cfg, load_config(smollm2), 2, reference=False)
     found["smollm2"]["taken"] = taken(smollm2, cfg, 2)
     found["commands"] = {name: said(*case, config_dir) for name, case in COMMANDS.items()}
+    if find_spec("megatron") and find_spec("triton"):
+        import megatron_memory
+
+        found["megatron"] = {name: megatron_memory.planned_and_taken(name) for name in megatron_memory.CASES}
     json.dump(found, open(out, "w"))
 
 

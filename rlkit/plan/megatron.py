@@ -1,0 +1,313 @@
+"""Estimates the memory of the megatron engine by arithmetic: unlike fsdp2, it is not rehearsed.
+
+Parameters, gradients and optimizer state follow exactly from the model's parameters and the degrees of parallelism.
+Activations are a sum over the tensors that a layer saves for its backward pass. Attention is that of flash kernels, and
+the output layer that of the Triton kernels. Experts are assumed to get equally many tokens. On a CPU, with stand-ins
+for these kernels, activations are within 15 % of what torch's allocator gives out (tests/plan/test_plan.py). Pipelines
+and vision towers have not been compared.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from rlkit.engines.megatron.supported import ParallelDims, check_supported, is_moe, padded_vocabulary
+from rlkit.engines.value_head import with_value_head
+from rlkit.losses._kernels import CHUNK_BYTES
+from rlkit.plan.rehearsal import Rehearsal, Roles, empty
+from rlkit.plan.workload import Workload, longest_batch
+from rlkit.runs.models import trained_part
+from rlkit.vlm.loading import has_vision
+
+WEIGHT, MASTER, MOMENTS, GRADIENT = 2, 4, 8, 4  # bytes of a parameter: bfloat16; float32 copy; AdamW's; float32
+
+
+@dataclass(frozen=True)
+class StageParameters:
+    """Numbers of parameters on one rank of a pipeline stage.
+
+    Attributes:
+        dense, experts: all of them; experts are shared by other ranks than the rest.
+        trained_dense, trained_experts: those that are trained.
+    """
+
+    dense: int = 0
+    experts: int = 0
+    trained_dense: int = 0
+    trained_experts: int = 0
+
+
+@dataclass(frozen=True)
+class MicroBatch:
+    """The largest micro-batch of a rank.
+
+    Attributes:
+        tokens: in its packed row; a prompt counts once for its answers.
+        scored: tokens whose log-probability is computed.
+        keys: tokens that the row's segments attend to; a prompt counts once for each of its answers.
+        count: number of micro-batches.
+    """
+
+    tokens: int
+    scored: int
+    keys: int
+    count: int
+
+
+def estimate(cfg: Any, roles: Roles, world: int, image_tokens: int | None) -> Rehearsal:
+    """What `rehearse` returns for an engine that can be rehearsed, for the rank that needs the most memory.
+
+    Args:
+        cfg: options of the recipe.
+        roles: models of the recipe.
+        world: number of ranks.
+        image_tokens: image tokens of each prompt; see `longest_batch`.
+
+    Raises:
+        ValueError: the engine refuses the model or an option.
+    """
+    dims = _dims(cfg, roles, world)
+    config = roles.policy or roles.critic
+    data_parallel_size = world // (dims.tensor * dims.pipeline * dims.context)
+    workload = longest_batch(cfg, config, data_parallel_size, image_tokens)
+    micro_batch = largest_micro_batch(workload, cfg.micro_batch_tokens, share_prompts=cfg.share_prompts)
+    trained = {name: _model(cfg, getattr(roles, name), name) for name in ("critic", "policy") if getattr(roles, name)}
+    stages = [dict[str, dict[str, int]]() for _ in range(dims.pipeline)]
+    residents = [dict[str, int]() for _ in range(dims.pipeline)]
+    for number, (phases, resident) in enumerate(zip(stages, residents, strict=True)):
+        for model in trained.values():
+            for kind, size in state_bytes(stage_parameters(model, dims)[number], dims, world).items():
+                resident[kind] = resident.get(kind, 0) + size
+        if roles.reference is not None:
+            reference = stage_parameters(empty(roles.reference, torch.bfloat16), dims)[number]
+            resident["reference"] = WEIGHT * (reference.dense + reference.experts)
+            live = layer_bytes(roles.reference, dims, micro_batch)
+            phases["reference"] = {**resident, "activations": live}
+        for name, model in trained.items():
+            prefix = "" if name == "policy" or len(trained) == 1 else f"{name}: "
+            head = (
+                head_bytes(model.config, dims, micro_batch) if number == dims.pipeline - 1 and name == "policy" else 0
+            )
+            phases[f"{prefix}forward and backward"] = {
+                **resident, "activations": activation_bytes(cfg, model.config, dims, micro_batch, number, workload),
+                "logits": head,
+            }  # fmt: skip
+            phases[f"{prefix}optimizer step"] = dict(resident)
+        if hasattr(cfg, "rollout"):
+            phases["weight sync"] = {**resident, **_gathered(cfg, trained, dims)}
+    fullest = max(range(dims.pipeline), key=lambda i: max(sum(kinds.values()) for kinds in stages[i].values()))
+    sizes = [(p.numel(), p.requires_grad) for p in (trained.get("policy") or trained["critic"]).parameters()]
+    return Rehearsal(
+        peaks=stages[fullest],
+        resident=residents[fullest],
+        host=0,
+        parameters=sum(size for size, _ in sizes),
+        trainable=sum(size for size, trains in sizes if trains),
+        largest_tensor=max(size for size, _ in sizes),
+        workload=workload,
+        data_parallel_size=data_parallel_size,
+    )
+
+
+def _dims(cfg: Any, roles: Roles, world: int) -> ParallelDims:
+    """The degrees of parallelism among the options, checked."""
+    if cfg.lora_rank:
+        raise ValueError(f"lora_rank: expected 0 in the megatron engine, got {cfg.lora_rank}; use --engine fsdp2")
+    if unknown := sorted(set(cfg.parallel) - set(ParallelDims._fields)):
+        raise ValueError(f"parallel: expected {', '.join(ParallelDims._fields)}, got {', '.join(unknown)}")
+    dims = ParallelDims(**cfg.parallel)
+    for config in (roles.policy, roles.critic, roles.reference):
+        if config is not None:
+            check_supported(config, dims, world)
+    return dims
+
+
+def _model(cfg: Any, config: Any, name: str) -> Any:
+    """A trained model, on the meta device."""
+    model = empty(config, getattr(torch, cfg.dtype))
+    return trained_part(cfg, with_value_head(model) if name == "critic" else model, head=name == "critic")
+
+
+def largest_micro_batch(workload: Workload, budget: int, *, share_prompts: bool) -> MicroBatch:
+    """The largest micro-batch that a token budget allows, of rows that are all of the maximum length."""
+    row = workload.prompt + workload.answer
+    group = min(workload.group_size, max(1, (budget - workload.prompt) // workload.answer)) if share_prompts else 1
+    part = workload.prompt + group * workload.answer  # a prompt and as many of its answers as fit
+    parts = max(1, min(budget // part, -(-workload.rows // group)))
+    tokens = parts * part
+    keys = tokens + parts * (group * workload.prompt if group > 1 else 0)
+    return MicroBatch(max(tokens, row), parts * group * workload.answer, keys, -(-workload.rows // (parts * group)))
+
+
+# --- parameters, gradients, optimizer
+
+
+def stage_parameters(model: Any, dims: ParallelDims) -> list[StageParameters]:
+    """Numbers of parameters on one rank of each pipeline stage.
+
+    Args:
+        model: from transformers; its weights may be on the meta device.
+        dims: degrees of parallelism.
+    """
+    layers_per_stage = model.config.get_text_config().num_hidden_layers // dims.pipeline
+    counts = [dict.fromkeys(("dense", "experts", "trained_dense", "trained_experts"), 0) for _ in range(dims.pipeline)]
+    for name, parameter, size in _sharded(model, dims):
+        layer = re.search(r"(?<!visual\.)\blayers\.(\d+)\.", name)
+        if layer is not None:
+            stages = [int(layer[1]) // layers_per_stage]
+        elif name.endswith("embed_tokens.weight"):  # tied weights have a copy on the last stage
+            is_tied = model.get_output_embeddings().weight is parameter
+            stages = sorted({0, dims.pipeline - 1}) if is_tied else [0]
+        else:
+            stages = [0] if "visual." in name else [dims.pipeline - 1]
+        kind = "experts" if ".experts." in name else "dense"
+        for stage in stages:
+            counts[stage][kind] += size
+            counts[stage][f"trained_{kind}"] += size * parameter.requires_grad
+    return [StageParameters(**count) for count in counts]
+
+
+def _sharded(model: Any, dims: ParallelDims) -> Iterator[tuple[str, Any, int]]:
+    """(name, parameter, number of its elements on one rank)."""
+    config = model.config
+    for name, parameter in model.named_parameters():
+        size = parameter.numel()
+        if ".experts." in name:
+            yield name, parameter, size // dims.expert
+        elif re.search(r"\.(embed_tokens|lm_head)\.weight$", f".{name}") and len(parameter) > 1:  # no value head
+            yield name, parameter, padded_vocabulary(config, dims) * parameter.shape[1] // dims.tensor
+        elif "visual." not in name and re.search(r"\.([qkvo]|gate|up|down)_proj\.", name):
+            yield name, parameter, size // dims.tensor
+        else:
+            yield name, parameter, size
+
+
+def state_bytes(stage: StageParameters, dims: ParallelDims, world: int) -> dict[str, int]:
+    """Bytes of parameters, gradients and optimizer state on one rank, between and during steps.
+
+    Gradients are float32 buffers that stay allocated. Data-parallel ranks share the optimizer's float32 weights and
+    moments; for experts these are the ranks that have the same experts.
+    """
+    data_parallel = world // (dims.tensor * dims.pipeline)  # context ranks included
+    expert_data_parallel = world // (dims.expert * dims.pipeline)
+    optimizer = stage.trained_dense / data_parallel + stage.trained_experts / expert_data_parallel
+    return {
+        "parameters": WEIGHT * (stage.dense + stage.experts),
+        "gradients": GRADIENT * (stage.trained_dense + stage.trained_experts),
+        "optimizer": round((MASTER + MOMENTS) * optimizer),
+    }
+
+
+# --- activations
+
+
+def layer_bytes(config: Any, dims: ParallelDims, micro_batch: MicroBatch, *, width: int = WEIGHT) -> int:
+    r"""Bytes that one layer saves for its backward pass on one rank, without recomputation.
+
+    With n tokens, H hidden units, A and K units of queries and keys, I of the MLP, T tensor ranks (S of them share
+    tokens), a dense layer saves in numbers
+
+    $$n \left( \frac{4 H}{S} + \frac{3 A + 3 K}{T} + 4 D + \frac{5 I}{T} \right) + \frac{2 K k}{T}:$$
+
+    the inputs and outputs of both norms; projected queries, keys and values, and again the first two after rotation;
+    the attention's output; cosines and sines for heads of size D; the gate's and the up projection's output, both again
+    as factors, and their product; and the k keys and values of segments, where a shared prompt is repeated for its
+    answers or context ranks gather them. An expert has the tokens that are routed to it, each also with its routing
+    probability: $m (H + 6 I)$ for m of them.
+
+    Args:
+        config: of the transformers model.
+        dims: degrees of parallelism.
+        micro_batch: the largest of a rank.
+        width: bytes of a number.
+    """
+    text = config.get_text_config()
+    hidden, heads, tensor = text.hidden_size, text.num_attention_heads, dims.tensor
+    head_size = getattr(text, "head_dim", None) or hidden // heads
+    queries, keys = heads * head_size // tensor, text.num_key_value_heads * head_size // tensor
+    tokens = micro_batch.tokens / dims.context
+    sharing = tensor if dims.sequence_parallel else 1
+    numbers = tokens * (4 * hidden / sharing + 3 * queries + 3 * keys + 4 * head_size)
+    if text.model_type.startswith("qwen3"):  # norms of queries and keys
+        numbers += tokens * (queries + keys)
+    if dims.context > 1:
+        numbers += 2 * keys * (micro_batch.keys + tokens)
+    elif micro_batch.keys > micro_batch.tokens:
+        numbers += 2 * keys * micro_batch.keys
+    if is_moe(text):
+        routed = tokens / sharing * text.num_experts_per_tok
+        numbers += routed * (hidden + 6 * text.moe_intermediate_size)
+        return round(width * numbers + tokens / sharing * 8 * text.num_experts)  # float32 logits and probabilities
+    return round(width * (numbers + tokens * 5 * text.intermediate_size / tensor))
+
+
+def activation_bytes(
+    cfg: Any, config: Any, dims: ParallelDims, micro_batch: MicroBatch, stage: int, workload: Workload
+) -> int:
+    """Bytes of the activations of one stage at the start of its backward pass.
+
+    A stage works on several micro-batches at once: the first on as many as there are stages. With recomputation each
+    layer keeps its input only, and one layer at a time has all of its activations.
+    """
+    text = config.get_text_config()
+    layers, one = text.num_hidden_layers // dims.pipeline, layer_bytes(config, dims, micro_batch)
+    sharing = dims.tensor if dims.sequence_parallel else 1
+    hidden = WEIGHT * micro_batch.tokens // dims.context * text.hidden_size
+    kept = layers * hidden // sharing if cfg.enable_gradient_checkpointing else layers * one
+    in_flight = min(dims.pipeline - stage, micro_batch.count)
+    total = in_flight * kept + (one if cfg.enable_gradient_checkpointing else 0)
+    if has_vision(config) and stage == 0 and not cfg.freeze_vision_tower:
+        images = -(-micro_batch.tokens // (workload.prompt + workload.group_size * workload.answer))
+        total += in_flight * images * tower_bytes(config, workload.image_patches(config))
+    return total
+
+
+def tower_bytes(config: Any, patches: int) -> int:
+    """Bytes that the vision tower saves for the images of one prompt; its blocks are not recomputed.
+
+    Per patch and block, with C units and I of the MLP: 20 C bytes for two norms in float32 and their outputs, 32 C for
+    queries, keys and values, which are rotated in float32, and for the attention's output, and 8 I for the MLP.
+    """
+    vision = config.vision_config
+    return patches * vision.depth * (52 * vision.hidden_size + 8 * vision.intermediate_size)
+
+
+def head_bytes(config: Any, dims: ParallelDims, micro_batch: MicroBatch) -> int:
+    """Bytes of the output layer's backward pass: the logit gradients of one chunk, the weight's gradient in float32 and
+    that of one chunk, and hidden states with their gradient, of all tokens and of those that are scored.
+    """
+    text = config.get_text_config()
+    vocabulary, hidden = padded_vocabulary(config, dims) // dims.tensor, text.hidden_size
+    chunk = min(micro_batch.scored, max(1, CHUNK_BYTES // (4 * vocabulary)))
+    rows = micro_batch.tokens // dims.context + 2 * micro_batch.scored
+    return WEIGHT * chunk * vocabulary + (MASTER + WEIGHT) * vocabulary * hidden + WEIGHT * rows * hidden
+
+
+def _gathered(cfg: Any, trained: dict[str, Any], dims: ParallelDims) -> dict[str, int]:
+    """Bytes of the hand-over: one matrix of Megatron with its parts; the whole model if transformers samples."""
+    model = trained.get("policy") or trained["critic"]
+    largest = 2 * WEIGHT * max(p.numel() for p in model.parameters())
+    whole = WEIGHT * sum(p.numel() for p in model.parameters()) if cfg.rollout == "hf" else 0
+    return {"largest tensor": largest, **({"sampler's weights": whole} if whole else {})}
+
+
+# --- communication
+
+
+def link_bytes(cfg: Any, config: Any, rehearsal: Rehearsal, world: int) -> float:
+    """Bytes that one rank sends in a training step: float32 gradients to be summed, bfloat16 weights after it, and the
+    activations that tensor ranks exchange, twice forward and twice backward in each layer.
+    """
+    dims, text, workload = ParallelDims(**cfg.parallel), config.get_text_config(), rehearsal.workload
+    own = rehearsal.trainable / (dims.tensor * dims.pipeline * (dims.expert if is_moe(text) else 1))
+    data_parallel = world // (dims.tensor * dims.pipeline)
+    states = (GRADIENT + WEIGHT) * own * (data_parallel - 1) / data_parallel
+    tokens = workload.prompts * (workload.prompt + workload.group_size * workload.answer) / dims.context
+    passes = 3 if cfg.enable_gradient_checkpointing else 2
+    exchanged = 2 * passes * 2 * (dims.tensor - 1) / dims.tensor * WEIGHT * tokens * text.hidden_size
+    return states + exchanged * text.num_hidden_layers / dims.pipeline
