@@ -219,12 +219,12 @@ def linear_logprobs(
     if chunk is None:
         chunk = tokens_per_chunk(hidden, len(weight))
     check.positive(chunk=chunk)
-    kernels = kernels_for(hidden)
+    kernels = _kernels_for(hidden)
     function = LinearLogprobs if kernels is None else kernels.FusedLinearLogprobs
     return LogprobsAndEntropy(*function.apply(hidden, weight, bias, targets.long(), temperature, suppress, chunk)[:2])
 
 
-def kernels_for(hidden: Tensor) -> Any:
+def _kernels_for(hidden: Tensor) -> Any:
     """The module with the Triton kernels, if they can compute with this tensor; otherwise None."""
     if type(hidden) is not Tensor or torch.compiler.is_compiling():
         return None
