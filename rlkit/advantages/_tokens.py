@@ -22,6 +22,12 @@ def rewards_per_token(rewards: Tensor, mask: Tensor) -> Tensor:
     return rewards
 
 
+def judged_tokens(rewards: Tensor, mask: Tensor) -> Tensor:
+    """The mask without the rows that were not judged: those with a reward that is not finite. Rewards are masked."""
+    judged = rewards.sum(1, keepdim=True).isfinite()
+    return mask & judged.repeat(1, mask.shape[1])  # repeated: torch does not vectorise `&` with a broadcast tensor
+
+
 def side_by_side(x: Tensor, places: Tensor) -> Tensor:
     """[B, T + 1]: x [B, T] with column t moved to `places[b, t]`; 0 in column 0 and wherever nothing was moved to."""
     moved = x.new_zeros(len(x), x.shape[1] + 1).scatter(1, places, x)

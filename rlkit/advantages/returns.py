@@ -11,14 +11,7 @@ import torch
 from torch import Tensor
 
 from rlkit import _check as check
-from rlkit._numerics import (
-    LOG_RATIO_LIMIT,
-    at_least_float32,
-    masked,
-    masked_advantages,
-    masked_log_ratio,
-    masked_ratio,
-)
+from rlkit._numerics import LOG_RATIO_LIMIT, at_least_float32, masked, masked_advantages, masked_log_ratio, masked_ratio
 from rlkit.advantages._kernels import following, recurrence
 from rlkit.advantages._tokens import rewards_per_token, side_by_side
 

@@ -6,7 +6,7 @@ from torch import Tensor
 from rlkit import _check as check
 from rlkit._numerics import masked
 from rlkit.advantages._groups import group_sums
-from rlkit.advantages._tokens import rewards_per_token, side_by_side
+from rlkit.advantages._tokens import judged_tokens, rewards_per_token, side_by_side
 
 
 @torch.no_grad()
@@ -54,7 +54,7 @@ def optimal_token_baseline_advantages(
     if rollout_weights is not None:
         check.per_token(mask, rollout_weights=rollout_weights)
     dtype = rewards.dtype
-    mask = mask & rewards.sum(1, keepdim=True).isfinite()  # a row with a reward that is not finite was not judged
+    mask = judged_tokens(rewards, mask)
     lengths = mask.sum(1, keepdim=True)
     returns = rewards.flip(1).cumsum(1).flip(1)
 

@@ -6,7 +6,7 @@ from torch import Tensor
 from rlkit import _check as check
 from rlkit._numerics import GlobalSum, masked, one_rank
 from rlkit.advantages._groups import centre, group_index, in_dtype_of, judged_rewards, root
-from rlkit.advantages._tokens import rewards_per_token
+from rlkit.advantages._tokens import judged_tokens, rewards_per_token
 from rlkit.advantages.group import grpo_advantages
 from rlkit.advantages.returns import discounted_returns
 
@@ -64,7 +64,7 @@ def reinforce_plus_plus_advantages(
     check.token_mask(mask)
     check.not_negative(eps=eps)
     rewards = masked(rewards_per_token(rewards, mask), mask)
-    mask = mask & rewards.sum(1, keepdim=True).isfinite()  # a row with a reward that is not finite was not judged
+    mask = judged_tokens(rewards, mask)
     return _whiten(discounted_returns(rewards, mask, gamma), mask, eps, global_sum)
 
 

@@ -148,7 +148,7 @@ def load_value_model(
     if wrong := found["missing_keys"] | {key for key, _ in mismatched ^ {(name, (1, head.in_features))}}:
         listed = ", ".join(sorted(wrong))
         raise ValueError(f"model {path!r}: expected every weight in its shape, got missing or different ones: {listed}")
-    with_value_head(model).get_output_embeddings().weight.data.copy_(_read_tensor(path, name))
+    with_value_head(model).get_output_embeddings().weight.data.copy_(_read_tensor(model_path(path), name))
     return model
 
 

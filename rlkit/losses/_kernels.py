@@ -5,8 +5,10 @@ hand, so that one piece at a time is in memory. All take [N, V] logits of checke
 [N, 1].
 """
 
+import logging
 import math
 from collections.abc import Callable
+from functools import cache
 from typing import Any
 
 import torch
@@ -16,6 +18,7 @@ from torch.autograd.function import once_differentiable
 
 from rlkit._numerics import at_least_float32, masked
 
+log = logging.getLogger(__name__)
 CHUNK_BYTES = 512 * 2**20  # float32 logits of one chunk of tokens; each chunk reads the whole output layer again
 CPU_CHUNK_BYTES = 16 * 2**20  # the same on a CPU, where larger chunks are no faster
 PIECE_BYTES = 64 * 2**20  # float32 logits of one piece of given logits, which are read once for any size of a piece
@@ -315,3 +318,23 @@ def _chunk_logprobs(
     if suppress is not None:
         logits.index_fill_(1, suppress, -torch.inf)
     return log_softmax(logits, temperature)
+
+
+def kernels_for(hidden: Tensor) -> Any:
+    """The module with the Triton kernels, if they can compute with this tensor; otherwise None."""
+    if type(hidden) is not Tensor or torch.compiler.is_compiling():
+        return None
+    return _triton(hidden.device, hidden.dtype)
+
+
+@cache
+def _triton(device: torch.device, dtype: torch.dtype) -> Any:
+    """The module with the Triton kernels, if they run on this device; otherwise None."""
+    if device.type != "cuda":
+        return None
+    try:
+        from rlkit.losses import _triton
+    except ImportError as error:
+        log.warning("linear_logprobs: computed without Triton kernels on %s: %s", device, error)
+        return None
+    return _triton if _triton.kernels_work(device, dtype) else None

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from rlkit import _check as check
 from rlkit._numerics import at_least_float32
-from rlkit.losses._kernels import Buckets, divergence, forward_kl, jsd, reverse_kl, temperature_column
+from rlkit.losses._kernels import Buckets, Rule, divergence, forward_kl, jsd, reverse_kl, temperature_column
 
 _TAIL_ROUNDING = 16.0  # in units of the dtype's eps: what 1 - sum(p) may be off by; no tail mass below it is believed
 
@@ -44,9 +44,7 @@ def forward_kl_loss(student_logits: Tensor, teacher_logits: Tensor, mask: Tensor
     Returns:
         [B, T], to be minimised, never below 0.
     """
-    check.positive(temperature=temperature)
-    check.per_position(mask, student_logits=student_logits, teacher_logits=teacher_logits)
-    return divergence(forward_kl, student_logits, teacher_logits, mask, temperature)
+    return _divergence(forward_kl, student_logits, teacher_logits, mask, temperature)
 
 
 def reverse_kl_loss(student_logits: Tensor, teacher_logits: Tensor, mask: Tensor, temperature: float = 1.0) -> Tensor:
@@ -60,9 +58,7 @@ def reverse_kl_loss(student_logits: Tensor, teacher_logits: Tensor, mask: Tensor
 
     Args, Returns: as `forward_kl_loss`.
     """
-    check.positive(temperature=temperature)
-    check.per_position(mask, student_logits=student_logits, teacher_logits=teacher_logits)
-    return divergence(reverse_kl, student_logits, teacher_logits, mask, temperature)
+    return _divergence(reverse_kl, student_logits, teacher_logits, mask, temperature)
 
 
 def jsd_loss(
@@ -88,9 +84,7 @@ def jsd_loss(
     """
     if not 0 < beta < 1:
         check.fail("beta", beta, "a number in (0, 1); for the ends see forward_kl_loss (0) and reverse_kl_loss (1)")
-    check.positive(temperature=temperature)
-    check.per_position(mask, student_logits=student_logits, teacher_logits=teacher_logits)
-    return divergence(partial(jsd, beta=beta), student_logits, teacher_logits, mask, temperature)
+    return _divergence(partial(jsd, beta=beta), student_logits, teacher_logits, mask, temperature)
 
 
 def topk_forward_kl_loss(
@@ -170,6 +164,13 @@ def topk_jsd_loss(
     student, teacher, rest = _buckets(student_logits, teacher_logprobs, teacher_indices, mask, temperature)
     rest = torch.where(rest > _tail_rounding(rest), rest, 0).log()
     return jsd_loss(student, torch.cat([teacher, rest], -1), mask, beta)
+
+
+def _divergence(rule: Rule, student_logits: Tensor, teacher_logits: Tensor, mask: Tensor, temperature: float) -> Tensor:
+    """[B, T]: the divergence of a rule such as `forward_kl`, after the checks of all losses on whole vocabularies."""
+    check.positive(temperature=temperature)
+    check.per_position(mask, student_logits=student_logits, teacher_logits=teacher_logits)
+    return divergence(rule, student_logits, teacher_logits, mask, temperature)
 
 
 def _kl(first: Tensor, second: Tensor) -> Tensor:

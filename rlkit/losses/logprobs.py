@@ -8,18 +8,22 @@ Sums over the vocabulary are taken in pieces of rows, forward and backward, so t
 beside the logits and their gradient. There is no second derivative, and temperatures get no gradient.
 """
 
-import logging
-from functools import cache
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from rlkit import _check as check
-from rlkit.losses._kernels import Entropy, LinearLogprobs, Logprobs, squared_sums, temperature_column, tokens_per_chunk
-
-_log = logging.getLogger(__name__)
+from rlkit.losses._kernels import (
+    Entropy,
+    LinearLogprobs,
+    Logprobs,
+    kernels_for,
+    squared_sums,
+    temperature_column,
+    tokens_per_chunk,
+)
 
 
 class LogprobsAndEntropy(NamedTuple):
@@ -219,29 +223,9 @@ def linear_logprobs(
     if chunk is None:
         chunk = tokens_per_chunk(hidden, len(weight))
     check.positive(chunk=chunk)
-    kernels = _kernels_for(hidden)
+    kernels = kernels_for(hidden)
     function = LinearLogprobs if kernels is None else kernels.FusedLinearLogprobs
     return LogprobsAndEntropy(*function.apply(hidden, weight, bias, targets.long(), temperature, suppress, chunk)[:2])
-
-
-def _kernels_for(hidden: Tensor) -> Any:
-    """The module with the Triton kernels, if they can compute with this tensor; otherwise None."""
-    if type(hidden) is not Tensor or torch.compiler.is_compiling():
-        return None
-    return _triton(hidden.device, hidden.dtype)
-
-
-@cache
-def _triton(device: torch.device, dtype: torch.dtype) -> Any:
-    """The module with the Triton kernels, if they run on this device; otherwise None."""
-    if device.type != "cuda":
-        return None
-    try:
-        from rlkit.losses import _triton
-    except ImportError as error:
-        _log.warning("linear_logprobs: computed without Triton kernels on %s: %s", device, error)
-        return None
-    return _triton if _triton.kernels_work(device, dtype) else None
 
 
 def _as_rows(logits: Tensor, temperature: float | Tensor) -> tuple[Tensor, Tensor]:

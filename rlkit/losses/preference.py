@@ -327,7 +327,9 @@ def _margin(chosen: Tensor, rejected: Tensor, ref_chosen: Tensor, ref_rejected: 
 def _means(chosen: Tensor, rejected: Tensor, chosen_lengths: Tensor, rejected_lengths: Tensor) -> tuple[Tensor, Tensor]:
     """Mean log-probabilities of the chosen and the rejected answers, [P] each."""
     _check_same(chosen=chosen, rejected=rejected)
-    _check_lengths(chosen, chosen_lengths=chosen_lengths, rejected_lengths=rejected_lengths)
+    for name, lengths in (("chosen_lengths", chosen_lengths), ("rejected_lengths", rejected_lengths)):
+        check.integer(name, lengths)
+        check.shape(name, lengths, tuple(chosen.shape), "as chosen")
     mean_w = at_least_float32(chosen) / chosen_lengths.clamp(min=1)
     mean_l = at_least_float32(rejected) / rejected_lengths.clamp(min=1)
     return mean_w, mean_l
@@ -346,13 +348,6 @@ def _check_same(**tensors: Tensor) -> None:
         check.floating(name, x)
         check.rank(name, x, 1, "[P]")
         check.shape(name, x, tuple(tensors[first].shape), f"as {first}")
-
-
-def _check_lengths(like: Tensor, **lengths: Tensor) -> None:
-    """The named tensors are integer and shaped as `like`."""
-    for name, x in lengths.items():
-        check.integer(name, x)
-        check.shape(name, x, tuple(like.shape), "as chosen")
 
 
 def _check_smoothing(label_smoothing: float) -> None:

@@ -376,8 +376,7 @@ def ld_sequence_logprobs(logprobs: Tensor, mask: Tensor, shared_lengths: Tensor,
     check.per_token(mask, logprobs=logprobs)
     check.integer("shared_lengths", shared_lengths)
     check.shape("shared_lengths", shared_lengths, (len(mask),), "[B]")
-    if not 0 <= alpha <= 1:
-        check.fail("alpha", alpha, "a number in [0, 1]")
+    check.share(alpha=alpha)
     shared = mask & (mask.cumsum(1) <= shared_lengths[:, None])
     return alpha * sequence_logprobs(logprobs, mask) + (1 - alpha) * sequence_logprobs(logprobs, shared)
 

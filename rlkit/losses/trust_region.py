@@ -10,14 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from rlkit import _check as check
-from rlkit._numerics import (
-    LOG_RATIO_LIMIT,
-    masked,
-    masked_advantages,
-    masked_log_ratio,
-    masked_ratio,
-    sequence_advantages,
-)
+from rlkit._numerics import LOG_RATIO_LIMIT, masked, masked_advantages, masked_log_ratio, sequence_advantages
 from rlkit.losses.kl import kl_binary
 
 
@@ -146,7 +139,7 @@ def dppo_tv_loss(
     """
     check.per_token(mask, logprobs=logprobs, old_logprobs=old_logprobs)
     check.not_negative(delta_low=delta_low, delta_high=delta_high)
-    ratio = masked_ratio(logprobs, old_logprobs, mask)
+    ratio = masked_log_ratio(logprobs, old_logprobs, mask).exp()
     advantages = masked_advantages(advantages, mask)
     gain = masked(logprobs.detach(), mask).exp() - masked(old_logprobs.detach(), mask).exp()
     too_high = (advantages > 0) & (gain > delta_high)

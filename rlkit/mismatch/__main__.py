@@ -11,7 +11,6 @@ layer and its router, the final norm, the logits, and how log-probabilities are 
 
 from __future__ import annotations
 
-import argparse
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
@@ -25,6 +24,7 @@ from rlkit.engines import make_engine
 from rlkit.mismatch.compare import Part, compare_parts, describe, hf_parts, trainer_parts, vllm_parts
 from rlkit.replay.bundles import read_bundle
 from rlkit.rollout import Sampling, make_rollout
+from rlkit.runs.options import command_parser
 from rlkit.runs.start import one_sentence_errors
 from rlkit.vlm import encode_prompt, load_model, load_processor, suppressed_token_ids
 
@@ -33,12 +33,7 @@ TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.1}
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Print the table; the exit status is 1 if a part differs."""
-    parser = argparse.ArgumentParser(
-        "python -m rlkit.mismatch",
-        description=__doc__,
-        allow_abbrev=False,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = command_parser("rlkit.mismatch", __doc__)
     parser.add_argument("model", help="directory or hub id")
     parser.add_argument("--rollout", default="vllm", choices=("vllm", "hf"), help="sampler to compare; default: vllm")
     parser.add_argument("--task", default="digits", help="its first row is the prompt; default: digits")

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import importlib.util
 import inspect
+import json
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 from rlkit.plan.rehearsal import Roles
 from rlkit.runs.options import check_ranges, parse_options
 from rlkit.vlm.loading import load_config
+from rlkit.vlm.model_config import changed_config, config_file, is_config_file
 
 
 def load_recipe(path: str) -> Any:
@@ -48,6 +51,17 @@ def recipe_options(module: Any, arguments: Sequence[str]) -> Any:
     return cfg
 
 
+def _model_config(cfg: Any) -> Any:
+    """The configuration of the policy, with `--model_config`."""
+    if not cfg.model_config and not is_config_file(cfg.model):
+        return load_config(cfg.model, trust_remote_code=cfg.trust_remote_code)
+    with TemporaryDirectory() as folder:
+        (Path(folder) / "config.json").write_text(json.dumps(changed_config(cfg.model, cfg.model_config)))
+        config = load_config(folder, trust_remote_code=cfg.trust_remote_code)
+    config.name_or_path = cfg.model if is_config_file(cfg.model) else str(config_file(cfg.model).parent)
+    return config
+
+
 def recipe_roles(module: Any, cfg: Any) -> Roles:
     """The models that a recipe loads with these options: its code is searched for calls of the `build_...` functions.
 
@@ -56,7 +70,7 @@ def recipe_roles(module: Any, cfg: Any) -> Roles:
     """
     functions = [x for x in vars(module).values() if inspect.isfunction(x) and x.__module__ == module.__name__]
     called_names = {name for function in functions for name in function.__code__.co_names}
-    config = load_config(cfg.model, trust_remote_code=cfg.trust_remote_code)
+    config = _model_config(cfg)
     has_reference = "build_reference" in called_names and getattr(cfg, "kl_coef", 1.0) > 0
     reference = config if has_reference and not cfg.lora_rank else None
     teacher = getattr(cfg, "teacher", "")
@@ -64,8 +78,8 @@ def recipe_roles(module: Any, cfg: Any) -> Roles:
         reference = load_config(teacher, trust_remote_code=cfg.trust_remote_code)
     critic = None
     if "build_value_engine" in called_names:
-        path = getattr(cfg, "critic_model", "") or cfg.model
-        critic = load_config(path, trust_remote_code=cfg.trust_remote_code)
+        path = getattr(cfg, "critic_model", "")
+        critic = load_config(path, trust_remote_code=cfg.trust_remote_code) if path else config
     policy = config if "build_engine" in called_names else None
     if policy is None and critic is None:
         raise ValueError(f"recipe: expected one that builds an engine, got {module.__name__}")

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from rlkit.engines.export import FILE_BYTES
+from rlkit.engines.flops import flops_obstacle
 from rlkit.plan.fit import GIB, Plan
 from rlkit.plan.hardware import USABLE
 from rlkit.plan.rehearsal import Roles
@@ -82,9 +83,11 @@ def host_memory(cfg: Any, plan: Plan, world: int, gpus_per_node: int) -> dict[st
 
 
 def time_table(cfg: Any, roles: Roles, plan: Plan, world: int, gpus_per_node: int) -> str:
-    """FLOPs, bytes and the lower bound of seconds by phase, as a Markdown table."""
+    """FLOPs, bytes and the lower bound of seconds by phase, as a Markdown table; or why there is none."""
     link = link_bandwidth(plan.gpu, world, gpus_per_node)
     config = roles.policy or roles.critic
+    if why := flops_obstacle(config):
+        return f"no floor of seconds, since the FLOPs of {config.model_type} are not known: {why}"
     has_reference = roles.reference is not None or roles.adapter_reference
     models = (roles.policy is not None) + (roles.critic is not None)
     phases = costs(cfg, config, plan.rehearsal, plan.sampler, world, has_reference=has_reference, models=models)

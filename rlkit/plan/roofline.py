@@ -12,10 +12,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from rlkit.engines.flops import forward_flops
+from rlkit.plan.cache import HALF, cache_bytes
 from rlkit.plan.hardware import NETWORK_BYTES_PER_SECOND, Gpu
 from rlkit.plan.megatron import link_bytes
 from rlkit.plan.rehearsal import Rehearsal
-from rlkit.plan.sampler import HALF, SamplerMemory, cache_bytes
+from rlkit.plan.sampler import SamplerMemory
 from rlkit.plan.workload import Workload
 
 
@@ -105,5 +106,5 @@ def _generation(cfg: Any, config: Any, workload: Workload, sampler: SamplerMemor
     """
     sequences = max(1, min(workload.rows, sampler.sequences))
     rounds = -(-workload.rows // sequences)
-    mean_cache = sequences * cache_bytes(config) * (workload.prompt + workload.answer / 2)
+    mean_cache = sequences * cache_bytes(config, workload.prompt + workload.answer // 2)
     return Cost(flops=rank_flops(config, workload), memory=rounds * workload.answer * (weights + mean_cache))

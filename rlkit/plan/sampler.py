@@ -5,11 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from rlkit.plan.cache import HALF, cache_bytes
 from rlkit.plan.hardware import USABLE, Gpu
 from rlkit.plan.workload import Workload
+from rlkit.rollout.hf import cache_bytes_per_token
 from rlkit.runs.models import DEFAULT_UTILIZATION
-
-HALF = 2  # bytes of a bfloat16 number
 
 
 @dataclass(frozen=True)
@@ -28,13 +28,6 @@ class SamplerMemory:
     utilization: float | None = None
 
 
-def cache_bytes(config: Any) -> int:
-    """Bytes of keys and values for one token: 2 L K D bfloat16 numbers (layers, key-value heads, head dimension)."""
-    text = config.get_text_config()
-    size = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
-    return 2 * text.num_hidden_layers * text.num_key_value_heads * size * HALF
-
-
 def sampler_memory(
     cfg: Any, config: Any, workload: Workload, parameters: int, resident: int, gpu: Gpu
 ) -> SamplerMemory:
@@ -48,14 +41,15 @@ def sampler_memory(
         resident: bytes that the trainer keeps while answers are sampled.
         gpu: the GPU.
     """
-    token = cache_bytes(config)
-    row = token * (workload.prompt + workload.answer)
+    tokens = workload.prompt + workload.answer
     if cfg.rollout == "hf":  # samples with the trainer's gathered weights; the cache may fill the rest
+        row = tokens * cache_bytes_per_token(config, HALF)
         free = int((cfg.gpu_memory_utilization or DEFAULT_UTILIZATION) * gpu.memory) - resident - HALF * parameters
         sequences = max(1, min(workload.rows, 512, free // row))
         return SamplerMemory(HALF * parameters, sequences * row, sequences)
     if cfg.rollout == "vllm":
         most = int(100 * (USABLE * gpu.memory - resident) / gpu.memory) / 100
         cache = int((cfg.gpu_memory_utilization or most) * gpu.memory) - HALF * parameters
-        return SamplerMemory(HALF * parameters, max(0, cache), max(0, cache // row), most)
+        sequences = max(0, cache // cache_bytes(config, tokens))
+        return SamplerMemory(HALF * parameters, max(0, cache), sequences, most)
     return SamplerMemory(0, 0, workload.rows)

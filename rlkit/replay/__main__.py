@@ -10,7 +10,6 @@ other paths on this machine. The exit status is 1 if something differs.
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import inspect
 import json
@@ -27,7 +26,7 @@ from rlkit.engines.checkpoint import checkpoints
 from rlkit.plan.recipes import load_recipe
 from rlkit.replay.bundles import Bundle, bundle_folder, bundle_path, bundle_steps, merge_rows, read_bundle
 from rlkit.replay.compare import compare_bundles, describe
-from rlkit.runs.options import parse_options
+from rlkit.runs.options import command_parser, parse_options
 from rlkit.runs.rollouts import Replay, replay_until
 from rlkit.runs.start import one_sentence_errors
 
@@ -37,12 +36,7 @@ TOLERANCE = {"float32": 1e-4, "bfloat16": 3e-2}
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Replay a bundle and print what differs; the exit status is 1 if something does."""
-    parser = argparse.ArgumentParser(
-        "python -m rlkit.replay",
-        description=__doc__,
-        allow_abbrev=False,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = command_parser("rlkit.replay", __doc__)
     parser.add_argument("bundle", help="folder of a step, such as runs/NAME/rollouts/step_12")
     parser.add_argument("--recipe", default="", help="the recipe's file; default: its path at the time of the run")
     parser.add_argument(
@@ -82,7 +76,7 @@ def replay(path: Path, recorded: Bundle, recipe: str, checkpoint: str, arguments
     module = load_recipe(recipe or recorded.recipe)
     source = Path(checkpoint) if checkpoint else _newest_checkpoint(folder.parent, recorded.step)
     start = _finished_steps(source) if source else 0
-    if not start <= recorded.step:
+    if start > recorded.step:
         raise ValueError(f"checkpoint {str(source)!r}: expected one of step {recorded.step} at the latest, got {start}")
     if missing := [step for step in range(start, recorded.step) if step not in bundle_steps(folder)]:
         raise ValueError(

@@ -12,7 +12,6 @@ sampler's log-probabilities are unknown, a recipe that reads the bundles compute
 
 from __future__ import annotations
 
-import argparse
 import json
 import math
 from collections.abc import Iterator, Mapping, Sequence
@@ -23,6 +22,7 @@ from typing import Any
 from rlkit.data import load_task
 from rlkit.data.samples import Sample, append_response, prompt_sample
 from rlkit.replay.bundles import Bundle, Draw, bundle_path, write_bundle
+from rlkit.runs.options import command_parser
 from rlkit.runs.start import one_sentence_errors
 from rlkit.vlm import encode_prompt, load_processor
 
@@ -175,12 +175,7 @@ def _answered(processor: Any, prompt: Sample, text: str, max_new_tokens: int) ->
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Convert a dump and print how many bundles were written."""
-    parser = argparse.ArgumentParser(
-        "python -m rlkit.replay.dumps",
-        description=__doc__,
-        allow_abbrev=False,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = command_parser("rlkit.replay.dumps", __doc__)
     parser.add_argument("trainer", choices=("verl", "trl"))
     parser.add_argument("dump", help="folder with the trainer's files")
     parser.add_argument("out", help="folder for the bundles")

@@ -81,7 +81,7 @@ function columnsOf(name) { // x: the steps of all runs; for each run its values 
   const columns = having.flatMap(([run]) => {
     const at = new Map(run.metrics.step.map((step, i) => [step, run.metrics[name][i]]));
     const values = steps.map((step) => at.get(step) ?? null);
-    return [values, smoothed(values, choice.smoothing)];
+    return [values, smoothed(values, name.startsWith("heldout/") ? 0 : choice.smoothing)]; // evaluations are few
   });
   return { having, columns: [steps, ...columns] };
 }

@@ -26,6 +26,7 @@ from rlkit.rollout.decoding import (
     sample_next_tokens,
 )
 from rlkit.rollout.sampling import OnFinished, Sampling, end_token_ids, sampling_per_request
+from rlkit.vlm.families import attention_cache_numbers
 from rlkit.vlm.processors import decode, suppressed_token_ids
 from rlkit.vlm.routers import record_routing
 
@@ -201,10 +202,10 @@ def _renumbered(on_finished: OnFinished | None, indices: Sequence[int]) -> OnFin
 
 
 def cache_bytes_per_token(config: Any, element_size: int) -> int:
-    """Key-value cache of one token: 2 * layers * key-value heads * head size * bytes of a number."""
+    """At most the cache of one token: that of attention to all tokens in every layer."""
     text = config.get_text_config()
-    head_dim = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
-    return 2 * text.num_hidden_layers * text.num_key_value_heads * head_dim * element_size
+    numbers = sum(attention_cache_numbers(text.per_layer_config[i]) for i in range(text.num_hidden_layers))
+    return numbers * element_size
 
 
 @contextmanager

@@ -18,6 +18,7 @@ from rlkit.engines.fsdp.sharded_loading import NotInShardsError
 from rlkit.engines.value_head import load_value_model
 from rlkit.rollout import make_rollout
 from rlkit.rollout.sampling import end_token_ids
+from rlkit.runs.directory import decided_by_rank_0
 from rlkit.runs.options import (
     AdapterOptions,
     EngineOptions,
@@ -40,6 +41,7 @@ from rlkit.vlm import (
     vision_tower_pattern,
 )
 from rlkit.vlm.loading import load_config, model_path
+from rlkit.vlm.model_config import is_config_file, write_model
 
 DEFAULT_UTILIZATION = 0.8  # share of a GPU's memory; for hf, and for vLLM where free memory cannot be measured
 
@@ -47,14 +49,30 @@ DEFAULT_UTILIZATION = 0.8  # share of a GPU's memory; for hf, and for vLLM where
 def find_model(cfg: Any, run: Run, rows: Sequence[Mapping[str, Any]], **tiny: Any) -> tuple[str, Any]:
     """The directory or hub id of the model, and its processor (a tokenizer for a text model).
 
-    The model "tiny" is built first, in the run's directory, unless it is already there.
+    The model "tiny" is built first, in the run's directory, unless it is already there. So is a model that is named by
+    a config.json, with random weights, and one whose configuration `--model_config` changes.
 
     Args:
         rows: rows on which the tiny model is fine-tuned.
         tiny: further arguments of `rlkit.vlm.build_tiny`.
     """
-    path = model_or_tiny(cfg.model, run.out / "init", rows, seed=cfg.seed, **tiny)
-    return path, load_processor(path, trust_remote_code=cfg.trust_remote_code)
+    place = run.out / "init"
+    if not cfg.model_config and not is_config_file(cfg.model):
+        path = model_or_tiny(cfg.model, place, rows, seed=cfg.seed, **tiny)
+        return path, load_processor(path, trust_remote_code=cfg.trust_remote_code)
+    if cfg.model == "tiny":
+        raise ValueError("model_config: expected none with the model tiny, whose sizes are fixed, got some")
+
+    def write() -> None:
+        if not place.exists():
+            write_model(cfg.model, cfg.model_config, place, seed=cfg.seed)
+
+    decided_by_rank_0(write)
+    processor = load_processor(str(place), trust_remote_code=cfg.trust_remote_code)
+    tokens = len(getattr(processor, "tokenizer", processor))
+    if (size := load_config(str(place)).get_text_config().vocab_size) < tokens:
+        raise ValueError(f"vocab_size: expected at least the {tokens} tokens of the model's tokenizer, got {size}")
+    return str(place), processor
 
 
 def answer_ends(cfg: Any, path: str, processor: Any) -> list[int]:

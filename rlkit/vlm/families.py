@@ -82,6 +82,17 @@ def attention_layer_count(config: Any) -> int:
     return sum(kind not in without for kind in kinds) if kinds else config.get_text_config().num_hidden_layers
 
 
+def attention_cache_numbers(layer: Any) -> int:
+    """How many numbers are cached for a token by a layer of attention with this configuration.
+
+    Keys and values; for multi-head latent attention the latent vector and the rotary key.
+    """
+    if getattr(layer, "kv_lora_rank", None):
+        return layer.kv_lora_rank + layer.qk_rope_head_dim
+    heads = getattr(layer, "num_key_value_heads", None) or layer.num_attention_heads
+    return 2 * heads * (getattr(layer, "head_dim", None) or layer.hidden_size // layer.num_attention_heads)
+
+
 def recurrent_layers(model: Any) -> list[Any]:
     """The modules that carry a state from token to token, and compute one sequence per row of their input."""
     return [module for module in model.get_decoder().modules() if type(module).__name__ in RECURRENT_CLASSES]

@@ -43,8 +43,13 @@ def model_path(path: str) -> str:
         raise ValueError(f"model {path!r}: {error}") from error
 
 
-def load_config(path: str, *, trust_remote_code: bool = False) -> Any:
+def load_config(path: str, *, trust_remote_code: bool = False, file: str = "config.json") -> Any:
     """The transformers configuration of a model.
+
+    Args:
+        path: a directory, a hub id, or another name that `model_path` knows.
+        trust_remote_code: run configuration code that lies in the model's repository.
+        file: name of the configuration file in a directory.
 
     Raises:
         ValueError: a directory without a model, a name that cannot be found, a model type transformers lacks, or a
@@ -54,11 +59,12 @@ def load_config(path: str, *, trust_remote_code: bool = False) -> Any:
 
     path = model_path(path)
     check_source(path, "model")
-    if Path(path).exists() and not (Path(path) / "config.json").is_file():
-        raise ValueError(f"model: expected a directory with a config.json, got {path!r}, which has none")
+    if Path(path).exists() and not (Path(path) / file).is_file():
+        raise ValueError(f"model: expected a directory with a {file}, got {path!r}, which has none")
+    named = {} if file == "config.json" else {"_configuration_file": file}
     try:
-        check_layer_counts(transformers.PreTrainedConfig.get_config_dict(path)[0])
-        return transformers.AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
+        check_layer_counts(transformers.PreTrainedConfig.get_config_dict(path, **named)[0])
+        return transformers.AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code, **named)
     except (OSError, ValueError) as error:
         raise ValueError(f"model {path!r}: {error}") from error
     except Exception as error:  # a configuration is data: it may be wrong in any way
@@ -113,6 +119,19 @@ def empty_model(path: str, config: Any, **options: Any) -> Any:
     except OSError:  # the model has none
         pass
     return model
+
+
+def make_model(path: str, *, dtype: torch.dtype = torch.float32) -> Any:
+    """A model with random weights, made of the configuration in a directory.
+
+    Raises:
+        ValueError: no model can be made of the configuration.
+    """
+    config = load_config(path)
+    try:
+        return _auto_class(config).from_config(config, dtype=dtype).eval()
+    except Exception as error:  # a configuration is data: it may be wrong in any way
+        raise ValueError(f"model {path!r}: config.json: {_one_line(error)}") from error
 
 
 def load_pretrained(path: str, config: Any, **options: Any) -> Any:

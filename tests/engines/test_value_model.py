@@ -5,6 +5,7 @@ import logging
 import math
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -251,6 +252,14 @@ def test_export_loads_with_its_head(tiny_dir, processor, tmp_path):
     ):
         load_model(path)
     assert not load_value_model(tiny_dir).lm_head.weight.any()
+
+
+def test_export_is_loaded_from_modelscope(tiny_dir, tmp_path, monkeypatch):
+    folder = str(tmp_path / "critic")
+    engine_for(with_golden_head(load_model(tiny_dir))).export_hf(folder)
+    monkeypatch.setitem(sys.modules, "modelscope", SimpleNamespace(snapshot_download=lambda name: folder))
+    loaded = load_value_model("modelscope:owner/critic")
+    assert torch.equal(loaded.lm_head.weight, load_value_model(folder).lm_head.weight) and loaded.lm_head.weight.any()
 
 
 def test_export_in_several_files(tmp_path):

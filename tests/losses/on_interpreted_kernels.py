@@ -192,7 +192,7 @@ def main(out):
     _triton.BLOCKS.update(BLOCK_N=BLOCK, BLOCK_V=BLOCK)
     _triton.BLOCK_BYTES = 2 * BLOCK
     for module in (logprobs, vocab_parallel):
-        module._kernels_for = lambda hidden: _triton if hidden.dtype in _triton.DTYPES else None
+        module.kernels_for = lambda hidden: _triton if hidden.dtype in _triton.DTYPES else None
     cases = {
         "plain": (torch.float32, False, [], False, None),
         "all": (torch.float32, True, [2, 17], True, 2),

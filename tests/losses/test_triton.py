@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from rlkit.losses import linear_logprobs, logprobs
+from rlkit.losses import _kernels, linear_logprobs
 
 TOLERANCES = {"float32": 5e-6, "bfloat16": 1e-2, "float16": 2e-3}  # of gradients in these dtypes
 
@@ -106,8 +106,8 @@ def test_one_line_is_logged_where_kernels_cannot_run(reason, monkeypatch, caplog
         monkeypatch.delattr("rlkit.losses._triton", raising=False)
     else:
         pytest.importorskip("triton")
-    monkeypatch.setattr(logprobs, "_triton", logprobs._triton.__wrapped__)  # without what earlier calls found
-    cached, device = logprobs.cache(logprobs._triton), torch.device("cuda", 0)
+    monkeypatch.setattr(_kernels, "_triton", _kernels._triton.__wrapped__)  # without what earlier calls found
+    cached, device = _kernels.cache(_kernels._triton), torch.device("cuda", 0)
     with caplog.at_level(logging.WARNING):
         assert cached(device, torch.bfloat16) is None and cached(device, torch.bfloat16) is None
     assert len(caplog.records) == 1 and caplog.messages[0].startswith("linear_logprobs: computed without Triton")

@@ -93,7 +93,7 @@ def taken(hf_model, workload, options, ranks):
         head = stack.enter_context(planned_head())
         stack.enter_context(mock.patch.object(attention, "varlen_attention", flash))
         stack.enter_context(mock.patch.object(model.Norm, "forward", lambda norm, x: FusedNorm.apply(x, norm.weight)))
-        stack.enter_context(mock.patch.object(vocab_parallel, "_kernels_for", lambda hidden: head))
+        stack.enter_context(mock.patch.object(vocab_parallel, "kernels_for", lambda hidden: head))
         stack.enter_context(mock.patch.object(engine, "check_same_rows", lambda *_: None))  # they would have to answer
         dist.init_process_group("fake", rank=0, world_size=ranks, store=FakeStore())
         trained = make_engine("megatron", model=hf_model, device="cpu", optimizer=torch.optim.AdamW, **options)

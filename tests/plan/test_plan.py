@@ -7,7 +7,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from transformers import LlamaConfig
+from transformers import AutoConfig, LlamaConfig
 
 HERE = Path(__file__).parent
 sys.path[:0] = [str(HERE), str(HERE.parent)]
@@ -15,9 +15,12 @@ from on_fake_ranks import CASES  # noqa: E402
 from published_configs import qwen_vl  # noqa: E402
 
 from rlkit.plan.__main__ import main as command  # noqa: E402
+from rlkit.plan.cache import cache_bytes  # noqa: E402
 from rlkit.plan.fit import ways_to_fit  # noqa: E402
 from rlkit.plan.hardware import DATA_SHEETS, gpu_named  # noqa: E402
 from rlkit.plan.recipes import load_recipe  # noqa: E402
+from rlkit.plan.rehearsal import Roles  # noqa: E402
+from rlkit.plan.report import time_table  # noqa: E402
 
 
 def large_vocabulary():
@@ -121,6 +124,46 @@ def test_advice_names_options_with_which_it_fits(found):
     assert lines[-1].startswith("fits with --use_fused_kernels")
     tried = [float(line.split()[-2]) for line in lines if line.startswith("  with ")]
     assert tried == sorted(tried, reverse=True) and tried[-1] < 20.5
+
+
+LAYERS = [  # config, bytes of a sequence of 10 tokens; test_vllm.py compares these and others with vLLM itself
+    (("llama", {}), 10 * 2 * 2 * 2 * 8 * 2),
+    (("gemma2", {"sliding_window": 4, "layer_types": ["sliding_attention", "full_attention"]}), 14 * 2 * 2 * 8 * 2),
+    (("deepseek_v3", {"kv_lora_rank": 6, "qk_rope_head_dim": 4}), 10 * 2 * (6 + 4) * 2),
+    (("lfm2", {"layer_types": ["conv", "full_attention"], "conv_L_cache": 3}), (2 * 32 + 10 * 2 * 2 * 8) * 2),
+]
+
+
+@pytest.mark.parametrize(("case", "expected"), LAYERS, ids=[name for (name, _), _ in LAYERS])
+def test_cache_of_a_sequence(case, expected):
+    sizes = {"num_hidden_layers": 2, "hidden_size": 32, "num_attention_heads": 4, "num_key_value_heads": 2}
+    name, own = case
+    assert cache_bytes(AutoConfig.for_model(name, **sizes, head_dim=8, **own), 10) == expected
+
+
+@pytest.mark.parametrize(
+    ("config", "sentence"),
+    [
+        (
+            AutoConfig.for_model("kimi_linear", layer_types=["linear_attention"], num_hidden_layers=1),
+            "model: expected recurrent layers whose state is known, got those of kimi_linear",
+        ),
+        (
+            LlamaConfig(layer_types=["chunked_attention"], num_hidden_layers=1),
+            "model: expected layers whose cache is known, got chunked_attention of llama",
+        ),
+    ],
+)
+def test_layers_whose_cache_is_unknown_are_named(config, sentence):
+    with pytest.raises(ValueError) as error:
+        cache_bytes(config, 10)
+    assert str(error.value) == sentence
+
+
+def test_a_family_whose_flops_are_unknown_has_no_floor_of_seconds():
+    roles, plan = Roles(policy=AutoConfig.for_model("deepseek_v3")), SimpleNamespace(gpu=gpu_named("h100-80gb"))
+    text = time_table(None, roles, plan, 8, 8)
+    assert text.startswith("no floor of seconds, since the FLOPs of deepseek_v3 are not known: ") and "\n" not in text
 
 
 def test_ways_to_fit_accumulate_but_for_lora_and_more_gpus():

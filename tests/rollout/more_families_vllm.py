@@ -23,3 +23,10 @@ def test_a_family_samples_what_its_trainer_scores(alone, family):
 @pytest.mark.parametrize("family", MORE_BFLOAT16)
 def test_a_family_samples_what_its_trainer_scores_in_bfloat16(alone, family):
     assert_close_in_bfloat16(alone[f"family/{family}"])
+
+
+@pytest.mark.parametrize("family", [*MORE_FAMILIES, *MORE_BFLOAT16])
+def test_the_planned_cache_is_that_of_vllm(alone, family):
+    """Mamba-2 beside attention too, in Falcon-H1."""
+    planned, of_vllm = alone[f"family/{family}"]["cache"]
+    assert planned == of_vllm > 0

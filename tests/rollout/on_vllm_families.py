@@ -4,6 +4,7 @@
 none if it has; `positions/Qwen2VL`: position ids; `models/known`: families that vLLM has no model of.
 """
 
+import math
 import random
 import sys
 from dataclasses import replace
@@ -24,6 +25,7 @@ from test_families import seeded  # noqa: E402
 
 from rlkit.data import collate  # noqa: E402
 from rlkit.engines import make_engine  # noqa: E402
+from rlkit.plan.cache import cache_bytes  # noqa: E402
 from rlkit.rollout import Sampling, make_rollout  # noqa: E402
 from rlkit.vlm import (  # noqa: E402
     encode_prompt,
@@ -61,6 +63,7 @@ OWNERS = {"Qwen2VL": "qwen2_vl", "Qwen2_5_VL": "qwen2_5_vl"}  # vLLM's name of a
 IMAGE, VIDEO = 90, 91
 SECTIONS = {"qwen": [6, 5, 5], "glm4": [4, 2, 2]}
 SAMPLING = Sampling(6, temperature=0.8, seed=(0, 1))
+TOKENS = 40  # more than a window
 SIZE = {"max_model_len": 256, "max_num_seqs": 8, "kv_cache_memory_bytes": 16 << 20, "block_size": 32}
 
 
@@ -143,7 +146,7 @@ def measure(family, path):
         batch = collate(rollout.generate(prompts, SAMPLING, n=2))
         return (engine.infer_batch(batch)["logprobs"] - batch.rollout_logprobs)[batch.mask].abs().max().item()
 
-    facts = {}
+    facts = {"cache": [cache_bytes(model.config, TOKENS), cache_of_vllm(rollout, TOKENS)]}
     try:
         facts["start"] = distance()
         with torch.no_grad():
@@ -156,6 +159,24 @@ def measure(family, path):
         facts["error"] = str(error)
     rollout.close()
     return facts
+
+
+def cache_of_vllm(rollout, tokens):
+    """Bytes of a sequence by vLLM's specs of its layers, without the rest of its last block, as if all were bfloat16.
+
+    On a CPU, vLLM keeps recurrent states in float32.
+    """
+    from vllm.v1.kv_cache_interface import MambaSpec
+
+    (specs,) = rollout.llm.collective_rpc("get_kv_cache_spec")
+    total = 0
+    for spec in specs.values():
+        if isinstance(spec, MambaSpec):
+            total += 2 * sum(math.prod(shape) for shape in spec.shapes)
+        else:
+            kept = min(tokens, getattr(spec, "sliding_window", None) or tokens)
+            total += 2 * kept * spec.unpadded_page_size_bytes // (spec.block_size * spec.dtype.itemsize)
+    return total
 
 
 def positions(name, family):

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 from numpy.testing import assert_allclose
-from transformers import GenerationConfig
+from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
 
 from rlkit.data import collate, load_task, step_rows
 from rlkit.engines import make_engine
@@ -18,6 +18,7 @@ from rlkit.rollout.sampling import sample_tokens
 from rlkit.vlm import encode_prompt, encode_prompts, load_model, load_processor, suppressed_token_ids
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "engines"))
+from family_configs import BASE, TEXT
 from rows import make_samples
 
 
@@ -220,6 +221,17 @@ def test_generation_restores_the_module(engine, rollout, prompts):
 
 def test_cache_bytes(engine):
     assert cache_bytes_per_token(engine.config, 2) == 2 * 2 * 2 * 32 * 2
+
+
+@pytest.mark.parametrize(("family", "shared"), [("llama", 0), ("deepseek_v3", 0), ("gemma4_text", 2)])
+def test_cache_bytes_are_those_of_transformers(family, shared):
+    """Latent attention, and heads that differ between layers; layers that share their cache are counted as others."""
+    config = AutoConfig.for_model(family, **{**BASE, **TEXT[family]})
+    model = AutoModelForCausalLM.from_config(config)
+    layers = model(torch.arange(3, 7)[None], use_cache=True).past_key_values.layers
+    cached = sum(x.numel() * x.element_size() // 4 for layer in layers for x in (layer.keys, layer.values))
+    counted = cache_bytes_per_token(config, 4)
+    assert counted == cached if not shared else counted == 2 * cached
 
 
 def test_prompts_that_are_processed_once_are_shared(processor, rollout):

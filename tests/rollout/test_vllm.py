@@ -115,6 +115,16 @@ def test_a_family_samples_what_its_trainer_scores_in_bfloat16(alone, family):
     assert_close_in_bfloat16(alone[f"family/{family}"])
 
 
+@pytest.mark.parametrize("family", [family for family in [*FAMILIES, *BFLOAT16] if family != "gpt2"])
+def test_the_planned_cache_is_that_of_vllm(alone, family):
+    """Full, sliding and latent attention, shared keys and values, and the gated delta rule, by vLLM's specs.
+
+    gpt2 has no key-value heads of its own; its tiny model sets a number that it ignores.
+    """
+    planned, of_vllm = alone[f"family/{family}"]["cache"]
+    assert planned == of_vllm > 0
+
+
 def test_latent_attention_works_with_and_without_amx(alone):
     """Its kernel for CPUs with AMX refuses float32; both are simulated."""
     assert_sampled_as_scored(alone[f"family/{OTHER_CPU}"])

@@ -1,0 +1,160 @@
+"""Models whose configuration is changed before they are made: `--model config.json`, `--model_config name=value ...`.
+
+    write_model("configs/small/config.json", ["hidden_size=64", "text_config.num_hidden_layers=2"], "out/init", seed=0)
+
+The model directory that is written is like any other: every rank and every sampler reads the same weights and the same
+configuration, and an export carries them.
+"""
+
+from __future__ import annotations
+
+import difflib
+import json
+import shutil
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from rlkit.vlm.loading import load_config, make_model, model_path
+
+WEIGHT_FILES = ("*.safetensors", "*.bin", "*.safetensors.index.json", "*.bin.index.json", "*.pth", "*.gguf")
+TYPES = {
+    bool: "true or false",
+    int: "an integer",
+    float: "a number",
+    str: "a string",
+    list: "a list",
+    dict: "a mapping",
+}
+PER_LAYER = ("layer_types", "mlp_layer_types")  # lists with one entry for each layer
+
+
+def is_config_file(model: str) -> bool:
+    """Whether a model is named by its configuration alone, so that it gets random weights."""
+    return model.endswith(".json")
+
+
+def changed_config(model: str, overrides: Sequence[str]) -> dict[str, Any]:
+    """The content of a model's config.json with overrides.
+
+    Args:
+        model: a directory, or a configuration file.
+        overrides: `name=value` each, or a JSON or YAML file of names and values. A name is a field, with dots for a
+            field of a part: `text_config.hidden_size`. A value is JSON: a number, true, null, a list; anything else is
+            a string.
+
+    Raises:
+        ValueError: no such file, an unknown field, or a value of another type than the field's.
+    """
+    file = config_file(model)
+    content = json.loads(file.read_text())
+    fields = dict(_flattened(load_config(str(file.parent), file=file.name).to_dict()))
+    for name, value in _parsed(overrides):
+        _check(name, value, fields)
+        part = content
+        *parents, last = name.split(".")
+        for parent in parents:
+            part = part.setdefault(parent, {})
+        part[last] = value
+        if last == "num_hidden_layers":  # these lists follow from it, unless they are overridden after it
+            for derived in PER_LAYER:
+                part.pop(derived, None)
+    return content
+
+
+def config_file(model: str) -> Path:
+    """The configuration file of a model.
+
+    Raises:
+        ValueError: it is not on this machine.
+    """
+    file = Path(model) if is_config_file(model) else Path(model_path(model)) / "config.json"
+    if not file.is_file():
+        raise ValueError(f"model: expected a directory or a config.json on this machine, got {model!r}")
+    return file
+
+
+def write_model(model: str, overrides: Sequence[str], place: str | Path, *, seed: int = 0) -> None:
+    """Write a model directory with a changed configuration.
+
+    Weights of a directory are kept, by links to its files. A configuration file gets random weights, in float32. Its
+    tokenizer and processor are read from the files beside it.
+
+    Args:
+        model, overrides: as in `changed_config`.
+        place: directory to write; it is complete or does not exist.
+        seed: of random weights.
+
+    Raises:
+        ValueError: as `changed_config`, or no model can be made of the configuration.
+    """
+    content, source = changed_config(model, overrides), config_file(model)
+    part = Path(f"{place}.part")
+    shutil.rmtree(part, ignore_errors=True)  # left by an interrupted start
+    part.mkdir(parents=True)
+    weights = {file for pattern in WEIGHT_FILES for file in source.parent.glob(pattern)}
+    for file in source.parent.iterdir():
+        if file.is_file() and file not in weights and file.suffix in (".json", ".txt", ".model", ".jinja", ".py"):
+            shutil.copyfile(file, part / file.name)
+    (part / "config.json").write_text(json.dumps(content, indent=2))
+    if is_config_file(model):
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(seed)
+            made = make_model(str(part))
+        made.save_pretrained(part)
+    else:
+        load_config(str(part))  # the values fit together
+        for file in weights:
+            (part / file.name).symlink_to(file.resolve())
+    part.rename(place)
+
+
+def _parsed(overrides: Sequence[str]) -> Iterator[tuple[str, Any]]:
+    """(name, value) of each override, in their order."""
+    for text in overrides:
+        name, equals, value = text.partition("=")
+        if equals:
+            yield name, _value(value)
+        else:
+            yield from _flattened(_file_content(text))
+
+
+def _file_content(path: str) -> Mapping[str, Any]:
+    import yaml
+
+    try:
+        content = yaml.safe_load(Path(path).read_text())
+    except (OSError, yaml.YAMLError) as error:
+        raise ValueError(f"model_config: expected name=value or a JSON or YAML file, got {path!r}: {error}") from error
+    if not isinstance(content, dict):
+        raise ValueError(f"model_config {path!r}: expected fields by name, got a {type(content).__name__}")
+    return content
+
+
+def _value(text: str) -> Any:
+    try:
+        return json.loads(text)
+    except ValueError:
+        return {"True": True, "False": False, "None": None}.get(text, text)
+
+
+def _flattened(content: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """(dotted name, value) of every field; a part that is not empty is only given field by field."""
+    for name, value in content.items():
+        if isinstance(value, Mapping) and value:
+            yield from _flattened(value, f"{prefix}{name}.")
+        else:
+            yield f"{prefix}{name}", value
+
+
+def _check(name: str, value: Any, fields: Mapping[str, Any]) -> None:
+    if name not in fields:
+        same_last = [one for one in fields if one.rpartition(".")[2] == name.rpartition(".")[2]]
+        near = same_last[:1] or difflib.get_close_matches(name, fields, 1, 0.0)
+        raise ValueError(f"model_config: expected a field of config.json, got {name!r}; the nearest is {near[0]!r}")
+    old = fields[name]
+    fits = old is None or value is None or type(value) is type(old)
+    if not fits and not (isinstance(old, float) and type(value) is int):
+        raise ValueError(f"model_config: {name}: expected {TYPES[type(old)]}, such as {old!r}, got {value!r}")
