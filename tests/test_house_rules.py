@@ -31,7 +31,7 @@ REPLACED = {
         "torch.UntypedStorage.resize_": "FSDP frees gathered weights with it, which no dispatch mode sees",
         "rlkit.losses._kernels.CPU_CACHE_BYTES": "the tensors are on a CPU, and the plan is for a GPU",
         "rlkit.losses._kernels.CPU_CHUNK_BYTES": "the same",
-        "rlkit.losses._kernels.kernels_for": "the same",
+        "rlkit.losses.logprobs.kernels_for": "the same",
         "rlkit.engines.offload.copy_to_host": "a copy on the host would be counted as memory of the GPU",
         "rlkit.engines.offload.copy_from_host": "the same",
         "rlkit.engines.distributed.GATHER_BY_BROADCAST": "the same",

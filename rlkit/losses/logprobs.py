@@ -16,6 +16,7 @@ from torch import Tensor
 
 from rlkit import _check as check
 from rlkit.losses import _kernels
+from rlkit.losses._kernels import kernels_for, tokens_per_chunk
 
 
 class LogprobsAndEntropy(NamedTuple):
@@ -213,9 +214,9 @@ def linear_logprobs(
     _check_temperature(temperature, targets)
     temperature = _kernels.temperature_column(temperature, hidden.new_empty(len(hidden)))
     if chunk is None:
-        chunk = _kernels.tokens_per_chunk(hidden, len(weight))
+        chunk = tokens_per_chunk(hidden, len(weight))
     check.positive(chunk=chunk)
-    kernels = _kernels.kernels_for(hidden)
+    kernels = kernels_for(hidden)
     function = _kernels.LinearLogprobs if kernels is None else kernels.FusedLinearLogprobs
     return LogprobsAndEntropy(*function.apply(hidden, weight, bias, targets.long(), temperature, suppress, chunk)[:2])
 

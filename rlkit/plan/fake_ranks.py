@@ -15,7 +15,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from rlkit.engines import distributed, offload
 from rlkit.engines.fsdp import fsdp2
-from rlkit.losses import _kernels
+from rlkit.losses import _kernels, logprobs
 from rlkit.plan.kernels import planned_head
 from rlkit.plan.ledger import Ledger
 
@@ -108,7 +108,7 @@ def fake_ranks(world: int) -> Iterator[Ledger]:
         stack.enter_context(mock.patch.object(_kernels, "CPU_CACHE_BYTES", _kernels.PIECE_BYTES))
         stack.enter_context(mock.patch.object(_kernels, "CPU_CHUNK_BYTES", _kernels.CHUNK_BYTES))
         head = stack.enter_context(planned_head())
-        stack.enter_context(mock.patch.object(_kernels, "kernels_for", lambda hidden: head))
+        stack.enter_context(mock.patch.object(logprobs, "kernels_for", lambda hidden: head))
         stack.enter_context(mock.patch.object(distributed, "GATHER_BY_BROADCAST", ()))
         # the ledger would count a copy in host memory as GPU memory
         stack.enter_context(mock.patch.object(offload, "copy_to_host", _no_copy))

@@ -15,8 +15,9 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 from triton.runtime import interpreter
 
+from rlkit.engines.megatron import vocab_parallel
 from rlkit.engines.megatron.vocab_parallel import vocab_parallel_linear_logprobs
-from rlkit.losses import _kernels, _triton, linear_logprobs
+from rlkit.losses import _triton, linear_logprobs, logprobs
 from rlkit.losses.naive import logprobs as naive
 
 BLOCK = 16
@@ -190,7 +191,8 @@ def main(out):
     count_and_convert(interpreter.interpreter_builder)
     _triton.BLOCKS.update(BLOCK_N=BLOCK, BLOCK_V=BLOCK)
     _triton.BLOCK_BYTES = 2 * BLOCK
-    _kernels.kernels_for = lambda hidden: _triton if hidden.dtype in _triton.DTYPES else None
+    for module in (logprobs, vocab_parallel):
+        module.kernels_for = lambda hidden: _triton if hidden.dtype in _triton.DTYPES else None
     cases = {
         "plain": (torch.float32, False, [], False, None),
         "all": (torch.float32, True, [2, 17], True, 2),

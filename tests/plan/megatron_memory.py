@@ -16,9 +16,9 @@ from megatron.core import parallel_state
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from rlkit.engines import make_engine
-from rlkit.engines.megatron import attention, engine, model
+from rlkit.engines.megatron import attention, engine, model, vocab_parallel
 from rlkit.engines.megatron.supported import ParallelDims
-from rlkit.losses import _kernels, token_mean
+from rlkit.losses import token_mean
 from rlkit.plan import megatron
 from rlkit.plan.kernels import _Flash, planned_head
 from rlkit.plan.workload import largest_micro_batches, longest_batch
@@ -93,7 +93,7 @@ def taken(hf_model, workload, options, ranks):
         head = stack.enter_context(planned_head())
         stack.enter_context(mock.patch.object(attention, "varlen_attention", flash))
         stack.enter_context(mock.patch.object(model.Norm, "forward", lambda norm, x: FusedNorm.apply(x, norm.weight)))
-        stack.enter_context(mock.patch.object(_kernels, "kernels_for", lambda hidden: head))
+        stack.enter_context(mock.patch.object(vocab_parallel, "kernels_for", lambda hidden: head))
         stack.enter_context(mock.patch.object(engine, "check_same_rows", lambda *_: None))  # they would have to answer
         dist.init_process_group("fake", rank=0, world_size=ranks, store=FakeStore())
         trained = make_engine("megatron", model=hf_model, device="cpu", optimizer=torch.optim.AdamW, **options)

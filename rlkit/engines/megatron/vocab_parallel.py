@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn.functional import linear
 
-from rlkit.losses import _kernels
+from rlkit.losses.logprobs import kernels_for, tokens_per_chunk
 
 _LOG_ZERO = -1e30  # instead of -inf, which times a probability of 0 would be nan
 
@@ -48,7 +48,7 @@ def vocab_parallel_linear_logprobs(
     first = dist.get_rank(group) * len(weight)
     suppressed = None if suppress is None else _is_suppressed(suppress - first, len(weight))
     if chunk is None:
-        chunk = _kernels.tokens_per_chunk(hidden, len(weight))
+        chunk = tokens_per_chunk(hidden, len(weight))
     column = torch.full((len(hidden), 1), temperature, dtype=torch.float32, device=hidden.device)
     logprobs, entropy = _LinearLogprobs.apply(hidden, weight, targets - first, column, suppressed, group, chunk)
     return logprobs, entropy
@@ -75,7 +75,7 @@ class _LinearLogprobs(torch.autograd.Function):
         group: dist.ProcessGroup | None,
         chunk: int,
     ) -> tuple[Tensor, Tensor]:
-        kernels = _kernels.kernels_for(hidden)
+        kernels = kernels_for(hidden)
         if kernels is not None:
             slices = kernels.vocabulary_sums(hidden, weight, None, targets, temperature, suppressed)
         else:
@@ -98,7 +98,7 @@ class _LinearLogprobs(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad_logprobs: Tensor, grad_entropy: Tensor) -> tuple[Tensor | None, ...]:
         hidden, weight, targets, temperature, suppressed, log_total, entropy = ctx.saved_tensors
-        kernels = _kernels.kernels_for(hidden)
+        kernels = kernels_for(hidden)
         logit_gradients = _logit_gradients if kernels is None else kernels.logit_gradients
         grad_hidden = torch.empty_like(hidden)
         grad_weight = torch.zeros_like(weight, dtype=torch.float32) if ctx.needs_input_grad[1] else None
