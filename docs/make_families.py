@@ -59,10 +59,8 @@ MEANING = {
     "Ulysses": "two processes that share each sequence give the same numbers as one process",
     "mixed batch": "a rank without images runs a blank image through the vision tower, which changes no number",
     "processor": "prompt tokens are those of transformers' processor, and an image has as many tokens as features",
-    "videos": (
-        "prompt tokens are those of transformers' processor; packed rows with shared prompts give the logprobs and "
-        "gradients of single sequences, and the samplers' logprobs equal the trainer's"
-    ),
+    "videos": "prompt tokens are those of transformers' processor; packed rows with shared prompts give the logprobs "
+    "and gradients of single sequences, and the samplers' logprobs equal the trainer's",
     "freeze": "frozen parameters have no gradient and do not change, in the fsdp2 engine",
     "LoRA": "only the adapters change; merged weights give the same logprobs; `disable_adapter` gives the base model",
     "HF sampler": "`--rollout hf`: the sampler's logprobs equal the trainer's",

@@ -11,6 +11,7 @@ import threading
 import time
 from collections import Counter
 from concurrent.futures import Future
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -20,8 +21,9 @@ import torch
 from PIL import Image
 
 from rlkit.data import load_task
-from rlkit.data.samples import prompt_sample
+from rlkit.data.samples import Video, prompt_sample
 from rlkit.rollout import Sampling
+from rlkit.rollout.sampling import sample_name
 from rlkit.rollout.serve import command, environment
 from rlkit.rollout.servers.pool import ServerPool
 from rlkit.rollout.servers.rollout import image_data_url
@@ -412,6 +414,14 @@ def test_images_are_sent_once_per_prompt_without_loss(connect, processor):
         a.expanded[tuple(request.compact_ids)] = request.token_ids[1:]
         with pytest.raises(ValueError, match="the trainer's 21 tokens, got 20, the first difference at token 0"):
             connect(a).generate([request], SAMPLING)
+
+
+def test_videos_are_refused_with_the_row(connect, processor):
+    request = encode_prompt(processor, load_task("digits").train[0], group_id=0)
+    video = Video(np.zeros((2, 28, 28, 3), "uint8"), 2.0)
+    with VllmStandin() as a, pytest.raises(ValueError, match="expected text and images for a server, got a video") as e:
+        connect(a).generate([replace(request, videos=[video])], SAMPLING)
+    assert str(e.value).startswith(f"{sample_name(request)}: ")
 
 
 def test_sleep_and_wake(connect):

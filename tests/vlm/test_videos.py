@@ -2,6 +2,7 @@
 
 import io
 import json
+from copy import deepcopy
 
 import numpy as np
 import pytest
@@ -10,6 +11,7 @@ from PIL import Image
 from rlkit.data import load_task
 from rlkit.doctor.task import check_rows, show_rows
 from rlkit.report.answers import frame_strip, prompt_record
+from rlkit.rollout.vllm_requests import check_video_normalization, vllm_prompt
 from rlkit.vlm import encode_prompt, load_processor, load_video, tiny_processor, tiny_tokenizer
 from rlkit.vlm.videos import load_videos
 
@@ -182,3 +184,27 @@ def test_kept_answers_have_a_strip_of_frames(processor, tmp_path):
     shown = np.asarray(frame_strip(load_videos(None, [np.repeat(FRAMES, 4, axis=0)])[0]))
     assert shown.shape == (48, 8 * 66 - 2, 3) and np.array_equal(shown[:, :64], FRAMES[0])
     assert np.array_equal(shown[:, -64:], FRAMES[-1])
+
+
+def test_vllm_normalizes_videos_as_images(processor):
+    """It would sample with other pixels than the trainer sees, without an error."""
+    prompts = [
+        encode_prompt(processor, {"question": "What?", "video": FRAMES}),
+        encode_prompt(processor, {"question": "?"}),
+    ]
+    check_video_normalization(prompts, processor)
+    other = deepcopy(processor)
+    other.video_processor.image_mean = [0.5, 0.5, 0.5]
+    check_video_normalization(prompts[1:], other)
+    with pytest.raises(
+        ValueError, match="^model: expected a processor with the same image_mean and image_std for images"
+    ):
+        check_video_normalization(prompts, other)
+
+
+def test_vllm_gets_the_frames_that_the_trainer_sees(processor):
+    (video,) = encode_prompt(processor, {"question": "What?", "video": FRAMES}).videos
+    prompt = vllm_prompt(encode_prompt(processor, {"question": "What?", "video": FRAMES}))
+    ((frames, metadata),) = prompt["multi_modal_data"]["video"]
+    assert np.array_equal(frames, video.frames) and metadata["do_sample_frames"] is False
+    assert metadata["frames_indices"] == [0, 1, 2, 3, 4] and metadata["fps"] == 2.0
