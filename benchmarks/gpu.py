@@ -89,9 +89,9 @@ def head(tokens: int, sizes: list[tuple[int, int]], peak: float) -> str:
             logps, entropy = linear_logprobs(hidden, weight, targets)
             torch.autograd.grad(logps.sum() + entropy.sum(), (hidden, weight))
 
-        found, choose = [], logprobs._kernels_for
+        found, choose = [], logprobs.kernels_for
         for name in ("Triton", "torch"):
-            logprobs._kernels_for = choose if name == "Triton" else lambda hidden: None
+            logprobs.kernels_for = choose if name == "Triton" else lambda hidden: None
             found.append(forward())
             flops = 2 * tokens * vocabulary * hidden_size
             shares = [flops / seconds(forward) / peak, 4 * flops / seconds(both) / peak]
@@ -99,7 +99,7 @@ def head(tokens: int, sizes: list[tuple[int, int]], peak: float) -> str:
                 f"{name}, {tokens} x {vocabulary} x {hidden_size}", *(f"{share:.0%}" for share in shares),
                 f"{peak_gib(both):.2f}",
             ])  # fmt: skip
-        logprobs._kernels_for = choose
+        logprobs.kernels_for = choose
         difference = max((x - y).abs().max().item() for x, y in zip(*found, strict=True))
         rows[-1].append(f"{difference:.1e}")
         rows[-2].append("")

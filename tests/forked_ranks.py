@@ -24,7 +24,10 @@ def fork_ranks(function: Callable[..., Any], world: int, *arguments: Any) -> Non
         port = free.getsockname()[1]
     gc.freeze()  # as in conftest.py: no rank's garbage collection looks through what is imported
     gc.set_threshold(50_000, 20, 100)
-    mp.start_processes(_on_rank, (world, port, function, arguments), nprocs=world, start_method="fork")
+    try:
+        mp.start_processes(_on_rank, (world, port, function, arguments), nprocs=world, start_method="fork")
+    finally:
+        gc.unfreeze()
 
 
 def _on_rank(rank, world, port, function, arguments):

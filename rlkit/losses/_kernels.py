@@ -18,7 +18,6 @@ from torch.autograd.function import once_differentiable
 
 from rlkit._numerics import at_least_float32, masked
 
-log = logging.getLogger(__name__)
 CHUNK_BYTES = 512 * 2**20  # float32 logits of one chunk of tokens; each chunk reads the whole output layer again
 CPU_CHUNK_BYTES = 16 * 2**20  # the same on a CPU, where larger chunks are no faster
 PIECE_BYTES = 64 * 2**20  # float32 logits of one piece of given logits, which are read once for any size of a piece
@@ -335,6 +334,6 @@ def _triton(device: torch.device, dtype: torch.dtype) -> Any:
     try:
         from rlkit.losses import _triton
     except ImportError as error:
-        log.warning("linear_logprobs: computed without Triton kernels on %s: %s", device, error)
+        logging.getLogger(__name__).warning("linear_logprobs: computed without Triton kernels on %s: %s", device, error)
         return None
     return _triton if _triton.kernels_work(device, dtype) else None

@@ -15,15 +15,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from rlkit import _check as check
-from rlkit.losses._kernels import (
-    Entropy,
-    LinearLogprobs,
-    Logprobs,
-    kernels_for,
-    squared_sums,
-    temperature_column,
-    tokens_per_chunk,
-)
+from rlkit.losses import _kernels
+from rlkit.losses._kernels import kernels_for, tokens_per_chunk
 
 
 class LogprobsAndEntropy(NamedTuple):
@@ -115,7 +108,7 @@ def target_logprobs(
         keep = keep.bool().reshape(-1, logits.shape[-1])
     rows, temperature = _as_rows(logits, temperature)
     targets_of_rows = targets.long().reshape(len(rows), *(each or (1,)))
-    return Logprobs.apply(rows, targets_of_rows, temperature, keep).reshape(targets.shape).clamp(max=0)
+    return _kernels.Logprobs.apply(rows, targets_of_rows, temperature, keep).reshape(targets.shape).clamp(max=0)
 
 
 def token_entropy(logits: Tensor, temperature: float | Tensor = 1.0) -> Tensor:
@@ -134,7 +127,7 @@ def token_entropy(logits: Tensor, temperature: float | Tensor = 1.0) -> Tensor:
     """
     check.floating("logits", logits)
     rows, temperature = _as_rows(logits, temperature)
-    return Entropy.apply(rows, temperature).reshape(logits.shape[:-1])
+    return _kernels.Entropy.apply(rows, temperature).reshape(logits.shape[:-1])
 
 
 @torch.no_grad()
@@ -153,7 +146,7 @@ def sum_pi_squared(logits: Tensor, temperature: float | Tensor = 1.0) -> Tensor:
         [...], float32 (float64 for float64 logits), in (0, 1].
     """
     check.floating("logits", logits)
-    return squared_sums(*_as_rows(logits, temperature)).reshape(logits.shape[:-1])
+    return _kernels.squared_sums(*_as_rows(logits, temperature)).reshape(logits.shape[:-1])
 
 
 def suppress_tokens(logits: Tensor, token_ids: Tensor) -> Tensor:
@@ -219,12 +212,12 @@ def linear_logprobs(
         check.rank("suppress", suppress, 1, "[K]")
         suppress = suppress.to(hidden.device, torch.long)
     _check_temperature(temperature, targets)
-    temperature = temperature_column(temperature, hidden.new_empty(len(hidden)))
+    temperature = _kernels.temperature_column(temperature, hidden.new_empty(len(hidden)))
     if chunk is None:
         chunk = tokens_per_chunk(hidden, len(weight))
     check.positive(chunk=chunk)
     kernels = kernels_for(hidden)
-    function = LinearLogprobs if kernels is None else kernels.FusedLinearLogprobs
+    function = _kernels.LinearLogprobs if kernels is None else kernels.FusedLinearLogprobs
     return LogprobsAndEntropy(*function.apply(hidden, weight, bias, targets.long(), temperature, suppress, chunk)[:2])
 
 
@@ -232,7 +225,7 @@ def _as_rows(logits: Tensor, temperature: float | Tensor) -> tuple[Tensor, Tenso
     """Logits [..., V] as [N, V], and the temperature as [N, 1]."""
     like = logits[..., 0]
     _check_temperature(temperature, like)
-    return logits.reshape(like.numel(), logits.shape[-1]), temperature_column(temperature, like)
+    return logits.reshape(like.numel(), logits.shape[-1]), _kernels.temperature_column(temperature, like)
 
 
 def _check_temperature(temperature: float | Tensor, like: Tensor) -> None:

@@ -86,8 +86,8 @@ def estimate(cfg: Any, roles: Roles, world: int, image_tokens: int | None) -> Re
         if roles.reference is not None:
             reference = stage_parameters(empty(roles.reference, torch.bfloat16), dims)[number]
             resident["reference"] = WEIGHT * (reference.dense + reference.experts)
-            live = layer_bytes(roles.reference, dims, micro_batch)
-            phases["reference"] = {**resident, "activations": live}
+            one_layer = layer_bytes(roles.reference, dims, micro_batch)
+            phases["reference"] = {**resident, "activations": one_layer}
         for name, model in trained.items():
             prefix = "" if name == "policy" or len(trained) == 1 else f"{name}: "
             head = (

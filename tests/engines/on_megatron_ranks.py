@@ -6,18 +6,19 @@ One process imports everything and forks the ranks, because importing on each ra
 """
 
 import math
+import os
 import sys
 from dataclasses import replace
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 import transformers
 from megatron.core import parallel_state
 
 HERE = Path(__file__).parent
 sys.path[:0] = [str(HERE), str(HERE.parent)]
+from forked_ranks import fork_ranks  # noqa: E402
 from isolated_cases import case as isolated  # noqa: E402
 from one_gradient import (  # noqa: E402
     OUTPUTS,
@@ -311,14 +312,14 @@ def run_case(name, out):
     parallel_state.destroy_model_parallel()
 
 
-def on_rank(rank, world, out, names):
-    torch.set_num_threads(1)
-    store = f"file://{out}/ranks.{world}.{len(names)}"  # one of its own for each start
-    dist.init_process_group("gloo", init_method=store, rank=rank, world_size=world)
-    for name in names:
+def on_rank(out, names):
+    for name in names:  # a case makes up to twenty groups, each of which has a thread that wakes up every 10 ms
+        store = f"file://{out}/store.{name}.{len(names)}"
+        rank, world = (int(os.environ[key]) for key in ("RANK", "WORLD_SIZE"))
+        dist.init_process_group("gloo", init_method=store, rank=rank, world_size=world)
         with isolated(out, name):
             run_case(name, out)
-    dist.destroy_process_group()
+        dist.destroy_process_group()
 
 
 def main(out, *names):
@@ -326,7 +327,7 @@ def main(out, *names):
         torch.optim.AdamW(make_model(kind).parameters())
     for world in (1, 2, 4):
         if chosen := [name for name in names if ranks_of(name) == world]:
-            mp.start_processes(on_rank, (world, Path(out), chosen), nprocs=world, start_method="fork")
+            fork_ranks(on_rank, world, Path(out), chosen)
 
 
 if __name__ == "__main__":

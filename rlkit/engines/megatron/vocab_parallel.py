@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn.functional import linear
 
-from rlkit.losses._kernels import kernels_for, tokens_per_chunk
+from rlkit.losses.logprobs import kernels_for, tokens_per_chunk
 
 _LOG_ZERO = -1e30  # instead of -inf, which times a probability of 0 would be nan
 
