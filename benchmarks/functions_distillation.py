@@ -4,6 +4,8 @@ The loops go row by row, as in functions_logits.py: a rule takes the log-probabi
 position, and returns the divergence and its gradient by the student's logits.
 """
 
+from functools import partial
+
 import torch
 from functions_common import PEERS, group
 
@@ -15,6 +17,7 @@ from rlkit.losses import (
     suppress_tokens,
     token_mean,
     topk_forward_kl_loss,
+    topk_jsd_loss,
     topk_reverse_kl_loss,
 )
 
@@ -78,10 +81,10 @@ def loop_mean(rule, student, teacher, mask):
     return value, gradient
 
 
-def divergence_group(name, ours, rule, theirs):
+def divergence_group(name, ours, rule, theirs=None):
     """Ours takes (student, teacher, mask), TRL's (student, teacher, labels)."""
 
-    @group(f"{name}, 64 x 32000", "trl", memory=True)
+    @group(f"{name}, 64 x 32000", *(["trl"] if theirs else []), memory=True)
     def build(_):
         student, teacher, mask, labels = inputs()
 
@@ -92,11 +95,8 @@ def divergence_group(name, ours, rule, theirs):
         def loop():
             return loop_mean(rule, student.detach(), teacher, mask)
 
-        return {
-            "rlkit": lambda: run(lambda *x: token_mean(ours(*x), mask), mask),
-            "loop": loop,
-            "trl": lambda: run(theirs, labels),
-        }
+        contestants = {"rlkit": lambda: run(lambda *x: token_mean(ours(*x), mask), mask), "loop": loop}
+        return {**contestants, "trl": lambda: run(theirs, labels)} if theirs else contestants
 
 
 def gkd(beta):
@@ -125,6 +125,9 @@ divergence_group(
 )
 divergence_group(
     "distillation, reverse KL of 64", from_logits(topk_reverse_kl_loss, "student"), topk(reverse, "student"), opd(1)
+)
+divergence_group(  # TRL's is over the likeliest tokens of the teacher and of the student
+    "distillation, JSD of 64", from_logits(partial(topk_jsd_loss, beta=BETA), "teacher"), topk(jsd, "teacher")
 )
 divergence_group("KL over the vocabulary", full_vocabulary_kl, reverse, gkd(1))
 
