@@ -26,7 +26,7 @@ ROW = {"question": "?", "answer": "7", "where": "row 3"}
 
 @pytest.fixture(scope="module")
 def reward():
-    reward = isolated(misbehaving_rewards.on_ill_text, seconds=0.4, memory=256 << 20)
+    reward = isolated(misbehaving_rewards.on_ill_text, seconds=0.4, memory=128 << 20)
     yield reward
     assert len(reward.pool.idle) <= len(os.sched_getaffinity(0))
 

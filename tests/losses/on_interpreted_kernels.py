@@ -188,6 +188,7 @@ def counts():
 
 
 def main(out):
+    torch.set_num_threads(1)  # a forked rank would wait for threads of OpenMP that it does not have
     count_and_convert(interpreter.interpreter_builder)
     _triton.BLOCKS.update(BLOCK_N=BLOCK, BLOCK_V=BLOCK)
     _triton.BLOCK_BYTES = 2 * BLOCK
