@@ -116,9 +116,12 @@ skyrl: .venv-skyrl/.installed
 	.venv-skyrl/bin/python -m pip install --quiet --disable-pip-version-check --no-deps skyrl==0.4.0 skyrl-gym==0.4.0
 	@touch $@
 
-# what the conformance suite finds of rlkit, verl, TRL and OpenRLHF: docs/conformance.md
-conformance: .venv-peers/released/.unpacked
-	OPENRLHF=.venv-peers/released/openrlhf-0.11.2.data/purelib/openrlhf .venv-peers/bin/python docs/make_conformance.py
+# what the conformance suite finds of rlkit, verl, TRL, OpenRLHF and SkyRL: docs/conformance.md
+conformance: .venv-peers/released/.unpacked .venv-skyrl/.installed
+	mkdir -p build
+	.venv-skyrl/bin/python docs/make_conformance.py --run_skyrl --skyrl build/skyrl.json
+	OPENRLHF=.venv-peers/released/openrlhf-0.11.2.data/purelib/openrlhf .venv-peers/bin/python docs/make_conformance.py \
+		--skyrl build/skyrl.json
 
 # every function beside a loop, verl and TRL: benchmarks/results/functions.md
 bench-peers: .venv-peers/.installed

@@ -1,9 +1,11 @@
-"""Write docs/conformance.md: what the conformance suite finds of rlkit, verl, TRL and OpenRLHF.
+"""Write docs/conformance.md: what the conformance suite finds of rlkit, verl, TRL, OpenRLHF and SkyRL.
 
-make conformance    # in the environment of the peers
+make conformance    # SkyRL in an environment of its own, then the page in that of the peers
 """
 
+import argparse
 import importlib.metadata
+import json
 import platform
 import sys
 from pathlib import Path
@@ -12,7 +14,7 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT), str(ROOT / "tests" / "peers")]
 
 from rlkit.conformance.adapter import load_adapter  # noqa: E402
-from rlkit.conformance.report import ERROR, as_markdown, run_checks  # noqa: E402
+from rlkit.conformance.report import ERROR, Finding, as_markdown, run_checks  # noqa: E402
 
 ADAPTERS = [
     "rlkit.conformance.ours:Trainer",
@@ -73,28 +75,50 @@ BOTTOM = """
 - verl gives an answer that is alone in its group its raw reward on purpose; it is documented in its code.
 
 Adapters: [rlkit](../rlkit/conformance/ours.py), [verl](../tests/peers/adapter_verl.py),
-[TRL](../tests/peers/adapter_trl.py), [OpenRLHF](../tests/peers/adapter_openrlhf.py). Of TRL, methods of `GRPOTrainer`
+[TRL](../tests/peers/adapter_trl.py), [OpenRLHF](../tests/peers/adapter_openrlhf.py),
+[SkyRL](../tests/peers/adapter_skyrl.py). Of TRL, methods of `GRPOTrainer`
 are called on batches as its own loop makes them. Of OpenRLHF, two files are loaded without its package, whose imports
 need DeepSpeed and flash-attn; its group advantages and GAE are inside of its experience maker, and are not called.
 
-SkyRL was not run: its releases need Python 3.12, and the other trainers were run with Python {python}.
+By default, SkyRL's critic returns 0 at padding, so the adapter passes 0 there. Its response mask includes tool output.
+SkyRL was run with Python {skyrl}, which its releases need, and the others with Python {python}.
 
 To use rlkit's functions inside another trainer, see [other trainers](other_trainers.md).
 
-To reproduce: `make conformance` makes the environment of the peers, and writes this page with
+To reproduce: `make conformance` makes the environments of the peers, and writes this page with
 `docs/make_conformance.py`. Versions: {versions}.
 """
 
 
-def page() -> str:
-    adapters = [load_adapter(name) for name in ADAPTERS]
-    findings = {adapter.name: run_checks(adapter) for adapter in adapters}
-    if errors := [one for of_trainer in findings.values() for one in of_trainer if one.verdict == ERROR]:
+def python() -> str:
+    return ".".join(platform.python_version_tuple()[:2])
+
+
+def findings_of(name: str) -> tuple[str, list[Finding]]:
+    """A trainer's name and findings. Ends the process if an adapter has an error."""
+    adapter = load_adapter(name)
+    found = run_checks(adapter)
+    if errors := [one for one in found if one.verdict == ERROR]:
         raise SystemExit(f"nothing written, as {errors[0].check} says: {errors[0].text}")
+    return adapter.name, found
+
+
+def page(skyrl: Path) -> str:
+    findings = dict(map(findings_of, ADAPTERS))
+    of_skyrl = json.loads(skyrl.read_text())
+    findings[of_skyrl["name"]] = [Finding(*one) for one in of_skyrl["findings"]]
     versions = ", ".join(f"{name} {importlib.metadata.version(name)}" for name in ("torch", "verl", "trl"))
-    python = ".".join(platform.python_version_tuple()[:2])
-    return TOP + as_markdown(findings) + BOTTOM.format(python=python, versions=f"{versions}, openrlhf 0.11.2")
+    versions += f", openrlhf 0.11.2, {of_skyrl['name'].lower()}"
+    return TOP + as_markdown(findings) + BOTTOM.format(python=python(), skyrl=of_skyrl["python"], versions=versions)
 
 
 if __name__ == "__main__":
-    (ROOT / "docs" / "conformance.md").write_text(page())
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--skyrl", type=Path, required=True, help="file with the findings of SkyRL")
+    parser.add_argument("--run_skyrl", action="store_true", help="write that file, in SkyRL's environment")
+    given = parser.parse_args()
+    if given.run_skyrl:
+        name, found = findings_of("adapter_skyrl:Trainer")
+        given.skyrl.write_text(json.dumps({"name": name, "python": python(), "findings": found}))
+    else:
+        (ROOT / "docs" / "conformance.md").write_text(page(given.skyrl))
