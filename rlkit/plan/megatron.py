@@ -77,34 +77,15 @@ def estimate(cfg: Any, roles: Roles, world: int, image_tokens: int | None) -> Re
     workload = longest_batch(cfg, config, data_parallel_size, image_tokens)
     micro_batch = largest_micro_batch(workload, cfg.micro_batch_tokens, share_prompts=cfg.share_prompts)
     trained = {name: _model(cfg, getattr(roles, name), name) for name in ("critic", "policy") if getattr(roles, name)}
-    stages = [dict[str, dict[str, int]]() for _ in range(dims.pipeline)]
-    residents = [dict[str, int]() for _ in range(dims.pipeline)]
-    for number, (phases, resident) in enumerate(zip(stages, residents, strict=True)):
-        for model in trained.values():
-            for kind, size in state_bytes(stage_parameters(model, dims)[number], dims, world).items():
-                resident[kind] = resident.get(kind, 0) + size
-        if roles.reference is not None:
-            reference = stage_parameters(empty(roles.reference, torch.bfloat16), dims)[number]
-            resident["reference"] = WEIGHT * (reference.dense + reference.experts)
-            one_layer = layer_bytes(roles.reference, dims, micro_batch)
-            phases["reference"] = {**resident, "activations": one_layer}
-        for name, model in trained.items():
-            prefix = "" if name == "policy" or len(trained) == 1 else f"{name}: "
-            head = (
-                head_bytes(model.config, dims, micro_batch) if number == dims.pipeline - 1 and name == "policy" else 0
-            )
-            phases[f"{prefix}forward and backward"] = {
-                **resident, "activations": activation_bytes(cfg, model.config, dims, micro_batch, number, workload),
-                "logits": head,
-            }  # fmt: skip
-            phases[f"{prefix}optimizer step"] = dict(resident)
-        if hasattr(cfg, "rollout"):
-            phases["weight sync"] = {**resident, **_gathered(cfg, trained, dims)}
-    fullest = max(range(dims.pipeline), key=lambda i: max(sum(kinds.values()) for kinds in stages[i].values()))
+    stages = []
+    for stage in range(dims.pipeline):
+        resident = _resident(roles, trained, dims, world, stage)
+        stages.append((_phases(cfg, roles, trained, dims, workload, micro_batch, stage, resident), resident))
+    peaks, resident = max(stages, key=lambda found: max(sum(kinds.values()) for kinds in found[0].values()))
     sizes = [(p.numel(), p.requires_grad) for p in (trained.get("policy") or trained["critic"]).parameters()]
     return Rehearsal(
-        peaks=stages[fullest],
-        resident=residents[fullest],
+        peaks=peaks,
+        resident=resident,
         host=0,
         parameters=sum(size for size, _ in sizes),
         trainable=sum(size for size, trains in sizes if trains),
@@ -112,6 +93,44 @@ def estimate(cfg: Any, roles: Roles, world: int, image_tokens: int | None) -> Re
         workload=workload,
         data_parallel_size=data_parallel_size,
     )
+
+
+def _resident(roles: Roles, trained: dict[str, Any], dims: ParallelDims, world: int, stage: int) -> dict[str, int]:
+    """Bytes by kind that a rank of this pipeline stage keeps during the whole step."""
+    resident: dict[str, int] = {}
+    for model in trained.values():
+        for kind, size in state_bytes(stage_parameters(model, dims)[stage], dims, world).items():
+            resident[kind] = resident.get(kind, 0) + size
+    if roles.reference is not None:
+        reference = stage_parameters(empty(roles.reference, torch.bfloat16), dims)[stage]
+        resident["reference"] = WEIGHT * (reference.dense + reference.experts)
+    return resident
+
+
+def _phases(
+    cfg: Any,
+    roles: Roles,
+    trained: dict[str, Any],
+    dims: ParallelDims,
+    workload: Workload,
+    micro_batch: MicroBatch,
+    stage: int,
+    resident: dict[str, int],
+) -> dict[str, dict[str, int]]:
+    """Bytes by kind at the peak of each phase, on a rank of this pipeline stage."""
+    phases = {}
+    if roles.reference is not None:
+        phases["reference"] = {**resident, "activations": layer_bytes(roles.reference, dims, micro_batch)}
+    for name, model in trained.items():
+        prefix = "" if name == "policy" or len(trained) == 1 else f"{name}: "
+        activations = activation_bytes(cfg, model.config, dims, micro_batch, stage, workload)
+        has_logits = stage == dims.pipeline - 1 and name == "policy"
+        logits = head_bytes(model.config, dims, micro_batch) if has_logits else 0
+        phases[f"{prefix}forward and backward"] = {**resident, "activations": activations, "logits": logits}
+        phases[f"{prefix}optimizer step"] = dict(resident)
+    if hasattr(cfg, "rollout"):
+        phases["weight sync"] = {**resident, **_gathered(cfg, trained, dims)}
+    return phases
 
 
 def _dims(cfg: Any, roles: Roles, world: int) -> ParallelDims:

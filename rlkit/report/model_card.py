@@ -63,12 +63,12 @@ def _header(config: Mapping[str, Any], model: Mapping[str, Any], results: Sequen
 
     task, kind = str(config.get("task", "")), pipeline_tag(model)
     name = Path(task).name or "task"
+    data_set = hub_id(task) or name
     measured = [
-        EvalResult(task_type=kind, dataset_type=hub_id(task) or name, dataset_name=name, metric_type=metric,
-                   metric_value=round(x, 6))
+        EvalResult(kind, data_set, dataset_name=name, metric_type=metric, metric_value=round(x, 6))
         for one in results
         for metric, x in _means(one).items()
-    ]  # fmt: skip
+    ]
     data = ModelCardData(
         base_model=hub_id(str(config.get("model", ""))),
         datasets=[hub] if (hub := hub_id(task)) else None,
