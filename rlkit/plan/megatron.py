@@ -32,7 +32,7 @@ class StageParameters:
     """Numbers of parameters on one rank of a pipeline stage.
 
     Attributes:
-        dense, experts: all of them; experts are shared by other ranks than the rest.
+        dense, experts: all of them; experts are sharded over other ranks than the rest.
         trained_dense, trained_experts: those that are trained.
     """
 

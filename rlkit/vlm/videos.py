@@ -17,10 +17,10 @@ from rlkit.data.lookup import requires_extra
 from rlkit.data.samples import Video
 from rlkit.vlm.processors import load_image, open_regular_file
 
-FPS = 2.0  # what the Qwen-VL families were trained with
+FPS = 2.0  # the default of the Qwen-VL processors
 MAX_FRAMES = 32
 DECODING_SECONDS = 60.0  # of processor time
-MAX_PIXELS = 1 << 29  # of all frames together, 1.5 GB
+MAX_PIXELS = 1 << 29  # of all frames together: 1.5 GiB of RGB, and twice that while frames are stacked
 
 # Containers that hold the video itself. Playlists (HLS, DASH, concat), which name other files, are not among them.
 FORMATS = "mov,mp4,m4a,3gp,3g2,mj2,matroska,webm,avi,gif,mpeg,mpegts,flv,ogg,asf"
