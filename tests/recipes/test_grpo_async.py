@@ -13,8 +13,9 @@ from rlkit.tracking import read_metrics
 
 sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parents[1] / "rollout")]
 import helpers  # noqa: E402
+from free_ports import free_ports  # noqa: E402
 from helpers import assert_help_names_every_option, run, run_here, warm_dir  # noqa: E402, F401  (a fixture)
-from test_vllm_server import OPTIONS, free_ports  # noqa: E402
+from test_vllm_server import OPTIONS  # noqa: E402
 
 SMALL = ["--prompts_per_step", "8", "--group_size", "4", "--max_new_tokens", "3"]
 LEARNING = [
