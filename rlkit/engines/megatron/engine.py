@@ -42,7 +42,7 @@ from rlkit.engines.logit_functions import (
     LogitFunction,
     apply_to_hidden_states,
     head_logits,
-    topk_of_pieces,
+    topk_of_chunks,
 )
 from rlkit.engines.loss_closure import LossFn, Outputs, check_output_names, compute_loss, sum_metrics
 from rlkit.engines.megatron.attention import context_parallel_inputs
@@ -108,7 +108,7 @@ class MegatronEngine:
         max_grad_norm: gradients are scaled down to this norm.
         share_prompts: rows that answer the same prompt contain its tokens and images once, see `Fsdp2Engine`.
         use_fused_kernels: no effect; logprobs and entropy are always computed from the hidden states of scored tokens,
-            in pieces, without the [N, V / tensor] logits.
+            in chunks, without the [N, V / tensor] logits.
         router_replay: tokens of a batch with `routed_experts` go to those experts, see rlkit.vlm.routers.
         use_remove_padding, ulysses_sequence_parallel_size: accepted at their defaults only, so that both engines take
             the same options: rows are always packed, and `context` shares long sequences.
@@ -375,7 +375,7 @@ class MegatronEngine:
         self.module.eval()
 
         def finish(rows: list[int], part: Batch, inputs: ModelInputs, result: Tensor) -> tuple[Tensor, Tensor, Any]:
-            top = topk_of_pieces(self._logit_pieces(result[0][inputs.logits_to_keep]), k, self.temperature)
+            top = topk_of_chunks(self._logit_chunks(result[0][inputs.logits_to_keep]), k, self.temperature)
             tokens = batch.unpadded_rows(rows)[part.unpadded_at(inputs.output_indices.cpu())]
             found = (tokens, *(x[: len(tokens)].cpu() for x in top))
             return result.new_zeros(()), torch.zeros((), dtype=torch.int), found
@@ -392,8 +392,8 @@ class MegatronEngine:
             dist.broadcast(x, group=group, group_src=group.size() - 1)
         return top
 
-    def _logit_pieces(self, selected: Tensor) -> Iterator[Tensor]:
-        """The logits [K, V] in pieces of tokens, -inf at suppressed tokens, without gradient."""
+    def _logit_chunks(self, selected: Tensor) -> Iterator[Tensor]:
+        """The logits [N, V] in chunks of tokens, -inf at suppressed tokens, without gradient."""
         for piece in selected.split(tokens_per_chunk(selected, padded_vocabulary(self.config, self.dims))):
             logits = head_logits(piece, self._head_weight(), None, None)
             yield _of_full_logits(lambda full, _: full, self.suppressed_token_ids, logits, {})
