@@ -3,9 +3,12 @@
 import atexit
 import gc
 import os
+import signal
 
 os.environ["HF_HUB_OFFLINE"] = "1"
 gc.disable()  # until everything is imported
+if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:  # in the background of a shell; what tests start would ignore it
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 import pytest  # noqa: E402
 import torch  # noqa: E402

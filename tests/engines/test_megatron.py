@@ -34,7 +34,7 @@ def out(tmp_path_factory):
     folder = tmp_path_factory.mktemp("megatron")
     env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(HERE.parents[1])}
     command = [sys.executable, str(HERE / "on_megatron_ranks.py"), str(folder)]
-    run_cases(command, folder, ranks.NAMES, timeout=600, env=env)
+    run_cases(command, folder, ranks.NAMES, timeout=1800, env=env)
     return folder
 
 

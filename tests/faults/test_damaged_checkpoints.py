@@ -195,7 +195,7 @@ def test_all_ranks_go_back_together(tmp_path):
     tests = Path(__file__).parents[1]
     env = {**os.environ, "PYTHONPATH": f"{tests}{os.pathsep}{tests.parent}", "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-c", TWO_RANKS, tmp_path / "run"]
-    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=100)
+    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=1000)
     assert done.returncode == 0, done.stderr[-2000:]
     for name in ("__0_0.distcp", "__1_0.distcp", ".metadata"):
         for rank in (0, 1):

@@ -63,7 +63,7 @@ class Facts(Mapping):
 def run(folder, names):
     script = str(Path(__file__).with_name("on_vllm.py"))
     env = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
-    run_cases([sys.executable, script, str(folder)], folder, names, timeout=500, env=env)
+    run_cases([sys.executable, script, str(folder)], folder, names, timeout=1800, env=env)
     return [Facts(folder, rank) for rank in range(2)]
 
 
