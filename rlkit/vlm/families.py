@@ -174,6 +174,17 @@ def tokens_per_image(config: Any) -> int:
     return 0
 
 
+def audio_tokens(frames: Tensor, config: Any) -> Tensor:
+    """Tokens of audios with these numbers of log-mel frames, int64 [audios]: those of Qwen-Omni's audio towers.
+
+    Qwen2.5-Omni halves the frames twice. Qwen3-Omni makes an eighth of each chunk of 2 * n_window frames, rounded up.
+    """
+    if config.model_type == "qwen2_5_omni_thinker":
+        return ((frames - 1) // 2 - 1) // 2 + 1
+    chunk = 2 * config.audio_config.n_window
+    return frames // chunk * ((chunk + 7) // 8) + (frames % chunk + 7) // 8
+
+
 def image_groups(tokens: Tensor, image_token: int, starts: Tensor | None = None) -> Tensor:
     """Which image each token belongs to: [..., N], counted from 0; -1 for text.
 

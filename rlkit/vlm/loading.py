@@ -44,7 +44,7 @@ def model_path(path: str) -> str:
 
 
 def load_config(path: str, *, trust_remote_code: bool = False, file: str = "config.json") -> Any:
-    """The transformers configuration of a model.
+    """The transformers configuration of a model; of Qwen-Omni that of the thinker, the part that writes text.
 
     Args:
         path: a directory, a hub id, or another name that `model_path` knows.
@@ -64,11 +64,15 @@ def load_config(path: str, *, trust_remote_code: bool = False, file: str = "conf
     named = {} if file == "config.json" else {"_configuration_file": file}
     try:
         check_layer_counts(transformers.PreTrainedConfig.get_config_dict(path, **named)[0])
-        return transformers.AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code, **named)
+        config = transformers.AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code, **named)
     except (OSError, ValueError) as error:
         raise ValueError(f"model {path!r}: {error}") from error
     except Exception as error:  # a configuration is data: it may be wrong in any way
         raise ValueError(f"model {path!r}: config.json: {_one_line(error)}") from error
+    if (thinker := getattr(config, "thinker_config", None)) is None:
+        return config
+    thinker.name_or_path = path
+    return thinker
 
 
 def has_vision(config: Any) -> bool:
