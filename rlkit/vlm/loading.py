@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from rlkit.data.lookup import check_source, requires_extra
+from rlkit.vlm.families import WHOLE_MODELS
 from rlkit.vlm.model_size import check_fits_files, check_layer_counts
 from rlkit.vlm.pretrained import SMOLLM2, gguf_path, smollm2_path
 
@@ -69,10 +70,26 @@ def load_config(path: str, *, trust_remote_code: bool = False, file: str = "conf
         raise ValueError(f"model {path!r}: {error}") from error
     except Exception as error:  # a configuration is data: it may be wrong in any way
         raise ValueError(f"model {path!r}: config.json: {_one_line(error)}") from error
-    if (thinker := getattr(config, "thinker_config", None)) is None:
-        return config
-    thinker.name_or_path = path
+    if (thinker := thinker_config(config)) is not config:
+        thinker.name_or_path = path
     return thinker
+
+
+def thinker_config(config: Any) -> Any:
+    """The configuration of Qwen-Omni's thinker, which is the part that writes text; that of other models itself."""
+    return getattr(config, "thinker_config", None) or config
+
+
+def whole_config(thinker: Any) -> Any:
+    """The configuration of a whole model that consists of a thinker, without a part that speaks."""
+    import transformers
+
+    config = thinker.config
+    whole = transformers.AutoConfig.for_model(
+        WHOLE_MODELS[config.model_type], thinker_config=config.to_dict(), enable_audio_output=False
+    )
+    whole.architectures, whole.dtype = [type(thinker).__name__.replace("Thinker", "")], config.dtype
+    return whole
 
 
 def has_vision(config: Any) -> bool:

@@ -16,9 +16,11 @@ import family_processors
 from rlkit.data import append_observation, load_task
 from rlkit.data.samples import Audio, check_tracks
 from rlkit.doctor.task import check_rows, show_rows
+from rlkit.engines import make_engine
 from rlkit.rollout.vllm_requests import vllm_prompt
-from rlkit.vlm import encode_prompt, load_audio
+from rlkit.vlm import encode_prompt, load_audio, load_model, load_processor
 from rlkit.vlm.inputs import concatenate_vision
+from rlkit.vlm.loading import load_config
 
 OMNI = ["qwen2_5_omni_thinker", "qwen3_omni_moe_thinker"]
 
@@ -213,6 +215,21 @@ def test_features_of_an_audio_do_not_depend_on_the_rows_beside_it(family):
     expected = torch.cat([features(one.vision) for one in alone])
     for vision in (observed.vision, concatenate_vision([one.vision for one in alone])):
         torch.testing.assert_close(features(vision), expected, atol=1e-5, rtol=1e-5)
+
+
+def test_an_exported_thinker_is_a_part_of_a_whole_model(tmp_path):
+    """As in published checkpoints, which have more parts: rlkit and transformers read it, and vLLM (`make families`)."""
+    processor, base = family_processors.processor(OMNI[1]), family_processors.model(OMNI[1])
+    engine, path = make_engine("fsdp2", model=base, device="cpu", processor=processor), str(tmp_path / "model")
+    engine.export_hf(path)
+    assert json.loads((tmp_path / "model" / "config.json").read_text())["model_type"] == "qwen3_omni_moe"
+    assert type(load_processor(path)) is type(processor) and load_config(path).name_or_path == path
+    expected = dict(engine.get_per_tensor_param())
+    assert all(name.startswith("thinker.") for name in expected)
+    for found in (type(base).from_pretrained(path), load_model(path), load_model(path, on_meta=True)):
+        assert type(found) is type(base)
+        sent = dict(make_engine("fsdp2", model=found, device="cpu").get_per_tensor_param())
+        assert sent.keys() == expected.keys() and all(torch.equal(x, expected[name]) for name, x in sent.items())
 
 
 def test_vllm_gets_the_sound_that_the_trainer_hears():
