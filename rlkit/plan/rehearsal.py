@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -14,7 +14,7 @@ from rlkit.data.samples import Batch
 from rlkit.engines import make_engine
 from rlkit.engines.packing.vision_attention import use_packed_vision_attention
 from rlkit.engines.value_head import with_value_head
-from rlkit.losses import token_mean
+from rlkit.losses import jsd_loss, token_mean
 from rlkit.plan.fake_ranks import fake_ranks
 from rlkit.plan.kernels import use_own_attention, use_planned_attention
 from rlkit.plan.ledger import GATHERED, Ledger
@@ -32,12 +32,15 @@ class Roles:
         critic: the trained model with a scalar head: a critic or a reward model.
         reference: a frozen language model that computes log-probabilities: a reference policy or a teacher.
         adapter_reference: the reference is the policy with its LoRA adapters disabled, not a second model.
+        whole_vocabulary: the policy's distributions are compared with the reference's over the whole vocabulary, for
+            which each rank has a copy of the reference's output layer.
     """
 
     policy: Any = None
     critic: Any = None
     reference: Any = None
     adapter_reference: bool = False
+    whole_vocabulary: bool = False
 
 
 @dataclass
@@ -119,7 +122,10 @@ def _rehearse(cfg: Any, roles: Roles, models: dict[str, Any], ledger: Ledger, im
     first = engines.get("policy") or engines["critic"]
     workload = longest_batch(cfg, main_config, first.data_parallel_size, image_tokens)
     batch = largest_micro_batches(workload, main_config, cfg.micro_batch_tokens, share_prompts=first.share_prompts)
-    if roles.reference is not None:
+    functions = {}
+    if roles.whole_vocabulary:
+        functions["divergence"] = _divergence(engines["reference"], batch, ledger)
+    elif roles.reference is not None:
         ledger.begin("reference")
         engines["reference"].infer_batch(batch)
     if roles.adapter_reference:
@@ -128,13 +134,32 @@ def _rehearse(cfg: Any, roles: Roles, models: dict[str, Any], ledger: Ledger, im
             first.infer_batch(batch)
     for name in ("critic", "policy"):
         if name in engines:
-            _train(engines[name], batch, ledger, "" if name == "policy" or len(engines) == 1 else f"{name}: ")
+            prefix = "" if name == "policy" or len(engines) == 1 else f"{name}: "
+            _train(engines[name], batch, ledger, prefix, functions if name == "policy" else {})
     if hasattr(cfg, "rollout"):
         _send_weights(first, cfg.rollout, ledger)
     total, largest, trainable = counts["policy" if "policy" in models else "critic"]
     peaks = {phase: _of_later_steps(kinds, ledger.bytes) for phase, kinds in ledger.peaks.items()}
     host = sum(getattr(engine, "host_bytes", 0) for engine in engines.values())
     return Rehearsal(peaks, ledger.bytes, host, total, trainable, largest, workload, first.data_parallel_size)
+
+
+def _divergence(reference: Any, batch: Batch, ledger: Ledger) -> Callable[[Tensor, Mapping[str, Tensor]], Tensor]:
+    """A function of the policy's logits that compares them with the reference's, as recipes/distill.py does.
+
+    The reference's hidden states are kept on the host, so those in the batch take no memory here.
+    """
+    output_layer = reference.output_layer()
+    ledger.mark("reference", [x for x in output_layer.keywords.values() if isinstance(x, Tensor)])
+    ledger.begin("reference")
+    hidden = reference.hidden_states(batch)
+    batch.add_unpadded(hidden=hidden.new_zeros(1, 1).expand(hidden.shape))
+
+    def function(logits: Tensor, unpadded: Mapping[str, Tensor]) -> Tensor:
+        theirs, mask = output_layer(unpadded["hidden"]), logits.new_ones(1, len(logits), dtype=torch.bool)
+        return jsd_loss(logits[None], theirs[None, :, : logits.shape[1]], mask)[0]
+
+    return function
 
 
 def _of_later_steps(peak: dict[str, int], resident: dict[str, int]) -> dict[str, int]:
@@ -156,7 +181,7 @@ def _counts(model: Any) -> tuple[int, int, int]:
     return sum(sizes), max(sizes), sum(p.numel() for p in model.parameters() if p.requires_grad)
 
 
-def _train(engine: Any, batch: Batch, ledger: Ledger, prefix: str) -> None:
+def _train(engine: Any, batch: Batch, ledger: Ledger, prefix: str, functions: Mapping[str, Any]) -> None:
     """A training step in two phases: forward and backward, optimizer step."""
     parameters: Sequence[Tensor] = [p for p in engine.module.parameters() if p.requires_grad]
     outputs = engine.known_outputs
@@ -179,7 +204,7 @@ def _train(engine: Any, batch: Batch, ledger: Ledger, prefix: str) -> None:
     engine.optimizer.register_step_pre_hook(before)
     engine.optimizer.register_step_post_hook(after)
     ledger.begin(f"{prefix}forward and backward")
-    engine.train_batch(batch, loss, outputs)
+    engine.train_batch(batch, loss, outputs, **({"logit_functions": functions} if functions else {}))
     ledger.end()
 
 

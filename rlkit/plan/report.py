@@ -40,6 +40,7 @@ def describe(cfg: Any, roles: Roles, plan: Plan, world: int, gpus_per_node: int)
         f"{transformers.__version__}, Python {platform.python_version()}",
         f"each rank: {workload.prompts} prompts of {workload.prompt} tokens ({workload.image_tokens} of images), "
         f"{workload.group_size} answers of {workload.answer} tokens to each",
+        *(["not planned: the GPUs of the teacher's servers"] if getattr(cfg, "teacher_servers", ()) else []),
         "",
         "GiB a rank, at the peak of each phase"
         + ("; Megatron is not rehearsed: an estimate by arithmetic" if cfg.engine == "megatron" else ""),
@@ -71,12 +72,10 @@ def _gib(size: int) -> str:
 def host_memory(cfg: Any, plan: Plan, world: int, gpus_per_node: int) -> dict[str, int]:
     """Bytes of one machine's host memory, by purpose.
 
-    Loading: each rank reads its slices of one tensor after the other, or for Megatron the whole model. Export: rank 0
-    holds the content of one file.
+    Loading: each rank reads its slices of one tensor after the other. Export: rank 0 holds the content of one file.
     """
     found, ranks = plan.rehearsal, min(world, gpus_per_node)
-    loaded = found.parameters if cfg.engine == "megatron" else found.largest_tensor
-    loading = ranks * (4 if cfg.dtype == "float32" else 2) * loaded
+    loading = ranks * (4 if cfg.dtype == "float32" else 2) * found.largest_tensor
     export = (4 if cfg.export_dtype == "float32" else 2) * found.parameters
     offloaded = {"weights and optimizer, between phases": ranks * found.host} if found.host else {}
     return {"loading, at most": loading, "export, at most": min(FILE_BYTES, export), **offloaded}

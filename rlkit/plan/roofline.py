@@ -12,9 +12,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from rlkit.engines.flops import forward_flops
+from rlkit.engines.megatron.supported import ParallelDims
 from rlkit.plan.cache import HALF, cache_bytes
 from rlkit.plan.hardware import NETWORK_BYTES_PER_SECOND, Gpu
-from rlkit.plan.megatron import link_bytes
+from rlkit.plan.megatron import activation_link_bytes, link_bytes
 from rlkit.plan.rehearsal import Rehearsal
 from rlkit.plan.sampler import SamplerMemory
 from rlkit.plan.workload import Workload
@@ -87,8 +88,10 @@ def costs(
     if not getattr(cfg, "max_new_tokens", 0):
         found = {}
     if has_reference:
-        gathered = 0 if cfg.engine == "megatron" else others * micro_batches * weights
-        found["reference"] = Cost(forward, micro_batches * weights, gathered)
+        link = others * micro_batches * weights
+        if cfg.engine == "megatron":
+            link = activation_link_bytes(config, ParallelDims(**cfg.parallel), workload, forwards=1, backwards=0)
+        found["reference"] = Cost(forward, micro_batches * weights, link)
     found["train"] = Cost(**{name: models * x for name, x in trained.items()})
     if not hasattr(cfg, "rollout"):  # a recipe that does not sample, such as reward_model.py
         return found

@@ -14,7 +14,7 @@ from torch.optim.lr_scheduler import LambdaLR
 
 from rlkit.data.samples import Batch
 from rlkit.engines import make_engine
-from rlkit.engines.fsdp.sharded_loading import NotInShardsError
+from rlkit.engines.model_files import NotInShardsError
 from rlkit.engines.value_head import load_value_model
 from rlkit.rollout import make_rollout
 from rlkit.rollout.sampling import end_token_ids
@@ -159,7 +159,7 @@ def _built_from_shards(
         build: model -> engine.
     """
     options = {"dtype": dtype, "trust_remote_code": cfg.trust_remote_code}
-    if cfg.engine == "fsdp2" and "tensor" not in cfg.parallel:
+    if cfg.engine == "megatron" or (cfg.engine == "fsdp2" and "tensor" not in cfg.parallel):
         random_state = torch.get_rng_state()
         try:
             return build(load(path, on_meta=True, **options))

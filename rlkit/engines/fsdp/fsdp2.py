@@ -26,7 +26,7 @@ from rlkit.engines.distributed import (
     reduce_metrics,
 )
 from rlkit.engines.export import export_adapter, export_hf
-from rlkit.engines.fsdp.sharded_loading import has_meta_weights, load_sharded_weights
+from rlkit.engines.fsdp.sharded_loading import load_sharded_weights
 from rlkit.engines.fsdp.sharding import apply_fsdp2, fsdp_units, make_device_mesh, unsplit_modules
 from rlkit.engines.fsdp.tensor_parallel import all_reduce_gradients, apply_tensor_parallel, clip_grad_norm
 from rlkit.engines.logit_functions import (
@@ -37,6 +37,7 @@ from rlkit.engines.logit_functions import (
     topk_of_chunks,
 )
 from rlkit.engines.loss_closure import LossFn, Outputs, check_output_names, compute_loss, sum_metrics
+from rlkit.engines.model_files import has_meta_weights
 from rlkit.engines.offload import Offloaded, own_memory
 from rlkit.engines.packing.attention import use_packed_attention
 from rlkit.engines.packing.inputs import ModelInputs, prepare_model_inputs

@@ -70,6 +70,7 @@ class ServerRollout(ABC):
     join_path: ClassVar[str]
     start_hint: ClassVar[str]
     health_path: ClassVar[str] = "/health"
+    other_media: ClassVar[frozenset[str]] = frozenset()  # "videos" and "audios", if the servers take them
 
     def __init__(
         self,
@@ -187,10 +188,13 @@ class ServerRollout(ABC):
             )
         params = sampling_per_request(sampling, requests)
         check_context_length(requests, params, self.max_model_len)
-        if found := next((one for one in requests if one.videos), None):
-            raise ValueError(
-                f"{sample_name(found)}: expected text and images for a server, got a video; use rollout 'vllm' or 'hf'"
-            )
+        for request in requests:
+            for medium in ("videos", "audios"):
+                if getattr(request, medium) and medium not in self.other_media:
+                    raise ValueError(
+                        f"{sample_name(request)}: expected text and images for servers of this kind, got {medium}; use "
+                        "rollout 'vllm_server', 'vllm' or 'hf'"
+                    )
         most = self.pool.max_sequences
         jobs = [
             Job(request, request.number * n + start, count, self._request_body(request, one, start, count))
