@@ -9,7 +9,7 @@ DEMO_TEXT := --model smollm2 --task addition --lora_rank 16 --lr 3e-4 --steps 60
 	--max_new_tokens 16 --kl_coef 0 --threads 2 $(shell grep -qE 'avx512_bf16|amx_bf16' /proc/cpuinfo && echo --compute_dtype bfloat16)
 CHECK_PYTHON := $(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "rlkit needs Python >= 3.11; $(PYTHON) is older. Name another: make setup PYTHON=python3.12"; exit 1; }
 
-.PHONY: setup setup-all demo demo-text test faults families browser optional quick lint learn bench peers skyrl bench-peers conformance docs site audit sbom clean
+.PHONY: setup setup-all demo demo-text test faults families pretrained browser optional quick lint learn bench peers skyrl bench-peers conformance docs site audit sbom clean
 
 setup: $(VENV)/.installed
 
@@ -60,6 +60,10 @@ faults: setup-all
 # vLLM with the model families that `make test` leaves out: docs/families.md
 families: setup-all
 	$(BIN)/python -m pytest -q tests/rollout/more_families_vllm.py
+
+# SmolLM2-135M-Instruct in layouts and samplers that `make test` tries with tiny models only: docs/what_is_tested.md
+pretrained: setup-all
+	$(BIN)/python -m pytest -q tests/engines/more_smollm2.py tests/rollout/more_smollm2.py
 
 # the page of a run in a real browser, which is not installed here: apt-get install chromium
 browser: setup

