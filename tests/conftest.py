@@ -5,6 +5,8 @@ import gc
 import os
 
 os.environ["HF_HUB_OFFLINE"] = "1"
+# a thread of OpenMP that waits for work keeps its core busy; a vLLM server with two took three times as long
+os.environ["OMP_NUM_THREADS"] = "1"
 gc.disable()  # until everything is imported
 
 import pytest  # noqa: E402

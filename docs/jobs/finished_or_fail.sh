@@ -9,9 +9,11 @@ set -uo pipefail
 out=$1
 shift
 
+child="" told=""
+trap 'signalled=yes; told=yes; kill -TERM "$child" 2>/dev/null' TERM INT
 "$@" &
 child=$!
-trap 'signalled=yes; kill -TERM "$child" 2>/dev/null' TERM INT
+if [ -n "$told" ]; then kill -TERM "$child"; fi # the signal came before there was anything to pass it to
 while true; do
     signalled=""
     wait "$child"

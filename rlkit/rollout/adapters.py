@@ -43,7 +43,8 @@ def adapter_folder(file: bytes) -> Iterator[tuple[str, list[str]]]:
     """A temporary folder in memory as peft would write it, and the names of the adapter's tensors."""
     from safetensors import safe_open
 
-    with TemporaryDirectory(dir="/dev/shm" if os.path.isdir("/dev/shm") else None) as folder:
+    memory = "/dev/shm" if os.path.isdir("/dev/shm") else None
+    with TemporaryDirectory(prefix=f"adapter-{os.getpid()}-", dir=memory) as folder:
         path = Path(folder) / "adapter_model.safetensors"
         path.write_bytes(file)
         with safe_open(path, "pt") as opened:

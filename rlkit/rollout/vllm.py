@@ -31,6 +31,7 @@ from rlkit.rollout.vllm_requests import (
     vllm_sampling_params,
 )
 from rlkit.vlm.families import BIDIRECTIONAL_IMAGE_FAMILIES
+from rlkit.vlm.loading import thinker_config
 from rlkit.vlm.processors import suppressed_token_ids
 
 SUPPORTED = ((0, 32), (0, 33))  # versions of vLLM: from the first one, below the second one
@@ -98,7 +99,7 @@ class VllmRollout:
             **options,
         )
         self._shut_down = weakref.finalize(self, _shut_down_engine, self.llm)
-        config = self.llm.model_config.hf_config
+        config = thinker_config(self.llm.model_config.hf_config)
         self.family: str = config.model_type
         tokenizer = getattr(processor, "tokenizer", processor)
         self.suppressed_token_ids = suppressed_token_ids(config, tokenizer).tolist()

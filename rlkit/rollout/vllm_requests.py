@@ -20,7 +20,7 @@ NO_WEIGHT_UPDATES = frozenset({"gpt_oss"})
 
 
 def vllm_prompt(request: Sample) -> dict[str, Any]:
-    """vLLM's prompt: the compact token track, with one placeholder for each image and video, and the images and videos.
+    """vLLM's prompt: the compact token track, with one placeholder for each image, video and audio, and these media.
 
     vLLM expands placeholders itself, so it must not be given the expanded track.
     """
@@ -29,6 +29,8 @@ def vllm_prompt(request: Sample) -> dict[str, Any]:
     if request.videos:
         # families that need no times drop the second part; vLLM would take other frames without `do_sample_frames`
         media["video"] = [(one.frames, {**one.metadata, "do_sample_frames": False}) for one in request.videos]
+    if request.audios:
+        media["audio"] = [(one.samples, one.rate) for one in request.audios]
     return {**prompt, "multi_modal_data": media} if media else prompt
 
 

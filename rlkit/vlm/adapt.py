@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from rlkit.data.lookup import requires_extra
-from rlkit.vlm.families import CHECKPOINT_NAME_FAMILIES, TRANSPOSED_EXPERTS, recurrent_layers
+from rlkit.vlm.families import CHECKPOINT_NAME_FAMILIES, TRANSPOSED_EXPERTS, checkpoint_name, recurrent_layers
 
 
 def vision_tower_pattern(model: Any) -> str:
@@ -251,7 +251,7 @@ def checkpoint_parameters(model: Any, parameters: Iterable[tuple[str, Tensor]]) 
 
     For example, transformers holds all experts of a layer in one tensor, while checkpoint files, and vLLM, have one
     tensor per expert. A parameter that is the same tensor in the files keeps its name in the model, except for the
-    families in `CHECKPOINT_NAME_FAMILIES`.
+    families in `CHECKPOINT_NAME_FAMILIES`. Those of a thinker begin with "thinker.".
     """
     from transformers.core_model_loading import revert_weight_conversion
 
@@ -266,4 +266,6 @@ def checkpoint_parameters(model: Any, parameters: Iterable[tuple[str, Tensor]]) 
             pieces = [(name, tensor)]
         del tensor
         while pieces:
-            yield pieces.pop(0)
+            name, piece = pieces.pop(0)
+            yield checkpoint_name(family, name), piece
+            del piece

@@ -13,9 +13,11 @@ from rlkit.tracking import read_metrics
 
 sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parents[1] / "rollout")]
 import helpers  # noqa: E402
+from free_ports import free_ports  # noqa: E402
 from helpers import assert_help_names_every_option, run, run_here, warm_dir  # noqa: E402, F401  (a fixture)
-from test_vllm_server import OPTIONS, free_ports  # noqa: E402
 
+# no adapters, whose layers are slower without one too, and all answers of a step at once
+OPTIONS = ["--kv-cache-memory-bytes", str(64 << 20), "--max-model-len", "512", "--max-num-seqs", "256"]
 SMALL = ["--prompts_per_step", "8", "--group_size", "4", "--max_new_tokens", "3"]
 LEARNING = [
     "--task", "helpers:few_digits", "--prompts_per_step", 24, "--group_size", 8, "--max_new_tokens", 3,

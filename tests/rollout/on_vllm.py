@@ -82,7 +82,8 @@ def measure(kind: str, path: str, tensor_parallel_size: int = 1) -> dict:
         block_size=32,
     )
     for segment in Path("/dev/shm").glob("*-cpushm_*"):
-        segment.unlink(missing_ok=True)  # vLLM leaves them to the end of a process, which a forked one does not reach
+        if segment.name.startswith(os.environ.get("VLLM_DIST_IDENT", "/")):  # not those of other tests' processes
+            segment.unlink(missing_ok=True)  # vLLM leaves them to the end of a process; a forked one does not reach it
     everything = prompts_of(processor, hasattr(model.config, "vision_config"))
     prompts = everything[rank::world]
     facts = {"threads": torch.get_num_threads(), "settable": torch.set_num_threads.__name__}
@@ -181,7 +182,8 @@ def adapters_alone(path, processor, trainer, step, distance) -> dict:
     facts["whole_after_adapter"], _ = distance(trainer, rollout)
     facts["adapters_refused"] += [refused(lambda: rollout.update_adapter(*trainer.get_adapter()))]
     rollout.close()
-    return facts | {"adapter_version": samples[0].version, "left_in_memory": os.listdir("/dev/shm")}
+    left = [name for name in os.listdir("/dev/shm") if name.startswith(f"adapter-{os.getpid()}-")]
+    return facts | {"adapter_version": samples[0].version, "left_in_memory": left}
 
 
 def refused(case) -> str:

@@ -7,6 +7,7 @@ from pathlib import Path
 import peft
 import pytest
 import torch
+from free_ports import free_ports
 from safetensors import safe_open
 from safetensors.torch import load
 from transformers import AutoConfig
@@ -90,8 +91,9 @@ def test_a_server_is_started_for_adapters_where_that_is_asked_for(tiny_dir, tmp_
     code = "import sys; sys.exit('AdapterMiddleware' in str(sys.argv))"
     monkeypatch.setattr("rlkit.rollout.serve.command", lambda *_: [sys.executable, "-c", code])
     monkeypatch.setattr("rlkit.rollout.serve._check_installed", lambda _: None)
+    monkeypatch.setenv("RLKIT_CACHE", str(tmp_path))
     with pytest.raises(RuntimeError, match=f"got exit code {int(with_lora)}"):
-        with serving(tiny_dir, logs=tmp_path, options=["--enable-lora"] * with_lora):
+        with serving(tiny_dir, port=free_ports(), logs=tmp_path, options=["--enable-lora"] * with_lora):
             pass
 
 

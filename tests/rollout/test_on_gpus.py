@@ -16,7 +16,7 @@ from rlkit.rollout.serve import serving
 from rlkit.vlm import load_model, load_processor, suppressed_token_ids
 
 sys.path.insert(0, str(Path(__file__).parent))
-from test_vllm_server import free_ports
+from free_ports import free_ports
 from vllm_models import build
 
 pytestmark = [

@@ -19,6 +19,7 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
+from waiting import until
 
 from rlkit.data import load_task
 from rlkit.data.samples import Video, prompt_sample
@@ -71,8 +72,9 @@ def arrived(server, sent):
 
 def test_answers_are_distributed_over_servers_and_returned_in_order(connect):
     """A request for more answers than a server takes at once is split, with different seeds."""
-    with VllmStandin(latency=0.002) as a, VllmStandin(latency=0.002) as b:
+    with VllmStandin() as a, VllmStandin() as b:
         rollout, finished = connect(a, b, max_sequences=4), {}
+        a.holds = b.holds = lambda *_: len(a.answered + b.answered) >= 50 and not finished
         requests = prompts(12)
 
         def tell(i, group):
@@ -82,7 +84,7 @@ def test_answers_are_distributed_over_servers_and_returned_in_order(connect):
         samples = rollout.generate(requests, SAMPLING, n=6, on_finished=tell)
         check(samples, requests, 6)
         assert [finished[i][0] for i in range(12)] == [samples[6 * i : 6 * i + 6] for i in range(12)]
-        assert min(answered for _, answered in finished.values()) < 72  # while others were written
+        assert min(answered for _, answered in finished.values()) < 72  # before others were written
         assert a.answered and b.answered and len(a.answered + b.answered) == 72
         assert max(a.most, b.most) <= 4
         assert sorted({body["sampling_params"]["n"] for body in a.bodies + b.bodies}) == [2, 4]
@@ -117,11 +119,11 @@ def ranks():
         pool.close()
 
 
-async def until(condition, seconds=20):
-    """Wait for a condition, however busy the machine is."""
-    end = time.monotonic() + seconds
-    while not condition() and time.monotonic() < end:
-        await asyncio.sleep(0.01)
+async def wait_for(condition):
+    """Wait until a condition holds, without blocking the event loop."""
+    async with asyncio.timeout(100):
+        while not condition():
+            await asyncio.sleep(0.01)
 
 
 @pytest.mark.parametrize(("per_rank", "most"), [(1, 1), (2, 1), (4, 2)])
@@ -134,7 +136,7 @@ def test_ranks_share_out_their_requests_over_all_servers(ranks, per_rank, most):
             busy[server.url] += 1
             peaks[server.url] = max(peaks[server.url], busy[server.url])
             requested.append(job)
-        await until(lambda: len(requested) == 4 * per_rank)
+        await wait_for(lambda: len(requested) == 4 * per_rank)
         with lock:
             busy[server.url] -= 1
 
@@ -152,7 +154,7 @@ def test_a_server_with_short_answers_takes_what_waits(ranks):
 
     async def attempt(server, job):
         if server.url.endswith("9000"):
-            await until(lambda: done["http://127.0.0.1:9001"] == 7)
+            await wait_for(lambda: done["http://127.0.0.1:9001"] == 7)
         done[server.url] += 1
 
     pools = ranks(2, 2, max_sequences=1)
@@ -174,10 +176,11 @@ def test_a_rank_goes_on_when_the_store_is_gone(caplog):
 
 
 def test_a_slow_server_does_not_hold_up_the_other(connect):
-    with VllmStandin(latency=0.1) as slow, VllmStandin(latency=0.001) as fast:
+    with VllmStandin() as slow, VllmStandin() as fast:
+        slow.holds = lambda *_: len(fast.answered) < 76  # it has room for two requests of two answers each
         requests = prompts(40)
         check(connect(slow, fast, max_sequences=4).generate(requests, SAMPLING, n=2), requests, 2)
-        assert 0 < 4 * len(slow.answered) < len(fast.answered)
+        assert len(slow.answered) == 4
 
 
 @pytest.mark.parametrize("fault", ["500", "drop"])
@@ -203,17 +206,17 @@ def test_no_request_goes_into_a_connection_that_a_server_is_about_to_close(conne
     monkeypatch.setattr("rlkit.rollout.servers.pool.KEEPALIVE_SECONDS", 0.1)
     with VllmStandin() as a:
         rollout = connect(a)
-        rollout.generate(prompts(1), SAMPLING)
-        (before,) = a.runner.server.connections
-        time.sleep(0.3)
-        rollout.generate(prompts(1), SAMPLING)
-        assert before not in a.runner.server.connections
+        for _ in range(2):
+            rollout.generate(prompts(1), SAMPLING)
+            time.sleep(0.3)
+        *_, first, second = (one for one, path in zip(a.clients, a.order, strict=True) if path.endswith("/generate"))
+        assert first is not second
 
 
 def test_a_request_that_times_out_goes_to_another_server(connect):
     with VllmStandin(faults=["hang"]) as a, VllmStandin() as b:
         requests = prompts(4)
-        check(connect(a, b, timeout=0.5).generate(requests, SAMPLING, n=1), requests, 1)
+        check(connect(a, b, timeout=2.0).generate(requests, SAMPLING, n=1), requests, 1)
 
 
 def test_a_failed_request_goes_to_another_server(connect):
@@ -285,13 +288,13 @@ def test_buckets_hold_little():
 
 
 def test_unfinished_answers_continue_under_new_weights(connect):
-    with VllmStandin(latency=0.02) as a, VllmStandin(latency=0.02) as b:
+    with VllmStandin() as a, VllmStandin() as b:
         rollout = connect(a, b)
+        a.holds = b.holds = lambda body, tokens: tokens >= 8 and rollout.version == 0
         future = rollout.submit(prompts(4), Sampling(30), 2)
-        while min(a.steps, b.steps) < 8:
-            time.sleep(0.005)
+        until(lambda: a.steps == b.steps == 16)  # of two requests each
         rollout.update_weights(iter(weights()))
-        samples = future.result(20)
+        samples = future.result(100)
         for sample in samples:
             assert set(sample.versions) == {0, 1} and sample.versions == sorted(sample.versions)
             assert sample.version == 0 and len(sample.versions) == 30
@@ -317,7 +320,7 @@ def test_weights_that_do_not_arrive_stop_everything_until_they_do(connect):
     """A server that dies during an update is named, and nothing is sampled with incomplete weights."""
     with VllmStandin() as a, VllmStandin() as b:
         rollout, ended = connect(a, b, bucket_bytes=1000), []
-        rollout.make_group = partial(GlooGroup, timeout=1.0)
+        rollout.make_group = partial(GlooGroup, timeout=5.0)
 
         def gathered():
             for i, named in enumerate(weights()):
@@ -335,6 +338,7 @@ def test_weights_that_do_not_arrive_stop_everything_until_they_do(connect):
             RuntimeError, match="got servers whose last weight update failed; call update_weights again"
         ):
             rollout.generate(prompts(1), SAMPLING)
+        rollout.make_group = GlooGroup
         rollout.update_weights(iter(weights(2.0)))
         assert arrived(a, weights(2.0)) and rollout.version == 1
         assert [s.version for s in rollout.generate(prompts(1), SAMPLING)] == [1]
@@ -452,20 +456,16 @@ def test_a_server_that_died_while_asleep_is_left_out(connect):
 
 
 def test_cancelled_requests_are_aborted_on_the_server(connect):
-    with VllmStandin(latency=0.05) as a:
+    with VllmStandin() as a:
         rollout = connect(a)
+        a.holds = lambda *_: True  # they never end
         future = rollout.submit(prompts(3), Sampling(400), 1)
-        while a.now < 3:
-            time.sleep(0.005)
+        until(lambda: a.now == 3)
         future.cancel()
-        end = time.monotonic() + 10
-        while a.now and time.monotonic() < end:
-            time.sleep(0.01)
-        assert a.now == 0 and not any(rollout.pool.load.read().values())
-        began = a.steps  # one that is refused calls the others off
+        until(lambda: a.now == 0 and not any(rollout.pool.load.read().values()), 50)
         with pytest.raises(ValueError, match="out of vocabulary"):
             rollout.generate([*prompts(3), prompt_sample([10_000])], Sampling(200))
-        assert a.steps - began < 100
+        until(lambda: a.now == 0, 50)  # one that is refused cancels the others
 
 
 def test_bad_servers_are_named(connect):
@@ -473,7 +473,7 @@ def test_bad_servers_are_named(connect):
         ValueError,
         match=r"urls: expected a server at http://127.0.0.1:9 within 0.3 s, got none: .*Start servers with: python -m",
     ):
-        connect("http://127.0.0.1:9")
+        connect("http://127.0.0.1:9", connect_timeout=0.3)
     cases = [
         ({"model": "other"}, "expected the model '.*tiny', got 'other'"),
         ({"release": "0.28.1"}, "expected vLLM >=0.32,<0.33, got 0.28.1"),
@@ -532,7 +532,7 @@ def test_servers_listen_only_on_the_given_address():
 
 
 def test_a_group_that_nobody_joins_does_not_hang():
-    group = GlooGroup(2, timeout=0.3)
+    group = GlooGroup(2, timeout=1.0)
     with pytest.raises(Exception, match="[Tt]imed? ?out|timeout"):
         group.connect()
     with pytest.raises(RuntimeError, match="weights from w on: .* got broadcast: expected connect\(\) before it"):

@@ -13,6 +13,7 @@ import psutil
 import pytest
 import requests
 import torch
+from free_ports import free_ports
 
 from rlkit.data import collate
 from rlkit.data.samples import append_response, prompt_sample
@@ -32,22 +33,6 @@ from rows import make_samples  # noqa: E402
 OPTIONS = ["--kv-cache-memory-bytes", str(64 << 20), "--max-model-len", "512", "--max-num-seqs", "64"]
 OPTIONS += ["--enable-lora", "--max-lora-rank", "8"]
 SAMPLING = Sampling(6, temperature=0.8, seed=(1,))
-
-
-def free_ports(count):
-    """The first of `count` consecutive free ports."""
-    while True:
-        sockets = []
-        try:
-            sockets.append(socket.create_server(("127.0.0.1", 0)))
-            first = sockets[0].getsockname()[1]
-            sockets += [socket.create_server(("127.0.0.1", first + i)) for i in range(1, count)]
-            return first
-        except OSError:
-            continue
-        finally:
-            for one in sockets:
-                one.close()
 
 
 @pytest.fixture(scope="module")

@@ -318,8 +318,9 @@ def embed_with_images(model: GPTModel, inputs: Mapping[str, Any], row: Mapping[s
     Returns:
         [n, 1, H], or this rank's part of it under sequence parallelism; None if the model embeds the tokens itself.
     """
-    if "pixel_values_videos" in row:
-        raise ValueError("batch: expected images only in the megatron engine, got videos; use the fsdp2 engine")
+    for medium, name in (("videos", "pixel_values_videos"), ("audios", "input_features")):
+        if name in row:
+            raise ValueError(f"batch: expected images only in the megatron engine, got {medium}; use the fsdp2 engine")
     if "pixel_values" not in row or not model.pre_process:
         return None
     tokens, source = inputs["input_ids"], inputs["packed_seq_params"].source
