@@ -1,8 +1,9 @@
 """What verl's own command lacks on a machine without a GPU; VERL_USE_EXTERNAL_MODULES names this module.
 
-verl 0.9.1 has no platform without an accelerator, and samples with servers that need one. Both are registered here from
-outside, as plug-ins for other hardware do it; no code of verl is replaced. Everything else of a run is verl's: its
-command, Ray actors, queue and agent loop, the FSDP2 engine of its workers, the update and the metrics.
+verl 0.9.1 has platforms for NVIDIA, AMD and Ascend devices (verl/plugin/platform), and its servers are vLLM, SGLang and
+TensorRT-LLM. A platform and a server are registered here from outside, as plug-ins for other hardware do it; no code of
+verl is replaced. Everything else of a run is verl's: its command, Ray actors, queue and agent loop, the FSDP2 engine of
+its workers, the update and the metrics.
 """
 
 import hashlib
