@@ -105,7 +105,7 @@ def resolve_source(source: Any, kind: str, otherwise: str) -> tuple[Any, str]:
     """Take the bytes or the path out of the struct of a Hugging Face feature, and decode a data URL.
 
     Args:
-        kind: "image" or "video".
+        kind: "image", "video" or "audio".
         otherwise: what is accepted besides paths and bytes, for the error.
 
     Returns:
