@@ -14,6 +14,7 @@ from __future__ import annotations
 import json
 import re
 import shutil
+import warnings
 import zlib
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -27,6 +28,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_leaves
 
@@ -292,7 +294,17 @@ def set_random_states(state: Mapping[str, Any], device: torch.device) -> None:
 
 
 class _OneTensorReader(dcp.FileSystemReader):
-    """Frees each tensor that it has read before it reads the next; torch's reader holds two tensors of a file."""
+    """Frees each tensor that it has read before it reads the next; torch's reader holds two tensors of a file.
+
+    It reads the metadata once, however often it is used.
+    """
+
+    _metadata: Any = None
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Any:
+        if self._metadata is None:
+            self._metadata = super().read_metadata(*args, **kwargs)
+        return self._metadata
 
     def read_data(self, plan: dcp.LoadPlan, planner: dcp.LoadPlanner) -> Any:
         for item in plan.items:
@@ -316,14 +328,57 @@ def load(path: str | Path, state: dict[str, Any]) -> None:
         ) from error
 
 
+class TensorReader:
+    """Reads tensors of a checkpoint on this rank alone, a few at a time; call `read_manifest` first, on all ranks.
+
+    Attributes:
+        shapes: of the tensors in the checkpoint, by their names there.
+    """
+
+    def __init__(self, path: str | Path) -> None:
+        self._reader = _OneTensorReader(path)
+        saved = _metadata(path, self._reader).state_dict_metadata
+        self.shapes = {name: x.size for name, x in saved.items() if isinstance(x, TensorStorageMetadata)}
+
+    def fill(self, state: dict[str, Any]) -> None:
+        """Fill the tensors of `state`, a part of the state that was saved."""
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "torch.distributed is disabled")  # other ranks read other tensors
+            dcp.load(state, storage_reader=self._reader, no_dist=True)
+
+
+def check_shapes(path: str | Path, found: Mapping[str, torch.Size], expected: Mapping[str, torch.Size]) -> None:
+    """Check that a checkpoint has the tensors that this rank will read. All ranks call this together.
+
+    Args:
+        path: of the checkpoint, for the message.
+        found: shapes in the checkpoint, by name.
+        expected: shapes of what this rank will read.
+
+    Raises:
+        ValueError: on all ranks; it names the first tensor that is missing or has another shape.
+    """
+    wrong = next((name for name, shape in expected.items() if found.get(name) != shape), None)
+    problem = ""
+    if wrong is not None:
+        got = f"{list(found[wrong])}" if wrong in found else "none"
+        problem = f"expected {list(expected[wrong])} for {wrong}, got {got}"
+    if problem := first_problem(problem, None):
+        raise ValueError(f"checkpoint {path}: expected the state of this model and optimizer, got another: {problem}")
+
+
 def tensor_names(path: str | Path) -> set[str]:
     """The names of the tensors in a checkpoint.
 
     Raises:
         ValueError: its metadata cannot be read.
     """
+    return set(_metadata(path, dcp.FileSystemReader(path)).state_dict_metadata)
+
+
+def _metadata(path: str | Path, reader: dcp.FileSystemReader) -> Any:
     try:
-        return set(dcp.FileSystemReader(path).read_metadata().state_dict_metadata)
+        return reader.read_metadata()
     except Exception as error:  # a damaged pickle may raise anything
         raise ValueError(
             f"checkpoint {path}: expected a readable .metadata file, got a damaged one: {error}"

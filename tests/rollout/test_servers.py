@@ -287,6 +287,38 @@ def test_buckets_hold_little():
     assert len(taken) == len(first) + 1  # one more was gathered than is sent
 
 
+def test_the_next_bucket_is_gathered_while_one_is_sent():
+    """In the thread that calls, one bucket ahead and no further; each bucket has room for one weight."""
+    taken, sent, threads = [], [], set()
+    complete = [threading.Event() for _ in range(4)]
+
+    def watched():
+        for i in range(4):
+            if i:  # the bucket before is complete when a weight comes that does not fit into it
+                complete[i - 1].set()
+            taken.append(i)
+            threads.add(threading.current_thread())
+            yield f"w{i}", torch.ones(4)
+        complete[3].set()
+
+    class Group:
+        def broadcast(self, bucket):
+            following = min(len(sent) + 1, 3)
+            assert complete[following].wait(5), "the next bucket was not gathered"
+            time.sleep(0.05)
+            assert len(taken) <= following + 2
+            sent.append([name for name, _ in bucket])
+
+        def close(self):
+            pass
+
+    loaded = Future()
+    loaded.set_result(None)
+    assert send_weights(watched(), Group(), lambda _: loaded, bucket_bytes=16, timeout=10) == 4 * 16
+    assert sent == [["w0"], ["w1"], ["w2"], ["w3"]] and threads == {threading.current_thread()}
+    assert send_weights([], Group(), lambda _: loaded) == 0
+
+
 def test_unfinished_answers_continue_under_new_weights(connect):
     with VllmStandin() as a, VllmStandin() as b:
         rollout = connect(a, b)

@@ -58,7 +58,7 @@ class ServerRollout(ABC):
         timeout: seconds to wait for a response, or for a bucket of weights.
         connect_timeout: seconds to wait until the servers are up.
         transfer: "nccl" or "gloo", as the servers were started; by default nccl if the trainer has a GPU.
-        bucket_bytes: size limit of a bucket: weights that are gathered and not yet sent.
+        bucket_bytes: size limit of a bucket of gathered weights. While one is sent, the next is gathered.
         trust_remote_code: allow code from the model's repository to run.
 
     Raises:
@@ -311,6 +311,7 @@ class ServerRollout(ABC):
             self.sent_version = self.version + 1
             self._finish_update()
         except BaseException:
+            group.close()  # a bucket may be on its way
             self.group = None
             self.pool.run(self._abort_update_everywhere())
             raise

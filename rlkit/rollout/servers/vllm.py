@@ -30,7 +30,7 @@ import torch
 from torch import Tensor
 
 from rlkit.data.samples import Sample
-from rlkit.rollout.adapters import ADAPTER_NAME, ADAPTER_ROUTE, serialize_adapter
+from rlkit.rollout.adapters import ADAPTER_CHECK_ROUTE, ADAPTER_NAME, ADAPTER_ROUTE, serialize_adapter
 from rlkit.rollout.inference_requests import check_prompt_expansion
 from rlkit.rollout.sampling import Sampling, sample_name, with_routed_experts
 from rlkit.rollout.servers.arrays import array_url
@@ -126,6 +126,13 @@ class VllmServerRollout(ServerRollout):
         """
         self._update("update_adapter", weights, partial(self._send_adapter, config))
         self.adapter = ADAPTER_NAME
+
+    def check_adapter(self, names: Iterable[str], rank: int) -> None:
+        """Raise a ValueError unless all servers can take an adapter with these tensor names and this rank."""
+        try:
+            self._post_all(ADAPTER_CHECK_ROUTE, {"names": list(names), "rank": rank})
+        except (RequestRejected, ServerUnavailable) as error:
+            raise ValueError(f"{error}. To take adapters, start servers with: {START_WITH_ADAPTERS}") from error
 
     def _send_adapter(self, config: Any, weights: Weights) -> None:
         file = serialize_adapter(config, weights)
