@@ -62,7 +62,7 @@ MORE = {
 ABSENT = {"glm46v": "Glm46VForConditionalGeneration", "diffllama": "DiffLlamaForCausalLM"}
 OWNERS = {"Qwen2VL": "qwen2_vl", "Qwen2_5_VL": "qwen2_5_vl"}  # vLLM's name of a model, and of its family
 IMAGE, VIDEO = 90, 91
-SECTIONS = {"qwen": [6, 5, 5], "glm4": [4, 2, 2]}
+SECTIONS = {"qwen": [6, 5, 5], "padd": [6, 5, 5], "glm4": [4, 2, 2]}
 SAMPLING = Sampling(6, temperature=0.8, seed=(0, 1))
 TOKENS = 40  # more than a window
 SIZE = {"max_model_len": 256, "max_num_seqs": 8, "kv_cache_memory_bytes": 16 << 20, "block_size": 32}

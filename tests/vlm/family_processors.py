@@ -144,6 +144,15 @@ def kimi_k25():
     return transformers.Kimi_K25Processor(images, t, transformers.Kimi_K25VideoProcessor())
 
 
+def paddleocr_vl():
+    t = tokenizer(
+        "<|vision_start|><|image_pad|><|vision_end|>", "<|vision_start|>", "<|vision_end|>",
+        image_token="<|image_pad|>", video_token="<|video_pad|>",
+    )  # fmt: skip
+    images = transformers.PaddleOCRVLImageProcessor(patch_size=4, size={"shortest_edge": 64, "longest_edge": 1024})
+    return transformers.PaddleOCRVLProcessor(images, t)
+
+
 FAMILIES = {
     "qwen2_vl": lambda: qwen_vl("Qwen2VL"),
     "qwen2_5_vl": lambda: qwen_vl("Qwen2_5_VL"),
@@ -156,7 +165,7 @@ FAMILIES = {
     "glm4v_moe": glm4v,
     "glm46v": lambda: glm4v("Glm46V"),
     **{make.__name__: make for make in (glm4v, internvl, llava, idefics3, smolvlm, gemma3)},
-    **{make.__name__: make for make in (gemma4, kimi_k25, lfm2_vl, mistral3)},
+    **{make.__name__: make for make in (gemma4, kimi_k25, lfm2_vl, mistral3, paddleocr_vl)},
 }
 SIZED = ("gemma4", "kimi_k25", "lfm2_vl", "mistral3")  # their tensors have the size of each image beside its pixels
 
@@ -177,12 +186,14 @@ def model(family):
     ids["pad_token_id"] = 0
     if hasattr(reader, "video_token_id"):
         ids["video_token_id"] = reader.video_token_id
+    if family == "paddleocr_vl":
+        ids["video_token_id"] = of("<|video_pad|>")
     if "omni" in family:
         ids |= {f"{name}_token_id": of(f"<|{name.upper()}|>") for name in ("image", "video", "audio")}
         ids |= {
             f"{name}_{end}_token_id": of(f"<|{name}_{short}|>") for name in ("vision", "audio") for end, short in ENDS
         }
-    elif family.startswith("qwen"):
+    elif family.startswith(("qwen", "paddleocr")):
         ids |= {f"vision_{end}_token_id": of(f"<|vision_{end}|>") for end in ("start", "end")}
     if family == "gemma4":
         ids |= {f"{name}_token_id": of(f"<{name}>") for name in ("boi", "eoi", "audio")}
