@@ -148,8 +148,9 @@ Not supported; each is refused with an error that says why:
 - packed rows: {not_packed}. These train with `--no_use_remove_padding`;
 - Ulysses, tensor parallelism and Megatron with recurrent layers: {", ".join(sorted(recurrent))};
 - positions: {positions};
-- videos in a task's rows, for every processor but those of Qwen2-VL, Qwen2.5-VL and Qwen3-VL (also Qwen3.5's), and audios
-  for every processor but those of Qwen-Omni. Servers and Megatron refuse both: use `--rollout hf` or `vllm`, and fsdp2;
+- videos in a task's rows, for every processor but those of Qwen2-VL, Qwen2.5-VL and Qwen3-VL (also Qwen3.5's), and
+  audios for every processor but those of Qwen-Omni. SGLang servers and Megatron refuse both: use `--rollout hf` or
+  vLLM (in the process or on servers), and fsdp2;
 - vLLM, with the text of the error: {with_vllm}. vLLM has no implementation of {", ".join(sorted(vllm.ABSENT))};
 - vLLM on a CPU: {on_cpu};
 - prefix attention (PaliGemma), and RoPE variants in which sequences of one forward pass would affect each other
@@ -159,8 +160,8 @@ Notes:
 
 - **Qwen-Omni.** Only the thinker is trained, the part that writes text; `load_model` takes it out of a whole model. An
   export is a whole model without the part that speaks, as vLLM and transformers' class of the thinker read it. Rows may
-  have images and audios. With LoRA, Qwen3-Omni needs `--target_modules` such as ".*[qkvo]_proj": peft's all-linear takes
-  modules of the vision tower and layers of the same name for one another.
+  have images and audios. With LoRA, Qwen3-Omni needs `--target_modules` such as ".*[qkvo]_proj": peft's all-linear
+  takes modules of the vision tower and layers of the same name for one another.
 - **deepseek_v3 with vLLM on a CPU.** vLLM supports only the published attention size (`kv_lora_rank` 512,
   `qk_rope_head_dim` 64), and is correct only with YaRN, as published. With plain RoPE its kernel misreads queries with
   several heads. The logprobs are then wrong by 0.06, and `WeightSyncCheck` stops the run at the first step. The config

@@ -20,6 +20,8 @@ from rlkit.plan.kernels import use_own_attention, use_planned_attention
 from rlkit.plan.ledger import GATHERED, Ledger
 from rlkit.plan.workload import Workload, largest_micro_batches, longest_batch
 from rlkit.runs.models import shared_options, trained_part, training_engine
+from rlkit.runs.options import sends_adapters
+from rlkit.runs.sampling import ADAPTER_BUCKET_BYTES
 from rlkit.vlm.loading import empty_model, has_vision
 
 
@@ -137,7 +139,7 @@ def _rehearse(cfg: Any, roles: Roles, models: dict[str, Any], ledger: Ledger, im
             prefix = "" if name == "policy" or len(engines) == 1 else f"{name}: "
             _train(engines[name], batch, ledger, prefix, functions if name == "policy" else {})
     if hasattr(cfg, "rollout"):
-        _send_weights(first, cfg.rollout, ledger)
+        _send_weights(first, cfg, ledger)
     total, largest, trainable = counts["policy" if "policy" in models else "critic"]
     peaks = {phase: _of_later_steps(kinds, ledger.bytes) for phase, kinds in ledger.peaks.items()}
     host = sum(getattr(engine, "host_bytes", 0) for engine in engines.values())
@@ -208,12 +210,17 @@ def _train(engine: Any, batch: Batch, ledger: Ledger, prefix: str, functions: Ma
     ledger.end()
 
 
-def _send_weights(engine: Any, rollout: str, ledger: Ledger) -> None:
-    """Gather all weights in the way that the sampling back end needs."""
+def _send_weights(engine: Any, cfg: Any, ledger: Ledger) -> None:
+    """Gather weights, or adapters alone, in the way that the sampling back end needs."""
     ledger.begin("weight sync")
-    for weight in engine.get_per_tensor_param(dtype=torch.bfloat16 if rollout == "vllm" else None):
-        del weight  # free it before the next one is gathered
-    if rollout == "hf":
+    dtype = torch.bfloat16 if cfg.rollout == "vllm" else None
+    if sends_adapters(cfg):
+        weights = list(engine.get_adapter(ADAPTER_BUCKET_BYTES, dtype)[1])  # a file of them all is made
+        del weights
+    else:
+        for weight in engine.get_per_tensor_param(dtype=dtype):
+            del weight  # free it before the next one is gathered
+    if cfg.rollout == "hf":
         with engine.gathered():
             pass
     ledger.end()

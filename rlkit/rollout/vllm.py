@@ -137,11 +137,15 @@ class VllmRollout:
             ValueError: vLLM cannot use all of the adapters, or has other base weights than those they were trained on.
         """
         tensors = dict(weights)
-        check_adapter(self.llm.llm_engine.vllm_config, tensors, self.weights_replaced)
-        with adapter_folder(serialize_adapter(config, tensors.items())) as (folder, _):
+        self.check_adapter(tensors, config.r)
+        with adapter_folder(serialize_adapter(config, tensors.items())) as (folder, *_):
             self.llm.llm_engine.add_lora(lora_request(folder, load=True))
         self.lora_request = lora_request("in memory")
         self._finish_update()
+
+    def check_adapter(self, names: Iterable[str], rank: int) -> None:
+        """Raise a ValueError unless `update_adapter` can load an adapter with these tensor names and this rank."""
+        check_adapter(self.llm.llm_engine.vllm_config, names, rank, self.weights_replaced)
 
     def _finish_update(self) -> None:
         """Empty the caches, which hold what was computed with the old weights."""

@@ -3,6 +3,7 @@
 import json
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -21,9 +22,11 @@ from rlkit.plan.cache import cache_bytes  # noqa: E402
 from rlkit.plan.fit import make_plan, ways_to_fit  # noqa: E402
 from rlkit.plan.hardware import DATA_SHEETS, gpu_named  # noqa: E402
 from rlkit.plan.recipes import load_recipe, recipe_options, recipe_roles  # noqa: E402
-from rlkit.plan.rehearsal import Roles  # noqa: E402
-from rlkit.plan.report import time_table  # noqa: E402
-from rlkit.plan.workload import Workload  # noqa: E402
+from rlkit.plan.rehearsal import Rehearsal, Roles  # noqa: E402
+from rlkit.plan.report import host_memory, time_table  # noqa: E402
+from rlkit.plan.roofline import Cost, costs  # noqa: E402
+from rlkit.plan.sampler import SamplerMemory  # noqa: E402
+from rlkit.plan.workload import Workload, longest_batch  # noqa: E402
 
 
 def large_vocabulary():
@@ -77,6 +80,30 @@ def test_phases_take_what_they_should(found):
         for name in ("forward and backward", "optimizer step"):
             assert phases[name]["optimizer"] == phases["generate"]["optimizer"]  # from the second step on
         assert "gradients" not in phases["generate"] and phases["optimizer step"]["gradients"] > 0
+
+
+def test_adapters_alone_take_little_of_a_weight_sync(found):
+    """On the GPU, over the link and in memory; but vLLM's base model goes to the host and back."""
+    phases, resident = found["lora"]["phases"], found["lora"]["resident"]
+    adapters = resident["optimizer"] / 2  # AdamW has two numbers for each of their numbers
+    beside = sum(phases["weight sync"].values()) - sum(resident.values()) - phases["weight sync"]["sampler's weights"]
+    assert adapters < beside < 6 * adapters  # gathered, and one bucket of them
+    cfg = load_recipe("recipes/grpo_vlm.py").Config(
+        model="MODEL", rollout="vllm", lora_rank=4, max_prompt_tokens=8, max_new_tokens=8, sync_adapters=True
+    )
+    workload = longest_batch(cfg, large_vocabulary(), 2, None)
+    rehearsal = Rehearsal({}, {}, 0, 1000, 30, 500, workload, 2)
+    sampler = SamplerMemory(2 * 1000, 1 << 20, 8)
+
+    def sync(cfg):
+        return costs(cfg, large_vocabulary(), rehearsal, sampler, 2, has_reference=False, models=1)["weight sync"]
+
+    assert sync(cfg) == Cost(memory=2 * 2 * 30, link=2 * 30 / 2, host=2 * 2 * 1000)
+    assert sync(replace(cfg, sync_adapters=False)) == Cost(memory=2 * 2 * 1000, link=2 * 1000 / 2)
+    assert sync(replace(cfg, rollout="vllm_server")) == Cost(memory=2 * 4 * 30, link=4 * 30 / 2)
+    plan = SimpleNamespace(rehearsal=rehearsal, sampler=sampler)
+    kept = host_memory(cfg, plan, 16, 8)["vLLM's base model, while it sleeps"]
+    assert kept == 8 * sampler.weights and len(host_memory(replace(cfg, sync_adapters=False), plan, 16, 8)) == 2
 
 
 def test_options_that_save_memory_do(found):

@@ -39,7 +39,8 @@ def test_adapters_are_sent_in_the_format_of_peft(adapted, tmp_path):
     file = serialize_adapter(*adapters(adapted))
     adapted.save_pretrained(tmp_path)
     adapted.peft_config["default"].save_pretrained(tmp_path)  # as it trains
-    with adapter_folder(file) as (folder, names):
+    with adapter_folder(file) as (folder, names, rank):
+        assert rank == 4
         theirs = peft.PeftConfig.from_pretrained(tmp_path).to_dict()
         assert peft.PeftConfig.from_pretrained(folder).to_dict() == theirs
         with safe_open(tmp_path / "adapter_model.safetensors", "pt") as saved:
@@ -78,6 +79,8 @@ def test_asynchronous_servers_take_adapters(connect, adapted):
 def test_servers_that_were_not_started_for_adapters_are_named(connect, adapted):
     with VllmStandin(pages=["/rlkit/adapter"]) as a:
         rollout = connect(a)
+        with pytest.raises(ValueError, match=f"{a.url}/rlkit/adapter/check: .* got 404.* --enable-lora"):
+            rollout.check_adapter(["model.layers.0.q_proj.lora_A.weight"], 4)
         with pytest.raises(
             RuntimeError, match=f"update_adapter: {a.url}/rlkit/adapter: expected status 200, got 404.* --enable-lora"
         ):

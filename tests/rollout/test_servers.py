@@ -22,10 +22,10 @@ from PIL import Image
 from waiting import until
 
 from rlkit.data import load_task
-from rlkit.data.samples import Video, prompt_sample
+from rlkit.data.samples import Audio, Video, prompt_sample
 from rlkit.rollout import Sampling
-from rlkit.rollout.sampling import sample_name
 from rlkit.rollout.serve import command, environment
+from rlkit.rollout.servers.arrays import arrays_of
 from rlkit.rollout.servers.pool import ServerPool
 from rlkit.rollout.servers.rollout import image_data_url
 from rlkit.rollout.servers.shared_load import SharedLoad
@@ -287,6 +287,38 @@ def test_buckets_hold_little():
     assert len(taken) == len(first) + 1  # one more was gathered than is sent
 
 
+def test_the_next_bucket_is_gathered_while_one_is_sent():
+    """In the thread that calls, one bucket ahead and no further; each bucket has room for one weight."""
+    taken, sent, threads = [], [], set()
+    complete = [threading.Event() for _ in range(4)]
+
+    def watched():
+        for i in range(4):
+            if i:  # the bucket before is complete when a weight comes that does not fit into it
+                complete[i - 1].set()
+            taken.append(i)
+            threads.add(threading.current_thread())
+            yield f"w{i}", torch.ones(4)
+        complete[3].set()
+
+    class Group:
+        def broadcast(self, bucket):
+            following = min(len(sent) + 1, 3)
+            assert complete[following].wait(5), "the next bucket was not gathered"
+            time.sleep(0.05)
+            assert len(taken) <= following + 2
+            sent.append([name for name, _ in bucket])
+
+        def close(self):
+            pass
+
+    loaded = Future()
+    loaded.set_result(None)
+    assert send_weights(watched(), Group(), lambda _: loaded, bucket_bytes=16, timeout=10) == 4 * 16
+    assert sent == [["w0"], ["w1"], ["w2"], ["w3"]] and threads == {threading.current_thread()}
+    assert send_weights([], Group(), lambda _: loaded) == 0
+
+
 def test_unfinished_answers_continue_under_new_weights(connect):
     with VllmStandin() as a, VllmStandin() as b:
         rollout = connect(a, b)
@@ -420,12 +452,21 @@ def test_images_are_sent_once_per_prompt_without_loss(connect, processor):
             connect(a).generate([request], SAMPLING)
 
 
-def test_videos_are_refused_with_the_row(connect, processor):
+def test_videos_and_audios_are_sent_as_arrays(connect, processor):
+    pytest.importorskip("torchvision")
     request = encode_prompt(processor, load_task("digits").train[0], group_id=0)
-    video = Video(np.zeros((2, 28, 28, 3), "uint8"), 2.0)
-    with VllmStandin() as a, pytest.raises(ValueError, match="expected text and images for a server, got a video") as e:
-        connect(a).generate([replace(request, videos=[video])], SAMPLING)
-    assert str(e.value).startswith(f"{sample_name(request)}: ")
+    rng = np.random.default_rng(0)
+    video = Video(rng.integers(0, 256, (2, 28, 28, 3), dtype="uint8"), 2.5)
+    audio = Audio(rng.random(100, "float32"), 16000)
+    with VllmStandin() as a:
+        a.expanded[tuple(request.compact_ids)] = request.token_ids
+        connect(a).generate([replace(request, videos=[video], audios=[audio])], SAMPLING)
+        parts = a.bodies[0]["content_parts"]
+        assert [part["type"] for part in parts] == ["image_url", "video_url", "audio_url"]
+        frames, samples = (arrays_of(part["url"]) for part in parts[1:])
+        assert np.array_equal(frames["frames"], video.frames) and frames["fps"] == 2.5
+        assert np.array_equal(samples["samples"], audio.samples) and samples["rate"] == 16000
+        assert arrays_of(parts[0]["url"]) is None
 
 
 def test_sleep_and_wake(connect):

@@ -4,6 +4,7 @@ import base64
 import io
 import sys
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -14,8 +15,9 @@ from PIL import Image
 from waiting import until
 
 from rlkit.data import load_task
-from rlkit.data.samples import prompt_sample
+from rlkit.data.samples import Audio, Video, prompt_sample
 from rlkit.rollout import Sampling, make_rollout
+from rlkit.rollout.sampling import sample_name
 from rlkit.rollout.servers.sglang import SglangGroup, group_store
 from rlkit.vlm import encode_prompt, load_processor
 
@@ -144,6 +146,18 @@ def test_the_group_is_the_one_that_torch_makes():
     prefix = "rlkit/rlkit//cpu//"
     assert store.list_keys() == [f"{prefix}key"]
     assert theirs.num_keys() and all(key.startswith(prefix) for key in theirs.list_keys()), theirs.list_keys()
+
+
+def test_videos_and_audios_are_refused_with_the_row(connect, processor):
+    request = encode_prompt(processor, load_task("digits").train[0], group_id=0)
+    video, audio = Video(np.zeros((2, 28, 28, 3), "uint8"), 2.0), Audio(np.zeros(100, "float32"), 16000)
+    with SglangStandin() as a:
+        for media in ({"videos": [video]}, {"audios": [audio]}):
+            with pytest.raises(ValueError) as caught:
+                connect(a).generate([replace(request, **media)], SAMPLING)
+            assert str(caught.value).startswith(
+                f"{sample_name(request)}: expected text and images for servers of this kind, got {[*media][0]}; use"
+            )
 
 
 @pytest.mark.parametrize("n", [1, 5])

@@ -230,6 +230,10 @@ class Fsdp2Engine:
 
     def _prepare_model(self, *, gradient_checkpointing: bool, compiled: bool) -> None:
         """What is set on the model before it is sharded: attention, router replay, kernels, checkpointing, compile."""
+        if (
+            self.use_remove_padding
+        ):  # transformers gives the padding token no gradient; with pad == eos it is in the rows
+            self.base.get_input_embeddings().padding_idx = None
         use_packed_attention(self.base, packed=self.use_remove_padding)
         if self.device.type == "cuda":
             use_packed_vision_attention(self.base, self.config)
@@ -560,13 +564,30 @@ class Fsdp2Engine:
                 yield name, tensor.clone() if self.offload_between_phases else tensor
                 del tensor  # or it is there while the next is gathered
 
-    def get_adapter(self) -> tuple[Any, Iterator[tuple[str, Tensor]]]:
-        """The LoRA adapters alone: peft's config, and (name in peft's files, full tensor) of each, one at a time."""
+    def get_adapter(
+        self, bucket_bytes: int = 0, dtype: torch.dtype | None = None
+    ) -> tuple[Any, Iterator[tuple[str, Tensor]]]:
+        """The LoRA adapters alone: peft's config, and (name in peft's files, full tensor) of each.
+
+        All ranks iterate together. The arguments are those of `get_per_tensor_param`.
+
+        Raises:
+            ValueError: the model has no adapters, or weights other than the adapters are trained, too.
+        """
         if not self.has_adapters:
             raise ValueError(
                 "get_adapter: expected a model with adapters, got none; get_per_tensor_param returns its weights"
             )
-        return self.module.peft_config["default"], self._lasting(adapter_parameters(self.module, full_tensors))
+        for name, parameter in self.module.named_parameters():
+            if parameter.requires_grad and ".lora_" not in name:
+                raise ValueError(
+                    f"get_adapter: expected adapters to be all that is trained, got {name}, too; get_per_tensor_param "
+                    "returns all weights, with the adapters merged"
+                )
+        gathered = partial(_gathered_in, dtype=dtype)
+        return self.module.peft_config["default"], self._lasting(
+            adapter_parameters(self.module, gathered, bucket_bytes)
+        )
 
     @_needs_weights
     def save_checkpoint(self, path: str | Path, extra: Mapping[str, Any] | None = None, *, wait: bool = True) -> None:
