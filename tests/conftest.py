@@ -7,6 +7,10 @@ import os
 os.environ["HF_HUB_OFFLINE"] = "1"
 # a thread of OpenMP that waits for work keeps its core busy; a vLLM server with two took three times as long
 os.environ["OMP_NUM_THREADS"] = "1"
+# processes that tests start import this rlkit, and read startup/sitecustomize.py
+HERE = os.path.dirname(__file__)
+PATHS = [os.path.join(HERE, "startup"), os.path.dirname(HERE), os.environ.get("PYTHONPATH")]
+os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, PATHS))
 gc.disable()  # until everything is imported
 
 import pytest  # noqa: E402

@@ -1,6 +1,5 @@
 """Megatron-Core in every layout against fsdp2 on one process: the same losses, gradients and weights."""
 
-import os
 import shutil
 import sys
 from pathlib import Path
@@ -23,7 +22,7 @@ from rlkit.vlm.routers import use_router_replay
 HERE = Path(__file__).parent
 sys.path.insert(0, str(HERE))
 import on_megatron_ranks as ranks  # noqa: E402
-from megatron.core import parallel_state  # noqa: E402
+from megatron_groups import destroy_megatron_groups  # noqa: E402
 from memory import peak  # noqa: E402
 from one_gradient import OUTPUTS, POLICY, train, with_teacher  # noqa: E402
 
@@ -38,17 +37,16 @@ from rlkit.engines.megatron.weights import files_to_module  # noqa: E402
 def out(tmp_path_factory):
     """The folder with the results of all cases, which run in one launch."""
     folder = tmp_path_factory.mktemp("megatron")
-    env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(HERE.parents[1])}
     command = [sys.executable, str(HERE / "on_megatron_ranks.py"), str(folder)]
-    run_cases(command, folder, ranks.NAMES, timeout=600, env=env)
+    run_cases(command, folder, ranks.NAMES, timeout=600)
     return folder
 
 
 @pytest.fixture
 def alone():
-    """For engines of this process: removes Megatron's process groups afterwards."""
+    """For engines of this process: destroys Megatron's process groups afterwards."""
     yield
-    parallel_state.destroy_model_parallel()
+    destroy_megatron_groups()
 
 
 def adamw(parameters):
@@ -457,7 +455,7 @@ def test_frozen_parameters_do_not_change(alone):
     engine.train_batch(ranks.make_batch(list(range(ranks.ROWS))), POLICY[1])
     after = dict(engine.get_per_tensor_param())
     assert len(frozen) == 5 and all(torch.equal(after[name], before[name]) == (name in frozen) for name in before)
-    parallel_state.destroy_model_parallel()
+    destroy_megatron_groups()
     model.get_parameter(frozen[1]).requires_grad_(True)
     expected = "model: expected .*q_proj.*, which are one matrix in Megatron, to be all frozen or all trained"
     with pytest.raises(ValueError, match=expected):

@@ -1,7 +1,6 @@
 """Real vLLM in the trainer's process, on one rank and on two, beside the engine whose weights it is given."""
 
 import json
-import os
 import sys
 from collections.abc import Mapping
 from dataclasses import replace
@@ -66,8 +65,7 @@ class Facts(Mapping):
 
 def run(folder, names):
     script = str(Path(__file__).with_name("on_vllm.py"))
-    env = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
-    run_cases([sys.executable, script, str(folder)], folder, names, timeout=500, env=env)
+    run_cases([sys.executable, script, str(folder)], folder, names, timeout=500)
     return [Facts(folder, rank) for rank in range(2)]
 
 
