@@ -45,8 +45,12 @@ class Trainer:
     ranks_average = True  # gradients are averaged over ranks, not summed
 
     def policy_loss(self, logprobs, old_logprobs, advantages, mask, split, clip_low, clip_high):
-        return ppo_loss(logprobs, old_logprobs, advantages[:, None] * mask, mask) / split.micro_batches
+        loss = ppo_loss(logprobs, old_logprobs, advantages[:, None] * mask, mask, clip_low, clip_high)
+        return loss / split.micro_batches  # as this trainer's loop does
 ```
+
+Pass the clip's bounds on: a function with bounds of its own is said to clip wrongly. A loss that takes the count of
+tokens of the whole batch gets `split.tokens`, if the trainer's loop passes it.
 
 The result is a matrix. Each check says one of these:
 
@@ -85,8 +89,8 @@ SkyRL was run with Python {skyrl}, which its releases need, and the others with 
 
 To use rlkit's functions inside another trainer, see [other trainers](other_trainers.md).
 
-To reproduce: `make conformance` makes the environments of the peers, and writes this page with
-`docs/make_conformance.py`. Versions: {versions}.
+To reproduce: `make conformance PYTHON312=/path/to/python3.12` makes the environments of the peers, and writes this
+page with `docs/make_conformance.py`. Versions: {versions}.
 """
 
 

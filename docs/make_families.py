@@ -32,6 +32,7 @@ COLUMNS: dict[str, list[tuple[str, str, str]]] = {
     ],
     "processor": [(EVERY, "test_both_tracks_are_the_processors_own", "family")],
     "videos": [(EVERY, "test_gradients_of_packed_videos_are_those_of_transformers", "family")],
+    "audio": [(EVERY, "test_gradients_of_packed_audios_are_those_of_transformers", "family")],
     "freeze": [(EVERY, "test_frozen_parameters_do_not_move", "family")],
     "LoRA": [(EVERY, "test_lora_moves_adapters_alone_and_merges", "family")],
     "HF sampler": [(EVERY, "test_the_samplers_logprobs_are_the_trainers", "family")],
@@ -61,6 +62,7 @@ MEANING = {
     "processor": "prompt tokens are those of transformers' processor, and an image has as many tokens as features",
     "videos": "prompt tokens are those of transformers' processor; packed rows with shared prompts give the logprobs "
     "and gradients of single sequences, and the samplers' logprobs equal the trainer's",
+    "audio": "the same for audios",
     "freeze": "frozen parameters have no gradient and do not change, in the fsdp2 engine",
     "LoRA": "only the adapters change; merged weights give the same logprobs; `disable_adapter` gives the base model",
     "HF sampler": "`--rollout hf`: the sampler's logprobs equal the trainer's",
@@ -107,19 +109,21 @@ def page() -> str:
     }
     families, every = modules["engines/test_families.py"], modules[EVERY]
     three_axes = found["positions"]
-    sees = {*every.SEES, *(name.removesuffix("_thinker") for name in families.VISION)}
+    by_model_type = [name.removesuffix("_thinker") for name in every.SEES]
+    sees = {*by_model_type, *(name.removesuffix("_thinker") for name in families.VISION)}
     vllm = modules["rollout/test_vllm.py"]
     recurrent = {*families.RECURRENT, *families.RECURRENT_VISION}
     refused = {
         "Ulysses": recurrent,
-        "videos": {*every.SEES} - {*every.WATCHES},
+        "videos": {*by_model_type} - {*every.WATCHES},
+        "audio": {*by_model_type} - {name.removesuffix("_thinker") for name in every.HEARS},
         "vLLM": {*vllm.OBSTACLES, "lfm2_vl", *vllm.REFUSED, *vllm.ABSENT},
     }
 
     def cell(column: str, name: str) -> str:
         if column == "positions" and name not in three_axes:
             return "plain"
-        if column in ("mixed batch", "processor", "videos") and name not in sees | three_axes:
+        if column in ("mixed batch", "processor", "videos", "audio") and name not in sees | three_axes:
             return "text"
         if name in refused.get(column, ()):
             return "no"
@@ -144,8 +148,9 @@ Not supported; each is refused with an error that says why:
 - packed rows: {not_packed}. These train with `--no_use_remove_padding`;
 - Ulysses, tensor parallelism and Megatron with recurrent layers: {", ".join(sorted(recurrent))};
 - positions: {positions};
-- videos in a task's rows, for every processor but those of Qwen2-VL, Qwen2.5-VL and Qwen3-VL (also Qwen3.5's). Servers
-  and Megatron refuse them too: use `--rollout hf` or `vllm`, and fsdp2;
+- videos in a task's rows, for every processor but those of Qwen2-VL, Qwen2.5-VL and Qwen3-VL (also Qwen3.5's), and
+  audios for every processor but those of Qwen-Omni. SGLang servers and Megatron refuse both: use `--rollout hf` or
+  vLLM (in the process or on servers), and fsdp2;
 - vLLM, with the text of the error: {with_vllm}. vLLM has no implementation of {", ".join(sorted(vllm.ABSENT))};
 - vLLM on a CPU: {on_cpu};
 - prefix attention (PaliGemma), and RoPE variants in which sequences of one forward pass would affect each other
@@ -153,8 +158,10 @@ Not supported; each is refused with an error that says why:
 
 Notes:
 
-- **Qwen-Omni.** Only the thinker is trained, on text, images and videos. Pass transformers' class of the thinker to
-  `make_engine`; `load_model` does not load models with a talker.
+- **Qwen-Omni.** Only the thinker is trained, the part that writes text; `load_model` takes it out of a whole model. An
+  export is a whole model without the part that speaks, as vLLM and transformers' class of the thinker read it. Rows may
+  have images and audios. With LoRA, Qwen3-Omni needs `--target_modules` such as ".*[qkvo]_proj": peft's all-linear
+  takes modules of the vision tower and layers of the same name for one another.
 - **deepseek_v3 with vLLM on a CPU.** vLLM supports only the published attention size (`kv_lora_rank` 512,
   `qk_rope_head_dim` 64), and is correct only with YaRN, as published. With plain RoPE its kernel misreads queries with
   several heads. The logprobs are then wrong by 0.06, and `WeightSyncCheck` stops the run at the first step. The config

@@ -98,10 +98,12 @@ def build_server_rollout(cfg: Config, run, path: str, processor, engine, stack: 
         if options:
             flags = ["--gpu-memory-utilization", "0.4"]
             flags += ["--weight-transfer-config", '{"backend": "rlkit_gloo"}']
+        flags += runs.adapter_flags(cfg)
         urls = [list(stack.enter_context(serving(path, logs=run.out, options=flags)))]
     dist.broadcast_object_list(urls, 0)
     rollout = make_rollout(cfg.rollout, model=path, processor=processor, urls=urls[0], **options)
     stack.callback(rollout.close)
+    runs.check_rollout_takes_adapters(cfg, engine, rollout)
     return rollout
 
 
@@ -131,7 +133,9 @@ def judged_batches(cfg: Config, start: int, task, sampler):
     submit = score_as_written(
         rollout.submit, task.reward, threads=cfg.reward_threads, failures=failures
     )
-    judged = SimpleNamespace(submit=submit, update_weights=rollout.update_weights)
+    updates = ("update_weights", "update_adapter")
+    updates = {name: getattr(rollout, name) for name in updates if hasattr(rollout, name)}
+    judged = SimpleNamespace(submit=submit, **updates)
     batches = AsyncSampler(judged, requests(), n=cfg.group_size, max_staleness=cfg.max_staleness)
     return batches, map(as_answers, batches)
 
@@ -157,7 +161,7 @@ def run_on_servers(cfg: Config, stack: ExitStack) -> None:
     check_weights = partial(
         stop_if_weights_did_not_arrive, cfg, run, sampler, engine, heldout.samples[:4]
     )
-    rollout.update_weights(engine.get_per_tensor_param())
+    sampler.send_weights(rollout)
     check_weights()
     if start == 0:
         evaluate("before")
@@ -178,7 +182,7 @@ def run_on_servers(cfg: Config, stack: ExitStack) -> None:
         if (mismatch := metrics["mismatch/abs_dlogp"]) > cfg.max_mismatch:
             run.stop(f"sampler and trainer differ by {mismatch:.2f} in mean |dlogp|")
         run.phase("weight_sync")
-        batches.update_weights(engine.get_per_tensor_param())
+        sampler.send_weights(batches)
 
         metrics |= sampler.metrics(answers) | runs.batch_totals(cfg, engine, batch)
         run.log(step, metrics, show={"reward": "reward/mean", "staleness": "staleness"})

@@ -1,6 +1,7 @@
 """Every function of rlkit.losses and rlkit.advantages has a benchmark, and each benchmark still runs: here, small."""
 
 import inspect
+import json
 import sys
 from pathlib import Path
 
@@ -12,6 +13,7 @@ import rlkit.losses
 sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
 import functions_distillation
 import functions_logits
+import smollm2
 from functions_common import Batch, differences, every_group
 
 BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
@@ -88,3 +90,39 @@ def test_the_formula_agrees(name):
     both, mask = contestants(name), INPUTS[GROUPS[name].mask].mask
     absolute, relative = differences(both["formula"](), both["rlkit"](), mask)
     assert relative <= GROUPS[name].tolerance, absolute
+
+
+@pytest.fixture
+def finished(tmp_path):
+    """The directory of a run of benchmarks/smollm2.py that has ended."""
+    out = tmp_path / "gcd-seed0"
+    out.mkdir()
+    (out / "eval.json").write_text(json.dumps({"accuracy_before": 0.125, "accuracy_after": 0.5}))
+    rows = [{"step": step, "reward/mean": step / 10} for step in range(8)]
+    (out / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (out / smollm2.FINISHED).write_text(json.dumps({"name": "gcd", "seed": 0, "seconds": 90.4, "cpu": 60.0}))
+    return out
+
+
+def test_a_finished_run_is_in_the_table_and_not_repeated(finished, monkeypatch):
+    monkeypatch.setattr(smollm2.subprocess, "run", lambda *_, **__: pytest.fail("the run was started again"))
+    assert smollm2.run("gcd", smollm2.REASONING_GYM["gcd"], 0, finished, None, [])
+    (finished.parent / "lcm-seed0").mkdir()  # has not ended
+    lines = smollm2.table("reasoning_gym", finished.parent, "python ...").splitlines()
+    assert lines[2:4] == ["| gcd | 0 | 8 | accuracy | 0.125 | 0.500 | 0.15 | 0.55 | 90 | 60 |", ""]
+
+
+def test_an_interrupted_run_is_not_in_the_table(tmp_path, monkeypatch):
+    (tmp_path / "eval.json").write_text(json.dumps({"accuracy_before": 0.125}))
+    monkeypatch.setattr(smollm2.subprocess, "run", lambda *_, **__: None)
+    assert not smollm2.run("gcd", smollm2.REASONING_GYM["gcd"], 0, tmp_path, None, [])
+    assert not (tmp_path / smollm2.FINISHED).exists()
+
+
+def test_continuations_are_the_words_that_follow():
+    task = smollm2.continuations()
+    rows = [*task.train, *task.heldout]
+    assert len({row["question"] for row in rows}) == len(rows) > 500
+    for row in rows:
+        assert sorted(row["rejected"].split()) == sorted(row["chosen"].split())
+        assert row["rejected"] != row["chosen"]

@@ -61,6 +61,19 @@ def test_files_that_a_page_names_are_there(page):
         assert (page.parent / target).exists(), target
 
 
+def anchors(page):
+    """The ids of a page's headings, as the site makes them, and those that the page writes itself."""
+    text = re.sub(r"^```.*?^```", "", page.read_text(), flags=re.M | re.S)
+    headings = [re.sub(r"[^\w\s-]", "", title).strip().lower() for title in re.findall(r"^#+ (.*)", text, re.M)]
+    return {re.sub(r"[-\s]+", "-", title) for title in headings} | set(re.findall(r' id="([^"]+)"', text))
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda p: p.name)
+def test_headings_that_a_page_links_to_are_there(page):
+    for target, anchor in re.findall(r"\]\(([\w./-]*\.md|)#([\w.-]+)\)", page.read_text()):
+        assert anchor in anchors((page.parent / target) if target else page), f"{target}#{anchor}"
+
+
 @pytest.mark.parametrize("page", PAGES, ids=lambda p: p.name)
 def test_tests_that_a_page_names_are_there(page):
     files = {path.name: path.read_text() for path in (ROOT / "tests").rglob("*.py")}

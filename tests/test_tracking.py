@@ -269,27 +269,28 @@ def test_a_tracker_that_is_not_there_is_named(tmp_path):
 
 def test_the_page_is_written_by_time_in_a_thread(tmp_path, monkeypatch):
     """At the first step and then every 60 seconds; not while it is still being written."""
-    clock, written, go_on = [0.0], [], threading.Event()
+    clock, written, begun, go_on = [0.0], [], threading.Semaphore(0), threading.Event()
 
     def write():
         written.append(clock[0])
-        go_on.wait(60)
+        begun.release()
+        go_on.wait(100)
 
     monkeypatch.setattr("rlkit.tracking.run.time.monotonic", lambda: clock[0])
     run = Run(tmp_path, {}, write_page=write, page_seconds=60)
 
-    def log_at(*seconds, finished):
-        for clock[0] in seconds:
+    def log_at(*seconds, writes):
+        for i, clock[0] in enumerate(seconds):
             run.log(0, {})  # does not wait
-        if finished:
-            go_on.set()
-            run._page_writer.join()
-            go_on.clear()
+            assert i > 0 or not writes or begun.acquire(timeout=100)  # the clock is not moved before it is read
+        go_on.set()
+        run._page_writer.join()
+        go_on.clear()
 
-    log_at(1, 30, 100, 200, finished=True)
-    log_at(201, finished=True)
-    log_at(202, 260, finished=True)
-    log_at(262, finished=True)
+    log_at(1, 30, 100, 200, writes=True)
+    log_at(201, writes=True)
+    log_at(202, 260, writes=False)
+    log_at(262, writes=True)
     assert written == [1, 201, 262]
     run.close()
     Run(tmp_path, {}, write_page=write).log(0, {})  # 0 seconds: never

@@ -7,65 +7,79 @@ import sys
 import threading
 import time
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
+from waiting import until
 
 from rlkit.tracking import PHASES, Run, describe_waits, read_metrics
 
 HERE = Path(__file__).parent
 
 
+class Ranks(NamedTuple):
+    out: Path  # the directory of their run
+    seconds: float  # that rank 1 had judged, when `early` was read
+    early: str  # what rank 0 had written to its standard error by then
+    errors: list[str]  # what either wrote in the end
+
+
+WAITS = "rank 1 in reward for ", "rank 0 in train for "
+STUCK = "rank 0 in reward for ", "rank 1 in train for "
+
+
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory):
-    """What two ranks wrote to their standard errors, and their run's directory; rank 1 was asked for its stacks."""
+    """Two ranks that wait for each other; rank 1 is asked for its stacks. Each goes on when the other has said so."""
     folder = tmp_path_factory.mktemp("ranks")
+    os.mkfifo(folder / "pipe")
+    errors = [folder / f"error{rank}" for rank in range(2)]
     processes = []
     for rank in range(2):
         path = os.pathsep.join([str(HERE.parent), os.environ.get("PYTHONPATH", "")])
-        env = {**os.environ, "RANK": str(rank), "WORLD_SIZE": "2", "PYTHONPATH": path, "MASTER_ADDR": "127.0.0.1"}
-        env["MASTER_PORT"] = str(20000 + os.getpid() % 20000)
-        with (folder / f"error{rank}").open("w") as error:
-            command = [sys.executable, str(HERE / "on_watched_ranks.py"), str(folder / "run")]
+        env = {**os.environ, "RANK": str(rank), "WORLD_SIZE": "2", "PYTHONPATH": path}
+        with errors[rank].open("w") as error:
+            command = [sys.executable, str(HERE / "on_watched_ranks.py"), str(folder)]
             processes.append(subprocess.Popen(command, env=env, stderr=error))
     try:
-        phase = folder / "run" / PHASES / "1"
-        deadline = time.time() + 60
-        while not (phase.exists() and phase.read_text().endswith(" reward")) and time.time() < deadline:
-            time.sleep(0.02)
-        time.sleep(0.2)
-        os.kill(int(phase.read_text().split()[1]), signal.SIGUSR1)
-        assert [process.wait(60) for process in processes] == [0, 0]  # it stops nobody
+        until(lambda: len(reports(errors[0].read_text(), WAITS)) >= 2 or processes[0].poll() is not None)
+        since, process_id, *_ = (folder / "run" / PHASES / "1").read_text().split()
+        os.kill(int(process_id), signal.SIGUSR1)
+        until(lambda: "in judge_slowly" in errors[1].read_text())
+        time.sleep(max(0.0, float(since) + 1.4 - time.time()))  # long enough to see reports that are too frequent
+        early = errors[0].read_text()
+        seconds = time.time() - float(since)
+        (folder / "judged").touch()
+        until(lambda: reports(errors[1].read_text(), STUCK))
+        (folder / "pipe").write_bytes(b"1")
+        assert [process.wait(100) for process in processes] == [0, 0]  # it stops nobody
     finally:
         for process in processes:
             process.kill()
-    return [(folder / f"error{rank}").read_text() for rank in range(2)], folder / "run"
+    return Ranks(folder / "run", seconds, early, [error.read_text() for error in errors])
 
 
-def reports(text):
-    return [line for line in text.splitlines() if line.startswith("watchdog: ")]
+def reports(text, parts):
+    return [line for line in text.splitlines() if line.startswith("watchdog: ") and all(part in line for part in parts)]
 
 
 def test_says_which_rank_waits_in_which_phase(ranks):
-    (first, _), _ = ranks
-    found = [x for x in reports(first) if "rank 1 in reward for " in x and "rank 0 in train for " in x]
-    assert 2 <= len(found) <= 4 and "kill -USR1 prints the stacks" in found[0]  # once in 0.4 of 1.4 seconds
+    found = reports(ranks.early, WAITS)
+    assert 2 <= len(found) <= ranks.seconds / 0.4 and "kill -USR1 prints the stacks" in found[0]
 
 
 def test_another_rank_says_it_where_rank_0_cannot(ranks):
     """A call into C that does not end, as a regular expression's, silences the threads of its process."""
-    (_, second), _ = ranks
-    assert any("rank 0 in reward for " in x and "rank 1 in train for " in x for x in reports(second))
+    assert reports(ranks.errors[1], STUCK)
 
 
 def test_stacks_on_request(ranks):
-    (_, second), _ = ranks
-    assert "in judge_slowly" in second
+    assert "in judge_slowly" in ranks.errors[1]
 
 
 def test_leaves_no_files_and_the_seconds_of_each_phase(ranks):
-    _, out = ranks
-    (row,) = read_metrics(out / "metrics.jsonl")
-    assert row["time/reward"] > 0.4 and row["time/train"] > 1 and not (out / PHASES).exists()
+    (row,) = read_metrics(ranks.out / "metrics.jsonl")
+    assert row["time/reward"] > 0.4 and row["time/train"] > 0.8 and not (ranks.out / PHASES).exists()
 
 
 def test_the_phase_with_the_fewest_ranks_comes_first():
@@ -77,9 +91,8 @@ def test_a_run_that_is_gone_is_not_watched(tmp_path, capfd):
     others = set(threading.enumerate())
     run = Run(tmp_path, {}, watchdog=0.2)
     run.phase("reward")
-    (thread,) = set(threading.enumerate()) - others
-    time.sleep(0.5)
-    assert "watchdog: rank 0 in reward for " in capfd.readouterr().err
+    (thread,) = (one for one in set(threading.enumerate()) - others if one.name == "watchdog")
+    until(lambda: "watchdog: rank 0 in reward for " in capfd.readouterr().err)
     del run  # never closed: it ended in an error
-    thread.join(2)
+    thread.join(100)
     assert not thread.is_alive()

@@ -9,14 +9,16 @@ set -uo pipefail
 out=$1
 shift
 
+child="" told=""
+trap 'signalled=yes; told=yes; kill -TERM "$child" 2>/dev/null' TERM INT
 "$@" &
 child=$!
-trap 'signalled=yes; kill -TERM "$child" 2>/dev/null' TERM INT
+if [ -n "$told" ]; then kill -TERM "$child"; fi # the signal came before there was anything to pass it to
 while true; do
     signalled=""
     wait "$child"
     code=$?
-    if [ -z "$signalled" ]; then break; fi # else the signal ended `wait`, not the command
+    if [ -z "$signalled" ] || [ "$code" -le 128 ]; then break; fi # else the signal ended `wait`, not the command
 done
 if [ "$code" -ne 0 ]; then exit "$code"; fi
 if grep -qs '"steps"' "$out/eval.json"; then exit 0; fi # written last, when the model has been exported

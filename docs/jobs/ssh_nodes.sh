@@ -12,6 +12,14 @@ recipe=$(printf '%q ' "$@")
 pids=$(mktemp -d "$PWD/.ssh_nodes.XXXXXX")
 trap 'rm -rf "$pids"' EXIT
 
+save_and_end() {
+    signalled=yes
+    for rank in "${!hosts[@]}"; do
+        if [ -s "$pids/$rank" ]; then ssh "${hosts[$rank]}" "kill -TERM $(cat "$pids/$rank")"; fi
+    done
+}
+trap save_and_end INT TERM
+
 clients=()
 for rank in "${!hosts[@]}"; do
     command="cd $(printf '%q' "$PWD") && echo \$\$ > $(printf '%q' "$pids/$rank") && exec .venv/bin/python -m \
@@ -21,21 +29,13 @@ rlkit.runs.torchrun --nnodes=${#hosts[@]} --node-rank=$rank --nproc-per-node=${G
     clients+=($!)
 done
 
-save_and_end() {
-    signalled=yes
-    for rank in "${!hosts[@]}"; do
-        if [ -s "$pids/$rank" ]; then ssh "${hosts[$rank]}" "kill -TERM $(cat "$pids/$rank")"; fi
-    done
-}
-trap save_and_end INT TERM
-
 code=0
 for client in "${clients[@]}"; do
     while true; do
         signalled=""
         wait "$client"
         ended=$?
-        if [ -z "$signalled" ]; then break; fi # else the signal ended `wait`, not the machine
+        if [ -z "$signalled" ] || [ "$ended" -le 128 ]; then break; fi # else the signal ended `wait`, not the machine
     done
     if [ "$ended" -ne 0 ]; then code=$ended; fi
 done

@@ -15,10 +15,10 @@ The formats (docs/tasks.md has examples):
 | unpaired preferences | `completion` or `messages`, with a `label` that is true or false |
 
 A row that has been read keeps its columns and gets these: `messages` (the prompt), `question` (its last question as
-text), `images` and, if it has any, `videos` (in the order of their places), `answer` (the correct answer, for reward
-functions) and `tools`; for supervised fine-tuning `completion`; for preference pairs `chosen` and `rejected`; for
-unpaired preferences `completion` and `label`. An answer is a text, or a message if it calls tools. `read_as` marks a
-row that has been read; it is not read again.
+text), `images` and, if it has any, `videos` and `audios` (in the order of their places), `answer` (the correct answer,
+for reward functions) and `tools`; for supervised fine-tuning `completion`; for preference pairs `chosen` and
+`rejected`; for unpaired preferences `completion` and `label`. An answer is a text, or a message if it calls tools.
+`read_as` marks a row that has been read; it is not read again.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from rlkit.data.messages import (
+    AUDIO_MARK,
     IMAGE_MARK,
-    UNSUPPORTED_COLUMNS,
     VIDEO_MARK,
     Message,
     from_json,
@@ -48,6 +48,7 @@ PROMPT_COLUMNS = (*QUESTION_COLUMNS, *CHAT_COLUMNS, "instruction")
 ANSWER_COLUMNS = ("answer", "solution", "label")
 IMAGE_COLUMNS = ("images", "image")
 VIDEO_COLUMNS = ("videos", "video")
+AUDIO_COLUMNS = ("audios", "audio")
 ROLES = {
     "human": "user",
     "user": "user",
@@ -292,15 +293,16 @@ def _split_answer(messages: Sequence[Message]) -> Chat:
 
 def _prompt(raw: Row, messages: Sequence[Message], read_as: str) -> dict[str, Any]:
     """The row with the columns of its prompt: messages, question, images and tools."""
-    placed, images, videos = place_media(messages, _images(raw), _videos(raw))
+    videos, audios = _one_or_many(raw, VIDEO_COLUMNS), _one_or_many(raw, AUDIO_COLUMNS)
+    placed, images, videos, audios = place_media(messages, _images(raw), videos, audios)
     question = next((text_of(one) for one in reversed(messages) if one["role"] == "user"), "")
-    for mark in [IMAGE_MARK] * (IMAGE_MARK in question) + [VIDEO_MARK] * (bool(videos) and VIDEO_MARK in question):
-        question = question.replace(mark, "").strip()
+    for mark, is_mark in ((IMAGE_MARK, True), (VIDEO_MARK, bool(videos)), (AUDIO_MARK, bool(audios))):
+        question = question.replace(mark, "").strip() if is_mark and mark in question else question
     tools = from_json(raw.get("tools") or [])
     if not isinstance(tools, list):
         raise ValueError(f"tools: expected a list of functions, got {tools!r:.80}")
     read = {"question": question, "messages": placed, "images": images, "tools": tools, "read_as": read_as}
-    return {**raw, **read, **({"videos": videos} if videos else {})}
+    return {**raw, **read, **({"videos": videos} if videos else {}), **({"audios": audios} if audios else {})}
 
 
 def _images(raw: Row) -> list[Any]:
@@ -313,15 +315,22 @@ def _images(raw: Row) -> list[Any]:
     return list(images) if isinstance(images, list | tuple | np.ndarray) else [images]
 
 
-def _videos(raw: Row) -> list[Any]:
-    """The videos of a row. A list in the column `video` is one video, as frames."""
+def _one_or_many(raw: Row, columns: tuple[str, str]) -> list[Any]:
+    """The videos or audios of a row.
+
+    A list in the column `video` is one video, as frames, and one in `audio` is one audio, as (samples, sampling rate).
+
+    Args:
+        columns: of several, and of one.
+    """
+    many, one = columns
     if raw.get("read_as"):
-        return list(raw.get("videos") or ())
-    found = _columns(raw, VIDEO_COLUMNS)
+        return list(raw.get(many) or ())
+    found = _columns(raw, columns)
     if len(found) > 1:
-        raise ValueError("videos and video: expected one of them, got both")
-    videos = raw[found[0]] if found else []
-    return list(videos) if found != ["video"] and isinstance(videos, list | tuple | np.ndarray) else [videos]
+        raise ValueError(f"{many} and {one}: expected one of them, got both")
+    media = raw[found[0]] if found else []
+    return list(media) if found != [one] and isinstance(media, list | tuple | np.ndarray) else [media]
 
 
 def _right_answer(raw: Row, names: Sequence[str] = ANSWER_COLUMNS) -> Any:
@@ -386,13 +395,15 @@ def check_columns(columns: Collection[str], *needed: Sequence[str]) -> None:
         needed: groups of column names; the table needs at least one column of each group.
 
     Raises:
-        ValueError: an audio column; both `image` and `images`, or `video` and `videos`; images or videos in a column of
-            another name; a group without a column in the table.
+        ValueError: both `image` and `images`, `video` and `videos`, or `audio` and `audios`; images, videos or audios
+            in a column of another name; a group without a column in the table.
     """
     has = f"got columns {list(columns)}"
-    if found := [name for name in UNSUPPORTED_COLUMNS if name in columns]:
-        raise ValueError(f"{found[0]}: expected text, images and videos, {has}")
-    for (many, one), pattern in ((IMAGE_COLUMNS, "image|img"), (VIDEO_COLUMNS, "^videos?_?(path|file|url|name)s?$")):
+    for (many, one), pattern in (
+        (IMAGE_COLUMNS, "image|img"),
+        (VIDEO_COLUMNS, "^videos?_?(path|file|url|name)s?$"),
+        (AUDIO_COLUMNS, "^audios?_?(path|file|url|name)s?$"),
+    ):
         if {many, one} <= set(columns):
             raise ValueError(f"{many} and {one}: expected one of them, {has}")
         if not {many, one} & set(columns) and (stray := [name for name in columns if re.search(pattern, name, re.I)]):

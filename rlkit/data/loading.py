@@ -188,7 +188,7 @@ def _from_tables(name: str, tables: Mapping[str, tuple[Any, str, Path]], kind: K
 
 
 def _rows(kind: Kind, table: Any, name: str, file: Path, allow_outside_files: bool) -> Rows:
-    """The rows of a table, read as this kind on access, with paths of images and videos relative to the file."""
+    """The rows of a table, read as this kind on access, with paths of media relative to the file."""
     folders = [file.parent, *([] if file.suffix in FILE_SUFFIXES else cache_folders())]
     try:
         check_columns(columns_of(table), *kind.needed)
@@ -199,14 +199,16 @@ def _rows(kind: Kind, table: Any, name: str, file: Path, allow_outside_files: bo
         read = _read(kind, {**table[i], "where": f"{name} row {i + 1}"})
         images = [resolve_image_path(file, image) for image in read["images"]]
         videos = [resolve_video_path(file, video) for video in read.get("videos") or ()]
-        sources = [("images", image) for image in images]
+        audios = [resolve_image_path(file, audio) for audio in read.get("audios") or ()]
+        sources = [("images", image) for image in images] + [("audios", audio) for audio in audios]
         sources += [("videos", source) for video in videos for source in files_of_video(video)]
         try:
             for column, source in () if allow_outside_files else sources:
                 check_inside(folders, source, column)
         except ValueError as error:
             return _unreadable(read, error)
-        return {**read, "images": images, **({"videos": videos} if videos else {})}
+        more = {name: found for name, found in (("videos", videos), ("audios", audios)) if found}
+        return {**read, "images": images, **more}
 
     rows = Rows(row, np.arange(len(table)))
     first = [rows[i] for i in range(min(20, len(rows)))]

@@ -1,7 +1,8 @@
-"""Chats as lists of messages in the form of chat templates, with a place for each image and video.
+"""Chats as lists of messages in the form of chat templates, with a place for each image, video and audio.
 
 A message is {"role": "user", "content": ...}. Its content is a text, or a list of parts {"type": "image"},
-{"type": "video"} and {"type": "text", "text": ...}. A message of the assistant may have `tool_calls`.
+{"type": "video"}, {"type": "audio"} and {"type": "text", "text": ...}. A message of the assistant may have
+`tool_calls`.
 """
 
 from __future__ import annotations
@@ -21,16 +22,20 @@ IMAGE_MARK = "<image>"
 VIDEO_MARK = "<video>"
 """Marks the place of a video in a text of a row with videos; in other rows it is text."""
 
-UNSUPPORTED_COLUMNS = ("audio", "audios")
-"""Columns that are refused: to ignore them would change the question."""
+AUDIO_MARK = "<audio>"
+"""Marks the place of an audio in a text of a row with audios; in other rows it is text."""
+
+MEDIA = ("image", "video", "audio")
+"""Kinds of media, each of which is also the type of a part of a message."""
 
 
 class Prompt(NamedTuple):
-    """Messages, and the images and videos of their parts, in order."""
+    """Messages, and the images, videos and audios of their parts, in order."""
 
     messages: list[Message]
     images: list[Any]
     videos: list[Any]
+    audios: list[Any]
 
 
 def message(role: str, text: str, images: int = 0) -> dict[str, Any]:
@@ -40,36 +45,37 @@ def message(role: str, text: str, images: int = 0) -> dict[str, Any]:
 
 
 def text_of(message: Message) -> str:
-    """The text of a message, without its images and videos."""
+    """The text of a message, without its images, videos and audios."""
     content = message.get("content") or ""
     return content if isinstance(content, str) else "".join(part.get("text") or "" for part in content)
 
 
 def prompt_of(row: Row) -> Prompt:
-    """The messages of a row's prompt, and the images and videos of their parts.
+    """The messages of a row's prompt, and the images, videos and audios of their parts.
 
     Args:
-        row: with `messages`, or a `question` that is a text or messages; and `images`, and `videos` or one `video`, see
-            `place_media`.
+        row: with `messages`, or a `question` that is a text or messages; and `images`, `videos` or one `video`, and
+            `audios` or one `audio`, see `place_media`.
 
     Raises:
-        ValueError: the row could not be read, has no question, has an audio column, or the number of images or videos
-            is not the number of places for them.
+        ValueError: the row could not be read, has no question, or the number of images, videos or audios is not the
+            number of places for them.
     """
     if reason := row.get("unreadable"):
         raise ValueError(reason)
-    if found := next((name for name in UNSUPPORTED_COLUMNS if not _missing(row.get(name))), None):
-        raise ValueError(f"{found}: expected text, images and videos, got a column of this name")
     name = "question" if row.get("messages") is None else "messages"
     question = row.get(name)
     images = [] if row.get("images") is None else list(row["images"])
-    if row.get("videos") is None:
-        videos = [] if _missing(row.get("video")) else [row["video"]]
-    else:
-        videos = list(row["videos"])
+    videos, audios = _one_or_many(row, "video"), _one_or_many(row, "audio")
     if name == "question" and isinstance(question, str):
-        return place_media([message("user", question)], images, videos)
-    return place_media(read_messages(question, name), images, videos)
+        return place_media([message("user", question)], images, videos, audios)
+    return place_media(read_messages(question, name), images, videos, audios)
+
+
+def _one_or_many(row: Row, kind: str) -> list[Any]:
+    if row.get(f"{kind}s") is None:
+        return [] if _missing(row.get(kind)) else [row[kind]]
+    return list(row[f"{kind}s"])
 
 
 def read_messages(found: Any, name: str = "messages") -> list[Message]:
@@ -80,8 +86,8 @@ def read_messages(found: Any, name: str = "messages") -> list[Message]:
         name: of the column, for errors.
 
     Raises:
-        ValueError: not a list of messages, or a content that is neither text nor parts of text, images and
-            videos.
+        ValueError: not a list of messages, or a content that is neither text nor parts of text, images, videos and
+            audios.
     """
     found = from_json(found)
     if not isinstance(found, list | tuple) or not found:
@@ -115,9 +121,9 @@ def _read_part(part: Any, name: str) -> Mapping[str, Any]:
     kind = part.get("type") if isinstance(part, Mapping) else None
     if kind == "text" and isinstance(part.get("text"), str):
         return {"type": "text", "text": part["text"]}
-    if kind not in ("image", "image_url", "video", "video_url"):
-        raise ValueError(f"{name}: expected parts of type text, image and video, got {_short(part)}")
-    medium = kind.removesuffix("_url")
+    medium = str(kind).removesuffix("_url")
+    if medium not in MEDIA:
+        raise ValueError(f"{name}: expected parts of type text, image, video and audio, got {_short(part)}")
     keys = (medium, f"{medium}_url", "url", "path", "bytes")
     source = next((part[key] for key in keys if not _missing(part.get(key))), None)
     if kind == f"{medium}_url" and isinstance(source, Mapping):
@@ -134,32 +140,37 @@ def _read_call(call: Any, name: str) -> Mapping[str, Any]:
     return {"type": "function", "function": {"name": function["name"], "arguments": arguments}}
 
 
-def place_media(messages: Sequence[Message], images: Sequence[Any] = (), videos: Sequence[Any] = ()) -> Prompt:
-    """Messages with a part for each image and video, and the images and videos in the order of these parts.
+def place_media(
+    messages: Sequence[Message], images: Sequence[Any] = (), videos: Sequence[Any] = (), audios: Sequence[Any] = ()
+) -> Prompt:
+    """Messages with a part for each image, video and audio, and these media in the order of their parts.
 
     The place of an image is an image part, which may contain the image itself, or `<image>` in a text, which is split
     there. If there are no places, the images go before the text of the first message of the user. The same holds for
-    videos, with `<video>`; in a chat without videos `<video>` is text.
+    videos, with `<video>`, and for audios, with `<audio>`; in a chat without videos `<video>` is text, and in one
+    without audios `<audio>`.
 
     Args:
         messages: from `read_messages`.
-        images, videos: of the row, for marks in the text and for parts without a source.
+        images, videos, audios: of the row, for marks in the text and for parts without a source.
 
     Raises:
-        ValueError: the number of images or videos is not the number of places, or there are places of both kinds.
+        ValueError: the number of images, videos or audios is not the number of places, or there are both marks and
+            parts.
     """
     messages, images = _place("image", messages, images, IMAGE_MARK)
     messages, videos = _place("video", messages, videos, VIDEO_MARK if videos else "")
-    return Prompt(messages, images, videos)
+    messages, audios = _place("audio", messages, audios, AUDIO_MARK if audios else "")
+    return Prompt(messages, images, videos, audios)
 
 
 def _place(
     kind: str, messages: Sequence[Message], sources: Sequence[Any], mark: str
 ) -> tuple[list[Message], list[Any]]:
-    """Places the images or the videos; see `place_media`.
+    """Places the media of one kind; see `place_media`.
 
     Args:
-        kind: "image" or "video".
+        kind: one of `MEDIA`.
         sources: of the row.
         mark: of a place in a text; if empty, texts have no places.
     """

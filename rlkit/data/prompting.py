@@ -27,8 +27,8 @@ def with_prompt(
     Args:
         task: held-out rows are changed too, so choose them first (`with_heldout`).
         system_prompt: the system message of every row.
-        prompt_template: a text with `{question}` as the place of the last question, its images and videos. Other braces
-            have no meaning.
+        prompt_template: a text with `{question}` as the place of the last question, with its images, videos and audios.
+            Other braces have no meaning.
         answer_prefix: the beginning of every answer. It is part of the prompt: the policy neither samples it nor is
             trained on it, and reward functions get the response without it.
         chat_template_kwargs: options of the model's chat template, such as {"enable_thinking": False}. Options that a
@@ -57,7 +57,7 @@ def with_prompt(
 def _prompted(row: Row, system_prompt: str, prompt_template: str, answer_prefix: str) -> dict[str, Any]:
     if row.get("plain_text") is not None:
         raise ValueError("prompt_template: expected rows with a question, got plain text")
-    messages, images, videos = prompt_of(row)
+    messages, images, videos, audios = prompt_of(row)
     if system_prompt:
         if messages[0]["role"] == "system":
             raise ValueError("system_prompt: expected rows without a system message, got one that has it")
@@ -68,7 +68,7 @@ def _prompted(row: Row, system_prompt: str, prompt_template: str, answer_prefix:
             raise ValueError("prompt_template: expected a message of the user, got none")
         messages = [*messages[:last], _apply_template(messages[last], prompt_template), *messages[last + 1 :]]
     added: dict[str, Any] = {"answer_prefix": answer_prefix} if answer_prefix else {}
-    added |= {"videos": videos} if videos else {}
+    added |= {name: found for name, found in (("videos", videos), ("audios", audios)) if found}
     return {**row, "messages": messages, "images": images, **added}
 
 

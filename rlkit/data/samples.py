@@ -18,6 +18,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+AUDIO_KEYS = ("input_features", "feature_attention_mask")
+"""Vision tensors of audios: log-mel features [audios, mels, frames], and a mask of their frames [audios, frames]."""
+
 Row = Mapping[str, Any]
 """A row of a task; see `rlkit.data.tasks`."""
 
@@ -62,20 +65,32 @@ class Video(NamedTuple):
         }
 
 
+class Audio(NamedTuple):
+    """Sound as a model hears it, of one channel.
+
+    Attributes:
+        samples: float32 [samples], from -1 to 1.
+        rate: samples per second.
+    """
+
+    samples: np.ndarray
+    rate: int
+
+
 @dataclass(frozen=True, eq=False)
 class Sample:
     """One sequence: a prompt, and what has been sampled after it.
 
     Attributes:
         token_ids: expanded track, prompt and response.
-        compact_ids: compact track, with one placeholder token per image or video.
+        compact_ids: compact track, with one placeholder token per image, video or audio.
         mask: for each of `token_ids`, whether the policy wrote it.
         logprobs: the sampler's log-probability of each of `token_ids`; 0 where `mask` is False.
-        vision: the processor's output for this sample's images and videos (`pixel_values`, `image_grid_thw`, ...).
-        placeholders: placeholder token id -> for each image (or video), in order, the number of placeholders in the
-            expanded track, or the `Expansion` there.
+        vision: the processor's output for this sample's media (`pixel_values`, `input_features`, ...).
+        placeholders: placeholder token id -> for each image (or video, or audio), in order, the number of placeholders
+            in the expanded track, or the `Expansion` there.
         images: the decoded images, for samplers with an image processor of their own.
-        videos: the decoded videos, likewise.
+        videos, audios: the decoded videos and audios, likewise.
         row: the data row of the prompt; reward functions read it.
         group_id: the same integer for all samples of one prompt.
         number: index of this sample among those of its prompt, from 0; with `group_id` it seeds the sampler.
@@ -97,6 +112,7 @@ class Sample:
     placeholders: Mapping[int, Sequence[int | Expansion]] = field(default_factory=dict)
     images: Sequence[Any] = ()
     videos: Sequence[Video] = ()
+    audios: Sequence[Audio] = ()
     row: Mapping[str, Any] = field(default_factory=dict)
     group_id: int = 0
     number: int = 0
@@ -164,6 +180,24 @@ def pad_images(pixels: Sequence[Tensor]) -> list[Tensor]:
     return [F.pad(x, [0, width - x.shape[-1], 0, height - x.shape[-2]]) for x in pixels]
 
 
+def pad_for_concatenation(tensors: Mapping[str, Sequence[Tensor]]) -> dict[str, Sequence[Tensor]]:
+    """Pads images and audios of several sizes with zeros, as the processors pad those of a batch.
+
+    These are the images of processors that report `image_sizes` (Mistral 3), and log-mel features with their mask.
+
+    Args:
+        tensors: vision tensors by name, one for each sample.
+    """
+    padded = dict(tensors)
+    if "image_sizes" in padded:
+        padded["pixel_values"] = pad_images(padded["pixel_values"])
+    for name in AUDIO_KEYS:
+        if name in padded:
+            longest = max(x.shape[-1] for x in padded[name])
+            padded[name] = [F.pad(x, [0, longest - x.shape[-1]]) for x in padded[name]]
+    return padded
+
+
 def append_observation(sample: Sample, observation: Sample) -> Sample:
     """Appends an environment's observation to both tracks; its tokens are not in the mask.
 
@@ -175,12 +209,12 @@ def append_observation(sample: Sample, observation: Sample) -> Sample:
     vision, placeholders = sample.vision, sample.placeholders
     if observation.vision:  # otherwise keep the same object: responses to a prompt share its images
         names = {**sample.vision, **observation.vision}
+        tensors: Mapping[str, Sequence[Tensor]]
         tensors = {name: [one.vision[name] for one in both if name in one.vision] for name in names}
-        if "image_sizes" in names:
-            tensors["pixel_values"] = pad_images(tensors["pixel_values"])
+        tensors = pad_for_concatenation(tensors)
         pixels = names.get("pixel_values")
         image_dim = int(pixels is not None and pixels.ndim == 5)  # SmolVLM, Idefics3: [1, images, ...]
-        vision = {name: torch.cat(parts, image_dim) for name, parts in tensors.items()}
+        vision = {name: torch.cat(list(parts), image_dim) for name, parts in tensors.items()}
         kinds = {**sample.placeholders, **observation.placeholders}
         placeholders = {kind: [count for one in both for count in one.placeholders.get(kind, ())] for kind in kinds}
     return replace(
@@ -193,6 +227,7 @@ def append_observation(sample: Sample, observation: Sample) -> Sample:
         placeholders=placeholders,
         images=[*sample.images, *observation.images],
         videos=[*sample.videos, *observation.videos],
+        audios=[*sample.audios, *observation.audios],
     )
 
 

@@ -109,11 +109,11 @@ def _parquet_table(path: Path) -> Any:
 
 
 def without_decoding(table: Any) -> Any:
-    """A table or stream of datasets with images and videos as bytes or paths instead of decoded ones."""
+    """A table or stream of datasets with images, videos and audios as bytes or paths instead of decoded ones."""
     with requires_extra("recipes"):
         import datasets
 
-    for kind in (datasets.Image, datasets.Video):
+    for kind in (datasets.Image, datasets.Video, datasets.Audio):
         undecoded = kind(decode=False)
         for name, feature in (table.features or {}).items():
             if isinstance(feature, kind):
@@ -147,14 +147,14 @@ def files_of_video(video: Any) -> list[Any]:
 
 
 def _is_url(source: str) -> bool:
-    return "://" in source or source.startswith(("data:image/", "data:video/"))
+    return "://" in source or source.startswith(("data:image/", "data:video/", "data:audio/"))
 
 
 def check_inside(folders: Sequence[Path], picture: Any, column: str = "images") -> None:
     """Check that an image's path, as `resolve_image_path` gives it, does not lead out of a data set's folders.
 
-    Whoever wrote a data set could otherwise have any image or video that this account may read put into prompts, logs
-    and pages.
+    Whoever wrote a data set could otherwise have any image, video or audio that this account may read put into
+    prompts, logs and pages.
 
     Raises:
         ValueError: by an absolute path, `..` or a link, it does.

@@ -14,6 +14,7 @@ from rlkit.data.messages import prompt_of, text_of
 from rlkit.doctor.findings import Finding
 from rlkit.rewards import score
 from rlkit.vlm import encode_prompt, load_image
+from rlkit.vlm.audios import load_audios
 from rlkit.vlm.videos import load_videos
 
 Row = Mapping[str, Any]
@@ -48,7 +49,8 @@ def check_rows(
         chosen = [rows[i] for i in range(min(most, len(rows)))]
         if not chosen:
             continue
-        lengths, images, videos, skipped = [], [], [], []
+        lengths, skipped = list[int](), list[str]()
+        counts: dict[str, list[int]] = {"images": [], "videos": [], "audios": []}
         for row in chosen:
             try:
                 prompt = read_prompt(row, processor, max_tokens)
@@ -56,16 +58,17 @@ def check_rows(
                 skipped.append(str(error))
                 continue
             lengths.append(len(prompt.token_ids) if processor else len(prompt.text))
-            images.append(len(prompt.images))
-            videos.append(len(prompt.videos))
-            pictures = [image.tobytes() for image in prompt.images] + [one.frames.tobytes() for one in prompt.videos]
-            seen[kind].add(repr((prompt.text, pictures)))
+            for name, numbers in counts.items():
+                numbers.append(len(getattr(prompt, name)))
+            contents = [image.tobytes() for image in prompt.images] + [one.frames.tobytes() for one in prompt.videos]
+            contents += [one.samples.tobytes() for one in prompt.audios]
+            seen[kind].add(repr((prompt.text, contents)))
         unit = "tokens" if processor else "characters"
         if lengths:
             spread = f"{min(lengths)} to {max(lengths)} {unit}, median {median(lengths):.0f}"
-            counts = f"{min(images)} to {max(images)} images"
-            counts += f", {min(videos)} to {max(videos)} videos" if any(videos) else ""
-            yield Finding(f"{kind} prompts", f"{spread}; {counts} each")
+            shown = {name: found for name, found in counts.items() if name == "images" or any(found)}
+            media = ", ".join(f"{min(found)} to {max(found)} {name}" for name, found in shown.items())
+            yield Finding(f"{kind} prompts", f"{spread}; {media} each")
         yield _skipped(kind, skipped, len(chosen))
         if repeated := len(lengths) - len(seen[kind]):
             yield Finding(f"{kind} prompts", f"{repeated} of the first {len(chosen)} are repetitions", None)
@@ -89,7 +92,7 @@ def _skipped(kind: str, skipped: Sequence[str], read: int) -> Finding:
 
 
 def read_prompt(row: Row, processor: Any = None, max_tokens: int | None = None) -> Sample:
-    """The prompt of a row, with its images, videos and text; with a processor, the text is that of the chat template.
+    """The prompt of a row, with its media and text; with a processor, the text is that of the chat template.
 
     Raises:
         ValueError: a run would skip the row.
@@ -100,13 +103,13 @@ def read_prompt(row: Row, processor: Any = None, max_tokens: int | None = None) 
         return replace(prompt, text=text)
     where = row.get("where", "row")
     try:
-        messages, image_sources, video_sources = prompt_of(row)
+        messages, image_sources, video_sources, audio_sources = prompt_of(row)
         images = [load_image(source) for source in image_sources]
-        videos = load_videos(None, video_sources)
+        videos, audios = load_videos(None, video_sources), load_audios(None, audio_sources)
     except ValueError as error:
         raise ValueError(f"{where}: {error}") from error
     text = "\n".join(f"{message['role']}: {text_of(message)}" for message in messages)
-    return prompt_sample([], text=text, images=images, videos=videos, row=row)
+    return prompt_sample([], text=text, images=images, videos=videos, audios=audios, row=row)
 
 
 def check_rewards(task: Task, count: int = 10) -> Iterator[Finding]:
@@ -160,7 +163,8 @@ def show_rows(task: Task, processor: Any = None, count: int = 3) -> Iterator[str
         clips = ", ".join(
             f"{count} frames of {width} x {height}, {fps:g} a second" for count, height, width, fps in shapes
         )
-        media = f"images: {sizes}" + (f"; videos: {clips}" if clips else "")
+        sounds = ", ".join(f"{len(one.samples) / one.rate:.1f} s" for one in prompt.audios)
+        media = f"images: {sizes}" + (f"; videos: {clips}" if clips else "") + (f"; audios: {sounds}" if sounds else "")
         yield f"--- {row.get('where', 'row')}: {tokens}{media}\n{_cut(prompt.text)}"
         for name in ("answer", "completion", "chosen", "rejected", "label"):
             if row.get(name) is not None:

@@ -14,6 +14,7 @@ from __future__ import annotations
 import json
 import re
 import shutil
+import warnings
 import zlib
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -27,6 +28,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_leaves
 
@@ -86,7 +88,7 @@ def finish() -> None:
 
 
 def wait_for_writing() -> None:
-    """Wait until this rank's thread that writes a checkpoint has ended, well or not; other ranks need not call it."""
+    """Wait until this rank's thread that writes a checkpoint has ended, perhaps with an error; not collective."""
     wait_for_all(_pending_saves)
 
 
@@ -97,7 +99,7 @@ def _saving_group(world: dist.ProcessGroup) -> dist.ProcessGroup:
 
 
 def _prepare(part: Path) -> str:
-    """Make an empty directory, on rank 0; why that is not possible."""
+    """Make an empty directory, on rank 0; returns the error, or an empty string."""
     try:
         if dist.get_rank() == 0:
             shutil.rmtree(part, ignore_errors=True)
@@ -135,7 +137,7 @@ def _write(
 
 
 def first_problem(problem: str, group: dist.ProcessGroup | None) -> str:
-    """What went wrong on the first rank on which something did; empty if nothing did on any. All ranks call this."""
+    """The error of the first rank that has one; empty if none has. All ranks call this together."""
     of_ranks: list[Any] = [None] * dist.get_world_size(group)
     dist.all_gather_object(of_ranks, problem, group)
     return next((theirs for theirs in of_ranks if theirs), "")
@@ -158,7 +160,7 @@ def _not_written(
 
 
 def _reason(error: BaseException) -> str:
-    """The first line of what went wrong, on the rank on which it did."""
+    """The first line of an error's message, on the rank where the error was raised."""
     if isinstance(error, dcp.api.CheckpointException) and error.failures:
         error = next(iter(error.failures.values()))[0]
     return str(error).strip().partition("\n")[0] or type(error).__name__
@@ -191,7 +193,7 @@ def _files_of_rank(part: Path) -> list[Path]:
 
 
 def _checksum(file: Path) -> str:
-    """CRC-32 of a file, in hexadecimal: for damage, not for malice."""
+    """CRC-32 of a file, in hexadecimal. It detects damage, not manipulation."""
     checksum = 0
     with file.open("rb", buffering=0) as opened:
         while block := opened.read(1 << 22):
@@ -208,7 +210,7 @@ def _complete(part: Path, path: Path, checksums: Mapping[str, str], extra: dict[
 
 
 def _checksum_of(content: Mapping[str, Any]) -> str:
-    """CRC-32 of what a manifest says, as it is when it has been read again."""
+    """CRC-32 of a manifest's content after a round trip through JSON."""
     return f"{zlib.crc32(json.dumps(json.loads(json.dumps(content)), sort_keys=True).encode()):08x}"
 
 
@@ -250,7 +252,10 @@ def read_manifest(path: str | Path) -> dict[str, Any]:
 
 
 def _read_intact(path: Path) -> tuple[dict[str, Any], str]:
-    """The manifest, and what is wrong with it or with one of its files: with the contents of this rank's share."""
+    """The manifest, and the first error in it or in the files; an empty string for none.
+
+    Each rank compares the checksums of its share of the files.
+    """
     try:
         manifest = json.loads((path / MANIFEST).read_text())
         checksum, sizes, checksums = manifest.pop("checksum"), manifest["files"], manifest["checksums"]
@@ -292,7 +297,17 @@ def set_random_states(state: Mapping[str, Any], device: torch.device) -> None:
 
 
 class _OneTensorReader(dcp.FileSystemReader):
-    """Frees each tensor that it has read before it reads the next; torch's reader holds two tensors of a file."""
+    """Frees each tensor that it has read before it reads the next; torch's reader holds two tensors of a file.
+
+    It reads the metadata once, however often it is used.
+    """
+
+    _metadata: Any = None
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Any:
+        if self._metadata is None:
+            self._metadata = super().read_metadata(*args, **kwargs)
+        return self._metadata
 
     def read_data(self, plan: dcp.LoadPlan, planner: dcp.LoadPlanner) -> Any:
         for item in plan.items:
@@ -316,14 +331,57 @@ def load(path: str | Path, state: dict[str, Any]) -> None:
         ) from error
 
 
+class TensorReader:
+    """Reads tensors of a checkpoint on this rank alone, a few at a time; call `read_manifest` first, on all ranks.
+
+    Attributes:
+        shapes: of the tensors in the checkpoint, by their names there.
+    """
+
+    def __init__(self, path: str | Path) -> None:
+        self._reader = _OneTensorReader(path)
+        saved = _metadata(path, self._reader).state_dict_metadata
+        self.shapes = {name: x.size for name, x in saved.items() if isinstance(x, TensorStorageMetadata)}
+
+    def fill(self, state: dict[str, Any]) -> None:
+        """Fill the tensors of `state`, a part of the state that was saved."""
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "torch.distributed is disabled")  # other ranks read other tensors
+            dcp.load(state, storage_reader=self._reader, no_dist=True)
+
+
+def check_shapes(path: str | Path, found: Mapping[str, torch.Size], expected: Mapping[str, torch.Size]) -> None:
+    """Check that a checkpoint has the tensors that this rank will read. All ranks call this together.
+
+    Args:
+        path: of the checkpoint, for the message.
+        found: shapes in the checkpoint, by name.
+        expected: shapes of what this rank will read.
+
+    Raises:
+        ValueError: on all ranks; it names the first tensor that is missing or has another shape.
+    """
+    wrong = next((name for name, shape in expected.items() if found.get(name) != shape), None)
+    problem = ""
+    if wrong is not None:
+        got = f"{list(found[wrong])}" if wrong in found else "none"
+        problem = f"expected {list(expected[wrong])} for {wrong}, got {got}"
+    if problem := first_problem(problem, None):
+        raise ValueError(f"checkpoint {path}: expected the state of this model and optimizer, got another: {problem}")
+
+
 def tensor_names(path: str | Path) -> set[str]:
     """The names of the tensors in a checkpoint.
 
     Raises:
         ValueError: its metadata cannot be read.
     """
+    return set(_metadata(path, dcp.FileSystemReader(path)).state_dict_metadata)
+
+
+def _metadata(path: str | Path, reader: dcp.FileSystemReader) -> Any:
     try:
-        return set(dcp.FileSystemReader(path).read_metadata().state_dict_metadata)
+        return reader.read_metadata()
     except Exception as error:  # a damaged pickle may raise anything
         raise ValueError(
             f"checkpoint {path}: expected a readable .metadata file, got a damaged one: {error}"

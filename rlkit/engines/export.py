@@ -17,6 +17,8 @@ from torch import Tensor
 
 from rlkit.engines.checkpoint import first_problem, replace_directory
 from rlkit.engines.value_head import as_classifier, has_value_head
+from rlkit.vlm.families import WHOLE_MODELS, checkpoint_name
+from rlkit.vlm.loading import whole_config
 
 FILE_BYTES = 2 << 30  # most in one file of weights, and most that rank 0 holds on the host
 
@@ -57,10 +59,12 @@ def export_hf(
 
     def write(part: Path, weights: Iterable[tuple[str, Tensor]]) -> None:
         saved.save_pretrained(part, state_dict={})  # config, generation config and code
+        if saved.config.model_type in WHOLE_MODELS:
+            whole_config(saved).save_pretrained(part)
         if processor is not None:
             processor.save_pretrained(part)
         pieces = (piece for name, x in weights for piece in revert_weight_conversion(model, {name: x}).items())
-        named = ((renamed.get(name, name), x) for name, x in pieces)
+        named = ((checkpoint_name(model.config.model_type, renamed.get(name, name)), x) for name, x in pieces)
         _write_weights(part, ((name, x.to("cpu", dtype if x.is_floating_point() else None)) for name, x in named))
 
     _write_directory(path, write, weights)

@@ -77,7 +77,7 @@ def run(options: Any) -> list[Part]:
         (sample,) = rollout.generate([prompt], Sampling(options.max_new_tokens, temperature))
     elif sample.vision:
         prompt = encode_prompt(processor, sample.row)
-        sample = replace(sample, images=prompt.images, videos=prompt.videos)
+        sample = replace(sample, images=prompt.images, videos=prompt.videos, audios=prompt.audios)
     sampler = vllm_parts(rollout, sample) if options.rollout == "vllm" else hf_parts(rollout, engine.base, sample)
     trainer, logprobs = trainer_parts(engine, sample)
     rollout.close()

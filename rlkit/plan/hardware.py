@@ -8,6 +8,7 @@ from rlkit.tracking import peak_flops
 
 USABLE = 0.93  # share of a GPU's memory; assumption: CUDA, NCCL and fragmentation take the rest
 NETWORK_BYTES_PER_SECOND = 50e9  # per GPU, between machines; assumption: a 400 Gbit/s adapter
+HOST_BYTES_PER_SECOND = 50e9  # per GPU, from and to host memory; assumption: 50 of the 64 GB/s of PCIe 5.0 x16
 
 
 @dataclass(frozen=True)

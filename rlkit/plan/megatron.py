@@ -1,10 +1,13 @@
-"""Estimates the memory of the megatron engine by arithmetic: unlike fsdp2, it is not rehearsed.
+"""Estimates the memory and the communication of the megatron engine.
 
-Parameters, gradients and optimizer state follow exactly from the model's parameters and the degrees of parallelism.
-Activations are a sum over the tensors that a layer saves for its backward pass. Attention is that of flash kernels, and
-the output layer that of the Triton kernels. Experts are assumed to get equally many tokens. On a CPU, with stand-ins
-for these kernels, activations are within 15 % of what torch's allocator gives out (tests/plan/test_plan.py). Pipelines
-and vision towers have not been compared.
+The fsdp2 engine is rehearsed (rlkit.plan.rehearsal); Megatron cannot be, so its memory is computed by formulas:
+
+- Parameters, gradients and optimizer state: exact, from the model's parameters and the degrees of parallelism.
+- Activations: the sum of the tensors that each layer saves for its backward pass, with flash attention, the Triton
+  kernels for the output layer, and equally many tokens for each expert.
+
+tests/plan/test_plan.py compares the formulas with torch's allocator on a CPU, where stand-ins replace these kernels.
+Activations are within 15 %. Pipelines and vision towers are not compared.
 """
 
 from __future__ import annotations
@@ -60,7 +63,9 @@ class MicroBatch:
 
 
 def estimate(cfg: Any, roles: Roles, world: int, image_tokens: int | None) -> Rehearsal:
-    """What `rehearse` returns for an engine that can be rehearsed, for the rank that needs the most memory.
+    """The memory of a training step, as `rlkit.plan.rehearsal.rehearse` returns it for fsdp2.
+
+    It is that of a rank in the pipeline stage that needs the most memory.
 
     Args:
         cfg: options of the recipe.
@@ -71,6 +76,9 @@ def estimate(cfg: Any, roles: Roles, world: int, image_tokens: int | None) -> Re
     Raises:
         ValueError: the engine refuses the model or an option.
     """
+    if roles.whole_vocabulary:
+        got = f"{cfg.loss} over the whole vocabulary"
+        raise ValueError(f"loss: expected sampled_token, or --teacher_top_k, in the megatron engine, got {got}")
     dims = _dims(cfg, roles, world)
     config = roles.policy or roles.critic
     data_parallel_size = world // (dims.tensor * dims.pipeline * dims.context)
@@ -96,11 +104,12 @@ def estimate(cfg: Any, roles: Roles, world: int, image_tokens: int | None) -> Re
 
 
 def _resident(roles: Roles, trained: dict[str, Any], dims: ParallelDims, world: int, stage: int) -> dict[str, int]:
-    """Bytes by kind that a rank of this pipeline stage keeps during the whole step."""
+    """Bytes by kind that a rank of this pipeline stage keeps during the whole step: all but gradients."""
     resident: dict[str, int] = {}
     for model in trained.values():
-        for kind, size in state_bytes(stage_parameters(model, dims)[stage], dims, world).items():
-            resident[kind] = resident.get(kind, 0) + size
+        sizes = state_bytes(stage_parameters(model, dims)[stage], dims, world)
+        for kind in ("parameters", "optimizer"):
+            resident[kind] = resident.get(kind, 0) + sizes[kind]
     if roles.reference is not None:
         reference = stage_parameters(empty(roles.reference, torch.bfloat16), dims)[stage]
         resident["reference"] = WEIGHT * (reference.dense + reference.experts)
@@ -126,8 +135,9 @@ def _phases(
         activations = activation_bytes(cfg, model.config, dims, micro_batch, stage, workload)
         has_logits = stage == dims.pipeline - 1 and name == "policy"
         logits = head_bytes(model.config, dims, micro_batch) if has_logits else 0
-        phases[f"{prefix}forward and backward"] = {**resident, "activations": activations, "logits": logits}
-        phases[f"{prefix}optimizer step"] = dict(resident)
+        held = {**resident, "gradients": gradient_bytes(stage_parameters(model, dims)[stage])}
+        phases[f"{prefix}forward and backward"] = {**held, "activations": activations, "logits": logits}
+        phases[f"{prefix}optimizer step"] = held
     if hasattr(cfg, "rollout"):
         phases["weight sync"] = {**resident, **_gathered(cfg, trained, dims)}
     return phases
@@ -207,37 +217,46 @@ def _sharded(model: Any, dims: ParallelDims) -> Iterator[tuple[str, Any, int]]:
 
 
 def state_bytes(stage: StageParameters, dims: ParallelDims, world: int) -> dict[str, int]:
-    """Bytes of parameters, gradients and optimizer state on one rank, between and during steps.
+    """Bytes of parameters, gradients and optimizer state on one rank during a training step.
 
-    Gradients are float32 buffers that stay allocated. Data-parallel ranks share the optimizer's float32 weights and
-    moments; for experts these are the ranks that have the same experts.
+    Data-parallel ranks share the optimizer's float32 weights and moments; for experts these are the ranks that have the
+    same experts.
     """
     data_parallel = world // (dims.tensor * dims.pipeline)  # context ranks included
     expert_data_parallel = world // (dims.expert * dims.pipeline)
     optimizer = stage.trained_dense / data_parallel + stage.trained_experts / expert_data_parallel
     return {
         "parameters": WEIGHT * (stage.dense + stage.experts),
-        "gradients": GRADIENT * (stage.trained_dense + stage.trained_experts),
+        "gradients": gradient_bytes(stage),
         "optimizer": round((MASTER + MOMENTS) * optimizer),
     }
+
+
+def gradient_bytes(stage: StageParameters) -> int:
+    """Bytes of the float32 gradients on one rank, which are freed after each step."""
+    return GRADIENT * (stage.trained_dense + stage.trained_experts)
 
 
 # --- activations
 
 
 def layer_bytes(config: Any, dims: ParallelDims, micro_batch: MicroBatch, *, width: int = WEIGHT) -> int:
-    r"""Bytes that one layer saves for its backward pass on one rank, without recomputation.
+    """Bytes that one layer saves for its backward pass on one rank, without recomputation.
 
-    With n tokens, H hidden units, A and K units of queries and keys, I of the MLP, T tensor ranks (S of them share
-    tokens), a dense layer saves in numbers
+    The saved numbers per token of this rank, in a layer with H hidden units, Q query units (heads times head size D), K
+    key units, I units of the MLP, T tensor ranks, and S = T with sequence parallelism, otherwise 1:
 
-    $$n \left( \frac{4 H}{S} + \frac{3 A + 3 K}{T} + 4 D + \frac{5 I}{T} \right) + \frac{2 K k}{T}:$$
+    - 4 H / S: the inputs and outputs of both norms
+    - 3 Q / T + 3 K / T: queries, keys and values as projected; queries and keys after rotation; the attention's output
+    - (Q + K) / T: queries and keys before their norms, if the family has them (Qwen3)
+    - 4 D: cosines and sines
+    - 5 I / T: the outputs of the gate and up projections, both again as factors, and their product
 
-    the inputs and outputs of both norms; projected queries, keys and values, and again the first two after rotation;
-    the attention's output; cosines and sines for heads of size D; the gate's and the up projection's output, both again
-    as factors, and their product; and the k keys and values of segments, where a shared prompt is repeated for its
-    answers or context ranks gather them. An expert has the tokens that are routed to it, each also with its routing
-    probability: $m (H + 6 I)$ for m of them.
+    In a mixture of experts, 8 bytes per expert (the router's float32 logits and probabilities) and H + 6 I numbers for
+    each expert that the token is routed to, both divided by S, take the place of the last.
+
+    If a shared prompt is repeated for its answers, or context ranks gather keys and values, these copies are saved,
+    too: 2 K / T numbers for each of `micro_batch.keys`.
 
     Args:
         config: of the transformers model.
@@ -319,14 +338,64 @@ def _gathered(cfg: Any, trained: dict[str, Any], dims: ParallelDims) -> dict[str
 
 
 def link_bytes(cfg: Any, config: Any, rehearsal: Rehearsal, world: int) -> float:
-    """Bytes that one rank sends in a training step: float32 gradients to be summed, bfloat16 weights after it, and the
-    activations that tensor ranks exchange, twice forward and twice backward in each layer.
+    """Bytes that one rank of a middle pipeline stage sends in a training step.
+
+    They are the float32 gradients that data-parallel ranks sum and the bfloat16 weights that they gather after the
+    update (`state_link_bytes`), and the activations of forward and backward (`activation_link_bytes`). With gradient
+    checkpointing each layer runs forward twice.
+
+    Not counted: the embedding, the output layer, the gradients of tied weights, and metrics.
     """
-    dims, text, workload = ParallelDims(**cfg.parallel), config.get_text_config(), rehearsal.workload
-    own = rehearsal.trainable / (dims.tensor * dims.pipeline * (dims.expert if is_moe(text) else 1))
-    data_parallel = world // (dims.tensor * dims.pipeline)
-    states = (GRADIENT + WEIGHT) * own * (data_parallel - 1) / data_parallel
+    dims = ParallelDims(**cfg.parallel)
+    model = _model(cfg, config, "policy")
+    states = max(state_link_bytes(stage, dims, world) for stage in stage_parameters(model, dims))
+    forwards = 2 if cfg.enable_gradient_checkpointing else 1
+    return states + activation_link_bytes(config, dims, rehearsal.workload, forwards=forwards, backwards=1)
+
+
+def state_link_bytes(stage: StageParameters, dims: ParallelDims, world: int) -> float:
+    """Bytes of gradients and updated weights that one rank sends to the ranks with the same part of the model."""
+    dense = stage.trained_dense * _others(world // (dims.tensor * dims.pipeline))
+    experts = stage.trained_experts * _others(world // (dims.expert * dims.pipeline))
+    return (GRADIENT + WEIGHT) * (dense + experts)
+
+
+def activation_link_bytes(
+    config: Any, dims: ParallelDims, workload: Workload, *, forwards: int, backwards: int
+) -> float:
+    """Bytes of activations, and of their gradients, that one rank of a middle pipeline stage sends.
+
+    Per token of this rank, H hidden units, K key units and the degrees of parallelism, in numbers:
+
+    - tensor: an all-reduce of H after attention, and one after a dense MLP, in each pass
+    - sequence: an all-gather of H in backward for each of these, since layers keep only their part of an input
+    - context: keys and values, which all ranks gather; in backward their gradients
+    - expert: H to each of the token's experts, and H back from them, in each pass
+    - pipeline: H to the next stage in the first forward; its gradient to the stage before in backward
+
+    Args:
+        config: of the transformers model.
+        dims: degrees of parallelism.
+        workload: rows of one rank.
+        forwards: how often each layer runs forward.
+        backwards: 0 for scoring, 1 for training.
+    """
+    text, passes = config.get_text_config(), forwards + backwards
+    hidden, sharing = text.hidden_size, dims.tensor if dims.sequence_parallel else 1
+    head_size = getattr(text, "head_dim", None) or hidden // text.num_attention_heads
+    parts = 1 if is_moe(text) else 2  # attention, and a dense MLP
+    numbers = parts * passes * 2 * _others(dims.tensor) * hidden
+    if dims.sequence_parallel:
+        numbers += parts * backwards * _others(dims.tensor) * hidden
+    numbers += passes * (dims.context - 1) * 2 * text.num_key_value_heads * head_size / dims.tensor
+    if is_moe(text):
+        numbers += passes * 2 * _others(dims.expert) * text.num_experts_per_tok * hidden / sharing
     tokens = workload.prompts * (workload.prompt + workload.group_size * workload.answer) / dims.context
-    passes = 3 if cfg.enable_gradient_checkpointing else 2
-    exchanged = 2 * passes * 2 * (dims.tensor - 1) / dims.tensor * WEIGHT * tokens * text.hidden_size
-    return states + exchanged * text.num_hidden_layers / dims.pipeline
+    layers = text.num_hidden_layers / dims.pipeline
+    neighbours = min(dims.pipeline - 1, 1 + backwards)
+    return WEIGHT * tokens * (layers * numbers + neighbours * hidden / sharing)
+
+
+def _others(ranks: int) -> float:
+    """The share of a tensor that is sent when ranks that share it gather it, or sum it into shards."""
+    return (ranks - 1) / ranks

@@ -83,4 +83,10 @@ def recipe_roles(module: Any, cfg: Any) -> Roles:
     policy = config if "build_engine" in called_names else None
     if policy is None and critic is None:
         raise ValueError(f"recipe: expected one that builds an engine, got {module.__name__}")
-    return Roles(policy, critic, reference, adapter_reference=has_reference and bool(cfg.lora_rank))
+    return Roles(
+        policy,
+        critic,
+        reference,
+        adapter_reference=has_reference and bool(cfg.lora_rank),
+        whole_vocabulary="output_layer" in called_names and cfg.loss != "sampled_token" and not cfg.teacher_top_k,
+    )

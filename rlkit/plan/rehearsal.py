@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -14,12 +14,14 @@ from rlkit.data.samples import Batch
 from rlkit.engines import make_engine
 from rlkit.engines.packing.vision_attention import use_packed_vision_attention
 from rlkit.engines.value_head import with_value_head
-from rlkit.losses import token_mean
+from rlkit.losses import jsd_loss, token_mean
 from rlkit.plan.fake_ranks import fake_ranks
 from rlkit.plan.kernels import use_own_attention, use_planned_attention
 from rlkit.plan.ledger import GATHERED, Ledger
 from rlkit.plan.workload import Workload, largest_micro_batches, longest_batch
 from rlkit.runs.models import shared_options, trained_part, training_engine
+from rlkit.runs.options import sends_adapters
+from rlkit.runs.sampling import ADAPTER_BUCKET_BYTES
 from rlkit.vlm.loading import empty_model, has_vision
 
 
@@ -32,12 +34,15 @@ class Roles:
         critic: the trained model with a scalar head: a critic or a reward model.
         reference: a frozen language model that computes log-probabilities: a reference policy or a teacher.
         adapter_reference: the reference is the policy with its LoRA adapters disabled, not a second model.
+        whole_vocabulary: the policy's distributions are compared with the reference's over the whole vocabulary, for
+            which each rank has a copy of the reference's output layer.
     """
 
     policy: Any = None
     critic: Any = None
     reference: Any = None
     adapter_reference: bool = False
+    whole_vocabulary: bool = False
 
 
 @dataclass
@@ -119,7 +124,10 @@ def _rehearse(cfg: Any, roles: Roles, models: dict[str, Any], ledger: Ledger, im
     first = engines.get("policy") or engines["critic"]
     workload = longest_batch(cfg, main_config, first.data_parallel_size, image_tokens)
     batch = largest_micro_batches(workload, main_config, cfg.micro_batch_tokens, share_prompts=first.share_prompts)
-    if roles.reference is not None:
+    functions = {}
+    if roles.whole_vocabulary:
+        functions["divergence"] = _divergence(engines["reference"], batch, ledger)
+    elif roles.reference is not None:
         ledger.begin("reference")
         engines["reference"].infer_batch(batch)
     if roles.adapter_reference:
@@ -128,13 +136,32 @@ def _rehearse(cfg: Any, roles: Roles, models: dict[str, Any], ledger: Ledger, im
             first.infer_batch(batch)
     for name in ("critic", "policy"):
         if name in engines:
-            _train(engines[name], batch, ledger, "" if name == "policy" or len(engines) == 1 else f"{name}: ")
+            prefix = "" if name == "policy" or len(engines) == 1 else f"{name}: "
+            _train(engines[name], batch, ledger, prefix, functions if name == "policy" else {})
     if hasattr(cfg, "rollout"):
-        _send_weights(first, cfg.rollout, ledger)
+        _send_weights(first, cfg, ledger)
     total, largest, trainable = counts["policy" if "policy" in models else "critic"]
     peaks = {phase: _of_later_steps(kinds, ledger.bytes) for phase, kinds in ledger.peaks.items()}
     host = sum(getattr(engine, "host_bytes", 0) for engine in engines.values())
     return Rehearsal(peaks, ledger.bytes, host, total, trainable, largest, workload, first.data_parallel_size)
+
+
+def _divergence(reference: Any, batch: Batch, ledger: Ledger) -> Callable[[Tensor, Mapping[str, Tensor]], Tensor]:
+    """A function of the policy's logits that compares them with the reference's, as recipes/distill.py does.
+
+    The reference's hidden states are kept on the host, so those in the batch take no memory here.
+    """
+    output_layer = reference.output_layer()
+    ledger.mark("reference", [x for x in output_layer.keywords.values() if isinstance(x, Tensor)])
+    ledger.begin("reference")
+    hidden = reference.hidden_states(batch)
+    batch.add_unpadded(hidden=hidden.new_zeros(1, 1).expand(hidden.shape))
+
+    def function(logits: Tensor, unpadded: Mapping[str, Tensor]) -> Tensor:
+        theirs, mask = output_layer(unpadded["hidden"]), logits.new_ones(1, len(logits), dtype=torch.bool)
+        return jsd_loss(logits[None], theirs[None, :, : logits.shape[1]], mask)[0]
+
+    return function
 
 
 def _of_later_steps(peak: dict[str, int], resident: dict[str, int]) -> dict[str, int]:
@@ -156,7 +183,7 @@ def _counts(model: Any) -> tuple[int, int, int]:
     return sum(sizes), max(sizes), sum(p.numel() for p in model.parameters() if p.requires_grad)
 
 
-def _train(engine: Any, batch: Batch, ledger: Ledger, prefix: str) -> None:
+def _train(engine: Any, batch: Batch, ledger: Ledger, prefix: str, functions: Mapping[str, Any]) -> None:
     """A training step in two phases: forward and backward, optimizer step."""
     parameters: Sequence[Tensor] = [p for p in engine.module.parameters() if p.requires_grad]
     outputs = engine.known_outputs
@@ -179,16 +206,21 @@ def _train(engine: Any, batch: Batch, ledger: Ledger, prefix: str) -> None:
     engine.optimizer.register_step_pre_hook(before)
     engine.optimizer.register_step_post_hook(after)
     ledger.begin(f"{prefix}forward and backward")
-    engine.train_batch(batch, loss, outputs)
+    engine.train_batch(batch, loss, outputs, **({"logit_functions": functions} if functions else {}))
     ledger.end()
 
 
-def _send_weights(engine: Any, rollout: str, ledger: Ledger) -> None:
-    """Gather all weights in the way that the sampling back end needs."""
+def _send_weights(engine: Any, cfg: Any, ledger: Ledger) -> None:
+    """Gather weights, or adapters alone, in the way that the sampling back end needs."""
     ledger.begin("weight sync")
-    for weight in engine.get_per_tensor_param(dtype=torch.bfloat16 if rollout == "vllm" else None):
-        del weight  # free it before the next one is gathered
-    if rollout == "hf":
+    dtype = torch.bfloat16 if cfg.rollout == "vllm" else None
+    if sends_adapters(cfg):
+        weights = list(engine.get_adapter(ADAPTER_BUCKET_BYTES, dtype)[1])  # a file of them all is made
+        del weights
+    else:
+        for weight in engine.get_per_tensor_param(dtype=dtype):
+            del weight  # free it before the next one is gathered
+    if cfg.rollout == "hf":
         with engine.gathered():
             pass
     ledger.end()

@@ -10,9 +10,10 @@ import torch
 from rlkit.engines.export import FILE_BYTES
 from rlkit.engines.flops import flops_obstacle
 from rlkit.plan.fit import GIB, Plan
-from rlkit.plan.hardware import USABLE
+from rlkit.plan.hardware import HOST_BYTES_PER_SECOND, USABLE
 from rlkit.plan.rehearsal import Roles
 from rlkit.plan.roofline import costs, link_bandwidth
+from rlkit.runs.options import sends_adapters
 
 KINDS = [
     "parameters",
@@ -40,6 +41,7 @@ def describe(cfg: Any, roles: Roles, plan: Plan, world: int, gpus_per_node: int)
         f"{transformers.__version__}, Python {platform.python_version()}",
         f"each rank: {workload.prompts} prompts of {workload.prompt} tokens ({workload.image_tokens} of images), "
         f"{workload.group_size} answers of {workload.answer} tokens to each",
+        *(["not planned: the GPUs of the teacher's servers"] if getattr(cfg, "teacher_servers", ()) else []),
         "",
         "GiB a rank, at the peak of each phase"
         + ("; Megatron is not rehearsed: an estimate by arithmetic" if cfg.engine == "megatron" else ""),
@@ -71,14 +73,15 @@ def _gib(size: int) -> str:
 def host_memory(cfg: Any, plan: Plan, world: int, gpus_per_node: int) -> dict[str, int]:
     """Bytes of one machine's host memory, by purpose.
 
-    Loading: each rank reads its slices of one tensor after the other, or for Megatron the whole model. Export: rank 0
-    holds the content of one file.
+    Loading: each rank reads its slices of one tensor after the other. Export: rank 0 holds the content of one file.
+    vLLM that is sent adapters alone keeps its base model there while it sleeps.
     """
     found, ranks = plan.rehearsal, min(world, gpus_per_node)
-    loaded = found.parameters if cfg.engine == "megatron" else found.largest_tensor
-    loading = ranks * (4 if cfg.dtype == "float32" else 2) * loaded
+    loading = ranks * (4 if cfg.dtype == "float32" else 2) * found.largest_tensor
     export = (4 if cfg.export_dtype == "float32" else 2) * found.parameters
     offloaded = {"weights and optimizer, between phases": ranks * found.host} if found.host else {}
+    if sends_adapters(cfg) and cfg.rollout == "vllm":
+        offloaded["vLLM's base model, while it sleeps"] = ranks * plan.sampler.weights
     return {"loading, at most": loading, "export, at most": min(FILE_BYTES, export), **offloaded}
 
 
@@ -91,9 +94,11 @@ def time_table(cfg: Any, roles: Roles, plan: Plan, world: int, gpus_per_node: in
     has_reference = roles.reference is not None or roles.adapter_reference
     models = (roles.policy is not None) + (roles.critic is not None)
     phases = costs(cfg, config, plan.rehearsal, plan.sampler, world, has_reference=has_reference, models=models)
+    copies = any(cost.host for cost in phases.values())
+    to_host = f", bytes / {HOST_BYTES_PER_SECOND / 1e9:.0f} GB/s to and from the host" if copies else ""
     rows = [
         f"a floor of seconds, the longest of: FLOPs / {plan.gpu.flops / 1e12:.0f} TFLOP/s, bytes / "
-        f"{plan.gpu.memory_bandwidth / 1e12:g} TB/s of memory, bytes / {link / 1e9:.0f} GB/s of link",
+        f"{plan.gpu.memory_bandwidth / 1e12:g} TB/s of memory, bytes / {link / 1e9:.0f} GB/s of link{to_host}",
         "| phase | TFLOPs | GB of memory | GB of link | seconds | limited by |",
         "| --- | ---: | ---: | ---: | ---: | --- |",
     ]

@@ -1,6 +1,6 @@
 """Roofline estimate of a step's duration. Each phase takes
 
-    max(FLOPs / peak FLOP/s, bytes / memory bandwidth, bytes / link bandwidth)
+    max(FLOPs / peak FLOP/s, bytes / memory bandwidth, bytes / link bandwidth, bytes / host bandwidth)
 
 seconds. This is a lower bound: it assumes that compute, memory and communication overlap completely and run at the
 speed of the data sheet. A compute-bound phase at 40 % MFU takes two and a half times as long.
@@ -12,21 +12,31 @@ from dataclasses import dataclass
 from typing import Any
 
 from rlkit.engines.flops import forward_flops
+from rlkit.engines.megatron.supported import ParallelDims
 from rlkit.plan.cache import HALF, cache_bytes
-from rlkit.plan.hardware import NETWORK_BYTES_PER_SECOND, Gpu
-from rlkit.plan.megatron import link_bytes
+from rlkit.plan.hardware import HOST_BYTES_PER_SECOND, NETWORK_BYTES_PER_SECOND, Gpu
+from rlkit.plan.megatron import activation_link_bytes, link_bytes
 from rlkit.plan.rehearsal import Rehearsal
 from rlkit.plan.sampler import SamplerMemory
 from rlkit.plan.workload import Workload
+from rlkit.runs.options import sends_adapters
 
 
 @dataclass(frozen=True)
 class Cost:
-    """Cost of one phase on one rank: FLOPs, bytes read from and written to memory, bytes sent over the link."""
+    """Cost of one phase on one rank.
+
+    Attributes:
+        flops: floating-point operations.
+        memory: bytes read from and written to the GPU's memory.
+        link: bytes sent to other GPUs.
+        host: bytes copied from and to host memory.
+    """
 
     flops: float = 0.0
     memory: float = 0.0
     link: float = 0.0
+    host: float = 0.0
 
     def seconds(self, gpu: Gpu, link: float) -> dict[str, float]:
         """Seconds that compute, memory traffic and communication would each take alone."""
@@ -34,6 +44,7 @@ class Cost:
             "compute": self.flops / gpu.flops,
             "memory": self.memory / gpu.memory_bandwidth,
             "link": self.link / link,
+            "host": self.host / HOST_BYTES_PER_SECOND,
         }
 
 
@@ -87,15 +98,19 @@ def costs(
     if not getattr(cfg, "max_new_tokens", 0):
         found = {}
     if has_reference:
-        gathered = 0 if cfg.engine == "megatron" else others * micro_batches * weights
+        gathered = others * micro_batches * weights
+        if cfg.engine == "megatron":
+            gathered = activation_link_bytes(config, ParallelDims(**cfg.parallel), workload, forwards=1, backwards=0)
         found["reference"] = Cost(forward, micro_batches * weights, gathered)
-    found["train"] = Cost(**{name: models * x for name, x in trained.items()})
+    # what is offloaded between phases, of all models, is brought back and put away at least once a step
+    found["train"] = Cost(**{name: models * x for name, x in trained.items()}, host=2 * rehearsal.host)
     if not hasattr(cfg, "rollout"):  # a recipe that does not sample, such as reward_model.py
         return found
-    gathered = 4 if cfg.dtype == "float32" and cfg.rollout not in ("hf", "vllm") else HALF  # vLLM's own dtype
-    found["weight sync"] = Cost(
-        memory=2 * gathered * rehearsal.parameters, link=others * gathered * rehearsal.parameters
-    )
+    size = 4 if cfg.dtype == "float32" and cfg.rollout not in ("hf", "vllm") else HALF  # vLLM's own dtype
+    adapters = sends_adapters(cfg)
+    gathered = size * (rehearsal.trainable if adapters else rehearsal.parameters)
+    put_away = 2 * weights if adapters and cfg.rollout == "vllm" else 0  # vLLM's base model, while the trainer works
+    found["weight sync"] = Cost(memory=2 * gathered, link=others * gathered, host=put_away)
     return found
 
 

@@ -40,7 +40,7 @@ class IsolatedReward:
         self.pool.idle.append(self.pool.take())  # a reward that cannot be loaded fails now
 
     def __call__(self, text: str, row: Row) -> float | None:
-        reply, code = self.pool.ask(pickle.dumps((text, dict(row))), self.seconds)
+        reply, code = self.pool.ask(pickle.dumps((text, dict(row))), self.seconds, keep=_has_memory)
         if reply is None and code is None:
             raise TimeoutError(f"reward {self.__name__}: expected a verdict within {self.seconds:g} s, got none")
         if reply is None:
@@ -61,6 +61,11 @@ class IsolatedReward:
             end_worker(worker)
             raise ValueError(f"isolate_reward: expected a reward that a worker can import, got: {problem}")
         return worker
+
+
+def _has_memory(reply: bytes) -> bool:
+    """False after a MemoryError: what the reward keeps would fail the next answers, too."""
+    return b'"MemoryError' not in reply
 
 
 def isolated(reward: Reward, *, seconds: float = 60.0, memory: int = 4 << 30) -> Reward:

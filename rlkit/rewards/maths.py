@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from rlkit.data.lookup import requires_extra
-from rlkit.rewards.workers import Worker, WorkerPool, end_worker, read_line
+from rlkit.rewards.workers import Worker, WorkerPool, end_worker, exit_code, read_line
 
 WORKER = str(Path(__file__).with_name("maths_worker.py"))
 START_SECONDS = 120.0  # to import sympy, even on a busy machine
@@ -125,9 +125,10 @@ def _start() -> Worker:
     command = [sys.executable, "-P", WORKER]  # in a session of its own, which Ctrl-C does not reach
     pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL}
     worker = subprocess.Popen(command, bufsize=0, start_new_session=True, **pipes)
-    if read_line(worker, START_SECONDS) is None:
+    if not read_line(worker, START_SECONDS):
+        code = exit_code(worker)
         end_worker(worker)
-        raise RuntimeError(f"maths rewards: a worker did not start, exit code {worker.returncode}")
+        raise RuntimeError(f"maths rewards: a worker did not start, exit code {code}")
     return worker
 
 

@@ -15,6 +15,7 @@ from collections.abc import Callable
 from rlkit.rewards.sandbox import WALL, processor_seconds
 
 Worker = subprocess.Popen[bytes]
+EXIT_SECONDS = 10.0  # from the end of a worker's output to its exit, on a busy machine
 
 
 class WorkerPool:
@@ -45,33 +46,39 @@ class WorkerPool:
                 return worker
             end_worker(worker)
 
-    def ask(self, question: bytes, seconds: float) -> tuple[bytes | None, int | None]:
+    def ask(
+        self, question: bytes, seconds: float, keep: Callable[[bytes], bool] = bool
+    ) -> tuple[bytes | None, int | None]:
         """Returns (the line that a worker answers, None), or (None, its exit code), which is None if it took too long.
 
         Args:
             question: written to the worker's input.
             seconds: limit of processor time, so that other processes do not use it up. The limit of wall time is four
                 times as long.
+            keep: whether the worker that gave this line can answer another question; otherwise it is ended.
         """
         with self.slots:
             worker = self.take()
-            reply = None
             try:
                 if worker.stdin is not None:
                     worker.stdin.write(question)
                 reply = read_line(worker, seconds)
             except BrokenPipeError:
-                pass
-            if reply is not None:
-                self.idle.append(worker)
+                reply = b""
+            if reply:
+                if keep(reply):
+                    self.idle.append(worker)
+                else:
+                    end_worker(worker)
                 return reply, None
-            code = _exit_code(worker)
+            code = worker.poll() if reply is None else exit_code(worker)
             end_worker(worker)
             return None, code
 
 
 def read_line(worker: Worker, seconds: float) -> bytes | None:
-    """The next line of a worker's output; None if it takes longer, see `WorkerPool.ask`, or if the worker has ended."""
+    """The next line of a worker's output; b"" if it has closed its output, None if it takes longer than `seconds`, see
+    `WorkerPool.ask`."""
     assert worker.stdout is not None
     waiting = select.poll()
     waiting.register(worker.stdout, select.POLLIN)
@@ -79,13 +86,13 @@ def read_line(worker: Worker, seconds: float) -> bytes | None:
     while not waiting.poll(50):
         if time.monotonic() > deadline or processor_seconds(worker.pid) > computed:
             return None
-    return worker.stdout.readline() or None
+    return worker.stdout.readline()
 
 
-def _exit_code(worker: Worker) -> int | None:
-    """Exit code of a worker that has closed its pipes, a moment before it can be waited for; None if it is alive."""
+def exit_code(worker: Worker) -> int | None:
+    """Exit code of a worker that has closed its pipes, which it does a moment before it ends; None if it lives on."""
     try:
-        return worker.wait(0.2)
+        return worker.wait(EXIT_SECONDS)
     except subprocess.TimeoutExpired:
         return None
 

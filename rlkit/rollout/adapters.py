@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -20,9 +21,11 @@ from typing import Any
 from torch import Tensor
 
 ADAPTER_ROUTE = "/rlkit/adapter"
+ADAPTER_CHECK_ROUTE = "/rlkit/adapter/check"
 ADAPTER_NAME = "policy"  # a request that names it as its model is generated with the adapter
 ADAPTER_ID = 1 << 20  # its integer id in vLLM, which numbers the adapters that a server was started with from 1 on
 LANGUAGE_MODEL_PARTS = (".language_model.", ".text_model.", "lm_head")
+EXPERTS_IN_ONE_TENSOR = r"\.experts\.(base_layer\.)?lora_"  # peft's names of adapters of all experts of a layer
 
 
 def serialize_adapter(config: Any, weights: Iterable[tuple[str, Tensor]]) -> bytes:
@@ -39,17 +42,18 @@ def serialize_adapter(config: Any, weights: Iterable[tuple[str, Tensor]]) -> byt
 
 
 @contextmanager
-def adapter_folder(file: bytes) -> Iterator[tuple[str, list[str]]]:
-    """A temporary folder in memory as peft would write it, and the names of the adapter's tensors."""
+def adapter_folder(file: bytes) -> Iterator[tuple[str, list[str], int]]:
+    """A temporary folder in memory as peft would write it, the names of the adapter's tensors, and its rank."""
     from safetensors import safe_open
 
-    with TemporaryDirectory(dir="/dev/shm" if os.path.isdir("/dev/shm") else None) as folder:
+    memory = "/dev/shm" if os.path.isdir("/dev/shm") else None
+    with TemporaryDirectory(prefix=f"adapter-{os.getpid()}-", dir=memory) as folder:
         path = Path(folder) / "adapter_model.safetensors"
         path.write_bytes(file)
         with safe_open(path, "pt") as opened:
             config, names = opened.metadata()["config"], list(opened.keys())
         (Path(folder) / "adapter_config.json").write_text(config)
-        yield folder, names
+        yield folder, names, json.loads(config)["r"]
 
 
 def lora_request(path: str, *, load: bool = False) -> Any:
@@ -64,12 +68,13 @@ def lora_request(path: str, *, load: bool = False) -> Any:
     return LoRARequest(ADAPTER_NAME, ADAPTER_ID, path, load_inplace=load)
 
 
-def check_adapter(vllm_config: Any, names: Iterable[str], weights_replaced: bool) -> None:
+def check_adapter(vllm_config: Any, names: Iterable[str], rank: int, weights_replaced: bool) -> None:
     """Raise a ValueError unless vLLM can sample with the whole adapter, on the weights that it was trained on.
 
     Args:
         vllm_config: of the vLLM engine.
         names: of the adapter's tensors.
+        rank: of the adapter.
         weights_replaced: whether the engine has received other weights than those it loaded.
     """
     model, lora = vllm_config.model_config, vllm_config.lora_config
@@ -80,24 +85,35 @@ def check_adapter(vllm_config: Any, names: Iterable[str], weights_replaced: bool
         )
     if lora is None:
         raise ValueError("update_adapter: expected an engine made with enable_lora=True and max_lora_rank, got none")
+    if rank > lora.max_lora_rank:
+        raise ValueError(
+            f"update_adapter: expected an adapter of at most rank {lora.max_lora_rank} (max_lora_rank), got {rank}"
+        )
     if weights_replaced:
         raise ValueError(
             "update_adapter: expected the base weights that vLLM loaded, got those of a previous update_weights"
         )
-    if model.is_multimodal_model and not lora.enable_tower_connector_lora:
-        for name in names:
-            if not any(part in name for part in LANGUAGE_MODEL_PARTS):
-                raise ValueError(
-                    f"update_adapter: expected adapters of the language model only, got {name}: make the engine with "
-                    "enable_tower_connector_lora=True, or train none there (adapt_towers=False)"
-                )
+    only_language_model = model.is_multimodal_model and not lora.enable_tower_connector_lora
+    for name in names:
+        if re.search(EXPERTS_IN_ONE_TENSOR, name):
+            raise ValueError(
+                f"update_adapter: expected adapters of linear layers, got {name}, of experts in one tensor, for "
+                "which vLLM's layout depends on the family: train none there (exclude_modules), or use "
+                "update_weights, which sends adapters merged"
+            )
+        if only_language_model and not any(part in name for part in LANGUAGE_MODEL_PARTS):
+            raise ValueError(
+                f"update_adapter: expected adapters of the language model only, got {name}: make the engine with "
+                "enable_tower_connector_lora=True, or train none there (adapt_towers=False, exclude_modules)"
+            )
 
 
 class AdapterMiddleware:
     """ASGI middleware of a vLLM server: POST /rlkit/adapter takes a file of `serialize_adapter`.
 
     An adapter replaces the one before. Nothing is unpickled. All workers have to run on this machine, because they load
-    the adapter from its memory.
+    the adapter from its memory. POST /rlkit/adapter/check says whether the server could take an adapter with these
+    names and this rank.
     """
 
     def __init__(self, app: Any) -> None:
@@ -106,13 +122,19 @@ class AdapterMiddleware:
     async def __call__(self, scope: dict[str, Any], receive: Any, send: Any) -> None:
         path = scope.get("path", "")
         self.weights_replaced = self.weights_replaced or path == "/update_weights"
-        if path != ADAPTER_ROUTE:
+        if path not in (ADAPTER_ROUTE, ADAPTER_CHECK_ROUTE):
             return await self.app(scope, receive, send)
         from starlette.requests import Request
         from starlette.responses import JSONResponse
 
+        state, request = scope["app"].state, Request(scope, receive)
         try:
-            await self._load(scope["app"].state, await Request(scope, receive).body())
+            if path == ADAPTER_CHECK_ROUTE:
+                check_adapter(
+                    state.engine_client.vllm_config, **await request.json(), weights_replaced=self.weights_replaced
+                )
+            else:
+                await self._load(state, await request.body())
             response = JSONResponse({"success": True})
         except Exception as error:  # whatever vLLM raises is reported to the sender
             response = JSONResponse({"error": str(error)}, 400)
@@ -120,7 +142,7 @@ class AdapterMiddleware:
 
     async def _load(self, state: Any, file: bytes) -> None:
         engine = state.engine_client
-        with adapter_folder(file) as (folder, names):
-            check_adapter(engine.vllm_config, names, self.weights_replaced)
+        with adapter_folder(file) as (folder, names, rank):
+            check_adapter(engine.vllm_config, names, rank, self.weights_replaced)
             await engine.add_lora(lora_request(folder, load=True))
         state.openai_serving_models.lora_requests[ADAPTER_NAME] = lora_request("in memory")  # the path is not read

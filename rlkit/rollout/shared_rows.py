@@ -59,13 +59,13 @@ class SharedRowsRollout:
             on_finished=on_own_finished if report else None,
         )
         gathered: list[Any] = [None] * ranks
-        to_send = [replace(sample, vision={}, images=(), videos=(), row={}) for sample in generated]
+        to_send = [replace(sample, vision={}, images=(), videos=(), audios=(), row={}) for sample in generated]
         dist.all_gather_object(gathered, to_send, group=self.group)
         groups: list[list[Sample]] = [[] for _ in requests]
         for source in sources:
             for j, i in enumerate(indices[source]):
                 request, samples = requests[i], gathered[source][j * n : (j + 1) * n]
-                local = {name: getattr(request, name) for name in ("vision", "images", "videos", "row")}
+                local = {name: getattr(request, name) for name in ("vision", "images", "videos", "audios", "row")}
                 groups[i] = [replace(sample, **local) for sample in samples]
                 if on_finished is not None and source != rank:
                     on_finished(i, groups[i])

@@ -31,6 +31,7 @@ from rlkit.rollout.vllm_requests import (
     vllm_sampling_params,
 )
 from rlkit.vlm.families import BIDIRECTIONAL_IMAGE_FAMILIES
+from rlkit.vlm.loading import thinker_config
 from rlkit.vlm.processors import suppressed_token_ids
 
 SUPPORTED = ((0, 32), (0, 33))  # versions of vLLM: from the first one, below the second one
@@ -98,7 +99,7 @@ class VllmRollout:
             **options,
         )
         self._shut_down = weakref.finalize(self, _shut_down_engine, self.llm)
-        config = self.llm.model_config.hf_config
+        config = thinker_config(self.llm.model_config.hf_config)
         self.family: str = config.model_type
         tokenizer = getattr(processor, "tokenizer", processor)
         self.suppressed_token_ids = suppressed_token_ids(config, tokenizer).tolist()
@@ -136,11 +137,15 @@ class VllmRollout:
             ValueError: vLLM cannot use all of the adapters, or has other base weights than those they were trained on.
         """
         tensors = dict(weights)
-        check_adapter(self.llm.llm_engine.vllm_config, tensors, self.weights_replaced)
-        with adapter_folder(serialize_adapter(config, tensors.items())) as (folder, _):
+        self.check_adapter(tensors, config.r)
+        with adapter_folder(serialize_adapter(config, tensors.items())) as (folder, *_):
             self.llm.llm_engine.add_lora(lora_request(folder, load=True))
         self.lora_request = lora_request("in memory")
         self._finish_update()
+
+    def check_adapter(self, names: Iterable[str], rank: int) -> None:
+        """Raise a ValueError unless `update_adapter` can load an adapter with these tensor names and this rank."""
+        check_adapter(self.llm.llm_engine.vllm_config, names, rank, self.weights_replaced)
 
     def _finish_update(self) -> None:
         """Empty the caches, which hold what was computed with the old weights."""

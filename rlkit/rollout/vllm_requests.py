@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from rlkit.data.samples import Sample
+from rlkit.data.samples import Audio, Sample, Video
 from rlkit.rollout.inference_requests import SUPPRESSED_LOGIT_BIAS
 from rlkit.rollout.sampling import Sampling
 
@@ -20,16 +20,30 @@ NO_WEIGHT_UPDATES = frozenset({"gpt_oss"})
 
 
 def vllm_prompt(request: Sample) -> dict[str, Any]:
-    """vLLM's prompt: the compact token track, with one placeholder for each image and video, and the images and videos.
+    """vLLM's prompt: the compact token track, with one placeholder for each image, video and audio, and these media.
 
     vLLM expands placeholders itself, so it must not be given the expanded track.
     """
     prompt: dict[str, Any] = {"prompt_token_ids": list(request.compact_ids)}
     media: dict[str, Any] = {"image": list(request.images)} if request.images else {}
     if request.videos:
-        # families that need no times drop the second part; vLLM would take other frames without `do_sample_frames`
-        media["video"] = [(one.frames, {**one.metadata, "do_sample_frames": False}) for one in request.videos]
+        media["video"] = [vllm_video(video) for video in request.videos]
+    if request.audios:
+        media["audio"] = [vllm_audio(audio) for audio in request.audios]
     return {**prompt, "multi_modal_data": media} if media else prompt
+
+
+def vllm_video(video: Video) -> tuple[Any, dict[str, Any]]:
+    """A video as vLLM takes it.
+
+    Families that need no times drop the metadata. Without `do_sample_frames` vLLM would take other frames.
+    """
+    return video.frames, {**video.metadata, "do_sample_frames": False}
+
+
+def vllm_audio(audio: Audio) -> tuple[Any, int]:
+    """An audio as vLLM takes it, which does not resample one at the processor's rate."""
+    return audio.samples, audio.rate
 
 
 def check_video_normalization(requests: Sequence[Sample], processor: Any) -> None:

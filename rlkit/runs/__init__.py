@@ -16,7 +16,7 @@ A recipe calls these functions, in this order:
 from rlkit.runs.ahead import one_ahead
 from rlkit.runs.checkpoints import finish, resume, save
 from rlkit.runs.directory import check_resumed_options, claim_directory, release_directory
-from rlkit.runs.evaluation import evaluate_every, interval, mean_and_error, pass_at_k, record_evaluation
+from rlkit.runs.evaluation import evaluate_every, mean_and_error, pass_at_k, record_evaluation, with_intervals
 from rlkit.runs.given_answers import GivenAnswers, answer_encoder, chat_encoder, global_loss
 from rlkit.runs.models import (
     answer_ends,
@@ -25,6 +25,7 @@ from rlkit.runs.models import (
     build_rollout,
     build_scorer,
     build_value_engine,
+    check_rollout_takes_adapters,
     find_model,
     learning_rate_schedule,
     roughest_dtype,
@@ -78,6 +79,7 @@ from rlkit.runs.tasks import load_named_task, with_epochs
 from rlkit.runs.teachers import build_teacher
 from rlkit.runs.totals import batch_totals, mean_metrics, totals, training_passes
 from rlkit.runs.updates import mini_batches
+from rlkit.runs.vllm_options import adapter_flags
 
 __all__ = [
     "AdapterOptions",
@@ -101,6 +103,7 @@ __all__ = [
     "TaskOptions",
     "TrainingOptions",
     "accuracy",
+    "adapter_flags",
     "answer_encoder",
     "answer_ends",
     "batch_totals",
@@ -114,6 +117,7 @@ __all__ = [
     "check_range",
     "check_ranges",
     "check_resumed_options",
+    "check_rollout_takes_adapters",
     "check_rollouts",
     "check_servers",
     "claim_directory",
@@ -123,7 +127,6 @@ __all__ = [
     "find_model",
     "finish",
     "global_loss",
-    "interval",
     "is_replay",
     "learning_rate_schedule",
     "load_named_task",
@@ -154,4 +157,5 @@ __all__ = [
     "training_engine",
     "training_passes",
     "with_epochs",
+    "with_intervals",
 ]

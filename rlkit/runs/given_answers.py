@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import SimpleNamespace
@@ -91,6 +92,13 @@ def global_loss(
     """
     counts = torch.stack([batch.mask.sum(), batch.mask.any(1).sum()])
     batch.total_tokens, batch.total_sequences = engine.global_sum(counts)
-    exact = {name: x.double() for name, x in out.items()}  # in float64, so that 19 of 20 gives 0.95, not 0.949999988
-    loss, metrics = loss_fn(SimpleNamespace(**exact), batch)
+    # in float64, so that 19 of 20 gives 0.95, not 0.949999988; the batch too, so that equal log-probabilities have
+    # equal sums
+    exact = copy.copy(batch)
+    exact.fields = _in_float64(batch.fields)
+    loss, metrics = loss_fn(SimpleNamespace(**_in_float64(out)), exact)
     return totals(engine, loss=loss, **metrics)
+
+
+def _in_float64(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    return {name: x.double() if x.is_floating_point() else x for name, x in tensors.items()}

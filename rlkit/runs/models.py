@@ -14,7 +14,7 @@ from torch.optim.lr_scheduler import LambdaLR
 
 from rlkit.data.samples import Batch
 from rlkit.engines import make_engine
-from rlkit.engines.fsdp.sharded_loading import NotInShardsError
+from rlkit.engines.model_files import NotInShardsError
 from rlkit.engines.value_head import load_value_model
 from rlkit.rollout import make_rollout
 from rlkit.rollout.sampling import end_token_ids
@@ -40,6 +40,7 @@ from rlkit.vlm import (
     trainable_summary,
     vision_tower_pattern,
 )
+from rlkit.vlm.adapt import adapter_parameters
 from rlkit.vlm.loading import load_config, model_path
 from rlkit.vlm.model_config import is_config_file, write_model
 
@@ -159,7 +160,7 @@ def _built_from_shards(
         build: model -> engine.
     """
     options = {"dtype": dtype, "trust_remote_code": cfg.trust_remote_code}
-    if cfg.engine == "fsdp2" and "tensor" not in cfg.parallel:
+    if cfg.engine == "megatron" or (cfg.engine == "fsdp2" and "tensor" not in cfg.parallel):
         random_state = torch.get_rng_state()
         try:
             return build(load(path, on_meta=True, **options))
@@ -203,7 +204,7 @@ def build_rollout(
         **options,
         **{name: option_value(text) for name, text in cfg.rollout_options.items()},
     }
-    return make_rollout(
+    rollout = make_rollout(
         cfg.rollout,
         engine.gathered,
         model=path,
@@ -212,6 +213,22 @@ def build_rollout(
         model_parallel_group=engine.model_parallel_group,
         **options,
     )
+    check_rollout_takes_adapters(cfg, engine, rollout)
+    return rollout
+
+
+def check_rollout_takes_adapters(cfg: Any, engine: Any, rollout: Any) -> None:
+    """With `--sync_adapters`, raise a ValueError unless the sampling back end can use this model's adapters."""
+    if not getattr(cfg, "sync_adapters", False):
+        return
+    if cfg.rollout == "hf":
+        if dist.get_rank() == 0:
+            print("sync_adapters: nothing to send, because hf samples with the trained model itself", flush=True)
+        return
+    if not hasattr(rollout, "update_adapter"):
+        raise ValueError(f"sync_adapters: expected --rollout vllm or vllm_server, got {cfg.rollout}")
+    local_parts = adapter_parameters(engine.module)
+    rollout.check_adapter([name for name, _ in local_parts], cfg.lora_rank)
 
 
 def roughest_dtype(cfg: EngineOptions) -> torch.dtype | None:

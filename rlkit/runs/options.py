@@ -137,6 +137,9 @@ class AdapterOptions:
     """Modules that get adapters: all-linear, or a regular expression."""
     exclude_modules: str | None = None
     """Regular expression of modules that get no adapter. The vision tower gets none either."""
+    sync_adapters: bool = False
+    """Send the sampling back end only the adapters, for a base model that it keeps, instead of weights with the
+    adapters merged. For vllm and vllm_server; hf samples with the trained model itself."""
 
 
 @dataclass
@@ -324,6 +327,26 @@ def check_servers(cfg: Any) -> None:
             f"servers: expected URLs for --rollout {cfg.rollout}, got none; `python -m rlkit.rollout.serve --model "
             f"{cfg.model}` starts a vLLM server"
         )
+
+
+def check_sync_adapters(cfg: Any) -> None:
+    """Raise a ValueError if adapters alone are to be sent, but there are none or the back end cannot use them."""
+    if not getattr(cfg, "sync_adapters", False):
+        return
+    if not cfg.lora_rank:
+        raise ValueError("sync_adapters: expected adapters (--lora_rank), got none")
+    if not hasattr(cfg, "rollout"):
+        raise ValueError("sync_adapters: expected a recipe that samples, got one that sends no weights")
+    if cfg.rollout == "sglang":
+        raise ValueError(
+            "sync_adapters: expected --rollout vllm or vllm_server, got sglang, whose servers read adapters from a "
+            "path or a pickle; without the option they are sent merged weights"
+        )
+
+
+def sends_adapters(cfg: Any) -> bool:
+    """Whether the sampling back end is sent adapters alone. hf is sent nothing: it samples with the trained model."""
+    return getattr(cfg, "sync_adapters", False) and cfg.rollout != "hf"
 
 
 def check_range(name: str, value: float, low: float, high: float = math.inf) -> None:

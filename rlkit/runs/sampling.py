@@ -18,11 +18,13 @@ from rlkit.rewards import Judge, judged, judging_problem, part_means, reward_sta
 from rlkit.rollout import Sampling, WeightSyncCheck
 from rlkit.runs.evaluation import mean_and_error, pass_at_k, record_evaluation
 from rlkit.runs.models import roughest_dtype
+from rlkit.runs.options import sends_adapters
 from rlkit.runs.rollouts import SavedRollouts, is_replay, record_draw
 from rlkit.tracking import Run
 from rlkit.vlm import encode_prompt
 
 HELDOUT_KEPT = 20  # held-out answers kept from each evaluation before and during training
+ADAPTER_BUCKET_BYTES = 256 << 20  # adapters are gathered at once: each alone is small, and takes a collective
 GlobalSum = Callable[[Tensor], Tensor]
 
 
@@ -125,6 +127,7 @@ class PolicySampler:
         self.generate = generate or rollout.generate
         self.saved = SavedRollouts(cfg, engine) if getattr(cfg, "from_rollouts", "") else None
         self.evaluating = False
+        self.sent_bytes = 0  # of the last weight sync
         self.equal_steps = 0
         self.said: set[str] = set()
 
@@ -151,11 +154,31 @@ class PolicySampler:
             return
         self.run.phase("weight_sync")
         self.rollout.wake_up()
-        dtype = getattr(self.rollout, "weight_dtype", None)  # gather in the sampler's dtype: bfloat16 is half as large
-        options = {} if dtype is None else {"dtype": dtype}
-        self.rollout.update_weights(self.engine.get_per_tensor_param(**options))
+        self.send_weights(self.rollout)
         yield
         self.rollout.sleep()
+
+    def send_weights(self, to: Any) -> None:
+        """Send the trained weights, or with `--sync_adapters` the adapters alone. All ranks call this together.
+
+        Args:
+            to: the sampling back end, or an `AsyncSampler` of it.
+        """
+        dtype = getattr(to, "weight_dtype", None)  # gather in the sampler's dtype: bfloat16 is half as large
+        options = {} if dtype is None else {"dtype": dtype}
+        self.sent_bytes = 0
+        if sends_adapters(self.cfg):
+            config, weights = self.engine.get_adapter(ADAPTER_BUCKET_BYTES, **options)
+            to.update_adapter(config, self._counted(weights))
+        else:
+            to.update_weights(self._counted(self.engine.get_per_tensor_param(**options)))
+
+    def _counted(self, weights: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+        """The same weights; their bytes are added to `sent_bytes`."""
+        for name, tensor in weights:
+            self.sent_bytes += tensor.nbytes
+            yield name, tensor
+            del tensor  # or it is there while the next is gathered
 
     def draw(self, prompts: Prompts, sampling: Sampling, n: int = 1, *, phase: str = "generate") -> Answers:
         """Sample n answers to each prompt with the sampling back end's present weights, and have them judged.
@@ -231,6 +254,7 @@ class PolicySampler:
 
         `response_length/cut` is the share of answers that were truncated at the token limit. If the policy cannot learn
         from the answers, a warning says why, once. Answers to the first prompts are kept for the page.
+        `weight_sync/bytes` is the size of what the sampling back end was sent for them.
         """
         self._keep_answers(answers)
         engine = self.engine
@@ -250,6 +274,7 @@ class PolicySampler:
             "unjudged": unjudged,
             "skipped_rows": skipped,
             "time/judging": answers.judging_seconds,
+            **({"weight_sync/bytes": self.sent_bytes} if self.sent_bytes else {}),  # none are sent to hf
         }
         self._warn(found)
         return found

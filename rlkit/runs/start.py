@@ -25,7 +25,14 @@ from rlkit.rollout.servers.claim import claim_servers
 from rlkit.runs.directory import check_resumed_options, claim_directory, decided_by_rank_0
 from rlkit.runs.hub import check_hub
 from rlkit.runs.interruption import outside_endings
-from rlkit.runs.options import RunOptions, check_evaluation, check_ranges, check_servers, parse_options
+from rlkit.runs.options import (
+    RunOptions,
+    check_evaluation,
+    check_ranges,
+    check_servers,
+    check_sync_adapters,
+    parse_options,
+)
 from rlkit.runs.out_of_memory import explained_out_of_memory, watch_memory
 from rlkit.runs.rollouts import check_rollouts
 from rlkit.tracking import Run
@@ -79,6 +86,7 @@ def start_run(recipe: str, cfg: RunOptions, task: str, *, starts_servers: bool =
 
     check_ranges(cfg)
     check_evaluation(cfg)
+    check_sync_adapters(cfg)
     if not starts_servers:
         check_servers(cfg)
     check_rollouts(cfg, samples_ahead=starts_servers)

@@ -1,4 +1,4 @@
-"""Derives options of in-process vLLM from a recipe's options: its share of GPU memory, and its longest sequence."""
+"""Derives options of vLLM from a recipe's options: its share of GPU memory, its longest sequence, its adapters."""
 
 from __future__ import annotations
 
@@ -8,21 +8,41 @@ from typing import Any
 
 import torch
 
+LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # values of vLLM's max_lora_rank
 RESERVED = 0.07  # share of a GPU's memory for CUDA, NCCL and fragmentation, as in rlkit.plan
 
 
 def vllm_options(cfg: Any, engines: Sequence[Any]) -> dict[str, Any]:
-    """`max_model_len` if the options limit prompts and answers, and `gpu_memory_utilization` on a GPU.
+    """`max_model_len` if the options limit prompts and answers, room for an adapter if adapters alone are sent, and
+    `gpu_memory_utilization` on a GPU.
 
     Args:
         cfg: options of a recipe, with `GenerationOptions`.
         engines: all training engines on this GPU.
     """
     found: dict[str, Any] = {} if (longest := longest_sequence(cfg)) is None else {"max_model_len": longest}
+    found |= adapter_options(cfg)
     if torch.cuda.is_available() and not cfg.gpu_memory_utilization:
         torch.cuda.empty_cache()
         found |= {"gpu_memory_utilization": share_left(*torch.cuda.mem_get_info(), optimizer_bytes(engines))}
     return found
+
+
+def adapter_options(cfg: Any) -> dict[str, Any]:
+    """Options of a vLLM engine that is sent adapters alone: room for one. Empty if it is sent merged weights."""
+    if not getattr(cfg, "sync_adapters", False):
+        return {}
+    rank = next((rank for rank in LORA_RANKS if rank >= cfg.lora_rank), None)
+    if rank is None:
+        raise ValueError(f"lora_rank: expected at most {LORA_RANKS[-1]} with --sync_adapters, got {cfg.lora_rank}")
+    return {"enable_lora": True, "max_lora_rank": rank}
+
+
+def adapter_flags(cfg: Any) -> list[str]:
+    """`adapter_options` as flags of a vLLM server."""
+    if not (options := adapter_options(cfg)):
+        return []
+    return ["--enable-lora", "--max-lora-rank", str(options["max_lora_rank"])]
 
 
 def longest_sequence(cfg: Any) -> int | None:
@@ -34,13 +54,17 @@ def longest_sequence(cfg: Any) -> int | None:
 
 
 def optimizer_bytes(engines: Sequence[Any]) -> int:
-    """Bytes of AdamW's state on this GPU, which exists from the first step on: two numbers per parameter."""
+    """Bytes that AdamW's state will take on this GPU: two numbers for each parameter that has none yet.
+
+    The state exists from the first step on; with the megatron engine, or after a checkpoint was loaded, before it.
+    """
     total = 0
     for engine in engines:
         if getattr(engine, "offload_between_phases", False) or getattr(engine, "optimizer", None) is None:
             continue
         parameters = (p for group in engine.optimizer.param_groups for p in group["params"])
-        total += sum(2 * getattr(p, "_local_tensor", p).nbytes for p in parameters)
+        new = (p for p in parameters if not engine.optimizer.state.get(p))
+        total += sum(2 * getattr(p, "_local_tensor", p).nbytes for p in new)
     return total
 
 

@@ -1,6 +1,7 @@
 """Vision-language models: 3D RoPE ids, processors, chat templates, freezing and LoRA, loading, and tiny models."""
 
 from rlkit.vlm.adapt import encoder_modules, freeze, lora, merged_parameters, trainable_summary, vision_tower_pattern
+from rlkit.vlm.audios import load_audio
 from rlkit.vlm.chat_template import (
     encode_answers,
     encode_chat,
@@ -36,6 +37,7 @@ __all__ = [
     "encode_prompts",
     "encoder_modules",
     "freeze",
+    "load_audio",
     "load_image",
     "load_model",
     "load_processor",

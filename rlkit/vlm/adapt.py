@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from rlkit.data.lookup import requires_extra
-from rlkit.vlm.families import CHECKPOINT_NAME_FAMILIES, TRANSPOSED_EXPERTS, recurrent_layers
+from rlkit.vlm.families import CHECKPOINT_NAME_FAMILIES, TRANSPOSED_EXPERTS, checkpoint_name, recurrent_layers
 
 
 def vision_tower_pattern(model: Any) -> str:
@@ -109,7 +109,8 @@ def lora(
         A peft model. Only the adapters are trained; without them (`disable_adapter()`) it is the reference policy.
 
     Raises:
-        ValueError: a rank below 1, or target modules that kernels would compute without their adapters.
+        ValueError: a rank below 1, or target modules that are embeddings, or that kernels would compute without their
+            adapters.
     """
     with requires_extra("vlm"):
         import peft
@@ -133,6 +134,11 @@ def lora(
     )
     random_state = torch.get_rng_state()
     model = peft.get_peft_model(model, config)
+    if embedding := next((name for name, _ in model.named_parameters() if ".lora_embedding_" in name), None):
+        raise ValueError(
+            f"target_modules: expected linear layers, whose adapters the sampler can be sent, got {embedding}, of an "
+            "embedding"
+        )
     adapted = [layer for layer in model.modules() if "default" in getattr(layer, "lora_A", ())]
     if any(layer.lora_A["default"].weight.is_meta for layer in adapted):
         torch.set_rng_state(random_state)
@@ -211,17 +217,27 @@ def _merged(bucket: Sequence[tuple[str, Any, list[Tensor]]], full: Any) -> Itera
 
 
 def adapter_parameters(
-    model: nn.Module, full: Callable[[Sequence[Tensor]], Iterable[Tensor]] = iter
+    model: nn.Module, full: Callable[[Sequence[Tensor]], Iterable[Tensor]] = iter, bucket_bytes: int = 0
 ) -> Iterator[tuple[str, Tensor]]:
-    """(name, tensor) of every LoRA parameter, with the names that peft's adapter files use, one at a time.
+    """(name, tensor) of every LoRA parameter, with the names that peft's adapter files use.
 
     Args:
         model: wrapped by `lora`.
         full: as for `merged_parameters`.
+        bucket_bytes: as for `merged_parameters`.
     """
+    bucket: dict[str, Tensor] = {}
+    bucket_size = 0
     for name, parameter in model.named_parameters():
-        if ".lora_" in name:
-            yield from ((name.replace(".default.", "."), tensor) for tensor in full([parameter.detach()]))
+        if ".lora_" not in name:
+            continue
+        size = parameter.numel() * parameter.element_size()
+        if bucket and bucket_size + size > bucket_bytes:
+            yield from zip(bucket, full(list(bucket.values())), strict=True)
+            bucket, bucket_size = {}, 0
+        bucket[name.replace(".default.", ".")] = parameter.detach()
+        bucket_size += size
+    yield from zip(bucket, full(list(bucket.values())), strict=True)
 
 
 def _adapted(adapter: Any) -> Tensor:
@@ -251,7 +267,7 @@ def checkpoint_parameters(model: Any, parameters: Iterable[tuple[str, Tensor]]) 
 
     For example, transformers holds all experts of a layer in one tensor, while checkpoint files, and vLLM, have one
     tensor per expert. A parameter that is the same tensor in the files keeps its name in the model, except for the
-    families in `CHECKPOINT_NAME_FAMILIES`.
+    families in `CHECKPOINT_NAME_FAMILIES`. Those of a thinker begin with "thinker.".
     """
     from transformers.core_model_loading import revert_weight_conversion
 
@@ -266,4 +282,6 @@ def checkpoint_parameters(model: Any, parameters: Iterable[tuple[str, Tensor]]) 
             pieces = [(name, tensor)]
         del tensor
         while pieces:
-            yield pieces.pop(0)
+            name, piece = pieces.pop(0)
+            yield checkpoint_name(family, name), piece
+            del piece

@@ -14,8 +14,9 @@ import numpy as np
 import torch
 from PIL import Image
 
-from rlkit.data.messages import Message, prompt_of, text_of
+from rlkit.data.messages import MEDIA, Message, prompt_of, text_of
 from rlkit.data.samples import Row, Sample, append_response, expand_placeholders, expanded_lengths, prompt_sample
+from rlkit.vlm.audios import load_audios
 from rlkit.vlm.inputs import VIDEO_TIME_KEYS
 from rlkit.vlm.processors import encode_text, load_image
 from rlkit.vlm.videos import load_videos
@@ -43,8 +44,8 @@ def render(
         add_generation_prompt: begin the assistant's turn at the end.
 
     Raises:
-        ValueError: no chat template, a template that fails, refuses the messages or does not have an option, or images
-            or videos for a text model. Templates run in transformers' sandbox, which has no limit of time.
+        ValueError: no chat template, a template that fails, refuses the messages or does not have an option, or images,
+            videos or audios for a text model. Templates run in transformers' sandbox, which has no limit of time.
     """
     from jinja2 import TemplateError
 
@@ -82,7 +83,7 @@ def _as_parts(message: Message) -> list[Any]:
 
 def _as_text(message: Message) -> str:
     content = message["content"]
-    for kind in ("image", "video") if not isinstance(content, str) else ():
+    for kind in MEDIA if not isinstance(content, str) else ():
         if count := sum(part["type"] == kind for part in content):
             raise ValueError(
                 f"{kind}s: expected none, as the model's processor is a tokenizer, got {count} in a message"
@@ -102,27 +103,27 @@ def encode_prompt(
 
     Args:
         processor: a transformers processor (or a tokenizer, for rows of text).
-        row: `question` or `messages`, `images` and `videos`; see rlkit.data.tasks. `tools` and `chat_template_kwargs`
-            are passed to the template, and the prompt ends with `answer_prefix`. A row with `plain_text` has an empty
-            prompt.
+        row: `question` or `messages`, `images`, `videos` and `audios`; see rlkit.data.tasks. `tools` and
+            `chat_template_kwargs` are passed to the template, and the prompt ends with `answer_prefix`. A row with
+            `plain_text` has an empty prompt.
         max_tokens: the longest prompt allowed, in expanded tokens.
         group_id: of the sample.
         dtype: of pixel values and other floating-point inputs except times; by default float32, as the processor makes
             them. A model that computes in bfloat16 rounds them anyway, and in bfloat16 they take half the memory.
 
     Raises:
-        ValueError: an image or video that cannot be read, a number of them that is not the number of places, no
-            question, or a prompt that is too long. Prompts are never truncated, as that would cut an image's tokens.
+        ValueError: an image, video or audio that cannot be read, a number of them that is not the number of places,
+            no question, or a prompt that is too long. Prompts are never truncated, as that would cut an image's tokens.
     """
     where = row.get("where", "row")
     try:
         if row.get("plain_text") is not None and not row.get("unreadable"):
             return prompt_sample([], row=row, group_id=group_id)
-        messages, image_sources, video_sources = prompt_of(row)
+        messages, image_sources, video_sources, audio_sources = prompt_of(row)
         images = [load_image(source) for source in image_sources]
-        videos = load_videos(processor, video_sources)
+        videos, audios = load_videos(processor, video_sources), load_audios(processor, audio_sources)
         text = render(processor, messages, add_generation_prompt=True, **_template_options(row))
-        sample = encode_text(processor, text + (row.get("answer_prefix") or ""), images, videos)
+        sample = encode_text(processor, text + (row.get("answer_prefix") or ""), images, videos, audios)
     except ValueError as error:
         raise ValueError(f"{where}: {error}") from error
     if max_tokens is not None and (n := len(sample.token_ids)) > max_tokens:

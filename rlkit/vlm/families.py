@@ -32,6 +32,8 @@ IMAGE_DIMENSION_FAMILIES = frozenset({"smolvlm", "idefics3"})  # pixel_values is
 CHECKPOINT_NAME_FAMILIES = frozenset(
     {"llava", "gemma3", "mixtral", "ernie4_5_moe", "granitemoehybrid", "kimi_linear", "nemotron_h", "olmo_hybrid"}
 )
+# family of a thinker -> that of the whole model, whose files and configuration have the thinker as a part
+WHOLE_MODELS = {"qwen2_5_omni_thinker": "qwen2_5_omni", "qwen3_omni_moe_thinker": "qwen3_omni_moe"}
 TRANSPOSED_EXPERTS = frozenset({"qwen3_vl_moe"})  # [experts, in, out] in checkpoint files and in vLLM
 PACKABLE_LAYERS = frozenset({"full_attention", "sliding_attention"})
 RECURRENT_LAYERS = frozenset({"linear_attention", "conv", "hybrid", "hybrid_sliding"})
@@ -55,6 +57,11 @@ RECURRENT_CLASSES = frozenset(
 )
 NO_ATTENTION_INTERFACE = "its attention does not go through transformers' AttentionInterface"
 LOGIT_TRANSFORMS = ("final_logit_softcapping", "logit_scale", "logits_scaling", "output_multiplier")
+
+
+def checkpoint_name(family: str, name: str) -> str:
+    """The name that a parameter has in the files of published checkpoints, and for vLLM."""
+    return f"thinker.{name}" if family in WHOLE_MODELS else name
 
 
 def packing_obstacle(model: Any) -> str | None:
@@ -172,6 +179,17 @@ def tokens_per_image(config: Any) -> int:
     if config.model_type in IMAGE_DIMENSION_FAMILIES:
         return (vision.image_size // vision.patch_size // config.scale_factor) ** 2
     return 0
+
+
+def audio_tokens(frames: Tensor, config: Any) -> Tensor:
+    """Tokens of audios with these numbers of log-mel frames, int64 [audios]: those of Qwen-Omni's audio towers.
+
+    Qwen2.5-Omni halves the frames twice. Qwen3-Omni makes an eighth of each chunk of 2 * n_window frames, rounded up.
+    """
+    if config.model_type == "qwen2_5_omni_thinker":
+        return ((frames - 1) // 2 - 1) // 2 + 1
+    chunk = 2 * config.audio_config.n_window
+    return frames // chunk * ((chunk + 7) // 8) + (frames % chunk + 7) // 8
 
 
 def image_groups(tokens: Tensor, image_token: int, starts: Tensor | None = None) -> Tensor:

@@ -11,8 +11,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from rlkit.data.samples import Batch, pad_images
-from rlkit.vlm.families import PATCH_ROW_FAMILIES, tokens_per_image
+from rlkit.data.samples import AUDIO_KEYS, Batch, pad_for_concatenation
+from rlkit.vlm.families import PATCH_ROW_FAMILIES, audio_tokens, tokens_per_image
 from rlkit.vlm.rope3d import ROPE3D_MODEL_TYPES, ROPE3D_REFUSED, Rope3DSpec, rope3d_position_ids, rope3d_spec
 
 
@@ -35,7 +35,7 @@ def position_spec(config: Any) -> Rope3DSpec | None:
 
 
 VIDEO_TIME_KEYS = ("second_per_grid_ts", "video_second_per_grid")  # Qwen2.5-VL, Qwen-Omni
-PIXEL_KEYS = {"image": "pixel_values", "video": "pixel_values_videos"}
+PIXEL_KEYS = {"image": "pixel_values", "video": "pixel_values_videos", "audio": AUDIO_KEYS[0]}
 POSITION_KEYS = ("image_grid_thw", "video_grid_thw", *VIDEO_TIME_KEYS)
 
 
@@ -44,7 +44,8 @@ def concatenate_vision(vision: Sequence[Mapping[str, Tensor]], only: Sequence[st
 
     In SmolVLM and Idefics3 a sample's images have a dimension of their own: [1, images, channels, height, width].
     Samples with fewer images are padded with zeros, as the processors pad a batch; the models skip such images. Where
-    `image_sizes` gives the height and width of each image (Mistral 3), smaller images are padded likewise.
+    `image_sizes` gives the height and width of each image (Mistral 3), smaller images are padded likewise, and so are
+    shorter audios.
 
     Args:
         vision: of each sample its tensors by name.
@@ -54,9 +55,7 @@ def concatenate_vision(vision: Sequence[Mapping[str, Tensor]], only: Sequence[st
         ValueError: tensors of one name whose shapes differ beyond the first dimension.
     """
     keys = [key for key in dict.fromkeys(key for one in vision for key in one) if only is None or key in only]
-    found = {key: [one[key] for one in vision if key in one] for key in keys}
-    if "image_sizes" in found:
-        found["pixel_values"] = pad_images(found["pixel_values"])
+    found = pad_for_concatenation({key: [one[key] for one in vision if key in one] for key in keys})
     return {key: _concatenate(key, tensors) for key, tensors in found.items()}
 
 
@@ -94,15 +93,16 @@ def frames_as_images(row: Tensor, one: Mapping[str, Tensor], spec: Rope3DSpec) -
         tokens = grids.prod(1) // spec.merge_size**2
         starts.append(placeholders.nonzero()[:, 0][tokens.cumsum(0) - tokens])
     order, grids = torch.cat(starts).argsort(), torch.cat([images, frames])
-    pixels = torch.cat([one[name] for name in PIXEL_KEYS.values() if name in one]).split(grids.prod(1).tolist())
+    of_both = [one[PIXEL_KEYS[kind]] for kind in ("image", "video") if PIXEL_KEYS[kind] in one]
+    pixels = torch.cat(of_both).split(grids.prod(1).tolist())
     return {PIXEL_KEYS["image"]: torch.cat([pixels[i] for i in order]), "image_grid_thw": grids[order]}
 
 
 def vision_kinds(vision: Sequence[Mapping[str, Tensor]], spec: Rope3DSpec | None) -> list[bool]:
-    """[images, videos]: whether a forward of these rows calls the vision tower for images, and for videos."""
-    present = [any(name in one for one in vision) for name in PIXEL_KEYS.values()]
+    """[images, videos, audios]: whether a forward of these rows calls an encoder for images, videos and audios."""
+    images, videos, audios = (any(name in one for one in vision) for name in PIXEL_KEYS.values())
     frames_are_images = spec is not None and spec.video_start_token_id is not None
-    return [any(present), False] if frames_are_images else present
+    return [images or videos, False, audios] if frames_are_images else [images, videos, audios]
 
 
 # tensor -> its number of dimensions in families where a sample's images have a dimension of their own
@@ -184,7 +184,7 @@ def _vision_contents(one: Mapping[str, Tensor], config: Any) -> list[_VisionCont
             raise ValueError(f"vision: expected none for {config.model_type}, a text model, got {', '.join(one)}")
         return []
     if (spec := position_spec(config)) is not None:
-        return _contents_from_grids(one, spec, config.model_type in PATCH_ROW_FAMILIES)
+        return _contents_from_grids(one, spec, config)
     if (tokens := _tokens_of_each_image(one, config)) is not None:
         return [_VisionContent("image", config.image_token_id, len(tokens), sum(tokens))]
     pixels = one.get("pixel_values")
@@ -231,8 +231,8 @@ def _tokens_of_each_image(one: Mapping[str, Tensor], config: Any) -> list[int] |
     return (sizes // (vision.patch_size * config.spatial_merge_size)).prod(1).tolist()
 
 
-def _contents_from_grids(one: Mapping[str, Tensor], spec: Rope3DSpec, in_patches: bool) -> list[_VisionContent]:
-    contents = []
+def _contents_from_grids(one: Mapping[str, Tensor], spec: Rope3DSpec, config: Any) -> list[_VisionContent]:
+    contents, in_patches = [], config.model_type in PATCH_ROW_FAMILIES
     for kind, token, frames in (
         ("image", spec.image_token_id, 1),
         ("video", spec.video_token_id, spec.temporal_merge_size),
@@ -246,6 +246,8 @@ def _contents_from_grids(one: Mapping[str, Tensor], spec: Rope3DSpec, in_patches
                 f"{PIXEL_KEYS[kind]}: expected {expected} patches for {kind}_grid_thw {grids}, got {patches}"
             )
         contents.append(_VisionContent(kind, token, len(grids), expected // math.prod(merge)))
+    if spec.audio_token_id is not None:
+        contents.append(_audio_content(one, config))
     times = len(next((one[name] for name in VIDEO_TIME_KEYS if name in one), ()))
     if spec.tokens_per_second is not None and times != contents[1].images:
         raise ValueError(f"{VIDEO_TIME_KEYS[0]}: expected {contents[1].images}, one per video, got {times}")
@@ -254,3 +256,16 @@ def _contents_from_grids(one: Mapping[str, Tensor], spec: Rope3DSpec, in_patches
         features = (image.features or 0) + (video.features or 0)
         return [_VisionContent("image", image.token, image.images + video.images, features)]
     return contents
+
+
+def _audio_content(one: Mapping[str, Tensor], config: Any) -> _VisionContent:
+    features, mask = (one.get(name) for name in AUDIO_KEYS)
+    if features is None:
+        return _VisionContent("audio", config.audio_token_id, 0, 0)
+    if mask is None or mask.shape != (len(features), features.shape[-1]):
+        got = None if mask is None else list(mask.shape)
+        raise ValueError(
+            f"{AUDIO_KEYS[1]}: expected {[len(features), features.shape[-1]]} as {AUDIO_KEYS[0]}, got {got}"
+        )
+    tokens = audio_tokens(mask.sum(1), config)
+    return _VisionContent("audio", config.audio_token_id, len(features), int(tokens.sum()))

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from rlkit.data.lookup import check_source, requires_extra
+from rlkit.vlm.families import WHOLE_MODELS
 from rlkit.vlm.model_size import check_fits_files, check_layer_counts
 from rlkit.vlm.pretrained import SMOLLM2, gguf_path, smollm2_path
 
@@ -44,7 +45,7 @@ def model_path(path: str) -> str:
 
 
 def load_config(path: str, *, trust_remote_code: bool = False, file: str = "config.json") -> Any:
-    """The transformers configuration of a model.
+    """The transformers configuration of a model; of Qwen-Omni that of the thinker, the part that writes text.
 
     Args:
         path: a directory, a hub id, or another name that `model_path` knows.
@@ -64,11 +65,31 @@ def load_config(path: str, *, trust_remote_code: bool = False, file: str = "conf
     named = {} if file == "config.json" else {"_configuration_file": file}
     try:
         check_layer_counts(transformers.PreTrainedConfig.get_config_dict(path, **named)[0])
-        return transformers.AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code, **named)
+        config = transformers.AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code, **named)
     except (OSError, ValueError) as error:
         raise ValueError(f"model {path!r}: {error}") from error
     except Exception as error:  # a configuration is data: it may be wrong in any way
         raise ValueError(f"model {path!r}: config.json: {_one_line(error)}") from error
+    if (thinker := thinker_config(config)) is not config:
+        thinker.name_or_path = path
+    return thinker
+
+
+def thinker_config(config: Any) -> Any:
+    """The configuration of Qwen-Omni's thinker, which is the part that writes text; that of other models itself."""
+    return getattr(config, "thinker_config", None) or config
+
+
+def whole_config(thinker: Any) -> Any:
+    """The configuration of a whole model that consists of a thinker, without a part that speaks."""
+    import transformers
+
+    config = thinker.config
+    whole = transformers.AutoConfig.for_model(
+        WHOLE_MODELS[config.model_type], thinker_config=config.to_dict(), enable_audio_output=False
+    )
+    whole.architectures, whole.dtype = [type(thinker).__name__.replace("Thinker", "")], config.dtype
+    return whole
 
 
 def has_vision(config: Any) -> bool:

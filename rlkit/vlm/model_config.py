@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import difflib
 import json
+import re
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -28,6 +29,7 @@ TYPES = {
     list: "a list",
     dict: "a mapping",
 }
+HUB_ID = r"\w[\w.-]*/\w[\w.-]*"  # owner/name
 PER_LAYER = ("layer_types", "mlp_layer_types")  # lists with one entry for each layer
 
 
@@ -39,29 +41,45 @@ def is_config_file(model: str) -> bool:
 def changed_config(model: str, overrides: Sequence[str]) -> dict[str, Any]:
     """The content of a model's config.json with overrides.
 
+    The order of overrides matters only for those of one field, of which the last holds. Where `num_hidden_layers` is
+    overridden, lists with an entry for each layer (`PER_LAYER`) are left out, so that the model's family makes them
+    anew, unless they are overridden too.
+
     Args:
         model: a directory, or a configuration file.
-        overrides: `name=value` each, or a JSON or YAML file of names and values. A name is a field, with dots for a
-            field of a part: `text_config.hidden_size`. A value is JSON: a number, true, null, a list; anything else is
-            a string.
+        overrides: each is `name=value`, or a JSON or YAML file of names and values. Dots in a name lead to the parts of
+            the configuration: `text_config.hidden_size`. A value is read as JSON (a number, true, null, a list). If it
+            is not JSON, it is a string.
 
     Raises:
-        ValueError: no such file, an unknown field, or a value of another type than the field's.
+        ValueError: the file or the field does not exist, the value has another type than the field, or a list of layers
+            has another length than `num_hidden_layers`.
     """
     file = config_file(model)
     content = json.loads(file.read_text())
+    trained = content.get("thinker_config", content)  # of Qwen-Omni the fields of the thinker
     fields = dict(_flattened(load_config(str(file.parent), file=file.name).to_dict()))
-    for name, value in _parsed(overrides):
+    changes = dict(_parsed(overrides))
+    for name, value in changes.items():
         _check(name, value, fields)
-        part = content
-        *parents, last = name.split(".")
-        for parent in parents:
-            part = part.setdefault(parent, {})
+        part, last = _part_with(trained, name)
         part[last] = value
-        if last == "num_hidden_layers":  # these lists follow from it, unless they are overridden after it
-            for derived in PER_LAYER:
+    for name, layers in changes.items():
+        part, last = _part_with(trained, name)
+        for derived in PER_LAYER if last == "num_hidden_layers" else ():
+            if (changed := f"{name.removesuffix(last)}{derived}") not in changes:
                 part.pop(derived, None)
+            elif (entries := len(changes[changed] or ())) != layers:
+                raise ValueError(f"model_config: {changed}: expected {layers} entries, one per layer, got {entries}")
     return content
+
+
+def _part_with(content: dict[str, Any], name: str) -> tuple[dict[str, Any], str]:
+    """The part of a configuration that has a field, and the last part of the field's name."""
+    *parents, last = name.split(".")
+    for parent in parents:
+        content = content.setdefault(parent, {})
+    return content, last
 
 
 def config_file(model: str) -> Path:
@@ -72,19 +90,23 @@ def config_file(model: str) -> Path:
     """
     file = Path(model) if is_config_file(model) else Path(model_path(model)) / "config.json"
     if not file.is_file():
-        raise ValueError(f"model: expected a directory or a config.json on this machine, got {model!r}")
+        expected = f"model: expected a directory or a config.json on this machine, got {model!r}"
+        if re.fullmatch(HUB_ID, model) and not Path(model).exists():
+            expected += f"; if it is on the hub, download it first: hf download {model} --local-dir DIR, and pass DIR"
+        raise ValueError(expected)
     return file
 
 
 def write_model(model: str, overrides: Sequence[str], place: str | Path, *, seed: int = 0) -> None:
     """Write a model directory with a changed configuration.
 
-    Weights of a directory are kept, by links to its files. A configuration file gets random weights, in float32. Its
-    tokenizer and processor are read from the files beside it.
+    A model that is given by its directory keeps its weights, as links to its files. One that is given by its
+    configuration file gets random weights in float32. In both cases the tokenizer and the processor are copied from the
+    files beside the configuration.
 
     Args:
         model, overrides: as in `changed_config`.
-        place: directory to write; it is complete or does not exist.
+        place: directory to write. After an error it does not exist.
         seed: of random weights.
 
     Raises:
@@ -112,7 +134,7 @@ def write_model(model: str, overrides: Sequence[str], place: str | Path, *, seed
 
 
 def _parsed(overrides: Sequence[str]) -> Iterator[tuple[str, Any]]:
-    """(name, value) of each override, in their order."""
+    """(name, value) of each overridden field, in the order of the overrides."""
     for text in overrides:
         name, equals, value = text.partition("=")
         if equals:

@@ -1,4 +1,4 @@
-"""Image processors and tokenizers: text and images -> both token tracks of a sample; torchvision is optional."""
+"""Processors and tokenizers: text and media -> both token tracks of a sample; torchvision is optional."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import stat
 import time
 from collections.abc import Mapping, Sequence
 from functools import cache
+from itertools import groupby
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
@@ -18,7 +19,7 @@ import numpy as np
 import torch
 from PIL import Image, ImageOps
 
-from rlkit.data.samples import Expansion, Sample, Video, expand_placeholders, prompt_sample
+from rlkit.data.samples import AUDIO_KEYS, Audio, Expansion, Sample, Video, expand_placeholders, prompt_sample
 from rlkit.vlm.loading import has_vision, load_config, model_path
 
 # formats of photographs and figures; not PostScript, say, which Pillow would have another program draw
@@ -39,13 +40,7 @@ def load_image(source: Any) -> Image.Image:
         ValueError: it cannot be read, is empty, too large, takes too long or is not in one of `FORMATS`, or is a URL
             (fetch those beforehand: a run that depends on the network cannot be repeated).
     """
-    if isinstance(source, Mapping):
-        source = source.get("bytes") or source.get("path")
-    if isinstance(source, str) and (found := re.match(r"data:image/[\w.+-]+;base64,", source)):
-        source = base64.b64decode(source[found.end() :])
-    if isinstance(source, str) and "://" in source:
-        raise ValueError(f"image: expected a local path, bytes or a PIL image, got the URL {source!r}")
-    name = repr(str(source)) if isinstance(source, str | Path) else f"of type {type(source).__name__}"
+    source, name = resolve_source(source, "image", "a PIL image")
     try:
         if isinstance(source, bytes | bytearray):
             image = _as_rgb(_open_image(io.BytesIO(source)))
@@ -106,6 +101,28 @@ def _known_formats() -> list[str]:
     return [name for name in FORMATS if name in Image.OPEN]
 
 
+def resolve_source(source: Any, kind: str, otherwise: str) -> tuple[Any, str]:
+    """Take the bytes or the path out of the struct of a Hugging Face feature, and decode a data URL.
+
+    Args:
+        kind: "image", "video" or "audio".
+        otherwise: what is accepted besides paths and bytes, for the error.
+
+    Returns:
+        bytes, a path, or the source itself; and a name of it for errors.
+
+    Raises:
+        ValueError: another URL.
+    """
+    if isinstance(source, Mapping):
+        source = source.get("bytes") or source.get("path")
+    if isinstance(source, str) and (found := re.match(rf"data:{kind}/[\w.+-]+;base64,", source)):
+        source = base64.b64decode(source[found.end() :])
+    if isinstance(source, str) and "://" in source:
+        raise ValueError(f"{kind}: expected a local path, bytes or {otherwise}, got the URL {source!r}")
+    return source, repr(str(source)) if isinstance(source, str | Path) else f"of type {type(source).__name__}"
+
+
 def open_regular_file(path: str | Path) -> BinaryIO:
     """Open a file to be read; what is no regular file is refused before it is opened, as opening may already wait."""
     _check_regular(os.stat(path).st_mode)
@@ -131,36 +148,47 @@ TEXT_OUTPUTS = frozenset({"input_ids", "attention_mask", "mm_token_type_ids", "t
 
 # processors whose videos are tested: both tracks, position ids, training and sampling
 VIDEO_PROCESSORS = frozenset({"Qwen2VLProcessor", "Qwen2_5_VLProcessor", "Qwen3VLProcessor"})
+# processors whose audios are tested likewise; they repeat a placeholder and report no replacements of text
+AUDIO_PROCESSORS = frozenset({"Qwen2_5OmniProcessor", "Qwen3OmniMoeProcessor"})
 
 
-def encode_text(processor: Any, text: str, images: Sequence[Image.Image] = (), videos: Sequence[Video] = ()) -> Sample:
-    """Tokenizes a text that has one placeholder per image and video into both token tracks.
+def encode_text(
+    processor: Any,
+    text: str,
+    images: Sequence[Image.Image] = (),
+    videos: Sequence[Video] = (),
+    audios: Sequence[Audio] = (),
+) -> Sample:
+    """Tokenizes a text that has one placeholder per image, video and audio into both token tracks.
 
     The expanded track is the processor's output. Which of its tokens stand for which image follows from the
-    replacements of placeholders that the processor reports (`return_text_replacement_offsets`).
+    replacements of placeholders that the processor reports (`return_text_replacement_offsets`). The processors of
+    Qwen-Omni report none, but only repeat placeholders.
 
     Raises:
-        ValueError: text that is not Unicode, the number of images or videos is not the number of placeholders, the
-            processor rejects an image, or it does not report its replacements; videos for a family without them.
+        ValueError: text that is not Unicode, the number of images, videos or audios is not the number of placeholders,
+            the processor rejects an image, or it does not report its replacements; videos or audios for a family
+            without them.
     """
     if stray := re.search("[\ud800-\udfff]", text):
         raise ValueError(f"prompt: expected Unicode text, got the unpaired surrogate {stray[0]!r}")
     tokenizer = getattr(processor, "tokenizer", processor)
     compact = tokenizer(text, add_special_tokens=False)["input_ids"]
-    for kind, given in (("images", images), ("videos", videos)):
+    media: dict[str, Sequence[Any]] = {"image": images, "video": videos, "audio": audios}
+    for kind, given in media.items():
         if given and tokenizer is processor:
-            raise ValueError(f"{kind}: expected none, as the model's processor is a tokenizer, got {len(given)}")
+            raise ValueError(f"{kind}s: expected none, as the model's processor is a tokenizer, got {len(given)}")
     arguments = {"images": list(images)} if images else {}
     arguments |= video_arguments(processor, videos) if videos else {}
-    image: Any = getattr(processor, "image_token_id", None)
-    video: Any = getattr(processor, "video_token_id", None)
-    feature = getattr(tokenizer, "image_token_id", image)  # Gemma3 has a token for an image, one for each feature
-    counts = (("image", image, len(images)), ("video", video, len(videos)), ("image feature", feature, 0))
-    for kind, token, count in counts:
-        slots = 0 if kind == "image feature" and token == image else compact.count(token)
+    arguments |= audio_arguments(processor, audios) if audios else {}
+    tokens = {kind: placeholder_id(processor, kind) for kind in media}
+    feature = getattr(tokenizer, "image_token_id", tokens["image"])  # Gemma3: one for an image, one for each feature
+    counts = [(kind, tokens[kind], len(given)) for kind, given in media.items()]
+    for kind, token, count in [*counts, ("image feature", feature, 0)]:
+        slots = 0 if kind == "image feature" and token == tokens["image"] else compact.count(token)
         if slots != count:  # a question may spell a placeholder out
             raise ValueError(f"{kind}s: expected {slots}, one per placeholder in the prompt, got {count}")
-    if not images and not videos:
+    if not any(media.values()):
         return prompt_sample(compact)
     inputs = processor(
         text=[text],
@@ -170,23 +198,61 @@ def encode_text(processor: Any, text: str, images: Sequence[Image.Image] = (), v
         **arguments,
     )
     expanded = inputs["input_ids"][0].tolist()
-    replaced = (inputs.get("text_replacement_offsets") or [[]])[0]
-    tokens = {"image": image, "video": video}
-    found = _expansions(tokenizer, text, replaced, [tokens[one.get("type", "image")] for one in replaced])
-    placeholders = {
-        tokens[kind]: [one for one, of in zip(found, replaced, strict=True) if of.get("type", "image") == kind]
-        for kind, given in (("image", images), ("video", videos))
-        if given
-    }
-    if len(replaced) != len(images) + len(videos) or expand_placeholders(compact, placeholders) != expanded:
+    replaced = (inputs.pop("text_replacement_offsets", None) or [[]])[0]
+    placeholders: dict[int, list[int | Expansion]]
+    if type(processor).__name__ in AUDIO_PROCESSORS:
+        placeholders = {tokens[kind]: _run_lengths(expanded, tokens[kind]) for kind, given in media.items() if given}
+    else:
+        found = _expansions(tokenizer, text, replaced, [tokens[one.get("type", "image")] for one in replaced])
+        placeholders = {
+            tokens[kind]: [one for one, of in zip(found, replaced, strict=True) if of.get("type", "image") == kind]
+            for kind, given in media.items()
+            if given
+        }
+    if (
+        any(len(placeholders[tokens[kind]]) != len(given) for kind, given in media.items() if given)
+        or expand_placeholders(compact, placeholders) != expanded
+    ):
         raise ValueError(
             f"processor: expected text_replacement_offsets that reproduce its tokens, got a {type(processor).__name__} "
             "whose tokens cannot be assigned to images"
         )
     vision = {name: x for name, x in inputs.items() if isinstance(x, torch.Tensor) and name not in TEXT_OUTPUTS}
+    if audios:  # as long as the longest, not as long as the processor's limit
+        frames = int(vision[AUDIO_KEYS[1]].sum(1).max())
+        vision |= {name: vision[name][..., :frames].clone() for name in AUDIO_KEYS}
     return prompt_sample(
-        expanded, compact, vision=vision, placeholders=placeholders, images=images, videos=list(videos)
+        expanded,
+        compact,
+        vision=vision,
+        placeholders=placeholders,
+        images=images,
+        videos=list(videos),
+        audios=list(audios),
     )
+
+
+def placeholder_id(processor: Any, kind: str) -> Any:
+    """The token that stands for an image, a video or an audio in a prompt; None if the processor has none."""
+    name = f"{kind}_token_id"
+    return getattr(processor, name, None) or getattr(getattr(processor, "tokenizer", None), name, None)
+
+
+def _run_lengths(tokens: Sequence[int], placeholder: int) -> list[int | Expansion]:
+    """The number of tokens in each run of a placeholder."""
+    return [len([*run]) for token, run in groupby(tokens) if token == placeholder]
+
+
+def audio_arguments(processor: Any, audios: Sequence[Audio]) -> dict[str, Any]:
+    """Arguments with which a processor uses these audios.
+
+    Raises:
+        ValueError: a family that does not hear.
+    """
+    name = type(processor).__name__
+    if name not in AUDIO_PROCESSORS:
+        raise ValueError(f"audios: expected a model with one of {', '.join(sorted(AUDIO_PROCESSORS))}, got {name}")
+    return {"audio": [one.samples for one in audios], "sampling_rate": audios[0].rate}
 
 
 def video_arguments(processor: Any, videos: Sequence[Video]) -> dict[str, Any]:

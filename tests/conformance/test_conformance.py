@@ -278,8 +278,8 @@ def test_the_adapter_of_the_page(monkeypatch):
     (block,) = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
     trainer = ModuleType("my_trainer")
 
-    def ppo_loss(logprobs, old_logprobs, advantages, mask):
-        return losses.token_mean(losses.clipped_policy_loss(logprobs, old_logprobs, advantages, mask, 0.2, 0.28), mask)
+    def ppo_loss(logprobs, old_logprobs, advantages, mask, *clip):
+        return losses.token_mean(losses.clipped_policy_loss(logprobs, old_logprobs, advantages, mask, *clip), mask)
 
     trainer.ppo_loss = ppo_loss
     monkeypatch.setitem(sys.modules, "my_trainer", trainer)

@@ -396,7 +396,8 @@ def test_bad_marks_are_named(raw, error):
 @pytest.mark.parametrize(
     ("columns", "error"),
     [
-        (["question", "answer", "audio"], "audio: expected text, images and videos"),
+        (["question", "answer", "audio", "audios"], "audios and audio: expected one of them"),
+        (["question", "answer", "audio_file"], "audios: expected a column audios or audio, not 'audio_file'"),
         (["question", "answer", "video", "videos"], "videos and video: expected one of them"),
         (["question", "answer", "video_path"], "videos: expected a column videos or video, not 'video_path'"),
         (["question", "answer", "image", "images"], "images and image: expected one of them"),

@@ -1,6 +1,5 @@
 """Chats: what is a list of messages, and where its images go."""
 
-import numpy as np
 import pytest
 
 from rlkit.data.messages import message, place_media, prompt_of, read_messages, text_of
@@ -51,11 +50,11 @@ def test_calls_of_tools_have_objects_as_arguments():
         ([user("Q"), {"content": 1}], 'messages[1]: expected {"role": ..., "content": ...}, got {\'content\': 1}'),
         ([user(None)], "messages[0].content: expected text or a list of parts, got None"),
         ([user({"text": "Q"})], "messages[0].content: expected text or a list of parts, got {'text': 'Q'}"),
-        ([user(["Q"])], "messages[0].content: expected parts of type text, image and video, got 'Q'"),
+        ([user(["Q"])], "messages[0].content: expected parts of type text, image, video and audio, got 'Q'"),
         (
-            [user([{"type": "audio", "audio": "a.wav"}])],
-            "messages[0].content: expected parts of type text, image and video, got {'type': 'audio', "
-            "'audio': 'a.wav'}",
+            [user([{"type": "sound", "sound": "a.wav"}])],
+            "messages[0].content: expected parts of type text, image, video and audio, got {'type': 'sound', "
+            "'sound': 'a.wav'}",
         ),
         (
             [{"role": "assistant", "tool_calls": [{"name": "add", "arguments": "1 + 1"}]}],
@@ -88,15 +87,15 @@ def test_what_is_no_chat_is_refused(found, error):
     ],
 )
 def test_places_of_images(messages, images, contents):
-    placed, found, _ = place_media(messages, images)
+    placed, found, *_ = place_media(messages, images)
     assert [one["content"] for one in placed] == contents and found == images
-    assert place_media(placed, found) == (placed, found, [])  # what is placed stays
+    assert place_media(placed, found) == (placed, found, [], [])  # what is placed stays
 
 
 def test_images_in_the_messages():
     """OpenAI's and Qwen's forms."""
     parts = [{"type": "image_url", "image_url": {"url": "a.png"}}, {"type": "image", "image": "b.png"}, text("Q")]
-    placed, images, _ = place_media(read_messages([user(parts)]))
+    placed, images, *_ = place_media(read_messages([user(parts)]))
     assert placed == [user([PICTURE, PICTURE, text("Q")])] and images == ["a.png", "b.png"]
     with pytest.raises(ValueError, match="^images: expected all in the messages or all beside them, got 2 and 1$"):
         place_media(read_messages([user(parts)]), ["c.png"])
@@ -125,15 +124,16 @@ def test_places_of_videos():
     """As those of images: marks, parts with or without a source, or before the text; a mark without videos is text."""
     frames = ["1.png", "2.png"]
     marked = prompt_of({"question": "<video>A<image>", "images": ["a"], "videos": ["b"]})
-    assert marked == ([user([CLIP, text("A"), PICTURE])], ["a"], ["b"])
+    assert marked == ([user([CLIP, text("A"), PICTURE])], ["a"], ["b"], [])
     assert prompt_of({"question": "Q", "images": ["a"], "video": frames}) == (
         [user([CLIP, PICTURE, text("Q")])],
         ["a"],
         [frames],
+        [],
     )
     parts = [{"type": "video", "video": frames}, {"type": "video_url", "video_url": {"url": "b.mp4"}}, text("Q")]
-    assert prompt_of({"messages": [user(parts)]}) == ([user([CLIP, CLIP, text("Q")])], [], [frames, "b.mp4"])
-    assert prompt_of({"question": "What is <video>?"}) == ([user("What is <video>?")], [], [])
+    assert prompt_of({"messages": [user(parts)]}) == ([user([CLIP, CLIP, text("Q")])], [], [frames, "b.mp4"], [])
+    assert prompt_of({"question": "What is <video>?"}) == ([user("What is <video>?")], [], [], [])
     for row, error in (
         ({"question": "<video>Q", "videos": ["a", "b"]}, "videos: expected one for each place, got 2 for 1 <video>"),
         ({"messages": [user([CLIP])]}, "videos: expected one for each place, got 0 for 1 video parts"),
@@ -143,16 +143,30 @@ def test_places_of_videos():
         assert str(caught.value) == error
 
 
+def test_places_of_audios():
+    """As those of videos. A list in `audio` is one audio, as samples with their rate."""
+    noise, part = ([0.5, -0.5], 16000), {"type": "audio"}
+    assert prompt_of({"question": "A <audio> B", "audios": ["a.wav"]}) == (
+        [user([text("A "), part, text(" B")])],
+        [],
+        [],
+        ["a.wav"],
+    )
+    assert prompt_of({"question": "What is <audio>?", "audio": None}) == ([user("What is <audio>?")], [], [], [])
+    assert prompt_of({"question": "Q", "audio": noise}) == ([user([part, text("Q")])], [], [], [noise])
+    parts = [{"type": "audio", "audio": "a.wav"}, {"type": "audio_url", "audio_url": {"url": "b.mp3"}}, text("Q")]
+    assert prompt_of({"messages": [user(parts)]}) == ([user([part, part, text("Q")])], [], [], ["a.wav", "b.mp3"])
+
+
 def test_prompt_of_a_row():
-    assert prompt_of({"question": "Q"}) == ([user("Q")], [], [])
-    assert prompt_of({"question": "<image>Q", "images": ["a"]}) == ([user([PICTURE, text("Q")])], ["a"], [])
-    assert prompt_of({"question": [user("Q")]}) == ([user("Q")], [], [])  # and not as Python writes a list
-    assert prompt_of({"question": "Q", "videos": [], "audio": None, "images": None}) == ([user("Q")], [], [])
-    assert prompt_of({"question": "shown", "messages": [user("Q")]}) == ([user("Q")], [], [])
+    assert prompt_of({"question": "Q"}) == ([user("Q")], [], [], [])
+    assert prompt_of({"question": "<image>Q", "images": ["a"]}) == ([user([PICTURE, text("Q")])], ["a"], [], [])
+    assert prompt_of({"question": [user("Q")]}) == ([user("Q")], [], [], [])  # and not as Python writes a list
+    assert prompt_of({"question": "Q", "videos": [], "audio": None, "images": None}) == ([user("Q")], [], [], [])
+    assert prompt_of({"question": "shown", "messages": [user("Q")]}) == ([user("Q")], [], [], [])
     for row, error in (
         ({"question": None}, "question: expected text or a list of messages, got None"),
         ({"question": 5}, "question: expected text or a list of messages, got 5"),
-        ({"question": "Q", "audio": np.ones(3)}, "audio: expected text, images and videos, got a column of this name"),
         ({"question": "Q", "unreadable": "the reason"}, "the reason"),
     ):
         with pytest.raises(ValueError) as caught:

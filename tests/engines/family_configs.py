@@ -90,9 +90,10 @@ GLM_IDS = {
     "video_token_id": 95,
 }  # fmt: skip
 QWEN_IDS = {"vision_start_token_id": 91, "vision_end_token_id": 92, "video_token_id": 95}
-OMNI = {  # with an audio tower, which gets no input
+OMNI = {
     "audio_config": {
         "encoder_layers": 1, "encoder_attention_heads": 2, "encoder_ffn_dim": 16, "d_model": 16, "output_dim": 32,
+        "downsample_hidden_size": 8,
     },
     **QWEN_IDS, "audio_token_id": 96, "audio_start_token_id": 93, "audio_end_token_id": 94,
 }  # fmt: skip

@@ -1,4 +1,5 @@
-"""Run by `test_host_memory.py`: host memory that two ranks take to load SmolLM2-135M and to export it.
+"""Run by `test_smollm2.py`: host memory that two ranks take to load SmolLM2-135M and to export it, with fsdp2, and to
+load a Llama with Megatron, because two tensor ranks cannot share SmolLM2's three key-value heads.
 
 on_host_memory_ranks.py MODEL_DIR OUT_DIR PORT
 """
@@ -15,11 +16,24 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
+import transformers
 
 from rlkit import runs
+from rlkit.engines import make_engine
 from rlkit.engines.distributed import init_distributed
+from rlkit.engines.megatron import engine as megatron_engine  # noqa: F401  (imported once, before the ranks are forked)
+from rlkit.vlm import load_model
 
 RANKS = 2
+
+
+def write_llama(path):
+    """Write a model of 42 million parameters."""
+    config = transformers.LlamaConfig(
+        vocab_size=8_000, hidden_size=512, intermediate_size=2048, num_hidden_layers=8, num_attention_heads=8,
+        num_key_value_heads=4, max_position_embeddings=128,
+    )  # fmt: skip
+    transformers.LlamaForCausalLM(config).save_pretrained(path)
 
 
 def anonymous_bytes():
@@ -66,9 +80,14 @@ def on_rank(rank, path, out, port):
         engine.export_hf(Path(out) / "export", torch.bfloat16)
     found["parameters"] = sum(p.numel() for p in engine.module.parameters())
     found["dtypes"] = [str(next(one.module.parameters()).dtype) for one in (engine, reference)]
+    del engine, reference
+    with measured(found, "megatron"):
+        engine = make_engine("megatron", model=load_model(str(Path(out) / "llama"), on_meta=True), tensor=2)
+    found["megatron_parameters"] = sum(p.numel() for p in engine.module.parameters())
     (Path(out) / f"{rank}.json").write_text(json.dumps(found))
     dist.destroy_process_group()
 
 
 if __name__ == "__main__":
+    write_llama(Path(sys.argv[2]) / "llama")
     mp.start_processes(on_rank, tuple(sys.argv[1:]), nprocs=RANKS, start_method="fork")

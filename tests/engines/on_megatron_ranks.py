@@ -37,7 +37,8 @@ from rlkit.engines.fsdp.fsdp2 import Fsdp2Engine  # noqa: E402
 from rlkit.engines.megatron import engine as megatron_engine  # noqa: E402, F401
 from rlkit.engines.megatron.optimizer import gather_state  # noqa: E402
 from rlkit.engines.megatron.weights import is_tied_copy, megatron_to_hf  # noqa: E402
-from rlkit.engines.value_head import with_value_head  # noqa: E402
+from rlkit.engines.value_head import load_value_model, with_value_head  # noqa: E402
+from rlkit.vlm import load_model  # noqa: E402
 from rlkit.vlm.adapt import checkpoint_parameters  # noqa: E402
 
 VISION, GROUP = ("vl", "shared-vl"), 4  # kinds of model with images; answers to each prompt of the "shared" kinds
@@ -59,6 +60,7 @@ CASES = {
     "pp2-dp2": (4, "qwen2", "empty", PIPE),
     "moe-one": (1, "moe", "all", {}),
     "moe-pp2-ep2": (4, "moe", "empty", {**PIPE, **EXPERT}),
+    "moe-sp2-ep2-dp2": (4, "moe", "split", {**SEQUENCE, **EXPERT}),
     "routed-one": (1, "routed", "all", {"enable_gradient_checkpointing": True}),
     "routed-pp2-ep2": (4, "routed", "empty", {**PIPE, **EXPERT, "enable_gradient_checkpointing": True}),
     "routed-sp2-ep2": (2, "routed", "all", {**SEQUENCE, **EXPERT}),
@@ -195,18 +197,17 @@ def random_routing(tokens, draw):
     return torch.rand(tokens, 2, 4, generator=draw).argsort(-1)[..., :2].to(torch.int16)
 
 
-def engine_for(backend, kind, **options):
+def engine_for(backend, kind, model=None, **options):
     return make_engine(
         backend,
         "value_model" if kind == "value" else "language_model",
-        model=make_model(kind),
+        model=make_model(kind) if model is None else model,
         optimizer=lambda params: torch.optim.AdamW(params, lr=1e-2, eps=1e-4),
         scheduler=lambda optimizer: torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.5),
         micro_batch_tokens=48,
         max_grad_norm=0.5,
         **({} if kind == "value" else {"temperature": 1.3, "suppressed_token_ids": torch.tensor(SUPPRESSED)}),
         **({"router_replay": True} if kind == "routed" else {}),
-        **({"keep_gradients": True} if backend == "fsdp2" else {}),
         **options,
     )
 
@@ -301,9 +302,12 @@ def run_case(name, out):
     (out / name).mkdir(exist_ok=True)
     if name.startswith("fsdp2-"):
         kind = name.removeprefix("fsdp2-")
-        return run(engine_for("fsdp2", kind, share_prompts=False), kind, list(range(ROWS)), out / name)
+        engine = engine_for("fsdp2", kind, share_prompts=False, keep_gradients=True)
+        return run(engine, kind, list(range(ROWS)), out / name)
     _, kind, which, options, *source = {**CASES, **RESUMED}[name]
-    engine = engine_for("megatron", kind, **options)
+    load = load_value_model if kind == "value" else load_model
+    model = load(str(out / "models" / kind), on_meta=True)
+    engine = engine_for("megatron", kind, model, keep_gradients=not source, **options)
     rows = rows_of(which, engine)
     if source:
         resume(engine, kind, rows, out / source[0] / "checkpoint", out / name)
@@ -323,8 +327,10 @@ def on_rank(out, names):
 
 
 def main(out, *names):
-    for kind in REFERENCES:  # import here, and not on every rank, what is imported on first use
-        torch.optim.AdamW(make_model(kind).parameters())
+    for kind in REFERENCES:
+        model = make_model(kind)
+        model.save_pretrained(Path(out) / "models" / kind)  # each rank reads its part of these files
+        torch.optim.AdamW(model.parameters())  # import here, and not on every rank, what is imported on first use
     for world in (1, 2, 4):
         if chosen := [name for name in names if ranks_of(name) == world]:
             fork_ranks(on_rank, world, Path(out), chosen)

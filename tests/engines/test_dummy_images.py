@@ -24,11 +24,14 @@ CPU = torch.device("cpu")
 PATCHES = [family for family, (*_, shape) in VISION.items() if len(shape) == 2 and not family.startswith("glm")]
 DUMMIES = [*((family, {"image": True}) for family in VISION)]
 DUMMIES += [(family, {"image": image, "video": True}) for family in PATCHES for image in (False, True)]
+DUMMIES += [
+    (family, {"image": image, "audio": True}) for family in VISION if "omni" in family for image in (False, True)
+]
 
 
 @pytest.mark.parametrize(("family", "needed"), DUMMIES)
 def test_a_dummy_image_changes_no_output_and_goes_through_the_tower(family, needed):
-    """A rank without images or videos then has zero gradients in the tower, and joins the collectives of the others."""
+    """A rank without images, videos or audios then has zero gradients there, and joins the others' collectives."""
     model, (batch, weights) = vision_model(family), rows()
     use_packed_attention(model)
     for remove_padding in (True, False):
@@ -44,7 +47,9 @@ def test_a_dummy_image_changes_no_output_and_goes_through_the_tower(family, need
         for name, value in plain_gradients.items():
             torch.testing.assert_close(dummy_gradients[name], value, atol=1e-4, rtol=1e-4, msg=name)
         in_tower = dummy_gradients.keys() - plain_gradients.keys()
-        assert any("patch_" in name for name in in_tower)  # patch_embed, patch_conv
+        towers = ["patch_"] * any(needed.get(kind) for kind in ("image", "video"))  # patch_embed, patch_conv
+        towers += ["audio_tower.conv"] * ("audio" in needed)
+        assert towers and all(any(tower in name for name in in_tower) for tower in towers)
         assert all(dummy_gradients[name].abs().max() == 0 for name in in_tower)
 
 
@@ -112,11 +117,13 @@ def test_video_frames_of_glm_are_images_in_the_order_of_the_row():
     joined = frames_as_images(row, one, spec)
     assert joined["image_grid_thw"].tolist() == [[1, 2, 2], [1, 2, 4], [1, 2, 4], [1, 2, 6]]
     assert joined["pixel_values"].flatten().tolist() == [*range(4), *range(16, 32), *range(4, 16)]
-    assert vision_kinds([one], spec) == vision_kinds([joined], spec) == [True, False]
+    assert vision_kinds([one], spec) == vision_kinds([joined], spec) == [True, False, False]
 
 
-def test_images_and_videos_are_separate_calls_of_the_tower():
+def test_images_videos_and_audios_are_separate_calls_of_the_towers():
     spec = position_spec(vision_model("qwen3_vl").config)
     image, video = {"pixel_values": torch.zeros(1)}, {"pixel_values_videos": torch.zeros(1)}
-    seen = [vision_kinds(vision, spec) for vision in ([{}], [image, {}], [video], [image, video], [{**image, **video}])]
-    assert seen == [[False, False], [True, False], [False, True], [True, True], [True, True]]
+    audio = {"input_features": torch.zeros(1)}
+    rows = [[{}], [image, {}], [video], [image, video], [{**image, **video}], [image, audio]]
+    seen = [[int(kind) for kind in vision_kinds(vision, spec)] for vision in rows]
+    assert seen == [[0, 0, 0], [1, 0, 0], [0, 1, 0], [1, 1, 0], [1, 1, 0], [1, 0, 1]]

@@ -143,6 +143,19 @@ def test_adapters_of_a_model_without_any(tiny_dir, tmp_path):
     assert not list(tmp_path.iterdir())
 
 
+def test_adapters_are_not_all_that_is_trained(tiny_dir):
+    model = lora(load_model(tiny_dir), 4, 8)
+    engine = make_engine("fsdp2", model=model)
+    whole = dict(engine.get_adapter()[1])
+    bucketed = dict(engine.get_adapter(1 << 14, torch.bfloat16)[1])
+    assert list(whole) == list(bucketed) and len(whole) > 20
+    assert all(torch.equal(bucketed[name], weight.bfloat16()) for name, weight in whole.items())
+    norm = model.get_base_model().model.language_model.norm.weight
+    norm.requires_grad_(True)
+    with pytest.raises(ValueError, match="get_adapter: expected adapters to be all that is trained, got .*norm.weight"):
+        engine.get_adapter()
+
+
 def test_images_rewards_stay_in_rlkits_form(tiny_dir, tmp_path):
     """Qwen2.5-VL has no classifier in transformers."""
     engine = reward_engine(load_value_model(tiny_dir))

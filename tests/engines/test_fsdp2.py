@@ -11,9 +11,9 @@ import torch
 from PIL import Image
 from torch._dynamo.utils import counters
 from torch.distributed.tensor import DTensor
-from transformers import AutoModelForImageTextToText
+from transformers import AutoModelForImageTextToText, Qwen2Config, Qwen2ForCausalLM
 
-from rlkit.data import collate
+from rlkit.data import append_response, collate, prompt_sample
 from rlkit.engines import make_engine, register_engine
 from rlkit.engines.packing.attention import varlen_attention
 from rlkit.engines.packing.inputs import prepare_model_inputs
@@ -107,6 +107,27 @@ def test_every_layout_equals_transformers(tiny_dir, processor, plain, name):
     assert gradients(engine).keys() == expected.keys()
     for parameter, gradient in gradients(engine).items():
         torch.testing.assert_close(gradient, expected[parameter], atol=1e-5, rtol=1e-4, msg=parameter)
+
+
+def test_pad_equals_eos_and_its_embedding_is_trained():
+    """transformers gives the input embedding of config.pad_token_id no gradient."""
+    sizes = {"vocab_size": 20, "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1}
+    config = Qwen2Config(**sizes, num_attention_heads=2, num_key_value_heads=1, tie_word_embeddings=False)
+    samples = [
+        append_response(prompt_sample([3, 7, 5]), [4, 7], [-1.0] * 2),
+        append_response(prompt_sample([7]), [6], [-1.0]),
+    ]
+    batch, found = collate(samples, advantages=torch.tensor([1.0, -2.0])), []
+    torch.manual_seed(0)
+    model = Qwen2ForCausalLM(config)
+    for pad in (None, 7):
+        config.pad_token_id = pad
+        same = Qwen2ForCausalLM(config)
+        same.load_state_dict(model.state_dict())
+        engine = engine_for("", model=same, max_grad_norm=math.inf)
+        engine.train_batch(batch, weighted_loss, ("logprobs", "entropy"))
+        found.append(gradients(engine)["model.embed_tokens.weight"])
+    assert found[0][7].norm() > 1e-3 and torch.equal(*found)
 
 
 def test_sharing_prompts_saves_tokens_and_images(processor, tiny_dir):

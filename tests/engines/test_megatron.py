@@ -1,17 +1,22 @@
 """Megatron-Core in every layout against fsdp2 on one process: the same losses, gradients and weights."""
 
+import shutil
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 from isolated_cases import require, run_cases
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from rlkit.engines import make_engine
-from rlkit.vlm import freeze, lora, vision_tower_pattern
+from rlkit.runs import TrainingOptions, build_scorer
+from rlkit.vlm import freeze, load_model, lora, vision_tower_pattern
 from rlkit.vlm.adapt import checkpoint_parameters
 from rlkit.vlm.routers import use_router_replay
 
@@ -19,12 +24,14 @@ HERE = Path(__file__).parent
 sys.path.insert(0, str(HERE))
 import on_megatron_ranks as ranks  # noqa: E402
 from megatron_groups import destroy_megatron_groups  # noqa: E402
+from memory import peak  # noqa: E402
 from one_gradient import OUTPUTS, POLICY, train, with_teacher  # noqa: E402
 
 from rlkit.engines.megatron.cpu import cuda_calls_on_host  # noqa: E402
 from rlkit.engines.megatron.model import initialize_parallel_state  # noqa: E402
 from rlkit.engines.megatron.optimizer import checkpoint_state  # noqa: E402
 from rlkit.engines.megatron.supported import ParallelDims, check_supported  # noqa: E402
+from rlkit.engines.megatron.weights import files_to_module, local_part  # noqa: E402
 
 
 @pytest.fixture(scope="module")
@@ -32,7 +39,7 @@ def out(tmp_path_factory):
     """The folder with the results of all cases, which run in one launch."""
     folder = tmp_path_factory.mktemp("megatron")
     command = [sys.executable, str(HERE / "on_megatron_ranks.py"), str(folder)]
-    run_cases(command, folder, ranks.NAMES, timeout=600)
+    run_cases(command, folder, ranks.NAMES, timeout=1800)
     return folder
 
 
@@ -41,6 +48,10 @@ def alone():
     """For engines of this process: destroys Megatron's process groups afterwards."""
     yield
     destroy_megatron_groups()
+
+
+def adamw(parameters):
+    return torch.optim.AdamW(parameters, lr=1e-2)
 
 
 def results(out, case):
@@ -337,6 +348,84 @@ def test_gathered_yields_the_transformers_model(kind, alone):
         assert torch.equal(module(input_ids=tokens).logits, model(input_ids=tokens).logits)  # also buffers
 
 
+class InFile:
+    """A tensor in a file; `read` lists the number of elements of each slice that is read."""
+
+    def __init__(self, *shape):
+        self.tensor, self.read = torch.rand(shape), []
+
+    def get_shape(self):
+        return list(self.tensor.shape)
+
+    def __getitem__(self, key):
+        self.read.append(self.tensor[key].numel())
+        return self.tensor[key]
+
+
+def test_a_rank_reads_only_its_slices(monkeypatch):
+    """The second of two tensor ranks, which is the second of two expert ranks, too."""
+    state = "rlkit.engines.megatron.weights.parallel_state.get_"
+    monkeypatch.setattr(state + "tensor_model_parallel_world_size", lambda: 2)
+    monkeypatch.setattr(state + "tensor_model_parallel_rank", lambda: 1)
+    group = SimpleNamespace(size=lambda: 2, rank=lambda: 1)
+    monkeypatch.setattr(state + "expert_model_parallel_group", lambda: group)
+    config = SimpleNamespace(num_query_groups=2, tensor_model_parallel_size=2)
+    rows = SimpleNamespace(tensor_model_parallel=True, partition_dim=0)
+    columns = SimpleNamespace(tensor_model_parallel=True, partition_dim=1)
+    q, k, v = InFile(8, 3), InFile(4, 3), InFile(4, 3)
+    assert torch.equal(local_part([q, k, v], rows, config), torch.cat([q.tensor[4:], k.tensor[2:], v.tensor[2:]]))
+    down, odd, norm, experts = InFile(4, 6), InFile(5, 3), InFile(7), [InFile(2, 3) for _ in range(8)]
+    assert torch.equal(local_part([down], columns, config), down.tensor[:, 3:])
+    assert torch.equal(local_part([odd], rows, config), torch.cat([odd.tensor[3:], torch.zeros(1, 3)]))
+    assert torch.equal(local_part([norm], SimpleNamespace(), config), norm.tensor)
+    part = local_part(experts, SimpleNamespace(is_expert=True, shape=(8, 3)), config)
+    assert torch.equal(part, torch.cat([one.tensor for one in experts[4:]]))
+    assert [one.read for one in (q, k, v, down, odd, norm)] == [[12], [6], [6], [12], [6], [7]]
+    assert [sum(one.read) for one in experts] == [0] * 4 + [6] * 4
+
+
+def test_files_of_another_model_are_named(out, tmp_path, alone):
+    require(out, "one-qwen3")
+    shutil.copytree(out / "models" / "qwen3", tmp_path, dirs_exist_ok=True)
+    tensors = load_file(tmp_path / "model.safetensors")
+    tensors["model.norm.weight"] = tensors["model.norm.weight"][:7].clone()
+    del tensors["model.layers.1.mlp.up_proj.weight"]
+    save_file(tensors, tmp_path / "model.safetensors")
+    expected = "got missing or different ones: model.layers.1.mlp.up_proj.weight, model.norm.weight$"
+    with pytest.raises(ValueError, match=expected):
+        make_engine("megatron", model=load_model(str(tmp_path), on_meta=True))
+
+
+def test_experts_that_are_one_tensor_in_the_files_are_read_whole(out, tmp_path, alone, capsys):
+    require(out, "moe-one")
+    shutil.copytree(out / "models" / "moe", tmp_path, dirs_exist_ok=True)
+    save_file(files_to_module(load_file(tmp_path / "model.safetensors")), tmp_path / "model.safetensors")
+    engine = build_scorer(TrainingOptions(model=str(tmp_path), engine="megatron"), str(tmp_path), None)
+    assert "expected experts that are separate tensors, got model.layers.0.mlp.experts.down_proj" in (
+        printed := capsys.readouterr().out
+    )
+    assert printed.strip().endswith("; each rank reads the whole model")
+    imported = results(out, "moe-one")["imported"]
+    assert all(torch.equal(imported[name], x) for name, x in engine.get_per_tensor_param())
+
+
+def test_gradients_are_freed_between_steps(alone):
+    """The steps are those of an engine that keeps them."""
+    batch, steps = ranks.make_batch([0, 1], "moe"), {}
+    for keep in (True, False):
+        engine = make_engine("megatron", model=ranks.make_model("moe"), optimizer=adamw, keep_gradients=keep)
+        buffers = engine.module.buffers + engine.module.expert_parallel_buffers
+        held = [sum(buffer.grad_data.untyped_storage().nbytes() for buffer in buffers)]
+        steps[keep] = []
+        for _ in range(2):
+            steps[keep].append(engine.train_batch(batch, POLICY[2]))
+            held.append(sum(buffer.grad_data.untyped_storage().nbytes() for buffer in buffers))
+        assert all(size > 0 for size in held) if keep else not any(held)
+        steps[keep].append(dict(engine.get_per_tensor_param()))
+    assert steps[True][:2] == steps[False][:2] and steps[True][0]["grad_norm"] > 0
+    assert_same(steps[False][2], steps[True][2], tolerance=0)
+
+
 def test_making_an_engine_leaves_random_states_alone(alone):
     model = ranks.make_model("value")
     torch.manual_seed(5)
@@ -360,9 +449,32 @@ def test_experts_whose_weights_do_not_add_up_to_one(alone):
 def test_checkpoint_of_another_model_is_named(out, alone):
     engine = ranks.engine_for("megatron", "qwen2")
     before = {name: tensor.clone() for name, tensor in engine.get_per_tensor_param()}
-    with pytest.raises(ValueError, match="fsdp2-qwen3/checkpoint: expected the state of this model .*Size mismatch"):
+    expected = r"fsdp2-qwen3/checkpoint: .*expected \[32, 32\] for .*o_proj.weight, got \[32, 48\]"
+    with pytest.raises(ValueError, match=expected):
         engine.load_checkpoint(out / "fsdp2-qwen3" / "checkpoint")
     assert all(torch.equal(tensor, before[name]) for name, tensor in engine.get_per_tensor_param())
+
+
+def test_a_checkpoint_of_parameters_that_are_frozen_is_named(tmp_path, alone):
+    ranks.engine_for("megatron", "qwen3").save_checkpoint(tmp_path / "checkpoint")
+    model = ranks.make_model("qwen3")
+    freeze(model, "model.norm")
+    engine = ranks.engine_for("megatron", "qwen3", model)
+    with pytest.raises(ValueError, match="only parameters that this model trains, got 1 others such as model.norm.w"):
+        engine.load_checkpoint(tmp_path / "checkpoint")
+
+
+def test_a_checkpoint_is_loaded_tensor_by_tensor(tmp_path, alone):
+    """Beside the engine there is room for the largest tensor, not for the weights and the optimizer's state."""
+    options = {"vocab_size": 4000, "hidden_size": 256, "intermediate_size": 1024, "num_hidden_layers": 8}
+    more = {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 64}
+    model = Qwen2ForCausalLM(Qwen2Config(**options, **more))
+    engine = make_engine("megatron", model=model, optimizer=adamw)
+    engine.save_checkpoint(tmp_path / "checkpoint")
+    engine.load_checkpoint(tmp_path / "checkpoint")  # imports
+    taken, _ = peak(lambda: engine.load_checkpoint(tmp_path / "checkpoint"))
+    weights = 4 * sum(p.numel() for p in model.parameters())
+    assert taken < weights / 2 < 20e6
 
 
 def test_a_loss_without_gradient_is_named(alone):

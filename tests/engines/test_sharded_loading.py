@@ -115,9 +115,13 @@ def test_damaged_files_are_named(saved):
     assert "model.safetensors" in error_of(path)
 
 
-def test_megatron_needs_the_weights(saved):
-    with pytest.raises(ValueError, match="model: expected weights that are read, got the meta device"):
-        make_engine("megatron", model=load_model(saved("qwen2"), on_meta=True))
+def test_quantized_weights_are_not_read_in_slices(saved):
+    """Their scales would be left out."""
+    path = saved("qwen2")
+    config = json.loads((Path(path) / "config.json").read_text())
+    config["quantization_config"] = {"quant_method": "fp8", "weight_block_size": [128, 128]}
+    (Path(path) / "config.json").write_text(json.dumps(config))
+    assert error_of(path) == f"model {path!r}: expected weights that are not quantized, got a quantization_config"
 
 
 def test_a_value_head_has_its_values_before_the_weights_are_read(saved):

@@ -39,6 +39,8 @@ def on_ill_text(text, row):
         case "memory in pieces":
             while True:
                 kept.append(bytearray(64 << 20))
+        case "64 MB":
+            bytearray(64 << 20)
         case "output":
             print("x" * (1 << 20))
             sys.stderr.write("y" * (1 << 20))

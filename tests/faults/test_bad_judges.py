@@ -81,7 +81,7 @@ def _environment(monkeypatch, caplog):
 
 
 def judged(server, **options):
-    return chat_judge(server.url, "m", **{"retries": 1, "seconds": 5.0, **options})("It is 4.", ROW)
+    return chat_judge(server.url, "m", **{"retries": 1, "seconds": 60.0, **options})("It is 4.", ROW)
 
 
 def test_a_busy_server_is_asked_again_when_it_says(caplog):
@@ -91,14 +91,14 @@ def test_a_busy_server_is_asked_again_when_it_says(caplog):
     with Server(plan) as server:
         assert judged(server) == 0.7
         (*_, first), (*_, second) = server.seen
-    assert 1.0 <= second - first < 5.0
+    assert 1.0 <= second - first < 50.0
 
 
 def test_a_pause_of_a_day_is_not_made():
     with Server(lambda handler, _: reply(handler, b"{}", 429, Retry_After="86400")) as server:
         start = time.monotonic()
         assert judged(server) is None and len(server.seen) <= 2
-    assert time.monotonic() - start < 10
+    assert time.monotonic() - start < 100
 
 
 GARBAGE = {
@@ -127,43 +127,48 @@ def test_garbage_is_not_judged(name, caplog):
 
 
 def test_a_server_that_hangs():
-    with Server(lambda handler, _: time.sleep(30)) as server:
+    replies = threading.Event()
+    with Server(lambda handler, _: replies.wait(100)) as server:
         start = time.monotonic()
         assert judged(server, retries=1, seconds=0.5) is None
-        assert time.monotonic() - start < 8
+        assert time.monotonic() - start < 50
+        replies.set()
 
 
 def test_a_server_that_drips(caplog):
     """A byte now and then, each within the time of one read."""
+    enough = threading.Event()
 
     def drip(handler, _):
         handler.send_response(200)
         handler.end_headers()
-        for _ in range(200):
+        for _ in range(1000):
+            if enough.wait(0.1):
+                break
             handler.wfile.write(b" ")
             handler.wfile.flush()
-            time.sleep(0.1)
 
     with Server(drip) as server:
         start = time.monotonic()
         assert judged(server, retries=0, seconds=0.5) is None
-        assert time.monotonic() - start < 5
+        assert time.monotonic() - start < 50
+        enough.set()
     assert "Timeout" in caplog.text
 
 
-def test_an_answer_of_100_mb_is_not_read(caplog):
+def test_an_answer_of_500_mb_is_not_read(caplog):
     sent = []
 
     def flood(handler, _):
         handler.send_response(200)
         handler.end_headers()
-        for _ in range(100):
+        for _ in range(500):  # more than any machine's buffers hold
             handler.wfile.write(bytes(1 << 20))
             sent.append(1)
 
     with Server(flood) as server:
         assert judged(server, retries=0) is None
-    assert len(sent) < 30
+    assert len(sent) < 300
     assert f"expected at most {judge_client.MOST_BYTES} bytes" in caplog.text
     with Server(lambda h, _: reply(h, completion("Score: 7" + " " * (1 << 20)))) as server:
         assert judged(server) == 0.7  # a long one is

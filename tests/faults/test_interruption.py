@@ -5,10 +5,12 @@ import signal
 import subprocess
 import sys
 import time
+from contextlib import ExitStack
 from dataclasses import dataclass
 
 import pytest
 import torch
+from waiting import until
 
 from rlkit.engines import checkpoint
 from rlkit.runs import RunOptions, resume, run_recipe, save, start_run
@@ -164,23 +166,24 @@ def test_a_rank_that_does_not_respond_is_named(tmp_path, monkeypatch, capfd):
 
     def waits_for(*words):
         nonlocal said
-        deadline = time.time() + 20
-        while not all(word in said for word in words) and time.time() < deadline:
+        deadline = time.time() + 100
+        while not all(word in said for word in words):
+            assert time.time() < deadline, said
             time.sleep(0.02)
             said += capfd.readouterr().err
-        assert all(word in said for word in words), said
 
-    with subprocess.Popen(["sleep", "100"]) as other:
+    with subprocess.Popen(["sleep", "1000"]) as other, ExitStack() as stack:
+        stack.callback(other.kill)
         file = tmp_path / PHASES / "1"
         file.parent.mkdir()
         run = Run(tmp_path, {}, watchdog=600)
         host = (file.with_name("0")).read_text().split()[2]
         other.send_signal(signal.SIGSTOP)
+        until(lambda: watchdog._process_state(other.pid) == "T")
         file.write_text(f"{time.time()} {other.pid} {host} train")
         waits_for(f"watchdog: rank 1 (process {other.pid} on {host}, in train) was stopped ", f"-CONT {other.pid}, or")
         file.write_text(f"{time.time()} {other.pid} elsewhere train")  # it responds, and then no more
         waits_for(f"(process {other.pid} on elsewhere, in train) has not responded for ", "continue it with --resume")
-        other.kill()
     file.write_text(f"{time.time()} {other.pid} {host} reward")
     waits_for(f"rank 1 (process {other.pid} on {host}, in reward) has ended: end the run")
     time.sleep(0.6)

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+from free_ports import free_ports
 
 from rlkit.rollout.serve import serving
 from rlkit.rollout.servers import claim
@@ -71,7 +72,7 @@ def test_the_second_is_told_who_has_the_server_until_that_one_ends(monkeypatch, 
             assert str(caught.value) == taken
             os.kill(first, signal.SIGSTOP)  # it may go on
             assert not claims_within(url, 0.5)
-        assert claims_within(url, 10)  # it was killed
+        assert claims_within(url, 100)  # it was killed
         claim_servers([url])  # this process has it already
         release_servers([url])
         with other_trainer(url):
@@ -93,8 +94,8 @@ def test_a_port_that_is_taken_is_one_sentence(monkeypatch):
     monkeypatch.setattr("rlkit.rollout.serve._check_installed", lambda _: None)
     monkeypatch.setattr("rlkit.rollout.serve._is_up", lambda _: True)
     monkeypatch.setattr("rlkit.rollout.serve.command", lambda *_: [sys.executable, "-c", "import time; time.sleep(9)"])
-    with socket.create_server(("127.0.0.1", 0)) as other:
-        port = other.getsockname()[1]
+    port = free_ports(2) + 1
+    with socket.create_server(("127.0.0.1", port)):
         with pytest.raises(ValueError, match=f"port {port}: expected one that is free on 127.0.0.1, got Address alrea"):
             with serving("model", port=port - 1, count=2):
                 pass

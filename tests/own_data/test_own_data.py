@@ -266,14 +266,15 @@ def test_marked_answers(name, processor):
 # --- what is broken: the sentence that says so, behind the file's name
 
 BROKEN = {
-    "audio.jsonl": (
+    "audio_path.jsonl": (
         load_task,
-        ": audio: expected text, images and videos, got columns ['question', 'audio', 'answer']",
+        ": audios: expected a column audios or audio, not 'audio_path', got columns ['question', 'audio_path', "
+        "'answer']",
     ),
-    "audio_part.jsonl": (
+    "other_part.jsonl": (
         load_task,
-        " row 1: messages[0].content: expected parts of type text, image and video, got {'type': 'audio', "
-        "'audio': 'a.wav'}",
+        " row 1: messages[0].content: expected parts of type text, image, video and audio, got {'type': 'sound', "
+        "'sound': 'a.wav'}",
     ),
     "image_and_images.jsonl": (
         load_task,

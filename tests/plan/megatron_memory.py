@@ -1,4 +1,4 @@
-"""What tiny Megatron models take on a CPU as rank 0 of simulated ranks, beside what the plan says.
+"""The memory that tiny Megatron models take on a CPU as rank 0 of simulated ranks, what they send, and the plan.
 
 Attention, norms and the output layer are stand-ins that allocate what the kernels of a GPU do.
 """
@@ -6,6 +6,7 @@ Attention, norms and the output layer are stand-ins that allocate what the kerne
 import gc
 import time
 from contextlib import ExitStack
+from dataclasses import replace
 from types import SimpleNamespace
 from unittest import mock
 
@@ -14,6 +15,7 @@ import torch.distributed as dist
 import transformers
 from megatron.core import parallel_state
 from torch.testing._internal.distributed.fake_pg import FakeStore
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from rlkit.engines import make_engine
 from rlkit.engines.megatron import attention, engine, model, vocab_parallel
@@ -65,6 +67,26 @@ def make_model(family):
     return getattr(transformers, family + "ForCausalLM")(config)
 
 
+class Sent(TorchDispatchMode):
+    """Bytes that a rank sends in the collectives of a model, if these pass tensors around a ring."""
+
+    SHARE = {"allreduce_": 2, "_allgather_base_": 1, "_reduce_scatter_base_": 1}
+    SHARE |= {"allgather_into_tensor_coalesced_": 1, "reduce_scatter_tensor_coalesced_": 1}
+
+    def __init__(self):
+        super().__init__()
+        self.bytes = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        name = func.overloadpacket.__name__
+        if func.namespace == "c10d" and name in self.SHARE:
+            ranks = next(dist.ProcessGroup.unbox(x).size() for x in args if isinstance(x, torch.ScriptObject))
+            tensors = args[0] if name == "allreduce_" else args[:2]
+            sizes = [sum(y.nbytes for y in x) if isinstance(x, list) else x.nbytes for x in tensors]
+            self.bytes += self.SHARE[name] * max(sizes) * (ranks - 1) / ranks
+        return func(*args, **(kwargs or {}))
+
+
 def planned_and_taken(name):
     """Bytes by kind, planned and taken."""
     family, ranks, parallel, recompute, share = CASES[name]
@@ -82,13 +104,18 @@ def planned_and_taken(name):
     planned = {**megatron.state_bytes(stage, dims, ranks), "activations": activations + head}
     options = {
         "compute_dtype": torch.bfloat16, "micro_batch_tokens": cfg.micro_batch_tokens, "share_prompts": share,
-        "enable_gradient_checkpointing": recompute,
+        "enable_gradient_checkpointing": recompute, "keep_gradients": True,
     }  # fmt: skip
-    return {"planned": planned, "taken": taken(hf_model, workload, {**options, **parallel}, ranks)}
+    found = taken(hf_model, workload, {**options, **parallel}, ranks)
+    own = replace(workload, prompts=found["rows"] // workload.group_size)
+    forwards = 2 if recompute else 1
+    planned["sent"] = megatron.state_link_bytes(stage, dims, ranks)
+    planned["sent"] += megatron.activation_link_bytes(hf_model.config, dims, own, forwards=forwards, backwards=1)
+    return {"planned": planned, "taken": found}
 
 
 def taken(hf_model, workload, options, ranks):
-    """Bytes of rank 0: state of the engine, and the most that a second step adds to it."""
+    """Bytes of rank 0: state of the engine, the most that a second step adds to it, and what this step sends."""
     with ExitStack() as stack:
         head = stack.enter_context(planned_head())
         stack.enter_context(mock.patch.object(attention, "varlen_attention", flash))
@@ -103,7 +130,7 @@ def taken(hf_model, workload, options, ranks):
         gc.collect()
         step = mock.patch.object(trained.distributed_optimizer, "prepare_grads", lambda: ends.append(time.time_ns()))
         ends = []
-        with torch.autograd.profiler.profile(profile_memory=True) as profile, step:
+        with torch.autograd.profiler.profile(profile_memory=True) as profile, step, Sent() as sent:
             trained.train_batch(batch, loss)
         events = [event for event in profile.kineto_results.events() if event.name() == "[memory]"]
         level = peak = 0
@@ -121,7 +148,7 @@ def taken(hf_model, workload, options, ranks):
         state = {kind: sum(x.nbytes() for x in {y.data_ptr(): y for y in of}.values()) for kind, of in storages.items()}
         parallel_state.destroy_model_parallel()
         dist.destroy_process_group()
-    return {**state, "activations": peak}
+    return {**state, "activations": peak, "sent": sent.bytes, "rows": len(batch)}
 
 
 def loss(out, mb):

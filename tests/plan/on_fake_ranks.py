@@ -27,7 +27,7 @@ from rlkit.plan import fake_ranks, rehearsal
 from rlkit.plan.__main__ import main as command
 from rlkit.plan.fit import make_plan
 from rlkit.plan.hardware import gpu_named
-from rlkit.plan.recipes import load_recipe, recipe_options
+from rlkit.plan.recipes import load_recipe, recipe_options, recipe_roles
 from rlkit.plan.rehearsal import Roles, local
 from rlkit.plan.workload import largest_micro_batches, longest_batch
 from rlkit.runs.models import trained_part
@@ -39,7 +39,7 @@ CASES = {  # ranks, options
     "three_ranks": (3, []),
     "two_by_two": (4, ["--parallel", "fsdp_size", "2", "--enable_gradient_checkpointing"]),
     "ulysses": (4, ["--ulysses_sequence_parallel_size", "2"]),
-    "lora": (2, ["--lora_rank", "4", "--dtype", "bfloat16"]),
+    "lora": (2, ["--lora_rank", "4", "--dtype", "bfloat16", "--sync_adapters", "--rollout", "vllm"]),
     "fused": (2, ["--use_fused_kernels", "--dtype", "bfloat16"]),
     "offloaded": (2, ["--offload_between_phases"]),
 }
@@ -50,6 +50,7 @@ SMOLLM2 = LlamaConfig(
 WITH_REFERENCE = ("one_rank", "lora")
 SHORT = ["--max_prompt_tokens", "64", "--max_new_tokens", "64", "--prompts_per_step", "4"]
 STAGES = ["--parallel", "tensor", "2", "pipeline", "2"]
+TEACHER = ["--teacher", "CONFIG_DIR", "--loss", "jsd"]
 COMMANDS = {  # recipe, arguments
     "fits": ("grpo_vlm", ["--nproc", "2", "--gpu", "l4-24gb", *SHORT]),
     "too_large": ("sft", [
@@ -68,6 +69,8 @@ COMMANDS = {  # recipe, arguments
     "megatron_heads": ("grpo_vlm", ["--nproc", "8", "--engine", "megatron", "--parallel", "tensor", "8", *SHORT]),
     "tiny": ("grpo_vlm", ["--model", "tiny"]),
     "tiny_teacher": ("distill", []),
+    "servers": ("distill", [*TEACHER, "--teacher_servers", "http://a:1", "--teacher_top_k", "8", *SHORT]),
+    "megatron_teacher": ("distill", ["--engine", "megatron", *TEACHER, *SHORT]),
 }  # fmt: skip
 LENGTHS = ["--max_prompt_tokens", "96", "--max_new_tokens", "40", "--micro_batch_tokens", "600"]
 FEW_TOKENS = ["--max_prompt_tokens", "32", "--max_new_tokens", "48", "--micro_batch_tokens", "160", "--group_size", "4"]
@@ -145,9 +148,19 @@ def storage_bytes(tensors):
     return sum(storage.nbytes() for storage in storages.values())
 
 
+def distilled(config_dir):
+    """The phases of plans with a teacher, of which the student learns the whole distributions or only the top."""
+    module, phases = load_recipe("recipes/distill.py"), {}
+    for top_k in (0, 8):
+        options = ["--model", config_dir, "--teacher", config_dir, "--loss", "jsd", "--teacher_top_k", str(top_k)]
+        cfg = recipe_options(module, [*options, *SHORT])
+        phases[top_k] = make_plan(cfg, recipe_roles(module, cfg), 2, gpu_named("h100-80gb"), None).phases
+    return phases
+
+
 def said(recipe, arguments, config_dir):
     """What the command prints, its message, and its exit status."""
-    printed = io.StringIO()
+    printed, arguments = io.StringIO(), [config_dir if x == "CONFIG_DIR" else x for x in arguments]
     with redirect_stdout(printed):
         try:
             command([f"recipes/{recipe}.py", "--model", config_dir, *arguments])
@@ -171,6 +184,7 @@ def main(path, config_dir, out):
     cfg = recipe_options(module, ["--model", smollm2, *FEW_TOKENS, "--no_enable_gradient_checkpointing"])
     found["smollm2"] = planned(cfg, load_config(smollm2), 2, reference=False)
     found["smollm2"]["taken"] = taken(smollm2, cfg, 2)
+    found["distilled"] = distilled(config_dir)
     found["commands"] = {name: said(*case, config_dir) for name, case in COMMANDS.items()}
     if find_spec("megatron") and find_spec("triton"):
         import megatron_memory

@@ -3,6 +3,7 @@
 import json
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -11,16 +12,21 @@ from transformers import AutoConfig, LlamaConfig
 
 HERE = Path(__file__).parent
 sys.path[:0] = [str(HERE), str(HERE.parent)]
-from on_fake_ranks import CASES  # noqa: E402
+from on_fake_ranks import CASES, LENGTHS  # noqa: E402
 from published_configs import qwen_vl  # noqa: E402
 
+from rlkit.engines.megatron.supported import ParallelDims  # noqa: E402
+from rlkit.plan import megatron  # noqa: E402
 from rlkit.plan.__main__ import main as command  # noqa: E402
 from rlkit.plan.cache import cache_bytes  # noqa: E402
-from rlkit.plan.fit import ways_to_fit  # noqa: E402
+from rlkit.plan.fit import make_plan, ways_to_fit  # noqa: E402
 from rlkit.plan.hardware import DATA_SHEETS, gpu_named  # noqa: E402
-from rlkit.plan.recipes import load_recipe  # noqa: E402
-from rlkit.plan.rehearsal import Roles  # noqa: E402
-from rlkit.plan.report import time_table  # noqa: E402
+from rlkit.plan.recipes import load_recipe, recipe_options, recipe_roles  # noqa: E402
+from rlkit.plan.rehearsal import Rehearsal, Roles  # noqa: E402
+from rlkit.plan.report import host_memory, time_table  # noqa: E402
+from rlkit.plan.roofline import Cost, costs  # noqa: E402
+from rlkit.plan.sampler import SamplerMemory  # noqa: E402
+from rlkit.plan.workload import Workload, longest_batch  # noqa: E402
 
 
 def large_vocabulary():
@@ -76,6 +82,30 @@ def test_phases_take_what_they_should(found):
         assert "gradients" not in phases["generate"] and phases["optimizer step"]["gradients"] > 0
 
 
+def test_adapters_alone_take_little_of_a_weight_sync(found):
+    """On the GPU, over the link and in memory; but vLLM's base model goes to the host and back."""
+    phases, resident = found["lora"]["phases"], found["lora"]["resident"]
+    adapters = resident["optimizer"] / 2  # AdamW has two numbers for each of their numbers
+    beside = sum(phases["weight sync"].values()) - sum(resident.values()) - phases["weight sync"]["sampler's weights"]
+    assert adapters < beside < 6 * adapters  # gathered, and one bucket of them
+    cfg = load_recipe("recipes/grpo_vlm.py").Config(
+        model="MODEL", rollout="vllm", lora_rank=4, max_prompt_tokens=8, max_new_tokens=8, sync_adapters=True
+    )
+    workload = longest_batch(cfg, large_vocabulary(), 2, None)
+    rehearsal = Rehearsal({}, {}, 0, 1000, 30, 500, workload, 2)
+    sampler = SamplerMemory(2 * 1000, 1 << 20, 8)
+
+    def sync(cfg):
+        return costs(cfg, large_vocabulary(), rehearsal, sampler, 2, has_reference=False, models=1)["weight sync"]
+
+    assert sync(cfg) == Cost(memory=2 * 2 * 30, link=2 * 30 / 2, host=2 * 2 * 1000)
+    assert sync(replace(cfg, sync_adapters=False)) == Cost(memory=2 * 2 * 1000, link=2 * 1000 / 2)
+    assert sync(replace(cfg, rollout="vllm_server")) == Cost(memory=2 * 4 * 30, link=4 * 30 / 2)
+    plan = SimpleNamespace(rehearsal=rehearsal, sampler=sampler)
+    kept = host_memory(cfg, plan, 16, 8)["vLLM's base model, while it sleeps"]
+    assert kept == 8 * sampler.weights and len(host_memory(replace(cfg, sync_adapters=False), plan, 16, 8)) == 2
+
+
 def test_options_that_save_memory_do(found):
     name = "forward and backward"
     plain = found["one_rank"]["phases"][name]
@@ -95,6 +125,57 @@ def test_the_arithmetic_for_megatron_is_what_a_process_takes(found, name):
     for kind in ("parameters", "gradients", "optimizer"):
         assert planned[kind] == pytest.approx(taken[kind], rel=1e-3), kind
     assert planned["activations"] == pytest.approx(taken["activations"], rel=0.15)
+    if name == "tensor":  # 3072 tokens of 256 bfloat16 numbers: scattered after the embedding, gathered for the head
+        planned["sent"] += 2 * 2 * 3072 * 256
+    assert planned["sent"] == pytest.approx(taken["sent"], rel=0.01, abs=100)
+
+
+def test_what_experts_send():
+    """A token goes to 2 experts and back in each of 3 passes, half of the times to the other of 2 ranks."""
+    options = {"hidden_size": 32, "num_hidden_layers": 2, "num_experts_per_tok": 2, "num_attention_heads": 4}
+    config, dims = AutoConfig.for_model("qwen3_moe", **options), ParallelDims(expert=2)
+    workload = Workload(prompt=10, answer=5, image_tokens=0, prompts=3, group_size=2)
+    sent = megatron.activation_link_bytes(config, dims, workload, forwards=2, backwards=1)
+    assert sent == 2 * (3 * 20) * 2 * 3 * 2 * 2 * 32 / 2
+    stage = megatron.StageParameters(trained_dense=100, trained_experts=100)
+    assert megatron.state_link_bytes(stage, dims, 4) == 6 * (100 * 3 / 4 + 100 * 1 / 2)
+
+
+def test_what_stages_send():
+    """The first of two stages sends each token on, the second its gradient back; a stage between them does both."""
+    config = AutoConfig.for_model("qwen3", hidden_size=32, num_hidden_layers=6, num_attention_heads=4)
+    workload = Workload(prompt=10, answer=5, image_tokens=0, prompts=3, group_size=2)
+    for pipeline, expected in ((1, 0), (2, 1), (3, 2)):
+        dims = ParallelDims(pipeline=pipeline)
+        sent = megatron.activation_link_bytes(config, dims, workload, forwards=2, backwards=1)
+        assert sent == expected * 2 * (3 * 20) * 32
+
+
+def test_a_teacher_of_whole_distributions_takes_a_copy_of_its_output_layer(found):
+    whole, top = found["distilled"]["0"], found["distilled"]["8"]
+    for phase in ("forward and backward", "optimizer step", "weight sync", "generate"):
+        assert whole[phase]["reference"] - top[phase]["reference"] == 2 * 200_000 * 512, phase
+    name = "forward and backward"
+    assert whole[name]["logits"] > top[name]["logits"]
+
+
+def test_what_a_teacher_changes_in_the_text(found):
+    shown = found["commands"]["servers"]
+    assert shown["end"] == 0 and "not planned: the GPUs of the teacher's servers" in shown["printed"]
+    assert "| reference |" not in shown["printed"]
+
+
+def test_megatron_frees_gradients_before_it_samples(tmp_path):
+    large_vocabulary().save_pretrained(tmp_path)
+    options = ["--model", str(tmp_path), "--engine", "megatron", "--kl_coef", "0.1", *LENGTHS]
+    module = load_recipe("recipes/ppo.py")
+    cfg = recipe_options(module, options)
+    phases = make_plan(cfg, recipe_roles(module, cfg), 2, gpu_named("h100-80gb"), None).phases
+    trained = phases["forward and backward"]
+    assert trained["gradients"] == 2 * trained["parameters"] - phases["critic: forward and backward"]["gradients"] > 0
+    for name in ("forward and backward", "optimizer step"):
+        assert phases[name]["gradients"] == trained["gradients"]
+    assert not any("gradients" in phases[name] for name in ("reference", "weight sync", "generate"))
 
 
 def test_megatron_is_planned_by_arithmetic(found):
@@ -201,6 +282,10 @@ def test_ways_to_fit_accumulate_but_for_lora_and_more_gpus():
         ("fsdp1", "plan: engine: expected fsdp2 or megatron in a plan, got fsdp1"),
         ("megatron_adapters", "plan: lora_rank: expected 0 in the megatron engine, got 4; use --engine fsdp2"),
         ("megatron_heads", "plan: tensor: expected a divisor of the 4 key-value heads, got 8"),
+        (
+            "megatron_teacher",
+            "plan: loss: expected sampled_token, or --teacher_top_k, in the megatron engine, got jsd over the whole",
+        ),
         ("tiny", 'plan: model: expected a directory or hub id, got "tiny"'),
         ("tiny_teacher", 'plan: teacher: expected a directory or hub id, got "tiny"'),
     ],

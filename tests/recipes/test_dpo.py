@@ -18,6 +18,7 @@ sys.path.insert(0, str(HERE))
 import helpers  # noqa: E402
 from helpers import evaluation, numbers, run_here, text_dir  # noqa: E402, F401
 
+from rlkit import runs  # noqa: E402
 from rlkit.data import Batch  # noqa: E402
 from rlkit.losses import token_logprobs  # noqa: E402
 from rlkit.vlm import load_model, load_processor  # noqa: E402
@@ -148,6 +149,19 @@ def test_every_loss_prefers_the_chosen_answer(name):
     loss, _ = recipe.pair_loss(SimpleNamespace(logprobs=logprobs), batch, recipe.loss_function(cfg), cfg)
     (gradient,) = torch.autograd.grad(loss, logprobs)
     assert (gradient[1::2, 1:] > gradient[0::2, 1:]).all() and (gradient[:, 0] == 0).all()
+
+
+def test_the_reference_itself_prefers_no_answer():
+    """Held-out pairs before training are ties, not the rounding of sums over long answers."""
+    recipe = helpers.load("dpo")
+    logprobs = -torch.rand(8, 60, generator=torch.Generator().manual_seed(0))
+    batch = Batch(torch.zeros(8, 60, dtype=torch.long), torch.ones(8, 60, dtype=torch.bool), [60] * 8)
+    batch.add(ref_logprobs=logprobs)
+    cfg, engine = recipe.Config(), SimpleNamespace(global_sum=lambda x: x)
+    loss_fn = functools.partial(recipe.pair_loss, loss=recipe.loss_function(cfg), cfg=cfg)
+    found = runs.global_loss(engine, loss_fn, {"logprobs": logprobs}, batch)
+    assert found["preference/accuracy"] == found["preference/margin"] == 0
+    assert batch.total_sequences == 8 and batch.ref_logprobs.dtype == torch.float32  # the batch itself stays
 
 
 # --- options and input

@@ -13,8 +13,8 @@ from rlkit.tracking import read_metrics
 
 sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parents[1] / "rollout")]
 import helpers  # noqa: E402
+from free_ports import free_ports  # noqa: E402
 from helpers import assert_help_names_every_option, run, run_here, warm_dir  # noqa: E402, F401  (a fixture)
-from test_vllm_server import free_ports  # noqa: E402
 
 # no adapters, whose layers are slower without one too, and all answers of a step at once
 OPTIONS = ["--kv-cache-memory-bytes", str(64 << 20), "--max-model-len", "512", "--max-num-seqs", "256"]
@@ -29,6 +29,22 @@ LEARNING = [
 def server(warm_dir, tmp_path_factory):  # noqa: F811
     with serving(str(warm_dir), port=free_ports(1), logs=tmp_path_factory.mktemp("server"), options=OPTIONS) as urls:
         yield next(iter(urls))
+
+
+def test_adapters_alone_are_sent_and_sent_again_after_a_resume(warm_dir, server, tmp_path):  # noqa: F811
+    """The first test, because a server that received weights takes no adapters any more."""
+    options = ["--model", warm_dir, "--servers", server, "--max_staleness", 0, "--save_every", 1, "--steps", 4, *SMALL]
+    options += ["--task", "helpers:seen_shortly", "--lora_rank", 4, "--lr", 0.02, "--warmup_steps", 1]
+    options += ["--sync_adapters", "--out", tmp_path / "run"]
+    helpers.stop_after(2, "grpo_async", *options)
+    run_here("grpo_async", *options, "--resume")
+    rows = helpers.numbers(tmp_path / "run")
+    assert [row["step"] for row in rows] == list(range(4)) and rows[1]["grad_norm"] > 0
+    assert all(row["mismatch/abs_dlogp"] < 1e-5 and row["weight_sync/bytes"] < 150_000 for row in rows)
+    options = ["--model", warm_dir, "--task", "helpers:seen_shortly", *SMALL, "--lora_rank", 16, "--sync_adapters"]
+    options += ["--rollout", "vllm_server", "--servers", server, "--steps", 1, "--out", tmp_path / "refused"]
+    with pytest.raises(SystemExit, match="grpo_vlm: .*expected an adapter of at most rank 8 .*, got 16.* start "):
+        run_here("grpo_vlm", *options)
 
 
 def test_learns_ahead_and_stays_within_its_bound(warm_dir, server, tmp_path):  # noqa: F811
@@ -65,6 +81,8 @@ def test_taking_turns_and_going_on(warm_dir, server, tmp_path):  # noqa: F811
     assert all(row["staleness/max"] == 0 and row["mismatch/abs_dlogp"] < 1e-5 for row in rows)
     for row, other in zip(rows, helpers.numbers(tmp_path / "whole"), strict=True):
         helpers.assert_same_step(row, other)
+    with pytest.raises(SystemExit, match="expected the base weights that vLLM loaded, got those of a previous update"):
+        run_here("grpo_async", *options, tmp_path / "adapters", "--lora_rank", 4, "--sync_adapters")
 
 
 def look_twice(sample):

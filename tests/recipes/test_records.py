@@ -24,7 +24,7 @@ SMALL = ["--prompts_per_step", 4, "--group_size", 4, "--steps", 2, "--max_new_to
 
 class Observed:
     """When halves of a batch were written, and when answers were judged; no second half ends before a judgement begins,
-    unless that does not begin for ten seconds."""
+    unless that does not begin for a minute."""
 
     def __init__(self, monkeypatch):
         self.halves, self.judged, self.began = [], [], Event()
@@ -37,7 +37,7 @@ class Observed:
             samples = generate(rollout, module, requests, sampling, n, *rest)
             if n > 1:  # no evaluation
                 if len(self.halves) % 2:
-                    self.began.wait(10)
+                    self.began.wait(60)
                 self.halves.append((start, time.perf_counter()))
             return samples
 

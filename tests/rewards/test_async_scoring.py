@@ -1,16 +1,19 @@
 """Rewards that are computed while other answers are being generated."""
 
 import threading
-import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
+from waiting import until
 
 from rlkit.data import prompt_sample
-from rlkit.rewards import Judge, combine, multiple_choice, score_as_written, score_parts
+from rlkit.rewards import Judge, async_scoring, combine, multiple_choice, score_as_written, score_parts
 from rlkit.rewards.async_scoring import covered
+
+DEADLINE = 100.0
 
 
 def fails(text, row):
@@ -18,10 +21,10 @@ def fails(text, row):
 
 
 class Sampler:
-    """A server that takes the seconds in a prompt's row for its answers, and keeps when each was finished."""
+    """A server that writes the answers of a prompt when the event in its row is set."""
 
     def __init__(self):
-        self.pool, self.written, self.futures = ThreadPoolExecutor(4), {}, []
+        self.pool, self.begun, self.futures = ThreadPoolExecutor(4), [], []
 
     def submit(self, prompts, sampling, n):
         self.futures.append(self.pool.submit(self.write, prompts, n))
@@ -30,50 +33,68 @@ class Sampler:
     def write(self, prompts, n):
         found = []
         for one in prompts:
-            time.sleep(one.row["seconds"])
+            self.begun.append(one.group_id)
+            wait_for(one.row["event"])
             found += [replace(one, text=f"{one.group_id}.{i}", number=i) for i in range(n)]
-        self.written |= {one.group_id: time.perf_counter() for one in prompts}
         return found
 
 
-def asked_for(*seconds):
-    return [prompt_sample([1], group_id=i, row={"seconds": s}) for i, s in enumerate(seconds)]
+def wait_for(event):
+    assert event is None or event.wait(DEADLINE)
 
 
-def assert_work_without_wait(seconds, intervals):
-    """`seconds` counts overlapping work once, and at most half of the idle time."""
-    work = covered(*zip(*intervals, strict=True))
-    idle = max(end for _, end in intervals) - min(start for start, _ in intervals) - work
-    assert work <= seconds < work + idle / 2
+def asked_for(*events):
+    return [prompt_sample([1], group_id=i, row={"event": event}) for i, event in enumerate(events)]
 
 
-def test_answers_are_judged_while_others_are_generated():
-    sampler, judged = Sampler(), {}
+class SlowReward:
+    """Rewards on a clock of their own. Prompts 1 and 2 are judged together, in two seconds; two answers meet each time.
+    Prompt 0 is to be written after that; at 10 its judgement begins, and takes two seconds, too."""
 
-    def slow(text, row):
-        began = time.perf_counter()
-        time.sleep(0.1)
-        judged.setdefault(int(text[0]), []).append((began, time.perf_counter()))
+    def __init__(self, monkeypatch):
+        self.now, self.reads, self.early_ones_are_judged = 0.0, 0, threading.Event()
+        self.meeting, self.main, self.lock = threading.Barrier(2, self.tick, DEADLINE), [], threading.Lock()
+        monkeypatch.setattr(async_scoring, "time", SimpleNamespace(perf_counter=self.clock))
+
+    def clock(self):
+        with self.lock:
+            self.reads += 1
+            found = self.now
+            if self.reads == 4:  # two beginnings and two ends
+                self.now = 10.0
+                self.early_ones_are_judged.set()
+            return found
+
+    def tick(self):
+        self.now += 1.0
+
+    def __call__(self, text, row):
+        self.main.append(threading.current_thread() is threading.main_thread())
+        if text.startswith("0"):
+            self.tick()
+        else:
+            self.meeting.wait()
         return float(text)
 
+
+def test_answers_are_judged_while_others_are_generated(monkeypatch):
+    sampler, slow = Sampler(), SlowReward(monkeypatch)
     submit = score_as_written(sampler.submit, slow, threads=2)
-    samples, rewards, parts, seconds = submit(asked_for(0.6, 0.0, 0.05), None, n=2).result(10)
+    prompts = asked_for(slow.early_ones_are_judged, None, None)
+    samples, rewards, parts, seconds = submit(prompts, None, n=2).result(DEADLINE)
     assert [sample.text for sample in samples] == ["0.0", "0.1", "1.0", "1.1", "2.0", "2.1"] and parts == {}
     torch.testing.assert_close(rewards, torch.tensor([0.0, 0.1, 1.0, 1.1, 2.0, 2.1]))
-    assert_work_without_wait(seconds, [times for group in judged.values() for times in group])
-    for early in (1, 2):  # all of their rewards were there before prompt 0 was written
-        assert all(end < sampler.written[0] for _, end in judged[early])
-    assert judged[1][0][0] < judged[2][0][0] < judged[1][1][1]  # and two prompts were judged at once
+    assert seconds == 4.0 and not any(slow.main)  # work of two threads counts once, and the time between not at all
 
 
 def test_judging_in_the_background_gives_what_score_parts_gives():
     reward = combine({"one": (1.0, lambda text, row: float(text)), "nan": (0.0, fails)})
     submit = score_as_written(Sampler().submit, reward)
-    samples, rewards, parts, _ = submit(asked_for(0.02, 0.0), None, n=2).result(10)
+    samples, rewards, parts, _ = submit(asked_for(None, None), None, n=2).result(DEADLINE)
     expected, expected_parts = score_parts(reward, samples)
     assert torch.equal(rewards, expected) and parts.keys() == expected_parts.keys() == {"one", "nan"}
     assert all(torch.equal(parts[name].nan_to_num(-1), expected_parts[name].nan_to_num(-1)) for name in parts)
-    assert submit([], None, n=2).result(10)[0] == []
+    assert submit([], None, n=2).result(DEADLINE)[0] == []
 
 
 def test_a_sampler_that_fails_or_is_cancelled():
@@ -82,22 +103,22 @@ def test_a_sampler_that_fails_or_is_cancelled():
 
     sampler = Sampler()
     with pytest.raises(RuntimeError, match="down"):
-        score_as_written(fails_at_1, multiple_choice)(asked_for(0.0, 0.0), None, n=1).result(10)
-    sampler = Sampler()
-    future = score_as_written(sampler.submit, multiple_choice)(asked_for(*[0.1] * 8), None, n=1)
-    while len(sampler.futures) < 8:
-        time.sleep(0.01)
-    time.sleep(0.02)
+        score_as_written(fails_at_1, multiple_choice)(asked_for(None, None), None, n=1).result(DEADLINE)
+    sampler, go_on = Sampler(), threading.Event()
+    future = score_as_written(sampler.submit, multiple_choice)(asked_for(*[go_on] * 8), None, n=1)
+    until(lambda: len(sampler.begun) == 4)
     assert future.cancel()
-    time.sleep(0.3)
-    assert sum(one.cancelled() for one in sampler.futures) == 4  # those that had not begun
+    until(lambda: sum(one.cancelled() for one in sampler.futures) == 4)  # those that had not begun
+    go_on.set()
+    sampler.pool.shutdown()
+    assert len(sampler.begun) == 4
 
 
 def write(judge, prompts, n=2):
     """A sampler that finishes the answers to the last prompt first."""
     groups = [[replace(one, text=f"{one.group_id}.{i}", number=i) for i in range(n)] for one in prompts]
     for i in reversed(range(len(groups))):
-        time.sleep(prompts[i].row["seconds"])
+        wait_for(prompts[i].row["event"])
         judge.submit(i, groups[i])
     return [sample for group in groups for sample in group]
 
@@ -106,7 +127,7 @@ def write(judge, prompts, n=2):
 def test_a_judge_gives_what_score_parts_gives_in_the_order_of_the_prompts(threads):
     reward = combine({"one": (1.0, lambda text, row: float(text)), "nan": (0.0, fails)})
     judge = Judge(reward, threads=threads)
-    for prompts in (asked_for(0.0, 0.01, 0.0), asked_for(0.0), []):  # one after the other, nothing stays
+    for prompts in (asked_for(None, None, None), asked_for(None), []):  # one after the other, nothing stays
         samples = write(judge, prompts)
         rewards, parts, seconds = judge.result()
         expected, expected_parts = score_parts(reward, samples)
@@ -115,23 +136,13 @@ def test_a_judge_gives_what_score_parts_gives_in_the_order_of_the_prompts(thread
         assert (seconds > 0) == bool(samples)
 
 
-def test_a_judge_works_during_generation():
-    times = {}
-
-    def slow(text, row):
-        began = time.perf_counter()
-        time.sleep(0.05)
-        times[text] = (began, time.perf_counter(), threading.current_thread() is threading.main_thread())
-        return 1.0
-
+def test_a_judge_works_during_generation(monkeypatch):
+    slow = SlowReward(monkeypatch)
     judge = Judge(slow, threads=2)
-    write(judge, asked_for(0.3, 0.0, 0.0))
-    written = time.perf_counter()
-    _, _, seconds = judge.result()
-    early = [times[text] for text in ("1.0", "1.1", "2.0", "2.1")]
-    assert all(end < written for _, end, _ in early) and not any(main for _, _, main in early)
-    assert times["1.0"][0] < times["2.1"][1] and times["2.0"][0] < times["1.1"][1]  # two prompts at once
-    assert_work_without_wait(seconds, [(start, end) for start, end, _ in times.values()])
+    write(judge, asked_for(slow.early_ones_are_judged, None, None))
+    rewards, _, seconds = judge.result()
+    torch.testing.assert_close(rewards, torch.tensor([0.0, 0.1, 1.0, 1.1, 2.0, 2.1]))
+    assert seconds == 4.0 and not any(slow.main)
 
 
 def test_without_threads_rewards_are_computed_in_the_main_thread():
@@ -140,7 +151,7 @@ def test_without_threads_rewards_are_computed_in_the_main_thread():
 
     for threads in (0, 1):
         judge = Judge(here, threads=threads)
-        write(judge, asked_for(0.0, 0.0))
+        write(judge, asked_for(None, None))
         assert judge.result()[0].tolist() == [float(threads == 0)] * 4
     with pytest.raises(ValueError, match="reward_threads: expected at least 0, got -1"):
         Judge(here, threads=-1)

@@ -5,12 +5,12 @@ import os
 import subprocess
 import sys
 import threading
-import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 import torch
+from waiting import is_running, until
 
 from rlkit.data import prompt_sample
 from rlkit.rewards import maths, score
@@ -150,12 +150,4 @@ os.kill(os.getpid(), 9)
     *pids, torch_there = done.stdout.split()
     assert torch_there == "False", done.stderr
     for pid in map(int, pids):
-        for _ in range(1000):
-            if (
-                not Path(f"/proc/{pid}").exists()
-                or Path(f"/proc/{pid}/stat").read_text().split(")")[1].split()[0] == "Z"
-            ):
-                break
-            time.sleep(0.02)
-        else:
-            pytest.fail(f"worker {pid} outlives its process")
+        until(lambda: not is_running(pid))  # noqa: B023

@@ -35,7 +35,7 @@ def share(text: str, row: dict) -> float | None:
         (f"<think>\n```python\nbroken(\n```\n</think>Here:\n```python\n{RIGHT}```\nIt adds.", ADD, 1.0),
         ("def add(a, b):\n    return abs(a) + abs(b)\n", ADD, 1 / 3),
         ("def add(a, b):\n    return int(a) + int(b)\n", ADD, 2 / 3),  # one test ends in an exception
-        ("def add(a, b):\n    while a == -5: pass\n    return a + b\n", {**ADD, "seconds": 0.2}, 2 / 3),
+        ("def add(a, b):\n    while a == -5: pass\n    return a + b\n", {**ADD, "seconds": 0.5}, 2 / 3),
         ("no program at all", ADD, 0.0),
         ("", ADD, 0.0),
         ("print(2 * int(input()))", DOUBLE, 1.0),

@@ -68,7 +68,7 @@ def test_rewards_that_wait_are_scored_together_and_stay_in_order():
 
     def waits(text, row):
         begun[int(text)].set()
-        assert begun[(int(text) + 1) % 5].wait(20)
+        assert begun[(int(text) + 1) % 5].wait(100)
         return float(text)
 
     samples = [replace(prompt_sample([1]), text=str(i)) for i in range(5)]

@@ -13,11 +13,11 @@ def processor(tiny_dir):
 
 @pytest.fixture
 def connect(tiny_dir, processor):
-    """A rollout on stand-in servers with short time limits."""
+    """A rollout on stand-in servers."""
     made = []
 
     def connect(*servers, **options):
-        options = {"model": tiny_dir, "processor": processor, "connect_timeout": 0.3, "timeout": 20.0, **options}
+        options = {"model": tiny_dir, "processor": processor, "timeout": 100.0, **options}
         made.append(make_rollout("vllm_server", urls=[s if isinstance(s, str) else s.url for s in servers], **options))
         made[-1].pool.backoff = 0.01
         return made[-1]

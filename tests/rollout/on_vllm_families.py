@@ -36,6 +36,7 @@ from rlkit.vlm import (  # noqa: E402
     suppressed_token_ids,
     tiny_text_tokenizer,
 )
+from rlkit.vlm.loading import whole_config  # noqa: E402
 
 # vLLM asks on a CPU for heads of 32 and experts in multiples of 32; not square ones, whose layout their shape would not
 # tell
@@ -61,7 +62,7 @@ MORE = {
 ABSENT = {"glm46v": "Glm46VForConditionalGeneration", "diffllama": "DiffLlamaForCausalLM"}
 OWNERS = {"Qwen2VL": "qwen2_vl", "Qwen2_5_VL": "qwen2_5_vl"}  # vLLM's name of a model, and of its family
 IMAGE, VIDEO = 90, 91
-SECTIONS = {"qwen": [6, 5, 5], "glm4": [4, 2, 2]}
+SECTIONS = {"qwen": [6, 5, 5], "padd": [6, 5, 5], "glm4": [4, 2, 2]}
 SAMPLING = Sampling(6, temperature=0.8, seed=(0, 1))
 TOKENS = 40  # more than a window
 SIZE = {"max_model_len": 256, "max_num_seqs": 8, "kv_cache_memory_bytes": 16 << 20, "block_size": 32}
@@ -86,6 +87,10 @@ def seeing(family, reader):
     if family == "gemma4":
         vision["default_output_length"] = 70  # published configs have it
         del text["per_layer_config"]  # made from global_head_dim
+    if "omni" in family:  # the rest is what published configs say
+        config["audio_config"]["output_dim"] = 64
+        vision["image_size"], vision["apply_vit_abs_pos_embed"] = 16, True
+        text["tie_word_embeddings"] = False
     config = {name: value for name, value in config.items() if name != "model_type"} | {"text_config": text}
     config = AutoConfig.for_model(family, **config)
     return seeded(lambda: AutoModelForImageTextToText.from_config(config, dtype=torch.float32))
@@ -105,6 +110,8 @@ def as_published(family, file):
         tensors = {name.replace("vision_tower.", "vision_tower.vision_model."): x for name, x in tensors.items()}
     if family == "qwen3_vl_moe":
         tensors = {name: x.mT.contiguous() if ".experts." in name else x for name, x in tensors.items()}
+    if "omni" in family:
+        tensors = {f"thinker.{name}": x for name, x in tensors.items()}
     save_file(tensors, file, metadata={"format": "pt"})
 
 
@@ -125,6 +132,8 @@ def build(family, path):
         model.bfloat16().float()
     model.generation_config.eos_token_id = getattr(reader, "tokenizer", reader).eos_token_id
     model.save_pretrained(path)
+    if "omni" in family:
+        whole_config(model).save_pretrained(path)
     reader.save_pretrained(path)
     as_published(family, path / "model.safetensors")
 
@@ -140,6 +149,8 @@ def measure(family, path):
     rows = [{"question": f"how many {i}?", "images": found} for i, found in enumerate(images)]
     if family in test_every_family.WATCHES:
         rows += [{"question": q, "images": images, "videos": videos} for videos, images, q in test_every_family.CLIPS]
+    if family in test_every_family.HEARS:
+        rows += [{"question": q, "images": images, "audios": sounds} for sounds, images, q in test_every_family.SOUNDS]
     prompts = [encode_prompt(processor, row, group_id=i) for i, row in enumerate(rows)]
     register(path)
     rollout = make_rollout("vllm", engine.gathered, model=str(path), processor=processor, **SIZE)

@@ -38,6 +38,9 @@ class Standin:
         calls: how often each route was called, and in what order.
         weights: what has been sent to it.
         now, most, steps: answers that it is writing, at most wrote at once, and steps that all of them took.
+        holds: called with a request's body and the number of tokens written for it; while it returns True, the next
+            token is not written. Tests use it in place of a latency where something has to happen during generation.
+        clients: the connection of each request.
     """
 
     def __init__(
@@ -52,6 +55,7 @@ class Standin:
         self.taken_by = ""  # another trainer
         self.resets = True  # its prefix cache, when it is told to
         self.adapter, self.pauses, self.slept = None, [], []  # the file that was sent last; how it paused and slept
+        self.holds, self.clients = lambda body, tokens: False, []
         self.routing = None  # answer -> the experts that it, its prompt before it, went to, as numpy has them
 
     @property
@@ -62,13 +66,13 @@ class Standin:
         self.loop = asyncio.new_event_loop()
         self.thread = threading.Thread(target=self.loop.run_forever, daemon=True)
         self.thread.start()
-        asyncio.run_coroutine_threadsafe(self._start(), self.loop).result(10)
+        asyncio.run_coroutine_threadsafe(self._start(), self.loop).result(60)
         return self
 
     def __exit__(self, *_):
-        asyncio.run_coroutine_threadsafe(self._end(), self.loop).result(10)
+        asyncio.run_coroutine_threadsafe(self._end(), self.loop).result(60)
         self.loop.call_soon_threadsafe(self.loop.stop)
-        self.thread.join(10)
+        self.thread.join(60)
 
     async def _start(self, port=0):
         app = web.Application(client_max_size=1 << 30, middlewares=[self._note])
@@ -91,16 +95,17 @@ class Standin:
 
     def die(self):
         """Cut all connections and listen no more."""
-        asyncio.run_coroutine_threadsafe(self._end(), self.loop).result(10)
+        asyncio.run_coroutine_threadsafe(self._end(), self.loop).result(60)
 
     def come_back(self):
         """Listen again on the same port, with the weights of the start."""
         self.version, self.weights, self.group = "default", {}, None
-        asyncio.run_coroutine_threadsafe(self._start(self.port), self.loop).result(10)
+        asyncio.run_coroutine_threadsafe(self._start(self.port), self.loop).result(60)
 
     @web.middleware
     async def _note(self, request, handler):
         self.order.append(request.path)
+        self.clients.append(request.protocol)
         return await handler(request)
 
     async def _fault(self, request):
@@ -114,15 +119,15 @@ class Standin:
             await asyncio.sleep(3600)
         return fault == "drop"
 
-    async def _write(self, seeds, count):
+    async def _write(self, seeds, count, body):
         """Tokens and the versions that wrote them, of several answers at once."""
         self.now += len(seeds)
         self.most = max(self.most, self.now)
         try:
             versions = []
-            for _ in range(count):
+            for tokens in range(count):
                 await asyncio.sleep(self.latency)
-                while self.paused:
+                while self.paused or self.holds(body, tokens):
                     await asyncio.sleep(0.002)
                 versions.append(self.version)
                 self.steps += 1
@@ -219,7 +224,7 @@ class VllmStandin(Standin):
         if max(body["token_ids"]) >= 10_000:
             raise web.HTTPBadRequest(text='{"error": {"message": "Token id 10000 is out of vocabulary"}}')
         seeds = [rule["seed"] + i for i in range(rule["n"])]
-        answers, versions = await self._write(seeds, rule["max_tokens"])
+        answers, versions = await self._write(seeds, rule["max_tokens"], body)
         starts = [t for t in range(len(versions)) if t == 0 or versions[t] != versions[t - 1]]
         spans = [
             {"version": versions[a], "start": a, "end": b}
@@ -361,7 +366,7 @@ class SglangStandin(Standin):
             self.embeddings.setdefault(f"{int(name, 16):016x}", self.version)
         connection_lost = await self._fault(request)
         seeds = [sum(prompt) + 1000 * i for i in range(rule.get("n", 1))]
-        answers, versions = await self._write(seeds, rule["max_new_tokens"])
+        answers, versions = await self._write(seeds, rule["max_new_tokens"], body)
         self.answered += seeds
         if connection_lost:
             request.transport.abort()
@@ -396,11 +401,11 @@ class SglangStandin(Standin):
             return self._refuse("The specified group name has already been created")
 
         def join():  # as torch makes a group of this name: under the name, twice, and the kind of device
-            size, name, limit = info["world_size"], info["group_name"], timedelta(seconds=10)
+            size, name, limit = info["world_size"], info["group_name"], timedelta(seconds=60)
             store = dist.TCPStore(info["master_address"], info["master_port"], size, False, limit)
             for prefix in (name, f"{name}/", "cpu/"):
                 store = dist.PrefixStore(prefix, store)
-            return gloo_group(store, info["rank_offset"], size, "127.0.0.1", 10)
+            return gloo_group(store, info["rank_offset"], size, "127.0.0.1", 60)
 
         assert info["backend"] == "gloo"
         self.group = await self._in_thread(join)

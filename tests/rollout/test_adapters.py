@@ -7,6 +7,7 @@ from pathlib import Path
 import peft
 import pytest
 import torch
+from free_ports import free_ports
 from safetensors import safe_open
 from safetensors.torch import load
 from transformers import AutoConfig
@@ -38,7 +39,8 @@ def test_adapters_are_sent_in_the_format_of_peft(adapted, tmp_path):
     file = serialize_adapter(*adapters(adapted))
     adapted.save_pretrained(tmp_path)
     adapted.peft_config["default"].save_pretrained(tmp_path)  # as it trains
-    with adapter_folder(file) as (folder, names):
+    with adapter_folder(file) as (folder, names, rank):
+        assert rank == 4
         theirs = peft.PeftConfig.from_pretrained(tmp_path).to_dict()
         assert peft.PeftConfig.from_pretrained(folder).to_dict() == theirs
         with safe_open(tmp_path / "adapter_model.safetensors", "pt") as saved:
@@ -77,6 +79,8 @@ def test_asynchronous_servers_take_adapters(connect, adapted):
 def test_servers_that_were_not_started_for_adapters_are_named(connect, adapted):
     with VllmStandin(pages=["/rlkit/adapter"]) as a:
         rollout = connect(a)
+        with pytest.raises(ValueError, match=f"{a.url}/rlkit/adapter/check: .* got 404.* --enable-lora"):
+            rollout.check_adapter(["model.layers.0.q_proj.lora_A.weight"], 4)
         with pytest.raises(
             RuntimeError, match=f"update_adapter: {a.url}/rlkit/adapter: expected status 200, got 404.* --enable-lora"
         ):
@@ -90,8 +94,9 @@ def test_a_server_is_started_for_adapters_where_that_is_asked_for(tiny_dir, tmp_
     code = "import sys; sys.exit('AdapterMiddleware' in str(sys.argv))"
     monkeypatch.setattr("rlkit.rollout.serve.command", lambda *_: [sys.executable, "-c", code])
     monkeypatch.setattr("rlkit.rollout.serve._check_installed", lambda _: None)
+    monkeypatch.setenv("RLKIT_CACHE", str(tmp_path))
     with pytest.raises(RuntimeError, match=f"got exit code {int(with_lora)}"):
-        with serving(tiny_dir, logs=tmp_path, options=["--enable-lora"] * with_lora):
+        with serving(tiny_dir, port=free_ports(), logs=tmp_path, options=["--enable-lora"] * with_lora):
             pass
 
 

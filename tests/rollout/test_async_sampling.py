@@ -1,11 +1,12 @@
-"""Asynchronous sampling, on stand-ins whose time is latency: what overlaps, how old tokens get, and how it ends."""
+"""Asynchronous sampling, on stand-ins: what overlaps, how old tokens get, and how it ends."""
 
 import sys
-import time
+from collections import defaultdict
 from pathlib import Path
 
 import pytest
 import torch
+from waiting import until
 
 from rlkit.data.samples import prompt_sample
 from rlkit.rollout import Sampling, make_rollout
@@ -25,11 +26,11 @@ def processor(tiny_dir):
 
 @pytest.fixture
 def make(tiny_dir, processor):
-    """A rollout on one stand-in that takes this many seconds per token."""
+    """A rollout on one stand-in."""
     made = []
 
-    def make(latency):
-        server = VllmStandin(latency=latency).__enter__()
+    def make():
+        server = VllmStandin().__enter__()
         rollout = make_rollout("vllm_server", model=tiny_dir, processor=processor, urls=[server.url], timeout=60.0)
         made.append((rollout, server))
         return rollout, server
@@ -46,10 +47,15 @@ def batches(count, tokens=6):
         yield [prompt_sample([20 + step, i], group_id=2 * step + i) for i in range(2)], Sampling(tokens, seed=(step,))
 
 
+def step_of(body):
+    """The step of a request of `batches`."""
+    return body["token_ids"][0] - 20
+
+
 @pytest.mark.parametrize("bound", [0, 1, 2])
 def test_staleness_is_bounded_and_reached(make, bound):
     """Batches are in order, their oldest token is as old as allowed, and no more requests run than needed."""
-    rollout, server = make(0.002)
+    rollout, server = make()
     sampler, seen = AsyncSampler(rollout, batches(6), n=3, max_staleness=bound), []
     for step, samples in enumerate(sampler):
         assert [s.token_ids[0] for s in samples] == [20 + step] * 6
@@ -57,7 +63,7 @@ def test_staleness_is_bounded_and_reached(make, bound):
         assert all(step - bound <= v <= step for s in samples for v in s.versions)
         seen.append(sampler.staleness(samples))
         for answers, _ in sampler.in_flight:  # training that takes longer than sampling
-            answers.result(30)
+            answers.result(60)
         sampler.update_weights(iter(WEIGHTS))
     assert seen == [min(step, bound) for step in range(6)]
     assert rollout.version == 6 and not sampler.in_flight and len(server.answered) == 36
@@ -66,54 +72,58 @@ def test_staleness_is_bounded_and_reached(make, bound):
 def test_sampling_and_training_overlap(make):
     """With a staleness of 1 the next batch is generated during training; with 0 never."""
     for bound in (0, 1):
-        rollout, server = make(0.015)
-        sampler, trained = AsyncSampler(rollout, batches(5), max_staleness=bound), []
-        for _ in sampler:
-            began = time.perf_counter()
-            time.sleep(0.09)  # as long as a batch takes to write
-            trained.append((began, time.perf_counter()))
+        rollout, server = make()
+        trained, during = 0, []
+        # until the step before is trained
+        server.holds = lambda body, tokens: tokens > 0 and step_of(body) > trained  # noqa: B023
+        sampler = AsyncSampler(rollout, batches(5), max_staleness=bound)
+        for step, _ in enumerate(sampler):
+            if bound and step < 4:
+                until(lambda: server.now == 2)  # noqa: B023
+            during.append(server.now)
+            trained = step + 1
             sampler.update_weights(iter(WEIGHTS))
-        overlaps = [
-            any(batch.submitted < end and batch.finished > began for batch in sampler.timings[step + 1 :])
-            for step, (began, end) in enumerate(trained[:-1])
-        ]
-        assert overlaps[1:] == [bool(bound)] * 3  # the first two are asked for, and written, together
+        assert during == [2 * bound] * 4 + [0]
+        assert all(batch.submitted < batch.finished < float("inf") for batch in sampler.timings)
 
 
 def test_unfinished_answers_continue_under_new_weights(make):
     """Long answers during short steps have tokens of several versions, all recorded."""
-    rollout, server = make(0.02)
+    rollout, server = make()
+    begun = defaultdict(set)  # step -> prompts with a first token
+
+    def holds(body, tokens):
+        begun[step_of(body)] |= {body["token_ids"][1]} if tokens else set()
+        return tokens >= 6 and rollout.version < step_of(body)  # the rest is written under the weights of its step
+
+    server.holds = holds
     sampler, mixed = AsyncSampler(rollout, batches(6, tokens=12), max_staleness=2), []
     for step, samples in enumerate(sampler):
         for sample in samples:
             assert sample.versions == sorted(sample.versions) and sample.version == sample.versions[0]
             assert len(sample.versions) == 12 and step - 2 <= sample.version and sample.versions[-1] <= step
             mixed += [step] if len(set(sample.versions)) > 1 else []
-        steps = server.steps  # training that is shorter than sampling
-        while not all(answers.done() for answers, _ in sampler.in_flight) and server.steps < steps + 3:
-            time.sleep(0.002)
+        until(lambda: all(len(begun[later]) == 2 for later in range(step + 1, sampler.submitted)))  # noqa: B023
         sampler.update_weights(iter(WEIGHTS))
-    assert mixed
+    assert mixed == [1, 1, 2, 2, 3, 3, 4, 4, 5, 5]
 
 
 def test_leaving_early_cancels_requests(make):
     """Leaving the loop cancels running requests, also on the server, and sends no more."""
-    rollout, server = make(0.05)
+    rollout, server = make()
+    server.holds = lambda *_: True
     sampler = AsyncSampler(rollout, batches(50, tokens=400), max_staleness=3)
     sampler._submit_next()
-    while not server.now:
-        time.sleep(0.005)
+    until(lambda: server.now)
     sampler.close()
-    end = time.monotonic() + 10
-    while server.now and time.monotonic() < end:
-        time.sleep(0.01)
-    assert server.now == 0 and not sampler.in_flight
+    until(lambda: server.now == 0, 50)  # before they time out
+    assert not sampler.in_flight
     sampler.update_weights(iter(WEIGHTS))
     assert list(sampler) == [] and len(server.bodies) <= 8
 
 
 def test_failures_are_raised_in_the_training_loop(make):
-    rollout, server = make(0.001)
+    rollout, server = make()
     server.faults[:] = ["", ""] + ["500"] * 9
     rollout.pool.backoff = 0.001
     sampler = AsyncSampler(rollout, batches(4), max_staleness=0)

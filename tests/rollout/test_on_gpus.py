@@ -13,10 +13,10 @@ from rlkit.data.samples import prompt_sample
 from rlkit.engines import make_engine
 from rlkit.rollout import Sampling, make_rollout
 from rlkit.rollout.serve import serving
-from rlkit.vlm import load_model, load_processor, suppressed_token_ids
+from rlkit.vlm import load_model, load_processor, lora, suppressed_token_ids
 
 sys.path.insert(0, str(Path(__file__).parent))
-from test_vllm_server import free_ports
+from free_ports import free_ports
 from vllm_models import build
 
 pytestmark = [
@@ -28,9 +28,12 @@ OPTIONS = ["--gpu-memory-utilization", "0.4", "--max-model-len", "512"]  # of se
 PROMPTS = [prompt_sample([10 + i, 11, 12], group_id=i) for i in range(8)]
 
 
-def new_engine(tiny_dir, processor):
+def new_engine(tiny_dir, processor, *, lora_rank=0):
     model = load_model(tiny_dir)
     optimizer = {"optimizer": lambda weights: torch.optim.SGD(weights, lr=2.0)}
+    if lora_rank:
+        model = lora(model, lora_rank, 8)
+        optimizer = {"optimizer": lambda weights: torch.optim.Adam(weights, lr=0.05)}
     suppressed = suppressed_token_ids(model.config, getattr(processor, "tokenizer", processor))
     options = {"suppressed_token_ids": suppressed, "temperature": 0.8, **optimizer}
     return make_engine("fsdp2", model=model, device="cuda", **options)
@@ -63,6 +66,26 @@ def test_a_sleeping_sampler_leaves_its_memory_to_the_trainer(tiny_dir):
     rollout.update_weights(engine.get_per_tensor_param())
     assert mean_gap(engine, rollout.generate(PROMPTS, SAMPLING, n=4)) < 0.05
     assert mean_gap(engine, samples) > 0.1  # of the weights before
+    rollout.close()
+
+
+def test_adapters_alone_join_a_base_model_that_slept(tiny_dir):
+    """Sleeping, vLLM keeps the base model in host memory; its memory on the GPU is the trainer's meanwhile."""
+    processor = load_processor(tiny_dir)
+    engine = new_engine(tiny_dir, processor, lora_rank=4)
+    options = {"gpu_memory_utilization": 0.4, "enable_lora": True, "max_lora_rank": 8}
+    rollout = make_rollout("vllm", model=tiny_dir, processor=processor, **options)
+    for _ in range(3):
+        rollout.wake_up()
+        rollout.update_adapter(*engine.get_adapter(1 << 20, torch.bfloat16))
+        samples = rollout.generate(PROMPTS, SAMPLING, n=4)
+        fresh = mean_gap(engine, samples)
+        awake, whole = torch.cuda.mem_get_info()
+        rollout.sleep()
+        assert torch.cuda.mem_get_info()[0] - awake > 0.2 * whole
+        train(engine, samples)
+        assert fresh < 0.05 and mean_gap(engine, samples) > 2 * fresh
+    assert len(rollout.llm.llm_engine.list_loras()) == 1
     rollout.close()
 
 

@@ -3,8 +3,8 @@
 import base64
 import io
 import sys
-import time
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -12,10 +12,12 @@ import pytest
 import torch
 import torch.distributed as dist
 from PIL import Image
+from waiting import until
 
 from rlkit.data import load_task
-from rlkit.data.samples import prompt_sample
+from rlkit.data.samples import Audio, Video, prompt_sample
 from rlkit.rollout import Sampling, make_rollout
+from rlkit.rollout.sampling import sample_name
 from rlkit.rollout.servers.sglang import SglangGroup, group_store
 from rlkit.vlm import encode_prompt, load_processor
 
@@ -36,7 +38,7 @@ def connect(tiny_dir, processor):
     made = []
 
     def connect(*servers, **options):
-        options = {"model": tiny_dir, "processor": processor, "connect_timeout": 0.3, "timeout": 20.0, **options}
+        options = {"model": tiny_dir, "processor": processor, "timeout": 100.0, **options}
         made.append(make_rollout("sglang", urls=[server.url for server in servers], **options))
         made[-1].pool.backoff = 0.01
         return made[-1]
@@ -87,13 +89,13 @@ def test_weights_arrive_and_caches_go(connect):
 
 def test_unfinished_answers_continue_under_new_weights(connect):
     """Each token has the version of its weights, and later turns keep the versions of earlier ones."""
-    with SglangStandin(latency=0.02) as a:
+    with SglangStandin() as a:
         rollout = connect(a)
+        a.holds = lambda body, tokens: tokens >= 8 and a.version == "default"
         future = rollout.submit([prompt_sample([10])], Sampling(30), 2)
-        while a.steps < 8:
-            time.sleep(0.005)
+        until(lambda: a.steps == 8)
         rollout.update_weights(iter(WEIGHTS))
-        first, second = future.result(20)
+        first, second = future.result(100)
         assert set(first.versions) == {0, 1} and first.versions == sorted(first.versions) == second.versions
         assert first.version == 0 and len(first.versions) == 30
         (longer,) = rollout.generate([first], SAMPLING)
@@ -144,6 +146,18 @@ def test_the_group_is_the_one_that_torch_makes():
     prefix = "rlkit/rlkit//cpu//"
     assert store.list_keys() == [f"{prefix}key"]
     assert theirs.num_keys() and all(key.startswith(prefix) for key in theirs.list_keys()), theirs.list_keys()
+
+
+def test_videos_and_audios_are_refused_with_the_row(connect, processor):
+    request = encode_prompt(processor, load_task("digits").train[0], group_id=0)
+    video, audio = Video(np.zeros((2, 28, 28, 3), "uint8"), 2.0), Audio(np.zeros(100, "float32"), 16000)
+    with SglangStandin() as a:
+        for media in ({"videos": [video]}, {"audios": [audio]}):
+            with pytest.raises(ValueError) as caught:
+                connect(a).generate([replace(request, **media)], SAMPLING)
+            assert str(caught.value).startswith(
+                f"{sample_name(request)}: expected text and images for servers of this kind, got {[*media][0]}; use"
+            )
 
 
 @pytest.mark.parametrize("n", [1, 5])

@@ -33,10 +33,10 @@ def test_steps_of_a_turn_run_at_the_same_time():
     barrier = threading.Barrier(20)  # passes when all twenty are there
 
     def both_arrive(sample):
-        barrier.wait(20)
+        barrier.wait(60)
         return Observation(str(sample.group_id))
 
-    assert [o.text for o in call_steps(both_arrive, samples, 30.0)] == [str(i) for i in range(20)]
+    assert [o.text for o in call_steps(both_arrive, samples, 60.0)] == [str(i) for i in range(20)]
     waiting = []
 
     async def together_async(sample):
@@ -45,5 +45,5 @@ def test_steps_of_a_turn_run_at_the_same_time():
             await asyncio.sleep(0.001)
         return asyncio.get_running_loop()
 
-    loops = call_steps(together_async, samples, 30.0) + call_steps(together_async, samples, 30.0)
+    loops = call_steps(together_async, samples, 60.0) + call_steps(together_async, samples, 60.0)
     assert len({id(loop) for loop in loops}) == 1 and call_steps(both_arrive, [], 1.0) == []

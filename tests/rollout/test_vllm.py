@@ -16,6 +16,7 @@ from family_configs import BASE, TEXT
 
 from rlkit.data.samples import prompt_sample
 from rlkit.rollout import Sampling
+from rlkit.rollout.adapters import ADAPTER_ID
 from rlkit.rollout.inference_requests import finished_sample
 from rlkit.rollout.vllm import SUPPORTED, cpu_options, import_vllm
 from rlkit.rollout.vllm_cpu import OBSTACLES, cpu_dtype_and_options
@@ -30,7 +31,10 @@ FAMILIES = [
     "deepseek_v3", "gemma4",
 ]  # fmt: skip
 # the rest runs by `make families`
-MORE_FAMILIES = ["ernie4_5", "ernie4_5_moe", "falcon_h1", "gemma4_text", "glm4_moe", "ministral3"]
+MORE_FAMILIES = [
+    "ernie4_5", "ernie4_5_moe", "falcon_h1", "gemma4_text", "glm4_moe", "ministral3", "mistral3",
+    "qwen2_5_omni_thinker", "qwen3_omni_moe_thinker",
+]  # fmt: skip
 BFLOAT16 = ["qwen3_5", "qwen3_next"]  # vLLM's kernel for the gated delta rule has no other dtype on a CPU
 MORE_BFLOAT16 = ["qwen3_5_moe"]
 BFLOAT16_TOLERANCE = 0.08
@@ -61,7 +65,7 @@ class Facts(Mapping):
 
 def run(folder, names):
     script = str(Path(__file__).with_name("on_vllm.py"))
-    run_cases([sys.executable, script, str(folder)], folder, names, timeout=500)
+    run_cases([sys.executable, script, str(folder)], folder, names, timeout=1800)
     return [Facts(folder, rank) for rank in range(2)]
 
 
@@ -69,7 +73,7 @@ def run(folder, names):
 def by_rank(tmp_path_factory):
     """Measurements of all cases, on each rank."""
     names = [*KINDS, "nccl", *(f"family/{name}" for name in [*FAMILIES, *BFLOAT16, OTHER_CPU, *REFUSED])]
-    names += [*(f"positions/{name}" for name in POSITIONS), "models/known", *SPLITS]
+    names += [*(f"positions/{name}" for name in POSITIONS), "models/known", *SPLITS, "two_ranks/recipe"]
     return run(tmp_path_factory.mktemp("vllm"), names)
 
 
@@ -180,8 +184,9 @@ def test_calls_of_nccl_transfer_match_vllms_signatures(alone):
 def test_adapters_alone_are_enough(alone):
     facts = alone["qwen2_5_vl"]
     assert max(facts["adapter"], facts["adapter_again"]) < TOLERANCE
-    assert min(facts["adapter_unsynced"], facts["adapter_moved"]) > 0.05
-    assert facts["adapter_version"] == 2 and not [name for name in facts["left_in_memory"] if "tmp" in name]
+    assert min(facts["adapter_unsynced"], facts["adapter_moved"], facts["adapter_prefix_cache_kept"]) > 0.05
+    assert facts["adapters_loaded"] == [ADAPTER_ID]  # in place of the one before
+    assert facts["adapter_version"] == 3 and facts["left_in_memory"] == []
     assert "enable_lora=True" in facts["errors"]["adapter"]
     assert "expected a model without experts" in alone["qwen3_moe"]["errors"]["adapter"]
 
@@ -189,9 +194,21 @@ def test_adapters_alone_are_enough(alone):
 def test_adapters_that_would_not_be_used_as_they_were_trained_are_refused(alone):
     """Adapters of the vision tower, which vLLM would ignore, and adapters on weights that they are merged into."""
     facts = alone["qwen2_5_vl"]
-    tower, replaced = facts["adapters_refused"]
+    tower, experts, rank, replaced = facts["adapters_refused"]
+    assert "experts.base_layer.lora_A.weight, of experts in one tensor" in experts
+    assert "expected an adapter of at most rank 8 (max_lora_rank), got 9" in rank
     assert "visual.blocks.0" in tower and "expected adapters of the language model only" in tower
     assert facts["whole_after_adapter"] < TOLERANCE and "got those of a previous update_weights" in replaced
+
+
+def test_a_recipe_sends_adapters_alone(by_rank):
+    """To an engine on each of two ranks."""
+    for facts in (part["two_ranks/recipe"] for part in by_rank):
+        assert [row["step"] for row in facts["steps"]] == [0, 1, 2]
+        assert all(row["mismatch/abs_dlogp"] < TOLERANCE for row in facts["steps"])
+        (size,) = {row["weight_sync/bytes"] for row in facts["steps"]}
+        assert size < 100_000  # merged weights have 2.9 MB
+        assert all(row["grad_norm"] > 0 for row in facts["steps"])
 
 
 @pytest.mark.parametrize("kind", KINDS)

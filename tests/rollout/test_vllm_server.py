@@ -7,12 +7,16 @@ import socket
 import sys
 import time
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import psutil
 import pytest
 import requests
 import torch
+from free_ports import free_ports
+from PIL import Image
 
 from rlkit.data import collate
 from rlkit.data.samples import append_response, prompt_sample
@@ -23,7 +27,7 @@ from rlkit.rollout.adapters import serialize_adapter
 from rlkit.rollout.serve import serving
 from rlkit.rollout.servers.teacher import VllmTeacher
 from rlkit.rollout.servers.token import server_token
-from rlkit.vlm import encode_prompts, load_model, load_processor, lora, suppressed_token_ids
+from rlkit.vlm import encode_prompt, encode_prompts, load_model, load_processor, lora, suppressed_token_ids
 
 sys.path[:0] = [str(Path(__file__).parents[1] / folder) for folder in ("engines", "recipes")]
 import helpers  # noqa: E402
@@ -32,22 +36,6 @@ from rows import make_samples  # noqa: E402
 OPTIONS = ["--kv-cache-memory-bytes", str(64 << 20), "--max-model-len", "512", "--max-num-seqs", "64"]
 OPTIONS += ["--enable-lora", "--max-lora-rank", "8"]
 SAMPLING = Sampling(6, temperature=0.8, seed=(1,))
-
-
-def free_ports(count):
-    """The first of `count` consecutive free ports."""
-    while True:
-        sockets = []
-        try:
-            sockets.append(socket.create_server(("127.0.0.1", 0)))
-            first = sockets[0].getsockname()[1]
-            sockets += [socket.create_server(("127.0.0.1", first + i)) for i in range(1, count)]
-            return first
-        except OSError:
-            continue
-        finally:
-            for one in sockets:
-                one.close()
 
 
 @pytest.fixture(scope="module")
@@ -239,6 +227,26 @@ def test_adapters_alone_are_enough(tiny_dir, processor, engine, rollout, prompts
     rollout.update_weights(engine.get_per_tensor_param())
 
 
+def test_videos_are_sampled_with_the_frames_that_the_trainer_sees(engine, rollout, processor):
+    """Alone, and beside an image and another video; the frames and times of each are its own."""
+    pytest.importorskip("torchvision")
+    rng = np.random.default_rng(0)
+    clips = [
+        {"frames": rng.integers(0, 256, (n, 56, 84, 3), dtype="uint8"), "fps": fps} for n, fps in ((3, 2.5), (6, 0.5))
+    ]
+    image = Image.fromarray(clips[0]["frames"][0])
+    rows = [
+        {"question": "What digit is this?", "video": clips[0]},
+        {"question": "What <video> digit <image> is <video> this?", "images": [image], "videos": clips},
+    ]
+    prompts = [encode_prompt(processor, row, group_id=i) for i, row in enumerate(rows)]
+    assert apart(engine, rollout.generate(prompts, SAMPLING, n=2))[0] < 1e-5
+    (slower,) = encode_prompts(processor, [(0, {**rows[0], "video": {**clips[0], "fps": 0.2}})])[0]
+    (sample,) = rollout.generate(prompts[:1], SAMPLING)
+    moved = replace(sample, vision=slower.vision)  # the trainer's times are another video's
+    assert apart(engine, [moved])[0] > 1e-4
+
+
 def test_logprobs_are_the_trainers_whenever_weights_were_sent(engine, rollout, prompts):
     """With temperature, suppressed tokens and images. Prompts are repeated, so caches must be reset."""
     samples, first = rollout.generate(prompts, SAMPLING, n=4), rollout.version
@@ -286,7 +294,7 @@ def test_unfinished_answers_continue_under_new_weights(tiny_dir, processor, engi
         time.sleep(0.1 * 2**attempt)
         rollout.update_weights(iter(sets[1]))
         old, new = rollout.version - 1, rollout.version
-        samples = future.result(timeout=200)
+        samples = future.result(timeout=1000)
         assert all(list(s.versions) == sorted(s.versions) and s.version == s.versions[0] for s in samples)
         if mixed := [s for s in samples if set(s.versions) == {old, new}]:
             break
@@ -338,7 +346,7 @@ def test_a_server_killed_in_the_middle(engine, rollout, prompts, servers, caplog
         time.sleep(0.01)
     assert rollout.pool.load.read()[url] and not future.done()
     os.killpg(process.pid, signal.SIGKILL)
-    samples = future.result(timeout=200)
+    samples = future.result(timeout=1000)
     assert [(s.group_id, s.number) for s in samples] == [(i, k) for i in range(24) for k in range(4)]
     assert apart(engine, samples)[0] < 2e-5
     assert victim.failure and f"{url} is excluded" in caplog.text

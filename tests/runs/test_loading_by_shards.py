@@ -15,7 +15,7 @@ from rlkit.data import append_response, collate
 from rlkit.data.samples import prompt_sample
 from rlkit.engines.distributed import init_distributed
 from rlkit.engines.fsdp import fsdp2
-from rlkit.engines.fsdp.sharded_loading import NotInShardsError
+from rlkit.engines.model_files import NotInShardsError
 from rlkit.runs import build_engine, build_scorer, build_value_engine, parse_options
 from rlkit.vlm import load_model, load_processor
 

@@ -1,6 +1,8 @@
 """What vLLM in the trainer's process is started with, from a recipe's options and the memory that is left."""
 
+import re
 import sys
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -10,8 +12,9 @@ import torch
 sys.path.insert(0, str(Path(__file__).parents[1] / "recipes"))
 from helpers import load
 
-from rlkit.runs import check_ranges, models, parse_options
-from rlkit.runs.vllm_options import longest_sequence, optimizer_bytes, share_left
+from rlkit.runs import adapter_flags, check_ranges, check_rollout_takes_adapters, models, parse_options
+from rlkit.runs.options import check_sync_adapters
+from rlkit.runs.vllm_options import longest_sequence, optimizer_bytes, share_left, vllm_options
 
 GIB = 2**30
 
@@ -21,8 +24,7 @@ def options(recipe, *arguments):
 
 
 def engine(parameters, *, offload=False):
-    weights = [torch.zeros(parameters)]
-    optimizer = SimpleNamespace(param_groups=[{"params": weights}])
+    optimizer = torch.optim.AdamW([torch.zeros(parameters, requires_grad=True)])
     found = SimpleNamespace(optimizer=optimizer, offload_between_phases=offload)
     return SimpleNamespace(**vars(found), gathered=None, model_parallel_group=None)
 
@@ -44,6 +46,10 @@ def test_the_sampler_gets_what_the_trainer_leaves(monkeypatch):
     assert given["gpu_memory_utilization"] == 0.72  # rounded down
     assert optimizer_bytes([engine(1000), engine(500)]) == 2 * 4 * 1500
     assert optimizer_bytes([engine(1000, offload=True), SimpleNamespace()]) == 0
+    stepped = engine(1000)
+    stepped.optimizer.param_groups[0]["params"][0].grad = torch.ones(1000)
+    stepped.optimizer.step()
+    assert optimizer_bytes([stepped, engine(500)]) == 2 * 4 * 500
     assert share_left(80 * GIB, 100 * GIB, 20 * GIB) == 0.53
     with pytest.raises(
         ValueError, match="gpu_memory_utilization: .* 20.0 of 80.0 GiB are free, .* take 14.0; try --off"
@@ -74,6 +80,45 @@ def test_the_longest_sequence_follows_from_prompt_and_answer(monkeypatch, recipe
     cfg = options(recipe, *arguments, "--rollout", "vllm")
     assert longest_sequence(cfg) == longest
     assert started_with(monkeypatch, cfg, engine(1)).get("max_model_len") == longest
+
+
+@pytest.mark.parametrize(("rank", "room"), [(1, 1), (3, 8), (32, 32), (33, 64), (512, 512)])
+def test_vllm_has_room_for_an_adapter_that_is_sent_alone(monkeypatch, rank, room):
+    cfg = options("grpo_vlm", "--rollout", "vllm", "--lora_rank", rank, "--sync_adapters")
+    given = vllm_options(cfg, [])
+    assert given["enable_lora"] is True and given["max_lora_rank"] == room
+    assert adapter_flags(cfg) == ["--enable-lora", "--max-lora-rank", str(room)]
+    merged = options("grpo_vlm", "--rollout", "vllm", "--lora_rank", rank)
+    assert "enable_lora" not in vllm_options(merged, []) and adapter_flags(merged) == []
+
+
+def test_an_adapter_that_vllm_has_no_room_for_is_named():
+    with pytest.raises(ValueError, match="lora_rank: expected at most 512 with --sync_adapters, got 513"):
+        vllm_options(options("grpo_vlm", "--rollout", "vllm", "--lora_rank", 513, "--sync_adapters"), [])
+
+
+@pytest.mark.parametrize(
+    ("recipe", "arguments", "problem"),
+    [
+        ("grpo_vlm", ["--rollout", "vllm"], "expected adapters (--lora_rank), got none"),
+        ("grpo_vlm", ["--rollout", "sglang", "--lora_rank", 4], "expected --rollout vllm or vllm_server, got sglang"),
+        ("reward_model", ["--lora_rank", 4], "expected a recipe that samples, got one that sends no weights"),
+    ],
+)
+def test_adapters_alone_are_refused_where_nothing_can_use_them(recipe, arguments, problem):
+    with pytest.raises(ValueError, match=re.escape(f"sync_adapters: {problem}")):
+        check_sync_adapters(options(recipe, *arguments, "--sync_adapters"))
+    check_sync_adapters(options(recipe, *arguments))
+
+
+def test_hf_says_that_it_needs_no_adapters(capsys, monkeypatch):
+    """It samples with the trained model; a back end that is not known to take adapters is refused."""
+    monkeypatch.setattr("torch.distributed.get_rank", lambda: 0)
+    cfg = options("grpo_vlm", "--lora_rank", 4, "--sync_adapters")
+    check_rollout_takes_adapters(cfg, None, SimpleNamespace())
+    assert "sync_adapters: nothing to send, because hf samples with the trained model" in capsys.readouterr().out
+    with pytest.raises(ValueError, match="sync_adapters: expected --rollout vllm or vllm_server, got mine"):
+        check_rollout_takes_adapters(replace(cfg, rollout="mine"), None, SimpleNamespace())
 
 
 def test_rollout_options_come_last(monkeypatch):

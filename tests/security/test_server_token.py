@@ -9,6 +9,7 @@ from pathlib import Path
 
 import psutil
 import pytest
+from free_ports import free_ports
 
 from rlkit.rollout.serve import environment, serving
 from rlkit.rollout.servers.token import MOST_ADAPTER_BYTES, MOST_BYTES, TOKEN_VARIABLE, new_token, server_token
@@ -30,7 +31,7 @@ def server(monkeypatch):
 
 def ask(address, path, headers, body=b""):
     """Status and error of a request with exactly these headers."""
-    connection = http.client.HTTPConnection(address, timeout=20)
+    connection = http.client.HTTPConnection(address, timeout=100)
     connection.putrequest("POST", path)
     for name, value in headers.items():
         connection.putheader(name, value)
@@ -89,14 +90,15 @@ def test_a_server_is_started_with_its_token_and_without_doors_beside(monkeypatch
         monkeypatch.setenv(name, "1")
         assert name not in environment("127.0.0.1", 1, False)  # adapters are named by paths with the second one
     monkeypatch.setattr("rlkit.rollout.serve._check_installed", lambda _: None)
-    monkeypatch.setattr("rlkit.rollout.serve._is_up", lambda _: (tmp_path / "server-8123.log").read_text())
+    monkeypatch.setattr("rlkit.rollout.serve._is_up", lambda _: (tmp_path / f"server-{port}.log").read_text())
+    port = free_ports()
     code = "import os, sys, time; print(sys.argv[1:], os.environ['RLKIT_SERVER_TOKEN'], flush=True); time.sleep(99)"
     monkeypatch.setattr("rlkit.rollout.serve.command", lambda *_: [sys.executable, "-c", code])
-    with serving("model", port=8123, logs=tmp_path):
-        said = (tmp_path / "server-8123.log").read_text()
-        assert server_token("http://127.0.0.1:8123") in said and "token.TokenMiddleware'] " in said  # the outermost
+    with serving("model", port=port, logs=tmp_path):
+        said = (tmp_path / f"server-{port}.log").read_text()
+        assert server_token(f"http://127.0.0.1:{port}") in said and "token.TokenMiddleware'] " in said  # the outermost
     with pytest.raises(ValueError, match="api-key: expected the token in the environment variable RLKIT_SERVER_TOKEN"):
-        with serving("model", port=8123, options=["--api-key=x"]):
+        with serving("model", port=port, options=["--api-key=x"]):
             pass
 
 
@@ -108,6 +110,6 @@ def test_weights_are_sent_from_the_address_that_was_asked_for():
         return {(one.laddr.ip, one.laddr.port) for one in found if one.status == psutil.CONN_LISTEN}
 
     before = listening()
-    group = GlooGroup(1, "127.0.0.2", timeout=10)
-    group.group = gloo_group(group.store, 0, 1, "127.0.0.2", 10)
+    group = GlooGroup(1, "127.0.0.2", timeout=60)
+    group.group = gloo_group(group.store, 0, 1, "127.0.0.2", 60)
     assert {address for address, _ in listening() - before} == {"127.0.0.2"}

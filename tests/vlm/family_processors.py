@@ -13,6 +13,7 @@ from rlkit.vlm.tiny import _tokenizer
 sys.path.insert(0, str(Path(__file__).parents[1] / "engines"))
 from test_families import VISION, seeded  # noqa: E402
 
+ENDS = (("start", "bos"), ("end", "eos"))
 CORPUS = ["What digit is this? how many\n", "user assistant system", *["a\n\n\nb\n\n\n\nc"] * 9]
 CHAT = (
     "{% for m in messages %}<|im_start|>{{ m['role'] }}\n"
@@ -107,6 +108,20 @@ def gemma4():
     )
 
 
+def omni(kind="Qwen2_5Omni"):
+    named = {f"{name.lower()}_token": f"<|{name}|>" for name in ("IMAGE", "VIDEO", "AUDIO")}
+    named |= {f"{kind}_{end}_token": f"<|{kind}_{end}|>" for kind in ("vision", "audio") for end in ("bos", "eos")}
+    t = tokenizer("<|vision_bos|><|IMAGE|><|vision_eos|>", **named)
+    t.chat_template = t.chat_template.replace(
+        "{% elif p['type'] == 'text' %}",
+        "{% elif p['type'] == 'audio' %}<|audio_bos|><|AUDIO|><|audio_eos|>{% elif p['type'] == 'text' %}",
+    )
+    images = transformers.Qwen2VLImageProcessor(patch_size=4, size={"shortest_edge": 8 * 8, "longest_edge": 32 * 32})
+    videos = transformers.Qwen2VLVideoProcessor(patch_size=4)
+    ears = transformers.WhisperFeatureExtractor(feature_size=128, chunk_length=4)
+    return getattr(transformers, f"{kind}Processor")(images, videos, ears, t)
+
+
 def lfm2_vl():
     named = {"image_start_token": "<|image_start|>", "image_end_token": "<|image_end|>"}
     t = tokenizer("<image>", image_token="<image>", image_thumbnail_token="<|img_thumbnail|>", **named)
@@ -129,6 +144,15 @@ def kimi_k25():
     return transformers.Kimi_K25Processor(images, t, transformers.Kimi_K25VideoProcessor())
 
 
+def paddleocr_vl():
+    t = tokenizer(
+        "<|vision_start|><|image_pad|><|vision_end|>", "<|vision_start|>", "<|vision_end|>",
+        image_token="<|image_pad|>", video_token="<|video_pad|>",
+    )  # fmt: skip
+    images = transformers.PaddleOCRVLImageProcessor(patch_size=4, size={"shortest_edge": 64, "longest_edge": 1024})
+    return transformers.PaddleOCRVLProcessor(images, t)
+
+
 FAMILIES = {
     "qwen2_vl": lambda: qwen_vl("Qwen2VL"),
     "qwen2_5_vl": lambda: qwen_vl("Qwen2_5_VL"),
@@ -136,10 +160,12 @@ FAMILIES = {
     "qwen3_vl_moe": qwen_vl,
     "qwen3_5": qwen_vl,
     "qwen3_5_moe": qwen_vl,
+    "qwen2_5_omni_thinker": omni,
+    "qwen3_omni_moe_thinker": lambda: omni("Qwen3OmniMoe"),
     "glm4v_moe": glm4v,
     "glm46v": lambda: glm4v("Glm46V"),
     **{make.__name__: make for make in (glm4v, internvl, llava, idefics3, smolvlm, gemma3)},
-    **{make.__name__: make for make in (gemma4, kimi_k25, lfm2_vl, mistral3)},
+    **{make.__name__: make for make in (gemma4, kimi_k25, lfm2_vl, mistral3, paddleocr_vl)},
 }
 SIZED = ("gemma4", "kimi_k25", "lfm2_vl", "mistral3")  # their tensors have the size of each image beside its pixels
 
@@ -156,10 +182,18 @@ def model(family):
     reader = processor(family)
     config = deepcopy(VISION[family][0])
     of = reader.tokenizer.convert_tokens_to_ids
-    ids = {"image_token_id": getattr(reader.tokenizer, "image_token_id", reader.image_token_id), "pad_token_id": 0}
+    ids = {"image_token_id": getattr(reader.tokenizer, "image_token_id", None) or reader.image_token_id}
+    ids["pad_token_id"] = 0
     if hasattr(reader, "video_token_id"):
         ids["video_token_id"] = reader.video_token_id
-    if family.startswith("qwen"):
+    if family == "paddleocr_vl":
+        ids["video_token_id"] = of("<|video_pad|>")
+    if "omni" in family:
+        ids |= {f"{name}_token_id": of(f"<|{name.upper()}|>") for name in ("image", "video", "audio")}
+        ids |= {
+            f"{name}_{end}_token_id": of(f"<|{name}_{short}|>") for name in ("vision", "audio") for end, short in ENDS
+        }
+    elif family.startswith(("qwen", "paddleocr")):
         ids |= {f"vision_{end}_token_id": of(f"<|vision_{end}|>") for end in ("start", "end")}
     if family == "gemma4":
         ids |= {f"{name}_token_id": of(f"<{name}>") for name in ("boi", "eoi", "audio")}

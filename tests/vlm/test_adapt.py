@@ -194,6 +194,10 @@ def test_lora_refuses(model):
         lora(model, 0, 8)
     with pytest.raises(ValueError, match="No modules were targeted for adaptation"):
         lora(model, 2, 8, "no_such_layer")
+    with pytest.raises(
+        ValueError, match="target_modules: expected linear layers, .* got .*embed_tokens.lora_embedding"
+    ):
+        lora(model, 2, 8, r".*\.embed_tokens")
 
 
 def test_lora_starts_as_the_model_and_gives_it_back(model):

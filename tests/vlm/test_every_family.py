@@ -36,7 +36,9 @@ from rlkit.vlm import (  # noqa: E402
     tiny_text_tokenizer,
     vision_tower_pattern,
 )
+from rlkit.vlm.families import audio_tokens  # noqa: E402
 from rlkit.vlm.inputs import position_ids, position_spec  # noqa: E402
+from rlkit.vlm.processors import placeholder_id  # noqa: E402
 
 SEES = family_processors.FAMILIES
 SIZES = ([], [(20, 20)], [(40, 18), (17, 33)])
@@ -91,6 +93,25 @@ def watching_prompts(family):
     return [encode_prompt(reader(family), row, group_id=i) for i, row in enumerate(rows)]
 
 
+def sound(seconds, rate=16000):
+    rng = np.random.default_rng(int(1000 * seconds))
+    return {"array": rng.uniform(-0.5, 0.5, int(seconds * rate)), "sampling_rate": rate}
+
+
+HEARS = ["qwen2_5_omni_thinker", "qwen3_omni_moe_thinker"]
+SOUNDS = [  # (audios, images, question)
+    ([sound(1.2)], [], "how many?"),
+    ([sound(0.3), sound(1.503)], [image(20, 20)], "how <audio> is <image> <audio> many?"),
+]
+
+
+@cache
+def hearing_prompts(family):
+    """With an audio; and with an image between two audios, of which Qwen3-Omni pads the first to a second."""
+    rows = [{"question": text, "images": images, "audios": audios} for audios, images, text in SOUNDS]
+    return [encode_prompt(reader(family), row, group_id=i) for i, row in enumerate(rows)]
+
+
 def positions(sample, spec):
     tokens = torch.tensor([sample.token_ids])
     return position_ids(tokens, torch.ones_like(tokens).bool(), [sample.vision], spec)
@@ -130,7 +151,7 @@ def test_both_tracks_are_the_processors_own(family):
     processor, base = reader(family), model(family)
     for sample, sizes in zip(prompts(family), SIZES, strict=True):
         check_tracks(sample)
-        assert sample.compact_ids.count(processor.image_token_id) == len(sizes)
+        assert sample.compact_ids.count(placeholder_id(processor, "image")) == len(sizes)
         text = processor.tokenizer.decode(sample.compact_ids)
         assert "how many" in text and "assistant" in text
         images = [image(*size) for size in sizes]
@@ -173,16 +194,55 @@ def test_both_tracks_of_videos_are_the_processors_own(family):
         assert torch.equal(found, expected) and {"pixel_values_videos", "video_grid_thw"} <= {*sample.vision}
 
 
+@pytest.mark.parametrize("family", HEARS)
+def test_both_tracks_of_audios_are_the_processors_own(family):
+    """And the position ids are those of the model's own `get_rope_index`; features have no padding to the limit."""
+    processor, base = reader(family), model(family)
+    for sample, (_, images, _) in zip(hearing_prompts(family), SOUNDS, strict=True):
+        check_tracks(sample)
+        ids = {kind: getattr(base.config, f"{kind}_token_id") for kind in ("audio", "image")}
+        assert [sample.compact_ids.count(token) for token in ids.values()] == [len(sample.audios), len(images)]
+        own = processor(
+            text=[processor.tokenizer.decode(sample.compact_ids)],
+            audio=[one.samples for one in sample.audios],
+            images=images or None,
+            add_special_tokens=False,
+            return_tensors="pt",
+        )
+        assert sample.token_ids == own["input_ids"][0].tolist()
+        frames = sample.vision["feature_attention_mask"].sum(1)
+        assert torch.equal(frames, own["feature_attention_mask"].sum(1))
+        assert sample.vision["input_features"].shape[2] == frames.max() <= own["input_features"].shape[2]
+        for name in ("input_features", "feature_attention_mask"):
+            assert torch.equal(sample.vision[name], own[name][..., : frames.max()])
+        assert sample.token_ids.count(ids["audio"]) == audio_tokens(frames, base.config).sum() > 10
+        expected, _ = base.get_rope_index(
+            own["input_ids"],
+            sample.vision.get("image_grid_thw"),
+            attention_mask=torch.ones_like(own["input_ids"]),
+            audio_seqlens=frames,
+        )
+        assert torch.equal(positions(sample, rope3d_spec(base.config)), expected)
+
+
+@pytest.mark.parametrize("family", HEARS)
+def test_gradients_of_packed_audios_are_those_of_transformers(family):
+    assert any("audio_tower.conv" in name for name in moved_by_packed_rows(family, hearing_prompts(family)))
+
+
 @pytest.mark.parametrize("family", WATCHES)
 def test_gradients_of_packed_videos_are_those_of_transformers(family):
-    """Two answers to each prompt, with shared prompts, against its own forward of one row after another.
+    """It gets position ids: after a video, `position_spec` counts on as Qwen's own code does, not as transformers."""
+    assert any("patch_embed" in name for name in moved_by_packed_rows(family, watching_prompts(family)))
 
-    It gets position ids: after a video, `position_spec` counts on as Qwen's own code does, not as transformers does.
+
+def moved_by_packed_rows(family, prompts):
+    """Names of the parameters that a step moves: two answers to each prompt, with shared prompts.
+
+    Logprobs and gradients are those of transformers' forward of one row after another.
     """
     answers = [[70, 71], [72], [73, 74, 75], [76]]
-    samples = [
-        append_response(watching_prompts(family)[i // 2], ids, [-1.0] * len(ids)) for i, ids in enumerate(answers)
-    ]
+    samples = [append_response(prompts[i // 2], ids, [-1.0] * len(ids)) for i, ids in enumerate(answers)]
     rows = collate(samples, advantages=torch.tensor([1.0, -2.0, 0.5, 1.5]))
     base = model(family)
     expected = []
@@ -204,7 +264,7 @@ def test_gradients_of_packed_videos_are_those_of_transformers(family):
     for name, parameter in base.named_parameters():
         if parameter.grad is not None:
             torch.testing.assert_close(after[name], before[name] - 0.1 * parameter.grad, atol=1e-4, rtol=1e-4, msg=name)
-    assert any("patch_embed" in name and not torch.equal(after[name], x) for name, x in before.items())
+    return [name for name, x in before.items() if not torch.equal(after[name], x)]
 
 
 @pytest.mark.parametrize("family", SEES)
@@ -295,7 +355,9 @@ def test_frozen_parameters_do_not_move(family):
 
 @pytest.mark.parametrize("family", [*TEXT, *SEES])
 def test_lora_moves_adapters_alone_and_merges(family):
-    base = lora(model(family), 2, 4)
+    # peft's all-linear shortens "merger.mlp.0" to "0", which is the name of a layer of Qwen3-Omni too
+    targets = [r".*[qkvo]_proj"] if family == "qwen3_omni_moe_thinker" else []
+    base = lora(model(family), 2, 4, *targets)
     trained = engine(base)
     plain = trained.infer_batch(batch(family))["logprobs"]
     before = parameters(trained)
@@ -324,6 +386,7 @@ def test_the_samplers_logprobs_are_the_trainers(family):
     trainer = engine(base, suppressed_token_ids=suppressed_token_ids(base.config, tokenizer))
     sampler = make_rollout("hf", trainer.gathered, processor=reader(family))
     requests = [*prompts(family), *(watching_prompts(family) if family in WATCHES else [])]
+    requests += hearing_prompts(family) if family in HEARS else []
     samples = sampler.generate(requests, Sampling(NEW), n=2)
     rows = collate(samples)
     scored = trainer.infer_batch(rows)["logprobs"]

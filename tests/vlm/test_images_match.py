@@ -23,7 +23,7 @@ from rlkit.vlm.inputs import IMAGE_SIZE_KEYS, check_image_tokens, position_ids, 
 
 GRIDS = [family for family, (*_, shape) in VISION.items() if len(shape) == 2]
 SIZES = ["gemma4", "kimi_k25", "lfm2_vl", "mistral3", "paddleocr_vl"]
-VIDEO = 95
+VIDEO, AUDIO = 95, 96
 ANSWER = [7, 8]
 
 
@@ -163,6 +163,26 @@ def test_a_video_without_timing_is_refused_and_one_with_it_is_placed_by_it(famil
     rate = {"qwen2_5_vl": 4, "qwen2_5_omni_thinker": 25}[family]
     assert model.config.vision_config.to_dict().get("tokens_per_second", 25) == rate
     assert ids[0, 1, 2:4].tolist() == [2, 2 + int(1.5 * rate)]
+
+
+@pytest.mark.parametrize("family", ["qwen2_5_omni_thinker", "qwen3_omni_moe_thinker"])
+def test_an_audio_of_another_length_than_its_tokens_is_named(family):
+    """Eight frames are two tokens of Qwen2.5-Omni and one of Qwen3-Omni."""
+    (trained, ran), good, count = engine(vision_model(family)), sample(family), 2 if "2_5" in family else 1
+    features, mask = torch.randn(1, 128, 8), torch.ones(1, 8, dtype=torch.long)
+
+    def hearing(tokens, **vision):
+        start = prompt_sample([3, 93, *[AUDIO] * tokens, 94], vision=vision, group_id=5)
+        return append_response(start, ANSWER, [-1.0] * 2)
+
+    fits = hearing(count, input_features=features, feature_attention_mask=mask)
+    check_image_tokens(collate([good, fits]), vision_model(family).config)
+    for bad, error in (
+        (hearing(3, input_features=features, feature_attention_mask=mask), f"expected {count} for 1 audios, got 3"),
+        (hearing(1), "audio tokens: expected 0 for 0 audios, got 1"),
+        (hearing(count, input_features=features), r"feature_attention_mask: expected \[1, 8\] as .*, got None"),
+    ):
+        refused(trained, ran, [good, bad], rf"^row 1 .*{error}")
 
 
 @pytest.mark.parametrize("family", ["qwen2_vl", "qwen3_vl", "glm4v"])

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import transformers
 from transformers import AutoConfig
 
 from rlkit.plan.recipes import load_recipe, recipe_options, recipe_roles
@@ -63,6 +64,27 @@ def test_overrides_from_files_and_in_order(tiny_dir, tmp_path):
     assert content["text_config"]["num_hidden_layers"] == 2  # as before
 
 
+@pytest.mark.parametrize("layers", [1, 3])
+def test_the_order_of_overrides_does_not_matter(tiny_dir, layers):
+    """Lists of layers that are given stay, whether the number of layers comes before or after; others are made anew."""
+    kinds = ["sliding_attention"] * layers
+    overrides = [f"text_config.num_hidden_layers={layers}", f"text_config.layer_types={json.dumps(kinds)}"]
+    for given in (overrides, overrides[::-1]):
+        assert changed_config(tiny_dir, given)["text_config"]["layer_types"] == kinds
+    assert "layer_types" not in changed_config(tiny_dir, overrides[:1])["text_config"]
+    for given in ([overrides[1], "text_config.num_hidden_layers=2"], ["text_config.num_hidden_layers=2", overrides[1]]):
+        with pytest.raises(
+            ValueError, match=f"text_config.layer_types: expected 2 entries, one per layer, got {layers}"
+        ):
+            changed_config(tiny_dir, given)
+
+
+def test_fields_of_a_thinker_lie_in_the_configuration_of_the_whole_model(tmp_path):
+    transformers.Qwen2_5OmniConfig().save_pretrained(tmp_path)
+    content = changed_config(str(tmp_path), ["text_config.hidden_size=64"])
+    assert content["thinker_config"]["text_config"]["hidden_size"] == 64 and "text_config" not in content
+
+
 def test_bad_input_is_named(tiny_dir, text_dir, tmp_path):  # noqa: F811
     for override, message in {
         "text_config.hiden_size=3": "got 'text_config.hiden_size'; the nearest is 'text_config.hidden_size'",
@@ -77,7 +99,9 @@ def test_bad_input_is_named(tiny_dir, text_dir, tmp_path):  # noqa: F811
     with pytest.raises(ValueError, match="config.json: ValueError: .*divisible"):
         write_model(f"{tiny_dir}/config.json", ["text_config.num_attention_heads=3"], tmp_path / "odd")
     with pytest.raises(
-        ValueError, match="model: expected a directory or a config.json on this machine, got 'owner/name'"
+        ValueError,
+        match="model: expected a directory or a config.json on this machine, got 'owner/name'; if it is on the hub, "
+        "download it first: hf download owner/name --local-dir DIR, and pass DIR",
     ):
         changed_config("owner/name", ["hidden_size=3"])
     run = ["--out", tmp_path / "run", "--task", "sorting"]

@@ -22,8 +22,8 @@ from torch.distributed.fsdp.wrap import CustomPolicy
 
 from rlkit.engines.distributed import full_tensor
 from rlkit.engines.fsdp.fsdp2 import Fsdp2Engine, Fsdp2ValueEngine
-from rlkit.engines.fsdp.sharded_loading import has_meta_weights
 from rlkit.engines.fsdp.sharding import fsdp_units
+from rlkit.engines.model_files import has_meta_weights
 from rlkit.vlm.loading import copy_with_weights
 
 # options of the fsdp2 engine that are not supported, and the value that each may have

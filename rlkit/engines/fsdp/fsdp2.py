@@ -26,7 +26,7 @@ from rlkit.engines.distributed import (
     reduce_metrics,
 )
 from rlkit.engines.export import export_adapter, export_hf
-from rlkit.engines.fsdp.sharded_loading import has_meta_weights, load_sharded_weights
+from rlkit.engines.fsdp.sharded_loading import load_sharded_weights
 from rlkit.engines.fsdp.sharding import apply_fsdp2, fsdp_units, make_device_mesh, unsplit_modules
 from rlkit.engines.fsdp.tensor_parallel import all_reduce_gradients, apply_tensor_parallel, clip_grad_norm
 from rlkit.engines.logit_functions import (
@@ -34,9 +34,10 @@ from rlkit.engines.logit_functions import (
     apply_to_hidden_states,
     apply_to_logits,
     head_logits,
-    topk_of_pieces,
+    topk_of_chunks,
 )
 from rlkit.engines.loss_closure import LossFn, Outputs, check_output_names, compute_loss, sum_metrics
+from rlkit.engines.model_files import has_meta_weights
 from rlkit.engines.offload import Offloaded, own_memory
 from rlkit.engines.packing.attention import use_packed_attention
 from rlkit.engines.packing.inputs import ModelInputs, prepare_model_inputs
@@ -229,6 +230,10 @@ class Fsdp2Engine:
 
     def _prepare_model(self, *, gradient_checkpointing: bool, compiled: bool) -> None:
         """What is set on the model before it is sharded: attention, router replay, kernels, checkpointing, compile."""
+        if (
+            self.use_remove_padding
+        ):  # transformers gives the padding token no gradient; with pad == eos it is in the rows
+            self.base.get_input_embeddings().padding_idx = None
         use_packed_attention(self.base, packed=self.use_remove_padding)
         if self.device.type == "cuda":
             use_packed_vision_attention(self.base, self.config)
@@ -318,7 +323,7 @@ class Fsdp2Engine:
         """
 
         def topk(inputs: ModelInputs) -> dict[str, Tensor]:
-            return topk_of_pieces(self._logit_pieces(inputs), k, self.temperature)._asdict()
+            return topk_of_chunks(self._logit_chunks(inputs), k, self.temperature)._asdict()
 
         return TopkLogprobs(**self._infer_unpadded(batch, topk))
 
@@ -448,8 +453,8 @@ class Fsdp2Engine:
     def _logits(self, inputs: ModelInputs) -> Tensor:
         return inputs.select_outputs(self.module(**inputs.kwargs, use_cache=False).logits)
 
-    def _logit_pieces(self, inputs: ModelInputs) -> Iterator[Tensor]:
-        """The logits [K, V] in pieces of tokens, -inf at suppressed tokens, without gradient."""
+    def _logit_chunks(self, inputs: ModelInputs) -> Iterator[Tensor]:
+        """The logits [N, V] in chunks of tokens, -inf at suppressed tokens, without gradient."""
         if self.use_fused_kernels:
             hidden, head = self._last_hidden(inputs), self.base.get_output_embeddings()
             for piece in hidden.split(tokens_per_chunk(hidden, len(head.weight))):
@@ -559,13 +564,30 @@ class Fsdp2Engine:
                 yield name, tensor.clone() if self.offload_between_phases else tensor
                 del tensor  # or it is there while the next is gathered
 
-    def get_adapter(self) -> tuple[Any, Iterator[tuple[str, Tensor]]]:
-        """The LoRA adapters alone: peft's config, and (name in peft's files, full tensor) of each, one at a time."""
+    def get_adapter(
+        self, bucket_bytes: int = 0, dtype: torch.dtype | None = None
+    ) -> tuple[Any, Iterator[tuple[str, Tensor]]]:
+        """The LoRA adapters alone: peft's config, and (name in peft's files, full tensor) of each.
+
+        All ranks iterate together. The arguments are those of `get_per_tensor_param`.
+
+        Raises:
+            ValueError: the model has no adapters, or weights other than the adapters are trained, too.
+        """
         if not self.has_adapters:
             raise ValueError(
                 "get_adapter: expected a model with adapters, got none; get_per_tensor_param returns its weights"
             )
-        return self.module.peft_config["default"], self._lasting(adapter_parameters(self.module, full_tensors))
+        for name, parameter in self.module.named_parameters():
+            if parameter.requires_grad and ".lora_" not in name:
+                raise ValueError(
+                    f"get_adapter: expected adapters to be all that is trained, got {name}, too; get_per_tensor_param "
+                    "returns all weights, with the adapters merged"
+                )
+        gathered = partial(_gathered_in, dtype=dtype)
+        return self.module.peft_config["default"], self._lasting(
+            adapter_parameters(self.module, gathered, bucket_bytes)
+        )
 
     @_needs_weights
     def save_checkpoint(self, path: str | Path, extra: Mapping[str, Any] | None = None, *, wait: bool = True) -> None:

@@ -2,10 +2,10 @@
 
     engine = make_engine("megatron", model=model, tensor=2, pipeline=2, optimizer=lambda params: AdamW(params, lr=1e-6))
 
-It has the methods of the fsdp2 engine. Weights come from a transformers model and are returned under its names.
-Megatron's pipeline schedule calls the loss closure, on the last stage. Gradients are sums, as in every engine: Megatron
-would divide them by micro-batches and ranks, which is switched off. On a GPU the layers are Transformer Engine's if it
-is installed; otherwise they are Megatron's own with rlkit's attention.
+It has the methods of the fsdp2 engine. Weights come from a transformers model or from its files, and are returned under
+its names. Megatron's pipeline schedule calls the loss closure, on the last stage. Gradients are sums, as in every
+engine: Megatron would divide them by micro-batches and ranks, which is switched off. On a GPU the layers are
+Transformer Engine's if it is installed; otherwise they are Megatron's own with rlkit's attention.
 """
 
 from __future__ import annotations
@@ -37,12 +37,11 @@ from rlkit.data.samples import Batch, Sample
 from rlkit.engines import checkpoint
 from rlkit.engines.distributed import all_reduce, init_distributed, make_model_parallel_group, reduce_metrics
 from rlkit.engines.export import export_hf
-from rlkit.engines.fsdp.sharded_loading import has_meta_weights
 from rlkit.engines.logit_functions import (
     LogitFunction,
     apply_to_hidden_states,
     head_logits,
-    topk_of_pieces,
+    topk_of_chunks,
 )
 from rlkit.engines.loss_closure import LossFn, Outputs, check_output_names, compute_loss, sum_metrics
 from rlkit.engines.megatron.attention import context_parallel_inputs
@@ -56,8 +55,10 @@ from rlkit.engines.megatron.model import (
 )
 from rlkit.engines.megatron.optimizer import (
     checkpoint_state,
-    empty_checkpoint_state,
-    load_checkpoint_state,
+    expected_shapes,
+    load_param_groups,
+    load_tensors,
+    param_groups,
     set_values,
     wrap_model,
 )
@@ -65,12 +66,14 @@ from rlkit.engines.megatron.supported import ParallelDims, check_supported, is_m
 from rlkit.engines.megatron.vocab_parallel import vocab_parallel_linear_logprobs
 from rlkit.engines.megatron.weights import (
     LM_HEAD,
+    HFTensor,
     embedding_name,
     freeze_parameters,
     full_parameters,
     hf_tensors,
-    hf_to_megatron,
+    local_part,
     map_parameters,
+    readable_tensors,
     tensors_of_stages,
 )
 from rlkit.engines.packing.inputs import ModelInputs, prepare_model_inputs
@@ -90,7 +93,8 @@ class MegatronEngine:
     Ranks that share a tensor, a pipeline or a context are given the same rows.
 
     Args:
-        model: from transformers, in float32 on the host; its weights are copied.
+        model: from transformers; its weights are copied. If they are on the meta device, see
+            `rlkit.vlm.load_model(..., on_meta=True)`, each rank reads only its part of them from the model's files.
         processor: saved beside the weights by `export_hf`.
         device: "cpu" or "cuda"; by default the GPU if there is one.
         optimizer: parameters -> torch.optim.AdamW; its state is sharded over data-parallel ranks. An engine without one
@@ -108,13 +112,15 @@ class MegatronEngine:
         max_grad_norm: gradients are scaled down to this norm.
         share_prompts: rows that answer the same prompt contain its tokens and images once, see `Fsdp2Engine`.
         use_fused_kernels: no effect; logprobs and entropy are always computed from the hidden states of scored tokens,
-            in pieces, without the [N, V / tensor] logits.
+            in chunks, without the [N, V / tensor] logits.
         router_replay: tokens of a batch with `routed_experts` go to those experts, see rlkit.vlm.routers.
         use_remove_padding, ulysses_sequence_parallel_size: accepted at their defaults only, so that both engines take
             the same options: rows are always packed, and `context` shares long sequences.
         enable_gradient_checkpointing: recompute each layer's activations in backward.
         compute_dtype: of activations and weights; the optimizer keeps float32 weights. By default bfloat16 on a GPU and
             float32 on a CPU.
+        keep_gradients: gradients stay after `train_batch`, to be looked at. By default their buffers are freed, which
+            leaves room for a sampler.
 
     Attributes:
         data_parallel_rank, data_parallel_size: this rank's rows of a batch are
@@ -153,6 +159,7 @@ class MegatronEngine:
         ulysses_sequence_parallel_size: int = 1,
         enable_gradient_checkpointing: bool = False,
         compute_dtype: torch.dtype | None = None,
+        keep_gradients: bool = False,
     ) -> None:
         self.device = init_distributed(device)
         self.dims = ParallelDims(tensor, pipeline, context, sequence_parallel, expert)
@@ -167,7 +174,7 @@ class MegatronEngine:
         self._check_model(model, router_replay=router_replay)
         self.processor, self.config, self.spec = processor, model.config, position_spec(model.config)
         self.micro_batch_tokens, self.temperature, self.max_grad_norm = micro_batch_tokens, temperature, max_grad_norm
-        self.share_prompts, self.router_replay = share_prompts, router_replay
+        self.share_prompts, self.router_replay, self.keep_gradients = share_prompts, router_replay, keep_gradients
         self.suppressed_token_ids = self._suppressed(suppressed_token_ids)
         dtype = compute_dtype or (torch.bfloat16 if self.device.type == "cuda" else torch.float32)
         with cuda_calls_on_host(self.device):
@@ -175,13 +182,13 @@ class MegatronEngine:
             recompute = enable_gradient_checkpointing
             self.megatron_config = megatron_config(self.config, self.dims, dtype, recompute=recompute)
             self._build(model, optimizer)
+            if optimizer is not None:
+                self._free_gradients()
         self.scheduler = scheduler(self.optimizer) if scheduler and self.optimizer else None
 
     def _check_model(self, model: Any, *, router_replay: bool) -> None:
         if hasattr(model, "get_base_model"):
             raise ValueError("model: expected no adapters in the megatron engine, got some; use the fsdp2 engine")
-        if has_meta_weights(model):
-            raise ValueError("model: expected weights that are read, got the meta device; use load_model(path)")
         if has_value_head(model) != self.value_head:
             wanted, found = ("a", "no") if self.value_head else ("no", "a")
             raise ValueError(
@@ -205,7 +212,7 @@ class MegatronEngine:
         self.model_parallel_group = make_model_parallel_group(self.data_parallel_rank, self.data_parallel_size)
 
     def _build(self, model: Any, make_optimizer: Callable[..., torch.optim.Optimizer] | None) -> None:
-        """This rank's part of the model and the optimizer, with weights copied from the transformers model."""
+        """Make this rank's part of the model and the optimizer, and set the weights."""
         self.model = build_model(model, self.megatron_config, self.device, value_head=self.value_head)
         self.parameters = map_parameters(self.model, self.megatron_config)
         tensors = hf_tensors(model)
@@ -216,12 +223,21 @@ class MegatronEngine:
             wrapped = wrap_model(self.model, self.megatron_config, make_optimizer)
             self.module, self.distributed_optimizer, self.groups = wrapped
         self.optimizer = None if self.distributed_optimizer is None else self.distributed_optimizer.optimizer
-        for parameter, names in self.parameters:
-            full = hf_to_megatron([tensors[name].tensor for name in names], parameter, self.megatron_config)
-            set_values(parameter, self.distributed_optimizer, {"param": full})
+        self._set_weights(model, tensors)
         self.stages = tensors_of_stages(self.parameters, {name: x.tensor.shape for name, x in tensors.items()})
         self.hf_model = _without_weights(model)
-        self.saved_shapes = {name: parameter.shape for name, parameter in model.named_parameters()}
+        self.hf_shapes = {name: parameter.shape for name, parameter in model.named_parameters()}
+        self.trained_names = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
+
+    def _set_weights(self, model: Any, tensors: Mapping[str, HFTensor]) -> None:
+        """Set this rank's weights from the transformers model, or from its files if it is on the meta device."""
+        with readable_tensors(model, tensors) as sources:
+            for parameter, names in self.parameters:
+                part = local_part([sources[name] for name in names], parameter, self.megatron_config)
+                dtype = tensors[names[0]].tensor.dtype  # that the caller of `load_model` asked for
+                if torch.promote_types(part.dtype, dtype) != dtype:  # otherwise no number changes
+                    part = part.to(dtype)
+                set_values(parameter, self.distributed_optimizer, {"param": part})
 
     # --- training and scoring
 
@@ -239,8 +255,6 @@ class MegatronEngine:
         counts = torch.stack([batch.mask.sum(), batch.mask.any(1).sum()])
         batch.total_tokens, batch.total_sequences = self.global_sum(counts).unbind()
         self.module.train()
-        self.module.zero_grad_buffer()
-        self.optimizer.zero_grad()
 
         def finish(rows: list[int], part: Batch, inputs: ModelInputs, result: Tensor) -> tuple[Tensor, Tensor, Any]:
             out = self._outputs(part, inputs, result, outputs, logit_functions or {})
@@ -248,6 +262,9 @@ class MegatronEngine:
             return loss, torch.zeros((), dtype=torch.int), metrics
 
         with cuda_calls_on_host(self.device):
+            self.module.restore_grad_buffers()
+            self.module.zero_grad_buffer()
+            self.optimizer.zero_grad()
             metrics = self._run(batch, outputs, finish, train=True)
             self.distributed_optimizer.prepare_grads()
             grad_norm = float(self.distributed_optimizer.clip_grad_norm(self.max_grad_norm))
@@ -255,10 +272,18 @@ class MegatronEngine:
             lr = self.optimizer.param_groups[0]["lr"]
             if is_finite:
                 self.distributed_optimizer.step_with_ready_grads()
+            self._free_gradients()
         if self.scheduler is not None:
             self.scheduler.step()
         reduced = self._reduce_metrics(metrics)
         return {**reduced, "grad_norm": grad_norm, "lr": lr, "skipped_steps": float(not is_finite)}
+
+    def _free_gradients(self) -> None:
+        """Free the gradients' memory until the next step, unless they are to be kept."""
+        if not self.keep_gradients:
+            assert self.optimizer is not None
+            self.optimizer.zero_grad()
+            self.module.offload_grad_buffers(empty_cache=False)
 
     @torch.no_grad()
     def infer_batch(self, batch: Batch, outputs: Sequence[str] = ("logprobs",)) -> dict[str, Tensor]:
@@ -375,7 +400,7 @@ class MegatronEngine:
         self.module.eval()
 
         def finish(rows: list[int], part: Batch, inputs: ModelInputs, result: Tensor) -> tuple[Tensor, Tensor, Any]:
-            top = topk_of_pieces(self._logit_pieces(result[0][inputs.logits_to_keep]), k, self.temperature)
+            top = topk_of_chunks(self._logit_chunks(result[0][inputs.logits_to_keep]), k, self.temperature)
             tokens = batch.unpadded_rows(rows)[part.unpadded_at(inputs.output_indices.cpu())]
             found = (tokens, *(x[: len(tokens)].cpu() for x in top))
             return result.new_zeros(()), torch.zeros((), dtype=torch.int), found
@@ -392,8 +417,8 @@ class MegatronEngine:
             dist.broadcast(x, group=group, group_src=group.size() - 1)
         return top
 
-    def _logit_pieces(self, selected: Tensor) -> Iterator[Tensor]:
-        """The logits [K, V] in pieces of tokens, -inf at suppressed tokens, without gradient."""
+    def _logit_chunks(self, selected: Tensor) -> Iterator[Tensor]:
+        """The logits [N, V] in chunks of tokens, -inf at suppressed tokens, without gradient."""
         for piece in selected.split(tokens_per_chunk(selected, padded_vocabulary(self.config, self.dims))):
             logits = head_logits(piece, self._head_weight(), None, None)
             yield _of_full_logits(lambda full, _: full, self.suppressed_token_ids, logits, {})
@@ -475,19 +500,27 @@ class MegatronEngine:
         Raises:
             ValueError: names a file that is missing or cut short, or says that the checkpoint is of another model.
         """
-        saved = checkpoint.read_manifest(path)
-        state = empty_checkpoint_state(self.parameters, self.distributed_optimizer, self.groups, self.saved_shapes)
-        saved_names = checkpoint.tensor_names(path)
-        state |= {name: x for name, x in checkpoint.random_states(self.device).items() if name in saved_names}
+        saved, optimizer = checkpoint.read_manifest(path), self.distributed_optimizer
+        reader = checkpoint.TensorReader(path)
+        checkpoint.check_shapes(path, reader.shapes, expected_shapes(self.parameters, optimizer, self.hf_shapes))
+        copies = {LM_HEAD} if self.model.share_embeddings_and_output_weights else set()
+        checkpoint.check_parameter_names(path, self.trained_names | copies)
+        rng = checkpoint.random_states(self.device)
+        state: dict[str, Any] = {name: x for name, x in rng.items() if name in reader.shapes}
+        if optimizer is not None:
+            trained = [one for one in self.parameters if one.parameter.requires_grad]
+            state["optimizer"] = {"param_groups": param_groups(trained, optimizer, self.groups)}
         checkpoint.load(path, state)
-        load_checkpoint_state(self.parameters, self.distributed_optimizer, self.megatron_config, state)
+        load_tensors(reader, self.parameters, optimizer, self.megatron_config, self.hf_shapes)
+        if optimizer is not None:
+            load_param_groups(optimizer, state["optimizer"]["param_groups"])
         if self.scheduler is not None and saved["scheduler"] is not None:
             self.scheduler.load_state_dict(saved["scheduler"])
         checkpoint.set_random_states(state, self.device)
         return saved["extra"]
 
     def to(self, device: torch.device | str, *, model: bool = True, optimizer: bool = True) -> None:
-        """Move weights, gradients and optimizer state to the host, e.g. while a sampler needs the GPU, or back."""
+        """Move weights and optimizer state to the host, e.g. while a sampler needs the GPU, or back."""
         if self.device.type == "cpu":
             return
         to_host = torch.device(device).type == "cpu"
@@ -495,7 +528,7 @@ class MegatronEngine:
             self.model.to(device)
         elif model:
             for buffer in self.module.buffers + self.module.expert_parallel_buffers:
-                buffer.offload_to_cpu() if to_host else buffer.reload_from_cpu()
+                buffer.offload_to_cpu(move_grads=False) if to_host else buffer.reload_from_cpu(move_grads=False)
         if optimizer and self.distributed_optimizer is not None:
             self.distributed_optimizer.offload_to_cpu() if to_host else self.distributed_optimizer.restore_from_cpu()
 

@@ -263,15 +263,20 @@ def build_model(model: Any, config: MegatronConfig, device: torch.device, *, val
     if is_last:
         built.output_layer = ValueHead(config) if value_head else HiddenStatesHead(built.output_layer, config)
     if is_first and config.has_vision:
-        built.visual = copy.deepcopy(model.model.visual)
+        built.visual = _empty_copy(model.model.visual, config.params_dtype)
         if device.type == "cuda":
             use_packed_vision_attention(built.visual, model.config)
         for parameter in built.visual.parameters():
-            parameter.data = parameter.data.to(config.params_dtype)
             _mark_sequence_parallel(parameter, config)
     if device.type == "cpu":
         use_host_token_dispatchers(built)
     return built.to(device)
+
+
+def _empty_copy(module: nn.Module, dtype: torch.dtype) -> nn.Module:
+    """A copy of a module on the host, whose parameters have a dtype and no values yet."""
+    empty = {id(p): nn.Parameter(torch.empty_like(p, dtype=dtype, device="cpu")) for p in module.parameters()}
+    return copy.deepcopy(module, dict[int, Any](empty))
 
 
 def _layer_spec(config: TransformerConfig, device: torch.device) -> ModuleSpec | TransformerBlockSubmodules:
@@ -318,8 +323,9 @@ def embed_with_images(model: GPTModel, inputs: Mapping[str, Any], row: Mapping[s
     Returns:
         [n, 1, H], or this rank's part of it under sequence parallelism; None if the model embeds the tokens itself.
     """
-    if "pixel_values_videos" in row:
-        raise ValueError("batch: expected images only in the megatron engine, got videos; use the fsdp2 engine")
+    for medium, name in (("videos", "pixel_values_videos"), ("audios", "input_features")):
+        if name in row:
+            raise ValueError(f"batch: expected images only in the megatron engine, got {medium}; use the fsdp2 engine")
     if "pixel_values" not in row or not model.pre_process:
         return None
     tokens, source = inputs["input_ids"], inputs["packed_seq_params"].source

@@ -20,12 +20,12 @@ from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor, nn
 
+from rlkit.engines.checkpoint import TensorReader
 from rlkit.engines.distributed import all_reduce
 from rlkit.engines.megatron.weights import (
     MappedParameter,
     files_to_module,
     gather_parts,
-    hf_to_megatron,
     is_expert,
     is_tied_copy,
     local_part,
@@ -137,18 +137,18 @@ def gather_state(
 
 
 def set_values(parameter: nn.Parameter, optimizer: DistributedOptimizer | None, values: dict[str, Tensor]) -> None:
-    """Set a parameter, and this rank's optimizer shard of it, from full tensors.
+    """Set a parameter, and this rank's optimizer shard of it.
 
     Args:
         parameter: of this stage.
         optimizer: None for an engine without one.
-        values: "param" in float32, and perhaps moments, of all tensor ranks together; "step", the number of updates.
+        values: "param" or moments, in the shape of the parameter; "step", the number of updates.
     """
-    local = {name: local_part(x, parameter) if x.ndim else x for name, x in values.items()}
-    parameter.data.copy_(local["param"])
+    if "param" in values:
+        parameter.data.copy_(values["param"])
     if optimizer is not None and parameter.requires_grad and (shard := local_shard(optimizer, parameter)) is not None:
         span, tensors = shard
-        for name, x in local.items():
+        for name, x in values.items():
             tensors[name].data.copy_(x.flatten()[span] if x.ndim else x)
 
 
@@ -166,15 +166,12 @@ def checkpoint_state(
     tensor = parallel_state.get_tensor_model_parallel_group()
     ranks, rank = data.size() * tensor.size(), data.rank() * tensor.size() + tensor.rank()
     training = [one for one in parameters if one.parameter.requires_grad and not is_tied_copy(one.parameter)]
-    of_module: dict[str, list[MappedParameter]] = {}  # all experts of a layer are one tensor of the module
-    for one in training:
-        of_module.setdefault(module_name(one.hf_names[0]), []).append(one)
     model: dict[str, Tensor] = {}
     state: dict[str, dict[str, Any]] = {}
     step = None if optimizer is None else step_count(optimizer)
-    for i, members in enumerate(of_module.values()):
+    for i, one in enumerate(training):
         for kind in ("param", *MOMENTS) if optimizer is not None else ("param",):
-            tensors = _gather_module_tensors(members, optimizer, kind, config, keep=i % ranks == rank)
+            tensors = _gather_module_tensors(one, optimizer, kind, config, keep=i % ranks == rank)
             if kind == "param":
                 model |= tensors
             else:
@@ -186,27 +183,26 @@ def checkpoint_state(
 
 
 def _gather_module_tensors(
-    members: Sequence[MappedParameter],
+    mapped: MappedParameter,
     optimizer: DistributedOptimizer | None,
     kind: str,
     config: TransformerConfig,
     *,
     keep: bool,
 ) -> dict[str, Tensor]:
-    """Weights or moments of parameters by names of the transformers module, on the host; empty without `keep`.
+    """Weights or moments of a parameter by names of the transformers module, on the host; empty without `keep`.
 
     All ranks of a stage call this together.
     """
-    of_files: dict[str, Tensor] = {}
-    for parameter, names in members:
-        if optimizer is None:
-            full = gather_parts(parameter.detach(), parameter)
-        else:
-            full = gather_state(optimizer, parameter, itemgetter(kind))
-        if keep:
-            tensors = megatron_to_hf(full, len(names), parameter, config)
-            of_files |= {name: tensor.cpu() for name, tensor in zip(names, tensors, strict=True)}
-    return files_to_module(of_files)
+    parameter, names = mapped
+    if optimizer is None:
+        full = gather_parts(parameter.detach(), parameter)
+    else:
+        full = gather_state(optimizer, parameter, itemgetter(kind))
+    if not keep:
+        return {}
+    tensors = megatron_to_hf(full.cpu(), len(names), parameter, config)
+    return files_to_module(dict(zip(names, tensors, strict=True)))
 
 
 def step_count(optimizer: DistributedOptimizer) -> Tensor:
@@ -232,44 +228,56 @@ def param_groups(
     ]
 
 
-def empty_checkpoint_state(
-    parameters: Sequence[MappedParameter],
-    optimizer: DistributedOptimizer | None,
-    groups: dict[nn.Parameter, int],
-    shapes: Mapping[str, torch.Size],
-) -> dict[str, Any]:
-    """Uninitialised tensors for what this rank loads from a checkpoint."""
-    training = [one for one in parameters if one.parameter.requires_grad]
-    names = list(dict.fromkeys(module_name(name) for one in training for name in one.hf_names))
-    model = {name: torch.empty(shapes[name]) for name in names}
-    if optimizer is None:
-        return {"model": model, "optimizer": {}}
-    state = {name: {"step": torch.zeros(()), **{kind: torch.empty(shapes[name]) for kind in MOMENTS}} for name in names}
-    return {"model": model, "optimizer": {"state": state, "param_groups": param_groups(training, optimizer, groups)}}
-
-
-def load_checkpoint_state(
+def load_tensors(
+    reader: TensorReader,
     parameters: Sequence[MappedParameter],
     optimizer: DistributedOptimizer | None,
     config: TransformerConfig,
-    state: dict[str, Any],
+    shapes: Mapping[str, torch.Size],
 ) -> None:
-    """Set weights, moments, steps and parameter groups from a loaded `empty_checkpoint_state`."""
+    """Set trained weights, moments and steps from a checkpoint.
+
+    The tensors of one parameter are read at a time: a rank never holds the model, nor its optimizer state.
+
+    Args:
+        reader: of the checkpoint, whose shapes are `expected_shapes`.
+        parameters: of this stage.
+        optimizer: None for an engine without one.
+        config: Megatron's.
+        shapes: of the parameters of the transformers module.
+    """
     for parameter, names in parameters:
         if not parameter.requires_grad:
             continue
-        weights = [module_to_file(name, state["model"]) for name in names]
-        values = {"param": hf_to_megatron(weights, parameter, config)}
+        has_shard = optimizer is not None and local_shard(optimizer, parameter) is not None
+        of_module = list(dict.fromkeys(map(module_name, names)))
+        for kind in ("param", *MOMENTS) if has_shard else ("param",):
+            tensors = {name: torch.empty(shapes[name]) for name in of_module}
+            moments = {"optimizer": {"state": {name: {kind: x} for name, x in tensors.items()}}}
+            reader.fill({"model": tensors} if kind == "param" else moments)
+            part = local_part([module_to_file(name, tensors) for name in names], parameter, config)
+            set_values(parameter, optimizer, {kind: part})
+        if has_shard:
+            step = torch.zeros(())
+            reader.fill({"optimizer": {"state": {of_module[0]: {"step": step}}}})
+            set_values(parameter, optimizer, {"step": step})
+
+
+def expected_shapes(
+    parameters: Sequence[MappedParameter], optimizer: DistributedOptimizer | None, shapes: Mapping[str, torch.Size]
+) -> dict[str, torch.Size]:
+    """The shapes that the tensors of this stage have in a checkpoint, by their names there."""
+    training = [one for one in parameters if one.parameter.requires_grad]
+    expected = {}
+    for name in dict.fromkeys(module_name(name) for one in training for name in one.hf_names):
+        expected[f"model.{name}"] = shapes[name]
         if optimizer is not None:
-            saved = state["optimizer"]["state"]
-            for kind in MOMENTS:
-                by_module = {module_name(name): saved[module_name(name)][kind] for name in names}
-                moments = [module_to_file(name, by_module) for name in names]
-                values[kind] = hf_to_megatron(moments, parameter, config)
-            values["step"] = saved[module_name(names[0])]["step"]
-        set_values(parameter, optimizer, values)
-    if optimizer is not None:
-        for group, saved_group in zip(
-            optimizer.optimizer.param_groups, state["optimizer"]["param_groups"], strict=True
-        ):
-            group.update({k: v for k, v in saved_group.items() if k != "params"})
+            expected |= {f"optimizer.state.{name}.{kind}": shapes[name] for kind in MOMENTS}
+            expected[f"optimizer.state.{name}.step"] = torch.Size()
+    return expected
+
+
+def load_param_groups(optimizer: DistributedOptimizer, saved: Sequence[Mapping[str, Any]]) -> None:
+    """Restore the settings of the parameter groups, such as the learning rate, from a checkpoint."""
+    for group, saved_group in zip(optimizer.optimizer.param_groups, saved, strict=True):
+        group.update({name: x for name, x in saved_group.items() if name != "params"})

@@ -1,13 +1,15 @@
 """Megatron's parameters made of Hugging Face tensors, and back, bit for bit.
 
 One parameter of Megatron is made of one or several Hugging Face tensors. Queries, keys and values are interleaved by
-key-value head; the gate and up projections of an MLP are interleaved by tensor-parallel rank.
+key-value head; the gate and up projections of an MLP are interleaved by tensor-parallel rank. Each rank takes only the
+slices of these tensors that its part of a parameter is made of, from memory or from the model's files.
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
@@ -18,7 +20,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 from torch import Tensor, nn
 
-from rlkit.vlm.adapt import checkpoint_parameters
+from rlkit.engines.model_files import NotInShardsError, check_weights, open_slices
 
 LM_HEAD = "lm_head.weight"
 # the names of Megatron's parameters -> the names of the Hugging Face tensors that they are made of
@@ -43,6 +45,7 @@ IN_LAYER = {
 }
 EXPERT_PROJECTIONS = {"mlp.experts.gate_up_proj": ("gate_proj", "up_proj"), "mlp.experts.down_proj": ("down_proj",)}
 HF_EXPERT = re.compile(r"(.*\.experts)\.(\d+)\.(gate|up|down)_proj\.weight")
+EXPERTS = re.compile(r"(.*\.experts)\.(gate_up|down)_proj")  # all experts of a layer, in the transformers module
 
 
 # --- names
@@ -116,26 +119,60 @@ def is_expert(parameter: Any) -> bool:
     return getattr(parameter, "is_expert", False)
 
 
-# --- Hugging Face tensors <-> full tensors of Megatron
+# --- Hugging Face tensors -> this rank's part of a parameter
 
 
-def hf_to_megatron(tensors: Sequence[Tensor], parameter: nn.Parameter, config: TransformerConfig) -> Tensor:
-    """Hugging Face tensors -> the full tensor of Megatron's parameter, of all tensor or expert ranks together."""
+def local_part(tensors: Sequence[Any], parameter: Any, config: TransformerConfig) -> Tensor:
+    """This rank's part of the parameter that Hugging Face tensors make up. Nothing else of them is read.
+
+    Args:
+        tensors: full tensors, or objects that read a slice when they are indexed, see `open_slices`.
+        parameter: Megatron's.
+        config: Megatron's.
+    """
     if is_expert(parameter):
-        return torch.cat(list(tensors))
-    if len(tensors) == 3:  # queries, keys, values
-        by_kv_head = [tensor.unflatten(0, (config.num_query_groups, -1)) for tensor in tensors]
+        return _local_experts(tensors, parameter)
+    slices = [_local_slice(tensor, parameter) for tensor in tensors]
+    if len(slices) == 3:  # queries, keys, values
+        kv_heads = config.num_query_groups // config.tensor_model_parallel_size
+        by_kv_head = [x.unflatten(0, (kv_heads, -1)) for x in slices]
         return torch.cat(by_kv_head, 1).flatten(0, 1)
-    if len(tensors) == 2:  # gate, up
-        by_rank = [tensor.unflatten(0, (config.tensor_model_parallel_size, -1)) for tensor in tensors]
-        return torch.stack(by_rank, 1).flatten(0, 2)
-    (tensor,) = tensors
-    fill = -len(tensor) % config.tensor_model_parallel_size if hasattr(parameter, "vocabulary") else 0
-    return F.pad(tensor, (0, 0, 0, fill)) if fill else tensor
+    return slices[0] if len(slices) == 1 else torch.cat(slices)  # one tensor, or gate and up
+
+
+def _local_experts(tensors: Sequence[Any], parameter: Tensor) -> Tensor:
+    """The matrices of this rank's experts, read one by one."""
+    group = parallel_state.get_expert_model_parallel_group()
+    count = len(tensors) // group.size()
+    own = tensors[group.rank() * count : (group.rank() + 1) * count]
+    part = torch.empty(parameter.shape, dtype=own[0][:0].dtype)
+    for rows, tensor in zip(part.chunk(count), own, strict=True):
+        rows.copy_(tensor[:])
+    return part
+
+
+def _local_slice(tensor: Any, parameter: Any) -> Tensor:
+    """This tensor rank's slice; the vocabulary is padded with zeros to a multiple of the ranks."""
+    if not getattr(parameter, "tensor_model_parallel", False):
+        return tensor[:]
+    ranks, rank = parallel_state.get_tensor_model_parallel_world_size(), parallel_state.get_tensor_model_parallel_rank()
+    dim, length = parameter.partition_dim, _shape(tensor)[parameter.partition_dim]
+    size = -(-length // ranks)
+    span = slice(min(rank * size, length), min((rank + 1) * size, length))
+    part = tensor[span] if dim == 0 else tensor[:, span]
+    fill = size - part.shape[dim]
+    return F.pad(part, (0, 0, 0, fill)) if fill else part
+
+
+def _shape(tensor: Any) -> tuple[int, ...]:
+    return tuple(tensor.shape if isinstance(tensor, Tensor) else tensor.get_shape())
+
+
+# --- full tensors of Megatron -> Hugging Face tensors
 
 
 def megatron_to_hf(full: Tensor, count: int, parameter: nn.Parameter, config: TransformerConfig) -> list[Tensor]:
-    """The inverse of `hf_to_megatron`, for a parameter that is made of `count` Hugging Face tensors."""
+    """The `count` Hugging Face tensors of a parameter's full tensor, of all tensor or expert ranks together."""
     if is_expert(parameter):
         return list(full.chunk(count))
     if count == 3:
@@ -146,20 +183,6 @@ def megatron_to_hf(full: Tensor, count: int, parameter: nn.Parameter, config: Tr
         by_rank = full.unflatten(0, (config.tensor_model_parallel_size, 2, -1))
         return [by_rank[:, i].flatten(0, 1) for i in range(2)]
     return [full[: getattr(parameter, "vocabulary", None)]]
-
-
-# --- full tensors <-> this rank's part
-
-
-def local_part(full: Tensor, parameter: Any) -> Tensor:
-    """This rank's part of a parameter's full tensor."""
-    if is_expert(parameter):
-        group = parallel_state.get_expert_model_parallel_group()
-        return full.chunk(group.size())[group.rank()]
-    if not getattr(parameter, "tensor_model_parallel", False):
-        return full
-    ranks = parallel_state.get_tensor_model_parallel_world_size()
-    return full.chunk(ranks, parameter.partition_dim)[parallel_state.get_tensor_model_parallel_rank()]
 
 
 def gather_parts(local: Tensor, parameter: Any) -> Tensor:
@@ -220,19 +243,71 @@ def module_to_file(name: str, tensors: Mapping[str, Tensor]) -> Tensor:
     return of_expert if expert[3] == "down" else of_expert.chunk(2)[expert[3] == "up"]
 
 
+def module_to_files(name: str, tensor: Tensor) -> dict[str, Tensor]:
+    """The tensors by names in files that a parameter of the transformers module consists of; views of it."""
+    experts = EXPERTS.fullmatch(name)
+    if experts is None:
+        return {name: tensor}
+    of_files: dict[str, Tensor] = {}
+    for number, matrix in enumerate(tensor):
+        parts = {"down": matrix} if experts[2] == "down" else dict(zip(("gate", "up"), matrix.chunk(2), strict=True))
+        of_files |= {f"{experts[1]}.{number}.{part}_proj.weight": x for part, x in parts.items()}
+    return of_files
+
+
 class HFTensor(NamedTuple):
-    """A tensor of the transformers model, and whether it is trained."""
+    """A tensor of the transformers model, perhaps on the meta device, and whether it is trained."""
 
     tensor: Tensor
     trains: bool
 
 
 def hf_tensors(model: Any) -> dict[str, HFTensor]:
-    """All tensors of a transformers model, by their names in its files, where experts are separate tensors."""
-    found = {}
-    for name, parameter in model.named_parameters():
-        for hf_name, tensor in checkpoint_parameters(model, [(name, parameter.detach())]):
-            found[hf_name] = HFTensor(tensor, parameter.requires_grad)
+    """All tensors of a transformers model, by their names in its files, where experts are separate tensors; views."""
+    return {
+        hf_name: HFTensor(tensor, parameter.requires_grad)
+        for name, parameter in model.named_parameters()
+        for hf_name, tensor in module_to_files(name, parameter.detach()).items()
+    }
+
+
+@contextmanager
+def readable_tensors(model: Any, tensors: Mapping[str, HFTensor]) -> Iterator[dict[str, Any]]:
+    """`local_part`'s sources by name: the tensors, and for those on the meta device their slices in the files.
+
+    Args:
+        model: from transformers.
+        tensors: all of the model, from `hf_tensors`.
+
+    Raises:
+        ValueError: files that are missing, cut short, or of another model.
+        NotInShardsError: see `open_slices`; also experts that are one tensor in the files.
+    """
+    if not any(x.tensor.is_meta for x in tensors.values()):
+        yield {name: x.tensor for name, x in tensors.items()}
+        return
+    with open_slices(model) as slices:
+        found = _with_names_of_model(model, slices, tensors)
+        if stacked := next((name for name in found if EXPERTS.fullmatch(name)), None):
+            path = model.config.name_or_path
+            raise NotInShardsError(f"model {path!r}: expected experts that are separate tensors, got {stacked}")
+        fits = {name for name, x in tensors.items() if name in found and _shape(found[name]) == _shape(x.tensor)}
+        check_weights(model.config.name_or_path, {name for name, x in tensors.items() if x.tensor.is_meta} - fits)
+        # a value head keeps its values if the files have an output layer for the vocabulary
+        yield {name: found[name] if name in fits else x.tensor for name, x in tensors.items()}
+
+
+def _with_names_of_model(model: Any, slices: Mapping[str, Any], names: Mapping[str, Any]) -> dict[str, Any]:
+    """Tensors of files by `names` of the model: as transformers renames them, but with separate experts."""
+    from transformers.conversion_mapping import get_model_conversion_mapping
+    from transformers.core_model_loading import WeightRenaming, rename_source_key
+
+    mapping: list[Any] = get_model_conversion_mapping(model)
+    renamings = [one for one in mapping if isinstance(one, WeightRenaming)]
+    found, wanted = {}, dict(names)
+    for old_name, x in slices.items():
+        name, _ = rename_source_key(old_name, renamings, [], model.base_model_prefix, wanted)
+        found[old_name if name not in names and old_name in names else name] = x
     return found
 
 

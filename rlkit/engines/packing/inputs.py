@@ -79,7 +79,7 @@ def prepare_model_inputs(
         remove_padding: one packed row of N tokens; otherwise [B, T] with an attention mask.
         share_prompts: rows that answer the same prompt contain its tokens and images once; needs `remove_padding`.
         dummy: a sequence to add after the rows, none of whose outputs are used: for a rank that has no rows, or no
-            images or videos while other ranks do.
+            images, videos or audios while other ranks do.
         ulysses: ranks that share the packed row, which is padded to a multiple of their number.
         router_replay: pass the rows' `routed_experts`, if there are any, to the model.
     """

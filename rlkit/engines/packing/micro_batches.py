@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from rlkit.data.batching import token_budget_batches
-from rlkit.data.samples import Batch, Sample, prompt_sample
+from rlkit.data.samples import AUDIO_KEYS, Batch, Sample, prompt_sample
 from rlkit.engines.distributed import all_reduce
 from rlkit.engines.packing.shared_prompts import shared_prompt_costs
 from rlkit.vlm.families import IMAGE_DIMENSION_FAMILIES, PATCH_ROW_FAMILIES, tokens_per_image
@@ -24,9 +24,9 @@ def micro_batches(
 ) -> Iterator[tuple[list[int], Sample | None]]:
     """The rows of each micro-batch, and a dummy sequence where this rank needs one. All ranks call this together.
 
-    Sharded weights are gathered by all ranks together, and a model calls its vision tower once for images and once for
-    videos. A rank without rows, or without images or videos while another rank has some, gets a dummy sequence, so that
-    every rank joins every collective.
+    Sharded weights are gathered by all ranks together, and a model calls its encoders once each for images, videos and
+    audios. A rank without rows, or without one of these media while another rank has some, gets a dummy sequence, so
+    that every rank joins every collective.
 
     Args:
         batch: this rank's rows, on the host; rows of equal `micro_batch_group` stay in one micro-batch.
@@ -49,23 +49,28 @@ def micro_batches(
     count = int(all_reduce(torch.tensor(len(pieces)), dist.ReduceOp.MAX))
     pieces += [[] for _ in range(count - len(pieces))]
     spec = position_spec(config)
-    has = torch.tensor([vision_kinds([batch.vision[i] for i in rows], spec) for rows in pieces]).int().view(-1, 2)
+    has = torch.tensor([vision_kinds([batch.vision[i] for i in rows], spec) for rows in pieces]).int().view(-1, 3)
     lacks = all_reduce(has, dist.ReduceOp.MAX) > has
-    for rows, (image, video) in zip(pieces, lacks.tolist(), strict=True):
-        yield rows, dummy_sample(config, image=image, video=video) if image or video or not rows else None
+    for rows, (image, video, audio) in zip(pieces, lacks.tolist(), strict=True):
+        needed = image or video or audio or not rows
+        yield rows, dummy_sample(config, image=image, video=video, audio=audio) if needed else None
 
 
-def dummy_sample(config: Any, *, image: bool, video: bool = False) -> Sample:
-    """The shortest sequence, with one blank image and one blank video if they are asked for.
+def dummy_sample(config: Any, *, image: bool, video: bool = False, audio: bool = False) -> Sample:
+    """The shortest sequence, with one blank image, one blank video and one blank audio if they are asked for.
 
     Raises:
         ValueError: a family for which no dummy image is known.
     """
-    if not image and not video:
+    if not image and not video and not audio:
         return prompt_sample([0])
     if config.model_type in PATCH_ROW_FAMILIES:
-        kinds = ["image"] * image + ["video"] * video
-        tensors = {name: x for kind in kinds for name, x in _blank_patches(config, kind).items()}
+        kinds = ["image"] * image + ["video"] * video + ["audio"] * audio
+        tensors = {
+            name: x
+            for kind in kinds
+            for name, x in (_blank_audio(config) if kind == "audio" else _blank_patches(config, kind)).items()
+        }
         return prompt_sample([getattr(config, f"{kind}_token_id") for kind in kinds], vision=tensors)
     if (tensors := _smallest_image(config)) and not video:
         tokens = 2 if config.model_type == "mistral3" else 1
@@ -120,6 +125,12 @@ def _blank_patches(config: Any, kind: str) -> dict[str, Tensor]:
     if kind == "video" and (spec := rope3d_spec(config)).tokens_per_second is not None:
         tensors[VIDEO_TIME_KEYS[spec.audio_token_id is not None]] = torch.ones(1)
     return tensors
+
+
+def _blank_audio(config: Any) -> dict[str, Tensor]:
+    """Features of a blank audio of one token: four frames, with their mask."""
+    tensors = torch.zeros(1, config.audio_config.num_mel_bins, 4), torch.ones(1, 4, dtype=torch.long)
+    return dict(zip(AUDIO_KEYS, tensors, strict=True))
 
 
 def check_same_rows(batch: Batch, data_parallel_rank: int, data_parallel_size: int) -> None:

@@ -58,7 +58,7 @@ class ServerRollout(ABC):
         timeout: seconds to wait for a response, or for a bucket of weights.
         connect_timeout: seconds to wait until the servers are up.
         transfer: "nccl" or "gloo", as the servers were started; by default nccl if the trainer has a GPU.
-        bucket_bytes: size limit of a bucket: weights that are gathered and not yet sent.
+        bucket_bytes: size limit of a bucket of gathered weights. While one is sent, the next is gathered.
         trust_remote_code: allow code from the model's repository to run.
 
     Raises:
@@ -70,6 +70,7 @@ class ServerRollout(ABC):
     join_path: ClassVar[str]
     start_hint: ClassVar[str]
     health_path: ClassVar[str] = "/health"
+    other_media: ClassVar[frozenset[str]] = frozenset()  # "videos" and "audios", if the servers take them
 
     def __init__(
         self,
@@ -187,10 +188,13 @@ class ServerRollout(ABC):
             )
         params = sampling_per_request(sampling, requests)
         check_context_length(requests, params, self.max_model_len)
-        if found := next((one for one in requests if one.videos), None):
-            raise ValueError(
-                f"{sample_name(found)}: expected text and images for a server, got a video; use rollout 'vllm' or 'hf'"
-            )
+        for request in requests:
+            for medium in ("videos", "audios"):
+                if getattr(request, medium) and medium not in self.other_media:
+                    raise ValueError(
+                        f"{sample_name(request)}: expected text and images for servers of this kind, got {medium}; use "
+                        "rollout 'vllm_server', 'vllm' or 'hf'"
+                    )
         most = self.pool.max_sequences
         jobs = [
             Job(request, request.number * n + start, count, self._request_body(request, one, start, count))
@@ -307,6 +311,7 @@ class ServerRollout(ABC):
             self.sent_version = self.version + 1
             self._finish_update()
         except BaseException:
+            group.close()  # a bucket may be on its way
             self.group = None
             self.pool.run(self._abort_update_everywhere())
             raise

@@ -5,7 +5,8 @@
     rollout = make_rollout("vllm_server", model="Qwen/Qwen2.5-VL-7B-Instruct", processor=processor,
                            urls="http://127.0.0.1:8000,http://127.0.0.1:8001")
 
-Each prompt with its images is sent to one server, and prefilled once for all of its samples. If a server dies or does
+Each prompt with its images, videos and audios is sent to one server, and prefilled once for all of its samples. Frames
+and audio samples are sent as they are; the server reads them with rlkit's media connector. If a server dies or does
 not respond, its requests are sent to another server. Responses contain the weight version of each token, and an
 unexpected version is an error.
 
@@ -29,13 +30,19 @@ import torch
 from torch import Tensor
 
 from rlkit.data.samples import Sample
-from rlkit.rollout.adapters import ADAPTER_NAME, ADAPTER_ROUTE, serialize_adapter
+from rlkit.rollout.adapters import ADAPTER_CHECK_ROUTE, ADAPTER_NAME, ADAPTER_ROUTE, serialize_adapter
 from rlkit.rollout.inference_requests import check_prompt_expansion
 from rlkit.rollout.sampling import Sampling, sample_name, with_routed_experts
+from rlkit.rollout.servers.arrays import array_url
 from rlkit.rollout.servers.pool import RequestRejected, Server, ServerUnavailable
 from rlkit.rollout.servers.rollout import Job, ServerRollout, Weights, image_data_url, version_number
 from rlkit.rollout.servers.weight_transfer import GlooGroup, NcclGroup
-from rlkit.rollout.vllm_requests import check_suppressed_token_ids, check_weight_updates_work, vllm_sampling_params
+from rlkit.rollout.vllm_requests import (
+    check_suppressed_token_ids,
+    check_video_normalization,
+    check_weight_updates_work,
+    vllm_sampling_params,
+)
 
 SUPPORTED = ((0, 32), (0, 33))  # vLLM versions: >= the first, < the second
 START_WITH_ADAPTERS = "python -m rlkit.rollout.serve --model MODEL --enable-lora --max-lora-rank RANK"
@@ -47,6 +54,7 @@ class VllmServerRollout(ServerRollout):
     transfer_groups = {"nccl": NcclGroup, "gloo": GlooGroup}
     join_path = "/init_weight_transfer_engine"
     start_hint = "Start servers with: python -m rlkit.rollout.serve --model MODEL --count N --port PORT"
+    other_media = frozenset({"videos", "audios"})
     adapter: str | None = None  # sent as the model name of requests
 
     def _request_body(self, request: Sample, sampling: Sampling, start: int, count: int) -> dict[str, Any]:
@@ -57,11 +65,9 @@ class VllmServerRollout(ServerRollout):
         body = {"token_ids": request.compact_ids, "sampling_params": params, "return_token_ids": True, "stream": False}
         if self.adapter:
             body["model"] = self.adapter
-        if request.images:
-            name = sample_name(request)
-            body["content_parts"] = [
-                {"type": "image_url", "url": image_data_url(image, name)} for image in request.images
-            ]
+        check_video_normalization([request], self.processor)
+        if parts := _content_parts(request):
+            body["content_parts"] = parts
         return body
 
     async def _request_samples(self, server: Server, job: Job) -> list[Sample]:
@@ -120,6 +126,13 @@ class VllmServerRollout(ServerRollout):
         """
         self._update("update_adapter", weights, partial(self._send_adapter, config))
         self.adapter = ADAPTER_NAME
+
+    def check_adapter(self, names: Iterable[str], rank: int) -> None:
+        """Raise a ValueError unless all servers can take an adapter with these tensor names and this rank."""
+        try:
+            self._post_all(ADAPTER_CHECK_ROUTE, {"names": list(names), "rank": rank})
+        except (RequestRejected, ServerUnavailable) as error:
+            raise ValueError(f"{error}. To take adapters, start servers with: {START_WITH_ADAPTERS}") from error
 
     def _send_adapter(self, config: Any, weights: Weights) -> None:
         file = serialize_adapter(config, weights)
@@ -234,3 +247,13 @@ class VllmServerRollout(ServerRollout):
                 f"{server.url}: expected logprobs of the sampled distribution, got those of the raw logits; start it "
                 f"with --logprobs-mode processed_logprobs. {self.start_hint}"
             )
+
+
+def _content_parts(request: Sample) -> list[dict[str, str]]:
+    """The media of a prompt, each kind in the order of its placeholders."""
+    name = sample_name(request)
+    parts = [{"type": "image_url", "url": image_data_url(image, name)} for image in request.images]
+    parts += [{"type": "video_url", "url": array_url(frames=one.frames, fps=one.fps)} for one in request.videos]
+    return parts + [
+        {"type": "audio_url", "url": array_url(samples=one.samples, rate=one.rate)} for one in request.audios
+    ]

@@ -5,7 +5,8 @@
     group.connect()                           # ... the trainer, rank 0, waits for it
     send_weights(engine.get_per_tensor_param(), group, announce)
 
-Only names, dtypes and shapes are sent by HTTP. The trainer never holds more than one gathered bucket.
+Only names, dtypes and shapes are sent by HTTP. The next bucket is gathered while one is sent, so the trainer holds at
+most two gathered buckets.
 """
 
 from __future__ import annotations
@@ -75,8 +76,10 @@ def send_weights(
 ) -> int:
     """Send every tensor to all servers of the group.
 
+    Weights are gathered in the calling thread, in the order of all ranks, and sent in another one.
+
     Args:
-        weights: (Hugging Face name, full tensor) of each weight; gathered one bucket at a time, in the calling thread.
+        weights: (Hugging Face name, full tensor) of each weight; at most one bucket more than is sent is gathered.
         group: a connected group.
         announce: sends the description of the next bucket to all servers. Its future is done when they have loaded the
             bucket.
@@ -90,19 +93,27 @@ def send_weights(
         RuntimeError: a server did not receive the weights. The group is closed and cannot be used again.
     """
     total = 0
+    on_the_way: tuple[str, Future[Any], Future[Any]] | None = None
     for bucket in buckets(weights, bucket_bytes):
-        loaded = announce(describe(bucket))
-        sent = in_daemon_thread(group.broadcast, bucket)
-        done, pending = wait((loaded, sent), timeout, FIRST_EXCEPTION)
-        error = next((future.exception() for future in (loaded, sent) if future in done and future.exception()), None)
-        if error or pending:
-            loaded.cancel()
-            group.close()
-            problem = error or f"nothing within {timeout:g} s"
-            message = f"weights from {bucket[0][0]} on: expected all servers to load them, got {problem}"
-            raise RuntimeError(message) from error
+        if on_the_way:
+            _wait_until_loaded(*on_the_way, group, timeout)
         total += sum(weight.nbytes for _, weight in bucket)
+        on_the_way = bucket[0][0], announce(describe(bucket)), in_daemon_thread(group.broadcast, bucket)
+        del bucket  # or it stays in memory while the bucket after the next is gathered
+    if on_the_way:
+        _wait_until_loaded(*on_the_way, group, timeout)
     return total
+
+
+def _wait_until_loaded(name: str, loaded: Future[Any], sent: Future[Any], group: TransferGroup, timeout: float) -> None:
+    """Wait until the bucket that begins with this weight is sent and loaded; otherwise close the group and raise."""
+    done, pending = wait((loaded, sent), timeout, FIRST_EXCEPTION)
+    error = next((future.exception() for future in (loaded, sent) if future in done and future.exception()), None)
+    if error or pending:
+        loaded.cancel()
+        group.close()
+        problem = error or f"nothing within {timeout:g} s"
+        raise RuntimeError(f"weights from {name} on: expected all servers to load them, got {problem}") from error
 
 
 def local_address(host: str) -> str:

