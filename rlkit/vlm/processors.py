@@ -182,12 +182,7 @@ def encode_text(
     arguments |= video_arguments(processor, videos) if videos else {}
     arguments |= audio_arguments(processor, audios) if audios else {}
     tokens = {kind: placeholder_id(processor, kind) for kind in media}
-    feature = getattr(tokenizer, "image_token_id", tokens["image"])  # Gemma3: one for an image, one for each feature
-    counts = [(kind, tokens[kind], len(given)) for kind, given in media.items()]
-    for kind, token, count in [*counts, ("image feature", feature, 0)]:
-        slots = 0 if kind == "image feature" and token == tokens["image"] else compact.count(token)
-        if slots != count:  # a question may spell a placeholder out
-            raise ValueError(f"{kind}s: expected {slots}, one per placeholder in the prompt, got {count}")
+    _check_counts(processor, compact, tokens, media)
     if not any(media.values()):
         return prompt_sample(compact)
     inputs = processor(
@@ -199,18 +194,12 @@ def encode_text(
     )
     expanded = inputs["input_ids"][0].tolist()
     replaced = (inputs.pop("text_replacement_offsets", None) or [[]])[0]
-    placeholders: dict[int, list[int | Expansion]]
-    if type(processor).__name__ in AUDIO_PROCESSORS:
-        placeholders = {tokens[kind]: _run_lengths(expanded, tokens[kind]) for kind, given in media.items() if given}
-    else:
-        found = _expansions(tokenizer, text, replaced, [tokens[one.get("type", "image")] for one in replaced])
-        placeholders = {
-            tokens[kind]: [one for one, of in zip(found, replaced, strict=True) if of.get("type", "image") == kind]
-            for kind, given in media.items()
-            if given
-        }
+    found = _expansions_by_kind(
+        processor, text, expanded, replaced, {kind: tokens[kind] for kind in media if media[kind]}
+    )
+    placeholders = {tokens[kind]: expansions for kind, expansions in found.items()}
     if (
-        any(len(placeholders[tokens[kind]]) != len(given) for kind, given in media.items() if given)
+        any(len(expansions) != len(media[kind]) for kind, expansions in found.items())
         or expand_placeholders(compact, placeholders) != expanded
     ):
         raise ValueError(
@@ -236,6 +225,50 @@ def placeholder_id(processor: Any, kind: str) -> Any:
     """The token that stands for an image, a video or an audio in a prompt; None if the processor has none."""
     name = f"{kind}_token_id"
     return getattr(processor, name, None) or getattr(getattr(processor, "tokenizer", None), name, None)
+
+
+def _check_counts(
+    processor: Any, tokens: Sequence[int], placeholders: Mapping[str, Any], media: Mapping[str, Sequence[Any]]
+) -> None:
+    """Check that a prompt has as many placeholders as media of each kind; a question may spell a placeholder out.
+
+    Args:
+        tokens: of the prompt, before placeholders are expanded.
+        placeholders: kind -> token id.
+        media: kind -> images, videos or audios.
+
+    Raises:
+        ValueError: names the kind and both numbers.
+    """
+    # Gemma 3 has one token that is replaced by an image, and another one for each of its features
+    feature = getattr(getattr(processor, "tokenizer", processor), "image_token_id", placeholders["image"])
+    counts = [(kind, tokens.count(placeholders[kind]), len(given)) for kind, given in media.items()]
+    if feature != placeholders["image"]:
+        counts.append(("image feature", tokens.count(feature), 0))
+    for kind, slots, given in counts:
+        if slots != given:
+            raise ValueError(f"{kind}s: expected {slots}, one per placeholder in the prompt, got {given}")
+
+
+def _expansions_by_kind(
+    processor: Any,
+    text: str,
+    expanded: Sequence[int],
+    replacements: Sequence[Mapping[str, Any]],
+    placeholders: Mapping[str, int],
+) -> dict[str, list[int | Expansion]]:
+    """The tokens that stand for each image, video or audio, by kind.
+
+    Args:
+        expanded: tokens of the processor's output.
+        replacements: as the processor reports them, see `_expansions`.
+        placeholders: kind -> token id, for the kinds that the prompt has.
+    """
+    if type(processor).__name__ in AUDIO_PROCESSORS:
+        return {kind: _run_lengths(expanded, token) for kind, token in placeholders.items()}
+    kinds = [one.get("type", "image") for one in replacements]
+    found = _expansions(processor.tokenizer, text, replacements, [placeholder_id(processor, kind) for kind in kinds])
+    return {kind: [one for one, of in zip(found, kinds, strict=True) if of == kind] for kind in placeholders}
 
 
 def _run_lengths(tokens: Sequence[int], placeholder: int) -> list[int | Expansion]:
