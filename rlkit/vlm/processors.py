@@ -166,12 +166,7 @@ def encode_text(
     arguments |= video_arguments(processor, videos) if videos else {}
     arguments |= audio_arguments(processor, audios) if audios else {}
     tokens = {kind: placeholder_id(processor, kind) for kind in media}
-    feature = getattr(tokenizer, "image_token_id", tokens["image"])  # Gemma3: one for an image, one for each feature
-    counts = [(kind, tokens[kind], len(given)) for kind, given in media.items()]
-    for kind, token, count in [*counts, ("image feature", feature, 0)]:
-        slots = 0 if kind == "image feature" and token == tokens["image"] else compact.count(token)
-        if slots != count:  # a question may spell a placeholder out
-            raise ValueError(f"{kind}s: expected {slots}, one per placeholder in the prompt, got {count}")
+    _check_placeholders(compact, tokens, {kind: len(given) for kind, given in media.items()}, tokenizer)
     if not any(media.values()):
         return prompt_sample(compact)
     inputs = processor(
@@ -205,15 +200,25 @@ def encode_text(
     if audios:  # as long as the longest, not as long as the processor's limit
         frames = int(vision[AUDIO_KEYS[1]].sum(1).max())
         vision |= {name: vision[name][..., :frames].clone() for name in AUDIO_KEYS}
-    return prompt_sample(
-        expanded,
-        compact,
-        vision=vision,
-        placeholders=placeholders,
-        images=images,
-        videos=list(videos),
-        audios=list(audios),
-    )
+    facts = {"images": images, "videos": list(videos), "audios": list(audios)}
+    return prompt_sample(expanded, compact, vision=vision, placeholders=placeholders, **facts)
+
+
+def _check_placeholders(
+    compact: Sequence[int], tokens: Mapping[str, Any], counts: Mapping[str, int], tokenizer: Any
+) -> None:
+    """Refuse a prompt whose placeholders are not as many as its media: a question may spell one out.
+
+    Args:
+        tokens: kind of media -> its placeholder.
+        counts: kind of media -> how many the prompt has.
+    """
+    feature = getattr(tokenizer, "image_token_id", tokens["image"])  # Gemma3: one for an image, one for each feature
+    slots = {f"{kind}s": (compact.count(token), counts[kind]) for kind, token in tokens.items()}
+    slots["image features"] = (0 if feature == tokens["image"] else compact.count(feature), 0)
+    for name, (expected, count) in slots.items():
+        if expected != count:
+            raise ValueError(f"{name}: expected {expected}, one per placeholder in the prompt, got {count}")
 
 
 def placeholder_id(processor: Any, kind: str) -> Any:
