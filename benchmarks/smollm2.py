@@ -88,7 +88,7 @@ RECIPES = {
     ),
     "ppo": Measured(
         "ppo",
-        f"{COMMON} {ADAPTERS} --task addition --heldout 0.008 --max_new_tokens 10 --prompts_per_step 4 --group_size 4 "
+        f"{COMMON} {ADAPTERS} --task addition --heldout 0.008 --max_new_tokens 16 --prompts_per_step 4 --group_size 8 "
         "--lr 5e-4 --critic_lr 5e-4 --mini_batches 1 --steps 16",
         ("accuracy", "critic/loss"),
     ),
@@ -117,24 +117,26 @@ def continuations() -> Task:
     return Task("continuations", train=rows[HELD_OUT:], heldout=rows[:HELD_OUT], reward=lambda text, row: None)
 
 
-def run(name: str, measured: Measured, seed: int, out: Path, steps: int | None, options: Sequence[str]) -> int:
-    """Train, or continue a run that was interrupted; returns the exit status, 0 for a run that had finished before."""
+def run(name: str, measured: Measured, seed: int, out: Path, steps: int | None, options: Sequence[str]) -> bool:
+    """Train, or continue a run that was interrupted; returns whether the run has finished, now or before."""
     if (out / FINISHED).exists():
-        return 0
+        return True
     from rlkit.vlm.loading import model_path
 
-    given = measured.options.format(smollm2=model_path("smollm2")).split()
+    path = model_path("smollm2") if "{smollm2}" in measured.options else ""
+    given = measured.options.format(smollm2=path).split()
     length = ["--steps", str(steps)] if steps else []
     command = [str(ROOT / "recipes" / f"{measured.recipe}.py"), "--seed", str(seed), "--out", str(out), "--resume"]
     env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
     began, before = time.perf_counter(), resource.getrusage(resource.RUSAGE_CHILDREN)
-    done = subprocess.run([sys.executable, *command, *given, *length, *options], env=env)
-    if done.returncode == 0:
+    subprocess.run([sys.executable, *command, *given, *length, *options], env=env)
+    # the exit status does not tell: a recipe that gets SIGTERM ends with 0 after a checkpoint
+    if finished := any(name.endswith("_after") for name in read_object(out / "eval.json")):
         after = resource.getrusage(resource.RUSAGE_CHILDREN)
         cpu = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
         found = {"name": name, "seed": seed, "seconds": time.perf_counter() - began, "cpu": cpu}
         (out / FINISHED).write_text(json.dumps(found))
-    return done.returncode
+    return finished
 
 
 def lines_of(out: Path, measured: Measured) -> list[str]:
@@ -205,7 +207,7 @@ def main() -> None:
     for seed in given.seeds:
         for name in given.only or runs:
             folder = out / (f"{name}-{given.steps}steps-seed{seed}" if given.steps else f"{name}-seed{seed}")
-            if run(name, runs[name], seed, folder, given.steps, options):
+            if not run(name, runs[name], seed, folder, given.steps, options):
                 failed.append(f"{name}, seed {seed}")
                 continue
             print("\n".join(lines_of(folder, runs[name])), flush=True)

@@ -49,8 +49,7 @@ class Config(
 
 
 def summary(answers: list[dict], cfg: Config) -> dict[str, float]:
-    """The figures of a task from the answers to its rows. NAME_error is the standard error of NAME
-    over the rows: 1.96 of it on each side are the 95 % confidence interval."""
+    """The figures of a task, from the answers to its rows; NAME_error is the standard error."""
     values = {"accuracy": [answer["reward"] for answer in answers if answer["reward"] is not None]}
     if cfg.group_size:
         sampled = [[r for r in answer["rewards"] if r is not None] for answer in answers]
@@ -72,13 +71,9 @@ def table(tasks: dict[str, dict[str, float]]) -> str:
     """A line for each task: each figure with its 95 % confidence interval, and counts."""
     lines = []
     for task, found in tasks.items():
-        errors = {name: found[f"{name}_error"] for name in found if f"{name}_error" in found}
-        counts = {name: x for name, x in found.items() if not name.endswith("_error")}
-        figures = [
-            f"{name} {runs.interval(x, errors[name]) if name in errors else f'{x:.4g}'}"
-            for name, x in counts.items()
-        ]
-        lines.append(f"{task}: {', '.join(figures)}")
+        figures = runs.with_intervals(found, found["rows"])
+        figures |= {name: f"{found[name]:.4g}" for name in figures if f"{name}_error" not in found}
+        lines.append(f"{task}: {', '.join(f'{name} {text}' for name, text in figures.items())}")
     return "\n".join(lines)
 
 

@@ -3,6 +3,7 @@
 import atexit
 import gc
 import os
+import signal
 
 os.environ["HF_HUB_OFFLINE"] = "1"
 # a thread of OpenMP that waits for work keeps its core busy; a vLLM server with two took three times as long
@@ -12,6 +13,8 @@ HERE = os.path.dirname(__file__)
 PATHS = [os.path.join(HERE, "startup"), os.path.dirname(HERE), os.environ.get("PYTHONPATH")]
 os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, PATHS))
 gc.disable()  # until everything is imported
+if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:  # in the background of a shell; what tests start would ignore it
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 import pytest  # noqa: E402
 import torch  # noqa: E402

@@ -31,7 +31,8 @@ def fork_ranks(function: Callable[..., Any], world: int, *arguments: Any) -> Non
 
 
 def _on_rank(rank, world, port, function, arguments):
-    own = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world, "MASTER_ADDR": "localhost", "MASTER_PORT": port}
+    own = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world, "LOCAL_WORLD_SIZE": world}
+    own |= {"MASTER_ADDR": "localhost", "MASTER_PORT": port}
     os.environ.update({name: str(x) for name, x in own.items()})
     torch.set_num_threads(1)
     function(*arguments)

@@ -106,10 +106,17 @@ def finished(tmp_path):
 
 def test_a_finished_run_is_in_the_table_and_not_repeated(finished, monkeypatch):
     monkeypatch.setattr(smollm2.subprocess, "run", lambda *_, **__: pytest.fail("the run was started again"))
-    assert smollm2.run("gcd", smollm2.REASONING_GYM["gcd"], 0, finished, None, []) == 0
+    assert smollm2.run("gcd", smollm2.REASONING_GYM["gcd"], 0, finished, None, [])
     (finished.parent / "lcm-seed0").mkdir()  # has not ended
     lines = smollm2.table("reasoning_gym", finished.parent, "python ...").splitlines()
     assert lines[2:4] == ["| gcd | 0 | 8 | accuracy | 0.125 | 0.500 | 0.15 | 0.55 | 90 | 60 |", ""]
+
+
+def test_an_interrupted_run_is_not_in_the_table(tmp_path, monkeypatch):
+    (tmp_path / "eval.json").write_text(json.dumps({"accuracy_before": 0.125}))
+    monkeypatch.setattr(smollm2.subprocess, "run", lambda *_, **__: None)
+    assert not smollm2.run("gcd", smollm2.REASONING_GYM["gcd"], 0, tmp_path, None, [])
+    assert not (tmp_path / smollm2.FINISHED).exists()
 
 
 def test_continuations_are_the_words_that_follow():

@@ -18,7 +18,7 @@ while true; do
     signalled=""
     wait "$child"
     code=$?
-    if [ -z "$signalled" ]; then break; fi # else the signal ended `wait`, not the command
+    if [ -z "$signalled" ] || [ "$code" -le 128 ]; then break; fi # else the signal ended `wait`, not the command
 done
 if [ "$code" -ne 0 ]; then exit "$code"; fi
 if grep -qs '"steps"' "$out/eval.json"; then exit 0; fi # written last, when the model has been exported

@@ -35,7 +35,7 @@ for client in "${clients[@]}"; do
         signalled=""
         wait "$client"
         ended=$?
-        if [ -z "$signalled" ]; then break; fi # else the signal ended `wait`, not the machine
+        if [ -z "$signalled" ] || [ "$ended" -le 128 ]; then break; fi # else the signal ended `wait`, not the machine
     done
     if [ "$ended" -ne 0 ]; then code=$ended; fi
 done

@@ -12,14 +12,13 @@ from rlkit.advantages.filtering import informative_groups
 
 
 def rloo_advantages(rewards: Tensor, group_ids: Tensor) -> Tensor:
-    r"""Reward minus the mean of the others of its group.
+    r"""Reward minus the mean reward of the other samples of the group.
 
     $$A_i = r_i - \frac{1}{G - 1} \sum_{j \ne i} r_j = \frac{G}{G - 1} (r_i - \mathrm{mean}(r))$$
 
     RLOO, https://arxiv.org/abs/2402.14740.
 
-    Choices: a group of one has no others and gives 0; verl's looped version gives it the raw reward, its vectorised
-    one 0.
+    Choices: a group of one gives 0; in verl the looped version gives the raw reward and the vectorised version 0.
 
     Returns:
         [B].
@@ -31,15 +30,15 @@ def rloo_advantages(rewards: Tensor, group_ids: Tensor) -> Tensor:
 
 
 def remax_advantages(rewards: Tensor, greedy_rewards: Tensor) -> Tensor:
-    r"""Reward minus that of the greedy answer to the same prompt: $A_i = r_i - r_i^{\mathrm{greedy}}$.
+    r"""Reward minus the reward of the greedy answer to the same prompt: $A_i = r_i - r_i^{\mathrm{greedy}}$.
 
     ReMax, https://arxiv.org/abs/2310.10505.
 
     Args:
-        greedy_rewards: [B], the reward of the answer decoded greedily from the sample's prompt; nan: advantage 0.
+        greedy_rewards: [B], the reward of the greedy answer to the sample's prompt; nan gives advantage 0.
 
     Returns:
-        [B], float32 (float64 where one of them is float64).
+        [B], float32 (float64 if either argument is).
     """
     check.rank("rewards", rewards, 1, "[B]")
     check.shape("greedy_rewards", greedy_rewards, tuple(rewards.shape), "as rewards")
@@ -56,21 +55,21 @@ class AdvantagesAndBaselines(NamedTuple):
 
 
 def rae_advantages(rewards: Tensor, roles: Tensor, baselines: Tensor, decay: float = 0.95) -> AdvantagesAndBaselines:
-    r"""Reward minus a running mean of the rewards that the same role has had, one row after the other.
+    r"""Reward minus the running mean of the earlier rewards of the same role.
 
     $$A_i = r_i - b_{role(i)}, \quad b_{role(i)} \leftarrow \alpha\, b_{role(i)} + (1 - \alpha)\, r_i$$
 
     Role-conditioned advantage estimation, SPIRAL, https://arxiv.org/abs/2506.24119, for a policy that plays a game
-    against itself: the roles of a game have different expectations, and there is no group of answers to one prompt.
+    against itself: the expected rewards of the roles differ, and there is no group of answers to one prompt.
 
     Args:
-        roles: integer [B], in [0, R): the role of each sample, and its game where there are several.
-        baselines: [R], from the call before; 0 at the start.
+        roles: integer [B], in [0, R): the role of each sample; with several games, one id per game and role.
+        baselines: [R], from the previous call; zeros at the start.
         decay: alpha, in [0, 1].
 
     Returns:
-        AdvantagesAndBaselines: advantages [B], and the baselines [R] for the next call. The rows are taken in their
-        order; a row that was not judged does not count.
+        AdvantagesAndBaselines: advantages [B], and the baselines [R] for the next call. Rows are processed in order;
+        rows that were not judged are skipped.
     """
     check.rank("rewards", rewards, 1, "[B]")
     check.integer("roles", roles)
@@ -88,19 +87,19 @@ def rae_advantages(rewards: Tensor, roles: Tensor, baselines: Tensor, decay: flo
 
 
 def optimal_values(rewards: Tensor, group_ids: Tensor, beta: float = 0.5) -> Tensor:
-    r"""What the best policy under a KL penalty would earn, from answers of the reference to the same prompt.
+    r"""The value of a prompt for the optimal policy under a KL penalty, estimated from answers of the reference.
 
     $$V^* = \beta \log \frac{1}{G} \sum_j e^{r_j / \beta}$$
 
-    A*-PO, https://arxiv.org/abs/2505.20686, for `rlkit.losses.a_star_po_loss`; between the mean of the group's rewards
-    (beta large) and their maximum (beta small).
+    A*-PO, https://arxiv.org/abs/2505.20686, for `rlkit.losses.a_star_po_loss`. It lies between the mean of the group's
+    rewards (large beta) and their maximum (small beta).
 
     Args:
         rewards: [B], of answers that the reference wrote.
-        beta: > 0; the authors' 0.5.
+        beta: > 0; the default is the authors'.
 
     Returns:
-        [B], equal within a group; 0 for a group of which no sample was judged.
+        [B], equal within a group; 0 for a group without a judged sample.
     """
     check.groups(group_ids, rewards=rewards)
     check.positive(beta=beta)
@@ -115,15 +114,15 @@ def optimal_values(rewards: Tensor, group_ids: Tensor, beta: float = 0.5) -> Ten
 
 
 def opo_advantages(rewards: Tensor, group_ids: Tensor, lengths: Tensor) -> Tensor:
-    r"""Reward minus the mean of its group weighted by length.
+    r"""Reward minus the mean reward of the group, weighted by length.
 
     $$A_i = r_i - \frac{\sum_j l_j r_j}{\sum_j l_j}$$
 
-    OPO, https://arxiv.org/abs/2505.23585: the baseline of least gradient variance where a sample's squared
-    gradient norm is proportional to its length.
+    OPO, https://arxiv.org/abs/2505.23585: the baseline with the least gradient variance if a sample's squared gradient
+    norm is proportional to its length.
 
-    Choices: a group of one gives 0, as the formula does; verl gives it the raw reward. A group whose lengths are all 0
-    has no baseline and gives 0: none of its tokens is trained on.
+    Choices: a group of one gives 0, as in the formula; verl gives the raw reward. A group whose lengths are all 0 gives
+    0; none of its tokens is trained on.
 
     Args:
         lengths: [B], trained tokens a sample (`mask.sum(1)`), >= 0.
@@ -141,7 +140,7 @@ def opo_advantages(rewards: Tensor, group_ids: Tensor, lengths: Tensor) -> Tenso
 
 
 def gpg_advantages(rewards: Tensor, group_ids: Tensor, global_sum: GlobalSum = one_rank) -> Tensor:
-    r"""Reward minus the mean of its group, scaled up for the samples of groups that teach nothing.
+    r"""Reward minus the mean reward of the group, scaled up to compensate for groups without a gradient.
 
     $$A_i = \alpha (r_i - \mathrm{mean}(r)), \quad \alpha = \frac{B}{B - M}$$
 
@@ -149,13 +148,13 @@ def gpg_advantages(rewards: Tensor, group_ids: Tensor, global_sum: GlobalSum = o
 
     GPG, https://arxiv.org/abs/2504.02546, with its F_norm = 1.
 
-    Choices: the paper's M, as in the authors' code, but counted in samples, as groups may differ in size. verl divides
-    B by the number of samples whose reward is not 0 instead, which depends on where rewards have their zero. The
-    threshold beta_th of the paper (draw more prompts until enough groups are informative) belongs to the sampler: see
-    `informative_groups`.
+    Choices: the paper's M, as in the authors' code, but counted in samples, as groups may differ in size. verl instead
+    divides B by the number of samples with a reward other than 0, which changes when a constant is added to all
+    rewards. The paper's threshold beta_th (sample more prompts until enough groups are informative) concerns sampling:
+    see `informative_groups`.
 
     Returns:
-        [B]; 0 throughout where no group is informative.
+        [B]; all 0 if no group is informative.
     """
     check.groups(group_ids, rewards=rewards)
     centred, _, _ = centre(rewards, group_ids)
@@ -166,7 +165,7 @@ def gpg_advantages(rewards: Tensor, group_ids: Tensor, global_sum: GlobalSum = o
 
 
 def maxrl_advantages(rewards: Tensor, group_ids: Tensor) -> Tensor:
-    r"""Reward minus the mean of its group, over that mean.
+    r"""Reward minus the mean reward of the group, divided by that mean.
 
     $$A_i = \frac{r_i - \mathrm{mean}(r)}{\mathrm{mean}(r)}$$
 
@@ -191,7 +190,7 @@ def maxrl_advantages(rewards: Tensor, group_ids: Tensor) -> Tensor:
 
 
 def passk_advantages(rewards: Tensor, group_ids: Tensor, k: int, threshold: float = 0.5, eps: float = 1e-6) -> Tensor:
-    r"""Advantage of a sample under the reward "one of k answers passes", averaged over all k-subsets of its group.
+    r"""Advantage of a sample for the reward "one of k answers passes", averaged over all k-subsets of its group.
 
     With c of the N samples of a group passing, and $f = \binom{N - c}{k} / \binom{N}{k}$ the chance that k of them all
     fail,
@@ -211,7 +210,7 @@ def passk_advantages(rewards: Tensor, group_ids: Tensor, k: int, threshold: floa
         eps: >= 0.
 
     Returns:
-        [B]; 0 where every k of the group hold a pass, or none passes.
+        [B]; 0 where every k-subset of the group contains a pass, or no sample passes.
     """
     check.groups(group_ids, rewards=rewards)
     check.positive(k=k)
@@ -229,9 +228,9 @@ def passk_advantages(rewards: Tensor, group_ids: Tensor, k: int, threshold: floa
 
 
 def passk_leave_one_out_advantages(rewards: Tensor, group_ids: Tensor) -> Tensor:
-    r"""How much the best reward of the group owes to this sample: $A_i = \max_j r_j - \max_{j \ne i} r_j$.
+    r"""The contribution of a sample to the best reward of its group: $A_i = \max_j r_j - \max_{j \ne i} r_j$.
 
-    Only a single best sample gets anything: its reward minus the second best.
+    Only the best sample has an advantage other than 0, its reward minus the second best, and only without a tie.
 
     https://arxiv.org/abs/2503.19595 (leave-one-out baseline of the pass@k objective, with k = G).
 

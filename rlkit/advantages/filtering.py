@@ -10,15 +10,15 @@ from rlkit.advantages._groups import group_index, group_max, group_min, group_su
 def informative_groups(rewards: Tensor, group_ids: Tensor) -> Tensor:
     r"""True for the samples of groups whose rewards are not all equal: $\min_j r_j < \max_j r_j$.
 
-    The others give no advantage against their group. Dynamic sampling draws new prompts in their place.
+    Samples of other groups have advantage 0. Dynamic sampling replaces their prompts by new ones.
 
     DAPO, https://arxiv.org/abs/2503.14476 equation 11.
 
-    Choices: DAPO asks that some but not all answers are right; for rewards 0 and 1 that is the same. verl keeps groups
-    of one; as their advantage is 0 we do not.
+    Choices: DAPO requires that some but not all answers are correct, which is the same for rewards 0 and 1. verl keeps
+    groups of one; rlkit does not, because their advantage is 0.
 
     Returns:
-        bool [B], equal within a group, also for its samples that were not judged; False for a group with fewer than two
+        bool [B], equal for all samples of a group, judged or not; False for a group with fewer than two
         judged samples.
     """
     check.groups(group_ids, rewards=rewards)
@@ -28,7 +28,7 @@ def informative_groups(rewards: Tensor, group_ids: Tensor) -> Tensor:
 
 
 def pf_ppo_weights(rewards: Tensor, group_ids: Tensor, best: float = 0.5, worst: float = 0.0) -> Tensor:
-    r"""Probability of each sample under a filtered policy that favours the best, and maybe the worst, of a group.
+    r"""Probability of each sample under a filtered policy, which prefers the best and optionally the worst of a group.
 
     $$w_i = b\, p_i + w\, q_i + (1 - b - w) \frac{1 - p_i}{N - 1}$$
 
@@ -64,17 +64,17 @@ def pf_ppo_weights(rewards: Tensor, group_ids: Tensor, best: float = 0.5, worst:
 
 
 def pf_ppo_power_weights(rewards: Tensor, group_ids: Tensor, power: float = 2.0) -> Tensor:
-    r"""Probability of each sample that goes with a power of its reward's size: the extremes are drawn most.
+    r"""Probability of each sample, proportional to a power of its absolute reward: extremes are drawn most often.
 
     $$w_i = \frac{|r_i|^p}{\sum_j |r_j|^p}$$
 
     verl's default for PF-PPO, reweight_method "pow" with weight_pow 2. It is not in the paper
-    (https://arxiv.org/abs/2409.06957), whose weights go by rank alone, see `pf_ppo_weights`. It depends on where 0
-    lies: of rewards 0 and 1 no failure is ever drawn.
+    (https://arxiv.org/abs/2409.06957), whose weights depend only on the rank; see `pf_ppo_weights`. It depends on the
+    zero of the rewards: with rewards 0 and 1, a sample with reward 0 is never drawn.
 
     Choices: a sum over the group, so that every prompt has the same share; verl's is over the whole batch (equal
-    `group_ids` do that). Where all rewards are 0 the samples share equally. verl gets there by adding 1e-8 to each
-    |r|^p, which lets a reward of 0 through beside others; here that has weight 0.
+    `group_ids` do that). Where all rewards are 0 the samples share equally. verl adds 1e-8 to each |r|^p for that
+    purpose, so a reward of 0 has a small weight; here its weight is 0.
 
     Args:
         power: p, >= 0; 0 gives equal weights.

@@ -1,4 +1,4 @@
-"""Advantages of samples against the other samples of their group."""
+"""Advantages of samples relative to the other samples of their group."""
 
 import torch
 from torch import Tensor
@@ -8,7 +8,7 @@ from rlkit.advantages._groups import centre, group_sums, in_dtype_of, root
 
 
 def grpo_advantages(rewards: Tensor, group_ids: Tensor, eps: float = 1e-6) -> Tensor:
-    r"""Reward minus the mean of its group, over the standard deviation of its group.
+    r"""Reward minus the mean reward of the group, divided by the group's standard deviation.
 
     $$A_i = \frac{r_i - \mathrm{mean}(r)}{\mathrm{std}(r) + \epsilon}, \quad
     \mathrm{std}(r)^2 = \frac{1}{G - 1} \sum_j (r_j - \mathrm{mean}(r))^2$$
@@ -16,7 +16,7 @@ def grpo_advantages(rewards: Tensor, group_ids: Tensor, eps: float = 1e-6) -> Te
     DeepSeekMath, https://arxiv.org/abs/2402.03300 section 4.1.2.
 
     Choices: the sample standard deviation (divisor G - 1), as in verl and TRL; the paper leaves it open. A group of one
-    gives 0; verl gives it the raw reward. eps is verl's 1e-6 (TRL: 1e-4).
+    gives 0; verl gives the raw reward. eps is verl's 1e-6 (TRL: 1e-4).
 
     Args:
         eps: >= 0.
@@ -33,16 +33,16 @@ def grpo_advantages(rewards: Tensor, group_ids: Tensor, eps: float = 1e-6) -> Te
 
 
 def leave_one_out_grpo_advantages(rewards: Tensor, group_ids: Tensor, eps: float = 1e-6) -> Tensor:
-    r"""Reward minus the mean of the others of its group, over the standard deviation of the others.
+    r"""Reward minus the mean reward of the other samples of the group, divided by their standard deviation.
 
     $$A_i = \frac{r_i - m_i}{s_i + \epsilon}, \quad m_i = \frac{1}{G - 1} \sum_{j \ne i} r_j, \quad
     s_i^2 = \frac{1}{G - 2} \sum_{j \ne i} (r_j - m_i)^2$$
 
-    RLOO's baseline (https://arxiv.org/abs/2402.14740) with a deviation that leaves the sample out too, so that neither
-    depends on it; NeMo-RL's default for GRPO.
+    RLOO's baseline (https://arxiv.org/abs/2402.14740) with a standard deviation that also leaves out the sample, so
+    that neither depends on it; NeMo-RL's default for GRPO.
 
-    Choices: where the others are all equal there is no deviation to divide by and the difference stays as it is, as in
-    NeMo-RL; so do groups of two. A group of one gives 0.
+    Choices: where the rewards of the others are all equal, as always in groups of two, the difference is not divided,
+    as in NeMo-RL. A group of one gives 0.
 
     Args:
         eps: >= 0.
@@ -64,10 +64,10 @@ def leave_one_out_grpo_advantages(rewards: Tensor, group_ids: Tensor, eps: float
 
 
 def dr_grpo_advantages(rewards: Tensor, group_ids: Tensor) -> Tensor:
-    r"""Reward minus the mean of its group, not scaled: $A_i = r_i - \mathrm{mean}(r)$.
+    r"""Reward minus the mean reward of the group, without scaling: $A_i = r_i - \mathrm{mean}(r)$.
 
-    Dr. GRPO, https://arxiv.org/abs/2503.20783 sections 3.1 and 3.2: the division by the standard deviation weighs up
-    groups that are nearly all right or all wrong.
+    Dr. GRPO, https://arxiv.org/abs/2503.20783 sections 3.1 and 3.2: the division by the standard deviation gives more
+    weight to groups in which nearly all answers are right, or wrong.
 
     Returns:
         [B]; 0 for a group of one.

@@ -1,4 +1,4 @@
-r"""Returns and advantages of single tokens: what a token's reward and value say about the tokens before it.
+r"""Returns and advantages per token, from rewards and values.
 
 Only the tokens of the mask are steps: prompt, tool output, observations and padding between and after them are skipped.
 "The next token" is the next one of the mask, and past the last one every value is 0. The results are targets, without
@@ -27,7 +27,7 @@ class AdvantagesAndReturns(NamedTuple):
 def gae(
     rewards: Tensor, values: Tensor, mask: Tensor, gamma: float = 1.0, lam: float | Tensor = 0.95
 ) -> AdvantagesAndReturns:
-    r"""Generalised advantage estimates and the value targets that go with them, not whitened.
+    r"""Generalised advantage estimates and their value targets, not whitened.
 
     $$A_t = \delta_t + \gamma \lambda A_{t+1}, \quad \delta_t = r_t + \gamma V_{t+1} - V_t, \quad R_t = A_t + V_t$$
     where t counts the tokens of the mask alone and V past the last of them is 0.
@@ -36,8 +36,8 @@ def gae(
     $R_t = r_t + \gamma y_{t+1}$ and $y_t = (1 - \lambda) V_t + \lambda r_t + \gamma \lambda y_{t+1}$, one recurrence
     that is solved in log2(T) rounds.
 
-    Choices: a reward outside the mask is ignored, as it belongs to no action. verl whitens here; we leave it to
-    `masked_whiten`, as whitening twice, or per micro-batch, is a bug that shows nowhere.
+    Choices: a reward outside the mask is ignored, as it belongs to no action. verl whitens here; in rlkit only
+    `masked_whiten` does, because whitening twice, or per micro-batch, is a bug without symptoms.
 
     VAPO's decoupled estimate (https://arxiv.org/abs/2504.05118) is two calls, one for the policy, one for the critic:
 
@@ -63,7 +63,7 @@ def gae(
 
 @torch.no_grad()
 def discounted_returns(rewards: Tensor, mask: Tensor, gamma: float = 1.0) -> Tensor:
-    r"""Reward to go of each token: $G_t = r_t + \gamma G_{t+1}$, where t counts the tokens of the mask alone.
+    r"""Discounted return of each token: $G_t = r_t + \gamma G_{t+1}$, where t counts the tokens of the mask alone.
 
     Args:
         rewards: [B, T], of each token, or [B], given to the last token of the mask.
@@ -143,19 +143,19 @@ def vtrace(
     with $\rho_t = \min(\bar\rho, w_t)$, $c_t = \min(\bar c, w_t)$, $w_t = \exp(\text{logprobs} -
     \text{rollout\_logprobs})$; t counts the tokens of the mask alone and everything past the last of them is 0.
 
-    IMPALA, https://arxiv.org/abs/1802.01561 eq. 1; lambda, its remark 2; the advantage, its section 4.2.
+    IMPALA, https://arxiv.org/abs/1802.01561 eq. 1; lambda is from its remark 2, the advantage from its section 4.2.
 
-    Choices: the advantage mixes in lambda as rlax does (the paper has $v_{t+1}$, which is lambda = 1), so that
-    on-policy both outputs are exactly `gae`'s. It carries $\rho_t$ already: multiply it by $\nabla \log \pi$, and
-    not by a ratio once more. A c_bar above 1 / (gamma lambda) lets products of ratios grow without a bound.
+    Choices: the advantage contains lambda as in rlax (the paper has $v_{t+1}$, which is lambda = 1), so that on-policy
+    both outputs are exactly those of `gae`. It already contains $\rho_t$: multiply it by $\nabla \log \pi$ without
+    another ratio. With a c_bar above 1 / (gamma lambda) products of ratios can grow without bound.
 
     Args:
         rewards: [B, T], of each token, or [B], given to the last token of the mask.
         values: [B, T]: `values[b, t]` is that of the prefix before token t.
         gamma: discount of one token of the mask, in [0, 1].
         lam: in [0, 1], a number, a 0-d tensor, or [B] with one for each row.
-        rho_bar: > 0, bounds the weight of a token's own error: it decides which policy's values these are.
-        c_bar: > 0, bounds the weight of later errors: it decides how fast they travel.
+        rho_bar: > 0, bound of the weight of a token's own error; it determines which policy's values are estimated.
+        c_bar: > 0, bound of the weights of later errors; it determines how fast these propagate.
 
     Returns:
         AdvantagesAndReturns: the advantages A and the targets v, both [B, T], 0 outside the mask.
@@ -186,17 +186,17 @@ def fipo_advantages(
     ratio_high: float = 10.0,
     safe_ratio: float = 4.0,
 ) -> Tensor:
-    r"""Advantages times how much likelier all that came after a token has become: credit for what it leads to.
+    r"""Advantages times the discounted ratio of the token and all later ones, to credit a token for what follows it.
 
     $$A'_t = A_t\, \mathrm{clip}(e^{F_t}, \text{low}, \text{high}), \quad
     F_t = \log r_t\, [r_t \le \bar r] + \gamma F_{t+1}, \quad r = \exp(\text{logprobs} - \text{old\_logprobs})$$
     where t counts the tokens of the mask alone. Where A < 0 and $r_t$ is above `safe_ratio` the weight is at most 1.
 
-    FIPO, https://arxiv.org/abs/2603.19835, with PPO's clipped loss of these advantages. The default gamma halves the
-    influence over 32 tokens. Of one step on a batch, where r is 1, it changes nothing.
+    FIPO, https://arxiv.org/abs/2603.19835, used with PPO's clipped loss. The default gamma halves a token's influence
+    after 32 tokens. On the first step on a batch, where r is 1, nothing changes.
 
-    Choices: the bounds are 1 - 0.2 and 1 + 0.2; ms-swift's default is from 1 up. There columns count as distances, also
-    those of tool output.
+    Choices: the bounds are 1 - 0.2 and 1 + 0.2; ms-swift's default has a lower bound of 1, and its discount counts all
+    columns, including tool output.
 
     Args:
         advantages: [B] or [B, T].
@@ -224,12 +224,12 @@ def fipo_advantages(
 def rewards_to_tokens(rewards: Tensor, mask: Tensor) -> Tensor:
     """Each sequence's reward on the last token of its mask, 0 on every other token.
 
-    The last column is padding in most rows, and a reward on padding is a reward that nothing learns from. A row with no
-    token in the mask keeps none of it. A nan ("not judged") stays nan on its token: take such rows out of the mask that
-    values and policy are trained with, `mask & rewards.isfinite()[:, None]`.
+    In most rows the last column is padding, and a reward there would have no effect. The reward of a row without a
+    token in the mask is dropped. A nan ("not judged") stays nan on its token: remove such rows from the mask used to
+    train values and policy, `mask & rewards.isfinite()[:, None]`.
 
     Args:
-        rewards: [B], one a sample.
+        rewards: [B], one per sample.
 
     Returns:
         [B, T].
@@ -239,15 +239,15 @@ def rewards_to_tokens(rewards: Tensor, mask: Tensor) -> Tensor:
 
 
 def length_adaptive_lambda(mask: Tensor, alpha: float = 0.05) -> Tensor:
-    r"""A lambda for each row, closer to 1 the longer the row: $\lambda = 1 - 1 / (\alpha l)$, and 0 below $1 / \alpha$.
+    r"""A lambda for each row, closer to 1 for longer rows: $\lambda = 1 - 1 / (\alpha l)$, and 0 below $1 / \alpha$.
 
     VAPO, https://arxiv.org/abs/2504.05118 section 4.2: the weights of `gae`, $1 / (1 - \lambda)$ in sum, then reach
-    over a fixed share of the answer. The formula is negative for answers below $1 / \alpha$ tokens, of which the paper
-    does not speak; we stop at 0.
+    over a fixed share of the answer. For answers shorter than $1 / \alpha$ tokens the formula is negative, which the
+    paper does not discuss; here it is 0.
 
     Args:
         mask: bool [B, T]; its count is the length l.
-        alpha: > 0; the paper's 0.05 reaches over a twentieth of the answer.
+        alpha: > 0; the paper's 0.05 covers a twentieth of the answer.
 
     Returns:
         [B], float32, in [0, 1); 0 for a row with no token.

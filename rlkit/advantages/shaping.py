@@ -1,5 +1,5 @@
-"""Rewards that are shaped before advantages are taken: KL in the reward, overlong answers, coefficients that adapt,
-rewards on the scale of all rewards so far."""
+"""Changes of rewards before advantages are computed: KL in the reward, overlong answers, adaptive coefficients, and
+scaling by the statistics of all rewards so far."""
 
 from dataclasses import dataclass
 
@@ -14,13 +14,13 @@ from rlkit.advantages._tokens import rewards_per_token
 
 @torch.no_grad()
 def kl_in_reward(rewards: Tensor, kl: Tensor, mask: Tensor, kl_coef: float | Tensor) -> Tensor:
-    r"""Each token's reward less the coefficient times its KL estimate: $r_t - \beta\, kl_t$ on the mask.
+    r"""Each token's reward minus the coefficient times its KL estimate: $r_t - \beta\, kl_t$ on the mask.
 
     Ziegler et al., https://arxiv.org/abs/1909.08593 eq. 2; per token as in InstructGPT,
     https://arxiv.org/abs/2203.02155 section 3.5.
 
-    The estimate to use is `rlkit.losses.kl_k1`: in the reward its gradient is that of KL(policy || reference) over
-    whole sequences, exactly; the other estimates bias it here. Take the advantages after this, not before.
+    The estimate to use is `rlkit.losses.kl_k1`: used in the reward, it gives exactly the gradient of KL(policy ||
+    reference) over whole sequences; the other estimators are biased here. Compute advantages after this, not before.
 
     Args:
         rewards: [B, T], of each token, or [B], given to the last token of the mask.
@@ -39,12 +39,13 @@ def kl_in_reward(rewards: Tensor, kl: Tensor, mask: Tensor, kl_coef: float | Ten
 
 
 def overlong_penalty(lengths: Tensor, max_length: float, buffer: float, penalty: float = 1.0) -> Tensor:
-    r"""What an answer loses for its length: 0, then linearly down to -penalty over the last `buffer` tokens.
+    r"""Penalty for long answers: 0, then linearly down to -penalty over the last `buffer` tokens before `max_length`.
 
     $$-p \cdot \mathrm{clip}\Big(\frac{l - (L_{max} - L_{buffer})}{L_{buffer}}, 0, 1\Big)$$
 
-    DAPO's soft overlong punishment, https://arxiv.org/abs/2503.14476 eq. 13. verl goes on below -penalty past
-    `max_length`; the paper and we stop there. A buffer of 0 is a step: -penalty for every answer above `max_length`.
+    DAPO's soft overlong punishment, https://arxiv.org/abs/2503.14476 eq. 13. Beyond `max_length` the penalty stays
+    constant, as in the paper; in verl it continues to grow. With a buffer of 0 every answer longer than `max_length`
+    gets -penalty.
 
     Args:
         lengths: [B], tokens of each answer, such as `mask.sum(1)`; integers or floats.
@@ -69,11 +70,12 @@ def overlong_penalty(lengths: Tensor, max_length: float, buffer: float, penalty:
 def entropy_advantages(
     advantages: Tensor, entropy: Tensor, mask: Tensor, alpha: float = 0.4, kappa: float = 2.0
 ) -> Tensor:
-    r"""Advantages with a little more for tokens that the policy is unsure of, never so much that a sign changes.
+    r"""Advantages plus a bonus for tokens with high entropy, which never changes the sign of an advantage.
 
     $$A'_t = A_t + \min\Big(\alpha\, \mathrm{sg}(H_t),\ \frac{|A_t|}{\kappa}\Big)$$
 
-    Reasoning with exploration, https://arxiv.org/abs/2506.14758. It is no entropy bonus: the entropy gets no gradient.
+    Reasoning with exploration, https://arxiv.org/abs/2506.14758. Unlike an entropy bonus in the loss, it gives the
+    entropy no gradient.
 
     Args:
         advantages: [B] or [B, T].
@@ -96,13 +98,13 @@ def entropy_advantages(
 class RunningMoments:
     """Mean and standard deviation of all rewards that a run has seen, for `scaled_rewards`.
 
-    Save `vars(moments)`, restore with `RunningMoments(**saved)`. Before the first update mean and deviation are 0 and
-    1, which leaves rewards as they are.
+    Save `vars(moments)`, restore with `RunningMoments(**saved)`. Before the first update the mean is 0 and the
+    deviation 1, which do not change rewards.
 
     Args:
         count: rewards so far.
-        mean: theirs.
-        square: the sum of their squared distances to it.
+        mean: the mean of these rewards.
+        square: the sum of squared deviations from the mean.
     """
 
     count: float = 0.0
@@ -111,14 +113,14 @@ class RunningMoments:
 
     @property
     def std(self) -> float:
-        """The population's standard deviation; 1 where there is none, as no reward or all of them alike."""
+        """The population standard deviation; 1 if there are no rewards, or all are equal."""
         return (self.square / self.count) ** 0.5 if self.square > 0 else 1.0
 
     def update(self, rewards: Tensor, global_sum: GlobalSum = one_rank) -> "RunningMoments":
-        """Add a batch's rewards [B], those that are not finite left out, over all ranks that `global_sum` sums over.
+        """Add the finite rewards of a batch [B], over all ranks that `global_sum` sums over.
 
-        Two passes (the batch's mean, then its squares) and Chan et al.'s way to join them: no square is lost next to a
-        large mean.
+        Two passes (mean, then squared deviations), combined by the formula of Chan et al., which stays accurate if the
+        mean is large.
 
         Returns:
             itself.
@@ -141,11 +143,11 @@ class RunningMoments:
 
 @torch.no_grad()
 def scaled_rewards(rewards: Tensor, mean: float, std: float, clip: float = float("inf")) -> Tensor:
-    r"""Rewards in deviations from a mean, cut: $\mathrm{clip}\big((r - \mu) / \sigma, -\delta, \delta\big)$.
+    r"""Standardised and clipped rewards: $\mathrm{clip}\big((r - \mu) / \sigma, -\delta, \delta\big)$.
 
     Reward normalisation and clipping of PPO-max (Zheng et al., Secrets of RLHF, part I),
-    https://arxiv.org/abs/2307.04964, with the moments of all rewards so far (`RunningMoments`). A mean of 0 and a
-    deviation of 1 only cut.
+    https://arxiv.org/abs/2307.04964, with the moments of all rewards so far (`RunningMoments`). With mean 0 and
+    deviation 1 the rewards are only clipped.
 
     Args:
         mean, std: in the unit of the rewards; std > 0.
@@ -161,23 +163,23 @@ def scaled_rewards(rewards: Tensor, mean: float, std: float, clip: float = float
 
 
 def adaptive_kl_coef(kl_coef: float, kl: float, target: float, horizon: float, steps: float = 1) -> float:
-    r"""The next KL coefficient of a proportional controller: up where the measured KL is above its target, else down.
+    r"""The next KL coefficient of a proportional controller: larger where the KL is above its target, else smaller.
 
     $$\beta' = \beta (1 + K e), \quad e = \mathrm{clip}\Big(\frac{KL - \text{target}}{\text{target}}, -0.2, 0.2\Big),
     \quad K = \text{steps} / \text{horizon}$$
 
-    Ziegler et al., https://arxiv.org/abs/1909.08593 section 2.2 (there K = 0.1 an update); steps over horizon is their
-    code's form, which verl keeps.
+    Ziegler et al., https://arxiv.org/abs/1909.08593 section 2.2 (there K = 0.1 per update); K = steps / horizon is from
+    their code, as in verl.
 
     Args:
         kl_coef: the present coefficient; >= 0.
-        kl: measured, in the unit of the target: mean a sequence or a token. An estimate may be negative.
+        kl: the measured KL, in the unit of the target: mean per sequence or per token. An estimate may be negative.
         target: > 0.
         horizon: > 0, in the unit of `steps`.
-        steps: samples, or updates, since the last call; in [0, 5 * horizon), beyond which the factor could reach 0.
+        steps: samples, or updates, since the last call; in [0, 5 * horizon), as the factor could reach 0 above.
 
     Returns:
-        The coefficient from here on.
+        The new coefficient.
     """
     check.not_negative(kl_coef=kl_coef)
     check.positive(target=target, horizon=horizon)
@@ -191,7 +193,7 @@ def adaptive_kl_coef(kl_coef: float, kl: float, target: float, horizon: float, s
 
 @dataclass
 class FixedKL:
-    """A KL coefficient that stays, with the `update` of `AdaptiveKL` so that a recipe can hold either.
+    """A constant KL coefficient with the `update` method of `AdaptiveKL`, so that a recipe can use either.
 
     Save `vars(controller)`, restore with `FixedKL(**saved)`.
 
@@ -210,7 +212,7 @@ class FixedKL:
 class AdaptiveKL:
     """A KL coefficient that follows `adaptive_kl_coef`; every rank must be given the same, global KL.
 
-    Save `vars(controller)`, restore with `AdaptiveKL(**saved)`: the coefficient is all the state there is.
+    Save `vars(controller)`, restore with `AdaptiveKL(**saved)`: the coefficient is its only state.
 
     Args:
         kl_coef: at the start; >= 0.

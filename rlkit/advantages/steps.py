@@ -1,8 +1,8 @@
-r"""Advantages of the steps of an agent's episodes, against other steps from the same state.
+r"""Advantages of the steps of an agent's episodes, relative to other steps from the same state.
 
-There are B episodes of up to S steps, which stand side by side. A step is one answer in one state of the environment.
-It has a reward and the id of that state; equal states have equal ids. Several episodes start from one prompt
-(`group_ids`). Only steps of the same prompt are compared.
+There are B episodes of up to S steps each. A step is one answer in one state of the environment. It has a reward and
+the id of that state; equal states have equal ids. Several episodes start from one prompt (`group_ids`). Only steps of
+the same prompt are compared.
 
 Args:
     rewards: [B, S], of each step.
@@ -31,7 +31,7 @@ def gigpo_advantages(
     step_weight: float = 1.0,
     eps: float = 1e-6,
 ) -> Tensor:
-    r"""Advantage of the episode against those of its prompt, plus that of the step against those from its state.
+    r"""Advantage of the episode among those of its prompt, plus that of the step among those from the same state.
 
     $$A_{b,s} = A^E_b + \omega A^S_{b,s}, \quad
     A^E_b = \frac{R_b - \mathrm{mean}(R)}{\mathrm{std}(R) + \epsilon}, \quad
@@ -39,10 +39,10 @@ def gigpo_advantages(
     with $R_b = \sum_s r_{b,s}$ over the episodes of the prompt, and the returns $G_{b,s} = r_{b,s} + \gamma G_{b,s+1}$
     over the steps from one state, of all episodes of the prompt.
 
-    GiGPO, https://arxiv.org/abs/2505.10978 eq. 3 and 5 to 8. A state that one step alone was taken in adds 0.
+    GiGPO, https://arxiv.org/abs/2505.10978 eq. 3 and 5 to 8. A state with a single step adds 0.
 
-    Choices: each episode counts once in the first mean, as in the paper; the authors' code counts it once a step, by
-    default. Divisor n - 1. Their F_norm = 1 is the same with `dr_grpo_advantages`.
+    Choices: each episode counts once in the first mean, as in the paper; the authors' code by default counts it once
+    per step. Divisor n - 1. Their F_norm = 1 is the same with `dr_grpo_advantages`.
 
     Args:
         step_weight: omega, >= 0.
@@ -68,7 +68,7 @@ def hgpo_advantages(
     alpha: float = 1.0,
     eps: float = 1e-6,
 ) -> Tensor:
-    r"""Advantage of a step against those from its state, averaged over how many of the states before are the same too.
+    r"""Advantage of a step among those from the same state, averaged over the length of the history that they share.
 
     $$A_{b,s} = \frac{\sum_k w_k A^{(k)}_{b,s}}{\sum_k w_k}, \quad w_k = (k + 1)^\alpha, \quad
     A^{(k)}_{b,s} = \frac{G_{b,s} - \mathrm{mean}(G)}{\mathrm{std}(G) + \epsilon}$$
@@ -76,14 +76,14 @@ def hgpo_advantages(
     G as in `gigpo_advantages`. A k counts where $A^{(k)}$ is not 0: the step has k steps before it, and its group has
     other returns.
 
-    HGPO, https://arxiv.org/abs/2602.22817 eq. 3 to 7: the same state after another history, of which a policy with a
-    memory knows, is another state.
+    HGPO, https://arxiv.org/abs/2602.22817 eq. 3 to 7: for a policy with memory, the same state after a different
+    history is a different state.
 
     Choices: divisor n - 1; the authors' code has n.
 
     Args:
         history: the most steps to look back, >= 0.
-        alpha: how much more a longer common history weighs, >= 0.
+        alpha: exponent of the weights of longer shared histories, >= 0.
 
     Returns:
         [B, S], without gradient; 0 outside the mask.

@@ -1,4 +1,4 @@
-"""A baseline for each token from how far the answers of the group have wandered by then."""
+"""A baseline for each token, weighted by the squared score norms of the group's answers up to that token."""
 
 import torch
 from torch import Tensor
@@ -20,7 +20,7 @@ def optimal_token_baseline_advantages(
     baseline_alone: bool = False,
     eps: float = 1e-8,
 ) -> Tensor:
-    r"""Return of each token minus the group's mean return there, weighted by the score norm gathered so far.
+    r"""Return of each token minus the group's mean return at that token, weighted by the accumulated score norms.
 
     $$A_{it} = G_{it} - \frac{\sum_j W_{jt} G_{jt}}{\sum_j W_{jt} + \epsilon}, \quad
     W_{jt} = \sum_{s \le t} \rho_{js}^2 \Big(1 - 2 \pi_{js} + \sum_v \pi_{js}(v)^2\Big)$$
@@ -32,16 +32,16 @@ def optimal_token_baseline_advantages(
 
     Optimal token baseline, https://arxiv.org/abs/2602.07078; this is verl's single-turn and multi-turn estimator.
 
-    Choices: where one sample outlasts all others of its group there is nothing to compare with, and the baseline there
-    is 0 and the advantage the return, as by default in verl; `baseline_alone` keeps the formula, whose baseline there
-    is the sample's own return. A group of one gives 0; verl gives it its return.
+    Choices: beyond the end of all other samples of the group, the baseline is 0 and the advantage is the return, as by
+    default in verl. With `baseline_alone` the formula is kept there, whose baseline is the sample's own return. A group
+    of one gives 0; verl gives the return.
 
     Args:
         rewards: [B, T], of each token, or [B], given to the last token of the mask.
         sum_pi_squared: [B, T], the sum over the vocabulary of squared probabilities where the token was sampled:
             `rlkit.losses.sum_pi_squared`, aligned by `rlkit.losses.align_with_tokens`.
         rollout_weights: [B, T], importance weights of the trainer against the sampler; by default 1.
-        baseline_alone: True for the formula as it is also where one sample is left; see above.
+        baseline_alone: use the formula also where one sample is left; see above.
         eps: >= 0.
 
     Returns:

@@ -19,8 +19,8 @@ def masked_whiten(x: Tensor, mask: Tensor, eps: float = 1e-8, global_sum: Global
 
     $$\frac{x - \mathrm{mean}(x)}{\sqrt{\mathrm{var}(x) + \epsilon}}$$
 
-    Choices: the sample variance (divisor count - 1), as in verl. A single token becomes 0. Over micro-batches, whiten
-    before the batch is cut.
+    Choices: the sample variance (divisor count - 1), as in verl. A single token gives 0. Whiten before the batch is
+    split into micro-batches.
 
     Args:
         x: [B, T]; may hold anything outside the mask.
@@ -46,7 +46,7 @@ def reinforce_plus_plus_advantages(
     $$G_t = \sum_{s \ge t} \gamma^{s - t} r_s, \quad
     A_t = \frac{G_t - \mathrm{mean}(G)}{\sqrt{\mathrm{var}(G) + \epsilon}}$$
 
-    s and t count the tokens of the mask, so that tool output between them neither discounts nor stops a return.
+    s and t count the tokens of the mask, so that tool output between them neither discounts nor ends a return.
 
     REINFORCE++, https://arxiv.org/abs/2501.03262; its KL penalty is part of the token rewards.
 
@@ -83,9 +83,9 @@ def reinforce_plus_plus_baseline_advantages(
 
     REINFORCE++ with baseline, https://arxiv.org/abs/2501.03262.
 
-    Choices: every sample weighs the same in the batch's mean and variance; with `lengths` every token does, as in verl
-    (a group of equal rewards then gets minus the mean). Divisor n - 1, eps inside the root. A group of one has c = 0;
-    verl leaves its reward as it is.
+    Choices: each sample has the same weight in the mean and variance of the batch. With `lengths` each token has the
+    same weight, as in verl; samples of a group with equal rewards then get minus the mean. Divisor n - 1, eps inside
+    the root. A group of one has c = 0; verl keeps its reward.
 
     Args:
         lengths: [B], trained tokens a sample (`mask.sum(1)`), to weigh by tokens; a sample of length 0 gets 0.
@@ -116,12 +116,13 @@ def gdpo_advantages(
     \frac{r_{ik} - \mathrm{mean}_{\mathrm{group}}(r_k)}{\mathrm{std}_{\mathrm{group}}(r_k) + \epsilon}, \quad
     A_i = \frac{a_i - \mathrm{mean}(a)}{\sqrt{\mathrm{var}(a) + 10^{-8}}}$$
 
-    GDPO, https://arxiv.org/abs/2601.05242: with the sum of rewards normalised instead, answers that earned different
-    rewards collapse to one advantage.
+    GDPO, https://arxiv.org/abs/2601.05242: if the sum of rewards is normalised instead, answers with different rewards
+    can get the same advantage.
 
-    Choices: each reward as in `grpo_advantages`. The batch statistics weigh every sample the same, as in the authors'
-    TRL code; with `lengths` every token, as in verl and the authors' verl code. One reward that was not judged is left
-    out, and the sample's others count; the authors' code takes it as 0, which shifts its whole group.
+    Choices: each reward as in `grpo_advantages`. In the batch statistics each sample has the same weight, as in the
+    authors' TRL code; with `lengths` each token has, as in verl and the authors' verl code. A reward that was not
+    judged is left out and the sample's other rewards count; the authors' code replaces it by 0, which shifts the whole
+    group.
 
     Args:
         weights: [R]; by default all 1.
@@ -147,15 +148,16 @@ def gdpo_advantages(
 def lite_ppo_advantages(
     rewards: Tensor, group_ids: Tensor, eps: float = 1e-6, global_sum: GlobalSum = one_rank
 ) -> Tensor:
-    r"""Reward minus the mean of its group, over the standard deviation of the batch's rewards.
+    r"""Reward minus the mean reward of the group, divided by the standard deviation of the batch's rewards.
 
     $$A_i = \frac{r_i - \mathrm{mean}_{\mathrm{group}}(r)}{\mathrm{std}_{\mathrm{batch}}(r) + \epsilon}$$
 
-    Lite PPO, https://arxiv.org/abs/2508.08221 ("Tricks or Traps?"), beside `token_mean`: a group that is nearly all
-    right or wrong has a small deviation of its own, which would scale its advantages up. TRL's scale_rewards "batch".
+    Lite PPO, https://arxiv.org/abs/2508.08221 ("Tricks or Traps?"), together with `token_mean`. The standard deviation
+    of a group in which nearly all answers are right, or wrong, is small and would scale up its advantages. TRL's
+    scale_rewards "batch".
 
     Choices: the deviation is that of the rewards themselves, around the batch's mean, with divisor n - 1, as in the
-    authors' ROLL and in TRL; so the spread between easy and hard prompts counts. eps is ROLL's 1e-6 (TRL: 1e-4).
+    authors' ROLL and in TRL; so it includes the spread between easy and hard prompts. eps is ROLL's 1e-6 (TRL: 1e-4).
 
     Args:
         eps: >= 0.

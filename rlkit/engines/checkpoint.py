@@ -88,7 +88,7 @@ def finish() -> None:
 
 
 def wait_for_writing() -> None:
-    """Wait until this rank's thread that writes a checkpoint has ended, well or not; other ranks need not call it."""
+    """Wait until this rank's thread that writes a checkpoint has ended, perhaps with an error; not collective."""
     wait_for_all(_pending_saves)
 
 
@@ -99,7 +99,7 @@ def _saving_group(world: dist.ProcessGroup) -> dist.ProcessGroup:
 
 
 def _prepare(part: Path) -> str:
-    """Make an empty directory, on rank 0; why that is not possible."""
+    """Make an empty directory, on rank 0; returns the error, or an empty string."""
     try:
         if dist.get_rank() == 0:
             shutil.rmtree(part, ignore_errors=True)
@@ -137,7 +137,7 @@ def _write(
 
 
 def first_problem(problem: str, group: dist.ProcessGroup | None) -> str:
-    """What went wrong on the first rank on which something did; empty if nothing did on any. All ranks call this."""
+    """The error of the first rank that has one; empty if none has. All ranks call this together."""
     of_ranks: list[Any] = [None] * dist.get_world_size(group)
     dist.all_gather_object(of_ranks, problem, group)
     return next((theirs for theirs in of_ranks if theirs), "")
@@ -160,7 +160,7 @@ def _not_written(
 
 
 def _reason(error: BaseException) -> str:
-    """The first line of what went wrong, on the rank on which it did."""
+    """The first line of an error's message, on the rank where the error was raised."""
     if isinstance(error, dcp.api.CheckpointException) and error.failures:
         error = next(iter(error.failures.values()))[0]
     return str(error).strip().partition("\n")[0] or type(error).__name__
@@ -193,7 +193,7 @@ def _files_of_rank(part: Path) -> list[Path]:
 
 
 def _checksum(file: Path) -> str:
-    """CRC-32 of a file, in hexadecimal: for damage, not for malice."""
+    """CRC-32 of a file, in hexadecimal. It detects damage, not manipulation."""
     checksum = 0
     with file.open("rb", buffering=0) as opened:
         while block := opened.read(1 << 22):
@@ -210,7 +210,7 @@ def _complete(part: Path, path: Path, checksums: Mapping[str, str], extra: dict[
 
 
 def _checksum_of(content: Mapping[str, Any]) -> str:
-    """CRC-32 of what a manifest says, as it is when it has been read again."""
+    """CRC-32 of a manifest's content after a round trip through JSON."""
     return f"{zlib.crc32(json.dumps(json.loads(json.dumps(content)), sort_keys=True).encode()):08x}"
 
 
@@ -252,7 +252,10 @@ def read_manifest(path: str | Path) -> dict[str, Any]:
 
 
 def _read_intact(path: Path) -> tuple[dict[str, Any], str]:
-    """The manifest, and what is wrong with it or with one of its files: with the contents of this rank's share."""
+    """The manifest, and the first error in it or in the files; an empty string for none.
+
+    Each rank compares the checksums of its share of the files.
+    """
     try:
         manifest = json.loads((path / MANIFEST).read_text())
         checksum, sizes, checksums = manifest.pop("checksum"), manifest["files"], manifest["checksums"]

@@ -1,12 +1,13 @@
-"""Functions of the logits of scored tokens, such as a divergence from a teacher, computed in pieces of tokens.
+"""Functions of the logits of scored tokens, such as a divergence from a teacher, computed in chunks of tokens.
 
     def divergence(logits, teacher):  # [n, V], {name: [n, ...]} -> [n]
         return topk_forward_kl_loss(logits[None], teacher["logprobs"][None], teacher["ids"][None], ...)[0]
 
     engine.train_batch(batch, loss_fn, logit_functions={"divergence": divergence})  # loss_fn reads out.divergence
 
-Forward keeps the values alone. Backward computes each piece again, so that what a function saves for its own backward,
-often several [n, V] tensors, exists for one piece at a time.
+N is the number of scored tokens, n of those in a chunk. Forward keeps only the values, which are float32 whatever the
+dtype of the logits. Backward computes each chunk again, so that what a function saves for its own backward, often
+several [n, V] tensors, exists for one chunk at a time.
 """
 
 from __future__ import annotations
@@ -29,14 +30,14 @@ The logits are those that predict the tokens: not divided by the temperature, -i
 """
 
 
-def topk_of_pieces(pieces: Iterable[Tensor], k: int, temperature: float) -> TopkLogprobs:
-    """The K likeliest tokens of logits that come in pieces [n, V], which are not kept.
+def topk_of_chunks(chunks: Iterable[Tensor], k: int, temperature: float) -> TopkLogprobs:
+    """The k likeliest tokens of each token's distribution, from logits in chunks [n, V], which are not kept.
 
     Raises:
         ValueError: k is not in 1 to V.
     """
     found = []
-    for logits in pieces:
+    for logits in chunks:
         if not 1 <= k <= logits.shape[1]:
             raise ValueError(f"k: expected 1 to {logits.shape[1]}, the size of the vocabulary, got {k}")
         found.append((logits.float() / temperature).log_softmax(1).topk(k))
@@ -44,24 +45,24 @@ def topk_of_pieces(pieces: Iterable[Tensor], k: int, temperature: float) -> Topk
 
 
 def apply_to_logits(function: LogitFunction, logits: Tensor, unpadded: Mapping[str, Tensor]) -> Tensor:
-    """The function's values for all tokens, from the logits in pieces.
+    """The function's values for all tokens, computed from the logits in chunks.
 
     Args:
-        logits: [K, V], K >= 0.
-        unpadded: tensors [K, ...] by name.
+        logits: [N, V], N >= 0.
+        unpadded: tensors [N, ...] by name.
 
     Returns:
-        [K].
+        [N], float32.
     """
     if not len(logits):
-        return logits.sum(1)
+        return logits.sum(1).float()
     size = tokens_per_chunk(logits, logits.shape[1])
     parts = zip(*(x.split(size) for x in (logits, *unpadded.values())), strict=True)
 
-    def of_piece(piece: Tensor, *tensors: Tensor) -> Tensor:
-        return _checked(function(piece, dict(zip(unpadded, tensors, strict=True))), piece)
+    def of_chunk(chunk: Tensor, *tensors: Tensor) -> Tensor:
+        return _checked(function(chunk, dict(zip(unpadded, tensors, strict=True))), chunk).float()
 
-    values = [checkpoint(of_piece, *part, use_reentrant=False, preserve_rng_state=False) for part in parts]
+    values = [checkpoint(of_chunk, *part, use_reentrant=False, preserve_rng_state=False) for part in parts]
     return torch.cat(values)
 
 
@@ -74,20 +75,20 @@ def apply_to_hidden_states(
     bias: Tensor | None = None,
     suppress: Tensor | None = None,
 ) -> Tensor:
-    """`apply_to_logits` of `hidden @ weight.T + bias`, which is computed in pieces and never kept.
+    """`apply_to_logits` for the logits `hidden @ weight.T + bias`, which are computed in chunks and never kept.
 
     As in `linear_logprobs`, products are computed in the dtype of `hidden`, and the weight's gradient is added up in
     float32.
 
     Args:
-        hidden: [K, H], K >= 0.
+        hidden: [N, H], N >= 0.
         weight: [V, H].
-        unpadded: tensors [K, ...] by name.
+        unpadded: tensors [N, ...] by name.
         bias: [V] or None.
         suppress: [S] token ids of probability 0, or None.
 
     Returns:
-        [K].
+        [N], float32.
     """
     head = (weight, bias, suppress)
     size = tokens_per_chunk(hidden, len(weight))
@@ -110,7 +111,7 @@ def _checked(values: Tensor, logits: Tensor) -> Tensor:
 
 
 class _FromHiddenStates(torch.autograd.Function):
-    """Values [K] of a function of logits. Saves its inputs; backward computes the logits of each piece again."""
+    """Values [N] of a function of logits. Saves its inputs; backward computes the logits of each chunk again."""
 
     @staticmethod
     def forward(

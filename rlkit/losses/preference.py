@@ -1,4 +1,4 @@
-r"""Losses on preferences, one value per pair or per answer, and what they are fed: log-probabilities of whole answers.
+r"""Losses on preferences, one value per pair or per answer, and their inputs: log-probabilities of whole answers.
 
 P pairs come as [P] tensors of sequence log-probabilities: `chosen` and `rejected` under the policy, `ref_chosen` and
 `ref_rejected` under the reference. Throughout, with $\log \pi$ what the caller passes,
@@ -6,16 +6,16 @@ P pairs come as [P] tensors of sequence log-probabilities: `chosen` and `rejecte
 $$h_w = \log\pi(y_w) - \log\pi_{ref}(y_w), \quad h_l = \log\pi(y_l) - \log\pi_{ref}(y_l), \quad h = h_w - h_l$$
 
 for the chosen answer w and the rejected answer l. Unless a function says otherwise these are sums over tokens
-(`sequence_logprobs`); given means (`sequence_mean_logprobs`) the same functions are the length-normalised variants.
-The reference never gets a gradient. Nothing here exponentiates a difference, so none is bounded: where h is far out the
-log-sigmoid is linear and exact. Reduce with `pair_mean`.
+(`sequence_logprobs`); given means (`sequence_mean_logprobs`) the same functions are the length-normalised variants. The
+reference never gets a gradient. No loss here takes the exponential of h, so h is not bounded: the log-sigmoid of a
+large |h| is linear and exact. Reduce with `pair_mean`.
 
 Args:
     chosen, rejected: [P], log-probabilities of the answers under the policy.
     ref_chosen, ref_rejected: [P], under the reference.
     chosen_lengths, rejected_lengths: integer [P], in tokens: `mask.sum(1)`; 0 counts as 1.
     chosen_rewards, rejected_rewards: [P], of a reward model, or DPO's implicit ones, `beta * (chosen - ref_chosen)`.
-    beta: > 0; larger stays nearer to the reference.
+    beta: > 0; a larger beta keeps the policy closer to the reference.
 """
 
 import math
@@ -63,10 +63,10 @@ def dpo_loss(
     $$L = -(1 - \epsilon) \log\sigma(\beta h) - \epsilon \log\sigma(-\beta h)$$
 
     DPO, https://arxiv.org/abs/2305.18290 eq. 7. `label_smoothing` is conservative DPO's chance that a label is flipped,
-    https://ericmitchell.ai/cdpo.pdf; the minimum then lies at a finite h. `robust_dpo_loss` is another answer to
-    the same noise. With mean log-probabilities it is length-normalised DPO (TRL's sigmoid_norm), where beta is larger;
-    with `chosen + alpha / beta * chosen_lengths`, and rejected alike, R-DPO (https://arxiv.org/abs/2403.19159), which
-    takes a price alpha per token off the reward.
+    https://ericmitchell.ai/cdpo.pdf; the minimum then lies at a finite h. `robust_dpo_loss` handles the same noise in
+    another way. Given mean log-probabilities it is length-normalised DPO (TRL's sigmoid_norm), which needs a larger
+    beta. Given `chosen + alpha / beta * chosen_lengths`, and the same for rejected, it is R-DPO
+    (https://arxiv.org/abs/2403.19159), which subtracts alpha per token from the reward.
 
     Args:
         label_smoothing: in [0, 0.5).
@@ -101,14 +101,14 @@ def robust_dpo_loss(
 
 
 def ipo_loss(chosen: Tensor, rejected: Tensor, ref_chosen: Tensor, ref_rejected: Tensor, beta: float = 0.1) -> Tensor:
-    r"""Identity preference optimisation, which draws the margin to a finite target: $L = (h - 1 / (2 \beta))^2$.
+    r"""Identity preference optimisation, which pulls the margin h towards a finite target: $L = (h - 1 / (2 \beta))^2$.
 
-    https://arxiv.org/abs/2310.12036 eq. 17, where beta is called tau. The paper writes log-probabilities of whole
-    answers: pass `sequence_logprobs`. TRL divides by the answers' lengths (after asking the authors, TRL#1265) so that
-    beta does not depend on them: pass `sequence_mean_logprobs`, of the policy and of the reference.
+    https://arxiv.org/abs/2310.12036 eq. 17, where beta is called tau. The paper uses log-probabilities of whole answers
+    (`sequence_logprobs`). TRL, after asking the authors (TRL#1265), divides by the answers' lengths, so that beta does
+    not depend on them; pass `sequence_mean_logprobs` for that.
 
     Args:
-        beta: > 0; the margin wanted is 1 / (2 beta).
+        beta: > 0; the target margin is 1 / (2 beta).
     """
     h = _margin(chosen, rejected, ref_chosen, ref_rejected, beta)
     return (h - 1 / (2 * beta)).square()
@@ -126,10 +126,10 @@ def hinge_dpo_loss(
 
 
 def slic_loss(chosen: Tensor, rejected: Tensor, margin: float = 1.0) -> Tensor:
-    r"""SLiC-HF's calibration term, free of a reference: $L = \max(0, \delta - \log\pi(y_w) + \log\pi(y_l))$.
+    r"""SLiC-HF's calibration term, without a reference: $L = \max(0, \delta - \log\pi(y_w) + \log\pi(y_l))$.
 
-    https://arxiv.org/abs/2305.10425. The paper adds lambda times the negative log-likelihood of a target
-    answer: add it, reduced as the caller likes.
+    https://arxiv.org/abs/2305.10425. The paper adds lambda times the negative log-likelihood of a target answer: add
+    that term in the recipe, with a reduction of your choice.
 
     Args:
         margin: delta, in nats; >= 0.
@@ -144,8 +144,8 @@ def apo_zero_loss(
 ) -> Tensor:
     r"""Anchored preference optimisation, up and down from the reference: $L = \sigma(-\beta h_w) + \sigma(\beta h_l)$.
 
-    https://arxiv.org/abs/2408.06266 eq. 7, for chosen answers better than the policy's own: they become likelier, not
-    only likelier than the rejected ones.
+    https://arxiv.org/abs/2408.06266 eq. 7, for chosen answers that are better than the policy's own: their probability
+    rises, and not only relative to the rejected answers.
 
     Returns:
         [P], in (0, 2), to be minimised.
@@ -179,7 +179,7 @@ def simpo_loss(
 
 
 def orpo_loss(chosen: Tensor, rejected: Tensor, chosen_lengths: Tensor, rejected_lengths: Tensor) -> Tensor:
-    r"""ORPO's odds-ratio term: the odds of the chosen answer against those of the rejected one, with no reference.
+    r"""ORPO's odds-ratio term: the log-odds ratio of the chosen and the rejected answer, without a reference.
 
     $$L = -\log\sigma\Big(\log\frac{p_w}{1 - p_w} - \log\frac{p_l}{1 - p_l}\Big), \quad
     p = \exp\Big(\frac{1}{|y|} \log\pi(y)\Big)$$
@@ -187,8 +187,8 @@ def orpo_loss(chosen: Tensor, rejected: Tensor, chosen_lengths: Tensor, rejected
     https://arxiv.org/abs/2403.07691 eq. 7. ORPO's whole loss, eq. 6, is $L_{SFT} + \lambda L$, with lambda around
     0.1: `-chosen / chosen_lengths + 0.1 * orpo_loss(...)`. TRL's SFT term scores the prompt's tokens too.
 
-    Log-odds above 20 (p within 2e-9 of 1) count as 20 with gradient 0, as they are infinite at p = 1; TRL bounds
-    nothing and gives nan there.
+    Log-odds are infinite at p = 1, so they are clamped at 20 (p within 2e-9 of 1), with gradient 0 above. TRL does not
+    clamp them and returns nan at p = 1.
     """
     mean_w, mean_l = _means(chosen, rejected, chosen_lengths, rejected_lengths)
     return -F.logsigmoid(_log_odds(mean_w) - _log_odds(mean_l))
@@ -209,9 +209,9 @@ def kto_loss(
     \text{ if not}, \quad h = \log\pi(y) - \log\pi_{ref}(y)$$
 
     https://arxiv.org/abs/2402.01306 eq. 8. The baseline z_0, a KL divergence in nats that beta multiplies, is an
-    argument, so that the loss of an answer does not depend on its batch. An estimate from a batch
-    (`kto_kl_estimate`) varies with how the batch was split: take it once, over all of it, before the first
-    micro-batch. The weights make up for unequal counts of the two kinds.
+    argument, so that the loss of an answer does not depend on its batch. An estimate from a batch (`kto_kl_estimate`)
+    depends on the split into micro-batches, so compute it once, on the whole batch, before the first one. The weights
+    compensate for unequal counts of desirable and undesirable answers.
 
     Args:
         desirable: bool [B].
@@ -242,8 +242,8 @@ def kto_loss(
 def kto_kl_estimate(logprobs: Tensor, ref_logprobs: Tensor, global_sum: GlobalSum = one_rank) -> Tensor:
     r"""KTO's baseline from mismatched pairs: $\max(0, \frac1B \sum_i \log\pi(y_j|x_i) - \log\pi_{ref}(y_j|x_i))$.
 
-    https://arxiv.org/abs/2402.01306 section 4.1. Each answer $y_j$ is another prompt's, so this is a biased and cheap
-    stand-in for KL(policy || reference), and it varies with the batch and its split.
+    https://arxiv.org/abs/2402.01306 section 4.1. Each answer $y_j$ was written for another prompt. This is therefore a
+    cheap, biased estimate of KL(policy || reference), which depends on the batch and on its split.
 
     Args:
         logprobs, ref_logprobs: [B], sums over tokens of each mismatched answer.
@@ -262,8 +262,8 @@ def kto_kl_estimate(logprobs: Tensor, ref_logprobs: Tensor, global_sum: GlobalSu
 def bradley_terry_loss(chosen_rewards: Tensor, rejected_rewards: Tensor, margin: Tensor | None = None) -> Tensor:
     r"""A reward model's loss on pairs: $L = -\log\sigma(r_w - r_l - m)$.
 
-    https://arxiv.org/abs/2203.02155 eq. 1, which averages over all pairs of a prompt's answers; the margin, Llama 2,
-    https://arxiv.org/abs/2307.09288 eq. 2.
+    https://arxiv.org/abs/2203.02155 eq. 1, which averages over all pairs of a prompt's answers. The margin is that of
+    Llama 2, https://arxiv.org/abs/2307.09288 eq. 2.
 
     Args:
         margin: [P], larger for pairs that are further apart, or None for 0; gets no gradient.
@@ -277,9 +277,10 @@ def bradley_terry_loss(chosen_rewards: Tensor, rejected_rewards: Tensor, margin:
 
 
 def reward_centring_loss(chosen_rewards: Tensor, rejected_rewards: Tensor) -> Tensor:
-    r"""A regulariser that holds a reward model's rewards around 0: $L = (r_w + r_l)^2$, with a factor such as 0.01.
+    r"""A regulariser that keeps a reward model's rewards near 0: $L = (r_w + r_l)^2$, with a factor such as 0.01.
 
-    https://arxiv.org/abs/2312.09244 eq. 2. Bradley-Terry's loss leaves the level of the rewards free.
+    https://arxiv.org/abs/2312.09244 eq. 2. The Bradley-Terry loss depends only on differences of rewards, so it does
+    not determine their level.
     """
     _check_same(chosen_rewards=chosen_rewards, rejected_rewards=rejected_rewards)
     return (at_least_float32(chosen_rewards) + at_least_float32(rejected_rewards)).square()

@@ -1,15 +1,15 @@
-r"""More losses on preference pairs and two weightings of their tokens and answers; `preference` has the common ones.
+r"""More losses on preference pairs, and two ways to weight tokens and answers; `preference` has the common losses.
 
 All take what `dpo_loss` takes, with the same meaning: [P] log-probabilities of whole answers, $h_w$ and $h_l$ for their
-log-ratios to the reference, $h = h_w - h_l$. The reference never gets a gradient. A log-sigmoid is linear and exact far
-out; an exponential is not, so where a formula has one its exponent counts as at most 20, with gradient 0 beyond, as
-everywhere in rlkit.
+log-ratios to the reference, $h = h_w - h_l$. The reference never gets a gradient. The log-sigmoid of a large argument
+is linear and exact. The exponential of a large argument overflows, so exponents are clamped at 20, with gradient 0
+above, as everywhere in rlkit.
 
 Args:
     chosen, rejected: [P], log-probabilities of the answers under the policy.
     ref_chosen, ref_rejected: [P], under the reference.
     chosen_lengths, rejected_lengths: integer [P], in tokens: `mask.sum(1)`; 0 counts as 1.
-    beta: > 0; larger stays nearer to the reference.
+    beta: > 0; a larger beta keeps the policy closer to the reference.
 """
 
 import math
@@ -38,8 +38,8 @@ def apo_down_loss(
 ) -> Tensor:
     r"""Anchored preference optimisation, down from the reference: $L = \sigma(\beta h_w) + \sigma(-\beta h)$.
 
-    https://arxiv.org/abs/2408.06266 eq. 8, for chosen answers worse than the policy's own: both become less likely, the
-    rejected ones more so. `apo_zero_loss` is for chosen answers that are better.
+    https://arxiv.org/abs/2408.06266 eq. 8, for chosen answers that are worse than the policy's own: the probabilities
+    of both fall, that of the rejected answer further. `apo_zero_loss` is for chosen answers that are better.
 
     Returns:
         [P], in (0, 2), to be minimised.
@@ -56,16 +56,16 @@ def exo_loss(
     beta: float = 0.1,
     label_smoothing: float = 1e-3,
 ) -> Tensor:
-    r"""Efficient exact optimisation: the reverse KL, policy to preference, of which DPO is the forward one.
+    r"""Efficient exact optimisation: the reverse KL between policy and preference, where DPO is the forward KL.
 
     $$L = q \log\frac{q}{1 - \epsilon} + (1 - q) \log\frac{1 - q}{\epsilon}, \quad q = \sigma(\beta h)$$
 
     https://arxiv.org/abs/2402.00856 eq. 16, for a pair. The minimum, 0, lies at $\beta h = \log((1 - \epsilon) /
-    \epsilon)$, and a pair that is far out on the wrong side has next to no gradient. The authors' code has 0 and -10
-    for the two logarithms, which belong to no distribution; the paper's and TRL's, here, do.
+    \epsilon)$, and a pair with a very negative margin has almost no gradient. The authors' code replaces the two
+    logarithms by 0 and -10, which are no distribution's; this follows the paper and TRL.
 
     Args:
-        label_smoothing: epsilon, the preference's own chance of the rejected answer, in (0, 0.5).
+        label_smoothing: epsilon, the probability that the rejected answer is preferred, in (0, 0.5).
 
     Returns:
         [P], in [0, -log epsilon], to be minimised.
@@ -80,12 +80,12 @@ def exo_loss(
 
 
 def nca_loss(chosen: Tensor, rejected: Tensor, ref_chosen: Tensor, ref_rejected: Tensor, beta: float = 0.1) -> Tensor:
-    r"""Noise contrastive alignment of a pair, which holds on to the likelihood of the chosen answer itself.
+    r"""Noise contrastive alignment of a pair, which also keeps the chosen answer likely.
 
     $$L = -\log\sigma(\beta h_w) - \frac12 \log\sigma(-\beta h_w) - \frac12 \log\sigma(-\beta h_l)$$
 
     https://arxiv.org/abs/2402.05369, the loss for preferences with two answers. The optimum has $\beta h_w = \log 2$,
-    where DPO leaves the level of both free. The paper's beta is 0.01.
+    where DPO determines only the difference h. The paper's beta is 0.01.
     """
     h_w, h_l = _log_ratios(chosen, rejected, ref_chosen, ref_rejected, beta)
     return -F.logsigmoid(beta * h_w) - 0.5 * F.logsigmoid(-beta * h_w) - 0.5 * F.logsigmoid(-beta * h_l)
@@ -94,15 +94,15 @@ def nca_loss(chosen: Tensor, rejected: Tensor, ref_chosen: Tensor, ref_rejected:
 def sppo_loss(
     chosen: Tensor, rejected: Tensor, ref_chosen: Tensor, ref_rejected: Tensor, beta: float = 0.001
 ) -> Tensor:
-    r"""Self-play preference optimisation with hard labels, which draws each log-ratio to a target of its own.
+    r"""Self-play preference optimisation with hard labels, which pulls each log-ratio towards its own target.
 
     $$L = \Big(h_w - \frac{1}{2\beta}\Big)^2 + \Big(h_l + \frac{1}{2\beta}\Big)^2$$
 
-    https://arxiv.org/abs/2405.00675 eq. 4.7 with the win rates 1 and 0, which the paper estimates, and beta its 1 /
-    eta. The authors' code halves the sum; TRL's and this one do not.
+    https://arxiv.org/abs/2405.00675 eq. 4.7 with win rates 1 and 0 (the paper estimates them) and beta = 1 / eta. The
+    authors' code halves the sum; TRL and this function do not.
 
     Args:
-        beta: > 0; the log-ratios wanted are +-1 / (2 beta).
+        beta: > 0; the target log-ratios are +-1 / (2 beta).
     """
     h_w, h_l = _log_ratios(chosen, rejected, ref_chosen, ref_rejected, beta)
     return (h_w - 1 / (2 * beta)).square() + (h_l + 1 / (2 * beta)).square()
@@ -116,14 +116,14 @@ def bco_loss(
     delta: float | Tensor,
     beta: float = 0.1,
 ) -> Tensor:
-    r"""Binary classifier optimisation: the implicit reward is the logit that tells good answers from bad ones.
+    r"""Binary classifier optimisation: the implicit reward is the logit of a classifier of good and bad answers.
 
     $$L = -\log\sigma(\beta h_w - \delta) - \log\sigma(\delta - \beta h_l)$$
 
-    https://arxiv.org/abs/2404.04656. The two terms do not know each other: answers need not come in pairs, a chosen and
-    a rejected one of different prompts do. The shift delta makes this bound on DPO's loss tighter: a running mean of
-    `0.5 * beta * ((chosen - ref_chosen).mean() + (rejected - ref_rejected).mean())`, which the recipe keeps. An
-    argument, it leaves a pair's loss free of its batch. TRL's bco_pair has none: 0.
+    https://arxiv.org/abs/2404.04656. The two terms are independent, so the chosen and the rejected answer may belong to
+    different prompts. The loss is an upper bound of DPO's, which the shift delta makes tighter. The paper's delta is a
+    running mean of `0.5 * beta * ((chosen - ref_chosen).mean() + (rejected - ref_rejected).mean())`, which the recipe
+    keeps: as delta is an argument, a pair's loss does not depend on its batch. TRL's bco_pair has no shift (0).
 
     Args:
         delta: the reward shift, in units of beta times nats, a number or a 0-d tensor; gets no gradient.
@@ -145,16 +145,17 @@ def discopop_loss(
     beta: float = 0.05,
     tau: float = 0.05,
 ) -> Tensor:
-    r"""DiscoPOP, a log-ratio modulated loss: logistic for pairs in the wrong order, exponential for the others.
+    r"""DiscoPOP, the log-ratio modulated loss: logistic for pairs in the wrong order, exponential for the others.
 
     $$L = -\sigma(-x / \tau) \log\sigma(x) + \sigma(x / \tau)\, e^{-x}, \quad x = \beta h$$
 
-    https://arxiv.org/abs/2406.08414 eq. 5. Not convex, and not monotone around 0. The sigmoid and the exponential share
-    one exponent here, as their product is finite where the exponential alone is not (TRL has nan there). With tau <= 1
-    that exponent is negative; with more it grows as x falls and is bounded as the module says.
+    https://arxiv.org/abs/2406.08414 eq. 5. It is neither convex nor monotone around 0. The sigmoid and the exponential
+    are computed with one exponent, because their product is finite where the exponential alone overflows (TRL returns
+    nan there). With tau <= 1 that exponent is negative; with a larger tau it grows as x falls, and is clamped as
+    described in the module.
 
     Args:
-        tau: > 0, the width of the change from one to the other, in units of x.
+        tau: > 0, the width of the transition between the two losses, in units of x.
     """
     check.positive(tau=tau)
     x = beta * _margin(chosen, rejected, ref_chosen, ref_rejected, beta)
@@ -172,13 +173,13 @@ def alphapo_loss(
     beta: float = 2.5,
     gamma: float = 0.1,
 ) -> Tensor:
-    r"""AlphaPO: SimPO with a power of the likelihood for a reward in place of its logarithm.
+    r"""AlphaPO: SimPO with a power of the likelihood as reward, in place of its logarithm.
 
     $$L = -\log\sigma(\beta r_w - \beta r_l - \gamma), \quad r = \frac{1 - p^{-\alpha}}{\alpha}, \quad
     p = \exp\Big(\frac{1}{|y|} \log\pi(y)\Big)$$
 
-    https://arxiv.org/abs/2501.03884. Alpha 0 is `simpo_loss`; above it, answers that are unlikely already get more
-    gradient, below it less. TRL takes the power of p, which underflows to 0 and makes nan of two such answers; here the
+    https://arxiv.org/abs/2501.03884. Alpha 0 is `simpo_loss`; a positive alpha gives unlikely answers more gradient, a
+    negative one less. TRL computes the power of p, which underflows to 0, so that two such answers give nan; here the
     exponent $-\alpha \log p$ is bounded as the module says.
 
     Args:
@@ -197,12 +198,12 @@ def alphapo_loss(
 def tpo_loss(
     chosen: Tensor, rejected: Tensor, gold: Tensor, beta: float = 0.01, alpha: float = 1.0, gamma: float = 0.0
 ) -> Tensor:
-    r"""Triple preference optimisation: a pair without a reference, and the likelihood of a third, better answer.
+    r"""Triple preference optimisation: a pair without a reference, plus the likelihood of a third, better answer.
 
     $$L = -\log\sigma\big(\beta \log\pi(y_w) - \beta \log\pi(y_l) - \gamma\big) - \alpha \log\pi(y_{gold})$$
 
     TPO, https://arxiv.org/abs/2405.16681. With mean log-probabilities (`sequence_mean_logprobs`), a margin gamma and a
-    larger beta it is the paper's TPO-L. TRL takes the mean over gold tokens in both.
+    larger beta it is the paper's TPO-L. TRL averages over the tokens of the gold answer in both variants.
 
     Args:
         gold: [P], log-probabilities of the best answers under the policy.
@@ -219,19 +220,19 @@ def tpo_loss(
 def a_star_po_loss(
     logprobs: Tensor, ref_logprobs: Tensor, rewards: Tensor, values: Tensor, beta: float = 1e-3
 ) -> Tensor:
-    r"""A*-PO: the policy's log-ratio to the reference, drawn to the optimal policy's, from one answer a prompt.
+    r"""A*-PO: regression of the policy's log-ratio on the optimal policy's, with one answer per prompt.
 
     $$L = \big(\beta (\log\pi(y) - \log\pi_{ref}(y)) - (r - V^*)\big)^2$$
 
-    https://arxiv.org/abs/2505.20686. The optimal policy under a KL penalty has
-    $\beta \log(\pi^* / \pi_{ref}) = r - V^*$. V* comes from answers of the reference, with another, larger beta:
+    https://arxiv.org/abs/2505.20686. The optimal policy under a KL penalty has $\beta \log(\pi^* / \pi_{ref}) = r -
+    V^*$. V* is estimated from answers of the reference, with a separate, larger beta:
     `rlkit.advantages.optimal_values`.
 
     Args:
         logprobs, ref_logprobs: [B], sums over the tokens of each answer.
         rewards: [B], of the answers.
         values: [B], V* of their prompts.
-        beta: > 0; the authors' 1e-3.
+        beta: > 0; the default is the authors'.
 
     Returns:
         [B], to be minimised.
@@ -254,15 +255,15 @@ def alpha_divergence_dpo_loss(
     beta: float = 0.1,
     alpha: float = 0.5,
 ) -> Tensor:
-    r"""DPO with an alpha divergence (f-DPO), which runs from reverse KL (alpha 0, DPO itself) to forward KL (alpha 1).
+    r"""DPO with an alpha divergence (f-DPO), between reverse KL (alpha 0, which is DPO) and forward KL (alpha 1).
 
     $$L = -\log\sigma\big(\beta f'(e^{h_w}) - \beta f'(e^{h_l})\big), \quad f'(u) = \frac{1 - u^{-\alpha}}{\alpha}$$
 
     https://arxiv.org/abs/2309.16240, where alpha is in (0, 1) and the reward is beta f' of the ratio; a constant in f'
-    cancels. TRL's f_alpha_divergence_coef is 1 - alpha, and may be above 1: then f'(0) is finite, and the paper's
-    step from reward to policy does not hold. The exponent $-\alpha h$ is bounded as the module says, and h is a sum
-    over tokens: an answer that the policy has all but forgotten (h < -20 / alpha) has no gradient, where TRL's bound is
-    80 and its gradients are e^80.
+    cancels. TRL's f_alpha_divergence_coef is 1 - alpha and may exceed 1, where f'(0) is finite and the paper's
+    derivation of the policy from the reward does not hold. The exponent $-\alpha h$ is clamped as described in the
+    module. As h is a sum over tokens, an answer that has become very unlikely (h < -20 / alpha) gets no gradient; TRL
+    clamps at 80, which lets gradients reach e^80.
 
     Args:
         alpha: >= 0; 0 takes the limit, `dpo_loss`.
@@ -277,8 +278,8 @@ def forward_kl_dpo_loss(
 ) -> Tensor:
     r"""DPO with the forward KL (f-DPO), reference to policy: $L = -\log\sigma(\beta e^{-h_l} - \beta e^{-h_w})$.
 
-    https://arxiv.org/abs/2309.16240 with $f'(u) = -1 / u$, or 1 - 1 / u as TRL has it: `alpha_divergence_dpo_loss` with
-    alpha 1, bounded alike; TRL bounds nothing here.
+    https://arxiv.org/abs/2309.16240 with $f'(u) = -1 / u$, or 1 - 1 / u as in TRL: `alpha_divergence_dpo_loss` with
+    alpha 1, and the same clamp. TRL does not clamp here.
     """
     return alpha_divergence_dpo_loss(chosen, rejected, ref_chosen, ref_rejected, beta, alpha=1.0)
 
@@ -286,7 +287,7 @@ def forward_kl_dpo_loss(
 def js_dpo_loss(
     chosen: Tensor, rejected: Tensor, ref_chosen: Tensor, ref_rejected: Tensor, beta: float = 0.1
 ) -> Tensor:
-    r"""DPO with the Jensen-Shannon divergence (f-DPO): the reward of an answer that becomes likelier has a bound.
+    r"""DPO with the Jensen-Shannon divergence (f-DPO), whose implicit reward of an answer is bounded from above.
 
     $$L = -\log\sigma\big(\beta \log\sigma(h_w) - \beta \log\sigma(h_l)\big)$$
 
@@ -307,13 +308,13 @@ def aot_loss(
     beta: float = 0.1,
     label_smoothing: float = 0.0,
 ) -> Tensor:
-    r"""Alignment by optimal transport, for pairs: the policy's margins dominate the reference's, quantile by quantile.
+    r"""Alignment by optimal transport, for pairs: raises each quantile of the policy's margins above the reference's.
 
     $$L_i = -\log\sigma(\beta (m_{(i)} - m^{ref}_{(i)})), \quad m = \log\pi(y_w) - \log\pi(y_l)$$
 
-    https://arxiv.org/abs/2406.05882. Margins are sorted, the policy's and the reference's each on its own, so a pair is
-    compared with other pairs' references: the loss varies with the batch and with its split into micro-batches. Of one
-    pair it is `dpo_loss`, whose label smoothing it takes, like TRL.
+    https://arxiv.org/abs/2406.05882. The margins of the policy and those of the reference are sorted separately, so the
+    margin of a pair is compared with the reference's margin of another pair, and the loss depends on the batch and on
+    its split into micro-batches. For a single pair it is `dpo_loss`, including the label smoothing, as in TRL.
 
     Args:
         label_smoothing: as in `dpo_loss`.
@@ -336,13 +337,13 @@ def aot_unpaired_loss(
     beta: float = 0.1,
     label_smoothing: float = 0.0,
 ) -> Tensor:
-    r"""Alignment by optimal transport, unpaired: the log-ratios of good answers dominate those of bad ones.
+    r"""Alignment by optimal transport, unpaired: raises each quantile of good log-ratios above that of bad ones.
 
     $$L_i = -\log\sigma(\beta (h_{w,(i)} - h_{l,(i)}))$$
 
-    https://arxiv.org/abs/2406.05882. Log-ratios are sorted, good and bad each on its own, so the answers need not share
-    a prompt, only be equally many; the loss varies with the batch and with its split into micro-batches. Of one pair it
-    is `dpo_loss`.
+    https://arxiv.org/abs/2406.05882. The log-ratios of good and of bad answers are sorted separately, so there must be
+    equally many of both, but they need not share a prompt. The loss depends on the batch and on its split into
+    micro-batches. For a single pair it is `dpo_loss`.
 
     Args:
         label_smoothing: as in `dpo_loss`.
@@ -359,12 +360,12 @@ def aot_unpaired_loss(
 
 
 def ld_sequence_logprobs(logprobs: Tensor, mask: Tensor, shared_lengths: Tensor, alpha: float = 0.5) -> Tensor:
-    r"""Log-probability of each answer with less weight on the tokens by which it is longer than the other of its pair.
+    r"""Log-probability of each answer, with less weight on tokens beyond the length of the other answer of the pair.
 
     $$\sum_{t \le n} \log\pi(y_t | y_{<t}) + \alpha \sum_{t > n} \log\pi(y_t | y_{<t}), \quad n = \min(|y_w|, |y_l|)$$
 
     LD-DPO, https://arxiv.org/abs/2409.06411: `dpo_loss` with these in place of `sequence_logprobs`, of the policy and
-    of the reference. Alpha 1 is `sequence_logprobs`; alpha 0 cuts both answers to one length.
+    of the reference. Alpha 1 is `sequence_logprobs`; alpha 0 truncates both answers to the shorter length.
 
     Args:
         shared_lengths: integer [B], n: `torch.minimum(chosen_mask.sum(1), rejected_mask.sum(1))` for both.
@@ -383,13 +384,13 @@ def ld_sequence_logprobs(logprobs: Tensor, mask: Tensor, shared_lengths: Tensor,
 
 @torch.no_grad()
 def wpo_weights(logprobs: Tensor, sum_pi_squared: Tensor, mask: Tensor) -> Tensor:
-    r"""Weight of each answer by how much it looks like one that the policy itself would sample.
+    r"""Weight of each answer: how close its probability is to that of an answer sampled from the policy.
 
     $$w = \exp\Big(\frac{1}{|y|} \sum_t \log \frac{\pi(y_t)}{\sum_v \pi(v)^2}\Big)$$
 
-    Weighted preference optimisation with sampled alignment, https://arxiv.org/abs/2406.11827; a pair's loss times both
-    answers' weights: `(w_chosen * w_rejected).clamp(max=1) * dpo_loss(...)`. The bound of 1 is in the authors' code and
-    not in TRL's. It has no place in `aot_loss`, whose entries are not pairs.
+    Weighted preference optimisation with sampled alignment, https://arxiv.org/abs/2406.11827; multiply a pair's loss by
+    the weights of both answers: `(w_chosen * w_rejected).clamp(max=1) * dpo_loss(...)`. The authors' code clamps the
+    product at 1; TRL does not. Do not use it with `aot_loss`, whose entries are not pairs.
 
     Args:
         sum_pi_squared: [B, T], in (0, 1]: that function of the logits, aligned by `align_with_tokens`.

@@ -1,4 +1,4 @@
-"""Policy-gradient losses with another trust region than PPO's ratio clip, one value per token.
+"""Policy-gradient losses with a trust region other than PPO's ratio clip, one value per token.
 
 Only `logprobs` gets a gradient.
 """
@@ -26,27 +26,29 @@ def clip_cov_loss(
     cov_high: float = 5.0,
     share: float = 0.0002,
 ) -> Tensor:
-    r"""Clip-Cov: PPO's loss without a few random tokens of those whose covariance would cost the most entropy.
+    r"""Clip-Cov: PPO's loss without a few random tokens of large covariance, which are those that lower entropy most.
 
     $$L_t = 0 \ (t \in I), \quad L_t = \max(-r_t A_t,\ -\mathrm{clip}(r_t, 1 - \epsilon_{low}, 1 + \epsilon_{high}) A_t)
     \ (t \notin I)$$
-    where I is a draw of max(floor(share N), 1) out of the N tokens' candidates, those with $\omega_{low} < c_t <
-    \omega_{high}$, $c_t = (\text{logprobs}_t - \overline{\text{logprobs}}) (A_t - \bar A)$; all of them where there are
-    fewer. Means are over the N tokens of the mask.
+    where I is a random draw of max(floor(share N), 1) of the candidates, or all of them if there are fewer. Candidates
+    are the tokens with $\omega_{low} < c_t < \omega_{high}$, $c_t = (\text{logprobs}_t - \overline{\text{logprobs}})
+    (A_t - \bar A)$. Means are over the N tokens of the mask.
 
     The entropy mechanism of RL, https://arxiv.org/abs/2505.22617 section 4, as in the authors' code and in verl.
 
-    **It varies with the split**: means, N and the draw are those of the tokens it is given, so the loss of a batch is
-    not the sum of its micro-batches' losses (nor is it in peers). Each micro-batch drops one token at least.
+    **It varies with the split**: means, N and the draw are taken over the tokens of this call, so the loss of a batch
+    is not the sum of the losses of its micro-batches (nor is it in other libraries). Each micro-batch drops at least
+    one token.
 
-    Choices: as in the code, a token that PPO's clip binds already is no candidate. The clip is the authors' runs' (a
-    ratio in [0, 2]); verl's default is 0.2. The draw is a tensor, so that the function is pure: peers draw inside.
+    Choices: as in the authors' code, a token that PPO clips is no candidate. The default clip is that of the authors'
+    runs (a ratio in [0, 2]); verl's default is 0.2. The random numbers are an argument, so that the function is pure;
+    other libraries draw them inside.
 
     Args:
         uniform: [B, T], `torch.rand(logprobs.shape, generator=...)`: candidates with the smallest values are drawn.
         clip_low, clip_high: the ratio is held within [1 - clip_low, 1 + clip_high]; >= 0.
-        cov_low, cov_high: candidates have a covariance between them; cov_high > cov_low.
-        share: of the tokens, to be dropped; in [0, 1]; 0 drops none.
+        cov_low, cov_high: the covariance of a candidate lies between these; cov_high > cov_low.
+        share: the share of tokens to drop, in [0, 1]; 0 drops none.
 
     Returns:
         [B, T], to be minimised; 0, with gradient 0, on the tokens drawn.
@@ -74,7 +76,7 @@ def kl_cov_loss(
     share: float = 0.0002,
     kl_coef: float = 1.0,
 ) -> Tensor:
-    r"""KL-Cov: the plain surrogate, with a KL penalty on the few tokens whose covariance costs the most entropy.
+    r"""KL-Cov: the unclipped surrogate, with a KL penalty on tokens of largest covariance, which lower entropy most.
 
     $$L_t = -r_t A_t + \beta\, [t \in I]\, |\log r_t|$$
     where I is the max(floor(share N), 1) of the N tokens with the largest $c_t = (\text{logprobs}_t -
@@ -82,16 +84,17 @@ def kl_cov_loss(
 
     The entropy mechanism of RL, https://arxiv.org/abs/2505.22617 section 4, as in the authors' code and in verl.
 
-    **It varies with the split**: means, N and the choice are those of the tokens it is given, so the loss of a batch is
-    not the sum of its micro-batches' losses (nor is it in peers). Each micro-batch penalises one token at least.
+    **It varies with the split**: means, N and the choice of tokens are those of this call, so the loss of a batch is
+    not the sum of the losses of its micro-batches (nor is it in other libraries). Each micro-batch penalises at least
+    one token.
 
-    Choices: the penalty is the absolute log-ratio, as in the code; the paper writes KL(old || new). It has gradient 0
-    at ratio 1, so it acts from the second step on a batch. There is no ratio clip. The share is verl's default and the
-    authors' for 32B; for 7B they have 0.002. The coefficient is the authors'; verl's configuration has 0.1. Which of
-    several tokens with equal covariances is taken is not defined.
+    Choices: the penalty is the absolute log-ratio, as in the authors' code; the paper writes KL(old || new). Its
+    gradient is 0 at ratio 1, so it has an effect from the second step on a batch. There is no ratio clip. The default
+    share is verl's, and the authors' for 32B models; for 7B they use 0.002. The default coefficient is the authors';
+    verl's configuration has 0.1. Among tokens with equal covariances the choice is undefined.
 
     Args:
-        share: of the tokens, to be penalised; in [0, 1]; 0 penalises none.
+        share: the share of tokens to penalise, in [0, 1]; 0 penalises none.
         kl_coef: beta; >= 0.
     """
     check.per_token(mask, logprobs=logprobs, old_logprobs=old_logprobs)
@@ -118,20 +121,20 @@ def dppo_tv_loss(
     $$L = -M \min(r, \bar r)\, A, \quad M = 0 \text{ where } A > 0,\ \pi - \mu > \delta_{high} \text{ or } A < 0,\
     \mu - \pi > \delta_{low}, \text{ else } 1$$
     with $\pi = e^{\text{logprobs}}$, $\mu = e^{\text{old\_logprobs}}$ and $r = \pi / \mu$. $|\pi - \mu|$ is the total
-    variation of "this token or another one". A ratio clip holds back rare tokens, whose ratios are large, and lets go
-    of frequent ones; this bounds the probability that moves.
+    variation of "this token or another one". A ratio clip restricts rare tokens, whose ratios become large, more than
+    frequent ones; this loss bounds the change of probability instead.
 
     Rethinking the trust region, https://arxiv.org/abs/2602.04879 eq. 12 and 13, its appendix C for the deltas.
 
-    Choices: the paper's region is around the sampler, so give `rollout_logprobs` as `old_logprobs` for it (the authors'
-    code has both and calls the other "recompute"). The bound on the ratio, off by default, holds the weight but not the
-    gradient's flow; verl's code falls back to 20, its configuration to 3 and its example to 10,000, and the paper
-    (section 5.4) finds that a small one hurts. The value is the surrogate's; verl's is times the log-probability, with
-    the same gradient.
+    Choices: the paper's trust region is around the sampler's policy; pass `rollout_logprobs` as `old_logprobs` for it
+    (the authors' code also has the other one, "recompute"). The bound on the ratio, off by default, limits the weight
+    of a token and leaves its gradient direction; verl has 20 in its code, 3 in its configuration and 10,000 in its
+    example, and the paper (section 5.4) finds that a small bound hurts. The value is the surrogate; verl's value is
+    multiplied by the log-probability and has the same gradient.
 
     Args:
         old_logprobs: [B, T], under the weights the batch was sampled with, or the sampler's.
-        delta_low, delta_high: the most probability that a token may lose, and gain; >= 0.
+        delta_low, delta_high: how much probability a token may lose, and gain; >= 0.
         ratio_high: the bound on the ratio; > 0; math.inf for none.
 
     Returns:
@@ -192,17 +195,17 @@ def dro_loss(logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, mask: T
 
     $$L = -A\, \text{logprobs} + \frac{\beta}{2} (\text{logprobs} - \text{old\_logprobs})^2$$
 
-    Direct Reward Optimisation, https://arxiv.org/abs/2405.19107, in the form of Tinker and verl. No importance weight:
-    the data may be off-policy, and a token's log-ratio is drawn to A / beta.
+    Direct Reward Optimisation, https://arxiv.org/abs/2405.19107, in the form of Tinker and verl. There is no importance
+    weight: the data may be off-policy, and a token's log-ratio is pulled towards A / beta.
 
-    Choices: this is **the paper's DRO-V for a sequence of one token only**. There the squared error
-    $\frac{1}{2} (r - V - \tau \log(\pi / \pi_{ref}))^2$ has the log-ratio of the whole answer, and V is learned beside
-    it; with A = r - V and beta = tau its policy gradient is tau times this one. Both peers square each token's
-    log-ratio. Advantages are the soft ones of that equation. The coefficient is Tinker's example's; verl has no
-    default.
+    Choices: this is **the paper's DRO-V for a sequence of one token only**. There the squared error $\frac{1}{2} (r - V
+    - \tau \log(\pi / \pi_{ref}))^2$ has the log-ratio of the whole answer, and V is learned as well; with A = r - V and
+    beta = tau its policy gradient is tau times this one. Tinker and verl square the log-ratio of each token, as here.
+    Advantages are the soft advantages of that equation. The default coefficient is that of Tinker's example; verl has
+    no default.
 
     Args:
-        old_logprobs: [B, T], of the policy to stay near: the reference, or the one that sampled.
+        old_logprobs: [B, T], of the policy to stay close to: the reference, or the policy that sampled.
         kl_coef: beta, the strength of the penalty; > 0.
     """
     check.per_token(mask, logprobs=logprobs, old_logprobs=old_logprobs)
@@ -222,7 +225,7 @@ def vespo_loss(
     k_neg: float = 3.0,
     lambda_neg: float = 2.0,
 ) -> Tensor:
-    r"""VESPO: REINFORCE under a smooth weight of the whole sequence's ratio, which dies out on both sides of it.
+    r"""VESPO: REINFORCE with a smooth weight of the sequence's ratio, which falls to 0 for small and for large ratios.
 
     $$L_t = -\mathrm{sg}(\phi(W))\, A\, \text{logprobs}_t, \quad \phi(W) = W^k e^{\lambda (1 - W)}, \quad
     W = \prod_t \exp(\text{logprobs}_t - \text{old\_logprobs}_t)$$
@@ -231,10 +234,9 @@ def vespo_loss(
     VESPO, https://arxiv.org/abs/2602.10693 eq. 20 (section 3.5; c1 is k, c2 is lambda), as in the authors' code and in
     TRL. W has no length normalisation.
 
-    Choices: pass `rollout_logprobs` as `old_logprobs` for the sampler's mismatch to be in W; peers multiply TIS weights
-    into it. The sign is each advantage's own, as in TRL (the authors read the first column's; with one advantage a
-    sequence it is the same). A = 0 counts as positive. log W and log phi are held within 20 of 0 from above, log W
-    from below too: W near 0 has a weight of next to nothing there.
+    Choices: to include the sampler's mismatch in W, pass `rollout_logprobs` as `old_logprobs`; other libraries multiply
+    W by TIS weights. The sign of A is taken per token, as in TRL (the authors read the first column; with one advantage
+    per sequence this is the same). A = 0 counts as positive. log W is clamped to [-20, 20] and log phi to at most 20.
 
     Args:
         old_logprobs: [B, T], under the weights the batch was sampled with, or the sampler's.
@@ -256,7 +258,7 @@ def vespo_loss(
 
 
 def m2po_loss(logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, mask: Tensor, high: float = 0.04) -> Tensor:
-    r"""M2PO: the plain surrogate without the few tokens that bring the second moment of the log-ratios above a bound.
+    r"""M2PO: the unclipped surrogate without the tokens that bring the second moment of the log-ratios above a bound.
 
     $$L_t = -M_t\, r_t A_t, \quad \frac{1}{|K|} \sum_{t \in K} (\log r_t)^2 \le \tau$$
     over the tokens K that still count ($M_t = 1$) of those that move away: A > 0 and r > 1, or A < 0 and r < 1. M is 0
@@ -265,11 +267,11 @@ def m2po_loss(logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, mask: 
     Second-moment trust policy optimisation, https://arxiv.org/abs/2510.01161, its algorithm 1, for data that is many
     updates old; `token_mean` over all tokens gives the paper's loss.
 
-    **It varies with the split**: the moment is that of the tokens it is given, so the loss of a batch is not the sum of
-    its micro-batches' losses.
+    **It varies with the split**: the moment is that of the tokens of this call, so the loss of a batch is not the sum
+    of the losses of its micro-batches.
 
-    Choices: the mask of the paper. The authors' code turns the last kept $|\log r|$ into the bounds of PPO's clip, and
-    never clips tighter than 0.3 below and 0.5 above.
+    Choices: the mask is the paper's. The authors' code uses the last kept $|\log r|$ as the bounds of PPO's clip, which
+    are at least 0.3 below and 0.5 above.
 
     Args:
         old_logprobs: [B, T], of the policy that sampled.

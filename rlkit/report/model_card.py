@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from rlkit.report.intervals import intervals
 from rlkit.tracking import CONFIG, EVAL, read_object
 
 CARD, CURVE = "README.md", "learning_curve.png"
@@ -118,19 +119,13 @@ def _evaluation_table(evaluations: Sequence[Mapping[str, Any]], step: Any, rows:
     names = [*dict.fromkeys(name for one in shown for name in _means(one))]
     lines = [["steps", *names], ["---"] * (len(names) + 1)]
     for one in shown:
-        cells = [str(one["step"]), *(_with_interval(one, name) for name in names)]
+        known = {name: f" ({low:.3f} to {high:.3f})" for name, (low, high) in intervals(one, rows).items()}
+        means = _means(one)
+        cells = [f"{means[name]:.3f}{known.get(name, '')}" if name in means else "" for name in names]
+        cells = [str(one["step"]), *cells]
         lines.append([f"**{cell}**" if cell and one["step"] == step else cell for cell in cells])
     table = "\n".join(f"| {' | '.join(line)} |" for line in lines)
-    return f"On {rows} held-out rows; ± is the 95 % confidence interval, and this model is in bold.\n\n{table}"
-
-
-def _with_interval(evaluation: Mapping[str, Any], name: str) -> str:
-    mean, error = _means(evaluation).get(name), evaluation.get(f"{name}_error")
-    if mean is None:
-        return ""
-    if isinstance(error, float) and math.isfinite(error):
-        return f"{mean:.3f} ± {1.96 * error:.3f}"
-    return f"{mean:.3f}"
+    return f"On {rows} held-out rows, with 95 % confidence intervals; this model is in bold.\n\n{table}"
 
 
 def _usage(model: Mapping[str, Any], name: str) -> str:

@@ -23,6 +23,8 @@ function element(tag, properties = {}, ...children) {
 
 const figure = (x) => x == null ? "–" : Number.isInteger(x) ? String(x) : String(Number(x.toPrecision(4)));
 
+const figureWithInterval = (x, interval) => figure(x) + (interval ? ` (${figure(interval[0])} to ${figure(interval[1])})` : "");
+
 // --- head
 
 function showHead() {
@@ -33,8 +35,7 @@ function showHead() {
     const run = DATA.runs[0];
     for (const [name, x] of Object.entries(run.evaluation)) {
       if (name === "steps" || name.includes("_error") || (x === 0 && /skipped|unjudged/.test(name))) continue;
-      const error = run.evaluation[name.replace(/_(before|after)$/, "_error_$1")];
-      tile(error === undefined || error === x ? figure(x) : `${figure(x)} ± ${figure(1.96 * error)}`, name === "heldout" ? "held-out rows" : `held-out ${name.replace(/^heldout_/, "").replaceAll("_", " ")}`);
+      tile(figureWithInterval(x, run.intervals[name]), name === "heldout" ? "held-out rows" : `held-out ${name.replace(/^heldout_/, "").replaceAll("_", " ")}`);
     }
     if (run.last !== null) tile(run.steps === null ? run.last + 1 : `${run.last + 1} of ${run.steps}`, "steps done");
     const rewards = (run.metrics["reward/mean"] || []).filter((x) => x !== null);
@@ -299,10 +300,9 @@ function showNumbers() {
     const tasks = Object.entries(run.tasks);
     if (!tasks.length) continue;
     const columns = [...new Set(tasks.flatMap(([, found]) => Object.keys(found)))].filter((name) => !name.endsWith("_error"));
-    const withError = (found, name) => figure(found[name]) + (`${name}_error` in found ? ` ± ${figure(1.96 * found[`${name}_error`])}` : "");
     const row = (tag, cells) => element("tr", {}, ...cells.map((textContent) => element(tag, { textContent })));
     byId("tasks").append(element("table", {}, row("th", [DATA.runs.length > 1 ? run.name : "task", ...columns]),
-      ...tasks.map(([task, found]) => row("td", [task, ...columns.map((name) => name in found ? withError(found, name) : "")]))));
+      ...tasks.map(([task, found]) => row("td", [task, ...columns.map((name) => name in found ? figureWithInterval(found[name], run.task_intervals[task][name]) : "")]))));
   }
   if (DATA.runs.length > 1) {
     const evaluated = [...new Set(DATA.runs.flatMap((run) => Object.keys(run.evaluation)))];

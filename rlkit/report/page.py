@@ -17,6 +17,7 @@ from typing import Any
 
 from rlkit.report.answers import answers_for_page
 from rlkit.report.curves import grouped, is_number, numbers
+from rlkit.report.intervals import intervals
 from rlkit.tracking import CONFIG, EVAL, METRICS, read_metrics, read_object
 
 HERE = Path(__file__).parent
@@ -93,17 +94,21 @@ def run_data(out: Path) -> dict[str, Any]:
     evaluation = read_object(out / EVAL)
     config = read_object(out / CONFIG)
     tasks = evaluation.get("tasks")
+    tasks = {
+        str(task): {name: x for name, x in found.items() if is_number(x)}
+        for task, found in (tasks.items() if isinstance(tasks, dict) else ())
+        if isinstance(found, dict)
+    }
+    before, after = (intervals(evaluation, evaluation.get("heldout"), f"_{when}") for when in ("before", "after"))
     return {
         "name": out.resolve().name,
         "steps": config.get("steps") if is_number(config.get("steps")) else None,
         "last": rows[-1]["step"] if rows else None,
         "metrics": numbers(with_evaluations(rows, evaluation.get("evaluations"))),
         "evaluation": {name: x for name, x in evaluation.items() if is_number(x)},
-        "tasks": {
-            str(task): {name: x for name, x in found.items() if is_number(x)}
-            for task, found in (tasks.items() if isinstance(tasks, dict) else ())
-            if isinstance(found, dict)
-        },
+        "intervals": before | after,
+        "tasks": tasks,
+        "task_intervals": {task: intervals(found, found.get("rows")) for task, found in tasks.items()},
         "config": json.dumps(config, indent=1),
         "options": {name: json.dumps(x) for name, x in config.items() if name != "versions"},
         "answers": answers_for_page(out),

@@ -16,7 +16,7 @@ A recipe calls these functions, in this order:
 from rlkit.runs.ahead import one_ahead
 from rlkit.runs.checkpoints import finish, resume, save
 from rlkit.runs.directory import check_resumed_options, claim_directory, release_directory
-from rlkit.runs.evaluation import evaluate_every, interval, mean_and_error, pass_at_k, record_evaluation
+from rlkit.runs.evaluation import evaluate_every, mean_and_error, pass_at_k, record_evaluation, with_intervals
 from rlkit.runs.given_answers import GivenAnswers, answer_encoder, chat_encoder, global_loss
 from rlkit.runs.models import (
     answer_ends,
@@ -127,7 +127,6 @@ __all__ = [
     "find_model",
     "finish",
     "global_loss",
-    "interval",
     "is_replay",
     "learning_rate_schedule",
     "load_named_task",
@@ -158,4 +157,5 @@ __all__ = [
     "training_engine",
     "training_passes",
     "with_epochs",
+    "with_intervals",
 ]

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Mapping
 from datetime import timedelta
 from typing import Any
 
+from rlkit.runs.evaluation import with_intervals
 from rlkit.tracking import EVAL, METRICS, Run, read_metrics, read_object
 
 FILES = {  # files of a run's directory, and what each contains
@@ -41,22 +42,19 @@ def closing_table(run: Run, exported: Iterable[str] = ()) -> str:
 def _before_and_after(evaluation: Mapping[str, Any]) -> list[tuple[str, str]]:
     """Held-out results before and after training, with 95 % confidence intervals where known."""
     found = []
+    texts = {when: with_intervals(evaluation, evaluation.get("heldout"), f"_{when}") for when in ("before", "after")}
     for name in evaluation:
         measured, is_after, _ = name.partition("_after")
         if is_after and not measured.endswith("_error") and not measured.startswith("unjudged"):
-            both = [_with_interval(evaluation, measured, when) for when in ("before", "after")]
-            text = ", ".join(text for text in both if text)
+            both = [
+                f"{shown[f'{measured}_{when}']} {when}"
+                for when, shown in texts.items()
+                if isinstance(evaluation.get(f"{measured}_{when}"), float)
+            ]
+            text = ", ".join(both)
             if text:
                 found.append((f"held-out {measured.removeprefix('heldout_').replace('_', ' ')}", text))
     return found
-
-
-def _with_interval(evaluation: Mapping[str, Any], name: str, when: str) -> str:
-    """ "0.253 ± 0.045 after"."""
-    mean, error = evaluation.get(f"{name}_{when}"), evaluation.get(f"{name}_error_{when}")
-    if not isinstance(mean, float):
-        return ""
-    return f"{mean:.3f} ± {1.96 * error:.3f} {when}" if isinstance(error, float) else f"{mean:.3f} {when}"
 
 
 def _first_and_last(rows: list[dict[str, Any]]) -> list[tuple[str, str]]:

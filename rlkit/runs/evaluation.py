@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from rlkit.report.intervals import intervals
 from rlkit.runs.directory import decided_by_rank_0
 from rlkit.runs.export import export_model
 from rlkit.runs.rollouts import is_replay
@@ -43,9 +44,18 @@ def mean_and_error(
     return total / count, math.sqrt(variance / count)
 
 
-def interval(mean: float, error: float) -> str:
-    """ "0.85 (95 %: 0.81 to 0.89)": a mean with its 95 % confidence interval, 1.96 standard errors on each side."""
-    return f"{mean:.3f} (95 %: {mean - 1.96 * error:.3f} to {mean + 1.96 * error:.3f})"
+def with_intervals(found: Mapping[str, Any], count: Any, when: str = "") -> dict[str, str]:
+    """Results of an evaluation as text, such as "0.850 (95 %: 0.809 to 0.884)" where NAME has a NAME_error.
+
+    Args:
+        found, count, when: as in `rlkit.report.intervals.intervals`, which gives the intervals.
+    """
+    known = {name: f" (95 %: {low:.3f} to {high:.3f})" for name, (low, high) in intervals(found, count, when).items()}
+    return {
+        name: f"{x:.3f}{known.get(name, '')}"
+        for name, x in found.items()
+        if isinstance(x, int | float) and name.endswith(when) and not name.endswith(f"_error{when}")
+    }
 
 
 def record_evaluation(run: Run, engine: Any, when: str, found: Mapping[str, float], *, rows: int, skipped: int) -> None:
@@ -66,14 +76,8 @@ def record_evaluation(run: Run, engine: Any, when: str, found: Mapping[str, floa
     named = {} if when == "during" else {f"{name}_{when}": x for name, x in found.items()}
     run.log_evaluation(**named, heldout=rows, heldout_skipped=skipped, evaluations=evaluations)
     if run.writes:
-        errors = {name: found.get(f"{name}_error") for name in found}
-        means = [name for name in found if name != "unjudged" and not name.endswith("_error")]
-        shown = [
-            f"{name.replace('_', ' ')} {found[name]:.3f}"
-            if (error := errors[name]) is None
-            else f"{name.replace('_', ' ')} {interval(found[name], error)}"
-            for name in means
-        ]
+        texts = with_intervals(found, rows).items()
+        shown = [f"{name.replace('_', ' ')} {text}" for name, text in texts if name != "unjudged"]
         unjudged = f", {found['unjudged']:.0f} not judged" if found.get("unjudged") else ""
         after = f"after {step} steps" if when == "during" else when
         run.print(f"held-out {after}: {', '.join(shown)} ({rows} rows{unjudged})")

@@ -13,17 +13,17 @@ from rlkit.vlm.loading import load_config
 
 
 def build_teacher(cfg: Any, run: Run, rows: Sequence[Mapping[str, Any]], processor: Any, engine: Any) -> Any:
-    """The engine that scores with the teacher, or with `--teacher_servers` a client of the teacher's servers.
+    """Load the teacher into an engine that scores tokens, or with `--teacher_servers` connect to its servers.
 
-    The teacher "tiny" is built first, like the student, and fine-tuned for longer, on right answers.
+    If the teacher is "tiny", a tiny model is built first and fine-tuned on correct answers, longer than the student is.
 
     Args:
-        rows: rows on which the tiny teacher is fine-tuned.
-        processor: of the student.
-        engine: of the student.
+        rows: the rows that a tiny teacher is fine-tuned on.
+        processor: the student's processor.
+        engine: the student's engine.
 
     Raises:
-        ValueError: a teacher with other tokens than the student, or servers that cannot be used.
+        ValueError: the teacher has another vocabulary than the student, or the servers cannot be used.
     """
     if cfg.teacher_servers and cfg.teacher == "tiny":
         raise ValueError("teacher: expected the directory or hub id of the model on --teacher_servers, got 'tiny'")
@@ -34,8 +34,8 @@ def build_teacher(cfg: Any, run: Run, rows: Sequence[Mapping[str, Any]], process
         )
     options = {"seed": cfg.seed + 1, "warm_up_steps": 300, "label_noise": 0.0}
     path = model_or_tiny(cfg.teacher, run.out / "teacher", rows, **options)
-    theirs = load_processor(path, trust_remote_code=cfg.trust_remote_code)
-    vocabularies = [getattr(one, "tokenizer", one).get_vocab() for one in (theirs, processor)]
+    teacher_processor = load_processor(path, trust_remote_code=cfg.trust_remote_code)
+    vocabularies = [getattr(one, "tokenizer", one).get_vocab() for one in (teacher_processor, processor)]
     if vocabularies[0] != vocabularies[1]:
         raise ValueError(f"teacher {path!r}: expected the student's tokens, got others")
     if not cfg.teacher_servers:

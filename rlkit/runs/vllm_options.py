@@ -54,13 +54,17 @@ def longest_sequence(cfg: Any) -> int | None:
 
 
 def optimizer_bytes(engines: Sequence[Any]) -> int:
-    """Bytes of AdamW's state on this GPU, which exists from the first step on: two numbers per parameter."""
+    """Bytes that AdamW's state will take on this GPU: two numbers for each parameter that has none yet.
+
+    The state exists from the first step on; with the megatron engine, or after a checkpoint was loaded, before it.
+    """
     total = 0
     for engine in engines:
         if getattr(engine, "offload_between_phases", False) or getattr(engine, "optimizer", None) is None:
             continue
         parameters = (p for group in engine.optimizer.param_groups for p in group["params"])
-        total += sum(2 * getattr(p, "_local_tensor", p).nbytes for p in parameters)
+        new = (p for p in parameters if not engine.optimizer.state.get(p))
+        total += sum(2 * getattr(p, "_local_tensor", p).nbytes for p in new)
     return total
 
 

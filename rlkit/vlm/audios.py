@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import base64
 import io
 import math
-import re
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -15,7 +13,7 @@ import numpy as np
 
 from rlkit.data.lookup import requires_extra
 from rlkit.data.samples import Audio
-from rlkit.vlm.processors import open_regular_file
+from rlkit.vlm.processors import open_regular_file, resolve_source
 from rlkit.vlm.videos import FORMATS as VIDEO_FORMATS
 
 RATE = 16000  # of the Qwen-Omni processors, in samples per second
@@ -41,16 +39,9 @@ def load_audio(source: Any, *, rate: int = RATE) -> Audio:
             decode, is in none of `FORMATS`, or is a URL; samples without a rate, or that are no numbers from -1 to 1.
         ImportError: PyAV is not installed.
     """
-    if isinstance(source, Mapping):
-        if source.get("array") is not None:
-            source = (source["array"], source.get("sampling_rate"))
-        else:
-            source = source.get("bytes") or source.get("path")
-    if isinstance(source, str) and (found := re.match(r"data:audio/[\w.+-]+;base64,", source)):
-        source = base64.b64decode(source[found.end() :])
-    if isinstance(source, str) and "://" in source:
-        raise ValueError(f"audio: expected a local path, bytes or samples, got the URL {source!r}")
-    name = repr(str(source)) if isinstance(source, str | Path) else f"of type {type(source).__name__}"
+    if isinstance(source, Mapping) and source.get("array") is not None:
+        source = (source["array"], source.get("sampling_rate"))
+    source, name = resolve_source(source, "audio", "samples")
     try:
         if isinstance(source, bytes | bytearray):
             return _decode(io.BytesIO(source), rate)

@@ -40,13 +40,7 @@ def load_image(source: Any) -> Image.Image:
         ValueError: it cannot be read, is empty, too large, takes too long or is not in one of `FORMATS`, or is a URL
             (fetch those beforehand: a run that depends on the network cannot be repeated).
     """
-    if isinstance(source, Mapping):
-        source = source.get("bytes") or source.get("path")
-    if isinstance(source, str) and (found := re.match(r"data:image/[\w.+-]+;base64,", source)):
-        source = base64.b64decode(source[found.end() :])
-    if isinstance(source, str) and "://" in source:
-        raise ValueError(f"image: expected a local path, bytes or a PIL image, got the URL {source!r}")
-    name = repr(str(source)) if isinstance(source, str | Path) else f"of type {type(source).__name__}"
+    source, name = resolve_source(source, "image", "a PIL image")
     try:
         if isinstance(source, bytes | bytearray):
             image = _as_rgb(_open_image(io.BytesIO(source)))
@@ -105,6 +99,28 @@ def _known_formats() -> list[str]:
     """Those of `FORMATS` that this Pillow can read."""
     Image.init()
     return [name for name in FORMATS if name in Image.OPEN]
+
+
+def resolve_source(source: Any, kind: str, otherwise: str) -> tuple[Any, str]:
+    """Take the bytes or the path out of the struct of a Hugging Face feature, and decode a data URL.
+
+    Args:
+        kind: "image", "video" or "audio".
+        otherwise: what is accepted besides paths and bytes, for the error.
+
+    Returns:
+        bytes, a path, or the source itself; and a name of it for errors.
+
+    Raises:
+        ValueError: another URL.
+    """
+    if isinstance(source, Mapping):
+        source = source.get("bytes") or source.get("path")
+    if isinstance(source, str) and (found := re.match(rf"data:{kind}/[\w.+-]+;base64,", source)):
+        source = base64.b64decode(source[found.end() :])
+    if isinstance(source, str) and "://" in source:
+        raise ValueError(f"{kind}: expected a local path, bytes or {otherwise}, got the URL {source!r}")
+    return source, repr(str(source)) if isinstance(source, str | Path) else f"of type {type(source).__name__}"
 
 
 def open_regular_file(path: str | Path) -> BinaryIO:

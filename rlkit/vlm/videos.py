@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import base64
 import io
 import math
-import re
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -15,7 +13,7 @@ import numpy as np
 
 from rlkit.data.lookup import requires_extra
 from rlkit.data.samples import Video
-from rlkit.vlm.processors import load_image, open_regular_file
+from rlkit.vlm.processors import load_image, open_regular_file, resolve_source
 
 FPS = 2.0  # the default of the Qwen-VL processors
 MAX_FRAMES = 32
@@ -49,17 +47,11 @@ def load_video(source: Any, *, fps: float = FPS, max_frames: int = MAX_FRAMES) -
     """
     if isinstance(source, Video):
         return source
-    if isinstance(source, Mapping):
-        if source.get("frames") is not None:
-            return _from_frames(source["frames"], float(source.get("fps") or fps))
-        source = source.get("bytes") or source.get("path")
+    if isinstance(source, Mapping) and source.get("frames") is not None:
+        return _from_frames(source["frames"], float(source.get("fps") or fps))
     if isinstance(source, list | tuple) or isinstance(source, np.ndarray):
         return _from_frames(source, fps)
-    if isinstance(source, str) and (found := re.match(r"data:video/[\w.+-]+;base64,", source)):
-        source = base64.b64decode(source[found.end() :])
-    if isinstance(source, str) and "://" in source:
-        raise ValueError(f"video: expected a local path, bytes or frames, got the URL {source!r}")
-    name = repr(str(source)) if isinstance(source, str | Path) else f"of type {type(source).__name__}"
+    source, name = resolve_source(source, "video", "frames")
     try:
         if isinstance(source, bytes | bytearray):
             return _decode(io.BytesIO(source), fps, max_frames)

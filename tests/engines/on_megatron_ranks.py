@@ -60,6 +60,7 @@ CASES = {
     "pp2-dp2": (4, "qwen2", "empty", PIPE),
     "moe-one": (1, "moe", "all", {}),
     "moe-pp2-ep2": (4, "moe", "empty", {**PIPE, **EXPERT}),
+    "moe-sp2-ep2-dp2": (4, "moe", "split", {**SEQUENCE, **EXPERT}),
     "routed-one": (1, "routed", "all", {"enable_gradient_checkpointing": True}),
     "routed-pp2-ep2": (4, "routed", "empty", {**PIPE, **EXPERT, "enable_gradient_checkpointing": True}),
     "routed-sp2-ep2": (2, "routed", "all", {**SEQUENCE, **EXPERT}),

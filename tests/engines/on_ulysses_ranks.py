@@ -276,7 +276,7 @@ def run_case(name, out, processor):
 
 
 def on_rank(out, names, processor):
-    dist.init_process_group("gloo", timeout=timedelta(seconds=60))
+    dist.init_process_group("gloo", timeout=timedelta(seconds=600))
     for name in names:
         with isolated(out, name):
             run_case(name, out, processor)

@@ -12,6 +12,7 @@ import torch
 from transformers import AutoModelForImageTextToText
 
 from rlkit.engines import make_engine
+from rlkit.engines.logit_functions import apply_to_hidden_states, apply_to_logits
 from rlkit.losses import (
     forward_kl_loss,
     jsd_loss,
@@ -194,6 +195,27 @@ def test_backward_keeps_no_distribution(tiny_dir, processor, fused):
 
     engine = engine_for(tiny_dir, processor, optimizer=partial(torch.optim.SGD, lr=0.0), use_fused_kernels=fused)
     engine.train_batch(make_batch(processor), loss_fn, logit_functions={"surprise": function})
+
+
+@pytest.mark.parametrize("count", [0, 7])
+def test_values_are_float32_and_gradients_in_the_dtype_of_the_logits(count):
+    hidden, weight = torch.randn(7, 8).bfloat16()[:count].requires_grad_(), torch.randn(512, 8).bfloat16()
+    seen = []
+
+    def function(logits, tensors):
+        seen.append(logits.dtype)
+        return logits.logsumexp(1) + tensors["x"].to(logits.dtype)
+
+    unpadded = {"x": torch.arange(count)}
+    both = [
+        apply_to_logits(function, hidden @ weight.T, unpadded),
+        apply_to_hidden_states(function, hidden, weight, unpadded),
+    ]
+    for values in both:
+        (gradient,) = torch.autograd.grad(values.sum(), hidden)
+        assert values.dtype == torch.float32 and values.shape == (count,) and gradient.dtype == torch.bfloat16
+    torch.testing.assert_close(*both)
+    assert set(seen) <= {torch.bfloat16}  # no copy of the logits in float32
 
 
 def test_bad_input_is_named(tiny_dir, processor):

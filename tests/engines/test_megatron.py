@@ -3,6 +3,7 @@
 import shutil
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -30,7 +31,7 @@ from rlkit.engines.megatron.cpu import cuda_calls_on_host  # noqa: E402
 from rlkit.engines.megatron.model import initialize_parallel_state  # noqa: E402
 from rlkit.engines.megatron.optimizer import checkpoint_state  # noqa: E402
 from rlkit.engines.megatron.supported import ParallelDims, check_supported  # noqa: E402
-from rlkit.engines.megatron.weights import files_to_module  # noqa: E402
+from rlkit.engines.megatron.weights import files_to_module, local_part  # noqa: E402
 
 
 @pytest.fixture(scope="module")
@@ -38,7 +39,7 @@ def out(tmp_path_factory):
     """The folder with the results of all cases, which run in one launch."""
     folder = tmp_path_factory.mktemp("megatron")
     command = [sys.executable, str(HERE / "on_megatron_ranks.py"), str(folder)]
-    run_cases(command, folder, ranks.NAMES, timeout=600)
+    run_cases(command, folder, ranks.NAMES, timeout=1800)
     return folder
 
 
@@ -345,6 +346,42 @@ def test_gathered_yields_the_transformers_model(kind, alone):
         tokens = torch.tensor([[1, 2, 3]])
         model.load_state_dict(module.state_dict())
         assert torch.equal(module(input_ids=tokens).logits, model(input_ids=tokens).logits)  # also buffers
+
+
+class InFile:
+    """A tensor in a file; `read` lists the number of elements of each slice that is read."""
+
+    def __init__(self, *shape):
+        self.tensor, self.read = torch.rand(shape), []
+
+    def get_shape(self):
+        return list(self.tensor.shape)
+
+    def __getitem__(self, key):
+        self.read.append(self.tensor[key].numel())
+        return self.tensor[key]
+
+
+def test_a_rank_reads_only_its_slices(monkeypatch):
+    """The second of two tensor ranks, which is the second of two expert ranks, too."""
+    state = "rlkit.engines.megatron.weights.parallel_state.get_"
+    monkeypatch.setattr(state + "tensor_model_parallel_world_size", lambda: 2)
+    monkeypatch.setattr(state + "tensor_model_parallel_rank", lambda: 1)
+    group = SimpleNamespace(size=lambda: 2, rank=lambda: 1)
+    monkeypatch.setattr(state + "expert_model_parallel_group", lambda: group)
+    config = SimpleNamespace(num_query_groups=2, tensor_model_parallel_size=2)
+    rows = SimpleNamespace(tensor_model_parallel=True, partition_dim=0)
+    columns = SimpleNamespace(tensor_model_parallel=True, partition_dim=1)
+    q, k, v = InFile(8, 3), InFile(4, 3), InFile(4, 3)
+    assert torch.equal(local_part([q, k, v], rows, config), torch.cat([q.tensor[4:], k.tensor[2:], v.tensor[2:]]))
+    down, odd, norm, experts = InFile(4, 6), InFile(5, 3), InFile(7), [InFile(2, 3) for _ in range(8)]
+    assert torch.equal(local_part([down], columns, config), down.tensor[:, 3:])
+    assert torch.equal(local_part([odd], rows, config), torch.cat([odd.tensor[3:], torch.zeros(1, 3)]))
+    assert torch.equal(local_part([norm], SimpleNamespace(), config), norm.tensor)
+    part = local_part(experts, SimpleNamespace(is_expert=True, shape=(8, 3)), config)
+    assert torch.equal(part, torch.cat([one.tensor for one in experts[4:]]))
+    assert [one.read for one in (q, k, v, down, odd, norm)] == [[12], [6], [6], [12], [6], [7]]
+    assert [sum(one.read) for one in experts] == [0] * 4 + [6] * 4
 
 
 def test_files_of_another_model_are_named(out, tmp_path, alone):

@@ -29,7 +29,7 @@ def out(tiny_dir, tmp_path_factory):
     )
     transformers.Qwen2ForCausalLM(config).bfloat16().save_pretrained(folder / "big", max_shard_size="20MB")
     command = [sys.executable, on_ranks.__file__, tiny_dir, str(folder / "big"), str(folder)]
-    run_cases(command, folder, [name for names in on_ranks.NAMES.values() for name in names], timeout=400)
+    run_cases(command, folder, [name for names in on_ranks.NAMES.values() for name in names], timeout=1800)
     return folder
 
 

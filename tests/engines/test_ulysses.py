@@ -26,7 +26,7 @@ CPU = torch.device("cpu")
 @pytest.fixture(scope="module")
 def results(tmp_path_factory):
     out = tmp_path_factory.mktemp("ulysses")
-    run_cases([sys.executable, on_ulysses_ranks.__file__, str(out)], out, on_ulysses_ranks.NAMES, timeout=400)
+    run_cases([sys.executable, on_ulysses_ranks.__file__, str(out)], out, on_ulysses_ranks.NAMES, timeout=1800)
     return out
 
 

@@ -103,7 +103,7 @@ def test_a_run_closes_with_any_samples(run, capsys):
     checkpoints.finish(SimpleNamespace(steps=1), run, list(SAMPLES.values()))
     said = capsys.readouterr().out
     assert re.search(r"reward/mean +0.5 in the first step, 0.75 in the last", said)
-    assert re.search(r"held-out accuracy +0.250 before, 0.500 ± 0.196 after", said)
+    assert re.search(r"held-out accuracy +0.250 before, 0.500 \(95 %: 0.321 to 0.679\) after", said)
     assert re.search(rf"{run.out / 'report.html'} +open it", said) and "answers.jsonl" not in said
     assert "results:" in said and "tracker" in said and "ZeroDivisionError" in said
     assert "What is it?" in (run.out / "report.html").read_text()

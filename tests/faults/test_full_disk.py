@@ -135,7 +135,7 @@ def said(tmp_path_factory):
     program = SHARED + "".join(f"{EMPTY}print('## {name}')\n{part}" for name, part in PARTS.items())
     facts = {"DISK": str(folder / "disk"), "PYTHON": sys.executable, "PROGRAM": program}
     env = {**os.environ, **facts}
-    done = subprocess.run([unshare, "-rm", "sh", "-c", MOUNT], env=env, capture_output=True, text=True, timeout=200)
+    done = subprocess.run([unshare, "-rm", "sh", "-c", MOUNT], env=env, capture_output=True, text=True, timeout=1000)
     assert done.returncode == 0, done.stderr
     parts = dict(part.split("\n", 1) for part in done.stdout.split("## ")[1:])
     return {**parts, "disk": folder / "disk"}

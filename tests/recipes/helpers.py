@@ -12,7 +12,9 @@ from dataclasses import fields, replace
 from pathlib import Path
 
 import pytest
+import torch
 from filelock import FileLock
+from safetensors.torch import load_file
 
 from rlkit.data import load_task
 from rlkit.runs import parse_options
@@ -40,6 +42,12 @@ def seen_shortly():
     """The same with twenty held-out rows, which are most of what a run of one step does."""
     task = few_digits()
     return replace(task, heldout=task.heldout[:20])
+
+
+def second_epoch():
+    """The same with twelve rows to train on, so that a run of four steps begins a second epoch."""
+    task = seen_shortly()
+    return replace(task, train=task.train[:12])
 
 
 @pytest.fixture(scope="session")
@@ -74,8 +82,7 @@ def built(tmp_path_factory, name, task, **options):
 
 
 def environment():
-    paths = os.pathsep.join([str(HERE), str(HERE.parent), os.environ.get("PYTHONPATH", "")])
-    return {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "PYTHONPATH": paths}
+    return {**os.environ, "PYTHONPATH": os.pathsep.join([str(HERE), str(HERE.parent), os.environ["PYTHONPATH"]])}
 
 
 def command(script, *arguments, ranks=0):
@@ -147,6 +154,25 @@ def stop_after(steps, recipe, *arguments):
     with pytest.MonkeyPatch.context() as patch, pytest.raises(KeyboardInterrupt):
         patch.setattr(Run, "log", stop)
         run_here(recipe, *arguments)
+
+
+def assert_resume_is_exact(folder, recipe, *arguments):
+    """Four steps over more than an epoch equal those of a run that was broken off before the third step was saved."""
+    arguments += ("--task", "helpers:second_epoch", "--steps", 4, "--save_every", 2, "--out")
+    run_here(recipe, *arguments, folder / "whole")
+    stop_after(3, recipe, *arguments, folder / "run")
+    run_here(recipe, *arguments, folder / "run", "--resume")
+    assert numbers(folder / "run") == numbers(folder / "whole") and len(numbers(folder / "run")) == 4
+    assert evaluation(folder / "run") == evaluation(folder / "whole")
+    return numbers(folder / "whole")
+
+
+def assert_nothing_changes(out, recipe, start, *arguments):
+    """Two steps without a learning rate leave every weight as it was, which more of them would, too."""
+    run_here(recipe, "--model", start, *arguments, "--lr", 0, "--steps", 2, "--out", out)
+    assert evaluation(out)["accuracy_after"] == evaluation(out)["accuracy_before"] and not learned(out)
+    before, after = (load_file(Path(folder) / "model.safetensors") for folder in (start, out / "model"))
+    assert before.keys() == after.keys() and all(torch.equal(before[name], after[name]) for name in before)
 
 
 def rows(out):

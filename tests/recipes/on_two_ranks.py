@@ -1,4 +1,4 @@
-"""Started by torchrun: cases of `test_two_ranks.py`, one after the other, in one process a rank.
+"""Run by `test_two_ranks.py`: cases on two ranks, one after the other, in one process a rank.
 
 on_two_ranks.py RUNS_FILE NAME...
 
@@ -9,7 +9,6 @@ what they measure of answers that they share, or that rank 0 has alone; and `rep
 before, computed again by both ranks.
 """
 
-import gc
 import io
 import json
 import os
@@ -21,9 +20,10 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from forked_ranks import fork_ranks
 from helpers import run_here, stop_after
 from isolated_cases import case
-from megatron.core import parallel_state
+from megatron_groups import destroy_megatron_groups
 from runs.some_answers import PROMPTS, measure, of_a_rank
 
 from rlkit.data import append_response, prompt_sample
@@ -95,7 +95,7 @@ def replayed(rollouts):
     """Rows and answers of the step that was computed again, and how it compares with the saved one."""
     saved = read_bundle(rollouts / "step_0")
     computed = replay(rollouts / "step_0", saved, "", "", [])
-    parallel_state.destroy_model_parallel()
+    destroy_megatron_groups()
     fields, found = computed.updates[0].fields, compare_bundles(saved, computed, 1e-4)
     return {
         "rows": sorted(zip(fields["group_ids"].tolist(), fields["numbers"].tolist(), strict=True)),
@@ -108,15 +108,13 @@ def replayed(rollouts):
 def run(steps, recipe, *arguments):
     if steps:
         stop_after(steps, recipe, *arguments)
-        parallel_state.destroy_model_parallel()
+        destroy_megatron_groups()
         arguments += ("--resume",)
     run_here(recipe, *arguments)
-    parallel_state.destroy_model_parallel()
+    destroy_megatron_groups()
 
 
-def main(runs_file, names):
-    gc.freeze()  # as in conftest.py: not to look through what is imported
-    gc.set_threshold(50_000, 20, 100)
+def on_rank(runs_file, names):
     init_distributed()
     runs, folder = json.loads(runs_file.read_text()), runs_file.parent
     for name in names:
@@ -139,5 +137,18 @@ def main(runs_file, names):
                 (folder / f"{name.replace('/', '_')}.json").write_text(json.dumps(found))
 
 
+def import_what_recipes_need():
+    """In the process that forks the ranks, what they would each import on first use."""
+    import matplotlib.backends.backend_agg  # noqa: F401
+    import peft  # noqa: F401
+    import sklearn.datasets  # noqa: F401
+    import tyro  # noqa: F401
+    from transformers import GenerationMixin, Qwen2_5_VLForConditionalGeneration, Qwen2_5_VLProcessor  # noqa: F401
+
+    from rlkit.engines.fsdp import fsdp2  # noqa: F401
+    from rlkit.engines.megatron import engine  # noqa: F401
+
+
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), sys.argv[2:])
+    import_what_recipes_need()
+    fork_ranks(on_rank, 2, Path(sys.argv[1]), sys.argv[2:])

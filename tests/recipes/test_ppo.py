@@ -39,15 +39,11 @@ def whole(warm_dir, tmp_path_factory):
 def test_learns_and_not_without_a_learning_rate(whole, warm_dir, tmp_path):
     # seen with AVX2, without it, and with two threads: held-out accuracy 0.462 -> 1.0; without a learning rate 0.462
     assert helpers.learned(whole)
-    run_here("ppo", "--model", warm_dir, "--out", tmp_path / "still", "--lr", 0, *LEARNING)
-    assert not helpers.learned(tmp_path / "still")
+    helpers.assert_nothing_changes(tmp_path / "still", "ppo", warm_dir, *LEARNING)
 
 
-def test_resume_is_exact(whole, warm_dir, tmp_path):
-    arguments = ["--model", warm_dir, "--out", tmp_path, "--lr", 1.5e-3, *LEARNING]
-    helpers.stop_after(5, "ppo", *arguments)
-    run_here("ppo", *arguments, "--resume")
-    assert numbers(tmp_path) == numbers(whole) and helpers.evaluation(tmp_path) == helpers.evaluation(whole)
+def test_resume_is_exact(warm_dir, tmp_path):
+    helpers.assert_resume_is_exact(tmp_path, "ppo", "--model", warm_dir, *SMALL, "--mini_batches", 2)
 
 
 def test_leaves_what_it_promises(whole):

@@ -126,7 +126,7 @@ def test_a_card_has_results_but_no_place_of_this_machine(tmp_path):
     assert {(x.dataset_name, x.metric_type, x.metric_value) for x in card.data.eval_results} == {
         ("charts.jsonl", "accuracy", 0.46), ("charts.jsonl", "pass@4", 0.5)
     }  # fmt: skip
-    assert "| **46** | **0.460 ± 0.020** | **0.500** |" in card.text and "On 90 held-out rows" in card.text
+    assert "| **46** | **0.460 (0.440 to 0.480)** | **0.500** |" in card.text and "On 90 held-out rows" in card.text
     assert 10 < card.text.count("\n| ") < 25  # every second evaluation, and that of the model
     assert "torchrun 'a recipe.py' --task=charts.jsonl --servers URL\n" in card.text
     assert "reward: rewards.py:right\n" in card.text and "lr: 1.0e-06\n" in card.text

@@ -40,15 +40,11 @@ ADVANTAGE = ["--advantage", "reinforce_plus_plus_baseline"]
 def test_learns_and_not_without_a_learning_rate(whole, warm_dir, tmp_path):
     # seen with AVX2, without it, and with two threads: held-out accuracy 0.462 -> 1.0; without a learning rate 0.462
     assert helpers.learned(whole)
-    run_here("reinforce", "--model", warm_dir, *LEARNING, *ADVANTAGE, "--out", tmp_path / "still", "--lr", 0)
-    assert not helpers.learned(tmp_path / "still")
+    helpers.assert_nothing_changes(tmp_path / "still", "reinforce", warm_dir, *LEARNING, *ADVANTAGE)
 
 
-def test_resume_is_exact(whole, warm_dir, tmp_path):
-    arguments = ["--model", warm_dir, "--out", tmp_path, "--lr", 1.5e-3, *LEARNING, *ADVANTAGE]
-    helpers.stop_after(5, "reinforce", *arguments)
-    run_here("reinforce", *arguments, "--resume")
-    assert numbers(tmp_path) == numbers(whole) and helpers.evaluation(tmp_path) == helpers.evaluation(whole)
+def test_resume_is_exact(warm_dir, tmp_path):
+    helpers.assert_resume_is_exact(tmp_path, "reinforce", "--model", warm_dir, *SMALL, *ADVANTAGE)
 
 
 def test_leaves_what_it_promises(whole):

@@ -57,11 +57,8 @@ def test_learning_rate_0_does_not_learn(tiny_dir, tmp_path):
     assert not learned(found) and found["heldout_loss_after"] == found["heldout_loss_before"]  # however long
 
 
-def test_resume_is_exact(whole, tiny_dir, tmp_path):
-    arguments = ["--model", tiny_dir, "--out", tmp_path, "--lr", 2e-3, *LEARNING]
-    helpers.stop_after(13, "reward_model", *arguments)
-    run_here("reward_model", *arguments, "--resume")
-    assert numbers(tmp_path) == numbers(whole) and evaluation(tmp_path) == evaluation(whole)
+def test_resume_is_exact(tiny_dir, tmp_path):
+    helpers.assert_resume_is_exact(tmp_path, "reward_model", "--model", tiny_dir, *SMALL, "--lr", 2e-3)
 
 
 def test_the_export_is_the_model_that_was_measured(whole):

@@ -50,11 +50,8 @@ def test_learning_rate_0_does_not_learn(tiny_dir, tmp_path):
     assert not learned(found) and found["heldout_loss_after"] == found["heldout_loss_before"]
 
 
-def test_resume_is_exact(whole, tiny_dir, tmp_path):
-    arguments = ["--model", tiny_dir, "--out", tmp_path, "--lr", 2e-3, *LEARNING]
-    helpers.stop_after(13, "sft", *arguments)
-    run_here("sft", *arguments, "--resume")
-    assert numbers(tmp_path) == numbers(whole) and evaluation(tmp_path) == evaluation(whole)
+def test_resume_is_exact(tiny_dir, tmp_path):
+    helpers.assert_resume_is_exact(tmp_path, "sft", "--model", tiny_dir, *SMALL, "--lr", 2e-3)
 
 
 def test_leaves_what_it_promises(whole):

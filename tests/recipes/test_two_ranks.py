@@ -1,5 +1,5 @@
 """Every recipe on two ranks by fsdp2, and some by megatron, does what it does on one by fsdp2. They share one pair of
-processes: a start costs ten seconds."""
+processes, which are forked: starting one takes six CPU seconds."""
 
 import functools
 import json
@@ -81,7 +81,7 @@ def two_ranks(start, tmp_path_factory):
     options = ["--model", start, "--task", *tasks, *SMALL, "--right", 0.4, "--out", out / "evaluate"]
     runs["evaluate"] = [0, "evaluate", *options]
     (out / "runs.json").write_text(json.dumps(runs, default=str))
-    command = helpers.command(Path(__file__).with_name("on_two_ranks.py"), out / "runs.json", ranks=2)
+    command = helpers.command(Path(__file__).with_name("on_two_ranks.py"), out / "runs.json")
     names = ["answers", "late", "refused", "measured", "evaluate", *CASES, *(f"replayed/{name}" for name in SAVED)]
     run_cases(command, out, names, timeout=1800, env=helpers.environment())
     return out, shared

@@ -83,9 +83,9 @@ def measure(kind: str, path: str, tensor_parallel_size: int = 1) -> dict:
         kv_cache_memory_bytes=32 << 20,
         block_size=32,
     )
-    for segment in Path("/dev/shm").glob("*-cpushm_*"):
-        if segment.name.startswith(os.environ.get("VLLM_DIST_IDENT", "/")):  # not those of other tests' processes
-            segment.unlink(missing_ok=True)  # vLLM leaves them to the end of a process; a forked one does not reach it
+    own = os.environ.get("VLLM_DIST_IDENT", "").lstrip("/") + "-"  # not those of servers, whose names begin with a port
+    for segment in Path("/dev/shm").glob(f"{own}*-cpushm_*"):
+        segment.unlink(missing_ok=True)  # vLLM leaves them to the end of a process, which a forked one does not reach
     everything = prompts_of(processor, hasattr(model.config, "vision_config"))
     prompts = everything[rank::world]
     facts = {"threads": torch.get_num_threads(), "settable": torch.set_num_threads.__name__}

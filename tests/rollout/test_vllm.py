@@ -65,7 +65,7 @@ class Facts(Mapping):
 
 def run(folder, names):
     script = str(Path(__file__).with_name("on_vllm.py"))
-    run_cases([sys.executable, script, str(folder)], folder, names, timeout=500)
+    run_cases([sys.executable, script, str(folder)], folder, names, timeout=1800)
     return [Facts(folder, rank) for rank in range(2)]
 
 

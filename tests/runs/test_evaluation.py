@@ -10,7 +10,8 @@ import pytest
 import torch
 
 from rlkit.engines.distributed import init_distributed
-from rlkit.runs import evaluate_every, interval, mean_and_error, pass_at_k, record_evaluation, start
+from rlkit.report.intervals import confidence_interval, intervals
+from rlkit.runs import evaluate_every, mean_and_error, pass_at_k, record_evaluation, start, with_intervals
 from rlkit.runs.evaluation import best_step, keep_best_of_all
 from rlkit.tracking import EVAL, Run
 
@@ -34,12 +35,38 @@ def test_mean_and_error():
     values = [0.0, 1.0, 1.0, 0.5]
     mean, error = mean_and_error(values)
     assert mean == 0.625 and error == pytest.approx(statistics.stdev(values) / 2)
-    assert interval(mean, 0.1) == "0.625 (95 %: 0.429 to 0.821)"
     other_rank = torch.tensor([2.0, 0.5, 0.25], dtype=torch.float64)  # 0.5 and 0
     of_both = mean_and_error(values, lambda sums: sums + other_rank)
     every = [*values, 0.5, 0.0]
     assert of_both == pytest.approx((statistics.fmean(every), statistics.stdev(every) / 6**0.5))
     assert all(map(math.isnan, mean_and_error([]))) and mean_and_error([0.3]) == (0.3, 0.0)
+
+
+@pytest.mark.parametrize(("right", "count"), [(0, 5), (1, 10), (23, 25), (999, 1000), (40, 40)])
+def test_the_interval_of_an_accuracy_is_wilsons(right, count):
+    """Its ends are the shares p from which the found one differs by 1.96 of their own standard errors."""
+    mean, error = mean_and_error([1.0] * right + [0.0] * (count - right))
+    for end in confidence_interval(mean, error, count):
+        assert 0 <= end <= 1
+        assert end in (0, 1) or abs(mean - end) == pytest.approx(1.96 * math.sqrt(end * (1 - end) / count), rel=1e-6)
+
+
+def test_intervals_of_other_values():
+    for values in ([8.0, 9.0, 9.0], [-1.0, 1.0, 1.0, 1.0], [0.0, 3.0, 0.0, 0.0]):
+        mean, error = mean_and_error(values)
+        assert confidence_interval(mean, error, len(values)) == (mean - 1.96 * error, mean + 1.96 * error)
+    assert confidence_interval(0.5, 0.0, 9) == (0.5, 0.5)
+    shares = [0.9, 1.0, 1.0, 0.95]  # of tests that passed: mean + 1.96 * error is above 1
+    low, high = confidence_interval(*mean_and_error(shares), 4)
+    assert 0.5 < low < 0.9625 < high < 1
+
+
+def test_intervals_by_name():
+    found = {"accuracy_after": 1.0, "accuracy_error_after": 0.0, "unjudged_after": 6, "heldout": 10, "loss_after": 2.0}
+    assert intervals(found, 10, "_after") == {"accuracy_after": confidence_interval(1.0, 0.0, 4)}
+    assert intervals(found, 10) == {} and intervals({"a": math.nan, "a_error": 0.1}, None) == {}
+    texts = with_intervals(found, 10, "_after")
+    assert texts == {"accuracy_after": "1.000 (95 %: 0.510 to 1.000)", "unjudged_after": "6.000", "loss_after": "2.000"}
 
 
 def measured(*accuracies):

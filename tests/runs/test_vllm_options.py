@@ -24,8 +24,7 @@ def options(recipe, *arguments):
 
 
 def engine(parameters, *, offload=False):
-    weights = [torch.zeros(parameters)]
-    optimizer = SimpleNamespace(param_groups=[{"params": weights}])
+    optimizer = torch.optim.AdamW([torch.zeros(parameters, requires_grad=True)])
     found = SimpleNamespace(optimizer=optimizer, offload_between_phases=offload)
     return SimpleNamespace(**vars(found), gathered=None, model_parallel_group=None)
 
@@ -47,6 +46,10 @@ def test_the_sampler_gets_what_the_trainer_leaves(monkeypatch):
     assert given["gpu_memory_utilization"] == 0.72  # rounded down
     assert optimizer_bytes([engine(1000), engine(500)]) == 2 * 4 * 1500
     assert optimizer_bytes([engine(1000, offload=True), SimpleNamespace()]) == 0
+    stepped = engine(1000)
+    stepped.optimizer.param_groups[0]["params"][0].grad = torch.ones(1000)
+    stepped.optimizer.step()
+    assert optimizer_bytes([stepped, engine(500)]) == 2 * 4 * 500
     assert share_left(80 * GIB, 100 * GIB, 20 * GIB) == 0.53
     with pytest.raises(
         ValueError, match="gpu_memory_utilization: .* 20.0 of 80.0 GiB are free, .* take 14.0; try --off"

@@ -332,7 +332,7 @@ def test_load_processor_without_torchvision(processor, tiny_dir, tmp_path):
         part.save_pretrained(tmp_path / "internvl")
     tokens = len(encode_prompt(internvl, ask(image(70, 90), question="q")).token_ids)
     paths = [tiny_dir, *(str(tmp_path / name) for name in ("image.png", "pixels.pt", "internvl"))]
-    done = subprocess.run([sys.executable, "-c", HIDDEN, *paths], capture_output=True, text=True, timeout=200)
+    done = subprocess.run([sys.executable, "-c", HIDDEN, *paths], capture_output=True, text=True, timeout=1000)
     said = ["Qwen2_5_VLProcessor", "2", "None", "InternVLProcessor", str(tokens)]
     assert done.stdout.split() == said, done.stderr[-2000:]
     ours = encode_prompt(processor, ask(image(70, 90))).vision["pixel_values"]

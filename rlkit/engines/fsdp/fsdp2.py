@@ -34,7 +34,7 @@ from rlkit.engines.logit_functions import (
     apply_to_hidden_states,
     apply_to_logits,
     head_logits,
-    topk_of_pieces,
+    topk_of_chunks,
 )
 from rlkit.engines.loss_closure import LossFn, Outputs, check_output_names, compute_loss, sum_metrics
 from rlkit.engines.model_files import has_meta_weights
@@ -323,7 +323,7 @@ class Fsdp2Engine:
         """
 
         def topk(inputs: ModelInputs) -> dict[str, Tensor]:
-            return topk_of_pieces(self._logit_pieces(inputs), k, self.temperature)._asdict()
+            return topk_of_chunks(self._logit_chunks(inputs), k, self.temperature)._asdict()
 
         return TopkLogprobs(**self._infer_unpadded(batch, topk))
 
@@ -453,8 +453,8 @@ class Fsdp2Engine:
     def _logits(self, inputs: ModelInputs) -> Tensor:
         return inputs.select_outputs(self.module(**inputs.kwargs, use_cache=False).logits)
 
-    def _logit_pieces(self, inputs: ModelInputs) -> Iterator[Tensor]:
-        """The logits [K, V] in pieces of tokens, -inf at suppressed tokens, without gradient."""
+    def _logit_chunks(self, inputs: ModelInputs) -> Iterator[Tensor]:
+        """The logits [N, V] in chunks of tokens, -inf at suppressed tokens, without gradient."""
         if self.use_fused_kernels:
             hidden, head = self._last_hidden(inputs), self.base.get_output_embeddings()
             for piece in hidden.split(tokens_per_chunk(hidden, len(head.weight))):

@@ -2,11 +2,10 @@
 
     engine = make_engine("megatron", model=model, tensor=2, pipeline=2, optimizer=lambda params: AdamW(params, lr=1e-6))
 
-It has the methods of the fsdp2 engine. Weights come from a transformers model or its files, and are returned under
-its names.
-Megatron's pipeline schedule calls the loss closure, on the last stage. Gradients are sums, as in every engine: Megatron
-would divide them by micro-batches and ranks, which is switched off. On a GPU the layers are Transformer Engine's if it
-is installed; otherwise they are Megatron's own with rlkit's attention.
+It has the methods of the fsdp2 engine. Weights come from a transformers model or from its files, and are returned under
+its names. Megatron's pipeline schedule calls the loss closure, on the last stage. Gradients are sums, as in every
+engine: Megatron would divide them by micro-batches and ranks, which is switched off. On a GPU the layers are
+Transformer Engine's if it is installed; otherwise they are Megatron's own with rlkit's attention.
 """
 
 from __future__ import annotations
@@ -42,7 +41,7 @@ from rlkit.engines.logit_functions import (
     LogitFunction,
     apply_to_hidden_states,
     head_logits,
-    topk_of_pieces,
+    topk_of_chunks,
 )
 from rlkit.engines.loss_closure import LossFn, Outputs, check_output_names, compute_loss, sum_metrics
 from rlkit.engines.megatron.attention import context_parallel_inputs
@@ -67,6 +66,7 @@ from rlkit.engines.megatron.supported import ParallelDims, check_supported, is_m
 from rlkit.engines.megatron.vocab_parallel import vocab_parallel_linear_logprobs
 from rlkit.engines.megatron.weights import (
     LM_HEAD,
+    HFTensor,
     embedding_name,
     freeze_parameters,
     full_parameters,
@@ -112,7 +112,7 @@ class MegatronEngine:
         max_grad_norm: gradients are scaled down to this norm.
         share_prompts: rows that answer the same prompt contain its tokens and images once, see `Fsdp2Engine`.
         use_fused_kernels: no effect; logprobs and entropy are always computed from the hidden states of scored tokens,
-            in pieces, without the [N, V / tensor] logits.
+            in chunks, without the [N, V / tensor] logits.
         router_replay: tokens of a batch with `routed_experts` go to those experts, see rlkit.vlm.routers.
         use_remove_padding, ulysses_sequence_parallel_size: accepted at their defaults only, so that both engines take
             the same options: rows are always packed, and `context` shares long sequences.
@@ -212,7 +212,7 @@ class MegatronEngine:
         self.model_parallel_group = make_model_parallel_group(self.data_parallel_rank, self.data_parallel_size)
 
     def _build(self, model: Any, make_optimizer: Callable[..., torch.optim.Optimizer] | None) -> None:
-        """This rank's part of the model and the optimizer, with weights of the transformers model or of its files."""
+        """Make this rank's part of the model and the optimizer, and set the weights."""
         self.model = build_model(model, self.megatron_config, self.device, value_head=self.value_head)
         self.parameters = map_parameters(self.model, self.megatron_config)
         tensors = hf_tensors(model)
@@ -223,17 +223,21 @@ class MegatronEngine:
             wrapped = wrap_model(self.model, self.megatron_config, make_optimizer)
             self.module, self.distributed_optimizer, self.groups = wrapped
         self.optimizer = None if self.distributed_optimizer is None else self.distributed_optimizer.optimizer
-        with readable_tensors(model, tensors) as sources:
-            for parameter, names in self.parameters:
-                part = local_part([sources[name] for name in names], parameter, self.megatron_config)
-                dtype = tensors[names[0]].tensor.dtype  # in which the model was to be loaded
-                if torch.promote_types(part.dtype, dtype) != dtype:  # otherwise no number changes
-                    part = part.to(dtype)
-                set_values(parameter, self.distributed_optimizer, {"param": part})
+        self._set_weights(model, tensors)
         self.stages = tensors_of_stages(self.parameters, {name: x.tensor.shape for name, x in tensors.items()})
         self.hf_model = _without_weights(model)
         self.hf_shapes = {name: parameter.shape for name, parameter in model.named_parameters()}
         self.trained_names = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
+
+    def _set_weights(self, model: Any, tensors: Mapping[str, HFTensor]) -> None:
+        """Set this rank's weights from the transformers model, or from its files if it is on the meta device."""
+        with readable_tensors(model, tensors) as sources:
+            for parameter, names in self.parameters:
+                part = local_part([sources[name] for name in names], parameter, self.megatron_config)
+                dtype = tensors[names[0]].tensor.dtype  # that the caller of `load_model` asked for
+                if torch.promote_types(part.dtype, dtype) != dtype:  # otherwise no number changes
+                    part = part.to(dtype)
+                set_values(parameter, self.distributed_optimizer, {"param": part})
 
     # --- training and scoring
 
@@ -396,7 +400,7 @@ class MegatronEngine:
         self.module.eval()
 
         def finish(rows: list[int], part: Batch, inputs: ModelInputs, result: Tensor) -> tuple[Tensor, Tensor, Any]:
-            top = topk_of_pieces(self._logit_pieces(result[0][inputs.logits_to_keep]), k, self.temperature)
+            top = topk_of_chunks(self._logit_chunks(result[0][inputs.logits_to_keep]), k, self.temperature)
             tokens = batch.unpadded_rows(rows)[part.unpadded_at(inputs.output_indices.cpu())]
             found = (tokens, *(x[: len(tokens)].cpu() for x in top))
             return result.new_zeros(()), torch.zeros((), dtype=torch.int), found
@@ -413,8 +417,8 @@ class MegatronEngine:
             dist.broadcast(x, group=group, group_src=group.size() - 1)
         return top
 
-    def _logit_pieces(self, selected: Tensor) -> Iterator[Tensor]:
-        """The logits [K, V] in pieces of tokens, -inf at suppressed tokens, without gradient."""
+    def _logit_chunks(self, selected: Tensor) -> Iterator[Tensor]:
+        """The logits [N, V] in chunks of tokens, -inf at suppressed tokens, without gradient."""
         for piece in selected.split(tokens_per_chunk(selected, padded_vocabulary(self.config, self.dims))):
             logits = head_logits(piece, self._head_weight(), None, None)
             yield _of_full_logits(lambda full, _: full, self.suppressed_token_ids, logits, {})

@@ -166,15 +166,12 @@ def checkpoint_state(
     tensor = parallel_state.get_tensor_model_parallel_group()
     ranks, rank = data.size() * tensor.size(), data.rank() * tensor.size() + tensor.rank()
     training = [one for one in parameters if one.parameter.requires_grad and not is_tied_copy(one.parameter)]
-    of_module: dict[str, list[MappedParameter]] = {}  # all experts of a layer are one tensor of the module
-    for one in training:
-        of_module.setdefault(module_name(one.hf_names[0]), []).append(one)
     model: dict[str, Tensor] = {}
     state: dict[str, dict[str, Any]] = {}
     step = None if optimizer is None else step_count(optimizer)
-    for i, members in enumerate(of_module.values()):
+    for i, one in enumerate(training):
         for kind in ("param", *MOMENTS) if optimizer is not None else ("param",):
-            tensors = _gather_module_tensors(members, optimizer, kind, config, keep=i % ranks == rank)
+            tensors = _gather_module_tensors(one, optimizer, kind, config, keep=i % ranks == rank)
             if kind == "param":
                 model |= tensors
             else:
@@ -186,27 +183,26 @@ def checkpoint_state(
 
 
 def _gather_module_tensors(
-    members: Sequence[MappedParameter],
+    mapped: MappedParameter,
     optimizer: DistributedOptimizer | None,
     kind: str,
     config: TransformerConfig,
     *,
     keep: bool,
 ) -> dict[str, Tensor]:
-    """Weights or moments of parameters by names of the transformers module, on the host; empty without `keep`.
+    """Weights or moments of a parameter by names of the transformers module, on the host; empty without `keep`.
 
     All ranks of a stage call this together.
     """
-    of_files: dict[str, Tensor] = {}
-    for parameter, names in members:
-        if optimizer is None:
-            full = gather_parts(parameter.detach(), parameter)
-        else:
-            full = gather_state(optimizer, parameter, itemgetter(kind))
-        if keep:
-            tensors = megatron_to_hf(full, len(names), parameter, config)
-            of_files |= {name: tensor.cpu() for name, tensor in zip(names, tensors, strict=True)}
-    return files_to_module(of_files)
+    parameter, names = mapped
+    if optimizer is None:
+        full = gather_parts(parameter.detach(), parameter)
+    else:
+        full = gather_state(optimizer, parameter, itemgetter(kind))
+    if not keep:
+        return {}
+    tensors = megatron_to_hf(full.cpu(), len(names), parameter, config)
+    return files_to_module(dict(zip(names, tensors, strict=True)))
 
 
 def step_count(optimizer: DistributedOptimizer) -> Tensor:

@@ -1,0 +1,62 @@
+"""Confidence intervals of held-out results."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+Z = 1.96  # quantile of the normal distribution for 95 %
+
+
+def confidence_interval(mean: float, error: float, count: float) -> tuple[float, float]:
+    """The 95 % confidence interval of a mean; for values from 0 to 1, such as accuracies, it lies within 0 and 1.
+
+    With the mean p of n values that are 0 or 1 it is Wilson's score interval:
+
+        (p + z²/2n ± z sqrt(p (1 - p) / n + z²/4n²)) / (1 + z²/n)
+
+    Wilson, Probable inference, the law of succession, and statistical inference, 1927,
+    https://doi.org/10.1080/01621459.1927.10502953. For other values from 0 to 1, n is the number of values 0 or 1 that
+    would have the same standard error. Values are known to exceed 0 or 1 if their mean does, or if their variance is
+    above p (1 - p); then it is mean ± z * error.
+
+    Args:
+        mean: of `count` values.
+        error: its standard error, sqrt(sample variance / count).
+        count: number of values, about.
+    """
+    most = mean * (1 - mean)  # variance of 0s and 1s
+    if not 0 <= mean <= 1 or (count - 1) * error**2 > most * (1 + 1e-6):
+        return mean - Z * error, mean + Z * error
+    if most == 0:
+        n = max(count, 1.0)
+    elif error == 0:
+        return mean, mean
+    else:
+        n = most / error**2 + 1
+    middle, half = mean + Z**2 / (2 * n), Z * math.sqrt(most / n + Z**2 / (4 * n**2))
+    low, high = ((middle + x) / (1 + Z**2 / n) for x in (-half, half))
+    return max(0.0, low), min(1.0, high)
+
+
+def intervals(found: Mapping[str, Any], count: Any, when: str = "") -> dict[str, tuple[float, float]]:
+    """The confidence intervals of the results of an evaluation, by name, where a NAME has a NAME_error.
+
+    Args:
+        found: results by name. What is not a finite number has no interval.
+        count: number of rows, if it is known.
+        when: a suffix of all names, such as "_after" for NAME_after and NAME_error_after.
+    """
+    unjudged = found.get(f"unjudged{when}", 0)
+    judged = max(1.0, count - unjudged) if _is_finite(count) and _is_finite(unjudged) else 1.0
+    made = {}
+    for name, mean in found.items():
+        error: Any = found.get(f"{name.removesuffix(when)}_error{when}")
+        if name.endswith(when) and _is_finite(mean) and _is_finite(error):
+            made[name] = confidence_interval(mean, error, judged)
+    return made
+
+
+def _is_finite(x: Any) -> bool:
+    return isinstance(x, int | float) and math.isfinite(x)
