@@ -92,7 +92,7 @@ def config_file(model: str) -> Path:
     if not file.is_file():
         expected = f"model: expected a directory or a config.json on this machine, got {model!r}"
         if re.fullmatch(HUB_ID, model) and not Path(model).exists():
-            expected += f"; if it is on the hub, download it first: hf download {model} --local-dir DIR, and pass DIR"
+            expected += f"; download it first by hf download {model}, and pass the directory that this prints"
         raise ValueError(expected)
     return file
 

@@ -100,8 +100,8 @@ def test_bad_input_is_named(tiny_dir, text_dir, tmp_path):  # noqa: F811
         write_model(f"{tiny_dir}/config.json", ["text_config.num_attention_heads=3"], tmp_path / "odd")
     with pytest.raises(
         ValueError,
-        match="model: expected a directory or a config.json on this machine, got 'owner/name'; if it is on the hub, "
-        "download it first: hf download owner/name --local-dir DIR, and pass DIR",
+        match="model: expected a directory or a config.json on this machine, got 'owner/name'; download it "
+        "first by hf download owner/name, and pass the directory that this prints",
     ):
         changed_config("owner/name", ["hidden_size=3"])
     run = ["--out", tmp_path / "run", "--task", "sorting"]
