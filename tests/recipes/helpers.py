@@ -50,6 +50,12 @@ def second_epoch():
     return replace(task, train=task.train[:12])
 
 
+def even_lengths():
+    """A task that rewards answers of an even number of characters, which a model with random weights writes, too."""
+    task = seen_shortly()
+    return replace(task, heldout=task.heldout[:2], reward=lambda text, row: float(len(text) % 2 == 0))
+
+
 @pytest.fixture(scope="session")
 def warm_dir(tmp_path_factory):
     return built_warm(tmp_path_factory)

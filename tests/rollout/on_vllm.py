@@ -23,7 +23,7 @@ TESTS = Path(__file__).parents[1]
 sys.path[:0] = [str(TESTS / name) for name in ("rollout", "engines", "mismatch", "recipes", "")]
 from faults import first_differences  # noqa: E402
 from forked_ranks import fork_ranks  # noqa: E402
-from helpers import numbers, run_here, seen_shortly  # noqa: E402
+from helpers import numbers, run_here  # noqa: E402
 from isolated_cases import case  # noqa: E402
 from rows import make_samples  # noqa: E402
 from vllm_models import build, register  # noqa: E402
@@ -246,16 +246,10 @@ def errors(rollout, prompts) -> dict:
     return {name: refused(case) for name, case in cases.items()}
 
 
-def even_lengths():
-    """A task that rewards answers of an even number of characters, which a model with random weights writes, too."""
-    task = seen_shortly()
-    return replace(task, heldout=task.heldout[:2], reward=lambda text, row: float(len(text) % 2 == 0))
-
-
 def recipe(folder: Path) -> dict:
     """A run that sends adapters alone to an engine on each rank."""
     path = folder / "models" / "qwen2_5_vl"
-    options = ["--model", path, "--task", "on_vllm:even_lengths", "--lora_rank", 3, "--lr", 0.02, "--warmup_steps", 1]
+    options = ["--model", path, "--task", "helpers:even_lengths", "--lora_rank", 3, "--lr", 0.02, "--warmup_steps", 1]
     options += ["--prompts_per_step", 8, "--group_size", 4, "--steps", 3, "--max_prompt_tokens", 120]
     options += ["--rollout", "vllm", "--sync_adapters", "--out", folder / "recipe"]
     options += ["--rollout_options", "kv_cache_memory_bytes", 32 << 20, "max_num_seqs", 32]

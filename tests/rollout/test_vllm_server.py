@@ -119,6 +119,21 @@ def train(engine, samples):
     assert {"visual", "embed_tokens"} <= {part for name in moved for part in name.split(".")}
 
 
+def test_a_recipe_sends_adapters_alone_and_sends_them_again_after_a_resume(tiny_dir, servers, tmp_path):
+    """Before other tests send these servers merged weights, after which they take no adapters."""
+    options = ["--model", tiny_dir, "--task", "helpers:even_lengths", "--servers", *servers]
+    options += ["--prompts_per_step", 8, "--group_size", 4, "--max_new_tokens", 3, "--lr", 0.02, "--warmup_steps", 1]
+    options += ["--max_staleness", 0, "--save_every", 1, "--steps", 3, "--out", tmp_path / "run", "--sync_adapters"]
+    helpers.stop_after(2, "grpo_async", *options, "--lora_rank", 4)
+    helpers.run_here("grpo_async", *options, "--lora_rank", 4, "--resume")
+    rows = helpers.numbers(tmp_path / "run")
+    assert [row["step"] for row in rows] == [0, 1, 2] and all(row["grad_norm"] > 0 for row in rows)
+    assert all(row["mismatch/abs_dlogp"] < 1e-5 and row["weight_sync/bytes"] < 150_000 for row in rows)
+    options[-2] = tmp_path / "refused"
+    with pytest.raises(SystemExit, match="grpo_async: .*expected an adapter of at most rank 8 .*, got 16.* start "):
+        helpers.run_here("grpo_async", *options, "--lora_rank", 16)
+
+
 def test_a_teacher_on_servers_is_the_teacher_in_this_process(tiny_dir, processor, rollout, prompts, servers, tmp_path):
     """Top-k and log-probabilities of answers with and without images; a student that is its own teacher learns nothing.
 
@@ -207,7 +222,7 @@ def test_adapters_alone_are_enough(tiny_dir, processor, engine, rollout, prompts
     whole = sum(weight.nbytes for _, weight in trainer.get_per_tensor_param())
     assert len(serialize_adapter(*trainer.get_adapter())) < whole / 20
     samples = rollout.generate(prompts, SAMPLING, n=4)
-    for version in (1, 2):
+    for version in (rollout.version + 1, rollout.version + 2):
         assert apart(trainer, samples)[0] > 0.05
         rollout.update_adapter(*trainer.get_adapter())
         samples = rollout.generate(prompts, SAMPLING, n=4)
