@@ -16,9 +16,8 @@ import helpers  # noqa: E402
 from free_ports import free_ports  # noqa: E402
 from helpers import assert_help_names_every_option, run, run_here, warm_dir  # noqa: E402, F401  (a fixture)
 
-# all answers of a step at once; adapters are for the first test
+# all answers of a step at once, and no adapters, whose layers are slower without one too
 OPTIONS = ["--kv-cache-memory-bytes", str(64 << 20), "--max-model-len", "512", "--max-num-seqs", "256"]
-OPTIONS += ["--enable-lora", "--max-lora-rank", "8"]
 SMALL = ["--prompts_per_step", "8", "--group_size", "4", "--max_new_tokens", "3"]
 LEARNING = [
     "--task", "helpers:few_digits", "--prompts_per_step", 24, "--group_size", 8, "--max_new_tokens", 3,
