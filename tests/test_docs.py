@@ -11,14 +11,14 @@ import pytest
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 CODE = [p for folder in ("rlkit", "recipes", "benchmarks", "docs") for p in sorted((ROOT / folder).rglob("*.py"))]
-ELSEWHERE = {  # of torchrun, pip, pytest, vLLM, tyro, SLURM, slime, lm-eval and inspect-ai
+ELSEWHERE = {  # of torchrun, pip, pytest, vLLM, tyro, SLURM, slime, lm-eval, inspect-ai and hf
     "--standalone", "--nproc-per-node", "--nnodes", "--benchmark-enable", "--benchmark-group-by", "--quantization",
     "--enable-return-routed-experts", "--enable-lora", "--max-lora-rank", "--max-logprobs", "--middleware", "--help",
     "--node-rank", "--master-addr", "--master-port", "--shutdown-timeout", "--account", "--partition", "--requeue",
     "--signal",
     "--advantage-estimator", "--custom-reward-post-process-path", "--no-deps",
     "--pyargs", "--algo",
-    "--model_args", "--tasks", "--include_path", "--output_path", "--log-dir",
+    "--model_args", "--tasks", "--include_path", "--output_path", "--log-dir", "--local-dir",
 }  # fmt: skip
 MEASURED = "time|reward|reward_part|groups|ratio|mismatch|critic|marked|preference|value"
 
