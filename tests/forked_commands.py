@@ -71,7 +71,9 @@ def exit_code(pid: int) -> int:
 
 def main() -> None:
     folder, at_once, commands = json.load(sys.stdin)
+    import matplotlib.backends.backend_agg  # noqa: F401
     import peft  # noqa: F401
+    import tyro  # noqa: F401
     from transformers import GenerationMixin, Qwen2_5_VLForConditionalGeneration, Qwen2_5_VLProcessor  # noqa: F401
 
     import rlkit.runs  # noqa: F401
