@@ -107,15 +107,22 @@ def run(command, folder, **settings):
         "VERL_FILE_LOGGER_PATH": str(folder / "metrics.jsonl"),
         "VERL_ON_CPU_RECORDS": str(folder),
     }
-    output = open(folder / "output", "w")
-    process = subprocess.Popen(
-        [*command, *files], cwd=folder, env=env | settings, stdout=output, stderr=output, start_new_session=True
-    )
-    try:
-        code = process.wait(timeout=1500)
-    finally:
-        if process.poll() is None:
-            os.killpg(process.pid, signal.SIGKILL)
+    for _ in range(3):
+        code, output = finished([*command, *files], folder, env | settings)
+        if "The current node timed out during startup" not in output:  # Ray's 30 s, too few on a busy machine
+            break
+    return code, output
+
+
+def finished(command, folder, env):
+    """The exit status and output of a command; its whole process group is gone afterwards."""
+    with open(folder / "output", "w") as output:
+        process = subprocess.Popen(command, cwd=folder, env=env, stdout=output, stderr=output, start_new_session=True)
+        try:
+            code = process.wait(timeout=1500)
+        finally:
+            if process.poll() is None:
+                os.killpg(process.pid, signal.SIGKILL)
     return code, (folder / "output").read_text()
 
 
