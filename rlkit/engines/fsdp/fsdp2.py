@@ -230,9 +230,7 @@ class Fsdp2Engine:
 
     def _prepare_model(self, *, gradient_checkpointing: bool, compiled: bool) -> None:
         """What is set on the model before it is sharded: attention, router replay, kernels, checkpointing, compile."""
-        if (
-            self.use_remove_padding
-        ):  # transformers gives the padding token no gradient; with pad == eos it is in the rows
+        if self.use_remove_padding:  # the padding token, which gets no gradient, may also end answers
             self.base.get_input_embeddings().padding_idx = None
         use_packed_attention(self.base, packed=self.use_remove_padding)
         if self.device.type == "cuda":
