@@ -3,6 +3,7 @@
 import json
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -17,7 +18,7 @@ from rlkit.vlm import load_model, load_processor, lora, suppressed_token_ids
 
 sys.path.insert(0, str(Path(__file__).parent))
 from free_ports import free_ports
-from vllm_models import build
+from vllm_models import EXPERTS, build
 
 pytestmark = [
     pytest.mark.gpu,
@@ -28,14 +29,14 @@ OPTIONS = ["--gpu-memory-utilization", "0.4", "--max-model-len", "512"]  # of se
 PROMPTS = [prompt_sample([10 + i, 11, 12], group_id=i) for i in range(8)]
 
 
-def new_engine(tiny_dir, processor, *, lora_rank=0):
+def new_engine(tiny_dir, processor, *, lora_rank=0, **more):
     model = load_model(tiny_dir)
     optimizer = {"optimizer": lambda weights: torch.optim.SGD(weights, lr=2.0)}
     if lora_rank:
         model = lora(model, lora_rank, 8)
         optimizer = {"optimizer": lambda weights: torch.optim.Adam(weights, lr=0.05)}
     suppressed = suppressed_token_ids(model.config, getattr(processor, "tokenizer", processor))
-    options = {"suppressed_token_ids": suppressed, "temperature": 0.8, **optimizer}
+    options = {"suppressed_token_ids": suppressed, "temperature": 0.8, **optimizer, **more}
     return make_engine("fsdp2", model=model, device="cuda", **options)
 
 
@@ -87,6 +88,37 @@ def test_adapters_alone_join_a_base_model_that_slept(tiny_dir):
         assert fresh < 0.05 and mean_gap(engine, samples) > 2 * fresh
     assert len(rollout.llm.llm_engine.list_loras()) == 1
     rollout.close()
+
+
+def test_hf_samples_with_the_trained_weights(tiny_dir):
+    processor = load_processor(tiny_dir)
+    engine = new_engine(tiny_dir, processor)
+    rollout = make_rollout("hf", engine.gathered, model=tiny_dir, processor=processor)
+    samples = rollout.generate(PROMPTS, SAMPLING, n=4)
+    assert mean_gap(engine, samples) < 0.05
+    train(engine, samples)
+    assert mean_gap(engine, rollout.generate(PROMPTS, SAMPLING, n=4)) < 0.05
+    assert mean_gap(engine, samples) > 0.1  # of the weights before
+
+
+def test_the_trainer_repeats_vllms_choice_of_experts(tmp_path):
+    build("qwen3_moe", str(tmp_path))
+    processor = load_processor(str(tmp_path))
+    options = {"enable_return_routed_experts": True, "gpu_memory_utilization": 0.4}
+    rollout = make_rollout("vllm", model=str(tmp_path), processor=processor, **options)
+    samples = rollout.generate(PROMPTS, SAMPLING, n=4)
+    rollout.close()
+    check_replay(str(tmp_path), processor, samples)
+
+
+def check_replay(path, processor, samples):
+    """Recorded experts give the sampler's logprobs, other experts others."""
+    assert all(len(sample.routed_experts) == len(sample.token_ids) - 1 for sample in samples)
+    engine = new_engine(path, processor, router_replay=True)
+    others = [
+        replace(sample, routed_experts=(sample.routed_experts + 1) % EXPERTS["num_experts"]) for sample in samples
+    ]
+    assert mean_gap(engine, samples) < 0.05 and mean_gap(engine, others) > 0.1
 
 
 def test_an_fp8_sampler_quantises_what_arrives(tmp_path):
