@@ -81,11 +81,16 @@ def servers(tiny_dir, tmp_path_factory):
         yield servers
 
 
+def connected(tiny_dir, processor, servers):
+    urls = list(servers)
+    return make_rollout(
+        "vllm_server", model=tiny_dir, processor=processor, urls=urls, bucket_bytes=1 << 20, timeout=200
+    )
+
+
 @pytest.fixture(scope="module")
 def rollout(tiny_dir, processor, servers):
-    rollout = make_rollout(
-        "vllm_server", model=tiny_dir, processor=processor, urls=list(servers), bucket_bytes=1 << 20, timeout=200
-    )
+    rollout = connected(tiny_dir, processor, servers)
     yield rollout
     rollout.close()
 
@@ -119,27 +124,14 @@ def train(engine, samples):
     assert {"visual", "embed_tokens"} <= {part for name in moved for part in name.split(".")}
 
 
-def test_a_recipe_sends_adapters_alone_and_sends_them_again_after_a_resume(tiny_dir, servers, tmp_path):
-    """Before other tests send these servers merged weights, after which they take no adapters."""
-    options = ["--model", tiny_dir, "--task", "helpers:even_lengths", "--servers", *servers]
-    options += ["--prompts_per_step", 8, "--group_size", 4, "--max_new_tokens", 3, "--lr", 0.02, "--warmup_steps", 1]
-    options += ["--max_staleness", 0, "--save_every", 1, "--steps", 3, "--out", tmp_path / "run", "--sync_adapters"]
-    helpers.stop_after(2, "grpo_async", *options, "--lora_rank", 4)
-    helpers.run_here("grpo_async", *options, "--lora_rank", 4, "--resume")
-    rows = helpers.numbers(tmp_path / "run")
-    assert [row["step"] for row in rows] == [0, 1, 2] and all(row["grad_norm"] > 0 for row in rows)
-    assert all(row["mismatch/abs_dlogp"] < 1e-5 and row["weight_sync/bytes"] < 150_000 for row in rows)
-    options[-2] = tmp_path / "refused"
-    with pytest.raises(SystemExit, match="grpo_async: .*expected an adapter of at most rank 8 .*, got 16.* start "):
-        helpers.run_here("grpo_async", *options, "--lora_rank", 16)
-
-
-def test_a_teacher_on_servers_is_the_teacher_in_this_process(tiny_dir, processor, rollout, prompts, servers, tmp_path):
+def test_a_teacher_on_servers_is_the_teacher_in_this_process(tiny_dir, processor, prompts, servers, tmp_path):
     """Top-k and log-probabilities of answers with and without images; a student that is its own teacher learns nothing.
 
     This is the first test because the servers have the weights of the directory only until a trainer sends its own.
     """
+    rollout = connected(tiny_dir, processor, servers)
     samples = rollout.generate(prompts, SAMPLING, n=2)
+    rollout.close()
     teacher = VllmTeacher(model=tiny_dir, urls=list(servers), top_k=8)
     engine, batch = make_engine("fsdp2", model=load_model(tiny_dir)), collate(samples)
     found, expected = teacher.topk_logprobs(samples, 8), engine.topk_logprobs(batch, 8)
@@ -159,19 +151,26 @@ def test_a_teacher_on_servers_is_the_teacher_in_this_process(tiny_dir, processor
     with pytest.raises(ValueError, match="expected the teacher '/other/model', got '/"):
         VllmTeacher(model="/other/model", urls=list(servers))
 
-    options = [
-        "--model",
-        tiny_dir,
-        "--teacher",
-        tiny_dir,
-        "--teacher_servers",
-        *servers,
-        "--task",
-        "helpers:seen_shortly",
-    ]
+    options = ["--model", tiny_dir, "--teacher", tiny_dir, "--teacher_servers", *servers]
+    options += ["--task", "helpers:seen_shortly"]
     options += ["--loss", "reverse_kl", "--teacher_top_k", 8, "--steps", 2, "--prompts_per_step", 4, "--group_size", 2]
     helpers.run_here("distill", *options, "--out", tmp_path / "run")
     assert [row["divergence"] < 1e-3 for row in helpers.rows(tmp_path / "run")] == [True, True]
+
+
+def test_a_recipe_sends_adapters_alone_and_sends_them_again_after_a_resume(tiny_dir, servers, tmp_path):
+    """Before other tests send these servers merged weights, after which they take no adapters."""
+    options = ["--model", tiny_dir, "--task", "helpers:even_lengths", "--servers", *servers]
+    options += ["--prompts_per_step", 8, "--group_size", 4, "--max_new_tokens", 3, "--lr", 0.02, "--warmup_steps", 1]
+    options += ["--max_staleness", 0, "--save_every", 1, "--steps", 3, "--out", tmp_path / "run", "--sync_adapters"]
+    helpers.stop_after(2, "grpo_async", *options, "--lora_rank", 4)
+    helpers.run_here("grpo_async", *options, "--lora_rank", 4, "--resume")
+    rows = helpers.numbers(tmp_path / "run")
+    assert [row["step"] for row in rows] == [0, 1, 2] and all(row["grad_norm"] > 0 for row in rows)
+    assert all(row["mismatch/abs_dlogp"] < 1e-5 and row["weight_sync/bytes"] < 150_000 for row in rows)
+    options[-2] = tmp_path / "refused"
+    with pytest.raises(SystemExit, match="grpo_async: .*expected an adapter of at most rank 8 .*, got 16.* start "):
+        helpers.run_here("grpo_async", *options, "--lora_rank", 16)
 
 
 def test_suppressed_tokens_of_a_teacher_get_no_probability(monkeypatch):
