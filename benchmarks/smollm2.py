@@ -36,6 +36,7 @@ from rlkit.tracking import read_metrics, read_object
 ROOT = Path(__file__).parents[1]
 FINISHED = "benchmark.json"  # written when a run has finished
 WORDS, HELD_OUT = 10, 32
+REWARD = ("reward in the first 4 steps", "in the last 4")
 
 COMMON = "--model smollm2 --threads 1 --compute_dtype bfloat16 --save_every 1000 --report_seconds 0"
 ADAPTERS = "--lora_rank 16 --warmup_steps 2 --no_enable_gradient_checkpointing"
@@ -141,11 +142,8 @@ def run(name: str, measured: Measured, seed: int, out: Path, steps: int | None, 
 
 def lines_of(out: Path, measured: Measured) -> list[str]:
     """A line for each number of a finished run."""
-    evaluation, steps, run = (
-        read_object(out / "eval.json"),
-        read_metrics(out / "metrics.jsonl"),
-        read_object(out / FINISHED),
-    )
+    evaluation, run = read_object(out / "eval.json"), read_object(out / FINISHED)
+    steps = read_metrics(out / "metrics.jsonl")
     rewards = [row["reward/mean"] for row in steps if "reward/mean" in row]
     reward = f"{mean(rewards[:4]):.2f} | {mean(rewards[-4:]):.2f}" if rewards else " | "
     lines = []
@@ -161,26 +159,17 @@ def lines_of(out: Path, measured: Measured) -> list[str]:
     return lines
 
 
-def table(which: str, out: Path, command: str) -> str:
+def table(which: str, out: Path) -> str:
     """All finished runs in a directory, in the order of the table."""
     names = list(TABLES[which])
     finished = [file.parent for file in out.glob(f"*/{FINISHED}")]
     finished.sort(key=lambda run: (names.index(read_object(run / FINISHED)["name"]), run.name))
-    head = [
-        "run",
-        "seed",
-        "steps",
-        "number",
-        "before",
-        "after",
-        "reward, first 4 steps",
-        "last 4",
-        "seconds",
-        "CPU seconds",
-    ]
+    head = ("run", "seed", "steps", "number", "before", "after", *REWARD, "seconds", "CPU seconds")
     lines = [f"| {' | '.join(head)} |", "|" + "---|" * len(head)]
     for one in finished:
         lines += lines_of(one, TABLES[which][read_object(one / FINISHED)["name"]])
+    seeds = " ".join(map(str, sorted({read_object(one / FINISHED)["seed"] for one in finished})))
+    command = f"python benchmarks/smollm2.py {which} --seeds {seeds}"
     versions = ", ".join(f"{name} {version(name)}" for name in ("torch", "transformers", "peft", "reasoning-gym"))
     machine = f"{os.cpu_count()} CPU cores ({platform.machine()}), Python {platform.python_version()}, {versions}."
     return "\n".join(
@@ -211,7 +200,7 @@ def main() -> None:
                 failed.append(f"{name}, seed {seed}")
                 continue
             print("\n".join(lines_of(folder, runs[name])), flush=True)
-            result.write_text(table(given.table, out, f"python benchmarks/smollm2.py {given.table} --seeds ..."))
+            result.write_text(table(given.table, out))
     if failed:
         sys.exit(f"smollm2: no result of {'; '.join(failed)}: see above")
 
