@@ -2,8 +2,8 @@
 
 on_fake_ranks.py MODEL_DIR CONFIG_DIR OUT_FILE
 
-CONFIG_DIR has the configuration of a model with a large vocabulary, without weights or tokenizer. Eight layers of the
-size of SmolLM2-135M's are planned and trained, too.
+CONFIG_DIR has the configuration of a model with a large vocabulary, without weights or tokenizer. SmolLM2-135M is
+planned and trained, too.
 """
 
 import gc
@@ -13,13 +13,11 @@ import sys
 import time
 from contextlib import nullcontext, redirect_stdout
 from importlib.util import find_spec
-from pathlib import Path
 from unittest import mock
 
 import torch
 import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
-from transformers import LlamaConfig, LlamaForCausalLM
 
 from rlkit.engines import make_engine
 from rlkit.losses import _kernels, token_mean
@@ -32,7 +30,8 @@ from rlkit.plan.rehearsal import Roles, local
 from rlkit.plan.workload import largest_micro_batches, longest_batch
 from rlkit.runs.models import trained_part
 from rlkit.vlm import load_model
-from rlkit.vlm.loading import load_config
+from rlkit.vlm.loading import load_config, model_path
+from rlkit.vlm.pretrained import SMOLLM2
 
 CASES = {  # ranks, options
     "one_rank": (1, []),
@@ -43,10 +42,6 @@ CASES = {  # ranks, options
     "fused": (2, ["--use_fused_kernels", "--dtype", "bfloat16"]),
     "offloaded": (2, ["--offload_between_phases"]),
 }
-SMOLLM2 = LlamaConfig(
-    hidden_size=576, intermediate_size=1536, num_hidden_layers=8, num_attention_heads=9, num_key_value_heads=3,
-    vocab_size=49152, max_position_embeddings=8192, tie_word_embeddings=True,
-)  # fmt: skip
 WITH_REFERENCE = ("one_rank", "lora")
 SHORT = ["--max_prompt_tokens", "64", "--max_new_tokens", "64", "--prompts_per_step", "4"]
 STAGES = ["--parallel", "tensor", "2", "pipeline", "2"]
@@ -179,9 +174,8 @@ def main(path, config_dir, out):
         found[name] = planned(cfg, config, ranks, reference=name in WITH_REFERENCE)
         if name != "ulysses":  # the ranks of a real group would have to answer
             found[name]["taken"] = taken(path, cfg, ranks)
-    smollm2 = str(Path(out).with_name("smollm2"))
-    LlamaForCausalLM(SMOLLM2).save_pretrained(smollm2)
-    cfg = recipe_options(module, ["--model", smollm2, *FEW_TOKENS, "--no_enable_gradient_checkpointing"])
+    cfg = recipe_options(module, ["--model", SMOLLM2, *FEW_TOKENS, "--no_enable_gradient_checkpointing"])
+    smollm2 = model_path(SMOLLM2)
     found["smollm2"] = planned(cfg, load_config(smollm2), 2, reference=False)
     found["smollm2"]["taken"] = taken(smollm2, cfg, 2)
     found["distilled"] = distilled(config_dir)
