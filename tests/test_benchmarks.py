@@ -108,8 +108,9 @@ def test_a_finished_run_is_in_the_table_and_not_repeated(finished, monkeypatch):
     monkeypatch.setattr(smollm2.subprocess, "run", lambda *_, **__: pytest.fail("the run was started again"))
     assert smollm2.run("gcd", smollm2.REASONING_GYM["gcd"], 0, finished, None, [])
     (finished.parent / "lcm-seed0").mkdir()  # has not ended
-    lines = smollm2.table("reasoning_gym", finished.parent, "python ...").splitlines()
+    lines = smollm2.table("reasoning_gym", finished.parent).splitlines()
     assert lines[2:4] == ["| gcd | 0 | 8 | accuracy | 0.125 | 0.500 | 0.15 | 0.55 | 90 | 60 |", ""]
+    assert lines[-1].strip() == "python benchmarks/smollm2.py reasoning_gym --seeds 0"
 
 
 def test_an_interrupted_run_is_not_in_the_table(tmp_path, monkeypatch):
