@@ -85,17 +85,23 @@ def full_tensor(x: Tensor) -> Tensor:
 def full_tensors(tensors: Sequence[Tensor]) -> Iterator[Tensor]:
     """`full_tensor` of several tensors, one after the other.
 
-    Tensors that are all sharded by rows over one mesh are gathered at once. Then the memory needed is that of all of
-    them and of the one that is yielded.
+    Tensors that are all sharded by rows over one mesh are gathered at once, those of each dtype in one collective. Then
+    the memory needed is that of all of them and of the one that is yielded.
     """
     by_rows = len(tensors) > 1 and all(isinstance(x, DTensor) and _is_sharded_by_rows(x) for x in tensors)
-    if not by_rows or len({(x.device_mesh, x.dtype) for x in tensors}) > 1:  # type: ignore[attr-defined]
+    if not by_rows or len({x.device_mesh for x in tensors}) > 1:  # type: ignore[attr-defined]
         yield from map(full_tensor, tensors)
         return
-    gathered, sizes = _gather_rows(tensors)  # type: ignore[arg-type]
-    parts = gathered.split([size for of_rank in sizes for size in of_rank])
-    for i, x in enumerate(tensors):
-        yield torch.cat(parts[i :: len(tensors)]).view(x.shape)
+    parts: dict[
+        torch.dtype, Iterator[tuple[Tensor, ...]]
+    ] = {}  # of each tensor of this dtype, in their order: its parts
+    for dtype in dict.fromkeys(x.dtype for x in tensors):
+        same = [x for x in tensors if x.dtype == dtype]
+        gathered, sizes = _gather_rows(same)  # type: ignore[arg-type]
+        by_rank = gathered.split([size for of_rank in sizes for size in of_rank])
+        parts[dtype] = iter([by_rank[i :: len(same)] for i in range(len(same))])
+    for x in tensors:
+        yield torch.cat(next(parts[x.dtype])).view(x.shape)
 
 
 def _is_sharded_by_rows(x: DTensor) -> bool:

@@ -213,7 +213,7 @@ def _train(engine: Any, batch: Batch, ledger: Ledger, prefix: str, functions: Ma
 def _send_weights(engine: Any, cfg: Any, ledger: Ledger) -> None:
     """Gather weights, or adapters alone, in the way that the sampling back end needs."""
     ledger.begin("weight sync")
-    dtype = torch.bfloat16 if cfg.rollout == "vllm" else None
+    dtype = None if cfg.rollout == "hf" else torch.bfloat16
     if sends_adapters(cfg):
         weights = list(engine.get_adapter(ADAPTER_BUCKET_BYTES, dtype)[1])  # a file of them all is made
         del weights

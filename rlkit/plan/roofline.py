@@ -106,9 +106,8 @@ def costs(
     found["train"] = Cost(**{name: models * x for name, x in trained.items()}, host=2 * rehearsal.host)
     if not hasattr(cfg, "rollout"):  # a recipe that does not sample, such as reward_model.py
         return found
-    size = 4 if cfg.dtype == "float32" and cfg.rollout not in ("hf", "vllm") else HALF  # vLLM's own dtype
     adapters = sends_adapters(cfg)
-    gathered = size * (rehearsal.trainable if adapters else rehearsal.parameters)
+    gathered = HALF * (rehearsal.trainable if adapters else rehearsal.parameters)
     put_away = 2 * weights if adapters and cfg.rollout == "vllm" else 0  # vLLM's base model, while the trainer works
     found["weight sync"] = Cost(memory=2 * gathered, link=others * gathered, host=put_away)
     return found

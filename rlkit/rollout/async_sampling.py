@@ -24,6 +24,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from rlkit.data.samples import Sample
@@ -114,6 +115,11 @@ class AsyncSampler:
             samples.add_done_callback(timing.on_done)
             self.in_flight.append((samples, timing))
             self.submitted += 1
+
+    @property
+    def weight_dtype(self) -> torch.dtype | None:
+        """The dtype in which the servers want weights, see `ServerRollout`."""
+        return getattr(self.rollout, "weight_dtype", None)
 
     def update_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
         """Send the weights that a batch was trained to, and submit the next batch."""

@@ -30,7 +30,8 @@ import torch
 from rlkit.rollout.servers.token import LOOPBACK, TOKEN_VARIABLE, new_token
 from rlkit.vlm.loading import model_path
 
-MIDDLEWARE = ("claim.ClaimMiddleware", "token.TokenMiddleware")  # the last one comes first
+# the last one comes first
+MIDDLEWARE = ("weight_dtype.WeightDtypeMiddleware", "claim.ClaimMiddleware", "token.TokenMiddleware")
 PLUGIN = "rlkit_gloo"  # name of rlkit's entry point for vLLM
 LIBC = ctypes.CDLL(None)
 

@@ -173,7 +173,10 @@ def _part(name: str) -> str:
 
 
 def merged_parameters(
-    model: nn.Module, full: Callable[[Sequence[Tensor]], Iterable[Tensor]] = iter, bucket_bytes: int = 0
+    model: nn.Module,
+    full: Callable[[Sequence[Tensor]], Iterable[Tensor]] = iter,
+    bucket_bytes: int = 0,
+    cast: Callable[[str, Tensor], Tensor] = lambda name, tensor: tensor,
 ) -> Iterator[tuple[str, Tensor]]:
     """(name, tensor) of every parameter of the base model, with LoRA adapters merged.
 
@@ -186,6 +189,8 @@ def merged_parameters(
             all ranks.
         bucket_bytes: upper bound on the full size of the parameters and adapters in one call of `full`. A larger
             parameter gets a call of its own; with 0 every parameter does.
+        cast: returns a named parameter in the dtype that is wanted. It is called before `full`, and for a parameter
+            with an adapter after these have been merged.
     """
     adapted = [module for module in model.modules() if "default" in getattr(module, "lora_A", ())]
     adapters = {id(_adapted(module)): module for module in adapted}
@@ -195,23 +200,24 @@ def merged_parameters(
         if ".lora_" in name:
             continue
         adapter = adapters.get(id(parameter))
-        parts = [parameter, *([] if adapter is None else _lora_weights(adapter))]
+        name = re.sub(r"^base_model\.model\.", "", name).replace(".base_layer", "")
+        own = parameter.detach()
+        parts = [cast(name, own)] if adapter is None else [own, *(x.detach() for x in _lora_weights(adapter))]
         size = sum(part.numel() * part.element_size() for part in parts)
         if bucket and bucket_size + size > bucket_bytes:
-            yield from _merged(bucket, full)
+            yield from _merged(bucket, full, cast)
             bucket, bucket_size = [], 0
-        name = re.sub(r"^base_model\.model\.", "", name).replace(".base_layer", "")
-        bucket.append((name, adapter, [part.detach() for part in parts]))
+        bucket.append((name, adapter, parts))
         bucket_size += size
-    yield from _merged(bucket, full)
+    yield from _merged(bucket, full, cast)
 
 
-def _merged(bucket: Sequence[tuple[str, Any, list[Tensor]]], full: Any) -> Iterator[tuple[str, Tensor]]:
+def _merged(bucket: Sequence[tuple[str, Any, list[Tensor]]], full: Any, cast: Any) -> Iterator[tuple[str, Tensor]]:
     tensors = iter(full([part for *_, parts in bucket for part in parts]))
     for name, adapter, _ in bucket:
         tensor = next(tensors)
         if adapter is not None:
-            tensor = tensor + _delta(adapter, next(tensors), next(tensors)).to(tensor.dtype)
+            tensor = cast(name, tensor + _delta(adapter, next(tensors), next(tensors)).to(tensor.dtype))
         yield name, tensor
         del tensor  # free it before the next one is made
 

@@ -245,6 +245,8 @@ def run(engine, kind, rows, out):
     if out.name in EXPORTED:
         engine.export_hf(out / "export")
     results["exported"] = dict(engine.get_per_tensor_param())
+    if out.name in EXPORTED:
+        results["for_sampler"] = dict(engine.get_per_tensor_param(20_000, torch.bfloat16))
     if dist.get_rank() == 0:
         torch.save(results, out / "results.pt")
 

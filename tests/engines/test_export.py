@@ -3,6 +3,7 @@
 import json
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -19,6 +20,7 @@ from transformers import (
 
 from rlkit.data import Batch
 from rlkit.engines import export, make_engine
+from rlkit.engines.sampler_dtype import sampler_dtype
 from rlkit.engines.value_head import load_value_model, scoring_batch, with_value_head
 from rlkit.losses import token_mean
 from rlkit.vlm import load_model, load_processor, lora
@@ -185,12 +187,37 @@ def test_large_models_are_several_files(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("adapters", [False, True])
 def test_weights_in_the_dtype_of_the_sampler(adapters):
-    """Cast before they are gathered; with adapters after these have been merged in float32."""
+    """Matrices are cast before they are gathered, or after adapters were merged in float32; norms are not cast."""
     model = text_model()
     engine = make_engine("fsdp2", model=lora(model, 4, 8) if adapters else model, optimizer=adamw)
     engine.train_batch(text_batch(), lambda out, mb: (token_mean(-out.logprobs, mb.mask, mb.total_tokens), {}))
-    expected = {name: x.to(torch.bfloat16) for name, x in engine.get_per_tensor_param()}
-    found = dict(engine.get_per_tensor_param(dtype=torch.bfloat16))
-    assert found.keys() == expected.keys()
-    for name, tensor in found.items():
-        assert tensor.dtype == torch.bfloat16 and torch.equal(tensor, expected[name]), name
+    own = dict(engine.get_per_tensor_param())
+    for bucket_bytes in (0, 1 << 14):
+        found = dict(engine.get_per_tensor_param(bucket_bytes, torch.bfloat16))
+        assert found.keys() == own.keys()
+        for name, tensor in found.items():
+            dtype = torch.float32 if "norm" in name or "bias" in name else torch.bfloat16
+            assert tensor.dtype == dtype and torch.equal(tensor, own[name].to(dtype)), name
+
+
+def test_what_a_sampler_may_keep_in_float32_is_not_cast():
+    def cast(shape, name, dtype=torch.bfloat16, own=torch.float32, model=None):
+        return sampler_dtype(model, name, torch.empty(shape, dtype=own, device="meta"), dtype)
+
+    layer = "model.layers.0"
+    kept = {
+        "mlp.gate.weight": (4, 8),
+        "mlp.router.weight": (4, 8),
+        "linear_attn.A_log": (8,),
+        "moe_statics.e_score_correction_bias": (1, 8),
+        "linear_attn.conv1d.weight": (8, 1, 4),
+        "self_attn.q_conv1d.weight": (8, 1, 4),
+    }
+    assert all(cast(shape, f"{layer}.{name}") == torch.float32 for name, shape in kept.items())
+    for name in ("mlp.gate_proj.weight", "mlp.experts.gate_up_proj", "self_attn.q_proj.weight", "embed_tokens.weight"):
+        assert cast((4, 8), f"{layer}.{name}") == torch.bfloat16
+    family = SimpleNamespace(_keep_in_fp32_modules_strict={"sinks", "q_proj"})
+    assert cast((4, 8), f"{layer}.self_attn.q_proj.weight", model=family) == torch.float32
+    assert cast((4, 8), f"{layer}.mlp.up_proj.weight", own=torch.bfloat16, dtype=torch.float32) == torch.bfloat16
+    assert cast((4, 8), f"{layer}.mlp.up_proj.weight", own=torch.bfloat16, dtype=torch.float16) == torch.bfloat16
+    assert cast((4, 8), f"{layer}.mlp.up_proj.weight", dtype=None) == torch.float32

@@ -130,6 +130,19 @@ def test_export_contains_the_weights(out, case):
             assert torch.equal(tensor, expected[name]), name
 
 
+@pytest.mark.parametrize("case", ranks.EXPORTED)
+def test_weights_in_the_dtype_of_the_sampler(out, case):
+    """Matrices are cast before they are gathered and sent to other stages; norms, biases and routers are not."""
+    found = results(out, case)
+    expected = {}
+    for name, x in found["exported"].items():
+        cast = x.ndim > 1 and len(x) > 1 and ".mlp.gate." not in name  # a value head has one row
+        expected[name] = x.bfloat16() if cast else x
+    assert found["for_sampler"].keys() == expected.keys()
+    for name, x in found["for_sampler"].items():
+        assert x.dtype == expected[name].dtype and torch.equal(x, expected[name]), name
+
+
 @pytest.mark.parametrize("case", ranks.RESUMED)
 def test_checkpoint_resumes_in_any_layout(out, case):
     resumed, expected = results(out, case), results(out, ranks.RESUMED[case][-1])

@@ -100,7 +100,7 @@ def test_adapters_alone_take_little_of_a_weight_sync(found):
 
     assert sync(cfg) == Cost(memory=2 * 2 * 30, link=2 * 30 / 2, host=2 * 2 * 1000)
     assert sync(replace(cfg, sync_adapters=False)) == Cost(memory=2 * 2 * 1000, link=2 * 1000 / 2)
-    assert sync(replace(cfg, rollout="vllm_server")) == Cost(memory=2 * 4 * 30, link=4 * 30 / 2)
+    assert sync(replace(cfg, rollout="vllm_server")) == Cost(memory=2 * 2 * 30, link=2 * 30 / 2)
     plan = SimpleNamespace(rehearsal=rehearsal, sampler=sampler)
     kept = host_memory(cfg, plan, 16, 8)["vLLM's base model, while it sleeps"]
     assert kept == 8 * sampler.weights and len(host_memory(replace(cfg, sync_adapters=False), plan, 16, 8)) == 2

@@ -168,10 +168,33 @@ def measure(family, path):
         facts["unsynced"] = distance()
         rollout.update_weights(engine.get_per_tensor_param())
         facts["synced"] = distance()
+        if rollout.weight_dtype == torch.bfloat16:
+            facts |= changed_by_casts(engine, rollout)
     except ValueError as error:
         facts["error"] = str(error)
     rollout.close()
     return facts
+
+
+def changed_by_casts(engine, rollout):
+    """vLLM's parameters that the trainer's cast changes, and those that casting all weights would change."""
+    with torch.no_grad():
+        for parameter in engine.module.parameters():
+            parameter.mul_(1.001)  # numbers that bfloat16 cannot represent
+
+    def loaded(weights):
+        rollout.update_weights(weights)
+        return rollout.llm.apply_model(lambda model: {name: x.clone() for name, x in model.named_parameters()})[0]
+
+    whole = loaded(engine.get_per_tensor_param())
+    cast = loaded(engine.get_per_tensor_param(dtype=torch.bfloat16))
+    rounded = loaded((name, x.bfloat16()) for name, x in engine.get_per_tensor_param())
+    sent = sum(x.nbytes for _, x in engine.get_per_tensor_param(dtype=torch.bfloat16))
+    return {
+        "changed_by_cast": [name for name, x in whole.items() if not torch.equal(x, cast[name])],
+        "changed_by_rounding": [name for name, x in whole.items() if not torch.equal(x, rounded[name])],
+        "share_of_bytes": sent / sum(x.nbytes for _, x in engine.get_per_tensor_param()),
+    }
 
 
 def cache_of_vllm(rollout, tokens):

@@ -53,6 +53,7 @@ class Standin:
         self.group = None
         self.expanded = {}  # compact prompt -> what it is expanded to
         self.taken_by = ""  # another trainer
+        self.dtype = ""  # that it says it computes in
         self.resets = True  # its prefix cache, when it is told to
         self.adapter, self.pauses, self.slept = None, [], []  # the file that was sent last; how it paused and slept
         self.holds, self.clients = lambda body, tokens: False, []
@@ -156,10 +157,16 @@ class VllmStandin(Standin):
             "/init_weight_transfer_engine": self._init, "/update_weights": self._update,
             "/finish_weight_update": self._finish, "/rlkit/adapter": self._adapter,
             "/update_weight_version": self._new_version, "/rlkit/claim": self._claim,
+            "/rlkit/weight_dtype": self._weight_dtype,
         }  # fmt: skip
 
     async def _done(self, request):
         return web.json_response({"success": True})
+
+    async def _weight_dtype(self, request):
+        if not self.dtype:
+            raise web.HTTPNotFound
+        return web.json_response({"dtype": self.dtype})
 
     async def _claim(self, request):
         if not self.taken_by:
@@ -311,7 +318,7 @@ class SglangStandin(Standin):
         return web.json_response({"model_path": f"/models/{self.model}", "weight_version": self.version})
 
     async def _info(self, request):
-        return web.json_response(self.server)
+        return web.json_response({**self.server, **({"dtype": self.dtype} if self.dtype else {})})
 
     async def _pause(self, request):
         assert (await request.json())["mode"] == "retract"  # "abort" loses answers, "in_place" keeps their cache

@@ -23,6 +23,7 @@ from waiting import until
 
 from rlkit.data import load_task
 from rlkit.data.samples import Audio, Video, prompt_sample
+from rlkit.engines import make_engine
 from rlkit.rollout import Sampling
 from rlkit.rollout.serve import command, environment
 from rlkit.rollout.servers.arrays import arrays_of
@@ -31,7 +32,7 @@ from rlkit.rollout.servers.rollout import image_data_url
 from rlkit.rollout.servers.shared_load import SharedLoad
 from rlkit.rollout.servers.weight_transfer import GlooGroup, buckets, send_weights
 from rlkit.rollout.vllm_requests import request_seed
-from rlkit.vlm import encode_prompt
+from rlkit.vlm import encode_prompt, load_model
 
 sys.path.insert(0, str(Path(__file__).parent))
 from standin import VllmStandin, written
@@ -264,6 +265,29 @@ def test_weights_arrive_in_buckets_everywhere(connect):
         assert [s.version for s in samples] == [1, 1]
         rollout.update_weights(iter(weights(2.0)))
         assert arrived(b, weights(2.0)) and a.calls["/init_weight_transfer_engine"] == 1
+
+
+def test_weights_are_sent_in_the_dtype_of_the_servers(connect, tiny_dir):
+    """Half of the bytes for servers in bfloat16; the servers' dtypes are asked for, unless an option says which."""
+    with VllmStandin() as a, VllmStandin() as b:
+        for a.dtype, b.dtype, option, expected in (
+            ("bfloat16", "float32", None, torch.float32),
+            ("bfloat16", "", None, None),  # a server that was not started by rlkit.rollout.serve
+            ("", "", "float16", torch.float16),
+            ("bfloat16", "bfloat16", None, torch.bfloat16),
+        ):
+            rollout = connect(a, b, weight_dtype=option)
+            assert rollout.weight_dtype == expected
+        with pytest.raises(ValueError, match="weight_dtype: expected one of bfloat16, float16, float32, got 'fp8'"):
+            connect(a, b, weight_dtype="fp8")
+        engine = make_engine("fsdp2", model=load_model(tiny_dir))
+        own = dict(engine.get_per_tensor_param())
+        rollout.update_weights(engine.get_per_tensor_param(dtype=rollout.weight_dtype))
+        for server in (a, b):
+            assert server.weights.keys() == own.keys()
+            assert sum(x.nbytes for x in server.weights.values()) < 0.51 * sum(x.nbytes for x in own.values())
+            for name, x in server.weights.items():
+                assert torch.equal(x, own[name] if own[name].ndim == 1 else own[name].bfloat16()), name
 
 
 ROUTES = [

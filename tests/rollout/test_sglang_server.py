@@ -12,6 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from PIL import Image
+from transformers import Qwen2Config
 from waiting import until
 
 from rlkit.data import load_task
@@ -85,6 +86,24 @@ def test_weights_arrive_and_caches_go(connect):
         b.version = "default"
         with pytest.raises(RuntimeError, match=r"expected tokens of weight version 2, got \[0\]"):
             rollout.generate([prompt_sample([10 + i], group_id=i) for i in range(9)], SAMPLING)
+
+
+@pytest.mark.parametrize(
+    ("of_server", "of_config", "expected"),
+    [
+        ("bfloat16", "float32", torch.bfloat16),
+        ("half", "bfloat16", torch.float16),
+        ("auto", "bfloat16", torch.bfloat16),
+        ("auto", "float32", None),  # SGLang replaces float32, by a dtype that depends on the family
+        ("", "bfloat16", None),
+    ],
+)
+def test_the_dtype_of_a_server(connect, monkeypatch, of_server, of_config, expected):
+    with SglangStandin() as server:
+        server.dtype = of_server
+        config = Qwen2Config(dtype=of_config)
+        monkeypatch.setattr("rlkit.rollout.servers.rollout.load_config", lambda *_, **__: config)
+        assert connect(server).weight_dtype == expected
 
 
 def test_unfinished_answers_continue_under_new_weights(connect):

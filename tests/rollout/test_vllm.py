@@ -117,6 +117,12 @@ def test_a_family_samples_what_its_trainer_scores_in_bfloat16(alone, family):
     assert_close_in_bfloat16(alone[f"family/{family}"])
 
 
+@pytest.mark.parametrize("family", BFLOAT16)
+def test_a_cast_before_weights_are_gathered_changes_nothing_in_vllm(alone, family):
+    """vLLM keeps A_log in float32, which casting all weights would round."""
+    assert_same_weights_after_a_cast(alone[f"family/{family}"])
+
+
 @pytest.mark.parametrize("family", [family for family in [*FAMILIES, *BFLOAT16] if family != "gpt2"])
 def test_the_planned_cache_is_that_of_vllm(alone, family):
     """Full, sliding and latent attention, shared keys and values, and the gated delta rule, by vLLM's specs.
@@ -134,6 +140,12 @@ def test_latent_attention_works_with_and_without_amx(alone):
 
 def assert_sampled_as_scored(facts):
     assert facts["start"] < TOLERANCE and facts["synced"] < TOLERANCE and facts["unsynced"] > 0.3, facts
+
+
+def assert_same_weights_after_a_cast(facts):
+    """In a model that computes in bfloat16."""
+    assert facts["changed_by_cast"] == [] and any("A_log" in name for name in facts["changed_by_rounding"])
+    assert facts["share_of_bytes"] < 0.52  # tiny matrices, so that vectors are 2 % of the bytes
 
 
 def assert_close_in_bfloat16(facts):

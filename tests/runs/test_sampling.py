@@ -11,6 +11,7 @@ import torch
 
 from rlkit.data import append_response, prompt_sample
 from rlkit.engines.distributed import init_distributed
+from rlkit.rollout.async_sampling import AsyncSampler
 from rlkit.runs import Answers, PolicySampler, Prompts, accuracy, too_few_judged
 
 sys.path.insert(0, str(Path(__file__).parent))
@@ -109,3 +110,31 @@ def test_a_run_that_cannot_learn_is_told_why_once():
     assert warnings([equal] * 30, group_size=1) == []  # nothing is compared
     cut = "warning: 100% of the answers are cut at --max_new_tokens 6: raise it"
     assert warnings([different] * 3, finish="length") == [cut]
+
+
+@pytest.mark.parametrize("wrapped", [False, True])
+def test_weights_are_sent_in_the_dtype_of_the_servers(wrapped):
+    """Also through an `AsyncSampler`; a sampler that does not say is sent the weights' own dtype."""
+
+    class Servers:
+        weight_dtype, generate = torch.bfloat16, None
+
+        def update_weights(self, weights):
+            self.received = dict(weights)
+
+        def submit(self):
+            """Not called: there are no batches."""
+
+    def weights(dtype=torch.float32):
+        yield "matrix", torch.ones(8, 4, dtype=dtype)
+
+    cfg = SimpleNamespace(reward_threads=0)
+    engine = SimpleNamespace(get_per_tensor_param=weights)
+    servers = Servers()
+    sampler = PolicySampler(cfg, None, SimpleNamespace(reward=None), None, engine, servers)
+    to = AsyncSampler(servers, []) if wrapped else servers
+    sampler.send_weights(to)
+    assert servers.received["matrix"].dtype == torch.bfloat16 and sampler.sent_bytes == 64
+    servers.weight_dtype = None
+    sampler.send_weights(to)
+    assert servers.received["matrix"].dtype == torch.float32 and sampler.sent_bytes == 128

@@ -90,8 +90,7 @@ class Fsdp1Engine(Fsdp2Engine):
         """One tensor at a time, whatever `bucket_bytes` is; each rank first copies its part of the model."""
         parts: dict[str, Any] = get_model_state_dict(self.module)
         for name in self.names:
-            part = parts.pop(name)
-            yield name, full_tensor(part if dtype is None else part.to(dtype))
+            yield name, full_tensor(self._cast_for_sampler(dtype, name, parts.pop(name)))
 
     @contextmanager
     def gathered(self) -> Iterator[Any]:

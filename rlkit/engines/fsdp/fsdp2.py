@@ -44,6 +44,7 @@ from rlkit.engines.packing.inputs import ModelInputs, prepare_model_inputs
 from rlkit.engines.packing.micro_batches import check_same_rows, micro_batches
 from rlkit.engines.packing.ulysses import UlyssesGroup, apply_ulysses, gather_outputs
 from rlkit.engines.packing.vision_attention import use_packed_vision_attention
+from rlkit.engines.sampler_dtype import sampler_dtype
 from rlkit.engines.value_head import has_value_head
 from rlkit.losses.logprobs import (
     TopkLogprobs,
@@ -540,19 +541,18 @@ class Fsdp2Engine:
         Args:
             bucket_bytes: gather tensors of up to this many bytes at once; by default one tensor at a time. The bucket
                 is most of the memory that this takes.
-            dtype: of the tensors, e.g. that of the sampler; by default their own. They are cast before they are
-                gathered, or with adapters after these have been merged.
+            dtype: that the sampler computes in, see `rlkit.engines.sampler_dtype`; by default the weights' own. They
+                are cast before they are gathered, or if they have adapters, after these have been merged.
         """
-        for name, tensor in checkpoint_parameters(self.base, self._weights(bucket_bytes, dtype)):
-            if dtype is not None:
-                tensor = tensor.to(dtype)
-            yield name, tensor
-            del tensor  # or it is there while the next is gathered
+        yield from checkpoint_parameters(self.base, self._weights(bucket_bytes, dtype))
 
     def _weights(self, bucket_bytes: int, dtype: torch.dtype | None) -> Iterator[tuple[str, Tensor]]:
         """(name, full tensor) of every parameter, under the names of the module without adapters."""
-        gathered = partial(_gathered_in, dtype=None if self.has_adapters else dtype)
-        yield from self._lasting(merged_parameters(self.module, gathered, bucket_bytes))
+        cast = partial(self._cast_for_sampler, dtype)
+        yield from self._lasting(merged_parameters(self.module, full_tensors, bucket_bytes, cast))
+
+    def _cast_for_sampler(self, dtype: torch.dtype | None, name: str, tensor: Tensor) -> Tensor:
+        return tensor.to(sampler_dtype(self.base, name, tensor, dtype))
 
     def _lasting(self, weights: Iterator[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
         """The same, with the weights on the device; copies if a tensor's memory may be given back afterwards."""

@@ -78,6 +78,7 @@ from rlkit.engines.megatron.weights import (
 )
 from rlkit.engines.packing.inputs import ModelInputs, prepare_model_inputs
 from rlkit.engines.packing.micro_batches import check_same_rows, micro_batches
+from rlkit.engines.sampler_dtype import sampler_dtype
 from rlkit.engines.value_head import has_value_head
 from rlkit.losses.logprobs import TopkLogprobs, suppress_tokens, tokens_per_chunk
 from rlkit.vlm.inputs import position_spec
@@ -460,12 +461,14 @@ class MegatronEngine:
         Args:
             bucket_bytes: gather tensors of up to this many bytes at once; by default those of one matrix at a time. The
                 bucket is most of the memory that this takes.
-            dtype: of the tensors; by default their own. They are cast after they have been gathered.
+            dtype: that the sampler computes in, see `rlkit.engines.sampler_dtype`; by default the weights' own. They
+                are cast before they are gathered.
         """
-        weights = full_parameters(self.parameters, self.stages, self.megatron_config, self.device, bucket_bytes)
-        for name, tensor in weights:
-            yield name, tensor if dtype is None else tensor.to(dtype)
-            del tensor  # or it is there while the next is gathered
+        stages = [
+            [x._replace(dtype=sampler_dtype(self.hf_model, x.name, x.as_meta(), dtype)) for x in infos]
+            for infos in self.stages
+        ]
+        return full_parameters(self.parameters, stages, self.megatron_config, self.device, bucket_bytes)
 
     @contextmanager
     def gathered(self) -> Iterator[Any]:

@@ -346,6 +346,10 @@ def tensors_of_stages(
         parameters: of this stage.
         shapes: of the Hugging Face tensors.
     """
+    def as_meta(self) -> Tensor:
+        """A tensor without values."""
+        return torch.empty(self.shape, dtype=self.dtype, device="meta")
+
     group = parallel_state.get_pipeline_model_parallel_group()
     own = [
         TensorInfo(name, shapes[name], parameter.dtype)
@@ -369,7 +373,7 @@ def full_parameters(
 
     Args:
         parameters: of this stage.
-        stages: from `tensors_of_stages`.
+        stages: from `tensors_of_stages`, with the dtypes that are wanted; parameters are cast before they are gathered.
         config: Megatron's.
         device: where tensors are received.
         bucket_bytes: gather and send tensors of up to this many bytes at once; by default one parameter at a time.
@@ -382,22 +386,25 @@ def full_parameters(
         names = [mapped.hf_names for mapped in own] if is_own else [(info.name,) for info in infos]
         for bucket in _buckets([sum(size_of[name] for name in of_one) for of_one in names], bucket_bytes):
             if is_own:
-                tensors = _gather_hf_tensors(own[bucket], config)
+                tensors = _gather_hf_tensors(own[bucket], dtype_of, config)
             else:
                 tensors = [(x.name, torch.empty(x.shape, dtype=x.dtype, device=device)) for x in infos[bucket]]
             works = [
                 dist.broadcast(tensor, group=group, group_src=stage, async_op=True) if len(stages) > 1 else None
                 for _, tensor in tensors
             ]
+        dtype_of = {info.name: info.dtype for info in infos}
             for work in works:
                 if work is not None:
                     work.wait()
                 yield tensors.pop(0)  # not kept here when the next one is asked for
 
 
-def _gather_hf_tensors(parameters: Sequence[MappedParameter], config: TransformerConfig) -> list[tuple[str, Tensor]]:
-    """(Hugging Face name, full tensor) of some parameters; all are gathered at once."""
-    gathered = [_gather_async(parameter.detach(), parameter) for parameter, _ in parameters]
+def _gather_hf_tensors(
+    parameters: Sequence[MappedParameter], dtypes: Mapping[str, torch.dtype], config: TransformerConfig
+) -> list[tuple[str, Tensor]]:
+    """(Hugging Face name, full tensor) of some parameters, in the dtype of their names; all are gathered at once."""
+    gathered = [_gather_async(parameter.detach().to(dtypes[names[0]]), parameter) for parameter, names in parameters]
     tensors = []
     for (parameter, names), wait in zip(parameters, gathered, strict=True):
         parts = megatron_to_hf(wait(), len(names), parameter, config)

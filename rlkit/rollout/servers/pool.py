@@ -49,6 +49,7 @@ class Server:
         failure: why the server is excluded; empty while it is available.
         failure_count: how often the server has been excluded so far.
         workers: number of processes with a copy or a shard of the weights.
+        dtype: name of the dtype that the server computes in; None if it does not say.
         returns_routed_experts: whether the server can return the experts that its routers chose.
     """
 
@@ -56,6 +57,7 @@ class Server:
     failure: str = ""
     failure_count: int = 0
     workers: int = 1
+    dtype: str | None = None
     returns_routed_experts: bool = False
 
 

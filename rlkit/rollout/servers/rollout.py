@@ -23,6 +23,7 @@ from rlkit.rollout.sampling import OnFinished, Sampling, end_token_ids, sample_n
 from rlkit.rollout.servers.claim import claim_servers, release_servers
 from rlkit.rollout.servers.pool import RequestRejected, Server, ServerPool, ServerUnavailable
 from rlkit.rollout.servers.shared_load import store_of_ranks
+from rlkit.rollout.servers.weight_dtype import common_dtype, dtype_by_name
 from rlkit.rollout.servers.weight_transfer import TransferGroup, local_address, send_weights
 from rlkit.vlm.loading import load_config
 from rlkit.vlm.processors import suppressed_token_ids
@@ -59,6 +60,9 @@ class ServerRollout(ABC):
         connect_timeout: seconds to wait until the servers are up.
         transfer: "nccl" or "gloo", as the servers were started; by default nccl if the trainer has a GPU.
         bucket_bytes: size limit of a bucket of gathered weights. While one is sent, the next is gathered.
+        weight_dtype: dtype that the trainer casts matrices to before it gathers and sends them, if it is smaller than
+            their own: "bfloat16", "float16" or "float32". By default that of the servers, or the weights' own if a
+            server does not say. It is the attribute `weight_dtype`, for `engine.get_per_tensor_param(dtype=...)`.
         trust_remote_code: allow code from the model's repository to run.
 
     Raises:
@@ -83,6 +87,7 @@ class ServerRollout(ABC):
         connect_timeout: float = 60.0,
         transfer: str | None = None,
         bucket_bytes: int = 256 << 20,
+        weight_dtype: str | None = None,
         trust_remote_code: bool = False,
     ) -> None:
         transfer = transfer or ("nccl" if torch.cuda.is_available() else "gloo")
@@ -90,6 +95,7 @@ class ServerRollout(ABC):
             raise ValueError(f"transfer: expected one of {', '.join(self.transfer_groups)}, got {transfer!r}")
         self.make_group = self.transfer_groups[transfer]
         self.bucket_bytes, self.model, self.processor = bucket_bytes, model, processor
+        self.weight_dtype = dtype_by_name(weight_dtype) if weight_dtype else None
         self.config = load_config(model, trust_remote_code=trust_remote_code)
         tokenizer = getattr(processor, "tokenizer", processor)
         self.suppressed_token_ids = suppressed_token_ids(self.config, tokenizer).tolist()
@@ -115,6 +121,7 @@ class ServerRollout(ABC):
         raise_on_all_ranks(error)
         handshakes = self.pool.run(self._handshake_all())
         self.max_model_len = min(max_model_len for max_model_len, _ in handshakes)
+        self.weight_dtype = self.weight_dtype or common_dtype(server.dtype for server in self.pool.servers)
         # version of the weights that all servers sample with, and of those that were sent last
         self.version = self.sent_version = max(version for _, version in handshakes)
 
@@ -130,7 +137,10 @@ class ServerRollout(ABC):
 
     @abstractmethod
     async def _handshake(self, server: Server) -> tuple[int, int]:
-        """Check that a server supports training. Returns its maximum sequence length, and its weight version."""
+        """Check that a server supports training. Returns its maximum sequence length, and its weight version.
+
+        It also sets what the server says of itself: `server.workers`, and `server.dtype` if it does.
+        """
 
     @abstractmethod
     def _begin_update(self) -> None:

@@ -226,6 +226,7 @@ class SglangRollout(ServerRollout):
             info = await request(server, "GET", "/server_info")
             weight_version = version_number(model["weight_version"])
             server.workers, copies = info["tp_size"], info["dp_size"] * info["pp_size"]
+            server.dtype = compute_dtype(info.get("dtype"), self.config)
             server.returns_routed_experts = info.get("enable_return_routed_experts", False)
             await request(server, "POST", "/continue_generation", {})  # a stopped trainer may have left it paused
         except (ServerUnavailable, RequestRejected, KeyError, TypeError, AttributeError) as error:
@@ -269,3 +270,14 @@ class SglangRollout(ServerRollout):
                 f"{server.url}: expected logprobs of the sampled distribution, got those of the raw logits; start it "
                 f"without SGLANG_RETURN_ORIGINAL_LOGPROB. {self.start_hint}"
             )
+
+
+def compute_dtype(option: str | None, config: Any) -> str | None:
+    """Name of the dtype that a server computes in, from its option `dtype`; None if it is not known.
+
+    With "auto" it is that of the model's config, unless that is float32, which SGLang replaces.
+    """
+    if option == "auto":
+        dtype = config.get_text_config().dtype
+        return str(dtype).removeprefix("torch.") if dtype in (torch.bfloat16, torch.float16) else None
+    return {"half": "float16", "float": "float32"}.get(option or "", option)

@@ -36,6 +36,7 @@ from rlkit.rollout.sampling import Sampling, sample_name, with_routed_experts
 from rlkit.rollout.servers.arrays import array_url
 from rlkit.rollout.servers.pool import RequestRejected, Server, ServerUnavailable
 from rlkit.rollout.servers.rollout import Job, ServerRollout, Weights, image_data_url, version_number
+from rlkit.rollout.servers.weight_dtype import WEIGHT_DTYPE_ROUTE
 from rlkit.rollout.servers.weight_transfer import GlooGroup, NcclGroup
 from rlkit.rollout.vllm_requests import (
     check_suppressed_token_ids,
@@ -219,7 +220,14 @@ class VllmServerRollout(ServerRollout):
             raise ValueError(f"{server.url}: expected the model {self.model!r}, got {card['id']!r}")
         if not paused:
             await self._check_logprobs(server)
+        server.dtype = await self._compute_dtype(server)
         return card["max_model_len"], weight_version
+
+    async def _compute_dtype(self, server: Server) -> str | None:
+        try:
+            return (await self.pool.request(server, "GET", WEIGHT_DTYPE_ROUTE))["dtype"]
+        except RequestRejected:
+            return None  # it was not started by rlkit.rollout.serve
 
     async def _recover_paused(self, server: Server) -> None:
         """Wake a server that a stopped trainer left asleep or paused. Its weights have to be updated first."""

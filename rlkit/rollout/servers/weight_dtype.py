@@ -1,0 +1,53 @@
+"""The dtype in which servers want weights, so that a trainer casts them before it gathers and sends them.
+
+Servers started by `rlkit.rollout.serve` have `WeightDtypeMiddleware`. Other vLLM servers lack the route. They are sent
+weights in the trainer's dtype, unless the option `weight_dtype` of the rollout says another. A server casts what it
+receives anyway.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from functools import reduce
+from typing import Any
+
+import torch
+
+WEIGHT_DTYPE_ROUTE = "/rlkit/weight_dtype"
+DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
+
+
+def dtype_by_name(name: str) -> torch.dtype:
+    """A dtype that weights can be sent in.
+
+    Raises:
+        ValueError: another name.
+    """
+    if name not in DTYPES:
+        raise ValueError(f"weight_dtype: expected one of {', '.join(DTYPES)}, got {name!r}")
+    return DTYPES[name]
+
+
+def common_dtype(names: Iterable[str | None]) -> torch.dtype | None:
+    """The dtype that loses nothing for servers that compute in these dtypes; None if one of them is not known."""
+    dtypes = [DTYPES.get(name or "") for name in names]
+    known = [dtype for dtype in dtypes if dtype is not None]
+    return reduce(torch.promote_types, known) if dtypes and len(known) == len(dtypes) else None
+
+
+class WeightDtypeMiddleware:
+    """ASGI middleware of a vLLM server: GET /rlkit/weight_dtype returns the dtype that it computes in.
+
+    vLLM's own /server_info contains it, too, but first runs commands that list all packages and devices.
+    """
+
+    def __init__(self, app: Any) -> None:
+        self.app = app
+
+    async def __call__(self, scope: dict[str, Any], receive: Any, send: Any) -> None:
+        if scope.get("path", "") != WEIGHT_DTYPE_ROUTE or scope["type"] != "http":
+            return await self.app(scope, receive, send)
+        from starlette.responses import JSONResponse
+
+        dtype = scope["app"].state.vllm_config.model_config.dtype
+        await JSONResponse({"dtype": str(dtype).removeprefix("torch.")})(scope, receive, send)
