@@ -1,5 +1,6 @@
 """Run by `test_smollm2.py`: host memory that two ranks take to load SmolLM2-135M and to export it, with fsdp2, and to
-load a Llama with Megatron, because two tensor ranks cannot share SmolLM2's three key-value heads.
+load it with Megatron as two stages, and a Llama with tensor parallelism, because two ranks cannot share SmolLM2's three
+key-value heads.
 
 on_host_memory_ranks.py MODEL_DIR OUT_DIR PORT
 """
@@ -17,6 +18,7 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 import transformers
+from megatron.core import parallel_state
 
 from rlkit import runs
 from rlkit.engines import make_engine
@@ -81,9 +83,12 @@ def on_rank(rank, path, out, port):
     found["parameters"] = sum(p.numel() for p in engine.module.parameters())
     found["dtypes"] = [str(next(one.module.parameters()).dtype) for one in (engine, reference)]
     del engine, reference
-    with measured(found, "megatron"):
-        engine = make_engine("megatron", model=load_model(str(Path(out) / "llama"), on_meta=True), tensor=2)
-    found["megatron_parameters"] = sum(p.numel() for p in engine.module.parameters())
+    for name, folder, parallel in (("stages", path, {"pipeline": 2}), ("tensor", Path(out) / "llama", {"tensor": 2})):
+        with measured(found, name):
+            engine = make_engine("megatron", model=load_model(str(folder), on_meta=True), **parallel)
+        found[f"{name}_parameters"] = sum(p.numel() for p in engine.module.parameters())
+        del engine
+        parallel_state.destroy_model_parallel()
     (Path(out) / f"{rank}.json").write_text(json.dumps(found))
     dist.destroy_process_group()
 

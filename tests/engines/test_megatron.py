@@ -1,5 +1,6 @@
 """Megatron-Core in every layout against fsdp2 on one process: the same losses, gradients and weights."""
 
+import math
 import shutil
 import sys
 from pathlib import Path
@@ -31,7 +32,7 @@ from rlkit.engines.megatron.cpu import cuda_calls_on_host  # noqa: E402
 from rlkit.engines.megatron.model import initialize_parallel_state  # noqa: E402
 from rlkit.engines.megatron.optimizer import checkpoint_state  # noqa: E402
 from rlkit.engines.megatron.supported import ParallelDims, check_supported  # noqa: E402
-from rlkit.engines.megatron.weights import files_to_module, local_part  # noqa: E402
+from rlkit.engines.megatron.weights import copy_local_part, files_to_module  # noqa: E402
 
 
 @pytest.fixture(scope="module")
@@ -386,15 +387,21 @@ def test_a_rank_reads_only_its_slices(monkeypatch):
     rows = SimpleNamespace(tensor_model_parallel=True, partition_dim=0)
     columns = SimpleNamespace(tensor_model_parallel=True, partition_dim=1)
     q, k, v = InFile(8, 3), InFile(4, 3), InFile(4, 3)
-    assert torch.equal(local_part([q, k, v], rows, config), torch.cat([q.tensor[4:], k.tensor[2:], v.tensor[2:]]))
+    assert torch.equal(local_part([q, k, v], rows, (8, 3)), torch.cat([q.tensor[4:], k.tensor[2:], v.tensor[2:]]))
     down, odd, norm, experts = InFile(4, 6), InFile(5, 3), InFile(7), [InFile(2, 3) for _ in range(8)]
-    assert torch.equal(local_part([down], columns, config), down.tensor[:, 3:])
-    assert torch.equal(local_part([odd], rows, config), torch.cat([odd.tensor[3:], torch.zeros(1, 3)]))
-    assert torch.equal(local_part([norm], SimpleNamespace(), config), norm.tensor)
-    part = local_part(experts, SimpleNamespace(is_expert=True, shape=(8, 3)), config)
+    assert torch.equal(local_part([down], columns, (4, 3)), down.tensor[:, 3:])
+    assert torch.equal(local_part([odd], rows, (3, 3)), torch.cat([odd.tensor[3:], torch.zeros(1, 3)]))
+    assert torch.equal(local_part([norm], SimpleNamespace(), (7,)), norm.tensor)
+    part = local_part(experts, SimpleNamespace(is_expert=True), (8, 3))
     assert torch.equal(part, torch.cat([one.tensor for one in experts[4:]]))
     assert [one.read for one in (q, k, v, down, odd, norm)] == [[12], [6], [6], [12], [6], [7]]
     assert [sum(one.read) for one in experts] == [0] * 4 + [6] * 4
+
+
+    def local_part(tensors, parameter, shape):
+        part = torch.full(shape, math.nan)
+        copy_local_part(part, tensors, parameter, config)
+        return part
 
 
 def test_files_of_another_model_are_named(out, tmp_path, alone):

@@ -67,11 +67,11 @@ from rlkit.engines.megatron.vocab_parallel import vocab_parallel_linear_logprobs
 from rlkit.engines.megatron.weights import (
     LM_HEAD,
     HFTensor,
+    copy_local_part,
     embedding_name,
     freeze_parameters,
     full_parameters,
     hf_tensors,
-    local_part,
     map_parameters,
     readable_tensors,
     tensors_of_stages,
@@ -234,10 +234,11 @@ class MegatronEngine:
         """Set this rank's weights from the transformers model, or from its files if it is on the meta device."""
         with readable_tensors(model, tensors) as sources:
             for parameter, names in self.parameters:
-                part = local_part([sources[name] for name in names], parameter, self.megatron_config)
                 dtype = tensors[names[0]].tensor.dtype  # that the caller of `load_model` asked for
-                if torch.promote_types(part.dtype, dtype) != dtype:  # otherwise no number changes
-                    part = part.to(dtype)
+                holds_all = torch.promote_types(dtype, parameter.dtype) == parameter.dtype
+                # the optimizer's float32 weights may be more exact than the parameter
+                part = parameter.data if holds_all else torch.empty(parameter.shape, dtype=dtype)
+                copy_local_part(part, [sources[name] for name in names], parameter, self.megatron_config, dtype)
                 set_values(parameter, self.distributed_optimizer, {"param": part})
 
     # --- training and scoring

@@ -24,11 +24,11 @@ from rlkit.engines.checkpoint import TensorReader
 from rlkit.engines.distributed import all_reduce
 from rlkit.engines.megatron.weights import (
     MappedParameter,
+    copy_local_part,
     files_to_module,
     gather_parts,
     is_expert,
     is_tied_copy,
-    local_part,
     megatron_to_hf,
     module_name,
     module_to_file,
@@ -255,7 +255,8 @@ def load_tensors(
             tensors = {name: torch.empty(shapes[name]) for name in of_module}
             moments = {"optimizer": {"state": {name: {kind: x} for name, x in tensors.items()}}}
             reader.fill({"model": tensors} if kind == "param" else moments)
-            part = local_part([module_to_file(name, tensors) for name in names], parameter, config)
+            part = torch.empty(parameter.shape)
+            copy_local_part(part, [module_to_file(name, tensors) for name in names], parameter, config)
             set_values(parameter, optimizer, {kind: part})
         if has_shard:
             step = torch.zeros(())

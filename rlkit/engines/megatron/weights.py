@@ -14,7 +14,6 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from megatron.core import parallel_state
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
@@ -122,46 +121,57 @@ def is_expert(parameter: Any) -> bool:
 # --- Hugging Face tensors -> this rank's part of a parameter
 
 
-def local_part(tensors: Sequence[Any], parameter: Any, config: TransformerConfig) -> Tensor:
-    """This rank's part of the parameter that Hugging Face tensors make up. Nothing else of them is read.
+def copy_local_part(
+    part: Tensor,
+    tensors: Sequence[Any],
+    parameter: Any,
+    config: TransformerConfig,
+    dtype: torch.dtype | None = None,
+) -> None:
+    """Copy this rank's part of the parameter that Hugging Face tensors make up. Nothing else of them is read.
+
+    Each slice is copied to its place, so no part is held twice.
 
     Args:
+        part: of the parameter's shape; it is overwritten.
         tensors: full tensors, or objects that read a slice when they are indexed, see `open_slices`.
         parameter: Megatron's.
         config: Megatron's.
+        dtype: slices of a larger dtype are rounded to this one first.
     """
     if is_expert(parameter):
-        return _local_experts(tensors, parameter)
-    slices = [_local_slice(tensor, parameter) for tensor in tensors]
-    if len(slices) == 3:  # queries, keys, values
-        kv_heads = config.num_query_groups // config.tensor_model_parallel_size
-        by_kv_head = [x.unflatten(0, (kv_heads, -1)) for x in slices]
-        return torch.cat(by_kv_head, 1).flatten(0, 1)
-    return slices[0] if len(slices) == 1 else torch.cat(slices)  # one tensor, or gate and up
+        group = parallel_state.get_expert_model_parallel_group()
+        count = len(tensors) // group.size()
+        tensors = tensors[group.rank() * count : (group.rank() + 1) * count]
+    for place, tensor in zip(_places(part, tensors, parameter, config), tensors, strict=True):
+        local = tensor[:] if is_expert(parameter) else _local_slice(tensor, parameter)
+        if dtype is not None and torch.promote_types(local.dtype, dtype) != dtype:
+            local = local.to(dtype)
+        if place.ndim > local.ndim:
+            local = local.unflatten(0, place.shape[:2])
+        place[: len(local)].copy_(local)
+        place[len(local) :].zero_()  # the vocabulary is padded to a multiple of the ranks
 
 
-def _local_experts(tensors: Sequence[Any], parameter: Tensor) -> Tensor:
-    """The matrices of this rank's experts, read one by one."""
-    group = parallel_state.get_expert_model_parallel_group()
-    count = len(tensors) // group.size()
-    own = tensors[group.rank() * count : (group.rank() + 1) * count]
-    part = torch.empty(parameter.shape, dtype=own[0][:0].dtype)
-    for rows, tensor in zip(part.chunk(count), own, strict=True):
-        rows.copy_(tensor[:])
-    return part
+def _places(part: Tensor, tensors: Sequence[Any], parameter: Any, config: TransformerConfig) -> Sequence[Tensor]:
+    """The views of a rank's part that its slices of the tensors are copied to."""
+    if len(tensors) != 3 or is_expert(parameter):
+        return part.chunk(len(tensors))  # one tensor, gate and up, or experts
+    ranks = config.tensor_model_parallel_size
+    kv_heads = config.num_query_groups // ranks
+    sizes = [_shape(tensor)[0] // ranks // kv_heads for tensor in tensors]  # queries, keys, values of a key-value head
+    return part.unflatten(0, (kv_heads, -1)).split(sizes, 1)
 
 
 def _local_slice(tensor: Any, parameter: Any) -> Tensor:
-    """This tensor rank's slice; the vocabulary is padded with zeros to a multiple of the ranks."""
+    """This tensor rank's slice; those of the last ranks may be shorter."""
     if not getattr(parameter, "tensor_model_parallel", False):
         return tensor[:]
     ranks, rank = parallel_state.get_tensor_model_parallel_world_size(), parallel_state.get_tensor_model_parallel_rank()
     dim, length = parameter.partition_dim, _shape(tensor)[parameter.partition_dim]
     size = -(-length // ranks)
     span = slice(min(rank * size, length), min((rank + 1) * size, length))
-    part = tensor[span] if dim == 0 else tensor[:, span]
-    fill = size - part.shape[dim]
-    return F.pad(part, (0, 0, 0, fill)) if fill else part
+    return tensor[span] if dim == 0 else tensor[:, span]
 
 
 def _shape(tensor: Any) -> tuple[int, ...]:
@@ -273,7 +283,7 @@ def hf_tensors(model: Any) -> dict[str, HFTensor]:
 
 @contextmanager
 def readable_tensors(model: Any, tensors: Mapping[str, HFTensor]) -> Iterator[dict[str, Any]]:
-    """`local_part`'s sources by name: the tensors, and for those on the meta device their slices in the files.
+    """`copy_local_part`'s sources by name: the tensors, and for those on the meta device their slices in the files.
 
     Args:
         model: from transformers.
@@ -336,6 +346,10 @@ class TensorInfo(NamedTuple):
     shape: torch.Size
     dtype: torch.dtype
 
+    def as_meta(self) -> Tensor:
+        """A tensor without values."""
+        return torch.empty(self.shape, dtype=self.dtype, device="meta")
+
 
 def tensors_of_stages(
     parameters: Sequence[MappedParameter], shapes: Mapping[str, torch.Size]
@@ -346,10 +360,6 @@ def tensors_of_stages(
         parameters: of this stage.
         shapes: of the Hugging Face tensors.
     """
-    def as_meta(self) -> Tensor:
-        """A tensor without values."""
-        return torch.empty(self.shape, dtype=self.dtype, device="meta")
-
     group = parallel_state.get_pipeline_model_parallel_group()
     own = [
         TensorInfo(name, shapes[name], parameter.dtype)
@@ -383,6 +393,7 @@ def full_parameters(
     for stage, infos in enumerate(stages):
         is_own = stage == group.rank()
         size_of = {info.name: info.shape.numel() * info.dtype.itemsize for info in infos}
+        dtype_of = {info.name: info.dtype for info in infos}
         names = [mapped.hf_names for mapped in own] if is_own else [(info.name,) for info in infos]
         for bucket in _buckets([sum(size_of[name] for name in of_one) for of_one in names], bucket_bytes):
             if is_own:
@@ -393,7 +404,6 @@ def full_parameters(
                 dist.broadcast(tensor, group=group, group_src=stage, async_op=True) if len(stages) > 1 else None
                 for _, tensor in tensors
             ]
-        dtype_of = {info.name: info.dtype for info in infos}
             for work in works:
                 if work is not None:
                     work.wait()
