@@ -17,7 +17,7 @@ import transformers
 from megatron.core import parallel_state
 
 HERE = Path(__file__).parent
-sys.path[:0] = [str(HERE), str(HERE.parent)]
+sys.path[:0] = [str(HERE), str(HERE.parent), str(HERE.parent / "plan")]
 from forked_ranks import fork_ranks  # noqa: E402
 from isolated_cases import case as isolated  # noqa: E402
 from one_gradient import (  # noqa: E402
@@ -30,14 +30,18 @@ from one_gradient import (  # noqa: E402
     train,
     with_teacher,
 )
+from sent_bytes import Sent  # noqa: E402
 
 from rlkit.data import append_response, collate, prompt_sample  # noqa: E402
 from rlkit.engines import checkpoint, make_engine  # noqa: E402
 from rlkit.engines.fsdp.fsdp2 import Fsdp2Engine  # noqa: E402
 from rlkit.engines.megatron import engine as megatron_engine  # noqa: E402, F401
 from rlkit.engines.megatron.optimizer import gather_state  # noqa: E402
+from rlkit.engines.megatron.supported import ParallelDims  # noqa: E402
 from rlkit.engines.megatron.weights import is_tied_copy, megatron_to_hf  # noqa: E402
 from rlkit.engines.value_head import load_value_model, with_value_head  # noqa: E402
+from rlkit.plan import megatron as plan  # noqa: E402
+from rlkit.plan.workload import Workload  # noqa: E402
 from rlkit.vlm import load_model  # noqa: E402
 from rlkit.vlm.adapt import checkpoint_parameters  # noqa: E402
 
@@ -99,8 +103,9 @@ REFERENCES = ("qwen2", "qwen3", "llama", "moe", "routed", "vl", "shared", "share
 FAMILIES = {"qwen2": "Qwen2", "value": "Qwen2", "qwen3": "Qwen3", "shared": "Qwen3", "llama": "Llama"}
 FAMILIES |= {"moe": "Qwen3Moe", "routed": "Qwen3Moe"}
 SHORT = {"tensor": "TP", "pipeline": "PP", "context": "CP", "expert": "EP"}
+SENT = {"sent-pp2": ("qwen3", PIPE), "sent-ep2": ("routed", EXPERT)}  # on two ranks
 # all cases; later ones resume checkpoints of earlier ones
-NAMES = [*(f"fsdp2-{kind}" for kind in REFERENCES), "errors", *CASES, *RESUMED]
+NAMES = [*(f"fsdp2-{kind}" for kind in REFERENCES), "errors", *CASES, *RESUMED, *SENT]
 
 
 def compared():
@@ -280,6 +285,33 @@ def errors():
     return ranks
 
 
+def sent_and_planned(kind, model, options):
+    """Bytes that each rank sends in a training step in bfloat16, by kind of call, and the plan of them.
+
+    Half of the experts of a token are on each rank.
+    """
+    engine = engine_for("megatron", kind, model, compute_dtype=torch.bfloat16, **options)
+    prompt, answer, prompts = 9, 7, ROWS // engine.data_parallel_size
+    draw = torch.Generator().manual_seed(engine.data_parallel_rank)
+    tokens = torch.randint(0, SUPPRESSED[0], (prompts, prompt + answer), generator=draw).tolist()
+    samples = [append_response(prompt_sample(row[:prompt]), row[prompt:], [-1.0] * answer) for row in tokens]
+    if kind == "routed":  # experts 0 and 1 are on the first rank, 2 and 3 on the second
+        one_each = torch.tensor([0, 2]) + torch.randint(0, 2, (prompts, prompt + answer, 2, 2), generator=draw)
+        samples = [replace(s, routed_experts=x.to(torch.int16)) for s, x in zip(samples, one_each, strict=True)]
+    batch, losses = collate(samples, advantages=torch.ones(prompts)), losses_of(kind)
+    with Sent() as sent:
+        engine.train_batch(batch, losses[0], OUTPUTS[losses])
+    dims, workload = ParallelDims(**options), Workload(prompt, answer, 0, prompts, 1)
+    found = {
+        "sent": sent.by_call,
+        "activations": plan.activation_link_bytes(model.config, dims, workload, forwards=1, backwards=1),
+        "states": plan.state_link_bytes(plan.stage_parameters(model, dims)[dist.get_rank() % dims.pipeline], dims, 2),
+    }
+    ranks = [None] * dist.get_world_size()
+    dist.all_gather_object(ranks, found)
+    return ranks
+
+
 def rows_of(which, engine):
     rows = list(range(ROWS))
     if which == "all":
@@ -292,6 +324,8 @@ def rows_of(which, engine):
 def ranks_of(name):
     if name == "errors":
         return 4
+    if name in SENT:
+        return 2
     return 1 if name.startswith("fsdp2-") else {**CASES, **RESUMED}[name][0]
 
 
@@ -306,6 +340,12 @@ def run_case(name, out):
         kind = name.removeprefix("fsdp2-")
         engine = engine_for("fsdp2", kind, share_prompts=False, keep_gradients=True)
         return run(engine, kind, list(range(ROWS)), out / name)
+    if name in SENT:
+        kind, options = SENT[name]
+        ranks = sent_and_planned(kind, load_model(str(out / "models" / kind), on_meta=True), options)
+        if dist.get_rank() == 0:
+            torch.save(ranks, out / name / "results.pt")
+        return parallel_state.destroy_model_parallel()
     _, kind, which, options, *source = {**CASES, **RESUMED}[name]
     load = load_value_model if kind == "value" else load_model
     model = load(str(out / "models" / kind), on_meta=True)

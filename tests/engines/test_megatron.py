@@ -163,6 +163,19 @@ def test_fsdp2_resumes_a_megatron_checkpoint(out, case):
     assert_same(dict(engine.get_per_tensor_param()), expected["exported"])
 
 
+@pytest.mark.parametrize("case", ranks.SENT)
+def test_stages_and_experts_send_what_the_plan_counts(out, case):
+    """Activations to the byte; gradients and weights up to the padding of Megatron's buffers, 4 % of a tiny model."""
+    for rank in results(out, case):
+        sent, calls = rank["sent"], ("reduce_scatter_tensor_coalesced_", "allgather_into_tensor_coalesced_")
+        activations, states = sent.get("send", 0) + sent.get("alltoall_base_", 0), sum(sent[call] for call in calls)
+        shapes = activations - rank["activations"]  # three integers for each packed row that goes to another stage
+        assert shapes == (3 * 3 * 8 if case == "sent-pp2" else 0)
+        assert states == pytest.approx(rank["states"], rel=0.05) and (states > 0) == (case == "sent-ep2")
+        beside = sum(sent.values()) - activations - states  # metrics, the gradient norm and routing probabilities
+        assert 0 < beside < 0.03 * activations
+
+
 def test_an_impossible_layout_and_different_rows_are_errors_on_every_rank(out):
     require(out, "errors")
     messages = torch.load(out / "errors.pt", weights_only=True)
@@ -384,6 +397,12 @@ def test_a_rank_reads_only_its_slices(monkeypatch):
     group = SimpleNamespace(size=lambda: 2, rank=lambda: 1)
     monkeypatch.setattr(state + "expert_model_parallel_group", lambda: group)
     config = SimpleNamespace(num_query_groups=2, tensor_model_parallel_size=2)
+
+    def local_part(tensors, parameter, shape):
+        part = torch.full(shape, math.nan)
+        copy_local_part(part, tensors, parameter, config)
+        return part
+
     rows = SimpleNamespace(tensor_model_parallel=True, partition_dim=0)
     columns = SimpleNamespace(tensor_model_parallel=True, partition_dim=1)
     q, k, v = InFile(8, 3), InFile(4, 3), InFile(4, 3)
@@ -396,12 +415,6 @@ def test_a_rank_reads_only_its_slices(monkeypatch):
     assert torch.equal(part, torch.cat([one.tensor for one in experts[4:]]))
     assert [one.read for one in (q, k, v, down, odd, norm)] == [[12], [6], [6], [12], [6], [7]]
     assert [sum(one.read) for one in experts] == [0] * 4 + [6] * 4
-
-
-    def local_part(tensors, parameter, shape):
-        part = torch.full(shape, math.nan)
-        copy_local_part(part, tensors, parameter, config)
-        return part
 
 
 def test_files_of_another_model_are_named(out, tmp_path, alone):

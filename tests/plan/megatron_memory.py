@@ -14,8 +14,8 @@ import torch
 import torch.distributed as dist
 import transformers
 from megatron.core import parallel_state
+from sent_bytes import Sent
 from torch.testing._internal.distributed.fake_pg import FakeStore
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from rlkit.engines import make_engine
 from rlkit.engines.megatron import attention, engine, model, vocab_parallel
@@ -65,26 +65,6 @@ def make_model(family):
         **head_size,
     )  # fmt: skip
     return getattr(transformers, family + "ForCausalLM")(config)
-
-
-class Sent(TorchDispatchMode):
-    """Bytes that a rank sends in the collectives of a model, if these pass tensors around a ring."""
-
-    SHARE = {"allreduce_": 2, "_allgather_base_": 1, "_reduce_scatter_base_": 1}
-    SHARE |= {"allgather_into_tensor_coalesced_": 1, "reduce_scatter_tensor_coalesced_": 1}
-
-    def __init__(self):
-        super().__init__()
-        self.bytes = 0
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        name = func.overloadpacket.__name__
-        if func.namespace == "c10d" and name in self.SHARE:
-            ranks = next(dist.ProcessGroup.unbox(x).size() for x in args if isinstance(x, torch.ScriptObject))
-            tensors = args[0] if name == "allreduce_" else args[:2]
-            sizes = [sum(y.nbytes for y in x) if isinstance(x, list) else x.nbytes for x in tensors]
-            self.bytes += self.SHARE[name] * max(sizes) * (ranks - 1) / ranks
-        return func(*args, **(kwargs or {}))
 
 
 def planned_and_taken(name):
