@@ -282,7 +282,8 @@ def test_a_family_that_vllm_cannot_compute_on_a_cpu_is_named(tmp_path, family):
         cpu_dtype_and_options(str(tmp_path), None)
 
 
-def test_the_gated_delta_rule_is_sampled_in_bfloat16_on_a_cpu(tmp_path):
+def test_the_gated_delta_rule_is_sampled_in_bfloat16_on_a_cpu(tmp_path, monkeypatch):
+    monkeypatch.setattr("rlkit.rollout.vllm_cpu.has_avx512", lambda: True)
     AutoConfig.for_model("qwen3_next", **{**BASE, **TEXT["qwen3_next"]}).save_pretrained(tmp_path)
     assert cpu_dtype_and_options(str(tmp_path), None) == ("bfloat16", {"enable_prefix_caching": False})
     with pytest.raises(ValueError, match="^dtype: expected bfloat16 for qwen3_next in vLLM on a CPU, got float32$"):
