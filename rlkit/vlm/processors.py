@@ -112,15 +112,26 @@ def resolve_source(source: Any, kind: str, otherwise: str) -> tuple[Any, str]:
         bytes, a path, or the source itself; and a name of it for errors.
 
     Raises:
-        ValueError: another URL.
+        ValueError: another URL, or a data URL without valid base64.
     """
     if isinstance(source, Mapping):
         source = source.get("bytes") or source.get("path")
-    if isinstance(source, str) and (found := re.match(rf"data:{kind}/[\w.+-]+;base64,", source)):
-        source = base64.b64decode(source[found.end() :])
+    if isinstance(source, str) and source.startswith("data:"):
+        source = _decode_data_url(source, kind)
     if isinstance(source, str) and "://" in source:
         raise ValueError(f"{kind}: expected a local path, bytes or {otherwise}, got the URL {source!r}")
     return source, repr(str(source)) if isinstance(source, str | Path) else f"of type {type(source).__name__}"
+
+
+def _decode_data_url(url: str, kind: str) -> bytes:
+    """The bytes of a data URL. Its media type is not used: decoders recognise the format by the bytes."""
+    head, comma, data = url.partition(",")
+    try:
+        if not comma or not head.endswith(";base64"):
+            raise ValueError("no ';base64,' in it")
+        return base64.b64decode("".join(data.split()), validate=True)
+    except ValueError as error:
+        raise ValueError(f"{kind}: expected a data URL with base64, got {url[:40]!r}...: {error}") from error
 
 
 def open_regular_file(path: str | Path) -> BinaryIO:
