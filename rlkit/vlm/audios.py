@@ -56,9 +56,14 @@ def load_audio(source: Any, *, rate: int = RATE) -> Audio:
 
 
 def _from_samples(array: Any, given: Any, rate: int) -> Audio:
-    if not isinstance(given, int | float | np.number) or given != int(given) or not 1000 <= given <= 384000:
+    # the range comes first: int() fails for infinity and nan
+    in_range = isinstance(given, int | float | np.integer | np.floating) and 1000 <= given <= 384000
+    if not in_range or given != int(given):
         raise ValueError(f"expected a sampling rate from 1000 to 384000 samples per second, got {given!r}")
-    samples = np.asarray(array, dtype=np.float32)
+    try:
+        samples = np.asarray(array, dtype=np.float32)
+    except (TypeError, ValueError, OverflowError) as error:
+        raise ValueError(f"expected samples as an array of numbers, got {type(array).__name__}: {error}") from error
     if samples.ndim not in (1, 2) or not samples.size:
         raise ValueError(f"expected samples [samples] or [channels, samples], got the shape {list(samples.shape)}")
     if not np.abs(samples).max() <= 1:  # also nan

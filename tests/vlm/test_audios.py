@@ -91,6 +91,13 @@ def test_files_and_other_rates_are_resampled(av, tmp_path):
         ({"array": tone()}, "expected a sampling rate from 1000 to 384000 samples per second, got None"),
         ((tone(), 16), "expected a sampling rate from 1000 to 384000 samples per second, got 16"),
         ((tone(), 16000.5), "expected a sampling rate from 1000 to 384000 samples per second, got 16000.5"),
+        ((tone(), np.inf), "expected a sampling rate from 1000 to 384000 samples per second, got inf"),
+        ((tone(), np.nan), "expected a sampling rate from 1000 to 384000 samples per second, got nan"),
+        ((tone(), np.complex128(16000)), "expected a sampling rate from 1000 to 384000 samples per second, got "),
+        ({"array": {"left": [0.0]}, "sampling_rate": 16000}, "expected samples as an array of numbers, got dict: "),
+        ((["loud"], 16000), "expected samples as an array of numbers, got list: "),
+        (([[0.0], [0.0, 0.5]], 16000), "expected samples as an array of numbers, got list: "),
+        (([10**400], 16000), "expected samples as an array of numbers, got list: "),
         ((np.zeros((2, 2, 8)), 16000), "expected samples [samples] or [channels, samples], got the shape [2, 2, 8]"),
         ((np.array([]), 16000), "expected samples [samples] or [channels, samples], got the shape [0]"),
         ((np.array([3.0, 900.0]), 16000), "expected samples from -1 to 1, got up to 900; divide integers by 2^15"),
@@ -147,6 +154,8 @@ def test_rows_of_a_file_have_audios(av, tmp_path):
         {"messages": [{"role": "user", "content": part}], "answer": "part"},
         {"question": "What?", "audio": "../outside.wav", "answer": "outside"},
         {"question": "What?", "audio": "none.wav", "answer": "none"},
+        {"question": "What?", "audio": {"array": {"left": [0.0]}, "sampling_rate": 16000}, "answer": "dict"},
+        {"question": "What?", "audio": {"array": [0.0], "sampling_rate": float("inf")}, "answer": "infinity"},
     ]
     found, errors = {}, {}
     for row in rows:
@@ -164,7 +173,8 @@ def test_rows_of_a_file_have_audios(av, tmp_path):
         "part": [8000],
     }
     assert "audios: expected a file in" in errors["outside"] and "outside.wav" in errors["outside"]
-    assert errors["none"].startswith(f"{data}/rows.jsonl row 3: audio") and "none.wav" in errors["none"]
+    assert all(errors[name].startswith(f"{data}/rows.jsonl row 3: audio") for name in ("none", "dict", "infinity"))
+    assert "none.wav" in errors["none"] and "got dict" in errors["dict"] and "got inf" in errors["infinity"]
     (data / "rows.jsonl").write_text("".join(json.dumps(rows[i]) + "\n" for i in (0, 0, 0, 4)))
     task = load_task(str(data / "rows.jsonl"))
     text = " ".join(finding.text for finding in check_rows(task, processor))
