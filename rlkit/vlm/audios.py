@@ -13,7 +13,7 @@ import numpy as np
 
 from rlkit.data.lookup import requires_extra
 from rlkit.data.samples import Audio
-from rlkit.vlm.processors import open_regular_file, resolve_source
+from rlkit.vlm.processors import QWEN2_5_OMNI, QWEN3_OMNI, open_regular_file, resolve_source
 from rlkit.vlm.videos import FORMATS as VIDEO_FORMATS
 
 RATE = 16000  # of the Qwen-Omni processors, in samples per second
@@ -144,9 +144,9 @@ def load_audios(processor: Any, sources: Sequence[Any]) -> list[Audio]:
         seconds = len(audio.samples) / rate
         if seconds < MIN_SECONDS:
             raise ValueError(f"audio: expected at least {MIN_SECONDS:g} s, got {seconds:.3g} s")
-        if family == "Qwen2_5OmniProcessor" and len(audio.samples) > extractor.n_samples:
+        if family == QWEN2_5_OMNI and len(audio.samples) > extractor.n_samples:
             raise ValueError(f"audio: expected at most {extractor.chunk_length} s for {family}, got {seconds:.1f} s")
-    if family == "Qwen3OmniMoeProcessor":
+    if family == QWEN3_OMNI:
         hop = extractor.hop_length
         lengths = [max(rate, math.ceil(len(audio.samples) / hop) * hop) for audio in audios]
         audios = [

@@ -149,7 +149,8 @@ TEXT_OUTPUTS = frozenset({"input_ids", "attention_mask", "mm_token_type_ids", "t
 # processors whose videos are tested: both tracks, position ids, training and sampling
 VIDEO_PROCESSORS = frozenset({"Qwen2VLProcessor", "Qwen2_5_VLProcessor", "Qwen3VLProcessor"})
 # processors whose audios are tested likewise; they repeat a placeholder and report no replacements of text
-AUDIO_PROCESSORS = frozenset({"Qwen2_5OmniProcessor", "Qwen3OmniMoeProcessor"})
+QWEN2_5_OMNI, QWEN3_OMNI = "Qwen2_5OmniProcessor", "Qwen3OmniMoeProcessor"
+AUDIO_PROCESSORS = frozenset({QWEN2_5_OMNI, QWEN3_OMNI})
 
 
 def encode_text(
@@ -167,8 +168,8 @@ def encode_text(
 
     Raises:
         ValueError: text that is not Unicode, the number of images, videos or audios is not the number of placeholders,
-            the processor rejects an image, or it does not report its replacements; videos or audios for a family
-            without them.
+            the processor rejects an image, or its tokens cannot be assigned to the images, videos and audios; videos
+            or audios for a family without them.
     """
     if stray := re.search("[\ud800-\udfff]", text):
         raise ValueError(f"prompt: expected Unicode text, got the unpaired surrogate {stray[0]!r}")
@@ -202,9 +203,11 @@ def encode_text(
         any(len(expansions) != len(media[kind]) for kind, expansions in found.items())
         or expand_placeholders(compact, placeholders) != expanded
     ):
+        family, kinds = type(processor).__name__, " and ".join(f"{kind}s" for kind in found)
+        source = "runs of its placeholder" if family in AUDIO_PROCESSORS else "text_replacement_offsets"
         raise ValueError(
-            f"processor: expected text_replacement_offsets that reproduce its tokens, got a {type(processor).__name__} "
-            "whose tokens cannot be assigned to images"
+            f"processor: expected {source} that reproduce its tokens, got a {family} whose tokens cannot be assigned "
+            f"to the {kinds} of the prompt"
         )
     vision = {name: x for name, x in inputs.items() if isinstance(x, torch.Tensor) and name not in TEXT_OUTPUTS}
     if audios:  # as long as the longest, not as long as the processor's limit

@@ -21,6 +21,7 @@ from rlkit.rollout.vllm_requests import vllm_prompt
 from rlkit.vlm import encode_prompt, load_audio, load_model, load_processor
 from rlkit.vlm.inputs import concatenate_vision
 from rlkit.vlm.loading import load_config
+from rlkit.vlm.processors import placeholder_id
 
 OMNI = ["qwen2_5_omni_thinker", "qwen3_omni_moe_thinker"]
 
@@ -194,6 +195,26 @@ def test_models_that_do_not_hear_are_named():
     ):
         with pytest.raises(ValueError, match=f"^row 4: {error}"):
             encode_prompt(processor, row)
+
+
+def test_a_processor_whose_audio_tokens_are_not_one_run_is_refused():
+    """The error names the audios and how their tokens are found, not images."""
+    processor = family_processors.processor(OMNI[0])
+
+    class Interrupting:
+        def __getattr__(self, name):
+            return getattr(processor, name)
+
+        def __call__(self, **kwargs):
+            inputs = processor(**kwargs)
+            place = inputs["input_ids"][0].tolist().index(placeholder_id(processor, "audio")) + 1
+            inputs["input_ids"][0, place] = 7
+            return inputs
+
+    Interrupting.__name__ = type(processor).__name__
+    error = "row 4: processor: expected runs of its placeholder .* got a Qwen2_5OmniProcessor .* to the audios of"
+    with pytest.raises(ValueError, match=error):
+        encode_prompt(Interrupting(), {"question": "What?", "audio": (tone(), 16000), "where": "row 4"})
 
 
 def test_audios_that_a_processor_would_cut_off_are_named():
