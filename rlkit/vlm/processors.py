@@ -26,6 +26,7 @@ from rlkit.vlm.loading import has_vision, load_config, model_path
 FORMATS = ("PNG", "JPEG", "MPO", "WEBP", "GIF", "BMP", "TIFF", "PPM", "JPEG2000", "AVIF", "ICO")
 
 DECODING_SECONDS = 10.0  # of processor time
+LONGEST_PATH = 4096  # characters; Linux opens no longer ones
 
 
 def load_image(source: Any) -> Image.Image:
@@ -109,18 +110,26 @@ def resolve_source(source: Any, kind: str, otherwise: str) -> tuple[Any, str]:
         otherwise: what is accepted besides paths and bytes, for the error.
 
     Returns:
-        bytes, a path, or the source itself; and a name of it for errors.
+        bytes, a path, or the source itself; and a name of it for errors, which of a data URL is its beginning.
 
     Raises:
-        ValueError: another URL.
+        ValueError: another URL, a data URL without valid base64, or a text that is too long for a path.
     """
     if isinstance(source, Mapping):
         source = source.get("bytes") or source.get("path")
-    if isinstance(source, str) and (found := re.match(rf"data:{kind}/[\w.+-]+;base64,", source)):
-        source = base64.b64decode(source[found.end() :])
-    if isinstance(source, str) and "://" in source:
-        raise ValueError(f"{kind}: expected a local path, bytes or {otherwise}, got the URL {source!r}")
-    return source, repr(str(source)) if isinstance(source, str | Path) else f"of type {type(source).__name__}"
+    if not isinstance(source, str):
+        return source, repr(str(source)) if isinstance(source, Path) else f"of type {type(source).__name__}"
+    beginning = repr(source if len(source) <= 80 else f"{source[:80]}...")
+    if found := re.match(rf"data:{kind}/[\w.+-]+;base64,", source):
+        try:  # encoders may split base64 into lines
+            return base64.b64decode("".join(source[found.end() :].split()), validate=True), beginning
+        except ValueError as error:
+            raise ValueError(f"{kind} {beginning}: expected base64 after the comma, got {error}") from error
+    if "://" in source or source.startswith("data:"):
+        raise ValueError(f"{kind}: expected a local path, bytes or {otherwise}, got the URL {beginning}")
+    if len(source) > LONGEST_PATH:
+        raise ValueError(f"{kind} {beginning}: expected a path, got {len(source)} characters")
+    return source, repr(source)
 
 
 def open_regular_file(path: str | Path) -> BinaryIO:
