@@ -230,6 +230,7 @@ def encode_text(
             f"to the {kinds} of the prompt"
         )
     vision = {name: x for name, x in inputs.items() if isinstance(x, torch.Tensor) and name not in TEXT_OUTPUTS}
+    vision = {name: x.float() if x.is_floating_point() else x for name, x in vision.items()}  # Llama 4: bfloat16
     if audios:  # as long as the longest, not as long as the processor's limit
         frames = int(vision[AUDIO_KEYS[1]].sum(1).max())
         vision |= {name: vision[name][..., :frames].clone() for name in AUDIO_KEYS}
@@ -250,6 +251,17 @@ def placeholder_id(processor: Any, kind: str) -> Any:
     return getattr(processor, name, None) or getattr(getattr(processor, "tokenizer", None), name, None)
 
 
+def feature_id(processor: Any) -> Any:
+    """The token that the expanded track has for each feature of an image; None if the processor has none.
+
+    In Gemma 3 and Llama 4 it is not the token that stands for an image in a prompt.
+    """
+    tokenizer = getattr(processor, "tokenizer", processor)
+    if hasattr(processor, "img_patch_token"):  # Llama 4
+        return tokenizer.convert_tokens_to_ids(processor.img_patch_token)
+    return getattr(tokenizer, "image_token_id", None)
+
+
 def _check_counts(
     processor: Any, tokens: Sequence[int], placeholders: Mapping[str, Any], media: Mapping[str, Sequence[Any]]
 ) -> None:
@@ -263,10 +275,9 @@ def _check_counts(
     Raises:
         ValueError: names the kind and both numbers.
     """
-    # Gemma 3 has one token that is replaced by an image, and another one for each of its features
-    feature = getattr(getattr(processor, "tokenizer", processor), "image_token_id", placeholders["image"])
+    feature = feature_id(processor)
     counts = [(kind, tokens.count(placeholders[kind]), len(given)) for kind, given in media.items()]
-    if feature != placeholders["image"]:
+    if feature not in (None, placeholders["image"]):
         counts.append(("image feature", tokens.count(feature), 0))
     for kind, slots, given in counts:
         if slots != given:
@@ -415,8 +426,10 @@ def suppressed_token_ids(config: Any, tokenizer: Any) -> torch.Tensor:
 
     These are placeholders, and rows of the output layer beyond the tokenizer's vocabulary (models round its size up).
     """
-    size = getattr(config, "text_config", config).vocab_size
-    inside = [token for token in placeholder_ids(config) if token < len(tokenizer)]
+    size, tokens = getattr(config, "text_config", config).vocab_size, {*placeholder_ids(config)}
+    if config.model_type == "llama4":  # its config has the token of an image's features only
+        tokens.update(token for text, token in tokenizer.get_vocab().items() if text == "<|image|>")
+    inside = sorted(token for token in tokens if token < len(tokenizer))
     return torch.tensor([*inside, *range(len(tokenizer), size)], dtype=torch.long)
 
 
