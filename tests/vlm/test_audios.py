@@ -198,6 +198,15 @@ def test_models_that_do_not_hear_are_named():
             encode_prompt(processor, row)
 
 
+@pytest.mark.parametrize("family", OMNI)
+def test_videos_of_models_that_hear_are_refused(family):
+    """With or without their sound."""
+    row = {"question": "What?", "video": np.zeros((2, 16, 16, 3), np.uint8), "where": "row 4"}
+    for more in ({}, {"audio": (tone(), 16000)}):
+        with pytest.raises(ValueError, match=r"^row 4: videos: expected a model with one of .*, got Qwen.*Omni"):
+            encode_prompt(family_processors.processor(family), {**row, **more})
+
+
 def test_audios_that_a_processor_would_cut_off_are_named():
     """Its limit is 4 s here; one of a length that Qwen3-Omni takes. A token needs 0.04 s."""
     long, short = ({"question": "?", "audio": (tone(seconds), 16000)} for seconds in (4.1, 0.03))
