@@ -149,8 +149,8 @@ Not supported; each is refused with an error that says why:
 - Ulysses, tensor parallelism and Megatron with recurrent layers: {", ".join(sorted(recurrent))};
 - positions: {positions};
 - videos in a task's rows, for every processor but those of Qwen2-VL, Qwen2.5-VL and Qwen3-VL (also Qwen3.5's), and
-  audios for every processor but those of Qwen-Omni. SGLang servers and Megatron refuse both: use `--rollout hf` or
-  vLLM (in the process or on servers), and fsdp2;
+  audios for every processor but those of Qwen-Omni. SGLang servers refuse both: use `--rollout hf` or vLLM (in the
+  process or on servers). Megatron trains on videos (Qwen2.5-VL), and has no family that hears: use fsdp2;
 - vLLM, with the text of the error: {with_vllm}. vLLM has no implementation of {", ".join(sorted(vllm.ABSENT))};
 - vLLM on a CPU: {on_cpu};
 - prefix attention (PaliGemma), and RoPE variants in which sequences of one forward pass would affect each other

@@ -49,7 +49,7 @@ from rlkit.engines.megatron.cpu import HOST, cuda_calls_on_host
 from rlkit.engines.megatron.model import (
     build_model,
     check_routed_experts,
-    embed_with_images,
+    embed_with_media,
     initialize_parallel_state,
     megatron_config,
 )
@@ -88,7 +88,7 @@ Finish = Callable[[list[int], Batch, ModelInputs, Tensor], tuple[Tensor, Tensor,
 
 
 class MegatronEngine:
-    """Trains and scores a model of the families Qwen2, Qwen2.5, Qwen3, Qwen3-MoE, Llama or Qwen2.5-VL (with images).
+    """Trains and scores a model of the families Qwen2, Qwen2.5, Qwen3, Qwen3-MoE, Llama or Qwen2.5-VL (images, videos).
 
     Ranks that share a tensor, a pipeline or a context are given the same rows.
 
@@ -341,7 +341,7 @@ class MegatronEngine:
             multiple=self.dims.tensor if self.dims.sequence_parallel else 1,
             device=self.device,
         )
-        embedded = embed_with_images(self.model, inputs.kwargs, row.kwargs, self.config)
+        embedded = embed_with_media(self.model, inputs.kwargs, row.kwargs, self.config)
         return model(**inputs.kwargs, decoder_input=embedded), partial(finish, rows, part, inputs)
 
     def _outputs(
