@@ -36,7 +36,7 @@ MORE_FAMILIES = [
     "mistral3", "paddleocr_vl", "qwen2_5_omni_thinker", "qwen3_omni_moe_thinker",
 ]  # fmt: skip
 BFLOAT16 = ["qwen3_5", "qwen3_next"]  # vLLM's kernel for the gated delta rule has no other dtype on a CPU
-MORE_BFLOAT16 = ["qwen3_5_moe"]
+MORE_BFLOAT16 = ["minicpmv4_6", "qwen3_5_moe"]
 BFLOAT16_TOLERANCE = 0.08
 OTHER_CPU = "deepseek_v3/other_cpu"
 POSITIONS = ["Qwen2VL", "Qwen2_5_VL"]

@@ -74,7 +74,8 @@ def test_freeze_by_name(model):
 
 TOWERS = {
     **dict.fromkeys(
-        ("llava", "internvl", "gemma3", "gemma4", "kimi_k25", "lfm2_vl", "mistral3"), ["model.vision_tower"]
+        ("llava", "internvl", "gemma3", "gemma4", "kimi_k25", "lfm2_vl", "minicpmv4_6", "mistral3"),
+        ["model.vision_tower"],
     ),
     **dict.fromkeys(("smolvlm", "idefics3"), ["model.vision_model"]),
     "llama4": ["vision_model"],
