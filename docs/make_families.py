@@ -184,8 +184,9 @@ Notes:
   other logprobs for the tiny Gemma 3n model (by 1.6); `WeightSyncCheck` would stop such a run.
 - **olmo3 with vLLM on a CPU.** vLLM 0.32 runs it by transformers' own model, and fails: "'Olmo3Model' object has no
   attribute 'do_not_compile'".
-- **paddleocr_vl with vLLM.** Not tested: vLLM 0.32 gives other logprobs for the tiny model (by 0.02), and refuses the
-  names of its weights in an update.
+- **paddleocr_vl.** transformers 5.19 resizes the position embeddings of its vision tower with `align_corners=True`; its
+  authors' code, transformers 5.0 and vLLM do not align them. The engine sets it as they do, as the logprobs would
+  differ by 0.02 otherwise. A model that is loaded in transformers alone computes as transformers does.
 - **SmolVLM.** transformers' processor needs the package `num2words`.
 """
     return HEAD + "\n".join(lines) + "\n" + more

@@ -30,7 +30,17 @@ PATCH_ROW_FAMILIES = frozenset(
 IMAGE_DIMENSION_FAMILIES = frozenset({"smolvlm", "idefics3"})  # pixel_values is [samples, images, ...]
 # vLLM accepts only the names of the files
 CHECKPOINT_NAME_FAMILIES = frozenset(
-    {"llava", "gemma3", "mixtral", "ernie4_5_moe", "granitemoehybrid", "kimi_linear", "nemotron_h", "olmo_hybrid"}
+    {
+        "llava",
+        "gemma3",
+        "mixtral",
+        "ernie4_5_moe",
+        "granitemoehybrid",
+        "kimi_linear",
+        "nemotron_h",
+        "olmo_hybrid",
+        "paddleocr_vl",
+    }
 )
 # family of a thinker -> that of the whole model, whose files and configuration have the thinker as a part
 WHOLE_MODELS = {"qwen2_5_omni_thinker": "qwen2_5_omni", "qwen3_omni_moe_thinker": "qwen3_omni_moe"}

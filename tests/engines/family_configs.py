@@ -227,6 +227,14 @@ VISION = {  # the config, tokens per image, shape of its pixel_values
         4,
         (1, 16, 3 * 4 * 4),
     ),
+    "minicpmv4_6": (
+        {
+            "text_config": {**BASE, **ROPE35, **LINEAR, "model_type": "qwen3_5_text"}, "insert_layer_id": 0,
+            "vision_config": {**SMALL_VIT, "image_size": 16}, "video_token_id": 95,
+        },
+        4,
+        (1, 3, 4, 256),
+    ),
     "mistral3": (
         {
             "text_config": {**BASE, "model_type": "mistral"}, "spatial_merge_size": 2,

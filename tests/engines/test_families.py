@@ -32,7 +32,7 @@ RECURRENT = [
     "qwen3_5_text", "falcon_h1", "granitemoehybrid", "kimi_linear", "lfm2", "lfm2_moe", "nemotron_h", "olmo_hybrid",
     "qwen3_next",
 ]  # fmt: skip
-RECURRENT_VISION = ["qwen3_5", "qwen3_5_moe", "lfm2_vl"]
+RECURRENT_VISION = ["qwen3_5", "qwen3_5_moe", "lfm2_vl", "minicpmv4_6"]
 
 
 def seeded(build):
@@ -91,6 +91,8 @@ def layout_of_image(family, shape):
         return {"image_position_ids": torch.cartesian_prod(torch.arange(4), torch.arange(4)).flip(1)[None]}
     if family == "lfm2_vl":
         return {"spatial_shapes": torch.tensor([[4, 4]]), "pixel_attention_mask": torch.ones(1, 16, dtype=torch.long)}
+    if family == "minicpmv4_6":
+        return {"target_sizes": torch.tensor([[8, 8]], dtype=torch.int32)}
     if family == "mistral3":
         return {"image_sizes": torch.tensor([[16, 16]])}
     is_patches = len(shape) == 2 or family in ("kimi_k25", "paddleocr_vl")

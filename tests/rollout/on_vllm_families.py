@@ -49,7 +49,7 @@ WIDE = {
 # vLLM's kernel for the gated delta rule has one size on a CPU
 DELTA = {"linear_key_head_dim": 128, "linear_value_head_dim": 128}
 MORE = {
-    "qwen3_next": DELTA, "qwen3_5": DELTA, "qwen3_5_moe": DELTA,
+    **dict.fromkeys(("qwen3_next", "qwen3_5", "qwen3_5_moe", "minicpmv4_6"), DELTA),
     **dict.fromkeys(("llama4", "llama4_text"), {"attention_chunk_size": 32, "floor_scale": 8}),
     **dict.fromkeys(("gemma4", "gemma4_text"), {"global_head_dim": 64, "hidden_size_per_layer_input": 32}),
     "deepseek_v3": {
@@ -63,7 +63,7 @@ MORE = {
 ABSENT = {"glm46v": "Glm46VForConditionalGeneration", "diffllama": "DiffLlamaForCausalLM"}
 OWNERS = {"Qwen2VL": "qwen2_vl", "Qwen2_5_VL": "qwen2_5_vl"}  # vLLM's name of a model, and of its family
 IMAGE, VIDEO = 90, 91
-SECTIONS = {"qwen": [6, 5, 5], "padd": [6, 5, 5], "glm4": [4, 2, 2]}
+SECTIONS = {"qwen": [6, 5, 5], "padd": [6, 5, 5], "glm4": [4, 2, 2], "mini": [4, 2, 2]}
 SAMPLING = Sampling(6, temperature=0.8, seed=(0, 1))
 TOKENS = 40  # more than a window
 SIZE = {"max_model_len": 256, "max_num_seqs": 8, "kv_cache_memory_bytes": 16 << 20, "block_size": 32}
@@ -79,7 +79,7 @@ def seeing(family, reader):
         rope["mrope_section"] = SECTIONS[family[:4]]
     if family.startswith("glm"):
         rope["partial_rotary_factor"], text["use_qk_norm"] = 0.5, False
-    if family.startswith("qwen3_5"):
+    if family.startswith(("qwen3_5", "minicpmv4_6")):
         rope["partial_rotary_factor"], rope["mrope_section"] = 0.5, [4, 2, 2]
     if family.startswith("qwen3"):  # published configs say what transformers does anyway
         rope["mrope_interleaved"] = text["norm_topk_prob"] = True
@@ -129,7 +129,7 @@ def build(family, path):
     for name, buffer in model.named_buffers():
         if name.endswith("correction_bias"):  # of routers: no parameter, so that it is not handed over, and must stay
             buffer.normal_()
-    if family.startswith(("qwen3_5", "qwen3_next")):  # vLLM computes them in bfloat16
+    if family.startswith(("qwen3_5", "qwen3_next", "minicpmv4_6")):  # vLLM computes them in bfloat16
         model.bfloat16().float()
     model.generation_config.eos_token_id = getattr(reader, "tokenizer", reader).eos_token_id
     model.save_pretrained(path)

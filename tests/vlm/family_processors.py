@@ -139,6 +139,18 @@ def llama4():
     return transformers.Llama4Processor(images, t, patch_size=4)
 
 
+def minicpmv4_6():
+    kinds = "image", "slice", "image_id"
+    named = {f"{kind}_{end}_token": f"<{'/' * (end == 'end')}{kind}>" for kind in kinds for end in ("start", "end")}
+    t = tokenizer("<|image_pad|>", image_token="<|image_pad|>", video_token="<|video_pad|>", **named)
+    options = {"patch_size": 4, "scale_resolution": 16}
+    return transformers.MiniCPMV4_6Processor(
+        transformers.MiniCPMV4_6ImageProcessor(**options, max_slice_nums=4),
+        transformers.MiniCPMV4_6VideoProcessor(**options),
+        t,
+    )
+
+
 def mistral3():
     t = tokenizer("[IMG]", "[IMG]", "[IMG_BREAK]", "[IMG_END]")
     images = transformers.PixtralImageProcessor(patch_size=8, size={"longest_edge": 32})
@@ -173,9 +185,15 @@ FAMILIES = {
     "glm4v_moe": glm4v,
     "glm46v": lambda: glm4v("Glm46V"),
     **{make.__name__: make for make in (glm4v, internvl, llava, idefics3, smolvlm, gemma3)},
-    **{make.__name__: make for make in (gemma4, kimi_k25, lfm2_vl, llama4, mistral3, paddleocr_vl)},
+    **{make.__name__: make for make in (gemma4, kimi_k25, lfm2_vl, llama4, minicpmv4_6, mistral3, paddleocr_vl)},
 }
-SIZED = ("gemma4", "kimi_k25", "lfm2_vl", "mistral3")  # their tensors have the size of each image beside its pixels
+SIZED = (
+    "gemma4",
+    "kimi_k25",
+    "lfm2_vl",
+    "minicpmv4_6",
+    "mistral3",
+)  # their tensors have the size of each image beside its pixels
 
 
 @cache

@@ -75,7 +75,8 @@ def test_freeze_by_name(model):
 
 TOWERS = {
     **dict.fromkeys(
-        ("llava", "internvl", "gemma3", "gemma4", "kimi_k25", "lfm2_vl", "mistral3"), ["model.vision_tower"]
+        ("llava", "internvl", "gemma3", "gemma4", "kimi_k25", "lfm2_vl", "minicpmv4_6", "mistral3"),
+        ["model.vision_tower"],
     ),
     **dict.fromkeys(("smolvlm", "idefics3"), ["model.vision_model"]),
     "llama4": ["vision_model"],
@@ -118,7 +119,8 @@ def test_adapters_leave_the_towers_of_every_family_out(family):
     "family",
     [
         "ernie4_5_moe", "falcon_h1", "gemma4_text", "glm4_moe", "granitemoehybrid", "kimi_linear", "lfm2_moe",
-        "llama4", "llama4_text", "nemotron_h", "olmo_hybrid", "qwen3_5", "qwen3_5_moe", "qwen3_next",
+        "llama4", "llama4_text", "nemotron_h", "olmo_hybrid", "paddleocr_vl",
+        "qwen3_5", "qwen3_5_moe", "qwen3_next",
     ],
 )  # fmt: skip
 def test_weights_are_handed_over_by_the_names_of_checkpoint_files(family, tmp_path):

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
+from torch.nn.functional import interpolate
 
 sys.path.insert(0, str(Path(__file__).parent))
 sys.path.insert(0, str(Path(__file__).parents[1] / "engines"))
@@ -168,6 +169,16 @@ def test_both_tracks_are_the_processors_own(family):
             assert all(torch.equal(tensor, own[name].to(tensor)) for name, tensor in sample.vision.items())
             count = sum(one.numel() // one.shape[-1] for one in image_features(base, sample))
             assert sample.token_ids.count(base.config.image_token_id) == count > 0
+
+
+def test_paddleocr_resizes_position_embeddings_as_published():
+    """Without aligned corners, for an image of 2 x 6 patches where the embeddings are those of 4 x 4."""
+    tower = engine(model("paddleocr_vl")).module.get_submodule("model.visual.vision_model.embeddings")
+    with torch.no_grad():
+        found = tower(torch.zeros(1, 12, 3, 4, 4), torch.tensor([[1, 2, 6]])) - tower.patch_embedding.bias
+        grid = tower.position_embedding.weight.T.unflatten(1, (4, 4))[None]
+        expected = interpolate(grid, size=(2, 6), mode="bilinear", align_corners=False)[0].flatten(1).T
+    torch.testing.assert_close(found, expected)
 
 
 @pytest.mark.parametrize("family", WATCHES)

@@ -22,7 +22,7 @@ from rlkit.vlm import encode_prompt
 from rlkit.vlm.inputs import IMAGE_SIZE_KEYS, check_image_tokens, position_ids, position_spec
 
 GRIDS = [family for family, (*_, shape) in VISION.items() if len(shape) == 2]
-SIZES = ["gemma4", "kimi_k25", "lfm2_vl", "mistral3", "paddleocr_vl"]
+SIZES = ["gemma4", "kimi_k25", "lfm2_vl", "minicpmv4_6", "mistral3", "paddleocr_vl"]
 VIDEO, AUDIO = 95, 96
 ANSWER = [7, 8]
 
