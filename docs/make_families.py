@@ -171,8 +171,9 @@ Notes:
   (rlkit/engines/packing/recurrent.py). Answers that share a prompt have its tokens once, except in these layers, which
   compute the prompt once for each answer. Adapters are not put on `out_proj` and `conv1d` of Mamba layers, whose
   weights go into a fused kernel on GPUs.
-- **Gated delta rule with vLLM on a CPU** ({", ".join(sorted(vllm.BFLOAT16))}, {", ".join(vllm.MORE_BFLOAT16)}): vLLM's
+- **Gated delta rule with vLLM on a CPU** ({", ".join([*vllm.DELTA_RULE, *vllm.MORE_DELTA_RULE])}): vLLM's
   kernel has bfloat16 only and heads of 128, so sampler and trainer (float32) agree to {vllm.BFLOAT16_TOLERANCE} there.
+  It needs AVX-512; x86 CPUs without it are told to use the rollout `hf`.
 - **nemotron_h with vLLM on a CPU.** vLLM 0.32 refuses its experts: "is_act_and_mul=False is supported only for CUDA,
   XPU and ROCm for now".
 - **granitemoehybrid, gemma3n_text with vLLM.** Not tested: vLLM 0.32 does not read the tiny Granite model, and gives

@@ -156,6 +156,14 @@ def outside(own):
     return [*paths, {"bytes": None, "path": "../outside.png"}]
 
 
+def test_a_path_that_begins_like_a_data_url_is_not_opened(own, monkeypatch):
+    monkeypatch.chdir(own)
+    (own / "data:image").mkdir()
+    assert (own / "data:image/../../outside.png").exists()
+    with pytest.raises(ValueError, match="image: expected a data URL with base64"):
+        load_image(task_of(own, "data:image/../../outside.png", "images/a.png").splits["train"][0]["images"][0])
+
+
 def test_paths_that_lead_out_are_refused(own):
     paths = outside(own)
     rows = task_of(own, "images/a.png", *paths).splits["train"]

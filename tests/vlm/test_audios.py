@@ -1,5 +1,6 @@
 """Audios of a row: samples and files, the sound that a model hears of them, and what is refused."""
 
+import base64
 import io
 import json
 import sys
@@ -76,6 +77,7 @@ def test_files_and_other_rates_are_resampled(av, tmp_path):
         {"bytes": None, "path": tmp_path / "tone.wav"},
         (tone(rate=8000), 8000),
         (tone(rate=44100), 44100),
+        "data:audio/x-wav;codecs=1;base64," + base64.encodebytes(wav(tone())).decode(),  # lines of 76 characters
     ):
         audio = load_audio(source)
         assert audio.samples.dtype == np.float32 and abs(len(audio.samples) - 8000) < 40, len(audio.samples)
@@ -87,6 +89,9 @@ def test_files_and_other_rates_are_resampled(av, tmp_path):
     ("source", "error"),
     [
         ("https://example.org/a.wav", "audio: expected a local path, bytes or samples, got the URL"),
+        ("data:audio/wav;base64,AAA", "audio: expected a data URL with base64, got 'data:audio/wav;base64,AAA'"),
+        ("data:audio/wav;base64,A*AA", "got 'data:audio/wav;base64,A*AA'...: Only base64 data is allowed"),
+        ("data:audio/wav,RIFF", "got 'data:audio/wav,RIFF'...: no ';base64,' in it"),
         (7, "audio of type int: cannot be read: expected a path, bytes, or samples with their sampling rate"),
         (tone(), "audio of type ndarray: cannot be read: expected a path, bytes, or samples with their sampling rate"),
         ({"array": tone()}, "expected a sampling rate from 1000 to 384000 samples per second, got None"),
@@ -148,11 +153,15 @@ def test_rows_of_a_file_have_audios(av, tmp_path):
     for name in ("data/a.wav", "data/b.wav", "outside.wav"):
         (tmp_path / name).write_bytes(wav(tone()))
     part = [{"type": "audio", "audio": "a.wav"}, {"type": "text", "text": "What?"}]
+    inline = [{"type": "input_audio", "input_audio": {"data": base64.b64encode(wav(tone())).decode(), "format": "wav"}}]
+    cut = [{"type": "input_audio", "input_audio": {"data": "UklGR", "format": "wav"}}]
     samples = {"array": tone(0.25).tolist(), "sampling_rate": 16000}
     rows = [
         {"question": "What?", "audio": "a.wav", "answer": "one"},
         {"question": "<audio>What <audio>?", "audios": ["b.wav", samples], "answer": "two"},
         {"messages": [{"role": "user", "content": part}], "answer": "part"},
+        {"messages": [{"role": "user", "content": inline}], "answer": "inline"},
+        {"messages": [{"role": "user", "content": cut}], "answer": "cut"},
         {"question": "What?", "audio": "../outside.wav", "answer": "outside"},
         {"question": "What?", "audio": "none.wav", "answer": "none"},
         {"question": "What?", "audio": {"array": {"left": [0.0]}, "sampling_rate": 16000}, "answer": "dict"},
@@ -172,11 +181,14 @@ def test_rows_of_a_file_have_audios(av, tmp_path):
         "one": [8000],
         "two": [8000, 4000],
         "part": [8000],
+        "inline": [8000],
     }
+    base = f"{data}/rows.jsonl row 3: audio: expected a data URL with base64, got 'data:audio/wav;base64,UklGR'"
+    assert errors["cut"].startswith(base)
     assert "audios: expected a file in" in errors["outside"] and "outside.wav" in errors["outside"]
     assert all(errors[name].startswith(f"{data}/rows.jsonl row 3: audio") for name in ("none", "dict", "infinity"))
     assert "none.wav" in errors["none"] and "got dict" in errors["dict"] and "got inf" in errors["infinity"]
-    (data / "rows.jsonl").write_text("".join(json.dumps(rows[i]) + "\n" for i in (0, 0, 0, 4)))
+    (data / "rows.jsonl").write_text("".join(json.dumps(rows[i]) + "\n" for i in (0, 0, 0, 6)))
     task = load_task(str(data / "rows.jsonl"))
     text = " ".join(finding.text for finding in check_rows(task, processor))
     assert "0 to 0 images, 1 to 1 audios each" in text and "would be skipped" in text
