@@ -171,6 +171,10 @@ Notes:
   (rlkit/engines/packing/recurrent.py). Answers that share a prompt have its tokens once, except in these layers, which
   compute the prompt once for each answer. Adapters are not put on `out_proj` and `conv1d` of Mamba layers, whose
   weights go into a fused kernel on GPUs.
+- **Llama 4.** Chunks of its chunked attention are counted from the start of each packed sequence, and the temperature
+  of its layers without RoPE goes by positions, as in single sequences. `--rollout hf` refuses rows padded on the left
+  from `floor_scale` (8192) tokens on, where transformers' temperature counts padding; use vLLM there. Routers get no
+  LoRA adapters.
 - **Gated delta rule with vLLM on a CPU** ({", ".join([*vllm.DELTA_RULE, *vllm.MORE_DELTA_RULE])}): vLLM's
   kernel has bfloat16 only and heads of 128, so sampler and trainer (float32) agree to {vllm.BFLOAT16_TOLERANCE} there.
   It needs AVX-512; x86 CPUs without it are told to use the rollout `hf`.

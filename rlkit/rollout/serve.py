@@ -29,6 +29,7 @@ import torch
 
 from rlkit.rollout.servers.token import LOOPBACK, TOKEN_VARIABLE, new_token
 from rlkit.rollout.vllm_cpu import cpu_dtype_and_options
+from rlkit.rollout.vllm_generation_config import generation_config_overrides
 from rlkit.vlm.loading import model_path
 
 MIDDLEWARE = ("claim.ClaimMiddleware", "token.TokenMiddleware")  # the last one comes first
@@ -118,6 +119,8 @@ def command(model: str, host: str, port: int, tensor_parallel_size: int, on_gpu:
         "generation-config": "vllm",  # not the top-k and top-p of the model's own generation config
         "weight-transfer-config": json.dumps({"backend": "nccl" if on_gpu else "rlkit_gloo"}),
     }
+    if overrides := generation_config_overrides(model):
+        flags["override-generation-config"] = json.dumps(overrides)
     if not on_gpu:
         flags["kv-cache-memory-bytes"] = 1 << 30  # the default is 0.92 of all memory, which may not be free
         flags["attention-backend"] = "CPU_MLA"  # see rlkit.rollout.vllm.cpu_options

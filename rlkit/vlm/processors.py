@@ -17,7 +17,7 @@ from typing import Any, BinaryIO, NamedTuple
 
 import numpy as np
 import torch
-from PIL import Image, ImageOps
+from PIL import Image, ImageOps, UnidentifiedImageError
 
 from rlkit.data.samples import AUDIO_KEYS, Audio, Expansion, Sample, Video, expand_placeholders, prompt_sample
 from rlkit.vlm.loading import has_vision, load_config, model_path
@@ -74,7 +74,10 @@ def _as_rgb(image: Image.Image) -> Image.Image:
 
 def _open_image(file: BinaryIO) -> Image.Image:
     """Open an image that Pillow decodes later, in small pieces, as long as there is time."""
-    image: Any = Image.open(_LimitedTime(file), formats=_known_formats())  # type: ignore[arg-type]
+    try:
+        image: Any = Image.open(_LimitedTime(file), formats=_known_formats())  # type: ignore[arg-type]
+    except UnidentifiedImageError as error:  # it would name the file object
+        raise ValueError(f"expected an image in one of the formats {', '.join(FORMATS)}") from error
     image.decodermaxblock = 4096  # bytes decoded at once: 64 KB of empty JPEG scans take half a minute
     return image
 
@@ -121,7 +124,10 @@ def resolve_source(source: Any, kind: str, otherwise: str) -> tuple[Any, str]:
         return source, repr(str(source)) if isinstance(source, Path) else f"of type {type(source).__name__}"
     beginning = repr(source if len(source) <= 80 else f"{source[:80]}...")
     if source.startswith("data:"):
-        return _decode_data_url(source, kind), beginning
+        try:
+            return _decode_data_url(source), beginning
+        except ValueError as error:
+            raise ValueError(f"{kind}: expected a data URL with base64, got {beginning}: {error}") from error
     if "://" in source:
         raise ValueError(f"{kind}: expected a local path, bytes or {otherwise}, got the URL {beginning}")
     if len(source) > LONGEST_PATH:
@@ -129,15 +135,12 @@ def resolve_source(source: Any, kind: str, otherwise: str) -> tuple[Any, str]:
     return source, repr(source)
 
 
-def _decode_data_url(url: str, kind: str) -> bytes:
+def _decode_data_url(url: str) -> bytes:
     """The bytes of a data URL. Its media type is not used: decoders recognise the format by the bytes."""
     head, comma, data = url.partition(",")
-    try:
-        if not comma or not head.endswith(";base64"):
-            raise ValueError("no ';base64,' in it")
-        return base64.b64decode("".join(data.split()), validate=True)
-    except ValueError as error:
-        raise ValueError(f"{kind}: expected a data URL with base64, got {url[:40]!r}...: {error}") from error
+    if not comma or not head.endswith(";base64"):
+        raise ValueError("no ';base64,' in it")
+    return base64.b64decode("".join(data.split()), validate=True)  # encoders may split it into lines
 
 
 def open_regular_file(path: str | Path) -> BinaryIO:
@@ -227,6 +230,7 @@ def encode_text(
             f"to the {kinds} of the prompt"
         )
     vision = {name: x for name, x in inputs.items() if isinstance(x, torch.Tensor) and name not in TEXT_OUTPUTS}
+    vision = {name: x.float() if x.is_floating_point() else x for name, x in vision.items()}  # Llama 4: bfloat16
     if audios:  # as long as the longest, not as long as the processor's limit
         frames = int(vision[AUDIO_KEYS[1]].sum(1).max())
         vision |= {name: vision[name][..., :frames].clone() for name in AUDIO_KEYS}
@@ -247,6 +251,17 @@ def placeholder_id(processor: Any, kind: str) -> Any:
     return getattr(processor, name, None) or getattr(getattr(processor, "tokenizer", None), name, None)
 
 
+def feature_id(processor: Any) -> Any:
+    """The token that the expanded track has for each feature of an image; None if the processor has none.
+
+    In Gemma 3 and Llama 4 it is not the token that stands for an image in a prompt.
+    """
+    tokenizer = getattr(processor, "tokenizer", processor)
+    if hasattr(processor, "img_patch_token"):  # Llama 4
+        return tokenizer.convert_tokens_to_ids(processor.img_patch_token)
+    return getattr(tokenizer, "image_token_id", None)
+
+
 def _check_counts(
     processor: Any, tokens: Sequence[int], placeholders: Mapping[str, Any], media: Mapping[str, Sequence[Any]]
 ) -> None:
@@ -260,10 +275,9 @@ def _check_counts(
     Raises:
         ValueError: names the kind and both numbers.
     """
-    # Gemma 3 has one token that is replaced by an image, and another one for each of its features
-    feature = getattr(getattr(processor, "tokenizer", processor), "image_token_id", placeholders["image"])
+    feature = feature_id(processor)
     counts = [(kind, tokens.count(placeholders[kind]), len(given)) for kind, given in media.items()]
-    if feature != placeholders["image"]:
+    if feature not in (None, placeholders["image"]):
         counts.append(("image feature", tokens.count(feature), 0))
     for kind, slots, given in counts:
         if slots != given:
@@ -412,8 +426,10 @@ def suppressed_token_ids(config: Any, tokenizer: Any) -> torch.Tensor:
 
     These are placeholders, and rows of the output layer beyond the tokenizer's vocabulary (models round its size up).
     """
-    size = getattr(config, "text_config", config).vocab_size
-    inside = [token for token in placeholder_ids(config) if token < len(tokenizer)]
+    size, tokens = getattr(config, "text_config", config).vocab_size, {*placeholder_ids(config)}
+    if config.model_type == "llama4":  # its config has the token of an image's features only
+        tokens.update(token for text, token in tokenizer.get_vocab().items() if text == "<|image|>")
+    inside = sorted(token for token in tokens if token < len(tokenizer))
     return torch.tensor([*inside, *range(len(tokenizer), size)], dtype=torch.long)
 
 

@@ -50,6 +50,7 @@ WIDE = {
 DELTA = {"linear_key_head_dim": 128, "linear_value_head_dim": 128}
 MORE = {
     "qwen3_next": DELTA, "qwen3_5": DELTA, "qwen3_5_moe": DELTA,
+    **dict.fromkeys(("llama4", "llama4_text"), {"attention_chunk_size": 32, "floor_scale": 8}),
     **dict.fromkeys(("gemma4", "gemma4_text"), {"global_head_dim": 64, "hidden_size_per_layer_input": 32}),
     "deepseek_v3": {
         "kv_lora_rank": 512, "qk_rope_head_dim": 64, "head_dim": 64, "qk_nope_head_dim": 32, "v_head_dim": 24,
@@ -190,7 +191,8 @@ def cache_of_vllm(rollout, tokens):
         if isinstance(spec, MambaSpec):
             total += 2 * sum(math.prod(shape) for shape in spec.shapes)
         else:
-            kept = min(tokens, getattr(spec, "sliding_window", None) or tokens)
+            limits = (getattr(spec, name, None) for name in ("sliding_window", "attention_chunk_size"))
+            kept = min([tokens, *filter(None, limits)])
             total += 2 * kept * spec.unpadded_page_size_bytes // (spec.block_size * spec.dtype.itemsize)
     return total
 

@@ -108,7 +108,7 @@ def test_a_format_that_starts_a_program_is_not_decoded():
     """PostScript is drawn by Ghostscript."""
     eps = b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 8 8\n%%EndComments\nshowpage\n%%EOF\n"
     assert Image.open(io.BytesIO(eps)).format == "EPS"
-    with pytest.raises(ValueError, match="cannot be read: cannot identify"):
+    with pytest.raises(ValueError, match="cannot be read: expected an image in one of the formats"):
         load_image(eps)
 
 

@@ -77,6 +77,7 @@ TOWERS = {
         ("llava", "internvl", "gemma3", "gemma4", "kimi_k25", "lfm2_vl", "mistral3"), ["model.vision_tower"]
     ),
     **dict.fromkeys(("smolvlm", "idefics3"), ["model.vision_model"]),
+    "llama4": ["vision_model"],
     **dict.fromkeys(("qwen2_5_omni_thinker", "qwen3_omni_moe_thinker"), ["audio_tower", "visual"]),
 }
 
@@ -113,7 +114,7 @@ def test_adapters_leave_the_towers_of_every_family_out(family):
     "family",
     [
         "ernie4_5_moe", "falcon_h1", "gemma4_text", "glm4_moe", "granitemoehybrid", "kimi_linear", "lfm2_moe",
-        "nemotron_h", "olmo_hybrid", "qwen3_5", "qwen3_5_moe", "qwen3_next",
+        "llama4", "llama4_text", "nemotron_h", "olmo_hybrid", "qwen3_5", "qwen3_5_moe", "qwen3_next",
     ],
 )  # fmt: skip
 def test_weights_are_handed_over_by_the_names_of_checkpoint_files(family, tmp_path):
@@ -131,11 +132,12 @@ def test_adapters_of_a_state_space_model():
     for family in ("falcon_h1", "granitemoehybrid", "nemotron_h"):
         adapted = trained(lora(test_families.text_model(family, TEXT[family]), 2, 4))
         assert any("in_proj" in name for name in adapted) and not any("out_proj" in name for name in adapted)
-    expected = (
-        "target_modules: expected no weights that a fused kernel takes without .*, got model.layers.0.mamba.out_proj"
-    )
+    expected = "target_modules: expected layers that LoRA can adapt, got model.layers.0.mamba.out_proj: a fused kernel"
     with pytest.raises(ValueError, match=expected):
         lora(test_families.text_model("granitemoehybrid", TEXT["granitemoehybrid"]), 2, 4, r".*out_proj")
+    expected = "expected layers that LoRA can adapt, got model.layers.1.feed_forward.router: a router returns more"
+    with pytest.raises(ValueError, match=expected):
+        lora(test_families.text_model("llama4_text", TEXT["llama4_text"]), 2, 4, r".*router")
     delta = trained(lora(test_families.text_model("qwen3_next", TEXT["qwen3_next"]), 2, 4))
     assert {name.split(".")[6] for name in delta if ".linear_attn." in name} == {
         "in_proj_qkvz", "in_proj_ba", "out_proj",

@@ -90,8 +90,8 @@ def test_files_and_other_rates_are_resampled(av, tmp_path):
     [
         ("https://example.org/a.wav", "audio: expected a local path, bytes or samples, got the URL"),
         ("data:audio/wav;base64,AAA", "audio: expected a data URL with base64, got 'data:audio/wav;base64,AAA'"),
-        ("data:audio/wav;base64,A*AA", "got 'data:audio/wav;base64,A*AA'...: Only base64 data is allowed"),
-        ("data:audio/wav,RIFF", "got 'data:audio/wav,RIFF'...: no ';base64,' in it"),
+        ("data:audio/wav;base64,A*AA", "got 'data:audio/wav;base64,A*AA': Only base64 data is allowed"),
+        ("data:audio/wav,RIFF", "got 'data:audio/wav,RIFF': no ';base64,' in it"),
         (7, "audio of type int: cannot be read: expected a path, bytes, or samples with their sampling rate"),
         (tone(), "audio of type ndarray: cannot be read: expected a path, bytes, or samples with their sampling rate"),
         ({"array": tone()}, "expected a sampling rate from 1000 to 384000 samples per second, got None"),

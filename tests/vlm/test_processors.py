@@ -113,16 +113,20 @@ def test_the_lines_of_a_data_url_are_joined():
 @pytest.mark.parametrize(
     ("source", "error"),
     [
-        ("data:image/png;base64,AAA", "image: expected a data URL with base64, got 'data:image/png;base64,AAA'..."),
-        ("data:image/png;base64,AAAé", "image: expected a data URL with base64, got 'data:image/png;base64,AAAé'..."),
-        ("data:image/png;base64,%" + "A" * 10**6, "image: expected a data URL with base64, got 'data:image/png;"),
-        ("data:image/png," + "A" * 10**6, "AAA'...: no ';base64,' in it"),
-        ("data:image/png;base64,AAAA", "image 'data:image/png;base64,AAAA': cannot be read: cannot identify image"),
+        ("data:image/png;base64,AAA", "image: expected a data URL with base64, got 'data:image/png;base64,AAA': Inc"),
+        ("data:image/png;base64,AAA%", "expected a data URL with base64, got 'data:image/png;base64,AAA%': Only"),
+        ("data:image/png;base64,AAAé", "expected a data URL with base64, got 'data:image/png;base64,AAAé': string"),
+        ("data:image/png;base64,AAAA", "AAAA': cannot be read: expected an image in one of the formats PNG, JPEG, "),
+        ("data:image/png;base64,%" + "A" * 10**6, "AAA...': Only base64 data is allowed"),
         ("data:image/png;base64," + "A" * 10**6, "AAA...': cannot be read: "),
-        ("https://host/" + "x" * 10**6, "image: expected a local path, bytes or a PIL image, got the URL 'https:"),
+        ("data:audio/wav;base64," + "A" * 10**6, "AAA...': cannot be read: expected an image in one of "),
+        (
+            "https://host/" + "x" * 10**6,
+            "image: expected a local path, bytes or a PIL image, got the URL 'https://host/",
+        ),
         ("A" * 10**6, "AAA...': expected a path, got 1000000 characters"),
     ],
-    ids=range(8),
+    ids=range(9),
 )
 def test_bad_texts_are_named_by_their_beginning(processor, source, error):
     """Base64 that is none, another URL, or base64 without the head of a data URL: the error has the row."""
