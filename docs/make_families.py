@@ -149,8 +149,8 @@ Not supported; each is refused with an error that says why:
 - Ulysses, tensor parallelism and Megatron with recurrent layers: {", ".join(sorted(recurrent))};
 - positions: {positions};
 - videos in a task's rows, for every processor but those of Qwen2-VL, Qwen2.5-VL and Qwen3-VL (also Qwen3.5's), and
-  audios for every processor but those of Qwen-Omni. SGLang servers and Megatron refuse both: use `--rollout hf` or
-  vLLM (in the process or on servers), and fsdp2;
+  audios for every processor but those of Qwen-Omni. SGLang servers refuse both: use `--rollout hf` or vLLM (in the
+  process or on servers). Megatron trains on videos (Qwen2.5-VL), and has no family that hears: use fsdp2;
 - vLLM, with the text of the error: {with_vllm}. vLLM has no implementation of {", ".join(sorted(vllm.ABSENT))};
 - vLLM on a CPU: {on_cpu};
 - prefix attention (PaliGemma), and RoPE variants in which sequences of one forward pass would affect each other
@@ -171,16 +171,22 @@ Notes:
   (rlkit/engines/packing/recurrent.py). Answers that share a prompt have its tokens once, except in these layers, which
   compute the prompt once for each answer. Adapters are not put on `out_proj` and `conv1d` of Mamba layers, whose
   weights go into a fused kernel on GPUs.
-- **Gated delta rule with vLLM on a CPU** ({", ".join(sorted(vllm.BFLOAT16))}, {", ".join(vllm.MORE_BFLOAT16)}): vLLM's
+- **Llama 4.** Chunks of its chunked attention are counted from the start of each packed sequence, and the temperature
+  of its layers without RoPE goes by positions, as in single sequences. `--rollout hf` refuses rows padded on the left
+  from `floor_scale` (8192) tokens on, where transformers' temperature counts padding; use vLLM there. Routers get no
+  LoRA adapters.
+- **Gated delta rule with vLLM on a CPU** ({", ".join([*vllm.DELTA_RULE, *vllm.MORE_DELTA_RULE])}): vLLM's
   kernel has bfloat16 only and heads of 128, so sampler and trainer (float32) agree to {vllm.BFLOAT16_TOLERANCE} there.
+  It needs AVX-512; x86 CPUs without it are told to use the rollout `hf`.
 - **nemotron_h with vLLM on a CPU.** vLLM 0.32 refuses its experts: "is_act_and_mul=False is supported only for CUDA,
   XPU and ROCm for now".
 - **granitemoehybrid, gemma3n_text with vLLM.** Not tested: vLLM 0.32 does not read the tiny Granite model, and gives
   other logprobs for the tiny Gemma 3n model (by 1.6); `WeightSyncCheck` would stop such a run.
 - **olmo3 with vLLM on a CPU.** vLLM 0.32 runs it by transformers' own model, and fails: "'Olmo3Model' object has no
   attribute 'do_not_compile'".
-- **paddleocr_vl with vLLM.** Not tested: vLLM 0.32 gives other logprobs for the tiny model (by 0.02), and refuses the
-  names of its weights in an update.
+- **paddleocr_vl.** transformers 5.19 resizes the position embeddings of its vision tower with `align_corners=True`; its
+  authors' code, transformers 5.0 and vLLM do not align them. The engine sets it as they do, as the logprobs would
+  differ by 0.02 otherwise. A model that is loaded in transformers alone computes as transformers does.
 - **SmolVLM.** transformers' processor needs the package `num2words`.
 """
     return HEAD + "\n".join(lines) + "\n" + more

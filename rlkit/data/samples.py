@@ -198,6 +198,15 @@ def pad_for_concatenation(tensors: Mapping[str, Sequence[Tensor]]) -> dict[str, 
     return padded
 
 
+def concatenation_dimension(name: str, names: Iterable[str]) -> int:
+    """The dimension along which the vision tensors of this name are concatenated; `names` are those of all tensors.
+
+    In MiniCPM-V 4.6, whose processor reports `target_sizes`, it is the last one of the pixels: [1, channels, patch
+    side, patches * patch side].
+    """
+    return -1 if name == "pixel_values" and "target_sizes" in names else 0
+
+
 def append_observation(sample: Sample, observation: Sample) -> Sample:
     """Appends an environment's observation to both tracks; its tokens are not in the mask.
 
@@ -214,7 +223,10 @@ def append_observation(sample: Sample, observation: Sample) -> Sample:
         tensors = pad_for_concatenation(tensors)
         pixels = names.get("pixel_values")
         image_dim = int(pixels is not None and pixels.ndim == 5)  # SmolVLM, Idefics3: [1, images, ...]
-        vision = {name: torch.cat(list(parts), image_dim) for name, parts in tensors.items()}
+        vision = {
+            name: torch.cat(list(parts), image_dim or concatenation_dimension(name, names))
+            for name, parts in tensors.items()
+        }
         kinds = {**sample.placeholders, **observation.placeholders}
         placeholders = {kind: [count for one in both for count in one.placeholders.get(kind, ())] for kind in kinds}
     return replace(

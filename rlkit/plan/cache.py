@@ -14,6 +14,7 @@ def cache_bytes(config: Any, tokens: int) -> int:
 
     - full attention: keys and values of each token, 2 K D numbers (K key-value heads of size D)
     - sliding window: the same for the last tokens of the window
+    - chunked attention: the same for the tokens of a chunk, at most
     - multi-head latent attention: the latent vector and the rotary key of each token
     - recurrent layers (gated delta rule, Mamba-2, short convolution): a state that does not grow
     - hybrid layers: both
@@ -30,10 +31,11 @@ def cache_bytes(config: Any, tokens: int) -> int:
     kinds = layer_types(config) or [_only_kind(text)] * text.num_hidden_layers
     total = 0
     for i, kind in enumerate(kinds[: len(kinds) - (getattr(text, "num_kv_shared_layers", None) or 0)]):
-        if kind not in ATTENTION | SLIDING | RECURRENT | TOKENWISE_LAYERS:
+        if kind not in ATTENTION | SLIDING | CHUNKED | RECURRENT | TOKENWISE_LAYERS:
             raise ValueError(f"model: expected layers whose cache is known, got {kind} of {config.model_type}")
-        if kind in ATTENTION | SLIDING:
-            kept = min(tokens, text.sliding_window) if kind in SLIDING else tokens
+        if kind in ATTENTION | SLIDING | CHUNKED:
+            most = text.sliding_window if kind in SLIDING else text.attention_chunk_size if kind in CHUNKED else tokens
+            kept = min(tokens, most)
             total += HALF * kept * attention_cache_numbers(text.per_layer_config[i])
         if kind in RECURRENT:
             total += state_bytes(text)
@@ -42,6 +44,7 @@ def cache_bytes(config: Any, tokens: int) -> int:
 
 ATTENTION = frozenset({"full_attention", "attention", "hybrid"})  # to all tokens
 SLIDING = frozenset({"sliding_attention", "hybrid_sliding"})
+CHUNKED = frozenset({"chunked_attention"})
 RECURRENT = frozenset({"linear_attention", "conv", "mamba", "hybrid", "hybrid_sliding"})
 
 

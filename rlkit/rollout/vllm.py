@@ -23,6 +23,7 @@ from rlkit.rollout.adapters import adapter_folder, check_adapter, lora_request, 
 from rlkit.rollout.inference_requests import check_context_length, check_prompt_expansion, finished_sample
 from rlkit.rollout.sampling import OnFinished, Sampling, end_token_ids, sampling_per_request, with_routed_experts
 from rlkit.rollout.vllm_cpu import cpu_dtype_and_options
+from rlkit.rollout.vllm_generation_config import generation_config_overrides
 from rlkit.rollout.vllm_requests import (
     check_suppressed_token_ids,
     check_video_normalization,
@@ -80,10 +81,12 @@ class VllmRollout:
             raise ValueError(
                 "enable_return_routed_experts: expected a GPU, where vLLM records routing, got none; use rollout 'hf'"
             )
+        trust_remote_code = bool(options.get("trust_remote_code"))
+        if overrides := generation_config_overrides(model, trust_remote_code=trust_remote_code):
+            options["override_generation_config"] = {**overrides, **options.get("override_generation_config", {})}
         if self.on_gpu:
             dtype = dtype or "bfloat16"
         else:
-            trust_remote_code = bool(options.get("trust_remote_code"))
             dtype, of_family = cpu_dtype_and_options(model, dtype, trust_remote_code=trust_remote_code)
             options = cpu_options(dtype, {**of_family, **options})
         self.weight_dtype: torch.dtype = getattr(torch, dtype)

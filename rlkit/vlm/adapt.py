@@ -22,10 +22,25 @@ def vision_tower_pattern(model: Any) -> str:
     Raises:
         ValueError: the model has no vision tower.
     """
-    kind = type(getattr(model.config, "vision_config", None))
+    return _tower_pattern(model, "vision")
+
+
+def audio_tower_pattern(model: Any) -> str:
+    """A regular expression that matches the names of the parameters in a model's audio tower, for `freeze`.
+
+    The audio tower is the module whose own configuration is the model's `audio_config`.
+
+    Raises:
+        ValueError: the model has no audio tower.
+    """
+    return _tower_pattern(model, "audio")
+
+
+def _tower_pattern(model: Any, sense: str) -> str:
+    kind = type(getattr(model.config, f"{sense}_config", None))
     names = [name for name in encoder_modules(model) if type(model.get_submodule(name).config) is kind]
     if not names:
-        raise ValueError(f"vision tower: expected a model that has one, got {model.config.model_type}")
+        raise ValueError(f"{sense} tower: expected a model that has one, got {model.config.model_type}")
     return _inside(names)
 
 
@@ -54,6 +69,19 @@ def fused_projections(model: Any) -> list[str]:
     return [names[id(part)] for layer in mixers for part in (layer.conv1d, layer.out_proj)]
 
 
+def unadaptable_layers(model: Any) -> dict[str, str]:
+    """name -> why LoRA cannot adapt it, of the linear layers for which that is so."""
+    routers = [
+        name
+        for name, module in model.named_modules()
+        if isinstance(module, nn.Linear) and type(module).__name__.endswith("Router")
+    ]
+    return {
+        **dict.fromkeys(fused_projections(model), "a fused kernel computes with its weight alone"),
+        **dict.fromkeys(routers, "a router returns more than its logits"),  # Llama 4
+    }
+
+
 def _inside(names: Sequence[str]) -> str:
     """A regular expression for names inside these modules, also in a model wrapped by peft or an engine."""
     return rf"(^|\.)({'|'.join(map(re.escape, names))})\."
@@ -64,7 +92,8 @@ def freeze(model: nn.Module, pattern: str) -> list[str]:
 
     Args:
         model: any module, not yet wrapped by an engine.
-        pattern: regular expression, searched for in each name; `vision_tower_pattern(model)` for the vision tower.
+        pattern: regular expression, searched for in each name; `vision_tower_pattern(model)` for the vision tower,
+            `audio_tower_pattern(model)` for the audio tower.
 
     Returns:
         The names of the frozen parameters.
@@ -109,8 +138,7 @@ def lora(
         A peft model. Only the adapters are trained; without them (`disable_adapter()`) it is the reference policy.
 
     Raises:
-        ValueError: a rank below 1, or target modules that are embeddings, or that kernels would compute without their
-            adapters.
+        ValueError: a rank below 1, or target modules that are embeddings or `unadaptable_layers`.
     """
     with requires_extra("vlm"):
         import peft
@@ -119,13 +147,12 @@ def lora(
     excluded = [exclude_modules] if exclude_modules else []
     if not adapt_towers and (encoders := encoder_modules(model)):
         excluded.append(f".*{_inside(encoders)}.*")
-    unusual = fused_projections(model)
-    if unusual and target_modules == "all-linear":
-        excluded.append("|".join(map(re.escape, unusual)))
-    elif chosen := [name for name in unusual if re.fullmatch(target_modules, name)]:
-        raise ValueError(
-            f"target_modules: expected no weights that a fused kernel takes without their adapters, got {chosen[0]}"
-        )
+    unadaptable = unadaptable_layers(model)
+    if unadaptable and target_modules == "all-linear":
+        excluded.append("|".join(map(re.escape, unadaptable)))
+    elif chosen := [name for name in unadaptable if re.fullmatch(target_modules, name)]:
+        why = unadaptable[chosen[0]]
+        raise ValueError(f"target_modules: expected layers that LoRA can adapt, got {chosen[0]}: {why}")
     config = peft.LoraConfig(
         r=rank,
         lora_alpha=alpha,

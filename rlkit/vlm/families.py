@@ -30,12 +30,22 @@ PATCH_ROW_FAMILIES = frozenset(
 IMAGE_DIMENSION_FAMILIES = frozenset({"smolvlm", "idefics3"})  # pixel_values is [samples, images, ...]
 # vLLM accepts only the names of the files
 CHECKPOINT_NAME_FAMILIES = frozenset(
-    {"llava", "gemma3", "mixtral", "ernie4_5_moe", "granitemoehybrid", "kimi_linear", "nemotron_h", "olmo_hybrid"}
+    {
+        "llava",
+        "gemma3",
+        "mixtral",
+        "ernie4_5_moe",
+        "granitemoehybrid",
+        "kimi_linear",
+        "nemotron_h",
+        "olmo_hybrid",
+        "paddleocr_vl",
+    }
 )
 # family of a thinker -> that of the whole model, whose files and configuration have the thinker as a part
 WHOLE_MODELS = {"qwen2_5_omni_thinker": "qwen2_5_omni", "qwen3_omni_moe_thinker": "qwen3_omni_moe"}
 TRANSPOSED_EXPERTS = frozenset({"qwen3_vl_moe"})  # [experts, in, out] in checkpoint files and in vLLM
-PACKABLE_LAYERS = frozenset({"full_attention", "sliding_attention"})
+PACKABLE_LAYERS = frozenset({"full_attention", "sliding_attention", "chunked_attention"})
 RECURRENT_LAYERS = frozenset({"linear_attention", "conv", "hybrid", "hybrid_sliding"})
 TOKENWISE_LAYERS = frozenset({"mlp", "moe"})  # layers of their own in Nemotron-H, without attention
 # classes of transformers whose only inputs with an entry for each token are hidden states and a mask of padding
@@ -87,6 +97,28 @@ def attention_layer_count(config: Any) -> int:
     kinds = layer_types(config)
     without = TOKENWISE_LAYERS | {"linear_attention", "conv"}
     return sum(kind not in without for kind in kinds) if kinds else config.get_text_config().num_hidden_layers
+
+
+def attention_chunk_size(layer: Any) -> int | None:
+    """Tokens in a chunk of a layer of chunked attention, which is the kind that `layer_types` names; None for others.
+
+    Args:
+        layer: an attention module of transformers.
+    """
+    config: Any = getattr(layer, "config", None)
+    size = getattr(config, "attention_chunk_size", None)
+    return size if size is not None and config.layer_types[layer.layer_idx] == "chunked_attention" else None
+
+
+def has_attention_temperature(layer: Any) -> bool:
+    """Whether this attention module scales its queries by their index in the row: Llama 4's layers without RoPE."""
+    return getattr(layer, "attn_temperature_tuning", False) and not layer.use_rope
+
+
+def attention_temperature_length(config: Any) -> int | None:
+    """From which length on Llama 4 scales queries of its layers without RoPE; None for other models."""
+    text = config.get_text_config()
+    return text.floor_scale if getattr(text, "attn_temperature_tuning", False) else None
 
 
 def attention_cache_numbers(layer: Any) -> int:
@@ -170,7 +202,7 @@ def head_obstacle(config: Any) -> str | None:
 
 
 def tokens_per_image(config: Any) -> int:
-    """Tokens per image in families that resize all images to one size; 0 for other families."""
+    """Tokens per image in families that resize all images to one size, or of a tile of one size; 0 for others."""
     vision = config.vision_config
     if config.model_type == "internvl" or config.model_type == "llava" and vision.model_type != "pixtral":
         return config.image_seq_length
@@ -178,6 +210,8 @@ def tokens_per_image(config: Any) -> int:
         return config.mm_tokens_per_image
     if config.model_type in IMAGE_DIMENSION_FAMILIES:
         return (vision.image_size // vision.patch_size // config.scale_factor) ** 2
+    if config.model_type == "llama4":  # pixel_values has one entry for each tile
+        return round(((vision.image_size // vision.patch_size) * vision.pixel_shuffle_ratio) ** 2)
     return 0
 
 

@@ -11,9 +11,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from rlkit.data.samples import AUDIO_KEYS, Batch, pad_for_concatenation
+from rlkit.data.samples import AUDIO_KEYS, Batch, concatenation_dimension, pad_for_concatenation
 from rlkit.vlm.families import PATCH_ROW_FAMILIES, audio_tokens, tokens_per_image
 from rlkit.vlm.rope3d import ROPE3D_MODEL_TYPES, ROPE3D_REFUSED, Rope3DSpec, rope3d_position_ids, rope3d_spec
+
+# families whose text model has several axes, all with the same position
+PLAIN_POSITIONS = frozenset({"minicpmv4_6"})
 
 
 def position_spec(config: Any) -> Rope3DSpec | None:
@@ -25,6 +28,8 @@ def position_spec(config: Any) -> Rope3DSpec | None:
     Raises:
         ValueError: a model with several axes whose rule is not supported.
     """
+    if config.model_type in PLAIN_POSITIONS:
+        return None
     several_axes = config.model_type in ROPE3D_MODEL_TYPES or config.model_type in ROPE3D_REFUSED
     if not several_axes and getattr(config, "vision_config", None) is not None:
         several_axes = "mrope_section" in (getattr(config.get_text_config(), "rope_parameters", None) or {})
@@ -56,7 +61,7 @@ def concatenate_vision(vision: Sequence[Mapping[str, Tensor]], only: Sequence[st
     """
     keys = [key for key in dict.fromkeys(key for one in vision for key in one) if only is None or key in only]
     found = pad_for_concatenation({key: [one[key] for one in vision if key in one] for key in keys})
-    return {key: _concatenate(key, tensors) for key, tensors in found.items()}
+    return {key: _concatenate(key, tensors, concatenation_dimension(key, keys)) for key, tensors in found.items()}
 
 
 def vision_kwargs(tokens: Tensor, vision: Sequence[Mapping[str, Tensor]], spec: Rope3DSpec | None) -> dict[str, Tensor]:
@@ -109,7 +114,9 @@ def vision_kinds(vision: Sequence[Mapping[str, Tensor]], spec: Rope3DSpec | None
 NDIM_WITH_IMAGE_DIMENSION = {"pixel_values": 5, "pixel_attention_mask": 4}
 
 
-def _concatenate(key: str, tensors: Sequence[Tensor]) -> Tensor:
+def _concatenate(key: str, tensors: Sequence[Tensor], dimension: int) -> Tensor:
+    if dimension:
+        return torch.cat(list(tensors), dimension)
     if all(x.ndim == NDIM_WITH_IMAGE_DIMENSION.get(key) for x in tensors):
         most = max(x.shape[1] for x in tensors)
         tensors = [F.pad(x, [0, 0] * (x.ndim - 2) + [0, most - x.shape[1]]) for x in tensors]
@@ -204,6 +211,7 @@ IMAGE_SIZE_KEYS = {
     "gemma4": "image_position_ids",
     "kimi_k25": "image_grid_thw",
     "lfm2_vl": "spatial_shapes",
+    "minicpmv4_6": "target_sizes",
     "mistral3": "image_sizes",
 }
 
@@ -228,6 +236,10 @@ def _tokens_of_each_image(one: Mapping[str, Tensor], config: Any) -> list[int] |
         return (sizes.prod(1) // math.prod(vision.merge_kernel_size)).tolist()
     if family == "lfm2_vl":  # in patches; an odd row or column is padded
         return (sizes / config.downsample_factor).ceil().long().prod(1).tolist()
+    if family == "minicpmv4_6":  # of slices, in patches
+        merged = config.merge_kernel_size[0] * config.merge_kernel_size[1]
+        before = 1 if config.downsample_mode == "4x" else math.prod(vision.window_kernel_size)
+        return (sizes.prod(1) // (before * merged**config.merger_times)).tolist()
     return (sizes // (vision.patch_size * config.spatial_merge_size)).prod(1).tolist()
 
 

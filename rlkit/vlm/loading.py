@@ -107,8 +107,8 @@ def load_model(
         dtype: of the weights.
         trust_remote_code: run model code that lies in the model's repository. Pickled weights are read without running
             code in any case.
-        on_meta: create parameters on the meta device, without memory. The fsdp2 engine then loads only its own shard on
-            each rank.
+        on_meta: create parameters on the meta device, without memory. The fsdp2 and megatron engines then read only
+            their rank's part of the files.
 
     Raises:
         ValueError: as `load_config`, weights that are missing or cannot be read, or many fewer than the configuration
@@ -217,4 +217,17 @@ def copy_with_weights(model: Any, weights: Mapping[str, Tensor]) -> Any:
     dtype = next(iter(weights.values())).dtype
     copy = type(model).from_pretrained(None, config=model.config, state_dict=dict(weights), dtype=dtype)
     copy.generation_config = model.generation_config
+    use_published_interpolation(copy)
     return copy
+
+
+def use_published_interpolation(model: Any) -> None:
+    """Let PaddleOCR-VL's vision tower resize its position embeddings as its authors' code and vLLM do.
+
+    transformers 5.19 aligns the corners of the two grids; up to 5.0 it did not. The results differ for every image that
+    is not a square of the size of the embeddings.
+    """
+    if model.config.model_type == "paddleocr_vl":
+        for module in model.modules():
+            if hasattr(module, "interpolation_align_corners"):
+                module.interpolation_align_corners = False

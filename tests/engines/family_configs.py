@@ -66,6 +66,10 @@ TEXT = {
     },
     "olmo_hybrid": LINEAR,
     "qwen3_next": {**LINEAR, **EXPERTS, "shared_expert_intermediate_size": 16},
+    "llama4_text": {
+        "num_local_experts": 4, "intermediate_size": 16, "intermediate_size_mlp": 48, "attention_chunk_size": 5,
+        "no_rope_layer_interval": 2, "interleave_moe_layer_step": 2,
+    },
     "gpt2": {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 128},
 }  # fmt: skip
 SMALL_VIT = {
@@ -201,6 +205,18 @@ VISION = {  # the config, tokens per image, shape of its pixel_values
         4,
         (16, 3, 4, 4),
     ),
+    "llama4": (
+        {
+            "text_config": {**BASE, **TEXT["llama4_text"], "model_type": "llama4_text"},
+            "vision_config": {
+                **SMALL_VIT, "intermediate_size": 64, "image_size": 16, "vision_output_dim": 24,
+                "projector_input_dim": 24, "projector_output_dim": 24,
+            },
+            "boi_token_index": 91, "eoi_token_index": 92,
+        },
+        4,
+        (1, 3, 16, 16),
+    ),
     "lfm2_vl": (
         {
             "text_config": {**WORDS, **TEXT["lfm2"], "model_type": "lfm2"}, "projector_hidden_size": 16,
@@ -210,6 +226,14 @@ VISION = {  # the config, tokens per image, shape of its pixel_values
         },
         4,
         (1, 16, 3 * 4 * 4),
+    ),
+    "minicpmv4_6": (
+        {
+            "text_config": {**BASE, **ROPE35, **LINEAR, "model_type": "qwen3_5_text"}, "insert_layer_id": 0,
+            "vision_config": {**SMALL_VIT, "image_size": 16}, "video_token_id": 95,
+        },
+        4,
+        (1, 3, 4, 256),
     ),
     "mistral3": (
         {
@@ -231,13 +255,6 @@ VISION = {  # the config, tokens per image, shape of its pixel_values
 REFUSED = {
     "mamba": ({"state_size": 4}, "linear-attention, state-space"),
     "minimax": ({"num_local_experts": 2, "layer_types": LINEAR["layer_types"]}, "linear-attention"),
-    "llama4_text": (
-        {
-            "num_local_experts": 2, "intermediate_size_mlp": 32, "attention_chunk_size": 5,
-            "layer_types": ["chunked_attention", "full_attention"],
-        },
-        "layers of chunked_attention",
-    ),
     "glm_moe_dsa": (
         {
             **LATENT, **ROUTED, "q_lora_rank": 8, "n_routed_experts": 4, "index_topk": 64, "index_head_dim": 8,

@@ -17,8 +17,10 @@ from rlkit.data import append_response, collate
 from rlkit.data.samples import prompt_sample
 from rlkit.engines import make_engine
 from rlkit.engines.packing.attention import NAME, packed_attention, use_packed_attention, varlen_attention
+from rlkit.engines.packing.attention import temperature_by_position as by_position
 from rlkit.engines.packing.inputs import prepare_model_inputs
 from rlkit.engines.packing.layout import PackedLayout
+from rlkit.engines.packing.ulysses import UlyssesGroup
 from rlkit.vlm.families import head_obstacle, image_groups
 from rlkit.vlm.inputs import position_ids, position_spec, vision_kwargs
 
@@ -30,7 +32,7 @@ RECURRENT = [
     "qwen3_5_text", "falcon_h1", "granitemoehybrid", "kimi_linear", "lfm2", "lfm2_moe", "nemotron_h", "olmo_hybrid",
     "qwen3_next",
 ]  # fmt: skip
-RECURRENT_VISION = ["qwen3_5", "qwen3_5_moe", "lfm2_vl"]
+RECURRENT_VISION = ["qwen3_5", "qwen3_5_moe", "lfm2_vl", "minicpmv4_6"]
 
 
 def seeded(build):
@@ -89,6 +91,8 @@ def layout_of_image(family, shape):
         return {"image_position_ids": torch.cartesian_prod(torch.arange(4), torch.arange(4)).flip(1)[None]}
     if family == "lfm2_vl":
         return {"spatial_shapes": torch.tensor([[4, 4]]), "pixel_attention_mask": torch.ones(1, 16, dtype=torch.long)}
+    if family == "minicpmv4_6":
+        return {"target_sizes": torch.tensor([[8, 8]], dtype=torch.int32)}
     if family == "mistral3":
         return {"image_sizes": torch.tensor([[16, 16]])}
     is_patches = len(shape) == 2 or family in ("kimi_k25", "paddleocr_vl")
@@ -385,7 +389,37 @@ def test_families_that_change_logits_after_the_output_layer_are_known(family, op
     assert head_obstacle(text_model("llama", {}).config) is None
 
 
-@pytest.mark.parametrize("family", ["mistral", "gemma2", "gpt_oss"])
+def test_attention_temperature_of_llama4_follows_positions():
+    """transformers computes it by the index in the row, which padding on the left and packing shift."""
+    model, (batch, weights) = text_model("llama4_text", {**TEXT["llama4_text"], "floor_scale": 3}, "eager"), rows()
+    check(model, batch, weights, WAYS)
+    expected = r"^attention_mask: expected less than 3 columns for llama4_text in rows padded on the left, .*got 19"
+    with pytest.raises(ValueError, match=expected):
+        left_padded(model, batch, weights)
+
+
+def test_attention_temperature_of_llama4_on_two_ranks_that_share_a_row():
+    layer = text_model("llama4_text", {**TEXT["llama4_text"], "floor_scale": 3}).model.layers[1].self_attn
+    layout = PackedLayout([0, 5, 7], [5, 2, 3], [(0, 0), (0, 5), (0, 0)], CPU)
+
+    def temperature(at):
+        return 1 + layer.attn_scale * torch.log1p((at + 1) // 3)
+
+    expected = temperature(torch.tensor([0, 1, 2, 3, 4, 5, 6, 0, 1, 2]))
+    for rank in range(2):
+        layout.ulysses = UlyssesGroup(2, rank, None, None)
+        found = by_position(layer, temperature(torch.arange(5)).expand(1, 1, 1, 5).mT, layout)
+        torch.testing.assert_close(found.flatten(), expected[5 * rank : 5 * rank + 5])
+
+
+def test_chunks_of_a_sequence_become_segments():
+    """An answer's chunk may begin in its prompt; a sequence that fits into one chunk is not cut."""
+    layout = PackedLayout([0, 7, 9, 12], [7, 2, 3, 4], [(0, 0), (0, 7), (0, 7), (0, 0)], CPU).chunked(4)
+    assert layout.starts == [0, 4, 7, 8, 9, 10, 12] and layout.lengths == [4, 3, 1, 1, 1, 2, 4]
+    assert layout.prefixes == [(0, 0), (0, 0), (4, 3), (0, 0), (4, 3), (0, 0), (0, 0)]
+
+
+@pytest.mark.parametrize("family", ["mistral", "gemma2", "gpt_oss", "llama4_text"])
 def test_the_same_model_generates_and_runs_without_a_mask(family):
     """Windows, soft caps and sinks also apply outside of packed rows."""
     ids = torch.randint(3, 80, (2, 9), generator=torch.Generator().manual_seed(0))

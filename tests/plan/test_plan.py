@@ -230,8 +230,8 @@ def test_cache_of_a_sequence(case, expected):
             "model: expected recurrent layers whose state is known, got those of kimi_linear",
         ),
         (
-            LlamaConfig(layer_types=["chunked_attention"], num_hidden_layers=1),
-            "model: expected layers whose cache is known, got chunked_attention of llama",
+            LlamaConfig(layer_types=["indexed_attention"], num_hidden_layers=1),
+            "model: expected layers whose cache is known, got indexed_attention of llama",
         ),
     ],
 )

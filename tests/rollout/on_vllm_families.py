@@ -49,7 +49,8 @@ WIDE = {
 # vLLM's kernel for the gated delta rule has one size on a CPU
 DELTA = {"linear_key_head_dim": 128, "linear_value_head_dim": 128}
 MORE = {
-    "qwen3_next": DELTA, "qwen3_5": DELTA, "qwen3_5_moe": DELTA,
+    **dict.fromkeys(("qwen3_next", "qwen3_5", "qwen3_5_moe", "minicpmv4_6"), DELTA),
+    **dict.fromkeys(("llama4", "llama4_text"), {"attention_chunk_size": 32, "floor_scale": 8}),
     **dict.fromkeys(("gemma4", "gemma4_text"), {"global_head_dim": 64, "hidden_size_per_layer_input": 32}),
     "deepseek_v3": {
         "kv_lora_rank": 512, "qk_rope_head_dim": 64, "head_dim": 64, "qk_nope_head_dim": 32, "v_head_dim": 24,
@@ -62,7 +63,7 @@ MORE = {
 ABSENT = {"glm46v": "Glm46VForConditionalGeneration", "diffllama": "DiffLlamaForCausalLM"}
 OWNERS = {"Qwen2VL": "qwen2_vl", "Qwen2_5_VL": "qwen2_5_vl"}  # vLLM's name of a model, and of its family
 IMAGE, VIDEO = 90, 91
-SECTIONS = {"qwen": [6, 5, 5], "padd": [6, 5, 5], "glm4": [4, 2, 2]}
+SECTIONS = {"qwen": [6, 5, 5], "padd": [6, 5, 5], "glm4": [4, 2, 2], "mini": [4, 2, 2]}
 SAMPLING = Sampling(6, temperature=0.8, seed=(0, 1))
 TOKENS = 40  # more than a window
 SIZE = {"max_model_len": 256, "max_num_seqs": 8, "kv_cache_memory_bytes": 16 << 20, "block_size": 32}
@@ -78,7 +79,7 @@ def seeing(family, reader):
         rope["mrope_section"] = SECTIONS[family[:4]]
     if family.startswith("glm"):
         rope["partial_rotary_factor"], text["use_qk_norm"] = 0.5, False
-    if family.startswith("qwen3_5"):
+    if family.startswith(("qwen3_5", "minicpmv4_6")):
         rope["partial_rotary_factor"], rope["mrope_section"] = 0.5, [4, 2, 2]
     if family.startswith("qwen3"):  # published configs say what transformers does anyway
         rope["mrope_interleaved"] = text["norm_topk_prob"] = True
@@ -128,7 +129,7 @@ def build(family, path):
     for name, buffer in model.named_buffers():
         if name.endswith("correction_bias"):  # of routers: no parameter, so that it is not handed over, and must stay
             buffer.normal_()
-    if family.startswith(("qwen3_5", "qwen3_next")):  # vLLM computes them in bfloat16
+    if family.startswith(("qwen3_5", "qwen3_next", "minicpmv4_6")):  # vLLM computes them in bfloat16
         model.bfloat16().float()
     model.generation_config.eos_token_id = getattr(reader, "tokenizer", reader).eos_token_id
     model.save_pretrained(path)
@@ -153,7 +154,10 @@ def measure(family, path):
         rows += [{"question": q, "images": images, "audios": sounds} for sounds, images, q in test_every_family.SOUNDS]
     prompts = [encode_prompt(processor, row, group_id=i) for i, row in enumerate(rows)]
     register(path)
-    rollout = make_rollout("vllm", engine.gathered, model=str(path), processor=processor, **SIZE)
+    try:
+        rollout = make_rollout("vllm", engine.gathered, model=str(path), processor=processor, **SIZE)
+    except ValueError as error:
+        return {"error": str(error)}
 
     def distance():
         batch = collate(rollout.generate(prompts, SAMPLING, n=2))
@@ -210,7 +214,8 @@ def cache_of_vllm(rollout, tokens):
         if isinstance(spec, MambaSpec):
             total += 2 * sum(math.prod(shape) for shape in spec.shapes)
         else:
-            kept = min(tokens, getattr(spec, "sliding_window", None) or tokens)
+            limits = (getattr(spec, name, None) for name in ("sliding_window", "attention_chunk_size"))
+            kept = min([tokens, *filter(None, limits)])
             total += 2 * kept * spec.unpadded_page_size_bytes // (spec.block_size * spec.dtype.itemsize)
     return total
 

@@ -19,6 +19,7 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
+from transformers import AutoConfig
 from waiting import until
 
 from rlkit.data import load_task
@@ -35,6 +36,8 @@ from rlkit.rollout.vllm_requests import request_seed
 from rlkit.vlm import encode_prompt, load_model
 
 sys.path.insert(0, str(Path(__file__).parent))
+sys.path.insert(0, str(Path(__file__).parents[1] / "engines"))
+from family_configs import BASE, TEXT
 from standin import VllmStandin, written
 
 SAMPLING = Sampling(4, seed=(7,))
@@ -594,6 +597,13 @@ def test_servers_listen_only_on_the_given_address():
     assert flags[flags.index("--host") + 1] == "127.0.0.1" and "--kv-cache-memory-bytes" in flags
     env = environment("127.0.0.1", 2, on_gpu=False)
     assert env["VLLM_HOST_IP"] == "127.0.0.1" and "VLLM_ALLOW_INSECURE_SERIALIZATION" not in env
+
+
+def test_a_server_of_llama4_keeps_its_attention_temperature(tmp_path):
+    """By default vLLM switches it off for sequences of up to 32,768 tokens."""
+    AutoConfig.for_model("llama4_text", **{**BASE, **TEXT["llama4_text"]}).save_pretrained(tmp_path)
+    flags = command(str(tmp_path), "127.0.0.1", 8000, 1, on_gpu=False)
+    assert flags[flags.index("--override-generation-config") + 1] == '{"attn_temperature_tuning": true}'
 
 
 def test_a_group_that_nobody_joins_does_not_hang():

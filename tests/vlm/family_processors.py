@@ -131,6 +131,26 @@ def lfm2_vl():
     return transformers.Lfm2VlProcessor(images, t)
 
 
+def llama4():
+    named = ["start", "end", "x_separator", "y_separator"]
+    special = [f"<|{'tile' if 'sep' in name else 'image'}_{name}|>" for name in named]
+    t = tokenizer("<|image|>", "<|image|>", "<|patch|>", *special)
+    images = transformers.Llama4ImageProcessor(size=SMALL, max_patches=4)
+    return transformers.Llama4Processor(images, t, patch_size=4)
+
+
+def minicpmv4_6():
+    kinds = "image", "slice", "image_id"
+    named = {f"{kind}_{end}_token": f"<{'/' * (end == 'end')}{kind}>" for kind in kinds for end in ("start", "end")}
+    t = tokenizer("<|image_pad|>", image_token="<|image_pad|>", video_token="<|video_pad|>", **named)
+    options = {"patch_size": 4, "scale_resolution": 16}
+    return transformers.MiniCPMV4_6Processor(
+        transformers.MiniCPMV4_6ImageProcessor(**options, max_slice_nums=4),
+        transformers.MiniCPMV4_6VideoProcessor(**options),
+        t,
+    )
+
+
 def mistral3():
     t = tokenizer("[IMG]", "[IMG]", "[IMG_BREAK]", "[IMG_END]")
     images = transformers.PixtralImageProcessor(patch_size=8, size={"longest_edge": 32})
@@ -165,9 +185,15 @@ FAMILIES = {
     "glm4v_moe": glm4v,
     "glm46v": lambda: glm4v("Glm46V"),
     **{make.__name__: make for make in (glm4v, internvl, llava, idefics3, smolvlm, gemma3)},
-    **{make.__name__: make for make in (gemma4, kimi_k25, lfm2_vl, mistral3, paddleocr_vl)},
+    **{make.__name__: make for make in (gemma4, kimi_k25, lfm2_vl, llama4, minicpmv4_6, mistral3, paddleocr_vl)},
 }
-SIZED = ("gemma4", "kimi_k25", "lfm2_vl", "mistral3")  # their tensors have the size of each image beside its pixels
+SIZED = (
+    "gemma4",
+    "kimi_k25",
+    "lfm2_vl",
+    "minicpmv4_6",
+    "mistral3",
+)  # their tensors have the size of each image beside its pixels
 
 
 @cache
@@ -197,6 +223,9 @@ def model(family):
         ids |= {f"vision_{end}_token_id": of(f"<|vision_{end}|>") for end in ("start", "end")}
     if family == "gemma4":
         ids |= {f"{name}_token_id": of(f"<{name}>") for name in ("boi", "eoi", "audio")}
+    if family == "llama4":
+        ids["image_token_id"] = of("<|patch|>")
+        ids |= {f"{end}_token_index": of(f"<|image_{name}|>") for end, name in (("boi", "start"), ("eoi", "end"))}
     if family == "gemma3":
         ids |= {f"{end}_token_index": of(f"<{name}_of_image>") for end, name in (("boi", "start"), ("eoi", "end"))}
     if family.startswith("glm"):

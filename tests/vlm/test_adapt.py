@@ -17,6 +17,7 @@ import test_families
 from family_configs import TEXT, VISION
 
 from rlkit.vlm import (
+    audio_tower_pattern,
     encoder_modules,
     freeze,
     load_model,
@@ -74,9 +75,11 @@ def test_freeze_by_name(model):
 
 TOWERS = {
     **dict.fromkeys(
-        ("llava", "internvl", "gemma3", "gemma4", "kimi_k25", "lfm2_vl", "mistral3"), ["model.vision_tower"]
+        ("llava", "internvl", "gemma3", "gemma4", "kimi_k25", "lfm2_vl", "minicpmv4_6", "mistral3"),
+        ["model.vision_tower"],
     ),
     **dict.fromkeys(("smolvlm", "idefics3"), ["model.vision_model"]),
+    "llama4": ["vision_model"],
     **dict.fromkeys(("qwen2_5_omni_thinker", "qwen3_omni_moe_thinker"), ["audio_tower", "visual"]),
 }
 
@@ -85,11 +88,14 @@ TOWERS = {
 def test_towers_of_every_family(family):
     """What the family calls them, whatever regular expression would match it."""
     model = family_model(family)
-    names = TOWERS.get(family, ["model.visual"])
+    names, everything = TOWERS.get(family, ["model.visual"]), trained(model)
     assert encoder_modules(model) == names
     frozen = freeze(model, vision_tower_pattern(model))
     assert set(frozen) == {name for name, _ in model.named_parameters() if name.startswith(f"{names[-1]}.")}
     assert frozen and trained(model)  # the language model trains, and a projector beside the tower
+    if "audio_tower" in names:
+        frozen = freeze(model, audio_tower_pattern(model))
+        assert frozen and set(frozen) == {name for name in everything if name.startswith("audio_tower.")}
 
 
 @pytest.mark.parametrize("family", VISION)
@@ -113,7 +119,8 @@ def test_adapters_leave_the_towers_of_every_family_out(family):
     "family",
     [
         "ernie4_5_moe", "falcon_h1", "gemma4_text", "glm4_moe", "granitemoehybrid", "kimi_linear", "lfm2_moe",
-        "nemotron_h", "olmo_hybrid", "qwen3_5", "qwen3_5_moe", "qwen3_next",
+        "llama4", "llama4_text", "nemotron_h", "olmo_hybrid", "paddleocr_vl",
+        "qwen3_5", "qwen3_5_moe", "qwen3_next",
     ],
 )  # fmt: skip
 def test_weights_are_handed_over_by_the_names_of_checkpoint_files(family, tmp_path):
@@ -131,11 +138,12 @@ def test_adapters_of_a_state_space_model():
     for family in ("falcon_h1", "granitemoehybrid", "nemotron_h"):
         adapted = trained(lora(test_families.text_model(family, TEXT[family]), 2, 4))
         assert any("in_proj" in name for name in adapted) and not any("out_proj" in name for name in adapted)
-    expected = (
-        "target_modules: expected no weights that a fused kernel takes without .*, got model.layers.0.mamba.out_proj"
-    )
+    expected = "target_modules: expected layers that LoRA can adapt, got model.layers.0.mamba.out_proj: a fused kernel"
     with pytest.raises(ValueError, match=expected):
         lora(test_families.text_model("granitemoehybrid", TEXT["granitemoehybrid"]), 2, 4, r".*out_proj")
+    expected = "expected layers that LoRA can adapt, got model.layers.1.feed_forward.router: a router returns more"
+    with pytest.raises(ValueError, match=expected):
+        lora(test_families.text_model("llama4_text", TEXT["llama4_text"]), 2, 4, r".*router")
     delta = trained(lora(test_families.text_model("qwen3_next", TEXT["qwen3_next"]), 2, 4))
     assert {name.split(".")[6] for name in delta if ".linear_attn." in name} == {
         "in_proj_qkvz", "in_proj_ba", "out_proj",
@@ -162,6 +170,8 @@ def test_freeze_nothing_is_an_error(model):
         freeze(model, "vision_tour")
     with pytest.raises(ValueError, match="pattern: expected a match"):
         freeze(nn.Identity(), ".*")
+    with pytest.raises(ValueError, match="audio tower: expected a model that has one, got qwen2_5_vl"):
+        audio_tower_pattern(model)
     assert trained(model) == before
 
 

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
+from torch.nn.functional import interpolate
 
 sys.path.insert(0, str(Path(__file__).parent))
 sys.path.insert(0, str(Path(__file__).parents[1] / "engines"))
@@ -145,6 +146,12 @@ def full_tensor(parameter):
     return parameter.full_tensor() if hasattr(parameter, "full_tensor") else parameter
 
 
+def image_features(base, sample):
+    """Those of one image after another; Llama 4's, of its tiles, are those before its projector."""
+    found = base.get_image_features(**sample.vision)
+    return found.last_hidden_state if base.config.model_type == "llama4" else found.pooler_output
+
+
 @pytest.mark.parametrize("family", SEES)
 def test_both_tracks_are_the_processors_own(family):
     """What it gives by itself; and as many image tokens as the model's vision tower has features for them."""
@@ -159,11 +166,19 @@ def test_both_tracks_are_the_processors_own(family):
         own = processor(text=[text], add_special_tokens=False, **more)
         assert sample.token_ids == list(own["input_ids"][0])
         if images:
-            assert all(torch.equal(tensor, own[name]) for name, tensor in sample.vision.items())
-            features = base.get_image_features(**sample.vision).pooler_output
-            hidden = base.config.get_text_config().hidden_size
-            count = sum(one.numel() // hidden for one in features)
+            assert all(torch.equal(tensor, own[name].to(tensor)) for name, tensor in sample.vision.items())
+            count = sum(one.numel() // one.shape[-1] for one in image_features(base, sample))
             assert sample.token_ids.count(base.config.image_token_id) == count > 0
+
+
+def test_paddleocr_resizes_position_embeddings_as_published():
+    """Without aligned corners, for an image of 2 x 6 patches where the embeddings are those of 4 x 4."""
+    tower = engine(model("paddleocr_vl")).module.get_submodule("model.visual.vision_model.embeddings")
+    with torch.no_grad():
+        found = tower(torch.zeros(1, 12, 3, 4, 4), torch.tensor([[1, 2, 6]])) - tower.patch_embedding.bias
+        grid = tower.position_embedding.weight.T.unflatten(1, (4, 4))[None]
+        expected = interpolate(grid, size=(2, 6), mode="bilinear", align_corners=False)[0].flatten(1).T
+    torch.testing.assert_close(found, expected)
 
 
 @pytest.mark.parametrize("family", WATCHES)
@@ -287,11 +302,19 @@ def test_a_chat_is_trained_on_its_answers(family):
     assert short.token_ids == sample.token_ids[: len(short.token_ids)]
 
 
-def test_a_feature_token_spelled_out_is_refused():
-    """Gemma3 has one token for the place of an image and another for each of its features."""
+@pytest.mark.parametrize(("family", "token"), [("gemma3", "<image_soft_token>"), ("llama4", "<|patch|>")])
+def test_a_feature_token_spelled_out_is_refused(family, token):
+    """These families have one token for the place of an image and another for each of its features."""
     for images in ([], [image(20, 20)]):
         with pytest.raises(ValueError, match="image features: expected 1, one per placeholder in the prompt, got 0"):
-            encode_prompt(reader("gemma3"), {"question": "<image_soft_token>?", "images": images})
+            encode_prompt(reader(family), {"question": f"{token}?", "images": images})
+
+
+def test_neither_token_of_an_image_is_sampled_by_llama4():
+    """Its config has no id of the token that stands for an image in a prompt."""
+    of = reader("llama4").tokenizer.convert_tokens_to_ids
+    suppressed = suppressed_token_ids(model("llama4").config, reader("llama4").tokenizer).tolist()
+    assert {*map(of, ("<|image|>", "<|patch|>", "<|image_start|>", "<|image_end|>"))} == {*suppressed}
 
 
 @pytest.mark.parametrize("family", SEES)
@@ -300,7 +323,7 @@ def test_an_observation_brings_its_images(family):
     _, one, two = prompts(family)
     both, base = append_observation(one, two), model(family)
     check_tracks(both)
-    joint, *separate = (base.get_image_features(**sample.vision).pooler_output for sample in (both, one, two))
+    joint, *separate = (image_features(base, sample) for sample in (both, one, two))
     torch.testing.assert_close([*joint], [*separate[0], *separate[1]], atol=1e-5, rtol=1e-5)
 
 

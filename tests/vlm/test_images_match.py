@@ -22,7 +22,7 @@ from rlkit.vlm import encode_prompt
 from rlkit.vlm.inputs import IMAGE_SIZE_KEYS, check_image_tokens, position_ids, position_spec
 
 GRIDS = [family for family, (*_, shape) in VISION.items() if len(shape) == 2]
-SIZES = ["gemma4", "kimi_k25", "lfm2_vl", "mistral3", "paddleocr_vl"]
+SIZES = ["gemma4", "kimi_k25", "lfm2_vl", "minicpmv4_6", "mistral3", "paddleocr_vl"]
 VIDEO, AUDIO = 95, 96
 ANSWER = [7, 8]
 
@@ -80,14 +80,14 @@ def test_a_row_whose_images_and_tokens_differ_is_named(family):
         )
 
 
-@pytest.mark.parametrize("family", family_processors.SIZED)
+@pytest.mark.parametrize("family", (*family_processors.SIZED, "llama4"))
 def test_tokens_are_counted_as_processors_and_models_count_them(family):
     """The processor writes the tokens, and the forward of transformers refuses another number of them."""
     model, processor = family_processors.model(family).eval(), family_processors.processor(family)
     for sizes in ([(20, 20)], [(40, 18), (17, 33)], [(100, 9), (9, 100)], [(25, 41)], [(64, 64), (31, 7)]):
         images = [Image.new("RGB", size) for size in sizes]
         prompt = encode_prompt(processor, {"question": "how many?", "images": images})
-        check_image_tokens(collate([append_response(prompt, ANSWER, [-1.0] * 2)]), model.config)
+        check_image_tokens(collate([append_response(prompt, [70, 71], [-1.0] * 2)]), model.config)
         with torch.no_grad():
             model(input_ids=torch.tensor([prompt.token_ids]), **prompt.vision)
 

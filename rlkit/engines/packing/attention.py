@@ -30,9 +30,12 @@ from rlkit.engines.packing.ulysses import gather_heads_scatter_tokens, gather_to
 from rlkit.vlm.families import (
     BIDIRECTIONAL_IMAGE_FAMILIES,
     NO_ATTENTION_INTERFACE,
+    attention_chunk_size,
     attention_layer_count,
+    attention_temperature_length,
     bidirectional_obstacle,
     check_rope_lengths,
+    has_attention_temperature,
     image_groups,
     length_dependent_rope,
     packing_obstacle,
@@ -53,6 +56,7 @@ def varlen_attention(
     dropout: float = 0.0,
     softcap: float | None = None,
     sinks: Tensor | None = None,
+    chunk: int | None = None,
 ) -> Tensor:
     """Causal attention within each segment of a packed row, and to its prefix.
 
@@ -65,10 +69,12 @@ def varlen_attention(
         dropout: probability; must be 0 on a GPU without flash-attn.
         softcap: the scores become softcap * tanh(scores / softcap); slower without flash-attn.
         sinks: [Hq] score of an extra key without a value, which takes its share of the attention; slower.
+        chunk: sequences are cut into chunks of this many tokens, and a query attends to keys of its own chunk only.
 
     Returns:
         [N, Hq, D], D of the values.
     """
+    layout = layout if chunk is None else layout.chunked(chunk)
     needs_sdpa = sinks is not None or layout.image_ids is not None
     needs_sdpa |= softcap is not None and flash_attn_varlen_func() is None
     if needs_sdpa or not flash_supports(query, value):
@@ -148,20 +154,45 @@ def packed_attention(
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
     """The attention function that transformers calls: query [B, H, N, D] -> [B, N, H, D]; B = 1 for a packed row."""
+    chunk = attention_chunk_size(module)
     if packed_layout is not None:
         _check_packable(module, query, key, attention_mask, kwargs)
         packed_layout.attention_calls += 1
+        query = temperature_by_position(module, query, packed_layout)
         q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
         options: dict[str, Any] = {"window": sliding_window, "dropout": dropout, "softcap": softcap, "sinks": s_aux}
+        options["chunk"] = chunk
         attend = varlen_attention if packed_layout.ulysses is None else _ulysses_attention
         return attend(q, k, v, packed_layout, scale=scaling, **options)[None], None
     if attention_mask is None and sliding_window is not None and query.shape[2] == key.shape[2] > sliding_window:
         t = torch.arange(query.shape[2], device=query.device)
         attention_mask = (t[:, None] >= t) & (t[:, None] - t < sliding_window)
+    if attention_mask is None and chunk is not None and query.shape[2] == key.shape[2] > chunk:
+        t = torch.arange(query.shape[2], device=query.device)
+        attention_mask = (t[:, None] >= t) & (t[:, None] // chunk == t // chunk)
     if softcap is None and s_aux is None:
         return sdpa_attention_forward(module, query, key, value, attention_mask, dropout, scaling, **kwargs)
     mask = None if attention_mask is None else attention_mask[..., : key.shape[2]]
     return _attend(query, key, value, mask, scaling, dropout, softcap, s_aux).transpose(1, 2).contiguous(), None
+
+
+def temperature_by_position(module: Any, query: Tensor, layout: PackedLayout) -> Tensor:
+    """Queries [1, H, n, D] of a packed row with Llama 4's temperature for their positions in their sequences.
+
+    In layers without RoPE, transformers multiplies the query at index i of a row by
+    t(i) = 1 + attn_scale * log(1 + floor((i + 1) / floor_scale)). In a packed row, i is not the position p in the
+    sequence, so this multiplies by t(p) / t(i).
+    """
+    if not has_attention_temperature(module):
+        return query
+    count, rank = query.shape[2], 0 if layout.ulysses is None else layout.ulysses.rank
+    index = torch.arange(count, device=query.device)
+    position = layout.positions[rank * count : (rank + 1) * count]
+    of_index, of_position = (
+        torch.log1p(torch.floor((at.float() + 1) / module.floor_scale)) * module.attn_scale + 1
+        for at in (index, position)
+    )
+    return (query * (of_position / of_index)[:, None]).to(query.dtype)
 
 
 def _check_packable(
@@ -263,6 +294,7 @@ def _before_forward(
     """Forward pre-hook: refuse what would be computed wrongly, and mark the images that attend to themselves."""
     family, layout, mask = config.model_type, kwargs.get("packed_layout"), kwargs.get("attention_mask")
     has_images = kwargs.get("pixel_values") is not None
+    tuned = attention_temperature_length(config)
     if not (isinstance(mask, Tensor) and mask.ndim == 2):  # only a mask of padding concerns us
         mask = None
     is_padded = mask is not None and kwargs.get("token_type_ids") is None
@@ -274,6 +306,11 @@ def _before_forward(
         check_rope_lengths(family, *rope, layout.sequence_lengths)
     elif rope is not None and mask is not None and mask.shape[1] > rope[1]:
         check_rope_lengths(family, *rope, mask.sum(1).tolist())
+    if tuned is not None and mask is not None and mask.shape[1] >= tuned and not mask[:, 0].all():
+        raise ValueError(
+            f"attention_mask: expected less than {tuned} columns for {family} in rows padded on the left, because its "
+            f"attention temperature counts padding, got {mask.shape[1]}; use rollout 'vllm' for longer sequences"
+        )
     if has_images and family in BIDIRECTIONAL_IMAGE_FAMILIES:
         tokens, image_token = kwargs["input_ids"], config.image_token_id
         if layout is not None:

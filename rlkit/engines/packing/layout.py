@@ -47,6 +47,40 @@ class PackedLayout:
         self.image_ids: Tensor | None = None
         self.ulysses: UlyssesGroup | None = None
         self.attention_calls = self.recurrent_calls = 0
+        self._chunked: dict[int, PackedLayout] = {}
+
+    def chunked(self, size: int) -> PackedLayout:
+        """The layout of chunked attention, in which each chunk of a sequence is a segment of its own.
+
+        A query attends to the earlier keys of its chunk. Chunks are counted from the start of the sequence, its prefix
+        included.
+        """
+        if max(self.key_lengths, default=0) <= size:
+            return self
+        if size not in self._chunked:
+            self._chunked[size] = PackedLayout(*self._cut(size), self.device)
+        return self._chunked[size]
+
+    def _cut(self, size: int) -> tuple[list[int], list[int], list[tuple[int, int]]]:
+        """starts, lengths and prefixes of the segments, cut where a chunk of `size` tokens ends."""
+        starts, lengths, prefixes = [], [], []
+        for start, length, (prefix_start, prefix) in zip(self.starts, self.lengths, self.prefixes, strict=True):
+            done = 0
+            while done < length:
+                chunk_start = (prefix + done) // size * size  # position in the sequence
+                part = min(length, chunk_start + size - prefix) - done
+                of_prefix = max(0, prefix - chunk_start)
+                starts.append(start + done)
+                lengths.append(part)
+                prefixes.append((prefix_start + chunk_start, of_prefix) if of_prefix else (0, 0))
+                done += part
+        return starts, lengths, prefixes
+
+    @cached_property
+    def positions(self) -> Tensor:
+        """[N] position of each token in its sequence, counted from 0."""
+        ranges = concatenated_ranges([length for _, length in self.prefixes], self.lengths)
+        return ranges.to(self.device)
 
     @property
     def sequence_lengths(self) -> list[int]:

@@ -106,6 +106,10 @@ def _smallest_image(config: Any) -> dict[str, Tensor]:
     if family == "mistral3":
         side = config.spatial_merge_size * vision.patch_size
         return {"pixel_values": torch.zeros(1, 3, side, 2 * side), "image_sizes": torch.tensor([[side, 2 * side]])}
+    if family == "minicpmv4_6":
+        rows, columns = (2 * side for side in config.merge_kernel_size)
+        pixels = torch.zeros(1, vision.num_channels, vision.patch_size, rows * columns * vision.patch_size)
+        return {"pixel_values": pixels, "target_sizes": torch.tensor([[rows, columns]], dtype=torch.int32)}
     if family in ("kimi_k25", "paddleocr_vl"):
         sides = getattr(vision, "merge_kernel_size", None) or [vision.spatial_merge_size] * 2
         pixels = torch.zeros(sides[0] * sides[1], 3, vision.patch_size, vision.patch_size)
