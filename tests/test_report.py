@@ -7,16 +7,19 @@ import json
 import re
 import subprocess
 import sys
+import wave
 from dataclasses import replace
 from html.parser import HTMLParser
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 from PIL import Image
 
 import rlkit.report
 from rlkit.data import prompt_sample
+from rlkit.data.samples import Audio
 from rlkit.engines.distributed import init_distributed
 from rlkit.report import answers as kept
 from rlkit.report import curves, prompt_record, write_page, write_report
@@ -67,14 +70,21 @@ def check_page(path) -> Page:
     page = Page(path.read_text())
     assert all(link.startswith("#") for link in page.links)  # links within the page
     assert page.tags.count("script") == 3 and page.tags.count("style") == 2
-    assert not {"link", "iframe", "object", "base", "form", "img"} & set(page.tags)
-    assert "default-src 'none'; img-src data:;" in page.policy and "unsafe" not in page.policy
+    assert not {"link", "iframe", "object", "base", "form", "img", "audio"} & set(page.tags)
+    assert "default-src 'none'; img-src data:; media-src data:;" in page.policy and "unsafe" not in page.policy
     for source in page.inside["script"][1:] + page.inside["style"]:
         assert base64.b64encode(hashlib.sha256(source.encode()).digest()).decode() in page.policy
     for run in page.data["runs"]:
         for url in run["answers"]["images"].values():
             Image.open(io.BytesIO(base64.b64decode(url.removeprefix("data:image/webp;base64,")))).verify()
+        assert all(seconds_of(url) > 0 for url in run["answers"]["audios"].values())
     return page
+
+
+def seconds_of(url: str) -> float:
+    """Of the sound in a data URL."""
+    with wave.open(io.BytesIO(base64.b64decode(url.removeprefix("data:audio/wav;base64,")))) as file:
+        return file.getnframes() / file.getframerate()
 
 
 def full_run(out) -> Run:
@@ -306,7 +316,7 @@ def test_a_step_keeps_all_answers_to_its_first_prompts(tmp_path):
     (name,) = first["images"]
     answers = first.pop("answers")
     place = {"step": 5, "kind": "training", "prompt": "10"}
-    assert first == {**place, "question": "prompt 0", "expected": "x", "images": [name]}
+    assert first == {**place, "question": "prompt 0", "expected": "x", "images": [name], "audios": []}
     assert [(one["text"], one["reward"], one["parts"]) for one in answers] == [
         ("answer 0", 0.0, {"form": 0.0}),
         ("answer 1", 1.0, {"form": 1.0}),
@@ -337,11 +347,41 @@ def test_a_page_with_too_many_answers_shows_evenly_spaced_steps(tmp_path, monkey
     assert len(found["images"]) == 1
 
 
+def heard(out, step, *seconds):
+    """A record of a prompt with tones of these lengths."""
+    tones = [Audio(0.5 * np.sin(np.arange(int(8000 * length)) / 4).astype("float32"), 8000) for length in seconds]
+    sample = prompt_sample([1, 2], row={"question": "What is heard?", "answer": "x"}, audios=tones)
+    return prompt_record(out, [replace(sample, text="x", reward=1.0)], "training", step)
+
+
+def test_audios_are_on_the_page_and_long_ones_are_cut(tmp_path, monkeypatch):
+    monkeypatch.setattr(kept, "SAVED_SECONDS", 2.0)
+    kept.append_records(tmp_path, [heard(tmp_path, 0, 0.5, 3.25), heard(tmp_path, 1, 0.5)])
+    answers = check_page(write_page(tmp_path / "report.html", [tmp_path])).data["runs"][0]["answers"]
+    (short, long), (again,) = (record["audios"] for record in answers["prompts"])
+    assert short == again and (short["seconds"], long["seconds"], answers["audio_seconds"]) == (0.5, 3.25, 2.0)
+    assert {name: seconds_of(url) for name, url in answers["audios"].items()} == {short["file"]: 0.5, long["file"]: 2.0}
+    with wave.open(str(tmp_path / short["file"])) as file:
+        found = np.frombuffer(file.readframes(4000), "<i2") / 32767
+    np.testing.assert_allclose(found, 0.5 * np.sin(np.arange(4000) / 4), atol=2e-5)
+
+
+def test_a_page_with_too_much_sound_has_that_of_the_newest_steps(tmp_path, monkeypatch):
+    kept.append_records(tmp_path, [heard(tmp_path, step, 0.1 + step / 100) for step in range(4)])
+    files = [record["audios"][0]["file"] for record in kept.read_records(tmp_path / SAMPLES)]
+    sizes = [4 * (tmp_path / name).stat().st_size // 3 for name in files]
+    monkeypatch.setattr(kept, "MOST_BYTES_OF_AUDIOS", sum(sizes[2:]) + 1)
+    found = kept.answers_for_page(tmp_path)
+    assert sorted(found["audios"]) == sorted(files[2:]) and len(found["prompts"]) == 4
+
+
 @pytest.mark.parametrize(
     "line",
     ["1", "[]", "null", '{"step": 0}', '{"step": "x", "kind": "training", "prompt": 0, "answers": []}', "{" * 100_000,
      '{"step": 0, "kind": "training", "prompt": 0, "question": 1, "expected": null, "images": 3, "answers": []}',
-     '{"step": 0, "kind": "training", "prompt": 0, "question": 1, "expected": null, "images": [], "answers": [3]}'],
+     '{"step": 0, "kind": "training", "prompt": 0, "question": 1, "expected": null, "images": [], "answers": [3]}',
+     '{"step": 0, "kind": "training", "prompt": 0, "question": 1, "expected": "", "images": [], "answers": [], '
+     '"audios": [{"file": "a.wav"}]}'],
 )  # fmt: skip
 def test_damaged_lines_are_left_out(tmp_path, line):
     good = prompt_record(tmp_path, some_answers().generated[:2], "training", 0)
@@ -349,10 +389,16 @@ def test_damaged_lines_are_left_out(tmp_path, line):
     assert len(kept.answers_for_page(tmp_path)["prompts"]) == 1
 
 
-def test_only_images_of_the_run_are_read(tmp_path):
+def test_only_images_and_audios_of_the_run_are_read(tmp_path):
     """samples.jsonl may come from somebody else."""
     Image.new("RGB", (4, 4)).save(tmp_path / "secret.webp")
     run = tmp_path / "run"
     (run / "images").mkdir(parents=True)
     for name in ("../secret.webp", "images/../../secret.webp", str(tmp_path / "secret.webp"), "images/none.webp"):
         assert kept.data_url(run, name) == ""
+    (tmp_path / "secret.wav").write_bytes(b"RIFF")
+    for name in ("../secret.wav", "audios/../../secret.wav", str(tmp_path / "secret.wav")):
+        record = {**heard(run, 0, 0.1), "audios": [{"file": name, "seconds": 1.0}]}
+        (run / SAMPLES).write_text(json.dumps(record))
+        found = kept.answers_for_page(run)
+        assert found["prompts"][0]["audios"][0]["file"] == name and found["audios"] == {}

@@ -1,8 +1,8 @@
 """Chats as lists of messages in the form of chat templates, with a place for each image, video and audio.
 
 A message is {"role": "user", "content": ...}. Its content is a text, or a list of parts {"type": "image"},
-{"type": "video"}, {"type": "audio"} and {"type": "text", "text": ...}. A message of the assistant may have
-`tool_calls`.
+{"type": "video"}, {"type": "audio"} and {"type": "text", "text": ...}. OpenAI's parts `image_url`, `video_url`,
+`audio_url` and `input_audio` are read as these. A message of the assistant may have `tool_calls`.
 """
 
 from __future__ import annotations
@@ -121,6 +121,8 @@ def _read_part(part: Any, name: str) -> Mapping[str, Any]:
     kind = part.get("type") if isinstance(part, Mapping) else None
     if kind == "text" and isinstance(part.get("text"), str):
         return {"type": "text", "text": part["text"]}
+    if kind == "input_audio":
+        return {"type": "audio", "audio": _input_audio(part.get("input_audio"), name)}
     medium = str(kind).removesuffix("_url")
     if medium not in MEDIA:
         raise ValueError(f"{name}: expected parts of type text, image, video and audio, got {_short(part)}")
@@ -129,6 +131,16 @@ def _read_part(part: Any, name: str) -> Mapping[str, Any]:
     if kind == f"{medium}_url" and isinstance(source, Mapping):
         source = source.get("url")
     return {"type": medium} if source is None else {"type": medium, medium: source}
+
+
+def _input_audio(found: Any, name: str) -> str:
+    """OpenAI's {"data": base64 of a file, "format": "wav"} as a data URL."""
+    data, kind = (found.get("data"), found.get("format")) if isinstance(found, Mapping) else (None, None)
+    if not (isinstance(data, str) and data and isinstance(kind, str) and re.fullmatch(r"[\w.+-]+", kind)):
+        raise ValueError(
+            f'{name}: expected an input_audio of {{"data": base64 of a file, "format": "wav"}}, got {_short(found)}'
+        )
+    return f"data:audio/{kind};base64,{data}"
 
 
 def _read_call(call: Any, name: str) -> Mapping[str, Any]:

@@ -147,7 +147,7 @@ def files_of_video(video: Any) -> list[Any]:
 
 
 def _is_url(source: str) -> bool:
-    return "://" in source or source.startswith(("data:image/", "data:video/", "data:audio/"))
+    return "://" in source or source.startswith("data:")
 
 
 def check_inside(folders: Sequence[Path], picture: Any, column: str = "images") -> None:

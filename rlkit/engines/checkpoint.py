@@ -88,7 +88,10 @@ def finish() -> None:
 
 
 def wait_for_writing() -> None:
-    """Wait until this rank's thread that writes a checkpoint has ended, perhaps with an error; not collective."""
+    """Wait until this rank's thread that writes a checkpoint has ended, perhaps with an error.
+
+    Each rank may call this alone, unlike `finish`.
+    """
     wait_for_all(_pending_saves)
 
 
@@ -239,12 +242,17 @@ def read_manifest(path: str | Path) -> dict[str, Any]:
 
     Raises:
         DamagedCheckpoint: on all ranks; it names a file that is missing, cut short or changed.
+        OSError: on all ranks, if a save was interrupted while it replaced the directory, which cannot be restored.
     """
     finish()
-    path = Path(path)
+    path, problem = Path(path), ""
     if dist.get_rank() == 0:
-        restore_replaced(path)
-    dist.barrier()
+        try:
+            restore_replaced(path)
+        except OSError as error:
+            problem = str(error)
+    if problem := first_problem(problem, None):
+        raise OSError(f"checkpoint {path}: expected to restore it from {path.name}.old, got: {problem}")
     manifest, problem = _read_intact(path)
     if problem := first_problem(problem, None):
         raise DamagedCheckpoint(f"checkpoint {path}: {problem}")
@@ -267,7 +275,10 @@ def _read_intact(path: Path) -> tuple[dict[str, Any], str]:
         return {}, f"expected the checksum {checksum} of {MANIFEST}, got {_checksum_of(manifest)}: a damaged file"
     for name, size in sizes.items():
         file = path / name
-        found = f"{file.stat().st_size} bytes" if file.is_file() else "no file"
+        try:
+            found = f"{file.stat().st_size} bytes" if file.is_file() else "no file"
+        except OSError as error:
+            found = str(error)
         if found != f"{size} bytes":
             return manifest, f"expected {size} bytes in {name}, got {found}"
     for name in sorted(sizes)[dist.get_rank() :: dist.get_world_size()]:
@@ -332,14 +343,16 @@ def load(path: str | Path, state: dict[str, Any]) -> None:
 
 
 class TensorReader:
-    """Reads tensors of a checkpoint on this rank alone, a few at a time; call `read_manifest` first, on all ranks.
+    """Reads tensors of a checkpoint on this rank alone, a few at a time. All ranks make their readers together.
 
     Attributes:
+        extra: of the checkpoint, see `read_manifest`, which checks the files.
         shapes: of the tensors in the checkpoint, by their names there.
     """
 
     def __init__(self, path: str | Path) -> None:
-        self._reader = _OneTensorReader(path)
+        self.extra = read_manifest(path)
+        self.path, self._reader = path, _OneTensorReader(path)
         saved = _metadata(path, self._reader).state_dict_metadata
         self.shapes = {name: x.size for name, x in saved.items() if isinstance(x, TensorStorageMetadata)}
 
@@ -349,25 +362,27 @@ class TensorReader:
             warnings.filterwarnings("ignore", "torch.distributed is disabled")  # other ranks read other tensors
             dcp.load(state, storage_reader=self._reader, no_dist=True)
 
+    def check(self, expected: Mapping[str, torch.Size], parameters: Iterable[str]) -> None:
+        """Check that the checkpoint is of this model. All ranks call this together.
 
-def check_shapes(path: str | Path, found: Mapping[str, torch.Size], expected: Mapping[str, torch.Size]) -> None:
-    """Check that a checkpoint has the tensors that this rank will read. All ranks call this together.
+        Args:
+            expected: shapes of the tensors that this rank will read, by their names in the checkpoint.
+            parameters: names of all parameters that the model trains.
 
-    Args:
-        path: of the checkpoint, for the message.
-        found: shapes in the checkpoint, by name.
-        expected: shapes of what this rank will read.
-
-    Raises:
-        ValueError: on all ranks; it names the first tensor that is missing or has another shape.
-    """
-    wrong = next((name for name, shape in expected.items() if found.get(name) != shape), None)
-    problem = ""
-    if wrong is not None:
-        got = f"{list(found[wrong])}" if wrong in found else "none"
-        problem = f"expected {list(expected[wrong])} for {wrong}, got {got}"
-    if problem := first_problem(problem, None):
-        raise ValueError(f"checkpoint {path}: expected the state of this model and optimizer, got another: {problem}")
+        Raises:
+            ValueError: on all ranks; it names the first tensor that is missing or has another shape, or a parameter
+                that the model does not train.
+        """
+        wrong = next((name for name, shape in expected.items() if self.shapes.get(name) != shape), None)
+        problem = ""
+        if wrong is not None:
+            got = f"{list(self.shapes[wrong])}" if wrong in self.shapes else "none"
+            problem = f"expected {list(expected[wrong])} for {wrong}, got {got}"
+        if problem := first_problem(problem, None):
+            raise ValueError(
+                f"checkpoint {self.path}: expected the state of this model and optimizer, got another: {problem}"
+            )
+        check_parameter_names(self.path, self.shapes, parameters)
 
 
 def tensor_names(path: str | Path) -> set[str]:
@@ -388,13 +403,18 @@ def _metadata(path: str | Path, reader: dcp.FileSystemReader) -> Any:
         ) from error
 
 
-def check_parameter_names(path: str | Path, expected: Iterable[str]) -> None:
+def check_parameter_names(path: str | Path, found: Iterable[str], expected: Iterable[str]) -> None:
     """Check that a checkpoint holds no other parameters than those that the model trains; `load` would ignore them.
+
+    Args:
+        path: of the checkpoint, for the message.
+        found: names of the tensors in the checkpoint.
+        expected: names of the parameters that the model trains.
 
     Raises:
         ValueError: names one parameter that the model does not have or does not train.
     """
-    saved = {name.removeprefix("model.") for name in tensor_names(path) if name.startswith("model.")}
+    saved = {name.removeprefix("model.") for name in found if name.startswith("model.")}
     if unknown := saved - set(expected):
         raise ValueError(
             f"checkpoint {path}: expected only parameters that this model trains, got {len(unknown)} others such as "

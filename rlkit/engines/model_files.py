@@ -24,9 +24,10 @@ def has_meta_weights(model: nn.Module) -> bool:
 
 @contextmanager
 def open_slices(model: Any) -> Iterator[dict[str, Any]]:
-    """The tensors in a model's files by their names there, as objects that read a slice when they are indexed.
+    """Open a model's files: name -> object that reads a slice of this tensor when it is indexed.
 
-    The score of a classifier has the name of the output layer that is its value head.
+    Names are those in the files. The only exception is a classifier's score, which has the name of the model's output
+    layer here, because rlkit puts value heads in its place.
 
     Args:
         model: from transformers; `model.config.name_or_path` says where its files are.

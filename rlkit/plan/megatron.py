@@ -253,7 +253,7 @@ def layer_bytes(config: Any, dims: ParallelDims, micro_batch: MicroBatch, *, wid
     - 5 I / T: the outputs of the gate and up projections, both again as factors, and their product
 
     In a mixture of experts, 8 bytes per expert (the router's float32 logits and probabilities) and H + 6 I numbers for
-    each expert that the token is routed to, both divided by S, take the place of the last.
+    each expert that the token is routed to, both divided by S, replace the line 5 I / T.
 
     If a shared prompt is repeated for its answers, or context ranks gather keys and values, these copies are saved,
     too: 2 K / T numbers for each of `micro_batch.keys`.
@@ -338,13 +338,15 @@ def _gathered(cfg: Any, trained: dict[str, Any], dims: ParallelDims) -> dict[str
 
 
 def link_bytes(cfg: Any, config: Any, rehearsal: Rehearsal, world: int) -> float:
-    """Bytes that one rank of a middle pipeline stage sends in a training step.
+    """Bytes that one rank sends in a training step, as the sum of two estimates.
 
-    They are the float32 gradients that data-parallel ranks sum and the bfloat16 weights that they gather after the
-    update (`state_link_bytes`), and the activations of forward and backward (`activation_link_bytes`). With gradient
-    checkpointing each layer runs forward twice.
+    The first is that of the pipeline stage which sends the most, embedding and output layer included: the float32
+    gradients that data-parallel ranks sum, and the bfloat16 weights that they gather after the update
+    (`state_link_bytes`). The second is that of a middle stage: the activations of forward and backward
+    (`activation_link_bytes`). With gradient checkpointing each layer runs forward twice.
 
-    Not counted: the embedding, the output layer, the gradients of tied weights, and metrics.
+    Not counted: activations of the embedding and of the output layer, the sum of the gradients of tied weights between
+    the first and the last stage, and metrics.
     """
     dims = ParallelDims(**cfg.parallel)
     model = _model(cfg, config, "policy")

@@ -2,8 +2,8 @@
 
     max(FLOPs / peak FLOP/s, bytes / memory bandwidth, bytes / link bandwidth, bytes / host bandwidth)
 
-seconds. This is a lower bound: it assumes that compute, memory and communication overlap completely and run at the
-speed of the data sheet. A compute-bound phase at 40 % MFU takes two and a half times as long.
+seconds. This is a lower bound: it assumes that compute, memory, communication and copies to and from the host overlap
+completely and run at the speed of the data sheet. A compute-bound phase at 40 % MFU takes two and a half times as long.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class Cost:
     host: float = 0.0
 
     def seconds(self, gpu: Gpu, link: float) -> dict[str, float]:
-        """Seconds that compute, memory traffic and communication would each take alone."""
+        """Seconds that compute, memory traffic, communication and copies to the host would each take alone."""
         return {
             "compute": self.flops / gpu.flops,
             "memory": self.memory / gpu.memory_bandwidth,

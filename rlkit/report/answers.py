@@ -1,8 +1,9 @@
-"""Answers that a run keeps for people to read: samples.jsonl, and the folder `images` next to it.
+"""Answers that a run keeps for people to read: samples.jsonl, and the folders `images` and `audios` next to it.
 
 Each line holds a prompt and all of its answers:
 
     {"step": 3, "kind": "training", "prompt": 17, "question": "...", "expected": "7", "images": ["images/3f2a.webp"],
+     "audios": [{"file": "audios/91c0.wav", "seconds": 4.2}],
      "answers": [{"text": "7", "reward": 1.0, "parts": {"right": 1.0}, "finish_reason": "stop", "tokens": 2}, ...]}
 
 `kind` is "training", or "held-out" for answers to held-out prompts after `step` steps.
@@ -14,22 +15,25 @@ import base64
 import hashlib
 import json
 import math
+import wave
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from rlkit.tracking import SAMPLES
 
-IMAGES = "images"
+IMAGES, AUDIOS = "images", "audios"
 LARGEST_SIDE = 512  # pixels of a saved image
+SAVED_SECONDS = 30.0  # of an audio; a longer one is cut
 MOST_BYTES = 24_000_000  # of answers and images on one page
+MOST_BYTES_OF_AUDIOS = 24_000_000  # on one page: nine minutes of 16000 samples per second
 MOST_CHARACTERS = 20_000  # of each text on the page; samples.jsonl has the whole text
 
 
 def prompt_record(
     out: Path, samples: Sequence[Any], kind: str, step: int, parts: Mapping[str, Sequence[float]] | None = None
 ) -> dict[str, Any]:
-    """Make one record for samples.jsonl, and save the prompt's images, and a strip of each video's frames, in `out`.
+    """Make one record for samples.jsonl, and save the prompt's images, audios and a strip of each video's frames.
 
     Args:
         out: the run's directory.
@@ -52,9 +56,11 @@ def prompt_record(
     ]
     pictures = [*first.images, *(frame_strip(video) for video in first.videos)]
     images = [name for image in pictures if (name := save_image(out, image))]
+    audios = [save_audio(out, audio) for audio in first.audios]
     question, expected = (str(row.get(name, "")) for name in ("question", "answer"))
     place = {"step": step, "kind": kind, "prompt": first.group_id}
-    return {**place, "question": question, "expected": expected, "images": images, "answers": answers}
+    texts = {"question": question, "expected": expected}
+    return {**place, **texts, "images": images, "audios": audios, "answers": answers}
 
 
 def frame_strip(video: Any, most: int = 8, height: int = 128) -> Any:
@@ -109,14 +115,41 @@ def save_image(out: Path, image: Any) -> str:
     return name
 
 
+def save_audio(out: Path, audio: Any) -> dict[str, Any]:
+    """Save the first 30 seconds of an audio as a .wav file of 16 bits, under the hash of its content.
+
+    Args:
+        audio: a `rlkit.data.Audio`.
+
+    Returns:
+        `file`, its path relative to `out`, and `seconds` of the whole audio; `file` is empty if it cannot be saved.
+    """
+    import numpy as np
+
+    seconds = len(audio.samples) / audio.rate
+    samples = np.clip(np.nan_to_num(audio.samples[: int(SAVED_SECONDS * audio.rate)]), -1, 1)
+    content = (samples * 32767).round().astype("<i2").tobytes()
+    name = f"{AUDIOS}/{hashlib.sha256(f'{audio.rate}'.encode() + content).hexdigest()[:16]}.wav"
+    try:
+        if not (out / name).exists():
+            (out / AUDIOS).mkdir(exist_ok=True)
+            with wave.open(str(out / name), "wb") as file:
+                file.setparams((1, 2, audio.rate, 0, "NONE", ""))
+                file.writeframes(content)
+    except OSError:  # a full disk must not end the run here
+        name = ""
+    return {"file": name, "seconds": round(seconds, 2)}
+
+
 def answers_for_page(out: Path) -> dict[str, Any]:
     """The part of samples.jsonl that a page shows.
 
     If all records and images are larger than `MOST_BYTES`, only every second step is shown, or every third, ...
 
     Returns:
-        `prompts`: records, each with the keys of its images. `images`: data URLs by key. `every`: n, where every n-th
-        step is shown.
+        `prompts`: records, each with the keys of its images and audios. `images`: data URLs by key. `audios`: likewise,
+        as many as `MOST_BYTES_OF_AUDIOS` allows, those of the newest steps first. `every`: n, where every n-th step is
+        shown. `audio_seconds`: how much of an audio is saved.
     """
     records = read_records(out / SAMPLES)
     sizes: dict[int, int] = {}
@@ -132,7 +165,26 @@ def answers_for_page(out: Path) -> dict[str, Any]:
     shown = [record for record in records if record["step"] in chosen]
     names = dict.fromkeys(name for record in shown for name in record["images"])
     images = {name: url for name in names if (url := data_url(out, name))}
-    return {"prompts": [_shortened(record) for record in shown], "images": images, "every": every}
+    return {
+        "prompts": [_shortened(record) for record in shown],
+        "images": images,
+        "audios": _audios_for_page(out, shown),
+        "every": every,
+        "audio_seconds": SAVED_SECONDS,
+    }
+
+
+def _audios_for_page(out: Path, records: Sequence[Mapping[str, Any]]) -> dict[str, str]:
+    """Data URLs of the audios of records by file, newest steps first, up to `MOST_BYTES_OF_AUDIOS`."""
+    newest_first = sorted(records, key=lambda record: -record["step"])
+    found: dict[str, str] = {}
+    total = 0
+    for name in dict.fromkeys(audio["file"] for record in newest_first for audio in record["audios"]):
+        size = 4 * (out / name).stat().st_size // 3 if (out / name).is_file() else 0
+        if size and total + size <= MOST_BYTES_OF_AUDIOS and (url := data_url(out, name)):
+            found[name] = url
+            total += size
+    return found
 
 
 def read_records(path: Path) -> list[dict[str, Any]]:
@@ -145,12 +197,16 @@ def read_records(path: Path) -> list[dict[str, Any]]:
         try:
             record = json.loads(line, parse_constant=lambda _: None)
             images, answers = map(str, record["images"]), [dict(answer) for answer in record["answers"]]
+            audios = [
+                {"file": str(audio["file"]), "seconds": finite(audio["seconds"])} for audio in record.get("audios", ())
+            ]
             place = (str(record["kind"]), int(record["step"]), str(record["prompt"]))
             texts = {name: str(record[name]) for name in ("question", "expected")}
         except (ValueError, TypeError, KeyError, RecursionError):
             continue
         kind, step, prompt = place
-        found[place] = {"step": step, "kind": kind, "prompt": prompt, "images": [*images], "answers": answers, **texts}
+        media = {"images": [*images], "audios": audios}
+        found[place] = {"step": step, "kind": kind, "prompt": prompt, **media, "answers": answers, **texts}
     return list(found.values())
 
 
@@ -164,8 +220,9 @@ def _shortened(record: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def data_url(out: Path, name: str) -> str:
-    """An image file of a run as a data URL; an empty string if the file is missing or outside `out/images`."""
+    """A saved image or audio of a run as a data URL; an empty string if it is missing or lies in another folder."""
     path = out / name
-    if path.parent != out / IMAGES or not path.is_file():
+    kind = {out / IMAGES: "image/webp", out / AUDIOS: "audio/wav"}.get(path.parent)
+    if kind is None or not path.is_file():
         return ""
-    return "data:image/webp;base64," + base64.b64encode(path.read_bytes()).decode()
+    return f"data:{kind};base64," + base64.b64encode(path.read_bytes()).decode()

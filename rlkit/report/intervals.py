@@ -7,10 +7,11 @@ from collections.abc import Mapping
 from typing import Any
 
 Z = 1.96  # quantile of the normal distribution for 95 %
+REWARDS = ("accuracy", "sampled", "mean", "pass@")  # beginnings of the names of mean rewards and of shares
 
 
 def confidence_interval(mean: float, error: float, count: float) -> tuple[float, float]:
-    """The 95 % confidence interval of a mean; for values from 0 to 1, such as accuracies, it lies within 0 and 1.
+    """The 95 % confidence interval of a mean reward; for rewards from 0 to 1 it lies within 0 and 1.
 
     With the mean p of n values that are 0 or 1 it is Wilson's score interval:
 
@@ -18,8 +19,11 @@ def confidence_interval(mean: float, error: float, count: float) -> tuple[float,
 
     Wilson, Probable inference, the law of succession, and statistical inference, 1927,
     https://doi.org/10.1080/01621459.1927.10502953. For other values from 0 to 1, n is the number of values 0 or 1 that
-    would have the same standard error. Values are known to exceed 0 or 1 if their mean does, or if their variance is
-    above p (1 - p); then it is mean ± z * error.
+    would have the same standard error.
+
+    The range of the values is not known here. If the mean is not in 0 to 1, or the variance is above p (1 - p), some
+    value is below 0 or above 1, and the interval is mean ± z * error. Other values are taken for values from 0 to 1:
+    for rewards from -1 to 1 that are all close to 0, say, the interval wrongly ends at 0.
 
     Args:
         mean: of `count` values.
@@ -43,6 +47,9 @@ def confidence_interval(mean: float, error: float, count: float) -> tuple[float,
 def intervals(found: Mapping[str, Any], count: Any, when: str = "") -> dict[str, tuple[float, float]]:
     """The confidence intervals of the results of an evaluation, by name, where a NAME has a NAME_error.
 
+    Those of mean rewards, whose names begin with one of `REWARDS`, are from `confidence_interval`; those of other
+    results, such as a loss, are mean ± 1.96 * error.
+
     Args:
         found: results by name. What is not a finite number has no interval.
         count: number of rows, if it is known.
@@ -54,7 +61,8 @@ def intervals(found: Mapping[str, Any], count: Any, when: str = "") -> dict[str,
     for name, mean in found.items():
         error: Any = found.get(f"{name.removesuffix(when)}_error{when}")
         if name.endswith(when) and _is_finite(mean) and _is_finite(error):
-            made[name] = confidence_interval(mean, error, judged)
+            is_reward = name.startswith(REWARDS)
+            made[name] = confidence_interval(mean, error, judged) if is_reward else (mean - Z * error, mean + Z * error)
     return made
 
 

@@ -174,7 +174,7 @@ function bindCurves() {
 
 const judged = (record) => record.answers.map((answer) => answer.reward).filter((x) => typeof x === "number");
 const mean = (xs) => xs.length ? xs.reduce((a, b) => a + b, 0) / xs.length : null;
-const promptKey = (record) => JSON.stringify([record.question, record.expected, record.images]);
+const promptKey = (record) => JSON.stringify([record.question, record.expected, record.images, record.audios]);
 let shownPrompts = PROMPTS_AT_ONCE;
 
 function matching() {
@@ -219,6 +219,15 @@ function answerTable(answers) {
   return element("table", {}, element("tr", {}, ...head), ...rows);
 }
 
+function audioPlayer({ file, seconds }) {
+  const { audios, audio_seconds } = DATA.runs[choice.run].answers;
+  const length = `audio of ${figure(seconds)} s`;
+  const caption = (text) => element("div", { className: "where", textContent: text });
+  if (!audios[file]) return [caption(file ? `${length}, not on this page: ${file}` : length)];
+  const player = element("audio", { src: audios[file], controls: true, title: length });
+  return [player, caption(seconds > audio_seconds ? `the first ${audio_seconds} s of an ${length}` : length)];
+}
+
 function promptCard(record) {
   const left = element("div");
   const average = mean(judged(record));
@@ -230,6 +239,7 @@ function promptCard(record) {
     image.addEventListener("load", () => image.classList.toggle("small", image.naturalWidth <= 64));
     left.append(image);
   }
+  for (const audio of record.audios) left.append(...audioPlayer(audio));
   left.append(element("div", { className: "question", textContent: record.question }));
   if (record.expected) left.append(element("div", { className: "expected", textContent: `expected: ${record.expected}` }));
   const others = DATA.runs[choice.run].answers.prompts.filter((other) => promptKey(other) === promptKey(record)).length;

@@ -56,8 +56,8 @@ def page_text(title: str, data: Mapping[str, Any]) -> str:
     styles = [(HERE / "uPlot" / "uPlot.min.css").read_text(), (HERE / "page.css").read_text()]
     scripts = [(HERE / "uPlot" / "uPlot.iife.min.js").read_text(), (HERE / "page.js").read_text()]
     policy = (
-        f"default-src 'none'; img-src data:; style-src {_hashes(styles)}; script-src {_hashes(scripts)}; "
-        "base-uri 'none'; form-action 'none'"
+        f"default-src 'none'; img-src data:; media-src data:; style-src {_hashes(styles)}; "
+        f"script-src {_hashes(scripts)}; base-uri 'none'; form-action 'none'"
     )
     encoded = json.dumps(data, allow_nan=False).replace("<", "\\u003c")  # text must not close the script element
     parts = {

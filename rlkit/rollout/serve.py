@@ -28,6 +28,7 @@ from typing import Any
 import torch
 
 from rlkit.rollout.servers.token import LOOPBACK, TOKEN_VARIABLE, new_token
+from rlkit.rollout.vllm_cpu import cpu_dtype_and_options
 from rlkit.rollout.vllm_generation_config import generation_config_overrides
 from rlkit.vlm.loading import model_path
 
@@ -101,14 +102,19 @@ def serving(
 
 
 def command(model: str, host: str, port: int, tensor_parallel_size: int, on_gpu: bool) -> list[str]:
-    """The command that starts one server."""
+    """The command that starts one server.
+
+    Raises:
+        ValueError: without a GPU, a family that vLLM cannot compute on this CPU.
+    """
+    dtype, of_family = ("bfloat16", {}) if on_gpu else cpu_dtype_and_options(model_path(model), None)
     flags: dict[str, Any] = {
         "model": model_path(model),
         "served-model-name": model,
         "host": host,
         "port": port,
         "tensor-parallel-size": tensor_parallel_size,
-        "dtype": "bfloat16" if on_gpu else "float32",  # as the trainer
+        "dtype": dtype,  # as the trainer, where vLLM can
         "logprobs-mode": "processed_logprobs",  # of the distribution that is sampled from
         "generation-config": "vllm",  # not the top-k and top-p of the model's own generation config
         "weight-transfer-config": json.dumps({"backend": "nccl" if on_gpu else "rlkit_gloo"}),
@@ -121,6 +127,7 @@ def command(model: str, host: str, port: int, tensor_parallel_size: int, on_gpu:
     switches = ["enable-scale-out", "disable-uvicorn-access-log"]
     # chunked prefill rewinds the random generator of a request, which a CPU's cannot
     switches += ["enable-sleep-mode"] if on_gpu else ["enforce-eager", "no-enable-chunked-prefill"]
+    switches += [f"no-{name.replace('_', '-')}" for name in of_family]  # all of them are switched off
     # not `vllm serve`, which needs a distribution named vllm; the CPU build is named vllm-cpu
     return [
         *(sys.executable, "-m", "vllm.entrypoints.launchers.api_server.entry"),

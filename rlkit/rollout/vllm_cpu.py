@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import platform
 from typing import Any
+
+import torch
 
 from rlkit.vlm.families import RECURRENT_LAYERS, layer_types
 from rlkit.vlm.loading import load_config
@@ -28,16 +31,20 @@ def cpu_dtype_and_options(
         dtype: as asked for; None for float32, or bfloat16 where the family has no other.
 
     Raises:
-        ValueError: a family that vLLM cannot compute on a CPU, or not in this dtype.
+        ValueError: a family that vLLM cannot compute on a CPU, or not on this one, or not in this dtype.
     """
     try:
         config = load_config(model, trust_remote_code=trust_remote_code)
     except ValueError:  # vLLM will say what is wrong with it
         return dtype or "float32", {}
     family = config.get_text_config().model_type
-    if why := OBSTACLES.get(config.model_type) or OBSTACLES.get(family):
+    obstacle = OBSTACLES.get(config.model_type) or OBSTACLES.get(family)
+    if family in BFLOAT16_ONLY and not has_avx512():
+        obstacle = "its kernel for the gated delta rule needs AVX-512, which this one lacks"
+    if obstacle:
         raise ValueError(
-            f"model: expected a family that vLLM can compute on a CPU, got {config.model_type}: {why}; use rollout 'hf'"
+            f"model: expected a family that vLLM can compute on a CPU, got {config.model_type}: {obstacle}; "
+            "use rollout 'hf'"
         )
     if family in BFLOAT16_ONLY and dtype not in (None, "bfloat16"):
         raise ValueError(f"dtype: expected bfloat16 for {config.model_type} in vLLM on a CPU, got {dtype}")
@@ -45,3 +52,8 @@ def cpu_dtype_and_options(
     # states are cached only with chunked prefill, which is off on a CPU
     options = {"enable_prefix_caching": False} if recurrent else {}
     return dtype or ("bfloat16" if family in BFLOAT16_ONLY else "float32"), options
+
+
+def has_avx512() -> bool:
+    """False for an x86 CPU without AVX-512; other kinds of CPUs have kernels of their own."""
+    return platform.machine() != "x86_64" or torch.backends.cpu.get_cpu_capability() == "AVX512"

@@ -80,7 +80,7 @@ def record_evaluation(run: Run, engine: Any, when: str, found: Mapping[str, floa
         shown = [f"{name.replace('_', ' ')} {text}" for name, text in texts if name != "unjudged"]
         unjudged = f", {found['unjudged']:.0f} not judged" if found.get("unjudged") else ""
         after = f"after {step} steps" if when == "during" else when
-        run.print(f"held-out {after}: {', '.join(shown)} ({rows} rows{unjudged})")
+        run.print(f"held-out {after}: {', '.join(shown) or 'no answer was judged'} ({rows} rows{unjudged})")
 
 
 def evaluate_every(cfg: Any, run: Run, step: int, evaluate: Callable[[str], Any], engine: Any) -> bool:

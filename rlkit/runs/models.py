@@ -31,6 +31,7 @@ from rlkit.runs.rollouts import recorded
 from rlkit.runs.vllm_options import vllm_options
 from rlkit.tracking import Run
 from rlkit.vlm import (
+    audio_tower_pattern,
     freeze,
     load_model,
     load_processor,
@@ -295,13 +296,15 @@ def training_engine(
 
 
 def trained_part(cfg: AdapterOptions, model: Any, *, head: bool = False) -> Any:
-    """Add adapters to the model and freeze its vision tower, as the options say. A value head stays trainable."""
+    """Add adapters to the model and freeze its towers, as the options say. A value head stays trainable."""
     if cfg.lora_rank:
         model = lora(model, cfg.lora_rank, cfg.lora_alpha, cfg.target_modules, cfg.exclude_modules)
         if head:  # adapters freeze all other weights
             model.get_output_embeddings().requires_grad_(True)
     if cfg.freeze_vision_tower:
         freeze(model, vision_tower_pattern(model))
+    if cfg.freeze_audio_tower:
+        freeze(model, audio_tower_pattern(model))
     return model
 
 

@@ -129,6 +129,8 @@ class AdapterOptions:
 
     freeze_vision_tower: bool = False
     """Do not train the vision tower."""
+    freeze_audio_tower: bool = False
+    """Do not train the audio tower."""
     lora_rank: int = 0
     """Rank of LoRA adapters. 0: train the weights themselves."""
     lora_alpha: int = 32

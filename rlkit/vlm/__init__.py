@@ -1,6 +1,14 @@
 """Vision-language models: 3D RoPE ids, processors, chat templates, freezing and LoRA, loading, and tiny models."""
 
-from rlkit.vlm.adapt import encoder_modules, freeze, lora, merged_parameters, trainable_summary, vision_tower_pattern
+from rlkit.vlm.adapt import (
+    audio_tower_pattern,
+    encoder_modules,
+    freeze,
+    lora,
+    merged_parameters,
+    trainable_summary,
+    vision_tower_pattern,
+)
 from rlkit.vlm.audios import load_audio
 from rlkit.vlm.chat_template import (
     encode_answers,
@@ -28,6 +36,7 @@ __all__ = [
     "ROPE3D_MODEL_TYPES",
     "ROPE3D_REFUSED",
     "Rope3DSpec",
+    "audio_tower_pattern",
     "build_tiny",
     "decode",
     "encode_answers",

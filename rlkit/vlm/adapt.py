@@ -22,10 +22,25 @@ def vision_tower_pattern(model: Any) -> str:
     Raises:
         ValueError: the model has no vision tower.
     """
-    kind = type(getattr(model.config, "vision_config", None))
+    return _tower_pattern(model, "vision")
+
+
+def audio_tower_pattern(model: Any) -> str:
+    """A regular expression that matches the names of the parameters in a model's audio tower, for `freeze`.
+
+    The audio tower is the module whose own configuration is the model's `audio_config`.
+
+    Raises:
+        ValueError: the model has no audio tower.
+    """
+    return _tower_pattern(model, "audio")
+
+
+def _tower_pattern(model: Any, sense: str) -> str:
+    kind = type(getattr(model.config, f"{sense}_config", None))
     names = [name for name in encoder_modules(model) if type(model.get_submodule(name).config) is kind]
     if not names:
-        raise ValueError(f"vision tower: expected a model that has one, got {model.config.model_type}")
+        raise ValueError(f"{sense} tower: expected a model that has one, got {model.config.model_type}")
     return _inside(names)
 
 
@@ -77,7 +92,8 @@ def freeze(model: nn.Module, pattern: str) -> list[str]:
 
     Args:
         model: any module, not yet wrapped by an engine.
-        pattern: regular expression, searched for in each name; `vision_tower_pattern(model)` for the vision tower.
+        pattern: regular expression, searched for in each name; `vision_tower_pattern(model)` for the vision tower,
+            `audio_tower_pattern(model)` for the audio tower.
 
     Returns:
         The names of the frozen parameters.

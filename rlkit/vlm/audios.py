@@ -13,7 +13,7 @@ import numpy as np
 
 from rlkit.data.lookup import requires_extra
 from rlkit.data.samples import Audio
-from rlkit.vlm.processors import open_regular_file, resolve_source
+from rlkit.vlm.processors import QWEN2_5_OMNI, QWEN3_OMNI, open_regular_file, resolve_source
 from rlkit.vlm.videos import FORMATS as VIDEO_FORMATS
 
 RATE = 16000  # of the Qwen-Omni processors, in samples per second
@@ -56,9 +56,14 @@ def load_audio(source: Any, *, rate: int = RATE) -> Audio:
 
 
 def _from_samples(array: Any, given: Any, rate: int) -> Audio:
-    if not isinstance(given, int | float | np.number) or given != int(given) or not 1000 <= given <= 384000:
+    # the range comes first: int() fails for infinity and nan
+    in_range = isinstance(given, int | float | np.integer | np.floating) and 1000 <= given <= 384000
+    if not in_range or given != int(given):
         raise ValueError(f"expected a sampling rate from 1000 to 384000 samples per second, got {given!r}")
-    samples = np.asarray(array, dtype=np.float32)
+    try:
+        samples = np.asarray(array, dtype=np.float32)
+    except (TypeError, ValueError, OverflowError) as error:
+        raise ValueError(f"expected samples as an array of numbers, got {type(array).__name__}: {error}") from error
     if samples.ndim not in (1, 2) or not samples.size:
         raise ValueError(f"expected samples [samples] or [channels, samples], got the shape {list(samples.shape)}")
     if not np.abs(samples).max() <= 1:  # also nan
@@ -139,9 +144,9 @@ def load_audios(processor: Any, sources: Sequence[Any]) -> list[Audio]:
         seconds = len(audio.samples) / rate
         if seconds < MIN_SECONDS:
             raise ValueError(f"audio: expected at least {MIN_SECONDS:g} s, got {seconds:.3g} s")
-        if family == "Qwen2_5OmniProcessor" and len(audio.samples) > extractor.n_samples:
+        if family == QWEN2_5_OMNI and len(audio.samples) > extractor.n_samples:
             raise ValueError(f"audio: expected at most {extractor.chunk_length} s for {family}, got {seconds:.1f} s")
-    if family == "Qwen3OmniMoeProcessor":
+    if family == QWEN3_OMNI:
         hop = extractor.hop_length
         lengths = [max(rate, math.ceil(len(audio.samples) / hop) * hop) for audio in audios]
         audios = [

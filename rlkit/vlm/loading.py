@@ -107,8 +107,8 @@ def load_model(
         dtype: of the weights.
         trust_remote_code: run model code that lies in the model's repository. Pickled weights are read without running
             code in any case.
-        on_meta: create parameters on the meta device, without memory. The fsdp2 engine then loads only its own shard on
-            each rank.
+        on_meta: create parameters on the meta device, without memory. The fsdp2 and megatron engines then read only
+            their rank's part of the files.
 
     Raises:
         ValueError: as `load_config`, weights that are missing or cannot be read, or many fewer than the configuration

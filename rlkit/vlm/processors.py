@@ -17,7 +17,7 @@ from typing import Any, BinaryIO, NamedTuple
 
 import numpy as np
 import torch
-from PIL import Image, ImageOps
+from PIL import Image, ImageOps, UnidentifiedImageError
 
 from rlkit.data.samples import AUDIO_KEYS, Audio, Expansion, Sample, Video, expand_placeholders, prompt_sample
 from rlkit.vlm.loading import has_vision, load_config, model_path
@@ -26,6 +26,7 @@ from rlkit.vlm.loading import has_vision, load_config, model_path
 FORMATS = ("PNG", "JPEG", "MPO", "WEBP", "GIF", "BMP", "TIFF", "PPM", "JPEG2000", "AVIF", "ICO")
 
 DECODING_SECONDS = 10.0  # of processor time
+LONGEST_PATH = 4096  # characters; Linux opens no longer ones
 
 
 def load_image(source: Any) -> Image.Image:
@@ -73,7 +74,10 @@ def _as_rgb(image: Image.Image) -> Image.Image:
 
 def _open_image(file: BinaryIO) -> Image.Image:
     """Open an image that Pillow decodes later, in small pieces, as long as there is time."""
-    image: Any = Image.open(_LimitedTime(file), formats=_known_formats())  # type: ignore[arg-type]
+    try:
+        image: Any = Image.open(_LimitedTime(file), formats=_known_formats())  # type: ignore[arg-type]
+    except UnidentifiedImageError as error:  # it would name the file object
+        raise ValueError(f"expected an image in one of the formats {', '.join(FORMATS)}") from error
     image.decodermaxblock = 4096  # bytes decoded at once: 64 KB of empty JPEG scans take half a minute
     return image
 
@@ -109,18 +113,34 @@ def resolve_source(source: Any, kind: str, otherwise: str) -> tuple[Any, str]:
         otherwise: what is accepted besides paths and bytes, for the error.
 
     Returns:
-        bytes, a path, or the source itself; and a name of it for errors.
+        bytes, a path, or the source itself; and a name of it for errors, which of a data URL is its beginning.
 
     Raises:
-        ValueError: another URL.
+        ValueError: another URL, a data URL without valid base64, or a text that is too long for a path.
     """
     if isinstance(source, Mapping):
         source = source.get("bytes") or source.get("path")
-    if isinstance(source, str) and (found := re.match(rf"data:{kind}/[\w.+-]+;base64,", source)):
-        source = base64.b64decode(source[found.end() :])
-    if isinstance(source, str) and "://" in source:
-        raise ValueError(f"{kind}: expected a local path, bytes or {otherwise}, got the URL {source!r}")
-    return source, repr(str(source)) if isinstance(source, str | Path) else f"of type {type(source).__name__}"
+    if not isinstance(source, str):
+        return source, repr(str(source)) if isinstance(source, Path) else f"of type {type(source).__name__}"
+    beginning = repr(source if len(source) <= 80 else f"{source[:80]}...")
+    if source.startswith("data:"):
+        try:
+            return _decode_data_url(source), beginning
+        except ValueError as error:
+            raise ValueError(f"{kind}: expected a data URL with base64, got {beginning}: {error}") from error
+    if "://" in source:
+        raise ValueError(f"{kind}: expected a local path, bytes or {otherwise}, got the URL {beginning}")
+    if len(source) > LONGEST_PATH:
+        raise ValueError(f"{kind} {beginning}: expected a path, got {len(source)} characters")
+    return source, repr(source)
+
+
+def _decode_data_url(url: str) -> bytes:
+    """The bytes of a data URL. Its media type is not used: decoders recognise the format by the bytes."""
+    head, comma, data = url.partition(",")
+    if not comma or not head.endswith(";base64"):
+        raise ValueError("no ';base64,' in it")
+    return base64.b64decode("".join(data.split()), validate=True)  # encoders may split it into lines
 
 
 def open_regular_file(path: str | Path) -> BinaryIO:
@@ -149,7 +169,8 @@ TEXT_OUTPUTS = frozenset({"input_ids", "attention_mask", "mm_token_type_ids", "t
 # processors whose videos are tested: both tracks, position ids, training and sampling
 VIDEO_PROCESSORS = frozenset({"Qwen2VLProcessor", "Qwen2_5_VLProcessor", "Qwen3VLProcessor"})
 # processors whose audios are tested likewise; they repeat a placeholder and report no replacements of text
-AUDIO_PROCESSORS = frozenset({"Qwen2_5OmniProcessor", "Qwen3OmniMoeProcessor"})
+QWEN2_5_OMNI, QWEN3_OMNI = "Qwen2_5OmniProcessor", "Qwen3OmniMoeProcessor"
+AUDIO_PROCESSORS = frozenset({QWEN2_5_OMNI, QWEN3_OMNI})
 
 
 def encode_text(
@@ -167,8 +188,8 @@ def encode_text(
 
     Raises:
         ValueError: text that is not Unicode, the number of images, videos or audios is not the number of placeholders,
-            the processor rejects an image, or it does not report its replacements; videos or audios for a family
-            without them.
+            the processor rejects an image, or its tokens cannot be assigned to the images, videos and audios; videos
+            or audios for a family without them.
     """
     if stray := re.search("[\ud800-\udfff]", text):
         raise ValueError(f"prompt: expected Unicode text, got the unpaired surrogate {stray[0]!r}")
@@ -202,9 +223,11 @@ def encode_text(
         any(len(expansions) != len(media[kind]) for kind, expansions in found.items())
         or expand_placeholders(compact, placeholders) != expanded
     ):
+        family, kinds = type(processor).__name__, " and ".join(f"{kind}s" for kind in found)
+        source = "runs of its placeholder" if family in AUDIO_PROCESSORS else "text_replacement_offsets"
         raise ValueError(
-            f"processor: expected text_replacement_offsets that reproduce its tokens, got a {type(processor).__name__} "
-            "whose tokens cannot be assigned to images"
+            f"processor: expected {source} that reproduce its tokens, got a {family} whose tokens cannot be assigned "
+            f"to the {kinds} of the prompt"
         )
     vision = {name: x for name, x in inputs.items() if isinstance(x, torch.Tensor) and name not in TEXT_OUTPUTS}
     vision = {name: x.float() if x.is_floating_point() else x for name, x in vision.items()}  # Llama 4: bfloat16

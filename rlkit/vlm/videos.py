@@ -48,7 +48,7 @@ def load_video(source: Any, *, fps: float = FPS, max_frames: int = MAX_FRAMES) -
     if isinstance(source, Video):
         return source
     if isinstance(source, Mapping) and source.get("frames") is not None:
-        return _from_frames(source["frames"], float(source.get("fps") or fps))
+        return _from_frames(source["frames"], source.get("fps") or fps)
     if isinstance(source, list | tuple) or isinstance(source, np.ndarray):
         return _from_frames(source, fps)
     source, name = resolve_source(source, "video", "frames")
@@ -63,7 +63,11 @@ def load_video(source: Any, *, fps: float = FPS, max_frames: int = MAX_FRAMES) -
         raise ValueError(f"video {name}: cannot be read: {error}") from error
 
 
-def _from_frames(frames: Any, fps: float) -> Video:
+def _from_frames(frames: Any, fps: Any) -> Video:
+    if not (isinstance(fps, int | float | np.integer | np.floating) and 0 < fps < math.inf):
+        raise ValueError(f"video: expected frames per second above 0, got {fps!r}")
+    if not isinstance(frames, list | tuple | np.ndarray):
+        raise ValueError(f"video: expected a list of frames, got {type(frames).__name__}")
     if isinstance(frames, np.ndarray) and frames.ndim == 4 and frames.shape[-1] == 3 and frames.dtype == np.uint8:
         found = frames
     else:
@@ -74,9 +78,7 @@ def _from_frames(frames: Any, fps: float) -> Video:
         found = np.stack(images) if images else np.empty((0, 1, 1, 3), np.uint8)
     if not found.size:
         raise ValueError("video: expected frames, got none")
-    if not (math.isfinite(fps) and fps > 0):
-        raise ValueError(f"video: expected frames per second above 0, got {fps}")
-    return Video(found, fps)
+    return Video(found, float(fps))
 
 
 def _decode(file: BinaryIO, fps: float, max_frames: int) -> Video:

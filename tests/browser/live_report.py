@@ -10,11 +10,13 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 from PIL import Image
 from playwright.sync_api import sync_playwright
 
 from rlkit.data import prompt_sample
+from rlkit.data.samples import Audio
 from rlkit.report import prompt_record, write_page, write_report
 from rlkit.tracking import Run
 
@@ -176,6 +178,20 @@ def test_the_places_of_one_prompt(page, tmp_path):
     assert page.locator("#answer-count").inner_text() == "3 of 6 kept prompts."
 
 
+def test_audios_can_be_played(page, tmp_path):
+    tones = [Audio(0.1 * np.sin(np.arange(16000 * n) / 9).astype("float32"), 16000) for n in (2, 31)]
+    sample = prompt_sample([1], row={"question": "What is heard?", "answer": "two tones"}, audios=tones)
+    run = Run(tmp_path, {})
+    run.keep_answers([prompt_record(tmp_path, [replace(sample, text="one", reward=0.0)], "training", 0)])
+    run.log(0, {"reward/mean": 0.5})
+    page.goto(write_report(tmp_path).as_uri())
+    players = page.locator(".prompt audio")
+    lengths = [player.evaluate("async (one) => { await one.play(); return one.duration; }") for player in players.all()]
+    assert lengths == [2, 30] and players.first.is_visible()
+    text = page.locator(".prompt").inner_text()
+    assert "audio of 2 s" in text and "the first 30 s of an audio of 31 s" in text
+
+
 def test_text_with_html_is_shown_as_text(page, report):
     open_page(page, report)
     assert page.title() == f"a run {EVIL}" and page.locator("h1").inner_text() == f"a run {EVIL}"
@@ -201,13 +217,14 @@ def test_nothing_is_fetched_from_outside(browser, report):
         image.src = "https://example.org/x.png";
         const script = document.createElement("script");
         script.textContent = "window.ran = 1";
-        document.body.append(image, script);
+        const audio = new Audio("https://example.org/x.wav");
+        document.body.append(image, audio, script);
         await fetch("https://example.org/").catch(() => null);
         await new Promise((done) => setTimeout(done, 200));
         return [...refused.sort(), window.ran === undefined];
     }""")
     page.close()
-    assert refused == ["connect-src", "img-src", "script-src-elem", True]
+    assert refused == ["connect-src", "img-src", "media-src", "script-src-elem", True]
 
 
 def test_images_are_there(page, report):

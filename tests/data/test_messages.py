@@ -57,6 +57,16 @@ def test_calls_of_tools_have_objects_as_arguments():
             "'sound': 'a.wav'}",
         ),
         (
+            [user([text("Q"), {"type": "input_audio", "input_audio": {"url": "a.wav"}}])],
+            'messages[0].content: expected an input_audio of {"data": base64 of a file, "format": "wav"}, got '
+            "{'url': 'a.wav'}",
+        ),
+        (
+            [user([{"type": "input_audio", "input_audio": {"data": "AAAA", "format": "../wav"}}])],
+            'messages[0].content: expected an input_audio of {"data": base64 of a file, "format": "wav"}, got '
+            "{'data': 'AAAA', 'format': '../wav'}",
+        ),
+        (
             [{"role": "assistant", "tool_calls": [{"name": "add", "arguments": "1 + 1"}]}],
             "messages[0].tool_calls: expected a function's name and its arguments, got {'name': 'add', 'arguments': '1 "
             "+ 1'}",
@@ -156,6 +166,13 @@ def test_places_of_audios():
     assert prompt_of({"question": "Q", "audio": noise}) == ([user([part, text("Q")])], [], [], [noise])
     parts = [{"type": "audio", "audio": "a.wav"}, {"type": "audio_url", "audio_url": {"url": "b.mp3"}}, text("Q")]
     assert prompt_of({"messages": [user(parts)]}) == ([user([part, part, text("Q")])], [], [], ["a.wav", "b.mp3"])
+    parts = [{"type": "input_audio", "input_audio": {"data": "UklG", "format": "wav"}}, text("Q")]  # OpenAI's
+    assert prompt_of({"messages": [user(parts)]}) == (
+        [user([part, text("Q")])],
+        [],
+        [],
+        ["data:audio/wav;base64,UklG"],
+    )
 
 
 def test_prompt_of_a_row():

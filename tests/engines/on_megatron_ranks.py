@@ -43,6 +43,7 @@ from rlkit.vlm.adapt import checkpoint_parameters  # noqa: E402
 
 VISION, GROUP = ("vl", "shared-vl"), 4  # kinds of model with images; answers to each prompt of the "shared" kinds
 ROWS, VOCABULARY, IMAGE, SUPPRESSED = 8, 95, 93, [40, 94]  # tensor ranks share 95 tokens as 48 and 47
+VIDEO, IMAGE_KEYS = IMAGE - 1, ("pixel_values", "image_grid_thw")
 TENSOR, PIPE, CONTEXT = {"tensor": 2}, {"pipeline": 2}, {"context": 2}
 SEQUENCE, EXPERT = {**TENSOR, "sequence_parallel": True}, {"expert": 2}
 # ranks, model, which ranks have rows ("all", "split" or "empty": only one data-parallel rank), options
@@ -127,7 +128,7 @@ def make_vision_model():
             "depth": 2, "hidden_size": 16, "num_heads": 2, "intermediate_size": 24, "out_hidden_size": 32,
             "patch_size": 4, "window_size": 16, "fullatt_block_indexes": [1],
         },
-        image_token_id=IMAGE, video_token_id=IMAGE - 1, vision_start_token_id=IMAGE - 2, tie_word_embeddings=True,
+        image_token_id=IMAGE, video_token_id=VIDEO, vision_start_token_id=IMAGE - 2, tie_word_embeddings=True,
     )  # fmt: skip
     return transformers.Qwen2_5_VLForConditionalGeneration(config)
 
@@ -163,8 +164,8 @@ def make_text_model(kind):
 def make_batch(rows, kind="text"):
     """`rows` of eight rows of 3 to 40 random tokens with old logprobs and advantages.
 
-    For a vision model the even rows begin with an image of random patches. In the "shared" kinds `GROUP` neighbours
-    have the same prompt, and the same image.
+    For a vision model the even rows begin with an image of random patches, and two odd ones with a video. In the
+    "shared" kinds `GROUP` neighbours have the same prompt, and the same image.
     """
     draw = torch.Generator().manual_seed(1)
     samples, question = [], None
@@ -176,20 +177,28 @@ def make_batch(rows, kind="text"):
             samples.append(append_response(question, tokens[start:], [-1.0] * length))
             continue
         question = prompt_sample(tokens[:start])
-        if kind in VISION and row % 2 == 0:
-            height, width = 2 + row % 4, 4
-            vision = {
-                "pixel_values": torch.randn(height * width * 4, 3 * 2 * 4 * 4, generator=draw),
-                "image_grid_thw": torch.tensor([[1, 2 * height, 2 * width]]),
-            }
-            count = height * width
-            begin, compact = [IMAGE - 2] + [IMAGE] * count, [IMAGE - 2, IMAGE, *tokens[:start]]
-            question = prompt_sample([*begin, *tokens[:start]], compact, vision=vision, placeholders={IMAGE: [count]})
+        if kind in VISION and row % 4 != 3:
+            question = with_medium(tokens[:start], row, draw)
         samples.append(append_response(question, tokens[start:], [-1.0] * length))
     advantages = torch.randn(ROWS, generator=draw)
     if kind == "routed":  # random experts for all but the last tokens
         samples = [replace(s, routed_experts=random_routing(len(s.token_ids) - 3, draw)) for s in samples]
     return collate([samples[i] for i in rows], advantages=advantages[rows])
+
+
+def with_medium(tokens, row, draw):
+    """A prompt that begins with an image or, in odd rows, with a video of two frames."""
+    is_video, width = row % 2, 4
+    height = 2 if is_video else 2 + row % 4
+    token, pixels, grid = (VIDEO, "pixel_values_videos", "video_grid_thw") if is_video else (IMAGE, *IMAGE_KEYS)
+    count = (1 + is_video) * height * width
+    vision = {
+        pixels: torch.randn(count * 4, 3 * 2 * 4 * 4, generator=draw),
+        grid: torch.tensor([[1 + is_video, 2 * height, 2 * width]]),
+        **({"second_per_grid_ts": torch.tensor([0.5])} if is_video else {}),
+    }
+    compact = [IMAGE - 2, token, *tokens]
+    return prompt_sample([IMAGE - 2] + [token] * count + tokens, compact, vision=vision, placeholders={token: [count]})
 
 
 def random_routing(tokens, draw):

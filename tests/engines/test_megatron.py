@@ -91,7 +91,8 @@ def test_scores_equal_transformers(out, case):
     for b, length in enumerate(batch.lengths):
         inputs = {"input_ids": batch.tokens[b : b + 1, :length], **batch.vision[b]}
         if kind in ranks.VISION:
-            inputs["mm_token_type_ids"] = (inputs["input_ids"] == ranks.IMAGE).int()
+            types = {ranks.IMAGE: 1, ranks.VIDEO: 2}
+            inputs["mm_token_type_ids"] = sum((inputs["input_ids"] == token) * n for token, n in types.items())
         if kind == "routed":
             inputs["routed_experts"] = batch.routed_experts[b, :length]
         with torch.no_grad():
@@ -176,7 +177,8 @@ def test_what_is_not_supported_is_named():
     assert "pipeline: expected at least 1, got 0" in error_of(ParallelDims(pipeline=0))
     assert "sequence_parallel" in error_of(ParallelDims(sequence_parallel=True))
     assert "divisor of the 6 ranks" in error_of(ParallelDims(tensor=2, pipeline=2), world=6)
-    assert "got llava; use the fsdp2 engine" in error_of(ParallelDims(), model_type="llava")
+    for family in ("llava", "qwen2_5_omni_thinker"):
+        assert f"got {family}; use the fsdp2 engine" in error_of(ParallelDims(), model_type=family)
     assert "attention_bias" in error_of(ParallelDims(), kind="llama", attention_bias=True)
     assert "sliding windows" in error_of(ParallelDims(), layer_types=["sliding_attention"])
     assert "divisor of the 4 experts" in error_of(ParallelDims(expert=3), kind="moe")
@@ -508,17 +510,6 @@ def test_frozen_vision_tower_has_no_gradient_and_does_not_change(alone):
     assert all(parameter.grad is None for parameter in engine.model.visual.parameters())
     after = dict(engine.get_per_tensor_param())
     assert all(torch.equal(after[name], before[name]) == (name in frozen) for name in before)
-
-
-def test_videos_are_refused(alone):
-    engine = make_engine("megatron", model=ranks.make_model("vl"))
-    batch = ranks.make_batch([0], "vl")
-    batch.tokens[batch.tokens == ranks.IMAGE] = ranks.IMAGE - 1
-    (image,) = batch.vision
-    times = {"video_grid_thw": image["image_grid_thw"], "second_per_grid_ts": torch.ones(1)}
-    batch.vision = [{"pixel_values_videos": image["pixel_values"], **times}]
-    with pytest.raises(ValueError, match="batch: expected images only in the megatron engine, got videos"):
-        engine.infer_batch(batch)
 
 
 def test_a_gradient_that_is_not_finite_changes_nothing(alone):

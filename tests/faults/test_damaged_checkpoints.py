@@ -169,6 +169,8 @@ class Engine:
         checkpoint.finish()
     def load_checkpoint(self, path):
         return checkpoint.read_manifest(path)
+def fail(*paths):
+    raise OSError("read-only")
 def on_rank():
     init_distributed()
     run = Run(sys.argv[1], {}, writes=dist.get_rank() == 0)
@@ -185,6 +187,13 @@ def on_rank():
         dist.barrier()
         print(f"rank {dist.get_rank()} {name} resumed {checkpoints.resume(cfg, run, checkpoints=Engine())}", flush=True)
         checkpoints.save(cfg, run, 3, checkpoints=Engine())
+    if run.writes:
+        (run.out / "checkpoints" / "step_4").rename(run.out / "checkpoints" / "step_4.old")
+        Path.rename = fail
+    try:
+        checkpoint.read_manifest(run.out / "checkpoints" / "step_4")
+    except OSError as error:
+        print(f"rank {dist.get_rank()} not restored {error}", flush=True)
     dist.destroy_process_group()
 fork_ranks(on_rank, 2)
 """
@@ -199,3 +208,6 @@ def test_all_ranks_go_back_together(tmp_path):
     for name in ("__0_0.distcp", "__1_0.distcp", ".metadata"):
         for rank in (0, 1):
             assert f"rank {rank} {name} resumed {{'step': 3}}" in done.stdout, done.stdout
+    for rank in (0, 1):  # rank 1 does not wait for ever where rank 0 cannot rename a directory
+        assert f"rank {rank} not restored checkpoint {tmp_path}/run/checkpoints/step_4: expected to" in done.stdout
+    assert done.stdout.count("got: read-only") == 2, done.stdout

@@ -154,7 +154,10 @@ def measure(family, path):
         rows += [{"question": q, "images": images, "audios": sounds} for sounds, images, q in test_every_family.SOUNDS]
     prompts = [encode_prompt(processor, row, group_id=i) for i, row in enumerate(rows)]
     register(path)
-    rollout = make_rollout("vllm", engine.gathered, model=str(path), processor=processor, **SIZE)
+    try:
+        rollout = make_rollout("vllm", engine.gathered, model=str(path), processor=processor, **SIZE)
+    except ValueError as error:
+        return {"error": str(error)}
 
     def distance():
         batch = collate(rollout.generate(prompts, SAMPLING, n=2))

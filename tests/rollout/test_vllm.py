@@ -18,8 +18,9 @@ from rlkit.data.samples import prompt_sample
 from rlkit.rollout import Sampling
 from rlkit.rollout.adapters import ADAPTER_ID
 from rlkit.rollout.inference_requests import finished_sample
+from rlkit.rollout.serve import command
 from rlkit.rollout.vllm import SUPPORTED, cpu_options, import_vllm
-from rlkit.rollout.vllm_cpu import OBSTACLES, cpu_dtype_and_options
+from rlkit.rollout.vllm_cpu import OBSTACLES, cpu_dtype_and_options, has_avx512
 from rlkit.rollout.vllm_requests import request_seed, vllm_prompt, vllm_sampling_params
 
 KINDS = ["qwen2", "qwen2_tied", "qwen3_moe", "qwen3_vl", "qwen2_5_vl"]
@@ -35,14 +36,17 @@ MORE_FAMILIES = [
     "ernie4_5", "ernie4_5_moe", "falcon_h1", "gemma4_text", "glm4_moe", "llama4", "llama4_text", "ministral3",
     "mistral3", "paddleocr_vl", "qwen2_5_omni_thinker", "qwen3_omni_moe_thinker",
 ]  # fmt: skip
-BFLOAT16 = ["qwen3_5", "qwen3_next"]  # vLLM's kernel for the gated delta rule has no other dtype on a CPU
-MORE_BFLOAT16 = ["minicpmv4_6", "qwen3_5_moe"]
+DELTA_RULE = ["qwen3_5", "qwen3_next"]
+BFLOAT16 = DELTA_RULE if has_avx512() else []  # vLLM's kernel for the gated delta rule has no other dtype on a CPU
+MORE_DELTA_RULE = ["minicpmv4_6", "qwen3_5_moe"]
+MORE_BFLOAT16 = MORE_DELTA_RULE if has_avx512() else []
 BFLOAT16_TOLERANCE = 0.08
 OTHER_CPU = "deepseek_v3/other_cpu"
 POSITIONS = ["Qwen2VL", "Qwen2_5_VL"]
 REFUSED = {
     "gemma3": "expected a family whose image tokens attend to earlier ones only",
     "gpt_oss": "expected a family whose weights vLLM replaces completely",
+    **({} if has_avx512() else dict.fromkeys(DELTA_RULE, "expected a family that vLLM can compute on a CPU")),
 }
 ABSENT = ["glm46v", "diffllama"]  # vLLM has no model of these
 
@@ -145,7 +149,7 @@ def assert_close_in_bfloat16(facts):
 @pytest.mark.parametrize("family", REFUSED)
 def test_a_family_that_would_sample_something_else_is_refused_by_name(alone, family):
     facts = alone[f"family/{family}"]
-    assert facts["error"].startswith(f"model: {REFUSED[family]}") and f"got {family};" in facts["error"]
+    assert facts["error"].startswith(f"model: {REFUSED[family]}") and f"got {family}" in facts["error"]
     assert "synced" not in facts
 
 
@@ -279,13 +283,36 @@ def test_a_family_that_vllm_cannot_compute_on_a_cpu_is_named(tmp_path, family):
         cpu_dtype_and_options(str(tmp_path), None)
 
 
-def test_the_gated_delta_rule_is_sampled_in_bfloat16_on_a_cpu(tmp_path):
+def test_the_gated_delta_rule_is_sampled_in_bfloat16_on_a_cpu(tmp_path, monkeypatch):
+    monkeypatch.setattr("rlkit.rollout.vllm_cpu.has_avx512", lambda: True)
     AutoConfig.for_model("qwen3_next", **{**BASE, **TEXT["qwen3_next"]}).save_pretrained(tmp_path)
     assert cpu_dtype_and_options(str(tmp_path), None) == ("bfloat16", {"enable_prefix_caching": False})
     with pytest.raises(ValueError, match="^dtype: expected bfloat16 for qwen3_next in vLLM on a CPU, got float32$"):
         cpu_dtype_and_options(str(tmp_path), "float32")
     AutoConfig.for_model("qwen3", **BASE).save_pretrained(tmp_path)
     assert cpu_dtype_and_options(str(tmp_path), None) == ("float32", {})
+
+
+@pytest.mark.parametrize("family", DELTA_RULE)
+@pytest.mark.parametrize("capability", ["AVX2", "DEFAULT"])
+def test_the_gated_delta_rule_is_refused_by_name_where_a_cpu_lacks_avx512(tmp_path, monkeypatch, capability, family):
+    config = {} if family == "qwen3_5" else {**BASE, **TEXT[family]}
+    AutoConfig.for_model(family, **config).save_pretrained(tmp_path)
+    monkeypatch.setattr("torch.backends.cpu.get_cpu_capability", lambda: capability)
+    monkeypatch.setattr("platform.machine", lambda: "x86_64")
+    obstacle = "its kernel for the gated delta rule needs AVX-512, which this one lacks"
+    expected = f"got {family}: {obstacle}; use rollout 'hf'"
+    with pytest.raises(ValueError, match=f"^model: expected a family that vLLM can compute on a CPU, {expected}$"):
+        cpu_dtype_and_options(str(tmp_path), None)
+    with pytest.raises(ValueError, match=expected):
+        command(str(tmp_path), "127.0.0.1", 8000, 1, on_gpu=False)
+
+
+def test_a_server_on_a_cpu_has_the_dtype_that_its_family_needs(tmp_path, monkeypatch):
+    AutoConfig.for_model("qwen3_next", **{**BASE, **TEXT["qwen3_next"]}).save_pretrained(tmp_path)
+    monkeypatch.setattr("rlkit.rollout.vllm_cpu.has_avx512", lambda: True)
+    flags = command(str(tmp_path), "127.0.0.1", 8000, 1, on_gpu=False)
+    assert flags[flags.index("--dtype") + 1] == "bfloat16" and "--no-enable-prefix-caching" in flags
 
 
 def test_no_vllm_is_an_error_that_says_how_to_get_it(monkeypatch):

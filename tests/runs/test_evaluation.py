@@ -65,6 +65,8 @@ def test_intervals_by_name():
     found = {"accuracy_after": 1.0, "accuracy_error_after": 0.0, "unjudged_after": 6, "heldout": 10, "loss_after": 2.0}
     assert intervals(found, 10, "_after") == {"accuracy_after": confidence_interval(1.0, 0.0, 4)}
     assert intervals(found, 10) == {} and intervals({"a": math.nan, "a_error": 0.1}, None) == {}
+    small = {"loss": 0.02, "loss_error": 0.02, "pass@4": 0.02, "pass@4_error": 0.02}
+    assert intervals(small, 50)["loss"] == pytest.approx((-0.0192, 0.0592)) and intervals(small, 50)["pass@4"][0] > 0
     texts = with_intervals(found, 10, "_after")
     assert texts == {"accuracy_after": "1.000 (95 %: 0.510 to 1.000)", "unjudged_after": "6.000", "loss_after": "2.000"}
 
@@ -105,6 +107,11 @@ class Engine:
     def export_hf(self, path, dtype):
         path.mkdir(exist_ok=True)
         (path / "steps").write_text(str(self.steps))
+
+
+def test_where_nothing_was_judged_the_line_says_so(tmp_path, capsys):
+    record_evaluation(Run(tmp_path, {}), Engine(), "before", {"unjudged": 32.0}, rows=32, skipped=0)
+    assert "held-out before: no answer was judged (32 rows, 32 not judged)\n" in capsys.readouterr().out
 
 
 def train(out, accuracies, *, start=0, **options):

@@ -108,7 +108,7 @@ def test_a_format_that_starts_a_program_is_not_decoded():
     """PostScript is drawn by Ghostscript."""
     eps = b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 8 8\n%%EndComments\nshowpage\n%%EOF\n"
     assert Image.open(io.BytesIO(eps)).format == "EPS"
-    with pytest.raises(ValueError, match="cannot be read: cannot identify"):
+    with pytest.raises(ValueError, match="cannot be read: expected an image in one of the formats"):
         load_image(eps)
 
 
@@ -154,6 +154,14 @@ def outside(own):
         "up/outside.png",
     ]
     return [*paths, {"bytes": None, "path": "../outside.png"}]
+
+
+def test_a_path_that_begins_like_a_data_url_is_not_opened(own, monkeypatch):
+    monkeypatch.chdir(own)
+    (own / "data:image").mkdir()
+    assert (own / "data:image/../../outside.png").exists()
+    with pytest.raises(ValueError, match="image: expected a data URL with base64"):
+        load_image(task_of(own, "data:image/../../outside.png", "images/a.png").splits["train"][0]["images"][0])
 
 
 def test_paths_that_lead_out_are_refused(own):

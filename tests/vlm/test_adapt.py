@@ -17,6 +17,7 @@ import test_families
 from family_configs import TEXT, VISION
 
 from rlkit.vlm import (
+    audio_tower_pattern,
     encoder_modules,
     freeze,
     load_model,
@@ -87,11 +88,14 @@ TOWERS = {
 def test_towers_of_every_family(family):
     """What the family calls them, whatever regular expression would match it."""
     model = family_model(family)
-    names = TOWERS.get(family, ["model.visual"])
+    names, everything = TOWERS.get(family, ["model.visual"]), trained(model)
     assert encoder_modules(model) == names
     frozen = freeze(model, vision_tower_pattern(model))
     assert set(frozen) == {name for name, _ in model.named_parameters() if name.startswith(f"{names[-1]}.")}
     assert frozen and trained(model)  # the language model trains, and a projector beside the tower
+    if "audio_tower" in names:
+        frozen = freeze(model, audio_tower_pattern(model))
+        assert frozen and set(frozen) == {name for name in everything if name.startswith("audio_tower.")}
 
 
 @pytest.mark.parametrize("family", VISION)
@@ -166,6 +170,8 @@ def test_freeze_nothing_is_an_error(model):
         freeze(model, "vision_tour")
     with pytest.raises(ValueError, match="pattern: expected a match"):
         freeze(nn.Identity(), ".*")
+    with pytest.raises(ValueError, match="audio tower: expected a model that has one, got qwen2_5_vl"):
+        audio_tower_pattern(model)
     assert trained(model) == before
 
 

@@ -1,5 +1,6 @@
 """Audios of a row: samples and files, the sound that a model hears of them, and what is refused."""
 
+import base64
 import io
 import json
 import sys
@@ -21,6 +22,7 @@ from rlkit.rollout.vllm_requests import vllm_prompt
 from rlkit.vlm import encode_prompt, load_audio, load_model, load_processor
 from rlkit.vlm.inputs import concatenate_vision
 from rlkit.vlm.loading import load_config
+from rlkit.vlm.processors import placeholder_id
 
 OMNI = ["qwen2_5_omni_thinker", "qwen3_omni_moe_thinker"]
 
@@ -75,6 +77,7 @@ def test_files_and_other_rates_are_resampled(av, tmp_path):
         {"bytes": None, "path": tmp_path / "tone.wav"},
         (tone(rate=8000), 8000),
         (tone(rate=44100), 44100),
+        "data:audio/x-wav;codecs=1;base64," + base64.encodebytes(wav(tone())).decode(),  # lines of 76 characters
     ):
         audio = load_audio(source)
         assert audio.samples.dtype == np.float32 and abs(len(audio.samples) - 8000) < 40, len(audio.samples)
@@ -86,11 +89,21 @@ def test_files_and_other_rates_are_resampled(av, tmp_path):
     ("source", "error"),
     [
         ("https://example.org/a.wav", "audio: expected a local path, bytes or samples, got the URL"),
+        ("data:audio/wav;base64,AAA", "audio: expected a data URL with base64, got 'data:audio/wav;base64,AAA'"),
+        ("data:audio/wav;base64,A*AA", "got 'data:audio/wav;base64,A*AA': Only base64 data is allowed"),
+        ("data:audio/wav,RIFF", "got 'data:audio/wav,RIFF': no ';base64,' in it"),
         (7, "audio of type int: cannot be read: expected a path, bytes, or samples with their sampling rate"),
         (tone(), "audio of type ndarray: cannot be read: expected a path, bytes, or samples with their sampling rate"),
         ({"array": tone()}, "expected a sampling rate from 1000 to 384000 samples per second, got None"),
         ((tone(), 16), "expected a sampling rate from 1000 to 384000 samples per second, got 16"),
         ((tone(), 16000.5), "expected a sampling rate from 1000 to 384000 samples per second, got 16000.5"),
+        ((tone(), np.inf), "expected a sampling rate from 1000 to 384000 samples per second, got inf"),
+        ((tone(), np.nan), "expected a sampling rate from 1000 to 384000 samples per second, got nan"),
+        ((tone(), np.complex128(16000)), "expected a sampling rate from 1000 to 384000 samples per second, got "),
+        ({"array": {"left": [0.0]}, "sampling_rate": 16000}, "expected samples as an array of numbers, got dict: "),
+        ((["loud"], 16000), "expected samples as an array of numbers, got list: "),
+        (([[0.0], [0.0, 0.5]], 16000), "expected samples as an array of numbers, got list: "),
+        (([10**400], 16000), "expected samples as an array of numbers, got list: "),
         ((np.zeros((2, 2, 8)), 16000), "expected samples [samples] or [channels, samples], got the shape [2, 2, 8]"),
         ((np.array([]), 16000), "expected samples [samples] or [channels, samples], got the shape [0]"),
         ((np.array([3.0, 900.0]), 16000), "expected samples from -1 to 1, got up to 900; divide integers by 2^15"),
@@ -140,13 +153,19 @@ def test_rows_of_a_file_have_audios(av, tmp_path):
     for name in ("data/a.wav", "data/b.wav", "outside.wav"):
         (tmp_path / name).write_bytes(wav(tone()))
     part = [{"type": "audio", "audio": "a.wav"}, {"type": "text", "text": "What?"}]
+    inline = [{"type": "input_audio", "input_audio": {"data": base64.b64encode(wav(tone())).decode(), "format": "wav"}}]
+    cut = [{"type": "input_audio", "input_audio": {"data": "UklGR", "format": "wav"}}]
     samples = {"array": tone(0.25).tolist(), "sampling_rate": 16000}
     rows = [
         {"question": "What?", "audio": "a.wav", "answer": "one"},
         {"question": "<audio>What <audio>?", "audios": ["b.wav", samples], "answer": "two"},
         {"messages": [{"role": "user", "content": part}], "answer": "part"},
+        {"messages": [{"role": "user", "content": inline}], "answer": "inline"},
+        {"messages": [{"role": "user", "content": cut}], "answer": "cut"},
         {"question": "What?", "audio": "../outside.wav", "answer": "outside"},
         {"question": "What?", "audio": "none.wav", "answer": "none"},
+        {"question": "What?", "audio": {"array": {"left": [0.0]}, "sampling_rate": 16000}, "answer": "dict"},
+        {"question": "What?", "audio": {"array": [0.0], "sampling_rate": float("inf")}, "answer": "infinity"},
     ]
     found, errors = {}, {}
     for row in rows:
@@ -162,10 +181,14 @@ def test_rows_of_a_file_have_audios(av, tmp_path):
         "one": [8000],
         "two": [8000, 4000],
         "part": [8000],
+        "inline": [8000],
     }
+    base = f"{data}/rows.jsonl row 3: audio: expected a data URL with base64, got 'data:audio/wav;base64,UklGR'"
+    assert errors["cut"].startswith(base)
     assert "audios: expected a file in" in errors["outside"] and "outside.wav" in errors["outside"]
-    assert errors["none"].startswith(f"{data}/rows.jsonl row 3: audio") and "none.wav" in errors["none"]
-    (data / "rows.jsonl").write_text("".join(json.dumps(rows[i]) + "\n" for i in (0, 0, 0, 4)))
+    assert all(errors[name].startswith(f"{data}/rows.jsonl row 3: audio") for name in ("none", "dict", "infinity"))
+    assert "none.wav" in errors["none"] and "got dict" in errors["dict"] and "got inf" in errors["infinity"]
+    (data / "rows.jsonl").write_text("".join(json.dumps(rows[i]) + "\n" for i in (0, 0, 0, 6)))
     task = load_task(str(data / "rows.jsonl"))
     text = " ".join(finding.text for finding in check_rows(task, processor))
     assert "0 to 0 images, 1 to 1 audios each" in text and "would be skipped" in text
@@ -184,6 +207,35 @@ def test_models_that_do_not_hear_are_named():
     ):
         with pytest.raises(ValueError, match=f"^row 4: {error}"):
             encode_prompt(processor, row)
+
+
+@pytest.mark.parametrize("family", OMNI)
+def test_videos_of_models_that_hear_are_refused(family):
+    """With or without their sound."""
+    row = {"question": "What?", "video": np.zeros((2, 16, 16, 3), np.uint8), "where": "row 4"}
+    for more in ({}, {"audio": (tone(), 16000)}):
+        with pytest.raises(ValueError, match=r"^row 4: videos: expected a model with one of .*, got Qwen.*Omni"):
+            encode_prompt(family_processors.processor(family), {**row, **more})
+
+
+def test_a_processor_whose_audio_tokens_are_not_one_run_is_refused():
+    """The error names the audios and how their tokens are found, not images."""
+    processor = family_processors.processor(OMNI[0])
+
+    class Interrupting:
+        def __getattr__(self, name):
+            return getattr(processor, name)
+
+        def __call__(self, **kwargs):
+            inputs = processor(**kwargs)
+            place = inputs["input_ids"][0].tolist().index(placeholder_id(processor, "audio")) + 1
+            inputs["input_ids"][0, place] = 7
+            return inputs
+
+    Interrupting.__name__ = type(processor).__name__
+    error = "row 4: processor: expected runs of its placeholder .* got a Qwen2_5OmniProcessor .* to the audios of"
+    with pytest.raises(ValueError, match=error):
+        encode_prompt(Interrupting(), {"question": "What?", "audio": (tone(), 16000), "where": "row 4"})
 
 
 def test_audios_that_a_processor_would_cut_off_are_named():

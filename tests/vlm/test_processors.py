@@ -105,6 +105,36 @@ def test_url_is_refused(source):
         load_image(source)
 
 
+def test_the_lines_of_a_data_url_are_joined():
+    lines = base64.encodebytes(saved(image())).decode()
+    assert "\n" in lines.strip() and load_image(f"data:image/png;base64,{lines}").size == image().size
+
+
+@pytest.mark.parametrize(
+    ("source", "error"),
+    [
+        ("data:image/png;base64,AAA", "image: expected a data URL with base64, got 'data:image/png;base64,AAA': Inc"),
+        ("data:image/png;base64,AAA%", "expected a data URL with base64, got 'data:image/png;base64,AAA%': Only"),
+        ("data:image/png;base64,AAAé", "expected a data URL with base64, got 'data:image/png;base64,AAAé': string"),
+        ("data:image/png;base64,AAAA", "AAAA': cannot be read: expected an image in one of the formats PNG, JPEG, "),
+        ("data:image/png;base64,%" + "A" * 10**6, "AAA...': Only base64 data is allowed"),
+        ("data:image/png;base64," + "A" * 10**6, "AAA...': cannot be read: "),
+        ("data:audio/wav;base64," + "A" * 10**6, "AAA...': cannot be read: expected an image in one of "),
+        (
+            "https://host/" + "x" * 10**6,
+            "image: expected a local path, bytes or a PIL image, got the URL 'https://host/",
+        ),
+        ("A" * 10**6, "AAA...': expected a path, got 1000000 characters"),
+    ],
+    ids=range(9),
+)
+def test_bad_texts_are_named_by_their_beginning(processor, source, error):
+    """Base64 that is none, another URL, or base64 without the head of a data URL: the error has the row."""
+    with pytest.raises(ValueError, match="^file.jsonl row 7: image") as caught:
+        encode_prompt(processor, ask(source))
+    assert error in str(caught.value) and len(str(caught.value)) < 300, str(caught.value)[:500]
+
+
 @pytest.mark.parametrize("size", [(0, 5), (5, 0), (0, 0)])
 def test_zero_size_is_refused(size):
     with pytest.raises(ValueError, match=f"empty, {size[0]}x{size[1]} pixels"):
@@ -272,7 +302,8 @@ def test_a_processor_that_does_not_say_what_it_puts_where_is_refused(processor):
         def __call__(self, **kwargs):
             return {name: x for name, x in processor(**kwargs).items() if name != "text_replacement_offsets"}
 
-    with pytest.raises(ValueError, match="row 7: processor: expected text_replacement_offsets .* got a Silent whose"):
+    error = "row 7: processor: expected text_replacement_offsets .* got a Silent .* the images of"
+    with pytest.raises(ValueError, match=error):
         encode_prompt(Silent(), ask(image()))
 
 

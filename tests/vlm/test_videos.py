@@ -95,6 +95,10 @@ def test_a_video_that_cannot_be_used_is_named(av, tmp_path, monkeypatch):
         ([], "video: expected frames, got none"),
         ([FRAMES[0], FRAMES[0][:20]], "video: expected frames of one size"),
         ({"frames": list(map(Image.fromarray, FRAMES)), "fps": -1}, "video: expected frames per second above 0"),
+        ({"frames": FRAMES, "fps": float("inf")}, "video: expected frames per second above 0, got inf"),
+        ({"frames": FRAMES, "fps": [2.0]}, "video: expected frames per second above 0, got [2.0]"),
+        ({"frames": FRAMES, "fps": "fast"}, "video: expected frames per second above 0, got 'fast'"),
+        ({"frames": 7}, "video: expected a list of frames, got int"),
     ):
         if isinstance(source, list):
             source = [Image.fromarray(frame) for frame in source]

@@ -614,8 +614,8 @@ class Fsdp2Engine:
         self._reshard()
         with self._state_on_device():
             state = self._state()
-            checkpoint.check_parameter_names(path, state["model"])
             saved_names = checkpoint.tensor_names(path)
+            checkpoint.check_parameter_names(path, saved_names, state["model"])
             state = {name: x for name, x in state.items() if not name.startswith("rng.") or name in saved_names}
             checkpoint.load(path, state)
             set_state_dict(

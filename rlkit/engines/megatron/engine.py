@@ -49,7 +49,7 @@ from rlkit.engines.megatron.cpu import HOST, cuda_calls_on_host
 from rlkit.engines.megatron.model import (
     build_model,
     check_routed_experts,
-    embed_with_images,
+    embed_with_media,
     initialize_parallel_state,
     megatron_config,
 )
@@ -88,7 +88,7 @@ Finish = Callable[[list[int], Batch, ModelInputs, Tensor], tuple[Tensor, Tensor,
 
 
 class MegatronEngine:
-    """Trains and scores a model of the families Qwen2, Qwen2.5, Qwen3, Qwen3-MoE, Llama or Qwen2.5-VL (with images).
+    """Trains and scores a model of the families Qwen2, Qwen2.5, Qwen3, Qwen3-MoE, Llama or Qwen2.5-VL (images, videos).
 
     Ranks that share a tensor, a pipeline or a context are given the same rows.
 
@@ -341,7 +341,7 @@ class MegatronEngine:
             multiple=self.dims.tensor if self.dims.sequence_parallel else 1,
             device=self.device,
         )
-        embedded = embed_with_images(self.model, inputs.kwargs, row.kwargs, self.config)
+        embedded = embed_with_media(self.model, inputs.kwargs, row.kwargs, self.config)
         return model(**inputs.kwargs, decoder_input=embedded), partial(finish, rows, part, inputs)
 
     def _outputs(
@@ -500,11 +500,9 @@ class MegatronEngine:
         Raises:
             ValueError: names a file that is missing or cut short, or says that the checkpoint is of another model.
         """
-        saved, optimizer = checkpoint.read_manifest(path), self.distributed_optimizer
-        reader = checkpoint.TensorReader(path)
-        checkpoint.check_shapes(path, reader.shapes, expected_shapes(self.parameters, optimizer, self.hf_shapes))
+        reader, optimizer = checkpoint.TensorReader(path), self.distributed_optimizer
         copies = {LM_HEAD} if self.model.share_embeddings_and_output_weights else set()
-        checkpoint.check_parameter_names(path, self.trained_names | copies)
+        reader.check(expected_shapes(self.parameters, optimizer, self.hf_shapes), self.trained_names | copies)
         rng = checkpoint.random_states(self.device)
         state: dict[str, Any] = {name: x for name, x in rng.items() if name in reader.shapes}
         if optimizer is not None:
@@ -514,10 +512,10 @@ class MegatronEngine:
         load_tensors(reader, self.parameters, optimizer, self.megatron_config, self.hf_shapes)
         if optimizer is not None:
             load_param_groups(optimizer, state["optimizer"]["param_groups"])
-        if self.scheduler is not None and saved["scheduler"] is not None:
-            self.scheduler.load_state_dict(saved["scheduler"])
+        if self.scheduler is not None and reader.extra["scheduler"] is not None:
+            self.scheduler.load_state_dict(reader.extra["scheduler"])
         checkpoint.set_random_states(state, self.device)
-        return saved["extra"]
+        return reader.extra["extra"]
 
     def to(self, device: torch.device | str, *, model: bool = True, optimizer: bool = True) -> None:
         """Move weights and optimizer state to the host, e.g. while a sampler needs the GPU, or back."""

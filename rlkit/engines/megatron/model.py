@@ -311,32 +311,54 @@ def _set_experts(layer: ModuleSpec, config: TransformerConfig) -> None:
         layer.submodules.mlp.submodules.experts = ModuleSpec(module=GroupedExperts)
 
 
-def embed_with_images(model: GPTModel, inputs: Mapping[str, Any], row: Mapping[str, Any], config: Any) -> Tensor | None:
-    """The token embeddings of a row with image features inserted, as the decoder of the first stage takes them.
+# the pixels of a kind of media, their grids, and the config's name of the token that stands for a feature
+MEDIA = (
+    ("pixel_values", "image_grid_thw", "image_token_id"),
+    ("pixel_values_videos", "video_grid_thw", "video_token_id"),
+)
+
+
+def embed_with_media(model: GPTModel, inputs: Mapping[str, Any], row: Mapping[str, Any], config: Any) -> Tensor | None:
+    """The token embeddings of a row with features of its images and videos, as the first stage's decoder takes them.
 
     Args:
         model: from `build_model`.
         inputs: from `context_parallel_inputs`.
-        row: of the whole row, on the host: `input_ids` [1, N], and `pixel_values` and `image_grid_thw` of its images.
-        config: of the transformers model, which names the image token.
+        row: of the whole row, on the host: `input_ids` [1, N], and the pixels and grids of its images and videos.
+        config: of the transformers model, which names their tokens.
 
     Returns:
         [n, 1, H], or this rank's part of it under sequence parallelism; None if the model embeds the tokens itself.
     """
-    for medium, name in (("videos", "pixel_values_videos"), ("audios", "input_features")):
-        if name in row:
-            raise ValueError(f"batch: expected images only in the megatron engine, got {medium}; use the fsdp2 engine")
-    if "pixel_values" not in row or not model.pre_process:
+    found = [names for names in MEDIA if names[0] in row]
+    if not found or not model.pre_process:
         return None
     tokens, source = inputs["input_ids"], inputs["packed_seq_params"].source
     hidden = model.embedding(input_ids=tokens, position_ids=None)
-    pixels = row["pixel_values"].to(tokens.device, model.config.params_dtype)
-    features = model.visual(pixels, grid_thw=row["image_grid_thw"].to(tokens.device)).pooler_output
-    is_image = torch.eq(row["input_ids"][0], config.image_token_id)
-    feature_index = is_image.cumsum(0).sub(1).clamp(min=0)[source]
-    is_image = is_image[source] & (source >= 0)
-    if model.config.sequence_parallel:
+    for pixels, grids, token in found:
+        patches = row[pixels].to(tokens.device, model.config.params_dtype)
+        features = model.visual(patches, grid_thw=row[grids].to(tokens.device)).pooler_output
+        is_feature = torch.eq(row["input_ids"][0], getattr(config, token))
+        hidden = _insert_features(hidden, features, is_feature, source, model.config)
+    return hidden
+
+
+def _insert_features(
+    hidden: Tensor, features: Tensor, is_feature: Tensor, source: Tensor, config: TransformerConfig
+) -> Tensor:
+    """Replace the embeddings of placeholders with features.
+
+    Args:
+        hidden: [n, 1, H], this rank's part of the embeddings.
+        features: [F, H] of the whole row, in order.
+        is_feature: [N] bool, the F placeholders of the whole row.
+        source: [n] index in the whole row of each token of this context rank; -1 for padding.
+        config: Megatron's.
+    """
+    feature_index = is_feature.cumsum(0).sub(1).clamp(min=0)[source]
+    is_feature = is_feature[source] & (source >= 0)
+    if config.sequence_parallel:
         group = parallel_state.get_tensor_model_parallel_group()
-        is_image, feature_index = (x.chunk(group.size())[group.rank()] for x in (is_image, feature_index))
-    is_image, feature_index = is_image.to(tokens.device), feature_index.to(tokens.device)
-    return torch.where(is_image[:, None, None], features[feature_index][:, None].to(hidden.dtype), hidden)
+        is_feature, feature_index = (x.chunk(group.size())[group.rank()] for x in (is_feature, feature_index))
+    is_feature, feature_index = is_feature.to(hidden.device), feature_index.to(hidden.device)
+    return torch.where(is_feature[:, None, None], features[feature_index][:, None].to(hidden.dtype), hidden)

@@ -23,4 +23,4 @@ def arrays_of(url: str) -> dict[str, np.ndarray] | None:
     if not url.startswith(PREFIX):
         return None
     with np.load(io.BytesIO(base64.b64decode(url.removeprefix(PREFIX))), allow_pickle=False) as found:
-        return {name: found[name] for name in found}
+        return dict(found)

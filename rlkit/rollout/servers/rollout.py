@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from rlkit.data.messages import MEDIA
 from rlkit.data.samples import Sample
 from rlkit.rollout.background import in_daemon_thread
 from rlkit.rollout.inference_requests import check_context_length, finished_sample
@@ -70,7 +71,7 @@ class ServerRollout(ABC):
     join_path: ClassVar[str]
     start_hint: ClassVar[str]
     health_path: ClassVar[str] = "/health"
-    other_media: ClassVar[frozenset[str]] = frozenset()  # "videos" and "audios", if the servers take them
+    accepted_media: ClassVar[tuple[str, ...]] = ("image",)  # kinds of rlkit.data.messages.MEDIA that the servers take
 
     def __init__(
         self,
@@ -189,10 +190,10 @@ class ServerRollout(ABC):
         params = sampling_per_request(sampling, requests)
         check_context_length(requests, params, self.max_model_len)
         for request in requests:
-            for medium in ("videos", "audios"):
-                if getattr(request, medium) and medium not in self.other_media:
+            for kind in MEDIA:
+                if getattr(request, f"{kind}s") and kind not in self.accepted_media:
                     raise ValueError(
-                        f"{sample_name(request)}: expected text and images for servers of this kind, got {medium}; use "
+                        f"{sample_name(request)}: expected text and images for servers of this kind, got {kind}s; use "
                         "rollout 'vllm_server', 'vllm' or 'hf'"
                     )
         most = self.pool.max_sequences

@@ -29,6 +29,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from rlkit.data.messages import MEDIA
 from rlkit.data.samples import Sample
 from rlkit.rollout.adapters import ADAPTER_CHECK_ROUTE, ADAPTER_NAME, ADAPTER_ROUTE, serialize_adapter
 from rlkit.rollout.inference_requests import check_prompt_expansion
@@ -54,7 +55,7 @@ class VllmServerRollout(ServerRollout):
     transfer_groups = {"nccl": NcclGroup, "gloo": GlooGroup}
     join_path = "/init_weight_transfer_engine"
     start_hint = "Start servers with: python -m rlkit.rollout.serve --model MODEL --count N --port PORT"
-    other_media = frozenset({"videos", "audios"})
+    accepted_media = MEDIA
     adapter: str | None = None  # sent as the model name of requests
 
     def _request_body(self, request: Sample, sampling: Sampling, start: int, count: int) -> dict[str, Any]:

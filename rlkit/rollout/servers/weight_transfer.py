@@ -79,7 +79,8 @@ def send_weights(
     Weights are gathered in the calling thread, in the order of all ranks, and sent in another one.
 
     Args:
-        weights: (Hugging Face name, full tensor) of each weight; at most one bucket more than is sent is gathered.
+        weights: (Hugging Face name, full tensor) of each weight. One bucket of them is gathered while the one before
+            is sent.
         group: a connected group.
         announce: sends the description of the next bucket to all servers. Its future is done when they have loaded the
             bucket.
@@ -99,7 +100,7 @@ def send_weights(
             _wait_until_loaded(*on_the_way, group, timeout)
         total += sum(weight.nbytes for _, weight in bucket)
         on_the_way = bucket[0][0], announce(describe(bucket)), in_daemon_thread(group.broadcast, bucket)
-        del bucket  # or it stays in memory while the bucket after the next is gathered
+        del bucket  # or it stays in memory until the next one is gathered, even if it has been sent before
     if on_the_way:
         _wait_until_loaded(*on_the_way, group, timeout)
     return total
