@@ -187,6 +187,12 @@ Notes:
 - **paddleocr_vl.** transformers 5.19 resizes the position embeddings of its vision tower with `align_corners=True`; its
   authors' code, transformers 5.0 and vLLM do not align them. The engine sets it as they do, as the logprobs would
   differ by 0.02 otherwise. A model that is loaded in transformers alone computes as transformers does.
+- **kimi_k25 with vLLM.** For `Kimi_K25ForConditionalGeneration`, the class that transformers writes into `config.json`,
+  vLLM 0.32 runs transformers' own model, and refuses the names of its weights. vLLM's model is called
+  `KimiK25ForConditionalGeneration` and asks for the `media_proc_cfg` of the published processor. No run with the
+  published files was tested, so rollout `vllm` refuses the family on a CPU.
+- **MiniCPM-V 4.6.** Its processor numbers the images of a text. Images in the observations of an episode start from 0
+  again, while vLLM counts them on.
 - **SmolVLM.** transformers' processor needs the package `num2words`.
 """
     return HEAD + "\n".join(lines) + "\n" + more

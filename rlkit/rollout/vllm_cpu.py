@@ -10,13 +10,14 @@ import torch
 from rlkit.vlm.families import RECURRENT_LAYERS, layer_types
 from rlkit.vlm.loading import load_config
 
-# model types of text models, in vLLM 0.32
+# model types in vLLM 0.32, those of text models except for kimi_k25
 BFLOAT16_ONLY = frozenset({"qwen3_next", "qwen3_5_text", "qwen3_5_moe_text"})  # its kernel for the gated delta rule
 OBSTACLES = {
     "kimi_linear": "its kernels for linear attention need Triton, so a GPU",
     "olmo_hybrid": "its kernels for linear attention need Triton, so a GPU",
     "lfm2": "its short convolutions compute wrong log-probabilities on a CPU",
     "lfm2_moe": "its short convolutions compute wrong log-probabilities on a CPU",
+    "kimi_k25": "vLLM reads its published files only, not a model directory that transformers has written",
 }
 
 
@@ -37,7 +38,7 @@ def cpu_dtype_and_options(
     except ValueError:  # vLLM will say what is wrong with it
         return dtype or "float32", {}
     family = config.get_text_config().model_type
-    obstacle = OBSTACLES.get(family)
+    obstacle = OBSTACLES.get(config.model_type) or OBSTACLES.get(family)
     if family in BFLOAT16_ONLY and not has_avx512():
         obstacle = "its kernel for the gated delta rule needs AVX-512, which this one lacks"
     if obstacle:

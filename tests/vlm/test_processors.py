@@ -329,10 +329,12 @@ def test_unsampled_ids_end_with_rows_beyond_the_vocabulary(config, processor):
     found = suppressed_token_ids(config, tokenizer)
     assert found.dtype == torch.long and found.tolist() == placeholder_ids(config)
     assert tokenizer.eos_token_id not in found.tolist()
-    wide = SimpleNamespace(text_config=SimpleNamespace(vocab_size=len(tokenizer) + 3), image_token_id=5)
+    text = SimpleNamespace(vocab_size=len(tokenizer) + 3)
+    wide = SimpleNamespace(model_type="wide", text_config=text, image_token_id=5)
     assert suppressed_token_ids(wide, tokenizer).tolist() == [5, *range(len(tokenizer), len(tokenizer) + 3)]
-    assert suppressed_token_ids(SimpleNamespace(vocab_size=len(tokenizer)), tokenizer).tolist() == []
-    gone = SimpleNamespace(vocab_size=len(tokenizer), image_token_id=len(tokenizer))  # not in this vocabulary
+    exact = SimpleNamespace(model_type="exact", vocab_size=len(tokenizer))
+    assert suppressed_token_ids(exact, tokenizer).tolist() == []
+    gone = SimpleNamespace(**vars(exact), image_token_id=len(tokenizer))  # not in this vocabulary
     assert suppressed_token_ids(gone, tokenizer).tolist() == []
 
 
