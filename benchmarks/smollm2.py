@@ -71,7 +71,7 @@ REASONING_GYM = {
     )
     for name in (
         "chain_sum products basic_arithmetic number_sequence gcd leg_counting letter_counting spell_backward "
-        "family_relationships syllogism coin_flip simple_equations lcm decimal_chain_sum"
+        "family_relationships syllogism simple_equations lcm decimal_chain_sum"
     ).split()
 }
 RECIPES = {

@@ -41,7 +41,7 @@ def reasoning_gym_task(name: str) -> Task:
 
     Raises:
         ImportError: reasoning-gym is not installed.
-        ValueError: no such task, or a setting that it does not have or cannot use.
+        ValueError: no such task, a setting that it does not have or cannot use, or no question left for training.
     """
     with requires_extra("reasoning-gym"):
         from reasoning_gym.factory import DATASETS
@@ -73,6 +73,11 @@ def reasoning_gym_task(name: str) -> Task:
                 return made
         return {**made, "unreadable": f"expected a question that is not held out, got none in {TRIES} rows"}
 
+    if "unreadable" in row(0):
+        raise ValueError(
+            f"task {name!r}: heldout: expected questions to be left for training, got {held} held-out rows that have the "
+            f"questions of {TRIES} training rows; lower it, or raise the level"
+        )
     return Task(task, Rows(row, np.arange(count)), held_rows, verifier(train.score_answer))
 
 

@@ -50,10 +50,13 @@ def test_few_questions_are_not_trained_on_if_they_are_held_out():
     assert {row["question"] for row in every.train} & held
 
 
-def test_where_nothing_is_left_to_train_on_rows_say_so():
-    name = "reasoning_gym:leg_counting,min_animals=1,max_animals=1,min_instances=1,max_instances=1,rows=3,heldout=900"
-    row = load_task(name).train[0]
-    assert row["unreadable"] == "expected a question that is not held out, got none in 100 rows"
+ONE_ANIMAL = "leg_counting,min_animals=1,max_animals=1,min_instances=1,max_instances=1,heldout=900"
+
+
+@pytest.mark.parametrize("name", [f"reasoning_gym:{ONE_ANIMAL}", "reasoning_gym:coin_flip,level=0,heldout=48"])
+def test_a_task_whose_questions_are_all_held_out_is_refused(name):
+    with pytest.raises(ValueError, match=f"task '{name}': heldout: expected questions to be left for training, got "):
+        load_task(name)
 
 
 def test_a_prefix_may_open_the_answer():
