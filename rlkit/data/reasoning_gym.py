@@ -75,8 +75,8 @@ def reasoning_gym_task(name: str) -> Task:
 
     if "unreadable" in row(0):
         raise ValueError(
-            f"task {name!r}: heldout: expected questions to be left for training, got {held} held-out rows that have the "
-            f"questions of {TRIES} training rows; lower it, or raise the level"
+            f"task {name!r}: heldout: expected questions to be left for training, got {held} held-out rows with "
+            f"the questions of {TRIES} training rows; lower it, or raise the level"
         )
     return Task(task, Rows(row, np.arange(count)), held_rows, verifier(train.score_answer))
 
