@@ -132,8 +132,8 @@ def resolve_image_path(path: Path, picture: Any) -> Any:
 
 def resolve_video_path(path: Path, video: Any) -> Any:
     """As `resolve_image_path`, for a video: one file, a list of frames, or {"frames": [...], "fps": ...}."""
-    if isinstance(video, Mapping) and video.get("frames") is not None:
-        return {**video, "frames": resolve_video_path(path, list(video["frames"]))}
+    if isinstance(video, Mapping) and isinstance(video.get("frames"), list | tuple):
+        return {**video, "frames": resolve_video_path(path, video["frames"])}
     if isinstance(video, list | tuple):
         return [resolve_image_path(path, frame) for frame in video]
     return resolve_image_path(path, video)
@@ -144,6 +144,18 @@ def files_of_video(video: Any) -> list[Any]:
     if isinstance(video, Mapping) and video.get("frames") is not None:
         video = video["frames"]
     return list(video) if isinstance(video, list | tuple) else [video]
+
+
+def bytes_or_path(struct: Mapping[str, Any], name: str) -> Any:
+    """The bytes in the {"bytes", "path"} struct of Hugging Face sets, or its path if it has none.
+
+    Raises:
+        ValueError: the bytes are something else. A text there would later be opened as a path.
+    """
+    data = struct.get("bytes")
+    if data and not isinstance(data, bytes | bytearray):
+        raise ValueError(f"{name}: expected bytes under 'bytes', got {type(data).__name__}")
+    return data or struct.get("path")
 
 
 def _is_url(source: str) -> bool:
@@ -157,10 +169,10 @@ def check_inside(folders: Sequence[Path], picture: Any, column: str = "images") 
     prompts, logs and pages.
 
     Raises:
-        ValueError: by an absolute path, `..` or a link, it does.
+        ValueError: by an absolute path, `..` or a link, it does; or a struct has something else as its bytes.
     """
     if isinstance(picture, Mapping):
-        picture = None if picture.get("bytes") else picture.get("path")
+        picture = bytes_or_path(picture, column)
     if not isinstance(picture, str | Path) or _is_url(str(picture)):
         return
     if not any(Path(picture).resolve().is_relative_to(folder.resolve()) for folder in folders):
