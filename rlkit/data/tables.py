@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 
 from rlkit.data.lookup import requires_extra
+from rlkit.data.messages import bytes_or_path
 from rlkit.data.samples import Row
 
 HELD_OUT_SEED = 20240131  # the same rows are held out in every run, whatever its seed
@@ -144,18 +145,6 @@ def files_of_video(video: Any) -> list[Any]:
     if isinstance(video, Mapping) and video.get("frames") is not None:
         video = video["frames"]
     return list(video) if isinstance(video, list | tuple) else [video]
-
-
-def bytes_or_path(struct: Mapping[str, Any], name: str) -> Any:
-    """The bytes in the {"bytes", "path"} struct of Hugging Face sets, or its path if it has none.
-
-    Raises:
-        ValueError: the bytes are something else. A text there would later be opened as a path.
-    """
-    data = struct.get("bytes")
-    if data and not isinstance(data, bytes | bytearray):
-        raise ValueError(f"{name}: expected bytes under 'bytes', got {type(data).__name__}")
-    return data or struct.get("path")
 
 
 def _is_url(source: str) -> bool:

@@ -19,8 +19,8 @@ import numpy as np
 import torch
 from PIL import Image, ImageOps, UnidentifiedImageError
 
+from rlkit.data.messages import bytes_or_path
 from rlkit.data.samples import AUDIO_KEYS, Audio, Expansion, Sample, Video, expand_placeholders, prompt_sample
-from rlkit.data.tables import bytes_or_path
 from rlkit.vlm.loading import has_vision, load_config, model_path
 
 # formats of photographs and figures; not PostScript, say, which Pillow would have another program draw
