@@ -50,6 +50,7 @@ WIDE = {
 DELTA = {"linear_key_head_dim": 128, "linear_value_head_dim": 128}
 MORE = {
     **dict.fromkeys(("qwen3_next", "qwen3_5", "qwen3_5_moe", "minicpmv4_6"), DELTA),
+    "glm_ocr": {"intermediate_size": 192},  # vLLM's merger has this width, that of transformers 3 * out_hidden_size
     **dict.fromkeys(("llama4", "llama4_text"), {"attention_chunk_size": 32, "floor_scale": 8}),
     **dict.fromkeys(("gemma4", "gemma4_text"), {"global_head_dim": 64, "hidden_size_per_layer_input": 32}),
     "deepseek_v3": {
@@ -63,7 +64,7 @@ MORE = {
 ABSENT = {"glm46v": "Glm46VForConditionalGeneration", "diffllama": "DiffLlamaForCausalLM"}
 OWNERS = {"Qwen2VL": "qwen2_vl", "Qwen2_5_VL": "qwen2_5_vl"}  # vLLM's name of a model, and of its family
 IMAGE, VIDEO = 90, 91
-SECTIONS = {"qwen": [6, 5, 5], "padd": [6, 5, 5], "glm4": [4, 2, 2], "mini": [4, 2, 2]}
+SECTIONS = {"qwen": [6, 5, 5], "padd": [6, 5, 5], "glm4": [4, 2, 2], "glm_": [4, 6, 6], "mini": [4, 2, 2]}
 SAMPLING = Sampling(6, temperature=0.8, seed=(0, 1))
 TOKENS = 40  # more than a window
 SIZE = {"max_model_len": 256, "max_num_seqs": 8, "kv_cache_memory_bytes": 16 << 20, "block_size": 32}
@@ -78,7 +79,7 @@ def seeing(family, reader):
     if "mrope_section" in (rope := text.get("rope_parameters") or {}):
         rope["mrope_section"] = SECTIONS[family[:4]]
     if family.startswith("glm"):
-        rope["partial_rotary_factor"], text["use_qk_norm"] = 0.5, False
+        rope["partial_rotary_factor"], text["use_qk_norm"] = 1.0 if family == "glm_ocr" else 0.5, False
     if family.startswith(("qwen3_5", "minicpmv4_6")):
         rope["partial_rotary_factor"], rope["mrope_section"] = 0.5, [4, 2, 2]
     if family.startswith("qwen3"):  # published configs say what transformers does anyway

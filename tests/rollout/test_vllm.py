@@ -33,8 +33,8 @@ FAMILIES = [
 ]  # fmt: skip
 # the rest runs by `make families`
 MORE_FAMILIES = [
-    "ernie4_5", "ernie4_5_moe", "falcon_h1", "gemma4_text", "glm4_moe", "llama4", "llama4_text", "ministral3",
-    "mistral3", "paddleocr_vl", "qwen2_5_omni_thinker", "qwen3_omni_moe_thinker",
+    "ernie4_5", "ernie4_5_moe", "falcon_h1", "gemma4_text", "glm4_moe", "glm_ocr", "llama4", "llama4_text",
+    "ministral3", "mistral3", "paddleocr_vl", "qwen2_5_omni_thinker", "qwen3_omni_moe_thinker",
 ]  # fmt: skip
 BFLOAT16 = ["qwen3_5", "qwen3_next"]  # vLLM's kernel for the gated delta rule has no other dtype on a CPU
 MORE_BFLOAT16 = ["minicpmv4_6", "qwen3_5_moe"]

@@ -183,7 +183,7 @@ FAMILIES = {
     "qwen2_5_omni_thinker": omni,
     "qwen3_omni_moe_thinker": lambda: omni("Qwen3OmniMoe"),
     "glm4v_moe": glm4v,
-    "glm46v": lambda: glm4v("Glm46V"),
+    **dict.fromkeys(("glm46v", "glm_ocr"), lambda: glm4v("Glm46V")),
     **{make.__name__: make for make in (glm4v, internvl, llava, idefics3, smolvlm, gemma3)},
     **{make.__name__: make for make in (gemma4, kimi_k25, lfm2_vl, llama4, minicpmv4_6, mistral3, paddleocr_vl)},
 }
