@@ -192,6 +192,10 @@ Notes:
   vLLM 0.32 runs transformers' own model, and refuses the names of its weights. vLLM's model is called
   `KimiK25ForConditionalGeneration` and asks for the `media_proc_cfg` of the published processor. No run with the
   published files was tested, so rollout `vllm` refuses the family on a CPU.
+- **mistral4** is the text model of Mistral Small 4: multi-head latent attention, and experts in every layer. The type
+  of the whole model is `mistral3`, with a vision tower; `AutoModelForCausalLM` of transformers 5.19 does not know
+  `mistral4` alone. vLLM 0.32 does not load it from a model directory that transformers has written: "No model
+  architectures are specified". No run with the published files was tested.
 - **MiniCPM-V 4.6.** Its processor numbers the images of a text. Images in the observations of an episode start from 0
   again, while vLLM counts them on.
 - **SmolVLM.** transformers' processor needs the package `num2words`.

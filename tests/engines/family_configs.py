@@ -243,6 +243,21 @@ VISION = {  # the config, tokens per image, shape of its pixel_values
         4,
         (1, 3, 16, 16),
     ),
+    "mistral4": (  # AutoModelForCausalLM does not know it, so that it is always the text model of Mistral 3
+        {
+            "text_config": {
+                **BASE, **LATENT, **ROUTED, "q_lora_rank": 8, "n_routed_experts": 4, "head_dim": 12,
+                "model_type": "mistral4", "rope_parameters": {
+                    "rope_type": "yarn", "rope_theta": 1e4, "factor": 32.0, "mscale": 1.0, "mscale_all_dim": 1.0,
+                    "llama_4_scaling_beta": 0.5, "original_max_position_embeddings": 4,
+                },
+            },
+            "model_type": "mistral3", "spatial_merge_size": 2,
+            "vision_config": {**SMALL_VIT, "model_type": "pixtral", "head_dim": 8, "image_size": 16},
+        },
+        4,
+        (1, 3, 16, 16),
+    ),
     "paddleocr_vl": (
         {
             "text_config": {**BASE, **ROPE, "model_type": "paddleocr_vl_text"},

@@ -79,9 +79,7 @@ SPLITS = {  # ranks, the engine's options, cases
     "2 replicas x 2 shards, Ulysses 2": (4, {**SHARED, **HALVES}, ["qwen2"]),
 }
 RECURRENT = {*test_families.RECURRENT, *test_families.RECURRENT_VISION}
-LLAMA_LIKE = {"ernie4_5", "ernie4_5_moe", "glm4_moe", "ministral3", "olmo3"}  # left out for time
-SKIPPED = RECURRENT | LLAMA_LIKE
-FAMILIES = [name for name in [*test_families.TEXT, *test_families.VISION] if name not in SKIPPED]
+FAMILIES = [name for name in [*test_families.TEXT, *test_families.VISION] if name not in RECURRENT]
 # all cases: one for each layout and model, each family on two ranks, and the errors
 NAMES = [f"{split}/{name}" for split, (*_, names) in SPLITS.items() for name in names]
 NAMES += [*(f"family/{family}" for family in FAMILIES), "errors"]

@@ -54,7 +54,8 @@ def text_model(family, options, attention="sdpa"):
 
 def vision_model(family):
     options = deepcopy(VISION[family][0])  # Qwen3.5's config writes into the dictionaries that it is given
-    config = AutoConfig.for_model(family, image_token_id=IMAGE, pad_token_id=0, **options)
+    kind = options.pop("model_type", family)
+    config = AutoConfig.for_model(kind, image_token_id=IMAGE, pad_token_id=0, **options)
     return seeded(lambda: AutoModelForImageTextToText.from_config(config, attn_implementation="eager"))
 
 
@@ -93,7 +94,7 @@ def layout_of_image(family, shape):
         return {"spatial_shapes": torch.tensor([[4, 4]]), "pixel_attention_mask": torch.ones(1, 16, dtype=torch.long)}
     if family == "minicpmv4_6":
         return {"target_sizes": torch.tensor([[8, 8]], dtype=torch.int32)}
-    if family == "mistral3":
+    if family in ("mistral3", "mistral4"):
         return {"image_sizes": torch.tensor([[16, 16]])}
     is_patches = len(shape) == 2 or family in ("kimi_k25", "paddleocr_vl")
     return {"image_grid_thw": torch.tensor([[1, 4, 4]])} if is_patches else {}

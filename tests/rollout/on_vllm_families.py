@@ -61,7 +61,9 @@ MORE = {
         },
     },
 }  # fmt: skip
-ABSENT = {"glm46v": "Glm46VForConditionalGeneration", "diffllama": "DiffLlamaForCausalLM"}
+ABSENT = {
+    "glm46v": "Glm46VForConditionalGeneration", "diffllama": "DiffLlamaForCausalLM", "mistral4": "Mistral4ForCausalLM",
+}  # fmt: skip
 OWNERS = {"Qwen2VL": "qwen2_vl", "Qwen2_5_VL": "qwen2_5_vl"}  # vLLM's name of a model, and of its family
 IMAGE, VIDEO = 90, 91
 SECTIONS = {"qwen": [6, 5, 5], "padd": [6, 5, 5], "glm4": [4, 2, 2], "glm_": [4, 6, 6], "mini": [4, 2, 2]}

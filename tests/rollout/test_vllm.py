@@ -45,7 +45,7 @@ REFUSED = {
     "gemma3": "expected a family whose image tokens attend to earlier ones only",
     "gpt_oss": "expected a family whose weights vLLM replaces completely",
 }
-ABSENT = ["glm46v", "diffllama"]  # vLLM has no model of these
+ABSENT = ["glm46v", "diffllama", "mistral4"]  # vLLM has no model of these
 
 
 class Facts(Mapping):

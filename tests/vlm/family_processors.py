@@ -186,6 +186,7 @@ FAMILIES = {
     **dict.fromkeys(("glm46v", "glm_ocr"), lambda: glm4v("Glm46V")),
     **{make.__name__: make for make in (glm4v, internvl, llava, idefics3, smolvlm, gemma3)},
     **{make.__name__: make for make in (gemma4, kimi_k25, lfm2_vl, llama4, minicpmv4_6, mistral3, paddleocr_vl)},
+    "mistral4": mistral3,
 }
 SIZED = (
     "gemma4",
@@ -233,5 +234,6 @@ def model(family):
             ids |= {f"{kind}_{end}_token_id": of(f"<|{way}_of_{kind}|>") for kind in ("image", "video")}
     sizes = [name for name in ("vocab_size", *config["text_config"]) if "vocab_size" in name]
     text = {**config["text_config"], **dict.fromkeys(sizes, len(reader.tokenizer))}
-    config = AutoConfig.for_model(family, **{**config, **ids, "text_config": text})
+    kind = config.pop("model_type", family)
+    config = AutoConfig.for_model(kind, **{**config, **ids, "text_config": text})
     return seeded(lambda: AutoModelForImageTextToText.from_config(config, attn_implementation="eager"))

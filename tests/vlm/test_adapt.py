@@ -75,7 +75,7 @@ def test_freeze_by_name(model):
 
 TOWERS = {
     **dict.fromkeys(
-        ("llava", "internvl", "gemma3", "gemma4", "kimi_k25", "lfm2_vl", "minicpmv4_6", "mistral3"),
+        ("llava", "internvl", "gemma3", "gemma4", "kimi_k25", "lfm2_vl", "minicpmv4_6", "mistral3", "mistral4"),
         ["model.vision_tower"],
     ),
     **dict.fromkeys(("smolvlm", "idefics3"), ["model.vision_model"]),
