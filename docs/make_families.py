@@ -114,7 +114,8 @@ def page() -> str:
     vllm = modules["rollout/test_vllm.py"]
     recurrent = {*families.RECURRENT, *families.RECURRENT_VISION}
     refused = {
-        "Ulysses": recurrent,
+        "packed": {*families.REFUSED},
+        "Ulysses": recurrent | {*families.REFUSED},
         "videos": {*by_model_type} - {*every.WATCHES},
         "audio": {*by_model_type} - {name.removesuffix("_thinker") for name in every.HEARS},
         "vLLM": {*vllm.OBSTACLES, "lfm2_vl", *vllm.REFUSED, *vllm.ABSENT},
@@ -196,6 +197,9 @@ Notes:
   of the whole model is `mistral3`, with a vision tower; `AutoModelForCausalLM` of transformers 5.19 does not know
   `mistral4` alone. vLLM 0.32 does not load it from a model directory that transformers has written: "No model
   architectures are specified". No run with the published files was tested.
+- **glm_moe_dsa** (GLM-5) attends to the tokens that an indexer chooses among all tokens of a row. In a packed row the
+  indexer would choose from other sequences too, so its rows are padded. Ranks that share a sequence need packed rows.
+  The choice has no gradient: the indexer does not train, and neither do adapters on it.
 - **MiniCPM-V 4.6.** Its processor numbers the images of a text. Images in the observations of an episode start from 0
   again, while vLLM counts them on.
 - **SmolVLM.** transformers' processor needs the package `num2words`.

@@ -272,8 +272,9 @@ REFUSED = {
     "minimax": ({"num_local_experts": 2, "layer_types": LINEAR["layer_types"]}, "linear-attention"),
     "glm_moe_dsa": (
         {
-            **LATENT, **ROUTED, "q_lora_rank": 8, "n_routed_experts": 4, "index_topk": 64, "index_head_dim": 8,
-            "index_n_heads": 2, "head_dim": 4,
+            **LATENT, **ROUTED, "q_lora_rank": 8, "n_routed_experts": 4, "index_topk": 4, "index_head_dim": 8,
+            "index_n_heads": 16, "head_dim": 4,  # with few heads many scores are 0, and their order is arbitrary
+            "mlp_layer_types": ["dense", "sparse"], "indexer_types": ["full", "shared"],
         },
         "layers of indexed_attention",
     ),
