@@ -150,7 +150,8 @@ Not supported; each is refused with an error that says why:
 - positions: {positions};
 - videos in a task's rows, for every processor but those of Qwen2-VL, Qwen2.5-VL and Qwen3-VL (also Qwen3.5's), and
   audios for every processor but those of Qwen-Omni. SGLang servers refuse both: use `--rollout hf` or vLLM (in the
-  process or on servers). Megatron trains on videos (Qwen2.5-VL), and has no family that hears: use fsdp2;
+  process or on servers). Megatron trains on videos (Qwen2.5-VL), and supports no family with audio
+  input: use fsdp2;
 - vLLM, with the text of the error: {with_vllm}. vLLM has no implementation of {", ".join(sorted(vllm.ABSENT))};
 - vLLM on a CPU: {on_cpu};
 - prefix attention (PaliGemma), and RoPE variants in which sequences of one forward pass would affect each other
@@ -175,9 +176,9 @@ Notes:
   of its layers without RoPE goes by positions, as in single sequences. `--rollout hf` refuses rows padded on the left
   from `floor_scale` (8192) tokens on, where transformers' temperature counts padding; use vLLM there. Routers get no
   LoRA adapters.
-- **Gated delta rule with vLLM on a CPU** ({", ".join([*vllm.DELTA_RULE, *vllm.MORE_DELTA_RULE])}): vLLM's
+- **Gated delta rule with vLLM on a CPU** ({", ".join([*vllm.BFLOAT16, *vllm.MORE_BFLOAT16])}): vLLM's
   kernel has bfloat16 only and heads of 128, so sampler and trainer (float32) agree to {vllm.BFLOAT16_TOLERANCE} there.
-  It needs AVX-512; x86 CPUs without it are told to use the rollout `hf`.
+  On an x86 CPU without AVX-512 rlkit refuses these families; use `--rollout hf`.
 - **nemotron_h with vLLM on a CPU.** vLLM 0.32 refuses its experts: "is_act_and_mul=False is supported only for CUDA,
   XPU and ROCm for now".
 - **granitemoehybrid, gemma3n_text with vLLM.** Not tested: vLLM 0.32 does not read the tiny Granite model, and gives

@@ -1,8 +1,8 @@
 """Chats as lists of messages in the form of chat templates, with a place for each image, video and audio.
 
 A message is {"role": "user", "content": ...}. Its content is a text, or a list of parts {"type": "image"},
-{"type": "video"}, {"type": "audio"} and {"type": "text", "text": ...}. OpenAI's parts `image_url`, `video_url`,
-`audio_url` and `input_audio` are read as these. A message of the assistant may have `tool_calls`.
+{"type": "video"}, {"type": "audio"} and {"type": "text", "text": ...}. OpenAI's parts `image_url` and `input_audio`,
+and vLLM's `video_url` and `audio_url`, are read as these. A message of the assistant may have `tool_calls`.
 """
 
 from __future__ import annotations
@@ -131,6 +131,18 @@ def _read_part(part: Any, name: str) -> Mapping[str, Any]:
     if kind == f"{medium}_url" and isinstance(source, Mapping):
         source = source.get("url")
     return {"type": medium} if source is None else {"type": medium, medium: source}
+
+
+def bytes_or_path(struct: Mapping[str, Any], name: str) -> Any:
+    """The bytes in the {"bytes", "path"} struct of Hugging Face sets, or its path if it has none.
+
+    Raises:
+        ValueError: the bytes are something else. A text there would later be opened as a path.
+    """
+    data = struct.get("bytes")
+    if data and not isinstance(data, bytes | bytearray):
+        raise ValueError(f"{name}: expected bytes under 'bytes', got {type(data).__name__}")
+    return data or struct.get("path")
 
 
 def _input_audio(found: Any, name: str) -> str:

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 
 from rlkit.data.lookup import requires_extra
+from rlkit.data.messages import bytes_or_path
 from rlkit.data.samples import Row
 
 HELD_OUT_SEED = 20240131  # the same rows are held out in every run, whatever its seed
@@ -132,8 +133,8 @@ def resolve_image_path(path: Path, picture: Any) -> Any:
 
 def resolve_video_path(path: Path, video: Any) -> Any:
     """As `resolve_image_path`, for a video: one file, a list of frames, or {"frames": [...], "fps": ...}."""
-    if isinstance(video, Mapping) and video.get("frames") is not None:
-        return {**video, "frames": resolve_video_path(path, list(video["frames"]))}
+    if isinstance(video, Mapping) and isinstance(video.get("frames"), list | tuple):
+        return {**video, "frames": resolve_video_path(path, video["frames"])}
     if isinstance(video, list | tuple):
         return [resolve_image_path(path, frame) for frame in video]
     return resolve_image_path(path, video)
@@ -157,10 +158,10 @@ def check_inside(folders: Sequence[Path], picture: Any, column: str = "images") 
     prompts, logs and pages.
 
     Raises:
-        ValueError: by an absolute path, `..` or a link, it does.
+        ValueError: by an absolute path, `..` or a link, it does; or a struct has something else as its bytes.
     """
     if isinstance(picture, Mapping):
-        picture = None if picture.get("bytes") else picture.get("path")
+        picture = bytes_or_path(picture, column)
     if not isinstance(picture, str | Path) or _is_url(str(picture)):
         return
     if not any(Path(picture).resolve().is_relative_to(folder.resolve()) for folder in folders):

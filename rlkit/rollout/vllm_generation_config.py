@@ -11,8 +11,9 @@ from rlkit.vlm.loading import load_config
 def generation_config_overrides(model: str, *, trust_remote_code: bool = False) -> dict[str, Any]:
     """Overrides of the generation config for a model; {} for most.
 
-    vLLM 0.32 switches off Llama 4's attention temperature for a `max_model_len` of at most 32,768 tokens, unless the
-    generation config says otherwise. The temperature changes attention from position `floor_scale` (8192) on.
+    vLLM 0.32 ignores what config.json says of Llama 4's attention temperature. Unless the generation config says it, it
+    uses the temperature if `max_model_len` is above 32,768 tokens, and otherwise not. The temperature changes attention
+    from position `floor_scale` (8192) on.
 
     Args:
         model: directory or hub id.
@@ -21,4 +22,6 @@ def generation_config_overrides(model: str, *, trust_remote_code: bool = False) 
         config = load_config(model, trust_remote_code=trust_remote_code)
     except ValueError:  # vLLM will say what is wrong with it
         return {}
-    return {} if attention_temperature_length(config) is None else {"attn_temperature_tuning": True}
+    if config.get_text_config().model_type != "llama4_text":
+        return {}
+    return {"attn_temperature_tuning": attention_temperature_length(config) is not None}

@@ -19,6 +19,7 @@ import numpy as np
 import torch
 from PIL import Image, ImageOps, UnidentifiedImageError
 
+from rlkit.data.messages import bytes_or_path
 from rlkit.data.samples import AUDIO_KEYS, Audio, Expansion, Sample, Video, expand_placeholders, prompt_sample
 from rlkit.vlm.loading import has_vision, load_config, model_path
 
@@ -26,7 +27,7 @@ from rlkit.vlm.loading import has_vision, load_config, model_path
 FORMATS = ("PNG", "JPEG", "MPO", "WEBP", "GIF", "BMP", "TIFF", "PPM", "JPEG2000", "AVIF", "ICO")
 
 DECODING_SECONDS = 10.0  # of processor time
-LONGEST_PATH = 4096  # characters; Linux opens no longer ones
+LONGEST_PATH, LONGEST_NAME = 4096, 255  # characters of a path and of a file's name; Linux opens no longer ones
 
 
 def load_image(source: Any) -> Image.Image:
@@ -116,10 +117,11 @@ def resolve_source(source: Any, kind: str, otherwise: str) -> tuple[Any, str]:
         bytes, a path, or the source itself; and a name of it for errors, which of a data URL is its beginning.
 
     Raises:
-        ValueError: another URL, a data URL without valid base64, or a text that is too long for a path.
+        ValueError: another URL, a data URL without valid base64, a text that is too long for a path, or a struct whose
+            bytes are something else.
     """
     if isinstance(source, Mapping):
-        source = source.get("bytes") or source.get("path")
+        source = bytes_or_path(source, kind)
     if not isinstance(source, str):
         return source, repr(str(source)) if isinstance(source, Path) else f"of type {type(source).__name__}"
     beginning = repr(source if len(source) <= 80 else f"{source[:80]}...")
@@ -130,7 +132,7 @@ def resolve_source(source: Any, kind: str, otherwise: str) -> tuple[Any, str]:
             raise ValueError(f"{kind}: expected a data URL with base64, got {beginning}: {error}") from error
     if "://" in source:
         raise ValueError(f"{kind}: expected a local path, bytes or {otherwise}, got the URL {beginning}")
-    if len(source) > LONGEST_PATH:
+    if len(source) > LONGEST_PATH or len(source.rpartition("/")[2]) > LONGEST_NAME:
         raise ValueError(f"{kind} {beginning}: expected a path, got {len(source)} characters")
     return source, repr(source)
 
@@ -428,7 +430,7 @@ def suppressed_token_ids(config: Any, tokenizer: Any) -> torch.Tensor:
     """
     size, tokens = getattr(config, "text_config", config).vocab_size, {*placeholder_ids(config)}
     if config.model_type == "llama4":  # its config has the token of an image's features only
-        tokens.update(token for text, token in tokenizer.get_vocab().items() if text == "<|image|>")
+        tokens |= {tokenizer.get_vocab().get("<|image|>")} - {None}
     inside = sorted(token for token in tokens if token < len(tokenizer))
     return torch.tensor([*inside, *range(len(tokenizer), size)], dtype=torch.long)
 

@@ -48,7 +48,8 @@ def load_video(source: Any, *, fps: float = FPS, max_frames: int = MAX_FRAMES) -
     if isinstance(source, Video):
         return source
     if isinstance(source, Mapping) and source.get("frames") is not None:
-        return _from_frames(source["frames"], source.get("fps") or fps)
+        given = source.get("fps")
+        return _from_frames(source["frames"], fps if given is None else given)
     if isinstance(source, list | tuple) or isinstance(source, np.ndarray):
         return _from_frames(source, fps)
     source, name = resolve_source(source, "video", "frames")

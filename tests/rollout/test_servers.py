@@ -3,6 +3,7 @@
 import asyncio
 import base64
 import io
+import json
 import logging
 import socket
 import subprocess
@@ -26,7 +27,7 @@ from rlkit.data import load_task
 from rlkit.data.samples import Audio, Video, prompt_sample
 from rlkit.engines import make_engine
 from rlkit.rollout import Sampling
-from rlkit.rollout.serve import command, environment
+from rlkit.rollout.serve import command, environment, serving
 from rlkit.rollout.servers.arrays import arrays_of
 from rlkit.rollout.servers.pool import ServerPool
 from rlkit.rollout.servers.rollout import image_data_url
@@ -599,11 +600,19 @@ def test_servers_listen_only_on_the_given_address():
     assert env["VLLM_HOST_IP"] == "127.0.0.1" and "VLLM_ALLOW_INSECURE_SERIALIZATION" not in env
 
 
-def test_a_server_of_llama4_keeps_its_attention_temperature(tmp_path):
-    """By default vLLM switches it off for sequences of up to 32,768 tokens."""
-    AutoConfig.for_model("llama4_text", **{**BASE, **TEXT["llama4_text"]}).save_pretrained(tmp_path)
+@pytest.mark.parametrize("tuned", [True, False])
+def test_a_server_of_llama4_has_the_attention_temperature_of_its_config(tmp_path, tuned):
+    """By default vLLM switches it off for sequences of up to 32,768 tokens, and on for longer ones."""
+    config = {**BASE, **TEXT["llama4_text"], "attn_temperature_tuning": tuned}
+    AutoConfig.for_model("llama4_text", **config).save_pretrained(tmp_path)
     flags = command(str(tmp_path), "127.0.0.1", 8000, 1, on_gpu=False)
-    assert flags[flags.index("--override-generation-config") + 1] == '{"attn_temperature_tuning": true}'
+    assert json.loads(flags[flags.index("--override-generation-config") + 1]) == {"attn_temperature_tuning": tuned}
+    option = '--override-generation-config={"top_k": 5}'
+    with (
+        pytest.raises(ValueError, match="override-generation-config: expected none for this model, which needs"),
+        serving(str(tmp_path), options=[option]),
+    ):
+        pass
 
 
 def test_a_group_that_nobody_joins_does_not_hang():

@@ -15,7 +15,8 @@ from PIL import Image
 
 from rlkit import runs
 from rlkit.data import load_chats, load_pairs, load_task, load_unpaired, with_heldout
-from rlkit.vlm import load_image, processors
+from rlkit.vlm import load_image, load_video, processors
+from rlkit.vlm.audios import load_audio
 
 LIMIT = 3.0  # seconds that a test may hang before it fails
 
@@ -172,6 +173,22 @@ def test_paths_that_lead_out_are_refused(own):
         assert "--allow_outside_files" in row["unreadable"] and row["images"] == [], paths[i]
     expected = f"images: expected a file in {str(own)!r}, got '{own}/../outside.png', which leads out of it"
     assert rows[1]["unreadable"].startswith(expected) and rows[1]["where"] == f"{own}/train.jsonl row 2"
+
+
+@pytest.mark.parametrize("allowed", [False, True])
+@pytest.mark.parametrize("column", ["image", "video", "frames", "audio"])
+def test_a_path_in_place_of_bytes_is_not_opened(own, column, allowed):
+    struct = {"bytes": str(own.parent / "outside.png")}
+    picture = {"frames": [struct]} if column == "frames" else struct
+    name = "video" if column == "frames" else column
+    line = {"question": "What?", "answer": "7", name: picture}
+    (own / "train.jsonl").write_text(json.dumps({"question": "What?", "answer": "7"}) + "\n" + json.dumps(line))
+    row = load_task(str(own / "train.jsonl"), allow_outside_files=allowed).splits["train"][1]
+    if allowed:
+        with pytest.raises(ValueError, match="expected bytes under 'bytes', got str"):
+            (load_video if name == "video" else load_audio if name == "audio" else load_image)(row[f"{name}s"][0])
+    else:
+        assert row["unreadable"].startswith(f"{name}s: expected bytes under 'bytes', got str")
 
 
 def test_a_set_of_which_all_lead_out_ends_the_run_with_the_options_name(own):

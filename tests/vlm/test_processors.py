@@ -125,8 +125,9 @@ def test_the_lines_of_a_data_url_are_joined():
             "image: expected a local path, bytes or a PIL image, got the URL 'https://host/",
         ),
         ("A" * 10**6, "AAA...': expected a path, got 1000000 characters"),
+        ("A" * 3000, "AAA...': expected a path, got 3000 characters"),
     ],
-    ids=range(9),
+    ids=range(10),
 )
 def test_bad_texts_are_named_by_their_beginning(processor, source, error):
     """Base64 that is none, another URL, or base64 without the head of a data URL: the error has the row."""

@@ -98,6 +98,7 @@ def test_a_video_that_cannot_be_used_is_named(av, tmp_path, monkeypatch):
         ({"frames": FRAMES, "fps": float("inf")}, "video: expected frames per second above 0, got inf"),
         ({"frames": FRAMES, "fps": [2.0]}, "video: expected frames per second above 0, got [2.0]"),
         ({"frames": FRAMES, "fps": "fast"}, "video: expected frames per second above 0, got 'fast'"),
+        ({"frames": FRAMES, "fps": 0}, "video: expected frames per second above 0, got 0"),
         ({"frames": 7}, "video: expected a list of frames, got int"),
     ):
         if isinstance(source, list):
@@ -133,6 +134,7 @@ def test_rows_of_a_file_have_videos(tmp_path, processor):
         {"question": "<video>What is this?", "videos": [{"frames": frames, "fps": 4}], "answer": "a"},
         {"question": "What is this?", "videos": [["0.png", "../outside.png"]], "answer": "b"},
         {"question": "What is this?", "videos": [["0.png", "none.png"]], "answer": "c"},
+        {"question": "What is this?", "videos": [{"frames": 7}], "answer": "d"},
     ]
     part = {"type": "video", "video": frames}
     task = load_task(table(data, *rows))
@@ -157,6 +159,7 @@ def test_rows_of_a_file_have_videos(tmp_path, processor):
         "videos: expected a file in" in one and "outside.png" in one and "rows.jsonl row 2" in one for one in errors
     )
     assert any("none.png" in one and "rows.jsonl row 3" in one for one in errors)
+    assert any("rows.jsonl row 4: video: expected a list of frames, got int" in one for one in errors)
     found = " ".join(finding.text for finding in check_rows(task, processor))
     assert "1 to 1 videos each" in found and "would be skipped" in found
     assert "videos: 5 frames of 64 x 48, 4 a second" in " ".join(show_rows(task, processor))

@@ -160,8 +160,9 @@ def packed_attention(
         packed_layout.attention_calls += 1
         query = temperature_by_position(module, query, packed_layout)
         q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
-        options: dict[str, Any] = {"window": sliding_window, "dropout": dropout, "softcap": softcap, "sinks": s_aux}
-        options["chunk"] = chunk
+        options: dict[str, Any] = {
+            "window": sliding_window, "chunk": chunk, "dropout": dropout, "softcap": softcap, "sinks": s_aux,
+        }  # fmt: skip
         attend = varlen_attention if packed_layout.ulysses is None else _ulysses_attention
         return attend(q, k, v, packed_layout, scale=scaling, **options)[None], None
     if attention_mask is None and sliding_window is not None and query.shape[2] == key.shape[2] > sliding_window:
