@@ -192,10 +192,11 @@ def table(which: str, out: Path) -> str:
         lines += lines_of(folder, TABLES[which][finished[folder]["name"]])
     runs = [finished[folder] for folder in order]
     slowed = dict.fromkeys(run["name"] for run in runs if run["seconds"] > 1.5 * run["cpu"])
-    beside = f" Other work ran beside {', '.join(slowed)}, so their CPU seconds count." if slowed else ""
+    ratio = "more than 1.5 times as many seconds as CPU seconds, so compare the CPU seconds"
+    slow = f" {', '.join(slowed)}: {ratio}." if slowed else ""
     versions = ", ".join(f"{name} {version(name)}" for name in ("torch", "transformers", "peft", "reasoning-gym"))
     machine = f"{os.cpu_count()} CPU cores ({platform.machine()}), Python {platform.python_version()}, {versions}."
-    seconds = f"Seconds are from start to end, with one thread.{beside} Commands:"
+    seconds = f"Seconds are from start to end, with one thread.{slow} Commands:"
     return "\n".join([*lines, "", machine, seconds, "", *(f"    {one}" for one in commands(which, runs)), ""])
 
 

@@ -112,7 +112,7 @@ def test_a_finished_run_is_in_the_table_and_not_repeated(finished, monkeypatch):
     lines = smollm2.table("reasoning_gym", finished.parent).splitlines()
     assert lines[2:4] == ["| gcd | 0 | 8 | mean score | 0.125 | 0.500 | 0.15 | 0.55 | 90 | 60 |", ""]
     assert lines[-1].strip() == "python benchmarks/smollm2.py reasoning_gym --only gcd --seeds 0"
-    assert "Other work ran beside gcd, so" in lines[-3]
+    assert "one thread. gcd: more than 1.5 times as many seconds as CPU seconds, so compare" in lines[-3]
 
 
 def test_the_commands_below_a_table_repeat_its_runs():

@@ -5,6 +5,7 @@ import hashlib
 import io
 import json
 import re
+import resource
 import subprocess
 import sys
 import wave
@@ -381,12 +382,57 @@ def test_a_page_with_too_much_sound_has_that_of_the_newest_steps(tmp_path, monke
      '{"step": 0, "kind": "training", "prompt": 0, "question": 1, "expected": null, "images": 3, "answers": []}',
      '{"step": 0, "kind": "training", "prompt": 0, "question": 1, "expected": null, "images": [], "answers": [3]}',
      '{"step": 0, "kind": "training", "prompt": 0, "question": 1, "expected": "", "images": [], "answers": [], '
-     '"audios": [{"file": "a.wav"}]}'],
+     '"audios": [{"file": "a.wav"}]}',
+     '{"step": 1e999, "kind": "training", "prompt": 0, "question": 1, "expected": "", "images": [], "answers": []}'],
 )  # fmt: skip
 def test_damaged_lines_are_left_out(tmp_path, line):
     good = prompt_record(tmp_path, some_answers().generated[:2], "training", 0)
     (tmp_path / SAMPLES).write_text(f"{line}\n{json.dumps(good)}\n{line[:5]}")
     assert len(kept.answers_for_page(tmp_path)["prompts"]) == 1
+
+
+@pytest.mark.parametrize("number", ["1e999", "-1e999", "NaN", pytest.param("9" * 400, id="400 digits")])
+def test_numbers_that_are_not_finite_are_left_out(tmp_path, number):
+    """JSON may contain numbers that are infinite in Python and in a browser."""
+    one = f'{{"text": "x", "reward": {number}, "parts": {{"right": {number}}}, "tokens": {number}}}'
+    line = f'{{"step": 0, "kind": "training", "prompt": 0, "question": "", "expected": "", "answers": [{one}], '
+    (tmp_path / SAMPLES).write_text(f'{line}"images": [], "audios": [{{"file": "a.wav", "seconds": {number}}}]}}')
+    data = check_page(write_page(tmp_path / "report.html", [tmp_path])).data["runs"][0]
+    (record,) = data["answers"]["prompts"]
+    assert record["audios"] == [{"file": "a.wav", "seconds": None}]
+    assert record["answers"] == [{"text": "x", "reward": None, "parts": {"right": None}, "tokens": None}]
+
+
+@pytest.mark.parametrize("name", [pytest.param("a" * 300, id="long"), "a\0b", "\ud800"])
+def test_names_that_no_file_can_have_are_left_out(tmp_path, name):
+    for folder in ("images", "audios"):
+        (tmp_path / folder).mkdir()
+    files = {"images": [f"images/{name}"], "audios": [{"file": f"audios/{name}", "seconds": 1.0}]}
+    texts = {"question": "", "expected": "", "answers": []}
+    (tmp_path / SAMPLES).write_text(json.dumps({"step": 0, "kind": "training", "prompt": 0, **texts, **files}))
+    found = kept.answers_for_page(tmp_path)
+    assert len(found["prompts"]) == 1 and found["images"] == found["audios"] == {}
+
+
+def test_a_full_disk_leaves_no_cut_files(tmp_path):
+    """A later answer with the same image or audio would take the cut file for a saved one."""
+    image = Image.fromarray(np.random.default_rng(0).integers(0, 256, (200, 200, 3), dtype="uint8"))
+    tone = Audio(np.sin(np.arange(8000) / 4).astype("float32"), 8000)
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1000, limits[1]))
+    try:
+        saved = kept.save_image(tmp_path, image), kept.save_audio(tmp_path, tone)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert saved == ("", {"file": "", "seconds": 1.0})
+    assert not [file for file in tmp_path.rglob("*") if file.is_file()]
+    assert (tmp_path / kept.save_image(tmp_path, image)).stat().st_size > 1000
+    assert (tmp_path / kept.save_audio(tmp_path, tone)["file"]).stat().st_size == 16044
+
+
+def test_a_broken_image_or_audio_does_not_end_the_run(tmp_path):
+    assert kept.save_image(tmp_path, None) == ""
+    assert kept.save_audio(tmp_path, Audio(np.array(["x"]), 1)) == {"file": "", "seconds": 1.0}
 
 
 def test_only_images_and_audios_of_the_run_are_read(tmp_path):
@@ -402,3 +448,21 @@ def test_only_images_and_audios_of_the_run_are_read(tmp_path):
         (run / SAMPLES).write_text(json.dumps(record))
         found = kept.answers_for_page(run)
         assert found["prompts"][0]["audios"][0]["file"] == name and found["audios"] == {}
+
+
+def test_links_among_images_and_audios_are_not_followed(tmp_path):
+    """A run's directory may come from somebody else, too."""
+    run = tmp_path / "run"
+    run.mkdir()
+    for folder, name in (("images", "x.webp"), ("audios", "x.wav")):
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / name).write_bytes(b"secret")
+        (run / folder).symlink_to(tmp_path / folder)  # a link to a folder
+        assert kept.data_url(run, f"{folder}/{name}") == ""
+        (run / folder).unlink()
+        (run / folder).mkdir()
+        (run / folder / name).symlink_to(tmp_path / folder / name)
+        assert kept.data_url(run, f"{folder}/{name}") == ""
+        (run / folder / name).unlink()
+        (run / folder / name).write_bytes(b"own")
+        assert kept.data_url(run, f"{folder}/{name}").endswith(base64.b64encode(b"own").decode())

@@ -66,7 +66,7 @@ class Video(NamedTuple):
 
 
 class Audio(NamedTuple):
-    """Sound as a model hears it, of one channel.
+    """Sound of one channel, as the input of a model.
 
     Attributes:
         samples: float32 [samples], from -1 to 1.
@@ -198,13 +198,22 @@ def pad_for_concatenation(tensors: Mapping[str, Sequence[Tensor]]) -> dict[str, 
     return padded
 
 
-def concatenation_dimension(name: str, names: Iterable[str]) -> int:
-    """The dimension along which the vision tensors of this name are concatenated; `names` are those of all tensors.
+def concatenation_dimension(name: str, tensors: Mapping[str, Tensor], *, of_one_sample: bool = False) -> int:
+    """The dimension along which the vision tensors of this name are concatenated: 0, with two exceptions.
 
-    In MiniCPM-V 4.6, whose processor reports `target_sizes`, it is the last one of the pixels: [1, channels, patch
-    side, patches * patch side].
+    The pixels of MiniCPM-V 4.6, whose processor reports `target_sizes`, are concatenated along the last one: [1,
+    channels, patch side, patches * patch side]. In SmolVLM and Idefics3 the images of one sample are concatenated along
+    the dimension of the images, 1: the pixels are [1, images, channels, height, width].
+
+    Args:
+        name: of the tensors to concatenate.
+        tensors: the vision tensors of a sample by name.
+        of_one_sample: whether the images of one sample are concatenated, and not those of several samples.
     """
-    return -1 if name == "pixel_values" and "target_sizes" in names else 0
+    pixels = tensors.get("pixel_values")
+    if of_one_sample and pixels is not None and pixels.ndim == 5:
+        return 1
+    return -1 if name == "pixel_values" and "target_sizes" in tensors else 0
 
 
 def append_observation(sample: Sample, observation: Sample) -> Sample:
@@ -221,10 +230,8 @@ def append_observation(sample: Sample, observation: Sample) -> Sample:
         tensors: Mapping[str, Sequence[Tensor]]
         tensors = {name: [one.vision[name] for one in both if name in one.vision] for name in names}
         tensors = pad_for_concatenation(tensors)
-        pixels = names.get("pixel_values")
-        image_dim = int(pixels is not None and pixels.ndim == 5)  # SmolVLM, Idefics3: [1, images, ...]
         vision = {
-            name: torch.cat(list(parts), image_dim or concatenation_dimension(name, names))
+            name: torch.cat(list(parts), concatenation_dimension(name, names, of_one_sample=True))
             for name, parts in tensors.items()
         }
         kinds = {**sample.placeholders, **observation.placeholders}

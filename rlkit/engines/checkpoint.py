@@ -64,7 +64,7 @@ def save(path: str | Path, state: dict[str, Any], extra: dict[str, Any], *, wait
         raise CheckpointNotWritten(f"checkpoint {path}: expected finite weights, got {problem}")
     part = path.with_name(path.name + ".part")
     size = _local_bytes(state)
-    if problem := first_problem(_prepare(part), None):
+    if problem := problem_of_rank_0(lambda: _make_empty(part)):
         raise _not_written(path, part, problem, size, None)
     if wait:
         _write(path, part, extra, size, lambda: dcp.save(state, checkpoint_id=part), None)
@@ -101,15 +101,9 @@ def _saving_group(world: dist.ProcessGroup) -> dist.ProcessGroup:
     return dist.new_group(backend="gloo")
 
 
-def _prepare(part: Path) -> str:
-    """Make an empty directory, on rank 0; returns the error, or an empty string."""
-    try:
-        if dist.get_rank() == 0:
-            shutil.rmtree(part, ignore_errors=True)
-            part.mkdir(parents=True)
-    except OSError as error:
-        return str(error)
-    return ""
+def _make_empty(part: Path) -> None:
+    shutil.rmtree(part, ignore_errors=True)
+    part.mkdir(parents=True)
 
 
 def _write(
@@ -144,6 +138,20 @@ def first_problem(problem: str, group: dist.ProcessGroup | None) -> str:
     of_ranks: list[Any] = [None] * dist.get_world_size(group)
     dist.all_gather_object(of_ranks, problem, group)
     return next((theirs for theirs in of_ranks if theirs), "")
+
+
+def problem_of_rank_0(work: Callable[[], Any]) -> str:
+    """Do `work` on rank 0 alone. Returns the message of its OSError on all ranks, an empty string if there is none.
+
+    All ranks call this together.
+    """
+    problem = ""
+    if dist.get_rank() == 0:
+        try:
+            work()
+        except OSError as error:
+            problem = str(error)
+    return first_problem(problem, None)
 
 
 def _not_written(
@@ -242,16 +250,11 @@ def read_manifest(path: str | Path) -> dict[str, Any]:
 
     Raises:
         DamagedCheckpoint: on all ranks; it names a file that is missing, cut short or changed.
-        OSError: on all ranks, if a save was interrupted while it replaced the directory, which cannot be restored.
+        OSError: on all ranks, if an interrupted save left only `PATH.old` and rank 0 cannot rename it to PATH.
     """
     finish()
-    path, problem = Path(path), ""
-    if dist.get_rank() == 0:
-        try:
-            restore_replaced(path)
-        except OSError as error:
-            problem = str(error)
-    if problem := first_problem(problem, None):
+    path = Path(path)
+    if problem := problem_of_rank_0(lambda: restore_replaced(path)):
         raise OSError(f"checkpoint {path}: expected to restore it from {path.name}.old, got: {problem}")
     manifest, problem = _read_intact(path)
     if problem := first_problem(problem, None):
@@ -346,12 +349,12 @@ class TensorReader:
     """Reads tensors of a checkpoint on this rank alone, a few at a time. All ranks make their readers together.
 
     Attributes:
-        extra: of the checkpoint, see `read_manifest`, which checks the files.
+        saved: the `extra` of the checkpoint, see `read_manifest`, which checks the files.
         shapes: of the tensors in the checkpoint, by their names there.
     """
 
     def __init__(self, path: str | Path) -> None:
-        self.extra = read_manifest(path)
+        self.saved = read_manifest(path)
         self.path, self._reader = path, _OneTensorReader(path)
         saved = _metadata(path, self._reader).state_dict_metadata
         self.shapes = {name: x.size for name, x in saved.items() if isinstance(x, TensorStorageMetadata)}
@@ -429,7 +432,15 @@ def checkpoints(folder: str | Path) -> list[Path]:
 
 
 def keep_newest(folder: str | Path, count: int) -> None:
-    """Remove all but the newest `count` checkpoints of a run, on rank 0; a count of 0 keeps all."""
-    if dist.get_rank() == 0:
+    """Remove all but the newest `count` checkpoints of a run; a count of 0 keeps all. All ranks call this together.
+
+    Raises:
+        OSError: on all ranks, if rank 0 cannot remove one.
+    """
+
+    def remove() -> None:
         for path in checkpoints(folder)[:-count] if count > 0 else []:
             shutil.rmtree(path)
+
+    if problem := problem_of_rank_0(remove):
+        raise OSError(f"checkpoints {folder}: expected to remove all but the newest {count}, got: {problem}")

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import base64
 import hashlib
+import io
 import json
 import math
 import wave
@@ -21,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from rlkit.tracking import SAMPLES
+from rlkit.tracking.files import replace_file
 
 IMAGES, AUDIOS = "images", "audios"
 LARGEST_SIDE = 512  # pixels of a saved image
@@ -109,8 +111,10 @@ def save_image(out: Path, image: Any) -> str:
         name = f"{IMAGES}/{hashlib.sha256(content).hexdigest()[:16]}.webp"
         if not (out / name).exists():
             (out / IMAGES).mkdir(exist_ok=True)
-            small.save(out / name, lossless=max(small.size) <= 64, quality=85)  # the page enlarges small images
-    except Exception:  # a broken image must not end the run
+            encoded = io.BytesIO()
+            small.save(encoded, "webp", lossless=max(small.size) <= 64, quality=85)  # the page enlarges small images
+            replace_file(out / name, encoded.getvalue())
+    except Exception:  # a broken image or a full disk must not end the run
         return ""
     return name
 
@@ -127,16 +131,18 @@ def save_audio(out: Path, audio: Any) -> dict[str, Any]:
     import numpy as np
 
     seconds = len(audio.samples) / audio.rate
-    samples = np.clip(np.nan_to_num(audio.samples[: int(SAVED_SECONDS * audio.rate)]), -1, 1)
-    content = (samples * 32767).round().astype("<i2").tobytes()
-    name = f"{AUDIOS}/{hashlib.sha256(f'{audio.rate}'.encode() + content).hexdigest()[:16]}.wav"
     try:
+        samples = np.clip(np.nan_to_num(audio.samples[: int(SAVED_SECONDS * audio.rate)]), -1, 1)
+        content = (samples * 32767).round().astype("<i2").tobytes()
+        name = f"{AUDIOS}/{hashlib.sha256(f'{audio.rate}'.encode() + content).hexdigest()[:16]}.wav"
         if not (out / name).exists():
             (out / AUDIOS).mkdir(exist_ok=True)
-            with wave.open(str(out / name), "wb") as file:
+            encoded = io.BytesIO()
+            with wave.open(encoded, "wb") as file:
                 file.setparams((1, 2, audio.rate, 0, "NONE", ""))
                 file.writeframes(content)
-    except OSError:  # a full disk must not end the run here
+            replace_file(out / name, encoded.getvalue())
+    except Exception:  # a broken audio or a full disk must not end the run
         name = ""
     return {"file": name, "seconds": round(seconds, 2)}
 
@@ -157,7 +163,7 @@ def answers_for_page(out: Path) -> dict[str, Any]:
     for record in records:
         new = [name for name in record["images"] if name not in seen]
         seen.update(new)
-        bytes_of_images = sum((out / name).stat().st_size for name in new if (out / name).is_file())
+        bytes_of_images = sum(_saved_bytes(out, name) for name in new)
         sizes[record["step"]] = sizes.get(record["step"], 0) + len(json.dumps(record)) + 4 * bytes_of_images // 3
     steps = sorted(sizes)
     every = max(1, math.ceil(sum(sizes.values()) / MOST_BYTES))
@@ -180,7 +186,7 @@ def _audios_for_page(out: Path, records: Sequence[Mapping[str, Any]]) -> dict[st
     found: dict[str, str] = {}
     total = 0
     for name in dict.fromkeys(audio["file"] for record in newest_first for audio in record["audios"]):
-        size = 4 * (out / name).stat().st_size // 3 if (out / name).is_file() else 0
+        size = 4 * _saved_bytes(out, name) // 3
         if size and total + size <= MOST_BYTES_OF_AUDIOS and (url := data_url(out, name)):
             found[name] = url
             total += size
@@ -190,12 +196,14 @@ def _audios_for_page(out: Path, records: Sequence[Mapping[str, Any]]) -> dict[st
 def read_records(path: Path) -> list[dict[str, Any]]:
     """The records of a samples.jsonl. A later record of the same kind, step and prompt replaces an earlier one.
 
-    Lines that are not records are left out, such as a line that was cut off when the process was killed.
+    Lines that are not records are left out, such as a line that was cut off when the process was killed. Numbers that
+    are not finite become None.
     """
+    hooks: Any = {"parse_constant": lambda _: None, "parse_float": _finite_number, "parse_int": _finite_number}
     found = {}
     for line in path.read_text(encoding="utf-8", errors="replace").split("\n") if path.exists() else ():
         try:
-            record = json.loads(line, parse_constant=lambda _: None)
+            record = json.loads(line, **hooks)
             images, answers = map(str, record["images"]), [dict(answer) for answer in record["answers"]]
             audios = [
                 {"file": str(audio["file"]), "seconds": finite(audio["seconds"])} for audio in record.get("audios", ())
@@ -210,6 +218,12 @@ def read_records(path: Path) -> list[dict[str, Any]]:
     return list(found.values())
 
 
+def _finite_number(text: str) -> float | int | None:
+    """A number in JSON; None if it is too large for a float."""
+    number = float(text)
+    return None if math.isinf(number) else int(text) if text.lstrip("-").isdigit() else number
+
+
 def _shortened(record: Mapping[str, Any]) -> dict[str, Any]:
     def cut(text: Any) -> str:
         text = str(text)
@@ -220,9 +234,23 @@ def _shortened(record: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def data_url(out: Path, name: str) -> str:
-    """A saved image or audio of a run as a data URL; an empty string if it is missing or lies in another folder."""
-    path = out / name
-    kind = {out / IMAGES: "image/webp", out / AUDIOS: "audio/wav"}.get(path.parent)
-    if kind is None or not path.is_file():
+    """A saved image or audio of a run as a data URL; an empty string if it is not a file in `IMAGES` or `AUDIOS`."""
+    if not _saved_bytes(out, name):
         return ""
-    return f"data:{kind};base64," + base64.b64encode(path.read_bytes()).decode()
+    kind = "image/webp" if (out / name).parent == out / IMAGES else "audio/wav"
+    try:
+        return f"data:{kind};base64," + base64.b64encode((out / name).read_bytes()).decode()
+    except OSError:
+        return ""
+
+
+def _saved_bytes(out: Path, name: str) -> int:
+    """The size of a saved image or audio; 0 if it is missing, in another folder, or a link, which may lead anywhere."""
+    path = out / name
+    if path.parent not in (out / IMAGES, out / AUDIOS):
+        return 0
+    try:
+        is_link = path.is_symlink() or path.parent.is_symlink()
+        return path.stat().st_size if path.is_file() and not is_link else 0
+    except (OSError, ValueError):  # a name that no file can have
+        return 0

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 Z = 1.96  # quantile of the normal distribution for 95 %
-REWARDS = ("accuracy", "sampled", "mean", "pass@")  # beginnings of the names of mean rewards and of shares
+LOSSES = ("loss", "perplexity", "bits_per_byte", "divergence")  # parts of the names of results that are no rewards
 
 
 def confidence_interval(mean: float, error: float, count: float) -> tuple[float, float]:
@@ -47,8 +47,8 @@ def confidence_interval(mean: float, error: float, count: float) -> tuple[float,
 def intervals(found: Mapping[str, Any], count: Any, when: str = "") -> dict[str, tuple[float, float]]:
     """The confidence intervals of the results of an evaluation, by name, where a NAME has a NAME_error.
 
-    Those of mean rewards, whose names begin with one of `REWARDS`, are from `confidence_interval`; those of other
-    results, such as a loss, are mean ± 1.96 * error.
+    Results whose names contain one of `LOSSES` get mean ± 1.96 * error. All others are taken for mean rewards or
+    shares, also those of other tools such as `acc`, and get `confidence_interval`.
 
     Args:
         found: results by name. What is not a finite number has no interval.
@@ -61,7 +61,7 @@ def intervals(found: Mapping[str, Any], count: Any, when: str = "") -> dict[str,
     for name, mean in found.items():
         error: Any = found.get(f"{name.removesuffix(when)}_error{when}")
         if name.endswith(when) and _is_finite(mean) and _is_finite(error):
-            is_reward = name.startswith(REWARDS)
+            is_reward = not any(part in name for part in LOSSES)
             made[name] = confidence_interval(mean, error, judged) if is_reward else (mean - Z * error, mean + Z * error)
     return made
 

@@ -11,7 +11,7 @@ from typing import Any
 import rlkit
 from rlkit.data.samples import Sample
 from rlkit.engines import checkpoint
-from rlkit.engines.checkpoint import DamagedCheckpoint, checkpoints, keep_newest
+from rlkit.engines.checkpoint import DamagedCheckpoint, checkpoints, keep_newest, problem_of_rank_0
 from rlkit.report import write_report
 from rlkit.report.model_card import CARD, write_model_card
 from rlkit.runs.closing import closing_table
@@ -54,8 +54,9 @@ def resume(cfg: RunOptions, run: Run, **engines: Any) -> dict[str, Any]:
             if run.writes:
                 run.print(f"resume: {error}")
             continue
+        if problem := problem_of_rank_0(lambda: _set_aside(run.out, damaged, engines)):
+            run.stop(f"resume: expected to rename the damaged checkpoints {', '.join(damaged)}, got: {problem}")
         if run.writes:
-            _set_aside(run.out, damaged, engines)
             run.print(f"resume: continuing {run.out} at step {states[POLICY]['step']}")
         return states[POLICY]
     raise ValueError(
@@ -101,9 +102,9 @@ def save(cfg: Any, run: Run, step: int, state: Mapping[str, Any] | None = None, 
     for folder, engine in sorted(engines.items(), key=lambda item: item[0] == POLICY):
         try:
             engine.save_checkpoint(run.out / folder / f"step_{step + 1}", {"step": step + 1, **(state or {})})
+            keep_newest(run.out / folder, 2)
         except OSError as error:
             run.stop(str(error))
-        keep_newest(run.out / folder, 2)
     if ends:
         try:
             checkpoint.finish()

@@ -1,9 +1,11 @@
 """Ends a run on Ctrl-C, on SIGTERM from a scheduler, or when another rank is lost.
 
 During training, a signal ends the run after the current step, with a checkpoint, and a second Ctrl-C ends it at once.
-Before and after training, the first signal ends it at once. The exit code is 130 for Ctrl-C and 0 for SIGTERM, not 143:
-all ranks end when one of them gets SIGTERM, and torchrun takes any other code of a rank for a failure. It would end
-the ranks beside it, start them again with --max-restarts, and exit with 1 on the nodes that got no signal.
+Before and after training, the first signal ends it at once.
+
+The exit code is 130 for Ctrl-C and 0 for SIGTERM. It is not 143, because torchrun treats every nonzero exit code as a
+failure: torchrun would end the node's other ranks, restart them if --max-restarts allows it, and exit with 1, also on
+nodes that got no signal.
 """
 
 from __future__ import annotations

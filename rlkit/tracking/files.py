@@ -55,8 +55,15 @@ def versions() -> dict[str, str]:
     return found
 
 
-def replace_file(path: Path, text: str) -> None:
-    """Writes a file atomically."""
+def replace_file(path: Path, content: str | bytes) -> None:
+    """Writes a file atomically; if writing fails, an earlier file stays, without a part of the new one."""
     part = path.with_name(path.name + ".part")
-    part.write_text(text)
-    part.replace(path)
+    try:
+        if isinstance(content, str):
+            part.write_text(content)
+        else:
+            part.write_bytes(content)
+        part.replace(path)
+    except OSError:
+        part.unlink(missing_ok=True)
+        raise

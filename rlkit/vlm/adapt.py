@@ -36,11 +36,12 @@ def audio_tower_pattern(model: Any) -> str:
     return _tower_pattern(model, "audio")
 
 
-def _tower_pattern(model: Any, sense: str) -> str:
-    kind = type(getattr(model.config, f"{sense}_config", None))
+def _tower_pattern(model: Any, modality: str) -> str:
+    """The pattern of the modules whose configuration is the model's `<modality>_config`: "vision" or "audio"."""
+    kind = type(getattr(model.config, f"{modality}_config", None))
     names = [name for name in encoder_modules(model) if type(model.get_submodule(name).config) is kind]
     if not names:
-        raise ValueError(f"{sense} tower: expected a model that has one, got {model.config.model_type}")
+        raise ValueError(f"{modality} tower: expected a model that has one, got {model.config.model_type}")
     return _inside(names)
 
 

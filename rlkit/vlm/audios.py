@@ -1,4 +1,4 @@
-"""Audios: a file, bytes or samples -> the sound that a model hears, of one channel, at the rate of its processor."""
+"""Audios: a file, bytes or samples -> the audio input of a model, of one channel, at the rate of its processor."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ FORMATS = f"wav,w64,flac,mp3,aac,aiff,au,caf,amr,{VIDEO_FORMATS}"
 
 
 def load_audio(source: Any, *, rate: int = RATE) -> Audio:
-    """The sound that a model hears: several channels become their mean, and other rates are resampled.
+    """The audio input of a model: several channels become their mean, and other rates are resampled.
 
     Args:
         source: a path, bytes, a data URL ("data:audio/wav;base64,..."), the {"bytes", "path"} struct of Hugging Face

@@ -45,7 +45,10 @@ POSITION_KEYS = ("image_grid_thw", "video_grid_thw", *VIDEO_TIME_KEYS)
 
 
 def concatenate_vision(vision: Sequence[Mapping[str, Tensor]], only: Sequence[str] | None = None) -> dict[str, Tensor]:
-    """Concatenates the vision tensors of several samples along the first dimension, in the order of the samples.
+    """Concatenates the vision tensors of several samples in the order of the samples.
+
+    They are concatenated along the first dimension, except for the pixels of MiniCPM-V 4.6, which are concatenated
+    along the last one.
 
     In SmolVLM and Idefics3 a sample's images have a dimension of their own: [1, images, channels, height, width].
     Samples with fewer images are padded with zeros, as the processors pad a batch; the models skip such images. Where
@@ -57,11 +60,12 @@ def concatenate_vision(vision: Sequence[Mapping[str, Tensor]], only: Sequence[st
         only: names to concatenate; None means all.
 
     Raises:
-        ValueError: tensors of one name whose shapes differ beyond the first dimension.
+        ValueError: tensors of one name whose shapes differ in another dimension.
     """
     keys = [key for key in dict.fromkeys(key for one in vision for key in one) if only is None or key in only]
     found = pad_for_concatenation({key: [one[key] for one in vision if key in one] for key in keys})
-    return {key: _concatenate(key, tensors, concatenation_dimension(key, keys)) for key, tensors in found.items()}
+    first = {key: tensors[0] for key, tensors in found.items()}
+    return {key: _concatenate(key, tensors, concatenation_dimension(key, first)) for key, tensors in found.items()}
 
 
 def vision_kwargs(tokens: Tensor, vision: Sequence[Mapping[str, Tensor]], spec: Rope3DSpec | None) -> dict[str, Tensor]:
@@ -115,15 +119,14 @@ NDIM_WITH_IMAGE_DIMENSION = {"pixel_values": 5, "pixel_attention_mask": 4}
 
 
 def _concatenate(key: str, tensors: Sequence[Tensor], dimension: int) -> Tensor:
-    if dimension:
-        return torch.cat(list(tensors), dimension)
-    if all(x.ndim == NDIM_WITH_IMAGE_DIMENSION.get(key) for x in tensors):
+    if dimension == 0 and all(x.ndim == NDIM_WITH_IMAGE_DIMENSION.get(key) for x in tensors):
         most = max(x.shape[1] for x in tensors)
         tensors = [F.pad(x, [0, 0] * (x.ndim - 2) + [0, most - x.shape[1]]) for x in tensors]
-    if len({tuple(x.shape[1:]) for x in tensors}) > 1:
+    if len({x.shape[:dimension] + x.shape[dimension:][1:] for x in tensors}) > 1:
         got = ", ".join(str(tuple(x.shape)) for x in tensors)
-        raise ValueError(f"{key}: expected shapes that are equal beyond the first dimension, got {got}")
-    return torch.cat(list(tensors))
+        at = dimension % tensors[0].ndim
+        raise ValueError(f"{key}: expected shapes that are equal except in dimension {at}, got {got}")
+    return torch.cat(list(tensors), dimension)
 
 
 def position_ids(

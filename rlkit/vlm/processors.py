@@ -316,7 +316,7 @@ def audio_arguments(processor: Any, audios: Sequence[Audio]) -> dict[str, Any]:
     """Arguments with which a processor uses these audios.
 
     Raises:
-        ValueError: a family that does not hear.
+        ValueError: a family without audio input.
     """
     name = type(processor).__name__
     if name not in AUDIO_PROCESSORS:

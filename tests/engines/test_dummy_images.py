@@ -16,7 +16,7 @@ from rlkit.data.samples import prompt_sample
 from rlkit.engines.packing.attention import use_packed_attention
 from rlkit.engines.packing.inputs import prepare_model_inputs
 from rlkit.engines.packing.micro_batches import dummy_sample
-from rlkit.vlm.inputs import concatenate_vision, frames_as_images, position_spec, vision_kinds
+from rlkit.vlm.inputs import check_image_tokens, concatenate_vision, frames_as_images, position_spec, vision_kinds
 
 CPU = torch.device("cpu")
 
@@ -71,6 +71,19 @@ def test_a_dummy_image_in_patches_has_one_token(family):
     assert dummy.vision["pixel_values"].shape[1] == 3 * vision.temporal_patch_size * vision.patch_size**2
 
 
+@pytest.mark.parametrize("merger_times", [1, 2])
+@pytest.mark.parametrize("mode", ["4x", "16x"])
+def test_a_dummy_image_of_minicpmv4_6_has_one_token(mode, merger_times, monkeypatch):
+    options, *rest = VISION["minicpmv4_6"]
+    options = {**options, "downsample_mode": mode, "merger_times": merger_times}
+    monkeypatch.setitem(VISION, "minicpmv4_6", (options, *rest))
+    model = vision_model("minicpmv4_6")
+    dummy = dummy_sample(model.config, image=True)
+    check_image_tokens(collate([append_response(dummy, [1], [-1.0])]), model.config)
+    (features,) = model.model.get_image_features(**dummy.vision).pooler_output
+    assert len(features) == len(dummy.token_ids) == 1
+
+
 @pytest.mark.parametrize("family", ["smolvlm", "idefics3"])
 def test_samples_with_different_numbers_of_images_fit_in_one_batch(family):
     g = torch.Generator().manual_seed(0)
@@ -100,9 +113,18 @@ def test_image_masks_are_padded_and_tensors_that_do_not_fit_are_named():
     masks = [{"pixel_attention_mask": torch.ones(1, count, 2, 2, dtype=torch.bool)} for count in (1, 2)]
     assert concatenate_vision(masks)["pixel_attention_mask"].sum((2, 3)).tolist() == [[4, 0], [4, 4]]
     with pytest.raises(
-        ValueError, match=r"pixel_values: expected shapes that are equal .*, got \(1, 3, 4, 4\), \(1, 3, 4, 6\)"
+        ValueError, match=r"pixel_values: .* equal except in dimension 0, got \(1, 3, 4, 4\), \(1, 3, 4, 6\)"
     ):
         concatenate_vision([{"pixel_values": torch.zeros(1, 3, 4, width)} for width in (4, 6)])
+
+
+def test_pixels_of_minicpmv4_6_are_concatenated_along_the_last_dimension():
+    one = {"target_sizes": torch.tensor([[2, 2]])}
+    found = concatenate_vision([{**one, "pixel_values": torch.zeros(1, 3, 4, width)} for width in (4, 6)])
+    assert found["pixel_values"].shape == (1, 3, 4, 10) and found["target_sizes"].shape == (2, 2)
+    expected = r"pixel_values: .* equal except in dimension 3, got \(1, 3, 4, 4\), \(1, 3, 5, 4\)"
+    with pytest.raises(ValueError, match=expected):
+        concatenate_vision([{**one, "pixel_values": torch.zeros(1, 3, height, 4)} for height in (4, 5)])
 
 
 def test_video_frames_of_glm_are_images_in_the_order_of_the_row():

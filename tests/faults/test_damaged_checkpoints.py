@@ -152,6 +152,7 @@ def test_the_checksums_are_in_the_manifest(run):
 
 
 TWO_RANKS = """
+import shutil
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -169,8 +170,13 @@ class Engine:
         checkpoint.finish()
     def load_checkpoint(self, path):
         return checkpoint.read_manifest(path)
-def fail(*paths):
+def fail(*paths, **options):
     raise OSError("read-only")
+def expect_error(kind, function, *args, **options):
+    try:
+        function(*args, **options)
+    except (OSError, SystemExit) as error:
+        print(f"rank {dist.get_rank()} {kind} {type(error).__name__} {error}", flush=True)
 def on_rank():
     init_distributed()
     run = Run(sys.argv[1], {}, writes=dist.get_rank() == 0)
@@ -187,13 +193,19 @@ def on_rank():
         dist.barrier()
         print(f"rank {dist.get_rank()} {name} resumed {checkpoints.resume(cfg, run, checkpoints=Engine())}", flush=True)
         checkpoints.save(cfg, run, 3, checkpoints=Engine())
+    folder, remove, rename = run.out / "checkpoints", shutil.rmtree, Path.rename
     if run.writes:
-        (run.out / "checkpoints" / "step_4").rename(run.out / "checkpoints" / "step_4.old")
+        shutil.rmtree = fail
+    expect_error("not removed", checkpoint.keep_newest, folder, 1)
+    shutil.rmtree = remove
+    if run.writes:
+        (folder / "step_4" / "manifest.json").unlink()
         Path.rename = fail
-    try:
-        checkpoint.read_manifest(run.out / "checkpoints" / "step_4")
-    except OSError as error:
-        print(f"rank {dist.get_rank()} not restored {error}", flush=True)
+    dist.barrier()
+    expect_error("not set aside", checkpoints.resume, cfg, run, checkpoints=Engine())
+    if run.writes:
+        rename(folder / "step_4", folder / "step_4.old")
+    expect_error("not restored", checkpoint.read_manifest, folder / "step_4")
     dist.destroy_process_group()
 fork_ranks(on_rank, 2)
 """
@@ -208,6 +220,9 @@ def test_all_ranks_go_back_together(tmp_path):
     for name in ("__0_0.distcp", "__1_0.distcp", ".metadata"):
         for rank in (0, 1):
             assert f"rank {rank} {name} resumed {{'step': 3}}" in done.stdout, done.stdout
-    for rank in (0, 1):  # rank 1 does not wait for ever where rank 0 cannot rename a directory
-        assert f"rank {rank} not restored checkpoint {tmp_path}/run/checkpoints/step_4: expected to" in done.stdout
-    assert done.stdout.count("got: read-only") == 2, done.stdout
+    folder = f"{tmp_path}/run/checkpoints"
+    for rank in (0, 1):  # rank 1 does not wait for ever where rank 0 cannot rename or remove a directory
+        assert f"rank {rank} not removed OSError checkpoints {folder}: expected to" in done.stdout, done.stdout
+        assert f"rank {rank} not set aside SystemExit " in done.stdout, done.stdout
+        assert f"rank {rank} not restored OSError checkpoint {folder}/step_4: expected to" in done.stdout, done.stdout
+    assert done.stdout.count("got: read-only") == 6, done.stdout

@@ -516,10 +516,10 @@ class MegatronEngine:
         load_tensors(reader, self.parameters, optimizer, self.megatron_config, self.hf_shapes)
         if optimizer is not None:
             load_param_groups(optimizer, state["optimizer"]["param_groups"])
-        if self.scheduler is not None and reader.extra["scheduler"] is not None:
-            self.scheduler.load_state_dict(reader.extra["scheduler"])
+        if self.scheduler is not None and reader.saved["scheduler"] is not None:
+            self.scheduler.load_state_dict(reader.saved["scheduler"])
         checkpoint.set_random_states(state, self.device)
-        return reader.extra["extra"]
+        return reader.saved["extra"]
 
     def to(self, device: torch.device | str, *, model: bool = True, optimizer: bool = True) -> None:
         """Move weights and optimizer state to the host, e.g. while a sampler needs the GPU, or back."""

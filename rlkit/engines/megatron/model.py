@@ -312,7 +312,7 @@ def _set_experts(layer: ModuleSpec, config: TransformerConfig) -> None:
 
 
 # the pixels of a kind of media, their grids, and the config's name of the token that stands for a feature
-MEDIA = (
+FEATURE_INPUTS = (
     ("pixel_values", "image_grid_thw", "image_token_id"),
     ("pixel_values_videos", "video_grid_thw", "video_token_id"),
 )
@@ -330,7 +330,7 @@ def embed_with_media(model: GPTModel, inputs: Mapping[str, Any], row: Mapping[st
     Returns:
         [n, 1, H], or this rank's part of it under sequence parallelism; None if the model embeds the tokens itself.
     """
-    found = [names for names in MEDIA if names[0] in row]
+    found = [names for names in FEATURE_INPUTS if names[0] in row]
     if not found or not model.pre_process:
         return None
     tokens, source = inputs["input_ids"], inputs["packed_seq_params"].source

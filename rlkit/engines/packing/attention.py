@@ -161,8 +161,12 @@ def packed_attention(
         query = temperature_by_position(module, query, packed_layout)
         q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
         options: dict[str, Any] = {
-            "window": sliding_window, "chunk": chunk, "dropout": dropout, "softcap": softcap, "sinks": s_aux,
-        }  # fmt: skip
+            "window": sliding_window,
+            "chunk": chunk,
+            "dropout": dropout,
+            "softcap": softcap,
+            "sinks": s_aux,
+        }
         attend = varlen_attention if packed_layout.ulysses is None else _ulysses_attention
         return attend(q, k, v, packed_layout, scale=scaling, **options)[None], None
     if attention_mask is None and sliding_window is not None and query.shape[2] == key.shape[2] > sliding_window:

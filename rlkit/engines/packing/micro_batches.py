@@ -107,7 +107,9 @@ def _smallest_image(config: Any) -> dict[str, Tensor]:
         side = config.spatial_merge_size * vision.patch_size
         return {"pixel_values": torch.zeros(1, 3, side, 2 * side), "image_sizes": torch.tensor([[side, 2 * side]])}
     if family == "minicpmv4_6":
-        rows, columns = (2 * side for side in config.merge_kernel_size)
+        window = (1, 1) if config.downsample_mode == "4x" else vision.window_kernel_size
+        kernels = zip(config.merge_kernel_size, window, strict=True)
+        rows, columns = (side**config.merger_times * before for side, before in kernels)
         pixels = torch.zeros(1, vision.num_channels, vision.patch_size, rows * columns * vision.patch_size)
         return {"pixel_values": pixels, "target_sizes": torch.tensor([[rows, columns]], dtype=torch.int32)}
     if family in ("kimi_k25", "paddleocr_vl"):
