@@ -25,7 +25,7 @@ from rlkit.rollout.vllm_requests import request_seed, vllm_prompt, vllm_sampling
 
 KINDS = ["qwen2", "qwen2_tied", "qwen3_moe", "qwen3_vl", "qwen2_5_vl"]
 SPLITS = ["two_ranks/qwen2_5_vl", "two_ranks/qwen2_5_vl:2"]  # data-parallel; two ranks share one engine
-TOLERANCE = 1e-5
+TOLERANCE = 2e-5  # seen: 1.1e-5 for merged adapters on a CPU without AVX, below 1e-5 elsewhere
 FAMILIES = [
     "internvl", "llava", "smolvlm", "idefics3", "glm4v", "glm4v_moe", "qwen2_vl", "qwen3_vl_moe",
     "llama", "mistral", "qwen3", "qwen2_moe", "gemma2", "gemma3_text", "mixtral", "gpt2",
