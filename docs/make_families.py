@@ -113,9 +113,10 @@ def page() -> str:
     sees = {*by_model_type, *(name.removesuffix("_thinker") for name in families.VISION)}
     vllm = modules["rollout/test_vllm.py"]
     recurrent = {*families.RECURRENT, *families.RECURRENT_VISION}
+    not_shared = load("engines/on_ulysses_ranks.py").NOT_SHARED
     refused = {
         "packed": {*families.REFUSED},
-        "Ulysses": recurrent | {*families.REFUSED},
+        "Ulysses": not_shared,
         "videos": {*by_model_type} - {*every.WATCHES},
         "audio": {*by_model_type} - {name.removesuffix("_thinker") for name in every.HEARS},
         "vLLM": {*vllm.OBSTACLES, "lfm2_vl", "qwen4_exp", *vllm.REFUSED, *vllm.ABSENT},
@@ -205,6 +206,11 @@ Notes:
   blocks in a Python loop over all tokens, so training is slow. The choice has no gradient: the indexer does not train.
   A model must be loaded with `sdpa` attention, as `load_model` does: with `eager`, padding on the left makes
   log-probabilities nan. Its GPU kernels, and vLLM, were not tested.
+- **ernie4_5_vl_moe** has experts for tokens of images, and for the tokens around an image, beside those for text. Which
+  tokens these are goes to the model as `moe_mm_token_type_ids`, which the engine computes. Ranks cannot share a
+  sequence, since experts for images have no gradient on a rank without image tokens. Routing replay is refused: its
+  layers have two routers. vLLM 0.32 reads the configuration and the processor of the published remote code only; no
+  run with the published files was tested.
 - **MiniCPM-V 4.6.** Its processor numbers the images of a text. Images in the observations of an episode start from 0
   again, while vLLM counts them on.
 - **SmolVLM.** transformers' processor needs the package `num2words`.

@@ -10,7 +10,7 @@ import torch
 from rlkit.vlm.families import RECURRENT_LAYERS, layer_types
 from rlkit.vlm.loading import load_config
 
-# model types in vLLM 0.32, those of text models except for kimi_k25
+# model types in vLLM 0.32, those of text models except for kimi_k25 and ernie4_5_vl_moe
 BFLOAT16_ONLY = frozenset({"qwen3_next", "qwen3_5_text", "qwen3_5_moe_text"})  # its kernel for the gated delta rule
 OBSTACLES = {
     "kimi_linear": "its kernels for linear attention need Triton, so a GPU",
@@ -18,7 +18,10 @@ OBSTACLES = {
     "lfm2": "its short convolutions compute wrong log-probabilities on a CPU",
     "lfm2_moe": "its short convolutions compute wrong log-probabilities on a CPU",
     "qwen4_exp_text": "its sparse attention needs FlashAttention, so a GPU",
-    "kimi_k25": "vLLM reads its published files only, not a model directory that transformers has written",
+    **dict.fromkeys(
+        ("kimi_k25", "ernie4_5_vl_moe"),
+        "vLLM reads its published files only, not a model directory that transformers has written",
+    ),
 }
 
 

@@ -161,6 +161,17 @@ VISION = {  # the config, tokens per image, shape of its pixel_values
         *PATCHES,
     ),
     "glm_ocr": ({"text_config": {**BASE, **ROPE}, "vision_config": GLM_VIT, **GLM_IDS}, *PATCHES),
+    "ernie4_5_vl_moe": (
+        {
+            "text_config": {
+                **WORDS, "rope_parameters": {**ROPE["rope_parameters"], "mrope_section": [1, 1, 2]},
+                "moe_num_experts": 4, "moe_k": 2, "moe_intermediate_size": [16, 8], "moe_num_shared_experts": 1,
+            },
+            "vision_config": {**VIT2, "hidden_size": 16, "intermediate_size": 32}, **GLM_IDS,
+        },
+        4,
+        (16, 3 * 4 * 4),
+    ),
     "qwen2_vl": (
         {
             "text_config": {**WORDS, **ROPE}, "vision_config": {**VIT2, "embed_dim": 16, "hidden_size": 32}, **QWEN_IDS,

@@ -115,7 +115,7 @@ def video_prompts(family, g):
 
     GLM has only the first: transformers, the reference, accepts images or videos in a forward, not both.
     """
-    patches = torch.randn(32, VISION["qwen2_vl"][2][1], generator=g)
+    patches = torch.randn(32, VISION[family][2][1], generator=g)
     vision = {"pixel_values_videos": patches, "video_grid_thw": torch.tensor([[2, 4, 4]])}
     if family == "qwen2_5_vl":
         vision["second_per_grid_ts"] = torch.tensor([0.3])  # longer ones: `position_spec` counts on otherwise
@@ -123,6 +123,10 @@ def video_prompts(family, g):
         vision["video_second_per_grid"] = torch.tensor([2.0])
     if family.startswith("glm"):
         return [prompt_sample([3, 93, *[91, *[IMAGE] * 4, 92, 6] * 2, 94, 4], vision=vision)]
+    if family == "ernie4_5_vl_moe":  # which merges the two frames
+        ids = [3, 93, *[VIDEO] * 4, 94, 4]
+        both = {**vision, "pixel_values": patches[:16] + 1, "image_grid_thw": torch.tensor([[1, 4, 4]])}
+        return [prompt_sample(ids, vision=vision), prompt_sample([*ids, 91, *[IMAGE] * 4, 92, 5], vision=both)]
     framewise = family.startswith(("qwen3_vl", "qwen3_5", "qwen4"))
     ids = [3, *([91, *[VIDEO] * 4, 92, 6] * 2 if framewise else [91, *[VIDEO] * 8, 92]), 4]
     both = {**vision, "pixel_values": patches[:16] + 1, "image_grid_thw": torch.tensor([[1, 4, 4]])}
@@ -149,6 +153,8 @@ def one_at_a_time(model, batch, weights):
             options["token_type_ids"] = (ids == IMAGE).long()
         if "mm_token_type_ids" in signature(model.forward).parameters:
             options["mm_token_type_ids"] = kinds(ids).int()
+        if "moe_mm_token_type_ids" in signature(model.forward).parameters:
+            options["moe_mm_token_type_ids"] = ((ids >= IMAGE) & (ids <= VIDEO)).int()  # with the tokens around them
         if "omni" in model.config.model_type:  # needed to compute its position ids
             options["attention_mask"] = torch.ones_like(ids)
         scores = model(input_ids=ids, use_cache=False, **options).logits[0].log_softmax(-1)

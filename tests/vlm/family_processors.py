@@ -13,6 +13,7 @@ from rlkit.vlm.tiny import _tokenizer
 sys.path.insert(0, str(Path(__file__).parents[1] / "engines"))
 from test_families import VISION, seeded  # noqa: E402
 
+EDGES = "start", "end"
 ENDS = (("start", "bos"), ("end", "eos"))
 CORPUS = ["What digit is this? how many\n", "user assistant system", *["a\n\n\nb\n\n\n\nc"] * 9]
 CHAT = (
@@ -173,6 +174,22 @@ def paddleocr_vl():
     return transformers.PaddleOCRVLProcessor(images, t)
 
 
+def ernie4_5_vl_moe():
+    named = {f"{kind}_{end}_token": f"<|{kind}_{end}|>".upper() for kind in ("image", "video") for end in EDGES}
+    t = tokenizer(
+        "<|IMAGE_START|><|IMAGE_PLACEHOLDER|><|IMAGE_END|>",
+        image_token="<|IMAGE_PLACEHOLDER|>",
+        video_token="<|VIDEO_PLACEHOLDER|>",
+        **named,
+    )
+    images = transformers.Ernie4_5_VLMoeImageProcessor(
+        patch_size=4, size={"shortest_edge": 8 * 8, "longest_edge": 32 * 32}
+    )
+    return transformers.Ernie4_5_VLMoeProcessor(
+        images, t, transformers.Ernie4_5_VLMoeVideoProcessor(draw_on_frames=False)
+    )
+
+
 FAMILIES = {
     "qwen2_vl": lambda: qwen_vl("Qwen2VL"),
     "qwen2_5_vl": lambda: qwen_vl("Qwen2_5_VL"),
@@ -185,6 +202,7 @@ FAMILIES = {
     "qwen3_omni_moe_thinker": lambda: omni("Qwen3OmniMoe"),
     "glm4v_moe": glm4v,
     **dict.fromkeys(("glm46v", "glm_ocr"), lambda: glm4v("Glm46V")),
+    "ernie4_5_vl_moe": ernie4_5_vl_moe,
     **{make.__name__: make for make in (glm4v, internvl, llava, idefics3, smolvlm, gemma3)},
     **{make.__name__: make for make in (gemma4, kimi_k25, lfm2_vl, llama4, minicpmv4_6, mistral3, paddleocr_vl)},
     "mistral4": mistral3,
@@ -230,6 +248,10 @@ def model(family):
         ids |= {f"{end}_token_index": of(f"<|image_{name}|>") for end, name in (("boi", "start"), ("eoi", "end"))}
     if family == "gemma3":
         ids |= {f"{end}_token_index": of(f"<{name}_of_image>") for end, name in (("boi", "start"), ("eoi", "end"))}
+    if family == "ernie4_5_vl_moe":
+        ids |= {
+            f"{kind}_{end}_token_id": of(f"<|{kind}_{end}|>".upper()) for kind in ("image", "video") for end in EDGES
+        }
     if family.startswith("glm"):
         for end, way in (("start", "begin"), ("end", "end")):
             ids |= {f"{kind}_{end}_token_id": of(f"<|{way}_of_{kind}|>") for kind in ("image", "video")}
