@@ -118,7 +118,7 @@ def page() -> str:
         "Ulysses": recurrent | {*families.REFUSED},
         "videos": {*by_model_type} - {name.removesuffix("_thinker") for name in [*every.WATCHES, *every.HEARS]},
         "audio": {*by_model_type} - {name.removesuffix("_thinker") for name in every.HEARS},
-        "vLLM": {*vllm.OBSTACLES, "lfm2_vl", *vllm.REFUSED, *vllm.ABSENT},
+        "vLLM": {*vllm.OBSTACLES, "lfm2_vl", "qwen4_exp", *vllm.REFUSED, *vllm.ABSENT},
     }
 
     def cell(column: str, name: str) -> str:
@@ -204,6 +204,11 @@ Notes:
 - **glm_moe_dsa** (GLM-5) attends to the tokens that an indexer chooses among all tokens of a row. In a packed row the
   indexer would choose from other sequences too, so its rows are padded. Ranks that share a sequence need packed rows.
   The choice has no gradient: the indexer does not train, and neither do adapters on it.
+- **qwen4_exp.** Each query attends to the blocks of tokens that an indexer chooses, next to gated delta rule and
+  embeddings of the last tokens. Its rows are padded, so ranks cannot share a sequence. transformers 5.19 chooses the
+  blocks in a Python loop over all tokens, so training is slow. The choice has no gradient: the indexer does not train.
+  A model must be loaded with `sdpa` attention, as `load_model` does: with `eager`, padding on the left makes
+  log-probabilities nan. Its GPU kernels, and vLLM, were not tested.
 - **MiniCPM-V 4.6.** Its processor numbers the images of a text. Images in the observations of an episode start from 0
   again, while vLLM counts them on.
 - **SmolVLM.** transformers' processor needs the package `num2words`.

@@ -188,6 +188,7 @@ FAMILIES = {
     "qwen3_vl_moe": qwen_vl,
     "qwen3_5": qwen_vl,
     "qwen3_5_moe": qwen_vl,
+    "qwen4_exp": qwen_vl,
     "qwen2_5_omni_thinker": omni,
     "qwen3_omni_moe_thinker": lambda: omni("Qwen3OmniMoe"),
     "glm4v_moe": glm4v,
@@ -246,4 +247,5 @@ def model(family):
     text = {**config["text_config"], **dict.fromkeys(sizes, len(reader.tokenizer))}
     kind = config.pop("model_type", family)
     config = AutoConfig.for_model(kind, **{**config, **ids, "text_config": text})
-    return seeded(lambda: AutoModelForImageTextToText.from_config(config, attn_implementation="eager"))
+    attention = "sdpa" if family == "qwen4_exp" else "eager"  # see `refused_model`
+    return seeded(lambda: AutoModelForImageTextToText.from_config(config, attn_implementation=attention))
