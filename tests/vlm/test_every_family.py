@@ -76,10 +76,9 @@ def prompts(family):
     ]
 
 
-def clip(frames, width, height):
-    """A video whose frames are 0.4 seconds apart."""
+def clip(frames, width, height, fps=2.5):
     rng = np.random.default_rng(frames)
-    return {"frames": rng.integers(0, 256, (frames, height, width, 3), dtype="uint8"), "fps": 2.5}
+    return {"frames": rng.integers(0, 256, (frames, height, width, 3), dtype="uint8"), "fps": fps}
 
 
 WATCHES = ["qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe", "qwen4_exp"]
@@ -89,10 +88,18 @@ CLIPS = [  # (videos, images, question)
 ]
 
 
+OMNI_CLIPS = [  # Qwen3-Omni's rates are 2 frames per second or 1
+    ([clip(4, 17, 33, 2.0)], [], "how many?"),
+    ([clip(3, 20, 20, 1.0), clip(4, 24, 12, 1.0)], [image(20, 20)], "how <video> is <image> <video> many?"),
+    ([clip(2, 20, 20, 2.0), clip(6, 12, 24, 1.0)], [], "<video> <video> many?"),
+]
+
+
 @cache
 def watching_prompts(family):
-    """With a video; and with an image between two videos, of three and two frames."""
-    rows = [{"question": text, "images": images, "videos": videos} for videos, images, text in CLIPS]
+    """With a video; with an image between two videos, of three frames and less or more; Omni's also of two rates."""
+    clips = OMNI_CLIPS if family in HEARS else CLIPS
+    rows = [{"question": text, "images": images, "videos": videos} for videos, images, text in clips]
     return [encode_prompt(reader(family), row, group_id=i) for i, row in enumerate(rows)]
 
 
@@ -213,6 +220,37 @@ def test_both_tracks_of_videos_are_the_processors_own(family):
 
 
 @pytest.mark.parametrize("family", HEARS)
+def test_both_tracks_of_omni_videos_are_the_processors_own(family):
+    """The processor has one rate for the videos of a call, on which only the times depend."""
+    processor, base = reader(family), model(family)
+    for sample, (videos, images, _) in zip(watching_prompts(family), OMNI_CLIPS, strict=True):
+        check_tracks(sample)
+        ids = {kind: getattr(base.config, f"{kind}_token_id") for kind in ("video", "image")}
+        assert [sample.compact_ids.count(token) for token in ids.values()] == [len(videos), len(images)]
+        own = processor(
+            text=[processor.tokenizer.decode(sample.compact_ids)],
+            videos=[torch.from_numpy(one["frames"]).permute(0, 3, 1, 2) for one in videos],
+            images=images or None,
+            fps=videos[0]["fps"],
+            add_special_tokens=False,
+            return_tensors="pt",
+        )
+        assert sample.token_ids == own["input_ids"][0].tolist() and sample.token_ids.count(ids["video"]) > 10
+        assert own["video_second_per_grid"][0] == sample.vision["video_second_per_grid"][0] == 2 / videos[0]["fps"]
+        own["video_second_per_grid"] = torch.tensor([2 / one["fps"] for one in videos])
+        assert {*sample.vision} == own.keys() - {"input_ids", "attention_mask"}
+        assert all(torch.equal(tensor, own[name]) for name, tensor in sample.vision.items())
+        expected, _ = base.get_rope_index(
+            own["input_ids"],
+            own.get("image_grid_thw"),
+            own["video_grid_thw"],
+            attention_mask=torch.ones_like(own["input_ids"]),
+            second_per_grids=own["video_second_per_grid"],
+        )
+        assert torch.equal(positions(sample, rope3d_spec(base.config)), expected)
+
+
+@pytest.mark.parametrize("family", HEARS)
 def test_both_tracks_of_audios_are_the_processors_own(family):
     """And the position ids are those of the model's own `get_rope_index`; features have no padding to the limit."""
     processor, base = reader(family), model(family)
@@ -248,7 +286,7 @@ def test_gradients_of_packed_audios_are_those_of_transformers(family):
     assert any("audio_tower.conv" in name for name in moved_by_packed_rows(family, hearing_prompts(family)))
 
 
-@pytest.mark.parametrize("family", WATCHES)
+@pytest.mark.parametrize("family", [*WATCHES, *HEARS])
 def test_gradients_of_packed_videos_are_those_of_transformers(family):
     """It gets position ids: after a video, `position_spec` counts on as Qwen's own code does, not as transformers."""
     assert any("patch_embed" in name for name in moved_by_packed_rows(family, watching_prompts(family)))
@@ -259,9 +297,9 @@ def moved_by_packed_rows(family, prompts):
 
     Logprobs and gradients are those of transformers' forward of one row after another.
     """
-    answers = [[70, 71], [72], [73, 74, 75], [76]]
+    answers = [[70, 71], [72], [73, 74, 75], [76], [77], [78, 79]][: 2 * len(prompts)]
     samples = [append_response(prompts[i // 2], ids, [-1.0] * len(ids)) for i, ids in enumerate(answers)]
-    rows = collate(samples, advantages=torch.tensor([1.0, -2.0, 0.5, 1.5]))
+    rows = collate(samples, advantages=torch.tensor([1.0, -2.0, 0.5, 1.5, -0.5, 1.0])[: len(samples)])
     base = model(family)
     expected = []
     for i, sample in enumerate(samples):
@@ -412,7 +450,7 @@ def test_the_samplers_logprobs_are_the_trainers(family):
     tokenizer = getattr(reader(family), "tokenizer", reader(family))
     trainer = engine(base, suppressed_token_ids=suppressed_token_ids(base.config, tokenizer))
     sampler = make_rollout("hf", trainer.gathered, processor=reader(family))
-    requests = [*prompts(family), *(watching_prompts(family) if family in WATCHES else [])]
+    requests = [*prompts(family), *(watching_prompts(family) if family in [*WATCHES, *HEARS] else [])]
     requests += hearing_prompts(family) if family in HEARS else []
     samples = sampler.generate(requests, Sampling(NEW), n=2)
     rows = collate(samples)
