@@ -119,7 +119,7 @@ def page() -> str:
         "Ulysses": not_shared,
         "videos": {*by_model_type} - {name.removesuffix("_thinker") for name in [*every.WATCHES, *every.HEARS]},
         "audio": {*by_model_type} - {name.removesuffix("_thinker") for name in every.HEARS},
-        "vLLM": {*vllm.OBSTACLES, "lfm2_vl", "qwen4_exp", *vllm.REFUSED, *vllm.ABSENT},
+        "vLLM": {*vllm.OBSTACLES, "glm5_next", "lfm2_vl", "qwen4_exp", *vllm.REFUSED, *vllm.ABSENT},
     }
 
     def cell(column: str, name: str) -> str:
@@ -215,6 +215,9 @@ Notes:
   sequence, since experts for images have no gradient on a rank without image tokens. Routing replay is refused: its
   layers have two routers. vLLM 0.32 reads the configuration and the processor of the published remote code only; no
   run with the published files was tested.
+- **glm5_next** (GLM-5.3-Flash) attends as GLM-5 does, to pools of tokens that an indexer chooses, next to layers of
+  linear attention. It has no position ids. Rows are padded, for the reasons given for GLM-5. vLLM 0.32 reads the
+  configuration of its published files only, as that of transformers lacks `mhc`; no run with them was tested.
 - **MiniCPM-V 4.6.** Its processor numbers the images of a text. Images in the observations of an episode start from 0
   again, while vLLM counts them on.
 - **SmolVLM.** transformers' processor needs the package `num2words`.

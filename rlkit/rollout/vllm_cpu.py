@@ -15,6 +15,7 @@ BFLOAT16_ONLY = frozenset({"qwen3_next", "qwen3_5_text", "qwen3_5_moe_text"})  #
 OBSTACLES = {
     "kimi_linear": "its kernels for linear attention need Triton, so a GPU",
     "olmo_hybrid": "its kernels for linear attention need Triton, so a GPU",
+    "glm5_next_text": "its kernels for linear attention need Triton, so a GPU",
     "lfm2": "its short convolutions compute wrong log-probabilities on a CPU",
     "lfm2_moe": "its short convolutions compute wrong log-probabilities on a CPU",
     "qwen4_exp_text": "its sparse attention needs FlashAttention, so a GPU",

@@ -109,6 +109,12 @@ QWEN4 = {
     "make_ngram_vocab_size_divisible_by": 16, "indexer_n_heads": 16, "indexer_kv_heads": 1, "indexer_head_dim": 8,
     "indexer_budget": 4, "indexer_compress_ratio": 2,
 }  # fmt: skip
+GLM5 = {
+    **LATENT, **ROUTED, "qk_rope_head_dim": 0, "q_lora_rank": 8, "n_routed_experts": 4, "index_topk": 4,
+    "index_kpool": 2, "index_head_dim": 8, "index_n_heads": 16, "linear_head_dim": 8, "linear_num_heads": 4,
+    "layer_types": ["indexed_attention", "linear_attention"], "mlp_layer_types": ["dense", "sparse"], "hc_mult": 2,
+    "indexer_types": ["full", "full"],
+}  # fmt: skip
 PATCHES = (4, (16, 3 * 2 * 4 * 4))
 VISION = {  # the config, tokens per image, shape of its pixel_values
     "llava": (
@@ -171,6 +177,13 @@ VISION = {  # the config, tokens per image, shape of its pixel_values
         },
         4,
         (16, 3 * 4 * 4),
+    ),
+    "glm5_next": (
+        {
+            "text_config": {**WORDS, **GLM5}, **GLM_IDS,
+            "vision_config": {**GLM_VIT, "projection_intermediate_size": 32},
+        },
+        *PATCHES,
     ),
     "qwen2_vl": (
         {
@@ -298,7 +311,8 @@ REFUSED = {
         "layers of indexed_attention",
     ),
     "qwen4_exp_text": (QWEN4, "linear-attention, state-space"),
-    "qwen4_exp": ({}, "linear-attention, state-space"),  # its config is in VISION
+    "glm5_next": ({}, "linear-attention, state-space"),
+    "qwen4_exp": ({}, "linear-attention, state-space"),  # like GLM-5-Next's, its config is in VISION
     "gpt_neo": (
         {"attention_types": [[["global", "local"], 1]], "num_layers": 2, "num_heads": 4, "window_size": 5},
         "does not go through transformers' AttentionInterface",

@@ -171,7 +171,7 @@ def test_images_rewards_stay_in_rlkits_form(tiny_dir, tmp_path):
     torch.testing.assert_close(again.infer_batch(batch)["values"], values)
 
 
-@pytest.mark.parametrize("family", ["glm4_moe", "gemma4", "qwen4_exp", "ernie4_5_vl_moe"])
+@pytest.mark.parametrize("family", ["glm4_moe", "glm5_next", "gemma4", "qwen4_exp", "ernie4_5_vl_moe"])
 def test_files_of_a_family_hold_all_of_its_parameters_and_buffers(family, tmp_path):
     """Routers have a bias that is a buffer; in ERNIE's files the experts for text and for images are one list."""
     is_text = family in test_families.TEXT

@@ -76,9 +76,10 @@ def glm4v(kind="Glm4v"):
         "<|begin_of_image|><|image|><|end_of_image|>", "<|begin_of_image|>", "<|end_of_image|>", "<|begin_of_video|>",
         "<|end_of_video|>", image_token="<|image|>", video_token="<|video|>",
     )  # fmt: skip
-    size = {"shortest_edge": 8 * 8 * 2, "longest_edge": 32 * 32 * 2}
+    size = {"size": {"shortest_edge": 8 * 8 * 2, "longest_edge": 32 * 32 * 2}}
+    size = {"min_image_tokens": 1, "max_image_tokens": 16} if kind == "Glm5Next" else size
     of = {part: getattr(transformers, kind + part) for part in ("ImageProcessor", "Processor", "VideoProcessor")}
-    images = of["ImageProcessor"](patch_size=4, merge_size=2, temporal_patch_size=2, size=size)
+    images = of["ImageProcessor"](patch_size=4, merge_size=2, temporal_patch_size=2, **size)
     return of["Processor"](images, t, of["VideoProcessor"]())
 
 
@@ -210,6 +211,7 @@ FAMILIES = {
     "qwen3_omni_moe_thinker": lambda: omni("Qwen3OmniMoe"),
     "glm4v_moe": glm4v,
     **dict.fromkeys(("glm46v", "glm_ocr"), lambda: glm4v("Glm46V")),
+    "glm5_next": lambda: glm4v("Glm5Next"),
     "ernie4_5_vl_moe": ernie4_5_vl_moe,
     **{make.__name__: make for make in (glm4v, internvl, llava, idefics3, smolvlm, gemma3)},
     **{make.__name__: make for make in (gemma4, kimi_k25, lfm2_vl, llama4, minicpmv4_6, mistral3, paddleocr_vl)},
@@ -217,6 +219,7 @@ FAMILIES = {
 }
 SIZED = (
     "gemma4",
+    "glm5_next",
     "kimi_k25",
     "lfm2_vl",
     "minicpmv4_6",

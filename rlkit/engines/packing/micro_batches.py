@@ -119,6 +119,10 @@ def _smallest_image(config: Any) -> dict[str, Tensor]:
         rows, columns = (side**config.merger_times * before for side, before in kernels)
         pixels = torch.zeros(1, vision.num_channels, vision.patch_size, rows * columns * vision.patch_size)
         return {"pixel_values": pixels, "target_sizes": torch.tensor([[rows, columns]], dtype=torch.int32)}
+    if family == "glm5_next":
+        side = vision.spatial_merge_size
+        pixels = torch.zeros(side**2, numbers_per_patch(vision))
+        return {"pixel_values": pixels, "image_grid_thw": torch.tensor([[1, side, side]])}
     if family in ("kimi_k25", "paddleocr_vl"):
         sides = getattr(vision, "merge_kernel_size", None) or [vision.spatial_merge_size] * 2
         pixels = torch.zeros(sides[0] * sides[1], 3, vision.patch_size, vision.patch_size)
