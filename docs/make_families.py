@@ -149,10 +149,10 @@ Not supported; each is refused with an error that says why:
 - packed rows: {not_packed}. These train with `--no_use_remove_padding`;
 - Ulysses, tensor parallelism and Megatron with recurrent layers: {", ".join(sorted(recurrent))};
 - positions: {positions};
-- videos in a task's rows, for every processor but those of Qwen2-VL, Qwen2.5-VL and Qwen3-VL (also Qwen3.5's), and
-  audios for every processor but those of Qwen-Omni. SGLang servers refuse both: use `--rollout hf` or vLLM (in the
-  process or on servers). Megatron trains on videos (Qwen2.5-VL), and supports no family with audio
-  input: use fsdp2;
+- videos and audios in a task's rows, for every family with `no` in that column. SGLang servers refuse both: use
+  `--rollout hf` or vLLM (in the process or on servers). Megatron trains on videos (Qwen2.5-VL), and supports no family
+  with audio input: use fsdp2;
+- rows with several videos of GLM-4V (all its versions) in vLLM, which takes one per prompt;
 - vLLM, with the text of the error: {with_vllm}. vLLM has no implementation of {", ".join(sorted(vllm.ABSENT))};
 - vLLM on a CPU: {on_cpu};
 - prefix attention (PaliGemma), and RoPE variants in which sequences of one forward pass would affect each other
@@ -200,6 +200,9 @@ Notes:
 - **glm_moe_dsa** (GLM-5) attends to the tokens that an indexer chooses among all tokens of a row. In a packed row the
   indexer would choose from other sequences too, so its rows are padded. Ranks that share a sequence need packed rows.
   The choice has no gradient: the indexer does not train, and neither do adapters on it.
+- **Videos of GLM-4.6V and GLM-OCR with vLLM.** Their processor writes the time of every second frame with a decimal,
+  "0.8 seconds". vLLM rounds times down to seconds, so every second frame must be at a whole second, as at the default
+  rate of 2 frames per second. The rate of a long video is lower: `--video_frames` must be at least twice its seconds.
 - **MiniCPM-V 4.6.** Its processor numbers the images of a text. Images in the observations of an episode start from 0
   again, while vLLM counts them on.
 - **SmolVLM.** transformers' processor needs the package `num2words`.

@@ -26,7 +26,7 @@ from rlkit.rollout.vllm_cpu import cpu_dtype_and_options
 from rlkit.rollout.vllm_generation_config import generation_config_overrides
 from rlkit.rollout.vllm_requests import (
     check_suppressed_token_ids,
-    check_video_normalization,
+    check_videos,
     check_weight_updates_work,
     vllm_prompt,
     vllm_sampling_params,
@@ -204,7 +204,7 @@ class VllmRollout:
             raise RuntimeError("generate: expected wake_up() and update_weights(...) before it, got a sleeping engine")
         params = sampling_per_request(sampling, requests)
         check_context_length(requests, params, self.max_model_len)
-        check_video_normalization(requests, self.processor)
+        check_videos(requests, self.processor)
         if (
             self.family in BIDIRECTIONAL_IMAGE_FAMILIES
             and not self.on_gpu

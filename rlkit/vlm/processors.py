@@ -169,7 +169,15 @@ TEXT_OUTPUTS = frozenset({"input_ids", "attention_mask", "mm_token_type_ids", "t
 
 
 # processors whose videos are tested: both tracks, position ids, training and sampling
-VIDEO_PROCESSORS = frozenset({"Qwen2VLProcessor", "Qwen2_5_VLProcessor", "Qwen3VLProcessor"})
+VIDEO_PROCESSORS = frozenset(
+    {
+        "Qwen2VLProcessor",
+        "Qwen2_5_VLProcessor",
+        "Qwen3VLProcessor",
+        "Glm4vProcessor",
+        "Glm46VProcessor",
+    }
+)
 # processors whose audios are tested likewise; they repeat a placeholder and report no replacements of text
 QWEN2_5_OMNI, QWEN3_OMNI = "Qwen2_5OmniProcessor", "Qwen3OmniMoeProcessor"
 AUDIO_PROCESSORS = frozenset({QWEN2_5_OMNI, QWEN3_OMNI})

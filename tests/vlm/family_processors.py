@@ -31,6 +31,14 @@ def tokenizer(chat_image, *special, **named):
     return found
 
 
+def with_videos(tokenizer, chat_video):
+    """Its chat template then writes `chat_video` where a video is."""
+    start = "{% elif p['type'] == 'text' %}"
+    video = "{% elif p['type'] == 'video' %}" + chat_video
+    tokenizer.chat_template = tokenizer.chat_template.replace(start, video + start)
+    return tokenizer
+
+
 def llava():
     t = tokenizer("<image>", image_token="<image>")
     images = transformers.CLIPImageProcessor(size={"shortest_edge": 16}, crop_size=SMALL)
@@ -78,7 +86,9 @@ def glm4v(kind="Glm4v"):
     size = {"shortest_edge": 8 * 8 * 2, "longest_edge": 32 * 32 * 2}
     of = {part: getattr(transformers, kind + part) for part in ("ImageProcessor", "Processor", "VideoProcessor")}
     images = of["ImageProcessor"](patch_size=4, merge_size=2, temporal_patch_size=2, size=size)
-    return of["Processor"](images, t, of["VideoProcessor"]())
+    size = {"shortest_edge": 8 * 8 * 2, "longest_edge": 16 * 16 * 4}  # of all frames of a video
+    videos = of["VideoProcessor"](patch_size=4, merge_size=2, temporal_patch_size=2, size=size)
+    return of["Processor"](images, with_videos(t, "<|begin_of_video|><|video|><|end_of_video|>"), videos)
 
 
 def qwen_vl(kind="Qwen3VL"):
@@ -90,10 +100,7 @@ def qwen_vl(kind="Qwen3VL"):
     images = transformers.Qwen2VLImageProcessor(patch_size=4, size=size)
     videos = getattr(transformers, "Qwen3VLVideoProcessor" if kind == "Qwen3VL" else "Qwen2VLVideoProcessor")
     size = {"shortest_edge": 8 * 8, "longest_edge": 16 * 16 * (4 if kind == "Qwen3VL" else 1)}  # of Qwen3, a video's
-    t.chat_template = t.chat_template.replace(
-        "{% elif p['type'] == 'text' %}",
-        "{% elif p['type'] == 'video' %}<|vision_start|><|video_pad|><|vision_end|>{% elif p['type'] == 'text' %}",
-    )
+    with_videos(t, "<|vision_start|><|video_pad|><|vision_end|>")
     norm = {"image_mean": images.image_mean, "image_std": images.image_std}  # vLLM normalizes videos as images
     return getattr(transformers, f"{kind}Processor")(images, t, videos(patch_size=4, size=size, **norm))
 

@@ -24,6 +24,7 @@ from rlkit.engines.packing.inputs import prepare_model_inputs  # noqa: E402
 from rlkit.engines.packing.micro_batches import dummy_sample  # noqa: E402
 from rlkit.losses import token_mean  # noqa: E402
 from rlkit.rollout import Sampling, make_rollout  # noqa: E402
+from rlkit.rollout.vllm_requests import check_videos  # noqa: E402
 from rlkit.vlm import (  # noqa: E402
     encode_answers,
     encode_chat,
@@ -83,6 +84,7 @@ def clip(frames, width, height):
 
 
 WATCHES = ["qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe"]
+WATCHES += ["glm4v", "glm4v_moe", "glm46v", "glm_ocr"]
 CLIPS = [  # (videos, images, question)
     ([clip(4, 17, 33)], [], "how many?"),
     ([clip(3, 20, 20), clip(2, 24, 12)], [image(20, 20)], "how <video> is <image> <video> many?"),
@@ -254,6 +256,37 @@ def test_gradients_of_packed_videos_are_those_of_transformers(family):
     assert any("patch_embed" in name for name in moved_by_packed_rows(family, watching_prompts(family)))
 
 
+def test_videos_that_vllm_would_change_are_refused():
+    """It takes one video of GLM in a prompt, and rounds the times that the processor of GLM-OCR writes."""
+    for family in ("glm4v", "glm_ocr"):
+        check_videos(watching_prompts(family)[:1] * (family == "glm4v"), reader(family))
+        with pytest.raises(ValueError, match="^videos: expected at most 1 in a prompt, .* got 2; use rollout 'hf'$"):
+            check_videos(watching_prompts(family)[1:], reader(family))
+    with pytest.raises(ValueError, match=r"^videos: expected every second frame at a whole second, .* 2 at 0\.8 s"):
+        check_videos(watching_prompts("glm_ocr")[:1], reader("glm_ocr"))
+    whole = encode_prompt(reader("glm_ocr"), {"question": "how many?", "video": {**clip(5, 17, 33), "fps": 2}})
+    check_videos([whole], reader("glm_ocr"))
+    text = reader("glm_ocr").tokenizer.decode(whole.token_ids)
+    assert [time in text for time in ("0.0 seconds", "1.0 seconds", "2.0 seconds")] == [True] * 3
+
+
+def reference_inputs(family, base, sample):
+    """Those of transformers' forward of one row.
+
+    GLM's takes images or videos, but not both: a row with both is passed as embeddings, with the features in them.
+    """
+    ids = torch.tensor([sample.token_ids])
+    if not family.startswith("glm") or not {"pixel_values", "pixel_values_videos"} <= {*sample.vision}:
+        return {"input_ids": ids, **sample.vision}
+    embeds, (kinds,) = base.get_input_embeddings()(ids), reader(family).create_mm_token_type_ids(ids)
+    images = base.get_image_features(sample.vision["pixel_values"], sample.vision["image_grid_thw"])
+    videos = base.get_video_features(sample.vision["pixel_values_videos"], sample.vision["video_grid_thw"])
+    for kind, features in enumerate((images, videos), start=1):
+        here = torch.tensor(kinds).eq(kind)[None, :, None]
+        embeds = embeds.masked_scatter(here, torch.cat(features.pooler_output))
+    return {"inputs_embeds": embeds}
+
+
 def moved_by_packed_rows(family, prompts):
     """Names of the parameters that a step moves: two answers to each prompt, with shared prompts.
 
@@ -267,7 +300,7 @@ def moved_by_packed_rows(family, prompts):
     for i, sample in enumerate(samples):
         ids = torch.tensor([sample.token_ids])
         where = positions(sample, position_spec(base.config))
-        logits = base(input_ids=ids, position_ids=where, **sample.vision, use_cache=False).logits
+        logits = base(**reference_inputs(family, base, sample), position_ids=where, use_cache=False).logits
         logprobs = logits[0, :-1].log_softmax(-1).gather(1, ids[0, 1:, None])[:, 0]
         expected.append(logprobs.detach())
         (rows.advantages[i] * logprobs[rows.mask[i, 1 : ids.shape[1]]].sum()).backward()

@@ -41,7 +41,7 @@ from rlkit.rollout.servers.weight_dtype import WEIGHT_DTYPE_ROUTE
 from rlkit.rollout.servers.weight_transfer import GlooGroup, NcclGroup
 from rlkit.rollout.vllm_requests import (
     check_suppressed_token_ids,
-    check_video_normalization,
+    check_videos,
     check_weight_updates_work,
     vllm_sampling_params,
 )
@@ -67,7 +67,7 @@ class VllmServerRollout(ServerRollout):
         body = {"token_ids": request.compact_ids, "sampling_params": params, "return_token_ids": True, "stream": False}
         if self.adapter:
             body["model"] = self.adapter
-        check_video_normalization([request], self.processor)
+        check_videos([request], self.processor)
         if parts := _content_parts(request):
             body["content_parts"] = parts
         return body
