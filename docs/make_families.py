@@ -203,6 +203,9 @@ Notes:
 - **Videos of GLM-4.6V and GLM-OCR with vLLM.** Their processor writes the time of every second frame with a decimal,
   "0.8 seconds". vLLM rounds times down to seconds, so every second frame must be at a whole second, as at the default
   rate of 2 frames per second. The rate of a long video is lower: `--video_frames` must be at least twice its seconds.
+- **Videos of InternVL.** All videos of a row must have the same number of frames, as transformers' processor stacks
+  them. Frames are numbered and have no times. In the prompt that vLLM reports, frames consist of the placeholder of
+  videos instead of that of images; rlkit takes both for the same.
 - **MiniCPM-V 4.6.** Its processor numbers the images of a text. Images in the observations of an episode start from 0
   again, while vLLM counts them on.
 - **SmolVLM.** transformers' processor needs the package `num2words`.

@@ -25,6 +25,7 @@ from rlkit.rollout.sampling import OnFinished, Sampling, end_token_ids, sampling
 from rlkit.rollout.vllm_cpu import cpu_dtype_and_options
 from rlkit.rollout.vllm_generation_config import generation_config_overrides
 from rlkit.rollout.vllm_requests import (
+    as_trainer_tokens,
     check_suppressed_token_ids,
     check_videos,
     check_weight_updates_work,
@@ -274,7 +275,7 @@ class VllmRollout:
                 engine.abort_request(ids, internal=True)
 
     def _make_samples(self, request: Sample, output: Any, n: int) -> list[Sample]:
-        check_prompt_expansion(request, output.prompt_token_ids)
+        check_prompt_expansion(request, as_trainer_tokens(output.prompt_token_ids, self.processor))
         samples = []
         for completion in sorted(output.outputs, key=lambda completion: completion.index):
             sample = finished_sample(

@@ -13,6 +13,7 @@ import numpy as np
 from rlkit.data.samples import Audio, Sample, Video
 from rlkit.rollout.inference_requests import SUPPRESSED_LOGIT_BIAS
 from rlkit.rollout.sampling import Sampling
+from rlkit.vlm.processors import placeholder_id
 
 MAX_LOGIT_BIASES = 1024  # tokens; with more, vLLM's engine process dies on a GPU
 # vLLM copies attention sinks and experts of these families while it loads them, and does not copy new ones
@@ -76,6 +77,18 @@ def check_videos(requests: Sequence[Sample], processor: Any) -> None:
                 )
             for video in request.videos if name == "Glm46VProcessor" else ():
                 check_whole_seconds(video)
+
+
+def as_trainer_tokens(token_ids: Sequence[int], processor: Any) -> Sequence[int]:
+    """A prompt that vLLM has expanded, with the placeholders of training.
+
+    In InternVL's videos vLLM repeats the token of a video for the features of a frame, where transformers' processor
+    repeats that of an image. Both are replaced by the same features.
+    """
+    if type(processor).__name__ != "InternVLProcessor":
+        return token_ids
+    image, video = placeholder_id(processor, "image"), placeholder_id(processor, "video")
+    return [image if token == video else token for token in token_ids]
 
 
 def check_whole_seconds(video: Video) -> None:

@@ -176,6 +176,7 @@ VIDEO_PROCESSORS = frozenset(
         "Qwen3VLProcessor",
         "Glm4vProcessor",
         "Glm46VProcessor",
+        "InternVLProcessor",
     }
 )
 # processors whose audios are tested likewise; they repeat a placeholder and report no replacements of text
@@ -348,6 +349,11 @@ def video_arguments(processor: Any, videos: Sequence[Video]) -> dict[str, Any]:
         )
     from transformers.video_utils import VideoMetadata
 
+    if name == "InternVLProcessor" and len(counts := {len(one.frames) for one in videos}) > 1:
+        raise ValueError(
+            "videos: expected as many frames in each video of a row, as InternVLProcessor stacks them, got videos of "
+            f"{' and '.join(map(str, sorted(counts)))} frames"
+        )
     return {
         "videos": [torch.from_numpy(np.ascontiguousarray(one.frames.transpose(0, 3, 1, 2))) for one in videos],
         "video_metadata": [VideoMetadata(**one.metadata) for one in videos],
@@ -439,6 +445,8 @@ def suppressed_token_ids(config: Any, tokenizer: Any) -> torch.Tensor:
     size, tokens = getattr(config, "text_config", config).vocab_size, {*placeholder_ids(config)}
     if config.model_type == "llama4":  # its config has the token of an image's features only
         tokens |= {tokenizer.get_vocab().get("<|image|>")} - {None}
+    if config.model_type == "internvl":  # its config has no token of a video
+        tokens |= {tokenizer.video_token_id}
     inside = sorted(token for token in tokens if token < len(tokenizer))
     return torch.tensor([*inside, *range(len(tokenizer), size)], dtype=torch.long)
 

@@ -156,7 +156,7 @@ def measure(family, path):
     images = [[test_every_family.image(*size) for size in sizes] if sees else [] for sizes in test_every_family.SIZES]
     rows = [{"question": f"how many {i}?", "images": found} for i, found in enumerate(images)]
     if family in test_every_family.WATCHES:
-        clips = ONE_CLIP if family.startswith("glm") else test_every_family.CLIPS
+        clips = ONE_CLIP if family.startswith("glm") else test_every_family.clips(family)
         rows += [{"question": q, "images": images, "videos": videos} for videos, images, q in clips]
     if family in test_every_family.HEARS:
         rows += [{"question": q, "images": images, "audios": sounds} for sounds, images, q in test_every_family.SOUNDS]

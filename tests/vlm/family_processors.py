@@ -53,7 +53,8 @@ def internvl():
         video_token="<video>",
     )  # fmt: skip
     images = transformers.GotOcr2ImageProcessor(size=SMALL, min_patches=1, max_patches=4)
-    return transformers.InternVLProcessor(images, t, transformers.InternVLVideoProcessor(), image_seq_length=4)
+    videos = transformers.InternVLVideoProcessor(size=SMALL)
+    return transformers.InternVLProcessor(images, with_videos(t, "<video>\n"), videos, image_seq_length=4)
 
 
 ROWS = [f"<row_{i + 1}_col_{j + 1}>" for i in range(6) for j in range(6)]

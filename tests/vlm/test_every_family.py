@@ -1,6 +1,7 @@
 """Every family through its own processor, the engine, the sampler, freezing and LoRA; all in this process, tiny."""
 
 import sys
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 
@@ -84,17 +85,23 @@ def clip(frames, width, height):
 
 
 WATCHES = ["qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe"]
-WATCHES += ["glm4v", "glm4v_moe", "glm46v", "glm_ocr"]
+WATCHES += ["glm4v", "glm4v_moe", "glm46v", "glm_ocr", "internvl"]
 CLIPS = [  # (videos, images, question)
     ([clip(4, 17, 33)], [], "how many?"),
     ([clip(3, 20, 20), clip(2, 24, 12)], [image(20, 20)], "how <video> is <image> <video> many?"),
 ]
 
 
+def clips(family):
+    """Of InternVL with three frames in each video of the second row: its processor stacks the videos of a row."""
+    (first, (videos, *second)) = CLIPS
+    return [first, ([videos[0], clip(3, 24, 12)], *second)] if family == "internvl" else CLIPS
+
+
 @cache
 def watching_prompts(family):
     """With a video; and with an image between two videos, of three and two frames."""
-    rows = [{"question": text, "images": images, "videos": videos} for videos, images, text in CLIPS]
+    rows = [{"question": text, "images": images, "videos": videos} for videos, images, text in clips(family)]
     return [encode_prompt(reader(family), row, group_id=i) for i, row in enumerate(rows)]
 
 
@@ -190,9 +197,9 @@ def test_paddleocr_resizes_position_embeddings_as_published():
 def test_both_tracks_of_videos_are_the_processors_own(family):
     """And the position ids are those of the model's own `get_rope_index`."""
     processor, base = reader(family), model(family)
-    for sample, (videos, images, _) in zip(watching_prompts(family), CLIPS, strict=True):
+    for sample, (videos, images, _) in zip(watching_prompts(family), clips(family), strict=True):
         check_tracks(sample)
-        tokens = [processor.video_token_id, processor.image_token_id]
+        tokens = [placeholder_id(processor, kind) for kind in ("video", "image")]
         assert [sample.compact_ids.count(token) for token in tokens] == [len(videos), len(images)]
         own = processor(
             text=[processor.tokenizer.decode(sample.compact_ids)],
@@ -208,9 +215,11 @@ def test_both_tracks_of_videos_are_the_processors_own(family):
         )
         assert sample.token_ids == own["input_ids"][0].tolist()
         assert all(torch.equal(tensor, own[name]) for name, tensor in sample.vision.items())
+        if (spec := position_spec(base.config)) is None:
+            continue
         grids = {name: x for name, x in own.items() if "_grid_" in name}
         expected, _ = base.model.get_rope_index(own["input_ids"], own["mm_token_type_ids"], **grids)
-        found = positions(sample, rope3d_spec(base.config))
+        found = positions(sample, replace(spec, advance_over_time=False))
         assert torch.equal(found, expected) and {"pixel_values_videos", "video_grid_thw"} <= {*sample.vision}
 
 
@@ -351,6 +360,19 @@ def test_neither_token_of_an_image_is_sampled_by_llama4():
     of = reader("llama4").tokenizer.convert_tokens_to_ids
     suppressed = suppressed_token_ids(model("llama4").config, reader("llama4").tokenizer).tolist()
     assert {*map(of, ("<|image|>", "<|patch|>", "<|image_start|>", "<|image_end|>"))} == {*suppressed}
+
+
+def test_the_token_of_a_video_is_not_sampled_by_internvl():
+    """Its config has no id of it."""
+    suppressed = suppressed_token_ids(model("internvl").config, reader("internvl").tokenizer).tolist()
+    assert reader("internvl").tokenizer.convert_tokens_to_ids("<video>") in suppressed
+
+
+def test_videos_of_internvl_with_several_numbers_of_frames_are_refused():
+    """transformers' processor fails with an error about tensors."""
+    row = {"question": "how many?", "videos": [clip(3, 20, 20), clip(2, 20, 20)]}
+    with pytest.raises(ValueError, match="videos: expected as many frames in each video of a row, .* 2 and 3 frames"):
+        encode_prompt(reader("internvl"), row)
 
 
 @pytest.mark.parametrize("family", SEES)
