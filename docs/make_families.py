@@ -203,6 +203,10 @@ Notes:
 - **Videos of GLM-4.6V and GLM-OCR with vLLM.** Their processor writes the time of every second frame with a decimal,
   "0.8 seconds". vLLM rounds times down to seconds, so every second frame must be at a whole second, as at the default
   rate of 2 frames per second. The rate of a long video is lower: `--video_frames` must be at least twice its seconds.
+- **Videos of Gemma 4.** The forward of transformers 5.19 fails with videos: it calls `get_video_features` without
+  `num_frames_per_video`, which that function requires. rlkit passes frames as images instead, which they are to the
+  vision tower; the prompt keeps the placeholders of videos. In a micro-batch with images, frames are padded to as many
+  patches as an image may have. A frame has at most 70 tokens, as in vLLM, which knows no other number.
 - **Videos of InternVL.** All videos of a row must have the same number of frames, as transformers' processor stacks
   them. Frames are numbered and have no times. In the prompt that vLLM reports, frames consist of the placeholder of
   videos instead of that of images; rlkit takes both for the same.

@@ -177,6 +177,7 @@ VIDEO_PROCESSORS = frozenset(
         "Glm4vProcessor",
         "Glm46VProcessor",
         "InternVLProcessor",
+        "Gemma4Processor",
     }
 )
 # processors whose audios are tested likewise; they repeat a placeholder and report no replacements of text

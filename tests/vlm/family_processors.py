@@ -110,7 +110,7 @@ def gemma4():
     named = {f"{end}_token": f"<{end}>" for end in ("boi", "eoi", "boa", "eoa")}
     t = tokenizer("<image_soft_token>", image_token="<image_soft_token>", audio_token="<audio>", **named)
     options = {"patch_size": 4, "pooling_kernel_size": 2, "max_soft_tokens": 70}
-    images = transformers.Gemma4ImageProcessor(**options)
+    images, t = transformers.Gemma4ImageProcessor(**options), with_videos(t, "<|video|>")
     return transformers.Gemma4Processor(
         transformers.Gemma4AudioFeatureExtractor(), images, t, transformers.Gemma4VideoProcessor(**options)
     )

@@ -85,7 +85,7 @@ def clip(frames, width, height):
 
 
 WATCHES = ["qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe"]
-WATCHES += ["glm4v", "glm4v_moe", "glm46v", "glm_ocr", "internvl"]
+WATCHES += ["glm4v", "glm4v_moe", "glm46v", "glm_ocr", "internvl", "gemma4"]
 CLIPS = [  # (videos, images, question)
     ([clip(4, 17, 33)], [], "how many?"),
     ([clip(3, 20, 20), clip(2, 24, 12)], [image(20, 20)], "how <video> is <image> <video> many?"),
@@ -93,9 +93,17 @@ CLIPS = [  # (videos, images, question)
 
 
 def clips(family):
-    """Of InternVL with three frames in each video of the second row: its processor stacks the videos of a row."""
-    (first, (videos, *second)) = CLIPS
-    return [first, ([videos[0], clip(3, 24, 12)], *second)] if family == "internvl" else CLIPS
+    """With videos that fit the family.
+
+    The processor of InternVL stacks the videos of a row. That of Gemma 4 makes at least 35 tokens of a frame, fewest of
+    narrow ones, and writes its time in whole seconds.
+    """
+    if family == "internvl":
+        return [CLIPS[0], ([clip(3, 20, 20), clip(3, 24, 12)], *CLIPS[1][1:])]
+    if family == "gemma4":
+        narrow = [{**clip(frames, 176, 10), "fps": 0.8} for frames in (2, 1)]
+        return [(narrow[:1], *CLIPS[0][1:]), (narrow, *CLIPS[1][1:])]
+    return CLIPS
 
 
 @cache
@@ -205,7 +213,11 @@ def test_both_tracks_of_videos_are_the_processors_own(family):
             text=[processor.tokenizer.decode(sample.compact_ids)],
             videos=[one["frames"] for one in videos],
             video_metadata=[
-                {"fps": 2.5, "total_num_frames": len(one["frames"]), "frames_indices": [*range(len(one["frames"]))]}
+                {
+                    "fps": one["fps"],
+                    "total_num_frames": len(one["frames"]),
+                    "frames_indices": [*range(len(one["frames"]))],
+                }
                 for one in videos
             ],
             images=images or None,
@@ -283,8 +295,17 @@ def reference_inputs(family, base, sample):
     """Those of transformers' forward of one row.
 
     GLM's takes images or videos, but not both: a row with both is passed as embeddings, with the features in them.
+    Gemma 4's gets the features of images and videos too, as it does not compute those of videos.
     """
     ids = torch.tensor([sample.token_ids])
+    if family == "gemma4":
+        tensors = {
+            name: sample.vision[name] for name in ("pixel_values", "image_position_ids") if name in sample.vision
+        }
+        videos = {name: x for name, x in sample.vision.items() if name not in tensors}
+        features = {"image": base.model.get_image_features(**tensors)} if tensors else {}
+        features |= {"video": base.model.get_video_features(**videos)}
+        return {"input_ids": ids, "mm_encoder_outputs": features}
     if not family.startswith("glm") or not {"pixel_values", "pixel_values_videos"} <= {*sample.vision}:
         return {"input_ids": ids, **sample.vision}
     embeds, (kinds,) = base.get_input_embeddings()(ids), reader(family).create_mm_token_type_ids(ids)
