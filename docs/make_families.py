@@ -207,9 +207,13 @@ Notes:
   `num_frames_per_video`, which that function requires. rlkit passes frames as images instead, which they are to the
   vision tower; the prompt keeps the placeholders of videos. In a micro-batch with images, frames are padded to as many
   patches as an image may have. A frame has at most 70 tokens, as in vLLM, which knows no other number.
-- **Videos of InternVL.** All videos of a row must have the same number of frames, as transformers' processor stacks
-  them. Frames are numbered and have no times. In the prompt that vLLM reports, frames consist of the placeholder of
-  videos instead of that of images; rlkit takes both for the same.
+- **Videos of InternVL and MiniCPM-V 4.6.** All videos of a row must have the same number of frames, as transformers'
+  processors stack them. Neither writes the times of frames. In the prompt that vLLM reports, frames of InternVL consist
+  of the placeholder of videos instead of that of images; rlkit takes both for the same.
+- **Videos of Kimi K2.5 and SmolVLM** are refused. Kimi K2.5 merges four frames into one, but transformers 5.19 splits
+  the features by the number before: "split_with_sizes expects split_sizes to sum exactly to 9 [...], but got
+  split_sizes=[27]". SmolVLM's processor calls the pixels of images and videos by one name, so that images of a row with
+  a video are lost; the tokenizer of SmolVLM2 has no token for the place of a video; and vLLM accepts images only.
 - **MiniCPM-V 4.6.** Its processor numbers the images of a text. Images in the observations of an episode start from 0
   again, while vLLM counts them on.
 - **SmolVLM.** transformers' processor needs the package `num2words`.

@@ -232,9 +232,17 @@ def _vision_contents(one: Mapping[str, Tensor], config: Any) -> list[_VisionCont
         return []
     if (spec := position_spec(config)) is not None:
         return _contents_from_grids(one, spec, config)
-    if (tokens := _tokens_of_each_image(one, config)) is not None:
-        of_images = _VisionContent("image", config.image_token_id, len(tokens), sum(tokens))
-        return [of_images, _gemma_video_content(one, config)] if config.model_type == "gemma4" else [of_images]
+    if config.model_type in IMAGE_SIZE_KEYS:
+        kinds = {"image": IMAGE_SIZE_KEYS[config.model_type]}
+        if config.model_type in FRAME_SIZE_KEYS:
+            kinds["video"] = FRAME_SIZE_KEYS[config.model_type]
+        counts = {kind: _tokens_of_each_image(one, config, kind, sizes) for kind, sizes in kinds.items()}
+        return [
+            _VisionContent(
+                "video frame" if kind == "video" else kind, getattr(config, f"{kind}_token_id"), len(x), sum(x)
+            )
+            for kind, x in counts.items()
+        ]
     pixels = one.get("pixel_values")
     images = (
         0
@@ -257,17 +265,23 @@ IMAGE_SIZE_KEYS = {
 }
 
 
-def _tokens_of_each_image(one: Mapping[str, Tensor], config: Any) -> list[int] | None:
-    """Placeholder tokens of each image in the families of `IMAGE_SIZE_KEYS`, None for others.
+# the same for each frame of a video (in MiniCPM-V, for each slice of a frame)
+FRAME_SIZE_KEYS = {"gemma4": "video_position_ids", "minicpmv4_6": "target_sizes_videos"}
+
+
+def _tokens_of_each_image(one: Mapping[str, Tensor], config: Any, kind: str, size_key: str) -> list[int]:
+    """Placeholder tokens of each image, or of each frame of a video.
 
     The counts are those of transformers' processors and models: features are pooled in whole squares of patches.
+
+    Args:
+        one: the vision tensors of a row.
+        kind: "image" or "video".
+        size_key: the tensor with the sizes of the images or frames.
     """
-    family, vision = config.model_type, config.vision_config
-    if family not in IMAGE_SIZE_KEYS:
-        return None
-    sizes = one.get(IMAGE_SIZE_KEYS[family])
-    if sizes is None and "pixel_values" in one:
-        raise ValueError(f"{IMAGE_SIZE_KEYS[family]}: expected the sizes of the images in pixel_values, got None")
+    family, vision, sizes = config.model_type, config.vision_config, one.get(size_key)
+    if sizes is None and PIXEL_KEYS[kind] in one:
+        raise ValueError(f"{size_key}: expected the sizes of the {kind}s in {PIXEL_KEYS[kind]}, got None")
     if sizes is None:
         return []
     if family == "gemma4":
@@ -281,12 +295,6 @@ def _tokens_of_each_image(one: Mapping[str, Tensor], config: Any) -> list[int] |
         before = 1 if config.downsample_mode == "4x" else math.prod(vision.window_kernel_size)
         return (sizes.prod(1) // (before * merged**config.merger_times)).tolist()
     return (sizes // (vision.patch_size * config.spatial_merge_size)).prod(1).tolist()
-
-
-def _gemma_video_content(one: Mapping[str, Tensor], config: Any) -> _VisionContent:
-    frames = one.get("video_position_ids")
-    tokens = 0 if frames is None else sum(_gemma_tokens(frames, config))
-    return _VisionContent("video", config.video_token_id, len(one.get("num_frames_per_video", ())), tokens)
 
 
 def _contents_from_grids(one: Mapping[str, Tensor], spec: Rope3DSpec, config: Any) -> list[_VisionContent]:

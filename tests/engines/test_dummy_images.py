@@ -31,7 +31,7 @@ CPU = torch.device("cpu")
 
 PATCHES = [family for family, (*_, shape) in VISION.items() if len(shape) == 2 and not family.startswith("glm")]
 DUMMIES = [*((family, {"image": True}) for family in VISION)]
-DUMMIES += [(family, {"image": image, "video": True}) for family in PATCHES for image in (False, True)]
+DUMMIES += [(family, {"image": x, "video": True}) for family in [*PATCHES, "minicpmv4_6"] for x in (False, True)]
 DUMMIES += [
     (family, {"image": image, "audio": True}) for family in VISION if "omni" in family for image in (False, True)
 ]

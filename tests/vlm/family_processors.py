@@ -69,7 +69,8 @@ def idefics3():
 def smolvlm():
     t = tokenizer("<image>", "<global-img>", *ROWS, "<fake_token_around_image>", "<image>", "<end_of_utterance>")
     images = transformers.SmolVLMImageProcessor(size={"longest_edge": 32}, max_image_size={"longest_edge": 16})
-    return transformers.SmolVLMProcessor(images, t, transformers.SmolVLMVideoProcessor(), image_seq_len=4)
+    sizes = {"size": {"longest_edge": 16}, "max_image_size": {"longest_edge": 16}}
+    return transformers.SmolVLMProcessor(images, t, transformers.SmolVLMVideoProcessor(**sizes), image_seq_len=4)
 
 
 def gemma3():
@@ -151,7 +152,7 @@ def minicpmv4_6():
     kinds = "image", "slice", "image_id"
     named = {f"{kind}_{end}_token": f"<{'/' * (end == 'end')}{kind}>" for kind in kinds for end in ("start", "end")}
     t = tokenizer("<|image_pad|>", image_token="<|image_pad|>", video_token="<|video_pad|>", **named)
-    options = {"patch_size": 4, "scale_resolution": 16}
+    options, t = {"patch_size": 4, "scale_resolution": 16}, with_videos(t, "<|video_pad|>")
     return transformers.MiniCPMV4_6Processor(
         transformers.MiniCPMV4_6ImageProcessor(**options, max_slice_nums=4),
         transformers.MiniCPMV4_6VideoProcessor(**options),
@@ -169,7 +170,8 @@ def kimi_k25():
     t = tokenizer("<|media_pad|>", image_token="<|media_pad|>", video_token="<|kimi_k25_video_placeholder|>")
     size = {"max_height": 8, "max_width": 8}  # in patches
     images = transformers.Kimi_K25ImageProcessor(patch_size=4, merge_size=2, size=size)
-    return transformers.Kimi_K25Processor(images, t, transformers.Kimi_K25VideoProcessor())
+    videos = transformers.Kimi_K25VideoProcessor(patch_size=4, merge_size=2, size=size)
+    return transformers.Kimi_K25Processor(images, t, videos)
 
 
 def paddleocr_vl():

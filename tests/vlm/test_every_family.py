@@ -18,7 +18,7 @@ from test_families import REFUSED, TEXT, WAYS, all_at_once, gradients, one_at_a_
 
 from rlkit.data import append_observation, append_response, collate  # noqa: E402
 from rlkit.data.formats import chat_row  # noqa: E402
-from rlkit.data.samples import check_tracks, prompt_sample  # noqa: E402
+from rlkit.data.samples import Video, check_tracks, prompt_sample  # noqa: E402
 from rlkit.engines import make_engine  # noqa: E402
 from rlkit.engines.packing.attention import use_packed_attention  # noqa: E402
 from rlkit.engines.packing.inputs import prepare_model_inputs  # noqa: E402
@@ -41,7 +41,7 @@ from rlkit.vlm import (  # noqa: E402
 )
 from rlkit.vlm.families import audio_tokens  # noqa: E402
 from rlkit.vlm.inputs import position_ids, position_spec  # noqa: E402
-from rlkit.vlm.processors import placeholder_id  # noqa: E402
+from rlkit.vlm.processors import encode_text, placeholder_id  # noqa: E402
 
 SEES = family_processors.FAMILIES
 PADDED = ["glm_moe_dsa"]  # its rows cannot be packed
@@ -85,7 +85,7 @@ def clip(frames, width, height):
 
 
 WATCHES = ["qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe"]
-WATCHES += ["glm4v", "glm4v_moe", "glm46v", "glm_ocr", "internvl", "gemma4"]
+WATCHES += ["glm4v", "glm4v_moe", "glm46v", "glm_ocr", "internvl", "gemma4", "minicpmv4_6"]
 CLIPS = [  # (videos, images, question)
     ([clip(4, 17, 33)], [], "how many?"),
     ([clip(3, 20, 20), clip(2, 24, 12)], [image(20, 20)], "how <video> is <image> <video> many?"),
@@ -95,10 +95,10 @@ CLIPS = [  # (videos, images, question)
 def clips(family):
     """With videos that fit the family.
 
-    The processor of InternVL stacks the videos of a row. That of Gemma 4 makes at least 35 tokens of a frame, fewest of
-    narrow ones, and writes its time in whole seconds.
+    The processors of InternVL and MiniCPM-V stack the videos of a row. That of Gemma 4 makes at least 35 tokens of a
+    frame, fewest of narrow ones, and writes its time in whole seconds.
     """
-    if family == "internvl":
+    if family in ("internvl", "minicpmv4_6"):
         return [CLIPS[0], ([clip(3, 20, 20), clip(3, 24, 12)], *CLIPS[1][1:])]
     if family == "gemma4":
         narrow = [{**clip(frames, 176, 10), "fps": 0.8} for frames in (2, 1)]
@@ -291,6 +291,29 @@ def test_videos_that_vllm_would_change_are_refused():
     assert [time in text for time in ("0.0 seconds", "1.0 seconds", "2.0 seconds")] == [True] * 3
 
 
+VIDEOS_REFUSED = {  # family -> (the text of the error, a prompt with a video)
+    "kimi_k25": ("the forward of transformers 5.19 fails for videos of more", "<|kimi_k25_video_placeholder|>"),
+    "smolvlm": ("the processor of transformers 5.19 loses the images of a row with a video", "<image><video>"),
+}
+
+
+@pytest.mark.parametrize("family", VIDEOS_REFUSED)
+def test_videos_that_transformers_does_not_support_are_refused(family):
+    """The cause is still there: otherwise these families can be supported."""
+    (why, text), processor, frames = VIDEOS_REFUSED[family], reader(family), clip(3, 20, 20)["frames"]
+    with pytest.raises(ValueError, match=f"^videos: expected none, as {why}.* got 1$"):
+        encode_text(processor, text, videos=[Video(frames, 2.0)])
+    images = {"images": [image(20, 20)]} if "<image>" in text else {}
+    metadata = {"fps": 2.0, "total_num_frames": 3, "frames_indices": [0, 1, 2]}
+    videos = {"videos": [[frames]], "video_metadata": [metadata], "do_sample_frames": False}
+    own = processor(text=[text], **videos, **images, return_tensors="pt")
+    if family == "smolvlm":  # its model fails with an index that is out of bounds
+        assert len(own["pixel_values"][0]) == 3 < own["input_ids"].eq(processor.image_token_id).sum() // 4
+    else:
+        with pytest.raises(RuntimeError, match="split_with_sizes expects split_sizes to sum exactly to"):
+            model(family)(**own)
+
+
 def reference_inputs(family, base, sample):
     """Those of transformers' forward of one row.
 
@@ -389,11 +412,12 @@ def test_the_token_of_a_video_is_not_sampled_by_internvl():
     assert reader("internvl").tokenizer.convert_tokens_to_ids("<video>") in suppressed
 
 
-def test_videos_of_internvl_with_several_numbers_of_frames_are_refused():
-    """transformers' processor fails with an error about tensors."""
+@pytest.mark.parametrize("family", ["internvl", "minicpmv4_6"])
+def test_videos_with_several_numbers_of_frames_are_refused(family):
+    """transformers' processors fail with an error about tensors."""
     row = {"question": "how many?", "videos": [clip(3, 20, 20), clip(2, 20, 20)]}
     with pytest.raises(ValueError, match="videos: expected as many frames in each video of a row, .* 2 and 3 frames"):
-        encode_prompt(reader("internvl"), row)
+        encode_prompt(reader(family), row)
 
 
 @pytest.mark.parametrize("family", SEES)

@@ -209,7 +209,7 @@ def test_a_missing_token_of_gemma4s_video_is_named():
         if count == 2:
             check_image_tokens(rows, config)
         else:
-            with pytest.raises(ValueError, match=r"row 0 .*: video tokens: expected 2 for 1 videos, got 1"):
+            with pytest.raises(ValueError, match=r"row 0 .*: video frame tokens: expected 2 for 2 video frames, got 1"):
                 check_image_tokens(rows, config)
 
 
