@@ -17,6 +17,7 @@ OBSTACLES = {
     "olmo_hybrid": "its kernels for linear attention need Triton, so a GPU",
     "lfm2": "its short convolutions compute wrong log-probabilities on a CPU",
     "lfm2_moe": "its short convolutions compute wrong log-probabilities on a CPU",
+    "qwen4_exp_text": "its sparse attention needs FlashAttention, so a GPU",
     "kimi_k25": "vLLM reads its published files only, not a model directory that transformers has written",
 }
 
