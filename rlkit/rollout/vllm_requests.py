@@ -13,7 +13,7 @@ import numpy as np
 from rlkit.data.samples import Audio, Sample, Video
 from rlkit.rollout.inference_requests import SUPPRESSED_LOGIT_BIAS
 from rlkit.rollout.sampling import Sampling, sample_name
-from rlkit.vlm.processors import AUDIO_PROCESSORS, placeholder_id
+from rlkit.vlm.processors import AUDIO_PROCESSORS, GLM_PROCESSORS, placeholder_id
 
 MAX_LOGIT_BIASES = 1024  # tokens; with more, vLLM's engine process dies on a GPU
 # vLLM copies attention sinks and experts of these families while it loads them, and does not copy new ones
@@ -85,7 +85,7 @@ def check_videos(requests: Sequence[Sample], processor: Any) -> None:
     """Raise a ValueError for videos that vLLM refuses, or of which it would make other inputs than training sees."""
     check_video_normalization(requests, processor)
     name = type(processor).__name__
-    if name in ("Glm4vProcessor", "Glm46VProcessor"):
+    if name in GLM_PROCESSORS:
         for request in requests:
             if len(request.videos) > 1:
                 raise ValueError(

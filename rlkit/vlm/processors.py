@@ -181,20 +181,21 @@ TEXT_OUTPUTS = frozenset({"input_ids", "attention_mask", "mm_token_type_ids", "t
 # report no replacements of text
 QWEN2_5_OMNI, QWEN3_OMNI = "Qwen2_5OmniProcessor", "Qwen3OmniMoeProcessor"
 AUDIO_PROCESSORS = frozenset({QWEN2_5_OMNI, QWEN3_OMNI})
+GLM_PROCESSORS = frozenset({"Glm4vProcessor", "Glm46VProcessor"})  # of GLM-4.1V, 4.5V, 4.6V and OCR
 # processors whose videos are tested likewise
 VIDEO_PROCESSORS = frozenset(
     {
         "Qwen2VLProcessor",
         "Qwen2_5_VLProcessor",
         "Qwen3VLProcessor",
-        "Glm4vProcessor",
-        "Glm46VProcessor",
+        *GLM_PROCESSORS,
         "InternVLProcessor",
         "Gemma4Processor",
         "MiniCPMV4_6Processor",
         *AUDIO_PROCESSORS,
     }
 )
+# processors that stack the videos of a row, which then have the same number of frames
 STACKED_VIDEOS = frozenset({"InternVLProcessor", "MiniCPMV4_6Processor"})
 # processor -> why videos of its family are refused
 VIDEO_OBSTACLES = {
@@ -401,17 +402,24 @@ def video_arguments(processor: Any, videos: Sequence[Video]) -> dict[str, Any]:
         )
     from transformers.video_utils import VideoMetadata
 
-    if name in STACKED_VIDEOS and len(counts := {len(one.frames) for one in videos}) > 1:
-        raise ValueError(
-            f"videos: expected as many frames in each video of a row, as {name} stacks them, got videos of "
-            f"{' and '.join(map(str, sorted(counts)))} frames"
-        )
+    _check_frame_counts(name, [len(one.frames) for one in videos])
     arguments = {
         "videos": [torch.from_numpy(np.ascontiguousarray(one.frames.transpose(0, 3, 1, 2))) for one in videos],
         "video_metadata": [VideoMetadata(**one.metadata) for one in videos],
         "do_sample_frames": False,
     }
     return {**arguments, "fps": videos[0].fps} if name in AUDIO_PROCESSORS else arguments
+
+
+def _check_frame_counts(name: str, counts: Sequence[int]) -> None:
+    """Raise a ValueError for numbers of frames at which the processor of this name fails with an unclear error."""
+    if name in STACKED_VIDEOS and len(set(counts)) > 1:
+        raise ValueError(
+            f"videos: expected as many frames in each video of a row, as {name} stacks them, got videos of "
+            f"{' and '.join(map(str, sorted(set(counts))))} frames"
+        )
+    if name in GLM_PROCESSORS and min(counts) < 2:
+        raise ValueError(f"videos: expected at least 2 frames, as {name} merges two into one, got 1")
 
 
 class _Gap(NamedTuple):

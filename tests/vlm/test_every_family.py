@@ -449,11 +449,20 @@ def test_the_token_of_a_video_is_not_sampled_by_internvl():
     assert reader("internvl").tokenizer.convert_tokens_to_ids("<video>") in suppressed
 
 
-@pytest.mark.parametrize("family", ["internvl", "minicpmv4_6"])
-def test_videos_with_several_numbers_of_frames_are_refused(family):
-    """transformers' processors fail with an error about tensors."""
-    row = {"question": "how many?", "videos": [clip(3, 20, 20), clip(2, 20, 20)]}
-    with pytest.raises(ValueError, match="videos: expected as many frames in each video of a row, .* 2 and 3 frames"):
+@pytest.mark.parametrize(
+    ("family", "counts", "expected"),
+    [
+        *(
+            (name, (3, 2), "as many frames in each video of a row, .* of 2 and 3")
+            for name in ("internvl", "minicpmv4_6")
+        ),
+        ("glm4v", (3, 1), "at least 2 frames, as Glm4vProcessor merges two into one, got 1"),
+    ],
+)
+def test_numbers_of_frames_that_a_processor_cannot_use_are_named(family, counts, expected):
+    """transformers' processors fail with errors about tensors and sizes."""
+    row = {"question": "how many?", "videos": [clip(count, 20, 20) for count in counts]}
+    with pytest.raises(ValueError, match=f"^row: videos: expected {expected}"):
         encode_prompt(reader(family), row)
 
 
