@@ -25,8 +25,9 @@ from rlkit.rollout.sampling import OnFinished, Sampling, end_token_ids, sampling
 from rlkit.rollout.vllm_cpu import cpu_dtype_and_options
 from rlkit.rollout.vllm_generation_config import generation_config_overrides
 from rlkit.rollout.vllm_requests import (
+    as_trainer_tokens,
     check_suppressed_token_ids,
-    check_video_normalization,
+    check_videos,
     check_weight_updates_work,
     vllm_processor_arguments,
     vllm_prompt,
@@ -205,7 +206,7 @@ class VllmRollout:
             raise RuntimeError("generate: expected wake_up() and update_weights(...) before it, got a sleeping engine")
         params = sampling_per_request(sampling, requests)
         check_context_length(requests, params, self.max_model_len)
-        check_video_normalization(requests, self.processor)
+        check_videos(requests, self.processor)
         if (
             self.family in BIDIRECTIONAL_IMAGE_FAMILIES
             and not self.on_gpu
@@ -277,7 +278,7 @@ class VllmRollout:
                 engine.abort_request(ids, internal=True)
 
     def _make_samples(self, request: Sample, output: Any, n: int) -> list[Sample]:
-        check_prompt_expansion(request, output.prompt_token_ids)
+        check_prompt_expansion(request, as_trainer_tokens(output.prompt_token_ids, self.processor))
         samples = []
         for completion in sorted(output.outputs, key=lambda completion: completion.index):
             sample = finished_sample(
