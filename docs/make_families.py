@@ -119,7 +119,7 @@ def page() -> str:
         "Ulysses": not_shared,
         "videos": {*by_model_type} - {name.removesuffix("_thinker") for name in [*every.WATCHES, *every.HEARS]},
         "audio": {*by_model_type} - {name.removesuffix("_thinker") for name in every.HEARS},
-        "vLLM": {*vllm.OBSTACLES, "glm5_next", "lfm2_vl", "qwen4_exp", *vllm.REFUSED, *vllm.ABSENT},
+        "vLLM": {*vllm.OBSTACLES, "cohere_compass", "glm5_next", "lfm2_vl", "qwen4_exp", *vllm.REFUSED, *vllm.ABSENT},
     }
 
     def cell(column: str, name: str) -> str:
@@ -232,6 +232,10 @@ Notes:
 - **glm5_next** (GLM-5.3-Flash) attends as GLM-5 does, to pools of tokens that an indexer chooses, next to layers of
   linear attention. It has no position ids. Rows are padded, for the reasons given for GLM-5. vLLM 0.32 reads the
   configuration of its published files only, as that of transformers lacks `mhc`; no run with them was tested.
+- **cohere_compass with vLLM.** With `mrope_section` [6, 6, 4], transformers 5.19 rotates the dimensions of a head by
+  the frequencies 0, 2, ..., 10, 1, 3, ..., 11, 12, ..., 15, and vLLM 0.32 by 0, 1, ..., 15. The logprobs differ by 0.1
+  in the tiny model, and by 5e-7 in one whose layers have no RoPE. rlkit refuses the family on a CPU; on a GPU
+  `WeightSyncCheck` would stop such a run.
 - **MiniCPM-V 4.6.** Its processor numbers the images of a text. Images in the observations of an episode start from 0
   again, while vLLM counts them on.
 - **SmolVLM.** transformers' processor needs the package `num2words`.

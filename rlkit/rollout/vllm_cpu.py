@@ -18,6 +18,7 @@ OBSTACLES = {
     "glm5_next_text": "its kernels for linear attention need Triton, so a GPU",
     "lfm2": "its short convolutions compute wrong log-probabilities on a CPU",
     "lfm2_moe": "its short convolutions compute wrong log-probabilities on a CPU",
+    "cohere_compass_text": "the rotary frequencies of a head have another order in vLLM than in transformers",
     "qwen4_exp_text": "its sparse attention needs FlashAttention, so a GPU",
     **dict.fromkeys(
         ("kimi_k25", "ernie4_5_vl_moe"),

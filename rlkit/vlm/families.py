@@ -20,6 +20,7 @@ PATCH_ROW_FAMILIES = frozenset(
         "qwen3_5",
         "qwen3_5_moe",
         "qwen4_exp",
+        "cohere_compass",
         "glm4v",
         "glm4v_moe",
         "glm46v",

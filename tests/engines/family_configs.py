@@ -79,6 +79,12 @@ SIGLIP = {**SMALL_VIT, "image_size": 16}
 WORDS = {k: v for k, v in BASE.items() if k != "head_dim"}
 ROPE = {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 1, 1]}}
 ROPE35 = {"rope_parameters": {**ROPE["rope_parameters"], "partial_rotary_factor": 1.0}}
+COMPASS = {
+    "layer_types": BOTH, "sliding_window": 5, "logit_scale": 0.5,
+    "rope_parameters": {
+        "sliding_attention": {**ROPE["rope_parameters"], "mrope_section": [1, 1, 2]}, "full_attention": None,
+    },
+}  # fmt: skip
 VIT2 = {"depth": 1, "num_heads": 2, "patch_size": 4}
 VIT25 = {
     **VIT2, "hidden_size": 16, "intermediate_size": 32, "out_hidden_size": 32, "window_size": 16,
@@ -193,6 +199,12 @@ VISION = {  # the config, tokens per image, shape of its pixel_values
     ),
     "qwen2_5_vl": ({"text_config": {**WORDS, **ROPE}, "vision_config": VIT25, **QWEN_IDS}, *PATCHES),
     "qwen3_vl": ({"text_config": {**BASE, **ROPE}, "vision_config": VIT3, **QWEN_IDS}, *PATCHES),
+    "cohere_compass": (
+        {
+            "text_config": {**BASE, **COMPASS}, "vision_config": VIT3, **QWEN_IDS, "tie_word_embeddings": True,
+        },
+        *PATCHES,
+    ),
     "qwen3_vl_moe": (
         {
             "text_config": {**BASE, **ROPE, **EXPERTS, "decoder_sparse_step": 1, "moe_intermediate_size": 24},

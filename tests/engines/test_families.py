@@ -126,7 +126,7 @@ def video_prompts(family, g):
         ids = [3, 93, *[VIDEO] * 4, 94, 4]
         both = {**vision, "pixel_values": patches[:16] + 1, "image_grid_thw": torch.tensor([[1, 4, 4]])}
         return [prompt_sample(ids, vision=vision), prompt_sample([*ids, 91, *[IMAGE] * 4, 92, 5], vision=both)]
-    framewise = family.startswith(("qwen3_vl", "qwen3_5", "qwen4"))
+    framewise = family.startswith(("qwen3_vl", "qwen3_5", "qwen4", "cohere_compass"))
     ids = [3, *([91, *[VIDEO] * 4, 92, 6] * 2 if framewise else [91, *[VIDEO] * 8, 92]), 4]
     both = {**vision, "pixel_values": patches[:16] + 1, "image_grid_thw": torch.tensor([[1, 4, 4]])}
     return [prompt_sample(ids, vision=vision), prompt_sample([*ids, 91, *[IMAGE] * 4, 92, 5], vision=both)]

@@ -195,6 +195,20 @@ def paddleocr_vl():
     return transformers.PaddleOCRVLProcessor(images, t)
 
 
+def cohere_compass():
+    t = tokenizer(
+        "<|VISION_START|><|IMAGE_PAD|><|VISION_END|>",
+        "<|VISION_START|>",
+        "<|VISION_END|>",
+        image_token="<|IMAGE_PAD|>",
+        video_token="<|VIDEO_PAD|>",
+    )
+    images = transformers.CohereCompassImageProcessor(
+        patch_size=4, size={"shortest_edge": 8 * 8, "longest_edge": 32 * 32}
+    )
+    return transformers.CohereCompassProcessor(images, t, transformers.CohereCompassVideoProcessor())
+
+
 def ernie4_5_vl_moe():
     named = {f"{kind}_{end}_token": f"<|{kind}_{end}|>".upper() for kind in ("image", "video") for end in EDGES}
     t = tokenizer(
@@ -219,6 +233,7 @@ FAMILIES = {
     "qwen3_5": qwen_vl,
     "qwen3_5_moe": qwen_vl,
     "qwen4_exp": qwen_vl,
+    "cohere_compass": cohere_compass,
     "qwen2_5_omni_thinker": omni,
     "qwen3_omni_moe_thinker": lambda: omni("Qwen3OmniMoe"),
     "glm4v_moe": glm4v,
@@ -273,6 +288,8 @@ def model(family):
         ids |= {f"{end}_token_index": of(f"<|image_{name}|>") for end, name in (("boi", "start"), ("eoi", "end"))}
     if family == "gemma3":
         ids |= {f"{end}_token_index": of(f"<{name}_of_image>") for end, name in (("boi", "start"), ("eoi", "end"))}
+    if family == "cohere_compass":
+        ids |= {f"vision_{end}_token_id": of(f"<|VISION_{end.upper()}|>") for end in EDGES}
     if family == "ernie4_5_vl_moe":
         ids |= {
             f"{kind}_{end}_token_id": of(f"<|{kind}_{end}|>".upper()) for kind in ("image", "video") for end in EDGES
