@@ -116,9 +116,9 @@ def page() -> str:
     refused = {
         "packed": {*families.REFUSED},
         "Ulysses": recurrent | {*families.REFUSED},
-        "videos": {*by_model_type} - {*every.WATCHES},
+        "videos": {*by_model_type} - {name.removesuffix("_thinker") for name in [*every.WATCHES, *every.HEARS]},
         "audio": {*by_model_type} - {name.removesuffix("_thinker") for name in every.HEARS},
-        "vLLM": {*vllm.OBSTACLES, *vllm.REFUSED, *vllm.ABSENT},
+        "vLLM": {*vllm.OBSTACLES, "qwen4_exp", *vllm.REFUSED, *vllm.ABSENT},
     }
 
     def cell(column: str, name: str) -> str:
@@ -149,9 +149,9 @@ Not supported; each is refused with an error that says why:
 - packed rows: {not_packed}. These train with `--no_use_remove_padding`;
 - Ulysses, tensor parallelism and Megatron with recurrent layers: {", ".join(sorted(recurrent))};
 - positions: {positions};
-- videos in a task's rows, for every processor but those of Qwen2-VL, Qwen2.5-VL and Qwen3-VL (also Qwen3.5's), and
-  audios for every processor but those of Qwen-Omni. SGLang servers refuse both: use `--rollout hf` or vLLM (in the
-  process or on servers). Megatron trains on videos (Qwen2.5-VL), and supports no family with audio
+- videos in a task's rows, for every processor but those of Qwen2-VL, Qwen2.5-VL, Qwen3-VL (also Qwen3.5's) and
+  Qwen-Omni, and audios for every processor but those of Qwen-Omni. SGLang servers refuse both: use `--rollout hf` or
+  vLLM (in the process or on servers). Megatron trains on videos (Qwen2.5-VL), and supports no family with audio
   input: use fsdp2;
 - vLLM, with the text of the error: {with_vllm}. vLLM has no implementation of {", ".join(sorted(vllm.ABSENT))};
 - vLLM on a CPU: {on_cpu};
@@ -160,10 +160,14 @@ Not supported; each is refused with an error that says why:
 
 Notes:
 
-- **Qwen-Omni.** Only the thinker is trained, the part that writes text; `load_model` takes it out of a whole model. An
-  export is a whole model without the part that speaks, as vLLM and transformers' class of the thinker read it. Rows may
-  have images and audios. With LoRA, Qwen3-Omni needs `--target_modules` such as ".*[qkvo]_proj": peft's all-linear
-  takes modules of the vision tower and layers of the same name for one another.
+- **Qwen-Omni.** Only the thinker is trained, the part that writes text; `load_model` takes it out of a whole model.
+  An export is a whole model without the part that speaks, as vLLM and transformers' class of the thinker read it.
+  Rows may have images, audios and videos. The processor takes one frame rate for all videos of a call, so rlkit calls
+  it once for each video. vLLM takes one frame rate with a prompt: rollout `vllm` refuses a prompt with videos of
+  several rates, and vLLM's servers, which take none, refuse videos. Qwen3-Omni has whole position ids only if frames
+  are a multiple of half a second apart: files are read at such a rate, and given frames at another rate are refused.
+  With LoRA, Qwen3-Omni needs `--target_modules` such as ".*[qkvo]_proj": peft's all-linear takes modules of the
+  vision tower and layers of the same name for one another.
 - **deepseek_v3 with vLLM on a CPU.** vLLM supports only the published attention size (`kv_lora_rank` 512,
   `qk_rope_head_dim` 64). The config must have `topk_method` and `scoring_func`, which transformers' defaults leave out.
 - **Recurrent layers** (gated delta rule, Mamba, short convolutions) carry a state from token to token. In packed rows
@@ -201,6 +205,11 @@ Notes:
 - **glm_moe_dsa** (GLM-5) attends to the tokens that an indexer chooses among all tokens of a row. In a packed row the
   indexer would choose from other sequences too, so its rows are padded. Ranks that share a sequence need packed rows.
   The choice has no gradient: the indexer does not train, and neither do adapters on it.
+- **qwen4_exp.** Each query attends to the blocks of tokens that an indexer chooses, next to gated delta rule and
+  embeddings of the last tokens. Its rows are padded, so ranks cannot share a sequence. transformers 5.19 chooses the
+  blocks in a Python loop over all tokens, so training is slow. The choice has no gradient: the indexer does not train.
+  A model must be loaded with `sdpa` attention, as `load_model` does: with `eager`, padding on the left makes
+  log-probabilities nan. Its GPU kernels, and vLLM, were not tested.
 - **MiniCPM-V 4.6.** Its processor numbers the images of a text. Images in the observations of an episode start from 0
   again, while vLLM counts them on.
 - **SmolVLM.** transformers' processor needs the package `num2words`.

@@ -28,6 +28,7 @@ from rlkit.rollout.vllm_generation_config import generation_config_overrides
 from rlkit.rollout.vllm_requests import (
     check_suppressed_token_ids,
     check_video_normalization,
+    vllm_processor_arguments,
     vllm_prompt,
     vllm_sampling_params,
 )
@@ -261,7 +262,9 @@ class VllmRollout:
             )
             for request, sampling in requests
         ]
-        prompts = [vllm_prompt(request) for request, _ in requests]
+        prompts = [
+            {**vllm_prompt(request), **vllm_processor_arguments(request, self.processor)} for request, _ in requests
+        ]
         ids = self.llm.enqueue(prompts, params, use_tqdm=False, lora_request=self.lora_request)
         index_of = {id_.partition("-")[0]: i for i, id_ in enumerate(ids)}  # vLLM appends "-" and something random
         engine = self.llm.llm_engine

@@ -18,6 +18,7 @@ ROPE_BY_HEADS = frozenset({"lfm2", "lfm2_moe"})
 OBSTACLES = {
     "kimi_linear": "its kernels for linear attention need Triton, so a GPU",
     "olmo_hybrid": "its kernels for linear attention need Triton, so a GPU",
+    "qwen4_exp_text": "its sparse attention needs FlashAttention, so a GPU",
     "kimi_k25": "vLLM reads its published files only, not a model directory that transformers has written",
 }
 

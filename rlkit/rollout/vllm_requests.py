@@ -12,7 +12,8 @@ import numpy as np
 
 from rlkit.data.samples import Audio, Sample, Video
 from rlkit.rollout.inference_requests import SUPPRESSED_LOGIT_BIAS
-from rlkit.rollout.sampling import Sampling
+from rlkit.rollout.sampling import Sampling, sample_name
+from rlkit.vlm.processors import AUDIO_PROCESSORS
 
 MAX_LOGIT_BIASES = 1024  # tokens; with more, vLLM's engine process dies on a GPU
 
@@ -37,6 +38,23 @@ def vllm_video(video: Video) -> tuple[Any, dict[str, Any]]:
     Families that need no times drop the metadata. Without `do_sample_frames` vLLM would take other frames.
     """
     return video.frames, {**video.metadata, "do_sample_frames": False}
+
+
+def vllm_processor_arguments(request: Sample, processor: Any) -> dict[str, Any]:
+    """`mm_processor_kwargs` of vLLM's prompt: of Qwen-Omni the frame rate of its videos.
+
+    Raises:
+        ValueError: videos of several frame rates.
+    """
+    if type(processor).__name__ not in AUDIO_PROCESSORS or not request.videos:
+        return {}
+    if len(rates := {video.fps for video in request.videos}) > 1:
+        shown = ", ".join(f"{rate:g}" for rate in sorted(rates))
+        raise ValueError(
+            f"{sample_name(request)}: videos: expected one frame rate, as vLLM has one argument for all videos of a "
+            f"Qwen-Omni prompt, got {shown} frames per second; lower video_fps, or use rollout 'hf'"
+        )
+    return {"mm_processor_kwargs": {"fps": request.videos[0].fps, "do_sample_frames": False}}
 
 
 def vllm_audio(audio: Audio) -> tuple[Any, int]:

@@ -42,6 +42,7 @@ from rlkit.vlm import (
     vision_tower_pattern,
 )
 from rlkit.vlm.adapt import adapter_parameters
+from rlkit.vlm.chat_template import check_template_options
 from rlkit.vlm.loading import load_config, model_path
 from rlkit.vlm.model_config import is_config_file, write_model
 
@@ -78,9 +79,15 @@ def find_model(cfg: Any, run: Run, rows: Sequence[Mapping[str, Any]], **tiny: An
 
 
 def processor_of(cfg: Any, path: str) -> Any:
-    """The processor of a model, with the run's number of frames of a video."""
+    """The processor of a model, with the run's number of frames of a video.
+
+    Raises:
+        ValueError: as `load_processor`, or its chat template does not have an option that the run asks for.
+    """
     videos = {"video_fps": cfg.video_fps, "video_frames": cfg.video_frames}
-    return load_processor(path, trust_remote_code=cfg.trust_remote_code, **videos)
+    processor = load_processor(path, trust_remote_code=cfg.trust_remote_code, **videos)
+    check_template_options(processor, cfg.chat_template_kwargs)
+    return processor
 
 
 def answer_ends(cfg: Any, path: str, processor: Any) -> list[int]:

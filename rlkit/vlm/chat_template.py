@@ -52,7 +52,7 @@ def render(
     has_vision = hasattr(processor, "tokenizer")
     shaped = [{**one, "content": _as_parts(one) if has_vision else _as_text(one)} for one in messages]
     options = {**(chat_template_kwargs or {}), **({"tools": list(tools)} if tools else {})}
-    _check_options(processor, chat_template_kwargs or {})
+    check_template_options(processor, chat_template_kwargs or {})
     try:
         return processor.apply_chat_template(
             shaped, tokenize=False, add_generation_prompt=add_generation_prompt, **options
@@ -61,7 +61,7 @@ def render(
         raise ValueError(f"chat template: {str(error) or type(error).__name__}") from error
 
 
-def _check_options(processor: Any, options: Mapping[str, Any]) -> None:
+def check_template_options(processor: Any, options: Mapping[str, Any]) -> None:
     """Refuse options that the chat template does not mention: it would ignore them without a word."""
     template = getattr(processor, "chat_template", None)
     if not isinstance(template, str):  # none, or several by name

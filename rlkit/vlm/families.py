@@ -19,6 +19,7 @@ PATCH_ROW_FAMILIES = frozenset(
         "qwen3_vl_moe",
         "qwen3_5",
         "qwen3_5_moe",
+        "qwen4_exp",
         "glm4v",
         "glm4v_moe",
         "glm46v",

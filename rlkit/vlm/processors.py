@@ -10,8 +10,8 @@ import re
 import stat
 import time
 from collections.abc import Mapping, Sequence
-from functools import cache
-from itertools import groupby
+from functools import cache, reduce
+from itertools import groupby, islice
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
@@ -19,8 +19,17 @@ import numpy as np
 import torch
 from PIL import Image, ImageOps, UnidentifiedImageError
 
-from rlkit.data.messages import bytes_or_path
-from rlkit.data.samples import AUDIO_KEYS, Audio, Expansion, Sample, Video, expand_placeholders, prompt_sample
+from rlkit.data.messages import MEDIA, bytes_or_path
+from rlkit.data.samples import (
+    AUDIO_KEYS,
+    Audio,
+    Expansion,
+    Sample,
+    Video,
+    append_observation,
+    expand_placeholders,
+    prompt_sample,
+)
 from rlkit.vlm.loading import has_vision, load_config, model_path
 
 # formats of photographs and figures; not PostScript, say, which Pillow would have another program draw
@@ -168,11 +177,12 @@ def _check_regular(mode: int) -> None:
 TEXT_OUTPUTS = frozenset({"input_ids", "attention_mask", "mm_token_type_ids", "token_type_ids"})
 
 
-# processors whose videos are tested: both tracks, position ids, training and sampling
-VIDEO_PROCESSORS = frozenset({"Qwen2VLProcessor", "Qwen2_5_VLProcessor", "Qwen3VLProcessor"})
-# processors whose audios are tested likewise; they repeat a placeholder and report no replacements of text
+# processors whose audios are tested: both tracks, position ids, training and sampling. They repeat a placeholder and
+# report no replacements of text
 QWEN2_5_OMNI, QWEN3_OMNI = "Qwen2_5OmniProcessor", "Qwen3OmniMoeProcessor"
 AUDIO_PROCESSORS = frozenset({QWEN2_5_OMNI, QWEN3_OMNI})
+# processors whose videos are tested likewise
+VIDEO_PROCESSORS = frozenset({"Qwen2VLProcessor", "Qwen2_5_VLProcessor", "Qwen3VLProcessor", *AUDIO_PROCESSORS})
 
 
 def encode_text(
@@ -208,6 +218,8 @@ def encode_text(
     _check_counts(processor, compact, tokens, media)
     if not any(media.values()):
         return prompt_sample(compact)
+    if videos and type(processor).__name__ in AUDIO_PROCESSORS and text != _bracketed_video(processor):
+        return _encode_videos_apart(processor, text, compact, media)
     inputs = processor(
         text=[text],
         return_tensors="pt",
@@ -236,15 +248,44 @@ def encode_text(
     if audios:  # as long as the longest, not as long as the processor's limit
         frames = int(vision[AUDIO_KEYS[1]].sum(1).max())
         vision |= {name: vision[name][..., :frames].clone() for name in AUDIO_KEYS}
-    return prompt_sample(
-        expanded,
-        compact,
-        vision=vision,
-        placeholders=placeholders,
-        images=images,
-        videos=list(videos),
-        audios=list(audios),
-    )
+    decoded = {"images": images, "videos": list(videos), "audios": list(audios)}
+    return prompt_sample(expanded, compact, vision=vision, placeholders=placeholders, **decoded)
+
+
+def _bracketed_video(processor: Any) -> str:
+    """A video in a text of Qwen-Omni; the processor inserts the tokens of its sound inside the brackets."""
+    return processor.vision_bos_token + processor.video_token + processor.vision_eos_token
+
+
+def _encode_videos_apart(
+    processor: Any, text: str, compact: Sequence[int], media: Mapping[str, Sequence[Any]]
+) -> Sample:
+    """`encode_text` of Qwen-Omni for a text with videos, each in a call of its own.
+
+    One call of the processor has one frame rate for all of its videos.
+
+    Args:
+        compact: the tokens of the text.
+        media: kind -> images, videos or audios.
+
+    Raises:
+        ValueError: a chat template that writes videos without brackets, or brackets that are merged with other text.
+    """
+    place, (images, videos, audios) = _bracketed_video(processor), (iter(media[kind]) for kind in MEDIA)
+    samples, pieces = [], text.split(place)
+    if len(pieces) != len(media["video"]) + 1:
+        raise ValueError(f"chat template: expected {place!r} for each video, got one without its brackets")
+    for i, piece in enumerate(pieces):
+        if i:
+            samples.append(encode_text(processor, place, videos=[*islice(videos, 1)]))
+        if piece:
+            own_images = [*islice(images, piece.count(processor.image_token))]
+            own_audios = [*islice(audios, piece.count(processor.audio_token))]
+            samples.append(encode_text(processor, piece, own_images, audios=own_audios))
+    joined = reduce(append_observation, samples)
+    if joined.compact_ids != list(compact):
+        raise ValueError(f"chat template: expected {place!r} not to change the tokens of the text beside it")
+    return joined
 
 
 def placeholder_id(processor: Any, kind: str) -> Any:
@@ -340,11 +381,12 @@ def video_arguments(processor: Any, videos: Sequence[Video]) -> dict[str, Any]:
         )
     from transformers.video_utils import VideoMetadata
 
-    return {
+    arguments = {
         "videos": [torch.from_numpy(np.ascontiguousarray(one.frames.transpose(0, 3, 1, 2))) for one in videos],
         "video_metadata": [VideoMetadata(**one.metadata) for one in videos],
         "do_sample_frames": False,
     }
+    return {**arguments, "fps": videos[0].fps} if name in AUDIO_PROCESSORS else arguments
 
 
 class _Gap(NamedTuple):

@@ -13,24 +13,32 @@ import numpy as np
 
 from rlkit.data.lookup import requires_extra
 from rlkit.data.samples import Video
-from rlkit.vlm.processors import load_image, open_regular_file, resolve_source
+from rlkit.vlm.processors import QWEN2_5_OMNI, QWEN3_OMNI, load_image, open_regular_file, resolve_source
 
 FPS = 2.0  # the default of the Qwen-VL processors
 MAX_FRAMES = 32
 DECODING_SECONDS = 60.0  # of processor time
 MAX_PIXELS = 1 << 29  # of all frames together: 1.5 GiB of RGB, and twice that while frames are stacked
 
+# Processor -> seconds of which the time between two frames is a multiple. Qwen3-Omni's position ids are only whole
+# numbers if two frames, which make one step of the time axis, take whole seconds. For Qwen2.5-Omni transformers rounds
+# products of seconds in float32, and vLLM in float64: they agree on multiples of a power of two.
+FRAME_INTERVALS = {QWEN2_5_OMNI: 1 / 16, QWEN3_OMNI: 1 / 2}
+
 # Containers that hold the video itself. Playlists (HLS, DASH, concat), which name other files, are not among them.
 FORMATS = "mov,mp4,m4a,3gp,3g2,mj2,matroska,webm,avi,gif,mpeg,mpegts,flv,ogg,asf"
 
 
-def load_video(source: Any, *, fps: float = FPS, max_frames: int = MAX_FRAMES) -> Video:
+def load_video(
+    source: Any, *, fps: float = FPS, max_frames: int = MAX_FRAMES, frame_interval: float | None = None
+) -> Video:
     """The frames of a video that a model sees.
 
     Of a file, frames are taken at the times 0, 1 / rate, 2 / rate, ... seconds, with
 
         rate = min(fps, max_frames / duration, frames per second of the file)
 
+    With a `frame_interval`, 1 / rate is rounded up to a multiple of it.
     Frames that are given as a list are all used.
 
     Args:
@@ -39,6 +47,7 @@ def load_video(source: Any, *, fps: float = FPS, max_frames: int = MAX_FRAMES) -
             {"frames": such frames, "fps": of these frames}; or a `Video`. Files are decoded by PyAV.
         fps: frames per second; for frames without `fps`, the rate at which they were taken.
         max_frames: most frames of a file.
+        frame_interval: in seconds.
 
     Raises:
         ValueError: it cannot be read, has no frames, frames of several sizes or too many pixels, takes more than
@@ -55,10 +64,10 @@ def load_video(source: Any, *, fps: float = FPS, max_frames: int = MAX_FRAMES) -
     source, name = resolve_source(source, "video", "frames")
     try:
         if isinstance(source, bytes | bytearray):
-            return _decode(io.BytesIO(source), fps, max_frames)
+            return _decode(io.BytesIO(source), fps, max_frames, frame_interval)
         if isinstance(source, str | Path):
             with open_regular_file(source) as file:
-                return _decode(file, fps, max_frames)
+                return _decode(file, fps, max_frames, frame_interval)
         raise ValueError("expected a path, bytes or a list of frames")
     except (OSError, ValueError) as error:
         raise ValueError(f"video {name}: cannot be read: {error}") from error
@@ -82,7 +91,7 @@ def _from_frames(frames: Any, fps: Any) -> Video:
     return Video(found, float(fps))
 
 
-def _decode(file: BinaryIO, fps: float, max_frames: int) -> Video:
+def _decode(file: BinaryIO, fps: float, max_frames: int, frame_interval: float | None) -> Video:
     with requires_extra("video"):
         import av
 
@@ -90,12 +99,12 @@ def _decode(file: BinaryIO, fps: float, max_frames: int) -> Video:
     options = {"format_whitelist": FORMATS, "protocol_whitelist": "none"}
     try:
         with av.open(file, options=options) as container:
-            return _sample_frames(container, fps, max_frames)
+            return _sample_frames(container, fps, max_frames, frame_interval)
     except av.error.FFmpegError as error:
         raise ValueError(error.strerror) from error
 
 
-def _sample_frames(container: Any, fps: float, max_frames: int) -> Video:
+def _sample_frames(container: Any, fps: float, max_frames: int, frame_interval: float | None) -> Video:
     """See `load_video`."""
     if not container.streams.video:
         raise ValueError("expected a video, got a file without one")
@@ -104,6 +113,8 @@ def _sample_frames(container: Any, fps: float, max_frames: int) -> Video:
     stream.codec_context.thread_count = 1  # rlkit prepares several prompts at once
     rates = [fps, max_frames / max(_duration(container, stream), 1e-3)]
     rate = min(rates + [float(stream.average_rate)] * bool(stream.average_rate))
+    if frame_interval is not None:
+        rate = 1 / (math.ceil(1 / rate / frame_interval) * frame_interval)
     frames: list[np.ndarray] = []
     for seconds, frame in _frames_with_times(container, stream):
         while len(frames) < max_frames and seconds >= len(frames) / rate - 1e-3:
@@ -145,7 +156,19 @@ def _frames_with_times(container: Any, stream: Any) -> Iterator[tuple[float, Any
 
 
 def load_videos(processor: Any, sources: Sequence[Any]) -> list[Video]:
-    """The videos of a prompt, with the frame rate and the number of frames of the processor's video processor."""
-    settings = getattr(processor, "video_processor", None)
-    fps, most = getattr(settings, "fps", None), getattr(settings, "max_frames", None)
-    return [load_video(source, fps=fps or FPS, max_frames=most or MAX_FRAMES) for source in sources]
+    """The videos of a prompt, with the frame rate and the number of frames of the processor's video processor.
+
+    Raises:
+        ValueError: as `load_video`, or given frames at a rate for which Qwen3-Omni has no whole position ids.
+    """
+    settings, family = getattr(processor, "video_processor", None), type(processor).__name__
+    fps, most = getattr(settings, "fps", None) or FPS, getattr(settings, "max_frames", None) or MAX_FRAMES
+    interval = FRAME_INTERVALS.get(family)
+    videos = [load_video(source, fps=fps, max_frames=most, frame_interval=interval) for source in sources]
+    for video in videos:
+        if family == QWEN3_OMNI and 1 / video.fps % FRAME_INTERVALS[family]:
+            raise ValueError(
+                f"video: expected frames a multiple of {interval} s apart for {family}, whose position ids are not "
+                f"whole numbers otherwise, got {video.fps:g} frames per second"
+            )
+    return videos

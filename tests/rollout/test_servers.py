@@ -497,6 +497,18 @@ def test_videos_and_audios_are_sent_as_arrays(connect, processor):
         assert arrays_of(parts[0]["url"]) is None
 
 
+def test_videos_of_qwen_omni_are_refused_with_the_row(connect):
+    """A vLLM server would assume a frame rate of its own."""
+    video = Video(np.zeros((2, 28, 28, 3), "uint8"), 2.0)
+    with VllmStandin() as a:
+        rollout = connect(a)
+        rollout.processor = type("Qwen3OmniMoeProcessor", (), {})()
+        (request,) = prompts(1)
+        with pytest.raises(ValueError) as caught:
+            rollout.generate([replace(request, videos=[video])], SAMPLING)
+        assert ": videos: expected none of Qwen-Omni for a vLLM server, which takes no frame rate" in str(caught.value)
+
+
 def test_sleep_and_wake(connect):
     with VllmStandin() as a:
         rollout = connect(a)

@@ -12,7 +12,7 @@ from helpers import load, text_dir  # noqa: F401  (a fixture)
 
 from rlkit.engines import distributed
 from rlkit.runs import parse_options
-from rlkit.runs.models import shared_options, training_engine
+from rlkit.runs.models import processor_of, shared_options, training_engine
 from rlkit.vlm import load_model
 
 
@@ -52,6 +52,12 @@ def test_recipe_without_a_learning_rate():
 def test_exported_tiny_model_is_tiny(text_dir, tmp_path):  # noqa: F811
     load_model(str(text_dir)).save_pretrained(tmp_path)
     assert options("grpo_vlm", "--model", tmp_path).lr == 7e-4
+
+
+def test_an_option_that_the_chat_template_does_not_have_is_refused_before_the_rows(text_dir):  # noqa: F811
+    assert processor_of(options("grpo_vlm", "--chat_template_kwargs", "add_generation_prompt", "true"), str(text_dir))
+    with pytest.raises(ValueError, match="^chat_template_kwargs: expected .* got 'enable_thinking', which it does not"):
+        processor_of(options("grpo_vlm", "--chat_template_kwargs", "enable_thinking", "false"), str(text_dir))
 
 
 def test_shared_prompts_can_be_switched_off(text_dir):  # noqa: F811

@@ -108,16 +108,24 @@ def gemma4():
     )
 
 
+OMNI_PATCH = 64  # transformers resizes each frame of a video to at least 128 * 28 * 28 pixels, of any model
+
+
 def omni(kind="Qwen2_5Omni"):
     named = {f"{name.lower()}_token": f"<|{name}|>" for name in ("IMAGE", "VIDEO", "AUDIO")}
     named |= {f"{kind}_{end}_token": f"<|{kind}_{end}|>" for kind in ("vision", "audio") for end in ("bos", "eos")}
     t = tokenizer("<|vision_bos|><|IMAGE|><|vision_eos|>", **named)
     t.chat_template = t.chat_template.replace(
         "{% elif p['type'] == 'text' %}",
-        "{% elif p['type'] == 'audio' %}<|audio_bos|><|AUDIO|><|audio_eos|>{% elif p['type'] == 'text' %}",
+        "{% elif p['type'] == 'audio' %}<|audio_bos|><|AUDIO|><|audio_eos|>"
+        "{% elif p['type'] == 'video' %}<|vision_bos|><|VIDEO|><|vision_eos|>{% elif p['type'] == 'text' %}",
     )
-    images = transformers.Qwen2VLImageProcessor(patch_size=4, size={"shortest_edge": 8 * 8, "longest_edge": 32 * 32})
-    videos = transformers.Qwen2VLVideoProcessor(patch_size=4)
+    images = transformers.Qwen2VLImageProcessor(
+        patch_size=OMNI_PATCH, size={"shortest_edge": (2 * OMNI_PATCH) ** 2, "longest_edge": (8 * OMNI_PATCH) ** 2}
+    )
+    videos = transformers.Qwen2VLVideoProcessor(
+        patch_size=OMNI_PATCH, image_mean=images.image_mean, image_std=images.image_std
+    )
     ears = transformers.WhisperFeatureExtractor(feature_size=128, chunk_length=4)
     return getattr(transformers, f"{kind}Processor")(images, videos, ears, t)
 
@@ -180,6 +188,7 @@ FAMILIES = {
     "qwen3_vl_moe": qwen_vl,
     "qwen3_5": qwen_vl,
     "qwen3_5_moe": qwen_vl,
+    "qwen4_exp": qwen_vl,
     "qwen2_5_omni_thinker": omni,
     "qwen3_omni_moe_thinker": lambda: omni("Qwen3OmniMoe"),
     "glm4v_moe": glm4v,
@@ -216,6 +225,8 @@ def model(family):
     if family == "paddleocr_vl":
         ids["video_token_id"] = of("<|video_pad|>")
     if "omni" in family:
+        config["vision_config"] |= {"patch_size": OMNI_PATCH, "window_size": 4 * OMNI_PATCH}
+        config |= {"position_id_per_seconds": 13} if family.startswith("qwen3") else {}  # as published
         ids |= {f"{name}_token_id": of(f"<|{name.upper()}|>") for name in ("image", "video", "audio")}
         ids |= {
             f"{name}_{end}_token_id": of(f"<|{name}_{short}|>") for name in ("vision", "audio") for end, short in ENDS
@@ -236,4 +247,5 @@ def model(family):
     text = {**config["text_config"], **dict.fromkeys(sizes, len(reader.tokenizer))}
     kind = config.pop("model_type", family)
     config = AutoConfig.for_model(kind, **{**config, **ids, "text_config": text})
-    return seeded(lambda: AutoModelForImageTextToText.from_config(config, attn_implementation="eager"))
+    attention = "sdpa" if family == "qwen4_exp" else "eager"  # see `refused_model`
+    return seeded(lambda: AutoModelForImageTextToText.from_config(config, attn_implementation=attention))

@@ -209,15 +209,6 @@ def test_models_that_do_not_hear_are_named():
             encode_prompt(processor, row)
 
 
-@pytest.mark.parametrize("family", OMNI)
-def test_videos_of_models_that_hear_are_refused(family):
-    """With or without their sound."""
-    row = {"question": "What?", "video": np.zeros((2, 16, 16, 3), np.uint8), "where": "row 4"}
-    for more in ({}, {"audio": (tone(), 16000)}):
-        with pytest.raises(ValueError, match=r"^row 4: videos: expected a model with one of .*, got Qwen.*Omni"):
-            encode_prompt(family_processors.processor(family), {**row, **more})
-
-
 def test_a_processor_whose_audio_tokens_are_not_one_run_is_refused():
     """The error names the audios and how their tokens are found, not images."""
     processor = family_processors.processor(OMNI[0])

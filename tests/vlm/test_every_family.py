@@ -42,7 +42,7 @@ from rlkit.vlm.inputs import position_ids, position_spec  # noqa: E402
 from rlkit.vlm.processors import placeholder_id  # noqa: E402
 
 SEES = family_processors.FAMILIES
-PADDED = ["glm_moe_dsa"]  # its rows cannot be packed
+PADDED = ["glm_moe_dsa", "qwen4_exp_text"]  # their rows cannot be packed; nor can those of SEES that are in REFUSED
 SIZES = ([], [(20, 20)], [(40, 18), (17, 33)])
 NEW = 5
 
@@ -63,7 +63,7 @@ def model(family):
     dropout = {"attn_pdrop": 0, "resid_pdrop": 0, "embd_pdrop": 0} if family == "gpt2" else {}
     options = REFUSED[family][0] if family in PADDED else TEXT[family]
     sizes = dict.fromkeys([name for name in ("vocab_size", *options) if "vocab_size" in name], len(reader(family)))
-    return text_model(family, {**options, **dropout, **sizes}, "eager")
+    return text_model(family, {**options, **dropout, **sizes}, "sdpa" if family == "qwen4_exp_text" else "eager")
 
 
 @cache
@@ -76,23 +76,30 @@ def prompts(family):
     ]
 
 
-def clip(frames, width, height):
-    """A video whose frames are 0.4 seconds apart."""
+def clip(frames, width, height, fps=2.5):
     rng = np.random.default_rng(frames)
-    return {"frames": rng.integers(0, 256, (frames, height, width, 3), dtype="uint8"), "fps": 2.5}
+    return {"frames": rng.integers(0, 256, (frames, height, width, 3), dtype="uint8"), "fps": fps}
 
 
-WATCHES = ["qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe"]
+WATCHES = ["qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe", "qwen4_exp"]
 CLIPS = [  # (videos, images, question)
     ([clip(4, 17, 33)], [], "how many?"),
     ([clip(3, 20, 20), clip(2, 24, 12)], [image(20, 20)], "how <video> is <image> <video> many?"),
 ]
 
 
+OMNI_CLIPS = [  # Qwen3-Omni's rates are 2 frames per second or 1
+    ([clip(4, 17, 33, 2.0)], [], "how many?"),
+    ([clip(3, 20, 20, 1.0), clip(4, 24, 12, 1.0)], [image(20, 20)], "how <video> is <image> <video> many?"),
+    ([clip(2, 20, 20, 2.0), clip(6, 12, 24, 1.0)], [], "<video> <video> many?"),
+]
+
+
 @cache
 def watching_prompts(family):
-    """With a video; and with an image between two videos, of three and two frames."""
-    rows = [{"question": text, "images": images, "videos": videos} for videos, images, text in CLIPS]
+    """With a video; with an image between two videos, of three frames and less or more; Omni's also of two rates."""
+    clips = OMNI_CLIPS if family in HEARS else CLIPS
+    rows = [{"question": text, "images": images, "videos": videos} for videos, images, text in clips]
     return [encode_prompt(reader(family), row, group_id=i) for i, row in enumerate(rows)]
 
 
@@ -137,7 +144,7 @@ def engine(base, **options):
     def optimizer(parameters):
         return torch.optim.SGD(parameters, lr=0.1)
 
-    options = {"use_remove_padding": base.config.model_type not in PADDED, **options}
+    options = {"use_remove_padding": base.config.model_type not in REFUSED, **options}
     return make_engine("fsdp2", model=base, device="cpu", optimizer=optimizer, max_grad_norm=1e9, **options)
 
 
@@ -213,6 +220,37 @@ def test_both_tracks_of_videos_are_the_processors_own(family):
 
 
 @pytest.mark.parametrize("family", HEARS)
+def test_both_tracks_of_omni_videos_are_the_processors_own(family):
+    """The processor has one rate for the videos of a call, on which only the times depend."""
+    processor, base = reader(family), model(family)
+    for sample, (videos, images, _) in zip(watching_prompts(family), OMNI_CLIPS, strict=True):
+        check_tracks(sample)
+        ids = {kind: getattr(base.config, f"{kind}_token_id") for kind in ("video", "image")}
+        assert [sample.compact_ids.count(token) for token in ids.values()] == [len(videos), len(images)]
+        own = processor(
+            text=[processor.tokenizer.decode(sample.compact_ids)],
+            videos=[torch.from_numpy(one["frames"]).permute(0, 3, 1, 2) for one in videos],
+            images=images or None,
+            fps=videos[0]["fps"],
+            add_special_tokens=False,
+            return_tensors="pt",
+        )
+        assert sample.token_ids == own["input_ids"][0].tolist() and sample.token_ids.count(ids["video"]) > 10
+        assert own["video_second_per_grid"][0] == sample.vision["video_second_per_grid"][0] == 2 / videos[0]["fps"]
+        own["video_second_per_grid"] = torch.tensor([2 / one["fps"] for one in videos])
+        assert {*sample.vision} == own.keys() - {"input_ids", "attention_mask"}
+        assert all(torch.equal(tensor, own[name]) for name, tensor in sample.vision.items())
+        expected, _ = base.get_rope_index(
+            own["input_ids"],
+            own.get("image_grid_thw"),
+            own["video_grid_thw"],
+            attention_mask=torch.ones_like(own["input_ids"]),
+            second_per_grids=own["video_second_per_grid"],
+        )
+        assert torch.equal(positions(sample, rope3d_spec(base.config)), expected)
+
+
+@pytest.mark.parametrize("family", HEARS)
 def test_both_tracks_of_audios_are_the_processors_own(family):
     """And the position ids are those of the model's own `get_rope_index`; features have no padding to the limit."""
     processor, base = reader(family), model(family)
@@ -248,7 +286,7 @@ def test_gradients_of_packed_audios_are_those_of_transformers(family):
     assert any("audio_tower.conv" in name for name in moved_by_packed_rows(family, hearing_prompts(family)))
 
 
-@pytest.mark.parametrize("family", WATCHES)
+@pytest.mark.parametrize("family", [*WATCHES, *HEARS])
 def test_gradients_of_packed_videos_are_those_of_transformers(family):
     """It gets position ids: after a video, `position_spec` counts on as Qwen's own code does, not as transformers."""
     assert any("patch_embed" in name for name in moved_by_packed_rows(family, watching_prompts(family)))
@@ -259,9 +297,9 @@ def moved_by_packed_rows(family, prompts):
 
     Logprobs and gradients are those of transformers' forward of one row after another.
     """
-    answers = [[70, 71], [72], [73, 74, 75], [76]]
+    answers = [[70, 71], [72], [73, 74, 75], [76], [77], [78, 79]][: 2 * len(prompts)]
     samples = [append_response(prompts[i // 2], ids, [-1.0] * len(ids)) for i, ids in enumerate(answers)]
-    rows = collate(samples, advantages=torch.tensor([1.0, -2.0, 0.5, 1.5]))
+    rows = collate(samples, advantages=torch.tensor([1.0, -2.0, 0.5, 1.5, -0.5, 1.0])[: len(samples)])
     base = model(family)
     expected = []
     for i, sample in enumerate(samples):
@@ -271,7 +309,7 @@ def moved_by_packed_rows(family, prompts):
         logprobs = logits[0, :-1].log_softmax(-1).gather(1, ids[0, 1:, None])[:, 0]
         expected.append(logprobs.detach())
         (rows.advantages[i] * logprobs[rows.mask[i, 1 : ids.shape[1]]].sum()).backward()
-    trained = engine(model(family), share_prompts=True)
+    trained = engine(model(family), share_prompts=family not in REFUSED)
     scored = trained.infer_batch(rows)["logprobs"]
     for row, mask, logprobs in zip(scored, rows.mask, expected, strict=True):
         answer = mask[1 : 1 + len(logprobs)]
@@ -330,7 +368,7 @@ def test_an_observation_brings_its_images(family):
     torch.testing.assert_close([*joint], [*separate[0], *separate[1]], atol=1e-5, rtol=1e-5)
 
 
-@pytest.mark.parametrize("family", [*TEXT, *SEES])
+@pytest.mark.parametrize("family", [family for family in [*TEXT, *SEES] if family not in REFUSED])
 def test_a_training_step_packed_equals_padded(family):
     """Rows with no image, one and two: the same logprobs and the same step; it reaches the vision tower."""
     ways = [engine(model(family), use_remove_padding=packed) for packed in (True, False)]
@@ -354,7 +392,8 @@ def test_a_blank_image_changes_no_number(family):
     use_packed_attention(base)
     found = []
     for dummy in (None, dummy_sample(base.config, image=True)):
-        inputs = prepare_model_inputs(rows, position_spec(base.config), torch.device("cpu"), dummy=dummy)
+        options = {"remove_padding": family not in REFUSED, "dummy": dummy}
+        inputs = prepare_model_inputs(rows, position_spec(base.config), torch.device("cpu"), **options)
         scores = inputs.select_outputs(base(**inputs.kwargs, use_cache=False).logits).log_softmax(-1)
         logprobs = inputs.scatter(scores.gather(1, inputs.targets[:, None])[:, 0])
         found.append((logprobs.detach(), gradients(base, logprobs.sum())))
@@ -411,7 +450,7 @@ def test_the_samplers_logprobs_are_the_trainers(family):
     tokenizer = getattr(reader(family), "tokenizer", reader(family))
     trainer = engine(base, suppressed_token_ids=suppressed_token_ids(base.config, tokenizer))
     sampler = make_rollout("hf", trainer.gathered, processor=reader(family))
-    requests = [*prompts(family), *(watching_prompts(family) if family in WATCHES else [])]
+    requests = [*prompts(family), *(watching_prompts(family) if family in [*WATCHES, *HEARS] else [])]
     requests += hearing_prompts(family) if family in HEARS else []
     samples = sampler.generate(requests, Sampling(NEW), n=2)
     rows = collate(samples)

@@ -303,15 +303,15 @@ class Fsdp2Engine:
     def infer_batch(self, batch: Batch, outputs: Sequence[str] = ("logprobs",)) -> dict[str, Tensor]:
         """[B, T] outputs of this rank's rows, in their order, on the host; 0 where the mask is False."""
         self.module.eval()
-        results = {name: torch.zeros(batch.tokens.shape, dtype=torch.float32) for name in outputs}
+        results = {name: torch.zeros(batch.tokens.shape, device=self.device) for name in outputs}
         for rows, dummy in self._micro_batches(batch):
             micro_batch = batch.select(rows)
             out = self._forward(micro_batch, outputs, dummy)
             index, width = torch.tensor(rows, dtype=torch.long), micro_batch.tokens.shape[1]
             for name, result in results.items():
-                result[index, :width] = getattr(out, name).float().cpu()
+                result[index, :width] = getattr(out, name).float()
         self._reshard()  # the root unit stays gathered after a forward, embeddings and output layer
-        return results
+        return {name: result.cpu() for name, result in results.items()}
 
     def topk_logprobs(self, batch: Batch, k: int) -> TopkLogprobs:
         """The K likeliest tokens in place of each token of the mask, as tensors [N, K] for `Batch.add_unpadded`.
@@ -378,7 +378,7 @@ class Fsdp2Engine:
         for rows, dummy in self._micro_batches(batch):
             micro_batch = batch.select(rows)
             inputs = self._inputs(micro_batch, dummy)
-            tokens = batch.unpadded_rows(rows)[micro_batch.unpadded_at(inputs.output_indices.cpu())]
+            tokens = batch.unpadded_rows(rows)[micro_batch.unpadded_at(inputs.output_indices)]
             for name, x in self._of_all_ranks(compute(inputs), inputs).items():
                 result = results.setdefault(name, torch.zeros(int(batch.mask.sum()), *x.shape[1:], dtype=x.dtype))
                 result[tokens] = x[: len(tokens)].cpu()
@@ -445,7 +445,7 @@ class Fsdp2Engine:
 
     def _own_unpadded(self, batch: Batch, inputs: ModelInputs) -> tuple[slice, dict[str, Tensor]]:
         """The outputs that this rank computes, as a slice of `logits_to_keep`, and `batch.unpadded` at their tokens."""
-        indices = inputs.output_indices.cpu()
+        indices = inputs.output_indices
         if self.ulysses is not None:
             indices = indices.split(inputs.outputs_per_rank)[self.ulysses.rank]
         tokens = batch.unpadded_at(indices)

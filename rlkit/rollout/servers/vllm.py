@@ -43,6 +43,7 @@ from rlkit.rollout.vllm_families import check_weight_updates_work, check_weights
 from rlkit.rollout.vllm_requests import (
     check_suppressed_token_ids,
     check_video_normalization,
+    vllm_processor_arguments,
     vllm_sampling_params,
 )
 
@@ -67,6 +68,11 @@ class VllmServerRollout(ServerRollout):
         body = {"token_ids": request.compact_ids, "sampling_params": params, "return_token_ids": True, "stream": False}
         if self.adapter:
             body["model"] = self.adapter
+        if vllm_processor_arguments(request, self.processor):
+            raise ValueError(
+                f"{sample_name(request)}: videos: expected none of Qwen-Omni for a vLLM server, which takes no frame "
+                f"rate with a prompt, got {len(request.videos)}; use rollout 'vllm' or 'hf'"
+            )
         check_video_normalization([request], self.processor)
         if parts := _content_parts(request):
             body["content_parts"] = parts
