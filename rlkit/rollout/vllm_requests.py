@@ -16,8 +16,6 @@ from rlkit.rollout.sampling import Sampling, sample_name
 from rlkit.vlm.processors import AUDIO_PROCESSORS, GLM_PROCESSORS, placeholder_id
 
 MAX_LOGIT_BIASES = 1024  # tokens; with more, vLLM's engine process dies on a GPU
-# vLLM copies attention sinks and experts of these families while it loads them, and does not copy new ones
-NO_WEIGHT_UPDATES = frozenset({"gpt_oss"})
 
 
 def vllm_prompt(request: Sample) -> dict[str, Any]:
@@ -162,11 +160,3 @@ def request_seed(seed: Sequence[int], request: Sample) -> int:
     """vLLM's seed for the first response to a prompt, or for a continued sample; vLLM adds 1 for each further one."""
     keys = (*seed, request.group_id, request.number, sum(request.mask))
     return int(np.random.default_rng(keys).integers(2**53))
-
-
-def check_weight_updates_work(family: str) -> None:
-    """Raise a ValueError for a model family of which vLLM would keep some old weights."""
-    if family in NO_WEIGHT_UPDATES:
-        raise ValueError(
-            f"model: expected a family whose weights vLLM replaces completely, got {family}; use rollout 'hf'"
-        )
