@@ -119,7 +119,7 @@ def page() -> str:
         "Ulysses": not_shared,
         "videos": {*by_model_type} - {name.removesuffix("_thinker") for name in [*every.WATCHES, *every.HEARS]},
         "audio": {*by_model_type} - {name.removesuffix("_thinker") for name in every.HEARS},
-        "vLLM": {*vllm.OBSTACLES, "cohere_compass", "glm5_next", "lfm2_vl", "qwen4_exp", *vllm.REFUSED, *vllm.ABSENT},
+        "vLLM": {*vllm.OBSTACLES, "cohere_compass", "glm5_next", "qwen4_exp", *vllm.REFUSED, *vllm.ABSENT},
     }
 
     def cell(column: str, name: str) -> str:
@@ -170,9 +170,7 @@ Notes:
   With LoRA, Qwen3-Omni needs `--target_modules` such as ".*[qkvo]_proj": peft's all-linear takes modules of the
   vision tower and layers of the same name for one another.
 - **deepseek_v3 with vLLM on a CPU.** vLLM supports only the published attention size (`kv_lora_rank` 512,
-  `qk_rope_head_dim` 64), and is correct only with YaRN, as published. With plain RoPE its kernel misreads queries with
-  several heads. The logprobs are then wrong by 0.06, and `WeightSyncCheck` stops the run at the first step. The config
-  must have `topk_method` and `scoring_func`, which transformers' defaults leave out.
+  `qk_rope_head_dim` 64). The config must have `topk_method` and `scoring_func`, which transformers' defaults leave out.
 - **Recurrent layers** (gated delta rule, Mamba, short convolutions) carry a state from token to token. In packed rows
   they get each sequence as a row of its own, while all other layers compute the packed row
   (rlkit/engines/packing/recurrent.py). Answers that share a prompt have its tokens once, except in these layers, which
@@ -185,12 +183,15 @@ Notes:
 - **Gated delta rule with vLLM on a CPU** ({", ".join([*vllm.BFLOAT16, *vllm.MORE_BFLOAT16])}): vLLM's
   kernel has bfloat16 only and heads of 128, so sampler and trainer (float32) agree to {vllm.BFLOAT16_TOLERANCE} there.
   On an x86 CPU without AVX-512 rlkit refuses these families; use `--rollout hf`.
-- **nemotron_h with vLLM on a CPU.** vLLM 0.32 refuses its experts: "is_act_and_mul=False is supported only for CUDA,
-  XPU and ROCm for now".
-- **granitemoehybrid, gemma3n_text with vLLM.** Not tested: vLLM 0.32 does not read the tiny Granite model, and gives
-  other logprobs for the tiny Gemma 3n model (by 1.6); `WeightSyncCheck` would stop such a run.
-- **olmo3 with vLLM on a CPU.** vLLM 0.32 runs it by transformers' own model, and fails: "'Olmo3Model' object has no
-  attribute 'do_not_compile'".
+- **nemotron_h.** transformers 5.19 limits the time steps of its Mamba layers to `time_step_min` and more; its authors'
+  code and vLLM do not. The engine sets the limits as they do. vLLM is tested without experts, as in Nemotron-H 8B and
+  47B; with experts it refuses a CPU: "is_act_and_mul=False is supported only for CUDA, XPU and ROCm for now".
+- **lfm2, lfm2_moe, lfm2_vl with vLLM on a CPU.** vLLM's RoPE kernel for CPUs misreads the queries of these families,
+  and of multi-head latent attention without YaRN. rlkit has vLLM compute it in PyTorch there.
+- **gemma3n_text with vLLM.** vLLM 0.32's class of the text model alone leaves out the per-layer embeddings; the
+  logprobs of the tiny model then differ by 0.3. Its class of the whole model adds them.
+- **olmo3 with vLLM.** vLLM 0.32 runs it by transformers' own model, whose class it changes. In the trainer's process
+  the trainer's model then fails: "'Olmo3Model' object has no attribute 'do_not_compile'".
 - **paddleocr_vl.** transformers 5.19 resizes the position embeddings of its vision tower with `align_corners=True`; its
   authors' code, transformers 5.0 and vLLM do not align them. The engine sets it as they do, as the logprobs would
   differ by 0.02 otherwise. A model that is loaded in transformers alone computes as transformers does.

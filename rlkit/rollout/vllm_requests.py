@@ -16,8 +16,6 @@ from rlkit.rollout.sampling import Sampling, sample_name
 from rlkit.vlm.processors import AUDIO_PROCESSORS, GLM_PROCESSORS, placeholder_id
 
 MAX_LOGIT_BIASES = 1024  # tokens; with more, vLLM's engine process dies on a GPU
-# vLLM copies attention sinks and experts of these families while it loads them, and does not copy new ones
-NO_WEIGHT_UPDATES = frozenset({"gpt_oss"})
 
 
 def vllm_prompt(request: Sample) -> dict[str, Any]:
@@ -85,15 +83,16 @@ def check_videos(requests: Sequence[Sample], processor: Any) -> None:
     """Raise a ValueError for videos that vLLM refuses, or of which it would make other inputs than training sees."""
     check_video_normalization(requests, processor)
     name = type(processor).__name__
-    if name in GLM_PROCESSORS:
-        for request in requests:
-            if len(request.videos) > 1:
-                raise ValueError(
-                    f"videos: expected at most 1 in a prompt, as vLLM takes no more with a {name}, got "
-                    f"{len(request.videos)}; use rollout 'hf'"
-                )
-            for video in request.videos if name == "Glm46VProcessor" else ():
-                check_whole_seconds(video)
+    if name not in GLM_PROCESSORS:
+        return
+    for request in requests:
+        if len(request.videos) > 1:
+            raise ValueError(
+                f"{sample_name(request)}: videos: expected at most 1 in a prompt, as vLLM takes no more with a {name}, "
+                f"got {len(request.videos)}; use rollout 'hf'"
+            )
+        if request.videos and name == "Glm46VProcessor":
+            check_whole_seconds(request)
 
 
 def as_trainer_tokens(token_ids: Sequence[int], processor: Any) -> Sequence[int]:
@@ -108,17 +107,18 @@ def as_trainer_tokens(token_ids: Sequence[int], processor: Any) -> Sequence[int]
     return [image if token == video else token for token in token_ids]
 
 
-def check_whole_seconds(video: Video) -> None:
+def check_whole_seconds(request: Sample) -> None:
     """Raise a ValueError for a video of GLM-4.6V or GLM-OCR whose frames vLLM would give other times.
 
     The processor writes a time with one decimal after every second frame, "0.8 seconds". vLLM rounds times down first.
     """
+    (video,) = request.videos
     for i in range(0, len(video.frames), 2):
         seconds = i / video.fps
         if f"{seconds:.1f}" != f"{int(seconds):.1f}":
             raise ValueError(
-                "videos: expected every second frame at a whole second, as vLLM rounds the times of a Glm46VProcessor "
-                f"down to seconds, got frame {i} at {seconds:.1f} s; use rollout 'hf'"
+                f"{sample_name(request)}: videos: expected every second frame at a whole second, as vLLM rounds the "
+                f"times of a Glm46VProcessor down to seconds, got frame {i} at {seconds:.1f} s; use rollout 'hf'"
             )
 
 
@@ -160,11 +160,3 @@ def request_seed(seed: Sequence[int], request: Sample) -> int:
     """vLLM's seed for the first response to a prompt, or for a continued sample; vLLM adds 1 for each further one."""
     keys = (*seed, request.group_id, request.number, sum(request.mask))
     return int(np.random.default_rng(keys).integers(2**53))
-
-
-def check_weight_updates_work(family: str) -> None:
-    """Raise a ValueError for a model family of which vLLM would keep some old weights."""
-    if family in NO_WEIGHT_UPDATES:
-        raise ValueError(
-            f"model: expected a family whose weights vLLM replaces completely, got {family}; use rollout 'hf'"
-        )

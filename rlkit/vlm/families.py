@@ -43,6 +43,7 @@ CHECKPOINT_NAME_FAMILIES = frozenset(
         "ernie4_5_vl_moe",
         "granitemoehybrid",
         "kimi_linear",
+        "lfm2_vl",
         "nemotron_h",
         "olmo_hybrid",
         "paddleocr_vl",

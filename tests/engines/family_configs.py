@@ -38,8 +38,8 @@ TEXT = {
     "ernie4_5": {},
     "ernie4_5_moe": {"moe_num_experts": 4, "moe_k": 2, "moe_intermediate_size": 16, "moe_layer_start_index": 1},
     "gemma3n_text": {
-        **GEMMA, "layer_types": [*BOTH, BOTH[0], *BOTH], "num_hidden_layers": 5, "num_kv_shared_layers": 2,
-        "laurel_rank": 4, "activation_sparsity_pattern": [0.9, 0.0, 0.0, 0.0, 0.0],
+        **GEMMA, "layer_types": BOTH * 2, "num_hidden_layers": 4, "num_kv_shared_layers": 2, "laurel_rank": 4,
+        "activation_sparsity_pattern": [0.9, 0.0, 0.0, 0.0],
     },
     "gemma4_text": {
         **GEMMA, "layer_types": BOTH * 2, "num_hidden_layers": 4, "num_kv_shared_layers": 2, "global_head_dim": 16,

@@ -42,7 +42,7 @@ def seeded(build):
         for name, parameter in model.named_parameters():  # larger than at initialisation, so that attention matters
             if parameter.ndim > 1 and "experts" not in name and "router" not in name:
                 parameter.mul_(4)
-            if name.endswith(("sinks", "mm_input_projection_weight")):  # which are 0 at first
+            if name.endswith(("sinks", "mm_input_projection_weight", "correct_output_scale")):  # which are 0 at first
                 parameter.normal_()
     return model
 

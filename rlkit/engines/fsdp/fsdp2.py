@@ -58,7 +58,7 @@ from rlkit.losses.logprobs import (
 from rlkit.vlm.adapt import adapter_parameters, checkpoint_parameters, merged_parameters
 from rlkit.vlm.families import head_obstacle
 from rlkit.vlm.inputs import gemma_frames_as_images, position_spec
-from rlkit.vlm.loading import use_published_interpolation
+from rlkit.vlm.loading import compute_as_published
 from rlkit.vlm.routers import use_router_replay
 
 Method = TypeVar("Method", bound=Callable[..., Any])
@@ -236,7 +236,7 @@ class Fsdp2Engine:
         if self.use_remove_padding:  # the padding token, which gets no gradient, may also end answers
             self.base.get_input_embeddings().padding_idx = None
         use_packed_attention(self.base, packed=self.use_remove_padding)
-        use_published_interpolation(self.base)
+        compute_as_published(self.base)
         if self.device.type == "cuda":
             use_packed_vision_attention(self.base, self.config)
         if self.router_replay:

@@ -39,11 +39,11 @@ from rlkit.rollout.servers.pool import RequestRejected, Server, ServerUnavailabl
 from rlkit.rollout.servers.rollout import Job, ServerRollout, Weights, image_data_url, version_number
 from rlkit.rollout.servers.weight_dtype import WEIGHT_DTYPE_ROUTE
 from rlkit.rollout.servers.weight_transfer import GlooGroup, NcclGroup
+from rlkit.rollout.vllm_families import check_weight_updates_work, check_weights_are_used
 from rlkit.rollout.vllm_requests import (
     as_trainer_tokens,
     check_suppressed_token_ids,
     check_videos,
-    check_weight_updates_work,
     vllm_processor_arguments,
     vllm_sampling_params,
 )
@@ -210,6 +210,7 @@ class VllmServerRollout(ServerRollout):
     async def _handshake(self, server: Server) -> tuple[int, int]:
         request = self.pool.request
         check_suppressed_token_ids(self.suppressed_token_ids)
+        check_weights_are_used(self.model)
         try:
             version = (await request(server, "GET", "/version"))["version"]
             card = (await request(server, "GET", "/v1/models"))["data"][0]
