@@ -306,18 +306,18 @@ def converted_together(model: Any, parameters: Iterable[tuple[str, Tensor]]) -> 
     """Groups of parameters that transformers converts to those of checkpoint files together, by name.
 
     In most families each parameter is converted alone. ERNIE 4.5 VL has experts for text and for images, which its
-    files number in one list.
+    files number in one list. A caller that clears a group holds none of its tensors.
     """
     waiting: dict[str, tuple[str, Tensor]] = {}
     for name, tensor in parameters:
         pair = re.sub(r"\.(text|vision)_moe\.", ".moe.", name)
-        if model.config.model_type not in VISION_EXPERT_FAMILIES or pair == name:
-            yield {name: tensor}
-        elif pair in waiting:
-            yield dict([waiting.pop(pair), (name, tensor)])
-        else:
-            waiting[pair] = name, tensor
+        group = dict([waiting.pop(pair)]) if pair in waiting else {}
+        group[name] = tensor
         del tensor
+        if model.config.model_type not in VISION_EXPERT_FAMILIES or pair == name or len(group) == 2:
+            yield group
+        else:
+            waiting[pair] = group.popitem()
 
 
 def checkpoint_parameters(model: Any, parameters: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
