@@ -43,8 +43,8 @@ from rlkit.rollout.vllm_requests import (
     check_suppressed_token_ids,
     check_video_normalization,
     check_weight_updates_work,
-    vllm_processor_arguments,
     vllm_sampling_params,
+    vllm_video_options,
 )
 
 SUPPORTED = ((0, 32), (0, 33))  # vLLM versions: >= the first, < the second
@@ -68,7 +68,7 @@ class VllmServerRollout(ServerRollout):
         body = {"token_ids": request.compact_ids, "sampling_params": params, "return_token_ids": True, "stream": False}
         if self.adapter:
             body["model"] = self.adapter
-        if vllm_processor_arguments(request, self.processor):
+        if vllm_video_options(request, self.processor):
             raise ValueError(
                 f"{sample_name(request)}: videos: expected none of Qwen-Omni for a vLLM server, which takes no frame "
                 f"rate with a prompt, got {len(request.videos)}; use rollout 'vllm' or 'hf'"
