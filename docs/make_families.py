@@ -118,7 +118,7 @@ def page() -> str:
         "Ulysses": recurrent | {*families.REFUSED},
         "videos": {*by_model_type} - {name.removesuffix("_thinker") for name in [*every.WATCHES, *every.HEARS]},
         "audio": {*by_model_type} - {name.removesuffix("_thinker") for name in every.HEARS},
-        "vLLM": {*vllm.OBSTACLES, "lfm2_vl", *vllm.REFUSED, *vllm.ABSENT},
+        "vLLM": {*vllm.OBSTACLES, "qwen4_exp", *vllm.REFUSED, *vllm.ABSENT},
     }
 
     def cell(column: str, name: str) -> str:
@@ -149,10 +149,10 @@ Not supported; each is refused with an error that says why:
 - packed rows: {not_packed}. These train with `--no_use_remove_padding`;
 - Ulysses, tensor parallelism and Megatron with recurrent layers: {", ".join(sorted(recurrent))};
 - positions: {positions};
-- videos in a task's rows, for every processor but those of Qwen2-VL, Qwen2.5-VL, Qwen3-VL (also Qwen3.5's) and
-  Qwen-Omni, and audios for every processor but those of Qwen-Omni. SGLang servers refuse both: use `--rollout hf` or
-  vLLM (in the process or on servers). Megatron trains on videos (Qwen2.5-VL), and supports no family with audio
-  input: use fsdp2;
+- videos and audios in a task's rows, for every family with `no` in that column. SGLang servers refuse both: use
+  `--rollout hf` or vLLM (in the process or on servers). Megatron trains on videos (Qwen2.5-VL), and supports no family
+  with audio input: use fsdp2;
+- rows with several videos of GLM-4V (all its versions) in vLLM, which takes one per prompt;
 - vLLM, with the text of the error: {with_vllm}. vLLM has no implementation of {", ".join(sorted(vllm.ABSENT))};
 - vLLM on a CPU: {on_cpu};
 - prefix attention (PaliGemma), and RoPE variants in which sequences of one forward pass would affect each other
@@ -175,9 +175,7 @@ Notes:
   other audio stands beside them. vLLM's caches identify a video by its frames alone: rlkit switches off the cache of
   its processor for Qwen3-Omni, and adds the sound to the identity of a video in the prefix cache.
 - **deepseek_v3 with vLLM on a CPU.** vLLM supports only the published attention size (`kv_lora_rank` 512,
-  `qk_rope_head_dim` 64), and is correct only with YaRN, as published. With plain RoPE its kernel misreads queries with
-  several heads. The logprobs are then wrong by 0.06, and `WeightSyncCheck` stops the run at the first step. The config
-  must have `topk_method` and `scoring_func`, which transformers' defaults leave out.
+  `qk_rope_head_dim` 64). The config must have `topk_method` and `scoring_func`, which transformers' defaults leave out.
 - **Recurrent layers** (gated delta rule, Mamba, short convolutions) carry a state from token to token. In packed rows
   they get each sequence as a row of its own, while all other layers compute the packed row
   (rlkit/engines/packing/recurrent.py). Answers that share a prompt have its tokens once, except in these layers, which
@@ -190,12 +188,15 @@ Notes:
 - **Gated delta rule with vLLM on a CPU** ({", ".join([*vllm.BFLOAT16, *vllm.MORE_BFLOAT16])}): vLLM's
   kernel has bfloat16 only and heads of 128, so sampler and trainer (float32) agree to {vllm.BFLOAT16_TOLERANCE} there.
   On an x86 CPU without AVX-512 rlkit refuses these families; use `--rollout hf`.
-- **nemotron_h with vLLM on a CPU.** vLLM 0.32 refuses its experts: "is_act_and_mul=False is supported only for CUDA,
-  XPU and ROCm for now".
-- **granitemoehybrid, gemma3n_text with vLLM.** Not tested: vLLM 0.32 does not read the tiny Granite model, and gives
-  other logprobs for the tiny Gemma 3n model (by 1.6); `WeightSyncCheck` would stop such a run.
-- **olmo3 with vLLM on a CPU.** vLLM 0.32 runs it by transformers' own model, and fails: "'Olmo3Model' object has no
-  attribute 'do_not_compile'".
+- **nemotron_h.** transformers 5.19 limits the time steps of its Mamba layers to `time_step_min` and more; its authors'
+  code and vLLM do not. The engine sets the limits as they do. vLLM is tested without experts, as in Nemotron-H 8B and
+  47B; with experts it refuses a CPU: "is_act_and_mul=False is supported only for CUDA, XPU and ROCm for now".
+- **lfm2, lfm2_moe, lfm2_vl with vLLM on a CPU.** vLLM's RoPE kernel for CPUs misreads the queries of these families,
+  and of multi-head latent attention without YaRN. rlkit has vLLM compute it in PyTorch there.
+- **gemma3n_text with vLLM.** vLLM 0.32's class of the text model alone leaves out the per-layer embeddings; the
+  logprobs of the tiny model then differ by 0.3. Its class of the whole model adds them.
+- **olmo3 with vLLM.** vLLM 0.32 runs it by transformers' own model, whose class it changes. In the trainer's process
+  the trainer's model then fails: "'Olmo3Model' object has no attribute 'do_not_compile'".
 - **paddleocr_vl.** transformers 5.19 resizes the position embeddings of its vision tower with `align_corners=True`; its
   authors' code, transformers 5.0 and vLLM do not align them. The engine sets it as they do, as the logprobs would
   differ by 0.02 otherwise. A model that is loaded in transformers alone computes as transformers does.
@@ -210,6 +211,25 @@ Notes:
 - **glm_moe_dsa** (GLM-5) attends to the tokens that an indexer chooses among all tokens of a row. In a packed row the
   indexer would choose from other sequences too, so its rows are padded. Ranks that share a sequence need packed rows.
   The choice has no gradient: the indexer does not train, and neither do adapters on it.
+- **Videos of GLM-4.6V and GLM-OCR with vLLM.** Their processor writes the time of every second frame with a decimal,
+  "0.8 seconds". vLLM rounds times down to seconds, so every second frame must be at a whole second, as at the default
+  rate of 2 frames per second. The rate of a long video is lower: `--video_frames` must be at least twice its seconds.
+- **Videos of Gemma 4.** The forward of transformers 5.19 fails with videos: it calls `get_video_features` without
+  `num_frames_per_video`, which that function requires. rlkit passes frames as images instead, which they are to the
+  vision tower; the prompt keeps the placeholders of videos. In a micro-batch with images, frames are padded to as many
+  patches as an image may have. A frame has at most 70 tokens, as in vLLM, which knows no other number.
+- **Videos of InternVL and MiniCPM-V 4.6.** All videos of a row must have the same number of frames, as transformers'
+  processors stack them. Neither writes the times of frames. In the prompt that vLLM reports, frames of InternVL consist
+  of the placeholder of videos instead of that of images; rlkit takes both for the same.
+- **Videos of Kimi K2.5 and SmolVLM** are refused. Kimi K2.5 merges four frames into one, but transformers 5.19 splits
+  the features by the number before: "split_with_sizes expects split_sizes to sum exactly to 9 [...], but got
+  split_sizes=[27]". SmolVLM's processor calls the pixels of images and videos by one name, so that images of a row with
+  a video are lost; the tokenizer of SmolVLM2 has no token for the place of a video; and vLLM accepts images only.
+- **qwen4_exp.** Each query attends to the blocks of tokens that an indexer chooses, next to gated delta rule and
+  embeddings of the last tokens. Its rows are padded, so ranks cannot share a sequence. transformers 5.19 chooses the
+  blocks in a Python loop over all tokens, so training is slow. The choice has no gradient: the indexer does not train.
+  A model must be loaded with `sdpa` attention, as `load_model` does: with `eager`, padding on the left makes
+  log-probabilities nan. Its GPU kernels, and vLLM, were not tested.
 - **MiniCPM-V 4.6.** Its processor numbers the images of a text. Images in the observations of an episode start from 0
   again, while vLLM counts them on.
 - **SmolVLM.** transformers' processor needs the package `num2words`.

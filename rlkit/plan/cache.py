@@ -71,6 +71,11 @@ def state_bytes(text: Any) -> int:
         inner = text.mamba_n_heads * text.mamba_d_head
         inputs = (text.mamba_d_conv - 1) * (inner + 2 * text.mamba_n_groups * text.mamba_d_state)
         return HALF * (inputs + inner * text.mamba_d_state)
+    if hasattr(text, "ssm_state_size") and hasattr(text, "n_groups"):  # Mamba-2 in Nemotron-H
+        inner = text.mamba_num_heads * text.mamba_head_dim
+        inputs = (text.conv_kernel - 1) * (inner + 2 * text.n_groups * text.ssm_state_size)
+        size = 4 if text.mamba_ssm_cache_dtype == "float32" else HALF
+        return HALF * inputs + size * inner * text.ssm_state_size
     if hasattr(text, "conv_L_cache"):  # short convolution
         return HALF * (text.conv_L_cache - 1) * text.hidden_size
     raise ValueError(f"model: expected recurrent layers whose state is known, got those of {text.model_type}")

@@ -12,7 +12,7 @@ from torch import Tensor
 from rlkit.data.samples import Sample
 from rlkit.losses.logprobs import suppress_tokens
 from rlkit.rollout.sampling import Sampling, sample_tokens, uniforms, with_routed_experts
-from rlkit.vlm.inputs import position_ids, position_spec, vision_kwargs
+from rlkit.vlm.inputs import gemma_frames_as_images, position_ids, position_spec, vision_kwargs
 
 
 @dataclass
@@ -111,9 +111,9 @@ def prefill(module: Any, requests: Sequence[Sample], n: int) -> DecodingState:
     spec = position_spec(module.config)
     positions = position_ids(tokens, attention_mask, vision, spec)
     inputs = {"input_ids": tokens, "attention_mask": attention_mask.long(), "position_ids": positions}
-    inputs |= vision_kwargs(tokens, vision, spec)
+    inputs = gemma_frames_as_images({**inputs, **vision_kwargs(tokens, vision, spec)}, module.config)
     out = module(**{name: x.to(device) for name, x in inputs.items()}, use_cache=True, logits_to_keep=1)
-    out.past_key_values.reorder_cache(torch.arange(len(requests), device=device).repeat_interleave(n))
+    select_rows(out.past_key_values, torch.arange(len(requests), device=device).repeat_interleave(n))
     last_positions = (positions.amax(0) if positions.ndim == 3 else positions)[:, -1]
     batch_size = len(requests) * n
     return DecodingState(
@@ -126,6 +126,17 @@ def prefill(module: Any, requests: Sequence[Sample], n: int) -> DecodingState:
         position_axes=len(positions) if positions.ndim == 3 else 1,
         prompt_shape=tokens.shape,
     )
+
+
+def select_rows(cache: Any, rows: Tensor) -> None:
+    """Make a cache of these rows of it, in this order; a row may be repeated.
+
+    Qwen4 (experimental) keeps the positions of all tokens in the cache, [axes, B, T], which transformers does not
+    reorder.
+    """
+    cache.reorder_cache(rows)
+    if hasattr(cache, "position_ids"):
+        cache.position_ids = cache.position_ids.index_select(1, rows)
 
 
 def sample_next_tokens(
@@ -163,7 +174,7 @@ def drop_finished_rows(state: DecodingState, tokens: Tensor) -> Tensor:
     running = ~state.finished
     if running.sum() > len(running) // 2:
         return tokens
-    state.cache.reorder_cache(running.nonzero()[:, 0])
+    select_rows(state.cache, running.nonzero()[:, 0])
     state.rows, state.finished = state.rows[running], state.finished[running]
     state.attention_mask, state.last_positions = state.attention_mask[running], state.last_positions[running]
     return tokens[running]

@@ -29,6 +29,7 @@ import torch
 
 from rlkit.rollout.servers.token import LOOPBACK, TOKEN_VARIABLE, new_token
 from rlkit.rollout.vllm_cpu import cpu_dtype_and_options
+from rlkit.rollout.vllm_families import check_weights_are_used
 from rlkit.rollout.vllm_generation_config import generation_config_overrides
 from rlkit.vlm.loading import model_path
 
@@ -111,8 +112,9 @@ def command(model: str, host: str, port: int, tensor_parallel_size: int, on_gpu:
     """The command that starts one server.
 
     Raises:
-        ValueError: without a GPU, a family that vLLM cannot compute on this CPU.
+        ValueError: a family of which vLLM would ignore weights; without a GPU, one that it cannot compute on this CPU.
     """
+    check_weights_are_used(model)
     dtype, of_family = ("bfloat16", {}) if on_gpu else cpu_dtype_and_options(model, None)
     flags: dict[str, Any] = {
         "model": model_path(model),
@@ -133,7 +135,11 @@ def command(model: str, host: str, port: int, tensor_parallel_size: int, on_gpu:
     switches = ["enable-scale-out", "disable-uvicorn-access-log"]
     # chunked prefill rewinds the random generator of a request, which a CPU's cannot
     switches += ["enable-sleep-mode"] if on_gpu else ["enforce-eager", "no-enable-chunked-prefill"]
-    switches += [f"{'' if on else 'no-'}{name.replace('_', '-')}" for name, on in of_family.items()]
+    for name, value in of_family.items():
+        if isinstance(value, bool):
+            switches.append(f"{'' if value else 'no-'}{name.replace('_', '-')}")
+        else:
+            flags[name.replace("_", "-")] = json.dumps(value)
     # not `vllm serve`, which needs a distribution named vllm; the CPU build is named vllm-cpu
     return [
         *(sys.executable, "-m", "vllm.entrypoints.launchers.api_server.entry"),

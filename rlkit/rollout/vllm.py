@@ -23,11 +23,12 @@ from rlkit.rollout.adapters import adapter_folder, check_adapter, lora_request, 
 from rlkit.rollout.inference_requests import check_context_length, check_prompt_expansion, finished_sample
 from rlkit.rollout.sampling import OnFinished, Sampling, end_token_ids, sampling_per_request, with_routed_experts
 from rlkit.rollout.vllm_cpu import cpu_dtype_and_options
+from rlkit.rollout.vllm_families import check_weight_updates_work, check_weights_are_used
 from rlkit.rollout.vllm_generation_config import generation_config_overrides
 from rlkit.rollout.vllm_requests import (
+    as_trainer_tokens,
     check_suppressed_token_ids,
-    check_video_normalization,
-    check_weight_updates_work,
+    check_videos,
     vllm_prompt,
     vllm_sampling_params,
     vllm_video_options,
@@ -54,8 +55,8 @@ class VllmRollout:
             `enable_return_routed_experts`, with which samples carry the experts of each token.
 
     Raises:
-        ValueError: vLLM is missing, has another version or cannot load the model; or the number of ranks is not a
-            multiple of `tensor_parallel_size`.
+        ValueError: vLLM is missing, has another version, cannot load the model or would ignore some of its weights; or
+            the number of ranks is not a multiple of `tensor_parallel_size`.
     """
 
     def __init__(
@@ -83,6 +84,7 @@ class VllmRollout:
                 "enable_return_routed_experts: expected a GPU, where vLLM records routing, got none; use rollout 'hf'"
             )
         trust_remote_code = bool(options.get("trust_remote_code"))
+        check_weights_are_used(model, trust_remote_code=trust_remote_code)
         if overrides := generation_config_overrides(model, trust_remote_code=trust_remote_code):
             options["override_generation_config"] = {**overrides, **(options.get("override_generation_config") or {})}
         if self.on_gpu:
@@ -208,7 +210,7 @@ class VllmRollout:
             raise RuntimeError("generate: expected wake_up() and update_weights(...) before it, got a sleeping engine")
         params = sampling_per_request(sampling, requests)
         check_context_length(requests, params, self.max_model_len)
-        check_video_normalization(requests, self.processor)
+        check_videos(requests, self.processor)
         if (
             self.family in BIDIRECTIONAL_IMAGE_FAMILIES
             and not self.on_gpu
@@ -278,7 +280,7 @@ class VllmRollout:
                 engine.abort_request(ids, internal=True)
 
     def _make_samples(self, request: Sample, output: Any, n: int) -> list[Sample]:
-        check_prompt_expansion(request, output.prompt_token_ids)
+        check_prompt_expansion(request, as_trainer_tokens(output.prompt_token_ids, self.processor))
         samples = []
         for completion in sorted(output.outputs, key=lambda completion: completion.index):
             sample = finished_sample(

@@ -12,11 +12,13 @@ from rlkit.vlm.loading import load_config
 
 # model types in vLLM 0.32, those of text models except for kimi_k25
 BFLOAT16_ONLY = frozenset({"qwen3_next", "qwen3_5_text", "qwen3_5_moe_text"})  # its kernel for the gated delta rule
+# vLLM's models of these, and of multi-head latent attention, give RoPE queries of [tokens, heads, size]. Its kernel for
+# CPUs takes their second dimension for the tokens, and so gives most of them the position of another one.
+ROPE_BY_HEADS = frozenset({"lfm2", "lfm2_moe"})
 OBSTACLES = {
     "kimi_linear": "its kernels for linear attention need Triton, so a GPU",
     "olmo_hybrid": "its kernels for linear attention need Triton, so a GPU",
-    "lfm2": "its short convolutions compute wrong log-probabilities on a CPU",
-    "lfm2_moe": "its short convolutions compute wrong log-probabilities on a CPU",
+    "qwen4_exp_text": "its sparse attention needs FlashAttention, so a GPU",
     "kimi_k25": "vLLM reads its published files only, not a model directory that transformers has written",
 }
 
@@ -50,7 +52,9 @@ def cpu_dtype_and_options(
         raise ValueError(f"dtype: expected bfloat16 for {config.model_type} in vLLM on a CPU, got {dtype}")
     recurrent = RECURRENT_LAYERS & {*layer_types(config)}
     # states are cached only with chunked prefill, which is off on a CPU
-    options = {"enable_prefix_caching": False} if recurrent else {}
+    options: dict[str, Any] = {"enable_prefix_caching": False} if recurrent else {}
+    if family in ROPE_BY_HEADS or getattr(config.get_text_config(), "kv_lora_rank", None):
+        options["compilation_config"] = {"custom_ops": ["-rotary_embedding"]}  # RoPE by PyTorch
     return dtype or ("bfloat16" if family in BFLOAT16_ONLY else "float32"), options
 
 

@@ -14,11 +14,9 @@ import numpy as np
 from rlkit.data.samples import Audio, Sample, Video
 from rlkit.rollout.inference_requests import SUPPRESSED_LOGIT_BIAS
 from rlkit.rollout.sampling import Sampling, sample_name
-from rlkit.vlm.processors import AUDIO_PROCESSORS, QWEN2_5_OMNI
+from rlkit.vlm.processors import AUDIO_PROCESSORS, GLM_PROCESSORS, QWEN2_5_OMNI, placeholder_id
 
 MAX_LOGIT_BIASES = 1024  # tokens; with more, vLLM's engine process dies on a GPU
-# vLLM copies attention sinks and experts of these families while it loads them, and does not copy new ones
-NO_WEIGHT_UPDATES = frozenset({"gpt_oss"})
 
 
 def vllm_prompt(request: Sample) -> dict[str, Any]:
@@ -115,6 +113,47 @@ def check_video_normalization(requests: Sequence[Sample], processor: Any) -> Non
             )
 
 
+def check_videos(requests: Sequence[Sample], processor: Any) -> None:
+    """Raise a ValueError for videos that vLLM refuses, or of which it would make other inputs than training sees."""
+    check_video_normalization(requests, processor)
+    name = type(processor).__name__
+    if name in GLM_PROCESSORS:
+        for request in requests:
+            if len(request.videos) > 1:
+                raise ValueError(
+                    f"videos: expected at most 1 in a prompt, as vLLM takes no more with a {name}, got "
+                    f"{len(request.videos)}; use rollout 'hf'"
+                )
+            for video in request.videos if name == "Glm46VProcessor" else ():
+                check_whole_seconds(video)
+
+
+def as_trainer_tokens(token_ids: Sequence[int], processor: Any) -> Sequence[int]:
+    """A prompt that vLLM has expanded, with the placeholders of training.
+
+    In InternVL's videos vLLM repeats the token of a video for the features of a frame, where transformers' processor
+    repeats that of an image. Both are replaced by the same features.
+    """
+    if type(processor).__name__ != "InternVLProcessor":
+        return token_ids
+    image, video = placeholder_id(processor, "image"), placeholder_id(processor, "video")
+    return [image if token == video else token for token in token_ids]
+
+
+def check_whole_seconds(video: Video) -> None:
+    """Raise a ValueError for a video of GLM-4.6V or GLM-OCR whose frames vLLM would give other times.
+
+    The processor writes a time with one decimal after every second frame, "0.8 seconds". vLLM rounds times down first.
+    """
+    for i in range(0, len(video.frames), 2):
+        seconds = i / video.fps
+        if f"{seconds:.1f}" != f"{int(seconds):.1f}":
+            raise ValueError(
+                "videos: expected every second frame at a whole second, as vLLM rounds the times of a Glm46VProcessor "
+                f"down to seconds, got frame {i} at {seconds:.1f} s; use rollout 'hf'"
+            )
+
+
 def vllm_sampling_params(
     sampling: Sampling, request: Sample, *, n: int, suppressed_token_ids: Iterable[int], end_token_ids: Sequence[int]
 ) -> dict[str, Any]:
@@ -153,11 +192,3 @@ def request_seed(seed: Sequence[int], request: Sample) -> int:
     """vLLM's seed for the first response to a prompt, or for a continued sample; vLLM adds 1 for each further one."""
     keys = (*seed, request.group_id, request.number, sum(request.mask))
     return int(np.random.default_rng(keys).integers(2**53))
-
-
-def check_weight_updates_work(family: str) -> None:
-    """Raise a ValueError for a model family of which vLLM would keep some old weights."""
-    if family in NO_WEIGHT_UPDATES:
-        raise ValueError(
-            f"model: expected a family whose weights vLLM replaces completely, got {family}; use rollout 'hf'"
-        )

@@ -217,17 +217,20 @@ def copy_with_weights(model: Any, weights: Mapping[str, Tensor]) -> Any:
     dtype = next(iter(weights.values())).dtype
     copy = type(model).from_pretrained(None, config=model.config, state_dict=dict(weights), dtype=dtype)
     copy.generation_config = model.generation_config
-    use_published_interpolation(copy)
+    compute_as_published(copy)
     return copy
 
 
-def use_published_interpolation(model: Any) -> None:
-    """Let PaddleOCR-VL's vision tower resize its position embeddings as its authors' code and vLLM do.
+def compute_as_published(model: Any) -> None:
+    """Set attributes by which transformers 5.19 computes two families otherwise than their authors' code and vLLM.
 
-    transformers 5.19 aligns the corners of the two grids; up to 5.0 it did not. The results differ for every image that
-    is not a square of the size of the embeddings.
+    PaddleOCR-VL: its vision tower aligns the corners of two grids when it resizes position embeddings; up to 5.0 it did
+    not. The results differ for every image that is not a square of the size of the embeddings. Nemotron-H: time steps
+    of its Mamba layers have `time_step_min` as lower limit, instead of those in `time_step_limit`.
     """
-    if model.config.model_type == "paddleocr_vl":
-        for module in model.modules():
-            if hasattr(module, "interpolation_align_corners"):
-                module.interpolation_align_corners = False
+    family = model.config.model_type
+    for module in model.modules() if family in ("paddleocr_vl", "nemotron_h") else ():
+        if hasattr(module, "interpolation_align_corners"):
+            module.interpolation_align_corners = False
+        if hasattr(module, "time_step_limit"):
+            module.time_step_limit = tuple(model.config.time_step_limit)

@@ -38,8 +38,8 @@ TEXT = {
     "ernie4_5": {},
     "ernie4_5_moe": {"moe_num_experts": 4, "moe_k": 2, "moe_intermediate_size": 16, "moe_layer_start_index": 1},
     "gemma3n_text": {
-        **GEMMA, "layer_types": [*BOTH, BOTH[0], *BOTH], "num_hidden_layers": 5, "num_kv_shared_layers": 2,
-        "laurel_rank": 4, "activation_sparsity_pattern": [0.9, 0.0, 0.0, 0.0, 0.0],
+        **GEMMA, "layer_types": BOTH * 2, "num_hidden_layers": 4, "num_kv_shared_layers": 2, "laurel_rank": 4,
+        "activation_sparsity_pattern": [0.9, 0.0, 0.0, 0.0],
     },
     "gemma4_text": {
         **GEMMA, "layer_types": BOTH * 2, "num_hidden_layers": 4, "num_kv_shared_layers": 2, "global_head_dim": 16,
@@ -102,6 +102,13 @@ OMNI = {
     **QWEN_IDS, "audio_token_id": 96, "audio_start_token_id": 93, "audio_end_token_id": 94,
 }  # fmt: skip
 VIT35 = {name: value for name, value in VIT3.items() if name != "deepstack_visual_indexes"}
+QWEN4 = {
+    **ROPE35, **LINEAR, **EXPERTS, "shared_expert_intermediate_size": 16, "hc_count": 2, "hc_lowrank": 8,
+    "layer_types": ["indexed_attention", "linear_attention"],  # an error in the first one's padding would spread
+    "ple_layer_ids": [2], "heads_per_ngram": 2, "ngram_vocab_size_base": 50, "split_ngram_parts": 4,
+    "make_ngram_vocab_size_divisible_by": 16, "indexer_n_heads": 16, "indexer_kv_heads": 1, "indexer_head_dim": 8,
+    "indexer_budget": 4, "indexer_compress_ratio": 2,
+}  # fmt: skip
 PATCHES = (4, (16, 3 * 2 * 4 * 4))
 VISION = {  # the config, tokens per image, shape of its pixel_values
     "llava": (
@@ -177,6 +184,7 @@ VISION = {  # the config, tokens per image, shape of its pixel_values
         },
         *PATCHES,
     ),
+    "qwen4_exp": ({"text_config": {**BASE, **QWEN4}, "vision_config": VIT35, **QWEN_IDS}, *PATCHES),
     "qwen2_5_omni_thinker": ({"text_config": {**WORDS, **ROPE}, "vision_config": VIT25, **OMNI}, *PATCHES),
     "qwen3_omni_moe_thinker": (
         {
@@ -189,7 +197,7 @@ VISION = {  # the config, tokens per image, shape of its pixel_values
             "text_config": {**BASE, **TEXT["gemma4_text"], "model_type": "gemma4_text"},
             "vision_config": {
                 **SMALL_VIT, "num_key_value_heads": 2, "head_dim": 8, "pooling_kernel_size": 2,
-                "position_embedding_size": 64, "rope_parameters": {"rope_type": "default", "rope_theta": 1e2},
+                "position_embedding_size": 72, "rope_parameters": {"rope_type": "default", "rope_theta": 1e2},
             },
             "audio_config": None, "boi_token_id": 91, "eoi_token_id": 92, "video_token_id": 95, "audio_token_id": 96,
         },
@@ -278,6 +286,8 @@ REFUSED = {
         },
         "layers of indexed_attention",
     ),
+    "qwen4_exp_text": (QWEN4, "linear-attention, state-space"),
+    "qwen4_exp": ({}, "linear-attention, state-space"),  # its config is in VISION
     "gpt_neo": (
         {"attention_types": [[["global", "local"], 1]], "num_layers": 2, "num_heads": 4, "window_size": 5},
         "does not go through transformers' AttentionInterface",

@@ -78,8 +78,8 @@ SPLITS = {  # ranks, the engine's options, cases
     "2 replicas x 2 shards": (4, HALVES, ["qwen2_values", "qwen2_no_rows", "qwen2_5_vl"]),
     "2 replicas x 2 shards, Ulysses 2": (4, {**SHARED, **HALVES}, ["qwen2"]),
 }
-RECURRENT = {*test_families.RECURRENT, *test_families.RECURRENT_VISION}
-FAMILIES = [name for name in [*test_families.TEXT, *test_families.VISION] if name not in RECURRENT]
+NOT_SHARED = {*test_families.RECURRENT, *test_families.RECURRENT_VISION, *test_families.REFUSED}
+FAMILIES = [name for name in [*test_families.TEXT, *test_families.VISION] if name not in NOT_SHARED]
 # all cases: one for each layout and model, each family on two ranks, and the errors
 NAMES = [f"{split}/{name}" for split, (*_, names) in SPLITS.items() for name in names]
 NAMES += [*(f"family/{family}" for family in FAMILIES), "errors"]

@@ -42,7 +42,7 @@ def seeded(build):
         for name, parameter in model.named_parameters():  # larger than at initialisation, so that attention matters
             if parameter.ndim > 1 and "experts" not in name and "router" not in name:
                 parameter.mul_(4)
-            if name.endswith(("sinks", "mm_input_projection_weight")):  # which are 0 at first
+            if name.endswith(("sinks", "mm_input_projection_weight", "correct_output_scale")):  # which are 0 at first
                 parameter.normal_()
     return model
 
@@ -52,11 +52,21 @@ def text_model(family, options, attention="sdpa"):
     return seeded(lambda: AutoModelForCausalLM.from_config(config, attn_implementation=attention))
 
 
-def vision_model(family):
+def vision_model(family, attention="eager"):
     options = deepcopy(VISION[family][0])  # Qwen3.5's config writes into the dictionaries that it is given
     kind = options.pop("model_type", family)
     config = AutoConfig.for_model(kind, image_token_id=IMAGE, pad_token_id=0, **options)
-    return seeded(lambda: AutoModelForImageTextToText.from_config(config, attn_implementation="eager"))
+    return seeded(lambda: AutoModelForImageTextToText.from_config(config, attn_implementation=attention))
+
+
+def refused_model(family):
+    """A model whose rows cannot be packed.
+
+    Qwen4 (experimental) has sdpa: its eager attention adds two masks of lowest numbers, so that padding becomes nan.
+    """
+    if family in VISION:
+        return vision_model(family, "sdpa")
+    return text_model(family, REFUSED[family][0], "sdpa" if family.startswith("qwen4") else "eager")
 
 
 def rows(family=None):
@@ -113,7 +123,7 @@ def video_prompts(family, g):
         vision["video_second_per_grid"] = torch.tensor([2.0])
     if family.startswith("glm"):
         return [prompt_sample([3, 93, *[91, *[IMAGE] * 4, 92, 6] * 2, 94, 4], vision=vision)]
-    framewise = family.startswith(("qwen3_vl", "qwen3_5"))
+    framewise = family.startswith(("qwen3_vl", "qwen3_5", "qwen4"))
     ids = [3, *([91, *[VIDEO] * 4, 92, 6] * 2 if framewise else [91, *[VIDEO] * 8, 92]), 4]
     both = {**vision, "pixel_values": patches[:16] + 1, "image_grid_thw": torch.tensor([[1, 4, 4]])}
     return [prompt_sample(ids, vision=vision), prompt_sample([*ids, 91, *[IMAGE] * 4, 92, 5], vision=both)]
@@ -256,19 +266,20 @@ def test_hybrid_in_the_engine_with_gradient_checkpointing(checkpointing):
     torch.testing.assert_close(norms[0][1], norms[1][1], atol=1e-4, rtol=1e-4)
 
 
-@pytest.mark.parametrize("family", VISION)
+@pytest.mark.parametrize("family", [family for family in VISION if family not in REFUSED])
 def test_vision_family_equals_one_sequence_at_a_time(family):
     check(vision_model(family), *rows(family), atol=5e-5 if family in RECURRENT_VISION else 1e-5)
 
 
 @pytest.mark.parametrize("family", REFUSED)
 def test_a_family_that_cannot_be_packed_is_named_and_padded_rows_are_right(family):
-    options, why = REFUSED[family]
-    model, (batch, weights) = text_model(family, options, "eager"), rows()
+    why, model = REFUSED[family][1], refused_model(family)
+    batch, weights = rows(family if family in VISION else None)
     expected = f"^use_remove_padding: expected False for {family}, .* cannot be packed, got True: .*{why}"
     with pytest.raises(ValueError, match=expected):
         use_packed_attention(model, packed=True)
-    check(model, batch, weights, ["padded"], atol=5e-5)  # rounding accumulates in a recurrence
+    ways = ["padded", LEFT] if family.startswith("qwen4") else ["padded"]
+    check(model, batch, weights, ways, atol=5e-5)  # rounding accumulates in a recurrence
     forwards = []
     model.get_input_embeddings().register_forward_hook(lambda *_: forwards.append(1))
     for way in ("packed", "shared"):

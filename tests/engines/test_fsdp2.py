@@ -242,6 +242,23 @@ def test_rows_of_a_micro_batch_group_stay_in_one_micro_batch(tiny_dir, processor
     assert all(set(a).isdisjoint(b) for i, a in enumerate(seen) for b in seen[:i])
 
 
+def test_the_host_does_not_wait_for_each_micro_batch(tiny_dir, processor, monkeypatch):
+    """On a GPU it prepares the next one meanwhile: results are copied once, and where they belong is known."""
+    engine, batch, copied, to_host = (
+        engine_for(tiny_dir, micro_batch_tokens=80),
+        make_batch(processor),
+        [],
+        torch.Tensor.cpu,
+    )
+    assert len([*engine._micro_batches(batch)]) > 1
+    monkeypatch.setattr(torch.Tensor, "cpu", lambda x: copied.append(x.shape) or to_host(x))
+    engine.infer_batch(batch, ("logprobs", "entropy"))
+    assert copied == [batch.tokens.shape] * 2
+    inputs = prepare_model_inputs(batch, engine.spec, torch.device("meta"))
+    assert inputs.output_indices.device.type == "cpu"
+    assert inputs.scatter(torch.zeros(len(inputs.targets), device="meta")).shape == batch.tokens.shape
+
+
 def test_on_policy_ratio_is_one_in_the_engine(tiny_dir, processor):
     """A token's logprob is the same to rounding in `infer_batch` and `train_batch`, in different micro-batches."""
     engine = engine_for(tiny_dir, micro_batch_tokens=100, lr=0.0)

@@ -44,8 +44,7 @@ WIDE = {
     "hidden_size": 64, "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 32, "intermediate_size": 96,
     "moe_intermediate_size": 96, "max_position_embeddings": 512, "bos_token_id": None, "eos_token_id": 2,
 }  # fmt: skip
-# of latent attention vLLM has one size on a CPU, and RoPE for it only with YaRN, as DeepSeek's own checkpoints have it:
-# its kernel for plain RoPE misreads queries of several heads
+# of latent attention vLLM has one size on a CPU; YaRN is what DeepSeek's own checkpoints have
 # vLLM's kernel for the gated delta rule has one size on a CPU
 DELTA = {"linear_key_head_dim": 128, "linear_value_head_dim": 128}
 MORE = {
@@ -53,6 +52,13 @@ MORE = {
     "glm_ocr": {"intermediate_size": 192},  # vLLM's merger has this width, that of transformers 3 * out_hidden_size
     **dict.fromkeys(("llama4", "llama4_text"), {"attention_chunk_size": 32, "floor_scale": 8}),
     **dict.fromkeys(("gemma4", "gemma4_text"), {"global_head_dim": 64, "hidden_size_per_layer_input": 32}),
+    "granitemoehybrid": {"mamba_n_heads": 8},  # times 16 is twice the hidden size
+    # without experts, which vLLM does not compute on a CPU
+    "nemotron_h": {
+        "layers_block_type": ["linear_attention", "mlp", "full_attention", "mlp"], "mamba_ssm_cache_dtype": "bfloat16",
+    },
+    # published configs have these widths, transformers' classes do not
+    **dict.fromkeys(("lfm2", "lfm2_moe", "lfm2_vl"), {"conv_dim": 64, "conv_dim_out": 64, "block_dim": 64}),
     "deepseek_v3": {
         "kv_lora_rank": 512, "qk_rope_head_dim": 64, "head_dim": 64, "qk_nope_head_dim": 32, "v_head_dim": 24,
         "first_k_dense_replace": 1, "topk_method": "noaux_tc", "scoring_func": "sigmoid", "rope_parameters": {
@@ -70,6 +76,10 @@ SECTIONS = {"qwen": [6, 5, 5], "padd": [6, 5, 5], "glm4": [4, 2, 2], "glm_": [4,
 SAMPLING = Sampling(6, temperature=0.8, seed=(0, 1))
 TOKENS = 40  # more than a window
 SIZE = {"max_model_len": 256, "max_num_seqs": 8, "kv_cache_memory_bytes": 16 << 20, "block_size": 32}
+# vLLM takes one video of GLM-4V in a prompt, and rounds the times of GLM-OCR's frames to seconds
+ONE_CLIP = [
+    ([{**test_every_family.clip(4, 17, 33), "fps": 2}], [test_every_family.image(20, 20)], "<video> or <image>?")
+]
 
 
 def seeing(family, reader):
@@ -110,7 +120,7 @@ def of_text(family, reader):
 def as_published(family, file):
     """In the names and shapes of the families' own checkpoints; transformers reads them and writes others."""
     tensors = load_file(file)
-    if family in ("llava", "gemma3"):
+    if family in ("llava", "gemma3", "lfm2_vl"):
         tensors = {name.replace("vision_tower.", "vision_tower.vision_model."): x for name, x in tensors.items()}
     if family == "qwen3_vl_moe":
         tensors = {name: x.mT.contiguous() if ".experts." in name else x for name, x in tensors.items()}
@@ -152,7 +162,8 @@ def measure(family, path):
     images = [[test_every_family.image(*size) for size in sizes] if sees else [] for sizes in test_every_family.SIZES]
     rows = [{"question": f"how many {i}?", "images": found} for i, found in enumerate(images)]
     if family in test_every_family.WATCHES:
-        rows += [{"question": q, "images": images, "videos": videos} for videos, images, q in test_every_family.CLIPS]
+        clips = ONE_CLIP if family.startswith("glm") else test_every_family.clips(family)
+        rows += [{"question": q, "images": images, "videos": videos} for videos, images, q in clips]
     if family in test_every_family.HEARS:
         clips = test_every_family.OMNI_CLIPS[:2]  # the videos of the third have two rates
         rows += [{"question": q, "images": images, "videos": videos} for videos, images, q in clips]

@@ -12,7 +12,7 @@ from isolated_cases import require, run_cases
 from transformers import AutoConfig
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "engines"))
-from family_configs import BASE, TEXT, VISION
+from family_configs import BASE, QWEN4, TEXT, VISION
 
 from rlkit.data.samples import prompt_sample
 from rlkit.rollout import Sampling
@@ -33,8 +33,9 @@ FAMILIES = [
 ]  # fmt: skip
 # the rest runs by `make families`
 MORE_FAMILIES = [
-    "ernie4_5", "ernie4_5_moe", "falcon_h1", "gemma4_text", "glm4_moe", "glm_ocr", "llama4", "llama4_text",
-    "ministral3", "mistral3", "paddleocr_vl", "qwen2_5_omni_thinker", "qwen3_omni_moe_thinker",
+    "ernie4_5", "ernie4_5_moe", "falcon_h1", "gemma4_text", "glm4_moe", "glm_ocr", "granitemoehybrid", "lfm2",
+    "lfm2_moe", "lfm2_vl", "llama4", "llama4_text", "ministral3", "mistral3", "nemotron_h", "paddleocr_vl",
+    "qwen2_5_omni_thinker", "qwen3_omni_moe_thinker",
 ]  # fmt: skip
 BFLOAT16 = ["qwen3_5", "qwen3_next"]  # vLLM's kernel for the gated delta rule has no other dtype on a CPU
 MORE_BFLOAT16 = ["minicpmv4_6", "qwen3_5_moe"]
@@ -43,6 +44,7 @@ OTHER_CPU = "deepseek_v3/other_cpu"
 POSITIONS = ["Qwen2VL", "Qwen2_5_VL"]
 REFUSED = {
     "gemma3": "expected a family whose image tokens attend to earlier ones only",
+    "gemma3n_text": "expected a family whose weights vLLM uses completely",
     "gpt_oss": "expected a family whose weights vLLM replaces completely",
 }
 ABSENT = ["glm46v", "diffllama", "mistral4"]  # vLLM has no model of these
@@ -294,7 +296,7 @@ def test_an_attention_back_end_that_refuses_the_dtype_is_named():
 
 @pytest.mark.parametrize("family", OBSTACLES)
 def test_a_family_that_vllm_cannot_compute_on_a_cpu_is_named(tmp_path, family):
-    options = VISION[family][0] if family in VISION else {**BASE, **TEXT[family]}
+    options = VISION[family][0] if family in VISION else {**BASE, **TEXT.get(family, QWEN4)}
     AutoConfig.for_model(family, **options).save_pretrained(tmp_path)
     expected = f"model: expected a family that vLLM can compute on a CPU, got {family}: {OBSTACLES[family]}; use"
     with pytest.raises(ValueError, match=f"^{expected} rollout 'hf'$"):
@@ -331,6 +333,13 @@ def test_a_server_on_a_cpu_has_the_dtype_that_its_family_needs(tmp_path, monkeyp
     monkeypatch.setattr("rlkit.rollout.vllm_cpu.has_avx512", lambda: True)
     flags = command(str(tmp_path), "127.0.0.1", 8000, 1, on_gpu=False)
     assert flags[flags.index("--dtype") + 1] == "bfloat16" and "--no-enable-prefix-caching" in flags
+
+
+def test_a_server_on_a_cpu_computes_the_rope_of_lfm2_in_pytorch(tmp_path):
+    AutoConfig.for_model("lfm2", **{**BASE, **TEXT["lfm2"]}).save_pretrained(tmp_path)
+    flags = command(str(tmp_path), "127.0.0.1", 8000, 1, on_gpu=False)
+    assert flags[flags.index("--compilation-config") + 1] == '{"custom_ops": ["-rotary_embedding"]}'
+    assert "--no-enable-prefix-caching" in flags
 
 
 def test_no_vllm_is_an_error_that_says_how_to_get_it(monkeypatch):

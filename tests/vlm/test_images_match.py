@@ -11,7 +11,7 @@ from PIL import Image
 sys.path.insert(0, str(Path(__file__).parent))
 sys.path.insert(0, str(Path(__file__).parents[1] / "engines"))
 import family_processors
-from family_configs import IMAGE, VISION
+from family_configs import IMAGE, REFUSED, VISION
 from test_families import layout_of_image, rows, text_model, vision_model
 
 from rlkit.data import append_response, collate
@@ -43,7 +43,8 @@ def engine(model):
     def optimizer(parameters):
         return torch.optim.SGD(parameters, lr=0.1)
 
-    found = make_engine("fsdp2", model=model, device="cpu", optimizer=optimizer)
+    packed = model.config.model_type not in REFUSED
+    found = make_engine("fsdp2", model=model, device="cpu", optimizer=optimizer, use_remove_padding=packed)
     ran = []
     found.module.register_forward_pre_hook(lambda *_: ran.append(1))
     return found, ran
@@ -196,6 +197,21 @@ def test_a_family_without_absolute_time_wants_none(family):
     kind = "image" if family == "glm4v" else "video"
     with pytest.raises(ValueError, match=rf"row 0 .*: {kind} tokens: expected 2 for 1 {kind}s, got 1"):
         check_image_tokens(short, config)
+
+
+def test_a_missing_token_of_gemma4s_video_is_named():
+    config = vision_model("gemma4").config
+    where = torch.zeros(2, 4, 2, dtype=torch.long)  # two frames of one token
+    vision = {"pixel_values_videos": torch.zeros(2, 4, 48), "video_position_ids": where}
+    vision["num_frames_per_video"] = torch.tensor([2])
+    for count in (2, 1):
+        ids = [3, *[config.video_token_id] * count, 4]
+        rows = collate([append_response(prompt_sample(ids, vision=vision), ANSWER, [-1.0] * 2)])
+        if count == 2:
+            check_image_tokens(rows, config)
+        else:
+            with pytest.raises(ValueError, match=r"row 0 .*: video frame tokens: expected 2 for 2 video frames, got 1"):
+                check_image_tokens(rows, config)
 
 
 def test_a_text_model_sees_no_images():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from dataclasses import replace
 from functools import partial, wraps
 from pathlib import Path
 from typing import Any, TypeVar, cast
@@ -56,8 +57,8 @@ from rlkit.losses.logprobs import (
 )
 from rlkit.vlm.adapt import adapter_parameters, checkpoint_parameters, merged_parameters
 from rlkit.vlm.families import head_obstacle
-from rlkit.vlm.inputs import position_spec
-from rlkit.vlm.loading import use_published_interpolation
+from rlkit.vlm.inputs import gemma_frames_as_images, position_spec
+from rlkit.vlm.loading import compute_as_published
 from rlkit.vlm.routers import use_router_replay
 
 Method = TypeVar("Method", bound=Callable[..., Any])
@@ -235,7 +236,7 @@ class Fsdp2Engine:
         if self.use_remove_padding:  # the padding token, which gets no gradient, may also end answers
             self.base.get_input_embeddings().padding_idx = None
         use_packed_attention(self.base, packed=self.use_remove_padding)
-        use_published_interpolation(self.base)
+        compute_as_published(self.base)
         if self.device.type == "cuda":
             use_packed_vision_attention(self.base, self.config)
         if self.router_replay:
@@ -303,15 +304,15 @@ class Fsdp2Engine:
     def infer_batch(self, batch: Batch, outputs: Sequence[str] = ("logprobs",)) -> dict[str, Tensor]:
         """[B, T] outputs of this rank's rows, in their order, on the host; 0 where the mask is False."""
         self.module.eval()
-        results = {name: torch.zeros(batch.tokens.shape, dtype=torch.float32) for name in outputs}
+        results = {name: torch.zeros(batch.tokens.shape, device=self.device) for name in outputs}
         for rows, dummy in self._micro_batches(batch):
             micro_batch = batch.select(rows)
             out = self._forward(micro_batch, outputs, dummy)
             index, width = torch.tensor(rows, dtype=torch.long), micro_batch.tokens.shape[1]
             for name, result in results.items():
-                result[index, :width] = getattr(out, name).float().cpu()
+                result[index, :width] = getattr(out, name).float()
         self._reshard()  # the root unit stays gathered after a forward, embeddings and output layer
-        return results
+        return {name: result.cpu() for name, result in results.items()}
 
     def topk_logprobs(self, batch: Batch, k: int) -> TopkLogprobs:
         """The K likeliest tokens in place of each token of the mask, as tensors [N, K] for `Batch.add_unpadded`.
@@ -378,7 +379,7 @@ class Fsdp2Engine:
         for rows, dummy in self._micro_batches(batch):
             micro_batch = batch.select(rows)
             inputs = self._inputs(micro_batch, dummy)
-            tokens = batch.unpadded_rows(rows)[micro_batch.unpadded_at(inputs.output_indices.cpu())]
+            tokens = batch.unpadded_rows(rows)[micro_batch.unpadded_at(inputs.output_indices)]
             for name, x in self._of_all_ranks(compute(inputs), inputs).items():
                 result = results.setdefault(name, torch.zeros(int(batch.mask.sum()), *x.shape[1:], dtype=x.dtype))
                 result[tokens] = x[: len(tokens)].cpu()
@@ -404,7 +405,7 @@ class Fsdp2Engine:
         return Outputs({name: inputs.scatter(result) for name, result in results.items()}, dummy_loss)
 
     def _inputs(self, batch: Batch, dummy: Sample | None) -> ModelInputs:
-        return prepare_model_inputs(
+        inputs = prepare_model_inputs(
             batch,
             self.spec,
             self.device,
@@ -414,6 +415,7 @@ class Fsdp2Engine:
             ulysses=self.ulysses,
             router_replay=self.router_replay,
         )
+        return replace(inputs, kwargs=gemma_frames_as_images(inputs.kwargs, self.config))
 
     def _of_all_ranks(self, results: Mapping[str, Tensor], inputs: ModelInputs) -> Mapping[str, Tensor]:
         """Results [K, ...] with those of the other ranks that share the rows."""
@@ -445,7 +447,7 @@ class Fsdp2Engine:
 
     def _own_unpadded(self, batch: Batch, inputs: ModelInputs) -> tuple[slice, dict[str, Tensor]]:
         """The outputs that this rank computes, as a slice of `logits_to_keep`, and `batch.unpadded` at their tokens."""
-        indices = inputs.output_indices.cpu()
+        indices = inputs.output_indices
         if self.ulysses is not None:
             indices = indices.split(inputs.outputs_per_rank)[self.ulysses.rank]
         tokens = batch.unpadded_at(indices)

@@ -165,7 +165,7 @@ def _select_local_tokens(
     output_indices = inputs.output_indices[is_local[: len(inputs.output_indices)]]
     if not len(positions):  # the model needs at least one position
         positions, targets = positions.new_zeros(1), targets.new_zeros(1)
-    positions, targets, output_indices = (x.to(device) for x in (positions, targets, output_indices))
+    positions, targets = (x.to(device, non_blocking=True) for x in (positions, targets))
     return ModelInputs(kwargs, positions, targets, output_indices, inputs.shape)
 
 

@@ -387,7 +387,7 @@ class MegatronEngine:
         self, functions: Mapping[str, LogitFunction], part: Batch, inputs: ModelInputs, selected: Tensor
     ) -> dict[str, Tensor]:
         """[K'] values of `logit_functions`; each piece of logits is gathered over the tensor ranks."""
-        tokens = part.unpadded_at(inputs.output_indices.cpu())
+        tokens = part.unpadded_at(inputs.output_indices)
         unpadded = {name: x[tokens].to(self.device) for name, x in part.unpadded.items()}
         results = {}
         for name, function in functions.items():
@@ -403,7 +403,7 @@ class MegatronEngine:
 
         def finish(rows: list[int], part: Batch, inputs: ModelInputs, result: Tensor) -> tuple[Tensor, Tensor, Any]:
             top = topk_of_chunks(self._logit_chunks(result[0][inputs.logits_to_keep]), k, self.temperature)
-            tokens = batch.unpadded_rows(rows)[part.unpadded_at(inputs.output_indices.cpu())]
+            tokens = batch.unpadded_rows(rows)[part.unpadded_at(inputs.output_indices)]
             found = (tokens, *(x[: len(tokens)].cpu() for x in top))
             return result.new_zeros(()), torch.zeros((), dtype=torch.int), found
 

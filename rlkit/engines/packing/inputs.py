@@ -31,8 +31,8 @@ class ModelInputs:
         kwargs: of the model's forward.
         logits_to_keep: [K] positions, in the flattened input, whose next token is scored; K >= 1.
         targets: [K] these next tokens.
-        output_indices: [K'] where the results belong in a flattened [B, T]. K' is K, or 0 if no token is scored and
-            the one position in `logits_to_keep` is a placeholder.
+        output_indices: [K'] where the results belong in a flattened [B, T], on the host. K' is K, or 0 if no token is
+            scored and the one position in `logits_to_keep` is a placeholder.
         shape: (B, T).
         outputs_per_rank: under Ulysses, how many of `output_indices` each rank computes, in rank order.
             `logits_to_keep` and `targets` are then this rank's, and positions count from the start of its part.
@@ -56,7 +56,8 @@ class ModelInputs:
     def scatter(self, values: Tensor) -> Tensor:
         """[K] results -> [B, T], 0 where no token is scored."""
         flat = values.new_zeros(self.shape[0] * self.shape[1])
-        return flat.index_copy(0, self.output_indices, values[: len(self.output_indices)]).view(self.shape)
+        indices = self.output_indices.to(values.device, non_blocking=True)
+        return flat.index_copy(0, indices, values[: len(indices)]).view(self.shape)
 
 
 def prepare_model_inputs(
@@ -98,9 +99,9 @@ def prepare_model_inputs(
     if remove_padding:
         kwargs["logits_to_keep"] = scored.positions
     on_device = {k: v.to(device, non_blocking=True) if isinstance(v, Tensor) else v for k, v in kwargs.items()}
-    positions, targets, output_indices = (x.to(device) for x in scored)
+    positions, targets = (x.to(device, non_blocking=True) for x in (scored.positions, scored.targets))
     height, width = batch.tokens.shape
-    return ModelInputs(on_device, positions, targets, output_indices, (height, width), outputs_per_rank)
+    return ModelInputs(on_device, positions, targets, scored.output_indices, (height, width), outputs_per_rank)
 
 
 class _PaddedRows(NamedTuple):
