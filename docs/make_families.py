@@ -113,12 +113,13 @@ def page() -> str:
     sees = {*by_model_type, *(name.removesuffix("_thinker") for name in families.VISION)}
     vllm = modules["rollout/test_vllm.py"]
     recurrent = {*families.RECURRENT, *families.RECURRENT_VISION}
+    not_shared = load("engines/on_ulysses_ranks.py").NOT_SHARED
     refused = {
         "packed": {*families.REFUSED},
-        "Ulysses": recurrent | {*families.REFUSED},
+        "Ulysses": not_shared,
         "videos": {*by_model_type} - {name.removesuffix("_thinker") for name in [*every.WATCHES, *every.HEARS]},
         "audio": {*by_model_type} - {name.removesuffix("_thinker") for name in every.HEARS},
-        "vLLM": {*vllm.OBSTACLES, "qwen4_exp", *vllm.REFUSED, *vllm.ABSENT},
+        "vLLM": {*vllm.OBSTACLES, "cohere_compass", "glm5_next", "qwen4_exp", *vllm.REFUSED, *vllm.ABSENT},
     }
 
     def cell(column: str, name: str) -> str:
@@ -230,6 +231,18 @@ Notes:
   blocks in a Python loop over all tokens, so training is slow. The choice has no gradient: the indexer does not train.
   A model must be loaded with `sdpa` attention, as `load_model` does: with `eager`, padding on the left makes
   log-probabilities nan. Its GPU kernels, and vLLM, were not tested.
+- **ernie4_5_vl_moe** has experts for tokens of images, and for the tokens around an image, beside those for text. Which
+  tokens these are goes to the model as `moe_mm_token_type_ids`, which the engine computes. Ranks cannot share a
+  sequence, since experts for images have no gradient on a rank without image tokens. Routing replay is refused: its
+  layers have two routers. vLLM 0.32 reads the configuration and the processor of the published remote code only; no
+  run with the published files was tested.
+- **glm5_next** (GLM-5.3-Flash) attends as GLM-5 does, to pools of tokens that an indexer chooses, next to layers of
+  linear attention. It has no position ids. Rows are padded, for the reasons given for GLM-5. vLLM 0.32 reads the
+  configuration of its published files only, as that of transformers lacks `mhc`; no run with them was tested.
+- **cohere_compass with vLLM.** With `mrope_section` [6, 6, 4], transformers 5.19 rotates the dimensions of a head by
+  the frequencies 0, 2, ..., 10, 1, 3, ..., 11, 12, ..., 15, and vLLM 0.32 by 0, 1, ..., 15. The logprobs differ by 0.1
+  in the tiny model, and by 5e-7 in one whose layers have no RoPE. rlkit refuses the family on a CPU; on a GPU
+  `WeightSyncCheck` would stop such a run.
 - **MiniCPM-V 4.6.** Its processor numbers the images of a text. Images in the observations of an episode start from 0
   again, while vLLM counts them on.
 - **SmolVLM.** transformers' processor needs the package `num2words`.

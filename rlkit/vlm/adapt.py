@@ -10,7 +10,13 @@ import torch
 from torch import Tensor, nn
 
 from rlkit.data.lookup import requires_extra
-from rlkit.vlm.families import CHECKPOINT_NAME_FAMILIES, TRANSPOSED_EXPERTS, checkpoint_name, recurrent_layers
+from rlkit.vlm.families import (
+    CHECKPOINT_NAME_FAMILIES,
+    TRANSPOSED_EXPERTS,
+    VISION_EXPERT_FAMILIES,
+    checkpoint_name,
+    recurrent_layers,
+)
 
 
 def vision_tower_pattern(model: Any) -> str:
@@ -296,6 +302,24 @@ def _delta(adapter: Any, down: Tensor, up: Tensor) -> Tensor:
     return delta.transpose(1, 2) if getattr(adapter.get_base_layer(), "is_transposed", False) else delta
 
 
+def converted_together(model: Any, parameters: Iterable[tuple[str, Tensor]]) -> Iterator[dict[str, Tensor]]:
+    """Groups of parameters that transformers converts to those of checkpoint files together, by name.
+
+    In most families each parameter is converted alone. ERNIE 4.5 VL has experts for text and for images, which its
+    files number in one list.
+    """
+    waiting: dict[str, tuple[str, Tensor]] = {}
+    for name, tensor in parameters:
+        pair = re.sub(r"\.(text|vision)_moe\.", ".moe.", name)
+        if model.config.model_type not in VISION_EXPERT_FAMILIES or pair == name:
+            yield {name: tensor}
+        elif pair in waiting:
+            yield dict([waiting.pop(pair), (name, tensor)])
+        else:
+            waiting[pair] = name, tensor
+        del tensor
+
+
 def checkpoint_parameters(model: Any, parameters: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
     """Converts (name, tensor) pairs of a transformers model to the names and tensors of its checkpoint files.
 
@@ -306,8 +330,9 @@ def checkpoint_parameters(model: Any, parameters: Iterable[tuple[str, Tensor]]) 
     from transformers.core_model_loading import revert_weight_conversion
 
     family = model.config.model_type
-    for name, tensor in parameters:
-        pieces = list(revert_weight_conversion(model, {name: tensor}).items())
+    for group in converted_together(model, parameters):
+        pieces = list(revert_weight_conversion(model, group).items())
+        name, tensor = group.popitem()
         if (
             family in TRANSPOSED_EXPERTS and ".mlp.experts." in name
         ):  # transformers reads both layouts and writes its own
@@ -315,6 +340,7 @@ def checkpoint_parameters(model: Any, parameters: Iterable[tuple[str, Tensor]]) 
         elif len(pieces) == 1 and pieces[0][1] is tensor and family not in CHECKPOINT_NAME_FAMILIES:
             pieces = [(name, tensor)]
         del tensor
+        group.clear()
         while pieces:
             name, piece = pieces.pop(0)
             yield checkpoint_name(family, name), piece

@@ -20,14 +20,18 @@ PATCH_ROW_FAMILIES = frozenset(
         "qwen3_5",
         "qwen3_5_moe",
         "qwen4_exp",
+        "cohere_compass",
         "glm4v",
         "glm4v_moe",
         "glm46v",
         "glm_ocr",
+        "ernie4_5_vl_moe",
         "qwen2_5_omni_thinker",
         "qwen3_omni_moe_thinker",
     }
 )
+# tokens of images and videos, and those around them, go to experts of their own, by `moe_mm_token_type_ids`
+VISION_EXPERT_FAMILIES = frozenset({"ernie4_5_vl_moe"})
 IMAGE_DIMENSION_FAMILIES = frozenset({"smolvlm", "idefics3"})  # pixel_values is [samples, images, ...]
 # vLLM accepts only the names of the files
 CHECKPOINT_NAME_FAMILIES = frozenset(
@@ -36,6 +40,7 @@ CHECKPOINT_NAME_FAMILIES = frozenset(
         "gemma3",
         "mixtral",
         "ernie4_5_moe",
+        "ernie4_5_vl_moe",
         "granitemoehybrid",
         "kimi_linear",
         "lfm2_vl",
@@ -215,6 +220,16 @@ def tokens_per_image(config: Any) -> int:
     if config.model_type == "llama4":  # pixel_values has one entry for each tile
         return round(((vision.image_size // vision.patch_size) * vision.pixel_shuffle_ratio) ** 2)
     return 0
+
+
+def numbers_per_patch(vision: Any) -> int:
+    """Length of a row of pixel_values in `PATCH_ROW_FAMILIES`: the colours of a patch, in one frame or several.
+
+    Args:
+        vision: the configuration of the vision tower.
+    """
+    channels = getattr(vision, "in_channels", getattr(vision, "in_chans", 3))
+    return channels * getattr(vision, "temporal_patch_size", 1) * vision.patch_size**2
 
 
 def audio_tokens(frames: Tensor, config: Any) -> Tensor:

@@ -258,6 +258,7 @@ def _vision_contents(one: Mapping[str, Tensor], config: Any) -> list[_VisionCont
 # family -> the tensor beside its pixels that describes the size of each image (in LFM2-VL, of each tile)
 IMAGE_SIZE_KEYS = {
     "gemma4": "image_position_ids",
+    "glm5_next": "image_grid_thw",
     "kimi_k25": "image_grid_thw",
     "lfm2_vl": "spatial_shapes",
     "minicpmv4_6": "target_sizes",
@@ -286,6 +287,8 @@ def _tokens_of_each_image(one: Mapping[str, Tensor], config: Any, kind: str, siz
         return []
     if family == "gemma4":
         return _gemma_tokens(sizes, config)
+    if family == "glm5_next":
+        return (sizes.prod(1) // vision.spatial_merge_size**2).tolist()
     if family == "kimi_k25":
         return (sizes.prod(1) // math.prod(vision.merge_kernel_size)).tolist()
     if family == "lfm2_vl":  # in patches; an odd row or column is padded

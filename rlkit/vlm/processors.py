@@ -174,7 +174,9 @@ def _check_regular(mode: int) -> None:
 
 
 # outputs of a processor that are not vision tensors; the engine computes its own
-TEXT_OUTPUTS = frozenset({"input_ids", "attention_mask", "mm_token_type_ids", "token_type_ids"})
+TEXT_OUTPUTS = frozenset(
+    {"input_ids", "attention_mask", "mm_token_type_ids", "moe_mm_token_type_ids", "token_type_ids"}
+)
 
 
 # processors whose audios are tested: both tracks, position ids, training and sampling. They repeat a placeholder and

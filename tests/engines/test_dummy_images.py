@@ -25,6 +25,7 @@ from rlkit.vlm.inputs import (
     position_spec,
     vision_kinds,
 )
+from rlkit.vlm.routers import routers
 
 CPU = torch.device("cpu")
 
@@ -62,6 +63,19 @@ def test_a_dummy_image_changes_no_output_and_goes_through_the_tower(family, need
         towers += ["audio_tower.conv"] * ("audio" in needed)
         assert towers and all(any(tower in name for name in in_tower) for tower in towers)
         assert all(dummy_gradients[name].abs().max() == 0 for name in in_tower)
+
+
+def test_a_dummy_image_alone_goes_to_all_experts_of_ernie():
+    """Its experts for text and for images both join the collectives of a rank that has no rows."""
+    model, found = vision_model("ernie4_5_vl_moe"), []
+    with pytest.raises(ValueError, match="^model: expected one router in each layer, got several in those of ernie4_5"):
+        routers(model)
+    use_packed_attention(model)
+    for sample in (rows("ernie4_5_vl_moe")[0].select([0]), collate([dummy_sample(model.config, image=True)])):
+        kwargs = prepare_model_inputs(sample, position_spec(model.config), CPU).kwargs
+        found.append(gradients(model, model(**kwargs, use_cache=False).logits.sum()))
+    assert found[0].keys() == found[1].keys()
+    assert {"text_moe", "vision_moe"} <= {part for name in found[1] for part in name.split(".")}
 
 
 def test_a_family_without_a_known_dummy_image_is_named():

@@ -12,7 +12,7 @@ from isolated_cases import require, run_cases
 from transformers import AutoConfig
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "engines"))
-from family_configs import BASE, QWEN4, TEXT, VISION
+from family_configs import BASE, COMPASS, GLM5, QWEN4, TEXT, VISION
 
 from rlkit.data.samples import prompt_sample
 from rlkit.rollout import Sampling
@@ -47,6 +47,7 @@ REFUSED = {
     "gemma3n_text": "expected a family whose weights vLLM uses completely",
     "gpt_oss": "expected a family whose weights vLLM replaces completely",
 }
+OF_TEXT = {"qwen4_exp_text": QWEN4, "glm5_next_text": GLM5, "cohere_compass_text": COMPASS}
 ABSENT = ["glm46v", "diffllama", "mistral4"]  # vLLM has no model of these
 
 
@@ -296,7 +297,7 @@ def test_an_attention_back_end_that_refuses_the_dtype_is_named():
 
 @pytest.mark.parametrize("family", OBSTACLES)
 def test_a_family_that_vllm_cannot_compute_on_a_cpu_is_named(tmp_path, family):
-    options = VISION[family][0] if family in VISION else {**BASE, **TEXT.get(family, QWEN4)}
+    options = VISION[family][0] if family in VISION else {**BASE, **(TEXT | OF_TEXT)[family]}
     AutoConfig.for_model(family, **options).save_pretrained(tmp_path)
     expected = f"model: expected a family that vLLM can compute on a CPU, got {family}: {OBSTACLES[family]}; use"
     with pytest.raises(ValueError, match=f"^{expected} rollout 'hf'$"):

@@ -30,6 +30,7 @@ from rlkit.engines.packing.ulysses import gather_heads_scatter_tokens, gather_to
 from rlkit.vlm.families import (
     BIDIRECTIONAL_IMAGE_FAMILIES,
     NO_ATTENTION_INTERFACE,
+    VISION_EXPERT_FAMILIES,
     attention_chunk_size,
     attention_layer_count,
     attention_temperature_length,
@@ -41,6 +42,7 @@ from rlkit.vlm.families import (
     packing_obstacle,
     recurrent_layers,
 )
+from rlkit.vlm.processors import placeholder_ids
 
 NAME = "rlkit_packed"
 
@@ -296,7 +298,7 @@ def _before_forward(
     obstacle: str | None,
     not_causal: str | None,
 ) -> tuple[Any, dict[str, Any]]:
-    """Forward pre-hook: refuse what would be computed wrongly, and mark the images that attend to themselves."""
+    """Forward pre-hook: refuse what would be computed wrongly, and mark the tokens of images where a model asks."""
     family, layout, mask = config.model_type, kwargs.get("packed_layout"), kwargs.get("attention_mask")
     has_images = kwargs.get("pixel_values") is not None
     tuned = attention_temperature_length(config)
@@ -316,6 +318,10 @@ def _before_forward(
             f"attention_mask: expected less than {tuned} columns for {family} in rows padded on the left, because its "
             f"attention temperature counts padding, got {mask.shape[1]}; use rollout 'vllm' for longer sequences"
         )
+    if family in VISION_EXPERT_FAMILIES and kwargs.get("moe_mm_token_type_ids") is None:
+        tokens = kwargs["input_ids"]
+        of_vision = torch.tensor(placeholder_ids(config), device=tokens.device)
+        kwargs["moe_mm_token_type_ids"] = torch.isin(tokens, of_vision).int()
     if has_images and family in BIDIRECTIONAL_IMAGE_FAMILIES:
         tokens, image_token = kwargs["input_ids"], config.image_token_id
         if layout is not None:
