@@ -163,12 +163,18 @@ Notes:
 
 - **Qwen-Omni.** Only the thinker is trained, the part that writes text; `load_model` takes it out of a whole model.
   An export is a whole model without the part that speaks, as vLLM and transformers' class of the thinker read it.
-  Rows may have images, audios and videos. The processor takes one frame rate for all videos of a call, so rlkit calls
-  it once for each video. vLLM takes one frame rate with a prompt: rollout `vllm` refuses a prompt with videos of
-  several rates, and vLLM's servers, which take none, refuse videos. Qwen3-Omni has whole position ids only if frames
-  are a multiple of half a second apart: files are read at such a rate, and given frames at another rate are refused.
-  With LoRA, Qwen3-Omni needs `--target_modules` such as ".*[qkvo]_proj": peft's all-linear takes modules of the
-  vision tower and layers of the same name for one another.
+  Rows may have images, audios and videos, and with `--video_sound` the sound of video files. With LoRA, Qwen3-Omni
+  needs `--target_modules` such as ".*[qkvo]_proj": peft's all-linear takes modules of the vision tower and layers of
+  the same name for one another.
+- **Videos of Qwen-Omni.** The processor takes one frame rate for all videos of a call, so rlkit calls it once for
+  each video. Qwen3-Omni has whole position ids only if frames are a multiple of half a second apart: files are read
+  at such a rate, and given frames at another rate are refused. vLLM takes one frame rate with a prompt: rollout
+  `vllm` refuses a prompt with videos of several rates, and vLLM's servers, which take none, refuse videos.
+- **Videos of Qwen-Omni with sound, in vLLM.** For Qwen2.5-Omni rollout `vllm` refuses them. The position ids of vLLM
+  0.32 give the id of the first video token to `<|audio_bos|>`, the token before it, so that all further ids come one
+  token too early; logprobs would differ by 0.1. For Qwen3-Omni it takes prompts in which all videos have sound and no
+  other audio stands beside them. vLLM's caches identify a video by its frames alone: rlkit switches off the cache of
+  its processor for Qwen3-Omni, and adds the sound to the identity of a video in the prefix cache.
 - **deepseek_v3 with vLLM on a CPU.** vLLM supports only the published attention size (`kv_lora_rank` 512,
   `qk_rope_head_dim` 64). The config must have `topk_method` and `scoring_func`, which transformers' defaults leave out.
 - **Recurrent layers** (gated delta rule, Mamba, short convolutions) carry a state from token to token. In packed rows

@@ -29,13 +29,13 @@ from rlkit.rollout.vllm_requests import (
     as_trainer_tokens,
     check_suppressed_token_ids,
     check_videos,
-    vllm_processor_arguments,
     vllm_prompt,
     vllm_sampling_params,
+    vllm_video_options,
 )
 from rlkit.vlm.families import BIDIRECTIONAL_IMAGE_FAMILIES
 from rlkit.vlm.loading import thinker_config
-from rlkit.vlm.processors import suppressed_token_ids
+from rlkit.vlm.processors import QWEN3_OMNI, suppressed_token_ids
 
 SUPPORTED = ((0, 32), (0, 33))  # versions of vLLM: from the first one, below the second one
 Request = tuple[Sample, Sampling]
@@ -93,6 +93,9 @@ class VllmRollout:
             dtype, of_family = cpu_dtype_and_options(model, dtype, trust_remote_code=trust_remote_code)
             options = cpu_options(dtype, {**of_family, **options})
         self.weight_dtype: torch.dtype = getattr(torch, dtype)
+        if type(processor).__name__ == QWEN3_OMNI:
+            # vLLM would reuse the tokens of a video for the same frames with another sound
+            options.setdefault("mm_processor_cache_gb", 0)
         if world_size > 1:
             options["distributed_executor_backend"] = "external_launcher"
         self.llm = _start_engine(
@@ -263,9 +266,7 @@ class VllmRollout:
             )
             for request, sampling in requests
         ]
-        prompts = [
-            {**vllm_prompt(request), **vllm_processor_arguments(request, self.processor)} for request, _ in requests
-        ]
+        prompts = [{**vllm_prompt(request), **vllm_video_options(request, self.processor)} for request, _ in requests]
         ids = self.llm.enqueue(prompts, params, use_tqdm=False, lora_request=self.lora_request)
         index_of = {id_.partition("-")[0]: i for i, id_ in enumerate(ids)}  # vLLM appends "-" and something random
         engine = self.llm.llm_engine

@@ -34,7 +34,10 @@ PATCHES = [family for family, (*_, shape) in VISION.items() if len(shape) == 2 a
 DUMMIES = [*((family, {"image": True}) for family in VISION)]
 DUMMIES += [(family, {"image": x, "video": True}) for family in [*PATCHES, "minicpmv4_6"] for x in (False, True)]
 DUMMIES += [
-    (family, {"image": image, "audio": True}) for family in VISION if "omni" in family for image in (False, True)
+    (family, {**others, "audio": True})
+    for family in VISION
+    if "omni" in family
+    for others in ({"image": False}, {"image": True}, {"image": False, "video": True})
 ]
 
 
