@@ -187,10 +187,14 @@ Notes:
   47B; with experts it refuses a CPU: "is_act_and_mul=False is supported only for CUDA, XPU and ROCm for now".
 - **lfm2, lfm2_moe, lfm2_vl with vLLM on a CPU.** vLLM's RoPE kernel for CPUs misreads the queries of these families,
   and of multi-head latent attention without YaRN. rlkit has vLLM compute it in PyTorch there.
+- **gemma4, gemma4_unified.** In larger models (`use_bidirectional_attention` "vision") the tokens of an image attend to
+  later ones of that image, in layers with a sliding window and within the window. The forward of Gemma 4 Unified in
+  transformers 5.19 lets them do so in all layers, unlike its `generate`, Gemma 4 and vLLM; the engine does as the
+  latter. vLLM has no such attention on a CPU: rollout `vllm` refuses images there, and is tested with causal images.
 - **gemma3n_text with vLLM.** vLLM 0.32's class of the text model alone leaves out the per-layer embeddings; the
   logprobs of the tiny model then differ by 0.3. Its class of the whole model adds them.
-- **olmo3 with vLLM.** vLLM 0.32 runs it by transformers' own model, whose class it changes. In the trainer's process the
-  trainer's model then fails: "'Olmo3Model' object has no attribute 'do_not_compile'".
+- **olmo3 with vLLM.** vLLM 0.32 runs it by transformers' own model, whose class it changes. In the trainer's process
+  the trainer's model then fails: "'Olmo3Model' object has no attribute 'do_not_compile'".
 - **paddleocr_vl.** transformers 5.19 resizes the position embeddings of its vision tower with `align_corners=True`; its
   authors' code, transformers 5.0 and vLLM do not align them. The engine sets it as they do, as the logprobs would
   differ by 0.02 otherwise. A model that is loaded in transformers alone computes as transformers does.

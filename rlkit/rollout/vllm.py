@@ -32,7 +32,7 @@ from rlkit.rollout.vllm_requests import (
     vllm_prompt,
     vllm_sampling_params,
 )
-from rlkit.vlm.families import BIDIRECTIONAL_IMAGE_FAMILIES
+from rlkit.vlm.families import has_bidirectional_images
 from rlkit.vlm.loading import thinker_config
 from rlkit.vlm.processors import suppressed_token_ids
 
@@ -106,6 +106,7 @@ class VllmRollout:
         self._shut_down = weakref.finalize(self, _shut_down_engine, self.llm)
         config = thinker_config(self.llm.model_config.hf_config)
         self.family: str = config.model_type
+        self.bidirectional_images = has_bidirectional_images(config)
         tokenizer = getattr(processor, "tokenizer", processor)
         self.suppressed_token_ids = suppressed_token_ids(config, tokenizer).tolist()
         check_suppressed_token_ids(self.suppressed_token_ids)
@@ -207,11 +208,7 @@ class VllmRollout:
         params = sampling_per_request(sampling, requests)
         check_context_length(requests, params, self.max_model_len)
         check_video_normalization(requests, self.processor)
-        if (
-            self.family in BIDIRECTIONAL_IMAGE_FAMILIES
-            and not self.on_gpu
-            and any(request.images for request in requests)
-        ):
+        if self.bidirectional_images and not self.on_gpu and any(request.images for request in requests):
             raise ValueError(
                 "model: expected a family whose image tokens attend to earlier ones only, as vLLM supports no other "
                 f"on a CPU, got {self.family}; use rollout 'hf'"

@@ -212,6 +212,7 @@ def _vision_contents(one: Mapping[str, Tensor], config: Any) -> list[_VisionCont
 # family -> the tensor beside its pixels that describes the size of each image (in LFM2-VL, of each tile)
 IMAGE_SIZE_KEYS = {
     "gemma4": "image_position_ids",
+    "gemma4_unified": "image_position_ids",
     "kimi_k25": "image_grid_thw",
     "lfm2_vl": "spatial_shapes",
     "minicpmv4_6": "target_sizes",
@@ -232,9 +233,10 @@ def _tokens_of_each_image(one: Mapping[str, Tensor], config: Any) -> list[int] |
         raise ValueError(f"{IMAGE_SIZE_KEYS[family]}: expected the sizes of the images in pixel_values, got None")
     if sizes is None:
         return []
-    if family == "gemma4":
+    if family in ("gemma4", "gemma4_unified"):
         patches = (sizes >= 0).all(-1).sum(1)  # the position of a padded patch is -1
-        return (patches // vision.pooling_kernel_size**2).tolist()
+        pooled = vision.pooling_kernel_size**2 if family == "gemma4" else 1
+        return (patches // pooled).tolist()
     if family == "kimi_k25":
         return (sizes.prod(1) // math.prod(vision.merge_kernel_size)).tolist()
     if family == "lfm2_vl":  # in patches; an odd row or column is padded
