@@ -149,10 +149,10 @@ Not supported; each is refused with an error that says why:
 - packed rows: {not_packed}. These train with `--no_use_remove_padding`;
 - Ulysses, tensor parallelism and Megatron with recurrent layers: {", ".join(sorted(recurrent))};
 - positions: {positions};
-- videos in a task's rows, for every processor but those of Qwen2-VL, Qwen2.5-VL, Qwen3-VL (also Qwen3.5's) and
-  Qwen-Omni, and audios for every processor but those of Qwen-Omni. SGLang servers refuse both: use `--rollout hf` or
-  vLLM (in the process or on servers). Megatron trains on videos (Qwen2.5-VL), and supports no family with audio
-  input: use fsdp2;
+- videos and audios in a task's rows, for every family with `no` in that column. SGLang servers refuse both: use
+  `--rollout hf` or vLLM (in the process or on servers). Megatron trains on videos (Qwen2.5-VL), and supports no family
+  with audio input: use fsdp2;
+- rows with several videos of GLM-4V (all its versions) in vLLM, which takes one per prompt;
 - vLLM, with the text of the error: {with_vllm}. vLLM has no implementation of {", ".join(sorted(vllm.ABSENT))};
 - vLLM on a CPU: {on_cpu};
 - prefix attention (PaliGemma), and RoPE variants in which sequences of one forward pass would affect each other
@@ -209,6 +209,21 @@ Notes:
 - **glm_moe_dsa** (GLM-5) attends to the tokens that an indexer chooses among all tokens of a row. In a packed row the
   indexer would choose from other sequences too, so its rows are padded. Ranks that share a sequence need packed rows.
   The choice has no gradient: the indexer does not train, and neither do adapters on it.
+- **Videos of GLM-4.6V and GLM-OCR with vLLM.** Their processor writes the time of every second frame with a decimal,
+  "0.8 seconds". vLLM rounds times down to seconds, so every second frame must be at a whole second, as at the default
+  rate of 2 frames per second. The rate of a long video is lower: `--video_frames` must be at least twice its seconds.
+- **Videos of Gemma 4**, also of Gemma 4 Unified. The forward of transformers 5.19 fails with videos: it calls
+  `get_video_features` without `num_frames_per_video`, which that function requires. rlkit passes frames as images
+  instead, which they are to the vision tower; the prompt keeps the placeholders of videos. In a micro-batch with
+  images, frames are padded to as many patches as an image may have. A frame has at most 70 tokens, as in vLLM, which
+  knows no other number.
+- **Videos of InternVL and MiniCPM-V 4.6.** All videos of a row must have the same number of frames, as transformers'
+  processors stack them. Neither writes the times of frames. In the prompt that vLLM reports, frames of InternVL consist
+  of the placeholder of videos instead of that of images; rlkit takes both for the same.
+- **Videos of Kimi K2.5 and SmolVLM** are refused. Kimi K2.5 merges four frames into one, but transformers 5.19 splits
+  the features by the number before: "split_with_sizes expects split_sizes to sum exactly to 9 [...], but got
+  split_sizes=[27]". SmolVLM's processor calls the pixels of images and videos by one name, so that images of a row with
+  a video are lost; the tokenizer of SmolVLM2 has no token for the place of a video; and vLLM accepts images only.
 - **qwen4_exp.** Each query attends to the blocks of tokens that an indexer chooses, next to gated delta rule and
   embeddings of the last tokens. Its rows are padded, so ranks cannot share a sequence. transformers 5.19 chooses the
   blocks in a Python loop over all tokens, so training is slow. The choice has no gradient: the indexer does not train.

@@ -201,9 +201,9 @@ def pad_for_concatenation(tensors: Mapping[str, Sequence[Tensor]]) -> dict[str, 
 def concatenation_dimension(name: str, tensors: Mapping[str, Tensor], *, of_one_sample: bool = False) -> int:
     """The dimension along which the vision tensors of this name are concatenated: 0, with two exceptions.
 
-    The pixels of MiniCPM-V 4.6, whose processor reports `target_sizes`, are concatenated along the last one: [1,
-    channels, patch side, patches * patch side]. In SmolVLM and Idefics3 the images of one sample are concatenated along
-    the dimension of the images, 1: the pixels are [1, images, channels, height, width].
+    The pixels of MiniCPM-V 4.6, whose processor reports `target_sizes`, are concatenated along the last one, and so are
+    those of its videos: [1, channels, patch side, patches * patch side]. In SmolVLM and Idefics3 the images of one
+    sample are concatenated along the dimension of the images, 1: the pixels are [1, images, channels, height, width].
 
     Args:
         name: of the tensors to concatenate.
@@ -213,7 +213,8 @@ def concatenation_dimension(name: str, tensors: Mapping[str, Tensor], *, of_one_
     pixels = tensors.get("pixel_values")
     if of_one_sample and pixels is not None and pixels.ndim == 5:
         return 1
-    return -1 if name == "pixel_values" and "target_sizes" in tensors else 0
+    sizes = {"pixel_values": "target_sizes", "pixel_values_videos": "target_sizes_videos"}
+    return -1 if sizes.get(name) in tensors else 0
 
 
 def append_observation(sample: Sample, observation: Sample) -> Sample:

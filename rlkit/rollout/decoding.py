@@ -12,7 +12,7 @@ from torch import Tensor
 from rlkit.data.samples import Sample
 from rlkit.losses.logprobs import suppress_tokens
 from rlkit.rollout.sampling import Sampling, sample_tokens, uniforms, with_routed_experts
-from rlkit.vlm.inputs import position_ids, position_spec, vision_kwargs
+from rlkit.vlm.inputs import gemma_frames_as_images, position_ids, position_spec, vision_kwargs
 
 
 @dataclass
@@ -111,7 +111,7 @@ def prefill(module: Any, requests: Sequence[Sample], n: int) -> DecodingState:
     spec = position_spec(module.config)
     positions = position_ids(tokens, attention_mask, vision, spec)
     inputs = {"input_ids": tokens, "attention_mask": attention_mask.long(), "position_ids": positions}
-    inputs |= vision_kwargs(tokens, vision, spec)
+    inputs = gemma_frames_as_images({**inputs, **vision_kwargs(tokens, vision, spec)}, module.config)
     out = module(**{name: x.to(device) for name, x in inputs.items()}, use_cache=True, logits_to_keep=1)
     select_rows(out.past_key_values, torch.arange(len(requests), device=device).repeat_interleave(n))
     last_positions = (positions.amax(0) if positions.ndim == 3 else positions)[:, -1]

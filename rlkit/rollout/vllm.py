@@ -26,8 +26,9 @@ from rlkit.rollout.vllm_cpu import cpu_dtype_and_options
 from rlkit.rollout.vllm_families import check_weight_updates_work, check_weights_are_used
 from rlkit.rollout.vllm_generation_config import generation_config_overrides
 from rlkit.rollout.vllm_requests import (
+    as_trainer_tokens,
     check_suppressed_token_ids,
-    check_video_normalization,
+    check_videos,
     vllm_processor_arguments,
     vllm_prompt,
     vllm_sampling_params,
@@ -207,8 +208,9 @@ class VllmRollout:
             raise RuntimeError("generate: expected wake_up() and update_weights(...) before it, got a sleeping engine")
         params = sampling_per_request(sampling, requests)
         check_context_length(requests, params, self.max_model_len)
-        check_video_normalization(requests, self.processor)
-        if self.bidirectional_images and not self.on_gpu and any(request.images for request in requests):
+        check_videos(requests, self.processor)
+        has_visions = any(request.images or request.videos for request in requests)
+        if self.bidirectional_images and not self.on_gpu and has_visions:
             raise ValueError(
                 "model: expected a family whose image tokens attend to earlier ones only, as vLLM supports no other "
                 f"on a CPU, got {self.family}; use rollout 'hf'"
@@ -275,7 +277,7 @@ class VllmRollout:
                 engine.abort_request(ids, internal=True)
 
     def _make_samples(self, request: Sample, output: Any, n: int) -> list[Sample]:
-        check_prompt_expansion(request, output.prompt_token_ids)
+        check_prompt_expansion(request, as_trainer_tokens(output.prompt_token_ids, self.processor))
         samples = []
         for completion in sorted(output.outputs, key=lambda completion: completion.index):
             sample = finished_sample(

@@ -13,7 +13,7 @@ import numpy as np
 from rlkit.data.samples import Audio, Sample, Video
 from rlkit.rollout.inference_requests import SUPPRESSED_LOGIT_BIAS
 from rlkit.rollout.sampling import Sampling, sample_name
-from rlkit.vlm.processors import AUDIO_PROCESSORS
+from rlkit.vlm.processors import AUDIO_PROCESSORS, GLM_PROCESSORS, placeholder_id
 
 MAX_LOGIT_BIASES = 1024  # tokens; with more, vLLM's engine process dies on a GPU
 
@@ -76,6 +76,47 @@ def check_video_normalization(requests: Sequence[Sample], processor: Any) -> Non
             raise ValueError(
                 "model: expected a processor with the same image_mean and image_std for images and videos, as vLLM "
                 f"normalizes both alike, got {of_images} and {of_videos}; use rollout 'hf'"
+            )
+
+
+def check_videos(requests: Sequence[Sample], processor: Any) -> None:
+    """Raise a ValueError for videos that vLLM refuses, or of which it would make other inputs than training sees."""
+    check_video_normalization(requests, processor)
+    name = type(processor).__name__
+    if name in GLM_PROCESSORS:
+        for request in requests:
+            if len(request.videos) > 1:
+                raise ValueError(
+                    f"videos: expected at most 1 in a prompt, as vLLM takes no more with a {name}, got "
+                    f"{len(request.videos)}; use rollout 'hf'"
+                )
+            for video in request.videos if name == "Glm46VProcessor" else ():
+                check_whole_seconds(video)
+
+
+def as_trainer_tokens(token_ids: Sequence[int], processor: Any) -> Sequence[int]:
+    """A prompt that vLLM has expanded, with the placeholders of training.
+
+    In InternVL's videos vLLM repeats the token of a video for the features of a frame, where transformers' processor
+    repeats that of an image. Both are replaced by the same features.
+    """
+    if type(processor).__name__ != "InternVLProcessor":
+        return token_ids
+    image, video = placeholder_id(processor, "image"), placeholder_id(processor, "video")
+    return [image if token == video else token for token in token_ids]
+
+
+def check_whole_seconds(video: Video) -> None:
+    """Raise a ValueError for a video of GLM-4.6V or GLM-OCR whose frames vLLM would give other times.
+
+    The processor writes a time with one decimal after every second frame, "0.8 seconds". vLLM rounds times down first.
+    """
+    for i in range(0, len(video.frames), 2):
+        seconds = i / video.fps
+        if f"{seconds:.1f}" != f"{int(seconds):.1f}":
+            raise ValueError(
+                "videos: expected every second frame at a whole second, as vLLM rounds the times of a Glm46VProcessor "
+                f"down to seconds, got frame {i} at {seconds:.1f} s; use rollout 'hf'"
             )
 
 

@@ -41,6 +41,7 @@ def position_spec(config: Any) -> Rope3DSpec | None:
 
 VIDEO_TIME_KEYS = ("second_per_grid_ts", "video_second_per_grid")  # Qwen2.5-VL, Qwen-Omni
 PIXEL_KEYS = {"image": "pixel_values", "video": "pixel_values_videos", "audio": AUDIO_KEYS[0]}
+GEMMA_VIDEO_KEYS = ("pixel_values_videos", "video_position_ids", "num_frames_per_video")
 POSITION_KEYS = ("image_grid_thw", "video_grid_thw", *VIDEO_TIME_KEYS)
 
 
@@ -107,10 +108,47 @@ def frames_as_images(row: Tensor, one: Mapping[str, Tensor], spec: Rope3DSpec) -
     return {PIXEL_KEYS["image"]: torch.cat([pixels[i] for i in order]), "image_grid_thw": grids[order]}
 
 
+def gemma_frames_as_images(inputs: Mapping[str, Any], config: Any) -> dict[str, Any]:
+    """Gemma 4: the inputs of a forward with the frames of videos as images, in the order of their placeholders.
+
+    To the vision tower a frame is an image with fewer patches. The forward of transformers 5.19 fails with videos: it
+    calls `get_video_features` without `num_frames_per_video`, which that function requires.
+
+    Args:
+        inputs: of the forward of any model, `input_ids` [B, T] and vision tensors among them. Without videos of Gemma 4
+            they are returned as they are.
+    """
+    if "video_position_ids" not in inputs:
+        return dict(inputs)
+    tokens, pixels, positions, starts = inputs["input_ids"], [], [], []
+    for kind, name in (("image", PIXEL_KEYS["image"]), ("video", PIXEL_KEYS["video"])):
+        if name in inputs:
+            pixels.append(inputs[name])
+            positions.append(inputs[f"{kind}_position_ids"])
+            counts = torch.tensor(_gemma_tokens(positions[-1], config), device=tokens.device)
+            placeholders = (tokens == getattr(config, f"{kind}_token_id")).flatten().nonzero()[:, 0]
+            starts.append(placeholders[counts.cumsum(0) - counts])
+    order, most = torch.cat(starts).argsort(), max(x.shape[1] for x in pixels)
+    found = {name: x for name, x in inputs.items() if name not in GEMMA_VIDEO_KEYS}
+    found["input_ids"] = tokens.where(tokens != config.video_token_id, config.image_token_id)
+    found["pixel_values"] = torch.cat([F.pad(x, (0, 0, 0, most - x.shape[1])) for x in pixels])[order]
+    found["image_position_ids"] = torch.cat([F.pad(x, (0, 0, 0, most - x.shape[1]), value=-1) for x in positions])[
+        order
+    ]
+    return found
+
+
+def _gemma_tokens(positions: Tensor, config: Any) -> list[int]:
+    """Tokens of each image or frame of Gemma 4 with these positions of patches, which are -1 in padding."""
+    pooled = 1 if config.model_type == "gemma4_unified" else config.vision_config.pooling_kernel_size**2
+    return ((positions >= 0).all(-1).sum(1) // pooled).tolist()
+
+
 def vision_kinds(vision: Sequence[Mapping[str, Tensor]], spec: Rope3DSpec | None) -> list[bool]:
     """[images, videos, audios]: whether a forward of these rows calls an encoder for images, videos and audios."""
     images, videos, audios = (any(name in one for one in vision) for name in PIXEL_KEYS.values())
     frames_are_images = spec is not None and spec.video_start_token_id is not None
+    frames_are_images |= any("video_position_ids" in one for one in vision)  # Gemma 4
     return [images or videos, False, audios] if frames_are_images else [images, videos, audios]
 
 
@@ -195,8 +233,17 @@ def _vision_contents(one: Mapping[str, Tensor], config: Any) -> list[_VisionCont
         return []
     if (spec := position_spec(config)) is not None:
         return _contents_from_grids(one, spec, config)
-    if (tokens := _tokens_of_each_image(one, config)) is not None:
-        return [_VisionContent("image", config.image_token_id, len(tokens), sum(tokens))]
+    if config.model_type in IMAGE_SIZE_KEYS:
+        kinds = {"image": IMAGE_SIZE_KEYS[config.model_type]}
+        if config.model_type in FRAME_SIZE_KEYS:
+            kinds["video"] = FRAME_SIZE_KEYS[config.model_type]
+        counts = {kind: _tokens_of_each_image(one, config, kind, sizes) for kind, sizes in kinds.items()}
+        return [
+            _VisionContent(
+                "video frame" if kind == "video" else kind, getattr(config, f"{kind}_token_id"), len(x), sum(x)
+            )
+            for kind, x in counts.items()
+        ]
     pixels = one.get("pixel_values")
     images = (
         0
@@ -220,23 +267,31 @@ IMAGE_SIZE_KEYS = {
 }
 
 
-def _tokens_of_each_image(one: Mapping[str, Tensor], config: Any) -> list[int] | None:
-    """Placeholder tokens of each image in the families of `IMAGE_SIZE_KEYS`, None for others.
+# the same for each frame of a video (in MiniCPM-V, for each slice of a frame)
+FRAME_SIZE_KEYS = {
+    "gemma4": "video_position_ids",
+    "gemma4_unified": "video_position_ids",
+    "minicpmv4_6": "target_sizes_videos",
+}
+
+
+def _tokens_of_each_image(one: Mapping[str, Tensor], config: Any, kind: str, size_key: str) -> list[int]:
+    """Placeholder tokens of each image, or of each frame of a video.
 
     The counts are those of transformers' processors and models: features are pooled in whole squares of patches.
+
+    Args:
+        one: the vision tensors of a row.
+        kind: "image" or "video".
+        size_key: the tensor with the sizes of the images or frames.
     """
-    family, vision = config.model_type, config.vision_config
-    if family not in IMAGE_SIZE_KEYS:
-        return None
-    sizes = one.get(IMAGE_SIZE_KEYS[family])
-    if sizes is None and "pixel_values" in one:
-        raise ValueError(f"{IMAGE_SIZE_KEYS[family]}: expected the sizes of the images in pixel_values, got None")
+    family, vision, sizes = config.model_type, config.vision_config, one.get(size_key)
+    if sizes is None and PIXEL_KEYS[kind] in one:
+        raise ValueError(f"{size_key}: expected the sizes of the {kind}s in {PIXEL_KEYS[kind]}, got None")
     if sizes is None:
         return []
     if family in ("gemma4", "gemma4_unified"):
-        patches = (sizes >= 0).all(-1).sum(1)  # the position of a padded patch is -1
-        pooled = vision.pooling_kernel_size**2 if family == "gemma4" else 1
-        return (patches // pooled).tolist()
+        return _gemma_tokens(sizes, config)
     if family == "kimi_k25":
         return (sizes.prod(1) // math.prod(vision.merge_kernel_size)).tolist()
     if family == "lfm2_vl":  # in patches; an odd row or column is padded

@@ -181,8 +181,28 @@ TEXT_OUTPUTS = frozenset({"input_ids", "attention_mask", "mm_token_type_ids", "t
 # report no replacements of text
 QWEN2_5_OMNI, QWEN3_OMNI = "Qwen2_5OmniProcessor", "Qwen3OmniMoeProcessor"
 AUDIO_PROCESSORS = frozenset({QWEN2_5_OMNI, QWEN3_OMNI})
+GLM_PROCESSORS = frozenset({"Glm4vProcessor", "Glm46VProcessor"})  # of GLM-4.1V, 4.5V, 4.6V and OCR
 # processors whose videos are tested likewise
-VIDEO_PROCESSORS = frozenset({"Qwen2VLProcessor", "Qwen2_5_VLProcessor", "Qwen3VLProcessor", *AUDIO_PROCESSORS})
+VIDEO_PROCESSORS = frozenset(
+    {
+        "Qwen2VLProcessor",
+        "Qwen2_5_VLProcessor",
+        "Qwen3VLProcessor",
+        *GLM_PROCESSORS,
+        "InternVLProcessor",
+        "Gemma4Processor",
+        "Gemma4UnifiedProcessor",
+        "MiniCPMV4_6Processor",
+        *AUDIO_PROCESSORS,
+    }
+)
+# processors that stack the videos of a row, which then have the same number of frames
+STACKED_VIDEOS = frozenset({"InternVLProcessor", "MiniCPMV4_6Processor"})
+# processor -> why videos of its family are refused
+VIDEO_OBSTACLES = {
+    "Kimi_K25Processor": "the forward of transformers 5.19 fails for videos of more than one frame",
+    "SmolVLMProcessor": "the processor of transformers 5.19 loses the images of a row with a video",
+}
 
 
 def encode_text(
@@ -372,6 +392,8 @@ def video_arguments(processor: Any, videos: Sequence[Video]) -> dict[str, Any]:
         ValueError: a family without videos, or no torchvision.
     """
     name = type(processor).__name__
+    if why := VIDEO_OBSTACLES.get(name):
+        raise ValueError(f"videos: expected none, as {why} ({name}), got {len(videos)}")
     if name not in VIDEO_PROCESSORS:
         raise ValueError(f"videos: expected a model with one of {', '.join(sorted(VIDEO_PROCESSORS))}, got {name}")
     if getattr(processor, "video_processor", None) is None:
@@ -381,12 +403,24 @@ def video_arguments(processor: Any, videos: Sequence[Video]) -> dict[str, Any]:
         )
     from transformers.video_utils import VideoMetadata
 
+    _check_frame_counts(name, [len(one.frames) for one in videos])
     arguments = {
         "videos": [torch.from_numpy(np.ascontiguousarray(one.frames.transpose(0, 3, 1, 2))) for one in videos],
         "video_metadata": [VideoMetadata(**one.metadata) for one in videos],
         "do_sample_frames": False,
     }
     return {**arguments, "fps": videos[0].fps} if name in AUDIO_PROCESSORS else arguments
+
+
+def _check_frame_counts(name: str, counts: Sequence[int]) -> None:
+    """Raise a ValueError for numbers of frames at which the processor of this name fails with an unclear error."""
+    if name in STACKED_VIDEOS and len(set(counts)) > 1:
+        raise ValueError(
+            f"videos: expected as many frames in each video of a row, as {name} stacks them, got videos of "
+            f"{' and '.join(map(str, sorted(set(counts))))} frames"
+        )
+    if name in GLM_PROCESSORS and min(counts) < 2:
+        raise ValueError(f"videos: expected at least 2 frames, as {name} merges two into one, got 1")
 
 
 class _Gap(NamedTuple):
@@ -473,6 +507,8 @@ def suppressed_token_ids(config: Any, tokenizer: Any) -> torch.Tensor:
     size, tokens = getattr(config, "text_config", config).vocab_size, {*placeholder_ids(config)}
     if config.model_type == "llama4":  # its config has the token of an image's features only
         tokens |= {tokenizer.get_vocab().get("<|image|>")} - {None}
+    if config.model_type == "internvl":  # its config has no token of a video
+        tokens |= {tokenizer.video_token_id}
     inside = sorted(token for token in tokens if token < len(tokenizer))
     return torch.tensor([*inside, *range(len(tokenizer), size)], dtype=torch.long)
 

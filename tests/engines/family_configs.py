@@ -201,7 +201,7 @@ VISION = {  # the config, tokens per image, shape of its pixel_values
             "text_config": {**BASE, **TEXT["gemma4_text"], "model_type": "gemma4_text"},
             "vision_config": {
                 **SMALL_VIT, "num_key_value_heads": 2, "head_dim": 8, "pooling_kernel_size": 2,
-                "position_embedding_size": 64, "rope_parameters": {"rope_type": "default", "rope_theta": 1e2},
+                "position_embedding_size": 72, "rope_parameters": {"rope_type": "default", "rope_theta": 1e2},
             },
             "audio_config": None, "boi_token_id": 91, "eoi_token_id": 92, "video_token_id": 95, "audio_token_id": 96,
         },

@@ -16,14 +16,22 @@ from rlkit.data.samples import prompt_sample
 from rlkit.engines.packing.attention import use_packed_attention
 from rlkit.engines.packing.inputs import prepare_model_inputs
 from rlkit.engines.packing.micro_batches import dummy_sample
-from rlkit.vlm.inputs import check_image_tokens, concatenate_vision, frames_as_images, position_spec, vision_kinds
+from rlkit.vlm.inputs import (
+    GEMMA_VIDEO_KEYS,
+    check_image_tokens,
+    concatenate_vision,
+    frames_as_images,
+    gemma_frames_as_images,
+    position_spec,
+    vision_kinds,
+)
 
 CPU = torch.device("cpu")
 
 
 PATCHES = [family for family, (*_, shape) in VISION.items() if len(shape) == 2 and not family.startswith("glm")]
 DUMMIES = [*((family, {"image": True}) for family in VISION)]
-DUMMIES += [(family, {"image": image, "video": True}) for family in PATCHES for image in (False, True)]
+DUMMIES += [(family, {"image": x, "video": True}) for family in [*PATCHES, "minicpmv4_6"] for x in (False, True)]
 DUMMIES += [
     (family, {"image": image, "audio": True}) for family in VISION if "omni" in family for image in (False, True)
 ]
@@ -140,6 +148,31 @@ def test_video_frames_of_glm_are_images_in_the_order_of_the_row():
     assert joined["image_grid_thw"].tolist() == [[1, 2, 2], [1, 2, 4], [1, 2, 4], [1, 2, 6]]
     assert joined["pixel_values"].flatten().tolist() == [*range(4), *range(16, 32), *range(4, 16)]
     assert vision_kinds([one], spec) == vision_kinds([joined], spec) == [True, False, False]
+
+
+def test_video_frames_of_gemma4_are_images_in_the_order_of_the_row():
+    """A frame has half the patches of an image: more padding changes no feature."""
+    model = vision_model("gemma4")
+    image, video, k = model.config.image_token_id, model.config.video_token_id, 4
+    cells = torch.cartesian_prod(torch.arange(2), torch.arange(4))
+    images = torch.stack([cells, cells.where(cells[:, 1:] < 2, -1)])  # of two tokens and of one
+    inputs = {
+        "input_ids": torch.tensor([[5, image, image, 6, video, 5, video, 7], [3, 3, image, 5, 6, 7, 8, 9]]),
+        "pixel_values": torch.rand(2, 2 * k, 48, generator=torch.Generator().manual_seed(0)),
+        "image_position_ids": images,
+        "pixel_values_videos": torch.rand(2, k, 48, generator=torch.Generator().manual_seed(1)),
+        "video_position_ids": torch.stack([images[1, [0, 1, 4, 5]]] * 2),
+        "num_frames_per_video": torch.tensor([2]),
+    }
+    joined = gemma_frames_as_images(inputs, model.config)
+    assert joined["input_ids"].tolist() == [[5, image, image, 6, image, 5, image, 7], [3, 3, image, 5, 6, 7, 8, 9]]
+    assert joined.keys() == {"input_ids", "pixel_values", "image_position_ids"}
+    features = torch.cat(model.get_image_features(joined["pixel_values"], joined["image_position_ids"]).pooler_output)
+    of_images = torch.cat(model.get_image_features(inputs["pixel_values"], images).pooler_output)
+    of_videos = model.model.get_video_features(*(inputs[name] for name in GEMMA_VIDEO_KEYS)).pooler_output
+    torch.testing.assert_close(features, torch.cat([of_images[:2], *of_videos, of_images[2:]]), atol=1e-5, rtol=1e-5)
+    kinds = [vision_kinds([one], None) for one in ({}, joined, inputs)]
+    assert kinds == [[False] * 3, [True, False, False], [True, False, False]]
 
 
 def test_images_videos_and_audios_are_separate_calls_of_the_towers():

@@ -31,6 +31,14 @@ def tokenizer(chat_image, *special, **named):
     return found
 
 
+def with_videos(tokenizer, chat_video):
+    """Its chat template then writes `chat_video` where a video is."""
+    start = "{% elif p['type'] == 'text' %}"
+    video = "{% elif p['type'] == 'video' %}" + chat_video
+    tokenizer.chat_template = tokenizer.chat_template.replace(start, video + start)
+    return tokenizer
+
+
 def llava():
     t = tokenizer("<image>", image_token="<image>")
     images = transformers.CLIPImageProcessor(size={"shortest_edge": 16}, crop_size=SMALL)
@@ -45,7 +53,8 @@ def internvl():
         video_token="<video>",
     )  # fmt: skip
     images = transformers.GotOcr2ImageProcessor(size=SMALL, min_patches=1, max_patches=4)
-    return transformers.InternVLProcessor(images, t, transformers.InternVLVideoProcessor(), image_seq_length=4)
+    videos = transformers.InternVLVideoProcessor(size=SMALL)
+    return transformers.InternVLProcessor(images, with_videos(t, "<video>\n"), videos, image_seq_length=4)
 
 
 ROWS = [f"<row_{i + 1}_col_{j + 1}>" for i in range(6) for j in range(6)]
@@ -60,7 +69,8 @@ def idefics3():
 def smolvlm():
     t = tokenizer("<image>", "<global-img>", *ROWS, "<fake_token_around_image>", "<image>", "<end_of_utterance>")
     images = transformers.SmolVLMImageProcessor(size={"longest_edge": 32}, max_image_size={"longest_edge": 16})
-    return transformers.SmolVLMProcessor(images, t, transformers.SmolVLMVideoProcessor(), image_seq_len=4)
+    sizes = {"size": {"longest_edge": 16}, "max_image_size": {"longest_edge": 16}}
+    return transformers.SmolVLMProcessor(images, t, transformers.SmolVLMVideoProcessor(**sizes), image_seq_len=4)
 
 
 def gemma3():
@@ -78,7 +88,9 @@ def glm4v(kind="Glm4v"):
     size = {"shortest_edge": 8 * 8 * 2, "longest_edge": 32 * 32 * 2}
     of = {part: getattr(transformers, kind + part) for part in ("ImageProcessor", "Processor", "VideoProcessor")}
     images = of["ImageProcessor"](patch_size=4, merge_size=2, temporal_patch_size=2, size=size)
-    return of["Processor"](images, t, of["VideoProcessor"]())
+    size = {"shortest_edge": 8 * 8 * 2, "longest_edge": 16 * 16 * 4}  # of all frames of a video
+    videos = of["VideoProcessor"](patch_size=4, merge_size=2, temporal_patch_size=2, size=size)
+    return of["Processor"](images, with_videos(t, "<|begin_of_video|><|video|><|end_of_video|>"), videos)
 
 
 def qwen_vl(kind="Qwen3VL"):
@@ -90,10 +102,7 @@ def qwen_vl(kind="Qwen3VL"):
     images = transformers.Qwen2VLImageProcessor(patch_size=4, size=size)
     videos = getattr(transformers, "Qwen3VLVideoProcessor" if kind == "Qwen3VL" else "Qwen2VLVideoProcessor")
     size = {"shortest_edge": 8 * 8, "longest_edge": 16 * 16 * (4 if kind == "Qwen3VL" else 1)}  # of Qwen3, a video's
-    t.chat_template = t.chat_template.replace(
-        "{% elif p['type'] == 'text' %}",
-        "{% elif p['type'] == 'video' %}<|vision_start|><|video_pad|><|vision_end|>{% elif p['type'] == 'text' %}",
-    )
+    with_videos(t, "<|vision_start|><|video_pad|><|vision_end|>")
     norm = {"image_mean": images.image_mean, "image_std": images.image_std}  # vLLM normalizes videos as images
     return getattr(transformers, f"{kind}Processor")(images, t, videos(patch_size=4, size=size, **norm))
 
@@ -103,7 +112,7 @@ def gemma4(kind="Gemma4"):
     t = tokenizer("<image_soft_token>", image_token="<image_soft_token>", audio_token="<audio>", **named)
     options = {"patch_size": 4, "pooling_kernel_size": 2, "max_soft_tokens": 70}
     of = {part: getattr(transformers, kind + part) for part in ("ImageProcessor", "VideoProcessor", "Processor")}
-    ears = getattr(transformers, f"{kind}AudioFeatureExtractor")()
+    ears, t = getattr(transformers, f"{kind}AudioFeatureExtractor")(), with_videos(t, "<|video|>")
     return of["Processor"](ears, of["ImageProcessor"](**options), t, of["VideoProcessor"](**options))
 
 
@@ -150,7 +159,7 @@ def minicpmv4_6():
     kinds = "image", "slice", "image_id"
     named = {f"{kind}_{end}_token": f"<{'/' * (end == 'end')}{kind}>" for kind in kinds for end in ("start", "end")}
     t = tokenizer("<|image_pad|>", image_token="<|image_pad|>", video_token="<|video_pad|>", **named)
-    options = {"patch_size": 4, "scale_resolution": 16}
+    options, t = {"patch_size": 4, "scale_resolution": 16}, with_videos(t, "<|video_pad|>")
     return transformers.MiniCPMV4_6Processor(
         transformers.MiniCPMV4_6ImageProcessor(**options, max_slice_nums=4),
         transformers.MiniCPMV4_6VideoProcessor(**options),
@@ -168,7 +177,8 @@ def kimi_k25():
     t = tokenizer("<|media_pad|>", image_token="<|media_pad|>", video_token="<|kimi_k25_video_placeholder|>")
     size = {"max_height": 8, "max_width": 8}  # in patches
     images = transformers.Kimi_K25ImageProcessor(patch_size=4, merge_size=2, size=size)
-    return transformers.Kimi_K25Processor(images, t, transformers.Kimi_K25VideoProcessor())
+    videos = transformers.Kimi_K25VideoProcessor(patch_size=4, merge_size=2, size=size)
+    return transformers.Kimi_K25Processor(images, t, videos)
 
 
 def paddleocr_vl():

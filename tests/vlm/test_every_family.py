@@ -1,6 +1,7 @@
 """Every family through its own processor, the engine, the sampler, freezing and LoRA; all in this process, tiny."""
 
 import sys
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 
@@ -17,13 +18,14 @@ from test_families import REFUSED, TEXT, WAYS, all_at_once, gradients, one_at_a_
 
 from rlkit.data import append_observation, append_response, collate  # noqa: E402
 from rlkit.data.formats import chat_row  # noqa: E402
-from rlkit.data.samples import check_tracks, prompt_sample  # noqa: E402
+from rlkit.data.samples import Video, check_tracks, prompt_sample  # noqa: E402
 from rlkit.engines import make_engine  # noqa: E402
 from rlkit.engines.packing.attention import use_packed_attention  # noqa: E402
 from rlkit.engines.packing.inputs import prepare_model_inputs  # noqa: E402
 from rlkit.engines.packing.micro_batches import dummy_sample  # noqa: E402
 from rlkit.losses import token_mean  # noqa: E402
 from rlkit.rollout import Sampling, make_rollout  # noqa: E402
+from rlkit.rollout.vllm_requests import check_videos  # noqa: E402
 from rlkit.vlm import (  # noqa: E402
     encode_answers,
     encode_chat,
@@ -39,7 +41,7 @@ from rlkit.vlm import (  # noqa: E402
 )
 from rlkit.vlm.families import audio_tokens  # noqa: E402
 from rlkit.vlm.inputs import position_ids, position_spec  # noqa: E402
-from rlkit.vlm.processors import placeholder_id  # noqa: E402
+from rlkit.vlm.processors import encode_text, placeholder_id  # noqa: E402
 
 SEES = family_processors.FAMILIES
 PADDED = ["glm_moe_dsa", "qwen4_exp_text"]  # their rows cannot be packed; nor can those of SEES that are in REFUSED
@@ -82,6 +84,7 @@ def clip(frames, width, height, fps=2.5):
 
 
 WATCHES = ["qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe", "qwen4_exp"]
+WATCHES += ["glm4v", "glm4v_moe", "glm46v", "glm_ocr", "internvl", "gemma4", "gemma4_unified", "minicpmv4_6"]
 CLIPS = [  # (videos, images, question)
     ([clip(4, 17, 33)], [], "how many?"),
     ([clip(3, 20, 20), clip(2, 24, 12)], [image(20, 20)], "how <video> is <image> <video> many?"),
@@ -95,11 +98,24 @@ OMNI_CLIPS = [  # Qwen3-Omni's rates are 2 frames per second or 1
 ]
 
 
+def clips(family):
+    """With videos that fit the family.
+
+    The processors of InternVL and MiniCPM-V stack the videos of a row. That of Gemma 4 makes at least 35 tokens of a
+    frame, fewest of narrow ones, and writes its time in whole seconds.
+    """
+    if family in ("internvl", "minicpmv4_6"):
+        return [CLIPS[0], ([clip(3, 20, 20), clip(3, 24, 12)], *CLIPS[1][1:])]
+    if family.startswith("gemma4"):
+        narrow = [clip(frames, 176, 10, 0.8) for frames in (2, 1)]
+        return [(narrow[:1], *CLIPS[0][1:]), (narrow, *CLIPS[1][1:])]
+    return OMNI_CLIPS if family in HEARS else CLIPS
+
+
 @cache
 def watching_prompts(family):
     """With a video; with an image between two videos, of three frames and less or more; Omni's also of two rates."""
-    clips = OMNI_CLIPS if family in HEARS else CLIPS
-    rows = [{"question": text, "images": images, "videos": videos} for videos, images, text in clips]
+    rows = [{"question": text, "images": images, "videos": videos} for videos, images, text in clips(family)]
     return [encode_prompt(reader(family), row, group_id=i) for i, row in enumerate(rows)]
 
 
@@ -195,15 +211,19 @@ def test_paddleocr_resizes_position_embeddings_as_published():
 def test_both_tracks_of_videos_are_the_processors_own(family):
     """And the position ids are those of the model's own `get_rope_index`."""
     processor, base = reader(family), model(family)
-    for sample, (videos, images, _) in zip(watching_prompts(family), CLIPS, strict=True):
+    for sample, (videos, images, _) in zip(watching_prompts(family), clips(family), strict=True):
         check_tracks(sample)
-        tokens = [processor.video_token_id, processor.image_token_id]
+        tokens = [placeholder_id(processor, kind) for kind in ("video", "image")]
         assert [sample.compact_ids.count(token) for token in tokens] == [len(videos), len(images)]
         own = processor(
             text=[processor.tokenizer.decode(sample.compact_ids)],
             videos=[one["frames"] for one in videos],
             video_metadata=[
-                {"fps": 2.5, "total_num_frames": len(one["frames"]), "frames_indices": [*range(len(one["frames"]))]}
+                {
+                    "fps": one["fps"],
+                    "total_num_frames": len(one["frames"]),
+                    "frames_indices": [*range(len(one["frames"]))],
+                }
                 for one in videos
             ],
             images=images or None,
@@ -213,9 +233,11 @@ def test_both_tracks_of_videos_are_the_processors_own(family):
         )
         assert sample.token_ids == own["input_ids"][0].tolist()
         assert all(torch.equal(tensor, own[name]) for name, tensor in sample.vision.items())
+        if (spec := position_spec(base.config)) is None:
+            continue
         grids = {name: x for name, x in own.items() if "_grid_" in name}
         expected, _ = base.model.get_rope_index(own["input_ids"], own["mm_token_type_ids"], **grids)
-        found = positions(sample, rope3d_spec(base.config))
+        found = positions(sample, replace(spec, advance_over_time=False))
         assert torch.equal(found, expected) and {"pixel_values_videos", "video_grid_thw"} <= {*sample.vision}
 
 
@@ -289,7 +311,78 @@ def test_gradients_of_packed_audios_are_those_of_transformers(family):
 @pytest.mark.parametrize("family", [*WATCHES, *HEARS])
 def test_gradients_of_packed_videos_are_those_of_transformers(family):
     """It gets position ids: after a video, `position_spec` counts on as Qwen's own code does, not as transformers."""
-    assert any("patch_embed" in name for name in moved_by_packed_rows(family, watching_prompts(family)))
+    assert any("patch_" in name for name in moved_by_packed_rows(family, watching_prompts(family)))
+
+
+def test_videos_that_vllm_would_change_are_refused():
+    """It takes one video of GLM in a prompt, and rounds the times that the processor of GLM-OCR writes."""
+    for family in ("glm4v", "glm_ocr"):
+        check_videos(watching_prompts(family)[:1] * (family == "glm4v"), reader(family))
+        with pytest.raises(ValueError, match="^videos: expected at most 1 in a prompt, .* got 2; use rollout 'hf'$"):
+            check_videos(watching_prompts(family)[1:], reader(family))
+    with pytest.raises(ValueError, match=r"^videos: expected every second frame at a whole second, .* 2 at 0\.8 s"):
+        check_videos(watching_prompts("glm_ocr")[:1], reader("glm_ocr"))
+    whole = encode_prompt(reader("glm_ocr"), {"question": "how many?", "video": {**clip(5, 17, 33), "fps": 2}})
+    check_videos([whole], reader("glm_ocr"))
+    text = reader("glm_ocr").tokenizer.decode(whole.token_ids)
+    assert [time in text for time in ("0.0 seconds", "1.0 seconds", "2.0 seconds")] == [True] * 3
+
+
+VIDEOS_REFUSED = {  # family -> (the text of the error, a prompt with a video)
+    "kimi_k25": ("the forward of transformers 5.19 fails for videos of more", "<|kimi_k25_video_placeholder|>"),
+    "smolvlm": ("the processor of transformers 5.19 loses the images of a row with a video", "<image><video>"),
+}
+
+
+@pytest.mark.parametrize("family", VIDEOS_REFUSED)
+def test_videos_that_transformers_does_not_support_are_refused(family):
+    """The cause is still there: otherwise these families can be supported."""
+    (why, text), processor, frames = VIDEOS_REFUSED[family], reader(family), clip(3, 20, 20)["frames"]
+    with pytest.raises(ValueError, match=f"^videos: expected none, as {why}.* got 1$"):
+        encode_text(processor, text, videos=[Video(frames, 2.0)])
+    images = {"images": [image(20, 20)]} if "<image>" in text else {}
+    metadata = {"fps": 2.0, "total_num_frames": 3, "frames_indices": [0, 1, 2]}
+    videos = {"videos": [[frames]], "video_metadata": [metadata], "do_sample_frames": False}
+    own = processor(text=[text], **videos, **images, return_tensors="pt")
+    if family == "smolvlm":  # its model fails with an index that is out of bounds
+        assert len(own["pixel_values"][0]) == 3 < own["input_ids"].eq(processor.image_token_id).sum() // 4
+    else:
+        with pytest.raises(RuntimeError, match="split_with_sizes expects split_sizes to sum exactly to"):
+            model(family)(**own)
+
+
+def reference_inputs(family, base, sample):
+    """Those of transformers' forward of one row.
+
+    GLM's takes images or videos, but not both: a row with both is passed as embeddings, with the features in them.
+    Gemma 4's gets the features of images and videos too, as it does not compute those of videos.
+    """
+    ids = torch.tensor([sample.token_ids])
+    if family.startswith("gemma4"):
+        tensors = {
+            name: sample.vision[name] for name in ("pixel_values", "image_position_ids") if name in sample.vision
+        }
+        videos = {name: x for name, x in sample.vision.items() if name not in tensors}
+        features = {"image": base.model.get_image_features(**tensors)} if tensors else {}
+        features |= {"video": base.model.get_video_features(**videos)}
+        masks = {}
+        if family == "gemma4_unified":  # its forward makes other masks than its `generate`
+            kinds = torch.tensor(reader(family).create_mm_token_type_ids(ids))
+            none = dict.fromkeys(("attention_mask", "past_key_values", "position_ids"))
+            embeds = base.get_input_embeddings()(ids)
+            masks["attention_mask"] = base.create_masks_for_generate(
+                base.config, embeds, **none, mm_token_type_ids=kinds
+            )
+        return {"input_ids": ids, "mm_encoder_outputs": features, **masks}
+    if not family.startswith("glm") or not {"pixel_values", "pixel_values_videos"} <= {*sample.vision}:
+        return {"input_ids": ids, **sample.vision}
+    embeds, (kinds,) = base.get_input_embeddings()(ids), reader(family).create_mm_token_type_ids(ids)
+    images = base.get_image_features(sample.vision["pixel_values"], sample.vision["image_grid_thw"])
+    videos = base.get_video_features(sample.vision["pixel_values_videos"], sample.vision["video_grid_thw"])
+    for kind, features in enumerate((images, videos), start=1):
+        here = torch.tensor(kinds).eq(kind)[None, :, None]
+        embeds = embeds.masked_scatter(here, torch.cat(features.pooler_output))
+    return {"inputs_embeds": embeds}
 
 
 def moved_by_packed_rows(family, prompts):
@@ -305,7 +398,7 @@ def moved_by_packed_rows(family, prompts):
     for i, sample in enumerate(samples):
         ids = torch.tensor([sample.token_ids])
         where = positions(sample, position_spec(base.config))
-        logits = base(input_ids=ids, position_ids=where, **sample.vision, use_cache=False).logits
+        logits = base(**reference_inputs(family, base, sample), position_ids=where, use_cache=False).logits
         logprobs = logits[0, :-1].log_softmax(-1).gather(1, ids[0, 1:, None])[:, 0]
         expected.append(logprobs.detach())
         (rows.advantages[i] * logprobs[rows.mask[i, 1 : ids.shape[1]]].sum()).backward()
@@ -356,6 +449,29 @@ def test_neither_token_of_an_image_is_sampled_by_llama4():
     of = reader("llama4").tokenizer.convert_tokens_to_ids
     suppressed = suppressed_token_ids(model("llama4").config, reader("llama4").tokenizer).tolist()
     assert {*map(of, ("<|image|>", "<|patch|>", "<|image_start|>", "<|image_end|>"))} == {*suppressed}
+
+
+def test_the_token_of_a_video_is_not_sampled_by_internvl():
+    """Its config has no id of it."""
+    suppressed = suppressed_token_ids(model("internvl").config, reader("internvl").tokenizer).tolist()
+    assert reader("internvl").tokenizer.convert_tokens_to_ids("<video>") in suppressed
+
+
+@pytest.mark.parametrize(
+    ("family", "counts", "expected"),
+    [
+        *(
+            (name, (3, 2), "as many frames in each video of a row, .* of 2 and 3")
+            for name in ("internvl", "minicpmv4_6")
+        ),
+        ("glm4v", (3, 1), "at least 2 frames, as Glm4vProcessor merges two into one, got 1"),
+    ],
+)
+def test_numbers_of_frames_that_a_processor_cannot_use_are_named(family, counts, expected):
+    """transformers' processors fail with errors about tensors and sizes."""
+    row = {"question": "how many?", "videos": [clip(count, 20, 20) for count in counts]}
+    with pytest.raises(ValueError, match=f"^row: videos: expected {expected}"):
+        encode_prompt(reader(family), row)
 
 
 @pytest.mark.parametrize("family", SEES)

@@ -199,6 +199,21 @@ def test_a_family_without_absolute_time_wants_none(family):
         check_image_tokens(short, config)
 
 
+def test_a_missing_token_of_gemma4s_video_is_named():
+    config = vision_model("gemma4").config
+    where = torch.zeros(2, 4, 2, dtype=torch.long)  # two frames of one token
+    vision = {"pixel_values_videos": torch.zeros(2, 4, 48), "video_position_ids": where}
+    vision["num_frames_per_video"] = torch.tensor([2])
+    for count in (2, 1):
+        ids = [3, *[config.video_token_id] * count, 4]
+        rows = collate([append_response(prompt_sample(ids, vision=vision), ANSWER, [-1.0] * 2)])
+        if count == 2:
+            check_image_tokens(rows, config)
+        else:
+            with pytest.raises(ValueError, match=r"row 0 .*: video frame tokens: expected 2 for 2 video frames, got 1"):
+                check_image_tokens(rows, config)
+
+
 def test_a_text_model_sees_no_images():
     refused(
         *engine(text_model("llama", {})),

@@ -72,9 +72,12 @@ def dummy_sample(config: Any, *, image: bool, video: bool = False, audio: bool =
             for name, x in (_blank_audio(config) if kind == "audio" else _blank_patches(config, kind)).items()
         }
         return prompt_sample([getattr(config, f"{kind}_token_id") for kind in kinds], vision=tensors)
-    if (tensors := _smallest_image(config)) and not video:
-        tokens = 2 if config.model_type == "mistral3" else 1
-        return prompt_sample([config.image_token_id] * tokens, vision=tensors)
+    if tensors := _smallest_image(config):
+        ids = [config.image_token_id] * image * (2 if config.model_type == "mistral3" else 1)
+        vision = dict(tensors) if image else {}
+        if video:  # MiniCPM-V 4.6
+            ids, vision = [*ids, config.video_token_id], vision | {f"{name}_videos": x for name, x in tensors.items()}
+        return prompt_sample(ids, vision=vision)
     if tokens := tokens_per_image(config):
         vision = config.vision_config
         size = vision.image_size if isinstance(vision.image_size, Sequence) else [vision.image_size] * 2

@@ -41,8 +41,9 @@ from rlkit.rollout.servers.weight_dtype import WEIGHT_DTYPE_ROUTE
 from rlkit.rollout.servers.weight_transfer import GlooGroup, NcclGroup
 from rlkit.rollout.vllm_families import check_weight_updates_work, check_weights_are_used
 from rlkit.rollout.vllm_requests import (
+    as_trainer_tokens,
     check_suppressed_token_ids,
-    check_video_normalization,
+    check_videos,
     vllm_processor_arguments,
     vllm_sampling_params,
 )
@@ -73,7 +74,7 @@ class VllmServerRollout(ServerRollout):
                 f"{sample_name(request)}: videos: expected none of Qwen-Omni for a vLLM server, which takes no frame "
                 f"rate with a prompt, got {len(request.videos)}; use rollout 'vllm' or 'hf'"
             )
-        check_video_normalization([request], self.processor)
+        check_videos([request], self.processor)
         if parts := _content_parts(request):
             body["content_parts"] = parts
         return body
@@ -81,7 +82,7 @@ class VllmServerRollout(ServerRollout):
     async def _request_samples(self, server: Server, job: Job) -> list[Sample]:
         oldest = self.version
         response = await self._post_job(server, "/inference/v1/generate", job)
-        check_prompt_expansion(job.request, response["prompt_token_ids"])
+        check_prompt_expansion(job.request, as_trainer_tokens(response["prompt_token_ids"], self.processor))
         choices = sorted(response["choices"], key=lambda choice: choice["index"])
         if len(choices) != job.count:
             raise RuntimeError(f"{server.url}: expected {job.count} samples, got {len(choices)}")
