@@ -194,7 +194,10 @@ Notes:
 - **gemma3n_text with vLLM.** vLLM 0.32's class of the text model alone leaves out the per-layer embeddings; the
   logprobs of the tiny model then differ by 0.3. Its class of the whole model adds them.
 - **olmo3 with vLLM.** vLLM 0.32 runs it by transformers' own model, whose class it changes. In the trainer's process
-  the trainer's model then fails: "'Olmo3Model' object has no attribute 'do_not_compile'".
+  the trainer's model would then fail: "'Olmo3Model' object has no attribute 'do_not_compile'". On servers it works:
+  use `--rollout vllm_server`. That is so for every family that vLLM runs by transformers' model, also OLMo 2.
+- **gemma3n** with images and audios is not tested: its vision tower is MobileNet-v5 from the package `timm`, which is
+  not one of rlkit's.
 - **paddleocr_vl.** transformers 5.19 resizes the position embeddings of its vision tower with `align_corners=True`; its
   authors' code, transformers 5.0 and vLLM do not align them. The engine sets it as they do, as the logprobs would
   differ by 0.02 otherwise. A model that is loaded in transformers alone computes as transformers does.

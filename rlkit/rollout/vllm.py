@@ -23,7 +23,11 @@ from rlkit.rollout.adapters import adapter_folder, check_adapter, lora_request, 
 from rlkit.rollout.inference_requests import check_context_length, check_prompt_expansion, finished_sample
 from rlkit.rollout.sampling import OnFinished, Sampling, end_token_ids, sampling_per_request, with_routed_experts
 from rlkit.rollout.vllm_cpu import cpu_dtype_and_options
-from rlkit.rollout.vllm_families import check_weight_updates_work, check_weights_are_used
+from rlkit.rollout.vllm_families import (
+    check_trainers_class_is_not_used,
+    check_weight_updates_work,
+    check_weights_are_used,
+)
 from rlkit.rollout.vllm_generation_config import generation_config_overrides
 from rlkit.rollout.vllm_requests import (
     as_trainer_tokens,
@@ -344,6 +348,9 @@ def import_vllm() -> Any:
 def _start_engine(model: str, **options: Any) -> Any:
     """`vllm.LLM` in this process; torch's random state and threads stay the trainer's."""
     vllm = import_vllm()
+    check_trainers_class_is_not_used(
+        model, vllm.ModelRegistry.models, trust_remote_code=bool(options.get("trust_remote_code"))
+    )
     devices = [torch.cuda.current_device()] if torch.cuda.is_available() else []
     torch.cuda.empty_cache()  # vLLM cannot use memory that the trainer's allocator caches
     with _keep_set_num_threads(), torch.random.fork_rng(devices):

@@ -47,6 +47,7 @@ REFUSED = {
     "gemma3": "expected a family whose image tokens attend to earlier ones only",
     "gemma3n_text": "expected a family whose weights vLLM uses completely",
     "gpt_oss": "expected a family whose weights vLLM replaces completely",
+    "olmo3": "expected a family that vLLM does not run by the trainer's own class, which it changes",
 }
 ABSENT = ["glm46v", "diffllama", "mistral4"]  # vLLM has no model of these
 
