@@ -8,6 +8,7 @@ Rows are generated when they are asked for, without a download. Settings of this
 
 - `level`: of reasoning-gym's curriculum, from 0; each attribute is at this level, or at its last one.
 - `rows`, `heldout`: how many rows to train on (10,000) and to hold out (200).
+- `exact`: True for a reward of 1 where the verifier's score is 1, and 0 elsewhere; by default the score is the reward.
 """
 
 from __future__ import annotations
@@ -53,10 +54,12 @@ def reasoning_gym_task(name: str) -> Task:
         )
     settings = dict(_setting(name, part) for part in parts)
     known = [one.name for one in fields(DATASETS[task][1]) if one.name not in ("seed", "size")]
-    known = ["level", "rows", "heldout", *known]
+    known = ["level", "rows", "heldout", "exact", *known]
     if unknown := [key for key in settings if key not in known]:
         raise ValueError(f"task {name!r}: expected settings among {', '.join(known)}, got {unknown[0]!r}")
     count, held = (_count(name, settings, key, default) for key, default in (("rows", 10_000), ("heldout", 200)))
+    if not isinstance(exact := settings.pop("exact", False), bool):
+        raise ValueError(f"task {name!r}: exact: expected True or False, got {exact!r}")
     settings = _with_level(name, task, settings)
     train, heldout = (
         _dataset(name, task, {**settings, "seed": seed, "size": size})
@@ -78,20 +81,25 @@ def reasoning_gym_task(name: str) -> Task:
             f"task {name!r}: heldout: expected questions to be left for training, got {held} held-out rows with "
             f"the questions of {TRIES} training rows; lower it, or raise the level"
         )
-    return Task(task, Rows(row, np.arange(count)), held_rows, verifier(train.score_answer))
+    return Task(task, Rows(row, np.arange(count)), held_rows, verifier(train.score_answer, exact=exact))
 
 
-def verifier(score_answer: Callable[..., float]) -> Callable[[str, Row], float]:
+def verifier(score_answer: Callable[..., float], *, exact: bool = False) -> Callable[[str, Row], float]:
     """A reward that has reasoning-gym judge the answer between the last <answer> and </answer>, or else the whole text.
 
     What stands before `</think>` does not count. An `<answer>` that is missing in front may be the prompt's.
+
+    Args:
+        score_answer: (answer, entry of reasoning-gym) -> score from 0 to 1.
+        exact: the reward is 1 for a score of 1, and 0 for all others.
     """
 
     def reward(text: str, row: Row) -> float:
         text = text.rpartition("</think>")[2]
         before, tag, _ = text.rpartition("</answer>")
         answer = before.rpartition("<answer>")[2] if tag else text
-        return float(score_answer(answer.strip(), row["entry"]))
+        score = float(score_answer(answer.strip(), row["entry"]))
+        return float(score >= 1) if exact else score
 
     return reward
 

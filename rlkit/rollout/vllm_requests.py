@@ -83,15 +83,16 @@ def check_videos(requests: Sequence[Sample], processor: Any) -> None:
     """Raise a ValueError for videos that vLLM refuses, or of which it would make other inputs than training sees."""
     check_video_normalization(requests, processor)
     name = type(processor).__name__
-    if name in GLM_PROCESSORS:
-        for request in requests:
-            if len(request.videos) > 1:
-                raise ValueError(
-                    f"videos: expected at most 1 in a prompt, as vLLM takes no more with a {name}, got "
-                    f"{len(request.videos)}; use rollout 'hf'"
-                )
-            for video in request.videos if name == "Glm46VProcessor" else ():
-                check_whole_seconds(video)
+    if name not in GLM_PROCESSORS:
+        return
+    for request in requests:
+        if len(request.videos) > 1:
+            raise ValueError(
+                f"{sample_name(request)}: videos: expected at most 1 in a prompt, as vLLM takes no more with a {name}, "
+                f"got {len(request.videos)}; use rollout 'hf'"
+            )
+        if request.videos and name == "Glm46VProcessor":
+            check_whole_seconds(request)
 
 
 def as_trainer_tokens(token_ids: Sequence[int], processor: Any) -> Sequence[int]:
@@ -106,17 +107,18 @@ def as_trainer_tokens(token_ids: Sequence[int], processor: Any) -> Sequence[int]
     return [image if token == video else token for token in token_ids]
 
 
-def check_whole_seconds(video: Video) -> None:
+def check_whole_seconds(request: Sample) -> None:
     """Raise a ValueError for a video of GLM-4.6V or GLM-OCR whose frames vLLM would give other times.
 
     The processor writes a time with one decimal after every second frame, "0.8 seconds". vLLM rounds times down first.
     """
+    (video,) = request.videos
     for i in range(0, len(video.frames), 2):
         seconds = i / video.fps
         if f"{seconds:.1f}" != f"{int(seconds):.1f}":
             raise ValueError(
-                "videos: expected every second frame at a whole second, as vLLM rounds the times of a Glm46VProcessor "
-                f"down to seconds, got frame {i} at {seconds:.1f} s; use rollout 'hf'"
+                f"{sample_name(request)}: videos: expected every second frame at a whole second, as vLLM rounds the "
+                f"times of a Glm46VProcessor down to seconds, got frame {i} at {seconds:.1f} s; use rollout 'hf'"
             )
 
 

@@ -121,21 +121,22 @@ def gemma_frames_as_images(inputs: Mapping[str, Any], config: Any) -> dict[str, 
     if "video_position_ids" not in inputs:
         return dict(inputs)
     tokens, pixels, positions, starts = inputs["input_ids"], [], [], []
-    for kind, name in (("image", PIXEL_KEYS["image"]), ("video", PIXEL_KEYS["video"])):
-        if name in inputs:
-            pixels.append(inputs[name])
+    for kind in ("image", "video"):
+        if PIXEL_KEYS[kind] in inputs:
+            pixels.append(inputs[PIXEL_KEYS[kind]])
             positions.append(inputs[f"{kind}_position_ids"])
             counts = torch.tensor(_gemma_tokens(positions[-1], config), device=tokens.device)
             placeholders = (tokens == getattr(config, f"{kind}_token_id")).flatten().nonzero()[:, 0]
             starts.append(placeholders[counts.cumsum(0) - counts])
-    order, most = torch.cat(starts).argsort(), max(x.shape[1] for x in pixels)
-    found = {name: x for name, x in inputs.items() if name not in GEMMA_VIDEO_KEYS}
-    found["input_ids"] = tokens.where(tokens != config.video_token_id, config.image_token_id)
-    found["pixel_values"] = torch.cat([F.pad(x, (0, 0, 0, most - x.shape[1])) for x in pixels])[order]
-    found["image_position_ids"] = torch.cat([F.pad(x, (0, 0, 0, most - x.shape[1]), value=-1) for x in positions])[
-        order
-    ]
-    return found
+    order, patches = torch.cat(starts).argsort(), max(x.shape[1] for x in pixels)
+    pixels = [F.pad(x, (0, 0, 0, patches - x.shape[1])) for x in pixels]
+    positions = [F.pad(x, (0, 0, 0, patches - x.shape[1]), value=-1) for x in positions]
+    return {
+        **{name: x for name, x in inputs.items() if name not in GEMMA_VIDEO_KEYS},
+        "input_ids": tokens.where(tokens != config.video_token_id, config.image_token_id),
+        "pixel_values": torch.cat(pixels)[order],
+        "image_position_ids": torch.cat(positions)[order],
+    }
 
 
 def _gemma_tokens(positions: Tensor, config: Any) -> list[int]:
@@ -237,13 +238,12 @@ def _vision_contents(one: Mapping[str, Tensor], config: Any) -> list[_VisionCont
         kinds = {"image": IMAGE_SIZE_KEYS[config.model_type]}
         if config.model_type in FRAME_SIZE_KEYS:
             kinds["video"] = FRAME_SIZE_KEYS[config.model_type]
-        counts = {kind: _tokens_of_each_image(one, config, kind, sizes) for kind, sizes in kinds.items()}
-        return [
-            _VisionContent(
-                "video frame" if kind == "video" else kind, getattr(config, f"{kind}_token_id"), len(x), sum(x)
-            )
-            for kind, x in counts.items()
-        ]
+        contents = []
+        for kind, size_key in kinds.items():
+            counts, token = _tokens_of_each_image(one, config, kind, size_key), getattr(config, f"{kind}_token_id")
+            name = "video frame" if kind == "video" else "image"
+            contents.append(_VisionContent(name, token, len(counts), sum(counts)))
+        return contents
     pixels = one.get("pixel_values")
     images = (
         0

@@ -32,6 +32,15 @@ def test_the_verifier_and_not_the_text_decides():
     assert task.reward(f"<answer>({row['answer']}) + 1</answer>", row) < 0.2
 
 
+def test_exact_rewards_are_all_or_nothing():
+    shares, exact = (load_task(f"reasoning_gym:products,rows=9,heldout=3{more}") for more in ("", ",exact=True"))
+    row = exact.train[0]
+    answer = row["answer"]
+    texts = [answer, f"<answer>{answer}</answer>", f"so {answer}", ""]
+    assert [exact.reward(text, row) for text in texts] == [1, 1, 0, 0]
+    assert 0 < shares.reward(f"so {answer}", row) < 1
+
+
 def test_levels_and_settings():
     def terms(name):
         return {row["entry"]["metadata"]["num_terms"] for row in load_task(f"reasoning_gym:{name},rows=60").train}
@@ -75,7 +84,8 @@ def test_a_prefix_may_open_the_answer():
         ("chain_sum,level=99", "level: expected 0 to 10, got 99"),
         ("chain_sum,level=hard", "level: expected 0 to 10, got 'hard'"),
         ("chain_sum,rows=0", "rows: expected a whole number of at least 1, got 0"),
-        ("chain_sum,terms=3", "expected settings among level, rows, heldout, min_terms, .*, got 'terms'"),
+        ("chain_sum,terms=3", "expected settings among level, rows, heldout, exact, min_terms, .*, got 'terms'"),
+        ("chain_sum,exact=1", "exact: expected True or False, got 1"),
         ("chain_sum,seed=3", "expected settings among .*, got 'seed'"),
         ("chain_sum,min_terms=9", "expected settings that fit together, got: max_terms must be >= min_terms"),
     ],

@@ -318,9 +318,13 @@ def test_videos_that_vllm_would_change_are_refused():
     """It takes one video of GLM in a prompt, and rounds the times that the processor of GLM-OCR writes."""
     for family in ("glm4v", "glm_ocr"):
         check_videos(watching_prompts(family)[:1] * (family == "glm4v"), reader(family))
-        with pytest.raises(ValueError, match="^videos: expected at most 1 in a prompt, .* got 2; use rollout 'hf'$"):
+        with pytest.raises(
+            ValueError, match="^group 1: videos: expected at most 1 in a prompt, .* got 2; use rollout 'hf'$"
+        ):
             check_videos(watching_prompts(family)[1:], reader(family))
-    with pytest.raises(ValueError, match=r"^videos: expected every second frame at a whole second, .* 2 at 0\.8 s"):
+    with pytest.raises(
+        ValueError, match=r"^group 0: videos: expected every second frame at a whole second, .* 2 at 0\.8 s"
+    ):
         check_videos(watching_prompts("glm_ocr")[:1], reader("glm_ocr"))
     whole = encode_prompt(reader("glm_ocr"), {"question": "how many?", "video": {**clip(5, 17, 33), "fps": 2}})
     check_videos([whole], reader("glm_ocr"))
