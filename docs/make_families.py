@@ -194,10 +194,17 @@ Notes:
   47B; with experts it refuses a CPU: "is_act_and_mul=False is supported only for CUDA, XPU and ROCm for now".
 - **lfm2, lfm2_moe, lfm2_vl with vLLM on a CPU.** vLLM's RoPE kernel for CPUs misreads the queries of these families,
   and of multi-head latent attention without YaRN. rlkit has vLLM compute it in PyTorch there.
+- **gemma4, gemma4_unified.** In larger models (`use_bidirectional_attention` "vision") the tokens of an image attend to
+  later ones of that image, in layers with a sliding window and within the window. The forward of Gemma 4 Unified in
+  transformers 5.19 lets them do so in all layers, unlike its `generate`, Gemma 4 and vLLM; the engine does as the
+  latter. vLLM has no such attention on a CPU: rollout `vllm` refuses images there, and is tested with causal images.
 - **gemma3n_text with vLLM.** vLLM 0.32's class of the text model alone leaves out the per-layer embeddings; the
   logprobs of the tiny model then differ by 0.3. Its class of the whole model adds them.
 - **olmo3 with vLLM.** vLLM 0.32 runs it by transformers' own model, whose class it changes. In the trainer's process
-  the trainer's model then fails: "'Olmo3Model' object has no attribute 'do_not_compile'".
+  the trainer's model would then fail: "'Olmo3Model' object has no attribute 'do_not_compile'". On servers it works:
+  use `--rollout vllm_server`. That is so for every family that vLLM runs by transformers' model, also OLMo 2.
+- **gemma3n** with images and audios is not tested: its vision tower is MobileNet-v5 from the package `timm`, which is
+  not one of rlkit's.
 - **paddleocr_vl.** transformers 5.19 resizes the position embeddings of its vision tower with `align_corners=True`; its
   authors' code, transformers 5.0 and vLLM do not align them. The engine sets it as they do, as the logprobs would
   differ by 0.02 otherwise. A model that is loaded in transformers alone computes as transformers does.
@@ -215,10 +222,11 @@ Notes:
 - **Videos of GLM-4.6V and GLM-OCR with vLLM.** Their processor writes the time of every second frame with a decimal,
   "0.8 seconds". vLLM rounds times down to seconds, so every second frame must be at a whole second, as at the default
   rate of 2 frames per second. The rate of a long video is lower: `--video_frames` must be at least twice its seconds.
-- **Videos of Gemma 4.** The forward of transformers 5.19 fails with videos: it calls `get_video_features` without
-  `num_frames_per_video`, which that function requires. rlkit passes frames as images instead, which they are to the
-  vision tower; the prompt keeps the placeholders of videos. In a micro-batch with images, frames are padded to as many
-  patches as an image may have. A frame has at most 70 tokens, as in vLLM, which knows no other number.
+- **Videos of Gemma 4**, also of Gemma 4 Unified. The forward of transformers 5.19 fails with videos: it calls
+  `get_video_features` without `num_frames_per_video`, which that function requires. rlkit passes frames as images
+  instead, which they are to the vision tower; the prompt keeps the placeholders of videos. In a micro-batch with
+  images, frames are padded to as many patches as an image may have. A frame has at most 70 tokens, as in vLLM, which
+  knows no other number.
 - **Videos of InternVL and MiniCPM-V 4.6.** All videos of a row must have the same number of frames, as transformers'
   processors stack them. Neither writes the times of frames. In the prompt that vLLM reports, frames of InternVL consist
   of the placeholder of videos instead of that of images; rlkit takes both for the same.

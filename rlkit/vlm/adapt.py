@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from rlkit.data.lookup import requires_extra
 from rlkit.vlm.families import (
     CHECKPOINT_NAME_FAMILIES,
+    ENCODERS_WITHOUT_CONFIG,
     TRANSPOSED_EXPERTS,
     VISION_EXPERT_FAMILIES,
     checkpoint_name,
@@ -45,7 +46,12 @@ def audio_tower_pattern(model: Any) -> str:
 def _tower_pattern(model: Any, modality: str) -> str:
     """The pattern of the modules whose configuration is the model's `<modality>_config`: "vision" or "audio"."""
     kind = type(getattr(model.config, f"{modality}_config", None))
-    names = [name for name in encoder_modules(model) if type(model.get_submodule(name).config) is kind]
+    without_config = ENCODERS_WITHOUT_CONFIG.get(model.config.model_type, {}).get(modality)
+    names = [
+        name
+        for name in encoder_modules(model)
+        if name == without_config or type(getattr(model.get_submodule(name), "config", None)) is kind
+    ]
     if not names:
         raise ValueError(f"{modality} tower: expected a model that has one, got {model.config.model_type}")
     return _inside(names)
@@ -54,7 +60,8 @@ def _tower_pattern(model: Any, modality: str) -> str:
 def encoder_modules(model: Any) -> list[str]:
     """The names of the modules that encode images, videos and audio.
 
-    These are the outermost modules with a configuration of their own, other than the model's and its text model's.
+    These are the outermost modules with a configuration of their own, other than the model's and its text model's; and
+    the layers of Gemma 4 Unified that project patches and sound.
     """
     own = {type(model.config), type(model.config.get_text_config())}
     found: list[str] = []
@@ -63,7 +70,9 @@ def encoder_modules(model: Any) -> list[str]:
         is_encoder = hasattr(config, "model_type") and type(config) not in own
         if is_encoder and not any(name.startswith(f"{outer}.") for outer in found):
             found.append(name)
-    return found
+    without_config = ENCODERS_WITHOUT_CONFIG.get(model.config.model_type, {}).values()
+    names = {name for name, _ in model.named_modules()}
+    return [*found, *(name for name in without_config if name in names)]
 
 
 def fused_projections(model: Any) -> list[str]:

@@ -193,6 +193,7 @@ VIDEO_PROCESSORS = frozenset(
         *GLM_PROCESSORS,
         "InternVLProcessor",
         "Gemma4Processor",
+        "Gemma4UnifiedProcessor",
         "MiniCPMV4_6Processor",
         *AUDIO_PROCESSORS,
     }

@@ -18,6 +18,10 @@ LATENT = {
 MAMBA = {"mamba_n_heads": 4, "mamba_d_head": 16, "mamba_d_state": 8, "mamba_n_groups": 1, "mamba_chunk_size": 16}
 ROUTED = {"num_experts_per_tok": 2, "moe_intermediate_size": 16}
 GEMMA = {"sliding_window": 5, "hidden_size_per_layer_input": 8, "vocab_size_per_layer_input": 97}
+UNIFIED = {
+    "sliding_window": 3, "layer_types": BOTH, "global_head_dim": 16,
+    "rope_parameters": {kind: {"rope_type": "default", "rope_theta": 1e4} for kind in BOTH},
+}  # fmt: skip
 TEXT = {
     "qwen2": {},
     "qwen2_sliding": {"use_sliding_window": True, "sliding_window": 5, "max_window_layers": 1},
@@ -239,6 +243,18 @@ VISION = {  # the config, tokens per image, shape of its pixel_values
         },
         4,
         (1, 16, 3 * 4 * 4),
+    ),
+    "gemma4_unified": (  # tokens of an image attend to later ones, in the first layer; its 4 tokens exceed the window
+        {
+            "text_config": {**BASE, **UNIFIED, "model_type": "gemma4_unified_text"},
+            "vision_config": {
+                "patch_size": 4, "pooling_kernel_size": 2, "mm_embed_dim": 32, "mm_posemb_size": 64,
+                "output_proj_dims": 32,
+            },
+            "audio_config": None, "boi_token_id": 91, "eoi_token_id": 92, "video_token_id": 95, "audio_token_id": 96,
+        },
+        4,
+        (1, 4, 3 * 8 * 8),
     ),
     "kimi_k25": (
         {

@@ -52,9 +52,10 @@ def text_model(family, options, attention="sdpa"):
     return seeded(lambda: AutoModelForCausalLM.from_config(config, attn_implementation=attention))
 
 
-def vision_model(family, attention="eager"):
+def vision_model(family, attention="eager", **text):
     options = deepcopy(VISION[family][0])  # Qwen3.5's config writes into the dictionaries that it is given
     kind = options.pop("model_type", family)
+    options["text_config"] |= text
     config = AutoConfig.for_model(kind, image_token_id=IMAGE, pad_token_id=0, **options)
     return seeded(lambda: AutoModelForImageTextToText.from_config(config, attn_implementation=attention))
 
@@ -97,6 +98,8 @@ def rows(family=None):
 
 def layout_of_image(family, shape):
     """What a family gives its tower beside the pixels of an image of 4 x 4 patches."""
+    if family == "gemma4_unified":
+        return {"image_position_ids": torch.cartesian_prod(torch.arange(2), torch.arange(2)).flip(1)[None]}
     if family == "gemma4":
         return {"image_position_ids": torch.cartesian_prod(torch.arange(4), torch.arange(4)).flip(1)[None]}
     if family == "lfm2_vl":
@@ -154,6 +157,12 @@ def one_at_a_time(model, batch, weights):
             options["mm_token_type_ids"] = kinds(ids).int()
         if "moe_mm_token_type_ids" in signature(model.forward).parameters:
             options["moe_mm_token_type_ids"] = ((ids >= IMAGE) & (ids <= VIDEO)).int()  # with the tokens around them
+        if model.config.model_type == "gemma4_unified":  # its forward makes other masks than its `generate`
+            embeddings = model.get_input_embeddings()(ids)
+            none = dict.fromkeys(("attention_mask", "past_key_values", "position_ids"))
+            options["attention_mask"] = model.create_masks_for_generate(
+                model.config, embeddings, **none, mm_token_type_ids=kinds(ids)
+            )
         if "omni" in model.config.model_type:  # needed to compute its position ids
             options["attention_mask"] = torch.ones_like(ids)
         scores = model(input_ids=ids, use_cache=False, **options).logits[0].log_softmax(-1)
@@ -325,6 +334,15 @@ def test_gemma3_image_tokens_attend_to_each_other_under_lora(task):
     for options in WAYS.values():
         logprobs, _ = all_at_once(model, batch, weights, options)
         torch.testing.assert_close(logprobs, expected, atol=1e-5, rtol=1e-5)
+
+
+def test_images_of_large_gemma4_models_attend_within_windows():
+    """As in transformers' forward: in layers with a window only, where the first tokens of an image fall out of it."""
+    larger = {"use_bidirectional_attention": "vision", "sliding_window": 3}
+    (batch, weights), causal = rows("gemma4"), vision_model("gemma4", sliding_window=3)
+    expected, _ = one_at_a_time(vision_model("gemma4", **larger), batch, weights)
+    assert (one_at_a_time(causal, batch, weights)[0] - expected).abs().max() > 0.01
+    check(vision_model("gemma4", **larger), batch, weights, atol=5e-5)
 
 
 def test_prefix_attention_and_bidirectional_text_are_refused():

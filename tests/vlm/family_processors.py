@@ -111,14 +111,13 @@ def qwen_vl(kind="Qwen3VL"):
     return getattr(transformers, f"{kind}Processor")(images, t, videos(patch_size=4, size=size, **norm))
 
 
-def gemma4():
+def gemma4(kind="Gemma4"):
     named = {f"{end}_token": f"<{end}>" for end in ("boi", "eoi", "boa", "eoa")}
     t = tokenizer("<image_soft_token>", image_token="<image_soft_token>", audio_token="<audio>", **named)
     options = {"patch_size": 4, "pooling_kernel_size": 2, "max_soft_tokens": 70}
-    images, t = transformers.Gemma4ImageProcessor(**options), with_videos(t, "<|video|>")
-    return transformers.Gemma4Processor(
-        transformers.Gemma4AudioFeatureExtractor(), images, t, transformers.Gemma4VideoProcessor(**options)
-    )
+    of = {part: getattr(transformers, kind + part) for part in ("ImageProcessor", "VideoProcessor", "Processor")}
+    ears, t = getattr(transformers, f"{kind}AudioFeatureExtractor")(), with_videos(t, "<|video|>")
+    return of["Processor"](ears, of["ImageProcessor"](**options), t, of["VideoProcessor"](**options))
 
 
 OMNI_PATCH = 64  # transformers resizes each frame of a video to at least 128 * 28 * 28 pixels, of any model
@@ -242,10 +241,12 @@ FAMILIES = {
     "ernie4_5_vl_moe": ernie4_5_vl_moe,
     **{make.__name__: make for make in (glm4v, internvl, llava, idefics3, smolvlm, gemma3)},
     **{make.__name__: make for make in (gemma4, kimi_k25, lfm2_vl, llama4, minicpmv4_6, mistral3, paddleocr_vl)},
+    "gemma4_unified": lambda: gemma4("Gemma4Unified"),
     "mistral4": mistral3,
 }
 SIZED = (
     "gemma4",
+    "gemma4_unified",
     "glm5_next",
     "kimi_k25",
     "lfm2_vl",
@@ -281,7 +282,7 @@ def model(family):
         }
     elif family.startswith(("qwen", "paddleocr")):
         ids |= {f"vision_{end}_token_id": of(f"<|vision_{end}|>") for end in ("start", "end")}
-    if family == "gemma4":
+    if family in ("gemma4", "gemma4_unified"):
         ids |= {f"{name}_token_id": of(f"<{name}>") for name in ("boi", "eoi", "audio")}
     if family == "llama4":
         ids["image_token_id"] = of("<|patch|>")

@@ -80,6 +80,7 @@ TOWERS = {
     ),
     "ernie4_5_vl_moe": ["model.vision_tower"],
     **dict.fromkeys(("smolvlm", "idefics3"), ["model.vision_model"]),
+    "gemma4_unified": ["model.embed_vision"],
     "llama4": ["vision_model"],
     **dict.fromkeys(("qwen2_5_omni_thinker", "qwen3_omni_moe_thinker"), ["audio_tower", "visual"]),
 }

@@ -85,7 +85,7 @@ def clip(frames, width, height, fps=2.5):
 
 
 WATCHES = ["qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe", "qwen4_exp"]
-WATCHES += ["glm4v", "glm4v_moe", "glm46v", "glm_ocr", "internvl", "gemma4", "minicpmv4_6"]
+WATCHES += ["glm4v", "glm4v_moe", "glm46v", "glm_ocr", "internvl", "gemma4", "gemma4_unified", "minicpmv4_6"]
 CLIPS = [  # (videos, images, question)
     ([clip(4, 17, 33)], [], "how many?"),
     ([clip(3, 20, 20), clip(2, 24, 12)], [image(20, 20)], "how <video> is <image> <video> many?"),
@@ -107,7 +107,7 @@ def clips(family):
     """
     if family in ("internvl", "minicpmv4_6"):
         return [CLIPS[0], ([clip(3, 20, 20), clip(3, 24, 12)], *CLIPS[1][1:])]
-    if family == "gemma4":
+    if family.startswith("gemma4"):
         narrow = [clip(frames, 176, 10, 0.8) for frames in (2, 1)]
         return [(narrow[:1], *CLIPS[0][1:]), (narrow, *CLIPS[1][1:])]
     return OMNI_CLIPS if family in HEARS else CLIPS
@@ -384,7 +384,7 @@ def test_gradients_of_packed_videos_with_sound_are_those_of_transformers(family)
 @pytest.mark.parametrize("family", [*WATCHES, *HEARS])
 def test_gradients_of_packed_videos_are_those_of_transformers(family):
     """It gets position ids: after a video, `position_spec` counts on as Qwen's own code does, not as transformers."""
-    assert any("patch_embed" in name for name in moved_by_packed_rows(family, watching_prompts(family)))
+    assert any("patch_" in name for name in moved_by_packed_rows(family, watching_prompts(family)))
 
 
 def test_videos_that_vllm_would_change_are_refused():
@@ -435,14 +435,22 @@ def reference_inputs(family, base, sample):
     Gemma 4's gets the features of images and videos too, as it does not compute those of videos.
     """
     ids = torch.tensor([sample.token_ids])
-    if family == "gemma4":
+    if family.startswith("gemma4"):
         tensors = {
             name: sample.vision[name] for name in ("pixel_values", "image_position_ids") if name in sample.vision
         }
         videos = {name: x for name, x in sample.vision.items() if name not in tensors}
         features = {"image": base.model.get_image_features(**tensors)} if tensors else {}
         features |= {"video": base.model.get_video_features(**videos)}
-        return {"input_ids": ids, "mm_encoder_outputs": features}
+        masks = {}
+        if family == "gemma4_unified":  # its forward makes other masks than its `generate`
+            kinds = torch.tensor(reader(family).create_mm_token_type_ids(ids))
+            none = dict.fromkeys(("attention_mask", "past_key_values", "position_ids"))
+            embeds = base.get_input_embeddings()(ids)
+            masks["attention_mask"] = base.create_masks_for_generate(
+                base.config, embeds, **none, mm_token_type_ids=kinds
+            )
+        return {"input_ids": ids, "mm_encoder_outputs": features, **masks}
     if not family.startswith("glm") or not {"pixel_values", "pixel_values_videos"} <= {*sample.vision}:
         return {"input_ids": ids, **sample.vision}
     embeds, (kinds,) = base.get_input_embeddings()(ids), reader(family).create_mm_token_type_ids(ids)

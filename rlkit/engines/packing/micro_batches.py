@@ -108,6 +108,9 @@ def _smallest_image(config: Any) -> dict[str, Tensor]:
         cells = torch.arange(side)
         where = torch.cartesian_prod(cells, cells).flip(1)[None]
         return {"pixel_values": torch.zeros(1, side**2, 3 * vision.patch_size**2), "image_position_ids": where}
+    if family == "gemma4_unified":
+        pixels = torch.zeros(1, 1, 3 * vision.model_patch_size**2)
+        return {"pixel_values": pixels, "image_position_ids": torch.zeros(1, 1, 2, dtype=torch.long)}
     if family == "lfm2_vl":
         side = config.downsample_factor
         pixels = torch.zeros(1, side**2, vision.num_channels * vision.patch_size**2)
