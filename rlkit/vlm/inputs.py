@@ -183,6 +183,8 @@ def position_ids(
         return (attended.cumsum(1) - 1).clamp(min=0)
     joined = concatenate_vision(vision, POSITION_KEYS)
     times: Any = next((joined.pop(name) for name in VIDEO_TIME_KEYS if name in joined), None)
+    if times is not None:
+        times = times.double()  # as vLLM rounds time indices; those of Qwen-Omni are float32 in `rope3d_position_ids`
     return rope3d_position_ids(tokens, attended, **joined, second_per_grid_ts=times, spec=spec)[0]
 
 
