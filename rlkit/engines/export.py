@@ -18,7 +18,7 @@ from torch import Tensor
 
 from rlkit.engines.checkpoint import first_problem, replace_directory
 from rlkit.engines.value_head import as_classifier, has_value_head
-from rlkit.vlm.adapt import converted_together
+from rlkit.vlm.adapt import checkpoint_buffers, converted_together
 from rlkit.vlm.families import WHOLE_MODELS, checkpoint_name
 from rlkit.vlm.loading import whole_config
 
@@ -69,20 +69,10 @@ def export_hf(
         pieces = (piece for group in groups for piece in revert_weight_conversion(model, group).items())
         named = ((checkpoint_name(model.config.model_type, renamed.get(name, name)), x) for name, x in pieces)
         on_host = ((name, x.to("cpu", dtype if x.is_floating_point() else None)) for name, x in named)
-        _write_weights(part, chain(on_host, saved_buffers(model)))
+        buffers = ((name, x.cpu()) for name, x in checkpoint_buffers(model))
+        _write_weights(part, chain(on_host, buffers))
 
     _write_directory(path, write, weights)
-
-
-def saved_buffers(model: Any) -> Iterator[tuple[str, Tensor]]:
-    """(name, tensor) of each buffer that a checkpoint file holds, such as the correction bias of a router."""
-    from transformers.core_model_loading import revert_weight_conversion
-
-    in_files = model.state_dict().keys()
-    for name, buffer in model.named_buffers():
-        if name in in_files:
-            for renamed, x in revert_weight_conversion(model, {name: buffer}).items():
-                yield checkpoint_name(model.config.model_type, renamed), x.cpu()
 
 
 def export_adapter(path: str | Path, config: Any, weights: Iterable[tuple[str, Tensor]]) -> None:

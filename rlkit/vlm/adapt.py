@@ -354,3 +354,14 @@ def checkpoint_parameters(model: Any, parameters: Iterable[tuple[str, Tensor]]) 
             name, piece = pieces.pop(0)
             yield checkpoint_name(family, name), piece
             del piece
+
+
+def checkpoint_buffers(model: Any) -> Iterator[tuple[str, Tensor]]:
+    """(name, tensor) of each buffer that is in a model's checkpoint files, such as the correction bias of a router."""
+    from transformers.core_model_loading import revert_weight_conversion
+
+    in_files = model.state_dict().keys()
+    for name, buffer in model.named_buffers():
+        if name in in_files:
+            for renamed, tensor in revert_weight_conversion(model, {name: buffer}).items():
+                yield checkpoint_name(model.config.model_type, renamed), tensor

@@ -55,7 +55,7 @@ from rlkit.losses.logprobs import (
     token_entropy,
     tokens_per_chunk,
 )
-from rlkit.vlm.adapt import adapter_parameters, checkpoint_parameters, merged_parameters
+from rlkit.vlm.adapt import adapter_parameters, checkpoint_buffers, checkpoint_parameters, merged_parameters
 from rlkit.vlm.families import head_obstacle
 from rlkit.vlm.inputs import gemma_frames_as_images, position_spec
 from rlkit.vlm.loading import compute_as_published
@@ -538,9 +538,10 @@ class Fsdp2Engine:
     def get_per_tensor_param(
         self, bucket_bytes: int = 0, dtype: torch.dtype | None = None
     ) -> Iterator[tuple[str, Tensor]]:
-        """(HF name, full tensor) of every parameter, as in a checkpoint's files, adapters merged.
+        """(HF name, full tensor) of everything in a checkpoint's files, adapters merged.
 
-        All ranks iterate together.
+        Buffers are among them, such as the correction bias of a router. They do not train, but in vLLM they are
+        parameters, which it drops when it sleeps. All ranks iterate together.
 
         Args:
             bucket_bytes: gather tensors of up to this many bytes at once; by default one tensor at a time. The bucket
@@ -549,6 +550,7 @@ class Fsdp2Engine:
                 are cast before they are gathered, or if they have adapters, after these have been merged.
         """
         yield from checkpoint_parameters(self.base, self._weights(bucket_bytes, dtype))
+        yield from checkpoint_buffers(self.base)
 
     def _weights(self, bucket_bytes: int, dtype: torch.dtype | None) -> Iterator[tuple[str, Tensor]]:
         """(name, full tensor) of every parameter, under the names of the module without adapters."""
