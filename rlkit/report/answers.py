@@ -58,7 +58,8 @@ def prompt_record(
     ]
     pictures = [*first.images, *(frame_strip(video) for video in first.videos)]
     images = [name for image in pictures if (name := save_image(out, image))]
-    audios = [save_audio(out, audio) for audio in first.audios]
+    sounds = [*first.audios, *(video.sound for video in first.videos if video.sound is not None)]
+    audios = [save_audio(out, audio) for audio in sounds]
     question, expected = (str(row.get(name, "")) for name in ("question", "answer"))
     place = {"step": step, "kind": kind, "prompt": first.group_id}
     texts = {"question": question, "expected": expected}

@@ -23,19 +23,23 @@ from rlkit.rollout.adapters import adapter_folder, check_adapter, lora_request, 
 from rlkit.rollout.inference_requests import check_context_length, check_prompt_expansion, finished_sample
 from rlkit.rollout.sampling import OnFinished, Sampling, end_token_ids, sampling_per_request, with_routed_experts
 from rlkit.rollout.vllm_cpu import cpu_dtype_and_options
-from rlkit.rollout.vllm_families import check_weight_updates_work, check_weights_are_used
+from rlkit.rollout.vllm_families import (
+    check_trainers_class_is_not_used,
+    check_weight_updates_work,
+    check_weights_are_used,
+)
 from rlkit.rollout.vllm_generation_config import generation_config_overrides
 from rlkit.rollout.vllm_requests import (
     as_trainer_tokens,
     check_suppressed_token_ids,
     check_videos,
-    vllm_processor_arguments,
     vllm_prompt,
     vllm_sampling_params,
+    vllm_video_options,
 )
-from rlkit.vlm.families import BIDIRECTIONAL_IMAGE_FAMILIES
+from rlkit.vlm.families import has_bidirectional_images
 from rlkit.vlm.loading import thinker_config
-from rlkit.vlm.processors import suppressed_token_ids
+from rlkit.vlm.processors import QWEN3_OMNI, suppressed_token_ids
 
 SUPPORTED = ((0, 32), (0, 33))  # versions of vLLM: from the first one, below the second one
 Request = tuple[Sample, Sampling]
@@ -93,6 +97,9 @@ class VllmRollout:
             dtype, of_family = cpu_dtype_and_options(model, dtype, trust_remote_code=trust_remote_code)
             options = cpu_options(dtype, {**of_family, **options})
         self.weight_dtype: torch.dtype = getattr(torch, dtype)
+        if type(processor).__name__ == QWEN3_OMNI:
+            # vLLM would reuse the tokens of a video for the same frames with another sound
+            options.setdefault("mm_processor_cache_gb", 0)
         if world_size > 1:
             options["distributed_executor_backend"] = "external_launcher"
         self.llm = _start_engine(
@@ -107,6 +114,7 @@ class VllmRollout:
         self._shut_down = weakref.finalize(self, _shut_down_engine, self.llm)
         config = thinker_config(self.llm.model_config.hf_config)
         self.family: str = config.model_type
+        self.bidirectional_images = has_bidirectional_images(config)
         tokenizer = getattr(processor, "tokenizer", processor)
         self.suppressed_token_ids = suppressed_token_ids(config, tokenizer).tolist()
         check_suppressed_token_ids(self.suppressed_token_ids)
@@ -208,11 +216,8 @@ class VllmRollout:
         params = sampling_per_request(sampling, requests)
         check_context_length(requests, params, self.max_model_len)
         check_videos(requests, self.processor)
-        if (
-            self.family in BIDIRECTIONAL_IMAGE_FAMILIES
-            and not self.on_gpu
-            and any(request.images for request in requests)
-        ):
+        has_visions = any(request.images or request.videos for request in requests)
+        if self.bidirectional_images and not self.on_gpu and has_visions:
             raise ValueError(
                 "model: expected a family whose image tokens attend to earlier ones only, as vLLM supports no other "
                 f"on a CPU, got {self.family}; use rollout 'hf'"
@@ -263,9 +268,7 @@ class VllmRollout:
             )
             for request, sampling in requests
         ]
-        prompts = [
-            {**vllm_prompt(request), **vllm_processor_arguments(request, self.processor)} for request, _ in requests
-        ]
+        prompts = [{**vllm_prompt(request), **vllm_video_options(request, self.processor)} for request, _ in requests]
         ids = self.llm.enqueue(prompts, params, use_tqdm=False, lora_request=self.lora_request)
         index_of = {id_.partition("-")[0]: i for i, id_ in enumerate(ids)}  # vLLM appends "-" and something random
         engine = self.llm.llm_engine
@@ -346,6 +349,9 @@ def import_vllm() -> Any:
 def _start_engine(model: str, **options: Any) -> Any:
     """`vllm.LLM` in this process; torch's random state and threads stay the trainer's."""
     vllm = import_vllm()
+    check_trainers_class_is_not_used(
+        model, vllm.ModelRegistry.models, trust_remote_code=bool(options.get("trust_remote_code"))
+    )
     devices = [torch.cuda.current_device()] if torch.cuda.is_available() else []
     torch.cuda.empty_cache()  # vLLM cannot use memory that the trainer's allocator caches
     with _keep_set_num_threads(), torch.random.fork_rng(devices):

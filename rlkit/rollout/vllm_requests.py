@@ -5,6 +5,7 @@ Imports no vLLM.
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -13,7 +14,7 @@ import numpy as np
 from rlkit.data.samples import Audio, Sample, Video
 from rlkit.rollout.inference_requests import SUPPRESSED_LOGIT_BIAS
 from rlkit.rollout.sampling import Sampling, sample_name
-from rlkit.vlm.processors import AUDIO_PROCESSORS, GLM_PROCESSORS, placeholder_id
+from rlkit.vlm.processors import AUDIO_PROCESSORS, GLM_PROCESSORS, QWEN2_5_OMNI, placeholder_id
 
 MAX_LOGIT_BIASES = 1024  # tokens; with more, vLLM's engine process dies on a GPU
 
@@ -27,8 +28,8 @@ def vllm_prompt(request: Sample) -> dict[str, Any]:
     media: dict[str, Any] = {"image": list(request.images)} if request.images else {}
     if request.videos:
         media["video"] = [vllm_video(video) for video in request.videos]
-    if request.audios:
-        media["audio"] = [vllm_audio(audio) for audio in request.audios]
+    if audios := [*request.audios, *(video.sound for video in request.videos if video.sound is not None)]:
+        media["audio"] = [vllm_audio(audio) for audio in audios]
     return {**prompt, "multi_modal_data": media} if media else prompt
 
 
@@ -40,11 +41,13 @@ def vllm_video(video: Video) -> tuple[Any, dict[str, Any]]:
     return video.frames, {**video.metadata, "do_sample_frames": False}
 
 
-def vllm_processor_arguments(request: Sample, processor: Any) -> dict[str, Any]:
-    """`mm_processor_kwargs` of vLLM's prompt: of Qwen-Omni the frame rate of its videos.
+def vllm_video_options(request: Sample, processor: Any) -> dict[str, Any]:
+    """Further entries of vLLM's prompt for videos of Qwen-Omni: their frame rate, and whether they have sound.
+
+    Videos with sound also get an identity. vLLM's prefix cache would take those with the same frames for the same.
 
     Raises:
-        ValueError: videos of several frame rates.
+        ValueError: videos of several frame rates; or sound in some videos only, beside audios or for Qwen2.5-Omni.
     """
     if type(processor).__name__ not in AUDIO_PROCESSORS or not request.videos:
         return {}
@@ -54,7 +57,38 @@ def vllm_processor_arguments(request: Sample, processor: Any) -> dict[str, Any]:
             f"{sample_name(request)}: videos: expected one frame rate, as vLLM has one argument for all videos of a "
             f"Qwen-Omni prompt, got {shown} frames per second; lower video_fps, or use rollout 'hf'"
         )
-    return {"mm_processor_kwargs": {"fps": request.videos[0].fps, "do_sample_frames": False}}
+    arguments = {"fps": request.videos[0].fps, "do_sample_frames": False}
+    sounds = [video.sound for video in request.videos if video.sound is not None]
+    if not sounds:
+        return {"mm_processor_kwargs": arguments}
+    _check_sound(request, len(sounds), type(processor).__name__)
+    return {
+        "mm_processor_kwargs": {**arguments, "use_audio_in_video": True},
+        "multi_modal_uuids": {"video": [_identity(video) for video in request.videos]},
+    }
+
+
+def _identity(video: Video) -> str:
+    """A hash of the frames and the sound of a video."""
+    digest = hashlib.sha256(f"{video.frames.shape}".encode())
+    digest.update(video.frames.tobytes())
+    if video.sound is not None:
+        digest.update(video.sound.samples.tobytes())
+    return digest.hexdigest()
+
+
+def _check_sound(request: Sample, sounds: int, family: str) -> None:
+    if family == QWEN2_5_OMNI:
+        raise ValueError(
+            f"{sample_name(request)}: videos: expected none with sound for {family}, as vLLM's position ids of such a "
+            f"video begin one token too early, got {sounds}; use rollout 'hf', or no video_sound"
+        )
+    if sounds < len(request.videos) or request.audios:
+        raise ValueError(
+            f"{sample_name(request)}: videos: expected no other audios, and sound in all videos or in none, as vLLM "
+            f"supports no other prompts of Qwen-Omni, got {len(request.videos)} videos, {sounds} with sound, and "
+            f"{len(request.audios)} audios; use rollout 'hf', or no video_sound"
+        )
 
 
 def vllm_audio(audio: Audio) -> tuple[Any, int]:

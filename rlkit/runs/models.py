@@ -79,12 +79,12 @@ def find_model(cfg: Any, run: Run, rows: Sequence[Mapping[str, Any]], **tiny: An
 
 
 def processor_of(cfg: Any, path: str) -> Any:
-    """The processor of a model, with the run's number of frames of a video.
+    """The processor of a model, with the run's options for videos.
 
     Raises:
         ValueError: as `load_processor`, or its chat template does not have an option that the run asks for.
     """
-    videos = {"video_fps": cfg.video_fps, "video_frames": cfg.video_frames}
+    videos = {name: getattr(cfg, name) for name in ("video_fps", "video_frames", "video_sound")}
     processor = load_processor(path, trust_remote_code=cfg.trust_remote_code, **videos)
     check_template_options(processor, cfg.chat_template_kwargs)
     return processor

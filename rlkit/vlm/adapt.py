@@ -10,7 +10,14 @@ import torch
 from torch import Tensor, nn
 
 from rlkit.data.lookup import requires_extra
-from rlkit.vlm.families import CHECKPOINT_NAME_FAMILIES, TRANSPOSED_EXPERTS, checkpoint_name, recurrent_layers
+from rlkit.vlm.families import (
+    CHECKPOINT_NAME_FAMILIES,
+    ENCODERS_WITHOUT_CONFIG,
+    TRANSPOSED_EXPERTS,
+    VISION_EXPERT_FAMILIES,
+    checkpoint_name,
+    recurrent_layers,
+)
 
 
 def vision_tower_pattern(model: Any) -> str:
@@ -39,7 +46,12 @@ def audio_tower_pattern(model: Any) -> str:
 def _tower_pattern(model: Any, modality: str) -> str:
     """The pattern of the modules whose configuration is the model's `<modality>_config`: "vision" or "audio"."""
     kind = type(getattr(model.config, f"{modality}_config", None))
-    names = [name for name in encoder_modules(model) if type(model.get_submodule(name).config) is kind]
+    without_config = ENCODERS_WITHOUT_CONFIG.get(model.config.model_type, {}).get(modality)
+    names = [
+        name
+        for name in encoder_modules(model)
+        if name == without_config or type(getattr(model.get_submodule(name), "config", None)) is kind
+    ]
     if not names:
         raise ValueError(f"{modality} tower: expected a model that has one, got {model.config.model_type}")
     return _inside(names)
@@ -48,7 +60,8 @@ def _tower_pattern(model: Any, modality: str) -> str:
 def encoder_modules(model: Any) -> list[str]:
     """The names of the modules that encode images, videos and audio.
 
-    These are the outermost modules with a configuration of their own, other than the model's and its text model's.
+    These are the outermost modules with a configuration of their own, other than the model's and its text model's; and
+    the layers of Gemma 4 Unified that project patches and sound.
     """
     own = {type(model.config), type(model.config.get_text_config())}
     found: list[str] = []
@@ -57,7 +70,9 @@ def encoder_modules(model: Any) -> list[str]:
         is_encoder = hasattr(config, "model_type") and type(config) not in own
         if is_encoder and not any(name.startswith(f"{outer}.") for outer in found):
             found.append(name)
-    return found
+    without_config = ENCODERS_WITHOUT_CONFIG.get(model.config.model_type, {}).values()
+    names = {name for name, _ in model.named_modules()}
+    return [*found, *(name for name in without_config if name in names)]
 
 
 def fused_projections(model: Any) -> list[str]:
@@ -296,6 +311,24 @@ def _delta(adapter: Any, down: Tensor, up: Tensor) -> Tensor:
     return delta.transpose(1, 2) if getattr(adapter.get_base_layer(), "is_transposed", False) else delta
 
 
+def converted_together(model: Any, parameters: Iterable[tuple[str, Tensor]]) -> Iterator[dict[str, Tensor]]:
+    """Groups of parameters that transformers converts to those of checkpoint files together, by name.
+
+    In most families each parameter is converted alone. ERNIE 4.5 VL has experts for text and for images, which its
+    files number in one list. A caller that clears a group holds none of its tensors.
+    """
+    waiting: dict[str, tuple[str, Tensor]] = {}
+    for name, tensor in parameters:
+        pair = re.sub(r"\.(text|vision)_moe\.", ".moe.", name)
+        group = dict([waiting.pop(pair)]) if pair in waiting else {}
+        group[name] = tensor
+        del tensor
+        if model.config.model_type not in VISION_EXPERT_FAMILIES or pair == name or len(group) == 2:
+            yield group
+        else:
+            waiting[pair] = group.popitem()
+
+
 def checkpoint_parameters(model: Any, parameters: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
     """Converts (name, tensor) pairs of a transformers model to the names and tensors of its checkpoint files.
 
@@ -306,8 +339,9 @@ def checkpoint_parameters(model: Any, parameters: Iterable[tuple[str, Tensor]]) 
     from transformers.core_model_loading import revert_weight_conversion
 
     family = model.config.model_type
-    for name, tensor in parameters:
-        pieces = list(revert_weight_conversion(model, {name: tensor}).items())
+    for group in converted_together(model, parameters):
+        pieces = list(revert_weight_conversion(model, group).items())
+        name, tensor = group.popitem()
         if (
             family in TRANSPOSED_EXPERTS and ".mlp.experts." in name
         ):  # transformers reads both layouts and writes its own
@@ -315,6 +349,7 @@ def checkpoint_parameters(model: Any, parameters: Iterable[tuple[str, Tensor]]) 
         elif len(pieces) == 1 and pieces[0][1] is tensor and family not in CHECKPOINT_NAME_FAMILIES:
             pieces = [(name, tensor)]
         del tensor
+        group.clear()
         while pieces:
             name, piece = pieces.pop(0)
             yield checkpoint_name(family, name), piece

@@ -14,14 +14,15 @@ import numpy as np
 from rlkit.data.lookup import requires_extra
 from rlkit.data.samples import Audio
 from rlkit.vlm.processors import QWEN2_5_OMNI, QWEN3_OMNI, open_regular_file, resolve_source
-from rlkit.vlm.videos import FORMATS as VIDEO_FORMATS
 
 RATE = 16000  # of the Qwen-Omni processors, in samples per second
 DECODING_SECONDS = 60.0  # of processor time
 MIN_SECONDS = 0.04  # of one token
 MAX_SECONDS = 1800.0  # 115 MB at 16000 samples per second
 
-# Files of sound alone, and the sound of videos. Playlists, which name other files, are not among them.
+# Containers that hold a video itself. Playlists (HLS, DASH, concat), which name other files, are not among them.
+VIDEO_FORMATS = "mov,mp4,m4a,3gp,3g2,mj2,matroska,webm,avi,gif,mpeg,mpegts,flv,ogg,asf"
+# files of sound alone, and the sound of videos
 FORMATS = f"wav,w64,flac,mp3,aac,aiff,au,caf,amr,{VIDEO_FORMATS}"
 
 
@@ -44,10 +45,10 @@ def load_audio(source: Any, *, rate: int = RATE) -> Audio:
     source, name = resolve_source(source, "audio", "samples")
     try:
         if isinstance(source, bytes | bytearray):
-            return _decode(io.BytesIO(source), rate)
+            return decode_audio(io.BytesIO(source), rate)
         if isinstance(source, str | Path):
             with open_regular_file(source) as file:
-                return _decode(file, rate)
+                return decode_audio(file, rate)
         if isinstance(source, tuple | list) and len(source) == 2:
             return _from_samples(source[0], source[1], rate)
         raise ValueError("expected a path, bytes, or samples with their sampling rate")
@@ -88,7 +89,8 @@ def _mean(frame: Any) -> np.ndarray:
     return frame.to_ndarray().mean(0)
 
 
-def _decode(file: BinaryIO, rate: int) -> Audio:
+def decode_audio(file: BinaryIO, rate: int) -> Audio:
+    """The sound of a file, or of a file's video, with `rate` samples per second; for errors see `load_audio`."""
     with requires_extra("audio"):
         import av
 
@@ -131,25 +133,31 @@ def load_audios(processor: Any, sources: Sequence[Any]) -> list[Audio]:
 
     Those of Qwen3-Omni end with silence up to a whole frame, and to a second. Otherwise the number of frames would
     depend on the other audios of the prompt, and the features of a shorter audio on those of the batch, because the
-    encoder pads a chunk to the longest one before its convolutions.
+    encoder pads a chunk to the longest one before its convolutions. The silence is at least as long as the window of
+    the last frame reaches beyond the end: there a shorter audio has silence, and the longest one is reflected.
 
     Raises:
         ValueError: as `load_audio`, or an audio that the processor would cut off, or that is shorter than a token.
     """
     extractor: Any = getattr(processor, "feature_extractor", None)
-    rate = getattr(extractor, "sampling_rate", RATE)
-    audios = [load_audio(source, rate=rate) for source in sources]
-    family = type(processor).__name__
-    for audio in audios:
+    family, rate = type(processor).__name__, audio_rate(processor)
+    audios = []
+    for source in sources:
+        audio = load_audio(source, rate=rate)
         seconds = len(audio.samples) / rate
         if seconds < MIN_SECONDS:
             raise ValueError(f"audio: expected at least {MIN_SECONDS:g} s, got {seconds:.3g} s")
         if family == QWEN2_5_OMNI and len(audio.samples) > extractor.n_samples:
             raise ValueError(f"audio: expected at most {extractor.chunk_length} s for {family}, got {seconds:.1f} s")
-    if family == QWEN3_OMNI:
-        hop = extractor.hop_length
-        lengths = [max(rate, math.ceil(len(audio.samples) / hop) * hop) for audio in audios]
-        audios = [
-            Audio(np.pad(one.samples, (0, n - len(one.samples))), rate) for one, n in zip(audios, lengths, strict=True)
-        ]
+        if family == QWEN3_OMNI:
+            hop = extractor.hop_length
+            silence = extractor.n_fft // 2 - hop
+            length = max(rate, math.ceil((len(audio.samples) + silence) / hop) * hop)
+            audio = Audio(np.pad(audio.samples, (0, length - len(audio.samples))), rate)
+        audios.append(audio)
     return audios
+
+
+def audio_rate(processor: Any) -> int:
+    """Samples per second of the processor's feature extractor."""
+    return getattr(getattr(processor, "feature_extractor", None), "sampling_rate", RATE)

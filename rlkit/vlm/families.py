@@ -20,22 +20,28 @@ PATCH_ROW_FAMILIES = frozenset(
         "qwen3_5",
         "qwen3_5_moe",
         "qwen4_exp",
+        "cohere_compass",
         "glm4v",
         "glm4v_moe",
         "glm46v",
         "glm_ocr",
+        "ernie4_5_vl_moe",
         "qwen2_5_omni_thinker",
         "qwen3_omni_moe_thinker",
     }
 )
+# tokens of images and videos, and those around them, go to experts of their own, by `moe_mm_token_type_ids`
+VISION_EXPERT_FAMILIES = frozenset({"ernie4_5_vl_moe"})
 IMAGE_DIMENSION_FAMILIES = frozenset({"smolvlm", "idefics3"})  # pixel_values is [samples, images, ...]
 # vLLM accepts only the names of the files
 CHECKPOINT_NAME_FAMILIES = frozenset(
     {
         "llava",
         "gemma3",
+        "gemma4_unified",
         "mixtral",
         "ernie4_5_moe",
+        "ernie4_5_vl_moe",
         "granitemoehybrid",
         "kimi_linear",
         "lfm2_vl",
@@ -67,6 +73,8 @@ RECURRENT_CLASSES = frozenset(
         "JambaMambaMixer",
     }
 )
+# modality -> the module that encodes it, in families whose encoders have no configuration of their own
+ENCODERS_WITHOUT_CONFIG = {"gemma4_unified": {"vision": "model.embed_vision", "audio": "model.embed_audio"}}
 NO_ATTENTION_INTERFACE = "its attention does not go through transformers' AttentionInterface"
 LOGIT_TRANSFORMS = ("final_logit_softcapping", "logit_scale", "logits_scaling", "output_multiplier")
 
@@ -152,9 +160,25 @@ def bidirectional_obstacle(model: Any) -> str | None:
     prefixed = hasattr(model.config, "vision_config") and "token_type_ids" in signature(model.forward).parameters
     if prefixed and model.config.model_type not in BIDIRECTIONAL_IMAGE_FAMILIES:
         return "its image and prefix tokens attend to later ones, by token_type_ids that the engine does not compute"
-    if getattr(model.config.get_text_config(), "use_bidirectional_attention", None):
+    text = model.config.get_text_config()
+    if getattr(text, "use_bidirectional_attention", None) and not has_bidirectional_images_in_windows(model.config):
         return "its config sets use_bidirectional_attention: some tokens attend to later ones"
     return None
+
+
+def has_bidirectional_images_in_windows(config: Any) -> bool:
+    """Whether tokens of an image attend to later ones of that image in layers with a sliding window, and only there.
+
+    That is so in larger models of Gemma 4. In Gemma 3 it is so in all layers, whatever the window.
+    """
+    text = config.get_text_config()
+    is_gemma4 = text.model_type in ("gemma4_text", "gemma4_unified_text")
+    return is_gemma4 and getattr(text, "use_bidirectional_attention", None) == "vision"
+
+
+def has_bidirectional_images(config: Any) -> bool:
+    """Whether tokens of an image attend to later ones of that image in some layers."""
+    return config.model_type in BIDIRECTIONAL_IMAGE_FAMILIES or has_bidirectional_images_in_windows(config)
 
 
 def length_dependent_rope(config: Any) -> tuple[str, int] | None:
@@ -215,6 +239,16 @@ def tokens_per_image(config: Any) -> int:
     if config.model_type == "llama4":  # pixel_values has one entry for each tile
         return round(((vision.image_size // vision.patch_size) * vision.pixel_shuffle_ratio) ** 2)
     return 0
+
+
+def numbers_per_patch(vision: Any) -> int:
+    """Length of a row of pixel_values in `PATCH_ROW_FAMILIES`: the colours of a patch, in one frame or several.
+
+    Args:
+        vision: the configuration of the vision tower.
+    """
+    channels = getattr(vision, "in_channels", getattr(vision, "in_chans", 3))
+    return channels * getattr(vision, "temporal_patch_size", 1) * vision.patch_size**2
 
 
 def audio_tokens(frames: Tensor, config: Any) -> Tensor:

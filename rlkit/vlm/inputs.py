@@ -141,7 +141,8 @@ def gemma_frames_as_images(inputs: Mapping[str, Any], config: Any) -> dict[str, 
 
 def _gemma_tokens(positions: Tensor, config: Any) -> list[int]:
     """Tokens of each image or frame of Gemma 4 with these positions of patches, which are -1 in padding."""
-    return ((positions >= 0).all(-1).sum(1) // config.vision_config.pooling_kernel_size**2).tolist()
+    pooled = 1 if config.model_type == "gemma4_unified" else config.vision_config.pooling_kernel_size**2
+    return ((positions >= 0).all(-1).sum(1) // pooled).tolist()
 
 
 def vision_kinds(vision: Sequence[Mapping[str, Tensor]], spec: Rope3DSpec | None) -> list[bool]:
@@ -182,6 +183,8 @@ def position_ids(
         return (attended.cumsum(1) - 1).clamp(min=0)
     joined = concatenate_vision(vision, POSITION_KEYS)
     times: Any = next((joined.pop(name) for name in VIDEO_TIME_KEYS if name in joined), None)
+    if times is not None:
+        times = times.double()  # as vLLM rounds time indices; those of Qwen-Omni are float32 in `rope3d_position_ids`
     return rope3d_position_ids(tokens, attended, **joined, second_per_grid_ts=times, spec=spec)[0]
 
 
@@ -258,6 +261,8 @@ def _vision_contents(one: Mapping[str, Tensor], config: Any) -> list[_VisionCont
 # family -> the tensor beside its pixels that describes the size of each image (in LFM2-VL, of each tile)
 IMAGE_SIZE_KEYS = {
     "gemma4": "image_position_ids",
+    "gemma4_unified": "image_position_ids",
+    "glm5_next": "image_grid_thw",
     "kimi_k25": "image_grid_thw",
     "lfm2_vl": "spatial_shapes",
     "minicpmv4_6": "target_sizes",
@@ -266,7 +271,11 @@ IMAGE_SIZE_KEYS = {
 
 
 # the same for each frame of a video (in MiniCPM-V, for each slice of a frame)
-FRAME_SIZE_KEYS = {"gemma4": "video_position_ids", "minicpmv4_6": "target_sizes_videos"}
+FRAME_SIZE_KEYS = {
+    "gemma4": "video_position_ids",
+    "gemma4_unified": "video_position_ids",
+    "minicpmv4_6": "target_sizes_videos",
+}
 
 
 def _tokens_of_each_image(one: Mapping[str, Tensor], config: Any, kind: str, size_key: str) -> list[int]:
@@ -284,8 +293,10 @@ def _tokens_of_each_image(one: Mapping[str, Tensor], config: Any, kind: str, siz
         raise ValueError(f"{size_key}: expected the sizes of the {kind}s in {PIXEL_KEYS[kind]}, got None")
     if sizes is None:
         return []
-    if family == "gemma4":
+    if family in ("gemma4", "gemma4_unified"):
         return _gemma_tokens(sizes, config)
+    if family == "glm5_next":
+        return (sizes.prod(1) // vision.spatial_merge_size**2).tolist()
     if family == "kimi_k25":
         return (sizes.prod(1) // math.prod(vision.merge_kernel_size)).tolist()
     if family == "lfm2_vl":  # in patches; an odd row or column is padded

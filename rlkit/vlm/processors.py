@@ -174,7 +174,9 @@ def _check_regular(mode: int) -> None:
 
 
 # outputs of a processor that are not vision tensors; the engine computes its own
-TEXT_OUTPUTS = frozenset({"input_ids", "attention_mask", "mm_token_type_ids", "token_type_ids"})
+TEXT_OUTPUTS = frozenset(
+    {"input_ids", "attention_mask", "mm_token_type_ids", "moe_mm_token_type_ids", "token_type_ids"}
+)
 
 
 # processors whose audios are tested: both tracks, position ids, training and sampling. They repeat a placeholder and
@@ -191,6 +193,7 @@ VIDEO_PROCESSORS = frozenset(
         *GLM_PROCESSORS,
         "InternVLProcessor",
         "Gemma4Processor",
+        "Gemma4UnifiedProcessor",
         "MiniCPMV4_6Processor",
         *AUDIO_PROCESSORS,
     }
@@ -264,7 +267,7 @@ def encode_text(
         )
     vision = {name: x for name, x in inputs.items() if isinstance(x, torch.Tensor) and name not in TEXT_OUTPUTS}
     vision = {name: x.float() if x.is_floating_point() else x for name, x in vision.items()}  # Llama 4: bfloat16
-    if audios:  # as long as the longest, not as long as the processor's limit
+    if AUDIO_KEYS[0] in vision:  # as long as the longest, not as long as the processor's limit
         frames = int(vision[AUDIO_KEYS[1]].sum(1).max())
         vision |= {name: vision[name][..., :frames].clone() for name in AUDIO_KEYS}
     decoded = {"images": images, "videos": list(videos), "audios": list(audios)}
@@ -281,7 +284,7 @@ def _encode_videos_apart(
 ) -> Sample:
     """`encode_text` of Qwen-Omni for a text with videos, each in a call of its own.
 
-    One call of the processor has one frame rate for all of its videos.
+    One call of the processor has one frame rate for all of its videos, and either all or none of them have sound.
 
     Args:
         compact: the tokens of the text.
@@ -361,6 +364,8 @@ def _expansions_by_kind(
         placeholders: kind -> token id, for the kinds that the prompt has.
     """
     if type(processor).__name__ in AUDIO_PROCESSORS:
+        if [*placeholders] == ["video"] and placeholder_id(processor, "audio") in expanded:  # a video with its sound
+            return {"video": [Expansion(expanded[1:-1])]}
         return {kind: _run_lengths(expanded, token) for kind, token in placeholders.items()}
     kinds = [one.get("type", "image") for one in replacements]
     found = _expansions(processor.tokenizer, text, replacements, [placeholder_id(processor, kind) for kind in kinds])
@@ -408,7 +413,11 @@ def video_arguments(processor: Any, videos: Sequence[Video]) -> dict[str, Any]:
         "video_metadata": [VideoMetadata(**one.metadata) for one in videos],
         "do_sample_frames": False,
     }
-    return {**arguments, "fps": videos[0].fps} if name in AUDIO_PROCESSORS else arguments
+    if name in AUDIO_PROCESSORS:
+        arguments["fps"] = videos[0].fps
+        if sounds := [one.sound for one in videos if one.sound is not None]:
+            arguments |= {**audio_arguments(processor, sounds), "use_audio_in_video": True}
+    return arguments
 
 
 def _check_frame_counts(name: str, counts: Sequence[int]) -> None:
@@ -541,7 +550,13 @@ def without_video_processor(processor_class: Any) -> Any:
 
 
 def load_processor(
-    path: str, *, trust_remote_code: bool = False, video_fps: float = 2.0, video_frames: int = 32, **options: Any
+    path: str,
+    *,
+    trust_remote_code: bool = False,
+    video_fps: float = 2.0,
+    video_frames: int = 32,
+    video_sound: bool = False,
+    **options: Any,
 ) -> Any:
     """Loads the processor of a vision-language model, or the tokenizer of a text model.
 
@@ -550,12 +565,13 @@ def load_processor(
         trust_remote_code: run processor code that lies in the model's repository.
         video_fps, video_frames: frames per second that the model sees of a video, and the most frames; see
             `rlkit.vlm.load_video`. They become the video processor's `fps` and `max_frames`.
+        video_sound: the model hears the sound of video files; it becomes the video processor's `use_audio_in_video`.
         options: for the image processor, e.g. its `size`, the pixel budget (for Qwen-VL also `min_pixels` and
             `max_pixels`).
 
     Raises:
-        ValueError: no such model, a vision-language model without a processor, or an option that its image processor
-            does not have.
+        ValueError: no such model, a vision-language model without a processor, an option that its image processor does
+            not have, or `video_sound` for a model that hears nothing.
     """
     import transformers
 
@@ -588,8 +604,12 @@ def load_processor(
     if valid is not None and (unknown := options.keys() - valid.__annotations__.keys() - {"trust_remote_code"}):
         kind, names = type(processor.image_processor).__name__, ", ".join(valid.__annotations__)
         raise ValueError(f"image processor options: expected some of {kind} ({names}), got {sorted(unknown)[0]!r}")
-    if type(processor).__name__ in VIDEO_PROCESSORS and getattr(processor, "video_processor", None) is not None:
-        processor.video_processor.fps, processor.video_processor.max_frames = video_fps, video_frames
+    if (name := type(processor).__name__) not in AUDIO_PROCESSORS and video_sound:
+        raise ValueError(f"video_sound: expected a model with one of {', '.join(sorted(AUDIO_PROCESSORS))}, got {name}")
+    if name in VIDEO_PROCESSORS and (settings := getattr(processor, "video_processor", None)) is not None:
+        settings.fps, settings.max_frames = video_fps, video_frames
+        if name in AUDIO_PROCESSORS:
+            settings.use_audio_in_video = video_sound
     return processor
 
 

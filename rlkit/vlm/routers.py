@@ -24,17 +24,18 @@ def routers(model: Any) -> tuple[dict[int, nn.Module], int]:
     """({layer: router} for the decoder layers with experts, number of decoder layers).
 
     Raises:
-        ValueError: the model has no router.
+        ValueError: the model has no router, or several in a layer.
     """
-    layers = model.get_decoder().layers
-    found = {
-        i: module
-        for i, layer in enumerate(layers)
-        for module in layer.modules()
-        if type(module).__name__.lower().endswith("topkrouter")  # Qwen3MoeTopKRouter, DeepseekV3TopkRouter, ...
-    }
+    layers, family = model.get_decoder().layers, model.config.model_type
+    found: dict[int, nn.Module] = {}
+    for i, layer in enumerate(layers):
+        for module in layer.modules():
+            if type(module).__name__.lower().endswith("topkrouter"):  # Qwen3MoeTopKRouter, DeepseekV3TopkRouter, ...
+                if i in found:
+                    raise ValueError(f"model: expected one router in each layer, got several in those of {family}")
+                found[i] = module
     if not found:
-        raise ValueError(f"model: expected a mixture of experts with a top-k router, got {model.config.model_type}")
+        raise ValueError(f"model: expected a mixture of experts with a top-k router, got {family}")
     return found, len(layers)
 
 

@@ -13,6 +13,7 @@ import numpy as np
 
 from rlkit.data.lookup import requires_extra
 from rlkit.data.samples import Video
+from rlkit.vlm.audios import VIDEO_FORMATS, audio_rate, decode_audio, load_audios
 from rlkit.vlm.processors import QWEN2_5_OMNI, QWEN3_OMNI, load_image, open_regular_file, resolve_source
 
 FPS = 2.0  # the default of the Qwen-VL processors
@@ -25,14 +26,16 @@ MAX_PIXELS = 1 << 29  # of all frames together: 1.5 GiB of RGB, and twice that w
 # products of seconds in float32, and vLLM in float64: they agree on multiples of a power of two.
 FRAME_INTERVALS = {QWEN2_5_OMNI: 1 / 16, QWEN3_OMNI: 1 / 2}
 
-# Containers that hold the video itself. Playlists (HLS, DASH, concat), which name other files, are not among them.
-FORMATS = "mov,mp4,m4a,3gp,3g2,mj2,matroska,webm,avi,gif,mpeg,mpegts,flv,ogg,asf"
-
 
 def load_video(
-    source: Any, *, fps: float = FPS, max_frames: int = MAX_FRAMES, frame_interval: float | None = None
+    source: Any,
+    *,
+    fps: float = FPS,
+    max_frames: int = MAX_FRAMES,
+    frame_interval: float | None = None,
+    sound_rate: int | None = None,
 ) -> Video:
-    """The frames of a video that a model sees.
+    """The frames of a video that a model sees, and the sound that it hears.
 
     Of a file, frames are taken at the times 0, 1 / rate, 2 / rate, ... seconds, with
 
@@ -48,10 +51,11 @@ def load_video(
         fps: frames per second; for frames without `fps`, the rate at which they were taken.
         max_frames: most frames of a file.
         frame_interval: in seconds.
+        sound_rate: samples per second of the sound; None: without sound. Only files have sound, and not all of them.
 
     Raises:
         ValueError: it cannot be read, has no frames, frames of several sizes or too many pixels, takes more than
-            `DECODING_SECONDS` to decode, is in none of `FORMATS`, or is a URL.
+            `DECODING_SECONDS` to decode, is in none of `VIDEO_FORMATS`, or is a URL.
         ImportError: PyAV is not installed.
     """
     if isinstance(source, Video):
@@ -64,10 +68,10 @@ def load_video(
     source, name = resolve_source(source, "video", "frames")
     try:
         if isinstance(source, bytes | bytearray):
-            return _decode(io.BytesIO(source), fps, max_frames, frame_interval)
+            return _decode(io.BytesIO(source), fps, max_frames, frame_interval, sound_rate)
         if isinstance(source, str | Path):
             with open_regular_file(source) as file:
-                return _decode(file, fps, max_frames, frame_interval)
+                return _decode(file, fps, max_frames, frame_interval, sound_rate)
         raise ValueError("expected a path, bytes or a list of frames")
     except (OSError, ValueError) as error:
         raise ValueError(f"video {name}: cannot be read: {error}") from error
@@ -91,17 +95,21 @@ def _from_frames(frames: Any, fps: Any) -> Video:
     return Video(found, float(fps))
 
 
-def _decode(file: BinaryIO, fps: float, max_frames: int, frame_interval: float | None) -> Video:
+def _decode(file: BinaryIO, fps: float, max_frames: int, frame_interval: float | None, sound_rate: int | None) -> Video:
     with requires_extra("video"):
         import av
 
     # a container that names other files cannot open them: no protocol is allowed
-    options = {"format_whitelist": FORMATS, "protocol_whitelist": "none"}
+    options = {"format_whitelist": VIDEO_FORMATS, "protocol_whitelist": "none"}
     try:
         with av.open(file, options=options) as container:
-            return _sample_frames(container, fps, max_frames, frame_interval)
+            video, has_sound = _sample_frames(container, fps, max_frames, frame_interval), bool(container.streams.audio)
     except av.error.FFmpegError as error:
         raise ValueError(error.strerror) from error
+    if sound_rate is None or not has_sound:
+        return video
+    file.seek(0)
+    return video._replace(sound=decode_audio(file, sound_rate))
 
 
 def _sample_frames(container: Any, fps: float, max_frames: int, frame_interval: float | None) -> Video:
@@ -114,7 +122,7 @@ def _sample_frames(container: Any, fps: float, max_frames: int, frame_interval: 
     rates = [fps, max_frames / max(_duration(container, stream), 1e-3)]
     rate = min(rates + [float(stream.average_rate)] * bool(stream.average_rate))
     if frame_interval is not None:
-        rate = 1 / (math.ceil(1 / rate / frame_interval) * frame_interval)
+        rate = _rate_in_steps(rate, frame_interval)
     frames: list[np.ndarray] = []
     for shown, until in _frames_with_ends(container, stream):
         while len(frames) < max_frames and len(frames) / rate < until - 1e-3:
@@ -123,6 +131,14 @@ def _sample_frames(container: Any, fps: float, max_frames: int, frame_interval: 
         if len(frames) == max_frames:
             break
     return _from_frames(np.stack(frames) if frames else [], rate)
+
+
+def _rate_in_steps(rate: float, interval: float) -> float:
+    """The largest rate up to `rate` at which frames are exactly a multiple of `interval` seconds apart."""
+    count = math.ceil(1 / rate / interval)
+    while 1 / (1 / (count * interval)) != count * interval:  # the first is 49, as 1 / 49 is rounded
+        count += 1
+    return 1 / (count * interval)
 
 
 def _check_pixels(frames: int, of: Any) -> None:
@@ -165,17 +181,26 @@ def _frames_with_ends(container: Any, stream: Any) -> Iterator[tuple[Any, float]
 def load_videos(processor: Any, sources: Sequence[Any]) -> list[Video]:
     """The videos of a prompt, with the frame rate and the number of frames of the processor's video processor.
 
+    If it has `use_audio_in_video`, they have the sound of their files, as `load_audios` reads it.
+
     Raises:
-        ValueError: as `load_video`, or given frames at a rate for which Qwen3-Omni has no whole position ids.
+        ValueError: as `load_video` and `load_audios`, or given frames at a rate for which Qwen3-Omni has no whole
+            position ids.
     """
     settings, family = getattr(processor, "video_processor", None), type(processor).__name__
     fps, most = getattr(settings, "fps", None) or FPS, getattr(settings, "max_frames", None) or MAX_FRAMES
-    interval = FRAME_INTERVALS.get(family)
-    videos = [load_video(source, fps=fps, max_frames=most, frame_interval=interval) for source in sources]
-    for video in videos:
+    options: dict[str, Any] = {"fps": fps, "max_frames": most, "frame_interval": FRAME_INTERVALS.get(family)}
+    if getattr(settings, "use_audio_in_video", False):
+        options["sound_rate"] = audio_rate(processor)
+    videos = []
+    for source in sources:
+        video = load_video(source, **options)
+        if video.sound is not None:
+            video = video._replace(sound=load_audios(processor, [video.sound])[0])
         if family == QWEN3_OMNI and 1 / video.fps % FRAME_INTERVALS[family]:
             raise ValueError(
-                f"video: expected frames a multiple of {interval} s apart for {family}, whose position ids are not "
-                f"whole numbers otherwise, got {video.fps:g} frames per second"
+                f"video: expected frames a multiple of {FRAME_INTERVALS[family]} s apart for {family}, whose position "
+                f"ids are not whole numbers otherwise, got {video.fps:g} frames per second"
             )
+        videos.append(video)
     return videos

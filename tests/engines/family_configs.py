@@ -18,6 +18,10 @@ LATENT = {
 MAMBA = {"mamba_n_heads": 4, "mamba_d_head": 16, "mamba_d_state": 8, "mamba_n_groups": 1, "mamba_chunk_size": 16}
 ROUTED = {"num_experts_per_tok": 2, "moe_intermediate_size": 16}
 GEMMA = {"sliding_window": 5, "hidden_size_per_layer_input": 8, "vocab_size_per_layer_input": 97}
+UNIFIED = {
+    "sliding_window": 3, "layer_types": BOTH, "global_head_dim": 16,
+    "rope_parameters": {kind: {"rope_type": "default", "rope_theta": 1e4} for kind in BOTH},
+}  # fmt: skip
 TEXT = {
     "qwen2": {},
     "qwen2_sliding": {"use_sliding_window": True, "sliding_window": 5, "max_window_layers": 1},
@@ -79,6 +83,12 @@ SIGLIP = {**SMALL_VIT, "image_size": 16}
 WORDS = {k: v for k, v in BASE.items() if k != "head_dim"}
 ROPE = {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 1, 1]}}
 ROPE35 = {"rope_parameters": {**ROPE["rope_parameters"], "partial_rotary_factor": 1.0}}
+COMPASS = {
+    "layer_types": BOTH, "sliding_window": 5, "logit_scale": 0.5,
+    "rope_parameters": {
+        "sliding_attention": {**ROPE["rope_parameters"], "mrope_section": [1, 1, 2]}, "full_attention": None,
+    },
+}  # fmt: skip
 VIT2 = {"depth": 1, "num_heads": 2, "patch_size": 4}
 VIT25 = {
     **VIT2, "hidden_size": 16, "intermediate_size": 32, "out_hidden_size": 32, "window_size": 16,
@@ -108,6 +118,12 @@ QWEN4 = {
     "ple_layer_ids": [2], "heads_per_ngram": 2, "ngram_vocab_size_base": 50, "split_ngram_parts": 4,
     "make_ngram_vocab_size_divisible_by": 16, "indexer_n_heads": 16, "indexer_kv_heads": 1, "indexer_head_dim": 8,
     "indexer_budget": 4, "indexer_compress_ratio": 2,
+}  # fmt: skip
+GLM5 = {
+    **LATENT, **ROUTED, "qk_rope_head_dim": 0, "q_lora_rank": 8, "n_routed_experts": 4, "index_topk": 4,
+    "index_kpool": 2, "index_head_dim": 8, "index_n_heads": 16, "linear_head_dim": 8, "linear_num_heads": 4,
+    "layer_types": ["indexed_attention", "linear_attention"], "mlp_layer_types": ["dense", "sparse"], "hc_mult": 2,
+    "indexer_types": ["full", "full"],
 }  # fmt: skip
 PATCHES = (4, (16, 3 * 2 * 4 * 4))
 VISION = {  # the config, tokens per image, shape of its pixel_values
@@ -161,6 +177,24 @@ VISION = {  # the config, tokens per image, shape of its pixel_values
         *PATCHES,
     ),
     "glm_ocr": ({"text_config": {**BASE, **ROPE}, "vision_config": GLM_VIT, **GLM_IDS}, *PATCHES),
+    "ernie4_5_vl_moe": (
+        {
+            "text_config": {
+                **WORDS, "rope_parameters": {**ROPE["rope_parameters"], "mrope_section": [1, 1, 2]},
+                "moe_num_experts": 4, "moe_k": 2, "moe_intermediate_size": [16, 8], "moe_num_shared_experts": 1,
+            },
+            "vision_config": {**VIT2, "hidden_size": 16, "intermediate_size": 32}, **GLM_IDS,
+        },
+        4,
+        (16, 3 * 4 * 4),
+    ),
+    "glm5_next": (
+        {
+            "text_config": {**WORDS, **GLM5}, **GLM_IDS,
+            "vision_config": {**GLM_VIT, "projection_intermediate_size": 32},
+        },
+        *PATCHES,
+    ),
     "qwen2_vl": (
         {
             "text_config": {**WORDS, **ROPE}, "vision_config": {**VIT2, "embed_dim": 16, "hidden_size": 32}, **QWEN_IDS,
@@ -169,6 +203,12 @@ VISION = {  # the config, tokens per image, shape of its pixel_values
     ),
     "qwen2_5_vl": ({"text_config": {**WORDS, **ROPE}, "vision_config": VIT25, **QWEN_IDS}, *PATCHES),
     "qwen3_vl": ({"text_config": {**BASE, **ROPE}, "vision_config": VIT3, **QWEN_IDS}, *PATCHES),
+    "cohere_compass": (
+        {
+            "text_config": {**BASE, **COMPASS}, "vision_config": VIT3, **QWEN_IDS, "tie_word_embeddings": True,
+        },
+        *PATCHES,
+    ),
     "qwen3_vl_moe": (
         {
             "text_config": {**BASE, **ROPE, **EXPERTS, "decoder_sparse_step": 1, "moe_intermediate_size": 24},
@@ -203,6 +243,18 @@ VISION = {  # the config, tokens per image, shape of its pixel_values
         },
         4,
         (1, 16, 3 * 4 * 4),
+    ),
+    "gemma4_unified": (  # tokens of an image attend to later ones, in the first layer; its 4 tokens exceed the window
+        {
+            "text_config": {**BASE, **UNIFIED, "model_type": "gemma4_unified_text"},
+            "vision_config": {
+                "patch_size": 4, "pooling_kernel_size": 2, "mm_embed_dim": 32, "mm_posemb_size": 64,
+                "output_proj_dims": 32,
+            },
+            "audio_config": None, "boi_token_id": 91, "eoi_token_id": 92, "video_token_id": 95, "audio_token_id": 96,
+        },
+        4,
+        (1, 4, 3 * 8 * 8),
     ),
     "kimi_k25": (
         {
@@ -287,7 +339,8 @@ REFUSED = {
         "layers of indexed_attention",
     ),
     "qwen4_exp_text": (QWEN4, "linear-attention, state-space"),
-    "qwen4_exp": ({}, "linear-attention, state-space"),  # its config is in VISION
+    "glm5_next": ({}, "linear-attention, state-space"),
+    "qwen4_exp": ({}, "linear-attention, state-space"),  # like GLM-5-Next's, its config is in VISION
     "gpt_neo": (
         {"attention_types": [[["global", "local"], 1]], "num_layers": 2, "num_heads": 4, "window_size": 5},
         "does not go through transformers' AttentionInterface",

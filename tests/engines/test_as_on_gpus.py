@@ -95,11 +95,12 @@ def test_a_vision_tower_attends_to_all_images_in_one_call(family, monkeypatch):
     config = model.config.vision_config
     tower = next(module for module in model.modules() if getattr(module, "config", None) is config)
     grid = torch.tensor([[1, 4, 4], [1, 8, 4], [1, 4, 8]])
-    pixels = torch.randn(80, 3 * 2 * 4 * 4, generator=torch.Generator().manual_seed(0))
+    pixels = torch.randn(80, VISION[family][2][1], generator=torch.Generator().manual_seed(0))
     found = []
     for packed in (False, True):
         assert not packed or use_packed_vision_attention(model, model.config)
-        features = tower(pixels, grid_thw=grid).pooler_output
+        out = tower(pixels, grid_thw=grid)
+        features = out.last_hidden_state if out.pooler_output is None else out.pooler_output
         tower.zero_grad()
         features.square().sum().backward()
         found.append([features, *(p.grad.clone() for p in tower.parameters() if p.grad is not None)])

@@ -26,6 +26,7 @@ from rlkit.vlm.inputs import (
     position_spec,
     vision_kinds,
 )
+from rlkit.vlm.routers import routers
 
 CPU = torch.device("cpu")
 
@@ -34,7 +35,10 @@ PATCHES = [family for family, (*_, shape) in VISION.items() if len(shape) == 2 a
 DUMMIES = [*((family, {"image": True}) for family in VISION)]
 DUMMIES += [(family, {"image": x, "video": True}) for family in [*PATCHES, "minicpmv4_6"] for x in (False, True)]
 DUMMIES += [
-    (family, {"image": image, "audio": True}) for family in VISION if "omni" in family for image in (False, True)
+    (family, {**others, "audio": True})
+    for family in VISION
+    if "omni" in family
+    for others in ({"image": False}, {"image": True}, {"image": False, "video": True})
 ]
 
 
@@ -68,6 +72,19 @@ def test_no_unit_of_fsdp_contains_another(family):
     units = unsplit_modules(vision_model(family))
     weights = [id(parameter) for unit in units for parameter in unit.parameters()]
     assert len(units) >= 2 and len(weights) == len({*weights})
+
+
+def test_a_dummy_image_alone_goes_to_all_experts_of_ernie():
+    """Its experts for text and for images both join the collectives of a rank that has no rows."""
+    model, found = vision_model("ernie4_5_vl_moe"), []
+    with pytest.raises(ValueError, match="^model: expected one router in each layer, got several in those of ernie4_5"):
+        routers(model)
+    use_packed_attention(model)
+    for sample in (rows("ernie4_5_vl_moe")[0].select([0]), collate([dummy_sample(model.config, image=True)])):
+        kwargs = prepare_model_inputs(sample, position_spec(model.config), CPU).kwargs
+        found.append(gradients(model, model(**kwargs, use_cache=False).logits.sum()))
+    assert found[0].keys() == found[1].keys()
+    assert {"text_moe", "vision_moe"} <= {part for name in found[1] for part in name.split(".")}
 
 
 def test_a_family_without_a_known_dummy_image_is_named():

@@ -20,13 +20,16 @@ from transformers import (
 
 from rlkit.data import Batch
 from rlkit.engines import export, make_engine
+from rlkit.engines.distributed import full_tensor
 from rlkit.engines.sampler_dtype import sampler_dtype
 from rlkit.engines.value_head import load_value_model, scoring_batch, with_value_head
 from rlkit.losses import token_mean
 from rlkit.vlm import load_model, load_processor, lora
 
 sys.path.insert(0, str(Path(__file__).parent))
+import test_families
 from rows import make_batch
+from test_families import vision_model
 
 PAD = 59
 SIZES = {"vocab_size": 60, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2}
@@ -166,6 +169,25 @@ def test_images_rewards_stay_in_rlkits_form(tiny_dir, tmp_path):
     engine.export_hf(tmp_path / "reward", torch.float32)
     again = make_engine("fsdp2", "value_model", model=load_value_model(str(tmp_path / "reward")))
     torch.testing.assert_close(again.infer_batch(batch)["values"], values)
+
+
+@pytest.mark.parametrize("family", ["glm4_moe", "glm5_next", "gemma4", "qwen4_exp", "ernie4_5_vl_moe"])
+def test_files_of_a_family_hold_all_of_its_parameters_and_buffers(family, tmp_path):
+    """Routers have a bias that is a buffer; in ERNIE's files the experts for text and for images are one list."""
+    is_text = family in test_families.TEXT
+    model = test_families.text_model(family, test_families.TEXT[family]) if is_text else vision_model(family, "sdpa")
+    for name, buffer in model.named_buffers():
+        if name.endswith(("correction_bias", "layer_scalar")):
+            buffer.normal_()
+    engine = make_engine("fsdp2", model=model, use_remove_padding=family not in test_families.REFUSED)
+    engine.export_hf(tmp_path)
+    again = load_model(str(tmp_path))
+    torch.testing.assert_close(dict(again.named_parameters()), parameters(engine), atol=0, rtol=0)
+    torch.testing.assert_close(dict(again.named_buffers()), dict(engine.module.named_buffers()), atol=0, rtol=0)
+
+
+def parameters(engine):
+    return {name: full_tensor(parameter) for name, parameter in engine.module.named_parameters()}
 
 
 def test_large_models_are_several_files(tmp_path, monkeypatch):

@@ -52,9 +52,10 @@ def text_model(family, options, attention="sdpa"):
     return seeded(lambda: AutoModelForCausalLM.from_config(config, attn_implementation=attention))
 
 
-def vision_model(family, attention="eager"):
+def vision_model(family, attention="eager", **text):
     options = deepcopy(VISION[family][0])  # Qwen3.5's config writes into the dictionaries that it is given
     kind = options.pop("model_type", family)
+    options["text_config"] |= text
     config = AutoConfig.for_model(kind, image_token_id=IMAGE, pad_token_id=0, **options)
     return seeded(lambda: AutoModelForImageTextToText.from_config(config, attn_implementation=attention))
 
@@ -64,9 +65,8 @@ def refused_model(family):
 
     Qwen4 (experimental) has sdpa: its eager attention adds two masks of lowest numbers, so that padding becomes nan.
     """
-    if family in VISION:
-        return vision_model(family, "sdpa")
-    return text_model(family, REFUSED[family][0], "sdpa" if family.startswith("qwen4") else "eager")
+    attention = "sdpa" if family.startswith("qwen4") else "eager"
+    return vision_model(family, attention) if family in VISION else text_model(family, REFUSED[family][0], attention)
 
 
 def rows(family=None):
@@ -89,7 +89,7 @@ def rows(family=None):
         for _ in range(answers):
             answer = torch.randint(3, 80, (int(torch.randint(2, 9, (1,), generator=g)),), generator=g).tolist()
             samples.append(append_response(start, answer, [-1.0] * len(answer)))
-    if family and len(VISION[family][2]) == 2:
+    if family and len(VISION[family][2]) == 2 and family != "glm5_next":  # whose videos no processor gives
         samples += [append_response(start, [7, 8, 9], [-1.0] * 3) for start in video_prompts(family, g)]
     batch = collate(samples)
     weights = torch.randn(batch.tokens.shape, generator=g)
@@ -98,6 +98,8 @@ def rows(family=None):
 
 def layout_of_image(family, shape):
     """What a family gives its tower beside the pixels of an image of 4 x 4 patches."""
+    if family == "gemma4_unified":
+        return {"image_position_ids": torch.cartesian_prod(torch.arange(2), torch.arange(2)).flip(1)[None]}
     if family == "gemma4":
         return {"image_position_ids": torch.cartesian_prod(torch.arange(4), torch.arange(4)).flip(1)[None]}
     if family == "lfm2_vl":
@@ -115,7 +117,7 @@ def video_prompts(family, g):
 
     GLM has only the first: transformers, the reference, accepts images or videos in a forward, not both.
     """
-    patches = torch.randn(32, VISION["qwen2_vl"][2][1], generator=g)
+    patches = torch.randn(32, VISION[family][2][1], generator=g)
     vision = {"pixel_values_videos": patches, "video_grid_thw": torch.tensor([[2, 4, 4]])}
     if family == "qwen2_5_vl":
         vision["second_per_grid_ts"] = torch.tensor([0.3])  # longer ones: `position_spec` counts on otherwise
@@ -123,7 +125,11 @@ def video_prompts(family, g):
         vision["video_second_per_grid"] = torch.tensor([2.0])
     if family.startswith("glm"):
         return [prompt_sample([3, 93, *[91, *[IMAGE] * 4, 92, 6] * 2, 94, 4], vision=vision)]
-    framewise = family.startswith(("qwen3_vl", "qwen3_5", "qwen4"))
+    if family == "ernie4_5_vl_moe":  # which merges the two frames
+        ids = [3, 93, *[VIDEO] * 4, 94, 4]
+        both = {**vision, "pixel_values": patches[:16] + 1, "image_grid_thw": torch.tensor([[1, 4, 4]])}
+        return [prompt_sample(ids, vision=vision), prompt_sample([*ids, 91, *[IMAGE] * 4, 92, 5], vision=both)]
+    framewise = family.startswith(("qwen3_vl", "qwen3_5", "qwen4", "cohere_compass"))
     ids = [3, *([91, *[VIDEO] * 4, 92, 6] * 2 if framewise else [91, *[VIDEO] * 8, 92]), 4]
     both = {**vision, "pixel_values": patches[:16] + 1, "image_grid_thw": torch.tensor([[1, 4, 4]])}
     return [prompt_sample(ids, vision=vision), prompt_sample([*ids, 91, *[IMAGE] * 4, 92, 5], vision=both)]
@@ -149,6 +155,14 @@ def one_at_a_time(model, batch, weights):
             options["token_type_ids"] = (ids == IMAGE).long()
         if "mm_token_type_ids" in signature(model.forward).parameters:
             options["mm_token_type_ids"] = kinds(ids).int()
+        if "moe_mm_token_type_ids" in signature(model.forward).parameters:
+            options["moe_mm_token_type_ids"] = ((ids >= IMAGE) & (ids <= VIDEO)).int()  # with the tokens around them
+        if model.config.model_type == "gemma4_unified":  # its forward makes other masks than its `generate`
+            embeddings = model.get_input_embeddings()(ids)
+            none = dict.fromkeys(("attention_mask", "past_key_values", "position_ids"))
+            options["attention_mask"] = model.create_masks_for_generate(
+                model.config, embeddings, **none, mm_token_type_ids=kinds(ids)
+            )
         if "omni" in model.config.model_type:  # needed to compute its position ids
             options["attention_mask"] = torch.ones_like(ids)
         scores = model(input_ids=ids, use_cache=False, **options).logits[0].log_softmax(-1)
@@ -278,7 +292,7 @@ def test_a_family_that_cannot_be_packed_is_named_and_padded_rows_are_right(famil
     expected = f"^use_remove_padding: expected False for {family}, .* cannot be packed, got True: .*{why}"
     with pytest.raises(ValueError, match=expected):
         use_packed_attention(model, packed=True)
-    ways = ["padded", LEFT] if family.startswith("qwen4") else ["padded"]
+    ways = ["padded", LEFT] if family.startswith(("qwen4", "glm5")) else ["padded"]
     check(model, batch, weights, ways, atol=5e-5)  # rounding accumulates in a recurrence
     forwards = []
     model.get_input_embeddings().register_forward_hook(lambda *_: forwards.append(1))
@@ -320,6 +334,15 @@ def test_gemma3_image_tokens_attend_to_each_other_under_lora(task):
     for options in WAYS.values():
         logprobs, _ = all_at_once(model, batch, weights, options)
         torch.testing.assert_close(logprobs, expected, atol=1e-5, rtol=1e-5)
+
+
+def test_images_of_large_gemma4_models_attend_within_windows():
+    """As in transformers' forward: in layers with a window only, where the first tokens of an image fall out of it."""
+    larger = {"use_bidirectional_attention": "vision", "sliding_window": 3}
+    (batch, weights), causal = rows("gemma4"), vision_model("gemma4", sliding_window=3)
+    expected, _ = one_at_a_time(vision_model("gemma4", **larger), batch, weights)
+    assert (one_at_a_time(causal, batch, weights)[0] - expected).abs().max() > 0.01
+    check(vision_model("gemma4", **larger), batch, weights, atol=5e-5)
 
 
 def test_prefix_attention_and_bidirectional_text_are_refused():

@@ -17,9 +17,10 @@ sys.path[:0] = [str(HERE), str(HERE.parent / "vlm")]
 import family_processors  # noqa: E402
 import helpers  # noqa: E402
 from helpers import evaluation, run_here  # noqa: E402
+from test_omni_videos import film_with_tone  # noqa: E402
 
 FAMILY, ROWS = "qwen2_5_omni_thinker", 24
-pytest.importorskip("av", reason="needs PyAV, of the extra audio")
+av = pytest.importorskip("av", reason="needs PyAV, of the extra audio")
 
 
 def wav(pitch, seconds):
@@ -93,3 +94,18 @@ def test_recipes_learn_from_audios(files):
     moved = changed(files / "sft" / "model", files / "grpo" / "model")
     assert "model.embed_tokens.weight" in moved and not any(name.startswith("audio_tower.") for name in moved)
     assert_answers_are_kept_with_the_sound(files / "grpo", prompts=16)  # and two prompts of each step
+
+
+def test_a_recipe_hears_the_sound_of_videos(files):
+    """By an option; the rows are those of the test above, as films with the tones."""
+    for i, pitch in enumerate((300.0, 2500.0) * 3):
+        (files / f"{i}.mp4").write_bytes(film_with_tone(av, 1.0, pitch))
+    lines = [json.dumps({"video": f"{i}.mp4", "question": "High?", "answer": str(i % 2)}) + "\n" for i in range(6)]
+    (files / "films.jsonl").write_text("".join(lines))
+    given = ["--model", files / "model", "--task", files / "films.jsonl", "--heldout", "0.34", "--prompts_per_step", 2]
+    more = ["--group_size", 2, "--steps", 1, "--max_new_tokens", 2, "--video_sound", "--lr", 1e-3]
+    run_here("grpo_vlm", "--out", files / "films", *given, *more)
+    (step,) = helpers.rows(files / "films")
+    assert step["skipped_rows"] == 0 and step["mismatch/abs_dlogp"] < 1e-5
+    kept = [json.loads(line) for line in (files / "films" / "samples.jsonl").read_text().splitlines()]
+    assert all(len(record["images"]) == len(record["audios"]) == 1 for record in kept) and len(kept) >= 4

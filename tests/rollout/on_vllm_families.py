@@ -51,6 +51,7 @@ MORE = {
     **dict.fromkeys(("qwen3_next", "qwen3_5", "qwen3_5_moe", "minicpmv4_6"), DELTA),
     "glm_ocr": {"intermediate_size": 192},  # vLLM's merger has this width, that of transformers 3 * out_hidden_size
     **dict.fromkeys(("llama4", "llama4_text"), {"attention_chunk_size": 32, "floor_scale": 8}),
+    "gemma4_unified": {"global_head_dim": 64},
     **dict.fromkeys(("gemma4", "gemma4_text"), {"global_head_dim": 64, "hidden_size_per_layer_input": 32}),
     "granitemoehybrid": {"mamba_n_heads": 8},  # times 16 is twice the hidden size
     # without experts, which vLLM does not compute on a CPU
@@ -98,8 +99,9 @@ def seeing(family, reader):
         rope["mrope_interleaved"] = text["norm_topk_prob"] = True
     vision |= {"out_hidden_size": 64} if "out_hidden_size" in vision else {}
     vision |= {"hidden_size": 64} if family == "qwen2_vl" else {}
-    if family == "gemma4":
-        vision["default_output_length"] = 70  # published configs have it
+    if family.startswith("gemma4"):
+        vision["default_output_length"] = vision["num_soft_tokens"] = 70  # published configs have it
+        text["use_bidirectional_attention"] = None  # vLLM has no other attention on a CPU
         del text["per_layer_config"]  # made from global_head_dim
     if "omni" in family:  # the rest is what published configs say
         config["audio_config"]["output_dim"] = 64
@@ -168,6 +170,8 @@ def measure(family, path):
         clips = test_every_family.OMNI_CLIPS[:2]  # the videos of the third have two rates
         rows += [{"question": q, "images": images, "videos": videos} for videos, images, q in clips]
         rows += [{"question": q, "images": images, "audios": sounds} for sounds, images, q in test_every_family.SOUNDS]
+    if family == "qwen3_omni_moe_thinker":  # for Qwen2.5-Omni vLLM's position ids are wrong
+        rows += test_every_family.FILMS[:2]  # it takes sound in all videos or in none
     prompts = [encode_prompt(processor, row, group_id=i) for i, row in enumerate(rows)]
     register(path)
     try:

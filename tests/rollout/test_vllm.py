@@ -12,16 +12,17 @@ from isolated_cases import require, run_cases
 from transformers import AutoConfig
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "engines"))
-from family_configs import BASE, QWEN4, TEXT, VISION
+from family_configs import BASE, COMPASS, GLM5, QWEN4, TEXT, VISION
 
 from rlkit.data.samples import prompt_sample
 from rlkit.rollout import Sampling
 from rlkit.rollout.adapters import ADAPTER_ID
 from rlkit.rollout.inference_requests import finished_sample
 from rlkit.rollout.serve import command
-from rlkit.rollout.vllm import SUPPORTED, cpu_options, import_vllm
+from rlkit.rollout.vllm import SUPPORTED, VllmRollout, cpu_options, import_vllm
 from rlkit.rollout.vllm_cpu import OBSTACLES, cpu_dtype_and_options, has_avx512
 from rlkit.rollout.vllm_requests import request_seed, vllm_prompt, vllm_sampling_params
+from rlkit.vlm.families import has_bidirectional_images
 
 KINDS = ["qwen2", "qwen2_tied", "qwen3_moe", "qwen3_vl", "qwen2_5_vl"]
 SPLITS = ["two_ranks/qwen2_5_vl", "two_ranks/qwen2_5_vl:2"]  # data-parallel; two ranks share one engine
@@ -33,9 +34,9 @@ FAMILIES = [
 ]  # fmt: skip
 # the rest runs by `make families`
 MORE_FAMILIES = [
-    "ernie4_5", "ernie4_5_moe", "falcon_h1", "gemma4_text", "glm4_moe", "glm_ocr", "granitemoehybrid", "lfm2",
-    "lfm2_moe", "lfm2_vl", "llama4", "llama4_text", "ministral3", "mistral3", "nemotron_h", "paddleocr_vl",
-    "qwen2_5_omni_thinker", "qwen3_omni_moe_thinker",
+    "ernie4_5", "ernie4_5_moe", "falcon_h1", "gemma4_text", "gemma4_unified", "glm4_moe", "glm_ocr",
+    "granitemoehybrid", "lfm2", "lfm2_moe", "lfm2_vl", "llama4", "llama4_text", "ministral3", "mistral3", "nemotron_h",
+    "paddleocr_vl", "qwen2_5_omni_thinker", "qwen3_omni_moe_thinker",
 ]  # fmt: skip
 BFLOAT16 = ["qwen3_5", "qwen3_next"]  # vLLM's kernel for the gated delta rule has no other dtype on a CPU
 MORE_BFLOAT16 = ["minicpmv4_6", "qwen3_5_moe"]
@@ -46,7 +47,9 @@ REFUSED = {
     "gemma3": "expected a family whose image tokens attend to earlier ones only",
     "gemma3n_text": "expected a family whose weights vLLM uses completely",
     "gpt_oss": "expected a family whose weights vLLM replaces completely",
+    "olmo3": "expected a family that vLLM does not run by the trainer's own class, which it changes",
 }
+OF_TEXT = {"qwen4_exp_text": QWEN4, "glm5_next_text": GLM5, "cohere_compass_text": COMPASS}
 ABSENT = ["glm46v", "diffllama", "mistral4"]  # vLLM has no model of these
 
 
@@ -296,7 +299,7 @@ def test_an_attention_back_end_that_refuses_the_dtype_is_named():
 
 @pytest.mark.parametrize("family", OBSTACLES)
 def test_a_family_that_vllm_cannot_compute_on_a_cpu_is_named(tmp_path, family):
-    options = VISION[family][0] if family in VISION else {**BASE, **TEXT.get(family, QWEN4)}
+    options = VISION[family][0] if family in VISION else {**BASE, **(TEXT | OF_TEXT)[family]}
     AutoConfig.for_model(family, **options).save_pretrained(tmp_path)
     expected = f"model: expected a family that vLLM can compute on a CPU, got {family}: {OBSTACLES[family]}; use"
     with pytest.raises(ValueError, match=f"^{expected} rollout 'hf'$"):
@@ -333,6 +336,18 @@ def test_a_server_on_a_cpu_has_the_dtype_that_its_family_needs(tmp_path, monkeyp
     monkeypatch.setattr("rlkit.rollout.vllm_cpu.has_avx512", lambda: True)
     flags = command(str(tmp_path), "127.0.0.1", 8000, 1, on_gpu=False)
     assert flags[flags.index("--dtype") + 1] == "bfloat16" and "--no-enable-prefix-caching" in flags
+
+
+@pytest.mark.parametrize("family", ["gemma4", "gemma4_unified"])
+def test_images_of_gemma4_are_refused_on_a_cpu_if_they_attend_to_later_tokens(family):
+    rollout = VllmRollout.__new__(VllmRollout)
+    rollout.asleep, rollout.on_gpu, rollout.family, rollout.max_model_len = False, False, family, 99
+    rollout.processor = None
+    config = AutoConfig.for_model(family, text_config={"use_bidirectional_attention": "vision"})
+    assert not has_bidirectional_images(AutoConfig.for_model(family, text_config={"use_bidirectional_attention": None}))
+    rollout.bidirectional_images = has_bidirectional_images(config)
+    with pytest.raises(ValueError, match=f"attend to earlier ones only, .* on a CPU, got {family}; use rollout 'hf'"):
+        rollout.generate([prompt_sample([5], images=[object()])], Sampling(3))
 
 
 def test_a_server_on_a_cpu_computes_the_rope_of_lfm2_in_pytorch(tmp_path):

@@ -13,6 +13,7 @@ from rlkit.vlm.tiny import _tokenizer
 sys.path.insert(0, str(Path(__file__).parents[1] / "engines"))
 from test_families import VISION, seeded  # noqa: E402
 
+EDGES = "start", "end"
 ENDS = (("start", "bos"), ("end", "eos"))
 CORPUS = ["What digit is this? how many\n", "user assistant system", *["a\n\n\nb\n\n\n\nc"] * 9]
 CHAT = (
@@ -85,9 +86,12 @@ def glm4v(kind="Glm4v"):
         "<|begin_of_image|><|image|><|end_of_image|>", "<|begin_of_image|>", "<|end_of_image|>", "<|begin_of_video|>",
         "<|end_of_video|>", image_token="<|image|>", video_token="<|video|>",
     )  # fmt: skip
-    size = {"shortest_edge": 8 * 8 * 2, "longest_edge": 32 * 32 * 2}
+    size = {"size": {"shortest_edge": 8 * 8 * 2, "longest_edge": 32 * 32 * 2}}
+    size = {"min_image_tokens": 1, "max_image_tokens": 16} if kind == "Glm5Next" else size
     of = {part: getattr(transformers, kind + part) for part in ("ImageProcessor", "Processor", "VideoProcessor")}
-    images = of["ImageProcessor"](patch_size=4, merge_size=2, temporal_patch_size=2, size=size)
+    images = of["ImageProcessor"](patch_size=4, merge_size=2, temporal_patch_size=2, **size)
+    if kind == "Glm5Next":
+        return of["Processor"](images, t, of["VideoProcessor"]())
     size = {"shortest_edge": 8 * 8 * 2, "longest_edge": 16 * 16 * 4}  # of all frames of a video
     videos = of["VideoProcessor"](patch_size=4, merge_size=2, temporal_patch_size=2, size=size)
     return of["Processor"](images, with_videos(t, "<|begin_of_video|><|video|><|end_of_video|>"), videos)
@@ -107,14 +111,13 @@ def qwen_vl(kind="Qwen3VL"):
     return getattr(transformers, f"{kind}Processor")(images, t, videos(patch_size=4, size=size, **norm))
 
 
-def gemma4():
+def gemma4(kind="Gemma4"):
     named = {f"{end}_token": f"<{end}>" for end in ("boi", "eoi", "boa", "eoa")}
     t = tokenizer("<image_soft_token>", image_token="<image_soft_token>", audio_token="<audio>", **named)
     options = {"patch_size": 4, "pooling_kernel_size": 2, "max_soft_tokens": 70}
-    images, t = transformers.Gemma4ImageProcessor(**options), with_videos(t, "<|video|>")
-    return transformers.Gemma4Processor(
-        transformers.Gemma4AudioFeatureExtractor(), images, t, transformers.Gemma4VideoProcessor(**options)
-    )
+    of = {part: getattr(transformers, kind + part) for part in ("ImageProcessor", "VideoProcessor", "Processor")}
+    ears, t = getattr(transformers, f"{kind}AudioFeatureExtractor")(), with_videos(t, "<|video|>")
+    return of["Processor"](ears, of["ImageProcessor"](**options), t, of["VideoProcessor"](**options))
 
 
 OMNI_PATCH = 64  # transformers resizes each frame of a video to at least 128 * 28 * 28 pixels, of any model
@@ -191,6 +194,36 @@ def paddleocr_vl():
     return transformers.PaddleOCRVLProcessor(images, t)
 
 
+def cohere_compass():
+    t = tokenizer(
+        "<|VISION_START|><|IMAGE_PAD|><|VISION_END|>",
+        "<|VISION_START|>",
+        "<|VISION_END|>",
+        image_token="<|IMAGE_PAD|>",
+        video_token="<|VIDEO_PAD|>",
+    )
+    images = transformers.CohereCompassImageProcessor(
+        patch_size=4, size={"shortest_edge": 8 * 8, "longest_edge": 32 * 32}
+    )
+    return transformers.CohereCompassProcessor(images, t, transformers.CohereCompassVideoProcessor())
+
+
+def ernie4_5_vl_moe():
+    named = {f"{kind}_{end}_token": f"<|{kind}_{end}|>".upper() for kind in ("image", "video") for end in EDGES}
+    t = tokenizer(
+        "<|IMAGE_START|><|IMAGE_PLACEHOLDER|><|IMAGE_END|>",
+        image_token="<|IMAGE_PLACEHOLDER|>",
+        video_token="<|VIDEO_PLACEHOLDER|>",
+        **named,
+    )
+    images = transformers.Ernie4_5_VLMoeImageProcessor(
+        patch_size=4, size={"shortest_edge": 8 * 8, "longest_edge": 32 * 32}
+    )
+    return transformers.Ernie4_5_VLMoeProcessor(
+        images, t, transformers.Ernie4_5_VLMoeVideoProcessor(draw_on_frames=False)
+    )
+
+
 FAMILIES = {
     "qwen2_vl": lambda: qwen_vl("Qwen2VL"),
     "qwen2_5_vl": lambda: qwen_vl("Qwen2_5_VL"),
@@ -199,16 +232,22 @@ FAMILIES = {
     "qwen3_5": qwen_vl,
     "qwen3_5_moe": qwen_vl,
     "qwen4_exp": qwen_vl,
+    "cohere_compass": cohere_compass,
     "qwen2_5_omni_thinker": omni,
     "qwen3_omni_moe_thinker": lambda: omni("Qwen3OmniMoe"),
     "glm4v_moe": glm4v,
     **dict.fromkeys(("glm46v", "glm_ocr"), lambda: glm4v("Glm46V")),
+    "glm5_next": lambda: glm4v("Glm5Next"),
+    "ernie4_5_vl_moe": ernie4_5_vl_moe,
     **{make.__name__: make for make in (glm4v, internvl, llava, idefics3, smolvlm, gemma3)},
     **{make.__name__: make for make in (gemma4, kimi_k25, lfm2_vl, llama4, minicpmv4_6, mistral3, paddleocr_vl)},
+    "gemma4_unified": lambda: gemma4("Gemma4Unified"),
     "mistral4": mistral3,
 }
 SIZED = (
     "gemma4",
+    "gemma4_unified",
+    "glm5_next",
     "kimi_k25",
     "lfm2_vl",
     "minicpmv4_6",
@@ -243,13 +282,19 @@ def model(family):
         }
     elif family.startswith(("qwen", "paddleocr")):
         ids |= {f"vision_{end}_token_id": of(f"<|vision_{end}|>") for end in ("start", "end")}
-    if family == "gemma4":
+    if family in ("gemma4", "gemma4_unified"):
         ids |= {f"{name}_token_id": of(f"<{name}>") for name in ("boi", "eoi", "audio")}
     if family == "llama4":
         ids["image_token_id"] = of("<|patch|>")
         ids |= {f"{end}_token_index": of(f"<|image_{name}|>") for end, name in (("boi", "start"), ("eoi", "end"))}
     if family == "gemma3":
         ids |= {f"{end}_token_index": of(f"<{name}_of_image>") for end, name in (("boi", "start"), ("eoi", "end"))}
+    if family == "cohere_compass":
+        ids |= {f"vision_{end}_token_id": of(f"<|VISION_{end.upper()}|>") for end in EDGES}
+    if family == "ernie4_5_vl_moe":
+        ids |= {
+            f"{kind}_{end}_token_id": of(f"<|{kind}_{end}|>".upper()) for kind in ("image", "video") for end in EDGES
+        }
     if family.startswith("glm"):
         for end, way in (("start", "begin"), ("end", "end")):
             ids |= {f"{kind}_{end}_token_id": of(f"<|{way}_of_{kind}|>") for kind in ("image", "video")}

@@ -78,7 +78,9 @@ TOWERS = {
         ("llava", "internvl", "gemma3", "gemma4", "kimi_k25", "lfm2_vl", "minicpmv4_6", "mistral3", "mistral4"),
         ["model.vision_tower"],
     ),
+    "ernie4_5_vl_moe": ["model.vision_tower"],
     **dict.fromkeys(("smolvlm", "idefics3"), ["model.vision_model"]),
+    "gemma4_unified": ["model.embed_vision"],
     "llama4": ["vision_model"],
     **dict.fromkeys(("qwen2_5_omni_thinker", "qwen3_omni_moe_thinker"), ["audio_tower", "visual"]),
 }
@@ -118,8 +120,8 @@ def test_adapters_leave_the_towers_of_every_family_out(family):
 @pytest.mark.parametrize(
     "family",
     [
-        "ernie4_5_moe", "falcon_h1", "gemma4_text", "glm4_moe", "granitemoehybrid", "kimi_linear", "lfm2_moe",
-        "llama4", "llama4_text", "nemotron_h", "olmo_hybrid", "paddleocr_vl",
+        "ernie4_5_moe", "ernie4_5_vl_moe", "falcon_h1", "gemma4_text", "glm4_moe", "granitemoehybrid", "kimi_linear",
+        "lfm2_moe", "llama4", "llama4_text", "nemotron_h", "olmo_hybrid", "paddleocr_vl",
         "qwen3_5", "qwen3_5_moe", "qwen3_next",
     ],
 )  # fmt: skip

@@ -3,6 +3,7 @@
 import sys
 from dataclasses import replace
 from functools import cache
+from itertools import groupby
 from pathlib import Path
 
 import numpy as np
@@ -18,7 +19,7 @@ from test_families import REFUSED, TEXT, WAYS, all_at_once, gradients, one_at_a_
 
 from rlkit.data import append_observation, append_response, collate  # noqa: E402
 from rlkit.data.formats import chat_row  # noqa: E402
-from rlkit.data.samples import Video, check_tracks, prompt_sample  # noqa: E402
+from rlkit.data.samples import Audio, Video, check_tracks, prompt_sample  # noqa: E402
 from rlkit.engines import make_engine  # noqa: E402
 from rlkit.engines.packing.attention import use_packed_attention  # noqa: E402
 from rlkit.engines.packing.inputs import prepare_model_inputs  # noqa: E402
@@ -84,7 +85,7 @@ def clip(frames, width, height, fps=2.5):
 
 
 WATCHES = ["qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe", "qwen4_exp"]
-WATCHES += ["glm4v", "glm4v_moe", "glm46v", "glm_ocr", "internvl", "gemma4", "minicpmv4_6"]
+WATCHES += ["glm4v", "glm4v_moe", "glm46v", "glm_ocr", "internvl", "gemma4", "gemma4_unified", "minicpmv4_6"]
 CLIPS = [  # (videos, images, question)
     ([clip(4, 17, 33)], [], "how many?"),
     ([clip(3, 20, 20), clip(2, 24, 12)], [image(20, 20)], "how <video> is <image> <video> many?"),
@@ -106,7 +107,7 @@ def clips(family):
     """
     if family in ("internvl", "minicpmv4_6"):
         return [CLIPS[0], ([clip(3, 20, 20), clip(3, 24, 12)], *CLIPS[1][1:])]
-    if family == "gemma4":
+    if family.startswith("gemma4"):
         narrow = [clip(frames, 176, 10, 0.8) for frames in (2, 1)]
         return [(narrow[:1], *CLIPS[0][1:]), (narrow, *CLIPS[1][1:])]
     return OMNI_CLIPS if family in HEARS else CLIPS
@@ -136,6 +137,29 @@ def hearing_prompts(family):
     """With an audio; and with an image between two audios, of which Qwen3-Omni pads the first to a second."""
     rows = [{"question": text, "images": images, "audios": audios} for audios, images, text in SOUNDS]
     return [encode_prompt(reader(family), row, group_id=i) for i, row in enumerate(rows)]
+
+
+def film(frames, seconds, fps=2.0):
+    """A video with its sound."""
+    return Video(clip(frames, 20, 20)["frames"], fps, Audio(sound(seconds)["array"].astype("float32"), 16000))
+
+
+# rows with videos that are longer or shorter than their sound; some have the same frames, or the same sound
+FILMS = [
+    {"question": "how many?", "videos": [film(4, 1.5)]},
+    {"question": "<video> how <video> many", "videos": [film(4, 3.1), film(6, 1.5)]},
+    {
+        "question": "<audio> is <video> how <image> <video> many",
+        "videos": [clip(4, 20, 20, 1.0), film(4, 4.0, 1.0)],
+        "images": [image(20, 20)],
+        "audios": [sound(0.5)],
+    },
+]
+
+
+@cache
+def listening_prompts(family):
+    return [encode_prompt(reader(family), row, group_id=i) for i, row in enumerate(FILMS)]
 
 
 def positions(sample, spec):
@@ -273,6 +297,49 @@ def test_both_tracks_of_omni_videos_are_the_processors_own(family):
 
 
 @pytest.mark.parametrize("family", HEARS)
+def test_both_tracks_of_videos_with_sound_are_the_processors_own(family):
+    """In a call for each, as the processor has one rate, and all or none of the videos of a call have sound."""
+    processor, base = reader(family), model(family)
+    for sample in listening_prompts(family)[:2]:
+        check_tracks(sample)
+        sounds = [one.sound.samples for one in sample.videos]
+        own = processor(
+            text=[processor.tokenizer.decode(sample.compact_ids)],
+            videos=[torch.from_numpy(one.frames).permute(0, 3, 1, 2) for one in sample.videos],
+            audio=sounds,
+            fps=2.0,
+            use_audio_in_video=True,
+            add_special_tokens=False,
+            return_tensors="pt",
+        )
+        assert sample.token_ids == own["input_ids"][0].tolist() and not sample.audios
+        frames = sample.vision["feature_attention_mask"].sum(1)
+        assert torch.equal(frames, own["feature_attention_mask"].sum(1))
+        for found, expected, count in zip(sample.vision["input_features"], own["input_features"], frames, strict=True):
+            assert torch.equal(found[:, :count], expected[:, :count])
+        assert {*sample.vision} == own.keys() - {"input_ids", "attention_mask"}
+        names = ("pixel_values_videos", "video_grid_thw", "video_second_per_grid")
+        assert all(torch.equal(sample.vision[name], own[name]) for name in names)
+        expected, _ = base.get_rope_index(
+            own["input_ids"],
+            None,
+            own["video_grid_thw"],
+            attention_mask=torch.ones_like(own["input_ids"]),
+            use_audio_in_video=True,
+            audio_seqlens=frames,
+            second_per_grids=own["video_second_per_grid"],
+        )
+        assert torch.equal(positions(sample, rope3d_spec(base.config)), expected)
+    mixed, ids = listening_prompts(family)[2], base.config
+    check_tracks(mixed)
+    lengths = audio_tokens(mixed.vision["feature_attention_mask"].sum(1), base.config).tolist()
+    order = [token for token, _ in groupby(mixed.token_ids) if token in (ids.audio_token_id, ids.video_token_id)]
+    assert order[:2] == [ids.audio_token_id, ids.video_token_id] and order.count(ids.audio_token_id) == 3
+    assert [len(mixed.videos), len(mixed.audios), len(lengths)] == [2, 1, 2]
+    assert mixed.token_ids.count(ids.audio_token_id) == sum(lengths)
+
+
+@pytest.mark.parametrize("family", HEARS)
 def test_both_tracks_of_audios_are_the_processors_own(family):
     """And the position ids are those of the model's own `get_rope_index`; features have no padding to the limit."""
     processor, base = reader(family), model(family)
@@ -308,10 +375,16 @@ def test_gradients_of_packed_audios_are_those_of_transformers(family):
     assert any("audio_tower.conv" in name for name in moved_by_packed_rows(family, hearing_prompts(family)))
 
 
+@pytest.mark.parametrize("family", HEARS)
+def test_gradients_of_packed_videos_with_sound_are_those_of_transformers(family):
+    moved = moved_by_packed_rows(family, listening_prompts(family))
+    assert all(any(part in name for name in moved) for part in ("audio_tower.conv", "patch_embed"))
+
+
 @pytest.mark.parametrize("family", [*WATCHES, *HEARS])
 def test_gradients_of_packed_videos_are_those_of_transformers(family):
     """It gets position ids: after a video, `position_spec` counts on as Qwen's own code does, not as transformers."""
-    assert any("patch_embed" in name for name in moved_by_packed_rows(family, watching_prompts(family)))
+    assert any("patch_" in name for name in moved_by_packed_rows(family, watching_prompts(family)))
 
 
 def test_videos_that_vllm_would_change_are_refused():
@@ -362,14 +435,22 @@ def reference_inputs(family, base, sample):
     Gemma 4's gets the features of images and videos too, as it does not compute those of videos.
     """
     ids = torch.tensor([sample.token_ids])
-    if family == "gemma4":
+    if family.startswith("gemma4"):
         tensors = {
             name: sample.vision[name] for name in ("pixel_values", "image_position_ids") if name in sample.vision
         }
         videos = {name: x for name, x in sample.vision.items() if name not in tensors}
         features = {"image": base.model.get_image_features(**tensors)} if tensors else {}
         features |= {"video": base.model.get_video_features(**videos)}
-        return {"input_ids": ids, "mm_encoder_outputs": features}
+        masks = {}
+        if family == "gemma4_unified":  # its forward makes other masks than its `generate`
+            kinds = torch.tensor(reader(family).create_mm_token_type_ids(ids))
+            none = dict.fromkeys(("attention_mask", "past_key_values", "position_ids"))
+            embeds = base.get_input_embeddings()(ids)
+            masks["attention_mask"] = base.create_masks_for_generate(
+                base.config, embeds, **none, mm_token_type_ids=kinds
+            )
+        return {"input_ids": ids, "mm_encoder_outputs": features, **masks}
     if not family.startswith("glm") or not {"pixel_values", "pixel_values_videos"} <= {*sample.vision}:
         return {"input_ids": ids, **sample.vision}
     embeds, (kinds,) = base.get_input_embeddings()(ids), reader(family).create_mm_token_type_ids(ids)
@@ -563,7 +644,7 @@ def test_the_samplers_logprobs_are_the_trainers(family):
     trainer = engine(base, suppressed_token_ids=suppressed_token_ids(base.config, tokenizer))
     sampler = make_rollout("hf", trainer.gathered, processor=reader(family))
     requests = [*prompts(family), *(watching_prompts(family) if family in [*WATCHES, *HEARS] else [])]
-    requests += hearing_prompts(family) if family in HEARS else []
+    requests += [*hearing_prompts(family), *listening_prompts(family)] if family in HEARS else []
     samples = sampler.generate(requests, Sampling(NEW), n=2)
     rows = collate(samples)
     scored = trainer.infer_batch(rows)["logprobs"]

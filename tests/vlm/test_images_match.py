@@ -21,8 +21,8 @@ from rlkit.engines.packing.micro_batches import micro_batches
 from rlkit.vlm import encode_prompt
 from rlkit.vlm.inputs import IMAGE_SIZE_KEYS, check_image_tokens, position_ids, position_spec
 
-GRIDS = [family for family, (*_, shape) in VISION.items() if len(shape) == 2]
-SIZES = ["gemma4", "kimi_k25", "lfm2_vl", "minicpmv4_6", "mistral3", "paddleocr_vl"]
+GRIDS = [family for family, (*_, shape) in VISION.items() if len(shape) == 2 and family != "glm5_next"]
+SIZES = ["gemma4", "glm5_next", "kimi_k25", "lfm2_vl", "minicpmv4_6", "mistral3", "paddleocr_vl"]
 VIDEO, AUDIO = 95, 96
 ANSWER = [7, 8]
 

@@ -5,17 +5,22 @@ import json
 import sys
 from copy import deepcopy
 from fractions import Fraction
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 from PIL import Image
 
+sys.path.insert(0, str(Path(__file__).parent))
+from rope3d_families import QWEN2_5, VIDEO
+
 from rlkit.data import load_task
 from rlkit.doctor.task import check_rows, show_rows
 from rlkit.report.answers import frame_strip, prompt_record
 from rlkit.rollout.vllm_requests import check_video_normalization, vllm_prompt
 from rlkit.vlm import encode_prompt, load_processor, load_video, tiny_processor, tiny_tokenizer
+from rlkit.vlm.inputs import position_ids
 from rlkit.vlm.videos import load_videos
 
 FRAMES = np.random.default_rng(0).integers(0, 256, (5, 48, 64, 3), dtype="uint8")
@@ -243,6 +248,16 @@ def test_times_stay_in_float32(processor):
     assert vision["second_per_grid_ts"].dtype == torch.float32 and vision["second_per_grid_ts"].item() == pytest.approx(
         2 / 3
     )
+
+
+@pytest.mark.parametrize("fps", [1.2, 2.3, 3.0, 12.5])
+def test_time_indices_are_those_of_vllm(fps):
+    """vLLM multiplies in float64. In float32 the products of the rates 1.2, 2.3 and 12.5 are rounded up to integers."""
+    seconds, frames = torch.tensor([2 / fps]), 64
+    vision = {"video_grid_thw": torch.tensor([[frames, 2, 2]]), "second_per_grid_ts": seconds}
+    tokens = torch.full((1, frames), VIDEO)
+    ids = position_ids(tokens, tokens > 0, [vision], QWEN2_5)
+    assert ids[0, 0].tolist() == [int(t * (seconds.item() * 2)) for t in range(frames)]  # 2 ids a second
 
 
 def test_reading_files_without_pyav_says_what_to_install(monkeypatch):

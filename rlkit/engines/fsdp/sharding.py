@@ -41,9 +41,7 @@ def unsplit_modules(base: Any) -> list[nn.Module]:
     one unit of FSDP only.
     """
     named = {module for module in base.modules() if type(module).__name__ in (base._no_split_modules or ())}
-    return [
-        module for module in base.modules() if module in named and not named.intersection([*module.modules()][1:])
-    ]
+    return [module for module in base.modules() if module in named and not named.intersection([*module.modules()][1:])]
 
 
 def fsdp_units(model: Any, base: Any, dtype: torch.dtype) -> dict[nn.Module, torch.dtype]:

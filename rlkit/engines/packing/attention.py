@@ -28,19 +28,23 @@ from rlkit.engines.packing.layout import PackedLayout
 from rlkit.engines.packing.recurrent import use_separate_sequences
 from rlkit.engines.packing.ulysses import gather_heads_scatter_tokens, gather_tokens_scatter_heads
 from rlkit.vlm.families import (
-    BIDIRECTIONAL_IMAGE_FAMILIES,
     NO_ATTENTION_INTERFACE,
+    VISION_EXPERT_FAMILIES,
     attention_chunk_size,
     attention_layer_count,
     attention_temperature_length,
     bidirectional_obstacle,
     check_rope_lengths,
     has_attention_temperature,
+    has_bidirectional_images,
+    has_bidirectional_images_in_windows,
     image_groups,
+    layer_types,
     length_dependent_rope,
     packing_obstacle,
     recurrent_layers,
 )
+from rlkit.vlm.processors import placeholder_ids
 
 NAME = "rlkit_packed"
 
@@ -75,7 +79,7 @@ def varlen_attention(
         [N, Hq, D], D of the values.
     """
     layout = layout if chunk is None else layout.chunked(chunk)
-    needs_sdpa = sinks is not None or layout.image_ids is not None
+    needs_sdpa = sinks is not None or layout.image_ids_for(window) is not None
     needs_sdpa |= softcap is not None and flash_attn_varlen_func() is None
     if needs_sdpa or not flash_supports(query, value):
         return _block_attention(query, key, value, layout, scale, window, dropout, softcap, sinks)
@@ -103,7 +107,7 @@ def _block_attention(
         q = query.index_select(0, block.query_indices.flatten()).unflatten(0, block.query_indices.shape)
         k, v = (x.index_select(0, block.key_indices.flatten()) for x in (key, value))
         k, v = (x.unflatten(0, block.key_indices.shape).transpose(1, 2) for x in (k, v))
-        mask = block.attention_mask(window, layout.image_ids)
+        mask = block.attention_mask(window, layout.image_ids_for(window), layout.images_in_windows)
         piece = _attend(q.transpose(1, 2), k, v, mask, scale, dropout, softcap, sinks)
         piece = piece.transpose(1, 2).flatten(0, 1).index_select(0, block.valid_queries)
         out = out.index_copy(0, block.query_indices.flatten().index_select(0, block.valid_queries), piece)
@@ -296,7 +300,7 @@ def _before_forward(
     obstacle: str | None,
     not_causal: str | None,
 ) -> tuple[Any, dict[str, Any]]:
-    """Forward pre-hook: refuse what would be computed wrongly, and mark the images that attend to themselves."""
+    """Forward pre-hook: refuse what would be computed wrongly, and mark the tokens of images where a model asks."""
     family, layout, mask = config.model_type, kwargs.get("packed_layout"), kwargs.get("attention_mask")
     has_images = kwargs.get("pixel_values") is not None
     tuned = attention_temperature_length(config)
@@ -316,14 +320,41 @@ def _before_forward(
             f"attention_mask: expected less than {tuned} columns for {family} in rows padded on the left, because its "
             f"attention temperature counts padding, got {mask.shape[1]}; use rollout 'vllm' for longer sequences"
         )
-    if has_images and family in BIDIRECTIONAL_IMAGE_FAMILIES:
+    if family in VISION_EXPERT_FAMILIES and kwargs.get("moe_mm_token_type_ids") is None:
+        tokens = kwargs["input_ids"]
+        of_vision = torch.tensor(placeholder_ids(config), device=tokens.device)
+        kwargs["moe_mm_token_type_ids"] = torch.isin(tokens, of_vision).int()
+    in_windows = has_bidirectional_images_in_windows(config)
+    if in_windows and layout is not None:
+        kwargs["attention_mask"] = dict.fromkeys(layer_types(config))  # else transformers makes masks for images itself
+        layout.images_in_windows = True
+    elif in_windows and has_images:
+        kwargs["attention_mask"] = _masks_with_images(module, kwargs, config)
+    if has_images and has_bidirectional_images(config):
         tokens, image_token = kwargs["input_ids"], config.image_token_id
         if layout is not None:
             starts = [start for start, length in zip(layout.starts, layout.lengths, strict=True) if length]
             layout.image_ids = image_groups(tokens[0], image_token, torch.tensor(starts, device=tokens.device))
-        elif is_padded:
+        elif is_padded and not in_windows:
             kwargs["token_type_ids"] = (tokens == image_token).long()
     return args, kwargs
+
+
+def _masks_with_images(module: Any, kwargs: dict[str, Any], config: Any) -> Any:
+    """The masks of a Gemma 4 forward, by kind of layer: those with which transformers generates.
+
+    The forward of Gemma 4 Unified in transformers 5.19 makes others, in which images are bidirectional in all layers.
+    """
+    tokens = kwargs["input_ids"]
+    embeddings = module.get_input_embeddings().weight
+    return module.create_masks_for_generate(
+        config,
+        embeddings.new_empty(*tokens.shape, 1),
+        kwargs.get("attention_mask"),
+        kwargs.get("past_key_values"),
+        kwargs.get("position_ids"),
+        mm_token_type_ids=(tokens == config.image_token_id).long(),
+    )
 
 
 def _after_forward(module: Any, args: Any, kwargs: dict[str, Any], output: Any) -> None:

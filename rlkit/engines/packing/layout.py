@@ -30,6 +30,7 @@ class PackedLayout:
         key_lengths: keys of each segment, its prefix included.
         image_ids: [N] number of the image that a token belongs to, -1 for text; None unless the tokens of an image
             attend to each other.
+        images_in_windows: whether they do so in layers with a sliding window only, and within that window.
         ulysses: the ranks that share the row; None if one rank has all of it.
         attention_calls: how many layers have called packed attention with this layout.
         recurrent_calls: how many recurrent layers have computed its sequences one by one.
@@ -45,9 +46,14 @@ class PackedLayout:
         self.starts, self.lengths, self.prefixes, self.device = starts, lengths, prefixes, device
         self.key_lengths = [prefix + own for (_, prefix), own in zip(prefixes, lengths, strict=True)]
         self.image_ids: Tensor | None = None
+        self.images_in_windows = False
         self.ulysses: UlyssesGroup | None = None
         self.attention_calls = self.recurrent_calls = 0
         self._chunked: dict[int, PackedLayout] = {}
+
+    def image_ids_for(self, window: int | None) -> Tensor | None:
+        """`image_ids` for a layer with this window; None if its images are causal."""
+        return None if self.images_in_windows and window is None else self.image_ids
 
     def chunked(self, size: int) -> PackedLayout:
         """The layout of chunked attention, in which each chunk of a sequence is a segment of its own.
@@ -175,7 +181,9 @@ class AttentionBlock(NamedTuple):
     own_keys: Tensor
     is_key: Tensor
 
-    def attention_mask(self, window: int | None, image_ids: Tensor | None) -> Tensor | None:
+    def attention_mask(
+        self, window: int | None, image_ids: Tensor | None, images_in_windows: bool = False
+    ) -> Tensor | None:
         """[S, 1, Q, K] or [Q, K] bool: which keys each query attends to; None where plain causal attention is enough.
 
         Padding needs no mask of its own there: it lies to the right, where a causal mask hides it.
@@ -183,9 +191,11 @@ class AttentionBlock(NamedTuple):
         if self.distance.ndim == 2 and window is None and image_ids is None:
             return None
         mask = self.distance >= 0
-        if window is not None:
+        if window is not None and not images_in_windows:
             mask = mask & (self.distance < window)
         if image_ids is not None:
             of_query, of_key = image_ids[self.query_indices][:, :, None], image_ids[self.key_indices][:, None]
             mask = mask | (of_query == of_key) & (of_query >= 0) & self.is_key[:, None]
+        if window is not None and images_in_windows:
+            mask = mask & (self.distance < window)
         return mask[:, None] if mask.ndim == 3 else mask

@@ -14,7 +14,13 @@ from rlkit.data.batching import token_budget_batches
 from rlkit.data.samples import AUDIO_KEYS, Batch, Sample, prompt_sample
 from rlkit.engines.distributed import all_reduce
 from rlkit.engines.packing.shared_prompts import shared_prompt_costs
-from rlkit.vlm.families import IMAGE_DIMENSION_FAMILIES, PATCH_ROW_FAMILIES, tokens_per_image
+from rlkit.vlm.families import (
+    IMAGE_DIMENSION_FAMILIES,
+    PATCH_ROW_FAMILIES,
+    VISION_EXPERT_FAMILIES,
+    numbers_per_patch,
+    tokens_per_image,
+)
 from rlkit.vlm.inputs import PIXEL_KEYS, VIDEO_TIME_KEYS, check_image_tokens, position_spec, vision_kinds
 from rlkit.vlm.rope3d import rope3d_spec
 
@@ -71,7 +77,8 @@ def dummy_sample(config: Any, *, image: bool, video: bool = False, audio: bool =
             for kind in kinds
             for name, x in (_blank_audio(config) if kind == "audio" else _blank_patches(config, kind)).items()
         }
-        return prompt_sample([getattr(config, f"{kind}_token_id") for kind in kinds], vision=tensors)
+        text = [0] if config.model_type in VISION_EXPERT_FAMILIES else []  # so that all experts have a gradient
+        return prompt_sample([*text, *(getattr(config, f"{kind}_token_id") for kind in kinds)], vision=tensors)
     if tensors := _smallest_image(config):
         ids = [config.image_token_id] * image * (2 if config.model_type == "mistral3" else 1)
         vision = dict(tensors) if image else {}
@@ -101,6 +108,9 @@ def _smallest_image(config: Any) -> dict[str, Tensor]:
         cells = torch.arange(side)
         where = torch.cartesian_prod(cells, cells).flip(1)[None]
         return {"pixel_values": torch.zeros(1, side**2, 3 * vision.patch_size**2), "image_position_ids": where}
+    if family == "gemma4_unified":
+        pixels = torch.zeros(1, 1, 3 * vision.model_patch_size**2)
+        return {"pixel_values": pixels, "image_position_ids": torch.zeros(1, 1, 2, dtype=torch.long)}
     if family == "lfm2_vl":
         side = config.downsample_factor
         pixels = torch.zeros(1, side**2, vision.num_channels * vision.patch_size**2)
@@ -115,6 +125,10 @@ def _smallest_image(config: Any) -> dict[str, Tensor]:
         rows, columns = (side**config.merger_times * before for side, before in kernels)
         pixels = torch.zeros(1, vision.num_channels, vision.patch_size, rows * columns * vision.patch_size)
         return {"pixel_values": pixels, "target_sizes": torch.tensor([[rows, columns]], dtype=torch.int32)}
+    if family == "glm5_next":
+        side = vision.spatial_merge_size
+        pixels = torch.zeros(side**2, numbers_per_patch(vision))
+        return {"pixel_values": pixels, "image_grid_thw": torch.tensor([[1, side, side]])}
     if family in ("kimi_k25", "paddleocr_vl"):
         sides = getattr(vision, "merge_kernel_size", None) or [vision.spatial_merge_size] * 2
         pixels = torch.zeros(sides[0] * sides[1], 3, vision.patch_size, vision.patch_size)
@@ -124,14 +138,13 @@ def _smallest_image(config: Any) -> dict[str, Tensor]:
 
 def _blank_patches(config: Any, kind: str) -> dict[str, Tensor]:
     """Vision tensors of one blank image or video, of one token."""
-    vision = config.vision_config
-    channels = getattr(vision, "in_channels", getattr(vision, "in_chans", 3))
-    side = vision.spatial_merge_size
+    vision, spec = config.vision_config, rope3d_spec(config)
+    side, frames = vision.spatial_merge_size, spec.temporal_merge_size if kind == "video" else 1
     tensors = {
-        PIXEL_KEYS[kind]: torch.zeros(side**2, channels * vision.temporal_patch_size * vision.patch_size**2),
-        f"{kind}_grid_thw": torch.tensor([[1, side, side]]),
+        PIXEL_KEYS[kind]: torch.zeros(frames * side**2, numbers_per_patch(vision)),
+        f"{kind}_grid_thw": torch.tensor([[frames, side, side]]),
     }
-    if kind == "video" and (spec := rope3d_spec(config)).tokens_per_second is not None:
+    if kind == "video" and spec.tokens_per_second is not None:
         tensors[VIDEO_TIME_KEYS[spec.audio_token_id is not None]] = torch.ones(1)
     return tensors
 

@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.utils._pytree import tree_leaves
 
-from rlkit.vlm.families import recurrent_layers
+from rlkit.vlm.families import VISION_EXPERT_FAMILIES, recurrent_layers
 
 # a decoder's argument with one entry for each image token -> the argument that says which tokens these are
 IMAGE_TOKEN_MASKS = {"deepstack_visual_embeds": "visual_pos_masks"}
@@ -72,6 +72,11 @@ def apply_ulysses(model: Any, size: int, device: torch.device, *, packed: bool) 
         raise ValueError(
             f"{name}: expected 1 for {text.model_type}, whose recurrent layers need a whole sequence on one rank, "
             f"got {size}"
+        )
+    if model.config.model_type in VISION_EXPERT_FAMILIES:
+        raise ValueError(
+            f"{name}: expected 1 for {model.config.model_type}, whose experts for images have no gradient on a rank "
+            f"without image tokens, got {size}"
         )
     if not packed:
         raise ValueError(f"{name}: expected 1 with use_remove_padding=False, got {size}")

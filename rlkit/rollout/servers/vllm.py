@@ -44,8 +44,8 @@ from rlkit.rollout.vllm_requests import (
     as_trainer_tokens,
     check_suppressed_token_ids,
     check_videos,
-    vllm_processor_arguments,
     vllm_sampling_params,
+    vllm_video_options,
 )
 
 SUPPORTED = ((0, 32), (0, 33))  # vLLM versions: >= the first, < the second
@@ -69,7 +69,7 @@ class VllmServerRollout(ServerRollout):
         body = {"token_ids": request.compact_ids, "sampling_params": params, "return_token_ids": True, "stream": False}
         if self.adapter:
             body["model"] = self.adapter
-        if vllm_processor_arguments(request, self.processor):
+        if vllm_video_options(request, self.processor):
             raise ValueError(
                 f"{sample_name(request)}: videos: expected none of Qwen-Omni for a vLLM server, which takes no frame "
                 f"rate with a prompt, got {len(request.videos)}; use rollout 'vllm' or 'hf'"
