@@ -41,8 +41,8 @@ def load_video(
 
         rate = min(fps, max_frames / duration, frames per second of the file)
 
-    With a `frame_interval`, 1 / rate is rounded up to a multiple of it.
-    Frames that are given as a list are all used.
+    Each is the frame that a player shows at that time: the last one that does not begin later. With a
+    `frame_interval`, 1 / rate is rounded up to a multiple of it. Frames that are given as a list are all used.
 
     Args:
         source: a path, bytes, a data URL ("data:video/mp4;base64,..."), the {"bytes", "path"} struct of Hugging Face
@@ -124,10 +124,10 @@ def _sample_frames(container: Any, fps: float, max_frames: int, frame_interval: 
     if frame_interval is not None:
         rate = _rate_in_steps(rate, frame_interval)
     frames: list[np.ndarray] = []
-    for seconds, frame in _frames_with_times(container, stream):
-        while len(frames) < max_frames and seconds >= len(frames) / rate - 1e-3:
-            _check_pixels(len(frames) + 1, frame)
-            frames.append(np.rot90(frame.to_ndarray(format="rgb24"), round(frame.rotation / 90)))
+    for shown, until in _frames_with_ends(container, stream):
+        while len(frames) < max_frames and len(frames) / rate < until - 1e-3:
+            _check_pixels(len(frames) + 1, shown)
+            frames.append(np.rot90(shown.to_ndarray(format="rgb24"), round(shown.rotation / 90)))
         if len(frames) == max_frames:
             break
     return _from_frames(np.stack(frames) if frames else [], rate)
@@ -157,18 +157,25 @@ def _duration(container: Any, stream: Any) -> float:
     return float((max(times) - min(times)) * stream.time_base) if times else 0.0
 
 
-def _frames_with_times(container: Any, stream: Any) -> Iterator[tuple[float, Any]]:
-    """Frames, and for each the seconds since the first one.
+def _frames_with_ends(container: Any, stream: Any) -> Iterator[tuple[Any, float]]:
+    """Frames, and for each the seconds from the first frame to the next one, until which a player shows it.
+
+    The last one ends just after its own time, as files do not always have its duration.
 
     Raises:
         ValueError: decoding takes too long.
     """
-    end, first = time.thread_time() + DECODING_SECONDS, None
+    end, first, shown, seconds = time.thread_time() + DECODING_SECONDS, None, None, 0.0
     for frame in container.decode(stream):
         if time.thread_time() > end:
             raise ValueError(f"expected a video that is decoded within {DECODING_SECONDS:g} s, got a longer one")
         first = frame.time if first is None else first
-        yield (frame.time or 0.0) - (first or 0.0), frame
+        seconds = (frame.time or 0.0) - (first or 0.0)
+        if shown is not None:
+            yield shown, seconds
+        shown = frame
+    if shown is not None:
+        yield shown, seconds + 2e-3
 
 
 def load_videos(processor: Any, sources: Sequence[Any]) -> list[Video]:

@@ -13,6 +13,7 @@ from test_families import IMAGE, REFUSED, VISION, check, gradients, rows, vision
 
 from rlkit.data import append_response, collate
 from rlkit.data.samples import prompt_sample
+from rlkit.engines.fsdp.sharding import unsplit_modules
 from rlkit.engines.packing.attention import use_packed_attention
 from rlkit.engines.packing.inputs import prepare_model_inputs
 from rlkit.engines.packing.micro_batches import dummy_sample
@@ -63,6 +64,14 @@ def test_a_dummy_image_changes_no_output_and_goes_through_the_tower(family, need
         towers += ["audio_tower.conv"] * ("audio" in needed)
         assert towers and all(any(tower in name for name in in_tower) for tower in towers)
         assert all(dummy_gradients[name].abs().max() == 0 for name in in_tower)
+
+
+@pytest.mark.parametrize("family", VISION)
+def test_no_unit_of_fsdp_contains_another(family):
+    """FSDP cannot shard weights twice; Qwen-Omni names its towers and their layers."""
+    units = unsplit_modules(vision_model(family))
+    weights = [id(parameter) for unit in units for parameter in unit.parameters()]
+    assert len(units) >= 2 and len(weights) == len({*weights})
 
 
 def test_a_dummy_image_alone_goes_to_all_experts_of_ernie():

@@ -4,6 +4,7 @@ import io
 import json
 import sys
 from copy import deepcopy
+from fractions import Fraction
 from pathlib import Path
 
 import numpy as np
@@ -83,6 +84,21 @@ def test_frames_of_a_file_are_equally_far_apart(av, tmp_path, container, codec):
             video = load_video(source, **options)
             assert abs(video.fps - rate) < 0.05 * rate and video.frames.shape == (len(times), 48, 64, 3)
             assert np.abs(video.frames.mean((1, 2, 3)) - 80 * np.array(times)).max() < 6  # the next frame is 8 away
+
+
+def test_each_frame_is_the_one_that_a_player_shows(av):
+    """Variable frame rate: frames 0 to 2 begin at 0, 0.1 and 1.8 seconds, and frame 3 at 2 seconds."""
+    file = io.BytesIO()
+    with av.open(file, "w", format="mp4") as out:
+        stream = out.add_stream("mpeg4", rate=10)
+        stream.width, stream.height, stream.pix_fmt = 64, 48, "yuv420p"
+        for i, tenths in enumerate((0, 1, 18, 20)):
+            frame = av.VideoFrame.from_ndarray(np.full((48, 64, 3), 50 * i, np.uint8), format="rgb24")
+            frame.pts, frame.time_base = tenths, Fraction(1, 10)
+            out.mux(stream.encode(frame))
+        out.mux(stream.encode())
+    video = load_video(file.getvalue(), fps=1.0)
+    assert video.fps == 1.0 and np.abs(video.frames.mean((1, 2, 3)) - [0, 50, 150]).max() < 6
 
 
 def test_a_video_that_cannot_be_used_is_named(av, tmp_path, monkeypatch):

@@ -35,8 +35,13 @@ def make_device_mesh(device: torch.device, fsdp_size: int | None, tensor: int) -
 
 
 def unsplit_modules(base: Any) -> list[nn.Module]:
-    """The layers of a transformers model, as it names them: its decoder layers, and those of its vision tower."""
-    return [module for module in base.modules() if type(module).__name__ in (base._no_split_modules or ())]
+    """The layers of a transformers model, as it names them: its decoder layers, and those of its towers.
+
+    Qwen-Omni names its towers beside their layers. A module that contains other ones is left out: weights can belong to
+    one unit of FSDP only.
+    """
+    named = {module for module in base.modules() if type(module).__name__ in (base._no_split_modules or ())}
+    return [module for module in base.modules() if module in named and not named.intersection([*module.modules()][1:])]
 
 
 def fsdp_units(model: Any, base: Any, dtype: torch.dtype) -> dict[nn.Module, torch.dtype]:
