@@ -239,12 +239,13 @@ def check_rollout_takes_adapters(cfg: Any, engine: Any, rollout: Any) -> None:
     rollout.check_adapter([name for name, _ in local_parts], cfg.lora_rank)
 
 
-def roughest_dtype(cfg: EngineOptions) -> torch.dtype | None:
-    """The dtype for `rlkit.rollout.WeightSyncCheck`: bfloat16 if one of the options is bfloat16.
+def roughest_dtype(cfg: EngineOptions, rollout: Any = None) -> torch.dtype | None:
+    """The dtype for `rlkit.rollout.WeightSyncCheck`: bfloat16 if one of the options, or the sampler's dtype, is that.
 
-    Otherwise None, for the default of the device: the sampler of a float32 trainer may still run in bfloat16.
+    Otherwise None, for the default of the device: a sampler may run in bfloat16 without saying so.
     """
-    return torch.bfloat16 if "bfloat16" in (cfg.dtype, cfg.compute_dtype) else None
+    in_bfloat16 = "bfloat16" in (cfg.dtype, cfg.compute_dtype)
+    return torch.bfloat16 if in_bfloat16 or getattr(rollout, "weight_dtype", None) == torch.bfloat16 else None
 
 
 def learning_rate_schedule(optimizer: Optimizer, cfg: OptimizerOptions, updates: int) -> LambdaLR:

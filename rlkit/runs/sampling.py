@@ -238,7 +238,7 @@ class PolicySampler:
 
     @cached_property
     def _check_sync(self) -> WeightSyncCheck:
-        return WeightSyncCheck(self.cfg.max_mismatch, dtype=roughest_dtype(self.cfg))
+        return WeightSyncCheck(self.cfg.max_mismatch, dtype=roughest_dtype(self.cfg, self.rollout))
 
     def stop_if_out_of_sync(self, mismatch: float) -> None:
         """End the run if the sampler clearly lacks the trained weights; see `rlkit.rollout.WeightSyncCheck`.

@@ -4,6 +4,7 @@ import sys
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -104,6 +105,8 @@ def test_the_dtype_of_a_run_is_that_of_its_options():
         assert roughest_dtype(TrainingOptions(**options)) == dtype
         check_sync = WeightSyncCheck(0.3, dtype=roughest_dtype(TrainingOptions(**options)))
         assert bool(check_sync(0.03)) == (dtype is None)
+    for dtype, expected in ((torch.bfloat16, torch.bfloat16), (torch.float32, None), (None, None)):
+        assert roughest_dtype(TrainingOptions(), SimpleNamespace(weight_dtype=dtype)) == expected
 
 
 def test_every_recipe_that_samples_to_train_checks_weight_sync():
