@@ -327,6 +327,9 @@ def converted_together(model: Any, parameters: Iterable[tuple[str, Tensor]]) -> 
             yield group
         else:
             waiting[pair] = group.popitem()
+    if waiting:
+        alone, _ = next(iter(waiting.values()))
+        raise ValueError(f"parameters: expected experts for text and for images of each layer, got only {alone}")
 
 
 def checkpoint_parameters(model: Any, parameters: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:

@@ -581,9 +581,11 @@ def load_processor(
     config = load_config(path, trust_remote_code=trust_remote_code)
     if not has_vision(config):
         try:
-            return transformers.AutoTokenizer.from_pretrained(path, trust_remote_code=trust_remote_code)
+            tokenizer = transformers.AutoTokenizer.from_pretrained(path, trust_remote_code=trust_remote_code)
         except (OSError, ValueError) as error:
             raise ValueError(f"model {path!r}: {error}") from error
+        _check_video_sound(tokenizer, video_sound)
+        return tokenizer
     options["trust_remote_code"] = trust_remote_code
     no_processor = f"model {path!r}: expected a processor for this vision-language model, got none that can be loaded"
     try:
@@ -604,13 +606,18 @@ def load_processor(
     if valid is not None and (unknown := options.keys() - valid.__annotations__.keys() - {"trust_remote_code"}):
         kind, names = type(processor.image_processor).__name__, ", ".join(valid.__annotations__)
         raise ValueError(f"image processor options: expected some of {kind} ({names}), got {sorted(unknown)[0]!r}")
-    if (name := type(processor).__name__) not in AUDIO_PROCESSORS and video_sound:
-        raise ValueError(f"video_sound: expected a model with one of {', '.join(sorted(AUDIO_PROCESSORS))}, got {name}")
+    _check_video_sound(processor, video_sound)
+    name = type(processor).__name__
     if name in VIDEO_PROCESSORS and (settings := getattr(processor, "video_processor", None)) is not None:
         settings.fps, settings.max_frames = video_fps, video_frames
         if name in AUDIO_PROCESSORS:
             settings.use_audio_in_video = video_sound
     return processor
+
+
+def _check_video_sound(processor: Any, video_sound: bool) -> None:
+    if video_sound and (name := type(processor).__name__) not in AUDIO_PROCESSORS:
+        raise ValueError(f"video_sound: expected a model with one of {', '.join(sorted(AUDIO_PROCESSORS))}, got {name}")
 
 
 def _video_config(path: str) -> dict[str, Any] | None:

@@ -4,6 +4,7 @@ import math
 import sys
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -257,6 +258,25 @@ def test_the_host_does_not_wait_for_each_micro_batch(tiny_dir, processor, monkey
     inputs = prepare_model_inputs(batch, engine.spec, torch.device("meta"))
     assert inputs.output_indices.device.type == "cpu"
     assert inputs.scatter(torch.zeros(len(inputs.targets), device="meta")).shape == batch.tokens.shape
+
+
+def test_results_are_placed_by_indices_on_the_device(tiny_dir, processor, monkeypatch):
+    """torch would copy an index on the host to a GPU, and wait for that."""
+    engine, batch, devices, put = engine_for(tiny_dir), make_batch(processor), [], torch.Tensor.__setitem__
+    monkeypatch.setattr(engine, "device", torch.device("meta"))
+    monkeypatch.setattr(
+        engine, "_forward", lambda part, *_: SimpleNamespace(logprobs=torch.zeros(part.tokens.shape, device="meta"))
+    )
+
+    def recorded(x, key, value):
+        if x.device.type == "meta":
+            devices.append(key[0].device.type)
+        put(x, key, value)
+
+    monkeypatch.setattr(torch.Tensor, "__setitem__", recorded)
+    monkeypatch.setattr(torch.Tensor, "cpu", lambda x: x)
+    engine.infer_batch(batch)
+    assert devices and set(devices) == {"meta"}
 
 
 def test_on_policy_ratio_is_one_in_the_engine(tiny_dir, processor):

@@ -504,9 +504,10 @@ def test_videos_of_qwen_omni_are_refused_with_the_row(connect):
         rollout = connect(a)
         rollout.processor = type("Qwen3OmniMoeProcessor", (), {})()
         (request,) = prompts(1)
-        with pytest.raises(ValueError) as caught:
-            rollout.generate([replace(request, videos=[video])], SAMPLING)
-        assert ": videos: expected none of Qwen-Omni for a vLLM server, which takes no frame rate" in str(caught.value)
+        for videos in ([video], [video, video._replace(fps=4.0)]):
+            with pytest.raises(ValueError) as caught:
+                rollout.generate([replace(request, videos=videos)], SAMPLING)
+            assert ": videos: expected none of Qwen-Omni for a vLLM server, which takes no frame" in str(caught.value)
 
 
 def test_sleep_and_wake(connect):

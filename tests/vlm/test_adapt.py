@@ -135,6 +135,13 @@ def test_weights_are_handed_over_by_the_names_of_checkpoint_files(family, tmp_pa
     assert all(name.endswith(("bias", "layer_scalar")) for name in in_file - handed_over)
 
 
+def test_experts_for_text_are_not_lost_without_those_for_images():
+    model = family_model("ernie4_5_vl_moe")
+    of_text = [(name, x) for name, x in model.named_parameters() if "vision_moe" not in name]
+    with pytest.raises(ValueError, match="^parameters: expected experts for text and .* got only .*text_moe"):
+        list(checkpoint_parameters(model, of_text))
+
+
 def test_adapters_of_a_state_space_model():
     """Its fused kernel would not see adapters of `out_proj`; those that are asked for are an error."""
     for family in ("falcon_h1", "granitemoehybrid", "nemotron_h"):

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
+from transformers import LlamaConfig
 
 sys.path.insert(0, str(Path(__file__).parent))
 import family_processors
@@ -154,6 +155,10 @@ def test_an_option_has_the_sound_of_files_heard(av, model_path, tmp_path):
         family_processors.processor("qwen2_vl").save_pretrained(tmp_path)
         family_processors.model("qwen2_vl").config.save_pretrained(tmp_path)
         load_processor(str(tmp_path), video_sound=True)
+    LlamaConfig().save_pretrained(tmp_path / "text")
+    family_processors.processor("qwen2_vl").tokenizer.save_pretrained(tmp_path / "text")
+    with pytest.raises(ValueError, match="^video_sound: expected a model with one of Qwen2_5Omni.*, got .*Tokenizer"):
+        load_processor(str(tmp_path / "text"), video_sound=True)
 
 
 def test_sound_is_as_long_as_the_audios_of_the_model():

@@ -309,6 +309,7 @@ class Fsdp2Engine:
             micro_batch = batch.select(rows)
             out = self._forward(micro_batch, outputs, dummy)
             index, width = torch.tensor(rows, dtype=torch.long), micro_batch.tokens.shape[1]
+            index = index.to(self.device, non_blocking=True)  # an index on the host would wait for the device
             for name, result in results.items():
                 result[index, :width] = getattr(out, name).float()
         self._reshard()  # the root unit stays gathered after a forward, embeddings and output layer
