@@ -195,9 +195,12 @@ VIDEO_PROCESSORS = frozenset(
         "Gemma4Processor",
         "Gemma4UnifiedProcessor",
         "MiniCPMV4_6Processor",
+        "Ernie4_5_VLMoeProcessor",
+        "CohereCompassProcessor",
         *AUDIO_PROCESSORS,
     }
 )
+TWO_FRAMES_AT_LEAST = GLM_PROCESSORS | {"Qwen3VLProcessor", "CohereCompassProcessor"}
 # processors that stack the videos of a row, which then have the same number of frames
 STACKED_VIDEOS = frozenset({"InternVLProcessor", "MiniCPMV4_6Processor"})
 # processor -> why videos of its family are refused
@@ -427,8 +430,10 @@ def _check_frame_counts(name: str, counts: Sequence[int]) -> None:
             f"videos: expected as many frames in each video of a row, as {name} stacks them, got videos of "
             f"{' and '.join(map(str, sorted(set(counts))))} frames"
         )
-    if name in GLM_PROCESSORS and min(counts) < 2:
-        raise ValueError(f"videos: expected at least 2 frames, as {name} merges two into one, got 1")
+    if name in TWO_FRAMES_AT_LEAST and min(counts) < 2:
+        raise ValueError(
+            f"videos: expected at least 2 frames, as {name} merges two into one, got 1; raise video_fps for short files"
+        )
 
 
 class _Gap(NamedTuple):

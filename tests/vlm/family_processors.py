@@ -205,7 +205,12 @@ def cohere_compass():
     images = transformers.CohereCompassImageProcessor(
         patch_size=4, size={"shortest_edge": 8 * 8, "longest_edge": 32 * 32}
     )
-    return transformers.CohereCompassProcessor(images, t, transformers.CohereCompassVideoProcessor())
+    videos = transformers.CohereCompassVideoProcessor(
+        patch_size=4, size={"shortest_edge": 8 * 8, "longest_edge": 16 * 16 * 4}
+    )
+    return transformers.CohereCompassProcessor(
+        images, with_videos(t, "<|VISION_START|><|VIDEO_PAD|><|VISION_END|>"), videos
+    )
 
 
 def ernie4_5_vl_moe():
@@ -219,8 +224,11 @@ def ernie4_5_vl_moe():
     images = transformers.Ernie4_5_VLMoeImageProcessor(
         patch_size=4, size={"shortest_edge": 8 * 8, "longest_edge": 32 * 32}
     )
+    videos = transformers.Ernie4_5_VLMoeVideoProcessor(
+        patch_size=4, size={"shortest_edge": 8 * 8, "longest_edge": 16 * 16}, draw_on_frames=False
+    )
     return transformers.Ernie4_5_VLMoeProcessor(
-        images, t, transformers.Ernie4_5_VLMoeVideoProcessor(draw_on_frames=False)
+        images, with_videos(t, "<|VIDEO_START|><|VIDEO_PLACEHOLDER|><|VIDEO_END|>"), videos
     )
 
 

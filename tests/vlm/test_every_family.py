@@ -86,6 +86,7 @@ def clip(frames, width, height, fps=2.5):
 
 WATCHES = ["qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe", "qwen4_exp"]
 WATCHES += ["glm4v", "glm4v_moe", "glm46v", "glm_ocr", "internvl", "gemma4", "gemma4_unified", "minicpmv4_6"]
+WATCHES += ["ernie4_5_vl_moe", "cohere_compass"]
 CLIPS = [  # (videos, images, question)
     ([clip(4, 17, 33)], [], "how many?"),
     ([clip(3, 20, 20), clip(2, 24, 12)], [image(20, 20)], "how <video> is <image> <video> many?"),
@@ -541,7 +542,8 @@ def test_the_token_of_a_video_is_not_sampled_by_internvl():
             (name, (3, 2), "as many frames in each video of a row, .* of 2 and 3")
             for name in ("internvl", "minicpmv4_6")
         ),
-        ("glm4v", (3, 1), "at least 2 frames, as Glm4vProcessor merges two into one, got 1"),
+        ("glm4v", (3, 1), "at least 2 frames, as Glm4vProcessor merges two into one, got 1; raise video_fps"),
+        ("qwen3_vl", (3, 1), "at least 2 frames, as Qwen3VLProcessor merges two into one, got 1; raise video_fps"),
     ],
 )
 def test_numbers_of_frames_that_a_processor_cannot_use_are_named(family, counts, expected):
