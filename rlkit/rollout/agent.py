@@ -34,7 +34,7 @@ from rlkit.data.user_code import Failures
 from rlkit.rollout.background import in_daemon_thread, start_event_loop
 from rlkit.rollout.sampling import OnFinished, Sampling, sample_name, sampling_per_request
 from rlkit.vlm.chat_template import encode_observation
-from rlkit.vlm.processors import load_image
+from rlkit.vlm.images import load_image
 
 GRACE_SECONDS = 10.0  # after its timeout, until a step that blocks the event loop is abandoned
 

@@ -18,8 +18,9 @@ from rlkit.vlm.chat_template import (
     encode_prompts,
     render,
 )
+from rlkit.vlm.images import load_image
 from rlkit.vlm.loading import load_model, model_path
-from rlkit.vlm.processors import decode, load_image, load_processor, placeholder_ids, suppressed_token_ids
+from rlkit.vlm.processors import decode, load_processor, placeholder_ids, suppressed_token_ids
 from rlkit.vlm.rope3d import ROPE3D_MODEL_TYPES, ROPE3D_REFUSED, Rope3DSpec, rope3d_position_ids, rope3d_spec
 from rlkit.vlm.tiny import (
     build_tiny,

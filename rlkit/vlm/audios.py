@@ -13,7 +13,8 @@ import numpy as np
 
 from rlkit.data.lookup import requires_extra
 from rlkit.data.samples import Audio
-from rlkit.vlm.processors import QWEN2_5_OMNI, QWEN3_OMNI, open_regular_file, resolve_source
+from rlkit.vlm.media_sources import open_regular_file, resolve_source
+from rlkit.vlm.processors import QWEN2_5_OMNI, QWEN3_OMNI
 
 RATE = 16000  # of the Qwen-Omni processors, in samples per second
 DECODING_SECONDS = 60.0  # of processor time

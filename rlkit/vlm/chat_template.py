@@ -17,8 +17,9 @@ from PIL import Image
 from rlkit.data.messages import MEDIA, Message, prompt_of, text_of
 from rlkit.data.samples import Row, Sample, append_response, expand_placeholders, expanded_lengths, prompt_sample
 from rlkit.vlm.audios import load_audios
+from rlkit.vlm.encoding import encode_text
+from rlkit.vlm.images import load_image
 from rlkit.vlm.inputs import VIDEO_TIME_KEYS
-from rlkit.vlm.processors import encode_text, load_image
 from rlkit.vlm.videos import load_videos
 
 

@@ -16,7 +16,8 @@ import torch.distributed as dist
 
 from rlkit.data.messages import prompt_of
 from rlkit.vlm.chat_template import render
-from rlkit.vlm.processors import load_image, video_arguments
+from rlkit.vlm.encoding import video_arguments
+from rlkit.vlm.images import load_image
 from rlkit.vlm.videos import load_videos
 
 TINY_MARK = "rlkit_tiny"  # in config.json, also of what is trained from it

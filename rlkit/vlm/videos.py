@@ -14,7 +14,9 @@ import numpy as np
 from rlkit.data.lookup import requires_extra
 from rlkit.data.samples import Video
 from rlkit.vlm.audios import VIDEO_FORMATS, audio_rate, decode_audio, load_audios
-from rlkit.vlm.processors import QWEN2_5_OMNI, QWEN3_OMNI, load_image, open_regular_file, resolve_source
+from rlkit.vlm.images import load_image
+from rlkit.vlm.media_sources import open_regular_file, resolve_source
+from rlkit.vlm.processors import QWEN2_5_OMNI, QWEN3_OMNI
 
 FPS = 2.0  # the default of the Qwen-VL processors
 MAX_FRAMES = 32

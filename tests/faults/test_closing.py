@@ -14,7 +14,7 @@ from rlkit.data import prompt_sample
 from rlkit.report import write_report
 from rlkit.runs import checkpoints
 from rlkit.tracking import EVAL, METRICS, Run, read_metrics
-from rlkit.vlm.processors import encode_text
+from rlkit.vlm.encoding import encode_text
 
 ANSWER = replace(prompt_sample([1, 2], row={"question": "What is it?", "answer": "7"}), text="7", reward=1.0)
 SAMPLES = {

@@ -15,7 +15,7 @@ from PIL import Image
 
 from rlkit import runs
 from rlkit.data import load_chats, load_pairs, load_task, load_unpaired, with_heldout
-from rlkit.vlm import load_image, load_video, processors
+from rlkit.vlm import images, load_image, load_video
 from rlkit.vlm.audios import load_audio
 
 LIMIT = 3.0  # seconds that a test may hang before it fails
@@ -254,7 +254,7 @@ def test_decoding_has_a_limit_of_time(monkeypatch, tmp_path):
     scans = whole[whole.rindex(b"\xff\xda") : end] * 2000
     path = tmp_path / "scans.jpg"
     path.write_bytes(whole[:end] + scans + whole[end:])
-    monkeypatch.setattr(processors, "DECODING_SECONDS", 0.2)
+    monkeypatch.setattr(images, "DECODING_SECONDS", 0.2)
     for source in (path, path.read_bytes()):
         began = time.thread_time()
         with pytest.raises(ValueError, match=r"cannot be read: expected an image that is decoded within 0\.2 s"):

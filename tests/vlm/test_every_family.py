@@ -40,9 +40,10 @@ from rlkit.vlm import (  # noqa: E402
     tiny_text_tokenizer,
     vision_tower_pattern,
 )
+from rlkit.vlm.encoding import encode_text  # noqa: E402
 from rlkit.vlm.families import audio_tokens  # noqa: E402
 from rlkit.vlm.inputs import position_ids, position_spec  # noqa: E402
-from rlkit.vlm.processors import encode_text, placeholder_id  # noqa: E402
+from rlkit.vlm.processors import placeholder_id  # noqa: E402
 
 SEES = family_processors.FAMILIES
 PADDED = ["glm_moe_dsa", "qwen4_exp_text"]  # their rows cannot be packed; nor can those of SEES that are in REFUSED

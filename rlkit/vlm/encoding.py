@@ -1,0 +1,315 @@
+"""Text with images, videos and audios -> both token tracks of a sample, by the processor of a model."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from functools import reduce
+from itertools import groupby, islice
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from PIL import Image
+
+from rlkit.data.messages import MEDIA
+from rlkit.data.samples import (
+    AUDIO_KEYS,
+    Audio,
+    Expansion,
+    Sample,
+    Video,
+    append_observation,
+    expand_placeholders,
+    prompt_sample,
+)
+from rlkit.vlm.processors import (
+    AUDIO_PROCESSORS,
+    STACKED_VIDEOS,
+    TWO_FRAMES_AT_LEAST,
+    VIDEO_OBSTACLES,
+    VIDEO_PROCESSORS,
+    feature_id,
+    placeholder_id,
+)
+
+# outputs of a processor that are not vision tensors; the engine computes its own
+TEXT_OUTPUTS = frozenset(
+    {"input_ids", "attention_mask", "mm_token_type_ids", "moe_mm_token_type_ids", "token_type_ids"}
+)
+
+
+def encode_text(
+    processor: Any,
+    text: str,
+    images: Sequence[Image.Image] = (),
+    videos: Sequence[Video] = (),
+    audios: Sequence[Audio] = (),
+) -> Sample:
+    """Tokenizes a text that has one placeholder per image, video and audio into both token tracks.
+
+    The expanded track is the processor's output. Which of its tokens stand for which image follows from the
+    replacements of placeholders that the processor reports (`return_text_replacement_offsets`). The processors of
+    Qwen-Omni report none, but only repeat placeholders.
+
+    Raises:
+        ValueError: text that is not Unicode, the number of images, videos or audios is not the number of placeholders,
+            the processor rejects an image, or its tokens cannot be assigned to the images, videos and audios; videos
+            or audios for a family without them.
+    """
+    if stray := re.search("[\ud800-\udfff]", text):
+        raise ValueError(f"prompt: expected Unicode text, got the unpaired surrogate {stray[0]!r}")
+    tokenizer = getattr(processor, "tokenizer", processor)
+    compact = tokenizer(text, add_special_tokens=False)["input_ids"]
+    media: dict[str, Sequence[Any]] = {"image": images, "video": videos, "audio": audios}
+    for kind, given in media.items():
+        if given and tokenizer is processor:
+            raise ValueError(f"{kind}s: expected none, as the model's processor is a tokenizer, got {len(given)}")
+    arguments = {"images": list(images)} if images else {}
+    arguments |= video_arguments(processor, videos) if videos else {}
+    arguments |= audio_arguments(processor, audios) if audios else {}
+    tokens = {kind: placeholder_id(processor, kind) for kind in media}
+    _check_counts(processor, compact, tokens, media)
+    if not any(media.values()):
+        return prompt_sample(compact)
+    if videos and type(processor).__name__ in AUDIO_PROCESSORS and text != _bracketed_video(processor):
+        return _encode_videos_apart(processor, text, compact, media)
+    inputs = processor(
+        text=[text],
+        return_tensors="pt",
+        add_special_tokens=False,
+        return_text_replacement_offsets=True,
+        **arguments,
+    )
+    expanded = inputs["input_ids"][0].tolist()
+    replaced = (inputs.pop("text_replacement_offsets", None) or [[]])[0]
+    found = _expansions_by_kind(
+        processor, text, expanded, replaced, {kind: tokens[kind] for kind in media if media[kind]}
+    )
+    placeholders = {tokens[kind]: expansions for kind, expansions in found.items()}
+    if (
+        any(len(expansions) != len(media[kind]) for kind, expansions in found.items())
+        or expand_placeholders(compact, placeholders) != expanded
+    ):
+        family, kinds = type(processor).__name__, " and ".join(f"{kind}s" for kind in found)
+        source = "runs of its placeholder" if family in AUDIO_PROCESSORS else "text_replacement_offsets"
+        raise ValueError(
+            f"processor: expected {source} that reproduce its tokens, got a {family} whose tokens cannot be assigned "
+            f"to the {kinds} of the prompt"
+        )
+    vision = {name: x for name, x in inputs.items() if isinstance(x, torch.Tensor) and name not in TEXT_OUTPUTS}
+    vision = {name: x.float() if x.is_floating_point() else x for name, x in vision.items()}  # Llama 4: bfloat16
+    if AUDIO_KEYS[0] in vision:  # as long as the longest, not as long as the processor's limit
+        frames = int(vision[AUDIO_KEYS[1]].sum(1).max())
+        vision |= {name: vision[name][..., :frames].clone() for name in AUDIO_KEYS}
+    decoded = {"images": images, "videos": list(videos), "audios": list(audios)}
+    return prompt_sample(expanded, compact, vision=vision, placeholders=placeholders, **decoded)
+
+
+def _bracketed_video(processor: Any) -> str:
+    """A video in a text of Qwen-Omni; the processor inserts the tokens of its sound inside the brackets."""
+    return processor.vision_bos_token + processor.video_token + processor.vision_eos_token
+
+
+def _encode_videos_apart(
+    processor: Any, text: str, compact: Sequence[int], media: Mapping[str, Sequence[Any]]
+) -> Sample:
+    """`encode_text` of Qwen-Omni for a text with videos, each in a call of its own.
+
+    One call of the processor has one frame rate for all of its videos, and either all or none of them have sound.
+
+    Args:
+        compact: the tokens of the text.
+        media: kind -> images, videos or audios.
+
+    Raises:
+        ValueError: a chat template that writes videos without brackets, or brackets that are merged with other text.
+    """
+    place, (images, videos, audios) = _bracketed_video(processor), (iter(media[kind]) for kind in MEDIA)
+    samples, pieces = [], text.split(place)
+    if len(pieces) != len(media["video"]) + 1:
+        raise ValueError(f"chat template: expected {place!r} for each video, got one without its brackets")
+    for i, piece in enumerate(pieces):
+        if i:
+            samples.append(encode_text(processor, place, videos=[*islice(videos, 1)]))
+        if piece:
+            own_images = [*islice(images, piece.count(processor.image_token))]
+            own_audios = [*islice(audios, piece.count(processor.audio_token))]
+            samples.append(encode_text(processor, piece, own_images, audios=own_audios))
+    joined = reduce(append_observation, samples)
+    if joined.compact_ids != list(compact):
+        raise ValueError(f"chat template: expected {place!r} not to change the tokens of the text beside it")
+    return joined
+
+
+def _check_counts(
+    processor: Any, tokens: Sequence[int], placeholders: Mapping[str, Any], media: Mapping[str, Sequence[Any]]
+) -> None:
+    """Check that a prompt has as many placeholders as media of each kind; a question may spell a placeholder out.
+
+    Args:
+        tokens: of the prompt, before placeholders are expanded.
+        placeholders: kind -> token id.
+        media: kind -> images, videos or audios.
+
+    Raises:
+        ValueError: names the kind and both numbers.
+    """
+    feature = feature_id(processor)
+    counts = [(kind, tokens.count(placeholders[kind]), len(given)) for kind, given in media.items()]
+    if feature not in (None, placeholders["image"]):
+        counts.append(("image feature", tokens.count(feature), 0))
+    for kind, slots, given in counts:
+        if slots != given:
+            raise ValueError(f"{kind}s: expected {slots}, one per placeholder in the prompt, got {given}")
+
+
+def _expansions_by_kind(
+    processor: Any,
+    text: str,
+    expanded: Sequence[int],
+    replacements: Sequence[Mapping[str, Any]],
+    placeholders: Mapping[str, int],
+) -> dict[str, list[int | Expansion]]:
+    """The tokens that stand for each image, video or audio, by kind.
+
+    Args:
+        expanded: tokens of the processor's output.
+        replacements: as the processor reports them, see `_expansions`.
+        placeholders: kind -> token id, for the kinds that the prompt has.
+    """
+    if type(processor).__name__ in AUDIO_PROCESSORS:
+        if [*placeholders] == ["video"] and placeholder_id(processor, "audio") in expanded:  # a video with its sound
+            return {"video": [Expansion(expanded[1:-1])]}
+        return {kind: _run_lengths(expanded, token) for kind, token in placeholders.items()}
+    kinds = [one.get("type", "image") for one in replacements]
+    found = _expansions(processor.tokenizer, text, replacements, [placeholder_id(processor, kind) for kind in kinds])
+    return {kind: [one for one, of in zip(found, kinds, strict=True) if of == kind] for kind in placeholders}
+
+
+def _run_lengths(tokens: Sequence[int], placeholder: int) -> list[int | Expansion]:
+    """The number of tokens in each run of a placeholder."""
+    return [len([*run]) for token, run in groupby(tokens) if token == placeholder]
+
+
+def audio_arguments(processor: Any, audios: Sequence[Audio]) -> dict[str, Any]:
+    """Arguments with which a processor uses these audios.
+
+    Raises:
+        ValueError: a family without audio input.
+    """
+    name = type(processor).__name__
+    if name not in AUDIO_PROCESSORS:
+        raise ValueError(f"audios: expected a model with one of {', '.join(sorted(AUDIO_PROCESSORS))}, got {name}")
+    return {"audio": [one.samples for one in audios], "sampling_rate": audios[0].rate}
+
+
+def video_arguments(processor: Any, videos: Sequence[Video]) -> dict[str, Any]:
+    """Arguments with which a processor uses the frames of these videos as they are.
+
+    Raises:
+        ValueError: a family without videos, or no torchvision.
+    """
+    name = type(processor).__name__
+    if why := VIDEO_OBSTACLES.get(name):
+        raise ValueError(f"videos: expected none, as {why} ({name}), got {len(videos)}")
+    if name not in VIDEO_PROCESSORS:
+        raise ValueError(f"videos: expected a model with one of {', '.join(sorted(VIDEO_PROCESSORS))}, got {name}")
+    if getattr(processor, "video_processor", None) is None:
+        raise ValueError(
+            f"videos: expected the video processor of {name}, which needs torchvision, got none: "
+            "pip install -e '.[video]'"
+        )
+    from transformers.video_utils import VideoMetadata
+
+    _check_frame_counts(name, [len(one.frames) for one in videos])
+    arguments = {
+        "videos": [torch.from_numpy(np.ascontiguousarray(one.frames.transpose(0, 3, 1, 2))) for one in videos],
+        "video_metadata": [VideoMetadata(**one.metadata) for one in videos],
+        "do_sample_frames": False,
+    }
+    if name in AUDIO_PROCESSORS:
+        arguments["fps"] = videos[0].fps
+        if sounds := [one.sound for one in videos if one.sound is not None]:
+            arguments |= {**audio_arguments(processor, sounds), "use_audio_in_video": True}
+    return arguments
+
+
+def _check_frame_counts(name: str, counts: Sequence[int]) -> None:
+    """Raise a ValueError for numbers of frames at which the processor of this name fails with an unclear error."""
+    if name in STACKED_VIDEOS and len(set(counts)) > 1:
+        raise ValueError(
+            f"videos: expected as many frames in each video of a row, as {name} stacks them, got videos of "
+            f"{' and '.join(map(str, sorted(set(counts))))} frames"
+        )
+    if name in TWO_FRAMES_AT_LEAST and min(counts) < 2:
+        raise ValueError(
+            f"videos: expected at least 2 frames, as {name} merges two into one, got 1; raise video_fps for short files"
+        )
+
+
+class _Gap(NamedTuple):
+    """Text outside all replacements: before the first, between two of them, or after the last; in characters."""
+
+    start: int
+    end: int
+    shift: int  # how much later it stands in the expanded text
+
+
+def _expansions(
+    tokenizer: Any, text: str, replacements: Sequence[Mapping[str, Any]], placeholders: Sequence[int]
+) -> list[int | Expansion]:
+    """The tokens that stand for each image (or video) in the expanded track.
+
+    The processor replaces each placeholder in the text with another text and tokenizes the result. A tokenizer may
+    merge the end of a replacement with the text beside it. An image's tokens therefore reach from one boundary to the
+    next: a boundary is a character in a gap at which a token begins both in the text and in the expanded text. Images
+    without a boundary between them are counted together as the first of them.
+
+    Args:
+        replacements: for each image (or video) the `span` of its placeholder in the text, its `replacement`, and the
+            `new_span` of that in the expanded text.
+        placeholders: token id of each.
+    """
+    ids, token_at = _tokens_by_character(tokenizer, text)
+    expanded_ids, expanded_token_at = _tokens_by_character(tokenizer, _expanded_text(text, replacements))
+    gaps = _gaps(text, replacements)
+    boundaries = [
+        [x for x in range(gap.start, gap.end + 1) if x in token_at and x + gap.shift in expanded_token_at]
+        for gap in gaps
+    ]
+    places = [i for i, token in enumerate(ids) if token in placeholders]
+    found: list[int | Expansion] = []
+    while (image := len(found)) < len(replacements):
+        following = next(i for i in range(image + 1, len(gaps)) if boundaries[i])
+        left, right = boundaries[image][-1], boundaries[following][0]
+        start = expanded_token_at[left + gaps[image].shift]
+        stop = expanded_token_at[right + gaps[following].shift]
+        tokens = expanded_ids[start:stop]
+        before, after = places[image] - token_at[left], token_at[right] - places[image] - 1
+        is_repetition = not before and not after and set(tokens) == {placeholders[image]}
+        found.append(len(tokens) if is_repetition else Expansion(tokens, before, after))
+        found += [Expansion([])] * (following - image - 1)
+    return found
+
+
+def _expanded_text(text: str, replacements: Sequence[Mapping[str, Any]]) -> str:
+    pieces, end = [], 0
+    for one in replacements:
+        pieces += [text[end : one["span"][0]], one["replacement"]]
+        end = one["span"][1]
+    return "".join([*pieces, text[end:]])
+
+
+def _gaps(text: str, replacements: Sequence[Mapping[str, Any]]) -> list[_Gap]:
+    starts = [0, *(one["span"][1] for one in replacements)]
+    ends = [*(one["span"][0] for one in replacements), len(text)]
+    shifts = [0, *(one["new_span"][1] - one["span"][1] for one in replacements)]
+    return [_Gap(*gap) for gap in zip(starts, ends, shifts, strict=True)]
+
+
+def _tokens_by_character(tokenizer: Any, text: str) -> tuple[list[int], dict[int, int]]:
+    """Token ids, and: character -> index of the first token that begins there; the end of the text counts as one."""
+    encoded = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
+    starts = [*(start for start, _ in encoded["offset_mapping"]), len(text)]
+    return encoded["input_ids"], {start: i for i, start in reversed([*enumerate(starts)])}
