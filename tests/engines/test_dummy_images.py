@@ -33,7 +33,8 @@ CPU = torch.device("cpu")
 
 PATCHES = [family for family, (*_, shape) in VISION.items() if len(shape) == 2 and not family.startswith("glm")]
 DUMMIES = [*((family, {"image": True}) for family in VISION)]
-DUMMIES += [(family, {"image": x, "video": True}) for family in [*PATCHES, "minicpmv4_6", "glm5_next"] for x in (False, True)]
+WITH_VIDEOS = [*PATCHES, "minicpmv4_6", "glm5_next"]
+DUMMIES += [(family, {"image": x, "video": True}) for family in WITH_VIDEOS for x in (False, True)]
 DUMMIES += [
     (family, {**others, "audio": True})
     for family in VISION

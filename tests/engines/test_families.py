@@ -40,7 +40,7 @@ def seeded(build):
     model = build().eval()
     with torch.no_grad():
         for name, parameter in model.named_parameters():  # larger than at initialisation, so that attention matters
-            # a larger gate of GLM-5.3-Flash gives pools with a token in common one key: rounding would choose among them
+            # with a larger gate, GLM-5.3-Flash gives one key to pools that share a token; rounding chooses among them
             if parameter.ndim > 1 and not any(part in name for part in ("experts", "router", "kpool_compress_gate")):
                 parameter.mul_(4)
             if name.endswith(("sinks", "mm_input_projection_weight", "correct_output_scale")):  # which are 0 at first

@@ -84,8 +84,7 @@ def dummy_sample(config: Any, *, image: bool, video: bool = False, audio: bool =
         vision = dict(tensors) if image else {}
         if video and config.model_type == "glm5_next":
             ids += [config.video_start_token_id, config.image_token_id, config.video_end_token_id]
-            video_tensors = {"pixel_values_videos": tensors["pixel_values"], "video_grid_thw": tensors["image_grid_thw"]}
-            vision |= video_tensors
+            vision |= {"pixel_values_videos": tensors["pixel_values"], "video_grid_thw": tensors["image_grid_thw"]}
         elif video:  # MiniCPM-V 4.6
             ids, vision = [*ids, config.video_token_id], vision | {f"{name}_videos": x for name, x in tensors.items()}
         return prompt_sample(ids, vision=vision)
