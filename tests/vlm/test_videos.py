@@ -116,6 +116,12 @@ def test_a_truncated_matroska_file_is_named(av, tmp_path, tagged):
     assert len(load_video(data[:-100]).frames) == 6  # without the end of its index, or its last frame
 
 
+def test_times_that_a_file_rounds_to_milliseconds_choose_the_same_frames(av):
+    """At 30 frames a second, frame 2 begins at 1/15 seconds, which Matroska rounds up to 0.067."""
+    video = load_video(film(av, frames=12, rate=30, container="matroska"), fps=15.0)
+    assert video.fps == 15.0 and np.abs(video.frames.mean((1, 2, 3)) - 16 * np.arange(6)).max() < 6
+
+
 def test_a_video_that_cannot_be_used_is_named(av, tmp_path, monkeypatch):
     playlist = b"#EXTM3U\n#EXT-X-TARGETDURATION:1\n#EXTINF:1,\n/etc/hostname\n#EXT-X-ENDLIST\n"
     (tmp_path / "names.m3u8").write_bytes(playlist)

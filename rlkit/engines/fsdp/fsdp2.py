@@ -538,10 +538,10 @@ class Fsdp2Engine:
     def get_per_tensor_param(
         self, bucket_bytes: int = 0, dtype: torch.dtype | None = None
     ) -> Iterator[tuple[str, Tensor]]:
-        """(HF name, full tensor) of everything in a checkpoint's files, adapters merged.
+        """(HF name, full tensor) of every parameter and every saved buffer, with adapters merged.
 
-        Buffers are among them, such as the correction bias of a router. They do not train, but in vLLM they are
-        parameters, which it drops when it sleeps. All ranks iterate together.
+        Buffers, such as the correction bias of a router, are not trained. They are sent because some are parameters in
+        vLLM, which drops the values of its parameters when it sleeps. All ranks iterate together.
 
         Args:
             bucket_bytes: gather tensors of up to this many bytes at once; by default one tensor at a time. The bucket
