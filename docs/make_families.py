@@ -253,6 +253,12 @@ Notes:
   the frequencies 0, 2, ..., 10, 1, 3, ..., 11, 12, ..., 15, and vLLM 0.32 by 0, 1, ..., 15. The logprobs differ by 0.1
   in the tiny model, and by 5e-7 in one whose layers have no RoPE. rlkit refuses the family on a CPU; on a GPU
   `WeightSyncCheck` would stop such a run.
+- **cosmos3_omni, cosmos3_edge** (Cosmos 3, the part that writes text). The first is Qwen3-VL by another name; the
+  second has a vision tower of its own. A forward of Cosmos 3 Edge in transformers 5.19 without `attention_mask` takes
+  the tokens of images for starts of packed sequences, as they share their first position id; logprobs of the tiny
+  model then differ by 0.8. rlkit's engines and sampler do not. vLLM 0.32 knows neither in the form that transformers
+  writes: it calls the first `Cosmos3ForConditionalGeneration`, and reads the layers of the second from
+  `hybrid_override_pattern` of its published files; no run with them was tested.
 - **MiniCPM-V 4.6.** Its processor numbers the images of a text. Images in the observations of an episode start from 0
   again, while vLLM counts them on.
 - **SmolVLM.** transformers' processor needs the package `num2words`.

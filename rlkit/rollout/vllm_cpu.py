@@ -11,7 +11,7 @@ import torch
 from rlkit.vlm.families import RECURRENT_LAYERS, layer_types
 from rlkit.vlm.loading import load_config
 
-# model types in vLLM 0.32, those of text models except for kimi_k25 and ernie4_5_vl_moe
+# model types in vLLM 0.32, those of text models except for the last four obstacles
 BFLOAT16_ONLY = frozenset({"qwen3_next", "qwen3_5_text", "qwen3_5_moe_text"})  # its kernel for the gated delta rule
 # vLLM's models of these, and of multi-head latent attention, give RoPE queries of [tokens, heads, size]. Its kernel for
 # CPUs takes their second dimension for the tokens, and so gives most of them the position of another one.
@@ -23,7 +23,7 @@ OBSTACLES = {
     "cohere_compass_text": "the rotary frequencies of a head have another order in vLLM than in transformers",
     "qwen4_exp_text": "its sparse attention needs FlashAttention, so a GPU",
     **dict.fromkeys(
-        ("kimi_k25", "ernie4_5_vl_moe"),
+        ("cosmos3_edge", "cosmos3_omni", "ernie4_5_vl_moe", "kimi_k25"),
         "vLLM reads its published files only, not a model directory that transformers has written",
     ),
 }

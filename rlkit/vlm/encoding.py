@@ -227,6 +227,7 @@ def video_arguments(processor: Any, videos: Sequence[Video]) -> dict[str, Any]:
         "videos": [torch.from_numpy(np.ascontiguousarray(one.frames.transpose(0, 3, 1, 2))) for one in videos],
         "video_metadata": [VideoMetadata(**one.metadata) for one in videos],
         "do_sample_frames": False,
+        "return_metadata": True,  # without it the processor of Cosmos3 Edge fails
     }
     if name in AUDIO_PROCESSORS:
         arguments["fps"] = videos[0].fps

@@ -39,7 +39,7 @@ DUMMIES += [(family, {"image": x, "video": True}) for family in WITH_VIDEOS for 
 DUMMIES += [
     (family, {**others, "audio": True})
     for family in VISION
-    if "omni" in family
+    if family.endswith("_thinker")
     for others in ({"image": False}, {"image": True}, {"image": False, "video": True})
 ]
 
