@@ -245,8 +245,9 @@ Notes:
   layers have two routers. vLLM 0.32 reads the configuration and the processor of the published remote code only; no
   run with the published files was tested.
 - **glm5_next** (GLM-5.3-Flash) attends as GLM-5 does, to pools of tokens that an indexer chooses, next to layers of
-  linear attention. It has no position ids. Rows are padded, for the reasons given for GLM-5. vLLM 0.32 reads the
-  configuration of its published files only, as that of transformers lacks `mhc`; no run with them was tested.
+  linear attention. It has no position ids. Rows are padded, for the reasons given for GLM-5. Frames of its videos
+  consist of image tokens, between the brackets of a video. vLLM 0.32 reads the configuration of its published files
+  only, as that of transformers lacks `mhc`; no run with them was tested.
 - **cohere_compass with vLLM.** With `mrope_section` [6, 6, 4], transformers 5.19 rotates the dimensions of a head by
   the frequencies 0, 2, ..., 10, 1, 3, ..., 11, 12, ..., 15, and vLLM 0.32 by 0, 1, ..., 15. The logprobs differ by 0.1
   in the tiny model, and by 5e-7 in one whose layers have no RoPE. rlkit refuses the family on a CPU; on a GPU

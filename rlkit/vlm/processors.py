@@ -29,6 +29,7 @@ VIDEO_PROCESSORS = frozenset(
         "MiniCPMV4_6Processor",
         "Ernie4_5_VLMoeProcessor",
         "CohereCompassProcessor",
+        "Glm5NextProcessor",
         *AUDIO_PROCESSORS,
     }
 )

@@ -240,7 +240,9 @@ def test_vllm_normalizes_videos_as_images(processor):
 
 def test_vllm_gets_the_frames_that_the_trainer_sees(processor):
     (video,) = encode_prompt(processor, {"question": "What?", "video": FRAMES}).videos
-    prompt = vllm_prompt(encode_prompt(processor, {"question": "What?", "video": FRAMES}))
+    with_sound = Video(video.frames, video.fps, Audio(np.zeros(16000, "float32"), 16000))  # which the model cannot hear
+    prompt = vllm_prompt(encode_prompt(processor, {"question": "What?", "video": with_sound}), processor)
+    assert prompt["multi_modal_data"].keys() == {"video"}
     ((frames, metadata),) = prompt["multi_modal_data"]["video"]
     assert np.array_equal(frames, video.frames) and metadata["do_sample_frames"] is False
     assert metadata["frames_indices"] == [0, 1, 2, 3, 4] and metadata["fps"] == 2.0
