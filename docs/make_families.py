@@ -197,7 +197,8 @@ Notes:
 - **gemma4, gemma4_unified.** In larger models (`use_bidirectional_attention` "vision") the tokens of an image attend to
   later ones of that image, in layers with a sliding window and within the window. The forward of Gemma 4 Unified in
   transformers 5.19 lets them do so in all layers, unlike its `generate`, Gemma 4 and vLLM; the engine does as the
-  latter. vLLM has no such attention on a CPU: rollout `vllm` refuses images there, and is tested with causal images.
+  latter. vLLM has no such attention on a CPU: rollout `vllm` refuses images there, and `vllm_server` for
+  servers that `rlkit.rollout.serve` started there. Rollout `vllm` is tested with causal images.
 - **gemma3n_text with vLLM.** vLLM 0.32's class of the text model alone leaves out the per-layer embeddings; the
   logprobs of the tiny model then differ by 0.3. Its class of the whole model adds them.
 - **olmo3 with vLLM.** vLLM 0.32 runs it by transformers' own model, whose class it changes. In the trainer's process

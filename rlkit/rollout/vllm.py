@@ -262,7 +262,10 @@ class VllmRollout:
             )
             for request, sampling in requests
         ]
-        prompts = [{**vllm_prompt(request, self.processor), **vllm_video_options(request, self.processor)} for request, _ in requests]
+        prompts = [
+            {**vllm_prompt(request, self.processor), **vllm_video_options(request, self.processor)}
+            for request, _ in requests
+        ]
         ids = self.llm.enqueue(prompts, params, use_tqdm=False, lora_request=self.lora_request)
         index_of = {id_.partition("-")[0]: i for i, id_ in enumerate(ids)}  # vLLM appends "-" and something random
         engine = self.llm.llm_engine
