@@ -19,7 +19,7 @@ from rlkit.data import load_task
 from rlkit.data.samples import Audio, Video
 from rlkit.doctor.task import check_rows, show_rows
 from rlkit.report.answers import frame_strip, prompt_record
-from rlkit.rollout.vllm_requests import check_video_normalization, vllm_prompt
+from rlkit.rollout.vllm_requests import check_videos, vllm_prompt
 from rlkit.vlm import encode_prompt, load_processor, load_video, tiny_processor, tiny_tokenizer
 from rlkit.vlm.inputs import position_ids
 from rlkit.vlm.videos import load_videos
@@ -243,14 +243,14 @@ def test_vllm_normalizes_videos_as_images(processor):
         encode_prompt(processor, {"question": "What?", "video": FRAMES}),
         encode_prompt(processor, {"question": "?"}),
     ]
-    check_video_normalization(prompts, processor)
+    check_videos(prompts, processor)
     other = deepcopy(processor)
     other.video_processor.image_mean = [0.5, 0.5, 0.5]
-    check_video_normalization(prompts[1:], other)
+    check_videos(prompts[1:], other)
     with pytest.raises(
         ValueError, match="^model: expected a processor with the same image_mean and image_std for images"
     ):
-        check_video_normalization(prompts, other)
+        check_videos(prompts, other)
 
 
 def test_vllm_gets_the_frames_that_the_trainer_sees(processor):
