@@ -147,10 +147,10 @@ def command(model: str, host: str, port: int, tensor_parallel_size: int, on_gpu:
 def _check_options(options: Sequence[str], flags: Sequence[str]) -> None:
     """Raise a ValueError for an option that vLLM would take instead of one that the model needs."""
     given = {option.split("=")[0].split(".")[0].replace("_", "-") for option in options}
-    for name, alias in (("override-generation-config", ""), ("compilation-config", "-cc")):
-        if {f"--{name}", alias} & given and f"--{name}" in flags:
-            needed = flags[flags.index(f"--{name}") + 1]
-            raise ValueError(f"{name}: expected none for this model, which needs {needed}, got one")
+    for option, alias in (("--override-generation-config", ""), ("--compilation-config", "-cc")):
+        if {option, alias} & given and option in flags:
+            needed = flags[flags.index(option) + 1]
+            raise ValueError(f"{option[2:]}: expected none for this model, which needs {needed}, got one")
 
 
 def environment(host: str, count: int, on_gpu: bool) -> dict[str, str]:
