@@ -250,7 +250,31 @@ def sync_check_dtype(cfg: EngineOptions, rollout: Any = None) -> torch.dtype | N
     return of_sampler if of_sampler in (torch.bfloat16, torch.float16) else None
 
 
-def learning_rate_schedule(optimizer: Optimizer, cfg: OptimizerOptions, updates: int) -> LambdaLR:
+class RunSchedule(LambdaLR):
+    """A learning-rate schedule that keeps the options of this run when a checkpoint is loaded.
+
+    A checkpoint holds the learning rates and the weight decay of the run that wrote it. A resumed run may have other
+    options (`--allow_changes lr`, more `--steps`), so it takes over only the number of finished updates.
+
+    Args:
+        optimizer: has this run's learning rates and weight decay.
+        share_of_peak: finished updates -> learning rate of the next update, as a share of the optimizer's.
+    """
+
+    def __init__(self, optimizer: Optimizer, share_of_peak: Callable[[int], float]) -> None:
+        self.weight_decays = [group["weight_decay"] for group in optimizer.param_groups]
+        super().__init__(optimizer, share_of_peak)
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Continue at the saved update. The optimizer's state has to be loaded before."""
+        self.last_epoch, self._step_count = state_dict["last_epoch"], state_dict["_step_count"]
+        options = zip(self.optimizer.param_groups, self.base_lrs, self.weight_decays, self.lr_lambdas, strict=True)
+        for group, peak, weight_decay, share_of_peak in options:
+            group.update(initial_lr=peak, lr=peak * share_of_peak(self.last_epoch), weight_decay=weight_decay)
+        self._last_lr = [group["lr"] for group in self.optimizer.param_groups]
+
+
+def learning_rate_schedule(optimizer: Optimizer, cfg: OptimizerOptions, updates: int) -> RunSchedule:
     """Linear warm-up to the peak, and decay over all `updates` optimizer steps by `cfg.lr_schedule`."""
     warmup, updates = max(1, cfg.warmup_steps), max(1, updates)
     decay = DECAYS[cfg.lr_schedule]
@@ -258,7 +282,7 @@ def learning_rate_schedule(optimizer: Optimizer, cfg: OptimizerOptions, updates:
     def share_of_peak(step: int) -> float:
         return min((step + 1) / warmup, max(cfg.min_lr_ratio, decay(min(1.0, step / updates))))
 
-    return LambdaLR(optimizer, share_of_peak)
+    return RunSchedule(optimizer, share_of_peak)
 
 
 DECAYS: dict[str, Callable[[float], float]] = {  # fraction of finished steps -> fraction of the peak

@@ -18,7 +18,7 @@ from rope3d_families import QWEN2_5, VIDEO
 from rlkit.data import load_task
 from rlkit.data.samples import Audio, Video
 from rlkit.doctor.task import check_rows, show_rows
-from rlkit.report.answers import frame_strip, prompt_record
+from rlkit.report.answers import frame_grid, prompt_record, save_image
 from rlkit.rollout.vllm_requests import check_videos, vllm_prompt
 from rlkit.vlm import encode_prompt, load_processor, load_video, tiny_processor, tiny_tokenizer
 from rlkit.vlm.inputs import position_ids
@@ -227,14 +227,24 @@ def test_models_without_videos_are_named(processor):
         encode_prompt(without, row)
 
 
-def test_kept_answers_have_a_strip_of_frames(processor, tmp_path):
+def test_kept_answers_have_a_grid_of_frames(processor, tmp_path):
     sample = encode_prompt(processor, {"question": "What?", "video": FRAMES, "answer": "x"})
     record = prompt_record(tmp_path, [sample], "training", 1)
-    with Image.open(tmp_path / record["images"][0]) as strip:
-        assert strip.size == (5 * 66 - 2, 48)
-    shown = np.asarray(frame_strip(load_videos(None, [np.repeat(FRAMES, 4, axis=0)])[0]))
-    assert shown.shape == (48, 8 * 66 - 2, 3) and np.array_equal(shown[:, :64], FRAMES[0])
-    assert np.array_equal(shown[:, -64:], FRAMES[-1])
+    with Image.open(tmp_path / record["images"][0]) as grid:
+        assert grid.size == (2 * 66 - 2, 3 * 50 - 2)
+    shown = np.asarray(frame_grid(load_videos(None, [np.repeat(FRAMES, 4, axis=0)])[0]))
+    assert shown.shape == (4 * 50 - 2, 2 * 66 - 2, 3) and np.array_equal(shown[:48, :64], FRAMES[0])
+    assert np.array_equal(shown[-48:, -64:], FRAMES[-1]) and np.array_equal(shown[50:98, :64], FRAMES[1])
+
+
+@pytest.mark.parametrize(("width", "height"), [(1280, 720), (720, 1280)])
+def test_frames_of_a_large_video_can_be_recognised_on_the_page(tmp_path, width, height):
+    """In one row of eight, a saved frame of 16:9 had 63 x 36 pixels."""
+    video = load_videos(None, [np.zeros((8, height, width, 3), np.uint8)])[0]
+    name = save_image(tmp_path, frame_grid(video))
+    with Image.open(tmp_path / name) as saved:
+        saved_width, saved_height = saved.size
+    assert saved_width * saved_height / 8 > 0.95 * 126**2 * 9 / 16 and saved_height <= 512 >= saved_width
 
 
 def test_vllm_normalizes_videos_as_images(processor):
