@@ -117,7 +117,7 @@ def page() -> str:
     refused = {
         "packed": {*families.REFUSED},
         "Ulysses": not_shared,
-        "videos": {*by_model_type} - {name.removesuffix("_thinker") for name in [*every.WATCHES, *every.HEARS]},
+        "videos": {*by_model_type} - {name.removesuffix("_thinker") for name in [*every.WATCHES, *every.OMNI]},
         "audio": {*by_model_type} - {name.removesuffix("_thinker") for name in every.HEARS},
         "vLLM": {*vllm.OBSTACLES, "cohere_compass", "glm5_next", "qwen4_exp", *vllm.REFUSED, *vllm.ABSENT},
     }

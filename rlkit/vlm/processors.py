@@ -11,10 +11,11 @@ import torch
 
 from rlkit.vlm.loading import has_vision, load_config, model_path
 
-# processors whose audios are tested: both tracks, position ids, training and sampling. They repeat a placeholder and
-# report no replacements of text
 QWEN2_5_OMNI, QWEN3_OMNI = "Qwen2_5OmniProcessor", "Qwen3OmniMoeProcessor"
-AUDIO_PROCESSORS = frozenset({QWEN2_5_OMNI, QWEN3_OMNI})
+# these repeat a placeholder and report no replacements of text; a video may have sound
+OMNI_PROCESSORS = frozenset({QWEN2_5_OMNI, QWEN3_OMNI})
+# processors whose audios are tested: both tracks, position ids, training and sampling
+AUDIO_PROCESSORS = OMNI_PROCESSORS | {"Gemma4Processor", "Gemma4UnifiedProcessor"}
 GLM_PROCESSORS = frozenset({"Glm4vProcessor", "Glm46VProcessor"})  # of GLM-4.1V, 4.5V, 4.6V and OCR
 # processors whose videos are tested likewise
 VIDEO_PROCESSORS = frozenset(
@@ -29,7 +30,7 @@ VIDEO_PROCESSORS = frozenset(
         "MiniCPMV4_6Processor",
         "Ernie4_5_VLMoeProcessor",
         "CohereCompassProcessor",
-        *AUDIO_PROCESSORS,
+        *OMNI_PROCESSORS,
     }
 )
 TWO_FRAMES_AT_LEAST = GLM_PROCESSORS | {"Qwen3VLProcessor", "CohereCompassProcessor"}
@@ -171,14 +172,14 @@ def load_processor(
     name = type(processor).__name__
     if name in VIDEO_PROCESSORS and (settings := getattr(processor, "video_processor", None)) is not None:
         settings.fps, settings.max_frames = video_fps, video_frames
-        if name in AUDIO_PROCESSORS:
+        if name in OMNI_PROCESSORS:
             settings.use_audio_in_video = video_sound
     return processor
 
 
 def _check_video_sound(processor: Any, video_sound: bool) -> None:
-    if video_sound and (name := type(processor).__name__) not in AUDIO_PROCESSORS:
-        raise ValueError(f"video_sound: expected a model with one of {', '.join(sorted(AUDIO_PROCESSORS))}, got {name}")
+    if video_sound and (name := type(processor).__name__) not in OMNI_PROCESSORS:
+        raise ValueError(f"video_sound: expected a model with one of {', '.join(sorted(OMNI_PROCESSORS))}, got {name}")
 
 
 def _video_config(path: str) -> dict[str, Any] | None:
