@@ -294,7 +294,8 @@ def model(family):
     elif family.startswith(("qwen", "paddleocr")):
         ids |= {f"vision_{end}_token_id": of(f"<|vision_{end}|>") for end in ("start", "end")}
     if family in ("gemma4", "gemma4_unified"):
-        ids |= {f"{name}_token_id": of(f"<{name}>") for name in ("boi", "eoi", "audio")}
+        ids |= {f"{name}_token_id": of(f"<{name}>") for name in ("boi", "eoi", "boa", "audio")}
+        ids["eoa_token_index"] = of("<eoa>")
     if family == "llama4":
         ids["image_token_id"] = of("<|patch|>")
         ids |= {f"{end}_token_index": of(f"<|image_{name}|>") for end, name in (("boi", "start"), ("eoi", "end"))}
