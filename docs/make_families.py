@@ -198,6 +198,10 @@ Notes:
   later ones of that image, in layers with a sliding window and within the window. The forward of Gemma 4 Unified in
   transformers 5.19 lets them do so in all layers, unlike its `generate`, Gemma 4 and vLLM; the engine does as the
   latter. vLLM has no such attention on a CPU: rollout `vllm` refuses images there, and is tested with causal images.
+- **Audios of Gemma 4.** The smaller models of Gemma 4 have an audio tower; the larger ones have none, and rows with audios
+  are refused there. Gemma 4 Unified takes the waveform in pieces of 640 samples. With `eager` attention the audio tower of
+  transformers 5.19 attends where it should not: it inverts a mask of booleans, which is one of numbers there. The engine
+  sets `sdpa` in that tower.
 - **gemma3n_text with vLLM.** vLLM 0.32's class of the text model alone leaves out the per-layer embeddings; the
   logprobs of the tiny model then differ by 0.3. Its class of the whole model adds them.
 - **olmo3 with vLLM.** vLLM 0.32 runs it by transformers' own model, whose class it changes. In the trainer's process
