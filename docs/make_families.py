@@ -198,10 +198,10 @@ Notes:
   later ones of that image, in layers with a sliding window and within the window. The forward of Gemma 4 Unified in
   transformers 5.19 lets them do so in all layers, unlike its `generate`, Gemma 4 and vLLM; the engine does as the
   latter. vLLM has no such attention on a CPU: rollout `vllm` refuses images there, and is tested with causal images.
-- **Audios of Gemma 4.** The smaller models of Gemma 4 have an audio tower; the larger ones have none, and rows with audios
-  are refused there. Gemma 4 Unified takes the waveform in pieces of 640 samples. With `eager` attention the audio tower of
-  transformers 5.19 attends where it should not: it inverts a mask of booleans, which is one of numbers there. The engine
-  sets `sdpa` in that tower.
+- **Audios of Gemma 4.** The smaller models of Gemma 4 have an audio tower; the larger ones have none, and rows with
+  audios are refused there. Gemma 4 Unified takes the waveform in pieces of 640 samples. With `eager` attention the
+  audio tower of transformers 5.19 attends where it should not: it expects a boolean mask, and gets one of numbers, in
+  which 0 allows attention. The engine sets `sdpa` in that tower.
 - **gemma3n_text with vLLM.** vLLM 0.32's class of the text model alone leaves out the per-layer embeddings; the
   logprobs of the tiny model then differ by 0.3. Its class of the whole model adds them.
 - **olmo3 with vLLM.** vLLM 0.32 runs it by transformers' own model, whose class it changes. In the trainer's process
@@ -249,8 +249,9 @@ Notes:
   layers have two routers. vLLM 0.32 reads the configuration and the processor of the published remote code only; no
   run with the published files was tested.
 - **glm5_next** (GLM-5.3-Flash) attends as GLM-5 does, to pools of tokens that an indexer chooses, next to layers of
-  linear attention. It has no position ids. Rows are padded, for the reasons given for GLM-5. vLLM 0.32 reads the
-  configuration of its published files only, as that of transformers lacks `mhc`; no run with them was tested.
+  linear attention. It has no position ids. Rows are padded, for the reasons given for GLM-5. Frames of its videos
+  consist of image tokens, between the brackets of a video. vLLM 0.32 reads the configuration of its published files
+  only, as that of transformers lacks `mhc`; no run with them was tested.
 - **cohere_compass with vLLM.** With `mrope_section` [6, 6, 4], transformers 5.19 rotates the dimensions of a head by
   the frequencies 0, 2, ..., 10, 1, 3, ..., 11, 12, ..., 15, and vLLM 0.32 by 0, 1, ..., 15. The logprobs differ by 0.1
   in the tiny model, and by 5e-7 in one whose layers have no RoPE. rlkit refuses the family on a CPU; on a GPU

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import platform
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -61,6 +62,25 @@ def cpu_dtype_and_options(
     if family in ROPE_BY_HEADS or getattr(config.get_text_config(), "kv_lora_rank", None):
         options["compilation_config"] = {"custom_ops": ["-rotary_embedding"]}  # RoPE by PyTorch
     return dtype or ("bfloat16" if family in BFLOAT16_ONLY else "float32"), options
+
+
+def with_family_options(of_family: Mapping[str, Any], options: Mapping[str, Any]) -> dict[str, Any]:
+    """A user's options of vLLM, which replace those that a family needs; a `compilation_config` has those of both.
+
+    Args:
+        of_family: of `cpu_dtype_and_options`.
+
+    Raises:
+        ValueError: a `compilation_config` other than a dict, for a family that needs one.
+    """
+    merged = {**of_family, **options}
+    needed, given = (one.get("compilation_config") for one in (of_family, options))
+    if needed and given is not None:
+        if not isinstance(given, Mapping):
+            raise ValueError(f"compilation_config: expected a dict for this model, which needs {needed}, got {given!r}")
+        operators = [*needed["custom_ops"], *given.get("custom_ops", ())]
+        merged["compilation_config"] = {**given, "custom_ops": list(dict.fromkeys(operators))}
+    return merged
 
 
 def has_avx512() -> bool:

@@ -14,21 +14,25 @@ import numpy as np
 from rlkit.data.samples import Audio, Sample, Video
 from rlkit.rollout.inference_requests import SUPPRESSED_LOGIT_BIAS
 from rlkit.rollout.sampling import Sampling, sample_name
+from rlkit.vlm.families import has_bidirectional_images
 from rlkit.vlm.processors import GLM_PROCESSORS, OMNI_PROCESSORS, QWEN2_5_OMNI, placeholder_id
 
 MAX_LOGIT_BIASES = 1024  # tokens; with more, vLLM's engine process dies on a GPU
 
 
-def vllm_prompt(request: Sample) -> dict[str, Any]:
+def vllm_prompt(request: Sample, processor: Any) -> dict[str, Any]:
     """vLLM's prompt: the compact token track, with one placeholder for each image, video and audio, and these media.
 
-    vLLM expands placeholders itself, so it must not be given the expanded track.
+    vLLM expands placeholders itself, so it must not be given the expanded track. The sound of videos is among the
+    audios of a model with audio input; other models do not hear it.
     """
     prompt: dict[str, Any] = {"prompt_token_ids": list(request.compact_ids)}
     media: dict[str, Any] = {"image": list(request.images)} if request.images else {}
     if request.videos:
         media["video"] = [vllm_video(video) for video in request.videos]
-    if audios := [*request.audios, *(video.sound for video in request.videos if video.sound is not None)]:
+    hears = type(processor).__name__ in OMNI_PROCESSORS
+    sounds = [video.sound for video in request.videos if hears and video.sound is not None]
+    if audios := [*request.audios, *sounds]:
         media["audio"] = [vllm_audio(audio) for audio in audios]
     return {**prompt, "multi_modal_data": media} if media else prompt
 
@@ -127,6 +131,19 @@ def check_videos(requests: Sequence[Sample], processor: Any) -> None:
             )
         if request.videos and name == "Glm46VProcessor":
             check_whole_seconds(request)
+
+
+def check_image_attention(requests: Sequence[Sample], config: Any) -> None:
+    """Raise a ValueError for images and videos whose tokens attend to later ones, as vLLM on a CPU does not do.
+
+    Args:
+        config: of the model.
+    """
+    if has_bidirectional_images(config) and any(request.images or request.videos for request in requests):
+        raise ValueError(
+            "model: expected a family whose image tokens attend to earlier ones only, as vLLM supports no other on a "
+            f"CPU, got {config.model_type}; use rollout 'hf'"
+        )
 
 
 def as_trainer_tokens(token_ids: Sequence[int], processor: Any) -> Sequence[int]:

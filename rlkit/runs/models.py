@@ -239,13 +239,15 @@ def check_rollout_takes_adapters(cfg: Any, engine: Any, rollout: Any) -> None:
     rollout.check_adapter([name for name, _ in local_parts], cfg.lora_rank)
 
 
-def roughest_dtype(cfg: EngineOptions, rollout: Any = None) -> torch.dtype | None:
-    """The dtype for `rlkit.rollout.WeightSyncCheck`: bfloat16 if one of the options, or the sampler's dtype, is that.
+def sync_check_dtype(cfg: EngineOptions, rollout: Any = None) -> torch.dtype | None:
+    """The dtype for `rlkit.rollout.WeightSyncCheck`: the 16-bit dtype that trainer or sampler computes in.
 
-    Otherwise None, for the default of the device: a sampler may run in bfloat16 without saying so.
+    None if neither states one. The check then assumes the default of the device, as not every sampler says its dtype.
     """
-    in_bfloat16 = "bfloat16" in (cfg.dtype, cfg.compute_dtype)
-    return torch.bfloat16 if in_bfloat16 or getattr(rollout, "weight_dtype", None) == torch.bfloat16 else None
+    if "bfloat16" in (cfg.dtype, cfg.compute_dtype):
+        return torch.bfloat16
+    of_sampler = getattr(rollout, "weight_dtype", None)
+    return of_sampler if of_sampler in (torch.bfloat16, torch.float16) else None
 
 
 def learning_rate_schedule(optimizer: Optimizer, cfg: OptimizerOptions, updates: int) -> LambdaLR:

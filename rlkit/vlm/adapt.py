@@ -360,11 +360,18 @@ def checkpoint_parameters(model: Any, parameters: Iterable[tuple[str, Tensor]]) 
 
 
 def checkpoint_buffers(model: Any) -> Iterator[tuple[str, Tensor]]:
-    """(name, tensor) of each buffer that is in a model's checkpoint files, such as the correction bias of a router."""
+    """(name, tensor) of each buffer that is in a model's checkpoint files, such as the correction bias of a router.
+
+    Args:
+        model: from transformers, perhaps with adapters, or with modules that FSDP1 has wrapped. `state_dict()` would
+            say which buffers are saved, but FSDP1 gathers all weights there.
+    """
     from transformers.core_model_loading import revert_weight_conversion
 
-    in_files = model.state_dict().keys()
-    for name, buffer in model.named_buffers():
-        if name in in_files:
-            for renamed, tensor in revert_weight_conversion(model, {name: buffer}).items():
+    for path, module in model.named_modules():
+        for name, buffer in module.named_buffers(path, recurse=False):
+            if name.rpartition(".")[2] in module._non_persistent_buffers_set:
+                continue
+            plain = name.replace(".base_layer", "").replace("_fsdp_wrapped_module.", "")
+            for renamed, tensor in revert_weight_conversion(model, {plain: buffer}).items():
                 yield checkpoint_name(model.config.model_type, renamed), tensor

@@ -250,7 +250,7 @@ def _image_contents(one: Mapping[str, Tensor], config: Any) -> list[_VisionConte
             counts, token = _tokens_of_each_image(one, config, kind, size_key), getattr(config, f"{kind}_token_id")
             name = "video frame" if kind == "video" else "image"
             contents.append(_VisionContent(name, token, len(counts), sum(counts)))
-        return contents
+        return [_images_and_frames(*contents)] if config.model_type == "glm5_next" else contents
     pixels = one.get("pixel_values")
     images = (
         0
@@ -275,10 +275,11 @@ IMAGE_SIZE_KEYS = {
 }
 
 
-# the same for each frame of a video (in MiniCPM-V, for each slice of a frame)
+# the same for each frame of a video (in MiniCPM-V, for each slice of a frame; in GLM-5.3-Flash, for each video)
 FRAME_SIZE_KEYS = {
     "gemma4": "video_position_ids",
     "gemma4_unified": "video_position_ids",
+    "glm5_next": "video_grid_thw",
     "minicpmv4_6": "target_sizes_videos",
 }
 
@@ -332,10 +333,14 @@ def _contents_from_grids(one: Mapping[str, Tensor], spec: Rope3DSpec, config: An
     if spec.tokens_per_second is not None and times != contents[1].images:
         raise ValueError(f"{VIDEO_TIME_KEYS[0]}: expected {contents[1].images}, one per video, got {times}")
     if spec.video_start_token_id is not None:  # the frames of a video consist of image tokens
-        image, video = contents
-        features = (image.features or 0) + (video.features or 0)
-        return [_VisionContent("image", image.token, image.images + video.images, features)]
+        return [_images_and_frames(*contents)]
     return contents
+
+
+def _images_and_frames(image: _VisionContent, video: _VisionContent) -> _VisionContent:
+    """Images and videos together, for GLM, where frames of videos consist of image tokens."""
+    features = (image.features or 0) + (video.features or 0)
+    return _VisionContent("image", image.token, image.images + video.images, features)
 
 
 def _audio_contents(one: Mapping[str, Tensor], config: Any) -> list[_VisionContent]:

@@ -30,6 +30,7 @@ VIDEO_PROCESSORS = frozenset(
         "MiniCPMV4_6Processor",
         "Ernie4_5_VLMoeProcessor",
         "CohereCompassProcessor",
+        "Glm5NextProcessor",
         *OMNI_PROCESSORS,
     }
 )
@@ -64,7 +65,9 @@ def placeholder_ids(config: Any) -> list[int]:
     """Ids of the tokens that stand for images, videos and audio or enclose them: a policy must not sample these."""
     names = [f"{kind}_token_id" for kind in ("image", "video", "audio")]
     names += [f"{kind}_{end}_token_id" for kind in ("vision", "image", "video") for end in ("start", "end")]
-    names += [f"{end}_token_{number}" for end in ("boi", "eoi", "boa", "eoa") for number in ("id", "index")]  # Gemma's brackets
+    names += [
+        f"{end}_token_{number}" for end in ("boi", "eoi", "boa", "eoa") for number in ("id", "index")
+    ]  # Gemma's brackets
     found = (getattr(config, name, None) for name in names)
     return sorted({token for token in found if isinstance(token, int)})
 

@@ -21,6 +21,7 @@ from rlkit.vlm.processors import QWEN2_5_OMNI, QWEN3_OMNI
 FPS = 2.0  # the default of the Qwen-VL processors
 MAX_FRAMES = 32
 DECODING_SECONDS = 60.0  # of processor time
+TIME_RESOLUTION = 1e-3  # seconds; Matroska and WebM round the times of frames to milliseconds
 MAX_PIXELS = 1 << 29  # of all frames together: 1.5 GiB of RGB, and twice that while frames are stacked
 
 # Processor -> seconds of which the time between two frames is a multiple. Qwen3-Omni's position ids are only whole
@@ -43,8 +44,8 @@ def load_video(
 
         rate = min(fps, max_frames / duration, frames per second of the file)
 
-    Each is the frame that a player shows at that time: the last one that does not begin later. With a
-    `frame_interval`, 1 / rate is rounded up to a multiple of it. Frames that are given as a list are all used.
+    Each is the frame that a player shows at that time, which is the last one that has begun. With a `frame_interval`,
+    1 / rate is rounded up to a multiple of it. Frames that are given as a list are all used.
 
     Args:
         source: a path, bytes, a data URL ("data:video/mp4;base64,..."), the {"bytes", "path"} struct of Hugging Face
@@ -126,10 +127,10 @@ def _sample_frames(container: Any, fps: float, max_frames: int, frame_interval: 
     if frame_interval is not None:
         rate = _rate_in_steps(rate, frame_interval)
     frames: list[np.ndarray] = []
-    for shown, until in _frames_with_ends(container, stream):
-        while len(frames) < max_frames and len(frames) / rate < until - 1e-3:
-            _check_pixels(len(frames) + 1, shown)
-            frames.append(np.rot90(shown.to_ndarray(format="rgb24"), round(shown.rotation / 90)))
+    for frame, end in _frames_with_ends(container, stream):
+        while len(frames) < max_frames and len(frames) / rate < end - TIME_RESOLUTION:
+            _check_pixels(len(frames) + 1, frame)
+            frames.append(np.rot90(frame.to_ndarray(format="rgb24"), round(frame.rotation / 90)))
         if len(frames) == max_frames:
             break
     return _from_frames(np.stack(frames) if frames else [], rate)
@@ -160,24 +161,25 @@ def _duration(container: Any, stream: Any) -> float:
 
 
 def _frames_with_ends(container: Any, stream: Any) -> Iterator[tuple[Any, float]]:
-    """Frames, and for each the seconds from the first frame to the next one, until which a player shows it.
+    """(frame, end) of each frame: the next one begins at `end`, in seconds since the first frame began.
 
-    The last one ends just after its own time, as files do not always have its duration.
+    The last frame ends just after it begins, because not every file says how long it is shown.
 
     Raises:
         ValueError: decoding takes too long.
     """
-    end, first, shown, seconds = time.thread_time() + DECODING_SECONDS, None, None, 0.0
+    deadline, first, previous, seconds = time.thread_time() + DECODING_SECONDS, None, None, 0.0
     for frame in container.decode(stream):
-        if time.thread_time() > end:
+        if time.thread_time() > deadline:
             raise ValueError(f"expected a video that is decoded within {DECODING_SECONDS:g} s, got a longer one")
-        first = frame.time if first is None else first
-        seconds = (frame.time or 0.0) - (first or 0.0)
-        if shown is not None:
-            yield shown, seconds
-        shown = frame
-    if shown is not None:
-        yield shown, seconds + 2e-3
+        begin = frame.time or 0.0
+        first = begin if first is None else first
+        seconds = begin - first
+        if previous is not None:
+            yield previous, seconds
+        previous = frame
+    if previous is not None:
+        yield previous, seconds + 2 * TIME_RESOLUTION
 
 
 def load_videos(processor: Any, sources: Sequence[Any]) -> list[Video]:

@@ -95,10 +95,8 @@ def glm4v(kind="Glm4v"):
     size = {"min_image_tokens": 1, "max_image_tokens": 16} if kind == "Glm5Next" else size
     of = {part: getattr(transformers, kind + part) for part in ("ImageProcessor", "Processor", "VideoProcessor")}
     images = of["ImageProcessor"](patch_size=4, merge_size=2, temporal_patch_size=2, **size)
-    if kind == "Glm5Next":
-        return of["Processor"](images, t, of["VideoProcessor"]())
-    size = {"shortest_edge": 8 * 8 * 2, "longest_edge": 16 * 16 * 4}  # of all frames of a video
-    videos = of["VideoProcessor"](patch_size=4, merge_size=2, temporal_patch_size=2, size=size)
+    size = size if kind == "Glm5Next" else {"size": {"shortest_edge": 8 * 8 * 2, "longest_edge": 16 * 16 * 4}}
+    videos = of["VideoProcessor"](patch_size=4, merge_size=2, temporal_patch_size=2, **size)  # of a video's frames
     return of["Processor"](images, with_videos(t, "<|begin_of_video|><|video|><|end_of_video|>"), videos)
 
 

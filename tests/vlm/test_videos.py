@@ -101,6 +101,12 @@ def test_each_frame_is_the_one_that_a_player_shows(av):
     assert video.fps == 1.0 and np.abs(video.frames.mean((1, 2, 3)) - [0, 50, 150]).max() < 6
 
 
+def test_times_that_a_file_rounds_to_milliseconds_choose_the_same_frames(av):
+    """At 30 frames a second, frame 2 begins at 1/15 seconds, which Matroska rounds up to 0.067."""
+    video = load_video(film(av, frames=12, rate=30, container="matroska"), fps=15.0)
+    assert video.fps == 15.0 and np.abs(video.frames.mean((1, 2, 3)) - 16 * np.arange(6)).max() < 6
+
+
 def test_a_video_that_cannot_be_used_is_named(av, tmp_path, monkeypatch):
     playlist = b"#EXTM3U\n#EXT-X-TARGETDURATION:1\n#EXTINF:1,\n/etc/hostname\n#EXT-X-ENDLIST\n"
     (tmp_path / "names.m3u8").write_bytes(playlist)
@@ -234,7 +240,9 @@ def test_vllm_normalizes_videos_as_images(processor):
 
 def test_vllm_gets_the_frames_that_the_trainer_sees(processor):
     (video,) = encode_prompt(processor, {"question": "What?", "video": FRAMES}).videos
-    prompt = vllm_prompt(encode_prompt(processor, {"question": "What?", "video": FRAMES}))
+    with_sound = Video(video.frames, video.fps, Audio(np.zeros(16000, "float32"), 16000))  # which the model cannot hear
+    prompt = vllm_prompt(encode_prompt(processor, {"question": "What?", "video": with_sound}), processor)
+    assert prompt["multi_modal_data"].keys() == {"video"}
     ((frames, metadata),) = prompt["multi_modal_data"]["video"]
     assert np.array_equal(frames, video.frames) and metadata["do_sample_frames"] is False
     assert metadata["frames_indices"] == [0, 1, 2, 3, 4] and metadata["fps"] == 2.0

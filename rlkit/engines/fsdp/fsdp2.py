@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import replace
 from functools import partial, wraps
 from pathlib import Path
 from typing import Any, TypeVar, cast
@@ -57,7 +56,7 @@ from rlkit.losses.logprobs import (
 )
 from rlkit.vlm.adapt import adapter_parameters, checkpoint_buffers, checkpoint_parameters, merged_parameters
 from rlkit.vlm.families import head_obstacle
-from rlkit.vlm.inputs import gemma_frames_as_images, position_spec
+from rlkit.vlm.inputs import position_spec
 from rlkit.vlm.loading import compute_as_published
 from rlkit.vlm.routers import use_router_replay
 
@@ -406,7 +405,7 @@ class Fsdp2Engine:
         return Outputs({name: inputs.scatter(result) for name, result in results.items()}, dummy_loss)
 
     def _inputs(self, batch: Batch, dummy: Sample | None) -> ModelInputs:
-        inputs = prepare_model_inputs(
+        return prepare_model_inputs(
             batch,
             self.spec,
             self.device,
@@ -415,8 +414,8 @@ class Fsdp2Engine:
             dummy=dummy,
             ulysses=self.ulysses,
             router_replay=self.router_replay,
+            config=self.config,
         )
-        return replace(inputs, kwargs=gemma_frames_as_images(inputs.kwargs, self.config))
 
     def _of_all_ranks(self, results: Mapping[str, Tensor], inputs: ModelInputs) -> Mapping[str, Tensor]:
         """Results [K, ...] with those of the other ranks that share the rows."""
@@ -539,10 +538,10 @@ class Fsdp2Engine:
     def get_per_tensor_param(
         self, bucket_bytes: int = 0, dtype: torch.dtype | None = None
     ) -> Iterator[tuple[str, Tensor]]:
-        """(HF name, full tensor) of everything in a checkpoint's files, adapters merged.
+        """(HF name, full tensor) of every parameter and every saved buffer, with adapters merged.
 
-        Buffers are among them, such as the correction bias of a router. They do not train, but in vLLM they are
-        parameters, which it drops when it sleeps. All ranks iterate together.
+        Buffers, such as the correction bias of a router, are not trained. They are sent because some are parameters in
+        vLLM, which drops the values of its parameters when it sleeps. All ranks iterate together.
 
         Args:
             bucket_bytes: gather tensors of up to this many bytes at once; by default one tensor at a time. The bucket

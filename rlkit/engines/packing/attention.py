@@ -12,7 +12,7 @@ The registered name must not contain "flash": transformers would look for a kern
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
+from functools import partial, reduce
 from math import gcd
 from typing import Any
 
@@ -322,8 +322,8 @@ def _before_forward(
         )
     if family in VISION_EXPERT_FAMILIES and kwargs.get("moe_mm_token_type_ids") is None:
         tokens = kwargs["input_ids"]
-        of_vision = torch.tensor(placeholder_ids(config), device=tokens.device)
-        kwargs["moe_mm_token_type_ids"] = torch.isin(tokens, of_vision).int()
+        is_vision = reduce(torch.logical_or, (tokens == token for token in placeholder_ids(config)))
+        kwargs["moe_mm_token_type_ids"] = is_vision.int()
     in_windows = has_bidirectional_images_in_windows(config)
     if in_windows and layout is not None:
         kwargs["attention_mask"] = dict.fromkeys(layer_types(config))  # else transformers makes masks for images itself
