@@ -197,7 +197,8 @@ Notes:
 - **gemma4, gemma4_unified.** In larger models (`use_bidirectional_attention` "vision") the tokens of an image attend to
   later ones of that image, in layers with a sliding window and within the window. The forward of Gemma 4 Unified in
   transformers 5.19 lets them do so in all layers, unlike its `generate`, Gemma 4 and vLLM; the engine does as the
-  latter. vLLM has no such attention on a CPU: rollout `vllm` refuses images there, and is tested with causal images.
+  latter. vLLM has no such attention on a CPU: rollout `vllm` refuses images there, and `vllm_server` for
+  servers that `rlkit.rollout.serve` started there. Rollout `vllm` is tested with causal images.
 - **Audios of Gemma 4.** The smaller models of Gemma 4 have an audio tower; the larger ones have none, and rows with
   audios are refused there. Gemma 4 Unified takes the waveform in pieces of 640 samples. With `eager` attention the
   audio tower of transformers 5.19 attends where it should not: it expects a boolean mask, and gets one of numbers, in

@@ -38,9 +38,9 @@ def vllm_prompt(request: Sample, processor: Any) -> dict[str, Any]:
 
 
 def vllm_video(video: Video) -> tuple[Any, dict[str, Any]]:
-    """A video as vLLM takes it.
+    """A video in vLLM's form: (frames, metadata). Families that need no times ignore the metadata.
 
-    Families that need no times drop the metadata. Without `do_sample_frames` vLLM would take other frames.
+    `do_sample_frames` is False, or vLLM would choose among the frames again.
     """
     return video.frames, {**video.metadata, "do_sample_frames": False}
 
@@ -48,7 +48,7 @@ def vllm_video(video: Video) -> tuple[Any, dict[str, Any]]:
 def vllm_video_options(request: Sample, processor: Any) -> dict[str, Any]:
     """Further entries of vLLM's prompt for videos of Qwen-Omni: their frame rate, and whether they have sound.
 
-    Videos with sound also get an identity. vLLM's prefix cache would take those with the same frames for the same.
+    Videos with sound also get an identifier, because vLLM's prefix cache would identify them by their frames alone.
 
     Raises:
         ValueError: videos of several frame rates; or sound in some videos only, beside audios or for Qwen2.5-Omni.
@@ -96,11 +96,11 @@ def _check_sound(request: Sample, sounds: int, family: str) -> None:
 
 
 def vllm_audio(audio: Audio) -> tuple[Any, int]:
-    """An audio as vLLM takes it, which does not resample one at the processor's rate."""
+    """An audio in vLLM's form: (samples, rate). It has the processor's rate, so vLLM does not resample it."""
     return audio.samples, audio.rate
 
 
-def check_video_normalization(requests: Sequence[Sample], processor: Any) -> None:
+def _check_video_normalization(requests: Sequence[Sample], processor: Any) -> None:
     """Raise a ValueError for videos of a model whose images and videos are normalized differently.
 
     vLLM normalizes both in the vision tower, with the mean and standard deviation of images.
@@ -118,8 +118,8 @@ def check_video_normalization(requests: Sequence[Sample], processor: Any) -> Non
 
 
 def check_videos(requests: Sequence[Sample], processor: Any) -> None:
-    """Raise a ValueError for videos that vLLM refuses, or of which it would make other inputs than training sees."""
-    check_video_normalization(requests, processor)
+    """Raise a ValueError for videos that vLLM refuses, or of which it would compute other inputs than the trainer."""
+    _check_video_normalization(requests, processor)
     name = type(processor).__name__
     if name not in GLM_PROCESSORS:
         return
@@ -130,7 +130,7 @@ def check_videos(requests: Sequence[Sample], processor: Any) -> None:
                 f"got {len(request.videos)}; use rollout 'hf'"
             )
         if request.videos and name == "Glm46VProcessor":
-            check_whole_seconds(request)
+            _check_whole_seconds(request)
 
 
 def check_image_attention(requests: Sequence[Sample], config: Any) -> None:
@@ -147,10 +147,10 @@ def check_image_attention(requests: Sequence[Sample], config: Any) -> None:
 
 
 def as_trainer_tokens(token_ids: Sequence[int], processor: Any) -> Sequence[int]:
-    """A prompt that vLLM has expanded, with the placeholders of training.
+    """The tokens of a prompt that vLLM has expanded, with the placeholders that the trainer has.
 
-    In InternVL's videos vLLM repeats the token of a video for the features of a frame, where transformers' processor
-    repeats that of an image. Both are replaced by the same features.
+    They differ in videos of InternVL only: vLLM repeats the placeholder of a video, and transformers' processor that of
+    an image. The features of a frame replace either.
     """
     if type(processor).__name__ != "InternVLProcessor":
         return token_ids
@@ -158,7 +158,7 @@ def as_trainer_tokens(token_ids: Sequence[int], processor: Any) -> Sequence[int]
     return [image if token == video else token for token in token_ids]
 
 
-def check_whole_seconds(request: Sample) -> None:
+def _check_whole_seconds(request: Sample) -> None:
     """Raise a ValueError for a video of GLM-4.6V or GLM-OCR whose frames vLLM would give other times.
 
     The processor writes a time with one decimal after every second frame, "0.8 seconds". vLLM rounds times down first.

@@ -21,6 +21,7 @@ from rlkit.vlm.processors import QWEN2_5_OMNI, QWEN3_OMNI
 FPS = 2.0  # the default of the Qwen-VL processors
 MAX_FRAMES = 32
 DECODING_SECONDS = 60.0  # of processor time
+TRUNCATED_SECONDS = 1.0  # by which a file may end before the time in its header
 TIME_RESOLUTION = 1e-3  # seconds; Matroska and WebM round the times of frames to milliseconds
 MAX_PIXELS = 1 << 29  # of all frames together: 1.5 GiB of RGB, and twice that while frames are stacked
 
@@ -58,7 +59,7 @@ def load_video(
 
     Raises:
         ValueError: it cannot be read, has no frames, frames of several sizes or too many pixels, takes more than
-            `DECODING_SECONDS` to decode, is in none of `VIDEO_FORMATS`, or is a URL.
+            `DECODING_SECONDS` to decode, is in none of `VIDEO_FORMATS`, is truncated, or is a URL.
         ImportError: PyAV is not installed.
     """
     if isinstance(source, Video):
@@ -133,7 +134,28 @@ def _sample_frames(container: Any, fps: float, max_frames: int, frame_interval: 
             frames.append(np.rot90(frame.to_ndarray(format="rgb24"), round(frame.rotation / 90)))
         if len(frames) == max_frames:
             break
+    if frames and len(frames) < max_frames:
+        _check_complete(container, stream, frame)
     return _from_frames(np.stack(frames) if frames else [], rate)
+
+
+def _check_complete(container: Any, stream: Any, last: Any) -> None:
+    """Raise a ValueError for a truncated Matroska or WebM file, of which PyAV silently reads what is there.
+
+    The header has the time at which the file ends, and often that at which its video ends, in `DURATION`.
+
+    Args:
+        last: the last frame of the video.
+    """
+    if "matroska" not in container.format.name:
+        return  # the index of other formats is at their end, or each packet says when it is incomplete
+    expected = container.duration / 1e6 if container.duration and len(container.streams) == 1 else 0.0
+    if tag := stream.metadata.get("DURATION"):
+        hours, minutes, seconds = map(float, tag.split(":"))
+        expected = 3600 * hours + 60 * minutes + seconds
+    end = (last.time or 0.0) + float((last.duration or 0) * stream.time_base)
+    if end < expected - TRUNCATED_SECONDS:
+        raise ValueError(f"expected a complete file of {expected:.1f} s, got one that ends after {end:.1f} s")
 
 
 def _rate_in_steps(rate: float, interval: float) -> float:

@@ -18,7 +18,7 @@ from rlkit.data.samples import prompt_sample
 from rlkit.rollout import Sampling
 from rlkit.rollout.adapters import ADAPTER_ID
 from rlkit.rollout.inference_requests import finished_sample
-from rlkit.rollout.serve import command
+from rlkit.rollout.serve import command, serving
 from rlkit.rollout.vllm import SUPPORTED, VllmRollout, cpu_options, import_vllm
 from rlkit.rollout.vllm_cpu import OBSTACLES, cpu_dtype_and_options, has_avx512, with_family_options
 from rlkit.rollout.vllm_requests import request_seed, vllm_prompt, vllm_sampling_params

@@ -16,9 +16,10 @@ sys.path.insert(0, str(Path(__file__).parent))
 from rope3d_families import QWEN2_5, VIDEO
 
 from rlkit.data import load_task
+from rlkit.data.samples import Audio, Video
 from rlkit.doctor.task import check_rows, show_rows
 from rlkit.report.answers import frame_strip, prompt_record
-from rlkit.rollout.vllm_requests import check_video_normalization, vllm_prompt
+from rlkit.rollout.vllm_requests import check_videos, vllm_prompt
 from rlkit.vlm import encode_prompt, load_processor, load_video, tiny_processor, tiny_tokenizer
 from rlkit.vlm.inputs import position_ids
 from rlkit.vlm.videos import load_videos
@@ -99,6 +100,20 @@ def test_each_frame_is_the_one_that_a_player_shows(av):
         out.mux(stream.encode())
     video = load_video(file.getvalue(), fps=1.0)
     assert video.fps == 1.0 and np.abs(video.frames.mean((1, 2, 3)) - [0, 50, 150]).max() < 6
+
+
+@pytest.mark.parametrize("tagged", [True, False])
+def test_a_truncated_matroska_file_is_named(av, tmp_path, tagged):
+    """PyAV reads what is there, without an error; the header has the duration, of the file and mostly of the video."""
+    data = film(av, container="matroska")
+    data = data if tagged else data.replace(b"DURATION", b"NOT_SAID")
+    (tmp_path / "film.mkv").write_bytes(data[: int(0.6 * len(data))])
+    error = r"film.mkv': cannot be read: expected a complete file of 3.0 s, got one that ends after \d.\d s"
+    for options in ({}, {"max_frames": 3}):
+        with pytest.raises(ValueError, match=error):
+            load_video(str(tmp_path / "film.mkv"), **options)
+    assert len(load_video(data).frames) == 6
+    assert len(load_video(data[:-100]).frames) == 6  # without the end of its index, or its last frame
 
 
 def test_times_that_a_file_rounds_to_milliseconds_choose_the_same_frames(av):
@@ -228,14 +243,14 @@ def test_vllm_normalizes_videos_as_images(processor):
         encode_prompt(processor, {"question": "What?", "video": FRAMES}),
         encode_prompt(processor, {"question": "?"}),
     ]
-    check_video_normalization(prompts, processor)
+    check_videos(prompts, processor)
     other = deepcopy(processor)
     other.video_processor.image_mean = [0.5, 0.5, 0.5]
-    check_video_normalization(prompts[1:], other)
+    check_videos(prompts[1:], other)
     with pytest.raises(
         ValueError, match="^model: expected a processor with the same image_mean and image_std for images"
     ):
-        check_video_normalization(prompts, other)
+        check_videos(prompts, other)
 
 
 def test_vllm_gets_the_frames_that_the_trainer_sees(processor):

@@ -90,8 +90,8 @@ class Fsdp2Engine:
         suppressed_token_ids: [K] token ids that the sampler never samples; their probability is 0 here, too.
         max_grad_norm: gradients are scaled down to this norm.
         use_remove_padding: concatenate the rows of a micro-batch without padding.
-        share_prompts: rows that answer the same prompt contain its tokens and images once, forward and backward; once
-            in each micro-batch if they have more tokens than one can hold. Needs `use_remove_padding`.
+        share_prompts: compute the tokens and images of a prompt once for all of its answers in a micro-batch, in
+            forward and backward. Needs `use_remove_padding`.
         use_fused_kernels: compute logprobs and entropy from hidden states, without the [N, V] logits. On a GPU also
             Liger's kernels in the model, if liger-kernel is installed.
         enable_gradient_checkpointing: recompute activations in backward.
@@ -106,8 +106,8 @@ class Fsdp2Engine:
         router_replay: tokens of a batch with `routed_experts` go to those experts, see rlkit.vlm.routers.
         offload_between_phases: weights and optimizer state are in (pinned) host memory while no method of the engine
             needs them. They are copied to the device and back in each call.
-        keep_gradients: gradients stay after `train_batch`, to be looked at. By default they are freed, which leaves
-            room for a sampler.
+        keep_gradients: keep gradients after `train_batch`, for inspection. By default they are freed, which leaves
+            memory for a sampler.
 
     Attributes:
         data_parallel_rank, data_parallel_size: this rank's rows of a batch are
@@ -182,7 +182,7 @@ class Fsdp2Engine:
 
     @contextmanager
     def _weights_on_device(self) -> Iterator[None]:
-        """Inside, the weights are on the device; with `offload_between_phases` they are not outside."""
+        """A context with the weights on the device; with `offload_between_phases` they are on the host outside it."""
         self._users_of_weights += 1
         self._weights_on_host.load()
         try:
@@ -195,7 +195,7 @@ class Fsdp2Engine:
 
     @contextmanager
     def _state_on_device(self) -> Iterator[None]:
-        """Inside, the optimizer's state is on the device; with `offload_between_phases` it is not outside."""
+        """The same for the optimizer's state."""
         self._state_on_host.load()
         try:
             yield
@@ -231,7 +231,7 @@ class Fsdp2Engine:
         self.model_parallel_group = make_model_parallel_group(self.data_parallel_rank, self.data_parallel_size)
 
     def _prepare_model(self, *, gradient_checkpointing: bool, compiled: bool) -> None:
-        """What is set on the model before it is sharded: attention, router replay, kernels, checkpointing, compile."""
+        """Set up the model before it is sharded: attention, router replay, kernels, checkpointing, compilation."""
         if self.use_remove_padding:  # the padding token, which gets no gradient, may also end answers
             self.base.get_input_embeddings().padding_idx = None
         use_packed_attention(self.base, packed=self.use_remove_padding)
@@ -307,8 +307,9 @@ class Fsdp2Engine:
         for rows, dummy in self._micro_batches(batch):
             micro_batch = batch.select(rows)
             out = self._forward(micro_batch, outputs, dummy)
-            index, width = torch.tensor(rows, dtype=torch.long), micro_batch.tokens.shape[1]
-            index = index.to(self.device, non_blocking=True)  # an index on the host would wait for the device
+            width = micro_batch.tokens.shape[1]
+            # an index on the host would make the host wait for the device, in every micro-batch
+            index = torch.tensor(rows, dtype=torch.long).to(self.device, non_blocking=True)
             for name, result in results.items():
                 result[index, :width] = getattr(out, name).float()
         self._reshard()  # the root unit stays gathered after a forward, embeddings and output layer
@@ -418,7 +419,7 @@ class Fsdp2Engine:
         )
 
     def _of_all_ranks(self, results: Mapping[str, Tensor], inputs: ModelInputs) -> Mapping[str, Tensor]:
-        """Results [K, ...] with those of the other ranks that share the rows."""
+        """Results [K, ...] of all ranks that share the rows by Ulysses."""
         if self.ulysses is None:
             return results
         return {name: gather_outputs(x, inputs.outputs_per_rank, self.ulysses) for name, x in results.items()}
@@ -546,8 +547,8 @@ class Fsdp2Engine:
         Args:
             bucket_bytes: gather tensors of up to this many bytes at once; by default one tensor at a time. The bucket
                 is most of the memory that this takes.
-            dtype: that the sampler computes in, see `rlkit.engines.sampler_dtype`; by default the weights' own. They
-                are cast before they are gathered, or if they have adapters, after these have been merged.
+            dtype: that the sampler computes in, see `rlkit.engines.sampler_dtype`; by default the weights' own. Weights
+                are cast before they are gathered; weights with adapters after these have been merged.
         """
         yield from checkpoint_parameters(self.base, self._weights(bucket_bytes, dtype))
         yield from checkpoint_buffers(self.base)
@@ -561,12 +562,12 @@ class Fsdp2Engine:
         return tensor.to(sampler_dtype(self.base, name, tensor, dtype))
 
     def _lasting(self, weights: Iterator[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
-        """The same, with the weights on the device; copies if a tensor's memory may be given back afterwards."""
+        """The same pairs, with the weights on the device. Tensors that may be offloaded afterwards are copied."""
         with self._weights_on_device():
             self._reshard()
             for name, tensor in weights:
                 yield name, tensor.clone() if self.offload_between_phases else tensor
-                del tensor  # or it is there while the next is gathered
+                del tensor  # free it before the next one is gathered
 
     def get_adapter(
         self, bucket_bytes: int = 0, dtype: torch.dtype | None = None
@@ -600,7 +601,7 @@ class Fsdp2Engine:
         Args:
             path: a directory, which is either complete or absent.
             extra: returned by `load_checkpoint`.
-            wait: until it is written; otherwise a thread writes a copy, see rlkit.engines.checkpoint.
+            wait: return when it is written; otherwise a thread writes a copy, see rlkit.engines.checkpoint.
         """
         self._reshard()
         schedule = self.scheduler.state_dict() if self.scheduler is not None else None

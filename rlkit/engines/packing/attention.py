@@ -240,7 +240,7 @@ def _ulysses_attention(
     return gather_heads_scatter_tokens(out, ulysses)
 
 
-def packed_attention_mask(
+def _packed_attention_mask(
     *, attention_mask: Tensor | None = None, mask_function: Callable[..., Any], use_vmap: bool = False, **kwargs: Any
 ) -> Tensor | None:
     """The mask function that transformers calls: None for packed rows, which have no `attention_mask`.
@@ -267,7 +267,7 @@ def use_packed_attention(model: PreTrainedModel, *, packed: bool = False) -> Non
         packed: raise now if the rows of this family cannot be packed.
     """
     AttentionInterface.register(NAME, packed_attention)
-    AttentionMaskInterface.register(NAME, packed_attention_mask)
+    AttentionMaskInterface.register(NAME, _packed_attention_mask)
     family, obstacle, not_causal = model.config.model_type, packing_obstacle(model), bidirectional_obstacle(model)
     if obstacle is None and not _set_attention(model):
         obstacle = NO_ATTENTION_INTERFACE
