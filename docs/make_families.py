@@ -117,7 +117,7 @@ def page() -> str:
     refused = {
         "packed": {*families.REFUSED},
         "Ulysses": not_shared,
-        "videos": {*by_model_type} - {name.removesuffix("_thinker") for name in [*every.WATCHES, *every.HEARS]},
+        "videos": {*by_model_type} - {name.removesuffix("_thinker") for name in [*every.WATCHES, *every.OMNI]},
         "audio": {*by_model_type} - {name.removesuffix("_thinker") for name in every.HEARS},
         "vLLM": {*vllm.OBSTACLES, "cohere_compass", "glm5_next", "qwen4_exp", *vllm.REFUSED, *vllm.ABSENT},
     }
@@ -199,6 +199,10 @@ Notes:
   transformers 5.19 lets them do so in all layers, unlike its `generate`, Gemma 4 and vLLM; the engine does as the
   latter. vLLM has no such attention on a CPU: rollout `vllm` refuses images there, and `vllm_server` for
   servers that `rlkit.rollout.serve` started there. Rollout `vllm` is tested with causal images.
+- **Audios of Gemma 4.** The smaller models of Gemma 4 have an audio tower; the larger ones have none, and rows with
+  audios are refused there. Gemma 4 Unified takes the waveform in pieces of 640 samples. With `eager` attention the
+  audio tower of transformers 5.19 attends where it should not: it expects a boolean mask, and gets one of numbers, in
+  which 0 allows attention. The engine sets `sdpa` in that tower.
 - **gemma3n_text with vLLM.** vLLM 0.32's class of the text model alone leaves out the per-layer embeddings; the
   logprobs of the tiny model then differ by 0.3. Its class of the whole model adds them.
 - **olmo3 with vLLM.** vLLM 0.32 runs it by transformers' own model, whose class it changes. In the trainer's process

@@ -18,8 +18,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-AUDIO_KEYS = ("input_features", "feature_attention_mask")
-"""Vision tensors of audios: log-mel features [audios, mels, frames], and a mask of their frames [audios, frames]."""
+AUDIO_FEATURES = "input_features"
+"""The vision tensor of audios: log-mel spectra, or the waveform in pieces. It has one row for each audio."""
+
+AUDIO_MASKS = {"feature_attention_mask": 2, "input_features_mask": 1}
+"""Names that families have for the mask of audio frames [audios, frames] -> the dimension of frames in the features."""
 
 Row = Mapping[str, Any]
 """A row of a task; see `rlkit.data.tasks`."""
@@ -185,7 +188,7 @@ def pad_images(pixels: Sequence[Tensor]) -> list[Tensor]:
 def pad_for_concatenation(tensors: Mapping[str, Sequence[Tensor]]) -> dict[str, Sequence[Tensor]]:
     """Pads images and audios of several sizes with zeros, as the processors pad those of a batch.
 
-    These are the images of processors that report `image_sizes` (Mistral 3), and log-mel features with their mask.
+    These are the images of processors that report `image_sizes` (Mistral 3), and features of audios with their mask.
 
     Args:
         tensors: vision tensors by name, one for each sample.
@@ -193,11 +196,18 @@ def pad_for_concatenation(tensors: Mapping[str, Sequence[Tensor]]) -> dict[str, 
     padded = dict(tensors)
     if "image_sizes" in padded:
         padded["pixel_values"] = pad_images(padded["pixel_values"])
-    for name in AUDIO_KEYS:
-        if name in padded:
-            longest = max(x.shape[-1] for x in padded[name])
-            padded[name] = [F.pad(x, [0, longest - x.shape[-1]]) for x in padded[name]]
+    for name, dim in audio_frame_dimensions(padded).items():
+        longest = max(x.shape[dim] for x in padded[name])
+        padded[name] = [F.pad(x, [0, 0] * (x.ndim - 1 - dim) + [0, longest - x.shape[dim]]) for x in padded[name]]
     return padded
+
+
+def audio_frame_dimensions(names: Iterable[str]) -> dict[str, int]:
+    """The dimension of the frames in each tensor of audios among vision tensors of these names; {} without audios."""
+    found: dict[str, int] = {}
+    for mask in AUDIO_MASKS.keys() & set(names):
+        found |= {AUDIO_FEATURES: AUDIO_MASKS[mask], mask: 1}
+    return found
 
 
 def concatenation_dimension(name: str, tensors: Mapping[str, Tensor], *, of_one_sample: bool = False) -> int:

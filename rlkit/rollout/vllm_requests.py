@@ -15,7 +15,7 @@ from rlkit.data.samples import Audio, Sample, Video
 from rlkit.rollout.inference_requests import SUPPRESSED_LOGIT_BIAS
 from rlkit.rollout.sampling import Sampling, sample_name
 from rlkit.vlm.families import has_bidirectional_images
-from rlkit.vlm.processors import AUDIO_PROCESSORS, GLM_PROCESSORS, QWEN2_5_OMNI, placeholder_id
+from rlkit.vlm.processors import GLM_PROCESSORS, OMNI_PROCESSORS, QWEN2_5_OMNI, placeholder_id
 
 MAX_LOGIT_BIASES = 1024  # tokens; with more, vLLM's engine process dies on a GPU
 
@@ -30,7 +30,7 @@ def vllm_prompt(request: Sample, processor: Any) -> dict[str, Any]:
     media: dict[str, Any] = {"image": list(request.images)} if request.images else {}
     if request.videos:
         media["video"] = [vllm_video(video) for video in request.videos]
-    hears = type(processor).__name__ in AUDIO_PROCESSORS
+    hears = type(processor).__name__ in OMNI_PROCESSORS
     sounds = [video.sound for video in request.videos if hears and video.sound is not None]
     if audios := [*request.audios, *sounds]:
         media["audio"] = [vllm_audio(audio) for audio in audios]
@@ -53,7 +53,7 @@ def vllm_video_options(request: Sample, processor: Any) -> dict[str, Any]:
     Raises:
         ValueError: videos of several frame rates; or sound in some videos only, beside audios or for Qwen2.5-Omni.
     """
-    if type(processor).__name__ not in AUDIO_PROCESSORS or not request.videos:
+    if type(processor).__name__ not in OMNI_PROCESSORS or not request.videos:
         return {}
     if len(rates := {video.fps for video in request.videos}) > 1:
         shown = ", ".join(f"{rate:g}" for rate in sorted(rates))

@@ -79,7 +79,7 @@ class TaskOptions:
     video_frames: int = 32
     """Most frames of a video. Of a longer video the model sees fewer frames per second."""
     video_sound: bool = False
-    """Models that hear (Qwen-Omni) also get the sound of video files."""
+    """Qwen-Omni also hears the sound of video files."""
     system_prompt: str = ""
     """System message to put before every prompt."""
     prompt_template: str = ""

@@ -16,7 +16,7 @@ from rlkit.data.samples import Audio
 from rlkit.vlm.media_sources import open_regular_file, resolve_source
 from rlkit.vlm.processors import QWEN2_5_OMNI, QWEN3_OMNI
 
-RATE = 16000  # of the Qwen-Omni processors, in samples per second
+RATE = 16000  # of the processors of all families, in samples per second
 DECODING_SECONDS = 60.0  # of processor time
 MIN_SECONDS = 0.04  # of one token
 MAX_SECONDS = 1800.0  # 115 MB at 16000 samples per second
@@ -141,15 +141,15 @@ def load_audios(processor: Any, sources: Sequence[Any]) -> list[Audio]:
         ValueError: as `load_audio`, or an audio that the processor would cut off, or that is shorter than a token.
     """
     extractor: Any = getattr(processor, "feature_extractor", None)
-    family, rate = type(processor).__name__, audio_rate(processor)
+    family, rate, limit = type(processor).__name__, audio_rate(processor), _longest_audio(processor)
     audios = []
     for source in sources:
         audio = load_audio(source, rate=rate)
         seconds = len(audio.samples) / rate
         if seconds < MIN_SECONDS:
             raise ValueError(f"audio: expected at least {MIN_SECONDS:g} s, got {seconds:.3g} s")
-        if family == QWEN2_5_OMNI and len(audio.samples) > extractor.n_samples:
-            raise ValueError(f"audio: expected at most {extractor.chunk_length} s for {family}, got {seconds:.1f} s")
+        if seconds > limit:
+            raise ValueError(f"audio: expected at most {limit:g} s for {family}, got {seconds:.1f} s")
         if family == QWEN3_OMNI:
             hop = extractor.hop_length
             silence = extractor.n_fft // 2 - hop
@@ -157,6 +157,15 @@ def load_audios(processor: Any, sources: Sequence[Any]) -> list[Audio]:
             audio = Audio(np.pad(audio.samples, (0, length - len(audio.samples))), rate)
         audios.append(audio)
     return audios
+
+
+def _longest_audio(processor: Any) -> float:
+    """The most seconds that a processor takes of an audio; without this limit it would cut off the rest."""
+    if type(processor).__name__ == QWEN2_5_OMNI:
+        return processor.feature_extractor.chunk_length
+    if hasattr(processor, "audio_ms_per_token"):  # Gemma 4
+        return processor.audio_seq_length * processor.audio_ms_per_token / 1000
+    return MAX_SECONDS
 
 
 def audio_rate(processor: Any) -> int:

@@ -14,17 +14,19 @@ from PIL import Image
 
 from rlkit.data.messages import MEDIA
 from rlkit.data.samples import (
-    AUDIO_KEYS,
+    AUDIO_MASKS,
     Audio,
     Expansion,
     Sample,
     Video,
     append_observation,
+    audio_frame_dimensions,
     expand_placeholders,
     prompt_sample,
 )
 from rlkit.vlm.processors import (
     AUDIO_PROCESSORS,
+    OMNI_PROCESSORS,
     STACKED_VIDEOS,
     TWO_FRAMES_AT_LEAST,
     VIDEO_OBSTACLES,
@@ -72,7 +74,7 @@ def encode_text(
     _check_counts(processor, compact, tokens, media)
     if not any(media.values()):
         return prompt_sample(compact)
-    if videos and type(processor).__name__ in AUDIO_PROCESSORS and text != _bracketed_video(processor):
+    if videos and type(processor).__name__ in OMNI_PROCESSORS and text != _bracketed_video(processor):
         return _encode_videos_apart(processor, text, compact, media)
     inputs = processor(
         text=[text],
@@ -92,18 +94,23 @@ def encode_text(
         or expand_placeholders(compact, placeholders) != expanded
     ):
         family, kinds = type(processor).__name__, " and ".join(f"{kind}s" for kind in found)
-        source = "runs of its placeholder" if family in AUDIO_PROCESSORS else "text_replacement_offsets"
+        source = "runs of its placeholder" if family in OMNI_PROCESSORS else "text_replacement_offsets"
         raise ValueError(
             f"processor: expected {source} that reproduce its tokens, got a {family} whose tokens cannot be assigned "
             f"to the {kinds} of the prompt"
         )
     vision = {name: x for name, x in inputs.items() if isinstance(x, torch.Tensor) and name not in TEXT_OUTPUTS}
     vision = {name: x.float() if x.is_floating_point() else x for name, x in vision.items()}  # Llama 4: bfloat16
-    if AUDIO_KEYS[0] in vision:  # as long as the longest, not as long as the processor's limit
-        frames = int(vision[AUDIO_KEYS[1]].sum(1).max())
-        vision |= {name: vision[name][..., :frames].clone() for name in AUDIO_KEYS}
+    vision |= _longest_audio_frames(vision)
     decoded = {"images": images, "videos": list(videos), "audios": list(audios)}
     return prompt_sample(expanded, compact, vision=vision, placeholders=placeholders, **decoded)
+
+
+def _longest_audio_frames(vision: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """The tensors of audios cut to the frames of the longest one; processors pad to their limit, or to a multiple."""
+    dimensions = audio_frame_dimensions(vision)
+    frames = max((int(vision[name].sum(1).max()) for name in dimensions if name in AUDIO_MASKS), default=0)
+    return {name: vision[name].narrow(dim, 0, frames).clone() for name, dim in dimensions.items()}
 
 
 def _bracketed_video(processor: Any) -> str:
@@ -181,7 +188,7 @@ def _expansions_by_kind(
         replacements: as the processor reports them, see `_expansions`.
         placeholders: kind -> token id, for the kinds that the prompt has.
     """
-    if type(processor).__name__ in AUDIO_PROCESSORS:
+    if type(processor).__name__ in OMNI_PROCESSORS:
         if [*placeholders] == ["video"] and placeholder_id(processor, "audio") in expanded:  # a video with its sound
             return {"video": [Expansion(expanded[1:-1])]}
         return {kind: _run_lengths(expanded, token) for kind, token in placeholders.items()}
@@ -232,7 +239,7 @@ def video_arguments(processor: Any, videos: Sequence[Video]) -> dict[str, Any]:
         "do_sample_frames": False,
         "return_metadata": True,  # without it the processor of Cosmos3 Edge fails
     }
-    if name in AUDIO_PROCESSORS:
+    if name in OMNI_PROCESSORS:
         arguments["fps"] = videos[0].fps
         if sounds := [one.sound for one in videos if one.sound is not None]:
             arguments |= {**audio_arguments(processor, sounds), "use_audio_in_video": True}

@@ -253,13 +253,23 @@ def numbers_per_patch(vision: Any) -> int:
     return channels * getattr(vision, "temporal_patch_size", 1) * vision.patch_size**2
 
 
-def audio_tokens(frames: Tensor, config: Any) -> Tensor:
-    """Tokens of audios with these numbers of log-mel frames, int64 [audios]: those of Qwen-Omni's audio towers.
+def audio_mask_name(config: Any) -> str:
+    """What the family calls the mask of audio frames."""
+    return "feature_attention_mask" if config.model_type in WHOLE_MODELS else "input_features_mask"
 
-    Qwen2.5-Omni halves the frames twice. Qwen3-Omni makes an eighth of each chunk of 2 * n_window frames, rounded up.
+
+def audio_tokens(frames: Tensor, config: Any) -> Tensor:
+    """Tokens of audios with these numbers of frames, int64 [audios].
+
+    Qwen2.5-Omni and Gemma 4 halve the frames twice, rounded down and up. Qwen3-Omni makes an eighth of each chunk of
+    2 * n_window frames, rounded up. A frame of Gemma 4 Unified, a piece of the waveform, is a token.
     """
     if config.model_type == "qwen2_5_omni_thinker":
         return ((frames - 1) // 2 - 1) // 2 + 1
+    if config.model_type == "gemma4":
+        return (frames + 3) // 4
+    if config.model_type == "gemma4_unified":
+        return frames
     chunk = 2 * config.audio_config.n_window
     return frames // chunk * ((chunk + 7) // 8) + (frames % chunk + 7) // 8
 

@@ -11,8 +11,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from rlkit.data.samples import AUDIO_KEYS, Batch, concatenation_dimension, pad_for_concatenation
-from rlkit.vlm.families import PATCH_ROW_FAMILIES, audio_tokens, tokens_per_image
+from rlkit.data.samples import AUDIO_FEATURES, AUDIO_MASKS, Batch, concatenation_dimension, pad_for_concatenation
+from rlkit.vlm.families import PATCH_ROW_FAMILIES, audio_mask_name, audio_tokens, tokens_per_image
 from rlkit.vlm.rope3d import ROPE3D_MODEL_TYPES, ROPE3D_REFUSED, Rope3DSpec, rope3d_position_ids, rope3d_spec
 
 # families whose text model has several axes, all with the same position
@@ -40,7 +40,7 @@ def position_spec(config: Any) -> Rope3DSpec | None:
 
 
 VIDEO_TIME_KEYS = ("second_per_grid_ts", "video_second_per_grid")  # Qwen2.5-VL, Qwen-Omni
-PIXEL_KEYS = {"image": "pixel_values", "video": "pixel_values_videos", "audio": AUDIO_KEYS[0]}
+PIXEL_KEYS = {"image": "pixel_values", "video": "pixel_values_videos", "audio": AUDIO_FEATURES}
 GEMMA_VIDEO_KEYS = ("pixel_values_videos", "video_position_ids", "num_frames_per_video")
 POSITION_KEYS = ("image_grid_thw", "video_grid_thw", *VIDEO_TIME_KEYS)
 
@@ -220,7 +220,7 @@ def check_image_tokens(batch: Batch, config: Any) -> None:
 
 
 class _VisionContent(NamedTuple):
-    """The images (or videos) in a row's vision tensors, and the tokens they need; None if that number is not known."""
+    """The images, videos or audios of a row, and the tokens they need; None if that number is not known."""
 
     kind: str
     token: int
@@ -233,6 +233,11 @@ def _vision_contents(one: Mapping[str, Tensor], config: Any) -> list[_VisionCont
         if one:
             raise ValueError(f"vision: expected none for {config.model_type}, a text model, got {', '.join(one)}")
         return []
+    return [*_image_contents(one, config), *_audio_contents(one, config)]
+
+
+def _image_contents(one: Mapping[str, Tensor], config: Any) -> list[_VisionContent]:
+    """The images and videos in a row's vision tensors."""
     if (spec := position_spec(config)) is not None:
         return _contents_from_grids(one, spec, config)
     if config.model_type in IMAGE_SIZE_KEYS:
@@ -318,8 +323,6 @@ def _contents_from_grids(one: Mapping[str, Tensor], spec: Rope3DSpec, config: An
                 f"{PIXEL_KEYS[kind]}: expected {expected} patches for {kind}_grid_thw {grids}, got {patches}"
             )
         contents.append(_VisionContent(kind, token, len(grids), expected // math.prod(merge)))
-    if spec.audio_token_id is not None:
-        contents.append(_audio_content(one, config))
     times = len(next((one[name] for name in VIDEO_TIME_KEYS if name in one), ()))
     if spec.tokens_per_second is not None and times != contents[1].images:
         raise ValueError(f"{VIDEO_TIME_KEYS[0]}: expected {contents[1].images}, one per video, got {times}")
@@ -334,14 +337,20 @@ def _images_and_frames(image: _VisionContent, video: _VisionContent) -> _VisionC
     return _VisionContent("image", image.token, image.images + video.images, features)
 
 
-def _audio_content(one: Mapping[str, Tensor], config: Any) -> _VisionContent:
-    features, mask = (one.get(name) for name in AUDIO_KEYS)
+def _audio_contents(one: Mapping[str, Tensor], config: Any) -> list[_VisionContent]:
+    """The audios in a row's vision tensors; [] for a family without audios."""
+    features = one.get(AUDIO_FEATURES)
+    if getattr(config, "audio_config", None) is None:
+        if features is not None:
+            why = f"the config of this {config.model_type} has no audio_config"
+            raise ValueError(f"audios: expected none, as {why}, got {len(features)}")
+        return []
     if features is None:
-        return _VisionContent("audio", config.audio_token_id, 0, 0)
-    if mask is None or mask.shape != (len(features), features.shape[-1]):
+        return [_VisionContent("audio", config.audio_token_id, 0, 0)]
+    name = audio_mask_name(config)
+    mask, expected = one.get(name), [len(features), features.shape[AUDIO_MASKS[name]]]
+    if mask is None or list(mask.shape) != expected:
         got = None if mask is None else list(mask.shape)
-        raise ValueError(
-            f"{AUDIO_KEYS[1]}: expected {[len(features), features.shape[-1]]} as {AUDIO_KEYS[0]}, got {got}"
-        )
+        raise ValueError(f"{name}: expected {expected} as {AUDIO_FEATURES}, got {got}")
     tokens = audio_tokens(mask.sum(1), config)
-    return _VisionContent("audio", config.audio_token_id, len(features), int(tokens.sum()))
+    return [_VisionContent("audio", config.audio_token_id, len(features), int(tokens.sum()))]

@@ -222,15 +222,19 @@ def copy_with_weights(model: Any, weights: Mapping[str, Tensor]) -> Any:
 
 
 def compute_as_published(model: Any) -> None:
-    """Set attributes by which transformers 5.19 computes two families otherwise than their authors' code and vLLM.
+    """Set attributes by which transformers 5.19 computes three families otherwise than their authors' code and vLLM.
 
     PaddleOCR-VL: its vision tower aligns the corners of two grids when it resizes position embeddings; up to 5.0 it did
     not. The results differ for every image that is not a square of the size of the embeddings. Nemotron-H: time steps
-    of its Mamba layers have `time_step_min` as lower limit, instead of those in `time_step_limit`.
+    of its Mamba layers have `time_step_min` as lower limit, instead of those in `time_step_limit`. Gemma 4: its
+    audio tower expects the boolean mask of sdpa. The mask of eager attention is 0 where that one is True, so that
+    frames attend to padding and to frames outside their window.
     """
     family = model.config.model_type
-    for module in model.modules() if family in ("paddleocr_vl", "nemotron_h") else ():
+    for module in model.modules() if family in ("paddleocr_vl", "nemotron_h", "gemma4") else ():
         if hasattr(module, "interpolation_align_corners"):
             module.interpolation_align_corners = False
         if hasattr(module, "time_step_limit"):
             module.time_step_limit = tuple(model.config.time_step_limit)
+        if type(module).__name__ == "Gemma4AudioModel":
+            module.set_attn_implementation("sdpa")

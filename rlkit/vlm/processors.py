@@ -11,10 +11,11 @@ import torch
 
 from rlkit.vlm.loading import has_vision, load_config, model_path
 
-# processors whose audios are tested: both tracks, position ids, training and sampling. They repeat a placeholder and
-# report no replacements of text
 QWEN2_5_OMNI, QWEN3_OMNI = "Qwen2_5OmniProcessor", "Qwen3OmniMoeProcessor"
-AUDIO_PROCESSORS = frozenset({QWEN2_5_OMNI, QWEN3_OMNI})
+# these repeat a placeholder and report no replacements of text; a video may have sound
+OMNI_PROCESSORS = frozenset({QWEN2_5_OMNI, QWEN3_OMNI})
+# processors whose audios are tested: both tracks, position ids, training and sampling
+AUDIO_PROCESSORS = OMNI_PROCESSORS | {"Gemma4Processor", "Gemma4UnifiedProcessor"}
 GLM_PROCESSORS = frozenset({"Glm4vProcessor", "Glm46VProcessor"})  # of GLM-4.1V, 4.5V, 4.6V and OCR
 # processors whose videos are tested likewise
 VIDEO_PROCESSORS = frozenset(
@@ -31,7 +32,7 @@ VIDEO_PROCESSORS = frozenset(
         "CohereCompassProcessor",
         "Cosmos3EdgeProcessor",
         "Glm5NextProcessor",
-        *AUDIO_PROCESSORS,
+        *OMNI_PROCESSORS,
     }
 )
 TWO_FRAMES_AT_LEAST = GLM_PROCESSORS | {"Qwen3VLProcessor", "CohereCompassProcessor"}
@@ -65,7 +66,8 @@ def placeholder_ids(config: Any) -> list[int]:
     """Ids of the tokens that stand for images, videos and audio or enclose them: a policy must not sample these."""
     names = [f"{kind}_token_id" for kind in ("image", "video", "audio")]
     names += [f"{kind}_{end}_token_id" for kind in ("vision", "image", "video") for end in ("start", "end")]
-    names += [f"{end}_token_{number}" for end in ("boi", "eoi") for number in ("id", "index")]  # Gemma's brackets
+    brackets = ("boi", "eoi", "boa", "eoa")  # of Gemma
+    names += [f"{end}_token_{number}" for end in brackets for number in ("id", "index")]
     found = (getattr(config, name, None) for name in names)
     return sorted({token for token in found if isinstance(token, int)})
 
@@ -185,14 +187,14 @@ def load_processor(
     name = type(processor).__name__
     if name in VIDEO_PROCESSORS and (settings := getattr(processor, "video_processor", None)) is not None:
         settings.fps, settings.max_frames = video_fps, video_frames
-        if name in AUDIO_PROCESSORS:
+        if name in OMNI_PROCESSORS:
             settings.use_audio_in_video = video_sound
     return processor
 
 
 def _check_video_sound(processor: Any, video_sound: bool) -> None:
-    if video_sound and (name := type(processor).__name__) not in AUDIO_PROCESSORS:
-        raise ValueError(f"video_sound: expected a model with one of {', '.join(sorted(AUDIO_PROCESSORS))}, got {name}")
+    if video_sound and (name := type(processor).__name__) not in OMNI_PROCESSORS:
+        raise ValueError(f"video_sound: expected a model with one of {', '.join(sorted(OMNI_PROCESSORS))}, got {name}")
 
 
 def _video_config(path: str) -> dict[str, Any] | None:

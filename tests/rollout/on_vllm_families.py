@@ -171,9 +171,10 @@ def measure(family, path):
     if family in test_every_family.WATCHES:
         clips = ONE_CLIP if family.startswith("glm") else test_every_family.clips(family)
         rows += [{"question": q, "images": images, "videos": videos} for videos, images, q in clips]
-    if family in test_every_family.HEARS:
+    if family in test_every_family.OMNI:
         clips = test_every_family.OMNI_CLIPS[:2]  # the videos of the third have two rates
         rows += [{"question": q, "images": images, "videos": videos} for videos, images, q in clips]
+    if family in test_every_family.HEARS:
         rows += [{"question": q, "images": images, "audios": sounds} for sounds, images, q in test_every_family.SOUNDS]
     if family == "qwen3_omni_moe_thinker":  # for Qwen2.5-Omni vLLM's position ids are wrong
         rows += test_every_family.FILMS[:2]  # it takes sound in all videos or in none

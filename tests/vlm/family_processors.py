@@ -32,12 +32,17 @@ def tokenizer(chat_image, *special, **named):
     return found
 
 
-def with_videos(tokenizer, chat_video):
+def with_videos(tokenizer, chat_video, kind="video"):
     """Its chat template then writes `chat_video` where a video is."""
     start = "{% elif p['type'] == 'text' %}"
-    video = "{% elif p['type'] == 'video' %}" + chat_video
+    video = f"{{% elif p['type'] == '{kind}' %}}" + chat_video
     tokenizer.chat_template = tokenizer.chat_template.replace(start, video + start)
     return tokenizer
+
+
+def with_audios(tokenizer, chat_audio):
+    """Its chat template then writes `chat_audio` where an audio is."""
+    return with_videos(tokenizer, chat_audio, "audio")
 
 
 def llava():
@@ -114,7 +119,9 @@ def gemma4(kind="Gemma4"):
     t = tokenizer("<image_soft_token>", image_token="<image_soft_token>", audio_token="<audio>", **named)
     options = {"patch_size": 4, "pooling_kernel_size": 2, "max_soft_tokens": 70}
     of = {part: getattr(transformers, kind + part) for part in ("ImageProcessor", "VideoProcessor", "Processor")}
-    ears, t = getattr(transformers, f"{kind}AudioFeatureExtractor")(), with_videos(t, "<|video|>")
+    t = with_audios(with_videos(t, "<|video|>"), "<audio>")
+    size = {} if kind.endswith("Unified") else {"feature_size": 8}
+    ears = getattr(transformers, f"{kind}AudioFeatureExtractor")(**size)
     return of["Processor"](ears, of["ImageProcessor"](**options), t, of["VideoProcessor"](**options))
 
 
@@ -125,11 +132,7 @@ def omni(kind="Qwen2_5Omni"):
     named = {f"{name.lower()}_token": f"<|{name}|>" for name in ("IMAGE", "VIDEO", "AUDIO")}
     named |= {f"{kind}_{end}_token": f"<|{kind}_{end}|>" for kind in ("vision", "audio") for end in ("bos", "eos")}
     t = tokenizer("<|vision_bos|><|IMAGE|><|vision_eos|>", **named)
-    t.chat_template = t.chat_template.replace(
-        "{% elif p['type'] == 'text' %}",
-        "{% elif p['type'] == 'audio' %}<|audio_bos|><|AUDIO|><|audio_eos|>"
-        "{% elif p['type'] == 'video' %}<|vision_bos|><|VIDEO|><|vision_eos|>{% elif p['type'] == 'text' %}",
-    )
+    with_videos(with_audios(t, "<|audio_bos|><|AUDIO|><|audio_eos|>"), "<|vision_bos|><|VIDEO|><|vision_eos|>")
     images = transformers.Qwen2VLImageProcessor(
         patch_size=OMNI_PATCH, size={"shortest_edge": (2 * OMNI_PATCH) ** 2, "longest_edge": (8 * OMNI_PATCH) ** 2}
     )
@@ -303,7 +306,8 @@ def model(family):
     elif family.startswith(("qwen", "paddleocr", "cosmos3")):
         ids |= {f"vision_{end}_token_id": of(f"<|vision_{end}|>") for end in ("start", "end")}
     if family in ("gemma4", "gemma4_unified"):
-        ids |= {f"{name}_token_id": of(f"<{name}>") for name in ("boi", "eoi", "audio")}
+        ids |= {f"{name}_token_id": of(f"<{name}>") for name in ("boi", "eoi", "boa", "audio")}
+        ids["eoa_token_index"] = of("<eoa>")
     if family == "llama4":
         ids["image_token_id"] = of("<|patch|>")
         ids |= {f"{end}_token_index": of(f"<|image_{name}|>") for end, name in (("boi", "start"), ("eoi", "end"))}
@@ -322,5 +326,6 @@ def model(family):
     text = {**config["text_config"], **dict.fromkeys(sizes, len(reader.tokenizer))}
     kind = config.pop("model_type", family)
     config = AutoConfig.for_model(kind, **{**config, **ids, "text_config": text})
-    attention = "sdpa" if family == "qwen4_exp" else "eager"  # see `refused_model`
+    # for Qwen see `refused_model`; in Gemma 4 the mask of audios is wrong with eager attention
+    attention = "sdpa" if family in ("qwen4_exp", "gemma4") else "eager"
     return seeded(lambda: AutoModelForImageTextToText.from_config(config, attn_implementation=attention))

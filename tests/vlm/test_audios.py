@@ -25,6 +25,7 @@ from rlkit.vlm.loading import load_config
 from rlkit.vlm.processors import placeholder_id
 
 OMNI = ["qwen2_5_omni_thinker", "qwen3_omni_moe_thinker"]
+HEARS = [*OMNI, "gemma4", "gemma4_unified"]
 
 
 @pytest.fixture(scope="module")
@@ -202,7 +203,7 @@ def test_models_that_do_not_hear_are_named():
         (sees.tokenizer, "audios: expected none, as the model's processor is a tokenizer, got 1"),
         (
             sees,
-            "audios: expected a model with one of Qwen2_5OmniProcessor, Qwen3OmniMoeProcessor, got Qwen2VLProcessor",
+            "audios: expected a model with one of Gemma4Processor, .*, Qwen3OmniMoeProcessor, got Qwen2VLProcessor",
         ),
     ):
         with pytest.raises(ValueError, match=f"^row 4: {error}"):
@@ -230,17 +231,21 @@ def test_a_processor_whose_audio_tokens_are_not_one_run_is_refused():
 
 
 def test_audios_that_a_processor_would_cut_off_are_named():
-    """Its limit is 4 s here; one of a length that Qwen3-Omni takes. A token needs 0.04 s."""
+    """The limit of Qwen2.5-Omni is 4 s here, a length that Qwen3-Omni takes. A token needs 0.04 s."""
     long, short = ({"question": "?", "audio": (tone(seconds), 16000)} for seconds in (4.1, 0.03))
     with pytest.raises(ValueError, match=r"audio: expected at most 4 s for Qwen2_5OmniProcessor, got 4.1 s"):
         encode_prompt(family_processors.processor(OMNI[0]), long)
     assert encode_prompt(family_processors.processor(OMNI[1]), long).vision["input_features"].shape[2] == 411
-    for family in OMNI:
+    for family in ("gemma4", "gemma4_unified"):
+        row = {"question": "?", "audio": (tone(30.1), 16000)}
+        with pytest.raises(ValueError, match=r"audio: expected at most 30 s for Gemma4\w*Processor, got 30.1 s"):
+            encode_prompt(family_processors.processor(family), row)
+    for family in HEARS:
         with pytest.raises(ValueError, match=r"audio: expected at least 0.04 s, got 0.03 s"):
             encode_prompt(family_processors.processor(family), short)
 
 
-@pytest.mark.parametrize("family", OMNI)
+@pytest.mark.parametrize("family", HEARS)
 def test_features_of_an_audio_do_not_depend_on_the_rows_beside_it(family):
     """With an audio of the same prompt, an observation's audio, or another row's; the shortest is one token long."""
     processor, model = family_processors.processor(family), family_processors.model(family)
@@ -253,11 +258,31 @@ def test_features_of_an_audio_do_not_depend_on_the_rows_beside_it(family):
 
     def features(vision):
         with torch.no_grad():
-            return model.get_audio_features(**vision).last_hidden_state
+            if "omni" in family:
+                return model.get_audio_features(**vision).last_hidden_state
+            found = model.model.get_audio_features(**vision)
+            return found.pooler_output[found.attention_mask]
 
     expected = torch.cat([features(one.vision) for one in alone])
     for vision in (observed.vision, concatenate_vision([one.vision for one in alone])):
         torch.testing.assert_close(features(vision), expected, atol=1e-5, rtol=1e-5)
+
+
+def test_audios_of_gemma4_do_not_depend_on_the_attention_that_was_chosen():
+    """With eager attention the audio tower of transformers 5.19 alone takes its mask for the opposite."""
+    model, right = family_processors.model("gemma4"), family_processors.model("gemma4").model
+    model.set_attn_implementation({"audio_config": "eager"})
+    features, mask = torch.randn(1, 24, 8), torch.ones(1, 24, dtype=torch.bool)
+    with torch.no_grad():
+        expected, longer = (
+            right.get_audio_features(features[:, :frames], mask[:, :frames]).pooler_output for frames in (16, 24)
+        )
+        torch.testing.assert_close(longer[:, :4], expected, atol=1e-5, rtol=1e-5)  # a frame hears earlier ones only
+        wrong = model.model.get_audio_features(features, mask).pooler_output
+        assert (wrong - longer).abs().max() > 0.1
+        trained = make_engine("fsdp2", model=model, device="cpu").module
+        found = trained.model.get_audio_features(features, mask).pooler_output
+    torch.testing.assert_close(found, longer, atol=1e-5, rtol=1e-5)
 
 
 def test_an_exported_thinker_is_a_part_of_a_whole_model(tmp_path):

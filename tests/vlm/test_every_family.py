@@ -19,7 +19,7 @@ from test_families import REFUSED, TEXT, WAYS, all_at_once, gradients, one_at_a_
 
 from rlkit.data import append_observation, append_response, collate  # noqa: E402
 from rlkit.data.formats import chat_row  # noqa: E402
-from rlkit.data.samples import Audio, Video, check_tracks, prompt_sample  # noqa: E402
+from rlkit.data.samples import AUDIO_MASKS, Audio, Video, check_tracks, prompt_sample  # noqa: E402
 from rlkit.engines import make_engine  # noqa: E402
 from rlkit.engines.packing.attention import use_packed_attention  # noqa: E402
 from rlkit.engines.packing.inputs import prepare_model_inputs  # noqa: E402
@@ -41,8 +41,8 @@ from rlkit.vlm import (  # noqa: E402
     vision_tower_pattern,
 )
 from rlkit.vlm.encoding import encode_text  # noqa: E402
-from rlkit.vlm.families import audio_tokens  # noqa: E402
-from rlkit.vlm.inputs import position_ids, position_spec  # noqa: E402
+from rlkit.vlm.families import audio_mask_name, audio_tokens  # noqa: E402
+from rlkit.vlm.inputs import GEMMA_VIDEO_KEYS, position_ids, position_spec  # noqa: E402
 from rlkit.vlm.processors import placeholder_id  # noqa: E402
 
 SEES = family_processors.FAMILIES
@@ -112,7 +112,7 @@ def clips(family):
     if family.startswith("gemma4"):
         narrow = [clip(frames, 176, 10, 0.8) for frames in (2, 1)]
         return [(narrow[:1], *CLIPS[0][1:]), (narrow, *CLIPS[1][1:])]
-    return OMNI_CLIPS if family in HEARS else CLIPS
+    return OMNI_CLIPS if family in OMNI else CLIPS
 
 
 @cache
@@ -127,7 +127,12 @@ def sound(seconds, rate=16000):
     return {"array": rng.uniform(-0.5, 0.5, int(seconds * rate)), "sampling_rate": rate}
 
 
-HEARS = ["qwen2_5_omni_thinker", "qwen3_omni_moe_thinker"]
+OMNI = ["qwen2_5_omni_thinker", "qwen3_omni_moe_thinker"]  # which hear the sound of videos, too
+HEARS = {  # family -> the first module that an audio goes through
+    **dict.fromkeys(OMNI, "audio_tower.conv"),
+    "gemma4": "audio_tower.subsample_conv_projection.layer0",
+    "gemma4_unified": "embed_audio",
+}
 SOUNDS = [  # (audios, images, question)
     ([sound(1.2)], [], "how many?"),
     ([sound(0.3), sound(1.503)], [image(20, 20)], "how <audio> is <image> <audio> many?"),
@@ -269,7 +274,7 @@ def test_both_tracks_of_videos_are_the_processors_own(family):
         assert torch.equal(found, expected) and {"pixel_values_videos", "video_grid_thw"} <= {*sample.vision}
 
 
-@pytest.mark.parametrize("family", HEARS)
+@pytest.mark.parametrize("family", OMNI)
 def test_both_tracks_of_omni_videos_are_the_processors_own(family):
     """The processor has one rate for the videos of a call, on which only the times depend."""
     processor, base = reader(family), model(family)
@@ -300,7 +305,7 @@ def test_both_tracks_of_omni_videos_are_the_processors_own(family):
         assert torch.equal(positions(sample, rope3d_spec(base.config)), expected)
 
 
-@pytest.mark.parametrize("family", HEARS)
+@pytest.mark.parametrize("family", OMNI)
 def test_both_tracks_of_videos_with_sound_are_the_processors_own(family):
     """In a call for each, as the processor has one rate, and all or none of the videos of a call have sound."""
     processor, base = reader(family), model(family)
@@ -345,7 +350,7 @@ def test_both_tracks_of_videos_with_sound_are_the_processors_own(family):
 
 @pytest.mark.parametrize("family", HEARS)
 def test_both_tracks_of_audios_are_the_processors_own(family):
-    """And the position ids are those of the model's own `get_rope_index`; features have no padding to the limit."""
+    """And Qwen's position ids are those of its own `get_rope_index`; features have no padding to the limit."""
     processor, base = reader(family), model(family)
     for sample, (_, images, _) in zip(hearing_prompts(family), SOUNDS, strict=True):
         check_tracks(sample)
@@ -359,12 +364,15 @@ def test_both_tracks_of_audios_are_the_processors_own(family):
             return_tensors="pt",
         )
         assert sample.token_ids == own["input_ids"][0].tolist()
-        frames = sample.vision["feature_attention_mask"].sum(1)
-        assert torch.equal(frames, own["feature_attention_mask"].sum(1))
-        assert sample.vision["input_features"].shape[2] == frames.max() <= own["input_features"].shape[2]
-        for name in ("input_features", "feature_attention_mask"):
-            assert torch.equal(sample.vision[name], own[name][..., : frames.max()])
+        name = audio_mask_name(base.config)
+        frames, dimensions = sample.vision[name].sum(1), {name: 1, "input_features": AUDIO_MASKS[name]}
+        assert torch.equal(frames, own[name].sum(1))
+        for name, dim in dimensions.items():
+            assert sample.vision[name].shape[dim] == frames.max() <= own[name].shape[dim]
+            assert torch.equal(sample.vision[name], own[name].narrow(dim, 0, frames.max()))
         assert sample.token_ids.count(ids["audio"]) == audio_tokens(frames, base.config).sum() > 10
+        if position_spec(base.config) is None:
+            continue
         expected, _ = base.get_rope_index(
             own["input_ids"],
             sample.vision.get("image_grid_thw"),
@@ -376,16 +384,16 @@ def test_both_tracks_of_audios_are_the_processors_own(family):
 
 @pytest.mark.parametrize("family", HEARS)
 def test_gradients_of_packed_audios_are_those_of_transformers(family):
-    assert any("audio_tower.conv" in name for name in moved_by_packed_rows(family, hearing_prompts(family)))
+    assert any(HEARS[family] in name for name in moved_by_packed_rows(family, hearing_prompts(family)))
 
 
-@pytest.mark.parametrize("family", HEARS)
+@pytest.mark.parametrize("family", OMNI)
 def test_gradients_of_packed_videos_with_sound_are_those_of_transformers(family):
     moved = moved_by_packed_rows(family, listening_prompts(family))
     assert all(any(part in name for name in moved) for part in ("audio_tower.conv", "patch_embed"))
 
 
-@pytest.mark.parametrize("family", [*WATCHES, *HEARS])
+@pytest.mark.parametrize("family", [*WATCHES, *OMNI])
 def test_gradients_of_packed_videos_are_those_of_transformers(family):
     """It gets position ids: after a video, `position_spec` counts on as Qwen's own code does, not as transformers."""
     assert any("patch_" in name for name in moved_by_packed_rows(family, watching_prompts(family)))
@@ -436,17 +444,17 @@ def reference_inputs(family, base, sample):
     """Those of transformers' forward of one row.
 
     GLM-4V's takes images or videos, but not both: a row with both is passed as embeddings, with the features in them.
-    Gemma 4's gets the features of images and videos too, as it does not compute those of videos.
+    Gemma 4's gets the features of images and videos, as it does not compute those of videos.
     """
     ids = torch.tensor([sample.token_ids])
     if family.startswith("gemma4"):
-        tensors = {
-            name: sample.vision[name] for name in ("pixel_values", "image_position_ids") if name in sample.vision
-        }
-        videos = {name: x for name, x in sample.vision.items() if name not in tensors}
-        features = {"image": base.model.get_image_features(**tensors)} if tensors else {}
-        features |= {"video": base.model.get_video_features(**videos)}
-        masks = {}
+        kinds = {"image": ("pixel_values", "image_position_ids"), "video": GEMMA_VIDEO_KEYS}
+        features, masks = {}, {}
+        for kind, names in kinds.items():
+            if names[0] in sample.vision:
+                given = {name: sample.vision[name] for name in names}
+                features[kind] = getattr(base.model, f"get_{kind}_features")(**given)
+        sounds = {name: x for name, x in sample.vision.items() if name.startswith("input_features")}
         if family == "gemma4_unified":  # its forward makes other masks than its `generate`
             kinds = torch.tensor(reader(family).create_mm_token_type_ids(ids))
             none = dict.fromkeys(("attention_mask", "past_key_values", "position_ids"))
@@ -454,7 +462,7 @@ def reference_inputs(family, base, sample):
             masks["attention_mask"] = base.create_masks_for_generate(
                 base.config, embeds, **none, mm_token_type_ids=kinds
             )
-        return {"input_ids": ids, "mm_encoder_outputs": features, **masks}
+        return {"input_ids": ids, "mm_encoder_outputs": features, **sounds, **masks}
     if family == "cosmos3_edge":  # which takes tokens of images for starts of sequences else
         return {"input_ids": ids, "attention_mask": torch.ones_like(ids), **sample.vision}
     apart = family.startswith("glm") and family != "glm5_next"
@@ -651,8 +659,9 @@ def test_the_samplers_logprobs_are_the_trainers(family):
     tokenizer = getattr(reader(family), "tokenizer", reader(family))
     trainer = engine(base, suppressed_token_ids=suppressed_token_ids(base.config, tokenizer))
     sampler = make_rollout("hf", trainer.gathered, processor=reader(family))
-    requests = [*prompts(family), *(watching_prompts(family) if family in [*WATCHES, *HEARS] else [])]
-    requests += [*hearing_prompts(family), *listening_prompts(family)] if family in HEARS else []
+    requests = [*prompts(family), *(watching_prompts(family) if family in [*WATCHES, *OMNI] else [])]
+    requests += hearing_prompts(family) if family in HEARS else []
+    requests += listening_prompts(family) if family in OMNI else []
     samples = sampler.generate(requests, Sampling(NEW), n=2)
     rows = collate(samples)
     scored = trainer.infer_batch(rows)["logprobs"]

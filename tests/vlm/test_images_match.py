@@ -166,24 +166,42 @@ def test_a_video_without_timing_is_refused_and_one_with_it_is_placed_by_it(famil
     assert ids[0, 1, 2:4].tolist() == [2, 2 + int(1.5 * rate)]
 
 
-@pytest.mark.parametrize("family", ["qwen2_5_omni_thinker", "qwen3_omni_moe_thinker"])
+FRAMES = {  # family -> features of an audio, their mask, the tokens of eight frames
+    "qwen2_5_omni_thinker": ((1, 128, 8), "feature_attention_mask", 2),
+    "qwen3_omni_moe_thinker": ((1, 128, 8), "feature_attention_mask", 1),
+    "gemma4": ((1, 8, 8), "input_features_mask", 2),
+    "gemma4_unified": ((1, 8, 640), "input_features_mask", 8),
+}
+
+
+@pytest.mark.parametrize("family", FRAMES)
 def test_an_audio_of_another_length_than_its_tokens_is_named(family):
-    """Eight frames are two tokens of Qwen2.5-Omni and one of Qwen3-Omni."""
-    (trained, ran), good, count = engine(vision_model(family)), sample(family), 2 if "2_5" in family else 1
-    features, mask = torch.randn(1, 128, 8), torch.ones(1, 8, dtype=torch.long)
+    (trained, ran), good, (shape, name, count) = engine(vision_model(family)), sample(family), FRAMES[family]
+    features, mask = torch.randn(shape), torch.ones(1, 8, dtype=torch.bool)
 
     def hearing(tokens, **vision):
         start = prompt_sample([3, 93, *[AUDIO] * tokens, 94], vision=vision, group_id=5)
         return append_response(start, ANSWER, [-1.0] * 2)
 
-    fits = hearing(count, input_features=features, feature_attention_mask=mask)
+    fits = hearing(count, input_features=features, **{name: mask})
     check_image_tokens(collate([good, fits]), vision_model(family).config)
     for bad, error in (
-        (hearing(3, input_features=features, feature_attention_mask=mask), f"expected {count} for 1 audios, got 3"),
+        (hearing(3, input_features=features, **{name: mask}), f"expected {count} for 1 audios, got 3"),
         (hearing(1), "audio tokens: expected 0 for 0 audios, got 1"),
-        (hearing(count, input_features=features), r"feature_attention_mask: expected \[1, 8\] as .*, got None"),
+        (hearing(count, input_features=features), rf"{name}: expected \[1, 8\] as .*, got None"),
     ):
         refused(trained, ran, [good, bad], rf"^row 1 .*{error}")
+
+
+def test_an_audio_for_a_model_without_an_audio_tower_is_named():
+    """The larger models of Gemma 4 have none."""
+    config = vision_model("gemma4").config
+    config.audio_config = None
+    vision = {"input_features": torch.randn(1, 8, 8), "input_features_mask": torch.ones(1, 8, dtype=torch.bool)}
+    row = append_response(prompt_sample([3, AUDIO, AUDIO, 4], vision=vision), ANSWER, [-1.0] * 2)
+    error = "^row 0 .*: audios: expected none, as the config of this gemma4 has no audio_config, got 1"
+    with pytest.raises(ValueError, match=error):
+        check_image_tokens(collate([row]), config)
 
 
 @pytest.mark.parametrize("family", ["qwen2_vl", "qwen3_vl", "glm4v", "glm5_next"])

@@ -11,13 +11,14 @@ import torch.distributed as dist
 from torch import Tensor
 
 from rlkit.data.batching import token_budget_batches
-from rlkit.data.samples import AUDIO_KEYS, Batch, Sample, prompt_sample
+from rlkit.data.samples import AUDIO_FEATURES, AUDIO_MASKS, Batch, Sample, append_observation, prompt_sample
 from rlkit.engines.distributed import all_reduce
 from rlkit.engines.packing.shared_prompts import shared_prompt_costs
 from rlkit.vlm.families import (
     IMAGE_DIMENSION_FAMILIES,
     PATCH_ROW_FAMILIES,
     VISION_EXPERT_FAMILIES,
+    audio_mask_name,
     numbers_per_patch,
     tokens_per_image,
 )
@@ -70,13 +71,16 @@ def dummy_sample(config: Any, *, image: bool, video: bool = False, audio: bool =
     """
     if not image and not video and not audio:
         return prompt_sample([0])
+    if not image and not video:
+        return _dummy_audio(config)
+    sample = _dummy_images(config, image=image, video=video)
+    return append_observation(sample, _dummy_audio(config)) if audio else sample
+
+
+def _dummy_images(config: Any, *, image: bool, video: bool) -> Sample:
     if config.model_type in PATCH_ROW_FAMILIES:
-        kinds = ["image"] * image + ["video"] * video + ["audio"] * audio
-        tensors = {
-            name: x
-            for kind in kinds
-            for name, x in (_blank_audio(config) if kind == "audio" else _blank_patches(config, kind)).items()
-        }
+        kinds = ["image"] * image + ["video"] * video
+        tensors = {name: x for kind in kinds for name, x in _blank_patches(config, kind).items()}
         text = [0] if config.model_type in VISION_EXPERT_FAMILIES else []  # so that all experts have a gradient
         return prompt_sample([*text, *(getattr(config, f"{kind}_token_id") for kind in kinds)], vision=tensors)
     if tensors := _smallest_image(config):
@@ -152,10 +156,18 @@ def _blank_patches(config: Any, kind: str) -> dict[str, Tensor]:
     return tensors
 
 
-def _blank_audio(config: Any) -> dict[str, Tensor]:
-    """Features of a blank audio of one token: four frames, with their mask."""
-    tensors = torch.zeros(1, config.audio_config.num_mel_bins, 4), torch.ones(1, 4, dtype=torch.long)
-    return dict(zip(AUDIO_KEYS, tensors, strict=True))
+def _dummy_audio(config: Any) -> Sample:
+    """A blank audio of one token: one frame, or four in Qwen-Omni."""
+    family, audio = config.model_type, config.audio_config
+    if family == "gemma4":  # its convolutions have as many channels as a frame has mel bins
+        features = torch.zeros(1, 1, audio.subsampling_conv_channels[0])
+    elif family == "gemma4_unified":
+        features = torch.zeros(1, 1, audio.audio_embed_dim)
+    else:
+        features = torch.zeros(1, audio.num_mel_bins, 4)
+    name = audio_mask_name(config)
+    mask = torch.ones(1, features.shape[AUDIO_MASKS[name]], dtype=torch.bool)
+    return prompt_sample([config.audio_token_id], vision={AUDIO_FEATURES: features, name: mask})
 
 
 def check_same_rows(batch: Batch, data_parallel_rank: int, data_parallel_size: int) -> None:

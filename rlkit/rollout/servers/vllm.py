@@ -47,7 +47,7 @@ from rlkit.rollout.vllm_requests import (
     check_videos,
     vllm_sampling_params,
 )
-from rlkit.vlm.processors import AUDIO_PROCESSORS
+from rlkit.vlm.processors import OMNI_PROCESSORS
 
 SUPPORTED = ((0, 32), (0, 33))  # vLLM versions: >= the first, < the second
 START_WITH_ADAPTERS = "python -m rlkit.rollout.serve --model MODEL --enable-lora --max-lora-rank RANK"
@@ -70,7 +70,7 @@ class VllmServerRollout(ServerRollout):
         body = {"token_ids": request.compact_ids, "sampling_params": params, "return_token_ids": True, "stream": False}
         if self.adapter:
             body["model"] = self.adapter
-        if request.videos and type(self.processor).__name__ in AUDIO_PROCESSORS:
+        if request.videos and type(self.processor).__name__ in OMNI_PROCESSORS:
             raise ValueError(
                 f"{sample_name(request)}: videos: expected none of Qwen-Omni for a vLLM server, which takes no frame "
                 f"rate with a prompt, got {len(request.videos)}; use rollout 'vllm' or 'hf'"
