@@ -214,8 +214,12 @@ Notes:
   published files was tested, so rollout `vllm` refuses the family on a CPU.
 - **mistral4** is the text model of Mistral Small 4: multi-head latent attention, and experts in every layer. The type
   of the whole model is `mistral3`, with a vision tower; `AutoModelForCausalLM` of transformers 5.19 does not know
-  `mistral4` alone. vLLM 0.32 does not load it from a model directory that transformers has written: "No model
-  architectures are specified". No run with the published files was tested.
+  `mistral4` alone. vLLM 0.32 knows it in Mistral's own format only, as a DeepSeek-V3 with other names. rlkit registers
+  a class with vLLM that reads transformers' configuration and names instead (rlkit/rollout/vllm_mistral4.py). vLLM on
+  a CPU supports only the attention size of DeepSeek-V3, so the published model needs a GPU, which was not tested.
+- **Mistral's repositories** have a model twice: for transformers (`config.json`, `model*.safetensors`) and in Mistral's
+  own format (`params.json`, `consolidated*.safetensors`), which vLLM prefers, and in which weights have other names.
+  rlkit has vLLM read the former. If `model.safetensors` has no index, vLLM would load both files: move the second one.
 - **glm_moe_dsa** (GLM-5) attends to the tokens that an indexer chooses among all tokens of a row. In a packed row the
   indexer would choose from other sequences too, so its rows are padded. Ranks that share a sequence need packed rows.
   The choice has no gradient: the indexer does not train, and neither do adapters on it.
