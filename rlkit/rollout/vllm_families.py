@@ -1,4 +1,4 @@
-"""Model families that vLLM computes or updates wrongly on any device, and options for others. Needs no vLLM to be imported."""
+"""Families that vLLM computes or updates wrongly on any device, and options for others. Importable without vLLM."""
 
 from __future__ import annotations
 
