@@ -62,6 +62,7 @@ PUBLISHED_PREFIXES = {
         "vision_tower.encoder.patch_embed.": "vision_tower.patch_embed.",
         "model.mm_projector.": "mm_projector.",
     },
+    "ernie4_5_vl_moe": {"model.vision_model.": "vision_model."},
 }
 TRANSPOSED_EXPERTS = frozenset({"qwen3_vl_moe"})  # [experts, in, out] in checkpoint files and in vLLM
 PACKABLE_LAYERS = frozenset({"full_attention", "sliding_attention", "chunked_attention"})

@@ -29,6 +29,7 @@ from rlkit.vlm import (
     vision_tower_pattern,
 )
 from rlkit.vlm.adapt import checkpoint_parameters, converted_together
+from rlkit.vlm.families import PUBLISHED_PREFIXES
 from rlkit.vlm.tiny import tiny_config
 
 
@@ -121,7 +122,7 @@ def test_adapters_leave_the_towers_of_every_family_out(family):
 @pytest.mark.parametrize(
     "family",
     [
-        "ernie4_5_moe", "ernie4_5_vl_moe", "falcon_h1", "gemma4_text", "glm4_moe", "granitemoehybrid", "kimi_linear",
+        "ernie4_5_moe", "falcon_h1", "gemma4_text", "glm4_moe", "granitemoehybrid", "kimi_linear",
         "lfm2_moe", "llama4", "llama4_text", "nemotron_h", "olmo_hybrid", "paddleocr_vl",
         "qwen3_5", "qwen3_5_moe", "qwen3_next",
     ],
@@ -148,8 +149,7 @@ def test_tensors_of_a_file_are_complete_if_parameters_are_converted_a_few_at_a_t
     assert all(torch.equal(tensor, whole[name]) for name, tensor in pieces)
 
 
-def test_weights_of_kimi_k25_have_their_published_names(tmp_path):
-    """transformers writes other names for some of them, which vLLM does not know; it reads both."""
+def test_weights_of_kimi_k25_have_their_published_names():
     model = family_model("kimi_k25")
     named = dict(checkpoint_parameters(model, ((name, p.detach()) for name, p in model.named_parameters())))
     beginnings = {re.sub(r"\.\d+\..*", "", name.removesuffix(".weight").removesuffix(".bias")) for name in named}
@@ -161,6 +161,16 @@ def test_weights_of_kimi_k25_have_their_published_names(tmp_path):
     of_block = {name.split(".", 4)[4] for name in named if ".blocks.0." in name}
     of_block = {name.rpartition(".")[0] for name in of_block}
     assert of_block == {"norm0", "norm1", "wqkv", "wo", "mlp.fc0", "mlp.fc1"}
+
+
+@pytest.mark.parametrize("family", PUBLISHED_PREFIXES)
+def test_a_model_is_read_by_the_published_names(family, tmp_path):
+    """transformers writes other names, which vLLM does not know."""
+    model = family_model(family)
+    named = dict(checkpoint_parameters(model, ((name, p.detach()) for name, p in model.named_parameters())))
+    for written, published in PUBLISHED_PREFIXES[family].items():
+        assert any(name.startswith(published) for name in named)
+        assert not any(name.startswith(written) for name in named)
     model.config.save_pretrained(tmp_path)
     save_file({name: x.contiguous() for name, x in named.items()}, tmp_path / "model.safetensors")
     loaded = dict(load_model(str(tmp_path)).named_parameters())
