@@ -42,6 +42,7 @@ CHECKPOINT_NAME_FAMILIES = frozenset(
         "mixtral",
         "ernie4_5_moe",
         "ernie4_5_vl_moe",
+        "glm5_next",
         "granitemoehybrid",
         "kimi_k25",
         "kimi_linear",

@@ -122,8 +122,8 @@ def test_adapters_leave_the_towers_of_every_family_out(family):
 @pytest.mark.parametrize(
     "family",
     [
-        "ernie4_5_moe", "falcon_h1", "gemma4_text", "glm4_moe", "granitemoehybrid", "kimi_linear",
-        "lfm2_moe", "llama4", "llama4_text", "nemotron_h", "olmo_hybrid", "paddleocr_vl",
+        "ernie4_5_moe", "falcon_h1", "gemma4_text", "glm4_moe", "glm5_next", "granitemoehybrid",
+        "kimi_linear", "lfm2_moe", "llama4", "llama4_text", "nemotron_h", "olmo_hybrid", "paddleocr_vl",
         "qwen3_5", "qwen3_5_moe", "qwen3_next",
     ],
 )  # fmt: skip
