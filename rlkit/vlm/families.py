@@ -56,14 +56,18 @@ CHECKPOINT_NAME_FAMILIES = frozenset(
 WHOLE_MODELS = {"qwen2_5_omni_thinker": "qwen2_5_omni", "qwen3_omni_moe_thinker": "qwen3_omni_moe"}
 # the parameters of these layers are converted to those of checkpoint files together, by the beginning of their names
 VISION_LAYERS_TOGETHER = {"kimi_k25": r"model\.vision_tower\.layers\.\d+\."}
-# beginnings of names that transformers 5.19 writes into files -> those in published files; transformers reads both
-PUBLISHED_PREFIXES = {
+# parts of names that transformers 5.19 writes into files -> those that vLLM reads; transformers reads both
+PUBLISHED_NAMES = {
     "kimi_k25": {
         "language_model.model.blocks.": "language_model.model.layers.",
         "vision_tower.encoder.patch_embed.": "vision_tower.patch_embed.",
         "model.mm_projector.": "mm_projector.",
     },
     "ernie4_5_vl_moe": {"model.vision_model.": "vision_model."},
+    "olmo_hybrid": {
+        ".attention_layer_norm.": ".input_layernorm.",
+        ".feedforward_layer_norm.": ".post_attention_layernorm.",
+    },
 }
 TRANSPOSED_EXPERTS = frozenset({"qwen3_vl_moe"})  # [experts, in, out] in checkpoint files and in vLLM
 PACKABLE_LAYERS = frozenset({"full_attention", "sliding_attention", "chunked_attention"})
@@ -98,9 +102,8 @@ def checkpoint_name(family: str, name: str) -> str:
     Args:
         name: in the files that transformers writes.
     """
-    for written, published in PUBLISHED_PREFIXES.get(family, {}).items():
-        if name.startswith(written):
-            return published + name.removeprefix(written)
+    for written, published in PUBLISHED_NAMES.get(family, {}).items():
+        name = name.replace(written, published)
     return f"thinker.{name}" if family in WHOLE_MODELS else name
 
 
