@@ -21,10 +21,8 @@ OBSTACLES = {
     "glm5_next_text": "its kernels for linear attention need Triton, so a GPU",
     "cohere_compass_text": "the rotary frequencies of a head have another order in vLLM than in transformers",
     "qwen4_exp_text": "its sparse attention needs FlashAttention, so a GPU",
-    **dict.fromkeys(
-        ("kimi_k25", "ernie4_5_vl_moe"),
-        "vLLM reads its published files only, not a model directory that transformers has written",
-    ),
+    "kimi_k25": "vLLM takes its images as vision_chunk, and reads the processor of published files only",
+    "ernie4_5_vl_moe": "vLLM reads the configuration and the processor of published files only, by their own code",
 }
 
 

@@ -1,7 +1,8 @@
 """Cases of `on_vllm.py`, one a family: does the trainer score what vLLM samples as vLLM does?
 
 `family/llama`; `family/deepseek_v3/other_cpu`, where vLLM is told that this CPU has AMX if it has none, and that it has
-none if it has; `positions/Qwen2VL`: position ids; `models/known`: families that vLLM has no model of.
+none if it has; `positions/Qwen2VL`: position ids; `names/kimi_k25`: names of weights; `models/known`: families that
+vLLM has no model of.
 """
 
 import json
@@ -21,6 +22,7 @@ from vllm_models import register
 sys.path[:0] = [str(Path(__file__).parents[1] / name) for name in ("vlm", "engines")]
 import family_processors  # noqa: E402
 import test_every_family  # noqa: E402
+import vllm_names  # noqa: E402
 from family_configs import BASE, TEXT  # noqa: E402
 from test_families import seeded  # noqa: E402
 
@@ -296,6 +298,9 @@ def facts_of(folder, name):
     what, which, *other_cpu = name.split("/")
     if what == "models":
         return {"absent": absent_families()}
+    if what == "names":
+        folder.joinpath(name).mkdir(parents=True)
+        return {"kept": vllm_names.parameters_without_weights(which, folder / name)}
     if what == "positions":
         return {"equal": positions(which, OWNERS[which])}
     if not other_cpu:
