@@ -197,7 +197,8 @@ Notes:
 - **gemma4, gemma4_unified.** In larger models (`use_bidirectional_attention` "vision") the tokens of an image attend to
   later ones of that image, in layers with a sliding window and within the window. The forward of Gemma 4 Unified in
   transformers 5.19 lets them do so in all layers, unlike its `generate`, Gemma 4 and vLLM; the engine does as the
-  latter. vLLM has no such attention on a CPU: rollout `vllm` refuses images there, and is tested with causal images.
+  latter. vLLM has no such attention on a CPU: rollout `vllm` refuses images there, and `vllm_server` for
+  servers that `rlkit.rollout.serve` started there. Rollout `vllm` is tested with causal images.
 - **gemma3n_text with vLLM.** vLLM 0.32's class of the text model alone leaves out the per-layer embeddings; the
   logprobs of the tiny model then differ by 0.3. Its class of the whole model adds them.
 - **olmo3 with vLLM.** vLLM 0.32 runs it by transformers' own model, whose class it changes. In the trainer's process
@@ -214,8 +215,8 @@ Notes:
   compared, which takes a GPU or the published files.
 - **kimi_k25 with vLLM.** vLLM's model is called `KimiK25ForConditionalGeneration`, as in the published `config.json`,
   and asks for the `media_proc_cfg` of the published processor. For `Kimi_K25ForConditionalGeneration`, the class that
-  transformers writes, and so for an export, vLLM 0.32 runs transformers' own model. It takes images as `vision_chunk`, a form
-  that rlkit does not send. On a CPU rollout `vllm` refuses the family.
+  transformers writes, and so for an export, vLLM 0.32 runs transformers' own model. vLLM's takes images as
+  `vision_chunk`, a form that rlkit does not send. On a CPU rollout `vllm` refuses the family.
 - **olmo_hybrid with vLLM.** vLLM 0.32 loads no files of it: its mapper marks the convolutions of queries, keys and
   values by an attribute that the loader of the merged convolution does not read ("list indices must be integers or
   slices, not NoneType").
@@ -254,15 +255,23 @@ Notes:
   tokens these are goes to the model as `moe_mm_token_type_ids`, which the engine computes. Ranks cannot share a
   sequence, since experts for images have no gradient on a rank without image tokens. Routing replay is refused: its
   layers have two routers. vLLM 0.32 reads the configuration (`embed_dim`, `moe_num_experts` as a list, ...) and the
-  processor of the published remote code only, which the trainer does not read; so rollout `vllm` refuses it on a CPU.
+  processor of the published remote code only; transformers needs a converted configuration. Rollout `vllm` refuses
+  the family on a CPU.
 - **glm5_next** (GLM-5.3-Flash) attends as GLM-5 does, to pools of tokens that an indexer chooses, next to layers of
-  linear attention. It has no position ids. Rows are padded, for the reasons given for GLM-5. vLLM 0.32 needs
-  settings that transformers' configuration lacks, such as `mhc` and `mla_use_nope`, so it does not read an export
-  without them. With them it takes the weights that rlkit hands over; a run needs a GPU.
+  linear attention. It has no position ids. Rows are padded, for the reasons given for GLM-5. Frames of its videos
+  consist of image tokens, between the brackets of a video. vLLM 0.32 needs settings that transformers' configuration
+  lacks, such as `mhc` and `mla_use_nope`, so it does not read an export without them. With them it takes the weights
+  that rlkit hands over; a run needs a GPU.
 - **cohere_compass with vLLM.** With `mrope_section` [6, 6, 4], transformers 5.19 rotates the dimensions of a head by
   the frequencies 0, 2, ..., 10, 1, 3, ..., 11, 12, ..., 15, and vLLM 0.32 by 0, 1, ..., 15. The logprobs differ by 0.1
   in the tiny model, and by 5e-7 in one whose layers have no RoPE. rlkit refuses the family on a CPU; on a GPU
   `WeightSyncCheck` would stop such a run.
+- **cosmos3_omni, cosmos3_edge** (Cosmos 3, the part that writes text). The first is Qwen3-VL by another name; the
+  second has a vision tower of its own. A forward of Cosmos 3 Edge in transformers 5.19 without `attention_mask` takes
+  the tokens of images for starts of packed sequences, as they share their first position id; logprobs of the tiny
+  model then differ by 0.8. rlkit's engines and sampler do not. vLLM 0.32 knows neither in the form that transformers
+  writes: it calls the first `Cosmos3ForConditionalGeneration`, and reads the layers of the second from
+  `hybrid_override_pattern` of its published files; no run with them was tested.
 - **MiniCPM-V 4.6.** Its processor numbers the images of a text. Images in the observations of an episode start from 0
   again, while vLLM counts them on.
 - **SmolVLM.** transformers' processor needs the package `num2words`.

@@ -227,7 +227,7 @@ def _checksum_of(content: Mapping[str, Any]) -> str:
 
 def replace_directory(new: Path, path: Path) -> None:
     """Rename a finished directory to `path`; the directory that was there is removed only after that."""
-    old = restore_replaced(path)
+    old = _restore_replaced(path)
     shutil.rmtree(old, ignore_errors=True)
     if path.exists():
         path.rename(old)
@@ -235,7 +235,7 @@ def replace_directory(new: Path, path: Path) -> None:
     shutil.rmtree(old, ignore_errors=True)
 
 
-def restore_replaced(path: Path) -> Path:
+def _restore_replaced(path: Path) -> Path:
     """Restore a directory if a process was killed in `replace_directory`; returns the path where it is kept aside."""
     old = path.with_name(path.name + ".old")
     if old.is_dir() and not path.exists():
@@ -254,7 +254,7 @@ def read_manifest(path: str | Path) -> dict[str, Any]:
     """
     finish()
     path = Path(path)
-    if problem := problem_of_rank_0(lambda: restore_replaced(path)):
+    if problem := problem_of_rank_0(lambda: _restore_replaced(path)):
         raise OSError(f"checkpoint {path}: expected to restore it from {path.name}.old, got: {problem}")
     manifest, problem = _read_intact(path)
     if problem := first_problem(problem, None):

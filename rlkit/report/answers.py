@@ -26,6 +26,7 @@ from rlkit.tracking.files import replace_file
 
 IMAGES, AUDIOS = "images", "audios"
 LARGEST_SIDE = 512  # pixels of a saved image
+COLUMNS = 2  # of a video's frames: a prompt's images are 240 pixels wide on the page
 SAVED_SECONDS = 30.0  # of an audio; a longer one is cut
 MOST_BYTES = 24_000_000  # of answers and images on one page
 MOST_BYTES_OF_AUDIOS = 24_000_000  # on one page: nine minutes of 16000 samples per second
@@ -35,7 +36,7 @@ MOST_CHARACTERS = 20_000  # of each text on the page; samples.jsonl has the whol
 def prompt_record(
     out: Path, samples: Sequence[Any], kind: str, step: int, parts: Mapping[str, Sequence[float]] | None = None
 ) -> dict[str, Any]:
-    """Make one record for samples.jsonl, and save the prompt's images, audios and a strip of each video's frames.
+    """Make one record for samples.jsonl, and save the prompt's images, audios and a grid of each video's frames.
 
     Args:
         out: the run's directory.
@@ -56,7 +57,7 @@ def prompt_record(
         }
         for i, sample in enumerate(samples)
     ]
-    pictures = [*first.images, *(frame_strip(video) for video in first.videos)]
+    pictures = [*first.images, *(frame_grid(video) for video in first.videos)]
     images = [name for image in pictures if (name := save_image(out, image))]
     sounds = [*first.audios, *(video.sound for video in first.videos if video.sound is not None)]
     audios = [save_audio(out, audio) for audio in sounds]
@@ -66,26 +67,28 @@ def prompt_record(
     return {**place, **texts, "images": images, "audios": audios, "answers": answers}
 
 
-def frame_strip(video: Any, most: int = 8, height: int = 128) -> Any:
-    """Some frames of a video side by side as a PIL image, from the first to the last at equal distances.
+def frame_grid(video: Any, most: int = 8) -> Any:
+    """Some frames of a video as one PIL image, from the first to the last at equal distances.
+
+    They are in two columns, row by row. The image has at most `LARGEST_SIDE` pixels in width and height.
 
     Args:
         video: a `rlkit.data.Video`.
         most: frames.
-        height: of the strip in pixels, if the frames are higher.
     """
     import numpy as np
     from PIL import Image
 
     chosen = np.linspace(0, len(video.frames) - 1, min(most, len(video.frames))).round().astype(int)
     frames = [Image.fromarray(np.ascontiguousarray(video.frames[i])) for i in chosen]
+    rows, gap = math.ceil(len(frames) / COLUMNS), 2
     for frame in frames:
-        frame.thumbnail((4 * height, height))
-    width, tall = frames[0].size
-    strip = Image.new("RGB", (len(frames) * (width + 2) - 2, tall), "white")
+        frame.thumbnail((LARGEST_SIDE // COLUMNS - gap, LARGEST_SIDE // rows - gap))
+    width, height = frames[0].width + gap, frames[0].height + gap
+    grid = Image.new("RGB", (min(COLUMNS, len(frames)) * width - gap, rows * height - gap), "white")
     for i, frame in enumerate(frames):
-        strip.paste(frame, (i * (width + 2), 0))
-    return strip
+        grid.paste(frame, (i % COLUMNS * width, i // COLUMNS * height))
+    return grid
 
 
 def append_records(out: Path, records: Iterable[Mapping[str, Any]]) -> None:

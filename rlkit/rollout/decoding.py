@@ -106,14 +106,14 @@ class DecodingState:
 def prefill(module: Any, requests: Sequence[Sample], n: int) -> DecodingState:
     """Run each prompt through the model once, and repeat its row of the cache for its n samples."""
     device = next(module.parameters()).device
-    tokens, attention_mask = left_pad([request.token_ids for request in requests])
+    tokens, attention_mask = _left_pad([request.token_ids for request in requests])
     vision = [request.vision for request in requests]
     spec = position_spec(module.config)
     positions = position_ids(tokens, attention_mask, vision, spec)
     inputs = {"input_ids": tokens, "attention_mask": attention_mask.long(), "position_ids": positions}
     inputs = gemma_frames_as_images({**inputs, **vision_kwargs(tokens, vision, spec)}, module.config)
     out = module(**{name: x.to(device) for name, x in inputs.items()}, use_cache=True, logits_to_keep=1)
-    select_rows(out.past_key_values, torch.arange(len(requests), device=device).repeat_interleave(n))
+    _select_rows(out.past_key_values, torch.arange(len(requests), device=device).repeat_interleave(n))
     last_positions = (positions.amax(0) if positions.ndim == 3 else positions)[:, -1]
     batch_size = len(requests) * n
     return DecodingState(
@@ -128,7 +128,7 @@ def prefill(module: Any, requests: Sequence[Sample], n: int) -> DecodingState:
     )
 
 
-def select_rows(cache: Any, rows: Tensor) -> None:
+def _select_rows(cache: Any, rows: Tensor) -> None:
     """Make a cache of these rows of it, in this order; a row may be repeated.
 
     Qwen4 (experimental) keeps the positions of all tokens in the cache, [axes, B, T], which transformers does not
@@ -174,7 +174,7 @@ def drop_finished_rows(state: DecodingState, tokens: Tensor) -> Tensor:
     running = ~state.finished
     if running.sum() > len(running) // 2:
         return tokens
-    select_rows(state.cache, running.nonzero()[:, 0])
+    _select_rows(state.cache, running.nonzero()[:, 0])
     state.rows, state.finished = state.rows[running], state.finished[running]
     state.attention_mask, state.last_positions = state.attention_mask[running], state.last_positions[running]
     return tokens[running]
@@ -231,7 +231,7 @@ class RecordedExperts:
         ]
 
 
-def left_pad(rows: Sequence[Sequence[int]]) -> tuple[Tensor, Tensor]:
+def _left_pad(rows: Sequence[Sequence[int]]) -> tuple[Tensor, Tensor]:
     """Token ids of unequal lengths as one tensor.
 
     Returns:

@@ -78,11 +78,7 @@ def serving(
         )
     if any(option.split("=")[0] in ("--api-key", "--api_key") for option in options):
         raise ValueError(f"api-key: expected the token in the environment variable {TOKEN_VARIABLE}, got an option")
-    overrides = generation_config_overrides(model)
-    if overrides and any(
-        option.split("=")[0].replace("_", "-") == "--override-generation-config" for option in options
-    ):
-        raise ValueError(f"override-generation-config: expected none for this model, which needs {overrides}, got one")
+    _check_options(options, command(model, host, port, tensor_parallel_size, on_gpu))
     for i in range(count):
         _check_port_is_free(host, port + i)
     with ExitStack() as stack:
@@ -146,6 +142,15 @@ def command(model: str, host: str, port: int, tensor_parallel_size: int, on_gpu:
         *(part for flag, value in flags.items() for part in (f"--{flag}", str(value))),
         *(f"--{switch}" for switch in switches),
     ]
+
+
+def _check_options(options: Sequence[str], flags: Sequence[str]) -> None:
+    """Raise a ValueError for an option that vLLM would take instead of one that the model needs."""
+    given = {option.split("=")[0].split(".")[0].replace("_", "-") for option in options}
+    for option, alias in (("--override-generation-config", ""), ("--compilation-config", "-cc")):
+        if {option, alias} & given and option in flags:
+            needed = flags[flags.index(option) + 1]
+            raise ValueError(f"{option[2:]}: expected none for this model, which needs {needed}, got one")
 
 
 def environment(host: str, count: int, on_gpu: bool) -> dict[str, str]:

@@ -22,7 +22,7 @@ from rlkit.data.samples import Sample
 from rlkit.rollout.adapters import adapter_folder, check_adapter, lora_request, serialize_adapter
 from rlkit.rollout.inference_requests import check_context_length, check_prompt_expansion, finished_sample
 from rlkit.rollout.sampling import OnFinished, Sampling, end_token_ids, sampling_per_request, with_routed_experts
-from rlkit.rollout.vllm_cpu import cpu_dtype_and_options
+from rlkit.rollout.vllm_cpu import cpu_dtype_and_options, with_family_options
 from rlkit.rollout.vllm_families import (
     check_trainers_class_is_not_used,
     check_weight_updates_work,
@@ -34,13 +34,13 @@ from rlkit.rollout.vllm_families import (
 from rlkit.rollout.vllm_generation_config import generation_config_overrides
 from rlkit.rollout.vllm_requests import (
     as_trainer_tokens,
+    check_image_attention,
     check_suppressed_token_ids,
     check_videos,
     vllm_prompt,
     vllm_sampling_params,
     vllm_video_options,
 )
-from rlkit.vlm.families import has_bidirectional_images
 from rlkit.vlm.loading import thinker_config
 from rlkit.vlm.processors import QWEN3_OMNI, suppressed_token_ids
 
@@ -99,7 +99,7 @@ class VllmRollout:
             dtype = dtype or "bfloat16"
         else:
             dtype, of_family = cpu_dtype_and_options(model, dtype, trust_remote_code=trust_remote_code)
-            options = cpu_options(dtype, {**of_family, **options})
+            options = cpu_options(dtype, with_family_options(of_family, options))
         self.weight_dtype: torch.dtype = getattr(torch, dtype)
         if type(processor).__name__ == QWEN3_OMNI:
             # vLLM would reuse the tokens of a video for the same frames with another sound
@@ -116,9 +116,7 @@ class VllmRollout:
             **options,
         )
         self._shut_down = weakref.finalize(self, _shut_down_engine, self.llm)
-        config = thinker_config(self.llm.model_config.hf_config)
-        self.family: str = config.model_type
-        self.bidirectional_images = has_bidirectional_images(config)
+        self.config = config = thinker_config(self.llm.model_config.hf_config)
         tokenizer = getattr(processor, "tokenizer", processor)
         self.suppressed_token_ids = suppressed_token_ids(config, tokenizer).tolist()
         check_suppressed_token_ids(self.suppressed_token_ids)
@@ -134,7 +132,7 @@ class VllmRollout:
         Raises:
             ValueError: a family of which vLLM would keep some of the old weights.
         """
-        check_weight_updates_work(self.family)
+        check_weight_updates_work(self.config.model_type)
         self.lora_request, self.weights_replaced = None, True
         self.llm.collective_rpc("reload_weights", kwargs={"weights_iterator": weights})
         if not self.on_gpu:
@@ -220,12 +218,8 @@ class VllmRollout:
         params = sampling_per_request(sampling, requests)
         check_context_length(requests, params, self.max_model_len)
         check_videos(requests, self.processor)
-        has_visions = any(request.images or request.videos for request in requests)
-        if self.bidirectional_images and not self.on_gpu and has_visions:
-            raise ValueError(
-                "model: expected a family whose image tokens attend to earlier ones only, as vLLM supports no other "
-                f"on a CPU, got {self.family}; use rollout 'hf'"
-            )
+        if not self.on_gpu:
+            check_image_attention(requests, self.config)
         gathered, first = self._gather_requests(list(zip(requests, params, strict=True)))
         groups: dict[int, list[Sample]] = {}
         with self._without_compilation(), closing(self._run_engine(gathered, n)) as outputs:
@@ -272,7 +266,10 @@ class VllmRollout:
             )
             for request, sampling in requests
         ]
-        prompts = [{**vllm_prompt(request), **vllm_video_options(request, self.processor)} for request, _ in requests]
+        prompts = [
+            {**vllm_prompt(request, self.processor), **vllm_video_options(request, self.processor)}
+            for request, _ in requests
+        ]
         ids = self.llm.enqueue(prompts, params, use_tqdm=False, lora_request=self.lora_request)
         index_of = {id_.partition("-")[0]: i for i, id_ in enumerate(ids)}  # vLLM appends "-" and something random
         engine = self.llm.llm_engine

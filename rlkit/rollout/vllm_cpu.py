@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import platform
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -10,7 +11,7 @@ import torch
 from rlkit.vlm.families import RECURRENT_LAYERS, layer_types
 from rlkit.vlm.loading import load_config
 
-# model types in vLLM 0.32, those of text models except for kimi_k25 and ernie4_5_vl_moe
+# model types in vLLM 0.32, those of text models except for the last four obstacles
 BFLOAT16_ONLY = frozenset({"qwen3_next", "qwen3_5_text", "qwen3_5_moe_text"})  # its kernel for the gated delta rule
 # vLLM's models of these, and of multi-head latent attention, give RoPE queries of [tokens, heads, size]. Its kernel for
 # CPUs takes their second dimension for the tokens, and so gives most of them the position of another one.
@@ -23,6 +24,10 @@ OBSTACLES = {
     "qwen4_exp_text": "its sparse attention needs FlashAttention, so a GPU",
     "kimi_k25": "vLLM takes its images as vision_chunk, and reads the processor of published files only",
     "ernie4_5_vl_moe": "vLLM reads the configuration and the processor of published files only, by their own code",
+    **dict.fromkeys(
+        ("cosmos3_edge", "cosmos3_omni"),
+        "vLLM reads its published files only, not a model directory that transformers has written",
+    ),
 }
 
 
@@ -59,6 +64,25 @@ def cpu_dtype_and_options(
     if family in ROPE_BY_HEADS or getattr(config.get_text_config(), "kv_lora_rank", None):
         options["compilation_config"] = {"custom_ops": ["-rotary_embedding"]}  # RoPE by PyTorch
     return dtype or ("bfloat16" if family in BFLOAT16_ONLY else "float32"), options
+
+
+def with_family_options(of_family: Mapping[str, Any], options: Mapping[str, Any]) -> dict[str, Any]:
+    """A user's options of vLLM, which replace those that a family needs; a `compilation_config` has those of both.
+
+    Args:
+        of_family: of `cpu_dtype_and_options`.
+
+    Raises:
+        ValueError: a `compilation_config` other than a dict, for a family that needs one.
+    """
+    merged = {**of_family, **options}
+    needed, given = (one.get("compilation_config") for one in (of_family, options))
+    if needed and given is not None:
+        if not isinstance(given, Mapping):
+            raise ValueError(f"compilation_config: expected a dict for this model, which needs {needed}, got {given!r}")
+        operators = [*needed["custom_ops"], *given.get("custom_ops", ())]
+        merged["compilation_config"] = {**given, "custom_ops": list(dict.fromkeys(operators))}
+    return merged
 
 
 def has_avx512() -> bool:

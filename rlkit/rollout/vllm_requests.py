@@ -14,29 +14,33 @@ import numpy as np
 from rlkit.data.samples import Audio, Sample, Video
 from rlkit.rollout.inference_requests import SUPPRESSED_LOGIT_BIAS
 from rlkit.rollout.sampling import Sampling, sample_name
+from rlkit.vlm.families import has_bidirectional_images
 from rlkit.vlm.processors import AUDIO_PROCESSORS, GLM_PROCESSORS, QWEN2_5_OMNI, placeholder_id
 
 MAX_LOGIT_BIASES = 1024  # tokens; with more, vLLM's engine process dies on a GPU
 
 
-def vllm_prompt(request: Sample) -> dict[str, Any]:
+def vllm_prompt(request: Sample, processor: Any) -> dict[str, Any]:
     """vLLM's prompt: the compact token track, with one placeholder for each image, video and audio, and these media.
 
-    vLLM expands placeholders itself, so it must not be given the expanded track.
+    vLLM expands placeholders itself, so it must not be given the expanded track. The sound of videos is among the
+    audios of a model with audio input; other models do not hear it.
     """
     prompt: dict[str, Any] = {"prompt_token_ids": list(request.compact_ids)}
     media: dict[str, Any] = {"image": list(request.images)} if request.images else {}
     if request.videos:
         media["video"] = [vllm_video(video) for video in request.videos]
-    if audios := [*request.audios, *(video.sound for video in request.videos if video.sound is not None)]:
+    hears = type(processor).__name__ in AUDIO_PROCESSORS
+    sounds = [video.sound for video in request.videos if hears and video.sound is not None]
+    if audios := [*request.audios, *sounds]:
         media["audio"] = [vllm_audio(audio) for audio in audios]
     return {**prompt, "multi_modal_data": media} if media else prompt
 
 
 def vllm_video(video: Video) -> tuple[Any, dict[str, Any]]:
-    """A video as vLLM takes it.
+    """A video in vLLM's form: (frames, metadata). Families that need no times ignore the metadata.
 
-    Families that need no times drop the metadata. Without `do_sample_frames` vLLM would take other frames.
+    `do_sample_frames` is False, or vLLM would choose among the frames again.
     """
     return video.frames, {**video.metadata, "do_sample_frames": False}
 
@@ -44,7 +48,7 @@ def vllm_video(video: Video) -> tuple[Any, dict[str, Any]]:
 def vllm_video_options(request: Sample, processor: Any) -> dict[str, Any]:
     """Further entries of vLLM's prompt for videos of Qwen-Omni: their frame rate, and whether they have sound.
 
-    Videos with sound also get an identity. vLLM's prefix cache would take those with the same frames for the same.
+    Videos with sound also get an identifier, because vLLM's prefix cache would identify them by their frames alone.
 
     Raises:
         ValueError: videos of several frame rates; or sound in some videos only, beside audios or for Qwen2.5-Omni.
@@ -92,11 +96,11 @@ def _check_sound(request: Sample, sounds: int, family: str) -> None:
 
 
 def vllm_audio(audio: Audio) -> tuple[Any, int]:
-    """An audio as vLLM takes it, which does not resample one at the processor's rate."""
+    """An audio in vLLM's form: (samples, rate). It has the processor's rate, so vLLM does not resample it."""
     return audio.samples, audio.rate
 
 
-def check_video_normalization(requests: Sequence[Sample], processor: Any) -> None:
+def _check_video_normalization(requests: Sequence[Sample], processor: Any) -> None:
     """Raise a ValueError for videos of a model whose images and videos are normalized differently.
 
     vLLM normalizes both in the vision tower, with the mean and standard deviation of images.
@@ -114,8 +118,8 @@ def check_video_normalization(requests: Sequence[Sample], processor: Any) -> Non
 
 
 def check_videos(requests: Sequence[Sample], processor: Any) -> None:
-    """Raise a ValueError for videos that vLLM refuses, or of which it would make other inputs than training sees."""
-    check_video_normalization(requests, processor)
+    """Raise a ValueError for videos that vLLM refuses, or of which it would compute other inputs than the trainer."""
+    _check_video_normalization(requests, processor)
     name = type(processor).__name__
     if name not in GLM_PROCESSORS:
         return
@@ -126,14 +130,27 @@ def check_videos(requests: Sequence[Sample], processor: Any) -> None:
                 f"got {len(request.videos)}; use rollout 'hf'"
             )
         if request.videos and name == "Glm46VProcessor":
-            check_whole_seconds(request)
+            _check_whole_seconds(request)
+
+
+def check_image_attention(requests: Sequence[Sample], config: Any) -> None:
+    """Raise a ValueError for images and videos whose tokens attend to later ones, as vLLM on a CPU does not do.
+
+    Args:
+        config: of the model.
+    """
+    if has_bidirectional_images(config) and any(request.images or request.videos for request in requests):
+        raise ValueError(
+            "model: expected a family whose image tokens attend to earlier ones only, as vLLM supports no other on a "
+            f"CPU, got {config.model_type}; use rollout 'hf'"
+        )
 
 
 def as_trainer_tokens(token_ids: Sequence[int], processor: Any) -> Sequence[int]:
-    """A prompt that vLLM has expanded, with the placeholders of training.
+    """The tokens of a prompt that vLLM has expanded, with the placeholders that the trainer has.
 
-    In InternVL's videos vLLM repeats the token of a video for the features of a frame, where transformers' processor
-    repeats that of an image. Both are replaced by the same features.
+    They differ in videos of InternVL only: vLLM repeats the placeholder of a video, and transformers' processor that of
+    an image. The features of a frame replace either.
     """
     if type(processor).__name__ != "InternVLProcessor":
         return token_ids
@@ -141,7 +158,7 @@ def as_trainer_tokens(token_ids: Sequence[int], processor: Any) -> Sequence[int]
     return [image if token == video else token for token in token_ids]
 
 
-def check_whole_seconds(request: Sample) -> None:
+def _check_whole_seconds(request: Sample) -> None:
     """Raise a ValueError for a video of GLM-4.6V or GLM-OCR whose frames vLLM would give other times.
 
     The processor writes a time with one decimal after every second frame, "0.8 seconds". vLLM rounds times down first.

@@ -239,16 +239,42 @@ def check_rollout_takes_adapters(cfg: Any, engine: Any, rollout: Any) -> None:
     rollout.check_adapter([name for name, _ in local_parts], cfg.lora_rank)
 
 
-def roughest_dtype(cfg: EngineOptions, rollout: Any = None) -> torch.dtype | None:
-    """The dtype for `rlkit.rollout.WeightSyncCheck`: bfloat16 if one of the options, or the sampler's dtype, is that.
+def sync_check_dtype(cfg: EngineOptions, rollout: Any = None) -> torch.dtype | None:
+    """The dtype for `rlkit.rollout.WeightSyncCheck`: the 16-bit dtype that trainer or sampler computes in.
 
-    Otherwise None, for the default of the device: a sampler may run in bfloat16 without saying so.
+    None if neither states one. The check then assumes the default of the device, as not every sampler says its dtype.
     """
-    in_bfloat16 = "bfloat16" in (cfg.dtype, cfg.compute_dtype)
-    return torch.bfloat16 if in_bfloat16 or getattr(rollout, "weight_dtype", None) == torch.bfloat16 else None
+    if "bfloat16" in (cfg.dtype, cfg.compute_dtype):
+        return torch.bfloat16
+    of_sampler = getattr(rollout, "weight_dtype", None)
+    return of_sampler if of_sampler in (torch.bfloat16, torch.float16) else None
 
 
-def learning_rate_schedule(optimizer: Optimizer, cfg: OptimizerOptions, updates: int) -> LambdaLR:
+class RunSchedule(LambdaLR):
+    """A learning-rate schedule that keeps the options of this run when a checkpoint is loaded.
+
+    A checkpoint holds the learning rates and the weight decay of the run that wrote it. A resumed run may have other
+    options (`--allow_changes lr`, more `--steps`), so it takes over only the number of finished updates.
+
+    Args:
+        optimizer: has this run's learning rates and weight decay.
+        share_of_peak: finished updates -> learning rate of the next update, as a share of the optimizer's.
+    """
+
+    def __init__(self, optimizer: Optimizer, share_of_peak: Callable[[int], float]) -> None:
+        self.weight_decays = [group["weight_decay"] for group in optimizer.param_groups]
+        super().__init__(optimizer, share_of_peak)
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Continue at the saved update. The optimizer's state has to be loaded before."""
+        self.last_epoch, self._step_count = state_dict["last_epoch"], state_dict["_step_count"]
+        options = zip(self.optimizer.param_groups, self.base_lrs, self.weight_decays, self.lr_lambdas, strict=True)
+        for group, peak, weight_decay, share_of_peak in options:
+            group.update(initial_lr=peak, lr=peak * share_of_peak(self.last_epoch), weight_decay=weight_decay)
+        self._last_lr = [group["lr"] for group in self.optimizer.param_groups]
+
+
+def learning_rate_schedule(optimizer: Optimizer, cfg: OptimizerOptions, updates: int) -> RunSchedule:
     """Linear warm-up to the peak, and decay over all `updates` optimizer steps by `cfg.lr_schedule`."""
     warmup, updates = max(1, cfg.warmup_steps), max(1, updates)
     decay = DECAYS[cfg.lr_schedule]
@@ -256,7 +282,7 @@ def learning_rate_schedule(optimizer: Optimizer, cfg: OptimizerOptions, updates:
     def share_of_peak(step: int) -> float:
         return min((step + 1) / warmup, max(cfg.min_lr_ratio, decay(min(1.0, step / updates))))
 
-    return LambdaLR(optimizer, share_of_peak)
+    return RunSchedule(optimizer, share_of_peak)
 
 
 DECAYS: dict[str, Callable[[float], float]] = {  # fraction of finished steps -> fraction of the peak

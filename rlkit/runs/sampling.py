@@ -17,7 +17,7 @@ from rlkit.report import append_records, prompt_record
 from rlkit.rewards import Judge, judged, judging_problem, part_means, reward_stats
 from rlkit.rollout import Sampling, WeightSyncCheck
 from rlkit.runs.evaluation import mean_and_error, pass_at_k, record_evaluation
-from rlkit.runs.models import roughest_dtype
+from rlkit.runs.models import sync_check_dtype
 from rlkit.runs.options import sends_adapters
 from rlkit.runs.rollouts import SavedRollouts, is_replay, record_draw
 from rlkit.tracking import Run
@@ -238,7 +238,7 @@ class PolicySampler:
 
     @cached_property
     def _check_sync(self) -> WeightSyncCheck:
-        return WeightSyncCheck(self.cfg.max_mismatch, dtype=roughest_dtype(self.cfg, self.rollout))
+        return WeightSyncCheck(self.cfg.max_mismatch, dtype=sync_check_dtype(self.cfg, self.rollout))
 
     def stop_if_out_of_sync(self, mismatch: float) -> None:
         """End the run if the sampler clearly lacks the trained weights; see `rlkit.rollout.WeightSyncCheck`.

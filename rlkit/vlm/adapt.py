@@ -1,4 +1,4 @@
-"""Which parameters are trained: freezing by name pattern, LoRA, and the parameters of a model with LoRA."""
+"""Freezing by name pattern, LoRA, and the weights of a model under the names of its checkpoint files."""
 
 from __future__ import annotations
 
@@ -76,25 +76,25 @@ def encoder_modules(model: Any) -> list[str]:
     return [*found, *(name for name in without_config if name in names)]
 
 
-def fused_projections(model: Any) -> list[str]:
-    """The names of linear layers of state-space models (Mamba) whose weights are arguments of a fused kernel.
+def _fused_projections(model: Any) -> list[str]:
+    """The names of layers of state-space models (Mamba) whose weights are arguments of a fused kernel.
 
-    The kernel would compute without their adapters, on a GPU only. peft refuses them for some families.
+    On a GPU the kernel reads the weights and would ignore adapters. peft refuses such layers for some families only.
     """
     names = {id(module): name for name, module in model.named_modules()}
     mixers = [layer for layer in recurrent_layers(model) if hasattr(layer, "D")]  # only state-space models have D
     return [names[id(part)] for layer in mixers for part in (layer.conv1d, layer.out_proj)]
 
 
-def unadaptable_layers(model: Any) -> dict[str, str]:
-    """name -> why LoRA cannot adapt it, of the linear layers for which that is so."""
+def _unadaptable_layers(model: Any) -> dict[str, str]:
+    """name -> reason, for each linear layer that LoRA cannot adapt."""
     routers = [
         name
         for name, module in model.named_modules()
         if isinstance(module, nn.Linear) and type(module).__name__.endswith("Router")
     ]
     return {
-        **dict.fromkeys(fused_projections(model), "a fused kernel computes with its weight alone"),
+        **dict.fromkeys(_fused_projections(model), "a fused kernel computes with its weight alone"),
         **dict.fromkeys(routers, "a router returns more than its logits"),  # Llama 4
     }
 
@@ -149,13 +149,14 @@ def lora(
         alpha: alpha of the paper.
         target_modules: "all-linear", or a regular expression that must match a module's full name.
         exclude_modules: modules without adapters, a regular expression that must match a module's full name.
-        adapt_towers: also put adapters into the modules that encode images, videos and audio, see `encoder_modules`.
+        adapt_towers: also adapt the modules that encode images, videos and audio, see `encoder_modules`.
 
     Returns:
         A peft model. Only the adapters are trained; without them (`disable_adapter()`) it is the reference policy.
 
     Raises:
-        ValueError: a rank below 1, or target modules that are embeddings or `unadaptable_layers`.
+        ValueError: a rank below 1, or target modules that LoRA cannot adapt here: embeddings, routers, and
+            projections inside fused kernels.
     """
     with requires_extra("vlm"):
         import peft
@@ -164,7 +165,7 @@ def lora(
     excluded = [exclude_modules] if exclude_modules else []
     if not adapt_towers and (encoders := encoder_modules(model)):
         excluded.append(f".*{_inside(encoders)}.*")
-    unadaptable = unadaptable_layers(model)
+    unadaptable = _unadaptable_layers(model)
     if unadaptable and target_modules == "all-linear":
         excluded.append("|".join(map(re.escape, unadaptable)))
     elif chosen := [name for name in unadaptable if re.fullmatch(target_modules, name)]:
@@ -180,8 +181,8 @@ def lora(
     model = peft.get_peft_model(model, config)
     if embedding := next((name for name, _ in model.named_parameters() if ".lora_embedding_" in name), None):
         raise ValueError(
-            f"target_modules: expected linear layers, whose adapters the sampler can be sent, got {embedding}, of an "
-            "embedding"
+            f"target_modules: expected linear layers, whose adapters can be sent to a sampler, got an embedding: "
+            f"{embedding}"
         )
     adapted = [layer for layer in model.modules() if "default" in getattr(layer, "lora_A", ())]
     if any(layer.lora_A["default"].weight.is_meta for layer in adapted):
@@ -192,13 +193,13 @@ def lora(
 
 
 def _initialise(layer: Any) -> None:
-    """Give values to adapters that peft has put beside weights which are still to be read, on the meta device.
+    """Initialise adapters that peft has created on the meta device, because the base weights are not loaded yet.
 
-    The random numbers are drawn as for other adapters, so that a run does not depend on how its weights are read.
+    The random numbers are those of adapters beside loaded weights, so that a run does not depend on how it loads them.
     """
     for part in (layer.lora_A, layer.lora_B):
         part.to_empty(device="cpu")
-        part["default"].reset_parameters()  # what making an nn.Linear does; peft then overwrites it
+        part["default"].reset_parameters()  # as the constructor of nn.Linear does; peft then overwrites it
     layer.reset_lora_parameters("default", True)
 
 
@@ -224,8 +225,8 @@ def merged_parameters(
 ) -> Iterator[tuple[str, Tensor]]:
     """(name, tensor) of every parameter of the base model, with LoRA adapters merged.
 
-    Keeps no reference to a tensor once the next one is requested; a caller that wants to hold one tensor at a time has
-    to drop its own reference before that.
+    No reference to a tensor is kept once the next one is requested. To hold one tensor at a time, the caller has to
+    drop its own reference before that.
 
     Args:
         model: plain, or wrapped by `lora`.
@@ -233,8 +234,8 @@ def merged_parameters(
             all ranks.
         bucket_bytes: upper bound on the full size of the parameters and adapters in one call of `full`. A larger
             parameter gets a call of its own; with 0 every parameter does.
-        cast: returns a named parameter in the dtype that is wanted. It is called before `full`, and for a parameter
-            with an adapter after these have been merged.
+        cast: (name, parameter) -> the parameter in another dtype. It is called before `full`; for a parameter with an
+            adapter, after the two have been merged.
     """
     adapted = [module for module in model.modules() if "default" in getattr(module, "lora_A", ())]
     adapters = {id(_adapted(module)): module for module in adapted}
@@ -313,11 +314,14 @@ def _delta(adapter: Any, down: Tensor, up: Tensor) -> Tensor:
 
 
 def converted_together(model: Any, parameters: Iterable[tuple[str, Tensor]]) -> Iterator[dict[str, Tensor]]:
-    """Groups of parameters that transformers converts to those of checkpoint files together, by name.
+    """Groups (name -> tensor) of parameters that transformers converts to the form of checkpoint files together.
 
-    In most families each parameter is converted alone. ERNIE 4.5 VL has experts for text and for images, which its
-    files number in one list. The files of Kimi K2.5 have one matrix for queries, keys and values of its vision tower.
-    A caller that clears a group holds none of its tensors.
+    In most families each parameter is converted alone. ERNIE 4.5 VL has experts for text and experts for images, which
+    its files number in one list. The files of Kimi K2.5 have one matrix for queries, keys and values of its vision
+    tower. To free the tensors of a group, the caller clears the dictionary.
+
+    Raises:
+        ValueError: experts for text without those for images, or the reverse.
     """
     family = model.config.model_type
     if family in VISION_LAYERS_TOGETHER:
@@ -360,11 +364,11 @@ def _layers_together(parameters: Iterable[tuple[str, Tensor]], layer: str) -> It
 
 
 def checkpoint_parameters(model: Any, parameters: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
-    """Converts (name, tensor) pairs of a transformers model to the names and tensors of its checkpoint files.
+    """Convert (name, tensor) pairs of a transformers model to the names and tensors of its checkpoint files.
 
     For example, transformers holds all experts of a layer in one tensor, while checkpoint files, and vLLM, have one
-    tensor per expert. A parameter that is the same tensor in the files keeps its name in the model, except for the
-    families in `CHECKPOINT_NAME_FAMILIES`. Those of a thinker begin with "thinker.".
+    tensor per expert. A parameter whose tensor does not change keeps its name in the model, except for the families in
+    `CHECKPOINT_NAME_FAMILIES`. The names of a thinker begin with "thinker.".
     """
     from transformers.core_model_loading import revert_weight_conversion
 
@@ -372,9 +376,7 @@ def checkpoint_parameters(model: Any, parameters: Iterable[tuple[str, Tensor]]) 
     for group in converted_together(model, parameters):
         pieces = list(revert_weight_conversion(model, group).items())
         name, tensor = group.popitem()
-        if (
-            family in TRANSPOSED_EXPERTS and ".mlp.experts." in name
-        ):  # transformers reads both layouts and writes its own
+        if family in TRANSPOSED_EXPERTS and ".mlp.experts." in name:  # transformers reads both layouts, writes its own
             pieces = [(name, tensor.transpose(1, 2).contiguous())]
         elif len(pieces) == 1 and pieces[0][1] is tensor and family not in CHECKPOINT_NAME_FAMILIES:
             pieces = [(name, tensor)]
@@ -387,11 +389,18 @@ def checkpoint_parameters(model: Any, parameters: Iterable[tuple[str, Tensor]]) 
 
 
 def checkpoint_buffers(model: Any) -> Iterator[tuple[str, Tensor]]:
-    """(name, tensor) of each buffer that is in a model's checkpoint files, such as the correction bias of a router."""
+    """(name, tensor) of each buffer that is in a model's checkpoint files, such as the correction bias of a router.
+
+    Args:
+        model: from transformers, perhaps with adapters, or with modules that FSDP1 has wrapped. `state_dict()` would
+            say which buffers are saved, but FSDP1 gathers all weights there.
+    """
     from transformers.core_model_loading import revert_weight_conversion
 
-    in_files = model.state_dict().keys()
-    for name, buffer in model.named_buffers():
-        if name in in_files:
-            for renamed, tensor in revert_weight_conversion(model, {name: buffer}).items():
+    for path, module in model.named_modules():
+        for name, buffer in module.named_buffers(path, recurse=False):
+            if name.rpartition(".")[2] in module._non_persistent_buffers_set:
+                continue
+            plain = name.replace(".base_layer", "").replace("_fsdp_wrapped_module.", "")
+            for renamed, tensor in revert_weight_conversion(model, {plain: buffer}).items():
                 yield checkpoint_name(model.config.model_type, renamed), tensor

@@ -107,45 +107,48 @@ def encode_text(
 
 
 def _bracketed_video(processor: Any) -> str:
-    """A video in a text of Qwen-Omni; the processor inserts the tokens of its sound inside the brackets."""
+    """What stands for a video in a text of Qwen-Omni; the processor inserts the tokens of its sound in the brackets."""
     return processor.vision_bos_token + processor.video_token + processor.vision_eos_token
 
 
 def _encode_videos_apart(
     processor: Any, text: str, compact: Sequence[int], media: Mapping[str, Sequence[Any]]
 ) -> Sample:
-    """`encode_text` of Qwen-Omni for a text with videos, each in a call of its own.
+    """`encode_text` for a text of Qwen-Omni with videos; the processor is called once for each video.
 
-    One call of the processor has one frame rate for all of its videos, and either all or none of them have sound.
+    In one call all videos would have the same frame rate, and either all or none of them would have sound.
 
     Args:
         compact: the tokens of the text.
         media: kind -> images, videos or audios.
 
     Raises:
-        ValueError: a chat template that writes videos without brackets, or brackets that are merged with other text.
+        ValueError: the chat template writes videos without brackets, or the tokenizer merges a bracket with other text.
     """
-    place, (images, videos, audios) = _bracketed_video(processor), (iter(media[kind]) for kind in MEDIA)
-    samples, pieces = [], text.split(place)
+    images, videos, audios = (iter(media[kind]) for kind in MEDIA)
+    bracketed = _bracketed_video(processor)
+    samples, pieces = [], text.split(bracketed)
     if len(pieces) != len(media["video"]) + 1:
-        raise ValueError(f"chat template: expected {place!r} for each video, got one without its brackets")
+        raise ValueError(f"chat template: expected {bracketed!r} for each video, got one without its brackets")
     for i, piece in enumerate(pieces):
         if i:
-            samples.append(encode_text(processor, place, videos=[*islice(videos, 1)]))
+            samples.append(encode_text(processor, bracketed, videos=[*islice(videos, 1)]))
         if piece:
             own_images = [*islice(images, piece.count(processor.image_token))]
             own_audios = [*islice(audios, piece.count(processor.audio_token))]
             samples.append(encode_text(processor, piece, own_images, audios=own_audios))
     joined = reduce(append_observation, samples)
     if joined.compact_ids != list(compact):
-        raise ValueError(f"chat template: expected {place!r} not to change the tokens of the text beside it")
+        raise ValueError(f"chat template: expected {bracketed!r} not to change the tokens of the text beside it")
     return joined
 
 
 def _check_counts(
     processor: Any, tokens: Sequence[int], placeholders: Mapping[str, Any], media: Mapping[str, Sequence[Any]]
 ) -> None:
-    """Check that a prompt has as many placeholders as media of each kind; a question may spell a placeholder out.
+    """Check that a prompt has as many placeholders as media of each kind.
+
+    The numbers differ if, for example, the text of a question contains a placeholder.
 
     Args:
         tokens: of the prompt, before placeholders are expanded.
@@ -227,6 +230,7 @@ def video_arguments(processor: Any, videos: Sequence[Video]) -> dict[str, Any]:
         "videos": [torch.from_numpy(np.ascontiguousarray(one.frames.transpose(0, 3, 1, 2))) for one in videos],
         "video_metadata": [VideoMetadata(**one.metadata) for one in videos],
         "do_sample_frames": False,
+        "return_metadata": True,  # without it the processor of Cosmos3 Edge fails
     }
     if name in AUDIO_PROCESSORS:
         arguments["fps"] = videos[0].fps
@@ -236,7 +240,7 @@ def video_arguments(processor: Any, videos: Sequence[Video]) -> dict[str, Any]:
 
 
 def _check_frame_counts(name: str, counts: Sequence[int]) -> None:
-    """Raise a ValueError for numbers of frames at which the processor of this name fails with an unclear error."""
+    """Raise a ValueError for numbers of frames that the processor of this name cannot encode."""
     if name in STACKED_VIDEOS and len(set(counts)) > 1:
         raise ValueError(
             f"videos: expected as many frames in each video of a row, as {name} stacks them, got videos of "
@@ -249,11 +253,11 @@ def _check_frame_counts(name: str, counts: Sequence[int]) -> None:
 
 
 class _Gap(NamedTuple):
-    """Text outside all replacements: before the first, between two of them, or after the last; in characters."""
+    """A range of characters outside all replacements: before the first, between two of them, or after the last."""
 
     start: int
     end: int
-    shift: int  # how much later it stands in the expanded text
+    shift: int  # its offset in the expanded text minus that in the text
 
 
 def _expansions(
@@ -261,10 +265,10 @@ def _expansions(
 ) -> list[int | Expansion]:
     """The tokens that stand for each image (or video) in the expanded track.
 
-    The processor replaces each placeholder in the text with another text and tokenizes the result. A tokenizer may
-    merge the end of a replacement with the text beside it. An image's tokens therefore reach from one boundary to the
-    next: a boundary is a character in a gap at which a token begins both in the text and in the expanded text. Images
-    without a boundary between them are counted together as the first of them.
+    The processor replaces each placeholder in the text with another text, and tokenizes the result. A tokenizer may
+    merge the end of a replacement with the text beside it. The tokens of an image therefore reach from a boundary to
+    the next one. A boundary is a character outside all replacements at which a token begins both in the text and in
+    the expanded text. If there is no boundary between two images, the first gets the tokens of both.
 
     Args:
         replacements: for each image (or video) the `span` of its placeholder in the text, its `replacement`, and the

@@ -21,6 +21,8 @@ PATCH_ROW_FAMILIES = frozenset(
         "qwen3_5_moe",
         "qwen4_exp",
         "cohere_compass",
+        "cosmos3_edge",
+        "cosmos3_omni",
         "glm4v",
         "glm4v_moe",
         "glm46v",

@@ -46,15 +46,13 @@ POSITION_KEYS = ("image_grid_thw", "video_grid_thw", *VIDEO_TIME_KEYS)
 
 
 def concatenate_vision(vision: Sequence[Mapping[str, Tensor]], only: Sequence[str] | None = None) -> dict[str, Tensor]:
-    """Concatenates the vision tensors of several samples in the order of the samples.
+    """Concatenate the vision tensors of several samples in the order of the samples.
 
-    They are concatenated along the first dimension, except for the pixels of MiniCPM-V 4.6, which are concatenated
-    along the last one.
+    The dimension is the first one; for the pixels of MiniCPM-V 4.6 it is the last one.
 
     In SmolVLM and Idefics3 a sample's images have a dimension of their own: [1, images, channels, height, width].
-    Samples with fewer images are padded with zeros, as the processors pad a batch; the models skip such images. Where
-    `image_sizes` gives the height and width of each image (Mistral 3), smaller images are padded likewise, and so are
-    shorter audios.
+    Samples with fewer images are padded with zeros, as the processors pad a batch; the models skip such images. Shorter
+    audios are padded too, and so are smaller images where `image_sizes` gives the height and width of each (Mistral 3).
 
     Args:
         vision: of each sample its tensors by name.
@@ -72,7 +70,7 @@ def concatenate_vision(vision: Sequence[Mapping[str, Tensor]], only: Sequence[st
 def vision_kwargs(tokens: Tensor, vision: Sequence[Mapping[str, Tensor]], spec: Rope3DSpec | None) -> dict[str, Tensor]:
     """Vision keyword arguments of a model's forward for rows [B, T].
 
-    They differ from `concatenate_vision` only for GLM-4V, whose frames of videos are passed as images. Compute position
+    They differ from `concatenate_vision` for GLM-4V only, where frames of videos are passed as images. Compute position
     ids from the original tensors, not from these.
     """
     if spec is not None and spec.video_start_token_id is not None:
@@ -84,8 +82,8 @@ def vision_kwargs(tokens: Tensor, vision: Sequence[Mapping[str, Tensor]], spec: 
 def frames_as_images(row: Tensor, one: Mapping[str, Tensor], spec: Rope3DSpec) -> dict[str, Tensor]:
     """GLM-4V: the vision tensors of a row with all frames of its videos as images, in the order of their placeholders.
 
-    To the vision tower a frame is an image, and both have the same placeholder. A forward in transformers accepts
-    images or videos, but not both, as it cannot tell their placeholders apart.
+    The vision tower treats a frame like an image, and both have the same placeholder. transformers' forward accepts
+    images or videos, but not both, because it cannot tell their placeholders apart.
 
     Args:
         row: [T] token ids.
@@ -111,7 +109,7 @@ def frames_as_images(row: Tensor, one: Mapping[str, Tensor], spec: Rope3DSpec) -
 def gemma_frames_as_images(inputs: Mapping[str, Any], config: Any) -> dict[str, Any]:
     """Gemma 4: the inputs of a forward with the frames of videos as images, in the order of their placeholders.
 
-    To the vision tower a frame is an image with fewer patches. The forward of transformers 5.19 fails with videos: it
+    The vision tower treats a frame like an image with fewer patches. transformers 5.19's forward fails with videos: it
     calls `get_video_features` without `num_frames_per_video`, which that function requires.
 
     Args:
@@ -146,7 +144,7 @@ def _gemma_tokens(positions: Tensor, config: Any) -> list[int]:
 
 
 def vision_kinds(vision: Sequence[Mapping[str, Tensor]], spec: Rope3DSpec | None) -> list[bool]:
-    """[images, videos, audios]: whether a forward of these rows calls an encoder for images, videos and audios."""
+    """[images, videos, audios]: whether a forward of these rows calls the encoder of each kind."""
     images, videos, audios = (any(name in one for one in vision) for name in PIXEL_KEYS.values())
     frames_are_images = spec is not None and spec.video_start_token_id is not None
     frames_are_images |= any("video_position_ids" in one for one in vision)  # Gemma 4
@@ -184,16 +182,17 @@ def position_ids(
     joined = concatenate_vision(vision, POSITION_KEYS)
     times: Any = next((joined.pop(name) for name in VIDEO_TIME_KEYS if name in joined), None)
     if times is not None:
-        times = times.double()  # as vLLM rounds time indices; those of Qwen-Omni are float32 in `rope3d_position_ids`
+        times = (
+            times.double()
+        )  # vLLM multiplies and floors in float64 (for Qwen-Omni `rope3d_position_ids` uses float32)
     return rope3d_position_ids(tokens, attended, **joined, second_per_grid_ts=times, spec=spec)[0]
 
 
 def check_image_tokens(batch: Batch, config: Any) -> None:
     """Check that in each row the placeholder tokens, grids and pixels describe the same images.
 
-    Without this check a model's forward would fail without naming the row, or silently use another row's features. In
-    families where the number of tokens per image is not known, only rows with images but no placeholder, or
-    placeholders but no image, are found.
+    Without this check a model's forward would fail without naming the row, or silently use another row's features. If
+    the number of tokens per image is not known, the check is only that images and placeholders occur together.
 
     Raises:
         ValueError: names the first row that is inconsistent.
@@ -245,15 +244,10 @@ def _vision_contents(one: Mapping[str, Tensor], config: Any) -> list[_VisionCont
             counts, token = _tokens_of_each_image(one, config, kind, size_key), getattr(config, f"{kind}_token_id")
             name = "video frame" if kind == "video" else "image"
             contents.append(_VisionContent(name, token, len(counts), sum(counts)))
-        return contents
-    pixels = one.get("pixel_values")
-    images = (
-        0
-        if pixels is None
-        else pixels.shape[1]
-        if pixels.ndim == NDIM_WITH_IMAGE_DIMENSION["pixel_values"]
-        else len(pixels)
-    )
+        return [_images_and_frames(*contents)] if config.model_type == "glm5_next" else contents
+    pixels, images = one.get("pixel_values"), 0
+    if pixels is not None:
+        images = pixels.shape[1] if pixels.ndim == NDIM_WITH_IMAGE_DIMENSION["pixel_values"] else len(pixels)
     per_image = tokens_per_image(config)
     return [_VisionContent("image", config.image_token_id, images, images * per_image if per_image else None)]
 
@@ -270,10 +264,11 @@ IMAGE_SIZE_KEYS = {
 }
 
 
-# the same for each frame of a video (in MiniCPM-V, for each slice of a frame)
+# the same for each frame of a video (in MiniCPM-V, for each slice of a frame; in GLM-5.3-Flash, for each video)
 FRAME_SIZE_KEYS = {
     "gemma4": "video_position_ids",
     "gemma4_unified": "video_position_ids",
+    "glm5_next": "video_grid_thw",
     "minicpmv4_6": "target_sizes_videos",
 }
 
@@ -329,10 +324,14 @@ def _contents_from_grids(one: Mapping[str, Tensor], spec: Rope3DSpec, config: An
     if spec.tokens_per_second is not None and times != contents[1].images:
         raise ValueError(f"{VIDEO_TIME_KEYS[0]}: expected {contents[1].images}, one per video, got {times}")
     if spec.video_start_token_id is not None:  # the frames of a video consist of image tokens
-        image, video = contents
-        features = (image.features or 0) + (video.features or 0)
-        return [_VisionContent("image", image.token, image.images + video.images, features)]
+        return [_images_and_frames(*contents)]
     return contents
+
+
+def _images_and_frames(image: _VisionContent, video: _VisionContent) -> _VisionContent:
+    """Images and videos together, for GLM, where frames of videos consist of image tokens."""
+    features = (image.features or 0) + (video.features or 0)
+    return _VisionContent("image", image.token, image.images + video.images, features)
 
 
 def _audio_content(one: Mapping[str, Tensor], config: Any) -> _VisionContent:

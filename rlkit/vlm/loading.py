@@ -131,7 +131,7 @@ def empty_model(path: str, config: Any, **options: Any) -> Any:
 
     path = model_path(path)
     auto = _auto_class(config)
-    check_sizes(path, config, **options)
+    _check_sizes(path, config, **options)
     with init_empty_weights(include_buffers=False):
         model = auto.from_config(config, **options).eval()
     model.tie_weights()  # init_empty_weights unties parameters
@@ -164,7 +164,7 @@ def load_pretrained(path: str, config: Any, **options: Any) -> Any:
     from safetensors import SafetensorError
 
     path = model_path(path)
-    check_sizes(path, config, **options)
+    _check_sizes(path, config, **options)
     try:
         return _auto_class(config).from_pretrained(path, config=config, **options)
     except UnpicklingError as error:  # its own message suggests to run the code
@@ -179,7 +179,7 @@ def load_pretrained(path: str, config: Any, **options: Any) -> Any:
         raise ValueError(f"model {path!r}: {problem}") from error
 
 
-def check_sizes(path: str, config: Any, **options: Any) -> None:
+def _check_sizes(path: str, config: Any, **options: Any) -> None:
     """Refuse a configuration for many more weights than a directory holds, before memory is taken for them.
 
     Args:

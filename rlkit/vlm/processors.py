@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +29,8 @@ VIDEO_PROCESSORS = frozenset(
         "MiniCPMV4_6Processor",
         "Ernie4_5_VLMoeProcessor",
         "CohereCompassProcessor",
+        "Cosmos3EdgeProcessor",
+        "Glm5NextProcessor",
         *AUDIO_PROCESSORS,
     }
 )
@@ -89,8 +91,11 @@ def without_video_processor(processor_class: Any) -> Any:
     processor's configuration are kept, so a saved processor loads elsewhere with both parts.
     """
 
+    from transformers import ProcessorMixin
+
     class WithoutVideo(processor_class):
         video_config: dict[str, Any] | None = None
+        font: str | None = None  # path
 
         def __init__(
             self,
@@ -105,6 +110,13 @@ def without_video_processor(processor_class: Any) -> Any:
         def to_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
             extra = {} if self.video_config is None else {"video_processor": self.video_config}
             return {**super().to_dict(*args, **kwargs), **extra}
+
+        def save_pretrained(self, save_directory: Any, *args: Any, **kwargs: Any) -> Any:
+            """Without `processor_class.save_pretrained`: that of ERNIE 4.5 VL reads the video processor's font."""
+            if self.font is not None:
+                Path(save_directory).mkdir(parents=True, exist_ok=True)
+                Path(save_directory, Path(self.font).name).write_bytes(Path(self.font).read_bytes())
+            return ProcessorMixin.save_pretrained(self, save_directory, *args, **kwargs)
 
     WithoutVideo.__name__ = WithoutVideo.__qualname__ = processor_class.__name__
     return WithoutVideo
@@ -148,6 +160,8 @@ def load_processor(
         _check_video_sound(tokenizer, video_sound)
         return tokenizer
     options["trust_remote_code"] = trust_remote_code
+    video_config = _video_config(path)
+    font = _font(path, video_config or {})
     no_processor = f"model {path!r}: expected a processor for this vision-language model, got none that can be loaded"
     try:
         processor = transformers.AutoProcessor.from_pretrained(path, **options)
@@ -160,7 +174,7 @@ def load_processor(
             processor = without_video_processor(processor_class).from_pretrained(path, **options)
         except (ImportError, OSError, ValueError) as error:
             raise ValueError(f"{no_processor}: {error}") from error
-        processor.video_config = _video_config(path)
+        processor.video_config, processor.font = video_config, font
     if not hasattr(processor, "image_processor"):  # AutoProcessor silently falls back to the tokenizer
         raise ValueError(f"{no_processor}: no preprocessor_config.json")
     valid = getattr(processor.image_processor, "valid_kwargs", None)  # other options would be silently ignored
@@ -191,6 +205,24 @@ def _video_config(path: str) -> dict[str, Any] | None:
     if (found := cached_file(path, "video_preprocessor_config.json", **kwargs)) is not None:
         return json.loads(Path(found).read_text())
     return None
+
+
+def _font(path: str, video_config: Mapping[str, Any]) -> str | None:
+    """The file of the font with which ERNIE 4.5 VL writes times on the frames of videos; None for other models.
+
+    Raises:
+        ValueError: it is missing.
+    """
+    from transformers.utils import cached_file
+
+    if not video_config.get("draw_on_frames") or (name := video_config.get("font")) is None:
+        return None
+    if (found := cached_file(path, name, _raise_exceptions_for_missing_entries=False)) is None:
+        raise ValueError(
+            f"model {path!r}: expected the file {name} of the font with which its processor writes times on frames of "
+            "videos, got none; copy it from the published model, or set draw_on_frames to false in its config"
+        )
+    return found
 
 
 def decode(processor: Any, token_ids: Sequence[int]) -> str:

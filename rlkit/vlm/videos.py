@@ -21,6 +21,8 @@ from rlkit.vlm.processors import QWEN2_5_OMNI, QWEN3_OMNI
 FPS = 2.0  # the default of the Qwen-VL processors
 MAX_FRAMES = 32
 DECODING_SECONDS = 60.0  # of processor time
+TRUNCATED_SECONDS = 1.0  # by which a file may end before the time in its header
+TIME_RESOLUTION = 1e-3  # seconds; Matroska and WebM round the times of frames to milliseconds
 MAX_PIXELS = 1 << 29  # of all frames together: 1.5 GiB of RGB, and twice that while frames are stacked
 
 # Processor -> seconds of which the time between two frames is a multiple. Qwen3-Omni's position ids are only whole
@@ -43,8 +45,8 @@ def load_video(
 
         rate = min(fps, max_frames / duration, frames per second of the file)
 
-    Each is the frame that a player shows at that time: the last one that does not begin later. With a
-    `frame_interval`, 1 / rate is rounded up to a multiple of it. Frames that are given as a list are all used.
+    Each is the frame that a player shows at that time, which is the last one that has begun. With a `frame_interval`,
+    1 / rate is rounded up to a multiple of it. Frames that are given as a list are all used.
 
     Args:
         source: a path, bytes, a data URL ("data:video/mp4;base64,..."), the {"bytes", "path"} struct of Hugging Face
@@ -57,7 +59,7 @@ def load_video(
 
     Raises:
         ValueError: it cannot be read, has no frames, frames of several sizes or too many pixels, takes more than
-            `DECODING_SECONDS` to decode, is in none of `VIDEO_FORMATS`, or is a URL.
+            `DECODING_SECONDS` to decode, is in none of `VIDEO_FORMATS`, is truncated, or is a URL.
         ImportError: PyAV is not installed.
     """
     if isinstance(source, Video):
@@ -126,13 +128,34 @@ def _sample_frames(container: Any, fps: float, max_frames: int, frame_interval: 
     if frame_interval is not None:
         rate = _rate_in_steps(rate, frame_interval)
     frames: list[np.ndarray] = []
-    for shown, until in _frames_with_ends(container, stream):
-        while len(frames) < max_frames and len(frames) / rate < until - 1e-3:
-            _check_pixels(len(frames) + 1, shown)
-            frames.append(np.rot90(shown.to_ndarray(format="rgb24"), round(shown.rotation / 90)))
+    for frame, end in _frames_with_ends(container, stream):
+        while len(frames) < max_frames and len(frames) / rate < end - TIME_RESOLUTION:
+            _check_pixels(len(frames) + 1, frame)
+            frames.append(np.rot90(frame.to_ndarray(format="rgb24"), round(frame.rotation / 90)))
         if len(frames) == max_frames:
             break
+    if frames and len(frames) < max_frames:
+        _check_complete(container, stream, frame)
     return _from_frames(np.stack(frames) if frames else [], rate)
+
+
+def _check_complete(container: Any, stream: Any, last: Any) -> None:
+    """Raise a ValueError for a truncated Matroska or WebM file, of which PyAV silently reads what is there.
+
+    The header has the time at which the file ends, and often that at which its video ends, in `DURATION`.
+
+    Args:
+        last: the last frame of the video.
+    """
+    if "matroska" not in container.format.name:
+        return  # the index of other formats is at their end, or each packet says when it is incomplete
+    expected = container.duration / 1e6 if container.duration and len(container.streams) == 1 else 0.0
+    if tag := stream.metadata.get("DURATION"):
+        hours, minutes, seconds = map(float, tag.split(":"))
+        expected = 3600 * hours + 60 * minutes + seconds
+    end = (last.time or 0.0) + float((last.duration or 0) * stream.time_base)
+    if end < expected - TRUNCATED_SECONDS:
+        raise ValueError(f"expected a complete file of {expected:.1f} s, got one that ends after {end:.1f} s")
 
 
 def _rate_in_steps(rate: float, interval: float) -> float:
@@ -160,24 +183,25 @@ def _duration(container: Any, stream: Any) -> float:
 
 
 def _frames_with_ends(container: Any, stream: Any) -> Iterator[tuple[Any, float]]:
-    """Frames, and for each the seconds from the first frame to the next one, until which a player shows it.
+    """(frame, end) of each frame: the next one begins at `end`, in seconds since the first frame began.
 
-    The last one ends just after its own time, as files do not always have its duration.
+    The last frame ends just after it begins, because not every file says how long it is shown.
 
     Raises:
         ValueError: decoding takes too long.
     """
-    end, first, shown, seconds = time.thread_time() + DECODING_SECONDS, None, None, 0.0
+    deadline, first, previous, seconds = time.thread_time() + DECODING_SECONDS, None, None, 0.0
     for frame in container.decode(stream):
-        if time.thread_time() > end:
+        if time.thread_time() > deadline:
             raise ValueError(f"expected a video that is decoded within {DECODING_SECONDS:g} s, got a longer one")
-        first = frame.time if first is None else first
-        seconds = (frame.time or 0.0) - (first or 0.0)
-        if shown is not None:
-            yield shown, seconds
-        shown = frame
-    if shown is not None:
-        yield shown, seconds + 2e-3
+        begin = frame.time or 0.0
+        first = begin if first is None else first
+        seconds = begin - first
+        if previous is not None:
+            yield previous, seconds
+        previous = frame
+    if previous is not None:
+        yield previous, seconds + 2 * TIME_RESOLUTION
 
 
 def load_videos(processor: Any, sources: Sequence[Any]) -> list[Video]:

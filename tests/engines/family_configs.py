@@ -209,6 +209,15 @@ VISION = {  # the config, tokens per image, shape of its pixel_values
         },
         *PATCHES,
     ),
+    "cosmos3_omni": ({"text_config": {**BASE, **ROPE}, "vision_config": VIT3, **QWEN_IDS}, *PATCHES),
+    "cosmos3_edge": (
+        {
+            "text_config": {**BASE, **ROPE}, "vision_config": {**SMALL_VIT, "num_patches": 16},
+            "projector_hidden_size": 16, **QWEN_IDS,
+        },
+        4,
+        (16, 3 * 4 * 4),
+    ),
     "qwen3_vl_moe": (
         {
             "text_config": {**BASE, **ROPE, **EXPERTS, "decoder_sparse_step": 1, "moe_intermediate_size": 24},

@@ -18,10 +18,12 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
+import transformers
 from torch.distributed.fsdp import FullyShardedDataParallel
 
 HERE = Path(__file__).parent
 sys.path[:0] = [str(HERE), str(HERE.parent)]
+from family_configs import BASE, TEXT  # noqa: E402
 from isolated_cases import case as isolated  # noqa: E402
 from memory import peak  # noqa: E402
 from one_gradient import OUTPUTS, POLICY, VALUE, columns, full_tensor, topk, train, with_teacher  # noqa: E402
@@ -87,7 +89,7 @@ CASES = {**ALONE, **LAUNCHED, **TWO}
 NAMES = {
     0: [*ALONE],
     1: [*LAUNCHED, "killed"],
-    2: ["loading", *TWO, "rebalancing", "resumed.fsdp2", "resumed.fsdp1"],
+    2: ["loading", *TWO, "rebalancing", "resumed.fsdp2", "resumed.fsdp1", "exported.fsdp2", "exported.fsdp1"],
 }
 
 
@@ -159,6 +161,15 @@ def resume(model_dir, out, backend):
     batch = with_teacher(make_batch(processor, rows=list(range(ROWS))[dist.get_rank() :: dist.get_world_size()]))
     steps = [train(engine, batch, loss_fn, POLICY) for loss_fn in POLICY[2:]]
     (out / f"resumed.{backend}.{dist.get_rank()}.json").write_text(json.dumps(steps))
+
+
+def export_buffers(out, backend):
+    """A mixture of experts whose router has a buffer, as it is sent to a sampler and as it is exported."""
+    config = transformers.AutoConfig.for_model("glm4_moe", **{**BASE, **TEXT["glm4_moe"]})
+    engine = make_engine(backend, model=transformers.AutoModelForCausalLM.from_config(config))
+    engine.export_hf(out / f"exported.{backend}")
+    names = [name for name, _ in engine.get_per_tensor_param()]
+    (out / f"exported.{backend}.{dist.get_rank()}.json").write_text(json.dumps(names))
 
 
 def peak_of_loading(model_dir, *, on_meta):
@@ -236,6 +247,8 @@ def run_case(name, model_dir, big_dir, out):
         rebalance(model_dir, out)
     elif name == "killed":
         return save(model_dir, out)
+    elif name.startswith("exported."):
+        export_buffers(out, name.removeprefix("exported."))
     else:
         resume(model_dir, out, name.removeprefix("resumed."))
 

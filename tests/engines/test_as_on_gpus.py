@@ -12,7 +12,7 @@ from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTens
 from torch.utils._python_dispatch import TorchDispatchMode
 
 sys.path.insert(0, str(Path(__file__).parent))
-from family_configs import VISION
+from family_configs import IMAGE, VISION
 from test_families import vision_model
 
 from rlkit.engines.checkpoint import random_states, set_random_states
@@ -67,6 +67,22 @@ def test_flash_kernels_are_called_with_supported_arguments(dtype, size, value_si
     assert out.shape == (49, 4, value_size) and out.device == GPU and out.dtype == dtype
 
 
+def test_ernies_tokens_of_images_are_marked_without_a_copy_from_the_host():
+    """`torch.tensor` of a list would copy one in every forward."""
+
+    class Operators(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            called.append(str(func))
+            return func(*args, **(kwargs or {}))
+
+    called, config = [], vision_model("ernie4_5_vl_moe").config
+    kwargs = {"input_ids": torch.tensor([[5, config.image_start_token_id, IMAGE, IMAGE, 6]])}
+    with Operators():
+        attention._before_forward(None, (), kwargs, config=config, rope=None, obstacle=None, not_causal=None)
+    assert kwargs["moe_mm_token_type_ids"].tolist() == [[0, 1, 1, 1, 0]]
+    assert called and not [name for name in called if "lift_fresh" in name]
+
+
 def test_random_states_of_a_gpu_are_restored_from_a_checkpoint(monkeypatch):
     """Dropout draws its numbers there, not on the host."""
     init_distributed("cpu")
@@ -106,7 +122,7 @@ def test_a_vision_tower_attends_to_all_images_in_one_call(family, monkeypatch):
         found.append([features, *(p.grad.clone() for p in tower.parameters() if p.grad is not None)])
     for default, packed in zip(*found, strict=True):
         torch.testing.assert_close(packed, default, atol=1e-5, rtol=1e-5)
-    assert len(calls) == config.depth
+    assert len(calls) == (config.num_hidden_layers if family == "cosmos3_edge" else config.depth)
     assert type(model)(model.config).config.vision_config._attn_implementation == "sdpa"  # not changed
 
 

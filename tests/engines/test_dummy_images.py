@@ -13,6 +13,7 @@ from test_families import IMAGE, REFUSED, VISION, check, gradients, rows, vision
 
 from rlkit.data import append_response, collate
 from rlkit.data.samples import prompt_sample
+from rlkit.engines import make_engine
 from rlkit.engines.fsdp.sharding import unsplit_modules
 from rlkit.engines.packing.attention import use_packed_attention
 from rlkit.engines.packing.inputs import prepare_model_inputs
@@ -33,11 +34,12 @@ CPU = torch.device("cpu")
 
 PATCHES = [family for family, (*_, shape) in VISION.items() if len(shape) == 2 and not family.startswith("glm")]
 DUMMIES = [*((family, {"image": True}) for family in VISION)]
-DUMMIES += [(family, {"image": x, "video": True}) for family in [*PATCHES, "minicpmv4_6"] for x in (False, True)]
+WITH_VIDEOS = [*PATCHES, "minicpmv4_6", "glm5_next"]
+DUMMIES += [(family, {"image": x, "video": True}) for family in WITH_VIDEOS for x in (False, True)]
 DUMMIES += [
     (family, {**others, "audio": True})
     for family in VISION
-    if "omni" in family
+    if family.endswith("_thinker")
     for others in ({"image": False}, {"image": True}, {"image": False, "video": True})
 ]
 
@@ -199,6 +201,19 @@ def test_video_frames_of_gemma4_are_images_in_the_order_of_the_row():
     torch.testing.assert_close(features, torch.cat([of_images[:2], *of_videos, of_images[2:]]), atol=1e-5, rtol=1e-5)
     kinds = [vision_kinds([one], None) for one in ({}, joined, inputs)]
     assert kinds == [[False] * 3, [True, False, False], [True, False, False]]
+
+
+def test_video_frames_of_gemma4_are_put_in_order_on_the_host():
+    """A device would be waited for: the meta device, which has no values, raises."""
+    model = vision_model("gemma4")
+    where = torch.cartesian_prod(*[torch.arange(model.config.vision_config.pooling_kernel_size)] * 2)[None]
+    vision = {"pixel_values_videos": torch.zeros(1, where.shape[1], 48), "video_position_ids": where}
+    prompt = prompt_sample([3, model.config.video_token_id, 4], vision=vision)
+    trained = make_engine("fsdp2", model=model, device="cpu", optimizer=lambda p: torch.optim.SGD(p, lr=0.1))
+    trained.device = torch.device("meta")
+    for trained.use_remove_padding in (False, True):
+        kwargs = trained._inputs(collate([append_response(prompt, [7], [-1.0])]), None).kwargs
+        assert kwargs["pixel_values"].is_meta and "pixel_values_videos" not in kwargs
 
 
 def test_images_videos_and_audios_are_separate_calls_of_the_towers():

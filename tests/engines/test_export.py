@@ -190,6 +190,20 @@ def test_files_of_a_family_hold_all_of_its_parameters_and_buffers(family, tmp_pa
         torch.testing.assert_close(sent, load_file(tmp_path / "model.safetensors"), atol=0, rtol=0)
 
 
+@pytest.mark.parametrize("backend", ["fsdp2", "fsdp1"])
+def test_buffers_of_a_wrapped_model_have_the_names_of_its_files(backend, tmp_path):
+    """peft wraps routers, for adapters of their weights, and FSDP1 wraps layers."""
+    model = test_families.text_model("glm4_moe", test_families.TEXT["glm4_moe"])
+    (bias,) = (buffer.normal_() for name, buffer in model.named_buffers() if name.endswith("correction_bias"))
+    engine = make_engine(backend, model=lora(model, 2, 4) if backend == "fsdp2" else model)
+    engine.export_hf(tmp_path)
+    sent, name = dict(engine.get_per_tensor_param()), "model.layers.1.mlp.gate.e_score_correction_bias"
+    assert sent.keys() == load_file(tmp_path / "model.safetensors").keys()
+    assert torch.equal(sent[name], bias) and torch.equal(load_model(str(tmp_path)).get_buffer(name), bias)
+    with engine.gathered() as module:
+        assert torch.equal(next(x for n, x in module.named_buffers() if n.endswith("correction_bias")), bias)
+
+
 def parameters(engine):
     return {name: full_tensor(parameter) for name, parameter in engine.module.named_parameters()}
 

@@ -9,6 +9,7 @@ import pytest
 import torch
 import transformers
 from isolated_cases import require, run_cases
+from safetensors.torch import load_file
 
 from rlkit.engines import make_engine
 from rlkit.engines.value_head import load_value_model
@@ -133,6 +134,15 @@ def test_checkpoint_of_two_ranks_resumes_on_one(tiny_dir, out, case):
     scores = engine.infer_batch(batch, OUTPUTS[losses][:1])[OUTPUTS[losses][0]]
     scores = scores if losses is VALUE else torch.stack([scores, *topk(engine, batch)])
     assert scores.sum().item() == pytest.approx(expected["total"], rel=1e-5, abs=1e-3)
+
+
+@pytest.mark.parametrize("backend", ["fsdp2", "fsdp1"])
+def test_two_ranks_export_parameters_and_buffers(out, backend):
+    """Rank 0 writes alone, so it must not wait for the other rank while it collects the buffers."""
+    require(out, f"exported.{backend}")
+    sent = [json.loads((out / f"exported.{backend}.{rank}.json").read_text()) for rank in range(2)]
+    assert sent[0] == sent[1] and "model.layers.1.mlp.gate.e_score_correction_bias" in sent[0]
+    assert {*sent[0]} == load_file(out / f"exported.{backend}" / "model.safetensors").keys()
 
 
 @pytest.mark.parametrize("backend", ["fsdp2", "fsdp1"])

@@ -156,9 +156,8 @@ def build(family, path):
     else:
         reader = tiny_text_tokenizer(family_processors.CORPUS)
         model = of_text(family, reader)
-    for name, buffer in model.named_buffers():
-        if name.endswith("correction_bias"):  # of routers: no parameter, so that it is not handed over, and must stay
-            buffer.normal_()
+    for buffer in buffers_of_files(model):
+        buffer.normal_()
     if family.startswith(("qwen3_5", "qwen3_next", "minicpmv4_6")):  # vLLM computes them in bfloat16
         model.bfloat16().float()
     model.generation_config.eos_token_id = getattr(reader, "tokenizer", reader).eos_token_id
@@ -167,6 +166,12 @@ def build(family, path):
         whole_config(model).save_pretrained(path)
     reader.save_pretrained(path)
     as_published(family, path / "model.safetensors")
+
+
+def buffers_of_files(model):
+    """Biases of routers, and scales of Gemma 4's layers."""
+    ends = ("correction_bias", "expert_bias", "layer_scalar")
+    return [buffer for name, buffer in model.named_buffers() if name.endswith(ends)]
 
 
 def measure(family, path):
@@ -204,6 +209,8 @@ def measure(family, path):
         with torch.no_grad():
             for parameter in engine.module.parameters():
                 parameter.mul_(1.125).copy_(parameter.bfloat16())  # numbers that vLLM can represent in either dtype
+            for buffer in buffers_of_files(engine.module):
+                buffer.copy_(torch.linspace(1, -1, buffer.numel()))
         facts["unsynced"] = distance()
         rollout.update_weights(engine.get_per_tensor_param())
         facts["synced"] = distance()

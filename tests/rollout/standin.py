@@ -166,7 +166,7 @@ class VllmStandin(Standin):
     async def _weight_dtype(self, request):
         if not self.dtype:
             raise web.HTTPNotFound
-        return web.json_response({"dtype": self.dtype})
+        return web.json_response({"dtype": self.dtype, "device": "cpu"})
 
     async def _claim(self, request):
         if not self.taken_by:

@@ -452,6 +452,21 @@ def test_other_weights_than_expected_are_an_error(connect):
         assert connect(a).version == 5  # whoever comes next counts on
 
 
+def test_images_that_attend_to_later_tokens_are_refused_by_servers_on_a_cpu(connect):
+    """As by rollout `vllm` there. A server that does not say its device is given them."""
+    request = prompt_sample([10, 11], images=[Image.new("RGB", (4, 4))])
+    with VllmStandin() as server:
+        for server.dtype in ("", "float32"):
+            rollout = connect(server)
+            rollout.config = AutoConfig.for_model("gemma3")
+            assert len(rollout.generate(prompts(1), SAMPLING)) == 1
+            if not server.dtype:
+                assert len(rollout.generate([request], SAMPLING)) == 1
+                continue
+            with pytest.raises(ValueError, match="attend to earlier ones only, .* on a CPU, got gemma3; use rollout"):
+                rollout.generate([request], SAMPLING)
+
+
 def test_ranks_agree(tiny_dir):
     """Rank 0 sends while both ranks gather; a failure on rank 0 is raised on both."""
     with VllmStandin() as a:

@@ -18,9 +18,9 @@ from rlkit.data.samples import prompt_sample
 from rlkit.rollout import Sampling
 from rlkit.rollout.adapters import ADAPTER_ID
 from rlkit.rollout.inference_requests import finished_sample
-from rlkit.rollout.serve import command
+from rlkit.rollout.serve import command, serving
 from rlkit.rollout.vllm import SUPPORTED, VllmRollout, cpu_options, import_vllm
-from rlkit.rollout.vllm_cpu import OBSTACLES, cpu_dtype_and_options, has_avx512
+from rlkit.rollout.vllm_cpu import OBSTACLES, cpu_dtype_and_options, has_avx512, with_family_options
 from rlkit.rollout.vllm_requests import request_seed, vllm_prompt, vllm_sampling_params
 from rlkit.vlm.families import has_bidirectional_images
 
@@ -341,20 +341,35 @@ def test_a_server_on_a_cpu_has_the_dtype_that_its_family_needs(tmp_path, monkeyp
 @pytest.mark.parametrize("family", ["gemma4", "gemma4_unified"])
 def test_images_of_gemma4_are_refused_on_a_cpu_if_they_attend_to_later_tokens(family):
     rollout = VllmRollout.__new__(VllmRollout)
-    rollout.asleep, rollout.on_gpu, rollout.family, rollout.max_model_len = False, False, family, 99
+    rollout.asleep, rollout.on_gpu, rollout.max_model_len = False, False, 99
     rollout.processor = None
-    config = AutoConfig.for_model(family, text_config={"use_bidirectional_attention": "vision"})
+    rollout.config = AutoConfig.for_model(family, text_config={"use_bidirectional_attention": "vision"})
     assert not has_bidirectional_images(AutoConfig.for_model(family, text_config={"use_bidirectional_attention": None}))
-    rollout.bidirectional_images = has_bidirectional_images(config)
     with pytest.raises(ValueError, match=f"attend to earlier ones only, .* on a CPU, got {family}; use rollout 'hf'"):
         rollout.generate([prompt_sample([5], images=[object()])], Sampling(3))
 
 
-def test_a_server_on_a_cpu_computes_the_rope_of_lfm2_in_pytorch(tmp_path):
+def test_a_server_on_a_cpu_computes_the_rope_of_lfm2_in_pytorch(tmp_path, monkeypatch):
     AutoConfig.for_model("lfm2", **{**BASE, **TEXT["lfm2"]}).save_pretrained(tmp_path)
     flags = command(str(tmp_path), "127.0.0.1", 8000, 1, on_gpu=False)
     assert flags[flags.index("--compilation-config") + 1] == '{"custom_ops": ["-rotary_embedding"]}'
     assert "--no-enable-prefix-caching" in flags
+    option = '-cc={"custom_ops": ["-rms_norm"]}'
+    expected = "^compilation-config: expected none for this model, which needs .*-rotary_embedding.*, got one$"
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    with pytest.raises(ValueError, match=expected), serving(str(tmp_path), options=[option]):
+        pass
+
+
+def test_a_users_compilation_config_keeps_what_the_family_needs():
+    """vLLM would compute the positions of LFM2 wrongly with its own kernel."""
+    needed = {"compilation_config": {"custom_ops": ["-rotary_embedding"]}, "enable_prefix_caching": False}
+    assert with_family_options(needed, {"max_num_seqs": 3}) == {**needed, "max_num_seqs": 3}
+    found = with_family_options(needed, {"compilation_config": {"mode": 0, "custom_ops": ["-rms_norm"]}})
+    assert found["compilation_config"] == {"mode": 0, "custom_ops": ["-rotary_embedding", "-rms_norm"]}
+    assert with_family_options({}, {"compilation_config": 3}) == {"compilation_config": 3}
+    with pytest.raises(ValueError, match="^compilation_config: expected a dict for this model, which needs .*, got 3$"):
+        with_family_options(needed, {"compilation_config": 3})
 
 
 def test_servers_read_the_files_that_the_trainer_reads(tmp_path):
@@ -380,8 +395,8 @@ def test_no_vllm_is_an_error_that_says_how_to_get_it(monkeypatch):
 def test_a_request_carries_the_compact_track():
     images = [object()]
     request = prompt_sample([7, 8, 8, 8, 9], [7, 8, 9], images=images, placeholders={8: [3]})
-    assert vllm_prompt(request) == {"prompt_token_ids": [7, 8, 9], "multi_modal_data": {"image": images}}
-    assert vllm_prompt(prompt_sample([1, 2])) == {"prompt_token_ids": [1, 2]}
+    assert vllm_prompt(request, None) == {"prompt_token_ids": [7, 8, 9], "multi_modal_data": {"image": images}}
+    assert vllm_prompt(prompt_sample([1, 2]), None) == {"prompt_token_ids": [1, 2]}
 
 
 def test_seeds_differ_by_prompt_step_and_turn():

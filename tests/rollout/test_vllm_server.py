@@ -263,7 +263,7 @@ def test_videos_are_sampled_with_the_frames_that_the_trainer_sees(engine, rollou
 
 def test_logprobs_are_the_trainers_whenever_weights_were_sent(engine, rollout, prompts):
     """With temperature, suppressed tokens and images. Prompts are repeated, so caches must be reset."""
-    assert rollout.weight_dtype == torch.float32
+    assert rollout.weight_dtype == torch.float32 and rollout.pool.servers[0].device == "cpu"
     samples, first = rollout.generate(prompts, SAMPLING, n=4), rollout.version
     assert apart(engine, samples)[0] < 1e-5
     assert [(s.group_id, s.number) for s in samples] == [(p.group_id, i) for p in prompts for i in range(4)]

@@ -13,7 +13,7 @@ from rlkit.data import load_task, prompt_sample
 from rlkit.engines import make_engine
 from rlkit.rollout import Sampling, WeightSyncCheck, make_rollout, measure_mismatch
 from rlkit.rollout.hf import HfRollout
-from rlkit.runs import TrainingOptions, roughest_dtype
+from rlkit.runs import PolicySampler, TrainingOptions, sync_check_dtype
 from rlkit.vlm import load_model, load_processor, suppressed_token_ids
 
 RECIPES = Path(__file__).parents[2] / "recipes"
@@ -102,11 +102,18 @@ def test_the_dtype_of_a_run_is_that_of_its_options():
         ({"compute_dtype": "bfloat16"}, torch.bfloat16),
         ({"dtype": "bfloat16"}, torch.bfloat16),
     ):
-        assert roughest_dtype(TrainingOptions(**options)) == dtype
-        check_sync = WeightSyncCheck(0.3, dtype=roughest_dtype(TrainingOptions(**options)))
+        assert sync_check_dtype(TrainingOptions(**options)) == dtype
+        check_sync = WeightSyncCheck(0.3, dtype=sync_check_dtype(TrainingOptions(**options)))
         assert bool(check_sync(0.03)) == (dtype is None)
-    for dtype, expected in ((torch.bfloat16, torch.bfloat16), (torch.float32, None), (None, None)):
-        assert roughest_dtype(TrainingOptions(), SimpleNamespace(weight_dtype=dtype)) == expected
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, None])
+def test_the_dtype_of_a_run_is_that_of_its_sampler(dtype):
+    rollout, run = SimpleNamespace(weight_dtype=dtype, generate=None), SimpleNamespace(stop=sys.exit)
+    cfg = SimpleNamespace(dtype="float32", compute_dtype="auto", max_mismatch=0.3, reward_threads=0)
+    sampler = PolicySampler(cfg, run, SimpleNamespace(reward=None), None, None, rollout)
+    with nullcontext() if dtype in (torch.bfloat16, torch.float16) else pytest.raises(SystemExit, match="0.003, got"):
+        sampler.stop_if_out_of_sync(0.03)
 
 
 def test_every_recipe_that_samples_to_train_checks_weight_sync():

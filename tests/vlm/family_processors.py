@@ -90,10 +90,8 @@ def glm4v(kind="Glm4v"):
     size = {"min_image_tokens": 1, "max_image_tokens": 16} if kind == "Glm5Next" else size
     of = {part: getattr(transformers, kind + part) for part in ("ImageProcessor", "Processor", "VideoProcessor")}
     images = of["ImageProcessor"](patch_size=4, merge_size=2, temporal_patch_size=2, **size)
-    if kind == "Glm5Next":
-        return of["Processor"](images, t, of["VideoProcessor"]())
-    size = {"shortest_edge": 8 * 8 * 2, "longest_edge": 16 * 16 * 4}  # of all frames of a video
-    videos = of["VideoProcessor"](patch_size=4, merge_size=2, temporal_patch_size=2, size=size)
+    size = size if kind == "Glm5Next" else {"size": {"shortest_edge": 8 * 8 * 2, "longest_edge": 16 * 16 * 4}}
+    videos = of["VideoProcessor"](patch_size=4, merge_size=2, temporal_patch_size=2, **size)  # of a video's frames
     return of["Processor"](images, with_videos(t, "<|begin_of_video|><|video|><|end_of_video|>"), videos)
 
 
@@ -213,6 +211,18 @@ def cohere_compass():
     )
 
 
+def cosmos3_edge():
+    t = tokenizer(
+        "<|vision_start|><|image_pad|><|vision_end|>", "<|vision_start|>", "<|vision_end|>",
+        image_token="<|image_pad|>", video_token="<|video_pad|>",
+    )  # fmt: skip
+    images = transformers.Cosmos3EdgeImageProcessor(patch_size=4, size={"shortest_edge": 64, "longest_edge": 1024})
+    videos = transformers.Cosmos3EdgeVideoProcessor(patch_size=4, size={"shortest_edge": 64, "longest_edge": 1024})
+    return transformers.Cosmos3EdgeProcessor(
+        images, with_videos(t, "<|vision_start|><|video_pad|><|vision_end|>"), videos
+    )
+
+
 def ernie4_5_vl_moe():
     named = {f"{kind}_{end}_token": f"<|{kind}_{end}|>".upper() for kind in ("image", "video") for end in EDGES}
     t = tokenizer(
@@ -241,6 +251,8 @@ FAMILIES = {
     "qwen3_5_moe": qwen_vl,
     "qwen4_exp": qwen_vl,
     "cohere_compass": cohere_compass,
+    "cosmos3_edge": cosmos3_edge,
+    "cosmos3_omni": qwen_vl,
     "qwen2_5_omni_thinker": omni,
     "qwen3_omni_moe_thinker": lambda: omni("Qwen3OmniMoe"),
     "glm4v_moe": glm4v,
@@ -281,14 +293,14 @@ def model(family):
         ids["video_token_id"] = reader.video_token_id
     if family == "paddleocr_vl":
         ids["video_token_id"] = of("<|video_pad|>")
-    if "omni" in family:
+    if family.endswith("_thinker"):
         config["vision_config"] |= {"patch_size": OMNI_PATCH, "window_size": 4 * OMNI_PATCH}
         config |= {"position_id_per_seconds": 13} if family.startswith("qwen3") else {}  # as published
         ids |= {f"{name}_token_id": of(f"<|{name.upper()}|>") for name in ("image", "video", "audio")}
         ids |= {
             f"{name}_{end}_token_id": of(f"<|{name}_{short}|>") for name in ("vision", "audio") for end, short in ENDS
         }
-    elif family.startswith(("qwen", "paddleocr")):
+    elif family.startswith(("qwen", "paddleocr", "cosmos3")):
         ids |= {f"vision_{end}_token_id": of(f"<|vision_{end}|>") for end in ("start", "end")}
     if family in ("gemma4", "gemma4_unified"):
         ids |= {f"{name}_token_id": of(f"<{name}>") for name in ("boi", "eoi", "audio")}

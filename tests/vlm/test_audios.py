@@ -278,6 +278,6 @@ def test_an_exported_thinker_is_a_part_of_a_whole_model(tmp_path):
 
 def test_vllm_gets_the_sound_that_the_trainer_hears():
     sample = encode_prompt(family_processors.processor(OMNI[1]), {"question": "?", "audio": (tone(), 16000)})
-    ((samples, rate),) = vllm_prompt(sample)["multi_modal_data"]["audio"]
+    ((samples, rate),) = vllm_prompt(sample, family_processors.processor(OMNI[1]))["multi_modal_data"]["audio"]
     assert rate == 16000 and samples is sample.audios[0].samples and isinstance(sample.audios[0], Audio)
     assert len(samples) == 16000 and not samples[8000:].any()  # silence up to a second

@@ -87,7 +87,7 @@ def clip(frames, width, height, fps=2.5):
 
 WATCHES = ["qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe", "qwen4_exp"]
 WATCHES += ["glm4v", "glm4v_moe", "glm46v", "glm_ocr", "internvl", "gemma4", "gemma4_unified", "minicpmv4_6"]
-WATCHES += ["ernie4_5_vl_moe", "cohere_compass"]
+WATCHES += ["ernie4_5_vl_moe", "cohere_compass", "cosmos3_edge", "cosmos3_omni", "glm5_next"]
 CLIPS = [  # (videos, images, question)
     ([clip(4, 17, 33)], [], "how many?"),
     ([clip(3, 20, 20), clip(2, 24, 12)], [image(20, 20)], "how <video> is <image> <video> many?"),
@@ -254,6 +254,8 @@ def test_both_tracks_of_videos_are_the_processors_own(family):
             ],
             images=images or None,
             do_sample_frames=False,
+            return_metadata=True,
+            return_mm_token_type_ids=True,
             add_special_tokens=False,
             return_tensors="pt",
         )
@@ -433,7 +435,7 @@ def test_videos_that_transformers_does_not_support_are_refused(family):
 def reference_inputs(family, base, sample):
     """Those of transformers' forward of one row.
 
-    GLM's takes images or videos, but not both: a row with both is passed as embeddings, with the features in them.
+    GLM-4V's takes images or videos, but not both: a row with both is passed as embeddings, with the features in them.
     Gemma 4's gets the features of images and videos too, as it does not compute those of videos.
     """
     ids = torch.tensor([sample.token_ids])
@@ -453,7 +455,10 @@ def reference_inputs(family, base, sample):
                 base.config, embeds, **none, mm_token_type_ids=kinds
             )
         return {"input_ids": ids, "mm_encoder_outputs": features, **masks}
-    if not family.startswith("glm") or not {"pixel_values", "pixel_values_videos"} <= {*sample.vision}:
+    if family == "cosmos3_edge":  # which takes tokens of images for starts of sequences else
+        return {"input_ids": ids, "attention_mask": torch.ones_like(ids), **sample.vision}
+    apart = family.startswith("glm") and family != "glm5_next"
+    if not apart or not {"pixel_values", "pixel_values_videos"} <= {*sample.vision}:
         return {"input_ids": ids, **sample.vision}
     embeds, (kinds,) = base.get_input_embeddings()(ids), reader(family).create_mm_token_type_ids(ids)
     images = base.get_image_features(sample.vision["pixel_values"], sample.vision["image_grid_thw"])

@@ -186,15 +186,15 @@ def test_an_audio_of_another_length_than_its_tokens_is_named(family):
         refused(trained, ran, [good, bad], rf"^row 1 .*{error}")
 
 
-@pytest.mark.parametrize("family", ["qwen2_vl", "qwen3_vl", "glm4v"])
+@pytest.mark.parametrize("family", ["qwen2_vl", "qwen3_vl", "glm4v", "glm5_next"])
 def test_a_family_without_absolute_time_wants_none(family):
     ids = [3, 91, VIDEO, VIDEO, 92] if family == "qwen2_vl" else [3, 91, VIDEO, 92, 91, VIDEO, 92]
-    ids = [3, 93, 91, IMAGE, 92, 91, IMAGE, 92, 94] if family == "glm4v" else ids
+    ids = [3, 93, 91, IMAGE, 92, 91, IMAGE, 92, 94] if family.startswith("glm") else ids
     config, vision = vision_model(family).config, video(family).vision
     check_image_tokens(collate([append_response(prompt_sample(ids, vision=vision), ANSWER, [-1.0] * 2)]), config)
-    del ids[ids.index(IMAGE if family == "glm4v" else VIDEO)]
+    del ids[ids.index(IMAGE if family.startswith("glm") else VIDEO)]
     short = collate([append_response(prompt_sample(ids, vision=vision), ANSWER, [-1.0] * 2)])
-    kind = "image" if family == "glm4v" else "video"
+    kind = "image" if family.startswith("glm") else "video"
     with pytest.raises(ValueError, match=rf"row 0 .*: {kind} tokens: expected 2 for 1 {kind}s, got 1"):
         check_image_tokens(short, config)
 

@@ -100,7 +100,7 @@ def test_vllm_gets_the_rate_of_the_frames():
         "fps": 4,
         "do_sample_frames": False,
     }
-    assert len(vllm_prompt(same)["multi_modal_data"]["video"]) == 2
+    assert len(vllm_prompt(same, processor)["multi_modal_data"]["video"]) == 2
     with pytest.raises(ValueError, match="group 7.*: videos: expected one frame rate, .* got 2, 4 frames per second"):
         vllm_video_options(mixed, processor)
     assert vllm_video_options(mixed, family_processors.processor("qwen2_5_vl")) == {}
@@ -184,7 +184,7 @@ def test_vllm_gets_sound_with_all_videos_of_qwen3_omni_or_with_none():
     assert options["mm_processor_kwargs"] == {"fps": 2.0, "do_sample_frames": False, "use_audio_in_video": True}
     first, second = options["multi_modal_uuids"]["video"]
     assert first != second  # the frames are the same, and the sound is not
-    media = vllm_prompt(both)["multi_modal_data"]
+    media = vllm_prompt(both, processor)["multi_modal_data"]
     assert len(media["video"]) == 2 and [len(samples) for samples, _ in media["audio"]] == [16160, 16160]
     for sample, got in (
         (some, "2 videos, 1 with sound, and 0 audios"),

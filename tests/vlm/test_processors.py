@@ -6,13 +6,14 @@ import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from PIL import Image
+from PIL import Image, ImageFont
 
 sys.path.insert(0, str(Path(__file__).parent))
 import family_processors  # noqa: E402
@@ -388,6 +389,28 @@ def test_saved_and_loaded_again_is_the_whole_processor(processor, tiny_dir, tmp_
     before = encode_prompt(processor, ask(image()))
     assert again.token_ids == before.token_ids
     assert torch.equal(again.vision["pixel_values"], before.vision["pixel_values"])
+
+
+@pytest.mark.parametrize("torchvision", [True, False])
+def test_the_font_of_ernie_is_saved_with_its_processor(tmp_path, monkeypatch, torchvision):
+    """Without torchvision, `save_pretrained` of transformers fails, as that processor has no part for videos."""
+    font, config = ImageFont.load_default(10).font_bytes, family_processors.model("ernie4_5_vl_moe").config
+    given = family_processors.ernie4_5_vl_moe()
+    (tmp_path / "given.ttf").write_bytes(font)
+    given.video_processor.draw_on_frames, given.video_processor.font = True, str(tmp_path / "given.ttf")
+    given.save_pretrained(tmp_path / "first")
+    if not torchvision:
+        monkeypatch.setattr("transformers.utils.is_torchvision_available", lambda: False)
+        monkeypatch.setattr("transformers.AutoProcessor.from_pretrained", Mock(side_effect=ImportError))
+    for source, target in (("first", "second"), ("second", "third")):
+        config.save_pretrained(tmp_path / source)
+        load_processor(str(tmp_path / source)).save_pretrained(tmp_path / target)
+        assert (tmp_path / target / "given.ttf").read_bytes() == font
+        written = json.loads((tmp_path / target / "processor_config.json").read_text())["video_processor"]
+        assert written["font"] == "given.ttf" and written["draw_on_frames"]
+    (tmp_path / "second" / "given.ttf").unlink()
+    with pytest.raises(ValueError, match="^model '.*second': expected the file given.ttf of the font"):
+        load_processor(str(tmp_path / "second"))
 
 
 @pytest.mark.filterwarnings("ignore:Passing `min_pixels`")

@@ -16,9 +16,10 @@ sys.path.insert(0, str(Path(__file__).parent))
 from rope3d_families import QWEN2_5, VIDEO
 
 from rlkit.data import load_task
+from rlkit.data.samples import Audio, Video
 from rlkit.doctor.task import check_rows, show_rows
-from rlkit.report.answers import frame_strip, prompt_record
-from rlkit.rollout.vllm_requests import check_video_normalization, vllm_prompt
+from rlkit.report.answers import frame_grid, prompt_record, save_image
+from rlkit.rollout.vllm_requests import check_videos, vllm_prompt
 from rlkit.vlm import encode_prompt, load_processor, load_video, tiny_processor, tiny_tokenizer
 from rlkit.vlm.inputs import position_ids
 from rlkit.vlm.videos import load_videos
@@ -99,6 +100,26 @@ def test_each_frame_is_the_one_that_a_player_shows(av):
         out.mux(stream.encode())
     video = load_video(file.getvalue(), fps=1.0)
     assert video.fps == 1.0 and np.abs(video.frames.mean((1, 2, 3)) - [0, 50, 150]).max() < 6
+
+
+@pytest.mark.parametrize("tagged", [True, False])
+def test_a_truncated_matroska_file_is_named(av, tmp_path, tagged):
+    """PyAV reads what is there, without an error; the header has the duration, of the file and mostly of the video."""
+    data = film(av, container="matroska")
+    data = data if tagged else data.replace(b"DURATION", b"NOT_SAID")
+    (tmp_path / "film.mkv").write_bytes(data[: int(0.6 * len(data))])
+    error = r"film.mkv': cannot be read: expected a complete file of 3.0 s, got one that ends after \d.\d s"
+    for options in ({}, {"max_frames": 3}):
+        with pytest.raises(ValueError, match=error):
+            load_video(str(tmp_path / "film.mkv"), **options)
+    assert len(load_video(data).frames) == 6
+    assert len(load_video(data[:-100]).frames) == 6  # without the end of its index, or its last frame
+
+
+def test_times_that_a_file_rounds_to_milliseconds_choose_the_same_frames(av):
+    """At 30 frames a second, frame 2 begins at 1/15 seconds, which Matroska rounds up to 0.067."""
+    video = load_video(film(av, frames=12, rate=30, container="matroska"), fps=15.0)
+    assert video.fps == 15.0 and np.abs(video.frames.mean((1, 2, 3)) - 16 * np.arange(6)).max() < 6
 
 
 def test_a_video_that_cannot_be_used_is_named(av, tmp_path, monkeypatch):
@@ -206,14 +227,24 @@ def test_models_without_videos_are_named(processor):
         encode_prompt(without, row)
 
 
-def test_kept_answers_have_a_strip_of_frames(processor, tmp_path):
+def test_kept_answers_have_a_grid_of_frames(processor, tmp_path):
     sample = encode_prompt(processor, {"question": "What?", "video": FRAMES, "answer": "x"})
     record = prompt_record(tmp_path, [sample], "training", 1)
-    with Image.open(tmp_path / record["images"][0]) as strip:
-        assert strip.size == (5 * 66 - 2, 48)
-    shown = np.asarray(frame_strip(load_videos(None, [np.repeat(FRAMES, 4, axis=0)])[0]))
-    assert shown.shape == (48, 8 * 66 - 2, 3) and np.array_equal(shown[:, :64], FRAMES[0])
-    assert np.array_equal(shown[:, -64:], FRAMES[-1])
+    with Image.open(tmp_path / record["images"][0]) as grid:
+        assert grid.size == (2 * 66 - 2, 3 * 50 - 2)
+    shown = np.asarray(frame_grid(load_videos(None, [np.repeat(FRAMES, 4, axis=0)])[0]))
+    assert shown.shape == (4 * 50 - 2, 2 * 66 - 2, 3) and np.array_equal(shown[:48, :64], FRAMES[0])
+    assert np.array_equal(shown[-48:, -64:], FRAMES[-1]) and np.array_equal(shown[50:98, :64], FRAMES[1])
+
+
+@pytest.mark.parametrize(("width", "height"), [(1280, 720), (720, 1280)])
+def test_frames_of_a_large_video_can_be_recognised_on_the_page(tmp_path, width, height):
+    """In one row of eight, a saved frame of 16:9 had 63 x 36 pixels."""
+    video = load_videos(None, [np.zeros((8, height, width, 3), np.uint8)])[0]
+    name = save_image(tmp_path, frame_grid(video))
+    with Image.open(tmp_path / name) as saved:
+        saved_width, saved_height = saved.size
+    assert saved_width * saved_height / 8 > 0.95 * 126**2 * 9 / 16 and saved_height <= 512 >= saved_width
 
 
 def test_vllm_normalizes_videos_as_images(processor):
@@ -222,19 +253,21 @@ def test_vllm_normalizes_videos_as_images(processor):
         encode_prompt(processor, {"question": "What?", "video": FRAMES}),
         encode_prompt(processor, {"question": "?"}),
     ]
-    check_video_normalization(prompts, processor)
+    check_videos(prompts, processor)
     other = deepcopy(processor)
     other.video_processor.image_mean = [0.5, 0.5, 0.5]
-    check_video_normalization(prompts[1:], other)
+    check_videos(prompts[1:], other)
     with pytest.raises(
         ValueError, match="^model: expected a processor with the same image_mean and image_std for images"
     ):
-        check_video_normalization(prompts, other)
+        check_videos(prompts, other)
 
 
 def test_vllm_gets_the_frames_that_the_trainer_sees(processor):
     (video,) = encode_prompt(processor, {"question": "What?", "video": FRAMES}).videos
-    prompt = vllm_prompt(encode_prompt(processor, {"question": "What?", "video": FRAMES}))
+    with_sound = Video(video.frames, video.fps, Audio(np.zeros(16000, "float32"), 16000))  # which the model cannot hear
+    prompt = vllm_prompt(encode_prompt(processor, {"question": "What?", "video": with_sound}), processor)
+    assert prompt["multi_modal_data"].keys() == {"video"}
     ((frames, metadata),) = prompt["multi_modal_data"]["video"]
     assert np.array_equal(frames, video.frames) and metadata["do_sample_frames"] is False
     assert metadata["frames_indices"] == [0, 1, 2, 3, 4] and metadata["fps"] == 2.0

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import replace
 from functools import partial, wraps
 from pathlib import Path
 from typing import Any, TypeVar, cast
@@ -57,7 +56,7 @@ from rlkit.losses.logprobs import (
 )
 from rlkit.vlm.adapt import adapter_parameters, checkpoint_buffers, checkpoint_parameters, merged_parameters
 from rlkit.vlm.families import head_obstacle
-from rlkit.vlm.inputs import gemma_frames_as_images, position_spec
+from rlkit.vlm.inputs import position_spec
 from rlkit.vlm.loading import compute_as_published
 from rlkit.vlm.routers import use_router_replay
 
@@ -91,8 +90,8 @@ class Fsdp2Engine:
         suppressed_token_ids: [K] token ids that the sampler never samples; their probability is 0 here, too.
         max_grad_norm: gradients are scaled down to this norm.
         use_remove_padding: concatenate the rows of a micro-batch without padding.
-        share_prompts: rows that answer the same prompt contain its tokens and images once, forward and backward; once
-            in each micro-batch if they have more tokens than one can hold. Needs `use_remove_padding`.
+        share_prompts: compute the tokens and images of a prompt once for all of its answers in a micro-batch, in
+            forward and backward. Needs `use_remove_padding`.
         use_fused_kernels: compute logprobs and entropy from hidden states, without the [N, V] logits. On a GPU also
             Liger's kernels in the model, if liger-kernel is installed.
         enable_gradient_checkpointing: recompute activations in backward.
@@ -107,8 +106,8 @@ class Fsdp2Engine:
         router_replay: tokens of a batch with `routed_experts` go to those experts, see rlkit.vlm.routers.
         offload_between_phases: weights and optimizer state are in (pinned) host memory while no method of the engine
             needs them. They are copied to the device and back in each call.
-        keep_gradients: gradients stay after `train_batch`, to be looked at. By default they are freed, which leaves
-            room for a sampler.
+        keep_gradients: keep gradients after `train_batch`, for inspection. By default they are freed, which leaves
+            memory for a sampler.
 
     Attributes:
         data_parallel_rank, data_parallel_size: this rank's rows of a batch are
@@ -183,7 +182,7 @@ class Fsdp2Engine:
 
     @contextmanager
     def _weights_on_device(self) -> Iterator[None]:
-        """Inside, the weights are on the device; with `offload_between_phases` they are not outside."""
+        """A context with the weights on the device; with `offload_between_phases` they are on the host outside it."""
         self._users_of_weights += 1
         self._weights_on_host.load()
         try:
@@ -196,7 +195,7 @@ class Fsdp2Engine:
 
     @contextmanager
     def _state_on_device(self) -> Iterator[None]:
-        """Inside, the optimizer's state is on the device; with `offload_between_phases` it is not outside."""
+        """The same for the optimizer's state."""
         self._state_on_host.load()
         try:
             yield
@@ -232,7 +231,7 @@ class Fsdp2Engine:
         self.model_parallel_group = make_model_parallel_group(self.data_parallel_rank, self.data_parallel_size)
 
     def _prepare_model(self, *, gradient_checkpointing: bool, compiled: bool) -> None:
-        """What is set on the model before it is sharded: attention, router replay, kernels, checkpointing, compile."""
+        """Set up the model before it is sharded: attention, router replay, kernels, checkpointing, compilation."""
         if self.use_remove_padding:  # the padding token, which gets no gradient, may also end answers
             self.base.get_input_embeddings().padding_idx = None
         use_packed_attention(self.base, packed=self.use_remove_padding)
@@ -308,8 +307,9 @@ class Fsdp2Engine:
         for rows, dummy in self._micro_batches(batch):
             micro_batch = batch.select(rows)
             out = self._forward(micro_batch, outputs, dummy)
-            index, width = torch.tensor(rows, dtype=torch.long), micro_batch.tokens.shape[1]
-            index = index.to(self.device, non_blocking=True)  # an index on the host would wait for the device
+            width = micro_batch.tokens.shape[1]
+            # an index on the host would make the host wait for the device, in every micro-batch
+            index = torch.tensor(rows, dtype=torch.long).to(self.device, non_blocking=True)
             for name, result in results.items():
                 result[index, :width] = getattr(out, name).float()
         self._reshard()  # the root unit stays gathered after a forward, embeddings and output layer
@@ -406,7 +406,7 @@ class Fsdp2Engine:
         return Outputs({name: inputs.scatter(result) for name, result in results.items()}, dummy_loss)
 
     def _inputs(self, batch: Batch, dummy: Sample | None) -> ModelInputs:
-        inputs = prepare_model_inputs(
+        return prepare_model_inputs(
             batch,
             self.spec,
             self.device,
@@ -415,11 +415,11 @@ class Fsdp2Engine:
             dummy=dummy,
             ulysses=self.ulysses,
             router_replay=self.router_replay,
+            config=self.config,
         )
-        return replace(inputs, kwargs=gemma_frames_as_images(inputs.kwargs, self.config))
 
     def _of_all_ranks(self, results: Mapping[str, Tensor], inputs: ModelInputs) -> Mapping[str, Tensor]:
-        """Results [K, ...] with those of the other ranks that share the rows."""
+        """Results [K, ...] of all ranks that share the rows by Ulysses."""
         if self.ulysses is None:
             return results
         return {name: gather_outputs(x, inputs.outputs_per_rank, self.ulysses) for name, x in results.items()}
@@ -539,16 +539,16 @@ class Fsdp2Engine:
     def get_per_tensor_param(
         self, bucket_bytes: int = 0, dtype: torch.dtype | None = None
     ) -> Iterator[tuple[str, Tensor]]:
-        """(HF name, full tensor) of everything in a checkpoint's files, adapters merged.
+        """(HF name, full tensor) of every parameter and every saved buffer, with adapters merged.
 
-        Buffers are among them, such as the correction bias of a router. They do not train, but in vLLM they are
-        parameters, which it drops when it sleeps. All ranks iterate together.
+        Buffers, such as the correction bias of a router, are not trained. They are sent because some are parameters in
+        vLLM, which drops the values of its parameters when it sleeps. All ranks iterate together.
 
         Args:
             bucket_bytes: gather tensors of up to this many bytes at once; by default one tensor at a time. The bucket
                 is most of the memory that this takes.
-            dtype: that the sampler computes in, see `rlkit.engines.sampler_dtype`; by default the weights' own. They
-                are cast before they are gathered, or if they have adapters, after these have been merged.
+            dtype: that the sampler computes in, see `rlkit.engines.sampler_dtype`; by default the weights' own. Weights
+                are cast before they are gathered; weights with adapters after these have been merged.
         """
         yield from checkpoint_parameters(self.base, self._weights(bucket_bytes, dtype))
         yield from checkpoint_buffers(self.base)
@@ -562,12 +562,12 @@ class Fsdp2Engine:
         return tensor.to(sampler_dtype(self.base, name, tensor, dtype))
 
     def _lasting(self, weights: Iterator[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
-        """The same, with the weights on the device; copies if a tensor's memory may be given back afterwards."""
+        """The same pairs, with the weights on the device. Tensors that may be offloaded afterwards are copied."""
         with self._weights_on_device():
             self._reshard()
             for name, tensor in weights:
                 yield name, tensor.clone() if self.offload_between_phases else tensor
-                del tensor  # or it is there while the next is gathered
+                del tensor  # free it before the next one is gathered
 
     def get_adapter(
         self, bucket_bytes: int = 0, dtype: torch.dtype | None = None
@@ -601,7 +601,7 @@ class Fsdp2Engine:
         Args:
             path: a directory, which is either complete or absent.
             extra: returned by `load_checkpoint`.
-            wait: until it is written; otherwise a thread writes a copy, see rlkit.engines.checkpoint.
+            wait: return when it is written; otherwise a thread writes a copy, see rlkit.engines.checkpoint.
         """
         self._reshard()
         schedule = self.scheduler.state_dict() if self.scheduler is not None else None

@@ -35,13 +35,13 @@ def make_device_mesh(device: torch.device, fsdp_size: int | None, tensor: int) -
 
 
 def unsplit_modules(base: Any) -> list[nn.Module]:
-    """The layers of a transformers model, as it names them: its decoder layers, and those of its towers.
+    """The modules that a transformers model lists as not to be split: its decoder layers and the layers of its towers.
 
-    Qwen-Omni names its towers beside their layers. A module that contains other ones is left out: weights can belong to
-    one unit of FSDP only.
+    Qwen-Omni also lists the towers themselves. A module that contains another one of the list is left out, because a
+    weight can belong to one unit of FSDP only.
     """
-    named = {module for module in base.modules() if type(module).__name__ in (base._no_split_modules or ())}
-    return [module for module in base.modules() if module in named and not named.intersection([*module.modules()][1:])]
+    listed = [module for module in base.modules() if type(module).__name__ in (base._no_split_modules or ())]
+    return [module for module in listed if {*listed}.intersection(module.modules()) == {module}]
 
 
 def fsdp_units(model: Any, base: Any, dtype: torch.dtype) -> dict[nn.Module, torch.dtype]:
@@ -63,8 +63,8 @@ def fsdp_units(model: Any, base: Any, dtype: torch.dtype) -> dict[nn.Module, tor
 def apply_fsdp2(model: Any, units: Mapping[nn.Module, torch.dtype], dtype: torch.dtype, mesh: DeviceMesh) -> Any:
     """Apply `fully_shard` to each unit and to the rest; gradients are summed over the mesh, not averaged.
 
-    A single rank whose weights already have the dtype of the computation is not sharded. There is nothing to share, and
-    copying all weights in every forward and backward would take a tenth of a short step.
+    A model on a single rank whose weights already have the dtype of the computation is returned as it is. FSDP would
+    only copy all weights in every forward and backward, which takes a tenth of a short step.
 
     Args:
         model: perhaps wrapped by `rlkit.vlm.lora`.

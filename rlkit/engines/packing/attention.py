@@ -12,7 +12,7 @@ The registered name must not contain "flash": transformers would look for a kern
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
+from functools import partial, reduce
 from math import gcd
 from typing import Any
 
@@ -240,7 +240,7 @@ def _ulysses_attention(
     return gather_heads_scatter_tokens(out, ulysses)
 
 
-def packed_attention_mask(
+def _packed_attention_mask(
     *, attention_mask: Tensor | None = None, mask_function: Callable[..., Any], use_vmap: bool = False, **kwargs: Any
 ) -> Tensor | None:
     """The mask function that transformers calls: None for packed rows, which have no `attention_mask`.
@@ -267,7 +267,7 @@ def use_packed_attention(model: PreTrainedModel, *, packed: bool = False) -> Non
         packed: raise now if the rows of this family cannot be packed.
     """
     AttentionInterface.register(NAME, packed_attention)
-    AttentionMaskInterface.register(NAME, packed_attention_mask)
+    AttentionMaskInterface.register(NAME, _packed_attention_mask)
     family, obstacle, not_causal = model.config.model_type, packing_obstacle(model), bidirectional_obstacle(model)
     if obstacle is None and not _set_attention(model):
         obstacle = NO_ATTENTION_INTERFACE
@@ -322,8 +322,8 @@ def _before_forward(
         )
     if family in VISION_EXPERT_FAMILIES and kwargs.get("moe_mm_token_type_ids") is None:
         tokens = kwargs["input_ids"]
-        of_vision = torch.tensor(placeholder_ids(config), device=tokens.device)
-        kwargs["moe_mm_token_type_ids"] = torch.isin(tokens, of_vision).int()
+        is_vision = reduce(torch.logical_or, (tokens == token for token in placeholder_ids(config)))
+        kwargs["moe_mm_token_type_ids"] = is_vision.int()
     in_windows = has_bidirectional_images_in_windows(config)
     if in_windows and layout is not None:
         kwargs["attention_mask"] = dict.fromkeys(layer_types(config))  # else transformers makes masks for images itself

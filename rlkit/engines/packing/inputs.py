@@ -19,7 +19,7 @@ from rlkit.data.samples import Batch, Sample
 from rlkit.engines.packing.layout import PackedLayout
 from rlkit.engines.packing.shared_prompts import prompt_lengths, shared_prompt_groups
 from rlkit.engines.packing.ulysses import UlyssesGroup
-from rlkit.vlm.inputs import position_ids, vision_kwargs
+from rlkit.vlm.inputs import gemma_frames_as_images, position_ids, vision_kwargs
 from rlkit.vlm.rope3d import Rope3DSpec
 
 
@@ -70,6 +70,7 @@ def prepare_model_inputs(
     dummy: Sample | None = None,
     ulysses: UlyssesGroup | None = None,
     router_replay: bool = False,
+    config: Any = None,
 ) -> ModelInputs:
     """Concatenate the rows of a micro-batch (or keep them padded), with position ids and vision tensors.
 
@@ -83,6 +84,7 @@ def prepare_model_inputs(
             images, videos or audios while other ranks do.
         ulysses: ranks that share the packed row, which is padded to a multiple of their number.
         router_replay: pass the rows' `routed_experts`, if there are any, to the model.
+        config: of the model, which rows with videos of Gemma 4 need.
     """
     rows = _padded_rows(batch, spec, dummy, router_replay=router_replay)
     scored, outputs_per_rank = _scored_tokens(batch, rows.tokens.shape[1]), list[int]()
@@ -94,6 +96,7 @@ def prepare_model_inputs(
             scored, outputs_per_rank = _split_among_ranks(scored, kwargs["input_ids"].shape[1], ulysses)
     else:
         kwargs = _padded_kwargs(rows, spec)
+    kwargs = gemma_frames_as_images(kwargs, config)  # on the host, which would wait for a device
     if not len(scored.positions):  # a model needs at least one position
         scored = scored._replace(positions=torch.zeros(1, dtype=torch.long), targets=rows.tokens.new_zeros(1))
     if remove_padding:

@@ -55,7 +55,7 @@ class SeparateSequences:
         kwargs = {name: value for name, value in kwargs.items() if name != "packed_layout"}
         packed = kwargs.pop("hidden_states") if "hidden_states" in kwargs else args[0]
         self.packed, self.layout.recurrent_calls = packed, self.layout.recurrent_calls + 1
-        return (rows_of(packed, self.layout.blocks[0]),), kwargs
+        return (_rows_of(packed, self.layout.blocks[0]),), kwargs
 
     def join(self, layer: nn.Module, args: Any, kwargs: dict[str, Any], output: Tensor) -> Tensor | None:
         """Forward hook: compute the other blocks, and join the outputs of all blocks into a packed row."""
@@ -63,18 +63,18 @@ class SeparateSequences:
             return None
         first, *others = self.layout.blocks
         packed, self.packed = self.packed, None
-        out = put_back(output.new_zeros(packed.shape[1], output.shape[-1]), first, output)
+        out = _put_back(output.new_zeros(packed.shape[1], output.shape[-1]), first, output)
         for block in others:
-            out = put_back(out, block, layer.forward(rows_of(packed, block), **kwargs))
+            out = _put_back(out, block, layer.forward(_rows_of(packed, block), **kwargs))
         return out[None]
 
 
-def rows_of(packed: Tensor, block: AttentionBlock) -> Tensor:
+def _rows_of(packed: Tensor, block: AttentionBlock) -> Tensor:
     """[1, N, H] -> [S, K, H]: the sequences of a block with their shared prompts, padded on the right."""
     return packed[0].index_select(0, block.key_indices.flatten()).unflatten(0, block.key_indices.shape)
 
 
-def put_back(out: Tensor, block: AttentionBlock, rows: Tensor) -> Tensor:
+def _put_back(out: Tensor, block: AttentionBlock, rows: Tensor) -> Tensor:
     """Copy the outputs [S, K, H] of a block to its own tokens in `out` [N, H], without padding and shared prompts."""
     own = rows.flatten(0, 1).index_select(0, block.own_keys)
     return out.index_copy(0, block.query_indices.flatten().index_select(0, block.valid_queries), own)

@@ -50,6 +50,7 @@ class Server:
         failure_count: how often the server has been excluded so far.
         workers: number of processes with a copy or a shard of the weights.
         dtype: name of the dtype that the server computes in; None if it does not say.
+        device: type of the device that it computes on, "cpu" or "cuda"; None if it does not say.
         returns_routed_experts: whether the server can return the experts that its routers chose.
     """
 
@@ -58,6 +59,7 @@ class Server:
     failure_count: int = 0
     workers: int = 1
     dtype: str | None = None
+    device: str | None = None
     returns_routed_experts: bool = False
 
 

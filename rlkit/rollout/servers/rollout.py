@@ -119,7 +119,7 @@ class ServerRollout(ABC):
             self._claim()  # before any request that changes the servers' state
         except RequestRejected as caught:
             error = caught
-        raise_on_all_ranks(error)
+        _raise_on_all_ranks(error)
         handshakes = self.pool.run(self._handshake_all())
         self.max_model_len = min(max_model_len for max_model_len, _ in handshakes)
         self.weight_dtype = self.weight_dtype or common_dtype(server.dtype for server in self.pool.servers)
@@ -291,7 +291,7 @@ class ServerRollout(ABC):
         self._update("update_weights", weights, self._send_weights)
 
     def _update(self, name: str, weights: Weights, send: Callable[[Weights], None]) -> None:
-        raise_on_all_ranks(None)  # a barrier: all ranks have finished sampling with the old weights
+        _raise_on_all_ranks(None)  # a barrier: all ranks have finished sampling with the old weights
         weights, error, self.update_failed = iter(weights), None, True
         if sends := not dist.is_initialized() or dist.get_rank() == 0:
             try:
@@ -301,7 +301,7 @@ class ServerRollout(ABC):
                 error.__cause__ = caught
         for _ in weights:  # gathering is a collective, so every rank iterates to the end
             pass
-        raise_on_all_ranks(error)
+        _raise_on_all_ranks(error)
         if not sends:
             self.pool.run(self._check_health())
         self.update_failed = self.asleep = False
@@ -365,14 +365,14 @@ class ServerRollout(ABC):
 
     def _post_from_rank_0(self, path: str, body: dict[str, Any] | None = None) -> None:
         """Post to all available servers, from rank 0 only. Servers that no longer respond are excluded."""
-        raise_on_all_ranks(None)
+        _raise_on_all_ranks(None)
         error: Exception | None = None
         if not dist.is_initialized() or dist.get_rank() == 0:
             try:
                 self.pool.run(self._post_or_exclude(path, body))
             except (ServerUnavailable, RequestRejected, RuntimeError) as caught:
                 error = caught
-        raise_on_all_ranks(error)
+        _raise_on_all_ranks(error)
 
     async def _post_or_exclude(self, path: str, body: dict[str, Any] | None) -> None:
         async def post(server: Server) -> None:
@@ -418,7 +418,7 @@ class ServerRollout(ABC):
             claim_servers([server.url for server in self.pool.servers if not server.failure])
 
 
-def raise_on_all_ranks(error: Exception | None) -> None:
+def _raise_on_all_ranks(error: Exception | None) -> None:
     """A barrier that raises on all ranks if there is an error on any of them."""
     failed = torch.tensor(int(error is not None))
     if dist.is_initialized() and dist.get_world_size() > 1:

@@ -42,6 +42,7 @@ from rlkit.rollout.servers.weight_transfer import GlooGroup, NcclGroup
 from rlkit.rollout.vllm_families import check_weight_updates_work, check_weights_are_used
 from rlkit.rollout.vllm_requests import (
     as_trainer_tokens,
+    check_image_attention,
     check_suppressed_token_ids,
     check_videos,
     vllm_sampling_params,
@@ -75,6 +76,8 @@ class VllmServerRollout(ServerRollout):
                 f"rate with a prompt, got {len(request.videos)}; use rollout 'vllm' or 'hf'"
             )
         check_videos([request], self.processor)
+        if any(server.device == "cpu" for server in self.pool.servers):
+            check_image_attention([request], self.config)
         if parts := _content_parts(request):
             body["content_parts"] = parts
         return body
@@ -229,14 +232,15 @@ class VllmServerRollout(ServerRollout):
             raise ValueError(f"{server.url}: expected the model {self.model!r}, got {card['id']!r}")
         if not paused:
             await self._check_logprobs(server)
-        server.dtype = await self._compute_dtype(server)
+        server.dtype, server.device = await self._dtype_and_device(server)
         return card["max_model_len"], weight_version
 
-    async def _compute_dtype(self, server: Server) -> str | None:
+    async def _dtype_and_device(self, server: Server) -> tuple[str | None, str | None]:
         try:
-            return (await self.pool.request(server, "GET", WEIGHT_DTYPE_ROUTE))["dtype"]
+            found = await self.pool.request(server, "GET", WEIGHT_DTYPE_ROUTE)
         except RequestRejected:
-            return None  # it was not started by rlkit.rollout.serve
+            return None, None  # it was not started by rlkit.rollout.serve
+        return found["dtype"], found["device"]
 
     async def _recover_paused(self, server: Server) -> None:
         """Wake a server that a stopped trainer left asleep or paused. Its weights have to be updated first."""

@@ -36,9 +36,9 @@ def common_dtype(names: Iterable[str | None]) -> torch.dtype | None:
 
 
 class WeightDtypeMiddleware:
-    """ASGI middleware of a vLLM server: GET /rlkit/weight_dtype returns the dtype that it computes in.
+    """ASGI middleware of a vLLM server: GET /rlkit/weight_dtype returns the dtype and the device that it computes in.
 
-    vLLM's own /server_info contains it, too, but first runs commands that list all packages and devices.
+    vLLM's own /server_info contains them, too, but first runs commands that list all packages and devices.
     """
 
     def __init__(self, app: Any) -> None:
@@ -49,5 +49,6 @@ class WeightDtypeMiddleware:
             return await self.app(scope, receive, send)
         from starlette.responses import JSONResponse
 
-        dtype = scope["app"].state.vllm_config.model_config.dtype
-        await JSONResponse({"dtype": str(dtype).removeprefix("torch.")})(scope, receive, send)
+        config = scope["app"].state.vllm_config
+        dtype, device = str(config.model_config.dtype).removeprefix("torch."), config.device_config.device_type
+        await JSONResponse({"dtype": dtype, "device": device})(scope, receive, send)
