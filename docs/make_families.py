@@ -213,14 +213,25 @@ Notes:
 - **paddleocr_vl.** transformers 5.19 resizes the position embeddings of its vision tower with `align_corners=True`; its
   authors' code, transformers 5.0 and vLLM do not align them. The engine sets it as they do, as the logprobs would
   differ by 0.02 otherwise. A model that is loaded in transformers alone computes as transformers does.
-- **kimi_k25 with vLLM.** For `Kimi_K25ForConditionalGeneration`, the class that transformers writes into `config.json`,
-  vLLM 0.32 runs transformers' own model, and refuses the names of its weights. vLLM's model is called
-  `KimiK25ForConditionalGeneration` and asks for the `media_proc_cfg` of the published processor. No run with the
-  published files was tested, so rollout `vllm` refuses the family on a CPU.
+- **Names of weights in vLLM.** Kimi K2.5, ERNIE 4.5 VL, GLM-5.3-Flash and OLMo Hybrid have other names of weights in
+  transformers than in vLLM, by which weights are handed over and exported. For all of them but OLMo Hybrid, and for
+  GLM-5 and Cohere Compass, `make families` makes vLLM's class on a CPU and has it take all weights. Logprobs were not
+  compared, which takes a GPU or the published files.
+- **kimi_k25 with vLLM.** vLLM's model is called `KimiK25ForConditionalGeneration`, as in the published `config.json`,
+  and asks for the `media_proc_cfg` of the published processor. For `Kimi_K25ForConditionalGeneration`, the class that
+  transformers writes, and so for an export, vLLM 0.32 runs transformers' own model. vLLM's takes images as
+  `vision_chunk`, a form that rlkit does not send. On a CPU rollout `vllm` refuses the family.
+- **olmo_hybrid with vLLM.** vLLM 0.32 loads no files of it: its mapper marks the convolutions of queries, keys and
+  values by an attribute that the loader of the merged convolution does not read ("list indices must be integers or
+  slices, not NoneType").
 - **mistral4** is the text model of Mistral Small 4: multi-head latent attention, and experts in every layer. The type
   of the whole model is `mistral3`, with a vision tower; `AutoModelForCausalLM` of transformers 5.19 does not know
-  `mistral4` alone. vLLM 0.32 does not load it from a model directory that transformers has written: "No model
-  architectures are specified". No run with the published files was tested.
+  `mistral4` alone. vLLM 0.32 knows it in Mistral's own format only, as a DeepSeek-V3 with other names. rlkit registers
+  a class with vLLM that reads transformers' configuration and names instead (rlkit/rollout/vllm_mistral4.py). vLLM on
+  a CPU supports only the attention size of DeepSeek-V3, so the published model needs a GPU, which was not tested.
+- **Mistral's repositories** have a model twice: for transformers (`config.json`, `model*.safetensors`) and in Mistral's
+  own format (`params.json`, `consolidated*.safetensors`), which vLLM prefers, and in which weights have other names.
+  rlkit has vLLM read the former. If `model.safetensors` has no index, vLLM would load both files: move the second one.
 - **glm_moe_dsa** (GLM-5) attends to the tokens that an indexer chooses among all tokens of a row. In a packed row the
   indexer would choose from other sequences too, so its rows are padded. Ranks that share a sequence need packed rows.
   The choice has no gradient: the indexer does not train, and neither do adapters on it.
@@ -247,12 +258,14 @@ Notes:
 - **ernie4_5_vl_moe** has experts for tokens of images, and for the tokens around an image, beside those for text. Which
   tokens these are goes to the model as `moe_mm_token_type_ids`, which the engine computes. Ranks cannot share a
   sequence, since experts for images have no gradient on a rank without image tokens. Routing replay is refused: its
-  layers have two routers. vLLM 0.32 reads the configuration and the processor of the published remote code only; no
-  run with the published files was tested.
+  layers have two routers. vLLM 0.32 reads the configuration (`embed_dim`, `moe_num_experts` as a list, ...) and the
+  processor of the published remote code only; transformers needs a converted configuration. Rollout `vllm` refuses
+  the family on a CPU.
 - **glm5_next** (GLM-5.3-Flash) attends as GLM-5 does, to pools of tokens that an indexer chooses, next to layers of
   linear attention. It has no position ids. Rows are padded, for the reasons given for GLM-5. Frames of its videos
-  consist of image tokens, between the brackets of a video. vLLM 0.32 reads the configuration of its published files
-  only, as that of transformers lacks `mhc`; no run with them was tested.
+  consist of image tokens, between the brackets of a video. vLLM 0.32 needs settings that transformers' configuration
+  lacks, such as `mhc` and `mla_use_nope`, so it does not read an export without them. With them it takes the weights
+  that rlkit hands over; a run needs a GPU.
 - **cohere_compass with vLLM.** With `mrope_section` [6, 6, 4], transformers 5.19 rotates the dimensions of a head by
   the frequencies 0, 2, ..., 10, 1, 3, ..., 11, 12, ..., 15, and vLLM 0.32 by 0, 1, ..., 15. The logprobs differ by 0.1
   in the tiny model, and by 5e-7 in one whose layers have no RoPE. rlkit refuses the family on a CPU; on a GPU

@@ -27,6 +27,7 @@ from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, i
 
 from rlkit.rollout import media_connector
 from rlkit.rollout.servers.weight_transfer import gloo_group, local_address
+from rlkit.rollout.vllm_families import register_mistral4
 
 
 @dataclass
@@ -89,7 +90,11 @@ class GlooWeightTransferEngine(WeightTransferEngine[GlooInitInfo, GlooUpdateInfo
 
 
 def register() -> None:
-    """Register `rlkit_gloo` and rlkit's media connector with vLLM; vLLM calls this in each of its processes."""
+    """Register rlkit's extensions with vLLM, which calls this in each of its processes.
+
+    These are the weight transfer `rlkit_gloo`, the media connector, and the model of Mistral Small 4.
+    """
     media_connector.register()
+    register_mistral4()
     with suppress(ValueError):  # it is registered already: vLLM may load its plug-ins twice
         WeightTransferEngineFactory.register_engine("rlkit_gloo", GlooWeightTransferEngine)

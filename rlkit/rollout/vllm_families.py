@@ -1,16 +1,60 @@
-"""Model families that vLLM computes or updates wrongly on any device, refused by name. Imports no vLLM."""
+"""Families that vLLM computes or updates wrongly on any device, and options for others. Importable without vLLM."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
-from rlkit.vlm.loading import load_config
+from rlkit.vlm.loading import load_config, model_path
 
 # vLLM copies attention sinks and experts of these families while it loads them, and does not copy new ones
 NO_WEIGHT_UPDATES = frozenset({"gpt_oss"})
 # vLLM 0.32 adds Gemma 3n's per-layer embeddings only in the class of the whole model, with its towers
 UNUSED_WEIGHTS = frozenset({"gemma3n_text"})
+# Mistral's repositories have a model twice, for transformers and in Mistral's own format. By default vLLM reads the
+# latter, with other names of weights than the trainer's.
+TRANSFORMERS_FILES = {"config_format": "hf", "load_format": "hf", "tokenizer_mode": "hf"}
+# of rlkit.rollout.vllm_mistral4; the model type has vLLM use its kernels for multi-head latent attention
+MISTRAL4 = {"text_config": {"architectures": ["Mistral4ForCausalLM"], "model_type": "deepseek_v3"}}
+
+
+def family_options(model: str, *, trust_remote_code: bool = False) -> dict[str, Any]:
+    """Options of vLLM with which it reads the files and the configuration that the trainer reads.
+
+    Args:
+        model: directory or hub id.
+
+    Raises:
+        ValueError: a directory with two sets of weights, of which vLLM would load both.
+    """
+    folder = Path(model_path(model))
+    if not (folder / "model.safetensors.index.json").exists() and (folder / "model.safetensors").exists():
+        if other := next(folder.glob("consolidated*.safetensors"), None):
+            raise ValueError(
+                f"model: expected one set of weights without an index, got model.safetensors and {other.name} in "
+                f"{model!r}, of which vLLM loads both; move the latter, which is in Mistral's own format"
+            )
+    return {**TRANSFORMERS_FILES, **({"hf_overrides": MISTRAL4} if is_mistral4(model, trust_remote_code) else {})}
+
+
+def is_mistral4(model: str, trust_remote_code: bool = False) -> bool:
+    """Whether this is Mistral Small 4; False for a model without a configuration.
+
+    Args:
+        model: directory or hub id.
+    """
+    try:
+        return load_config(model, trust_remote_code=trust_remote_code).get_text_config().model_type == "mistral4"
+    except ValueError:  # vLLM will say what is wrong with it
+        return False
+
+
+def register_mistral4() -> None:
+    """Register `Mistral4ForCausalLM` with vLLM."""
+    from vllm import ModelRegistry
+
+    ModelRegistry.register_model("Mistral4ForCausalLM", "rlkit.rollout.vllm_mistral4:Mistral4ForCausalLM")
 
 
 def check_weights_are_used(model: str, *, trust_remote_code: bool = False) -> None:

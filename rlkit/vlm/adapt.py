@@ -15,6 +15,7 @@ from rlkit.vlm.families import (
     ENCODERS_WITHOUT_CONFIG,
     TRANSPOSED_EXPERTS,
     VISION_EXPERT_FAMILIES,
+    VISION_LAYERS_TOGETHER,
     checkpoint_name,
     recurrent_layers,
 )
@@ -316,24 +317,50 @@ def converted_together(model: Any, parameters: Iterable[tuple[str, Tensor]]) -> 
     """Groups (name -> tensor) of parameters that transformers converts to the form of checkpoint files together.
 
     In most families each parameter is converted alone. ERNIE 4.5 VL has experts for text and experts for images, which
-    its files number in one list. To free the tensors of a group, the caller clears the dictionary.
+    its files number in one list. The files of Kimi K2.5 have one matrix for queries, keys and values of its vision
+    tower. To free the tensors of a group, the caller clears the dictionary.
 
     Raises:
         ValueError: experts for text without those for images, or the reverse.
     """
+    family = model.config.model_type
+    if family in VISION_LAYERS_TOGETHER:
+        yield from _layers_together(parameters, VISION_LAYERS_TOGETHER[family])
+        return
     waiting: dict[str, tuple[str, Tensor]] = {}
     for name, tensor in parameters:
         pair = re.sub(r"\.(text|vision)_moe\.", ".moe.", name)
         group = dict([waiting.pop(pair)]) if pair in waiting else {}
         group[name] = tensor
         del tensor
-        if model.config.model_type not in VISION_EXPERT_FAMILIES or pair == name or len(group) == 2:
+        if family not in VISION_EXPERT_FAMILIES or pair == name or len(group) == 2:
             yield group
         else:
             waiting[pair] = group.popitem()
     if waiting:
         alone, _ = next(iter(waiting.values()))
         raise ValueError(f"parameters: expected experts for text and for images of each layer, got only {alone}")
+
+
+def _layers_together(parameters: Iterable[tuple[str, Tensor]], layer: str) -> Iterator[dict[str, Tensor]]:
+    """Successive parameters whose names begin with the same match of a pattern; each other parameter alone."""
+    group: dict[str, Tensor] = {}
+    current = ""
+    for name, tensor in parameters:
+        found = re.match(layer, name)
+        if group and (found is None or found[0] != current):
+            yield group
+            group = {}
+        if found is None:
+            alone = {name: tensor}
+            del tensor
+            yield alone
+            del alone
+        else:
+            current, group[name] = found[0], tensor
+            del tensor
+    if group:
+        yield group
 
 
 def checkpoint_parameters(model: Any, parameters: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:

@@ -44,7 +44,9 @@ CHECKPOINT_NAME_FAMILIES = frozenset(
         "mixtral",
         "ernie4_5_moe",
         "ernie4_5_vl_moe",
+        "glm5_next",
         "granitemoehybrid",
+        "kimi_k25",
         "kimi_linear",
         "lfm2_vl",
         "nemotron_h",
@@ -54,6 +56,21 @@ CHECKPOINT_NAME_FAMILIES = frozenset(
 )
 # family of a thinker -> that of the whole model, whose files and configuration have the thinker as a part
 WHOLE_MODELS = {"qwen2_5_omni_thinker": "qwen2_5_omni", "qwen3_omni_moe_thinker": "qwen3_omni_moe"}
+# the parameters of these layers are converted to those of checkpoint files together, by the beginning of their names
+VISION_LAYERS_TOGETHER = {"kimi_k25": r"model\.vision_tower\.layers\.\d+\."}
+# parts of names that transformers 5.19 writes into files -> those that vLLM reads; transformers reads both
+PUBLISHED_NAMES = {
+    "kimi_k25": {
+        "language_model.model.blocks.": "language_model.model.layers.",
+        "vision_tower.encoder.patch_embed.": "vision_tower.patch_embed.",
+        "model.mm_projector.": "mm_projector.",
+    },
+    "ernie4_5_vl_moe": {"model.vision_model.": "vision_model."},
+    "olmo_hybrid": {
+        ".attention_layer_norm.": ".input_layernorm.",
+        ".feedforward_layer_norm.": ".post_attention_layernorm.",
+    },
+}
 TRANSPOSED_EXPERTS = frozenset({"qwen3_vl_moe"})  # [experts, in, out] in checkpoint files and in vLLM
 PACKABLE_LAYERS = frozenset({"full_attention", "sliding_attention", "chunked_attention"})
 RECURRENT_LAYERS = frozenset({"linear_attention", "conv", "hybrid", "hybrid_sliding"})
@@ -82,7 +99,13 @@ LOGIT_TRANSFORMS = ("final_logit_softcapping", "logit_scale", "logits_scaling", 
 
 
 def checkpoint_name(family: str, name: str) -> str:
-    """The name that a parameter has in the files of published checkpoints, and for vLLM."""
+    """The name that a parameter has in the files of published checkpoints, and for vLLM.
+
+    Args:
+        name: in the files that transformers writes.
+    """
+    for written, published in PUBLISHED_NAMES.get(family, {}).items():
+        name = name.replace(written, published)
     return f"thinker.{name}" if family in WHOLE_MODELS else name
 
 

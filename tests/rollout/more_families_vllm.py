@@ -15,10 +15,13 @@ from test_vllm import (
     run,
 )  # fmt: skip
 
+NAMED = ["cohere_compass", "ernie4_5_vl_moe", "glm5_next", "glm_moe_dsa", "kimi_k25"]
+
 
 @pytest.fixture(scope="module")
 def alone(tmp_path_factory):
     names = [f"family/{name}" for name in [*MORE_FAMILIES, *MORE_BFLOAT16]]
+    names += [f"names/{name}" for name in NAMED]
     return run(tmp_path_factory.mktemp("alone"), names)[0]
 
 
@@ -37,3 +40,11 @@ def test_the_planned_cache_is_that_of_vllm(alone, family):
     """Mamba-2 beside attention too, in Falcon-H1."""
     planned, of_vllm = facts_of(alone, family)["cache"]
     assert planned == of_vllm > 0
+
+
+@pytest.mark.parametrize("family", NAMED)
+def test_weights_are_handed_over_by_names_that_vllm_knows(alone, family):
+    """Of families that vLLM does not compute on a CPU."""
+    kept = alone[f"names/{family}"]["kept"]
+    shared_indexer = {name for name in kept if family == "glm_moe_dsa" and ".layers.1.self_attn.indexer." in name}
+    assert {*kept} == shared_indexer  # transformers' layer has none, as vLLM's by a setting of the published config

@@ -1,9 +1,11 @@
 """Cases of `on_vllm.py`, one a family: does the trainer score what vLLM samples as vLLM does?
 
 `family/llama`; `family/deepseek_v3/other_cpu`, where vLLM is told that this CPU has AMX if it has none, and that it has
-none if it has; `positions/Qwen2VL`: position ids; `models/known`: families that vLLM has no model of.
+none if it has; `positions/Qwen2VL`: position ids; `names/kimi_k25`: names of weights; `models/known`: families that
+vLLM has no model of.
 """
 
+import json
 import math
 import random
 import sys
@@ -20,6 +22,7 @@ from vllm_models import register
 sys.path[:0] = [str(Path(__file__).parents[1] / name) for name in ("vlm", "engines")]
 import family_processors  # noqa: E402
 import test_every_family  # noqa: E402
+import vllm_names  # noqa: E402
 from family_configs import BASE, TEXT  # noqa: E402
 from test_families import seeded  # noqa: E402
 
@@ -68,9 +71,14 @@ MORE = {
         },
     },
 }  # fmt: skip
-ABSENT = {
-    "glm46v": "Glm46VForConditionalGeneration", "diffllama": "DiffLlamaForCausalLM", "mistral4": "Mistral4ForCausalLM",
+MORE["mistral4"] = {
+    "kv_lora_rank": 512, "qk_rope_head_dim": 64, "qk_nope_head_dim": 32, "v_head_dim": 24, "head_dim": 96,
+    "rope_parameters": {
+        "rope_type": "yarn", "rope_theta": 1e4, "factor": 32.0, "mscale": 1.0, "mscale_all_dim": 1.0,
+        "llama_4_scaling_beta": 0.5, "original_max_position_embeddings": 16,
+    },
 }  # fmt: skip
+ABSENT = {"glm46v": "Glm46VForConditionalGeneration", "diffllama": "DiffLlamaForCausalLM"}
 OWNERS = {"Qwen2VL": "qwen2_vl", "Qwen2_5_VL": "qwen2_5_vl"}  # vLLM's name of a model, and of its family
 IMAGE, VIDEO = 90, 91
 SECTIONS = {"qwen": [6, 5, 5], "padd": [6, 5, 5], "glm4": [4, 2, 2], "glm_": [4, 6, 6], "mini": [4, 2, 2]}
@@ -103,12 +111,14 @@ def seeing(family, reader):
         vision["default_output_length"] = vision["num_soft_tokens"] = 70  # published configs have it
         text["use_bidirectional_attention"] = None  # vLLM has no other attention on a CPU
         del text["per_layer_config"]  # made from global_head_dim
+    if family == "mistral4":
+        config["tie_word_embeddings"] = False
     if "omni" in family:  # the rest is what published configs say
         config["audio_config"]["output_dim"] = 64
         vision["image_size"], vision["apply_vit_abs_pos_embed"] = 4 * vision["patch_size"], True
         text["tie_word_embeddings"] = False
-    config = {name: value for name, value in config.items() if name != "model_type"} | {"text_config": text}
-    config = AutoConfig.for_model(family, **config)
+    model_type = config.pop("model_type")  # mistral3 for mistral4, which is the type of its text model
+    config = AutoConfig.for_model(model_type, **config | {"text_config": text})
     return seeded(lambda: AutoModelForImageTextToText.from_config(config, dtype=torch.float32))
 
 
@@ -129,6 +139,11 @@ def as_published(family, file):
     if "omni" in family:
         tensors = {f"thinker.{name}": x for name, x in tensors.items()}
     save_file(tensors, file, metadata={"format": "pt"})
+    if family in ("mistral3", "mistral4"):  # Mistral's repositories have the weights in its own format, too
+        (file.parent / "params.json").write_text("{}")
+        save_file({"output.weight": torch.zeros(1)}, file.parent / "consolidated.safetensors")
+        index = {"weight_map": dict.fromkeys(tensors, file.name)}
+        (file.parent / "model.safetensors.index.json").write_text(json.dumps(index))
 
 
 def build(family, path):
@@ -291,6 +306,9 @@ def facts_of(folder, name):
     what, which, *other_cpu = name.split("/")
     if what == "models":
         return {"absent": absent_families()}
+    if what == "names":
+        folder.joinpath(name).mkdir(parents=True)
+        return {"kept": vllm_names.parameters_without_weights(which, folder / name)}
     if what == "positions":
         return {"equal": positions(which, OWNERS[which])}
     if not other_cpu:

@@ -35,8 +35,8 @@ FAMILIES = [
 # the rest runs by `make families`
 MORE_FAMILIES = [
     "ernie4_5", "ernie4_5_moe", "falcon_h1", "gemma4_text", "gemma4_unified", "glm4_moe", "glm_ocr",
-    "granitemoehybrid", "lfm2", "lfm2_moe", "lfm2_vl", "llama4", "llama4_text", "ministral3", "mistral3", "nemotron_h",
-    "paddleocr_vl", "qwen2_5_omni_thinker", "qwen3_omni_moe_thinker",
+    "granitemoehybrid", "lfm2", "lfm2_moe", "lfm2_vl", "llama4", "llama4_text", "ministral3", "mistral3", "mistral4",
+    "nemotron_h", "paddleocr_vl", "qwen2_5_omni_thinker", "qwen3_omni_moe_thinker",
 ]  # fmt: skip
 BFLOAT16 = ["qwen3_5", "qwen3_next"]  # vLLM's kernel for the gated delta rule has no other dtype on a CPU
 MORE_BFLOAT16 = ["minicpmv4_6", "qwen3_5_moe"]
@@ -50,7 +50,7 @@ REFUSED = {
     "olmo3": "expected a family that vLLM does not run by the trainer's own class, which it changes",
 }
 OF_TEXT = {"qwen4_exp_text": QWEN4, "glm5_next_text": GLM5, "cohere_compass_text": COMPASS}
-ABSENT = ["glm46v", "diffllama", "mistral4"]  # vLLM has no model of these
+ABSENT = ["glm46v", "diffllama"]  # vLLM has no model of these
 
 
 class Facts(Mapping):
@@ -370,6 +370,20 @@ def test_a_users_compilation_config_keeps_what_the_family_needs():
     assert with_family_options({}, {"compilation_config": 3}) == {"compilation_config": 3}
     with pytest.raises(ValueError, match="^compilation_config: expected a dict for this model, which needs .*, got 3$"):
         with_family_options(needed, {"compilation_config": 3})
+
+
+def test_servers_read_the_files_that_the_trainer_reads(tmp_path):
+    """By default vLLM reads those of Mistral's own format, where a repository has both."""
+    AutoConfig.for_model("mistral3", text_config={"model_type": "mistral4"}).save_pretrained(tmp_path)
+    flags = command(str(tmp_path), "127.0.0.1", 8000, 1, on_gpu=True)
+    options = dict(zip(flags[3:], flags[4:], strict=False))
+    assert {options[f"--{name}"] for name in ("config-format", "load-format", "tokenizer-mode")} == {"hf"}
+    of_text = json.loads(options["--hf-overrides"])["text_config"]
+    assert of_text == {"architectures": ["Mistral4ForCausalLM"], "model_type": "deepseek_v3"}
+    for name in ("model.safetensors", "consolidated.safetensors"):
+        (tmp_path / name).touch()
+    with pytest.raises(ValueError, match="^model: expected one set of weights .* got model.safetensors and consol"):
+        command(str(tmp_path), "127.0.0.1", 8000, 1, on_gpu=True)
 
 
 def test_no_vllm_is_an_error_that_says_how_to_get_it(monkeypatch):

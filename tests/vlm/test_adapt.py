@@ -11,6 +11,7 @@ import torch
 import transformers
 from safetensors.torch import load_file, save_file
 from torch import nn
+from transformers.core_model_loading import revert_weight_conversion
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "engines"))
 import test_families
@@ -27,7 +28,8 @@ from rlkit.vlm import (
     trainable_summary,
     vision_tower_pattern,
 )
-from rlkit.vlm.adapt import checkpoint_parameters
+from rlkit.vlm.adapt import checkpoint_parameters, converted_together
+from rlkit.vlm.families import PUBLISHED_NAMES
 from rlkit.vlm.tiny import tiny_config
 
 
@@ -121,8 +123,8 @@ def test_adapters_leave_the_towers_of_every_family_out(family):
 @pytest.mark.parametrize(
     "family",
     [
-        "ernie4_5_moe", "ernie4_5_vl_moe", "falcon_h1", "gemma4_text", "glm4_moe", "granitemoehybrid", "kimi_linear",
-        "lfm2_moe", "llama4", "llama4_text", "nemotron_h", "olmo_hybrid", "paddleocr_vl",
+        "ernie4_5_moe", "falcon_h1", "gemma4_text", "glm4_moe", "glm5_next", "granitemoehybrid",
+        "kimi_linear", "lfm2_moe", "llama4", "llama4_text", "nemotron_h", "paddleocr_vl",
         "qwen3_5", "qwen3_5_moe", "qwen3_next",
     ],
 )  # fmt: skip
@@ -134,6 +136,46 @@ def test_weights_are_handed_over_by_the_names_of_checkpoint_files(family, tmp_pa
     in_file = set(safetensors.torch.load_file(tmp_path / "model.safetensors"))
     assert handed_over <= in_file
     assert all(name.endswith(("bias", "layer_scalar")) for name in in_file - handed_over)
+
+
+@pytest.mark.parametrize("family", [*VISION, *TEXT])
+def test_tensors_of_a_file_are_complete_if_parameters_are_converted_a_few_at_a_time(family):
+    """A file may have one tensor for several parameters, such as queries, keys and values."""
+    model = family_model(family) if family in VISION else test_families.text_model(family, TEXT[family], "eager")
+    parameters = {name: p.detach() for name, p in model.named_parameters()}
+    whole = revert_weight_conversion(model, dict(parameters))
+    groups = converted_together(model, parameters.items())
+    pieces = [piece for group in groups for piece in revert_weight_conversion(model, group).items()]
+    assert sorted(name for name, _ in pieces) == sorted(whole)
+    assert all(torch.equal(tensor, whole[name]) for name, tensor in pieces)
+
+
+def test_weights_of_kimi_k25_have_their_published_names():
+    model = family_model("kimi_k25")
+    named = dict(checkpoint_parameters(model, ((name, p.detach()) for name, p in model.named_parameters())))
+    beginnings = {re.sub(r"\.\d+\..*", "", name.removesuffix(".weight").removesuffix(".bias")) for name in named}
+    assert beginnings == {
+        "vision_tower.patch_embed.proj", "vision_tower.patch_embed.pos_emb", "vision_tower.encoder.blocks",
+        "vision_tower.encoder.final_layernorm", "mm_projector.pre_norm", "mm_projector.proj.0", "mm_projector.proj.2",
+        "language_model.model.embed_tokens", "language_model.model.layers", "language_model.model.norm",
+    }  # fmt: skip
+    of_block = {name.split(".", 4)[4] for name in named if ".blocks.0." in name}
+    of_block = {name.rpartition(".")[0] for name in of_block}
+    assert of_block == {"norm0", "norm1", "wqkv", "wo", "mlp.fc0", "mlp.fc1"}
+
+
+@pytest.mark.parametrize("family", PUBLISHED_NAMES)
+def test_a_model_is_read_by_the_published_names(family, tmp_path):
+    """transformers writes other names, which vLLM does not know."""
+    model = family_model(family) if family in VISION else test_families.text_model(family, TEXT[family])
+    named = dict(checkpoint_parameters(model, ((name, p.detach()) for name, p in model.named_parameters())))
+    for written, published in PUBLISHED_NAMES[family].items():
+        assert any(published in name for name in named)
+        assert not any(written in name for name in named if published not in name)
+    model.config.save_pretrained(tmp_path)
+    save_file({name: x.contiguous() for name, x in named.items()}, tmp_path / "model.safetensors")
+    loaded = dict(load_model(str(tmp_path)).named_parameters())
+    assert all(torch.equal(p, loaded[name]) for name, p in model.named_parameters())
 
 
 def test_experts_for_text_are_not_lost_without_those_for_images():
