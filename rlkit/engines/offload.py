@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from typing import Any
+from collections.abc import Iterable, Iterator, Sequence
 
 import torch
 from torch import Tensor
+
+BLOCK_BYTES = 1 << 26  # of host memory; a power of two, because torch rounds pinned allocations up to one
 
 
 class Offloaded:
     """Tensors that give back the memory of their device and keep their contents on the host.
 
     The tensors stay the same objects, and only their storages become empty, so FSDP2 and optimizers can go on holding
-    them. Host memory is pinned if the device is a GPU, and is reused by the next `unload`. All copies are queued before
-    the first one is waited for.
+    them. Host memory is pinned if the device is a GPU, and is reused by the next `unload`. The copies lie end to end in
+    blocks of `BLOCK_BYTES`: an allocation for each tensor would take up to twice the memory. All copies are queued
+    before the first one is waited for.
 
     A tensor must not be used between `unload` and `load`.
 
@@ -24,7 +26,8 @@ class Offloaded:
 
     def __init__(self) -> None:
         self.host_bytes = 0
-        self._copies: dict[int, tuple[torch.UntypedStorage, int, Any]] = {}  # by storage: it, its bytes, their copy
+        self._storages: list[tuple[torch.UntypedStorage, int, int]] = []  # with their bytes, and where the copy starts
+        self._blocks: list[Tensor] = []
         self._is_unloaded = False
 
     @torch.no_grad()
@@ -32,26 +35,25 @@ class Offloaded:
         """Copy tensors to the host and free their memory; of a sharded tensor the part of this rank."""
         if self._is_unloaded:
             return
-        earlier, self._copies = self._copies, {}
-        for tensor in tensors:
-            storage = getattr(tensor, "_local_tensor", tensor).untyped_storage()
-            key, size = storage._cdata, storage.nbytes()
-            if key not in self._copies and size:
-                _, old_size, copy = earlier.get(key, (None, 0, None))
-                self._copies[key] = storage, size, copy_to_host(storage, copy if size == old_size else None)
-        if any(storage.device.type == "cuda" for storage, *_ in self._copies.values()):
+        storages = {storage._cdata: storage for storage in map(_storage, tensors) if storage.nbytes()}
+        self._storages, self.host_bytes = [], 0
+        for storage in storages.values():
+            self._storages.append((storage, storage.nbytes(), self.host_bytes))
+            copy_to_host(storage, self._blocks, self.host_bytes)
+            self.host_bytes += storage.nbytes()
+        if any(storage.device.type == "cuda" for storage in storages.values()):
             torch.cuda.synchronize()
-        for storage, *_ in self._copies.values():
+        for storage in storages.values():
             storage.resize_(0)
-        self.host_bytes, self._is_unloaded = sum(size for _, size, _ in self._copies.values()), True
+        self._is_unloaded = True
 
     @torch.no_grad()
     def load(self) -> None:
         """Bring back what was unloaded, in the order of the current stream."""
         if self._is_unloaded:
-            for storage, size, copy in self._copies.values():
+            for storage, size, start in self._storages:
                 storage.resize_(size)
-                copy_from_host(storage, copy)
+                copy_from_host(storage, self._blocks, start)
         self._is_unloaded = False
 
 
@@ -64,17 +66,35 @@ def own_memory(tensors: Iterable[Tensor]) -> None:
             tensor.data = tensor.clone()
 
 
-def copy_to_host(storage: torch.UntypedStorage, copy: Tensor | None) -> Tensor:
-    """The bytes of a storage, in an earlier copy of the same size if there is one."""
-    if copy is None:
-        copy = torch.empty(storage.nbytes(), dtype=torch.uint8, pin_memory=storage.device.type == "cuda")
-    return copy.copy_(_bytes(storage), non_blocking=True)
+def without_memory_of(tensors: Iterable[Tensor], others: Iterable[Tensor]) -> list[Tensor]:
+    """Those of the tensors that are no views of others."""
+    owned = {_storage(x)._cdata for x in others}
+    return [x for x in tensors if _storage(x)._cdata not in owned]
 
 
-def copy_from_host(storage: torch.UntypedStorage, copy: Tensor) -> None:
-    """Fill a storage with bytes."""
-    _bytes(storage).copy_(copy, non_blocking=True)
+def copy_to_host(storage: torch.UntypedStorage, blocks: list[Tensor], start: int) -> None:
+    """Copy the bytes of a storage into blocks of host memory, from byte `start` on. Adds blocks that are missing."""
+    while len(blocks) * BLOCK_BYTES < start + storage.nbytes():
+        blocks.append(torch.empty(BLOCK_BYTES, dtype=torch.uint8, pin_memory=storage.device.type == "cuda"))
+    for part, copy in _parts(storage, blocks, start):
+        copy.copy_(part, non_blocking=True)
 
 
-def _bytes(storage: torch.UntypedStorage) -> Tensor:
-    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
+def copy_from_host(storage: torch.UntypedStorage, blocks: Sequence[Tensor], start: int) -> None:
+    """Fill a storage with the bytes from byte `start` on."""
+    for part, copy in _parts(storage, blocks, start):
+        part.copy_(copy, non_blocking=True)
+
+
+def _parts(storage: torch.UntypedStorage, blocks: Sequence[Tensor], start: int) -> Iterator[tuple[Tensor, Tensor]]:
+    """The bytes of a storage in parts, each with its place in one block."""
+    rest = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
+    while len(rest):
+        block, offset = divmod(start, BLOCK_BYTES)
+        copy = blocks[block][offset : offset + len(rest)]
+        yield rest[: len(copy)], copy
+        start, rest = start + len(copy), rest[len(copy) :]
+
+
+def _storage(tensor: Tensor) -> torch.UntypedStorage:
+    return getattr(tensor, "_local_tensor", tensor).untyped_storage()

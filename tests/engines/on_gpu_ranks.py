@@ -31,6 +31,7 @@ ALONE = {  # the back end and its options
     "value": ("fsdp2", {"kind": "value"}),
     "fsdp1": ("fsdp1", {}),
     "megatron": ("megatron", {}),
+    "megatron value": ("megatron", {"kind": "value"}),
     "fused": ("fsdp2", {"use_fused_kernels": True}),  # last: Liger's kernels stay in the process
 }
 TWO = {

@@ -461,6 +461,29 @@ def test_gradients_are_freed_between_steps(alone):
     assert_same(steps[False][2], steps[True][2], tolerance=0)
 
 
+@pytest.mark.parametrize(("dtype", "kind"), [(torch.float32, "qwen2"), (torch.bfloat16, "value")])
+def test_weights_and_optimizer_leave_the_device_and_come_back(dtype, kind, alone):
+    """What `to` does on a GPU. The optimizer has views of float32 weights, such as those of a value head."""
+    of_kind, batch, found = ranks.losses_of(kind), ranks.make_batch([0, 1], kind), []
+    model_type = "value_model" if kind == "value" else "language_model"
+    for moves in (False, True):
+        engine = make_engine("megatron", model_type, model=ranks.make_model(kind), optimizer=adamw, compute_dtype=dtype)
+        steps = [engine.train_batch(batch, of_kind[0], OUTPUTS[of_kind])]
+        if moves:
+            engine._move(to_host=True, model=False, optimizer=True)
+            assert engine.infer_batch(batch, OUTPUTS[of_kind])[OUTPUTS[of_kind][0]].any()
+            engine._move(to_host=True, model=True, optimizer=False)
+            groups, states = engine.optimizer.param_groups, engine.optimizer.state.values()
+            held = [*engine.model.parameters(), *(p for group in groups for p in group["params"])]
+            held += [x for state in states for x in state.values() if x.ndim]
+            assert len(held) > 10 and not any(x.untyped_storage().nbytes() for x in held)
+            engine._move(to_host=False, model=True, optimizer=True)
+        steps += [engine.train_batch(batch, of_kind[0], OUTPUTS[of_kind]) for _ in range(2)]
+        found.append((steps, dict(engine.get_per_tensor_param())))
+    assert found[0][0] == found[1][0] and found[0][0][1] != found[0][0][2]
+    assert_same(found[1][1], found[0][1], tolerance=0)
+
+
 def test_making_an_engine_leaves_random_states_alone(alone):
     model = ranks.make_model("value")
     torch.manual_seed(5)
@@ -553,12 +576,13 @@ def test_a_gradient_that_is_not_finite_changes_nothing(alone):
     assert all(torch.equal(tensor, before[name]) for name, tensor in engine.get_per_tensor_param())
 
 
-def test_bfloat16_keeps_float32_weights(alone):
-    """Steps too small for bfloat16 are not lost: the optimizer works and saves in float32."""
-    model = ranks.make_model("qwen2")
-    engine = make_engine(
-        "megatron", model=model, compute_dtype=torch.bfloat16, optimizer=lambda p: torch.optim.AdamW(p, lr=1e-6)
-    )
+@pytest.mark.parametrize("kind", ["qwen2", "value"])
+def test_bfloat16_keeps_float32_weights(kind, alone):
+    """Steps too small for bfloat16 are not lost: the optimizer works and saves in float32, as does a value head."""
+    model, of_kind = ranks.make_model(kind), ranks.losses_of(kind)
+    model_type = "value_model" if kind == "value" else "language_model"
+    options = {"compute_dtype": torch.bfloat16, "optimizer": lambda p: torch.optim.AdamW(p, lr=1e-6)}
+    engine = make_engine("megatron", model_type, model=model, **options)
 
     def weights():
         optimizer, groups = engine.distributed_optimizer, engine.groups
@@ -568,7 +592,7 @@ def test_bfloat16_keeps_float32_weights(alone):
     assert before.dtype == torch.bfloat16
     for name, tensor in weights().items():
         assert torch.equal(tensor, model.get_parameter(name)), name
-    metrics = engine.train_batch(ranks.make_batch([0, 1]), POLICY[0], OUTPUTS[POLICY])
+    metrics = engine.train_batch(ranks.make_batch([0, 1], kind), of_kind[0], OUTPUTS[of_kind])
     assert metrics["grad_norm"] > 0
     moved = weights()["model.norm.weight"] - model.model.norm.weight
     assert 0.9e-6 < moved.abs().max() < 1.1e-6

@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from rlkit.engines import make_engine
+from rlkit.engines import make_engine, offload
 from rlkit.losses import _kernels, token_mean
 from rlkit.plan import fake_ranks, rehearsal
 from rlkit.plan.__main__ import main as command
@@ -89,7 +89,8 @@ def taken(path, cfg, ranks):
     """
     gc.collect()  # what an earlier engine frees later would be subtracted
     marks = []
-    with torch.autograd.profiler.profile(profile_memory=True) as profile:
+    small_blocks = mock.patch.object(offload, "BLOCK_BYTES", 1 << 16)
+    with torch.autograd.profiler.profile(profile_memory=True) as profile, small_blocks:
         dist.init_process_group("fake", rank=0, world_size=ranks, store=FakeStore())
         engine = make_engine(
             "fsdp2", model=trained_part(cfg, load_model(path, dtype=getattr(torch, cfg.dtype))), device="cpu",

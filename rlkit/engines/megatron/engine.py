@@ -76,6 +76,7 @@ from rlkit.engines.megatron.weights import (
     readable_tensors,
     tensors_of_stages,
 )
+from rlkit.engines.offload import Offloaded, without_memory_of
 from rlkit.engines.packing.inputs import ModelInputs, prepare_model_inputs
 from rlkit.engines.packing.micro_batches import check_same_rows, micro_batches
 from rlkit.engines.sampler_dtype import sampler_dtype
@@ -186,6 +187,7 @@ class MegatronEngine:
             if optimizer is not None:
                 self._free_gradients()
         self.scheduler = scheduler(self.optimizer) if scheduler and self.optimizer else None
+        self._weights_on_host, self._state_on_host = Offloaded(), Offloaded()
 
     def _check_model(self, model: Any, *, router_replay: bool) -> None:
         if hasattr(model, "get_base_model"):
@@ -523,16 +525,19 @@ class MegatronEngine:
 
     def to(self, device: torch.device | str, *, model: bool = True, optimizer: bool = True) -> None:
         """Move weights and optimizer state to the host, e.g. while a sampler needs the GPU, or back."""
-        if self.device.type == "cpu":
-            return
-        to_host = torch.device(device).type == "cpu"
-        if model and self.distributed_optimizer is None:
-            self.model.to(device)
-        elif model:
-            for buffer in self.module.buffers + self.module.expert_parallel_buffers:
-                buffer.offload_to_cpu(move_grads=False) if to_host else buffer.reload_from_cpu(move_grads=False)
-        if optimizer and self.distributed_optimizer is not None:
-            self.distributed_optimizer.offload_to_cpu() if to_host else self.distributed_optimizer.restore_from_cpu()
+        if self.device.type != "cpu":
+            self._move(to_host=torch.device(device).type == "cpu", model=model, optimizer=optimizer)
+
+    def _move(self, *, to_host: bool, model: bool, optimizer: bool) -> None:
+        """Megatron's own functions are not used: they separate a float32 weight from the optimizer's view of it."""
+        weights = list(self.model.parameters())
+        if model:
+            self._weights_on_host.unload(weights) if to_host else self._weights_on_host.load()
+        if optimizer and self.optimizer is not None:
+            moments = [x for state in self.optimizer.state.values() for x in state.values() if x.ndim]
+            copies = [p for group in self.optimizer.param_groups for p in group["params"]]
+            state = without_memory_of([*moments, *copies], weights)
+            self._state_on_host.unload(state) if to_host else self._state_on_host.load()
 
 
 def _of_full_logits(

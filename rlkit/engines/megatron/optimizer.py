@@ -78,13 +78,15 @@ def make_distributed_optimizer(
         params_dtype=module.config.params_dtype,
         use_distributed_optimizer=True,
     )
+    # Megatron numbers the weights of a group in the order of the buffers, but puts float32 ones first into the group
+    buffers = sorted(module.buffers, key=lambda buffer: buffer.param_dtype != torch.float32)
     distributed = DistributedOptimizer(
         optimizer,
         config,
         grad_scaler=None,
         init_state_fn=None,
         model_chunks=[module],
-        per_model_buffers={0: module.buffers, 1: module.expert_parallel_buffers},
+        per_model_buffers={0: buffers, 1: module.expert_parallel_buffers},
         data_parallel_group=parallel_state.get_data_parallel_group(with_context_parallel=True),
         data_parallel_group_gloo=None,
         data_parallel_group_idx=0,
