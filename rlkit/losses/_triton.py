@@ -110,7 +110,8 @@ def vocabulary_sums(
     out = hidden.new_empty(4, parts, len(hidden), dtype=torch.float32)
     if len(hidden):
         inputs = (hidden, weight, bias, suppressed, targets, temperature)
-        _sums[programs, parts](*inputs, out, len(hidden), *weight.shape, tiles_per_part, **blocks, **SCHEDULE)
+        with torch.cuda.device_of(hidden):  # Triton launches on the current GPU
+            _sums[programs, parts](*inputs, out, len(hidden), *weight.shape, tiles_per_part, **blocks, **SCHEDULE)
     return out
 
 
@@ -149,7 +150,8 @@ def logit_gradients(
     grid = triton.cdiv(len(hidden), blocks["BLOCK_N"]), triton.cdiv(len(weight), blocks["BLOCK_V"])
     rows = (x.contiguous() for x in (targets, temperature, log_total, entropy, grad_logprobs, grad_entropy))
     inputs = (hidden, weight, bias, suppressed, *rows)
-    _gradients[grid](*inputs, out, len(hidden), *weight.shape, **blocks, **SCHEDULE)
+    with torch.cuda.device_of(hidden):
+        _gradients[grid](*inputs, out, len(hidden), *weight.shape, **blocks, **SCHEDULE)
     return out
 
 

@@ -7,6 +7,7 @@ import json
 import logging
 import subprocess
 import sys
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -75,27 +76,80 @@ def test_flops_and_bytes_are_the_least(found):
     assert backward["written"] == 2 * n * v  # the gradient of the logits, in bfloat16
 
 
+SHARED_BYTES = {80: 163 << 10, 86: 99 << 10, 90: 227 << 10}  # of one program, by compute capability
+
+
+def compiled(name, dtype, capability, *, with_bias_and_suppressed):
+    """A kernel in the form that Triton compiles for sizes and addresses that 16 divides, which takes most memory."""
+    compiler = pytest.importorskip("triton.compiler")
+    from triton.backends.compiler import GPUTarget
+    from triton.backends.nvidia.compiler import get_ptxas
+
+    from rlkit.losses import _triton
+
+    try:
+        get_ptxas(capability)
+    except RuntimeError as error:
+        pytest.skip(f"needs ptxas, which wheels of triton contain: {error}")
+    kernel, element = getattr(_triton, name), {torch.float32: "*fp32", torch.bfloat16: "*bf16"}[dtype]
+    types = dict.fromkeys(kernel.arg_names, "*fp32") | dict.fromkeys(("n", "v", "size", "tiles_per_part"), "i32")
+    types |= dict.fromkeys(("hidden", "weight", "bias"), element) | {"targets": "*i64", "suppressed": "*u8"}
+    if name == "_gradients":
+        types["out"] = element
+    constants = _triton._blocks(dtype)
+    if not with_bias_and_suppressed:
+        constants |= {"bias": None, "suppressed": None}
+    signature = {x: "constexpr" if x in constants else types[x] for x in kernel.arg_names}
+    aligned = [i for i, x in enumerate(kernel.arg_names) if signature[x][0] == "*" or x in ("v", "size")]
+    source = compiler.ASTSource(kernel, signature, constants, {(i,): [["tt.divisibility", 16]] for i in aligned})
+    return compiler.compile(source, target=GPUTarget("cuda", capability, 32), options=_triton.SCHEDULE)
+
+
 @pytest.mark.parametrize("with_bias_and_suppressed", [False, True])
 @pytest.mark.parametrize("name", ["_sums", "_gradients"])
 def test_kernels_compile_for_a_gpu(name, with_bias_and_suppressed):
     """Triton's compiler needs no GPU. It refuses Python that the interpreter runs, such as type hints by `Any`."""
-    compiler = pytest.importorskip("triton.compiler")
-    from triton.backends.compiler import GPUTarget
+    found = compiled(name, torch.bfloat16, 90, with_bias_and_suppressed=with_bias_and_suppressed)
+    assert "wgmma" in found.asm["ptx"]  # products on the tensor cores
+    assert 2**15 <= found.metadata.shared <= SHARED_BYTES[90]
 
+
+@pytest.mark.parametrize("name", ["_sums", "_gradients"])
+@pytest.mark.parametrize(("capability", "dtype"), [(80, torch.bfloat16), (86, torch.float32)])
+def test_a_program_fits_into_a_multiprocessor(capability, dtype, name):
+    """A kernel that needs more shared memory than a GPU has cannot be launched. Products of float32 are exact."""
+    found = compiled(name, dtype, capability, with_bias_and_suppressed=True)
+    assert 2**15 <= found.metadata.shared <= SHARED_BYTES[capability]
+    assert "tf32" not in found.asm["ptx"]
+
+
+@pytest.mark.parametrize("name", ["_sums", "_gradients"])
+def test_kernels_are_launched_on_the_gpu_of_their_tensors(name, monkeypatch):
+    """Triton launches on the current GPU, where the memory of another one cannot be read."""
+    pytest.importorskip("triton")
     from rlkit.losses import _triton
 
-    kernel = getattr(_triton, name)
-    types = dict.fromkeys(kernel.arg_names, "*fp32") | dict.fromkeys(("n", "v", "size", "tiles_per_part"), "i32")
-    types |= dict.fromkeys(("hidden", "weight", "bias"), "*bf16") | {"targets": "*i64", "suppressed": "*u8"}
-    if name == "_gradients":
-        types["out"] = "*bf16"
-    constants = _triton._blocks(torch.bfloat16)
-    if not with_bias_and_suppressed:
-        constants |= {"bias": None, "suppressed": None}
-    signature = {x: "constexpr" if x in constants else types[x] for x in kernel.arg_names}
-    source = compiler.ASTSource(kernel, signature, constants)
-    compiled = compiler.compile(source, target=GPUTarget("cuda", 90, 32), options=_triton.SCHEDULE)
-    assert "wgmma" in compiled.asm["ptx"]  # products on the tensor cores
+    current, launches = [], []
+
+    class Kernel:
+        def __getitem__(self, grid):
+            return lambda *_, **__: launches.append(list(current))
+
+    @contextmanager
+    def device_of(tensor):
+        current.append(tensor)
+        yield
+        current.pop()
+
+    monkeypatch.setattr(torch.cuda, "device_of", device_of)
+    monkeypatch.setattr(_triton, name, Kernel())
+    hidden, per_token = torch.ones(2, 3), torch.ones(2)
+    if name == "_sums":
+        _triton.vocabulary_sums(hidden, torch.ones(5, 3), None, per_token.long(), per_token[:, None], None)
+    else:
+        rows = per_token.long(), per_token[:, None], *[per_token] * 4
+        _triton.logit_gradients(hidden, torch.ones(5, 3), None, None, *rows)
+    assert len(launches) == 1 and launches[0][0] is hidden
 
 
 @pytest.mark.parametrize("reason", ["no triton", "no GPU"])
