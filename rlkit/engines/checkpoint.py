@@ -29,6 +29,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_leaves
 
@@ -70,7 +71,12 @@ def save(path: str | Path, state: dict[str, Any], extra: dict[str, Any], *, wait
         _write(path, part, extra, size, lambda: dcp.save(state, checkpoint_id=part), None)
         return
     group = _saving_group(dist.group.WORLD)
-    saving: Any = dcp.async_save(state, checkpoint_id=part, process_group=group)
+    # the state is on the host when it is written; torch's usual writer would still make a stream, and so allocate half
+    # a GiB, on the first GPU, which is the current one of a new thread on every rank
+    writer = dcp.FileSystemWriter(part, per_thread_copy_ahead=0)
+    stager = DefaultStager(StagingOptions(False, False, False, False))  # copies the state before `async_save` returns
+    saving: Any = dcp.async_save(state, storage_writer=writer, async_stager=stager, process_group=group)
+    stager.close()
     thread = ThreadPoolExecutor(1)
     _pending_saves.append(thread.submit(_write, path, part, extra, size, saving.result, group))
     thread.shutdown(wait=False)

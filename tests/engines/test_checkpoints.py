@@ -54,6 +54,17 @@ def test_engine_resume_is_exact(tiny_dir, processor, tmp_path):
     assert [p.name for p in tmp_path.iterdir()] == ["step_2"]
 
 
+def test_a_thread_that_writes_a_checkpoint_uses_no_gpu(tiny_dir, processor, tmp_path, monkeypatch):
+    """The current GPU of a new thread is the first one, where the thread of every rank would allocate memory."""
+    used, engine = [], make_resumable(tiny_dir)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda *_: used.append("stream"))
+    engine.save_checkpoint(tmp_path / "step_0", {"step": 0}, wait=False)
+    checkpoint.wait_for_writing()
+    monkeypatch.undo()
+    assert not used and engine.load_checkpoint(tmp_path / "step_0") == {"step": 0}
+
+
 def test_a_checkpoint_is_written_while_training_continues(tiny_dir, processor, tmp_path):
     """It contains the state at the time of the save, is complete or absent, and the next save or load waits for it."""
     batch, engine = make_batch(processor), make_resumable(tiny_dir)
