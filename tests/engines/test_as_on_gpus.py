@@ -23,7 +23,7 @@ from rlkit.engines.packing.layout import AttentionBlock, PackedLayout
 from rlkit.engines.packing.vision_attention import packed_vision_attention, use_packed_vision_attention
 from rlkit.vlm.families import PATCH_ROW_FAMILIES
 
-CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
+CPU, GPU, META = torch.device("cpu"), torch.device("cuda", 0), torch.device("meta")
 
 
 class Kernels(TorchDispatchMode):
@@ -65,6 +65,23 @@ def test_flash_kernels_are_called_with_supported_arguments(dtype, size, value_si
         out = varlen_attention(*(torch.empty(49, *x, dtype=dtype, device=GPU) for x in shapes), layout, window=window)
     assert kernels.head_sizes == ([] if kernel is None else [kernel])
     assert out.shape == (49, 4, value_size) and out.device == GPU and out.dtype == dtype
+
+
+def test_the_host_waits_for_no_index_of_a_packed_row():
+    """A copy that is not `non_blocking` waits for all earlier work of the device, here in every micro-batch."""
+    waits = []
+
+    class Copies(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            if (kwargs or {}).get("device") == META and str(func).startswith("aten._to_copy"):
+                waits.append(not kwargs.get("non_blocking"))
+            assert not (str(func).startswith("aten.copy_") and args[0].device == META)
+            return func(*args, **(kwargs or {}))
+
+    layout = PackedLayout([0, 7, 9], [7, 2, 40], [(0, 0), (0, 7), (0, 7)], META)
+    with Copies():
+        indices = layout.cu_seqlens_q, layout.cu_seqlens_k, layout.key_indices, layout.positions
+    assert {x.device for x in indices} == {META} and waits == [False] * 4
 
 
 def test_ernies_tokens_of_images_are_marked_without_a_copy_from_the_host():

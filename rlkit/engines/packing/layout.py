@@ -86,7 +86,7 @@ class PackedLayout:
     def positions(self) -> Tensor:
         """[N] position of each token in its sequence, counted from 0."""
         ranges = concatenated_ranges([length for _, length in self.prefixes], self.lengths)
-        return ranges.to(self.device)
+        return ranges.to(self.device, non_blocking=True)
 
     @property
     def sequence_lengths(self) -> list[int]:
@@ -97,12 +97,12 @@ class PackedLayout:
     @cached_property
     def cu_seqlens_q(self) -> Tensor:
         """[S + 1] int32 boundaries of the queries, as flash-attn and torch's varlen_attn take them."""
-        return torch.tensor([0, *accumulate(self.lengths)], dtype=torch.int32, device=self.device)
+        return torch.tensor([0, *accumulate(self.lengths)], dtype=torch.int32).to(self.device, non_blocking=True)
 
     @cached_property
     def cu_seqlens_k(self) -> Tensor:
         """[S + 1] int32 boundaries of the keys."""
-        return torch.tensor([0, *accumulate(self.key_lengths)], dtype=torch.int32, device=self.device)
+        return torch.tensor([0, *accumulate(self.key_lengths)], dtype=torch.int32).to(self.device, non_blocking=True)
 
     @cached_property
     def key_indices(self) -> Tensor | None:
@@ -111,7 +111,8 @@ class PackedLayout:
             return None
         own = zip(self.starts, self.lengths, strict=True)
         ranges = [one for pair in zip(self.prefixes, own, strict=True) for one in pair]
-        return concatenated_ranges([start for start, _ in ranges], [length for _, length in ranges]).to(self.device)
+        indices = concatenated_ranges([start for start, _ in ranges], [length for _, length in ranges])
+        return indices.to(self.device, non_blocking=True)
 
     @cached_property
     def blocks(self) -> list[AttentionBlock]:
