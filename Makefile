@@ -1,5 +1,5 @@
 # make demo: the main job on its built-in default.  make demo-text: the same on a pretrained language model.  make test: lint, types, tests.  make quick: the loop of edit and test.
-# make faults: what is broken on purpose.  make browser: the page of a run in Chromium.  make optional: trackers and other evaluation tools.  make site: the documentation site.  make setup: the environment alone.
+# make faults: what is broken on purpose.  make browser: the page of a run in Chromium.  make optional: trackers and other evaluation tools.  make gpu: the tests for a GPU.  make site: the documentation site.  make setup: the environment alone.
 PYTHON ?= python3
 PYTHON312 ?= python3.12
 VENV ?= .venv
@@ -9,7 +9,7 @@ DEMO_TEXT := --model smollm2 --task addition --lora_rank 16 --lr 3e-4 --steps 60
 	--max_new_tokens 16 --kl_coef 0 --threads 2 $(shell grep -qE 'avx512_bf16|amx_bf16' /proc/cpuinfo && echo --compute_dtype bfloat16)
 CHECK_PYTHON := $(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "rlkit needs Python >= 3.11; $(PYTHON) is older. Name another: make setup PYTHON=python3.12"; exit 1; }
 
-.PHONY: setup setup-all demo demo-text test faults families pretrained browser optional quick lint learn bench peers skyrl bench-peers conformance docs site audit sbom clean
+.PHONY: setup setup-all demo demo-text test faults families pretrained browser gpu optional quick lint learn bench peers skyrl bench-peers conformance docs site audit sbom clean
 
 setup: $(VENV)/.installed
 
@@ -74,6 +74,17 @@ browser: setup
 quick: setup
 	$(BIN)/python -m pytest -q -n 2 --dist loadfile --no-loadscope-reorder tests/recipes/test_sft.py \
 		tests/engines/test_fsdp2.py tests/losses tests/advantages tests/data/test_packing.py tests/data/test_batching.py
+
+# the tests marked gpu, in an environment of their own: vLLM's builds for CUDA and for CPUs exclude each other. It takes
+# an NVIDIA driver for CUDA 13 (580 or later), and gcc with the headers of Python, with which Triton builds its launcher
+gpu: .venv-gpu/.installed
+	.venv-gpu/bin/python -m pytest -m gpu
+
+.venv-gpu/.installed: setup.cfg pyproject.toml constraints.txt
+	@$(CHECK_PYTHON)
+	$(PYTHON) -m venv .venv-gpu
+	.venv-gpu/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[all-gpu]'
+	@touch $@
 
 # trackers and evaluation tools that no recipe needs, in an environment of their own: wandb, trackio, MLflow, lm-eval,
 # inspect-ai
@@ -178,4 +189,4 @@ site: .venv-docs/.installed
 	@touch $@
 
 clean:
-	rm -rf $(VENV) .venv-peers .venv-skyrl .venv-optional .venv-audit .venv-docs build *.egg-info
+	rm -rf $(VENV) .venv-gpu .venv-peers .venv-skyrl .venv-optional .venv-audit .venv-docs build *.egg-info

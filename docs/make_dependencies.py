@@ -18,7 +18,8 @@ ROOT = Path(__file__).resolve().parent.parent
 LOCK, PAGE = ROOT / "constraints.txt", ROOT / "docs" / "dependencies.md"
 INSTALLERS = {"pip", "setuptools", "wheel"}  # an environment has its own
 LOCK_HEADER = """# Versions of everything that the tests install without a GPU. docs/make_dependencies.py writes this.
-# Nothing here pulls CUDA builds where a CPU build of torch is at hand. CUDA builds of torch accept these versions, too.
+# Nothing here pulls CUDA builds where a CPU build of torch is at hand. CUDA builds of torch and
+# of vLLM accept these versions, too: pip install -c constraints.txt -e '.[all-gpu]'
 """
 PAGE_HEADER = """# Dependencies and their licences
 
