@@ -208,8 +208,11 @@ Notes:
 - **olmo3 with vLLM.** vLLM 0.32 runs it by transformers' own model, whose class it changes. In the trainer's process
   the trainer's model would then fail: "'Olmo3Model' object has no attribute 'do_not_compile'". On servers it works:
   use `--rollout vllm_server`. That is so for every family that vLLM runs by transformers' model, also OLMo 2.
-- **gemma3n** with images and audios is not tested: its vision tower is MobileNet-v5 from the package `timm`, which is
-  not one of rlkit's.
+- **gemma3n.** Its vision tower is MobileNet-v5 of the package timm: `pip install -e '.[gemma3n]'`. An image has 256
+  tokens and an audio, of at most 30 s, has 188, whatever their size. Each audio's features are computed alone, because
+  beside a longer one transformers' feature extractor appends frames. Up to 0.06 s of silence is appended to an audio,
+  without which its last token would depend on the lengths of the audios in the same forward. With vLLM the whole model
+  is not tested, as vLLM 0.32 has the numbers 256 and 188 in its code, which a tiny model does not have.
 - **paddleocr_vl.** transformers 5.19 resizes the position embeddings of its vision tower with `align_corners=True`; its
   authors' code, transformers 5.0 and vLLM do not align them. The engine sets it as they do, as the logprobs would
   differ by 0.02 otherwise. A model that is loaded in transformers alone computes as transformers does.

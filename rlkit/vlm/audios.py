@@ -14,7 +14,7 @@ import numpy as np
 from rlkit.data.lookup import requires_extra
 from rlkit.data.samples import Audio
 from rlkit.vlm.media_sources import open_regular_file, resolve_source
-from rlkit.vlm.processors import QWEN2_5_OMNI, QWEN3_OMNI
+from rlkit.vlm.processors import GEMMA3N, QWEN2_5_OMNI, QWEN3_OMNI
 
 RATE = 16000  # of the processors of all families, in samples per second
 DECODING_SECONDS = 60.0  # of processor time
@@ -136,6 +136,7 @@ def load_audios(processor: Any, sources: Sequence[Any]) -> list[Audio]:
     depend on the other audios of the prompt, and the features of a shorter audio on those of the batch, because the
     encoder pads a chunk to the longest one before its convolutions. The silence is at least as long as the window of
     the last frame reaches beyond the end: there a shorter audio has silence, and the longest one is reflected.
+    Those of Gemma 3n end with up to 0.06 s of silence, without which their last token would depend on the padding.
 
     Raises:
         ValueError: as `load_audio`, or an audio that the processor would cut off, or that is shorter than a token.
@@ -155,14 +156,33 @@ def load_audios(processor: Any, sources: Sequence[Any]) -> list[Audio]:
             silence = extractor.n_fft // 2 - hop
             length = max(rate, math.ceil((len(audio.samples) + silence) / hop) * hop)
             audio = Audio(np.pad(audio.samples, (0, length - len(audio.samples))), rate)
+        if family == GEMMA3N:
+            audio = _with_frames_for_gemma3n(audio, extractor)
         audios.append(audio)
     return audios
+
+
+def _with_frames_for_gemma3n(audio: Audio, extractor: Any) -> Audio:
+    """The audio with silence at its end, such that the last token sees no padding.
+
+    A token is computed from 16 frames: by two convolutions with a kernel of 3 and a stride of 2, of whose results every
+    fourth is kept. It sees the first 7 of its frames, and attends to earlier tokens only. The last token therefore gets
+    7 frames at least. The longest audio is an exception, as it is never padded.
+    """
+    window, hop, most = extractor.frame_length + 1, extractor.hop_length, 30 * audio.rate
+    samples = min(math.ceil(max(len(audio.samples), window) / 128) * 128, most)  # the extractor's padding
+    frames = (samples - window) // hop + 1
+    missing = max(0, 7 - (frames - 1) % 16 - 1)
+    length = min((frames + missing - 1) * hop + window, most) if missing else len(audio.samples)
+    return Audio(np.pad(audio.samples, (0, max(0, length - len(audio.samples)))), audio.rate)
 
 
 def _longest_audio(processor: Any) -> float:
     """The most seconds that a processor takes of an audio; without this limit it would cut off the rest."""
     if type(processor).__name__ == QWEN2_5_OMNI:
         return processor.feature_extractor.chunk_length
+    if type(processor).__name__ == GEMMA3N:
+        return 30.0
     if hasattr(processor, "audio_ms_per_token"):  # Gemma 4
         return processor.audio_seq_length * processor.audio_ms_per_token / 1000
     return MAX_SECONDS

@@ -22,10 +22,12 @@ from rlkit.data.samples import (
     append_observation,
     audio_frame_dimensions,
     expand_placeholders,
+    pad_for_concatenation,
     prompt_sample,
 )
 from rlkit.vlm.processors import (
     AUDIO_PROCESSORS,
+    GEMMA3N,
     OMNI_PROCESSORS,
     STACKED_VIDEOS,
     TWO_FRAMES_AT_LEAST,
@@ -76,15 +78,12 @@ def encode_text(
         return prompt_sample(compact)
     if videos and type(processor).__name__ in OMNI_PROCESSORS and text != _bracketed_video(processor):
         return _encode_videos_apart(processor, text, compact, media)
-    inputs = processor(
-        text=[text],
-        return_tensors="pt",
-        add_special_tokens=False,
-        return_text_replacement_offsets=True,
-        **arguments,
-    )
+    reports = type(processor).__name__ != GEMMA3N
+    arguments |= {"return_text_replacement_offsets": True} if reports else {}
+    inputs = processor(text=[text], return_tensors="pt", add_special_tokens=False, **arguments)
     expanded = inputs["input_ids"][0].tolist()
     replaced = (inputs.pop("text_replacement_offsets", None) or [[]])[0]
+    replaced = replaced if reports else _gemma3n_replacements(processor, text, media)
     found = _expansions_by_kind(
         processor, text, expanded, replaced, {kind: tokens[kind] for kind in media if media[kind]}
     )
@@ -101,7 +100,7 @@ def encode_text(
         )
     vision = {name: x for name, x in inputs.items() if isinstance(x, torch.Tensor) and name not in TEXT_OUTPUTS}
     vision = {name: x.float() if x.is_floating_point() else x for name, x in vision.items()}  # Llama 4: bfloat16
-    vision |= _longest_audio_frames(vision)
+    vision |= _gemma3n_audios(processor, audios) if audios and not reports else _longest_audio_frames(vision)
     decoded = {"images": images, "videos": list(videos), "audios": list(audios)}
     return prompt_sample(expanded, compact, vision=vision, placeholders=placeholders, **decoded)
 
@@ -111,6 +110,23 @@ def _longest_audio_frames(vision: Mapping[str, torch.Tensor]) -> dict[str, torch
     dimensions = audio_frame_dimensions(vision)
     frames = max((int(vision[name].sum(1).max()) for name in dimensions if name in AUDIO_MASKS), default=0)
     return {name: vision[name].narrow(dim, 0, frames).clone() for name, dim in dimensions.items()}
+
+
+def _gemma3n_replacements(processor: Any, text: str, media: Mapping[str, Sequence[Any]]) -> Sequence[Mapping[str, Any]]:
+    """What Gemma 3n's processor puts in the place of each image and audio, which it does not report itself."""
+    _, replaced = processor.get_text_with_replacements(
+        [text],
+        images_replacements=[processor.full_image_sequence] * len(media["image"]),
+        audio_replacements=[processor.full_audio_sequence] * len(media["audio"]),
+    )
+    return replaced[0]
+
+
+def _gemma3n_audios(processor: Any, audios: Sequence[Audio]) -> dict[str, torch.Tensor]:
+    """The features and masks of audios, each computed alone: beside a longer one its last frames would be others."""
+    alone = [processor.feature_extractor([one.samples], return_tensors="pt") for one in audios]
+    padded = pad_for_concatenation({name: [one[name] for one in alone] for name in alone[0]})
+    return {name: torch.cat([*tensors]) for name, tensors in padded.items()}
 
 
 def _bracketed_video(processor: Any) -> str:

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 BIDIRECTIONAL_IMAGE_FAMILIES = frozenset({"gemma3"})  # tokens of an image attend to all of that image
+CAUSAL_IMAGE_FAMILIES = frozenset({"gemma3n"})  # their forward takes `token_type_ids` and does not use them
 # pixel_values is [patches, ...], one row per patch, and a grid (t, h, w) says which patches make up an image
 PATCH_ROW_FAMILIES = frozenset(
     {
@@ -183,7 +184,7 @@ def bidirectional_obstacle(model: Any) -> str | None:
     Models that distinguish images (or a prefix) from text by `token_type_ids` let some tokens attend to later ones.
     """
     prefixed = hasattr(model.config, "vision_config") and "token_type_ids" in signature(model.forward).parameters
-    if prefixed and model.config.model_type not in BIDIRECTIONAL_IMAGE_FAMILIES:
+    if prefixed and model.config.model_type not in BIDIRECTIONAL_IMAGE_FAMILIES | CAUSAL_IMAGE_FAMILIES:
         return "its image and prefix tokens attend to later ones, by token_type_ids that the engine does not compute"
     text = model.config.get_text_config()
     if getattr(text, "use_bidirectional_attention", None) and not has_bidirectional_images_in_windows(model.config):
@@ -261,6 +262,8 @@ def tokens_per_image(config: Any) -> int:
         return config.mm_tokens_per_image
     if config.model_type in IMAGE_DIMENSION_FAMILIES:
         return (vision.image_size // vision.patch_size // config.scale_factor) ** 2
+    if config.model_type == "gemma3n":
+        return config.vision_soft_tokens_per_image
     if config.model_type == "llama4":  # pixel_values has one entry for each tile
         return round(((vision.image_size // vision.patch_size) * vision.pixel_shuffle_ratio) ** 2)
     return 0
@@ -285,7 +288,8 @@ def audio_tokens(frames: Tensor, config: Any) -> Tensor:
     """Tokens of audios with these numbers of frames, int64 [audios].
 
     Qwen2.5-Omni and Gemma 4 halve the frames twice, rounded down and up. Qwen3-Omni makes an eighth of each chunk of
-    2 * n_window frames, rounded up. A frame of Gemma 4 Unified, a piece of the waveform, is a token.
+    2 * n_window frames, rounded up. A frame of Gemma 4 Unified, a piece of the waveform, is a token. Audios of Gemma 3n
+    have one number of tokens, whatever their length.
     """
     if config.model_type == "qwen2_5_omni_thinker":
         return ((frames - 1) // 2 - 1) // 2 + 1
@@ -293,6 +297,8 @@ def audio_tokens(frames: Tensor, config: Any) -> Tensor:
         return (frames + 3) // 4
     if config.model_type == "gemma4_unified":
         return frames
+    if config.model_type == "gemma3n":
+        return torch.full_like(frames, config.audio_soft_tokens_per_image)
     chunk = 2 * config.audio_config.n_window
     return frames // chunk * ((chunk + 7) // 8) + (frames % chunk + 7) // 8
 

@@ -11,11 +11,11 @@ import torch
 
 from rlkit.vlm.loading import has_vision, load_config, model_path
 
-QWEN2_5_OMNI, QWEN3_OMNI = "Qwen2_5OmniProcessor", "Qwen3OmniMoeProcessor"
+QWEN2_5_OMNI, QWEN3_OMNI, GEMMA3N = "Qwen2_5OmniProcessor", "Qwen3OmniMoeProcessor", "Gemma3nProcessor"
 # these repeat a placeholder and report no replacements of text; a video may have sound
 OMNI_PROCESSORS = frozenset({QWEN2_5_OMNI, QWEN3_OMNI})
 # processors whose audios are tested: both tracks, position ids, training and sampling
-AUDIO_PROCESSORS = OMNI_PROCESSORS | {"Gemma4Processor", "Gemma4UnifiedProcessor"}
+AUDIO_PROCESSORS = OMNI_PROCESSORS | {GEMMA3N, "Gemma4Processor", "Gemma4UnifiedProcessor"}
 GLM_PROCESSORS = frozenset({"Glm4vProcessor", "Glm46VProcessor"})  # of GLM-4.1V, 4.5V, 4.6V and OCR
 # processors whose videos are tested likewise
 VIDEO_PROCESSORS = frozenset(

@@ -241,6 +241,25 @@ VISION = {  # the config, tokens per image, shape of its pixel_values
         },
         *PATCHES,
     ),
+    "gemma3n": (  # ids from 80 on are those of images, from 96 on those of audios
+        {
+            "text_config": {
+                **BASE, **TEXT["gemma3n_text"], "model_type": "gemma3n_text", "vocab_size_per_layer_input": 80,
+            },
+            "vision_config": {
+                "vocab_size": 16, "vocab_offset": 80, "hidden_size": 2048,
+                "model_args": {"channel_multiplier": 0.01, "msfa_output_resolution": 2},
+            },
+            "audio_config": {
+                "vocab_size": 4, "vocab_offset": 96, "hidden_size": 16, "input_feat_size": 8,
+                "conf_num_attention_heads": 2, "conf_num_hidden_layers": 1, "sscp_conv_channel_size": [4, 4],
+            },
+            "vision_soft_tokens_per_image": 4, "boi_token_id": 91, "eoi_token_id": 92, "audio_token_id": 96,
+            "audio_soft_tokens_per_image": 12,
+        },
+        4,
+        (1, 3, 32, 32),
+    ),
     "gemma4": (
         {
             "text_config": {**BASE, **TEXT["gemma4_text"], "model_type": "gemma4_text"},

@@ -35,6 +35,7 @@ CPU = torch.device("cpu")
 PATCHES = [family for family, (*_, shape) in VISION.items() if len(shape) == 2 and not family.startswith("glm")]
 HEARS = {  # family -> the first module that an audio goes through
     **dict.fromkeys(("qwen2_5_omni_thinker", "qwen3_omni_moe_thinker"), "audio_tower.conv"),
+    "gemma3n": "subsample_conv_projection.conv_0",
     "gemma4": "subsample_conv_projection.layer0",
     "gemma4_unified": "embed_audio",
 }
@@ -68,7 +69,8 @@ def test_a_dummy_image_changes_no_output_and_goes_through_the_tower(family, need
         for name, value in plain_gradients.items():
             torch.testing.assert_close(dummy_gradients[name], value, atol=1e-4, rtol=1e-4, msg=name)
         in_tower = dummy_gradients.keys() - plain_gradients.keys()
-        towers = ["patch_"] * any(needed.get(kind) for kind in ("image", "video"))  # patch_embed, patch_conv
+        first = "conv_stem" if family == "gemma3n" else "patch_"  # patch_embed, patch_conv
+        towers = [first] * any(needed.get(kind) for kind in ("image", "video"))
         towers += [HEARS[family]] if "audio" in needed else []
         assert towers and all(any(tower in name for name in in_tower) for tower in towers)
         assert all(dummy_gradients[name].abs().max() == 0 for name in in_tower)

@@ -27,7 +27,10 @@ from rlkit.vlm.inputs import position_ids, position_spec, vision_kwargs
 CPU = torch.device("cpu")
 WAYS = {"packed": {"share_prompts": False}, "shared": {"share_prompts": True}, "padded": {"remove_padding": False}}
 LEFT = "padded on the left"
-LEFT_GRADIENT_IS_NAN = {"gemma3n_text"}  # transformers divides by the deviation of a row of zeros; outputs are right
+LEFT_GRADIENT_IS_NAN = {
+    "gemma3n",
+    "gemma3n_text",
+}  # transformers divides by the deviation of a row of zeros; outputs are right
 RECURRENT = [
     "qwen3_5_text", "falcon_h1", "granitemoehybrid", "kimi_linear", "lfm2", "lfm2_moe", "nemotron_h", "olmo_hybrid",
     "qwen3_next",
@@ -284,7 +287,9 @@ def test_hybrid_in_the_engine_with_gradient_checkpointing(checkpointing):
 
 @pytest.mark.parametrize("family", [family for family in VISION if family not in REFUSED])
 def test_vision_family_equals_one_sequence_at_a_time(family):
-    check(vision_model(family), *rows(family), atol=5e-5 if family in RECURRENT_VISION else 1e-5)
+    atol = {"gemma3n": 4e-4}.get(family, 5e-5 if family in RECURRENT_VISION else 1e-5)  # 80 blocks; 2e-6 in float64
+    ways = WAYS if family in LEFT_GRADIENT_IS_NAN else (*WAYS, LEFT)
+    check(vision_model(family), *rows(family), ways, atol=atol)
 
 
 @pytest.mark.parametrize("family", REFUSED)

@@ -114,6 +114,15 @@ def qwen_vl(kind="Qwen3VL"):
     return getattr(transformers, f"{kind}Processor")(images, t, videos(patch_size=4, size=size, **norm))
 
 
+def gemma3n():
+    named = {f"{end}_token": f"<{end}>" for end in ("boi", "eoi", "boa", "eoa")}
+    named |= {"image_token": "<image_soft_token>", "audio_token": "<audio_soft_token>"}
+    t = with_audios(tokenizer("<image_soft_token>", **named), "<audio_soft_token>")
+    ears = transformers.Gemma3nAudioFeatureExtractor(feature_size=8)
+    images = transformers.SiglipImageProcessor(size={"height": 32, "width": 32})
+    return transformers.Gemma3nProcessor(ears, images, t, audio_seq_length=12, image_seq_length=4)
+
+
 def gemma4(kind="Gemma4"):
     named = {f"{end}_token": f"<{end}>" for end in ("boi", "eoi", "boa", "eoa")}
     t = tokenizer("<image_soft_token>", image_token="<image_soft_token>", audio_token="<audio>", **named)
@@ -262,7 +271,7 @@ FAMILIES = {
     **dict.fromkeys(("glm46v", "glm_ocr"), lambda: glm4v("Glm46V")),
     "glm5_next": lambda: glm4v("Glm5Next"),
     "ernie4_5_vl_moe": ernie4_5_vl_moe,
-    **{make.__name__: make for make in (glm4v, internvl, llava, idefics3, smolvlm, gemma3)},
+    **{make.__name__: make for make in (glm4v, internvl, llava, idefics3, smolvlm, gemma3, gemma3n)},
     **{make.__name__: make for make in (gemma4, kimi_k25, lfm2_vl, llama4, minicpmv4_6, mistral3, paddleocr_vl)},
     "gemma4_unified": lambda: gemma4("Gemma4Unified"),
     "mistral4": mistral3,
@@ -305,6 +314,11 @@ def model(family):
         }
     elif family.startswith(("qwen", "paddleocr", "cosmos3")):
         ids |= {f"vision_{end}_token_id": of(f"<|vision_{end}|>") for end in ("start", "end")}
+    if family == "gemma3n":
+        for part, last in (("vision", 20), ("audio", 4)):  # the last ids of the vocabulary
+            config[f"{part}_config"]["vocab_offset"] = len(reader.tokenizer) - last
+        ids |= {"audio_token_id": reader.audio_token_id}
+        ids |= {f"{name}_token_id": of(f"<{name}>") for name in ("boi", "eoi", "boa", "eoa")}
     if family in ("gemma4", "gemma4_unified"):
         ids |= {f"{name}_token_id": of(f"<{name}>") for name in ("boi", "eoi", "boa", "audio")}
         ids["eoa_token_index"] = of("<eoa>")

@@ -82,7 +82,7 @@ TOWERS = {  # family -> what encodes images and, in families that hear, audios
     ),
     "ernie4_5_vl_moe": ["model.vision_tower"],
     **dict.fromkeys(("smolvlm", "idefics3"), ["model.vision_model"]),
-    "gemma4": ["model.vision_tower", "model.audio_tower"],
+    **dict.fromkeys(("gemma3n", "gemma4"), ["model.vision_tower", "model.audio_tower"]),
     "gemma4_unified": ["model.embed_vision", "model.embed_audio"],
     "llama4": ["vision_model"],
     **dict.fromkeys(("qwen2_5_omni_thinker", "qwen3_omni_moe_thinker"), ["visual", "audio_tower"]),

@@ -11,6 +11,7 @@ import pytest
 import torch
 from PIL import Image
 from torch.nn.functional import interpolate
+from torch.nn.utils.rnn import pad_sequence
 
 sys.path.insert(0, str(Path(__file__).parent))
 sys.path.insert(0, str(Path(__file__).parents[1] / "engines"))
@@ -130,6 +131,7 @@ def sound(seconds, rate=16000):
 OMNI = ["qwen2_5_omni_thinker", "qwen3_omni_moe_thinker"]  # which hear the sound of videos, too
 HEARS = {  # family -> the first module that an audio goes through
     **dict.fromkeys(OMNI, "audio_tower.conv"),
+    "gemma3n": "audio_tower.subsample_conv_projection.conv_0",
     "gemma4": "audio_tower.subsample_conv_projection.layer0",
     "gemma4_unified": "embed_audio",
 }
@@ -348,6 +350,11 @@ def test_both_tracks_of_videos_with_sound_are_the_processors_own(family):
     assert mixed.token_ids.count(ids.audio_token_id) == sum(lengths)
 
 
+def _each_alone(extractor, audios):
+    alone = [extractor([one.samples], return_tensors="pt") for one in audios]
+    return {name: pad_sequence([one[name][0] for one in alone], batch_first=True) for name in alone[0]}
+
+
 @pytest.mark.parametrize("family", HEARS)
 def test_both_tracks_of_audios_are_the_processors_own(family):
     """And Qwen's position ids are those of its own `get_rope_index`; features have no padding to the limit."""
@@ -366,6 +373,8 @@ def test_both_tracks_of_audios_are_the_processors_own(family):
         assert sample.token_ids == own["input_ids"][0].tolist()
         name = audio_mask_name(base.config)
         frames, dimensions = sample.vision[name].sum(1), {name: 1, "input_features": AUDIO_MASKS[name]}
+        if family == "gemma3n":  # beside a longer audio, its extractor appends frames that are partly silence
+            own |= _each_alone(processor.feature_extractor, sample.audios)
         assert torch.equal(frames, own[name].sum(1))
         for name, dim in dimensions.items():
             assert sample.vision[name].shape[dim] == frames.max() <= own[name].shape[dim]
@@ -504,7 +513,9 @@ def moved_by_packed_rows(family, prompts):
     after = parameters(trained)
     for name, parameter in base.named_parameters():
         if parameter.grad is not None:
-            torch.testing.assert_close(after[name], before[name] - 0.1 * parameter.grad, atol=1e-4, rtol=1e-4, msg=name)
+            step = 0.1 * parameter.grad
+            atol = 1e-4 * max(1.0, step.abs().max().item())
+            torch.testing.assert_close(after[name], before[name] - step, atol=atol, rtol=1e-4, msg=name)
     return [name for name, x in before.items() if not torch.equal(after[name], x)]
 
 
@@ -591,7 +602,12 @@ def test_a_training_step_packed_equals_padded(family):
     for name, tensor in came.items():
         torch.testing.assert_close(tensor, padded[name], atol=1e-4, rtol=1e-4, msg=lambda m, n=name: f"{n}: {m}")
     assert len(moved) > 10
-    assert family not in SEES or any("patch_" in name for name in moved)
+    assert family not in SEES or any(first_of_tower(family) in name for name in moved)
+
+
+def first_of_tower(family):
+    """Part of the names of the parameters that an image goes through first: patch_embed, patch_conv, conv_stem."""
+    return "conv_stem" if family == "gemma3n" else "patch_"
 
 
 @pytest.mark.parametrize("family", SEES)
@@ -611,7 +627,8 @@ def test_a_blank_image_changes_no_number(family):
     for name, value in without.items():
         torch.testing.assert_close(gradient[name], value, atol=1e-4, rtol=1e-4, msg=name)
     more = gradient.keys() - without.keys()
-    assert any("patch_" in name for name in more) and all(gradient[name].abs().max() == 0 for name in more)
+    assert any(first_of_tower(family) in name for name in more)
+    assert all(gradient[name].abs().max() == 0 for name in more)
 
 
 @pytest.mark.parametrize("family", [*TEXT, *PADDED, *SEES])

@@ -19,6 +19,7 @@ from rlkit.vlm.families import (
     PATCH_ROW_FAMILIES,
     VISION_EXPERT_FAMILIES,
     audio_mask_name,
+    audio_tokens,
     numbers_per_patch,
     tokens_per_image,
 )
@@ -94,8 +95,9 @@ def _dummy_images(config: Any, *, image: bool, video: bool) -> Sample:
         return prompt_sample(ids, vision=vision)
     if tokens := tokens_per_image(config):
         vision = config.vision_config
-        size = vision.image_size if isinstance(vision.image_size, Sequence) else [vision.image_size] * 2
-        pixels = torch.ones(1, vision.num_channels, *size)  # models leave out images of zeros
+        side = getattr(vision, "image_size", 32)  # Gemma 3n takes every size that its tower can halve five times
+        size = side if isinstance(side, Sequence) else [side] * 2
+        pixels = torch.ones(1, getattr(vision, "num_channels", 3), *size)  # models leave out images of zeros
         pixels = pixels[None] if config.model_type in IMAGE_DIMENSION_FAMILIES else pixels
         return prompt_sample([config.image_token_id] * tokens, vision={"pixel_values": pixels})
     raise ValueError(
@@ -157,17 +159,20 @@ def _blank_patches(config: Any, kind: str) -> dict[str, Tensor]:
 
 
 def _dummy_audio(config: Any) -> Sample:
-    """A blank audio of one token: one frame, or four in Qwen-Omni."""
+    """A blank audio of one frame, or of four in Qwen-Omni."""
     family, audio = config.model_type, config.audio_config
     if family == "gemma4":  # its convolutions have as many channels as a frame has mel bins
         features = torch.zeros(1, 1, audio.subsampling_conv_channels[0])
     elif family == "gemma4_unified":
         features = torch.zeros(1, 1, audio.audio_embed_dim)
+    elif family == "gemma3n":  # for silence its language model would divide by 0
+        features = torch.ones(1, 1, audio.input_feat_size)
     else:
         features = torch.zeros(1, audio.num_mel_bins, 4)
     name = audio_mask_name(config)
     mask = torch.ones(1, features.shape[AUDIO_MASKS[name]], dtype=torch.bool)
-    return prompt_sample([config.audio_token_id], vision={AUDIO_FEATURES: features, name: mask})
+    tokens = int(audio_tokens(mask.sum(1), config))
+    return prompt_sample([config.audio_token_id] * tokens, vision={AUDIO_FEATURES: features, name: mask})
 
 
 def check_same_rows(batch: Batch, data_parallel_rank: int, data_parallel_size: int) -> None:
