@@ -107,21 +107,53 @@ def test_damaged_files_are_named(saved):
     save_file(tensors, file, {"format": "pt"})
     file.write_bytes(file.read_bytes()[:-1000])
     assert f"model {path!r}: " in error_of(path)
+    file.unlink()
     index = {"weight_map": {name: "model-1.safetensors" for name in tensors}}
     (Path(path) / "model.safetensors.index.json").write_text(json.dumps(index))
     assert "model-1.safetensors" in error_of(path)
     (Path(path) / "model.safetensors.index.json").unlink()
-    file.unlink()
     assert "model.safetensors" in error_of(path)
 
 
-def test_quantized_weights_are_not_read_in_slices(saved):
-    """Their scales would be left out."""
+def test_quantized_weights_are_refused_also_by_engines(saved):
+    """Their scales would be left out. Here only the configuration of a loaded model says that they are quantized."""
     path = saved("qwen2")
-    config = json.loads((Path(path) / "config.json").read_text())
-    config["quantization_config"] = {"quant_method": "fp8", "weight_block_size": [128, 128]}
-    (Path(path) / "config.json").write_text(json.dumps(config))
-    assert error_of(path) == f"model {path!r}: expected weights that are not quantized, got a quantization_config"
+    model = load_model(path, on_meta=True)
+    model.config.quantization_config = {"quant_method": "fp8", "weight_block_size": [128, 128]}
+    with pytest.raises(ValueError, match="expected weights that are not quantized, got fp8"):
+        make_engine("fsdp2", model=model)
+    file = Path(path) / "model.safetensors"
+    model, tensors = load_model(path, on_meta=True), load_file(file)
+    save_file({**tensors, "model.norm.weight": tensors["model.norm.weight"].to(torch.float8_e4m3fn)}, file)
+    with pytest.raises(ValueError, match="not quantized, got model.norm.weight in F8_E4M3"):
+        make_engine("fsdp2", model=model)
+
+
+def test_an_output_layer_beside_tied_embeddings(saved):
+    """transformers uses another one although config.json says that it is tied; vLLM does not."""
+    path = saved("qwen2", tie_word_embeddings=True)
+    file = Path(path) / "model.safetensors"
+    tensors = load_file(file)
+    for factor in (1, 2):
+        save_file(tensors | {"lm_head.weight": factor * tensors["model.embed_tokens.weight"]}, file, {"format": "pt"})
+        for on_meta in (False, True):
+            if factor == 1:
+                model = load_model(path, on_meta=on_meta)
+                make_engine("fsdp2", model=model)
+                assert model.lm_head.weight is model.model.embed_tokens.weight
+                continue
+            with pytest.raises(ValueError, match="equals the embedding, .* --model_config tie_word_embeddings=false"):
+                make_engine("fsdp2", model=load_model(path, on_meta=on_meta))
+
+
+def test_weights_that_are_not_used_are_named(saved, capsys):
+    path = saved("qwen3_next", **test_families.TEXT["qwen3_next"])
+    file = Path(path) / "model.safetensors"
+    extra = {"mtp.fc.weight": torch.ones(2), "model.layers.2.input_layernorm.weight": torch.ones(32)}
+    save_file(load_file(file) | extra, file, {"format": "pt"})
+    make_engine("fsdp2", model=load_model(path, on_meta=True))
+    listed = "model.layers.*.input_layernorm.weight"  # and not what transformers leaves out by itself
+    assert f"model {path!r}: tensors in its files that are not used (1): {listed}\n" in capsys.readouterr().out
 
 
 def test_a_value_head_has_its_values_before_the_weights_are_read(saved):

@@ -5,9 +5,13 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+import torch.distributed as dist
+from torch.distributed.tensor import DTensor
 
 from rlkit.engines.model_files import NotInShardsError, check_weights, open_slices
 from rlkit.engines.value_head import has_value_head, with_value_head
+from rlkit.vlm.loading import other_head_message
+from rlkit.vlm.weight_files import report_unused
 
 
 def load_sharded_weights(base: Any, device: torch.device) -> None:
@@ -31,6 +35,7 @@ def load_sharded_weights(base: Any, device: torch.device) -> None:
     names = {name: name.replace(".base_layer.", ".") for name in base.state_dict() if ".lora_" not in name}
     plain = _plain_model(base, names)
     mismatched = _read_files(plain, path, device, dtype=next(base.parameters()).dtype)
+    _check_tied_weights(plain, path)
     plain.tie_weights()
     loaded = {name: x for name, x in plain.state_dict().items() if not x.is_meta}
     # the output layer in the files has another shape than a value head
@@ -69,4 +74,17 @@ def _read_files(plain: Any, path: str, device: torch.device, dtype: torch.dtype)
             f"model {path!r}: expected weights that can be read in slices, got a family whose weights are converted; "
             "read them whole with load_model(...)"
         )
+    if dist.get_rank() == 0:
+        report_unused(path, plain, info.unexpected_keys)
     return {name for name, *_ in info.mismatched_keys}
+
+
+def _check_tied_weights(plain: Any, path: str) -> None:
+    """Raise a ValueError if an output layer that is tied to the embedding was read, and differs from it."""
+    head, embedding = plain.get_output_embeddings(), plain.get_input_embeddings()
+    if head is None or not plain.config.tie_word_embeddings or head.weight is embedding.weight:
+        return
+    weights = [layer.weight.detach() for layer in (head, embedding)]
+    own, other = (x.to_local() if isinstance(x, DTensor) else x for x in weights)
+    if not own.is_meta and own.shape == other.shape and not torch.equal(own, other):
+        raise ValueError(other_head_message(path))
