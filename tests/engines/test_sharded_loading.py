@@ -50,6 +50,21 @@ def test_weights_and_buffers_equal_those_of_a_full_load(saved, family):
     assert all(torch.equal(buffers[name], buffer) for name, buffer in full_buffers.items())
 
 
+@pytest.mark.parametrize("family", ["gemma4_text", "glm4_moe", "nemotron_h", "ernie4_5_moe"])
+def test_dtypes_equal_those_of_a_full_load(saved, family):
+    """Layers of Gemma 4 have a scale in bfloat16; biases of routers, and whole routers of ERNIE, stay in float32."""
+    path = saved(family)
+    file = Path(path) / "model.safetensors"
+    tensors = {name: x + 0.1 if name.endswith(("scalar", "bias")) else x for name, x in load_file(file).items()}
+    save_file(tensors, file, {"format": "pt"})
+    expected = load_model(path, dtype=torch.bfloat16).state_dict()
+    model = load_model(path, dtype=torch.bfloat16, on_meta=True)
+    make_engine("fsdp2", model=model)
+    found = {name: getattr(x, "full_tensor", lambda x=x: x)() for name, x in model.state_dict().items()}
+    assert {name: x.dtype for name, x in found.items()} == {name: x.dtype for name, x in expected.items()}
+    assert all(torch.equal(x, expected[name]) for name, x in found.items())
+
+
 def test_tied_embeddings_stay_tied(saved, tmp_path):
     model = load_model(saved("qwen2", tie_word_embeddings=True), on_meta=True)
     engine = make_engine("fsdp2", model=model, optimizer=adamw)
