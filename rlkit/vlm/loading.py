@@ -167,10 +167,15 @@ def load_pretrained(path: str, config: Any, **options: Any) -> Any:
     """
     model, found = read_pretrained(path, config, **options)
     check_all_found(path, model, found["missing_keys"])
-    head, embedding = model.get_output_embeddings(), model.get_input_embeddings()
-    if config.tie_word_embeddings and head is not None and head.weight is not embedding.weight:
+    if ties_output_layer(model) and model.get_output_embeddings().weight is not model.get_input_embeddings().weight:
         raise ValueError(other_head_message(path))
     return model
+
+
+def ties_output_layer(model: Any) -> bool:
+    """Whether the output layer should be the embedding, by the model's configuration and class."""
+    ties = getattr(model.config, "tie_word_embeddings", False) and getattr(model, "_tied_weights_keys", None)
+    return bool(ties) and model.get_output_embeddings() is not None
 
 
 def check_all_found(path: str, model: Any, missing: Collection[str]) -> None:

@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor
 from rlkit.engines.model_files import NotInShardsError, check_weights, open_slices
 from rlkit.engines.sampler_dtype import kept_in_float32
 from rlkit.engines.value_head import has_value_head, with_value_head
-from rlkit.vlm.loading import other_head_message
+from rlkit.vlm.loading import other_head_message, ties_output_layer
 from rlkit.vlm.weight_files import report_unused
 
 
@@ -85,10 +85,9 @@ def _read_files(plain: Any, path: str, device: torch.device, dtype: torch.dtype)
 
 def _check_tied_weights(plain: Any, path: str) -> None:
     """Raise a ValueError if an output layer that is tied to the embedding was read, and differs from it."""
-    head, embedding = plain.get_output_embeddings(), plain.get_input_embeddings()
-    if head is None or not plain.config.tie_word_embeddings or head.weight is embedding.weight:
+    if not ties_output_layer(plain):
         return
-    weights = [layer.weight.detach() for layer in (head, embedding)]
+    weights = [layer.weight.detach() for layer in (plain.get_output_embeddings(), plain.get_input_embeddings())]
     own, other = (x.to_local() if isinstance(x, DTensor) else x for x in weights)
     if not own.is_meta and own.shape == other.shape and not torch.equal(own, other):
         raise ValueError(other_head_message(path))
