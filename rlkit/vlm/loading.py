@@ -143,6 +143,8 @@ def empty_model(path: str, config: Any, **options: Any) -> Any:
         model.generation_config = transformers.GenerationConfig.from_pretrained(path)
     except OSError:  # the model has none
         pass
+    except ValueError as error:
+        raise ValueError(f"model {path!r}: generation_config.json: {error}") from error
     return model
 
 
