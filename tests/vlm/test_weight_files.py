@@ -14,6 +14,7 @@ from transformers import GptOssConfig, GptOssForCausalLM, Qwen3Config, Qwen3ForC
 
 from rlkit.vlm import load_model
 from rlkit.vlm.dequantize import dequantize_model, from_mxfp4, main, scaled, unpacked
+from rlkit.vlm.model_config import write_model
 
 FP8 = torch.float8_e4m3fn
 SIZES = {
@@ -144,6 +145,30 @@ def test_a_configuration_of_the_language_model_alone_is_seen(tmp_path):
     path = rewrite(tmp_path, dict, text_config={**text, "quantization_config": COMPRESSED})
     with pytest.raises(ValueError, match="expected weights that are not quantized, got compressed-tensors"):
         load_model(path)
+
+
+def test_several_files_are_written_with_an_index(saved, tmp_path):
+    """A scale may be in another file than its weight; files of Mistral's own format are left out."""
+    path = Path(saved(in_blocks, quantization_config=BLOCKS))
+    tensors = load_file(path / "model.safetensors")
+    (path / "model.safetensors").rename(path / "consolidated.safetensors")
+    index = {name: f"model-{1 + name.endswith('scale_inv')}.safetensors" for name in tensors}
+    index["model.norm.weight"] = "model-2.safetensors"
+    for file in set(index.values()):
+        save_file({name: x for name, x in tensors.items() if index[name] == file}, path / file, {"format": "pt"})
+    (path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": index}))
+    dequantize_model(str(path), tmp_path / "new")
+    new = json.loads((tmp_path / "new" / "model.safetensors.index.json").read_text())["weight_map"]
+    assert new == {name: file for name, file in index.items() if not name.endswith("scale_inv")}
+    model = load_model(str(tmp_path / "new"), dtype=torch.bfloat16)
+    assert torch.equal(model.get_parameter(UP), FORMS["blocks"][2])
+    assert not (tmp_path / "new" / "consolidated.safetensors").exists()
+
+
+def test_a_configuration_file_of_a_quantized_model_gets_random_weights(saved, tmp_path):
+    path = saved(quantization_config=BLOCKS)
+    write_model(f"{path}/config.json", [], tmp_path / "new")
+    assert load_model(str(tmp_path / "new")).get_parameter(UP).std() > 0
 
 
 @pytest.mark.parametrize("method", ["gptq", "awq", "bitsandbytes", "torchao", "quark", "hqq", "a new one"])
