@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
@@ -47,7 +46,7 @@ def open_slices(model: Any) -> Iterator[dict[str, Any]]:
             dtypes = [(name, x.get_dtype()) for name, x in slices.items()]
             if is_classifier(model.config):
                 slices[head_name(model)] = slices.pop(CLASSIFIER_HEAD)
-        except (OSError, SafetensorError, json.JSONDecodeError, KeyError) as error:
+        except (OSError, SafetensorError, KeyError) as error:
             raise ValueError(f"model {path!r}: expected readable safetensors files, got an error: {error}") from error
         check_not_scaled(path, dtypes)
         yield slices

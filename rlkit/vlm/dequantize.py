@@ -65,9 +65,9 @@ def dequantize_model(model: str, place: str | Path) -> None:
 def _block_of(config: Any) -> tuple[int, int] | None:
     """Rows and columns that share a scale, if the configuration says so."""
     for part in (config, config.get_text_config()):
-        block = (getattr(part, "quantization_config", None) or {}).get("weight_block_size")
-        if block:
-            return block[0], block[1]
+        match getattr(part, "quantization_config", None):
+            case {"weight_block_size": [int(rows), int(columns)]}:
+                return rows, columns
     return None
 
 

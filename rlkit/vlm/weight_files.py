@@ -27,18 +27,26 @@ def weight_files(path: str, *, local_only: bool = False) -> list[str]:
 
     Raises:
         OSError: a file of the index is missing.
+        ValueError: an index of another form.
     """
     from transformers.utils import cached_file
 
     options: dict[str, Any] = {"local_files_only": local_only, "_raise_exceptions_for_missing_entries": False}
     options["_raise_exceptions_for_connection_errors"] = not local_only
     if index := cached_file(path, INDEX, **options):
-        names = sorted(set(json.loads(Path(index).read_text())["weight_map"].values()))
+        names = _listed_files(index)
         found = (cached_file(path, name, **(options if local_only else {})) for name in names)
         files = [file for file in found if file is not None]
         return files if len(files) == len(names) else []
     single = cached_file(path, SINGLE, **options)
     return [single] if single else []
+
+
+def _listed_files(index: str | Path) -> list[str]:
+    try:
+        return sorted(set(json.loads(Path(index).read_text())["weight_map"].values()))
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        raise ValueError(f"{index}: expected a weight_map from names to files, got: {error!r}") from error
 
 
 def quantization_method(config: Any) -> str | None:
@@ -50,8 +58,8 @@ def quantization_method(config: Any) -> str | None:
     for part in (config, config.get_text_config()):
         for name in ("quantization_config", "compression_config"):
             if (found := getattr(part, name, None)) is not None:
-                found = found if isinstance(found, Mapping) else found.to_dict()
-                return str(getattr(method := found.get("quant_method", "unknown"), "value", method))
+                method = found.get("quant_method") if isinstance(found, Mapping) else None
+                return str(method or "an unknown kind")
     return None
 
 
@@ -69,7 +77,7 @@ def check_trainable(path: str, config: Any) -> None:
     if (folder / ADAPTERS).is_file():
         raise ValueError(adapters_message(path))
     if (folder / SINGLE).is_file() and (folder / INDEX).is_file():
-        if SINGLE not in set(json.loads((folder / INDEX).read_text())["weight_map"].values()):
+        if SINGLE not in _listed_files(folder / INDEX):
             raise ValueError(
                 f"model {path!r}: expected one set of weights, got {SINGLE} and the other files of "
                 f"{INDEX}; transformers reads the former, vLLM the latter; move one of them"
@@ -94,7 +102,7 @@ def check_dtypes(path: str) -> None:
         for file in weight_files(path, local_only=True):
             with safe_open(file, "pt") as weights:
                 check_not_scaled(path, ((name, weights.get_slice(name).get_dtype()) for name in weights.keys()))
-    except (OSError, SafetensorError, json.JSONDecodeError, KeyError):  # whoever reads the weights says so
+    except (OSError, SafetensorError):  # whoever reads the weights says so
         return
 
 

@@ -177,6 +177,8 @@ def test_other_quantized_weights_are_refused_by_name(saved, tmp_path, method):
     for on_meta in (False, True):
         with pytest.raises(ValueError, match=f"got {method}; pass the model in bfloat16 that it was made of$"):
             load_model(path, on_meta=on_meta)
+    with pytest.raises(ValueError, match="not quantized, got an unknown kind; "):
+        load_model(saved(place="other", quantization_config={"bits": 4}))
     with pytest.raises(ValueError, match="expected quantized weights with their scales, got none"):
         dequantize_model(path, tmp_path / "new")
     assert not (tmp_path / "new").exists() and not (tmp_path / "new.part").exists()
@@ -260,6 +262,10 @@ def test_two_sets_of_weights_and_adapters_are_refused(saved, tmp_path):
     for on_meta in (False, True):
         with pytest.raises(ValueError, match="expected one set of weights, got model.safetensors and the other files"):
             load_model(str(path), on_meta=on_meta)
+    for index in ('{"weight_map": []}', "[]", "{"):
+        (path / "model.safetensors.index.json").write_text(index)
+        with pytest.raises(ValueError, match="index.json: expected a weight_map from names to files, got: "):
+            load_model(str(path))
     path = Path(saved(place="adapted"))
     (path / "adapter_config.json").write_text(json.dumps({"base_model_name_or_path": "owner/base"}))
     for _ in range(2):  # with and without a config.json
