@@ -178,7 +178,8 @@ Files of weights, as repositories publish them (`python -m rlkit.doctor --model 
 - **`model.safetensors` beside an index of other files** is refused: transformers reads the first, vLLM the others.
 - **Names of older repositories** (`language_model.model`, `visual`) are read, as transformers does.
 - **dtypes** are what `--dtype` says, except where transformers keeps float32 for a family, such as routers of ERNIE 4.5
-  and the correction bias of DeepSeek-V3.
+  and the correction bias of DeepSeek-V3. FSDP trains weights of one dtype, so ERNIE 4.5 with experts needs the default,
+  `--dtype float32`; a reference or teacher of it has the dtypes of its files.
 - **`generation_config.json`**: a run uses all of its end tokens and nothing else. Temperature, top-k, top-p and
   penalties change no sample, in hf or in vLLM. An export contains them as they were.
 

@@ -9,7 +9,9 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from rlkit.engines import make_engine
+from rlkit.engines.distributed import init_distributed
 from rlkit.engines.value_head import load_value_model, with_value_head
+from rlkit.runs import TrainingOptions, build_scorer
 from rlkit.vlm import freeze, load_model, load_processor, lora, vision_tower_pattern
 
 sys.path.insert(0, str(Path(__file__).parent))
@@ -63,6 +65,27 @@ def test_dtypes_equal_those_of_a_full_load(saved, family):
     found = {name: getattr(x, "full_tensor", lambda x=x: x)() for name, x in model.state_dict().items()}
     assert {name: x.dtype for name, x in found.items()} == {name: x.dtype for name, x in expected.items()}
     assert all(torch.equal(x, expected[name]) for name, x in found.items())
+
+
+@pytest.mark.parametrize("engine", ["fsdp2", "fsdp1"])
+def test_weights_of_several_dtypes_are_not_trained(saved, engine):
+    """transformers keeps ERNIE's routers in float32."""
+    model = load_model(saved("ernie4_5_moe"), dtype=torch.bfloat16)
+    with pytest.raises(ValueError, match="^dtype: expected float32 for this family, .*float32"):
+        make_engine(engine, model=model, optimizer=adamw)
+
+
+def test_a_reference_may_have_weights_of_several_dtypes(saved):
+    """It has those of its files: here bfloat16, but routers in float32."""
+    path = saved("ernie4_5_moe")
+    config = json.loads((Path(path) / "config.json").read_text())
+    (Path(path) / "config.json").write_text(json.dumps({**config, "dtype": "bfloat16"}))
+    init_distributed("cpu")
+    scorer = build_scorer(TrainingOptions(model=path), path, None)
+    expected = make_engine("fsdp2", model=load_model(path)).infer_batch(test_families.rows()[0])["logprobs"]
+    found = scorer.infer_batch(test_families.rows()[0])["logprobs"]
+    assert {p.dtype for p in scorer.module.parameters()} == {torch.bfloat16, torch.float32}
+    assert (found - expected).abs().max() < 0.2 and found.any()
 
 
 def test_tied_embeddings_stay_tied(saved, tmp_path):
