@@ -159,6 +159,30 @@ Not supported; each is refused with an error that says why:
 - prefix attention (PaliGemma), and RoPE variants in which sequences of one forward pass would affect each other
   (dynamic, longrope).
 
+Files of weights, as repositories publish them (`python -m rlkit.doctor --model DIR` names what a run would refuse):
+
+- **bfloat16, float16 or float32** in safetensors, one file or several with an index, are read; each rank reads its
+  part where the family allows it. `pytorch_model.bin` is read whole on each rank, as tensors only: no code in it runs.
+  A GGUF file is converted once: `--model FILE.gguf`.
+- **Quantized weights that can be converted**: FP8 with scales for blocks, rows or matrices (DeepSeek, Qwen, GLM,
+  Mistral, compressed-tensors, modelopt, fbgemm), integers of compressed-tensors (Kimi) and MXFP4 (gpt-oss) are refused.
+  `python -m rlkit.vlm.dequantize DIR NEW_DIRECTORY` writes them in bfloat16, for the trainer and for vLLM, and holds
+  one file in memory at a time. To sample in FP8 all the same, vLLM has `--rollout_options quantization fp8`.
+- **Other quantized weights** (GPTQ, AWQ, bitsandbytes, torchao, quark, NVFP4) are refused: pass the model in bfloat16
+  that they were made of.
+- **Adapters** (`adapter_config.json`) are refused: merge them into their base model with peft's `merge_and_unload()`.
+- **A missing weight**, or one of another shape, is refused by name. transformers alone would draw it at random.
+- **Weights without a place in the model** are named and left out; those that predict several tokens (`mtp.*`, layer 61
+  of DeepSeek-V3) without a message where transformers expects them. They are not in an export either.
+- **An output layer beside tied embeddings** is refused unless it equals them: transformers would use it, vLLM not.
+- **`model.safetensors` beside an index of other files** is refused: transformers reads the first, vLLM the others.
+- **Names of older repositories** (`language_model.model`, `visual`) are read, as transformers does.
+- **dtypes** are what `--dtype` says, except where transformers keeps float32 for a family, such as routers of ERNIE 4.5
+  and the correction bias of DeepSeek-V3. FSDP trains weights of one dtype, so ERNIE 4.5 with experts needs the default,
+  `--dtype float32`; a reference or teacher of it has the dtypes of its files.
+- **`generation_config.json`**: a run uses all of its end tokens and nothing else. Temperature, top-k, top-p and
+  penalties change no sample, in hf or in vLLM. An export contains them as they were.
+
 Notes:
 
 - **Qwen-Omni.** Only the thinker is trained, the part that writes text; `load_model` takes it out of a whole model.

@@ -15,6 +15,7 @@ PROGRAMS = {
     "rlkit.replay.dumps": "rlkit.replay.dumps",
     "rlkit.mismatch": "rlkit.mismatch.__main__",
     "rlkit.rollout.serve": "rlkit.rollout.serve",
+    "rlkit.vlm.dequantize": "rlkit.vlm.dequantize",
 }
 
 

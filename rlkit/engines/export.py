@@ -60,7 +60,7 @@ def export_hf(
         saved, renamed = as_classifier(saved, getattr(processor, "tokenizer", processor))
 
     def write(part: Path, weights: Iterable[tuple[str, Tensor]]) -> None:
-        saved.save_pretrained(part, state_dict={})  # config, generation config and code
+        _save_settings(saved, part)
         if saved.config.model_type in WHOLE_MODELS:
             whole_config(saved).save_pretrained(part)
         if processor is not None:
@@ -94,6 +94,26 @@ def export_adapter(path: str | Path, config: Any, weights: Iterable[tuple[str, T
         save_file(tensors, part / "adapter_model.safetensors")
 
     _write_directory(path, write, weights)
+
+
+def _save_settings(model: Any, part: Path) -> None:
+    """Write config, generation config and code.
+
+    transformers reads a generation config that has a temperature without `do_sample`, as published ones do, but refuses
+    to write it.
+    """
+    from transformers import GenerationConfig
+
+    generation_config = getattr(model, "generation_config", None)
+    if generation_config is None:  # a classifier
+        model.save_pretrained(part, state_dict={})
+        return
+    model.generation_config = GenerationConfig()
+    try:
+        model.save_pretrained(part, state_dict={})
+    finally:
+        model.generation_config = generation_config
+    generation_config.to_json_file(part / "generation_config.json")
 
 
 def _write_weights(part: Path, weights: Iterable[tuple[str, Tensor]]) -> None:

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from pathlib import Path
 from typing import Any
 
 from torch import nn
 
 from rlkit.engines.value_head import CLASSIFIER_HEAD, head_name, is_classifier
+from rlkit.vlm.weight_files import check_not_scaled, quantization_method, quantized_message, weight_files
 
 
 class NotInShardsError(ValueError):
@@ -33,21 +32,23 @@ def open_slices(model: Any) -> Iterator[dict[str, Any]]:
         model: from transformers; `model.config.name_or_path` says where its files are.
 
     Raises:
-        ValueError: files that are missing or cut short.
-        NotInShardsError: files that are not safetensors, or quantized weights.
+        ValueError: files that are missing or cut short, or quantized weights.
+        NotInShardsError: files that are not safetensors.
     """
     from safetensors import SafetensorError
 
     path = model.config.name_or_path
-    if getattr(model.config, "quantization_config", None) is not None:
-        raise NotInShardsError(f"model {path!r}: expected weights that are not quantized, got a quantization_config")
+    if method := quantization_method(model.config):
+        raise ValueError(quantized_message(path, method))
     with ExitStack() as opened:
         try:
             slices = dict(_slices(path, opened))
+            dtypes = [(name, x.get_dtype()) for name, x in slices.items()]
             if is_classifier(model.config):
                 slices[head_name(model)] = slices.pop(CLASSIFIER_HEAD)
-        except (OSError, SafetensorError, json.JSONDecodeError, KeyError) as error:
+        except (OSError, SafetensorError, KeyError) as error:
             raise ValueError(f"model {path!r}: expected readable safetensors files, got an error: {error}") from error
+        check_not_scaled(path, dtypes)
         yield slices
 
 
@@ -61,17 +62,10 @@ def check_weights(path: str, wrong: set[str]) -> None:
 def _slices(path: str, opened: ExitStack) -> Iterator[tuple[str, Any]]:
     """(name, object that reads slices of it) of each tensor in the files of a directory or hub id."""
     from safetensors import safe_open
-    from transformers.utils import cached_file
 
-    index, single = (
-        cached_file(path, name, _raise_exceptions_for_missing_entries=False)
-        for name in ("model.safetensors.index.json", "model.safetensors")
-    )
-    files = ["model.safetensors"]
-    if index is None and single is None:
+    files = weight_files(path)
+    if not files:
         raise NotInShardsError(f"model {path!r}: expected model.safetensors, got no such file")
-    if index is not None:
-        files = sorted(set(json.loads(Path(index).read_text())["weight_map"].values()))
     for file in files:
-        weights = opened.enter_context(safe_open(cached_file(path, file), "pt"))
+        weights = opened.enter_context(safe_open(file, "pt"))
         yield from ((name, weights.get_slice(name)) for name in weights.keys())

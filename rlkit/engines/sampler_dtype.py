@@ -29,6 +29,16 @@ def sampler_dtype(model: Any, name: str, tensor: Tensor, dtype: torch.dtype | No
     if dtype is None or not tensor.is_floating_point() or tensor.element_size() <= dtype.itemsize:
         return tensor.dtype
     is_vector = sum(size > 1 for size in tensor.shape) < 2
-    patterns = getattr(model, "_keep_in_fp32_modules_strict", None) or ()
-    kept_by_family = any(re.search(rf"(^|\.){pattern}($|\.)", name) for pattern in patterns)
+    kept_by_family = any(re.search(rf"(^|\.){pattern}($|\.)", name) for pattern in kept_in_float32(model, dtype))
     return tensor.dtype if is_vector or kept_by_family or FLOAT32_MATRICES.search(name) else dtype
+
+
+def kept_in_float32(model: Any, dtype: torch.dtype) -> set[str]:
+    """Patterns of the parts of a model that `from_pretrained(dtype=dtype)` keeps in float32.
+
+    Args:
+        model: from transformers.
+    """
+    strictly = set(getattr(model, "_keep_in_fp32_modules_strict", None) or ()) if dtype.itemsize < 4 else set()
+    in_float16 = set(getattr(model, "_keep_in_fp32_modules", None) or ()) if dtype == torch.float16 else set()
+    return strictly | in_float16

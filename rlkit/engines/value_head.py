@@ -15,8 +15,6 @@ the hidden states by default, and computes the head at every position.
 from __future__ import annotations
 
 import copy
-import json
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -25,7 +23,8 @@ from safetensors import SafetensorError
 from torch import Tensor, nn
 
 from rlkit.data.samples import Batch
-from rlkit.vlm.loading import empty_model, load_config, load_model, load_pretrained, model_path
+from rlkit.vlm.loading import empty_model, load_config, load_model, model_path, read_pretrained
+from rlkit.vlm.weight_files import check_trainable, weight_files
 
 
 def with_value_head(model: Any) -> Any:
@@ -128,6 +127,7 @@ def load_value_model(
     config = load_config(path, trust_remote_code=trust_remote_code)
     if is_classifier(config) and config.num_labels != 1:
         raise ValueError(f"model {path!r}: expected a classifier with one label, got {config.num_labels}")
+    check_trainable(model_path(path), config)
     if on_meta:
         return with_value_head(empty_model(path, config, **options))
     if is_classifier(config):
@@ -140,7 +140,7 @@ def load_value_model(
     verbosity = logging.get_verbosity()
     logging.set_verbosity_error()
     try:
-        model, found = load_pretrained(path, config, ignore_mismatched_sizes=True, output_loading_info=True, **options)
+        model, found = read_pretrained(path, config, ignore_mismatched_sizes=True, **options)
     finally:
         logging.set_verbosity(verbosity)
     head, name = model.get_output_embeddings(), head_name(model)
@@ -175,15 +175,12 @@ def _read_classifier(path: str, config: Any, **options: Any) -> Any:
 def _read_tensor(path: str, name: str) -> Tensor:
     """One tensor from the files of a directory or hub id."""
     from safetensors import safe_open
-    from transformers.utils import cached_file
 
-    try:
-        file = cached_file(path, "model.safetensors")
-    except OSError:  # several files
-        index = json.loads(Path(str(cached_file(path, "model.safetensors.index.json"))).read_text())
-        file = cached_file(path, index["weight_map"][name])
-    with safe_open(file, "pt") as weights:
-        return weights.get_tensor(name)
+    for file in weight_files(path):
+        with safe_open(file, "pt") as weights:
+            if name in weights.keys():
+                return weights.get_tensor(name)
+    raise ValueError(f"model {path!r}: expected a tensor {name}, got none")
 
 
 def scoring_batch(batch: Batch) -> Batch:

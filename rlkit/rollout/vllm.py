@@ -130,9 +130,9 @@ class VllmRollout:
         The prefix cache and the cache of encoded images are emptied.
 
         Raises:
-            ValueError: a family of which vLLM would keep some of the old weights.
+            ValueError: a family of which vLLM would keep some of the old weights, or a model whose files are quantized.
         """
-        check_weight_updates_work(self.config.model_type)
+        check_weight_updates_work(self.config)
         self.lora_request, self.weights_replaced = None, True
         self.llm.collective_rpc("reload_weights", kwargs={"weights_iterator": weights})
         if not self.on_gpu:

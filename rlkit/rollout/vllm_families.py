@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from rlkit.vlm.loading import load_config, model_path
+from rlkit.vlm.weight_files import quantization_method, quantized_message
 
 # vLLM copies attention sinks and experts of these families while it loads them, and does not copy new ones
 NO_WEIGHT_UPDATES = frozenset({"gpt_oss"})
@@ -94,9 +95,16 @@ def check_trainers_class_is_not_used(model: str, registered: Mapping[str, Any], 
             )
 
 
-def check_weight_updates_work(family: str) -> None:
-    """Raise a ValueError for a model family of which vLLM would keep some old weights."""
-    if family in NO_WEIGHT_UPDATES:
+def check_weight_updates_work(config: Any) -> None:
+    """Raise a ValueError for a model of which vLLM would keep some old weights, or scale new ones by old scales.
+
+    Args:
+        config: of the model that vLLM loaded, from transformers.
+    """
+    if config.model_type in NO_WEIGHT_UPDATES:
         raise ValueError(
-            f"model: expected a family whose weights vLLM replaces completely, got {family}; use rollout 'hf'"
+            f"model: expected a family whose weights vLLM replaces completely, got {config.model_type}; use rollout "
+            "'hf'"
         )
+    if method := quantization_method(config):
+        raise ValueError(quantized_message(config.name_or_path, method))

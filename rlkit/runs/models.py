@@ -148,7 +148,10 @@ def build_scorer(cfg: Any, path: str, processor: Any) -> Any:
 
     def build(model: Any) -> Any:
         options = scoring_options(cfg, model, processor)
-        return make_engine(cfg.engine, "language_model", model=model, **options)
+        engine = make_engine(cfg.engine, "language_model", model=model, **options)
+        if cfg.engine == "fsdp2":  # which takes weights of several dtypes, as ERNIE's are, if none of them is trained
+            engine.module.requires_grad_(False)
+        return engine
 
     dtype = getattr(torch, cfg.dtype)
     if cfg.engine == "fsdp2":

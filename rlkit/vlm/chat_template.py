@@ -51,6 +51,8 @@ def render(
     from jinja2 import TemplateError
 
     has_vision = hasattr(processor, "tokenizer")
+    if getattr(processor, "chat_template", "") is None:
+        raise ValueError(_no_template(processor))
     shaped = [{**one, "content": _as_parts(one) if has_vision else _as_text(one)} for one in messages]
     options = {**(chat_template_kwargs or {}), **({"tools": list(tools)} if tools else {})}
     check_template_options(processor, chat_template_kwargs or {})
@@ -64,15 +66,22 @@ def render(
 
 def check_template_options(processor: Any, options: Mapping[str, Any]) -> None:
     """Refuse options that the chat template does not mention: it would ignore them without a word."""
-    template = getattr(processor, "chat_template", None)
-    if not isinstance(template, str):  # none, or several by name
-        return
-    for name in options:
-        if not re.search(rf"\b{re.escape(name)}\b", template):
+    template = getattr(processor, "chat_template", None) or {}
+    texts = [template] if isinstance(template, str) else [*template.values()]  # several have names
+    for name in options if texts else ():
+        if not any(re.search(rf"\b{re.escape(name)}\b", text) for text in texts):
             raise ValueError(
                 f"chat_template_kwargs: expected options that the model's chat template has, got {name!r}, which it "
                 "does not mention"
             )
+
+
+def _no_template(processor: Any) -> str:
+    """The error for a model without a chat template, or with one for its tokenizer alone."""
+    expected = "chat template: expected one in chat_template.jinja among the model's files, got "
+    if getattr(getattr(processor, "tokenizer", None), "chat_template", None):
+        return expected + "one for the tokenizer alone; if it takes images, save it in that file"
+    return expected + "none; copy that of the chat model, or write one"
 
 
 def _as_parts(message: Message) -> list[Any]:
@@ -213,7 +222,7 @@ def encode_answers(
         processor: a transformers processor or tokenizer with a chat template.
         answers: texts, or messages of the assistant.
         ends: token ids that end an answer. The first one is in the mask; if the template writes none, the tokenizer's
-            end token is appended.
+            end token is appended, or the first of these.
         max_tokens: the longest sequence allowed.
 
     Raises:
@@ -246,7 +255,8 @@ def encode_chat(prompt: Sample, processor: Any, ends: Sequence[int], max_tokens:
     tokenizer, row = getattr(processor, "tokenizer", processor), prompt.row
     if (text := row.get("plain_text")) is not None:
         ids = list(tokenizer(text)["input_ids"])
-        ids += [tokenizer.eos_token_id] * (ids[-1:] != [tokenizer.eos_token_id])
+        end = _end_token(tokenizer, ends)
+        ids += [end] * (ids[-1:] != [end])
         sample = replace(
             prompt_sample(ids, row=row, group_id=prompt.group_id, text=text), mask=[False] + [True] * len(ids[1:])
         )
@@ -314,8 +324,13 @@ def _turn(
     ids = tokenizer(after.removeprefix(before), add_special_tokens=False)["input_ids"]
     end = next((i + 1 for i, token in enumerate(ids) if token in ends), None)
     if end is None:
-        return _Turn(before, [*ids, tokenizer.eos_token_id], [], after)
+        return _Turn(before, [*ids, _end_token(tokenizer, ends)], [], after)
     return _Turn(before, ids[:end], ids[end:], after)
+
+
+def _end_token(tokenizer: Any, ends: Sequence[int]) -> int:
+    """The tokenizer's end token, or the first of `ends` if it has none."""
+    return ends[0] if tokenizer.eos_token_id is None else tokenizer.eos_token_id
 
 
 def _template_options(row: Row) -> dict[str, Any]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from functools import cache
 from pathlib import Path
 from pickle import UnpicklingError
@@ -15,6 +15,7 @@ from rlkit.data.lookup import check_source, requires_extra
 from rlkit.vlm.families import WHOLE_MODELS
 from rlkit.vlm.model_size import check_fits_files, check_layer_counts
 from rlkit.vlm.pretrained import SMOLLM2, gguf_path, smollm2_path
+from rlkit.vlm.weight_files import ADAPTERS, adapters_message, check_dtypes, check_trainable
 
 MODELSCOPE = "modelscope:"
 
@@ -61,6 +62,8 @@ def load_config(path: str, *, trust_remote_code: bool = False, file: str = "conf
     path = model_path(path)
     check_source(path, "model")
     if Path(path).exists() and not (Path(path) / file).is_file():
+        if (Path(path) / ADAPTERS).is_file():
+            raise ValueError(adapters_message(path))
         raise ValueError(f"model: expected a directory with a {file}, got {path!r}, which has none")
     named = {} if file == "config.json" else {"_configuration_file": file}
     try:
@@ -111,12 +114,13 @@ def load_model(
             their rank's part of the files.
 
     Raises:
-        ValueError: as `load_config`, weights that are missing or cannot be read, or many fewer than the configuration
-            says, see `rlkit.vlm.model_size`.
+        ValueError: as `load_config`; weights that are missing, quantized or cannot be read, see
+            `rlkit.vlm.weight_files`; or many fewer than the configuration says, see `rlkit.vlm.model_size`.
     """
     config = load_config(path, trust_remote_code=trust_remote_code)
     if getattr(config, "value_head", False):
         raise ValueError(f"model: expected a language model, got the value model {path!r}; use load_value_model for it")
+    check_trainable(model_path(path), config)
     load = empty_model if on_meta else load_pretrained
     return load(path, config, dtype=dtype, trust_remote_code=trust_remote_code)
 
@@ -139,6 +143,8 @@ def empty_model(path: str, config: Any, **options: Any) -> Any:
         model.generation_config = transformers.GenerationConfig.from_pretrained(path)
     except OSError:  # the model has none
         pass
+    except ValueError as error:
+        raise ValueError(f"model {path!r}: generation_config.json: {error}") from error
     return model
 
 
@@ -159,14 +165,51 @@ def load_pretrained(path: str, config: Any, **options: Any) -> Any:
     """`from_pretrained` of the auto class that fits the configuration.
 
     Raises:
-        ValueError: the weights are missing or cannot be read.
+        ValueError: weights are missing or cannot be read.
+    """
+    model, found = read_pretrained(path, config, **options)
+    check_all_found(path, model, found["missing_keys"])
+    if ties_output_layer(model) and model.get_output_embeddings().weight is not model.get_input_embeddings().weight:
+        raise ValueError(other_head_message(path))
+    return model
+
+
+def ties_output_layer(model: Any) -> bool:
+    """Whether the output layer should be the embedding, by the model's configuration and class."""
+    ties = getattr(model.config, "tie_word_embeddings", False) and getattr(model, "_tied_weights_keys", None)
+    return bool(ties) and model.get_output_embeddings() is not None
+
+
+def check_all_found(path: str, model: Any, missing: Collection[str]) -> None:
+    """Raise a ValueError that lists the parameters which are missing in a model's files. transformers draws them."""
+    if wrong := sorted({name for name, _ in model.named_parameters()} & {*missing}):
+        listed = ", ".join(wrong)
+        raise ValueError(f"model {path!r}: expected every weight in its shape, got missing or different ones: {listed}")
+
+
+def other_head_message(path: str) -> str:
+    """The error for an output layer in the files that is not the embedding, although config.json says so.
+
+    transformers uses it, and vLLM uses the embedding.
+    """
+    return (
+        f"model {path!r}: expected an output layer that equals the embedding, as config.json has tie_word_embeddings, "
+        "got another one; if it is right, add --model_config tie_word_embeddings=false"
+    )
+
+
+def read_pretrained(path: str, config: Any, **options: Any) -> tuple[Any, dict[str, Any]]:
+    """The result of `from_pretrained` with what it says of missing weights and of those that do not fit.
+
+    Raises:
+        ValueError: the weights cannot be read, or need scales.
     """
     from safetensors import SafetensorError
 
     path = model_path(path)
     _check_sizes(path, config, **options)
     try:
-        return _auto_class(config).from_pretrained(path, config=config, **options)
+        read = _auto_class(config).from_pretrained(path, config=config, output_loading_info=True, **options)
     except UnpicklingError as error:  # its own message suggests to run the code
         raise ValueError(
             f"model {path!r}: expected weights that can be read without running code: safetensors, or a pickle of "
@@ -177,6 +220,8 @@ def load_pretrained(path: str, config: Any, **options: Any) -> Any:
         if "ignore_mismatched_sizes" in problem:  # an option that nobody has here
             problem = "expected weights in the shapes of its config.json, got others, which are listed above"
         raise ValueError(f"model {path!r}: {problem}") from error
+    check_dtypes(path)  # of files that have been downloaded just now
+    return read
 
 
 def _check_sizes(path: str, config: Any, **options: Any) -> None:

@@ -12,7 +12,7 @@ import difflib
 import json
 import re
 import shutil
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -117,11 +117,10 @@ def write_model(model: str, overrides: Sequence[str], place: str | Path, *, seed
     shutil.rmtree(part, ignore_errors=True)  # left by an interrupted start
     part.mkdir(parents=True)
     weights = {file for pattern in WEIGHT_FILES for file in source.parent.glob(pattern)}
-    for file in source.parent.iterdir():
-        if file.is_file() and file not in weights and file.suffix in (".json", ".txt", ".model", ".jinja", ".py"):
-            shutil.copyfile(file, part / file.name)
+    copy_small_files(source.parent, part, but={file.name for file in weights})
     (part / "config.json").write_text(json.dumps(content, indent=2))
     if is_config_file(model):
+        (part / "config.json").write_text(json.dumps(without_quantization(content), indent=2))
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
             made = make_model(str(part))
@@ -131,6 +130,19 @@ def write_model(model: str, overrides: Sequence[str], place: str | Path, *, seed
         for file in weights:
             (part / file.name).symlink_to(file.resolve())
     part.rename(place)
+
+
+def copy_small_files(source: Path, place: Path, *, but: Collection[str]) -> None:
+    """Copy a model's tokenizer, processor and code, but not the files of these names."""
+    for file in source.iterdir():
+        if file.is_file() and file.name not in but and file.suffix in (".json", ".txt", ".model", ".jinja", ".py"):
+            shutil.copyfile(file, place / file.name)
+
+
+def without_quantization(content: Mapping[str, Any]) -> dict[str, Any]:
+    """The content of a config.json, for weights that are not quantized."""
+    left = {name: x for name, x in content.items() if name not in ("quantization_config", "compression_config")}
+    return {name: without_quantization(x) if name == "text_config" else x for name, x in left.items()}
 
 
 def _parsed(overrides: Sequence[str]) -> Iterator[tuple[str, Any]]:

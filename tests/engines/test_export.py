@@ -261,3 +261,16 @@ def test_what_a_sampler_may_keep_in_float32_is_not_cast():
     assert cast((4, 8), f"{layer}.mlp.up_proj.weight", own=torch.bfloat16, dtype=torch.float32) == torch.bfloat16
     assert cast((4, 8), f"{layer}.mlp.up_proj.weight", own=torch.bfloat16, dtype=torch.float16) == torch.bfloat16
     assert cast((4, 8), f"{layer}.mlp.up_proj.weight", dtype=None) == torch.float32
+
+
+@pytest.mark.parametrize("on_meta", [False, True])
+def test_a_published_generation_config_is_exported_as_it_is(tmp_path, on_meta):
+    """transformers does not write a temperature without do_sample, which Vicuna's and others' files have."""
+    text_model().save_pretrained(tmp_path / "model")
+    published = {"eos_token_id": [2, 3], "temperature": 0.9, "top_p": 0.6}
+    (tmp_path / "model" / "generation_config.json").write_text(json.dumps(published))
+    engine = make_engine("fsdp2", model=load_model(str(tmp_path / "model"), on_meta=on_meta))
+    for _ in range(2):  # the model keeps its own
+        engine.export_hf(tmp_path / "exported")
+        written = json.loads((tmp_path / "exported" / "generation_config.json").read_text())
+        assert {name: x for name, x in written.items() if name != "transformers_version"} == published

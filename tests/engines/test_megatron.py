@@ -24,6 +24,7 @@ from rlkit.vlm.routers import use_router_replay
 HERE = Path(__file__).parent
 sys.path.insert(0, str(HERE))
 import on_megatron_ranks as ranks  # noqa: E402
+from family_configs import BASE  # noqa: E402
 from megatron_groups import destroy_megatron_groups  # noqa: E402
 from memory import peak  # noqa: E402
 from one_gradient import OUTPUTS, POLICY, train, with_teacher  # noqa: E402
@@ -428,6 +429,20 @@ def test_files_of_another_model_are_named(out, tmp_path, alone):
     save_file(tensors, tmp_path / "model.safetensors")
     expected = "got missing or different ones: model.layers.1.mlp.up_proj.weight, model.norm.weight$"
     with pytest.raises(ValueError, match=expected):
+        make_engine("megatron", model=load_model(str(tmp_path), on_meta=True))
+
+
+def test_an_output_layer_beside_tied_embeddings_and_tensors_without_a_place(tmp_path, alone, capsys):
+    """The first is used by transformers although config.json says that it is tied, and not by vLLM."""
+    Qwen2ForCausalLM(Qwen2Config(**BASE, tie_word_embeddings=True)).save_pretrained(tmp_path)
+    tensors = load_file(tmp_path / "model.safetensors")
+    extra = {"lm_head.weight": tensors["model.embed_tokens.weight"].clone(), "mtp.norm.weight": torch.ones(2)}
+    save_file(tensors | extra, tmp_path / "model.safetensors")
+    make_engine("megatron", model=load_model(str(tmp_path), on_meta=True))
+    assert "tensors in its files that are not used (1): mtp.norm.weight\n" in capsys.readouterr().out
+    extra["lm_head.weight"][-1, -1] += 1
+    save_file(tensors | extra, tmp_path / "model.safetensors")
+    with pytest.raises(ValueError, match="expected an output layer that equals the embedding"):
         make_engine("megatron", model=load_model(str(tmp_path), on_meta=True))
 
 

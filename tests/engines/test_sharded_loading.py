@@ -9,7 +9,9 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from rlkit.engines import make_engine
+from rlkit.engines.distributed import init_distributed
 from rlkit.engines.value_head import load_value_model, with_value_head
+from rlkit.runs import TrainingOptions, build_scorer
 from rlkit.vlm import freeze, load_model, load_processor, lora, vision_tower_pattern
 
 sys.path.insert(0, str(Path(__file__).parent))
@@ -48,6 +50,42 @@ def test_weights_and_buffers_equal_those_of_a_full_load(saved, family):
     buffers, full_buffers = dict(model.named_buffers()), dict(expected.named_buffers())
     assert buffers.keys() == full_buffers.keys() and len(buffers) >= 2
     assert all(torch.equal(buffers[name], buffer) for name, buffer in full_buffers.items())
+
+
+@pytest.mark.parametrize("family", ["gemma4_text", "glm4_moe", "nemotron_h", "ernie4_5_moe"])
+def test_dtypes_equal_those_of_a_full_load(saved, family):
+    """Layers of Gemma 4 have a scale in bfloat16; biases of routers, and whole routers of ERNIE, stay in float32."""
+    path = saved(family)
+    file = Path(path) / "model.safetensors"
+    tensors = {name: x + 0.1 if name.endswith(("scalar", "bias")) else x for name, x in load_file(file).items()}
+    save_file(tensors, file, {"format": "pt"})
+    expected = load_model(path, dtype=torch.bfloat16).state_dict()
+    model = load_model(path, dtype=torch.bfloat16, on_meta=True)
+    make_engine("fsdp2", model=model)
+    found = {name: getattr(x, "full_tensor", lambda x=x: x)() for name, x in model.state_dict().items()}
+    assert {name: x.dtype for name, x in found.items()} == {name: x.dtype for name, x in expected.items()}
+    assert all(torch.equal(x, expected[name]) for name, x in found.items())
+
+
+@pytest.mark.parametrize("engine", ["fsdp2", "fsdp1"])
+def test_weights_of_several_dtypes_are_not_trained(saved, engine):
+    """transformers keeps ERNIE's routers in float32."""
+    model = load_model(saved("ernie4_5_moe"), dtype=torch.bfloat16)
+    with pytest.raises(ValueError, match="^dtype: expected float32 for this family, .*float32"):
+        make_engine(engine, model=model, optimizer=adamw)
+
+
+def test_a_reference_may_have_weights_of_several_dtypes(saved):
+    """It has those of its files: here bfloat16, but routers in float32."""
+    path = saved("ernie4_5_moe")
+    config = json.loads((Path(path) / "config.json").read_text())
+    (Path(path) / "config.json").write_text(json.dumps({**config, "dtype": "bfloat16"}))
+    init_distributed("cpu")
+    scorer = build_scorer(TrainingOptions(model=path), path, None)
+    expected = make_engine("fsdp2", model=load_model(path)).infer_batch(test_families.rows()[0])["logprobs"]
+    found = scorer.infer_batch(test_families.rows()[0])["logprobs"]
+    assert {p.dtype for p in scorer.module.parameters()} == {torch.bfloat16, torch.float32}
+    assert (found - expected).abs().max() < 0.2 and found.any()
 
 
 def test_tied_embeddings_stay_tied(saved, tmp_path):
@@ -107,21 +145,53 @@ def test_damaged_files_are_named(saved):
     save_file(tensors, file, {"format": "pt"})
     file.write_bytes(file.read_bytes()[:-1000])
     assert f"model {path!r}: " in error_of(path)
+    file.unlink()
     index = {"weight_map": {name: "model-1.safetensors" for name in tensors}}
     (Path(path) / "model.safetensors.index.json").write_text(json.dumps(index))
     assert "model-1.safetensors" in error_of(path)
     (Path(path) / "model.safetensors.index.json").unlink()
-    file.unlink()
     assert "model.safetensors" in error_of(path)
 
 
-def test_quantized_weights_are_not_read_in_slices(saved):
-    """Their scales would be left out."""
+def test_quantized_weights_are_refused_also_by_engines(saved):
+    """Their scales would be left out. Here only the configuration of a loaded model says that they are quantized."""
     path = saved("qwen2")
-    config = json.loads((Path(path) / "config.json").read_text())
-    config["quantization_config"] = {"quant_method": "fp8", "weight_block_size": [128, 128]}
-    (Path(path) / "config.json").write_text(json.dumps(config))
-    assert error_of(path) == f"model {path!r}: expected weights that are not quantized, got a quantization_config"
+    model = load_model(path, on_meta=True)
+    model.config.quantization_config = {"quant_method": "fp8", "weight_block_size": [128, 128]}
+    with pytest.raises(ValueError, match="expected weights that are not quantized, got fp8"):
+        make_engine("fsdp2", model=model)
+    file = Path(path) / "model.safetensors"
+    model, tensors = load_model(path, on_meta=True), load_file(file)
+    save_file({**tensors, "model.norm.weight": tensors["model.norm.weight"].to(torch.float8_e4m3fn)}, file)
+    with pytest.raises(ValueError, match="not quantized, got model.norm.weight in F8_E4M3"):
+        make_engine("fsdp2", model=model)
+
+
+def test_an_output_layer_beside_tied_embeddings(saved):
+    """transformers uses another one although config.json says that it is tied; vLLM does not."""
+    path = saved("qwen2", tie_word_embeddings=True)
+    file = Path(path) / "model.safetensors"
+    tensors = load_file(file)
+    for factor in (1, 2):
+        save_file(tensors | {"lm_head.weight": factor * tensors["model.embed_tokens.weight"]}, file, {"format": "pt"})
+        for on_meta in (False, True):
+            if factor == 1:
+                model = load_model(path, on_meta=on_meta)
+                make_engine("fsdp2", model=model)
+                assert model.lm_head.weight is model.model.embed_tokens.weight
+                continue
+            with pytest.raises(ValueError, match="equals the embedding, .* --model_config tie_word_embeddings=false"):
+                make_engine("fsdp2", model=load_model(path, on_meta=on_meta))
+
+
+def test_weights_that_are_not_used_are_named(saved, capsys):
+    path = saved("qwen3_next", **test_families.TEXT["qwen3_next"])
+    file = Path(path) / "model.safetensors"
+    extra = {"mtp.fc.weight": torch.ones(2), "model.layers.2.input_layernorm.weight": torch.ones(32)}
+    save_file(load_file(file) | extra, file, {"format": "pt"})
+    make_engine("fsdp2", model=load_model(path, on_meta=True))
+    listed = "model.layers.*.input_layernorm.weight"  # and not what transformers leaves out by itself
+    assert f"model {path!r}: tensors in its files that are not used (1): {listed}\n" in capsys.readouterr().out
 
 
 def test_a_value_head_has_its_values_before_the_weights_are_read(saved):

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 from isolated_cases import require, run_cases
-from transformers import AutoConfig
+from transformers import AutoConfig, LlamaConfig
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "engines"))
 from family_configs import BASE, COMPASS, GLM5, QWEN4, TEXT, VISION
@@ -21,6 +21,7 @@ from rlkit.rollout.inference_requests import finished_sample
 from rlkit.rollout.serve import command, serving
 from rlkit.rollout.vllm import SUPPORTED, VllmRollout, cpu_options, import_vllm
 from rlkit.rollout.vllm_cpu import OBSTACLES, cpu_dtype_and_options, has_avx512, with_family_options
+from rlkit.rollout.vllm_families import check_weight_updates_work
 from rlkit.rollout.vllm_requests import request_seed, vllm_prompt, vllm_sampling_params
 from rlkit.vlm.families import has_bidirectional_images
 
@@ -384,6 +385,14 @@ def test_servers_read_the_files_that_the_trainer_reads(tmp_path):
         (tmp_path / name).touch()
     with pytest.raises(ValueError, match="^model: expected one set of weights .* got model.safetensors and consol"):
         command(str(tmp_path), "127.0.0.1", 8000, 1, on_gpu=True)
+
+
+def test_a_quantized_model_takes_no_weights():
+    """vLLM would scale new weights by the old scales."""
+    method = {"quant_method": "fp8", "weight_block_size": [128, 128]}
+    config = LlamaConfig(name_or_path="some/model-FP8", quantization_config=method)
+    with pytest.raises(ValueError, match="model 'some/model-FP8': expected weights that are not quantized, got fp8"):
+        check_weight_updates_work(config)
 
 
 def test_no_vllm_is_an_error_that_says_how_to_get_it(monkeypatch):

@@ -245,3 +245,36 @@ def test_an_option_that_the_template_does_not_have_is_named(processor):
     message = "^row 7: chat_template_kwargs: expected options that the model's chat template has, got 'enable_thinking'"
     with pytest.raises(ValueError, match=message):
         encode_prompt(processor, row)
+
+
+def test_several_templates_by_name_and_none(tiny_dir):
+    processor = load_processor(tiny_dir)
+    tokenizer = processor.tokenizer
+    tokenizer.chat_template = {"default": THINKS, "rag": "{{ documents }}"}
+    row = {"question": "2?", "chat_template_kwargs": {"enable_thinking": False}}
+    assert tokenizer.decode(encode_prompt(tokenizer, row).token_ids).endswith("</think>\n\n")
+    with pytest.raises(ValueError, match="expected options that the model's chat template has, got 'thinking_budget'"):
+        encode_prompt(tokenizer, {"question": "2?", "chat_template_kwargs": {"thinking_budget": 5}})
+    processor.chat_template = None
+    with pytest.raises(
+        ValueError, match="in chat_template.jinja .*, got one for the tokenizer alone; if it takes images"
+    ):
+        encode_prompt(processor, {"question": "2?"})
+    tokenizer.chat_template = None
+    with pytest.raises(
+        ValueError, match="expected one in chat_template.jinja .*, got none; copy that of the chat model"
+    ):
+        encode_prompt(tokenizer, {"question": "2?"})
+
+
+def test_an_answer_ends_without_an_end_token_of_the_tokenizer(tiny_dir):
+    """Then the model's generation config names the end, and the template may write none."""
+    tokenizer = load_processor(tiny_dir).tokenizer
+    tokenizer.chat_template = "{% for m in messages %}{{ m['content'] }}{% endfor %}"
+    (end,) = tokenizer.convert_tokens_to_ids(["<|im_end|>"])
+    tokenizer.eos_token = None
+    prompt = encode_prompt(tokenizer, {"question": "2?"})
+    (sample,) = encode_answers(prompt, tokenizer, ["4"], [end], 99)
+    assert sample.token_ids[-1] == end and sample.mask[-1]
+    chat = encode_chat(prompt_sample([1], row={"plain_text": "2 4"}), tokenizer, [end], 99)
+    assert chat.token_ids[-1] == end

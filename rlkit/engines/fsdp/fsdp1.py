@@ -22,7 +22,7 @@ from torch.distributed.fsdp.wrap import CustomPolicy
 
 from rlkit.engines.distributed import full_tensor
 from rlkit.engines.fsdp.fsdp2 import Fsdp2Engine, Fsdp2ValueEngine
-from rlkit.engines.fsdp.sharding import fsdp_units
+from rlkit.engines.fsdp.sharding import fsdp_units, mixed_dtypes_message
 from rlkit.engines.model_files import has_meta_weights
 from rlkit.vlm.loading import copy_with_weights
 
@@ -66,14 +66,19 @@ class Fsdp1Engine(Fsdp2Engine):
         }
         with warnings.catch_warnings():  # FSDP1 warns a single process that there is nothing to shard
             warnings.simplefilter("ignore", UserWarning)
-            module = FullyShardedDataParallel(
-                model,
-                device_mesh=mesh,
-                device_id=self.device,
-                auto_wrap_policy=CustomPolicy(lambda module: units.get(module, False)),
-                mixed_precision=_precision(dtype),
-                use_orig_params=True,
-            )
+            try:
+                module = FullyShardedDataParallel(
+                    model,
+                    device_mesh=mesh,
+                    device_id=self.device,
+                    auto_wrap_policy=CustomPolicy(lambda module: units.get(module, False)),
+                    mixed_precision=_precision(dtype),
+                    use_orig_params=True,
+                )
+            except ValueError as error:
+                if "uniform dtype" not in str(error):
+                    raise
+                raise ValueError(mixed_dtypes_message(str(error))) from error
         module.register_comm_hook(mesh.get_group(), _sum_gradients)
         return module
 

@@ -27,7 +27,13 @@ from rlkit.engines.distributed import (
 )
 from rlkit.engines.export import export_adapter, export_hf
 from rlkit.engines.fsdp.sharded_loading import load_sharded_weights
-from rlkit.engines.fsdp.sharding import apply_fsdp2, fsdp_units, make_device_mesh, unsplit_modules
+from rlkit.engines.fsdp.sharding import (
+    apply_fsdp2,
+    check_uniform_dtypes,
+    fsdp_units,
+    make_device_mesh,
+    unsplit_modules,
+)
 from rlkit.engines.fsdp.tensor_parallel import all_reduce_gradients, apply_tensor_parallel, clip_grad_norm
 from rlkit.engines.logit_functions import (
     LogitFunction,
@@ -167,6 +173,8 @@ class Fsdp2Engine:
             self.module = self._shard(_on_device(model, self.device), self.compute_dtype, mesh)
         trainable = [p for p in self.module.parameters() if p.requires_grad]
         self.optimizer = optimizer(trainable) if optimizer else None
+        if optimizer:
+            check_uniform_dtypes(self.module)
         self.scheduler = scheduler(self.optimizer) if scheduler and self.optimizer else None
         self.keep_gradients, self.offload_between_phases = keep_gradients, offload_between_phases
         self._weights_on_host, self._state_on_host, self._users_of_weights = Offloaded(), Offloaded(), 0

@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import torch
+import torch.distributed as dist
+from torch.distributed.tensor import DTensor
 
 from rlkit.engines.model_files import NotInShardsError, check_weights, open_slices
+from rlkit.engines.sampler_dtype import kept_in_float32
 from rlkit.engines.value_head import has_value_head, with_value_head
+from rlkit.vlm.loading import other_head_message, ties_output_layer
+from rlkit.vlm.weight_files import report_unused
 
 
 def load_sharded_weights(base: Any, device: torch.device) -> None:
@@ -29,8 +35,10 @@ def load_sharded_weights(base: Any, device: torch.device) -> None:
     path = base.config.name_or_path
     # names in the base model, where adapters may wrap a layer -> names in the plain model
     names = {name: name.replace(".base_layer.", ".") for name in base.state_dict() if ".lora_" not in name}
-    plain = _plain_model(base, names)
-    mismatched = _read_files(plain, path, device, dtype=next(base.parameters()).dtype)
+    dtype = base.config.dtype  # that the caller of `load_model` asked for
+    plain = _plain_model(base, names, dtype)
+    mismatched = _read_files(plain, path, device, dtype)
+    _check_tied_weights(plain, path)
     plain.tie_weights()
     loaded = {name: x for name, x in plain.state_dict().items() if not x.is_meta}
     # the output layer in the files has another shape than a value head
@@ -42,10 +50,10 @@ def load_sharded_weights(base: Any, device: torch.device) -> None:
     base.tie_weights()
 
 
-def _plain_model(base: Any, names: dict[str, str]) -> Any:
-    """A transformers model without adapters, made of the parameters of `base`."""
+def _plain_model(base: Any, names: dict[str, str], dtype: torch.dtype) -> Any:
+    """A transformers model without adapters, made of the parameters of `base`. Its buffers have this dtype."""
     with torch.device("meta"):
-        plain = type(base)(base.config)
+        plain = type(base)._from_config(copy.deepcopy(base.config), dtype=dtype)
         if has_value_head(base):
             with_value_head(plain)
     plain.load_state_dict({names[n]: p.detach() for n, p in base.named_parameters() if n in names}, False, assign=True)
@@ -60,7 +68,8 @@ def _read_files(plain: Any, path: str, device: torch.device, dtype: torch.dtype)
     from transformers.modeling_utils import LoadStateDictConfig
 
     mapping: list[Any] = get_model_conversion_mapping(plain)
-    options = LoadStateDictConfig(dtype=dtype, device_map={"": device}, weight_mapping=mapping)
+    kept = dict.fromkeys(kept_in_float32(plain, dtype), torch.float32)
+    options = LoadStateDictConfig(dtype=dtype, dtype_plan=kept, device_map={"": device}, weight_mapping=mapping)
     with open_slices(plain) as slices:
         info, _ = convert_and_load_state_dict_in_model(plain, slices, options)
     used = [converter for converter in mapping if isinstance(converter, WeightConverter) and converter.was_used()]
@@ -69,4 +78,16 @@ def _read_files(plain: Any, path: str, device: torch.device, dtype: torch.dtype)
             f"model {path!r}: expected weights that can be read in slices, got a family whose weights are converted; "
             "read them whole with load_model(...)"
         )
+    if dist.get_rank() == 0:
+        report_unused(path, plain, info.unexpected_keys)
     return {name for name, *_ in info.mismatched_keys}
+
+
+def _check_tied_weights(plain: Any, path: str) -> None:
+    """Raise a ValueError if an output layer that is tied to the embedding was read, and differs from it."""
+    if not ties_output_layer(plain):
+        return
+    weights = [layer.weight.detach() for layer in (plain.get_output_embeddings(), plain.get_input_embeddings())]
+    own, other = (x.to_local() if isinstance(x, DTensor) else x for x in weights)
+    if not own.is_meta and own.shape == other.shape and not torch.equal(own, other):
+        raise ValueError(other_head_message(path))

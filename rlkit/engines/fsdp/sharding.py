@@ -82,3 +82,29 @@ def apply_fsdp2(model: Any, units: Mapping[nn.Module, torch.dtype], dtype: torch
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)
     return model
+
+
+def check_uniform_dtypes(module: nn.Module) -> None:
+    """Refuse trained weights of several dtypes in one unit, which FSDP reduces together.
+
+    Args:
+        module: after `fully_shard`.
+
+    Raises:
+        ValueError: `from_pretrained` keeps some weights of a family in float32, such as ERNIE's routers.
+    """
+    for unit in module.modules() if isinstance(module, FSDPModule) else ():
+        if not isinstance(unit, FSDPModule):
+            continue
+        inner = (x for x in unit.modules() if isinstance(x, FSDPModule) and x is not unit)
+        nested = {id(parameter) for one in inner for parameter in one.parameters()}
+        trained = {n: p.dtype for n, p in unit.named_parameters() if p.requires_grad and id(p) not in nested}
+        if len({*trained.values()}) > 1:
+            kept = next(name for name, dtype in trained.items() if dtype == torch.float32)
+            other = next(str(dtype) for dtype in trained.values() if dtype != torch.float32)
+            raise ValueError(mixed_dtypes_message(f"{kept} in float32 and others in {other.removeprefix('torch.')}"))
+
+
+def mixed_dtypes_message(got: str) -> str:
+    """The error for weights that FSDP cannot train together."""
+    return f"dtype: expected float32 for this family, as FSDP trains weights of one dtype, got {got}"

@@ -20,6 +20,8 @@ from megatron.core.transformer.transformer_layer import get_transformer_layer_of
 from torch import Tensor, nn
 
 from rlkit.engines.model_files import NotInShardsError, check_weights, open_slices
+from rlkit.vlm.loading import other_head_message
+from rlkit.vlm.weight_files import report_unused
 
 LM_HEAD = "lm_head.weight"
 # the names of Megatron's parameters -> the names of the Hugging Face tensors that they are made of
@@ -303,8 +305,22 @@ def readable_tensors(model: Any, tensors: Mapping[str, HFTensor]) -> Iterator[di
             raise NotInShardsError(f"model {path!r}: expected experts that are separate tensors, got {stacked}")
         fits = {name for name, x in tensors.items() if name in found and _shape(found[name]) == _shape(x.tensor)}
         check_weights(model.config.name_or_path, {name for name, x in tensors.items() if x.tensor.is_meta} - fits)
+        if dist.get_rank() == 0:
+            report_unused(model.config.name_or_path, model, found.keys() - tensors.keys() - model.state_dict().keys())
+        _check_tied_weights(model, found)
         # a value head keeps its values if the files have an output layer for the vocabulary
         yield {name: found[name] if name in fits else x.tensor for name, x in tensors.items()}
+
+
+def _check_tied_weights(model: Any, found: Mapping[str, Any]) -> None:
+    """Raise a ValueError if the files hold an output layer that is tied to the embedding, and differs from it."""
+    head, embedding = model.get_output_embeddings(), model.get_input_embeddings()
+    if LM_HEAD not in found or head.weight is not embedding.weight:
+        return
+    name = next(name for name, parameter in model.named_parameters() if parameter is embedding.weight)
+    rows = range(0, len(embedding.weight), 1024)  # at a time, to hold little
+    if any(not torch.equal(found[LM_HEAD][row : row + 1024], found[name][row : row + 1024]) for row in rows):
+        raise ValueError(other_head_message(model.config.name_or_path))
 
 
 def _with_names_of_model(model: Any, slices: Mapping[str, Any], names: Mapping[str, Any]) -> dict[str, Any]:

@@ -115,10 +115,11 @@ class VllmServerRollout(ServerRollout):
         """As `ServerRollout.update_weights`. An adapter that was sent before is no longer used.
 
         Raises:
-            ValueError: vLLM's weight update would leave some old weights in place for this model family.
+            ValueError: vLLM's weight update would leave some old weights in place for this model family, or the files
+                of the model are quantized.
             RuntimeError: a server did not receive the weights. The servers stay paused until another call succeeds.
         """
-        check_weight_updates_work(self.config.model_type)
+        check_weight_updates_work(self.config)
         super().update_weights(weights)
         self.adapter = None
 
