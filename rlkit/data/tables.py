@@ -128,7 +128,7 @@ def resolve_image_path(path: Path, picture: Any) -> Any:
     """Makes a relative image path, bare or in a struct without bytes, relative to the table's file."""
     if isinstance(picture, Mapping) and not picture.get("bytes"):
         return {**picture, "path": resolve_image_path(path, picture.get("path"))}
-    return str(path.parent / picture) if isinstance(picture, str) and not _is_url(picture) else picture
+    return str(path.parent / picture) if isinstance(picture, str) and picture and not _is_url(picture) else picture
 
 
 def resolve_video_path(path: Path, video: Any) -> Any:
@@ -162,7 +162,7 @@ def check_inside(folders: Sequence[Path], picture: Any, column: str = "images") 
     """
     if isinstance(picture, Mapping):
         picture = bytes_or_path(picture, column)
-    if not isinstance(picture, str | Path) or _is_url(str(picture)):
+    if not isinstance(picture, str | Path) or not str(picture) or _is_url(str(picture)):
         return
     if not any(Path(picture).resolve().is_relative_to(folder.resolve()) for folder in folders):
         raise ValueError(

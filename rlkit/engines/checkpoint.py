@@ -16,11 +16,12 @@ import re
 import shutil
 import warnings
 import zlib
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import wait as wait_for_all
 from dataclasses import replace
 from functools import cache
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -333,6 +334,22 @@ class _OneTensorReader(dcp.FileSystemReader):
         for item in plan.items:
             super().read_data(replace(plan, items=[item]), planner)
         return super().read_data(replace(plan, items=[]), planner)
+
+
+def leave_out_unsaved_moments(optimizer: Mapping[str, Any], saved: Collection[str]) -> None:
+    """Remove parameters from the state of an optimizer of which a checkpoint has no moments.
+
+    Until it was saved, no loss depended on them: for example a vision tower, if no row had an image. The state of a new
+    optimizer has moments of all parameters.
+
+    Args:
+        optimizer: what `get_state_dict` returns of an optimizer.
+        saved: names of all tensors in the checkpoint.
+    """
+    prefixes = {prefix for name in saved for prefix in accumulate(name.split("."), "{}.{}".format)}
+    moments = optimizer.get("state", {})
+    for name in [name for name in moments if f"optimizer.state.{name}" not in prefixes]:
+        del moments[name]
 
 
 def load(path: str | Path, state: dict[str, Any]) -> None:

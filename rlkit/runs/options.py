@@ -73,7 +73,7 @@ class TaskOptions:
     """Rows held out for evaluation: a file, a split of the data set, a share such as 0.1, or all. Default: the data
     set's test or validation split; without one, a tenth of the rows, at most 300."""
     allow_outside_files: bool = False
-    """Also read images and videos outside the data set's folder: by an absolute path, by .. or through a link."""
+    """Also read images, videos and audios outside the data set's folder: by an absolute path, by .. or by a link."""
     video_fps: float = 2.0
     """Frames per second that the model sees of a video."""
     video_frames: int = 32

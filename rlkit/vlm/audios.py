@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import errno
 import io
 import math
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -13,7 +15,7 @@ import numpy as np
 
 from rlkit.data.lookup import requires_extra
 from rlkit.data.samples import Audio
-from rlkit.vlm.media_sources import open_regular_file, resolve_source
+from rlkit.vlm.media_sources import check_complete, open_regular_file, resolve_source
 from rlkit.vlm.processors import GEMMA3N, QWEN2_5_OMNI, QWEN3_OMNI
 
 RATE = 16000  # of the processors of all families, in samples per second
@@ -38,7 +40,8 @@ def load_audio(source: Any, *, rate: int = RATE) -> Audio:
 
     Raises:
         ValueError: it cannot be read, has no sound, is longer than `MAX_SECONDS`, takes more than `DECODING_SECONDS` to
-            decode, is in none of `FORMATS`, or is a URL; samples without a rate, or that are no numbers from -1 to 1.
+            decode, is in none of `FORMATS`, is truncated, or is a URL; samples without a rate, or that are no numbers
+            from -1 to 1; a file with samples that are nan or infinity.
         ImportError: PyAV is not installed.
     """
     if isinstance(source, Mapping) and source.get("array") is not None:
@@ -92,16 +95,38 @@ def _mean(frame: Any) -> np.ndarray:
 
 def decode_audio(file: BinaryIO, rate: int) -> Audio:
     """The sound of a file, or of a file's video, with `rate` samples per second; for errors see `load_audio`."""
-    with requires_extra("audio"):
+    with open_container(file, FORMATS, "audio") as container:
         import av
 
+        return Audio(_samples(container, av.AudioResampler(format="fltp", rate=rate), rate), rate)
+
+
+@contextmanager
+def open_container(file: BinaryIO, formats: str, extra: str) -> Iterator[Any]:
+    """Open a file with PyAV.
+
+    Args:
+        formats: which containers are allowed.
+        extra: of rlkit, which installs PyAV.
+
+    Raises:
+        ValueError: the file is truncated, or PyAV cannot open it, or not decode it in the `with` block.
+        ImportError: PyAV is not installed.
+    """
+    with requires_extra(extra):
+        import av
+
+    check_complete(file)
     # a container that names other files cannot open them: no protocol is allowed
-    options = {"format_whitelist": FORMATS, "protocol_whitelist": "none"}
+    options = {"format_whitelist": formats, "protocol_whitelist": "none"}
     try:
         with av.open(file, options=options) as container:
-            return Audio(_samples(container, av.AudioResampler(format="fltp", rate=rate), rate), rate)
+            yield container
     except av.error.FFmpegError as error:
-        raise ValueError(error.strerror) from error
+        hint = f"; expected one of the formats {formats}" if error.errno == errno.EINVAL else ""
+        raise ValueError(f"{error.strerror}{hint}") from error
+    except IndexError as error:  # of PyAV, for the first packet of such a stream
+        raise ValueError("expected streams that all begin with the file, got one that begins later") from error
 
 
 def _samples(container: Any, resampler: Any, rate: int) -> np.ndarray:
@@ -109,6 +134,8 @@ def _samples(container: Any, resampler: Any, rate: int) -> np.ndarray:
     if not container.streams.audio:
         raise ValueError("expected sound, got a file without it")
     stream = container.streams.audio[0]
+    if stream.codec_context is None:
+        raise ValueError("expected a codec that FFmpeg knows, got another")
     stream.codec_context.thread_count = 1  # rlkit prepares several prompts at once
     end, pieces, length = time.thread_time() + DECODING_SECONDS, [], 0
     for frame in container.decode(stream):
@@ -121,7 +148,10 @@ def _samples(container: Any, resampler: Any, rate: int) -> np.ndarray:
     pieces += [_mean(piece) for piece in resampler.resample(None)] if pieces else []
     if not pieces:
         raise ValueError("expected sound, got no samples")
-    return np.concatenate(pieces)
+    samples = np.concatenate(pieces)
+    if not np.isfinite(samples).all():
+        raise ValueError("expected finite samples, got nan or infinity")
+    return samples
 
 
 def _check_length(samples: int, rate: int) -> None:

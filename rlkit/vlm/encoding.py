@@ -69,7 +69,7 @@ def encode_text(
     for kind, given in media.items():
         if given and tokenizer is processor:
             raise ValueError(f"{kind}s: expected none, as the model's processor is a tokenizer, got {len(given)}")
-    arguments = {"images": list(images)} if images else {}
+    arguments: dict[str, Any] = {"images": list(images)} if images else {}
     arguments |= video_arguments(processor, videos) if videos else {}
     arguments |= audio_arguments(processor, audios) if audios else {}
     tokens = {kind: placeholder_id(processor, kind) for kind in media}

@@ -11,9 +11,8 @@ from typing import Any, BinaryIO
 
 import numpy as np
 
-from rlkit.data.lookup import requires_extra
 from rlkit.data.samples import Video
-from rlkit.vlm.audios import VIDEO_FORMATS, audio_rate, decode_audio, load_audios
+from rlkit.vlm.audios import VIDEO_FORMATS, audio_rate, decode_audio, load_audios, open_container
 from rlkit.vlm.images import load_image
 from rlkit.vlm.media_sources import open_regular_file, resolve_source
 from rlkit.vlm.processors import QWEN2_5_OMNI, QWEN3_OMNI
@@ -100,16 +99,8 @@ def _from_frames(frames: Any, fps: Any) -> Video:
 
 
 def _decode(file: BinaryIO, fps: float, max_frames: int, frame_interval: float | None, sound_rate: int | None) -> Video:
-    with requires_extra("video"):
-        import av
-
-    # a container that names other files cannot open them: no protocol is allowed
-    options = {"format_whitelist": VIDEO_FORMATS, "protocol_whitelist": "none"}
-    try:
-        with av.open(file, options=options) as container:
-            video, has_sound = _sample_frames(container, fps, max_frames, frame_interval), bool(container.streams.audio)
-    except av.error.FFmpegError as error:
-        raise ValueError(error.strerror) from error
+    with open_container(file, VIDEO_FORMATS, "video") as container:
+        video, has_sound = _sample_frames(container, fps, max_frames, frame_interval), bool(container.streams.audio)
     if sound_rate is None or not has_sound:
         return video
     file.seek(0)
@@ -121,10 +112,14 @@ def _sample_frames(container: Any, fps: float, max_frames: int, frame_interval: 
     if not container.streams.video:
         raise ValueError("expected a video, got a file without one")
     stream = container.streams.video[0]
+    if stream.codec_context is None:
+        raise ValueError("expected a codec that FFmpeg knows, got another")
     _check_pixels(1, stream.codec_context)
     stream.codec_context.thread_count = 1  # rlkit prepares several prompts at once
     rates = [fps, max_frames / max(_duration(container, stream), 1e-3)]
-    rate = min(rates + [float(stream.average_rate)] * bool(stream.average_rate))
+    if stream.average_rate:  # MPEG-TS and ASF files may have none
+        rates.append(float(stream.average_rate))
+    rate = min(rates)
     if frame_interval is not None:
         rate = _rate_in_steps(rate, frame_interval)
     frames: list[np.ndarray] = []

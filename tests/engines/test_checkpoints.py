@@ -65,6 +65,20 @@ def test_a_thread_that_writes_a_checkpoint_uses_no_gpu(tiny_dir, processor, tmp_
     assert not used and engine.load_checkpoint(tmp_path / "step_0") == {"step": 0}
 
 
+def test_resume_after_steps_in_which_a_part_of_the_model_was_not_used(tiny_dir, processor, tmp_path):
+    """The optimizer has no moments of the vision tower if no row before the checkpoint had an image."""
+    text, images = make_batch(processor, answers=(2,), sizes=(None,)), make_batch(processor)
+    engine, other = make_resumable(tiny_dir), make_resumable(tiny_dir)
+    engine.train_batch(text, weighted_loss, ("logprobs", "entropy"))
+    engine.save_checkpoint(tmp_path / "step_1")
+    saved = checkpoint.tensor_names(tmp_path / "step_1")
+    assert not any(name.startswith("optimizer.state.model.visual.") for name in saved)
+    other.load_checkpoint(tmp_path / "step_1")
+    for batch in (text, images, images):
+        expected = engine.train_batch(batch, weighted_loss, ("logprobs", "entropy"))
+        assert other.train_batch(batch, weighted_loss, ("logprobs", "entropy")) == expected
+
+
 def test_a_checkpoint_is_written_while_training_continues(tiny_dir, processor, tmp_path):
     """It contains the state at the time of the save, is complete or absent, and the next save or load waits for it."""
     batch, engine = make_batch(processor), make_resumable(tiny_dir)

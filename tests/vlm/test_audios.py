@@ -3,6 +3,7 @@
 import base64
 import io
 import json
+import struct
 import sys
 import wave
 from pathlib import Path
@@ -44,6 +45,13 @@ def wav(samples, rate=16000):
         out.setparams((np.atleast_2d(samples).shape[0], 2, rate, 0, "NONE", ""))
         out.writeframes((np.atleast_2d(samples).T * 32767).astype("<i2").tobytes())
     return file.getvalue()
+
+
+def float_wav(samples, rate=16000):
+    """A file with these samples as 32-bit floats."""
+    data = np.asarray(samples, "<f4").tobytes()
+    form = struct.pack("<IHHIIHH", 16, 3, 1, rate, 4 * rate, 4, 32)
+    return b"RIFF%sWAVEfmt %sdata%s" % (struct.pack("<I", 36 + len(data)), form, struct.pack("<I", len(data))) + data
 
 
 def loudest(samples, rate=16000):
@@ -126,6 +134,10 @@ def test_files_that_cannot_be_used_are_named(av, tmp_path, monkeypatch):
         (str(tmp_path / "none.wav"), "none.wav': cannot be read: "),
         (str(tmp_path), "expected a regular file, got a folder"),
         (wav(np.zeros(0)), "expected sound, got no samples"),
+        (wav(tone())[:9000], "audio of type bytes: cannot be read: expected a complete file of 16044 bytes, got 9000"),
+        (float_wav([0.0, np.nan, 0.5]), "expected finite samples, got nan or infinity"),
+        (wav(tone()).replace(b"\x01\0\x01\0", b"\x77\x77\x01\0", 1), "expected a codec that FFmpeg knows, got another"),
+        ("", "audio: expected a path, bytes or samples, got an empty text"),
     ):
         with pytest.raises(ValueError, match="audio") as caught:
             load_audio(source)

@@ -21,6 +21,7 @@ from rlkit.doctor.task import check_rows, show_rows
 from rlkit.report.answers import frame_grid, prompt_record, save_image
 from rlkit.rollout.vllm_requests import check_videos, vllm_prompt
 from rlkit.vlm import encode_prompt, load_processor, load_video, tiny_processor, tiny_tokenizer
+from rlkit.vlm.audios import VIDEO_FORMATS, open_container
 from rlkit.vlm.inputs import position_ids
 from rlkit.vlm.videos import load_videos
 
@@ -116,6 +117,39 @@ def test_a_truncated_matroska_file_is_named(av, tmp_path, tagged):
     assert len(load_video(data[:-100]).frames) == 6  # without the end of its index, or its last frame
 
 
+def test_a_truncated_mp4_or_avi_file_is_named(av, tmp_path):
+    """Of an MP4 file with its index at the beginning, as on the web, PyAV reads what is there, and of AVI too."""
+    for name, options in (("film.mp4", {"movflags": "faststart"}), ("film.avi", {})):
+        path = tmp_path / name
+        path.write_bytes(film(av, container=name[-3:]))
+        with av.open(str(path)) as old, av.open(str(tmp_path / f"new.{name}"), "w", options=options) as new:
+            stream = new.add_stream_from_template(old.streams.video[0])
+            for packet in old.demux():
+                if packet.dts is not None:
+                    packet.stream = stream
+                    new.mux(packet)
+        data = (tmp_path / f"new.{name}").read_bytes()
+        assert len(load_video(data).frames) == len(load_video(data[:-100]).frames) == 6
+        path.write_bytes(data[: len(data) // 2])
+        error = f"{name}': cannot be read: expected a complete file of {len(data)} bytes, got {len(data) // 2}"
+        with pytest.raises(ValueError, match=error):
+            load_video(str(path))
+
+
+def test_a_file_without_a_rate_of_frames(av):
+    """MPEG-TS has none in its header."""
+    assert len(load_video(film(av, container="mpegts")).frames) == 6
+
+
+def test_a_packet_of_a_stream_that_begins_later_is_named(av):
+    """PyAV looks its stream up by a number that it does not have. Damaged MPEG-TS files have such packets."""
+    with (
+        pytest.raises(ValueError, match="expected streams that all begin with the file, got one that begins later"),
+        open_container(io.BytesIO(film(av)), VIDEO_FORMATS, "video") as container,
+    ):
+        container.streams[1]
+
+
 def test_times_that_a_file_rounds_to_milliseconds_choose_the_same_frames(av):
     """At 30 frames a second, frame 2 begins at 1/15 seconds, which Matroska rounds up to 0.067."""
     video = load_video(film(av, frames=12, rate=30, container="matroska"), fps=15.0)
@@ -125,6 +159,7 @@ def test_times_that_a_file_rounds_to_milliseconds_choose_the_same_frames(av):
 def test_a_video_that_cannot_be_used_is_named(av, tmp_path, monkeypatch):
     playlist = b"#EXTM3U\n#EXT-X-TARGETDURATION:1\n#EXTINF:1,\n/etc/hostname\n#EXT-X-ENDLIST\n"
     (tmp_path / "names.m3u8").write_bytes(playlist)
+    Image.fromarray(FRAMES[0]).save(png := io.BytesIO(), "PNG")
     for source, error in (
         (b"no video", "video of type bytes: cannot be read: Invalid data found when processing input"),
         (playlist, "video of type bytes: cannot be read: "),
@@ -132,6 +167,8 @@ def test_a_video_that_cannot_be_used_is_named(av, tmp_path, monkeypatch):
         (b"ffconcat version 1.0\nfile /etc/hostname\n", "video of type bytes: cannot be read: "),
         (str(tmp_path / "none.mp4"), "none.mp4': cannot be read: "),
         (str(tmp_path), "expected a regular file, got a folder"),
+        ("", "video: expected a path, bytes or frames, got an empty text"),
+        (png.getvalue(), "Invalid argument; expected one of the formats mov,mp4,"),
         ("https://example.org/a.mp4", "video: expected a local path, bytes or frames, got the URL"),
         (7, "video of type int: cannot be read: expected a path, bytes or a list of frames"),
         ([], "video: expected frames, got none"),

@@ -630,6 +630,7 @@ class Fsdp2Engine:
             saved_names = checkpoint.tensor_names(path)
             checkpoint.check_parameter_names(path, saved_names, state["model"])
             state = {name: x for name, x in state.items() if not name.startswith("rng.") or name in saved_names}
+            checkpoint.leave_out_unsaved_moments(state["optimizer"], saved_names)
             checkpoint.load(path, state)
             set_state_dict(
                 self.module,

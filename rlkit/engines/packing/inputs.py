@@ -251,8 +251,11 @@ def _index_maps(
 def _packed_kwargs(rows: _PaddedRows, packing: _Packing, spec: Rope3DSpec | None) -> dict[str, Any]:
     source, first_rows, ulysses = packing.source, packing.first_rows, packing.ulysses
     fill = sum(packing.layout.lengths) - len(source)
+    tokens = rows.tokens.flatten()[source]
+    # an answer's last token: the embedding of token 0 may be zeros, for which gradients of Gemma 3n are nan
+    last = rows.tokens[0, rows.lengths[0] - 1]
     kwargs: dict[str, Any] = {
-        "input_ids": pad(rows.tokens.flatten()[source], (0, fill))[None],
+        "input_ids": torch.cat([tokens, last.expand(fill)])[None],
         "position_ids": pad(rows.positions.flatten(-2)[..., source], (0, fill)).unsqueeze(-2),
         "packed_layout": packing.layout,
         **vision_kwargs(rows.tokens[first_rows], [rows.vision[row] for row in first_rows], spec),
