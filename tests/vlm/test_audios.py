@@ -215,7 +215,7 @@ def test_models_that_do_not_hear_are_named():
         (sees.tokenizer, "audios: expected none, as the model's processor is a tokenizer, got 1"),
         (
             sees,
-            "audios: expected a model with one of Gemma4Processor, .*, Qwen3OmniMoeProcessor, got Qwen2VLProcessor",
+            "audios: expected a model with one of Gemma3nProcessor, .*, Qwen3OmniMoeProcessor, got Qwen2VLProcessor",
         ),
     ):
         with pytest.raises(ValueError, match=f"^row 4: {error}"):
