@@ -19,6 +19,7 @@ from rlkit.vlm.processors import QWEN2_5_OMNI, QWEN3_OMNI
 RATE = 16000  # of the processors of all families, in samples per second
 DECODING_SECONDS = 60.0  # of processor time
 MIN_SECONDS = 0.04  # of one token
+MAX_AMPLITUDE = 16.0  # decoders of compressed sound go somewhat beyond 1; integers that were stored as floats, far
 MAX_SECONDS = 1800.0  # 115 MB at 16000 samples per second
 
 # Containers that hold a video itself. Playlists (HLS, DASH, concat), which name other files, are not among them.
@@ -38,7 +39,8 @@ def load_audio(source: Any, *, rate: int = RATE) -> Audio:
 
     Raises:
         ValueError: it cannot be read, has no sound, is longer than `MAX_SECONDS`, takes more than `DECODING_SECONDS` to
-            decode, is in none of `FORMATS`, or is a URL; samples without a rate, or that are no numbers from -1 to 1.
+            decode, is in none of `FORMATS`, or is a URL; a file with samples that are not finite, or larger than
+            `MAX_AMPLITUDE`; samples without a rate, or that are no numbers from -1 to 1.
         ImportError: PyAV is not installed.
     """
     if isinstance(source, Mapping) and source.get("array") is not None:
@@ -109,6 +111,8 @@ def _samples(container: Any, resampler: Any, rate: int) -> np.ndarray:
     if not container.streams.audio:
         raise ValueError("expected sound, got a file without it")
     stream = container.streams.audio[0]
+    if stream.codec_context is None:
+        raise ValueError("expected sound whose codec FFmpeg knows, got one of an unknown codec")
     stream.codec_context.thread_count = 1  # rlkit prepares several prompts at once
     end, pieces, length = time.thread_time() + DECODING_SECONDS, [], 0
     for frame in container.decode(stream):
@@ -121,7 +125,10 @@ def _samples(container: Any, resampler: Any, rate: int) -> np.ndarray:
     pieces += [_mean(piece) for piece in resampler.resample(None)] if pieces else []
     if not pieces:
         raise ValueError("expected sound, got no samples")
-    return np.concatenate(pieces)
+    samples = np.concatenate(pieces)
+    if not np.abs(samples).max() <= MAX_AMPLITUDE:  # also nan
+        raise ValueError(f"expected samples from -1 to 1, got up to {np.abs(samples).max():g}")
+    return samples
 
 
 def _check_length(samples: int, rate: int) -> None:

@@ -121,10 +121,14 @@ def _sample_frames(container: Any, fps: float, max_frames: int, frame_interval: 
     if not container.streams.video:
         raise ValueError("expected a video, got a file without one")
     stream = container.streams.video[0]
+    if stream.codec_context is None:
+        raise ValueError("expected a video whose codec FFmpeg knows, got one of an unknown codec")
     _check_pixels(1, stream.codec_context)
     stream.codec_context.thread_count = 1  # rlkit prepares several prompts at once
     rates = [fps, max_frames / max(_duration(container, stream), 1e-3)]
-    rate = min(rates + [float(stream.average_rate)] * bool(stream.average_rate))
+    if stream.average_rate is not None:
+        rates.append(float(stream.average_rate))
+    rate = min(rates)
     if frame_interval is not None:
         rate = _rate_in_steps(rate, frame_interval)
     frames: list[np.ndarray] = []

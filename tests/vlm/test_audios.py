@@ -3,6 +3,7 @@
 import base64
 import io
 import json
+import struct
 import sys
 import wave
 from pathlib import Path
@@ -117,6 +118,21 @@ def test_samples_that_cannot_be_used_are_named(source, error):
     assert error in str(caught.value), str(caught.value)
 
 
+@pytest.mark.parametrize("rate", [16000, 8000])
+@pytest.mark.parametrize(("sample", "shown"), [(np.nan, "nan"), (np.inf, "(inf|nan)"), (32768.0, "[34]"), (0.5, "")])
+def test_files_with_samples_that_are_no_sound_are_named(av, rate, sample, shown):
+    """A wav file of floats; one such sample made the loss of its batch nan."""
+    samples = np.zeros(8000, "<f4")
+    samples[100] = sample
+    size, formats = samples.nbytes, struct.pack("<IHHIIHH", 16, 3, 1, rate, 4 * rate, 4, 32)
+    file = b"RIFF" + struct.pack("<I", 36 + size) + b"WAVEfmt " + formats + b"data" + struct.pack("<I", size)
+    if not shown:
+        assert np.abs(load_audio(file + samples.tobytes()).samples).max() < 1
+        return
+    with pytest.raises(ValueError, match=f"cannot be read: expected samples from -1 to 1, got up to {shown}"):
+        load_audio(file + samples.tobytes())
+
+
 def test_files_that_cannot_be_used_are_named(av, tmp_path, monkeypatch):
     playlist = b"#EXTM3U\n#EXT-X-TARGETDURATION:1\n#EXTINF:1,\n/etc/hostname\n#EXT-X-ENDLIST\n"
     for source, error in (
@@ -126,6 +142,7 @@ def test_files_that_cannot_be_used_are_named(av, tmp_path, monkeypatch):
         (str(tmp_path / "none.wav"), "none.wav': cannot be read: "),
         (str(tmp_path), "expected a regular file, got a folder"),
         (wav(np.zeros(0)), "expected sound, got no samples"),
+        (wav(tone())[:20] + b"\xff\xee" + wav(tone())[22:], "expected sound whose codec FFmpeg knows"),
     ):
         with pytest.raises(ValueError, match="audio") as caught:
             load_audio(source)
