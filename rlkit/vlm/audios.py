@@ -21,6 +21,7 @@ from rlkit.vlm.processors import GEMMA3N, QWEN2_5_OMNI, QWEN3_OMNI
 RATE = 16000  # of the processors of all families, in samples per second
 DECODING_SECONDS = 60.0  # of processor time
 MIN_SECONDS = 0.04  # of one token
+MAX_AMPLITUDE = 16.0  # decoders of compressed sound go somewhat beyond 1; integers that were stored as floats, far
 MAX_SECONDS = 1800.0  # 115 MB at 16000 samples per second
 
 # Containers that hold a video itself. Playlists (HLS, DASH, concat), which name other files, are not among them.
@@ -41,7 +42,7 @@ def load_audio(source: Any, *, rate: int = RATE) -> Audio:
     Raises:
         ValueError: it cannot be read, has no sound, is longer than `MAX_SECONDS`, takes more than `DECODING_SECONDS` to
             decode, is in none of `FORMATS`, is truncated, or is a URL; samples without a rate, or that are no numbers
-            from -1 to 1; a file with samples that are nan or infinity.
+            from -1 to 1; a file with samples that are nan, infinity or beyond `MAX_AMPLITUDE`.
         ImportError: PyAV is not installed.
     """
     if isinstance(source, Mapping) and source.get("array") is not None:
@@ -151,6 +152,8 @@ def _samples(container: Any, resampler: Any, rate: int) -> np.ndarray:
     samples = np.concatenate(pieces)
     if not np.isfinite(samples).all():
         raise ValueError("expected finite samples, got nan or infinity")
+    if (largest := np.abs(samples).max()) > MAX_AMPLITUDE:
+        raise ValueError(f"expected samples from -1 to 1, got up to {largest:g}")
     return samples
 
 

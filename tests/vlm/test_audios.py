@@ -125,6 +125,21 @@ def test_samples_that_cannot_be_used_are_named(source, error):
     assert error in str(caught.value), str(caught.value)
 
 
+@pytest.mark.parametrize("rate", [16000, 8000])
+@pytest.mark.parametrize("sample", [32768.0, 0.5])
+def test_files_with_samples_far_beyond_1_are_refused(av, rate, sample):
+    """A wav file of floats that were integers."""
+    samples = np.zeros(8000, "<f4")
+    samples[100] = sample
+    size, formats = samples.nbytes, struct.pack("<IHHIIHH", 16, 3, 1, rate, 4 * rate, 4, 32)
+    file = b"RIFF" + struct.pack("<I", 36 + size) + b"WAVEfmt " + formats + b"data" + struct.pack("<I", size)
+    if sample == 0.5:
+        assert np.abs(load_audio(file + samples.tobytes()).samples).max() < 1
+        return
+    with pytest.raises(ValueError, match="cannot be read: expected samples from -1 to 1, got up to [34]"):
+        load_audio(file + samples.tobytes())
+
+
 def test_files_that_cannot_be_used_are_named(av, tmp_path, monkeypatch):
     playlist = b"#EXTM3U\n#EXT-X-TARGETDURATION:1\n#EXTINF:1,\n/etc/hostname\n#EXT-X-ENDLIST\n"
     for source, error in (

@@ -186,6 +186,11 @@ def test_a_video_that_cannot_be_used_is_named(av, tmp_path, monkeypatch):
             load_video(source)
         assert error in str(caught.value), str(caught.value)
     data = film(av)
+    with pytest.raises(ValueError, match="expected a codec that FFmpeg knows, got another"):
+        load_video(film(av, container="matroska").replace(b"V_MPEG4", b"V_NONE0"))
+    times = data.index(b"stts") + 8  # a table of the times of frames, without entries: the frame rate is unknown
+    with pytest.raises(ValueError, match="cannot be read: video: expected frames, got none"):
+        load_video(data[:times] + bytes(4) + data[times + 4 :])
     monkeypatch.setattr("rlkit.vlm.videos.MAX_PIXELS", 5 * 64 * 48)
     with pytest.raises(ValueError, match="expected at most 15360 pixels, got 6 frames of 64x48"):
         load_video(data)
