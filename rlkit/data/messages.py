@@ -65,7 +65,7 @@ def prompt_of(row: Row) -> Prompt:
         raise ValueError(reason)
     name = "question" if row.get("messages") is None else "messages"
     question = row.get(name)
-    images = [] if row.get("images") is None else list(row["images"])
+    images = [] if row.get("images") is None else _several(row, "images")
     videos, audios = _one_or_many(row, "video"), _one_or_many(row, "audio")
     if name == "question" and isinstance(question, str):
         return place_media([message("user", question)], images, videos, audios)
@@ -75,7 +75,14 @@ def prompt_of(row: Row) -> Prompt:
 def _one_or_many(row: Row, kind: str) -> list[Any]:
     if row.get(f"{kind}s") is None:
         return [] if _missing(row.get(kind)) else [row[kind]]
-    return list(row[f"{kind}s"])
+    return _several(row, f"{kind}s")
+
+
+def _several(row: Row, name: str) -> list[Any]:
+    found = row[name]
+    if isinstance(found, str | bytes | Mapping):  # `list` would take it apart
+        raise ValueError(f"{name}: expected a list, got {_short(found)}; a single one is a list of one entry")
+    return list(found)
 
 
 def read_messages(found: Any, name: str = "messages") -> list[Message]:

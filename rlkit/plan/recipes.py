@@ -21,9 +21,9 @@ def load_recipe(path: str) -> Any:
     """Import a recipe's file as a module.
 
     Raises:
-        ValueError: there is no such file, or it has no function `main`.
+        ValueError: there is no such Python file, or it has no function `main`.
     """
-    if not Path(path).is_file():
+    if not Path(path).is_file() or Path(path).suffix != ".py":
         raise ValueError(f"recipe: expected a file such as recipes/grpo_vlm.py, got {path!r}")
     name = Path(path).stem
     spec = importlib.util.spec_from_file_location(name, path)

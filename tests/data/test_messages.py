@@ -185,6 +185,14 @@ def test_prompt_of_a_row():
         ({"question": None}, "question: expected text or a list of messages, got None"),
         ({"question": 5}, "question: expected text or a list of messages, got 5"),
         ({"question": "Q", "unreadable": "the reason"}, "the reason"),
+        (
+            {"question": "Q", "images": "a.png"},
+            "images: expected a list, got 'a.png'; a single one is a list of one entry",
+        ),
+        (
+            {"question": "Q", "videos": "a.mp4"},
+            "videos: expected a list, got 'a.mp4'; a single one is a list of one entry",
+        ),
     ):
         with pytest.raises(ValueError) as caught:
             prompt_of(row)

@@ -295,6 +295,13 @@ def test_bad_options_are_one_sentence(found, name, sentence):
     assert message.startswith(sentence) and "\n" not in message
 
 
+def test_a_recipe_without_py_is_named(tmp_path):
+    """Python finds no loader for such a file."""
+    (tmp_path / "recipe").write_text("")
+    with pytest.raises(ValueError, match="^recipe: expected a file such as recipes/grpo_vlm.py, got '.*recipe'$"):
+        load_recipe(str(tmp_path / "recipe"))
+
+
 def test_unknown_family_is_one_sentence(tmp_path):
     (tmp_path / "config.json").write_text('{"model_type": "no_such_family"}')
     with pytest.raises(SystemExit) as end:
