@@ -153,6 +153,20 @@ def test_ranks_share_out_their_requests_over_all_servers(ranks, per_rank, most):
     assert set(pools[0].load.read().values()) == {0}
 
 
+def test_a_rank_notices_that_another_took_the_same_server_since_it_looked():
+    store, urls = torch.distributed.HashStore(), ["http://a", "http://b"]
+    one, other = SharedLoad(urls, store), SharedLoad(urls, store)
+    seen = one.read()
+    assert other.reserve("http://a", 2, seen["http://a"])
+    assert not one.reserve("http://a", 1, seen["http://a"])
+    assert one.read() == {"http://a": 2, "http://b": 0}  # nothing is left of the attempt
+    assert one.reserve("http://a", 1, 2) and other.read() == {"http://a": 3, "http://b": 0}
+    other.add("http://a", -2)
+    assert one.reserve("http://a", 1, 3)  # less than it saw is no obstacle
+    alone = SharedLoad(urls)
+    assert alone.reserve("http://b", 4, 0) and alone.read() == {"http://a": 0, "http://b": 4}
+
+
 def test_a_server_with_short_answers_takes_what_waits(ranks):
     """One server is slow; a rank whose own requests are there takes no place of the other rank's on the fast one."""
     done = Counter()

@@ -273,8 +273,9 @@ class ServerPool:
                 ]
                 if with_room:
                     server = min(with_room, key=lambda server: (server is failed_on, load[server.url]))
-                    self.load.add(server.url, size)
-                    return server
+                    if self.load.reserve(server.url, size, load[server.url]):
+                        return server
+                    continue
                 waiting = self._sequences_finished.wait()
                 try:
                     await asyncio.wait_for(waiting, POLL_SECONDS if self.load.is_shared else None)

@@ -14,8 +14,8 @@ log = logging.getLogger(__name__)
 class SharedLoad:
     """One counter per server, in a store that all ranks share.
 
-    There is no lock: two ranks that choose at the same moment may choose the same server. If the store fails, this rank
-    continues with its own counts.
+    There is no lock: a rank that took a server at the same moment as another rank notices it in the count, see
+    `reserve`. If the store fails, this rank continues with its own counts.
 
     Args:
         urls: URLs of the servers, the same on all ranks.
@@ -33,10 +33,22 @@ class SharedLoad:
         """Whether other ranks' sequences are counted."""
         return self._store is not None
 
-    def add(self, url: str, sequences: int) -> None:
-        """Add to a server's counter when sequences start; negative when they have ended."""
+    def add(self, url: str, sequences: int) -> int:
+        """Add to a server's counter when sequences start; negative when they have ended. Returns the new count."""
         self._own[url] += sequences
-        self._ask("add", url, sequences)
+        count = self._ask("add", url, sequences)
+        return self._own[url] if count is None else count
+
+    def reserve(self, url: str, sequences: int, seen: int) -> bool:
+        """Add to a server's counter, unless another rank has added to it since it was read.
+
+        Args:
+            seen: the count that was read.
+        """
+        if self.add(url, sequences) <= seen + sequences:
+            return True
+        self.add(url, -sequences)
+        return False
 
     def read(self) -> dict[str, int]:
         """Running sequences by server."""
