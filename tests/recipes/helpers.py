@@ -53,7 +53,23 @@ def second_epoch():
 def even_lengths():
     """A task that rewards answers of an even number of characters, which a model with random weights writes, too."""
     task = seen_shortly()
-    return replace(task, heldout=task.heldout[:2], reward=lambda text, row: float(len(text) % 2 == 0))
+    return replace(task, heldout=task.heldout[:2], reward=length_is_even)
+
+
+def length_is_even(text, row):
+    return float(len(text) % 2 == 0)
+
+
+def digit_films():
+    """Rows with a video of two frames in place of the image."""
+
+    def film(row):
+        (image,) = row["images"]
+        return {"question": row["question"], "answer": row["answer"], "video": {"frames": [image, image], "fps": 2}}
+
+    task = seen_shortly()
+    train, heldout = ([film(row) for row in rows] for rows in (task.train[:24], task.heldout))
+    return replace(task, train=train, heldout=heldout, reward=length_is_even)
 
 
 @pytest.fixture(scope="session")

@@ -1,10 +1,8 @@
 """Recipes on rows with audios: a tiny Omni thinker learns to tell low tones from high ones in wav files."""
 
 import base64
-import io
 import json
 import sys
-import wave
 from pathlib import Path
 
 import numpy as np
@@ -14,30 +12,20 @@ from safetensors.torch import load_file
 
 HERE = Path(__file__).parent
 sys.path[:0] = [str(HERE), str(HERE.parent / "vlm")]
-import family_processors  # noqa: E402
 import helpers  # noqa: E402
 from helpers import evaluation, run_here  # noqa: E402
+from media_rows import save_model, wav  # noqa: E402
 from test_omni_videos import film_with_tone  # noqa: E402
 
-FAMILY, ROWS = "qwen2_5_omni_thinker", 24
+ROWS = 24
 av = pytest.importorskip("av", reason="needs PyAV, of the extra audio")
-
-
-def wav(pitch, seconds):
-    """A file with a tone of this pitch in Hz, at 16000 samples per second."""
-    file = io.BytesIO()
-    with wave.open(file, "wb") as out:
-        out.setparams((1, 2, 16000, 0, "NONE", ""))
-        out.writeframes((16000 * np.sin(2 * np.pi * pitch * np.arange(int(16000 * seconds)) / 16000)).astype("<i2"))
-    return file.getvalue()
 
 
 @pytest.fixture(scope="module")
 def files(tmp_path_factory):
     """A folder with the tiny model, and rows with wav files, every third of them inside a message."""
     folder, draw = tmp_path_factory.mktemp("audios"), np.random.default_rng(0)
-    for part in (family_processors.model(FAMILY), family_processors.processor(FAMILY)):
-        part.save_pretrained(folder / "model")
+    save_model(folder / "model")
     lines = []
     for i in range(ROWS):
         is_high = i % 2

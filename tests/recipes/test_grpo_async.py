@@ -69,6 +69,20 @@ def test_taking_turns_and_going_on(warm_dir, server, tmp_path):  # noqa: F811
         run_here("grpo_async", *options, tmp_path / "adapters", "--lora_rank", 4, "--sync_adapters")
 
 
+def test_videos_are_sampled_by_a_server_also_after_a_resume(warm_dir, server, tmp_path):  # noqa: F811
+    options = ["--model", warm_dir, "--servers", server, "--max_staleness", 0, "--save_every", 1, "--steps", 2, *SMALL]
+    options += ["--task", "helpers:digit_films", "--out"]
+    run_here("grpo_async", *options, tmp_path / "whole")
+    helpers.stop_after(1, "grpo_async", *options, tmp_path / "run")
+    run_here("grpo_async", *options, tmp_path / "run", "--resume")
+    rows = helpers.numbers(tmp_path / "run")
+    assert all(row["mismatch/abs_dlogp"] < 1e-5 and row["grad_norm"] > 0 and not row["skipped_rows"] for row in rows)
+    for row, other in zip(rows, helpers.numbers(tmp_path / "whole"), strict=True):
+        helpers.assert_same_step(row, other)
+    answer = json.loads((tmp_path / "run" / "samples.jsonl").read_text().splitlines()[0])
+    assert len(answer["images"]) == 1  # the frames of its video, in a row
+
+
 def look_twice(sample):
     """A tool that shows every image once more, and then has had enough."""
     return Observation("Look again.", sample.images[:1]) if len(sample.images) == 1 else None

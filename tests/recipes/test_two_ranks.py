@@ -12,6 +12,7 @@ from runs.some_answers import expected
 
 sys.path.insert(0, str(Path(__file__).parent))
 import helpers
+import media_rows
 from helpers import evaluation, numbers, run_here
 from test_evaluate import SMALL, answers
 
@@ -38,6 +39,7 @@ CASES = {
     "dpo": ("dpo", [*PAIRS, "--max_new_tokens", 3], ["--micro_batch_tokens", 300]),  # pairs are not torn apart
     "kto": ("kto", [*PAIRS, "--max_new_tokens", 3], ["--micro_batch_tokens", 300]),
     "reward_model": ("reward_model", PAIRS, ["--micro_batch_tokens", 300]),
+    "media": ("grpo_vlm", [*PROMPTS[2:], "--reward", "helpers:length_is_even", "--steps", 2, "--save_every", 1], []),
     "fsdp2-tensor": ("sft", [*PAIRS, "--max_new_tokens", 2], ["--parallel", "tensor", 2]),
 }
 SPLIT = {  # six of them: the others make their engine by the same line
@@ -45,7 +47,7 @@ SPLIT = {  # six of them: the others make their engine by the same line
     "dpo": "pipeline",
 }  # fmt: skip
 SAVED = ["grpo_vlm", "ulysses"]  # each rank has rows of its own; both have the same rows
-STOPPED = {"megatron-sft": 1}  # after so many steps, and resumed
+STOPPED = {"megatron-sft": 1, "media": 1}  # after so many steps, and resumed
 CASES |= {f"megatron-{n}": (*CASES[n][:2], [*CASES[n][2], *SPLIT_BY[way]]) for n, way in SPLIT.items()}
 # a task whose rewards are parts of 1, and some of which cannot be judged
 PARTS = """
@@ -70,6 +72,9 @@ def two_ranks(start, tmp_path_factory):
     """The directory of runs on two ranks, and what all runs began from."""
     warm = helpers.built_warm(tmp_path_factory)
     shared, out = {name: ["--model", warm] for name in CASES}, tmp_path_factory.mktemp("two")
+    media_rows.save_model(out / "omni")
+    media_rows.write_mixed_rows(out / "rows.jsonl", 12)
+    shared["media"] = ["--model", out / "omni", "--task", out / "rows.jsonl", "--heldout", "0.34"]
     for name in ("distill", "distill_whole", "distill_top", "megatron-distill_top"):
         shared[name] += ["--teacher", helpers.built(tmp_path_factory, "random", helpers.few_digits, warm_up_steps=0)]
     runs = {
@@ -106,7 +111,8 @@ def test_two_ranks_do_what_one_does(two_ranks, on_one_rank, name):
     require(out, name)
     recipe, options, _ = CASES[name]
     alone = on_one_rank(recipe, *shared[name], *options)
-    assert len(numbers(alone)) > 0
+    assert any(row["grad_norm"] > 0 for row in numbers(alone))
+    assert all(row.get("skipped_rows", 0) == 0 for row in numbers(alone))
     for one, two in zip(numbers(alone), numbers(out / name), strict=True):
         helpers.assert_same_step(one, two)
     one, two = evaluation(alone), evaluation(out / name)
