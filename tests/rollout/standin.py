@@ -33,6 +33,8 @@ class Standin:
         latency: seconds a token.
         faults: what happens to the next generations, in order: "drop" cuts the connection before the answer, "500"
             answers so, "hang" never answers, "die" is the end of the server.
+        left_out: routes that it does not have (`pages`).
+        broken: routes that answer 500.
         bodies: what it was asked to generate.
         answered: seeds of the generations that it answered.
         calls: how often each route was called, and in what order.
@@ -44,10 +46,19 @@ class Standin:
     """
 
     def __init__(
-        self, *, latency=0.0, model="tiny", release="0.32.0", context=512, logprobs="processed", faults=(), pages=()
+        self,
+        *,
+        latency=0.0,
+        model="tiny",
+        release="0.32.0",
+        context=512,
+        logprobs="processed",
+        faults=(),
+        pages=(),
+        broken=(),
     ):
         self.latency, self.model, self.release, self.context, self.logprobs = latency, model, release, context, logprobs
-        self.faults, self.left_out = list(faults), set(pages)
+        self.faults, self.left_out, self.broken = list(faults), set(pages), set(broken)
         self.bodies, self.answered, self.order, self.weights = [], [], [], {}
         self.version, self.paused, self.now, self.most, self.steps = "default", False, 0, 0, 0
         self.group = None
@@ -107,6 +118,8 @@ class Standin:
     async def _note(self, request, handler):
         self.order.append(request.path)
         self.clients.append(request.protocol)
+        if request.path in self.broken:
+            raise web.HTTPInternalServerError(text='{"error": {"message": "out of luck"}}')
         return await handler(request)
 
     async def _fault(self, request):

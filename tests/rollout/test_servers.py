@@ -597,6 +597,10 @@ def test_bad_servers_are_named(connect):
             "expected a vLLM server for training, got .*weight_info: expected status 200, got 404",
         ),
         ({"pages": ["/inference/v1/generate"]}, "expected a server that takes token ids, got .* got 404"),
+        (
+            {"broken": ["/inference/v1/generate"]},
+            "expected one sampled token, got .* 500: out of luck; see the output of the server",
+        ),
     ]
     for options, message in cases:
         with VllmStandin(**options) as server, pytest.raises(ValueError, match=f"{server.url}: {message}"):

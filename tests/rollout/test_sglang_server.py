@@ -239,6 +239,10 @@ def test_bad_servers_are_named(connect):
         ({"logprobs": "raw"}, "expected logprobs of the sampled distribution, got those of the raw"),
         ({"pages": ["/server_info"]}, "expected an SGLang server for training, got .* got 404"),
         ({"pages": ["/generate"]}, "expected a server that takes token ids, got .* got 404"),
+        (
+            {"broken": ["/generate"]},
+            "expected one sampled token, got .* 500: out of luck; see the output of the server",
+        ),
     ]
     for options, message in cases:
         with SglangStandin(**options) as server, pytest.raises(ValueError, match=f"{server.url}: {message}"):

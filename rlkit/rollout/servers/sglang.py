@@ -259,7 +259,11 @@ class SglangRollout(ServerRollout):
         body = {"input_ids": self.end_token_ids[:1], "sampling_params": params, "return_logprob": True}
         try:
             response = await self.pool.request(server, "POST", "/generate", body)
-        except (ServerUnavailable, RequestRejected) as error:
+        except ServerUnavailable as error:
+            raise ValueError(
+                f"{server.url}: expected one sampled token, got {error}; see the output of the server"
+            ) from error
+        except RequestRejected as error:
             raise ValueError(
                 f"{server.url}: expected a server that takes token ids, got {error}. {self.start_hint}"
             ) from error
