@@ -34,6 +34,8 @@ from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_leaves
 
+from rlkit.engines.distributed import TIMEOUT
+
 MANIFEST = "manifest.json"
 
 _pending_saves: list[Future[None]] = []
@@ -105,7 +107,7 @@ def wait_for_writing() -> None:
 @cache
 def _saving_group(world: dist.ProcessGroup) -> dist.ProcessGroup:
     """A group of all ranks for the thread that saves, whose collectives must not mix with those of training."""
-    return dist.new_group(backend="gloo")
+    return dist.new_group(backend="gloo", timeout=TIMEOUT)
 
 
 def _make_empty(part: Path) -> None:

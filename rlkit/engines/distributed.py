@@ -10,6 +10,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.distributed_c10d import _set_pg_timeout
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 # devices whose all-gather (gloo's) needs a second copy of the result; there each rank broadcasts its part instead
@@ -36,6 +38,13 @@ def init_distributed(device: str | None = None) -> torch.device:
     return own
 
 
+def set_timeouts(mesh: DeviceMesh) -> DeviceMesh:
+    """Give the groups of a mesh the time-out of the process group, which new groups do not take over."""
+    for group in mesh.get_all_groups():
+        _set_pg_timeout(TIMEOUT, group)
+    return mesh
+
+
 def make_model_parallel_group(data_parallel_rank: int, data_parallel_size: int) -> dist.ProcessGroup | None:
     """The group of all ranks with this data-parallel rank; None if each rank has its own. All ranks call this."""
     world = dist.get_world_size()
@@ -44,7 +53,7 @@ def make_model_parallel_group(data_parallel_rank: int, data_parallel_size: int) 
     of_ranks: list[Any] = [None] * world
     dist.all_gather_object(of_ranks, data_parallel_rank)
     members = [[rank for rank in range(world) if of_ranks[rank] == number] for number in range(data_parallel_size)]
-    return [dist.new_group(ranks) for ranks in members][data_parallel_rank]
+    return [dist.new_group(ranks, timeout=TIMEOUT) for ranks in members][data_parallel_rank]
 
 
 def all_reduce(

@@ -27,7 +27,7 @@ from megatron_groups import destroy_megatron_groups
 from runs.some_answers import PROMPTS, measure, of_a_rank
 
 from rlkit.data import append_response, prompt_sample
-from rlkit.engines.distributed import init_distributed, make_model_parallel_group
+from rlkit.engines.distributed import TIMEOUT, init_distributed, make_model_parallel_group
 from rlkit.replay.__main__ import replay
 from rlkit.replay.bundles import read_bundle
 from rlkit.replay.compare import compare_bundles
@@ -111,7 +111,14 @@ def run(steps, recipe, *arguments):
         destroy_megatron_groups()
         arguments += ("--resume",)
     run_here(recipe, *arguments)
+    assert waiting_times() == {TIMEOUT}
     destroy_megatron_groups()
+
+
+def waiting_times():
+    """The time-outs of all process groups."""
+    groups = [group for group in dist.distributed_c10d._world.pg_map if isinstance(group, dist.ProcessGroup)]
+    return {group._get_backend(torch.device("cpu")).options._timeout for group in groups}
 
 
 def on_rank(runs_file, names):

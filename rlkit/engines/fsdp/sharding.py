@@ -11,6 +11,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
+from rlkit.engines.distributed import set_timeouts
 from rlkit.engines.value_head import has_value_head
 
 
@@ -27,10 +28,10 @@ def make_device_mesh(device: torch.device, fsdp_size: int | None, tensor: int) -
     if fsdp_size is not None and tensor > 1:
         raise ValueError(f"fsdp_size: expected None with tensor={tensor}, got {fsdp_size}")
     if tensor > 1:
-        return init_device_mesh(device.type, (world // tensor, tensor), mesh_dim_names=("dp_shard", "tp"))
+        return set_timeouts(init_device_mesh(device.type, (world // tensor, tensor), mesh_dim_names=("dp_shard", "tp")))
     if fsdp_size is not None:
         shape = (world // fsdp_size, fsdp_size)
-        return init_device_mesh(device.type, shape, mesh_dim_names=("dp_replicate", "dp_shard"))
+        return set_timeouts(init_device_mesh(device.type, shape, mesh_dim_names=("dp_replicate", "dp_shard")))
     return init_device_mesh(device.type, (world,), mesh_dim_names=("dp_shard",))
 
 

@@ -28,6 +28,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import TransformerLayer
 from torch import Tensor, nn
 
+from rlkit.engines.distributed import TIMEOUT
 from rlkit.engines.megatron.attention import PackedAttention
 from rlkit.engines.megatron.cpu import use_host_router, use_host_token_dispatchers
 from rlkit.engines.megatron.experts import GroupedExperts
@@ -58,6 +59,7 @@ def initialize_parallel_state(dims: ParallelDims, device: torch.device) -> None:
             expert_model_parallel_size=dims.expert,
             expert_tensor_parallel_size=1,
             create_gloo_process_groups=False,
+            distributed_timeout_minutes=int(TIMEOUT.total_seconds() // 60),
         )
         _initialize_rng_tracker(device)
     existing = (

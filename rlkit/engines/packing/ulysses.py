@@ -20,6 +20,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.utils._pytree import tree_leaves
 
+from rlkit.engines.distributed import set_timeouts
 from rlkit.vlm.families import VISION_EXPERT_FAMILIES, recurrent_layers
 
 # a decoder's argument with one entry for each image token -> the argument that says which tokens these are
@@ -87,7 +88,7 @@ def apply_ulysses(model: Any, size: int, device: torch.device, *, packed: bool) 
 @cache
 def _make_groups(world: dist.ProcessGroup, size: int, kind: str) -> UlyssesGroup:
     """Shared by all engines of the process, because each group costs connections, and memory on a GPU."""
-    mesh = init_device_mesh(kind, (world.size() // size, size), mesh_dim_names=("dp", "ulysses"))
+    mesh = set_timeouts(init_device_mesh(kind, (world.size() // size, size), mesh_dim_names=("dp", "ulysses")))
     return UlyssesGroup(size, world.rank() % size, mesh.get_group("ulysses"), mesh.get_group("dp"))
 
 
