@@ -25,6 +25,7 @@ CPU_CACHE_BYTES = 2**20  # the same on a CPU, so that a second pass over a piece
 NO_PROBABILITY = -1e4  # replaces a log-probability of -inf in products; its exp is 0 even in float64
 
 Rule = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
+Add = Callable[[Tensor, Tensor, Tensor], object]
 
 
 class Logprobs(torch.autograd.Function):
@@ -121,7 +122,7 @@ class LinearLogprobs(torch.autograd.Function):
                 grad.index_fill_(1, suppress, 0)
             return grad.div_(temperature[rows]).to(hidden.dtype)
 
-        return linear_gradients(ctx, logit_gradient)
+        return linear_gradients(ctx, logit_gradient, lambda total, a, b: total.add_(a @ b))
 
 
 class Divergence(torch.autograd.Function):
@@ -199,11 +200,12 @@ class Buckets(torch.autograd.Function):
         return result.to(ctx.dtype), None, None, None, None
 
 
-def linear_gradients(ctx: Any, logit_gradient: Callable[[slice], Tensor]) -> tuple[Tensor | None, ...]:
+def linear_gradients(ctx: Any, logit_gradient: Callable[[slice], Tensor], add: Add) -> tuple[Tensor | None, ...]:
     """What the backward pass of `LinearLogprobs` returns: the gradients of hidden, weight and bias, then None.
 
     `ctx` holds these three as its first saved tensors. `logit_gradient` gives the gradient [n, V] of the logits before
-    temperature for one chunk of tokens, in the dtype of `hidden`. Chunks are summed in float32 at least.
+    temperature for one chunk of tokens, in the dtype of `hidden`. Chunks are summed in float32 at least; for the
+    gradient of weight, `add(total, a, b)` does total += a @ b.
     """
     hidden, weight, bias = ctx.saved_tensors[:3]
     want_hidden, want_weight, want_bias = ctx.needs_input_grad[:3]
@@ -218,12 +220,11 @@ def linear_gradients(ctx: Any, logit_gradient: Callable[[slice], Tensor]) -> tup
             if grad_hidden is not None:
                 grad_hidden[rows] = grad @ weight
             if grad_weight is not None:
-                grad_weight += grad.t() @ hidden[rows]
+                add(grad_weight, grad.t(), hidden[rows])
         if grad_bias is not None:
             grad_bias += grad.sum(0, dtype=dtype)
-    grad_weight = None if grad_weight is None else grad_weight.to(weight.dtype)
-    grad_bias = None if grad_bias is None else grad_bias.to(bias.dtype)
-    return grad_hidden, grad_weight, grad_bias, None, None, None, None
+    sums = (None if x is None else x.to(hidden.dtype) for x in (grad_weight, grad_bias))
+    return grad_hidden, *sums, None, None, None, None
 
 
 def divergence(rule: Rule, student_logits: Tensor, teacher_logits: Tensor, mask: Tensor, temperature: float) -> Tensor:

@@ -37,6 +37,14 @@ PROGRAMS = 512  # forward splits the vocabulary into parts until there are about
 LOWEST = tl.constexpr(-3.0e38)  # below every logit, but finite, so that LOWEST - LOWEST is not nan
 
 
+def add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
+    """total += a @ b. A GPU adds a bfloat16 product to a float32 total without rounding it or writing it to memory."""
+    if total.device.type == "cuda" and total.dtype != a.dtype:
+        torch.addmm(total, a, b, out_dtype=total.dtype, out=total)
+    else:
+        total += a @ b
+
+
 class FusedLinearLogprobs(torch.autograd.Function):
     """As `rlkit.losses._kernels.LinearLogprobs`. Only the backward pass works in chunks of tokens."""
 
@@ -76,7 +84,7 @@ class FusedLinearLogprobs(torch.autograd.Function):
             of_rows = (x[rows] for x in (targets, temperature, log_total, entropy, grad_logprobs, grad_entropy))
             return logit_gradients(hidden[rows], weight, bias, suppressed, *of_rows)
 
-        return linear_gradients(ctx, logit_gradient)
+        return linear_gradients(ctx, logit_gradient, add_product)
 
 
 def vocabulary_sums(

@@ -12,6 +12,8 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from rlkit.losses import _kernels, linear_logprobs
 
@@ -48,6 +50,30 @@ def test_ranks_that_share_a_vocabulary_have_the_whole(found, dtype):
     assert max(logps, entropy, *of_other_rank) < 5e-6
     assert max(of_hidden, of_weight) < TOLERANCES[dtype]
     assert min(ranks["flops"]) > 4 * 18 * 21 * 21  # forward and backward
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_a_gpu_adds_products_of_16_bits_to_a_float32_sum_in_one_kernel(dtype):
+    """Without a kernel that casts the product. Fake CUDA tensors; `test_triton_on_gpus.py` has the numbers."""
+    triton_kernels, called = pytest.importorskip("rlkit.losses._triton"), []
+
+    class Calls(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            called.append(str(func))
+            if func is torch.ops.aten.addmm.dtype_out:
+                total, a, b, dtype = args
+                assert total is kwargs["out"] and dtype == total.dtype and a.dtype == b.dtype
+                assert total.shape == (a.shape[0], b.shape[1])
+                return total
+            return func(*args, **(kwargs or {}))
+
+    with FakeTensorMode():
+        total = torch.empty(6, 4, device="cuda")
+        grad, hidden = (torch.empty(9, n, device="cuda", dtype=dtype) for n in (6, 4))
+        with Calls():
+            triton_kernels.add_product(total, grad.t(), hidden)
+    computed = [name for name in called if name not in ("aten.t.default", "prim.device.default")]
+    assert computed == (["aten.mm.default", "aten.add_.Tensor"] if dtype == torch.float32 else ["aten.addmm.dtype_out"])
 
 
 def test_tied_heads_and_strides(found):
