@@ -6,6 +6,7 @@ from collections.abc import Iterable, Iterator, Sequence
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 BLOCK_BYTES = 1 << 26  # of host memory; a power of two, because torch rounds pinned allocations up to one
 
@@ -35,7 +36,7 @@ class Offloaded:
         """Copy tensors to the host and free their memory; of a sharded tensor the part of this rank."""
         if self._is_unloaded:
             return
-        storages = {storage._cdata: storage for storage in map(_storage, tensors) if storage.nbytes()}
+        storages = {storage._cdata: storage for x in tensors for storage in _storages(x) if storage.nbytes()}
         self._storages, self.host_bytes = [], 0
         for storage in storages.values():
             self._storages.append((storage, storage.nbytes(), self.host_bytes))
@@ -68,8 +69,8 @@ def own_memory(tensors: Iterable[Tensor]) -> None:
 
 def without_memory_of(tensors: Iterable[Tensor], others: Iterable[Tensor]) -> list[Tensor]:
     """Those of the tensors that are no views of others."""
-    owned = {_storage(x)._cdata for x in others}
-    return [x for x in tensors if _storage(x)._cdata not in owned]
+    owned = {storage._cdata for x in others for storage in _storages(x)}
+    return [x for x in tensors if not any(storage._cdata in owned for storage in _storages(x))]
 
 
 def copy_to_host(storage: torch.UntypedStorage, blocks: list[Tensor], start: int) -> None:
@@ -96,5 +97,12 @@ def _parts(storage: torch.UntypedStorage, blocks: Sequence[Tensor], start: int) 
         start, rest = start + len(copy), rest[len(copy) :]
 
 
-def _storage(tensor: Tensor) -> torch.UntypedStorage:
-    return getattr(tensor, "_local_tensor", tensor).untyped_storage()
+def _storages(tensor: Tensor) -> Iterator[torch.UntypedStorage]:
+    """Those of the plain tensors in a tensor: of a DTensor its part, of 8-bit optimizer state the codes and scales."""
+    if is_traceable_wrapper_subclass(tensor):
+        parts = (getattr(tensor, name) for name in tensor.__tensor_flatten__()[0])
+        for part in parts:
+            if isinstance(part, Tensor):  # a DTensor also lists its mesh
+                yield from _storages(part)
+    else:
+        yield tensor.untyped_storage()

@@ -12,6 +12,7 @@ import torch
 from PIL import Image
 from torch._dynamo.utils import counters
 from torch.distributed.tensor import DTensor
+from torch.testing._internal.two_tensor import TwoTensor
 from transformers import AutoModelForImageTextToText, Qwen2Config, Qwen2ForCausalLM
 
 from rlkit.data import append_response, collate, prompt_sample
@@ -510,6 +511,16 @@ def test_weights_gradients_and_optimizer_leave_the_gpu_and_come_back(tiny_dir, p
                 assert {x.device.type for x in [*state, *held]} == {"cpu"}
                 engine.to("cuda")
     assert steps[1] == [pytest.approx(step, rel=1e-2, abs=1e-3) for step in steps[0]]  # flash kernels sum in any order
+
+
+def test_a_tensor_made_of_others_leaves_the_device_and_comes_back():
+    """As 8-bit state of torchao's optimizers, whose own storage has no memory: its copy was a segmentation fault."""
+    parts = torch.arange(4.0), torch.arange(4.0) + 10
+    state, kept = TwoTensor(*parts), offload.Offloaded()
+    kept.unload([state])
+    assert kept.host_bytes == 32 and not any(x.untyped_storage().nbytes() for x in parts)
+    kept.load()
+    assert state.a.tolist() == [0, 1, 2, 3] and state.b.tolist() == [10, 11, 12, 13]
 
 
 @pytest.mark.parametrize("compute_dtype", [torch.float32, torch.bfloat16])
