@@ -49,7 +49,7 @@ class Trainer:
         return loss / split.micro_batches  # as this trainer's loop does
 ```
 
-Pass the clip's bounds on: a function with bounds of its own is said to clip wrongly. A loss that takes the count of
+Pass the clip's bounds on: an adapter that ignores them fails the check. A loss that takes the count of
 tokens of the whole batch gets `split.tokens`, if the trainer's loop passes it.
 
 The result is a matrix. Each check says one of these:

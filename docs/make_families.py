@@ -171,7 +171,7 @@ Files of weights, as repositories publish them (`python -m rlkit.doctor --model 
 - **Other quantized weights** (GPTQ, AWQ, bitsandbytes, torchao, quark, NVFP4) are refused: pass the model in bfloat16
   that they were made of.
 - **Adapters** (`adapter_config.json`) are refused: merge them into their base model with peft's `merge_and_unload()`.
-- **A missing weight**, or one of another shape, is refused by name. transformers alone would draw it at random.
+- **A missing weight**, or one of another shape, is refused by name. transformers alone would initialise it randomly.
 - **Weights without a place in the model** are named and left out; those that predict several tokens (`mtp.*`, layer 61
   of DeepSeek-V3) without a message where transformers expects them. They are not in an export either.
 - **An output layer beside tied embeddings** is refused unless it equals them: transformers would use it, vLLM not.
@@ -188,8 +188,8 @@ Notes:
 - **Qwen-Omni.** Only the thinker is trained, the part that writes text; `load_model` takes it out of a whole model.
   An export is a whole model without the part that speaks, as vLLM and transformers' class of the thinker read it.
   Rows may have images, audios and videos, and with `--video_sound` the sound of video files. With LoRA, Qwen3-Omni
-  needs `--target_modules` such as ".*[qkvo]_proj": peft's all-linear takes modules of the vision tower and layers of
-  the same name for one another.
+  needs `--target_modules` such as ".*[qkvo]_proj": peft's all-linear confuses modules of the vision tower with
+  layers of the same name.
 - **Videos of Qwen-Omni.** The processor takes one frame rate for all videos of a call, so rlkit calls it once for
   each video. Qwen3-Omni has whole position ids only if frames are a multiple of half a second apart: files are read
   at such a rate, and given frames at another rate are refused. vLLM takes one frame rate with a prompt: rollout

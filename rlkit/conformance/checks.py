@@ -384,7 +384,7 @@ def singleton_group(trainer: Any) -> str | None:
     if close(found[2], torch.tensor(0.0), 1e-3):
         return None
     if close(found[2], torch.tensor(0.75), 1e-3):
-        return "its raw reward, so that it is pushed up by whatever it got"
+        return "its raw reward becomes its advantage"
     raise Bug(f"neither 0 nor its reward: {found[2].item():g} for a reward of 0.75")
 
 

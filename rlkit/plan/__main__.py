@@ -1,4 +1,4 @@
-"""Say whether a run fits on given GPUs, and how long a step takes at least; it needs no GPU itself.
+"""Say whether a run fits on given GPUs, and the minimum time of a step; it needs no GPU itself.
 
 python -m rlkit.plan RECIPE --nproc N --gpu NAME [options]
 """
@@ -24,9 +24,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(
         "python -m rlkit.plan", description=(__doc__ or "").splitlines()[0], allow_abbrev=False
     )
-    parser.add_argument("recipe", help="e.g. recipes/grpo_vlm.py; all of its options can follow")
+    parser.add_argument("recipe", help="e.g. recipes/grpo_vlm.py; may be followed by any option of the recipe")
     parser.add_argument("--nproc", type=int, default=1, help="GPUs that train, on all machines; default: 1")
-    parser.add_argument("--gpu", default="h100-80gb", help="default: h100-80gb; an unknown name lists all")
+    parser.add_argument("--gpu", default="h100-80gb", help="default: h100-80gb; pass an unknown name to list all")
     parser.add_argument("--gpus_per_node", type=int, default=8, help="GPUs per machine; default: 8")
     parser.add_argument(
         "--image_tokens", type=int, help="image tokens per prompt; default: an image that fills the prompt"

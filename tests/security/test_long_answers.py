@@ -1,4 +1,4 @@
-"""A long answer of the worst kind may not stall a reward: the policy writes the answers, and learns what it can."""
+"""Adversarially long answers must not stall a reward: the policy writes them, and learns whatever pays."""
 
 import asyncio
 import time

@@ -1,4 +1,4 @@
-"""Requests to a server by somebody who has not started it, and larger ones than it takes."""
+"""Requests to a server from clients without its token, and requests that are too large."""
 
 import http.client
 import json
