@@ -158,17 +158,19 @@ def combine(parts: Mapping[str, tuple[float, Reward]]) -> Combined:
     return Combined(dict(parts))
 
 
-def without_thinking(reward: Reward, *, opened: bool = False) -> Reward:
+def without_thinking(reward: Reward) -> Reward:
     """The same reward, computed from the text that follows an answer's thinking; see `rlkit.rewards.split_thinking`.
+
+    A row with `thinking_opened` has a prompt that ends with `<think>`, so its answers begin with thinking;
+    `rlkit.vlm.encode_prompt` adds that to the row.
 
     Args:
         reward: may be a combined one, which is changed part by part.
-        opened: the prompt ends with `<think>`.
     """
     if isinstance(reward, Combined):
         parts = reward.parts.items()
-        return combine({name: (weight, without_thinking(part, opened=opened)) for name, (weight, part) in parts})
-    return lambda text, row: reward(split_thinking(text, opened=opened)[1], row)
+        return combine({name: (weight, without_thinking(part)) for name, (weight, part) in parts})
+    return lambda text, row: reward(split_thinking(text, opened=row.get("thinking_opened", False))[1], row)
 
 
 def score_parts(

@@ -34,8 +34,7 @@ def load_named_task(cfg: TaskOptions, name: str, load: Callable[..., Task] = loa
     if cfg.heldout:
         task = with_heldout(task, cfg.heldout, load_any)
     if isinstance(cfg, RewardOptions):
-        thinks = cfg.answer_prefix.rstrip().endswith("<think>")
-        task = replace(task, reward=_judged_as_asked(cfg, task.reward, thinks))
+        task = replace(task, reward=_judged_as_asked(cfg, task.reward))
     return with_prompt(
         task,
         system_prompt=cfg.system_prompt,
@@ -45,15 +44,11 @@ def load_named_task(cfg: TaskOptions, name: str, load: Callable[..., Task] = loa
     )
 
 
-def _judged_as_asked(cfg: RewardOptions, reward: Callable[..., Any], thinks: bool) -> Callable[..., Any]:
-    """The reward, with --isolate_reward in worker processes, and with --split_thinking on the text after </think> only.
-
-    Args:
-        thinks: whether the prompt ends with <think>.
-    """
+def _judged_as_asked(cfg: RewardOptions, reward: Callable[..., Any]) -> Callable[..., Any]:
+    """The reward, with --isolate_reward in worker processes, and with --split_thinking on text after </think> only."""
     if cfg.isolate_reward:
         reward = isolated(reward, seconds=cfg.reward_seconds, memory=int(cfg.reward_memory * 2**30))
-    return without_thinking(reward, opened=thinks) if cfg.split_thinking else reward
+    return without_thinking(reward) if cfg.split_thinking else reward
 
 
 def with_epochs(cfg: Config, task: Task) -> Config:

@@ -115,7 +115,8 @@ def encode_prompt(
         processor: a transformers processor (or a tokenizer, for rows of text).
         row: `question` or `messages`, `images`, `videos` and `audios`; see rlkit.data.tasks. `tools` and
             `chat_template_kwargs` are passed to the template, and the prompt ends with `answer_prefix`. A row with
-            `plain_text` has an empty prompt.
+            `plain_text` has an empty prompt. If the prompt ends with `<think>`, the sample's row says so:
+            `thinking_opened` is True.
         max_tokens: the longest prompt allowed, in expanded tokens.
         group_id: of the sample.
         dtype: of pixel values and other floating-point inputs except times; by default float32, as the processor makes
@@ -133,7 +134,8 @@ def encode_prompt(
         images = [load_image(source) for source in image_sources]
         videos, audios = load_videos(processor, video_sources), load_audios(processor, audio_sources)
         text = render(processor, messages, add_generation_prompt=True, **_template_options(row))
-        sample = encode_text(processor, text + (row.get("answer_prefix") or ""), images, videos, audios)
+        text += row.get("answer_prefix") or ""
+        sample = encode_text(processor, text, images, videos, audios)
     except ValueError as error:
         raise ValueError(f"{where}: {error}") from error
     if max_tokens is not None and (n := len(sample.token_ids)) > max_tokens:
@@ -144,6 +146,8 @@ def encode_prompt(
             for name, x in sample.vision.items()
         }
         sample = replace(sample, vision=vision)
+    if text.rstrip().endswith("<think>"):
+        row = {**row, "thinking_opened": True}
     return replace(sample, row=row, group_id=group_id)
 
 

@@ -223,6 +223,6 @@ def test_without_thinking_a_reward_is_given_the_answer_alone():
     reward = without_thinking(exact_match)
     answers = {"4": 1, "<think>5</think>4": 1, "<think>4</think>5": 0, "<think>4": 0}
     assert {text: reward(text, row) for text in answers} == answers and exact_match("<think>5</think>4", row) == 0
-    assert without_thinking(exact_match, opened=True)("4", row) == 0
+    assert reward("4", {**row, "thinking_opened": True}) == 0
     both = without_thinking(combine({"right": (1.0, exact_match), "long": (0.5, lambda text, row: float(len(text)))}))
     assert both("<think>many words</think> 4", row) == 1.5 and set(both.parts) == {"right", "long"}

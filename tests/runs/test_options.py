@@ -168,7 +168,7 @@ def test_options_of_the_chat_template_and_thinking_apart():
         assert row["chat_template_kwargs"] == expected
         assert type(row["chat_template_kwargs"]["thinking_budget"]) is int
         right = row["answer"]
-        assert [task.reward(text, row) for text in (f"hm</think>{right}", right)] == [1, 0]  # unfinished thinking
+        assert [task.reward(text, row) for text in (f"hm</think>{right}", f"<think>{right}")] == [1, 0]  # unfinished
     plain = load_named_task(TaskOptions(task="sorting"), "sorting")
     assert "chat_template_kwargs" not in plain.train[0] and plain.reward("113", {"answer": "113"}) == 1
 

@@ -5,7 +5,7 @@ from PIL import Image
 
 from rlkit.data import Task, collate, prompt_sample, with_prompt
 from rlkit.data.formats import chat_row, pair_row
-from rlkit.rewards import exact_match
+from rlkit.rewards import exact_match, without_thinking
 from rlkit.vlm import encode_answers, encode_chat, encode_observation, encode_prompt, load_processor, render
 
 
@@ -90,6 +90,18 @@ def test_plain_text_has_no_template_and_an_end(processor):
     collate([sample])
     with pytest.raises(ValueError, match="^row 1: expected at most 2 tokens with the answer, got"):
         encode_chat(prompt, processor, end_of(processor), 2)
+
+
+def test_thinking_that_the_prompt_opens_is_not_judged_as_the_answer(tiny_dir):
+    processor = load_processor(tiny_dir)
+    row = chat_row({"question": "What?", "answer": "4"})
+    reward = without_thinking(exact_match)
+    opened = encode_prompt(processor, {**row, "answer_prefix": "<think>\n"}).row
+    closed = encode_prompt(processor, {**row, "answer_prefix": "<think></think>"}).row
+    assert "thinking_opened" not in row and "thinking_opened" not in closed and reward("4", closed) == 1
+    processor.chat_template += "{%- if add_generation_prompt %}{{ '<think>\n' }}{%- endif %}"
+    for thinking_row in (opened, encode_prompt(processor, row).row):
+        assert [reward(text, thinking_row) for text in ("4", "hm</think>4", "4</think>5")] == [0, 1, 0]
 
 
 def test_an_answer_prefix_is_of_the_prompt(processor):
