@@ -104,7 +104,7 @@ def test_an_interrupted_conversion_is_made_anew(tmp_path):
     assert not (tmp_path / "model.part").exists() and not (tmp_path / "model" / "left").exists()
 
 
-def test_files_that_cannot_be_read_are_named(tmp_path):
+def test_files_that_cannot_be_read_are_named(tmp_path, monkeypatch):
     write_gguf(tmp_path / "other.gguf", architecture="no_such_family")
     whole = tmp_path / "whole.gguf"
     write_gguf(whole)
@@ -113,6 +113,11 @@ def test_files_that_cannot_be_read_are_named(tmp_path):
     for name, why in {"other": "no_such_family", "cut": "", "text": "magic"}.items():
         with pytest.raises(ValueError, match=rf"^model '.*{name}.gguf': expected a GGUF .*, got: .*{why}"):
             load_model(str(tmp_path / f"{name}.gguf"))
+    monkeypatch.delitem(TENSORS, "blk.0.attn_q.weight")
+    write_gguf(tmp_path / "short.gguf")
+    for _ in range(2):  # the second time there is no converted directory either
+        with pytest.raises(ValueError, match=r"^model '.*short.gguf': .* without model.layers.0.self_attn.q_proj.w"):
+            load_model(str(tmp_path / "short.gguf"))
     with pytest.raises(ValueError, match="model: expected a GGUF file that exists, got 'gone.gguf'"):
         load_model("gone.gguf")
     assert not list((tmp_path / "cache").glob("*/config.json"))
