@@ -5,7 +5,8 @@ Images stay undecoded, so a broken image makes one row unusable instead of endin
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -13,10 +14,10 @@ import numpy as np
 
 from rlkit.data.lookup import check_source, requires_extra
 from rlkit.data.samples import Row
-from rlkit.data.tables import Rows, without_decoding
+from rlkit.data.tables import TEXT_SUFFIXES, Rows, read_table, without_decoding
 
 
-def read_splits(source: str, subset: str | None = None) -> Any:
+def read_splits(source: str, subset: str | None = None) -> dict[str, Any]:
     """The splits of a data set, each a table: `read_splits("openai/gsm8k", "main")["train"][0]["question"]`.
 
     Args:
@@ -24,7 +25,8 @@ def read_splits(source: str, subset: str | None = None) -> Any:
         subset: the configuration of the data set.
 
     Returns:
-        a datasets.DatasetDict.
+        a datasets.Dataset for each split; a list of rows, as `read_table` reads files, for those of a directory that has
+        only json, jsonl, csv and tsv files.
 
     Raises:
         ValueError: it cannot be found or read, or has no such subset.
@@ -33,15 +35,15 @@ def read_splits(source: str, subset: str | None = None) -> Any:
         import datasets
 
     check_source(source, "data set")
-    try:
+    if files := _text_files(source, subset):
+        return {split: list(_rows_of_files(paths)) for split, paths in files.items()}
+    with _source_in_errors(source):
         if _is_saved(source):
             found = datasets.load_from_disk(source)
-            found = found if isinstance(found, dict) else datasets.DatasetDict(train=found)
+            found = found if isinstance(found, dict) else {"train": found}
         else:
             found = datasets.load_dataset(source, subset)
-    except (datasets.exceptions.DatasetGenerationError, OSError, ValueError) as error:
-        raise ValueError(f"data set {source!r}: {error.__cause__ or error}") from error
-    return datasets.DatasetDict({name: without_decoding(table) for name, table in found.items()})
+    return {name: without_decoding(table) for name, table in found.items()}
 
 
 def read_split(source: str, split: str, subset: str | None = None) -> Any:
@@ -71,12 +73,12 @@ def open_stream(source: str, split: str, subset: str | None = None) -> Any:
         import datasets
 
     check_source(source, "data set")
-    try:
-        if _is_saved(source):
-            return read_split(source, split).to_iterable_dataset()
+    if split in (files := _text_files(source, subset)):
+        return datasets.IterableDataset.from_generator(_rows_of_files, gen_kwargs={"paths": files[split]})
+    if _is_saved(source):
+        return read_split(source, split).to_iterable_dataset()
+    with _source_in_errors(source):
         return without_decoding(datasets.load_dataset(source, subset, split=split, streaming=True))
-    except (OSError, ValueError) as error:
-        raise ValueError(f"data set {source!r}: {error.__cause__ or error}") from error
 
 
 def stream_steps(
@@ -130,6 +132,42 @@ def cache_folders() -> list[Path]:
         from huggingface_hub import constants
 
     return [Path(datasets.config.HF_DATASETS_CACHE), Path(constants.HF_HUB_CACHE)]
+
+
+def _text_files(source: str, subset: str | None) -> dict[str, list[str]]:
+    """The files of each split of a directory that has only json, jsonl, csv and tsv files; otherwise none.
+
+    datasets' readers would convert texts to dates and numbers. They are used if the directory's README has features or
+    settings for them, such as another separator.
+    """
+    import datasets
+
+    if not Path(source).is_dir() or _is_saved(source):
+        return {}
+    with _source_in_errors(source):
+        builder = datasets.load_dataset_builder(source, subset)
+    files = {str(split): list(paths) for split, paths in (builder.config.data_files or {}).items()}
+    suffixes = {Path(path).suffix for paths in files.values() for path in paths}
+    defaults = {"sep": "\t"} if suffixes == {".tsv"} else {}
+    settings, usual = vars(builder.config), {**vars(type(builder.config)()), **defaults}
+    about = {"name", "version", "description", "data_dir", "data_files"}
+    plain = all(settings[name] == usual[name] for name in settings.keys() - about)
+    return files if suffixes <= TEXT_SUFFIXES and plain and builder.info.features is None else {}
+
+
+def _rows_of_files(paths: Iterable[str]) -> Iterator[Row]:
+    for path in paths:
+        yield from read_table(Path(path))
+
+
+@contextmanager
+def _source_in_errors(source: str) -> Iterator[None]:
+    import datasets
+
+    try:
+        yield
+    except (datasets.exceptions.DatasetGenerationError, OSError, ValueError) as error:
+        raise ValueError(f"data set {source!r}: {error.__cause__ or error}") from error
 
 
 def _is_saved(source: str) -> bool:

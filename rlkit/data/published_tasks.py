@@ -182,9 +182,12 @@ def _dapo_rows(source: str) -> Rows:
     """The rows without repeated prompts: of each prompt the first."""
     table = read_split(source, "train")
     first: dict[str, int] = {}
-    prompts = (chat[0]["content"] for part in table.select_columns("prompt").iter(1000) for chat in part["prompt"])
-    for place, prompt in enumerate(prompts):
-        first.setdefault(prompt, place)
+    if isinstance(table, list):
+        chats = (raw["prompt"] for raw in table)
+    else:
+        chats = (chat for part in table.select_columns("prompt").iter(1000) for chat in part["prompt"])
+    for place, chat in enumerate(chats):
+        first.setdefault(chat[0]["content"], place)
 
     def row(raw: Row) -> Row:
         return {"question": raw["prompt"][0]["content"], "images": [], "answer": raw["reward_model"]["ground_truth"]}

@@ -15,7 +15,8 @@ from rlkit.data.messages import bytes_or_path
 from rlkit.data.samples import Row
 
 HELD_OUT_SEED = 20240131  # the same rows are held out in every run, whatever its seed
-FILE_SUFFIXES = frozenset({".jsonl", ".json", ".parquet", ".csv", ".tsv"})
+TEXT_SUFFIXES = frozenset({".jsonl", ".json", ".csv", ".tsv"})
+FILE_SUFFIXES = TEXT_SUFFIXES | {".parquet"}
 
 
 class Rows(Sequence[Row]):

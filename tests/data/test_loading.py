@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from rlkit.data import load_chats, load_pairs, load_task, load_unpaired
+from rlkit.data import load_chats, load_pairs, load_task, load_unpaired, open_stream
 from rlkit.vlm import encode_prompt, load_processor
 
 
@@ -95,6 +95,35 @@ def test_files_with_other_columns_are_refused(tmp_path):
         load_chats(name)
     with pytest.raises(ValueError, match="none.parquet: expected a file, got none of this name"):
         load_chats(str(tmp_path / "none.parquet"))
+
+
+@pytest.mark.parametrize(
+    ("name", "texts", "answers"),
+    [
+        ("train.jsonl", ['{"question": "When?", "answer": "2020-05-17"}'] * 2, ["2020-05-17"] * 2),
+        ("train.csv", ["question,answer", "a,007", "b,7", "c,NA", "d,1.50", "e,True"], ["007", "7", "NA", "1.50", "True"]),
+        ("train.tsv", ["question\tanswer", "a\t1.50"], ["1.50"]),
+    ],
+)
+def test_a_directory_has_the_answers_of_its_file(tmp_path, name, texts, answers):
+    (tmp_path / name).write_text("\n".join(texts))
+    for task in (load_task(str(tmp_path / name)), load_task(str(tmp_path))):
+        assert [row["answer"] for row in task.splits["train"]] == answers
+    assert [row["answer"] for row in open_stream(str(tmp_path), "train")] == answers
+
+
+def test_texts_of_a_directory_are_read_with_the_settings_of_its_readme(tmp_path):
+    (tmp_path / "rows.csv").write_text("question|answer\na|1\n")
+    configs = "configs:\n- config_name: main\n  sep: '|'\n  data_files: rows.csv\n"
+    (tmp_path / "README.md").write_text(f"---\n{configs}---\n")
+    (row,) = load_task(str(tmp_path)).splits["train"]
+    assert (row["question"], row["answer"]) == ("a", 1)
+
+
+def test_a_broken_file_of_a_directory_is_named(tmp_path):
+    (tmp_path / "train.jsonl").write_text('{"question": "a"}\n{"question"\n')
+    with pytest.raises(ValueError, match="train.jsonl: expected json, got "):
+        load_task(str(tmp_path))
 
 
 def test_chats_of_files_and_tasks(tmp_path):
