@@ -123,10 +123,11 @@ def choice_letter(text: str) -> str | None:
     Only the text after the last `</think>` counts. Its last `<answer>B</answer>`, `\boxed{B}` (with or without
     `\text{}` and brackets), `answer is B` or `answer: (B)` decides. Without any of these, the whole text decides if it
     is `B`, `(B)` or `B.`, or begins with `B)`, `B.` or `B:` followed by more text. Lower-case letters count in the
-    first forms, not in the last.
+    first forms, not in the last. `a` and `I` before another word are words: `the answer is a triangle`.
     """
     text = text.rpartition("</think>")[2]
-    letter = r"[\s*(\[{]*+(?:\\(?:text|textbf|mathrm|mathbf)\{)?[\s(]*+([A-J])(?![\w'])"
+    is_word = r"(?-i:[aiI])[ \t]+\w"
+    letter = rf"[\s*(\[{{]*+(?:\\(?:text|textbf|mathrm|mathbf)\{{)?[\s(]*+(?!{is_word})([A-J])(?![\w'])"
     marked = rf"<answer>{letter}|\\boxed\{{{letter}|\banswer\s*(?:is|:)(?:\*\*)?:?{letter}"
     if found := list(re.finditer(marked, text, re.IGNORECASE)):
         return next(group for group in found[-1].groups() if group).upper()

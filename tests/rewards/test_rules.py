@@ -113,6 +113,9 @@ def test_repetition_cuts_as_it_is_told():
         ("A dog barks", None), ("b", None), ("a", None), ("I", "I"), ("I think it is so", None), ("K", None),
         ("", None), ("AB", None), ("The answer is Berlin", None), ("The answer is unknown", None), ("A or B", None),
         ("B'", None), ("Both A and B", None), ("answer is A's", None),
+        ("The answer is a triangle.", None), ("The answer is a", "A"), ("Answer: a.", "A"), ("answer: a\nDone", "A"),
+        ("The correct answer is (B), because the answer is a square.", "B"), ("Answer: I would choose (B).", None),
+        ("The answer is A because", "A"), ("The answer is (a) triangle", "A"), ("Answer: I", "I"),
     ],
 )  # fmt: skip
 def test_choice_letter(text, expected):
