@@ -25,8 +25,8 @@ def read_splits(source: str, subset: str | None = None) -> dict[str, Any]:
         subset: the configuration of the data set.
 
     Returns:
-        a datasets.Dataset for each split; a list of rows, as `read_table` reads files, for those of a directory that has
-        only json, jsonl, csv and tsv files.
+        for each split a datasets.Dataset; or a list of rows, as `read_table` reads files, if a directory has only json,
+        jsonl, csv and tsv files.
 
     Raises:
         ValueError: it cannot be found or read, or has no such subset.

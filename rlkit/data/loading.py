@@ -33,6 +33,7 @@ from rlkit.data.tables import (
     read_table,
     resolve_image_path,
     resolve_video_path,
+    sources_of,
     split_heldout,
 )
 from rlkit.data.tasks import Task, addition, digits, map_rows, map_tables, sorting
@@ -242,7 +243,8 @@ def with_heldout(task: Task, heldout: str, load: Callable[[str], Task] = load_ta
         task: from `load`, or from a function of yours.
         heldout: which rows to hold out: a file (`heldout.jsonl`); a split of the data set (`validation`); `all` for
             evaluation, every row of a file or of all splits; or a share of the training rows (`0.1`), at least one row,
-            the same rows in every run. With a file or a split, all other rows are trained on.
+            the same rows in every run. Rows made of one row (the two of a preference pair, repeated rows of a mixture)
+            are held out together. With a file or a split, all other rows are trained on.
         load: the function that loaded the task, which also reads the file: `load_task`, `load_chats`, `load_pairs` or
             `load_unpaired`.
 
@@ -269,15 +271,15 @@ def with_heldout(task: Task, heldout: str, load: Callable[[str], Task] = load_ta
         raise ValueError(
             f"heldout: expected a file, a split ({splits}), all, or a share between 0 and 1, got {heldout!r}"
         )
+    sources = sources_of(rows)
+    rank = np.argsort(np.random.default_rng(HELD_OUT_SEED).permutation(len(set(sources))))[sources]
+    order = np.argsort(rank, kind="stable")  # shuffled, with rows of one source beside each other
     held = max(1, round(share * len(rows)))
+    held = int((rank <= rank[order[held - 1]]).sum())  # all rows of the last source
     if held >= len(rows):
         raise ValueError(f"heldout: expected a share that leaves rows to train on, got {share} of {len(rows)}")
-    order = np.random.default_rng(HELD_OUT_SEED).permutation(len(rows))
-    return replace(
-        task,
-        train=Rows(lambda i: rows[i], order[held:]),
-        heldout=Rows(lambda i: rows[i], order[:held]),
-    )
+    shuffled = Rows(lambda i: rows[i], order, sources[order])
+    return replace(task, train=shuffled[held:], heldout=shuffled[:held])
 
 
 def _concatenate(tables: Sequence[Sequence[Row]]) -> Rows:
@@ -301,7 +303,7 @@ def _split_pairs(rows: Sequence[Row]) -> Sequence[Row]:
         pair, good = rows[i // 2], i % 2 == 0
         return {**pair, "completion": pair.get("chosen" if good else "rejected"), "label": good}
 
-    return Rows(row, np.arange(2 * len(rows)))
+    return Rows(row, np.arange(2 * len(rows)), np.repeat(sources_of(rows), 2))
 
 
 def _with_wrong_answers(rows: Sequence[Row]) -> Sequence[Row]:
@@ -316,4 +318,4 @@ def _with_wrong_answers(rows: Sequence[Row]) -> Sequence[Row]:
         wrong = next((one for one in answers if one is not None and str(one) != str(right["answer"])), None)
         return _read(PAIRS, {**right, "chosen": right["answer"], "rejected": wrong})
 
-    return Rows(row, np.arange(len(rows)))
+    return Rows(row, np.arange(len(rows)), sources_of(rows))

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from rlkit.data.samples import Row
-from rlkit.data.tables import Rows
+from rlkit.data.tables import Rows, sources_of
 from rlkit.data.tasks import Task
 
 
@@ -43,6 +43,8 @@ def mix_tasks(tasks: Sequence[Task], weights: Sequence[float] | None = None) -> 
     places = [np.arange(round(longest * share)) % size for size, share in zip(sizes, shares, strict=True)]
     which = np.repeat(np.arange(len(tasks)), [len(place) for place in places])
     place = np.concatenate(places)
+    first = np.cumsum([0, *sizes])  # number of each task's first source
+    sources = [sources_of(task.train)[rows] + n for task, rows, n in zip(tasks, places, first, strict=False)]
 
     def train(i: int) -> Row:
         task = tasks[which[i]]
@@ -57,7 +59,7 @@ def mix_tasks(tasks: Sequence[Task], weights: Sequence[float] | None = None) -> 
     rewards = {task.name: task.reward for task in tasks}
     return Task(
         "+".join(names),
-        train=Rows(train, np.arange(len(place))),
+        train=Rows(train, np.arange(len(place)), np.concatenate(sources)),
         heldout=Rows(heldout, np.arange(len(heldout_rows))),
         reward=lambda text, row: rewards[row["task"]](text, row),
     )
@@ -76,7 +78,8 @@ def sort_by_difficulty(rows: Sequence[Row], difficulty: Callable[[Row], float]) 
     keys = np.array([float(difficulty(row)) for row in rows])
     if np.isnan(keys).any():
         raise ValueError(f"difficulty: expected a number, got nan in row {int(np.isnan(keys).argmax())}")
-    return Rows(lambda i: rows[i], keys.argsort(kind="stable"))
+    order = keys.argsort(kind="stable")
+    return Rows(lambda i: rows[i], order, sources_of(rows)[order])
 
 
 def easiest_rows(rows: Sequence[Row], share: float) -> Sequence[Row]:

@@ -25,16 +25,26 @@ class Rows(Sequence[Row]):
     Args:
         row: returns the row with a number.
         order: int [n], the numbers of the rows.
+        sources: int [n]; rows that were made of the same one have the same number. By default all differ.
     """
 
-    def __init__(self, row: Callable[[int], Row], order: np.ndarray) -> None:
+    def __init__(self, row: Callable[[int], Row], order: np.ndarray, sources: np.ndarray | None = None) -> None:
         self.row, self.order = row, order
+        self.sources = np.arange(len(order)) if sources is None else sources
 
     def __len__(self) -> int:
         return len(self.order)
 
     def __getitem__(self, i: Any) -> Any:
-        return Rows(self.row, self.order[i]) if isinstance(i, slice | list) else self.row(int(self.order[i]))
+        if isinstance(i, slice | list):
+            return Rows(self.row, self.order[i], self.sources[i])
+        return self.row(int(self.order[i]))
+
+
+def sources_of(rows: Sequence[Row]) -> np.ndarray:
+    """int [n], from 0 on: rows with the same number were made of the same row, as the two of a preference pair."""
+    sources = rows.sources if isinstance(rows, Rows) else np.arange(len(rows))
+    return np.unique(sources, return_inverse=True)[1]
 
 
 def split_heldout(rows: Rows) -> tuple[Rows, Rows]:

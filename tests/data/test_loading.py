@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from rlkit.data import load_chats, load_pairs, load_task, load_unpaired, open_stream
+from rlkit.data import load_chats, load_pairs, load_task, load_unpaired, open_stream, with_heldout
 from rlkit.vlm import encode_prompt, load_processor
 
 
@@ -44,6 +44,14 @@ def test_marked_rows_of_files_and_tasks(tmp_path):
     name = write(tmp_path / "rows.jsonl", [{"prompt": "Q", "completion": "a"}])
     with pytest.raises(ValueError, match="label: expected a column label, got columns"):
         load_unpaired(name)
+
+
+def test_both_answers_of_a_pair_are_held_out(tmp_path):
+    pairs = [{"prompt": f"Q{i}", "chosen": "a", "rejected": "b"} for i in range(40)]
+    task = with_heldout(load_unpaired(write(tmp_path / "pairs.jsonl", pairs)), "0.1", load_unpaired)
+    held = [row["question"] for row in task.heldout]
+    assert len(held) == 8 and all(held.count(question) == 2 for question in held)
+    assert len(task.train) == 72 and not {row["question"] for row in task.train} & set(held)
 
 
 def test_a_task_without_pairs_gets_wrong_answers():
@@ -101,7 +109,7 @@ def test_files_with_other_columns_are_refused(tmp_path):
     ("name", "texts", "answers"),
     [
         ("train.jsonl", ['{"question": "When?", "answer": "2020-05-17"}'] * 2, ["2020-05-17"] * 2),
-        ("train.csv", ["question,answer", "a,007", "b,7", "c,NA", "d,1.50", "e,True"], ["007", "7", "NA", "1.50", "True"]),
+        ("train.csv", ["question,answer", "a,007", "b,7", "c,NA", "d,1.50"], ["007", "7", "NA", "1.50"]),
         ("train.tsv", ["question\tanswer", "a\t1.50"], ["1.50"]),
     ],
 )

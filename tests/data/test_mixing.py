@@ -3,7 +3,7 @@ from collections import Counter
 
 import pytest
 
-from rlkit.data import Task, load_task, step_rows
+from rlkit.data import Task, load_task, step_rows, with_heldout
 from rlkit.data.mixing import easiest_rows, mix_tasks, sort_by_difficulty, widen_share
 from rlkit.data.samples import append_response, prompt_sample
 from rlkit.rewards import score
@@ -46,6 +46,16 @@ def test_a_mixture_is_a_task_like_any_other():
         assert step_rows(mixture.train, step, 4, seed=3) == steps[step]
     share = sum(row["task"] == "b" for step in steps for _, row in step) / 80
     assert share == pytest.approx(2 / 3, abs=0.1)
+
+
+@pytest.mark.parametrize("share", ["0.001", "0.1", "0.5"])
+def test_repeated_rows_are_held_out_together(share):
+    held = with_heldout(mix_tasks([task("a", 12), task("b", 102)], [1, 1]), share)
+    assert not set(questions(held.train)) & set(questions(held.heldout))
+    assert len(held.train) + len(held.heldout) == 200
+    assert len(held.heldout) == pytest.approx(float(share) * 200, abs=10)
+    with pytest.raises(ValueError, match="expected a share that leaves rows to train on"):
+        with_heldout(mix_tasks([task("a", 3)], [1]), "0.9")
 
 
 def test_each_row_is_judged_by_its_own_task():
