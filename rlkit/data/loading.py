@@ -35,6 +35,7 @@ from rlkit.data.tables import (
     resolve_video_path,
     sources_of,
     split_heldout,
+    without_filled_nulls,
 )
 from rlkit.data.tasks import Task, addition, digits, map_rows, map_tables, sorting
 from rlkit.data.user_code import load_function
@@ -197,7 +198,8 @@ def _rows(kind: Kind, table: Any, name: str, file: Path, allow_outside_files: bo
         raise ValueError(f"{name}: {error}") from error
 
     def row(i: int) -> Row:
-        read = _read(kind, {**table[i], "where": f"{name} row {i + 1}"})
+        raw = table[i] if isinstance(table, list) else without_filled_nulls(table[i])
+        read = _read(kind, {**raw, "where": f"{name} row {i + 1}"})
         images = [resolve_image_path(file, image) for image in read["images"]]
         videos = [resolve_video_path(file, video) for video in read.get("videos") or ()]
         audios = [resolve_image_path(file, audio) for audio in read.get("audios") or ()]

@@ -135,6 +135,22 @@ def without_decoding(table: Any) -> Any:
     return table
 
 
+def without_filled_nulls(found: Any, inside: bool = False) -> Any:
+    """A row of a parquet file or data set without the None that Arrow put into tools and into arguments of calls.
+
+    Arrow gives all structs of a column the same fields, so those of other tools and calls are there as None.
+    """
+    if isinstance(found, list):
+        return [without_filled_nulls(one, inside) for one in found]
+    if not isinstance(found, Mapping):
+        return found
+    return {
+        name: without_filled_nulls(value, inside or name in ("tools", "arguments"))
+        for name, value in found.items()
+        if not (inside and value is None)
+    }
+
+
 def resolve_image_path(path: Path, picture: Any) -> Any:
     """Makes a relative image path, bare or in a struct without bytes, relative to the table's file."""
     if isinstance(picture, Mapping) and not picture.get("bytes"):

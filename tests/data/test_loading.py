@@ -144,6 +144,30 @@ def test_chats_of_files_and_tasks(tmp_path):
     assert row["completion"] == row["answer"] and row["messages"][0]["content"] == row["question"]
 
 
+@pytest.mark.parametrize("kind", ["jsonl", "parquet"])
+def test_tools_and_calls_have_no_fields_of_other_rows(tmp_path, kind):
+    """Arrow gives every call the arguments of all calls, as None; a null in JSON is one of the call itself."""
+    import datasets
+
+    rows = []
+    for name, argument in (("weather", "city"), ("sum", "terms")):
+        parameters = {"type": "object", "properties": {argument: {"type": "string"}}}
+        call = {"type": "function", "function": {"name": name, "arguments": {argument: "x"}}}
+        tool = {"type": "function", "function": {"name": name, "parameters": parameters}}
+        answer = {"role": "assistant", "content": "", "tool_calls": [call]}
+        rows.append({"messages": [{"role": "user", "content": "q"}, answer], "tools": [tool], "more": {name: 1}})
+    if kind == "jsonl":
+        rows[0]["messages"][1]["tool_calls"][0]["function"]["arguments"]["unit"] = None
+        write(tmp_path / "rows.jsonl", rows)
+    else:
+        datasets.Dataset.from_list(rows).to_parquet(str(tmp_path / "rows.parquet"))
+    read = load_chats(str(tmp_path / f"rows.{kind}")).splits["train"]
+    for row, raw in zip(read, rows, strict=True):
+        assert row["completion"]["tool_calls"] == raw["messages"][1]["tool_calls"] and row["tools"] == raw["tools"]
+    if kind == "parquet":
+        assert read[0]["more"] == {"weather": 1, "sum": None}  # other columns stay
+
+
 def test_a_bad_row_is_skipped_and_a_file_of_them_is_refused(tmp_path, processor):
     good = [{"question": f"q{i}", "answer": f"a{i}"} for i in range(29)]
     name = write(tmp_path / "rows.jsonl", [{"question": 5, "answer": "a"}, *good])
