@@ -17,6 +17,7 @@ from threading import Thread
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from rlkit.data.samples import Reward, Sample
@@ -36,6 +37,8 @@ class Judge:
         reward: called from several threads at once, none of them the main thread, so it cannot use `signal.alarm`.
         threads: prompts whose answers are judged at the same time. 0: `result` judges all answers in the thread that
             calls it; for a reward that uses signals or is not thread-safe.
+        group: ranks that are given the same samples. The answers to each prompt are judged on one of them, and `result`
+            is that of all on each: a reward may differ from call to call, and the ranks train on the same batch.
 
     Attributes:
         reasons: why answers of the last `result` have no reward, and how many for each reason.
@@ -44,30 +47,36 @@ class Judge:
         ValueError: fewer than 0 threads.
     """
 
-    def __init__(self, reward: Reward, *, threads: int = 8) -> None:
+    def __init__(self, reward: Reward, *, threads: int = 8, group: dist.ProcessGroup | None = None) -> None:
         if threads < 0:
             raise ValueError(f"reward_threads: expected at least 0, got {threads}")
-        self.reward, self.failures, self.reasons = reward, Failures("reward"), ""
+        self.reward, self.failures, self.reasons, self.group = reward, Failures("reward"), "", group
         self.pool = ThreadPoolExecutor(threads, "reward") if threads else None
         self.under_way: dict[int, Future[Judged] | Sequence[Sample]] = {}
 
     def submit(self, i: int, samples: Sequence[Sample]) -> None:
         """Judge the answers to prompt i. Called once for each prompt, in any order, from any thread."""
-        self.under_way[i] = self.pool.submit(_judge, self.reward, samples, self.failures) if self.pool else samples
+        if self.group is None or i % self.group.size() == self.group.rank():
+            self.under_way[i] = self.pool.submit(_judge, self.reward, samples, self.failures) if self.pool else samples
 
     def result(self) -> tuple[Tensor, dict[str, Tensor], float]:
         """Wait for the rewards of all answers submitted since the last call, in the order of the prompts.
+
+        All ranks of a group call this together.
 
         Returns:
             rewards [B], parts as in `score_parts`, and the seconds during which at least one answer was being judged.
             A run logs these as `time/judging`; `time/reward` is the time that the run waited.
         """
-        taken, self.under_way = [self.under_way[i] for i in sorted(self.under_way)], {}
-        judged = (one.result() if isinstance(one, Future) else _judge(self.reward, one, self.failures) for one in taken)
-        found = list(judged)
+        taken, self.under_way = sorted(self.under_way.items()), {}
+        found = {
+            i: one.result() if isinstance(one, Future) else _judge(self.reward, one, self.failures) for i, one in taken
+        }
         self.failures.log_repeated()
         self.reasons = self.failures.take()
-        return _together(self.reward, found)
+        if self.group is not None:
+            found, self.reasons = _of_all_ranks(found, self.reasons, self.group)
+        return _together(self.reward, [found[i] for i in sorted(found)])
 
 
 def score_as_written(
@@ -113,6 +122,14 @@ def score_as_written(
 def _judge(reward: Reward, samples: Sequence[Sample], failures: Failures) -> Judged:
     start = time.perf_counter()
     return *score_parts(reward, samples, failures=failures), start, time.perf_counter()
+
+
+def _of_all_ranks(found: dict[int, Judged], reasons: str, group: dist.ProcessGroup) -> tuple[dict[int, Judged], str]:
+    """What each rank of a group judged, by prompt, and the reasons of all."""
+    gathered: list[Any] = [None] * group.size()
+    dist.all_gather_object(gathered, (found, reasons), group=group)
+    everything = {i: judged for ranks_found, _ in gathered for i, judged in ranks_found.items()}
+    return everything, "; ".join(why for _, why in gathered if why)
 
 
 def _together(reward: Reward, found: Sequence[Judged]) -> tuple[Tensor, dict[str, Tensor], float]:

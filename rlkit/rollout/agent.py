@@ -33,6 +33,7 @@ from rlkit.data.samples import Row, Sample, append_observation, append_response
 from rlkit.data.user_code import Failures
 from rlkit.rollout.background import in_daemon_thread, start_event_loop
 from rlkit.rollout.sampling import OnFinished, Sampling, sample_name, sampling_per_request
+from rlkit.rollout.shared_rows import call_on_one_rank
 from rlkit.vlm.chat_template import encode_observation
 from rlkit.vlm.images import load_image
 
@@ -82,7 +83,8 @@ def run_episodes(
         step: a sample -> an Observation, or None to end the episode. It finds the turn in `sample.text`, all images so
             far in `sample.images`, and in `sample.row` the data row, `messages` (the chat including this turn) and
             `state` (a dict of this episode). Rewards later get the same row and the text of the last turn. A step that
-            is not async runs in a thread.
+            is not async runs in a thread. Of ranks that share rows, one has the state of an episode: it calls the
+            steps, whose observations all ranks get, and the reward.
         processor: the model's, for its chat template and its images.
         max_turns: most turns of the policy.
         max_tokens: longest sequence, images expanded, e.g. the model's context. A turn begins only if all of its
@@ -113,13 +115,16 @@ def run_episodes(
         _check_template_keeps_turns(processor, requests[0].row, role)
     observe_step = partial(_observe, processor=processor, role=role, on_failure=on_failure, failures=failures)
 
+    call_steps_in_time = partial(call_steps, step, timeout=timeout)
     samples = [_with_chat(sample) for sample in rollout.generate(requests, sampling, n)]
     running, unfinished_requests = list(range(len(samples))), set(range(len(requests)))
     for turn in range(1, max_turns + 1):
         for i in running:
             samples[i].row["messages"].append(message("assistant", samples[i].text))
         running = [i for i in running if samples[i].finish_reason == "stop"]
-        results = call_steps(step, [samples[i] for i in running], timeout)
+        results = call_on_one_rank(
+            rollout, call_steps_in_time, [samples[i] for i in running], [i // n for i in running]
+        )
         for i, result in zip(running, results, strict=True):
             samples[i] = observe_step(samples[i], result, token_limit=token_limits[i // n], last=turn == max_turns)
         running = [i for i in running if not samples[i].finish_reason]

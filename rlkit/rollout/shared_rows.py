@@ -1,12 +1,15 @@
 """Ranks that share rows (a model-parallel group) train on the same samples: each generates some, and gets all of them.
 
+Tools are called, and rewards computed (`rlkit.rewards.Judge`), on one rank for each sample, and the results are shared.
+
 If each rank generated all of them, the samples would diverge at the first token that two GPUs, or two batches on a
 server, round differently.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import pickle
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -73,3 +76,37 @@ class SharedRowsRollout:
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.rollout, name)
+
+
+def call_on_one_rank(
+    rollout: Any, function: Callable[[list[Sample]], list[Any]], samples: Sequence[Sample], indices: Sequence[int]
+) -> list[Any]:
+    """`function(samples)`; if ranks share rows, each calls it with some of the samples, and gets the results of all.
+
+    Args:
+        rollout: a `SharedRowsRollout` if ranks share rows.
+        function: returns one result for each sample.
+        indices: of the samples' requests. Those of request i are on rank `i % ranks`, as is its reward.
+    """
+    if not isinstance(rollout, SharedRowsRollout):
+        return function(list(samples))
+    ranks, rank = rollout.group.size(), rollout.group.rank()
+    own = [j for j, i in enumerate(indices) if i % ranks == rank]
+    own_results = dict(zip(own, function([samples[j] for j in own]), strict=True))
+    gathered: list[Any] = [None] * ranks
+    dist.all_gather_object(gathered, {j: _pickled(result) for j, result in own_results.items()}, group=rollout.group)
+    results = {j: pickle.loads(data) for of_rank in gathered for j, data in of_rank.items()}  # also the rank's own
+    for j, result in own_results.items():
+        if isinstance(result, Exception):
+            results[j].__traceback__ = result.__traceback__  # which is not pickled
+    return [results[j] for j in range(len(samples))]
+
+
+def _pickled(result: Any) -> bytes:
+    """A result, or an error that names it if it cannot be sent to another process."""
+    try:
+        data = pickle.dumps(result)
+        pickle.loads(data)
+    except Exception:
+        return pickle.dumps(RuntimeError(f"{type(result).__name__}: {result}"))
+    return data

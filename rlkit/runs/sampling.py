@@ -123,7 +123,7 @@ class PolicySampler:
     ) -> None:
         self.cfg, self.run, self.processor, self.engine, self.rollout = cfg, run, processor, engine, rollout
         self.sends_weights = sends_weights
-        self.judge = Judge(task.reward, threads=cfg.reward_threads)
+        self.judge = Judge(task.reward, threads=cfg.reward_threads, group=getattr(engine, "model_parallel_group", None))
         self.generate = generate or rollout.generate
         self.saved = SavedRollouts(cfg, engine) if getattr(cfg, "from_rollouts", "") else None
         self.evaluating = False
