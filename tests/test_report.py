@@ -348,6 +348,34 @@ def test_a_page_with_too_many_answers_shows_evenly_spaced_steps(tmp_path, monkey
     assert len(found["images"]) == 1
 
 
+def test_a_page_reads_only_new_answers_and_those_it_shows(tmp_path, monkeypatch):
+    record = prompt_record(tmp_path, some_answers().generated[:2], "training", 0)
+    monkeypatch.setattr(kept, "MOST_BYTES", 5 * len(json.dumps(record)))
+    parsed = []
+    parse = kept._parse_record
+    monkeypatch.setattr(kept, "_parse_record", lambda line: parsed.append(line) or parse(line))
+
+    def shown():
+        parsed.clear()
+        return [one["step"] for one in kept.answers_for_page(tmp_path)["prompts"]]
+
+    kept.append_records(tmp_path, [{**record, "step": step} for step in range(100)])
+    first = shown()
+    assert len(parsed) == 100 + len(first) and first[-1] == 99
+    kept.append_records(tmp_path, [{**record, "step": 100}])
+    second = shown()
+    assert len(parsed) == 1 + len(second) < 10 and second[-1] == 100
+    with (tmp_path / SAMPLES).open("a") as file:
+        line = json.dumps({**record, "step": 101})
+        file.write(line[:50])
+        file.flush()
+        assert shown() == second  # this line is being written
+        file.write(line[50:] + "\n")
+    assert shown()[-1] == 101
+    Run(tmp_path, {}).drop_metrics_from(3)  # another file
+    assert shown() == [0, 1, 2]
+
+
 def heard(out, step, *seconds):
     """A record of a prompt with tones of these lengths."""
     tones = [Audio(0.5 * np.sin(np.arange(int(8000 * length)) / 4).astype("float32"), 8000) for length in seconds]

@@ -18,8 +18,9 @@ import json
 import math
 import wave
 from collections.abc import Iterable, Mapping, Sequence
+from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from rlkit.tracking import SAMPLES
 from rlkit.tracking.files import replace_file
@@ -30,6 +31,7 @@ COLUMNS = 2  # of a video's frames: a prompt's images are 240 pixels wide on the
 SAVED_SECONDS = 30.0  # of an audio; a longer one is cut
 MOST_BYTES = 24_000_000  # of answers and images on one page
 MOST_BYTES_OF_AUDIOS = 24_000_000  # on one page: nine minutes of 16000 samples per second
+TAIL = 1000  # bytes that tell whether a samples.jsonl has only grown
 MOST_CHARACTERS = 20_000  # of each text on the page; samples.jsonl has the whole text
 
 
@@ -161,18 +163,14 @@ def answers_for_page(out: Path) -> dict[str, Any]:
         as many as `MOST_BYTES_OF_AUDIOS` allows, those of the newest steps first. `every`: n, where every n-th step is
         shown. `audio_seconds`: how much of an audio is saved.
     """
-    records = read_records(out / SAMPLES)
-    sizes: dict[int, int] = {}
-    seen: set[str] = set()
-    for record in records:
-        new = [name for name in record["images"] if name not in seen]
-        seen.update(new)
-        bytes_of_images = sum(_saved_bytes(out, name) for name in new)
-        sizes[record["step"]] = sizes.get(record["step"], 0) + len(json.dumps(record)) + 4 * bytes_of_images // 3
-    steps = sorted(sizes)
-    every = max(1, math.ceil(sum(sizes.values()) / MOST_BYTES))
+    index = _index(out / SAMPLES)
+    lines = index.update()
+    images_of_all = dict.fromkeys(name for line in lines for name in line.images)
+    size = sum(line.size for line in lines) + sum(4 * _saved_bytes(out, name) // 3 for name in images_of_all)
+    every = max(1, math.ceil(size / MOST_BYTES))
+    steps = sorted({line.step for line in lines})
     chosen = {*steps[::-every]}  # includes the newest step
-    shown = [record for record in records if record["step"] in chosen]
+    shown = index.read([line for line in lines if line.step in chosen])
     names = dict.fromkeys(name for record in shown for name in record["images"])
     images = {name: url for name in names if (url := data_url(out, name))}
     return {
@@ -203,23 +201,79 @@ def read_records(path: Path) -> list[dict[str, Any]]:
     Lines that are not records are left out, such as a line that was cut off when the process was killed. Numbers that
     are not finite become None.
     """
+    index = RecordIndex(path)
+    return index.read(index.update())
+
+
+class Line(NamedTuple):
+    """The place of a record in samples.jsonl, in bytes, and what chooses the records of a page."""
+
+    start: int
+    size: int
+    step: int
+    images: list[str]
+
+
+class RecordIndex:
+    """Where the records of a samples.jsonl are, so that a page of a long run reads only those that it shows.
+
+    Args:
+        path: of the file. It may grow, and may be replaced by another.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.end, self.tail = 0, b""  # how many bytes have been read, and the last of them
+        self.lines: dict[tuple[str, int, str], Line] = {}
+
+    def update(self) -> list[Line]:
+        """Read what is new in the file, and return the lines of all records."""
+        if not self.path.exists():
+            return []
+        with self.path.open("rb") as file:
+            file.seek(self.end - len(self.tail))
+            if file.read(len(self.tail)) != self.tail:  # another file
+                self.end, self.tail, self.lines = 0, b"", {}
+                file.seek(0)
+            for line in file:
+                record = _parse_record(line)
+                if record is None and not line.endswith(b"\n"):
+                    break  # it is being written
+                if record is not None:
+                    place = (record["kind"], record["step"], record["prompt"])
+                    self.lines[place] = Line(self.end, len(line), record["step"], record["images"])
+                self.end, self.tail = self.end + len(line), line[-TAIL:]
+        return list(self.lines.values())
+
+    def read(self, lines: Sequence[Line]) -> list[dict[str, Any]]:
+        """The records of these lines."""
+        if not lines:
+            return []
+        records = []
+        with self.path.open("rb") as file:
+            for line in lines:
+                file.seek(line.start)
+                records.append(_parse_record(file.read(line.size)))
+        return [record for record in records if record is not None]
+
+
+_index = cache(RecordIndex)  # a run's page is written again and again
+
+
+def _parse_record(line: bytes) -> dict[str, Any] | None:
+    """The record of a line; None if there is none."""
     hooks: Any = {"parse_constant": lambda _: None, "parse_float": _finite_number, "parse_int": _finite_number}
-    found = {}
-    for line in path.read_text(encoding="utf-8", errors="replace").split("\n") if path.exists() else ():
-        try:
-            record = json.loads(line, **hooks)
-            images, answers = map(str, record["images"]), [dict(answer) for answer in record["answers"]]
-            audios = [
-                {"file": str(audio["file"]), "seconds": finite(audio["seconds"])} for audio in record.get("audios", ())
-            ]
-            place = (str(record["kind"]), int(record["step"]), str(record["prompt"]))
-            texts = {name: str(record[name]) for name in ("question", "expected")}
-        except (ValueError, TypeError, KeyError, RecursionError):
-            continue
-        kind, step, prompt = place
-        media = {"images": [*images], "audios": audios}
-        found[place] = {"step": step, "kind": kind, "prompt": prompt, **media, "answers": answers, **texts}
-    return list(found.values())
+    try:
+        record = json.loads(line.decode(errors="replace"), **hooks)
+        images, answers = map(str, record["images"]), [dict(answer) for answer in record["answers"]]
+        audios = [
+            {"file": str(audio["file"]), "seconds": finite(audio["seconds"])} for audio in record.get("audios", ())
+        ]
+        place = {"step": int(record["step"]), "kind": str(record["kind"]), "prompt": str(record["prompt"])}
+        texts = {name: str(record[name]) for name in ("question", "expected")}
+    except (ValueError, TypeError, KeyError, RecursionError):
+        return None
+    return {**place, "images": [*images], "audios": audios, "answers": answers, **texts}
 
 
 def _finite_number(text: str) -> float | int | None:

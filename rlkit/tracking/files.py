@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import platform
+from collections.abc import Callable, Iterable, Iterator
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -24,15 +25,23 @@ def read_metrics(path: str | Path) -> list[dict[str, Any]]:
 
     Lines without an integer `step` are left out, such as a line that was cut off when the process was killed.
     """
-    rows = []
-    for line in Path(path).read_text(encoding="utf-8", errors="replace").split("\n"):
-        try:
-            row = json.loads(line)
-        except (ValueError, RecursionError):
-            continue
-        if isinstance(row, dict) and isinstance(row.get("step"), int):
-            rows.append(row)
-    return rows
+    return list(_read_rows(Path(path)))
+
+
+def _read_rows(path: Path) -> Iterator[dict[str, Any]]:
+    with path.open(encoding="utf-8", errors="replace", newline="\n") as file:
+        for line in file:
+            try:
+                row = json.loads(line)
+            except (ValueError, RecursionError):
+                continue
+            if isinstance(row, dict) and isinstance(row.get("step"), int):
+                yield row
+
+
+def drop_rows(path: Path, dropped: Callable[[dict[str, Any]], bool]) -> None:
+    """Removes rows of a metrics.jsonl or samples.jsonl, which may be too large to be read as a whole."""
+    replace_file(path, (json.dumps(row) + "\n" for row in _read_rows(path) if not dropped(row)))
 
 
 def read_object(path: Path) -> dict[str, Any]:
@@ -55,14 +64,21 @@ def versions() -> dict[str, str]:
     return found
 
 
-def replace_file(path: Path, content: str | bytes) -> None:
-    """Writes a file atomically; if writing fails, an earlier file stays, without a part of the new one."""
+def replace_file(path: Path, content: str | bytes | Iterable[str]) -> None:
+    """Writes a file atomically; if writing fails, an earlier file stays, without a part of the new one.
+
+    Args:
+        content: all of it, or its parts one after the other.
+    """
     part = path.with_name(path.name + ".part")
     try:
         if isinstance(content, str):
             part.write_text(content)
-        else:
+        elif isinstance(content, bytes):
             part.write_bytes(content)
+        else:
+            with part.open("w") as file:
+                file.writelines(content)
         part.replace(path)
     except OSError:
         part.unlink(missing_ok=True)

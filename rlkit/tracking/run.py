@@ -24,8 +24,8 @@ from rlkit.tracking.files import (
     METRICS,
     PHASES,
     SAMPLES,
+    drop_rows,
     keep_earlier_config,
-    read_metrics,
     read_object,
     replace_file,
     versions,
@@ -116,11 +116,10 @@ class Run:
         """
         if not self.writes:
             return
+        (self.out / METRICS).touch()
         for path in (self.out / METRICS, self.out / SAMPLES):
-            if path.exists() or path.name == METRICS:
-                rows = read_metrics(path) if path.exists() else []
-                kept = [row for row in rows if row["step"] < step + (row.get("kind") == "held-out")]
-                replace_file(path, "".join(json.dumps(row) + "\n" for row in kept))
+            if path.exists():
+                drop_rows(path, lambda row: row["step"] >= step + (row.get("kind") == "held-out"))
 
     def steps(self, start: int, stop: int, *, unit: str = "step") -> Iterator[int]:
         """Yields the steps from `start` to `stop` - 1, with a progress bar. Removes earlier metrics of these steps."""
