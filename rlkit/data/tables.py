@@ -17,6 +17,7 @@ from rlkit.data.samples import Row
 HELD_OUT_SEED = 20240131  # the same rows are held out in every run, whatever its seed
 TEXT_SUFFIXES = frozenset({".jsonl", ".json", ".csv", ".tsv"})
 FILE_SUFFIXES = TEXT_SUFFIXES | {".parquet"}
+LONGEST_CELL = 2**31 - 1  # characters in a cell of a csv file; Python's default is 131072
 
 
 class Rows(Sequence[Row]):
@@ -96,8 +97,9 @@ def _csv_rows(path: Path) -> list[Row]:
     """Rows of a .csv or .tsv file. Every cell is text; an empty one is None."""
     delimiter = "\t" if path.suffix == ".tsv" else ","
     try:
-        text = path.read_text(encoding="utf-8-sig")
-        names, *cells = [row for row in csv.reader(text.splitlines(keepends=True), delimiter=delimiter) if row] or [[]]
+        csv.field_size_limit(LONGEST_CELL)
+        with path.open(encoding="utf-8-sig", newline="") as file:  # a cell may have line breaks of any kind
+            names, *cells = [row for row in csv.reader(file, delimiter=delimiter) if row] or [[]]
     except (ValueError, csv.Error) as error:
         raise ValueError(f"{path}: expected {path.suffix[1:]}, got {error}") from error
     if len(set(names)) < len(names):

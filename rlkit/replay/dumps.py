@@ -57,7 +57,9 @@ def read_verl(folder: str | Path) -> Iterator[list[Logged]]:
         raise ValueError(f"dump {str(folder)!r}: expected verl's files 1.jsonl, 2.jsonl, ..., got none")
     for file in files:
         step = []
-        for number, line in enumerate(file.read_text(encoding="utf-8").splitlines(), 1):
+        for number, line in enumerate(file.read_text(encoding="utf-8").split("\n"), 1):
+            if not line.strip():
+                continue
             try:
                 row = json.loads(line)
                 step.append(Logged(row["input"], row["output"], float(row["score"]), row.get("gts")))

@@ -1,3 +1,4 @@
+import csv
 import io
 import json
 
@@ -9,6 +10,7 @@ from PIL import Image
 
 from rlkit.data import Task, load_task, step_rows
 from rlkit.data.loading import BUILT_IN
+from rlkit.data.tables import read_table
 from rlkit.rewards.rules import exact_match
 from rlkit.vlm import load_image
 
@@ -237,6 +239,16 @@ def test_unknown_task_is_named(name):
         "geometry3k, gsm8k, math, math500, mmstar, scienceqa), a file (.csv, .json, .jsonl, .parquet, .tsv), a data "
         f"set (a directory, or owner/name) or module:function, got {name!r}"
     )
+
+
+@pytest.mark.parametrize("mark", ["\u2028", "\x85", "\x0c", "\x1e", "\r\n", "\n"])
+def test_cells_of_csv_may_have_line_breaks_and_be_long(tmp_path, mark):
+    rows = [{"question": f"one{mark}two", "answer": "3"}, {"question": "x" * 140_000, "answer": "5"}]
+    with (tmp_path / "rows.csv").open("w", newline="", encoding="utf-8") as file:
+        writer = csv.DictWriter(file, ["question", "answer"])
+        writer.writeheader()
+        writer.writerows(rows)
+    assert read_table(tmp_path / "rows.csv") == rows
 
 
 def test_missing_file_is_named_with_what_is_there(tmp_path):

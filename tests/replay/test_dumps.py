@@ -41,6 +41,14 @@ def verl_dump(folder, tokenizer, rows):
         (folder / f"{step}.jsonl").write_text("".join(json.dumps(entry) + "\n" for entry in entries))
 
 
+def test_answers_of_verl_may_have_any_characters(tmp_path):
+    entries = [{"input": "q", "output": f"one{mark}two", "score": 1.0} for mark in ("\u2028", "\x85", "\n")]
+    lines = "".join(json.dumps(entry, ensure_ascii=False) + "\n" for entry in entries)  # as verl writes them
+    (tmp_path / "1.jsonl").write_text(lines, encoding="utf-8")
+    ((*answers,),) = read_verl(tmp_path)
+    assert [one.answer for one in answers] == [entry["output"] for entry in entries]
+
+
 def test_a_dump_of_verl(tmp_path, tokenizer, task):
     rows = task.train[:3]
     verl_dump(tmp_path, tokenizer, rows)
