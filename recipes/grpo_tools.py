@@ -111,7 +111,7 @@ def turns_and_aborted(answers, engine):
         "aborted": sum(sample.finish_reason == "aborted" for sample in answers.generated),
     }
     counts = runs.totals(engine, **counts)
-    return {"turns": counts["turns"] / counts["judged"], "aborted": counts["aborted"]}
+    return {"turns": counts["turns"] / max(counts["judged"], 1), "aborted": counts["aborted"]}
 
 
 def transcript(sample) -> str:

@@ -396,6 +396,22 @@ def test_nan_step_is_skipped_and_never_saved(tiny_dir, processor):
     assert all(tensor.isfinite().all() for _, tensor in engine.get_per_tensor_param())
 
 
+def test_a_batch_without_rows_changes_nothing(tiny_dir, processor):
+    """No answer of a step could be judged. Moments and weight decay would change the weights otherwise."""
+    engine = engine_for(tiny_dir)
+
+    def loss_fn(out, mb):
+        loss, _ = weighted_loss(out, mb)
+        return loss, {"logprob": token_mean(out.logprobs, mb.mask, mb.total_tokens)}
+
+    engine.train_batch(make_batch(processor), loss_fn, ("logprobs", "entropy"))
+    before = {name: tensor.clone() for name, tensor in engine.get_per_tensor_param()}
+    metrics = engine.train_batch(make_batch(processor, rows=[]), loss_fn, ("logprobs", "entropy"))
+    assert metrics["loss"] == metrics["logprob"] == metrics["grad_norm"] == metrics["skipped_steps"] == 0
+    for name, tensor in engine.get_per_tensor_param():
+        assert torch.equal(tensor, before[name]), name
+
+
 def test_gathered_module_has_full_weights_and_is_sharded_again(tiny_dir, processor):
     """In bfloat16, because one process in float32 shards nothing."""
     engine, batch = engine_for(tiny_dir, compute_dtype=torch.bfloat16), make_batch(processor)

@@ -276,12 +276,13 @@ class Fsdp2Engine:
 
         Returns:
             The metrics, and `loss`, `grad_norm` (before clipping), `lr`, and `skipped_steps`: 1 if the gradient was not
-            finite, in which case neither weights nor optimizer changed.
+            finite, in which case neither weights nor optimizer changed. If no rank has rows, they do not change either,
+            and the metrics are 0.
         """
         if self.optimizer is None:
             raise ValueError("optimizer: expected one for train_batch, got None")
-        counts = self.global_sum(torch.stack([batch.mask.sum(), batch.mask.any(1).sum()]))
-        batch.total_tokens, batch.total_sequences = counts.unbind()
+        counts = torch.stack([batch.mask.sum(), batch.mask.any(1).sum(), torch.tensor(len(batch))])
+        batch.total_tokens, batch.total_sequences, rows_of_all_ranks = self.global_sum(counts).unbind()
         self.module.train()
         self.optimizer.zero_grad(set_to_none=True)
         metrics = []
@@ -296,7 +297,7 @@ class Fsdp2Engine:
         grad_norm = self._clip().item()
         lr = self.optimizer.param_groups[0]["lr"]
         is_finite = grad_norm < float("inf")
-        if is_finite:
+        if is_finite and rows_of_all_ranks:
             with self._state_on_device():
                 self.optimizer.step()
         if not self.keep_gradients:

@@ -54,7 +54,7 @@ def micro_batches(
     elif share_prompts:
         costs, groups = shared_prompt_costs(batch, budget)
     pieces = token_budget_batches(costs, budget, micro_batch_group=groups)
-    count = int(all_reduce(torch.tensor(len(pieces)), dist.ReduceOp.MAX))
+    count = max(1, int(all_reduce(torch.tensor(len(pieces)), dist.ReduceOp.MAX)))  # metrics of no rows are 0
     pieces += [[] for _ in range(count - len(pieces))]
     spec = position_spec(config)
     has = torch.tensor([vision_kinds([batch.vision[i] for i in rows], spec) for rows in pieces]).int().view(-1, 3)
