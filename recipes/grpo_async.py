@@ -148,6 +148,7 @@ def main(cfg: Config) -> None:
 def run_on_servers(cfg: Config, stack: ExitStack) -> None:
     with runs.one_sentence_errors("grpo_async"):
         runs.check_range("group_size", cfg.group_size, 2)  # answers are compared with each other
+        runs.check_range("reward_threads", cfg.reward_threads, 1)  # the main thread trains
         task = runs.load_named_task(cfg, cfg.task)
         cfg = runs.with_epochs(cfg, task)
         run = runs.start_run("grpo_async", cfg, task.name, starts_servers=True)

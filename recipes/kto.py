@@ -22,6 +22,7 @@ How it differs from the paper (KTO, https://arxiv.org/abs/2402.01306, section 4.
 - The optimizer is AdamW; the paper uses RMSprop.
 """
 
+from bisect import bisect_right
 from dataclasses import dataclass
 from functools import partial
 
@@ -78,11 +79,11 @@ def with_other_answers(rows):
     """The (group id, row) pairs, each row with the answer of the next one that can be read: z_0 is
     taken of these."""
     rows = list(rows)
-    answers = [row.get("completion") for _, row in rows]  # None where a row cannot be read
+    readable = [i for i, (_, row) in enumerate(rows) if row.get("completion") is not None]
     found = []
     for i, (group_id, row) in enumerate(rows):
-        others = [answer for answer in answers[i + 1 :] + answers[: i + 1] if answer is not None]
-        found.append((group_id, {**row, "other_answer": others[0] if others else None}))
+        other = readable[bisect_right(readable, i) % len(readable)] if readable else i
+        found.append((group_id, {**row, "other_answer": rows[other][1].get("completion")}))
     return found
 
 

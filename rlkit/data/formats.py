@@ -23,6 +23,7 @@ for reward functions) and `tools`; for supervised fine-tuning `completion`; for 
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Collection, Mapping, Sequence
 from os.path import commonprefix
@@ -343,7 +344,7 @@ def _right_answer(raw: Row, names: Sequence[str] = ANSWER_COLUMNS) -> Any:
     found = _columns(raw, names)
     truth = raw.get("reward_model")
     truth = truth.get("ground_truth") if isinstance(truth, Mapping) else None
-    if truth is not None:
+    if not _missing(truth):
         if other := [name for name in found if str(raw[name]) != str(truth)]:
             raise ValueError(f"reward_model.ground_truth and {other[0]}: expected one answer, got two that differ")
         return truth
@@ -381,7 +382,12 @@ def _assistant_message(text: str) -> Message:
 
 
 def _columns(raw: Row, names: Sequence[str]) -> list[str]:
-    return [name for name in names if raw.get(name) is not None]
+    return [name for name in names if not _missing(raw.get(name))]
+
+
+def _missing(value: Any) -> bool:
+    """Whether a table has no value here: None, or nan, which tables of numbers have instead."""
+    return value is None or isinstance(value, float) and math.isnan(value)
 
 
 # --- tables

@@ -90,12 +90,17 @@ def score_as_written(
     Args:
         submit: (prompts, sampling, n) -> future of n samples a prompt; `submit` of a rollout on servers.
         reward: called from threads other than the main thread, so it cannot use `signal.alarm`.
-        threads: prompts whose samples are judged at the same time.
+        threads: prompts whose samples are judged at the same time, at least 1.
         failures: as in `score`.
 
     Returns:
         The new `submit`. Its future fails if generation fails. Cancelling it cancels the requests.
+
+    Raises:
+        ValueError: fewer than 1 thread.
     """
+    if threads < 1:
+        raise ValueError(f"reward_threads: expected at least 1 where the caller trains meanwhile, got {threads}")
     counted = Failures("reward") if failures is None else failures
     pool, loop = ThreadPoolExecutor(threads, "reward"), asyncio.new_event_loop()
     Thread(target=loop.run_forever, daemon=True, name="rewards").start()

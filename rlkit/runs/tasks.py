@@ -26,9 +26,10 @@ def load_named_task(cfg: TaskOptions, name: str, load: Callable[..., Task] = loa
     Raises:
         ValueError: there is no such task, or an option does not fit it.
     """
-    load_any = partial(load, allow_outside_files=cfg.allow_outside_files)
     named = getattr(cfg, "reward", "")
-    task = load_any(name, reward=named or None) if load is load_task else load_any(name)
+    options = {"reward": named} if named and load is load_task else {}  # also for a file of held-out rows
+    load_any = partial(load, allow_outside_files=cfg.allow_outside_files, **options)
+    task = load_any(name)
     if named and load is not load_task:
         task = replace(task, reward=reward_named(named))
     if cfg.heldout:

@@ -134,6 +134,14 @@ def test_a_broken_file_of_a_directory_is_named(tmp_path):
         load_task(str(tmp_path))
 
 
+def test_nan_is_no_answer(tmp_path):
+    name = write(
+        tmp_path / "rows.jsonl", [{"question": "a", "answer": float("nan")}, {"question": "b", "answer": None}]
+    )
+    for row in load_task(name).splits["train"]:
+        assert row["answer"] is None and load_task(name).reward("4", row) is None
+
+
 def test_chats_of_files_and_tasks(tmp_path):
     turns = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}]
     row = load_chats(write(tmp_path / "chats.jsonl", [{"messages": turns}])).train[0]

@@ -37,6 +37,14 @@ def whole(start, tmp_path_factory):
     return out
 
 
+def test_the_other_answer_is_the_next_that_can_be_read():
+    with_other_answers = helpers.load("kto").with_other_answers
+    rows = [{"completion": answer} for answer in ("a", None, "b", "c", None)]
+    assert [row["other_answer"] for _, row in with_other_answers(enumerate(rows))] == ["b", "b", "c", "a", "a"]
+    for alone in ("a", None):
+        assert with_other_answers([(0, {"completion": alone})])[0][1]["other_answer"] == alone
+
+
 def learned(found):
     return (
         found["accuracy_after"] > found["accuracy_before"] + 0.2

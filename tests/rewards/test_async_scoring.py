@@ -114,6 +114,13 @@ def test_a_sampler_that_fails_or_is_cancelled():
     assert len(sampler.begun) == 4
 
 
+def test_rewards_beside_training_need_a_thread():
+    with pytest.raises(
+        ValueError, match="reward_threads: expected at least 1 where the caller trains meanwhile, got 0"
+    ):
+        score_as_written(Sampler().submit, multiple_choice, threads=0)
+
+
 def write(judge, prompts, n=2):
     """A sampler that finishes the answers to the last prompt first."""
     groups = [[replace(one, text=f"{one.group_id}.{i}", number=i) for i in range(n)] for one in prompts]
