@@ -27,7 +27,7 @@ class Broken(Exception):
         super().__init__(f"{what} on {more}")
 
 
-class Scripted(ScriptedRollout):
+class Sampler(ScriptedRollout):
     def generate(self, requests, sampling, n=1, *, on_finished=None):
         return super().generate(requests, sampling, n)
 
@@ -50,7 +50,7 @@ def on_rank(model):
         return None if row["answer"] == "1" else float(row["state"]["rank"])
 
     judge = Judge(reward, threads=2, group=dist.group.WORLD)
-    rollout = SharedRowsRollout(Scripted(processor, lambda sample: "go"), dist.group.WORLD, collective=False)
+    rollout = SharedRowsRollout(Sampler(processor, lambda sample: "go"), dist.group.WORLD, collective=False)
     requests = [encode_prompt(processor, {"question": "q", "answer": str(i)}, group_id=i) for i in range(4)]
     episodes = run_episodes(
         rollout,
