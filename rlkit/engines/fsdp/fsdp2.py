@@ -603,18 +603,17 @@ class Fsdp2Engine:
         )
 
     @_needs_weights
-    def save_checkpoint(self, path: str | Path, extra: Mapping[str, Any] | None = None, *, wait: bool = True) -> None:
+    def save_checkpoint(self, path: str | Path, extra: Mapping[str, Any] | None = None) -> None:
         """Save sharded trainable weights, optimizer, scheduler and random states, and `extra` (JSON).
 
         Args:
             path: a directory, which is either complete or absent.
             extra: returned by `load_checkpoint`.
-            wait: return when it is written; otherwise a thread writes a copy, see rlkit.engines.checkpoint.
         """
         self._reshard()
         schedule = self.scheduler.state_dict() if self.scheduler is not None else None
         with self._state_on_device():
-            checkpoint.save(path, self._state(), {"scheduler": schedule, "extra": dict(extra or {})}, wait=wait)
+            checkpoint.save(path, self._state(), {"scheduler": schedule, "extra": dict(extra or {})})
 
     @_needs_weights
     def load_checkpoint(self, path: str | Path) -> dict[str, Any]:
