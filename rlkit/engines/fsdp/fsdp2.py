@@ -212,9 +212,9 @@ class Fsdp2Engine:
         for rows, dummy in self._micro_batches(batch):
             micro_batch = batch.select(rows)
             out = self._forward(micro_batch, outputs, dummy, logit_functions)
-            loss, of_micro_batch = compute_loss(loss_fn, out, micro_batch.to(self.device))
+            loss, micro_batch_metrics = compute_loss(loss_fn, out, micro_batch.to(self.device))
             loss.backward()
-            metrics.append(of_micro_batch)
+            metrics.append(micro_batch_metrics)
         if self.replicated:
             all_reduce_gradients(self.replicated, self.mesh["tp"].get_group())
         grad_norm = self._clip().item()
@@ -291,6 +291,10 @@ class Fsdp2Engine:
             return outputs_from_hidden(hidden, self._head, inputs.targets, outputs, functions, **options)
         logits = model_logits(self.module, inputs)
         return outputs_from_logits(logits, inputs.targets, outputs, functions, **options)
+
+    def _clip(self) -> Tensor:
+        """Scale gradients down to `max_grad_norm`; returns the norm before that."""
+        return clip_grad_norm(self.module.parameters(), self.max_grad_norm)
 
     @property
     def _head(self) -> Any:
@@ -587,7 +591,7 @@ class Fsdp2Engine:
             if isinstance(unit, FSDPModule):
                 unit.reshard()
 
-    # --- set-up, and what the fsdp1 engine does in another way
+    # --- set-up
 
     def _check_head(self, *, trains: bool) -> None:
         if has_value_head(self.base):
@@ -634,10 +638,6 @@ class Fsdp2Engine:
 
     def _shard(self, model: Any, dtype: torch.dtype, mesh: DeviceMesh) -> Any:
         return apply_fsdp2(model, fsdp_units(model, self.base, dtype), dtype, mesh)
-
-    def _clip(self) -> Tensor:
-        """Scale gradients down to `max_grad_norm`; returns the norm before that."""
-        return clip_grad_norm(self.module.parameters(), self.max_grad_norm)
 
 
 class Fsdp2ValueEngine(Fsdp2Engine):

@@ -102,9 +102,9 @@ def check_uniform_dtypes(module: nn.Module) -> None:
             trained[owner[parameter]][name] = parameter.dtype
     for dtypes in trained.values():
         if len(set(dtypes.values())) > 1:
-            kept = next(name for name, dtype in dtypes.items() if dtype == torch.float32)
-            other = next(str(dtype) for dtype in dtypes.values() if dtype != torch.float32)
-            raise ValueError(mixed_dtypes_message(f"{kept} in float32 and others in {other.removeprefix('torch.')}"))
+            in_float32 = next(name for name, dtype in dtypes.items() if dtype == torch.float32)
+            other = next(str(dtype).removeprefix("torch.") for dtype in dtypes.values() if dtype != torch.float32)
+            raise ValueError(mixed_dtypes_message(f"{in_float32} in float32 and others in {other}"))
 
 
 def mixed_dtypes_message(got: str) -> str:
