@@ -12,6 +12,7 @@ from torch import Tensor
 
 from rlkit.data.samples import Batch
 from rlkit.engines import make_engine
+from rlkit.engines.distributed import local_part
 from rlkit.engines.packing.vision_attention import use_packed_vision_attention
 from rlkit.engines.value_head import with_value_head
 from rlkit.losses import jsd_loss, token_mean
@@ -232,7 +233,7 @@ def _optimizer_state(optimizer: torch.optim.Optimizer) -> list[Tensor]:
 
 def local(tensors: Iterable[Any]) -> list[Tensor]:
     """This rank's shards of DTensors; other tensors as they are."""
-    return [getattr(x, "_local_tensor", x) for x in tensors]
+    return [local_part(x) for x in tensors]
 
 
 def empty(config: Any, dtype: torch.dtype) -> Any:

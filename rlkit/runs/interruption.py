@@ -20,7 +20,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from rlkit.engines.checkpoint import checkpoints, wait_for_writing
+from rlkit.engines.checkpoint import checkpoints
 from rlkit.engines.distributed import all_reduce
 from rlkit.tracking import Run
 
@@ -100,7 +100,6 @@ def _say_how_it_ended(recipe: str, when: str) -> None:
 
 def _how_to_continue() -> str:
     """Which checkpoint is the newest, and how to continue from it."""
-    wait_for_writing()
     saved = checkpoints(_training[0].out / POLICY) if _training else []
     if not saved:
         return "no step was saved"
