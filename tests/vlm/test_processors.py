@@ -21,6 +21,7 @@ import family_processors  # noqa: E402
 
 from rlkit.data import collate, expand_placeholders  # noqa: E402
 from rlkit.data.samples import Expansion, check_tracks  # noqa: E402
+from rlkit.engines.value_head import load_value_model  # noqa: E402
 from rlkit.vlm import (  # noqa: E402
     decode,
     encode_prompt,
@@ -517,6 +518,16 @@ def test_an_image_has_the_tokens_between_two_boundaries(text, inserted, expected
     assert found == expected
     compact = word_tokenizer(text)["input_ids"]
     assert expand_placeholders(compact, {MARK: found}) == word_tokenizer(text.replace("<image>", inserted))["input_ids"]
+
+
+def test_a_model_may_be_named_by_a_path(tiny_dir):
+    place = Path(tiny_dir)
+    assert model_path(place) == load_config(place).name_or_path == load_model(place).name_or_path == tiny_dir
+    assert load_value_model(place).name_or_path == tiny_dir
+    assert type(load_processor(place)) is type(load_processor(tiny_dir))
+    for load in (load_config, load_model, load_processor):
+        with pytest.raises(ValueError, match="model: expected a directory that exists .*, got '/gone/model'"):
+            load(Path("/gone/model"))
 
 
 def test_text_model_has_a_tokenizer_and_its_own_class(processor, tmp_path):
