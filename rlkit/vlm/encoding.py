@@ -113,8 +113,8 @@ def _call_processor(
 ) -> _Processed:
     """The processor's output; Gemma 3n's reports no replacements, and pads audios in a way that changes features."""
     reports = type(processor).__name__ != GEMMA3N
-    asked = {"return_text_replacement_offsets": True} if reports else {}
-    inputs = processor(text=[text], return_tensors="pt", add_special_tokens=False, **arguments, **asked)
+    arguments = {**arguments, "return_text_replacement_offsets": True} if reports else arguments
+    inputs = processor(text=[text], return_tensors="pt", add_special_tokens=False, **arguments)
     reported = (inputs.pop("text_replacement_offsets", None) or [[]])[0]
     replacements = reported if reports else _gemma3n_replacements(processor, text, media)
     vision = {name: x for name, x in inputs.items() if isinstance(x, torch.Tensor) and name not in TEXT_OUTPUTS}
