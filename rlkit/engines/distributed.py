@@ -1,7 +1,8 @@
-"""Process groups and devices, small reductions over ranks, and full tensors of sharded ones."""
+"""Process groups and devices, small reductions and checks over ranks, and full tensors of sharded ones."""
 
 from __future__ import annotations
 
+import hashlib
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from datetime import timedelta
@@ -13,6 +14,8 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.distributed_c10d import _set_pg_timeout
 from torch.distributed.tensor import DTensor, Replicate, Shard
+
+from rlkit.data.samples import Batch
 
 T = TypeVar("T")
 
@@ -85,6 +88,27 @@ def reduce_metrics(metrics: Mapping[str, Tensor | float], group: dist.ProcessGro
     is_max = torch.tensor([name.endswith("/max") for name in names])
     sums, maxima = (all_reduce(values, op, group) for op in (dist.ReduceOp.SUM, dist.ReduceOp.MAX))
     return dict(zip(names, torch.where(is_max, maxima, sums).tolist(), strict=True))
+
+
+def check_same_rows(batch: Batch, data_parallel_rank: int, data_parallel_size: int) -> None:
+    """Check that all ranks of a model-parallel group were given the same rows; they would mix up different ones.
+
+    Values that a model or a sampler computed for each token are not compared, because they may be rounded differently.
+
+    Raises:
+        ValueError: on all ranks.
+    """
+    digest = hashlib.blake2b(repr((batch.tokens.shape, batch.lengths, sorted(batch.fields))).encode(), digest_size=7)
+    for x in (batch.tokens, batch.mask, *(batch.fields[name] for name in sorted(batch.fields))):
+        if x.ndim == 1 or not x.is_floating_point():
+            digest.update(x.contiguous().view(torch.uint8).numpy().tobytes())
+    digests = torch.zeros(dist.get_world_size(), 2, dtype=torch.long)
+    digests[dist.get_rank()] = torch.tensor([data_parallel_rank, int.from_bytes(digest.digest(), "big")])
+    if len(set(map(tuple, all_reduce(digests).tolist()))) > data_parallel_size:
+        raise ValueError(
+            "batch: expected the same rows on all ranks of a model-parallel group, got different ones; give each rank "
+            "rows[engine.data_parallel_rank :: engine.data_parallel_size]"
+        )
 
 
 def local_part(x: Tensor) -> Tensor:

@@ -125,7 +125,7 @@ def without_video_processor(processor_class: Any) -> Any:
 
 
 def load_processor(
-    path: str,
+    path: str | Path,
     *,
     trust_remote_code: bool = False,
     video_fps: float = 2.0,

@@ -19,6 +19,7 @@ from rlkit.data.samples import Batch, Sample
 from rlkit.engines import checkpoint
 from rlkit.engines.distributed import (
     all_reduce,
+    check_same_rows,
     full_tensor,
     full_tensors,
     init_distributed,
@@ -51,7 +52,7 @@ from rlkit.engines.model_files import has_meta_weights
 from rlkit.engines.offload import Offloaded, own_memory
 from rlkit.engines.packing.attention import use_packed_attention
 from rlkit.engines.packing.inputs import ModelInputs, prepare_model_inputs
-from rlkit.engines.packing.micro_batches import check_same_rows, micro_batches
+from rlkit.engines.packing.micro_batches import micro_batches
 from rlkit.engines.packing.ulysses import UlyssesGroup, apply_ulysses
 from rlkit.engines.packing.vision_attention import use_packed_vision_attention
 from rlkit.engines.sampler_dtype import sampler_dtype

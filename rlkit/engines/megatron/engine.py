@@ -35,7 +35,13 @@ from megatron.core.tensor_parallel import (
 
 from rlkit.data.samples import Batch, Sample
 from rlkit.engines import checkpoint
-from rlkit.engines.distributed import all_reduce, init_distributed, make_model_parallel_group, reduce_metrics
+from rlkit.engines.distributed import (
+    all_reduce,
+    check_same_rows,
+    init_distributed,
+    make_model_parallel_group,
+    reduce_metrics,
+)
 from rlkit.engines.export import export_hf
 from rlkit.engines.logit_functions import (
     LogitFunction,
@@ -78,7 +84,7 @@ from rlkit.engines.megatron.weights import (
 )
 from rlkit.engines.offload import Offloaded, without_memory_of
 from rlkit.engines.packing.inputs import ModelInputs, prepare_model_inputs
-from rlkit.engines.packing.micro_batches import check_same_rows, micro_batches
+from rlkit.engines.packing.micro_batches import micro_batches
 from rlkit.engines.sampler_dtype import sampler_dtype
 from rlkit.engines.value_head import has_value_head
 from rlkit.losses.logprobs import TopkLogprobs, suppress_tokens, tokens_per_chunk
