@@ -6,7 +6,7 @@ A recipe calls these functions, in this order:
         task = load_named_task(cfg, cfg.task)
         run = start_run("my_recipe", cfg, task.name)                 # claims the directory
         path, processor = find_model(cfg, run, task.train)
-        engine = build_engine(cfg, path, processor, updates=cfg.steps)
+        engine = build_engine(cfg, path, processor, optimizer_steps=cfg.steps)
         rollout = build_rollout(cfg, path, processor, engine)
         start = resume(cfg, run, checkpoints=engine)["step"]
     ...
@@ -77,7 +77,7 @@ from rlkit.runs.sampling import (
 from rlkit.runs.start import one_sentence_errors, run_recipe, start_run
 from rlkit.runs.tasks import load_named_task, with_epochs
 from rlkit.runs.teachers import build_teacher
-from rlkit.runs.totals import batch_totals, mean_metrics, totals, training_passes
+from rlkit.runs.totals import batch_totals, engine_flops, mean_metrics, totals, training_passes
 from rlkit.runs.updates import mini_batches
 from rlkit.runs.vllm_options import adapter_flags
 
@@ -123,6 +123,7 @@ __all__ = [
     "claim_directory",
     "defaults_of_model",
     "encode_share",
+    "engine_flops",
     "evaluate_every",
     "find_model",
     "finish",
