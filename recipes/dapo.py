@@ -121,8 +121,8 @@ def main(cfg: Config) -> None:
         cfg = runs.with_epochs(cfg, task)
         run = runs.start_run("dapo", cfg, task.name)
         path, processor = runs.find_model(cfg, run, task.train)
-        updates = cfg.steps * cfg.mini_batches
-        engine = runs.build_engine(cfg, path, processor, updates=updates)
+        optimizer_steps = cfg.steps * cfg.mini_batches
+        engine = runs.build_engine(cfg, path, processor, optimizer_steps=optimizer_steps)
         rollout = runs.build_rollout(cfg, path, processor, engine)
         state = runs.resume(cfg, run, checkpoints=engine)
     sampler = runs.PolicySampler(cfg, run, task, processor, engine, rollout)

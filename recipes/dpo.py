@@ -123,7 +123,7 @@ def main(cfg: Config) -> None:
         cfg = runs.with_epochs(cfg, task)
         run = runs.start_run("dpo", cfg, task.name)
         path, processor = runs.find_model(cfg, run, task.train)
-        engine = runs.build_engine(cfg, path, processor, updates=cfg.steps)
+        engine = runs.build_engine(cfg, path, processor, optimizer_steps=cfg.steps)
         reference = None
         if "ref_chosen" in signature(loss).parameters:
             reference = runs.build_reference(cfg, path, processor, engine)

@@ -144,8 +144,8 @@ def main(cfg: Config) -> None:
         run = runs.start_run("grpo_tools", cfg, task.name)
         cfg = with_tiny_model(cfg, run.out / "init", task, tool)
         path, processor = runs.find_model(cfg, run, task.train)
-        updates = cfg.steps * cfg.updates_per_batch
-        engine = runs.build_engine(cfg, path, processor, updates=updates)
+        optimizer_steps = cfg.steps * cfg.updates_per_batch
+        engine = runs.build_engine(cfg, path, processor, optimizer_steps=optimizer_steps)
         reference = runs.build_reference(cfg, path, processor, engine) if cfg.kl_coef else None
         rollout = runs.build_rollout(cfg, path, processor, engine)
         start = runs.resume(cfg, run, checkpoints=engine)["step"]
@@ -155,8 +155,8 @@ def main(cfg: Config) -> None:
     if start == 0:
         evaluate("before")
 
-    loss_fn, updates = partial(policy_loss, cfg=cfg), cfg.updates_per_batch
-    forwards = bool(reference) + (updates > 1)
+    loss_fn = partial(policy_loss, cfg=cfg)
+    forwards = bool(reference) + (cfg.updates_per_batch > 1)
     rows = rows_of_steps(task.train, range(start, cfg.steps), cfg.prompts_per_step, cfg.seed)
     prompts_of_steps = runs.one_ahead(map(sampler.encode, rows))
     for step in run.steps(start, cfg.steps):
@@ -170,14 +170,16 @@ def main(cfg: Config) -> None:
         batch.add(advantages=grpo_advantages(batch.rewards, batch.group_ids))  # [B]
         batch = rebalance_across_ranks(batch, engine.data_parallel_group)
         batch.add(ref_logprobs=reference(batch) if reference else batch.rollout_logprobs)
-        if updates > 1:
+        if cfg.updates_per_batch > 1:
             batch.add(old_logprobs=engine.infer_batch(batch)["logprobs"])
-        for _ in range(updates):
+        for _ in range(cfg.updates_per_batch):
             metrics = engine.train_batch(batch, loss_fn, outputs=("logprobs", "entropy"))
         sampler.stop_if_out_of_sync(metrics["mismatch/abs_dlogp"])
 
         metrics |= sampler.metrics(answers) | turns_and_aborted(answers, engine)
-        metrics |= runs.batch_totals(cfg, engine, batch, updates=updates, forwards=forwards)
+        metrics |= runs.batch_totals(
+            cfg, engine, batch, updates=cfg.updates_per_batch, forwards=forwards
+        )
         show = {"reward": "reward/mean", "entropy": "entropy", "turns": "turns"}
         run.log(step, metrics, show=show)
         runs.save(cfg, run, step, checkpoints=engine)

@@ -110,7 +110,7 @@ def main(cfg: Config) -> None:
         cfg = runs.with_epochs(cfg, task)
         run = runs.start_run("reinforce", cfg, task.name)
         path, processor = runs.find_model(cfg, run, task.train)
-        engine = runs.build_engine(cfg, path, processor, updates=cfg.steps)
+        engine = runs.build_engine(cfg, path, processor, optimizer_steps=cfg.steps)
         reference = runs.build_reference(cfg, path, processor, engine) if cfg.kl_coef else None
         rollout = runs.build_rollout(cfg, path, processor, engine)
         start = runs.resume(cfg, run, checkpoints=engine)["step"]

@@ -49,7 +49,7 @@ def main(cfg: Config) -> None:
         cfg = runs.with_epochs(cfg, task)
         run = runs.start_run("sft", cfg, task.name)
         path, processor = runs.find_model(cfg, run, task.train)
-        engine = runs.build_engine(cfg, path, processor, updates=cfg.steps)
+        engine = runs.build_engine(cfg, path, processor, optimizer_steps=cfg.steps)
         rollout = runs.build_rollout(cfg, path, processor, engine)
         start = runs.resume(cfg, run, checkpoints=engine)["step"]
     sampler = runs.PolicySampler(cfg, run, task, processor, engine, rollout)
