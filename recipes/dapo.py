@@ -92,7 +92,7 @@ def draw_batch(task, draws: int, cfg: Config, sampler, engine):
             rows = step_rows(task.train, draws + draw, cfg.prompts_per_draw, cfg.seed)
             prompts = sampler.encode((draw * cfg.prompts_per_draw + i, row) for i, row in rows)
             sampling = Sampling(cfg.max_new_tokens, cfg.temperature, seed=(cfg.seed, draws + draw))
-            drawn = sampler.draw(prompts, sampling, n=cfg.group_size)
+            drawn = sampler.sample(prompts, sampling, n=cfg.group_size)
             answers = answers + drawn if answers else drawn
             batch = collate(answers.judged)
             teaches = torch.zeros((draw + 1) * cfg.prompts_per_draw, dtype=torch.long)
@@ -126,7 +126,7 @@ def main(cfg: Config) -> None:
         rollout = runs.build_rollout(cfg, path, processor, engine)
         state = runs.resume(cfg, run, checkpoints=engine)
     sampler = runs.PolicySampler(cfg, run, task, processor, engine, rollout)
-    evaluate = partial(sampler.evaluate, sampler.encode(enumerate(task.heldout)))
+    evaluate = partial(runs.evaluate_heldout, sampler, sampler.encode(enumerate(task.heldout)))
     if state["step"] == 0:
         evaluate("before")
 

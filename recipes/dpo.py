@@ -141,7 +141,7 @@ def main(cfg: Config) -> None:
         out = engine.infer_batch(heldout_batch)
         found = runs.global_loss(engine, loss_fn, out, heldout_batch)
         found = {"heldout_loss": found["loss"], "preference_accuracy": found["preference/accuracy"]}
-        return sampler.evaluate(heldout, when, **found)
+        return runs.evaluate_heldout(sampler, heldout, when, **found)
 
     if start == 0:
         evaluate("before")

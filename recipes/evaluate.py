@@ -80,11 +80,11 @@ def table(tasks: dict[str, dict[str, float]]) -> str:
 def evaluate_rows(rows, cfg: Config, task_number: int, sampler):
     """This rank's answers to its share of some rows, as JSON objects, and what it counted."""
     prompts = sampler.encode(rows)
-    greedy = sampler.draw(prompts, Sampling(cfg.max_new_tokens, temperature=0.0))
+    greedy = sampler.sample(prompts, Sampling(cfg.max_new_tokens, temperature=0.0))
     sampled = runs.Answers()
     if cfg.group_size:
         sampling = Sampling(cfg.max_new_tokens, cfg.temperature, seed=(cfg.seed, task_number))
-        sampled = sampler.draw(prompts, sampling, n=cfg.group_size)
+        sampled = sampler.sample(prompts, sampling, n=cfg.group_size)
     rewards = [
         [None if math.isnan(r) else r for r in x.rewards.tolist()] for x in (greedy, sampled)
     ]

@@ -162,7 +162,7 @@ def run_on_servers(cfg: Config, stack: ExitStack) -> None:
         start = runs.resume(cfg, run, checkpoints=engine)["step"]
     sampler = runs.PolicySampler(cfg, run, task, processor, engine, rollout, sends_weights=False)
     heldout = sampler.encode(enumerate(task.heldout))
-    evaluate = partial(sampler.evaluate, heldout)
+    evaluate = partial(runs.evaluate_heldout, sampler, heldout)
     check_weights = partial(
         stop_if_weights_did_not_arrive, cfg, run, sampler, engine, heldout.samples[:4]
     )

@@ -226,7 +226,7 @@ def main(cfg: Config) -> None:
         rollout = runs.build_rollout(cfg, path, processor, engine, beside=[critic])
         state = runs.resume(cfg, run, checkpoints=engine, critic_checkpoints=critic)
     sampler = runs.PolicySampler(cfg, run, task, processor, engine, rollout)
-    evaluate = partial(sampler.evaluate, sampler.encode(enumerate(task.heldout)))
+    evaluate = partial(runs.evaluate_heldout, sampler, sampler.encode(enumerate(task.heldout)))
     if state["step"] == 0:
         evaluate("before")
 
@@ -238,7 +238,7 @@ def main(cfg: Config) -> None:
     for step in run.steps(state["step"], cfg.steps):
         prompts = next(prompts_of_steps)
         sampling = Sampling(cfg.max_new_tokens, cfg.temperature, seed=(cfg.seed, step))
-        answers = sampler.answer(prompts, sampling, n=cfg.group_size)
+        answers = sampler.sync_and_sample(prompts, sampling, n=cfg.group_size)
         sampler.stop_if_rewards_failed(answers)
 
         run.phase("train")

@@ -40,7 +40,7 @@ def evaluate_chats(when: str, run, engine, sampler, chats):
     run.phase("evaluate")
     batch = collate(chats.sequences)
     found = runs.global_loss(engine, loss_fn, engine.infer_batch(batch), batch)
-    return sampler.evaluate(chats, when, heldout_loss=found["loss"])
+    return runs.evaluate_heldout(sampler, chats, when, heldout_loss=found["loss"])
 
 
 def main(cfg: Config) -> None:

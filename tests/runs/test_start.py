@@ -14,9 +14,9 @@ from rlkit.runs import (
     TrainingOptions,
     build_engine,
     one_sentence_errors,
-    release_directory,
     start_run,
 )
+from rlkit.runs.directory import release_directory
 from rlkit.vlm import build_tiny, load_processor
 
 
