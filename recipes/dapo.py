@@ -46,10 +46,10 @@ from rlkit.rollout import Sampling
 class Config(runs.PolicyOptions, runs.TrainingOptions):
     steps: int = 150
     prompts_per_draw: int = 48
-    """Prompts to sample at a time (verl's gen_batch_size), until a step has --prompts_per_step of
-    which the answers have differing rewards."""
+    """Prompts per draw (verl's gen_batch_size). Draws repeat until --prompts_per_step prompts have
+    answers with different rewards."""
     max_num_gen_batches: int = 3
-    """Most such draws for one step."""
+    """Maximum number of draws per step."""
     mini_batches: int = 2
     """Mini-batches per batch, split by prompt. Each is one optimizer step."""
     overlong_buffer: int = 2

@@ -139,9 +139,12 @@ def main(cfg: Config) -> None:
         """Loss and preference accuracy on the held-out pairs, and accuracy of greedy answers."""
         run.phase("evaluate")
         out = engine.infer_batch(heldout_batch)
-        found = runs.global_loss(engine, loss_fn, out, heldout_batch)
-        found = {"heldout_loss": found["loss"], "preference_accuracy": found["preference/accuracy"]}
-        return runs.evaluate_heldout(sampler, heldout, when, **found)
+        metrics = runs.global_loss(engine, loss_fn, out, heldout_batch)
+        measured = {
+            "heldout_loss": metrics["loss"],
+            "preference_accuracy": metrics["preference/accuracy"],
+        }
+        return runs.evaluate_heldout(sampler, heldout, when, **measured)
 
     if start == 0:
         evaluate("before")

@@ -50,8 +50,8 @@ from rlkit.rollout.serve import serving
 class Config(runs.PolicyOptions, runs.TrainingOptions):
     steps: int = 130
     max_staleness: int = 1
-    """Most updates between the weights that sampled a token and those that train on it. 0: sample
-    and train in turn."""
+    """Maximum number of updates between the weights that sampled a token and those that train on
+    it. 0: sample and train in turn."""
     clip_low: float = 0.2
     """Lower bound of the ratio is 1 - clip_low."""
     clip_high: float = 0.28

@@ -47,10 +47,11 @@ class Config(runs.PolicyOptions, runs.TrainingOptions):
     updates_per_batch: int = 1
     """Optimizer steps on each batch. Above 1, the clipped ratio matters."""
     max_turns: int = 2
-    """Most turns of the policy per episode."""
+    """Maximum number of turns of the policy per episode."""
     max_new_tokens: int = 12
     max_response_tokens: int = 0
-    """Most tokens per episode after the prompt, with tool output. 0: the rest of the context."""
+    """Maximum number of tokens per episode after the prompt, with tool output. 0: the rest of the
+    context."""
     tool_timeout: float = 60.0
     """Time limit of one call of the tool, in seconds."""
     show_failures: bool = False

@@ -51,8 +51,8 @@ class Config(runs.PolicyOptions, runs.TrainingOptions):
     updates_per_batch: int = 1
     """Optimizer steps on each batch. Above 1, the clipped ratio matters."""
     loss: Literal["clipped", "gspo", "cispo"] = "clipped"
-    """clipped: the PPO clip of each token's ratio. gspo: of a whole answer's ratio. cispo: the
-    importance weight of each token is clipped."""
+    """clipped: the PPO clip of each token's ratio. gspo: clips the ratio of the whole answer.
+    cispo: clips each token's importance weight."""
     clip_low: float = 0.2
     """Lower bound of the ratio is 1 - clip_low."""
     clip_high: float = 0.28

@@ -79,11 +79,11 @@ def with_other_answers(rows):
     taken of these."""
     rows = list(rows)
     answers = [row.get("completion") for _, row in rows]  # None where a row cannot be read
-    found = []
+    with_others = []
     for i, (group_id, row) in enumerate(rows):
         others = [answer for answer in answers[i + 1 :] + answers[: i + 1] if answer is not None]
-        found.append((group_id, {**row, "other_answer": others[0] if others else None}))
-    return found
+        with_others.append((group_id, {**row, "other_answer": others[0] if others else None}))
+    return with_others
 
 
 def own_and_other_answer(row):
@@ -130,9 +130,9 @@ def main(cfg: Config) -> None:
         z0 = estimate_z0(heldout.sequences, cfg, engine, reference)
         loss_fn = partial(answer_loss, z0=z0, good=good, cfg=cfg)
         out = engine.infer_batch(heldout_batch)
-        found = runs.global_loss(engine, loss_fn, out, heldout_batch)
-        found = {"heldout_loss": found["loss"], "marked_accuracy": found["marked/accuracy"]}
-        return runs.evaluate_heldout(sampler, heldout, when, **found)
+        metrics = runs.global_loss(engine, loss_fn, out, heldout_batch)
+        measured = {"heldout_loss": metrics["loss"], "marked_accuracy": metrics["marked/accuracy"]}
+        return runs.evaluate_heldout(sampler, heldout, when, **measured)
 
     if start == 0:
         evaluate("before")

@@ -86,10 +86,10 @@ def main(cfg: Config) -> None:
         """Loss and preference accuracy on the held-out pairs; returns the scored answers."""
         run.phase("evaluate")
         out = engine.infer_batch(heldout_batch)
-        found = runs.global_loss(engine, loss_fn, out, heldout_batch)
-        found = {"accuracy": found["preference/accuracy"], "heldout_loss": found["loss"]}
+        metrics = runs.global_loss(engine, loss_fn, out, heldout_batch)
+        results = {"accuracy": metrics["preference/accuracy"], "heldout_loss": metrics["loss"]}
         counts = {"rows": len(heldout.samples), "skipped": len(heldout.skipped)}
-        runs.record_evaluation(run, engine, when, found, **counts)
+        runs.record_evaluation(run, engine, when, results, **counts)
         scored = zip(heldout.sequences, out["values"].sum(1).tolist(), strict=True)
         return [replace(answer, reward=score) for answer, score in scored]
 

@@ -39,8 +39,8 @@ def evaluate_chats(when: str, run, engine, sampler, chats):
     """Loss of held-out chats and accuracy of greedy answers; returns these answers."""
     run.phase("evaluate")
     batch = collate(chats.sequences)
-    found = runs.global_loss(engine, loss_fn, engine.infer_batch(batch), batch)
-    return runs.evaluate_heldout(sampler, chats, when, heldout_loss=found["loss"])
+    metrics = runs.global_loss(engine, loss_fn, engine.infer_batch(batch), batch)
+    return runs.evaluate_heldout(sampler, chats, when, heldout_loss=metrics["loss"])
 
 
 def main(cfg: Config) -> None:

@@ -15,6 +15,7 @@ A recipe calls these functions, in this order:
 
 from rlkit.runs.ahead import one_ahead
 from rlkit.runs.answers import Answers, Prompts
+from rlkit.runs.answers_file import append_answers, resume_answers
 from rlkit.runs.checkpoints import finish, resume, save
 from rlkit.runs.evaluation import evaluate_every, mean_and_error, pass_at_k, record_evaluation, with_intervals
 from rlkit.runs.given_answers import answer_encoder, chat_encoder, global_loss
@@ -70,6 +71,7 @@ __all__ = [
     "TrainingOptions",
     "adapter_flags",
     "answer_encoder",
+    "append_answers",
     "batch_totals",
     "build_engine",
     "build_reference",
@@ -96,6 +98,7 @@ __all__ = [
     "pass_at_k",
     "record_evaluation",
     "resume",
+    "resume_answers",
     "run_recipe",
     "save",
     "start_run",

@@ -249,8 +249,8 @@ def sync_check_dtype(cfg: EngineOptions, rollout: Any = None) -> torch.dtype | N
     """
     if "bfloat16" in (cfg.dtype, cfg.compute_dtype):
         return torch.bfloat16
-    of_sampler = getattr(rollout, "weight_dtype", None)
-    return of_sampler if of_sampler in (torch.bfloat16, torch.float16) else None
+    sampler_dtype = getattr(rollout, "weight_dtype", None)
+    return sampler_dtype if sampler_dtype in (torch.bfloat16, torch.float16) else None
 
 
 class RunSchedule(LambdaLR):
