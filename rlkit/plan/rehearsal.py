@@ -116,7 +116,7 @@ def _rehearse(cfg: Any, roles: Roles, models: dict[str, Any], ledger: Ledger, im
         if name == "reference":
             engines[name] = make_engine(cfg.engine, kind, **options)
         else:
-            engines[name] = training_engine(cfg, kind, lr=0.0, updates=1, fused=True, **options)
+            engines[name] = training_engine(cfg, kind, lr=0.0, optimizer_steps=1, fused=True, **options)
         kept = "reference" if name == "reference" else "parameters"
         ledger.mark(kept, local(engines[name].module.parameters()))
     for engine in engines.values():

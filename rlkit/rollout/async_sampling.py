@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any
@@ -43,7 +43,7 @@ class BatchTiming:
     submitted: float
     finished: float = float("inf")
 
-    def on_done(self, _: Future[list[Sample]]) -> None:
+    def on_done(self, _: Future[Any]) -> None:
         self.finished = time.perf_counter()
 
 
@@ -56,6 +56,8 @@ class AsyncSampler:
         n: samples of each prompt.
         max_staleness: most updates between the weights that generated a token and those that are trained with it.
         timeout: seconds to wait for a batch.
+        submit: replaces `rollout.submit`, for example `score_as_written(rollout.submit, reward)`. Its results are those
+            of the iteration.
 
     Raises:
         ValueError: a rollout that cannot sample while weights change, or a negative bound.
@@ -69,6 +71,7 @@ class AsyncSampler:
         n: int = 1,
         max_staleness: int = 1,
         timeout: float = 3600.0,
+        submit: Callable[..., Future[Any]] | None = None,
     ) -> None:
         if not hasattr(rollout, "submit"):
             raise ValueError(
@@ -77,12 +80,13 @@ class AsyncSampler:
         if max_staleness < 0:
             raise ValueError(f"max_staleness: expected at least 0, got {max_staleness}")
         self.rollout, self.n, self.max_staleness, self.timeout = rollout, n, max_staleness, timeout
+        self.submit = submit or rollout.submit
         self.batches, self.exhausted = iter(batches), False
         self.submitted = self.updates = 0
-        self.in_flight: deque[tuple[Future[list[Sample]], BatchTiming]] = deque()
+        self.in_flight: deque[tuple[Future[Any], BatchTiming]] = deque()
         self.timings: list[BatchTiming] = []  # of the batches handed out, to see how much overlapped
 
-    def __iter__(self) -> Iterator[list[Sample]]:
+    def __iter__(self) -> Iterator[Any]:
         """Batches in order; a batch that failed raises its error.
 
         Raises:
@@ -111,7 +115,7 @@ class AsyncSampler:
                 return
             requests, sampling = batch
             timing = BatchTiming(time.perf_counter())
-            samples = self.rollout.submit(requests, sampling, self.n)
+            samples = self.submit(requests, sampling, self.n)
             samples.add_done_callback(timing.on_done)
             self.in_flight.append((samples, timing))
             self.submitted += 1

@@ -161,5 +161,5 @@ def write_report_and_cards(cfg: Any, run: Run, samples: Sequence[Sample], reposi
 
 def _reward(sample: Sample) -> float:
     """A sort key: a missing reward or nan is the lowest."""
-    known = isinstance(sample.reward, int | float) and not math.isnan(sample.reward)
-    return sample.reward if known else -math.inf
+    is_number = isinstance(sample.reward, int | float) and not math.isnan(sample.reward)
+    return sample.reward if is_number else -math.inf

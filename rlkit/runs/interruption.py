@@ -67,8 +67,8 @@ def end_after_step(run: Run) -> None:
 
 def a_signal_has_come() -> bool:
     """Whether any rank has received a signal that ends the run. All ranks call this together."""
-    own = torch.tensor(_signals[0] if _signals else 0)
-    number = int(all_reduce(own, dist.ReduceOp.MAX).item())
+    local_signal = torch.tensor(_signals[0] if _signals else 0)
+    number = int(all_reduce(local_signal, dist.ReduceOp.MAX).item())
     if number and not _signals:
         _signals.append(number)
     return bool(number)

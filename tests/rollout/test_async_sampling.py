@@ -9,6 +9,7 @@ import torch
 from waiting import until
 
 from rlkit.data.samples import prompt_sample
+from rlkit.rewards import score_as_written
 from rlkit.rollout import Sampling, make_rollout
 from rlkit.rollout.async_sampling import AsyncSampler
 from rlkit.vlm import load_processor
@@ -141,3 +142,14 @@ def test_failures_are_raised_in_the_training_loop(make):
         ValueError, match="rollout: expected one on servers, got object, which cannot sample during training"
     ):
         AsyncSampler(object(), batches(1))
+
+
+def test_submit_can_add_rewards_to_the_samples(make):
+    """Weights still go to the rollout."""
+    rollout, _ = make()
+    submit = score_as_written(rollout.submit, lambda text, row: 0.5)
+    sampler = AsyncSampler(rollout, batches(2), max_staleness=0, submit=submit)
+    for samples, rewards, _, _ in sampler:
+        assert len(samples) == 2 and rewards.tolist() == [0.5, 0.5]
+        sampler.update_weights(iter(WEIGHTS))
+    assert rollout.version == 2
