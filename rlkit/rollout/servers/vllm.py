@@ -214,7 +214,7 @@ class VllmServerRollout(ServerRollout):
     async def _handshake(self, server: Server) -> tuple[int, int]:
         request = self.pool.request
         check_suppressed_token_ids(self.suppressed_token_ids)
-        check_weights_are_used(self.model)
+        check_weights_are_used(self.config)
         try:
             version = (await request(server, "GET", "/version"))["version"]
             card = (await request(server, "GET", "/v1/models"))["data"][0]
