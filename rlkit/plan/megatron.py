@@ -240,7 +240,7 @@ def gradient_bytes(stage: StageParameters) -> int:
 # --- activations
 
 
-def layer_bytes(config: Any, dims: ParallelDims, micro_batch: MicroBatch, *, width: int = WEIGHT) -> int:
+def layer_bytes(config: Any, dims: ParallelDims, micro_batch: MicroBatch) -> int:
     """Bytes that one layer saves for its backward pass on one rank, without recomputation.
 
     The saved numbers per token of this rank, in a layer with H hidden units, Q query units (heads times head size D), K
@@ -262,7 +262,6 @@ def layer_bytes(config: Any, dims: ParallelDims, micro_batch: MicroBatch, *, wid
         config: of the transformers model.
         dims: degrees of parallelism.
         micro_batch: the largest of a rank.
-        width: bytes of a number.
     """
     text = config.get_text_config()
     hidden, heads, tensor = text.hidden_size, text.num_attention_heads, dims.tensor
@@ -280,8 +279,8 @@ def layer_bytes(config: Any, dims: ParallelDims, micro_batch: MicroBatch, *, wid
     if is_moe(text):
         routed = tokens / sharing * text.num_experts_per_tok
         numbers += routed * (hidden + 6 * text.moe_intermediate_size)
-        return round(width * numbers + tokens / sharing * 8 * text.num_experts)  # float32 logits and probabilities
-    return round(width * (numbers + tokens * 5 * text.intermediate_size / tensor))
+        return round(WEIGHT * numbers + tokens / sharing * 8 * text.num_experts)  # float32 logits and probabilities
+    return round(WEIGHT * (numbers + tokens * 5 * text.intermediate_size / tensor))
 
 
 def activation_bytes(

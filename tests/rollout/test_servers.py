@@ -357,9 +357,10 @@ def test_the_next_bucket_is_gathered_while_one_is_sent():
 
     loaded = Future()
     loaded.set_result(None)
-    assert send_weights(watched(), Group(), lambda _: loaded, bucket_bytes=16, timeout=10) == 4 * 16
+    send_weights(watched(), Group(), lambda _: loaded, bucket_bytes=16, timeout=10)
     assert sent == [["w0"], ["w1"], ["w2"], ["w3"]] and threads == {threading.current_thread()}
-    assert send_weights([], Group(), lambda _: loaded) == 0
+    send_weights([], Group(), lambda _: loaded)  # nothing is sent
+    assert len(sent) == 4
 
 
 def test_unfinished_answers_continue_under_new_weights(connect):
