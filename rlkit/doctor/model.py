@@ -13,6 +13,7 @@ from rlkit.vlm import encode_prompt, load_model, load_processor
 from rlkit.vlm.families import bidirectional_obstacle, head_obstacle, packing_obstacle
 from rlkit.vlm.inputs import position_spec
 from rlkit.vlm.loading import has_vision, load_config, model_path
+from rlkit.vlm.processors import check_vocabulary
 from rlkit.vlm.weight_files import INDEX, listed_files
 
 
@@ -94,6 +95,10 @@ def _check_processor(name: str, config: Any, trust_remote_code: bool) -> Iterato
     yield Finding(
         "chat template", f"{len(prompt.compact_ids)} tokens{images}: {tokenizer.decode(prompt.compact_ids)!r}"
     )
-    vocabulary = config.get_text_config().vocab_size
-    if len(tokenizer) > vocabulary:
-        yield Finding("vocabulary", f"expected at most {vocabulary} tokens, got a tokenizer of {len(tokenizer)}", False)
+    try:
+        check_vocabulary(processor, config)
+    except ValueError as error:
+        yield Finding("vocabulary", str(error), False)
+        return
+    if (without := len(tokenizer) - config.get_text_config().vocab_size) > 0:
+        yield Finding("vocabulary", f"special tokens without an embedding, which no text may have: {without}", None)
