@@ -22,7 +22,7 @@ class Workload:
 
     Attributes:
         prompt, answer: number of tokens.
-        image_tokens: how many tokens of a prompt are image tokens.
+        image_tokens: how many tokens of a prompt are those of images, or of videos.
         prompts: number of prompts.
         group_size: answers to each prompt.
     """
