@@ -89,7 +89,7 @@ def estimate(cfg: Any, roles: Roles, world: int, image_tokens: int | None) -> Re
     for stage in range(dims.pipeline):
         resident = _resident(roles, trained, dims, world, stage)
         stages.append((_phases(cfg, roles, trained, dims, workload, micro_batch, stage, resident), resident))
-    peaks, resident = max(stages, key=lambda found: max(sum(kinds.values()) for kinds in found[0].values()))
+    peaks, resident = max(stages, key=lambda stage: max(sum(kinds.values()) for kinds in stage[0].values()))
     sizes = [(p.numel(), p.requires_grad) for p in (trained.get("policy") or trained["critic"]).parameters()]
     return Rehearsal(
         peaks=peaks,
@@ -292,12 +292,12 @@ def activation_bytes(
     layer keeps its input only, and one layer at a time has all of its activations.
     """
     text = config.get_text_config()
-    layers, one = text.num_hidden_layers // dims.pipeline, layer_bytes(config, dims, micro_batch)
+    layers, of_layer = text.num_hidden_layers // dims.pipeline, layer_bytes(config, dims, micro_batch)
     sharing = dims.tensor if dims.sequence_parallel else 1
     hidden = WEIGHT * micro_batch.tokens // dims.context * text.hidden_size
-    kept = layers * hidden // sharing if cfg.enable_gradient_checkpointing else layers * one
+    kept = layers * hidden // sharing if cfg.enable_gradient_checkpointing else layers * of_layer
     in_flight = min(dims.pipeline - stage, micro_batch.count)
-    total = in_flight * kept + (one if cfg.enable_gradient_checkpointing else 0)
+    total = in_flight * kept + (of_layer if cfg.enable_gradient_checkpointing else 0)
     if has_vision(config) and stage == 0 and not cfg.freeze_vision_tower:
         images = -(-micro_batch.tokens // (workload.prompt + workload.group_size * workload.answer))
         total += in_flight * images * tower_bytes(config, workload.image_patches(config))

@@ -39,15 +39,15 @@ def score(reward: Reward, samples: Sequence[Sample], *, threads: int = 1, failur
             judge).
         failures: counts the reasons why samples are not judged; by default those of this call.
     """
-    own = Failures("reward") if failures is None else failures
-    judge = partial(_judge, reward, own)
+    counted = Failures("reward") if failures is None else failures
+    judge = partial(_judge, reward, counted)
     if threads == 1:  # in this thread: a reward may use signals
         values = [judge(sample) for sample in samples]
     else:
         with ThreadPoolExecutor(threads) as pool:
             values = list(pool.map(judge, samples))
     if failures is None:
-        own.log_repeated()
+        counted.log_repeated()
     return torch.tensor(values, dtype=torch.float32)
 
 

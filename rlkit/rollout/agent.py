@@ -106,8 +106,8 @@ def run_episodes(
     failures = Failures("tool") if failures is None else failures
     params = sampling_per_request(sampling, requests)
     token_limits = [
-        _token_limit(request, one, max_tokens, max_response_tokens)
-        for request, one in zip(requests, params, strict=True)
+        _token_limit(request, request_sampling, max_tokens, max_response_tokens)
+        for request, request_sampling in zip(requests, params, strict=True)
     ]
     if requests:
         _check_template_keeps_turns(processor, requests[0].row, role)

@@ -254,12 +254,12 @@ def main() -> None:
     parser.add_argument("--host", default="127.0.0.1", help="address to listen on")
     parser.add_argument("--tensor_parallel_size", type=int, default=1, help="GPUs of each server")
     parser.add_argument("--timeout", type=float, default=900.0, help="seconds to wait until all servers are up")
-    known, rest = parser.parse_known_args()
+    options, vllm_options = parser.parse_known_args()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))  # leaves the `with`, which stops the servers
     try:
-        with serving(**vars(known), options=rest) as servers:
+        with serving(**vars(options), options=vllm_options) as servers:
             print(f"up: --servers {' '.join(servers)}", flush=True)
-            if known.host not in LOOPBACK and TOKEN_VARIABLE not in os.environ:
+            if options.host not in LOOPBACK and TOKEN_VARIABLE not in os.environ:
                 print(f"clients on other machines need their token in {TOKEN_VARIABLE}: set it before you start this")
             signal.pause()
     except (RuntimeError, ValueError) as error:
