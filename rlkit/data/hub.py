@@ -35,13 +35,13 @@ def read_splits(source: str, subset: str | None = None) -> Any:
     check_source(source, "data set")
     try:
         if _is_saved(source):
-            found = datasets.load_from_disk(source)
-            found = found if isinstance(found, dict) else datasets.DatasetDict(train=found)
+            splits = datasets.load_from_disk(source)
+            splits = splits if isinstance(splits, dict) else datasets.DatasetDict(train=splits)
         else:
-            found = datasets.load_dataset(source, subset)
+            splits = datasets.load_dataset(source, subset)
     except (datasets.exceptions.DatasetGenerationError, OSError, ValueError) as error:
         raise ValueError(f"data set {source!r}: {error.__cause__ or error}") from error
-    return datasets.DatasetDict({name: without_decoding(table) for name, table in found.items()})
+    return datasets.DatasetDict({name: without_decoding(table) for name, table in splits.items()})
 
 
 def read_split(source: str, split: str, subset: str | None = None) -> Any:

@@ -65,10 +65,10 @@ FEATURES = (
 
 def check_devices() -> Iterator[Finding]:
     """Check versions, GPUs, CPU, memory and disk."""
-    known = ", ".join(f"{name} {number}" for name, number in versions().items() if name not in ("python", "rlkit-vlm"))
+    packages = {name: number for name, number in versions().items() if name not in ("python", "rlkit-vlm")}
     yield Finding("rlkit", f"{__version__}, from {Path(__file__).parents[1]}", None)
     yield Finding("Python", f"{platform.python_version()} on {platform.platform()}", sys.version_info >= (3, 11))
-    yield Finding("packages", known, None)
+    yield Finding("packages", ", ".join(f"{name} {number}" for name, number in packages.items()), None)
     if not torch.cuda.is_available():
         yield Finding("GPU", why_no_gpu(), None)
     for i in range(torch.cuda.device_count() if torch.cuda.is_available() else 0):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -14,8 +13,8 @@ from rlkit.vlm import encode_prompt, load_model, load_processor
 from rlkit.vlm.families import bidirectional_obstacle, head_obstacle, packing_obstacle
 from rlkit.vlm.inputs import position_spec
 from rlkit.vlm.loading import has_vision, load_config, model_path
-
-INDEX = "model.safetensors.index.json"
+from rlkit.vlm.processors import check_vocabulary
+from rlkit.vlm.weight_files import INDEX, listed_files
 
 
 def check_model(name: str, *, trust_remote_code: bool = False) -> Iterator[Finding]:
@@ -49,7 +48,7 @@ def check_weight_files(folder: Path) -> Iterator[Finding]:
         )
         return
     if (folder / INDEX).exists():
-        names = sorted(set(json.loads((folder / INDEX).read_text())["weight_map"].values()))
+        names = listed_files(folder / INDEX)
     else:
         names = [path.name for path in (*folder.glob("*.safetensors"), *folder.glob("pytorch_model*.bin"))]
     missing = [name for name in names if not (folder / name).exists()]
@@ -96,6 +95,10 @@ def _check_processor(name: str, config: Any, trust_remote_code: bool) -> Iterato
     yield Finding(
         "chat template", f"{len(prompt.compact_ids)} tokens{images}: {tokenizer.decode(prompt.compact_ids)!r}"
     )
-    vocabulary = config.get_text_config().vocab_size
-    if len(tokenizer) > vocabulary:
-        yield Finding("vocabulary", f"expected at most {vocabulary} tokens, got a tokenizer of {len(tokenizer)}", False)
+    try:
+        check_vocabulary(processor, config)
+    except ValueError as error:
+        yield Finding("vocabulary", str(error), False)
+        return
+    if (without := len(tokenizer) - config.get_text_config().vocab_size) > 0:
+        yield Finding("vocabulary", f"special tokens without an embedding, which no text may have: {without}", None)

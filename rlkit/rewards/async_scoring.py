@@ -63,11 +63,10 @@ class Judge:
             A run logs these as `time/judging`; `time/reward` is the time that the run waited.
         """
         taken, self.under_way = [self.under_way[i] for i in sorted(self.under_way)], {}
-        judged = (one.result() if isinstance(one, Future) else _judge(self.reward, one, self.failures) for one in taken)
-        found = list(judged)
+        judged = [x.result() if isinstance(x, Future) else _judge(self.reward, x, self.failures) for x in taken]
         self.failures.log_repeated()
         self.reasons = self.failures.take()
-        return _together(self.reward, found)
+        return _together(self.reward, judged)
 
 
 def score_as_written(
@@ -97,12 +96,13 @@ def score_as_written(
 
     async def judge_all(under_way: list[Future[list[Sample]]]) -> tuple[list[Sample], Tensor, dict[str, Tensor], float]:
         try:
-            found = await asyncio.gather(*map(judge, under_way))
+            groups = await asyncio.gather(*map(judge, under_way))
         finally:
             for sampled in under_way:
                 sampled.cancel()  # a finished request stays as it is
             counted.log_repeated()
-        return [sample for group, _ in found for sample in group], *_together(reward, [one for _, one in found])
+        samples = [sample for group, _ in groups for sample in group]
+        return samples, *_together(reward, [judged for _, judged in groups])
 
     def submit_judged(prompts: Sequence[Sample], sampling: Any, n: int = 1) -> Future:
         return asyncio.run_coroutine_threadsafe(judge_all([submit([p], sampling, n) for p in prompts]), loop)
@@ -115,10 +115,10 @@ def _judge(reward: Reward, samples: Sequence[Sample], failures: Failures) -> Jud
     return *score_parts(reward, samples, failures=failures), start, time.perf_counter()
 
 
-def _together(reward: Reward, found: Sequence[Judged]) -> tuple[Tensor, dict[str, Tensor], float]:
-    if not found:
+def _together(reward: Reward, judged: Sequence[Judged]) -> tuple[Tensor, dict[str, Tensor], float]:
+    if not judged:
         return *score_parts(reward, []), 0.0
-    rewards, parts, starts, ends = zip(*found, strict=True)
+    rewards, parts, starts, ends = zip(*judged, strict=True)
     joined = {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
     return torch.cat(rewards), joined, covered(starts, ends)
 

@@ -45,6 +45,7 @@ from rlkit.vlm.adapt import adapter_parameters
 from rlkit.vlm.chat_template import check_template_options
 from rlkit.vlm.loading import load_config, model_path
 from rlkit.vlm.model_config import is_config_file, write_model
+from rlkit.vlm.processors import check_vocabulary
 
 DEFAULT_UTILIZATION = 0.8  # share of a GPU's memory; for hf, and for vLLM where free memory cannot be measured
 
@@ -71,21 +72,19 @@ def find_model(cfg: Any, run: Run, rows: Sequence[Mapping[str, Any]], **tiny: An
             write_model(cfg.model, cfg.model_config, place, seed=cfg.seed)
 
     decided_by_rank_0(write)
-    processor = processor_of(cfg, str(place))
-    tokens = len(getattr(processor, "tokenizer", processor))
-    if (size := load_config(str(place)).get_text_config().vocab_size) < tokens:
-        raise ValueError(f"vocab_size: expected at least the {tokens} tokens of the model's tokenizer, got {size}")
-    return str(place), processor
+    return str(place), processor_of(cfg, str(place))
 
 
 def processor_of(cfg: Any, path: str) -> Any:
     """The processor of a model, with the run's options for videos.
 
     Raises:
-        ValueError: as `load_processor`, or its chat template does not have an option that the run asks for.
+        ValueError: as `load_processor` and `rlkit.vlm.processors.check_vocabulary`, or its chat template does not have
+            an option that the run asks for.
     """
     videos = {name: getattr(cfg, name) for name in ("video_fps", "video_frames", "video_sound")}
     processor = load_processor(path, trust_remote_code=cfg.trust_remote_code, **videos)
+    check_vocabulary(processor, load_config(path, trust_remote_code=cfg.trust_remote_code))
     check_template_options(processor, cfg.chat_template_kwargs)
     return processor
 

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rlkit.data.lookup import check_source, requires_extra
+from rlkit.data.lookup import check_source, one_line, requires_extra
 from rlkit.vlm.families import WHOLE_MODELS
 from rlkit.vlm.model_size import check_fits_files, check_layer_counts
 from rlkit.vlm.pretrained import SMOLLM2, gguf_path, smollm2_path
@@ -73,7 +73,7 @@ def load_config(path: str | Path, *, trust_remote_code: bool = False, file: str 
     except (OSError, ValueError) as error:
         raise ValueError(f"model {path!r}: {error}") from error
     except Exception as error:  # a configuration is data: it may be wrong in any way
-        raise ValueError(f"model {path!r}: config.json: {_one_line(error)}") from error
+        raise ValueError(f"model {path!r}: config.json: {one_line(error)}") from error
     if (thinker := thinker_config(config)) is not config:
         thinker.name_or_path = path
     return thinker
@@ -165,7 +165,7 @@ def make_model(path: str | Path, *, dtype: torch.dtype = torch.float32) -> Any:
     try:
         return _auto_class(config).from_config(config, dtype=dtype).eval()
     except Exception as error:  # a configuration is data: it may be wrong in any way
-        raise ValueError(f"model {path!r}: config.json: {_one_line(error)}") from error
+        raise ValueError(f"model {path!r}: config.json: {one_line(error)}") from error
 
 
 def load_pretrained(path: str, config: Any, **options: Any) -> Any:
@@ -245,12 +245,8 @@ def _check_sizes(path: str, config: Any, **options: Any) -> None:
         with torch.device("meta"):
             model = _auto_class(config).from_config(config, **known)
     except Exception as error:  # a configuration is data: it may be wrong in any way
-        raise ValueError(f"model {path!r}: config.json: {_one_line(error)}") from error
+        raise ValueError(f"model {path!r}: config.json: {one_line(error)}") from error
     check_fits_files(path, config, model)
-
-
-def _one_line(error: Exception) -> str:
-    return f"{type(error).__name__}: {' '.join(str(error).split())}"
 
 
 def _auto_class(config: Any) -> Any:

@@ -19,6 +19,7 @@ from rlkit.doctor.servers import check_servers
 from rlkit.doctor.task import check_rewards, check_rows, show_rows
 from rlkit.rewards.rules import exact_match, numeric_match
 from rlkit.rollout.servers.token import OPEN_ROUTE, TOKEN_VARIABLE
+from rlkit.runs.models import processor_of
 from rlkit.vlm import load_processor
 
 
@@ -120,6 +121,25 @@ def test_a_missing_shard_is_named(tmp_path):
     (tmp_path / names["b.weight"]).write_bytes(b"x")
     (finding,) = check_weight_files(tmp_path)
     assert finding.ok and finding.text.startswith("2 files")
+
+
+@pytest.mark.parametrize(("special", "passes"), [(False, False), (True, True)])
+def test_a_tokenizer_with_more_tokens_than_embeddings(tiny_dir, tmp_path, special, passes):
+    """A run refuses what the check refuses. Gemma 3's text models have a special token that they never see."""
+    path = tmp_path / "model"
+    shutil.copytree(tiny_dir, path)
+    processor = load_processor(str(path))
+    processor.tokenizer.add_tokens(["<new>"], special_tokens=special)
+    processor.save_pretrained(path)
+    text, ok = texts(check_model(str(path)))["vocabulary"]
+    cfg = doctor_command.Options(model=str(path))
+    if passes:
+        assert ok is None and text == "special tokens without an embedding, which no text may have: 1"
+        processor_of(cfg, str(path))
+        return
+    assert ok is False and text.endswith(", so that '<new>' has no embedding")
+    with pytest.raises(ValueError, match="^vocab_size: .*'<new>' has no embedding$"):
+        processor_of(cfg, str(path))
 
 
 # --- a task
