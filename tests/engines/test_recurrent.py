@@ -29,8 +29,14 @@ CASES = {  # (tokens of a prompt, tokens of each of its answers)
 }
 
 
-def model_of(family):
-    return text_model(family, {**TEXT.get(family, LINEAR), "max_position_embeddings": 512})
+def model_of(family, **sizes):
+    """A tiny model whose states last: as transformers draws `A_log`, they decay within a token or two."""
+    model = text_model(family, {**TEXT.get(family, LINEAR), "max_position_embeddings": 512, **sizes})
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if name.endswith("A_log"):
+                parameter.fill_(-4)
+    return model
 
 
 def batch_of(groups):
@@ -54,6 +60,11 @@ def test_answers_that_continue_equal_single_sequences(case, checkpointing):
         model.train()
         model.gradient_checkpointing_enable()
     check(model, *batch_of(CASES[case]), ways=["shared"], atol=5e-5)
+
+
+@pytest.mark.parametrize("family", CONTINUING)
+def test_each_family_continues(family):
+    check(model_of(family), *batch_of(CASES["two groups"]), ways=["shared"], atol=5e-5)
 
 
 @pytest.mark.parametrize("family", [*CONTINUING, "lfm2"])
@@ -123,13 +134,16 @@ def test_padding_adds_less_than_the_tokens_of_a_block():
 def test_kernels_on_a_gpu_equal_single_sequences(way):
     """Qwen3.5 in bfloat16 with the kernels of flash-linear-attention. Not run yet."""
     pytest.importorskip("fla.ops.gated_delta_rule", reason="needs pip install -e '.[linear-attention]'")
-    compare_with_single_sequences(way, torch.device("cuda"), torch.bfloat16, tolerance=0.05)
+    compare_with_single_sequences(way, torch.device("cuda"), torch.bfloat16, tolerances=(3e-3, 0.1))
 
 
-def compare_with_single_sequences(way, device, dtype, tolerance):
-    """Compare logprobs by their mean difference, and gradients by the norm of the difference relative to theirs."""
-    sizes = {"linear_key_head_dim": 64, "linear_value_head_dim": 64, "max_position_embeddings": 512}
-    model = text_model("qwen3_5_text", {**LINEAR, **sizes}).to(device, dtype)
+def compare_with_single_sequences(way, device, dtype, tolerances):
+    """Compare logprobs by their mean difference, and gradients by the norm of the difference relative to theirs.
+
+    If answers started without their prompt's recurrent state or without its convolution's, logprobs would differ by
+    0.007 and gradients by 90 % or more; if the state had no gradient, gradients would differ by 40 %.
+    """
+    model = model_of("qwen3_5_text", linear_key_head_dim=64, linear_value_head_dim=64).to(device, dtype)
     batch, weights = batch_of([group for groups in CASES.values() for group in groups])
 
     def logprobs_of(rows, **options):
@@ -143,14 +157,14 @@ def compare_with_single_sequences(way, device, dtype, tolerance):
         alone[row, :length] = logprobs_of([row], remove_padding=False)[0, :length]
     expected = gradients(model, (weights * alone).sum())
     use_packed_attention(model)
-    together = logprobs_of(range(len(batch)), **WAYS[way])
-    found = gradients(model, (weights * together).sum())
-    assert (together - alone).abs().mean() < tolerance
+    packed = logprobs_of(range(len(batch)), **WAYS[way])
+    found = gradients(model, (weights * packed).sum())
+    assert (packed - alone).abs().mean() < tolerances[0]
     wrong = {name: ((x - expected[name]).norm() / expected[name].norm()).item() for name, x in found.items()}
-    assert max(wrong.values()) < tolerance, wrong
+    assert max(wrong.values()) < tolerances[1], wrong
 
 
 @pytest.mark.parametrize("way", ["packed", "shared"])
 def test_the_comparison_of_the_kernels_on_a_cpu(way):
     """The reference in the test on a GPU, here with plain torch layers in float32."""
-    compare_with_single_sequences(way, CPU, torch.float32, tolerance=1e-3)
+    compare_with_single_sequences(way, CPU, torch.float32, tolerances=(1e-6, 1e-4))

@@ -51,7 +51,7 @@ class SeparateSequences:
     def read_layout(self, decoder_layer: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
         self.layout = kwargs.get("packed_layout")
 
-    def split(self, layer: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]] | None:
+    def split(self, layer: Any, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]] | None:
         """Forward pre-hook: replace the packed row by the first block of rows."""
         if self.layout is None:
             return None

@@ -38,6 +38,10 @@ class RowBlock(NamedTuple):
     tokens: Tensor
     prompts: Tensor | None = None
 
+    def to(self, device: torch.device) -> RowBlock:
+        prompts = None if self.prompts is None else self.prompts.to(device, non_blocking=True)
+        return RowBlock(self.tokens.to(device, non_blocking=True), prompts)
+
 
 def rows_with_prefixes(
     starts: Sequence[int], lengths: Sequence[int], prefixes: Sequence[tuple[int, int]], device: torch.device
@@ -92,5 +96,4 @@ def _similar(segments: Iterable[int], lengths: Sequence[int]) -> list[list[int]]
 def _to_device(blocks: Sequence[RowBlock], own: Sequence[Tensor], count: int, device: torch.device) -> Rows:
     """`Rows` of these blocks; `own` are their tokens, with `count` for those whose outputs are not used."""
     outputs = torch.cat([tokens.flatten() for tokens in own]).argsort()[:count]
-    moved = [RowBlock(*(x if x is None else x.to(device, non_blocking=True) for x in block)) for block in blocks]
-    return Rows(moved, outputs.to(device, non_blocking=True))
+    return Rows([block.to(device) for block in blocks], outputs.to(device, non_blocking=True))
