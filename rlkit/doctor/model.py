@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+import torch
 from PIL import Image
 
 from rlkit.doctor.findings import Finding
+from rlkit.doctor.machine import LINEAR_ATTENTION
 from rlkit.vlm import encode_prompt, load_model, load_processor
-from rlkit.vlm.families import bidirectional_obstacle, head_obstacle, packing_obstacle
+from rlkit.vlm.families import DELTA_RULE_CLASSES, bidirectional_obstacle, head_obstacle, packing_obstacle
 from rlkit.vlm.inputs import position_spec
 from rlkit.vlm.loading import has_vision, load_config, model_path
 from rlkit.vlm.processors import check_vocabulary
@@ -68,6 +71,8 @@ def _check_forward(model: Any, config: Any) -> Iterator[Finding]:
         yield Finding("packed rows", f"not possible, add --no_use_remove_padding --no_share_prompts: {obstacle}", None)
     else:
         yield Finding("packed rows", "without padding; a prompt is computed once for all of its answers")
+    if _lacks_kernels(model):
+        yield Finding("gated delta rule", f"computed slowly, without kernels: {LINEAR_ATTENTION}", None)
     if obstacle := head_obstacle(config):
         yield Finding("--use_fused_kernels", f"not possible: {obstacle}", None)
     try:
@@ -76,6 +81,12 @@ def _check_forward(model: Any, config: Any) -> Iterator[Finding]:
         yield Finding("positions", str(error), False)
         return
     yield Finding("positions", "3D RoPE, computed by rlkit.vlm.rope3d" if several else "one per token")
+
+
+def _lacks_kernels(model: Any) -> bool:
+    """Whether transformers would compute the gated delta rule on this machine's GPU in plain torch."""
+    has_delta_rule = any(type(module).__name__ in DELTA_RULE_CLASSES for module in model.modules())
+    return has_delta_rule and torch.cuda.is_available() and find_spec("fla") is None
 
 
 def _check_processor(name: str, config: Any, trust_remote_code: bool) -> Iterator[Finding]:

@@ -7,10 +7,13 @@ from dataclasses import replace
 from http.server import BaseHTTPRequestHandler, HTTPServer
 
 import pytest
+import torch
 from PIL import Image
+from transformers import AutoConfig
 
 import rlkit.data.__main__ as data_command
 import rlkit.doctor.__main__ as doctor_command
+import rlkit.doctor.model as model_checks
 from rlkit.data import Task, load_task
 from rlkit.doctor import machine, self_check
 from rlkit.doctor.findings import Finding, line
@@ -110,6 +113,18 @@ def test_a_model_without_one_of_its_files(tiny_dir, tmp_path, change, subject, w
     change(path)
     text, ok = texts(check_model(str(path)))[subject]
     assert ok is False and words in text
+
+
+@pytest.mark.parametrize("has_gpu", [True, False])
+@pytest.mark.parametrize("family", ["qwen3_5_text", "lfm2"])
+def test_a_gpu_without_kernels_of_the_gated_delta_rule(family, has_gpu, tmp_path, monkeypatch):
+    AutoConfig.for_model(family, num_hidden_layers=4, hidden_size=64).save_pretrained(tmp_path)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: has_gpu)
+    monkeypatch.setattr(model_checks, "find_spec", lambda name: None)
+    found = texts(check_model(str(tmp_path)))
+    assert ("gated delta rule" in found) is (has_gpu and family == "qwen3_5_text")
+    if "gated delta rule" in found:
+        assert found["gated delta rule"] == ("computed slowly, without kernels: " + machine.LINEAR_ATTENTION, None)
 
 
 def test_a_missing_shard_is_named(tmp_path):
