@@ -175,6 +175,7 @@ class Fsdp2Engine:
             check_uniform_dtypes(self.module)
         self.scheduler = scheduler(self.optimizer) if scheduler and self.optimizer else None
         self.keep_gradients, self.offload_between_phases = keep_gradients, offload_between_phases
+        self._renamed: dict[str, str] = {}  # see `checkpoint_parameters`
         self._weights_on_host, self._state_on_host, self._users_of_weights = Offloaded(), Offloaded(), 0
         if offload_between_phases:
             own_memory(self.module.parameters())
@@ -398,7 +399,7 @@ class Fsdp2Engine:
             dtype: that the sampler computes in, see `rlkit.engines.sampler_dtype`; by default the weights' own. Weights
                 are cast before they are gathered; weights with adapters after these have been merged.
         """
-        yield from checkpoint_parameters(self.base, self._weights(bucket_bytes, dtype))
+        yield from checkpoint_parameters(self.base, self._weights(bucket_bytes, dtype), self._renamed)
         yield from checkpoint_buffers(self.base)
 
     def get_adapter(
